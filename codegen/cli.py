@@ -1,0 +1,148 @@
+"""``python -m codegen``: list, render, build, check."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from codegen._shared import ROOT
+from codegen.check import golden_problems, update_goldens, variable_problems
+from codegen.errors import BuildError, UsageError
+from codegen.matrix import Matrix, PlannedKernel, read_matrix
+from codegen.ninja import TOOLCHAINS, Compilation, compile_all
+from codegen.package import check_out, spill_problems, write_package
+from codegen.project import Project
+from codegen.render import render_all
+from codegen.selection import Selection
+
+_TARGET = re.compile(r"sm_\d+[af]?")
+
+
+def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
+    """Run a command; 0, or 1 where the build or the check failed, or 2 where the request or the matrix is wrong."""
+    args = _parser().parse_args(argv)
+    project = Project(root, (args.build_dir or root / "build").resolve())
+    try:
+        matrix = read_matrix(project.matrix, project.templates)
+        args.command(args, matrix, project)
+    except (UsageError, BuildError) as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    return 0
+
+
+def _list(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
+    missing = dict(matrix.missing)
+    names = _selection(args).names([*(kernel.spec.name for kernel in matrix.kernels), *missing])
+    shown = [kernel for kernel in matrix.kernels if kernel.spec.name in names]
+    absent = sorted(names & missing.keys())
+    print(f"{len(shown)} kernels")
+    for kernel in shown:
+        print(f"  {kernel.spec.name}: {_tile(kernel)}{kernel.threads} threads, {kernel.template}, {kernel.row}")
+    print(f"{len(absent)} combinations without a kernel")
+    for name in absent:
+        print(f"  {name}: {missing[name]}")
+
+
+def _tile(kernel: PlannedKernel) -> str:
+    tile = kernel.tile
+    if tile is None:
+        return ""
+    return f"{tile.block_m}x{tile.block_n}, warp_m {tile.warp_m}, {tile.stages} stages, {tile.min_blocks} blocks, "
+
+
+def _render(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
+    render_all(_selection(args).kernels(matrix), matrix, project)
+
+
+def _build(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
+    kernels = _selection(args).kernels(matrix)
+    compilation = Compilation(project, args.toolchain, args.retarget)
+    out = _out(args, project)
+    _compile(args, kernels, matrix, compilation)
+    manifest = write_package(kernels, compilation, out)
+    print(f"{len(manifest.kernels)} kernels by {manifest.compiler} in {out}")
+
+
+def _check(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
+    kernels = _selection(args).kernels(matrix)
+    problems = variable_problems(matrix, project)
+    if not problems:  # otherwise nothing renders
+        if args.update:
+            update_goldens(matrix, project)
+        compilation = Compilation(project, args.toolchain)
+        problems = golden_problems(matrix, project)
+        _compile(args, kernels, matrix, compilation)
+        problems += spill_problems({kernel: compilation.report(kernel) for kernel in kernels})
+    if problems:
+        raise BuildError("\n".join(problems))
+    print(f"{len(kernels)} kernels checked")
+
+
+def _compile(args: argparse.Namespace, kernels: tuple[PlannedKernel, ...], matrix: Matrix,
+             compilation: Compilation) -> None:
+    render_all(kernels, matrix, compilation.project)
+    compile_all(kernels, compilation, args.jobs)
+
+
+def _out(args: argparse.Namespace, project: Project) -> Path:
+    """Where the kernels go. Retargeted ones never go where a wheel would ship them."""
+    default = project.build / f"retarget_{args.retarget}" if args.retarget else project.package
+    out = (args.out or default).resolve()
+    if args.retarget and out == project.package.resolve():
+        raise UsageError(f"expected a folder other than {out}, as kernels for {args.retarget} alone are for tests")
+    if out != project.package.resolve():
+        check_out(out)
+    return out
+
+
+def _selection(args: argparse.Namespace) -> Selection:
+    return Selection(args.arch, tuple(args.only))
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--arch", type=_names, default=(), metavar="sm80,sm90", help="only kernels for these")
+    common.add_argument("--only", action="append", default=[], metavar="PATTERN",
+                        help="only kernels with such a name, for example '*_d64_*', and those that feed them")
+    common.add_argument("--build-dir", type=Path, metavar="DIR", help="of intermediate files; default: build/")
+    compiling = argparse.ArgumentParser(add_help=False)
+    compiling.add_argument("--jobs", type=_positive, metavar="N", help="compilers that run at once")
+    compiling.add_argument("--toolchain", choices=TOOLCHAINS, default="nvrtc")
+
+    parser = argparse.ArgumentParser(prog="python -m codegen", description="Kernels from build_matrix.yaml.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text, parents=[common, *parents])
+        added.set_defaults(command=run)
+        return added
+
+    command("list", _list, "print the kernels, and why every other combination is missing")
+    command("render", _render, "write the CUDA sources to build/gen")
+    build = command("build", _build, "compile the kernels into sage_aot/kernels", compiling)
+    build.add_argument("--retarget", type=_target, metavar="sm_90", help="compile all of them for this chip, for tests")
+    build.add_argument("--out", type=Path, metavar="DIR", help="a folder other than sage_aot/kernels")
+    check = command("check", _check, "compare templates, goldens and register spills with what they should be",
+                    compiling)
+    check.add_argument("--update", action="store_true", help="rewrite the goldens")
+    return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return int(text)
+
+
+def _target(text: str) -> str:
+    if not _TARGET.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"expected a chip such as sm_90, got {text!r}")
+    return text

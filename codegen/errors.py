@@ -1,0 +1,19 @@
+"""What stops code generation. :mod:`codegen.cli` prints these as they are; anything else is a bug and a traceback."""
+
+from __future__ import annotations
+
+
+class UsageError(ValueError):
+    """The caller asked for something that does not exist; exit status 2."""
+
+
+class MatrixError(UsageError):
+    """Everything that is wrong with a build matrix, one sentence with a line number each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class BuildError(RuntimeError):
+    """The sources do not build, or what they build into may not be shipped; exit status 1."""

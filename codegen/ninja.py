@@ -1,0 +1,113 @@
+"""Sources → cubins with ninja: in parallel, and only what changed.
+
+A :class:`Compilation` is one folder of cubins: own targets or a foreign one, by one toolchain. NVRTC writes no
+dependency files, so the headers that a source includes are found here, by reading the #include lines.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ninja import BIN_DIR
+from ninja.ninja_syntax import Writer, escape
+
+from codegen import nvcc, nvrtc
+from codegen._shared import ROOT, capability_of
+from codegen.compiler import Report
+from codegen.errors import BuildError
+from codegen.files import write_if_changed
+from codegen.matrix import PlannedKernel
+from codegen.project import Project
+from codegen.render import source_path
+
+TOOLCHAINS = {"nvrtc": nvrtc, "nvcc": nvcc}
+"""Modules with FLAGS, version() and a command line that compiles one source."""
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(["<])([^">]+)[">]', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """Which compiler, for which chip, in which project."""
+
+    project: Project
+    toolchain: str = "nvrtc"
+    retarget: str | None = None  # "sm_90": every kernel for this chip in place of its own
+
+    @property
+    def folder(self) -> Path:
+        return self.project.build / self.toolchain / (self.retarget or "own")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return TOOLCHAINS[self.toolchain].FLAGS
+
+    def target(self, kernel: PlannedKernel) -> str:
+        """The chip a kernel is compiled for, as compilers spell it."""
+        return self.retarget or "sm_{}{}".format(*capability_of(kernel.spec.arch))
+
+    def cubin(self, kernel: PlannedKernel) -> Path:
+        return self.folder / f"{kernel.spec.name}.cubin"
+
+    def report(self, kernel: PlannedKernel) -> Report:
+        """What the compiler made of a kernel that is built."""
+        return Report.read(self.cubin(kernel))
+
+
+def compile_all(kernels: tuple[PlannedKernel, ...], compilation: Compilation, jobs: int | None = None) -> None:
+    """Bring the cubins of rendered kernels up to date; BuildError where one does not compile."""
+    ninja_file = compilation.folder / "build.ninja"
+    # A file, so that another version of the compiler rebuilds: ninja compares times, and the flags stay the same.
+    write_if_changed(compilation.folder / "compiler.txt", TOOLCHAINS[compilation.toolchain].version().encode())
+    write_if_changed(ninja_file, ninja_text(kernels, compilation).encode())
+    command = [str(Path(BIN_DIR, "ninja")), "-f", str(ninja_file), *(["-j", str(jobs)] if jobs else [])]
+    status = subprocess.run(command, cwd=ROOT, check=False).returncode  # there, python -m finds codegen
+    if status != 0:
+        raise BuildError(f"expected every kernel to compile, ninja exited with {status}: its output is above")
+
+
+def ninja_text(kernels: tuple[PlannedKernel, ...], compilation: Compilation) -> str:
+    """build.ninja: one edge per kernel, all paths absolute."""
+    project, toolchain = compilation.project, compilation.toolchain
+    text = io.StringIO()
+    ninja = Writer(text, width=120)
+    ninja.variable("ninja_required_version", "1.5")
+    ninja.variable("builddir", str(compilation.folder))  # of ninja's log
+    ninja.rule("compile", f"{_quoted(sys.executable)} -m codegen.{toolchain} $in --target $target "
+                          f"--include {_quoted(project.include)} -o $out", description=f"{toolchain} $target $name")
+    # The flags stand in the toolchain's module, so a change of them rebuilds as a change of that file.
+    commands = [Path(__file__).with_name(name) for name in (f"{toolchain}.py", "compiler.py")]
+    for kernel in kernels:
+        source, cubin = source_path(kernel, project), compilation.cubin(kernel)
+        headers = sorted(headers_of(source, project.include))
+        ninja.build(str(cubin), "compile", str(source), implicit_outputs=[str(cubin.with_suffix(".json"))],
+                    implicit=[str(path) for path in (*headers, *commands, compilation.folder / "compiler.txt")],
+                    variables={"target": compilation.target(kernel), "name": kernel.spec.name})
+    return text.getvalue()
+
+
+def headers_of(source: Path, include: Path) -> set[Path]:
+    """Every header of the include folder that a source includes, directly or not; BuildError for unknown ones."""
+    found: set[Path] = set()
+    pending = [source]
+    while pending:
+        file = pending.pop()
+        for bracket, name in _INCLUDE.findall(file.read_text(encoding="utf-8")):
+            header = include / name
+            if header.is_file() and header not in found:
+                found.add(header)
+                pending.append(header)
+            elif bracket == '"' and not header.is_file():
+                raise BuildError(f"{file}: expected a header of {include}, got {name!r}")
+    return found
+
+
+def _quoted(path: object) -> str:
+    """A path in a command of build.ninja."""
+    return escape(shlex.quote(str(path)))

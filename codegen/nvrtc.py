@@ -1,0 +1,85 @@
+"""The compiler of the wheels: NVRTC 12.9, from PyPI, without nvcc, gcc or a GPU.
+
+12.9 and no other: cubins of the 12.x compilers load on every driver from 525 on, those of 13.x only from 580 on; and
+12.9 is the first with --frandom-seed, without which each run names internal symbols differently.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from codegen.compiler import Compiled, main
+from codegen.errors import BuildError
+
+FLAGS = ("-std=c++17", "-default-device", "--frandom-seed=sage_aot", "--ptxas-options=-v")
+
+_DISTRIBUTION = "nvidia-cuda-nvrtc-cu12"
+_LIBRARY = "libnvrtc.so.12"
+_ADVICE = f"pip install '{_DISTRIBUTION}==12.9.86' cuda-bindings"
+
+
+def version() -> str:
+    """``"nvrtc 12.9.86"``; BuildError where another or none is installed."""
+    try:
+        installed = distribution(_DISTRIBUTION).version
+    except PackageNotFoundError:
+        installed = "none"
+    if not installed.startswith("12.9."):
+        raise BuildError(f"expected NVRTC 12.9, got {installed}: {_ADVICE}")
+    return f"nvrtc {installed}"
+
+
+def compile_cubin(source: Path, target: str, include: Path) -> Compiled:
+    """Compile one source; BuildError with the compiler's log where it does not compile."""
+    nvrtc = _load()
+    # Only the file's name: a path would end up in the cubin, which has to be the same from every folder.
+    program = _checked(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], []))
+    options = [f"--gpu-architecture={target}", f"--include-path={include}", *FLAGS]
+    status, = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).rstrip(b"\0").decode()
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise BuildError(f"{status.name}\n{log}")
+    return Compiled(_read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log)
+
+
+def _load():
+    """cuda.bindings.nvrtc on top of the library of _DISTRIBUTION.
+
+    cuda.pathfinder prefers a library that is already loaded to those it would find, among which may be the 13.x
+    that comes with torch.
+    """
+    version()
+    files = distribution(_DISTRIBUTION).files or ()
+    for file in files:
+        if file.name == _LIBRARY:
+            ctypes.CDLL(str(file.locate()))
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise BuildError(f"expected cuda-bindings, got none: {_ADVICE}") from error
+    found = _checked(nvrtc.nvrtcVersion())
+    if found != (12, 9):
+        raise BuildError(f"expected NVRTC 12.9, got {'.'.join(map(str, found))}: {_ADVICE}")
+    return nvrtc
+
+
+def _checked(result: tuple):
+    """The values of a call, which come after its status."""
+    status, *values = result
+    if status != 0:
+        raise BuildError(f"expected NVRTC_SUCCESS, got {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _read(size_of, fill, program) -> bytes:
+    """NVRTC hands out bytes in two calls: their number, then a copy into a buffer."""
+    buffer = bytes(_checked(size_of(program)))
+    _checked(fill(program, buffer))
+    return buffer
+
+
+if __name__ == "__main__":
+    sys.exit(main(compile_cubin, version))

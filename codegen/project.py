@@ -1,0 +1,40 @@
+"""Where things lie. The functions of codegen take a Project, so that tests can build another one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Project:
+    """The folders of one source tree, all absolute, and the one that intermediate files go to."""
+
+    root: Path
+    build: Path
+
+    @property
+    def matrix(self) -> Path:
+        return self.root / "build_matrix.yaml"
+
+    @property
+    def templates(self) -> Path:
+        return self.root / "templates"
+
+    @property
+    def include(self) -> Path:
+        return self.templates / "include"
+
+    @property
+    def golden(self) -> Path:
+        return self.root / "tests" / "golden"
+
+    @property
+    def package(self) -> Path:
+        """The kernels that the wheel ships."""
+        return self.root / "sage_aot" / "kernels"
+
+    @property
+    def sources(self) -> Path:
+        """The rendered kernels."""
+        return self.build / "gen"

@@ -1,0 +1,106 @@
+"""Templates → CUDA sources, one per kernel. Owns which names a template may use and how values are spelt in C++."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import jinja2
+from jinja2.meta import find_undeclared_variables
+
+from codegen.errors import BuildError
+from codegen.files import write_if_changed
+from codegen.matrix import Matrix, PlannedKernel
+from codegen.project import Project
+
+CONTEXT = {
+    "attn": ("name", "template", "row", "headdim", "qk_bits", "pv", "causal", "smooth_v",
+             "block_m", "block_n", "warp_m", "stages", "min_blocks"),
+    "quant": ("name", "template", "row", "headdim", "qk_bits", "pv", "smooth_v",
+              "block_m", "block_n", "warp_m", "threads"),
+    "stats": ("name", "template", "row", "headdim", "smooth_v", "threads"),
+}
+"""What the templates of each kind are given; they use all of it and nothing else."""
+
+_PV_ENUMERATOR = {"f16": "Pv::kF16", "e4m3": "Pv::kE4m3"}
+_CPP_NAME = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*", re.ASCII)
+
+
+def cpp(value: object) -> str:
+    """Spell a truth value, an integer or the name of an enumerator for C++; TypeError for everything else."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, jinja2.Undefined):
+        return str(value)  # StrictUndefined raises here, and names the variable
+    if isinstance(value, str) and _CPP_NAME.fullmatch(value):
+        return value
+    raise TypeError(f"expected a bool, an int or a C++ name, got {value!r}")
+
+
+def context(kernel: PlannedKernel) -> dict[str, object]:
+    """The values that a kernel's template is given."""
+    spec = kernel.spec
+    values = {
+        "name": spec.name,
+        "template": kernel.template,
+        "row": kernel.row,
+        "headdim": spec.headdim,
+        "qk_bits": spec.qk,
+        "pv": _PV_ENUMERATOR.get(spec.pv),
+        "causal": spec.mask == "causal",
+        "smooth_v": spec.v == "vsmooth",
+        "threads": kernel.threads,
+        **(asdict(kernel.tile) if kernel.tile else {}),
+    }
+    return {name: values[name] for name in CONTEXT[spec.kind]}
+
+
+class Renderer:
+    """The one Jinja environment."""
+
+    def __init__(self, templates: Path) -> None:
+        # By default a misspelt name renders as nothing and a misspelt flag as false; StrictUndefined raises on both.
+        self.environment = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(templates), undefined=jinja2.StrictUndefined, autoescape=False,
+            trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+        self.environment.filters["cpp"] = cpp
+
+    def render(self, kernel: PlannedKernel) -> str:
+        """The source of a kernel; BuildError where its template does not render."""
+        try:
+            return self.environment.get_template(kernel.template).render(context(kernel))
+        except (jinja2.TemplateError, TypeError) as error:
+            raise BuildError(f"templates/{kernel.template}: {error} (rendering {kernel.spec.name})") from error
+
+    def variable_problems(self, kind: str, template: str) -> list[str]:
+        """How the names that a template uses differ from those of its kind, as sentences."""
+        try:
+            source = self.environment.loader.get_source(self.environment, template)[0]
+            used = find_undeclared_variables(self.environment.parse(source))
+        except jinja2.TemplateError as error:
+            return [f"templates/{template}: {error}"]
+        declared = set(CONTEXT[kind])
+        return ([f"templates/{template}: expected a name given to {kind} templates, got {name!r}"
+                 for name in sorted(used - declared)]
+                + [f"templates/{template}: expected {name!r} to be used, as {kind} templates are given it"
+                   for name in sorted(declared - used)])
+
+
+def render_all(kernels: Iterable[PlannedKernel], matrix: Matrix, project: Project) -> None:
+    """Write the sources of these kernels, where they changed, and remove those of kernels that left the matrix."""
+    renderer = Renderer(project.templates)
+    for kernel in kernels:
+        write_if_changed(source_path(kernel, project), renderer.render(kernel).encode())
+    known = {kernel.spec.name for kernel in matrix.kernels}
+    for path in project.sources.glob("*.cu"):
+        if path.stem not in known:
+            path.unlink()
+
+
+def source_path(kernel: PlannedKernel, project: Project) -> Path:
+    """Where a kernel's rendered source lies."""
+    return project.sources / f"{kernel.spec.name}.cu"

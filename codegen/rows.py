@@ -1,0 +1,211 @@
+"""build_matrix.yaml → rows that are right, each by itself; :mod:`codegen.matrix` judges them together.
+
+Reading goes on after a problem, so that every one of them is reported at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import yaml
+
+from codegen._shared import AXES, KIND_AXES, KINDS, KernelSpec, Tile, capability_of
+from codegen.yaml_reader import YamlReader, line_of
+
+AXIS_NAMES = KIND_AXES["attn"]
+"""Attention kernels depend on every axis."""
+
+_SIZES = tuple(field.name for field in fields(Tile))
+_MAX_THREADS = 1024  # of a block, on every GPU
+
+
+@dataclass(frozen=True)
+class Selector:
+    """The combinations that a row is about; an axis it leaves out matches all of them."""
+
+    line: int
+    values: dict[str, tuple]
+
+    def matches(self, spec: KernelSpec) -> bool:
+        return all(getattr(spec, axis) in values for axis, values in self.values.items())
+
+    def text(self, family: str) -> str:
+        """One canonical line of YAML, which generated sources quote."""
+        parts = [f"family: {family}"]
+        for axis in AXIS_NAMES:
+            values = [str(value) for value in self.values.get(axis, ())]
+            if values:
+                parts.append(f"{axis}: {values[0] if len(values) == 1 else '[' + ', '.join(values) + ']'}")
+        return "{" + ", ".join(parts) + "}"
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Combinations that are not built."""
+
+    selector: Selector
+    why: str
+
+
+@dataclass(frozen=True)
+class TileRow:
+    """Combinations that are built, and how."""
+
+    selector: Selector
+    family: str
+    tile: Tile | None  # None only where the reader has complained
+    allowed_spill_bytes: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All rows of a matrix."""
+
+    axes: dict[str, tuple]
+    families: dict[str, dict[str, tuple[str, int | None]]]  # family → kind → template, threads
+    tiles: tuple[TileRow, ...]
+    exclude: tuple[Exclusion, ...]
+    tiles_line: int
+
+
+class RowReader:
+    """Reads one matrix. ``selectors_sound`` says whether it is known which combinations every row is about."""
+
+    def __init__(self, reader: YamlReader, templates: Path) -> None:
+        self.reader = reader
+        self.templates = templates
+        self.selectors_sound = True
+        self.axes: dict[str, tuple] = {}
+        self.families: dict[str, dict[str, tuple[str, int | None]]] = {}
+
+    def read(self, text: str) -> Rows | None:
+        """The rows, or None where it is not known what they cover: each combination would repeat that problem."""
+        root = self.reader.document(text)
+        if root is None:
+            if not self.reader.problems:
+                self.reader.complain(1, "expected a build matrix, got nothing")
+            return None
+        top = self.reader.mapping(root, "the matrix", ("axes", "families", "tiles", "exclude"))
+        self.axes = self._axes(top["axes"]) if "axes" in top else {}
+        self.selectors_sound = not self.reader.problems
+        self.families = self._families(top["families"]) if "families" in top else {}
+        tiles = [self._tile_row(node) for node in self._rows(top, "tiles")]
+        exclude = [self._exclusion(node) for node in self._rows(top, "exclude")]
+        if not self.selectors_sound:
+            return None
+        return Rows(self.axes, self.families, tuple(tiles), tuple(exclude), line_of(top["tiles"]))
+
+    def _rows(self, top: dict[str, yaml.Node], key: str) -> list[yaml.Node]:
+        return self.reader.items(top[key], f"{key!r}") if key in top else []
+
+    def _axes(self, node: yaml.Node) -> dict[str, tuple]:
+        entries = self.reader.mapping(node, "'axes'", AXIS_NAMES)
+        return {axis: self._known_values(axis, values) for axis, values in entries.items()}
+
+    def _known_values(self, axis: str, node: yaml.Node) -> tuple:
+        """The values of an axis; wrong ones stay, so that rows which use them are not complained about again."""
+        found = self.reader.scalars(node)
+        for line, value in found:
+            problem = _unknown_value(axis, value)
+            if problem:
+                self.reader.complain(line, problem)
+        return tuple(value for _, value in found)
+
+    def _families(self, node: yaml.Node) -> dict[str, dict[str, tuple[str, int | None]]]:
+        entries = self.reader.named_mappings(node, "'families'")
+        return {name: {kind: self._family_kind(name, kind, values)
+                       for kind, values in self.reader.mapping(kinds, f"the family {name!r}", KINDS).items()}
+                for name, kinds in entries.items()}
+
+    def _family_kind(self, family: str, kind: str, node: yaml.Node) -> tuple[str, int | None]:
+        """Template and threads; an attention kernel's threads follow from its tile."""
+        keys = ("template",) if kind == "attn" else ("template", "threads")
+        entries = self.reader.mapping(node, f"{kind!r} of the family {family!r}", keys)
+        template = self.reader.scalar(entries["template"]) if "template" in entries else None
+        if template is not None and not (self.templates / str(template)).is_file():
+            self.reader.complain(line_of(entries["template"]), f"expected a file in templates/, got {template!r}")
+        threads = self.reader.scalar(entries["threads"]) if "threads" in entries else None
+        if threads is not None and not _valid_threads(threads):
+            self.reader.complain(line_of(entries["threads"]), "expected threads as a multiple of 32, at most "
+                                                              f"{_MAX_THREADS}, got {threads!r}")
+        return str(template), threads
+
+    def _row(self, node: yaml.Node, what: str, required: tuple[str, ...],
+             optional: tuple[str, ...] = ()) -> tuple[dict[str, yaml.Node], Selector]:
+        """The entries of a row, and the combinations that they select."""
+        before = len(self.reader.problems)
+        entries = self.reader.mapping(node, what, required, AXIS_NAMES + optional)
+        values = {axis: self._listed_values(axis, entries[axis]) for axis in AXIS_NAMES if axis in entries}
+        self.selectors_sound &= len(self.reader.problems) == before
+        return entries, Selector(line_of(node), values)
+
+    def _listed_values(self, axis: str, node: yaml.Node) -> tuple:
+        listed = self.axes.get(axis)
+        found = self.reader.scalars(node)
+        for line, value in found:
+            if listed and not _among(value, listed):
+                self.reader.complain(line, f"expected a value of the axis {axis!r} {_choices(listed)}, got {value!r}")
+        return tuple(value for _, value in found)
+
+    def _tile_row(self, node: yaml.Node) -> TileRow:
+        entries, selector = self._row(node, "a row of 'tiles'", ("family", *_SIZES), ("allow_spills", "why"))
+        family = self.reader.scalar(entries["family"]) if "family" in entries else None
+        if family is not None and family not in self.families:
+            self.reader.complain(line_of(entries["family"]), f"expected a family {_choices(self.families)}, "
+                                                             f"got {family!r}")
+        return TileRow(selector, str(family), self._tile(selector.line, entries),
+                       self._allowed_spills(selector.line, entries))
+
+    def _tile(self, line: int, entries: dict[str, yaml.Node]) -> Tile | None:
+        sizes = {size: self.reader.scalar(entries[size]) for size in _SIZES if size in entries}
+        if len(sizes) < len(_SIZES) or None in sizes.values():
+            return None
+        tile = Tile(**sizes)
+        for problem in tile.invalid():
+            self.reader.complain(line, problem)
+        return tile
+
+    def _allowed_spills(self, line: int, entries: dict[str, yaml.Node]) -> int:
+        if "why" in entries:
+            self.reader.sentence(entries["why"], "'why'")
+        if ("allow_spills" in entries) != ("why" in entries):
+            got = "allow_spills" if "allow_spills" in entries else "why"
+            self.reader.complain(line, f"expected 'allow_spills' and 'why' together, got only {got!r}")
+        spills = self.reader.scalar(entries["allow_spills"]) if "allow_spills" in entries else None
+        if spills is None:
+            return 0
+        if type(spills) is not int or spills <= 0:
+            self.reader.complain(line_of(entries["allow_spills"]), "expected allow_spills as a positive number of "
+                                                                   f"bytes, got {spills!r}")
+        return spills
+
+    def _exclusion(self, node: yaml.Node) -> Exclusion:
+        entries, selector = self._row(node, "a row of 'exclude'", ("why",))
+        why = self.reader.sentence(entries["why"], "'why'") if "why" in entries else None
+        return Exclusion(selector, str(why))
+
+
+def _unknown_value(axis: str, value: object) -> str | None:
+    """What is wrong with a value of an axis. Any arch will do, the other axes have all their values in AXES."""
+    if axis != "arch":
+        return None if _among(value, AXES[axis]) else (
+            f"expected a value of the axis {axis!r} {_choices(AXES[axis])}, got {value!r}")
+    try:
+        capability_of(str(value))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _among(value: object, values: tuple) -> bool:
+    """Membership that tells 8 from 8.0 and 1 from true."""
+    return any(type(value) is type(other) and value == other for other in values)
+
+
+def _choices(values: object) -> str:
+    return "(" + ", ".join(str(value) for value in values) + ")"
+
+
+def _valid_threads(threads: object) -> bool:
+    return type(threads) is int and threads % 32 == 0 and 0 < threads <= _MAX_THREADS

@@ -1,0 +1,41 @@
+"""Which kernels a command is about: ``--arch`` and ``--only``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from codegen._shared import KINDS, KernelSpec
+from codegen.errors import UsageError
+from codegen.matrix import Matrix, PlannedKernel
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What was asked for; empty means all."""
+
+    archs: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()  # of names, as fnmatch reads them
+
+    def names(self, names: list[str]) -> set[str]:
+        """The names that are asked for; UsageError for an arch or a pattern that none of them fits."""
+        archs = {KernelSpec.from_name(name).arch for name in names}
+        unknown = [arch for arch in self.archs if arch not in archs]
+        if unknown:
+            raise UsageError(f"expected an arch of {', '.join(sorted(archs))}, got {unknown[0]!r}")
+        found = {name for name in names if not self.archs or KernelSpec.from_name(name).arch in self.archs}
+        for pattern in self.patterns:
+            if not any(fnmatchcase(name, pattern) for name in found):
+                listed = "\n  ".join(sorted(found))
+                raise UsageError(f"expected a pattern that fits a name, got {pattern!r}; there are\n  {listed}")
+        return {name for name in found
+                if not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)}
+
+    def kernels(self, matrix: Matrix) -> tuple[PlannedKernel, ...]:
+        """The kernels that are asked for and those that feed them: what is built together can run."""
+        names = self.names([kernel.spec.name for kernel in matrix.kernels])
+        for name in tuple(names):
+            spec = KernelSpec.from_name(name)
+            if spec.kind == "attn":
+                names.update(spec.companion(kind).name for kind in KINDS[1:])
+        return tuple(kernel for kernel in matrix.kernels if kernel.spec.name in names)

@@ -1,0 +1,111 @@
+"""Reading YAML such that every complaint has its line and none hides the others.
+
+yaml.compose keeps the line of every node, which yaml.safe_load forgets, and shows a key that stands twice, of which
+safe_load silently takes the last.
+"""
+
+from __future__ import annotations
+
+import yaml
+
+
+class YamlReader:
+    """Takes nodes apart and collects what is wrong with them; what cannot be read comes back empty or None."""
+
+    def __init__(self, file_name: str) -> None:
+        self.file_name = file_name
+        self._problems: list[tuple[int, str]] = []
+
+    @property
+    def problems(self) -> list[str]:
+        """All complaints, in the order of the file."""
+        return [f"{self.file_name}:{line}: {text}" for line, text in sorted(self._problems)]
+
+    def complain(self, line: int, text: str) -> None:
+        self._problems.append((line, text))
+
+    def document(self, text: str) -> yaml.Node | None:
+        try:
+            return yaml.compose(text, yaml.SafeLoader)
+        except yaml.MarkedYAMLError as error:
+            self.complain(error.problem_mark.line + 1, f"expected YAML, got an error: {error.problem}")
+        except yaml.YAMLError as error:  # a character that YAML forbids
+            self.complain(1, f"expected YAML, got an error: {error}")
+        return None
+
+    def mapping(self, node: yaml.Node, what: str, required: tuple[str, ...],
+                optional: tuple[str, ...] = ()) -> dict[str, yaml.Node]:
+        """The known entries of a mapping."""
+        if not isinstance(node, yaml.MappingNode):
+            self.complain(line_of(node), f"expected {what} as a mapping, got {_show(node)}")
+            return {}
+        entries: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            name = str(key.value)
+            if name not in required + optional:
+                self.complain(line_of(key), f"expected a key of {what} ({', '.join(required + optional)}), "
+                                            f"got {name!r}")
+            elif name in entries:
+                self.complain(line_of(key), f"expected the key {name!r} once in {what}, got it twice")
+            else:
+                entries[name] = value
+        for name in required:
+            if name not in entries:
+                self.complain(line_of(node), f"expected the key {name!r} in {what}, got none")
+        return entries
+
+    def named_mappings(self, node: yaml.Node, what: str) -> dict[str, yaml.Node]:
+        """A mapping whose keys are free names."""
+        names = tuple(str(key.value) for key, _ in node.value) if isinstance(node, yaml.MappingNode) else ()
+        return self.mapping(node, what, (), tuple(dict.fromkeys(names)))
+
+    def items(self, node: yaml.Node, what: str) -> list[yaml.Node]:
+        if not isinstance(node, yaml.SequenceNode):
+            self.complain(line_of(node), f"expected {what} as a list, got {_show(node)}")
+            return []
+        return node.value
+
+    def scalar(self, node: yaml.Node) -> object:
+        """A string, number or truth value; None, with a complaint, for everything else."""
+        if isinstance(node, yaml.ScalarNode):
+            try:
+                value = yaml.constructor.SafeConstructor().construct_object(node)
+            except (yaml.MarkedYAMLError, ValueError):
+                value = None
+            if isinstance(value, (str, int, float)):
+                return value
+        self.complain(line_of(node), f"expected a single value, got {_show(node)}")
+        return None
+
+    def scalars(self, node: yaml.Node) -> list[tuple[int, object]]:
+        """One value or a list of them, each with its line; values that stand twice are complained about."""
+        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        if not nodes:
+            self.complain(line_of(node), "expected one value or more, got an empty list")
+        found: list[tuple[int, object]] = []
+        for item in nodes:
+            value = self.scalar(item)
+            if value in [other for _, other in found]:
+                self.complain(line_of(item), f"expected each value once, got {value!r} twice")
+            elif value is not None:
+                found.append((line_of(item), value))
+        return found
+
+    def sentence(self, node: yaml.Node, what: str) -> str | None:
+        value = self.scalar(node)
+        if isinstance(value, str) and value.strip():
+            return value
+        if value is not None:
+            self.complain(line_of(node), f"expected {what} as a sentence, got {value!r}")
+        return None
+
+
+def line_of(node: yaml.Node) -> int:
+    """The line a node starts on, counted from 1."""
+    return node.start_mark.line + 1
+
+
+def _show(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return repr(node.value) if node.value else "nothing"
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"

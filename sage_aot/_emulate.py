@@ -1,0 +1,212 @@
+"""The kernels in torch: the same scales, roundings and tiles, for CPU tensors and as the oracle of the tests.
+
+The quantizers match those of templates/include/sage/quant/ bit for bit, the order of every sum included. Attention
+matches tile by tile up to the order in which a matrix product adds and to ex2.approx; FP8 accumulators keep the
+13 mantissa bits that sm89 keeps. Tensors are [batch, heads, seq, headdim]; all arithmetic is f32 unless a cast says
+otherwise.
+Source: SageAttention2, Algorithm 1, sections 3.1 to 3.4 and appendix A.6.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from sage_aot._plan import KEY_GROUPS, ROW_GROUPS, chunk_rows_of
+from sage_aot._problem import Problem
+from sage_aot._select import Kernels
+
+LOG2_E = 1.4426950408889634
+INT8_LIMIT = 127.0
+E4M3_LIMIT = 448.0
+SMALLEST_ABS_MAX = 1e-35  # quant/quantize.cuh: below this a group counts as zeros
+VECTOR = 8  # quant/source.cuh: channels a thread handles at once
+
+NO_MAXIMUM = -1e30  # attn/softmax.cuh
+SCORE_BIAS = 12582912.0
+SMALLEST_SCALE = 1e-37  # attn/mainloop_mma.cuh
+P_SCALE_LOG2 = {"f16": 7.0, "e4m3": 8.807354922}  # attn/pv_mma.cuh
+LAZY_RISE = {"f16": 8.0, "e4m3": 0.0}
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Quantized inputs in logical order. Rows and keys are padded to whole tiles, channels to the kernel's head dim."""
+
+    q: torch.Tensor  # [batch, q heads, rows, headdim] f32 holding integers
+    k: torch.Tensor  # [batch, kv heads, keys, headdim] f32 holding integers
+    v: torch.Tensor  # [batch, kv heads, keys, headdim] f32 holding values of the PV type
+    q_scale: torch.Tensor  # [batch, q heads, rows], one value per scale group; scores in log2 units
+    k_scale: torch.Tensor  # [batch, kv heads, keys], likewise
+    v_scale: torch.Tensor  # [batch, kv heads, headdim]
+    row_bias: torch.Tensor  # [batch, q heads, rows], log2 units: q · mean of k
+
+
+def attention(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+              out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """What the three kernels compute, into `out` and `lse`."""
+    quantized = quantize(problem, kernels, q, k, v)
+    result, result_lse = attend(problem, kernels, quantized)
+    out.copy_(result[:, :, : problem.seqlen_q, : problem.headdim])
+    if lse is not None:
+        lse.copy_(result_lse[:, :, : problem.seqlen_q])
+
+
+# --- quantization -----------------------------------------------------------------------------------------------------
+
+
+def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Quantized:
+    """The statistics and quantization kernels."""
+    spec, tile = kernels.attn.spec, kernels.attn.tile
+    rows_at_once = kernels.stats.threads * VECTOR // spec.headdim
+    k, v = (_pad(tensor.float(), tile.block_n, spec.headdim) for tensor in (k, v))
+    q = _pad(q.float(), tile.block_m, spec.headdim)
+
+    k_mean = torch.zeros_like(k[:, :, 0])
+    if problem.smooth_k:
+        k_mean = _sum_over_keys(k[:, :, : problem.seqlen_kv], rows_at_once) / float(problem.seqlen_kv)
+    smooth = k - k_mean[:, :, None]
+    smooth[:, :, problem.seqlen_kv:] = 0.0
+
+    q = q * torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
+    group = problem.num_q_heads // problem.num_kv_heads
+    row_bias = (q * k_mean.repeat_interleave(group, 1)[:, :, None]).sum(-1)
+    q_hat, q_scale = _quantize_rows(q, _row_groups(q.shape[2], tile.warp_m))
+    k_hat, k_scale = _quantize_rows(smooth, _key_groups(k.shape[2], tile.block_n))
+    v_hat, v_scale = _quantize_v(v, spec.pv)
+    return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, row_bias)
+
+
+def _pad(x: torch.Tensor, rows: int, headdim: int) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, headdim - x.shape[-1], 0, -x.shape[2] % rows))
+
+
+def _sum_over_keys(x: torch.Tensor, rows_at_once: int) -> torch.Tensor:
+    """Sum over the sequence in the order of quant/statistics.cuh: a thread's rows, then threads, then chunks."""
+    batch, heads, keys, headdim = x.shape
+    chunk_rows = chunk_rows_of(keys)
+    x = torch.nn.functional.pad(x, (0, 0, 0, -keys % chunk_rows))
+    parts = _add_in_order(x.view(batch, heads, -1, chunk_rows // rows_at_once, rows_at_once, headdim), 3)
+    return _add_in_order(_add_in_order(parts, 3), 2)
+
+
+def _add_in_order(x: torch.Tensor, dim: int) -> torch.Tensor:
+    total = torch.zeros_like(x.select(dim, 0))
+    for part in x.unbind(dim):
+        total = total + part
+    return total
+
+
+def _row_groups(rows: int, warp_m: int) -> torch.Tensor:
+    """Scale group of each query row: rows of a warp with equal row % 8."""
+    row = torch.arange(rows)
+    return row // warp_m * ROW_GROUPS + row % ROW_GROUPS
+
+
+def _key_groups(keys: int, block_n: int) -> torch.Tensor:
+    """Scale group of each key: keys of a tile with equal key % 8 // 2."""
+    key = torch.arange(keys)
+    return key // block_n * KEY_GROUPS + key % 8 // 2
+
+
+def _quantize_rows(x: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """INT8 with a scale per group of rows; the scales come back per row."""
+    amax = torch.where(x.isfinite(), x.abs(), 0.0).amax(-1)
+    group_amax = torch.zeros(*x.shape[:2], int(groups.max()) + 1)
+    group_amax.scatter_reduce_(2, groups.expand_as(amax), amax, "amax")
+    scale, inv_scale = (s[:, :, groups] for s in _scale_to(INT8_LIMIT, group_amax))
+    quantized = (x * inv_scale[..., None]).round().nan_to_num(0.0).clamp(-128.0, 127.0)
+    return quantized, scale
+
+
+def _scale_to(limit: float, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale that takes amax to `limit`, and its reciprocal."""
+    zeros = amax < SMALLEST_ABS_MAX
+    return torch.where(zeros, 1.0, amax / limit), torch.where(zeros, 0.0, limit / amax)
+
+
+def _power_of_two_scale(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Power of two that takes amax into [2^14, 2^15), and its reciprocal."""
+    exponent = torch.frexp(amax)[1] - 1
+    exponent = torch.where(amax.isinf(), 128, exponent).clamp(min=-112) - 14
+    scale = torch.ldexp(torch.ones_like(amax), exponent)
+    zeros = amax < SMALLEST_ABS_MAX
+    return torch.where(zeros, 1.0, scale), torch.where(zeros, 0.0, 1.0 / scale)
+
+
+def _quantize_v(v: torch.Tensor, pv: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """V in the PV type with a scale per channel."""
+    amax = v.abs().nan_to_num(0.0, posinf=math.inf).amax(2)
+    scale, inv_scale = _scale_to(E4M3_LIMIT, amax) if pv == "e4m3" else _power_of_two_scale(amax)
+    return to_pv(v * inv_scale[:, :, None], pv), scale
+
+
+def to_pv(x: torch.Tensor, pv: str) -> torch.Tensor:
+    """Rounded to the PV type and back: nearest even, e4m3 saturating."""
+    if pv == "f16":
+        return x.half().float()
+    return x.clamp(-E4M3_LIMIT, E4M3_LIMIT).to(torch.float8_e4m3fn).float()
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention kernel on quantized inputs: output f32 and log-sum-exp, both with padded rows."""
+    spec, block_n = kernels.attn.spec, kernels.attn.tile.block_n
+    group = problem.num_q_heads // problem.num_kv_heads
+    k, v, k_scale, v_scale = (x.repeat_interleave(group, 1)
+                              for x in (quantized.k, quantized.v, quantized.k_scale, quantized.v_scale))
+    batch, heads, rows, headdim = quantized.q.shape
+    limit = _key_limit(problem, rows)
+    acc_o = torch.zeros(batch, heads, rows, headdim)
+    row_max = torch.full((batch, heads, rows), NO_MAXIMUM)
+    row_sum = torch.zeros(batch, heads, rows)
+
+    for first in range(0, min(k.shape[2], int(limit.max())), block_n):
+        keys = slice(first, first + block_n)
+        scores = quantized.q @ k[:, :, keys].transpose(2, 3)  # exact: integers below 2^24
+        scores = scores.masked_fill(first + torch.arange(block_n) >= limit[:, None], -math.inf)
+        scale = (quantized.q_scale[..., None] * k_scale[:, :, None, keys]).clamp(min=SMALLEST_SCALE)
+        p, alpha, row_max = _softmax_tile(scores, scale, row_max, spec.pv)
+        row_sum = row_sum * alpha + p.sum(-1)
+        acc_o = acc_o * alpha[..., None] + _pv_tile(to_pv(p, spec.pv), v[:, :, keys], spec.pv)
+
+    factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0) + 0.0 * quantized.row_bias
+    lse = (row_max - P_SCALE_LOG2[spec.pv] + row_sum.log2() + quantized.row_bias) * math.log(2.0)
+    return acc_o * factor[..., None] * v_scale[:, :, None], lse
+
+
+def _key_limit(problem: Problem, rows: int) -> torch.Tensor:
+    """Keys that each row sees; causal is aligned bottom-right."""
+    if not problem.is_causal:
+        return torch.full((rows,), problem.seqlen_kv)
+    last_row = torch.arange(rows).clamp(max=problem.seqlen_q - 1)
+    return (last_row + 1 + problem.seqlen_kv - problem.seqlen_q).clamp(0, problem.seqlen_kv)
+
+
+def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, row_max: torch.Tensor,
+                  pv: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """P of one tile, the factor for what was summed before, and the new maximum."""
+    tile_max = (scores * scale).amax(-1)
+    new_max = torch.where(tile_max > row_max + LAZY_RISE[pv], tile_max, row_max)
+    offset = (P_SCALE_LOG2[pv] - new_max).double()[..., None] - scale.double() * SCORE_BIAS
+    exponent = (scores.double() + SCORE_BIAS) * scale.double() + offset.float().double()  # two FMAs
+    return torch.exp2(exponent.float()), torch.exp2(row_max - new_max), new_max
+
+
+def _pv_tile(p: torch.Tensor, v: torch.Tensor, pv: str) -> torch.Tensor:
+    """P·V of one tile; FP8 in products of 32 keys whose accumulator keeps 13 mantissa bits."""
+    if pv == "f16":
+        return p @ v
+    total = torch.zeros(*p.shape[:3], v.shape[-1])
+    for first in range(0, p.shape[-1], 32):
+        total = _keep_13_bits(total + p[..., first: first + 32] @ v[:, :, first: first + 32])
+    return total
+
+
+def _keep_13_bits(x: torch.Tensor) -> torch.Tensor:
+    """f32 with all but the upper 13 mantissa bits cut off."""
+    return (x.view(torch.int32) & ~0x3FF).view(torch.float32)

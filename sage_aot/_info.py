@@ -1,0 +1,71 @@
+"""What is installed, which devices there are, which kernels they would run, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+
+import torch
+
+from sage_aot._api import emulated_arch
+from sage_aot._loader import Library, default_library, import_cupy
+from sage_aot._manifest import Manifest
+from sage_aot._select import built_archs, nearest_arch
+from sage_aot._version import __version__
+from sage_aot.errors import CubinError, SageAotError, UnsupportedError
+
+
+def info() -> str:
+    """A report in plain text: versions, what the build holds, per device the kernels it would run or why it has none.
+
+    Nothing is launched. What is missing stands in lines that begin with ``missing:`` and say what to install.
+    """
+    library = default_library()
+    lines = _versions()
+    try:
+        lines += _kernels(library)
+    except CubinError as error:
+        return "\n".join([*lines, f"missing: {error}"])
+    for device in range(torch.cuda.device_count()):
+        lines += _device(device, library.manifest)
+    lines.append(f"CPU tensors: emulation of the {emulated_arch(library.manifest)} kernels")
+    return "\n".join(lines)
+
+
+def _versions() -> list[str]:
+    lines = [f"sage_aot {__version__}, Python {platform.python_version()}, torch {torch.__version__}"]
+    if not torch.cuda.is_available():
+        return [*lines, f"no CUDA device: {'no driver or GPU' if torch.version.cuda else 'a CPU build of torch'}"]
+    try:
+        import_cupy()
+        lines.append(f"cupy {_cupy_version()}")
+    except UnsupportedError as error:
+        lines.append(f"missing: {error}")
+    return lines
+
+
+def _cupy_version() -> str:
+    names = [dist.metadata["Name"] for dist in importlib.metadata.distributions()]
+    return ", ".join(f"{importlib.metadata.version(name)} ({name})" for name in sorted(
+        {name for name in names if name and name.startswith("cupy")}))
+
+
+def _kernels(library: Library) -> list[str]:
+    manifest = library.manifest
+    archs = ", ".join(built_archs(manifest))
+    lines = [f"kernels: {len(manifest.kernels)} for {archs}, compiled by {manifest.compiler}, in {library.folder}"]
+    if manifest.retarget:
+        lines.append(f"built for {manifest.retarget} in place of their own archs: for tests only")
+    return lines
+
+
+def _device(device: int, manifest: Manifest) -> list[str]:
+    major, minor = torch.cuda.get_device_capability(device)
+    head = f"cuda:{device} {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+    try:
+        arch = nearest_arch((major, minor), manifest)
+    except SageAotError as error:
+        return [head, f"  missing: {error}"]
+    names = [name for name, record in sorted(manifest.kernels.items())
+             if record.spec.arch == arch and record.spec.kind == "attn"]
+    return [head, *(f"  {name}" for name in names)]

@@ -1,0 +1,49 @@
+"""The structs that kernels take by value, packed as templates/include/sage/params.cuh declares them.
+
+A unit test compares every offset here with the header's own assertions.
+"""
+
+from __future__ import annotations
+
+import struct
+
+_TENSOR = "Qqqq"  # data, strides of batch, head, row in elements
+
+FIELDS = {
+    "StatsParams": (
+        ("k", _TENSOR), ("v", _TENSOR), ("k_sum", "Q"), ("v_absmax", "Q"), ("num_kv_heads", "i"), ("seqlen_kv", "i"),
+        ("headdim", "i"), ("chunk_rows", "i"), ("num_chunks", "i"), ("dtype", "i"), ("aligned", "i"),
+        ("smooth_k", "i"),
+    ),
+    "QuantParams": (
+        ("q", _TENSOR), ("k", _TENSOR), ("v", _TENSOR), ("k_sum", "Q"), ("v_absmax", "Q"), ("q_hat", "Q"),
+        ("k_hat", "Q"), ("v_hat", "Q"), ("q_scale", "Q"), ("v_scale", "Q"), ("row_bias", "Q"),
+        ("batch", "i"), ("num_q_heads", "i"), ("num_kv_heads", "i"), ("seqlen_q", "i"), ("seqlen_kv", "i"),
+        ("headdim", "i"), ("q_tiles", "i"), ("kv_tiles", "i"), ("num_chunks", "i"), ("softmax_scale_log2", "f"),
+        ("dtype", "i"), ("aligned", "i"), ("smooth_k", "i"), ("padding", "i"),
+    ),
+    "AttnParams": (
+        ("q_hat", "Q"), ("k_hat", "Q"), ("v_hat", "Q"), ("q_scale", "Q"), ("v_scale", "Q"),
+        ("row_bias", "Q"), ("out", _TENSOR), ("lse", "Q"), ("num_q_heads", "i"), ("num_kv_heads", "i"),
+        ("seqlen_q", "i"), ("seqlen_kv", "i"), ("headdim", "i"), ("q_tiles", "i"), ("kv_tiles", "i"), ("dtype", "i"),
+    ),
+}
+"""Per struct, its fields in order with their :mod:`struct` codes."""
+
+DTYPE_CODES = {"f16": 0, "bf16": 1}
+
+_STRUCTS = {name: struct.Struct("<" + "".join(code for _, code in fields)) for name, fields in FIELDS.items()}
+
+
+def pack(name: str, *values: object) -> bytes:
+    """One struct from the values of its fields, in order; a tensor is four of them."""
+    return _STRUCTS[name].pack(*values)
+
+
+def offsets(name: str) -> dict[str, int]:
+    """Byte offset of every field, and the struct's size under the key ``"sizeof"``."""
+    result, position = {}, 0
+    for field, code in FIELDS[name]:
+        result[field] = position
+        position += struct.calcsize("<" + code)
+    return {**result, "sizeof": position}

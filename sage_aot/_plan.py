@@ -1,0 +1,157 @@
+"""How a problem is laid out and launched: workspace, grids and packed structs. Pure: addresses in, launches out.
+
+What runs the launches (a GPU through the loader, or a simulator) is none of its business.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sage_aot._manifest import KernelRecord
+from sage_aot._params import DTYPE_CODES, pack
+from sage_aot._problem import Problem
+from sage_aot._select import Kernels
+from sage_aot._spec import SCALES_LINE, KernelSpec, Tile
+from sage_aot.errors import UnsupportedError
+
+MAX_CHUNKS = 16
+"""Parts in which the statistics of a head are computed; quantization adds this many per channel and block."""
+
+CHUNK_ROWS_STEP = 64
+"""Keys of a chunk are a multiple of this, so that every thread of a block has rows to read."""
+
+KEY_GROUPS = 4
+"""Scales of K in a KV tile; a warp of the quantizer computes one."""
+
+ROW_GROUPS = 8
+"""Scales of Q in the rows of a warp of the attention kernel."""
+
+ALIGNMENT = 256
+"""Bytes to which every buffer of the workspace is aligned."""
+
+_MAX_GRID = 2**31 - 1
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch; grids are one-dimensional."""
+
+    record: KernelRecord
+    blocks: int
+    params: bytes
+
+
+@dataclass(frozen=True)
+class TensorArgument:
+    """Address and strides, in elements, of a [batch, heads, seq, headdim] tensor."""
+
+    data: int
+    batch: int
+    head: int
+    row: int
+
+    @property
+    def fields(self) -> tuple[int, int, int, int]:
+        return self.data, self.batch, self.head, self.row
+
+    def aligned(self, headdim: int) -> bool:
+        """Whether every row starts at a multiple of 16 bytes and holds whole 16-byte vectors."""
+        return (self.data % 16 == 0 and headdim % 8 == 0
+                and all(stride % 8 == 0 for stride in (self.batch, self.head, self.row)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes that follow from a problem and its kernels. Workspace offsets are in bytes."""
+
+    problem: Problem
+    kernels: Kernels
+    q_tiles: int
+    kv_tiles: int
+    num_chunks: int
+    chunk_rows: int
+    offsets: dict[str, int]
+    workspace_bytes: int
+
+
+def plan(problem: Problem, kernels: Kernels) -> Plan:
+    """Lay out the workspace of a problem."""
+    spec, tile = kernels.attn.spec, kernels.attn.tile
+    q_tiles = math.ceil(problem.seqlen_q / tile.block_m)
+    kv_tiles = math.ceil(problem.seqlen_kv / tile.block_n)
+    chunk_rows = chunk_rows_of(problem.seqlen_kv)
+    num_chunks = math.ceil(problem.seqlen_kv / chunk_rows)
+    sizes = _buffer_bytes(problem, spec, tile, q_tiles, kv_tiles, num_chunks)
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return Plan(problem, kernels, q_tiles, kv_tiles, num_chunks, chunk_rows, offsets, end)
+
+
+def chunk_rows_of(seqlen_kv: int) -> int:
+    """Keys in a chunk of the statistics: at most MAX_CHUNKS chunks of a multiple of CHUNK_ROWS_STEP keys."""
+    return max(1, math.ceil(seqlen_kv / (MAX_CHUNKS * CHUNK_ROWS_STEP))) * CHUNK_ROWS_STEP
+
+
+def launches(plan: Plan, workspace: int, q: TensorArgument, k: TensorArgument, v: TensorArgument,
+             out: TensorArgument, lse: int) -> list[Launch]:
+    """The launches of one call, in order. `workspace` and `lse` are addresses; lse 0 means it is not wanted."""
+    at = {name: workspace + offset for name, offset in plan.offsets.items()}
+    return [_stats(plan, at, k, v), _quantize(plan, at, q, k, v), _attention(plan, at, out, lse)]
+
+
+def _buffer_bytes(problem: Problem, spec: KernelSpec, tile: Tile, q_tiles: int, kv_tiles: int,
+                  num_chunks: int) -> dict[str, int]:
+    q_heads, kv_heads = problem.batch * problem.num_q_heads, problem.batch * problem.num_kv_heads
+    q_rows, keys = q_heads * q_tiles * tile.block_m, kv_heads * kv_tiles * tile.block_n
+    qk_row_bytes, v_row_bytes = spec.headdim * spec.qk // 8, spec.headdim * (2 if spec.pv == "f16" else 1)
+    return {
+        "k_sum": kv_heads * num_chunks * spec.headdim * 4,
+        "v_absmax": kv_heads * num_chunks * spec.headdim * 4,
+        "q_hat": q_rows * qk_row_bytes,
+        "k_hat": keys * qk_row_bytes + kv_heads * kv_tiles * SCALES_LINE,
+        "v_hat": keys * v_row_bytes,
+        "q_scale": q_rows // tile.warp_m * ROW_GROUPS * 4,
+        "v_scale": kv_heads * spec.headdim * 4,
+        "row_bias": q_rows * 4,
+    }
+
+
+def _launch(record: KernelRecord, blocks: int, params: bytes) -> Launch:
+    if blocks > _MAX_GRID:
+        raise UnsupportedError(f"{record.spec.name} would need {blocks} blocks, a launch takes {_MAX_GRID}; split the "
+                               f"batch")
+    return Launch(record, blocks, params)
+
+
+def _stats(plan: Plan, at: dict[str, int], k: TensorArgument, v: TensorArgument) -> Launch:
+    problem, record = plan.problem, plan.kernels.stats
+    tensors = 2 if problem.smooth_k else 1
+    aligned = k.aligned(problem.headdim) and v.aligned(problem.headdim)
+    return _launch(record, problem.batch * problem.num_kv_heads * tensors * plan.num_chunks, pack(
+        "StatsParams", *k.fields, *v.fields, at["k_sum"], at["v_absmax"], problem.num_kv_heads, problem.seqlen_kv,
+        problem.headdim, plan.chunk_rows, plan.num_chunks, DTYPE_CODES[problem.dtype], aligned, problem.smooth_k))
+
+
+def _quantize(plan: Plan, at: dict[str, int], q: TensorArgument, k: TensorArgument, v: TensorArgument) -> Launch:
+    problem, record = plan.problem, plan.kernels.quant
+    tiles_per_block = record.threads // (32 * KEY_GROUPS)
+    q_blocks = problem.batch * problem.num_q_heads * plan.q_tiles
+    kv_blocks = problem.batch * problem.num_kv_heads * math.ceil(plan.kv_tiles / tiles_per_block)
+    aligned = all(tensor.aligned(problem.headdim) for tensor in (q, k, v))
+    return _launch(record, q_blocks + 2 * kv_blocks, pack(
+        "QuantParams", *q.fields, *k.fields, *v.fields, at["k_sum"], at["v_absmax"], at["q_hat"], at["k_hat"],
+        at["v_hat"], at["q_scale"], at["v_scale"], at["row_bias"], problem.batch, problem.num_q_heads,
+        problem.num_kv_heads, problem.seqlen_q, problem.seqlen_kv, problem.headdim, plan.q_tiles, plan.kv_tiles,
+        plan.num_chunks, problem.softmax_scale * _LOG2_E, DTYPE_CODES[problem.dtype], aligned, problem.smooth_k, 0))
+
+
+def _attention(plan: Plan, at: dict[str, int], out: TensorArgument, lse: int) -> Launch:
+    problem, record = plan.problem, plan.kernels.attn
+    return _launch(record, problem.batch * problem.num_q_heads * plan.q_tiles, pack(
+        "AttnParams", at["q_hat"], at["k_hat"], at["v_hat"], at["q_scale"], at["v_scale"],
+        at["row_bias"], *out.fields, lse, problem.num_q_heads, problem.num_kv_heads, problem.seqlen_q,
+        problem.seqlen_kv, problem.headdim, plan.q_tiles, plan.kv_tiles, DTYPE_CODES[problem.dtype]))

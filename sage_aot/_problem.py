@@ -1,0 +1,121 @@
+"""From a caller's arguments to a :class:`Problem`: every check, and nothing that touches a device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from sage_aot._spec import AXES
+from sage_aot.errors import ArgumentError
+
+DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+LAYOUTS = {"HND": "[batch, heads, seq, headdim]", "NHD": "[batch, seq, heads, headdim]"}
+MAX_HEADDIM = max(AXES["headdim"])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What one call computes, apart from the tensors themselves."""
+
+    batch: int
+    num_q_heads: int
+    num_kv_heads: int
+    seqlen_q: int
+    seqlen_kv: int
+    headdim: int  # of the tensors; kernels pad it to one of theirs
+    dtype: str  # "f16" or "bf16", of q, k, v and the output
+    is_causal: bool
+    softmax_scale: float
+    smooth_k: bool
+
+
+def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool, scale: float | None, layout: str,
+          smooth_k: bool) -> Problem:
+    """The problem that these arguments pose; ArgumentError where they pose none."""
+    if layout not in LAYOUTS:
+        raise ArgumentError(f"layout: expected 'HND' {LAYOUTS['HND']} or 'NHD' {LAYOUTS['NHD']}, got {layout!r}")
+    _check_flags(is_causal=is_causal, smooth_k=smooth_k)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, tensor, layout)
+    _check_alike(q, k, v)
+    batch, num_q_heads, seqlen_q, headdim = heads_first(q, layout).shape
+    kv_batch, num_kv_heads, seqlen_kv, _ = heads_first(k, layout).shape
+    if k.shape != v.shape:
+        raise ArgumentError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if kv_batch != batch:
+        raise ArgumentError(f"q, k and v must have one batch size, got {batch} for q and {kv_batch} for k and v")
+    if k.shape[-1] != headdim:
+        raise ArgumentError(f"q, k and v must have one head dim, got {headdim} for q and {k.shape[-1]} for k and v")
+    if num_q_heads and (not num_kv_heads or num_q_heads % num_kv_heads):
+        raise ArgumentError(f"the heads of q must be a multiple of those of k and v, got {num_q_heads} and "
+                            f"{num_kv_heads} in layout {layout!r}")
+    return Problem(batch, num_q_heads, num_kv_heads, seqlen_q, seqlen_kv, headdim, DTYPES[q.dtype], is_causal,
+                   _softmax_scale(scale, headdim), smooth_k)
+
+
+def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
+    """ArgumentError unless `out` can hold the attention of `q`."""
+    if not isinstance(out, torch.Tensor):
+        raise ArgumentError(f"out: expected a tensor like q, got {type(out).__name__}")
+    if (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
+        raise ArgumentError(f"out: expected shape, dtype and device of q, {_describe(q)}, got {_describe(out)}")
+    _check_last_stride("out", out)
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride())):
+        raise ArgumentError(f"out: its elements must not share memory, got strides {out.stride()}; pass a tensor that "
+                            f"was not expanded")
+
+
+def heads_first(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same memory as [batch, heads, seq, headdim]."""
+    return tensor if layout == "HND" else tensor.transpose(1, 2)
+
+
+def _check_flags(**flags: object) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{name}: expected True or False, got {value!r}")
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, layout: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dim() != 4:
+        raise ArgumentError(f"{name}: expected four dimensions {LAYOUTS[layout]}, got shape {tuple(tensor.shape)}")
+    if tensor.dtype not in DTYPES:
+        raise ArgumentError(f"{name}: expected torch.float16 or torch.bfloat16, got {tensor.dtype}; convert it with "
+                            f"{name}.to(torch.bfloat16)")
+    if not 1 <= tensor.shape[-1] <= MAX_HEADDIM:
+        raise ArgumentError(f"{name}: expected a head dim from 1 to {MAX_HEADDIM}, got {tensor.shape[-1]}")
+    _check_last_stride(name, tensor)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(f"{name} requires grad, and attn has no backward pass; call it under torch.no_grad() or "
+                            f"torch.inference_mode(), or pass {name}.detach()")
+
+
+def _check_last_stride(name: str, tensor: torch.Tensor) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ArgumentError(f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}; pass "
+                            f"{name}.contiguous()")
+
+
+def _check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise ArgumentError(f"q, k and v must have one dtype, got {q.dtype} for q and {tensor.dtype} for {name}")
+        if tensor.device != q.device:
+            raise ArgumentError(f"q, k and v must be on one device, got {q.device} for q and {tensor.device} for "
+                                f"{name}")
+
+
+def _softmax_scale(scale: float | None, headdim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(headdim)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ArgumentError(f"scale: expected a finite number, or None for 1 / sqrt(headdim), got {scale!r}")
+    return float(scale)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"

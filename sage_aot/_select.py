@@ -1,0 +1,80 @@
+"""Which kernels answer a problem on a GPU of a given capability. Pure: manifests in, records out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sage_aot._manifest import KernelRecord, Manifest
+from sage_aot._problem import Problem
+from sage_aot._spec import AXES, KIND_AXES, KernelSpec, capability_of
+from sage_aot.errors import ArgumentError, CubinError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The three kernels of a call, in the order in which they run."""
+
+    stats: KernelRecord
+    quant: KernelRecord
+    attn: KernelRecord
+
+
+def select(capability: tuple[int, int], problem: Problem, qk_bits: int | str, manifest: Manifest) -> Kernels:
+    """The kernels for a problem: those of the nearest arch, the least head dim that holds the problem's.
+
+    Raises ArgumentError for an unknown `qk_bits`, UnsupportedError where the manifest has no such kernel, CubinError
+    where it has an attention kernel without its companions.
+    """
+    if qk_bits not in ("auto", *AXES["qk"]):
+        raise ArgumentError(f"qk_bits: expected 'auto', 8 or 4, got {qk_bits!r}")
+    wanted = {
+        "arch": nearest_arch(capability, manifest),
+        "headdim": min(d for d in AXES["headdim"] if d >= problem.headdim),
+        "qk": 8 if qk_bits == "auto" else qk_bits,
+        "mask": "causal" if problem.is_causal else "full",
+        "v": "vraw",
+    }
+    attn = _find(wanted, manifest)
+    return Kernels(_companion(attn.spec, "stats", manifest), _companion(attn.spec, "quant", manifest), attn)
+
+
+def nearest_arch(capability: tuple[int, int], manifest: Manifest) -> str:
+    """The arch whose cubins a GPU can run: its own, else the nearest lower minor of its major version."""
+    archs = built_archs(manifest)
+    able = [arch for arch in archs if _runs_on(capability_of(arch), capability)]
+    if not able:
+        raise UnsupportedError(f"this GPU has compute capability {capability[0]}.{capability[1]}; kernels are built for "
+                               f"{', '.join(archs) or 'nothing'}. Add its arch to build_matrix.yaml and rebuild, or "
+                               f"use torch.nn.functional.scaled_dot_product_attention on this GPU")
+    return max(able, key=capability_of)
+
+
+def built_archs(manifest: Manifest) -> list[str]:
+    """Every arch that has attention kernels, oldest first."""
+    archs = {record.spec.arch for record in manifest.kernels.values() if record.spec.kind == "attn"}
+    return sorted(archs, key=capability_of)
+
+
+def _runs_on(built: tuple[int, int], capability: tuple[int, int]) -> bool:
+    return built[0] == capability[0] and built[1] <= capability[1]
+
+
+def _find(wanted: dict[str, object], manifest: Manifest) -> KernelRecord:
+    """The attention kernel with these values; the axes not named take what is built, the first where it is several."""
+    attention = [r for _, r in sorted(manifest.kernels.items()) if r.spec.kind == "attn"]
+    for record in attention:
+        if all(getattr(record.spec, axis) == value for axis, value in wanted.items()):
+            return record
+    on_arch = [record.spec for record in attention if record.spec.arch == wanted["arch"]]
+    built = {axis: sorted({getattr(spec, axis) for spec in on_arch}) for axis in KIND_AXES["attn"][1:]}
+    asked = ", ".join(f"{axis}={value}" for axis, value in wanted.items())
+    raise UnsupportedError(f"no kernel for {asked}; built for {wanted['arch']}: {built}. `python -m codegen list` says "
+                           f"why a combination is missing")
+
+
+def _companion(spec: KernelSpec, kind: str, manifest: Manifest) -> KernelRecord:
+    name = spec.companion(kind).name
+    if name not in manifest.kernels:
+        raise CubinError(f"the kernel folder has {spec.name} but not {name}, which it needs; rebuild it with "
+                         f"`python -m codegen build`, or reinstall sage-aot")
+    return manifest.kernels[name]

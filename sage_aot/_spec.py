@@ -1,0 +1,151 @@
+"""What a kernel is specialized for, and how its name spells that.
+
+:class:`KernelSpec` is the only writer and reader of kernel names and the only home of the rules that no matrix may
+break. Code generation and the runtime share it, so it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+
+KINDS = ("attn", "quant", "stats")
+"""Attention on quantized inputs; quantization of Q, K, V; statistics of K and V over the sequence."""
+
+AXES = {
+    "headdim": (64, 128),
+    "qk": (8, 4),
+    "pv": ("f16", "e4m3"),
+    "mask": ("full", "causal"),
+    "v": ("vraw", "vsmooth"),
+}
+"""Every axis but the arch, with its values. Archs are open: any ``sm<major><minor>`` may stand in the matrix."""
+
+KIND_AXES = {
+    "attn": ("arch", "headdim", "qk", "pv", "mask", "v"),
+    "quant": ("arch", "headdim", "qk", "pv", "v"),
+    "stats": ("arch", "headdim", "v"),
+}
+"""The axes that a kind of kernel depends on."""
+
+_PREFIX = {"headdim": "d", "qk": "qk", "pv": "pv"}
+_ARCH = re.compile(r"sm(\d+)(\d)")
+_NAME = re.compile(rf"sage_(?P<kind>{'|'.join(KINDS)})_(?P<axes>\w+)")
+
+
+def capability_of(arch: str) -> tuple[int, int]:
+    """Compute capability of an arch: ``"sm89"`` → ``(8, 9)``."""
+    match = _ARCH.fullmatch(arch)
+    if match is None:
+        raise ValueError(f"expected an arch such as 'sm89', got {arch!r}")
+    return int(match[1]), int(match[2])
+
+
+def _spell(axis: str, value: object) -> str:
+    return f"{_PREFIX.get(axis, '')}{value}"
+
+
+def _read(name: str, axis: str, part: str) -> object:
+    """The value that one part of a kernel's name spells."""
+    if axis == "arch":
+        capability_of(part)
+        return part
+    spelt = {_spell(axis, value): value for value in AXES[axis]}
+    if part not in spelt:
+        raise ValueError(f"{name!r}: expected one of {sorted(spelt)} for the axis {axis!r}, got {part!r}")
+    return spelt[part]
+
+
+@dataclass(frozen=True, order=True)
+class KernelSpec:
+    """One specialized kernel. Axes that its kind does not depend on are None."""
+
+    kind: str
+    arch: str
+    headdim: int
+    qk: int | None = None
+    pv: str | None = None
+    mask: str | None = None
+    v: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Entry point, file stem, manifest key, test id and bench row of this kernel."""
+        return "_".join(["sage", self.kind, *(_spell(axis, getattr(self, axis)) for axis in KIND_AXES[self.kind])])
+
+    @classmethod
+    def from_name(cls, name: str) -> KernelSpec:
+        """Read a kernel's name; ValueError where it is not one."""
+        match = _NAME.fullmatch(name)
+        parts = match["axes"].split("_") if match else []
+        if match is None or len(parts) != len(KIND_AXES[match["kind"]]):
+            raise ValueError(f"expected a name such as {_EXAMPLE!r}, got {name!r}")
+        axes = KIND_AXES[match["kind"]]
+        return cls(match["kind"], **{axis: _read(name, axis, part) for axis, part in zip(axes, parts)})
+
+    def companion(self, kind: str) -> KernelSpec:
+        """The kernel of another kind that works beside this one: same values on the axes that both have."""
+        missing = [axis for axis in KIND_AXES[kind] if getattr(self, axis) is None]
+        if missing:
+            raise ValueError(f"{self.name} does not determine {missing} of its {kind} kernel")
+        return KernelSpec(kind, **{axis: getattr(self, axis) for axis in KIND_AXES[kind]})
+
+    def impossible(self) -> str | None:
+        """Why no such kernel can exist on this arch, or None. The matrix may exclude more, never less."""
+        capability = capability_of(self.arch)
+        if self.pv == "e4m3" and capability < (8, 9):
+            return "no FP8 tensor cores before sm89"
+        if self.qk == 4 and capability >= (9, 0):
+            return "no INT4 tensor cores from sm90 on"
+        return None
+
+
+_EXAMPLE = KernelSpec("attn", "sm80", 128, 8, "f16", "full", "vraw").name
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile sizes of one attention kernel and of the quantizers that feed it; they stand in the build matrix."""
+
+    block_m: int  # query rows of a thread block
+    block_n: int  # keys of a KV tile
+    warp_m: int  # query rows of a warp; warp_m / 8 of them share a scale of Q
+    stages: int  # KV tiles in shared memory
+    min_blocks: int  # resident blocks an SM that the registers must allow
+
+    @property
+    def threads(self) -> int:
+        """Threads of the attention kernel's block."""
+        return 32 * self.block_m // self.warp_m
+
+    def shared_bytes(self, spec: KernelSpec) -> int:
+        """Dynamic shared memory of an attention kernel: Q, then the stages of K with its scales, then those of V."""
+        qk_bytes = spec.headdim * spec.qk // 8
+        v_bytes = spec.headdim * (2 if spec.pv == "f16" else 1)
+        return self.block_m * qk_bytes + self.stages * (self.block_n * (qk_bytes + v_bytes) + SCALES_LINE)
+
+    def invalid(self) -> list[str]:
+        """Every rule that these sizes break, as sentences; empty when they are valid."""
+        problems = [f"{f.name} must be a positive integer, got {getattr(self, f.name)!r}"
+                    for f in fields(self) if not _positive(getattr(self, f.name))]
+        if problems:
+            return problems
+        if self.warp_m not in (16, 32):
+            problems.append(f"warp_m must be 16 or 32 (one or two m16 fragments), got {self.warp_m}")
+        elif self.block_m % self.warp_m:
+            problems.append(f"block_m must be a multiple of warp_m = {self.warp_m}, got {self.block_m}")
+        elif not 32 <= self.threads <= 1024:
+            problems.append(f"block_m / warp_m must be 1 to 32 warps, got {self.block_m // self.warp_m}")
+        if self.block_n % 64:
+            problems.append(f"block_n must be a multiple of 64, got {self.block_n}")
+        if self.stages < 2:
+            problems.append(f"stages must be at least 2 (loads run one tile ahead), got {self.stages}")
+        return problems
+
+
+SCALES_LINE = 128
+"""Bytes behind a tile of K that hold its scales, in memory and in shared memory (templates/include/sage/tile/layout.cuh)."""
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

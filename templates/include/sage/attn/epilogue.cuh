@@ -1,0 +1,62 @@
+// The end of a query tile: O / row_sum · v_scale in the caller's dtype, and the log-sum-exp.
+#pragma once
+
+#include "sage/attn/softmax.cuh"
+#include "sage/attn/work.cuh"
+
+namespace sage {
+
+constexpr float kLn2 = 0.693147180559945f;
+
+// Two neighbouring channels of one row; `row` may lie on any multiple of 2 bytes.
+__device__ __forceinline__ void store_pair(u16* row, i32 channel, i32 headdim, u32 pair) {
+  u16* to = row + channel;
+  if (channel + 1 < headdim && reinterpret_cast<u64>(to) % 4 == 0) {
+    *reinterpret_cast<u32*>(to) = pair;
+  } else {
+    if (channel < headdim) to[0] = static_cast<u16>(pair);
+    if (channel + 1 < headdim) to[1] = static_cast<u16>(pair >> 16);
+  }
+}
+
+// row_sum holds whole rows. A row that saw no key is zero, its log-sum-exp -inf.
+template <class Config, class Product, class Accumulator>
+__device__ __forceinline__ void store_output(const AttnParams& params, const Work& work, i32 warp, i32 lane,
+                                             const Accumulator& acc_o,
+                                             const OnlineSoftmax<Config, Product>& softmax) {
+  constexpr i32 kRows = Config::kWarpM / 8, kOTiles = Config::kHeadDim / 8;
+  const i32 first = warp * Config::kWarpM + lane / 4;
+  const float* row_bias = params.row_bias + (static_cast<i64>(work.q_head) * params.q_tiles + work.q_tile) * Config::kBlockM;
+  const float* v_scale = params.v_scale + static_cast<i64>(work.kv_head) * Config::kHeadDim;
+  const Strides& stride = params.out.stride;
+  u16* out = static_cast<u16*>(params.out.data) + work.batch * stride.batch + work.head * stride.head;
+
+  // Not finite where the query row is not: zero times it turns the row into NaN, and only that row.
+  float factor[kRows];
+#pragma unroll
+  for (i32 r = 0; r < kRows; ++r) {
+    const float sum = softmax.row_sum[r], bias = row_bias[first + 8 * r];
+    const i32 row = work.first_row + first + 8 * r;
+    factor[r] = (sum > 0.0f ? 1.0f / sum : 0.0f) + 0.0f * bias;
+    if (params.lse != nullptr && lane % 4 == 0 && row < params.seqlen_q) {
+      const float lse_log2 = softmax.row_max[r] - Product::kPScaleLog2 + ptx::lg2(sum) + bias;
+      params.lse[static_cast<i64>(work.q_head) * params.seqlen_q + row] = lse_log2 * kLn2;
+    }
+  }
+#pragma unroll
+  for (i32 n = 0; n < kOTiles; ++n) {
+    const i32 channel = 8 * n + 2 * (lane % 4);
+    const float scale[2] = {v_scale[channel], v_scale[channel + 1]};
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+      const i32 row = work.first_row + first + 8 * r;
+      if (row >= params.seqlen_q) continue;
+      const float lo = acc_o[r / 2][n][2 * (r % 2)] * factor[r] * scale[0];
+      const float hi = acc_o[r / 2][n][2 * (r % 2) + 1] * factor[r] * scale[1];
+      const u32 pair = params.dtype == Dtype::kBf16 ? ptx::bf16x2(lo, hi) : ptx::f16x2(lo, hi);
+      store_pair(out + row * stride.row, channel, params.headdim, pair);
+    }
+  }
+}
+
+}  // namespace sage

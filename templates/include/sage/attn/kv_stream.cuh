@@ -1,0 +1,52 @@
+// The KV tiles of one head on their way into shared memory, in order, each into the next of kStages slots.
+//   sK [kStages] tiles of K̂ with their scales, sV [kStages] tiles of V̂, both laid out as tile/layout.cuh says
+#pragma once
+
+#include "sage/params.cuh"
+#include "sage/ptx/cp_async.cuh"
+#include "sage/tile/layout.cuh"
+
+namespace sage {
+
+// All threads of the block copy kBytes consecutive bytes, 16 at a time; `global` is this thread's first.
+template <i32 kBytes, i32 kThreads>
+__device__ __forceinline__ void copy_async(u32 shared, const u8* global) {
+  static_assert(kBytes % (16 * kThreads) == 0, "every thread copies equally much");
+#pragma unroll
+  for (i32 i = 0; i < kBytes; i += 16 * kThreads) ptx::cp_async_16(shared + threadIdx.x * 16 + i, global + i);
+}
+
+template <class Config, i32 kThreads>
+class KvStream {
+ public:
+  using Layout = TileLayout<Config>;
+  static constexpr i32 kKBytes = Layout::kKTileBytes, kVBytes = Layout::kVBytes;
+
+  __device__ __forceinline__ KvStream(const AttnParams& params, i32 kv_head, u32 shared) : first_(shared) {
+    const i64 first_tile = static_cast<i64>(kv_head) * params.kv_tiles;
+    next_k_ = params.k_hat + first_tile * kKBytes + threadIdx.x * 16;
+    next_v_ = params.v_hat + first_tile * kVBytes + threadIdx.x * 16;
+  }
+
+  // Issues the loads of the next tile into a stage and closes their group, which is empty where no tile is left.
+  __device__ __forceinline__ void load(u32 stage, bool exists) {
+    if (exists) {
+      copy_async<Layout::kKBytes, kThreads>(k(stage), next_k_);
+      if (threadIdx.x == 0) ptx::cp_async_16(k_scales(stage), next_k_ + Layout::kKBytes);
+      copy_async<kVBytes, kThreads>(v(stage), next_v_);
+      next_k_ += kKBytes;
+      next_v_ += kVBytes;
+    }
+    ptx::cp_async_commit();
+  }
+
+  __device__ __forceinline__ u32 k(u32 stage) const { return first_ + stage * kKBytes; }
+  __device__ __forceinline__ u32 k_scales(u32 stage) const { return k(stage) + Layout::kKBytes; }
+  __device__ __forceinline__ u32 v(u32 stage) const { return first_ + Config::kStages * kKBytes + stage * kVBytes; }
+
+ private:
+  u32 first_;
+  const u8 *next_k_, *next_v_;  // this thread's bytes of the tile to load next
+};
+
+}  // namespace sage

@@ -1,0 +1,101 @@
+// Attention of one query tile with mma.sync and cp.async.
+//
+// A warp owns kWarpM query rows and walks all KV tiles its block sees. Loads run kStages - 1 tiles ahead of the
+// products; one barrier a tile both publishes the tile that arrived and frees the one that was used last.
+// Source: SageAttention2, Algorithm 1.
+#pragma once
+
+#include "sage/attn/epilogue.cuh"
+#include "sage/attn/kv_stream.cuh"
+#include "sage/attn/pv_mma.cuh"
+#include "sage/attn/scores.cuh"
+#include "sage/attn/work.cuh"
+
+namespace sage {
+
+// A masked score is -inf and must stay so when scaled: the scale may not underflow to zero.
+constexpr float kSmallestScale = 1e-37f;
+
+// Config: kHeadDim, kQkBits, kPv, kCausal, kBlockM, kBlockN, kWarpM, kStages.
+template <class Config>
+class AttentionMma {
+ public:
+  static constexpr i32 kThreads = Config::kBlockM / Config::kWarpM * kWarpSize;
+
+  // Shared memory: sQ [kBlockM] rows, then the stages of the KV stream.
+  __device__ __forceinline__ static void run(const AttnParams& params, const u8* shared) {
+    const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const Work work = locate<Config>(params);
+    const i64 q_tile = static_cast<i64>(work.q_head) * params.q_tiles + work.q_tile;
+    const u32 sQ = ptx::shared_address(shared);
+    copy_async<Layout::kQBytes, kThreads>(sQ, params.q_hat + q_tile * Layout::kQBytes + threadIdx.x * 16);
+    Stream stream(params, work.kv_head, sQ + Layout::kQBytes);
+#pragma unroll
+    for (i32 stage = 0; stage < Config::kStages - 1; ++stage) stream.load(stage, stage < work.tiles);
+
+    // A thread meets one scale of Q: its rows g, g + 8, ... share it.
+    const i64 warp_index = q_tile * (Config::kBlockM / Config::kWarpM) + warp;
+    Tile state(sQ, warp, lane, params.q_scale[warp_index * kRowGroups + lane / 4]);
+    for (i32 tile = 0; tile < work.full_tiles; ++tile) state.template step<false>(params, work, stream, tile);
+    for (i32 tile = work.full_tiles; tile < work.tiles; ++tile) state.template step<true>(params, work, stream, tile);
+    state.softmax.finish();
+    store_output<Config, Product>(params, locate<Config>(params), warp, lane, state.acc_o, state.softmax);
+  }
+
+ private:
+  using Layout = TileLayout<Config>;
+  using Product = SelectPv<Config>;
+  using Stream = KvStream<Config, kThreads>;
+  static constexpr i32 kRows = Config::kWarpM / 8;  // of a thread
+
+  // What a warp carries from tile to tile.
+  struct Tile {
+    OnlineSoftmax<Config, Product> softmax;
+    OutputAccumulator<Config> acc_o = {};
+    const Scores<Config> scores;
+    const i32 warp, lane;
+    const u32 v_offset;
+    const float q_scale;
+
+    __device__ __forceinline__ Tile(u32 sQ, i32 warp_, i32 lane_, float q_scale_)
+        : scores(sQ, warp_, lane_),
+          warp(warp_),
+          lane(lane_),
+          v_offset(Product::lane_offset(lane_)),
+          q_scale(q_scale_) {
+      softmax.clear();
+    }
+
+    template <bool kMasked>
+    __device__ __forceinline__ void step(const AttnParams& params, const Work& work, Stream& stream, i32 tile) {
+      const u32 stage = static_cast<u32>(tile) % Config::kStages;
+      ptx::cp_async_wait<Config::kStages - 2>();
+      __syncthreads();  // every thread's part of this tile is there, and every warp is done with the tile before
+      const i32 ahead = tile + Config::kStages - 1;
+      stream.load(static_cast<u32>(ahead) % Config::kStages, ahead < work.tiles);
+
+      // One scale of K too: that of its keys 8j + 2t and 8j + 2t + 1.
+      const float k_scale = ptx::load_shared_f32(stream.k_scales(stage) + lane % 4 * 4);
+      typename Scores<Config>::Accumulator acc_s;
+      scores.multiply(acc_s, stream.k(stage));
+      if constexpr (kMasked) mask(params, work, tile, acc_s);
+      float alpha[kRows];
+      typename Product::Operand p;
+      const bool moved = softmax.update(acc_s, fmaxf(q_scale * k_scale, kSmallestScale), alpha, p);
+      if (moved) rescale<Config>(acc_o, alpha);
+      Product::accumulate(acc_o, p, stream.v(stage), v_offset);
+    }
+
+    __device__ __forceinline__ void mask(const AttnParams& params, const Work& work, i32 tile,
+                                         typename Scores<Config>::Accumulator& acc_s) const {
+      const i32 row = work.first_row + warp * Config::kWarpM + lane / 4;
+      const i32 first_key = tile * Config::kBlockN + lane % 4 * 2;
+      i32 limit[kRows];
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) limit[r] = Work::key_limit<Config::kCausal>(params, row + 8 * r) - first_key;
+      Scores<Config>::mask(acc_s, limit);
+    }
+  };
+};
+
+}  // namespace sage

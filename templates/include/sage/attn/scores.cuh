@@ -1,0 +1,70 @@
+// The first product: integer scores of the query rows of a warp against one KV tile, and the mask.
+//
+// The accumulators start at kScoreBiasBits instead of zero, so that each finished score, read as a float, is already
+// kScoreBias + score: no integer is ever converted. The start value lives in one fragment that all products read.
+// Source: SageAttention2, section 3.2 and appendix A.6.
+#pragma once
+
+#include "sage/attn/softmax.cuh"
+#include "sage/ptx/ldmatrix.cuh"
+#include "sage/ptx/mma.cuh"
+#include "sage/tile/layout.cuh"
+
+namespace sage {
+
+template <class Config>
+struct Scores {
+  using Rows = typename TileLayout<Config>::KRows;  // those of Q are the same
+  static constexpr i32 kMTiles = Config::kWarpM / 16, kNTiles = Config::kBlockN / 8;
+  static constexpr i32 kSteps = TileLayout<Config>::kQkRowBytes / 32;  // 32 bytes of a row a product
+  static_assert(kNTiles % 2 == 0, "one ldmatrix feeds two products");
+
+  using Accumulator = i32[kMTiles][kNTiles][4];
+
+  // Shared address of this warp's rows of Q, and what this lane adds to hand ldmatrix its row. Q: 16 rows by two chunks,
+  // rows first. K: two groups of 8 keys by two chunks, chunks first.
+  u32 sQ;
+  i32 q_offset, k_offset;
+
+  __device__ __forceinline__ Scores(u32 sQ_, i32 warp, i32 lane)
+      : sQ(sQ_ + warp * Config::kWarpM * Rows::kRowBytes),
+        q_offset(Rows::offset(lane % 16, lane / 16)),
+        k_offset(Rows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2)) {}
+
+  __device__ __forceinline__ void multiply(Accumulator& acc_s, u32 sK) const {
+    const i32 bias[4] = {kScoreBiasBits, kScoreBiasBits, kScoreBiasBits, kScoreBiasBits};
+#pragma unroll
+    for (i32 step = 0; step < kSteps; ++step) {
+      u32 q[kMTiles][4];
+#pragma unroll
+      for (i32 m = 0; m < kMTiles; ++m) ptx::ldmatrix_x4(q[m], sQ + Rows::moved(q_offset, 16 * m, 2 * step));
+#pragma unroll
+      for (i32 n = 0; n < kNTiles; n += 2) {
+        u32 k[4];
+        ptx::ldmatrix_x4(k, sK + Rows::moved(k_offset, 8 * n, 2 * step));
+#pragma unroll
+        for (i32 m = 0; m < kMTiles; ++m) {
+          ptx::mma_m16n8k32_s8s8s32(acc_s[m][n], q[m], k[0], k[1], ptx::chain(step, bias, acc_s[m][n]));
+          ptx::mma_m16n8k32_s8s8s32(acc_s[m][n + 1], q[m], k[2], k[3], ptx::chain(step, bias, acc_s[m][n + 1]));
+        }
+      }
+    }
+  }
+
+  // Replaces the scores of the keys that a row does not see: of this thread's keys 8n and 8n + 1, counted from its
+  // first, those not below the row's limit.
+  __device__ __forceinline__ static void mask(Accumulator& acc_s, const i32 (&limit)[Config::kWarpM / 8]) {
+#pragma unroll
+    for (i32 m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (i32 n = 0; n < kNTiles; ++n) {
+#pragma unroll
+        for (i32 c = 0; c < 4; ++c) {
+          if (8 * n + c % 2 >= limit[2 * m + c / 2]) acc_s[m][n][c] = kMaskedScore;
+        }
+      }
+    }
+  }
+};
+
+}  // namespace sage

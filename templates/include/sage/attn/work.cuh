@@ -1,0 +1,47 @@
+// Which query rows a block computes, and which KV tiles those rows see.
+// Causal is aligned bottom-right: query i sees the keys j <= i + seqlen_kv - seqlen_q.
+#pragma once
+
+#include "sage/params.cuh"
+#include "sage/ptx/special.cuh"
+
+namespace sage {
+
+struct Work {
+  i32 q_head;    // index into [batch * num_q_heads]
+  i32 kv_head;   // index into [batch * num_kv_heads]
+  i32 batch, head;  // of the output
+  i32 q_tile;
+  i32 first_row;   // of the query tile
+  i32 full_tiles;  // leading KV tiles that every row sees whole
+  i32 tiles;       // KV tiles that any row sees
+
+  // Keys that a query row sees: those below the limit.
+  template <bool kCausal>
+  __device__ static i32 key_limit(const AttnParams& params, i32 row) {
+    if (!kCausal) return params.seqlen_kv;
+    return min(params.seqlen_kv, max(0, row + 1 + params.seqlen_kv - params.seqlen_q));
+  }
+};
+
+// blockIdx.x: the query tiles of a head are neighbours, so that blocks which run together read the same K and V from L2.
+// Causal takes the tiles of a head from the last, which has the most keys, so that the grid ends with short blocks.
+// Cheap enough to be computed again at the end of a kernel, where the registers to keep it over the main loop are not.
+template <class Config>
+__device__ __forceinline__ Work locate(const AttnParams& params) {
+  Work work;
+  const u32 block = ptx::block_index();
+  const i32 tile = block % params.q_tiles;
+  work.q_tile = Config::kCausal ? params.q_tiles - 1 - tile : tile;
+  work.q_head = block / params.q_tiles;
+  work.batch = work.q_head / params.num_q_heads;
+  work.head = work.q_head % params.num_q_heads;
+  work.kv_head = work.batch * params.num_kv_heads + work.head / (params.num_q_heads / params.num_kv_heads);
+  work.first_row = work.q_tile * Config::kBlockM;
+  const i32 last_row = min(work.first_row + Config::kBlockM, params.seqlen_q) - 1;
+  work.full_tiles = Work::key_limit<Config::kCausal>(params, work.first_row) / Config::kBlockN;
+  work.tiles = ceil_div(Work::key_limit<Config::kCausal>(params, last_row), Config::kBlockN);
+  return work;
+}
+
+}  // namespace sage

@@ -1,0 +1,36 @@
+// Asynchronous copies from global to shared memory, 16 bytes a thread.
+// Source: PTX ISA, "cp.async", "cp.async.commit_group", "cp.async.wait_group".
+#pragma once
+
+#include "sage/types.cuh"
+
+namespace sage::ptx {
+
+// Shared-memory address of a generic pointer, as the instructions below take it.
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ float load_shared_f32(u32 shared) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared));
+  return x;
+}
+
+// Both addresses are multiples of 16; .cg keeps the line out of L1, where nothing would read it again.
+__device__ __forceinline__ void cp_async_16(u32 shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+// Ends a group: all copies of this thread since the last commit.
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most kPending of this thread's groups are in flight. Other threads' copies need a barrier besides.
+template <i32 kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace sage::ptx

@@ -1,0 +1,73 @@
+// Scalar instructions: conversions with the rounding they are named after, exp2, and three-way integer maximum.
+// Source: PTX ISA, "Floating Point Instructions" (ex2) and "Data Movement and Conversion Instructions" (cvt).
+#pragma once
+
+#include "sage/types.cuh"
+
+namespace sage::ptx {
+
+// 2^x; results below the smallest normal number are zero, 2^-inf is zero.
+__device__ __forceinline__ float ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// log2(x); log2(0) is -inf.
+__device__ __forceinline__ float lg2(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x to about 23 bits.
+__device__ __forceinline__ float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float f32_from_f16(u16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+
+// A bf16 is the upper half of the f32 of the same value.
+__device__ __forceinline__ float f32_from_bf16(u16 x) {
+  return __uint_as_float(static_cast<u32>(x) << 16);
+}
+
+// Two f32 to two f16, nearest even; `lo` lands in the lower half of the word.
+__device__ __forceinline__ u32 f16x2(float lo, float hi) {
+  u32 y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+  return y;
+}
+
+__device__ __forceinline__ u32 bf16x2(float lo, float hi) {
+  u32 y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+  return y;
+}
+
+// Two f32 to two e4m3, nearest even, saturating at 448; sm89 and later.
+__device__ __forceinline__ u16 e4m3x2(float lo, float hi) {
+  u16 y;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(hi), "f"(lo));
+  return y;
+}
+
+// Four f32 to four e4m3, `a` in the lowest byte.
+__device__ __forceinline__ u32 e4m3x4(float a, float b, float c, float d) {
+  return static_cast<u32>(e4m3x2(a, b)) | static_cast<u32>(e4m3x2(c, d)) << 16;
+}
+
+// f32 to s8, nearest even, saturating; returned as a byte in a word.
+__device__ __forceinline__ u32 s8(float x) {
+  i32 y;
+  asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return static_cast<u32>(y) & 0xff;
+}
+
+}  // namespace sage::ptx

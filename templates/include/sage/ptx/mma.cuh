@@ -1,0 +1,45 @@
+// Warp-wide matrix products D = A·B + C. With lane = 4g + t, the fragments of one m16n8 product are
+//   C, D  c[0], c[1]: row g, columns 2t, 2t + 1;  c[2], c[3]: row g + 8, the same columns
+//   A     8-bit k32: a[0] row g, a[1] row g + 8, elements 4t..4t+3 of k;  a[2], a[3] the same, k + 16
+//         16-bit k16: a[0] row g, a[1] row g + 8, elements 2t, 2t+1 of k; a[2], a[3] the same, k + 8
+//   B     8-bit k32: b0 elements 4t..4t+3 of k, b1 the same, k + 16, both of column g
+//         16-bit k16: b0 elements 2t, 2t+1 of k, b1 the same, k + 8, both of column g
+// Source: PTX ISA, "Matrix Fragments for mma.m16n8k32" and "... mma.m16n8k16".
+#pragma once
+
+#include "sage/types.cuh"
+
+namespace sage::ptx {
+
+// The C operand of the step-th product of a chain: what the chain starts from, then its own result.
+template <class T>
+__device__ __forceinline__ const T (&chain(i32 step, const T (&start)[4], const T (&result)[4]))[4] {
+  return step == 0 ? start : result;
+}
+
+__device__ __forceinline__ void mma_m16n8k32_s8s8s32(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
+                                                     const i32 (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %11, %12, %13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+
+__device__ __forceinline__ void mma_m16n8k16_f16f16f32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
+                                                       const float (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %11, %12, %13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+// sm89 and later. The accumulator keeps 13 mantissa bits there.
+__device__ __forceinline__ void mma_m16n8k32_e4m3e4m3f32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
+                                                         const float (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %11, %12, %13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+}  // namespace sage::ptx

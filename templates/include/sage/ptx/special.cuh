@@ -1,0 +1,16 @@
+// Special registers.
+// Source: PTX ISA, "Special Registers".
+#pragma once
+
+#include "sage/types.cuh"
+
+namespace sage::ptx {
+
+// blockIdx.x, read anew at every call: what is computed from it need not stay in registers in between.
+__device__ __forceinline__ u32 block_index() {
+  u32 x;
+  asm volatile("mov.u32 %0, %ctaid.x;" : "=r"(x));
+  return x;
+}
+
+}  // namespace sage::ptx

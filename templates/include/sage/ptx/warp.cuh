@@ -1,0 +1,35 @@
+// Exchange among the 32 lanes of a warp; every lane takes part.
+// Source: CUDA programming guide, "Warp Shuffle Functions" and "Warp Vote Functions".
+#pragma once
+
+#include "sage/types.cuh"
+
+namespace sage::ptx {
+
+constexpr u32 kAllLanes = 0xffffffff;
+
+__device__ __forceinline__ float shuffle_xor(float x, i32 lane_mask) {
+  return __shfl_xor_sync(kAllLanes, x, lane_mask);
+}
+
+// Whether the predicate holds in any lane.
+__device__ __forceinline__ bool any(bool predicate) {
+  return __any_sync(kAllLanes, predicate);
+}
+
+// The largest x, or the sum, over the kLanes neighbours that differ in the low bits of the lane; equal in all of them.
+template <i32 kLanes>
+__device__ __forceinline__ float max_over_lanes(float x) {
+#pragma unroll
+  for (i32 mask = kLanes / 2; mask > 0; mask /= 2) x = fmaxf(x, shuffle_xor(x, mask));
+  return x;
+}
+
+template <i32 kLanes>
+__device__ __forceinline__ float sum_over_lanes(float x) {
+#pragma unroll
+  for (i32 mask = kLanes / 2; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
+  return x;
+}
+
+}  // namespace sage::ptx

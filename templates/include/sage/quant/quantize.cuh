@@ -1,0 +1,293 @@
+// Quantization of Q, K and V in one launch, into the tiles of tile/layout.cuh.
+//   Q  s8, a scale per thread of the attention kernel: rows m of a warp with equal m % 8. Multiplied by
+//      softmax_scale · log2 e first, so that scores come out in log2 units and any sign of the scale is right.
+//   K  s8, less its mean per channel; a scale per thread: keys n of a tile with equal n % 8 / 2.
+//   V  e4m3 with a scale per channel, or f16 with a power of two per channel that keeps any bf16 within range.
+// Values are divided by amax / 127 (Q, K) or amax / 448 (V) and rounded to the nearest, ties to even.
+// Source: SageAttention2, sections 3.1 to 3.3 and appendix A.6.
+#pragma once
+
+#include "sage/ptx/warp.cuh"
+#include "sage/quant/source.cuh"
+#include "sage/tile/layout.cuh"
+
+namespace sage {
+
+// A scale and its reciprocal; the reciprocal of a group of zeros is zero.
+struct Scale {
+  float scale, inv_scale;
+};
+
+// Below this a group counts as zeros: its reciprocal would overflow.
+constexpr float kSmallestAbsMax = 1e-35f;
+
+constexpr u32 kMantissaBits = 23, kExponentBias = 127;
+
+// a / b to the nearest, for b and 1 / b well inside the normal range. What the compiler makes of a division, less the
+// call for the other operands, which would cost registers.
+__device__ __forceinline__ float divide(float a, float b) {
+  float r = ptx::rcp(b);
+  r = fmaf(fmaf(-b, r, 1.0f), r, r);
+  float q = a * r;
+  q = fmaf(fmaf(-b, q, a), r, q);
+  return fmaf(fmaf(-b, q, a), r, q);
+}
+
+// Scale that takes [-amax, amax] to [-limit, limit].
+__device__ __forceinline__ Scale scale_to(float limit, float amax) {
+  if (amax < kSmallestAbsMax) return {1.0f, 0.0f};
+  // limit / amax by way of amax in [1, 2): the power of two between them only moves the exponent.
+  const u32 exponent = (__float_as_uint(amax) >> kMantissaBits) - kExponentBias;
+  const float mantissa = __uint_as_float(__float_as_uint(amax) - (exponent << kMantissaBits));
+  const u32 inv_scale = __float_as_uint(divide(limit, mantissa)) - (exponent << kMantissaBits);
+  return {divide(amax, limit), __uint_as_float(inv_scale)};
+}
+
+// Power of two that takes amax into [2^14, 2^15): all bits of a bf16 survive, and P · V stays far inside f32.
+__device__ __forceinline__ Scale power_of_two_scale(float amax) {
+  if (amax < kSmallestAbsMax) return {1.0f, 0.0f};
+  constexpr u32 kLargestExponent = 14;
+  const u32 exponent = __float_as_uint(amax) >> kMantissaBits;  // biased; amax is positive
+  const u32 scale_exponent = max(exponent, kLargestExponent + 1) - kLargestExponent;  // at least the least normal
+  return {__uint_as_float(scale_exponent << kMantissaBits),
+          __uint_as_float((2 * kExponentBias - scale_exponent) << kMantissaBits)};
+}
+
+// |x|, or zero where x is not finite: such a value must not spoil the scale that other rows share.
+__device__ __forceinline__ float finite_abs(float x) {
+  const float a = fabsf(x);
+  return a < __int_as_float(0x7f800000) ? a : 0.0f;
+}
+
+// Config: kHeadDim, kQkBits, kPv, kBlockM, kBlockN, kWarpM, kThreads.
+template <class Config>
+struct Quantize {
+  using Layout = TileLayout<Config>;
+  static constexpr i32 kHeadDim = Config::kHeadDim;
+  static constexpr i32 kVectors = kHeadDim / kVector;  // lanes side by side on a row
+  static constexpr i32 kWarpsPerTile = kKeyGroups;     // a warp quantizes one group of a KV tile
+  static constexpr i32 kTilesPerBlock = Config::kThreads / (kWarpsPerTile * kWarpSize);
+  static constexpr float kLimit = 127.0f;
+  static_assert(Config::kQkBits == 8);
+  static_assert(Config::kThreads % (kWarpsPerTile * kWarpSize) == 0, "a block takes whole KV tiles");
+
+  const QuantParams& params;
+  float* channel;  // shared, [kHeadDim]: the mean of K, or the reciprocal scale of V
+
+  // The branch is uniform over the grid.
+  __device__ __forceinline__ void run() const {
+    if (params.aligned) run<true>();
+    else run<false>();
+  }
+
+  // blockIdx.x: the tiles of Q, then those of K, then those of V, kTilesPerBlock at once.
+  template <bool kAligned>
+  __device__ __forceinline__ void run() const {
+    const i64 q_blocks = static_cast<i64>(params.batch) * params.num_q_heads * params.q_tiles;
+    const i32 kv_blocks_per_head = ceil_div(params.kv_tiles, kTilesPerBlock);
+    const i64 kv_blocks = static_cast<i64>(params.batch) * params.num_kv_heads * kv_blocks_per_head;
+    i64 block = blockIdx.x;
+    if (block < q_blocks) {
+      quantize_q<kAligned>(static_cast<i32>(block / params.q_tiles), static_cast<i32>(block % params.q_tiles));
+      return;
+    }
+    block -= q_blocks;
+    const bool is_v = block >= kv_blocks;
+    if (is_v) block -= kv_blocks;
+    const i32 head = static_cast<i32>(block / kv_blocks_per_head);
+    const i32 first_tile = static_cast<i32>(block % kv_blocks_per_head) * kTilesPerBlock;
+    if (is_v) {
+      prepare_v_scale(head, first_tile == 0);
+      if constexpr (Config::kPv == Pv::kE4m3) quantize_v_e4m3<kAligned>(head, first_tile);
+      else quantize_v_f16<kAligned>(head, first_tile);
+    } else {
+      prepare_k_mean(head);
+      quantize_k<kAligned>(head, first_tile);
+    }
+  }
+
+  template <bool kAligned>
+  __device__ __forceinline__ Source<kAligned> kv_source(const Tensor& tensor, i32 head) const {
+    return Source<kAligned>(tensor, head / params.num_kv_heads, head % params.num_kv_heads, params.seqlen_kv,
+                            params.headdim, params.dtype);
+  }
+
+  // --- per channel, from the statistics -----------------------------------------------------------------------------
+
+  // channel[] = mean of K over the sequence, or zero where K is not smoothed.
+  __device__ __forceinline__ void prepare_k_mean(i32 head) const {
+    for (i32 c = threadIdx.x; c < kHeadDim; c += Config::kThreads) {
+      float sum = 0.0f;
+      if (params.smooth_k) {
+        const float* part = params.k_sum + static_cast<i64>(head) * params.num_chunks * kHeadDim + c;
+        for (i32 chunk = 0; chunk < params.num_chunks; ++chunk) sum += part[chunk * kHeadDim];
+        sum = divide(sum, static_cast<float>(params.seqlen_kv));
+      }
+      channel[c] = sum;
+    }
+    __syncthreads();
+  }
+
+  // channel[] = reciprocal scale of V; one block of each head leaves the scale for the attention kernel.
+  __device__ __forceinline__ void prepare_v_scale(i32 head, bool store) const {
+    for (i32 c = threadIdx.x; c < kHeadDim; c += Config::kThreads) {
+      const float* part = params.v_absmax + static_cast<i64>(head) * params.num_chunks * kHeadDim + c;
+      float amax = 0.0f;
+      for (i32 chunk = 0; chunk < params.num_chunks; ++chunk) amax = fmaxf(amax, part[chunk * kHeadDim]);
+      const Scale scale = Config::kPv == Pv::kE4m3 ? scale_to(448.0f, amax) : power_of_two_scale(amax);
+      channel[c] = scale.inv_scale;
+      if (store) params.v_scale[static_cast<i64>(head) * kHeadDim + c] = scale.scale;
+    }
+    __syncthreads();
+  }
+
+  // --- Q ------------------------------------------------------------------------------------------------------------
+
+  // kVectors lanes quantize the rows of one scale group.
+  template <bool kAligned>
+  __device__ __forceinline__ void quantize_q(i32 head, i32 tile) const {
+    constexpr i32 kRows = Config::kWarpM / kRowGroups;  // rows that share a scale
+    constexpr i32 kGroups = Config::kBlockM / kRows;
+    const i32 batch = head / params.num_q_heads, q_head = head % params.num_q_heads;
+    const i32 kv_head = q_head / (params.num_q_heads / params.num_kv_heads);
+    prepare_k_mean(batch * params.num_kv_heads + kv_head);
+
+    const Source<kAligned> source(params.q, batch, q_head, params.seqlen_q, params.headdim, params.dtype);
+    const i64 tile_index = static_cast<i64>(head) * params.q_tiles + tile;
+    const i32 lane = threadIdx.x % kVectors;
+    for (i32 group = threadIdx.x / kVectors; group < kGroups; group += Config::kThreads / kVectors) {
+      const i32 first_row = group / kRowGroups * Config::kWarpM + group % kRowGroups;
+      Raw raw[kRows];
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        raw[r] = source.load(tile * Config::kBlockM + first_row + r * kRowGroups, lane * kVector);
+      }
+      float x[kRows][kVector], bias[kRows] = {}, amax = 0.0f;
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        source.convert(raw[r], x[r]);
+#pragma unroll
+        for (i32 i = 0; i < kVector; ++i) {
+          x[r][i] *= params.softmax_scale_log2;
+          bias[r] += x[r][i] * channel[lane * kVector + i];
+          amax = fmaxf(amax, finite_abs(x[r][i]));
+        }
+      }
+      const Scale scale = scale_to(kLimit, ptx::max_over_lanes<kVectors>(amax));
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        const i32 row = first_row + r * kRowGroups;
+        store_s8<typename Layout::QRows>(params.q_hat + tile_index * Layout::kQBytes, row, lane, x[r], scale.inv_scale);
+        const float row_bias = ptx::sum_over_lanes<kVectors>(bias[r]);
+        if (lane == 0) params.row_bias[tile_index * Config::kBlockM + row] = row_bias;
+      }
+      if (lane == 0) params.q_scale[tile_index * kGroups + group] = scale.scale;
+    }
+  }
+
+  // --- K ------------------------------------------------------------------------------------------------------------
+
+  // A warp quantizes the keys of one scale group.
+  template <bool kAligned>
+  __device__ __forceinline__ void quantize_k(i32 head, i32 first_tile) const {
+    constexpr i32 kKeys = Config::kBlockN / kKeyGroups;      // keys that share a scale
+    constexpr i32 kKeysAtOnce = kWarpSize / kVectors;        // rows that a warp reads side by side
+    constexpr i32 kSteps = kKeys / kKeysAtOnce;
+    const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const i32 tile = first_tile + warp / kWarpsPerTile, group = warp % kWarpsPerTile;
+    if (tile >= params.kv_tiles) return;
+
+    const Source<kAligned> source = kv_source<kAligned>(params.k, head);
+    const i32 vector = lane % kVectors;
+    const auto key_of_step = [&](i32 step) {
+      const i32 n = step * kKeysAtOnce + lane / kVectors;
+      return n / 2 * 8 + group * 2 + n % 2;
+    };
+    Raw raw[kSteps];
+#pragma unroll
+    for (i32 s = 0; s < kSteps; ++s) raw[s] = source.load(tile * Config::kBlockN + key_of_step(s), vector * kVector);
+
+    float x[kSteps][kVector], amax = 0.0f;
+#pragma unroll
+    for (i32 s = 0; s < kSteps; ++s) {
+      const bool exists = tile * Config::kBlockN + key_of_step(s) < params.seqlen_kv;
+      source.convert(raw[s], x[s]);
+#pragma unroll
+      for (i32 i = 0; i < kVector; ++i) {
+        x[s][i] = exists ? x[s][i] - channel[vector * kVector + i] : 0.0f;
+        amax = fmaxf(amax, finite_abs(x[s][i]));
+      }
+    }
+    const Scale scale = scale_to(kLimit, ptx::max_over_lanes<kWarpSize>(amax));
+    u8* tile_data = params.k_hat + (static_cast<i64>(head) * params.kv_tiles + tile) * Layout::kKTileBytes;
+#pragma unroll
+    for (i32 s = 0; s < kSteps; ++s) {
+      store_s8<typename Layout::KRows>(tile_data, key_of_step(s), vector, x[s], scale.inv_scale);
+    }
+    if (lane == 0) reinterpret_cast<float*>(tile_data + Layout::kKBytes)[group] = scale.scale;
+  }
+
+  // Rounds eight channels and stores them as half a chunk of their row.
+  template <class Rows>
+  __device__ __forceinline__ static void store_s8(u8* tile, i32 row, i32 vector, const float (&x)[kVector],
+                                                  float inv_scale) {
+    u32 word[2] = {};
+#pragma unroll
+    for (i32 i = 0; i < kVector; ++i) word[i / 4] |= ptx::s8(x[i] * inv_scale) << 8 * (i % 4);
+    u8* to = tile + Rows::offset(row, vector / 2) + vector % 2 * kVector;
+    *reinterpret_cast<u64*>(to) = word[0] | static_cast<u64>(word[1]) << 32;
+  }
+
+  // --- V ------------------------------------------------------------------------------------------------------------
+
+  // Transposes: a thread takes four neighbouring columns of the P operand, that is four keys, in eight channels.
+  template <bool kAligned>
+  __device__ __forceinline__ void quantize_v_e4m3(i32 head, i32 first_tile) const {
+    constexpr i32 kQuads = Config::kBlockN / 4;  // lanes side by side on a row of the tile: consecutive words
+    constexpr i32 kTasks = kQuads * kVectors;
+    const Source<kAligned> source = kv_source<kAligned>(params.v, head);
+    for (i32 task = threadIdx.x; task < kTilesPerBlock * kTasks; task += Config::kThreads) {
+      const i32 tile = first_tile + task / kTasks;
+      if (tile >= params.kv_tiles) return;
+      const i32 column = task % kQuads * 4, first_channel = task / kQuads % kVectors * kVector;
+      Raw raw[4];
+#pragma unroll
+      for (i32 e = 0; e < 4; ++e) {
+        raw[e] = source.load(tile * Config::kBlockN + key_of_column(column + e), first_channel);
+      }
+      float x[4][kVector];
+#pragma unroll
+      for (i32 e = 0; e < 4; ++e) source.convert(raw[e], x[e]);
+      u8* tile_data = params.v_hat + (static_cast<i64>(head) * params.kv_tiles + tile) * Layout::kVBytes;
+#pragma unroll
+      for (i32 i = 0; i < kVector; ++i) {
+        const float inv = channel[first_channel + i];
+        u8* to = tile_data + Layout::VRows::offset(first_channel + i, column / 16) + column % 16;
+        *reinterpret_cast<u32*>(to) = ptx::e4m3x4(x[0][i] * inv, x[1][i] * inv, x[2][i] * inv, x[3][i] * inv);
+      }
+    }
+  }
+
+  template <bool kAligned>
+  __device__ __forceinline__ void quantize_v_f16(i32 head, i32 first_tile) const {
+    constexpr i32 kTasks = Config::kBlockN * kVectors;
+    const Source<kAligned> source = kv_source<kAligned>(params.v, head);
+    for (i32 task = threadIdx.x; task < kTilesPerBlock * kTasks; task += Config::kThreads) {
+      const i32 tile = first_tile + task / kTasks;
+      if (tile >= params.kv_tiles) return;
+      const i32 key = task / kVectors % Config::kBlockN, vector = task % kVectors;
+      float x[kVector];
+      source.convert(source.load(tile * Config::kBlockN + key, vector * kVector), x);
+      Raw out;
+#pragma unroll
+      for (i32 i = 0; i < kVector; i += 2) {
+        const i32 c = vector * kVector + i;
+        out.word[i / 2] = ptx::f16x2(x[i] * channel[c], x[i + 1] * channel[c + 1]);
+      }
+      u8* tile_data = params.v_hat + (static_cast<i64>(head) * params.kv_tiles + tile) * Layout::kVBytes;
+      *reinterpret_cast<Raw*>(tile_data + Layout::VRows::offset(key, vector)) = out;
+    }
+  }
+};
+
+}  // namespace sage

@@ -1,0 +1,68 @@
+// Where an element of a quantized tensor lies: the layouts that the quantizers write and the matrix products read.
+//
+// Quantized tensors are stored tile by tile, each tile contiguous and already swizzled, so that loading one into shared
+// memory is a plain copy of consecutive bytes. With kBlockM query rows and kBlockN keys a tile:
+//   Q̂        [kBlockM][kHeadDim] s8, rows of queries
+//   K̂        [kBlockN][kHeadDim] s8, rows of keys, then the scales of the tile: [kKeyGroups] f32 in a line of 128 bytes
+//   V̂ f16    [kBlockN][kHeadDim] f16, rows of keys
+//   V̂ e4m3   [kHeadDim][kBlockN] e4m3, rows of channels, its columns in the order of key_of_column()
+#pragma once
+
+#include "sage/types.cuh"
+
+namespace sage {
+
+// Rows of kRowBytes in chunks of 16 bytes; the position of a chunk in its row is XORed with a key of the row. ldmatrix
+// reads the same chunk of eight consecutive rows at once: the key spreads those over all 32 banks (8 x 16 bytes).
+template <i32 kRowBytes_>
+struct SwizzledRows {
+  static constexpr i32 kRowBytes = kRowBytes_;
+  static constexpr i32 kChunks = kRowBytes / 16;
+  static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes % 128 == 0, "a row must tile the 128 bytes of the banks");
+
+  // Rows that share 128 bytes need no key to differ from one another.
+  static constexpr i32 kRowsPerLine = kRowBytes < 128 ? 128 / kRowBytes : 1;
+  static constexpr i32 kKeys = kChunks < 8 ? kChunks : 8;
+
+  __device__ static constexpr i32 offset(i32 row, i32 chunk) {
+    return row * kRowBytes + (chunk ^ row / kRowsPerLine % kKeys) * 16;
+  }
+
+  // offset(row + lane_row, chunk + lane_chunk) from offset(lane_row, lane_chunk): row is a multiple of 8, which leaves
+  // the key alone, and chunk shares no bit with lane_chunk, so that adding it is an XOR.
+  __device__ static constexpr i32 moved(i32 lane_offset, i32 row, i32 chunk) {
+    return row * kRowBytes + (lane_offset ^ chunk * 16);
+  }
+};
+
+// The key whose probability column `column` of the P operand holds. A thread owns in the score accumulators of 32 keys
+// the keys 8j + 2t and 8j + 2t + 1 (j = 0..3), and in the 8-bit A operand the columns 4t..4t+3 and 16 + 4t..16 + 4t+3:
+// ordering the keys of V̂ like this makes the one the other, with nothing to exchange between threads.
+__device__ constexpr i32 key_of_column(i32 column) {
+  const i32 half = column / 16 % 2, t = column / 4 % 4, e = column % 4;
+  return column / 32 * 32 + 16 * half + 8 * (e / 2) + 2 * t + e % 2;
+}
+
+// Rows and bytes of one tile of each quantized tensor.
+template <class Config>
+struct TileLayout {
+  static constexpr i32 kQkRowBytes = Config::kHeadDim * Config::kQkBits / 8;
+  static constexpr bool kTransposedV = Config::kPv == Pv::kE4m3;
+
+  using QRows = SwizzledRows<kQkRowBytes>;
+  using KRows = SwizzledRows<kQkRowBytes>;
+  using VRows = SwizzledRows<kTransposedV ? Config::kBlockN : Config::kHeadDim * 2>;
+
+  static constexpr i32 kQBytes = Config::kBlockM * kQkRowBytes;
+  static constexpr i32 kKBytes = Config::kBlockN * kQkRowBytes;
+  static constexpr i32 kKTileBytes = kKBytes + 128;  // with the scales; whole lines, so that tiles stay aligned
+  static constexpr i32 kVBytes = (kTransposedV ? Config::kHeadDim : Config::kBlockN) * VRows::kRowBytes;
+};
+
+// Which keys of a tile share a scale: group t holds the keys n with n % 8 / 2 == t, those of the lanes t of a warp.
+constexpr i32 kKeyGroups = 4;
+
+// Which rows of a warp share a scale: group g holds the rows m with m % 8 == g, those of the lanes 4g..4g+3.
+constexpr i32 kRowGroups = 8;
+
+}  // namespace sage

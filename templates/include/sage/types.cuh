@@ -1,0 +1,29 @@
+// Fixed-width scalar names and the enumerations that kernels are specialized on.
+// No header of a toolkit or a standard library is included anywhere, so that every compiler, the run-time compiler
+// and a host compiler that simulates the kernels see the same text.
+#pragma once
+
+namespace sage {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i8 = signed char;
+using i32 = int;
+using i64 = long long;
+
+// Type of P and V in the second matrix product.
+enum class Pv { kF16, kE4m3 };
+
+// Type of the caller's tensors; a run-time value, equal for all of them.
+enum class Dtype : i32 { kF16 = 0, kBf16 = 1 };
+
+constexpr i32 kWarpSize = 32;
+
+template <class Int>
+__host__ __device__ constexpr Int ceil_div(Int a, Int b) {
+  return (a + b - 1) / b;
+}
+
+}  // namespace sage

@@ -1,0 +1,95 @@
+"""A small project in a temporary folder: a matrix of its own, templates of a few lines, headers to touch.
+
+The matrix is not the real one, so that tuning a tile there breaks no test here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from codegen.matrix import Matrix, read_matrix
+from codegen.project import Project
+
+_MATRIX = """\
+# Rows over two lines, comments, an exclusion that hides parts of later ones: as the real matrix has them.
+axes:
+  arch: [sm80, sm86, sm89, sm90]
+  headdim: [64, 128]
+  qk: [8, 4]
+  pv: [f16, e4m3]
+  mask: [full, causal]
+  v: [vraw, vsmooth]
+families:
+  attn_mma:
+    attn: {template: attn_mma.cu.jinja}
+    quant: {template: quantize.cu.jinja, threads: 256}
+    stats: {template: statistics.cu.jinja, threads: 256}
+tiles:
+  - {family: attn_mma, arch: [sm80, sm90], headdim: 128, pv: f16,
+     block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 2}
+  - {family: attn_mma, arch: sm86, headdim: 128, pv: f16,
+     block_m: 256, block_n: 64, warp_m: 32, stages: 2, min_blocks: 1}
+  - {family: attn_mma, arch: sm89, headdim: 128, pv: e4m3,
+     block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 2}
+  - {family: attn_mma, headdim: 64,
+     block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 3}
+
+exclude:
+  - {arch: sm90, qk: 4, why: "Hopper has no INT4 tensor cores"}
+  - {arch: [sm80, sm86], pv: e4m3, why: "no FP8 tensor cores before sm89"}
+  - {arch: sm89, pv: f16, why: "FP8 products run at twice the rate of f16 on sm89"}
+  - {arch: sm90, pv: e4m3, why: "mma.sync emulates FP8 on Hopper"}
+  - {qk: 4, why: "not written yet: the INT4 products of the mma family"}
+  - {v: vsmooth, why: "not written yet: smoothing of V"}
+"""
+_TEMPLATE = """\
+// {name} {{{{ template }}}} {{{{ row }}}}
+#include "sage/{header}.cuh"
+{constants}
+extern "C" __global__ void {{{{ name }}}}(float* x) {{ x[0] = kValue; }}
+"""
+_NAMES = {
+    "attn_mma": "headdim qk_bits pv causal smooth_v block_m block_n warp_m stages min_blocks",
+    "quantize": "headdim qk_bits pv smooth_v block_m block_n warp_m threads",
+    "statistics": "headdim smooth_v threads",
+}
+_HEADERS = {"attn_mma": "attn", "quantize": "quant", "statistics": "quant"}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    root = tmp_path / "project"
+    made = Project(root, root / "build")
+    include = made.include / "sage"
+    include.mkdir(parents=True)
+    for template, names in _NAMES.items():
+        constants = "\n".join(f"// {name} = {{{{ {name} | cpp }}}}" for name in names.split())
+        text = _TEMPLATE.format(name="{{ name }}", header=_HEADERS[template], constants=constants)
+        (made.templates / f"{template}.cu.jinja").write_text(text)
+    (include / "base.cuh").write_text("#pragma once\nconstexpr float kValue = 1.f;\n")
+    for header in set(_HEADERS.values()):
+        (include / f"{header}.cuh").write_text('#pragma once\n#include "sage/base.cuh"\n')
+    made.golden.mkdir(parents=True)
+    made.matrix.write_text(_MATRIX)
+    return made
+
+
+@pytest.fixture
+def matrix(project: Project) -> Matrix:
+    return read_matrix(project.matrix, project.templates)
+
+
+@pytest.fixture
+def edit() -> Callable[[Path, str, str], None]:
+    """Replace a text that stands exactly once in a file."""
+
+    def replace(path: Path, old: str, new: str) -> None:
+        text = path.read_text()
+        if text.count(old) != 1:
+            raise ValueError(f"expected {old!r} once in {path}, got it {text.count(old)} times")
+        path.write_text(text.replace(old, new))
+
+    return replace

@@ -1,0 +1,217 @@
+"""``python -m codegen`` on a small project: folders it writes, problems it finds, exit statuses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+from codegen._shared import ROOT, Manifest, __version__
+from codegen.cli import main
+from codegen.nvrtc import FLAGS, version
+
+ONE = ["--arch", "sm80", "--only", "sage_attn_*_d64_*_full_*"]
+ATTN = "sage_attn_sm80_d64_qk8_pvf16_full_vraw"
+THREE = {ATTN, "sage_quant_sm80_d64_qk8_pvf16_vraw", "sage_stats_sm80_d64_vraw"}
+SPILLING = """
+extern "C" __global__ void __launch_bounds__(1024, 2) {{ name }}(float* x) {
+  float a[64];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) a[i] = x[i * 1024 + threadIdx.x];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 64; ++i) x[i * 1024 + threadIdx.x] = a[i] * a[(i * 7) & 63];
+}
+"""
+
+
+@pytest.fixture
+def codegen(project, capfd):
+    """Run a command; its exit status, what it printed, and its complaints."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        status = main(list(argv), project.root)
+        printed = capfd.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def spilling(project):
+    """A template of attention kernels that spill, whatever the target."""
+    path = project.templates / "attn_mma.cu.jinja"
+    names = [line for line in path.read_text().splitlines() if "{{" in line and "void" not in line]
+    path.write_text("\n".join(names) + SPILLING)
+
+
+def _files(folder) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_list_prints_kernels_and_reasons(codegen):
+    status, out, _ = codegen("list", "--arch", "sm90")
+    assert status == 0
+    assert "8 kernels" in out
+    assert ("sage_attn_sm90_d64_qk8_pvf16_full_vraw: 128x64, warp_m 32, 2 stages, 3 blocks, 128 threads, "
+            "attn_mma.cu.jinja, {family: attn_mma, headdim: 64}") in out
+    assert "sage_attn_sm90_d64_qk8_pve4m3_full_vraw: mma.sync emulates FP8 on Hopper" in out
+    assert "sm80_" not in out
+
+
+def test_list_knows_combinations_without_a_kernel(codegen):
+    status, out, _ = codegen("list", "--only", "*sm90*qk4*d64*", "--only", "*sm90_d64_qk4_pvf16_full_vraw")
+    assert (status, out) == (2, "")
+    status, out, _ = codegen("list", "--only", "*sm90_d64_qk4_pvf16_full_vraw")
+    assert out == ("0 kernels\n1 combinations without a kernel\n"
+                   "  sage_attn_sm90_d64_qk4_pvf16_full_vraw: Hopper has no INT4 tensor cores\n")
+
+
+def test_render_writes_only_sources(codegen, project):
+    assert codegen("render", *ONE)[0] == 0
+    assert {path.stem for path in project.sources.iterdir()} == THREE
+    assert not project.package.exists()
+
+
+def test_build_makes_a_folder_that_holds_what_its_manifest_says(codegen, project):
+    assert codegen("build", *ONE)[0] == 0
+    manifest = Manifest.read(project.package)
+    assert manifest.kernels.keys() == THREE
+    assert (manifest.version, manifest.compiler, manifest.flags) == (__version__, version(), FLAGS)
+    assert manifest.retarget is None
+    for name, record in manifest.kernels.items():
+        assert hashlib.sha256((project.package / record.file).read_bytes()).hexdigest() == record.sha256, name
+        assert (record.target, record.spill_bytes) == ("sm_80", 0)
+    attn = manifest.kernels[ATTN]
+    assert (attn.threads, attn.shared_bytes, attn.tile.min_blocks) == (128, attn.tile.shared_bytes(attn.spec), 3)
+    assert attn.shared_bytes > 0
+    stats = manifest.kernels["sage_stats_sm80_d64_vraw"]
+    assert (stats.threads, stats.shared_bytes, stats.tile) == (256, 0, None)
+    assert str(project.root) not in (project.package / "manifest.json").read_text()
+
+
+def test_a_second_build_writes_nothing_and_removes_what_left(codegen, project):
+    codegen("build", *ONE)
+    (project.package / "stale.cubin").write_bytes(b"")
+    times = {name: (project.package / name).stat().st_mtime_ns for name in _files(project.package) - {"stale.cubin"}}
+    status, out, _ = codegen("build", *ONE)
+    assert (status, "no work to do" in out) == (0, True)
+    assert {name: (project.package / name).stat().st_mtime_ns for name in _files(project.package)} == times
+    assert codegen("build", "--only", "sage_stats_sm80_d64_vraw")[0] == 0
+    assert _files(project.package) == {"manifest.json", "sage_stats_sm80_d64_vraw.cubin"}
+
+
+def test_spills_leave_no_package(codegen, project, spilling):
+    status, _, err = codegen("build", *ONE)
+    assert status == 1
+    assert f"{ATTN}: expected at most 0 bytes of spilt registers, got " in err
+    assert "(row {family: attn_mma, headdim: 64})" in err
+    assert not project.package.exists()
+    assert "spilt registers" in codegen("check", *ONE)[2]
+
+
+def test_a_row_may_allow_spills(codegen, project, spilling, edit):
+    edit(project.matrix, "stages: 2, min_blocks: 3}", "stages: 2, min_blocks: 3, allow_spills: 4096, why: a test}")
+    assert codegen("build", *ONE)[0] == 0
+    spilt = Manifest.read(project.package).kernels[ATTN].spill_bytes
+    assert spilt > 0
+    edit(project.matrix, "allow_spills: 4096", f"allow_spills: {spilt - 1}")
+    assert f"expected at most {spilt - 1} bytes" in codegen("build", *ONE)[2]
+    edit(project.matrix, f"allow_spills: {spilt - 1}", f"allow_spills: {spilt}")
+    assert codegen("check", *ONE)[0] == 0
+
+
+def test_retargeted_kernels_go_elsewhere(codegen, project, spilling):
+    assert codegen("build", *ONE, "--retarget", "sm_90")[0] == 0  # spills count on a row's own chip only
+    manifest = Manifest.read(project.build / "retarget_sm_90")
+    assert manifest.retarget == "sm_90"
+    assert {record.target for record in manifest.kernels.values()} == {"sm_90"}
+    assert not project.package.exists()
+    status, _, err = codegen("build", *ONE, "--retarget", "sm_90", "--out", str(project.package))
+    assert (status, "expected a folder other than" in err) == (2, True)
+
+
+def test_out_is_no_folder_of_someone_else(codegen, project):
+    folder = project.root / "mine"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("")
+    status, _, err = codegen("build", *ONE, "--out", str(folder))
+    assert (status, "thesis.tex" in err, _files(folder)) == (2, True, {"thesis.tex"})
+    (folder / "thesis.tex").unlink()
+    assert codegen("build", *ONE, "--out", str(folder), "--build-dir", str(project.root / "other"))[0] == 0
+    assert "manifest.json" in _files(folder)
+    assert not project.build.exists()
+
+
+def test_check_finds_golden_drift_and_mends_it(codegen, project, edit):
+    golden = project.golden / f"{ATTN}.cu"
+    golden.write_text("")
+    status, _, err = codegen("check", *ONE)
+    assert (status, f"tests/golden/{ATTN}.cu: expected what its kernel renders to" in err) == (1, True)
+    assert codegen("check", *ONE, "--update")[0] == 0
+    assert ATTN in golden.read_text()
+    assert codegen("check", *ONE)[0] == 0
+    edit(project.templates / "attn_mma.cu.jinja", "x[0] = kValue", "x[2] = kValue")
+    assert codegen("check", *ONE)[0] == 1
+    golden.rename(project.golden / "sage_attn_old.cu")
+    status, _, err = codegen("check", *ONE)
+    assert (status, "expected the name of a kernel, got 'sage_attn_old'" in err) == (2, True)
+
+
+def test_check_finds_misspelt_names(codegen, project, edit):
+    edit(project.templates / "quantize.cu.jinja", "{{ threads | cpp }}", "{{ treads | cpp }}")
+    status, _, err = codegen("check", *ONE)
+    assert (status, err.count("templates/quantize.cu.jinja: expected")) == (1, 2)
+
+
+def test_check_writes_no_package(codegen, project):
+    assert codegen("check", *ONE)[0] == 0
+    assert not project.package.exists()
+
+
+@pytest.mark.parametrize("argv, part", [
+    (["build", "--only", "*d96*"], "expected a pattern that fits a name, got '*d96*'"),
+    (["render", "--arch", "sm75"], "expected an arch of sm80, sm86, sm89, sm90, got 'sm75'"),
+])
+def test_wrong_requests_are_one_complaint(codegen, argv, part):
+    status, out, err = codegen(*argv)
+    assert (status, out, part in err) == (2, "", True)
+
+
+@pytest.mark.parametrize("argv", [["build", "--jobs", "0"], ["build", "--retarget", "hopper"], [], ["bulid"]])
+def test_wrong_arguments(codegen, argv):
+    with pytest.raises(SystemExit) as stop:
+        codegen(*argv)
+    assert stop.value.code == 2
+
+
+def test_a_bad_matrix_is_listed_line_by_line(codegen, project, edit):
+    edit(project.matrix, "headdim: [64, 128]", "headdim: [64, 128, 96, 32]")
+    status, _, err = codegen("list")
+    assert status == 2
+    assert [line.split(", got ")[1] for line in err.splitlines()] == ["32", "96"]
+    assert "Traceback" not in err
+
+
+def test_codegen_runs_where_torch_is_not_installed():
+    script = ("import sys; sys.modules['torch'] = None; from codegen.cli import main; status = main(['list']);"
+              "assert 'sage_aot' not in sys.modules; sys.exit(status)")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_codegen_and_the_package_share_their_classes():
+    script = ("from codegen._shared import KernelSpec as ours; from sage_aot._spec import KernelSpec as theirs;"
+              "import sage_aot; assert ours is theirs and sage_aot.__file__")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_manifest_is_json_with_records_by_name(codegen, project):
+    codegen("build", *ONE)
+    values = json.loads((project.package / "manifest.json").read_text())
+    assert [record["spec"] for record in values["kernels"]] == sorted(THREE)

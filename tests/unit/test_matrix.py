@@ -1,0 +1,211 @@
+"""build_matrix.yaml: what it says, and the sentence for every way to get it wrong."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from codegen._shared import KINDS, ROOT, KernelSpec
+from codegen.errors import MatrixError, UsageError
+from codegen.matrix import read_matrix
+from codegen.selection import Selection
+
+SM80_ROW = "{family: attn_mma, arch: [sm80, sm90], headdim: 128, pv: f16,"
+SM86_ROW = "{family: attn_mma, arch: sm86, headdim: 128, pv: f16,"
+D64_ROW = "{family: attn_mma, headdim: 64,"
+D64_SIZES = "block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 3}"
+
+# Replaced text, its replacement, the text that the line of the complaint holds, the complaint.
+BAD = {
+    "unknown key": ("exclude:", "colour: 1\nexclude:", "colour",
+                    "expected a key of the matrix (axes, families, tiles, exclude), got 'colour'"),
+    "missing key": ("families:", "colour:", "axes:", "expected the key 'families' in the matrix, got none"),
+    "key twice": ("  headdim: [64, 128]", "  v: [vraw]\n  headdim: [64, 128]", "  v: [vraw, vsmooth]",
+                  "expected the key 'v' once in 'axes', got it twice"),
+    "unknown axis": ("  qk: [8, 4]", "  bits: [8, 4]", "  bits:",
+                     "expected a key of 'axes' (arch, headdim, qk, pv, mask, v), got 'bits'"),
+    "missing axis": ("  qk: [8, 4]\n", "", "  arch:", "expected the key 'qk' in 'axes', got none"),
+    "unknown value": ("headdim: [64, 128]", "headdim: [64, 96]", "headdim: [64, 96]",
+                      "expected a value of the axis 'headdim' (64, 128), got 96"),
+    "float value": ("headdim: [64, 128]", "headdim: [64.0, 128]", "headdim: [64.0",
+                    "expected a value of the axis 'headdim' (64, 128), got 64.0"),
+    "bad arch": ("arch: [sm80, sm86, sm89, sm90]", "arch: [sm80, sm86, sm89, sm90, hopper]", "hopper",
+                 "expected an arch such as 'sm89', got 'hopper'"),
+    "value twice": ("headdim: [64, 128]", "headdim: [64, 128, 64]", "headdim: [64",
+                    "expected each value once, got 64 twice"),
+    "no values": ("headdim: [64, 128]", "headdim: []", "headdim: []", "expected one value or more, got an empty list"),
+    "value twice in a row": ("[sm80, sm86], pv", "[sm80, sm80], pv", "[sm80, sm80]",
+                             "expected each value once, got 'sm80' twice"),
+    "row's value": (SM86_ROW, SM86_ROW.replace("sm86", "sm87"), "sm87",
+                    "expected a value of the axis 'arch' (sm80, sm86, sm89, sm90), got 'sm87'"),
+    "row's key": (D64_ROW, "{family: attn_mma, headim: 64,", "headim",
+                  ("expected a key of a row of 'tiles' (family, block_m, block_n, warp_m, stages, min_blocks, arch, "
+                   "headdim, qk, pv, mask, v, allow_spills, why), got 'headim'")),
+    "exclusion's key": ("{qk: 4, why", "{bits: 4, why", "{bits",
+                        "expected a key of a row of 'exclude' (why, arch, headdim, qk, pv, mask, v), got 'bits'"),
+    "no size": (D64_SIZES, D64_SIZES.replace(" stages: 2,", ""), D64_ROW,
+                "expected the key 'stages' in a row of 'tiles', got none"),
+    "bad size": (D64_SIZES, D64_SIZES.replace("warp_m: 32", "warp_m: 24"), D64_ROW,
+                 "warp_m must be 16 or 32 (one or two m16 fragments), got 24"),
+    "size of no number": (D64_SIZES, D64_SIZES.replace("block_n: 64", "block_n: wide"), D64_ROW,
+                          "block_n must be a positive integer, got 'wide'"),
+    "unknown family": (D64_ROW, D64_ROW.replace("attn_mma", "attn_wgmma"), "attn_wgmma",
+                       "expected a family (attn_mma), got 'attn_wgmma'"),
+    "no template": ("    quant: {template: quantize.cu.jinja, threads: 256}\n", "", "    attn: {",
+                    "expected the key 'quant' in the family 'attn_mma', got none"),
+    "template's key": ("{template: attn_mma.cu.jinja}", "{template: attn_mma.cu.jinja, threads: 128}", "threads: 128",
+                       "expected a key of 'attn' of the family 'attn_mma' (template), got 'threads'"),
+    "lost template": ("template: quantize.cu.jinja", "template: lost.cu.jinja", "lost",
+                      "expected a file in templates/, got 'lost.cu.jinja'"),
+    "bad threads": ("quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 250", "threads: 250",
+                    "expected threads as a multiple of 32, at most 1024, got 250"),
+    "too many threads": ("quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 2048", "threads: 2048",
+                         "expected threads as a multiple of 32, at most 1024, got 2048"),
+    "no why": (', why: "not written yet: smoothing of V"', "", "{v: vsmooth",
+               "expected the key 'why' in a row of 'exclude', got none"),
+    "empty why": ('"not written yet: smoothing of V"', '" "', "{v: vsmooth", "expected 'why' as a sentence, got ' '"),
+    "spills without why": (D64_SIZES, D64_SIZES.replace("}", ", allow_spills: 8}"), D64_ROW,
+                           "expected 'allow_spills' and 'why' together, got only 'allow_spills'"),
+    "why without spills": (D64_SIZES, D64_SIZES.replace("}", ", why: fine}"), D64_ROW,
+                           "expected 'allow_spills' and 'why' together, got only 'why'"),
+    "bad spills": (D64_SIZES, D64_SIZES.replace("}", ", allow_spills: -8, why: fine}"), "allow_spills",
+                   "expected allow_spills as a positive number of bytes, got -8"),
+    "uncovered": (D64_ROW, D64_ROW.replace("64", "64, mask: full"), SM80_ROW,
+                  "expected one row of 'tiles' or an exclusion for sage_attn_sm90_d64_qk8_pvf16_causal_vraw, got none"),
+    "covered twice": (SM86_ROW, SM86_ROW.replace("sm86", "[sm80, sm86]"), "[sm80, sm86], headdim",
+                      ("expected one row of 'tiles' for sage_attn_sm80_d128_qk8_pvf16_full_vraw, got those of lines "
+                       "{SM80} and {SM86}")),
+    "useless exclusion": ("  - {qk: 4, why", "  - {arch: sm80, pv: e4m3, why: again}\n  - {qk: 4, why", "again",
+                          ("expected a row that matches a combination left by those above, got one that matches "
+                           "nothing")),
+    "useless row": ("exclude:", "  - {family: attn_mma, qk: 4, headdim: 64,\n     " + D64_SIZES + "\nexclude:",
+                    "qk: 4, headdim",
+                    "expected a row that matches a combination that is not excluded, got one that matches nothing"),
+    "impossible": ("{arch: [sm80, sm86], pv: e4m3", "{arch: sm80, pv: e4m3", D64_ROW,
+                   ("expected an exclusion of sage_attn_sm86_d64_qk8_pve4m3_full_vraw, got tiles: no FP8 tensor cores "
+                    "before sm89")),
+    "shared quantizer": (D64_ROW, "{family: attn_mma, headdim: 64, mask: causal,\n     "
+                         + D64_SIZES.replace("128", "256") + "\n  - {family: attn_mma, headdim: 64, mask: full,",
+                         "mask: causal",
+                         ("expected the tiles and family of line {FULL} for sage_attn_sm80_d64_qk8_pvf16_causal_vraw, "
+                          "got others: both rows share sage_quant_sm80_d64_qk8_pvf16_vraw")),
+    "no list": ("exclude:", "exclude: none\nrest:", "exclude: none", "expected 'exclude' as a list, got 'none'"),
+    "no mapping": ("  - {qk: 4, why: \"not written yet: the INT4 products of the mma family\"}", "  - qk", "  - qk",
+                   "expected a row of 'exclude' as a mapping, got 'qk'"),
+}
+
+
+def _line(text: str, part: str) -> int:
+    """The first line that holds a text, from 1."""
+    return text[:text.index(part)].count("\n") + 1
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_row_is_reported_with_its_line(project, edit, case):
+    old, new, place, sentence = BAD[case]
+    edit(project.matrix, old, new)
+    text = project.matrix.read_text()
+    lines = {"{SM80}": SM80_ROW, "{SM86}": "arch: [sm80, sm86], headdim", "{FULL}": "mask: full,"}
+    for mark, part in lines.items():
+        if mark in sentence:
+            sentence = sentence.replace(mark, str(_line(text, part)))
+    with pytest.raises(MatrixError) as error:
+        read_matrix(project.matrix, project.templates)
+    assert f"build_matrix.yaml:{_line(text, place)}: {sentence}" in error.value.problems
+
+
+@pytest.mark.parametrize("text, problem", [
+    ("axes: [", "build_matrix.yaml:1: expected YAML, got an error: "),
+    ("axes: \x07", "build_matrix.yaml:1: expected YAML, got an error: "),
+    ("", "build_matrix.yaml:1: expected a build matrix, got nothing"),
+    ("- a", "build_matrix.yaml:1: expected the matrix as a mapping, got a list"),
+])
+def test_what_is_no_matrix_at_all(project, text, problem):
+    project.matrix.write_text(text)
+    with pytest.raises(MatrixError) as error:
+        read_matrix(project.matrix, project.templates)
+    assert [found[:len(problem)] for found in error.value.problems] == [problem]
+
+
+def test_all_problems_come_at_once_in_the_order_of_the_file(project, edit):
+    edit(project.matrix, "quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 1")
+    edit(project.matrix, D64_SIZES, D64_SIZES.replace("stages: 2", "stages: 1"))
+    edit(project.matrix, '"not written yet: smoothing of V"', '""')
+    edit(project.matrix, "{arch: sm89, pv: f16, why", "{arch: sm89, qk: 8, pv: f16, headdim: 64, why")
+    with pytest.raises(MatrixError) as error:
+        read_matrix(project.matrix, project.templates)
+    problems = error.value.problems
+    for part in ("threads", "stages must be", "'why' as a sentence", "sage_attn_sm89_d128_qk8_pvf16_full_vraw"):
+        assert any(part in problem for problem in problems), part
+    lines = [int(problem.split(":")[1]) for problem in problems]
+    assert lines == sorted(lines)
+
+
+def test_every_combination_is_built_or_has_a_reason(matrix):
+    axes = {"arch": ("sm80", "sm86", "sm89", "sm90"), "headdim": (64, 128), "qk": (8, 4), "pv": ("f16", "e4m3"),
+            "mask": ("full", "causal"), "v": ("vraw", "vsmooth")}
+    everything = {KernelSpec("attn", **dict(zip(axes, values))).name for values in product(*axes.values())}
+    built = {kernel.spec.name for kernel in matrix.kernels if kernel.spec.kind == "attn"}
+    missing = dict(matrix.missing)
+    assert built | missing.keys() == everything
+    assert not built & missing.keys()
+    assert all(missing.values())
+
+
+def test_the_first_exclusion_gives_the_reason(matrix):
+    missing = dict(matrix.missing)
+    assert missing["sage_attn_sm90_d64_qk4_pve4m3_full_vsmooth"].startswith("Hopper has no INT4")
+    assert missing["sage_attn_sm80_d64_qk4_pve4m3_full_vsmooth"] == "no FP8 tensor cores before sm89"
+    assert missing["sage_attn_sm80_d64_qk8_pvf16_full_vsmooth"] == "not written yet: smoothing of V"
+
+
+def test_names_are_unique_sorted_and_round_trip(matrix):
+    names = [kernel.spec.name for kernel in matrix.kernels]
+    assert names == sorted(set(names))
+    assert [KernelSpec.from_name(name) for name in names] == [kernel.spec for kernel in matrix.kernels]
+
+
+def test_every_attention_kernel_has_its_companions(matrix):
+    kernels = {kernel.spec: kernel for kernel in matrix.kernels}
+    needed = set()
+    for spec, kernel in kernels.items():
+        if spec.kind == "attn":
+            needed |= {spec, spec.companion("quant"), spec.companion("stats")}
+            assert kernels[spec.companion("quant")].tile == kernel.tile
+            assert kernels[spec.companion("stats")].tile is None
+    assert needed == kernels.keys()
+
+
+def test_what_a_kernel_takes_from_its_row(project, edit):
+    edit(project.matrix, "pv: e4m3,\n     block_m: 128", "pv: [e4m3],\n     allow_spills: 32, why: tried, block_m: 128")
+    kernels = {kernel.spec.name: kernel for kernel in read_matrix(project.matrix, project.templates).kernels}
+    attn = kernels["sage_attn_sm89_d128_qk8_pve4m3_full_vraw"]
+    quant = kernels["sage_quant_sm89_d128_qk8_pve4m3_vraw"]
+    assert attn.row == quant.row == "{family: attn_mma, arch: sm89, headdim: 128, pv: e4m3}"
+    assert (attn.threads, attn.template, attn.allowed_spill_bytes) == (128, "attn_mma.cu.jinja", 32)
+    assert (quant.threads, quant.template, quant.allowed_spill_bytes) == (256, "quantize.cu.jinja", 0)
+    assert kernels["sage_attn_sm90_d128_qk8_pvf16_full_vraw"].row == (
+        "{family: attn_mma, arch: [sm80, sm90], headdim: 128, pv: f16}")
+
+
+def test_the_matrix_of_this_project_is_right():
+    assert read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates").kernels
+
+
+def test_selection_takes_companions_along(matrix):
+    selected = Selection(("sm90",), ("sage_attn_*_d64_*_full_*",)).kernels(matrix)
+    assert [kernel.spec.name for kernel in selected] == [
+        "sage_attn_sm90_d64_qk8_pvf16_full_vraw", "sage_quant_sm90_d64_qk8_pvf16_vraw", "sage_stats_sm90_d64_vraw"]
+    assert {kernel.spec.kind for kernel in Selection().kernels(matrix)} == set(KINDS)
+    assert len(Selection(patterns=("*stats*sm80_d64*",)).kernels(matrix)) == 1
+
+
+@pytest.mark.parametrize("selection, parts", [
+    (Selection(archs=("sm90", "sm75")), ("sm80, sm86, sm89, sm90", "'sm75'")),
+    (Selection(patterns=("*d64*", "*d96*")), ("'*d96*'", "sage_stats_sm80_d64_vraw")),
+])
+def test_selection_of_nothing_lists_what_there_is(matrix, selection, parts):
+    with pytest.raises(UsageError) as error:
+        selection.kernels(matrix)
+    assert all(part in str(error.value) for part in parts)

@@ -1,0 +1,117 @@
+"""ninja: what is rebuilt after which change."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from codegen.errors import BuildError
+from codegen.ninja import Compilation, compile_all, headers_of, ninja_text
+from codegen.render import render_all, source_path
+from codegen.selection import Selection
+
+
+@pytest.fixture
+def kernels(project, matrix):
+    """One kernel of each kind, rendered."""
+    selected = Selection(("sm80",), ("sage_attn_*_d64_*_full_*",)).kernels(matrix)
+    render_all(selected, matrix, project)
+    return selected
+
+
+@pytest.fixture
+def build(project, kernels, capfd):
+    """Build with NVRTC; the kinds that were compiled, and what ninja said."""
+
+    def run(**how) -> tuple[set[str], str]:
+        compilation = Compilation(project, **how)
+        before = {kernel: _time(compilation.cubin(kernel)) for kernel in kernels}
+        capfd.readouterr()
+        compile_all(kernels, compilation, jobs=2)
+        rebuilt = {kernel.spec.kind for kernel in kernels if _time(compilation.cubin(kernel)) != before[kernel]}
+        return rebuilt, capfd.readouterr().out
+
+    return run
+
+
+def _time(path) -> int | None:
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def _touch(path) -> None:
+    path.write_text(path.read_text() + "// changed\n")
+
+
+def test_only_what_changed_is_rebuilt(project, build):
+    assert build()[0] == {"attn", "quant", "stats"}
+    rebuilt, said = build()
+    assert (rebuilt, "no work to do" in said) == (set(), True)
+    _touch(project.include / "sage" / "attn.cuh")
+    assert build()[0] == {"attn"}
+    _touch(project.include / "sage" / "quant.cuh")
+    assert build()[0] == {"quant", "stats"}
+    _touch(project.include / "sage" / "base.cuh")
+    assert build()[0] == {"attn", "quant", "stats"}
+
+
+def test_a_lost_cubin_or_report_is_rebuilt(project, kernels, build):
+    build()
+    compilation = Compilation(project)
+    compilation.cubin(kernels[0]).with_suffix(".json").unlink()
+    assert build()[0] == {"attn"}
+    compilation.cubin(kernels[1]).unlink()
+    assert build()[0] == {"quant"}
+
+
+def test_another_compiler_version_rebuilds(project, build):
+    build()
+    (Compilation(project).folder / "compiler.txt").write_text("nvrtc 12.9.41")
+    assert build()[0] == {"attn", "quant", "stats"}
+
+
+def test_another_target_has_its_own_cubins(project, kernels, build):
+    build()
+    assert build(retarget="sm_90")[0] == {"attn", "quant", "stats"}
+    own, foreign = Compilation(project), Compilation(project, retarget="sm_90")
+    assert (own.target(kernels[0]), foreign.target(kernels[0])) == ("sm_80", "sm_90")
+    assert own.cubin(kernels[0]).read_bytes() != foreign.cubin(kernels[0]).read_bytes()
+    assert "no work to do" in build()[1]
+
+
+def test_the_ninja_file_is_deterministic_and_left_alone(project, kernels, build):
+    build()
+    path = Compilation(project).folder / "build.ninja"
+    time = _time(path)
+    build()
+    assert _time(path) == time
+    assert path.read_text() == ninja_text(kernels, Compilation(project))
+
+
+def test_a_kernel_that_does_not_compile_fails_with_its_log(project, build, capfd):
+    (project.include / "sage" / "base.cuh").write_text("constexpr float kValue = wrong;\n")
+    with pytest.raises(BuildError, match="ninja exited with 1"):
+        build()
+    assert 'base.cuh(1): error: identifier "wrong" is undefined' in capfd.readouterr().out
+
+
+def test_ninja_runs_from_any_folder(build, tmp_path, monkeypatch):
+    folder = tmp_path / "else where"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert build()[0] == {"attn", "quant", "stats"}
+    assert os.listdir(folder) == []
+
+
+def test_headers_are_found_recursively_and_in_cycles(project, kernels):
+    include = project.include
+    (include / "sage" / "base.cuh").write_text('  #  include   <sage/deep.cuh>\n// #include "sage/comment.cuh"\n')
+    (include / "sage" / "deep.cuh").write_text('#include "sage/attn.cuh"\n#include <cuda_fp16.h>\n')
+    found = headers_of(source_path(kernels[0], project), include)
+    assert found == {include / "sage" / name for name in ("attn.cuh", "base.cuh", "deep.cuh")}
+
+
+def test_an_unknown_header_is_named(project, kernels):
+    (project.include / "sage" / "base.cuh").write_text('#include "base2.cuh"\n')
+    with pytest.raises(BuildError, match=r"base.cuh: expected a header of .*, got 'base2.cuh'"):
+        headers_of(source_path(kernels[0], project), project.include)

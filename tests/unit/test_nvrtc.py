@@ -1,0 +1,122 @@
+"""One kernel, compiled: the same bytes everywhere, a report that tells the truth, nothing left after a failure."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from codegen import nvcc, nvrtc
+from codegen._shared import ROOT
+from codegen.compiler import Report
+from codegen.errors import BuildError
+
+# 64 values live across a barrier do not fit the 32 registers that two blocks of 1024 threads leave.
+SPILLS = """
+extern "C" __global__ void __launch_bounds__(1024, 2) k(float* x) {
+  float a[64];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) a[i] = x[i * 1024 + threadIdx.x];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 64; ++i) x[i * 1024 + threadIdx.x] = a[i] * a[(i * 7) & 63];
+}
+"""
+# The table has internal linkage: without --frandom-seed its name differs in every run.
+TABLE = """
+#include "sage/one.cuh"
+static __device__ float table[64] = {kOne, 2.f};
+extern "C" __global__ void k(float* x, int i) { x[i] = table[i]; table[i] += 1.f; }
+"""
+
+
+@pytest.fixture
+def compile(tmp_path):
+    """Compile a source named k.cu in a folder of its own; the finished process and where its cubin should be."""
+
+    def run(text: str, folder: str = "a", toolchain: str = "nvrtc", target: str = "sm_80"):
+        here = tmp_path / folder
+        (here / "include" / "sage").mkdir(parents=True, exist_ok=True)
+        (here / "include" / "sage" / "one.cuh").write_text("constexpr float kOne = 1.f;\n")
+        (here / "k.cu").write_text(text)
+        command = [sys.executable, "-m", f"codegen.{toolchain}", str(here / "k.cu"), "--target", target,
+                   "--include", str(here / "include"), "-o", str(here / "k.cubin")]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False), here / "k.cubin"
+
+    return run
+
+
+def test_a_cubin_does_not_depend_on_its_folder(compile):
+    (first, a), (second, b) = compile(TABLE), compile(TABLE, "another/deeper folder")
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert a.read_bytes() == b.read_bytes()
+    assert a.read_bytes()[:4] == b"\x7fELF"
+    assert a.read_bytes()[8] == 7  # the ABI that drivers from 525 on load; that of 13.x is 8
+
+
+def test_the_report_counts_registers_and_spills(compile):
+    done, cubin = compile(SPILLS)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(cubin.with_suffix(".json").read_text())
+    assert report.keys() == {"compiler", "registers", "spill_bytes", "stack_bytes"}
+    assert report["compiler"] == nvrtc.version()
+    assert report["registers"] == 32
+    assert report["spill_bytes"] >= 2 * report["stack_bytes"] > 0  # stores and loads
+
+
+def test_a_plain_kernel_spills_nothing(compile):
+    report = Report.read(compile(TABLE)[1])
+    assert (report.spill_bytes, report.stack_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("text, target, message", [
+    ('extern "C" __global__ void k(float* x) { x[0] = y; }', "sm_80", 'k.cu(1): error: identifier "y" is undefined'),
+    ('extern "C" __global__ void k(float* x) { int unused; }', "sm_80", "expected no warnings"),
+    ('extern "C" __global__ void other(float* x) {}', "sm_80", "named k as its file, got ['other']"),
+    ('extern "C" __global__ void k() {} extern "C" __global__ void l() {}', "sm_80", "expected one __global__"),
+    (TABLE, "sm_1", "invalid value for --gpu-architecture"),
+])
+def test_a_failure_says_why_and_leaves_nothing(compile, text, target, message):
+    done, cubin = compile(TABLE)
+    assert done.returncode == 0
+    done, cubin = compile(text, target=target)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in cubin.parent.iterdir()) == ["include", "k.cu"]
+
+
+def test_another_nvrtc_is_refused_with_advice(monkeypatch):
+    class Other:
+        version = "12.8.93"
+
+    monkeypatch.setattr(nvrtc, "distribution", lambda name: Other)
+    with pytest.raises(BuildError, match=r"expected NVRTC 12.9, got 12.8.93: pip install .*-cu12==12.9.86"):
+        nvrtc.version()
+
+
+def test_the_log_of_ptxas_is_summed_over_functions():
+    log = """ptxas info    : Compiling entry function 'k' for 'sm_80'
+ptxas info    : Function properties for k
+    264 bytes stack frame, 304 bytes spill stores, 300 bytes spill loads
+ptxas info    : Function properties for callee
+    16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 32 registers, used 1 barriers, 264 bytes cumulative stack size, 360 bytes cmem[0]
+"""
+    assert Report.from_log("c", "k", log) == Report("c", registers=32, spill_bytes=616, stack_bytes=264)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
+def test_nvcc_reports_the_same_things(compile):
+    done, cubin = compile(SPILLS, toolchain="nvcc")
+    assert done.returncode == 0, done.stderr
+    report = Report.read(cubin)
+    assert report.compiler == nvcc.version()
+    assert (report.registers, report.spill_bytes > 0) == (32, True)
+    done, cubin = compile("nonsense", toolchain="nvcc")
+    assert done.returncode == 1
+    assert "k.cu(1): error" in done.stderr
+    assert not cubin.exists()

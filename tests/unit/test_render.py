@@ -1,0 +1,108 @@
+"""Templates → sources: strict about names, deterministic, and no file touched without need."""
+
+from __future__ import annotations
+
+import pytest
+
+from codegen._shared import ROOT
+from codegen.errors import BuildError
+from codegen.matrix import read_matrix
+from codegen.render import CONTEXT, Renderer, context, cpp, render_all, source_path
+
+REAL = read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates")
+TEMPLATES = sorted({(kernel.spec.kind, kernel.template) for kernel in REAL.kernels})
+
+
+@pytest.fixture
+def attn(matrix):
+    return next(kernel for kernel in matrix.kernels if kernel.spec.name == "sage_attn_sm89_d128_qk8_pve4m3_causal_vraw")
+
+
+@pytest.mark.parametrize("value, spelt", [
+    (True, "true"), (False, "false"), (128, "128"), (-1, "-1"), ("Pv::kF16", "Pv::kF16"), ("kF16", "kF16"),
+])
+def test_cpp_spells(value, spelt):
+    assert cpp(value) == spelt
+
+
+@pytest.mark.parametrize("value", [1.0, None, "", "two words", "1st", "a::", "::a", "a:b", "é", "x;", "x\n", [1]])
+def test_cpp_refuses(value):
+    with pytest.raises(TypeError, match="expected a bool, an int or a C\\+\\+ name"):
+        cpp(value)
+
+
+@pytest.mark.parametrize("kind, template", TEMPLATES)
+def test_templates_use_exactly_the_names_of_their_kind(kind, template):
+    assert Renderer(ROOT / "templates").variable_problems(kind, template) == []
+
+
+@pytest.mark.parametrize("kernel", REAL.kernels, ids=lambda kernel: kernel.spec.name)
+def test_real_sources_name_kernel_template_and_row(kernel):
+    text = Renderer(ROOT / "templates").render(kernel)
+    assert all(part in text for part in (f"{kernel.spec.name}(", f"templates/{kernel.template}", kernel.row))
+    assert str(ROOT) not in text
+    assert text.endswith("\n")
+
+
+def test_values_reach_their_names(attn):
+    assert context(attn) == {
+        "name": "sage_attn_sm89_d128_qk8_pve4m3_causal_vraw", "template": "attn_mma.cu.jinja",
+        "row": "{family: attn_mma, arch: sm89, headdim: 128, pv: e4m3}", "headdim": 128, "qk_bits": 8,
+        "pv": "Pv::kE4m3", "causal": True, "smooth_v": False,
+        "block_m": 128, "block_n": 64, "warp_m": 32, "stages": 2, "min_blocks": 2,
+    }
+
+
+def test_each_kind_gets_its_names(matrix):
+    for kernel in matrix.kernels:
+        assert tuple(context(kernel)) == CONTEXT[kernel.spec.kind]
+
+
+def test_variable_problems_name_both_directions(project, edit):
+    edit(project.templates / "attn_mma.cu.jinja", "{{ stages | cpp }}", "{{ stagse | cpp }}")
+    assert Renderer(project.templates).variable_problems("attn", "attn_mma.cu.jinja") == [
+        "templates/attn_mma.cu.jinja: expected a name given to attn templates, got 'stagse'",
+        "templates/attn_mma.cu.jinja: expected 'stages' to be used, as attn templates are given it",
+    ]
+
+
+@pytest.mark.parametrize("old, new, message", [
+    ("{{ stages | cpp }}", "{{ stagse }}", "'stagse' is undefined"),
+    ("{{ stages | cpp }}", "{{ stagse | cpp }}", "'stagse' is undefined"),
+    ("{{ stages | cpp }}", "{% if stagse %}1{% endif %}", "'stagse' is undefined"),
+    ("{{ stages | cpp }}", "{{ 1.5 | cpp }}", "got 1.5"),
+    ("{{ stages | cpp }}", "{{ stages | cppp }}", "cppp"),
+    ("{{ stages | cpp }}", "{%0 }", "templates/attn_mma.cu.jinja"),
+])
+def test_a_template_that_does_not_render_is_named(project, edit, attn, old, new, message):
+    edit(project.templates / "attn_mma.cu.jinja", old, new)
+    with pytest.raises(BuildError) as error:
+        Renderer(project.templates).render(attn)
+    assert "templates/attn_mma.cu.jinja" in str(error.value)
+    assert message in str(error.value)
+
+
+def test_blocks_leave_no_blank_lines_and_the_last_newline_stays(project, attn):
+    (project.templates / "attn_mma.cu.jinja").write_text("a\n  {% if causal %}\nb < c\n  {% endif %}\nd\n")
+    assert Renderer(project.templates).render(attn) == "a\nb < c\nd\n"
+
+
+def test_rendering_is_deterministic_and_writes_only_changes(project, matrix, edit):
+    render_all(matrix.kernels, matrix, project)
+    first = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in project.sources.iterdir()}
+    assert {path.stem for path in first} == {kernel.spec.name for kernel in matrix.kernels}
+    edit(project.templates / "statistics.cu.jinja", "x[0] = kValue", "x[1] = kValue")
+    render_all(reversed(matrix.kernels), matrix, project)
+    for path, (data, time) in first.items():
+        changed = path.name.startswith("sage_stats")
+        assert (path.read_bytes() != data) == changed, path
+        assert (path.stat().st_mtime_ns != time) == changed, path
+
+
+def test_sources_that_left_the_matrix_go_and_unselected_ones_stay(project, matrix):
+    render_all(matrix.kernels, matrix, project)
+    stale = project.sources / "sage_attn_sm75_d64_qk8_pvf16_full_vraw.cu"
+    stale.write_text("")
+    render_all(matrix.kernels[:1], matrix, project)
+    assert not stale.exists()
+    assert all(source_path(kernel, project).is_file() for kernel in matrix.kernels)
