@@ -124,7 +124,8 @@ def _quantize_rows(x: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor,
 def _scale_to(limit: float, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale that takes amax to `limit`, and its reciprocal."""
     zeros = amax < SMALLEST_ABS_MAX
-    return torch.where(zeros, 1.0, amax / limit), torch.where(zeros, 0.0, limit / amax)
+    inv_scale = torch.full_like(amax, limit) / amax  # a number over a tensor would round twice: reciprocal, then product
+    return torch.where(zeros, 1.0, amax / limit), torch.where(zeros, 0.0, inv_scale)
 
 
 def _power_of_two_scale(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,8 @@ from sage_aot.errors import ArgumentError
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 LAYOUTS = {"HND": "[batch, heads, seq, headdim]", "NHD": "[batch, seq, heads, headdim]"}
 MAX_HEADDIM = max(AXES["headdim"])
+MAX_SCALE = 1e30
+"""Kernels keep scores and their scales in float32."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,9 @@ def _check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 def _softmax_scale(scale: float | None, headdim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(headdim)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ArgumentError(f"scale: expected a finite number, or None for 1 / sqrt(headdim), got {scale!r}")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= MAX_SCALE:
+        raise ArgumentError(f"scale: expected a finite number of at most {MAX_SCALE:g}, or None for 1 / sqrt(headdim), "
+                            f"got {scale!r}")
     return float(scale)
 
 

@@ -142,6 +142,13 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(project, edit):
     assert lines == sorted(lines)
 
 
+def test_a_misspelt_axis_does_not_echo_through_the_combinations(project, edit):
+    edit(project.matrix, "{qk: 4, why", "{bits: 4, why")
+    with pytest.raises(MatrixError) as error:
+        read_matrix(project.matrix, project.templates)
+    assert len(error.value.problems) == 1
+
+
 def test_every_combination_is_built_or_has_a_reason(matrix):
     axes = {"arch": ("sm80", "sm86", "sm89", "sm90"), "headdim": (64, 128), "qk": (8, 4), "pv": ("f16", "e4m3"),
             "mask": ("full", "causal"), "v": ("vraw", "vsmooth")}

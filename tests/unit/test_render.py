@@ -25,7 +25,7 @@ def test_cpp_spells(value, spelt):
     assert cpp(value) == spelt
 
 
-@pytest.mark.parametrize("value", [1.0, None, "", "two words", "1st", "a::", "::a", "a:b", "é", "x;", "x\n", [1]])
+@pytest.mark.parametrize("value", [1.0, None, "", "two words", "1st", "a::", "::a", "a:b", "é", "aé", "x;", "x\n", [1]])
 def test_cpp_refuses(value):
     with pytest.raises(TypeError, match="expected a bool, an int or a C\\+\\+ name"):
         cpp(value)

@@ -1,0 +1,176 @@
+"""What the bench programs share: arguments, kernels of an arch, torch's SDPA, the check of an output, tables, files."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sage_aot import _reference
+from sage_aot._loader import Library, default_library, import_cupy
+from sage_aot._problem import Problem
+from sage_aot._select import Kernels, built_archs, nearest_arch, select
+from sage_aot._spec import capability_of
+from sage_aot.errors import ArgumentError, SageAotError, UnsupportedError
+
+MIN_COSINE = 0.998
+"""An output below this comes from a broken kernel: FP8 attention reaches 0.999 on the inputs used here."""
+
+SDPA = {"sdpa_flash_bf16": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn_bf16": SDPBackend.CUDNN_ATTENTION}
+"""torch's own attention, by row name."""
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+def words(text: str) -> list[str]:
+    """``"sm80,sm89"`` → ``["sm80", "sm89"]``."""
+    return [word.strip() for word in text.split(",")]
+
+
+def integers(text: str) -> list[int]:
+    """``"64,128"`` → ``[64, 128]``."""
+    return [int(word) for word in text.split(",")]
+
+
+def masks(text: str) -> list[str]:
+    """``"full,causal"`` → ``["full", "causal"]``; argparse reports anything else."""
+    names = words(text)
+    if not set(names) <= {"full", "causal"}:
+        raise argparse.ArgumentTypeError(f"expected full, causal or both with a comma between, got {text!r}")
+    return names
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser, *, seqlen: str, batch: int, heads: int) -> None:
+    """The options that every program takes, with this program's defaults."""
+    parser.add_argument("--headdim", type=integers, default="64,128", help="channels of a head (default: %(default)s)")
+    parser.add_argument("--mask", type=masks, default="full,causal", help="(default: %(default)s)")
+    parser.add_argument("--seqlen", type=integers, default=seqlen, help="queries and keys (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=batch, help="(default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=heads, help="of q, k and v (default: %(default)s)")
+    parser.add_argument("--kernels", metavar="FOLDER", help="built kernels (default: those of the package); `python -m "
+                        "codegen build --retarget sm_90` makes a folder that runs other archs' kernels on an H200")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
+
+
+def run(main: Callable[[], int]) -> None:
+    """Exit with what `main` returns; errors of sage_aot become one line."""
+    try:
+        sys.exit(main())
+    except SageAotError as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+
+
+def require_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise UnsupportedError(f"expected a CUDA GPU, torch {torch.__version__} finds none; accuracy.py has --device cpu, "
+                               f"everything else needs a machine with a GPU and a CUDA build of torch")
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def use_kernels(folder: str | None) -> Library:
+    """The kernels of a folder, in this process and those that it starts; None: the package's."""
+    if folder is not None:
+        os.environ["SAGE_AOT_KERNELS"] = folder
+    return default_library()
+
+
+def default_archs(library: Library) -> list[str]:
+    """All archs where every kernel runs (emulated, or built for one chip), else the one that this GPU would run."""
+    if library.manifest.retarget or not torch.cuda.is_available():
+        return built_archs(library.manifest)
+    return [nearest_arch(torch.cuda.get_device_capability(), library.manifest)]
+
+
+def kernels_of(arch: str, problem: Problem, library: Library) -> Kernels:
+    """The kernels of just this arch, whatever the GPU; the driver refuses what cannot run on it."""
+    if arch not in built_archs(library.manifest):
+        raise ArgumentError(f"--arch: expected some of {', '.join(built_archs(library.manifest))}, which is what "
+                            f"{library.folder} holds, got {arch!r}")
+    return select(capability_of(arch), problem, "auto", library.manifest)
+
+
+def sdpa(row: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    """torch's attention by the backend that the row's name stands for; RuntimeError where there is none."""
+    with sdpa_kernel(SDPA[row]):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+def poisoned(like: torch.Tensor) -> torch.Tensor:
+    """An output that is wrong wherever nothing gets written."""
+    return torch.full_like(like, float("nan"))
+
+
+def check_output(row: str, out: torch.Tensor, expected: torch.Tensor) -> float:
+    """The lowest cosine over the batch; leaves the program with exit code 1 where it shows a broken kernel."""
+    cosines = [_reference.measure(ours, theirs).cosine for ours, theirs in zip(out, expected)]
+    wrong = [cosine for cosine in cosines if not cosine >= MIN_COSINE]  # NaN is wrong, too
+    if wrong:
+        sys.exit(f"{row}: wrong output for {tuple(out.shape)}: expected a cosine of at least {MIN_COSINE}, got "
+                 f"{wrong[0]}; nothing was timed with it")
+    return min(cosines)
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def header(library: Library) -> dict[str, str]:
+    """What the figures hold for: chip, versions, kernels, commit, date."""
+    lines = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")}
+    if torch.cuda.is_available():
+        lines["GPU"] = torch.cuda.get_device_name()
+        lines["driver"] = nvidia_smi("driver_version")
+        lines["SM clock"] = f"{nvidia_smi('clocks.sm')} now, {nvidia_smi('clocks.max.sm')} at most"
+        lines["cupy"] = import_cupy().__version__
+    lines["torch"] = f"{torch.__version__} (CUDA {torch.version.cuda})"
+    lines["kernels"] = f"{', '.join(built_archs(library.manifest))}, {library.manifest.compiler}"
+    if library.manifest.retarget:
+        lines["kernels"] += f", all built for {library.manifest.retarget}"
+    lines["commit"] = output_of("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD")
+    return lines
+
+
+def nvidia_smi(field: str) -> str:
+    """One property of the current device as nvidia-smi prints it, such as ``"1980 MHz"``, or ``"unknown"``."""
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    return output_of("nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={field}", "--format=csv,noheader")
+
+
+def output_of(*command: str) -> str:
+    """What a command prints, or ``"unknown"`` where it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def print_header(lines: dict[str, str]) -> None:
+    for name, value in lines.items():
+        print(f"- {name}: {value}")
+    print(flush=True)
+
+
+def table_head(columns: Sequence[str]) -> str:
+    """First two lines of a Markdown table; the first column is text, the others are numbers."""
+    return f"| {' | '.join(columns)} |\n|{'---|' + '---:|' * (len(columns) - 1)}"
+
+
+def table_row(cells: Sequence[object]) -> str:
+    """A line of a Markdown table; None is a dash."""
+    return f"| {' | '.join('–' if cell is None else str(cell) for cell in cells)} |"
+
+
+def write_json(path: Path | None, values: dict[str, object]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")

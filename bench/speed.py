@@ -1,0 +1,283 @@
+"""Speed of the kernels and of the whole call, beside torch's flash and cuDNN attention in bf16.
+
+    python bench/speed.py --json speed.json
+    python bench/speed.py --arch sm80,sm89 --kernels build/retarget_sm_90 --headdim 128 --mask full
+
+Per shape and arch three rows: `kernel`, the attention launch alone on quantized inputs; `quantize`, the two launches
+before it; `call`, what a user calls, checks and allocations included. TOPS count 4·B·H·N²·D operations, half of them
+when causal. Every output is checked before it is timed; a wrong one ends the program with exit code 1.
+
+Launches are queued back to back as a model would queue them, each repeat between two CUDA events: what the L2 cache
+keeps from one repeat to the next is kept, and a host that is slower than the GPU shows in `call`.
+With --host or --first-call those are measured in place of the sweep (see latency.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+import common
+import latency
+from sage_aot import _cuda
+from sage_aot._loader import Library
+from sage_aot._plan import Launch, Plan, TensorArgument, launches, plan
+from sage_aot._problem import Problem, check
+from sage_aot._select import Kernels, select
+from sage_aot._spec import capability_of
+
+FLASH, CUDNN = common.SDPA
+COLUMNS = ("row", "headdim", "mask", "N", "µs", "p10–p90", "TOPS", "× cuDNN", "GB/s", "cosine")
+WARM_UP_S = 0.2
+"""Seconds of work before a row is timed: the clock needs some tens of milliseconds to settle."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Inputs of one block of rows; as many keys as queries."""
+
+    headdim: int
+    mask: str
+    seqlen: int
+    batch: int
+    heads: int
+
+    @property
+    def is_causal(self) -> bool:
+        return self.mask == "causal"
+
+    @property
+    def operations(self) -> float:
+        """Multiplications and additions of both matrix products, as the papers count them."""
+        total = 4.0 * self.batch * self.heads * self.seqlen**2 * self.headdim
+        return total / 2 if self.is_causal else total
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one repeat: the median and the 10th and 90th percentile."""
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+
+    @classmethod
+    def of(cls, samples_us: list[float]) -> Timing:
+        ordered = sorted(samples_us)
+        last = len(ordered) - 1
+        return cls(median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. What does not apply is None."""
+
+    row: str
+    shape: Shape
+    timing: Timing
+    cosine: float | None  # with flash attention
+    kernel: str | None = None  # name of the attention kernel
+    moved_bytes: int | None = None  # that the quantizers must read and write
+
+    @property
+    def tops(self) -> float | None:
+        return None if self.moved_bytes else self.shape.operations / self.timing.median_us * 1e-6
+
+    @property
+    def gb_per_s(self) -> float | None:
+        return self.moved_bytes / self.timing.median_us * 1e-3 if self.moved_bytes else None
+
+    def ratio(self, cudnn: Row | None) -> float | None:
+        """Speed as a multiple of cuDNN's in the same run."""
+        return None if cudnn is None or self.moved_bytes else cudnn.timing.median_us / self.timing.median_us
+
+    def cells(self, cudnn: Row | None) -> list[object]:
+        shape, timing, ratio = self.shape, self.timing, self.ratio(cudnn)
+        return [self.row, shape.headdim, shape.mask, shape.seqlen, f"{timing.median_us:.1f}",
+                f"{timing.p10_us:.1f}–{timing.p90_us:.1f}", self.tops and f"{self.tops:.0f}", ratio and f"{ratio:.2f}",
+                self.gb_per_s and f"{self.gb_per_s:.0f}", self.cosine and f"{self.cosine:.6f}"]
+
+    def to_json(self, cudnn: Row | None, sm_clock: str) -> dict[str, object]:
+        return {"row": self.row, **vars(self.shape), **vars(self.timing), "tops": self.tops,
+                "ratio_to_cudnn": self.ratio(cudnn), "gb_per_s": self.gb_per_s, "cosine": self.cosine,
+                "kernel": self.kernel, "sm_clock": sm_clock}
+
+
+def main() -> int:
+    arguments = parse()
+    common.require_cuda()
+    library = common.use_kernels(arguments.kernels)
+    archs = arguments.arch or common.default_archs(library)
+    header = common.header(library) | {"inputs": f"N(0, 1) bf16, batch {arguments.batch}, {arguments.heads} heads; "
+                                                 f"median of {arguments.repeat}"}
+    common.print_header(header)
+    results: dict[str, object] = {"header": header}
+    if arguments.host:
+        results["host_us"] = latency.host_us()
+        latency.show("host cost of a call on a tiny input, µs", results["host_us"])
+    if arguments.first_call:
+        results["first_call_ms"] = latency.first_call_ms()
+        latency.show("fresh processes, ms", results["first_call_ms"])
+    if not (arguments.host or arguments.first_call):
+        results["rows"] = sweep(shapes(arguments), archs, library, arguments.repeat)
+    common.write_json(arguments.json, results)
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common.add_shape_arguments(parser, seqlen="1024,4096,16384,32768", batch=4, heads=32)
+    parser.add_argument("--arch", type=common.words, help="whose kernels (default: the arch that this GPU would run; "
+                        "all of them for a retargeted folder)")
+    parser.add_argument("--repeat", type=int, default=20, help="timed repeats of a row (default: %(default)s)")
+    parser.add_argument("--host", action="store_true", help="host cost of a tiny call, in place of the sweep")
+    parser.add_argument("--first-call", action="store_true", help="cost of the first call, in place of the sweep")
+    return parser.parse_args()
+
+
+def shapes(arguments: argparse.Namespace) -> list[Shape]:
+    return [Shape(*values, arguments.batch, arguments.heads)
+            for values in itertools.product(arguments.headdim, arguments.mask, arguments.seqlen)]
+
+
+# --- the sweep --------------------------------------------------------------------------------------------------------
+
+
+def sweep(shapes: list[Shape], archs: list[str], library: Library, repeat: int) -> list[dict[str, object]]:
+    """Print the table row by row, and return it for the JSON file."""
+    print(common.table_head(COLUMNS))
+    results = []
+    for shape in shapes:
+        generator = torch.Generator("cuda").manual_seed(0)
+        qkv = [torch.randn(shape.batch, shape.heads, shape.seqlen, shape.headdim, device="cuda", dtype=torch.bfloat16,
+                           generator=generator) for _ in range(3)]
+        sm_clock = clock_under_load(lambda: common.sdpa(FLASH, *qkv, shape.is_causal))
+        cudnn = None
+        for row in rows(shape, qkv, archs, library, repeat):
+            cudnn = row if row.row == CUDNN else cudnn
+            print(common.table_row(row.cells(cudnn)), flush=True)
+            results.append(row.to_json(cudnn, sm_clock))
+    return results
+
+
+def rows(shape: Shape, qkv: list[torch.Tensor], archs: list[str], library: Library, repeat: int) -> Iterator[Row]:
+    """Every row of a shape, flash first: it is what the others are checked against."""
+    expected = common.sdpa(FLASH, *qkv, shape.is_causal)
+    yield Row(FLASH, shape, time_on_gpu(lambda: common.sdpa(FLASH, *qkv, shape.is_causal), repeat), None)
+    if torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled():
+        cosine = common.check_output(CUDNN, common.sdpa(CUDNN, *qkv, shape.is_causal), expected)
+        yield Row(CUDNN, shape, time_on_gpu(lambda: common.sdpa(CUDNN, *qkv, shape.is_causal), repeat), cosine)
+    for arch in archs:
+        yield from arch_rows(shape, arch, qkv, expected, library, repeat)
+
+
+def arch_rows(shape: Shape, arch: str, qkv: list[torch.Tensor], expected: torch.Tensor, library: Library,
+              repeat: int) -> Iterator[Row]:
+    """The pieces of a call, then the call."""
+    problem = check(*qkv, is_causal=shape.is_causal, scale=None, layout="HND", smooth_k=True)
+    kernels = common.kernels_of(arch, problem, library)
+    name = kernels.attn.spec.name
+    pieces = Pieces(problem, kernels, library, qkv)
+    cosine = common.check_output(f"{arch} kernel", pieces.checked_output(), expected)
+    yield Row(f"{arch} kernel", shape, time_on_gpu(pieces.attend, repeat), cosine, name)
+    yield Row(f"{arch} quantize", shape, time_on_gpu(pieces.quantize, repeat), None, name,
+              moved_bytes(pieces.plan, expected.element_size()))
+
+    def call(make_out: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """What sage_aot.attn does for CUDA tensors, with the kernels of this arch."""
+        problem = check(*qkv, is_causal=shape.is_causal, scale=None, layout="HND", smooth_k=True)
+        kernels = select(capability_of(arch), problem, "auto", library.manifest)
+        out = make_out(qkv[0])
+        _cuda.attention(problem, kernels, library, *qkv, out, None)
+        return out
+
+    cosine = common.check_output(f"{arch} call", call(common.poisoned), expected)
+    yield Row(f"{arch} call", shape, time_on_gpu(lambda: call(torch.empty_like), repeat), cosine, name)
+
+
+class Pieces:
+    """The launches of one call, to run apart, on a workspace that stays."""
+
+    def __init__(self, problem: Problem, kernels: Kernels, library: Library, qkv: list[torch.Tensor]) -> None:
+        self.plan = plan(problem, kernels)
+        self._library = library
+        self._qkv = qkv  # the launches hold addresses only
+        self._out = common.poisoned(qkv[0])
+        self._workspace = torch.full((self.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")  # NaNs
+        *self._quantizers, self._attention = launches(
+            self.plan, self._workspace.data_ptr(), *(argument(tensor) for tensor in (*qkv, self._out)), 0)
+
+    def quantize(self) -> None:
+        """Statistics of k and v, then quantization of q, k and v."""
+        for launch in self._quantizers:
+            self._run(launch)
+
+    def attend(self) -> None:
+        """Attention on what :meth:`quantize` left."""
+        self._run(self._attention)
+
+    def checked_output(self) -> torch.Tensor:
+        """The output of all pieces in order; nothing but the kernels has written to it."""
+        self.quantize()
+        self.attend()
+        return self._out
+
+    def _run(self, launch: Launch) -> None:
+        device = self._out.device.index
+        self._library.launch(launch, device, torch.cuda.current_stream(device).cuda_stream)
+
+
+def argument(tensor: torch.Tensor) -> TensorArgument:
+    """A ``[batch, heads, seq, headdim]`` tensor as the kernels take it."""
+    batch, head, row, _ = tensor.stride()
+    return TensorArgument(tensor.data_ptr(), batch, head, row)
+
+
+def moved_bytes(layout: Plan, element_size: int) -> int:
+    """Bytes that the quantizers must move: k and v read for the statistics, q, k, v read again, the workspace written."""
+    problem = layout.problem
+    q = problem.batch * problem.num_q_heads * problem.seqlen_q * problem.headdim
+    kv = 2 * problem.batch * problem.num_kv_heads * problem.seqlen_kv * problem.headdim
+    return (q + 2 * kv) * element_size + layout.workspace_bytes
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+
+def time_on_gpu(work: Callable[[], object], repeat: int) -> Timing:
+    """Time on the current stream between events around each repeat, all of them queued at once."""
+    warm_up(work)
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeat)]
+    for begin, end in events:
+        begin.record()
+        work()
+        end.record()
+    torch.cuda.synchronize()
+    return Timing.of([1e3 * begin.elapsed_time(end) for begin, end in events])
+
+
+def warm_up(work: Callable[[], object]) -> None:
+    deadline = time.perf_counter() + WARM_UP_S
+    while time.perf_counter() < deadline:
+        work()
+        torch.cuda.synchronize()
+
+
+def clock_under_load(work: Callable[[], object]) -> str:
+    """The SM clock while `work` is queued several times, as nvidia-smi prints it."""
+    warm_up(work)
+    for _ in range(50):
+        work()
+    clock = common.nvidia_smi("clocks.sm")
+    torch.cuda.synchronize()
+    return clock
+
+
+if __name__ == "__main__":
+    common.run(main)

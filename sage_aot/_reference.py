@@ -1,0 +1,76 @@
+"""What quantized attention is compared with: attention in float64, input classes, and three measures of the difference.
+
+Used by the demo, the tests and the bench programs; nothing that users call runs it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+INPUT_CLASSES = ("normal", "outlier")
+
+_SCORES_AT_ONCE = 2**27  # elements of a float64 score matrix: 1 GB
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How far an output is from its reference, over all elements at once. Source: SageAttention2, appendix A.7."""
+
+    cosine: float  # Σ o·r / (√Σo² √Σr²)
+    relative_l1: float  # Σ |o − r| / Σ |r|
+    rmse: float  # √mean (o − r)²
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False,
+              scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of [batch, heads, seq, headdim] tensors in float64: output and log-sum-exp.
+
+    Grouped heads and bottom-right causal as :func:`sage_aot.attn`; a row that sees no key gives zeros and −inf.
+    """
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    rows = max(1, _SCORES_AT_ONCE // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    parts = [_rows(q, k, v, first, min(first + rows, q.shape[2]), is_causal, scale)
+             for first in range(0, q.shape[2], rows)]
+    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+
+
+def measure(out: torch.Tensor, reference: torch.Tensor) -> Accuracy:
+    """The difference between an output and its reference; NaN anywhere in the output gives NaN."""
+    o, r = out.double().flatten(), reference.double().flatten()
+    difference = o - r
+    return Accuracy((o @ r / (o.norm() * r.norm())).item(), (difference.abs().sum() / r.abs().sum()).item(),
+                    difference.square().mean().sqrt().item())
+
+
+def inputs(kind: str, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: torch.dtype,
+           generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of one class, [batch, heads, seq, headdim], on the generator's device.
+
+    ``"normal"`` is N(0, 1). ``"outlier"`` adds to every head and channel an offset, as drawings of real models show
+    them: 3·N(0, 1) to q, 6·N(0, 1) to k, 2·N(0, 1) to v, and in one channel each 12, −15 and 8 more.
+    """
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=generator.device)
+
+    tensors = [normal(*shape) for shape in (q_shape, kv_shape, kv_shape)]
+    if kind == "outlier":
+        peaks = ((3, 3.0, 12.0), (7, 6.0, -15.0), (5, 2.0, 8.0))  # channel, size of the offsets, offset of the channel
+        for tensor, (channel, size, offset) in zip(tensors, peaks):
+            tensor += size * normal(1, tensor.shape[1], 1, tensor.shape[3])
+            tensor[..., channel % tensor.shape[3]] += offset
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, end: int, is_causal: bool,
+          scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = q[:, :, first:end].double() @ k.transpose(2, 3) * scale
+    if is_causal:
+        last_key = torch.arange(first, end, device=q.device)[:, None] + k.shape[2] - q.shape[2]
+        scores.masked_fill_(torch.arange(k.shape[2], device=q.device) > last_key, -math.inf)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.clamp(min=-1e300)[..., None]).exp() @ v, lse

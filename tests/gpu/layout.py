@@ -1,0 +1,62 @@
+"""Reading the quantizers' tiles back into logical order, straight from what tile/layout.cuh says of them."""
+
+from __future__ import annotations
+
+import torch
+from variants import Result
+
+from sage_aot._plan import KEY_GROUPS, ROW_GROUPS, plan
+from sage_aot._spec import SCALES_LINE
+
+
+def read_back(result: Result) -> dict[str, torch.Tensor]:
+    """q, k, v as [batch, heads, rows, headdim] f32, and their scales, on the CPU."""
+    problem, spec, tile = result.problem, result.kernels.attn.spec, result.kernels.attn.tile
+    layout = plan(problem, result.kernels)
+    q_heads, kv_heads = (problem.batch, problem.num_q_heads), (problem.batch, problem.num_kv_heads)
+    data = result.workspace.cpu()
+
+    def buffer(name: str, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        count = torch.Size(shape).numel() * dtype.itemsize
+        return data[layout.offsets[name]: layout.offsets[name] + count].clone().view(dtype).view(shape)
+
+    row_bytes, k_bytes = spec.headdim, tile.block_n * spec.headdim
+    q = buffer("q_hat", *q_heads, layout.q_tiles, tile.block_m * row_bytes)
+    k = buffer("k_hat", *kv_heads, layout.kv_tiles, k_bytes + SCALES_LINE)
+    k_scale = k[..., k_bytes: k_bytes + 4 * KEY_GROUPS].contiguous().view(torch.float32)
+    q_scale = buffer("q_scale", *q_heads, layout.q_tiles * tile.block_m // tile.warp_m, ROW_GROUPS, dtype=torch.float32)
+    keys, rows = torch.arange(tile.block_n), torch.arange(tile.warp_m)
+    return {
+        "q": _rows(q, tile.block_m, row_bytes).view(torch.int8).float().flatten(2, 3),
+        "k": _rows(k[..., :k_bytes], tile.block_n, row_bytes).view(torch.int8).float().flatten(2, 3),
+        "v": _read_v(buffer("v_hat", *kv_heads, layout.kv_tiles, k_bytes * (2 if spec.pv == "f16" else 1)), result),
+        "q_scale": q_scale[..., rows % 8].flatten(2),
+        "k_scale": k_scale[..., keys % 8 // 2].flatten(2),
+        "v_scale": buffer("v_scale", *kv_heads, spec.headdim, dtype=torch.float32),
+        "row_bias": buffer("row_bias", *q_heads, layout.q_tiles * tile.block_m, dtype=torch.float32),
+    }
+
+
+def _read_v(v: torch.Tensor, result: Result) -> torch.Tensor:
+    spec, block_n = result.kernels.attn.spec, result.kernels.attn.tile.block_n
+    if spec.pv == "f16":
+        return _rows(v, block_n, 2 * spec.headdim).view(torch.float16).float().flatten(2, 3)
+    columns = _rows(v, spec.headdim, block_n).view(torch.float8_e4m3fn).float()  # [..., headdim, block_n]
+    by_key = torch.empty_like(columns)
+    by_key[..., _key_of_column(block_n)] = columns
+    return by_key.transpose(3, 4).flatten(2, 3)
+
+
+def _key_of_column(block_n: int) -> torch.Tensor:
+    """Columns 4t + e of the P operand hold the keys 8·(e div 2) + 2t + e mod 2, per half of 16 columns."""
+    column = torch.arange(block_n)
+    half, t, e = column // 16 % 2, column // 4 % 4, column % 4
+    return column // 32 * 32 + half * 16 + 8 * (e // 2) + 2 * t + e % 2
+
+
+def _rows(tiles: torch.Tensor, rows: int, row_bytes: int) -> torch.Tensor:
+    """[..., rows * row_bytes] swizzled bytes to [..., rows, row_bytes]."""
+    chunks = tiles.reshape(*tiles.shape[:-1], rows, row_bytes // 16, 16)
+    row, chunk = torch.arange(rows)[:, None], torch.arange(row_bytes // 16)
+    key = row // max(1, 128 // row_bytes) % min(8, row_bytes // 16)
+    return chunks[..., row, chunk ^ key, :].flatten(-2).contiguous()

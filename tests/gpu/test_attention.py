@@ -1,0 +1,250 @@
+"""Every attention kernel against float64, and everything a caller may vary."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import pytest
+import torch
+from variants import LEAST_COSINE, SPECS, each_padded, each_variant, library_of, poison_free_memory, run
+
+import sage_aot
+from sage_aot import _emulate, _reference
+from sage_aot._loader import default_library
+from sage_aot._select import nearest_arch
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [(1, 1), (1, 300), (17, 63), (63, 64), (64, 65), (65, 17), (127, 128), (128, 129), (129, 127), (500, 1024),
+           (1024, 500), (300, 1)]
+
+
+def draw(spec, q_shape, kv_shape, kind="normal", dtype=torch.bfloat16, seed=0, headdim=None):
+    """Inputs of a variant; shapes are (batch, heads, seq)."""
+    headdim = headdim or spec.headdim
+    return _reference.inputs(kind, (*q_shape, headdim), (*kv_shape, headdim), dtype,
+                             torch.Generator("cuda").manual_seed(seed))
+
+
+def expect(spec, q, k, v, **options):
+    return _reference.attention(q, k, v, is_causal=spec.mask == "causal", **options)
+
+
+def check(spec, result, reference, kind="normal", slack=1.0):
+    """`slack`: how many times further than the bound from 1 the cosine may be, for problems too small to average."""
+    out, lse = reference
+    bound = 1 - slack * (1 - LEAST_COSINE[spec.pv, kind])
+    assert result.out.isfinite().all()
+    assert _reference.measure(result.out, out).cosine > bound
+    seen = lse.isfinite()
+    assert torch.equal(result.lse.isfinite(), seen) and (result.lse[~seen] == -math.inf).all()
+    assert (result.lse - lse)[seen].abs().max() < (0.05 if kind == "normal" else 0.8)
+    rows_without_keys = result.out.masked_select(~seen[..., None])
+    assert (rows_without_keys == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", _reference.INPUT_CLASSES)
+@each_variant
+def test_accuracy_against_float64(spec, kind, dtype):
+    q, k, v = draw(spec, (2, 4, 2048), (2, 4, 2048), kind, dtype)
+    poison_free_memory()
+    check(spec, run(spec, q, k, v), expect(spec, q, k, v), kind)
+
+
+@each_variant
+def test_error_is_that_of_the_emulation(spec):
+    q, k, v = draw(spec, (1, 4, 700), (1, 2, 900), "outlier", seed=4)
+    result = run(spec, q, k, v)
+    emulated, emulated_lse = _emulate.attend(result.problem, result.kernels, _emulate.quantize(
+        result.problem, result.kernels, q.cpu(), k.cpu(), v.cpu()))
+    reference, _ = expect(spec, q, k, v)
+    kernel_error = _reference.measure(result.out, reference).relative_l1
+    emulation_error = _reference.measure(emulated[:, :, :700].bfloat16().cuda(), reference).relative_l1
+    assert kernel_error <= 1.05 * emulation_error + 1e-4
+    assert _reference.measure(result.out, emulated[:, :, :700].cuda()).relative_l1 < 0.5 * emulation_error + 1e-3
+    assert (result.lse.cpu() - emulated_lse[:, :, :700]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
+@each_variant
+def test_lengths(spec, queries, keys):
+    q, k, v = draw(spec, (2, 4, queries), (2, 2, keys), seed=queries + keys)
+    poison_free_memory()
+    check(spec, run(spec, q, k, v), expect(spec, q, k, v), slack=4.0)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@each_variant
+def test_grouped_heads(spec, group):
+    q, k, v = draw(spec, (2, 8, 200), (2, 8 // group, 333), seed=group)
+    check(spec, run(spec, q, k, v), expect(spec, q, k, v), slack=2.0)
+
+
+@each_padded(1, 32, 33, 40, 63, 65, 80, 96, 127)
+def test_head_dims_are_padded(spec, headdim):
+    q, k, v = draw(spec, (1, 2, 150), (1, 2, 150), seed=headdim, headdim=headdim)
+    check(spec, run(spec, q, k, v), expect(spec, q, k, v), slack=4.0)
+
+
+@each_variant
+def test_layouts_and_strides_agree_bit_for_bit(spec):
+    q, k, v = draw(spec, (2, 4, 130), (2, 4, 130), seed=5)
+    expected = run(spec, q, k, v)
+    nhd = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
+    assert torch.equal(run(spec, *nhd, layout="NHD").out.transpose(1, 2), expected.out)
+    fused = torch.stack([t.transpose(1, 2) for t in (q, k, v)], 2)  # [batch, seq, 3, heads, headdim]
+    assert torch.equal(run(spec, *fused.unbind(2), layout="NHD").out.transpose(1, 2), expected.out)
+    shifted = [torch.nn.functional.pad(t, (1, 2))[..., 1:-2] for t in (q, k, v)]  # rows at odd addresses
+    assert all(t.data_ptr() % 16 for t in shifted)
+    assert torch.equal(run(spec, *shifted).out, expected.out)
+    wide = torch.full((2, 4, 130, spec.headdim + 3), torch.nan, dtype=q.dtype, device="cuda")
+    run(spec, q, k, v, out=wide[..., 1:-2])
+    assert torch.equal(wide[..., 1:-2], expected.out)
+    assert wide[..., :1].isnan().all() and wide[..., -2:].isnan().all()
+
+
+@each_variant
+def test_scale_and_smoothing(spec):
+    q, k, v = draw(spec, (1, 2, 200), (1, 2, 200), "outlier", seed=6)
+    for scale in (0.0, 0.01, -0.02):
+        check(spec, run(spec, q, k, v, scale=scale), expect(spec, q, k, v, scale=scale), "outlier", slack=2.0)
+    reference, _ = expect(spec, q, k, v)
+    smooth, raw = (_reference.measure(run(spec, q, k, v, smooth_k=flag).out, reference).relative_l1
+                   for flag in (True, False))
+    assert smooth < 0.8 * raw
+
+
+@each_variant
+def test_v_of_zeros_constants_and_any_size(spec):
+    q, k, v = draw(spec, (1, 2, 100), (1, 2, 300), seed=7)
+    v[..., 0], v[..., 1] = 0.0, 3.0
+    v[..., 2] *= 1e6
+    v[..., 3] *= 1e-12
+    result, (reference, _) = run(spec, q, k, v), expect(spec, q, k, v)
+    assert result.out.isfinite().all() and (result.out[..., 0] == 0).all()
+    for channel in range(1, 5):
+        assert _reference.measure(result.out[..., channel], reference[..., channel]).cosine > 0.996
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@each_variant
+def test_a_query_that_is_not_finite_spoils_its_own_row_only(spec, value):
+    q, k, v = draw(spec, (1, 1, 200), (1, 1, 200), seed=8)
+    q[0, 0, 139, 5] = value
+    out = run(spec, q, k, v).out
+    others = [row for row in range(200) if row != 139]
+    assert out[0, 0, 139].isnan().all() and out[0, 0, others].isfinite().all()
+
+
+@each_variant
+def test_runs_are_equal_bit_for_bit_and_inputs_unchanged(spec):
+    tensors = draw(spec, (2, 4, 777), (2, 2, 1333), "outlier", seed=9)
+    before = [t.clone() for t in tensors]
+    first = run(spec, *tensors)
+    for _ in range(5):
+        poison_free_memory()
+        again = run(spec, *tensors)
+        assert torch.equal(again.out, first.out) and torch.equal(again.lse, first.lse)
+    assert all(torch.equal(t, b) for t, b in zip(tensors, before))
+
+
+@each_variant
+def test_graph_capture_and_replay(spec):
+    q, k, v = draw(spec, (1, 2, 200), (1, 2, 300), seed=10)
+    expected = run(spec, q, k, v)
+    out = torch.full_like(q, torch.nan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(spec, q, k, v, out=out)
+    assert out.isnan().all()  # captured, not run
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected.out)
+
+
+# --- the public call, with this GPU's own kernels ---------------------------------------------------------------------
+
+OWN = [spec for spec in SPECS if torch.cuda.is_available()
+       and spec.arch == nearest_arch(torch.cuda.get_device_capability(), default_library().manifest)]
+each_own = pytest.mark.parametrize("spec", OWN, ids=[spec.name for spec in OWN])
+
+
+@each_own
+def test_attn_runs_the_kernels_of_this_gpu(spec):
+    q, k, v = draw(spec, (2, 4, 300), (2, 2, 400), seed=11)
+    expected = run(spec, q, k, v)
+    out, lse = sage_aot.attn(q, k, v, is_causal=spec.mask == "causal", return_lse=True)
+    assert torch.equal(out, expected.out) and torch.equal(lse, expected.lse)
+    assert library_of(spec.arch) is default_library()
+
+
+@each_own
+def test_a_side_stream_is_honoured(spec):
+    q, k, v = draw(spec, (2, 8, 2000), (2, 8, 2000), seed=12)
+    expected = run(spec, q, k, v).out
+    stream = torch.cuda.Stream()
+    late = torch.zeros_like(q)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # anything on another stream would read `late` before it is written
+        late.copy_(q)
+        out = sage_aot.attn(late, k, v, is_causal=spec.mask == "causal")
+        assert torch.cuda.current_stream() == stream
+    stream.synchronize()
+    assert torch.equal(out, expected)
+
+
+@each_own
+def test_other_threads_get_the_same(spec):
+    q, k, v = draw(spec, (1, 4, 500), (1, 4, 500), seed=13)
+    expected = run(spec, q, k, v).out
+    found: list[torch.Tensor] = []
+
+    def work():
+        found.append(sage_aot.attn(q, k, v, is_causal=spec.mask == "causal"))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert len(found) == 8 and all(torch.equal(out, expected) for out in found)
+
+
+def test_nothing_synchronizes_and_the_device_stays():
+    q, k, v = draw(OWN[0], (1, 4, 500), (1, 4, 500))
+    sage_aot.attn(q, k, v)
+    torch.cuda.synchronize()
+    device = torch.cuda.current_device()
+    torch.cuda._sleep(1_000_000_000)  # half a second of work ahead of the call
+    began = time.perf_counter()
+    sage_aot.attn(q, k, v, return_lse=True)
+    assert time.perf_counter() - began < 0.1
+    assert torch.cuda.current_device() == device
+
+
+def test_offsets_beyond_32_bits():
+    """Heads that lie 2^31 and 2^32 elements apart."""
+    headdim, seqlen = 64, 100
+    storage = torch.empty(2**32 + 2**20, dtype=torch.bfloat16, device="cuda")
+    far = torch.as_strided(storage, (1, 3, seqlen, headdim), (0, 2**31, headdim, 1))
+    q, k, v = draw(OWN[0], (1, 3, seqlen), (1, 3, seqlen), seed=14, headdim=headdim)
+    far.copy_(q)
+    expected = sage_aot.attn(q, k, v)
+    assert torch.equal(sage_aot.attn(far, k, v), expected)
+    far.copy_(k)
+    assert torch.equal(sage_aot.attn(q, far, v), expected)
+    far.copy_(v)
+    assert torch.equal(sage_aot.attn(q, k, far), expected)
+    assert torch.equal(sage_aot.attn(q, k, v, out=far), expected)
+
+
+def test_more_heads_than_a_grid_dimension_holds():
+    q, k, v = draw(OWN[0], (2, 40000, 3), (2, 40000, 5), seed=15, headdim=64)
+    out = sage_aot.attn(q, k, v)
+    expected, _ = _reference.attention(q, k, v)
+    assert _reference.measure(out, expected).cosine > 0.999

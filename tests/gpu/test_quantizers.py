@@ -1,0 +1,53 @@
+"""The quantizers against the emulation, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layout import read_back
+from variants import SPECS, each_padded, poison_free_memory, run
+
+from sage_aot import _emulate, _reference
+
+pytestmark = pytest.mark.gpu
+
+QUANTIZERS = [spec for spec in SPECS if spec.mask == "full"]
+
+
+def compare(spec, q, k, v, **options):
+    poison_free_memory()
+    result = run(spec, q, k, v, **options)
+    found = read_back(result)
+    expected = _emulate.quantize(result.problem, result.kernels, q.cpu(), k.cpu(), v.cpu())
+    for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale"):
+        assert torch.equal(found[name], getattr(expected, name)), name
+    assert torch.allclose(found["row_bias"], expected.row_bias, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", _reference.INPUT_CLASSES)
+@pytest.mark.parametrize("spec", QUANTIZERS, ids=[spec.name for spec in QUANTIZERS])
+def test_bits_of_every_quantizer(spec, kind, dtype):
+    generator = torch.Generator("cuda").manual_seed(1)
+    q, k, v = _reference.inputs(kind, (2, 4, 300, spec.headdim), (2, 2, 1100, spec.headdim), dtype, generator)
+    compare(spec, q, k, v)
+
+
+@each_padded(1, 33, 40, 80, 100)
+def test_bits_of_padded_head_dims(spec, headdim):
+    generator = torch.Generator("cuda").manual_seed(2)
+    q, k, v = _reference.inputs("outlier", (1, 2, 65, headdim), (1, 1, 130, headdim), torch.bfloat16, generator)
+    compare(spec, q, k, v)
+
+
+@pytest.mark.parametrize("spec", QUANTIZERS, ids=[spec.name for spec in QUANTIZERS])
+def test_bits_at_the_ends_of_the_ranges(spec):
+    generator = torch.Generator("cuda").manual_seed(3)
+    q, k, v = _reference.inputs("normal", (1, 2, 130, spec.headdim), (1, 2, 200, spec.headdim), torch.bfloat16, generator)
+    q[0, 0], k[0, 0], v[..., 7] = 0.0, 0.0, 0.0
+    q[0, 1, :64] *= 1e30
+    k[0, 1] *= 1e-30
+    v[..., 9] *= 1e36
+    v[..., 11] *= 1e-36
+    compare(spec, q, k, v, scale=1e-10)
+    compare(spec, q, k, v, smooth_k=False)

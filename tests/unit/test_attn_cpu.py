@@ -1,0 +1,172 @@
+"""The call on CPU tensors: the emulation against float64, and everything a caller may vary."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import sage_aot
+from sage_aot import _reference
+from sage_aot._api import emulated_arch
+from sage_aot._loader import default_library
+from sage_aot._select import built_archs
+from sage_aot.errors import UnsupportedError
+
+ARCHS = built_archs(default_library().manifest)
+LEAST_COSINE = {"f16": 0.9999, "e4m3": 0.999}
+
+
+def draw(q_shape, kv_shape, kind="normal", dtype=torch.bfloat16, seed=0):
+    return _reference.inputs(kind, q_shape, kv_shape, dtype, torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=ARCHS)
+def pv(request, monkeypatch):
+    """The PV type of the arch that CPU calls emulate, for each arch that is built."""
+    monkeypatch.setenv("SAGE_AOT_EMULATE", request.param)
+    return {r.spec.pv for r in default_library().manifest.kernels.values()
+            if r.spec.kind == "attn" and r.spec.arch == request.param}.pop()
+
+
+@pytest.mark.parametrize("kind", _reference.INPUT_CLASSES)
+@pytest.mark.parametrize("headdim", [32, 64, 96, 128])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_accuracy_against_float64(pv, kind, headdim, is_causal):
+    q, k, v = draw((1, 4, 150, headdim), (1, 2, 190, headdim), kind)
+    out, lse = sage_aot.attn(q, k, v, is_causal=is_causal, return_lse=True)
+    expected, expected_lse = _reference.attention(q, k, v, is_causal=is_causal)
+    assert _reference.measure(out, expected).cosine > LEAST_COSINE[pv]
+    assert (lse - expected_lse).abs().max() < (0.02 if kind == "normal" else 0.5)
+
+
+def test_smoothing_k_pays_where_channels_have_offsets(pv):
+    q, k, v = draw((1, 2, 128, 64), (1, 2, 256, 64), "outlier")
+    expected, _ = _reference.attention(q, k, v)
+    error = {smooth: _reference.measure(sage_aot.attn(q, k, v, smooth_k=smooth), expected).relative_l1
+             for smooth in (True, False)}
+    assert error[True] < (0.6 if pv == "f16" else 0.8) * error[False]  # FP8 adds its own error to both
+
+
+def test_rows_without_keys_are_zero(pv):
+    q, k, v = draw((1, 1, 70, 64), (1, 1, 40, 64))
+    out, lse = sage_aot.attn(q, k, v, is_causal=True, return_lse=True)
+    assert (out[:, :, :30] == 0).all() and (lse[:, :, :30] == -math.inf).all()
+    assert lse[:, :, 30:].isfinite().all() and (out[:, :, 30:] != 0).any()
+
+
+def test_layouts_agree_and_out_is_written():
+    q, k, v = draw((2, 4, 33, 64), (2, 2, 47, 64))
+    expected = sage_aot.attn(q, k, v)
+    nhd = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
+    assert torch.equal(sage_aot.attn(*nhd, layout="NHD").transpose(1, 2), expected)
+    out = torch.full_like(q, math.nan)
+    assert sage_aot.attn(q, k, v, out=out) is out
+    assert torch.equal(out, expected)
+
+
+def test_strided_inputs_give_the_same():
+    q, k, v = draw((1, 2, 40, 64), (1, 2, 40, 64))
+    fused = torch.stack([q, k, v], 3).flatten(3)  # [1, 2, 40, 3 · 64]: heads of a fused projection
+    parts = fused.split(64, -1)
+    assert not parts[0].is_contiguous()
+    assert torch.equal(sage_aot.attn(*parts), sage_aot.attn(q, k, v))
+
+
+def test_inputs_stay_as_they_are():
+    tensors = draw((1, 2, 40, 64), (1, 2, 40, 64), "outlier")
+    before = [t.clone() for t in tensors]
+    sage_aot.attn(*tensors, is_causal=True)
+    assert all(torch.equal(t, b) for t, b in zip(tensors, before))
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.02, 1.0, -0.1])
+def test_any_scale(scale):
+    q, k, v = draw((1, 1, 40, 64), (1, 1, 90, 64))
+    expected, _ = _reference.attention(q, k, v, scale=scale)
+    assert _reference.measure(sage_aot.attn(q, k, v, scale=scale), expected).cosine > 0.998
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_output_has_the_dtype_of_the_inputs(dtype):
+    q, k, v = draw((1, 1, 5, 64), (1, 1, 7, 64), dtype=dtype)
+    assert sage_aot.attn(q, k, v).dtype == dtype
+
+
+def test_v_beyond_f16_and_below_its_least_normal(pv):
+    q, k, v = draw((1, 1, 64, 64), (1, 1, 64, 64))
+    for size in (1e6, 1e-12):
+        scaled = (v.float() * size).bfloat16()
+        expected, _ = _reference.attention(q, k, scaled)
+        assert _reference.measure(sage_aot.attn(q, k, scaled), expected).cosine > LEAST_COSINE[pv]
+
+
+def test_channels_of_zeros_and_heads_of_zeros(pv):
+    q, k, v = draw((1, 2, 64, 64), (1, 2, 64, 64))
+    v[..., 3] = 0.0
+    k[:, 0], q[:, 1] = 0.0, 0.0
+    out = sage_aot.attn(q, k, v)
+    expected, _ = _reference.attention(q, k, v)
+    assert (out[..., 3] == 0).all() and out.isfinite().all()
+    assert _reference.measure(out, expected).cosine > LEAST_COSINE[pv]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_query_that_is_not_finite_spoils_its_own_row_only(pv, value):
+    q, k, v = draw((1, 1, 64, 64), (1, 1, 64, 64))
+    clean = sage_aot.attn(q, k, v)
+    q[0, 0, 9, 5] = value
+    out = sage_aot.attn(q, k, v)
+    others = [row for row in range(64) if row != 9]
+    assert out[0, 0, 9].isnan().all() and out[0, 0, others].isfinite().all()
+    unshared = [row for row in others if row % 8 != 1]  # rows that share its scale change by a rounding
+    assert torch.equal(out[0, 0, unshared], clean[0, 0, unshared])
+
+
+@pytest.mark.parametrize(("q_shape", "kv_shape"), [((1, 2, 0, 64), (1, 2, 5, 64)), ((0, 2, 4, 64), (0, 2, 5, 64)),
+                                                   ((1, 0, 4, 64), (1, 2, 5, 64))])
+def test_no_queries(q_shape, kv_shape):
+    q, k, v = draw(q_shape, kv_shape)
+    out, lse = sage_aot.attn(q, k, v, return_lse=True)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+
+
+def test_no_keys():
+    q, k, v = draw((1, 2, 3, 64), (1, 2, 0, 64))
+    out, lse = sage_aot.attn(q, k, v, return_lse=True)
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+def test_one_key_returns_its_value(pv):
+    q, k, v = draw((1, 1, 3, 64), (1, 1, 1, 64))
+    assert torch.allclose(sage_aot.attn(q, k, v).float(), v.float().expand(1, 1, 3, 64), rtol=0.01)
+
+
+def test_emulated_arch_is_named_by_the_environment(monkeypatch):
+    manifest = default_library().manifest
+    monkeypatch.delenv("SAGE_AOT_EMULATE", raising=False)
+    assert emulated_arch(manifest) == "sm89"
+    monkeypatch.setenv("SAGE_AOT_EMULATE", "sm80")
+    assert emulated_arch(manifest) == "sm80"
+    monkeypatch.setenv("SAGE_AOT_EMULATE", "sm70")
+    with pytest.raises(UnsupportedError, match="SAGE_AOT_EMULATE: expected one of .*sm80, sm86, sm89, sm90; got 'sm70'"):
+        sage_aot.attn(*draw((1, 1, 1, 64), (1, 1, 1, 64)))
+
+
+def test_other_devices_are_refused():
+    q, k, v = (t.to("meta") for t in draw((1, 1, 4, 64), (1, 1, 4, 64)))
+    with pytest.raises(sage_aot.ArgumentError, match="must be CUDA or CPU tensors, got device meta"):
+        sage_aot.attn(q, k, v)
+
+
+def test_info_names_versions_kernels_and_emulation():
+    report = sage_aot.info()
+    assert f"sage_aot {sage_aot.__version__}" in report and f"torch {torch.__version__}" in report
+    assert f"for {', '.join(ARCHS)}, compiled by" in report
+    assert "CPU tensors: emulation of the sm89 kernels" in report
+
+
+def test_info_says_what_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setenv("SAGE_AOT_KERNELS", str(tmp_path))
+    assert "missing: no kernels" in sage_aot.info()

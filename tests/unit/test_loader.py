@@ -1,0 +1,90 @@
+"""Reading a kernel folder: what is missing or damaged is refused by name, before anything is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+
+import pytest
+
+from sage_aot._loader import Library, default_library, import_cupy
+from sage_aot._manifest import FILE_NAME, FORMAT, KernelRecord, Manifest
+from sage_aot._spec import KernelSpec
+from sage_aot.errors import CubinError, UnsupportedError
+
+SPEC = KernelSpec("stats", "sm80", 64, v="vraw")
+CUBIN = b"not really a cubin"
+RECORD = KernelRecord(SPEC, "it.cubin", hashlib.sha256(CUBIN).hexdigest(), "sm_80", None, 256, 0, 40, 0)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / RECORD.file).write_bytes(CUBIN)
+    (tmp_path / FILE_NAME).write_text(Manifest("0", "nvrtc", ("-x",), None, {SPEC.name: RECORD}).to_text())
+    return tmp_path
+
+
+def test_manifest_and_cubin_are_read_back(folder):
+    library = Library(folder)
+    assert library.manifest.kernels == {SPEC.name: RECORD}
+    assert library.read(RECORD) == CUBIN
+
+
+@pytest.mark.parametrize("position", [0, len(CUBIN) // 2, len(CUBIN) - 1])
+def test_a_flipped_bit_is_refused(folder, position):
+    damaged = bytearray(CUBIN)
+    damaged[position] ^= 1
+    (folder / RECORD.file).write_bytes(damaged)
+    with pytest.raises(CubinError, match=f"the cubin of {SPEC.name} is damaged: .*it.cubin has sha256"):
+        Library(folder).read(RECORD)
+
+
+def test_a_truncated_cubin_is_refused(folder):
+    (folder / RECORD.file).write_bytes(CUBIN[:-1])
+    with pytest.raises(CubinError, match="is damaged"):
+        Library(folder).read(RECORD)
+
+
+def test_a_missing_cubin_is_refused(folder):
+    (folder / RECORD.file).unlink()
+    with pytest.raises(CubinError, match=f"the cubin of {SPEC.name} is missing: .*codegen build"):
+        Library(folder).read(RECORD)
+
+
+def test_a_missing_manifest_says_how_to_build(tmp_path):
+    with pytest.raises(CubinError, match=r"no kernels: .*manifest.json is missing; .*python -m codegen build"):
+        Library(tmp_path).manifest
+
+
+@pytest.mark.parametrize("edit", [
+    lambda values: values.update(format=FORMAT + 1),
+    lambda values: values.pop("compiler"),
+    lambda values: values.update(surprise=1),
+    lambda values: values["kernels"][0].update(spec="sage_attn_sm80"),
+    lambda values: values["kernels"][0].pop("sha256"),
+])
+def test_a_manifest_of_another_version_is_refused(folder, edit):
+    values = json.loads((folder / FILE_NAME).read_text())
+    edit(values)
+    (folder / FILE_NAME).write_text(json.dumps(values))
+    with pytest.raises(CubinError, match="is not a manifest of this version of sage_aot"):
+        Library(folder).manifest
+
+
+def test_a_manifest_that_is_no_json_is_refused(folder):
+    (folder / FILE_NAME).write_text("{")
+    with pytest.raises(CubinError, match="is not a manifest"):
+        Library(folder).manifest
+
+
+def test_the_folder_can_be_named_by_the_environment(folder, monkeypatch):
+    monkeypatch.setenv("SAGE_AOT_KERNELS", str(folder))
+    assert default_library().folder == folder
+    assert default_library() is default_library()
+
+
+def test_a_missing_cupy_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'sage-aot\[cuda12\]'"):
+        import_cupy()

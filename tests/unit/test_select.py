@@ -1,0 +1,79 @@
+"""Which kernels a problem gets on which GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from sage_aot._manifest import KernelRecord, Manifest
+from sage_aot._problem import Problem
+from sage_aot._select import built_archs, nearest_arch, select
+from sage_aot._spec import KernelSpec, Tile
+from sage_aot.errors import ArgumentError, CubinError, UnsupportedError
+
+PV = {"sm80": "f16", "sm86": "f16", "sm89": "e4m3", "sm90": "f16"}
+PROBLEM = Problem(batch=1, num_q_heads=2, num_kv_heads=2, seqlen_q=64, seqlen_kv=64, headdim=128, dtype="bf16",
+                  is_causal=False, softmax_scale=1.0, smooth_k=True)
+
+
+def record(spec: KernelSpec) -> KernelRecord:
+    return KernelRecord(spec, f"{spec.name}.cubin", "", "sm_80", Tile(128, 64, 32, 2, 2), 128, 0, 0, 0)
+
+
+def manifest(archs=PV, without=()) -> Manifest:
+    attn = [KernelSpec("attn", arch, headdim, 8, PV[arch], mask, "vraw")
+            for arch in archs for headdim in (64, 128) for mask in ("full", "causal")]
+    specs = {spec for a in attn for spec in (a, a.companion("quant"), a.companion("stats"))}
+    return Manifest("0", "", (), None, {spec.name: record(spec) for spec in specs if spec.name not in without})
+
+
+@pytest.mark.parametrize(("capability", "arch"), [
+    ((8, 0), "sm80"), ((8, 6), "sm86"), ((8, 7), "sm86"), ((8, 9), "sm89"), ((9, 0), "sm90"),
+])
+def test_arch_is_exact_or_the_nearest_lower_minor(capability, arch):
+    assert nearest_arch(capability, manifest()) == arch
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (10, 0), (12, 0)])
+def test_other_majors_are_refused_by_name(capability):
+    message = rf"compute capability {capability[0]}\.{capability[1]}; kernels are built for sm80, sm86, sm89, sm90"
+    with pytest.raises(UnsupportedError, match=message):
+        nearest_arch(capability, manifest())
+
+
+def test_a_lower_gpu_than_any_built_is_refused():
+    with pytest.raises(UnsupportedError, match="built for sm86"):
+        nearest_arch((8, 0), manifest(archs=["sm86"]))
+
+
+def test_archs_are_ordered_by_capability():
+    several = {**manifest().kernels}
+    spec = KernelSpec("attn", "sm120", 64, 8, "e4m3", "full", "vraw")
+    several[spec.name] = record(spec)
+    assert built_archs(dataclasses.replace(manifest(), kernels=several))[-1] == "sm120"
+
+
+@pytest.mark.parametrize(("headdim", "kernel"), [(1, 64), (64, 64), (65, 128), (96, 128), (128, 128)])
+def test_head_dim_is_the_least_that_holds_the_problem(headdim, kernel):
+    chosen = select((8, 9), dataclasses.replace(PROBLEM, headdim=headdim), "auto", manifest())
+    assert chosen.attn.spec == KernelSpec("attn", "sm89", kernel, 8, "e4m3", "full", "vraw")
+    assert chosen.quant.spec == chosen.attn.spec.companion("quant")
+    assert chosen.stats.spec == chosen.attn.spec.companion("stats")
+
+
+def test_mask_and_bits_are_those_asked_for():
+    causal = select((9, 0), dataclasses.replace(PROBLEM, is_causal=True), 8, manifest())
+    assert causal.attn.spec.mask == "causal"
+    with pytest.raises(UnsupportedError, match="no kernel for arch=sm90, headdim=128, qk=4.*built for sm90.*'qk': .8."):
+        select((9, 0), PROBLEM, 4, manifest())
+    for bits in (16, "8", None):
+        with pytest.raises(ArgumentError, match="qk_bits: expected 'auto', 8 or 4"):
+            select((9, 0), PROBLEM, bits, manifest())
+
+
+@pytest.mark.parametrize("kind", ["quant", "stats"])
+def test_a_missing_companion_is_an_incomplete_folder(kind):
+    name = KernelSpec("attn", "sm90", 128, 8, "f16", "full", "vraw").companion(kind).name
+    with pytest.raises(CubinError, match=f"but not {name}"):
+        select((9, 0), PROBLEM, "auto", manifest(without=[name]))

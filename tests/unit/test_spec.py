@@ -1,0 +1,86 @@
+"""Kernel names, and the rules that tile sizes keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from sage_aot._spec import AXES, KIND_AXES, KINDS, KernelSpec, Tile, capability_of
+
+ATTN = KernelSpec("attn", "sm89", 128, 8, "e4m3", "causal", "vraw")
+TILE = Tile(block_m=128, block_n=64, warp_m=32, stages=2, min_blocks=2)
+
+
+def every_spec():
+    values = {**AXES, "arch": ("sm80", "sm90", "sm120")}
+    for kind in KINDS:
+        for combination in itertools.product(*(values[axis] for axis in KIND_AXES[kind])):
+            yield KernelSpec(kind, **dict(zip(KIND_AXES[kind], combination)))
+
+
+def test_names_round_trip_and_are_unique():
+    specs = list(every_spec())
+    assert [KernelSpec.from_name(spec.name) for spec in specs] == specs
+    assert len({spec.name for spec in specs}) == len(specs)
+
+
+def test_name_spells_every_axis_in_order():
+    assert ATTN.name == "sage_attn_sm89_d128_qk8_pve4m3_causal_vraw"
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("", "expected a name such as"),
+    ("sage_attn_sm89_d128", "expected a name such as"),
+    ("sage_attn_sm89_d128_qk8_pve4m3_causal_vraw_more", "expected a name such as"),
+    ("sage_attn_ada_d128_qk8_pve4m3_causal_vraw", "expected an arch such as 'sm89', got 'ada'"),
+    ("sage_attn_sm89_d96_qk8_pve4m3_causal_vraw", r"expected one of \['d128', 'd64'\] for the axis 'headdim', got 'd96'"),
+])
+def test_bad_names_are_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        KernelSpec.from_name(name)
+
+
+def test_companions_share_axes():
+    assert ATTN.companion("quant").name == "sage_quant_sm89_d128_qk8_pve4m3_vraw"
+    assert ATTN.companion("stats").name == "sage_stats_sm89_d128_vraw"
+    with pytest.raises(ValueError, match="does not determine"):
+        ATTN.companion("stats").companion("attn")
+
+
+@pytest.mark.parametrize(("arch", "capability"), [("sm80", (8, 0)), ("sm89", (8, 9)), ("sm120", (12, 0))])
+def test_capability(arch, capability):
+    assert capability_of(arch) == capability
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"arch": "sm86"}, "no FP8"),
+    ({"arch": "sm90", "qk": 4}, "no INT4"),
+    ({"qk": 4}, None),
+    ({}, None),
+])
+def test_impossible_kernels(changes, reason):
+    found = dataclasses.replace(ATTN, **changes).impossible()
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({}, None),
+    ({"block_m": 0}, "block_m must be a positive integer, got 0"),
+    ({"stages": True}, "stages must be a positive integer, got True"),
+    ({"warp_m": 64}, "warp_m must be 16 or 32"),
+    ({"block_m": 144}, "block_m must be a multiple of warp_m = 32, got 144"),
+    ({"block_m": 2048}, "1 to 32 warps, got 64"),
+    ({"block_n": 96}, "block_n must be a multiple of 64, got 96"),
+    ({"stages": 1}, "stages must be at least 2"),
+])
+def test_tile_rules(changes, message):
+    problems = dataclasses.replace(TILE, **changes).invalid()
+    assert problems == [] if message is None else any(message in problem for problem in problems)
+
+
+def test_shared_memory_of_a_kernel():
+    q, k, v, scales = 128 * 128, 64 * 128, 64 * 128, 128
+    assert TILE.shared_bytes(ATTN) == q + 2 * (k + v + scales)
+    assert TILE.shared_bytes(dataclasses.replace(ATTN, pv="f16")) == q + 2 * (k + 2 * v + scales)
