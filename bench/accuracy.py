@@ -17,6 +17,7 @@ import torch
 import common
 from sage_aot import _cuda, _emulate, _reference
 from sage_aot._loader import Library
+from sage_aot._plan import plan
 from sage_aot._problem import check
 from sage_aot._reference import Accuracy
 
@@ -73,7 +74,8 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_shape_arguments(parser, seqlen="4096", batch=2, heads=8)
-    parser.add_argument("--arch", type=common.words, help="whose kernels (default: every arch of the folder that can run here)")
+    parser.add_argument("--arch", type=common.words,
+                        help="whose kernels (default: every arch of the folder that can run here)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
     parser.add_argument("--emulate", action="store_true", help="on cuda: also emulate on the CPU, which is slow")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: %(default)s)")
@@ -108,7 +110,7 @@ def attention(arch: str, library: Library, qkv: list[torch.Tensor], is_causal: b
     kernels = common.kernels_of(arch, problem, library)
     out = common.poisoned(qkv[0])
     if out.device.type == "cuda":
-        _cuda.attention(problem, kernels, library, *qkv, out, None)
+        _cuda.attention(plan(problem, kernels), library, *qkv, out, None)
     else:
         _emulate.attention(problem, kernels, *qkv, out, None)
     return out

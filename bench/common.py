@@ -72,8 +72,8 @@ def run(main: Callable[[], int]) -> None:
 
 def require_cuda() -> None:
     if not torch.cuda.is_available():
-        raise UnsupportedError(f"expected a CUDA GPU, torch {torch.__version__} finds none; accuracy.py has --device cpu, "
-                               f"everything else needs a machine with a GPU and a CUDA build of torch")
+        raise UnsupportedError(f"expected a CUDA GPU, torch {torch.__version__} finds none; use a machine with a GPU "
+                               f"and a CUDA build of torch (accuracy.py also takes --device cpu)")
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

@@ -26,10 +26,11 @@ import torch
 import common
 import latency
 from sage_aot import _cuda
+from sage_aot._api import _prepare
 from sage_aot._loader import Library
-from sage_aot._plan import Launch, Plan, TensorArgument, launches, plan
+from sage_aot._plan import Launch, Plan, launches, plan
 from sage_aot._problem import Problem, check
-from sage_aot._select import Kernels, select
+from sage_aot._select import Kernels
 from sage_aot._spec import capability_of
 
 FLASH, CUDNN = common.SDPA
@@ -192,9 +193,8 @@ def arch_rows(shape: Shape, arch: str, qkv: list[torch.Tensor], expected: torch.
     def call(make_out: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """What sage_aot.attn does for CUDA tensors, with the kernels of this arch."""
         problem = check(*qkv, is_causal=shape.is_causal, scale=None, layout="HND", smooth_k=True)
-        kernels = select(capability_of(arch), problem, "auto", library.manifest)
         out = make_out(qkv[0])
-        _cuda.attention(problem, kernels, library, *qkv, out, None)
+        _cuda.attention(_prepare(library, capability_of(arch), problem, "auto"), library, *qkv, out, None)
         return out
 
     cosine = common.check_output(f"{arch} call", call(common.poisoned), expected)
@@ -211,7 +211,7 @@ class Pieces:
         self._out = common.poisoned(qkv[0])
         self._workspace = torch.full((self.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")  # NaNs
         *self._quantizers, self._attention = launches(
-            self.plan, self._workspace.data_ptr(), *(argument(tensor) for tensor in (*qkv, self._out)), 0)
+            self.plan, self._workspace.data_ptr(), *map(_cuda.argument, (*qkv, self._out)), 0)
 
     def quantize(self) -> None:
         """Statistics of k and v, then quantization of q, k and v."""
@@ -233,14 +233,8 @@ class Pieces:
         self._library.launch(launch, device, torch.cuda.current_stream(device).cuda_stream)
 
 
-def argument(tensor: torch.Tensor) -> TensorArgument:
-    """A ``[batch, heads, seq, headdim]`` tensor as the kernels take it."""
-    batch, head, row, _ = tensor.stride()
-    return TensorArgument(tensor.data_ptr(), batch, head, row)
-
-
 def moved_bytes(layout: Plan, element_size: int) -> int:
-    """Bytes that the quantizers must move: k and v read for the statistics, q, k, v read again, the workspace written."""
+    """Bytes that the quantizers must move: k and v read for statistics, q, k, v read again, the workspace written."""
     problem = layout.problem
     q = problem.batch * problem.num_q_heads * problem.seqlen_q * problem.headdim
     kv = 2 * problem.batch * problem.num_kv_heads * problem.seqlen_kv * problem.headdim
@@ -262,17 +256,19 @@ def time_on_gpu(work: Callable[[], object], repeat: int) -> Timing:
     return Timing.of([1e3 * begin.elapsed_time(end) for begin, end in events])
 
 
-def warm_up(work: Callable[[], object]) -> None:
+def warm_up(work: Callable[[], object]) -> int:
+    """Run `work` for WARM_UP_S seconds, at least once; how often it ran."""
     deadline = time.perf_counter() + WARM_UP_S
-    while time.perf_counter() < deadline:
+    for count in itertools.count(1):
         work()
         torch.cuda.synchronize()
+        if time.perf_counter() >= deadline:
+            return count
 
 
 def clock_under_load(work: Callable[[], object]) -> str:
-    """The SM clock while `work` is queued several times, as nvidia-smi prints it."""
-    warm_up(work)
-    for _ in range(50):
+    """The SM clock in the middle of queued work, as nvidia-smi prints it."""
+    for _ in range(2 * warm_up(work)):
         work()
     clock = common.nvidia_smi("clocks.sm")
     torch.cuda.synchronize()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 
 import torch
 
 from sage_aot import _cuda, _emulate
-from sage_aot._loader import default_library
+from sage_aot._loader import Library, default_library
 from sage_aot._manifest import Manifest
+from sage_aot._plan import Plan, plan
 from sage_aot._problem import Problem, check, check_out, heads_first
 from sage_aot._select import built_archs, select
 from sage_aot._spec import capability_of
@@ -83,17 +85,24 @@ def _run(problem: Problem, qk_bits: int | str, q: torch.Tensor, k: torch.Tensor,
          lse: torch.Tensor | None) -> None:
     library = default_library()
     if q.device.type == "cuda":
-        kernels = select(_cuda.capability(q.device.index), problem, qk_bits, library.manifest)
+        capability = _cuda.capability(q.device.index)
     elif q.device.type == "cpu":
-        kernels = select(capability_of(emulated_arch(library.manifest)), problem, qk_bits, library.manifest)
+        capability = capability_of(emulated_arch(library.manifest))
     else:
         raise ArgumentError(f"q, k and v must be CUDA or CPU tensors, got device {q.device}")
+    prepared = _prepare(library, capability, problem, qk_bits)
     if q.numel() == 0 or k.numel() == 0:
         _nothing_to_see(out, lse)
     elif q.device.type == "cuda":
-        _cuda.attention(problem, kernels, library, q, k, v, out, lse)
+        _cuda.attention(prepared, library, q, k, v, out, lse)
     else:
-        _emulate.attention(problem, kernels, q, k, v, out, lse)
+        _emulate.attention(problem, prepared.kernels, q, k, v, out, lse)
+
+
+@lru_cache(maxsize=1024)
+def _prepare(library: Library, capability: tuple[int, int], problem: Problem, qk_bits: int | str) -> Plan:
+    """Kernels and sizes of a problem; a model asks for the same few again and again."""
+    return plan(problem, select(capability, problem, qk_bits, library.manifest))
 
 
 def _nothing_to_see(out: torch.Tensor, lse: torch.Tensor | None) -> None:

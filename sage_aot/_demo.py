@@ -1,7 +1,7 @@
 """``python -m sage_aot demo``: attention on the activations of a pretrained transformer, measured against float64.
 
 Runs on the GPU where there is one that has kernels, else by emulation. Without the packages of the extra ``demo`` it
-measures outlier tensors instead, and says so. Inputs, exact attention and measures of the error are those of _reference.
+measures outlier tensors instead, and says so. Exact attention, outliers and measures of the error are _reference's.
 """
 
 from __future__ import annotations
@@ -249,8 +249,8 @@ def _broken(workload: Workload, layers: list[Layer]) -> str | None:
     if not wrong:
         return None
     return (f"the results are wrong: expected a cosine of at least {MIN_COSINE} with exact attention, got "
-            f"{'; '.join(wrong)}. Rebuild the kernels with `python -m codegen build`; if that does not help, report this "
-            f"output with that of `python -m sage_aot info`")
+            f"{'; '.join(wrong)}. Rebuild the kernels with `python -m codegen build`; if that does not help, report "
+            f"this output with that of `python -m sage_aot info`")
 
 
 # --- what it shows ----------------------------------------------------------------------------------------------------

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from variants import Result
 
-from sage_aot._plan import KEY_GROUPS, ROW_GROUPS, plan
+from sage_aot._plan import KEY_GROUPS, ROW_GROUPS
 from sage_aot._spec import SCALES_LINE
 
 
 def read_back(result: Result) -> dict[str, torch.Tensor]:
     """q, k, v as [batch, heads, rows, headdim] f32, and their scales, on the CPU."""
-    problem, spec, tile = result.problem, result.kernels.attn.spec, result.kernels.attn.tile
-    layout = plan(problem, result.kernels)
+    layout = result.plan
+    problem, spec, tile = layout.problem, layout.kernels.attn.spec, layout.kernels.attn.tile
     q_heads, kv_heads = (problem.batch, problem.num_q_heads), (problem.batch, problem.num_kv_heads)
     data = result.workspace.cpu()
 
@@ -38,7 +38,7 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
 
 
 def _read_v(v: torch.Tensor, result: Result) -> torch.Tensor:
-    spec, block_n = result.kernels.attn.spec, result.kernels.attn.tile.block_n
+    spec, block_n = result.plan.kernels.attn.spec, result.plan.kernels.attn.tile.block_n
     if spec.pv == "f16":
         return _rows(v, block_n, 2 * spec.headdim).view(torch.float16).float().flatten(2, 3)
     columns = _rows(v, spec.headdim, block_n).view(torch.float8_e4m3fn).float()  # [..., headdim, block_n]

@@ -58,8 +58,9 @@ def test_accuracy_against_float64(spec, kind, dtype):
 def test_error_is_that_of_the_emulation(spec):
     q, k, v = draw(spec, (1, 4, 700), (1, 2, 900), "outlier", seed=4)
     result = run(spec, q, k, v)
-    emulated, emulated_lse = _emulate.attend(result.problem, result.kernels, _emulate.quantize(
-        result.problem, result.kernels, q.cpu(), k.cpu(), v.cpu()))
+    problem, kernels = result.plan.problem, result.plan.kernels
+    quantized = _emulate.quantize(problem, kernels, q.cpu(), k.cpu(), v.cpu())
+    emulated, emulated_lse = _emulate.attend(problem, kernels, quantized)
     reference, _ = expect(spec, q, k, v)
     kernel_error = _reference.measure(result.out, reference).relative_l1
     emulation_error = _reference.measure(emulated[:, :, :700].bfloat16().cuda(), reference).relative_l1

@@ -15,8 +15,9 @@ import torch
 
 from sage_aot import _cuda
 from sage_aot._loader import Library, default_library
-from sage_aot._problem import Problem, check, heads_first
-from sage_aot._select import Kernels, nearest_arch, select
+from sage_aot._plan import Plan, plan
+from sage_aot._problem import check, heads_first
+from sage_aot._select import nearest_arch, select
 from sage_aot._spec import AXES, KernelSpec, capability_of
 from sage_aot.errors import CubinError
 
@@ -45,8 +46,7 @@ class Result:
     out: torch.Tensor  # layout of q
     lse: torch.Tensor  # [batch, q heads, queries]
     workspace: torch.Tensor
-    problem: Problem
-    kernels: Kernels
+    plan: Plan
 
 
 @functools.lru_cache(maxsize=None)
@@ -69,12 +69,11 @@ def run(spec: KernelSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, 
     """One call of one variant, with its outputs poisoned before."""
     library = library_of(spec.arch)
     problem = check(q, k, v, is_causal=spec.mask == "causal", scale=scale, layout=layout, smooth_k=smooth_k)
-    kernels = select(capability_of(spec.arch), problem, spec.qk, library.manifest)
+    prepared = plan(problem, select(capability_of(spec.arch), problem, spec.qk, library.manifest))
     out = torch.full_like(q, torch.nan) if out is None else out
     lse = torch.full((problem.batch, problem.num_q_heads, problem.seqlen_q), torch.nan, device=q.device)
     views = [heads_first(tensor, layout) for tensor in (q, k, v, out)]
-    workspace = _cuda.attention(problem, kernels, library, *views, lse)
-    return Result(out, lse, workspace, problem, kernels)
+    return Result(out, lse, _cuda.attention(prepared, library, *views, lse), prepared)
 
 
 def poison_free_memory(num_bytes: int = 2**28) -> None:
