@@ -268,24 +268,33 @@ struct Quantize {
     }
   }
 
+  // All loads of a tile before the first use: rows are short, and only loads in flight hide the memory's latency.
   template <bool kAligned>
   __device__ __forceinline__ void quantize_v_f16(i32 head, i32 first_tile) const {
-    constexpr i32 kTasks = Config::kBlockN * kVectors;
+    constexpr i32 kSteps = Config::kBlockN * kVectors / Config::kThreads;
+    constexpr i32 kKeysAtOnce = Config::kThreads / kVectors;
     const Source<kAligned> source = kv_source<kAligned>(params.v, head);
-    for (i32 task = threadIdx.x; task < kTilesPerBlock * kTasks; task += Config::kThreads) {
-      const i32 tile = first_tile + task / kTasks;
-      if (tile >= params.kv_tiles) return;
-      const i32 key = task / kVectors % Config::kBlockN, vector = task % kVectors;
-      float x[kVector];
-      source.convert(source.load(tile * Config::kBlockN + key, vector * kVector), x);
-      Raw out;
+    const i32 vector = threadIdx.x % kVectors, first_key = threadIdx.x / kVectors;
+    const i32 end = min(first_tile + kTilesPerBlock, params.kv_tiles);
+    for (i32 tile = first_tile; tile < end; ++tile) {
+      Raw raw[kSteps];
 #pragma unroll
-      for (i32 i = 0; i < kVector; i += 2) {
-        const i32 c = vector * kVector + i;
-        out.word[i / 2] = ptx::f16x2(x[i] * channel[c], x[i + 1] * channel[c + 1]);
+      for (i32 s = 0; s < kSteps; ++s) {
+        raw[s] = source.load(tile * Config::kBlockN + first_key + s * kKeysAtOnce, vector * kVector);
       }
       u8* tile_data = params.v_hat + (static_cast<i64>(head) * params.kv_tiles + tile) * Layout::kVBytes;
-      *reinterpret_cast<Raw*>(tile_data + Layout::VRows::offset(key, vector)) = out;
+#pragma unroll
+      for (i32 s = 0; s < kSteps; ++s) {
+        float x[kVector];
+        source.convert(raw[s], x);
+        Raw out;
+#pragma unroll
+        for (i32 i = 0; i < kVector; i += 2) {
+          const float* inv_scale = channel + vector * kVector + i;
+          out.word[i / 2] = ptx::f16x2(x[i] * inv_scale[0], x[i + 1] * inv_scale[1]);
+        }
+        *reinterpret_cast<Raw*>(tile_data + Layout::VRows::offset(first_key + s * kKeysAtOnce, vector)) = out;
+      }
     }
   }
 };
