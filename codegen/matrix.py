@@ -1,7 +1,7 @@
 """build_matrix.yaml → the kernels to build, and for every combination of the axes without one, the reason.
 
-Each combination is excluded or covered by exactly one row of tiles, and each attention kernel brings the quantization
-and statistics kernels that feed it. Whatever is wrong comes in one :class:`~codegen.errors.MatrixError`.
+Each combination is excluded or covered by exactly one row of tiles, and each attention kernel brings the kernels of
+the other kinds that feed it. Whatever is wrong comes in one :class:`~codegen.errors.MatrixError`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PlannedKernel:
     spec: KernelSpec
     family: str
     template: str  # file name in templates/
-    tile: Tile | None  # None for the statistics kernels, which know no tiles
+    tile: Tile | None  # None for the kinds that know no tiles
     threads: int  # of a block
     allowed_spill_bytes: int
     row: str  # selector of the tile row it follows from; that of its first attention kernel for the other kinds
@@ -116,7 +116,7 @@ class _Planning:
             spec=spec,
             family=row.family,
             template=template,
-            tile=None if spec.kind == "stats" else row.tile,
+            tile=row.tile if spec.kind in ("attn", "quant") else None,
             threads=row.tile.threads if spec.kind == "attn" else threads,
             allowed_spill_bytes=row.allowed_spill_bytes if spec.kind == "attn" else 0,
             row=row.selector.text(row.family),
@@ -129,8 +129,13 @@ class _Planning:
             for kind in KINDS[1:]:
                 wanted = self._kernel(kernel.spec.companion(kind), row)
                 first, first_row = found.setdefault(wanted.spec, (wanted, row))
-                if (wanted.template, wanted.threads, wanted.tile) != (first.template, first.threads, first.tile):
+                if _layout(wanted) != _layout(first):
                     self.reader.complain(
                         row.selector.line, f"expected the tiles and family of line {first_row.selector.line} for "
                                            f"{kernel.spec.name}, got others: both rows share {wanted.spec.name}")
         return [kernel for kernel, _ in found.values()]
+
+
+def _layout(kernel: PlannedKernel) -> tuple:
+    """What attention kernels that share a companion must agree on."""
+    return kernel.template, kernel.threads, kernel.tile and kernel.tile.quantized

@@ -16,11 +16,11 @@ from codegen.matrix import Matrix, PlannedKernel
 from codegen.project import Project
 
 CONTEXT = {
-    "attn": ("name", "template", "row", "headdim", "qk_bits", "pv", "causal", "smooth_v",
+    "attn": ("name", "template", "row", "headdim", "qk_bits", "pv", "causal", "smooth_v", "smooth_q",
              "block_m", "block_n", "warp_m", "stages", "min_blocks"),
-    "quant": ("name", "template", "row", "headdim", "qk_bits", "pv", "smooth_v",
-              "block_m", "block_n", "warp_m", "threads"),
-    "stats": ("name", "template", "row", "headdim", "smooth_v", "threads"),
+    "quant": ("name", "template", "row", "headdim", "qk_bits", "pv", "block_m", "block_n", "warp_m", "threads"),
+    "stats": ("name", "template", "row", "headdim", "threads"),
+    "delta": ("name", "template", "row", "headdim", "threads"),
 }
 """What the templates of each kind are given; they use all of it and nothing else."""
 
@@ -53,6 +53,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "pv": _PV_ENUMERATOR.get(spec.pv),
         "causal": spec.mask == "causal",
         "smooth_v": spec.v == "vsmooth",
+        "smooth_q": spec.q == "qsmooth",
         "threads": kernel.threads,
         **(asdict(kernel.tile) if kernel.tile else {}),
     }

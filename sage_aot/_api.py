@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from functools import lru_cache
-
 import torch
 
-from sage_aot import _cuda, _emulate
-from sage_aot._loader import Library, default_library
-from sage_aot._manifest import Manifest
-from sage_aot._plan import Plan, plan
-from sage_aot._problem import Problem, check, check_out, heads_first
-from sage_aot._select import built_archs, select
-from sage_aot._spec import capability_of
-from sage_aot.errors import ArgumentError, UnsupportedError
+from sage_aot import _ops
+from sage_aot._ops import emulated_arch  # noqa: F401  (for _info and _demo)
+from sage_aot._ops import prepare as _prepare  # noqa: F401  (for bench/speed.py)
+from sage_aot._problem import check, check_out
+from sage_aot.errors import ArgumentError
 
 
 def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, scale: float | None = None,
@@ -57,56 +51,22 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
     >>> sage_aot.attn(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 100, 64])
     """
-    problem = check(q, k, v, is_causal=is_causal, scale=scale, layout=layout, smooth_k=smooth_k)
+    # The operators check the tensors. Here stands what must hold for the arguments to fit their schemas.
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
+            and isinstance(is_causal, bool) and isinstance(smooth_k, bool) and isinstance(layout, str)
+            and (scale is None or isinstance(scale, (float, int)) and not isinstance(scale, bool))
+            and (qk_bits == "auto" or isinstance(qk_bits, int) and not isinstance(qk_bits, bool))):
+        check(q, k, v, is_causal=is_causal, scale=scale, layout=layout, qk_bits=qk_bits, smooth_k=smooth_k)  # raises
+    if not (q.is_cuda or q.is_cpu):
+        raise ArgumentError(f"q, k and v must be CUDA or CPU tensors, got device {q.device}")
     if not isinstance(return_lse, bool):
         raise ArgumentError(f"return_lse: expected True or False, got {return_lse!r}")
+    options = (is_causal, scale, layout, None if qk_bits == "auto" else qk_bits, smooth_k)  # as _ops.OPTIONS
     if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    else:
+        return _ops.attn_lse(q, k, v, *options) if return_lse else _ops.attn(q, k, v, *options)
+    if not isinstance(out, torch.Tensor):
         check_out(out, q)
-    lse = None
     if return_lse:
-        lse = torch.empty(problem.batch, problem.num_q_heads, problem.seqlen_q, dtype=torch.float32, device=q.device)
-    _run(problem, qk_bits, *(heads_first(tensor, layout) for tensor in (q, k, v, out)), lse)
-    return out if lse is None else (out, lse)
-
-
-def emulated_arch(manifest: Manifest) -> str:
-    """The arch whose kernels CPU tensors emulate: ``SAGE_AOT_EMULATE`` where set, else sm89, else the newest built."""
-    archs = built_archs(manifest)
-    asked = os.environ.get("SAGE_AOT_EMULATE")
-    if asked is not None and asked not in archs:
-        raise UnsupportedError(f"SAGE_AOT_EMULATE: expected one of the archs that are built, {', '.join(archs)}; got "
-                               f"{asked!r}")
-    return asked or ("sm89" if "sm89" in archs else archs[-1])
-
-
-def _run(problem: Problem, qk_bits: int | str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-         lse: torch.Tensor | None) -> None:
-    library = default_library()
-    if q.device.type == "cuda":
-        capability = _cuda.capability(q.device.index)
-    elif q.device.type == "cpu":
-        capability = capability_of(emulated_arch(library.manifest))
-    else:
-        raise ArgumentError(f"q, k and v must be CUDA or CPU tensors, got device {q.device}")
-    prepared = _prepare(library, capability, problem, qk_bits)
-    if q.numel() == 0 or k.numel() == 0:
-        _nothing_to_see(out, lse)
-    elif q.device.type == "cuda":
-        _cuda.attention(prepared, library, q, k, v, out, lse)
-    else:
-        _emulate.attention(problem, prepared.kernels, q, k, v, out, lse)
-
-
-@lru_cache(maxsize=1024)
-def _prepare(library: Library, capability: tuple[int, int], problem: Problem, qk_bits: int | str) -> Plan:
-    """Kernels and sizes of a problem; a model asks for the same few again and again."""
-    return plan(problem, select(capability, problem, qk_bits, library.manifest))
-
-
-def _nothing_to_see(out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """No queries, or none that sees a key."""
-    out.zero_()
-    if lse is not None:
-        lse.fill_(float("-inf"))
+        return out, _ops.attn_lse_out(q, k, v, out, *options)
+    _ops.attn_out(q, k, v, out, *options)
+    return out

@@ -19,7 +19,7 @@ from sage_aot._problem import Problem
 from sage_aot._select import Kernels
 
 LOG2_E = 1.4426950408889634
-INT8_LIMIT = 127.0
+INT_LIMIT = {8: 127.0, 4: 7.0}
 E4M3_LIMIT = 448.0
 SMALLEST_ABS_MAX = 1e-35  # quant/quantize.cuh: below this a group counts as zeros
 VECTOR = 8  # quant/source.cuh: channels a thread handles at once
@@ -41,7 +41,10 @@ class Quantized:
     q_scale: torch.Tensor  # [batch, q heads, rows], one value per scale group; scores in log2 units
     k_scale: torch.Tensor  # [batch, kv heads, keys], likewise
     v_scale: torch.Tensor  # [batch, kv heads, headdim]
+    q_mean: torch.Tensor  # [batch, q heads, q tiles, headdim]; zero where q is not smoothed
+    v_mean: torch.Tensor  # [batch, kv heads, headdim]; likewise
     row_bias: torch.Tensor  # [batch, q heads, rows], log2 units: q · mean of k
+    delta_s: torch.Tensor | None  # [batch, q heads, q tiles, keys], log2 units: q_mean · smoothed k
 
 
 def attention(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -58,38 +61,62 @@ def attention(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tens
 
 
 def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Quantized:
-    """The statistics and quantization kernels."""
+    """The kernels before attention: statistics, quantization, and what smoothing Q takes off the scores."""
     spec, tile = kernels.attn.spec, kernels.attn.tile
-    rows_at_once = kernels.stats.threads * VECTOR // spec.headdim
     k, v = (_pad(tensor.float(), tile.block_n, spec.headdim) for tensor in (k, v))
     q = _pad(q.float(), tile.block_m, spec.headdim)
 
-    k_mean = torch.zeros_like(k[:, :, 0])
-    if problem.smooth_k:
-        k_mean = _sum_over_keys(k[:, :, : problem.seqlen_kv], rows_at_once) / float(problem.seqlen_kv)
-    smooth = k - k_mean[:, :, None]
-    smooth[:, :, problem.seqlen_kv:] = 0.0
+    k_mean = _mean_over_keys(k, problem, kernels) if problem.smooth_k else torch.zeros_like(k[:, :, 0])
+    v_mean = _mean_over_keys(v, problem, kernels) if problem.smooth_v else torch.zeros_like(v[:, :, 0])
+    k, v = _subtract(k, k_mean[:, :, None], problem.seqlen_kv), _subtract(v, v_mean[:, :, None], problem.seqlen_kv)
 
     q = q * torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
     group = problem.num_q_heads // problem.num_kv_heads
     row_bias = (q * k_mean.repeat_interleave(group, 1)[:, :, None]).sum(-1)
-    q_hat, q_scale = _quantize_rows(q, _row_groups(q.shape[2], tile.warp_m))
-    k_hat, k_scale = _quantize_rows(smooth, _key_groups(k.shape[2], tile.block_n))
+    q_mean = _mean_over_rows(q, problem, kernels)
+    q = _subtract(q, q_mean.repeat_interleave(tile.block_m, 2), problem.seqlen_q)
+    delta_s = None
+    if problem.smooth_q:
+        delta_s = q_mean @ torch.where(k.isfinite(), k, 0.0).repeat_interleave(group, 1).transpose(2, 3)
+
+    q_hat, q_scale = _quantize_rows(torch.where(q.isfinite(), q, 0.0), _row_groups(q.shape[2], tile.warp_m), spec.qk)
+    k_hat, k_scale = _quantize_rows(k, _key_groups(k.shape[2], tile.block_n), spec.qk)
     v_hat, v_scale = _quantize_v(v, spec.pv)
-    return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, row_bias)
+    return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, v_mean, row_bias, delta_s)
+
+
+def _subtract(x: torch.Tensor, mean: torch.Tensor, count: int) -> torch.Tensor:
+    """x less a mean in its first `count` rows; the padding stays zero."""
+    smooth = x - mean
+    smooth[:, :, count:] = 0.0
+    return smooth
 
 
 def _pad(x: torch.Tensor, rows: int, headdim: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, headdim - x.shape[-1], 0, -x.shape[2] % rows))
 
 
-def _sum_over_keys(x: torch.Tensor, rows_at_once: int) -> torch.Tensor:
-    """Sum over the sequence in the order of quant/statistics.cuh: a thread's rows, then threads, then chunks."""
+def _mean_over_keys(x: torch.Tensor, problem: Problem, kernels: Kernels) -> torch.Tensor:
+    """Mean over the sequence, summed in the order of quant/statistics.cuh: a thread's rows, then threads, then chunks."""
+    rows_at_once = kernels.stats.threads * VECTOR // kernels.attn.spec.headdim
+    x = torch.where(x.isfinite(), x, 0.0)[:, :, : problem.seqlen_kv]
     batch, heads, keys, headdim = x.shape
     chunk_rows = chunk_rows_of(keys)
     x = torch.nn.functional.pad(x, (0, 0, 0, -keys % chunk_rows))
     parts = _add_in_order(x.view(batch, heads, -1, chunk_rows // rows_at_once, rows_at_once, headdim), 3)
-    return _add_in_order(_add_in_order(parts, 3), 2)
+    return _add_in_order(_add_in_order(parts, 3), 2) / float(keys)
+
+
+def _mean_over_rows(q: torch.Tensor, problem: Problem, kernels: Kernels) -> torch.Tensor:
+    """Mean of each query tile in the order of quant/quantize.cuh, or zero: a thread's rows, then threads."""
+    spec, block_m = kernels.attn.spec, kernels.attn.tile.block_m
+    batch, heads, rows, headdim = q.shape
+    if not problem.smooth_q:
+        return torch.zeros(batch, heads, rows // block_m, headdim)
+    rows_at_once = kernels.quant.threads * VECTOR // spec.headdim
+    tiles = torch.where(q.isfinite(), q, 0.0).view(batch, heads, -1, block_m // rows_at_once, rows_at_once, headdim)
+    count = (problem.seqlen_q - torch.arange(0, rows, block_m)).clamp(max=block_m).float()
+    return _add_in_order(_add_in_order(tiles, 3), 3) / count[:, None]
 
 
 def _add_in_order(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -111,14 +138,14 @@ def _key_groups(keys: int, block_n: int) -> torch.Tensor:
     return key // block_n * KEY_GROUPS + key % 8 // 2
 
 
-def _quantize_rows(x: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """INT8 with a scale per group of rows; the scales come back per row."""
-    amax = torch.where(x.isfinite(), x.abs(), 0.0).amax(-1)
+def _quantize_rows(x: torch.Tensor, groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers with a scale per group of rows, NaN where one of them is not finite; the scales come back per row."""
+    amax = torch.where(x.isfinite().all(-1), x.abs().amax(-1), math.inf)
     group_amax = torch.zeros(*x.shape[:2], int(groups.max()) + 1)
     group_amax.scatter_reduce_(2, groups.expand_as(amax), amax, "amax")
-    scale, inv_scale = (s[:, :, groups] for s in _scale_to(INT8_LIMIT, group_amax))
-    quantized = (x * inv_scale[..., None]).round().nan_to_num(0.0).clamp(-128.0, 127.0)
-    return quantized, scale
+    scale, inv_scale = (s[:, :, groups] for s in _scale_to(INT_LIMIT[bits], group_amax))
+    quantized = (x * inv_scale[..., None]).round().nan_to_num(0.0).clamp(-INT_LIMIT[bits], INT_LIMIT[bits])
+    return quantized, torch.where(scale.isinf(), math.nan, scale)
 
 
 def _scale_to(limit: float, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +166,7 @@ def _power_of_two_scale(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 def _quantize_v(v: torch.Tensor, pv: str) -> tuple[torch.Tensor, torch.Tensor]:
     """V in the PV type with a scale per channel."""
-    amax = v.abs().nan_to_num(0.0, posinf=math.inf).amax(2)
+    amax = v.abs().nan_to_num(0.0, posinf=math.inf).amax(2)  # equals that of the largest and the smallest value
     scale, inv_scale = _scale_to(E4M3_LIMIT, amax) if pv == "e4m3" else _power_of_two_scale(amax)
     return to_pv(v * inv_scale[:, :, None], pv), scale
 
@@ -158,8 +185,8 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
     """The attention kernel on quantized inputs: output f32 and log-sum-exp, both with padded rows."""
     spec, block_n = kernels.attn.spec, kernels.attn.tile.block_n
     group = problem.num_q_heads // problem.num_kv_heads
-    k, v, k_scale, v_scale = (x.repeat_interleave(group, 1)
-                              for x in (quantized.k, quantized.v, quantized.k_scale, quantized.v_scale))
+    k, v, k_scale, v_scale, v_mean = (x.repeat_interleave(group, 1) for x in (
+        quantized.k, quantized.v, quantized.k_scale, quantized.v_scale, quantized.v_mean))
     batch, heads, rows, headdim = quantized.q.shape
     limit = _key_limit(problem, rows)
     acc_o = torch.zeros(batch, heads, rows, headdim)
@@ -169,15 +196,20 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
     for first in range(0, min(k.shape[2], int(limit.max())), block_n):
         keys = slice(first, first + block_n)
         scores = quantized.q @ k[:, :, keys].transpose(2, 3)  # exact: integers below 2^24
-        scores = scores.masked_fill(first + torch.arange(block_n) >= limit[:, None], -math.inf)
         scale = (quantized.q_scale[..., None] * k_scale[:, :, None, keys]).clamp(min=SMALLEST_SCALE)
-        p, alpha, row_max = _softmax_tile(scores, scale, row_max, spec.pv)
+        bias = SCORE_BIAS
+        if quantized.delta_s is not None:
+            scores = _add_delta(scores, scale, quantized.delta_s[..., keys].repeat_interleave(kernels.attn.tile.block_m, 2))
+            scale, bias = torch.ones_like(scale), 0.0
+        scores = scores.masked_fill(first + torch.arange(block_n) >= limit[:, None], -math.inf)
+        p, alpha, row_max = _softmax_tile(scores, scale, bias, row_max, spec.pv)
         row_sum = row_sum * alpha + p.sum(-1)
         acc_o = acc_o * alpha[..., None] + _pv_tile(to_pv(p, spec.pv), v[:, :, keys], spec.pv)
 
     factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0) + 0.0 * quantized.row_bias
     lse = (row_max - P_SCALE_LOG2[spec.pv] + row_sum.log2() + quantized.row_bias) * math.log(2.0)
-    return acc_o * factor[..., None] * v_scale[:, :, None], lse
+    mean = torch.where(row_sum[..., None] > 0, v_mean[:, :, None], 0.0)
+    return acc_o * factor[..., None] * v_scale[:, :, None] + mean, lse
 
 
 def _key_limit(problem: Problem, rows: int) -> torch.Tensor:
@@ -188,13 +220,19 @@ def _key_limit(problem: Problem, rows: int) -> torch.Tensor:
     return (last_row + 1 + problem.seqlen_kv - problem.seqlen_q).clamp(0, problem.seqlen_kv)
 
 
-def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, row_max: torch.Tensor,
+def _add_delta(scores: torch.Tensor, scale: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Finished scores in log2 units: two FMAs, as in attn/scores.cuh."""
+    offset = (delta.double() - scale.double() * SCORE_BIAS).float()
+    return ((scores.double() + SCORE_BIAS) * scale.double() + offset.double()).float()
+
+
+def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, bias: float, row_max: torch.Tensor,
                   pv: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """P of one tile, the factor for what was summed before, and the new maximum."""
-    tile_max = (scores * scale).amax(-1)
+    tile_max = (scores * scale).nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)
     new_max = torch.where(tile_max > row_max + LAZY_RISE[pv], tile_max, row_max)
-    offset = (P_SCALE_LOG2[pv] - new_max).double()[..., None] - scale.double() * SCORE_BIAS
-    exponent = (scores.double() + SCORE_BIAS) * scale.double() + offset.float().double()  # two FMAs
+    offset = ((P_SCALE_LOG2[pv] - new_max).double()[..., None] - scale.double() * bias).float()
+    exponent = (scores.double() + bias) * scale.double() + offset.double()  # one FMA
     return torch.exp2(exponent.float()), torch.exp2(row_max - new_max), new_max
 
 

@@ -27,6 +27,16 @@ KEY_GROUPS = 4
 ROW_GROUPS = 8
 """Scales of Q in the rows of a warp of the attention kernel."""
 
+STATISTICS = 3
+"""Per chunk and channel: sum, largest and smallest value."""
+
+DELTA_BYTES = 2**28
+"""Workspace for delta_s, which takes 4 bytes per query tile, key and head. Heads that do not fit together take turns; one
+head alone may take more."""
+
+DELTA_TILE = 64
+"""Query tiles, and keys, of a block of the delta kernel."""
+
 ALIGNMENT = 256
 """Bytes to which every buffer of the workspace is aligned."""
 
@@ -72,6 +82,7 @@ class Plan:
     kv_tiles: int
     num_chunks: int
     chunk_rows: int
+    heads_at_once: int  # query heads, over the batch, whose delta_s the workspace holds
     offsets: dict[str, int]
     workspace_bytes: int
 
@@ -83,12 +94,17 @@ def plan(problem: Problem, kernels: Kernels) -> Plan:
     kv_tiles = math.ceil(problem.seqlen_kv / tile.block_n)
     chunk_rows = chunk_rows_of(problem.seqlen_kv)
     num_chunks = math.ceil(problem.seqlen_kv / chunk_rows)
+    heads_at_once = problem.batch * problem.num_q_heads
+    if problem.smooth_q:
+        heads_at_once = max(1, min(heads_at_once, DELTA_BYTES // (4 * q_tiles * kv_tiles * tile.block_n)))
     sizes = _buffer_bytes(problem, spec, tile, q_tiles, kv_tiles, num_chunks)
+    if problem.smooth_q:
+        sizes["delta_s"] = heads_at_once * q_tiles * kv_tiles * tile.block_n * 4
     offsets, end = {}, 0
     for name, size in sizes.items():
         offsets[name] = end
         end += -(-size // ALIGNMENT) * ALIGNMENT
-    return Plan(problem, kernels, q_tiles, kv_tiles, num_chunks, chunk_rows, offsets, end)
+    return Plan(problem, kernels, q_tiles, kv_tiles, num_chunks, chunk_rows, heads_at_once, offsets, end)
 
 
 def chunk_rows_of(seqlen_kv: int) -> int:
@@ -100,7 +116,14 @@ def launches(plan: Plan, workspace: int, q: TensorArgument, k: TensorArgument, v
              out: TensorArgument, lse: int) -> list[Launch]:
     """The launches of one call, in order. `workspace` and `lse` are addresses; lse 0 means it is not wanted."""
     at = {name: workspace + offset for name, offset in plan.offsets.items()}
-    return [_stats(plan, at, k, v), _quantize(plan, at, q, k, v), _attention(plan, at, out, lse)]
+    result = [_stats(plan, at, k, v), _quantize(plan, at, q, k, v)]
+    heads = plan.problem.batch * plan.problem.num_q_heads
+    for first in range(0, heads, plan.heads_at_once):
+        count = min(plan.heads_at_once, heads - first)
+        if plan.problem.smooth_q:
+            result.append(_delta(plan, at, k, first, count))
+        result.append(_attention(plan, at, out, lse, first, count))
+    return result
 
 
 def _buffer_bytes(problem: Problem, spec: KernelSpec, tile: Tile, q_tiles: int, kv_tiles: int,
@@ -109,13 +132,16 @@ def _buffer_bytes(problem: Problem, spec: KernelSpec, tile: Tile, q_tiles: int, 
     q_rows, keys = q_heads * q_tiles * tile.block_m, kv_heads * kv_tiles * tile.block_n
     qk_row_bytes, v_row_bytes = spec.headdim * spec.qk // 8, spec.headdim * (2 if spec.pv == "f16" else 1)
     return {
-        "k_sum": kv_heads * num_chunks * spec.headdim * 4,
-        "v_absmax": kv_heads * num_chunks * spec.headdim * 4,
+        "k_stats": kv_heads * num_chunks * STATISTICS * spec.headdim * 4,
+        "v_stats": kv_heads * num_chunks * STATISTICS * spec.headdim * 4,
         "q_hat": q_rows * qk_row_bytes,
         "k_hat": keys * qk_row_bytes + kv_heads * kv_tiles * SCALES_LINE,
         "v_hat": keys * v_row_bytes,
         "q_scale": q_rows // tile.warp_m * ROW_GROUPS * 4,
+        "q_mean": q_heads * q_tiles * spec.headdim * 4 if problem.smooth_q else 0,
+        "k_mean": kv_heads * spec.headdim * 4,
         "v_scale": kv_heads * spec.headdim * 4,
+        "v_mean": kv_heads * spec.headdim * 4,
         "row_bias": q_rows * 4,
     }
 
@@ -132,7 +158,7 @@ def _stats(plan: Plan, at: dict[str, int], k: TensorArgument, v: TensorArgument)
     tensors = 2 if problem.smooth_k else 1
     aligned = k.aligned(problem.headdim) and v.aligned(problem.headdim)
     return _launch(record, problem.batch * problem.num_kv_heads * tensors * plan.num_chunks, pack(
-        "StatsParams", *k.fields, *v.fields, at["k_sum"], at["v_absmax"], problem.num_kv_heads, problem.seqlen_kv,
+        "StatsParams", *k.fields, *v.fields, at["k_stats"], at["v_stats"], problem.num_kv_heads, problem.seqlen_kv,
         problem.headdim, plan.chunk_rows, plan.num_chunks, DTYPE_CODES[problem.dtype], aligned, problem.smooth_k))
 
 
@@ -143,15 +169,29 @@ def _quantize(plan: Plan, at: dict[str, int], q: TensorArgument, k: TensorArgume
     kv_blocks = problem.batch * problem.num_kv_heads * math.ceil(plan.kv_tiles / tiles_per_block)
     aligned = all(tensor.aligned(problem.headdim) for tensor in (q, k, v))
     return _launch(record, q_blocks + 2 * kv_blocks, pack(
-        "QuantParams", *q.fields, *k.fields, *v.fields, at["k_sum"], at["v_absmax"], at["q_hat"], at["k_hat"],
-        at["v_hat"], at["q_scale"], at["v_scale"], at["row_bias"], problem.batch, problem.num_q_heads,
+        "QuantParams", *q.fields, *k.fields, *v.fields, at["k_stats"], at["v_stats"], at["q_hat"], at["k_hat"],
+        at["v_hat"], at["q_scale"], at["q_mean"], at["k_mean"], at["v_scale"], at["v_mean"], at["row_bias"],
+        problem.batch, problem.num_q_heads,
         problem.num_kv_heads, problem.seqlen_q, problem.seqlen_kv, problem.headdim, plan.q_tiles, plan.kv_tiles,
-        plan.num_chunks, problem.softmax_scale * _LOG2_E, DTYPE_CODES[problem.dtype], aligned, problem.smooth_k, 0))
+        plan.num_chunks, problem.softmax_scale * _LOG2_E, DTYPE_CODES[problem.dtype], aligned, problem.smooth_q,
+        problem.smooth_k, problem.smooth_v))
 
 
-def _attention(plan: Plan, at: dict[str, int], out: TensorArgument, lse: int) -> Launch:
+def _delta(plan: Plan, at: dict[str, int], k: TensorArgument, first_head: int, num_heads: int) -> Launch:
+    problem, tile = plan.problem, plan.kernels.attn.tile
+    columns = plan.kv_tiles * tile.block_n
+    blocks = num_heads * math.ceil(plan.q_tiles / DELTA_TILE) * math.ceil(columns / DELTA_TILE)
+    return _launch(plan.kernels.delta, blocks, pack(
+        "DeltaParams", *k.fields, at["q_mean"], at["k_mean"], at["delta_s"], first_head, num_heads,
+        problem.num_q_heads, problem.num_kv_heads, problem.seqlen_q, problem.seqlen_kv, problem.headdim, plan.q_tiles,
+        columns, DTYPE_CODES[problem.dtype], k.aligned(problem.headdim), tile.block_m, problem.is_causal, 0))
+
+
+def _attention(plan: Plan, at: dict[str, int], out: TensorArgument, lse: int, first_head: int,
+               num_heads: int) -> Launch:
     problem, record = plan.problem, plan.kernels.attn
-    return _launch(record, problem.batch * problem.num_q_heads * plan.q_tiles, pack(
-        "AttnParams", at["q_hat"], at["k_hat"], at["v_hat"], at["q_scale"], at["v_scale"],
-        at["row_bias"], *out.fields, lse, problem.num_q_heads, problem.num_kv_heads, problem.seqlen_q,
-        problem.seqlen_kv, problem.headdim, plan.q_tiles, plan.kv_tiles, DTYPE_CODES[problem.dtype]))
+    return _launch(record, num_heads * plan.q_tiles, pack(
+        "AttnParams", at["q_hat"], at["k_hat"], at["v_hat"], at["q_scale"], at["v_scale"], at["v_mean"],
+        at["row_bias"], at.get("delta_s", 0), *out.fields, lse, first_head, problem.num_q_heads, problem.num_kv_heads,
+        problem.seqlen_q, problem.seqlen_kv, problem.headdim, plan.q_tiles, plan.kv_tiles, DTYPE_CODES[problem.dtype],
+        0))

@@ -30,15 +30,20 @@ class Problem:
     dtype: str  # "f16" or "bf16", of q, k, v and the output
     is_causal: bool
     softmax_scale: float
+    qk_bits: int  # of the quantized q and k: 8 or 4
+    smooth_q: bool  # which of them have their mean subtracted before they are quantized
     smooth_k: bool
+    smooth_v: bool
 
 
-def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool, scale: float | None, layout: str,
-          smooth_k: bool) -> Problem:
+def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, scale: float | None = None,
+          layout: str = "HND", qk_bits: int | str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
+          smooth_v: bool = False) -> Problem:
     """The problem that these arguments pose; ArgumentError where they pose none."""
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout: expected 'HND' {LAYOUTS['HND']} or 'NHD' {LAYOUTS['NHD']}, got {layout!r}")
-    _check_flags(is_causal=is_causal, smooth_k=smooth_k)
+    _check_flags(is_causal=is_causal, smooth_k=smooth_k, smooth_v=smooth_v)
+    bits = _qk_bits(qk_bits)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor, layout)
     _check_alike(q, k, v)
@@ -54,7 +59,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool,
         raise ArgumentError(f"the heads of q must be a multiple of those of k and v, got {num_q_heads} and "
                             f"{num_kv_heads} in layout {layout!r}")
     return Problem(batch, num_q_heads, num_kv_heads, seqlen_q, seqlen_kv, headdim, DTYPES[q.dtype], is_causal,
-                   _softmax_scale(scale, headdim), smooth_k)
+                   _softmax_scale(scale, headdim), bits, _smooth_q(smooth_q, bits), smooth_k, smooth_v)
 
 
 def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
@@ -109,6 +114,20 @@ def _check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if tensor.device != q.device:
             raise ArgumentError(f"q, k and v must be on one device, got {q.device} for q and {tensor.device} for "
                                 f"{name}")
+
+
+def _qk_bits(qk_bits: int | str) -> int:
+    """4 bits visibly hurt some models, so "auto" means 8."""
+    if isinstance(qk_bits, bool) or qk_bits not in ("auto", *AXES["qk"]):
+        raise ArgumentError(f"qk_bits: expected 'auto', 8 or 4, got {qk_bits!r}")
+    return 8 if qk_bits == "auto" else qk_bits
+
+
+def _smooth_q(smooth_q: bool | str, qk_bits: int) -> bool:
+    """At 8 bits smoothing Q gains less than it costs."""
+    if smooth_q not in ("auto", True, False) or isinstance(smooth_q, int) != isinstance(smooth_q, bool):
+        raise ArgumentError(f"smooth_q: expected 'auto', True or False, got {smooth_q!r}")
+    return qk_bits == 4 if smooth_q == "auto" else smooth_q
 
 
 def _softmax_scale(scale: float | None, headdim: int) -> float:

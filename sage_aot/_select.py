@@ -7,35 +7,36 @@ from dataclasses import dataclass
 from sage_aot._manifest import KernelRecord, Manifest
 from sage_aot._problem import Problem
 from sage_aot._spec import AXES, KIND_AXES, KernelSpec, capability_of
-from sage_aot.errors import ArgumentError, CubinError, UnsupportedError
+from sage_aot.errors import CubinError, UnsupportedError
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The three kernels of a call, in the order in which they run."""
+    """The kernels of a call, in the order in which they run."""
 
     stats: KernelRecord
     quant: KernelRecord
+    delta: KernelRecord | None  # where Q is smoothed
     attn: KernelRecord
 
 
-def select(capability: tuple[int, int], problem: Problem, qk_bits: int | str, manifest: Manifest) -> Kernels:
+def select(capability: tuple[int, int], problem: Problem, manifest: Manifest) -> Kernels:
     """The kernels for a problem: those of the nearest arch, the least head dim that holds the problem's.
 
-    Raises ArgumentError for an unknown `qk_bits`, UnsupportedError where the manifest has no such kernel, CubinError
-    where it has an attention kernel without its companions.
+    Raises UnsupportedError where the manifest has no such kernel, CubinError where it has an attention kernel without
+    its companions.
     """
-    if qk_bits not in ("auto", *AXES["qk"]):
-        raise ArgumentError(f"qk_bits: expected 'auto', 8 or 4, got {qk_bits!r}")
     wanted = {
         "arch": nearest_arch(capability, manifest),
         "headdim": min(d for d in AXES["headdim"] if d >= problem.headdim),
-        "qk": 8 if qk_bits == "auto" else qk_bits,
+        "qk": problem.qk_bits,
         "mask": "causal" if problem.is_causal else "full",
-        "v": "vraw",
+        "v": "vsmooth" if problem.smooth_v else "vraw",
+        "q": "qsmooth" if problem.smooth_q else "qraw",
     }
     attn = _find(wanted, manifest)
-    return Kernels(_companion(attn.spec, "stats", manifest), _companion(attn.spec, "quant", manifest), attn)
+    companions = {kind: _companion(attn.spec, kind, manifest) for kind in ("stats", "quant")}
+    return Kernels(**companions, delta=_companion(attn.spec, "delta", manifest) if problem.smooth_q else None, attn=attn)
 
 
 def nearest_arch(capability: tuple[int, int], manifest: Manifest) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 
-KINDS = ("attn", "quant", "stats")
-"""Attention on quantized inputs; quantization of Q, K, V; statistics of K and V over the sequence."""
+KINDS = ("attn", "quant", "stats", "delta")
+"""Attention on quantized inputs; quantization of Q, K, V; statistics of K and V over the sequence; what smoothing Q takes
+off the scores."""
 
 AXES = {
     "headdim": (64, 128),
@@ -18,13 +19,15 @@ AXES = {
     "pv": ("f16", "e4m3"),
     "mask": ("full", "causal"),
     "v": ("vraw", "vsmooth"),
+    "q": ("qraw", "qsmooth"),
 }
 """Every axis but the arch, with its values. Archs are open: any ``sm<major><minor>`` may stand in the matrix."""
 
 KIND_AXES = {
-    "attn": ("arch", "headdim", "qk", "pv", "mask", "v"),
-    "quant": ("arch", "headdim", "qk", "pv", "v"),
-    "stats": ("arch", "headdim", "v"),
+    "attn": ("arch", "headdim", "qk", "pv", "mask", "v", "q"),
+    "quant": ("arch", "headdim", "qk", "pv"),
+    "stats": ("arch", "headdim"),
+    "delta": ("arch", "headdim"),
 }
 """The axes that a kind of kernel depends on."""
 
@@ -67,6 +70,7 @@ class KernelSpec:
     pv: str | None = None
     mask: str | None = None
     v: str | None = None
+    q: str | None = None
 
     @property
     def name(self) -> str:
@@ -100,7 +104,7 @@ class KernelSpec:
         return None
 
 
-_EXAMPLE = KernelSpec("attn", "sm80", 128, 8, "f16", "full", "vraw").name
+_EXAMPLE = KernelSpec("attn", "sm80", 128, 8, "f16", "full", "vraw", "qraw").name
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,17 @@ class Tile:
         return 32 * self.block_m // self.warp_m
 
     def shared_bytes(self, spec: KernelSpec) -> int:
-        """Dynamic shared memory of an attention kernel: Q, then the stages of K with its scales, then those of V."""
+        """Dynamic shared memory of an attention kernel: Q, and the stages of K with its scales, of V and of delta_s."""
         qk_bytes = spec.headdim * spec.qk // 8
         v_bytes = spec.headdim * (2 if spec.pv == "f16" else 1)
-        return self.block_m * qk_bytes + self.stages * (self.block_n * (qk_bytes + v_bytes) + SCALES_LINE)
+        delta_bytes = 4 if spec.q == "qsmooth" else 0
+        key_bytes = qk_bytes + v_bytes + delta_bytes
+        return self.block_m * qk_bytes + self.stages * (self.block_n * key_bytes + SCALES_LINE)
+
+    @property
+    def quantized(self) -> tuple[int, int, int]:
+        """The sizes on which the layout of the quantized tensors depends."""
+        return self.block_m, self.block_n, self.warp_m
 
     def invalid(self) -> list[str]:
         """Every rule that these sizes break, as sentences; empty when they are valid."""

@@ -25,11 +25,14 @@ struct Tensor {
   Strides stride;
 };
 
-// Statistics over the sequence, in `num_chunks` parts of `chunk_rows` keys that quantization adds up.
+// Sum, largest and smallest value per channel of a tensor: [3][kHeadDim] for every part of the sequence.
+constexpr i32 kStatistics = 3;
+
+// Statistics over the sequence, in `num_chunks` parts of `chunk_rows` keys that quantization puts together.
 struct StatsParams {
   Tensor k, v;
-  float* k_sum;     // [batch * num_kv_heads][num_chunks][kHeadDim], sum of K
-  float* v_absmax;  // [batch * num_kv_heads][num_chunks][kHeadDim], largest |V|
+  float* k_stats;  // [batch * num_kv_heads][num_chunks][kStatistics][kHeadDim]
+  float* v_stats;  // likewise
   i32 num_kv_heads;
   i32 seqlen_kv;
   i32 headdim;
@@ -40,19 +43,22 @@ struct StatsParams {
   i32 smooth_k;  // 0: no block is launched for K
 };
 static_assert(sizeof(StatsParams) == 112);
-static_assert(SAGE_OFFSET(StatsParams, k_sum) == 64);
+static_assert(SAGE_OFFSET(StatsParams, k_stats) == 64);
 static_assert(SAGE_OFFSET(StatsParams, num_kv_heads) == 80);
 static_assert(SAGE_OFFSET(StatsParams, smooth_k) == 108);
 
 struct QuantParams {
   Tensor q, k, v;
-  const float* k_sum;     // as written by the statistics kernel
-  const float* v_absmax;  // likewise
+  const float* k_stats;   // as written by the statistics kernel
+  const float* v_stats;   // likewise
   u8* q_hat;              // [batch * num_q_heads][q_tiles] tiles of block_m rows
   u8* k_hat;              // [batch * num_kv_heads][kv_tiles] tiles of block_n keys
   u8* v_hat;              // [batch * num_kv_heads][kv_tiles] tiles of block_n keys
   float* q_scale;         // [batch * num_q_heads][q_tiles][block_m / warp_m][8], times softmax_scale · log2 e
+  float* q_mean;          // [batch * num_q_heads][q_tiles][kHeadDim], of a tile's rows in the units of q_hat · q_scale
+  float* k_mean;          // [batch * num_kv_heads][kHeadDim], written where it is subtracted
   float* v_scale;         // [batch * num_kv_heads][kHeadDim]
+  float* v_mean;          // [batch * num_kv_heads][kHeadDim], zero where V is not smoothed
   float* row_bias;        // [batch * num_q_heads][q_tiles * block_m], log2 units: what smoothing K took off a row's scores
   i32 batch;
   i32 num_q_heads;
@@ -66,24 +72,54 @@ struct QuantParams {
   float softmax_scale_log2;  // softmax scale times log2 e
   Dtype dtype;
   i32 aligned;   // every row of q, k and v starts at a multiple of 16 bytes
-  i32 smooth_k;  // 0: k_sum is not read, the mean of K counts as zero
+  i32 smooth_q;  // each: whether the mean is subtracted; 0 counts it as zero
+  i32 smooth_k;
+  i32 smooth_v;
+};
+static_assert(sizeof(QuantParams) == 248);
+static_assert(SAGE_OFFSET(QuantParams, k_stats) == 96);
+static_assert(SAGE_OFFSET(QuantParams, q_scale) == 136);
+static_assert(SAGE_OFFSET(QuantParams, batch) == 184);
+static_assert(SAGE_OFFSET(QuantParams, softmax_scale_log2) == 220);
+
+// What smoothing Q took off the scores: delta_s = mean of a query tile's rows · (K less its mean), in log2 units.
+struct DeltaParams {
+  Tensor k;
+  const float* q_mean;  // as QuantParams
+  const float* k_mean;
+  float* delta_s;       // [num_heads][q_tiles][kv_tiles * block_n]
+  i32 first_head;       // index into [batch * num_q_heads] of the first of num_heads query heads
+  i32 num_heads;
+  i32 num_q_heads;
+  i32 num_kv_heads;
+  i32 seqlen_q;
+  i32 seqlen_kv;
+  i32 headdim;
+  i32 q_tiles;
+  i32 columns;          // kv_tiles * block_n
+  Dtype dtype;
+  i32 aligned;          // every row of k starts at a multiple of 16 bytes
+  i32 block_m;          // query rows of a tile
+  i32 is_causal;        // columns that no row of a tile sees are left unwritten
   i32 padding;
 };
-static_assert(sizeof(QuantParams) == 216);
-static_assert(SAGE_OFFSET(QuantParams, k_sum) == 96);
-static_assert(SAGE_OFFSET(QuantParams, q_scale) == 136);
-static_assert(SAGE_OFFSET(QuantParams, batch) == 160);
-static_assert(SAGE_OFFSET(QuantParams, softmax_scale_log2) == 196);
+static_assert(sizeof(DeltaParams) == 112);
+static_assert(SAGE_OFFSET(DeltaParams, delta_s) == 48);
+static_assert(SAGE_OFFSET(DeltaParams, first_head) == 56);
+static_assert(SAGE_OFFSET(DeltaParams, is_causal) == 104);
 
 struct AttnParams {
-  const u8* q_hat;        // these six as QuantParams
+  const u8* q_hat;        // these seven as QuantParams
   const u8* k_hat;
   const u8* v_hat;
   const float* q_scale;
   const float* v_scale;
+  const float* v_mean;
   const float* row_bias;
+  const float* delta_s;   // as DeltaParams, for the heads of this launch; read where Q is smoothed
   Tensor out;             // like q
   float* lse;             // [batch][num_q_heads][seqlen_q], natural log; null: not wanted
+  i32 first_head;         // index into [batch * num_q_heads] of the first query head of this launch
   i32 num_q_heads;
   i32 num_kv_heads;
   i32 seqlen_q;
@@ -92,10 +128,11 @@ struct AttnParams {
   i32 q_tiles;
   i32 kv_tiles;
   Dtype dtype;
+  i32 padding;
 };
-static_assert(sizeof(AttnParams) == 120);
-static_assert(SAGE_OFFSET(AttnParams, out) == 48);
-static_assert(SAGE_OFFSET(AttnParams, lse) == 80);
-static_assert(SAGE_OFFSET(AttnParams, num_q_heads) == 88);
+static_assert(sizeof(AttnParams) == 144);
+static_assert(SAGE_OFFSET(AttnParams, out) == 64);
+static_assert(SAGE_OFFSET(AttnParams, lse) == 96);
+static_assert(SAGE_OFFSET(AttnParams, first_head) == 104);
 
 }  // namespace sage

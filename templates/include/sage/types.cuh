@@ -1,6 +1,6 @@
 // Fixed-width scalar names and the enumerations that kernels are specialized on.
-// No header of a toolkit or a standard library is included anywhere, so that every compiler, the run-time compiler
-// and a host compiler that simulates the kernels see the same text.
+// No header of a toolkit or a standard library is included anywhere: every compiler sees the same text, and the run-time
+// compiler needs nothing beside itself.
 #pragma once
 
 namespace sage {

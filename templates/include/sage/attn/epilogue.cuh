@@ -1,4 +1,5 @@
-// The end of a query tile: O / row_sum · v_scale in the caller's dtype, and the log-sum-exp.
+// The end of a query tile: O / row_sum · v_scale, plus the mean that smoothing took off V, in the caller's dtype; and the
+// log-sum-exp.
 #pragma once
 
 #include "sage/attn/softmax.cuh"
@@ -28,6 +29,7 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
   const i32 first = warp * Config::kWarpM + lane / 4;
   const float* row_bias = params.row_bias + (static_cast<i64>(work.q_head) * params.q_tiles + work.q_tile) * Config::kBlockM;
   const float* v_scale = params.v_scale + static_cast<i64>(work.kv_head) * Config::kHeadDim;
+  const float* v_mean = params.v_mean + static_cast<i64>(work.kv_head) * Config::kHeadDim;
   const Strides& stride = params.out.stride;
   u16* out = static_cast<u16*>(params.out.data) + work.batch * stride.batch + work.head * stride.head;
 
@@ -39,7 +41,7 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
     const i32 row = work.first_row + first + 8 * r;
     factor[r] = (sum > 0.0f ? 1.0f / sum : 0.0f) + 0.0f * bias;
     if (params.lse != nullptr && lane % 4 == 0 && row < params.seqlen_q) {
-      const float lse_log2 = softmax.row_max[r] - Product::kPScaleLog2 + ptx::lg2(sum) + bias;
+      const float lse_log2 = softmax.row_ref[r] + ptx::lg2(sum) + bias;
       params.lse[static_cast<i64>(work.q_head) * params.seqlen_q + row] = lse_log2 * kLn2;
     }
   }
@@ -47,12 +49,14 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
   for (i32 n = 0; n < kOTiles; ++n) {
     const i32 channel = 8 * n + 2 * (lane % 4);
     const float scale[2] = {v_scale[channel], v_scale[channel + 1]};
+    const float mean[2] = {Config::kSmoothV ? v_mean[channel] : 0.0f, Config::kSmoothV ? v_mean[channel + 1] : 0.0f};
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
       const i32 row = work.first_row + first + 8 * r;
       if (row >= params.seqlen_q) continue;
-      const float lo = acc_o[r / 2][n][2 * (r % 2)] * factor[r] * scale[0];
-      const float hi = acc_o[r / 2][n][2 * (r % 2) + 1] * factor[r] * scale[1];
+      const bool seen = softmax.row_sum[r] > 0.0f;  // P sums to one, unless the row saw no key
+      const float lo = acc_o[r / 2][n][2 * (r % 2)] * factor[r] * scale[0] + (seen ? mean[0] : 0.0f);
+      const float hi = acc_o[r / 2][n][2 * (r % 2) + 1] * factor[r] * scale[1] + (seen ? mean[1] : 0.0f);
       const u32 pair = params.dtype == Dtype::kBf16 ? ptx::bf16x2(lo, hi) : ptx::f16x2(lo, hi);
       store_pair(out + row * stride.row, channel, params.headdim, pair);
     }

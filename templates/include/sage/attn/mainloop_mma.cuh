@@ -13,10 +13,7 @@
 
 namespace sage {
 
-// A masked score is -inf and must stay so when scaled: the scale may not underflow to zero.
-constexpr float kSmallestScale = 1e-37f;
-
-// Config: kHeadDim, kQkBits, kPv, kCausal, kBlockM, kBlockN, kWarpM, kStages.
+// Config: kHeadDim, kQkBits, kPv, kCausal, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
 template <class Config>
 class AttentionMma {
  public:
@@ -29,7 +26,7 @@ class AttentionMma {
     const i64 q_tile = static_cast<i64>(work.q_head) * params.q_tiles + work.q_tile;
     const u32 sQ = ptx::shared_address(shared);
     copy_async<Layout::kQBytes, kThreads>(sQ, params.q_hat + q_tile * Layout::kQBytes + threadIdx.x * 16);
-    Stream stream(params, work.kv_head, sQ + Layout::kQBytes);
+    Stream stream(params, work, sQ + Layout::kQBytes);
 #pragma unroll
     for (i32 stage = 0; stage < Config::kStages - 1; ++stage) stream.load(stage, stage < work.tiles);
 
@@ -76,13 +73,17 @@ class AttentionMma {
 
       // One scale of K too: that of its keys 8j + 2t and 8j + 2t + 1.
       const float k_scale = ptx::load_shared_f32(stream.k_scales(stage) + lane % 4 * 4);
+      float scale = score_scale(q_scale, k_scale);
+
       typename Scores<Config>::Accumulator acc_s;
       scores.multiply(acc_s, stream.k(stage));
+      if constexpr (Config::kSmoothQ) {
+        Scores<Config>::add_delta(acc_s, scale, stream.delta(stage), lane);
+        scale = 1.0f;
+      }
       if constexpr (kMasked) mask(params, work, tile, acc_s);
-      float alpha[kRows];
       typename Product::Operand p;
-      const bool moved = softmax.update(acc_s, fmaxf(q_scale * k_scale, kSmallestScale), alpha, p);
-      if (moved) rescale<Config>(acc_o, alpha);
+      softmax.update(acc_s, scale, acc_o, p);
       Product::accumulate(acc_o, p, stream.v(stage), v_offset);
     }
 

@@ -1,29 +1,13 @@
 // The second product, O += P·V, with mma.sync: how P is packed, and how the sum over tiles is kept.
 #pragma once
 
+#include "sage/attn/softmax.cuh"
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/math.cuh"
 #include "sage/ptx/mma.cuh"
 #include "sage/tile/layout.cuh"
 
 namespace sage {
-
-template <class Config>
-using OutputAccumulator = float[Config::kWarpM / 16][Config::kHeadDim / 8][4];
-
-// Brings what was summed so far to a new row maximum. A branch of its own, and rarely taken: once a row has seen a few
-// tiles its maximum hardly moves.
-template <class Config>
-__device__ __forceinline__ void rescale(OutputAccumulator<Config>& acc_o, const float (&alpha)[Config::kWarpM / 8]) {
-#pragma unroll
-  for (i32 m = 0; m < Config::kWarpM / 16; ++m) {
-#pragma unroll
-    for (i32 n = 0; n < Config::kHeadDim / 8; ++n) {
-#pragma unroll
-      for (i32 c = 0; c < 4; ++c) acc_o[m][n][c] *= alpha[2 * m + c / 2];
-    }
-  }
-}
 
 // P and V in f16, f32 accumulators that persist over the tiles. V̂ lies in rows of keys; ldmatrix transposes it.
 template <class Config>
@@ -34,7 +18,7 @@ struct PvF16 {
 
   // f16 reaches from 2^-24 to 2^16: P tops at 2^7, so that all down to 2^-21 of the largest stays normal, and may
   // outgrow that by 2^8 before sums must be rescaled.
-  static constexpr float kPScaleLog2 = 7.0f;
+  static constexpr float kTop = 7.0f;
   static constexpr float kLazyRise = 8.0f;
 
   using Operand = u32[kMTiles][kSteps][4];
@@ -75,8 +59,8 @@ struct PvE4m3 {
   static constexpr i32 kSteps = Config::kBlockN / 32;  // keys a product: 32
   using Rows = typename TileLayout<Config>::VRows;
 
-  static constexpr float kPScaleLog2 = 8.807354922f;  // log2(448), the largest e4m3
-  static constexpr float kLazyRise = 0.0f;            // P fills e4m3: no room for more
+  static constexpr float kTop = 8.807354f;  // log2(448), the largest e4m3
+  static constexpr float kLazyRise = 0.0f;  // P fills e4m3: no room for more
 
   using Operand = u32[kMTiles][kSteps][4];
 

@@ -44,8 +44,25 @@ struct Scores {
         ptx::ldmatrix_x4(k, sK + Rows::moved(k_offset, 8 * n, 2 * step));
 #pragma unroll
         for (i32 m = 0; m < kMTiles; ++m) {
-          ptx::mma_m16n8k32_s8s8s32(acc_s[m][n], q[m], k[0], k[1], ptx::chain(step, bias, acc_s[m][n]));
-          ptx::mma_m16n8k32_s8s8s32(acc_s[m][n + 1], q[m], k[2], k[3], ptx::chain(step, bias, acc_s[m][n + 1]));
+          mma(acc_s[m][n], q[m], k[0], k[1], ptx::chain(step, bias, acc_s[m][n]));
+          mma(acc_s[m][n + 1], q[m], k[2], k[3], ptx::chain(step, bias, acc_s[m][n + 1]));
+        }
+      }
+    }
+  }
+
+  // Where Q is smoothed every column has a term of its own: finishes the scores here, in f32 and in log2 units, and leaves
+  // their bits in the accumulators. sDelta: delta_s of the tile's keys.
+  __device__ __forceinline__ static void add_delta(Accumulator& acc_s, float scale, u32 sDelta, i32 lane) {
+#pragma unroll
+    for (i32 n = 0; n < kNTiles; ++n) {
+      const ptx::F32x2 delta = ptx::load_shared_f32x2(sDelta + (8 * n + lane % 4 * 2) * 4);
+#pragma unroll
+      for (i32 m = 0; m < kMTiles; ++m) {
+#pragma unroll
+        for (i32 c = 0; c < 4; ++c) {
+          const float score = __int_as_float(acc_s[m][n][c]) - kScoreBias;
+          acc_s[m][n][c] = __float_as_int(fmaf(score, scale, c % 2 ? delta.y : delta.x));
         }
       }
     }
@@ -64,6 +81,12 @@ struct Scores {
         }
       }
     }
+  }
+
+ private:
+  __device__ __forceinline__ static void mma(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const i32 (&c)[4]) {
+    if constexpr (Config::kQkBits == 8) ptx::mma_m16n8k32_s8s8s32(d, a, b0, b1, c);
+    else ptx::mma_m16n8k64_s4s4s32(d, a, b0, b1, c);
   }
 };
 

@@ -33,7 +33,7 @@ __device__ __forceinline__ Work locate(const AttnParams& params) {
   const u32 block = ptx::block_index();
   const i32 tile = block % params.q_tiles;
   work.q_tile = Config::kCausal ? params.q_tiles - 1 - tile : tile;
-  work.q_head = block / params.q_tiles;
+  work.q_head = params.first_head + block / params.q_tiles;
   work.batch = work.q_head / params.num_q_heads;
   work.head = work.q_head % params.num_q_heads;
   work.kv_head = work.batch * params.num_kv_heads + work.head / (params.num_q_heads / params.num_kv_heads);

@@ -1,10 +1,13 @@
-// Scalar instructions: conversions with the rounding they are named after, exp2, and three-way integer maximum.
+// Scalar instructions: conversions with the rounding they are named after, exp2, log2 and reciprocal.
 // Source: PTX ISA, "Floating Point Instructions" (ex2) and "Data Movement and Conversion Instructions" (cvt).
 #pragma once
 
 #include "sage/types.cuh"
 
 namespace sage::ptx {
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+__device__ __forceinline__ float quiet_nan() { return __int_as_float(0x7fc00000); }
 
 // 2^x; results below the smallest normal number are zero, 2^-inf is zero.
 __device__ __forceinline__ float ex2(float x) {

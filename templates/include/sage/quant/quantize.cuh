@@ -1,10 +1,13 @@
 // Quantization of Q, K and V in one launch, into the tiles of tile/layout.cuh.
-//   Q  s8, a scale per thread of the attention kernel: rows m of a warp with equal m % 8. Multiplied by
-//      softmax_scale · log2 e first, so that scores come out in log2 units and any sign of the scale is right.
-//   K  s8, less its mean per channel; a scale per thread: keys n of a tile with equal n % 8 / 2.
-//   V  e4m3 with a scale per channel, or f16 with a power of two per channel that keeps any bf16 within range.
-// Values are divided by amax / 127 (Q, K) or amax / 448 (V) and rounded to the nearest, ties to even.
-// Source: SageAttention2, sections 3.1 to 3.3 and appendix A.6.
+//   Q  s8 or s4, a scale per thread of the attention kernel: rows m of a warp with equal m % 8. Multiplied by
+//      softmax_scale · log2 e first, so that scores come out in log2 units and any sign of the scale is right. Smoothed:
+//      less the mean of its tile's rows.
+//   K  s8 or s4, a scale per thread: keys n of a tile with equal n % 8 / 2. Smoothed: less its mean per channel.
+//   V  e4m3 with a scale per channel, or f16 with a power of two per channel that keeps any bf16 within range. Smoothed:
+//      less its mean per channel.
+// Values are divided by amax / limit (127 for s8, 7 for s4, 448 for e4m3) and rounded to the nearest, ties to even.
+// A key that is not finite makes the scale of its group NaN, and so every row that sees its tile; a query, see row_bias.
+// Source: SageAttention2, sections 3.1 to 3.4 and appendix A.6.
 #pragma once
 
 #include "sage/ptx/warp.cuh"
@@ -53,12 +56,6 @@ __device__ __forceinline__ Scale power_of_two_scale(float amax) {
           __uint_as_float((2 * kExponentBias - scale_exponent) << kMantissaBits)};
 }
 
-// |x|, or zero where x is not finite: such a value must not spoil the scale that other rows share.
-__device__ __forceinline__ float finite_abs(float x) {
-  const float a = fabsf(x);
-  return a < __int_as_float(0x7f800000) ? a : 0.0f;
-}
-
 // Config: kHeadDim, kQkBits, kPv, kBlockM, kBlockN, kWarpM, kThreads.
 template <class Config>
 struct Quantize {
@@ -67,12 +64,21 @@ struct Quantize {
   static constexpr i32 kVectors = kHeadDim / kVector;  // lanes side by side on a row
   static constexpr i32 kWarpsPerTile = kKeyGroups;     // a warp quantizes one group of a KV tile
   static constexpr i32 kTilesPerBlock = Config::kThreads / (kWarpsPerTile * kWarpSize);
-  static constexpr float kLimit = 127.0f;
-  static_assert(Config::kQkBits == 8);
+  static constexpr float kLimit = Config::kQkBits == 8 ? 127.0f : 7.0f;
+  static_assert(Config::kQkBits == 8 || Config::kQkBits == 4);
   static_assert(Config::kThreads % (kWarpsPerTile * kWarpSize) == 0, "a block takes whole KV tiles");
 
+  // What a block knows of the channels of its head.
+  struct Channels {
+    float k_mean[kHeadDim];       // blocks of Q and K
+    float q_mean[kHeadDim];       // blocks of Q
+    float v_mean[kHeadDim];       // blocks of V
+    float inv_v_scale[kHeadDim];  // blocks of V
+    float parts[Config::kThreads / kVectors][kHeadDim];  // blocks of Q: the sums of each thread
+  };
+
   const QuantParams& params;
-  float* channel;  // shared, [kHeadDim]: the mean of K, or the reciprocal scale of V
+  Channels& channels;  // shared
 
   // The branch is uniform over the grid.
   __device__ __forceinline__ void run() const {
@@ -101,7 +107,7 @@ struct Quantize {
       if constexpr (Config::kPv == Pv::kE4m3) quantize_v_e4m3<kAligned>(head, first_tile);
       else quantize_v_f16<kAligned>(head, first_tile);
     } else {
-      prepare_k_mean(head);
+      prepare_k_mean(head, first_tile == 0);
       quantize_k<kAligned>(head, first_tile);
     }
   }
@@ -114,29 +120,43 @@ struct Quantize {
 
   // --- per channel, from the statistics -----------------------------------------------------------------------------
 
-  // channel[] = mean of K over the sequence, or zero where K is not smoothed.
-  __device__ __forceinline__ void prepare_k_mean(i32 head) const {
+  // Statistic `which` of a channel in one chunk: 0 the sum, 1 the largest, 2 the smallest value.
+  __device__ __forceinline__ float statistic(const float* stats, i32 head, i32 chunk, i32 which, i32 c) const {
+    return stats[((static_cast<i64>(head) * params.num_chunks + chunk) * kStatistics + which) * kHeadDim + c];
+  }
+
+  __device__ __forceinline__ float mean_over_keys(const float* stats, i32 head, i32 c) const {
+    float sum = 0.0f;
+    for (i32 chunk = 0; chunk < params.num_chunks; ++chunk) sum += statistic(stats, head, chunk, 0, c);
+    return divide(sum, static_cast<float>(params.seqlen_kv));
+  }
+
+  // `store`: one block of each head leaves the mean for whoever needs it next.
+  __device__ __forceinline__ void prepare_k_mean(i32 head, bool store) const {
     for (i32 c = threadIdx.x; c < kHeadDim; c += Config::kThreads) {
-      float sum = 0.0f;
-      if (params.smooth_k) {
-        const float* part = params.k_sum + static_cast<i64>(head) * params.num_chunks * kHeadDim + c;
-        for (i32 chunk = 0; chunk < params.num_chunks; ++chunk) sum += part[chunk * kHeadDim];
-        sum = divide(sum, static_cast<float>(params.seqlen_kv));
-      }
-      channel[c] = sum;
+      const float mean = params.smooth_k ? mean_over_keys(params.k_stats, head, c) : 0.0f;
+      channels.k_mean[c] = mean;
+      if (store) params.k_mean[static_cast<i64>(head) * kHeadDim + c] = mean;
     }
     __syncthreads();
   }
 
-  // channel[] = reciprocal scale of V; one block of each head leaves the scale for the attention kernel.
   __device__ __forceinline__ void prepare_v_scale(i32 head, bool store) const {
     for (i32 c = threadIdx.x; c < kHeadDim; c += Config::kThreads) {
-      const float* part = params.v_absmax + static_cast<i64>(head) * params.num_chunks * kHeadDim + c;
-      float amax = 0.0f;
-      for (i32 chunk = 0; chunk < params.num_chunks; ++chunk) amax = fmaxf(amax, part[chunk * kHeadDim]);
+      const float mean = params.smooth_v ? mean_over_keys(params.v_stats, head, c) : 0.0f;
+      float largest = -ptx::infinity(), smallest = ptx::infinity();
+      for (i32 chunk = 0; chunk < params.num_chunks; ++chunk) {
+        largest = fmaxf(largest, statistic(params.v_stats, head, chunk, 1, c));
+        smallest = fminf(smallest, statistic(params.v_stats, head, chunk, 2, c));
+      }
+      const float amax = fmaxf(largest - mean, mean - smallest);
       const Scale scale = Config::kPv == Pv::kE4m3 ? scale_to(448.0f, amax) : power_of_two_scale(amax);
-      channel[c] = scale.inv_scale;
-      if (store) params.v_scale[static_cast<i64>(head) * kHeadDim + c] = scale.scale;
+      channels.v_mean[c] = mean;
+      channels.inv_v_scale[c] = scale.inv_scale;
+      if (store) {
+        params.v_mean[static_cast<i64>(head) * kHeadDim + c] = mean;
+        params.v_scale[static_cast<i64>(head) * kHeadDim + c] = scale.scale;
+      }
     }
     __syncthreads();
   }
@@ -150,10 +170,11 @@ struct Quantize {
     constexpr i32 kGroups = Config::kBlockM / kRows;
     const i32 batch = head / params.num_q_heads, q_head = head % params.num_q_heads;
     const i32 kv_head = q_head / (params.num_q_heads / params.num_kv_heads);
-    prepare_k_mean(batch * params.num_kv_heads + kv_head);
-
     const Source<kAligned> source(params.q, batch, q_head, params.seqlen_q, params.headdim, params.dtype);
     const i64 tile_index = static_cast<i64>(head) * params.q_tiles + tile;
+    prepare_k_mean(batch * params.num_kv_heads + kv_head, false);
+    prepare_q_mean(source, tile, params.q_mean + tile_index * kHeadDim);
+
     const i32 lane = threadIdx.x % kVectors;
     for (i32 group = threadIdx.x / kVectors; group < kGroups; group += Config::kThreads / kVectors) {
       const i32 first_row = group / kRowGroups * Config::kWarpM + group % kRowGroups;
@@ -165,24 +186,59 @@ struct Quantize {
       float x[kRows][kVector], bias[kRows] = {}, amax = 0.0f;
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
+        const bool exists = tile * Config::kBlockM + first_row + r * kRowGroups < params.seqlen_q;
         source.convert(raw[r], x[r]);
 #pragma unroll
         for (i32 i = 0; i < kVector; ++i) {
+          const i32 c = lane * kVector + i;
           x[r][i] *= params.softmax_scale_log2;
-          bias[r] += x[r][i] * channel[lane * kVector + i];
-          amax = fmaxf(amax, finite_abs(x[r][i]));
+          bias[r] += x[r][i] * channels.k_mean[c];
+          x[r][i] = exists ? x[r][i] - channels.q_mean[c] : 0.0f;
+          amax = fmaxf(amax, fabsf(finite_or_zero(x[r][i])));
         }
       }
       const Scale scale = scale_to(kLimit, ptx::max_over_lanes<kVectors>(amax));
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
         const i32 row = first_row + r * kRowGroups;
-        store_s8<typename Layout::QRows>(params.q_hat + tile_index * Layout::kQBytes, row, lane, x[r], scale.inv_scale);
+        store_row<typename Layout::QRows>(params.q_hat + tile_index * Layout::kQBytes, row, lane, x[r], scale.inv_scale);
         const float row_bias = ptx::sum_over_lanes<kVectors>(bias[r]);
         if (lane == 0) params.row_bias[tile_index * Config::kBlockM + row] = row_bias;
       }
       if (lane == 0) params.q_scale[tile_index * kGroups + group] = scale.scale;
     }
+  }
+
+  // q_mean = mean of the tile's rows, summed like the statistics: a thread's rows ascending, then the threads ascending.
+  template <class Source>
+  __device__ __forceinline__ void prepare_q_mean(const Source& source, i32 tile, float* q_mean) const {
+    if (!params.smooth_q) {
+      for (i32 c = threadIdx.x; c < kHeadDim; c += Config::kThreads) channels.q_mean[c] = 0.0f;
+      __syncthreads();
+      return;
+    }
+    constexpr i32 kRowsAtOnce = Config::kThreads / kVectors;
+    const i32 lane = threadIdx.x % kVectors, first_row = threadIdx.x / kVectors;
+    float sum[kVector] = {};
+#pragma unroll 4
+    for (i32 row = 0; row < Config::kBlockM; row += kRowsAtOnce) {
+      float x[kVector];
+      source.convert(source.load(tile * Config::kBlockM + first_row + row, lane * kVector), x);
+#pragma unroll
+      for (i32 i = 0; i < kVector; ++i) sum[i] += finite_or_zero(x[i] * params.softmax_scale_log2);
+    }
+#pragma unroll
+    for (i32 i = 0; i < kVector; ++i) channels.parts[first_row][lane * kVector + i] = sum[i];
+    __syncthreads();
+    const i32 rows = min(Config::kBlockM, params.seqlen_q - tile * Config::kBlockM);
+    for (i32 c = threadIdx.x; c < kHeadDim; c += Config::kThreads) {
+      float total = channels.parts[0][c];
+      for (i32 r = 1; r < kRowsAtOnce; ++r) total += channels.parts[r][c];
+      const float mean = divide(total, static_cast<float>(rows));
+      channels.q_mean[c] = mean;
+      q_mean[c] = mean;
+    }
+    __syncthreads();
   }
 
   // --- K ------------------------------------------------------------------------------------------------------------
@@ -208,37 +264,51 @@ struct Quantize {
     for (i32 s = 0; s < kSteps; ++s) raw[s] = source.load(tile * Config::kBlockN + key_of_step(s), vector * kVector);
 
     float x[kSteps][kVector], amax = 0.0f;
+    bool finite = true;
 #pragma unroll
     for (i32 s = 0; s < kSteps; ++s) {
       const bool exists = tile * Config::kBlockN + key_of_step(s) < params.seqlen_kv;
       source.convert(raw[s], x[s]);
 #pragma unroll
       for (i32 i = 0; i < kVector; ++i) {
-        x[s][i] = exists ? x[s][i] - channel[vector * kVector + i] : 0.0f;
-        amax = fmaxf(amax, finite_abs(x[s][i]));
+        x[s][i] = exists ? x[s][i] - channels.k_mean[vector * kVector + i] : 0.0f;
+        finite &= fabsf(x[s][i]) < ptx::infinity();
+        amax = fmaxf(amax, fabsf(x[s][i]));
       }
     }
     const Scale scale = scale_to(kLimit, ptx::max_over_lanes<kWarpSize>(amax));
+    const float group_scale = ptx::any(!finite) ? ptx::quiet_nan() : scale.scale;
     u8* tile_data = params.k_hat + (static_cast<i64>(head) * params.kv_tiles + tile) * Layout::kKTileBytes;
 #pragma unroll
     for (i32 s = 0; s < kSteps; ++s) {
-      store_s8<typename Layout::KRows>(tile_data, key_of_step(s), vector, x[s], scale.inv_scale);
+      store_row<typename Layout::KRows>(tile_data, key_of_step(s), vector, x[s], scale.inv_scale);
     }
-    if (lane == 0) reinterpret_cast<float*>(tile_data + Layout::kKBytes)[group] = scale.scale;
+    if (lane == 0) reinterpret_cast<float*>(tile_data + Layout::kKBytes)[group] = group_scale;
   }
 
-  // Rounds eight channels and stores them as half a chunk of their row.
+  // Rounds eight channels and stores them as part of a chunk of their row.
   template <class Rows>
-  __device__ __forceinline__ static void store_s8(u8* tile, i32 row, i32 vector, const float (&x)[kVector],
-                                                  float inv_scale) {
-    u32 word[2] = {};
+  __device__ __forceinline__ static void store_row(u8* tile, i32 row, i32 vector, const float (&x)[kVector],
+                                                   float inv_scale) {
+    constexpr i32 kBits = Config::kQkBits, kBytes = kVector * kBits / 8;
+    u64 word = 0;
 #pragma unroll
-    for (i32 i = 0; i < kVector; ++i) word[i / 4] |= ptx::s8(x[i] * inv_scale) << 8 * (i % 4);
-    u8* to = tile + Rows::offset(row, vector / 2) + vector % 2 * kVector;
-    *reinterpret_cast<u64*>(to) = word[0] | static_cast<u64>(word[1]) << 32;
+    for (i32 i = 0; i < kVector; ++i) {
+      word |= static_cast<u64>(ptx::s8(x[i] * inv_scale) & ((1 << kBits) - 1)) << kBits * i;
+    }
+    u8* to = tile + Rows::offset(row, vector * kBytes / 16) + vector * kBytes % 16;
+    if constexpr (kBits == 8) *reinterpret_cast<u64*>(to) = word;
+    else *reinterpret_cast<u32*>(to) = static_cast<u32>(word);
   }
 
   // --- V ------------------------------------------------------------------------------------------------------------
+
+  // Eight channels of one key less their means; keys that do not exist stay zero.
+  __device__ __forceinline__ void smooth_v(float (&x)[kVector], i32 first_channel, i32 key) const {
+    if (key >= params.seqlen_kv) return;
+#pragma unroll
+    for (i32 i = 0; i < kVector; ++i) x[i] -= channels.v_mean[first_channel + i];
+  }
 
   // Transposes: a thread takes four neighbouring columns of the P operand, that is four keys, in eight channels.
   template <bool kAligned>
@@ -257,11 +327,14 @@ struct Quantize {
       }
       float x[4][kVector];
 #pragma unroll
-      for (i32 e = 0; e < 4; ++e) source.convert(raw[e], x[e]);
+      for (i32 e = 0; e < 4; ++e) {
+        source.convert(raw[e], x[e]);
+        smooth_v(x[e], first_channel, tile * Config::kBlockN + key_of_column(column + e));
+      }
       u8* tile_data = params.v_hat + (static_cast<i64>(head) * params.kv_tiles + tile) * Layout::kVBytes;
 #pragma unroll
       for (i32 i = 0; i < kVector; ++i) {
-        const float inv = channel[first_channel + i];
+        const float inv = channels.inv_v_scale[first_channel + i];
         u8* to = tile_data + Layout::VRows::offset(first_channel + i, column / 16) + column % 16;
         *reinterpret_cast<u32*>(to) = ptx::e4m3x4(x[0][i] * inv, x[1][i] * inv, x[2][i] * inv, x[3][i] * inv);
       }
@@ -271,6 +344,7 @@ struct Quantize {
   // All loads of a tile before the first use: rows are short, and only loads in flight hide the memory's latency.
   template <bool kAligned>
   __device__ __forceinline__ void quantize_v_f16(i32 head, i32 first_tile) const {
+    static_assert(Config::kBlockN * kVectors % Config::kThreads == 0, "every thread takes equally many keys");
     constexpr i32 kSteps = Config::kBlockN * kVectors / Config::kThreads;
     constexpr i32 kKeysAtOnce = Config::kThreads / kVectors;
     const Source<kAligned> source = kv_source<kAligned>(params.v, head);
@@ -287,10 +361,11 @@ struct Quantize {
       for (i32 s = 0; s < kSteps; ++s) {
         float x[kVector];
         source.convert(raw[s], x);
+        smooth_v(x, vector * kVector, tile * Config::kBlockN + first_key + s * kKeysAtOnce);
         Raw out;
 #pragma unroll
         for (i32 i = 0; i < kVector; i += 2) {
-          const float* inv_scale = channel + vector * kVector + i;
+          const float* inv_scale = channels.inv_v_scale + vector * kVector + i;
           out.word[i / 2] = ptx::f16x2(x[i] * inv_scale[0], x[i + 1] * inv_scale[1]);
         }
         *reinterpret_cast<Raw*>(tile_data + Layout::VRows::offset(first_key + s * kKeysAtOnce, vector)) = out;

@@ -18,7 +18,7 @@ template <i32 kRowBytes_>
 struct SwizzledRows {
   static constexpr i32 kRowBytes = kRowBytes_;
   static constexpr i32 kChunks = kRowBytes / 16;
-  static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes % 128 == 0, "a row must tile the 128 bytes of the banks");
+  static_assert(kRowBytes >= 32 && (kRowBytes & (kRowBytes - 1)) == 0, "moved() takes additions for XORs");
 
   // Rows that share 128 bytes need no key to differ from one another.
   static constexpr i32 kRowsPerLine = kRowBytes < 128 ? 128 / kRowBytes : 1;
@@ -43,6 +43,9 @@ __device__ constexpr i32 key_of_column(i32 column) {
   return column / 32 * 32 + 16 * half + 8 * (e / 2) + 2 * t + e % 2;
 }
 
+// Bytes behind a tile of K for its scales: a whole line, so that tiles stay aligned.
+constexpr i32 kScalesLine = 128;
+
 // Rows and bytes of one tile of each quantized tensor.
 template <class Config>
 struct TileLayout {
@@ -55,7 +58,7 @@ struct TileLayout {
 
   static constexpr i32 kQBytes = Config::kBlockM * kQkRowBytes;
   static constexpr i32 kKBytes = Config::kBlockN * kQkRowBytes;
-  static constexpr i32 kKTileBytes = kKBytes + 128;  // with the scales; whole lines, so that tiles stay aligned
+  static constexpr i32 kKTileBytes = kKBytes + kScalesLine;  // with the scales
   static constexpr i32 kVBytes = (kTransposedV ? Config::kHeadDim : Config::kBlockN) * VRows::kRowBytes;
 };
 

@@ -1,0 +1,94 @@
+// What smoothing Q took off the scores: per query tile and key, the mean of the tile's rows times the smoothed key,
+// delta_s = q̄ · (k − k̄), from K as it came: from the quantized K it would put back the error that smoothing removes.
+// A matrix product of [q_tiles][headdim] and [keys][headdim] per query head, in f32, a block of 64 x 64 at a time.
+// Source: SageAttention2, section 3.1.
+#pragma once
+
+#include "sage/quant/source.cuh"
+
+namespace sage {
+
+// Config: kHeadDim, kThreads.
+template <class Config>
+struct DeltaS {
+  static constexpr i32 kTile = 64;                 // query tiles, and keys, of a block
+  static constexpr i32 kDepth = 32;                // channels in shared memory at once
+  static constexpr i32 kEdge = 4;                  // each thread: 4 query tiles by 4 keys
+  static constexpr i32 kPitch = kTile + 4;         // words of a row in shared memory; rows stay aligned to 16 bytes
+  static constexpr i32 kVectors = kDepth / kVector;
+  static_assert(Config::kThreads == kTile * kTile / (kEdge * kEdge));
+  static_assert(Config::kThreads == kTile * kVectors, "a thread loads one vector of each operand");
+
+  // Channel by channel, so that a thread's four values are neighbours.
+  struct Operands {
+    float q[kDepth][kPitch];
+    float k[kDepth][kPitch];
+  };
+
+  const DeltaParams& params;
+  Operands& operands;  // shared
+
+  __device__ __forceinline__ void run() const {
+    if (params.aligned) run<true>();
+    else run<false>();
+  }
+
+  // blockIdx.x: keys fastest, then query tiles, then query heads.
+  template <bool kAligned>
+  __device__ __forceinline__ void run() const {
+    const i32 key_blocks = ceil_div(params.columns, kTile), tile_blocks = ceil_div(params.q_tiles, kTile);
+    const i32 first_key = blockIdx.x % key_blocks * kTile;
+    const i32 first_tile = blockIdx.x / key_blocks % tile_blocks * kTile;
+    const i32 head = blockIdx.x / key_blocks / tile_blocks;  // of this launch
+    if (params.is_causal && !visible(first_tile, first_key)) return;
+
+    const i32 q_head = params.first_head + head;
+    const i32 batch = q_head / params.num_q_heads;
+    const i32 kv_head = q_head % params.num_q_heads / (params.num_q_heads / params.num_kv_heads);
+    const Source<kAligned> source(params.k, batch, kv_head, params.seqlen_kv, params.headdim, params.dtype);
+    const float* q_mean = params.q_mean + static_cast<i64>(q_head) * params.q_tiles * Config::kHeadDim;
+    const float* k_mean = params.k_mean + (static_cast<i64>(batch) * params.num_kv_heads + kv_head) * Config::kHeadDim;
+
+    const i32 row = threadIdx.x / kTile * kVector, column = threadIdx.x % kTile;  // of the operands: channel, and which
+    const i32 tile = threadIdx.x / (kTile / kEdge) * kEdge, key = threadIdx.x % (kTile / kEdge) * kEdge;
+    float sum[kEdge][kEdge] = {};
+    for (i32 depth = 0; depth < Config::kHeadDim; depth += kDepth) {
+      float x[kVector];
+      source.convert(source.load(first_key + column, depth + row), x);
+      __syncthreads();  // the products of the channels before are done
+#pragma unroll
+      for (i32 i = 0; i < kVector; ++i) {
+        const i32 c = depth + row + i;
+        operands.k[row + i][column] = finite_or_zero(x[i] - k_mean[c]);
+        operands.q[row + i][column] =
+            first_tile + column < params.q_tiles ? q_mean[(first_tile + column) * Config::kHeadDim + c] : 0.0f;
+      }
+      __syncthreads();
+#pragma unroll 8
+      for (i32 d = 0; d < kDepth; ++d) {
+#pragma unroll
+        for (i32 i = 0; i < kEdge; ++i) {
+#pragma unroll
+          for (i32 j = 0; j < kEdge; ++j) sum[i][j] = fmaf(operands.q[d][tile + i], operands.k[d][key + j], sum[i][j]);
+        }
+      }
+    }
+#pragma unroll
+    for (i32 i = 0; i < kEdge; ++i) {
+      if (first_tile + tile + i >= params.q_tiles) break;
+      float* out = params.delta_s + (static_cast<i64>(head) * params.q_tiles + first_tile + tile + i) * params.columns;
+#pragma unroll
+      for (i32 j = 0; j < kEdge; ++j) {
+        if (first_key + key + j < params.columns) out[first_key + key + j] = sum[i][j];
+      }
+    }
+  }
+
+  // Whether the last row of the last of these query tiles sees the first key.
+  __device__ __forceinline__ bool visible(i32 first_tile, i32 first_key) const {
+    const i32 last_row = min((first_tile + kTile) * params.block_m, params.seqlen_q) - 1;
+    return first_key <= last_row + params.seqlen_kv - params.seqlen_q;
+  }
+};
+
+}  // namespace sage

@@ -1,0 +1,171 @@
+"""The torch operators on CUDA tensors: what tests/unit/test_ops.py checks on the CPU, and CUDA graphs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import sage_aot
+from sage_aot import _ops, _reference
+
+# Compiling warns of torch's own deprecations and advice, which are not this package's.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+CALLS = [{}, {"is_causal": True, "scale": 0.1, "smooth_k": False}]
+
+
+def draw(seed=0, dtype=torch.bfloat16, queries=200, keys=300):
+    """Shapes [2, 4, queries, 64] and [2, 2, keys, 64]."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return _reference.inputs("normal", (2, 4, queries, 64), (2, 2, keys, 64), dtype, generator)
+
+
+def options(**changes):
+    """Values of an operator's options, in order."""
+    values = {"is_causal": False, "scale": None, "layout": "HND", "qk_bits": None, "smooth_k": True, **changes}
+    return tuple(values[name] for name in _ops.OPTIONS)
+
+
+@pytest.fixture(params=["default", "reduce-overhead"])
+def compiled(request):
+    """torch.compile in each mode, without graph breaks."""
+    torch.compiler.reset()
+    yield lambda work, **more: torch.compile(work, mode=request.param, fullgraph=True, **more)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("changes", [{}, {"layout": "NHD"}, CALLS[1]], ids=str)
+@pytest.mark.parametrize("op", [_ops.attn, _ops.attn_lse, _ops.attn_out, _ops.attn_lse_out], ids=str)
+def test_opcheck(op, changes):
+    q, k, v = draw()
+    if changes.get("layout") == "NHD":
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    written = (torch.empty_like(q),) if "out" in str(op) else ()
+    torch.library.opcheck(op, (q, k, v, *written, *options(**changes)))
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_compiled_equals_eager(compiled, call):
+    work = compiled(lambda q, k, v: sage_aot.attn(q, k, v, return_lse=True, **call))
+    for seed in range(6):  # with reduce-overhead: warm-up, recording, replays; each from other addresses
+        q, k, v = draw(seed)
+        out, lse = (t.clone() for t in work(q, k, v))
+        expected = sage_aot.attn(q, k, v, return_lse=True, **call)
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+def test_compiled_between_other_operators(compiled):
+    def work(q, k, v):
+        return sage_aot.attn(q * 2, k.transpose(1, 2).contiguous().transpose(1, 2), v + 1).transpose(1, 2).flatten(2)
+
+    fast = compiled(work)
+    for seed in range(6):
+        tensors = draw(seed)
+        assert torch.equal(fast(*tensors).clone(), work(*tensors))
+
+
+def test_compiled_with_dynamic_shapes():
+    torch.compiler.reset()
+    work = torch.compile(lambda *qkv: sage_aot.attn(*qkv), fullgraph=True, dynamic=True)
+    for queries, keys in ((200, 300), (77, 300), (5, 1029)):
+        tensors = draw(queries, queries=queries, keys=keys)
+        assert torch.equal(work(*tensors), sage_aot.attn(*tensors))
+
+
+def test_out_inside_compiled_code_is_written(compiled):
+    work = compiled(lambda q, k, v, out: sage_aot.attn(q, k, v, out=out, return_lse=True)[1])
+    for seed in range(6):
+        q, k, v = draw(seed)
+        out = torch.full_like(q, math.nan)
+        lse = work(q, k, v, out).clone()
+        expected = sage_aot.attn(q, k, v, return_lse=True)
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+def test_grad_is_refused_in_compiled_code(compiled):
+    q, k, v = draw()
+    v.requires_grad_()
+    work = compiled(lambda *qkv: sage_aot.attn(*qkv))
+    with pytest.raises(Exception, match="v requires grad, and attn has no backward pass"):
+        work(q, k, v)
+    with torch.no_grad():
+        assert torch.equal(work(q, k, v), sage_aot.attn(q, k, v))
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_capture_and_replay(call):
+    q, k, v = draw()
+    sage_aot.attn(q, k, v, **call)  # loads the kernels, which a capture cannot
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = sage_aot.attn(q, k, v, return_lse=True, **call)
+    for seed in range(1, 4):
+        fresh = draw(seed)
+        for tensor, new in zip((q, k, v), fresh):
+            tensor.copy_(new)
+        out.fill_(math.nan)
+        graph.replay()
+        expected = sage_aot.attn(*fresh, return_lse=True, **call)
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+def test_calls_at_old_addresses_see_new_strides_and_options():
+    """Packed launches are remembered by address: one memory, read in several ways, in any order."""
+    storage = torch.randn(3, 2, 128, 2, 64, device="cuda").bfloat16()
+    expected = {}
+    for _ in range(3):
+        for layout in ("HND", "NHD"):
+            for is_causal in (False, True):
+                for scale in (None, 0.1):
+                    q, k, v = storage.transpose(2, 3) if layout == "HND" else storage
+                    found = sage_aot.attn(q, k, v, layout=layout, is_causal=is_causal, scale=scale)
+                    found = found if layout == "HND" else found.transpose(1, 2)
+                    first = expected.setdefault((is_causal, scale), found.clone())
+                    assert torch.equal(found, first)
+    halves = [sage_aot.attn(*(t[:, :rows] for t in storage), layout="NHD") for rows in (128, 64)]
+    assert torch.equal(halves[1], sage_aot.attn(*(t[:, :64].clone() for t in storage), layout="NHD"))
+    assert len({tuple(t[0, 0, 64].tolist()) for t in expected.values()}) == 4
+
+
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16], ids=str)
+def test_autocast(target):
+    tensors = draw(dtype=torch.float32)
+    expected = sage_aot.attn(*(t.to(target) for t in tensors), return_lse=True)
+    with torch.autocast("cuda", dtype=target):
+        found = sage_aot.attn(*tensors, return_lse=True)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected))
+    with torch.autocast("cpu", dtype=target), pytest.raises(sage_aot.ArgumentError, match="got torch.float32"):
+        sage_aot.attn(*tensors)
+
+
+def test_autocast_in_compiled_code(compiled):
+    tensors = draw(dtype=torch.float32)
+    expected = sage_aot.attn(*(t.bfloat16() for t in tensors))
+    work = compiled(lambda *qkv: sage_aot.attn(*qkv))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        for _ in range(4):
+            assert torch.equal(work(*tensors).clone(), expected)
+
+
+def test_inference_mode(compiled):
+    q, k, v = draw()
+    expected = sage_aot.attn(q, k, v)
+    work = compiled(lambda *qkv: sage_aot.attn(*qkv))
+    with torch.inference_mode():
+        out = torch.empty_like(q)
+        assert torch.equal(sage_aot.attn(q, k, v, out=out), expected)
+        for _ in range(4):
+            assert torch.equal(work(q, k, v).clone(), expected)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_writing_out_is_noticed_by_autograd(return_lse):
+    q, k, v = draw()
+    out = torch.ones_like(q)
+    product = torch.ones_like(q, requires_grad=True) * out
+    sage_aot.attn(q, k, v, out=out, return_lse=return_lse)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
