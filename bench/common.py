@@ -98,7 +98,7 @@ def kernels_of(arch: str, problem: Problem, library: Library) -> Kernels:
     if arch not in built_archs(library.manifest):
         raise ArgumentError(f"--arch: expected some of {', '.join(built_archs(library.manifest))}, which is what "
                             f"{library.folder} holds, got {arch!r}")
-    return select(capability_of(arch), problem, "auto", library.manifest)
+    return select(capability_of(arch), problem, library.manifest)
 
 
 def sdpa(row: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:

@@ -26,7 +26,7 @@ import torch
 import common
 import latency
 from sage_aot import _cuda
-from sage_aot._api import _prepare
+from sage_aot._ops import prepare
 from sage_aot._loader import Library
 from sage_aot._plan import Launch, Plan, launches, plan
 from sage_aot._problem import Problem, check
@@ -194,7 +194,7 @@ def arch_rows(shape: Shape, arch: str, qkv: list[torch.Tensor], expected: torch.
         """What sage_aot.attn does for CUDA tensors, with the kernels of this arch."""
         problem = check(*qkv, is_causal=shape.is_causal, scale=None, layout="HND", smooth_k=True)
         out = make_out(qkv[0])
-        _cuda.attention(_prepare(library, capability_of(arch), problem, "auto"), library, *qkv, out, None)
+        _cuda.attention(prepare(library, capability_of(arch), problem), library, *qkv, out, None)
         return out
 
     cosine = common.check_output(f"{arch} call", call(common.poisoned), expected)

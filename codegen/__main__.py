@@ -1,7 +1,9 @@
 """``python -m codegen``; see :mod:`codegen.cli`."""
 
+import signal
 import sys
 
 from codegen.cli import main
 
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `codegen list | head` ends as other commands do
 sys.exit(main())

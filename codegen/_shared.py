@@ -34,8 +34,9 @@ def _package_without_init() -> Iterator[None]:
 
 with _package_without_init():
     from sage_aot._manifest import FILE_NAME, KernelRecord, Manifest
-    from sage_aot._spec import AXES, KIND_AXES, KINDS, KernelSpec, Tile, capability_of
+    from sage_aot._params import layout_digest
+    from sage_aot._spec import AXES, KIND_AXES, KINDS, SHARED_LIMIT, KernelSpec, Tile, capability_of
     from sage_aot._version import __version__
 
-__all__ = ["AXES", "FILE_NAME", "KINDS", "KIND_AXES", "ROOT", "KernelRecord", "KernelSpec", "Manifest", "Tile",
-           "__version__", "capability_of"]
+__all__ = ["AXES", "FILE_NAME", "KINDS", "KIND_AXES", "ROOT", "SHARED_LIMIT", "KernelRecord", "KernelSpec",
+           "Manifest", "Tile", "__version__", "capability_of", "layout_digest"]

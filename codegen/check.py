@@ -17,10 +17,14 @@ def variable_problems(matrix: Matrix, project: Project) -> list[str]:
 
 
 def golden_problems(matrix: Matrix, project: Project) -> list[str]:
-    """Every golden that differs from what its kernel renders to now."""
+    """Every golden that differs from what its kernel renders to now, and their absence."""
+    goldens = list(_goldens(matrix, project))
+    if not goldens:
+        return [f"{project.golden.relative_to(project.root)}: expected goldens, got none: add an empty file "
+                "named after a kernel, then run python -m codegen check --update"]
     return [f"{path.relative_to(project.root)}: expected what its kernel renders to, got another text: "
             "look at the difference, then run python -m codegen check --update"
-            for path, text in _goldens(matrix, project) if path.read_bytes() != text]
+            for path, text in goldens if path.read_bytes() != text]
 
 
 def update_goldens(matrix: Matrix, project: Project) -> None:

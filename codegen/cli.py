@@ -61,7 +61,7 @@ def _render(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
 def _build(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
     kernels = _selection(args).kernels(matrix)
     compilation = Compilation(project, args.toolchain, args.retarget)
-    out = _out(args, project)
+    out = _out(args, compilation)
     _compile(args, kernels, matrix, compilation)
     manifest = write_package(kernels, compilation, out)
     print(f"{len(manifest.kernels)} kernels by {manifest.compiler} in {out}")
@@ -76,7 +76,11 @@ def _check(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
         compilation = Compilation(project, args.toolchain)
         problems = golden_problems(matrix, project)
         _compile(args, kernels, matrix, compilation)
-        problems += spill_problems({kernel: compilation.report(kernel) for kernel in kernels})
+        spills = spill_problems({kernel: compilation.report(kernel) for kernel in kernels})
+        if compilation.shippable:
+            problems += spills
+        else:
+            print(*spills, sep="\n", end="\n" if spills else "")
     if problems:
         raise BuildError("\n".join(problems))
     print(f"{len(kernels)} kernels checked")
@@ -88,15 +92,25 @@ def _compile(args: argparse.Namespace, kernels: tuple[PlannedKernel, ...], matri
     compile_all(kernels, compilation, args.jobs)
 
 
-def _out(args: argparse.Namespace, project: Project) -> Path:
-    """Where the kernels go. Retargeted ones never go where a wheel would ship them."""
-    default = project.build / f"retarget_{args.retarget}" if args.retarget else project.package
-    out = (args.out or default).resolve()
-    if args.retarget and out == project.package.resolve():
-        raise UsageError(f"expected a folder other than {out}, as kernels for {args.retarget} alone are for tests")
+def _out(args: argparse.Namespace, compilation: Compilation) -> Path:
+    """Where the kernels go. Those that are not for wheels never go where a wheel would ship them."""
+    project = compilation.project
+    out = (args.out or _default_out(compilation)).resolve()
+    shipped = project.package.parent.resolve()
+    if not compilation.shippable and out.is_relative_to(shipped):
+        why = f"for {args.retarget} alone are for tests" if args.retarget else "by nvcc are for debugging"
+        raise UsageError(f"expected a folder outside {shipped}, as kernels {why}, got {out}")
     if out != project.package.resolve():
         check_out(out)
     return out
+
+
+def _default_out(compilation: Compilation) -> Path:
+    if compilation.shippable:
+        return compilation.project.package
+    prefix = "" if compilation.toolchain == "nvrtc" else f"{compilation.toolchain}_"
+    suffix = f"retarget_{compilation.retarget}" if compilation.retarget else "kernels"
+    return compilation.project.build / (prefix + suffix)
 
 
 def _selection(args: argparse.Namespace) -> Selection:
@@ -111,7 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--build-dir", type=Path, metavar="DIR", help="of intermediate files; default: build/")
     compiling = argparse.ArgumentParser(add_help=False)
     compiling.add_argument("--jobs", type=_positive, metavar="N", help="compilers that run at once")
-    compiling.add_argument("--toolchain", choices=TOOLCHAINS, default="nvrtc")
+    compiling.add_argument("--toolchain", choices=TOOLCHAINS, default="nvrtc",
+                           help="nvcc is for debugging: spills do not count, kernels go to build/nvcc_kernels")
 
     parser = argparse.ArgumentParser(prog="python -m codegen", description="Kernels from build_matrix.yaml.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from codegen._shared import KINDS, KernelSpec, Tile
-from codegen.errors import MatrixError
+from codegen._shared import SHARED_LIMIT, KernelSpec, Tile, capability_of
+from codegen.errors import MatrixError, UsageError
 from codegen.rows import AXIS_NAMES, RowReader, Rows, Selector, TileRow
 from codegen.yaml_reader import YamlReader
 
@@ -40,11 +40,23 @@ class Matrix:
 def read_matrix(path: Path, templates: Path) -> Matrix:
     """Read a build matrix; MatrixError, with every problem, where it is not one."""
     reader = YamlReader(path.name)
-    rows = RowReader(reader, templates).read(path.read_text(encoding="utf-8"))
+    rows = RowReader(reader, templates).read(_text(path))
     matrix = _Planning(reader, rows).plan() if rows else None
     if matrix is None or reader.problems:
         raise MatrixError(reader.problems)
     return matrix
+
+
+def _text(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"expected a build matrix in {path}, got: {error.strerror}") from error
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise MatrixError([f"{path.name}:{line}: expected UTF-8, got the byte 0x{data[error.start]:02x}"]) from error
 
 
 class _Planning:
@@ -61,6 +73,7 @@ class _Planning:
         self._complain_about_unused()
         if self.reader.problems:  # then a row may lack what a kernel is made of
             return None
+        self._complain_about_sizes(covered)
         attention = [(self._kernel(spec, row), row) for spec, row in covered]
         kernels = [kernel for kernel, _ in attention] + self._companions(attention)
         return Matrix(tuple(sorted(kernels, key=lambda kernel: kernel.spec.name)), tuple(sorted(missing)))
@@ -109,6 +122,26 @@ class _Planning:
                     self.reader.complain(row.selector.line, f"expected a row that matches a combination {what}, "
                                                             "got one that matches nothing")
 
+    def _complain_about_sizes(self, covered: list[tuple[KernelSpec, TileRow]]) -> None:
+        """Tiles that are right by themselves may not fit an arch, a head dim or a family."""
+        for spec, row in covered:
+            limit = SHARED_LIMIT.get(capability_of(spec.arch))
+            found = row.tile.shared_bytes(spec)
+            if limit is not None and found > limit:
+                self.reader.complain(row.selector.line, f"expected at most the {limit} bytes of shared memory that a "
+                                                        f"block has on {spec.arch} for {spec.name}, got {found}")
+        for row in self.rows.tiles:
+            for headdim in sorted({spec.headdim for spec, covering in covered if covering is row}):
+                self._complain_about_quantizer(row, headdim)
+
+    def _complain_about_quantizer(self, row: TileRow, headdim: int) -> None:
+        """Each of its threads quantizes equally many vectors of 8 channels of a KV tile."""
+        vectors = row.tile.block_n * headdim // 8
+        _, threads = self.rows.families[row.family]["quant"]
+        if vectors % threads:
+            self.reader.complain(row.selector.line, f"expected threads of the family {row.family!r}'s quantizer that "
+                                                    f"divide block_n * headdim / 8 = {vectors}, got {threads}")
+
     def _kernel(self, spec: KernelSpec, row: TileRow) -> PlannedKernel:
         """The kernel of any kind that follows from a row; only attention kernels may spill or set their threads."""
         template, threads = self.rows.families[row.family][spec.kind]
@@ -126,8 +159,8 @@ class _Planning:
         """The kernels that feed the attention kernels; those that share one must ask for the same."""
         found: dict[KernelSpec, tuple[PlannedKernel, TileRow]] = {}
         for kernel, row in attention:
-            for kind in KINDS[1:]:
-                wanted = self._kernel(kernel.spec.companion(kind), row)
+            for companion in kernel.spec.companions:
+                wanted = self._kernel(companion, row)
                 first, first_row = found.setdefault(wanted.spec, (wanted, row))
                 if _layout(wanted) != _layout(first):
                     self.reader.complain(

@@ -48,6 +48,11 @@ class Compilation:
     def flags(self) -> tuple[str, ...]:
         return TOOLCHAINS[self.toolchain].FLAGS
 
+    @property
+    def shippable(self) -> bool:
+        """Whether a wheel may hold these cubins. Those for a foreign chip are for tests, those of nvcc to debug."""
+        return self.toolchain == "nvrtc" and self.retarget is None
+
     def target(self, kernel: PlannedKernel) -> str:
         """The chip a kernel is compiled for, as compilers spell it."""
         return self.retarget or "sm_{}{}".format(*capability_of(kernel.spec.arch))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from codegen._shared import FILE_NAME, KernelRecord, Manifest, __version__
+from codegen._shared import FILE_NAME, KernelRecord, Manifest, __version__, layout_digest
 from codegen.compiler import Report
 from codegen.errors import BuildError, UsageError
 from codegen.files import write_if_changed
@@ -19,14 +19,15 @@ from codegen.ninja import Compilation
 def write_package(kernels: tuple[PlannedKernel, ...], compilation: Compilation, out: Path) -> Manifest:
     """Make a folder hold exactly these compiled kernels; BuildError where one spills more than its row allows."""
     reports = {kernel: compilation.report(kernel) for kernel in kernels}
-    # A row's bound is about its own chip; what another one makes of the kernel is only tested, never shipped.
-    problems = [] if compilation.retarget else spill_problems(reports)
-    if problems:
+    problems = spill_problems(reports)
+    if problems and compilation.shippable:
         raise BuildError("\n".join(problems))
+    if not compilation.retarget:  # a row's bound is about its own chip
+        print(*problems, sep="\n", end="\n" if problems else "")
     cubins = {kernel: compilation.cubin(kernel).read_bytes() for kernel in kernels}
     records = [_record(kernel, compilation, reports[kernel], cubin) for kernel, cubin in cubins.items()]
-    manifest = Manifest(__version__, next(iter(reports.values())).compiler, compilation.flags, compilation.retarget,
-                        {record.spec.name: record for record in records})
+    manifest = Manifest(__version__, next(iter(reports.values())).compiler, compilation.flags, layout_digest(),
+                        compilation.retarget, {record.spec.name: record for record in records})
     for record, cubin in zip(records, cubins.values()):
         write_if_changed(out / record.file, cubin)
     write_if_changed(out / FILE_NAME, manifest.to_text().encode())  # last: it vouches for the files it names

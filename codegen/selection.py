@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from codegen._shared import KINDS, KernelSpec
+from codegen._shared import KernelSpec
 from codegen.errors import UsageError
 from codegen.matrix import Matrix, PlannedKernel
 
@@ -37,5 +37,5 @@ class Selection:
         for name in tuple(names):
             spec = KernelSpec.from_name(name)
             if spec.kind == "attn":
-                names.update(spec.companion(kind).name for kind in KINDS[1:])
+                names.update(companion.name for companion in spec.companions)
         return tuple(kernel for kernel in matrix.kernels if kernel.spec.name in names)

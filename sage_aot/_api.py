@@ -5,19 +5,18 @@ from __future__ import annotations
 import torch
 
 from sage_aot import _ops
-from sage_aot._ops import emulated_arch  # noqa: F401  (for _info and _demo)
-from sage_aot._ops import prepare as _prepare  # noqa: F401  (for bench/speed.py)
 from sage_aot._problem import check, check_out
 from sage_aot.errors import ArgumentError
 
 
 def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, scale: float | None = None,
-         layout: str = "HND", qk_bits: int | str = "auto", smooth_k: bool = True, return_lse: bool = False,
-         out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention with 8-bit Q and K and FP8 or f16 P and V: softmax(q·kᵀ·scale)·v, inference only.
+         layout: str = "HND", qk_bits: int | str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
+         smooth_v: bool = False, return_lse: bool = False, out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention with 8- or 4-bit Q and K and FP8 or f16 P and V: softmax(q·kᵀ·scale)·v, inference only.
 
     CUDA tensors run precompiled kernels on torch's current stream; nothing synchronizes and no input changes. CPU
-    tensors run the same arithmetic in torch (see :func:`emulated_arch`).
+    tensors run the same arithmetic in torch, that of the sm89 kernels, or of those that the environment variable
+    SAGE_AOT_EMULATE names. A registered operator: torch.compile, CUDA graphs and autocast take it.
 
     Args:
         q: ``[batch, q heads, queries, headdim]`` for layout ``"HND"``, ``[batch, queries, q heads, headdim]`` for
@@ -28,9 +27,14 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
             (torch's SDPA aligns top-left, which differs when keys and queries are not equally many.)
         scale: factor on q·kᵀ before the softmax; None means ``1 / sqrt(headdim)``.
         layout: ``"HND"`` or ``"NHD"``, of q, k, v and the output.
-        qk_bits: bits of the quantized q and k: 8, 4, or ``"auto"``, which is 8.
+        qk_bits: bits of the quantized q and k: 8, 4 (before sm90 only, and visibly worse for some models), or
+            ``"auto"``, which is 8.
+        smooth_q: subtract the mean of each tile of q before quantizing, and add what that takes off the scores; ``"auto"``
+            does so for 4 bits. Takes a workspace of 4 bytes per 128 queries, key and head, 256 MB at a time or one head's.
         smooth_k: subtract the mean of k over the sequence before quantizing. The exact result does not change by it,
             the error of the quantized one falls with every channel of k that has an offset. Off only to see that.
+        smooth_v: subtract the mean of v over the sequence before quantizing and add it to the output; pays where channels
+            of v have offsets.
         return_lse: also return the log-sum-exp of each row of q·kᵀ·scale.
         out: tensor like q to write the output to; None makes one.
 
@@ -53,15 +57,18 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
     """
     # The operators check the tensors. Here stands what must hold for the arguments to fit their schemas.
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
-            and isinstance(is_causal, bool) and isinstance(smooth_k, bool) and isinstance(layout, str)
+            and isinstance(is_causal, bool) and isinstance(smooth_k, bool) and isinstance(smooth_v, bool)
+            and isinstance(layout, str) and (smooth_q == "auto" or isinstance(smooth_q, bool))
             and (scale is None or isinstance(scale, (float, int)) and not isinstance(scale, bool))
             and (qk_bits == "auto" or isinstance(qk_bits, int) and not isinstance(qk_bits, bool))):
-        check(q, k, v, is_causal=is_causal, scale=scale, layout=layout, qk_bits=qk_bits, smooth_k=smooth_k)  # raises
+        check(q, k, v, is_causal=is_causal, scale=scale, layout=layout, qk_bits=qk_bits,
+              smooth_q=smooth_q, smooth_k=smooth_k, smooth_v=smooth_v)  # raises
     if not (q.is_cuda or q.is_cpu):
         raise ArgumentError(f"q, k and v must be CUDA or CPU tensors, got device {q.device}")
     if not isinstance(return_lse, bool):
         raise ArgumentError(f"return_lse: expected True or False, got {return_lse!r}")
-    options = (is_causal, scale, layout, None if qk_bits == "auto" else qk_bits, smooth_k)  # as _ops.OPTIONS
+    options = (is_causal, scale, layout, None if qk_bits == "auto" else qk_bits,
+               None if smooth_q == "auto" else smooth_q, smooth_k, smooth_v)  # as _ops.OPTIONS
     if out is None:
         return _ops.attn_lse(q, k, v, *options) if return_lse else _ops.attn(q, k, v, *options)
     if not isinstance(out, torch.Tensor):

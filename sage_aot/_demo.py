@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from sage_aot import _cuda, _reference
-from sage_aot._api import attn, emulated_arch
+from sage_aot._api import attn
+from sage_aot._ops import emulated_arch
 from sage_aot._loader import default_library, import_cupy
 from sage_aot._problem import check
 from sage_aot._reference import Accuracy
@@ -126,7 +127,7 @@ def _backend() -> tuple[torch.device, tuple[int, int], str]:
 def _kernel_names(capability: tuple[int, int], inputs: QKV) -> list[str]:
     """The attention kernels that the variants run on such inputs."""
     problems = [check(*inputs, scale=None, layout="HND", **flags) for flags in VARIANTS.values()]
-    kernels = [select(capability, problem, "auto", default_library().manifest) for problem in problems]
+    kernels = [select(capability, problem, default_library().manifest) for problem in problems]
     return list(dict.fromkeys(choice.attn.spec.name for choice in kernels))
 
 

@@ -24,10 +24,9 @@ E4M3_LIMIT = 448.0
 SMALLEST_ABS_MAX = 1e-35  # quant/quantize.cuh: below this a group counts as zeros
 VECTOR = 8  # quant/source.cuh: channels a thread handles at once
 
-NO_MAXIMUM = -1e30  # attn/softmax.cuh
-SCORE_BIAS = 12582912.0
-SMALLEST_SCALE = 1e-37  # attn/mainloop_mma.cuh
-P_SCALE_LOG2 = {"f16": 7.0, "e4m3": 8.807354922}  # attn/pv_mma.cuh
+NO_REFERENCE = -1e30  # attn/softmax.cuh
+SMALLEST_SCALE = 1e-37
+TOP = {"f16": 7.0, "e4m3": 8.807354}  # attn/pv_mma.cuh
 LAZY_RISE = {"f16": 8.0, "e4m3": 0.0}
 
 
@@ -190,24 +189,23 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
     batch, heads, rows, headdim = quantized.q.shape
     limit = _key_limit(problem, rows)
     acc_o = torch.zeros(batch, heads, rows, headdim)
-    row_max = torch.full((batch, heads, rows), NO_MAXIMUM)
+    row_ref = torch.full((batch, heads, rows), NO_REFERENCE)
     row_sum = torch.zeros(batch, heads, rows)
 
     for first in range(0, min(k.shape[2], int(limit.max())), block_n):
         keys = slice(first, first + block_n)
         scores = quantized.q @ k[:, :, keys].transpose(2, 3)  # exact: integers below 2^24
-        scale = (quantized.q_scale[..., None] * k_scale[:, :, None, keys]).clamp(min=SMALLEST_SCALE)
-        bias = SCORE_BIAS
+        scale = _score_scale(quantized.q_scale[..., None] * k_scale[:, :, None, keys])
         if quantized.delta_s is not None:
             scores = _add_delta(scores, scale, quantized.delta_s[..., keys].repeat_interleave(kernels.attn.tile.block_m, 2))
-            scale, bias = torch.ones_like(scale), 0.0
+            scale = torch.ones_like(scale)
         scores = scores.masked_fill(first + torch.arange(block_n) >= limit[:, None], -math.inf)
-        p, alpha, row_max = _softmax_tile(scores, scale, bias, row_max, spec.pv)
+        p, alpha, row_ref = _softmax_tile(scores, scale, row_ref, spec.pv)
         row_sum = row_sum * alpha + p.sum(-1)
         acc_o = acc_o * alpha[..., None] + _pv_tile(to_pv(p, spec.pv), v[:, :, keys], spec.pv)
 
     factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0) + 0.0 * quantized.row_bias
-    lse = (row_max - P_SCALE_LOG2[spec.pv] + row_sum.log2() + quantized.row_bias) * math.log(2.0)
+    lse = (row_ref + row_sum.log2() + quantized.row_bias) * math.log(2.0)
     mean = torch.where(row_sum[..., None] > 0, v_mean[:, :, None], 0.0)
     return acc_o * factor[..., None] * v_scale[:, :, None] + mean, lse
 
@@ -220,20 +218,25 @@ def _key_limit(problem: Problem, rows: int) -> torch.Tensor:
     return (last_row + 1 + problem.seqlen_kv - problem.seqlen_q).clamp(0, problem.seqlen_kv)
 
 
+def _score_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Cut to 22 bits of mantissa, as attn/softmax.cuh does to keep the subtraction of the reference exact."""
+    cut = (scale.view(torch.int32) & ~3).view(torch.float32)
+    return torch.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, cut)
+
+
 def _add_delta(scores: torch.Tensor, scale: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """Finished scores in log2 units: two FMAs, as in attn/scores.cuh."""
-    offset = (delta.double() - scale.double() * SCORE_BIAS).float()
-    return ((scores.double() + SCORE_BIAS) * scale.double() + offset.double()).float()
+    """Finished scores in log2 units: one FMA, as in attn/scores.cuh."""
+    return (scores.double() * scale.double() + delta.double()).float()
 
 
-def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, bias: float, row_max: torch.Tensor,
+def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor,
                   pv: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """P of one tile, the factor for what was summed before, and the new maximum."""
+    """P of one tile, the factor for what was summed before, and the new reference."""
     tile_max = (scores * scale).nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)
-    new_max = torch.where(tile_max > row_max + LAZY_RISE[pv], tile_max, row_max)
-    offset = ((P_SCALE_LOG2[pv] - new_max).double()[..., None] - scale.double() * bias).float()
-    exponent = (scores.double() + bias) * scale.double() + offset.double()  # one FMA
-    return torch.exp2(exponent.float()), torch.exp2(row_max - new_max), new_max
+    needed = (tile_max - TOP[pv]).ceil()
+    new_ref = torch.where(needed > row_ref + LAZY_RISE[pv], needed, row_ref)
+    exponent = scores.double() * scale.double() - new_ref.double()[..., None]  # one rounding: what is folded is exact
+    return torch.exp2(exponent.float()), torch.exp2(row_ref - new_ref), new_ref
 
 
 def _pv_tile(p: torch.Tensor, v: torch.Tensor, pv: str) -> torch.Tensor:

@@ -7,7 +7,7 @@ import platform
 
 import torch
 
-from sage_aot._api import emulated_arch
+from sage_aot._ops import emulated_arch
 from sage_aot._loader import Library, default_library, import_cupy
 from sage_aot._manifest import Manifest
 from sage_aot._select import built_archs, nearest_arch
@@ -35,7 +35,9 @@ def info() -> str:
 def _versions() -> list[str]:
     lines = [f"sage_aot {__version__}, Python {platform.python_version()}, torch {torch.__version__}"]
     if not torch.cuda.is_available():
-        return [*lines, f"no CUDA device: {'no driver or GPU' if torch.version.cuda else 'a CPU build of torch'}"]
+        needs = f"a driver and a GPU for CUDA {torch.version.cuda}, which this torch was built for; an older driver " \
+                f"needs a torch for an older CUDA" if torch.version.cuda else "a CUDA build of torch: this one is for CPUs"
+        return [*lines, f"missing: no CUDA device; expected {needs}"]
     try:
         import_cupy()
         lines.append(f"cupy {_cupy_version()}")

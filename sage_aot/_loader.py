@@ -16,7 +16,9 @@ from types import ModuleType
 import numpy as np
 
 from sage_aot._manifest import FILE_NAME, KernelRecord, Manifest
+from sage_aot._params import layout_digest
 from sage_aot._plan import Launch
+from sage_aot._version import __version__
 from sage_aot.errors import CubinError, LaunchError, UnsupportedError
 
 KERNEL_FOLDER = Path(__file__).parent / "kernels"
@@ -39,11 +41,18 @@ class Library:
     def manifest(self) -> Manifest:
         """The folder's manifest; CubinError where it is missing or of another version."""
         try:
-            return Manifest.read(self.folder)
+            manifest = Manifest.read(self.folder)
         except OSError as error:
             raise CubinError(f"no kernels: {self.folder / FILE_NAME} is missing; {_REBUILD}") from error
         except ValueError as error:
             raise CubinError(f"{error}; {_REBUILD}") from error
+        built, expected = (manifest.version, manifest.structs), (__version__, layout_digest())
+        if built != expected:
+            raise CubinError(f"{self.folder} holds kernels of another sage_aot: expected version and structs {expected}, "
+                             f"got {built}; {_REBUILD}")
+        if not any(record.spec.kind == "attn" for record in manifest.kernels.values()):
+            raise CubinError(f"{self.folder} holds no attention kernel; {_REBUILD}")
+        return manifest
 
     def read(self, record: KernelRecord) -> bytes:
         """A cubin's bytes; CubinError where they are not those that the manifest names."""
@@ -62,8 +71,11 @@ class Library:
         """Queue one launch on a raw stream handle of a device, which must be the current one."""
         function = self._functions.get((device, launch.record.spec.name)) or self._load(launch.record, device)
         params = np.frombuffer(launch.params, dtype=f"V{len(launch.params)}")  # one element: cupy passes it by value
-        function((launch.blocks, 1, 1), (launch.record.threads, 1, 1), (params,), launch.record.shared_bytes,
-                 _RawStream(stream))
+        try:
+            function((launch.blocks, 1, 1), (launch.record.threads, 1, 1), (params,), launch.record.shared_bytes,
+                     _RawStream(stream))
+        except Exception as error:  # cupy's errors have no common base: whatever it is, name the kernel
+            raise LaunchError(f"the driver does not launch {launch.record.spec.name} on device {device}: {error}") from error
 
     def _load(self, record: KernelRecord, device: int) -> object:
         cupy = import_cupy()

@@ -9,7 +9,7 @@ from pathlib import Path
 from sage_aot._spec import KernelSpec, Tile
 
 FILE_NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 """Raised by every change that an older reader would misunderstand."""
 
 
@@ -45,13 +45,14 @@ class Manifest:
     version: str  # of sage_aot
     compiler: str  # "nvrtc 12.9.86"
     flags: tuple[str, ...]  # given to the compiler, less target and include folders
+    structs: str  # sage_aot._params.layout_digest() of the structs that the kernels take
     retarget: str | None  # chip that every kernel was built for in place of its own; such folders are for tests
     kernels: dict[str, KernelRecord]
 
     def to_text(self) -> str:
         """The file's text; the same kernels always give the same bytes."""
         header = {"format": FORMAT, "version": self.version, "compiler": self.compiler, "flags": list(self.flags),
-                  "retarget": self.retarget}
+                  "structs": self.structs, "retarget": self.retarget}
         records = [record.to_json() for _, record in sorted(self.kernels.items())]
         return json.dumps({**header, "kernels": records}, indent=1) + "\n"
 

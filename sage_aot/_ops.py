@@ -22,10 +22,11 @@ from sage_aot._select import built_archs, select
 from sage_aot._spec import capability_of
 from sage_aot.errors import ArgumentError, UnsupportedError
 
-OPTIONS = {"is_causal": "bool", "scale": "float?", "layout": "str", "qk_bits": "int?", "smooth_k": "bool"}
+OPTIONS = {"is_causal": "bool", "scale": "float?", "layout": "str", "qk_bits": "int?", "smooth_q": "bool?",
+           "smooth_k": "bool", "smooth_v": "bool"}
 """Every option of every operator with its type in a schema, in order: those of :func:`sage_aot._problem.check`."""
 
-AUTO = {"qk_bits"}
+AUTO = {"qk_bits", "smooth_q"}
 """Options for which None in an operator stands for "auto" in the call."""
 
 _LIBRARY = torch.library.Library("sage_aot", "DEF")  # operators live as long as this object

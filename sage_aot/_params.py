@@ -5,6 +5,7 @@ A unit test compares every offset here with the header's own assertions.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 
 _TENSOR = "Qqqq"  # data, strides of batch, head, row in elements
@@ -17,10 +18,11 @@ FIELDS = {
     ),
     "QuantParams": (
         ("q", _TENSOR), ("k", _TENSOR), ("v", _TENSOR), ("k_stats", "Q"), ("v_stats", "Q"), ("q_hat", "Q"),
-        ("k_hat", "Q"), ("v_hat", "Q"), ("q_scale", "Q"), ("q_mean", "Q"), ("k_mean", "Q"), ("v_scale", "Q"),
+        ("kv_hat", "Q"), ("q_scale", "Q"), ("q_mean", "Q"), ("k_mean", "Q"), ("v_scale", "Q"),
         ("v_mean", "Q"), ("row_bias", "Q"), ("batch", "i"), ("num_q_heads", "i"), ("num_kv_heads", "i"), ("seqlen_q", "i"), ("seqlen_kv", "i"),
         ("headdim", "i"), ("q_tiles", "i"), ("kv_tiles", "i"), ("num_chunks", "i"), ("softmax_scale_log2", "f"),
         ("dtype", "i"), ("aligned", "i"), ("smooth_q", "i"), ("smooth_k", "i"), ("smooth_v", "i"),
+        ("padding", "i"),
     ),
     "DeltaParams": (
         ("k", _TENSOR), ("q_mean", "Q"), ("k_mean", "Q"), ("delta_s", "Q"), ("first_head", "i"), ("num_heads", "i"),
@@ -29,7 +31,7 @@ FIELDS = {
         ("padding", "i"),
     ),
     "AttnParams": (
-        ("q_hat", "Q"), ("k_hat", "Q"), ("v_hat", "Q"), ("q_scale", "Q"), ("v_scale", "Q"), ("v_mean", "Q"),
+        ("q_hat", "Q"), ("kv_hat", "Q"), ("q_scale", "Q"), ("v_scale", "Q"), ("v_mean", "Q"),
         ("row_bias", "Q"), ("delta_s", "Q"), ("out", _TENSOR), ("lse", "Q"), ("first_head", "i"), ("num_q_heads", "i"),
         ("num_kv_heads", "i"), ("seqlen_q", "i"), ("seqlen_kv", "i"), ("headdim", "i"), ("q_tiles", "i"),
         ("kv_tiles", "i"), ("dtype", "i"), ("padding", "i"),
@@ -45,6 +47,11 @@ _STRUCTS = {name: struct.Struct("<" + "".join(code for _, code in fields)) for n
 def pack(name: str, *values: object) -> bytes:
     """One struct from the values of its fields, in order; a tensor is four of them."""
     return _STRUCTS[name].pack(*values)
+
+
+def layout_digest() -> str:
+    """Names all structs in 16 hex digits. A kernel folder of another digest was built for other structs."""
+    return hashlib.sha256(repr(FIELDS).encode()).hexdigest()[:16]
 
 
 def offsets(name: str) -> dict[str, int]:

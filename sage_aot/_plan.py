@@ -135,8 +135,7 @@ def _buffer_bytes(problem: Problem, spec: KernelSpec, tile: Tile, q_tiles: int, 
         "k_stats": kv_heads * num_chunks * STATISTICS * spec.headdim * 4,
         "v_stats": kv_heads * num_chunks * STATISTICS * spec.headdim * 4,
         "q_hat": q_rows * qk_row_bytes,
-        "k_hat": keys * qk_row_bytes + kv_heads * kv_tiles * SCALES_LINE,
-        "v_hat": keys * v_row_bytes,
+        "kv_hat": keys * (qk_row_bytes + v_row_bytes) + kv_heads * kv_tiles * SCALES_LINE,
         "q_scale": q_rows // tile.warp_m * ROW_GROUPS * 4,
         "q_mean": q_heads * q_tiles * spec.headdim * 4 if problem.smooth_q else 0,
         "k_mean": kv_heads * spec.headdim * 4,
@@ -169,12 +168,12 @@ def _quantize(plan: Plan, at: dict[str, int], q: TensorArgument, k: TensorArgume
     kv_blocks = problem.batch * problem.num_kv_heads * math.ceil(plan.kv_tiles / tiles_per_block)
     aligned = all(tensor.aligned(problem.headdim) for tensor in (q, k, v))
     return _launch(record, q_blocks + 2 * kv_blocks, pack(
-        "QuantParams", *q.fields, *k.fields, *v.fields, at["k_stats"], at["v_stats"], at["q_hat"], at["k_hat"],
-        at["v_hat"], at["q_scale"], at["q_mean"], at["k_mean"], at["v_scale"], at["v_mean"], at["row_bias"],
+        "QuantParams", *q.fields, *k.fields, *v.fields, at["k_stats"], at["v_stats"], at["q_hat"], at["kv_hat"],
+        at["q_scale"], at["q_mean"], at["k_mean"], at["v_scale"], at["v_mean"], at["row_bias"],
         problem.batch, problem.num_q_heads,
         problem.num_kv_heads, problem.seqlen_q, problem.seqlen_kv, problem.headdim, plan.q_tiles, plan.kv_tiles,
         plan.num_chunks, problem.softmax_scale * _LOG2_E, DTYPE_CODES[problem.dtype], aligned, problem.smooth_q,
-        problem.smooth_k, problem.smooth_v))
+        problem.smooth_k, problem.smooth_v, 0))
 
 
 def _delta(plan: Plan, at: dict[str, int], k: TensorArgument, first_head: int, num_heads: int) -> Launch:
@@ -191,7 +190,7 @@ def _attention(plan: Plan, at: dict[str, int], out: TensorArgument, lse: int, fi
                num_heads: int) -> Launch:
     problem, record = plan.problem, plan.kernels.attn
     return _launch(record, num_heads * plan.q_tiles, pack(
-        "AttnParams", at["q_hat"], at["k_hat"], at["v_hat"], at["q_scale"], at["v_scale"], at["v_mean"],
+        "AttnParams", at["q_hat"], at["kv_hat"], at["q_scale"], at["v_scale"], at["v_mean"],
         at["row_bias"], at.get("delta_s", 0), *out.fields, lse, first_head, problem.num_q_heads, problem.num_kv_heads,
         problem.seqlen_q, problem.seqlen_kv, problem.headdim, plan.q_tiles, plan.kv_tiles, DTYPE_CODES[problem.dtype],
         0))

@@ -13,8 +13,8 @@ from sage_aot.errors import ArgumentError
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 LAYOUTS = {"HND": "[batch, heads, seq, headdim]", "NHD": "[batch, seq, heads, headdim]"}
 MAX_HEADDIM = max(AXES["headdim"])
-MAX_SCALE = 1e30
-"""Kernels keep scores and their scales in float32."""
+MAX_SCALE = 1e6
+"""Kernels keep scores and their scales in float32, and take no score below −1e30 for one that they saw."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool 
           layout: str = "HND", qk_bits: int | str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
           smooth_v: bool = False) -> Problem:
     """The problem that these arguments pose; ArgumentError where they pose none."""
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ArgumentError(f"layout: expected 'HND' {LAYOUTS['HND']} or 'NHD' {LAYOUTS['NHD']}, got {layout!r}")
     _check_flags(is_causal=is_causal, smooth_k=smooth_k, smooth_v=smooth_v)
     bits = _qk_bits(qk_bits)
@@ -118,14 +118,14 @@ def _check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 def _qk_bits(qk_bits: int | str) -> int:
     """4 bits visibly hurt some models, so "auto" means 8."""
-    if isinstance(qk_bits, bool) or qk_bits not in ("auto", *AXES["qk"]):
+    if not isinstance(qk_bits, (int, str)) or isinstance(qk_bits, bool) or qk_bits not in ("auto", *AXES["qk"]):
         raise ArgumentError(f"qk_bits: expected 'auto', 8 or 4, got {qk_bits!r}")
     return 8 if qk_bits == "auto" else qk_bits
 
 
 def _smooth_q(smooth_q: bool | str, qk_bits: int) -> bool:
     """At 8 bits smoothing Q gains less than it costs."""
-    if smooth_q not in ("auto", True, False) or isinstance(smooth_q, int) != isinstance(smooth_q, bool):
+    if not isinstance(smooth_q, bool) and not (isinstance(smooth_q, str) and smooth_q == "auto"):
         raise ArgumentError(f"smooth_q: expected 'auto', True or False, got {smooth_q!r}")
     return qk_bits == 4 if smooth_q == "auto" else smooth_q
 
@@ -134,7 +134,7 @@ def _softmax_scale(scale: float | None, headdim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(headdim)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= MAX_SCALE:
-        raise ArgumentError(f"scale: expected a finite number of at most {MAX_SCALE:g}, or None for 1 / sqrt(headdim), "
+        raise ArgumentError(f"scale: expected a finite Python number of at most ±{MAX_SCALE:g}, or None for 1 / sqrt(headdim), "
                             f"got {scale!r}")
     return float(scale)
 

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass, fields
 
 KINDS = ("attn", "quant", "stats", "delta")
-"""Attention on quantized inputs; quantization of Q, K, V; statistics of K and V over the sequence; what smoothing Q takes
-off the scores."""
+"""Attention on quantized inputs; quantization of Q, K, V; statistics of K and V over the sequence; what smoothing Q
+takes off the scores."""
 
 AXES = {
     "headdim": (64, 128),
@@ -30,6 +30,13 @@ KIND_AXES = {
     "delta": ("arch", "headdim"),
 }
 """The axes that a kind of kernel depends on."""
+
+SHARED_LIMIT = {
+    (8, 0): 166912, (8, 6): 101376, (8, 7): 166912, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448,
+    (12, 0): 101376, (12, 1): 101376,
+}
+"""Per compute capability, the shared memory in bytes that a block can have; unknown for capabilities that are not here.
+Source: CUDA C++ programming guide, technical specifications per compute capability."""
 
 _PREFIX = {"headdim": "d", "qk": "qk", "pv": "pv"}
 _ARCH = re.compile(r"sm(\d+)(\d)")
@@ -94,6 +101,12 @@ class KernelSpec:
             raise ValueError(f"{self.name} does not determine {missing} of its {kind} kernel")
         return KernelSpec(kind, **{axis: getattr(self, axis) for axis in KIND_AXES[kind]})
 
+    @property
+    def companions(self) -> tuple[KernelSpec, ...]:
+        """The kernels that this attention kernel needs beside it: the delta kernel only where Q is smoothed."""
+        kinds = [kind for kind in KINDS[1:] if kind != "delta" or self.q == "qsmooth"]
+        return tuple(self.companion(kind) for kind in kinds)
+
     def impossible(self) -> str | None:
         """Why no such kernel can exist on this arch, or None. The matrix may exclude more, never less."""
         capability = capability_of(self.arch)
@@ -147,15 +160,15 @@ class Tile:
             problems.append(f"block_m must be a multiple of warp_m = {self.warp_m}, got {self.block_m}")
         elif not 32 <= self.threads <= 1024:
             problems.append(f"block_m / warp_m must be 1 to 32 warps, got {self.block_m // self.warp_m}")
-        if self.block_n % 64:
-            problems.append(f"block_n must be a multiple of 64, got {self.block_n}")
+        if self.block_n not in (64, 128, 256):
+            problems.append(f"block_n must be 64, 128 or 256, got {self.block_n}")
         if self.stages < 2:
             problems.append(f"stages must be at least 2 (loads run one tile ahead), got {self.stages}")
         return problems
 
 
 SCALES_LINE = 128
-"""Bytes behind a tile of K that hold its scales, in memory and in shared memory (templates/include/sage/tile/layout.cuh)."""
+"""Bytes behind a tile of K that hold its scales, in memory and in shared memory (tile/layout.cuh)."""
 
 
 def _positive(value: object) -> bool:

@@ -1,23 +1,39 @@
-"""Which tests run where: those marked `gpu` need a CUDA device and are never passed over silently."""
+"""Which tests run where: those marked `gpu` need a GPU that kernels are built for, and are never passed over silently."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from sage_aot._loader import default_library, import_cupy
+from sage_aot._select import nearest_arch
+from sage_aot.errors import SageAotError
+
+
+def no_gpu() -> str | None:
+    """Why no kernel can run here, or None."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    try:
+        import_cupy()
+        nearest_arch(torch.cuda.get_device_capability(), default_library().manifest)
+    except SageAotError as error:
+        return str(error)
+    return None
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a CUDA device, leave the GPU tests out and say how many; asked for by name, fail."""
-    if torch.cuda.is_available():
+    """Where no kernel can run, leave the GPU tests out and count them; asked for by name, fail."""
+    reason = no_gpu()
+    if reason is None:
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and config.option.markexpr == "gpu":
-        raise pytest.UsageError("`-m gpu` was asked for, but torch sees no CUDA device")
+        raise pytest.UsageError(f"`-m gpu` was asked for, but {reason}")
     items[:] = [item for item in items if item not in set(gpu)]
     config.hook.pytest_deselected(items=gpu)
 
 
 def pytest_report_header() -> str:
-    if torch.cuda.is_available():
-        return f"gpu tests run on {torch.cuda.get_device_name()}"
-    return "gpu tests are deselected: torch sees no CUDA device"
+    reason = no_gpu()
+    return f"gpu tests are deselected: {reason}" if reason else f"gpu tests run on {torch.cuda.get_device_name()}"

@@ -20,21 +20,32 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
         count = torch.Size(shape).numel() * dtype.itemsize
         return data[layout.offsets[name]: layout.offsets[name] + count].clone().view(dtype).view(shape)
 
-    row_bytes, k_bytes = spec.headdim, tile.block_n * spec.headdim
+    row_bytes = spec.headdim * spec.qk // 8
+    k_bytes, v_bytes = tile.block_n * row_bytes, tile.block_n * spec.headdim * (2 if spec.pv == "f16" else 1)
     q = buffer("q_hat", *q_heads, layout.q_tiles, tile.block_m * row_bytes)
-    k = buffer("k_hat", *kv_heads, layout.kv_tiles, k_bytes + SCALES_LINE)
-    k_scale = k[..., k_bytes: k_bytes + 4 * KEY_GROUPS].contiguous().view(torch.float32)
+    kv = buffer("kv_hat", *kv_heads, layout.kv_tiles, k_bytes + SCALES_LINE + v_bytes)
+    k, v = kv[..., :k_bytes], kv[..., k_bytes + SCALES_LINE:]
+    k_scale = kv[..., k_bytes: k_bytes + 4 * KEY_GROUPS].contiguous().view(torch.float32)
     q_scale = buffer("q_scale", *q_heads, layout.q_tiles * tile.block_m // tile.warp_m, ROW_GROUPS, dtype=torch.float32)
     keys, rows = torch.arange(tile.block_n), torch.arange(tile.warp_m)
     return {
-        "q": _rows(q, tile.block_m, row_bytes).view(torch.int8).float().flatten(2, 3),
-        "k": _rows(k[..., :k_bytes], tile.block_n, row_bytes).view(torch.int8).float().flatten(2, 3),
-        "v": _read_v(buffer("v_hat", *kv_heads, layout.kv_tiles, k_bytes * (2 if spec.pv == "f16" else 1)), result),
+        "q": _integers(_rows(q, tile.block_m, row_bytes), spec.qk).flatten(2, 3),
+        "k": _integers(_rows(k, tile.block_n, row_bytes), spec.qk).flatten(2, 3),
+        "v": _read_v(v, result),
         "q_scale": q_scale[..., rows % 8].flatten(2),
         "k_scale": k_scale[..., keys % 8 // 2].flatten(2),
         "v_scale": buffer("v_scale", *kv_heads, spec.headdim, dtype=torch.float32),
+        "v_mean": buffer("v_mean", *kv_heads, spec.headdim, dtype=torch.float32),
         "row_bias": buffer("row_bias", *q_heads, layout.q_tiles * tile.block_m, dtype=torch.float32),
     }
+
+
+def _integers(data: torch.Tensor, bits: int) -> torch.Tensor:
+    """Bytes of s8, or of two s4 each, the first in the lower half."""
+    if bits == 8:
+        return data.view(torch.int8).float()
+    halves = torch.stack([data & 15, data >> 4], -1).flatten(-2).float()
+    return torch.where(halves < 8, halves, halves - 16)
 
 
 def _read_v(v: torch.Tensor, result: Result) -> torch.Tensor:

@@ -8,12 +8,11 @@ import time
 
 import pytest
 import torch
-from variants import LEAST_COSINE, SPECS, each_padded, each_variant, library_of, poison_free_memory, run
+from variants import LEAST_COSINE, LSE_ERROR, SPECS, each_padded, each_variant, library_of, own_specs, run
 
 import sage_aot
 from sage_aot import _emulate, _reference
 from sage_aot._loader import default_library
-from sage_aot._select import nearest_arch
 
 pytestmark = pytest.mark.gpu
 
@@ -35,12 +34,12 @@ def expect(spec, q, k, v, **options):
 def check(spec, result, reference, kind="normal", slack=1.0):
     """`slack`: how many times further than the bound from 1 the cosine may be, for problems too small to average."""
     out, lse = reference
-    bound = 1 - slack * (1 - LEAST_COSINE[spec.pv, kind])
+    bound = 1 - slack * (1 - LEAST_COSINE[spec.qk, spec.pv, kind])
     assert result.out.isfinite().all()
     assert _reference.measure(result.out, out).cosine > bound
     seen = lse.isfinite()
     assert torch.equal(result.lse.isfinite(), seen) and (result.lse[~seen] == -math.inf).all()
-    assert (result.lse - lse)[seen].abs().max() < (0.05 if kind == "normal" else 0.8)
+    assert (result.lse - lse)[seen].abs().max() < LSE_ERROR[spec.qk, kind]
     rows_without_keys = result.out.masked_select(~seen[..., None])
     assert (rows_without_keys == 0).all()
 
@@ -50,7 +49,6 @@ def check(spec, result, reference, kind="normal", slack=1.0):
 @each_variant
 def test_accuracy_against_float64(spec, kind, dtype):
     q, k, v = draw(spec, (2, 4, 2048), (2, 4, 2048), kind, dtype)
-    poison_free_memory()
     check(spec, run(spec, q, k, v), expect(spec, q, k, v), kind)
 
 
@@ -66,14 +64,14 @@ def test_error_is_that_of_the_emulation(spec):
     emulation_error = _reference.measure(emulated[:, :, :700].bfloat16().cuda(), reference).relative_l1
     assert kernel_error <= 1.05 * emulation_error + 1e-4
     assert _reference.measure(result.out, emulated[:, :, :700].cuda()).relative_l1 < 0.5 * emulation_error + 1e-3
-    assert (result.lse.cpu() - emulated_lse[:, :, :700]).abs().max() < 1e-4
+    # delta_s is a sum of products in f32, whose order differs
+    assert (result.lse.cpu() - emulated_lse[:, :, :700]).abs().max() < (2e-3 if spec.q == "qsmooth" else 1e-4)
 
 
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
 @each_variant
 def test_lengths(spec, queries, keys):
     q, k, v = draw(spec, (2, 4, queries), (2, 2, keys), seed=queries + keys)
-    poison_free_memory()
     check(spec, run(spec, q, k, v), expect(spec, q, k, v), slack=4.0)
 
 
@@ -115,7 +113,7 @@ def test_scale_and_smoothing(spec):
     reference, _ = expect(spec, q, k, v)
     smooth, raw = (_reference.measure(run(spec, q, k, v, smooth_k=flag).out, reference).relative_l1
                    for flag in (True, False))
-    assert smooth < 0.8 * raw
+    assert smooth < (0.8 if spec.q == "qraw" else 1.0) * raw  # smoothing Q alone gains most of it already
 
 
 @each_variant
@@ -127,7 +125,7 @@ def test_v_of_zeros_constants_and_any_size(spec):
     result, (reference, _) = run(spec, q, k, v), expect(spec, q, k, v)
     assert result.out.isfinite().all() and (result.out[..., 0] == 0).all()
     for channel in range(1, 5):
-        assert _reference.measure(result.out[..., channel], reference[..., channel]).cosine > 0.996
+        assert _reference.measure(result.out[..., channel], reference[..., channel]).cosine > (0.996 if spec.qk == 8 else 0.95)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -140,14 +138,36 @@ def test_a_query_that_is_not_finite_spoils_its_own_row_only(spec, value):
     assert out[0, 0, 139].isnan().all() and out[0, 0, others].isfinite().all()
 
 
+@pytest.mark.parametrize("size", [40.0, 150.0, 1000.0])
+@each_variant
+def test_logits_of_any_size(spec, size):
+    """Queries that equal their keys, far apart: each row picks one value, at its full size."""
+    q, _, v = draw(spec, (1, 2, 200), (1, 2, 200), seed=16)
+    q = (q.float() * size).bfloat16()
+    result, (reference, _) = run(spec, q, q, v), expect(spec, q, q, v)
+    assert result.out.isfinite().all()
+    assert _reference.measure(result.out, reference).cosine > 0.999
+    ratio = result.out.double().norm(dim=-1) / reference.norm(dim=-1)
+    assert 0.9 < ratio.min() and ratio.max() < 1.1
+
+
+@pytest.mark.parametrize("smooth_k", [True, False])
+@each_variant
+def test_a_key_that_is_not_finite_spoils_the_rows_that_see_it(spec, smooth_k):
+    q, k, v = draw(spec, (1, 1, 200), (1, 1, 200), seed=17)
+    k[0, 0, 130, 5] = math.nan
+    out = run(spec, q, k, v, smooth_k=smooth_k).out
+    first = 128 if spec.mask == "causal" else 0  # rows before the key's tile do not see it
+    assert out[0, 0, 130 if first else 0:].isnan().all() and out[0, 0, :first].isfinite().all()
+
+
 @each_variant
 def test_runs_are_equal_bit_for_bit_and_inputs_unchanged(spec):
     tensors = draw(spec, (2, 4, 777), (2, 2, 1333), "outlier", seed=9)
     before = [t.clone() for t in tensors]
     first = run(spec, *tensors)
     for _ in range(5):
-        poison_free_memory()
-        again = run(spec, *tensors)
+            again = run(spec, *tensors)
         assert torch.equal(again.out, first.out) and torch.equal(again.lse, first.lse)
     assert all(torch.equal(t, b) for t, b in zip(tensors, before))
 
@@ -168,16 +188,21 @@ def test_graph_capture_and_replay(spec):
 
 # --- the public call, with this GPU's own kernels ---------------------------------------------------------------------
 
-OWN = [spec for spec in SPECS if torch.cuda.is_available()
-       and spec.arch == nearest_arch(torch.cuda.get_device_capability(), default_library().manifest)]
+OWN = own_specs()
 each_own = pytest.mark.parametrize("spec", OWN, ids=[spec.name for spec in OWN])
+
+
+def options(spec):
+    """The call's arguments that make it run a variant."""
+    return {"is_causal": spec.mask == "causal", "qk_bits": spec.qk, "smooth_q": spec.q == "qsmooth",
+            "smooth_v": spec.v == "vsmooth"}
 
 
 @each_own
 def test_attn_runs_the_kernels_of_this_gpu(spec):
     q, k, v = draw(spec, (2, 4, 300), (2, 2, 400), seed=11)
     expected = run(spec, q, k, v)
-    out, lse = sage_aot.attn(q, k, v, is_causal=spec.mask == "causal", return_lse=True)
+    out, lse = sage_aot.attn(q, k, v, **options(spec), return_lse=True)
     assert torch.equal(out, expected.out) and torch.equal(lse, expected.lse)
     assert library_of(spec.arch) is default_library()
 
@@ -192,7 +217,7 @@ def test_a_side_stream_is_honoured(spec):
     with torch.cuda.stream(stream):
         torch.cuda._sleep(100_000_000)  # anything on another stream would read `late` before it is written
         late.copy_(q)
-        out = sage_aot.attn(late, k, v, is_causal=spec.mask == "causal")
+        out = sage_aot.attn(late, k, v, **options(spec))
         assert torch.cuda.current_stream() == stream
     stream.synchronize()
     assert torch.equal(out, expected)
@@ -205,7 +230,7 @@ def test_other_threads_get_the_same(spec):
     found: list[torch.Tensor] = []
 
     def work():
-        found.append(sage_aot.attn(q, k, v, is_causal=spec.mask == "causal"))
+        found.append(sage_aot.attn(q, k, v, **options(spec)))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
@@ -249,3 +274,15 @@ def test_more_heads_than_a_grid_dimension_holds():
     out = sage_aot.attn(q, k, v)
     expected, _ = _reference.attention(q, k, v)
     assert _reference.measure(out, expected).cosine > 0.999
+
+
+@pytest.mark.parametrize("other", range(1, torch.cuda.device_count()))
+@each_own
+def test_tensors_of_another_device_than_the_current_one(spec, other):
+    q, k, v = draw(spec, (1, 4, 300), (1, 4, 300), seed=18)
+    expected = run(spec, q, k, v).out
+    there = [tensor.to(f"cuda:{other}") for tensor in (q, k, v)]
+    assert torch.cuda.current_device() == 0
+    out = sage_aot.attn(*there, **options(spec))
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(out.cpu(), expected.cpu())

@@ -22,11 +22,13 @@ axes:
   pv: [f16, e4m3]
   mask: [full, causal]
   v: [vraw, vsmooth]
+  q: [qraw, qsmooth]
 families:
   attn_mma:
     attn: {template: attn_mma.cu.jinja}
     quant: {template: quantize.cu.jinja, threads: 256}
     stats: {template: statistics.cu.jinja, threads: 256}
+    delta: {template: delta_s.cu.jinja, threads: 256}
 tiles:
   - {family: attn_mma, arch: [sm80, sm90], headdim: 128, pv: f16,
      block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 2}
@@ -34,8 +36,10 @@ tiles:
      block_m: 256, block_n: 64, warp_m: 32, stages: 2, min_blocks: 1}
   - {family: attn_mma, arch: sm89, headdim: 128, pv: e4m3,
      block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 2}
-  - {family: attn_mma, headdim: 64,
+  - {family: attn_mma, headdim: 64, q: qraw,
      block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 3}
+  - {family: attn_mma, headdim: 64, q: qsmooth,
+     block_m: 128, block_n: 64, warp_m: 32, stages: 3, min_blocks: 2}
 
 exclude:
   - {arch: sm90, qk: 4, why: "Hopper has no INT4 tensor cores"}
@@ -52,11 +56,12 @@ _TEMPLATE = """\
 extern "C" __global__ void {{{{ name }}}}(float* x) {{ x[0] = kValue; }}
 """
 _NAMES = {
-    "attn_mma": "headdim qk_bits pv causal smooth_v block_m block_n warp_m stages min_blocks",
-    "quantize": "headdim qk_bits pv smooth_v block_m block_n warp_m threads",
-    "statistics": "headdim smooth_v threads",
+    "attn_mma": "headdim qk_bits pv causal smooth_v smooth_q block_m block_n warp_m stages min_blocks",
+    "quantize": "headdim qk_bits pv block_m block_n warp_m threads",
+    "statistics": "headdim threads",
+    "delta_s": "headdim threads",
 }
-_HEADERS = {"attn_mma": "attn", "quantize": "quant", "statistics": "quant"}
+_HEADERS = {"attn_mma": "attn", "quantize": "quant", "statistics": "quant", "delta_s": "quant"}
 
 
 @pytest.fixture

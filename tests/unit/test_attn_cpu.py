@@ -9,7 +9,7 @@ import torch
 
 import sage_aot
 from sage_aot import _reference
-from sage_aot._api import emulated_arch
+from sage_aot._ops import emulated_arch
 from sage_aot._loader import default_library
 from sage_aot._select import built_archs
 from sage_aot.errors import UnsupportedError
@@ -170,3 +170,51 @@ def test_info_names_versions_kernels_and_emulation():
 def test_info_says_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("SAGE_AOT_KERNELS", str(tmp_path))
     assert "missing: no kernels" in sage_aot.info()
+
+
+@pytest.mark.parametrize("smooth_v", [False, True])
+@pytest.mark.parametrize("qk_bits", [8, 4])
+@pytest.mark.parametrize("arch", ["sm80", "sm89"])
+def test_smoothing_pays_where_it_should(monkeypatch, arch, qk_bits, smooth_v):
+    monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
+    q, k, v = draw((1, 2, 256, 64), (1, 2, 256, 64), "outlier")
+    v += 8.0
+    expected, _ = _reference.attention(q, k, v)
+
+    def error(**options):
+        return _reference.measure(sage_aot.attn(q, k, v, qk_bits=qk_bits, **options), expected).relative_l1
+
+    assert error(smooth_q=True, smooth_v=smooth_v) < 1.05 * error(smooth_q=False, smooth_v=smooth_v)
+    if qk_bits == 4:
+        assert error(smooth_q=True) < 0.7 * error(smooth_q=False, smooth_k=False)
+    if arch == "sm89" and qk_bits == 8:
+        assert error(smooth_v=True) < 0.5 * error(smooth_v=False)
+
+
+def test_delta_s_takes_heads_in_turns(monkeypatch):
+    """The same result when the workspace holds one head at a time; the emulation has no workspace, the plan has."""
+    from sage_aot import _plan
+    from sage_aot._ops import prepare
+    from sage_aot._problem import check
+
+    q, k, v = draw((2, 4, 300, 64), (2, 2, 300, 64))
+    problem = check(q, k, v, qk_bits=4)
+    monkeypatch.setattr(_plan, "DELTA_BYTES", 1)
+    prepare.cache_clear()
+    assert prepare(default_library(), (8, 0), problem).heads_at_once == 1
+    prepare.cache_clear()
+
+
+def test_4_bits_on_hopper_says_why_not(monkeypatch):
+    monkeypatch.setenv("SAGE_AOT_EMULATE", "sm90")
+    with pytest.raises(UnsupportedError, match="no kernel for arch=sm90.*qk=4.*built for sm90"):
+        sage_aot.attn(*draw((1, 1, 4, 64), (1, 1, 4, 64)), qk_bits=4)
+
+
+@pytest.mark.parametrize("size", [40.0, 150.0, 1000.0])
+def test_logits_of_any_size(pv, size):
+    q, _, v = draw((1, 1, 100, 64), (1, 1, 100, 64))
+    q = (q.float() * size).bfloat16()
+    out, (expected, _) = sage_aot.attn(q, q, v), _reference.attention(q, q, v)
+    ratio = out.double().norm(dim=-1) / expected.norm(dim=-1)
+    assert _reference.measure(out, expected).cosine > 0.999 and 0.9 < ratio.min() and ratio.max() < 1.1

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from codegen._shared import ROOT, Manifest, __version__
+from codegen import nvcc as nvcc_module
+from codegen._shared import ROOT, Manifest, __version__, layout_digest
 from codegen.cli import main
 from codegen.nvrtc import FLAGS, version
 
-ONE = ["--arch", "sm80", "--only", "sage_attn_*_d64_*_full_*"]
-ATTN = "sage_attn_sm80_d64_qk8_pvf16_full_vraw"
-THREE = {ATTN, "sage_quant_sm80_d64_qk8_pvf16_vraw", "sage_stats_sm80_d64_vraw"}
+ONE = ["--arch", "sm80", "--only", "sage_attn_*_d64_*_full_*_qraw"]
+ATTN = "sage_attn_sm80_d64_qk8_pvf16_full_vraw_qraw"
+THREE = {ATTN, "sage_quant_sm80_d64_qk8_pvf16", "sage_stats_sm80_d64"}
 SPILLING = """
 extern "C" __global__ void __launch_bounds__(1024, 2) {{ name }}(float* x) {
   float a[64];
@@ -25,6 +28,19 @@ extern "C" __global__ void __launch_bounds__(1024, 2) {{ name }}(float* x) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) x[i * 1024 + threadIdx.x] = a[i] * a[(i * 7) & 63];
 }
+"""
+
+NVCC = """
+import sys
+from pathlib import Path
+if "--version" in sys.argv:
+    print("Cuda compilation tools, release 13.0, V13.0.88")
+else:
+    source, _, out = sys.argv[-3:]
+    Path(out).write_bytes(b"a cubin")
+    print(f"ptxas info    : Compiling entry function '{Path(source).stem}' for 'sm_80'")
+    print("    32 bytes stack frame, 16 bytes spill stores, 8 bytes spill loads")
+    print("ptxas info    : Used 128 registers")
 """
 
 
@@ -49,6 +65,20 @@ def spilling(project):
     path.write_text("\n".join(names) + SPILLING)
 
 
+@pytest.fixture
+def nvcc(tmp_path, monkeypatch):
+    """An nvcc whose kernels spill."""
+    path = tmp_path / "bin" / "nvcc"
+    path.parent.mkdir()
+    path.write_text(f"#!{sys.executable}\n{NVCC}")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
+    version = nvcc_module.version
+    version.cache_clear()
+    yield
+    version.cache_clear()
+
+
 def _files(folder) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -56,19 +86,19 @@ def _files(folder) -> set[str]:
 def test_list_prints_kernels_and_reasons(codegen):
     status, out, _ = codegen("list", "--arch", "sm90")
     assert status == 0
-    assert "8 kernels" in out
-    assert ("sage_attn_sm90_d64_qk8_pvf16_full_vraw: 128x64, warp_m 32, 2 stages, 3 blocks, 128 threads, "
-            "attn_mma.cu.jinja, {family: attn_mma, headdim: 64}") in out
-    assert "sage_attn_sm90_d64_qk8_pve4m3_full_vraw: mma.sync emulates FP8 on Hopper" in out
+    assert out.startswith("14 kernels\n")
+    assert ("sage_attn_sm90_d64_qk8_pvf16_full_vraw_qraw: 128x64, warp_m 32, 2 stages, 3 blocks, 128 threads, "
+            "attn_mma.cu.jinja, {family: attn_mma, headdim: 64, q: qraw}") in out
+    assert "sage_attn_sm90_d64_qk8_pve4m3_full_vraw_qraw: mma.sync emulates FP8 on Hopper" in out
     assert "sm80_" not in out
 
 
 def test_list_knows_combinations_without_a_kernel(codegen):
-    status, out, _ = codegen("list", "--only", "*sm90*qk4*d64*", "--only", "*sm90_d64_qk4_pvf16_full_vraw")
+    status, out, _ = codegen("list", "--only", "*sm90*qk4*d64*", "--only", "*sm90_d64_qk4_pvf16_full_vraw_qraw")
     assert (status, out) == (2, "")
-    status, out, _ = codegen("list", "--only", "*sm90_d64_qk4_pvf16_full_vraw")
+    status, out, _ = codegen("list", "--only", "*sm90_d64_qk4_pvf16_full_vraw_qraw")
     assert out == ("0 kernels\n1 combinations without a kernel\n"
-                   "  sage_attn_sm90_d64_qk4_pvf16_full_vraw: Hopper has no INT4 tensor cores\n")
+                   "  sage_attn_sm90_d64_qk4_pvf16_full_vraw_qraw: Hopper has no INT4 tensor cores\n")
 
 
 def test_render_writes_only_sources(codegen, project):
@@ -82,14 +112,14 @@ def test_build_makes_a_folder_that_holds_what_its_manifest_says(codegen, project
     manifest = Manifest.read(project.package)
     assert manifest.kernels.keys() == THREE
     assert (manifest.version, manifest.compiler, manifest.flags) == (__version__, version(), FLAGS)
-    assert manifest.retarget is None
+    assert (manifest.structs, manifest.retarget) == (layout_digest(), None)
     for name, record in manifest.kernels.items():
         assert hashlib.sha256((project.package / record.file).read_bytes()).hexdigest() == record.sha256, name
         assert (record.target, record.spill_bytes) == ("sm_80", 0)
     attn = manifest.kernels[ATTN]
     assert (attn.threads, attn.shared_bytes, attn.tile.min_blocks) == (128, attn.tile.shared_bytes(attn.spec), 3)
     assert attn.shared_bytes > 0
-    stats = manifest.kernels["sage_stats_sm80_d64_vraw"]
+    stats = manifest.kernels["sage_stats_sm80_d64"]
     assert (stats.threads, stats.shared_bytes, stats.tile) == (256, 0, None)
     assert str(project.root) not in (project.package / "manifest.json").read_text()
 
@@ -101,15 +131,15 @@ def test_a_second_build_writes_nothing_and_removes_what_left(codegen, project):
     status, out, _ = codegen("build", *ONE)
     assert (status, "no work to do" in out) == (0, True)
     assert {name: (project.package / name).stat().st_mtime_ns for name in _files(project.package)} == times
-    assert codegen("build", "--only", "sage_stats_sm80_d64_vraw")[0] == 0
-    assert _files(project.package) == {"manifest.json", "sage_stats_sm80_d64_vraw.cubin"}
+    assert codegen("build", "--only", "sage_stats_sm80_d64")[0] == 0
+    assert _files(project.package) == {"manifest.json", "sage_stats_sm80_d64.cubin"}
 
 
 def test_spills_leave_no_package(codegen, project, spilling):
     status, _, err = codegen("build", *ONE)
     assert status == 1
     assert f"{ATTN}: expected at most 0 bytes of spilt registers, got " in err
-    assert "(row {family: attn_mma, headdim: 64})" in err
+    assert "(row {family: attn_mma, headdim: 64, q: qraw})" in err
     assert not project.package.exists()
     assert "spilt registers" in codegen("check", *ONE)[2]
 
@@ -122,7 +152,8 @@ def test_a_row_may_allow_spills(codegen, project, spilling, edit):
     edit(project.matrix, "allow_spills: 4096", f"allow_spills: {spilt - 1}")
     assert f"expected at most {spilt - 1} bytes" in codegen("build", *ONE)[2]
     edit(project.matrix, f"allow_spills: {spilt - 1}", f"allow_spills: {spilt}")
-    assert codegen("check", *ONE)[0] == 0
+    (project.golden / f"{ATTN}.cu").write_text("")
+    assert codegen("check", *ONE, "--update")[0] == 0
 
 
 def test_retargeted_kernels_go_elsewhere(codegen, project, spilling):
@@ -131,8 +162,38 @@ def test_retargeted_kernels_go_elsewhere(codegen, project, spilling):
     assert manifest.retarget == "sm_90"
     assert {record.target for record in manifest.kernels.values()} == {"sm_90"}
     assert not project.package.exists()
-    status, _, err = codegen("build", *ONE, "--retarget", "sm_90", "--out", str(project.package))
-    assert (status, "expected a folder other than" in err) == (2, True)
+
+
+@pytest.mark.parametrize("folder", ["kernels", "kernels/deep", "other", "."])
+@pytest.mark.parametrize("how", [("--retarget", "sm_90"), ("--toolchain", "nvcc")])
+def test_kernels_that_are_not_for_wheels_stay_out_of_the_package(codegen, project, folder, how):
+    package = project.root / "sage_aot"
+    status, out, err = codegen("build", *ONE, *how, "--out", str(package / folder))
+    assert (status, out) == (2, "")
+    assert err.startswith(f"expected a folder outside {package}, as kernels ") and err.count("\n") == 1
+    assert not package.exists()
+
+
+def test_a_link_into_the_package_is_the_package(codegen, project):
+    (project.root / "sage_aot").mkdir()
+    (project.root / "link").symlink_to(project.root / "sage_aot")
+    status, _, err = codegen("build", *ONE, "--retarget", "sm_90", "--out", str(project.root / "link" / "kernels"))
+    assert (status, "expected a folder outside" in err) == (2, True)
+
+
+def test_nvcc_builds_to_debug(codegen, project, nvcc):
+    status, out, _ = codegen("build", *ONE, "--toolchain", "nvcc")
+    assert status == 0
+    assert f"{ATTN}: expected at most 0 bytes of spilt registers, got 24" in out
+    manifest = Manifest.read(project.build / "nvcc_kernels")
+    assert (manifest.compiler, manifest.kernels.keys()) == ("nvcc 13.0.88", THREE)
+    assert manifest.kernels[ATTN].spill_bytes == 24
+    assert not project.package.exists()
+    (project.golden / f"{ATTN}.cu").write_text("")
+    status, out, _ = codegen("check", *ONE, "--toolchain", "nvcc", "--update")
+    assert (status, "got 24" in out) == (0, True)
+    assert codegen("build", *ONE, "--toolchain", "nvcc", "--retarget", "sm_90")[0] == 0
+    assert Manifest.read(project.build / "nvcc_retarget_sm_90").retarget == "sm_90"
 
 
 def test_out_is_no_folder_of_someone_else(codegen, project):
@@ -168,8 +229,16 @@ def test_check_finds_misspelt_names(codegen, project, edit):
     assert (status, err.count("templates/quantize.cu.jinja: expected")) == (1, 2)
 
 
+def test_check_fails_without_goldens(codegen, project):
+    status, _, err = codegen("check", *ONE)
+    assert (status, "tests/golden: expected goldens, got none" in err) == (1, True)
+    project.golden.rmdir()
+    assert codegen("check", *ONE, "--update")[0] == 1
+
+
 def test_check_writes_no_package(codegen, project):
-    assert codegen("check", *ONE)[0] == 0
+    (project.golden / f"{ATTN}.cu").write_text("")
+    assert codegen("check", *ONE, "--update")[0] == 0
     assert not project.package.exists()
 
 
@@ -195,6 +264,25 @@ def test_a_bad_matrix_is_listed_line_by_line(codegen, project, edit):
     assert status == 2
     assert [line.split(", got ")[1] for line in err.splitlines()] == ["32", "96"]
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("text", [None, b"axes:\n  # caf\xe9\n"])
+def test_a_matrix_that_cannot_be_read_is_one_line(codegen, project, text):
+    project.matrix.unlink()
+    if text:
+        project.matrix.write_bytes(text)
+    status, out, err = codegen("list")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "build_matrix.yaml" in err
+
+
+def test_a_closed_pipe_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        done = subprocess.run([sys.executable, "-m", "codegen", "list"], cwd=ROOT, stdout=closed,
+                              stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
 def test_codegen_runs_where_torch_is_not_installed():

@@ -62,14 +62,14 @@ def test_only_the_loader_imports_cupy():
 
 
 def test_codegen_uses_nothing_of_the_runtime_but_its_standard_library_modules():
-    shared = ("sage_aot._spec", "sage_aot._manifest", "sage_aot._version")
+    shared = ("sage_aot._spec", "sage_aot._manifest", "sage_aot._params", "sage_aot._version")
     for path in (ROOT / "codegen").glob("*.py"):
         for name in imports_of(path):
             assert not name.startswith(("torch", "cupy", "numpy")), f"{path.name} imports {name}"
             assert not name.startswith("sage_aot") or name.startswith(shared), f"{path.name} imports {name}"
 
 
-@pytest.mark.parametrize("module", ["_spec", "_manifest", "_version"])
+@pytest.mark.parametrize("module", ["_spec", "_manifest", "_params", "_version"])
 def test_what_codegen_shares_needs_the_standard_library_alone(module):
     for name in imports_of(ROOT / f"sage_aot/{module}.py"):
         top = name.split(".")[0]

@@ -10,24 +10,28 @@ import pytest
 
 from sage_aot._loader import Library, default_library, import_cupy
 from sage_aot._manifest import FILE_NAME, FORMAT, KernelRecord, Manifest
+from sage_aot._params import layout_digest
 from sage_aot._spec import KernelSpec
+from sage_aot._version import __version__
 from sage_aot.errors import CubinError, UnsupportedError
 
-SPEC = KernelSpec("stats", "sm80", 64, v="vraw")
+SPEC = KernelSpec("stats", "sm80", 64)
 CUBIN = b"not really a cubin"
 RECORD = KernelRecord(SPEC, "it.cubin", hashlib.sha256(CUBIN).hexdigest(), "sm_80", None, 256, 0, 40, 0)
+
+MANIFEST = Manifest(__version__, "nvrtc", ("-x",), layout_digest(), None, {SPEC.name: RECORD})
 
 
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / RECORD.file).write_bytes(CUBIN)
-    (tmp_path / FILE_NAME).write_text(Manifest("0", "nvrtc", ("-x",), None, {SPEC.name: RECORD}).to_text())
+    (tmp_path / FILE_NAME).write_text(MANIFEST.to_text())
     return tmp_path
 
 
 def test_manifest_and_cubin_are_read_back(folder):
     library = Library(folder)
-    assert library.manifest.kernels == {SPEC.name: RECORD}
+    assert library.manifest == MANIFEST
     assert library.read(RECORD) == CUBIN
 
 
@@ -60,8 +64,10 @@ def test_a_missing_manifest_says_how_to_build(tmp_path):
 @pytest.mark.parametrize("edit", [
     lambda values: values.update(format=FORMAT + 1),
     lambda values: values.pop("compiler"),
+    lambda values: values.pop("structs"),
     lambda values: values.update(surprise=1),
     lambda values: values["kernels"][0].update(spec="sage_attn_sm80"),
+    lambda values: values["kernels"][0].update(spec="sage_stats_sm80_d64_vraw"),
     lambda values: values["kernels"][0].pop("sha256"),
 ])
 def test_a_manifest_of_another_version_is_refused(folder, edit):

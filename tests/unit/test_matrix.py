@@ -13,7 +13,8 @@ from codegen.selection import Selection
 
 SM80_ROW = "{family: attn_mma, arch: [sm80, sm90], headdim: 128, pv: f16,"
 SM86_ROW = "{family: attn_mma, arch: sm86, headdim: 128, pv: f16,"
-D64_ROW = "{family: attn_mma, headdim: 64,"
+D64_ROW = "{family: attn_mma, headdim: 64, q: qraw,"
+D64_SMOOTH_ROW = "{family: attn_mma, headdim: 64, q: qsmooth,"
 D64_SIZES = "block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 3}"
 
 # Replaced text, its replacement, the text that the line of the complaint holds, the complaint.
@@ -24,7 +25,7 @@ BAD = {
     "key twice": ("  headdim: [64, 128]", "  v: [vraw]\n  headdim: [64, 128]", "  v: [vraw, vsmooth]",
                   "expected the key 'v' once in 'axes', got it twice"),
     "unknown axis": ("  qk: [8, 4]", "  bits: [8, 4]", "  bits:",
-                     "expected a key of 'axes' (arch, headdim, qk, pv, mask, v), got 'bits'"),
+                     "expected a key of 'axes' (arch, headdim, qk, pv, mask, v, q), got 'bits'"),
     "missing axis": ("  qk: [8, 4]\n", "", "  arch:", "expected the key 'qk' in 'axes', got none"),
     "unknown value": ("headdim: [64, 128]", "headdim: [64, 96]", "headdim: [64, 96]",
                       "expected a value of the axis 'headdim' (64, 128), got 96"),
@@ -39,11 +40,11 @@ BAD = {
                              "expected each value once, got 'sm80' twice"),
     "row's value": (SM86_ROW, SM86_ROW.replace("sm86", "sm87"), "sm87",
                     "expected a value of the axis 'arch' (sm80, sm86, sm89, sm90), got 'sm87'"),
-    "row's key": (D64_ROW, "{family: attn_mma, headim: 64,", "headim",
+    "row's key": (D64_ROW, D64_ROW.replace("headdim", "headim"), "headim",
                   ("expected a key of a row of 'tiles' (family, block_m, block_n, warp_m, stages, min_blocks, arch, "
-                   "headdim, qk, pv, mask, v, allow_spills, why), got 'headim'")),
+                   "headdim, qk, pv, mask, v, q, allow_spills, why), got 'headim'")),
     "exclusion's key": ("{qk: 4, why", "{bits: 4, why", "{bits",
-                        "expected a key of a row of 'exclude' (why, arch, headdim, qk, pv, mask, v), got 'bits'"),
+                        "expected a key of a row of 'exclude' (why, arch, headdim, qk, pv, mask, v, q), got 'bits'"),
     "no size": (D64_SIZES, D64_SIZES.replace(" stages: 2,", ""), D64_ROW,
                 "expected the key 'stages' in a row of 'tiles', got none"),
     "bad size": (D64_SIZES, D64_SIZES.replace("warp_m: 32", "warp_m: 24"), D64_ROW,
@@ -72,10 +73,11 @@ BAD = {
     "bad spills": (D64_SIZES, D64_SIZES.replace("}", ", allow_spills: -8, why: fine}"), "allow_spills",
                    "expected allow_spills as a positive number of bytes, got -8"),
     "uncovered": (D64_ROW, D64_ROW.replace("64", "64, mask: full"), SM80_ROW,
-                  "expected one row of 'tiles' or an exclusion for sage_attn_sm90_d64_qk8_pvf16_causal_vraw, got none"),
+                  ("expected one row of 'tiles' or an exclusion for sage_attn_sm90_d64_qk8_pvf16_causal_vraw_qraw, got "
+                   "none")),
     "covered twice": (SM86_ROW, SM86_ROW.replace("sm86", "[sm80, sm86]"), "[sm80, sm86], headdim",
-                      ("expected one row of 'tiles' for sage_attn_sm80_d128_qk8_pvf16_full_vraw, got those of lines "
-                       "{SM80} and {SM86}")),
+                      ("expected one row of 'tiles' for sage_attn_sm80_d128_qk8_pvf16_full_vraw_qraw, got those of "
+                       "lines {SM80} and {SM86}")),
     "useless exclusion": ("  - {qk: 4, why", "  - {arch: sm80, pv: e4m3, why: again}\n  - {qk: 4, why", "again",
                           ("expected a row that matches a combination left by those above, got one that matches "
                            "nothing")),
@@ -83,13 +85,25 @@ BAD = {
                     "qk: 4, headdim",
                     "expected a row that matches a combination that is not excluded, got one that matches nothing"),
     "impossible": ("{arch: [sm80, sm86], pv: e4m3", "{arch: sm80, pv: e4m3", D64_ROW,
-                   ("expected an exclusion of sage_attn_sm86_d64_qk8_pve4m3_full_vraw, got tiles: no FP8 tensor cores "
-                    "before sm89")),
-    "shared quantizer": (D64_ROW, "{family: attn_mma, headdim: 64, mask: causal,\n     "
-                         + D64_SIZES.replace("128", "256") + "\n  - {family: attn_mma, headdim: 64, mask: full,",
+                   ("expected an exclusion of sage_attn_sm86_d64_qk8_pve4m3_full_vraw_qraw, got tiles: no FP8 tensor "
+                    "cores before sm89")),
+    "shared quantizer": (D64_ROW, D64_ROW + " mask: causal,\n     "
+                         + D64_SIZES.replace("128", "256") + "\n  - " + D64_ROW + " mask: full,",
                          "mask: causal",
-                         ("expected the tiles and family of line {FULL} for sage_attn_sm80_d64_qk8_pvf16_causal_vraw, "
-                          "got others: both rows share sage_quant_sm80_d64_qk8_pvf16_vraw")),
+                         ("expected the tiles and family of line {FULL} for "
+                          "sage_attn_sm80_d64_qk8_pvf16_causal_vraw_qraw, got others: both rows "
+                          "share sage_quant_sm80_d64_qk8_pvf16")),
+    "shared memory": ("stages: 2, min_blocks: 1", "stages: 3, min_blocks: 1", SM86_ROW,
+                      ("expected at most the 101376 bytes of shared memory that a block has on sm86 for "
+                       "sage_attn_sm86_d128_qk8_pvf16_full_vraw_qraw, got 106880")),
+    "quantizer's threads": ("quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 384", SM80_ROW,
+                            ("expected threads of the family 'attn_mma''s quantizer that divide block_n * headdim / 8 "
+                             "= 1024, got 384")),
+    "too many for a head dim": ("quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 1024", D64_ROW,
+                                ("expected threads of the family 'attn_mma''s quantizer that divide block_n * headdim "
+                                 "/ 8 = 512, got 1024")),
+    "block_n of no power of two": (D64_SIZES, D64_SIZES.replace("block_n: 64", "block_n: 192"), D64_ROW,
+                                   "block_n must be 64, 128 or 256, got 192"),
     "no list": ("exclude:", "exclude: none\nrest:", "exclude: none", "expected 'exclude' as a list, got 'none'"),
     "no mapping": ("  - {qk: 4, why: \"not written yet: the INT4 products of the mma family\"}", "  - qk", "  - qk",
                    "expected a row of 'exclude' as a mapping, got 'qk'"),
@@ -136,7 +150,7 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(project, edit):
     with pytest.raises(MatrixError) as error:
         read_matrix(project.matrix, project.templates)
     problems = error.value.problems
-    for part in ("threads", "stages must be", "'why' as a sentence", "sage_attn_sm89_d128_qk8_pvf16_full_vraw"):
+    for part in ("threads", "stages must be", "'why' as a sentence", "sage_attn_sm89_d128_qk8_pvf16_full_vraw_qraw"):
         assert any(part in problem for problem in problems), part
     lines = [int(problem.split(":")[1]) for problem in problems]
     assert lines == sorted(lines)
@@ -151,7 +165,7 @@ def test_a_misspelt_axis_does_not_echo_through_the_combinations(project, edit):
 
 def test_every_combination_is_built_or_has_a_reason(matrix):
     axes = {"arch": ("sm80", "sm86", "sm89", "sm90"), "headdim": (64, 128), "qk": (8, 4), "pv": ("f16", "e4m3"),
-            "mask": ("full", "causal"), "v": ("vraw", "vsmooth")}
+            "mask": ("full", "causal"), "v": ("vraw", "vsmooth"), "q": ("qraw", "qsmooth")}
     everything = {KernelSpec("attn", **dict(zip(axes, values))).name for values in product(*axes.values())}
     built = {kernel.spec.name for kernel in matrix.kernels if kernel.spec.kind == "attn"}
     missing = dict(matrix.missing)
@@ -162,9 +176,9 @@ def test_every_combination_is_built_or_has_a_reason(matrix):
 
 def test_the_first_exclusion_gives_the_reason(matrix):
     missing = dict(matrix.missing)
-    assert missing["sage_attn_sm90_d64_qk4_pve4m3_full_vsmooth"].startswith("Hopper has no INT4")
-    assert missing["sage_attn_sm80_d64_qk4_pve4m3_full_vsmooth"] == "no FP8 tensor cores before sm89"
-    assert missing["sage_attn_sm80_d64_qk8_pvf16_full_vsmooth"] == "not written yet: smoothing of V"
+    assert missing["sage_attn_sm90_d64_qk4_pve4m3_full_vsmooth_qraw"].startswith("Hopper has no INT4")
+    assert missing["sage_attn_sm80_d64_qk4_pve4m3_full_vsmooth_qraw"] == "no FP8 tensor cores before sm89"
+    assert missing["sage_attn_sm80_d64_qk8_pvf16_full_vsmooth_qraw"] == "not written yet: smoothing of V"
 
 
 def test_names_are_unique_sorted_and_round_trip(matrix):
@@ -178,21 +192,75 @@ def test_every_attention_kernel_has_its_companions(matrix):
     needed = set()
     for spec, kernel in kernels.items():
         if spec.kind == "attn":
-            needed |= {spec, spec.companion("quant"), spec.companion("stats")}
-            assert kernels[spec.companion("quant")].tile == kernel.tile
+            needed |= {spec, *spec.companions}
+            assert kernels[spec.companion("quant")].tile.quantized == kernel.tile.quantized
             assert kernels[spec.companion("stats")].tile is None
     assert needed == kernels.keys()
+
+
+def test_the_delta_kernel_is_planned_only_where_q_is_smoothed(project, edit):
+    row = '  - {q: qsmooth, arch: [sm80, sm86, sm89], why: "a test"}\n  - {qk: 4, why'
+    edit(project.matrix, "  - {qk: 4, why", row)
+    kernels = read_matrix(project.matrix, project.templates).kernels
+    assert {kernel.spec.arch for kernel in kernels if kernel.spec.kind == "delta"} == {"sm90"}
+    delta = next(kernel for kernel in kernels if kernel.spec.name == "sage_delta_sm90_d64")
+    assert (delta.tile, delta.threads, delta.template) == (None, 256, "delta_s.cu.jinja")
+    assert delta.row == "{family: attn_mma, headdim: 64, q: qsmooth}"
+
+
+def test_kernels_that_share_a_quantizer_may_differ_in_stages_and_blocks(matrix):
+    kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
+    raw, smooth = (kernels[f"sage_attn_sm80_d64_qk8_pvf16_full_vraw_{q}"] for q in ("qraw", "qsmooth"))
+    assert (raw.tile.stages, raw.tile.min_blocks) == (2, 3)
+    assert (smooth.tile.stages, smooth.tile.min_blocks) == (3, 2)
+    assert raw.spec.companion("quant") == smooth.spec.companion("quant")
+
+
+@pytest.mark.parametrize("old, new", [
+    ("block_m: 128", "block_m: 256"), ("block_n: 64", "block_n: 128"), ("warp_m: 32", "warp_m: 16"),
+])
+def test_kernels_that_share_a_quantizer_agree_on_its_layout(project, edit, old, new):
+    sizes = "block_m: 128, block_n: 64, warp_m: 32, stages: 3"
+    edit(project.matrix, sizes, sizes.replace(old, new))
+    text = project.matrix.read_text()
+    with pytest.raises(MatrixError) as error:
+        read_matrix(project.matrix, project.templates)
+    assert (f"build_matrix.yaml:{_line(text, D64_SMOOTH_ROW)}: expected the tiles and family of line "
+            f"{_line(text, D64_ROW)} for sage_attn_sm80_d64_qk8_pvf16_full_vraw_qsmooth, got others: both rows share "
+            "sage_quant_sm80_d64_qk8_pvf16") in error.value.problems
+
+
+def test_shared_memory_is_not_judged_where_the_limit_is_unknown(project, edit):
+    edit(project.matrix, "stages: 2, min_blocks: 1", "stages: 3, min_blocks: 1")
+    text = project.matrix.read_text()
+    project.matrix.write_text(text.replace("sm86", "sm87"))  # 163 KB
+    assert read_matrix(project.matrix, project.templates).kernels
+    project.matrix.write_text(text.replace("sm86", "sm88").replace("stages: 3,", "stages: 9,"))
+    assert read_matrix(project.matrix, project.templates).kernels
+
+
+def test_a_matrix_that_cannot_be_read_is_one_sentence(project):
+    project.matrix.write_bytes(b"axes:\n  # caf\xe9\n")
+    with pytest.raises(MatrixError) as error:
+        read_matrix(project.matrix, project.templates)
+    assert error.value.problems == ["build_matrix.yaml:2: expected UTF-8, got the byte 0xe9"]
+    project.matrix.unlink()
+    with pytest.raises(UsageError, match="expected a build matrix in .*build_matrix.yaml, got: No such file"):
+        read_matrix(project.matrix, project.templates)
+    project.matrix.mkdir()
+    with pytest.raises(UsageError, match="got: Is a directory"):
+        read_matrix(project.matrix, project.templates)
 
 
 def test_what_a_kernel_takes_from_its_row(project, edit):
     edit(project.matrix, "pv: e4m3,\n     block_m: 128", "pv: [e4m3],\n     allow_spills: 32, why: tried, block_m: 128")
     kernels = {kernel.spec.name: kernel for kernel in read_matrix(project.matrix, project.templates).kernels}
-    attn = kernels["sage_attn_sm89_d128_qk8_pve4m3_full_vraw"]
-    quant = kernels["sage_quant_sm89_d128_qk8_pve4m3_vraw"]
+    attn = kernels["sage_attn_sm89_d128_qk8_pve4m3_full_vraw_qraw"]
+    quant = kernels["sage_quant_sm89_d128_qk8_pve4m3"]
     assert attn.row == quant.row == "{family: attn_mma, arch: sm89, headdim: 128, pv: e4m3}"
     assert (attn.threads, attn.template, attn.allowed_spill_bytes) == (128, "attn_mma.cu.jinja", 32)
     assert (quant.threads, quant.template, quant.allowed_spill_bytes) == (256, "quantize.cu.jinja", 0)
-    assert kernels["sage_attn_sm90_d128_qk8_pvf16_full_vraw"].row == (
+    assert kernels["sage_attn_sm90_d128_qk8_pvf16_full_vraw_qraw"].row == (
         "{family: attn_mma, arch: [sm80, sm90], headdim: 128, pv: f16}")
 
 
@@ -201,16 +269,18 @@ def test_the_matrix_of_this_project_is_right():
 
 
 def test_selection_takes_companions_along(matrix):
-    selected = Selection(("sm90",), ("sage_attn_*_d64_*_full_*",)).kernels(matrix)
+    selected = Selection(("sm90",), ("sage_attn_*_d64_*_full_*_qraw",)).kernels(matrix)
     assert [kernel.spec.name for kernel in selected] == [
-        "sage_attn_sm90_d64_qk8_pvf16_full_vraw", "sage_quant_sm90_d64_qk8_pvf16_vraw", "sage_stats_sm90_d64_vraw"]
+        "sage_attn_sm90_d64_qk8_pvf16_full_vraw_qraw", "sage_quant_sm90_d64_qk8_pvf16", "sage_stats_sm90_d64"]
+    smoothed = Selection(("sm90",), ("sage_attn_*_d64_*_full_*_qsmooth",)).kernels(matrix)
+    assert [kernel.spec.kind for kernel in smoothed] == ["attn", "delta", "quant", "stats"]
     assert {kernel.spec.kind for kernel in Selection().kernels(matrix)} == set(KINDS)
     assert len(Selection(patterns=("*stats*sm80_d64*",)).kernels(matrix)) == 1
 
 
 @pytest.mark.parametrize("selection, parts", [
     (Selection(archs=("sm90", "sm75")), ("sm80, sm86, sm89, sm90", "'sm75'")),
-    (Selection(patterns=("*d64*", "*d96*")), ("'*d96*'", "sage_stats_sm80_d64_vraw")),
+    (Selection(patterns=("*d64*", "*d96*")), ("'*d96*'", "sage_stats_sm80_d64")),
 ])
 def test_selection_of_nothing_lists_what_there_is(matrix, selection, parts):
     with pytest.raises(UsageError) as error:

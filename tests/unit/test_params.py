@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sage_aot._params import FIELDS, offsets, pack
+from sage_aot._params import FIELDS, layout_digest, offsets, pack
 
 HEADER = (Path(__file__).parents[2] / "templates/include/sage/params.cuh").read_text()
 SCALAR_CODES = {"i32": "i", "Dtype": "i", "float": "f"}
@@ -54,3 +54,11 @@ def test_pack_writes_each_value_at_its_offset():
     data = pack("StatsParams", *values)
     assert len(data) == offsets("StatsParams")["sizeof"]
     assert struct.unpack_from("<i", data, offsets("StatsParams")["chunk_rows"]) == (14,)
+
+
+def test_the_digest_follows_the_structs(monkeypatch):
+    before = layout_digest()
+    assert re.fullmatch("[0-9a-f]{16}", before)
+    assert layout_digest() == before
+    monkeypatch.setitem(FIELDS, "StatsParams", FIELDS["StatsParams"][::-1])
+    assert layout_digest() != before

@@ -9,8 +9,8 @@ import struct
 import pytest
 
 from sage_aot._manifest import KernelRecord
-from sage_aot._params import offsets
-from sage_aot._plan import ALIGNMENT, MAX_CHUNKS, TensorArgument, chunk_rows_of, launches, plan
+from sage_aot._params import FIELDS, offsets
+from sage_aot._plan import ALIGNMENT, DELTA_BYTES, MAX_CHUNKS, TensorArgument, chunk_rows_of, launches, plan
 from sage_aot._problem import Problem
 from sage_aot._select import Kernels
 from sage_aot._spec import KernelSpec, Tile
@@ -18,14 +18,19 @@ from sage_aot.errors import UnsupportedError
 
 TILE = Tile(128, 64, 32, 2, 2)
 PROBLEM = Problem(batch=2, num_q_heads=6, num_kv_heads=3, seqlen_q=130, seqlen_kv=200, headdim=80, dtype="bf16",
-                  is_causal=False, softmax_scale=0.5, smooth_k=True)
+                  is_causal=False, softmax_scale=0.5, qk_bits=8, smooth_q=False, smooth_k=True,
+                  smooth_v=False)
+SMOOTH_Q = dataclasses.replace(PROBLEM, smooth_q=True)
 Q = TensorArgument(2**40, 1, 2, 3)
 
 
-def kernels(pv: str = "e4m3") -> Kernels:
-    attn = KernelSpec("attn", "sm89", 128, 8, pv, "full", "vraw")
-    return Kernels(*(KernelRecord(attn.companion(kind), "", "", "", TILE, threads, 0, 0, 0)
-                     for kind, threads in (("stats", 256), ("quant", 256), ("attn", 128))))
+def kernels(pv: str = "e4m3", problem: Problem = PROBLEM) -> Kernels:
+    attn = KernelSpec("attn", "sm89", 128, problem.qk_bits, pv, "full", "vsmooth" if problem.smooth_v else "vraw",
+                      "qsmooth" if problem.smooth_q else "qraw")
+    stats, quant, delta, attention = (
+        KernelRecord(attn.companion(kind), "", "", "", TILE, threads, 0, 0, 0)
+        for kind, threads in (("stats", 256), ("quant", 256), ("delta", 256), ("attn", 128)))
+    return Kernels(stats, quant, delta if problem.smooth_q else None, attention)
 
 
 def field(launch, struct_name, name, code="i"):
@@ -34,7 +39,7 @@ def field(launch, struct_name, name, code="i"):
 
 def run(problem=PROBLEM, **arguments):
     tensors = {"q": Q, "k": Q, "v": Q, "out": Q, "lse": 0, **arguments}
-    return launches(plan(problem, kernels()), 2**30, **tensors)
+    return launches(plan(problem, kernels(problem=problem)), 2**30, **tensors)
 
 
 def test_grids_cover_every_tile():
@@ -62,15 +67,24 @@ def test_structs_hold_the_problem():
 
 
 @pytest.mark.parametrize("pv", ["f16", "e4m3"])
-def test_buffers_are_aligned_disjoint_and_large_enough(pv):
-    layout = plan(PROBLEM, kernels(pv))
+@pytest.mark.parametrize("qk_bits", [8, 4])
+@pytest.mark.parametrize("smooth_q", [False, True])
+def test_buffers_are_aligned_disjoint_and_large_enough(pv, qk_bits, smooth_q):
+    problem = dataclasses.replace(PROBLEM, qk_bits=qk_bits, smooth_q=smooth_q)
+    layout = plan(problem, kernels(pv, problem))
     q_rows, keys = 2 * 6 * 2 * 128, 2 * 3 * 4 * 64
-    least = {"k_sum": 6 * 4 * 128 * 4, "v_absmax": 6 * 4 * 128 * 4, "q_hat": q_rows * 128,
-             "k_hat": keys * 128 + 2 * 3 * 4 * 128, "v_hat": keys * 128 * (2 if pv == "f16" else 1),
-             "q_scale": q_rows // 4 * 4, "v_scale": 6 * 128 * 4, "row_bias": q_rows * 4}
+    chunks, statistics = 4, 3
+    qk_row, v_row = 128 * qk_bits // 8, 128 * (2 if pv == "f16" else 1)
+    least = {"k_stats": 6 * chunks * statistics * 128 * 4, "v_stats": 6 * chunks * statistics * 128 * 4,
+             "q_hat": q_rows * qk_row, "kv_hat": keys * (qk_row + v_row) + 2 * 3 * 4 * 128,
+             "q_scale": q_rows // 4 * 4, "q_mean": 12 * 2 * 128 * 4 if smooth_q else 0, "k_mean": 6 * 128 * 4,
+             "v_scale": 6 * 128 * 4, "v_mean": 6 * 128 * 4, "row_bias": q_rows * 4}
+    if smooth_q:
+        least["delta_s"] = 12 * 2 * 4 * 64 * 4
     assert set(layout.offsets) == set(least)
-    ends = [*sorted(layout.offsets.values())[1:], layout.workspace_bytes]
-    for name, (start, end) in zip(sorted(layout.offsets, key=layout.offsets.get), zip(sorted(layout.offsets.values()), ends)):
+    starts = list(layout.offsets.values())
+    assert starts == sorted(starts)
+    for name, start, end in zip(layout.offsets, starts, [*starts[1:], layout.workspace_bytes]):
         assert start % ALIGNMENT == 0
         assert least[name] <= end - start < least[name] + ALIGNMENT
 
@@ -100,3 +114,77 @@ def test_chunks_cover_the_sequence(seqlen):
 def test_a_grid_beyond_the_limit_is_refused():
     with pytest.raises(UnsupportedError, match="blocks, a launch takes 2147483647; split the batch"):
         run(dataclasses.replace(PROBLEM, batch=2**30))
+
+
+# --- what smoothing adds ---
+
+
+@pytest.mark.parametrize("smooth_q", [False, True])
+@pytest.mark.parametrize("smooth_k", [False, True])
+@pytest.mark.parametrize("smooth_v", [False, True])
+def test_structs_say_what_is_smoothed(smooth_q, smooth_k, smooth_v):
+    stats, quant, *_ = run(dataclasses.replace(PROBLEM, smooth_q=smooth_q, smooth_k=smooth_k, smooth_v=smooth_v))
+    assert field(stats, "StatsParams", "smooth_k") == smooth_k
+    assert [field(quant, "QuantParams", name) for name in ("smooth_q", "smooth_k", "smooth_v")] == [
+        smooth_q, smooth_k, smooth_v]
+
+
+def test_without_smoothing_of_q_there_is_no_delta():
+    assert [launch.record.spec.kind for launch in run()] == ["stats", "quant", "attn"]
+    attn = run()[-1]
+    assert (field(attn, "AttnParams", "delta_s", "Q"), field(attn, "AttnParams", "first_head")) == (0, 0)
+
+
+def test_delta_precedes_attention_and_holds_the_problem():
+    causal = dataclasses.replace(SMOOTH_Q, is_causal=True)
+    stats, quant, delta, attn = run(causal)
+    assert [launch.record.spec.kind for launch in (stats, quant, delta, attn)] == ["stats", "quant", "delta", "attn"]
+    assert delta.blocks == 2 * 6 * 1 * 4  # 2 query tiles, 4 * 64 keys, in blocks of 64 x 64
+    values = {name: field(delta, "DeltaParams", name) for name, code in FIELDS["DeltaParams"] if code == "i"}
+    assert values == {"first_head": 0, "num_heads": 12, "num_q_heads": 6, "num_kv_heads": 3, "seqlen_q": 130,
+                      "seqlen_kv": 200, "headdim": 80, "q_tiles": 2, "columns": 256, "dtype": 1, "aligned": 0,
+                      "block_m": 128, "is_causal": 1, "padding": 0}
+    assert struct.unpack_from("<Qqqq", delta.params) == (2**40, 1, 2, 3)
+
+
+def test_kernels_agree_on_addresses():
+    problem = dataclasses.replace(SMOOTH_Q, smooth_v=True)
+    at = {name: 2**30 + offset for name, offset in plan(problem, kernels(problem=problem)).offsets.items()}
+    for launch, name in zip(run(problem), ("StatsParams", "QuantParams", "DeltaParams", "AttnParams")):
+        pointers = {field_name for field_name, code in FIELDS[name] if code == "Q"} - {"lse"}
+        assert pointers <= at.keys()
+        assert all(field(launch, name, pointer, "Q") == at[pointer] for pointer in pointers)
+
+
+@pytest.mark.parametrize(("batch", "num_q_heads", "seqlen", "turns"), [
+    (2, 6, 1000, 1),  # everything fits
+    (2, 6, 32768, 2),  # 32 MiB a head: eight at once, then four
+    (3, 7, 65536, 11),  # 128 MiB a head: two at once, the last one alone
+    (1, 3, 100_000, 3),  # more than DELTA_BYTES a head: one at a time
+])
+def test_heads_take_turns_and_each_is_covered_once(batch, num_q_heads, seqlen, turns):
+    problem = dataclasses.replace(SMOOTH_Q, batch=batch, num_q_heads=num_q_heads, num_kv_heads=1, seqlen_q=seqlen,
+                                  seqlen_kv=seqlen)
+    layout = plan(problem, kernels(problem=problem))
+    head_bytes = 4 * layout.q_tiles * layout.kv_tiles * 64
+    assert layout.workspace_bytes - layout.offsets["delta_s"] <= max(DELTA_BYTES, head_bytes) + ALIGNMENT
+    stats, quant, *rest = run(problem)
+    deltas, attns = rest[::2], rest[1::2]
+    assert len(deltas) == len(attns) == turns
+    covered = []
+    for delta, attn in zip(deltas, attns):
+        assert (delta.record.spec.kind, attn.record.spec.kind) == ("delta", "attn")
+        first, count = field(delta, "DeltaParams", "first_head"), field(delta, "DeltaParams", "num_heads")
+        assert field(attn, "AttnParams", "first_head") == first
+        assert attn.blocks == count * layout.q_tiles
+        assert delta.blocks == count * math.ceil(layout.q_tiles / 64) * layout.kv_tiles
+        assert 1 <= count <= layout.heads_at_once
+        covered += range(first, first + count)
+    assert covered == list(range(batch * num_q_heads))
+
+
+def test_the_workspace_of_delta_is_bounded_whatever_the_batch():
+    many = dataclasses.replace(SMOOTH_Q, batch=64, num_q_heads=24, num_kv_heads=24, seqlen_q=16384, seqlen_kv=16384)
+    layout = plan(many, kernels(problem=many))
+    assert layout.workspace_bytes - layout.offsets["delta_s"] <= DELTA_BYTES
+    assert 1 < layout.heads_at_once < 64 * 24

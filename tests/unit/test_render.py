@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from codegen._shared import ROOT
@@ -15,7 +17,8 @@ TEMPLATES = sorted({(kernel.spec.kind, kernel.template) for kernel in REAL.kerne
 
 @pytest.fixture
 def attn(matrix):
-    return next(kernel for kernel in matrix.kernels if kernel.spec.name == "sage_attn_sm89_d128_qk8_pve4m3_causal_vraw")
+    name = "sage_attn_sm89_d128_qk8_pve4m3_causal_vraw_qraw"
+    return next(kernel for kernel in matrix.kernels if kernel.spec.name == name)
 
 
 @pytest.mark.parametrize("value, spelt", [
@@ -46,11 +49,17 @@ def test_real_sources_name_kernel_template_and_row(kernel):
 
 def test_values_reach_their_names(attn):
     assert context(attn) == {
-        "name": "sage_attn_sm89_d128_qk8_pve4m3_causal_vraw", "template": "attn_mma.cu.jinja",
+        "name": "sage_attn_sm89_d128_qk8_pve4m3_causal_vraw_qraw", "template": "attn_mma.cu.jinja",
         "row": "{family: attn_mma, arch: sm89, headdim: 128, pv: e4m3}", "headdim": 128, "qk_bits": 8,
-        "pv": "Pv::kE4m3", "causal": True, "smooth_v": False,
+        "pv": "Pv::kE4m3", "causal": True, "smooth_v": False, "smooth_q": False,
         "block_m": 128, "block_n": 64, "warp_m": 32, "stages": 2, "min_blocks": 2,
     }
+
+
+def test_smoothing_reaches_its_name(attn):
+    smoothed = replace(attn, spec=replace(attn.spec, q="qsmooth", v="vsmooth", qk=4))
+    values = context(smoothed)
+    assert (values["smooth_q"], values["smooth_v"], values["qk_bits"]) == (True, True, 4)
 
 
 def test_each_kind_gets_its_names(matrix):
@@ -101,7 +110,7 @@ def test_rendering_is_deterministic_and_writes_only_changes(project, matrix, edi
 
 def test_sources_that_left_the_matrix_go_and_unselected_ones_stay(project, matrix):
     render_all(matrix.kernels, matrix, project)
-    stale = project.sources / "sage_attn_sm75_d64_qk8_pvf16_full_vraw.cu"
+    stale = project.sources / "sage_attn_sm75_d64_qk8_pvf16_full_vraw_qraw.cu"
     stale.write_text("")
     render_all(matrix.kernels[:1], matrix, project)
     assert not stale.exists()

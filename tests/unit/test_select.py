@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 
 import pytest
 
@@ -10,11 +11,12 @@ from sage_aot._manifest import KernelRecord, Manifest
 from sage_aot._problem import Problem
 from sage_aot._select import built_archs, nearest_arch, select
 from sage_aot._spec import KernelSpec, Tile
-from sage_aot.errors import ArgumentError, CubinError, UnsupportedError
+from sage_aot.errors import CubinError, UnsupportedError
 
 PV = {"sm80": "f16", "sm86": "f16", "sm89": "e4m3", "sm90": "f16"}
 PROBLEM = Problem(batch=1, num_q_heads=2, num_kv_heads=2, seqlen_q=64, seqlen_kv=64, headdim=128, dtype="bf16",
-                  is_causal=False, softmax_scale=1.0, smooth_k=True)
+                  is_causal=False, softmax_scale=1.0, qk_bits=8, smooth_q=False, smooth_k=True,
+                  smooth_v=False)
 
 
 def record(spec: KernelSpec) -> KernelRecord:
@@ -22,10 +24,12 @@ def record(spec: KernelSpec) -> KernelRecord:
 
 
 def manifest(archs=PV, without=()) -> Manifest:
-    attn = [KernelSpec("attn", arch, headdim, 8, PV[arch], mask, "vraw")
-            for arch in archs for headdim in (64, 128) for mask in ("full", "causal")]
-    specs = {spec for a in attn for spec in (a, a.companion("quant"), a.companion("stats"))}
-    return Manifest("0", "", (), None, {spec.name: record(spec) for spec in specs if spec.name not in without})
+    attn = [KernelSpec("attn", arch, headdim, bits, PV[arch], mask, v, q)
+            for arch, headdim, bits, mask, v, q in product(archs, (64, 128), (8, 4), ("full", "causal"),
+                                                           ("vraw", "vsmooth"), ("qraw", "qsmooth"))
+            if arch != "sm90" or bits == 8]
+    specs = {spec for a in attn for spec in (a, *a.companions)}
+    return Manifest("0", "", (), "", None, {spec.name: record(spec) for spec in specs if spec.name not in without})
 
 
 @pytest.mark.parametrize(("capability", "arch"), [
@@ -49,31 +53,48 @@ def test_a_lower_gpu_than_any_built_is_refused():
 
 def test_archs_are_ordered_by_capability():
     several = {**manifest().kernels}
-    spec = KernelSpec("attn", "sm120", 64, 8, "e4m3", "full", "vraw")
+    spec = KernelSpec("attn", "sm120", 64, 8, "e4m3", "full", "vraw", "qraw")
     several[spec.name] = record(spec)
     assert built_archs(dataclasses.replace(manifest(), kernels=several))[-1] == "sm120"
 
 
 @pytest.mark.parametrize(("headdim", "kernel"), [(1, 64), (64, 64), (65, 128), (96, 128), (128, 128)])
 def test_head_dim_is_the_least_that_holds_the_problem(headdim, kernel):
-    chosen = select((8, 9), dataclasses.replace(PROBLEM, headdim=headdim), "auto", manifest())
-    assert chosen.attn.spec == KernelSpec("attn", "sm89", kernel, 8, "e4m3", "full", "vraw")
+    chosen = select((8, 9), dataclasses.replace(PROBLEM, headdim=headdim), manifest())
+    assert chosen.attn.spec == KernelSpec("attn", "sm89", kernel, 8, "e4m3", "full", "vraw", "qraw")
     assert chosen.quant.spec == chosen.attn.spec.companion("quant")
     assert chosen.stats.spec == chosen.attn.spec.companion("stats")
 
 
-def test_mask_and_bits_are_those_asked_for():
-    causal = select((9, 0), dataclasses.replace(PROBLEM, is_causal=True), 8, manifest())
-    assert causal.attn.spec.mask == "causal"
+@pytest.mark.parametrize(("changes", "axes"), [
+    ({"is_causal": True}, {"mask": "causal"}),
+    ({"qk_bits": 4}, {"qk": 4}),
+    ({"smooth_q": True}, {"q": "qsmooth"}),
+    ({"smooth_v": True}, {"v": "vsmooth"}),
+    ({"smooth_k": False}, {}),
+    ({"qk_bits": 4, "smooth_q": True, "smooth_v": True}, {"qk": 4, "q": "qsmooth", "v": "vsmooth"}),
+])
+def test_axes_are_those_of_the_problem(changes, axes):
+    plain = KernelSpec("attn", "sm80", 128, 8, "f16", "full", "vraw", "qraw")
+    chosen = select((8, 0), dataclasses.replace(PROBLEM, **changes), manifest())
+    assert chosen.attn.spec == dataclasses.replace(plain, **axes)
+    assert chosen.quant.spec.qk == chosen.attn.spec.qk
+
+
+def test_the_delta_kernel_is_chosen_only_where_q_is_smoothed():
+    assert select((8, 0), PROBLEM, manifest()).delta is None
+    assert select((8, 0), PROBLEM, manifest(without=["sage_delta_sm80_d128"])).delta is None
+    smoothed = select((8, 0), dataclasses.replace(PROBLEM, smooth_q=True), manifest())
+    assert smoothed.delta.spec.name == "sage_delta_sm80_d128"
+
+
+def test_what_is_not_built_is_refused():
     with pytest.raises(UnsupportedError, match="no kernel for arch=sm90, headdim=128, qk=4.*built for sm90.*'qk': .8."):
-        select((9, 0), PROBLEM, 4, manifest())
-    for bits in (16, "8", None):
-        with pytest.raises(ArgumentError, match="qk_bits: expected 'auto', 8 or 4"):
-            select((9, 0), PROBLEM, bits, manifest())
+        select((9, 0), dataclasses.replace(PROBLEM, qk_bits=4), manifest())
 
 
-@pytest.mark.parametrize("kind", ["quant", "stats"])
+@pytest.mark.parametrize("kind", ["quant", "stats", "delta"])
 def test_a_missing_companion_is_an_incomplete_folder(kind):
-    name = KernelSpec("attn", "sm90", 128, 8, "f16", "full", "vraw").companion(kind).name
+    name = KernelSpec("attn", "sm90", 128, 8, "f16", "full", "vraw", "qsmooth").companion(kind).name
     with pytest.raises(CubinError, match=f"but not {name}"):
-        select((9, 0), PROBLEM, "auto", manifest(without=[name]))
+        select((9, 0), dataclasses.replace(PROBLEM, smooth_q=True), manifest(without=[name]))

@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 
-from sage_aot._spec import AXES, KIND_AXES, KINDS, KernelSpec, Tile, capability_of
+from sage_aot._spec import AXES, KIND_AXES, KINDS, SHARED_LIMIT, KernelSpec, Tile, capability_of
 
-ATTN = KernelSpec("attn", "sm89", 128, 8, "e4m3", "causal", "vraw")
+ATTN = KernelSpec("attn", "sm89", 128, 8, "e4m3", "causal", "vraw", "qraw")
 TILE = Tile(block_m=128, block_n=64, warp_m=32, stages=2, min_blocks=2)
 
 
@@ -27,15 +27,19 @@ def test_names_round_trip_and_are_unique():
 
 
 def test_name_spells_every_axis_in_order():
-    assert ATTN.name == "sage_attn_sm89_d128_qk8_pve4m3_causal_vraw"
+    assert ATTN.name == "sage_attn_sm89_d128_qk8_pve4m3_causal_vraw_qraw"
 
 
 @pytest.mark.parametrize(("name", "message"), [
     ("", "expected a name such as"),
+    ("sage_attn_sm89_d128_qk8_pve4m3_causal_vraw", "expected a name such as"),
+    ("sage_quant_sm89_d128_qk8_pve4m3_vraw", "expected a name such as"),
+    ("sage_attn_sm89_d128_qk8_pve4m3_causal_vraw_vsmooth", r"\['qraw', 'qsmooth'\] for the axis 'q', got 'vsmooth'"),
     ("sage_attn_sm89_d128", "expected a name such as"),
-    ("sage_attn_sm89_d128_qk8_pve4m3_causal_vraw_more", "expected a name such as"),
-    ("sage_attn_ada_d128_qk8_pve4m3_causal_vraw", "expected an arch such as 'sm89', got 'ada'"),
-    ("sage_attn_sm89_d96_qk8_pve4m3_causal_vraw", r"expected one of \['d128', 'd64'\] for the axis 'headdim', got 'd96'"),
+    ("sage_attn_sm89_d128_qk8_pve4m3_causal_vraw_qraw_more", "expected a name such as"),
+    ("sage_attn_ada_d128_qk8_pve4m3_causal_vraw_qraw", "expected an arch such as 'sm89', got 'ada'"),
+    ("sage_attn_sm89_d96_qk8_pve4m3_causal_vraw_qraw",
+     r"expected one of \['d128', 'd64'\] for the axis 'headdim', got 'd96'"),
 ])
 def test_bad_names_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
@@ -43,10 +47,28 @@ def test_bad_names_are_refused(name, message):
 
 
 def test_companions_share_axes():
-    assert ATTN.companion("quant").name == "sage_quant_sm89_d128_qk8_pve4m3_vraw"
-    assert ATTN.companion("stats").name == "sage_stats_sm89_d128_vraw"
+    assert ATTN.companion("quant").name == "sage_quant_sm89_d128_qk8_pve4m3"
+    assert ATTN.companion("stats").name == "sage_stats_sm89_d128"
     with pytest.raises(ValueError, match="does not determine"):
         ATTN.companion("stats").companion("attn")
+
+
+def test_names_of_the_other_kinds():
+    smoothed = dataclasses.replace(ATTN, qk=4, v="vsmooth", q="qsmooth")
+    assert smoothed.name == "sage_attn_sm89_d128_qk4_pve4m3_causal_vsmooth_qsmooth"
+    assert smoothed.companion("quant").name == "sage_quant_sm89_d128_qk4_pve4m3"
+    assert smoothed.companion("delta").name == "sage_delta_sm89_d128"
+
+
+def test_the_delta_kernel_comes_only_where_q_is_smoothed():
+    assert [spec.kind for spec in ATTN.companions] == ["quant", "stats"]
+    smoothed = dataclasses.replace(ATTN, q="qsmooth")
+    assert [spec.kind for spec in smoothed.companions] == ["quant", "stats", "delta"]
+    assert smoothed.companions[:2] == ATTN.companions
+
+
+def test_shared_memory_limits_are_those_of_capabilities():
+    assert SHARED_LIMIT[8, 0] == 163 * 1024 and SHARED_LIMIT[8, 9] == 99 * 1024 and SHARED_LIMIT[9, 0] == 227 * 1024
 
 
 @pytest.mark.parametrize(("arch", "capability"), [("sm80", (8, 0)), ("sm89", (8, 9)), ("sm120", (12, 0))])
@@ -72,7 +94,10 @@ def test_impossible_kernels(changes, reason):
     ({"warp_m": 64}, "warp_m must be 16 or 32"),
     ({"block_m": 144}, "block_m must be a multiple of warp_m = 32, got 144"),
     ({"block_m": 2048}, "1 to 32 warps, got 64"),
-    ({"block_n": 96}, "block_n must be a multiple of 64, got 96"),
+    ({"block_n": 96}, "block_n must be 64, 128 or 256, got 96"),
+    ({"block_n": 192}, "block_n must be 64, 128 or 256, got 192"),
+    ({"block_n": 512}, "block_n must be 64, 128 or 256, got 512"),
+    ({"block_n": 256}, None),
     ({"stages": 1}, "stages must be at least 2"),
 ])
 def test_tile_rules(changes, message):
@@ -84,3 +109,11 @@ def test_shared_memory_of_a_kernel():
     q, k, v, scales = 128 * 128, 64 * 128, 64 * 128, 128
     assert TILE.shared_bytes(ATTN) == q + 2 * (k + v + scales)
     assert TILE.shared_bytes(dataclasses.replace(ATTN, pv="f16")) == q + 2 * (k + 2 * v + scales)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_shared_memory_of_a_smoothed_q(bits):
+    smoothed = dataclasses.replace(ATTN, qk=bits, q="qsmooth")
+    q, k, v, delta, scales = 128 * 16 * bits, 64 * 16 * bits, 64 * 128, 64 * 4, 128
+    assert TILE.shared_bytes(smoothed) == q + 2 * (k + v + delta + scales)
+    assert TILE.shared_bytes(smoothed) - TILE.shared_bytes(dataclasses.replace(smoothed, q="qraw")) == 2 * delta

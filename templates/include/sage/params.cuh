@@ -52,8 +52,7 @@ struct QuantParams {
   const float* k_stats;   // as written by the statistics kernel
   const float* v_stats;   // likewise
   u8* q_hat;              // [batch * num_q_heads][q_tiles] tiles of block_m rows
-  u8* k_hat;              // [batch * num_kv_heads][kv_tiles] tiles of block_n keys
-  u8* v_hat;              // [batch * num_kv_heads][kv_tiles] tiles of block_n keys
+  u8* kv_hat;             // [batch * num_kv_heads][kv_tiles] tiles of block_n keys: K, its scales, V
   float* q_scale;         // [batch * num_q_heads][q_tiles][block_m / warp_m][8], times softmax_scale · log2 e
   float* q_mean;          // [batch * num_q_heads][q_tiles][kHeadDim], of a tile's rows in the units of q_hat · q_scale
   float* k_mean;          // [batch * num_kv_heads][kHeadDim], written where it is subtracted
@@ -75,12 +74,13 @@ struct QuantParams {
   i32 smooth_q;  // each: whether the mean is subtracted; 0 counts it as zero
   i32 smooth_k;
   i32 smooth_v;
+  i32 padding;
 };
-static_assert(sizeof(QuantParams) == 248);
+static_assert(sizeof(QuantParams) == 240);
 static_assert(SAGE_OFFSET(QuantParams, k_stats) == 96);
-static_assert(SAGE_OFFSET(QuantParams, q_scale) == 136);
-static_assert(SAGE_OFFSET(QuantParams, batch) == 184);
-static_assert(SAGE_OFFSET(QuantParams, softmax_scale_log2) == 220);
+static_assert(SAGE_OFFSET(QuantParams, q_scale) == 128);
+static_assert(SAGE_OFFSET(QuantParams, batch) == 176);
+static_assert(SAGE_OFFSET(QuantParams, softmax_scale_log2) == 212);
 
 // What smoothing Q took off the scores: delta_s = mean of a query tile's rows · (K less its mean), in log2 units.
 struct DeltaParams {
@@ -109,9 +109,8 @@ static_assert(SAGE_OFFSET(DeltaParams, first_head) == 56);
 static_assert(SAGE_OFFSET(DeltaParams, is_causal) == 104);
 
 struct AttnParams {
-  const u8* q_hat;        // these seven as QuantParams
-  const u8* k_hat;
-  const u8* v_hat;
+  const u8* q_hat;        // these six as QuantParams
+  const u8* kv_hat;
   const float* q_scale;
   const float* v_scale;
   const float* v_mean;
@@ -130,9 +129,9 @@ struct AttnParams {
   Dtype dtype;
   i32 padding;
 };
-static_assert(sizeof(AttnParams) == 144);
-static_assert(SAGE_OFFSET(AttnParams, out) == 64);
-static_assert(SAGE_OFFSET(AttnParams, lse) == 96);
-static_assert(SAGE_OFFSET(AttnParams, first_head) == 104);
+static_assert(sizeof(AttnParams) == 136);
+static_assert(SAGE_OFFSET(AttnParams, out) == 56);
+static_assert(SAGE_OFFSET(AttnParams, lse) == 88);
+static_assert(SAGE_OFFSET(AttnParams, first_head) == 96);
 
 }  // namespace sage

@@ -49,14 +49,15 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
   for (i32 n = 0; n < kOTiles; ++n) {
     const i32 channel = 8 * n + 2 * (lane % 4);
     const float scale[2] = {v_scale[channel], v_scale[channel + 1]};
-    const float mean[2] = {Config::kSmoothV ? v_mean[channel] : 0.0f, Config::kSmoothV ? v_mean[channel + 1] : 0.0f};
+    float mean[2] = {};
+    if constexpr (Config::kSmoothV) mean[0] = v_mean[channel], mean[1] = v_mean[channel + 1];
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
       const i32 row = work.first_row + first + 8 * r;
       if (row >= params.seqlen_q) continue;
-      const bool seen = softmax.row_sum[r] > 0.0f;  // P sums to one, unless the row saw no key
-      const float lo = acc_o[r / 2][n][2 * (r % 2)] * factor[r] * scale[0] + (seen ? mean[0] : 0.0f);
-      const float hi = acc_o[r / 2][n][2 * (r % 2) + 1] * factor[r] * scale[1] + (seen ? mean[1] : 0.0f);
+      const float unless_empty = softmax.row_sum[r] > 0.0f ? 1.0f : 0.0f;  // P sums to one where the row saw a key
+      const float lo = acc_o[r / 2][n][2 * (r % 2)] * factor[r] * scale[0] + mean[0] * unless_empty;
+      const float hi = acc_o[r / 2][n][2 * (r % 2) + 1] * factor[r] * scale[1] + mean[1] * unless_empty;
       const u32 pair = params.dtype == Dtype::kBf16 ? ptx::bf16x2(lo, hi) : ptx::f16x2(lo, hi);
       store_pair(out + row * stride.row, channel, params.headdim, pair);
     }

@@ -1,5 +1,5 @@
 // The KV tiles of one head on their way into shared memory, in order, each into the next of kStages slots.
-//   sK [kStages] tiles of K̂ with their scales, sV [kStages] tiles of V̂, both laid out as tile/layout.cuh says
+//   [kStages] KV tiles, laid out as tile/layout.cuh says
 //   sDelta [kStages][kBlockN] f32, delta_s of the query tile, where Q is smoothed
 #pragma once
 
@@ -21,13 +21,10 @@ template <class Config, i32 kThreads>
 class KvStream {
  public:
   using Layout = TileLayout<Config>;
-  static constexpr i32 kKBytes = Layout::kKTileBytes, kVBytes = Layout::kVBytes;
   static constexpr i32 kDeltaBytes = Config::kSmoothQ ? Config::kBlockN * 4 : 0;
 
   __device__ __forceinline__ KvStream(const AttnParams& params, const Work& work, u32 shared) : first_(shared) {
-    const i64 first_tile = static_cast<i64>(work.kv_head) * params.kv_tiles;
-    next_k_ = params.k_hat + first_tile * kKBytes + threadIdx.x * 16;
-    next_v_ = params.v_hat + first_tile * kVBytes + threadIdx.x * 16;
+    next_ = params.kv_hat + static_cast<i64>(work.kv_head) * params.kv_tiles * Layout::kKvBytes + threadIdx.x * 16;
     if constexpr (Config::kSmoothQ) {
       const i64 row = static_cast<i64>(work.q_head - params.first_head) * params.q_tiles + work.q_tile;
       next_delta_ = params.delta_s + row * params.kv_tiles * Config::kBlockN + threadIdx.x * 4;
@@ -37,29 +34,28 @@ class KvStream {
   // Issues the loads of the next tile into a stage and closes their group, which is empty where no tile is left.
   __device__ __forceinline__ void load(u32 stage, bool exists) {
     if (exists) {
-      copy_async<Layout::kKBytes, kThreads>(k(stage), next_k_);
-      if (threadIdx.x == 0) ptx::cp_async_16(k_scales(stage), next_k_ + Layout::kKBytes);
-      copy_async<kVBytes, kThreads>(v(stage), next_v_);
+      copy_async<Layout::kKBytes, kThreads>(k(stage), next_);
+      if (threadIdx.x == 0) ptx::cp_async_16(k_scales(stage), next_ + Layout::kKScales);
+      copy_async<Layout::kVBytes, kThreads>(v(stage), next_ + Layout::kV);
       if constexpr (Config::kSmoothQ) {
         if (threadIdx.x < Config::kBlockN / 4) ptx::cp_async_16(delta(stage) + threadIdx.x * 16, next_delta_);
         next_delta_ += Config::kBlockN;
       }
-      next_k_ += kKBytes;
-      next_v_ += kVBytes;
+      next_ += Layout::kKvBytes;
     }
     ptx::cp_async_commit();
   }
 
-  __device__ __forceinline__ u32 k(u32 stage) const { return first_ + stage * kKBytes; }
-  __device__ __forceinline__ u32 k_scales(u32 stage) const { return k(stage) + Layout::kKBytes; }
-  __device__ __forceinline__ u32 v(u32 stage) const { return first_ + Config::kStages * kKBytes + stage * kVBytes; }
+  __device__ __forceinline__ u32 k(u32 stage) const { return first_ + stage * Layout::kKvBytes; }
+  __device__ __forceinline__ u32 k_scales(u32 stage) const { return k(stage) + Layout::kKScales; }
+  __device__ __forceinline__ u32 v(u32 stage) const { return k(stage) + Layout::kV; }
   __device__ __forceinline__ u32 delta(u32 stage) const {
-    return first_ + Config::kStages * (kKBytes + kVBytes) + stage * kDeltaBytes;
+    return first_ + Config::kStages * Layout::kKvBytes + stage * kDeltaBytes;
   }
 
  private:
   u32 first_;
-  const u8 *next_k_, *next_v_;  // this thread's bytes of the tile to load next
+  const u8* next_;  // this thread's bytes of the tile to load next
   const float* next_delta_;
 };
 

@@ -33,7 +33,9 @@ class AttentionMma {
     // A thread meets one scale of Q: its rows g, g + 8, ... share it.
     const i64 warp_index = q_tile * (Config::kBlockM / Config::kWarpM) + warp;
     Tile state(sQ, warp, lane, params.q_scale[warp_index * kRowGroups + lane / 4]);
+#pragma unroll 1
     for (i32 tile = 0; tile < work.full_tiles; ++tile) state.template step<false>(params, work, stream, tile);
+#pragma unroll 1
     for (i32 tile = work.full_tiles; tile < work.tiles; ++tile) state.template step<true>(params, work, stream, tile);
     state.softmax.finish();
     store_output<Config, Product>(params, locate<Config>(params), warp, lane, state.acc_o, state.softmax);
@@ -71,19 +73,18 @@ class AttentionMma {
       const i32 ahead = tile + Config::kStages - 1;
       stream.load(static_cast<u32>(ahead) % Config::kStages, ahead < work.tiles);
 
-      // One scale of K too: that of its keys 8j + 2t and 8j + 2t + 1.
-      const float k_scale = ptx::load_shared_f32(stream.k_scales(stage) + lane % 4 * 4);
-      float scale = score_scale(q_scale, k_scale);
-
       typename Scores<Config>::Accumulator acc_s;
       scores.multiply(acc_s, stream.k(stage));
+      // One scale of K too: that of its keys 8j + 2t and 8j + 2t + 1.
+      float scale = score_scale(q_scale, ptx::load_shared_f32(stream.k_scales(stage) + lane % 4 * 4));
       if constexpr (Config::kSmoothQ) {
         Scores<Config>::add_delta(acc_s, scale, stream.delta(stage), lane);
         scale = 1.0f;
       }
       if constexpr (kMasked) mask(params, work, tile, acc_s);
+      float alpha[kRows];
       typename Product::Operand p;
-      softmax.update(acc_s, scale, acc_o, p);
+      if (softmax.update(acc_s, scale, alpha, p)) rescale<Config>(acc_o, alpha);
       Product::accumulate(acc_o, p, stream.v(stage), v_offset);
     }
 

@@ -9,6 +9,23 @@
 
 namespace sage {
 
+template <class Config>
+using OutputAccumulator = float[Config::kWarpM / 16][Config::kHeadDim / 8][4];
+
+// Brings what was summed so far to new references. A branch of its own, and rarely taken: once a row has seen a few tiles
+// its maximum hardly moves.
+template <class Config>
+__device__ __forceinline__ void rescale(OutputAccumulator<Config>& acc_o, const float (&alpha)[Config::kWarpM / 8]) {
+#pragma unroll
+  for (i32 m = 0; m < Config::kWarpM / 16; ++m) {
+#pragma unroll
+    for (i32 n = 0; n < Config::kHeadDim / 8; ++n) {
+#pragma unroll
+      for (i32 c = 0; c < 4; ++c) acc_o[m][n][c] *= alpha[2 * m + c / 2];
+    }
+  }
+}
+
 // P and V in f16, f32 accumulators that persist over the tiles. V̂ lies in rows of keys; ldmatrix transposes it.
 template <class Config>
 struct PvF16 {

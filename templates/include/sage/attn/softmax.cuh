@@ -2,9 +2,9 @@
 //
 // Scores arrive as biased integers (attn/scores.cuh), all of a thread's in a tile with one scale c: the row maximum is
 // taken on integers, and bias, scale and reference fold into one FMA, P = 2^(c·x - (c·kScoreBias + row_ref)).
-// That subtraction is exact. c keeps 22 bits, so that c·kScoreBias = 3·2^22·c fits into the 24 of an f32, as a multiple of
-// 2^(e + 1) for c in [2^e, 2^(e + 1)); and the reference is kept a multiple of `grid`, which is no less. It may be anything
-// near the maximum, as long as a row has one.
+// That constant is exact for c < 1. c keeps 22 bits, so that c·kScoreBias = 3·2^22·c fits into the 24 of an f32, in units
+// no coarser than one; and row_ref is a whole number. It may be anything near the maximum, as long as a row has one.
+// Larger scales, which only logits in the tens of thousands bring, take an addition more.
 // Where Q is smoothed the scores arrive finished, as f32.
 // Source: SageAttention2, Algorithm 1; Milakov & Gimelshein, "Online normalizer calculation for softmax".
 #pragma once
@@ -36,10 +36,6 @@ __device__ __forceinline__ float score_scale(float q_scale, float k_scale) {
   return __int_as_float(__float_as_int(scale) & ~3);
 }
 
-// What a warp sums over the tiles, before it is divided by the row sums.
-template <class Config>
-using OutputAccumulator = float[Config::kWarpM / 16][Config::kHeadDim / 8][4];
-
 // Product: how P enters the second product (attn/pv_mma.cuh).
 template <class Config, class Product>
 struct OnlineSoftmax {
@@ -47,29 +43,24 @@ struct OnlineSoftmax {
   static constexpr i32 kMTiles = Config::kWarpM / 16, kNTiles = Config::kBlockN / 8;
   static constexpr float kBias = Config::kSmoothQ ? 0.0f : kScoreBias;  // of the scores as they arrive
 
-  float row_ref[kRows];  // log2 units: P is 2^(score - row_ref)
+  float row_ref[kRows];  // log2 units, whole: P is 2^(score - row_ref)
   float row_sum[kRows];  // of this thread's columns of P
-  float grid;            // a power of two: every row_ref is a multiple of it
 
   __device__ __forceinline__ void clear() {
-    grid = 1.0f;
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) row_ref[r] = kNoReference, row_sum[r] = 0.0f;
   }
 
-  // Scores of one tile to P, and acc_o to the references that P is relative to; scale is one where scores arrive finished.
-  __device__ __forceinline__ void update(const i32 (&acc_s)[kMTiles][kNTiles][4], float scale,
-                                         OutputAccumulator<Config>& acc_o, typename Product::Operand& p) {
-    float needed[kRows];
-    bool move = !Config::kSmoothQ && scale >= grid;
+  // Scores of one tile to P; scale is one where they arrive finished. `alpha`: what everything summed so far must be
+  // multiplied by; the return value says whether any alpha of the warp differs from one.
+  __device__ __forceinline__ bool update(const i32 (&acc_s)[kMTiles][kNTiles][4], float scale, float (&alpha)[kRows],
+                                         typename Product::Operand& p) {
+    bool moved = false;
 #pragma unroll
-    for (i32 r = 0; r < kRows; ++r) {
-      needed[r] = largest(acc_s[r / 2], r % 2, scale) - Product::kTop;
-      move |= needed[r] > row_ref[r] + Product::kLazyRise;
-    }
-    if (ptx::any(move)) move_references(needed, scale, acc_o);
-#pragma unroll
-    for (i32 r = 0; r < kRows; ++r) exponentiate(acc_s[r / 2], scale, r, p);
+    for (i32 r = 0; r < kRows; ++r) moved |= raise_reference(largest(acc_s[r / 2], r % 2), scale, r, alpha[r]);
+    if (!Config::kSmoothQ && ptx::any(scale >= 1.0f)) exponentiate<true>(acc_s, scale, alpha, p);
+    else exponentiate<false>(acc_s, scale, alpha, p);
+    return ptx::any(moved);
   }
 
   // Sums of whole rows; every lane of a row gets them.
@@ -79,12 +70,11 @@ struct OnlineSoftmax {
   }
 
  private:
-  // Largest score of a row, in log2 units; equal in all lanes of the row.
-  __device__ __forceinline__ static float largest(const i32 (&acc_s)[kNTiles][4], i32 half, float scale) {
+  __device__ __forceinline__ static i32 largest(const i32 (&acc_s)[kNTiles][4], i32 half) {
     i32 x = larger(acc_s[0][2 * half], acc_s[0][2 * half + 1]);
 #pragma unroll
     for (i32 j = 1; j < kNTiles; ++j) x = larger(larger(x, acc_s[j][2 * half]), acc_s[j][2 * half + 1]);
-    return ptx::max_over_lanes<4>(scale * (__int_as_float(x) - kBias));
+    return x;
   }
 
   // Biased integers are positive but for masked ones: their bits compare like the floats they are.
@@ -93,52 +83,40 @@ struct OnlineSoftmax {
     else return max(a, b);
   }
 
-  // Brings the rows that need it to a reference that makes their largest P at most 2^kTop. Rarely called: a rise within
-  // kLazyRise, for which the product leaves room, can wait, and once a row has seen a few tiles its maximum hardly moves.
-  __device__ __forceinline__ void move_references(const float (&needed)[kRows], float scale,
-                                                  OutputAccumulator<Config>& acc_o) {
-    const bool coarser = !Config::kSmoothQ && widen_grid(scale);
-    const float inv_grid = __int_as_float(2 * 0x3f800000 - __float_as_int(grid));  // the exponent changes its sign
-#pragma unroll
-    for (i32 r = 0; r < kRows; ++r) {
-      const bool moved = coarser || needed[r] > row_ref[r] + Product::kLazyRise;
-      const float reference = moved ? ceilf(fmaxf(needed[r], row_ref[r]) * inv_grid) * grid : row_ref[r];
-      const float alpha = ptx::ex2(row_ref[r] - reference);
-      row_ref[r] = reference;
-      row_sum[r] *= alpha;
-#pragma unroll
-      for (i32 n = 0; n < Config::kHeadDim / 8; ++n) {
-        acc_o[r / 2][n][2 * (r % 2)] *= alpha;
-        acc_o[r / 2][n][2 * (r % 2) + 1] *= alpha;
-      }
-    }
-  }
-
-  // Makes the grid no finer than what c·kScoreBias is a multiple of, for the largest scale c among the lanes of a row.
-  __device__ __forceinline__ bool widen_grid(float scale) {
-    constexpr i32 kExponentMask = 0x7f800000;
-    const float largest_scale = ptx::max_over_lanes<4>(scale);
-    const bool coarser = largest_scale >= grid;
-    if (coarser) grid = 2.0f * __int_as_float(__float_as_int(largest_scale) & kExponentMask);
-    return coarser;
+  // Moves the reference so that the largest P of the row is at most 2^kTop, if it would exceed 2^(kTop + kLazyRise): a rise
+  // within kLazyRise, for which the product leaves room, needs no rescaling.
+  __device__ __forceinline__ bool raise_reference(i32 largest_score, float scale, i32 r, float& alpha) {
+    const float own = scale * (__int_as_float(largest_score) - kBias);
+    const float needed = ceilf(ptx::max_over_lanes<4>(own) - Product::kTop);
+    const bool moved = needed > row_ref[r] + Product::kLazyRise;
+    const float reference = moved ? needed : row_ref[r];
+    alpha = ptx::ex2(row_ref[r] - reference);
+    row_ref[r] = reference;
+    return moved;
   }
 
   // P = 2^(score - row_ref), packed as the A operand of the second product.
-  __device__ __forceinline__ void exponentiate(const i32 (&acc_s)[kNTiles][4], float scale, i32 r,
-                                               typename Product::Operand& p) {
-    const float offset = fmaf(-scale, kBias, -row_ref[r]);
-    float sum = row_sum[r];
+  template <bool kLargeScale>
+  __device__ __forceinline__ void exponentiate(const i32 (&acc_s)[kMTiles][kNTiles][4], float scale,
+                                               const float (&alpha)[kRows], typename Product::Operand& p) {
 #pragma unroll
-    for (i32 j = 0; j < kNTiles; j += 2) {
-      float x[4];
+    for (i32 r = 0; r < kRows; ++r) {
+      const float bias = kLargeScale ? kBias : 0.0f;
+      const float offset = fmaf(-scale, kLargeScale ? 0.0f : kBias, -row_ref[r]);
+      float sum = row_sum[r] * alpha[r];
 #pragma unroll
-      for (i32 e = 0; e < 4; ++e) {
-        x[e] = ptx::ex2(fmaf(__int_as_float(acc_s[j + e / 2][2 * (r % 2) + e % 2]), scale, offset));
-        sum += x[e];
+      for (i32 j = 0; j < kNTiles; j += 2) {
+        float x[4];
+#pragma unroll
+        for (i32 e = 0; e < 4; ++e) {
+          const float score = __int_as_float(acc_s[r / 2][j + e / 2][2 * (r % 2) + e % 2]) - bias;
+          x[e] = ptx::ex2(fmaf(score, scale, offset));
+          sum += x[e];
+        }
+        Product::pack(p, r, j, x);
       }
-      Product::pack(p, r, j, x);
+      row_sum[r] = sum;
     }
-    row_sum[r] = sum;
   }
 };
 

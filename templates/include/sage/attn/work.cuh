@@ -16,11 +16,11 @@ struct Work {
   i32 full_tiles;  // leading KV tiles that every row sees whole
   i32 tiles;       // KV tiles that any row sees
 
-  // Keys that a query row sees: those below the limit.
+  // Keys that a query row sees: those below the limit. Full attention is a diagonal that lies beyond the last key.
   template <bool kCausal>
   __device__ static i32 key_limit(const AttnParams& params, i32 row) {
-    if (!kCausal) return params.seqlen_kv;
-    return min(params.seqlen_kv, max(0, row + 1 + params.seqlen_kv - params.seqlen_q));
+    const i32 diagonal = params.seqlen_kv - (kCausal ? params.seqlen_q : 0);
+    return min(params.seqlen_kv, max(0, row + 1 + diagonal));
   }
 };
 

@@ -118,6 +118,10 @@ struct Quantize {
                             params.headdim, params.dtype);
   }
 
+  __device__ __forceinline__ u8* kv_tile(i32 head, i32 tile) const {
+    return params.kv_hat + (static_cast<i64>(head) * params.kv_tiles + tile) * Layout::kKvBytes;
+  }
+
   // --- per channel, from the statistics -----------------------------------------------------------------------------
 
   // Statistic `which` of a channel in one chunk: 0 the sum, 1 the largest, 2 the smallest value.
@@ -278,12 +282,12 @@ struct Quantize {
     }
     const Scale scale = scale_to(kLimit, ptx::max_over_lanes<kWarpSize>(amax));
     const float group_scale = ptx::any(!finite) ? ptx::quiet_nan() : scale.scale;
-    u8* tile_data = params.k_hat + (static_cast<i64>(head) * params.kv_tiles + tile) * Layout::kKTileBytes;
+    u8* tile_data = kv_tile(head, tile);
 #pragma unroll
     for (i32 s = 0; s < kSteps; ++s) {
       store_row<typename Layout::KRows>(tile_data, key_of_step(s), vector, x[s], scale.inv_scale);
     }
-    if (lane == 0) reinterpret_cast<float*>(tile_data + Layout::kKBytes)[group] = group_scale;
+    if (lane == 0) reinterpret_cast<float*>(tile_data + Layout::kKScales)[group] = group_scale;
   }
 
   // Rounds eight channels and stores them as part of a chunk of their row.
@@ -331,7 +335,7 @@ struct Quantize {
         source.convert(raw[e], x[e]);
         smooth_v(x[e], first_channel, tile * Config::kBlockN + key_of_column(column + e));
       }
-      u8* tile_data = params.v_hat + (static_cast<i64>(head) * params.kv_tiles + tile) * Layout::kVBytes;
+      u8* tile_data = kv_tile(head, tile) + Layout::kV;
 #pragma unroll
       for (i32 i = 0; i < kVector; ++i) {
         const float inv = channels.inv_v_scale[first_channel + i];
@@ -356,7 +360,7 @@ struct Quantize {
       for (i32 s = 0; s < kSteps; ++s) {
         raw[s] = source.load(tile * Config::kBlockN + first_key + s * kKeysAtOnce, vector * kVector);
       }
-      u8* tile_data = params.v_hat + (static_cast<i64>(head) * params.kv_tiles + tile) * Layout::kVBytes;
+      u8* tile_data = kv_tile(head, tile) + Layout::kV;
 #pragma unroll
       for (i32 s = 0; s < kSteps; ++s) {
         float x[kVector];

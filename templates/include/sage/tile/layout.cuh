@@ -3,7 +3,8 @@
 // Quantized tensors are stored tile by tile, each tile contiguous and already swizzled, so that loading one into shared
 // memory is a plain copy of consecutive bytes. With kBlockM query rows and kBlockN keys a tile:
 //   Q̂        [kBlockM][kHeadDim] s8, rows of queries
-//   K̂        [kBlockN][kHeadDim] s8, rows of keys, then the scales of the tile: [kKeyGroups] f32 in a line of 128 bytes
+//   K̂        [kBlockN][kHeadDim] s8, rows of keys, then the scales of the tile: [kKeyGroups] f32 in a line of 128 bytes;
+//            then the tile of V̂, so that one run of bytes brings all of a KV tile
 //   V̂ f16    [kBlockN][kHeadDim] f16, rows of keys
 //   V̂ e4m3   [kHeadDim][kBlockN] e4m3, rows of channels, its columns in the order of key_of_column()
 #pragma once
@@ -58,8 +59,10 @@ struct TileLayout {
 
   static constexpr i32 kQBytes = Config::kBlockM * kQkRowBytes;
   static constexpr i32 kKBytes = Config::kBlockN * kQkRowBytes;
-  static constexpr i32 kKTileBytes = kKBytes + kScalesLine;  // with the scales
   static constexpr i32 kVBytes = (kTransposedV ? Config::kHeadDim : Config::kBlockN) * VRows::kRowBytes;
+
+  // A KV tile: offsets of its parts, and its size.
+  static constexpr i32 kKScales = kKBytes, kV = kKBytes + kScalesLine, kKvBytes = kV + kVBytes;
 };
 
 // Which keys of a tile share a scale: group t holds the keys n with n % 8 / 2 == t, those of the lanes t of a warp.

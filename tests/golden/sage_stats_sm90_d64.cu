@@ -1,21 +1,19 @@
-// sage_stats_sm90_d64_vraw
+// sage_stats_sm90_d64
 // Written by codegen from templates/statistics.cu.jinja and this row of build_matrix.yaml:
-//   {family: attn_mma, headdim: 64}
+//   {family: attn_mma, headdim: 64, q: qraw}
 // Statistics of K and V over the sequence.
 
 #include "sage/quant/statistics.cuh"
 
 struct Config {
   static constexpr int kHeadDim = 64;  // channels
-  static constexpr bool kSmoothV = false;  // also the sum of V
   static constexpr int kThreads = 256;
 };
-static_assert(!Config::kSmoothV, "smoothing of V is not written yet");
 
 using Statistics = sage::Statistics<Config>;
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
-sage_stats_sm90_d64_vraw(const __grid_constant__ sage::StatsParams params) {
+sage_stats_sm90_d64(const __grid_constant__ sage::StatsParams params) {
   __shared__ Statistics::Parts parts;
   Statistics{params, parts}.run();
 }

@@ -1,29 +1,28 @@
-// sage_attn_sm80_d128_qk8_pvf16_full_vraw
+// sage_attn_sm89_d64_qk8_pve4m3_causal_vraw_qraw
 // Written by codegen from templates/attn_mma.cu.jinja and this row of build_matrix.yaml:
-//   {family: attn_mma, arch: [sm80, sm90], headdim: 128, pv: f16}
+//   {family: attn_mma, headdim: 64, q: qraw}
 // Attention on quantized Q, K and V with mma.sync.
 
 #include "sage/attn/mainloop_mma.cuh"
 
 struct Config {
-  static constexpr int kHeadDim = 128;  // channels
+  static constexpr int kHeadDim = 64;  // channels
   static constexpr int kQkBits = 8;  // of the quantized Q and K
-  static constexpr sage::Pv kPv = sage::Pv::kF16;  // type of P and V
-  static constexpr bool kCausal = false;  // aligned bottom-right
+  static constexpr sage::Pv kPv = sage::Pv::kE4m3;  // type of P and V
+  static constexpr bool kCausal = true;  // aligned bottom-right
   static constexpr bool kSmoothV = false;  // V less its mean
+  static constexpr bool kSmoothQ = false;  // Q less the mean of each tile's rows
   static constexpr int kBlockM = 128;  // query rows of a block
   static constexpr int kBlockN = 64;  // keys of a KV tile
   static constexpr int kWarpM = 32;  // query rows of a warp
   static constexpr int kStages = 2;  // KV tiles in shared memory
-  static constexpr int kMinBlocks = 2;  // resident blocks an SM
+  static constexpr int kMinBlocks = 3;  // resident blocks an SM
 };
-static_assert(Config::kQkBits == 8, "4 bits are not written yet");
-static_assert(!Config::kSmoothV, "smoothing of V is not written yet");
 
 using Attention = sage::AttentionMma<Config>;
 
 extern "C" __global__ void __launch_bounds__(Attention::kThreads, Config::kMinBlocks)
-sage_attn_sm80_d128_qk8_pvf16_full_vraw(const __grid_constant__ sage::AttnParams params) {
+sage_attn_sm89_d64_qk8_pve4m3_causal_vraw_qraw(const __grid_constant__ sage::AttnParams params) {
   extern __shared__ __align__(128) sage::u8 shared[];
   Attention::run(params, shared);
 }

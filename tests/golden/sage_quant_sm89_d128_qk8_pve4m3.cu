@@ -1,4 +1,4 @@
-// sage_quant_sm89_d128_qk8_pve4m3_vraw
+// sage_quant_sm89_d128_qk8_pve4m3
 // Written by codegen from templates/quantize.cu.jinja and this row of build_matrix.yaml:
 //   {family: attn_mma, arch: sm89, headdim: 128, pv: e4m3}
 // Quantization of Q, K and V into the tiles of the attention kernel.
@@ -9,16 +9,17 @@ struct Config {
   static constexpr int kHeadDim = 128;  // channels
   static constexpr int kQkBits = 8;  // of the quantized Q and K
   static constexpr sage::Pv kPv = sage::Pv::kE4m3;  // type of the quantized V
-  static constexpr bool kSmoothV = false;  // V less its mean
   static constexpr int kBlockM = 128;  // query rows of a tile
   static constexpr int kBlockN = 64;  // keys of a tile
   static constexpr int kWarpM = 32;  // query rows of a warp of the attention kernel
   static constexpr int kThreads = 256;
+  static constexpr int kMinBlocks = 2;  // resident blocks an SM: enough loads in flight for the memory
 };
-static_assert(!Config::kSmoothV, "smoothing of V is not written yet");
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads)
-sage_quant_sm89_d128_qk8_pve4m3_vraw(const __grid_constant__ sage::QuantParams params) {
-  __shared__ float channel[Config::kHeadDim];
-  sage::Quantize<Config>{params, channel}.run();
+using Quantize = sage::Quantize<Config>;
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+sage_quant_sm89_d128_qk8_pve4m3(const __grid_constant__ sage::QuantParams params) {
+  __shared__ Quantize::Channels channels;
+  Quantize{params, channels}.run();
 }

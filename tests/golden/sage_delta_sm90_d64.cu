@@ -1,0 +1,19 @@
+// sage_delta_sm90_d64
+// Written by codegen from templates/delta_s.cu.jinja and this row of build_matrix.yaml:
+//   {family: attn_mma, headdim: 64, q: qsmooth}
+// What smoothing Q took off the scores.
+
+#include "sage/quant/delta_s.cuh"
+
+struct Config {
+  static constexpr int kHeadDim = 64;  // channels
+  static constexpr int kThreads = 256;
+};
+
+using DeltaS = sage::DeltaS<Config>;
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads)
+sage_delta_sm90_d64(const __grid_constant__ sage::DeltaParams params) {
+  __shared__ DeltaS::Operands operands;
+  DeltaS{params, operands}.run();
+}
