@@ -1,6 +1,6 @@
 // sage_attn_sm89_d64_qk8_pve4m3_causal_vraw_qraw
 // Written by codegen from templates/attn_mma.cu.jinja and this row of build_matrix.yaml:
-//   {family: attn_mma, headdim: 64, q: qraw}
+//   {family: attn_mma, arch: sm89, headdim: 64}
 // Attention on quantized Q, K and V with mma.sync.
 
 #include "sage/attn/mainloop_mma.cuh"
@@ -16,7 +16,7 @@ struct Config {
   static constexpr int kBlockN = 64;  // keys of a KV tile
   static constexpr int kWarpM = 32;  // query rows of a warp
   static constexpr int kStages = 2;  // KV tiles in shared memory
-  static constexpr int kMinBlocks = 3;  // resident blocks an SM
+  static constexpr int kMinBlocks = 2;  // resident blocks an SM
 };
 
 using Attention = sage::AttentionMma<Config>;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -11,7 +12,7 @@ import pytest
 from sage_aot._loader import Library, default_library, import_cupy
 from sage_aot._manifest import FILE_NAME, FORMAT, KernelRecord, Manifest
 from sage_aot._params import layout_digest
-from sage_aot._spec import KernelSpec
+from sage_aot._spec import KernelSpec, Tile
 from sage_aot._version import __version__
 from sage_aot.errors import CubinError, UnsupportedError
 
@@ -19,7 +20,10 @@ SPEC = KernelSpec("stats", "sm80", 64)
 CUBIN = b"not really a cubin"
 RECORD = KernelRecord(SPEC, "it.cubin", hashlib.sha256(CUBIN).hexdigest(), "sm_80", None, 256, 0, 40, 0)
 
-MANIFEST = Manifest(__version__, "nvrtc", ("-x",), layout_digest(), None, {SPEC.name: RECORD})
+ATTENTION = KernelRecord(KernelSpec("attn", "sm80", 64, 8, "f16", "full", "vraw", "qraw"), "other.cubin", "", "sm_80",
+                         Tile(128, 64, 32, 2, 2), 128, 0, 168, 0)
+MANIFEST = Manifest(__version__, "nvrtc", ("-x",), layout_digest(), None,
+                    {record.spec.name: record for record in (RECORD, ATTENTION)})
 
 
 @pytest.fixture
@@ -33,6 +37,17 @@ def test_manifest_and_cubin_are_read_back(folder):
     library = Library(folder)
     assert library.manifest == MANIFEST
     assert library.read(RECORD) == CUBIN
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"version": "0.0.1"}, "holds kernels of another sage_aot: expected version and structs .*got .'0.0.1'"),
+    ({"structs": "0" * 16}, "holds kernels of another sage_aot"),
+    ({"kernels": {SPEC.name: RECORD}}, "holds no attention kernel"),
+])
+def test_a_folder_of_another_build_is_refused(folder, changes, message):
+    (folder / FILE_NAME).write_text(dataclasses.replace(MANIFEST, **changes).to_text())
+    with pytest.raises(CubinError, match=message):
+        Library(folder).manifest
 
 
 @pytest.mark.parametrize("position", [0, len(CUBIN) // 2, len(CUBIN) - 1])

@@ -26,7 +26,8 @@ def draw(q_shape=(2, 4, 33, 64), kv_shape=(2, 2, 47, 64), dtype=torch.bfloat16, 
 
 def options(**changes):
     """Values of an operator's options, in order."""
-    values = {"is_causal": False, "scale": None, "layout": "HND", "qk_bits": None, "smooth_k": True, **changes}
+    values = {"is_causal": False, "scale": None, "layout": "HND", "qk_bits": None, "smooth_q": None,
+              "smooth_k": True, "smooth_v": False, **changes}
     return tuple(values[name] for name in _ops.OPTIONS)
 
 
@@ -112,9 +113,9 @@ def test_qk_bits(bits):
     ({"smooth_k": 0}, "smooth_k: expected True or False, got 0"),
     ({"layout": None}, "layout: expected 'HND'"),
     ({"layout": "hnd"}, "layout: expected 'HND'"),
-    ({"scale": True}, "scale: expected a finite number"),
-    ({"scale": "1"}, "scale: expected a finite number"),
-    ({"scale": math.nan}, "scale: expected a finite number"),
+    ({"scale": True}, "scale: expected a finite Python number"),
+    ({"scale": "1"}, "scale: expected a finite Python number"),
+    ({"scale": math.nan}, "scale: expected a finite Python number"),
     ({"out": 3}, "out: expected a tensor like q, got int"),
     ({"q": None}, "q: expected a torch.Tensor, got NoneType"),
 ])

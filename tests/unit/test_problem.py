@@ -30,6 +30,13 @@ def test_a_valid_call_becomes_a_problem():
     assert problem.softmax_scale == 1 / math.sqrt(64)
 
 
+def test_smooth_q_is_on_for_4_bits_unless_set():
+    assert not check(*tensors(), **OPTIONS).smooth_q
+    assert check(*tensors(), **OPTIONS, qk_bits=4).smooth_q
+    assert not check(*tensors(), **OPTIONS, qk_bits=4, smooth_q=False).smooth_q
+    assert check(*tensors(), **OPTIONS, smooth_q=True).smooth_q
+
+
 def test_layout_says_which_dimension_is_which():
     q, k, v = (t.transpose(1, 2) for t in tensors())
     problem = check(q, k, v, **{**OPTIONS, "layout": "NHD"})
@@ -61,10 +68,15 @@ def test_bad_tensors(changes, message):
     ({"layout": "hnd"}, r"layout: expected 'HND' \[batch, heads, seq, headdim\] or 'NHD' .*, got 'hnd'"),
     ({"is_causal": 1}, "is_causal: expected True or False, got 1"),
     ({"smooth_k": None}, "smooth_k: expected True or False, got None"),
-    ({"scale": "1"}, "scale: expected a finite number of at most"),
-    ({"scale": float("nan")}, "scale: expected a finite number"),
-    ({"scale": 1e39}, "scale: expected a finite number"),
-    ({"scale": True}, "scale: expected a finite number"),
+    ({"scale": "1"}, "scale: expected a finite Python number of at most"),
+    ({"scale": float("nan")}, "scale: expected a finite Python number"),
+    ({"scale": 1e39}, "scale: expected a finite Python number"),
+    ({"scale": True}, "scale: expected a finite Python number"),
+    ({"layout": ["HND"]}, "layout: expected 'HND'"),
+    ({"qk_bits": 16}, "qk_bits: expected 'auto', 8 or 4, got 16"),
+    ({"qk_bits": [8]}, "qk_bits: expected 'auto', 8 or 4, got .8."),
+    ({"smooth_q": 1}, "smooth_q: expected 'auto', True or False, got 1"),
+    ({"smooth_v": "yes"}, "smooth_v: expected True or False, got 'yes'"),
 ])
 def test_bad_options(options, message):
     with pytest.raises(ArgumentError, match=message):

@@ -6,7 +6,8 @@
 //   V  e4m3 with a scale per channel, or f16 with a power of two per channel that keeps any bf16 within range. Smoothed:
 //      less its mean per channel.
 // Values are divided by amax / limit (127 for s8, 7 for s4, 448 for e4m3) and rounded to the nearest, ties to even.
-// A key that is not finite makes the scale of its group NaN, and so every row that sees its tile; a query, see row_bias.
+// A key that is not finite makes the scale of its group NaN, and so the rows of every block that sees its tile; a query,
+// see row_bias.
 // Source: SageAttention2, sections 3.1 to 3.4 and appendix A.6.
 #pragma once
 
