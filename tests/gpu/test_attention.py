@@ -138,18 +138,20 @@ def test_a_query_that_is_not_finite_spoils_its_own_row_only(spec, value):
     assert out[0, 0, 139].isnan().all() and out[0, 0, others].isfinite().all()
 
 
-@pytest.mark.parametrize("size", [40.0, 150.0, 1000.0])
+@pytest.mark.parametrize("size", [40.0, 150.0, 300.0])
 @each_variant
 def test_logits_of_any_size(spec, size):
-    """Queries that equal their keys, far apart: each row picks one value, at its full size."""
+    """Queries that equal their keys, far apart: each row picks one value, at its full size.
+
+    Up to scores of a million; f32 keeps those to a sixteenth.
+    """
     q, _, v = draw(spec, (1, 2, 200), (1, 2, 200), seed=16)
     q = (q.float() * size).bfloat16()
     result, (reference, _) = run(spec, q, q, v), expect(spec, q, q, v)
     ratio = result.out.double().norm(dim=-1) / reference.norm(dim=-1)
-    slack = 0.1 if size < 1000 else 0.25  # scores of millions are half a unit apart in f32
     assert result.out.isfinite().all()
-    assert _reference.measure(result.out, reference).cosine > 1 - 0.1 * slack
-    assert 1 - slack < ratio.min() and ratio.max() < 1 + slack
+    assert _reference.measure(result.out, reference).cosine > 0.999
+    assert 0.9 < ratio.min() and ratio.max() < 1.1
 
 
 @pytest.mark.parametrize("smooth_k", [True, False])

@@ -211,12 +211,11 @@ def test_4_bits_on_hopper_says_why_not(monkeypatch):
         sage_aot.attn(*draw((1, 1, 4, 64), (1, 1, 4, 64)), qk_bits=4)
 
 
-@pytest.mark.parametrize("size", [40.0, 150.0, 1000.0])
+@pytest.mark.parametrize("size", [40.0, 150.0, 300.0])
 def test_logits_of_any_size(pv, size):
     q, _, v = draw((1, 1, 100, 64), (1, 1, 100, 64))
     q = (q.float() * size).bfloat16()
     out, (expected, _) = sage_aot.attn(q, q, v), _reference.attention(q, q, v)
     ratio = out.double().norm(dim=-1) / expected.norm(dim=-1)
-    slack = 0.1 if size < 1000 else 0.25  # scores of millions are half a unit apart in f32
-    assert _reference.measure(out, expected).cosine > 1 - 0.1 * slack
-    assert 1 - slack < ratio.min() and ratio.max() < 1 + slack
+    assert _reference.measure(out, expected).cosine > 0.999
+    assert 0.9 < ratio.min() and ratio.max() < 1.1
