@@ -28,6 +28,8 @@ NO_REFERENCE = -1e30  # attn/softmax.cuh
 SMALLEST_SCALE = 1e-37
 TOP = {"f16": 7.0, "e4m3": 8.807354}  # attn/pv_mma.cuh
 LAZY_RISE = {"f16": 8.0, "e4m3": 0.0}
+LARGEST_FOLDED = {"f16": 1.0, "e4m3": 0.015625}
+SCORE_BIAS = 12582912.0  # attn/softmax.cuh
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
         scale = _score_scale(quantized.q_scale[..., None] * k_scale[:, :, None, keys])
         if quantized.delta_s is not None:
             scores = _add_delta(scores, scale, quantized.delta_s[..., keys].repeat_interleave(kernels.attn.tile.block_m, 2))
-            scale = torch.ones_like(scale)
+            scale = torch.ones_like(scale)  # at least LARGEST_FOLDED: nothing is folded
         scores = scores.masked_fill(first + torch.arange(block_n) >= limit[:, None], -math.inf)
         p, alpha, row_ref = _softmax_tile(scores, scale, row_ref, spec.pv)
         row_sum = row_sum * alpha + p.sum(-1)
@@ -233,9 +235,13 @@ def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tens
                   pv: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """P of one tile, the factor for what was summed before, and the new reference."""
     tile_max = (scores * scale).nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)
-    needed = (tile_max - TOP[pv]).ceil()
+    needed = tile_max - TOP[pv]
+    if pv == "f16":
+        needed = needed.ceil()
     new_ref = torch.where(needed > row_ref + LAZY_RISE[pv], needed, row_ref)
-    exponent = scores.double() * scale.double() - new_ref.double()[..., None]  # one rounding: what is folded is exact
+    bias = torch.where(scale < LARGEST_FOLDED[pv], SCORE_BIAS, 0.0).double()
+    offset = (-scale.double() * bias - new_ref.double()[..., None]).float()  # rounds for e4m3 only
+    exponent = (scores.double() + bias) * scale.double() + offset.double()
     return torch.exp2(exponent.float()), torch.exp2(row_ref - new_ref), new_ref
 
 

@@ -34,6 +34,7 @@ def constant(header: str, name: str, struct: str = "") -> np.float32 | int:
     (_plan, "STATISTICS", "params.cuh", "kStatistics"),
     (_plan, "DELTA_TILE", "quant/delta_s.cuh", "kTile"),
     (_emulate, "VECTOR", "quant/source.cuh", "kVector"),
+    (_emulate, "SCORE_BIAS", "attn/softmax.cuh", "kScoreBias"),
     (_emulate, "SMALLEST_ABS_MAX", "quant/quantize.cuh", "kSmallestAbsMax"),
     (_emulate, "SMALLEST_SCALE", "attn/softmax.cuh", "kSmallestScale"),
     (_emulate, "NO_REFERENCE", "attn/softmax.cuh", "kNoReference"),
@@ -44,7 +45,8 @@ def test_constants_are_those_of_the_headers(module, name, header, there):
 
 
 @pytest.mark.parametrize(("pv", "struct"), [("f16", "PvF16"), ("e4m3", "PvE4m3")])
-@pytest.mark.parametrize(("name", "there"), [("TOP", "kTop"), ("LAZY_RISE", "kLazyRise")])
+@pytest.mark.parametrize(("name", "there"), [
+    ("TOP", "kTop"), ("LAZY_RISE", "kLazyRise"), ("LARGEST_FOLDED", "kLargestFolded")])
 def test_constants_of_p_are_those_of_the_header(pv, struct, name, there):
     assert np.float32(getattr(_emulate, name)[pv]) == constant("attn/pv_mma.cuh", there, struct)
 

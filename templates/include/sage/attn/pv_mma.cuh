@@ -37,6 +37,8 @@ struct PvF16 {
   // outgrow that by 2^8 before sums must be rescaled.
   static constexpr float kTop = 7.0f;
   static constexpr float kLazyRise = 8.0f;
+  static constexpr bool kWholeReference = true;
+  static constexpr float kLargestFolded = 1.0f;
 
   using Operand = u32[kMTiles][kSteps][4];
 
@@ -78,6 +80,8 @@ struct PvE4m3 {
 
   static constexpr float kTop = 8.807354f;  // log2(448), the largest e4m3
   static constexpr float kLazyRise = 0.0f;  // P fills e4m3: no room for more
+  static constexpr bool kWholeReference = false;
+  static constexpr float kLargestFolded = 0.015625f;
 
   using Operand = u32[kMTiles][kSteps][4];
 

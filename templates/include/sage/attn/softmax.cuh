@@ -2,9 +2,11 @@
 //
 // Scores arrive as biased integers (attn/scores.cuh), all of a thread's in a tile with one scale c: the row maximum is
 // taken on integers, and bias, scale and reference fold into one FMA, P = 2^(c·x - (c·kScoreBias + row_ref)).
-// That constant is exact for c < 1. c keeps 22 bits, so that c·kScoreBias = 3·2^22·c fits into the 24 of an f32, in units
-// no coarser than one; and row_ref is a whole number. It may be anything near the maximum, as long as a row has one.
-// Larger scales, which only logits in the tens of thousands bring, take an addition more.
+// For f16 P that constant is exact where c < 1: c keeps 22 bits, so that c·kScoreBias = 3·2^22·c fits into the 24 of an f32,
+// in units no coarser than one, and row_ref is a whole number: anything near the maximum will do, as long as a row has one.
+// For e4m3 P the reference must make the largest P 448, which e4m3 holds exactly: it dominates many rows. The constant then
+// rounds, by at most 2^-7 in log2 where c < 2^-6, a sixth of the rounding of P.
+// Larger scales, which f16 meets only with logits in the tens of thousands, take an addition more a score.
 // Where Q is smoothed the scores arrive finished, as f32.
 // Source: SageAttention2, Algorithm 1; Milakov & Gimelshein, "Online normalizer calculation for softmax".
 #pragma once
@@ -43,7 +45,7 @@ struct OnlineSoftmax {
   static constexpr i32 kMTiles = Config::kWarpM / 16, kNTiles = Config::kBlockN / 8;
   static constexpr float kBias = Config::kSmoothQ ? 0.0f : kScoreBias;  // of the scores as they arrive
 
-  float row_ref[kRows];  // log2 units, whole: P is 2^(score - row_ref)
+  float row_ref[kRows];  // log2 units: P is 2^(score - row_ref)
   float row_sum[kRows];  // of this thread's columns of P
 
   __device__ __forceinline__ void clear() {
@@ -58,7 +60,7 @@ struct OnlineSoftmax {
     bool moved = false;
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) moved |= raise_reference(largest(acc_s[r / 2], r % 2), scale, r, alpha[r]);
-    if (!Config::kSmoothQ && ptx::any(scale >= 1.0f)) exponentiate<true>(acc_s, scale, alpha, p);
+    if (!Config::kSmoothQ && ptx::any(scale >= Product::kLargestFolded)) exponentiate<true>(acc_s, scale, alpha, p);
     else exponentiate<false>(acc_s, scale, alpha, p);
     return ptx::any(moved);
   }
@@ -87,7 +89,8 @@ struct OnlineSoftmax {
   // within kLazyRise, for which the product leaves room, needs no rescaling.
   __device__ __forceinline__ bool raise_reference(i32 largest_score, float scale, i32 r, float& alpha) {
     const float own = scale * (__int_as_float(largest_score) - kBias);
-    const float needed = ceilf(ptx::max_over_lanes<4>(own) - Product::kTop);
+    const float exact = ptx::max_over_lanes<4>(own) - Product::kTop;
+    const float needed = Product::kWholeReference ? ceilf(exact) : exact;
     const bool moved = needed > row_ref[r] + Product::kLazyRise;
     const float reference = moved ? needed : row_ref[r];
     alpha = ptx::ex2(row_ref[r] - reference);
