@@ -84,7 +84,7 @@ def ninja_text(kernels: tuple[PlannedKernel, ...], compilation: Compilation) -> 
     ninja = Writer(text, width=120)
     ninja.variable("ninja_required_version", "1.5")
     ninja.variable("builddir", str(compilation.folder))  # of ninja's log
-    ninja.rule("compile", f"{_quoted(sys.executable)} -m codegen.{toolchain} $in --target $target "
+    ninja.rule("compile", f"{_quoted(_interpreter())} -m codegen.{toolchain} $in --target $target "
                           f"--include {_quoted(project.include)} -o $out", description=f"{toolchain} $target $name")
     # The flags stand in the toolchain's module, so a change of them rebuilds as a change of that file.
     commands = [Path(__file__).with_name(name) for name in (f"{toolchain}.py", "compiler.py")]
@@ -116,3 +116,9 @@ def headers_of(source: Path, include: Path) -> set[Path]:
 def _quoted(path: object) -> str:
     """A path in a command of build.ninja."""
     return escape(shlex.quote(str(path)))
+
+
+def _interpreter() -> str:
+    """This Python, under one name: pip starts `python3` where a user types `python`, and ninja rebuilds for a new name."""
+    plain = Path(sys.executable).with_name("python")
+    return str(plain) if plain.exists() else sys.executable
