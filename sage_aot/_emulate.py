@@ -14,11 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from sage_aot._plan import KEY_GROUPS, ROW_GROUPS, chunk_rows_of
+from sage_aot._plan import KEY_GROUPS, LOG2_E, ROW_GROUPS, chunk_rows_of
 from sage_aot._problem import Problem
 from sage_aot._select import Kernels
 
-LOG2_E = 1.4426950408889634
 INT_LIMIT = {8: 127.0, 4: 7.0}
 E4M3_LIMIT = 448.0
 SMALLEST_ABS_MAX = 1e-35  # quant/quantize.cuh: below this a group counts as zeros

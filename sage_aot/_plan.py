@@ -1,6 +1,6 @@
 """How a problem is laid out and launched: workspace, grids and packed structs. Pure: addresses in, launches out.
 
-What runs the launches (a GPU through the loader, or a simulator) is none of its business.
+What runs the launches is none of its business.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALIGNMENT = 256
 """Bytes to which every buffer of the workspace is aligned."""
 
 _MAX_GRID = 2**31 - 1
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _quantize(plan: Plan, at: dict[str, int], q: TensorArgument, k: TensorArgume
         at["q_scale"], at["q_mean"], at["k_mean"], at["v_scale"], at["v_mean"], at["row_bias"],
         problem.batch, problem.num_q_heads,
         problem.num_kv_heads, problem.seqlen_q, problem.seqlen_kv, problem.headdim, plan.q_tiles, plan.kv_tiles,
-        plan.num_chunks, problem.softmax_scale * _LOG2_E, DTYPE_CODES[problem.dtype], aligned, problem.smooth_q,
+        plan.num_chunks, problem.softmax_scale * LOG2_E, DTYPE_CODES[problem.dtype], aligned, problem.smooth_q,
         problem.smooth_k, problem.smooth_v, 0))
 
 
