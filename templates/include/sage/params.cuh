@@ -25,14 +25,19 @@ struct Tensor {
   Strides stride;
 };
 
-// Sum, largest and smallest value per channel of a tensor: [3][kHeadDim] for every part of the sequence.
-constexpr i32 kStatistics = 3;
+// Per channel of a tensor: the sum of its finite values, the largest and the smallest of them, and the first key that is
+// not finite (an i32 in the bits of a float): [4][kHeadDim] for every part of the sequence. Of K only the sum.
+constexpr i32 kStatistics = 4;
+
+// As the first key that is not finite: there is none.
+constexpr i32 kAllFinite = 0x7fffffff;
 
 // Statistics over the sequence, in `num_chunks` parts of `chunk_rows` keys that quantization puts together.
 struct StatsParams {
   Tensor k, v;
   float* k_stats;  // [batch * num_kv_heads][num_chunks][kStatistics][kHeadDim]
   float* v_stats;  // likewise
+  i32* k_finite;   // [batch * num_kv_heads], set to kAllFinite for the quantizer
   i32 num_kv_heads;
   i32 seqlen_kv;
   i32 headdim;
@@ -42,10 +47,10 @@ struct StatsParams {
   i32 aligned;   // every row of k and v starts at a multiple of 16 bytes
   i32 smooth_k;  // 0: no block is launched for K
 };
-static_assert(sizeof(StatsParams) == 112);
+static_assert(sizeof(StatsParams) == 120);
 static_assert(SAGE_OFFSET(StatsParams, k_stats) == 64);
-static_assert(SAGE_OFFSET(StatsParams, num_kv_heads) == 80);
-static_assert(SAGE_OFFSET(StatsParams, smooth_k) == 108);
+static_assert(SAGE_OFFSET(StatsParams, num_kv_heads) == 88);
+static_assert(SAGE_OFFSET(StatsParams, smooth_k) == 116);
 
 struct QuantParams {
   Tensor q, k, v;
@@ -58,6 +63,8 @@ struct QuantParams {
   float* k_mean;          // [batch * num_kv_heads][kHeadDim], written where it is subtracted
   float* v_scale;         // [batch * num_kv_heads][kHeadDim]
   float* v_mean;          // [batch * num_kv_heads][kHeadDim], zero where V is not smoothed
+  i32* k_finite;          // [batch * num_kv_heads], keys before the first that is not finite, or kAllFinite
+  i32* v_finite;          // [batch * num_kv_heads][kHeadDim], likewise per channel
   float* row_bias;        // [batch * num_q_heads][q_tiles * block_m], log2 units: what smoothing K took off a row's scores
   i32 batch;
   i32 num_q_heads;
@@ -74,13 +81,13 @@ struct QuantParams {
   i32 smooth_q;  // each: whether the mean is subtracted; 0 counts it as zero
   i32 smooth_k;
   i32 smooth_v;
-  i32 padding;
+  float v_limit;  // largest magnitude of V̂ in e4m3
 };
-static_assert(sizeof(QuantParams) == 240);
+static_assert(sizeof(QuantParams) == 256);
 static_assert(SAGE_OFFSET(QuantParams, k_stats) == 96);
 static_assert(SAGE_OFFSET(QuantParams, q_scale) == 128);
-static_assert(SAGE_OFFSET(QuantParams, batch) == 176);
-static_assert(SAGE_OFFSET(QuantParams, softmax_scale_log2) == 212);
+static_assert(SAGE_OFFSET(QuantParams, batch) == 192);
+static_assert(SAGE_OFFSET(QuantParams, softmax_scale_log2) == 228);
 
 // What smoothing Q took off the scores: delta_s = mean of a query tile's rows · (K less its mean), in log2 units.
 struct DeltaParams {
@@ -109,11 +116,13 @@ static_assert(SAGE_OFFSET(DeltaParams, first_head) == 56);
 static_assert(SAGE_OFFSET(DeltaParams, is_causal) == 104);
 
 struct AttnParams {
-  const u8* q_hat;        // these six as QuantParams
+  const u8* q_hat;        // these eight as QuantParams
   const u8* kv_hat;
   const float* q_scale;
   const float* v_scale;
   const float* v_mean;
+  const i32* k_finite;
+  const i32* v_finite;
   const float* row_bias;
   const float* delta_s;   // as DeltaParams, for the heads of this launch; read where Q is smoothed
   Tensor out;             // like q
@@ -129,9 +138,9 @@ struct AttnParams {
   Dtype dtype;
   i32 padding;
 };
-static_assert(sizeof(AttnParams) == 136);
-static_assert(SAGE_OFFSET(AttnParams, out) == 56);
-static_assert(SAGE_OFFSET(AttnParams, lse) == 88);
-static_assert(SAGE_OFFSET(AttnParams, first_head) == 96);
+static_assert(sizeof(AttnParams) == 152);
+static_assert(SAGE_OFFSET(AttnParams, out) == 72);
+static_assert(SAGE_OFFSET(AttnParams, lse) == 104);
+static_assert(SAGE_OFFSET(AttnParams, first_head) == 112);
 
 }  // namespace sage

@@ -16,6 +16,10 @@ using i64 = long long;
 // Type of P and V in the second matrix product.
 enum class Pv { kF16, kE4m3 };
 
+// How O = P·V adds up over the KV tiles. kF32: in the accumulators of the product. kTwoLevel...: each tile's product in
+// fresh accumulators of the type named, which are then added to O in f32.
+enum class PvAccum { kF32, kTwoLevelF32, kTwoLevelF16 };
+
 // Type of the caller's tensors; a run-time value, equal for all of them.
 enum class Dtype : i32 { kF16 = 0, kBf16 = 1 };
 

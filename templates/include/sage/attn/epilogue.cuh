@@ -30,15 +30,20 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
   const float* row_bias = params.row_bias + (static_cast<i64>(work.q_head) * params.q_tiles + work.q_tile) * Config::kBlockM;
   const float* v_scale = params.v_scale + static_cast<i64>(work.kv_head) * Config::kHeadDim;
   const float* v_mean = params.v_mean + static_cast<i64>(work.kv_head) * Config::kHeadDim;
+  const i32* v_finite = params.v_finite + static_cast<i64>(work.kv_head) * Config::kHeadDim;
+  const i32 k_finite = params.k_finite[work.kv_head];
   const Strides& stride = params.out.stride;
   u16* out = static_cast<u16*>(params.out.data) + work.batch * stride.batch + work.head * stride.head;
 
-  // Not finite where the query row is not: zero times it turns the row into NaN, and only that row.
+  // Zero times a row_bias that is not finite turns the row into NaN, as does a key in sight that is not.
   float factor[kRows];
+  i32 keys[kRows];  // that the row sees
 #pragma unroll
   for (i32 r = 0; r < kRows; ++r) {
-    const float sum = softmax.row_sum[r], bias = row_bias[first + 8 * r];
     const i32 row = work.first_row + first + 8 * r;
+    keys[r] = Work::key_limit<Config::kCausal>(params, row);
+    const float sum = softmax.row_sum[r];
+    const float bias = keys[r] > k_finite ? ptx::quiet_nan() : row_bias[first + 8 * r];
     factor[r] = (sum > 0.0f ? 1.0f / sum : 0.0f) + 0.0f * bias;
     if (params.lse != nullptr && lane % 4 == 0 && row < params.seqlen_q) {
       const float lse_log2 = softmax.row_ref[r] + ptx::lg2(sum) + bias;
@@ -49,6 +54,7 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
   for (i32 n = 0; n < kOTiles; ++n) {
     const i32 channel = 8 * n + 2 * (lane % 4);
     const float scale[2] = {v_scale[channel], v_scale[channel + 1]};
+    const i32 finite[2] = {v_finite[channel], v_finite[channel + 1]};
     float mean[2] = {};
     if constexpr (Config::kSmoothV) mean[0] = v_mean[channel], mean[1] = v_mean[channel + 1];
 #pragma unroll
@@ -56,9 +62,13 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
       const i32 row = work.first_row + first + 8 * r;
       if (row >= params.seqlen_q) continue;
       const float unless_empty = softmax.row_sum[r] > 0.0f ? 1.0f : 0.0f;  // P sums to one where the row saw a key
-      const float lo = acc_o[r / 2][n][2 * (r % 2)] * factor[r] * scale[0] + mean[0] * unless_empty;
-      const float hi = acc_o[r / 2][n][2 * (r % 2) + 1] * factor[r] * scale[1] + mean[1] * unless_empty;
-      const u32 pair = params.dtype == Dtype::kBf16 ? ptx::bf16x2(lo, hi) : ptx::f16x2(lo, hi);
+      float value[2];
+#pragma unroll
+      for (i32 e = 0; e < 2; ++e) {
+        value[e] = acc_o[r / 2][n][2 * (r % 2) + e] * factor[r] * scale[e] + mean[e] * unless_empty;
+        if (keys[r] > finite[e]) value[e] = ptx::quiet_nan();
+      }
+      const u32 pair = params.dtype == Dtype::kBf16 ? ptx::bf16x2(value[0], value[1]) : ptx::f16x2(value[0], value[1]);
       store_pair(out + row * stride.row, channel, params.headdim, pair);
     }
   }

@@ -33,11 +33,11 @@ class AttentionMma {
     // A thread meets one scale of Q: its rows g, g + 8, ... share it.
     const i64 warp_index = q_tile * (Config::kBlockM / Config::kWarpM) + warp;
     Tile state(sQ, warp, lane, params.q_scale[warp_index * kRowGroups + lane / 4]);
+    i32 tile = 0;
 #pragma unroll 1
-    for (i32 tile = 0; tile < work.full_tiles; ++tile) state.template step<false>(params, work, stream, tile);
+    for (; tile < work.full_tiles; ++tile) state.template step<false>(params, work, stream, tile);
 #pragma unroll 1
-    for (i32 tile = work.full_tiles; tile < work.tiles; ++tile) state.template step<true>(params, work, stream, tile);
-    state.softmax.finish();
+    for (; tile < work.tiles; ++tile) state.template step<true>(params, work, stream, tile);
     store_output<Config, Product>(params, locate<Config>(params), warp, lane, state.acc_o, state.softmax);
   }
 
@@ -60,7 +60,7 @@ class AttentionMma {
         : scores(sQ, warp_, lane_),
           warp(warp_),
           lane(lane_),
-          v_offset(Product::lane_offset(lane_)),
+          v_offset(Product::offset(lane_)),
           q_scale(q_scale_) {
       softmax.clear();
     }
@@ -81,16 +81,23 @@ class AttentionMma {
         Scores<Config>::add_delta(acc_s, scale, stream.delta(stage), lane);
         scale = 1.0f;
       }
-      if constexpr (kMasked) mask(params, work, tile, acc_s);
-      float alpha[kRows];
+      if constexpr (kMasked) mask(params, tile, acc_s);
+      float offset[kRows];
       typename Product::Operand p;
-      if (softmax.update(acc_s, scale, alpha, p)) rescale<Config>(acc_o, alpha);
-      Product::accumulate(acc_o, p, stream.v(stage), v_offset);
+      if (softmax.fits(acc_s, scale, offset)) {
+        softmax.template exponentiate<true>(acc_s, scale, offset, p);
+      } else {
+        float alpha[kRows];
+        softmax.raise(acc_s, scale, offset, alpha);
+        rescale<Config>(acc_o, alpha);
+        softmax.template exponentiate<false>(acc_s, scale, offset, p);
+      }
+      Product::accumulate(acc_o, softmax.row_sum, p, stream.v(stage) + v_offset);
     }
 
-    __device__ __forceinline__ void mask(const AttnParams& params, const Work& work, i32 tile,
+    __device__ __forceinline__ void mask(const AttnParams& params, i32 tile,
                                          typename Scores<Config>::Accumulator& acc_s) const {
-      const i32 row = work.first_row + warp * Config::kWarpM + lane / 4;
+      const i32 row = locate<Config>(params).first_row + warp * Config::kWarpM + lane / 4;
       const i32 first_key = tile * Config::kBlockN + lane % 4 * 2;
       i32 limit[kRows];
 #pragma unroll

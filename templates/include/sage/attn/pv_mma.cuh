@@ -12,6 +12,10 @@ namespace sage {
 template <class Config>
 using OutputAccumulator = float[Config::kWarpM / 16][Config::kHeadDim / 8][4];
 
+// Sums of P over its rows, from a product with ones: of P as it was rounded, so that the weights of a row sum to one.
+template <class Config>
+using RowSums = float[Config::kWarpM / 8];
+
 // Brings what was summed so far to new references. A branch of its own, and rarely taken: once a row has seen a few tiles
 // its maximum hardly moves.
 template <class Config>
@@ -49,16 +53,27 @@ struct PvF16 {
   }
 
   // 16 keys by two chunks of 8 channels, keys first.
-  __device__ __forceinline__ static u32 lane_offset(i32 lane) { return Rows::offset(lane % 16, lane / 16); }
+  __device__ __forceinline__ static u32 offset(i32 lane) { return Rows::offset(lane % 16, lane / 16); }
 
-  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, const Operand& p, u32 sV,
-                                                    u32 v_offset) {
+  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>& row_sum,
+                                                    const Operand& p, u32 v_row) {
+#pragma unroll
+    for (i32 m = 0; m < kMTiles; ++m) {
+      const float zero[4] = {};
+      float sum[4];
+#pragma unroll
+      for (i32 step = 0; step < kSteps; ++step) {
+        ptx::mma_m16n8k16_f16f16f32(sum, p[m][step], kOnes, kOnes, ptx::chain(step, zero, sum));
+      }
+      row_sum[2 * m] += sum[0];
+      row_sum[2 * m + 1] += sum[2];
+    }
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (i32 n = 0; n < kOTiles; n += 2) {
         u32 v[4];
-        ptx::ldmatrix_x4_trans(v, sV + Rows::moved(v_offset, 16 * step, n));
+        ptx::ldmatrix_x4_trans(v, Rows::moved(v_row, 16 * step, n));
 #pragma unroll
         for (i32 m = 0; m < kMTiles; ++m) {
           ptx::mma_m16n8k16_f16f16f32(acc_o[m][n], p[m][step], v[0], v[1], acc_o[m][n]);
@@ -67,19 +82,26 @@ struct PvF16 {
       }
     }
   }
+
+ private:
+  static constexpr u32 kOnes = 0x3c003c00;  // twice 1.0
 };
 
-// P and V in e4m3, two-level accumulation: the product of one tile in a fresh accumulator R, which keeps 13 mantissa
-// bits, then O += R in f32. Keys of V̂ are ordered as key_of_column() says, channels are its rows.
-// Source: SageAttention2, section 3.4.
+// P and V in e4m3, two-level accumulation: the product of one tile in a fresh accumulator R, then O += R in f32. R in f32
+// keeps 13 mantissa bits. R in f16 runs at twice the rate on some chips; V̂ is scaled to 4.5 then, so that no sum of a
+// tile leaves f16. Keys of V̂ are ordered as key_of_column() says, channels are its rows.
+// Source: SageAttention2, section 3.4; SageAttention2++.
 template <class Config>
 struct PvE4m3 {
   static constexpr i32 kMTiles = Config::kWarpM / 16, kOTiles = Config::kHeadDim / 8;
   static constexpr i32 kSteps = Config::kBlockN / 32;  // keys a product: 32
+  static constexpr bool kF16Accum = Config::kPvAccum == PvAccum::kTwoLevelF16;
   using Rows = typename TileLayout<Config>::VRows;
+  static_assert(Config::kPvAccum != PvAccum::kF32, "13 bits are too few for a whole sequence");
+  static_assert(!kF16Accum || Config::kBlockN == 64, "224 · 4.5 · 64 is the most that f16 holds");
 
-  static constexpr float kTop = 8.807354f;  // log2(448), the largest e4m3
-  static constexpr float kLazyRise = 0.0f;  // P fills e4m3: no room for more
+  static constexpr float kTop = kF16Accum ? 7.807355f : 8.807355f;  // log2 of 224, and of 448, the largest e4m3
+  static constexpr float kLazyRise = 0.0f;  // P fills its range: no room for more
   static constexpr bool kWholeReference = false;
   static constexpr float kLargestFolded = 0.015625f;
 
@@ -90,28 +112,55 @@ struct PvE4m3 {
   }
 
   // 8 channels by four chunks of 16 keys, chunks last.
-  __device__ __forceinline__ static u32 lane_offset(i32 lane) { return Rows::offset(lane % 8, lane / 8); }
+  __device__ __forceinline__ static u32 offset(i32 lane) { return Rows::offset(lane % 8, lane / 8); }
 
-  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, const Operand& p, u32 sV,
-                                                    u32 v_offset) {
-    const float zero[4] = {};
+  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>& row_sum,
+                                                    const Operand& p, u32 v_row) {
+    u32 v[2 * kSteps];
+    float r[4];
+#pragma unroll
+    for (i32 i = 0; i < 2 * kSteps; ++i) v[i] = kOnes;
+#pragma unroll
+    for (i32 m = 0; m < kMTiles; ++m) {
+      multiply(r, p[m], v);
+      row_sum[2 * m] += r[0];
+      row_sum[2 * m + 1] += r[2];
+    }
 #pragma unroll
     for (i32 n = 0; n < kOTiles; ++n) {
-      u32 v[2 * kSteps];
 #pragma unroll
       for (i32 step = 0; step < kSteps; step += 2) {
         u32 (&pair)[4] = reinterpret_cast<u32 (&)[4]>(v[2 * step]);
-        ptx::ldmatrix_x4(pair, sV + Rows::moved(v_offset, 8 * n, 2 * step));
+        ptx::ldmatrix_x4(pair, Rows::moved(v_row, 8 * n, 2 * step));
       }
 #pragma unroll
       for (i32 m = 0; m < kMTiles; ++m) {
-        float r[4];
-#pragma unroll
-        for (i32 step = 0; step < kSteps; ++step) {
-          ptx::mma_m16n8k32_e4m3e4m3f32(r, p[m][step], v[2 * step], v[2 * step + 1], ptx::chain(step, zero, r));
-        }
+        multiply(r, p[m], v);
 #pragma unroll
         for (i32 c = 0; c < 4; ++c) acc_o[m][n][c] += r[c];
+      }
+    }
+  }
+
+ private:
+  static constexpr u32 kOnes = 0x38383838;  // four times 1.0
+
+  // 16 rows of P by the whole tile of 8 channels.
+  __device__ __forceinline__ static void multiply(float (&r)[4], const u32 (&p)[kSteps][4], const u32 (&v)[2 * kSteps]) {
+    if constexpr (kF16Accum) {
+      const u32 zero[2] = {};
+      u32 h[2];
+#pragma unroll
+      for (i32 step = 0; step < kSteps; ++step) {
+        ptx::mma_m16n8k32_e4m3e4m3f16(h, p[step], v[2 * step], v[2 * step + 1], ptx::chain(step, zero, h));
+      }
+#pragma unroll
+      for (i32 c = 0; c < 4; ++c) r[c] = ptx::f32_from_f16(static_cast<u16>(h[c / 2] >> 16 * (c % 2)));
+    } else {
+      const float zero[4] = {};
+#pragma unroll
+      for (i32 step = 0; step < kSteps; ++step) {
+        ptx::mma_m16n8k32_e4m3e4m3f32(r, p[step], v[2 * step], v[2 * step + 1], ptx::chain(step, zero, r));
       }
     }
   }

@@ -21,27 +21,26 @@ struct Scores {
 
   using Accumulator = i32[kMTiles][kNTiles][4];
 
-  // Shared address of this warp's rows of Q, and what this lane adds to hand ldmatrix its row. Q: 16 rows by two chunks,
-  // rows first. K: two groups of 8 keys by two chunks, chunks first.
-  u32 sQ;
-  i32 q_offset, k_offset;
+  // What this lane hands ldmatrix: the shared address of its row of Q, and the offset of its row in a tile of K.
+  // Q: 16 rows by two chunks, rows first. K: two groups of 8 keys by two chunks, chunks first.
+  u32 q_row, k_offset;
 
-  __device__ __forceinline__ Scores(u32 sQ_, i32 warp, i32 lane)
-      : sQ(sQ_ + warp * Config::kWarpM * Rows::kRowBytes),
-        q_offset(Rows::offset(lane % 16, lane / 16)),
+  __device__ __forceinline__ Scores(u32 sQ, i32 warp, i32 lane)
+      : q_row(sQ + warp * Config::kWarpM * Rows::kRowBytes + Rows::offset(lane % 16, lane / 16)),
         k_offset(Rows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2)) {}
 
   __device__ __forceinline__ void multiply(Accumulator& acc_s, u32 sK) const {
+    const u32 k_row = sK + k_offset;
     const i32 bias[4] = {kScoreBiasBits, kScoreBiasBits, kScoreBiasBits, kScoreBiasBits};
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
       u32 q[kMTiles][4];
 #pragma unroll
-      for (i32 m = 0; m < kMTiles; ++m) ptx::ldmatrix_x4(q[m], sQ + Rows::moved(q_offset, 16 * m, 2 * step));
+      for (i32 m = 0; m < kMTiles; ++m) ptx::ldmatrix_x4(q[m], Rows::moved(q_row, 16 * m, 2 * step));
 #pragma unroll
       for (i32 n = 0; n < kNTiles; n += 2) {
         u32 k[4];
-        ptx::ldmatrix_x4(k, sK + Rows::moved(k_offset, 8 * n, 2 * step));
+        ptx::ldmatrix_x4(k, Rows::moved(k_row, 8 * n, 2 * step));
 #pragma unroll
         for (i32 m = 0; m < kMTiles; ++m) {
           mma(acc_s[m][n], q[m], k[0], k[1], ptx::chain(step, bias, acc_s[m][n]));

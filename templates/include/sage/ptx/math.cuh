@@ -66,11 +66,18 @@ __device__ __forceinline__ u32 e4m3x4(float a, float b, float c, float d) {
   return static_cast<u32>(e4m3x2(a, b)) | static_cast<u32>(e4m3x2(c, d)) << 16;
 }
 
-// f32 to s8, nearest even, saturating; returned as a byte in a word.
-__device__ __forceinline__ u32 s8(float x) {
-  i32 y;
-  asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(y) : "f"(x));
-  return static_cast<u32>(y) & 0xff;
+// The larger of two, NaN where one of them is.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
+// Bytes of two words: byte i of the result is the byte that hexadecimal digit i of the selector names, 0-3 of a, 4-7 of b.
+__device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 selector) {
+  u32 y;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector));
+  return y;
 }
 
 }  // namespace sage::ptx

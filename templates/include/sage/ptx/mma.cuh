@@ -12,8 +12,8 @@
 namespace sage::ptx {
 
 // The C operand of the step-th product of a chain: what the chain starts from, then its own result.
-template <class T>
-__device__ __forceinline__ const T (&chain(i32 step, const T (&start)[4], const T (&result)[4]))[4] {
+template <class T, i32 kSize>
+__device__ __forceinline__ const T (&chain(i32 step, const T (&start)[kSize], const T (&result)[kSize]))[kSize] {
   return step == 0 ? start : result;
 }
 
@@ -49,6 +49,14 @@ __device__ __forceinline__ void mma_m16n8k32_e4m3e4m3f32(float (&d)[4], const u3
       "{%10, %11, %12, %13};"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+// The same with accumulators in f16: c[0] of the f32 fragment is the lower half of c[0], c[1] the upper half, and so on.
+__device__ __forceinline__ void mma_m16n8k32_e4m3e4m3f16(u32 (&d)[2], const u32 (&a)[4], u32 b0, u32 b1,
+                                                         const u32 (&c)[2]) {
+  asm("mma.sync.aligned.m16n8k32.row.col.f16.e4m3.e4m3.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%8, %9};"
+      : "=r"(d[0]), "=r"(d[1])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]));
 }
 
 }  // namespace sage::ptx

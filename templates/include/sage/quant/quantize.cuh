@@ -5,9 +5,9 @@
 //   K  s8 or s4, a scale per thread: keys n of a tile with equal n % 8 / 2. Smoothed: less its mean per channel.
 //   V  e4m3 with a scale per channel, or f16 with a power of two per channel that keeps any bf16 within range. Smoothed:
 //      less its mean per channel.
-// Values are divided by amax / limit (127 for s8, 7 for s4, 448 for e4m3) and rounded to the nearest, ties to even.
-// A key that is not finite makes the scale of its group NaN, and so the rows of every block that sees its tile; a query,
-// see row_bias.
+// Values are divided by amax / limit (127 for s8, 7 for s4, v_limit for e4m3) and rounded to the nearest, ties to even.
+// What is not finite is quantized as zero, so that it leaves the scale it would share alone. The attention kernel puts NaN
+// where it belongs: in the rows that see the first key of k_finite and v_finite, and in a row whose row_bias is not finite.
 // Source: SageAttention2, sections 3.1 to 3.4 and appendix A.6.
 #pragma once
 
@@ -26,6 +26,9 @@ struct Scale {
 constexpr float kSmallestAbsMax = 1e-35f;
 
 constexpr u32 kMantissaBits = 23, kExponentBias = 127;
+
+// Added to a number below 2^22 it leaves, rounded to the nearest even, an integer in the low bits of the sum: 1.5 · 2^23.
+constexpr float kIntegerBias = 12582912.0f;
 
 // a / b to the nearest, for b and 1 / b well inside the normal range. What the compiler makes of a division, less the
 // call for the other operands, which would cost registers.
@@ -104,9 +107,9 @@ struct Quantize {
     const i32 head = static_cast<i32>(block / kv_blocks_per_head);
     const i32 first_tile = static_cast<i32>(block % kv_blocks_per_head) * kTilesPerBlock;
     if (is_v) {
-      prepare_v_scale(head, first_tile == 0);
-      if constexpr (Config::kPv == Pv::kE4m3) quantize_v_e4m3<kAligned>(head, first_tile);
-      else quantize_v_f16<kAligned>(head, first_tile);
+      const bool finite = prepare_v_scale(head, first_tile == 0);
+      if constexpr (Config::kPv == Pv::kE4m3) quantize_v_e4m3<kAligned>(head, first_tile, finite);
+      else quantize_v_f16<kAligned>(head, first_tile, finite);
     } else {
       prepare_k_mean(head, first_tile == 0);
       quantize_k<kAligned>(head, first_tile);
@@ -125,7 +128,7 @@ struct Quantize {
 
   // --- per channel, from the statistics -----------------------------------------------------------------------------
 
-  // Statistic `which` of a channel in one chunk: 0 the sum, 1 the largest, 2 the smallest value.
+  // Statistic `which` of a channel in one chunk: 0 the sum, 1 the largest, 2 the smallest value, 3 the first not finite.
   __device__ __forceinline__ float statistic(const float* stats, i32 head, i32 chunk, i32 which, i32 c) const {
     return stats[((static_cast<i64>(head) * params.num_chunks + chunk) * kStatistics + which) * kHeadDim + c];
   }
@@ -146,24 +149,30 @@ struct Quantize {
     __syncthreads();
   }
 
-  __device__ __forceinline__ void prepare_v_scale(i32 head, bool store) const {
+  // Returns whether all of the head's V is finite.
+  __device__ __forceinline__ bool prepare_v_scale(i32 head, bool store) const {
+    bool all_finite = true;
     for (i32 c = threadIdx.x; c < kHeadDim; c += Config::kThreads) {
       const float mean = params.smooth_v ? mean_over_keys(params.v_stats, head, c) : 0.0f;
       float largest = -ptx::infinity(), smallest = ptx::infinity();
+      i32 finite = kAllFinite;
       for (i32 chunk = 0; chunk < params.num_chunks; ++chunk) {
         largest = fmaxf(largest, statistic(params.v_stats, head, chunk, 1, c));
         smallest = fminf(smallest, statistic(params.v_stats, head, chunk, 2, c));
+        finite = min(finite, __float_as_int(statistic(params.v_stats, head, chunk, 3, c)));
       }
       const float amax = fmaxf(largest - mean, mean - smallest);
-      const Scale scale = Config::kPv == Pv::kE4m3 ? scale_to(448.0f, amax) : power_of_two_scale(amax);
+      const Scale scale = Config::kPv == Pv::kE4m3 ? scale_to(params.v_limit, amax) : power_of_two_scale(amax);
       channels.v_mean[c] = mean;
       channels.inv_v_scale[c] = scale.inv_scale;
+      all_finite &= finite == kAllFinite;
       if (store) {
         params.v_mean[static_cast<i64>(head) * kHeadDim + c] = mean;
         params.v_scale[static_cast<i64>(head) * kHeadDim + c] = scale.scale;
+        params.v_finite[static_cast<i64>(head) * kHeadDim + c] = finite;
       }
     }
-    __syncthreads();
+    return __syncthreads_and(all_finite);
   }
 
   // --- Q ------------------------------------------------------------------------------------------------------------
@@ -188,20 +197,20 @@ struct Quantize {
       for (i32 r = 0; r < kRows; ++r) {
         raw[r] = source.load(tile * Config::kBlockM + first_row + r * kRowGroups, lane * kVector);
       }
-      float x[kRows][kVector], bias[kRows] = {}, amax = 0.0f;
+      float x[kRows][kVector], bias[kRows] = {};
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
-        const bool exists = tile * Config::kBlockM + first_row + r * kRowGroups < params.seqlen_q;
         source.convert(raw[r], x[r]);
 #pragma unroll
         for (i32 i = 0; i < kVector; ++i) {
-          const i32 c = lane * kVector + i;
           x[r][i] *= params.softmax_scale_log2;
-          bias[r] += x[r][i] * channels.k_mean[c];
-          x[r][i] = exists ? x[r][i] - channels.q_mean[c] : 0.0f;
-          amax = fmaxf(amax, fabsf(finite_or_zero(x[r][i])));
+          bias[r] += x[r][i] * channels.k_mean[lane * kVector + i];
         }
+        const bool exists = tile * Config::kBlockM + first_row + r * kRowGroups < params.seqlen_q;
+        subtract(x[r], channels.q_mean + lane * kVector, exists);
       }
+      float amax = abs_max(x);
+      if (ptx::any(!(amax < ptx::infinity()))) amax = make_finite(x);
       const Scale scale = scale_to(kLimit, ptx::max_over_lanes<kVectors>(amax));
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
@@ -268,56 +277,104 @@ struct Quantize {
 #pragma unroll
     for (i32 s = 0; s < kSteps; ++s) raw[s] = source.load(tile * Config::kBlockN + key_of_step(s), vector * kVector);
 
-    float x[kSteps][kVector], amax = 0.0f;
-    bool finite = true;
+    float x[kSteps][kVector];
 #pragma unroll
     for (i32 s = 0; s < kSteps; ++s) {
-      const bool exists = tile * Config::kBlockN + key_of_step(s) < params.seqlen_kv;
       source.convert(raw[s], x[s]);
+      const bool exists = tile * Config::kBlockN + key_of_step(s) < params.seqlen_kv;
+      subtract(x[s], channels.k_mean + vector * kVector, exists);
+    }
+    float amax = abs_max(x);
+    if (ptx::any(!(amax < ptx::infinity()))) {
 #pragma unroll
-      for (i32 i = 0; i < kVector; ++i) {
-        x[s][i] = exists ? x[s][i] - channels.k_mean[vector * kVector + i] : 0.0f;
-        finite &= fabsf(x[s][i]) < ptx::infinity();
-        amax = fmaxf(amax, fabsf(x[s][i]));
+      for (i32 s = 0; s < kSteps; ++s) {
+        const float (&row)[1][kVector] = reinterpret_cast<const float (&)[1][kVector]>(x[s]);
+        if (!(abs_max(row) < ptx::infinity())) {
+          atomicMin(params.k_finite + head, tile * Config::kBlockN + key_of_step(s));
+        }
       }
+      amax = make_finite(x);
     }
     const Scale scale = scale_to(kLimit, ptx::max_over_lanes<kWarpSize>(amax));
-    const float group_scale = ptx::any(!finite) ? ptx::quiet_nan() : scale.scale;
     u8* tile_data = kv_tile(head, tile);
 #pragma unroll
     for (i32 s = 0; s < kSteps; ++s) {
       store_row<typename Layout::KRows>(tile_data, key_of_step(s), vector, x[s], scale.inv_scale);
     }
-    if (lane == 0) reinterpret_cast<float*>(tile_data + Layout::kKScales)[group] = group_scale;
+    if (lane == 0) reinterpret_cast<float*>(tile_data + Layout::kKScales)[group] = scale.scale;
+  }
+
+  // --- rows of Q and K ----------------------------------------------------------------------------------------------
+
+  // x less a mean; what does not exist stays zero.
+  __device__ __forceinline__ static void subtract(float (&x)[kVector], const float* mean, bool exists) {
+    const float factor = exists ? -1.0f : 0.0f;
+#pragma unroll
+    for (i32 i = 0; i < kVector; ++i) x[i] = fmaf(mean[i], factor, x[i]);
+  }
+
+  // Largest magnitude; NaN or infinity where an element is not finite.
+  template <i32 kRows>
+  __device__ __forceinline__ static float abs_max(const float (&x)[kRows][kVector]) {
+    float amax = 0.0f;
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (i32 i = 0; i < kVector; ++i) amax = ptx::max_nan(amax, fabsf(x[r][i]));
+    }
+    return amax;
+  }
+
+  // Zeros for what is not finite; returns the largest magnitude left.
+  template <i32 kRows>
+  __device__ __forceinline__ static float make_finite(float (&x)[kRows][kVector]) {
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (i32 i = 0; i < kVector; ++i) x[r][i] = finite_or_zero(x[r][i]);
+    }
+    return abs_max(x);
   }
 
   // Rounds eight channels and stores them as part of a chunk of their row.
   template <class Rows>
   __device__ __forceinline__ static void store_row(u8* tile, i32 row, i32 vector, const float (&x)[kVector],
                                                    float inv_scale) {
-    constexpr i32 kBits = Config::kQkBits, kBytes = kVector * kBits / 8;
-    u64 word = 0;
-#pragma unroll
-    for (i32 i = 0; i < kVector; ++i) {
-      word |= static_cast<u64>(ptx::s8(x[i] * inv_scale) & ((1 << kBits) - 1)) << kBits * i;
-    }
+    constexpr i32 kBytes = kVector * Config::kQkBits / 8;
     u8* to = tile + Rows::offset(row, vector * kBytes / 16) + vector * kBytes % 16;
-    if constexpr (kBits == 8) *reinterpret_cast<u64*>(to) = word;
-    else *reinterpret_cast<u32*>(to) = static_cast<u32>(word);
+    const u32 lo = rounded<0>(x, inv_scale), hi = rounded<4>(x, inv_scale);
+    if constexpr (Config::kQkBits == 8) *reinterpret_cast<u64*>(to) = static_cast<u64>(hi) << 32 | lo;
+    else *reinterpret_cast<u32*>(to) = nibbles(hi) << 16 | nibbles(lo);
+  }
+
+  // x[kFirst..kFirst+3] · inv_scale as four bytes, the first the lowest.
+  template <i32 kFirst>
+  __device__ __forceinline__ static u32 rounded(const float (&x)[kVector], float inv_scale) {
+    u32 bits[4];
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) bits[i] = __float_as_uint(fmaf(x[kFirst + i], inv_scale, kIntegerBias));
+    return ptx::prmt(ptx::prmt(bits[0], bits[1], 0x0040), ptx::prmt(bits[2], bits[3], 0x0040), 0x5410);
+  }
+
+  // The low halves of four bytes, side by side.
+  __device__ __forceinline__ static u32 nibbles(u32 bytes) {
+    const u32 pairs = (bytes & 0x000f000f) | (bytes >> 4 & 0x00f000f0);
+    return (pairs | pairs >> 8) & 0xffff;
   }
 
   // --- V ------------------------------------------------------------------------------------------------------------
 
-  // Eight channels of one key less their means; keys that do not exist stay zero.
-  __device__ __forceinline__ void smooth_v(float (&x)[kVector], i32 first_channel, i32 key) const {
-    if (key >= params.seqlen_kv) return;
+  // Eight channels of one key less their means, finite.
+  __device__ __forceinline__ void smooth_v(float (&x)[kVector], i32 first_channel, i32 key, bool finite) const {
+    subtract(x, channels.v_mean + first_channel, key < params.seqlen_kv);
+    if (finite) return;
 #pragma unroll
-    for (i32 i = 0; i < kVector; ++i) x[i] -= channels.v_mean[first_channel + i];
+    for (i32 i = 0; i < kVector; ++i) x[i] = finite_or_zero(x[i]);
   }
 
   // Transposes: a thread takes four neighbouring columns of the P operand, that is four keys, in eight channels.
   template <bool kAligned>
-  __device__ __forceinline__ void quantize_v_e4m3(i32 head, i32 first_tile) const {
+  __device__ __forceinline__ void quantize_v_e4m3(i32 head, i32 first_tile, bool finite) const {
     constexpr i32 kQuads = Config::kBlockN / 4;  // lanes side by side on a row of the tile: consecutive words
     constexpr i32 kTasks = kQuads * kVectors;
     const Source<kAligned> source = kv_source<kAligned>(params.v, head);
@@ -334,7 +391,7 @@ struct Quantize {
 #pragma unroll
       for (i32 e = 0; e < 4; ++e) {
         source.convert(raw[e], x[e]);
-        smooth_v(x[e], first_channel, tile * Config::kBlockN + key_of_column(column + e));
+        smooth_v(x[e], first_channel, tile * Config::kBlockN + key_of_column(column + e), finite);
       }
       u8* tile_data = kv_tile(head, tile) + Layout::kV;
 #pragma unroll
@@ -348,7 +405,7 @@ struct Quantize {
 
   // All loads of a tile before the first use: rows are short, and only loads in flight hide the memory's latency.
   template <bool kAligned>
-  __device__ __forceinline__ void quantize_v_f16(i32 head, i32 first_tile) const {
+  __device__ __forceinline__ void quantize_v_f16(i32 head, i32 first_tile, bool finite) const {
     static_assert(Config::kBlockN * kVectors % Config::kThreads == 0, "every thread takes equally many keys");
     constexpr i32 kSteps = Config::kBlockN * kVectors / Config::kThreads;
     constexpr i32 kKeysAtOnce = Config::kThreads / kVectors;
@@ -366,7 +423,7 @@ struct Quantize {
       for (i32 s = 0; s < kSteps; ++s) {
         float x[kVector];
         source.convert(raw[s], x);
-        smooth_v(x, vector * kVector, tile * Config::kBlockN + first_key + s * kKeysAtOnce);
+        smooth_v(x, vector * kVector, tile * Config::kBlockN + first_key + s * kKeysAtOnce, finite);
         Raw out;
 #pragma unroll
         for (i32 i = 0; i < kVector; i += 2) {

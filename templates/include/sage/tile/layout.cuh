@@ -29,10 +29,11 @@ struct SwizzledRows {
     return row * kRowBytes + (chunk ^ row / kRowsPerLine % kKeys) * 16;
   }
 
-  // offset(row + lane_row, chunk + lane_chunk) from offset(lane_row, lane_chunk): row is a multiple of 8, which leaves
-  // the key alone, and chunk shares no bit with lane_chunk, so that adding it is an XOR.
-  __device__ static constexpr i32 moved(i32 lane_offset, i32 row, i32 chunk) {
-    return row * kRowBytes + (lane_offset ^ chunk * 16);
+  // The address of (row + lane_row, chunk + lane_chunk) from that of (lane_row, lane_chunk). row is a multiple of 8, which
+  // leaves the key alone, and chunk shares no bit with lane_chunk, so that adding what is in the key's reach is an XOR;
+  // tiles start at multiples of 128 bytes, which keeps those bits zero in their addresses.
+  __device__ static constexpr u32 moved(u32 lane_address, i32 row, i32 chunk) {
+    return (lane_address ^ chunk % 8 * 16) + chunk / 8 * 128 + row * kRowBytes;
   }
 };
 
