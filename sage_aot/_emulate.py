@@ -210,7 +210,8 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
             scores = _add_delta(scores, scale, quantized.delta_s[..., keys].repeat_interleave(kernels.attn.tile.block_m, 2))
             scale = torch.ones_like(scale)  # at least LARGEST_FOLDED: nothing is folded
         scores = scores.masked_fill(first + torch.arange(block_n, device=k.device) >= limit[:, None], -math.inf)
-        p, alpha, row_ref = _softmax_tile(scores, scale, row_ref, spec.pv)
+        bias = _folded_bias(scale, kernels.attn.tile.warp_m, spec.pv)
+        p, alpha, row_ref = _softmax_tile(scores, scale, bias, row_ref, spec.pv)
         row_sum = row_sum * alpha + p.sum(-1)
         acc_o = acc_o * alpha[..., None] + _pv_tile(to_pv(p, spec.pv), v[:, :, keys], spec.pv)
 
@@ -239,7 +240,14 @@ def _add_delta(scores: torch.Tensor, scale: torch.Tensor, delta: torch.Tensor) -
     return (scores.double() * scale.double() + delta.double()).float()
 
 
-def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor,
+def _folded_bias(scale: torch.Tensor, warp_m: int, pv: str) -> torch.Tensor:
+    """The bias that the FMA before exp2 takes off the scores of a row, [batch, heads, rows, 1]: none for all rows of a warp
+    that meets a scale too large for it."""
+    large = (scale >= LARGEST_FOLDED[pv]).any(-1).unflatten(2, (-1, warp_m)).any(-1)
+    return torch.where(large, 0.0, SCORE_BIAS).repeat_interleave(warp_m, 2)[..., None].double()
+
+
+def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, row_ref: torch.Tensor,
                   pv: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """P of one tile, the factor for what was summed before, and the new reference."""
     tile_max = (scores * scale).nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)
@@ -247,7 +255,6 @@ def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tens
     if pv == "f16":
         needed = needed.ceil()
     new_ref = torch.where(needed > row_ref + LAZY_RISE[pv], needed, row_ref)
-    bias = torch.where(scale < LARGEST_FOLDED[pv], SCORE_BIAS, 0.0).double()
     offset = (-scale.double() * bias - new_ref.double()[..., None]).float()  # rounds for e4m3 only
     exponent = (scores.double() + bias) * scale.double() + offset.double()
     return torch.exp2(exponent.float()), torch.exp2(row_ref - new_ref), new_ref
