@@ -77,7 +77,8 @@ class Tally:
             found = {value: count for (option, value), count in sorted(self.values.items()) if option == name}
             yield f"  {name}: " + ", ".join(f"{value} {count}" for value, count in found.items())
         yield "worst, in units of the bound:"
-        yield from (f"  {excess:9.3g} {check}: {case}" for check, (excess, case) in sorted(self.worst.items()))
+        for check, (excess, case) in sorted(self.worst.items()):
+            yield f"  {excess:9.3g} {check}" + (f": {case}" if excess else "")
 
 
 # --- one worker -------------------------------------------------------------------------------------------------------

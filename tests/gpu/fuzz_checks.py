@@ -26,9 +26,10 @@ import sage_aot
 from sage_aot import _cuda, _emulate, _ops, _reference
 from sage_aot._emulate import Quantized
 from sage_aot._loader import Library
+from sage_aot._manifest import Manifest
 from sage_aot._plan import LOG2_E, Plan
 from sage_aot._problem import check, heads_first
-from sage_aot._select import built_archs
+from sage_aot._select import built_archs, nearest_arch
 from sage_aot._spec import capability_of
 
 
@@ -65,6 +66,9 @@ deviation in place of the worst case."""
 SMALLEST = 1e-34
 """Values of V below this may count as zeros."""
 
+TINY = 1e-37
+"""Keeps a quotient of zeros finite."""
+
 
 @dataclass(frozen=True)
 class Measure:
@@ -74,6 +78,10 @@ class Measure:
     excess: torch.Tensor  # f32, of any shape; at most 1 where nothing is wrong
     got: torch.Tensor  # of that shape
     expected: torch.Tensor
+
+    def without(self, mask: torch.Tensor) -> Measure:
+        """The same check, less the places of a mask."""
+        return dataclasses.replace(self, excess=self.excess.masked_fill(mask, 0.0))
 
     def describe(self) -> str:
         """The worst place."""
@@ -109,7 +117,7 @@ class Subject:
             with self._stream(case), torch.no_grad():
                 variant, measures = self._measure(case)
                 worst = _worst(measures)
-        except Exception as error:  # no error is expected here: one of any type is the finding
+        except Exception as error:  # noqa: BLE001 - none is expected here, so one of any type is a finding
             return Verdict("raised", {}, ("raised", f"{type(error).__name__}: {error}"))
         failed = [measure for measure in measures if not worst[measure.name] <= 1]
         return Verdict(variant, worst, (failed[0].name, failed[0].describe()) if failed else None)
@@ -230,17 +238,26 @@ class _Spy:
 
 def _libraries(device: str, folders: list[Path]) -> dict[str, Library]:
     """Per arch the first folder whose kernels of it run on this device; on the CPU all do."""
-    target = None if device == "cpu" else "sm_{}{}".format(*torch.cuda.get_device_capability())
     found: dict[str, Library] = {}
     for library in map(Library, folders):
-        for arch in built_archs(library.manifest):
-            targets = {r.target for r in library.manifest.kernels.values() if r.spec.arch == arch}
-            if target is None or targets == {target}:
-                found.setdefault(arch, library)
+        for arch in _archs_here(device, library.manifest):
+            found.setdefault(arch, library)
     if not found:
-        raise SystemExit(f"no kernels for {target} in {', '.join(map(str, folders))}; "
-                         f"`python -m codegen build --retarget {target}` makes some")
+        raise SystemExit(f"no kernels for this device in {', '.join(map(str, folders))}; `python -m codegen build` makes "
+                         f"those of every arch, with --retarget for this GPU")
     return found
+
+
+def _archs_here(device: str, manifest: Manifest) -> list[str]:
+    if device == "cpu":
+        return built_archs(manifest)
+    capability = torch.cuda.get_device_capability()
+    if manifest.retarget:
+        return built_archs(manifest) if manifest.retarget == "sm_{}{}".format(*capability) else []
+    try:
+        return [nearest_arch(capability, manifest)]
+    except sage_aot.UnsupportedError:
+        return []
 
 
 def _make_out(case: Case, q: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -327,19 +344,24 @@ def _against_emulation(case: Case, call: Call, plan: Plan, quantized: Quantized,
     bound, unsure = BOUNDS[plan.kernels.attn.spec.pv], _score_error(case, plan, quantized)
     got, info = call.out.float(), torch.finfo(call.out.dtype)
     rounding = info.eps / 2 * expected.abs() + info.smallest_normal * info.eps
-    agree = (got == expected) | ~(got.isfinite() | expected.isfinite())  # which of both it must be, _finite says
-    error = ((got - expected).abs() - rounding).clamp(min=0.0) / (weight + info.tiny * 2.0**-100 + 1e-37)
-    error = torch.where(agree, 0.0, error).nan_to_num(nan=math.inf, posinf=math.inf)
+    error = ((got - expected).abs() - rounding).clamp(min=0.0) / (weight + TINY)
+    error = torch.where((got == expected) | _both_spoilt(case, got, expected), 0.0, error)
+    error = error.nan_to_num(nan=math.inf, posinf=math.inf)
     beyond = (error > (bound.tight + 2 * unsure)[..., None]).any(-1).sum()
     allowed = LEAST_FLIPPED + unsure.numel() * (FLIPPED + 3 * case.seqlen_kv * unsure.max() / bound.spacing)
     measures = [Measure("output, emulation", error / (bound.loose + 2 * unsure)[..., None], got, expected),
                 Measure("rows beyond the tight bound", beyond[None] / allowed, beyond[None], allowed[None])]
     if call.lse is not None:
         lse_bound = 1e-4 + 2.0**-20 * lse.abs() + unsure + _bias_error(case, plan, q, k)
-        close = _close("lse, emulation", call.lse, lse, lse_bound)
-        agree = ~(call.lse.isfinite() | lse.isfinite()) & (call.lse.isnan() == lse.isnan() if case.planted == "none" else True)
-        measures.append(dataclasses.replace(close, excess=close.excess.masked_fill(agree, 0.0)))
+        measures.append(_close("lse, emulation", call.lse, lse, lse_bound).without(_both_spoilt(case, call.lse, lse)))
     return measures
+
+
+def _both_spoilt(case: Case, got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Where both are NaN; where an infinity was planted, either of both."""
+    if case.planted.endswith("inf"):
+        return ~got.isfinite() & ~expected.isfinite()
+    return got.isnan() & expected.isnan()
 
 
 def _emulated(case: Case, plan: Plan, quantized: Quantized) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -375,7 +397,7 @@ def _bias_error(case: Case, plan: Plan, q: torch.Tensor, k: torch.Tensor) -> tor
 
 
 def _clean_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
-    """[batch, heads] of each on the CPU: where all is finite. What else a head holds is quantized is nobody's business."""
+    """[batch, heads] of each, on the CPU: where all values are finite. How others are quantized is nobody's business."""
     return {name: x.isfinite().all(-1).all(-1).cpu() for name, x in (("q", q), ("k", k), ("v", v))}
 
 
@@ -384,7 +406,7 @@ def _bits(result: Result, quantized: Quantized, clean: dict[str, torch.Tensor]) 
     for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean"):
         same = _same(f"bits of {name}", found[name], getattr(quantized, name).cpu())
         heads = clean[name[0]].view(*clean[name[0]].shape, *[1] * (same.excess.dim() - 2))
-        measures.append(dataclasses.replace(same, excess=same.excess.masked_fill(~heads, 0.0)))
+        measures.append(same.without(~heads))
     return measures
 
 
@@ -409,16 +431,11 @@ def _against_float64(case: Case, call: Call, plan: Plan, quantized: Quantized, s
     bound = torch.minimum(bound, 2.2 * largest) + floor  # a mean of values is no further from another mean
     bound = torch.where((lse == -math.inf)[..., None], 0.0, bound)
     close = _close("output, float64", call.out.double(), expected, bound)
-    measures = [dataclasses.replace(close, excess=close.excess.masked_fill(_besides(spoilt.elements, spoilt), 0.0))]
+    measures = [close.without(spoilt.elements | spoilt.unsaid[..., None])]
     if call.lse is not None:
         close = _close("lse, float64", call.lse.double(), lse, moved + 0.01 + 2.0**-20 * lse.abs())
-        rows = spoilt.rows | spoilt.unsaid
-        measures.append(dataclasses.replace(close, excess=close.excess.masked_fill(rows, 0.0)))
+        measures.append(close.without(spoilt.rows | spoilt.unsaid))
     return measures
-
-
-def _besides(elements: torch.Tensor, spoilt: Spoilt) -> torch.Tensor:
-    return elements | spoilt.unsaid[..., None]
 
 
 def _quantization_error(case: Case, plan: Plan, quantized: Quantized, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
