@@ -3,9 +3,9 @@
     python tests/gpu/fuzz.py --calls 20000 --kernels sage_aot/kernels build/retarget_sm_90 --workers 8 --log fuzz.log
     python tests/gpu/fuzz.py --case '{"arch": "sm89", "seed": 1, "seqlen_kv": 65}'
 
-Call number i of a seed is the same however many workers share the run. fuzz_cases.py says what is drawn, fuzz_checks.py what
-is expected of it. A call that fails is reduced to a simplest one that fails the same check, and printed with the command
-that makes it again; the exit code is then 1. `--device cpu` makes the calls on CPU tensors, against float64 alone.
+Call number i of a seed is the same however many workers share the run. fuzz_cases.py says what is drawn, fuzz_checks.py
+what is expected of it. A call that fails is reduced to a simplest one that fails the same check, and printed with the
+command that makes it again; the exit code is then 1. `--device cpu` makes the calls on CPU tensors, against float64 alone.
 """
 
 from __future__ import annotations
@@ -117,8 +117,9 @@ def report(subject: Subject, case: Case, verdict: Verdict, *, reduce: bool) -> s
         case = shrink(case, fails)
         verdict = subject.examine(case)
     again = f"python tests/gpu/fuzz.py --device {subject.device} --case {shlex.quote(case.to_json())}"
-    return (f"FAILED {check}\n  kernel: {verdict.variant}\n  {verdict.failure[1] if verdict.failure else 'passes now'}\n"
-            f"  again: {again}" + (f"\n  drawn as: {drawn.to_json()}" if case != drawn else ""))
+    difference = verdict.failure[1] if verdict.failure else "passes now"
+    drawn_as = f"\n  drawn as: {drawn.to_json()}" if case != drawn else ""
+    return f"FAILED {check}\n  kernel: {verdict.variant}\n  {difference}\n  again: {again}{drawn_as}"
 
 
 def _work(args: argparse.Namespace, worker: int, tallies: multiprocessing.Queue) -> None:
@@ -197,11 +198,12 @@ def main(argv: list[str] | None = None) -> int:
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=1000, help="(default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the run; each call has one of its own (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the run (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--longest", type=int, default=4500, help="queries or keys of a call (default: %(default)s)")
-    parser.add_argument("--kernels", type=Path, nargs="+", default=[], metavar="FOLDER", help="built kernels; an arch is "
-                        "taken from the first folder that has it for this GPU (default: the package's and build/retarget_*)")
+    parser.add_argument("--kernels", type=Path, nargs="+", default=[], metavar="FOLDER",
+                        help="built kernels; an arch is taken from the first folder that has it for this GPU (default: "
+                        "those of the package and build/retarget_*)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
     parser.add_argument("--fixed", type=json.loads, default={}, metavar="JSON",
                         help="""fields that every case has, such as '{"arch": "sm89", "kind": "normal"}'""")

@@ -1,8 +1,8 @@
 """What the fuzzer calls: cases, how they are drawn and made smaller, and the tensors that a case stands for.
 
-A case is one line of JSON and everything else follows from it, its own seed included, so that any call can be made again.
-An option of the call is one line of :class:`Case`: its values, how often each is drawn, and first of them the simplest, to
-which a failing case is reduced.
+A case is one line of JSON and everything else follows from it, its own seed included, so that any call can be made
+again. An option of the call is one line of :class:`Case`: its values, how often each is drawn, and first of them the
+simplest, to which a failing case is reduced.
 """
 
 from __future__ import annotations
@@ -173,8 +173,9 @@ def make_tensors(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, t
     """q, k and v of a case, in its layout and strides."""
     generator = torch.Generator(device).manual_seed(case.seed)
     base = case.kind if case.kind in _reference.INPUT_CLASSES else "normal"
-    tensors = _reference.inputs(base, (case.batch, case.q_heads, case.seqlen_q, case.headdim),
-                                (case.batch, case.kv_heads, case.seqlen_kv, case.headdim), TORCH_DTYPES[case.dtype], generator)
+    q_shape = (case.batch, case.q_heads, case.seqlen_q, case.headdim)
+    kv_shape = (case.batch, case.kv_heads, case.seqlen_kv, case.headdim)
+    tensors = _reference.inputs(base, q_shape, kv_shape, TORCH_DTYPES[case.dtype], generator)
     if not case.is_empty:
         _CHANGES[case.kind](case, *tensors)
         _plant(case, dict(zip("qkv", tensors)))

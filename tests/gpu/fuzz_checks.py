@@ -1,9 +1,9 @@
 """One call of the fuzzer and all that is expected of it.
 
 The call is the public one. On a GPU it runs the kernels of any arch whose folder holds cubins for it, into poisoned
-memory, and is held against the emulation, within bounds that only rounding explains (:data:`BOUNDS`), and against float64,
-within what the quantization of these very inputs can do (:func:`_quantization_error`). On the CPU, where the call is the
-emulation, float64 remains. Every check yields its error in units of its bound, element by element.
+memory, and is held against the emulation, within bounds that only rounding explains (:data:`BOUNDS`), and against
+float64, within what the quantization of these very inputs can do (:func:`_quantization_error`). On the CPU, where the call
+is the emulation, float64 remains. Every check yields its error in units of its bound, element by element.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Bound:
     """How far an output may lie from the emulation's, relative to Σ p·|v| / Σ p, after rounding to its dtype.
 
     Kernel and emulation compute the same exponents bit for bit; what differs is ex2.approx (2^-22), the order and the
-    precision of sums, and so, where a P lies that close to the middle of two values of its type, which of them it becomes.
-    `tight` covers all but the last, which happens to few rows. `loose` is one such flip of the heaviest key that can flip.
+    precision of sums, and so, where a P lies that close to the middle of two values of its type, which of them it
+    becomes. `tight` covers all but the last, which happens to few rows. `loose` is one such flip of the heaviest key that
+    can flip.
     """
 
     tight: float
@@ -50,8 +51,8 @@ class Bound:
 BOUNDS = {
     # Sums in f32, which a tensor core cuts off; a flip moves P by 2^-11 to 2^-10.
     "f16": Bound(2**-13, 2**-9, 2**-11),
-    # sm89 cuts accumulators to 13 bits, twice a tile; other chips, and these bounds are for both, do not. A flip moves P
-    # by up to 2/17, and the heaviest key's P, 448, cannot flip.
+    # sm89 cuts accumulators to 13 bits, twice a tile; other chips, and these bounds are for both, do not. A flip moves
+    # P by up to 2/17, and the heaviest key's P, 448, cannot flip.
     "e4m3": Bound(2**-11, 0.13, 2**-4),
 }
 """Per PV type."""
@@ -60,8 +61,8 @@ LEAST_FLIPPED, FLIPPED = 2, 1 / 200
 """Rows of a call that may lie beyond the tight bound. A wrong scale spoils every eighth row, or all."""
 
 INDEPENDENT = {"normal", "outlier", "biased_v", "huge", "wide_v", "tiny"}
-"""Kinds whose channels are independent, so that the roundings of Q and K add up as a random walk: six times its standard
-deviation in place of the worst case."""
+"""Kinds whose channels are independent, so that the roundings of Q and K add up as a random walk: six times its
+standard deviation in place of the worst case."""
 
 SMALLEST = 1e-34
 """Values of V below this may count as zeros."""
@@ -108,8 +109,7 @@ class Subject:
         self.device = device
         self.libraries = _libraries(device, folders)
         self.side = None if device == "cpu" else torch.cuda.Stream()
-        self.bits = {arch: {r.spec.qk for r in library.manifest.kernels.values() if r.spec.kind == "attn" and r.spec.arch == arch}
-                     for arch, library in self.libraries.items()}
+        self.bits = {arch: _bits_of(arch, library.manifest) for arch, library in self.libraries.items()}
 
     def examine(self, case: Case) -> Verdict:
         """Make the call and hold it against everything; whatever is raised is a failure too."""
@@ -243,8 +243,8 @@ def _libraries(device: str, folders: list[Path]) -> dict[str, Library]:
         for arch in _archs_here(device, library.manifest):
             found.setdefault(arch, library)
     if not found:
-        raise SystemExit(f"no kernels for this device in {', '.join(map(str, folders))}; `python -m codegen build` makes "
-                         f"those of every arch, with --retarget for this GPU")
+        raise SystemExit(f"no kernels for this device in {', '.join(map(str, folders))}; `python -m codegen build` "
+                         f"makes those of every arch, with --retarget for this GPU")
     return found
 
 
@@ -258,6 +258,11 @@ def _archs_here(device: str, manifest: Manifest) -> list[str]:
         return [nearest_arch(capability, manifest)]
     except sage_aot.UnsupportedError:
         return []
+
+
+def _bits_of(arch: str, manifest: Manifest) -> set[int]:
+    """Of the quantized Q and K, those that an arch has kernels for."""
+    return {r.spec.qk for r in manifest.kernels.values() if r.spec.kind == "attn" and r.spec.arch == arch}
 
 
 def _make_out(case: Case, q: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -304,8 +309,8 @@ def _empty(call: Call) -> list[Measure]:
 
 @dataclass(frozen=True)
 class Spoilt:
-    """What a value that is not finite spoils, and nothing else: a query its row, a key the rows that see it, a value its
-    channel of the rows that see it."""
+    """What a value that is not finite spoils, and nothing else: a query its row, a key the rows that see it, a value
+    its channel of the rows that see it."""
 
     rows: torch.Tensor  # [batch, q heads, queries]
     elements: torch.Tensor  # [batch, q heads, queries, headdim]; those of `rows` too
@@ -350,11 +355,24 @@ def _against_emulation(case: Case, call: Call, plan: Plan, quantized: Quantized,
     beyond = (error > (bound.tight + 2 * unsure)[..., None]).any(-1).sum()
     allowed = LEAST_FLIPPED + unsure.numel() * (FLIPPED + 3 * case.seqlen_kv * unsure.max() / bound.spacing)
     measures = [Measure("output, emulation", error / (bound.loose + 2 * unsure)[..., None], got, expected),
-                Measure("rows beyond the tight bound", beyond[None] / allowed, beyond[None], allowed[None])]
+                Measure("rows beyond the tight bound", beyond[None] / allowed, beyond[None], allowed[None]),
+                _channel_means(error, unsure, bound)]
     if call.lse is not None:
         lse_bound = 1e-4 + 2.0**-20 * lse.abs() + unsure + _bias_error(case, plan, q, k)
         measures.append(_close("lse, emulation", call.lse, lse, lse_bound).without(_both_spoilt(case, call.lse, lse)))
     return measures
+
+
+def _channel_means(error: torch.Tensor, unsure: torch.Tensor, bound: Bound) -> Measure:
+    """The mean error of each channel of a head: what is left of flips where so many rows have one that to count them
+    says nothing.
+
+    A P flips with the odds unsure / spacing, and then moves by spacing: on average by `unsure`.
+    """
+    mean = error.mean(2)
+    flips = bound.loose * (LEAST_FLIPPED / error.shape[2] + FLIPPED)
+    limit = (bound.tight + 4 * unsure.mean(2, keepdim=True) + flips).expand_as(mean)
+    return Measure("channel means, emulation", mean / limit, mean, limit)
 
 
 def _both_spoilt(case: Case, got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -397,7 +415,7 @@ def _bias_error(case: Case, plan: Plan, q: torch.Tensor, k: torch.Tensor) -> tor
 
 
 def _clean_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
-    """[batch, heads] of each, on the CPU: where all values are finite. How others are quantized is nobody's business."""
+    """[batch, heads] of each, on the CPU: where all is finite. How other heads are quantized is nobody's business."""
     return {name: x.isfinite().all(-1).all(-1).cpu() for name, x in (("q", q), ("k", k), ("v", v))}
 
 
@@ -418,8 +436,8 @@ def _against_float64(case: Case, call: Call, plan: Plan, quantized: Quantized, s
     """What quantization may do to the output at most: Σ w·|v| moves by what the weights and V move by, relatively."""
     q, k, v = (torch.where(x.isfinite(), x, 0.0).double() for x in (q, k, v))
     rest = (v - quantized.v_mean[:, :, None, : case.headdim].nan_to_num(0.0)).abs()  # what is quantized of V
-    both, lse = _reference.attention(torch.cat([q, q]), torch.cat([k, k]), torch.cat([v, rest]), is_causal=case.is_causal,
-                                     scale=case.scale)
+    both, lse = _reference.attention(torch.cat([q, q]), torch.cat([k, k]), torch.cat([v, rest]),
+                                     is_causal=case.is_causal, scale=case.scale)
     expected, weight, lse = both[: case.batch], both[case.batch:], lse[: case.batch]
     moved = math.log(2.0) * _quantization_error(case, plan, quantized, q, k)
     largest = rest.amax(2).repeat_interleave(case.group, 1)[:, :, None]
@@ -464,7 +482,7 @@ def _real(x: torch.Tensor, scale: torch.Tensor, rows: int) -> tuple[torch.Tensor
 
 def _rounding_of_p_and_v(case: Case, plan: Plan, quantized: Quantized,
                          largest: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """By which factor, and by how much besides, rounding P and V moves a sum: half an ulp each, and the subnormal ones."""
+    """By which factor, and by how much besides, rounding P and V moves a sum: half an ulp each, more for subnormals."""
     v_scale = quantized.v_scale[:, :, None, : case.headdim].double().nan_to_num(0.0, posinf=0.0)
     v_scale = v_scale.repeat_interleave(case.group, 1)
     if plan.kernels.attn.spec.pv == "f16":
