@@ -5,7 +5,8 @@
 
 Call number i of a seed is the same however many workers share the run. fuzz_cases.py says what is drawn, fuzz_checks.py
 what is expected of it. A call that fails is reduced to a simplest one that fails the same check, and printed with the
-command that makes it again; the exit code is then 1. `--device cpu` makes the calls on CPU tensors, against float64 alone.
+command that makes it again; the exit code is then 1. `--device cpu` makes the calls on CPU tensors, against float64
+alone.
 """
 
 from __future__ import annotations

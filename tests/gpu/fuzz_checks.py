@@ -2,8 +2,8 @@
 
 The call is the public one. On a GPU it runs the kernels of any arch whose folder holds cubins for it, into poisoned
 memory, and is held against the emulation, within bounds that only rounding explains (:data:`BOUNDS`), and against
-float64, within what the quantization of these very inputs can do (:func:`_quantization_error`). On the CPU, where the call
-is the emulation, float64 remains. Every check yields its error in units of its bound, element by element.
+float64, within what the quantization of these very inputs can do (:func:`_quantization_error`). On the CPU, where the
+call is the emulation, float64 remains. Every check yields its error in units of its bound, element by element.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Bound:
 
     Kernel and emulation compute the same exponents bit for bit; what differs is ex2.approx (2^-22), the order and the
     precision of sums, and so, where a P lies that close to the middle of two values of its type, which of them it
-    becomes. `tight` covers all but the last, which happens to few rows. `loose` is one such flip of the heaviest key that
-    can flip.
+    becomes. `tight` covers all but the last, which happens to few rows. `loose` is one such flip of the heaviest key
+    that can flip.
     """
 
     tight: float
