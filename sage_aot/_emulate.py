@@ -1,4 +1,5 @@
-"""The kernels in torch: the same scales, roundings and tiles, for CPU tensors and as the oracle of the tests.
+"""The kernels in torch: the same scales, roundings and tiles, for CPU tensors and, on any device, as the oracle of the
+tests.
 
 The quantizers match those of templates/include/sage/quant/ bit for bit, the order of every sum included. Attention
 matches tile by tile up to the order in which a matrix product adds and to ex2.approx; FP8 accumulators keep the
@@ -104,7 +105,7 @@ def _mean_over_keys(x: torch.Tensor, problem: Problem, kernels: Kernels) -> torc
     chunk_rows = chunk_rows_of(keys)
     x = torch.nn.functional.pad(x, (0, 0, 0, -keys % chunk_rows))
     parts = _add_in_order(x.view(batch, heads, -1, chunk_rows // rows_at_once, rows_at_once, headdim), 3)
-    return _add_in_order(_add_in_order(parts, 3), 2) / float(keys)
+    return _divide(_add_in_order(_add_in_order(parts, 3), 2), float(keys))
 
 
 def _mean_over_rows(q: torch.Tensor, problem: Problem, kernels: Kernels) -> torch.Tensor:
@@ -112,10 +113,10 @@ def _mean_over_rows(q: torch.Tensor, problem: Problem, kernels: Kernels) -> torc
     spec, block_m = kernels.attn.spec, kernels.attn.tile.block_m
     batch, heads, rows, headdim = q.shape
     if not problem.smooth_q:
-        return torch.zeros(batch, heads, rows // block_m, headdim)
+        return q.new_zeros(batch, heads, rows // block_m, headdim)
     rows_at_once = kernels.quant.threads * VECTOR // spec.headdim
     tiles = torch.where(q.isfinite(), q, 0.0).view(batch, heads, -1, block_m // rows_at_once, rows_at_once, headdim)
-    count = (problem.seqlen_q - torch.arange(0, rows, block_m)).clamp(max=block_m).float()
+    count = (problem.seqlen_q - torch.arange(0, rows, block_m, device=q.device)).clamp(max=block_m).float()
     return _add_in_order(_add_in_order(tiles, 3), 3) / count[:, None]
 
 
@@ -141,7 +142,8 @@ def _key_groups(keys: int, block_n: int) -> torch.Tensor:
 def _quantize_rows(x: torch.Tensor, groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Integers with a scale per group of rows, NaN where one of them is not finite; the scales come back per row."""
     amax = torch.where(x.isfinite().all(-1), x.abs().amax(-1), math.inf)
-    group_amax = torch.zeros(*x.shape[:2], int(groups.max()) + 1)
+    group_amax = x.new_zeros(*x.shape[:2], int(groups.max()) + 1)
+    groups = groups.to(x.device)
     group_amax.scatter_reduce_(2, groups.expand_as(amax), amax, "amax")
     scale, inv_scale = (s[:, :, groups] for s in _scale_to(INT_LIMIT[bits], group_amax))
     quantized = (x * inv_scale[..., None]).round().nan_to_num(0.0).clamp(-INT_LIMIT[bits], INT_LIMIT[bits])
@@ -152,14 +154,19 @@ def _scale_to(limit: float, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     """Scale that takes amax to `limit`, and its reciprocal."""
     zeros = amax < SMALLEST_ABS_MAX
     inv_scale = torch.full_like(amax, limit) / amax  # a number over a tensor would round twice: reciprocal, then product
-    return torch.where(zeros, 1.0, amax / limit), torch.where(zeros, 0.0, inv_scale)
+    return torch.where(zeros, 1.0, _divide(amax, limit)), torch.where(zeros, 0.0, inv_scale)
+
+
+def _divide(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """x / divisor, rounded once: for a Python number torch multiplies by its reciprocal on a GPU."""
+    return x / torch.full_like(x, divisor)
 
 
 def _power_of_two_scale(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Power of two that takes amax into [2^14, 2^15), and its reciprocal."""
     exponent = torch.frexp(amax)[1] - 1
     exponent = torch.where(amax.isinf(), 128, exponent).clamp(min=-112) - 14
-    scale = torch.ldexp(torch.ones_like(amax), exponent)
+    scale = ((exponent + 127) << 23).view(torch.float32)  # torch.ldexp is pow(2, ·), which a GPU may round
     zeros = amax < SMALLEST_ABS_MAX
     return torch.where(zeros, 1.0, scale), torch.where(zeros, 0.0, 1.0 / scale)
 
@@ -189,19 +196,22 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
         quantized.k, quantized.v, quantized.k_scale, quantized.v_scale, quantized.v_mean))
     batch, heads, rows, headdim = quantized.q.shape
     limit = _key_limit(problem, rows)
-    acc_o = torch.zeros(batch, heads, rows, headdim)
-    row_ref = torch.full((batch, heads, rows), NO_REFERENCE)
-    row_sum = torch.zeros(batch, heads, rows)
+    last = min(k.shape[2], int(limit.max()))
+    limit = limit.to(k.device)
+    acc_o = k.new_zeros(batch, heads, rows, headdim)
+    row_ref = k.new_full((batch, heads, rows), NO_REFERENCE)
+    row_sum = k.new_zeros(batch, heads, rows)
 
-    for first in range(0, min(k.shape[2], int(limit.max())), block_n):
+    for first in range(0, last, block_n):
         keys = slice(first, first + block_n)
         scores = quantized.q @ k[:, :, keys].transpose(2, 3)  # exact: integers below 2^24
         scale = _score_scale(quantized.q_scale[..., None] * k_scale[:, :, None, keys])
         if quantized.delta_s is not None:
             scores = _add_delta(scores, scale, quantized.delta_s[..., keys].repeat_interleave(kernels.attn.tile.block_m, 2))
             scale = torch.ones_like(scale)  # at least LARGEST_FOLDED: nothing is folded
-        scores = scores.masked_fill(first + torch.arange(block_n) >= limit[:, None], -math.inf)
-        p, alpha, row_ref = _softmax_tile(scores, scale, row_ref, spec.pv)
+        scores = scores.masked_fill(first + torch.arange(block_n, device=k.device) >= limit[:, None], -math.inf)
+        bias = _folded_bias(scale, kernels.attn.tile.warp_m, spec.pv)
+        p, alpha, row_ref = _softmax_tile(scores, scale, bias, row_ref, spec.pv)
         row_sum = row_sum * alpha + p.sum(-1)
         acc_o = acc_o * alpha[..., None] + _pv_tile(to_pv(p, spec.pv), v[:, :, keys], spec.pv)
 
@@ -230,7 +240,14 @@ def _add_delta(scores: torch.Tensor, scale: torch.Tensor, delta: torch.Tensor) -
     return (scores.double() * scale.double() + delta.double()).float()
 
 
-def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor,
+def _folded_bias(scale: torch.Tensor, warp_m: int, pv: str) -> torch.Tensor:
+    """The bias that the FMA before exp2 takes off the scores of a row, [batch, heads, rows, 1]: none for all rows of a warp
+    that meets a scale too large for it."""
+    large = (scale >= LARGEST_FOLDED[pv]).any(-1).unflatten(2, (-1, warp_m)).any(-1)
+    return torch.where(large, 0.0, SCORE_BIAS).repeat_interleave(warp_m, 2)[..., None].double()
+
+
+def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, row_ref: torch.Tensor,
                   pv: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """P of one tile, the factor for what was summed before, and the new reference."""
     tile_max = (scores * scale).nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)
@@ -238,7 +255,6 @@ def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tens
     if pv == "f16":
         needed = needed.ceil()
     new_ref = torch.where(needed > row_ref + LAZY_RISE[pv], needed, row_ref)
-    bias = torch.where(scale < LARGEST_FOLDED[pv], SCORE_BIAS, 0.0).double()
     offset = (-scale.double() * bias - new_ref.double()[..., None]).float()  # rounds for e4m3 only
     exponent = (scores.double() + bias) * scale.double() + offset.double()
     return torch.exp2(exponent.float()), torch.exp2(row_ref - new_ref), new_ref
@@ -248,7 +264,7 @@ def _pv_tile(p: torch.Tensor, v: torch.Tensor, pv: str) -> torch.Tensor:
     """P·V of one tile; FP8 in products of 32 keys whose accumulator keeps 13 mantissa bits."""
     if pv == "f16":
         return p @ v
-    total = torch.zeros(*p.shape[:3], v.shape[-1])
+    total = p.new_zeros(*p.shape[:3], v.shape[-1])
     for first in range(0, p.shape[-1], 32):
         total = _keep_13_bits(total + p[..., first: first + 32] @ v[:, :, first: first + 32])
     return total

@@ -96,7 +96,8 @@ def plan(problem: Problem, kernels: Kernels) -> Plan:
     num_chunks = math.ceil(problem.seqlen_kv / chunk_rows)
     heads_at_once = problem.batch * problem.num_q_heads
     if problem.smooth_q:
-        heads_at_once = max(1, min(heads_at_once, DELTA_BYTES // (4 * q_tiles * kv_tiles * tile.block_n)))
+        head_bytes = max(1, 4 * q_tiles * kv_tiles * tile.block_n)  # nothing without queries or keys
+        heads_at_once = max(1, min(heads_at_once, DELTA_BYTES // head_bytes))
     sizes = _buffer_bytes(problem, spec, tile, q_tiles, kv_tiles, num_chunks)
     if problem.smooth_q:
         sizes["delta_s"] = heads_at_once * q_tiles * kv_tiles * tile.block_n * 4

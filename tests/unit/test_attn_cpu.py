@@ -132,9 +132,10 @@ def test_no_queries(q_shape, kv_shape):
     assert out.shape == q.shape and lse.shape == q.shape[:3]
 
 
-def test_no_keys():
+@pytest.mark.parametrize("smooth_q", [False, True])
+def test_no_keys(smooth_q):
     q, k, v = draw((1, 2, 3, 64), (1, 2, 0, 64))
-    out, lse = sage_aot.attn(q, k, v, return_lse=True)
+    out, lse = sage_aot.attn(q, k, v, smooth_q=smooth_q, return_lse=True)
     assert (out == 0).all() and (lse == -math.inf).all()
 
 

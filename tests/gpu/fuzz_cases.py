@@ -1,0 +1,288 @@
+"""What the fuzzer calls: cases, how they are drawn and made smaller, and the tensors that a case stands for.
+
+A case is one line of JSON and everything else follows from it, its own seed included, so that any call can be made
+again. An option of the call is one line of :class:`Case`: its values, how often each is drawn, and first of them the
+simplest, to which a failing case is reduced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sage_aot import _reference
+from sage_aot._problem import DTYPES, MAX_HEADDIM, heads_first
+
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def _option(weights: dict[object, int], *, argument: bool = False) -> object:
+    """A field with these values, drawn with these weights; `argument`: handed to attn() under the field's name."""
+    return field(default=next(iter(weights)), metadata={"weights": weights, "argument": argument})
+
+
+def _size() -> object:
+    return field(default=1, metadata={"size": True})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. Every field but the arch has the value of the simplest call as its default."""
+
+    arch: str  # whose kernels run
+    seed: int = 0  # of the values, and of the place of a planted value
+    batch: int = _size()
+    kv_heads: int = _size()
+    group: int = _size()  # query heads a kv head
+    seqlen_q: int = _size()
+    seqlen_kv: int = _size()
+    headdim: int = _size()
+    is_causal: bool = _option({False: 1, True: 1}, argument=True)
+    # Logits stay below 1e7, where f32 has units of one: what lies beyond is a matter of a score's last bits.
+    scale: float | None = _option({None: 10, 0.0: 1, -0.1: 2, 1e-3: 1, 0.7: 2, 20.0: 1}, argument=True)
+    layout: str = _option({"HND": 1, "NHD": 1}, argument=True)
+    qk_bits: int | str = _option({"auto": 3, 8: 2, 4: 3}, argument=True)
+    smooth_q: bool | str = _option({"auto": 2, False: 1, True: 2}, argument=True)
+    smooth_k: bool = _option({True: 3, False: 1}, argument=True)
+    smooth_v: bool = _option({False: 3, True: 2}, argument=True)
+    return_lse: bool = _option({True: 3, False: 1}, argument=True)
+    dtype: str = _option({"bf16": 1, "f16": 1})
+    kind: str = _option({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
+                         "tiny": 1})
+    planted: str = _option({"none": 24, "q:nan": 1, "k:nan": 1, "v:nan": 1, "q:inf": 1, "k:inf": 1, "v:inf": 1})
+    strides: str = _option({"contiguous": 4, "transposed": 2, "fused": 3, "misaligned": 2, "sliced": 2,
+                            "expanded_heads": 1, "expanded_batch": 1})
+    out: str = _option({"made": 2, "given": 1, "misaligned": 1})
+    stream: str = _option({"default": 3, "side": 1})
+    read_quantized: bool = _option({False: 2, True: 1})  # compare the quantizers' outputs bit for bit
+    wrong: str = _option({"nothing": 300, "dimensions": 1, "dtype": 1, "keys": 1, "layout": 1, "scale": 1, "qk_bits": 1,
+                          "smooth_q": 1, "is_causal": 1, "out": 1, "grad": 1})
+
+    @property
+    def q_heads(self) -> int:
+        return self.kv_heads * self.group
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no queries, or no keys for them."""
+        return 0 in (self.batch, self.kv_heads, self.group, self.seqlen_q, self.seqlen_kv)
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """What the call is given by keyword, less `out`."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("argument")}
+
+    def to_json(self) -> str:
+        """The fields that differ from the simplest call, in one line."""
+        plain = Case(self.arch)
+        return json.dumps({name: value for name, value in dataclasses.asdict(self).items()
+                           if name == "arch" or value != getattr(plain, name)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        return cls(**json.loads(text))
+
+
+OPTIONS = {f.name: f.metadata["weights"] for f in dataclasses.fields(Case) if "weights" in f.metadata}
+SIZES = [f.name for f in dataclasses.fields(Case) if "size" in f.metadata]
+
+
+# --- drawing cases ----------------------------------------------------------------------------------------------------
+
+EDGES = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)
+HEADDIMS = (1, 2, 7, 8, 16, 31, 32, 33, 40, 63, 65, 72, 80, 96, 100, 127)
+MOST_SCORES = 2**23
+"""Scores of a case, over all heads; a single head may have more."""
+
+
+def draw_case(seed: int, index: int, bits: dict[str, set[int]], longest: int) -> Case:
+    """Case `index` of a run; the same whoever draws it. `bits`: of Q and K, per arch that can be called."""
+    rng = random.Random(f"{seed}/{index}")
+    chosen = {name: rng.choices(list(weights), list(weights.values()))[0] for name, weights in OPTIONS.items()}
+    arch = rng.choice(sorted(bits))
+    if chosen["qk_bits"] not in ("auto", *bits[arch]) and rng.random() < 0.98:
+        chosen["qk_bits"] = "auto"  # that the kernel is missing need not be seen often
+    return Case(arch, rng.randrange(2**31), **_draw_sizes(rng, longest), **chosen)
+
+
+def _draw_sizes(rng: random.Random, longest: int) -> dict[str, int]:
+    seqlen_kv = _draw_length(rng, longest)
+    seqlen_q = seqlen_kv if rng.random() < 0.4 else _draw_length(rng, longest)
+    heads = {"batch": rng.choices((1, 2, 3, 0), (100, 60, 20, 1))[0], "kv_heads": rng.choices((1, 2, 3), (4, 3, 1))[0],
+             "group": rng.choices((1, 2, 3, 8), (5, 2, 1, 1))[0]}
+    for name in heads:
+        if math.prod(heads.values()) * seqlen_q * seqlen_kv > MOST_SCORES:
+            heads[name] = 1
+    return {**heads, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "headdim": _draw_headdim(rng)}
+
+
+def _draw_length(rng: random.Random, longest: int) -> int:
+    drawn = rng.choices((rng.choice(EDGES), rng.randint(1, 300), rng.randint(1, 1200), rng.randint(1200, 4500), 0),
+                        (45, 38, 14, 1.5, 1.5))[0]
+    return drawn if drawn <= longest else rng.randint(1, longest)
+
+
+def _draw_headdim(rng: random.Random) -> int:
+    return rng.choices((64, 128, rng.choice(HEADDIMS), rng.randint(1, MAX_HEADDIM)), (30, 30, 25, 15))[0]
+
+
+# --- making a case smaller --------------------------------------------------------------------------------------------
+
+
+def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 500) -> Case:
+    """A simplest case that still fails: none of its :func:`reductions` does, as far as `tries` calls can tell."""
+    left = tries
+    while True:
+        for candidate in reductions(case):
+            if left == 0:
+                return case
+            left -= 1
+            if fails(candidate):
+                case = candidate
+                break
+        else:
+            return case
+
+
+def reductions(case: Case) -> Iterator[Case]:
+    """Cases that are simpler in one field, the largest steps first."""
+    for name, weights in OPTIONS.items():
+        simplest = next(iter(weights))
+        if getattr(case, name) != simplest:
+            yield dataclasses.replace(case, **{name: simplest})
+    for name in SIZES:
+        for smaller in _smaller(getattr(case, name)):
+            yield dataclasses.replace(case, **{name: smaller})
+
+
+def _smaller(size: int) -> list[int]:
+    """Sizes to try in place of one; by whole tiles too, for what fails at a remainder."""
+    return [n for n in dict.fromkeys((1, size // 2, size - 128, size - 64, size - 1)) if 1 <= n < size]
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def make_tensors(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of a case, in its layout and strides."""
+    generator = torch.Generator(device).manual_seed(case.seed)
+    base = case.kind if case.kind in _reference.INPUT_CLASSES else "normal"
+    q_shape = (case.batch, case.q_heads, case.seqlen_q, case.headdim)
+    kv_shape = (case.batch, case.kv_heads, case.seqlen_kv, case.headdim)
+    tensors = _reference.inputs(base, q_shape, kv_shape, TORCH_DTYPES[case.dtype], generator)
+    if not case.is_empty:
+        _CHANGES[case.kind](case, *tensors)
+        _plant(case, dict(zip("qkv", tensors)))
+    return _arrange(case, *tensors)
+
+
+def _unchanged(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    pass
+
+
+def _constant(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    q[..., 0], k[..., 0], v[..., -1] = 2.0, -5.0, 3.0
+
+
+def _biased_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    v += 8.0
+
+
+def _zeros(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    q[:, 0], k[:, -1], v[..., 0] = 0.0, 0.0, 0.0
+    q[:, :, -1], k[:, :, 0] = 0.0, 0.0
+
+
+def _huge(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    q *= 40.0
+    k *= 40.0
+    v *= 1000.0
+
+
+def _wide_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Channels of very different sizes, in bf16 beyond what f16 holds."""
+    large, small = (1e25, 1e-20) if case.dtype == "bf16" else (5e3, 1e-3)
+    v[..., ::2] *= large
+    v[..., 1::4] *= small
+
+
+def _tiny(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for tensor in (q, k, v):
+        tensor *= 1e-20 if case.dtype == "bf16" else 1e-6
+
+
+_CHANGES = {"normal": _unchanged, "outlier": _unchanged, "constant": _constant, "biased_v": _biased_v, "zeros": _zeros,
+            "huge": _huge, "wide_v": _wide_v, "tiny": _tiny}
+
+
+def _plant(case: Case, tensors: dict[str, torch.Tensor]) -> None:
+    """One value that is not finite, somewhere."""
+    if case.planted == "none":
+        return
+    name, value = case.planted.split(":")
+    rng = random.Random(case.seed)
+    tensors[name][tuple(rng.randrange(size) for size in tensors[name].shape)] = float(value)
+
+
+def _arrange(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if case.strides == "expanded_heads":
+        k, v = (t[:, :1].expand(t.shape) for t in (k, v))
+    elif case.strides == "expanded_batch":
+        k, v = (t[:1].expand(t.shape) for t in (k, v))
+    elif case.strides == "fused":
+        return _fused([heads_first(t, case.layout) for t in (q, k, v)])
+    else:
+        return tuple(_STRIDES[case.strides](heads_first(t, case.layout)) for t in (q, k, v))
+    return heads_first(q, case.layout).contiguous(), *(heads_first(t, case.layout) for t in (k, v))
+
+
+def _fused(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Parts of one projection: all three where they have one shape, else k and v."""
+    q, k, v = tensors
+    if q.shape == k.shape:
+        return torch.stack([q, k, v], 2).unbind(2)
+    return q.contiguous(), *torch.stack([k, v], 2).unbind(2)
+
+
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in rows at odd addresses, with NaN around them."""
+    return torch.nn.functional.pad(tensor, (1, 2), value=math.nan)[..., 1:-2]
+
+
+def _sliced(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(tensor, (8, 8, 3, 2), value=math.nan)[..., 3:-2, 8:-8]
+
+
+_STRIDES = {
+    "contiguous": torch.Tensor.contiguous,
+    "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),  # the memory of the other layout
+    "misaligned": misaligned,
+    "sliced": _sliced,
+}
+
+
+# --- bad arguments ----------------------------------------------------------------------------------------------------
+
+
+def spoil(case: Case, call: dict[str, object]) -> dict[str, object]:
+    """The call with the bad argument that the case names."""
+    q, k, v = call["q"], call["k"], call["v"]
+    changes = {
+        "dimensions": lambda: {"q": q.unsqueeze(0)},
+        "dtype": lambda: {"k": k.float()},
+        "keys": lambda: {"v": torch.nn.functional.pad(v, (0, 0, 0, 1))},
+        "layout": lambda: {"layout": "BSHD"},
+        "scale": lambda: {"scale": math.nan},
+        "qk_bits": lambda: {"qk_bits": 5},
+        "smooth_q": lambda: {"smooth_q": "yes"},
+        "is_causal": lambda: {"is_causal": 1},
+        "out": lambda: {"out": torch.empty_like(q, dtype=torch.float32)},
+        "grad": lambda: {"q": q.detach().requires_grad_()},
+    }
+    return {**call, **changes[case.wrong]()}

@@ -1,0 +1,490 @@
+"""One call of the fuzzer and all that is expected of it.
+
+The call is the public one. On a GPU it runs the kernels of any arch whose folder holds cubins for it, into poisoned
+memory, and is held against the emulation, within bounds that only rounding explains (:data:`BOUNDS`), and against
+float64, within what the quantization of these very inputs can do (:func:`_quantization_error`). On the CPU, where the
+call is the emulation, float64 remains. Every check yields its error in units of its bound, element by element.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from fuzz_cases import Case, make_tensors, spoil
+from layout import read_back
+from variants import Result
+
+import sage_aot
+from sage_aot import _cuda, _emulate, _ops, _reference
+from sage_aot._emulate import Quantized
+from sage_aot._loader import Library
+from sage_aot._manifest import Manifest
+from sage_aot._plan import LOG2_E, Plan
+from sage_aot._problem import check, heads_first
+from sage_aot._select import built_archs, nearest_arch
+from sage_aot._spec import capability_of
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far an output may lie from the emulation's, relative to Σ p·|v| / Σ p, after rounding to its dtype.
+
+    Kernel and emulation compute the same exponents bit for bit; what differs is ex2.approx (2^-22), the order and the
+    precision of sums, and so, where a P lies that close to the middle of two values of its type, which of them it
+    becomes. `tight` covers all but the last, which happens to few rows. `loose` is one such flip of the heaviest key
+    that can flip.
+    """
+
+    tight: float
+    loose: float
+    spacing: float  # of neighbouring values of P's type, relative: what divides P's error to give the odds of a flip
+
+
+BOUNDS = {
+    # Sums in f32, which a tensor core cuts off; a flip moves P by 2^-11 to 2^-10.
+    "f16": Bound(2**-13, 2**-9, 2**-11),
+    # sm89 cuts accumulators to 13 bits, twice a tile; other chips, and these bounds are for both, do not. A flip moves
+    # P by up to 2/17, and the heaviest key's P, 448, cannot flip.
+    "e4m3": Bound(2**-11, 0.13, 2**-4),
+}
+"""Per PV type."""
+
+LEAST_FLIPPED, FLIPPED = 2, 1 / 200
+"""Rows of a call that may lie beyond the tight bound. A wrong scale spoils every eighth row, or all."""
+
+INDEPENDENT = {"normal", "outlier", "biased_v", "huge", "wide_v", "tiny"}
+"""Kinds whose channels are independent, so that the roundings of Q and K add up as a random walk: six times its
+standard deviation in place of the worst case."""
+
+SMALLEST = 1e-34
+"""Values of V below this may count as zeros."""
+
+TINY = 1e-37
+"""Keeps a quotient of zeros finite."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One check: errors in units of their bound, each where `got` and `expected` are compared."""
+
+    name: str
+    excess: torch.Tensor  # f32, of any shape; at most 1 where nothing is wrong
+    got: torch.Tensor  # of that shape
+    expected: torch.Tensor
+
+    def without(self, mask: torch.Tensor) -> Measure:
+        """The same check, less the places of a mask."""
+        return dataclasses.replace(self, excess=self.excess.masked_fill(mask, 0.0))
+
+    def describe(self) -> str:
+        """The worst place."""
+        position = torch.unravel_index(self.excess.argmax(), self.excess.shape)
+        place = [int(i) for i in position]
+        return (f"at {place} of {list(self.excess.shape)}: got {self.got[position].item():.9g}, expected "
+                f"{self.expected[position].item():.9g}; {self.excess[position].item():.3g} times the bound, "
+                f"{int((self.excess > 1).sum())} places beyond it")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one call."""
+
+    variant: str  # name of the attention kernel, or what the call did instead of running one
+    worst: dict[str, float]  # per check, in units of its bound
+    failure: tuple[str, str] | None  # the check that failed first, and what differed
+
+
+class Subject:
+    """What is called: kernels per arch, on one device."""
+
+    def __init__(self, device: str, folders: list[Path]) -> None:
+        self.device = device
+        self.libraries = _libraries(device, folders)
+        self.side = None if device == "cpu" else torch.cuda.Stream()
+        self.bits = {arch: _bits_of(arch, library.manifest) for arch, library in self.libraries.items()}
+
+    def examine(self, case: Case) -> Verdict:
+        """Make the call and hold it against everything; whatever is raised is a failure too."""
+        try:
+            with self._stream(case), torch.no_grad():
+                variant, measures = self._measure(case)
+                worst = _worst(measures)
+        except Exception as error:  # noqa: BLE001 - none is expected here, so one of any type is a finding
+            return Verdict("raised", {}, ("raised", f"{type(error).__name__}: {error}"))
+        failed = [measure for measure in measures if not worst[measure.name] <= 1]
+        return Verdict(variant, worst, (failed[0].name, failed[0].describe()) if failed else None)
+
+    def is_alive(self) -> bool:
+        """Whether the device still works; an illegal access ends that for the life of the process."""
+        try:
+            if self.device != "cpu":
+                torch.cuda.synchronize()
+            return True
+        except RuntimeError:
+            return False
+
+    def _measure(self, case: Case) -> tuple[str, list[Measure]]:
+        tensors = make_tensors(case, self.device)
+        expected_error = self._expected_error(case)
+        if expected_error:
+            return self._refused(case, tensors, expected_error)
+        before = [tensor.clone() for tensor in tensors]
+        call = self._call(case, tensors)
+        measures = [_same(f"input {name}", *(t.view(torch.int16) for t in pair))
+                    for name, *pair in zip("qkv", tensors, before)]
+        if call.guard is not None:
+            edges = torch.cat([call.guard[..., :1], call.guard[..., -2:]], -1)
+            measures.append(_same("memory around out", edges.isnan(), torch.ones_like(edges, dtype=torch.bool)))
+        if case.is_empty:
+            return "empty", measures + _empty(call)
+        views = [heads_first(tensor, case.layout) for tensor in tensors]
+        plan = self._plan(case, tensors)
+        return plan.kernels.attn.spec.name, measures + self._compare(case, call, plan, *views)
+
+    def _compare(self, case: Case, call: Call, plan: Plan, q: torch.Tensor, k: torch.Tensor,
+                 v: torch.Tensor) -> list[Measure]:
+        quantized = _emulate.quantize(plan.problem, plan.kernels, q, k, v)
+        spoilt = _spoilt(case, q, k, v)
+        measures = [_finite(case, call, spoilt)]
+        if call.result is not None:
+            measures += _against_emulation(case, call, plan, quantized, q, k)
+            if case.read_quantized:
+                measures += _bits(call.result, quantized, _clean_heads(q, k, v))
+        return measures + _against_float64(case, call, plan, quantized, spoilt, q, k, v)
+
+    # --- the call -----------------------------------------------------------------------------------------------------
+
+    def _call(self, case: Case, tensors: tuple[torch.Tensor, ...]) -> Call:
+        out, guard = _make_out(case, tensors[0])
+        spy = _Spy()
+        with self._kernels(case), mock.patch.object(_cuda, "attention", spy.attention):
+            returned = sage_aot.attn(*tensors, **case.arguments, out=out)
+        written, lse = returned if case.return_lse else (returned, None)
+        if out is not None and written is not out:
+            raise AssertionError("the call did not return the tensor given as out")
+        return Call(heads_first(written, case.layout), lse, guard, spy.result)
+
+    def _refused(self, case: Case, tensors: tuple[torch.Tensor, ...], expected: type) -> tuple[str, list[Measure]]:
+        call = {**dict(zip("qkv", tensors)), **case.arguments}
+        try:
+            with self._kernels(case), torch.enable_grad():
+                sage_aot.attn(**(spoil(case, call) if case.wrong != "nothing" else call))
+        except expected:
+            return expected.__name__, []
+        raise AssertionError(f"the call raised no {expected.__name__}")
+
+    def _expected_error(self, case: Case) -> type | None:
+        if case.wrong != "nothing":
+            return sage_aot.ArgumentError
+        missing = case.qk_bits not in ("auto", *self.bits[case.arch])
+        return sage_aot.UnsupportedError if missing else None
+
+    def _plan(self, case: Case, tensors: tuple[torch.Tensor, ...]) -> Plan:
+        problem = check(*tensors, **{name: value for name, value in case.arguments.items() if name != "return_lse"})
+        return _ops.prepare(self.libraries[case.arch], capability_of(case.arch), problem)
+
+    @contextmanager
+    def _kernels(self, case: Case) -> Iterator[None]:
+        """The public call runs, or emulates, the kernels of the case's arch."""
+        folder = {"SAGE_AOT_KERNELS": str(self.libraries[case.arch].folder), "SAGE_AOT_EMULATE": case.arch}
+        with mock.patch.dict(os.environ, folder), \
+                mock.patch.object(_cuda, "capability", lambda device: capability_of(case.arch)):
+            yield
+
+    @contextmanager
+    def _stream(self, case: Case) -> Iterator[None]:
+        """A side stream is late: what does not wait for it reads its inputs before they are written."""
+        if self.device == "cpu" or case.stream == "default":
+            yield
+            return
+        with torch.cuda.stream(self.side):
+            torch.cuda._sleep(200_000)
+            yield
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call left behind."""
+
+    out: torch.Tensor  # [batch, q heads, queries, headdim]
+    lse: torch.Tensor | None
+    guard: torch.Tensor | None  # what `out` is a part of: a channel more before each row, two behind it
+    result: Result | None  # of the kernels, where some ran
+
+
+class _Spy:
+    """Stands before the launches: poisons all that they write, and keeps the workspace."""
+
+    def __init__(self) -> None:
+        self.result: Result | None = None
+        self._launch = _cuda.attention
+
+    def attention(self, plan: Plan, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                  out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        out.fill_(math.nan)
+        if lse is not None:
+            lse.fill_(math.nan)
+        workspace = torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=q.device)  # NaNs
+        self.result = Result(out, lse, self._launch(plan, library, q, k, v, out, lse, workspace), plan)
+
+
+def _libraries(device: str, folders: list[Path]) -> dict[str, Library]:
+    """Per arch the first folder whose kernels of it run on this device; on the CPU all do."""
+    found: dict[str, Library] = {}
+    for library in map(Library, folders):
+        for arch in _archs_here(device, library.manifest):
+            found.setdefault(arch, library)
+    if not found:
+        raise SystemExit(f"no kernels for this device in {', '.join(map(str, folders))}; `python -m codegen build` "
+                         f"makes those of every arch, with --retarget for this GPU")
+    return found
+
+
+def _archs_here(device: str, manifest: Manifest) -> list[str]:
+    if device == "cpu":
+        return built_archs(manifest)
+    capability = torch.cuda.get_device_capability()
+    if manifest.retarget:
+        return built_archs(manifest) if manifest.retarget == "sm_{}{}".format(*capability) else []
+    try:
+        return [nearest_arch(capability, manifest)]
+    except sage_aot.UnsupportedError:
+        return []
+
+
+def _bits_of(arch: str, manifest: Manifest) -> set[int]:
+    """Of the quantized Q and K, those that an arch has kernels for."""
+    return {r.spec.qk for r in manifest.kernels.values() if r.spec.kind == "attn" and r.spec.arch == arch}
+
+
+def _make_out(case: Case, q: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The tensor to write to, and the memory that it is a part of; NaN all over."""
+    if case.out == "made":
+        return None, None
+    if case.out == "given":
+        return torch.full_like(q, math.nan, memory_format=torch.contiguous_format), None
+    wide = q.new_full((*q.shape[:-1], q.shape[-1] + 3), math.nan)
+    return wide[..., 1:-2], wide
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _worst(measures: list[Measure]) -> dict[str, float]:
+    """Per check its largest excess. The one place where a call waits for the device."""
+    largest = [m.excess.max().double() if m.excess.numel() else torch.zeros((), dtype=torch.float64) for m in measures]
+    there = [x for x in largest if x.device.type != "cpu"]
+    values = iter(torch.stack(there).tolist() if there else [])
+    return {m.name: x.item() if x.device.type == "cpu" else next(values) for m, x in zip(measures, largest)}
+
+
+def _same(name: str, got: torch.Tensor, expected: torch.Tensor) -> Measure:
+    equal = (got == expected) | (got.isnan() & expected.isnan())
+    return Measure(name, torch.where(equal, 0.0, math.inf), got, expected)
+
+
+def _close(name: str, got: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> Measure:
+    """Within `bound`; infinities must be equal, and NaN is never close."""
+    excess = torch.where(got == expected, 0.0, (got - expected).abs() / bound)
+    return Measure(name, excess.nan_to_num(nan=math.inf, posinf=math.inf), got, expected)
+
+
+def _empty(call: Call) -> list[Measure]:
+    measures = [_same("output of nothing", call.out, torch.zeros_like(call.out))]
+    if call.lse is not None:
+        measures.append(_same("lse of nothing", call.lse, torch.full_like(call.lse, -math.inf)))
+    return measures
+
+
+# What is not finite ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spoilt:
+    """What a value that is not finite spoils, and nothing else: a query its row, a key the rows that see it, a value
+    its channel of the rows that see it."""
+
+    rows: torch.Tensor  # [batch, q heads, queries]
+    elements: torch.Tensor  # [batch, q heads, queries, headdim]; those of `rows` too
+    unsaid: torch.Tensor  # [batch, q heads, queries]: spoilt rows that see no key
+
+
+def _spoilt(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Spoilt:
+    seen = _seen(case, q.device)
+    bad_q = ~q.isfinite().all(-1)
+    bad_k = ((~k.isfinite().all(-1)).float() @ seen.T > 0).repeat_interleave(case.group, 1)
+    bad_v = (seen @ (~v.isfinite()).float() > 0).repeat_interleave(case.group, 1)
+    sees = seen.any(-1)
+    rows = bad_q & sees | bad_k
+    return Spoilt(rows, rows[..., None] | bad_v, bad_q & ~sees)
+
+
+def _seen(case: Case, device: torch.device) -> torch.Tensor:
+    """[queries, keys] f32: 1 where a query sees a key."""
+    seen = torch.ones(case.seqlen_q, case.seqlen_kv, device=device)
+    return seen.tril(case.seqlen_kv - case.seqlen_q) if case.is_causal else seen
+
+
+def _finite(case: Case, call: Call, spoilt: Spoilt) -> Measure:
+    """NaN is where NaN came from; an infinity may stay one."""
+    got = call.out.isnan() if case.planted.endswith("nan") else ~call.out.isfinite()
+    wrong = (got != spoilt.elements) & ~spoilt.unsaid[..., None]
+    return Measure("what is not finite", torch.where(wrong, math.inf, 0.0), call.out, spoilt.elements)
+
+
+# The emulation --------------------------------------------------------------------------------------------------------
+
+
+def _against_emulation(case: Case, call: Call, plan: Plan, quantized: Quantized, q: torch.Tensor,
+                       k: torch.Tensor) -> list[Measure]:
+    expected, lse, weight = _emulated(case, plan, quantized)
+    bound, unsure = BOUNDS[plan.kernels.attn.spec.pv], _score_error(case, plan, quantized)
+    got, info = call.out.float(), torch.finfo(call.out.dtype)
+    rounding = info.eps / 2 * expected.abs() + info.smallest_normal * info.eps
+    error = ((got - expected).abs() - rounding).clamp(min=0.0) / (weight + TINY)
+    error = torch.where((got == expected) | _both_spoilt(case, got, expected), 0.0, error)
+    error = error.nan_to_num(nan=math.inf, posinf=math.inf)
+    beyond = (error > (bound.tight + 2 * unsure)[..., None]).any(-1).sum()
+    allowed = LEAST_FLIPPED + unsure.numel() * (FLIPPED + 3 * case.seqlen_kv * unsure.max() / bound.spacing)
+    measures = [Measure("output, emulation", error / (bound.loose + 2 * unsure)[..., None], got, expected),
+                Measure("rows beyond the tight bound", beyond[None] / allowed, beyond[None], allowed[None]),
+                _channel_means(error, unsure, bound)]
+    if call.lse is not None:
+        lse_bound = 1e-4 + 2.0**-20 * lse.abs() + unsure + _bias_error(case, plan, q, k)
+        measures.append(_close("lse, emulation", call.lse, lse, lse_bound).without(_both_spoilt(case, call.lse, lse)))
+    return measures
+
+
+def _channel_means(error: torch.Tensor, unsure: torch.Tensor, bound: Bound) -> Measure:
+    """The mean error of each channel of a head: what is left of flips where so many rows have one that to count them
+    says nothing.
+
+    A P flips with the odds unsure / spacing, and then moves by spacing: on average by `unsure`.
+    """
+    mean = error.mean(2)
+    flips = bound.loose * (LEAST_FLIPPED / error.shape[2] + FLIPPED)
+    limit = (bound.tight + 4 * unsure.mean(2, keepdim=True) + flips).expand_as(mean)
+    return Measure("channel means, emulation", mean / limit, mean, limit)
+
+
+def _both_spoilt(case: Case, got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Where both are NaN; where an infinity was planted, either of both."""
+    if case.planted.endswith("inf"):
+        return ~got.isfinite() & ~expected.isfinite()
+    return got.isnan() & expected.isnan()
+
+
+def _emulated(case: Case, plan: Plan, quantized: Quantized) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, log-sum-exp, and Σ p·|v| / Σ p; one run of twice the batch, the second half with |v|."""
+    twice = {f.name: getattr(quantized, f.name) for f in dataclasses.fields(Quantized)}
+    twice = {name: torch.cat([x, x]) if isinstance(x, torch.Tensor) else x for name, x in twice.items()}
+    twice["v"] = torch.cat([quantized.v, quantized.v.abs()])
+    twice["v_mean"] = torch.cat([quantized.v_mean, torch.zeros_like(quantized.v_mean)])
+    out, lse = _emulate.attend(plan.problem, plan.kernels, Quantized(**twice))
+    out = out[:, :, : case.seqlen_q, : case.headdim]
+    return out[: case.batch], lse[: case.batch, :, : case.seqlen_q], out[case.batch:]
+
+
+def _score_error(case: Case, plan: Plan, quantized: Quantized) -> torch.Tensor:
+    """How far a row's scores may be from the emulation's, natural units, [batch, q heads, queries]: by the order of the
+    sums in delta_s, and an f32's last bits of what they are added to. Infinite where that says nothing any more."""
+    if not plan.problem.smooth_q:
+        return torch.zeros_like(quantized.q_scale[:, :, : case.seqlen_q])
+    k = (quantized.k * quantized.k_scale[..., None]).nan_to_num(0.0).repeat_interleave(case.group, 1)
+    delta = (quantized.q_mean.abs() * k.abs().amax(2, keepdim=True)).sum(-1)
+    delta = delta.repeat_interleave(plan.kernels.attn.tile.block_m, 2)
+    scores = quantized.q.norm(dim=-1) * quantized.q_scale * k.norm(dim=-1).amax(-1, keepdim=True)
+    unsure = math.log(2.0) * (2.0**-20 * delta + 2.0**-22 * scores)[:, :, : case.seqlen_q]
+    return torch.where(unsure < 0.05, unsure, math.inf)
+
+
+def _bias_error(case: Case, plan: Plan, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """How far the order of the sum moves q · k_mean, natural units, [batch, q heads, queries]."""
+    if not case.smooth_k:
+        return q.new_zeros((), dtype=torch.float32)
+    mean = torch.where(k.isfinite(), k, 0.0).float().mean(2).abs().repeat_interleave(case.group, 1)
+    return 2.0**-18 * abs(plan.problem.softmax_scale) * (q.float().abs() * mean[:, :, None]).sum(-1)
+
+
+def _clean_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+    """[batch, heads] of each, on the CPU: where all is finite. How other heads are quantized is nobody's business."""
+    return {name: x.isfinite().all(-1).all(-1).cpu() for name, x in (("q", q), ("k", k), ("v", v))}
+
+
+def _bits(result: Result, quantized: Quantized, clean: dict[str, torch.Tensor]) -> list[Measure]:
+    found, measures = read_back(result), []
+    for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean"):
+        same = _same(f"bits of {name}", found[name], getattr(quantized, name).cpu())
+        heads = clean[name[0]].view(*clean[name[0]].shape, *[1] * (same.excess.dim() - 2))
+        measures.append(same.without(~heads))
+    return measures
+
+
+# Attention in float64 -------------------------------------------------------------------------------------------------
+
+
+def _against_float64(case: Case, call: Call, plan: Plan, quantized: Quantized, spoilt: Spoilt, q: torch.Tensor,
+                     k: torch.Tensor, v: torch.Tensor) -> list[Measure]:
+    """What quantization may do to the output at most: Σ w·|v| moves by what the weights and V move by, relatively."""
+    q, k, v = (torch.where(x.isfinite(), x, 0.0).double() for x in (q, k, v))
+    rest = (v - quantized.v_mean[:, :, None, : case.headdim].nan_to_num(0.0)).abs()  # what is quantized of V
+    both, lse = _reference.attention(torch.cat([q, q]), torch.cat([k, k]), torch.cat([v, rest]),
+                                     is_causal=case.is_causal, scale=case.scale)
+    expected, weight, lse = both[: case.batch], both[case.batch:], lse[: case.batch]
+    moved = math.log(2.0) * _quantization_error(case, plan, quantized, q, k)
+    largest = rest.amax(2).repeat_interleave(case.group, 1)[:, :, None]
+    info = torch.finfo(call.out.dtype)
+    floor = info.eps * expected.abs() + 2.0**-20 * largest + info.smallest_normal * info.eps + SMALLEST
+    relative, absolute = _rounding_of_p_and_v(case, plan, quantized, largest)
+    factor = (2 * moved).clamp(max=20.0).exp()[..., None]
+    bound = weight * (factor * relative - 1.0) + factor * absolute
+    bound = torch.minimum(bound, 2.2 * largest) + floor  # a mean of values is no further from another mean
+    bound = torch.where((lse == -math.inf)[..., None], 0.0, bound)
+    close = _close("output, float64", call.out.double(), expected, bound)
+    measures = [close.without(spoilt.elements | spoilt.unsaid[..., None])]
+    if call.lse is not None:
+        close = _close("lse, float64", call.lse.double(), lse, moved + 0.01 + 2.0**-20 * lse.abs())
+        measures.append(close.without(spoilt.rows | spoilt.unsaid))
+    return measures
+
+
+def _quantization_error(case: Case, plan: Plan, quantized: Quantized, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """How far quantization may move any score of a row, log2 units, [batch, q heads, queries].
+
+    An element of Q is off by half its scale at most, which a score sees times an element of K, and the other way round.
+    """
+    q_hat, q_scale = _real(quantized.q, quantized.q_scale, case.seqlen_q)
+    k_hat, k_scale = (x.repeat_interleave(case.group, 1) for x in _real(quantized.k, quantized.k_scale, case.seqlen_kv))
+    order = 2 if case.kind in INDEPENDENT else 1
+    steps = 6 / math.sqrt(12) if order == 2 else 0.5
+    edge = 0.5 * case.headdim ** (1 / order)
+    q_size = q_scale * (q_hat.norm(order, -1) + edge)
+    k_size = (k_scale * (k_hat.norm(order, -1) + edge)).amax(-1, keepdim=True)
+    largest_scale = k_scale.amax(-1, keepdim=True)
+    in_f32 = 2.0**-19 * abs(plan.problem.softmax_scale) * LOG2_E * q.norm(dim=-1) * k.norm(dim=-1).amax(
+        -1, keepdim=True).repeat_interleave(case.group, 1)
+    return steps * (largest_scale * q_size + q_scale * k_size) + in_f32
+
+
+def _real(x: torch.Tensor, scale: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantized rows without the padding, f64; the scale of a group of zeros, which is one, as zero."""
+    scale = scale[:, :, :rows].double().nan_to_num(0.0)
+    return x[:, :, :rows].double(), torch.where(scale == 1.0, 0.0, scale)
+
+
+def _rounding_of_p_and_v(case: Case, plan: Plan, quantized: Quantized,
+                         largest: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """By which factor, and by how much besides, rounding P and V moves a sum: half an ulp each, more for subnormals."""
+    v_scale = quantized.v_scale[:, :, None, : case.headdim].double().nan_to_num(0.0, posinf=0.0)
+    v_scale = v_scale.repeat_interleave(case.group, 1)
+    if plan.kernels.attn.spec.pv == "f16":
+        return (1 + 2.0**-11) ** 2 * (1 + 2.0**-11), 2.0**-31 * case.seqlen_kv * largest + 2.0**-25 * v_scale
+    return (1 + 2.0**-4) ** 2 * (1 + 2.0**-11), 2.0**-10 / 448 * case.seqlen_kv * largest + 2.0**-10 * v_scale

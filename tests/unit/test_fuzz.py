@@ -1,0 +1,184 @@
+"""The fuzzer of tests/gpu: what it draws, how it reduces a failure, and which errors its bounds let pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import fuzz
+import fuzz_checks
+import pytest
+import torch
+from fuzz_cases import EDGES, OPTIONS, Case, draw_case, make_tensors, reductions, shrink
+
+from sage_aot import _emulate
+from sage_aot._loader import default_library
+from sage_aot._problem import heads_first
+
+BITS = {"sm80": {4, 8}, "sm89": {4, 8}, "sm90": {8}}
+
+HARD = Case("sm89", 7, 2, 2, 2, 140, 129, 72, is_causal=True, scale=0.7, layout="NHD", qk_bits=8, smooth_q=True,
+            smooth_v=True, dtype="f16", kind="outlier", strides="sliced", out="misaligned", stream="side")
+
+
+def cases(count: int, seed: int = 0, longest: int = 4500) -> list[Case]:
+    return [draw_case(seed, index, BITS, longest) for index in range(count)]
+
+
+@pytest.fixture
+def subject() -> fuzz_checks.Subject:
+    return fuzz_checks.Subject("cpu", [default_library().folder])
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_value_of_every_option_is_drawn():
+    drawn = cases(3000)
+    for name, weights in OPTIONS.items():
+        assert {getattr(case, name) for case in drawn} == set(weights), name
+    assert {case.arch for case in drawn} == set(BITS)
+    assert {1, 2, 63, 64, 65, 127, 128} < {case.headdim for case in drawn}
+    for length in ("seqlen_q", "seqlen_kv"):
+        assert {0, *EDGES} < {getattr(case, length) for case in drawn}
+        assert max(getattr(case, length) for case in drawn) > 3000
+
+
+def test_a_seed_always_draws_the_same():
+    assert cases(50) == cases(50)
+    assert not set(cases(50)) & set(cases(50, seed=1))
+    torch.testing.assert_close(make_tensors(HARD, "cpu"), make_tensors(HARD, "cpu"), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_case_is_a_line_of_json():
+    for case in (Case("sm80"), HARD, *cases(300)):
+        text = case.to_json()
+        assert Case.from_json(text) == case and "\n" not in text
+    assert Case("sm80").to_json() == '{"arch": "sm80"}'
+
+
+def test_lengths_are_bounded():
+    assert all(max(case.seqlen_q, case.seqlen_kv) <= 70 for case in cases(300, longest=70))
+
+
+@pytest.mark.parametrize("strides", OPTIONS["strides"])
+@pytest.mark.parametrize("layout", OPTIONS["layout"])
+def test_strides_are_what_they_are_called(layout, strides):
+    case = dataclasses.replace(HARD, layout=layout, strides=strides, seqlen_q=129, group=1)
+    q, k, v = make_tensors(case, "cpu")
+    assert {heads_first(t, layout).shape for t in (q, k, v)} == {(2, 2, 129, 72)}
+    assert all(t.stride(-1) == 1 and t.isfinite().all() for t in (q, k, v))
+    assert q.is_contiguous() == (strides in ("contiguous", "expanded_heads", "expanded_batch"))
+    assert (0 in k.stride()) == strides.startswith("expanded")
+    if strides == "fused":
+        assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    if strides == "misaligned":
+        assert q.data_ptr() % 16
+
+
+# --- reducing a failure -----------------------------------------------------------------------------------------------
+
+
+def test_reductions_end():
+    assert list(reductions(Case("sm89", 3))) == []
+    assert shrink(HARD, lambda case: True) == Case("sm89", 7)
+    assert shrink(HARD, lambda case: False) == HARD
+
+
+def test_shrinking_keeps_remainders():
+    minimal = shrink(HARD, lambda case: case.seqlen_kv % 64 == 1 and case.seqlen_kv > 1 and case.group == 2)
+    assert minimal == Case("sm89", 7, group=2, seqlen_kv=65)
+
+
+@pytest.fixture
+def defect(monkeypatch):
+    """Wrong only for causal calls whose last tile, not the first, holds one key."""
+    right = _emulate.attention
+
+    def wrong(problem, kernels, q, k, v, out, lse):
+        right(problem, kernels, q, k, v, out, lse)
+        if problem.is_causal and problem.seqlen_kv % 64 == 1 and problem.seqlen_kv > 1:
+            out[:, :, -1] += 100.0
+
+    monkeypatch.setattr(_emulate, "attention", wrong)
+
+
+def test_a_planted_defect_is_found_and_reduced(defect, capsys, tmp_path):
+    log = tmp_path / "fuzz.log"
+    fixed = json.dumps({"planted": "none", "seqlen_kv": 129, "wrong": "nothing", "headdim": 64})
+    assert fuzz.main(["--device", "cpu", "--calls", "4", "--longest", "130", "--fixed", fixed, "--log", str(log)]) == 1
+    text = capsys.readouterr().out
+    assert text == log.read_text() and "FAILED output, float64\n" in text
+    again = next(line for line in text.splitlines() if "again:" in line)
+    case = Case.from_json(again.split("--case ")[1].strip("'"))
+    assert case == Case(case.arch, case.seed, is_causal=True, seqlen_kv=65)
+    assert fuzz.main(["--device", "cpu", "--case", case.to_json()]) == 1
+    assert fuzz.main(["--device", "cpu", "--case", dataclasses.replace(case, seqlen_kv=64).to_json()]) == 0
+
+
+def test_what_is_raised_is_a_failure(subject, monkeypatch):
+    monkeypatch.setattr(_emulate, "attention", lambda *args: 1 / 0)
+    verdict = subject.examine(Case("sm80"))
+    assert verdict.failure == ("raised", "ZeroDivisionError: division by zero")
+    assert subject.examine(Case("sm80", wrong="dtype")).failure is None
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("planted", ["none", "q:nan", "q:inf"])
+def test_a_short_run_passes(planted, capsys):
+    fixed = json.dumps({"planted": planted})
+    assert fuzz.main(["--device", "cpu", "--calls", "60", "--longest", "150", "--fixed", fixed]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("60 of 60 calls")
+
+
+def test_bad_arguments_must_be_refused(subject):
+    for wrong in OPTIONS["wrong"]:
+        verdict = subject.examine(Case("sm80", wrong=wrong))
+        assert verdict.failure is None and (wrong == "nothing" or verdict.variant == "ArgumentError")
+    assert subject.examine(Case("sm90", qk_bits=4)).variant == "UnsupportedError"
+
+
+def emulated_as_kernel(subject, case, change):
+    """The worst excess of a call whose kernel is the emulation with other scales and another order of sums."""
+    tensors = make_tensors(case, "cpu")
+    plan = subject._plan(case, tensors)
+    q, k, v = (heads_first(tensor, case.layout) for tensor in tensors)
+    quantized = _emulate.quantize(plan.problem, plan.kernels, q, k, v)
+    out, lse = _emulate.attend(plan.problem, plan.kernels, change(quantized))
+    out, lse = out[:, :, : case.seqlen_q, : case.headdim].to(q.dtype), lse[:, :, : case.seqlen_q]
+    call = fuzz_checks.Call(out, lse, None, None)
+    return max(fuzz_checks._worst(fuzz_checks._against_emulation(case, call, plan, quantized, q, k)).values())
+
+
+def scaled(name, group, factor):
+    """One scale of the last head, less or more than it should be."""
+    def change(quantized):
+        scale = getattr(quantized, name).clone()
+        scale[-1, -1, group] *= factor
+        return dataclasses.replace(quantized, **{name: scale})
+    return change
+
+
+def other_order(quantized):
+    delta = quantized.delta_s
+    return quantized if delta is None else dataclasses.replace(quantized, delta_s=delta * (1 + 2.0**-22))
+
+
+@pytest.mark.parametrize("smooth_q", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "outlier"])
+@pytest.mark.parametrize("arch", ["sm80", "sm89"])
+def test_bounds_let_pass_another_rounding_and_no_wrong_scale(subject, monkeypatch, arch, kind, smooth_q):
+    case = Case(arch, 5, 1, 2, 2, 100, 200, 64, kind=kind, smooth_q=smooth_q)
+    exp2 = torch.exp2
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "exp2", lambda x: exp2(x) * (1 + 2.0**-22))
+        patch.setattr(_emulate, "_keep_13_bits", lambda x: x)
+        assert emulated_as_kernel(subject, case, other_order) < 1
+    rows, keys = torch.arange(100), torch.arange(200)
+    one_group_of_rows = rows[(rows // 32 == 1) & (rows % 8 == 3)]
+    one_group_of_keys = keys[(keys // 64 == 1) & (keys % 8 // 2 == 3)]
+    assert emulated_as_kernel(subject, case, scaled("q_scale", one_group_of_rows, 1.05)) > 1
+    assert emulated_as_kernel(subject, case, scaled("k_scale", one_group_of_keys, 0.95)) > 1
+    assert emulated_as_kernel(subject, case, scaled("v_scale", 0, 1.05)) > 1
