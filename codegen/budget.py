@@ -54,7 +54,8 @@ def _tensor_cores(kernel: PlannedKernel, report: Report) -> list[str]:
     if kernel.spec.kind != "attn":
         return []
     products = (f"qk{kernel.spec.qk}", f"pv{kernel.spec.pv}")
-    missing = [f"instructions for {product}, {_spelt(product)}" for product in products if not _computes(report, product)]
+    missing = [f"instructions for {product}, {_spelt(product)}"
+               for product in products if not _computes(report, product)]
     if not missing and report.main_loop is None:
         missing = ["a loop with the instructions of both products"]
     found = ", ".join(f"{count} {opcode}" for opcode, count in report.opcodes.items()) or "none"

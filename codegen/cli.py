@@ -156,9 +156,9 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("--retarget", type=_target, metavar="sm_90",
                            help="compile all of them for this chip, for tests")
     build.add_argument("--out", type=Path, metavar="DIR", help="a folder other than sage_aot/kernels")
-    check = command("check", _check, "compare templates, goldens, machine code and its counts in the docs with what they should be",
+    check = command("check", _check, "compare templates, goldens, machine code and docs with what they should be",
                     compiling)
-    check.add_argument("--update", action="store_true", help="rewrite the goldens and the table of docs/instructions.md")
+    check.add_argument("--update", action="store_true", help="rewrite the goldens and docs/instructions.md")
     return parser
 
 

@@ -54,9 +54,11 @@ def disassemble(cubin: bytes) -> tuple[tuple[Instruction, ...], ...]:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
         # No dataflow analysis: it resolves indirect branches, which are not followed here, and takes time.
-        done = subprocess.run([str(_executable()), "-json", "-ndf", str(path)], capture_output=True, text=True, check=False)
+        command = [str(_executable()), "-json", "-ndf", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise BuildError(f"expected a cubin that nvdisasm reads, got exit status {done.returncode}: {done.stderr.strip()}")
+        raise BuildError(f"expected a cubin that nvdisasm reads, got exit status {done.returncode}: "
+                         f"{done.stderr.strip()}")
     return read_json(done.stdout)
 
 

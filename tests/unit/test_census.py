@@ -118,6 +118,20 @@ def test_an_inner_loop_with_one_product_is_no_main_loop():
     assert main_loop(functions_of(nested)) == MainLoop(matrix=2, other=3, rare=0)
 
 
+def test_a_loop_over_blocks_of_work_is_no_main_loop():
+    persistent = """
+0x0: IMMA.16832.S8.S8 R8,R2,R3,R8
+0x10: IMMA.16832.S8.S8 R8,R2,R3,R8
+    FADD R1,R1,R2
+    FADD R1,R1,R2
+    HMMA.16816.F32 R8,R2,R3,R8
+    @P0 BRA 0x10
+    @P1 BRA 0x0
+    EXIT
+"""
+    assert main_loop(functions_of(persistent)) == MainLoop(matrix=2, other=3, rare=0)
+
+
 @pytest.mark.parametrize("listing", ["MOV R0,R1\nEXIT", "HMMA.16816.F32 R1,R2\nEXIT", "FADD R1,R2\n@P0 BRA 0x0\nEXIT"])
 def test_without_matrix_instructions_in_a_loop_there_is_no_main_loop(listing):
     assert main_loop(functions_of(listing)) is None
@@ -206,6 +220,7 @@ def test_without_tensor_cores_both_products_are_missed(problems):
 @pytest.mark.parametrize("name, registers", [
     ("sage_attn_sm80_d64_qk8_pvf16_full_vraw_qraw", 168),  # 65536 / (3 blocks · 128 threads) = 170, in eights
     ("sage_attn_sm80_d128_qk8_pvf16_full_vraw_qraw", 255),  # two blocks: 256, one more than an instruction can name
+    ("sage_quant_sm80_d64_qk8_pvf16", 255),  # the row's blocks are those of the attention kernel
     ("sage_stats_sm80_d64", 255),
 ])
 def test_the_register_budget_lets_the_rows_blocks_fit_an_sm(matrix, name, registers):

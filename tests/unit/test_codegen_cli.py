@@ -251,7 +251,8 @@ def test_check_finds_drift_of_the_table_and_mends_it(codegen, project, edit):
     assert (after.split("<!--")[0], after.split("-->")[-1]) == (before.split("<!--")[0], before.split("-->")[-1])
     row = after.split("---:|\n")[1].split("<!--")[0]
     other = row.replace("sm80", "sm90")  # of a kernel that this selection leaves out
-    edit(project.instructions, row, row + other + row.replace("d64", "d96"))
+    stale = row.replace(" | 0 | ", " | 4 | ", 1)
+    edit(project.instructions, row, stale + other + row.replace("d64", "d96"))
     assert "docs/instructions.md" in codegen("check", *ONE)[2]
     codegen("check", *ONE, "--update")
     assert project.instructions.read_text() == after.replace(row, row + other)
