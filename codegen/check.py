@@ -1,4 +1,4 @@
-"""What ``python -m codegen check`` looks at, apart from what compiling finds: goldens, template names, spills."""
+"""What ``python -m codegen check`` looks at, apart from what compiling finds: goldens and template names."""
 
 from __future__ import annotations
 

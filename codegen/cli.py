@@ -1,4 +1,4 @@
-"""``python -m codegen``: list, render, build, check."""
+"""``python -m codegen``: list, render, build, check, census."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from codegen._shared import ROOT
+from codegen.budget import problems_of
 from codegen.check import golden_problems, update_goldens, variable_problems
 from codegen.errors import BuildError, UsageError
+from codegen.instructions import instructions_problems, table, update_instructions
 from codegen.matrix import Matrix, PlannedKernel, read_matrix
 from codegen.ninja import TOOLCHAINS, Compilation, compile_all
-from codegen.package import check_out, spill_problems, write_package
+from codegen.package import check_out, write_package
 from codegen.project import Project
 from codegen.render import render_all
 from codegen.selection import Selection
@@ -76,14 +78,24 @@ def _check(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
         compilation = Compilation(project, args.toolchain)
         problems = golden_problems(matrix, project)
         _compile(args, kernels, matrix, compilation)
-        spills = spill_problems({kernel: compilation.report(kernel) for kernel in kernels})
+        reports = {kernel: compilation.report(kernel) for kernel in kernels}
+        poor = problems_of(reports)
         if compilation.shippable:
-            problems += spills
+            if args.update:
+                update_instructions(reports, matrix, project)
+            problems += poor + instructions_problems(reports, matrix, project)
         else:
-            print(*spills, sep="\n", end="\n" if spills else "")
+            print(*poor, sep="\n", end="\n" if poor else "")
     if problems:
         raise BuildError("\n".join(problems))
     print(f"{len(kernels)} kernels checked")
+
+
+def _census(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
+    kernels = _selection(args).kernels(matrix)
+    compilation = Compilation(project, args.toolchain, args.retarget)
+    _compile(args, kernels, matrix, compilation)
+    print(table({kernel: compilation.report(kernel) for kernel in kernels}), end="")
 
 
 def _compile(args: argparse.Namespace, kernels: tuple[PlannedKernel, ...], matrix: Matrix,
@@ -139,11 +151,14 @@ def _parser() -> argparse.ArgumentParser:
     command("list", _list, "print the kernels, and why every other combination is missing")
     command("render", _render, "write the CUDA sources to build/gen")
     build = command("build", _build, "compile the kernels into sage_aot/kernels", compiling)
-    build.add_argument("--retarget", type=_target, metavar="sm_90", help="compile all of them for this chip, for tests")
+    census = command("census", _census, "print what each attention kernel's main loop executes", compiling)
+    for added in (build, census):
+        added.add_argument("--retarget", type=_target, metavar="sm_90",
+                           help="compile all of them for this chip, for tests")
     build.add_argument("--out", type=Path, metavar="DIR", help="a folder other than sage_aot/kernels")
-    check = command("check", _check, "compare templates, goldens and register spills with what they should be",
+    check = command("check", _check, "compare templates, goldens, machine code and docs with what they should be",
                     compiling)
-    check.add_argument("--update", action="store_true", help="rewrite the goldens")
+    check.add_argument("--update", action="store_true", help="rewrite the goldens and docs/instructions.md")
     return parser
 
 

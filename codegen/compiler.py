@@ -1,7 +1,7 @@
 """What the two compile commands share: arguments, the log's meaning, and outputs that appear complete or not at all.
 
 ninja runs a command once per kernel. It writes OUT.cubin and, beside it, OUT.json: a :class:`Report` of what the
-compiler made of the kernel.
+compiler made of the kernel, from its log and from the cubin's machine code.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from codegen._shared import MainLoop
+from codegen.census import Code, main_loop, tensor_opcodes
 from codegen.errors import BuildError
 from codegen.files import write_atomic
+from codegen.nvdisasm import disassemble
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -31,10 +34,12 @@ class Report:
     registers: int  # of a thread
     spill_bytes: int  # stores and loads, of the kernel and of functions it calls
     stack_bytes: int  # the largest frame
+    opcodes: dict[str, int]  # tensor-core instructions
+    main_loop: MainLoop | None  # None for a kernel without such instructions in a loop
 
     @classmethod
-    def from_log(cls, compiler: str, kernel: str, log: str) -> Report:
-        """Read the log of ptxas -v; BuildError for warnings and for anything but this one kernel."""
+    def of(cls, compiler: str, kernel: str, log: str, functions: tuple[Code, ...]) -> Report:
+        """Read the log of ptxas -v and the code; BuildError for warnings and for anything but this one kernel."""
         if _WARNING.search(log):
             raise BuildError("expected no warnings")  # NVRTC has no option for it
         entries = _ENTRY.findall(log)
@@ -42,12 +47,14 @@ class Report:
             raise BuildError(f"expected one __global__ function, named {kernel} as its file, got {entries}")
         frames = [tuple(map(int, frame)) for frame in _STACK.findall(log)]
         return cls(compiler, int(_REGISTERS.findall(log)[0]), sum(stores + loads for _, stores, loads in frames),
-                   max(stack for stack, _, _ in frames))
+                   max(stack for stack, _, _ in frames), tensor_opcodes(functions), main_loop(functions))
 
     @classmethod
     def read(cls, cubin: Path) -> Report:
         """The report beside a cubin."""
-        return cls(**json.loads(cubin.with_suffix(".json").read_text()))
+        values = json.loads(cubin.with_suffix(".json").read_text())
+        loop = values["main_loop"]
+        return cls(**{**values, "main_loop": MainLoop(**loop) if loop else None})
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ def main(compile_cubin: Callable[[Path, str, Path], Compiled], version: Callable
     try:
         compiled = compile_cubin(args.source, args.target, args.include)
         log = compiled.log
-        report = Report.from_log(version(), args.source.stem, log)
+        report = Report.of(version(), args.source.stem, log, disassemble(compiled.cubin))
     except (BuildError, OSError) as error:
         print(f"{log}{args.source}: {error}", file=sys.stderr)
         return 1

@@ -17,7 +17,7 @@ from pathlib import Path
 from ninja import BIN_DIR
 from ninja.ninja_syntax import Writer, escape
 
-from codegen import nvcc, nvrtc
+from codegen import nvcc, nvdisasm, nvrtc
 from codegen._shared import ROOT, capability_of
 from codegen.compiler import Report
 from codegen.errors import BuildError
@@ -28,6 +28,9 @@ from codegen.render import source_path
 
 TOOLCHAINS = {"nvrtc": nvrtc, "nvcc": nvcc}
 """Modules with FLAGS, version() and a command line that compiles one source."""
+
+_COMMAND_FILES = ("compiler.py", "census.py", "nvdisasm.py")
+"""What decides about the outputs of a compile command beside the toolchain's own file."""
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(["<])([^">]+)[">]', re.MULTILINE)
 
@@ -68,8 +71,9 @@ class Compilation:
 def compile_all(kernels: tuple[PlannedKernel, ...], compilation: Compilation, jobs: int | None = None) -> None:
     """Bring the cubins of rendered kernels up to date; BuildError where one does not compile."""
     ninja_file = compilation.folder / "build.ninja"
-    # A file, so that another version of the compiler rebuilds: ninja compares times, and the flags stay the same.
-    write_if_changed(compilation.folder / "compiler.txt", TOOLCHAINS[compilation.toolchain].version().encode())
+    # A file, so that another version of a tool rebuilds: ninja compares times, and the flags stay the same.
+    versions = f"{TOOLCHAINS[compilation.toolchain].version()}\n{nvdisasm.version()}\n"
+    write_if_changed(compilation.folder / "compiler.txt", versions.encode())
     write_if_changed(ninja_file, ninja_text(kernels, compilation).encode())
     command = [str(Path(BIN_DIR, "ninja")), "-f", str(ninja_file), *(["-j", str(jobs)] if jobs else [])]
     status = subprocess.run(command, cwd=ROOT, check=False).returncode  # there, python -m finds codegen
@@ -87,7 +91,7 @@ def ninja_text(kernels: tuple[PlannedKernel, ...], compilation: Compilation) -> 
     ninja.rule("compile", f"{_quoted(_interpreter())} -m codegen.{toolchain} $in --target $target "
                           f"--include {_quoted(project.include)} -o $out", description=f"{toolchain} $target $name")
     # The flags stand in the toolchain's module, so a change of them rebuilds as a change of that file.
-    commands = [Path(__file__).with_name(name) for name in (f"{toolchain}.py", "compiler.py")]
+    commands = [Path(__file__).with_name(name) for name in (f"{toolchain}.py", *_COMMAND_FILES)]
     for kernel in kernels:
         source, cubin = source_path(kernel, project), compilation.cubin(kernel)
         headers = sorted(headers_of(source, project.include))

@@ -9,6 +9,7 @@ import hashlib
 from pathlib import Path
 
 from codegen._shared import FILE_NAME, KernelRecord, Manifest, __version__, layout_digest
+from codegen.budget import problems_of
 from codegen.compiler import Report
 from codegen.errors import BuildError, UsageError
 from codegen.files import write_if_changed
@@ -17,12 +18,12 @@ from codegen.ninja import Compilation
 
 
 def write_package(kernels: tuple[PlannedKernel, ...], compilation: Compilation, out: Path) -> Manifest:
-    """Make a folder hold exactly these compiled kernels; BuildError where one spills more than its row allows."""
+    """Make a folder hold exactly these compiled kernels; BuildError where one is not what its row asks for."""
     reports = {kernel: compilation.report(kernel) for kernel in kernels}
-    problems = spill_problems(reports)
+    problems = problems_of(reports)
     if problems and compilation.shippable:
         raise BuildError("\n".join(problems))
-    if not compilation.retarget:  # a row's bound is about its own chip
+    if not compilation.retarget:  # a row is about its own chip
         print(*problems, sep="\n", end="\n" if problems else "")
     cubins = {kernel: compilation.cubin(kernel).read_bytes() for kernel in kernels}
     records = [_record(kernel, compilation, reports[kernel], cubin) for kernel, cubin in cubins.items()]
@@ -46,13 +47,6 @@ def check_out(out: Path) -> None:
         raise UsageError(f"expected an empty folder or one with a {FILE_NAME}, got {out} with {foreign[0]} in it")
 
 
-def spill_problems(reports: dict[PlannedKernel, Report]) -> list[str]:
-    """Every kernel that spills more than its row allows, as a sentence."""
-    return [f"{kernel.spec.name}: expected at most {kernel.allowed_spill_bytes} bytes of spilt registers, "
-            f"got {report.spill_bytes} (row {kernel.row})"
-            for kernel, report in reports.items() if report.spill_bytes > kernel.allowed_spill_bytes]
-
-
 def _record(kernel: PlannedKernel, compilation: Compilation, report: Report, cubin: bytes) -> KernelRecord:
     """Only attention kernels use dynamic shared memory; the others declare theirs."""
     return KernelRecord(
@@ -65,6 +59,8 @@ def _record(kernel: PlannedKernel, compilation: Compilation, report: Report, cub
         shared_bytes=kernel.tile.shared_bytes(kernel.spec) if kernel.spec.kind == "attn" else 0,
         registers=report.registers,
         spill_bytes=report.spill_bytes,
+        opcodes=report.opcodes,
+        main_loop=report.main_loop if kernel.spec.kind == "attn" else None,
     )
 
 

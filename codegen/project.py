@@ -30,6 +30,10 @@ class Project:
         return self.root / "tests" / "golden"
 
     @property
+    def instructions(self) -> Path:
+        return self.root / "docs" / "instructions.md"
+
+    @property
     def package(self) -> Path:
         """The kernels that the wheel ships."""
         return self.root / "sage_aot" / "kernels"

@@ -9,7 +9,7 @@ import torch
 
 from sage_aot._ops import emulated_arch
 from sage_aot._loader import Library, default_library, import_cupy
-from sage_aot._manifest import Manifest
+from sage_aot._manifest import KernelRecord, Manifest
 from sage_aot._select import built_archs, nearest_arch
 from sage_aot._version import __version__
 from sage_aot.errors import CubinError, SageAotError, UnsupportedError
@@ -68,6 +68,13 @@ def _device(device: int, manifest: Manifest) -> list[str]:
         arch = nearest_arch((major, minor), manifest)
     except SageAotError as error:
         return [head, f"  missing: {error}"]
-    names = [name for name, record in sorted(manifest.kernels.items())
-             if record.spec.arch == arch and record.spec.kind == "attn"]
-    return [head, *(f"  {name}" for name in names)]
+    records = [record for _, record in sorted(manifest.kernels.items())
+               if record.spec.arch == arch and record.spec.kind == "attn"]
+    return [head, *(f"  {describe(record)}" for record in records)]
+
+
+def describe(record: KernelRecord) -> str:
+    """An attention kernel in a line."""
+    loop = record.main_loop  # None where a kernel was built for another chip and has none
+    counts = f", {loop.matrix} matrix and {loop.other} other instructions a tile" if loop else ""
+    return f"{record.spec.name}: {record.registers} registers{counts}"

@@ -9,8 +9,17 @@ from pathlib import Path
 from sage_aot._spec import KernelSpec, Tile
 
 FILE_NAME = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 """Raised by every change that an older reader would misunderstand."""
+
+
+@dataclass(frozen=True)
+class MainLoop:
+    """Instructions of one turn of an attention kernel's loop over the full tiles; codegen/census.py says which."""
+
+    matrix: int  # of the tensor cores
+    other: int  # beside them on the straight path
+    rare: int  # off the straight path: in branches that few tiles take
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,8 @@ class KernelRecord:
     shared_bytes: int  # dynamic shared memory of a block
     registers: int  # of a thread
     spill_bytes: int  # stores and loads that the compiler spilt to local memory
+    opcodes: dict[str, int]  # tensor-core instructions of the whole kernel: {"IMMA.16832.S8.S8": 128, ...}
+    main_loop: MainLoop | None  # of an attention kernel
 
     def to_json(self) -> dict:
         values = asdict(self)
@@ -34,8 +45,9 @@ class KernelRecord:
 
     @classmethod
     def from_json(cls, values: dict) -> KernelRecord:
-        tile = values["tile"]
-        return cls(**{**values, "spec": KernelSpec.from_name(values["spec"]), "tile": Tile(**tile) if tile else None})
+        tile, loop = values["tile"], values["main_loop"]
+        return cls(**{**values, "spec": KernelSpec.from_name(values["spec"]), "tile": Tile(**tile) if tile else None,
+                      "main_loop": MainLoop(**loop) if loop else None})
 
 
 @dataclass(frozen=True)

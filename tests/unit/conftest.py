@@ -53,7 +53,21 @@ _TEMPLATE = """\
 // {name} {{{{ template }}}} {{{{ row }}}}
 #include "sage/{header}.cuh"
 {constants}
-extern "C" __global__ void {{{{ name }}}}(float* x) {{ x[0] = kValue; }}
+extern "C" __global__ void {{{{ name }}}}(float* x) {{ x[0] = kValue; {body} }}
+"""
+_PRODUCTS = """
+__device__ void products(float* x) {  // both products in a loop, as every attention kernel has them
+  int s[4] = {};
+  float o[4] = {};
+#pragma unroll 1
+  for (int i = 0; i < int(x[1]); ++i) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %4, %4, %4}, {%4, %4}, "
+                 "{%0, %1, %2, %3};" : "+r"(s[0]), "+r"(s[1]), "+r"(s[2]), "+r"(s[3]) : "r"(i));
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %4, %4, %4}, {%4, %4}, "
+                 "{%0, %1, %2, %3};" : "+f"(o[0]), "+f"(o[1]), "+f"(o[2]), "+f"(o[3]) : "r"(s[0]));
+  }
+  x[2] = o[0];
+}
 """
 _NAMES = {
     "attn_mma": "headdim qk_bits pv causal smooth_v smooth_q block_m block_n warp_m stages min_blocks",
@@ -72,13 +86,17 @@ def project(tmp_path: Path) -> Project:
     include.mkdir(parents=True)
     for template, names in _NAMES.items():
         constants = "\n".join(f"// {name} = {{{{ {name} | cpp }}}}" for name in names.split())
-        text = _TEMPLATE.format(name="{{ name }}", header=_HEADERS[template], constants=constants)
+        body = "products(x);" if template == "attn_mma" else ""
+        text = _TEMPLATE.format(name="{{ name }}", header=_HEADERS[template], constants=constants, body=body)
         (made.templates / f"{template}.cu.jinja").write_text(text)
     (include / "base.cuh").write_text("#pragma once\nconstexpr float kValue = 1.f;\n")
     for header in set(_HEADERS.values()):
-        (include / f"{header}.cuh").write_text('#pragma once\n#include "sage/base.cuh"\n')
+        text = '#pragma once\n#include "sage/base.cuh"\n'
+        (include / f"{header}.cuh").write_text(text + (_PRODUCTS if header == "attn" else ""))
     made.golden.mkdir(parents=True)
     made.matrix.write_text(_MATRIX)
+    made.instructions.parent.mkdir()
+    made.instructions.write_text("# Counts\n\n<!-- table: of a test -->\n<!-- end of table -->\n\nText.\n")
     return made
 
 

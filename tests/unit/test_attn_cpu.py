@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 import sage_aot
-from sage_aot import _reference
+from sage_aot import _info, _reference
 from sage_aot._ops import emulated_arch
 from sage_aot._loader import default_library
 from sage_aot._select import built_archs
@@ -166,6 +167,15 @@ def test_info_names_versions_kernels_and_emulation():
     assert f"sage_aot {sage_aot.__version__}" in report and f"torch {torch.__version__}" in report
     assert f"for {', '.join(ARCHS)}, compiled by" in report
     assert "CPU tensors: emulation of the sm89 kernels" in report
+
+
+def test_info_counts_what_a_kernel_executes():
+    records = default_library().manifest.kernels.values()
+    record = min((record for record in records if record.main_loop), key=lambda record: record.spec.name)
+    counts = f"{record.main_loop.matrix} matrix and {record.main_loop.other} other instructions a tile"
+    assert _info.describe(record) == f"{record.spec.name}: {record.registers} registers, {counts}"
+    bare = dataclasses.replace(record, main_loop=None)
+    assert _info.describe(bare) == f"{record.spec.name}: {record.registers} registers"
 
 
 def test_info_says_what_is_missing(monkeypatch, tmp_path):

@@ -20,7 +20,9 @@ ONE = ["--arch", "sm80", "--only", "sage_attn_*_d64_*_full_*_qraw"]
 ATTN = "sage_attn_sm80_d64_qk8_pvf16_full_vraw_qraw"
 THREE = {ATTN, "sage_quant_sm80_d64_qk8_pvf16", "sage_stats_sm80_d64"}
 SPILLING = """
+#include "sage/attn.cuh"
 extern "C" __global__ void __launch_bounds__(1024, 2) {{ name }}(float* x) {
+  products(x);
   float a[64];
 #pragma unroll
   for (int i = 0; i < 64; ++i) a[i] = x[i * 1024 + threadIdx.x];
@@ -36,12 +38,15 @@ from pathlib import Path
 if "--version" in sys.argv:
     print("Cuda compilation tools, release 13.0, V13.0.88")
 else:
-    source, _, out = sys.argv[-3:]
-    Path(out).write_bytes(b"a cubin")
+    sys.path.insert(0, "%s")
+    from codegen.nvrtc import compile_cubin
+    target, include, *_, source, _, out = sys.argv[2:]
+    compiled = compile_cubin(Path(source), target.removeprefix("-arch="), Path(include.removeprefix("-I")))
+    Path(out).write_bytes(compiled.cubin)
     print(f"ptxas info    : Compiling entry function '{Path(source).stem}' for 'sm_80'")
     print("    32 bytes stack frame, 16 bytes spill stores, 8 bytes spill loads")
     print("ptxas info    : Used 128 registers")
-"""
+""" % ROOT
 
 
 @pytest.fixture
@@ -119,8 +124,11 @@ def test_build_makes_a_folder_that_holds_what_its_manifest_says(codegen, project
     attn = manifest.kernels[ATTN]
     assert (attn.threads, attn.shared_bytes, attn.tile.min_blocks) == (128, attn.tile.shared_bytes(attn.spec), 3)
     assert attn.shared_bytes > 0
+    assert attn.opcodes == {"HMMA.16816.F32": 1, "IMMA.16832.S8.S8": 1}
+    assert (attn.main_loop.matrix, attn.main_loop.rare) == (2, 0)
     stats = manifest.kernels["sage_stats_sm80_d64"]
     assert (stats.threads, stats.shared_bytes, stats.tile) == (256, 0, None)
+    assert (stats.opcodes, stats.main_loop) == ({}, None)
     assert str(project.root) not in (project.package / "manifest.json").read_text()
 
 
@@ -142,6 +150,15 @@ def test_spills_leave_no_package(codegen, project, spilling):
     assert "(row {family: attn_mma, headdim: 64, q: qraw})" in err
     assert not project.package.exists()
     assert "spilt registers" in codegen("check", *ONE)[2]
+
+
+def test_a_kernel_that_lost_its_tensor_cores_leaves_no_package(codegen, project, edit):
+    edit(project.templates / "attn_mma.cu.jinja", "products(x);", "")
+    status, _, err = codegen("build", *ONE)
+    assert (status, err.count(f"{ATTN}: expected instructions for ")) == (1, 2)
+    assert not project.package.exists()
+    assert "expected instructions for qk8" in codegen("check", *ONE)[2]
+    assert codegen("build", *ONE, "--retarget", "sm_90")[0] == 0  # a row is about its own chip
 
 
 def test_a_row_may_allow_spills(codegen, project, spilling, edit):
@@ -221,6 +238,27 @@ def test_check_finds_golden_drift_and_mends_it(codegen, project, edit):
     golden.rename(project.golden / "sage_attn_old.cu")
     status, _, err = codegen("check", *ONE)
     assert (status, "expected the name of a kernel, got 'sage_attn_old'" in err) == (2, True)
+
+
+def test_check_finds_drift_of_the_table_and_mends_it(codegen, project, edit):
+    (project.golden / f"{ATTN}.cu").write_text("")
+    before = project.instructions.read_text()
+    status, _, err = codegen("check", *ONE)
+    assert (status, "docs/instructions.md: expected the counts of these kernels" in err) == (1, True)
+    codegen("check", *ONE, "--update")
+    after = project.instructions.read_text()
+    assert after.count(f"| `{ATTN}` |") == 1 and f"| `{ATTN}` |" in codegen("census", *ONE)[1]
+    assert (after.split("<!--")[0], after.split("-->")[-1]) == (before.split("<!--")[0], before.split("-->")[-1])
+    row = after.split("---:|\n")[1].split("<!--")[0]
+    other = row.replace("sm80", "sm90")  # of a kernel that this selection leaves out
+    stale = row.replace(" | 0 | ", " | 4 | ", 1)
+    edit(project.instructions, row, stale + other + row.replace("d64", "d96"))
+    assert "docs/instructions.md" in codegen("check", *ONE)[2]
+    codegen("check", *ONE, "--update")
+    assert project.instructions.read_text() == after.replace(row, row + other)
+    assert codegen("check", *ONE)[0] == 0
+    project.instructions.write_text("no table")
+    assert "expected a table between the comments" in codegen("check", *ONE)[2]
 
 
 def test_check_finds_misspelt_names(codegen, project, edit):

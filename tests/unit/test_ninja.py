@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from codegen import nvdisasm, nvrtc
 from codegen.errors import BuildError
 from codegen.ninja import Compilation, compile_all, headers_of, ninja_text
 from codegen.render import render_all, source_path
@@ -66,9 +67,11 @@ def test_a_lost_cubin_or_report_is_rebuilt(project, kernels, build):
     assert build()[0] == {"stats"}
 
 
-def test_another_compiler_version_rebuilds(project, build):
+def test_another_version_of_a_tool_rebuilds(project, build):
     build()
-    (Compilation(project).folder / "compiler.txt").write_text("nvrtc 12.9.41")
+    versions = Compilation(project).folder / "compiler.txt"
+    assert versions.read_text().splitlines() == [nvrtc.version(), nvdisasm.version()]
+    versions.write_text(versions.read_text().replace("nvdisasm 13.", "nvdisasm 13.0."))
     assert build()[0] == ALL
 
 

@@ -28,7 +28,7 @@ def kernels(pv: str = "e4m3", problem: Problem = PROBLEM) -> Kernels:
     attn = KernelSpec("attn", "sm89", 128, problem.qk_bits, pv, "full", "vsmooth" if problem.smooth_v else "vraw",
                       "qsmooth" if problem.smooth_q else "qraw")
     stats, quant, delta, attention = (
-        KernelRecord(attn.companion(kind), "", "", "", TILE, threads, 0, 0, 0)
+        KernelRecord(attn.companion(kind), "", "", "", TILE, threads, 0, 0, 0, {}, None)
         for kind, threads in (("stats", 256), ("quant", 256), ("delta", 256), ("attn", 128)))
     return Kernels(stats, quant, delta if problem.smooth_q else None, attention)
 

@@ -20,7 +20,7 @@ PROBLEM = Problem(batch=1, num_q_heads=2, num_kv_heads=2, seqlen_q=64, seqlen_kv
 
 
 def record(spec: KernelSpec) -> KernelRecord:
-    return KernelRecord(spec, f"{spec.name}.cubin", "", "sm_80", Tile(128, 64, 32, 2, 2), 128, 0, 0, 0)
+    return KernelRecord(spec, f"{spec.name}.cubin", "", "sm_80", Tile(128, 64, 32, 2, 2), 128, 0, 0, 0, {}, None)
 
 
 def manifest(archs=PV, without=()) -> Manifest:

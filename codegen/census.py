@@ -1,0 +1,132 @@
+"""What a kernel's machine code holds: its tensor-core instructions, and what its main loop executes beside them.
+
+The main loop of an attention kernel is, of the innermost loops with every kind of matrix instruction that the kernel
+holds, the one with the fewest other instructions a matrix instruction: that over the full tiles, as masking only adds.
+
+Of that loop, the instructions on its straight path are counted, each once, executed or predicated off: from the head
+of the loop forward to its back edge, through every matrix instruction and every asynchronous copy, and beyond that the
+shortest way. So the next tile's load counts, and what a tile does rarely does not: rescaling O, scales too large for
+the fast softmax. That remainder of the loop is counted apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from codegen._shared import MainLoop
+from codegen.nvdisasm import Instruction
+
+MATRIX = frozenset(("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA"))
+"""Names of the tensor cores' instructions: f16, integer, FP8; with a G those of a warpgroup."""
+
+_COPIES = frozenset(("LDGSTS", "UBLKCP", "UTMALDG"))  # asynchronous, from global to shared memory
+
+Code = tuple[Instruction, ...]
+"""Of one function."""
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A natural loop: blocks from whose every one the head is reached again, and into which only the head leads."""
+
+    head: int
+    blocks: dict[int, _Block]
+
+    @property
+    def kinds(self) -> set[str]:
+        return {name for block in self.blocks.values() for name in _matrix(block.code)}
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Instructions that are executed together."""
+
+    code: Code
+    successors: tuple[int, ...]  # addresses of blocks
+
+    @property
+    def weight(self) -> tuple[int, int, int]:
+        """What a path must hold, in order of importance: matrix instructions, copies, and few instructions."""
+        copies = sum(instruction.name in _COPIES for instruction in self.code)
+        return len(_matrix(self.code)), copies, -len(self.code)
+
+
+def tensor_opcodes(functions: Iterable[Code]) -> dict[str, int]:
+    """How often each tensor-core instruction stands in a kernel, by opcode with its modifiers."""
+    found = Counter(instruction.opcode for code in functions for instruction in code if instruction.name in MATRIX)
+    return dict(sorted(found.items()))
+
+
+def main_loop(functions: Iterable[Code]) -> MainLoop | None:
+    """The counts of the main loop; None for a kernel without one."""
+    loops = [loop for code in functions for loop in _loops(_blocks(code))]
+    kinds = set().union(*(loop.kinds for loop in loops))
+    complete = [loop for loop in loops if kinds and loop.kinds == kinds]
+    innermost = [loop for loop in complete if not any(other.blocks.keys() < loop.blocks.keys() for other in complete)]
+    counted = [_counts(loop) for loop in innermost]
+    return min(counted, key=lambda counts: counts.other / counts.matrix, default=None)
+
+
+def _counts(loop: _Loop) -> MainLoop:
+    matrix, _, negative = _straight_path(loop)
+    return MainLoop(matrix, -negative - matrix, sum(len(block.code) for block in loop.blocks.values()) + negative)
+
+
+def _straight_path(loop: _Loop) -> tuple[int, int, int]:
+    """The greatest weight of a way from the head forward to a back edge.
+
+    Forward alone: what lies out of line comes back by a jump to a lower address, and is rare for that reason.
+    """
+    best = {loop.head: loop.blocks[loop.head].weight}
+    for address in sorted(loop.blocks):
+        for successor in loop.blocks[address].successors:
+            if address in best and successor in loop.blocks and successor > address:
+                weight = tuple(map(sum, zip(best[address], loop.blocks[successor].weight)))
+                best[successor] = max(best.get(successor, weight), weight)
+    return max(weight for address, weight in best.items() if loop.head in loop.blocks[address].successors)
+
+
+def _loops(blocks: dict[int, _Block]) -> list[_Loop]:
+    """Every natural loop; those of one head are one loop."""
+    entry = min(blocks, default=0)
+    heads = sorted({successor for address, block in blocks.items() for successor in block.successors
+                    if successor <= address})
+    bodies = {head: _body(head, blocks) for head in heads}
+    return [_Loop(head, {address: blocks[address] for address in body})
+            for head, body in bodies.items() if head == entry or entry not in body]
+
+
+def _body(head: int, blocks: dict[int, _Block]) -> set[int]:
+    """The blocks that lead to a back edge of a head without passing it, and the head."""
+    before: dict[int, list[int]] = {}
+    for address, block in blocks.items():
+        for successor in block.successors:
+            before.setdefault(successor, []).append(address)
+    found = {head}
+    pending = [address for address in before[head] if address >= head]
+    while pending:
+        address = pending.pop()
+        if address not in found:
+            found.add(address)
+            pending += before.get(address, ())
+    return found
+
+
+def _blocks(code: Code) -> dict[int, _Block]:
+    """Basic blocks by address."""
+    targets = {instruction.target for instruction in code}
+    blocks, start = {}, 0
+    for i, instruction in enumerate(code, 1):
+        last = i == len(code)
+        if last or instruction.target is not None or not instruction.falls_through or code[i].address in targets:
+            behind = () if last or not instruction.falls_through else (code[i].address,)
+            jump = () if instruction.target is None else (instruction.target,)
+            blocks[code[start].address] = _Block(code[start:i], (*behind, *jump))
+            start = i
+    return blocks
+
+
+def _matrix(code: Code) -> list[str]:
+    return [instruction.name for instruction in code if instruction.name in MATRIX]

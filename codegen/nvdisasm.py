@@ -1,0 +1,91 @@
+"""The disassembler, from PyPI as the compiler is: a cubin → its instructions, with the targets of its branches.
+
+Only its JSON output is read: there predicates, opcodes and branches stand apart, and addresses are resolved.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from codegen.errors import BuildError
+
+_DISTRIBUTION = "nvidia-cuda-nvdisasm"
+_EXECUTABLES = ("nvdisasm", "nvdisasm.exe")
+_ADVICE = f"pip install '{_DISTRIBUTION}==13.5.37'"
+_INSTRUCTION_BYTES = 16  # of every chip since sm_70
+_JUMPS = ("BRA", "CALL", "JMP")  # CALL reaches farther than BRA; a jump unless it is marked as a subroutine call
+_ENDS = ("EXIT", "RET", "BRX", "JMX", "KILL")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One machine instruction, and where a thread goes from there."""
+
+    address: int
+    opcode: str  # with its modifiers: "HMMA.16816.F32"
+    target: int | None = None  # address that it may jump to
+    falls_through: bool = True  # whether a thread may go on behind it
+
+    @property
+    def name(self) -> str:
+        """The opcode without its modifiers."""
+        return self.opcode.split(".")[0]
+
+
+def version() -> str:
+    """``"nvdisasm 13.5.37"``; BuildError where another major version or none is installed."""
+    try:
+        installed = distribution(_DISTRIBUTION).version
+    except PackageNotFoundError:
+        installed = "none"
+    if not installed.startswith("13."):  # the first with JSON; a later one may change it
+        raise BuildError(f"expected nvdisasm 13, got {installed}: {_ADVICE}")
+    return f"nvdisasm {installed}"
+
+
+def disassemble(cubin: bytes) -> tuple[tuple[Instruction, ...], ...]:
+    """The instructions of each function of a cubin; BuildError where it is none."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        # No dataflow analysis: it resolves indirect branches, which are not followed here, and takes time.
+        command = [str(_executable()), "-json", "-ndf", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BuildError(f"expected a cubin that nvdisasm reads, got exit status {done.returncode}: "
+                         f"{done.stderr.strip()}")
+    return read_json(done.stdout)
+
+
+def read_json(text: str) -> tuple[tuple[Instruction, ...], ...]:
+    """The instructions of each function in nvdisasm's JSON; BuildError for another form of it."""
+    try:
+        _, functions = json.loads(text)
+        return tuple(tuple(_instruction(function["start"] + _INSTRUCTION_BYTES * i, values)
+                           for i, values in enumerate(function["sass-instructions"])) for function in functions)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BuildError(f"expected the JSON of nvdisasm 13, got another form of it ({error!r}): {_ADVICE}") from error
+
+
+def _instruction(address: int, values: dict) -> Instruction:
+    """A jump's address is its last operand; it is conditional with a predicate before it or an operand more."""
+    opcode = values["opcode"]
+    name = opcode.split(".")[0]
+    *conditions, last = values.get("operands", "").split(",")
+    conditional = bool(conditions) or "predicate" in values
+    if name in _JUMPS and "subroutine-call" not in values.get("other-attributes", ()):
+        return Instruction(address, opcode, int(last, 16), conditional)
+    return Instruction(address, opcode, None, "predicate" in values or name not in _ENDS)
+
+
+def _executable() -> Path:
+    version()
+    for file in distribution(_DISTRIBUTION).files or ():
+        if file.name in _EXECUTABLES:
+            return Path(file.locate())
+    raise BuildError(f"expected {_DISTRIBUTION} to hold one of {', '.join(_EXECUTABLES)}, got neither: {_ADVICE}")

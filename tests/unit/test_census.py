@@ -1,0 +1,228 @@
+"""The census: what of a disassembly is counted, and what a kernel must hold to be shipped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from codegen import nvdisasm
+from codegen._shared import MainLoop
+from codegen.budget import problems_of, register_budget
+from codegen.census import main_loop, tensor_opcodes
+from codegen.compiler import Report
+from codegen.errors import BuildError
+
+# Addresses count from 0 in steps of 0x10. The first loop has a guarded load, a branch for large scales, a rare one
+# inside and one out of line, and leaves by a far jump; the second masks, so it has more of the same.
+TWO_LOOPS = """
+    MOV R0,R1
+    BRA 0x20
+0x20: LDSM R2,[R3]
+    @P0 BRA 0x60
+    LDGSTS [R4],[R5]
+    IADD3 R4,R4,0x10
+0x60: IMMA.16832.S8.S8 R8,R2,R3,R8
+    HFMA2.MMA R1,R1,R1
+    @P1 BRA 0xb0
+    FFMA R1,R1,R2,R3
+    BRA 0xe0
+0xb0: FADD R1,R1,R2
+    FFMA R1,R1,R2,R3
+    FFMA R1,R1,R2,R3
+0xe0: BRA.DIV ~URZ,0x290
+    @!P2 BRA 0x110
+    FMUL R1,R1,R2
+0x110: CALL.REL.NOINC $__internal_0_$slow
+    HMMA.16816.F32 R8,R2,R3,R8
+    @P3 CALL.REL.NOINC 0x150
+    BRA 0x20
+0x150: LDSM R2,[R3]
+    IMMA.16832.S8.S8 R8,R2,R3,R8
+    FSEL R1,R1,R2,P0
+    FSEL R1,R1,R2,P0
+    FSEL R1,R1,R2,P0
+    FSEL R1,R1,R2,P0
+    FSEL R1,R1,R2,P0
+    FSEL R1,R1,R2,P0
+    FSEL R1,R1,R2,P0
+    FSEL R1,R1,R2,P0
+    FSEL R1,R1,R2,P0
+    FSEL R1,R1,R2,P0
+    FSEL R1,R1,R2,P0
+    FSEL R1,R1,R2,P0
+    FSEL R1,R1,R2,P0
+    FSEL R1,R1,R2,P0
+    HMMA.16816.F32 R8,R2,R3,R8
+    @P3 BRA P4,0x150
+    STG [R1],R2
+    EXIT
+0x290: SHFL.BFLY R1,R2
+    BRA 0xf0
+"""
+_LINE = re.compile(r" *(?:(0x\w+): )?(?:(@\S+) )?(\S+) ?(.*)")
+LOOP = MainLoop(matrix=2, other=13, rare=6)
+
+
+def functions_of(listing: str):
+    """The functions of a listing as above, through the form in which nvdisasm gives them."""
+    instructions = []
+    for i, line in enumerate(listing.strip().splitlines()):
+        label, predicate, opcode, operands = _LINE.fullmatch(line).groups()
+        assert label is None or int(label, 16) == 16 * i, line
+        attributes = {"control-flow": "True", "subroutine-call": "True"} if "$" in operands else {}
+        values = {"predicate": predicate, "opcode": opcode, "operands": operands, "other-attributes": attributes}
+        instructions.append({key: value for key, value in values.items() if value})
+    return nvdisasm.read_json(json.dumps([{"Producer": "a test"}, [{"start": 0, "sass-instructions": instructions}]]))
+
+
+def test_the_loop_over_full_tiles_is_counted_along_its_straight_path():
+    assert main_loop(functions_of(TWO_LOOPS)) == LOOP
+
+
+def test_tensor_core_instructions_are_counted_in_the_whole_kernel():
+    assert tensor_opcodes(functions_of(TWO_LOOPS)) == {"HMMA.16816.F32": 2, "IMMA.16832.S8.S8": 2}
+
+
+def test_a_copy_is_on_the_straight_path_and_another_guarded_block_is_not():
+    moved = TWO_LOOPS.replace("LDGSTS", "LDG")
+    assert main_loop(functions_of(moved)) == MainLoop(LOOP.matrix, LOOP.other - 2, LOOP.rare + 2)
+
+
+def test_the_masked_loop_may_come_first():
+    masked_first = """
+0x0: IMMA.16832.S8.S8 R8,R2,R3,R8
+    FSEL R1,R1,R2,P0
+    FSEL R1,R1,R2,P0
+    @P0 BRA 0x0
+    IMMA.16832.S8.S8 R8,R2,R3,R8
+    FADD R1,R1,R2
+    @P0 BRA 0x40
+    EXIT
+"""
+    assert main_loop(functions_of(masked_first)) == MainLoop(matrix=1, other=2, rare=0)
+
+
+def test_an_inner_loop_with_one_product_is_no_main_loop():
+    nested = """
+    MOV R0,R1
+0x10: IADD3 R4,R4,0x10
+0x20: IMMA.16832.S8.S8 R8,R2,R3,R8
+    @P0 BRA 0x20
+    HMMA.16816.F32 R8,R2,R3,R8
+    @P1 BRA 0x10
+    EXIT
+"""
+    assert main_loop(functions_of(nested)) == MainLoop(matrix=2, other=3, rare=0)
+
+
+def test_a_loop_over_blocks_of_work_is_no_main_loop():
+    persistent = """
+0x0: IMMA.16832.S8.S8 R8,R2,R3,R8
+0x10: IMMA.16832.S8.S8 R8,R2,R3,R8
+    FADD R1,R1,R2
+    FADD R1,R1,R2
+    HMMA.16816.F32 R8,R2,R3,R8
+    @P0 BRA 0x10
+    @P1 BRA 0x0
+    EXIT
+"""
+    assert main_loop(functions_of(persistent)) == MainLoop(matrix=2, other=3, rare=0)
+
+
+@pytest.mark.parametrize("listing", ["MOV R0,R1\nEXIT", "HMMA.16816.F32 R1,R2\nEXIT", "FADD R1,R2\n@P0 BRA 0x0\nEXIT"])
+def test_without_matrix_instructions_in_a_loop_there_is_no_main_loop(listing):
+    assert main_loop(functions_of(listing)) is None
+
+
+def test_an_absent_nvdisasm_says_what_to_install(monkeypatch):
+    def absent(name):
+        raise nvdisasm.PackageNotFoundError
+
+    monkeypatch.setattr(nvdisasm, "distribution", absent)
+    with pytest.raises(BuildError, match=r"expected nvdisasm 13, got none: pip install 'nvidia-cuda-nvdisasm==13\."):
+        nvdisasm.disassemble(b"")
+
+
+def test_another_nvdisasm_is_refused(monkeypatch):
+    class Other:
+        version = "14.0.1"
+
+    monkeypatch.setattr(nvdisasm, "distribution", lambda name: Other)
+    with pytest.raises(BuildError, match="expected nvdisasm 13, got 14.0.1"):
+        nvdisasm.version()
+
+
+def test_a_package_without_the_program_is_named(monkeypatch):
+    class Empty:
+        version = "13.5.37"
+        files = None
+
+    monkeypatch.setattr(nvdisasm, "distribution", lambda name: Empty)
+    with pytest.raises(BuildError, match="expected nvidia-cuda-nvdisasm to hold one of nvdisasm, nvdisasm.exe"):
+        nvdisasm.disassemble(b"")
+
+
+def test_what_is_no_cubin_is_refused():
+    with pytest.raises(BuildError, match="expected a cubin that nvdisasm reads, got exit status"):
+        nvdisasm.disassemble(b"not a cubin")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[{}, [{}]]", '[{}, [{"start": 0, "sass-instructions": [{"op": "MOV"}]}]]',
+                                  '[{}, [{"start": 0, "sass-instructions": [{"opcode": "BRA", "operands": "L"}]}]]'])
+def test_another_form_of_output_is_refused(text):
+    with pytest.raises(BuildError, match="expected the JSON of nvdisasm 13, got another form"):
+        nvdisasm.read_json(text)
+
+
+@pytest.fixture
+def problems(matrix):
+    """What is wrong with a kernel that is as it should be but for some changes."""
+    kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
+    good = Report("c", 168, 0, 0, {"HMMA.16816.F32": 2, "IMMA.16832.S8.S8": 2}, LOOP)
+
+    def judge(name: str = "sage_attn_sm80_d64_qk8_pvf16_full_vraw_qraw", **changes) -> list[str]:
+        spec = {axis: changes.pop(axis) for axis in ("qk", "pv") if axis in changes}
+        kernel = kernels[name]
+        kernel = dataclasses.replace(kernel, spec=dataclasses.replace(kernel.spec, **spec))
+        return problems_of({kernel: dataclasses.replace(good, **changes)})
+
+    return judge
+
+
+def test_a_kernel_as_its_row_asks_for_it_has_no_problem(problems):
+    assert problems() == []
+    assert problems("sage_stats_sm80_d64", opcodes={}, main_loop=None) == []
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"opcodes": {"HMMA.16816.F32": 2}}, r"for qk8, IMMA\.\*S8\.S8 or IGMMA\.\*S8\.S8, got .*: 2 HMMA\.16816\.F32;"),
+    ({"opcodes": {"IMMA.16832.S8.S8": 2}}, r"for pvf16, HMMA\.\* or HGMMA\.\*, got"),
+    ({"pv": "e4m3"}, r"for pve4m3, QMMA\.\*E4M3\.E4M3 or QGMMA\.\*E4M3\.E4M3, got"),
+    ({"qk": 4}, r"for qk4, IMMA\.\*S4\.S4, got"),
+    ({"main_loop": None}, "expected a loop with the instructions of both products, got"),
+    ({"registers": 169}, "expected at most 168 registers a thread, got 169: "),
+    ({"spill_bytes": 4}, "expected at most 0 bytes of spilt registers, got 4: "),
+])
+def test_what_a_kernel_lacks_is_one_sentence(problems, changes, message):
+    found = problems(**changes)
+    assert len(found) == 1
+    assert re.search(message, found[0])
+    assert found[0].endswith("(row {family: attn_mma, headdim: 64, q: qraw})")
+
+
+def test_without_tensor_cores_both_products_are_missed(problems):
+    assert len(problems(opcodes={}, main_loop=None)) == 2
+
+
+@pytest.mark.parametrize("name, registers", [
+    ("sage_attn_sm80_d64_qk8_pvf16_full_vraw_qraw", 168),  # 65536 / (3 blocks · 128 threads) = 170, in eights
+    ("sage_attn_sm80_d128_qk8_pvf16_full_vraw_qraw", 255),  # two blocks: 256, one more than an instruction can name
+    ("sage_quant_sm80_d64_qk8_pvf16", 255),  # the row's blocks are those of the attention kernel
+    ("sage_stats_sm80_d64", 255),
+])
+def test_the_register_budget_lets_the_rows_blocks_fit_an_sm(matrix, name, registers):
+    kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
+    assert register_budget(kernels[name]) == registers
