@@ -1,0 +1,260 @@
+"""The tables of the SageAttention2 paper on our inputs: what is varied, on what, and how the results are summed up.
+
+A table holds every other setting at what the kernels do and varies one. Its figures are those of bench/emulator.py
+against attention in float64, average and worst over the cases of a source of inputs, as the paper gives them over the
+layers of a model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+import common
+import emulator
+from emulator import Method
+from sage_aot import _demo, _reference
+from sage_aot._loader import Library
+from sage_aot._reference import Accuracy
+from sage_aot.errors import ArgumentError
+
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q, k and v, each [batch, heads, seq, headdim], f16 or bf16."""
+
+V_BIAS = 8.0
+"""What video models add to V in every channel, about. Source: SageAttention2, appendix A.3."""
+
+LONG_QUERIES = 256
+"""Queries of a case that is about the number of keys."""
+
+DEMO = "demo model"
+COLUMNS = ("inputs", "method", "cosine", "relative L1", "RMSE", "worst cosine", "worst relative L1", "worst RMSE")
+
+
+# --- what is varied ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: methods that differ in one thing, by the words for it."""
+
+    name: str
+    title: str
+    methods: dict[str, Method]
+    v_bias: float = 0.0  # added to V
+    long: bool = False  # on the cases of few queries and many keys, instead of the others
+
+
+DEFAULT = {8: Method(bits=8, smoothing="k"), 4: Method(bits=4, smoothing="qk")}
+"""By bits: what sage_aot.attn does on sm89."""
+
+
+def tables() -> list[Table]:
+    per_bits = [table for bits in (4, 8) for table in (granularity(bits), smoothing(bits), pv_types(bits))]
+    return [*per_bits, smooth_v(0.0), smooth_v(V_BIAS), accumulators(0.0), accumulators(V_BIAS), bits_and_pv()]
+
+
+def exact_pv(method: Method) -> Method:
+    """The method with P and V in f16: what is left is the error of Q·K."""
+    return replace(method, pv="f16", accumulator="f32")
+
+
+def granularity(bits: int) -> Table:
+    base = exact_pv(DEFAULT[bits])
+    methods = {f"per {name}": replace(base, granularity=name) for name in emulator.GROUPS}
+    return Table(f"granularity-{bits}", f"Granularity of the scales of Q and K, {bits} bits, P and V in f16", methods)
+
+
+def smoothing(bits: int) -> Table:
+    base = exact_pv(replace(DEFAULT[bits], smoothing=""))
+    methods = {
+        "none": base, "HadmdAttn": replace(base, transform="hadamard"),
+        "SmoothAttn": replace(base, transform="smooth_attn"),
+        "smooth K": replace(base, smoothing="k"), "smooth Q": replace(base, smoothing="q"),
+        "smooth Q+K": replace(base, smoothing="qk"),
+        "smooth Q+K, rotated": replace(base, smoothing="qk", transform="hadamard"),
+    }
+    return Table(f"smoothing-{bits}", f"Smoothing of Q and K, {bits} bits per thread, P and V in f16", methods)
+
+
+def pv_types(bits: int) -> Table:
+    types = {"INT8": "int8", "E5M2": "e5m2", "E4M3": "e4m3", "f16": "f16"}
+    methods = {name: replace(DEFAULT[bits], pv=pv, accumulator="f32") for name, pv in types.items()}
+    return Table(f"pv-{bits}", f"Type of P and V, Q and K in {bits} bits as by default, f32 accumulators", methods)
+
+
+def smooth_v(v_bias: float) -> Table:
+    methods = {f"{bits} bits, V {words}": replace(DEFAULT[bits], smooth_v=on)
+               for bits in (4, 8) for words, on in (("as it is", False), ("smoothed", True))}
+    return Table(*_biased("smooth-v", "Smoothing of V, E4M3, two-level", v_bias), methods, v_bias)
+
+
+def accumulators(v_bias: float) -> Table:
+    words = {"f32": "f32 throughout", "two_level": "two-level, 13 bits in a tile",
+             "two_level_f16": "two-level, f16 in a tile", "single": "13 bits throughout"}
+    methods = {words[name]: replace(DEFAULT[8], accumulator=name) for name in words}
+    return Table(*_biased("accumulator", "Accumulator of P·V, E4M3, 8 bits", v_bias), methods, v_bias, long=True)
+
+
+def bits_and_pv() -> Table:
+    methods = {f"{bits} bits, {words}": change(DEFAULT[bits]) for bits in (8, 4)
+               for words, change in (("f16", exact_pv), ("E4M3", lambda method: method))}
+    return Table("bits", "8 and 4 bits with all smoothing that is on by default, P and V in f16 or E4M3", methods)
+
+
+def _biased(name: str, title: str, v_bias: float) -> tuple[str, str]:
+    return (f"{name}-biased", f"{title}; V + {v_bias:g}") if v_bias else (name, title)
+
+
+# --- on what ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Inputs that are measured together."""
+
+    source: str
+    name: str
+    is_causal: bool
+    draws: list[QKV]
+    long: bool = False  # few queries of many keys
+
+
+def class_cases(kinds: Iterable[str], headdims: list[int], masks: list[str], seqlens: list[int], batch: int, heads: int,
+                seed: int) -> list[Case]:
+    """The classes of _reference.inputs, a case per shape and mask."""
+    cases = []
+    for kind, headdim, mask, seqlen in itertools.product(kinds, headdims, masks, seqlens):
+        shape = (batch, heads, seqlen, headdim)
+        cases.append(Case(kind, f"head dim {headdim}, {mask}, N = {seqlen}", mask == "causal",
+                          [_draw(kind, shape, shape, seed)]))
+    return cases
+
+
+def long_cases(kinds: Iterable[str], headdims: list[int], seqlens: list[int], heads: int, seed: int) -> list[Case]:
+    """Few queries of many keys, so that what accumulates shows at a small price; each length is a source."""
+    return [Case(f"{kind}, {seqlen} keys", f"head dim {headdim}, {LONG_QUERIES} queries", False,
+                 [_draw(kind, (1, heads, LONG_QUERIES, headdim), (1, heads, seqlen, headdim), seed)], long=True)
+            for kind, seqlen, headdim in itertools.product(kinds, seqlens, headdims)]
+
+
+def _draw(kind: str, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], seed: int) -> QKV:
+    generator = torch.Generator().manual_seed(seed)  # on the CPU, so that every device sees the same numbers
+    return _reference.inputs(kind, q_shape, kv_shape, torch.bfloat16, generator)
+
+
+def demo_cases() -> list[Case]:
+    """Every layer of the model of `python -m sage_aot demo`, all texts together; UnsupportedError without its packages."""
+    workload = _demo._transformer_workload(torch.device("cpu"))
+    return [Case(DEMO, f"layer {layer}", False, draws) for layer, draws in workload.layers.items()]
+
+
+def model_cases(name: str, file: Path) -> list[Case]:
+    """What `activations()` of a Python file yields: (q, k, v) per layer of a causal model."""
+    spec = importlib.util.spec_from_file_location("activations", file)
+    if spec is None or not file.is_file():
+        raise ArgumentError(f"--activations: expected a Python file after {name}=, got {file}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "activations"):
+        raise ArgumentError(f"--activations: expected a function activations() in {file}, which yields (q, k, v) per "
+                            f"layer; it has none")
+    return [Case(name, f"layer {i}, head dim {qkv[0].shape[3]}", True, [qkv])
+            for i, qkv in enumerate(module.activations())]
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one method made of one case."""
+
+    source: str
+    case: str
+    method: str
+    accuracy: Accuracy
+
+    def to_json(self) -> dict[str, object]:
+        return {"source": self.source, "case": self.case, "method": self.method, **asdict(self.accuracy)}
+
+    @classmethod
+    def from_json(cls, values: dict) -> Result:
+        names = ("source", "case", "method")
+        return cls(*(values[name] for name in names),
+                   Accuracy(**{name: value for name, value in values.items() if name not in names}))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One method on all cases of one source."""
+
+    source: str
+    method: str
+    average: Accuracy
+    worst: Accuracy  # of each measure, not of one case
+
+    def cells(self) -> list[str]:
+        return [self.source, self.method, *_cells(self.average), *_cells(self.worst)]
+
+
+def measure(chosen: list[Table], cases: Iterable[Case], library: Library, device: torch.device,
+            report: Callable[[str], None]) -> dict[str, list[Result]]:
+    """Results by table name; `report` hears of every case that is done."""
+    results: dict[str, list[Result]] = {table.name: [] for table in chosen}
+    for case in cases:
+        for v_bias in dict.fromkeys(table.v_bias for table in chosen if table.long == case.long):
+            wanted = [table for table in chosen if (table.long, table.v_bias) == (case.long, v_bias)]
+            methods = dict.fromkeys(method for table in wanted for method in table.methods.values())
+            accuracies = measure_case(case, v_bias, methods, library, device)
+            for table in wanted:
+                results[table.name] += [Result(case.source, case.name, words, accuracies[method])
+                                        for words, method in table.methods.items()]
+        report(f"{case.source}: {case.name}")
+    return results
+
+
+def measure_case(case: Case, v_bias: float, methods: Iterable[Method], library: Library,
+                 device: torch.device) -> dict[Method, Accuracy]:
+    """Every method on one case, all its draws taken together."""
+    draws = [tuple(x.to(device) for x in (q, k, v + v_bias)) for q, k, v in case.draws]
+    exact = _flat(_reference.attention(*qkv, is_causal=case.is_causal)[0] for qkv in draws)
+
+    def ours(method: Method) -> torch.Tensor:
+        return _flat(emulator.attention(method, library, *qkv, is_causal=case.is_causal) for qkv in draws)
+
+    return {method: _reference.measure(ours(method), exact) for method in methods}
+
+
+def summaries(results: list[Result]) -> list[Summary]:
+    """Average and worst by source, then method, both in the order in which they come."""
+    pairs = dict.fromkeys((result.source, result.method) for result in results)
+    order = list(dict.fromkeys(source for source, _ in pairs))
+    return [_summary(source, method, [r.accuracy for r in results if (r.source, r.method) == (source, method)])
+            for source, method in sorted(pairs, key=lambda pair: order.index(pair[0]))]
+
+
+def _summary(source: str, method: str, values: list[Accuracy]) -> Summary:
+    cosines, l1s, rmses = zip(*((value.cosine, value.relative_l1, value.rmse) for value in values))
+    return Summary(source, method, Accuracy(fmean(cosines), fmean(l1s), fmean(rmses)),
+                   Accuracy(min(cosines), max(l1s), max(rmses)))
+
+
+def markdown(table: Table, results: list[Result]) -> str:
+    """Title and table."""
+    rows = [common.table_row(summary.cells()) for summary in summaries(results)]
+    return "\n".join([f"### {table.title}", "", common.table_head(COLUMNS, texts=2), *rows, ""])
+
+
+def _cells(accuracy: Accuracy) -> list[str]:
+    return [f"{accuracy.cosine:.5f}", f"{accuracy.relative_l1:.4f}", f"{accuracy.rmse:.2e}"]
+
+
+def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
