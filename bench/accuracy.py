@@ -184,15 +184,19 @@ def named_file(text: str) -> tuple[str, Path]:
 def measure_tables(arguments: argparse.Namespace, library: Library) -> int:
     plot = import_plot() if arguments.plot else None  # before the long part
     chosen = [table for table in accuracy_tables.tables() if table.name in arguments.only]
-    lines = header(arguments, library)
+    lines, device = header(arguments, library), torch.device(arguments.device)
     with torch.inference_mode():
-        results = accuracy_tables.measure(chosen, table_cases(arguments), library, torch.device(arguments.device),
+        cases = table_cases(arguments)
+        results = accuracy_tables.measure(chosen, cases, library, device,
                                           lambda done: print(done, file=sys.stderr, flush=True))
+        traits = {case: accuracy_tables.traits(case, library, device) for case in cases if not case.long}
     text = "\n".join([*(f"- {name}: {value}" for name, value in lines.items()), "",
-                      *(accuracy_tables.markdown(table, results[table.name]) for table in chosen)])
+                      *(accuracy_tables.markdown(table, results[table.name]) for table in chosen),
+                      accuracy_tables.traits_markdown(traits)])
     print(text)
     values = {"header": lines, "tables": [{"name": table.name, "title": table.title, "rows": [
-        result.to_json() for result in results[table.name]]} for table in chosen]}
+        result.to_json() for result in results[table.name]]} for table in chosen], "traits": [
+        {"source": case.source, "case": case.name, **asdict(found)} for case, found in traits.items()]}
     common.write_json(arguments.json, values)
     if arguments.markdown:
         arguments.markdown.write_text(text)

@@ -56,8 +56,9 @@ DEFAULT = {8: Method(bits=8, smoothing="k"), 4: Method(bits=4, smoothing="qk")}
 
 
 def tables() -> list[Table]:
-    per_bits = [table for bits in (4, 8) for table in (granularity(bits), smoothing(bits), pv_types(bits))]
-    return [*per_bits, smooth_v(0.0), smooth_v(V_BIAS), accumulators(0.0), accumulators(V_BIAS), bits_and_pv()]
+    per_bits = [table(bits) for table in (granularity, smoothing, pv_types) for bits in (4, 8)]
+    per_bias = [table(v_bias) for table in (smooth_v, accumulators) for v_bias in (0.0, V_BIAS)]
+    return [*per_bits, *per_bias, bits_and_pv()]
 
 
 def exact_pv(method: Method) -> Method:
@@ -150,7 +151,7 @@ def _draw(kind: str, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], seed: 
 
 
 def demo_cases() -> list[Case]:
-    """Every layer of the model of `python -m sage_aot demo`, all texts together; UnsupportedError without its packages."""
+    """Every layer of the model of `python -m sage_aot demo`, all texts together; UnsupportedError without it."""
     workload = _demo._transformer_workload(torch.device("cpu"))
     return [Case(DEMO, f"layer {layer}", False, draws) for layer, draws in workload.layers.items()]
 
@@ -167,6 +168,75 @@ def model_cases(name: str, file: Path) -> list[Case]:
                             f"layer; it has none")
     return [Case(name, f"layer {i}, head dim {qkv[0].shape[3]}", True, [qkv])
             for i, qkv in enumerate(module.activations())]
+
+
+# --- what the inputs are like -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What decides the order of the methods on a case. A step is what one unit of the 4-bit integer scores is worth."""
+
+    q_offset: float  # share of Q's energy (sum of squares) that the means of its tiles hold: what smoothing Q removes
+    k_offset: float  # likewise K's, in its mean over the sequence
+    hadamard: float  # step with HadmdAttn over the step without any smoothing
+    smooth_attn: float  # likewise
+    smooth_k: float
+    smooth_q: float
+    smooth_qk: float
+    rotated: float  # step with smoothing and rotation over the step with smoothing
+    per_token: float  # step per token over the step per thread, Q and K smoothed
+    below_int8: float  # share of P's sum in values that INT8 rounds to zero: below 1/254 of their row's largest
+
+
+TRAITS = ("inputs", "Q in its means", "K in its mean", "HadmdAttn", "SmoothAttn", "smooth K", "smooth Q", "smooth Q+K",
+          "rotated", "per token", "P below INT8")
+TRAITS_TEXT = """### What the inputs are like
+
+The share of the sum of squares of Q and K in the means that smoothing subtracts; the step of the integer scores of a
+method over that of the method without it (4 bits; the last two over smooth Q+K per thread); the share of P's sum that
+lies below half a step of INT8. Averages over the cases.
+"""
+
+
+def traits(case: Case, library: Library, device: torch.device) -> Traits:
+    """Of the last draw of a case: for the demo model that is its long text."""
+    q, k, v = (x.to(device) for x in case.draws[-1])
+    base = Method(bits=4, smoothing="")
+    smooth = replace(base, smoothing="qk")
+
+    def ratio(changed: Method, to: Method) -> float:
+        return emulator.score_step(changed, library, q, k, v) / emulator.score_step(to, library, q, k, v)
+
+    (_, _, raw), (_, _, less) = (emulator.prepare(method, library, q, k, v) for method in (base, smooth))
+    offsets = (1 - (less.q.square().sum() / raw.q.square().sum()).item(),
+               1 - (less.k.square().sum() / raw.k.square().sum()).item())
+    changes = ({"transform": "hadamard"}, {"transform": "smooth_attn"}, {"smoothing": "k"}, {"smoothing": "q"},
+               {"smoothing": "qk"})
+    return Traits(*offsets, *(ratio(replace(base, **change), base) for change in changes),
+                  ratio(replace(smooth, transform="hadamard"), smooth),
+                  ratio(replace(smooth, granularity="token"), smooth), below_int8(q, k, case.is_causal))
+
+
+def below_int8(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> float:
+    """Share of P's sum in values below 1/254 of their row's largest, over the last rows; bottom-right causal."""
+    rows = min(LONG_QUERIES, q.shape[2])
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = q[:, :, -rows:].float() @ k.float().transpose(2, 3) * q.shape[3] ** -0.5
+    if is_causal:
+        last_key = torch.arange(k.shape[2] - rows, k.shape[2], device=q.device)
+        scores.masked_fill_(torch.arange(k.shape[2], device=q.device) > last_key[:, None], -torch.inf)
+    p = (scores - scores.amax(-1, keepdim=True)).exp()
+    return (torch.where(p < 1 / 254, p, 0.0).sum(-1) / p.sum(-1)).mean().item()
+
+
+def traits_markdown(found: dict[Case, Traits]) -> str:
+    """Title, explanation, and the averages by source."""
+    rows = []
+    for source in dict.fromkeys(case.source for case in found):
+        values = [asdict(traits).values() for case, traits in found.items() if case.source == source]
+        rows.append(common.table_row([source, *(f"{fmean(column):.3f}" for column in zip(*values))]))
+    return "\n".join([TRAITS_TEXT, common.table_head(TRAITS), *rows, ""])
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

@@ -75,21 +75,45 @@ class Inputs:
     delta_s: torch.Tensor | None  # [batch, heads, query tiles, keys], log2 units: mean of Q · K; None: Q not smoothed
 
 
-def kernels_for(problem: Problem, library: Library) -> Kernels:
-    """The kernels whose tiles and orders are followed; the emulator has masks and smoothing of its own."""
-    return common.kernels_of(ARCH, problem, library)
+@dataclass(frozen=True)
+class Quantized:
+    """Inputs in the types of the matrix products, as f32, with a scale per row, key and channel of V; heads as of Q."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_scale: torch.Tensor  # [batch, heads, rows]
+    k_scale: torch.Tensor  # [batch, heads, keys]
+    v_scale: torch.Tensor  # [batch, heads, headdim]
 
 
 def attention(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
               is_causal: bool = False) -> torch.Tensor:
     """Output [batch, heads, seq, headdim] f32 of f16 or bf16 tensors, all finite."""
+    problem, tile, inputs = prepare(method, library, q, k, v, is_causal=is_causal)
+    with q.device:
+        out = attend(method, problem, tile, inputs, quantize(method, problem, tile, inputs))
+    return out[:, :, : problem.seqlen_q, : problem.headdim]
+
+
+def score_step(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    """What one unit of the integer scores is worth, in log2 units: geometric mean over rows times that over keys."""
+    problem, tile, inputs = prepare(method, library, q, k, v)
+    with q.device:
+        quantized = quantize(method, problem, tile, inputs)
+    q_scale, k_scale = quantized.q_scale[:, :, : problem.seqlen_q], quantized.k_scale[:, :, : problem.seqlen_kv]
+    return (q_scale.log().mean() + k_scale.log().mean()).exp().item()
+
+
+def prepare(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+            is_causal: bool = False) -> tuple[Problem, Tile, Inputs]:
+    """All that comes before quantization."""
     problem = check(q, k, v, is_causal=is_causal, qk_bits=method.bits, smooth_q="q" in method.smoothing,
                     smooth_k="k" in method.smoothing, smooth_v=method.smooth_v)
-    kernels = kernels_for(problem, library)
+    kernels = common.kernels_of(ARCH, problem, library)
     with q.device:  # where the factories that _emulate calls put what they make
         inputs = smooth(problem, kernels, *TRANSFORMS[method.transform](q.float(), k.float()), v.float())
-        out = attend(method, problem, kernels.attn.tile, inputs)
-    return out[:, :, : problem.seqlen_q, : problem.headdim]
+    return problem, kernels.attn.tile, inputs
 
 
 # --- before quantization ----------------------------------------------------------------------------------------------
@@ -108,7 +132,7 @@ def smooth_attn(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q and K times one random Hadamard matrix, orthogonal, so that q·k stays. Source: QuaRot (Ashkboos et al., 2024)."""
+    """Q and K times one random Hadamard matrix, orthogonal, so that q·k stays. Source: QuaRot, 2024."""
     matrix = random_hadamard(q.shape[-1]).to(q.device)
     return q @ matrix, k @ matrix
 
@@ -130,7 +154,7 @@ TRANSFORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor,
 
 
 def smooth(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
-    """Padded inputs less their means, in the order of _emulate.quantize; the row bias is left out, no softmax sees it."""
+    """Padded inputs less their means, in the order of _emulate.quantize, less the row bias, which no softmax sees."""
     tile, headdim = kernels.attn.tile, kernels.attn.spec.headdim
     q = _emulate._pad(q, tile.block_m, headdim) * torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
     k, v = (_emulate._pad(x, tile.block_n, headdim) for x in (k, v))
@@ -178,6 +202,15 @@ def range_of(method: Method) -> Range:
     return RANGE_F16_ACCUMULATOR if method.accumulator == "two_level_f16" else RANGES[method.pv]
 
 
+def quantize(method: Method, problem: Problem, tile: Tile, inputs: Inputs) -> Quantized:
+    """Q, K and V by the method."""
+    q_groups, k_groups = GROUPS[method.granularity]
+    q, q_scale = _emulate._quantize_rows(inputs.q, q_groups(inputs.q.shape[2], tile), method.bits)
+    k_and_scale = _emulate._quantize_rows(inputs.k, k_groups(inputs.k.shape[2], tile), method.bits)
+    k, k_scale, v, v_scale = (_per_q_head(problem, x) for x in (*k_and_scale, *quantize_v(inputs.v, method)))
+    return Quantized(q, k, v, q_scale, k_scale, v_scale)
+
+
 def quantize_v(v: torch.Tensor, method: Method) -> tuple[torch.Tensor, torch.Tensor]:
     """V in its type, and a scale per channel [batch, kv heads, headdim]."""
     amax, limit = v.abs().amax(2), range_of(method).v
@@ -193,27 +226,23 @@ ACCUMULATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "two_level": _emulate._keep_13_bits,
     "two_level_f16": lambda x: x.half().float(),
 }
-"""What the accumulator of P·V keeps after each product: all; 13 mantissa bits, one accumulator for all keys or a fresh one
-per tile; or f16, a fresh one per tile."""
+"""What the accumulator of P·V keeps after each product: all; 13 mantissa bits, in one accumulator for all keys or in a
+fresh one per tile; or f16, in a fresh one per tile."""
 
 
-def attend(method: Method, problem: Problem, tile: Tile, inputs: Inputs) -> torch.Tensor:
+def attend(method: Method, problem: Problem, tile: Tile, inputs: Inputs, quantized: Quantized) -> torch.Tensor:
     """Attention tile by tile as in _emulate.attend: output [batch, heads, rows, headdim], rows padded."""
-    q_groups, k_groups = GROUPS[method.granularity]
-    rows, keys = inputs.q.shape[2], inputs.k.shape[2]
-    q, q_scale = _emulate._quantize_rows(inputs.q, q_groups(rows, tile), method.bits)
-    k_hat = _emulate._quantize_rows(inputs.k, k_groups(keys, tile), method.bits)
-    k, k_scale, v, v_scale, v_mean = (_per_q_head(problem, x) for x in (
-        *k_hat, *quantize_v(inputs.v, method), inputs.v_mean))
+    q, k, v = quantized.q, quantized.k, quantized.v
+    rows, keys = q.shape[2], k.shape[2]
     like, top = softmax_of(method)
     limit = _emulate._key_limit(problem, rows)
-    acc_o, row_sum = torch.zeros_like(inputs.q), torch.zeros_like(q_scale)
-    row_ref = torch.full_like(q_scale, _emulate.NO_REFERENCE)
+    acc_o, row_sum = torch.zeros_like(q), torch.zeros_like(quantized.q_scale)
+    row_ref = torch.full_like(row_sum, _emulate.NO_REFERENCE)
 
     for first in range(0, min(keys, int(limit.max())), tile.block_n):
         part = slice(first, first + tile.block_n)
         scores = q @ k[:, :, part].transpose(2, 3)  # exact: integers below 2^24
-        scale = _emulate._score_scale(q_scale[..., None] * k_scale[:, :, None, part])
+        scale = _emulate._score_scale(quantized.q_scale[..., None] * quantized.k_scale[:, :, None, part])
         if inputs.delta_s is not None:
             delta = inputs.delta_s[..., part].repeat_interleave(tile.block_m, 2)
             scores, scale = _emulate._add_delta(scores, scale, delta), torch.ones_like(scale)
@@ -223,8 +252,8 @@ def attend(method: Method, problem: Problem, tile: Tile, inputs: Inputs) -> torc
         acc_o = accumulate(acc_o * alpha[..., None], ROUNDING[method.pv](p * top), v[:, :, part], method.accumulator)
 
     factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0)
-    mean = torch.where(row_sum[..., None] > 0, v_mean[:, :, None], 0.0)
-    return acc_o * factor[..., None] * (v_scale / top)[:, :, None] + mean
+    mean = torch.where(row_sum[..., None] > 0, _per_q_head(problem, inputs.v_mean)[:, :, None], 0.0)
+    return acc_o * factor[..., None] * (quantized.v_scale / top)[:, :, None] + mean
 
 
 def softmax_of(method: Method) -> tuple[str, float]:

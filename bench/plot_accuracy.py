@@ -11,6 +11,7 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from accuracy_tables import Result, Summary, summaries
 
@@ -32,12 +33,12 @@ def main() -> None:
 def draw(values: dict) -> Figure:
     """A panel per table of the JSON."""
     rows = -(-len(values["tables"]) // PANELS_PER_ROW)
-    figure = Figure(figsize=(6.4 * PANELS_PER_ROW, 3.3 * rows + 0.6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(7.0 * PANELS_PER_ROW, 3.3 * rows + 0.6), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(rows, PANELS_PER_ROW, squeeze=False).flat
+    grid = list(figure.subplots(rows, PANELS_PER_ROW, squeeze=False).flat)
     for axes, table in zip(grid, values["tables"]):
         draw_table(axes, table["title"], summaries([Result.from_json(row) for row in table["rows"]]))
-    for axes in list(grid)[len(values["tables"]):]:
+    for axes in grid[len(values["tables"]):]:
         axes.remove()
     figure.suptitle("Relative L1 error against float64 attention: bars average, lines worst", fontsize=11)
     return figure
@@ -54,9 +55,11 @@ def draw_table(axes: object, title: str, rows: list[Summary]) -> None:
         axes.bar(x, average, width * 0.92, color=COLORS[i % len(COLORS)], label=source)
         axes.vlines(x, average, worst, color="#555555", linewidth=1.0)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks(range(len(methods)), [method.replace(", ", ",\n") for method in methods], fontsize=7)
-    axes.set_title(title, fontsize=9)
-    axes.legend(frameon=False, fontsize=7, ncols=len(sources), loc="lower center", bbox_to_anchor=(0.5, 0.98))
+    axes.set_title(title, fontsize=9, pad=20)
+    axes.legend(frameon=False, fontsize=7, ncols=len(sources), loc="lower center", bbox_to_anchor=(0.5, 0.99))
     axes.grid(axis="y", color="#e6e6e6")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
