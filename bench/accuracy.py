@@ -18,6 +18,7 @@ import itertools
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -157,6 +158,9 @@ def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--activations", type=named_file, action="append", default=[], metavar="NAME=FILE",
                         help="also on what the function activations() of this Python file yields: (q, k, v) per layer "
                         "of a causal model; can be given several times")
+    parser.add_argument("--windows", type=int, default=0, metavar="COUNT",
+                        help="let those models whose file has bits_per_byte(attend, windows, device) read so many "
+                        "windows of their text with each attention, too (default: %(default)s)")
     parser.add_argument("--no-demo", action="store_true", help="not on the model of `python -m sage_aot demo`")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu", help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: %(default)s)")
@@ -185,18 +189,23 @@ def measure_tables(arguments: argparse.Namespace, library: Library) -> int:
     plot = import_plot() if arguments.plot else None  # before the long part
     chosen = [table for table in accuracy_tables.tables() if table.name in arguments.only]
     lines, device = header(arguments, library), torch.device(arguments.device)
+    models = {name: accuracy_tables.load_model(name, file) for name, file in arguments.activations}
     with torch.inference_mode():
-        cases = table_cases(arguments)
+        cases = table_cases(arguments, models)
         results = accuracy_tables.measure(chosen, cases, library, device,
                                           lambda done: print(done, file=sys.stderr, flush=True))
         traits = {case: accuracy_tables.traits(case, library, device) for case in cases if not case.long}
+        read = {name: accuracy_tables.bits_per_byte(model, arguments.windows, library, device)
+                for name, model in models.items() if arguments.windows and hasattr(model, "bits_per_byte")}
     text = "\n".join([*(f"- {name}: {value}" for name, value in lines.items()), "",
                       *(accuracy_tables.markdown(table, results[table.name]) for table in chosen),
+                      *([accuracy_tables.bits_per_byte_markdown(read)] if read else []),
                       accuracy_tables.traits_markdown(traits)])
     print(text)
     values = {"header": lines, "tables": [{"name": table.name, "title": table.title, "rows": [
         result.to_json() for result in results[table.name]]} for table in chosen], "traits": [
-        {"source": case.source, "case": case.name, **asdict(found)} for case, found in traits.items()]}
+        {"source": case.source, "case": case.name, **asdict(found)} for case, found in traits.items()],
+        "bits_per_byte": read}
     common.write_json(arguments.json, values)
     if arguments.markdown:
         arguments.markdown.write_text(text)
@@ -213,7 +222,7 @@ def import_plot() -> object:
     return plot_accuracy
 
 
-def table_cases(arguments: argparse.Namespace) -> list[accuracy_tables.Case]:
+def table_cases(arguments: argparse.Namespace, models: dict[str, ModuleType]) -> list[accuracy_tables.Case]:
     """Input classes, demo model, other models; then the cases of many keys."""
     kinds, headdims = _reference.INPUT_CLASSES, arguments.headdim
     found = accuracy_tables.class_cases(kinds, headdims, arguments.mask, arguments.seqlen, arguments.batch,
@@ -223,8 +232,8 @@ def table_cases(arguments: argparse.Namespace) -> list[accuracy_tables.Case]:
             found += accuracy_tables.demo_cases()
         except UnsupportedError as error:
             print(f"without the demo model: {error}", file=sys.stderr)
-    for name, file in arguments.activations:
-        found += accuracy_tables.model_cases(name, file)
+    for name, model in models.items():
+        found += accuracy_tables.model_cases(name, model)
     return found + accuracy_tables.long_cases(kinds, headdims, arguments.long_seqlen, arguments.heads, arguments.seed)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from types import ModuleType
 
 import torch
 
@@ -156,8 +157,8 @@ def demo_cases() -> list[Case]:
     return [Case(DEMO, f"layer {layer}", False, draws) for layer, draws in workload.layers.items()]
 
 
-def model_cases(name: str, file: Path) -> list[Case]:
-    """What `activations()` of a Python file yields: (q, k, v) per layer of a causal model."""
+def load_model(name: str, file: Path) -> ModuleType:
+    """A Python file with `activations()`, which yields (q, k, v) per layer of a causal model."""
     spec = importlib.util.spec_from_file_location("activations", file)
     if spec is None or not file.is_file():
         raise ArgumentError(f"--activations: expected a Python file after {name}=, got {file}")
@@ -166,8 +167,12 @@ def model_cases(name: str, file: Path) -> list[Case]:
     if not hasattr(module, "activations"):
         raise ArgumentError(f"--activations: expected a function activations() in {file}, which yields (q, k, v) per "
                             f"layer; it has none")
+    return module
+
+
+def model_cases(name: str, model: ModuleType) -> list[Case]:
     return [Case(name, f"layer {i}, head dim {qkv[0].shape[3]}", True, [qkv])
-            for i, qkv in enumerate(module.activations())]
+            for i, qkv in enumerate(model.activations())]
 
 
 # --- what the inputs are like -----------------------------------------------------------------------------------------
@@ -237,6 +242,37 @@ def traits_markdown(found: dict[Case, Traits]) -> str:
         values = [asdict(traits).values() for case, traits in found.items() if case.source == source]
         rows.append(common.table_row([source, *(f"{fmean(column):.3f}" for column in zip(*values))]))
     return "\n".join([TRAITS_TEXT, common.table_head(TRAITS), *rows, ""])
+
+
+# --- what a model makes of it -----------------------------------------------------------------------------------------
+
+BITS_PER_BYTE_TEXT = """### Bits per byte of a model, above those with exact attention
+
+"""
+
+
+def bits_per_byte(model: ModuleType, windows: int, library: Library, device: torch.device) -> dict[str, float]:
+    """Of the model's own test text with exact attention, then what each method of the table of bits adds.
+
+    The model's bits_per_byte(attend, windows, device) takes a causal attention of f16 or bf16 tensors.
+    """
+    def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return _reference.attention(q, k, v, is_causal=True)[0].to(q.dtype)
+
+    def quantized(method: Method) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        return lambda q, k, v: emulator.attention(method, library, q, k, v, is_causal=True).to(q.dtype)
+
+    methods = bits_and_pv().methods | {"4 bits, E4M3, not smoothed": replace(DEFAULT[4], smoothing="")}
+    base = model.bits_per_byte(exact, windows, device)
+    return {"exact": base} | {words: model.bits_per_byte(quantized(method), windows, device) - base
+                              for words, method in methods.items()}
+
+
+def bits_per_byte_markdown(found: dict[str, dict[str, float]]) -> str:
+    """One row per model and method; found: by the model's name."""
+    rows = [common.table_row([name, words, f"{value:.4f}" if words == "exact" else f"{value:+.4f}"])
+            for name, values in found.items() for words, value in values.items()]
+    return "\n".join([BITS_PER_BYTE_TEXT + common.table_head(("model", "method", "bits per byte"), texts=2), *rows, ""])
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

@@ -311,7 +311,22 @@ def test_tables_take_activations_of_other_models(monkeypatch, capsys, tmp_path):
     (tmp_path / "empty.py").write_text("")
     for file, message in (("empty.py", "activations()"), ("none.py", "expected a Python file")):
         with pytest.raises(ArgumentError, match=message.replace("(", r"\(").replace(")", r"\)")):
-            accuracy_tables.model_cases("my model", tmp_path / file)
+            accuracy_tables.load_model("my model", tmp_path / file)
+
+
+def test_tables_let_other_models_read(monkeypatch, capsys, tmp_path):
+    (tmp_path / "model.py").write_text(
+        "import torch\nqkv = torch.randn(3, 1, 1, 70, 64, generator=torch.Generator().manual_seed(0)).bfloat16()\n"
+        "def activations():\n    yield qkv\n"
+        "def bits_per_byte(attend, windows, device):\n    return windows + attend(*qkv)[0, 0, 69, 0].double().item()\n")
+    qkv = accuracy_tables.load_model("m", tmp_path / "model.py").qkv
+    exact = _reference.attention(*qkv, is_causal=True)[0].bfloat16()[0, 0, 69, 0].item()
+    ours = emulator.attention(Method(bits=4, smoothing="qk"), default_library(), *qkv, is_causal=True).bfloat16()
+    assert run(monkeypatch, "tables", *SMALL, "--no-demo", "--only", "bits", "--windows", 3, "--activations",
+               f"m={tmp_path / 'model.py'}") == 0
+    printed = capsys.readouterr().out
+    assert f"| m | exact | {3 + exact:.4f} |" in printed
+    assert f"| m | 4 bits, E4M3 | {ours[0, 0, 69, 0].item() - exact:+.4f} |" in printed
 
 
 def test_tables_use_the_demo_model_where_it_is_installed(monkeypatch, capsys):
