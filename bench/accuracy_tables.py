@@ -59,7 +59,7 @@ DEFAULT = {8: Method(bits=8, smoothing="k"), 4: Method(bits=4, smoothing="qk")}
 def tables() -> list[Table]:
     per_bits = [table(bits) for table in (granularity, smoothing, pv_types) for bits in (4, 8)]
     per_bias = [table(v_bias) for table in (smooth_v, accumulators) for v_bias in (0.0, V_BIAS)]
-    return [*per_bits, *per_bias, bits_and_pv()]
+    return [*per_bits, pv_types_biased(), *per_bias, bits_and_pv()]
 
 
 def exact_pv(method: Method) -> Method:
@@ -85,10 +85,19 @@ def smoothing(bits: int) -> Table:
     return Table(f"smoothing-{bits}", f"Smoothing of Q and K, {bits} bits per thread, P and V in f16", methods)
 
 
+PV_TYPES = {"INT8": "int8", "E5M2": "e5m2", "E4M3": "e4m3", "f16": "f16"}
+"""By the paper's words for them."""
+
+
 def pv_types(bits: int) -> Table:
-    types = {"INT8": "int8", "E5M2": "e5m2", "E4M3": "e4m3", "f16": "f16"}
-    methods = {name: replace(DEFAULT[bits], pv=pv, accumulator="f32") for name, pv in types.items()}
+    methods = {name: replace(DEFAULT[bits], pv=pv, accumulator="f32") for name, pv in PV_TYPES.items()}
     return Table(f"pv-{bits}", f"Type of P and V, Q and K in {bits} bits as by default, f32 accumulators", methods)
+
+
+def pv_types_biased() -> Table:
+    plain = pv_types(8)
+    smoothed = {f"{name}, V smoothed": replace(plain.methods[name], smooth_v=True) for name in ("INT8", "E4M3")}
+    return Table(*_biased(plain.name, plain.title, V_BIAS), plain.methods | smoothed, V_BIAS)
 
 
 def smooth_v(v_bias: float) -> Table:
