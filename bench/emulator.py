@@ -44,6 +44,7 @@ class Method:
     pv: str = "e4m3"  # type of P and V: a key of ROUNDING
     accumulator: str = "two_level"  # of P·V: a key of ACCUMULATORS
     smooth_v: bool = False
+    clip: float = 1.0  # share of a group's largest value of Q or K that the integers reach up to
 
     def __post_init__(self) -> None:
         if self.pv in ("int8", "f16") and self.accumulator != "f32":
@@ -205,10 +206,19 @@ def range_of(method: Method) -> Range:
 def quantize(method: Method, problem: Problem, tile: Tile, inputs: Inputs) -> Quantized:
     """Q, K and V by the method."""
     q_groups, k_groups = GROUPS[method.granularity]
-    q, q_scale = _emulate._quantize_rows(inputs.q, q_groups(inputs.q.shape[2], tile), method.bits)
-    k_and_scale = _emulate._quantize_rows(inputs.k, k_groups(inputs.k.shape[2], tile), method.bits)
+    q, q_scale = quantize_rows(inputs.q, q_groups(inputs.q.shape[2], tile), method)
+    k_and_scale = quantize_rows(inputs.k, k_groups(inputs.k.shape[2], tile), method)
     k, k_scale, v, v_scale = (_per_q_head(problem, x) for x in (*k_and_scale, *quantize_v(inputs.v, method)))
     return Quantized(q, k, v, q_scale, k_scale, v_scale)
+
+
+def quantize_rows(x: torch.Tensor, groups: torch.Tensor, method: Method) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q or K as integers, and a scale per row, equal within a group."""
+    if method.clip < 1.0:
+        _, scale = _emulate._quantize_rows(x, groups, method.bits)
+        largest = (scale * _emulate.INT_LIMIT[method.bits] * method.clip)[..., None]
+        x = x.clamp(-largest, largest)
+    return _emulate._quantize_rows(x, groups, method.bits)
 
 
 def quantize_v(v: torch.Tensor, method: Method) -> tuple[torch.Tensor, torch.Tensor]:

@@ -126,6 +126,14 @@ def test_every_group_fills_its_range_and_rounds_to_nearest(granularity, bits):
         assert ((integers * scale[..., None] - x).abs() <= 0.5001 * scale[..., None]).all()
 
 
+def test_clipping_narrows_the_range_of_each_group():
+    x = torch.tensor([[7.0, -5.0, 2.9], [14.0, 3.0, -14.0]])[None, None]
+    method = Method(bits=4, clip=0.5)
+    integers, scale = emulator.quantize_rows(x, torch.arange(2), method)
+    assert scale.flatten().tolist() == [0.5, 1.0]
+    assert integers[0, 0].tolist() == [[7.0, -7.0, 6.0], [7.0, 3.0, -7.0]]
+
+
 def test_finer_granularity_is_never_worse_on_outliers():
     q, k, _ = (x.float() for x in draw(q_shape=(1, 2, 512, 64), kv_shape=(1, 2, 512, 64)))
     for side, x in enumerate((q, k)):
