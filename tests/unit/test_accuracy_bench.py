@@ -59,6 +59,20 @@ def test_equals_the_kernels_emulation(arch, method, headdim, is_causal):
     assert torch.equal(emulator.attention(method, default_library(), q, k, v, is_causal=is_causal), expected)
 
 
+@pytest.mark.parametrize("method", [
+    Method(bits=4, smoothing="qk", smooth_v=True, transform="hadamard", clip=0.8),
+    Method(transform="smooth_attn", granularity="tensor", pv="int8", accumulator="f32"),
+    Method(granularity="token", accumulator="single"),
+    Method(granularity="block", accumulator="two_level_f16"),
+], ids=str)
+def test_everything_is_made_where_the_inputs_are(method):
+    case = accuracy_tables.Case("s", "c", True, [draw()])
+    expected = emulator.attention(method, default_library(), *case.draws[0], is_causal=True)
+    with torch.device("meta"):  # where tensors go that are made without a word about it: operations with them fail
+        assert torch.equal(emulator.attention(method, default_library(), *case.draws[0], is_causal=True), expected)
+        assert accuracy_tables.traits(case, default_library(), torch.device("cpu")).per_token < 1
+
+
 # --- before quantization ----------------------------------------------------------------------------------------------
 
 
