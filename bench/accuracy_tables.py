@@ -206,16 +206,16 @@ class Traits:
     smooth_qk: float
     rotated: float  # step with smoothing and rotation over the step with smoothing
     per_token: float  # step per token over the step per thread, Q and K smoothed
-    below_int8: float  # share of P's sum in values that INT8 rounds to zero: below 1/254 of their row's largest
+    int8_loss: float  # share of P's sum that is lost when P is rounded to INT8
 
 
 TRAITS = ("inputs", "Q in its means", "K in its mean", "HadmdAttn", "SmoothAttn", "smooth K", "smooth Q", "smooth Q+K",
-          "rotated", "per token", "P below INT8")
+          "rotated", "per token", "P lost in INT8")
 TRAITS_TEXT = """### What the inputs are like
 
 The share of the sum of squares of Q and K in the means that smoothing subtracts; the step of the integer scores of a
-method over that of the method without it (4 bits; the last two over smooth Q+K per thread); the share of P's sum that
-lies below half a step of INT8. Averages over the cases.
+method over that of the method without it (4 bits; "rotated" and "per token" over smooth Q+K per thread); the share of
+P's sum that is lost when P is rounded to INT8. Averages over the cases.
 """
 
 
@@ -235,19 +235,14 @@ def traits(case: Case, library: Library, device: torch.device) -> Traits:
                {"smoothing": "qk"})
     return Traits(*offsets, *(ratio(replace(base, **change), base) for change in changes),
                   ratio(replace(smooth, transform="hadamard"), smooth),
-                  ratio(replace(smooth, granularity="token"), smooth), below_int8(q, k, case.is_causal))
+                  ratio(replace(smooth, granularity="token"), smooth), int8_loss(case, library, q, k, v))
 
 
-def below_int8(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> float:
-    """Share of P's sum in values below 1/254 of their row's largest, over the last rows; bottom-right causal."""
-    rows = min(LONG_QUERIES, q.shape[2])
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = q[:, :, -rows:].float() @ k.float().transpose(2, 3) * q.shape[3] ** -0.5
-    if is_causal:
-        last_key = torch.arange(k.shape[2] - rows, k.shape[2], device=q.device)
-        scores.masked_fill_(torch.arange(k.shape[2], device=q.device) > last_key[:, None], -torch.inf)
-    p = (scores - scores.amax(-1, keepdim=True)).exp()
-    return (torch.where(p < 1 / 254, p, 0.0).sum(-1) / p.sum(-1)).mean().item()
+def int8_loss(case: Case, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    """What is missing from an output of ones: with V all ones it is P's rounded sum over its sum."""
+    ones = torch.ones_like(v)
+    out = emulator.attention(pv_types(8).methods["INT8"], library, q, k, ones, is_causal=case.is_causal)
+    return 1 - out.mean().item()
 
 
 def traits_markdown(found: dict[Case, Traits]) -> str:
