@@ -284,10 +284,11 @@ def test_score_step_is_the_product_of_the_scales():
 def test_share_of_p_that_int8_loses():
     q = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
     k = torch.zeros(1, 1, 50, 64, dtype=torch.bfloat16)
-    q[..., 0], k[..., 0, 0], k[..., 1, 0] = 8.0, 6.0, 1.0  # P: one key at 1, one at e^-5, the rest at e^-6 < 1/254
+    q[..., 0], k[..., 0, 0], k[..., 1, 0] = 8.0, 6.0, 1.0  # P: one key at 1, one at e^-5, the rest at e^-6 < 1/254,
+    k[..., 49, 0] = 6.0  # and the last, which only the last query sees, at 1
     case = accuracy_tables.Case("s", "c", True, [(q, k, k)])
-    p = torch.tensor([1.0, math.exp(-5.0), *[math.exp(-6.0)] * 48], dtype=torch.float64)
-    kept = (1 + 1 / 127) / torch.stack([p[:49].sum(), p.sum()])
+    p = torch.tensor([1.0, math.exp(-5.0), *[math.exp(-6.0)] * 47, 1.0], dtype=torch.float64)
+    kept = torch.tensor([1 + 1 / 127, 2 + 1 / 127]) / torch.stack([p[:49].sum(), p.sum()])
     loss = accuracy_tables.int8_loss(case, default_library(), q, k, k)
     assert loss == pytest.approx(1 - kept.mean().item(), rel=0.02)
 
