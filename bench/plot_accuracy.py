@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -19,6 +20,7 @@ COLORS = ("#2a6fbb", "#d1495b", "#2f9e6e", "#e0912f", "#7b5ea7", "#4d525a")
 """By the order in which the sources of a table come."""
 
 PANELS_PER_ROW = 2
+LEGEND_COLUMNS = 4
 
 
 def main() -> None:
@@ -55,11 +57,13 @@ def draw_table(axes: object, title: str, rows: list[Summary]) -> None:
         axes.bar(x, average, width * 0.92, color=COLORS[i % len(COLORS)], label=source)
         axes.vlines(x, average, worst, color="#555555", linewidth=1.0)
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=2))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xticks(range(len(methods)), [method.replace(", ", ",\n") for method in methods], fontsize=7)
-    axes.set_title(title, fontsize=9, pad=20)
-    axes.legend(frameon=False, fontsize=7, ncols=len(sources), loc="lower center", bbox_to_anchor=(0.5, 0.99))
+    axes.set_xticks(range(len(methods)), [textwrap.fill(method, 12) for method in methods], fontsize=7)
+    axes.set_title(title, fontsize=9, pad=30)
+    legend = axes.legend(frameon=False, fontsize=7, ncols=LEGEND_COLUMNS, loc="lower center",
+                         bbox_to_anchor=(0.5, 0.98))
+    legend.set_in_layout(False)  # it may be wider than its panel, which must not make the panel narrower
     axes.grid(axis="y", color="#e6e6e6")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
