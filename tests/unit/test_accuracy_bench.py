@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -13,17 +14,17 @@ import torch
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
-import accuracy  # noqa: E402
-import accuracy_tables  # noqa: E402
-import common  # noqa: E402
-import emulator  # noqa: E402
-from emulator import GROUPS, ROUNDING, Method  # noqa: E402
-from sage_aot import _demo, _emulate, _reference  # noqa: E402
-from sage_aot._loader import default_library  # noqa: E402
-from sage_aot._problem import check  # noqa: E402
-from sage_aot._reference import Accuracy  # noqa: E402
-from sage_aot._spec import Tile  # noqa: E402
-from sage_aot.errors import ArgumentError, UnsupportedError  # noqa: E402
+import accuracy
+import accuracy_tables
+import common
+import emulator
+from emulator import GROUPS, ROUNDING, Method
+from sage_aot import _demo, _emulate, _reference
+from sage_aot._loader import default_library
+from sage_aot._problem import check
+from sage_aot._reference import Accuracy
+from sage_aot._spec import Tile
+from sage_aot.errors import ArgumentError, UnsupportedError
 
 TILE = Tile(block_m=128, block_n=64, warp_m=32, stages=2, min_blocks=2)
 F16 = {"pv": "f16", "accumulator": "f32"}
@@ -153,7 +154,7 @@ def test_finer_granularity_is_never_worse_on_outliers():
     for side, x in enumerate((q, k)):
         for bits in (4, 8):
             results = [quantized(x, side, name, bits) for name in ("token", "thread", "block", "tensor")]
-            for (fine, fine_scale, _), (coarse, coarse_scale, _) in zip(results, results[1:]):
+            for (fine, fine_scale, _), (coarse, coarse_scale, _) in itertools.pairwise(results):
                 assert (fine_scale <= coarse_scale).all() and (fine_scale < coarse_scale).any()
                 finer, coarser = ((integers * scale[..., None] - x).square().mean()
                                   for integers, scale in ((fine, fine_scale), (coarse, coarse_scale)))
