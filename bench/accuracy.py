@@ -1,25 +1,35 @@
-"""Accuracy of the kernels against attention in float64, beside torch's flash attention in bf16.
+"""Accuracy against attention in float64: of the kernels, or of the methods in the tables of the SageAttention2 paper.
 
-    python bench/accuracy.py --arch sm80,sm89 --kernels build/retarget_sm_90 --json accuracy.json
+    python bench/accuracy.py kernels --arch sm80,sm89 --kernels build/retarget_sm_90 --json accuracy.json
+    python bench/accuracy.py tables --markdown tables.md --json tables.json --plot tables.svg
 
-On a GPU it runs the kernels, with --emulate their emulation, too; with --device cpu the emulation alone. Inputs are
-seeded. The exit code is 1 where an output is so far off that its kernel must be broken.
+`kernels` runs the kernels on a GPU, beside torch's flash attention in bf16, with --emulate their emulation, too; with
+--device cpu the emulation alone. Its exit code is 1 where an output is so far off that its kernel must be broken.
+
+`tables` runs emulations of what the kernels do and of the alternatives (bench/emulator.py), on the CPU or with --device
+cuda on a GPU: on the input classes, on the activations of the model of `python -m sage_aot demo` where its packages are
+installed, and on those of other models (--activations). The kernel folder only gives the tiles. Inputs are seeded.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
 
 import torch
 
+import accuracy_tables
 import common
 from sage_aot import _cuda, _emulate, _reference
 from sage_aot._loader import Library
 from sage_aot._plan import plan
 from sage_aot._problem import check
 from sage_aot._reference import Accuracy
+from sage_aot.errors import UnsupportedError
 
 FLASH = "sdpa_flash_bf16"
 COLUMNS = ("row", "inputs", "headdim", "mask", "N", "cosine", "relative L1", "RMSE")
@@ -57,29 +67,47 @@ def main() -> int:
     if arguments.device == "cuda":
         common.require_cuda()
     library = common.use_kernels(arguments.kernels)
-    archs = arguments.arch or common.default_archs(library)
-    header = common.header(library) | {
-        "inputs": f"batch {arguments.batch}, {arguments.heads} heads, bf16, seed {arguments.seed}, {arguments.device}"}
-    common.print_header(header)
-    print(common.table_head(COLUMNS))
-    rows = []
-    for case in cases(arguments):
-        for row in measure(case, archs, library, arguments):
-            print(common.table_row(row.cells()), flush=True)
-            rows.append(row)
-    common.write_json(arguments.json, {"header": header, "rows": [row.to_json() for row in rows]})
-    return 0 if all(row.accuracy.cosine >= common.MIN_COSINE for row in rows) else 1
+    return arguments.command(arguments, library)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_kernels_arguments(commands.add_parser("kernels", help="the kernels beside torch's flash attention"))
+    add_tables_arguments(commands.add_parser("tables", help="the tables of the paper, by emulation"))
+    return parser.parse_args()
+
+
+def header(arguments: argparse.Namespace, library: Library) -> dict[str, str]:
+    return common.header(library) | {
+        "inputs": f"batch {arguments.batch}, {arguments.heads} heads, bf16, seed {arguments.seed}, {arguments.device}"}
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def add_kernels_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_shape_arguments(parser, seqlen="4096", batch=2, heads=8)
     parser.add_argument("--arch", type=common.words,
                         help="whose kernels (default: every arch of the folder that can run here)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
     parser.add_argument("--emulate", action="store_true", help="on cuda: also emulate on the CPU, which is slow")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: %(default)s)")
-    return parser.parse_args()
+    parser.set_defaults(command=measure_kernels)
+
+
+def measure_kernels(arguments: argparse.Namespace, library: Library) -> int:
+    archs = arguments.arch or common.default_archs(library)
+    lines = header(arguments, library)
+    common.print_header(lines)
+    print(common.table_head(COLUMNS))
+    rows = []
+    for case in cases(arguments):
+        for row in measure(case, archs, library, arguments):
+            print(common.table_row(row.cells()), flush=True)
+            rows.append(row)
+    common.write_json(arguments.json, {"header": lines, "rows": [row.to_json() for row in rows]})
+    return 0 if all(row.accuracy.cosine >= common.MIN_COSINE for row in rows) else 1
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
@@ -114,6 +142,99 @@ def attention(arch: str, library: Library, qkv: list[torch.Tensor], is_causal: b
     else:
         _emulate.attention(problem, kernels, *qkv, out, None)
     return out
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
+    names = [table.name for table in accuracy_tables.tables()]
+    common.add_shape_arguments(parser, seqlen="2048", batch=1, heads=4)
+    parser.set_defaults(mask="full")
+    parser.add_argument("--only", type=table_names, default=",".join(names), metavar="TABLES",
+                        help="which tables, with commas between (default: %(default)s)")
+    parser.add_argument("--long-seqlen", type=common.integers, default="2048,8192,32768",
+                        help="keys, for the tables of accumulators (default: %(default)s)")
+    parser.add_argument("--activations", type=named_file, action="append", default=[], metavar="NAME=FILE",
+                        help="also on what the function activations() of this Python file yields: (q, k, v) per layer "
+                        "of a causal model; can be given several times")
+    parser.add_argument("--windows", type=int, default=0, metavar="COUNT",
+                        help="let those models whose file has bits_per_byte(attend, windows, device) read so many "
+                        "windows of their text with each attention, too (default: %(default)s)")
+    parser.add_argument("--no-demo", action="store_true", help="not on the model of `python -m sage_aot demo`")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: %(default)s)")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them here: SVG or PNG; needs matplotlib")
+    parser.set_defaults(command=measure_tables)
+
+
+def table_names(text: str) -> list[str]:
+    """``"bits,pv-4"`` → ``["bits", "pv-4"]``; argparse reports what is no table."""
+    names, known = common.words(text), [table.name for table in accuracy_tables.tables()]
+    if not set(names) <= set(known):
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {text!r}")
+    return names
+
+
+def named_file(text: str) -> tuple[str, Path]:
+    """``"language model=lm.py"`` → ``("language model", Path("lm.py"))``."""
+    name, equals, file = text.partition("=")
+    if not (name and equals and file):
+        raise argparse.ArgumentTypeError(f"expected NAME=FILE, got {text!r}")
+    return name, Path(file)
+
+
+def measure_tables(arguments: argparse.Namespace, library: Library) -> int:
+    plot = import_plot() if arguments.plot else None  # before the long part
+    chosen = [table for table in accuracy_tables.tables() if table.name in arguments.only]
+    lines, device = header(arguments, library), torch.device(arguments.device)
+    models = {name: accuracy_tables.load_model(name, file) for name, file in arguments.activations}
+    with torch.inference_mode():
+        cases = table_cases(arguments, models)
+        results = accuracy_tables.measure(chosen, cases, library, device,
+                                          lambda done: print(done, file=sys.stderr, flush=True))
+        traits = {case: accuracy_tables.traits(case, library, device) for case in cases if not case.long}
+        read = {name: accuracy_tables.bits_per_byte(model, arguments.windows, library, device)
+                for name, model in models.items() if arguments.windows and hasattr(model, "bits_per_byte")}
+    text = "\n".join([*(f"- {name}: {value}" for name, value in lines.items()), "",
+                      *(accuracy_tables.markdown(table, results[table.name]) for table in chosen),
+                      *([accuracy_tables.bits_per_byte_markdown(read)] if read else []),
+                      accuracy_tables.traits_markdown(traits)])
+    print(text)
+    values = {"header": lines, "tables": [{"name": table.name, "title": table.title, "rows": [
+        result.to_json() for result in results[table.name]]} for table in chosen], "traits": [
+        {"source": case.source, "case": case.name, **asdict(found)} for case, found in traits.items()],
+        "bits_per_byte": read}
+    common.write_json(arguments.json, values)
+    if arguments.markdown:
+        arguments.markdown.write_text(text)
+    if plot:
+        plot.draw(values).savefig(arguments.plot)
+    return 0
+
+
+def import_plot() -> object:
+    try:
+        import plot_accuracy
+    except ImportError as error:
+        raise UnsupportedError(f"--plot: expected matplotlib, but {error}; pip install matplotlib") from error
+    return plot_accuracy
+
+
+def table_cases(arguments: argparse.Namespace, models: dict[str, ModuleType]) -> list[accuracy_tables.Case]:
+    """Input classes, demo model, other models; then the cases of many keys."""
+    kinds, headdims = _reference.INPUT_CLASSES, arguments.headdim
+    found = accuracy_tables.class_cases(kinds, headdims, arguments.mask, arguments.seqlen, arguments.batch,
+                                        arguments.heads, arguments.seed)
+    if not arguments.no_demo:
+        try:
+            found += accuracy_tables.demo_cases()
+        except UnsupportedError as error:
+            print(f"without the demo model: {error}", file=sys.stderr)
+    for name, model in models.items():
+        found += accuracy_tables.model_cases(name, model)
+    return found + accuracy_tables.long_cases(kinds, headdims, arguments.long_seqlen, arguments.heads, arguments.seed)
 
 
 if __name__ == "__main__":

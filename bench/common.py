@@ -73,7 +73,7 @@ def run(main: Callable[[], int]) -> None:
 def require_cuda() -> None:
     if not torch.cuda.is_available():
         raise UnsupportedError(f"expected a CUDA GPU, torch {torch.__version__} finds none; use a machine with a GPU "
-                               f"and a CUDA build of torch (accuracy.py also takes --device cpu)")
+                               f"and a CUDA build of torch (`accuracy.py kernels` also takes --device cpu)")
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -161,9 +161,9 @@ def print_header(lines: dict[str, str]) -> None:
     print(flush=True)
 
 
-def table_head(columns: Sequence[str]) -> str:
-    """First two lines of a Markdown table; the first column is text, the others are numbers."""
-    return f"| {' | '.join(columns)} |\n|{'---|' + '---:|' * (len(columns) - 1)}"
+def table_head(columns: Sequence[str], texts: int = 1) -> str:
+    """First two lines of a Markdown table; the first `texts` columns are text, the others are numbers."""
+    return f"| {' | '.join(columns)} |\n|{'---|' * texts + '---:|' * (len(columns) - texts)}"
 
 
 def table_row(cells: Sequence[object]) -> str:

@@ -1,0 +1,291 @@
+"""Quantized attention with every choice of the method open: what the kernels do, and what they could have done instead.
+
+sage_aot._emulate computes what the kernels compute. This computes the alternatives of the paper's tables, too: other
+granularities of the scales, other ways to smooth, other types of P and V, other accumulators. Steps that both have are
+_emulate's own functions, so that the kernels' own method gives _emulate's bits. All arithmetic is f32 unless a cast
+says otherwise; tensors are [batch, heads, seq, headdim] on any device.
+Source: SageAttention2, sections 3.1 to 3.4 and appendix A.6; SageAttention2++ for the accumulators in f16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import common
+from sage_aot import _emulate
+from sage_aot._loader import Library
+from sage_aot._plan import LOG2_E
+from sage_aot._problem import Problem, check
+from sage_aot._select import Kernels
+from sage_aot._spec import Tile
+from sage_aot.errors import ArgumentError
+
+ARCH = "sm89"
+"""Whose tiles and orders of summation the emulation follows: the arch of FP8 P and V."""
+
+PRODUCT_KEYS = 32
+"""Keys of one FP8 or INT8 matrix product; the accumulator is rounded after each."""
+
+E5M2_LIMIT = 57344.0
+HADAMARD_SEED = 0
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to quantize attention; the default is what the sm89 kernels do at 8 bits."""
+
+    bits: int = 8  # of Q and K
+    granularity: str = "thread"  # which rows of Q and K share a scale: a key of GROUPS
+    transform: str = "none"  # what comes before smoothing: a key of TRANSFORMS
+    smoothing: str = "k"  # "", "k", "q" or "qk": which have their mean subtracted
+    pv: str = "e4m3"  # type of P and V: a key of ROUNDING
+    accumulator: str = "two_level"  # of P·V: a key of ACCUMULATORS
+    smooth_v: bool = False
+    clip: float = 1.0  # share of a group's largest value of Q or K that the integers reach up to
+
+    def __post_init__(self) -> None:
+        if self.pv in ("int8", "f16") and self.accumulator != "f32":
+            raise ArgumentError(f"accumulator: P·V in {self.pv} is exact up to f32, got {self.accumulator!r}")
+
+
+@dataclass(frozen=True)
+class Range:
+    """What P and V are scaled to before they are rounded."""
+
+    p: float  # of the largest P of a row
+    v: float | None  # of the largest V of a channel; None: a power of two that fits f16
+
+
+RANGES = {"int8": Range(127.0, 127.0), "e5m2": Range(E5M2_LIMIT, E5M2_LIMIT),
+          "e4m3": Range(_emulate.E4M3_LIMIT, _emulate.E4M3_LIMIT), "f16": Range(2.0 ** _emulate.TOP["f16"], None)}
+RANGE_F16_ACCUMULATOR = Range(224.0, 4.5)
+"""A tile's sum stays within f16: 224 · 4.5 · 64 keys = 64512 < 65504. Source: SageAttention2++."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Q, K and V as they are quantized, padded to whole tiles, and what smoothing took off them."""
+
+    q: torch.Tensor  # [batch, heads, rows, headdim], softmax scale · log2 e included
+    k: torch.Tensor  # [batch, kv heads, keys, headdim]
+    v: torch.Tensor  # likewise
+    v_mean: torch.Tensor  # [batch, kv heads, headdim]; zero where V is not smoothed
+    delta_s: torch.Tensor | None  # [batch, heads, query tiles, keys], log2 units: mean of Q · K; None: Q not smoothed
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Inputs in the types of the matrix products, as f32, with a scale per row, key and channel of V; heads as of Q."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_scale: torch.Tensor  # [batch, heads, rows]
+    k_scale: torch.Tensor  # [batch, heads, keys]
+    v_scale: torch.Tensor  # [batch, heads, headdim]
+
+
+def attention(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+              is_causal: bool = False) -> torch.Tensor:
+    """Output [batch, heads, seq, headdim] f32 of f16 or bf16 tensors, all finite."""
+    problem, tile, inputs = prepare(method, library, q, k, v, is_causal=is_causal)
+    with q.device:
+        out = attend(method, problem, tile, inputs, quantize(method, problem, tile, inputs))
+    return out[:, :, : problem.seqlen_q, : problem.headdim]
+
+
+def score_step(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    """What one unit of the integer scores is worth, in log2 units: geometric mean over rows times that over keys."""
+    problem, tile, inputs = prepare(method, library, q, k, v)
+    with q.device:
+        quantized = quantize(method, problem, tile, inputs)
+    q_scale, k_scale = quantized.q_scale[:, :, : problem.seqlen_q], quantized.k_scale[:, :, : problem.seqlen_kv]
+    return (q_scale.log().mean() + k_scale.log().mean()).exp().item()
+
+
+def prepare(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+            is_causal: bool = False) -> tuple[Problem, Tile, Inputs]:
+    """All that comes before quantization."""
+    problem = check(q, k, v, is_causal=is_causal, qk_bits=method.bits, smooth_q="q" in method.smoothing,
+                    smooth_k="k" in method.smoothing, smooth_v=method.smooth_v)
+    kernels = common.kernels_of(ARCH, problem, library)
+    with q.device:  # where the factories that _emulate calls put what they make
+        inputs = smooth(problem, kernels, *TRANSFORMS[method.transform](q.float(), k.float()), v.float())
+    return problem, kernels.attn.tile, inputs
+
+
+# --- before quantization ----------------------------------------------------------------------------------------------
+
+
+def smooth_attn(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """SmoothQuant between Q and K: each channel's range is split evenly between them (smoothing factor 0.5).
+
+    q / s and k · s with s = √(max |q| / max |k|) per head and channel, so that q·k stays. Source: Xiao et al., 2023.
+    """
+    batch, kv_heads, _, headdim = k.shape
+    q_max = q.abs().amax(2).view(batch, kv_heads, -1, headdim).amax(2)
+    k_max = k.abs().amax(2)
+    factor = torch.where((q_max > 0) & (k_max > 0), (q_max / k_max).sqrt(), 1.0)[:, :, None]
+    return q / factor.repeat_interleave(q.shape[1] // kv_heads, 1), k * factor
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q and K times one random Hadamard matrix, orthogonal, so that q·k stays. Source: QuaRot, 2024."""
+    matrix = random_hadamard(q.shape[-1]).to(q.device)
+    return q @ matrix, k @ matrix
+
+
+def random_hadamard(size: int) -> torch.Tensor:
+    """[size, size]: random signs, then the normalized Hadamard matrix of a power of two."""
+    if size & (size - 1):
+        raise ArgumentError(f"head dim: a Hadamard matrix needs a power of two, got {size}")
+    matrix = torch.ones(1, 1, device="cpu")
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    generator = torch.Generator().manual_seed(HADAMARD_SEED)
+    signs = torch.randint(0, 2, (size, 1), generator=generator, device="cpu") * 2.0 - 1.0
+    return signs * matrix / size**0.5
+
+
+TRANSFORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "none": lambda q, k: (q, k), "smooth_attn": smooth_attn, "hadamard": rotate}
+
+
+def smooth(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
+    """Padded inputs less their means, in the order of _emulate.quantize, less the row bias, which no softmax sees."""
+    tile, headdim = kernels.attn.tile, kernels.attn.spec.headdim
+    q = _emulate._pad(q, tile.block_m, headdim) * torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
+    k, v = (_emulate._pad(x, tile.block_n, headdim) for x in (k, v))
+    v_mean = torch.zeros_like(v[:, :, 0])
+    delta_s = None
+    if problem.smooth_k:
+        k = _emulate._subtract(k, _emulate._mean_over_keys(k, problem, kernels)[:, :, None], problem.seqlen_kv)
+    if problem.smooth_v:
+        v_mean = _emulate._mean_over_keys(v, problem, kernels)
+        v = _emulate._subtract(v, v_mean[:, :, None], problem.seqlen_kv)
+    if problem.smooth_q:
+        q_mean = _emulate._mean_over_rows(q, problem, kernels)
+        q = _emulate._subtract(q, q_mean.repeat_interleave(tile.block_m, 2), problem.seqlen_q)
+        delta_s = q_mean @ _per_q_head(problem, k).transpose(2, 3)
+    return Inputs(q, k, v, v_mean, delta_s)
+
+
+def _per_q_head(problem: Problem, x: torch.Tensor) -> torch.Tensor:
+    return x.repeat_interleave(problem.num_q_heads // problem.num_kv_heads, 1)
+
+
+# --- quantization -----------------------------------------------------------------------------------------------------
+
+GROUPS: dict[str, tuple[Callable[[int, Tile], torch.Tensor], Callable[[int, Tile], torch.Tensor]]] = {
+    "token": (lambda rows, tile: torch.arange(rows), lambda keys, tile: torch.arange(keys)),
+    "thread": (lambda rows, tile: _emulate._row_groups(rows, tile.warp_m),
+               lambda keys, tile: _emulate._key_groups(keys, tile.block_n)),
+    "block": (lambda rows, tile: torch.arange(rows) // tile.block_m,
+              lambda keys, tile: torch.arange(keys) // tile.block_n),
+    "tensor": (lambda rows, tile: torch.zeros(rows, dtype=torch.int64),
+               lambda keys, tile: torch.zeros(keys, dtype=torch.int64)),
+}
+"""By granularity: the scale group of each row of Q, and of each key. ``"tensor"``: a head's whole Q or K."""
+
+ROUNDING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "int8": lambda x: x.round().clamp(-127.0, 127.0),
+    "e5m2": lambda x: x.clamp(-E5M2_LIMIT, E5M2_LIMIT).to(torch.float8_e5m2).float(),
+    "e4m3": lambda x: _emulate.to_pv(x, "e4m3"),
+    "f16": lambda x: _emulate.to_pv(x, "f16"),
+}
+"""f32 values of P or V rounded to the type and back: nearest even, saturating."""
+
+
+def range_of(method: Method) -> Range:
+    return RANGE_F16_ACCUMULATOR if method.accumulator == "two_level_f16" else RANGES[method.pv]
+
+
+def quantize(method: Method, problem: Problem, tile: Tile, inputs: Inputs) -> Quantized:
+    """Q, K and V by the method."""
+    q_groups, k_groups = GROUPS[method.granularity]
+    q, q_scale = quantize_rows(inputs.q, q_groups(inputs.q.shape[2], tile), method)
+    k_and_scale = quantize_rows(inputs.k, k_groups(inputs.k.shape[2], tile), method)
+    k, k_scale, v, v_scale = (_per_q_head(problem, x) for x in (*k_and_scale, *quantize_v(inputs.v, method)))
+    return Quantized(q, k, v, q_scale, k_scale, v_scale)
+
+
+def quantize_rows(x: torch.Tensor, groups: torch.Tensor, method: Method) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q or K as integers, and a scale per row, equal within a group."""
+    if method.clip < 1.0:
+        _, scale = _emulate._quantize_rows(x, groups, method.bits)
+        largest = (scale * _emulate.INT_LIMIT[method.bits] * method.clip)[..., None]
+        x = x.clamp(-largest, largest)
+    return _emulate._quantize_rows(x, groups, method.bits)
+
+
+def quantize_v(v: torch.Tensor, method: Method) -> tuple[torch.Tensor, torch.Tensor]:
+    """V in its type, and a scale per channel [batch, kv heads, headdim]."""
+    amax, limit = v.abs().amax(2), range_of(method).v
+    scale, inv_scale = _emulate._power_of_two_scale(amax) if limit is None else _emulate._scale_to(limit, amax)
+    return ROUNDING[method.pv](v * inv_scale[:, :, None]), scale
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+ACCUMULATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "f32": lambda x: x,
+    "single": _emulate._keep_13_bits,
+    "two_level": _emulate._keep_13_bits,
+    "two_level_f16": lambda x: x.half().float(),
+}
+"""What the accumulator of P·V keeps after each product: all; 13 mantissa bits, in one accumulator for all keys or in a
+fresh one per tile; or f16, in a fresh one per tile."""
+
+
+def attend(method: Method, problem: Problem, tile: Tile, inputs: Inputs, quantized: Quantized) -> torch.Tensor:
+    """Attention tile by tile as in _emulate.attend: output [batch, heads, rows, headdim], rows padded."""
+    q, k, v = quantized.q, quantized.k, quantized.v
+    rows, keys = q.shape[2], k.shape[2]
+    like, top = softmax_of(method)
+    limit = _emulate._key_limit(problem, rows)
+    acc_o, row_sum = torch.zeros_like(q), torch.zeros_like(quantized.q_scale)
+    row_ref = torch.full_like(row_sum, _emulate.NO_REFERENCE)
+
+    for first in range(0, min(keys, int(limit.max())), tile.block_n):
+        part = slice(first, first + tile.block_n)
+        scores = q @ k[:, :, part].transpose(2, 3)  # exact: integers below 2^24
+        scale = _emulate._score_scale(quantized.q_scale[..., None] * quantized.k_scale[:, :, None, part])
+        if inputs.delta_s is not None:
+            delta = inputs.delta_s[..., part].repeat_interleave(tile.block_m, 2)
+            scores, scale = _emulate._add_delta(scores, scale, delta), torch.ones_like(scale)
+        scores = scores.masked_fill(first + torch.arange(tile.block_n) >= limit[:, None], -torch.inf)
+        p, alpha, row_ref = _emulate._softmax_tile(scores, scale, row_ref, like)
+        row_sum = row_sum * alpha + p.sum(-1)
+        acc_o = accumulate(acc_o * alpha[..., None], ROUNDING[method.pv](p * top), v[:, :, part], method.accumulator)
+
+    factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0)
+    mean = torch.where(row_sum[..., None] > 0, _per_q_head(problem, inputs.v_mean)[:, :, None], 0.0)
+    return acc_o * factor[..., None] * (quantized.v_scale / top)[:, :, None] + mean
+
+
+def softmax_of(method: Method) -> tuple[str, float]:
+    """Whose online softmax of _emulate makes P, and the factor from its largest P to the method's."""
+    like = "f16" if method.pv == "f16" else "e4m3"
+    return like, range_of(method).p / RANGES[like].p
+
+
+def accumulate(acc_o: torch.Tensor, p: torch.Tensor, v: torch.Tensor, accumulator: str) -> torch.Tensor:
+    """acc_o, already rescaled, plus P·V of one tile."""
+    keep = ACCUMULATORS[accumulator]
+    if accumulator == "f32":
+        return acc_o + p @ v
+    if accumulator == "single":
+        return _add_products(keep(acc_o), p, v, keep)  # what the product reads of its accumulator is cut as well
+    return acc_o + _add_products(torch.zeros_like(acc_o), p, v, keep)
+
+
+def _add_products(total: torch.Tensor, p: torch.Tensor, v: torch.Tensor,
+                  keep: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """total + P·V in one accumulator, product by product."""
+    for first in range(0, p.shape[-1], PRODUCT_KEYS):
+        part = slice(first, first + PRODUCT_KEYS)
+        total = keep(total + p[..., part] @ v[:, :, part])
+    return total
