@@ -20,7 +20,7 @@ import torch
 import common
 import emulator
 from emulator import Method
-from sage_aot import _demo, _reference
+from sage_aot import _demo, _emulate, _reference
 from sage_aot._loader import Library
 from sage_aot._reference import Accuracy
 from sage_aot.errors import ArgumentError
@@ -31,8 +31,8 @@ QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 V_BIAS = 8.0
 """What video models add to V in every channel, about. Source: SageAttention2, appendix A.3."""
 
-CLIP = 0.8
-"""Of a group's largest value at 4 bits: the best of 1, 0.95, 0.9, ... 0.7 on N(0, 1) at head dim 64."""
+CLIP = _emulate.CLIP[4]
+"""What the kernels do at 4 bits. 0.8 was the best of 1, 0.95, 0.9, ... 0.7 on N(0, 1) at head dim 64."""
 
 LONG_QUERIES = 256
 """Queries of a case that is about the number of keys."""
@@ -56,7 +56,7 @@ class Table:
 
 
 DEFAULT = {8: Method(bits=8, smoothing="k"), 4: Method(bits=4, smoothing="qk")}
-"""By bits: what sage_aot.attn does on sm89."""
+"""By bits: the paper's method, and what sage_aot.attn does on sm89, but that it clips at 4 bits."""
 
 
 def tables() -> list[Table]:
@@ -122,6 +122,7 @@ def accumulators(v_bias: float) -> Table:
 def bits_and_pv() -> Table:
     methods = {f"{bits} bits, {words}": change(DEFAULT[bits]) for bits in (8, 4)
                for words, change in (("f16", exact_pv), ("E4M3", lambda method: method))}
+    methods["4 bits, E4M3, clipped"] = replace(DEFAULT[4], clip=CLIP)
     return Table("bits", "8 and 4 bits with all smoothing that is on by default, P and V in f16 or E4M3", methods)
 
 

@@ -60,7 +60,7 @@ class Range:
 
 
 RANGES = {"int8": Range(127.0, 127.0), "e5m2": Range(E5M2_LIMIT, E5M2_LIMIT),
-          "e4m3": Range(_emulate.E4M3_LIMIT, _emulate.E4M3_LIMIT), "f16": Range(2.0 ** _emulate.TOP["f16"], None)}
+          "e4m3": Range(_emulate.E4M3_LIMIT, _emulate.E4M3_LIMIT), "f16": Range(2.0 ** _emulate.TOP["f32"], None)}
 RANGE_F16_ACCUMULATOR = Range(224.0, 4.5)
 """A tile's sum stays within f16: 224 · 4.5 · 64 keys = 64512 < 65504. Source: SageAttention2++."""
 
@@ -214,11 +214,7 @@ def quantize(method: Method, problem: Problem, tile: Tile, inputs: Inputs) -> Qu
 
 def quantize_rows(x: torch.Tensor, groups: torch.Tensor, method: Method) -> tuple[torch.Tensor, torch.Tensor]:
     """Q or K as integers, and a scale per row, equal within a group."""
-    if method.clip < 1.0:
-        _, scale = _emulate._quantize_rows(x, groups, method.bits)
-        largest = (scale * _emulate.INT_LIMIT[method.bits] * method.clip)[..., None]
-        x = x.clamp(-largest, largest)
-    return _emulate._quantize_rows(x, groups, method.bits)
+    return _emulate._quantize_rows(x, groups, method.bits, method.clip)
 
 
 def quantize_v(v: torch.Tensor, method: Method) -> tuple[torch.Tensor, torch.Tensor]:
@@ -248,6 +244,7 @@ def attend(method: Method, problem: Problem, tile: Tile, inputs: Inputs, quantiz
     limit = _emulate._key_limit(problem, rows)
     acc_o, row_sum = torch.zeros_like(q), torch.zeros_like(quantized.q_scale)
     row_ref = torch.full_like(row_sum, _emulate.NO_REFERENCE)
+    bias = 0.0 if inputs.delta_s is not None else _emulate.SCORE_BIAS
 
     for first in range(0, min(keys, int(limit.max())), tile.block_n):
         part = slice(first, first + tile.block_n)
@@ -257,9 +254,10 @@ def attend(method: Method, problem: Problem, tile: Tile, inputs: Inputs, quantiz
             delta = inputs.delta_s[..., part].repeat_interleave(tile.block_m, 2)
             scores, scale = _emulate._add_delta(scores, scale, delta), torch.ones_like(scale)
         scores = scores.masked_fill(first + torch.arange(tile.block_n) >= limit[:, None], -torch.inf)
-        p, alpha, row_ref = _emulate._softmax_tile(scores, scale, row_ref, like)
-        row_sum = row_sum * alpha + p.sum(-1)
-        acc_o = accumulate(acc_o * alpha[..., None], ROUNDING[method.pv](p * top), v[:, :, part], method.accumulator)
+        p, alpha, row_ref = _emulate._softmax_tile(scores, scale, bias, row_ref, tile.warp_m, like)
+        rounded = ROUNDING[method.pv](p * top)
+        row_sum = row_sum * alpha + (rounded / top if _emulate.SUMS_ROUNDED[like] else p).sum(-1)
+        acc_o = accumulate(acc_o * alpha[..., None], rounded, v[:, :, part], method.accumulator)
 
     factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0)
     mean = torch.where(row_sum[..., None] > 0, _per_q_head(problem, inputs.v_mean)[:, :, None], 0.0)
@@ -268,8 +266,8 @@ def attend(method: Method, problem: Problem, tile: Tile, inputs: Inputs, quantiz
 
 def softmax_of(method: Method) -> tuple[str, float]:
     """Whose online softmax of _emulate makes P, and the factor from its largest P to the method's."""
-    like = "f16" if method.pv == "f16" else "e4m3"
-    return like, range_of(method).p / RANGES[like].p
+    like = "f32" if method.pv == "f16" else "two_level_f32"
+    return like, range_of(method).p / RANGES["f16" if method.pv == "f16" else "e4m3"].p
 
 
 def accumulate(acc_o: torch.Tensor, p: torch.Tensor, v: torch.Tensor, accumulator: str) -> torch.Tensor:

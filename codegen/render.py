@@ -16,8 +16,8 @@ from codegen.matrix import Matrix, PlannedKernel
 from codegen.project import Project
 
 CONTEXT = {
-    "attn": ("name", "template", "row", "headdim", "qk_bits", "pv", "causal", "smooth_v", "smooth_q",
-             "block_m", "block_n", "warp_m", "stages", "min_blocks"),
+    "attn": ("name", "template", "row", "headdim", "qk_bits", "pv", "pv_accum", "causal", "smooth_v",
+             "smooth_q", "block_m", "block_n", "warp_m", "stages", "min_blocks"),
     "quant": ("name", "template", "row", "headdim", "qk_bits", "pv", "block_m", "block_n", "warp_m", "threads"),
     "stats": ("name", "template", "row", "headdim", "threads"),
     "delta": ("name", "template", "row", "headdim", "threads"),
@@ -25,6 +25,8 @@ CONTEXT = {
 """What the templates of each kind are given; they use all of it and nothing else."""
 
 _PV_ENUMERATOR = {"f16": "Pv::kF16", "e4m3": "Pv::kE4m3"}
+_PV_ACCUM_ENUMERATOR = {"f32": "PvAccum::kF32", "two_level_f32": "PvAccum::kTwoLevelF32",
+                        "two_level_f16": "PvAccum::kTwoLevelF16"}
 _CPP_NAME = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*", re.ASCII)
 
 
@@ -51,6 +53,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "headdim": spec.headdim,
         "qk_bits": spec.qk,
         "pv": _PV_ENUMERATOR.get(spec.pv),
+        "pv_accum": _PV_ACCUM_ENUMERATOR.get(spec.pv_accum),
         "causal": spec.mask == "causal",
         "smooth_v": spec.v == "vsmooth",
         "smooth_q": spec.q == "qsmooth",

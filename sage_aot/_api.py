@@ -11,7 +11,8 @@ from sage_aot.errors import ArgumentError
 
 def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, scale: float | None = None,
          layout: str = "HND", qk_bits: int | str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
-         smooth_v: bool = False, return_lse: bool = False, out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+         smooth_v: bool = False, pv_accum: str = "auto", return_lse: bool = False,
+         out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention with 8- or 4-bit Q and K and FP8 or f16 P and V: softmax(q·kᵀ·scale)·v, inference only.
 
     CUDA tensors run precompiled kernels on torch's current stream; nothing synchronizes and no input changes. CPU
@@ -35,12 +36,17 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
             the error of the quantized one falls with every channel of k that has an offset. Off only to see that.
         smooth_v: subtract the mean of v over the sequence before quantizing and add it to the output; pays where channels
             of v have offsets.
+        pv_accum: how P·V adds up over the keys. ``"auto"``: as the GPU's kernels do it best, ``"f32"`` where P and V are
+            f16, ``"two_level_f32"`` where they are FP8 (each tile of keys in accumulators of its own, then in f32).
+            ``"two_level_f16"`` (sm89): accumulators of the first level in f16, of twice the rate on GeForce cards, P and V in
+            narrower ranges for it.
         return_lse: also return the log-sum-exp of each row of q·kᵀ·scale.
         out: tensor like q to write the output to; None makes one.
 
     Returns:
         The output, like q in shape and dtype; with `return_lse` a pair of it and the log-sum-exp, float32 natural log,
-        ``[batch, q heads, queries]`` in both layouts. A query that sees no key gives zeros and −inf.
+        ``[batch, q heads, queries]`` in both layouts. A query that sees no key gives zeros and −inf. NaN or infinity in a query
+        or in a key gives NaN in the rows that see it, in v in its channel of them, and nowhere else.
 
     Raises:
         ArgumentError: an argument is not as described; the message says what came.
@@ -58,17 +64,17 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
     # The operators check the tensors. Here stands what must hold for the arguments to fit their schemas.
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
             and isinstance(is_causal, bool) and isinstance(smooth_k, bool) and isinstance(smooth_v, bool)
-            and isinstance(layout, str) and (smooth_q == "auto" or isinstance(smooth_q, bool))
+            and isinstance(layout, str) and isinstance(pv_accum, str) and (smooth_q == "auto" or isinstance(smooth_q, bool))
             and (scale is None or isinstance(scale, (float, int)) and not isinstance(scale, bool))
             and (qk_bits == "auto" or isinstance(qk_bits, int) and not isinstance(qk_bits, bool))):
         check(q, k, v, is_causal=is_causal, scale=scale, layout=layout, qk_bits=qk_bits,
-              smooth_q=smooth_q, smooth_k=smooth_k, smooth_v=smooth_v)  # raises
+              smooth_q=smooth_q, smooth_k=smooth_k, smooth_v=smooth_v, pv_accum=pv_accum)  # raises
     if not (q.is_cuda or q.is_cpu):
         raise ArgumentError(f"q, k and v must be CUDA or CPU tensors, got device {q.device}")
     if not isinstance(return_lse, bool):
         raise ArgumentError(f"return_lse: expected True or False, got {return_lse!r}")
     options = (is_causal, scale, layout, None if qk_bits == "auto" else qk_bits,
-               None if smooth_q == "auto" else smooth_q, smooth_k, smooth_v)  # as _ops.OPTIONS
+               None if smooth_q == "auto" else smooth_q, smooth_k, smooth_v, pv_accum)  # as _ops.OPTIONS
     if out is None:
         return _ops.attn_lse(q, k, v, *options) if return_lse else _ops.attn(q, k, v, *options)
     if not isinstance(out, torch.Tensor):

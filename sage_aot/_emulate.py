@@ -15,20 +15,24 @@ from dataclasses import dataclass
 
 import torch
 
-from sage_aot._plan import KEY_GROUPS, LOG2_E, ROW_GROUPS, chunk_rows_of
+from sage_aot._plan import KEY_GROUPS, LOG2_E, ROW_GROUPS, V_LIMIT, chunk_rows_of
 from sage_aot._problem import Problem
 from sage_aot._select import Kernels
 
 INT_LIMIT = {8: 127.0, 4: 7.0}
+CLIP = {8: 1.0, 4: 0.8}  # quant/quantize.cuh: share of a group's largest value that INT_LIMIT stands for
 E4M3_LIMIT = 448.0
 SMALLEST_ABS_MAX = 1e-35  # quant/quantize.cuh: below this a group counts as zeros
 VECTOR = 8  # quant/source.cuh: channels a thread handles at once
 
 NO_REFERENCE = -1e30  # attn/softmax.cuh
 SMALLEST_SCALE = 1e-37
-TOP = {"f16": 7.0, "e4m3": 8.807354}  # attn/pv_mma.cuh
-LAZY_RISE = {"f16": 8.0, "e4m3": 0.0}
-LARGEST_FOLDED = {"f16": 1.0, "e4m3": 0.015625}
+TOP = {"f32": 7.0, "two_level_f32": 8.807354, "two_level_f16": 7.807355}  # attn/pv_mma.cuh, by accumulator
+LAZY_RISE = {"f32": 8.0, "two_level_f32": 0.0, "two_level_f16": 0.0}
+LARGEST_FOLDED = {"f32": 1.0, "two_level_f32": 0.015625, "two_level_f16": 0.015625}
+WHOLE_REFERENCE = {"f32": True, "two_level_f32": False, "two_level_f16": False}
+SUMS_ROUNDED = {"f32": True, "two_level_f32": False, "two_level_f16": False}  # whether row sums are of the rounded P
+ALL_FINITE = 2**31 - 1  # params.cuh
 SCORE_BIAS = 12582912.0  # attn/softmax.cuh
 
 
@@ -44,6 +48,8 @@ class Quantized:
     v_scale: torch.Tensor  # [batch, kv heads, headdim]
     q_mean: torch.Tensor  # [batch, q heads, q tiles, headdim]; zero where q is not smoothed
     v_mean: torch.Tensor  # [batch, kv heads, headdim]; likewise
+    k_finite: torch.Tensor  # [batch, kv heads] i32, keys before the first that is not finite, or ALL_FINITE
+    v_finite: torch.Tensor  # [batch, kv heads, headdim] i32, likewise per channel
     row_bias: torch.Tensor  # [batch, q heads, rows], log2 units: q · mean of k
     delta_s: torch.Tensor | None  # [batch, q heads, q tiles, keys], log2 units: q_mean · smoothed k
 
@@ -71,6 +77,9 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
     v_mean = _mean_over_keys(v, problem, kernels) if problem.smooth_v else torch.zeros_like(v[:, :, 0])
     k, v = _subtract(k, k_mean[:, :, None], problem.seqlen_kv), _subtract(v, v_mean[:, :, None], problem.seqlen_kv)
 
+    k_finite, v_finite = _leading(k.isfinite().all(-1), -1), _leading(v.isfinite(), 2)
+    k, v = (torch.where(x.isfinite(), x, 0.0) for x in (k, v))
+
     q = q * torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
     group = problem.num_q_heads // problem.num_kv_heads
     row_bias = (q * k_mean.repeat_interleave(group, 1)[:, :, None]).sum(-1)
@@ -78,12 +87,19 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
     q = _subtract(q, q_mean.repeat_interleave(tile.block_m, 2), problem.seqlen_q)
     delta_s = None
     if problem.smooth_q:
-        delta_s = q_mean @ torch.where(k.isfinite(), k, 0.0).repeat_interleave(group, 1).transpose(2, 3)
+        delta_s = q_mean @ k.repeat_interleave(group, 1).transpose(2, 3)
 
-    q_hat, q_scale = _quantize_rows(torch.where(q.isfinite(), q, 0.0), _row_groups(q.shape[2], tile.warp_m), spec.qk)
-    k_hat, k_scale = _quantize_rows(k, _key_groups(k.shape[2], tile.block_n), spec.qk)
-    v_hat, v_scale = _quantize_v(v, spec.pv)
-    return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, v_mean, row_bias, delta_s)
+    q_hat, q_scale = _quantize_rows(torch.where(q.isfinite(), q, 0.0), _row_groups(q.shape[2], tile.warp_m), spec.qk,
+                                    CLIP[spec.qk])
+    k_hat, k_scale = _quantize_rows(k, _key_groups(k.shape[2], tile.block_n), spec.qk, CLIP[spec.qk])
+    v_hat, v_scale = _quantize_v(v, spec.pv, V_LIMIT[spec.pv_accum])
+    return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, v_mean, k_finite, v_finite, row_bias, delta_s)
+
+
+def _leading(finite: torch.Tensor, dim: int) -> torch.Tensor:
+    """How many are finite before the first that is not, as i32; ALL_FINITE where all are."""
+    count = finite.int().cumprod(dim).sum(dim)
+    return torch.where(finite.all(dim), ALL_FINITE, count).int()
 
 
 def _subtract(x: torch.Tensor, mean: torch.Tensor, count: int) -> torch.Tensor:
@@ -139,15 +155,16 @@ def _key_groups(keys: int, block_n: int) -> torch.Tensor:
     return key // block_n * KEY_GROUPS + key % 8 // 2
 
 
-def _quantize_rows(x: torch.Tensor, groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers with a scale per group of rows, NaN where one of them is not finite; the scales come back per row."""
-    amax = torch.where(x.isfinite().all(-1), x.abs().amax(-1), math.inf)
+def _quantize_rows(x: torch.Tensor, groups: torch.Tensor, bits: int,
+                   clip: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers with a scale per group of rows; the scales come back per row."""
+    amax = x.abs().amax(-1)
     group_amax = x.new_zeros(*x.shape[:2], int(groups.max()) + 1)
     groups = groups.to(x.device)
     group_amax.scatter_reduce_(2, groups.expand_as(amax), amax, "amax")
-    scale, inv_scale = (s[:, :, groups] for s in _scale_to(INT_LIMIT[bits], group_amax))
-    quantized = (x * inv_scale[..., None]).round().nan_to_num(0.0).clamp(-INT_LIMIT[bits], INT_LIMIT[bits])
-    return quantized, torch.where(scale.isinf(), math.nan, scale)
+    scale, inv_scale = (s[:, :, groups] for s in _scale_to(INT_LIMIT[bits], group_amax * clip))
+    rounded = (x.double() * inv_scale[..., None].double()).round().float()  # once, as an FMA does
+    return rounded.clamp(-INT_LIMIT[bits] - 1.0, INT_LIMIT[bits]), scale
 
 
 def _scale_to(limit: float, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,10 +188,10 @@ def _power_of_two_scale(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return torch.where(zeros, 1.0, scale), torch.where(zeros, 0.0, 1.0 / scale)
 
 
-def _quantize_v(v: torch.Tensor, pv: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """V in the PV type with a scale per channel."""
-    amax = v.abs().nan_to_num(0.0, posinf=math.inf).amax(2)  # equals that of the largest and the smallest value
-    scale, inv_scale = _scale_to(E4M3_LIMIT, amax) if pv == "e4m3" else _power_of_two_scale(amax)
+def _quantize_v(v: torch.Tensor, pv: str, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """V in the PV type with a scale per channel, which takes the largest value to `limit` for e4m3."""
+    amax = v.abs().amax(2)  # equals that of the largest and the smallest value
+    scale, inv_scale = _scale_to(limit, amax) if pv == "e4m3" else _power_of_two_scale(amax)
     return to_pv(v * inv_scale[:, :, None], pv), scale
 
 
@@ -194,6 +211,7 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
     group = problem.num_q_heads // problem.num_kv_heads
     k, v, k_scale, v_scale, v_mean = (x.repeat_interleave(group, 1) for x in (
         quantized.k, quantized.v, quantized.k_scale, quantized.v_scale, quantized.v_mean))
+    k_finite, v_finite = (x.repeat_interleave(group, 1) for x in (quantized.k_finite, quantized.v_finite))
     batch, heads, rows, headdim = quantized.q.shape
     limit = _key_limit(problem, rows)
     last = min(k.shape[2], int(limit.max()))
@@ -208,17 +226,20 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
         scale = _score_scale(quantized.q_scale[..., None] * k_scale[:, :, None, keys])
         if quantized.delta_s is not None:
             scores = _add_delta(scores, scale, quantized.delta_s[..., keys].repeat_interleave(kernels.attn.tile.block_m, 2))
-            scale = torch.ones_like(scale)  # at least LARGEST_FOLDED: nothing is folded
+            scale = torch.ones_like(scale)
         scores = scores.masked_fill(first + torch.arange(block_n, device=k.device) >= limit[:, None], -math.inf)
-        bias = _folded_bias(scale, kernels.attn.tile.warp_m, spec.pv)
-        p, alpha, row_ref = _softmax_tile(scores, scale, bias, row_ref, spec.pv)
-        row_sum = row_sum * alpha + p.sum(-1)
-        acc_o = acc_o * alpha[..., None] + _pv_tile(to_pv(p, spec.pv), v[:, :, keys], spec.pv)
+        bias = 0.0 if quantized.delta_s is not None else SCORE_BIAS
+        p, alpha, row_ref = _softmax_tile(scores, scale, bias, row_ref, kernels.attn.tile.warp_m, spec.pv_accum)
+        rounded = to_pv(p, spec.pv)
+        row_sum = row_sum * alpha + (rounded if SUMS_ROUNDED[spec.pv_accum] else p).sum(-1)
+        acc_o = acc_o * alpha[..., None] + _pv_tile(rounded, v[:, :, keys], spec.pv_accum)
 
-    factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0) + 0.0 * quantized.row_bias
-    lse = (row_ref + row_sum.log2() + quantized.row_bias) * math.log(2.0)
+    row_bias = torch.where(limit > k_finite[..., None], math.nan, quantized.row_bias)
+    factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0) + 0.0 * row_bias
+    lse = (row_ref + row_sum.log2() + row_bias) * math.log(2.0)
     mean = torch.where(row_sum[..., None] > 0, v_mean[:, :, None], 0.0)
-    return acc_o * factor[..., None] * v_scale[:, :, None] + mean, lse
+    out = acc_o * factor[..., None] * v_scale[:, :, None] + mean
+    return torch.where(limit[:, None] > v_finite[:, :, None], math.nan, out), lse
 
 
 def _key_limit(problem: Problem, rows: int) -> torch.Tensor:
@@ -240,33 +261,35 @@ def _add_delta(scores: torch.Tensor, scale: torch.Tensor, delta: torch.Tensor) -
     return (scores.double() * scale.double() + delta.double()).float()
 
 
-def _folded_bias(scale: torch.Tensor, warp_m: int, pv: str) -> torch.Tensor:
-    """The bias that the FMA before exp2 takes off the scores of a row, [batch, heads, rows, 1]: none for all rows of a warp
-    that meets a scale too large for it."""
-    large = (scale >= LARGEST_FOLDED[pv]).any(-1).unflatten(2, (-1, warp_m)).any(-1)
-    return torch.where(large, 0.0, SCORE_BIAS).repeat_interleave(warp_m, 2)[..., None].double()
+def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, bias: float, row_ref: torch.Tensor, warp_m: int,
+                  pv_accum: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """P of one tile, the factor for what was summed before, and the new reference.
 
+    A warp whose scores fit takes the FMA that the bias is folded into; the others raise references and fold nothing.
+    """
+    offset = (-scale.double() * bias - row_ref.double()[..., None]).float()  # rounds for e4m3 only
+    exponent = ((scores.double() + bias) * scale.double() + offset.double()).float()
+    foldable = (scale < LARGEST_FOLDED[pv_accum]) if bias else torch.ones_like(scale, dtype=torch.bool)
+    fits = foldable & (exponent <= TOP[pv_accum] + LAZY_RISE[pv_accum])
+    fits = fits.all(-1).unflatten(2, (-1, warp_m)).all(-1).repeat_interleave(warp_m, 2)
 
-def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, row_ref: torch.Tensor,
-                  pv: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """P of one tile, the factor for what was summed before, and the new reference."""
-    tile_max = (scores * scale).nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)
-    needed = tile_max - TOP[pv]
-    if pv == "f16":
+    needed = (scores * scale).nan_to_num(-math.inf, math.inf, -math.inf).amax(-1) - TOP[pv_accum]
+    if WHOLE_REFERENCE[pv_accum]:
         needed = needed.ceil()
-    new_ref = torch.where(needed > row_ref + LAZY_RISE[pv], needed, row_ref)
-    offset = (-scale.double() * bias - new_ref.double()[..., None]).float()  # rounds for e4m3 only
-    exponent = (scores.double() + bias) * scale.double() + offset.double()
-    return torch.exp2(exponent.float()), torch.exp2(row_ref - new_ref), new_ref
+    new_ref = torch.where(~fits & (needed > row_ref + LAZY_RISE[pv_accum]), needed, row_ref)
+    unfolded = (scores.double() * scale.double() - new_ref.double()[..., None]).float()
+    exponent = torch.where(fits[..., None], exponent, unfolded)
+    return torch.exp2(exponent), torch.exp2(row_ref - new_ref), new_ref
 
 
-def _pv_tile(p: torch.Tensor, v: torch.Tensor, pv: str) -> torch.Tensor:
-    """P·V of one tile; FP8 in products of 32 keys whose accumulator keeps 13 mantissa bits."""
-    if pv == "f16":
+def _pv_tile(p: torch.Tensor, v: torch.Tensor, pv_accum: str) -> torch.Tensor:
+    """P·V of one tile; FP8 in products of 32 keys, after each of which the accumulator keeps 13 mantissa bits or f16."""
+    if pv_accum == "f32":
         return p @ v
     total = p.new_zeros(*p.shape[:3], v.shape[-1])
     for first in range(0, p.shape[-1], 32):
-        total = _keep_13_bits(total + p[..., first: first + 32] @ v[:, :, first: first + 32])
+        total = total + p[..., first: first + 32] @ v[:, :, first: first + 32]
+        total = _keep_13_bits(total) if pv_accum == "two_level_f32" else total.half().float()
     return total
 
 

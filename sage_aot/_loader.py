@@ -33,7 +33,7 @@ class Library:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._functions: dict[tuple[int, str], object] = {}
+        self._functions: dict[tuple[int, str], object] = {}  # by device and file
         self._modules: list[object] = []  # a function lives as long as its module
         self._lock = threading.Lock()
 
@@ -69,7 +69,7 @@ class Library:
 
     def launch(self, launch: Launch, device: int, stream: int) -> None:
         """Queue one launch on a raw stream handle of a device, which must be the current one."""
-        function = self._functions.get((device, launch.record.spec.name)) or self._load(launch.record, device)
+        function = self._functions.get((device, launch.record.file)) or self._load(launch.record, device)
         params = np.frombuffer(launch.params, dtype=f"V{len(launch.params)}")  # one element: cupy passes it by value
         try:
             function((launch.blocks, 1, 1), (launch.record.threads, 1, 1), (params,), launch.record.shared_bytes,
@@ -80,7 +80,7 @@ class Library:
     def _load(self, record: KernelRecord, device: int) -> object:
         cupy = import_cupy()
         with self._lock:
-            key = (device, record.spec.name)
+            key = (device, record.file)
             if key in self._functions:
                 return self._functions[key]
             cubin = self.read(record)

@@ -23,7 +23,7 @@ from sage_aot._spec import capability_of
 from sage_aot.errors import ArgumentError, UnsupportedError
 
 OPTIONS = {"is_causal": "bool", "scale": "float?", "layout": "str", "qk_bits": "int?", "smooth_q": "bool?",
-           "smooth_k": "bool", "smooth_v": "bool"}
+           "smooth_k": "bool", "smooth_v": "bool", "pv_accum": "str"}
 """Every option of every operator with its type in a schema, in order: those of :func:`sage_aot._problem.check`."""
 
 AUTO = {"qk_bits", "smooth_q"}

@@ -34,16 +34,19 @@ class Problem:
     smooth_q: bool  # which of them have their mean subtracted before they are quantized
     smooth_k: bool
     smooth_v: bool
+    pv_accum: str  # how P·V adds up: a value of the axis, or "auto" for that of the chosen kernels
 
 
 def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, scale: float | None = None,
           layout: str = "HND", qk_bits: int | str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
-          smooth_v: bool = False) -> Problem:
+          smooth_v: bool = False, pv_accum: str = "auto") -> Problem:
     """The problem that these arguments pose; ArgumentError where they pose none."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ArgumentError(f"layout: expected 'HND' {LAYOUTS['HND']} or 'NHD' {LAYOUTS['NHD']}, got {layout!r}")
     _check_flags(is_causal=is_causal, smooth_k=smooth_k, smooth_v=smooth_v)
     bits = _qk_bits(qk_bits)
+    if not isinstance(pv_accum, str) or pv_accum not in ("auto", *AXES["pv_accum"]):
+        raise ArgumentError(f"pv_accum: expected 'auto' or one of {AXES['pv_accum']}, got {pv_accum!r}")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor, layout)
     _check_alike(q, k, v)
@@ -59,7 +62,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool 
         raise ArgumentError(f"the heads of q must be a multiple of those of k and v, got {num_q_heads} and "
                             f"{num_kv_heads} in layout {layout!r}")
     return Problem(batch, num_q_heads, num_kv_heads, seqlen_q, seqlen_kv, headdim, DTYPES[q.dtype], is_causal,
-                   _softmax_scale(scale, headdim), bits, _smooth_q(smooth_q, bits), smooth_k, smooth_v)
+                   _softmax_scale(scale, headdim), bits, _smooth_q(smooth_q, bits), smooth_k, smooth_v, pv_accum)
 
 
 def check_out(out: torch.Tensor, q: torch.Tensor) -> None:

@@ -33,6 +33,7 @@ def select(capability: tuple[int, int], problem: Problem, manifest: Manifest) ->
         "mask": "causal" if problem.is_causal else "full",
         "v": "vsmooth" if problem.smooth_v else "vraw",
         "q": "qsmooth" if problem.smooth_q else "qraw",
+        **({} if problem.pv_accum == "auto" else {"pv_accum": problem.pv_accum}),
     }
     attn = _find(wanted, manifest)
     companions = {kind: _companion(attn.spec, kind, manifest) for kind in ("stats", "quant")}
@@ -61,8 +62,9 @@ def _runs_on(built: tuple[int, int], capability: tuple[int, int]) -> bool:
 
 
 def _find(wanted: dict[str, object], manifest: Manifest) -> KernelRecord:
-    """The attention kernel with these values; the axes not named take what is built, the first where it is several."""
-    attention = [r for _, r in sorted(manifest.kernels.items()) if r.spec.kind == "attn"]
+    """The attention kernel with these values; the axes not named take what is built, the first in AXES where it is several."""
+    attention = sorted((r for r in manifest.kernels.values() if r.spec.kind == "attn"),
+                       key=lambda record: [values.index(getattr(record.spec, axis)) for axis, values in AXES.items()])
     for record in attention:
         if all(getattr(record.spec, axis) == value for axis, value in wanted.items()):
             return record

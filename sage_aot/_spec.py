@@ -17,6 +17,7 @@ AXES = {
     "headdim": (64, 128),
     "qk": (8, 4),
     "pv": ("f16", "e4m3"),
+    "pv_accum": ("f32", "two_level_f32", "two_level_f16"),
     "mask": ("full", "causal"),
     "v": ("vraw", "vsmooth"),
     "q": ("qraw", "qsmooth"),
@@ -24,7 +25,7 @@ AXES = {
 """Every axis but the arch, with its values. Archs are open: any ``sm<major><minor>`` may stand in the matrix."""
 
 KIND_AXES = {
-    "attn": ("arch", "headdim", "qk", "pv", "mask", "v", "q"),
+    "attn": ("arch", "headdim", "qk", "pv", "pv_accum", "mask", "v", "q"),
     "quant": ("arch", "headdim", "qk", "pv"),
     "stats": ("arch", "headdim"),
     "delta": ("arch", "headdim"),
@@ -38,7 +39,8 @@ SHARED_LIMIT = {
 """Per compute capability, the shared memory in bytes that a block can have; unknown for capabilities that are not here.
 Source: CUDA C++ programming guide, technical specifications per compute capability."""
 
-_PREFIX = {"headdim": "d", "qk": "qk", "pv": "pv"}
+_PREFIX = {"headdim": "d", "qk": "qk", "pv": "pv", "pv_accum": "acc"}
+_SHORT = {"two_level_f32": "2f32", "two_level_f16": "2f16"}
 _ARCH = re.compile(r"sm(\d+)(\d)")
 _NAME = re.compile(rf"sage_(?P<kind>{'|'.join(KINDS)})_(?P<axes>\w+)")
 
@@ -52,7 +54,7 @@ def capability_of(arch: str) -> tuple[int, int]:
 
 
 def _spell(axis: str, value: object) -> str:
-    return f"{_PREFIX.get(axis, '')}{value}"
+    return f"{_PREFIX.get(axis, '')}{_SHORT.get(value, value)}"
 
 
 def _read(name: str, axis: str, part: str) -> object:
@@ -75,6 +77,7 @@ class KernelSpec:
     headdim: int
     qk: int | None = None
     pv: str | None = None
+    pv_accum: str | None = None
     mask: str | None = None
     v: str | None = None
     q: str | None = None
@@ -114,10 +117,12 @@ class KernelSpec:
             return "no FP8 tensor cores before sm89"
         if self.qk == 4 and capability >= (9, 0):
             return "no INT4 tensor cores from sm90 on"
+        if self.kind == "attn" and (self.pv == "f16") != (self.pv_accum == "f32"):
+            return "f16 products add up in f32; those of e4m3 need two levels, their accumulators keep too few bits"
         return None
 
 
-_EXAMPLE = KernelSpec("attn", "sm80", 128, 8, "f16", "full", "vraw", "qraw").name
+_EXAMPLE = KernelSpec("attn", "sm80", 128, 8, "f16", "f32", "full", "vraw", "qraw").name
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def fuzz(subject: Subject, args: argparse.Namespace, indices: Iterable[int]) -> 
     """Make these calls; a tally now and then, of what came since the one before."""
     tally, began, shrunk = Tally(), time.monotonic(), 0
     for index in indices:
-        case = dataclasses.replace(draw_case(args.seed, index, subject.bits, args.longest), **args.fixed)
+        case = dataclasses.replace(draw_case(args.seed, index, subject.built, args.longest), **args.fixed)
         verdict = subject.examine(case)
         tally.add(case, verdict)
         if verdict.failure:

@@ -51,6 +51,7 @@ class Case:
     smooth_q: bool | str = _option({"auto": 2, False: 1, True: 2}, argument=True)
     smooth_k: bool = _option({True: 3, False: 1}, argument=True)
     smooth_v: bool = _option({False: 3, True: 2}, argument=True)
+    pv_accum: str = _option({"auto": 8, "two_level_f32": 1, "two_level_f16": 3}, argument=True)
     return_lse: bool = _option({True: 3, False: 1}, argument=True)
     dtype: str = _option({"bf16": 1, "f16": 1})
     kind: str = _option({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
@@ -101,13 +102,15 @@ MOST_SCORES = 2**23
 """Scores of a case, over all heads; a single head may have more."""
 
 
-def draw_case(seed: int, index: int, bits: dict[str, set[int]], longest: int) -> Case:
-    """Case `index` of a run; the same whoever draws it. `bits`: of Q and K, per arch that can be called."""
+def draw_case(seed: int, index: int, built: dict[str, dict[str, set]], longest: int) -> Case:
+    """Case `index` of a run; the same whoever draws it. `built`: per arch that can be called, the values of options that it
+    has kernels for."""
     rng = random.Random(f"{seed}/{index}")
     chosen = {name: rng.choices(list(weights), list(weights.values()))[0] for name, weights in OPTIONS.items()}
-    arch = rng.choice(sorted(bits))
-    if chosen["qk_bits"] not in ("auto", *bits[arch]) and rng.random() < 0.98:
-        chosen["qk_bits"] = "auto"  # that the kernel is missing need not be seen often
+    arch = rng.choice(sorted(built))
+    for option, values in built[arch].items():
+        if chosen[option] not in ("auto", *values) and rng.random() < 0.98:
+            chosen[option] = "auto"  # that the kernel is missing need not be seen often
     return Case(arch, rng.randrange(2**31), **_draw_sizes(rng, longest), **chosen)
 
 

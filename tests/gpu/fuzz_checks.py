@@ -50,12 +50,14 @@ class Bound:
 
 BOUNDS = {
     # Sums in f32, which a tensor core cuts off; a flip moves P by 2^-11 to 2^-10.
-    "f16": Bound(2**-13, 2**-9, 2**-11),
+    "f32": Bound(2**-13, 2**-9, 2**-11),
     # sm89 cuts accumulators to 13 bits, twice a tile; other chips, and these bounds are for both, do not. A flip moves
     # P by up to 2/17, and the heaviest key's P, 448, cannot flip.
-    "e4m3": Bound(2**-11, 0.13, 2**-4),
+    "two_level_f32": Bound(2**-11, 0.13, 2**-4),
+    # Sums of a tile in f16, rounded after each product; how many keys that is differs among chips.
+    "two_level_f16": Bound(2**-9, 0.13, 2**-4),
 }
-"""Per PV type."""
+"""Per accumulator of P·V."""
 
 LEAST_FLIPPED, FLIPPED = 2, 1 / 200
 """Rows of a call that may lie beyond the tight bound. A wrong scale spoils every eighth row, or all."""
@@ -109,7 +111,7 @@ class Subject:
         self.device = device
         self.libraries = _libraries(device, folders)
         self.side = None if device == "cpu" else torch.cuda.Stream()
-        self.bits = {arch: _bits_of(arch, library.manifest) for arch, library in self.libraries.items()}
+        self.built = {arch: _built(arch, library.manifest) for arch, library in self.libraries.items()}
 
     def examine(self, case: Case) -> Verdict:
         """Make the call and hold it against everything; whatever is raised is a failure too."""
@@ -184,7 +186,8 @@ class Subject:
     def _expected_error(self, case: Case) -> type | None:
         if case.wrong != "nothing":
             return sage_aot.ArgumentError
-        missing = case.qk_bits not in ("auto", *self.bits[case.arch])
+        built = self.built[case.arch].items()
+        missing = any(getattr(case, option) not in ("auto", *values) for option, values in built)
         return sage_aot.UnsupportedError if missing else None
 
     def _plan(self, case: Case, tensors: tuple[torch.Tensor, ...]) -> Plan:
@@ -260,9 +263,10 @@ def _archs_here(device: str, manifest: Manifest) -> list[str]:
         return []
 
 
-def _bits_of(arch: str, manifest: Manifest) -> set[int]:
-    """Of the quantized Q and K, those that an arch has kernels for."""
-    return {r.spec.qk for r in manifest.kernels.values() if r.spec.kind == "attn" and r.spec.arch == arch}
+def _built(arch: str, manifest: Manifest) -> dict[str, set]:
+    """The values of the options that an arch has kernels for, of those that some arch has none for."""
+    specs = [r.spec for r in manifest.kernels.values() if r.spec.kind == "attn" and r.spec.arch == arch]
+    return {"qk_bits": {spec.qk for spec in specs}, "pv_accum": {spec.pv_accum for spec in specs}}
 
 
 def _make_out(case: Case, q: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -346,7 +350,7 @@ def _finite(case: Case, call: Call, spoilt: Spoilt) -> Measure:
 def _against_emulation(case: Case, call: Call, plan: Plan, quantized: Quantized, q: torch.Tensor,
                        k: torch.Tensor) -> list[Measure]:
     expected, lse, weight = _emulated(case, plan, quantized)
-    bound, unsure = BOUNDS[plan.kernels.attn.spec.pv], _score_error(case, plan, quantized)
+    bound, unsure = BOUNDS[plan.kernels.attn.spec.pv_accum], _score_error(case, plan, quantized)
     got, info = call.out.float(), torch.finfo(call.out.dtype)
     rounding = info.eps / 2 * expected.abs() + info.smallest_normal * info.eps
     error = ((got - expected).abs() - rounding).clamp(min=0.0) / (weight + TINY)
@@ -358,7 +362,8 @@ def _against_emulation(case: Case, call: Call, plan: Plan, quantized: Quantized,
                 Measure("rows beyond the tight bound", beyond[None] / allowed, beyond[None], allowed[None]),
                 _channel_means(error, unsure, bound)]
     if call.lse is not None:
-        lse_bound = 1e-4 + 2.0**-20 * lse.abs() + unsure + _bias_error(case, plan, q, k)
+        flip = 2.0**-11 if plan.kernels.attn.spec.pv == "f16" else 0.0  # there P is summed as rounded
+        lse_bound = 1e-4 + flip + 2.0**-20 * lse.abs() + unsure + _bias_error(case, plan, q, k)
         measures.append(_close("lse, emulation", call.lse, lse, lse_bound).without(_both_spoilt(case, call.lse, lse)))
     return measures
 
@@ -487,4 +492,5 @@ def _rounding_of_p_and_v(case: Case, plan: Plan, quantized: Quantized,
     v_scale = v_scale.repeat_interleave(case.group, 1)
     if plan.kernels.attn.spec.pv == "f16":
         return (1 + 2.0**-11) ** 2 * (1 + 2.0**-11), 2.0**-31 * case.seqlen_kv * largest + 2.0**-25 * v_scale
-    return (1 + 2.0**-4) ** 2 * (1 + 2.0**-11), 2.0**-10 / 448 * case.seqlen_kv * largest + 2.0**-10 * v_scale
+    top = 2.0 ** _emulate.TOP[plan.kernels.attn.spec.pv_accum]
+    return (1 + 2.0**-4) ** 2 * (1 + 2.0**-9), 2.0**-10 / top * case.seqlen_kv * largest + 2.0**-10 * v_scale

@@ -36,6 +36,8 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
         "k_scale": k_scale[..., keys % 8 // 2].flatten(2),
         "v_scale": buffer("v_scale", *kv_heads, spec.headdim, dtype=torch.float32),
         "v_mean": buffer("v_mean", *kv_heads, spec.headdim, dtype=torch.float32),
+        "k_finite": buffer("k_finite", *kv_heads, dtype=torch.int32),
+        "v_finite": buffer("v_finite", *kv_heads, spec.headdim, dtype=torch.int32),
         "row_bias": buffer("row_bias", *q_heads, layout.q_tiles * tile.block_m, dtype=torch.float32),
     }
 

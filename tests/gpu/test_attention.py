@@ -17,7 +17,7 @@ from sage_aot._loader import default_library
 pytestmark = pytest.mark.gpu
 
 LENGTHS = [(1, 1), (1, 300), (17, 63), (63, 64), (64, 65), (65, 17), (127, 128), (128, 129), (129, 127), (500, 1024),
-           (1024, 500), (300, 1)]
+           (1024, 500), (300, 1), (64, 64), (17, 4097), (4097, 63), (4097, 4097)]
 
 
 def draw(spec, q_shape, kv_shape, kind="normal", dtype=torch.bfloat16, seed=0, headdim=None):
@@ -65,7 +65,8 @@ def test_error_is_that_of_the_emulation(spec):
     assert kernel_error <= 1.05 * emulation_error + 1e-4
     assert _reference.measure(result.out, emulated[:, :, :700].cuda()).relative_l1 < 0.5 * emulation_error + 1e-3
     # delta_s is a sum in f32, whose order differs; and the kernel folds the bias of FP8 scores for a warp, not for a key
-    bound = 2e-3 if spec.q == "qsmooth" else 1e-2 if spec.pv == "e4m3" else 1e-4
+    # f16 P is summed as rounded, and ex2.approx may round it the other way.
+    bound = 2e-3 if spec.q == "qsmooth" else 1e-2 if spec.pv == "e4m3" else 5e-4
     assert (result.lse.cpu() - emulated_lse[:, :, :700]).abs().max() < bound
 
 
@@ -86,7 +87,9 @@ def test_grouped_heads(spec, group):
 @each_padded(1, 32, 33, 40, 63, 65, 80, 96, 127)
 def test_head_dims_are_padded(spec, headdim):
     q, k, v = draw(spec, (1, 2, 150), (1, 2, 150), seed=headdim, headdim=headdim)
-    check(spec, run(spec, q, k, v), expect(spec, q, k, v), slack=4.0)
+    # What 4 bits cut off of the largest channel is much where there are few.
+    slack = 12.0 if spec.qk == 4 and headdim < 8 else 4.0
+    check(spec, run(spec, q, k, v), expect(spec, q, k, v), slack=slack * (1.5 if spec.qk == 4 else 1.0))
 
 
 @each_variant
@@ -162,8 +165,21 @@ def test_a_key_that_is_not_finite_spoils_the_rows_that_see_it(spec, smooth_k):
     k[0, 0, 130, 5] = math.nan
     result = run(spec, q, k, v, smooth_k=smooth_k)
     first_row = 130 if spec.mask == "causal" else 0
-    first_of_block = first_row - first_row % result.plan.kernels.attn.tile.block_m
-    assert result.out[0, 0, first_row:].isnan().all() and result.out[0, 0, :first_of_block].isfinite().all()
+    assert result.out[0, 0, first_row:].isnan().all() and result.out[0, 0, :first_row].isfinite().all()
+    assert torch.equal(result.lse[0, 0].isnan(), torch.arange(200, device="cuda") >= first_row)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@each_variant
+def test_a_value_that_is_not_finite_spoils_its_channel_of_the_rows_that_see_it(spec, value):
+    q, k, v = draw(spec, (1, 2, 200), (1, 2, 200), seed=19)
+    reference, _ = expect(spec, q, k, v)
+    v[0, 1, 131, 5] = v[0, 1, 170, 5] = value
+    result = run(spec, q, k, v)
+    spoilt = torch.zeros_like(result.out, dtype=torch.bool)
+    spoilt[0, 1, 131 if spec.mask == "causal" else 0:, 5] = True
+    assert torch.equal(result.out.isnan(), spoilt) and result.lse.isfinite().all()
+    assert _reference.measure(result.out[~spoilt], reference[~spoilt]).cosine > (0.99 if spec.qk == 8 else 0.95)
 
 
 @each_variant

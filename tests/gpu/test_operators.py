@@ -25,7 +25,7 @@ def draw(seed=0, dtype=torch.bfloat16, queries=200, keys=300):
 def options(**changes):
     """Values of an operator's options, in order."""
     values = {"is_causal": False, "scale": None, "layout": "HND", "qk_bits": None, "smooth_q": None,
-              "smooth_k": True, "smooth_v": False, **changes}
+              "smooth_k": True, "smooth_v": False, "pv_accum": "auto", **changes}
     return tuple(values[name] for name in _ops.OPTIONS)
 
 

@@ -16,7 +16,7 @@ def compare(spec, q, k, v, **options):
     result = run(spec, q, k, v, **options)
     found = read_back(result)
     expected = _emulate.quantize(result.plan.problem, result.plan.kernels, q.cpu(), k.cpu(), v.cpu())
-    for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean"):
+    for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean", "k_finite", "v_finite"):
         assert torch.equal(found[name], getattr(expected, name)), name
     assert torch.allclose(found["row_bias"], expected.row_bias, rtol=1e-4, atol=1e-3)
 

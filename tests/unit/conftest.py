@@ -20,6 +20,7 @@ axes:
   headdim: [64, 128]
   qk: [8, 4]
   pv: [f16, e4m3]
+  pv_accum: [f32, two_level_f32, two_level_f16]
   mask: [full, causal]
   v: [vraw, vsmooth]
   q: [qraw, qsmooth]
@@ -46,6 +47,8 @@ exclude:
   - {arch: [sm80, sm86], pv: e4m3, why: "no FP8 tensor cores before sm89"}
   - {arch: sm89, pv: f16, why: "FP8 products run at twice the rate of f16 on sm89"}
   - {arch: sm90, pv: e4m3, why: "mma.sync emulates FP8 on Hopper"}
+  - {pv: f16, pv_accum: [two_level_f32, two_level_f16], why: "f16 products add up in f32 as they are"}
+  - {pv: e4m3, pv_accum: f32, why: "accumulators of FP8 products keep too few bits"}
   - {qk: 4, why: "not written yet: the INT4 products of the mma family"}
   - {v: vsmooth, why: "not written yet: smoothing of V"}
 """
@@ -70,7 +73,7 @@ __device__ void products(float* x) {  // both products in a loop, as every atten
 }
 """
 _NAMES = {
-    "attn_mma": "headdim qk_bits pv causal smooth_v smooth_q block_m block_n warp_m stages min_blocks",
+    "attn_mma": "headdim qk_bits pv pv_accum causal smooth_v smooth_q block_m block_n warp_m stages min_blocks",
     "quantize": "headdim qk_bits pv block_m block_n warp_m threads",
     "statistics": "headdim threads",
     "delta_s": "headdim threads",

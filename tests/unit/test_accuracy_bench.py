@@ -46,8 +46,8 @@ def error(method, qkv, **flags):
 @pytest.mark.parametrize(("arch", "method"), [
     ("sm89", Method()),
     ("sm89", Method(smoothing="")),
-    ("sm89", Method(bits=4, smoothing="qk", smooth_v=True)),
-    ("sm80", Method(bits=4, smoothing="qk", **F16)),
+    ("sm89", Method(bits=4, smoothing="qk", smooth_v=True, clip=_emulate.CLIP[4])),
+    ("sm80", Method(bits=4, smoothing="qk", clip=_emulate.CLIP[4], **F16)),
     ("sm80", Method(smooth_v=True, **F16)),
 ], ids=str)
 @pytest.mark.parametrize("headdim", [32, 128])
@@ -117,7 +117,7 @@ def test_smooth_attn_splits_each_channels_range_evenly():
 
 def quantized(x, side, granularity, bits=4):
     groups = GROUPS[granularity][side](x.shape[2], TILE)
-    return *_emulate._quantize_rows(x, groups, bits), groups
+    return *_emulate._quantize_rows(x, groups, bits, 1.0), groups
 
 
 def test_groups_of_each_granularity():
@@ -146,7 +146,7 @@ def test_clipping_narrows_the_range_of_each_group():
     method = Method(bits=4, clip=0.5)
     integers, scale = emulator.quantize_rows(x, torch.arange(2), method)
     assert scale.flatten().tolist() == [0.5, 1.0]
-    assert integers[0, 0].tolist() == [[7.0, -7.0, 6.0], [7.0, 3.0, -7.0]]
+    assert integers[0, 0].tolist() == [[7.0, -8.0, 6.0], [7.0, 3.0, -8.0]]
 
 
 def test_finer_granularity_is_never_worse_on_outliers():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sage_aot
-from sage_aot import _info, _reference
+from sage_aot import _emulate, _info, _reference
 from sage_aot._ops import emulated_arch
 from sage_aot._loader import default_library
 from sage_aot._select import built_archs
@@ -17,6 +17,7 @@ from sage_aot.errors import UnsupportedError
 
 ARCHS = built_archs(default_library().manifest)
 LEAST_COSINE = {"f16": 0.9999, "e4m3": 0.999}
+ACCUMULATORS = [("sm80", "f32"), ("sm89", "two_level_f32"), ("sm89", "two_level_f16")]
 
 
 def draw(q_shape, kv_shape, kind="normal", dtype=torch.bfloat16, seed=0):
@@ -40,6 +41,47 @@ def test_accuracy_against_float64(pv, kind, headdim, is_causal):
     expected, expected_lse = _reference.attention(q, k, v, is_causal=is_causal)
     assert _reference.measure(out, expected).cosine > LEAST_COSINE[pv]
     assert (lse - expected_lse).abs().max() < (0.02 if kind == "normal" else 0.5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_f16_accumulators_are_another_way_to_the_same(monkeypatch, headdim, is_causal):
+    monkeypatch.delenv("SAGE_AOT_EMULATE", raising=False)
+    q, k, v = draw((1, 4, 150, headdim), (1, 2, 700, headdim))
+    out, lse = sage_aot.attn(q, k, v, is_causal=is_causal, pv_accum="two_level_f16", return_lse=True)
+    default, default_lse = sage_aot.attn(q, k, v, is_causal=is_causal, return_lse=True)
+    expected, expected_lse = _reference.attention(q, k, v, is_causal=is_causal)
+    assert _reference.measure(out, expected).cosine > 0.999
+    assert (lse - expected_lse).abs().max() < 0.02
+    assert not torch.equal(out, default) and not torch.equal(lse, default_lse)
+    named = sage_aot.attn(q, k, v, is_causal=is_causal, pv_accum="two_level_f32", return_lse=True)
+    assert torch.equal(named[0], default) and torch.equal(named[1], default_lse)
+
+
+def test_f16_accumulators_hold_the_largest_tile(monkeypatch):
+    """Every P of a tile and every V at its largest, of one sign: the sum is the most that there is, 224 · 4.5 · 64."""
+    monkeypatch.delenv("SAGE_AOT_EMULATE", raising=False)
+    q, k = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16), torch.ones(1, 1, 256, 64, dtype=torch.bfloat16)
+    for value in (3.0, -3.0):
+        out = sage_aot.attn(q, k, torch.full_like(k, value), pv_accum="two_level_f16")
+        assert torch.equal(out, torch.full_like(q, value))
+
+
+@pytest.mark.parametrize(("pv_accum", "kept"), [
+    ("f32", [2049.0, 2051.0, -16385.0]), ("two_level_f32", [2049.0, 2051.0, -16384.0]),
+    ("two_level_f16", [2048.0, 2052.0, -16384.0])])
+def test_what_an_accumulator_keeps_of_a_tile(pv_accum, kept):
+    """All; 13 mantissa bits, the rest cut off; or the ten of f16, rounded. After each product of 32 keys."""
+    p = torch.zeros(1, 1, 3, 64)
+    p[..., 0], p[..., 32] = torch.tensor([2048.0, 2050.0, -16384.0]), torch.tensor([1.0, 1.0, -1.0])
+    assert _emulate._pv_tile(p, torch.ones(1, 1, 64, 1), pv_accum).flatten().tolist() == kept
+
+
+@pytest.mark.parametrize(("arch", "pv_accum"), [("sm80", "two_level_f16"), ("sm90", "two_level_f32"), ("sm89", "f32")])
+def test_accumulators_that_an_arch_lacks_are_refused(monkeypatch, arch, pv_accum):
+    monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
+    with pytest.raises(UnsupportedError, match=f"no kernel for arch={arch}.*pv_accum={pv_accum}"):
+        sage_aot.attn(*draw((1, 1, 4, 64), (1, 1, 4, 64)), pv_accum=pv_accum)
 
 
 def test_smoothing_k_pays_where_channels_have_offsets(pv):
@@ -123,6 +165,54 @@ def test_a_query_that_is_not_finite_spoils_its_own_row_only(pv, value):
     assert out[0, 0, 9].isnan().all() and out[0, 0, others].isfinite().all()
     unshared = [row for row in others if row % 8 != 1]  # rows that share its scale change by a rounding
     assert torch.equal(out[0, 0, unshared], clean[0, 0, unshared])
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_bits": 4}, {"smooth_q": True}, {"smooth_k": False}, {"smooth_v": True}],
+                         ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("arch", "pv_accum"), ACCUMULATORS)
+def test_a_key_that_is_not_finite_spoils_the_rows_that_see_it(monkeypatch, arch, pv_accum, value, is_causal, options):
+    monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
+    q, k, v = draw((2, 4, 150, 64), (2, 2, 170, 64))
+    k[0, 1, 100, 5] = k[0, 1, 130, 7] = value
+    out, lse = sage_aot.attn(q, k, v, is_causal=is_causal, pv_accum=pv_accum, return_lse=True, **options)
+    spoilt = torch.zeros_like(lse, dtype=torch.bool)
+    spoilt[0, 2:, 80 if is_causal else 0:] = True  # row 80 is the first that sees key 100
+    assert torch.equal(lse.isnan(), spoilt)
+    assert torch.equal(out.isnan(), spoilt[..., None].expand_as(out))
+    clean = torch.where(k.isfinite(), k, 0.0)  # the rows before see another key 100, of no weight
+    expected, _ = _reference.attention(q, clean, v, is_causal=is_causal)
+    assert _reference.measure(out[~spoilt], expected[~spoilt]).cosine > (0.95 if "qk_bits" in options else 0.998)
+
+
+@pytest.mark.parametrize("options", [{}, {"smooth_v": True}], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("arch", "pv_accum"), ACCUMULATORS)
+def test_a_value_that_is_not_finite_spoils_its_channel_of_the_rows_that_see_it(monkeypatch, arch, pv_accum, value,
+                                                                              is_causal, options):
+    monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
+    q, k, v = draw((2, 4, 150, 64), (2, 2, 170, 64))
+    expected, _ = _reference.attention(q, k, v, is_causal=is_causal)
+    v[1, 0, 100, 5] = v[1, 0, 130, 5] = v[1, 1, 0, 9] = value
+    out, lse = sage_aot.attn(q, k, v, is_causal=is_causal, pv_accum=pv_accum, return_lse=True, **options)
+    spoilt = torch.zeros_like(out, dtype=torch.bool)
+    spoilt[1, :2, 80 if is_causal else 0:, 5] = True  # row 80 is the first that sees key 100
+    spoilt[1, 2:, :, 9] = True
+    assert lse.isfinite().all()
+    assert torch.equal(out.isnan(), spoilt)
+    assert _reference.measure(out[~spoilt], expected[~spoilt]).cosine > 0.998
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89"])
+def test_what_no_row_sees_spoils_nothing(monkeypatch, arch):
+    monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
+    q, k, v = draw((1, 1, 70, 64), (1, 1, 40, 64))
+    k[0, 0, 0, 1], v[0, 0, 0, 2] = math.nan, math.inf
+    out, lse = sage_aot.attn(q, k, v, is_causal=True, return_lse=True)  # the first 30 rows see no key
+    assert (out[:, :, :30] == 0).all() and (lse[:, :, :30] == -math.inf).all()
+    assert out[:, :, 30:].isnan().all() and lse[:, :, 30:].isnan().all()
 
 
 @pytest.mark.parametrize(("q_shape", "kv_shape"), [((1, 2, 0, 64), (1, 2, 5, 64)), ((0, 2, 4, 64), (0, 2, 5, 64)),

@@ -183,7 +183,7 @@ def problems(matrix):
     kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
     good = Report("c", 168, 0, 0, {"HMMA.16816.F32": 2, "IMMA.16832.S8.S8": 2}, LOOP)
 
-    def judge(name: str = "sage_attn_sm80_d64_qk8_pvf16_full_vraw_qraw", **changes) -> list[str]:
+    def judge(name: str = "sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw", **changes) -> list[str]:
         spec = {axis: changes.pop(axis) for axis in ("qk", "pv") if axis in changes}
         kernel = kernels[name]
         kernel = dataclasses.replace(kernel, spec=dataclasses.replace(kernel.spec, **spec))
@@ -218,8 +218,8 @@ def test_without_tensor_cores_both_products_are_missed(problems):
 
 
 @pytest.mark.parametrize("name, registers", [
-    ("sage_attn_sm80_d64_qk8_pvf16_full_vraw_qraw", 168),  # 65536 / (3 blocks · 128 threads) = 170, in eights
-    ("sage_attn_sm80_d128_qk8_pvf16_full_vraw_qraw", 255),  # two blocks: 256, one more than an instruction can name
+    ("sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw", 168),  # 65536 / (3 blocks · 128 threads) = 170, in eights
+    ("sage_attn_sm80_d128_qk8_pvf16_accf32_full_vraw_qraw", 255),  # two blocks: 256, one more than one can name
     ("sage_quant_sm80_d64_qk8_pvf16", 255),  # the row's blocks are those of the attention kernel
     ("sage_stats_sm80_d64", 255),
 ])

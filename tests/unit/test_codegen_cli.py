@@ -17,7 +17,7 @@ from codegen.cli import main
 from codegen.nvrtc import FLAGS, version
 
 ONE = ["--arch", "sm80", "--only", "sage_attn_*_d64_*_full_*_qraw"]
-ATTN = "sage_attn_sm80_d64_qk8_pvf16_full_vraw_qraw"
+ATTN = "sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw"
 THREE = {ATTN, "sage_quant_sm80_d64_qk8_pvf16", "sage_stats_sm80_d64"}
 SPILLING = """
 #include "sage/attn.cuh"
@@ -92,18 +92,18 @@ def test_list_prints_kernels_and_reasons(codegen):
     status, out, _ = codegen("list", "--arch", "sm90")
     assert status == 0
     assert out.startswith("14 kernels\n")
-    assert ("sage_attn_sm90_d64_qk8_pvf16_full_vraw_qraw: 128x64, warp_m 32, 2 stages, 3 blocks, 128 threads, "
+    assert ("sage_attn_sm90_d64_qk8_pvf16_accf32_full_vraw_qraw: 128x64, warp_m 32, 2 stages, 3 blocks, 128 threads, "
             "attn_mma.cu.jinja, {family: attn_mma, headdim: 64, q: qraw}") in out
-    assert "sage_attn_sm90_d64_qk8_pve4m3_full_vraw_qraw: mma.sync emulates FP8 on Hopper" in out
+    assert "sage_attn_sm90_d64_qk8_pve4m3_acc2f32_full_vraw_qraw: mma.sync emulates FP8 on Hopper" in out
     assert "sm80_" not in out
 
 
 def test_list_knows_combinations_without_a_kernel(codegen):
-    status, out, _ = codegen("list", "--only", "*sm90*qk4*d64*", "--only", "*sm90_d64_qk4_pvf16_full_vraw_qraw")
+    status, out, _ = codegen("list", "--only", "*sm90*qk4*d64*", "--only", "*sm90_d64_qk4_pvf16_accf32_full_vraw_qraw")
     assert (status, out) == (2, "")
-    status, out, _ = codegen("list", "--only", "*sm90_d64_qk4_pvf16_full_vraw_qraw")
+    status, out, _ = codegen("list", "--only", "*sm90_d64_qk4_pvf16_accf32_full_vraw_qraw")
     assert out == ("0 kernels\n1 combinations without a kernel\n"
-                   "  sage_attn_sm90_d64_qk4_pvf16_full_vraw_qraw: Hopper has no INT4 tensor cores\n")
+                   "  sage_attn_sm90_d64_qk4_pvf16_accf32_full_vraw_qraw: Hopper has no INT4 tensor cores\n")
 
 
 def test_render_writes_only_sources(codegen, project):

@@ -15,14 +15,16 @@ from sage_aot import _emulate
 from sage_aot._loader import default_library
 from sage_aot._problem import heads_first
 
-BITS = {"sm80": {4, 8}, "sm89": {4, 8}, "sm90": {8}}
+BUILT = {"sm80": {"qk_bits": {4, 8}, "pv_accum": {"f32"}},
+         "sm89": {"qk_bits": {4, 8}, "pv_accum": {"two_level_f32", "two_level_f16"}},
+         "sm90": {"qk_bits": {8}, "pv_accum": {"f32"}}}
 
 HARD = Case("sm89", 7, 2, 2, 2, 140, 129, 72, is_causal=True, scale=0.7, layout="NHD", qk_bits=8, smooth_q=True,
             smooth_v=True, dtype="f16", kind="outlier", strides="sliced", out="misaligned", stream="side")
 
 
 def cases(count: int, seed: int = 0, longest: int = 4500) -> list[Case]:
-    return [draw_case(seed, index, BITS, longest) for index in range(count)]
+    return [draw_case(seed, index, BUILT, longest) for index in range(count)]
 
 
 @pytest.fixture
@@ -37,11 +39,19 @@ def test_every_value_of_every_option_is_drawn():
     drawn = cases(3000)
     for name, weights in OPTIONS.items():
         assert {getattr(case, name) for case in drawn} == set(weights), name
-    assert {case.arch for case in drawn} == set(BITS)
+    assert {case.arch for case in drawn} == set(BUILT)
     assert {1, 2, 63, 64, 65, 127, 128} < {case.headdim for case in drawn}
     for length in ("seqlen_q", "seqlen_kv"):
         assert {0, *EDGES} < {getattr(case, length) for case in drawn}
         assert max(getattr(case, length) for case in drawn) > 3000
+
+
+def test_most_calls_have_a_kernel():
+    missing = [case for case in cases(2000) for option, built in BUILT[case.arch].items()
+               if getattr(case, option) not in ("auto", *built)]
+    assert 0 < len(missing) < 40
+    assert {name for name in ("qk_bits", "pv_accum") for case in missing
+            if getattr(case, name) not in ("auto", *BUILT[case.arch][name])} == {"qk_bits", "pv_accum"}
 
 
 def test_a_seed_always_draws_the_same():
@@ -126,7 +136,7 @@ def test_what_is_raised_is_a_failure(subject, monkeypatch):
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("planted", ["none", "q:nan", "q:inf"])
+@pytest.mark.parametrize("planted", OPTIONS["planted"])
 def test_a_short_run_passes(planted, capsys):
     fixed = json.dumps({"planted": planted})
     assert fuzz.main(["--device", "cpu", "--calls", "60", "--longest", "150", "--fixed", fixed]) == 0
@@ -138,6 +148,8 @@ def test_bad_arguments_must_be_refused(subject):
         verdict = subject.examine(Case("sm80", wrong=wrong))
         assert verdict.failure is None and (wrong == "nothing" or verdict.variant == "ArgumentError")
     assert subject.examine(Case("sm90", qk_bits=4)).variant == "UnsupportedError"
+    assert subject.examine(Case("sm80", pv_accum="two_level_f16")).variant == "UnsupportedError"
+    assert "_acc2f16_" in subject.examine(Case("sm89", pv_accum="two_level_f16")).variant
 
 
 def emulated_as_kernel(subject, case, change):
@@ -168,13 +180,13 @@ def other_order(quantized):
 
 @pytest.mark.parametrize("smooth_q", [False, True])
 @pytest.mark.parametrize("kind", ["normal", "outlier"])
-@pytest.mark.parametrize("arch", ["sm80", "sm89"])
-def test_bounds_let_pass_another_rounding_and_no_wrong_scale(subject, monkeypatch, arch, kind, smooth_q):
-    case = Case(arch, 5, 1, 2, 2, 100, 200, 64, kind=kind, smooth_q=smooth_q)
+@pytest.mark.parametrize(("arch", "pv_accum"), [("sm80", "f32"), ("sm89", "two_level_f32"), ("sm89", "two_level_f16")])
+def test_bounds_let_pass_another_rounding_and_no_wrong_scale(subject, monkeypatch, arch, pv_accum, kind, smooth_q):
+    case = Case(arch, 5, 1, 2, 2, 100, 200, 64, kind=kind, smooth_q=smooth_q, pv_accum=pv_accum)
     exp2 = torch.exp2
     with monkeypatch.context() as patch:
         patch.setattr(torch, "exp2", lambda x: exp2(x) * (1 + 2.0**-22))
-        patch.setattr(_emulate, "_keep_13_bits", lambda x: x)
+        patch.setattr(_emulate, "_pv_tile", lambda p, v, pv_accum: p @ v)  # no accumulator cuts or rounds
         assert emulated_as_kernel(subject, case, other_order) < 1
     rows, keys = torch.arange(100), torch.arange(200)
     one_group_of_rows = rows[(rows // 32 == 1) & (rows % 8 == 3)]

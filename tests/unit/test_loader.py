@@ -20,9 +20,9 @@ SPEC = KernelSpec("stats", "sm80", 64)
 CUBIN = b"not really a cubin"
 RECORD = KernelRecord(SPEC, "it.cubin", hashlib.sha256(CUBIN).hexdigest(), "sm_80", None, 256, 0, 40, 0, {}, None)
 
-ATTENTION = KernelRecord(KernelSpec("attn", "sm80", 64, 8, "f16", "full", "vraw", "qraw"), "other.cubin", "", "sm_80",
-                         Tile(128, 64, 32, 2, 2), 128, 0, 168, 0, {"HMMA.16816.F32": 256, "IMMA.16832.S8.S8": 128},
-                         MainLoop(192, 513, 420))
+ATTENTION = KernelRecord(KernelSpec("attn", "sm80", 64, 8, "f16", "f32", "full", "vraw", "qraw"), "other.cubin", "",
+                         "sm_80", Tile(128, 64, 32, 2, 2), 128, 0, 168, 0,
+                         {"HMMA.16816.F32": 256, "IMMA.16832.S8.S8": 128}, MainLoop(192, 513, 420))
 MANIFEST = Manifest(__version__, "nvrtc", ("-x",), layout_digest(), None,
                     {record.spec.name: record for record in (RECORD, ATTENTION)})
 

@@ -25,7 +25,7 @@ BAD = {
     "key twice": ("  headdim: [64, 128]", "  v: [vraw]\n  headdim: [64, 128]", "  v: [vraw, vsmooth]",
                   "expected the key 'v' once in 'axes', got it twice"),
     "unknown axis": ("  qk: [8, 4]", "  bits: [8, 4]", "  bits:",
-                     "expected a key of 'axes' (arch, headdim, qk, pv, mask, v, q), got 'bits'"),
+                     "expected a key of 'axes' (arch, headdim, qk, pv, pv_accum, mask, v, q), got 'bits'"),
     "missing axis": ("  qk: [8, 4]\n", "", "  arch:", "expected the key 'qk' in 'axes', got none"),
     "unknown value": ("headdim: [64, 128]", "headdim: [64, 96]", "headdim: [64, 96]",
                       "expected a value of the axis 'headdim' (64, 128), got 96"),
@@ -42,9 +42,10 @@ BAD = {
                     "expected a value of the axis 'arch' (sm80, sm86, sm89, sm90), got 'sm87'"),
     "row's key": (D64_ROW, D64_ROW.replace("headdim", "headim"), "headim",
                   ("expected a key of a row of 'tiles' (family, block_m, block_n, warp_m, stages, min_blocks, arch, "
-                   "headdim, qk, pv, mask, v, q, allow_spills, why), got 'headim'")),
+                   "headdim, qk, pv, pv_accum, mask, v, q, allow_spills, why), got 'headim'")),
     "exclusion's key": ("{qk: 4, why", "{bits: 4, why", "{bits",
-                        "expected a key of a row of 'exclude' (why, arch, headdim, qk, pv, mask, v, q), got 'bits'"),
+                        ("expected a key of a row of 'exclude' (why, arch, headdim, qk, pv, pv_accum, mask, v, q), got "
+                         "'bits'")),
     "no size": (D64_SIZES, D64_SIZES.replace(" stages: 2,", ""), D64_ROW,
                 "expected the key 'stages' in a row of 'tiles', got none"),
     "bad size": (D64_SIZES, D64_SIZES.replace("warp_m: 32", "warp_m: 24"), D64_ROW,
@@ -73,11 +74,11 @@ BAD = {
     "bad spills": (D64_SIZES, D64_SIZES.replace("}", ", allow_spills: -8, why: fine}"), "allow_spills",
                    "expected allow_spills as a positive number of bytes, got -8"),
     "uncovered": (D64_ROW, D64_ROW.replace("64", "64, mask: full"), SM80_ROW,
-                  ("expected one row of 'tiles' or an exclusion for sage_attn_sm90_d64_qk8_pvf16_causal_vraw_qraw, got "
-                   "none")),
+                  ("expected one row of 'tiles' or an exclusion for "
+                   "sage_attn_sm90_d64_qk8_pvf16_accf32_causal_vraw_qraw, got none")),
     "covered twice": (SM86_ROW, SM86_ROW.replace("sm86", "[sm80, sm86]"), "[sm80, sm86], headdim",
-                      ("expected one row of 'tiles' for sage_attn_sm80_d128_qk8_pvf16_full_vraw_qraw, got those of "
-                       "lines {SM80} and {SM86}")),
+                      ("expected one row of 'tiles' for sage_attn_sm80_d128_qk8_pvf16_accf32_full_vraw_qraw, got those "
+                       "of lines {SM80} and {SM86}")),
     "useless exclusion": ("  - {qk: 4, why", "  - {arch: sm80, pv: e4m3, why: again}\n  - {qk: 4, why", "again",
                           ("expected a row that matches a combination left by those above, got one that matches "
                            "nothing")),
@@ -85,17 +86,17 @@ BAD = {
                     "qk: 4, headdim",
                     "expected a row that matches a combination that is not excluded, got one that matches nothing"),
     "impossible": ("{arch: [sm80, sm86], pv: e4m3", "{arch: sm80, pv: e4m3", D64_ROW,
-                   ("expected an exclusion of sage_attn_sm86_d64_qk8_pve4m3_full_vraw_qraw, got tiles: no FP8 tensor "
-                    "cores before sm89")),
+                   ("expected an exclusion of sage_attn_sm86_d64_qk8_pve4m3_acc2f32_full_vraw_qraw, got tiles: no FP8 "
+                    "tensor cores before sm89")),
     "shared quantizer": (D64_ROW, D64_ROW + " mask: causal,\n     "
                          + D64_SIZES.replace("128", "256") + "\n  - " + D64_ROW + " mask: full,",
                          "mask: causal",
                          ("expected the tiles and family of line {FULL} for "
-                          "sage_attn_sm80_d64_qk8_pvf16_causal_vraw_qraw, got others: both rows "
+                          "sage_attn_sm80_d64_qk8_pvf16_accf32_causal_vraw_qraw, got others: both rows "
                           "share sage_quant_sm80_d64_qk8_pvf16")),
     "shared memory": ("stages: 2, min_blocks: 1", "stages: 3, min_blocks: 1", SM86_ROW,
                       ("expected at most the 101376 bytes of shared memory that a block has on sm86 for "
-                       "sage_attn_sm86_d128_qk8_pvf16_full_vraw_qraw, got 106880")),
+                       "sage_attn_sm86_d128_qk8_pvf16_accf32_full_vraw_qraw, got 106880")),
     "quantizer's threads": ("quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 384", SM80_ROW,
                             ("expected threads of the family 'attn_mma''s quantizer that divide block_n * headdim / 8 "
                              "= 1024, got 384")),
@@ -150,7 +151,8 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(project, edit):
     with pytest.raises(MatrixError) as error:
         read_matrix(project.matrix, project.templates)
     problems = error.value.problems
-    for part in ("threads", "stages must be", "'why' as a sentence", "sage_attn_sm89_d128_qk8_pvf16_full_vraw_qraw"):
+    for part in ("threads", "stages must be", "'why' as a sentence",
+                 "sage_attn_sm89_d128_qk8_pvf16_accf32_full_vraw_qraw"):
         assert any(part in problem for problem in problems), part
     lines = [int(problem.split(":")[1]) for problem in problems]
     assert lines == sorted(lines)
@@ -165,7 +167,8 @@ def test_a_misspelt_axis_does_not_echo_through_the_combinations(project, edit):
 
 def test_every_combination_is_built_or_has_a_reason(matrix):
     axes = {"arch": ("sm80", "sm86", "sm89", "sm90"), "headdim": (64, 128), "qk": (8, 4), "pv": ("f16", "e4m3"),
-            "mask": ("full", "causal"), "v": ("vraw", "vsmooth"), "q": ("qraw", "qsmooth")}
+            "pv_accum": ("f32", "two_level_f32", "two_level_f16"), "mask": ("full", "causal"),
+            "v": ("vraw", "vsmooth"), "q": ("qraw", "qsmooth")}
     everything = {KernelSpec("attn", **dict(zip(axes, values))).name for values in product(*axes.values())}
     built = {kernel.spec.name for kernel in matrix.kernels if kernel.spec.kind == "attn"}
     missing = dict(matrix.missing)
@@ -176,9 +179,11 @@ def test_every_combination_is_built_or_has_a_reason(matrix):
 
 def test_the_first_exclusion_gives_the_reason(matrix):
     missing = dict(matrix.missing)
-    assert missing["sage_attn_sm90_d64_qk4_pve4m3_full_vsmooth_qraw"].startswith("Hopper has no INT4")
-    assert missing["sage_attn_sm80_d64_qk4_pve4m3_full_vsmooth_qraw"] == "no FP8 tensor cores before sm89"
-    assert missing["sage_attn_sm80_d64_qk8_pvf16_full_vsmooth_qraw"] == "not written yet: smoothing of V"
+    assert missing["sage_attn_sm90_d64_qk4_pve4m3_acc2f32_full_vsmooth_qraw"].startswith("Hopper has no INT4")
+    assert missing["sage_attn_sm80_d64_qk4_pve4m3_acc2f32_full_vsmooth_qraw"] == "no FP8 tensor cores before sm89"
+    assert missing["sage_attn_sm80_d64_qk8_pvf16_accf32_full_vsmooth_qraw"] == "not written yet: smoothing of V"
+    assert missing["sage_attn_sm80_d64_qk8_pvf16_acc2f16_full_vraw_qraw"] == "f16 products add up in f32 as they are"
+    assert missing["sage_attn_sm89_d64_qk8_pve4m3_accf32_full_vraw_qraw"].startswith("accumulators of FP8 products")
 
 
 def test_names_are_unique_sorted_and_round_trip(matrix):
@@ -210,7 +215,7 @@ def test_the_delta_kernel_is_planned_only_where_q_is_smoothed(project, edit):
 
 def test_kernels_that_share_a_quantizer_may_differ_in_stages_and_blocks(matrix):
     kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
-    raw, smooth = (kernels[f"sage_attn_sm80_d64_qk8_pvf16_full_vraw_{q}"] for q in ("qraw", "qsmooth"))
+    raw, smooth = (kernels[f"sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_{q}"] for q in ("qraw", "qsmooth"))
     assert (raw.tile.stages, raw.tile.min_blocks) == (2, 3)
     assert (smooth.tile.stages, smooth.tile.min_blocks) == (3, 2)
     assert raw.spec.companion("quant") == smooth.spec.companion("quant")
@@ -226,8 +231,8 @@ def test_kernels_that_share_a_quantizer_agree_on_its_layout(project, edit, old, 
     with pytest.raises(MatrixError) as error:
         read_matrix(project.matrix, project.templates)
     assert (f"build_matrix.yaml:{_line(text, D64_SMOOTH_ROW)}: expected the tiles and family of line "
-            f"{_line(text, D64_ROW)} for sage_attn_sm80_d64_qk8_pvf16_full_vraw_qsmooth, got others: both rows share "
-            "sage_quant_sm80_d64_qk8_pvf16") in error.value.problems
+            f"{_line(text, D64_ROW)} for sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qsmooth, got others: both rows "
+            "share sage_quant_sm80_d64_qk8_pvf16") in error.value.problems
 
 
 def test_shared_memory_is_not_judged_where_the_limit_is_unknown(project, edit):
@@ -255,12 +260,14 @@ def test_a_matrix_that_cannot_be_read_is_one_sentence(project):
 def test_what_a_kernel_takes_from_its_row(project, edit):
     edit(project.matrix, "pv: e4m3,\n     block_m: 128", "pv: [e4m3],\n     allow_spills: 32, why: tried, block_m: 128")
     kernels = {kernel.spec.name: kernel for kernel in read_matrix(project.matrix, project.templates).kernels}
-    attn = kernels["sage_attn_sm89_d128_qk8_pve4m3_full_vraw_qraw"]
+    attn = kernels["sage_attn_sm89_d128_qk8_pve4m3_acc2f32_full_vraw_qraw"]
     quant = kernels["sage_quant_sm89_d128_qk8_pve4m3"]
     assert attn.row == quant.row == "{family: attn_mma, arch: sm89, headdim: 128, pv: e4m3}"
     assert (attn.threads, attn.template, attn.allowed_spill_bytes) == (128, "attn_mma.cu.jinja", 32)
     assert (quant.threads, quant.template, quant.allowed_spill_bytes) == (256, "quantize.cu.jinja", 0)
-    assert kernels["sage_attn_sm90_d128_qk8_pvf16_full_vraw_qraw"].row == (
+    twin = kernels["sage_attn_sm89_d128_qk8_pve4m3_acc2f16_full_vraw_qraw"]
+    assert (twin.row, twin.tile, twin.spec.companion("quant")) == (attn.row, attn.tile, quant.spec)
+    assert kernels["sage_attn_sm90_d128_qk8_pvf16_accf32_full_vraw_qraw"].row == (
         "{family: attn_mma, arch: [sm80, sm90], headdim: 128, pv: f16}")
 
 
@@ -271,7 +278,7 @@ def test_the_matrix_of_this_project_is_right():
 def test_selection_takes_companions_along(matrix):
     selected = Selection(("sm90",), ("sage_attn_*_d64_*_full_*_qraw",)).kernels(matrix)
     assert [kernel.spec.name for kernel in selected] == [
-        "sage_attn_sm90_d64_qk8_pvf16_full_vraw_qraw", "sage_quant_sm90_d64_qk8_pvf16", "sage_stats_sm90_d64"]
+        "sage_attn_sm90_d64_qk8_pvf16_accf32_full_vraw_qraw", "sage_quant_sm90_d64_qk8_pvf16", "sage_stats_sm90_d64"]
     smoothed = Selection(("sm90",), ("sage_attn_*_d64_*_full_*_qsmooth",)).kernels(matrix)
     assert [kernel.spec.kind for kernel in smoothed] == ["attn", "delta", "quant", "stats"]
     assert {kernel.spec.kind for kernel in Selection().kernels(matrix)} == set(KINDS)

@@ -27,7 +27,7 @@ def draw(q_shape=(2, 4, 33, 64), kv_shape=(2, 2, 47, 64), dtype=torch.bfloat16, 
 def options(**changes):
     """Values of an operator's options, in order."""
     values = {"is_causal": False, "scale": None, "layout": "HND", "qk_bits": None, "smooth_q": None,
-              "smooth_k": True, "smooth_v": False, **changes}
+              "smooth_k": True, "smooth_v": False, "pv_accum": "auto", **changes}
     return tuple(values[name] for name in _ops.OPTIONS)
 
 
@@ -84,7 +84,8 @@ def test_fake_outputs_are_like_the_real_ones(layout):
             expected.shape, expected.stride(), expected.dtype, expected.device)
 
 
-@pytest.mark.parametrize("changes", [{"is_causal": True}, {"scale": 0.3}, {"smooth_k": False}], ids=str)
+@pytest.mark.parametrize("changes", [{"is_causal": True}, {"scale": 0.3}, {"smooth_k": False},
+                                     {"pv_accum": "two_level_f16"}], ids=str)
 def test_options_reach_the_operator(changes):
     q, k, v = draw()
     expected = _ops.attn(q, k, v, *options(**changes))
@@ -116,6 +117,8 @@ def test_qk_bits(bits):
     ({"scale": True}, "scale: expected a finite Python number"),
     ({"scale": "1"}, "scale: expected a finite Python number"),
     ({"scale": math.nan}, "scale: expected a finite Python number"),
+    ({"pv_accum": None}, "pv_accum: expected 'auto' or one of"),
+    ({"pv_accum": "two_level"}, "pv_accum: expected 'auto' or one of"),
     ({"out": 3}, "out: expected a tensor like q, got int"),
     ({"q": None}, "q: expected a torch.Tensor, got NoneType"),
 ])

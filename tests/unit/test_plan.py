@@ -19,14 +19,15 @@ from sage_aot.errors import UnsupportedError
 TILE = Tile(128, 64, 32, 2, 2)
 PROBLEM = Problem(batch=2, num_q_heads=6, num_kv_heads=3, seqlen_q=130, seqlen_kv=200, headdim=80, dtype="bf16",
                   is_causal=False, softmax_scale=0.5, qk_bits=8, smooth_q=False, smooth_k=True,
-                  smooth_v=False)
+                  smooth_v=False, pv_accum="auto")
 SMOOTH_Q = dataclasses.replace(PROBLEM, smooth_q=True)
 Q = TensorArgument(2**40, 1, 2, 3)
 
 
-def kernels(pv: str = "e4m3", problem: Problem = PROBLEM) -> Kernels:
-    attn = KernelSpec("attn", "sm89", 128, problem.qk_bits, pv, "full", "vsmooth" if problem.smooth_v else "vraw",
-                      "qsmooth" if problem.smooth_q else "qraw")
+def kernels(pv_accum: str = "two_level_f32", problem: Problem = PROBLEM) -> Kernels:
+    pv = "f16" if pv_accum == "f32" else "e4m3"
+    attn = KernelSpec("attn", "sm89", 128, problem.qk_bits, pv, pv_accum, "full",
+                      "vsmooth" if problem.smooth_v else "vraw", "qsmooth" if problem.smooth_q else "qraw")
     stats, quant, delta, attention = (
         KernelRecord(attn.companion(kind), "", "", "", TILE, threads, 0, 0, 0, {}, None)
         for kind, threads in (("stats", 256), ("quant", 256), ("delta", 256), ("attn", 128)))
@@ -66,19 +67,20 @@ def test_structs_hold_the_problem():
     assert [struct.unpack_from("<Qqqq", quant.params, offsets("QuantParams")["q"])] == [(2**40, 1, 2, 3)]
 
 
-@pytest.mark.parametrize("pv", ["f16", "e4m3"])
+@pytest.mark.parametrize("pv_accum", ["f32", "two_level_f32", "two_level_f16"])
 @pytest.mark.parametrize("qk_bits", [8, 4])
 @pytest.mark.parametrize("smooth_q", [False, True])
-def test_buffers_are_aligned_disjoint_and_large_enough(pv, qk_bits, smooth_q):
+def test_buffers_are_aligned_disjoint_and_large_enough(pv_accum, qk_bits, smooth_q):
     problem = dataclasses.replace(PROBLEM, qk_bits=qk_bits, smooth_q=smooth_q)
-    layout = plan(problem, kernels(pv, problem))
+    layout = plan(problem, kernels(pv_accum, problem))
     q_rows, keys = 2 * 6 * 2 * 128, 2 * 3 * 4 * 64
-    chunks, statistics = 4, 3
-    qk_row, v_row = 128 * qk_bits // 8, 128 * (2 if pv == "f16" else 1)
+    chunks, statistics = 4, 4
+    qk_row, v_row = 128 * qk_bits // 8, 128 * (2 if pv_accum == "f32" else 1)
     least = {"k_stats": 6 * chunks * statistics * 128 * 4, "v_stats": 6 * chunks * statistics * 128 * 4,
              "q_hat": q_rows * qk_row, "kv_hat": keys * (qk_row + v_row) + 2 * 3 * 4 * 128,
              "q_scale": q_rows // 4 * 4, "q_mean": 12 * 2 * 128 * 4 if smooth_q else 0, "k_mean": 6 * 128 * 4,
-             "v_scale": 6 * 128 * 4, "v_mean": 6 * 128 * 4, "row_bias": q_rows * 4}
+             "v_scale": 6 * 128 * 4, "v_mean": 6 * 128 * 4,
+             "k_finite": 6 * 4, "v_finite": 6 * 128 * 4, "row_bias": q_rows * 4}
     if smooth_q:
         least["delta_s"] = 12 * 2 * 4 * 64 * 4
     assert set(layout.offsets) == set(least)
@@ -133,6 +135,13 @@ def test_without_smoothing_of_q_there_is_no_delta():
     assert [launch.record.spec.kind for launch in run()] == ["stats", "quant", "attn"]
     attn = run()[-1]
     assert (field(attn, "AttnParams", "delta_s", "Q"), field(attn, "AttnParams", "first_head")) == (0, 0)
+
+
+@pytest.mark.parametrize(("pv_accum", "limit"), [("two_level_f32", 448.0), ("two_level_f16", 4.5), ("f32", 0.0)])
+def test_v_is_scaled_to_what_the_accumulator_holds(pv_accum, limit):
+    chosen = kernels(pv_accum)
+    quant = launches(plan(PROBLEM, chosen), 2**30, Q, Q, Q, Q, 0)[1]
+    assert field(quant, "QuantParams", "v_limit", "f") == limit
 
 
 def test_delta_precedes_attention_and_holds_the_problem():

@@ -37,6 +37,12 @@ def test_smooth_q_is_on_for_4_bits_unless_set():
     assert check(*tensors(), **OPTIONS, smooth_q=True).smooth_q
 
 
+@pytest.mark.parametrize("pv_accum", ["auto", "f32", "two_level_f32", "two_level_f16"])
+def test_pv_accum_stays_as_it_was_asked_for(pv_accum):
+    assert check(*tensors(), **OPTIONS, pv_accum=pv_accum).pv_accum == pv_accum
+    assert check(*tensors(), **OPTIONS).pv_accum == "auto"
+
+
 def test_layout_says_which_dimension_is_which():
     q, k, v = (t.transpose(1, 2) for t in tensors())
     problem = check(q, k, v, **{**OPTIONS, "layout": "NHD"})
@@ -77,6 +83,9 @@ def test_bad_tensors(changes, message):
     ({"qk_bits": [8]}, "qk_bits: expected 'auto', 8 or 4, got .8."),
     ({"smooth_q": 1}, "smooth_q: expected 'auto', True or False, got 1"),
     ({"smooth_v": "yes"}, "smooth_v: expected True or False, got 'yes'"),
+    ({"pv_accum": "f16"}, r"pv_accum: expected 'auto' or one of \('f32', 'two_level_f32', 'two_level_f16'\), got 'f16'"),
+    ({"pv_accum": None}, "pv_accum: expected 'auto' or one of .*, got None"),
+    ({"pv_accum": ["f32"]}, "pv_accum: expected 'auto' or one of .*, got .'f32'."),
 ])
 def test_bad_options(options, message):
     with pytest.raises(ArgumentError, match=message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ TEMPLATES = sorted({(kernel.spec.kind, kernel.template) for kernel in REAL.kerne
 
 @pytest.fixture
 def attn(matrix):
-    name = "sage_attn_sm89_d128_qk8_pve4m3_causal_vraw_qraw"
+    name = "sage_attn_sm89_d128_qk8_pve4m3_acc2f32_causal_vraw_qraw"
     return next(kernel for kernel in matrix.kernels if kernel.spec.name == name)
 
 
@@ -49,9 +50,9 @@ def test_real_sources_name_kernel_template_and_row(kernel):
 
 def test_values_reach_their_names(attn):
     assert context(attn) == {
-        "name": "sage_attn_sm89_d128_qk8_pve4m3_causal_vraw_qraw", "template": "attn_mma.cu.jinja",
+        "name": "sage_attn_sm89_d128_qk8_pve4m3_acc2f32_causal_vraw_qraw", "template": "attn_mma.cu.jinja",
         "row": "{family: attn_mma, arch: sm89, headdim: 128, pv: e4m3}", "headdim": 128, "qk_bits": 8,
-        "pv": "Pv::kE4m3", "causal": True, "smooth_v": False, "smooth_q": False,
+        "pv": "Pv::kE4m3", "pv_accum": "PvAccum::kTwoLevelF32", "causal": True, "smooth_v": False, "smooth_q": False,
         "block_m": 128, "block_n": 64, "warp_m": 32, "stages": 2, "min_blocks": 2,
     }
 
@@ -60,6 +61,15 @@ def test_smoothing_reaches_its_name(attn):
     smoothed = replace(attn, spec=replace(attn.spec, q="qsmooth", v="vsmooth", qk=4))
     values = context(smoothed)
     assert (values["smooth_q"], values["smooth_v"], values["qk_bits"]) == (True, True, 4)
+
+
+@pytest.mark.parametrize(("accumulator", "spelt"), [
+    ("f32", "PvAccum::kF32"), ("two_level_f32", "PvAccum::kTwoLevelF32"), ("two_level_f16", "PvAccum::kTwoLevelF16")])
+def test_the_accumulator_reaches_its_name(attn, accumulator, spelt):
+    kernel = replace(attn, spec=replace(attn.spec, pv_accum=accumulator))
+    assert context(kernel)["pv_accum"] == spelt
+    assert spelt in Renderer(ROOT / "templates").render(kernel)
+    assert re.search(rf"\b{spelt.split('::')[1]}\b", (ROOT / "templates/include/sage/types.cuh").read_text())
 
 
 def test_each_kind_gets_its_names(matrix):
@@ -110,7 +120,7 @@ def test_rendering_is_deterministic_and_writes_only_changes(project, matrix, edi
 
 def test_sources_that_left_the_matrix_go_and_unselected_ones_stay(project, matrix):
     render_all(matrix.kernels, matrix, project)
-    stale = project.sources / "sage_attn_sm75_d64_qk8_pvf16_full_vraw_qraw.cu"
+    stale = project.sources / "sage_attn_sm75_d64_qk8_pvf16_accf32_full_vraw_qraw.cu"
     stale.write_text("")
     render_all(matrix.kernels[:1], matrix, project)
     assert not stale.exists()

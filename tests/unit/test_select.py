@@ -13,10 +13,12 @@ from sage_aot._select import built_archs, nearest_arch, select
 from sage_aot._spec import KernelSpec, Tile
 from sage_aot.errors import CubinError, UnsupportedError
 
-PV = {"sm80": "f16", "sm86": "f16", "sm89": "e4m3", "sm90": "f16"}
+F16 = [("f16", "f32")]
+PV = {"sm80": F16, "sm86": F16, "sm89": [("e4m3", "two_level_f16"), ("e4m3", "two_level_f32")], "sm90": F16}
+"""Per arch, the types of P and V that are built, with their accumulators."""
 PROBLEM = Problem(batch=1, num_q_heads=2, num_kv_heads=2, seqlen_q=64, seqlen_kv=64, headdim=128, dtype="bf16",
                   is_causal=False, softmax_scale=1.0, qk_bits=8, smooth_q=False, smooth_k=True,
-                  smooth_v=False)
+                  smooth_v=False, pv_accum="auto")
 
 
 def record(spec: KernelSpec) -> KernelRecord:
@@ -24,10 +26,11 @@ def record(spec: KernelSpec) -> KernelRecord:
 
 
 def manifest(archs=PV, without=()) -> Manifest:
-    attn = [KernelSpec("attn", arch, headdim, bits, PV[arch], mask, v, q)
+    attn = [KernelSpec("attn", arch, headdim, bits, *pv, mask, v, q)
             for arch, headdim, bits, mask, v, q in product(archs, (64, 128), (8, 4), ("full", "causal"),
                                                            ("vraw", "vsmooth"), ("qraw", "qsmooth"))
-            if arch != "sm90" or bits == 8]
+            if arch != "sm90" or bits == 8
+            for pv in PV[arch]]
     specs = {spec for a in attn for spec in (a, *a.companions)}
     return Manifest("0", "", (), "", None, {spec.name: record(spec) for spec in specs if spec.name not in without})
 
@@ -53,7 +56,7 @@ def test_a_lower_gpu_than_any_built_is_refused():
 
 def test_archs_are_ordered_by_capability():
     several = {**manifest().kernels}
-    spec = KernelSpec("attn", "sm120", 64, 8, "e4m3", "full", "vraw", "qraw")
+    spec = KernelSpec("attn", "sm120", 64, 8, "e4m3", "two_level_f32", "full", "vraw", "qraw")
     several[spec.name] = record(spec)
     assert built_archs(dataclasses.replace(manifest(), kernels=several))[-1] == "sm120"
 
@@ -61,7 +64,7 @@ def test_archs_are_ordered_by_capability():
 @pytest.mark.parametrize(("headdim", "kernel"), [(1, 64), (64, 64), (65, 128), (96, 128), (128, 128)])
 def test_head_dim_is_the_least_that_holds_the_problem(headdim, kernel):
     chosen = select((8, 9), dataclasses.replace(PROBLEM, headdim=headdim), manifest())
-    assert chosen.attn.spec == KernelSpec("attn", "sm89", kernel, 8, "e4m3", "full", "vraw", "qraw")
+    assert chosen.attn.spec == KernelSpec("attn", "sm89", kernel, 8, "e4m3", "two_level_f32", "full", "vraw", "qraw")
     assert chosen.quant.spec == chosen.attn.spec.companion("quant")
     assert chosen.stats.spec == chosen.attn.spec.companion("stats")
 
@@ -75,10 +78,36 @@ def test_head_dim_is_the_least_that_holds_the_problem(headdim, kernel):
     ({"qk_bits": 4, "smooth_q": True, "smooth_v": True}, {"qk": 4, "q": "qsmooth", "v": "vsmooth"}),
 ])
 def test_axes_are_those_of_the_problem(changes, axes):
-    plain = KernelSpec("attn", "sm80", 128, 8, "f16", "full", "vraw", "qraw")
+    plain = KernelSpec("attn", "sm80", 128, 8, "f16", "f32", "full", "vraw", "qraw")
     chosen = select((8, 0), dataclasses.replace(PROBLEM, **changes), manifest())
     assert chosen.attn.spec == dataclasses.replace(plain, **axes)
     assert chosen.quant.spec.qk == chosen.attn.spec.qk
+
+
+@pytest.mark.parametrize(("capability", "asked", "accumulator"), [
+    ((8, 0), "auto", "f32"), ((8, 6), "auto", "f32"), ((8, 9), "auto", "two_level_f32"), ((9, 0), "auto", "f32"),
+    ((8, 0), "f32", "f32"), ((8, 9), "two_level_f32", "two_level_f32"), ((8, 9), "two_level_f16", "two_level_f16"),
+])
+def test_the_accumulator_is_the_one_asked_for_or_the_archs_first(capability, asked, accumulator):
+    chosen = select(capability, dataclasses.replace(PROBLEM, pv_accum=asked), manifest())
+    assert chosen.attn.spec.pv_accum == accumulator
+    assert chosen.quant.spec == chosen.attn.spec.companion("quant")
+
+
+def test_the_order_of_the_manifest_does_not_choose_the_accumulator():
+    backwards = dict(reversed(manifest().kernels.items()))
+    chosen = select((8, 9), PROBLEM, dataclasses.replace(manifest(), kernels=backwards))
+    assert chosen.attn.spec == select((8, 9), PROBLEM, manifest()).attn.spec
+
+
+@pytest.mark.parametrize(("capability", "arch", "asked", "built"), [
+    ((8, 0), "sm80", "two_level_f16", r"\['f32'\]"), ((9, 0), "sm90", "two_level_f32", r"\['f32'\]"),
+    ((8, 9), "sm89", "f32", r"\['two_level_f16', 'two_level_f32'\]"),
+])
+def test_accumulators_that_an_arch_lacks_are_refused(capability, arch, asked, built):
+    message = f"no kernel for arch={arch}.*pv_accum={asked}; built for {arch}: .*'pv_accum': {built}"
+    with pytest.raises(UnsupportedError, match=message):
+        select(capability, dataclasses.replace(PROBLEM, pv_accum=asked), manifest())
 
 
 def test_the_delta_kernel_is_chosen_only_where_q_is_smoothed():
@@ -95,6 +124,6 @@ def test_what_is_not_built_is_refused():
 
 @pytest.mark.parametrize("kind", ["quant", "stats", "delta"])
 def test_a_missing_companion_is_an_incomplete_folder(kind):
-    name = KernelSpec("attn", "sm90", 128, 8, "f16", "full", "vraw", "qsmooth").companion(kind).name
+    name = KernelSpec("attn", "sm90", 128, 8, "f16", "f32", "full", "vraw", "qsmooth").companion(kind).name
     with pytest.raises(CubinError, match=f"but not {name}"):
         select((9, 0), dataclasses.replace(PROBLEM, smooth_q=True), manifest(without=[name]))

@@ -9,7 +9,7 @@ import pytest
 
 from sage_aot._spec import AXES, KIND_AXES, KINDS, SHARED_LIMIT, KernelSpec, Tile, capability_of
 
-ATTN = KernelSpec("attn", "sm89", 128, 8, "e4m3", "causal", "vraw", "qraw")
+ATTN = KernelSpec("attn", "sm89", 128, 8, "e4m3", "two_level_f32", "causal", "vraw", "qraw")
 TILE = Tile(block_m=128, block_n=64, warp_m=32, stages=2, min_blocks=2)
 
 
@@ -27,23 +27,38 @@ def test_names_round_trip_and_are_unique():
 
 
 def test_name_spells_every_axis_in_order():
-    assert ATTN.name == "sage_attn_sm89_d128_qk8_pve4m3_causal_vraw_qraw"
+    assert ATTN.name == "sage_attn_sm89_d128_qk8_pve4m3_acc2f32_causal_vraw_qraw"
 
 
 @pytest.mark.parametrize(("name", "message"), [
     ("", "expected a name such as"),
-    ("sage_attn_sm89_d128_qk8_pve4m3_causal_vraw", "expected a name such as"),
+    ("sage_attn_sm89_d128_qk8_pve4m3_acc2f32_causal_vraw", "expected a name such as"),
     ("sage_quant_sm89_d128_qk8_pve4m3_vraw", "expected a name such as"),
-    ("sage_attn_sm89_d128_qk8_pve4m3_causal_vraw_vsmooth", r"\['qraw', 'qsmooth'\] for the axis 'q', got 'vsmooth'"),
+    ("sage_attn_sm89_d128_qk8_pve4m3_acc2f32_causal_vraw_vsmooth",
+     r"\['qraw', 'qsmooth'\] for the axis 'q', got 'vsmooth'"),
+    ("sage_attn_sm89_d128_qk8_pve4m3_causal_vraw_qraw", "expected a name such as"),
+    ("sage_attn_sm89_d128_qk8_pve4m3_acctwo_causal_vraw_qraw",
+     r"expected one of \['acc2f16', 'acc2f32', 'accf32'\] for the axis 'pv_accum', got 'acctwo'"),
     ("sage_attn_sm89_d128", "expected a name such as"),
-    ("sage_attn_sm89_d128_qk8_pve4m3_causal_vraw_qraw_more", "expected a name such as"),
-    ("sage_attn_ada_d128_qk8_pve4m3_causal_vraw_qraw", "expected an arch such as 'sm89', got 'ada'"),
-    ("sage_attn_sm89_d96_qk8_pve4m3_causal_vraw_qraw",
+    ("sage_attn_sm89_d128_qk8_pve4m3_acc2f32_causal_vraw_qraw_more", "expected a name such as"),
+    ("sage_attn_ada_d128_qk8_pve4m3_acc2f32_causal_vraw_qraw", "expected an arch such as 'sm89', got 'ada'"),
+    ("sage_attn_sm89_d96_qk8_pve4m3_acc2f32_causal_vraw_qraw",
      r"expected one of \['d128', 'd64'\] for the axis 'headdim', got 'd96'"),
 ])
 def test_bad_names_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
         KernelSpec.from_name(name)
+
+
+@pytest.mark.parametrize(("pv", "accumulator", "spelt"), [
+    ("f16", "f32", "pvf16_accf32"), ("e4m3", "two_level_f32", "pve4m3_acc2f32"),
+    ("e4m3", "two_level_f16", "pve4m3_acc2f16"),
+])
+def test_names_of_the_accumulators(pv, accumulator, spelt):
+    spec = dataclasses.replace(ATTN, pv=pv, pv_accum=accumulator)
+    assert spec.name == f"sage_attn_sm89_d128_qk8_{spelt}_causal_vraw_qraw"
+    assert KernelSpec.from_name(spec.name) == spec
+    assert spec.companions == dataclasses.replace(ATTN, pv=pv).companions  # quantizers take either
 
 
 def test_companions_share_axes():
@@ -55,7 +70,7 @@ def test_companions_share_axes():
 
 def test_names_of_the_other_kinds():
     smoothed = dataclasses.replace(ATTN, qk=4, v="vsmooth", q="qsmooth")
-    assert smoothed.name == "sage_attn_sm89_d128_qk4_pve4m3_causal_vsmooth_qsmooth"
+    assert smoothed.name == "sage_attn_sm89_d128_qk4_pve4m3_acc2f32_causal_vsmooth_qsmooth"
     assert smoothed.companion("quant").name == "sage_quant_sm89_d128_qk4_pve4m3"
     assert smoothed.companion("delta").name == "sage_delta_sm89_d128"
 
@@ -80,6 +95,11 @@ def test_capability(arch, capability):
     ({"arch": "sm86"}, "no FP8"),
     ({"arch": "sm90", "qk": 4}, "no INT4"),
     ({"qk": 4}, None),
+    ({"pv_accum": "two_level_f16"}, None),
+    ({"pv_accum": "f32"}, "those of e4m3 need two levels"),
+    ({"pv": "f16"}, "f16 products add up in f32"),
+    ({"pv": "f16", "pv_accum": "two_level_f16"}, "f16 products add up in f32"),
+    ({"pv": "f16", "pv_accum": "f32"}, None),
     ({}, None),
 ])
 def test_impossible_kernels(changes, reason):

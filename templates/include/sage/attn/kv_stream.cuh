@@ -24,27 +24,30 @@ class KvStream {
   static constexpr i32 kDeltaBytes = Config::kSmoothQ ? Config::kBlockN * 4 : 0;
 
   __device__ __forceinline__ KvStream(const AttnParams& params, const Work& work, u32 shared) : first_(shared) {
-    next_ = params.kv_hat + static_cast<i64>(work.kv_head) * params.kv_tiles * Layout::kKvBytes + threadIdx.x * 16;
+    next_ = params.kv_hat + static_cast<i64>(work.kv_head) * params.kv_tiles * Layout::kKvBytes + ptx::thread_index() * 16;
     if constexpr (Config::kSmoothQ) {
       const i64 row = static_cast<i64>(work.q_head - params.first_head) * params.q_tiles + work.q_tile;
-      next_delta_ = params.delta_s + row * params.kv_tiles * Config::kBlockN + threadIdx.x * 4;
+      delta_ = params.delta_s + row * params.kv_tiles * Config::kBlockN + ptx::thread_index() * 4;
     }
   }
 
-  // Issues the loads of the next tile into a stage and closes their group, which is empty where no tile is left.
-  __device__ __forceinline__ void load(u32 stage, bool exists) {
+  // Issues the loads of the next tile and closes their group, which is empty where no such tile exists.
+  __device__ __forceinline__ void load(i32 tile, bool exists) {
     if (exists) {
+      const u32 stage = stage_of(tile);
       copy_async<Layout::kKBytes, kThreads>(k(stage), next_);
       if (threadIdx.x == 0) ptx::cp_async_16(k_scales(stage), next_ + Layout::kKScales);
       copy_async<Layout::kVBytes, kThreads>(v(stage), next_ + Layout::kV);
       if constexpr (Config::kSmoothQ) {
-        if (threadIdx.x < Config::kBlockN / 4) ptx::cp_async_16(delta(stage) + threadIdx.x * 16, next_delta_);
-        next_delta_ += Config::kBlockN;
+        const float* delta_from = delta_ + static_cast<i64>(tile) * Config::kBlockN;
+        if (threadIdx.x < Config::kBlockN / 4) ptx::cp_async_16(delta(stage) + threadIdx.x * 16, delta_from);
       }
-      next_ += Layout::kKvBytes;
+      next_ = next_ + Layout::kKvBytes;
     }
     ptx::cp_async_commit();
   }
+
+  __device__ __forceinline__ static u32 stage_of(i32 tile) { return static_cast<u32>(tile) % Config::kStages; }
 
   __device__ __forceinline__ u32 k(u32 stage) const { return first_ + stage * Layout::kKvBytes; }
   __device__ __forceinline__ u32 k_scales(u32 stage) const { return k(stage) + Layout::kKScales; }
@@ -55,8 +58,8 @@ class KvStream {
 
  private:
   u32 first_;
-  const u8* next_;  // this thread's bytes of the tile to load next
-  const float* next_delta_;
+  const u8* next_;      // this thread's bytes of the tile to load next
+  const float* delta_;  // and of the first tile of delta_s
 };
 
 }  // namespace sage

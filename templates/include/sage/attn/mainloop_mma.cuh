@@ -28,7 +28,7 @@ class AttentionMma {
     copy_async<Layout::kQBytes, kThreads>(sQ, params.q_hat + q_tile * Layout::kQBytes + threadIdx.x * 16);
     Stream stream(params, work, sQ + Layout::kQBytes);
 #pragma unroll
-    for (i32 stage = 0; stage < Config::kStages - 1; ++stage) stream.load(stage, stage < work.tiles);
+    for (i32 tile = 0; tile < Config::kStages - 1; ++tile) stream.load(tile, tile < work.tiles);
 
     // A thread meets one scale of Q: its rows g, g + 8, ... share it.
     const i64 warp_index = q_tile * (Config::kBlockM / Config::kWarpM) + warp;
@@ -38,6 +38,7 @@ class AttentionMma {
     for (; tile < work.full_tiles; ++tile) state.template step<false>(params, work, stream, tile);
 #pragma unroll 1
     for (; tile < work.tiles; ++tile) state.template step<true>(params, work, stream, tile);
+    state.softmax.finish();
     store_output<Config, Product>(params, locate<Config>(params), warp, lane, state.acc_o, state.softmax);
   }
 
@@ -67,11 +68,11 @@ class AttentionMma {
 
     template <bool kMasked>
     __device__ __forceinline__ void step(const AttnParams& params, const Work& work, Stream& stream, i32 tile) {
-      const u32 stage = static_cast<u32>(tile) % Config::kStages;
+      const u32 stage = Stream::stage_of(tile);
       ptx::cp_async_wait<Config::kStages - 2>();
       __syncthreads();  // every thread's part of this tile is there, and every warp is done with the tile before
       const i32 ahead = tile + Config::kStages - 1;
-      stream.load(static_cast<u32>(ahead) % Config::kStages, ahead < work.tiles);
+      stream.load(ahead, ahead < work.tiles);
 
       typename Scores<Config>::Accumulator acc_s;
       scores.multiply(acc_s, stream.k(stage));

@@ -12,7 +12,9 @@ namespace sage {
 template <class Config>
 using OutputAccumulator = float[Config::kWarpM / 16][Config::kHeadDim / 8][4];
 
-// Sums of P over its rows, from a product with ones: of P as it was rounded, so that the weights of a row sum to one.
+// Sums of P over its rows. f16 P is summed by a product with ones, which takes an addition a score off the other pipes.
+// Rounding e4m3 P moves such a sum, and the log-sum-exp with it, by as much as 6 % where one key dominates: there each thread
+// adds up P before it is rounded (attn/softmax.cuh).
 template <class Config>
 using RowSums = float[Config::kWarpM / 8];
 
@@ -43,6 +45,7 @@ struct PvF16 {
   static constexpr float kLazyRise = 8.0f;
   static constexpr bool kWholeReference = true;
   static constexpr float kLargestFolded = 1.0f;
+  static constexpr bool kSumsInThreads = false;
 
   using Operand = u32[kMTiles][kSteps][4];
 
@@ -104,6 +107,7 @@ struct PvE4m3 {
   static constexpr float kLazyRise = 0.0f;  // P fills its range: no room for more
   static constexpr bool kWholeReference = false;
   static constexpr float kLargestFolded = 0.015625f;
+  static constexpr bool kSumsInThreads = true;
 
   using Operand = u32[kMTiles][kSteps][4];
 
@@ -114,20 +118,11 @@ struct PvE4m3 {
   // 8 channels by four chunks of 16 keys, chunks last.
   __device__ __forceinline__ static u32 offset(i32 lane) { return Rows::offset(lane % 8, lane / 8); }
 
-  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>& row_sum,
+  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>&,
                                                     const Operand& p, u32 v_row) {
-    u32 v[2 * kSteps];
-    float r[4];
-#pragma unroll
-    for (i32 i = 0; i < 2 * kSteps; ++i) v[i] = kOnes;
-#pragma unroll
-    for (i32 m = 0; m < kMTiles; ++m) {
-      multiply(r, p[m], v);
-      row_sum[2 * m] += r[0];
-      row_sum[2 * m + 1] += r[2];
-    }
 #pragma unroll
     for (i32 n = 0; n < kOTiles; ++n) {
+      u32 v[2 * kSteps];
 #pragma unroll
       for (i32 step = 0; step < kSteps; step += 2) {
         u32 (&pair)[4] = reinterpret_cast<u32 (&)[4]>(v[2 * step]);
@@ -135,6 +130,7 @@ struct PvE4m3 {
       }
 #pragma unroll
       for (i32 m = 0; m < kMTiles; ++m) {
+        float r[4];
         multiply(r, p[m], v);
 #pragma unroll
         for (i32 c = 0; c < 4; ++c) acc_o[m][n][c] += r[c];
@@ -143,8 +139,6 @@ struct PvE4m3 {
   }
 
  private:
-  static constexpr u32 kOnes = 0x38383838;  // four times 1.0
-
   // 16 rows of P by the whole tile of 8 channels.
   __device__ __forceinline__ static void multiply(float (&r)[4], const u32 (&p)[kSteps][4], const u32 (&v)[2 * kSteps]) {
     if constexpr (kF16Accum) {

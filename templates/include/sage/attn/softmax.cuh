@@ -49,7 +49,7 @@ struct OnlineSoftmax {
   using Scores = i32[kMTiles][kNTiles][4];
 
   float row_ref[kRows];  // log2 units: P is 2^(score - row_ref)
-  float row_sum[kRows];  // of the rounded P, over the tiles
+  float row_sum[kRows];  // of P; where Product::kSumsInThreads, of this thread's columns
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -81,8 +81,8 @@ struct OnlineSoftmax {
 
   // P = 2^(score - row_ref), packed as the A operand of the second product. kFolded: the offset contains the bias.
   template <bool kFolded>
-  __device__ __forceinline__ static void exponentiate(const Scores& acc_s, float scale, const float (&offset)[kRows],
-                                                      typename Product::Operand& p) {
+  __device__ __forceinline__ void exponentiate(const Scores& acc_s, float scale, const float (&offset)[kRows],
+                                               typename Product::Operand& p) {
     constexpr float kUnfolded = kFolded ? 0.0f : kBias;
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
@@ -93,9 +93,18 @@ struct OnlineSoftmax {
         for (i32 e = 0; e < 4; ++e) {
           const float score = __int_as_float(acc_s[r / 2][j + e / 2][2 * (r % 2) + e % 2]) - kUnfolded;
           x[e] = ptx::ex2(fmaf(score, scale, offset[r]));
+          if constexpr (Product::kSumsInThreads) row_sum[r] += x[e];
         }
         Product::pack(p, r, j, x);
       }
+    }
+  }
+
+  // Sums of whole rows; every lane of a row gets them.
+  __device__ __forceinline__ void finish() {
+    if constexpr (Product::kSumsInThreads) {
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) row_sum[r] = ptx::sum_over_lanes<4>(row_sum[r]);
     }
   }
 

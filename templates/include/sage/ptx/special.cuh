@@ -13,4 +13,11 @@ __device__ __forceinline__ u32 block_index() {
   return x;
 }
 
+// threadIdx.x, likewise.
+__device__ __forceinline__ u32 thread_index() {
+  u32 x;
+  asm volatile("mov.u32 %0, %tid.x;" : "=r"(x));
+  return x;
+}
+
 }  // namespace sage::ptx

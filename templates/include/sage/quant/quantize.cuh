@@ -5,7 +5,8 @@
 //   K  s8 or s4, a scale per thread: keys n of a tile with equal n % 8 / 2. Smoothed: less its mean per channel.
 //   V  e4m3 with a scale per channel, or f16 with a power of two per channel that keeps any bf16 within range. Smoothed:
 //      less its mean per channel.
-// Values are divided by amax / limit (127 for s8, 7 for s4, v_limit for e4m3) and rounded to the nearest, ties to even.
+// Values are divided by amax / limit (127 for s8, v_limit for e4m3) and rounded to the nearest, ties to even. s4 has so few
+// steps that finer ones are worth losing the largest values: 0.8 · amax / 7, and what lies beyond [-8, 7] is cut off.
 // What is not finite is quantized as zero, so that it leaves the scale it would share alone. The attention kernel puts NaN
 // where it belongs: in the rows that see the first key of k_finite and v_finite, and in a row whose row_bias is not finite.
 // Source: SageAttention2, sections 3.1 to 3.4 and appendix A.6.
@@ -69,6 +70,7 @@ struct Quantize {
   static constexpr i32 kWarpsPerTile = kKeyGroups;     // a warp quantizes one group of a KV tile
   static constexpr i32 kTilesPerBlock = Config::kThreads / (kWarpsPerTile * kWarpSize);
   static constexpr float kLimit = Config::kQkBits == 8 ? 127.0f : 7.0f;
+  static constexpr float kClip = Config::kQkBits == 8 ? 1.0f : 0.8f;  // share of amax that kLimit stands for
   static_assert(Config::kQkBits == 8 || Config::kQkBits == 4);
   static_assert(Config::kThreads % (kWarpsPerTile * kWarpSize) == 0, "a block takes whole KV tiles");
 
@@ -211,7 +213,7 @@ struct Quantize {
       }
       float amax = abs_max(x);
       if (ptx::any(!(amax < ptx::infinity()))) amax = make_finite(x);
-      const Scale scale = scale_to(kLimit, ptx::max_over_lanes<kVectors>(amax));
+      const Scale scale = scale_to(kLimit, kClip * ptx::max_over_lanes<kVectors>(amax));
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
         const i32 row = first_row + r * kRowGroups;
@@ -295,7 +297,7 @@ struct Quantize {
       }
       amax = make_finite(x);
     }
-    const Scale scale = scale_to(kLimit, ptx::max_over_lanes<kWarpSize>(amax));
+    const Scale scale = scale_to(kLimit, kClip * ptx::max_over_lanes<kWarpSize>(amax));
     u8* tile_data = kv_tile(head, tile);
 #pragma unroll
     for (i32 s = 0; s < kSteps; ++s) {
@@ -352,7 +354,11 @@ struct Quantize {
   __device__ __forceinline__ static u32 rounded(const float (&x)[kVector], float inv_scale) {
     u32 bits[4];
 #pragma unroll
-    for (i32 i = 0; i < 4; ++i) bits[i] = __float_as_uint(fmaf(x[kFirst + i], inv_scale, kIntegerBias));
+    for (i32 i = 0; i < 4; ++i) {
+      float y = fmaf(x[kFirst + i], inv_scale, kIntegerBias);
+      if constexpr (kClip < 1.0f) y = fminf(fmaxf(y, kIntegerBias - kLimit - 1.0f), kIntegerBias + kLimit);
+      bits[i] = __float_as_uint(y);
+    }
     return ptx::prmt(ptx::prmt(bits[0], bits[1], 0x0040), ptx::prmt(bits[2], bits[3], 0x0040), 0x5410);
   }
 
