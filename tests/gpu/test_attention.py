@@ -31,15 +31,16 @@ def expect(spec, q, k, v, **options):
     return _reference.attention(q, k, v, is_causal=spec.mask == "causal", **options)
 
 
-def check(spec, result, reference, kind="normal", slack=1.0):
-    """`slack`: how many times further than the bound from 1 the cosine may be, for problems too small to average."""
+def check(spec, result, reference, kind="normal", slack=1.0, lse_slack=1.0):
+    """`slack`: how many times further than the bound from 1 the cosine may be, for problems too small to average; `lse_slack`:
+    how many times larger than usual the error of the log-sum-exp."""
     out, lse = reference
     bound = 1 - slack * (1 - LEAST_COSINE[spec.qk, spec.pv, kind])
     assert result.out.isfinite().all()
     assert _reference.measure(result.out, out).cosine > bound
     seen = lse.isfinite()
     assert torch.equal(result.lse.isfinite(), seen) and (result.lse[~seen] == -math.inf).all()
-    assert (result.lse - lse)[seen].abs().max() < LSE_ERROR[spec.qk, kind]
+    assert (result.lse - lse)[seen].abs().max() < lse_slack * LSE_ERROR[spec.qk, kind]
     rows_without_keys = result.out.masked_select(~seen[..., None])
     assert (rows_without_keys == 0).all()
 
@@ -87,9 +88,9 @@ def test_grouped_heads(spec, group):
 @each_padded(1, 32, 33, 40, 63, 65, 80, 96, 127)
 def test_head_dims_are_padded(spec, headdim):
     q, k, v = draw(spec, (1, 2, 150), (1, 2, 150), seed=headdim, headdim=headdim)
-    # What 4 bits cut off of the largest channel is much where there are few.
-    slack = 12.0 if spec.qk == 4 and headdim < 8 else 4.0
-    check(spec, run(spec, q, k, v), expect(spec, q, k, v), slack=slack * (1.5 if spec.qk == 4 else 1.0))
+    # What 4 bits cut off of the largest channel is much where there is one.
+    slack, lse_slack = (18.0, 3.0) if spec.qk == 4 and headdim == 1 else (6.0 if spec.qk == 4 else 4.0, 1.0)
+    check(spec, run(spec, q, k, v), expect(spec, q, k, v), slack=slack, lse_slack=lse_slack)
 
 
 @each_variant
