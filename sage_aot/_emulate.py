@@ -27,7 +27,7 @@ VECTOR = 8  # quant/source.cuh: channels a thread handles at once
 
 NO_REFERENCE = -1e30  # attn/softmax.cuh
 SMALLEST_SCALE = 1e-37
-TOP = {"f32": 7.0, "two_level_f32": 8.807354, "two_level_f16": 7.807355}  # attn/pv_mma.cuh, by accumulator
+TOP = {"f32": 7.0, "two_level_f32": 8.807355, "two_level_f16": 7.807355}  # attn/pv_mma.cuh, by accumulator
 LAZY_RISE = {"f32": 8.0, "two_level_f32": 0.0, "two_level_f16": 0.0}
 LARGEST_FOLDED = {"f32": 1.0, "two_level_f32": 0.015625, "two_level_f16": 0.015625}
 WHOLE_REFERENCE = {"f32": True, "two_level_f32": False, "two_level_f16": False}
