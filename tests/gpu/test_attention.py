@@ -163,9 +163,9 @@ def test_logits_of_any_size(spec, size):
 @each_variant
 def test_a_key_that_is_not_finite_spoils_the_rows_that_see_it(spec, smooth_k):
     q, k, v = draw(spec, (1, 1, 200), (1, 1, 200), seed=17)
-    k[0, 0, 130, 5] = math.nan
+    k[0, 0, 187, 5] = math.nan  # not among the first that a lane reads of its tile
     result = run(spec, q, k, v, smooth_k=smooth_k)
-    first_row = 130 if spec.mask == "causal" else 0
+    first_row = 187 if spec.mask == "causal" else 0
     assert result.out[0, 0, first_row:].isnan().all() and result.out[0, 0, :first_row].isfinite().all()
     assert torch.equal(result.lse[0, 0].isnan(), torch.arange(200, device="cuda") >= first_row)
 
