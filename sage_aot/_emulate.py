@@ -251,7 +251,7 @@ def _key_limit(problem: Problem, rows: int) -> torch.Tensor:
 
 
 def _score_scale(scale: torch.Tensor) -> torch.Tensor:
-    """Cut to 22 bits of mantissa, as attn/softmax.cuh does to keep the subtraction of the reference exact."""
+    """Cut to 22 bits of mantissa, as attn/softmax.cuh does; for f16 P that keeps the subtraction of the reference exact."""
     cut = (scale.view(torch.int32) & ~3).view(torch.float32)
     return torch.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, cut)
 

@@ -42,7 +42,7 @@ class KvStream {
         const float* delta_from = delta_ + static_cast<i64>(tile) * Config::kBlockN;
         if (threadIdx.x < Config::kBlockN / 4) ptx::cp_async_16(delta(stage) + threadIdx.x * 16, delta_from);
       }
-      next_ = next_ + Layout::kKvBytes;
+      next_ += Layout::kKvBytes;
     }
     ptx::cp_async_commit();
   }

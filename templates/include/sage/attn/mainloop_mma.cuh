@@ -13,7 +13,7 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQkBits, kPv, kCausal, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
+// Config: kHeadDim, kQkBits, kPv, kPvAccum, kCausal, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
 template <class Config>
 class AttentionMma {
  public:

@@ -1,16 +1,17 @@
 // Online softmax over the KV tiles, in the log2 domain.
 //
-// Scores arrive as biased integers (attn/scores.cuh), all of a thread's in a tile with one scale c: the row maximum is
-// taken on integers, and bias, scale and reference fold into one FMA, P = 2^(c·x + offset), offset = -c·kScoreBias - row_ref.
+// Scores arrive as biased integers (attn/scores.cuh), all of a thread's in a tile with one scale c: the largest is found
+// on integers, and bias, scale and reference fold into one FMA, P = 2^(c·x + offset), offset = -c·kScoreBias - row_ref.
 // For f16 P that constant is exact where c < 1: c keeps 22 bits, so that c·kScoreBias = 3·2^22·c fits into the 24 of an f32,
 // in units no coarser than one, and row_ref is a whole number: anything near the maximum will do, as long as a row has one.
 // For e4m3 P the reference must make the largest P 448, which e4m3 holds exactly: it dominates many rows. The constant then
-// rounds, by at most 2^-7 in log2 where c < 2^-6, a sixth of the rounding of P.
+// rounds, by at most 2^-7 in log2 where c < 2^-6; P itself is rounded by up to 2^-3.5.
 // Where Q is smoothed the scores arrive finished, as f32.
 //
 // A reference stands until a score outgrows it. To see that, a thread looks at its own scores and the warp votes: no row
-// maximum crosses lanes but in the branch that raises references, and larger scales, which f16 meets only with logits in
-// the tens of thousands, take their bias off in that branch too.
+// maximum crosses lanes but in the branch that raises references, and scales too large to fold take their bias off in that
+// branch too: for f16 P those of logits in the tens of thousands at 8 bits, of about a hundred at 4; for e4m3 P at 4 bits
+// nearly all, where Q is not smoothed.
 // Source: SageAttention2, Algorithm 1; Milakov & Gimelshein, "Online normalizer calculation for softmax".
 #pragma once
 

@@ -2,8 +2,8 @@
 //
 // Quantized tensors are stored tile by tile, each tile contiguous and already swizzled, so that loading one into shared
 // memory is a plain copy of consecutive bytes. With kBlockM query rows and kBlockN keys a tile:
-//   Q̂        [kBlockM][kHeadDim] s8, rows of queries
-//   K̂        [kBlockN][kHeadDim] s8, rows of keys, then the scales of the tile: [kKeyGroups] f32 in a line of 128 bytes;
+//   Q̂        [kBlockM][kHeadDim] s8 or s4, rows of queries
+//   K̂        [kBlockN][kHeadDim] s8 or s4, rows of keys, then the scales of the tile: [kKeyGroups] f32 in a line of 128 bytes;
 //            then the tile of V̂, so that one run of bytes brings all of a KV tile
 //   V̂ f16    [kBlockN][kHeadDim] f16, rows of keys
 //   V̂ e4m3   [kHeadDim][kBlockN] e4m3, rows of channels, its columns in the order of key_of_column()
