@@ -169,7 +169,7 @@ def smooth(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor,
     if problem.smooth_q:
         q_mean = _emulate._mean_over_rows(q, problem, kernels)
         q = _emulate._subtract(q, q_mean.repeat_interleave(tile.block_m, 2), problem.seqlen_q)
-        delta_s = q_mean @ _per_q_head(problem, k).transpose(2, 3)
+        delta_s = _emulate._delta_s(q_mean, _per_q_head(problem, k))
     return Inputs(q, k, v, v_mean, delta_s)
 
 
@@ -244,7 +244,7 @@ def attend(method: Method, problem: Problem, tile: Tile, inputs: Inputs, quantiz
     limit = _emulate._key_limit(problem, rows)
     acc_o, row_sum = torch.zeros_like(q), torch.zeros_like(quantized.q_scale)
     row_ref = torch.full_like(row_sum, _emulate.NO_REFERENCE)
-    bias = 0.0 if inputs.delta_s is not None else _emulate.SCORE_BIAS
+    bias = _emulate._folded_bias(inputs.delta_s is not None, method.bits, like)
 
     for first in range(0, min(keys, int(limit.max())), tile.block_n):
         part = slice(first, first + tile.block_n)

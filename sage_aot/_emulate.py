@@ -47,6 +47,7 @@ class Quantized:
     k_scale: torch.Tensor  # [batch, kv heads, keys], likewise
     v_scale: torch.Tensor  # [batch, kv heads, headdim]
     q_mean: torch.Tensor  # [batch, q heads, q tiles, headdim]; zero where q is not smoothed
+    k_mean: torch.Tensor  # [batch, kv heads, headdim]; likewise
     v_mean: torch.Tensor  # [batch, kv heads, headdim]; likewise
     k_finite: torch.Tensor  # [batch, kv heads] i32, keys before the first that is not finite, or ALL_FINITE
     v_finite: torch.Tensor  # [batch, kv heads, headdim] i32, likewise per channel
@@ -75,31 +76,33 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
 
     k_mean = _mean_over_keys(k, problem, kernels) if problem.smooth_k else torch.zeros_like(k[:, :, 0])
     v_mean = _mean_over_keys(v, problem, kernels) if problem.smooth_v else torch.zeros_like(v[:, :, 0])
+    v_finite = _leading(v.isfinite(), 2)
     k, v = _subtract(k, k_mean[:, :, None], problem.seqlen_kv), _subtract(v, v_mean[:, :, None], problem.seqlen_kv)
-
-    k_finite, v_finite = _leading(k.isfinite().all(-1), -1), _leading(v.isfinite(), 2)
-    k, v = (torch.where(x.isfinite(), x, 0.0) for x in (k, v))
+    k_finite = _leading(k.isfinite().all(-1), -1)
+    k, v = _finite_or_zero(k), _finite_or_zero(v)
 
     q = q * torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
     group = problem.num_q_heads // problem.num_kv_heads
     row_bias = (q * k_mean.repeat_interleave(group, 1)[:, :, None]).sum(-1)
     q_mean = _mean_over_rows(q, problem, kernels)
     q = _subtract(q, q_mean.repeat_interleave(tile.block_m, 2), problem.seqlen_q)
-    delta_s = None
-    if problem.smooth_q:
-        delta_s = q_mean @ k.repeat_interleave(group, 1).transpose(2, 3)
+    delta_s = _delta_s(q_mean, k.repeat_interleave(group, 1)) if problem.smooth_q else None
 
-    q_hat, q_scale = _quantize_rows(torch.where(q.isfinite(), q, 0.0), _row_groups(q.shape[2], tile.warp_m), spec.qk,
-                                    CLIP[spec.qk])
+    q_hat, q_scale = _quantize_rows(_finite_or_zero(q), _row_groups(q.shape[2], tile.warp_m), spec.qk, CLIP[spec.qk])
     k_hat, k_scale = _quantize_rows(k, _key_groups(k.shape[2], tile.block_n), spec.qk, CLIP[spec.qk])
     v_hat, v_scale = _quantize_v(v, spec.pv, V_LIMIT[spec.pv_accum])
-    return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, v_mean, k_finite, v_finite, row_bias, delta_s)
+    return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, k_mean, v_mean, k_finite, v_finite, row_bias,
+                     delta_s)
 
 
 def _leading(finite: torch.Tensor, dim: int) -> torch.Tensor:
     """How many are finite before the first that is not, as i32; ALL_FINITE where all are."""
     count = finite.int().cumprod(dim).sum(dim)
     return torch.where(finite.all(dim), ALL_FINITE, count).int()
+
+
+def _finite_or_zero(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.isfinite(), x, 0.0)
 
 
 def _subtract(x: torch.Tensor, mean: torch.Tensor, count: int) -> torch.Tensor:
@@ -116,12 +119,12 @@ def _pad(x: torch.Tensor, rows: int, headdim: int) -> torch.Tensor:
 def _mean_over_keys(x: torch.Tensor, problem: Problem, kernels: Kernels) -> torch.Tensor:
     """Mean over the sequence, summed in the order of quant/statistics.cuh: a thread's rows, then threads, then chunks."""
     rows_at_once = kernels.stats.threads * VECTOR // kernels.attn.spec.headdim
-    x = torch.where(x.isfinite(), x, 0.0)[:, :, : problem.seqlen_kv]
+    x = _finite_or_zero(x)[:, :, : problem.seqlen_kv]
     batch, heads, keys, headdim = x.shape
     chunk_rows = chunk_rows_of(keys)
     x = torch.nn.functional.pad(x, (0, 0, 0, -keys % chunk_rows))
     parts = _add_in_order(x.view(batch, heads, -1, chunk_rows // rows_at_once, rows_at_once, headdim), 3)
-    return _divide(_add_in_order(_add_in_order(parts, 3), 2), float(keys))
+    return _finite_or_zero(_divide(_add_in_order(_add_in_order(parts, 3), 2), float(keys)))
 
 
 def _mean_over_rows(q: torch.Tensor, problem: Problem, kernels: Kernels) -> torch.Tensor:
@@ -131,9 +134,17 @@ def _mean_over_rows(q: torch.Tensor, problem: Problem, kernels: Kernels) -> torc
     if not problem.smooth_q:
         return q.new_zeros(batch, heads, rows // block_m, headdim)
     rows_at_once = kernels.quant.threads * VECTOR // spec.headdim
-    tiles = torch.where(q.isfinite(), q, 0.0).view(batch, heads, -1, block_m // rows_at_once, rows_at_once, headdim)
+    tiles = _finite_or_zero(q).view(batch, heads, -1, block_m // rows_at_once, rows_at_once, headdim)
     count = (problem.seqlen_q - torch.arange(0, rows, block_m, device=q.device)).clamp(max=block_m).float()
-    return _add_in_order(_add_in_order(tiles, 3), 3) / count[:, None]
+    return _finite_or_zero(_add_in_order(_add_in_order(tiles, 3), 3) / count[:, None])
+
+
+def _delta_s(q_mean: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """q_mean · k per query tile and key, channel after channel in FMAs, as in quant/delta_s.cuh."""
+    total = q_mean.new_zeros(*q_mean.shape[:3], k.shape[2])
+    for q_channel, k_channel in zip(q_mean.double().unbind(-1), k.double().unbind(-1)):
+        total = torch.addcmul(total.double(), q_channel[..., None], k_channel[:, :, None]).float()
+    return total
 
 
 def _add_in_order(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -228,13 +239,14 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
             scores = _add_delta(scores, scale, quantized.delta_s[..., keys].repeat_interleave(kernels.attn.tile.block_m, 2))
             scale = torch.ones_like(scale)
         scores = scores.masked_fill(first + torch.arange(block_n, device=k.device) >= limit[:, None], -math.inf)
-        bias = 0.0 if quantized.delta_s is not None else SCORE_BIAS
+        bias = _folded_bias(problem.smooth_q, problem.qk_bits, spec.pv_accum)
         p, alpha, row_ref = _softmax_tile(scores, scale, bias, row_ref, kernels.attn.tile.warp_m, spec.pv_accum)
         rounded = to_pv(p, spec.pv)
         row_sum = row_sum * alpha + (rounded if SUMS_ROUNDED[spec.pv_accum] else p).sum(-1)
         acc_o = acc_o * alpha[..., None] + _pv_tile(rounded, v[:, :, keys], spec.pv_accum)
 
-    row_bias = torch.where(limit > k_finite[..., None], math.nan, quantized.row_bias)
+    spoilt = ~quantized.row_bias.isfinite() | (limit > k_finite[..., None])
+    row_bias = quantized.row_bias.masked_fill(spoilt, math.nan).masked_fill(limit == 0, 0.0)
     factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0) + 0.0 * row_bias
     lse = (row_ref + row_sum.log2() + row_bias) * math.log(2.0)
     mean = torch.where(row_sum[..., None] > 0, v_mean[:, :, None], 0.0)
@@ -259,6 +271,11 @@ def _score_scale(scale: torch.Tensor) -> torch.Tensor:
 def _add_delta(scores: torch.Tensor, scale: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """Finished scores in log2 units: one FMA, as in attn/scores.cuh."""
     return (scores.double() * scale.double() + delta.double()).float()
+
+
+def _folded_bias(smooth_q: bool, qk_bits: int, pv_accum: str) -> float:
+    """What attn/softmax.cuh folds into the FMA of P; zero where it folds nothing."""
+    return SCORE_BIAS if not smooth_q and (qk_bits == 8 or LARGEST_FOLDED[pv_accum] >= 1.0) else 0.0
 
 
 def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, bias: float, row_ref: torch.Tensor, warp_m: int,

@@ -103,13 +103,24 @@ def default_library() -> Library:
 
 
 def import_cupy() -> ModuleType:
-    """cupy, or UnsupportedError that says what to install."""
+    """cupy, or UnsupportedError that says what to install where it is missing or the driver is older than its CUDA."""
     try:
         import cupy
     except ImportError as error:
         raise UnsupportedError(f"kernels are launched through cupy, which cannot be imported ({error}); install it with "
                                f"`pip install 'sage-aot[cuda12]'`, or [cuda13] for drivers from 580 on") from error
+    built, driver = cupy.cuda.runtime.runtimeGetVersion(), cupy.cuda.runtime.driverGetVersion()
+    if driver // 1000 < built // 1000:
+        found = f"the driver is for CUDA {_cuda_version(driver)}" if driver else "there is no driver"
+        raise UnsupportedError(f"kernels are launched through cupy, which was built for CUDA {_cuda_version(built)}, but "
+                               f"{found}; update the driver, or uninstall this cupy and install that of the driver's "
+                               f"CUDA, such as `pip install 'sage-aot[cuda12]'`")
     return cupy
+
+
+def _cuda_version(number: int) -> str:
+    """12090 is 12.9."""
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 @lru_cache(maxsize=None)

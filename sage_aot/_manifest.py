@@ -19,7 +19,7 @@ class MainLoop:
 
     matrix: int  # of the tensor cores
     other: int  # beside them on the straight path
-    rare: int  # off the straight path: in branches that few tiles take
+    rare: int  # off the straight path, in branches
 
 
 @dataclass(frozen=True)

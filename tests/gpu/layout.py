@@ -10,7 +10,7 @@ from sage_aot._spec import SCALES_LINE
 
 
 def read_back(result: Result) -> dict[str, torch.Tensor]:
-    """q, k, v as [batch, heads, rows, headdim] f32, and their scales, on the CPU."""
+    """q, k, v as [batch, heads, rows, headdim] f32, their scales, and all else that attention reads, on the CPU."""
     layout = result.plan
     problem, spec, tile = layout.problem, layout.kernels.attn.spec, layout.kernels.attn.tile
     q_heads, kv_heads = (problem.batch, problem.num_q_heads), (problem.batch, problem.num_kv_heads)
@@ -28,13 +28,20 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
     k_scale = kv[..., k_bytes: k_bytes + 4 * KEY_GROUPS].contiguous().view(torch.float32)
     q_scale = buffer("q_scale", *q_heads, layout.q_tiles * tile.block_m // tile.warp_m, ROW_GROUPS, dtype=torch.float32)
     keys, rows = torch.arange(tile.block_n), torch.arange(tile.warp_m)
-    return {
+    smoothed = {}
+    if problem.smooth_q:
+        smoothed["q_mean"] = buffer("q_mean", *q_heads, layout.q_tiles, spec.headdim, dtype=torch.float32)
+        if layout.heads_at_once == problem.batch * problem.num_q_heads:  # else those of the last turn are left
+            smoothed["delta_s"] = buffer("delta_s", *q_heads, layout.q_tiles, layout.kv_tiles * tile.block_n,
+                                         dtype=torch.float32)
+    return smoothed | {
         "q": _integers(_rows(q, tile.block_m, row_bytes), spec.qk).flatten(2, 3),
         "k": _integers(_rows(k, tile.block_n, row_bytes), spec.qk).flatten(2, 3),
         "v": _read_v(v, result),
         "q_scale": q_scale[..., rows % 8].flatten(2),
         "k_scale": k_scale[..., keys % 8 // 2].flatten(2),
         "v_scale": buffer("v_scale", *kv_heads, spec.headdim, dtype=torch.float32),
+        "k_mean": buffer("k_mean", *kv_heads, spec.headdim, dtype=torch.float32),
         "v_mean": buffer("v_mean", *kv_heads, spec.headdim, dtype=torch.float32),
         "k_finite": buffer("k_finite", *kv_heads, dtype=torch.int32),
         "v_finite": buffer("v_finite", *kv_heads, spec.headdim, dtype=torch.int32),

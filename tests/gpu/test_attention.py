@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import time
@@ -11,13 +12,16 @@ import torch
 from variants import LEAST_COSINE, LSE_ERROR, SPECS, each_padded, each_variant, library_of, own_specs, run
 
 import sage_aot
-from sage_aot import _emulate, _reference
+from sage_aot import _emulate, _plan, _reference
 from sage_aot._loader import default_library
 
 pytestmark = pytest.mark.gpu
 
-LENGTHS = [(1, 1), (1, 300), (17, 63), (63, 64), (64, 65), (65, 17), (127, 128), (128, 129), (129, 127), (500, 1024),
-           (1024, 500), (300, 1), (64, 64), (17, 4097), (4097, 63), (4097, 4097)]
+CAUSAL = [spec for spec in SPECS if spec.mask == "causal"]
+EDGES = [1, 17, 63, 64, 65, 127, 128, 129, 500, 1024, 4097]
+LENGTHS = [(length, length) for length in EDGES]
+LENGTHS += [(1, 300), (17, 63), (63, 64), (64, 65), (65, 17), (127, 128), (128, 129), (129, 127), (500, 1024), (1024, 500),
+            (300, 1), (17, 4097), (4097, 63)]
 
 
 def draw(spec, q_shape, kv_shape, kind="normal", dtype=torch.bfloat16, seed=0, headdim=None):
@@ -133,14 +137,43 @@ def test_v_of_zeros_constants_and_any_size(spec):
         assert _reference.measure(result.out[..., channel], reference[..., channel]).cosine > (0.996 if spec.qk == 8 else 0.95)
 
 
+@each_variant
+def test_values_whose_sum_is_beyond_f32(spec):
+    q, k, v = draw(spec, (1, 2, 100), (1, 2, 300), seed=21)
+    v[..., 2] = 1e38
+    result, (reference, _) = run(spec, q, k, v), expect(spec, q, k, v)
+    assert result.out.isfinite().all() and ((result.out[..., 2] / reference[..., 2] - 1).abs() < 0.1).all()
+    assert _reference.measure(result.out[..., 3:], reference[..., 3:]).cosine > (0.996 if spec.qk == 8 else 0.95)
+
+
+@each_variant
+def test_equal_keys_leave_the_log_sum_exp_exact(spec):
+    """Smoothing takes all of K away: what is left of a score is the query times the mean, in f32."""
+    q, k, v = draw(spec, (2, 4, 300), (2, 2, 300), seed=22)
+    k = (5 * k[:, :, :1]).expand_as(k).contiguous()
+    result, (_, lse) = run(spec, q, k, v), expect(spec, q, k, v)
+    assert ((result.lse - lse).abs() <= 2e-5 + 1e-5 * lse.abs()).all()
+    assert (run(spec, q, k, v, smooth_k=False).lse - lse).abs().max() > 1e-2
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @each_variant
 def test_a_query_that_is_not_finite_spoils_its_own_row_only(spec, value):
     q, k, v = draw(spec, (1, 1, 200), (1, 1, 200), seed=8)
     q[0, 0, 139, 5] = value
-    out = run(spec, q, k, v).out
-    others = [row for row in range(200) if row != 139]
-    assert out[0, 0, 139].isnan().all() and out[0, 0, others].isfinite().all()
+    result = run(spec, q, k, v)
+    spoilt = torch.arange(200, device="cuda") == 139
+    assert torch.equal(result.out[0, 0].isnan(), spoilt[:, None].expand(200, spec.headdim))
+    assert torch.equal(result.lse[0, 0].isnan(), spoilt) and result.lse[0, 0, ~spoilt].isfinite().all()
+
+
+@pytest.mark.parametrize("spec", CAUSAL, ids=[spec.name for spec in CAUSAL])
+def test_a_query_that_is_not_finite_and_sees_no_key_is_as_any_other(spec):
+    q, k, v = draw(spec, (1, 1, 100), (1, 1, 70), seed=20)
+    q[0, 0, 7, 5] = math.nan
+    result = run(spec, q, k, v)
+    assert (result.out[0, 0, :30] == 0).all() and (result.lse[0, 0, :30] == -math.inf).all()
+    assert result.out.isfinite().all() and result.lse[0, 0, 30:].isfinite().all()
 
 
 @pytest.mark.parametrize("size", [40.0, 150.0, 300.0])
@@ -159,11 +192,12 @@ def test_logits_of_any_size(spec, size):
     assert 0.9 < ratio.min() and ratio.max() < 1.1
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("smooth_k", [True, False])
 @each_variant
-def test_a_key_that_is_not_finite_spoils_the_rows_that_see_it(spec, smooth_k):
+def test_a_key_that_is_not_finite_spoils_the_rows_that_see_it(spec, smooth_k, value):
     q, k, v = draw(spec, (1, 1, 200), (1, 1, 200), seed=17)
-    k[0, 0, 187, 5] = math.nan  # not among the first that a lane reads of its tile
+    k[0, 0, 187, 5] = value  # not among the first that a lane reads of its tile
     result = run(spec, q, k, v, smooth_k=smooth_k)
     first_row = 187 if spec.mask == "causal" else 0
     assert result.out[0, 0, first_row:].isnan().all() and result.out[0, 0, :first_row].isfinite().all()
@@ -194,6 +228,45 @@ def test_runs_are_equal_bit_for_bit_and_inputs_unchanged(spec):
     assert all(torch.equal(t, b) for t, b in zip(tensors, before))
 
 
+BIASED = [spec for spec in SPECS if (spec.v, spec.pv, spec.qk) == ("vsmooth", "e4m3", 8)]
+"""f16 V̂ holds a biased V as it is, and at 4 bits Q and K err more: there is less to gain."""
+
+FOUR_BITS = [spec for spec in SPECS if (spec.qk, spec.q) == (4, "qsmooth")]
+
+
+@pytest.mark.parametrize("spec", BIASED, ids=[spec.name for spec in BIASED])
+def test_smoothing_v_halves_the_error_of_a_biased_v(spec):
+    q, k, v = draw(spec, (1, 4, 1000), (1, 4, 1000), dtype=torch.float16, seed=23)
+    v += 8.0
+    reference, _ = expect(spec, q, k, v)
+    smooth, raw = (_reference.measure(run(variant, q, k, v).out, reference).relative_l1
+                   for variant in (spec, dataclasses.replace(spec, v="vraw")))
+    assert smooth < 0.5 * raw
+
+
+@pytest.mark.parametrize("spec", FOUR_BITS, ids=[spec.name for spec in FOUR_BITS])
+def test_4_bits_need_smoothing(spec):
+    q, k, v = draw(spec, (1, 4, 1000), (1, 4, 1000), "outlier", seed=24)
+    reference, _ = expect(spec, q, k, v)
+    smooth = _reference.measure(run(spec, q, k, v).out, reference)
+    raw = _reference.measure(run(dataclasses.replace(spec, q="qraw"), q, k, v, smooth_k=False).out, reference)
+    assert smooth.cosine > LEAST_COSINE[4, spec.pv, "outlier"] and smooth.relative_l1 < 0.5 * raw.relative_l1
+
+
+SMOOTH_Q = [spec for spec in SPECS if spec.q == "qsmooth"]
+
+
+@pytest.mark.parametrize("spec", SMOOTH_Q, ids=[spec.name for spec in SMOOTH_Q])
+def test_heads_that_take_turns_for_delta_s_come_out_the_same(spec, monkeypatch):
+    q, k, v = draw(spec, (2, 4, 300), (2, 2, 400), seed=25)
+    expected = run(spec, q, k, v)
+    tile = expected.plan.kernels.attn.tile
+    monkeypatch.setattr(_plan, "DELTA_BYTES", 3 * 4 * expected.plan.q_tiles * expected.plan.kv_tiles * tile.block_n)
+    result = run(spec, q, k, v)
+    assert expected.plan.heads_at_once == 8 and result.plan.heads_at_once == 3
+    assert torch.equal(result.out, expected.out) and torch.equal(result.lse, expected.lse)
+
+
 @each_variant
 def test_graph_capture_and_replay(spec):
     q, k, v = draw(spec, (1, 2, 200), (1, 2, 300), seed=10)
@@ -206,6 +279,36 @@ def test_graph_capture_and_replay(spec):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, expected.out)
+
+
+@each_variant
+def test_a_side_stream_is_honoured(spec):
+    q, k, v = draw(spec, (2, 8, 1000), (2, 8, 1000), seed=12)
+    expected = run(spec, q, k, v).out
+    stream = torch.cuda.Stream()
+    late = torch.zeros_like(q)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(30_000_000)  # anything on another stream would read `late` before it is written
+        late.copy_(q)
+        out = run(spec, late, k, v).out
+        assert torch.cuda.current_stream() == stream
+    stream.synchronize()
+    assert torch.equal(out, expected)
+
+
+@each_variant
+def test_other_threads_get_the_same(spec):
+    q, k, v = draw(spec, (1, 4, 500), (1, 4, 500), seed=13)
+    expected = run(spec, q, k, v).out
+    found: list[torch.Tensor] = []
+    threads = [threading.Thread(target=lambda: found.append(run(spec, q, k, v).out)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert len(found) == 4 and all(torch.equal(out, expected) for out in found)
 
 
 # --- the public call, with this GPU's own kernels ---------------------------------------------------------------------
@@ -227,40 +330,6 @@ def test_attn_runs_the_kernels_of_this_gpu(spec):
     out, lse = sage_aot.attn(q, k, v, **options(spec), return_lse=True)
     assert torch.equal(out, expected.out) and torch.equal(lse, expected.lse)
     assert library_of(spec.arch) is default_library()
-
-
-@each_own
-def test_a_side_stream_is_honoured(spec):
-    q, k, v = draw(spec, (2, 8, 2000), (2, 8, 2000), seed=12)
-    expected = run(spec, q, k, v).out
-    stream = torch.cuda.Stream()
-    late = torch.zeros_like(q)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # anything on another stream would read `late` before it is written
-        late.copy_(q)
-        out = sage_aot.attn(late, k, v, **options(spec))
-        assert torch.cuda.current_stream() == stream
-    stream.synchronize()
-    assert torch.equal(out, expected)
-
-
-@each_own
-def test_other_threads_get_the_same(spec):
-    q, k, v = draw(spec, (1, 4, 500), (1, 4, 500), seed=13)
-    expected = run(spec, q, k, v).out
-    found: list[torch.Tensor] = []
-
-    def work():
-        found.append(sage_aot.attn(q, k, v, **options(spec)))
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.cuda.synchronize()
-    assert len(found) == 8 and all(torch.equal(out, expected) for out in found)
 
 
 def test_nothing_synchronizes_and_the_device_stays():
@@ -289,6 +358,25 @@ def test_offsets_beyond_32_bits():
     far.copy_(v)
     assert torch.equal(sage_aot.attn(q, k, far), expected)
     assert torch.equal(sage_aot.attn(q, k, v, out=far), expected)
+
+
+def test_quantized_tensors_beyond_32_bits():
+    """q_hat alone is more than 2^31 bytes, and so are K and V; the last heads must be as if they were alone."""
+    heads, last = 2**14 + 24, slice(2**14 - 8, None)
+    q, k, v = (torch.empty(1, heads, 1024, 128, dtype=torch.bfloat16, device="cuda").normal_(
+        generator=torch.Generator("cuda").manual_seed(seed)) for seed in range(3))
+    out, lse = sage_aot.attn(q, k, v, return_lse=True)
+    expected, expected_lse = sage_aot.attn(q[:, last], k[:, last], v[:, last], return_lse=True)
+    assert torch.equal(out[:, last], expected) and torch.equal(lse[:, last], expected_lse)
+
+
+def test_delta_s_beyond_32_bits():
+    """One head whose delta_s has more than 2^31 elements; the last query tiles must be as if they were alone."""
+    seqlen, last = 2**19 + 2048, slice(-2048, None)
+    q, k, v = draw(OWN[0], (1, 1, seqlen), (1, 1, seqlen), seed=26, headdim=64)
+    out, lse = sage_aot.attn(q, k, v, smooth_q=True, return_lse=True)
+    expected, expected_lse = sage_aot.attn(q[:, :, last], k, v, smooth_q=True, return_lse=True)
+    assert torch.equal(out[:, :, last], expected) and torch.equal(lse[:, :, last], expected_lse)
 
 
 def test_more_heads_than_a_grid_dimension_holds():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from layout import read_back
@@ -16,9 +18,13 @@ def compare(spec, q, k, v, **options):
     result = run(spec, q, k, v, **options)
     found = read_back(result)
     expected = _emulate.quantize(result.plan.problem, result.plan.kernels, q.cpu(), k.cpu(), v.cpu())
-    for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean", "k_finite", "v_finite"):
+    for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale", "k_mean", "v_mean", "k_finite", "v_finite"):
         assert torch.equal(found[name], getattr(expected, name)), name
-    assert torch.allclose(found["row_bias"], expected.row_bias, rtol=1e-4, atol=1e-3)
+    if spec.q == "qsmooth":
+        assert torch.equal(found["q_mean"], expected.q_mean)
+        keys = slice(result.plan.problem.seqlen_kv)  # the padding is never seen
+        assert torch.equal(found["delta_s"][..., keys], expected.delta_s[..., keys])
+    assert torch.allclose(found["row_bias"], expected.row_bias, rtol=1e-4, atol=1e-3, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -48,3 +54,21 @@ def test_bits_at_the_ends_of_the_ranges(spec):
     v[..., 11] *= 1e-36
     compare(spec, q, k, v, scale=1e-10)
     compare(spec, q, k, v, smooth_k=False)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("spec", QUANTIZERS, ids=[spec.name for spec in QUANTIZERS])
+def test_bits_beside_what_is_not_finite(spec, value):
+    """Nothing of it reaches a mean or a scale; where it was is remembered."""
+    generator = torch.Generator("cuda").manual_seed(4)
+    q, k, v = _reference.inputs("normal", (1, 2, 200, spec.headdim), (1, 2, 700, spec.headdim), torch.bfloat16, generator)
+    q[0, 0, 150, 3] = k[0, 0, 411, 7] = k[0, 0, 600, 1] = v[0, 1, 333, 9] = v[0, 1, 20, 9] = v[0, 1, 650, 30] = value
+    compare(spec, q, k, v)
+
+
+@pytest.mark.parametrize("spec", QUANTIZERS, ids=[spec.name for spec in QUANTIZERS])
+def test_bits_where_sums_are_beyond_f32(spec):
+    generator = torch.Generator("cuda").manual_seed(5)
+    q, k, v = _reference.inputs("normal", (1, 1, 100, spec.headdim), (1, 1, 300, spec.headdim), torch.bfloat16, generator)
+    q[..., 2], k[..., 3], v[..., 4] = 1e38, 1e38, 1e38
+    compare(spec, q, k, v)

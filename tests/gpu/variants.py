@@ -61,7 +61,8 @@ LEAST_COSINE = {
 """Per bits of Q and K, PV type and input class, with K smoothed, at the sizes of the accuracy tests."""
 
 LSE_ERROR = {(8, "normal"): 0.05, (8, "outlier"): 0.8, (4, "normal"): 1.0, (4, "outlier"): 8.0}
-"""Largest error of the log-sum-exp: that of the scores, which quantization spoils by amax / 127 or amax / 7."""
+"""Largest error of the log-sum-exp: that of the scores, which quantization spoils by amax / 127, or 0.8 · amax / 7 and what that
+cuts off."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,16 @@ def own_specs() -> list[KernelSpec]:
 
 
 def run(spec: KernelSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout: str = "HND",
-        out: torch.Tensor | None = None, scale: float | None = None, smooth_k: bool = True) -> Result:
-    """One call of one variant, with its outputs and its workspace poisoned before."""
+        out: torch.Tensor | None = None, scale: float | None = None, smooth_k: bool = True, poison: bool = True) -> Result:
+    """One call of one variant, with its outputs and its workspace poisoned before, or else left as they come."""
     library = library_of(spec.arch)
     problem = check(q, k, v, is_causal=spec.mask == "causal", scale=scale, layout=layout, qk_bits=spec.qk,
                     smooth_q=spec.q == "qsmooth", smooth_k=smooth_k, smooth_v=spec.v == "vsmooth", pv_accum=spec.pv_accum)
     prepared = plan(problem, select(capability_of(spec.arch), problem, library.manifest))
-    out = torch.full_like(q, torch.nan) if out is None else out
-    lse = torch.full((problem.batch, problem.num_q_heads, problem.seqlen_q), torch.nan, device=q.device)
+    out = torch.empty_like(q) if out is None else out
+    lse = torch.empty(problem.batch, problem.num_q_heads, problem.seqlen_q, device=q.device)
+    workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=q.device)
+    if poison:
+        out.fill_(torch.nan), lse.fill_(torch.nan), workspace.fill_(0xFF)  # NaNs too
     views = [heads_first(tensor, layout) for tensor in (q, k, v, out)]
-    workspace = torch.full((prepared.workspace_bytes,), 0xFF, dtype=torch.uint8, device=q.device)  # NaNs
     return Result(out, lse, _cuda.attention(prepared, library, *views, lse, workspace), prepared)

@@ -160,9 +160,10 @@ def test_a_query_that_is_not_finite_spoils_its_own_row_only(pv, value):
     q, k, v = draw((1, 1, 64, 64), (1, 1, 64, 64))
     clean = sage_aot.attn(q, k, v)
     q[0, 0, 9, 5] = value
-    out = sage_aot.attn(q, k, v)
+    out, lse = sage_aot.attn(q, k, v, return_lse=True)
     others = [row for row in range(64) if row != 9]
     assert out[0, 0, 9].isnan().all() and out[0, 0, others].isfinite().all()
+    assert torch.equal(lse[0, 0].isnan(), torch.arange(64) == 9) and lse[0, 0, others].isfinite().all()
     unshared = [row for row in others if row % 8 != 1]  # rows that share its scale change by a rounding
     assert torch.equal(out[0, 0, unshared], clean[0, 0, unshared])
 
@@ -209,10 +210,28 @@ def test_a_value_that_is_not_finite_spoils_its_channel_of_the_rows_that_see_it(m
 def test_what_no_row_sees_spoils_nothing(monkeypatch, arch):
     monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
     q, k, v = draw((1, 1, 70, 64), (1, 1, 40, 64))
-    k[0, 0, 0, 1], v[0, 0, 0, 2] = math.nan, math.inf
+    q[0, 0, 7, 3] = k[0, 0, 0, 1] = math.nan
+    v[0, 0, 0, 2] = math.inf
     out, lse = sage_aot.attn(q, k, v, is_causal=True, return_lse=True)  # the first 30 rows see no key
     assert (out[:, :, :30] == 0).all() and (lse[:, :, :30] == -math.inf).all()
     assert out[:, :, 30:].isnan().all() and lse[:, :, 30:].isnan().all()
+
+
+@pytest.mark.parametrize("smooth_v", [False, True])
+def test_values_whose_sum_is_beyond_f32(pv, smooth_v):
+    q, k, v = draw((1, 1, 64, 64), (1, 1, 300, 64))
+    v[..., 2] = 1e38
+    out, (expected, _) = sage_aot.attn(q, k, v, smooth_v=smooth_v), _reference.attention(q, k, v)
+    assert out.isfinite().all() and ((out[..., 2] / expected[..., 2] - 1).abs() < 0.1).all()
+    assert _reference.measure(out[..., 3:], expected[..., 3:]).cosine > 0.996
+
+
+def test_equal_keys_leave_the_log_sum_exp_exact(pv):
+    """Smoothing takes all of K away: what is left of a score is the query times the mean, in f32."""
+    q, k, v = draw((1, 2, 100, 64), (1, 2, 130, 64))
+    k = (5 * k[:, :, :1]).expand_as(k)
+    (_, lse), (_, expected) = sage_aot.attn(q, k, v, return_lse=True), _reference.attention(q, k, v)
+    assert ((lse - expected).abs() <= 2e-5 + 1e-5 * expected.abs()).all()
 
 
 @pytest.mark.parametrize(("q_shape", "kv_shape"), [((1, 2, 0, 64), (1, 2, 5, 64)), ((0, 2, 4, 64), (0, 2, 5, 64)),

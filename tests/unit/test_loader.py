@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,3 +111,23 @@ def test_a_missing_cupy_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'sage-aot\[cuda12\]'"):
         import_cupy()
+
+
+def fake_cupy(monkeypatch, built, driver):
+    runtime = SimpleNamespace(runtimeGetVersion=lambda: built, driverGetVersion=lambda: driver)
+    module = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    return module
+
+
+@pytest.mark.parametrize(("built", "driver", "found"), [(13000, 12090, "the driver is for CUDA 12.9"), (12090, 0, "there is no driver")])
+def test_a_cupy_for_a_newer_cuda_than_the_drivers_is_named(monkeypatch, built, driver, found):
+    fake_cupy(monkeypatch, built, driver)
+    with pytest.raises(UnsupportedError, match=rf"built for CUDA {built // 1000}\.{built % 1000 // 10}, but {found}; .*sage-aot\[cuda12\]"):
+        import_cupy()
+
+
+@pytest.mark.parametrize("driver", [12020, 12090, 13000])
+def test_a_cupy_for_the_drivers_cuda_or_an_older_one_is_taken(monkeypatch, driver):
+    module = fake_cupy(monkeypatch, 12090, driver)
+    assert import_cupy() is module

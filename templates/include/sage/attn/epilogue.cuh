@@ -35,7 +35,8 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
   const Strides& stride = params.out.stride;
   u16* out = static_cast<u16*>(params.out.data) + work.batch * stride.batch + work.head * stride.head;
 
-  // Zero times a row_bias that is not finite turns the row into NaN, as does a key in sight that is not.
+  // A query that is not finite, as row_bias tells, turns its row into NaN, and so does a key in sight; one that sees no key
+  // has nothing to spoil.
   float factor[kRows];
   i32 keys[kRows];  // that the row sees
 #pragma unroll
@@ -43,7 +44,9 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
     const i32 row = work.first_row + first + 8 * r;
     keys[r] = Work::key_limit<Config::kCausal>(params, row);
     const float sum = softmax.row_sum[r];
-    const float bias = keys[r] > k_finite ? ptx::quiet_nan() : row_bias[first + 8 * r];
+    float bias = row_bias[first + 8 * r];
+    if (keys[r] > k_finite || !(fabsf(bias) < ptx::infinity())) bias = ptx::quiet_nan();
+    if (keys[r] == 0) bias = 0.0f;
     factor[r] = (sum > 0.0f ? 1.0f / sum : 0.0f) + 0.0f * bias;
     if (params.lse != nullptr && lane % 4 == 0 && row < params.seqlen_q) {
       const float lse_log2 = softmax.row_ref[r] + ptx::lg2(sum) + bias;

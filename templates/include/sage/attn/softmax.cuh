@@ -10,8 +10,8 @@
 //
 // A reference stands until a score outgrows it. To see that, a thread looks at its own scores and the warp votes: no row
 // maximum crosses lanes but in the branch that raises references, and scales too large to fold take their bias off in that
-// branch too: for f16 P those of logits in the tens of thousands at 8 bits, of about a hundred at 4; for e4m3 P at 4 bits
-// nearly all, where Q is not smoothed.
+// branch too: for f16 P those of logits in the tens of thousands at 8 bits, of about a hundred at 4. For e4m3 P nearly all
+// scales of 4 bits are: there nothing folds.
 // Source: SageAttention2, Algorithm 1; Milakov & Gimelshein, "Online normalizer calculation for softmax".
 #pragma once
 
@@ -47,6 +47,8 @@ struct OnlineSoftmax {
   static constexpr i32 kMTiles = Config::kWarpM / 16, kNTiles = Config::kBlockN / 8;
   static constexpr float kBias = Config::kSmoothQ ? 0.0f : kScoreBias;  // of the scores as they arrive
 
+  static constexpr bool kFolds = !Config::kSmoothQ && (Config::kQkBits == 8 || Product::kLargestFolded >= 1.0f);
+
   using Scores = i32[kMTiles][kNTiles][4];
 
   float row_ref[kRows];  // log2 units: P is 2^(score - row_ref)
@@ -63,10 +65,10 @@ struct OnlineSoftmax {
     float top = -ptx::infinity();
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
-      offset[r] = fmaf(-scale, kBias, -row_ref[r]);
-      top = fmaxf(top, fmaf(largest(acc_s[r / 2], r % 2), scale, offset[r]));
+      offset[r] = fmaf(-scale, kFolds ? kBias : 0.0f, -row_ref[r]);
+      top = fmaxf(top, fmaf(largest(acc_s[r / 2], r % 2) - (kFolds ? 0.0f : kBias), scale, offset[r]));
     }
-    const bool foldable = Config::kSmoothQ || scale < Product::kLargestFolded;
+    const bool foldable = !kFolds || scale < Product::kLargestFolded;
     return !ptx::any(!(foldable && top <= Product::kTop + Product::kLazyRise));
   }
 
@@ -80,11 +82,12 @@ struct OnlineSoftmax {
     }
   }
 
-  // P = 2^(score - row_ref), packed as the A operand of the second product. kFolded: the offset contains the bias.
-  template <bool kFolded>
+  // P = 2^(score - row_ref), packed as the A operand of the second product. kAsFits: by the constants of fits(), in
+  // place of those of raise(), into which nothing is folded.
+  template <bool kAsFits>
   __device__ __forceinline__ void exponentiate(const Scores& acc_s, float scale, const float (&offset)[kRows],
                                                typename Product::Operand& p) {
-    constexpr float kUnfolded = kFolded ? 0.0f : kBias;
+    constexpr float kUnfolded = kAsFits && kFolds ? 0.0f : kBias;
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
 #pragma unroll

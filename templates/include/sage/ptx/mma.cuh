@@ -4,7 +4,8 @@
 //         16-bit k16: a[0] row g, a[1] row g + 8, elements 2t, 2t+1 of k; a[2], a[3] the same, k + 8
 //   B     8-bit k32: b0 elements 4t..4t+3 of k, b1 the same, k + 16, both of column g
 //         16-bit k16: b0 elements 2t, 2t+1 of k, b1 the same, k + 8, both of column g
-// Source: PTX ISA, "Matrix Fragments for mma.m16n8k32" and "... mma.m16n8k16".
+// 4-bit k64 is 8-bit k32 with two elements in each byte, the first in the lower half.
+// Source: PTX ISA, "Matrix Fragments for mma.m16n8k64", "... mma.m16n8k32" and "... mma.m16n8k16".
 #pragma once
 
 #include "sage/types.cuh"
@@ -25,7 +26,6 @@ __device__ __forceinline__ void mma_m16n8k32_s8s8s32(i32 (&d)[4], const u32 (&a)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 
-// s4: the fragments of the 8-bit product with two elements in each byte, the first in the lower half.
 __device__ __forceinline__ void mma_m16n8k64_s4s4s32(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
                                                      const i32 (&c)[4]) {
   asm("mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

@@ -135,10 +135,11 @@ struct Quantize {
     return stats[((static_cast<i64>(head) * params.num_chunks + chunk) * kStatistics + which) * kHeadDim + c];
   }
 
+  // Zero where the sum is beyond f32: what is subtracted is a choice, as long as it is known.
   __device__ __forceinline__ float mean_over_keys(const float* stats, i32 head, i32 c) const {
     float sum = 0.0f;
     for (i32 chunk = 0; chunk < params.num_chunks; ++chunk) sum += statistic(stats, head, chunk, 0, c);
-    return divide(sum, static_cast<float>(params.seqlen_kv));
+    return finite_or_zero(divide(sum, static_cast<float>(params.seqlen_kv)));
   }
 
   // `store`: one block of each head leaves the mean for whoever needs it next.
@@ -250,7 +251,7 @@ struct Quantize {
     for (i32 c = threadIdx.x; c < kHeadDim; c += Config::kThreads) {
       float total = channels.parts[0][c];
       for (i32 r = 1; r < kRowsAtOnce; ++r) total += channels.parts[r][c];
-      const float mean = divide(total, static_cast<float>(rows));
+      const float mean = finite_or_zero(divide(total, static_cast<float>(rows)));
       channels.q_mean[c] = mean;
       q_mean[c] = mean;
     }
