@@ -434,7 +434,7 @@ def _against_float64(case: Case, call: Call, plan: Plan, quantized: Quantized, s
     info = torch.finfo(call.out.dtype)
     floor = info.eps * expected.abs() + 2.0**-20 * largest + info.smallest_normal * info.eps + SMALLEST
     relative, absolute = _rounding_of_p_and_v(case, plan, quantized, largest)
-    factor = (2 * moved).clamp(max=20.0).exp()[..., None]
+    factor = (2 * moved).clamp(max=700.0).exp()[..., None]  # still finite in f64
     bound = weight * (factor * relative - 1.0) + factor * absolute
     bound = torch.minimum(bound, 2.2 * largest) + floor  # a mean of values is no further from another mean
     bound = torch.where((lse == -math.inf)[..., None], 0.0, bound)
@@ -467,9 +467,9 @@ def _quantization_error(case: Case, plan: Plan, quantized: Quantized, q: torch.T
 
 
 def _real(x: torch.Tensor, scale: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantized rows without the padding, f64; the scale of a group of zeros, which is one, as zero."""
-    scale = scale[:, :, :rows].double().nan_to_num(0.0)
-    return x[:, :, :rows].double(), torch.where(scale == 1.0, 0.0, scale)
+    """Quantized rows without the padding, f64; the scale of a row in a group of zeros, which is one, as zero."""
+    x, scale = x[:, :, :rows].double(), scale[:, :, :rows].double().nan_to_num(0.0)
+    return x, torch.where((scale == 1.0) & (x == 0).all(-1), 0.0, scale)
 
 
 def _rounding_of_p_and_v(case: Case, plan: Plan, quantized: Quantized,
