@@ -10,6 +10,7 @@
 #include "sage/attn/pv_mma.cuh"
 #include "sage/attn/scores.cuh"
 #include "sage/attn/work.cuh"
+#include "sage/ptx/shared.cuh"
 
 namespace sage {
 

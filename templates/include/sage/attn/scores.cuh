@@ -8,6 +8,7 @@
 #include "sage/attn/softmax.cuh"
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/mma.cuh"
+#include "sage/ptx/shared.cuh"
 #include "sage/tile/layout.cuh"
 
 namespace sage {

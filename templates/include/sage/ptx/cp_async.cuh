@@ -6,27 +6,6 @@
 
 namespace sage::ptx {
 
-// Shared-memory address of a generic pointer, as the instructions below take it.
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ float load_shared_f32(u32 shared) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared));
-  return x;
-}
-
-struct F32x2 {
-  float x, y;
-};
-
-__device__ __forceinline__ F32x2 load_shared_f32x2(u32 shared) {
-  F32x2 pair;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(shared));
-  return pair;
-}
-
 // Both addresses are multiples of 16; .cg keeps the line out of L1, where nothing would read it again.
 __device__ __forceinline__ void cp_async_16(u32 shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");

@@ -1,0 +1,16 @@
+// Copies of consecutive bytes by the copy engine, which writes shared memory through the async proxy.
+// Source: PTX ISA, "cp.async.bulk".
+#pragma once
+
+#include "sage/types.cuh"
+
+namespace sage::ptx {
+
+// By one thread. Addresses and `bytes` are multiples of 16; the barrier counts the bytes that have landed.
+__device__ __forceinline__ void bulk_copy(u32 shared, const void* global, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+}  // namespace sage::ptx

@@ -1,0 +1,15 @@
+// The order between ordinary accesses to shared memory and those of the async proxy: bulk copies, and the operands that
+// wgmma reads.
+// Source: PTX ISA, "Async proxy", "membar / fence".
+#pragma once
+
+#include "sage/types.cuh"
+
+namespace sage::ptx {
+
+// After this thread's ordinary writes, before the barrier behind which the async proxy accesses the same bytes.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace sage::ptx

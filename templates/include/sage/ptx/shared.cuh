@@ -1,0 +1,30 @@
+// Shared memory by the 32-bit addresses that instructions take.
+// Source: PTX ISA, "ld"; CUDA programming guide, "Address Space Conversion Functions".
+#pragma once
+
+#include "sage/types.cuh"
+
+namespace sage::ptx {
+
+// Shared-memory address of a generic pointer, as instructions take it.
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ float load_shared_f32(u32 shared) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared));
+  return x;
+}
+
+struct F32x2 {
+  float x, y;
+};
+
+__device__ __forceinline__ F32x2 load_shared_f32x2(u32 shared) {
+  F32x2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(shared));
+  return pair;
+}
+
+}  // namespace sage::ptx

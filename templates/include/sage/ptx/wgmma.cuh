@@ -1,0 +1,113 @@
+// Matrix products of a warpgroup, four warps side by side, D = A·B + D, that run while the threads go on: D of 64 x N, A and
+// B of 32 elements of 8 bits in k, all rows of A and of B along k ("K-major").
+//   D  warp w has the rows 16w + i; its lanes hold of each 8 columns what a lane of mma.m16n8 holds of C
+//   A  in registers, as A of mma.m16n8k32 for the warp's 16 rows, or in shared memory
+//   B  in shared memory
+// From issue to wgmma_wait, D and A in registers belong to the product: nobody reads or writes them. Shared memory belongs
+// to it likewise, and what ordinary stores wrote there needs fence_proxy_async() and a barrier before.
+// Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
+#pragma once
+
+#include "sage/types.cuh"
+
+namespace sage::ptx {
+
+// The operand in shared memory that starts at an address: rows of kRowBytes, swizzled as tile/layout.cuh swizzles them, eight
+// after eight. A tile starts at a multiple of 8 · kRowBytes. The next elements of the same rows are at kNextK more.
+// Source: PTX ISA, "Matrix-Descriptor".
+template <i32 kRowBytes>
+__device__ __forceinline__ u64 matrix_descriptor(u32 shared) {
+  static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32, "the row is the swizzle's span");
+  constexpr u64 kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
+  constexpr u64 kLeading = 1;  // 16-byte units; where one swizzle's span is the whole row there is no next to lead to
+  constexpr u64 kStride = 8 * kRowBytes / 16;  // 16-byte units, from one eight rows to the next
+  return kSwizzle << 62 | kStride << 32 | kLeading << 16 | (shared & 0x3ffff) >> 4;
+}
+
+// From the descriptor of 32 bytes of a row to that of the 32 bytes after them.
+constexpr u64 kNextK = 32 / 16;
+
+// Before the first product, and after the threads touched registers of D or A: orders that before the products to come.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Ends a group: all products since the last commit.
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most kPending groups run.
+template <i32 kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// The registers of D in an instruction, and as operands of the assembler's statement.
+#define SAGE_WGMMA_D32 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+#define SAGE_WGMMA_D64 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+#define SAGE_WGMMA_OPERANDS_8(c, d, i) \
+  c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
+#define SAGE_WGMMA_OPERANDS_32(c, d, i)                                            \
+  SAGE_WGMMA_OPERANDS_8(c, d, i), SAGE_WGMMA_OPERANDS_8(c, d, i + 8),                \
+      SAGE_WGMMA_OPERANDS_8(c, d, i + 16), SAGE_WGMMA_OPERANDS_8(c, d, i + 24)
+#define SAGE_WGMMA_OPERANDS_64(c, d, i) SAGE_WGMMA_OPERANDS_32(c, d, i), SAGE_WGMMA_OPERANDS_32(c, d, i + 32)
+
+// accumulate: false takes D for zero.
+__device__ __forceinline__ void wgmma_m64n64k32_s8s8s32(i32 (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 " SAGE_WGMMA_D32 "{%32, %33, %34, %35}, %36, p;}"
+      : SAGE_WGMMA_OPERANDS_32("+r", d, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+
+__device__ __forceinline__ void wgmma_m64n64k32_s8s8s32(i32 (&d)[32], u64 a, u64 b, bool accumulate) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 " SAGE_WGMMA_D32 "%32, %33, p;}"
+      : SAGE_WGMMA_OPERANDS_32("+r", d, 0)
+      : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+
+__device__ __forceinline__ void wgmma_m64n128k32_s8s8s32(i32 (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 " SAGE_WGMMA_D64 "{%64, %65, %66, %67}, %68, p;}"
+      : SAGE_WGMMA_OPERANDS_64("+r", d, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+
+__device__ __forceinline__ void wgmma_m64n128k32_s8s8s32(i32 (&d)[64], u64 a, u64 b, bool accumulate) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 " SAGE_WGMMA_D64 "%64, %65, p;}"
+      : SAGE_WGMMA_OPERANDS_64("+r", d, 0)
+      : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+
+__device__ __forceinline__ void wgmma_m64n64k32_e4m3e4m3f32(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " SAGE_WGMMA_D32 "{%32, %33, %34, %35}, %36, p, 1, 1;}"
+      : SAGE_WGMMA_OPERANDS_32("+f", d, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+
+__device__ __forceinline__ void wgmma_m64n128k32_e4m3e4m3f32(float (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " SAGE_WGMMA_D64 "{%64, %65, %66, %67}, %68, p, 1, 1;}"
+      : SAGE_WGMMA_OPERANDS_64("+f", d, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+
+#undef SAGE_WGMMA_D32
+#undef SAGE_WGMMA_D64
+#undef SAGE_WGMMA_OPERANDS_8
+#undef SAGE_WGMMA_OPERANDS_32
+#undef SAGE_WGMMA_OPERANDS_64
+
+}  // namespace sage::ptx
