@@ -1,0 +1,126 @@
+"""Sources of kernels → shared libraries that the engine runs, with ninja: in parallel, and only what changed.
+
+The include folder that kernels see is made of links: the headers of templates/include/sage, but for those of ptx/ that hold
+inline PTX. Their place take the meanings in include/sage/ptx, so a wrapper without one is unknown to the compiler.
+"""
+
+from __future__ import annotations
+
+import io
+import shlex
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hostcc import ENGINE_FLAGS, compiler, kernel_flags
+from ninja import BIN_DIR
+from ninja.ninja_syntax import Writer, escape
+
+from codegen.files import write_if_changed
+from codegen.matrix import Matrix, read_matrix
+from codegen.project import Project
+from codegen.render import render_all, source_path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PROJECT = Project(ROOT, ROOT / "build" / "sim")
+MEANINGS = HERE / "include"
+ENGINE = HERE / "engine"
+_ENTRY = ENGINE / "kernel_entry.cpp"
+
+
+class HostBuildError(Exception):
+    """A kernel or the engine does not compile; the message is the compiler's."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One kernel: its entry point, and the file that defines it."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Build:
+    """A folder of compiled kernels, and the engine that runs them."""
+
+    folder: Path
+
+    @property
+    def engine(self) -> Path:
+        return self.folder / "engine.so"
+
+    def library(self, name: str) -> Path:
+        return self.folder / f"{name}.so"
+
+
+def matrix() -> Matrix:
+    """Every kernel of build_matrix.yaml."""
+    return read_matrix(PROJECT.matrix, PROJECT.templates)
+
+
+def build_matrix(names: Iterable[str] | None = None) -> Build:
+    """The simulated kernels of these names, or all, rendered from the templates as codegen renders them."""
+    planned = matrix()
+    render_all(planned.kernels, planned, PROJECT)
+    wanted = set(names) if names is not None else None
+    return build([Source(kernel.spec.name, source_path(kernel, PROJECT)) for kernel in planned.kernels
+                  if wanted is None or kernel.spec.name in wanted], PROJECT.build)
+
+
+def build(sources: Iterable[Source], folder: Path) -> Build:
+    """Bring the kernels and the engine up to date; HostBuildError where something does not compile."""
+    made = Build(folder)
+    _link_headers(folder / "include")
+    ninja_file = folder / "build.ninja"
+    write_if_changed(ninja_file, _ninja_text(sources, made).encode())
+    found = subprocess.run([str(Path(BIN_DIR, "ninja")), "-k", "0", "-f", str(ninja_file)], capture_output=True, text=True,
+                           check=False)
+    if found.returncode:
+        raise HostBuildError(found.stdout + found.stderr)
+    return made
+
+
+def _link_headers(include: Path) -> None:
+    """The tree that kernels include: the real headers, but meanings in the place of inline PTX."""
+    real = PROJECT.include / "sage"
+    for path in real.rglob("*.cuh"):
+        name = path.relative_to(PROJECT.include)
+        _link(include / name, MEANINGS / name if "asm" in path.read_text() else path)
+
+
+def _link(link: Path, target: Path) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.is_symlink() and link.readlink() == target:
+        return
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
+
+
+def _ninja_text(sources: Iterable[Source], made: Build) -> str:
+    """build.ninja; compilers list the headers they read."""
+    text = io.StringIO()
+    ninja = Writer(text, width=120)
+    ninja.variable("builddir", str(made.folder))
+    ninja.rule("object", _command(*compiler(), *ENGINE_FLAGS, f"-I{MEANINGS}") + " -MMD -MF $out.d -c $in -o $out",
+               depfile="$out.d", deps="gcc")
+    # Linked without -fsanitize, which would bring the run-time libraries that the engine stands for.
+    link = _command(*compiler(), "-shared", "-Wl,-z,now")
+    ninja.rule("engine", link + " $in -o $out")
+    ninja.rule("kernel", _command(*compiler(), *kernel_flags(), f"-I{made.folder / 'include'}", f"-I{MEANINGS}")
+               + f" -DSIM_KERNEL=$name $source -MMD -MF $out.d -MT $out -c $in -o $out.o && {link} $out.o -o $out",
+               depfile="$out.d", deps="gcc", description="$name")
+    objects = [ninja.build(str(made.folder / "engine" / f"{path.stem}.o"), "object", str(path))[0]
+               for path in sorted(ENGINE.glob("*.cpp")) if path != _ENTRY]
+    ninja.build(str(made.engine), "engine", objects)
+    for source in sources:
+        define = f'-DSIM_SOURCE="{source.path}"'
+        ninja.build(str(made.library(source.name)), "kernel", str(_ENTRY),
+                    variables={"name": source.name, "source": _command(define)})
+    return text.getvalue()
+
+
+def _command(*words: str) -> str:
+    return escape(shlex.join(words))
