@@ -17,6 +17,7 @@ from hostcc import ENGINE_FLAGS, compiler, kernel_flags
 from ninja import BIN_DIR
 from ninja.ninja_syntax import Writer, escape
 
+from codegen._shared import FILE_NAME, KernelRecord, Manifest, __version__, capability_of, layout_digest
 from codegen.files import write_if_changed
 from codegen.matrix import Matrix, read_matrix
 from codegen.project import Project
@@ -56,18 +57,24 @@ class Build:
         return self.folder / f"{name}.so"
 
 
-def matrix() -> Matrix:
-    """Every kernel of build_matrix.yaml."""
-    return read_matrix(PROJECT.matrix, PROJECT.templates)
+def build_matrix() -> Build:
+    """Every kernel of build_matrix.yaml, rendered as codegen renders it, and a manifest as codegen writes one."""
+    matrix = read_matrix(PROJECT.matrix, PROJECT.templates)
+    render_all(matrix.kernels, matrix, PROJECT)
+    made = build([Source(kernel.spec.name, source_path(kernel, PROJECT)) for kernel in matrix.kernels], PROJECT.build)
+    write_if_changed(made.folder / FILE_NAME, _manifest(matrix).to_text().encode())
+    return made
 
 
-def build_matrix(names: Iterable[str] | None = None) -> Build:
-    """The simulated kernels of these names, or all, rendered from the templates as codegen renders them."""
-    planned = matrix()
-    render_all(planned.kernels, planned, PROJECT)
-    wanted = set(names) if names is not None else None
-    return build([Source(kernel.spec.name, source_path(kernel, PROJECT)) for kernel in planned.kernels
-                  if wanted is None or kernel.spec.name in wanted], PROJECT.build)
+def _manifest(matrix: Matrix) -> Manifest:
+    """As far as launching goes."""
+    records = [KernelRecord(
+        spec=kernel.spec, file=f"{kernel.spec.name}.so", sha256="", target="sm_{}{}".format(*capability_of(kernel.spec.arch)),
+        tile=kernel.tile, threads=kernel.threads,
+        shared_bytes=kernel.tile.shared_bytes(kernel.spec) if kernel.spec.kind == "attn" else 0, registers=0,
+        spill_bytes=0, opcodes={}, main_loop=None) for kernel in matrix.kernels]
+    return Manifest(__version__, " ".join(compiler()), kernel_flags(), layout_digest(), None,
+                    {record.spec.name: record for record in records})
 
 
 def build(sources: Iterable[Source], folder: Path) -> Build:
@@ -88,7 +95,12 @@ def _link_headers(include: Path) -> None:
     real = PROJECT.include / "sage"
     for path in real.rglob("*.cuh"):
         name = path.relative_to(PROJECT.include)
-        _link(include / name, MEANINGS / name if "asm" in path.read_text() else path)
+        _link(include / name, _meanings(name) if "asm" in path.read_text() else path)
+
+
+def _meanings(name: Path) -> Path:
+    """Where the meanings of a header's wrappers stand; without any, each of them is unknown by name."""
+    return MEANINGS / name if (MEANINGS / name).exists() else MEANINGS / "no_meanings.cuh"
 
 
 def _link(link: Path, target: Path) -> None:

@@ -12,19 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import simbuild
 import torch
 from simbuild import Build
 from symbols import line_of
 
 from sage_aot import _cuda
-from sage_aot._manifest import KernelRecord, Manifest
-from sage_aot._params import layout_digest
 from sage_aot._plan import Launch, Plan, plan
 from sage_aot._problem import Problem
 from sage_aot._select import Kernels
-from sage_aot._spec import capability_of
-from sage_aot._version import __version__
 
 INSIDE, WRITTEN, WRITABLE = 1, 2, 4
 """Bits of a byte's state, engine/global_memory.h."""
@@ -37,8 +32,11 @@ class SimulatorError(AssertionError):
     """A kernel did what no kernel may do; the message lists what."""
 
     def __init__(self, reports: list[Report]) -> None:
-        super().__init__("\n".join(map(str, reports)))
+        super().__init__(reports)
         self.reports = reports
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.reports))
 
 
 @dataclass(frozen=True)
@@ -56,14 +54,6 @@ class Report:
     def __str__(self) -> str:
         return (f"{self.kernel}: {self.kind} at {self.place}, block {self.block}, warp {self.thread // 32}, lane "
                 f"{self.thread % 32} ({self.count} times): {self.detail}")
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a call leaves behind."""
-
-    plan: Plan
-    workspace: torch.Tensor
 
 
 class Simulator:
@@ -90,14 +80,14 @@ class Simulator:
         self._engine.know(buffers)
 
     def attention(self, problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                  out: torch.Tensor, lse: torch.Tensor | None) -> Run:
-        """What :func:`sage_aot._emulate.attention` computes, by the launches of a GPU on [batch, heads, ...] CPU tensors."""
+                  out: torch.Tensor, lse: torch.Tensor | None) -> tuple[Plan, torch.Tensor]:
+        """What :func:`sage_aot._emulate.attention` computes, by the launches of a GPU. Returns plan and workspace."""
         spread = _spread(plan(problem, kernels))
         workspace = torch.full((spread.workspace_bytes,), 0xFF, dtype=torch.uint8)  # NaNs
         results = {"out": out} if lse is None else {"out": out, "lse": lse}
         self.know(*views({"q": q, "k": k, "v": v}, results), *_buffers_of(spread, workspace))
         _cuda.run(spread, self, 0, 0, q, k, v, out, lse, workspace)
-        return Run(spread, workspace)
+        return spread, workspace
 
 
 @dataclass(frozen=True)
@@ -137,15 +127,6 @@ def _spread(laid_out: Plan) -> Plan:
 def _buffers_of(laid_out: Plan, workspace: torch.Tensor) -> list[Buffer]:
     return [Buffer(name, workspace.data_ptr() + laid_out.offsets[name], np.full(size, INSIDE | WRITABLE, np.uint8))
             for name, size in laid_out.sizes.items()]
-
-
-def manifest() -> Manifest:
-    """What a build of the matrix would say, as far as launching goes."""
-    records = [KernelRecord(
-        spec=kernel.spec, file="", sha256="", target="sm_{}{}".format(*capability_of(kernel.spec.arch)), tile=kernel.tile,
-        threads=kernel.threads, shared_bytes=kernel.tile.shared_bytes(kernel.spec) if kernel.spec.kind == "attn" else 0,
-        registers=0, spill_bytes=0, opcodes={}, main_loop=None) for kernel in simbuild.matrix().kernels]
-    return Manifest(__version__, "host", (), layout_digest(), None, {record.spec.name: record for record in records})
 
 
 # --- the engine, engine/launch.cpp ------------------------------------------------------------------------------------
