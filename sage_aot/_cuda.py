@@ -34,11 +34,16 @@ def _queue(plan: Plan, library: Library, device: int, q: torch.Tensor, k: torch.
            out: torch.Tensor, lse: torch.Tensor | None, workspace: torch.Tensor | None) -> torch.Tensor:
     if workspace is None:
         workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=q.device)
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    run(plan, library, device, torch._C._cuda_getCurrentRawStream(device), q, k, v, out, lse, workspace)
+    return workspace
+
+
+def run(plan: Plan, library: Library, device: int, stream: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor, lse: torch.Tensor | None, workspace: torch.Tensor) -> None:
+    """Hand a plan's launches to a library, in order; all that is asked of the tensors is where they lie."""
     for launch in launches(plan, workspace.data_ptr(), *map(argument, (q, k, v, out)),
                            0 if lse is None else lse.data_ptr()):
         library.launch(launch, device, stream)
-    return workspace
 
 
 def argument(tensor: torch.Tensor) -> TensorArgument:

@@ -78,7 +78,7 @@ class TensorArgument:
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes that follow from a problem and its kernels. Workspace offsets are in bytes."""
+    """Sizes that follow from a problem and its kernels. Those of the workspace are in bytes."""
 
     problem: Problem
     kernels: Kernels
@@ -87,6 +87,7 @@ class Plan:
     num_chunks: int
     chunk_rows: int
     heads_at_once: int  # query heads, over the batch, whose delta_s the workspace holds
+    sizes: dict[str, int]  # of the buffers of the workspace
     offsets: dict[str, int]
     workspace_bytes: int
 
@@ -109,7 +110,7 @@ def plan(problem: Problem, kernels: Kernels) -> Plan:
     for name, size in sizes.items():
         offsets[name] = end
         end += -(-size // ALIGNMENT) * ALIGNMENT
-    return Plan(problem, kernels, q_tiles, kv_tiles, num_chunks, chunk_rows, heads_at_once, offsets, end)
+    return Plan(problem, kernels, q_tiles, kv_tiles, num_chunks, chunk_rows, heads_at_once, sizes, offsets, end)
 
 
 def chunk_rows_of(seqlen_kv: int) -> int:

@@ -19,8 +19,7 @@ from unittest import mock
 
 import torch
 from fuzz_cases import Case, make_tensors, spoil
-from layout import read_back
-from variants import Result
+from layout import Result, read_back
 
 import sage_aot
 from sage_aot import _cuda, _emulate, _ops, _reference
@@ -166,8 +165,7 @@ class Subject:
 
     def _call(self, case: Case, tensors: tuple[torch.Tensor, ...]) -> Call:
         out, guard = _make_out(case, tensors[0])
-        spy = _Spy()
-        with self._kernels(case), mock.patch.object(_cuda, "attention", spy.attention):
+        with self._kernels(case), self._watched() as spy:
             returned = sage_aot.attn(*tensors, **case.arguments, out=out)
         written, lse = returned if case.return_lse else (returned, None)
         if out is not None and written is not out:
@@ -201,6 +199,12 @@ class Subject:
         with mock.patch.dict(os.environ, folder), \
                 mock.patch.object(_cuda, "capability", lambda device: capability_of(case.arch)):
             yield
+
+    @contextmanager
+    def _watched(self) -> Iterator[_Spy]:
+        spy = _Spy()
+        with mock.patch.object(_cuda, "attention", spy.attention):
+            yield spy
 
     @contextmanager
     def _stream(self, case: Case) -> Iterator[None]:

@@ -1,12 +1,22 @@
-"""Reading the quantizers' tiles back into logical order, straight from what tile/layout.cuh says of them."""
+"""What a run of the kernels leaves behind, and reading the quantizers' tiles back into logical order, straight from what
+tile/layout.cuh says of them."""
 
 from __future__ import annotations
 
-import torch
-from variants import Result
+from dataclasses import dataclass
 
-from sage_aot._plan import KEY_GROUPS, ROW_GROUPS
+import torch
+
+from sage_aot._plan import KEY_GROUPS, ROW_GROUPS, Plan
 from sage_aot._spec import SCALES_LINE
+
+
+@dataclass(frozen=True)
+class Result:
+    out: torch.Tensor  # layout of q
+    lse: torch.Tensor  # [batch, q heads, queries]
+    workspace: torch.Tensor  # the quantized tensors
+    plan: Plan
 
 
 def read_back(result: Result) -> dict[str, torch.Tensor]:

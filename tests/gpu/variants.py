@@ -10,16 +10,16 @@ import functools
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from layout import Result
 
 from sage_aot import _cuda
 from sage_aot._loader import Library, default_library
 from sage_aot._manifest import FILE_NAME
-from sage_aot._plan import Plan, plan
+from sage_aot._plan import plan
 from sage_aot._problem import check, heads_first
 from sage_aot._select import nearest_arch, select
 from sage_aot._spec import AXES, KernelSpec, capability_of
@@ -63,14 +63,6 @@ LEAST_COSINE = {
 LSE_ERROR = {(8, "normal"): 0.05, (8, "outlier"): 0.8, (4, "normal"): 1.0, (4, "outlier"): 8.0}
 """Largest error of the log-sum-exp: that of the scores, which quantization spoils by amax / 127, or 0.8 · amax / 7 and what that
 cuts off."""
-
-
-@dataclass(frozen=True)
-class Result:
-    out: torch.Tensor  # layout of q
-    lse: torch.Tensor  # [batch, q heads, queries]
-    workspace: torch.Tensor  # the quantized tensors
-    plan: Plan
 
 
 @functools.lru_cache(maxsize=None)

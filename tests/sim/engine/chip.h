@@ -1,0 +1,35 @@
+// How the tensor cores of each arch add up floating-point products. The ISA leaves it open; what stands here was measured.
+// Source: "MMA-Sim: Bit-Accurate Reference Model of Tensor Cores and Matrix Cores" (arXiv:2511.10909); Fasi et al.,
+// "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021; SageAttention2, section 3.4 for the 13 bits of FP8.
+#pragma once
+
+#include "types.h"
+
+namespace sim {
+
+// A step adds this many products to the accumulator at once: exact, aligned to the largest exponent among them, and cut
+// off this many bits below its unit. Sums in f32 are cut to `kept_bits` of mantissa.
+struct Step {
+  int products;
+  int fraction_bits;
+  int kept_bits;
+};
+
+struct Chip {
+  u32 arch;  // 89: sm_89
+  Step f16;
+  Step e4m3;
+  bool e4m3_as_f16;  // no FP8 in mma.sync: operands become f16, in products of half the depth
+};
+
+constexpr Chip kChips[] = {
+    {80, {8, 24, 23}, {}, false},
+    {86, {8, 24, 23}, {}, false},
+    {89, {8, 24, 23}, {16, 13, 13}, false},
+    {90, {16, 25, 23}, {}, true},
+};
+
+// The chip of the launch that runs.
+const Chip& chip();
+
+}  // namespace sim

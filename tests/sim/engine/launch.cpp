@@ -1,0 +1,67 @@
+// The engine's interface to Python (simulator.py): buffers, launches, reports.
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "block.h"
+#include "chip.h"
+
+namespace sim {
+namespace {
+
+GlobalMemory memory;
+Reports reports;
+Chip running_chip;
+
+std::vector<u32> shuffled(u32 count, u64 seed) {
+  std::vector<u32> order(count);
+  std::iota(order.begin(), order.end(), 0u);
+  Random random(seed);
+  for (u32 i = count; i > 1; --i) std::swap(order[i - 1], order[random.below(i)]);
+  return order;
+}
+
+}  // namespace
+
+const Chip& chip() { return running_chip; }
+
+}  // namespace sim
+
+extern "C" {
+
+void sim_clear_buffers() { sim::memory.clear(); }
+
+// `state`: GlobalMemory::State of every byte.
+void sim_add_buffer(const char* name, void* base, sim::u64 bytes, const sim::u8* state) {
+  sim::memory.add(name, static_cast<sim::u8*>(base), bytes, state);
+}
+
+// Runs blocks in an order that the seed determines until one ends early. Whether the arch is known.
+bool sim_launch(const sim::Launch* launch) {
+  const auto chip = std::find_if(std::begin(sim::kChips), std::end(sim::kChips),
+                                 [&](const sim::Chip& chip) { return chip.arch == launch->arch; });
+  if (chip == std::end(sim::kChips)) return false;
+  sim::running_chip = *chip;
+  sim::Block block(*launch, sim::memory, sim::reports);
+  for (const sim::u32 index : sim::shuffled(launch->blocks, launch->seed)) {
+    if (!block.run(index)) break;
+  }
+  return true;
+}
+
+struct PythonReport {
+  const char *kind, *detail, *file;
+  sim::u64 pc;
+  sim::i32 line;
+  sim::u32 block, thread, count;
+};
+
+sim::u32 sim_report_count() { return static_cast<sim::u32>(sim::reports.all().size()); }
+
+void sim_get_report(sim::u32 index, PythonReport* out) {
+  const sim::Report& r = sim::reports.all()[index];
+  *out = {r.kind.c_str(), r.detail.c_str(), r.file.c_str(), r.pc, r.line, r.block, r.thread, r.count};
+}
+
+}  // extern "C"

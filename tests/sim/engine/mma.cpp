@@ -1,0 +1,191 @@
+// mma.sync: operands out of the fragments of 32 lanes, the product, and its result back.
+// Fragments of m16n8 with words of w elements (4 of 8 bits, 8 of 4, 2 of 16), lane = 4g + t:
+//   A  word i: row g + 8 (i % 2), elements w t .. w t + w - 1 of k, in the second half of them where i >= 2
+//   B  word i: column g, likewise, in the second half where i = 1
+//   C, D  element i: row g + 8 (i / 2), column 2t + i % 2
+// Source: PTX ISA, "Matrix Fragments for mma.m16n8k16", "... k32", "... k64".
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <iterator>
+
+#include "chip.h"
+#include "numbers.h"
+#include "sim/engine.h"
+
+namespace sim {
+
+namespace {
+
+constexpr int kRows = 16, kColumns = 8;
+
+const Product& of_lane(void* const (&lanes)[kLanes], int lane) { return *static_cast<const Product*>(lanes[lane]); }
+
+// A and B by rows and columns, as codes of kBits.
+template <int kBits>
+struct Operands {
+  static constexpr int kPerWord = 32 / kBits, kDepth = 8 * kPerWord;
+  u32 a[kRows][kDepth], b[kColumns][kDepth];
+
+  explicit Operands(void* const (&lanes)[kLanes]) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const int g = lane / 4, t = lane % 4;
+      for (int i = 0; i < 4; ++i) unpack(of_lane(lanes, lane).a[i], &a[g + 8 * (i % 2)][kPerWord * t + kDepth / 2 * (i / 2)]);
+      for (int i = 0; i < 2; ++i) unpack(of_lane(lanes, lane).b[i], &b[g][kPerWord * t + kDepth / 2 * i]);
+    }
+  }
+
+  static void unpack(u32 word, u32* codes) {
+    for (int e = 0; e < kPerWord; ++e) codes[e] = word >> kBits * e & ((1ull << kBits) - 1);
+  }
+};
+
+// Calls visit(lane, element of its C and D, row, column) for all of them.
+template <class Visit>
+void each_result(Visit visit) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int i = 0; i < 4; ++i) visit(lane, i, lane / 4 + 8 * (i / 2), lane % 4 * 2 + i % 2);
+  }
+}
+
+// Sums wrap, as without .satfinite.
+template <int kBits>
+void integer_product(void* const (&lanes)[kLanes]) {
+  const Operands<kBits> operands(lanes);
+  const auto extended = [](u32 code) { return static_cast<i32>(code << (32 - kBits)) >> (32 - kBits); };
+  each_result([&](int lane, int i, int row, int column) {
+    u32 sum = of_lane(lanes, lane).c[i];
+    for (int k = 0; k < operands.kDepth; ++k) {
+      sum += static_cast<u32>(extended(operands.a[row][k]) * extended(operands.b[column][k]));
+    }
+    of_lane(lanes, lane).d[i] = sum;
+  });
+}
+
+// --- floating point ---------------------------------------------------------------------------------------------------
+
+// Elements of one operand along k, taken apart.
+template <int kDepth>
+struct Vector {
+  i32 significand[kDepth];
+  i32 exponent[kDepth];
+};
+
+// The exponent of zero, which must not count as the largest.
+constexpr int kOfZero = -10000;
+
+template <class Format, int kDepth>
+Vector<kDepth> taken_apart(const u32 (&codes)[kDepth]) {
+  Vector<kDepth> result;
+  for (int k = 0; k < kDepth; ++k) {
+    result.significand[k] = Format::significand(codes[k]);
+    result.exponent[k] = result.significand[k] ? Format::exponent(codes[k]) : kOfZero;
+  }
+  return result;
+}
+
+// x · 2^shift, cut off towards zero.
+i64 shifted(i64 x, int shift) {
+  if (shift >= 0) return x << shift;
+  const i64 magnitude = (x < 0 ? -x : x) >> std::min(-shift, 63);
+  return x < 0 ? -magnitude : magnitude;
+}
+
+// One step's sum, before it is rounded to the accumulator's format.
+template <class Format, class Accumulator, int kDepth>
+double step_sum(const Step& step, const Vector<kDepth>& a, const Vector<kDepth>& b, int first, u32 c) {
+  const i64 c_significand = Accumulator::significand(c);
+  const int c_exponent = c_significand ? Accumulator::exponent(c) : kOfZero;
+  int largest = c_exponent;
+  for (int k = first; k < first + step.products; ++k) largest = std::max(largest, a.exponent[k] + b.exponent[k]);
+  if (largest <= kOfZero / 2) return 0.0;
+  i64 sum = shifted(c_significand, c_exponent - largest + step.fraction_bits - Accumulator::kMantissaBits);
+  for (int k = first; k < first + step.products; ++k) {
+    const int exponent = a.exponent[k] + b.exponent[k];
+    sum += shifted(static_cast<i64>(a.significand[k]) * b.significand[k],
+                   exponent - largest + step.fraction_bits - 2 * Format::kMantissaBits);
+  }
+  return std::ldexp(static_cast<double>(sum), largest - step.fraction_bits);
+}
+
+// f32 with kept_bits of mantissa, the others cut off.
+u32 cut_to_f32(double x, int kept_bits) {
+  float y = static_cast<float>(x);
+  if (std::fabs(y) > std::fabs(x)) y = std::nextafter(y, 0.0f);
+  return std::bit_cast<u32>(y) & ~0u << (23 - kept_bits);
+}
+
+u32 rounded(const Step& step, double sum, F32) { return cut_to_f32(sum, step.kept_bits); }
+u32 rounded(const Step&, double sum, F16) { return F16::from(sum); }
+
+template <class Format, int kDepth>
+bool any_special(const u32 (&codes)[kDepth]) {
+  return std::any_of(std::begin(codes), std::end(codes), [](u32 code) { return Format::special(code); });
+}
+
+// With infinity or NaN among the operands: that is what the sum is.
+template <class Format, class Accumulator, int kDepth>
+u32 special_sum(const u32 (&a)[kDepth], const u32 (&b)[kDepth], u32 c) {
+  double sum = Accumulator::value(c);
+  for (int k = 0; k < kDepth; ++k) sum += Format::value(a[k]) * Format::value(b[k]);
+  return Accumulator::from(sum);
+}
+
+// Row times column, step by step.
+template <class Format, class Accumulator, int kDepth>
+u32 row_by_column(const Step& step, const u32 (&a)[kDepth], const u32 (&b)[kDepth], u32 c) {
+  if (Accumulator::special(c) || any_special<Format>(a) || any_special<Format>(b)) {
+    return special_sum<Format, Accumulator>(a, b, c);
+  }
+  const Vector<kDepth> a_parts = taken_apart<Format>(a), b_parts = taken_apart<Format>(b);
+  for (int k = 0; k < kDepth; k += step.products) {
+    c = rounded(step, step_sum<Format, Accumulator>(step, a_parts, b_parts, k, c), Accumulator{});
+  }
+  return c;
+}
+
+u32 load_c(const Product& lane, int i, F32) { return lane.c[i]; }
+u32 load_c(const Product& lane, int i, F16) { return lane.c[i / 2] >> 16 * (i % 2) & 0xffff; }
+void store_d(const Product& lane, int i, u32 value, F32) { lane.d[i] = value; }
+void store_d(const Product& lane, int i, u32 value, F16) {
+  const int shift = 16 * (i % 2);
+  lane.d[i / 2] = (lane.d[i / 2] & ~(0xffffu << shift)) | value << shift;
+}
+
+template <class Format, class Accumulator, int kBits, class Convert>
+void float_product(void* const (&lanes)[kLanes], const Step& step, Convert convert) {
+  Operands<kBits> operands(lanes);
+  for (auto& row : operands.a) std::transform(std::begin(row), std::end(row), std::begin(row), convert);
+  for (auto& column : operands.b) std::transform(std::begin(column), std::end(column), std::begin(column), convert);
+  each_result([&](int lane, int i, int row, int column) {
+    const u32 c = load_c(of_lane(lanes, lane), i, Accumulator{});
+    const u32 d = row_by_column<Format, Accumulator>(step, operands.a[row], operands.b[column], c);
+    store_d(of_lane(lanes, lane), i, d, Accumulator{});
+  });
+}
+
+// Exact: f16 holds every e4m3.
+u32 f16_of_e4m3(u32 code) {
+  if (E4m3::special(code)) return F16::kNan;
+  const u32 sign = code & E4m3::kSign ? F16::kSign : 0;
+  return F16::bits(std::fabs(E4m3::value(code))) | sign;
+}
+
+template <class Accumulator>
+void e4m3_product(void* const (&lanes)[kLanes]) {
+  if (chip().e4m3_as_f16) return float_product<F16, Accumulator, 8>(lanes, chip().f16, f16_of_e4m3);
+  float_product<E4m3, Accumulator, 8>(lanes, chip().e4m3, [](u32 code) { return code; });
+}
+
+}  // namespace
+
+void mma_s8(void* const (&lanes)[kLanes]) { integer_product<8>(lanes); }
+void mma_s4(void* const (&lanes)[kLanes]) { integer_product<4>(lanes); }
+void mma_f16(void* const (&lanes)[kLanes]) {
+  float_product<F16, F32, 16>(lanes, chip().f16, [](u32 code) { return code; });
+}
+void mma_e4m3_f32(void* const (&lanes)[kLanes]) { e4m3_product<F32>(lanes); }
+void mma_e4m3_f16(void* const (&lanes)[kLanes]) { e4m3_product<F16>(lanes); }
+
+}  // namespace sim

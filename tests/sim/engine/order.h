@@ -1,0 +1,95 @@
+// Which accesses are ordered before which: a vector clock per thread, as race detectors keep them.
+// Source: Flanagan & Freund, "FastTrack: Efficient and Precise Dynamic Race Detection", PLDI 2009.
+#pragma once
+
+#include <algorithm>
+#include <unordered_map>
+#include <vector>
+
+#include "types.h"
+
+namespace sim {
+
+// A stretch of one thread between two of its synchronizations: the thread above, its clock below.
+using Epoch = u32;
+constexpr u32 kClockBits = 22;
+constexpr u32 thread_of(Epoch epoch) { return epoch >> kClockBits; }
+constexpr u32 clock_of(Epoch epoch) { return epoch & ((1u << kClockBits) - 1); }
+
+class Order {
+ public:
+  void start(u32 threads) {
+    threads_ = threads;
+    clocks_.assign(static_cast<size_t>(threads) * threads, 0);
+    for (u32 t = 0; t < threads; ++t) clock(t, t) = 1;
+  }
+
+  Epoch now(u32 thread) const { return thread << kClockBits | clocks_[thread * threads_ + thread]; }
+
+  // Whether all that the epoch's thread did in it is ordered before what `thread` does now.
+  bool before(Epoch epoch, u32 thread) const {
+    return clock_of(epoch) <= clocks_[thread * threads_ + thread_of(epoch)];
+  }
+
+  // A barrier of all threads: what each did before it is ordered before what any does after.
+  void join_all() {
+    std::vector<u32> joined(threads_);
+    for (u32 t = 0; t < threads_; ++t) {
+      for (u32 u = 0; u < threads_; ++u) joined[u] = std::max(joined[u], clock(t, u));
+    }
+    for (u32 t = 0; t < threads_; ++t) {
+      std::copy(joined.begin(), joined.end(), &clock(t, 0));
+      ++clock(t, t);
+    }
+  }
+
+ private:
+  u32& clock(u32 thread, u32 of) { return clocks_[thread * threads_ + of]; }
+
+  u32 threads_ = 0;
+  std::vector<u32> clocks_;  // [threads][threads]: up to where each thread is ordered after each other
+};
+
+// Sets of readers, each kept once however many bytes have it. A reader takes the place of those ordered before it:
+// whatever is ordered after the one is ordered after the others.
+class ReaderSets {
+ public:
+  static constexpr u32 kEmpty = 0;
+
+  void start() {
+    sets_.assign(1, {});
+    larger_.clear();
+    last_set_ = ~0u;
+  }
+
+  u32 with(u32 set, Epoch reader, const Order& order) {
+    if (set == last_set_ && reader == last_reader_) return last_result_;
+    last_set_ = set, last_reader_ = reader;
+    const auto [entry, is_new] = larger_.try_emplace(static_cast<u64>(set) << 32 | reader, 0);
+    if (is_new) entry->second = make(set, reader, order);
+    return last_result_ = entry->second;
+  }
+
+  const std::vector<Epoch>& members(u32 set) const { return sets_[set]; }
+
+ private:
+  u32 make(u32 set, Epoch reader, const Order& order) {
+    std::vector<Epoch> members{reader};
+    for (const Epoch other : sets_[set]) {
+      if (!order.before(other, thread_of(reader))) members.push_back(other);
+    }
+    if (members.size() == sets_[set].size()) {
+      std::sort(members.begin(), members.end());
+      if (members == sets_[set]) return set;
+    }
+    std::sort(members.begin(), members.end());
+    sets_.push_back(std::move(members));
+    return static_cast<u32>(sets_.size() - 1);
+  }
+
+  std::vector<std::vector<Epoch>> sets_;
+  std::unordered_map<u64, u32> larger_;  // by set and reader
+  u32 last_set_, last_reader_, last_result_;
+};
+
+}  // namespace sim

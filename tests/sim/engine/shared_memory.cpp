@@ -1,0 +1,131 @@
+#include "shared_memory.h"
+
+#include <cstring>
+
+#include "block.h"
+
+// What `extern __shared__ ... shared[]` of a kernel refers to, as large as the largest chip's.
+constexpr sim::u32 kMostDynamicBytes = 232448;
+alignas(1024) thread_local unsigned char shared[kMostDynamicBytes];
+
+namespace sim {
+
+namespace {
+
+constexpr u32 kDynamicBase = 1024, kStaticBase = 0x40000, kMostStaticBytes = 0x10000;
+static_assert(kDynamicBase + kMostDynamicBytes <= kStaticBase);
+
+}  // namespace
+
+void SharedMemory::start(u32 dynamic_bytes, const Image& kernel) {
+  dynamic_ = shared, dynamic_bytes_ = dynamic_bytes;
+  static_ = kernel.thread_local_begin, static_bytes_ = kernel.thread_local_bytes;
+  std::memset(dynamic_, 0xff, dynamic_bytes_);
+  std::memset(static_, 0xff, static_bytes_);
+  state_.assign(kStaticBase + kMostStaticBytes, kUnwritten);
+  bytes_.assign(state_.size(), {});
+  readers_.start();
+}
+
+u32 SharedMemory::address_of(const void* pointer) const {
+  const u8* p = static_cast<const u8*>(pointer);
+  if (static_cast<u64>(p - dynamic_) < kMostDynamicBytes) return kDynamicBase + static_cast<u32>(p - dynamic_);
+  if (static_cast<u64>(p - static_) < static_bytes_) return kStaticBase + static_cast<u32>(p - static_);
+  return kNone;
+}
+
+u8* SharedMemory::pointer_to(u32 address) const {
+  return address < kStaticBase ? dynamic_ + (address - kDynamicBase) : static_ + (address - kStaticBase);
+}
+
+void SharedMemory::require(const char* access, u32 address, u32 bytes, const Where& where) {
+  const bool in_dynamic = address >= kDynamicBase && address + bytes <= kDynamicBase + dynamic_bytes_;
+  const bool in_static = address >= kStaticBase && address + bytes <= kStaticBase + static_bytes_;
+  if (in_dynamic || in_static) return;
+  block_.report("access outside an allocation", where,
+                text("%s of %u bytes at byte %d of the %u bytes of dynamic shared memory", access, bytes,
+                     static_cast<i32>(address - kDynamicBase), dynamic_bytes_));
+  block_.stop();
+}
+
+void SharedMemory::read(u32 address, u32 bytes, const Where& where) {
+  require("read", address, bytes, where);
+  check_written(address, bytes, where);
+  const Epoch now = block_.order.now(where.thread);
+  Epoch ordered = now;  // of the last writer that was found to be
+  for (u32 i = address; i < address + bytes; ++i) {
+    Byte& byte = bytes_[i];
+    if (state_[i] == kWritten && byte.writer != ordered && !block_.order.before(byte.writer, where.thread)) {
+      return race("read", i, "written", thread_of(byte.writer), where);
+    }
+    ordered = byte.writer;
+    byte.readers = readers_.with(byte.readers, now, block_.order);
+  }
+}
+
+void SharedMemory::check_written(u32 address, u32 bytes, const Where& where) {
+  for (u32 i = address; i < address + bytes; ++i) {
+    if (state_[i] == kWritten) continue;
+    if (state_[i] == kPending) {
+      block_.report("asynchronous copy read before it was waited for", where,
+                    text("%u bytes at shared address 0x%x, which thread %u copies to", bytes, address,
+                         thread_of(bytes_[i].writer)));
+    } else {
+      block_.report("read of memory that nothing wrote", where, text("%u bytes at shared address 0x%x", bytes, address));
+    }
+    return;
+  }
+}
+
+void SharedMemory::write(u32 address, u32 bytes, const Where& where) {
+  require("write", address, bytes, where);
+  claim(address, bytes, where, kWritten);
+}
+
+void SharedMemory::begin_copy(u32 address, u32 bytes, const Where& where) {
+  require("asynchronous copy", address, bytes, where);
+  claim(address, bytes, where, kPending);
+}
+
+void SharedMemory::end_copy(u32 address, u32 bytes, u32 thread) {
+  for (u32 i = address; i < address + bytes; ++i) state_[i] = kWritten, bytes_[i].writer = block_.order.now(thread);
+}
+
+// The bytes take a new value: all who wrote or read the old one must be done.
+void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state) {
+  const Epoch now = block_.order.now(where.thread);
+  Epoch ordered = now;
+  u32 ordered_readers = ReaderSets::kEmpty;
+  bool faulty = false;  // one report an access
+  for (u32 i = address; i < address + bytes; ++i) {
+    Byte& byte = bytes_[i];
+    if (!faulty && state_[i] == kPending) {
+      faulty = true;
+      block_.report("buffer overwritten while an asynchronous copy into it is pending", where,
+                    text("%u bytes at shared address 0x%x, which thread %u copies to", bytes, address, thread_of(byte.writer)));
+    }
+    if (!faulty && state_[i] == kWritten && byte.writer != ordered && !block_.order.before(byte.writer, where.thread)) {
+      faulty = true;
+      race("write", i, "written", thread_of(byte.writer), where);
+    }
+    if (!faulty && byte.readers != ordered_readers && state_[i] != kUnwritten) {
+      for (const Epoch reader : readers_.members(byte.readers)) {
+        if (faulty || block_.order.before(reader, where.thread)) continue;
+        faulty = true;
+        race("write", i, "read", thread_of(reader), where);
+      }
+      ordered_readers = byte.readers;
+    }
+    if (state_[i] == kWritten) ordered = byte.writer;
+    byte = {now, ReaderSets::kEmpty};
+    state_[i] = state;
+  }
+}
+
+void SharedMemory::race(const char* access, u32 address, const char* earlier, u32 thread, const Where& where) {
+  block_.report("data race", where,
+                text("%s at shared address 0x%x, %s by thread %u with nothing between that orders the two", access, address,
+                     earlier, thread));
+}
+
+}  // namespace sim

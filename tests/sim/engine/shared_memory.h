@@ -1,0 +1,60 @@
+// A block's shared memory and what is known of each byte: written or not, by whom last, read by whom since, and whether
+// an asynchronous copy into it is under way.
+//
+// Shared addresses: dynamic memory from 1024 on, where chips put it behind the kilobyte that the system takes; static
+// memory, which is the kernel's thread-local storage, far above.
+#pragma once
+
+#include <vector>
+
+#include "image.h"
+#include "order.h"
+#include "report.h"
+#include "types.h"
+
+namespace sim {
+
+class Block;
+
+class SharedMemory {
+ public:
+  static constexpr u32 kNone = 0;  // no shared address
+
+  explicit SharedMemory(Block& block) : block_(block) {}
+
+  // Nothing is written, everything holds NaNs.
+  void start(u32 dynamic_bytes, const Image& kernel);
+
+  u32 address_of(const void* pointer) const;  // kNone where it points elsewhere
+  u8* pointer_to(u32 address) const;
+
+  // Each checks that the bytes exist and that the access is ordered after others; a faulty one that would touch foreign
+  // memory stops the block.
+  void read(u32 address, u32 bytes, const Where& where);
+  void write(u32 address, u32 bytes, const Where& where);
+  void begin_copy(u32 address, u32 bytes, const Where& where);
+  void end_copy(u32 address, u32 bytes, u32 thread);
+
+ private:
+  enum State : u8 { kUnwritten, kWritten, kPending };
+
+  struct Byte {
+    Epoch writer;  // where written or pending
+    u32 readers;   // since then
+  };
+
+  void require(const char* access, u32 address, u32 bytes, const Where& where);
+  void check_written(u32 address, u32 bytes, const Where& where);
+  void claim(u32 address, u32 bytes, const Where& where, State state);
+  void race(const char* access, u32 address, const char* earlier, u32 thread, const Where& where);
+
+  Block& block_;
+  u8* dynamic_ = nullptr;
+  u8* static_ = nullptr;
+  u32 dynamic_bytes_ = 0, static_bytes_ = 0;
+  ReaderSets readers_;
+  std::vector<State> state_;  // by address
+  std::vector<Byte> bytes_;
+};
+
+}  // namespace sim

@@ -1,0 +1,120 @@
+// Instructions of a thread or a warp that are no arithmetic: exchange among lanes, atomics, loads from shared memory.
+// Source: PTX ISA, "shfl.sync", "vote.sync", "ldmatrix", "ld"; CUDA C++ programming guide, "Atomic Functions".
+
+#include <cstring>
+
+#include "block.h"
+
+namespace sim {
+
+void together(const char* instruction, void* lane, Meaning meaning, Site site) {
+  block->together(instruction, lane, meaning, site);
+}
+
+bool synchronize(const char* name, bool predicate, Site site) { return block->synchronize(name, predicate, site); }
+
+// --- exchange ---------------------------------------------------------------------------------------------------------
+
+namespace {
+
+struct Shuffle {
+  float x, result;
+  int lane_mask;
+};
+
+void shuffle(void* const (&lanes)[kLanes]) {
+  const auto of_lane = [&](int lane) -> Shuffle& { return *static_cast<Shuffle*>(lanes[lane]); };
+  for (int lane = 0; lane < kLanes; ++lane) of_lane(lane).result = of_lane((lane ^ of_lane(lane).lane_mask) % kLanes).x;
+}
+
+void vote(void* const (&lanes)[kLanes]) {
+  bool result = false;
+  for (void* lane : lanes) result |= *static_cast<bool*>(lane);
+  for (void* lane : lanes) *static_cast<bool*>(lane) = result;
+}
+
+void require_all(const char* instruction, unsigned lanes, Site site) {
+  if (lanes == 0xffffffff) return;
+  block->report("threads diverge", block->here(site), text("%s of the lanes 0x%08x, not of all", instruction, lanes));
+  block->stop();
+}
+
+}  // namespace
+
+float shuffle_xor(unsigned lanes, float x, int lane_mask, Site site) {
+  require_all("__shfl_xor_sync", lanes, site);
+  Shuffle lane{x, 0.0f, lane_mask};
+  block->together("__shfl_xor_sync", &lane, shuffle, site);
+  return lane.result;
+}
+
+bool any(unsigned lanes, bool predicate, Site site) {
+  require_all("__any_sync", lanes, site);
+  block->together("__any_sync", &predicate, vote, site);
+  return predicate;
+}
+
+int atomic_min(int* address, int value, Site site) {
+  block->check_alignment("atomicMin", reinterpret_cast<u64>(address), sizeof value, block->here(site));
+  block->read_global(address, sizeof value, block->here(site));
+  block->write_global(address, sizeof value, block->here(site));
+  const int old = *address;
+  *address = std::min(old, value);
+  return old;
+}
+
+// --- shared memory ----------------------------------------------------------------------------------------------------
+
+unsigned shared_address(const void* pointer, Site site) {
+  const u32 address = block->shared.address_of(pointer);
+  if (address != SharedMemory::kNone) return address;
+  block->report("access outside an allocation", block->here(site), "the shared address of what is not in shared memory");
+  block->stop();
+}
+
+const void* load_shared(const char* instruction, unsigned address, unsigned bytes, Site site) {
+  block->check_alignment(instruction, address, bytes, block->here(site));
+  block->shared.read(address, bytes, block->here(site));
+  return block->shared.pointer_to(address);
+}
+
+void copy_async(unsigned shared, const void* global, unsigned bytes, Site site) {
+  block->copies().begin(*block, shared, global, bytes, block->here(site));
+}
+
+void commit_copies() { block->copies().commit(); }
+void wait_for_copies(int pending_groups) { block->copies().wait(*block, static_cast<u32>(pending_groups), block->thread()); }
+
+// --- ldmatrix ---------------------------------------------------------------------------------------------------------
+
+namespace {
+
+struct MatrixLoad {
+  unsigned* d;
+  const u16* row;  // 8 elements
+};
+
+// Matrix i has its rows from the lanes 8i to 8i + 7; lane 4g + t receives the elements (g, 2t) and (g, 2t + 1), or with
+// .trans (2t, g) and (2t + 1, g).
+template <bool kTransposed>
+void load_matrices(void* const (&lanes)[kLanes]) {
+  const auto of_lane = [&](int lane) { return *static_cast<const MatrixLoad*>(lanes[lane]); };
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; ++i) {
+      const auto element = [&](int row, int column) { return of_lane(8 * i + row).row[column]; };
+      const u32 first = kTransposed ? element(2 * t, g) : element(g, 2 * t);
+      const u32 second = kTransposed ? element(2 * t + 1, g) : element(g, 2 * t + 1);
+      of_lane(lane).d[i] = first | second << 16;
+    }
+  }
+}
+
+}  // namespace
+
+void ldmatrix_x4(unsigned (&d)[4], unsigned shared, bool transposed, Site site) {
+  MatrixLoad lane{d, static_cast<const u16*>(load_shared("ldmatrix", shared, 16, site))};
+  block->together("ldmatrix", &lane, transposed ? load_matrices<true> : load_matrices<false>, site);
+}
+
+}  // namespace sim

@@ -1,0 +1,49 @@
+"""The host compiler: which one, and how it compiles the engine and a kernel."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+
+_COMMON = ("-std=c++20", "-march=native", "-g1", "-fPIC", "-fno-exceptions", "-Wall")
+
+ENGINE_FLAGS = (*_COMMON, "-O2", "-Wextra", "-ffp-contract=off")
+
+KERNEL_FLAGS = (
+    *_COMMON, "-O1", "-x", "c++", "-include", "cuda_builtins.h", "-fno-strict-aliasing", "-Wno-unknown-pragmas",
+    "-ffp-contract=fast",  # as nvcc: a * b + c is one FMA
+    "-fsanitize=thread,alignment,bounds",  # what the engine checks, engine/access.cpp
+)
+
+_GCC_FLAGS = (
+    "-fexpensive-optimizations",  # only then does -O1 make FMAs
+    "-fno-tree-loop-distribute-patterns",  # makes memcpy of a loop, of which the engine would see nothing
+    "--param=tsan-instrument-func-entry-exit=0",
+)
+_CLANG_FLAGS = (
+    "-mllvm", "-tsan-instrument-func-entry-exit=0",
+    "-mllvm", "-tsan-instrument-read-before-write",  # else a += b counts as a write only
+    "-mllvm", "-pragma-unroll-threshold=1",  # compiles faster, and computes the same
+    "-fno-sanitize-trap=all", "-Wno-pass-failed",
+)
+
+
+@functools.lru_cache(maxsize=None)
+def compiler() -> tuple[str, ...]:
+    """The command of the first C++ compiler there is: $CXX, g++, clang++, else that of the package ziglang."""
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        if name and shutil.which(name.split()[0]):
+            return tuple(name.split())
+    if importlib.util.find_spec("ziglang"):
+        return sys.executable, "-m", "ziglang", "c++"
+    raise RuntimeError("the simulator needs a C++20 compiler: install g++ or clang++, set CXX, or `pip install ziglang`")
+
+
+@functools.lru_cache(maxsize=None)
+def kernel_flags() -> tuple[str, ...]:
+    version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+    return KERNEL_FLAGS + (_CLANG_FLAGS if "clang" in version else _GCC_FLAGS)

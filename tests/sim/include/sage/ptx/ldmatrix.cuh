@@ -1,0 +1,16 @@
+// Meanings of templates/include/sage/ptx/ldmatrix.cuh.
+#pragma once
+
+#include "sage/types.cuh"
+
+namespace sage::ptx {
+
+inline void ldmatrix_x4(u32 (&d)[4], u32 shared, sim::Site site = sim::Site::here()) {
+  sim::ldmatrix_x4(d, shared, false, site);
+}
+
+inline void ldmatrix_x4_trans(u32 (&d)[4], u32 shared, sim::Site site = sim::Site::here()) {
+  sim::ldmatrix_x4(d, shared, true, site);
+}
+
+}  // namespace sage::ptx

@@ -1,0 +1,26 @@
+// Meanings of templates/include/sage/ptx/math.cuh; what each conversion does to a value stands in engine/numbers.h.
+#pragma once
+
+#include "sage/types.cuh"
+
+namespace sage::ptx {
+
+inline float infinity() { return __int_as_float(0x7f800000); }
+inline float quiet_nan() { return __int_as_float(0x7fc00000); }
+
+inline float ex2(float x) { return sim::exp2_ftz(x); }
+inline float lg2(float x) { return sim::log2(x); }
+inline float rcp(float x) { return sim::reciprocal_ftz(x); }
+
+inline float f32_from_f16(u16 x) { return sim::from_f16(x); }
+inline float f32_from_bf16(u16 x) { return __uint_as_float(static_cast<u32>(x) << 16); }
+
+inline u32 f16x2(float lo, float hi) { return sim::to_f16(lo) | static_cast<u32>(sim::to_f16(hi)) << 16; }
+inline u32 bf16x2(float lo, float hi) { return sim::to_bf16(lo) | static_cast<u32>(sim::to_bf16(hi)) << 16; }
+inline u16 e4m3x2(float lo, float hi) { return static_cast<u16>(sim::to_e4m3(lo) | sim::to_e4m3(hi) << 8); }
+inline u32 e4m3x4(float a, float b, float c, float d) { return e4m3x2(a, b) | static_cast<u32>(e4m3x2(c, d)) << 16; }
+
+inline float max_nan(float a, float b) { return sim::max_nan(a, b); }
+inline u32 prmt(u32 a, u32 b, u32 selector) { return sim::permute_bytes(a, b, selector); }
+
+}  // namespace sage::ptx

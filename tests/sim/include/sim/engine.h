@@ -1,0 +1,74 @@
+// What a simulated kernel asks of the engine. Everything here runs in the fiber of one CUDA thread; functions that a whole
+// warp or block takes part in return once all of it has arrived.
+// Shared addresses are 32-bit, as instructions take them. Sites say where in the kernel a call stands, for reports.
+#pragma once
+
+namespace sim {
+
+struct Site {
+  const char* file;
+  int line;
+  static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
+};
+
+struct Index {
+  unsigned x, y, z;
+};
+
+// --- exchange ---------------------------------------------------------------------------------------------------------
+
+constexpr int kLanes = 32;
+
+// An instruction that all lanes of a warp execute together: the last lane to arrive runs `meaning` on what each of them
+// brought, lane by lane, and then all go on.
+using Meaning = void (*)(void* const (&lanes)[kLanes]);
+void together(const char* instruction, void* lane, Meaning meaning, Site site);
+
+// A barrier of the whole block; returns whether the predicate held in every thread.
+bool synchronize(const char* name, bool predicate, Site site);
+
+float shuffle_xor(unsigned lanes, float x, int lane_mask, Site site);
+bool any(unsigned lanes, bool predicate, Site site);
+int atomic_min(int* address, int value, Site site);
+
+// --- shared memory by its 32-bit addresses ----------------------------------------------------------------------------
+
+unsigned shared_address(const void* pointer, Site site);
+
+// The bytes at an address that an instruction reads; `bytes` is also the alignment that it asks for.
+const void* load_shared(const char* instruction, unsigned address, unsigned bytes, Site site);
+
+void copy_async(unsigned shared, const void* global, unsigned bytes, Site site);
+void commit_copies();
+void wait_for_copies(int pending_groups);
+
+// --- matrices ---------------------------------------------------------------------------------------------------------
+
+// Operands of one lane; words in the layouts of the PTX ISA's fragments. d may be c.
+struct Product {
+  unsigned* d;
+  const unsigned* a;
+  unsigned b[2];
+  const unsigned* c;
+};
+void mma_s8(void* const (&lanes)[kLanes]);
+void mma_s4(void* const (&lanes)[kLanes]);
+void mma_f16(void* const (&lanes)[kLanes]);
+void mma_e4m3_f32(void* const (&lanes)[kLanes]);
+void mma_e4m3_f16(void* const (&lanes)[kLanes]);
+
+void ldmatrix_x4(unsigned (&d)[4], unsigned shared, bool transposed, Site site);
+
+// --- scalars ----------------------------------------------------------------------------------------------------------
+
+float exp2_ftz(float x);
+float log2(float x);
+float reciprocal_ftz(float x);
+float max_nan(float a, float b);
+unsigned permute_bytes(unsigned a, unsigned b, unsigned selector);
+float from_f16(unsigned short x);
+unsigned short to_f16(float x);
+unsigned short to_bf16(float x);
+unsigned char to_e4m3(float x);
+
+}  // namespace sim

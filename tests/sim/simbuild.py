@@ -1,0 +1,138 @@
+"""Sources of kernels → shared libraries that the engine runs, with ninja: in parallel, and only what changed.
+
+The include folder that kernels see is made of links: the headers of templates/include/sage, but for those of ptx/ that hold
+inline PTX. Their place take the meanings in include/sage/ptx, so a wrapper without one is unknown to the compiler.
+"""
+
+from __future__ import annotations
+
+import io
+import shlex
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hostcc import ENGINE_FLAGS, compiler, kernel_flags
+from ninja import BIN_DIR
+from ninja.ninja_syntax import Writer, escape
+
+from codegen._shared import FILE_NAME, KernelRecord, Manifest, __version__, capability_of, layout_digest
+from codegen.files import write_if_changed
+from codegen.matrix import Matrix, read_matrix
+from codegen.project import Project
+from codegen.render import render_all, source_path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PROJECT = Project(ROOT, ROOT / "build" / "sim")
+MEANINGS = HERE / "include"
+ENGINE = HERE / "engine"
+_ENTRY = ENGINE / "kernel_entry.cpp"
+
+
+class HostBuildError(Exception):
+    """A kernel or the engine does not compile; the message is the compiler's."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One kernel: its entry point, and the file that defines it."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Build:
+    """A folder of compiled kernels, and the engine that runs them."""
+
+    folder: Path
+
+    @property
+    def engine(self) -> Path:
+        return self.folder / "engine.so"
+
+    def library(self, name: str) -> Path:
+        return self.folder / f"{name}.so"
+
+
+def build_matrix() -> Build:
+    """Every kernel of build_matrix.yaml, rendered as codegen renders it, and a manifest as codegen writes one."""
+    matrix = read_matrix(PROJECT.matrix, PROJECT.templates)
+    render_all(matrix.kernels, matrix, PROJECT)
+    made = build([Source(kernel.spec.name, source_path(kernel, PROJECT)) for kernel in matrix.kernels], PROJECT.build)
+    write_if_changed(made.folder / FILE_NAME, _manifest(matrix).to_text().encode())
+    return made
+
+
+def _manifest(matrix: Matrix) -> Manifest:
+    """As far as launching goes."""
+    records = [KernelRecord(
+        spec=kernel.spec, file=f"{kernel.spec.name}.so", sha256="", target="sm_{}{}".format(*capability_of(kernel.spec.arch)),
+        tile=kernel.tile, threads=kernel.threads,
+        shared_bytes=kernel.tile.shared_bytes(kernel.spec) if kernel.spec.kind == "attn" else 0, registers=0,
+        spill_bytes=0, opcodes={}, main_loop=None) for kernel in matrix.kernels]
+    return Manifest(__version__, " ".join(compiler()), kernel_flags(), layout_digest(), None,
+                    {record.spec.name: record for record in records})
+
+
+def build(sources: Iterable[Source], folder: Path) -> Build:
+    """Bring the kernels and the engine up to date; HostBuildError where something does not compile."""
+    made = Build(folder)
+    _link_headers(folder / "include")
+    ninja_file = folder / "build.ninja"
+    write_if_changed(ninja_file, _ninja_text(sources, made).encode())
+    found = subprocess.run([str(Path(BIN_DIR, "ninja")), "-k", "0", "-f", str(ninja_file)], capture_output=True, text=True,
+                           check=False)
+    if found.returncode:
+        raise HostBuildError(found.stdout + found.stderr)
+    return made
+
+
+def _link_headers(include: Path) -> None:
+    """The tree that kernels include: the real headers, but meanings in the place of inline PTX."""
+    real = PROJECT.include / "sage"
+    for path in real.rglob("*.cuh"):
+        name = path.relative_to(PROJECT.include)
+        _link(include / name, _meanings(name) if "asm" in path.read_text() else path)
+
+
+def _meanings(name: Path) -> Path:
+    """Where the meanings of a header's wrappers stand; without any, each of them is unknown by name."""
+    return MEANINGS / name if (MEANINGS / name).exists() else MEANINGS / "no_meanings.cuh"
+
+
+def _link(link: Path, target: Path) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.is_symlink() and link.readlink() == target:
+        return
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
+
+
+def _ninja_text(sources: Iterable[Source], made: Build) -> str:
+    """build.ninja; compilers list the headers they read."""
+    text = io.StringIO()
+    ninja = Writer(text, width=120)
+    ninja.variable("builddir", str(made.folder))
+    ninja.rule("object", _command(*compiler(), *ENGINE_FLAGS, f"-I{MEANINGS}") + " -MMD -MF $out.d -c $in -o $out",
+               depfile="$out.d", deps="gcc")
+    # Linked without -fsanitize, which would bring the run-time libraries that the engine stands for.
+    link = _command(*compiler(), "-shared", "-Wl,-z,now")
+    ninja.rule("engine", link + " $in -o $out")
+    ninja.rule("kernel", _command(*compiler(), *kernel_flags(), f"-I{made.folder / 'include'}", f"-I{MEANINGS}")
+               + f" -DSIM_KERNEL=$name $source -MMD -MF $out.d -MT $out -c $in -o $out.o && {link} $out.o -o $out",
+               depfile="$out.d", deps="gcc", description="$name")
+    objects = [ninja.build(str(made.folder / "engine" / f"{path.stem}.o"), "object", str(path))[0]
+               for path in sorted(ENGINE.glob("*.cpp")) if path != _ENTRY]
+    ninja.build(str(made.engine), "engine", objects)
+    for source in sources:
+        define = f'-DSIM_SOURCE="{source.path}"'
+        ninja.build(str(made.library(source.name)), "kernel", str(_ENTRY),
+                    variables={"name": source.name, "source": _command(define)})
+    return text.getvalue()
+
+
+def _command(*words: str) -> str:
+    return escape(shlex.join(words))

@@ -1,0 +1,183 @@
+"""Launches on the simulator: the launch description that a GPU gets, buffers in host memory, reports as exceptions.
+
+:class:`Simulator` stands where the package has a :class:`sage_aot._loader.Library`: it launches what the plan says, from
+the packed structs alone. What memory a launch may touch it is told beforehand.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from simbuild import Build
+from symbols import line_of
+
+from sage_aot import _cuda
+from sage_aot._plan import Launch, Plan, plan
+from sage_aot._problem import Problem
+from sage_aot._select import Kernels
+
+INSIDE, WRITTEN, WRITABLE = 1, 2, 4
+"""Bits of a byte's state, engine/global_memory.h."""
+
+REDZONE = 1024
+"""Bytes of nobody between two buffers of the workspace; a multiple of the plan's alignment."""
+
+
+class SimulatorError(AssertionError):
+    """A kernel did what no kernel may do; the message lists what."""
+
+    def __init__(self, reports: list[Report]) -> None:
+        super().__init__(reports)
+        self.reports = reports
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.reports))
+
+
+@dataclass(frozen=True)
+class Report:
+    """One fault, where it was seen first."""
+
+    kernel: str
+    kind: str
+    detail: str
+    place: str  # file:line
+    block: int
+    thread: int
+    count: int  # how often it was seen
+
+    def __str__(self) -> str:
+        return (f"{self.kernel}: {self.kind} at {self.place}, block {self.block}, warp {self.thread // 32}, lane "
+                f"{self.thread % 32} ({self.count} times): {self.detail}")
+
+
+class Simulator:
+    """The kernels of a folder on the CPU. One seed gives one order of threads and blocks."""
+
+    def __init__(self, build: Build, seed: int = 0, arch: int | None = None) -> None:
+        """`arch`: the chip to be in place of each kernel's own; 90 for sm_90."""
+        self.build, self.seed, self.arch = build, seed, arch
+        self._engine = _Engine(build.engine)
+
+    def launch(self, launch: Launch, device: int, stream: int) -> None:
+        """Run one launch to its end; SimulatorError where it is faulty. Device and stream are those of a GPU."""
+        record = launch.record
+        arch = self.arch or int(record.target.removeprefix("sm_"))
+        self.launch_kernel(record.spec.name, launch.params, launch.blocks, record.threads, record.shared_bytes, arch)
+
+    def launch_kernel(self, name: str, params: bytes, blocks: int, threads: int, shared_bytes: int = 0,
+                      arch: int = 80) -> None:
+        """Run a kernel that need not be one of the matrix."""
+        self._engine.launch(self.build.library(name), name, params, blocks, threads, shared_bytes, arch, self.seed)
+
+    def know(self, *buffers: Buffer) -> None:
+        """From now on launches may touch these buffers and no others."""
+        self._engine.know(buffers)
+
+    def attention(self, problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                  out: torch.Tensor, lse: torch.Tensor | None) -> tuple[Plan, torch.Tensor]:
+        """What :func:`sage_aot._emulate.attention` computes, by the launches of a GPU. Returns plan and workspace."""
+        spread = _spread(plan(problem, kernels))
+        workspace = torch.full((spread.workspace_bytes,), 0xFF, dtype=torch.uint8)  # NaNs
+        results = {"out": out} if lse is None else {"out": out, "lse": lse}
+        self.know(*views({"q": q, "k": k, "v": v}, results), *_buffers_of(spread, workspace))
+        _cuda.run(spread, self, 0, 0, q, k, v, out, lse, workspace)
+        return spread, workspace
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory that launches may touch, and the state of each byte."""
+
+    name: str
+    address: int
+    state: np.ndarray  # u8
+
+
+def views(inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> list[Buffer]:
+    """The bytes that belong to tensors, and of their storages no others: inputs hold values, outputs wait for theirs."""
+    by_storage: dict[int, list[tuple[str, torch.Tensor, int]]] = defaultdict(list)
+    for tensors, state in ((inputs, INSIDE | WRITTEN), (outputs, INSIDE | WRITABLE)):
+        for name, tensor in tensors.items():
+            by_storage[tensor.untyped_storage().data_ptr()].append((name, tensor, state))
+    return [_storage_buffer(address, parts) for address, parts in by_storage.items() if address]
+
+
+def _storage_buffer(address: int, parts: list[tuple[str, torch.Tensor, int]]) -> Buffer:
+    size = parts[0][1].untyped_storage().nbytes()
+    states = np.zeros(size, np.uint8)
+    for _, tensor, state in parts:
+        elements = torch.zeros(size // tensor.itemsize, dtype=torch.uint8)
+        elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(state)
+        states[: elements.numel() * tensor.itemsize] |= elements.numpy().repeat(tensor.itemsize)
+    return Buffer("/".join(name for name, _, _ in parts), address, states)
+
+
+def _spread(laid_out: Plan) -> Plan:
+    """The same plan with redzones around every buffer."""
+    offsets = {name: offset + REDZONE * (i + 1) for i, (name, offset) in enumerate(laid_out.offsets.items())}
+    return replace(laid_out, offsets=offsets, workspace_bytes=laid_out.workspace_bytes + REDZONE * (len(offsets) + 1))
+
+
+def _buffers_of(laid_out: Plan, workspace: torch.Tensor) -> list[Buffer]:
+    return [Buffer(name, workspace.data_ptr() + laid_out.offsets[name], np.full(size, INSIDE | WRITABLE, np.uint8))
+            for name, size in laid_out.sizes.items()]
+
+
+# --- the engine, engine/launch.cpp ------------------------------------------------------------------------------------
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [("call", ctypes.c_void_p), ("params", ctypes.c_char_p), ("blocks", ctypes.c_uint32),
+                ("threads", ctypes.c_uint32), ("dynamic_bytes", ctypes.c_uint32), ("arch", ctypes.c_uint32),
+                ("seed", ctypes.c_uint64)]
+
+
+class _Report(ctypes.Structure):
+    _fields_ = [("kind", ctypes.c_char_p), ("detail", ctypes.c_char_p), ("file", ctypes.c_char_p), ("pc", ctypes.c_uint64),
+                ("line", ctypes.c_int32), ("block", ctypes.c_uint32), ("thread", ctypes.c_uint32),
+                ("count", ctypes.c_uint32)]
+
+
+class _Engine:
+    """The C++ engine; one for a process, whatever many simulators share it."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # kernels find its functions
+        self._library.sim_launch.restype = ctypes.c_bool
+        self._kernels: dict[Path, ctypes.CDLL] = {}
+
+    def know(self, buffers: tuple[Buffer, ...]) -> None:
+        self._library.sim_clear_buffers()
+        for buffer in buffers:
+            self._library.sim_add_buffer(buffer.name.encode(), ctypes.c_void_p(buffer.address),
+                                         ctypes.c_uint64(buffer.state.size), buffer.state.ctypes.data_as(ctypes.c_char_p))
+
+    def launch(self, path: Path, name: str, params: bytes, blocks: int, threads: int, shared_bytes: int, arch: int,
+               seed: int) -> None:
+        kernel = self._kernel(path)
+        expected = kernel.sim_params_bytes()
+        assert len(params) == expected, f"{name}: its struct has {expected} bytes, got {len(params)}"
+        call = ctypes.cast(kernel.sim_call, ctypes.c_void_p)
+        launch = _Launch(call, params, blocks, threads, shared_bytes, arch, seed)
+        assert self._library.sim_launch(ctypes.byref(launch)), f"no chip model for sm_{arch}: engine/chip.h"
+        reports = [self._report(i, path, name) for i in range(self._library.sim_report_count())]
+        if reports:
+            raise SimulatorError(reports)
+
+    def _kernel(self, path: Path) -> ctypes.CDLL:
+        if path not in self._kernels:
+            self._kernels[path] = ctypes.CDLL(str(path))
+            self._kernels[path].sim_make_static_shared_memory()
+        return self._kernels[path]
+
+    def _report(self, index: int, path: Path, name: str) -> Report:
+        found = _Report()
+        self._library.sim_get_report(index, ctypes.byref(found))
+        place = f"{found.file.decode()}:{found.line}" if found.file else line_of(path, found.pc - 1)
+        return Report(name, found.kind.decode(), found.detail.decode(), place, found.block, found.thread, found.count)

@@ -1,0 +1,40 @@
+"""Program counters → source lines, from the line tables of DWARF."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+from elftools.elf.elffile import ELFFile
+
+
+def line_of(library: Path, pc: int) -> str:
+    """The source line, ``file:line``, that an instruction of a shared library comes from."""
+    for begin, end, place in _rows(library):
+        if begin <= pc < end:
+            return place
+    return f"{library.name}+0x{pc:x}"
+
+
+@functools.lru_cache(maxsize=None)
+def _rows(library: Path) -> list[tuple[int, int, str]]:
+    rows = []
+    with library.open("rb") as file:
+        dwarf = ELFFile(file).get_dwarf_info()
+        for unit in dwarf.iter_CUs():
+            program = dwarf.line_program_for_CU(unit)
+            states = [entry.state for entry in program.get_entries() if entry.state is not None]
+            for state, following in zip(states, states[1:]):
+                if not state.end_sequence:
+                    rows.append((state.address, following.address, f"{_file(program.header, state.file)}:{state.line}"))
+    return rows
+
+
+def _file(header: object, index: int) -> str:
+    """The file of an index of a line program; DWARF 5 counts files and folders from 0, those before from 1."""
+    first = 0 if header.version >= 5 else 1
+    entry = header.file_entry[index - first]
+    folders = header.include_directory
+    folder = folders[entry.dir_index] if first == 0 else (folders[entry.dir_index - 1] if entry.dir_index else b"")
+    return os.path.normpath(os.path.join(folder.decode(), entry.name.decode()))
