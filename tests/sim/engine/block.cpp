@@ -29,16 +29,43 @@ bool Block::run(u32 index) {
   index_ = index;
   start();
   u32 running = launch_.threads;
-  while (ready_warps_ != 0) {
+  constexpr u32 kLate = 64;  // turns that a copy takes on average
+  while (ready_warps_ != 0 || bulk_copies.any()) {
+    if (bulk_copies.any() && (ready_warps_ == 0 || random_.below(kLate) == 0)) {
+      bulk_copies.land_one(*this, random_);
+      continue;
+    }
     thread_ = next_thread();
     Thread& thread = *threads_[thread_];
     indices.thread.x = thread_;
     thread.fiber.resume();
     if (stopped_) return false;
     running -= thread.status == Thread::kDone;
+    if (running == 0) break;
   }
   if (running > 0) report_stuck();
+  else check_end();
   return running == 0;
+}
+
+// What may not be left over.
+void Block::check_end() {
+  bulk_copies.check_left(*this);
+  named_barriers.check_left(*this);
+  constexpr u32 kWarpsPerGroup = 4, kRegisters = 65536;
+  u32 registers = 0;
+  for (u32 w = 0; w < warps_.size(); ++w) {
+    const Where where{w * kLanes, {"at the end of the block", 0}, nullptr};
+    const Warp &warp = warps_[w], &first = warps_[w / kWarpsPerGroup * kWarpsPerGroup];
+    if (warp.products.any_pending()) report("wgmma that nobody waits for", where, text("of warp %u", w));
+    if (warp.products.lines() != first.products.lines() || warp.registers != first.registers) {
+      report("warps of a warpgroup diverge", where, "they do not execute the same wgmma and setmaxnreg");
+    }
+    registers += warp.registers * kLanes;
+  }
+  if (registers > kRegisters) {
+    report("more registers than there are", {0, {"at the end of the block", 0}, nullptr}, text("setmaxnreg asks for %u", registers));
+  }
 }
 
 void Block::start() {
@@ -46,12 +73,14 @@ void Block::start() {
   indices = {{}, {index_, 0, 0}, {count, 1, 1}, {launch_.blocks, 1, 1}};
   stopped_ = false;
   barrier_ = {}, barrier_predicate_ = true;
-  order.start(count);
+  order.start(count, MemoryBarriers::kMost + (count + kLanes - 1) / kLanes);
+  named_barriers.start(), memory_barriers.start(), bulk_copies.start();
   shared.start(launch_.dynamic_bytes, image_);
   warps_.assign((count + kLanes - 1) / kLanes, {});
   ready_warps_ = 0;
   for (u32 t = 0; t < count; ++t) {
     threads_[t]->copies.clear();
+    threads_[t]->proxy_fences = 1;
     threads_[t]->fiber.start(body);
     make_ready(t);
   }
@@ -118,16 +147,22 @@ bool Block::arrive(Meeting& meeting, const char* instruction, Site site, u32 exp
     meeting.arrived = 0;
     return true;
   }
-  threads_[thread_]->status = Thread::kWaiting;
-  threads_[thread_]->waits_in = &meeting;
   return false;
 }
+
+void Block::wait(Meeting& place) {
+  threads_[thread_]->status = Thread::kWaiting;
+  threads_[thread_]->waits_in = &place;
+  leave();
+}
+
+void Block::set_registers(u32 registers) { warps_[warp()].registers = registers; }
 
 void Block::together(const char* instruction, void* lane, Meaning meaning, Site site) {
   const u32 number = thread_ / kLanes;
   Warp& warp = warps_[number];
   warp.lanes[thread_ % kLanes] = lane;
-  if (!arrive(warp.meeting, instruction, site, kLanes)) return leave();
+  if (!arrive(warp.meeting, instruction, site, kLanes)) return wait(warp.meeting);
   meaning(warp.lanes);
   for (u32 t = number * kLanes; t < (number + 1) * kLanes; ++t) {
     if (t != thread_) make_ready(t);
@@ -137,7 +172,7 @@ void Block::together(const char* instruction, void* lane, Meaning meaning, Site 
 bool Block::synchronize(const char* name, bool predicate, Site site) {
   barrier_predicate_ &= predicate;
   if (!arrive(barrier_, name, site, launch_.threads)) {
-    leave();
+    wait(barrier_);
     return barrier_result_;
   }
   order.join_all();
@@ -165,6 +200,12 @@ void Block::report_stuck() {
   const bool at_barrier = waiting.size() == 1 && meeting == &barrier_;
   reports_.add(at_barrier ? "barrier that not all threads reach" : "deadlock", index_, {threads.front(), meeting->site, nullptr},
                std::move(detail));
+}
+
+std::string Block::name_of(u32 thread) const {
+  if (thread < launch_.threads) return text("thread %u", thread);
+  if (thread < agent_of_warp(0)) return "a bulk copy";
+  return text("a wgmma of warp %u", thread - agent_of_warp(0));
 }
 
 // --- memory -----------------------------------------------------------------------------------------------------------

@@ -8,16 +8,20 @@
 #include <memory>
 #include <vector>
 
+#include "barriers.h"
+#include "bulk_copies.h"
 #include "copies.h"
 #include "fiber.h"
 #include "global_memory.h"
 #include "image.h"
+#include "meeting.h"
 #include "order.h"
 #include "random.h"
 #include "report.h"
 #include "shared_memory.h"
 #include "sim/engine.h"
 #include "types.h"
+#include "wgmma.h"
 
 namespace sim {
 
@@ -29,14 +33,6 @@ struct Launch {
   u64 seed;
 };
 
-// Threads on their way into a barrier or an instruction of a whole warp. All must come to the same one.
-struct Meeting {
-  const char* instruction = nullptr;
-  Site site = {};
-  u32 first = 0;    // thread that came first
-  u32 arrived = 0;  // 0: nobody waits
-};
-
 struct Thread {
   enum Status { kReady, kWaiting, kDone };
 
@@ -44,6 +40,7 @@ struct Thread {
   Copies copies;
   Status status = kDone;
   Meeting* waits_in = nullptr;
+  u32 proxy_fences = 1;  // executed, and one
 };
 
 // The blocks of a launch run one after another in one object.
@@ -56,11 +53,16 @@ class Block {
 
   // --- for the thread that runs now ---
   u32 thread() const { return thread_; }
+  u32 warp() const { return thread_ / kLanes; }
+  WarpProducts& products() { return warps_[warp()].products; }
   Where here(Site site) const { return {thread_, site, nullptr}; }
   Copies& copies() { return threads_[thread_]->copies; }
   bool on_stack(const void* address) const { return threads_[thread_]->fiber.holds(address); }
   bool is_constant(const void* address) const;  // a built-in variable, or a table of the kernel's
 
+  void fence_proxy() { ++threads_[thread_]->proxy_fences; }
+  void set_registers(u32 registers);
+  void wait(Meeting& place);  // until another makes the thread ready
   void together(const char* instruction, void* lane, Meaning meaning, Site site);
   bool synchronize(const char* name, bool predicate, Site site);
 
@@ -72,21 +74,35 @@ class Block {
   void report(const char* kind, const Where& where, std::string detail);
   [[noreturn]] void stop();
 
+  // --- of the block ---
+  u32 threads() const { return launch_.threads; }
+  void make_ready(u32 thread);
+
+  // Agents that access shared memory: the copy engine, one for each barrier, and the tensor cores, one for each warp.
+  u32 agent_of_warp(u32 warp) const { return launch_.threads + MemoryBarriers::kMost + warp; }
+  std::string name_of(u32 thread) const;
+  u32 proxy_fences(u32 thread) const { return thread < launch_.threads ? threads_[thread]->proxy_fences : 0; }
+
   Order order;
   SharedMemory shared;
+  NamedBarriers named_barriers;
+  MemoryBarriers memory_barriers;
+  BulkCopies bulk_copies;
 
  private:
   struct Warp {
     Meeting meeting;
     void* lanes[kLanes];
     u32 ready = 0;  // bit per lane
+    WarpProducts products;
+    u32 registers = 0;  // of setmaxnreg; 0: none yet
   };
 
   static void body();  // of every fiber
   void start();
   u32 next_thread();
-  void make_ready(u32 thread);
   void leave();
+  void check_end();
   bool arrive(Meeting& meeting, const char* instruction, Site site, u32 expected);
   void report_stuck();
   std::vector<u32> waiting_in(const Meeting* meeting) const;

@@ -20,13 +20,14 @@ struct Chip {
   Step f16;
   Step e4m3;
   bool e4m3_as_f16;  // no FP8 in mma.sync: operands become f16, in products of half the depth
+  Step wgmma_e4m3;
 };
 
 constexpr Chip kChips[] = {
-    {80, {8, 24, 23}, {}, false},
-    {86, {8, 24, 23}, {}, false},
-    {89, {8, 24, 23}, {16, 13, 13}, false},
-    {90, {16, 25, 23}, {}, true},
+    {80, {8, 24, 23}, {}, false, {}},
+    {86, {8, 24, 23}, {}, false, {}},
+    {89, {8, 24, 23}, {16, 13, 13}, false, {}},
+    {90, {16, 25, 23}, {}, true, {32, 13, 13}},
 };
 
 // The chip of the launch that runs.

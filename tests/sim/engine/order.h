@@ -1,4 +1,5 @@
-// Which accesses are ordered before which: a vector clock per thread, as race detectors keep them.
+// Which accesses are ordered before which: a vector clock per thread, as race detectors keep them. Agents are what
+// accesses memory beside the threads: copy engines and tensor cores; they only have a time of their own.
 // Source: Flanagan & Freund, "FastTrack: Efficient and Precise Dynamic Race Detection", PLDI 2009.
 #pragma once
 
@@ -18,24 +19,27 @@ constexpr u32 clock_of(Epoch epoch) { return epoch & ((1u << kClockBits) - 1); }
 
 class Order {
  public:
-  void start(u32 threads) {
-    threads_ = threads;
-    clocks_.assign(static_cast<size_t>(threads) * threads, 0);
-    for (u32 t = 0; t < threads; ++t) clock(t, t) = 1;
+  // What a thread or an agent knew at some time.
+  using Clock = std::vector<u32>;
+
+  void start(u32 threads, u32 agents) {
+    threads_ = threads, all_ = threads + agents;
+    clocks_.assign(static_cast<size_t>(all_) * all_, 0);
+    for (u32 t = 0; t < all_; ++t) clock(t, t) = 1;
   }
 
-  Epoch now(u32 thread) const { return thread << kClockBits | clocks_[thread * threads_ + thread]; }
+  Epoch now(u32 thread) const { return thread << kClockBits | clocks_[thread * all_ + thread]; }
 
   // Whether all that the epoch's thread did in it is ordered before what `thread` does now.
   bool before(Epoch epoch, u32 thread) const {
-    return clock_of(epoch) <= clocks_[thread * threads_ + thread_of(epoch)];
+    return clock_of(epoch) <= clocks_[thread * all_ + thread_of(epoch)];
   }
 
   // A barrier of all threads: what each did before it is ordered before what any does after.
   void join_all() {
-    std::vector<u32> joined(threads_);
+    Clock joined(all_);
     for (u32 t = 0; t < threads_; ++t) {
-      for (u32 u = 0; u < threads_; ++u) joined[u] = std::max(joined[u], clock(t, u));
+      for (u32 u = 0; u < all_; ++u) joined[u] = std::max(joined[u], clock(t, u));
     }
     for (u32 t = 0; t < threads_; ++t) {
       std::copy(joined.begin(), joined.end(), &clock(t, 0));
@@ -43,11 +47,23 @@ class Order {
     }
   }
 
- private:
-  u32& clock(u32 thread, u32 of) { return clocks_[thread * threads_ + of]; }
+  // Leaves in a clock what a thread or an agent has done up to now.
+  void release(u32 thread, Clock& to) {
+    to.resize(all_);
+    for (u32 u = 0; u < all_; ++u) to[u] = std::max(to[u], clock(thread, u));
+    ++clock(thread, thread);
+  }
 
-  u32 threads_ = 0;
-  std::vector<u32> clocks_;  // [threads][threads]: up to where each thread is ordered after each other
+  // Orders what a thread does from now on after all that a clock holds.
+  void acquire(u32 thread, const Clock& from) {
+    for (u32 u = 0; u < from.size(); ++u) clock(thread, u) = std::max(clock(thread, u), from[u]);
+  }
+
+ private:
+  u32& clock(u32 thread, u32 of) { return clocks_[thread * all_ + of]; }
+
+  u32 threads_ = 0, all_ = 0;
+  std::vector<u32> clocks_;  // [all][all]: up to where each is ordered after each other
 };
 
 // Sets of readers, each kept once however many bytes have it. A reader takes the place of those ordered before it:

@@ -51,19 +51,12 @@ void SharedMemory::require(const char* access, u32 address, u32 bytes, const Whe
 void SharedMemory::read(u32 address, u32 bytes, const Where& where) {
   require("read", address, bytes, where);
   check_written(address, bytes, where);
+  if (!check_ordered(address, bytes, where)) return;
   const Epoch now = block_.order.now(where.thread);
-  Epoch ordered = now;  // of the last writer that was found to be
-  for (u32 i = address; i < address + bytes; ++i) {
-    Byte& byte = bytes_[i];
-    if (state_[i] == kWritten && byte.writer != ordered && !block_.order.before(byte.writer, where.thread)) {
-      return race("read", i, "written", thread_of(byte.writer), where);
-    }
-    ordered = byte.writer;
-    byte.readers = readers_.with(byte.readers, now, block_.order);
-  }
+  for (u32 i = address; i < address + bytes; ++i) bytes_[i].readers = readers_.with(bytes_[i].readers, now, block_.order);
 }
 
-void SharedMemory::check_written(u32 address, u32 bytes, const Where& where) {
+bool SharedMemory::check_written(u32 address, u32 bytes, const Where& where) {
   for (u32 i = address; i < address + bytes; ++i) {
     if (state_[i] == kWritten) continue;
     if (state_[i] == kPending) {
@@ -73,13 +66,52 @@ void SharedMemory::check_written(u32 address, u32 bytes, const Where& where) {
     } else {
       block_.report("read of memory that nothing wrote", where, text("%u bytes at shared address 0x%x", bytes, address));
     }
+    return false;
+  }
+  return true;
+}
+
+bool SharedMemory::check_ordered(u32 address, u32 bytes, const Where& where) {
+  Epoch ordered = block_.order.now(where.thread);  // of the last writer that was found to be
+  for (u32 i = address; i < address + bytes; ++i) {
+    const Epoch writer = bytes_[i].writer;
+    if (state_[i] == kWritten && writer != ordered && !block_.order.before(writer, where.thread)) {
+      race("read", i, "written", thread_of(writer), where);
+      return false;
+    }
+    ordered = writer;
+  }
+  return true;
+}
+
+void SharedMemory::begin_read(u32 address, u32 bytes, const Where& where) {
+  require("read", address, bytes, where);
+  if (check_written(address, bytes, where) && check_ordered(address, bytes, where)) check_fenced(address, bytes, where);
+  for (u32 i = address; i < address + bytes; ++i) ++bytes_[i].held;
+}
+
+void SharedMemory::check_fenced(u32 address, u32 bytes, const Where& where) {
+  for (u32 i = address; i < address + bytes; ++i) {
+    const Byte& byte = bytes_[i];
+    if (byte.unfenced == kFenced || block_.proxy_fences(thread_of(byte.writer)) > byte.unfenced) continue;
+    block_.report("operand written without fence.proxy.async", where,
+                  text("shared address 0x%x, which %s stored to", i, block_.name_of(thread_of(byte.writer)).c_str()));
     return;
+  }
+}
+
+void SharedMemory::end_read(u32 address, u32 bytes, u32 agent) {
+  const Epoch now = block_.order.now(agent);
+  for (u32 i = address; i < address + bytes; ++i) {
+    --bytes_[i].held;
+    bytes_[i].readers = readers_.with(bytes_[i].readers, now, block_.order);
   }
 }
 
 void SharedMemory::write(u32 address, u32 bytes, const Where& where) {
   require("write", address, bytes, where);
   claim(address, bytes, where, kWritten);
+  for (u32 i = address; i < address + bytes; ++i) bytes_[i].unfenced = block_.proxy_fences(where.thread);
 }
 
 void SharedMemory::begin_copy(u32 address, u32 bytes, const Where& where) {
@@ -88,7 +120,11 @@ void SharedMemory::begin_copy(u32 address, u32 bytes, const Where& where) {
 }
 
 void SharedMemory::end_copy(u32 address, u32 bytes, u32 thread) {
-  for (u32 i = address; i < address + bytes; ++i) state_[i] = kWritten, bytes_[i].writer = block_.order.now(thread);
+  for (u32 i = address; i < address + bytes; ++i) {
+    state_[i] = kWritten;
+    bytes_[i].writer = block_.order.now(thread);
+    bytes_[i].unfenced = block_.proxy_fences(thread);
+  }
 }
 
 // The bytes take a new value: all who wrote or read the old one must be done.
@@ -104,6 +140,11 @@ void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state
       block_.report("buffer overwritten while an asynchronous copy into it is pending", where,
                     text("%u bytes at shared address 0x%x, which thread %u copies to", bytes, address, thread_of(byte.writer)));
     }
+    if (!faulty && byte.held > 0) {
+      faulty = true;
+      block_.report("buffer overwritten while a pending instruction reads it", where,
+                    text("%u bytes at shared address 0x%x", bytes, address));
+    }
     if (!faulty && state_[i] == kWritten && byte.writer != ordered && !block_.order.before(byte.writer, where.thread)) {
       faulty = true;
       race("write", i, "written", thread_of(byte.writer), where);
@@ -117,15 +158,15 @@ void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state
       ordered_readers = byte.readers;
     }
     if (state_[i] == kWritten) ordered = byte.writer;
-    byte = {now, ReaderSets::kEmpty};
+    byte = {now, ReaderSets::kEmpty, kFenced, byte.held};
     state_[i] = state;
   }
 }
 
 void SharedMemory::race(const char* access, u32 address, const char* earlier, u32 thread, const Where& where) {
   block_.report("data race", where,
-                text("%s at shared address 0x%x, %s by thread %u with nothing between that orders the two", access, address,
-                     earlier, thread));
+                text("%s at shared address 0x%x, %s by %s with nothing between that orders the two", access, address, earlier,
+                     block_.name_of(thread).c_str()));
 }
 
 }  // namespace sim

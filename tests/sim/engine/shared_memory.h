@@ -35,16 +35,26 @@ class SharedMemory {
   void begin_copy(u32 address, u32 bytes, const Where& where);
   void end_copy(u32 address, u32 bytes, u32 thread);
 
+  // Reads of an instruction that runs on behind its thread: until the end nobody may write the bytes. What ordinary
+  // stores wrote must have passed the fence between the proxies.
+  void begin_read(u32 address, u32 bytes, const Where& where);
+  void end_read(u32 address, u32 bytes, u32 agent);
+
  private:
   enum State : u8 { kUnwritten, kWritten, kPending };
 
   struct Byte {
     Epoch writer;  // where written or pending
     u32 readers;   // since then
+    u32 unfenced;  // fences of the proxy that its writer had executed; kFenced where none is needed
+    u32 held;      // instructions that read it and still run
   };
+  static constexpr u32 kFenced = 0;
 
   void require(const char* access, u32 address, u32 bytes, const Where& where);
-  void check_written(u32 address, u32 bytes, const Where& where);
+  bool check_written(u32 address, u32 bytes, const Where& where);
+  bool check_ordered(u32 address, u32 bytes, const Where& where);
+  void check_fenced(u32 address, u32 bytes, const Where& where);
   void claim(u32 address, u32 bytes, const Where& where, State state);
   void race(const char* access, u32 address, const char* earlier, u32 thread, const Where& where);
 

@@ -4,6 +4,7 @@
 #include "sage/ptx/barrier.cuh"
 #include "sage/ptx/bulk_copy.cuh"
 #include "sage/ptx/math.cuh"
+#include "sage/ptx/matrix_descriptor.cuh"
 #include "sage/ptx/mbarrier.cuh"
 #include "sage/ptx/proxy.cuh"
 #include "sage/ptx/setmaxnreg.cuh"

@@ -12,21 +12,6 @@
 
 namespace sage::ptx {
 
-// The operand in shared memory that starts at an address: rows of kRowBytes, swizzled as tile/layout.cuh swizzles them, eight
-// after eight. A tile starts at a multiple of 8 · kRowBytes. The next elements of the same rows are at kNextK more.
-// Source: PTX ISA, "Matrix-Descriptor".
-template <i32 kRowBytes>
-__device__ __forceinline__ u64 matrix_descriptor(u32 shared) {
-  static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32, "the row is the swizzle's span");
-  constexpr u64 kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
-  constexpr u64 kLeading = 1;  // 16-byte units; where one swizzle's span is the whole row there is no next to lead to
-  constexpr u64 kStride = 8 * kRowBytes / 16;  // 16-byte units, from one eight rows to the next
-  return kSwizzle << 62 | kStride << 32 | kLeading << 16 | (shared & 0x3ffff) >> 4;
-}
-
-// From the descriptor of 32 bytes of a row to that of the 32 bytes after them.
-constexpr u64 kNextK = 32 / 16;
-
 // Before the first product, and after the threads touched registers of D or A: orders that before the products to come.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

@@ -59,6 +59,31 @@ void mma_e4m3_f16(void* const (&lanes)[kLanes]);
 
 void ldmatrix_x4(unsigned (&d)[4], unsigned shared, bool transposed, Site site);
 
+// What a lane gives to a product of its warpgroup. d: columns / 2 words; a: 4 words, or null where A is in shared memory.
+struct WarpgroupProduct {
+  unsigned* d;
+  const unsigned* a;
+  unsigned long long a_matrix, b_matrix;  // descriptors
+  unsigned columns;
+  bool accumulate;
+  Site site;
+};
+void wgmma(const char* instruction, WarpgroupProduct lane, bool integers);
+void wgmma_fence(Site site);
+void wgmma_commit(Site site);
+void wgmma_wait(int pending_groups, Site site);
+
+// --- barriers and the copy engine -------------------------------------------------------------------------------------
+
+void barrier_arrive(unsigned barrier, unsigned threads, bool waits, Site site);
+void mbarrier_init(unsigned barrier, unsigned arrivals, Site site);
+void mbarrier_arrive(unsigned barrier, unsigned bytes, Site site);
+void mbarrier_wait(unsigned barrier, unsigned parity, Site site);
+void bulk_copy(unsigned shared, const void* global, unsigned bytes, unsigned barrier, Site site);
+void fence_mbarrier_init();
+void fence_proxy_async();
+void set_registers(unsigned registers, Site site);
+
 // --- scalars ----------------------------------------------------------------------------------------------------------
 
 float exp2_ftz(float x);

@@ -1,0 +1,37 @@
+// Bulk copies under way. One lands at a random time: late, so that nothing that happens not to wait for it gets away with it.
+// Source: PTX ISA, "cp.async.bulk".
+#pragma once
+
+#include <vector>
+
+#include "random.h"
+#include "report.h"
+#include "types.h"
+
+namespace sim {
+
+class Block;
+
+class BulkCopies {
+ public:
+  void start() { under_way_.clear(); }
+  bool any() const { return !under_way_.empty(); }
+
+  void begin(Block& block, u32 shared, const void* global, u32 bytes, u32 barrier, const Where& where);
+  void land_one(Block& block, Random& random);
+  void check_left(Block& block);  // at the end of a block
+
+ private:
+  struct Copy {
+    u32 shared;
+    const void* global;
+    u32 bytes;
+    u32 barrier;  // address
+    u32 agent;
+    Where where;
+  };
+
+  std::vector<Copy> under_way_;
+};
+
+}  // namespace sim

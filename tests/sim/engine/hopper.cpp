@@ -1,0 +1,70 @@
+// Instructions of sm_90: what the wrappers call, for the thread or the warp that runs.
+// Source: PTX ISA, "wgmma", "mbarrier", "cp.async.bulk", "barrier", "fence", "setmaxnreg".
+
+#include "block.h"
+
+namespace sim {
+
+namespace {
+
+Where here(Site site) { return block->here(site); }
+
+// A lane's arguments, and what the warp does with them.
+struct Lane {
+  Site site;
+  u32 argument;
+};
+
+void fence(void* const (&)[kLanes]) { block->products().fence(); }
+void commit(void* const (&)[kLanes]) { block->products().commit(); }
+void wait(void* const (&lanes)[kLanes]) {
+  const Lane& lane = *static_cast<const Lane*>(lanes[0]);
+  block->products().wait(*block, block->warp(), lane.argument, here(lane.site));
+}
+void multiply_integers(void* const (&lanes)[kLanes]) { block->products().issue(*block, block->warp(), lanes, true); }
+void multiply_floats(void* const (&lanes)[kLanes]) { block->products().issue(*block, block->warp(), lanes, false); }
+void take_registers(void* const (&lanes)[kLanes]) { block->set_registers(static_cast<const Lane*>(lanes[0])->argument); }
+
+}  // namespace
+
+void wgmma(const char* instruction, WarpgroupProduct lane, bool integers) {
+  block->together(instruction, &lane, integers ? multiply_integers : multiply_floats, lane.site);
+}
+
+void wgmma_fence(Site site) { block->together("wgmma.fence", nullptr, fence, site); }
+void wgmma_commit(Site site) { block->together("wgmma.commit_group", nullptr, commit, site); }
+
+void wgmma_wait(int pending_groups, Site site) {
+  Lane lane{site, static_cast<u32>(pending_groups)};
+  block->together("wgmma.wait_group", &lane, wait, site);
+}
+
+void barrier_arrive(unsigned barrier, unsigned threads, bool waits, Site site) {
+  block->named_barriers.arrive(*block, barrier, threads, waits, here(site));
+}
+
+void mbarrier_init(unsigned barrier, unsigned arrivals, Site site) {
+  block->memory_barriers.init(*block, barrier, arrivals, here(site));
+}
+
+void mbarrier_arrive(unsigned barrier, unsigned bytes, Site site) {
+  block->memory_barriers.arrive(*block, barrier, bytes, here(site));
+}
+
+void mbarrier_wait(unsigned barrier, unsigned parity, Site site) {
+  block->memory_barriers.wait(*block, barrier, parity, here(site));
+}
+
+void bulk_copy(unsigned shared, const void* global, unsigned bytes, unsigned barrier, Site site) {
+  block->bulk_copies.begin(*block, shared, global, bytes, barrier, here(site));
+}
+
+void fence_mbarrier_init() { block->memory_barriers.fence_init(block->thread()); }
+void fence_proxy_async() { block->fence_proxy(); }
+
+void set_registers(unsigned registers, Site site) {
+  Lane lane{site, registers};
+  block->together("setmaxnreg", &lane, take_registers, site);
+}
+
+}  // namespace sim
