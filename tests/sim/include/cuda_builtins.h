@@ -27,12 +27,6 @@ inline void __syncthreads(sim::Site site = sim::Site::here()) { sim::synchronize
 inline int __syncthreads_and(int predicate, sim::Site site = sim::Site::here()) {
   return sim::synchronize("__syncthreads_and", predicate != 0, site);
 }
-inline float __shfl_xor_sync(unsigned lanes, float x, int lane_mask, sim::Site site = sim::Site::here()) {
-  return sim::shuffle_xor(lanes, x, lane_mask, site);
-}
-inline bool __any_sync(unsigned lanes, bool predicate, sim::Site site = sim::Site::here()) {
-  return sim::any(lanes, predicate, site);
-}
 inline int atomicMin(int* address, int value, sim::Site site = sim::Site::here()) {
   return sim::atomic_min(address, value, site);
 }
