@@ -48,7 +48,7 @@ constexpr unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
 inline float fmaxf(float a, float b) {
   if (a != a) return b;
   if (a == b) return __int_as_float(__float_as_int(a) & __float_as_int(b));
-  return a > b ? a : b;
+  return a < b ? b : a;
 }
 inline float fminf(float a, float b) { return -fmaxf(-a, -b); }
 inline float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
