@@ -1,7 +1,7 @@
 """Sources of kernels → shared libraries that the engine runs, with ninja: in parallel, and only what changed.
 
-The include folder that kernels see is made of links: the headers of templates/include/sage, but for those of ptx/ that hold
-inline PTX. Their place take the meanings in include/sage/ptx, so a wrapper without one is unknown to the compiler.
+The include folder that kernels see is made of links: the headers of templates/include/sage, but for those of ptx/. Their
+place take the meanings in include/sage/ptx, so a wrapper without one is unknown to the compiler.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ def build(sources: Iterable[Source], folder: Path) -> Build:
 
 
 def _link_headers(include: Path) -> None:
-    """The tree that kernels include: the real headers, but meanings in the place of inline PTX."""
+    """The tree that kernels include: the real headers, but meanings in the place of instructions."""
     real = PROJECT.include / "sage"
     for path in real.rglob("*.cuh"):
         name = path.relative_to(PROJECT.include)
-        _link(include / name, _meanings(name) if "asm" in path.read_text() else path)
+        _link(include / name, _meanings(name) if path.parent == real / "ptx" else path)
 
 
 def _meanings(name: Path) -> Path:

@@ -33,24 +33,16 @@ void vote(void* const (&lanes)[kLanes]) {
   for (void* lane : lanes) *static_cast<bool*>(lane) = result;
 }
 
-void require_all(const char* instruction, unsigned lanes, Site site) {
-  if (lanes == 0xffffffff) return;
-  block->report("threads diverge", block->here(site), text("%s of the lanes 0x%08x, not of all", instruction, lanes));
-  block->stop();
-}
-
 }  // namespace
 
-float shuffle_xor(unsigned lanes, float x, int lane_mask, Site site) {
-  require_all("__shfl_xor_sync", lanes, site);
+float shuffle_xor(float x, int lane_mask, Site site) {
   Shuffle lane{x, 0.0f, lane_mask};
-  block->together("__shfl_xor_sync", &lane, shuffle, site);
+  block->together("shfl.sync.bfly", &lane, shuffle, site);
   return lane.result;
 }
 
-bool any(unsigned lanes, bool predicate, Site site) {
-  require_all("__any_sync", lanes, site);
-  block->together("__any_sync", &predicate, vote, site);
+bool any(bool predicate, Site site) {
+  block->together("vote.sync.any", &predicate, vote, site);
   return predicate;
 }
 
@@ -72,10 +64,10 @@ unsigned shared_address(const void* pointer, Site site) {
   block->stop();
 }
 
-const void* load_shared(const char* instruction, unsigned address, unsigned bytes, Site site) {
+void load_shared(const char* instruction, void* to, unsigned address, unsigned bytes, Site site) {
   block->check_alignment(instruction, address, bytes, block->here(site));
   block->shared.read(address, bytes, block->here(site));
-  return block->shared.pointer_to(address);
+  std::memcpy(to, block->shared.pointer_to(address), bytes);
 }
 
 void copy_async(unsigned shared, const void* global, unsigned bytes, Site site) {
@@ -91,14 +83,14 @@ namespace {
 
 struct MatrixLoad {
   unsigned* d;
-  const u16* row;  // 8 elements
+  u16 row[8];
 };
 
 // Matrix i has its rows from the lanes 8i to 8i + 7; lane 4g + t receives the elements (g, 2t) and (g, 2t + 1), or with
 // .trans (2t, g) and (2t + 1, g).
 template <bool kTransposed>
 void load_matrices(void* const (&lanes)[kLanes]) {
-  const auto of_lane = [&](int lane) { return *static_cast<const MatrixLoad*>(lanes[lane]); };
+  const auto of_lane = [&](int lane) -> const MatrixLoad& { return *static_cast<const MatrixLoad*>(lanes[lane]); };
   for (int lane = 0; lane < kLanes; ++lane) {
     const int g = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; ++i) {
@@ -113,7 +105,8 @@ void load_matrices(void* const (&lanes)[kLanes]) {
 }  // namespace
 
 void ldmatrix_x4(unsigned (&d)[4], unsigned shared, bool transposed, Site site) {
-  MatrixLoad lane{d, static_cast<const u16*>(load_shared("ldmatrix", shared, 16, site))};
+  MatrixLoad lane{d, {}};
+  load_shared("ldmatrix", lane.row, shared, sizeof lane.row, site);
   block->together("ldmatrix", &lane, transposed ? load_matrices<true> : load_matrices<false>, site);
 }
 

@@ -27,12 +27,6 @@ inline void __syncthreads(sim::Site site = sim::Site::here()) { sim::synchronize
 inline int __syncthreads_and(int predicate, sim::Site site = sim::Site::here()) {
   return sim::synchronize("__syncthreads_and", predicate != 0, site);
 }
-inline float __shfl_xor_sync(unsigned lanes, float x, int lane_mask, sim::Site site = sim::Site::here()) {
-  return sim::shuffle_xor(lanes, x, lane_mask, site);
-}
-inline bool __any_sync(unsigned lanes, bool predicate, sim::Site site = sim::Site::here()) {
-  return sim::any(lanes, predicate, site);
-}
 inline int atomicMin(int* address, int value, sim::Site site = sim::Site::here()) {
   return sim::atomic_min(address, value, site);
 }
@@ -54,7 +48,7 @@ constexpr unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
 inline float fmaxf(float a, float b) {
   if (a != a) return b;
   if (a == b) return __int_as_float(__float_as_int(a) & __float_as_int(b));
-  return a > b ? a : b;
+  return a < b ? b : a;
 }
 inline float fminf(float a, float b) { return -fmaxf(-a, -b); }
 inline float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

@@ -27,16 +27,16 @@ void together(const char* instruction, void* lane, Meaning meaning, Site site);
 // A barrier of the whole block; returns whether the predicate held in every thread.
 bool synchronize(const char* name, bool predicate, Site site);
 
-float shuffle_xor(unsigned lanes, float x, int lane_mask, Site site);
-bool any(unsigned lanes, bool predicate, Site site);
+float shuffle_xor(float x, int lane_mask, Site site);
+bool any(bool predicate, Site site);
 int atomic_min(int* address, int value, Site site);
 
 // --- shared memory by its 32-bit addresses ----------------------------------------------------------------------------
 
 unsigned shared_address(const void* pointer, Site site);
 
-// The bytes at an address that an instruction reads; `bytes` is also the alignment that it asks for.
-const void* load_shared(const char* instruction, unsigned address, unsigned bytes, Site site);
+// `bytes` is also the alignment that the instruction asks for.
+void load_shared(const char* instruction, void* to, unsigned address, unsigned bytes, Site site);
 
 void copy_async(unsigned shared, const void* global, unsigned bytes, Site site);
 void commit_copies();

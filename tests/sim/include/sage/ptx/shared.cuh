@@ -10,7 +10,9 @@ inline u32 shared_address(const void* pointer, sim::Site site = sim::Site::here(
 }
 
 inline float load_shared_f32(u32 shared, sim::Site site = sim::Site::here()) {
-  return *static_cast<const float*>(sim::load_shared("ld.shared.f32", shared, 4, site));
+  float x;
+  sim::load_shared("ld.shared.f32", &x, shared, sizeof x, site);
+  return x;
 }
 
 struct F32x2 {
@@ -18,7 +20,9 @@ struct F32x2 {
 };
 
 inline F32x2 load_shared_f32x2(u32 shared, sim::Site site = sim::Site::here()) {
-  return *static_cast<const F32x2*>(sim::load_shared("ld.shared.v2.f32", shared, 8, site));
+  F32x2 pair;
+  sim::load_shared("ld.shared.v2.f32", &pair, shared, sizeof pair, site);
+  return pair;
 }
 
 }  // namespace sage::ptx

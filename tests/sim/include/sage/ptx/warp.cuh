@@ -1,0 +1,26 @@
+// Meanings of templates/include/sage/ptx/warp.cuh.
+#pragma once
+
+#include "sage/types.cuh"
+
+namespace sage::ptx {
+
+inline float shuffle_xor(float x, i32 lane_mask, sim::Site site = sim::Site::here()) {
+  return sim::shuffle_xor(x, lane_mask, site);
+}
+
+inline bool any(bool predicate, sim::Site site = sim::Site::here()) { return sim::any(predicate, site); }
+
+template <i32 kLanes>
+inline float max_over_lanes(float x, sim::Site site = sim::Site::here()) {
+  for (i32 mask = kLanes / 2; mask > 0; mask /= 2) x = fmaxf(x, ptx::shuffle_xor(x, mask, site));
+  return x;
+}
+
+template <i32 kLanes>
+inline float sum_over_lanes(float x, sim::Site site = sim::Site::here()) {
+  for (i32 mask = kLanes / 2; mask > 0; mask /= 2) x += ptx::shuffle_xor(x, mask, site);
+  return x;
+}
+
+}  // namespace sage::ptx

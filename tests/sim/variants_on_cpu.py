@@ -1,0 +1,74 @@
+"""Which calls every variant is simulated with, and making them on all processors at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+
+import torch
+from fuzz_cases import Case
+from fuzz_checks import Verdict
+from simbuild import PROJECT, Build
+from simulated import Simulated
+
+from codegen.matrix import read_matrix
+from sage_aot._spec import KernelSpec
+
+SEEDS = (1, 2)
+"""Of the order of threads and blocks."""
+
+SPECS = tuple(kernel.spec for kernel in read_matrix(PROJECT.matrix, PROJECT.templates).kernels if kernel.spec.kind == "attn")
+"""Every attention kernel of the matrix."""
+
+
+def cases_of(spec: KernelSpec) -> dict[str, Case]:
+    """Ragged calls with grouped heads: several tiles both ways; then, as unlike as can be, rows at odd addresses and of
+    no whole vectors, in two batches, some of which see nothing where causal."""
+    plain = Case(spec.arch, seed=1, group=2, seqlen_q=150, seqlen_kv=200, headdim=spec.headdim, is_causal=spec.mask == "causal",
+                 qk_bits=spec.qk, smooth_q=spec.q == "qsmooth", smooth_v=spec.v == "vsmooth", pv_accum=spec.pv_accum,
+                 read_quantized=True)
+    odd = dataclasses.replace(plain, seed=2, batch=2, seqlen_q=130, seqlen_kv=70, headdim=spec.headdim - 3, layout="NHD",
+                              dtype="f16", kind="outlier", strides="misaligned", out="misaligned")
+    return {"aligned": plain, "odd": odd}
+
+
+class Pool:
+    """Checks of cases, made by a process for each processor; two seeds of one case by one of them."""
+
+    def __init__(self, build: Build) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads as dead ones
+        self._executor = ProcessPoolExecutor(os.cpu_count(), context, _start, (build,))
+        self._futures: dict[Case, Future] = {}
+
+    def submit(self, cases: Sequence[Case]) -> None:
+        for case in cases:
+            self._futures[case] = self._executor.submit(_check, case)
+
+    def result(self, case: Case) -> list[tuple[Verdict, str]]:
+        """Per seed the verdict, and a digest of all that was written."""
+        return self._futures[case].result()
+
+    def close(self) -> None:
+        self._executor.shutdown(cancel_futures=True)
+
+
+@functools.lru_cache(maxsize=None)
+def _subject(build: Build) -> Simulated:
+    return Simulated(build)
+
+
+_build: Build | None = None
+
+
+def _start(build: Build) -> None:
+    global _build
+    _build = build
+    torch.set_num_threads(1)
+
+
+def _check(case: Case) -> list[tuple[Verdict, str]]:
+    return [_subject(_build).check(case, seed) for seed in SEEDS]
