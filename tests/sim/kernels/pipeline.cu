@@ -4,7 +4,6 @@
 #include "sage/ptx/barrier.cuh"
 #include "sage/ptx/bulk_copy.cuh"
 #include "sage/ptx/math.cuh"
-#include "sage/ptx/matrix_descriptor.cuh"
 #include "sage/ptx/mbarrier.cuh"
 #include "sage/ptx/proxy.cuh"
 #include "sage/ptx/setmaxnreg.cuh"
@@ -12,6 +11,7 @@
 #include "sage/ptx/special.cuh"
 #include "sage/ptx/wgmma.cuh"
 #include "sage/tile/layout.cuh"
+#include "sage/tile/matrix_descriptor.cuh"
 
 using namespace sage;
 
@@ -59,8 +59,8 @@ __device__ __forceinline__ void multiply(i32 (&s)[64], const u32 (&a)[kDepth / 3
   ptx::wgmma_fence();
 #pragma unroll
   for (i32 k = 0; k < kDepth / 32; ++k) {
-    if (registers) ptx::wgmma_m64n128k32_s8s8s32(s, a[k], b_tile + k * ptx::kNextK, k > 0);
-    else ptx::wgmma_m64n128k32_s8s8s32(s, a_tile + k * ptx::kNextK, b_tile + k * ptx::kNextK, k > 0);
+    if (registers) ptx::wgmma_m64n128k32_s8s8s32(s, a[k], b_tile + k * kNextK, k > 0);
+    else ptx::wgmma_m64n128k32_s8s8s32(s, a_tile + k * kNextK, b_tile + k * kNextK, k > 0);
   }
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
@@ -79,7 +79,7 @@ __device__ __forceinline__ void consume(const PipelineParams& params, Shared& sh
       a[k][i] = *reinterpret_cast<const u32*>(own + Rows::offset(r, column / 16) + column % 16);
     }
   }
-  const u64 a_tile = ptx::matrix_descriptor<kDepth>(ptx::shared_address(own));
+  const u64 a_tile = matrix_descriptor<kDepth>(ptx::shared_address(own));
   i32 total[64] = {};
   float o[32] = {};
   for (i32 tile = 0; tile < params.tiles; ++tile) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void consume(const PipelineParams& params, Shared& sh
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[stage]), tile / kStages % 2);
     ptx::barrier_sync(turn_of(consumer), 2 * kWarpgroup);
     i32 s[64];
-    multiply(s, a, a_tile, ptx::matrix_descriptor<kDepth>(ptx::shared_address(shared.b[stage])), tile % 2);
+    multiply(s, a, a_tile, matrix_descriptor<kDepth>(ptx::shared_address(shared.b[stage])), tile % 2);
     if (consumer == 0 || tile + 1 < params.tiles) ptx::barrier_arrive(turn_of(1 - consumer), 2 * kWarpgroup);
 
     u32 p[kKeys / 32][4];
@@ -101,10 +101,10 @@ __device__ __forceinline__ void consume(const PipelineParams& params, Shared& sh
       }
     }
     float r[32];
-    const u64 v_tile = ptx::matrix_descriptor<kKeys>(ptx::shared_address(shared.v[stage]));
+    const u64 v_tile = matrix_descriptor<kKeys>(ptx::shared_address(shared.v[stage]));
     ptx::wgmma_fence();
 #pragma unroll
-    for (i32 k = 0; k < kKeys / 32; ++k) ptx::wgmma_m64n64k32_e4m3e4m3f32(r, p[k], v_tile + k * ptx::kNextK, k > 0);
+    for (i32 k = 0; k < kKeys / 32; ++k) ptx::wgmma_m64n64k32_e4m3e4m3f32(r, p[k], v_tile + k * kNextK, k > 0);
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     ptx::barrier_sync(3 + consumer, kWarpgroup);  // all four warps have read the stage
@@ -126,17 +126,17 @@ __device__ __forceinline__ void consume(const PipelineParams& params, Shared& sh
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) pipeline(const __grid_constant__ PipelineParams params) {
-  extern __shared__ __align__(1024) u8 bytes[];
-  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  extern __shared__ __align__(1024) u8 shared[];
+  Shared& memory = *reinterpret_cast<Shared*>(shared);
   const u32 thread = ptx::thread_index();
-  const u8* a = params.a + static_cast<i64>(blockIdx.x) * sizeof(shared.a);
+  const u8* a = params.a + static_cast<i64>(blockIdx.x) * sizeof(memory.a);
   for (i32 i = thread; i < kConsumers * kRows * kDepth; i += kThreads) {
-    shared.a[Rows::offset(i / kDepth, i % kDepth / 16) + i % 16] = a[i];
+    memory.a[Rows::offset(i / kDepth, i % kDepth / 16) + i % 16] = a[i];
   }
   if (thread == 0) {
     for (i32 stage = 0; stage < kStages; ++stage) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.full[stage]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.empty[stage]), kConsumers);
+      ptx::mbarrier_init(ptx::shared_address(&memory.full[stage]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&memory.empty[stage]), kConsumers);
     }
     ptx::fence_mbarrier_init();
   }
@@ -145,9 +145,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) pipeline(const __grid_
   if (thread < kWarpgroup) {
     ptx::setmaxnreg_dec<40>();
     ptx::barrier_arrive(turn_of(0), 2 * kWarpgroup);
-    if (thread == 0) produce(params, shared);
+    if (thread == 0) produce(params, memory);
   } else {
     ptx::setmaxnreg_inc<232>();
-    consume(params, shared, thread / kWarpgroup - 1);
+    consume(params, memory, thread / kWarpgroup - 1);
   }
 }

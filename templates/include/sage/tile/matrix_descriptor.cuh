@@ -4,9 +4,9 @@
 
 #include "sage/types.cuh"
 
-namespace sage::ptx {
+namespace sage {
 
-// The operand in shared memory that starts at an address: rows of kRowBytes, swizzled as tile/layout.cuh swizzles them, eight
+// The operand in shared memory that starts at an address: rows of kRowBytes, swizzled as SwizzledRows swizzles them, eight
 // after eight. A tile starts at a multiple of 8 · kRowBytes. The next elements of the same rows are at kNextK more.
 template <i32 kRowBytes>
 __device__ __forceinline__ u64 matrix_descriptor(u32 shared) {
@@ -20,4 +20,4 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 shared) {
 // From the descriptor of 32 bytes of a row to that of the 32 bytes after them.
 constexpr u64 kNextK = 32 / 16;
 
-}  // namespace sage::ptx
+}  // namespace sage
