@@ -12,6 +12,7 @@ from variants_on_cpu import Pool, cases_of
 
 @pytest.fixture(scope="session")
 def built() -> Build:
+    simbuild.build_engine()  # here, so that the processes find it ready
     return simbuild.build_matrix()
 
 

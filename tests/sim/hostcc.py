@@ -17,6 +17,7 @@ KERNEL_FLAGS = (
     *_COMMON, "-O1", "-x", "c++", "-include", "cuda_builtins.h", "-fno-strict-aliasing", "-Wno-unknown-pragmas",
     "-ffp-contract=fast",  # as nvcc: a * b + c is one FMA
     "-fsanitize=thread,alignment,bounds",  # what the engine checks, engine/access.cpp
+    "-ftrivial-auto-var-init=pattern",  # a register that nobody wrote holds -1.7e38, not what was left on the stack
 )
 
 _GCC_FLAGS = (

@@ -1,4 +1,4 @@
-"""Sources of kernels → shared libraries that the engine runs, with ninja: in parallel, and only what changed.
+"""Sources of kernels, and the engine, → shared libraries, with ninja: in parallel, and only what changed.
 
 The include folder that kernels see is made of links: the headers of templates/include/sage, but for those of ptx/. Their
 place take the meanings in include/sage/ptx, so a wrapper without one is unknown to the compiler.
@@ -45,13 +45,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Build:
-    """A folder of compiled kernels, and the engine that runs them."""
+    """A folder of compiled kernels."""
 
     folder: Path
-
-    @property
-    def engine(self) -> Path:
-        return self.folder / "engine.so"
 
     def library(self, name: str) -> Path:
         return self.folder / f"{name}.so"
@@ -78,16 +74,26 @@ def _manifest(matrix: Matrix) -> Manifest:
 
 
 def build(sources: Iterable[Source], folder: Path) -> Build:
-    """Bring the kernels and the engine up to date; HostBuildError where something does not compile."""
-    made = Build(folder)
+    """Bring kernels up to date; HostBuildError where one does not compile."""
     _link_headers(folder / "include")
+    _run_ninja(folder, _kernels_text(sources, folder))
+    return Build(folder)
+
+
+def build_engine() -> Path:
+    """Bring the engine up to date; it is the same for all kernels."""
+    folder = PROJECT.build / "engine"
+    _run_ninja(folder, _engine_text(folder))
+    return folder / "engine.so"
+
+
+def _run_ninja(folder: Path, text: str) -> None:
     ninja_file = folder / "build.ninja"
-    write_if_changed(ninja_file, _ninja_text(sources, made).encode())
+    write_if_changed(ninja_file, text.encode())
     found = subprocess.run([str(Path(BIN_DIR, "ninja")), "-k", "0", "-f", str(ninja_file)], capture_output=True, text=True,
                            check=False)
     if found.returncode:
         raise HostBuildError(found.stdout + found.stderr)
-    return made
 
 
 def _link_headers(include: Path) -> None:
@@ -111,27 +117,36 @@ def _link(link: Path, target: Path) -> None:
     link.symlink_to(target)
 
 
-def _ninja_text(sources: Iterable[Source], made: Build) -> str:
-    """build.ninja; compilers list the headers they read."""
+def _engine_text(folder: Path) -> str:
     text = io.StringIO()
     ninja = Writer(text, width=120)
-    ninja.variable("builddir", str(made.folder))
+    ninja.variable("builddir", str(folder))
     ninja.rule("object", _command(*compiler(), *ENGINE_FLAGS, f"-I{MEANINGS}") + " -MMD -MF $out.d -c $in -o $out",
                depfile="$out.d", deps="gcc")
-    # Linked without -fsanitize, which would bring the run-time libraries that the engine stands for.
-    link = _command(*compiler(), "-shared", "-Wl,-z,now")
-    ninja.rule("engine", link + " $in -o $out")
-    ninja.rule("kernel", _command(*compiler(), *kernel_flags(), f"-I{made.folder / 'include'}", f"-I{MEANINGS}")
-               + f" -DSIM_KERNEL=$name $source -MMD -MF $out.d -MT $out -c $in -o $out.o && {link} $out.o -o $out",
-               depfile="$out.d", deps="gcc", description="$name")
-    objects = [ninja.build(str(made.folder / "engine" / f"{path.stem}.o"), "object", str(path))[0]
+    ninja.rule("library", f"{_link_command()} $in -o $out")
+    objects = [ninja.build(str(folder / f"{path.stem}.o"), "object", str(path))[0]
                for path in sorted(ENGINE.glob("*.cpp")) if path != _ENTRY]
-    ninja.build(str(made.engine), "engine", objects)
+    ninja.build(str(folder / "engine.so"), "library", objects)
+    return text.getvalue()
+
+
+def _kernels_text(sources: Iterable[Source], folder: Path) -> str:
+    text = io.StringIO()
+    ninja = Writer(text, width=120)
+    ninja.variable("builddir", str(folder))
+    ninja.rule("kernel", _command(*compiler(), *kernel_flags(), f"-I{folder / 'include'}", f"-I{MEANINGS}")
+               + f" -DSIM_KERNEL=$name $source -MMD -MF $out.d -MT $out -c $in -o $out.o && {_link_command()} $out.o -o $out",
+               depfile="$out.d", deps="gcc", description="$name")
     for source in sources:
         define = f'-DSIM_SOURCE="{source.path}"'
-        ninja.build(str(made.library(source.name)), "kernel", str(_ENTRY),
+        ninja.build(str(folder / f"{source.name}.so"), "kernel", str(_ENTRY),
                     variables={"name": source.name, "source": _command(define)})
     return text.getvalue()
+
+
+def _link_command() -> str:
+    """Without -fsanitize, which would bring the run-time libraries that the engine stands for."""
+    return _command(*compiler(), "-shared", "-Wl,-z,now")
 
 
 def _command(*words: str) -> str:

@@ -7,13 +7,14 @@ the packed structs alone. What memory a launch may touch it is told beforehand.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from simbuild import Build
+from simbuild import Build, build_engine
 from symbols import line_of
 
 from sage_aot import _cuda
@@ -62,7 +63,7 @@ class Simulator:
     def __init__(self, build: Build, seed: int = 0, arch: int | None = None) -> None:
         """`arch`: the chip to be in place of each kernel's own; 90 for sm_90."""
         self.build, self.seed, self.arch = build, seed, arch
-        self._engine = _Engine(build.engine)
+        self._engine = _engine()
 
     def launch(self, launch: Launch, device: int, stream: int) -> None:
         """Run one launch to its end; SimulatorError where it is faulty. Device and stream are those of a GPU."""
@@ -144,11 +145,17 @@ class _Report(ctypes.Structure):
                 ("count", ctypes.c_uint32)]
 
 
-class _Engine:
-    """The C++ engine; one for a process, whatever many simulators share it."""
+@functools.lru_cache(maxsize=None)
+def _engine() -> _Engine:
+    """One for a process."""
+    return _Engine()
 
-    def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # kernels find its functions
+
+class _Engine:
+    """The C++ engine, and the kernels that it has loaded."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(str(build_engine()), mode=ctypes.RTLD_GLOBAL)  # kernels find its functions
         self._library.sim_launch.restype = ctypes.c_bool
         self._kernels: dict[Path, ctypes.CDLL] = {}
 

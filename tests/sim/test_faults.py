@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import simbuild
 import torch
-from simbuild import Build, HostBuildError, Source
+from simbuild import PROJECT, Build, HostBuildError, Source
 from simulator import Simulator, SimulatorError, views
 
 FAULTS = Path(__file__).parent / "faults"
@@ -20,8 +20,8 @@ _MARK = re.compile(r"// fault: (?P<kinds>[a-z |]+?)(?:, block (?P<block>\d+))?(?
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    return simbuild.build([Source(name, FAULTS / f"{name}.cu") for name in KERNELS], tmp_path_factory.mktemp("faults"))
+def faults() -> Build:
+    return simbuild.build([Source(name, FAULTS / f"{name}.cu") for name in KERNELS], PROJECT.build / "faults")
 
 
 def run(build: Build, name: str, seed: int) -> torch.Tensor:

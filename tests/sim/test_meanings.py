@@ -25,7 +25,7 @@ EDGES = np.array([0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFF
 
 
 @pytest.fixture(scope="module")
-def probes(tmp_path_factory: pytest.TempPathFactory) -> Build:
+def probes() -> Build:
     return simbuild.build([Source(name, PROBES) for name in ("scalars", "products", "matrices", "exchanges")],
                           PROJECT.build / "probes")
 
