@@ -3,6 +3,7 @@
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/math.cuh"
 #include "sage/ptx/mma.cuh"
+#include "sage/ptx/shared.cuh"
 #include "sage/ptx/warp.cuh"
 
 namespace ptx = sage::ptx;

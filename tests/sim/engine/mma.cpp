@@ -70,11 +70,9 @@ void store_d(const Product& lane, int i, u32 value, F16) {
   lane.d[i / 2] = (lane.d[i / 2] & ~(0xffffu << shift)) | value << shift;
 }
 
-template <class Format, class Accumulator, int kBits, class Convert>
-void float_product(void* const (&lanes)[kLanes], const Step& step, Convert convert) {
-  Operands<kBits> operands(lanes);
-  for (auto& row : operands.a) std::transform(std::begin(row), std::end(row), std::begin(row), convert);
-  for (auto& column : operands.b) std::transform(std::begin(column), std::end(column), std::begin(column), convert);
+template <class Format, class Accumulator, int kBits>
+void float_product(void* const (&lanes)[kLanes], const Step& step) {
+  const Operands<kBits> operands(lanes);
   each_result([&](int lane, int i, int row, int column) {
     const u32 c = load_c(of_lane(lanes, lane), i, Accumulator{});
     const u32 d = row_by_column<Format, Accumulator>(step, operands.a[row], operands.b[column], c);
@@ -89,19 +87,38 @@ u32 f16_of_e4m3(u32 code) {
   return F16::bits(std::fabs(E4m3::value(code))) | sign;
 }
 
+// Where there are no FP8 products: those of f16, of the lower two elements of every word and then of the upper two, and c
+// added to their sum.
+template <class Accumulator>
+void e4m3_product_as_f16(void* const (&lanes)[kLanes]) {
+  const Operands<8> operands(lanes);
+  constexpr int kHalf = Operands<8>::kDepth / 2;
+  const auto half = [&](const u32 (&codes)[2 * kHalf], int upper, u32 (&out)[kHalf]) {
+    for (int i = 0; i < kHalf; ++i) out[i] = f16_of_e4m3(codes[i / 2 * 4 + 2 * upper + i % 2]);
+  };
+  each_result([&](int lane, int i, int row, int column) {
+    u32 sum = 0;
+    for (int upper = 0; upper < 2; ++upper) {
+      u32 a[kHalf], b[kHalf];
+      half(operands.a[row], upper, a), half(operands.b[column], upper, b);
+      sum = row_by_column<F16, Accumulator>(chip().f16, a, b, sum);
+    }
+    const double c = Accumulator::value(load_c(of_lane(lanes, lane), i, Accumulator{}));
+    store_d(of_lane(lanes, lane), i, Accumulator::from(Accumulator::value(sum) + c), Accumulator{});
+  });
+}
+
 template <class Accumulator>
 void e4m3_product(void* const (&lanes)[kLanes]) {
-  if (chip().e4m3_as_f16) return float_product<F16, Accumulator, 8>(lanes, chip().f16, f16_of_e4m3);
-  float_product<E4m3, Accumulator, 8>(lanes, chip().e4m3, [](u32 code) { return code; });
+  if (chip().e4m3_as_f16) return e4m3_product_as_f16<Accumulator>(lanes);
+  float_product<E4m3, Accumulator, 8>(lanes, chip().e4m3);
 }
 
 }  // namespace
 
 void mma_s8(void* const (&lanes)[kLanes]) { integer_product<8>(lanes); }
 void mma_s4(void* const (&lanes)[kLanes]) { integer_product<4>(lanes); }
-void mma_f16(void* const (&lanes)[kLanes]) {
-  float_product<F16, F32, 16>(lanes, chip().f16, [](u32 code) { return code; });
-}
+void mma_f16(void* const (&lanes)[kLanes]) { float_product<F16, F32, 16>(lanes, chip().f16); }
 void mma_e4m3_f32(void* const (&lanes)[kLanes]) { e4m3_product<F32>(lanes); }
 void mma_e4m3_f16(void* const (&lanes)[kLanes]) { e4m3_product<F16>(lanes); }
 
