@@ -17,7 +17,8 @@ from hostcc import ENGINE_FLAGS, compiler, kernel_flags
 from ninja import BIN_DIR
 from ninja.ninja_syntax import Writer, escape
 
-from codegen._shared import FILE_NAME, KernelRecord, Manifest, __version__, capability_of, layout_digest
+from codegen._shared import (FILE_NAME, KernelRecord, KernelSpec, Manifest, __version__, capability_of,
+                             layout_digest)
 from codegen.files import write_if_changed
 from codegen.matrix import Matrix, read_matrix
 from codegen.project import Project
@@ -53,11 +54,14 @@ class Build:
         return self.folder / f"{name}.so"
 
 
-def build_matrix() -> Build:
-    """Every kernel of build_matrix.yaml, rendered as codegen renders it, and a manifest as codegen writes one."""
+def build_matrix(specs: Iterable[KernelSpec]) -> Build:
+    """These attention kernels of build_matrix.yaml and those that feed them, rendered as codegen renders them; the manifest
+    beside them names all there are."""
     matrix = read_matrix(PROJECT.matrix, PROJECT.templates)
     render_all(matrix.kernels, matrix, PROJECT)
-    made = build([Source(kernel.spec.name, source_path(kernel, PROJECT)) for kernel in matrix.kernels], PROJECT.build)
+    wanted = {kernel for spec in specs for kernel in (spec, *spec.companions)}
+    made = build([Source(kernel.spec.name, source_path(kernel, PROJECT)) for kernel in matrix.kernels if kernel.spec in wanted],
+                 PROJECT.build)
     write_if_changed(made.folder / FILE_NAME, _manifest(matrix).to_text().encode())
     return made
 

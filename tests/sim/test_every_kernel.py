@@ -6,7 +6,7 @@ import pytest
 from variants_on_cpu import SPECS, cases_of
 
 
-@pytest.mark.parametrize("name", ["aligned", "odd"])
+@pytest.mark.parametrize("name", ["plain", "odd"])
 @pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
 def test_variant(pool, spec, name):
     """Nothing to report, and within the fuzzer's bounds: quantizers bit for bit, attention of emulation and float64."""

@@ -26,14 +26,15 @@ SPECS = tuple(kernel.spec for kernel in read_matrix(PROJECT.matrix, PROJECT.temp
 
 
 def cases_of(spec: KernelSpec) -> dict[str, Case]:
-    """Ragged calls with grouped heads: several tiles both ways; then, as unlike as can be, rows at odd addresses and of
-    no whole vectors, in two batches, some of which see nothing where causal."""
-    plain = Case(spec.arch, seed=1, group=2, seqlen_q=150, seqlen_kv=200, headdim=spec.headdim, is_causal=spec.mask == "causal",
+    """Ragged calls with grouped heads. The one: several tiles both ways, an odd number of them, contiguous. The other as
+    unlike as can be: several heads and batches, rows at odd addresses and of no whole vectors, of which some see nothing
+    where causal."""
+    plain = Case(spec.arch, seed=1, group=2, seqlen_q=150, seqlen_kv=170, headdim=spec.headdim, is_causal=spec.mask == "causal",
                  qk_bits=spec.qk, smooth_q=spec.q == "qsmooth", smooth_v=spec.v == "vsmooth", pv_accum=spec.pv_accum,
                  read_quantized=True)
-    odd = dataclasses.replace(plain, seed=2, batch=2, seqlen_q=130, seqlen_kv=70, headdim=spec.headdim - 3, layout="NHD",
-                              dtype="f16", kind="outlier", strides="misaligned", out="misaligned")
-    return {"aligned": plain, "odd": odd}
+    odd = dataclasses.replace(plain, seed=2, batch=2, kv_heads=2, seqlen_q=100, seqlen_kv=70, headdim=spec.headdim - 3,
+                              layout="NHD", dtype="f16", kind="outlier", strides="misaligned", out="misaligned")
+    return {"plain": plain, "odd": odd}
 
 
 class Pool:

@@ -1,0 +1,50 @@
+"""`sage_aot.attn` end to end on the simulator: checks, selection, plan, packing, quantizers, attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+from fuzz_cases import Case, draw_case
+from simulated import Simulated
+from simulator import Simulator
+
+import sage_aot
+from sage_aot import _emulate, _reference
+
+BUILT = {"sm80": {"qk_bits": {4, 8}, "pv_accum": {"f32"}},
+         "sm89": {"qk_bits": {4, 8}, "pv_accum": {"two_level_f32", "two_level_f16"}}}
+DRAWN = [dataclasses.replace(draw_case(1, index, BUILT, longest=130), kv_heads=1, batch=1) for index in range(40)]
+"""Calls as the fuzzer draws them: any length, stride, dtype, values that are not finite, wrong arguments."""
+
+
+@pytest.fixture(scope="module")
+def simulated(built) -> Simulated:
+    return Simulated(built)
+
+
+def test_a_call(built, monkeypatch):
+    """As a user makes it; the simulator stands in the place of the emulation."""
+    monkeypatch.setenv("SAGE_AOT_KERNELS", str(built.folder))
+    monkeypatch.setenv("SAGE_AOT_EMULATE", "sm80")
+    q, k, v = _reference.inputs("normal", (1, 2, 40, 64), (1, 1, 90, 64), torch.bfloat16, torch.Generator().manual_seed(0))
+    with mock.patch.object(_emulate, "attention", Simulator(built).attention):
+        out, lse = sage_aot.attn(q, k, v, is_causal=True, return_lse=True)
+    expected, expected_lse = _reference.attention(q, k, v, is_causal=True)
+    assert _reference.measure(out, expected).cosine > 0.9999
+    assert (lse - expected_lse).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=range(len(DRAWN)))
+def test_calls_that_the_fuzzer_draws(simulated, case):
+    verdict, _ = simulated.check(case, seed=3)
+    assert verdict.failure is None, f"{case.to_json()}: {verdict.failure}"
+
+
+@pytest.mark.parametrize("planted", ["q:nan", "k:inf", "v:nan"])
+def test_what_is_not_finite(simulated, planted):
+    case = Case("sm89", 4, 1, 1, 2, 70, 130, 64, is_causal=True, smooth_q=False, planted=planted)
+    verdict, _ = simulated.check(case, seed=4)
+    assert verdict.failure is None, verdict.failure
