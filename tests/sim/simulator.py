@@ -91,6 +91,12 @@ class Simulator:
         return spread, workspace
 
 
+def set_exp2(up: np.ndarray, down: np.ndarray) -> None:
+    """From now on ex2.approx is what a chip was measured to make of it, engine/scalars.cpp: the bits of 2^x and of 2^-x
+    for all x in [1, 2)."""
+    _engine().set_exp2(up, down)
+
+
 @dataclass(frozen=True)
 class Buffer:
     """Memory that launches may touch, and the state of each byte."""
@@ -158,6 +164,11 @@ class _Engine:
         self._library = ctypes.CDLL(str(build_engine()), mode=ctypes.RTLD_GLOBAL)  # kernels find its functions
         self._library.sim_launch.restype = ctypes.c_bool
         self._kernels: dict[Path, ctypes.CDLL] = {}
+        self._tables: tuple[np.ndarray, ...] = ()
+
+    def set_exp2(self, *tables: np.ndarray) -> None:
+        self._tables = tables  # the engine keeps their addresses
+        self._library.sim_set_exp2(*(ctypes.c_void_p(table.ctypes.data) for table in tables))
 
     def know(self, buffers: tuple[Buffer, ...]) -> None:
         self._library.sim_clear_buffers()

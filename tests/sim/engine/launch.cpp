@@ -37,6 +37,8 @@ void sim_add_buffer(const char* name, void* base, sim::u64 bytes, const sim::u8*
   sim::memory.add(name, static_cast<sim::u8*>(base), bytes, state);
 }
 
+void sim_set_exp2(const sim::u32* up, const sim::u32* down) { sim::set_exp2(up, down); }
+
 // Runs blocks in an order that the seed determines until one ends early. Whether the arch is known.
 bool sim_launch(const sim::Launch* launch) {
   const auto chip = std::find_if(std::begin(sim::kChips), std::end(sim::kChips),

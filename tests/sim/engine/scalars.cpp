@@ -17,7 +17,32 @@ float flush(float x) { return std::fabs(x) < kLeastNormal ? std::copysign(0.0f, 
 
 }  // namespace
 
-float exp2_ftz(float x) { return flush(static_cast<float>(std::exp2(static_cast<double>(flush(x))))); }
+namespace {
+
+// The bits of 2^x and of 2^-x for the x in [1, 2) of each mantissa, where a chip's were measured.
+const u32 *measured_up = nullptr, *measured_down = nullptr;
+
+constexpr int kMantissaBits = 23;
+
+// As the chip that was measured: |x| is cut off to a multiple of 2^-23, and the fraction alone determines the mantissa.
+float exp2_as_measured(float x) {
+  if (!(std::fabs(x) < 256.0f)) return std::exp2(x);
+  const u32 units = static_cast<u32>(std::ldexp(std::fabs(x), kMantissaBits));
+  const u32 fraction = units & ((1u << kMantissaBits) - 1);
+  const int power = static_cast<int>(units >> kMantissaBits) - 1;  // beyond the [1, 2) of the tables
+  const float at_fraction = std::bit_cast<float>(x < 0 ? measured_down[fraction] : measured_up[fraction]);
+  return flush(std::ldexp(at_fraction, x < 0 ? -power : power));
+}
+
+}  // namespace
+
+void set_exp2(const u32* up, const u32* down) { measured_up = up, measured_down = down; }
+
+float exp2_ftz(float x) {
+  if (measured_up) return exp2_as_measured(flush(x));
+  return flush(static_cast<float>(std::exp2(static_cast<double>(flush(x)))));
+}
+
 float log2(float x) { return static_cast<float>(std::log2(static_cast<double>(x))); }
 float reciprocal_ftz(float x) { return flush(static_cast<float>(1.0 / static_cast<double>(flush(x)))); }
 

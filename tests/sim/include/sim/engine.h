@@ -87,6 +87,7 @@ void set_registers(unsigned registers, Site site);
 // --- scalars ----------------------------------------------------------------------------------------------------------
 
 float exp2_ftz(float x);
+void set_exp2(const unsigned* up, const unsigned* down);  // a chip's own; scalars.cpp
 float log2(float x);
 float reciprocal_ftz(float x);
 float max_nan(float a, float b);
