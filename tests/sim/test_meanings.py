@@ -273,7 +273,14 @@ def test_e4m3_products_keep_13_bits_on_sm89(probes):
 
 
 def test_e4m3_products_are_those_of_f16_on_sm90(probes):
-    assert sum_of(probes, "e4m3_f32", {0: (1.0, 1.0), 1: (2.0**-9, 2.0**-9)}, 0.0, 90) == 1.0 + 2.0**-18
+    """Two of them: the elements 0 and 1 of every four, then 2 and 3; C comes last, and is rounded to nearest."""
+    small = (2.0**-9, 2.0**-9)
+    assert sum_of(probes, "e4m3_f32", {0: (1.0, 1.0), 1: small}, 0.0, 90) == 1.0 + 2.0**-18
+    large = {0: (2.0**4, 2.0**4), 1: (-(2.0**4), 2.0**4)}
+    assert sum_of(probes, "e4m3_f32", {**large, 16: small}, 0.0, 90) == 0.0  # beside the large ones, 2^-26 of them
+    assert sum_of(probes, "e4m3_f32", {**large, 2: small}, 0.0, 90) == 2.0**-18
+    assert sum_of(probes, "e4m3_f32", {0: (2.0**-6, 1.0), 1: small}, 2.0**17, 90) == 2.0**17 + 2.0**-6
+    assert sum_of(probes, "e4m3_f32", {0: (1.5 * 2.0**-7, 1.0)}, 2.0**17, 90) == 2.0**17 + 2.0**-6
 
 
 def test_f16_accumulators_round_to_nearest_even(probes):

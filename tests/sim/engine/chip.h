@@ -19,7 +19,7 @@ struct Chip {
   u32 arch;  // 89: sm_89
   Step f16;
   Step e4m3;
-  bool e4m3_as_f16;  // no FP8 in mma.sync: the compiler makes products of f16 of it
+  bool e4m3_as_f16;  // no FP8 in mma.sync: the compiler makes f16 products of it
   Step wgmma_e4m3;
 };
 

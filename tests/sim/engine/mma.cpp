@@ -5,8 +5,7 @@
 //   C, D  element i: row g + 8 (i / 2), column 2t + i % 2
 // Source: PTX ISA, "Matrix Fragments for mma.m16n8k16", "... k32", "... k64".
 
-#include <algorithm>
-#include <iterator>
+#include <bit>
 
 #include "sim/engine.h"
 #include "sums.h"
@@ -70,15 +69,19 @@ void store_d(const Product& lane, int i, u32 value, F16) {
   lane.d[i / 2] = (lane.d[i / 2] & ~(0xffffu << shift)) | value << shift;
 }
 
-template <class Format, class Accumulator, int kBits>
-void float_product(void* const (&lanes)[kLanes], const Step& step) {
+// d = sum(row of A, column of B, c), for all of them.
+template <class Accumulator, int kBits, class Sum>
+void float_product(void* const (&lanes)[kLanes], Sum sum) {
   const Operands<kBits> operands(lanes);
   each_result([&](int lane, int i, int row, int column) {
     const u32 c = load_c(of_lane(lanes, lane), i, Accumulator{});
-    const u32 d = row_by_column<Format, Accumulator>(step, operands.a[row], operands.b[column], c);
-    store_d(of_lane(lanes, lane), i, d, Accumulator{});
+    store_d(of_lane(lanes, lane), i, sum(operands.a[row], operands.b[column], c), Accumulator{});
   });
 }
+
+// --- e4m3 where only f16 products exist -------------------------------------------------------------------------------
+
+constexpr int kE4m3Depth = 32;
 
 // Exact: f16 holds every e4m3.
 u32 f16_of_e4m3(u32 code) {
@@ -87,38 +90,44 @@ u32 f16_of_e4m3(u32 code) {
   return F16::bits(std::fabs(E4m3::value(code))) | sign;
 }
 
-// Where there are no FP8 products: those of f16, of the lower two elements of every word and then of the upper two, and c
-// added to their sum.
+// As f16, the lower halves of all words before the upper ones.
+void unpack_halves(const u32 (&codes)[kE4m3Depth], u32 (&halves)[kE4m3Depth]) {
+  for (int k = 0; k < kE4m3Depth; ++k) halves[k / 2 % 2 * (kE4m3Depth / 2) + k / 4 * 2 + k % 2] = f16_of_e4m3(codes[k]);
+}
+
+u32 added(u32 x, u32 y, F32) {
+  const float sum = std::bit_cast<float>(x) + std::bit_cast<float>(y);
+  return sum == sum ? std::bit_cast<u32>(sum) : F32::kNan;
+}
+u32 added(u32 x, u32 y, F16) { return F16::from(F16::value(x) + F16::value(y)); }
+
+// What the compiler makes of the instruction: two f16 products from zero, to which C is added.
+// Source: the machine code of NVRTC 12.9 for sm_90 (F2FP, HMMA, HMMA, FADD or HADD2).
 template <class Accumulator>
-void e4m3_product_as_f16(void* const (&lanes)[kLanes]) {
-  const Operands<8> operands(lanes);
-  constexpr int kHalf = Operands<8>::kDepth / 2;
-  const auto half = [&](const u32 (&codes)[2 * kHalf], int upper, u32 (&out)[kHalf]) {
-    for (int i = 0; i < kHalf; ++i) out[i] = f16_of_e4m3(codes[i / 2 * 4 + 2 * upper + i % 2]);
-  };
-  each_result([&](int lane, int i, int row, int column) {
-    u32 sum = 0;
-    for (int upper = 0; upper < 2; ++upper) {
-      u32 a[kHalf], b[kHalf];
-      half(operands.a[row], upper, a), half(operands.b[column], upper, b);
-      sum = row_by_column<F16, Accumulator>(chip().f16, a, b, sum);
-    }
-    const double c = Accumulator::value(load_c(of_lane(lanes, lane), i, Accumulator{}));
-    store_d(of_lane(lanes, lane), i, Accumulator::from(Accumulator::value(sum) + c), Accumulator{});
-  });
+u32 add_as_f16(const u32 (&a)[kE4m3Depth], const u32 (&b)[kE4m3Depth], u32 c) {
+  u32 row[kE4m3Depth], column[kE4m3Depth];
+  unpack_halves(a, row);
+  unpack_halves(b, column);
+  return added(add_product<F16, Accumulator>(chip().f16, row, column, 0), c, Accumulator{});
 }
 
 template <class Accumulator>
 void e4m3_product(void* const (&lanes)[kLanes]) {
-  if (chip().e4m3_as_f16) return e4m3_product_as_f16<Accumulator>(lanes);
-  float_product<E4m3, Accumulator, 8>(lanes, chip().e4m3);
+  if (chip().e4m3_as_f16) return float_product<Accumulator, 8>(lanes, add_as_f16<Accumulator>);
+  float_product<Accumulator, 8>(lanes, [](const auto& a, const auto& b, u32 c) {
+    return add_product<E4m3, Accumulator>(chip().e4m3, a, b, c);
+  });
 }
 
 }  // namespace
 
 void mma_s8(void* const (&lanes)[kLanes]) { integer_product<8>(lanes); }
 void mma_s4(void* const (&lanes)[kLanes]) { integer_product<4>(lanes); }
-void mma_f16(void* const (&lanes)[kLanes]) { float_product<F16, F32, 16>(lanes, chip().f16); }
+void mma_f16(void* const (&lanes)[kLanes]) {
+  float_product<F32, 16>(lanes, [](const auto& a, const auto& b, u32 c) {
+    return add_product<F16, F32>(chip().f16, a, b, c);
+  });
+}
 void mma_e4m3_f32(void* const (&lanes)[kLanes]) { e4m3_product<F32>(lanes); }
 void mma_e4m3_f16(void* const (&lanes)[kLanes]) { e4m3_product<F16>(lanes); }
 

@@ -80,14 +80,14 @@ u32 special_sum(const u32 (&a)[kDepth], const u32 (&b)[kDepth], u32 c) {
   return Accumulator::from(sum);
 }
 
-// Row times column, step by step.
+// c plus row times column, step by step.
 template <class Format, class Accumulator, int kDepth>
-u32 row_by_column(const Step& step, const u32 (&a)[kDepth], const u32 (&b)[kDepth], u32 c) {
+u32 add_product(const Step& step, const u32 (&a)[kDepth], const u32 (&b)[kDepth], u32 c) {
   if (Accumulator::special(c) || any_special<Format>(a) || any_special<Format>(b)) {
     return special_sum<Format, Accumulator>(a, b, c);
   }
   const Vector<kDepth> a_parts = taken_apart<Format>(a), b_parts = taken_apart<Format>(b);
-  for (int k = 0; k < kDepth; k += step.products) {
+  for (int k = 0; k < kDepth && !Accumulator::special(c); k += step.products) {  // an infinite sum stays one
     c = rounded(step, step_sum<Format, Accumulator>(step, a_parts, b_parts, k, c), Accumulator{});
   }
   return c;

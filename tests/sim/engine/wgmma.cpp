@@ -115,7 +115,7 @@ void WarpProducts::issue(Block& block, u32 warp, void* const (&lanes)[kLanes], b
       const Codes& row = a[lane / 4 + 8 * (i / 2 % 2)];
       const Codes& column = b[8 * (i / 4) + lane % 4 * 2 + i % 2];
       const u32 c = first.accumulate ? d.values[lane][i] : 0;
-      d.values[lane][i] = integers ? integer_sum(row, column, c) : row_by_column<E4m3, F32>(chip().wgmma_e4m3, row, column, c);
+      d.values[lane][i] = integers ? integer_sum(row, column, c) : add_product<E4m3, F32>(chip().wgmma_e4m3, row, column, c);
     }
   }
   open_.push_back(std::move(product));
