@@ -1,6 +1,7 @@
 // The next copy starts before the barrier that ends the reads of the last.
 #include "fault.h"
 #include "sage/ptx/cp_async.cuh"
+#include "sage/ptx/shared.cuh"
 
 extern "C" __global__ void copy_into_read_buffer(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) unsigned char shared[];

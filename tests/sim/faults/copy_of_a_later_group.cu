@@ -1,6 +1,7 @@
 // Waits, but for the group before.
 #include "fault.h"
 #include "sage/ptx/cp_async.cuh"
+#include "sage/ptx/shared.cuh"
 
 extern "C" __global__ void copy_of_a_later_group(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) unsigned char shared[];

@@ -1,5 +1,6 @@
 #include "fault.h"
 #include "sage/ptx/cp_async.cuh"
+#include "sage/ptx/shared.cuh"
 
 extern "C" __global__ void copy_overwritten(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) unsigned char shared[];

@@ -1,6 +1,7 @@
 // Waits for its own copies and reads another thread's: pending or landed, never safe.
 #include "fault.h"
 #include "sage/ptx/cp_async.cuh"
+#include "sage/ptx/shared.cuh"
 
 extern "C" __global__ void copy_without_barrier(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) unsigned char shared[];

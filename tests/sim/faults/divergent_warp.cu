@@ -1,6 +1,6 @@
 #include "fault.h"
 #include "sage/ptx/ldmatrix.cuh"
-#include "sage/ptx/cp_async.cuh"
+#include "sage/ptx/shared.cuh"
 
 extern "C" __global__ void divergent_warp(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) unsigned char shared[];

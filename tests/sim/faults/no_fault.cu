@@ -1,6 +1,7 @@
 // Everything that the others do, done right.
 #include "fault.h"
 #include "sage/ptx/cp_async.cuh"
+#include "sage/ptx/shared.cuh"
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/warp.cuh"
 
