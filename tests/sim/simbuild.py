@@ -149,8 +149,9 @@ def _kernels_text(sources: Iterable[Source], folder: Path) -> str:
 
 
 def _link_command() -> str:
-    """Without -fsanitize, which would bring the run-time libraries that the engine stands for."""
-    return _command(*compiler(), "-shared", "-Wl,-z,now")
+    """Without the run-time libraries of the sanitizers, for which the engine stands: no -fsanitize, and -O2, or else zig
+    brings one unasked."""
+    return _command(*compiler(), "-shared", "-O2", "-Wl,-z,now")
 
 
 def _command(*words: str) -> str:

@@ -19,22 +19,26 @@ def line_of(library: Path, pc: int) -> str:
 
 @functools.lru_cache(maxsize=None)
 def _rows(library: Path) -> list[tuple[int, int, str]]:
+    """First and last address of each stretch of code, and its place."""
     rows = []
     with library.open("rb") as file:
         dwarf = ELFFile(file).get_dwarf_info()
         for unit in dwarf.iter_CUs():
             program = dwarf.line_program_for_CU(unit)
+            folder = unit.get_top_DIE().attributes["DW_AT_comp_dir"].value.decode()
             states = [entry.state for entry in program.get_entries() if entry.state is not None]
+            line = 0
             for state, following in zip(states, states[1:]):
+                line = state.line or line  # compilers say 0 where they merged lines
                 if not state.end_sequence:
-                    rows.append((state.address, following.address, f"{_file(program.header, state.file)}:{state.line}"))
+                    rows.append((state.address, following.address, f"{_file(program.header, state.file, folder)}:{line}"))
     return rows
 
 
-def _file(header: object, index: int) -> str:
+def _file(header: object, index: int, folder: str) -> str:
     """The file of an index of a line program; DWARF 5 counts files and folders from 0, those before from 1."""
     first = 0 if header.version >= 5 else 1
     entry = header.file_entry[index - first]
-    folders = header.include_directory
-    folder = folders[entry.dir_index] if first == 0 else (folders[entry.dir_index - 1] if entry.dir_index else b"")
-    return os.path.normpath(os.path.join(folder.decode(), entry.name.decode()))
+    folders = [name.decode() for name in header.include_directory]
+    inside = folders if first == 0 else ["", *folders]
+    return os.path.normpath(os.path.join(folder, inside[entry.dir_index], entry.name.decode()))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import simbuild
 import torch
+from hostcc import is_clang
 from simbuild import PROJECT, Build, HostBuildError, Source
 from simulator import Simulator, SimulatorError, views
 
@@ -40,8 +41,14 @@ def marks(name: str) -> dict[str, re.Match]:
     return found
 
 
+def faulty() -> list[object]:
+    """Every kernel with a fault; clang does not check the alignment of whole structs."""
+    blind = pytest.mark.xfail(is_clang(), reason="clang checks the alignment of scalars only", strict=True)
+    return [pytest.param(name, marks=blind if name == "misaligned_struct" else ()) for name in KERNELS if name != "no_fault"]
+
+
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", [name for name in KERNELS if name != "no_fault"])
+@pytest.mark.parametrize("name", faulty())
 def test_fault_is_reported_where_it_is(faults, name, seed):
     expected = marks(name)
     with pytest.raises(SimulatorError) as caught:
@@ -71,7 +78,7 @@ def test_a_wrapper_without_a_meaning_does_not_compile(tmp_path):
     source = tmp_path / "unknown.cu"
     source.write_text('#include "sage/ptx/mma.cuh"\n'
                       'extern "C" __global__ void unknown(float* x) { sage::ptx::mma_m16n8k8_unheard_of(x); }\n')
-    with pytest.raises(HostBuildError, match="mma_m16n8k8_unheard_of.* is not a member of|no member named 'mma_m16n8k8_unheard_of'"):
+    with pytest.raises(HostBuildError, match="error: .*mma_m16n8k8_unheard_of"):
         simbuild.build([Source("unknown", source)], tmp_path / "build")
 
 

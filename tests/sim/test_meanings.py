@@ -90,7 +90,8 @@ def test_conversion_to_e4m3_saturates(probes):
 
 def test_every_f16_as_f32(probes):
     codes = np.arange(2**16, dtype=np.uint32)
-    same_floats(scalar(probes, "f32_from_f16", codes), codes.astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32))
+    expected = codes.astype(np.uint16).view(np.float16).astype(np.float32)
+    same_floats(scalar(probes, "f32_from_f16", codes), expected.view(np.uint32))
 
 
 def test_ex2(probes):
@@ -338,7 +339,8 @@ def test_shuffle(probes, mask):
 def test_vote_sum_and_maximum(probes):
     x = np.zeros(64, np.float32)
     x[40] = 3.0
-    vote, total, largest = (as_f32(launch(probes, "exchanges", which, x.view(np.uint32), 64, threads=64)) for which in (-1, -2, -3))
+    vote, total, largest = (as_f32(launch(probes, "exchanges", which, x.view(np.uint32), 64, threads=64))
+                            for which in (-1, -2, -3))
     assert (vote == np.repeat([0, 1], 32)).all()
     assert (total == largest).all() and (total == np.where(np.arange(64) // 8 == 5, 3, 0)).all()
 

@@ -20,7 +20,9 @@ struct Format {
   static constexpr u32 kSign = 1u << (kExponentBits_ + kMantissaBits);
 
   static constexpr u32 exponent_field(u32 bits) { return bits >> kMantissaBits & kExponents; }
-  static constexpr int exponent(u32 bits) { return exponent_field(bits) ? static_cast<int>(exponent_field(bits)) - kBias : kLeast; }
+  static constexpr int exponent(u32 bits) {
+    return exponent_field(bits) ? static_cast<int>(exponent_field(bits)) - kBias : kLeast;
+  }
 
   // In units of 2^(exponent - kMantissaBits), with the sign.
   static constexpr i32 significand(u32 bits) {

@@ -1,12 +1,7 @@
 #include "fault.h"
 
-struct alignas(16) Vector {
-  float x[4];
-};
-
 extern "C" __global__ void misaligned_vector(const __grid_constant__ Params params) {
-  if (blockIdx.x == 1 && threadIdx.x == 3) {
-    const Vector v = *reinterpret_cast<const Vector*>(params.in + 2);  // fault: misaligned access, block 1, thread 3
-    params.out[0] = v.x[0];
+  if (blockIdx.x == 0 && threadIdx.x == 44) {
+    reinterpret_cast<unsigned long long*>(params.out + 1)[3] = 0;  // fault: misaligned access, block 0, thread 44
   }
 }
