@@ -35,8 +35,8 @@ def _package_without_init() -> Iterator[None]:
 with _package_without_init():
     from sage_aot._manifest import FILE_NAME, KernelRecord, MainLoop, Manifest
     from sage_aot._params import layout_digest
-    from sage_aot._spec import AXES, KIND_AXES, KINDS, SHARED_LIMIT, KernelSpec, Tile, capability_of
+    from sage_aot._spec import AXES, KIND_AXES, KINDS, SHARED_LIMIT, SIZES, KernelSpec, Tile, capability_of
     from sage_aot._version import __version__
 
-__all__ = ["AXES", "FILE_NAME", "KINDS", "KIND_AXES", "ROOT", "SHARED_LIMIT", "KernelRecord", "KernelSpec",
+__all__ = ["AXES", "FILE_NAME", "KINDS", "KIND_AXES", "ROOT", "SHARED_LIMIT", "SIZES", "KernelRecord", "KernelSpec",
            "MainLoop", "Manifest", "Tile", "__version__", "capability_of", "layout_digest"]

@@ -25,6 +25,7 @@ class PlannedKernel:
     template: str  # file name in templates/
     tile: Tile | None  # None for the kinds that know no tiles
     threads: int  # of a block
+    suffix: str  # of the target
     allowed_spill_bytes: int
     row: str  # selector of the tile row it follows from; that of its first attention kernel for the other kinds
 
@@ -137,20 +138,21 @@ class _Planning:
     def _complain_about_quantizer(self, row: TileRow, headdim: int) -> None:
         """Each of its threads quantizes equally many vectors of 8 channels of a KV tile."""
         vectors = row.tile.block_n * headdim // 8
-        _, threads = self.rows.families[row.family]["quant"]
+        threads = self.rows.families[row.family]["quant"].threads
         if vectors % threads:
             self.reader.complain(row.selector.line, f"expected threads of the family {row.family!r}'s quantizer that "
                                                     f"divide block_n * headdim / 8 = {vectors}, got {threads}")
 
     def _kernel(self, spec: KernelSpec, row: TileRow) -> PlannedKernel:
         """The kernel of any kind that follows from a row; only attention kernels may spill or set their threads."""
-        template, threads = self.rows.families[row.family][spec.kind]
+        how = self.rows.families[row.family][spec.kind]
         return PlannedKernel(
             spec=spec,
             family=row.family,
-            template=template,
+            template=how.template,
             tile=row.tile if spec.kind in ("attn", "quant") else None,
-            threads=row.tile.threads if spec.kind == "attn" else threads,
+            threads=row.tile.threads if spec.kind == "attn" else how.threads,
+            suffix=how.suffix,
             allowed_spill_bytes=row.allowed_spill_bytes if spec.kind == "attn" else 0,
             row=row.selector.text(row.family),
         )

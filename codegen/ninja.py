@@ -58,7 +58,7 @@ class Compilation:
 
     def target(self, kernel: PlannedKernel) -> str:
         """The chip a kernel is compiled for, as compilers spell it."""
-        return self.retarget or "sm_{}{}".format(*capability_of(kernel.spec.arch))
+        return (self.retarget or "sm_{}{}".format(*capability_of(kernel.spec.arch))) + kernel.suffix
 
     def cubin(self, kernel: PlannedKernel) -> Path:
         return self.folder / f"{kernel.spec.name}.cubin"

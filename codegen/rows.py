@@ -5,18 +5,17 @@ Reading goes on after a problem, so that every one of them is reported at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from codegen._shared import AXES, KIND_AXES, KINDS, KernelSpec, Tile, capability_of
+from codegen._shared import AXES, KIND_AXES, KINDS, SIZES, KernelSpec, Tile, capability_of
 from codegen.yaml_reader import YamlReader, line_of
 
 AXIS_NAMES = KIND_AXES["attn"]
 """Attention kernels depend on every axis."""
 
-_SIZES = tuple(field.name for field in fields(Tile))
 _MAX_THREADS = 1024  # of a block, on every GPU
 
 
@@ -59,11 +58,20 @@ class TileRow:
 
 
 @dataclass(frozen=True)
+class FamilyKind:
+    """How a family makes a kind of kernel."""
+
+    template: str
+    threads: int | None  # of a block; those of attention kernels follow from their tiles
+    suffix: str  # of the target: "a" for instructions that one chip alone has
+
+
+@dataclass(frozen=True)
 class Rows:
     """All rows of a matrix."""
 
     axes: dict[str, tuple]
-    families: dict[str, dict[str, tuple[str, int | None]]]  # family → kind → template, threads
+    families: dict[str, dict[str, FamilyKind]]  # by family and kind
     tiles: tuple[TileRow, ...]
     exclude: tuple[Exclusion, ...]
     tiles_line: int
@@ -77,7 +85,7 @@ class RowReader:
         self.templates = templates
         self.selectors_sound = True
         self.axes: dict[str, tuple] = {}
-        self.families: dict[str, dict[str, tuple[str, int | None]]] = {}
+        self.families: dict[str, dict[str, FamilyKind]] = {}
 
     def read(self, text: str) -> Rows | None:
         """The rows, or None where it is not known what they cover: each combination would repeat that problem."""
@@ -112,16 +120,15 @@ class RowReader:
                 self.reader.complain(line, problem)
         return tuple(value for _, value in found)
 
-    def _families(self, node: yaml.Node) -> dict[str, dict[str, tuple[str, int | None]]]:
+    def _families(self, node: yaml.Node) -> dict[str, dict[str, FamilyKind]]:
         entries = self.reader.named_mappings(node, "'families'")
         return {name: {kind: self._family_kind(name, kind, values)
                        for kind, values in self.reader.mapping(kinds, f"the family {name!r}", KINDS).items()}
                 for name, kinds in entries.items()}
 
-    def _family_kind(self, family: str, kind: str, node: yaml.Node) -> tuple[str, int | None]:
-        """Template and threads; an attention kernel's threads follow from its tile."""
-        keys = ("template",) if kind == "attn" else ("template", "threads")
-        entries = self.reader.mapping(node, f"{kind!r} of the family {family!r}", keys)
+    def _family_kind(self, family: str, kind: str, node: yaml.Node) -> FamilyKind:
+        keys, optional = (("template",), ("suffix",)) if kind == "attn" else (("template", "threads"), ())
+        entries = self.reader.mapping(node, f"{kind!r} of the family {family!r}", keys, optional)
         template = self.reader.scalar(entries["template"]) if "template" in entries else None
         if template is not None and not (self.templates / str(template)).is_file():
             self.reader.complain(line_of(entries["template"]), f"expected a file in templates/, got {template!r}")
@@ -129,7 +136,10 @@ class RowReader:
         if threads is not None and not _valid_threads(threads):
             self.reader.complain(line_of(entries["threads"]), "expected threads as a multiple of 32, at most "
                                                               f"{_MAX_THREADS}, got {threads!r}")
-        return str(template), threads
+        suffix = self.reader.scalar(entries["suffix"]) if "suffix" in entries else ""
+        if suffix not in ("", "a"):
+            self.reader.complain(line_of(entries["suffix"]), f"expected 'a' as a suffix of the target, got {suffix!r}")
+        return FamilyKind(str(template), threads, suffix)
 
     def _row(self, node: yaml.Node, what: str, required: tuple[str, ...],
              optional: tuple[str, ...] = ()) -> tuple[dict[str, yaml.Node], Selector]:
@@ -149,7 +159,7 @@ class RowReader:
         return tuple(value for _, value in found)
 
     def _tile_row(self, node: yaml.Node) -> TileRow:
-        entries, selector = self._row(node, "a row of 'tiles'", ("family", *_SIZES), ("allow_spills", "why"))
+        entries, selector = self._row(node, "a row of 'tiles'", ("family", *SIZES), ("producer_warps", "allow_spills", "why"))
         family = self.reader.scalar(entries["family"]) if "family" in entries else None
         if family is not None and family not in self.families:
             self.reader.complain(line_of(entries["family"]), f"expected a family {_choices(self.families)}, "
@@ -158,8 +168,8 @@ class RowReader:
                        self._allowed_spills(selector.line, entries))
 
     def _tile(self, line: int, entries: dict[str, yaml.Node]) -> Tile | None:
-        sizes = {size: self.reader.scalar(entries[size]) for size in _SIZES if size in entries}
-        if len(sizes) < len(_SIZES) or None in sizes.values():
+        sizes = {size: self.reader.scalar(entries[size]) for size in (*SIZES, "producer_warps") if size in entries}
+        if not sizes.keys() >= set(SIZES) or None in sizes.values():
             return None
         tile = Tile(**sizes)
         for problem in tile.invalid():

@@ -9,7 +9,7 @@ from pathlib import Path
 from sage_aot._spec import KernelSpec, Tile
 
 FILE_NAME = "manifest.json"
-FORMAT = 3
+FORMAT = 4
 """Raised by every change that an older reader would misunderstand."""
 
 

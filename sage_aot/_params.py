@@ -27,8 +27,8 @@ FIELDS = {
     "DeltaParams": (
         ("k", _TENSOR), ("q_mean", "Q"), ("k_mean", "Q"), ("delta_s", "Q"), ("first_head", "i"), ("num_heads", "i"),
         ("num_q_heads", "i"), ("num_kv_heads", "i"), ("seqlen_q", "i"), ("seqlen_kv", "i"), ("headdim", "i"),
-        ("q_tiles", "i"), ("columns", "i"), ("dtype", "i"), ("aligned", "i"), ("block_m", "i"), ("is_causal", "i"),
-        ("padding", "i"),
+        ("q_tiles", "i"), ("columns", "i"), ("dtype", "i"), ("aligned", "i"), ("block_m", "i"), ("block_n", "i"),
+        ("is_causal", "i"),
     ),
     "AttnParams": (
         ("q_hat", "Q"), ("kv_hat", "Q"), ("q_scale", "Q"), ("v_scale", "Q"), ("v_mean", "Q"),

@@ -190,7 +190,7 @@ def _delta(plan: Plan, at: dict[str, int], k: TensorArgument, first_head: int, n
     return _launch(plan.kernels.delta, blocks, pack(
         "DeltaParams", *k.fields, at["q_mean"], at["k_mean"], at["delta_s"], first_head, num_heads,
         problem.num_q_heads, problem.num_kv_heads, problem.seqlen_q, problem.seqlen_kv, problem.headdim, plan.q_tiles,
-        columns, DTYPE_CODES[problem.dtype], k.aligned(problem.headdim), tile.block_m, problem.is_causal, 0))
+        columns, DTYPE_CODES[problem.dtype], k.aligned(problem.headdim), tile.block_m, tile.block_n, problem.is_causal))
 
 
 def _attention(plan: Plan, at: dict[str, int], out: TensorArgument, lse: int, first_head: int,

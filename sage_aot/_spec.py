@@ -134,19 +134,23 @@ class Tile:
     warp_m: int  # query rows of a warp; warp_m / 8 of them share a scale of Q
     stages: int  # KV tiles in shared memory
     min_blocks: int  # resident blocks an SM that the registers must allow
+    producer_warps: int = 0  # that load and compute nothing; their blocks load by bulk copies, into aligned slots
 
     @property
     def threads(self) -> int:
         """Threads of the attention kernel's block."""
-        return 32 * self.block_m // self.warp_m
+        return 32 * (self.block_m // self.warp_m + self.producer_warps)
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Dynamic shared memory of an attention kernel: Q, and the stages of K with its scales, of V and of delta_s."""
         qk_bytes = spec.headdim * spec.qk // 8
         v_bytes = spec.headdim * (2 if spec.pv == "f16" else 1)
         delta_bytes = 4 if spec.q == "qsmooth" else 0
-        key_bytes = qk_bytes + v_bytes + delta_bytes
-        return self.block_m * qk_bytes + self.stages * (self.block_n * key_bytes + SCALES_LINE)
+        stage_bytes = self.block_n * (qk_bytes + v_bytes + delta_bytes) + SCALES_LINE
+        if self.producer_warps:
+            stage_bytes = -(-stage_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT + 2 * BARRIER_BYTES
+            return self.block_m * qk_bytes + self.stages * stage_bytes + BARRIER_BYTES
+        return self.block_m * qk_bytes + self.stages * stage_bytes
 
     @property
     def quantized(self) -> tuple[int, int, int]:
@@ -155,10 +159,15 @@ class Tile:
 
     def invalid(self) -> list[str]:
         """Every rule that these sizes break, as sentences; empty when they are valid."""
-        problems = [f"{f.name} must be a positive integer, got {getattr(self, f.name)!r}"
-                    for f in fields(self) if not _positive(getattr(self, f.name))]
+        problems = [f"{size} must be a positive integer, got {getattr(self, size)!r}"
+                    for size in SIZES if not _positive(getattr(self, size))]
+        if self.producer_warps not in (0, 4) or isinstance(self.producer_warps, bool):
+            problems.append(f"producer_warps must be 0 or a warpgroup of 4, got {self.producer_warps!r}")
         if problems:
             return problems
+        if self.producer_warps and (self.warp_m != 16 or self.block_m % 64 or self.block_n != 128):
+            problems.append(f"blocks with producer_warps multiply 64 rows a warpgroup by 128 keys: warp_m must be 16, block_m "
+                            f"a multiple of 64 and block_n 128, got {self.warp_m}, {self.block_m} and {self.block_n}")
         if self.warp_m not in (16, 32):
             problems.append(f"warp_m must be 16 or 32 (one or two m16 fragments), got {self.warp_m}")
         elif self.block_m % self.warp_m:
@@ -172,8 +181,15 @@ class Tile:
         return problems
 
 
+SIZES = tuple(field.name for field in fields(Tile) if field.name != "producer_warps")
+"""What every row of tiles must name."""
+
 SCALES_LINE = 128
-"""Bytes behind a tile of K that hold its scales, in memory and in shared memory (tile/layout.cuh)."""
+"""Bytes behind a KV tile that hold the scales of K, in memory and in shared memory (tile/layout.cuh)."""
+
+SLOT_ALIGNMENT, BARRIER_BYTES = 1024, 8
+"""Of the slots that bulk copies fill, and of each of their barriers: full and empty a slot, and one for Q
+(attn/mainloop_wgmma.cuh)."""
 
 
 def _positive(value: object) -> bool:

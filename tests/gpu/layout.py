@@ -34,8 +34,8 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
     k_bytes, v_bytes = tile.block_n * row_bytes, tile.block_n * spec.headdim * (2 if spec.pv == "f16" else 1)
     q = buffer("q_hat", *q_heads, layout.q_tiles, tile.block_m * row_bytes)
     kv = buffer("kv_hat", *kv_heads, layout.kv_tiles, k_bytes + SCALES_LINE + v_bytes)
-    k, v = kv[..., :k_bytes], kv[..., k_bytes + SCALES_LINE:]
-    k_scale = kv[..., k_bytes: k_bytes + 4 * KEY_GROUPS].contiguous().view(torch.float32)
+    k, v = kv[..., :k_bytes], kv[..., k_bytes: k_bytes + v_bytes]
+    k_scale = kv[..., k_bytes + v_bytes:][..., : 4 * KEY_GROUPS].contiguous().view(torch.float32)
     q_scale = buffer("q_scale", *q_heads, layout.q_tiles * tile.block_m // tile.warp_m, ROW_GROUPS, dtype=torch.float32)
     keys, rows = torch.arange(tile.block_n), torch.arange(tile.warp_m)
     smoothed = {}

@@ -107,13 +107,13 @@ struct DeltaParams {
   Dtype dtype;
   i32 aligned;          // every row of k starts at a multiple of 16 bytes
   i32 block_m;          // query rows of a tile
-  i32 is_causal;        // columns that no row of a tile sees are left unwritten
-  i32 padding;
+  i32 block_n;          // keys of a KV tile
+  i32 is_causal;        // columns of KV tiles that no row of a query tile sees are left unwritten
 };
 static_assert(sizeof(DeltaParams) == 112);
 static_assert(SAGE_OFFSET(DeltaParams, delta_s) == 48);
 static_assert(SAGE_OFFSET(DeltaParams, first_head) == 56);
-static_assert(SAGE_OFFSET(DeltaParams, is_causal) == 104);
+static_assert(SAGE_OFFSET(DeltaParams, is_causal) == 108);
 
 struct AttnParams {
   const u8* q_hat;        // these eight as QuantParams

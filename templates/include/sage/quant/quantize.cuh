@@ -280,29 +280,35 @@ struct Quantize {
 #pragma unroll
     for (i32 s = 0; s < kSteps; ++s) raw[s] = source.load(tile * Config::kBlockN + key_of_step(s), vector * kVector);
 
-    float x[kSteps][kVector];
+    // Anew for each use: all of them at once would take too many registers.
+    const auto smoothed = [&](i32 s, float (&x)[1][kVector]) {
+      source.convert(raw[s], x[0]);
+      const bool exists = tile * Config::kBlockN + key_of_step(s) < params.seqlen_kv;
+      subtract(x[0], channels.k_mean + vector * kVector, exists);
+    };
+    float amax = 0.0f, x[1][kVector];
 #pragma unroll
     for (i32 s = 0; s < kSteps; ++s) {
-      source.convert(raw[s], x[s]);
-      const bool exists = tile * Config::kBlockN + key_of_step(s) < params.seqlen_kv;
-      subtract(x[s], channels.k_mean + vector * kVector, exists);
+      smoothed(s, x);
+      amax = ptx::max_nan(amax, abs_max(x));
     }
-    float amax = abs_max(x);
-    if (ptx::any(!(amax < ptx::infinity()))) {
+    const bool finite = !ptx::any(!(amax < ptx::infinity()));
+    if (!finite) {
+      amax = 0.0f;
 #pragma unroll
       for (i32 s = 0; s < kSteps; ++s) {
-        const float (&row)[1][kVector] = reinterpret_cast<const float (&)[1][kVector]>(x[s]);
-        if (!(abs_max(row) < ptx::infinity())) {
-          atomicMin(params.k_finite + head, tile * Config::kBlockN + key_of_step(s));
-        }
+        smoothed(s, x);
+        if (!(abs_max(x) < ptx::infinity())) atomicMin(params.k_finite + head, tile * Config::kBlockN + key_of_step(s));
+        amax = fmaxf(amax, make_finite(x));
       }
-      amax = make_finite(x);
     }
     const Scale scale = scale_to(kLimit, kClip * ptx::max_over_lanes<kWarpSize>(amax));
     u8* tile_data = kv_tile(head, tile);
 #pragma unroll
     for (i32 s = 0; s < kSteps; ++s) {
-      store_row<typename Layout::KRows>(tile_data, key_of_step(s), vector, x[s], scale.inv_scale);
+      smoothed(s, x);
+      if (!finite) make_finite(x);
+      store_row<typename Layout::KRows>(tile_data, key_of_step(s), vector, x[0], scale.inv_scale);
     }
     if (lane == 0) reinterpret_cast<float*>(tile_data + Layout::kKScales)[group] = scale.scale;
   }

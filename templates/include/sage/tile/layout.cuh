@@ -3,10 +3,10 @@
 // Quantized tensors are stored tile by tile, each tile contiguous and already swizzled, so that loading one into shared
 // memory is a plain copy of consecutive bytes. With kBlockM query rows and kBlockN keys a tile:
 //   Q̂        [kBlockM][kHeadDim] s8 or s4, rows of queries
-//   K̂        [kBlockN][kHeadDim] s8 or s4, rows of keys, then the scales of the tile: [kKeyGroups] f32 in a line of 128 bytes;
-//            then the tile of V̂, so that one run of bytes brings all of a KV tile
+//   K̂        [kBlockN][kHeadDim] s8 or s4, rows of keys
 //   V̂ f16    [kBlockN][kHeadDim] f16, rows of keys
 //   V̂ e4m3   [kHeadDim][kBlockN] e4m3, rows of channels, its columns in the order of key_of_column()
+// A KV tile is K̂, V̂, then the scales of K̂, [kKeyGroups] f32 in a line of 128 bytes: one run of bytes brings all of it.
 #pragma once
 
 #include "sage/types.cuh"
@@ -45,7 +45,7 @@ __device__ constexpr i32 key_of_column(i32 column) {
   return column / 32 * 32 + 16 * half + 8 * (e / 2) + 2 * t + e % 2;
 }
 
-// Bytes behind a tile of K for its scales: a whole line, so that tiles stay aligned.
+// Bytes behind a KV tile for the scales of K: a whole line, so that tiles stay aligned.
 constexpr i32 kScalesLine = 128;
 
 // Rows and bytes of one tile of each quantized tensor.
@@ -63,7 +63,7 @@ struct TileLayout {
   static constexpr i32 kVBytes = (kTransposedV ? Config::kHeadDim : Config::kBlockN) * VRows::kRowBytes;
 
   // A KV tile: offsets of its parts, and its size.
-  static constexpr i32 kKScales = kKBytes, kV = kKBytes + kScalesLine, kKvBytes = kV + kVBytes;
+  static constexpr i32 kV = kKBytes, kKScales = kV + kVBytes, kKvBytes = kKScales + kScalesLine;
 };
 
 // Which keys of a tile share a scale: group t holds the keys n with n % 8 / 2 == t, those of the lanes t of a warp.
