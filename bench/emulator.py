@@ -254,7 +254,7 @@ def attend(method: Method, problem: Problem, tile: Tile, inputs: Inputs, quantiz
             delta = inputs.delta_s[..., part].repeat_interleave(tile.block_m, 2)
             scores, scale = _emulate._add_delta(scores, scale, delta), torch.ones_like(scale)
         scores = scores.masked_fill(first + torch.arange(tile.block_n) >= limit[:, None], -torch.inf)
-        p, alpha, row_ref = _emulate._softmax_tile(scores, scale, bias, row_ref, tile.warp_m, like)
+        p, alpha, row_ref = _emulate._softmax_tile(scores, scale, bias, row_ref, tile, like)
         rounded = ROUNDING[method.pv](p * top)
         row_sum = row_sum * alpha + (rounded / top if _emulate.SUMS_ROUNDED[like] else p).sum(-1)
         acc_o = accumulate(acc_o * alpha[..., None], rounded, v[:, :, part], method.accumulator)

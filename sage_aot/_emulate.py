@@ -18,6 +18,7 @@ import torch
 from sage_aot._plan import KEY_GROUPS, LOG2_E, ROW_GROUPS, V_LIMIT, chunk_rows_of
 from sage_aot._problem import Problem
 from sage_aot._select import Kernels
+from sage_aot._spec import Tile
 
 INT_LIMIT = {8: 127.0, 4: 7.0}
 CLIP = {8: 1.0, 4: 0.8}  # quant/quantize.cuh: share of a group's largest value that INT_LIMIT stands for
@@ -240,7 +241,7 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
             scale = torch.ones_like(scale)
         scores = scores.masked_fill(first + torch.arange(block_n, device=k.device) >= limit[:, None], -math.inf)
         bias = _folded_bias(problem.smooth_q, problem.qk_bits, spec.pv_accum)
-        p, alpha, row_ref = _softmax_tile(scores, scale, bias, row_ref, kernels.attn.tile.warp_m, spec.pv_accum)
+        p, alpha, row_ref = _softmax_tile(scores, scale, bias, row_ref, kernels.attn.tile, spec.pv_accum)
         rounded = to_pv(p, spec.pv)
         row_sum = row_sum * alpha + (rounded if SUMS_ROUNDED[spec.pv_accum] else p).sum(-1)
         acc_o = acc_o * alpha[..., None] + _pv_tile(rounded, v[:, :, keys], spec.pv_accum)
@@ -278,25 +279,38 @@ def _folded_bias(smooth_q: bool, qk_bits: int, pv_accum: str) -> float:
     return SCORE_BIAS if not smooth_q and (qk_bits == 8 or LARGEST_FOLDED[pv_accum] >= 1.0) else 0.0
 
 
-def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, bias: float, row_ref: torch.Tensor, warp_m: int,
+def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, bias: float, row_ref: torch.Tensor, tile: Tile,
                   pv_accum: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """P of one tile, the factor for what was summed before, and the new reference.
 
-    A warp whose scores fit takes the FMA that the bias is folded into; the others raise references and fold nothing.
+    The mma family: a warp whose scores fit takes the FMA that the bias is folded into; the others raise references and fold
+    nothing. The wgmma family raises references at every tile, and folds where the scales allow it.
     """
-    offset = (-scale.double() * bias - row_ref.double()[..., None]).float()  # rounds for e4m3 only
-    exponent = ((scores.double() + bias) * scale.double() + offset.double()).float()
-    foldable = (scale < LARGEST_FOLDED[pv_accum]) if bias else torch.ones_like(scale, dtype=torch.bool)
-    fits = foldable & (exponent <= TOP[pv_accum] + LAZY_RISE[pv_accum])
-    fits = fits.all(-1).unflatten(2, (-1, warp_m)).all(-1).repeat_interleave(warp_m, 2)
-
     needed = (scores * scale).nan_to_num(-math.inf, math.inf, -math.inf).amax(-1) - TOP[pv_accum]
     if WHOLE_REFERENCE[pv_accum]:
         needed = needed.ceil()
-    new_ref = torch.where(~fits & (needed > row_ref + LAZY_RISE[pv_accum]), needed, row_ref)
+    raised = torch.where(needed > row_ref + LAZY_RISE[pv_accum], needed, row_ref)
+    foldable = (scale < LARGEST_FOLDED[pv_accum]) if bias else torch.ones_like(scale, dtype=torch.bool)
+    if tile.producer_warps:
+        folds, new_ref = _whole_warps(foldable, tile.warp_m), raised
+        folded = _folded(scores, scale, bias, new_ref)
+    else:
+        folded = _folded(scores, scale, bias, row_ref)
+        folds = _whole_warps(foldable & (folded <= TOP[pv_accum] + LAZY_RISE[pv_accum]), tile.warp_m)
+        new_ref = torch.where(folds, row_ref, raised)
     unfolded = (scores.double() * scale.double() - new_ref.double()[..., None]).float()
-    exponent = torch.where(fits[..., None], exponent, unfolded)
-    return torch.exp2(exponent), torch.exp2(row_ref - new_ref), new_ref
+    return torch.exp2(torch.where(folds[..., None], folded, unfolded)), torch.exp2(row_ref - new_ref), new_ref
+
+
+def _folded(scores: torch.Tensor, scale: torch.Tensor, bias: float, row_ref: torch.Tensor) -> torch.Tensor:
+    """The exponents of P by the FMA that the bias is folded into; its constant rounds for e4m3 only."""
+    offset = (-scale.double() * bias - row_ref.double()[..., None]).float()
+    return ((scores.double() + bias) * scale.double() + offset.double()).float()
+
+
+def _whole_warps(scores: torch.Tensor, warp_m: int) -> torch.Tensor:
+    """Per row, whether something holds for all scores of its warp."""
+    return scores.all(-1).unflatten(2, (-1, warp_m)).all(-1).repeat_interleave(warp_m, 2)
 
 
 def _pv_tile(p: torch.Tensor, v: torch.Tensor, pv_accum: str) -> torch.Tensor:

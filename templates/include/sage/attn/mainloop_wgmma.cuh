@@ -66,6 +66,7 @@ class AttentionWgmma {
  public:
   static constexpr i32 kConsumers = Config::kBlockM / 64;  // warpgroups
   static constexpr i32 kThreads = (1 + kConsumers) * kWarpgroup;
+  static_assert(kConsumers == 2, "that many have the registers, and take turns");
   static_assert(Config::kWarpM == 16 && Config::kQkBits == 8 && Config::kPv == Pv::kE4m3 && Config::kBlockN == 128);
 
   __device__ __forceinline__ static void run(const AttnParams& params, const u8* shared_bytes) {
@@ -97,6 +98,7 @@ class AttentionWgmma {
   using Product = PvE4m3<Config>;
   using Place = RingPlace<Config::kStages>;
   static constexpr i32 kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr i32 kRows = Config::kWarpM / 8;  // of a thread
   static constexpr i32 kLoadBytes = Layout::kKScales + kKeyGroups * 4;  // of a KV tile: the rest of its last line is empty
 
   // --- the producer ---------------------------------------------------------------------------------------------------
@@ -129,6 +131,7 @@ class AttentionWgmma {
     OnlineSoftmax<Config, Product> softmax;
     OutputAccumulator<Config> acc_o = {};
     float acc_r[Config::kHeadDim / 2];  // of the product in flight, as a wgmma's D
+    float alpha[kRows];                 // what O must be multiplied by before that is added
     typename Scores<Config>::Accumulator acc_s;
     typename Product::Operand p;
     Place place;    // of the tile whose scores are next
@@ -145,7 +148,7 @@ class AttentionWgmma {
     state.q_scale = params.q_scale[(q_tile * (Config::kBlockM / Config::kWarpM) + warp) * kRowGroups + lane / 4];
     if (work.tiles > 0) {
       ptx::mbarrier_wait(shared.q_full(), 0);
-      if (kConsumers == 2 && consumer == 1) ptx::barrier_arrive(turn_of(0), 2 * kWarpgroup);
+      if (consumer == 1) end_turn(consumer);  // the first turn is that of consumer 0
       take_turn(consumer);
       start_scores(shared, consumer, state);
       end_turn(consumer);
@@ -193,14 +196,16 @@ class AttentionWgmma {
     ptx::wgmma_commit();
   }
 
-  // O += R, once all products are done, and the slot that they read is free.
+  // O = alpha · O + R, once all products are done, and the slot that they read is free.
   __device__ __forceinline__ static void finish_output(const Shared& shared, i32 lane, State& state) {
     ptx::wgmma_wait<0>();
     if (lane == 0) ptx::mbarrier_arrive(shared.empty(state.previous));
 #pragma unroll
     for (i32 n = 0; n < Config::kHeadDim / 8; ++n) {
 #pragma unroll
-      for (i32 c = 0; c < 4; ++c) state.acc_o[0][n][c] += state.acc_r[4 * n + c];
+      for (i32 c = 0; c < 4; ++c) {
+        state.acc_o[0][n][c] = fmaf(state.acc_o[0][n][c], state.alpha[c / 2], state.acc_r[4 * n + c]);
+      }
     }
   }
 
@@ -227,17 +232,14 @@ class AttentionWgmma {
       scale = 1.0f;
     }
     if constexpr (kMasked) mask(params, warp, lane, tile, state.acc_s);
-    float offset[kRows];
-    const bool fits = state.softmax.fits(state.acc_s, scale, offset);
+    // References follow the maxima at every tile: O is multiplied by alpha where R is added anyway.
+    float offset[kRows], alpha[kRows];
+    state.softmax.raise(state.acc_s, scale, offset, alpha);
     if constexpr (kOutput) finish_output(shared, lane, state);
-    if (fits) {
-      state.softmax.template exponentiate<true>(state.acc_s, scale, offset, state.p);
-    } else {
-      float alpha[kRows];
-      state.softmax.raise(state.acc_s, scale, offset, alpha);
-      rescale<Config>(state.acc_o, alpha);
-      state.softmax.template exponentiate<false>(state.acc_s, scale, offset, state.p);
-    }
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) state.alpha[r] = alpha[r];
+    if (state.softmax.fold(scale, offset)) state.softmax.template exponentiate<true>(state.acc_s, scale, offset, state.p);
+    else state.softmax.template exponentiate<false>(state.acc_s, scale, offset, state.p);
     state.previous = state.place.stage;
     state.place.advance();
   }
@@ -252,15 +254,13 @@ class AttentionWgmma {
     Scores<Config>::mask(acc_s, limit);
   }
 
-  static constexpr i32 kRows = Config::kWarpM / 8;  // of a thread
-
   // Turns at issuing products: a barrier for each consumer, at which it waits and to which the other one arrives.
   __device__ __forceinline__ static u32 turn_of(i32 consumer) { return 1 + consumer; }
   __device__ __forceinline__ static void take_turn(i32 consumer) {
-    if constexpr (kConsumers == 2) ptx::barrier_sync(turn_of(consumer), 2 * kWarpgroup);
+    ptx::barrier_sync(turn_of(consumer), 2 * kWarpgroup);
   }
   __device__ __forceinline__ static void end_turn(i32 consumer) {
-    if constexpr (kConsumers == 2) ptx::barrier_arrive(turn_of(1 - consumer), 2 * kWarpgroup);
+    ptx::barrier_arrive(turn_of(1 - consumer), 2 * kWarpgroup);
   }
 };
 

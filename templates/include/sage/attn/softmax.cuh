@@ -68,8 +68,7 @@ struct OnlineSoftmax {
       offset[r] = fmaf(-scale, kFolds ? kBias : 0.0f, -row_ref[r]);
       top = fmaxf(top, fmaf(largest(acc_s[r / 2], r % 2) - (kFolds ? 0.0f : kBias), scale, offset[r]));
     }
-    const bool foldable = !kFolds || scale < Product::kLargestFolded;
-    return !ptx::any(!(foldable && top <= Product::kTop + Product::kLazyRise));
+    return !ptx::any(!(foldable(scale) && top <= Product::kTop + Product::kLazyRise));
   }
 
   // Where they will not: moves references up. `alpha`: what everything summed so far must be multiplied by.
@@ -82,8 +81,16 @@ struct OnlineSoftmax {
     }
   }
 
-  // P = 2^(score - row_ref), packed as the A operand of the second product. kAsFits: by the constants of fits(), in
-  // place of those of raise(), into which nothing is folded.
+  // After raise(): whether the bias folds for every thread of the warp, and then the constants of P's FMA.
+  __device__ __forceinline__ bool fold(float scale, float (&offset)[kRows]) const {
+    if (ptx::any(!foldable(scale))) return false;
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) offset[r] = fmaf(-scale, kFolds ? kBias : 0.0f, -row_ref[r]);
+    return true;
+  }
+
+  // P = 2^(score - row_ref), packed as the A operand of the second product. kAsFits: by the constants of fits(), or
+  // fold(), in place of those of raise(), into which nothing is folded.
   template <bool kAsFits>
   __device__ __forceinline__ void exponentiate(const Scores& acc_s, float scale, const float (&offset)[kRows],
                                                typename Product::Operand& p) {
@@ -113,6 +120,8 @@ struct OnlineSoftmax {
   }
 
  private:
+  __device__ __forceinline__ static bool foldable(float scale) { return !kFolds || scale < Product::kLargestFolded; }
+
   // Of one row's scores in this thread, still biased.
   __device__ __forceinline__ static float largest(const i32 (&acc_s)[kNTiles][4], i32 half) {
     i32 x = larger(acc_s[0][2 * half], acc_s[0][2 * half + 1]);
