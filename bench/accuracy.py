@@ -197,15 +197,12 @@ def measure_tables(arguments: argparse.Namespace, library: Library) -> int:
         traits = {case: accuracy_tables.traits(case, library, device) for case in cases if not case.long}
         read = {name: accuracy_tables.bits_per_byte(model, arguments.windows, library, device)
                 for name, model in models.items() if arguments.windows and hasattr(model, "bits_per_byte")}
-    text = "\n".join([*(f"- {name}: {value}" for name, value in lines.items()), "",
-                      *(accuracy_tables.markdown(table, results[table.name]) for table in chosen),
-                      *([accuracy_tables.bits_per_byte_markdown(read)] if read else []),
-                      accuracy_tables.traits_markdown(traits)])
-    print(text)
     values = {"header": lines, "tables": [{"name": table.name, "title": table.title, "rows": [
         result.to_json() for result in results[table.name]]} for table in chosen], "traits": [
         {"source": case.source, "case": case.name, **asdict(found)} for case, found in traits.items()],
         "bits_per_byte": read}
+    text = accuracy_tables.document(values)
+    print(text)
     common.write_json(arguments.json, values)
     if arguments.markdown:
         arguments.markdown.write_text(text)

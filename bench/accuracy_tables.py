@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
@@ -58,6 +58,9 @@ class Table:
 DEFAULT = {8: Method(bits=8, smoothing="k"), 4: Method(bits=4, smoothing="qk")}
 """By bits: the paper's method, and what sage_aot.attn does on sm89, but that it clips at 4 bits."""
 
+WORDS = {8: "8 bits", 4: "4 bits not clipped"}
+"""DEFAULT, for titles."""
+
 
 def tables() -> list[Table]:
     per_bits = [table(bits) for table in (granularity, smoothing, pv_types) for bits in (4, 8)]
@@ -70,10 +73,15 @@ def exact_pv(method: Method) -> Method:
     return replace(method, pv="f16", accumulator="f32")
 
 
+AS_SHIPPED = [replace(method, clip=_emulate.CLIP[bits]) for bits, default in DEFAULT.items()
+              for method in (exact_pv(default), default)]
+"""What sage_aot.attn does by default: with P and V in f16, and with E4M3 (sm89)."""
+
+
 def granularity(bits: int) -> Table:
     base = exact_pv(DEFAULT[bits])
     methods = {f"per {name}": replace(base, granularity=name) for name in emulator.GROUPS}
-    return Table(f"granularity-{bits}", f"Granularity of the scales of Q and K, {bits} bits, P and V in f16", methods)
+    return Table(f"granularity-{bits}", f"Granularity of the scales of Q and K, {WORDS[bits]}, P and V in f16", methods)
 
 
 def smoothing(bits: int) -> Table:
@@ -97,7 +105,7 @@ PV_TYPES = {"INT8": "int8", "E5M2": "e5m2", "E4M3": "e4m3", "f16": "f16"}
 
 def pv_types(bits: int) -> Table:
     methods = {name: replace(DEFAULT[bits], pv=pv, accumulator="f32") for name, pv in PV_TYPES.items()}
-    return Table(f"pv-{bits}", f"Type of P and V, Q and K in {bits} bits as by default, f32 accumulators", methods)
+    return Table(f"pv-{bits}", f"Type of P and V, Q and K in {WORDS[bits]}, f32 accumulators", methods)
 
 
 def pv_types_biased() -> Table:
@@ -109,7 +117,7 @@ def pv_types_biased() -> Table:
 def smooth_v(v_bias: float) -> Table:
     methods = {f"{bits} bits, V {words}": replace(DEFAULT[bits], smooth_v=on)
                for bits in (4, 8) for words, on in (("as it is", False), ("smoothed", True))}
-    return Table(*_biased("smooth-v", "Smoothing of V, E4M3, two-level", v_bias), methods, v_bias)
+    return Table(*_biased("smooth-v", f"Smoothing of V, E4M3, two-level; {WORDS[4]}", v_bias), methods, v_bias)
 
 
 def accumulators(v_bias: float) -> Table:
@@ -246,13 +254,13 @@ def int8_loss(case: Case, library: Library, q: torch.Tensor, k: torch.Tensor, v:
     return 1 - out.mean().item()
 
 
-def traits_markdown(found: dict[Case, Traits]) -> str:
-    """Title, explanation, and the averages by source."""
-    rows = []
-    for source in dict.fromkeys(case.source for case in found):
-        values = [asdict(traits).values() for case, traits in found.items() if case.source == source]
-        rows.append(common.table_row([source, *(f"{fmean(column):.3f}" for column in zip(*values))]))
-    return "\n".join([TRAITS_TEXT, common.table_head(TRAITS), *rows, ""])
+def traits_markdown(rows: list[dict]) -> str:
+    """Title, explanation, and the averages by source; rows: as in the JSON."""
+    lines = []
+    for source in dict.fromkeys(row["source"] for row in rows):
+        columns = ([row[field.name] for row in rows if row["source"] == source] for field in fields(Traits))
+        lines.append(common.table_row([source, *(f"{fmean(column):.3f}" for column in columns)]))
+    return "\n".join([TRAITS_TEXT, common.table_head(TRAITS), *lines, ""])
 
 
 # --- what a model makes of it -----------------------------------------------------------------------------------------
@@ -365,10 +373,42 @@ def _summary(source: str, method: str, values: list[Accuracy]) -> Summary:
                    Accuracy(min(cosines), max(l1s), max(rmses)))
 
 
+DOCUMENT_TEXT = """Each table comes twice: first the relative L1 error in percent, average (worst) over the cases of a
+kind of inputs; then every measure. Bold is what sage_aot.attn does by default.
+"""
+
+
+def document(values: dict) -> str:
+    """The Markdown of all that the JSON holds."""
+    by_name = {table.name: table for table in tables()}
+    measured = [markdown(by_name[table["name"]], [Result.from_json(row) for row in table["rows"]])
+                for table in values["tables"]]
+    read = [bits_per_byte_markdown(values["bits_per_byte"])] if values["bits_per_byte"] else []
+    header = [f"- {name}: {value}" for name, value in values["header"].items()]
+    return "\n".join([*header, "", DOCUMENT_TEXT, *measured, *read, traits_markdown(values["traits"])])
+
+
 def markdown(table: Table, results: list[Result]) -> str:
-    """Title and table."""
-    rows = [common.table_row(summary.cells()) for summary in summaries(results)]
-    return "\n".join([f"### {table.title}", "", common.table_head(COLUMNS, texts=2), *rows, ""])
+    """Title, overview and table."""
+    found = summaries(results)
+    rows = [common.table_row(summary.cells()) for summary in found]
+    return "\n".join([f"### {table.title}", "", overview(table, found), "", common.table_head(COLUMNS, texts=2), *rows, ""])
+
+
+def overview(table: Table, found: list[Summary]) -> str:
+    """A row per method, a column per source: relative L1 in percent, average (worst)."""
+    sources = list(dict.fromkeys(summary.source for summary in found))
+    cells = {(summary.method, summary.source): f"{_percent(summary.average)} ({_percent(summary.worst)})"
+             for summary in found}
+    rows = [common.table_row([f"**{words}**" if method in AS_SHIPPED else words,
+                              *(cells[words, source] for source in sources)])
+            for words, method in table.methods.items()]
+    return "\n".join([common.table_head(["relative L1, %", *sources]), *rows])
+
+
+def _percent(accuracy: Accuracy) -> str:
+    """Relative L1: three digits from 0.1 %, then less."""
+    return f"{100 * accuracy.relative_l1:#.3g}" if accuracy.relative_l1 >= 0.001 else f"{100 * accuracy.relative_l1:.3f}"
 
 
 def _cells(accuracy: Accuracy) -> list[str]:

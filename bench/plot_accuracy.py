@@ -21,6 +21,7 @@ COLORS = ("#2a6fbb", "#d1495b", "#2f9e6e", "#e0912f", "#7b5ea7", "#4d525a")
 
 PANELS_PER_ROW = 2
 LEGEND_COLUMNS = 4
+LINE = 84  # characters that fit below a panel
 
 
 def main() -> None:
@@ -59,7 +60,8 @@ def draw_table(axes: object, title: str, rows: list[Summary]) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=2))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xticks(range(len(methods)), [textwrap.fill(method, 12) for method in methods], fontsize=7)
+    axes.set_xticks(range(len(methods)), [textwrap.fill(method, LINE // len(methods)) for method in methods],
+                    fontsize=7)
     axes.set_title(title, fontsize=9, pad=30)
     legend = axes.legend(frameon=False, fontsize=7, ncols=LEGEND_COLUMNS, loc="lower center",
                          bbox_to_anchor=(0.5, 0.98))

@@ -416,3 +416,16 @@ def test_summaries_take_the_average_and_the_worst_of_each_measure():
     assert first.worst == Accuracy(0.7, 0.3, 3.0)
     assert second.average == second.worst == Accuracy(0.5, 0.5, 0.5)
     assert accuracy_tables.Result.from_json(results[0].to_json()) == results[0]
+
+
+def test_overview_is_in_percent_and_marks_what_the_kernels_do():
+    (table,) = [table for table in accuracy_tables.tables() if table.name == "bits"]
+    errors = {"8 bits, f16": 0.00004, "4 bits, E4M3": 0.2, "4 bits, E4M3, clipped": 0.0125}
+    results = [accuracy_tables.Result(source, "c", words, Accuracy(1.0, errors.get(words, 0.001) * factor, 0.0))
+               for words in table.methods for source, factor in (("s", 1), ("t", 1), ("t", 3))]
+    lines = accuracy_tables.overview(table, accuracy_tables.summaries(results)).splitlines()
+    assert lines[0] == "| relative L1, % | s | t |" and len(lines) == 2 + len(table.methods)
+    assert "| **8 bits, f16** | 0.004 (0.004) | 0.008 (0.012) |" in lines
+    assert "| **8 bits, E4M3** | 0.100 (0.100) | 0.200 (0.300) |" in lines
+    assert "| 4 bits, E4M3 | 20.0 (20.0) | 40.0 (60.0) |" in lines
+    assert "| **4 bits, E4M3, clipped** | 1.25 (1.25) | 2.50 (3.75) |" in lines
