@@ -70,7 +70,8 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
         check(q, k, v, is_causal=is_causal, scale=scale, layout=layout, qk_bits=qk_bits,
               smooth_q=smooth_q, smooth_k=smooth_k, smooth_v=smooth_v, pv_accum=pv_accum)  # raises
     if not (q.is_cuda or q.is_cpu):
-        raise ArgumentError(f"q, k and v must be CUDA or CPU tensors, got device {q.device}")
+        raise ArgumentError(f"q, k and v must be CUDA or CPU tensors, got device {q.device}; move them with "
+                            f"q.to('cuda') or q.to('cpu')")
     if not isinstance(return_lse, bool):
         raise ArgumentError(f"return_lse: expected True or False, got {return_lse!r}")
     options = (is_causal, scale, layout, None if qk_bits == "auto" else qk_bits,

@@ -111,11 +111,19 @@ def import_cupy() -> ModuleType:
                                f"`pip install 'sage-aot[cuda12]'`, or [cuda13] for drivers from 580 on") from error
     built, driver = cupy.cuda.runtime.runtimeGetVersion(), cupy.cuda.runtime.driverGetVersion()
     if driver // 1000 < built // 1000:
-        found = f"the driver is for CUDA {_cuda_version(driver)}" if driver else "there is no driver"
         raise UnsupportedError(f"kernels are launched through cupy, which was built for CUDA {_cuda_version(built)}, but "
-                               f"{found}; update the driver, or uninstall this cupy and install that of the driver's "
-                               f"CUDA, such as `pip install 'sage-aot[cuda12]'`")
+                               f"{_too_old(driver)}")
     return cupy
+
+
+def _too_old(driver: int) -> str:
+    """What a driver older than cupy's CUDA is for, and what to install in place of either."""
+    if driver == 0:
+        return "there is no driver; install or update the NVIDIA driver"
+    found = f"the driver is for CUDA {_cuda_version(driver)}"
+    if driver < 12000:
+        return f"{found}; update the driver, at least to 525"
+    return f"{found}; update the driver, or uninstall this cupy and `pip install 'sage-aot[cuda12]'`"
 
 
 def _cuda_version(number: int) -> str:
