@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -226,6 +227,32 @@ def test_values_whose_sum_is_beyond_f32(pv, smooth_v):
     assert _reference.measure(out[..., 3:], expected[..., 3:]).cosine > 0.996
 
 
+def test_values_that_less_their_mean_are_beyond_f32(pv):
+    """Such a mean counts as zero, and the other channels keep theirs."""
+    q, k, v = draw((1, 1, 64, 64), (1, 1, 3, 64))
+    v[0, 0, :, 2] = torch.tensor([3e38, -3e38, -3e38])
+    v[..., 3] += 8.0
+    out, (expected, _) = sage_aot.attn(q, k, v, smooth_v=True), _reference.attention(q, k, v)
+    assert out.isfinite().all() and (out[..., 2] - expected[..., 2]).abs().max() < 0.3 * 3e38
+    assert _reference.measure(out[..., 3:], expected[..., 3:]).cosine > 0.98
+
+
+def test_fma_rounds_once():
+    """Sums that f64 rounds to the middle of two f32, from either side, and random ones against exact arithmetic."""
+    below, above = (1 + 2.0**-23) * 2.0**-12, (1 - 2.0**-23) * 2.0**-12
+    random = torch.randn(3, 300, generator=torch.Generator().manual_seed(1)) * torch.tensor([1.0, 1.0, 1e5])[:, None]
+    hard = torch.tensor([[below, -below, below, below], [above, above, -above, above],
+                         [1 + 2.0**-23, -1 - 2.0**-23, 1 + 2.0**-23, 1.0]])
+    for a, b, c in (*hard.T, *random.T):
+        exact = Fraction(a.item()) * Fraction(b.item()) + Fraction(c.item())
+        got = _emulate._fma(a, b, c)
+        distances = [abs(Fraction(x.item()) - exact) for x in (got, *(got.nextafter(got.new_tensor(end))
+                                                                      for end in (-math.inf, math.inf)))]
+        assert distances[0] <= min(distances[1:])
+    infinite = torch.tensor([math.inf, math.nan, 3e38])
+    assert torch.equal(_emulate._fma(infinite, torch.tensor(2.0), torch.tensor(1.0)).isfinite(), torch.zeros(3).bool())
+
+
 def test_equal_keys_leave_the_log_sum_exp_exact(pv):
     """Smoothing takes all of K away: what is left of a score is the query times the mean, in f32."""
     q, k, v = draw((1, 2, 100, 64), (1, 2, 130, 64))
@@ -325,9 +352,9 @@ def test_delta_s_takes_heads_in_turns(monkeypatch):
     prepare.cache_clear()
 
 
-def test_4_bits_on_hopper_says_why_not(monkeypatch):
+def test_4_bits_on_hopper_says_what_to_use(monkeypatch):
     monkeypatch.setenv("SAGE_AOT_EMULATE", "sm90")
-    with pytest.raises(UnsupportedError, match="no kernel for arch=sm90.*qk=4.*built for sm90"):
+    with pytest.raises(UnsupportedError, match="no kernel for sm90, .*qk_bits=4, .*; use qk_bits=8"):
         sage_aot.attn(*draw((1, 1, 4, 64), (1, 1, 4, 64)), qk_bits=4)
 
 
