@@ -117,7 +117,7 @@ def _pad(x: torch.Tensor, rows: int, headdim: int) -> torch.Tensor:
 
 
 def _mean_over_keys(x: torch.Tensor, problem: Problem, kernels: Kernels) -> torch.Tensor:
-    """Mean over the sequence, summed in the order of quant/statistics.cuh: a thread's rows, then threads, then chunks."""
+    """Mean over the sequence in the order of quant/statistics.cuh: a thread's rows, then threads, then chunks."""
     rows_at_once = kernels.stats.threads * VECTOR // kernels.attn.spec.headdim
     x = _finite_or_zero(x)[:, :, : problem.seqlen_kv]
     batch, heads, keys, headdim = x.shape
@@ -167,8 +167,9 @@ def _delta_s(q_mean: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a · b + c in f32, rounded once.
 
-    f64 holds the product of two f32. Where it rounds the sum, that is made odd (of its two neighbours in f64 the one with
-    an odd last bit), which f32 then rounds as it would the exact sum. Source: Boldo & Melquiond, "Emulation of FMA".
+    f64 holds the product of two f32. Where it rounds the sum, that is made odd (of the two f64 around the exact sum the
+    one with an odd last bit), which f32 then rounds as it would the exact one.
+    Source: Boldo & Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd".
     """
     product, c = a.double() * b.double(), c.double()
     total = product + c
@@ -214,7 +215,7 @@ def _quantize_rows(x: torch.Tensor, groups: torch.Tensor, bits: int,
 def _scale_to(limit: float, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale that takes amax to `limit`, and its reciprocal."""
     zeros = amax < SMALLEST_ABS_MAX
-    inv_scale = torch.full_like(amax, limit) / amax  # a number over a tensor would round twice: reciprocal, then product
+    inv_scale = torch.full_like(amax, limit) / amax  # a number over a tensor rounds twice: reciprocal, then product
     return torch.where(zeros, 1.0, _divide(amax, limit)), torch.where(zeros, 0.0, inv_scale)
 
 
@@ -269,7 +270,8 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
         scores = quantized.q @ k[:, :, keys].transpose(2, 3)  # exact: integers below 2^24
         scale = _score_scale(quantized.q_scale[..., None] * k_scale[:, :, None, keys])
         if quantized.delta_s is not None:
-            scores = _add_delta(scores, scale, quantized.delta_s[..., keys].repeat_interleave(kernels.attn.tile.block_m, 2))
+            delta = quantized.delta_s[..., keys].repeat_interleave(kernels.attn.tile.block_m, 2)
+            scores = _add_delta(scores, scale, delta)
             scale = torch.ones_like(scale)
         scores = scores.masked_fill(first + torch.arange(block_n, device=k.device) >= limit[:, None], -math.inf)
         bias = _folded_bias(problem.smooth_q, problem.qk_bits, spec.pv_accum)
@@ -296,7 +298,7 @@ def _key_limit(problem: Problem, rows: int) -> torch.Tensor:
 
 
 def _score_scale(scale: torch.Tensor) -> torch.Tensor:
-    """Cut to 22 bits of mantissa, as attn/softmax.cuh does; for f16 P that keeps the subtraction of the reference exact."""
+    """Cut to 22 bits of mantissa, as in attn/softmax.cuh; for f16 P that keeps subtracting the reference exact."""
     cut = (scale.view(torch.int32) & ~3).view(torch.float32)
     return torch.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, cut)
 
@@ -333,7 +335,7 @@ def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, bias: float, row_re
 
 
 def _pv_tile(p: torch.Tensor, v: torch.Tensor, pv_accum: str) -> torch.Tensor:
-    """P·V of one tile; FP8 in products of 32 keys, after each of which the accumulator keeps 13 mantissa bits or f16."""
+    """P·V of one tile; FP8 in products of 32 keys, each of which leaves the accumulator 13 mantissa bits, or f16."""
     if pv_accum == "f32":
         return p @ v
     total = p.new_zeros(*p.shape[:3], v.shape[-1])

@@ -17,7 +17,7 @@ _FLAGS = {"full": False, "causal": True, "vraw": False, "vsmooth": True, "qraw":
 _GIVEN = {"headdim", "mask"}
 """Axes that are not the caller's to choose: another value would be another problem."""
 
-_FOLDER = "This folder holds what was built; in a source tree `python -m codegen list` says what can be, and why not all"
+_FOLDER = "This folder holds what was built; `python -m codegen list` in a source tree says what can be and what not"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def select(capability: tuple[int, int], problem: Problem, manifest: Manifest) ->
     }
     attn = _find(wanted, manifest)
     companions = {kind: _companion(attn.spec, kind, manifest) for kind in ("stats", "quant")}
-    return Kernels(**companions, delta=_companion(attn.spec, "delta", manifest) if problem.smooth_q else None, attn=attn)
+    delta = _companion(attn.spec, "delta", manifest) if problem.smooth_q else None
+    return Kernels(**companions, delta=delta, attn=attn)
 
 
 def nearest_arch(capability: tuple[int, int], manifest: Manifest) -> str:
@@ -55,9 +56,9 @@ def nearest_arch(capability: tuple[int, int], manifest: Manifest) -> str:
     archs = built_archs(manifest)
     able = [arch for arch in archs if _runs_on(capability_of(arch), capability)]
     if not able:
-        raise UnsupportedError(f"this GPU has compute capability {capability[0]}.{capability[1]}; kernels are built for "
-                               f"{', '.join(archs) or 'nothing'}. Use torch.nn.functional.scaled_dot_product_attention "
-                               f"on this GPU. {_FOLDER}")
+        raise UnsupportedError(f"this GPU has compute capability {capability[0]}.{capability[1]}; kernels are built "
+                               f"for {', '.join(archs) or 'nothing'}. On this GPU use "
+                               f"torch.nn.functional.scaled_dot_product_attention. {_FOLDER}")
     return max(able, key=capability_of)
 
 

@@ -37,10 +37,10 @@ from sage_aot._spec import capability_of
 class Bound:
     """How far an output may lie from the emulation's, relative to Σ p·|v| / Σ p, after rounding to its dtype.
 
-    Kernel and emulation compute the same exponents bit for bit, those of a smoothed Q too: delta_s and the FMA that adds
-    it have one order and rounding. What differs is ex2.approx (2^-22), the order and the precision of P·V's sums, and
-    so, where a P lies that close to the middle of two values of its type, which of them it becomes. `tight` covers all
-    but the last, which happens to few rows. `loose` is one such flip of the heaviest key that can flip.
+    Kernel and emulation compute the same exponents bit for bit, those of a smoothed Q too: delta_s and the FMA that
+    adds it round in one order. What differs is ex2.approx (2^-22), the order and the precision of the sums of P and of
+    P·V, and so, where a P lies that close to the middle of two values of its type, which of them it becomes. `tight`
+    covers all but the last, which happens to few rows. `loose` is one such flip of the heaviest key that can flip.
     """
 
     tight: float
@@ -312,8 +312,8 @@ def _empty(call: Call) -> list[Measure]:
 
 @dataclass(frozen=True)
 class Spoilt:
-    """What a value that is not finite spoils, and nothing else: a query its row, if that sees a key, a key the rows that
-    see it, a value its channel of the rows that see it."""
+    """What a value that is not finite spoils, and nothing else: a query its row, if that sees a key, a key the rows
+    that see it, a value its channel of the rows that see it."""
 
     rows: torch.Tensor  # [batch, q heads, queries]
     elements: torch.Tensor  # [batch, q heads, queries, headdim]; those of `rows` too
@@ -396,7 +396,7 @@ def _bits(case: Case, result: Result, quantized: Quantized) -> list[Measure]:
 
 
 def _bits_of_delta_s(case: Case, plan: Plan, got: torch.Tensor, expected: torch.Tensor) -> Measure:
-    """Of the keys that the last row of a tile sees: its kernel leaves out blocks that no row sees, and nobody reads on."""
+    """Of the keys that a tile's last row sees: the kernel leaves out blocks that no row sees, and nobody reads them."""
     block_m = plan.kernels.attn.tile.block_m
     last_row = (torch.arange(1, plan.q_tiles + 1) * block_m).clamp(max=case.seqlen_q) - 1
     seen = _seen(case, torch.device("cpu"))[last_row] > 0

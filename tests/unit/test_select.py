@@ -119,7 +119,7 @@ def test_the_delta_kernel_is_chosen_only_where_q_is_smoothed():
 
 @pytest.mark.parametrize("changes", [{}, {"smooth_q": True}, {"smooth_v": True, "is_causal": True}])
 def test_bits_that_an_arch_lacks_are_refused_in_the_words_of_the_call(changes):
-    message = "no kernel for sm90, head dim 128, qk_bits=4, is_causal=.*; use qk_bits=8\\. This folder holds what was built"
+    message = "no kernel for sm90, head dim 128, qk_bits=4, is_causal=.*; use qk_bits=8\\. This folder holds what was"
     with pytest.raises(UnsupportedError, match=message):
         select((9, 0), dataclasses.replace(PROBLEM, qk_bits=4, **changes), manifest())
 
