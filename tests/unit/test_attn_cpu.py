@@ -81,7 +81,7 @@ def test_what_an_accumulator_keeps_of_a_tile(pv_accum, kept):
 @pytest.mark.parametrize(("arch", "pv_accum"), [("sm80", "two_level_f16"), ("sm90", "two_level_f32"), ("sm89", "f32")])
 def test_accumulators_that_an_arch_lacks_are_refused(monkeypatch, arch, pv_accum):
     monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
-    with pytest.raises(UnsupportedError, match=f"no kernel for arch={arch}.*pv_accum={pv_accum}"):
+    with pytest.raises(UnsupportedError, match=f"no kernel for {arch}, .*pv_accum='{pv_accum}'; use pv_accum="):
         sage_aot.attn(*draw((1, 1, 4, 64), (1, 1, 4, 64)), pv_accum=pv_accum)
 
 
