@@ -164,7 +164,7 @@ def smooth(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor,
     if problem.smooth_k:
         k = _emulate._subtract(k, _emulate._mean_over_keys(k, problem, kernels)[:, :, None], problem.seqlen_kv)
     if problem.smooth_v:
-        v_mean = _emulate._mean_over_keys(v, problem, kernels)
+        v_mean = _emulate._v_mean(v, problem, kernels)
         v = _emulate._subtract(v, v_mean[:, :, None], problem.seqlen_kv)
     if problem.smooth_q:
         q_mean = _emulate._mean_over_rows(q, problem, kernels)

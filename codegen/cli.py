@@ -43,10 +43,11 @@ def _list(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
     absent = sorted(names & missing.keys())
     print(f"{len(shown)} kernels")
     for kernel in shown:
-        print(f"  {kernel.spec.name}: {_tile(kernel)}{kernel.threads} threads, {kernel.template}, {kernel.row}")
+        print(f"  {kernel.spec.name}: {_tile(kernel)}{kernel.threads} threads, {kernel.template}")
     print(f"{len(absent)} combinations without a kernel")
-    for name in absent:
-        print(f"  {name}: {missing[name]}")
+    for why in sorted({missing[name] for name in absent}):
+        alike = [name for name in absent if missing[name] == why]
+        print(f"  {len(alike)}: {why}", *alike, sep="\n    ")
 
 
 def _tile(kernel: PlannedKernel) -> str:

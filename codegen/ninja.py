@@ -7,8 +7,10 @@ dependency files, so the headers that a source includes are found here, by readi
 from __future__ import annotations
 
 import io
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -76,7 +78,8 @@ def compile_all(kernels: tuple[PlannedKernel, ...], compilation: Compilation, jo
     write_if_changed(compilation.folder / "compiler.txt", versions.encode())
     write_if_changed(ninja_file, ninja_text(kernels, compilation).encode())
     command = [str(Path(BIN_DIR, "ninja")), "-f", str(ninja_file), *(["-j", str(jobs)] if jobs else [])]
-    status = subprocess.run(command, cwd=ROOT, check=False).returncode  # there, python -m finds codegen
+    # In ROOT python -m finds codegen; progress is no part of what a command prints.
+    status = subprocess.run(command, cwd=ROOT, env=_environment(), stdout=sys.stderr, check=False).returncode
     if status != 0:
         raise BuildError(f"expected every kernel to compile, ninja exited with {status}: its output is above")
 
@@ -123,6 +126,14 @@ def _quoted(path: object) -> str:
 
 
 def _interpreter() -> str:
-    """This Python, under one name: pip starts `python3` where a user types `python`, and ninja rebuilds for a new name."""
-    plain = Path(sys.executable).with_name("python")
-    return str(plain) if plain.exists() else sys.executable
+    """This Python in a command: by a name that all environments have, as ninja rebuilds what another command made.
+
+    :func:`_environment` lets ninja find it; where no `python` stands beside this one it is named by its path.
+    """
+    plain = shutil.which("python", path=str(Path(sys.executable).parent))
+    return "python" if plain and Path(plain).samefile(sys.executable) else sys.executable
+
+
+def _environment() -> dict[str, str]:
+    """Of ninja: the folder of this Python comes first on the PATH."""
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}

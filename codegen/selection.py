@@ -26,8 +26,9 @@ class Selection:
         found = {name for name in names if not self.archs or KernelSpec.from_name(name).arch in self.archs}
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in found):
-                listed = "\n  ".join(sorted(found))
-                raise UsageError(f"expected a pattern that fits a name, got {pattern!r}; there are\n  {listed}")
+                wider = "" if "*" in pattern else f"; it must fit the whole name, try '*{pattern}*'"
+                raise UsageError(f"expected a pattern that fits a name, got {pattern!r}{wider}; "
+                                 "python -m codegen list prints all names")
         return {name for name in found
                 if not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)}
 

@@ -48,8 +48,8 @@ class Quantized:
     k_scale: torch.Tensor  # [batch, kv heads, keys], likewise
     v_scale: torch.Tensor  # [batch, kv heads, headdim]
     q_mean: torch.Tensor  # [batch, q heads, q tiles, headdim]; zero where q is not smoothed
-    k_mean: torch.Tensor  # [batch, kv heads, headdim]; likewise
-    v_mean: torch.Tensor  # [batch, kv heads, headdim]; likewise
+    k_mean: torch.Tensor  # [batch, kv heads, headdim]; zero where k is not smoothed
+    v_mean: torch.Tensor  # [batch, kv heads, headdim]; zero where v is not smoothed
     k_finite: torch.Tensor  # [batch, kv heads] i32, keys before the first that is not finite, or ALL_FINITE
     v_finite: torch.Tensor  # [batch, kv heads, headdim] i32, likewise per channel
     row_bias: torch.Tensor  # [batch, q heads, rows], log2 units: q · mean of k
@@ -76,7 +76,7 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
     q = _pad(q.float(), tile.block_m, spec.headdim)
 
     k_mean = _mean_over_keys(k, problem, kernels) if problem.smooth_k else torch.zeros_like(k[:, :, 0])
-    v_mean = _mean_over_keys(v, problem, kernels) if problem.smooth_v else torch.zeros_like(v[:, :, 0])
+    v_mean = _v_mean(v, problem, kernels) if problem.smooth_v else torch.zeros_like(v[:, :, 0])
     v_finite = _leading(v.isfinite(), 2)
     k, v = _subtract(k, k_mean[:, :, None], problem.seqlen_kv), _subtract(v, v_mean[:, :, None], problem.seqlen_kv)
     k_finite = _leading(k.isfinite().all(-1), -1)
@@ -84,7 +84,7 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
 
     q = q * torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
     group = problem.num_q_heads // problem.num_kv_heads
-    row_bias = (q * k_mean.repeat_interleave(group, 1)[:, :, None]).sum(-1)
+    row_bias = _row_bias(q, k_mean.repeat_interleave(group, 1)[:, :, None])
     q_mean = _mean_over_rows(q, problem, kernels)
     q = _subtract(q, q_mean.repeat_interleave(tile.block_m, 2), problem.seqlen_q)
     delta_s = _delta_s(q_mean, k.repeat_interleave(group, 1)) if problem.smooth_q else None
@@ -92,8 +92,8 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
     q_hat, q_scale = _quantize_rows(_finite_or_zero(q), _row_groups(q.shape[2], tile.warp_m), spec.qk, CLIP[spec.qk])
     k_hat, k_scale = _quantize_rows(k, _key_groups(k.shape[2], tile.block_n), spec.qk, CLIP[spec.qk])
     v_hat, v_scale = _quantize_v(v, spec.pv, V_LIMIT[spec.pv_accum])
-    return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, k_mean, v_mean, k_finite, v_finite, row_bias,
-                     delta_s)
+    return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, k_mean, v_mean, k_finite, v_finite,
+                     row_bias, delta_s)
 
 
 def _leading(finite: torch.Tensor, dim: int) -> torch.Tensor:
@@ -118,7 +118,7 @@ def _pad(x: torch.Tensor, rows: int, headdim: int) -> torch.Tensor:
 
 
 def _mean_over_keys(x: torch.Tensor, problem: Problem, kernels: Kernels) -> torch.Tensor:
-    """Mean over the sequence, summed in the order of quant/statistics.cuh: a thread's rows, then threads, then chunks."""
+    """Mean over the sequence in the order of quant/statistics.cuh: a thread's rows, then threads, then chunks."""
     rows_at_once = kernels.stats.threads * VECTOR // kernels.attn.spec.headdim
     x = _finite_or_zero(x)[:, :, : problem.seqlen_kv]
     batch, heads, keys, headdim = x.shape
@@ -126,6 +126,12 @@ def _mean_over_keys(x: torch.Tensor, problem: Problem, kernels: Kernels) -> torc
     x = torch.nn.functional.pad(x, (0, 0, 0, -keys % chunk_rows))
     parts = _add_in_order(x.view(batch, heads, -1, chunk_rows // rows_at_once, rows_at_once, headdim), 3)
     return _finite_or_zero(_divide(_add_in_order(_add_in_order(parts, 3), 2), float(keys)))
+
+
+def _v_mean(v: torch.Tensor, problem: Problem, kernels: Kernels) -> torch.Tensor:
+    """The mean of V, or zero where less the mean some value is beyond f32."""
+    mean = _mean_over_keys(v, problem, kernels)
+    return torch.where((_finite_or_zero(v) - mean[:, :, None]).isfinite().all(2), mean, 0.0)
 
 
 def _mean_over_rows(q: torch.Tensor, problem: Problem, kernels: Kernels) -> torch.Tensor:
@@ -140,12 +146,40 @@ def _mean_over_rows(q: torch.Tensor, problem: Problem, kernels: Kernels) -> torc
     return _finite_or_zero(_add_in_order(_add_in_order(tiles, 3), 3) / count[:, None])
 
 
+def _row_bias(q: torch.Tensor, k_mean: torch.Tensor) -> torch.Tensor:
+    """q · k_mean per row in the order of quant/quantize.cuh: a lane's channels in FMAs, then halves of the lanes."""
+    total = q.new_zeros(*q.shape[:-1], q.shape[-1] // VECTOR)
+    for q_channel, k_channel in zip(*(x.unflatten(-1, (-1, VECTOR)).unbind(-1) for x in (q, k_mean))):
+        total = _fma(q_channel, k_channel, total)
+    while total.shape[-1] > 1:
+        lower, upper = total.chunk(2, -1)
+        total = lower + upper
+    return total[..., 0]
+
+
 def _delta_s(q_mean: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """q_mean · k per query tile and key, channel after channel in FMAs, as in quant/delta_s.cuh."""
     total = q_mean.new_zeros(*q_mean.shape[:3], k.shape[2])
-    for q_channel, k_channel in zip(q_mean.double().unbind(-1), k.double().unbind(-1)):
-        total = torch.addcmul(total.double(), q_channel[..., None], k_channel[:, :, None]).float()
+    for q_channel, k_channel in zip(q_mean.unbind(-1), k.unbind(-1)):
+        total = _fma(q_channel[..., None], k_channel[:, :, None], total)
     return total
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a · b + c in f32, rounded once.
+
+    f64 holds the product of two f32. Where it rounds the sum, that is made odd (of the two f64 around the exact sum the
+    one with an odd last bit), which f32 then rounds as it would the exact one.
+    Source: Boldo & Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd".
+    """
+    product, c = a.double() * b.double(), c.double()
+    total = product + c
+    part = total - product
+    lost = (product - (total - part)) + (c - part)  # by rounding; NaN where the sum is not finite
+    bits = total.view(torch.int64)
+    outward = torch.where((lost > 0) == (total > 0), 1, -1)
+    even = (bits & 1 == 0) & ((lost > 0) | (lost < 0))
+    return torch.where(even, bits + outward, bits).view(torch.float64).float()
 
 
 def _add_in_order(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -182,7 +216,7 @@ def _quantize_rows(x: torch.Tensor, groups: torch.Tensor, bits: int,
 def _scale_to(limit: float, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale that takes amax to `limit`, and its reciprocal."""
     zeros = amax < SMALLEST_ABS_MAX
-    inv_scale = torch.full_like(amax, limit) / amax  # a number over a tensor would round twice: reciprocal, then product
+    inv_scale = torch.full_like(amax, limit) / amax  # a number over a tensor rounds twice: reciprocal, then product
     return torch.where(zeros, 1.0, _divide(amax, limit)), torch.where(zeros, 0.0, inv_scale)
 
 
@@ -194,7 +228,7 @@ def _divide(x: torch.Tensor, divisor: float) -> torch.Tensor:
 def _power_of_two_scale(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Power of two that takes amax into [2^14, 2^15), and its reciprocal."""
     exponent = torch.frexp(amax)[1] - 1
-    exponent = torch.where(amax.isinf(), 128, exponent).clamp(min=-112) - 14
+    exponent = exponent.clamp(min=-112) - 14
     scale = ((exponent + 127) << 23).view(torch.float32)  # torch.ldexp is pow(2, ·), which a GPU may round
     zeros = amax < SMALLEST_ABS_MAX
     return torch.where(zeros, 1.0, scale), torch.where(zeros, 0.0, 1.0 / scale)
@@ -237,7 +271,8 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
         scores = quantized.q @ k[:, :, keys].transpose(2, 3)  # exact: integers below 2^24
         scale = _score_scale(quantized.q_scale[..., None] * k_scale[:, :, None, keys])
         if quantized.delta_s is not None:
-            scores = _add_delta(scores, scale, quantized.delta_s[..., keys].repeat_interleave(kernels.attn.tile.block_m, 2))
+            delta = quantized.delta_s[..., keys].repeat_interleave(kernels.attn.tile.block_m, 2)
+            scores = _add_delta(scores, scale, delta)
             scale = torch.ones_like(scale)
         scores = scores.masked_fill(first + torch.arange(block_n, device=k.device) >= limit[:, None], -math.inf)
         bias = _folded_bias(problem.smooth_q, problem.qk_bits, spec.pv_accum)
@@ -264,7 +299,7 @@ def _key_limit(problem: Problem, rows: int) -> torch.Tensor:
 
 
 def _score_scale(scale: torch.Tensor) -> torch.Tensor:
-    """Cut to 22 bits of mantissa, as attn/softmax.cuh does; for f16 P that keeps the subtraction of the reference exact."""
+    """Cut to 22 bits of mantissa, as in attn/softmax.cuh; for f16 P that keeps subtracting the reference exact."""
     cut = (scale.view(torch.int32) & ~3).view(torch.float32)
     return torch.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, cut)
 
@@ -314,7 +349,7 @@ def _whole_warps(scores: torch.Tensor, warp_m: int) -> torch.Tensor:
 
 
 def _pv_tile(p: torch.Tensor, v: torch.Tensor, pv_accum: str) -> torch.Tensor:
-    """P·V of one tile; FP8 in products of 32 keys, after each of which the accumulator keeps 13 mantissa bits or f16."""
+    """P·V of one tile; FP8 in products of 32 keys, each of which leaves the accumulator 13 mantissa bits, or f16."""
     if pv_accum == "f32":
         return p @ v
     total = p.new_zeros(*p.shape[:3], v.shape[-1])

@@ -18,7 +18,7 @@ from sage_aot.errors import CubinError, SageAotError, UnsupportedError
 def info() -> str:
     """A report in plain text: versions, what the build holds, per device the kernels it would run or why it has none.
 
-    Nothing is launched. What is missing stands in lines that begin with ``missing:`` and say what to install.
+    Nothing is launched. What is missing stands in lines that begin with ``missing:`` and say what to do.
     """
     library = default_library()
     lines = _versions()
@@ -28,28 +28,44 @@ def info() -> str:
         return "\n".join([*lines, f"missing: {error}"])
     for device in range(torch.cuda.device_count()):
         lines += _device(device, library.manifest)
-    lines.append(f"CPU tensors: emulation of the {emulated_arch(library.manifest)} kernels")
-    return "\n".join(lines)
+    return "\n".join([*lines, _emulation(library.manifest)])
 
 
 def _versions() -> list[str]:
     lines = [f"sage_aot {__version__}, Python {platform.python_version()}, torch {torch.__version__}"]
+    cupy = _cupy_version()
+    if cupy:
+        lines.append(f"cupy {cupy}")
     if not torch.cuda.is_available():
-        needs = f"a driver and a GPU for CUDA {torch.version.cuda}, which this torch was built for; an older driver " \
-                f"needs a torch for an older CUDA" if torch.version.cuda else "a CUDA build of torch: this one is for CPUs"
-        return [*lines, f"missing: no CUDA device; expected {needs}"]
+        return [*lines, _without_device(cupy)]
     try:
         import_cupy()
-        lines.append(f"cupy {_cupy_version()}")
     except UnsupportedError as error:
         lines.append(f"missing: {error}")
     return lines
 
 
+def _without_device(cupy: str) -> str:
+    """No defect on a machine without a GPU; on one with a GPU, what it lacks."""
+    if torch.version.cuda is None:
+        needs = "a CUDA build of torch (this one is for CPUs)" + ("" if cupy else " and cupy")
+    else:
+        needs = f"a driver for CUDA {torch.version.cuda}, which this torch was built for, or a torch for an older CUDA"
+    return f"no CUDA device: CPU tensors are emulated; a GPU would need {needs}"
+
+
 def _cupy_version() -> str:
+    """Version and name of what is installed, or nothing."""
     names = [dist.metadata["Name"] for dist in importlib.metadata.distributions()]
     return ", ".join(f"{importlib.metadata.version(name)} ({name})" for name in sorted(
         {name for name in names if name and name.startswith("cupy")}))
+
+
+def _emulation(manifest: Manifest) -> str:
+    try:
+        return f"CPU tensors: emulation of the {emulated_arch(manifest)} kernels"
+    except UnsupportedError as error:
+        return f"missing: {error}"
 
 
 def _kernels(library: Library) -> list[str]:

@@ -48,8 +48,8 @@ class Library:
             raise CubinError(f"{error}; {_REBUILD}") from error
         built, expected = (manifest.version, manifest.structs), (__version__, layout_digest())
         if built != expected:
-            raise CubinError(f"{self.folder} holds kernels of another sage_aot: expected version and structs {expected}, "
-                             f"got {built}; {_REBUILD}")
+            raise CubinError(f"{self.folder} holds kernels of another sage_aot: expected version and structs "
+                             f"{expected}, got {built}; {_REBUILD}")
         if not any(record.spec.kind == "attn" for record in manifest.kernels.values()):
             raise CubinError(f"{self.folder} holds no attention kernel; {_REBUILD}")
         return manifest
@@ -63,8 +63,8 @@ class Library:
             raise CubinError(f"the cubin of {record.spec.name} is missing: {path}; {_REBUILD}") from error
         found = hashlib.sha256(cubin).hexdigest()
         if found != record.sha256:
-            raise CubinError(f"the cubin of {record.spec.name} is damaged: {path} has sha256 {found}, the manifest says "
-                             f"{record.sha256}; {_REBUILD}")
+            raise CubinError(f"the cubin of {record.spec.name} is damaged: {path} has sha256 {found}, the manifest "
+                             f"says {record.sha256}; {_REBUILD}")
         return cubin
 
     def launch(self, launch: Launch, device: int, stream: int) -> None:
@@ -75,7 +75,8 @@ class Library:
             function((launch.blocks, 1, 1), (launch.record.threads, 1, 1), (params,), launch.record.shared_bytes,
                      _RawStream(stream))
         except Exception as error:  # cupy's errors have no common base: whatever it is, name the kernel
-            raise LaunchError(f"the driver does not launch {launch.record.spec.name} on device {device}: {error}") from error
+            raise LaunchError(f"the driver does not launch {launch.record.spec.name} on device {device}: "
+                              f"{error}") from error
 
     def _load(self, record: KernelRecord, device: int) -> object:
         cupy = import_cupy()
@@ -107,15 +108,23 @@ def import_cupy() -> ModuleType:
     try:
         import cupy
     except ImportError as error:
-        raise UnsupportedError(f"kernels are launched through cupy, which cannot be imported ({error}); install it with "
-                               f"`pip install 'sage-aot[cuda12]'`, or [cuda13] for drivers from 580 on") from error
+        raise UnsupportedError(f"kernels are launched through cupy, which cannot be imported ({error}); install it "
+                               f"with `pip install 'sage-aot[cuda12]'`, or [cuda13] for drivers from 580 on") from error
     built, driver = cupy.cuda.runtime.runtimeGetVersion(), cupy.cuda.runtime.driverGetVersion()
     if driver // 1000 < built // 1000:
-        found = f"the driver is for CUDA {_cuda_version(driver)}" if driver else "there is no driver"
-        raise UnsupportedError(f"kernels are launched through cupy, which was built for CUDA {_cuda_version(built)}, but "
-                               f"{found}; update the driver, or uninstall this cupy and install that of the driver's "
-                               f"CUDA, such as `pip install 'sage-aot[cuda12]'`")
+        raise UnsupportedError(f"kernels are launched through cupy, which was built for CUDA {_cuda_version(built)}, "
+                               f"but {_too_old(driver)}")
     return cupy
+
+
+def _too_old(driver: int) -> str:
+    """What a driver older than cupy's CUDA is for, and what to install in place of either."""
+    if driver == 0:
+        return "there is no driver; install or update the NVIDIA driver"
+    found = f"the driver is for CUDA {_cuda_version(driver)}"
+    if driver < 12000:
+        return f"{found}; update the driver, at least to 525"
+    return f"{found}; update the driver, or uninstall this cupy and `pip install 'sage-aot[cuda12]'`"
 
 
 def _cuda_version(number: int) -> str:

@@ -31,12 +31,12 @@ STATISTICS = 4
 """Per chunk and channel: sum, largest and smallest value, first key that is not finite."""
 
 V_LIMIT = {"f32": 0.0, "two_level_f32": 448.0, "two_level_f16": 4.5}
-"""Largest magnitude of V̂ by accumulator. e4m3 reaches to 448; with P up to 224, a tile of 64 keys and f16 sums V̂ may reach
-to 4.5. f16 V̂ has a power of two for its scale, whatever stands here."""
+"""Largest magnitude of V̂ by accumulator. e4m3 reaches to 448; with P up to 224, a tile of 64 keys and f16 sums V̂ may
+reach to 4.5. f16 V̂ has a power of two for its scale, whatever stands here."""
 
 DELTA_BYTES = 2**28
-"""Workspace for delta_s, which takes 4 bytes per query tile, key and head. Heads that do not fit together take turns; one
-head alone may take more."""
+"""Workspace for delta_s, which takes 4 bytes per query tile, key and head. Heads that do not fit together take turns;
+one head alone may take more."""
 
 DELTA_TILE = 64
 """Query tiles, and keys, of a block of the delta kernel."""
@@ -166,7 +166,8 @@ def _stats(plan: Plan, at: dict[str, int], k: TensorArgument, v: TensorArgument)
     aligned = k.aligned(problem.headdim) and v.aligned(problem.headdim)
     return _launch(record, problem.batch * problem.num_kv_heads * tensors * plan.num_chunks, pack(
         "StatsParams", *k.fields, *v.fields, at["k_stats"], at["v_stats"], at["k_finite"], problem.num_kv_heads,
-        problem.seqlen_kv, problem.headdim, plan.chunk_rows, plan.num_chunks, DTYPE_CODES[problem.dtype], aligned, problem.smooth_k))
+        problem.seqlen_kv, problem.headdim, plan.chunk_rows, plan.num_chunks, DTYPE_CODES[problem.dtype], aligned,
+        problem.smooth_k))
 
 
 def _quantize(plan: Plan, at: dict[str, int], q: TensorArgument, k: TensorArgument, v: TensorArgument) -> Launch:
@@ -178,9 +179,10 @@ def _quantize(plan: Plan, at: dict[str, int], q: TensorArgument, k: TensorArgume
     return _launch(record, q_blocks + 2 * kv_blocks, pack(
         "QuantParams", *q.fields, *k.fields, *v.fields, at["k_stats"], at["v_stats"], at["q_hat"], at["kv_hat"],
         at["q_scale"], at["q_mean"], at["k_mean"], at["v_scale"], at["v_mean"], at["k_finite"],
-        at["v_finite"], at["row_bias"], problem.batch, problem.num_q_heads, problem.num_kv_heads, problem.seqlen_q, problem.seqlen_kv, problem.headdim, plan.q_tiles, plan.kv_tiles,
-        plan.num_chunks, problem.softmax_scale * LOG2_E, DTYPE_CODES[problem.dtype], aligned, problem.smooth_q,
-        problem.smooth_k, problem.smooth_v, V_LIMIT[plan.kernels.attn.spec.pv_accum]))
+        at["v_finite"], at["row_bias"], problem.batch, problem.num_q_heads, problem.num_kv_heads, problem.seqlen_q,
+        problem.seqlen_kv, problem.headdim, plan.q_tiles, plan.kv_tiles, plan.num_chunks,
+        problem.softmax_scale * LOG2_E, DTYPE_CODES[problem.dtype], aligned, problem.smooth_q, problem.smooth_k,
+        problem.smooth_v, V_LIMIT[plan.kernels.attn.spec.pv_accum]))
 
 
 def _delta(plan: Plan, at: dict[str, int], k: TensorArgument, first_head: int, num_heads: int) -> Launch:
@@ -198,6 +200,6 @@ def _attention(plan: Plan, at: dict[str, int], out: TensorArgument, lse: int, fi
     problem, record = plan.problem, plan.kernels.attn
     return _launch(record, num_heads * plan.q_tiles, pack(
         "AttnParams", at["q_hat"], at["kv_hat"], at["q_scale"], at["v_scale"], at["v_mean"], at["k_finite"],
-        at["v_finite"], at["row_bias"], at.get("delta_s", 0), *out.fields, lse, first_head, problem.num_q_heads, problem.num_kv_heads,
-        problem.seqlen_q, problem.seqlen_kv, problem.headdim, plan.q_tiles, plan.kv_tiles, DTYPE_CODES[problem.dtype],
-        0))
+        at["v_finite"], at["row_bias"], at.get("delta_s", 0), *out.fields, lse, first_head, problem.num_q_heads,
+        problem.num_kv_heads, problem.seqlen_q, problem.seqlen_kv, problem.headdim, plan.q_tiles, plan.kv_tiles,
+        DTYPE_CODES[problem.dtype], 0))

@@ -53,14 +53,19 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool 
     batch, num_q_heads, seqlen_q, headdim = heads_first(q, layout).shape
     kv_batch, num_kv_heads, seqlen_kv, _ = heads_first(k, layout).shape
     if k.shape != v.shape:
-        raise ArgumentError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+        raise ArgumentError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}; each key has one "
+                            f"value, and where head dims differ, pad the smaller with zeros")
     if kv_batch != batch:
-        raise ArgumentError(f"q, k and v must have one batch size, got {batch} for q and {kv_batch} for k and v")
+        raise ArgumentError(f"q, k and v must have one batch size, got {batch} for q and {kv_batch} for k and v; "
+                            f"expand a batch of one, which copies nothing")
     if k.shape[-1] != headdim:
-        raise ArgumentError(f"q, k and v must have one head dim, got {headdim} for q and {k.shape[-1]} for k and v")
+        raise ArgumentError(f"q, k and v must have one head dim, got {headdim} for q and {k.shape[-1]} for k and v; "
+                            f"pad the smaller with zeros and pass the scale, which depends on it")
     if num_q_heads and (not num_kv_heads or num_q_heads % num_kv_heads):
+        other = next(name for name in LAYOUTS if name != layout)
         raise ArgumentError(f"the heads of q must be a multiple of those of k and v, got {num_q_heads} and "
-                            f"{num_kv_heads} in layout {layout!r}")
+                            f"{num_kv_heads} in layout {layout!r}; for tensors {LAYOUTS[other]} pass layout={other!r}, "
+                            f"else repeat heads of k and v")
     return Problem(batch, num_q_heads, num_kv_heads, seqlen_q, seqlen_kv, headdim, DTYPES[q.dtype], is_causal,
                    _softmax_scale(scale, headdim), bits, _smooth_q(smooth_q, bits), smooth_k, smooth_v, pv_accum)
 
@@ -68,9 +73,11 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool 
 def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
     """ArgumentError unless `out` can hold the attention of `q`."""
     if not isinstance(out, torch.Tensor):
-        raise ArgumentError(f"out: expected a tensor like q, got {type(out).__name__}")
+        raise ArgumentError(f"out: expected a tensor like q, got {type(out).__name__}; make one with "
+                            f"torch.empty_like(q)")
     if (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
-        raise ArgumentError(f"out: expected shape, dtype and device of q, {_describe(q)}, got {_describe(out)}")
+        raise ArgumentError(f"out: expected shape, dtype and device of q, {_describe(q)}, got {_describe(out)}; make "
+                            f"one with torch.empty_like(q)")
     _check_last_stride("out", out)
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride())):
         raise ArgumentError(f"out: its elements must not share memory, got strides {out.stride()}; pass a tensor that "
@@ -90,14 +97,17 @@ def _check_flags(**flags: object) -> None:
 
 def _check_tensor(name: str, tensor: torch.Tensor, layout: str) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise ArgumentError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        raise ArgumentError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; make one with "
+                            f"torch.as_tensor({name})")
     if tensor.dim() != 4:
-        raise ArgumentError(f"{name}: expected four dimensions {LAYOUTS[layout]}, got shape {tuple(tensor.shape)}")
+        raise ArgumentError(f"{name}: expected four dimensions {LAYOUTS[layout]}, got shape {tuple(tensor.shape)}; add "
+                            f"those of size one with {name}.unsqueeze(dim), split a fused one with {name}.unflatten")
     if tensor.dtype not in DTYPES:
         raise ArgumentError(f"{name}: expected torch.float16 or torch.bfloat16, got {tensor.dtype}; convert it with "
                             f"{name}.to(torch.bfloat16)")
     if not 1 <= tensor.shape[-1] <= MAX_HEADDIM:
-        raise ArgumentError(f"{name}: expected a head dim from 1 to {MAX_HEADDIM}, got {tensor.shape[-1]}")
+        raise ArgumentError(f"{name}: expected a head dim from 1 to {MAX_HEADDIM}, got {tensor.shape[-1]}; for others "
+                            f"call torch.nn.functional.scaled_dot_product_attention")
     _check_last_stride(name, tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(f"{name} requires grad, and attn has no backward pass; call it under torch.no_grad() or "
@@ -113,10 +123,11 @@ def _check_last_stride(name: str, tensor: torch.Tensor) -> None:
 def _check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
-            raise ArgumentError(f"q, k and v must have one dtype, got {q.dtype} for q and {tensor.dtype} for {name}")
+            raise ArgumentError(f"q, k and v must have one dtype, got {q.dtype} for q and {tensor.dtype} for {name}; "
+                                f"pass {name}.to(q.dtype)")
         if tensor.device != q.device:
             raise ArgumentError(f"q, k and v must be on one device, got {q.device} for q and {tensor.device} for "
-                                f"{name}")
+                                f"{name}; pass {name}.to(q.device)")
 
 
 def _qk_bits(qk_bits: int | str) -> int:
@@ -137,8 +148,8 @@ def _softmax_scale(scale: float | None, headdim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(headdim)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= MAX_SCALE:
-        raise ArgumentError(f"scale: expected a finite Python number of at most ±{MAX_SCALE:g}, or None for 1 / sqrt(headdim), "
-                            f"got {scale!r}")
+        raise ArgumentError(f"scale: expected a finite Python number of at most ±{MAX_SCALE:g}, or None for "
+                            f"1 / sqrt(headdim), got {scale!r}; for a tensor pass scale.item()")
     return float(scale)
 
 

@@ -6,8 +6,18 @@ from dataclasses import dataclass
 
 from sage_aot._manifest import KernelRecord, Manifest
 from sage_aot._problem import Problem
-from sage_aot._spec import AXES, KIND_AXES, KernelSpec, capability_of
+from sage_aot._spec import AXES, KernelSpec, capability_of
 from sage_aot.errors import CubinError, UnsupportedError
+
+_OPTIONS = {"qk": "qk_bits", "pv_accum": "pv_accum", "mask": "is_causal", "v": "smooth_v", "q": "smooth_q"}
+"""Axes that an option of the call decides about, with its name."""
+
+_FLAGS = {"full": False, "causal": True, "vraw": False, "vsmooth": True, "qraw": False, "qsmooth": True}
+
+_GIVEN = {"headdim", "mask"}
+"""Axes that are not the caller's to choose: another value would be another problem."""
+
+_FOLDER = "This folder holds what was built; `python -m codegen list` in a source tree says what can be and what not"
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,8 @@ def select(capability: tuple[int, int], problem: Problem, manifest: Manifest) ->
     }
     attn = _find(wanted, manifest)
     companions = {kind: _companion(attn.spec, kind, manifest) for kind in ("stats", "quant")}
-    return Kernels(**companions, delta=_companion(attn.spec, "delta", manifest) if problem.smooth_q else None, attn=attn)
+    delta = _companion(attn.spec, "delta", manifest) if problem.smooth_q else None
+    return Kernels(**companions, delta=delta, attn=attn)
 
 
 def nearest_arch(capability: tuple[int, int], manifest: Manifest) -> str:
@@ -45,9 +56,9 @@ def nearest_arch(capability: tuple[int, int], manifest: Manifest) -> str:
     archs = built_archs(manifest)
     able = [arch for arch in archs if _runs_on(capability_of(arch), capability)]
     if not able:
-        raise UnsupportedError(f"this GPU has compute capability {capability[0]}.{capability[1]}; kernels are built for "
-                               f"{', '.join(archs) or 'nothing'}. Add its arch to build_matrix.yaml and rebuild, or "
-                               f"use torch.nn.functional.scaled_dot_product_attention on this GPU")
+        raise UnsupportedError(f"this GPU has compute capability {capability[0]}.{capability[1]}; kernels are built "
+                               f"for {', '.join(archs) or 'nothing'}. On this GPU use "
+                               f"torch.nn.functional.scaled_dot_product_attention. {_FOLDER}")
     return max(able, key=capability_of)
 
 
@@ -62,17 +73,38 @@ def _runs_on(built: tuple[int, int], capability: tuple[int, int]) -> bool:
 
 
 def _find(wanted: dict[str, object], manifest: Manifest) -> KernelRecord:
-    """The attention kernel with these values; the axes not named take what is built, the first in AXES where it is several."""
-    attention = sorted((r for r in manifest.kernels.values() if r.spec.kind == "attn"),
-                       key=lambda record: [values.index(getattr(record.spec, axis)) for axis, values in AXES.items()])
-    for record in attention:
-        if all(getattr(record.spec, axis) == value for axis, value in wanted.items()):
-            return record
-    on_arch = [record.spec for record in attention if record.spec.arch == wanted["arch"]]
-    built = {axis: sorted({getattr(spec, axis) for spec in on_arch}) for axis in KIND_AXES["attn"][1:]}
-    asked = ", ".join(f"{axis}={value}" for axis, value in wanted.items())
-    raise UnsupportedError(f"no kernel for {asked}; built for {wanted['arch']}: {built}. `python -m codegen list` says "
-                           f"why a combination is missing")
+    """The attention kernel with these values; the axes not named take what is built, of several the first in AXES."""
+    on_arch = sorted((r for r in manifest.kernels.values() if r.spec.kind == "attn" and r.spec.arch == wanted["arch"]),
+                     key=lambda record: [values.index(getattr(record.spec, axis)) for axis, values in AXES.items()])
+    nearest = min(on_arch, key=lambda record: _distance(wanted, record.spec))
+    if _differing(wanted, nearest.spec):
+        raise UnsupportedError(_missing(wanted, nearest.spec))
+    return nearest
+
+
+def _differing(wanted: dict[str, object], spec: KernelSpec) -> list[str]:
+    return [axis for axis, value in wanted.items() if getattr(spec, axis) != value]
+
+
+def _distance(wanted: dict[str, object], spec: KernelSpec) -> tuple[int, int]:
+    differing = _differing(wanted, spec)
+    return len(_GIVEN.intersection(differing)), len(differing)
+
+
+def _missing(wanted: dict[str, object], nearest: KernelSpec) -> str:
+    """What the call could ask for instead, in its own words."""
+    asked = ", ".join(_option(axis, value) for axis, value in wanted.items() if axis in _OPTIONS)
+    head = f"no kernel for {wanted['arch']}, head dim {wanted['headdim']}, {asked}"
+    differing = _differing(wanted, nearest)
+    if _GIVEN.intersection(differing):
+        return f"{head}, nor with any other options. {_FOLDER}"
+    instead = ", ".join(_option(axis, getattr(nearest, axis)) for axis in differing)
+    return f"{head}; use {instead}. {_FOLDER}"
+
+
+def _option(axis: str, value: object) -> str:
+    """An axis's value as the call takes it."""
+    return f"{_OPTIONS[axis]}={_FLAGS.get(value, value)!r}"
 
 
 def _companion(spec: KernelSpec, kind: str, manifest: Manifest) -> KernelRecord:

@@ -1,4 +1,7 @@
-"""What can go wrong, as types. Every message says what was expected, what came and what to do."""
+"""What can go wrong, as types.
+
+Every message says what was expected and what came, and what to do where that does not follow from the two.
+"""
 
 
 class SageAotError(Exception):

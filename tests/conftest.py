@@ -1,4 +1,4 @@
-"""Which tests run where: those marked `gpu` need a GPU that kernels are built for, and are never passed over silently."""
+"""Which tests run where: those marked `gpu` need a GPU that kernels are built for, and are never left out silently."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ MOST_SCORES = 2**23
 
 
 def draw_case(seed: int, index: int, built: dict[str, dict[str, set]], longest: int) -> Case:
-    """Case `index` of a run; the same whoever draws it. `built`: per arch that can be called, the values of options that it
-    has kernels for."""
+    """Case `index` of a run; the same whoever draws it. `built`: per arch that can be called, the values of options
+    that it has kernels for."""
     rng = random.Random(f"{seed}/{index}")
     chosen = {name: rng.choices(list(weights), list(weights.values()))[0] for name, weights in OPTIONS.items()}
     arch = rng.choice(sorted(built))

@@ -1,4 +1,4 @@
-"""Two small calls of every attention variant, for compute-sanitizer to watch.
+"""Three small calls of every attention variant, for compute-sanitizer to watch.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
@@ -12,24 +12,38 @@ import torch
 from variants import SPECS, run
 
 from sage_aot import _reference
+from sage_aot._spec import KernelSpec
 
 CALLS = [
-    ("outlier", torch.bfloat16, (1, 2, 150), (1, 1, 200), 0),  # grouped heads, more keys than queries, ragged tiles
-    ("normal", torch.float16, (1, 2, 70), (1, 2, 70), 7),  # rows that are not aligned to 16 bytes
+    ("outlier", torch.bfloat16, (1, 2, 150), (1, 1, 200), 0, False),  # grouped heads, more keys than queries, ragged
+    ("normal", torch.float16, (1, 2, 70), (1, 2, 70), 7, False),  # rows that are not aligned to 16 bytes
+    ("normal", torch.bfloat16, (1, 2, 150), (1, 2, 200), 0, True),  # statistics read twice, atomics on k_finite
 ]
-"""Input class, dtype, [batch, heads, rows] of q and of k and v, channels fewer than the kernel's."""
+"""Input class, dtype, [batch, heads, rows] of q and of k and v, channels fewer than the kernel's, and whether there are
+NaNs in keys of the first head and in values of the second."""
 
 
 def main() -> None:
     for spec in SPECS:
-        for kind, dtype, q_shape, kv_shape, missing in CALLS:
+        for kind, dtype, q_shape, kv_shape, missing, plant in CALLS:
             headdim = spec.headdim - missing
             q, k, v = _reference.inputs(kind, (*q_shape, headdim), (*kv_shape, headdim), dtype,
                                         torch.Generator("cuda").manual_seed(4))
+            if plant:
+                k[0, 0, [70, 131, 132], 5] = v[0, 1, [3, 131], 9] = torch.nan
             result = run(spec, q, k, v, poison=False)
             torch.cuda.synchronize()
-            assert result.out.isfinite().all(), spec.name
+            expected = _spoilt(spec, result.out) if plant else torch.zeros_like(result.out, dtype=torch.bool)
+            assert torch.equal(~result.out.isfinite(), expected), spec.name
     print(f"{len(CALLS) * len(SPECS)} calls of {len(SPECS)} variants")
+
+
+def _spoilt(spec: KernelSpec, out: torch.Tensor) -> torch.Tensor:
+    """Rows that see key 70 of the first head; of the second, all of whose rows see key 3, channel 9."""
+    spoilt = torch.zeros_like(out, dtype=torch.bool)
+    spoilt[0, 0, 20 if spec.mask == "causal" else 0:] = True  # causal: row i sees the keys up to i + 200 - 150
+    spoilt[0, 1, :, 9] = True
+    return spoilt
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def test_capture_and_replay(call):
 
 
 def test_calls_at_old_addresses_see_new_strides_and_options():
-    """Packed launches are remembered by address: one memory, read in several ways, in any order."""
+    """One memory, read in several ways, in any order: nothing is remembered by its address."""
     storage = torch.randn(3, 2, 128, 2, 64, device="cuda").bfloat16()
     expected = {}
     for _ in range(3):

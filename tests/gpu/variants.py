@@ -49,7 +49,8 @@ def each_padded(*headdims: int) -> pytest.MarkDecorator:
 def _padded(specs: Sequence[KernelSpec], headdims: tuple[int, ...]) -> pytest.MarkDecorator:
     cases = [(spec, headdim) for spec in specs for headdim in headdims
              if spec.headdim == min(d for d in AXES["headdim"] if d >= headdim)]
-    return pytest.mark.parametrize(("spec", "headdim"), cases, ids=[f"{spec.name}-{headdim}" for spec, headdim in cases])
+    ids = [f"{spec.name}-{headdim}" for spec, headdim in cases]
+    return pytest.mark.parametrize(("spec", "headdim"), cases, ids=ids)
 
 
 LEAST_COSINE = {
@@ -61,8 +62,8 @@ LEAST_COSINE = {
 """Per bits of Q and K, PV type and input class, with K smoothed, at the sizes of the accuracy tests."""
 
 LSE_ERROR = {(8, "normal"): 0.05, (8, "outlier"): 0.8, (4, "normal"): 1.0, (4, "outlier"): 8.0}
-"""Largest error of the log-sum-exp: that of the scores, which quantization spoils by amax / 127, or 0.8 · amax / 7 and what that
-cuts off."""
+"""Largest error of the log-sum-exp: that of the scores, which quantization spoils by amax / 127, or 0.8 · amax / 7 and
+what that cuts off."""
 
 
 @functools.lru_cache(maxsize=None)
@@ -89,11 +90,13 @@ def own_specs() -> list[KernelSpec]:
 
 
 def run(spec: KernelSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout: str = "HND",
-        out: torch.Tensor | None = None, scale: float | None = None, smooth_k: bool = True, poison: bool = True) -> Result:
+        out: torch.Tensor | None = None, scale: float | None = None, smooth_k: bool = True,
+        poison: bool = True) -> Result:
     """One call of one variant, with its outputs and its workspace poisoned before, or else left as they come."""
     library = library_of(spec.arch)
     problem = check(q, k, v, is_causal=spec.mask == "causal", scale=scale, layout=layout, qk_bits=spec.qk,
-                    smooth_q=spec.q == "qsmooth", smooth_k=smooth_k, smooth_v=spec.v == "vsmooth", pv_accum=spec.pv_accum)
+                    smooth_q=spec.q == "qsmooth", smooth_k=smooth_k, smooth_v=spec.v == "vsmooth",
+                    pv_accum=spec.pv_accum)
     prepared = plan(problem, select(capability_of(spec.arch), problem, library.manifest))
     out = torch.empty_like(q) if out is None else out
     lse = torch.empty(problem.batch, problem.num_q_heads, problem.seqlen_q, device=q.device)

@@ -120,10 +120,15 @@ def fake_cupy(monkeypatch, built, driver):
     return module
 
 
-@pytest.mark.parametrize(("built", "driver", "found"), [(13000, 12090, "the driver is for CUDA 12.9"), (12090, 0, "there is no driver")])
-def test_a_cupy_for_a_newer_cuda_than_the_drivers_is_named(monkeypatch, built, driver, found):
+@pytest.mark.parametrize(("built", "driver", "advice"), [
+    (13000, 12090, r"the driver is for CUDA 12.9; update the driver, or uninstall this cupy and .*sage-aot\[cuda12\]"),
+    (12090, 11080, "the driver is for CUDA 11.8; update the driver, at least to 525$"),
+    (13000, 11080, "the driver is for CUDA 11.8; update the driver, at least to 525$"),
+    (12090, 0, "there is no driver; install or update the NVIDIA driver$"),
+])
+def test_a_cupy_for_a_newer_cuda_than_the_drivers_says_what_to_install(monkeypatch, built, driver, advice):
     fake_cupy(monkeypatch, built, driver)
-    with pytest.raises(UnsupportedError, match=rf"built for CUDA {built // 1000}\.{built % 1000 // 10}, but {found}; .*sage-aot\[cuda12\]"):
+    with pytest.raises(UnsupportedError, match=rf"built for CUDA {built // 1000}\.{built % 1000 // 10}, but {advice}"):
         import_cupy()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
@@ -33,7 +34,7 @@ def build(project, kernels, capfd):
         capfd.readouterr()
         compile_all(kernels, compilation, jobs=2)
         rebuilt = {kernel.spec.kind for kernel in kernels if _time(compilation.cubin(kernel)) != before[kernel]}
-        return rebuilt, capfd.readouterr().out
+        return rebuilt, capfd.readouterr().err
 
     return run
 
@@ -75,6 +76,35 @@ def test_another_version_of_a_tool_rebuilds(project, build):
     assert build()[0] == ALL
 
 
+def test_another_environment_rebuilds_nothing(project, kernels, build, tmp_path, monkeypatch):
+    """Its Python stands in another folder, and may be started by another name."""
+    build()
+    other = tmp_path / "venv" / "bin"
+    other.mkdir(parents=True)
+    for name in ("python", "python3"):
+        (other / name).symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(other / "python3"))
+    assert build()[0] == set()
+    assert str(other) not in ninja_text(kernels, Compilation(project))
+
+
+@pytest.mark.parametrize("names", [["python3"], ["python3", "python"]])
+def test_a_python_without_that_name_beside_it_is_named_by_its_path(project, kernels, tmp_path, monkeypatch, names):
+    for name in names:
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
+    assert f"command = {tmp_path / 'python3'} -m codegen.nvrtc" in ninja_text(kernels, Compilation(project))
+
+
+def test_commands_run_the_python_that_builds(build, tmp_path, monkeypatch):
+    """Whatever `python` the PATH begins with."""
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert build()[0] == ALL
+
+
 def test_another_target_has_its_own_cubins(project, kernels, build):
     build()
     assert build(retarget="sm_90")[0] == ALL
@@ -97,7 +127,7 @@ def test_a_kernel_that_does_not_compile_fails_with_its_log(project, build, capfd
     (project.include / "sage" / "base.cuh").write_text("constexpr float kValue = wrong;\n")
     with pytest.raises(BuildError, match="ninja exited with 1"):
         build()
-    assert 'base.cuh(1): error: identifier "wrong" is undefined' in capfd.readouterr().out
+    assert 'base.cuh(1): error: identifier "wrong" is undefined' in capfd.readouterr().err
 
 
 def test_ninja_runs_from_any_folder(build, tmp_path, monkeypatch):

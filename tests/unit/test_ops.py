@@ -156,7 +156,8 @@ def test_compiled_with_dynamic_shapes(compiled):
     for work in (compiled(lambda *qkv: sage_aot.attn(*qkv, return_lse=True), dynamic=True),
                  torch.compile(lambda *qkv: sage_aot.attn(*qkv, return_lse=True), backend=graphs, fullgraph=True,
                                dynamic=True)):
-        for batch, queries, keys in ((3, 33, 47), (5, 70, 47), (3, 6, 129)):  # sizes that are equal by chance are taken as one
+        # Sizes that are equal by chance would be taken as one.
+        for batch, queries, keys in ((3, 33, 47), (5, 70, 47), (3, 6, 129)):
             q, k, v = draw((batch, 4, queries, 64), (batch, 2, keys, 64), seed=queries)
             expected = sage_aot.attn(q, k, v, return_lse=True)
             assert all(torch.equal(found, right) for found, right in zip(work(q, k, v), expected))

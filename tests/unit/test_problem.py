@@ -50,18 +50,23 @@ def test_layout_says_which_dimension_is_which():
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"q": [1]}, "q: expected a torch.Tensor, got list"),
-    ({"k": bf16(2, 12, 64)}, r"k: expected four dimensions \[batch, heads, seq, headdim\], got shape \(2, 12, 64\)"),
+    ({"q": [1]}, "q: expected a torch.Tensor, got list; make one with torch.as_tensor"),
+    ({"k": bf16(2, 12, 64)},
+     r"k: expected four dimensions \[batch, heads, seq, headdim\], got shape \(2, 12, 64\); add .*k.unsqueeze"),
     ({"v": bf16(2, 2, 12, 64).float()}, r"v: expected torch.float16 or torch.bfloat16, got torch.float32; .*v.to\("),
-    ({"q": bf16(2, 4, 10, 160)}, "q: expected a head dim from 1 to 128, got 160"),
+    ({"q": bf16(2, 4, 10, 160)}, "q: expected a head dim from 1 to 128, got 160; .*scaled_dot_product"),
     ({"q": bf16(2, 4, 10, 0)}, "q: expected a head dim from 1 to 128, got 0"),
     ({"q": bf16(2, 4, 64, 10).transpose(2, 3)}, r"q: expected a contiguous last dimension, got strides .*q.contiguous"),
-    ({"k": bf16(2, 2, 12, 64).half()}, "one dtype, got torch.bfloat16 for q and torch.float16 for k"),
-    ({"v": torch.zeros(2, 2, 12, 64, dtype=torch.bfloat16, device="meta")}, "one device, got cpu for q and meta for v"),
-    ({"v": bf16(2, 2, 13, 64)}, r"k and v must have one shape, got \(2, 2, 12, 64\) and \(2, 2, 13, 64\)"),
-    ({"q": bf16(3, 4, 10, 64)}, "one batch size, got 3 for q and 2"),
-    ({"q": bf16(2, 4, 10, 32)}, "one head dim, got 32 for q and 64"),
-    ({"q": bf16(2, 3, 10, 64)}, "must be a multiple of those of k and v, got 3 and 2 in layout 'HND'"),
+    ({"k": bf16(2, 2, 12, 64).half()},
+     r"one dtype, got torch.bfloat16 for q and torch.float16 for k; pass k.to\(q.dtype"),
+    ({"v": torch.zeros(2, 2, 12, 64, dtype=torch.bfloat16, device="meta")},
+     r"one device, got cpu for q and meta for v; pass v.to\(q.device\)"),
+    ({"v": bf16(2, 2, 13, 64)},
+     r"k and v must have one shape, got \(2, 2, 12, 64\) and \(2, 2, 13, 64\); .* pad the smaller"),
+    ({"q": bf16(3, 4, 10, 64)}, "one batch size, got 3 for q and 2 for k and v; expand"),
+    ({"q": bf16(2, 4, 10, 32)}, "one head dim, got 32 for q and 64 for k and v; pad the smaller"),
+    ({"q": bf16(2, 3, 10, 64)},
+     "must be a multiple of those of k and v, got 3 and 2 in layout 'HND'; .*pass layout='NHD'"),
     ({"k": bf16(2, 0, 12, 64), "v": bf16(2, 0, 12, 64)}, "must be a multiple of those of k and v, got 4 and 0"),
     ({"q": bf16(2, 4, 10, 64).requires_grad_()}, "q requires grad, and attn has no backward pass"),
 ])
@@ -83,7 +88,8 @@ def test_bad_tensors(changes, message):
     ({"qk_bits": [8]}, "qk_bits: expected 'auto', 8 or 4, got .8."),
     ({"smooth_q": 1}, "smooth_q: expected 'auto', True or False, got 1"),
     ({"smooth_v": "yes"}, "smooth_v: expected True or False, got 'yes'"),
-    ({"pv_accum": "f16"}, r"pv_accum: expected 'auto' or one of \('f32', 'two_level_f32', 'two_level_f16'\), got 'f16'"),
+    ({"pv_accum": "f16"},
+     r"pv_accum: expected 'auto' or one of \('f32', 'two_level_f32', 'two_level_f16'\), got 'f16'"),
     ({"pv_accum": None}, "pv_accum: expected 'auto' or one of .*, got None"),
     ({"pv_accum": ["f32"]}, "pv_accum: expected 'auto' or one of .*, got .'f32'."),
 ])
@@ -98,8 +104,9 @@ def test_grad_is_fine_where_it_is_off():
 
 
 @pytest.mark.parametrize(("out", "message"), [
-    (3, "out: expected a tensor like q, got int"),
-    (bf16(2, 4, 11, 64), r"out: expected shape, dtype and device of q, \(2, 4, 10, 64\) torch.bfloat16 on cpu, got \(2, 4, 11"),
+    (3, r"out: expected a tensor like q, got int; make one with torch.empty_like\(q\)"),
+    (bf16(2, 4, 11, 64),
+     r"out: expected shape, dtype and device of q, \(2, 4, 10, 64\) torch.bfloat16 on cpu, got \(2, 4, 11"),
     (bf16(2, 4, 10, 64).half(), "got .* torch.float16 on cpu"),
     (bf16(2, 4, 64, 10).transpose(2, 3), "out: expected a contiguous last dimension"),
     (bf16(1, 4, 10, 64).expand(2, -1, -1, -1), "out: its elements must not share memory"),

@@ -100,12 +100,12 @@ def test_the_order_of_the_manifest_does_not_choose_the_accumulator():
     assert chosen.attn.spec == select((8, 9), PROBLEM, manifest()).attn.spec
 
 
-@pytest.mark.parametrize(("capability", "arch", "asked", "built"), [
-    ((8, 0), "sm80", "two_level_f16", r"\['f32'\]"), ((9, 0), "sm90", "two_level_f32", r"\['f32'\]"),
-    ((8, 9), "sm89", "f32", r"\['two_level_f16', 'two_level_f32'\]"),
+@pytest.mark.parametrize(("capability", "arch", "asked", "instead"), [
+    ((8, 0), "sm80", "two_level_f16", "f32"), ((9, 0), "sm90", "two_level_f32", "f32"),
+    ((8, 9), "sm89", "f32", "two_level_f32"),
 ])
-def test_accumulators_that_an_arch_lacks_are_refused(capability, arch, asked, built):
-    message = f"no kernel for arch={arch}.*pv_accum={asked}; built for {arch}: .*'pv_accum': {built}"
+def test_accumulators_that_an_arch_lacks_are_refused(capability, arch, asked, instead):
+    message = f"no kernel for {arch}, head dim 128, .*pv_accum='{asked}'; use pv_accum='{instead}'\\. This folder holds"
     with pytest.raises(UnsupportedError, match=message):
         select(capability, dataclasses.replace(PROBLEM, pv_accum=asked), manifest())
 
@@ -117,9 +117,19 @@ def test_the_delta_kernel_is_chosen_only_where_q_is_smoothed():
     assert smoothed.delta.spec.name == "sage_delta_sm80_d128"
 
 
-def test_what_is_not_built_is_refused():
-    with pytest.raises(UnsupportedError, match="no kernel for arch=sm90, headdim=128, qk=4.*built for sm90.*'qk': .8."):
-        select((9, 0), dataclasses.replace(PROBLEM, qk_bits=4), manifest())
+@pytest.mark.parametrize("changes", [{}, {"smooth_q": True}, {"smooth_v": True, "is_causal": True}])
+def test_bits_that_an_arch_lacks_are_refused_in_the_words_of_the_call(changes):
+    message = "no kernel for sm90, head dim 128, qk_bits=4, is_causal=.*; use qk_bits=8\\. This folder holds what was"
+    with pytest.raises(UnsupportedError, match=message):
+        select((9, 0), dataclasses.replace(PROBLEM, qk_bits=4, **changes), manifest())
+
+
+@pytest.mark.parametrize(("left", "changes"), [("d64", {"headdim": 65}), ("causal", {}), ("d64", {"qk_bits": 4})])
+def test_a_narrowed_build_says_so(left, changes):
+    """No other head dim or mask is proposed: that would be another problem."""
+    kernels = {name: record for name, record in manifest().kernels.items() if f"_{left}_" in name}
+    with pytest.raises(UnsupportedError, match="nor with any other options. This folder holds what was built"):
+        select((8, 9), dataclasses.replace(PROBLEM, **changes), dataclasses.replace(manifest(), kernels=kernels))
 
 
 @pytest.mark.parametrize("kind", ["quant", "stats", "delta"])

@@ -47,6 +47,7 @@ struct OnlineSoftmax {
   static constexpr i32 kMTiles = Config::kWarpM / 16, kNTiles = Config::kBlockN / 8;
   static constexpr float kBias = Config::kSmoothQ ? 0.0f : kScoreBias;  // of the scores as they arrive
 
+  // Whether P's FMA takes the bias off where the scale allows; else every score has it subtracted, or has none.
   static constexpr bool kFolds = !Config::kSmoothQ && (Config::kQkBits == 8 || Product::kLargestFolded >= 1.0f);
 
   using Scores = i32[kMTiles][kNTiles][4];

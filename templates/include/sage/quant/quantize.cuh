@@ -156,7 +156,7 @@ struct Quantize {
   __device__ __forceinline__ bool prepare_v_scale(i32 head, bool store) const {
     bool all_finite = true;
     for (i32 c = threadIdx.x; c < kHeadDim; c += Config::kThreads) {
-      const float mean = params.smooth_v ? mean_over_keys(params.v_stats, head, c) : 0.0f;
+      float mean = params.smooth_v ? mean_over_keys(params.v_stats, head, c) : 0.0f;
       float largest = -ptx::infinity(), smallest = ptx::infinity();
       i32 finite = kAllFinite;
       for (i32 chunk = 0; chunk < params.num_chunks; ++chunk) {
@@ -164,6 +164,7 @@ struct Quantize {
         smallest = fminf(smallest, statistic(params.v_stats, head, chunk, 2, c));
         finite = min(finite, __float_as_int(statistic(params.v_stats, head, chunk, 3, c)));
       }
+      if (!(fmaxf(largest - mean, mean - smallest) < ptx::infinity())) mean = 0.0f;  // likewise: a choice
       const float amax = fmaxf(largest - mean, mean - smallest);
       const Scale scale = Config::kPv == Pv::kE4m3 ? scale_to(params.v_limit, amax) : power_of_two_scale(amax);
       channels.v_mean[c] = mean;
@@ -207,7 +208,7 @@ struct Quantize {
 #pragma unroll
         for (i32 i = 0; i < kVector; ++i) {
           x[r][i] *= params.softmax_scale_log2;
-          bias[r] += x[r][i] * channels.k_mean[lane * kVector + i];
+          bias[r] = fmaf(x[r][i], channels.k_mean[lane * kVector + i], bias[r]);
         }
         const bool exists = tile * Config::kBlockM + first_row + r * kRowGroups < params.seqlen_q;
         subtract(x[r], channels.q_mean + lane * kVector, exists);
