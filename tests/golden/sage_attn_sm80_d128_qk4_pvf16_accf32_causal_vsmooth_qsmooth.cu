@@ -1,6 +1,6 @@
 // sage_attn_sm80_d128_qk4_pvf16_accf32_causal_vsmooth_qsmooth
 // Written by codegen from templates/attn_mma.cu.jinja and this row of build_matrix.yaml:
-//   {family: attn_mma, arch: [sm80, sm90], headdim: 128, pv: f16}
+//   {family: attn_mma, arch: sm80, headdim: 128, pv: f16}
 // Attention on quantized Q, K and V with mma.sync.
 
 #include "sage/attn/mainloop_mma.cuh"

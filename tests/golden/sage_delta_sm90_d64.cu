@@ -1,6 +1,6 @@
 // sage_delta_sm90_d64
 // Written by codegen from templates/delta_s.cu.jinja and this row of build_matrix.yaml:
-//   {family: attn_mma, arch: [sm80, sm86, sm90], headdim: 64, q: qsmooth}
+//   {family: attn_wgmma, arch: sm90, headdim: 64}
 // What smoothing Q took off the scores.
 
 #include "sage/quant/delta_s.cuh"

@@ -1,6 +1,6 @@
 // sage_stats_sm90_d64
 // Written by codegen from templates/statistics.cu.jinja and this row of build_matrix.yaml:
-//   {family: attn_mma, arch: [sm80, sm86, sm90], headdim: 64, q: qraw}
+//   {family: attn_wgmma, arch: sm90, headdim: 64}
 // Statistics of K and V over the sequence.
 
 #include "sage/quant/statistics.cuh"

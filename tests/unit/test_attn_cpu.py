@@ -78,7 +78,7 @@ def test_what_an_accumulator_keeps_of_a_tile(pv_accum, kept):
     assert _emulate._pv_tile(p, torch.ones(1, 1, 64, 1), pv_accum).flatten().tolist() == kept
 
 
-@pytest.mark.parametrize(("arch", "pv_accum"), [("sm80", "two_level_f16"), ("sm90", "two_level_f32"), ("sm89", "f32")])
+@pytest.mark.parametrize(("arch", "pv_accum"), [("sm80", "two_level_f16"), ("sm90", "two_level_f16"), ("sm89", "f32")])
 def test_accumulators_that_an_arch_lacks_are_refused(monkeypatch, arch, pv_accum):
     monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
     with pytest.raises(UnsupportedError, match=f"no kernel for {arch}, .*pv_accum='{pv_accum}'; use pv_accum="):
@@ -258,7 +258,8 @@ def test_equal_keys_leave_the_log_sum_exp_exact(pv):
     q, k, v = draw((1, 2, 100, 64), (1, 2, 130, 64))
     k = (5 * k[:, :, :1]).expand_as(k)
     (_, lse), (_, expected) = sage_aot.attn(q, k, v, return_lse=True), _reference.attention(q, k, v)
-    assert ((lse - expected).abs() <= 2e-5 + 1e-5 * expected.abs()).all()
+    folding = 0.0 if pv == "f16" else 2.0**-7 * math.log(2.0)  # attn/softmax.cuh: how far the constant of P rounds
+    assert ((lse - expected).abs() <= 2e-5 + 1e-5 * expected.abs() + folding).all()
 
 
 @pytest.mark.parametrize(("q_shape", "kv_shape"), [((1, 2, 0, 64), (1, 2, 5, 64)), ((0, 2, 4, 64), (0, 2, 5, 64)),

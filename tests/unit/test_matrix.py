@@ -42,7 +42,7 @@ BAD = {
                     "expected a value of the axis 'arch' (sm80, sm86, sm89, sm90), got 'sm87'"),
     "row's key": (D64_ROW, D64_ROW.replace("headdim", "headim"), "headim",
                   ("expected a key of a row of 'tiles' (family, block_m, block_n, warp_m, stages, min_blocks, arch, "
-                   "headdim, qk, pv, pv_accum, mask, v, q, allow_spills, why), got 'headim'")),
+                   "headdim, qk, pv, pv_accum, mask, v, q, producer_warps, allow_spills, why), got 'headim'")),
     "exclusion's key": ("{qk: 4, why", "{bits: 4, why", "{bits",
                         ("expected a key of a row of 'exclude' (why, arch, headdim, qk, pv, pv_accum, mask, v, q), got "
                          "'bits'")),
@@ -57,7 +57,7 @@ BAD = {
     "no template": ("    quant: {template: quantize.cu.jinja, threads: 256}\n", "", "    attn: {",
                     "expected the key 'quant' in the family 'attn_mma', got none"),
     "template's key": ("{template: attn_mma.cu.jinja}", "{template: attn_mma.cu.jinja, threads: 128}", "threads: 128",
-                       "expected a key of 'attn' of the family 'attn_mma' (template), got 'threads'"),
+                       "expected a key of 'attn' of the family 'attn_mma' (template, suffix), got 'threads'"),
     "lost template": ("template: quantize.cu.jinja", "template: lost.cu.jinja", "lost",
                       "expected a file in templates/, got 'lost.cu.jinja'"),
     "bad threads": ("quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 250", "threads: 250",

@@ -152,7 +152,7 @@ def test_delta_precedes_attention_and_holds_the_problem():
     values = {name: field(delta, "DeltaParams", name) for name, code in FIELDS["DeltaParams"] if code == "i"}
     assert values == {"first_head": 0, "num_heads": 12, "num_q_heads": 6, "num_kv_heads": 3, "seqlen_q": 130,
                       "seqlen_kv": 200, "headdim": 80, "q_tiles": 2, "columns": 256, "dtype": 1, "aligned": 0,
-                      "block_m": 128, "is_causal": 1, "padding": 0}
+                      "block_m": 128, "block_n": 64, "is_causal": 1}
     assert struct.unpack_from("<Qqqq", delta.params) == (2**40, 1, 2, 3)
 
 
