@@ -55,7 +55,7 @@ class Case:
     return_lse: bool = _option({True: 3, False: 1}, argument=True)
     dtype: str = _option({"bf16": 1, "f16": 1})
     kind: str = _option({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
-                         "tiny": 1})
+                         "tiny": 1, "spike": 0})  # spike for tests/sim: to draw it would change a seed's other cases
     planted: str = _option({"none": 24, "q:nan": 1, "k:nan": 1, "v:nan": 1, "q:inf": 1, "k:inf": 1, "v:inf": 1})
     strides: str = _option({"contiguous": 4, "transposed": 2, "fused": 3, "misaligned": 2, "sliced": 2,
                             "expanded_heads": 1, "expanded_batch": 1})
@@ -220,8 +220,14 @@ def _tiny(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None
         tensor *= 1e-20 if case.dtype == "bf16" else 1e-6
 
 
+def _spike(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """One channel that leaves few steps of 4 bits to the others: large scales, and scores that differ by little."""
+    q[..., 0] = 30.0
+    k[..., ::2, 0], k[..., 1::2, 0] = 30.0, -30.0
+
+
 _CHANGES = {"normal": _unchanged, "outlier": _unchanged, "constant": _constant, "biased_v": _biased_v, "zeros": _zeros,
-            "huge": _huge, "wide_v": _wide_v, "tiny": _tiny}
+            "huge": _huge, "wide_v": _wide_v, "tiny": _tiny, "spike": _spike}
 
 
 def _plant(case: Case, tensors: dict[str, torch.Tensor]) -> None:

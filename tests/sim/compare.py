@@ -2,10 +2,10 @@
 
     PYTHONPATH=.:tests/gpu python tests/sim/compare.py --markdown compare.md
 
-For a machine with a GPU of compute capability 9.0, nvcc, and a host compiler: the simulator runs there as well, as sm_90.
-ex2.approx is the one instruction of the main loops whose bits the ISA leaves open: it is measured on the GPU in full, and
-the simulator computes with what was measured. lg2.approx, once a row, stays the nearest number: the log-sum-exp may
-differ by what its row says.
+For a machine with a GPU of compute capability 9.0, nvcc, and a host compiler: the simulator runs there as well, as
+sm_90. ex2.approx is the one instruction of the main loops whose bits the ISA leaves open: it is measured on the GPU in
+full, and the simulator computes with what was measured. lg2.approx, once a row, stays the nearest number: the log-sum-exp
+may differ by what its row says.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import test_hopper
 import test_meanings
 import torch
 from layout import Result, read_back
-from simbuild import ROOT, Build, Source
+from simbuild import Build, Source
 from simulator import Simulator, set_exp2
 from variants import SPECS, run
 
@@ -61,7 +61,8 @@ class Row:
         x, y = gpu.view(np.float32), simulated.view(np.float32)
         differing = (gpu != simulated) & ~(np.isnan(x) & np.isnan(y))
         steps = np.abs(gpu[differing].view(np.int32).astype(np.int64) - simulated[differing].view(np.int32))
-        return Row(what, gpu.size, int(differing.sum()), f"{steps.max()} units of the last place" if len(steps) else "0")
+        largest = f"{steps.max()} units of the last place" if len(steps) else "0"
+        return Row(what, gpu.size, int(differing.sum()), largest)
 
     @staticmethod
     def of_tensors(what: str, gpu: torch.Tensor, simulated: torch.Tensor) -> Row:
@@ -80,8 +81,8 @@ class Gpu:
     def __init__(self, source: Path, target: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder) / "kernels.cubin"
-            subprocess.run(["nvcc", "-cubin", f"-arch={target}", "-std=c++17", "-diag-suppress", "20012", f"-I{ROOT / 'templates' / 'include'}",
-                            str(source), "-o", str(cubin)], check=True)
+            subprocess.run(["nvcc", "-cubin", f"-arch={target}", "-std=c++17", "-diag-suppress", "20012",
+                            f"-I{simbuild.PROJECT.include}", str(source), "-o", str(cubin)], check=True)
             self._module = cupy.cuda.function.Module()
             self._module.load(cubin.read_bytes())
 
@@ -141,7 +142,8 @@ def _operands(rng: np.random.Generator, name: str, wide: bool) -> np.ndarray:
         codes[codes & 0x7F == 0x7F] = 0x30  # no NaN
         words[..., :6] = codes.view(np.uint32)
     if name in ("f16", "e4m3_f32", "e4m3_f16"):
-        c = (rng.standard_normal((PRODUCTS, 32, 4)) * (2.0 ** rng.integers(-12, 12, (PRODUCTS, 32, 4)) if wide else 4.0))
+        sizes = 2.0 ** rng.integers(-12, 12, (PRODUCTS, 32, 4)) if wide else 4.0
+        c = rng.standard_normal((PRODUCTS, 32, 4)) * sizes
         if name == "e4m3_f16":
             words[..., 6:8] = c.astype(np.float16).view(np.uint32)
         else:
@@ -154,11 +156,27 @@ def compare_pipeline(gpu: Gpu, build: Build) -> Iterator[Row]:
     problem = test_hopper.Problem.draw(8, 7, seed=3)
     test_hopper.run(build, "pipeline", problem, seed=0)
     a, b, v = (cupy.asarray(x.view(torch.int8).numpy()) for x in (problem.a, *problem.packed()))
-    scores, out = (cupy.zeros(tuple(x.shape), cupy.dtype(str(x.dtype).removeprefix("torch."))) for x in (problem.scores, problem.out))
+    scores, out = (_zeros_like(x) for x in (problem.scores, problem.out))
     params = test_hopper.params(*(x.data.ptr for x in (a, b, v, scores, out)), len(problem.b))
     gpu.launch("pipeline", params, len(problem.a), test_hopper.THREADS, test_hopper.SHARED_BYTES)
     yield Row.of_tensors("wgmma s8, A from both places", torch.from_numpy(scores.get()), problem.scores)
     yield Row.of_bits("wgmma e4m3, two-level", out.get().view(np.uint32), problem.out.numpy().view(np.uint32))
+
+
+def compare_warpgroup_products(gpu: Gpu, build: Build) -> Iterator[Row]:
+    """Every wrapper of wgmma, on rows of every swizzle."""
+    for which in range(test_hopper.Product.COUNT):
+        product = test_hopper.Product.draw(which)
+        test_hopper.run_product(build, product)
+        a, b = (cupy.asarray(x.view(torch.int8).numpy()) for x in (product.a, product.b))
+        d = _zeros_like(product.d)
+        params = test_hopper.product_params(a.data.ptr, b.data.ptr, d.data.ptr, which)
+        gpu.launch("warpgroup_products", params, 1, test_hopper.Product.THREADS, test_hopper.Product.SHARED_BYTES)
+        yield Row.of_tensors(f"wgmma {product.name}", torch.from_numpy(d.get()), product.d)
+
+
+def _zeros_like(tensor: torch.Tensor) -> cupy.ndarray:
+    return cupy.zeros(tuple(tensor.shape), cupy.dtype(str(tensor.dtype).removeprefix("torch.")))
 
 
 # --- ex2.approx -------------------------------------------------------------------------------------------------------
@@ -195,7 +213,8 @@ def compare_variant(build: Build, spec: KernelSpec, seed: int) -> Iterator[Row]:
     simulated = _simulate(build, spec, q, k, v)
     found, expected = read_back(on_gpu), read_back(simulated)
     quantized = [Row.of_tensors(name, found[name], expected[name]) for name in found if name != "delta_s"]
-    yield Row(f"`{spec.name}`: quantized tensors", sum(row.values for row in quantized), sum(row.differing for row in quantized))
+    yield Row(f"`{spec.name}`: quantized tensors", sum(row.values for row in quantized),
+              sum(row.differing for row in quantized))
     yield Row.of_tensors(f"`{spec.name}`: output", on_gpu.out.cpu(), simulated.out)
     yield Row.of_tensors(f"`{spec.name}`: log-sum-exp", on_gpu.lse.cpu(), simulated.lse)
 
@@ -221,7 +240,10 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
     gpu = Gpu(test_meanings.PROBES, "sm_90")
     yield from compare_scalars(gpu, probes)
     yield from compare_products(gpu, probes)
-    yield from compare_pipeline(Gpu(test_hopper.KERNEL, "sm_90a"), simbuild.build([Source("pipeline", test_hopper.KERNEL)], folder / "hopper"))
+    hopper = simbuild.build(test_hopper.SOURCES, folder / "hopper")
+    pipeline, products = (Gpu(source.path, "sm_90a") for source in test_hopper.SOURCES)
+    yield from compare_pipeline(pipeline, hopper)
+    yield from compare_warpgroup_products(products, hopper)
     set_exp2(*measure_exp2(gpu))
     yield from compare_exp2(gpu, probes)
     specs = [spec for spec in SPECS if any(fnmatch.fnmatch(spec.name, pattern) for pattern in args.variants)]

@@ -14,7 +14,8 @@ from variants_on_cpu import SPECS, Pool, cases_of
 def built(request: pytest.FixtureRequest) -> Build:
     """The kernels that this session's tests ask for: the variants among their parameters, or all."""
     simbuild.build_engine()  # here, so that the processes find it ready
-    asked = [_parameters(item).get("spec") for item in request.session.items if "built" in getattr(item, "fixturenames", ())]
+    items = [item for item in request.session.items if "built" in getattr(item, "fixturenames", ())]
+    asked = [_parameters(item).get("spec") for item in items]
     return simbuild.build_matrix(SPECS if None in asked else asked)
 
 

@@ -11,7 +11,7 @@ import sys
 
 _COMMON = ("-std=c++20", "-march=native", "-g1", "-fPIC", "-fno-exceptions", "-Wall")
 
-ENGINE_FLAGS = (*_COMMON, "-O2", "-Wextra", "-ffp-contract=off")
+ENGINE_FLAGS = (*_COMMON, "-O2", "-Wextra", "-ffp-contract=off", "-fno-semantic-interposition")
 
 KERNEL_FLAGS = (
     *_COMMON, "-O1", "-x", "c++", "-include", "cuda_builtins.h", "-fno-strict-aliasing", "-Wno-unknown-pragmas",
@@ -42,7 +42,8 @@ def compiler() -> tuple[str, ...]:
             return tuple(name.split())
     if importlib.util.find_spec("ziglang"):
         return sys.executable, "-m", "ziglang", "c++"
-    raise RuntimeError("the simulator needs a C++20 compiler: install g++ or clang++, set CXX, or `pip install ziglang`")
+    raise RuntimeError("the simulator needs a C++20 compiler: install g++ or clang++, set CXX, or `pip install "
+                       "ziglang`")
 
 
 @functools.lru_cache(maxsize=None)

@@ -1,7 +1,7 @@
 """Sources of kernels, and the engine, → shared libraries, with ninja: in parallel, and only what changed.
 
-The include folder that kernels see is made of links: the headers of templates/include/sage, but for those of ptx/. Their
-place take the meanings in include/sage/ptx, so a wrapper without one is unknown to the compiler.
+The include folder that kernels see is made of links: the headers of templates/include/sage, but for those of ptx/.
+Their place take the meanings in include/sage/ptx, so a wrapper without one is unknown to the compiler.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ class Build:
         return self.folder / f"{name}.so"
 
 
-def build_matrix(specs: Iterable[KernelSpec]) -> Build:
-    """These attention kernels of build_matrix.yaml and those that feed them, rendered as codegen renders them; the manifest
-    beside them names all there are."""
-    matrix = read_matrix(PROJECT.matrix, PROJECT.templates)
-    render_all(matrix.kernels, matrix, PROJECT)
+def build_matrix(specs: Iterable[KernelSpec], project: Project = PROJECT) -> Build:
+    """These attention kernels of build_matrix.yaml and those that feed them, rendered as codegen renders them; the
+    manifest beside them names all there are."""
+    matrix = read_matrix(project.matrix, project.templates)
     wanted = {kernel for spec in specs for kernel in (spec, *spec.companions)}
-    made = build([Source(kernel.spec.name, source_path(kernel, PROJECT)) for kernel in matrix.kernels if kernel.spec in wanted],
-                 PROJECT.build)
+    kernels = [kernel for kernel in matrix.kernels if kernel.spec in wanted]
+    render_all(kernels, matrix, project)
+    made = build([Source(kernel.spec.name, source_path(kernel, project)) for kernel in kernels], project.build,
+                 project.include)
     write_if_changed(made.folder / FILE_NAME, _manifest(matrix).to_text().encode())
     return made
 
@@ -69,17 +70,17 @@ def build_matrix(specs: Iterable[KernelSpec]) -> Build:
 def _manifest(matrix: Matrix) -> Manifest:
     """As far as launching goes."""
     records = [KernelRecord(
-        spec=kernel.spec, file=f"{kernel.spec.name}.so", sha256="", target="sm_{}{}".format(*capability_of(kernel.spec.arch)),
-        tile=kernel.tile, threads=kernel.threads,
+        spec=kernel.spec, file=f"{kernel.spec.name}.so", sha256="",
+        target="sm_{}{}".format(*capability_of(kernel.spec.arch)), tile=kernel.tile, threads=kernel.threads,
         shared_bytes=kernel.tile.shared_bytes(kernel.spec) if kernel.spec.kind == "attn" else 0, registers=0,
         spill_bytes=0, opcodes={}, main_loop=None) for kernel in matrix.kernels]
     return Manifest(__version__, " ".join(compiler()), kernel_flags(), layout_digest(), None,
                     {record.spec.name: record for record in records})
 
 
-def build(sources: Iterable[Source], folder: Path) -> Build:
-    """Bring kernels up to date; HostBuildError where one does not compile."""
-    _link_headers(folder / "include")
+def build(sources: Iterable[Source], folder: Path, headers: Path = PROJECT.include) -> Build:
+    """Bring kernels up to date, on these headers; HostBuildError where one does not compile."""
+    _link_headers(headers, folder / "include")
     _run_ninja(folder, _kernels_text(sources, folder))
     return Build(folder)
 
@@ -94,18 +95,17 @@ def build_engine() -> Path:
 def _run_ninja(folder: Path, text: str) -> None:
     ninja_file = folder / "build.ninja"
     write_if_changed(ninja_file, text.encode())
-    found = subprocess.run([str(Path(BIN_DIR, "ninja")), "-k", "0", "-f", str(ninja_file)], capture_output=True, text=True,
-                           check=False)
+    found = subprocess.run([str(Path(BIN_DIR, "ninja")), "-k", "0", "-f", str(ninja_file)], capture_output=True,
+                           text=True, check=False)
     if found.returncode:
         raise HostBuildError(found.stdout + found.stderr)
 
 
-def _link_headers(include: Path) -> None:
+def _link_headers(headers: Path, include: Path) -> None:
     """The tree that kernels include: the real headers, but meanings in the place of instructions."""
-    real = PROJECT.include / "sage"
-    for path in real.rglob("*.cuh"):
-        name = path.relative_to(PROJECT.include)
-        _link(include / name, _meanings(name) if path.parent == real / "ptx" else path)
+    for path in headers.rglob("*.cuh"):
+        name = path.relative_to(headers)
+        _link(include / name, _meanings(name) if path.parent.name == "ptx" else path)
 
 
 def _meanings(name: Path) -> Path:
@@ -139,7 +139,8 @@ def _kernels_text(sources: Iterable[Source], folder: Path) -> str:
     ninja = Writer(text, width=120)
     ninja.variable("builddir", str(folder))
     ninja.rule("kernel", _command(*compiler(), *kernel_flags(), f"-I{folder / 'include'}", f"-I{MEANINGS}")
-               + f" -DSIM_KERNEL=$name $source -MMD -MF $out.d -MT $out -c $in -o $out.o && {_link_command()} $out.o -o $out",
+               + " -DSIM_KERNEL=$name $source -MMD -MF $out.d -MT $out -c $in -o $out.o"
+               + f" && {_link_command()} $out.o -o $out",
                depfile="$out.d", deps="gcc", description="$name")
     for source in sources:
         define = f'-DSIM_SOURCE="{source.path}"'
@@ -149,8 +150,8 @@ def _kernels_text(sources: Iterable[Source], folder: Path) -> str:
 
 
 def _link_command() -> str:
-    """Without the run-time libraries of the sanitizers, for which the engine stands: no -fsanitize, and -O2, or else zig
-    brings one unasked."""
+    """Without the run-time libraries of the sanitizers, for which the engine stands: no -fsanitize, and -O2, or else
+    zig brings one unasked."""
     return _command(*compiler(), "-shared", "-O2", "-Wl,-z,now")
 
 

@@ -19,20 +19,24 @@ from fuzz_cases import Case
 from fuzz_checks import Subject, Verdict
 from layout import Result
 from simbuild import Build
-from simulator import Simulator
+from simulator import Report, Simulator, SimulatorError
 
-from sage_aot import _emulate
+from sage_aot import _emulate, _plan
 from sage_aot._problem import Problem
 from sage_aot._select import Kernels
 
 
 BOUNDS = {
-    # sm89 adds 16 products at a time, aligned to the largest of them and each cut off 13 bits below it: up to 2^-9 of it a
-    # step, four steps a tile. Sums in f16 are rounded besides, by 2^-11 a step. The emulation takes 32 products and cuts
-    # their sum, and the chips that the fuzzer runs on cut nothing.
+    # sm89 adds 16 products at a time, aligned to the largest of them and each cut off 13 bits below it: up to 2^-9 of
+    # it a step, four steps a tile. Sums in f16 are rounded besides, by 2^-11 a step. The emulation takes 32 products
+    # and cuts their sum, and the chips that the fuzzer runs on cut nothing.
     name: dataclasses.replace(fuzz_checks.BOUNDS[name], tight=2**-8) for name in ("two_level_f32", "two_level_f16")
 }
-"""How far the FP8 products of their own chip are from the emulation's, in place of those that another chip makes of them."""
+"""How far the FP8 products of their own chip are from the emulation's, in place of those that another chip makes of
+them."""
+
+DELTA_BYTES = 2047
+"""Workspace for delta_s: so little that heads take turns in short calls too, three of the smallest at once."""
 
 
 class _Spy:
@@ -41,13 +45,18 @@ class _Spy:
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
         self.result: Result | None = None
+        self.reports: list[Report] = []
 
     def attention(self, problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                   out: torch.Tensor, lse: torch.Tensor | None) -> None:
         out.fill_(math.nan)
         if lse is not None:
             lse.fill_(math.nan)
-        plan, workspace = self.simulator.attention(problem, kernels, q, k, v, out, lse)
+        try:
+            plan, workspace = self.simulator.attention(problem, kernels, q, k, v, out, lse)
+        except SimulatorError as error:
+            self.reports = error.reports
+            raise
         self.result = Result(out, lse, workspace, plan)
 
 
@@ -57,22 +66,22 @@ class Simulated(Subject):
     def __init__(self, build: Build) -> None:
         super().__init__("cpu", [build.folder])
         self.build = build
-        self._seed = 0
-        self._result: Result | None = None  # of the last call
+        self._spy = _Spy(Simulator(build))  # of the last call
 
     def check(self, case: Case, seed: int) -> tuple[Verdict, str]:
-        """Make the call with the threads in the order of a seed; the verdict, and a digest of all that was written."""
-        self._seed, self._result = seed, None
-        with mock.patch.dict(fuzz_checks.BOUNDS, BOUNDS):
+        """Make the call with the threads in the order of a seed; the verdict, and a digest of all that was written.
+        Where the simulator reports a fault, that is what failed, by its kind."""
+        self._spy = _Spy(Simulator(self.build, seed))
+        with mock.patch.dict(fuzz_checks.BOUNDS, BOUNDS), mock.patch.object(_plan, "DELTA_BYTES", DELTA_BYTES):
             verdict = self.examine(case)
-        return verdict, _digest(self._result) if self._result else ""
+        if self._spy.reports:
+            verdict = dataclasses.replace(verdict, failure=(self._spy.reports[0].kind, verdict.failure[1]))
+        return verdict, _digest(self._spy.result) if self._spy.result else ""
 
     @contextmanager
     def _watched(self) -> Iterator[_Spy]:
-        spy = _Spy(Simulator(self.build, self._seed))
-        with mock.patch.object(_emulate, "attention", spy.attention):
-            yield spy
-        self._result = spy.result
+        with mock.patch.object(_emulate, "attention", self._spy.attention):
+            yield self._spy
 
 
 def _digest(result: Result) -> str:

@@ -1,7 +1,7 @@
 """Launches on the simulator: the launch description that a GPU gets, buffers in host memory, reports as exceptions.
 
-:class:`Simulator` stands where the package has a :class:`sage_aot._loader.Library`: it launches what the plan says, from
-the packed structs alone. What memory a launch may touch it is told beforehand.
+:class:`Simulator` stands where the package has a :class:`sage_aot._loader.Library`: it launches what the plan says,
+from the packed structs alone. What memory a launch may touch it is told beforehand.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Buffer:
 
 
 def views(inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> list[Buffer]:
-    """The bytes that belong to tensors, and of their storages no others: inputs hold values, outputs wait for theirs."""
+    """The bytes that belong to tensors, and no others of their storages: inputs hold values, outputs wait for theirs."""
     by_storage: dict[int, list[tuple[str, torch.Tensor, int]]] = defaultdict(list)
     for tensors, state in ((inputs, INSIDE | WRITTEN), (outputs, INSIDE | WRITABLE)):
         for name, tensor in tensors.items():
@@ -146,9 +146,9 @@ class _Launch(ctypes.Structure):
 
 
 class _Report(ctypes.Structure):
-    _fields_ = [("kind", ctypes.c_char_p), ("detail", ctypes.c_char_p), ("file", ctypes.c_char_p), ("pc", ctypes.c_uint64),
-                ("line", ctypes.c_int32), ("block", ctypes.c_uint32), ("thread", ctypes.c_uint32),
-                ("count", ctypes.c_uint32)]
+    _fields_ = [("kind", ctypes.c_char_p), ("detail", ctypes.c_char_p), ("file", ctypes.c_char_p),
+                ("pc", ctypes.c_uint64), ("line", ctypes.c_int32), ("block", ctypes.c_uint32),
+                ("thread", ctypes.c_uint32), ("count", ctypes.c_uint32)]
 
 
 @functools.lru_cache(maxsize=None)
@@ -173,8 +173,9 @@ class _Engine:
     def know(self, buffers: tuple[Buffer, ...]) -> None:
         self._library.sim_clear_buffers()
         for buffer in buffers:
-            self._library.sim_add_buffer(buffer.name.encode(), ctypes.c_void_p(buffer.address),
-                                         ctypes.c_uint64(buffer.state.size), buffer.state.ctypes.data_as(ctypes.c_char_p))
+            self._library.sim_add_buffer(
+                buffer.name.encode(), ctypes.c_void_p(buffer.address), ctypes.c_uint64(buffer.state.size),
+                buffer.state.ctypes.data_as(ctypes.c_char_p))
 
     def launch(self, path: Path, name: str, params: bytes, blocks: int, threads: int, shared_bytes: int, arch: int,
                seed: int) -> None:

@@ -31,7 +31,8 @@ def _rows(library: Path) -> list[tuple[int, int, str]]:
             for state, following in zip(states, states[1:]):
                 line = state.line or line  # compilers say 0 where they merged lines
                 if not state.end_sequence:
-                    rows.append((state.address, following.address, f"{_file(program.header, state.file, folder)}:{line}"))
+                    file_name = _file(program.header, state.file, folder)
+                    rows.append((state.address, following.address, f"{file_name}:{line}"))
     return rows
 
 

@@ -44,7 +44,8 @@ def marks(name: str) -> dict[str, re.Match]:
 def faulty() -> list[object]:
     """Every kernel with a fault; clang does not check the alignment of whole structs."""
     blind = pytest.mark.xfail(is_clang(), reason="clang checks the alignment of scalars only", strict=True)
-    return [pytest.param(name, marks=blind if name == "misaligned_struct" else ()) for name in KERNELS if name != "no_fault"]
+    return [pytest.param(name, marks=blind if name == "misaligned_struct" else ())
+            for name in KERNELS if name != "no_fault"]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -70,8 +71,8 @@ def test_a_report_says_kernel_place_block_and_lane(faults):
     with pytest.raises(SimulatorError) as caught:
         run(faults, "unwritten_shared", 0)
     assert str(caught.value).startswith(
-        f"unwritten_shared: read of memory that nothing wrote at {FAULTS}/unwritten_shared.cu:7, block 1, warp 1, lane 5 "
-        f"(1 times): 4 bytes at shared address 0x")
+        f"unwritten_shared: read of memory that nothing wrote at {FAULTS}/unwritten_shared.cu:7, block 1, warp 1, "
+        f"lane 5 (1 times): 4 bytes at shared address 0x")
 
 
 def test_a_wrapper_without_a_meaning_does_not_compile(tmp_path):

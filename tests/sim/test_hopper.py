@@ -1,8 +1,7 @@
-"""Hopper's instructions in a pipeline of their own, kernels/pipeline.cu, against numpy."""
+"""Hopper's instructions in kernels of their own, kernels/pipeline.cu and warpgroup_products.cu, against torch."""
 
 from __future__ import annotations
 
-import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,14 @@ from pathlib import Path
 import pytest
 import simbuild
 import torch
+from hopper_faults import FAULTS, HARMLESS, NOTHING, WRONG
 from layout import _key_of_column
-from simbuild import Build, Source
+from simbuild import Build, HostBuildError, Source
 from simulator import Simulator, SimulatorError, views
 
-KERNEL = Path(__file__).parent / "kernels" / "pipeline.cu"
+KERNELS = Path(__file__).parent / "kernels"
+KERNEL = KERNELS / "pipeline.cu"
+SOURCES = [Source(name, KERNELS / f"{name}.cu") for name in ("pipeline", "warpgroup_products")]
 ROWS, DEPTH, KEYS, CHANNELS, STAGES = 128, 128, 128, 64, 2
 THREADS, SCALE = 384, 2.0**-9
 SHARED_BYTES = ROWS * DEPTH + STAGES * (KEYS * DEPTH + CHANNELS * KEYS) + 32
@@ -59,7 +61,7 @@ class Problem:
 
 
 def _swizzled(rows: torch.Tensor) -> torch.Tensor:
-    """[..., rows, 128] bytes, each row's chunks of 16 in the order that the hardware's swizzle of 128 bytes gives them."""
+    """[..., rows, 128] bytes, each row's chunks of 16 in the order of the hardware's swizzle of 128 bytes."""
     chunks = rows.unflatten(-1, (-1, 16))
     row, chunk = torch.arange(rows.shape[-2])[:, None], torch.arange(chunks.shape[-2])
     return chunks[..., row, chunk ^ row % 8, :].flatten(-2).contiguous()
@@ -72,7 +74,7 @@ def params(a: int, b: int, v: int, scores: int, out: int, tiles: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    return simbuild.build([Source("pipeline", KERNEL)], tmp_path_factory.mktemp("hopper"))
+    return simbuild.build(SOURCES, tmp_path_factory.mktemp("hopper"))
 
 
 def run(build: Build, name: str, problem: Problem, seed: int) -> None:
@@ -91,72 +93,99 @@ def test_pipeline(build, tiles, seed):
     assert problem.is_solved()
 
 
+# --- one product ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Product:
+    """One wrapper of wgmma on rows of some bytes, kernels/warpgroup_products.cu."""
+
+    which: int  # as the kernel takes it
+    a: torch.Tensor  # [64, row bytes] s8 or e4m3
+    b: torch.Tensor  # [columns, row bytes]
+    d: torch.Tensor  # [64, columns] s32 or f32
+
+    ROW_BYTES = (128, 64, 32)
+    WRAPPERS = (("s8", 64, "registers"), ("s8", 64, "shared memory"), ("s8", 128, "registers"),
+                ("s8", 128, "shared memory"), ("e4m3", 64, "registers"), ("e4m3", 128, "registers"))
+    SHARED_BYTES = (64 + 128) * 128
+    THREADS = 128
+    COUNT = len(ROW_BYTES) * len(WRAPPERS)
+
+    @property
+    def name(self) -> str:
+        type_, columns, place = self.WRAPPERS[self.which % len(self.WRAPPERS)]
+        return f"m64n{columns}k32 {type_}, A from {place}, rows of {self.a.shape[1]} bytes"
+
+    @staticmethod
+    def draw(which: int) -> Product:
+        generator = torch.Generator().manual_seed(which)
+        row_bytes = Product.ROW_BYTES[which // len(Product.WRAPPERS)]
+        type_, columns, _ = Product.WRAPPERS[which % len(Product.WRAPPERS)]
+        shapes = (64, row_bytes), (columns, row_bytes)
+        if type_ == "s8":
+            a, b = (torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator) for shape in shapes)
+            return Product(which, a, b, torch.full((64, columns), -1, dtype=torch.int32))
+        a, b = (torch.randn(shape, generator=generator).to(torch.float8_e4m3fn) for shape in shapes)
+        return Product(which, a, b, torch.full((64, columns), torch.nan))
+
+    def is_solved(self) -> bool:
+        expected = self.a.double() @ self.b.double().T
+        bound = 0.0 if self.d.dtype == torch.int32 else 2.0**-10 * expected.abs().max().item()
+        return bool((self.d.double() - expected).abs().max() <= bound)
+
+
+def product_params(a: int, b: int, d: int, which: int) -> bytes:
+    """ProductParams of kernels/warpgroup_products.cu, from addresses."""
+    return struct.pack("<3Q2i", a, b, d, which, 0)
+
+
+def run_product(build: Build, product: Product) -> None:
+    simulator = Simulator(build)
+    simulator.know(*views({"a": product.a, "b": product.b}, {"d": product.d}))
+    params = product_params(*(x.data_ptr() for x in (product.a, product.b, product.d)), product.which)
+    simulator.launch_kernel("warpgroup_products", params, 1, Product.THREADS, Product.SHARED_BYTES, arch=90)
+
+
+@pytest.mark.parametrize("which", range(Product.COUNT))
+def test_product(build, which):
+    product = Product.draw(which)
+    run_product(build, product)
+    assert product.is_solved()
+
+
 # --- faults -----------------------------------------------------------------------------------------------------------
-
-FAULTS = {
-    "no_proxy_fence": ("  ptx::fence_proxy_async();", "", "operand written without fence.proxy.async"),
-    "no_barrier_after_store": ("  __syncthreads();", "", "data race|barrier used before it was initialized|read of memory"),
-    "no_wgmma_fence": ("    ptx::wgmma_fence();", "", "wgmma without a fence"),
-    "no_wgmma_wait": ("  ptx::wgmma_wait<0>();\n}", "}", "wrong result"),
-    "waits_for_one_group_less": ("ptx::wgmma_wait<0>();\n    ptx::barrier_sync(3", "ptx::wgmma_wait<1>();\n    ptx::barrier_sync(3",
-                                 "registers of a pending instruction written|wgmma that nobody waits for|buffer overwritten"),
-    "operand_changed": ("    ptx::wgmma_wait<0>();\n    ptx::barrier_sync(3", "    p[1][2] ^= 1;\n    ptx::wgmma_wait<0>();\n    ptx::barrier_sync(3",
-                        "registers of a pending instruction written"),
-    "full_not_waited_for": ("    ptx::mbarrier_wait(ptx::shared_address(&shared.full[stage]), tile / kStages % 2);", "",
-                            "asynchronous copy read before it was waited for|data race|read of memory that nothing wrote"),
-    "full_of_wrong_phase": ("tile / kStages % 2);", "(tile / kStages + 1) % 2);",
-                            "asynchronous copy read before it was waited for|data race|read of memory that nothing wrote|deadlock"),
-    "empty_not_waited_for": ("if (tile >= kStages) ptx::mbarrier_wait(", "if (tile < 0) ptx::mbarrier_wait(",
-                             "buffer overwritten|data race|asynchronous copy|more arrivals"),
-    "empty_of_wrong_phase": ("(tile / kStages - 1) % 2);", "tile / kStages % 2);", "buffer overwritten|data race|deadlock|more arrivals"),
-    "too_few_bytes_announced": ("sizeof(shared.b[0]) + sizeof(shared.v[0]));", "sizeof(shared.b[0]));",
-                                "asynchronous copy read before it was waited for|deadlock|data race|more arrivals"),
-    "stage_released_by_the_first_warp": ("    ptx::barrier_sync(3 + consumer, kWarpgroup);", "", "buffer overwritten|data race"),
-    "misaligned_descriptor": ("matrix_descriptor<kKeys>(ptx::shared_address(shared.v[stage]))",
-                              "matrix_descriptor<kKeys>(ptx::shared_address(shared.v[stage]) + 128)", "misaligned descriptor"),
-    "misaligned_copy": ("ptx::shared_address(shared.v[stage]), params.v +", "ptx::shared_address(shared.v[stage]) + 8, params.v +",
-                        "misaligned access"),
-    "copy_beyond_the_end": ("    ptx::bulk_copy(ptx::shared_address(shared.b[stage]), params.b + static_cast<i64>(tile)",
-                            "    ptx::bulk_copy(ptx::shared_address(shared.b[stage]), params.b + static_cast<i64>(tile + 1)",
-                            "access outside an allocation"),
-    "barrier_not_initialized": ("      ptx::mbarrier_init(ptx::shared_address(&memory.empty[stage]), kConsumers);\n", "",
-                                "barrier used before it was initialized"),
-    "initialization_not_fenced": ("    ptx::fence_mbarrier_init();\n", "", "barrier initialized without a fence for the copy engine"),
-    "too_many_arrivals": ("if (thread == 0) ptx::mbarrier_arrive(", "if (thread < 2) ptx::mbarrier_arrive(",
-                          "more arrivals|buffer overwritten|data race|asynchronous copy|deadlock"),
-    "different_counts": ("ptx::barrier_sync(turn_of(consumer), 2 * kWarpgroup);", "ptx::barrier_sync(turn_of(consumer), kWarpgroup);",
-                         "barrier of different counts"),
-    "turn_not_handed_over": ("if (consumer == 0 || tile + 1 < params.tiles) ptx::barrier_arrive", "if (consumer == 1) ptx::barrier_arrive",
-                             "deadlock"),
-    "turn_handed_over_too_often": ("if (consumer == 0 || tile + 1 < params.tiles) ptx::barrier_arrive", "ptx::barrier_arrive",
-                                   "barrier that not all threads reach"),
-    "too_many_registers": ("setmaxnreg_inc<232>", "setmaxnreg_inc<256>", "more registers than there are"),
-    "warp_left_out": ("    if (registers) ptx::wgmma", "    if (ptx::thread_index() / 32 == 5) continue;\n    if (registers) ptx::wgmma",
-                      "warps of a warpgroup diverge"),
-    "lanes_differ": ("v_tile + k * kNextK, k > 0", "v_tile + k * kNextK + lane % 2 * 512, k > 0", "threads diverge"),
-}
-"""What is taken out of the pipeline, what is put in its place, and what that may bring to light, by the order of threads."""
-
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Build:
     folder, text = tmp_path_factory.mktemp("faulty"), KERNEL.read_text()
     sources = []
-    for name, (there, instead, _) in FAULTS.items():
-        assert text.count(there) >= 1, name
-        path = folder / f"{name}.cu"
-        path.write_text(text.replace(there, instead, 1).replace("(kThreads, 1) pipeline(", f"(kThreads, 1) {name}("))
-        sources.append(Source(name, path))
+    for fault in (*FAULTS, *HARMLESS):
+        assert text.count(fault.there) == 1, fault.name
+        path = folder / f"{fault.entry}.cu"
+        path.write_text(text.replace(fault.there, fault.instead).replace(" pipeline(", f" {fault.entry}("))
+        sources.append(Source(fault.entry, path))
     return simbuild.build(sources, folder / "build")
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_reported(faulty, name, seed):
+@pytest.mark.parametrize("fault", (*FAULTS, *HARMLESS), ids=lambda fault: fault.name)
+def test_fault_is_reported(faulty, fault, seed):
     problem = Problem.draw(1, 5, seed)
     try:
-        run(faulty, name, problem, seed)
-        seen = "nothing" if problem.is_solved() else "wrong result"
+        run(faulty, fault.entry, problem, seed)
+        seen = NOTHING if problem.is_solved() else WRONG
     except SimulatorError as error:
         seen = error.reports[0].kind
-    assert re.match(FAULTS[name][2], seen), seen
+    assert seen in fault.kinds
+
+
+@pytest.mark.parametrize("registers", [16, 100, 264])
+@pytest.mark.parametrize("direction", ["inc", "dec"])
+def test_setmaxnreg_takes_multiples_of_8_from_24_to_256(tmp_path, direction, registers):
+    source = tmp_path / "registers.cu"
+    call = f"sage::ptx::setmaxnreg_{direction}<{registers}>();"
+    source.write_text('#include "sage/ptx/setmaxnreg.cuh"\n'
+                      f'extern "C" __global__ void registers(int) {{ {call} }}\n')
+    with pytest.raises(HostBuildError, match="a multiple of 8 from 24 to 256"):
+        simbuild.build([Source("registers", source)], tmp_path / "build")

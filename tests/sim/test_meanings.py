@@ -20,7 +20,8 @@ BITS = {"s8": 8, "s4": 4, "f16": 16, "e4m3_f32": 8, "e4m3_f16": 8}
 NAN = 0x7FFFFFFF
 EDGES = np.array([0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000,
                   0xFFC00001, 0x7F800001, 0x477FE000, 0x477FEFFF, 0x477FF000, 0x33000000, 0x33000001, 0x33800000,
-                  0x43E00000, 0x43E80000, 0x43EFFFFF, 0x3A800000, 0x3A000000, 0x3A000001, 0x3F800000, 0xBF800000], np.uint32)
+                  0x43E00000, 0x43E80000, 0x43EFFFFF, 0x3A800000, 0x3A000000, 0x3A000001, 0x3F800000, 0xBF800000],
+                 np.uint32)
 """f32 of every kind, and about the ends of f16 and e4m3."""
 
 
@@ -42,7 +43,8 @@ def launch(build: Build, name: str, which: int, operands: np.ndarray, results: i
     return out.numpy().view(np.uint32)
 
 
-def scalar(build: Build, name: str, a: np.ndarray, b: np.ndarray | None = None, c: np.ndarray | None = None) -> np.ndarray:
+def scalar(build: Build, name: str, a: np.ndarray, b: np.ndarray | None = None,
+           c: np.ndarray | None = None) -> np.ndarray:
     zero = np.zeros_like(a, np.uint32)
     operands = np.stack([x.view(np.uint32) if x is not None else zero for x in (a, b, c)], -1)
     return launch(build, "scalars", SCALARS.index(name), operands, len(a), blocks=-(-len(a) // 32))
@@ -64,13 +66,15 @@ def same_floats(got: np.ndarray, expected: np.ndarray) -> None:
     nan = np.isnan(as_f32(expected))
     assert (np.isnan(as_f32(got)) == nan).all()
     wrong = np.flatnonzero((got != expected) & ~nan)
-    assert not len(wrong), f"{len(wrong)} wrong, first at {wrong[0]}: got {got[wrong[0]]:#x}, expected {expected[wrong[0]]:#x}"
+    assert not len(wrong), (f"{len(wrong)} wrong, first at {wrong[0]}: got {got[wrong[0]]:#x}, expected "
+                            f"{expected[wrong[0]]:#x}")
 
 
 # --- scalars ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "dtype", "nan"), [("f16x2", torch.float16, 0x7FFF), ("bf16x2", torch.bfloat16, 0x7FFF)])
+@pytest.mark.parametrize(("name", "dtype", "nan"),
+                         [("f16x2", torch.float16, 0x7FFF), ("bf16x2", torch.bfloat16, 0x7FFF)])
 def test_conversions_to_16_bits(probes, name, dtype, nan):
     lo, hi = patterns(seed=1), patterns(seed=2)
     got = scalar(probes, name, lo, hi)
@@ -151,7 +155,7 @@ def test_a_product_and_a_sum_are_one_fma(probes):
 
 
 def fragments(a: np.ndarray, b: np.ndarray, c: np.ndarray, bits: int) -> np.ndarray:
-    """Codes A [16][k], B [k][8] and words or halves C [16][8] as the words of 32 lanes, by the tables of the PTX ISA."""
+    """Codes A [16][k], B [k][8] and words or halves C [16][8] as the words of 32 lanes, by the PTX ISA's tables."""
     per_word = 32 // bits
     depth = 8 * per_word
     words = np.zeros((32, 10), np.uint64)
@@ -287,7 +291,7 @@ def test_e4m3_products_are_those_of_f16_on_sm90(probes):
 def test_f16_accumulators_round_to_nearest_even(probes):
     for arch in (89, 90):
         assert sum_of(probes, "e4m3_f16", {0: (2.0**-5, 2.0**-6)}, 1.0, arch) == 1.0  # tie, down to even
-        assert sum_of(probes, "e4m3_f16", {0: (2.0**-5, 2.0**-6)}, 1.0 + 2.0**-10, arch) == 1.0 + 2.0**-9  # tie, up to even
+        assert sum_of(probes, "e4m3_f16", {0: (2.0**-5, 2.0**-6)}, 1.0 + 2.0**-10, arch) == 1.0 + 2.0**-9  # tie
         assert sum_of(probes, "e4m3_f16", {0: (448.0, 448.0)}, 0.0, arch) == np.inf
 
 
@@ -349,8 +353,8 @@ def test_vote_sum_and_maximum(probes):
 
 
 def functions(header: Path) -> set[str]:
-    return set(re.findall(r"^(?:__device__ __forceinline__|inline) .*?(\w+)\(", re.sub(r"\(&(\w+)\(", r"\1(", header.read_text()),
-                          re.MULTILINE))
+    text = re.sub(r"\(&(\w+)\(", r"\1(", header.read_text())  # a function that returns a reference to an array
+    return set(re.findall(r"^(?:__device__ __forceinline__|inline) .*?(\w+)\(", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("header", sorted((PROJECT.include / "sage/ptx").glob("*.cuh")), ids=lambda path: path.name)

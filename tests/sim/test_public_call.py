@@ -29,7 +29,8 @@ def test_a_call(built, monkeypatch):
     """As a user makes it; the simulator stands in the place of the emulation."""
     monkeypatch.setenv("SAGE_AOT_KERNELS", str(built.folder))
     monkeypatch.setenv("SAGE_AOT_EMULATE", "sm80")
-    q, k, v = _reference.inputs("normal", (1, 2, 40, 64), (1, 1, 90, 64), torch.bfloat16, torch.Generator().manual_seed(0))
+    q, k, v = _reference.inputs("normal", (1, 2, 40, 64), (1, 1, 90, 64), torch.bfloat16,
+                                torch.Generator().manual_seed(0))
     with mock.patch.object(_emulate, "attention", Simulator(built).attention):
         out, lse = sage_aot.attn(q, k, v, is_causal=True, return_lse=True)
     expected, expected_lse = _reference.attention(q, k, v, is_causal=True)

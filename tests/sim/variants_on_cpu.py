@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 
 import torch
@@ -21,20 +21,48 @@ from sage_aot._spec import KernelSpec
 SEEDS = (1, 2)
 """Of the order of threads and blocks."""
 
-SPECS = tuple(kernel.spec for kernel in read_matrix(PROJECT.matrix, PROJECT.templates).kernels if kernel.spec.kind == "attn")
+SPECS = tuple(kernel.spec for kernel in read_matrix(PROJECT.matrix, PROJECT.templates).kernels
+              if kernel.spec.kind == "attn")
 """Every attention kernel of the matrix."""
 
 
+EXTREMES = (
+    {"kind": "huge"},  # references rise by far from tile to tile
+    {"kind": "biased_v", "scale": 0.0},  # sums of a tile as large as they can be
+    {"kind": "spike"},  # scales of 4 bits are too large to fold
+    {"kind": "tiny", "scale": 1e-6},  # products of scales underflow
+    {"kind": "wide_v"},
+    {"kind": "zeros"},
+    {"planted": "q:nan", "seed": 22},  # where causal, in a row that sees no key
+    {"planted": "k:inf"},
+    {"planted": "v:nan"},
+)
+"""Values at the ends of their ranges, one a variant by turns: an odd number of them, while archs have powers of two of
+variants, so that each meets every value of the axes."""
+
+
 def cases_of(spec: KernelSpec) -> dict[str, Case]:
-    """Ragged calls with grouped heads. The one: several tiles both ways, an odd number of them, contiguous. The other as
-    unlike as can be: several heads and batches, rows at odd addresses and of no whole vectors, of which some see nothing
-    where causal."""
-    plain = Case(spec.arch, seed=1, group=2, seqlen_q=150, seqlen_kv=170, headdim=spec.headdim, is_causal=spec.mask == "causal",
-                 qk_bits=spec.qk, smooth_q=spec.q == "qsmooth", smooth_v=spec.v == "vsmooth", pv_accum=spec.pv_accum,
-                 read_quantized=True)
+    """Ragged calls. The first: grouped heads, several tiles both ways, an odd number of them, contiguous. The second as
+    unlike as can be: several heads and batches, rows at odd addresses and of no whole vectors, of which some see
+    nothing where causal. The third: one head, and extreme values."""
+    plain = Case(spec.arch, seed=1, group=2, seqlen_q=150, seqlen_kv=170, headdim=spec.headdim,
+                 is_causal=spec.mask == "causal", qk_bits=spec.qk, smooth_q=spec.q == "qsmooth",
+                 smooth_v=spec.v == "vsmooth", pv_accum=spec.pv_accum, read_quantized=True)
     odd = dataclasses.replace(plain, seed=2, batch=2, kv_heads=2, seqlen_q=100, seqlen_kv=70, headdim=spec.headdim - 3,
                               layout="NHD", dtype="f16", kind="outlier", strides="misaligned", out="misaligned")
-    return {"plain": plain, "odd": odd}
+    extreme = dataclasses.replace(plain, group=1, seqlen_q=100, seqlen_kv=90,
+                                  **EXTREMES[SPECS.index(spec) % len(EXTREMES)])
+    return {"plain": plain, "odd": odd, "extreme": extreme}
+
+
+def failure_of(results: Iterable[tuple[Verdict, str]]) -> tuple[str, str] | None:
+    """The first check that failed for any seed of a case, and what it found; of the simulator's reports, the kind."""
+    digests = set()
+    for verdict, digest in results:
+        if verdict.failure:
+            return verdict.failure
+        digests.add(digest)
+    return ("seeds differ", "what is written depends on the order of threads") if len(digests) > 1 else None
 
 
 class Pool:

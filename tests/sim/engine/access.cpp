@@ -1,6 +1,6 @@
-// What compilers call before every access to memory: `-fsanitize=thread` names reads and writes, and the engine takes the
-// place of its run-time library. `-fsanitize=alignment,bounds` calls where an access is misaligned for its type, or an
-// index leaves a register array.
+// What compilers call before every access to memory: `-fsanitize=thread` names reads and writes, and the engine takes
+// the place of its run-time library. `-fsanitize=alignment,bounds` calls where an access is misaligned for its type, or
+// an index leaves a register array.
 // Source: gcc/sanitizer.def; compiler-rt/lib/ubsan/ubsan_handlers.h.
 
 #include <cstddef>
@@ -14,8 +14,9 @@ namespace {
 enum Access { kRead, kWrite };
 
 void check(const void* address, u32 bytes, Access access, const void* pc) {
-  if (block->on_stack(address)) return;
   const Where where{block->thread(), {}, pc};
+  block->count_step(where);
+  if (block->on_stack(address)) return;
   if (const u32 shared = block->shared.address_of(address)) {
     if (access == kRead) block->shared.read(shared, bytes, where);
     else block->shared.write(shared, bytes, where);

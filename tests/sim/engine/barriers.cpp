@@ -14,18 +14,19 @@ void wake(Block& block, std::vector<u32>& waiting) {
 
 }  // namespace
 
-// --- by number --------------------------------------------------------------------------------------------------------
+// --- by number -------------------------------------------------------------------------------------------------------
 
 void NamedBarriers::arrive(Block& block, u32 number, u32 threads, bool waits, const Where& where) {
   const char* instruction = waits ? "barrier.sync" : "barrier.arrive";
-  if (number >= kCount || threads == 0 || threads % kLanes != 0 || threads > block.threads()) {
+  if (number == 0 || number >= kCount || threads == 0 || threads % kLanes != 0 || threads > block.threads()) {
     block.report("barrier that cannot be", where, text("%s %u of %u threads", instruction, number, threads));
     block.stop();
   }
   Barrier& barrier = all_[number];
   if (barrier.arrived > 0 && barrier.expected != threads) {
     block.report("barrier of different counts", where,
-                 text("%s %u of %u threads, for which others expect %u", instruction, number, threads, barrier.expected));
+                 text("%s %u of %u threads, for which others expect %u", instruction, number, threads,
+                      barrier.expected));
     block.stop();
   }
   barrier.expected = threads;
@@ -52,27 +53,31 @@ void NamedBarriers::check_left(Block& block) {
   }
 }
 
-// --- in shared memory -------------------------------------------------------------------------------------------------
+// --- in shared memory ------------------------------------------------------------------------------------------------
 
 void MemoryBarriers::init(Block& block, u32 address, u32 arrivals, const Where& where) {
   block.check_alignment("mbarrier.init", address, kBytes, where);
   block.shared.write(address, kBytes, where);
   if (arrivals == 0 || (all_.size() == kMost && !all_.contains(address))) {
-    block.report("barrier that cannot be", where, text("mbarrier.init of %u arrivals, the %zuth", arrivals, all_.size() + 1));
+    block.report("barrier that cannot be", where,
+                 text("mbarrier.init of %u arrivals, the %zuth", arrivals, all_.size() + 1));
     block.stop();
   }
-  const u32 agent = block.threads() + static_cast<u32>(all_.contains(address) ? all_[address].agent - block.threads() : all_.size());
+  const auto known = all_.find(address);
+  const u32 agent = known == all_.end() ? block.threads() + static_cast<u32>(all_.size()) : known->second.agent;
   all_[address] = {arrivals, arrivals, 0, 0, {}, {}, {}, {}, agent, where.thread, false};
 }
 
-void MemoryBarriers::fence_init(u32 thread) {
+void MemoryBarriers::fence(u32 thread) {
   for (auto& [address, barrier] : all_) barrier.fenced |= barrier.initializer == thread;
 }
 
-MemoryBarriers::Barrier& MemoryBarriers::require(Block& block, const char* instruction, u32 address, const Where& where) {
+MemoryBarriers::Barrier& MemoryBarriers::require(Block& block, const char* instruction, u32 address,
+                                                 const Where& where) {
   const auto found = all_.find(address);
   if (found == all_.end()) {
-    block.report("barrier used before it was initialized", where, text("%s at shared address 0x%x", instruction, address));
+    block.report("barrier used before it was initialized", where,
+                 text("%s at shared address 0x%x", instruction, address));
     block.stop();
   }
   block.shared.read(address, kBytes, where);  // ordered after the initialization
@@ -96,7 +101,8 @@ void MemoryBarriers::wait(Block& block, u32 address, u32 parity, const Where& wh
   Barrier& barrier = require(block, "mbarrier.try_wait", address, where);
   while (barrier.phase % 2 == parity % 2) {
     Meeting& place = barrier.place[parity % 2];
-    place = {parity % 2 ? "mbarrier.try_wait of an odd phase" : "mbarrier.try_wait of an even phase", where.site, where.thread, 0};
+    const char* instruction = parity % 2 ? "mbarrier.try_wait of an odd phase" : "mbarrier.try_wait of an even phase";
+    place = {instruction, where.site, where.thread, 0};
     barrier.waiting.push_back(where.thread);
     block.wait(place);
   }
@@ -106,7 +112,8 @@ void MemoryBarriers::wait(Block& block, u32 address, u32 parity, const Where& wh
 u32 MemoryBarriers::agent(Block& block, u32 address, const Where& where) {
   const Barrier& barrier = require(block, "cp.async.bulk", address, where);
   if (!barrier.fenced) {
-    block.report("barrier initialized without a fence for the copy engine", where, text("at shared address 0x%x", address));
+    block.report("barrier initialized without a fence for the copy engine", where,
+                 text("at shared address 0x%x", address));
   }
   return barrier.agent;
 }

@@ -14,7 +14,7 @@ namespace sim {
 
 class Block;
 
-// barrier.sync and barrier.arrive.
+// barrier.sync and barrier.arrive. Number 0 is that of __syncthreads, which does not come here: kernels leave it alone.
 class NamedBarriers {
  public:
   static constexpr u32 kCount = 16;
@@ -42,7 +42,7 @@ class MemoryBarriers {
 
   void start() { all_.clear(); }
   void init(Block& block, u32 address, u32 arrivals, const Where& where);
-  void fence_init(u32 thread);  // what the thread initialized is known to the copy engine
+  void fence(u32 thread);  // what the thread initialized is known to the copy engine
   void arrive(Block& block, u32 address, u32 bytes, const Where& where);
   void wait(Block& block, u32 address, u32 parity, const Where& where);
 

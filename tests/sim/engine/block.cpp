@@ -64,7 +64,8 @@ void Block::check_end() {
     registers += warp.registers * kLanes;
   }
   if (registers > kRegisters) {
-    report("more registers than there are", {0, {"at the end of the block", 0}, nullptr}, text("setmaxnreg asks for %u", registers));
+    report("more registers than there are", {0, {"at the end of the block", 0}, nullptr},
+           text("setmaxnreg asks for %u", registers));
   }
 }
 
@@ -72,6 +73,7 @@ void Block::start() {
   const u32 count = launch_.threads;
   indices = {{}, {index_, 0, 0}, {count, 1, 1}, {launch_.blocks, 1, 1}};
   stopped_ = false;
+  steps_ = 0;
   barrier_ = {}, barrier_predicate_ = true;
   order.start(count, MemoryBarriers::kMost + (count + kLanes - 1) / kLanes);
   named_barriers.start(), memory_barriers.start(), bulk_copies.start();
@@ -92,7 +94,7 @@ void Block::body() {
   block->leave();
 }
 
-// --- who runs ---------------------------------------------------------------------------------------------------------
+// --- who runs --------------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -131,7 +133,15 @@ void Block::stop() {
   __builtin_unreachable();  // nothing resumes a stopped block
 }
 
-// --- where threads meet -----------------------------------------------------------------------------------------------
+// Loops that never end: every one that compilers keep accesses memory or waits for others.
+void Block::count_step(const Where& where) {
+  constexpr u32 kMost = 1u << 26;  // a second or two; the kernels of the matrix take less than 2^22
+  if (++steps_ <= kMost) return;
+  report("block that does not end", where, text("after %u accesses and waits", kMost));
+  stop();
+}
+
+// --- where threads meet ----------------------------------------------------------------------------------------------
 
 // Whether this thread is the last; the others wait until it makes them ready.
 bool Block::arrive(Meeting& meeting, const char* instruction, Site site, u32 expected) {
@@ -151,6 +161,7 @@ bool Block::arrive(Meeting& meeting, const char* instruction, Site site, u32 exp
 }
 
 void Block::wait(Meeting& place) {
+  count_step(here(place.site));
   threads_[thread_]->status = Thread::kWaiting;
   threads_[thread_]->waits_in = &place;
   leave();
@@ -192,14 +203,14 @@ void Block::report_stuck() {
   }
   std::string detail;
   for (const auto& [meeting, threads] : waiting) {
-    detail += text("threads %s wait at %s in %s:%d; ", ranges(threads).c_str(), meeting->instruction, meeting->site.file,
-                   meeting->site.line);
+    detail += text("threads %s wait at %s in %s:%d; ", ranges(threads).c_str(), meeting->instruction,
+                   meeting->site.file, meeting->site.line);
   }
   detail += done.empty() ? "none has ended" : text("threads %s have ended", ranges(done).c_str());
   const auto& [meeting, threads] = *waiting.begin();
   const bool at_barrier = waiting.size() == 1 && meeting == &barrier_;
-  reports_.add(at_barrier ? "barrier that not all threads reach" : "deadlock", index_, {threads.front(), meeting->site, nullptr},
-               std::move(detail));
+  reports_.add(at_barrier ? "barrier that not all threads reach" : "deadlock", index_,
+               {threads.front(), meeting->site, nullptr}, std::move(detail));
 }
 
 std::string Block::name_of(u32 thread) const {
@@ -208,7 +219,7 @@ std::string Block::name_of(u32 thread) const {
   return text("a wgmma of warp %u", thread - agent_of_warp(0));
 }
 
-// --- memory -----------------------------------------------------------------------------------------------------------
+// --- memory ----------------------------------------------------------------------------------------------------------
 
 bool Block::is_constant(const void* address) const {
   return (address >= &indices && address < &indices + 1) || image_.holds(address);
@@ -216,13 +227,15 @@ bool Block::is_constant(const void* address) const {
 
 void Block::read_global(const void* address, u32 bytes, const Where& where) {
   if (global_.read(*this, address, bytes, where)) return;
-  report("access outside an allocation", where, text("read of %u bytes at %s", bytes, global_.nearest(address).c_str()));
+  report("access outside an allocation", where,
+         text("read of %u bytes at %s", bytes, global_.nearest(address).c_str()));
   stop();
 }
 
 void Block::write_global(const void* address, u32 bytes, const Where& where) {
   if (global_.write(*this, address, bytes, where)) return;
-  report("access outside an allocation", where, text("write of %u bytes at %s", bytes, global_.nearest(address).c_str()));
+  report("access outside an allocation", where,
+         text("write of %u bytes at %s", bytes, global_.nearest(address).c_str()));
   stop();
 }
 

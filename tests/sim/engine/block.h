@@ -62,7 +62,8 @@ class Block {
 
   void fence_proxy() { ++threads_[thread_]->proxy_fences; }
   void set_registers(u32 registers);
-  void wait(Meeting& place);  // until another makes the thread ready
+  void count_step(const Where& where);  // stops a block that takes too many
+  void wait(Meeting& place);            // until another makes the thread ready
   void together(const char* instruction, void* lane, Meaning meaning, Site site);
   bool synchronize(const char* name, bool predicate, Site site);
 
@@ -115,6 +116,7 @@ class Block {
   Random random_;
   u32 index_ = 0;
   u32 thread_ = 0;
+  u32 steps_ = 0;  // accesses and waits
   bool stopped_ = false;
   std::vector<std::unique_ptr<Thread>> threads_;
   std::vector<Warp> warps_;

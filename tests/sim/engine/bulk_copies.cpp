@@ -13,6 +13,7 @@ void BulkCopies::begin(Block& block, u32 shared, const void* global, u32 bytes, 
   block.check_alignment("cp.async.bulk of as many bytes as this", bytes, kAlignment, where);
   const u32 agent = block.memory_barriers.agent(block, barrier, where);
   block.read_global(global, bytes, where);
+  block.shared.check_fenced(shared, bytes, where);
   block.shared.begin_copy(shared, bytes, where);
   under_way_.push_back({shared, global, bytes, barrier, agent, where});
 }

@@ -1,4 +1,5 @@
-// Bulk copies under way. One lands at a random time: late, so that nothing that happens not to wait for it gets away with it.
+// Bulk copies under way. One lands at a random time: late, so that nothing that happens not to wait for it gets away
+// with it.
 // Source: PTX ISA, "cp.async.bulk".
 #pragma once
 

@@ -1,4 +1,5 @@
-// How the tensor cores of each arch add up floating-point products. The ISA leaves it open; what stands here was measured.
+// How the tensor cores of each arch add up floating-point products. The ISA leaves it open; what stands here was
+// measured.
 // Source: "MMA-Sim: Bit-Accurate Reference Model of Tensor Cores and Matrix Cores" (arXiv:2511.10909); Fasi et al.,
 // "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021; SageAttention2, section 3.4 for the 13 bits of FP8.
 #pragma once

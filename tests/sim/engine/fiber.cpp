@@ -31,8 +31,8 @@ sim_switch:
   ret
 .size sim_switch, . - sim_switch
 )");
-// Words on a stack that does not run, and which of them the switch returns to. 6 registers and the return address, above
-// which body finds the stack as after a call: 8 bytes off a multiple of 16.
+// Words on a stack that does not run, and which of them the switch returns to. 6 registers and the return address,
+// above which body finds the stack as after a call: 8 bytes off a multiple of 16.
 constexpr int kFrame = 8, kReturn = 6;
 #elif defined(__aarch64__)
 asm(R"(
@@ -77,7 +77,8 @@ namespace sim {
 
 Fiber::Fiber() {
   const size_t guard = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  void* memory = mmap(nullptr, guard + kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory = mmap(nullptr, guard + kStackBytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) std::abort();
   mprotect(memory, guard, PROT_NONE);  // a stack that overflows faults at once
   stack_ = static_cast<u8*>(memory) + guard;

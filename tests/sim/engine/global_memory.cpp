@@ -11,7 +11,9 @@ void GlobalMemory::add(std::string name, u8* base, u64 bytes, const u8* state) {
 
 GlobalMemory::Buffer* GlobalMemory::find(const void* address, u32 bytes) {
   const u8* p = static_cast<const u8*>(address);
-  const auto overlaps = [&](const Buffer& buffer) { return p + bytes > buffer.base && p < buffer.base + buffer.state.size(); };
+  const auto overlaps = [&](const Buffer& buffer) {
+    return p + bytes > buffer.base && p < buffer.base + buffer.state.size();
+  };
   if (last_ && overlaps(*last_)) return last_;
   for (Buffer& buffer : buffers_) {
     if (overlaps(buffer)) return last_ = &buffer;

@@ -9,21 +9,17 @@ namespace {
 
 Where here(Site site) { return block->here(site); }
 
-// A lane's arguments, and what the warp does with them.
-struct Lane {
-  Site site;
-  u32 argument;
-};
-
+// What a warp does with the arguments that its lanes brought.
 void fence(void* const (&)[kLanes]) { block->products().fence(); }
 void commit(void* const (&)[kLanes]) { block->products().commit(); }
 void wait(void* const (&lanes)[kLanes]) {
-  const Lane& lane = *static_cast<const Lane*>(lanes[0]);
-  block->products().wait(*block, block->warp(), lane.argument, here(lane.site));
+  block->products().wait(*block, block->warp(), *static_cast<const u32*>(lanes[0]));
 }
 void multiply_integers(void* const (&lanes)[kLanes]) { block->products().issue(*block, block->warp(), lanes, true); }
 void multiply_floats(void* const (&lanes)[kLanes]) { block->products().issue(*block, block->warp(), lanes, false); }
-void take_registers(void* const (&lanes)[kLanes]) { block->set_registers(static_cast<const Lane*>(lanes[0])->argument); }
+void take_registers(void* const (&lanes)[kLanes]) {
+  block->set_registers(*static_cast<const u32*>(lanes[0]));
+}
 
 }  // namespace
 
@@ -34,9 +30,8 @@ void wgmma(const char* instruction, WarpgroupProduct lane, bool integers) {
 void wgmma_fence(Site site) { block->together("wgmma.fence", nullptr, fence, site); }
 void wgmma_commit(Site site) { block->together("wgmma.commit_group", nullptr, commit, site); }
 
-void wgmma_wait(int pending_groups, Site site) {
-  Lane lane{site, static_cast<u32>(pending_groups)};
-  block->together("wgmma.wait_group", &lane, wait, site);
+void wgmma_wait(unsigned pending_groups, Site site) {
+  block->together("wgmma.wait_group", &pending_groups, wait, site);
 }
 
 void barrier_arrive(unsigned barrier, unsigned threads, bool waits, Site site) {
@@ -59,12 +54,14 @@ void bulk_copy(unsigned shared, const void* global, unsigned bytes, unsigned bar
   block->bulk_copies.begin(*block, shared, global, bytes, barrier, here(site));
 }
 
-void fence_mbarrier_init() { block->memory_barriers.fence_init(block->thread()); }
-void fence_proxy_async() { block->fence_proxy(); }
+void fence_mbarrier_init() { block->memory_barriers.fence(block->thread()); }
+void fence_proxy_async() {
+  block->fence_proxy();
+  block->memory_barriers.fence(block->thread());
+}
 
 void set_registers(unsigned registers, Site site) {
-  Lane lane{site, registers};
-  block->together("setmaxnreg", &lane, take_registers, site);
+  block->together("setmaxnreg", &registers, take_registers, site);
 }
 
 }  // namespace sim

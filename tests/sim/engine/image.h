@@ -1,4 +1,5 @@
-// Where the loader put a kernel: its code and constants, and its thread-local storage, which is its static shared memory.
+// Where the loader put a kernel: its code and constants, and its thread-local storage, which is its static shared
+// memory.
 #pragma once
 
 #include "types.h"

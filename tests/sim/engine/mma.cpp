@@ -27,7 +27,9 @@ struct Operands {
   explicit Operands(void* const (&lanes)[kLanes]) {
     for (int lane = 0; lane < kLanes; ++lane) {
       const int g = lane / 4, t = lane % 4;
-      for (int i = 0; i < 4; ++i) unpack(of_lane(lanes, lane).a[i], &a[g + 8 * (i % 2)][kPerWord * t + kDepth / 2 * (i / 2)]);
+      for (int i = 0; i < 4; ++i) {
+        unpack(of_lane(lanes, lane).a[i], &a[g + 8 * (i % 2)][kPerWord * t + kDepth / 2 * (i / 2)]);
+      }
       for (int i = 0; i < 2; ++i) unpack(of_lane(lanes, lane).b[i], &b[g][kPerWord * t + kDepth / 2 * i]);
     }
   }
@@ -59,7 +61,7 @@ void integer_product(void* const (&lanes)[kLanes]) {
   });
 }
 
-// --- floating point ---------------------------------------------------------------------------------------------------
+// --- floating point --------------------------------------------------------------------------------------------------
 
 u32 load_c(const Product& lane, int i, F32) { return lane.c[i]; }
 u32 load_c(const Product& lane, int i, F16) { return lane.c[i / 2] >> 16 * (i % 2) & 0xffff; }
@@ -79,7 +81,7 @@ void float_product(void* const (&lanes)[kLanes], Sum sum) {
   });
 }
 
-// --- e4m3 where only f16 products exist -------------------------------------------------------------------------------
+// --- e4m3 where only f16 products exist ------------------------------------------------------------------------------
 
 constexpr int kE4m3Depth = 32;
 

@@ -43,7 +43,9 @@ struct Format {
   static u32 bits(double number) {
     const u32 sign = std::signbit(number) ? kSign : 0;
     const double magnitude = std::fabs(number);
-    if (magnitude < std::ldexp(1.0, kLeast)) return sign | static_cast<u32>(std::ldexp(magnitude, kMantissaBits - kLeast));
+    if (magnitude < std::ldexp(1.0, kLeast)) {
+      return sign | static_cast<u32>(std::ldexp(magnitude, kMantissaBits - kLeast));
+    }
     const int exponent = std::ilogb(magnitude);
     const u32 significand = static_cast<u32>(std::ldexp(magnitude, kMantissaBits - exponent));
     return sign | static_cast<u32>(exponent + kBias) << kMantissaBits | (significand & kMantissa);

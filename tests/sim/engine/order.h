@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 #include <unordered_map>
 #include <vector>
 
@@ -75,20 +76,28 @@ class ReaderSets {
   void start() {
     sets_.assign(1, {});
     larger_.clear();
-    last_set_ = ~0u;
+    std::fill(std::begin(recent_), std::end(recent_), Union{~0u, 0, 0});
   }
 
   u32 with(u32 set, Epoch reader, const Order& order) {
-    if (set == last_set_ && reader == last_reader_) return last_result_;
-    last_set_ = set, last_reader_ = reader;
+    Union& recent = recent_[(set ^ reader) % kRecent];
+    if (recent.set == set && recent.reader == reader) return recent.result;
     const auto [entry, is_new] = larger_.try_emplace(static_cast<u64>(set) << 32 | reader, 0);
     if (is_new) entry->second = make(set, reader, order);
-    return last_result_ = entry->second;
+    recent = {set, reader, entry->second};
+    return recent.result;
   }
 
   const std::vector<Epoch>& members(u32 set) const { return sets_[set]; }
 
  private:
+  struct Union {
+    u32 set;
+    Epoch reader;
+    u32 result;
+  };
+  static constexpr u32 kRecent = 256;
+
   u32 make(u32 set, Epoch reader, const Order& order) {
     std::vector<Epoch> members{reader};
     for (const Epoch other : sets_[set]) {
@@ -105,7 +114,7 @@ class ReaderSets {
 
   std::vector<std::vector<Epoch>> sets_;
   std::unordered_map<u64, u32> larger_;  // by set and reader
-  u32 last_set_, last_reader_, last_result_;
+  Union recent_[kRecent];  // most accesses are like one shortly before
 };
 
 }  // namespace sim

@@ -15,10 +15,6 @@ constexpr float kLeastNormal = 0x1p-126f;
 
 float flush(float x) { return std::fabs(x) < kLeastNormal ? std::copysign(0.0f, x) : x; }
 
-}  // namespace
-
-namespace {
-
 // The bits of 2^x and of 2^-x for the x in [1, 2) of each mantissa, where a chip's were measured.
 const u32 *measured_up = nullptr, *measured_down = nullptr;
 

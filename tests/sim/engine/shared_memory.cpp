@@ -51,9 +51,17 @@ void SharedMemory::require(const char* access, u32 address, u32 bytes, const Whe
 void SharedMemory::read(u32 address, u32 bytes, const Where& where) {
   require("read", address, bytes, where);
   check_written(address, bytes, where);
-  if (!check_ordered(address, bytes, where)) return;
-  const Epoch now = block_.order.now(where.thread);
-  for (u32 i = address; i < address + bytes; ++i) bytes_[i].readers = readers_.with(bytes_[i].readers, now, block_.order);
+  if (check_ordered(address, bytes, where)) add_reader(address, bytes, where.thread);
+}
+
+void SharedMemory::add_reader(u32 address, u32 bytes, u32 reader) {
+  const Epoch now = block_.order.now(reader);
+  u32 before = bytes_[address].readers;
+  u32 after = readers_.with(before, now, block_.order);
+  for (u32 i = address; i < address + bytes; ++i) {  // most bytes have the readers of those before them
+    if (bytes_[i].readers != before) before = bytes_[i].readers, after = readers_.with(before, now, block_.order);
+    bytes_[i].readers = after;
+  }
 }
 
 bool SharedMemory::check_written(u32 address, u32 bytes, const Where& where) {
@@ -61,10 +69,11 @@ bool SharedMemory::check_written(u32 address, u32 bytes, const Where& where) {
     if (state_[i] == kWritten) continue;
     if (state_[i] == kPending) {
       block_.report("asynchronous copy read before it was waited for", where,
-                    text("%u bytes at shared address 0x%x, which thread %u copies to", bytes, address,
-                         thread_of(bytes_[i].writer)));
+                    text("%u bytes at shared address 0x%x, which %s copies to", bytes, address,
+                         block_.name_of(thread_of(bytes_[i].writer)).c_str()));
     } else {
-      block_.report("read of memory that nothing wrote", where, text("%u bytes at shared address 0x%x", bytes, address));
+      block_.report("read of memory that nothing wrote", where,
+                    text("%u bytes at shared address 0x%x", bytes, address));
     }
     return false;
   }
@@ -91,21 +100,19 @@ void SharedMemory::begin_read(u32 address, u32 bytes, const Where& where) {
 }
 
 void SharedMemory::check_fenced(u32 address, u32 bytes, const Where& where) {
+  require("access of the async proxy", address, bytes, where);
   for (u32 i = address; i < address + bytes; ++i) {
     const Byte& byte = bytes_[i];
     if (byte.unfenced == kFenced || block_.proxy_fences(thread_of(byte.writer)) > byte.unfenced) continue;
-    block_.report("operand written without fence.proxy.async", where,
+    block_.report("access of the async proxy without fence.proxy.async", where,
                   text("shared address 0x%x, which %s stored to", i, block_.name_of(thread_of(byte.writer)).c_str()));
     return;
   }
 }
 
 void SharedMemory::end_read(u32 address, u32 bytes, u32 agent) {
-  const Epoch now = block_.order.now(agent);
-  for (u32 i = address; i < address + bytes; ++i) {
-    --bytes_[i].held;
-    bytes_[i].readers = readers_.with(bytes_[i].readers, now, block_.order);
-  }
+  for (u32 i = address; i < address + bytes; ++i) --bytes_[i].held;
+  add_reader(address, bytes, agent);
 }
 
 void SharedMemory::write(u32 address, u32 bytes, const Where& where) {
@@ -138,7 +145,8 @@ void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state
     if (!faulty && state_[i] == kPending) {
       faulty = true;
       block_.report("buffer overwritten while an asynchronous copy into it is pending", where,
-                    text("%u bytes at shared address 0x%x, which thread %u copies to", bytes, address, thread_of(byte.writer)));
+                    text("%u bytes at shared address 0x%x, which %s copies to", bytes, address,
+                         block_.name_of(thread_of(byte.writer)).c_str()));
     }
     if (!faulty && byte.held > 0) {
       faulty = true;
@@ -165,8 +173,8 @@ void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state
 
 void SharedMemory::race(const char* access, u32 address, const char* earlier, u32 thread, const Where& where) {
   block_.report("data race", where,
-                text("%s at shared address 0x%x, %s by %s with nothing between that orders the two", access, address, earlier,
-                     block_.name_of(thread).c_str()));
+                text("%s at shared address 0x%x, %s by %s with nothing between that orders the two", access, address,
+                     earlier, block_.name_of(thread).c_str()));
 }
 
 }  // namespace sim

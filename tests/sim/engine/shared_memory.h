@@ -35,8 +35,11 @@ class SharedMemory {
   void begin_copy(u32 address, u32 bytes, const Where& where);
   void end_copy(u32 address, u32 bytes, u32 thread);
 
-  // Reads of an instruction that runs on behind its thread: until the end nobody may write the bytes. What ordinary
-  // stores wrote must have passed the fence between the proxies.
+  // That what ordinary stores wrote has passed the fence between the proxies.
+  void check_fenced(u32 address, u32 bytes, const Where& where);
+
+  // Reads of an instruction of the async proxy, which runs on behind its thread: until the end nobody may write the
+  // bytes.
   void begin_read(u32 address, u32 bytes, const Where& where);
   void end_read(u32 address, u32 bytes, u32 agent);
 
@@ -54,7 +57,7 @@ class SharedMemory {
   void require(const char* access, u32 address, u32 bytes, const Where& where);
   bool check_written(u32 address, u32 bytes, const Where& where);
   bool check_ordered(u32 address, u32 bytes, const Where& where);
-  void check_fenced(u32 address, u32 bytes, const Where& where);
+  void add_reader(u32 address, u32 bytes, u32 reader);
   void claim(u32 address, u32 bytes, const Where& where, State state);
   void race(const char* access, u32 address, const char* earlier, u32 thread, const Where& where);
 

@@ -1,5 +1,5 @@
-// What a tensor core makes of a row times a column and an accumulator: exact products, a step of them aligned and cut off
-// at once, as the chip's table says.
+// What a tensor core makes of a row times a column and an accumulator: exact products, a step of them aligned and cut
+// off at once, as the chip's table says.
 // Source: chip.h.
 #pragma once
 

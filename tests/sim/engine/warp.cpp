@@ -13,7 +13,7 @@ void together(const char* instruction, void* lane, Meaning meaning, Site site) {
 
 bool synchronize(const char* name, bool predicate, Site site) { return block->synchronize(name, predicate, site); }
 
-// --- exchange ---------------------------------------------------------------------------------------------------------
+// --- exchange --------------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -55,12 +55,13 @@ int atomic_min(int* address, int value, Site site) {
   return old;
 }
 
-// --- shared memory ----------------------------------------------------------------------------------------------------
+// --- shared memory ---------------------------------------------------------------------------------------------------
 
 unsigned shared_address(const void* pointer, Site site) {
   const u32 address = block->shared.address_of(pointer);
   if (address != SharedMemory::kNone) return address;
-  block->report("access outside an allocation", block->here(site), "the shared address of what is not in shared memory");
+  block->report("access outside an allocation", block->here(site),
+                "the shared address of what is not in shared memory");
   block->stop();
 }
 
@@ -75,9 +76,11 @@ void copy_async(unsigned shared, const void* global, unsigned bytes, Site site) 
 }
 
 void commit_copies() { block->copies().commit(); }
-void wait_for_copies(int pending_groups) { block->copies().wait(*block, static_cast<u32>(pending_groups), block->thread()); }
+void wait_for_copies(int pending_groups) {
+  block->copies().wait(*block, static_cast<u32>(pending_groups), block->thread());
+}
 
-// --- ldmatrix ---------------------------------------------------------------------------------------------------------
+// --- ldmatrix --------------------------------------------------------------------------------------------------------
 
 namespace {
 

@@ -22,13 +22,14 @@ class Matrix {
   Matrix(Block& block, u64 descriptor, const Where& where)
       : start_((descriptor & 0x3fff) << 4), stride_((descriptor >> 32 & 0x3fff) << 4), mode_(descriptor >> 62) {
     if (mode_ == 0 || (descriptor >> 49 & 7) != 0) {
-      block.report("descriptor without a meaning", where, "expected a swizzle of 128, 64 or 32 bytes, and no base offset");
+      block.report("descriptor without a meaning", where,
+                   "expected a swizzle of 128, 64 or 32 bytes, and no base offset");
       block.stop();
     }
     if (start_ % (8 * span()) >= span()) {
       block.report("misaligned descriptor", where,
-                   text("a matrix at shared address 0x%x, swizzled over %u bytes, must start at a multiple of %u", start_,
-                        span(), 8 * span()));
+                   text("a matrix at shared address 0x%x, swizzled over %u bytes, must start at a multiple of %u",
+                        start_, span(), 8 * span()));
       block.stop();
     }
   }
@@ -91,7 +92,9 @@ void WarpProducts::issue(Block& block, u32 warp, void* const (&lanes)[kLanes], b
   const WarpgroupProduct& first = of_lane(lanes, 0);
   Running product;
   product.where = {warp * kLanes, first.site, nullptr};
-  if (!equal_descriptors(lanes)) block.report("threads diverge", product.where, "lanes of one wgmma differ in their descriptors");
+  if (!equal_descriptors(lanes)) {
+    block.report("threads diverge", product.where, "lanes of one wgmma differ in their descriptors");
+  }
   if (!fenced_) block.report("wgmma without a fence", product.where, "no wgmma.fence since the warp started or waited");
   lines_.push_back(first.site.line);
 
@@ -103,8 +106,12 @@ void WarpProducts::issue(Block& block, u32 warp, void* const (&lanes)[kLanes], b
     product.a[lane] = of_lane(lanes, lane).a;
     if (first.a) std::copy_n(product.a[lane], 4, product.a_words[lane]);
   }
-  if (first.a) unpack_a(product.a_words, a);
-  else read_rows(block, Matrix(block, first.a_matrix, product.where), warp % kWarpsPerGroup * kRows, kRows, a, product.ranges, product.where);
+  if (first.a) {
+    unpack_a(product.a_words, a);
+  } else {
+    const Matrix matrix(block, first.a_matrix, product.where);
+    read_rows(block, matrix, warp % kWarpsPerGroup * kRows, kRows, a, product.ranges, product.where);
+  }
   read_rows(block, Matrix(block, first.b_matrix, product.where), 0, first.columns, b, product.ranges, product.where);
 
   start_accumulator(first, lanes);
@@ -115,7 +122,8 @@ void WarpProducts::issue(Block& block, u32 warp, void* const (&lanes)[kLanes], b
       const Codes& row = a[lane / 4 + 8 * (i / 2 % 2)];
       const Codes& column = b[8 * (i / 4) + lane % 4 * 2 + i % 2];
       const u32 c = first.accumulate ? d.values[lane][i] : 0;
-      d.values[lane][i] = integers ? integer_sum(row, column, c) : add_product<E4m3, F32>(chip().wgmma_e4m3, row, column, c);
+      d.values[lane][i] = integers ? integer_sum(row, column, c)
+                                   : add_product<E4m3, F32>(chip().wgmma_e4m3, row, column, c);
     }
   }
   open_.push_back(std::move(product));
@@ -138,7 +146,7 @@ void WarpProducts::commit() {
   open_.clear();
 }
 
-void WarpProducts::wait(Block& block, u32 warp, u32 pending_groups, const Where&) {
+void WarpProducts::wait(Block& block, u32 warp, u32 pending_groups) {
   fenced_ = false;
   const u32 agent = block.agent_of_warp(warp);
   for (; groups_.size() > pending_groups; groups_.pop_front()) {
@@ -163,7 +171,9 @@ void WarpProducts::finish(Block& block, u32 agent, const Running& product) {
     }
   }
   if (last) accumulators_.erase(entry);
-  if (touched) block.report("registers of a pending instruction written", product.where, "before the warp waited for it");
+  if (touched) {
+    block.report("registers of a pending instruction written", product.where, "before the warp waited for it");
+  }
 }
 
 }  // namespace sim

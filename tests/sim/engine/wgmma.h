@@ -1,6 +1,6 @@
-// A warp's part of its warpgroup's products, 16 rows of 64, which run on behind it until it waits for them. Results are computed
-// at once, from operands that nobody may touch, and come to light as late as they may: until then the registers of D hold
-// a poison.
+// A warp's part of its warpgroup's products, 16 rows of 64, which run on behind it until it waits for them. Results are
+// computed at once, from operands that nobody may touch, and come to light as late as they may: until then the
+// registers of D hold a poison.
 // Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
@@ -18,12 +18,10 @@ class Block;
 
 class WarpProducts {
  public:
-  void start() { *this = {}; }
-
   void fence() { fenced_ = true; }
   void issue(Block& block, u32 warp, void* const (&lanes)[kLanes], bool integers);
   void commit();
-  void wait(Block& block, u32 warp, u32 pending_groups, const Where& where);
+  void wait(Block& block, u32 warp, u32 pending_groups);
 
   bool any_pending() const { return !open_.empty() || !groups_.empty(); }
   const std::vector<int>& lines() const { return lines_; }  // of the products issued, in order

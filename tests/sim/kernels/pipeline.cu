@@ -1,5 +1,5 @@
-// Every Hopper instruction that the headers wrap, as an attention kernel uses them: one thread of a producer warpgroup copies
-// tiles into a ring, two consumer warpgroups of 64 rows multiply, S = A·Bᵀ in s8 and O += e4m3(S · scale)·V, and take turns.
+// Hopper's instructions as an attention kernel uses them: one thread of a producer warpgroup copies tiles into a ring,
+// two consumer warpgroups of 64 rows multiply, S = A·Bᵀ in s8 and O += e4m3(S · scale)·V, and take turns.
 
 #include "sage/ptx/barrier.cuh"
 #include "sage/ptx/bulk_copy.cuh"
@@ -55,7 +55,8 @@ __device__ __forceinline__ void produce(const PipelineParams& params, Shared& sh
 }
 
 // Odd tiles take A from registers, even ones from shared memory.
-__device__ __forceinline__ void multiply(i32 (&s)[64], const u32 (&a)[kDepth / 32][4], u64 a_tile, u64 b_tile, bool registers) {
+__device__ __forceinline__ void multiply(i32 (&s)[64], const u32 (&a)[kDepth / 32][4], u64 a_tile, u64 b_tile,
+                                         bool registers) {
   ptx::wgmma_fence();
 #pragma unroll
   for (i32 k = 0; k < kDepth / 32; ++k) {
@@ -94,7 +95,7 @@ __device__ __forceinline__ void consume(const PipelineParams& params, Shared& sh
 #pragma unroll
     for (i32 k = 0; k < kKeys / 32; ++k) {
 #pragma unroll
-      for (i32 i = 0; i < 4; ++i) {  // columns 4t..4t+3 of half i / 2: scores of the tiles of 8 keys 4k + 2 · half and the next
+      for (i32 i = 0; i < 4; ++i) {  // columns 4t.. of half i / 2: scores of 8 keys each, 4k + 2 · half and the next
         const i32 first = 4 * (4 * k + 2 * (i / 2)) + 2 * (i % 2);
         p[k][i] = ptx::e4m3x4(s[first] * params.scale, s[first + 1] * params.scale, s[first + 4] * params.scale,
                               s[first + 5] * params.scale);
@@ -133,6 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) pipeline(const __grid_
   for (i32 i = thread; i < kConsumers * kRows * kDepth; i += kThreads) {
     memory.a[Rows::offset(i / kDepth, i % kDepth / 16) + i % 16] = a[i];
   }
+  ptx::fence_proxy_async();  // sA is read by wgmma
   if (thread == 0) {
     for (i32 stage = 0; stage < kStages; ++stage) {
       ptx::mbarrier_init(ptx::shared_address(&memory.full[stage]), 1);
@@ -140,7 +142,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) pipeline(const __grid_
     }
     ptx::fence_mbarrier_init();
   }
-  ptx::fence_proxy_async();  // sA is read by wgmma
   __syncthreads();
   if (thread < kWarpgroup) {
     ptx::setmaxnreg_dec<40>();

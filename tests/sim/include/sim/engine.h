@@ -1,6 +1,6 @@
-// What a simulated kernel asks of the engine. Everything here runs in the fiber of one CUDA thread; functions that a whole
-// warp or block takes part in return once all of it has arrived.
-// Shared addresses are 32-bit, as instructions take them. Sites say where in the kernel a call stands, for reports.
+// What a simulated kernel asks of the engine. Everything here runs in the fiber of one CUDA thread; functions that a
+// whole warp or block takes part in return once all of it has arrived. Shared addresses are 32-bit, as instructions
+// take them. Sites say where in the kernel a call stands, for reports.
 #pragma once
 
 namespace sim {
@@ -15,7 +15,7 @@ struct Index {
   unsigned x, y, z;
 };
 
-// --- exchange ---------------------------------------------------------------------------------------------------------
+// --- exchange --------------------------------------------------------------------------------------------------------
 
 constexpr int kLanes = 32;
 
@@ -31,7 +31,7 @@ float shuffle_xor(float x, int lane_mask, Site site);
 bool any(bool predicate, Site site);
 int atomic_min(int* address, int value, Site site);
 
-// --- shared memory by its 32-bit addresses ----------------------------------------------------------------------------
+// --- shared memory by its 32-bit addresses ---------------------------------------------------------------------------
 
 unsigned shared_address(const void* pointer, Site site);
 
@@ -42,7 +42,7 @@ void copy_async(unsigned shared, const void* global, unsigned bytes, Site site);
 void commit_copies();
 void wait_for_copies(int pending_groups);
 
-// --- matrices ---------------------------------------------------------------------------------------------------------
+// --- matrices --------------------------------------------------------------------------------------------------------
 
 // Operands of one lane; words in the layouts of the PTX ISA's fragments. d may be c.
 struct Product {
@@ -59,7 +59,8 @@ void mma_e4m3_f16(void* const (&lanes)[kLanes]);
 
 void ldmatrix_x4(unsigned (&d)[4], unsigned shared, bool transposed, Site site);
 
-// What a lane gives to a product of its warpgroup. d: columns / 2 words; a: 4 words, or null where A is in shared memory.
+// What a lane gives to a product of its warpgroup. d: columns / 2 words; a: 4 words, or null where A is in shared
+// memory.
 struct WarpgroupProduct {
   unsigned* d;
   const unsigned* a;
@@ -71,9 +72,9 @@ struct WarpgroupProduct {
 void wgmma(const char* instruction, WarpgroupProduct lane, bool integers);
 void wgmma_fence(Site site);
 void wgmma_commit(Site site);
-void wgmma_wait(int pending_groups, Site site);
+void wgmma_wait(unsigned pending_groups, Site site);
 
-// --- barriers and the copy engine -------------------------------------------------------------------------------------
+// --- barriers and the copy engine ------------------------------------------------------------------------------------
 
 void barrier_arrive(unsigned barrier, unsigned threads, bool waits, Site site);
 void mbarrier_init(unsigned barrier, unsigned arrivals, Site site);
@@ -84,7 +85,7 @@ void fence_mbarrier_init();
 void fence_proxy_async();
 void set_registers(unsigned registers, Site site);
 
-// --- scalars ----------------------------------------------------------------------------------------------------------
+// --- scalars ---------------------------------------------------------------------------------------------------------
 
 float exp2_ftz(float x);
 void set_exp2(const unsigned* up, const unsigned* down);  // a chip's own; scalars.cpp

@@ -15,9 +15,10 @@ inline void wgmma_wait(sim::Site site = sim::Site::here()) {
 
 // D crosses as words; its size says how many columns there are.
 template <class T, i32 kSize>
-inline void warpgroup_product(const char* instruction, T (&d)[kSize], const u32* a, u64 a_matrix, u64 b, bool accumulate,
-                              sim::Site site) {
-  sim::wgmma(instruction, {reinterpret_cast<u32*>(d), a, a_matrix, b, 2 * kSize, accumulate, site}, T(0.5f) == 0);
+inline void warpgroup_product(const char* instruction, T (&d)[kSize], const u32* a, u64 a_matrix, u64 b,
+                              bool accumulate, sim::Site site) {
+  const bool integers = T(0.5f) == 0;
+  sim::wgmma(instruction, {reinterpret_cast<u32*>(d), a, a_matrix, b, 2 * kSize, accumulate, site}, integers);
 }
 
 inline void wgmma_m64n64k32_s8s8s32(i32 (&d)[32], const u32 (&a)[4], u64 b, bool accumulate,
