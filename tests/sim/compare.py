@@ -4,8 +4,8 @@
 
 For a machine with a GPU of compute capability 9.0, nvcc, and a host compiler: the simulator runs there as well, as
 sm_90. ex2.approx is the one instruction of the main loops whose bits the ISA leaves open: it is measured on the GPU in
-full, and the simulator computes with what was measured. lg2.approx, once a row, stays the nearest number: the log-sum-exp
-may differ by what its row says.
+full, and the simulator computes with what was measured. lg2.approx, once a row, stays the nearest number: the
+log-sum-exp may differ by what its row says.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ Their place take the meanings in include/sage/ptx, so a wrapper without one is u
 from __future__ import annotations
 
 import io
+import re
 import shlex
 import subprocess
 from collections.abc import Iterable
@@ -54,17 +55,32 @@ class Build:
         return self.folder / f"{name}.so"
 
 
-def build_matrix(specs: Iterable[KernelSpec], project: Project = PROJECT) -> Build:
+def build_matrix(specs: Iterable[KernelSpec], project: Project = PROJECT, base: Build | None = None) -> Build:
     """These attention kernels of build_matrix.yaml and those that feed them, rendered as codegen renders them; the
-    manifest beside them names all there are."""
+    manifest beside them names all there are. `base`: a build of PROJECT to take those from whose headers are equal."""
     matrix = read_matrix(project.matrix, project.templates)
     wanted = {kernel for spec in specs for kernel in (spec, *spec.companions)}
     kernels = [kernel for kernel in matrix.kernels if kernel.spec in wanted]
     render_all(kernels, matrix, project)
-    made = build([Source(kernel.spec.name, source_path(kernel, project)) for kernel in kernels], project.build,
-                 project.include)
+    sources = [Source(kernel.spec.name, source_path(kernel, project)) for kernel in kernels]
+    known = [source for source in sources if base and _is_known(source.path, project)]
+    made = build([source for source in sources if source not in known], project.build, project.include)
+    for source in known:
+        _link(made.library(source.name), base.library(source.name))
     write_if_changed(made.folder / FILE_NAME, _manifest(matrix).to_text().encode())
     return made
+
+
+def _is_known(source: Path, project: Project) -> bool:
+    """Whether a kernel's headers are those of PROJECT."""
+    names = _included(source, project.include)
+    return all((project.include / name).read_bytes() == (PROJECT.include / name).read_bytes() for name in names)
+
+
+def _included(path: Path, include: Path) -> set[str]:
+    """The headers that a file includes, and what those do."""
+    names = set(re.findall(r'^#include "(.*)"', path.read_text(), re.MULTILINE))
+    return names.union(*(_included(include / name, include) for name in names))
 
 
 def _manifest(matrix: Matrix) -> Manifest:

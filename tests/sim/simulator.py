@@ -107,7 +107,7 @@ class Buffer:
 
 
 def views(inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> list[Buffer]:
-    """The bytes that belong to tensors, and no others of their storages: inputs hold values, outputs wait for theirs."""
+    """The bytes that belong to tensors, and no others of their storages: inputs hold values, outputs none yet."""
     by_storage: dict[int, list[tuple[str, torch.Tensor, int]]] = defaultdict(list)
     for tensors, state in ((inputs, INSIDE | WRITTEN), (outputs, INSIDE | WRITABLE)):
         for name, tensor in tensors.items():

@@ -17,7 +17,7 @@ def machine(monkeypatch):
     """Makes a machine with these programs, and perhaps the package ziglang."""
     def make(*programs: str, ziglang: bool = False, cxx: str | None = None) -> None:
         monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name in programs else None)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if ziglang and name == "ziglang" else None)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if ziglang else None)
         monkeypatch.delenv("CXX", raising=False)
         if cxx:
             monkeypatch.setenv("CXX", cxx)
@@ -42,6 +42,5 @@ def test_first_of_those_there_are(machine, programs, ziglang, cxx, expected):
 
 def test_no_compiler(machine):
     machine()
-    with pytest.raises(RuntimeError, match=r"needs a C\+\+20 compiler: install g\+\+ or clang\+\+, set CXX, or `pip install "
-                                           "ziglang`"):
+    with pytest.raises(RuntimeError, match=r"install g\+\+ or clang\+\+, set CXX, or `pip install ziglang`"):
         hostcc.compiler()

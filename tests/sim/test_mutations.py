@@ -12,16 +12,23 @@ import pytest
 import simbuild
 import torch
 from mutations import MUTATIONS, Mutation
+from simbuild import Build
 from simulated import Simulated
 from tables import DOCUMENT, with_tables
 from variants_on_cpu import SEEDS, SPECS, cases_of, failure_of
 
+from sage_aot._spec import KernelSpec
 
-def caught_by(mutation: Mutation, folder: Path) -> str | None:
+
+def spec_of(mutation: Mutation) -> KernelSpec:
+    return next(spec for spec in SPECS if spec.name == f"sage_attn_{mutation.variant}")
+
+
+def caught_by(mutation: Mutation, folder: Path, base: Build) -> str | None:
     """The check that fails first where this bug is planted; what every kernel must pass is what counts."""
     torch.set_num_threads(1)
-    spec = next(spec for spec in SPECS if spec.name == f"sage_attn_{mutation.variant}")
-    subject = Simulated(simbuild.build_matrix([spec], mutation.plant(folder)))
+    spec = spec_of(mutation)
+    subject = Simulated(simbuild.build_matrix([spec], mutation.plant(folder), base))
     for case in cases_of(spec).values():
         if failure := failure_of(subject.check(case, seed) for seed in SEEDS):
             return failure[0]
@@ -40,7 +47,9 @@ def processes() -> Iterator[Executor]:
 def found(processes, request, tmp_path_factory) -> dict[Mutation, object]:
     """By mutation what caught it, as soon as it is known."""
     asked = [item.callspec.params["mutation"] for item in request.session.items if "found" in item.fixturenames]
-    return {mutation: processes.submit(caught_by, mutation, tmp_path_factory.mktemp("mutation")) for mutation in asked}
+    base = simbuild.build_matrix(map(spec_of, asked))
+    return {mutation: processes.submit(caught_by, mutation, tmp_path_factory.mktemp("mutation"), base)
+            for mutation in asked}
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=[mutation.name for mutation in MUTATIONS])
