@@ -49,11 +49,12 @@ class Bound:
 BOUNDS = {
     # Sums in f32, which a tensor core cuts off; a flip moves P by 2^-11 to 2^-10.
     "f32": Bound(2**-13, 2**-9),
-    # sm89 cuts accumulators to 13 bits, twice a tile; other chips, and these bounds are for both, do not. A flip moves
-    # P by up to 2/17, and the heaviest key's P, 448, cannot flip.
-    "two_level_f32": Bound(2**-11, 0.13),
-    # Sums of a tile in f16, rounded after each product; how many keys that is differs among chips.
-    "two_level_f16": Bound(2**-9, 0.13),
+    # FP8 products are added 16 or 32 at a time, aligned to the largest of them and each cut off 13 bits below it: up to
+    # 2^-9 of it a step, some steps a tile. The emulation takes 32 products and cuts their sum. A flip moves P by up to
+    # 2/17, and the heaviest key's P, 448, cannot flip.
+    "two_level_f32": Bound(2**-8, 0.13),
+    # Sums in f16 are rounded besides, by 2^-11 a step.
+    "two_level_f16": Bound(2**-8, 0.13),
 }
 """Per accumulator of P·V."""
 
@@ -447,7 +448,7 @@ def _quantization_error(case: Case, plan: Plan, quantized: Quantized, q: torch.T
     order = 2 if case.kind in INDEPENDENT else 1
     clipped = case.qk_bits == 4
     steps = (12 if clipped else 6) / math.sqrt(12) if order == 2 else 1.75 if clipped else 0.5
-    edge = 0.5 * case.headdim ** (1 / order)
+    edge = (1.75 if clipped else 0.5) * case.headdim ** (1 / order)
     q_size = q_scale * (q_hat.norm(order, -1) + edge)
     k_size = (k_scale * (k_hat.norm(order, -1) + edge)).amax(-1, keepdim=True)
     largest_scale = k_scale.amax(-1, keepdim=True)

@@ -26,15 +26,6 @@ from sage_aot._problem import Problem
 from sage_aot._select import Kernels
 
 
-BOUNDS = {
-    # sm89 adds 16 products at a time, aligned to the largest of them and each cut off 13 bits below it: up to 2^-9 of
-    # it a step, four steps a tile. Sums in f16 are rounded besides, by 2^-11 a step. The emulation takes 32 products
-    # and cuts their sum, and the chips that the fuzzer runs on cut nothing.
-    name: dataclasses.replace(fuzz_checks.BOUNDS[name], tight=2**-8) for name in ("two_level_f32", "two_level_f16")
-}
-"""How far the FP8 products of their own chip are from the emulation's, in place of those that another chip makes of
-them."""
-
 DELTA_BYTES = 2047
 """Workspace for delta_s: so little that heads take turns in short calls too, three of the smallest at once."""
 
@@ -72,7 +63,7 @@ class Simulated(Subject):
         """Make the call with the threads in the order of a seed; the verdict, and a digest of all that was written.
         Where the simulator reports a fault, that is what failed, by its kind."""
         self._spy = _Spy(Simulator(self.build, seed))
-        with mock.patch.dict(fuzz_checks.BOUNDS, BOUNDS), mock.patch.object(_plan, "DELTA_BYTES", DELTA_BYTES):
+        with mock.patch.object(_plan, "DELTA_BYTES", DELTA_BYTES):
             verdict = self.examine(case)
         if self._spy.reports:
             verdict = dataclasses.replace(verdict, failure=(self._spy.reports[0].kind, verdict.failure[1]))
