@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import fuzz_checks
 import torch
 from fuzz_cases import Case
 from fuzz_checks import Subject, Verdict
