@@ -25,7 +25,6 @@ from sage_aot import _emulate, _plan
 from sage_aot._problem import Problem
 from sage_aot._select import Kernels
 
-
 BOUNDS = {
     # sm89 adds 16 products at a time, aligned to the largest of them and each cut off 13 bits below it: up to 2^-9 of
     # it a step, four steps a tile. Sums in f16 are rounded besides, by 2^-11 a step. The emulation takes 32 products
