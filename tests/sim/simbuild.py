@@ -18,8 +18,7 @@ from hostcc import ENGINE_FLAGS, compiler, kernel_flags
 from ninja import BIN_DIR
 from ninja.ninja_syntax import Writer, escape
 
-from codegen._shared import (FILE_NAME, KernelRecord, KernelSpec, Manifest, __version__, capability_of,
-                             layout_digest)
+from codegen._shared import FILE_NAME, KernelRecord, KernelSpec, Manifest, __version__, capability_of, layout_digest
 from codegen.files import write_if_changed
 from codegen.matrix import Matrix, read_matrix
 from codegen.project import Project

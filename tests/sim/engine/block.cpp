@@ -133,11 +133,8 @@ void Block::stop() {
   __builtin_unreachable();  // nothing resumes a stopped block
 }
 
-// Loops that never end: every one that compilers keep accesses memory or waits for others.
-void Block::count_step(const Where& where) {
-  constexpr u32 kMost = 1u << 26;  // a second or two; the kernels of the matrix take less than 2^22
-  if (++steps_ <= kMost) return;
-  report("block that does not end", where, text("after %u accesses and waits", kMost));
+void Block::give_up(const Where& where) {
+  report("block that does not end", where, text("after %u accesses and waits", kMostSteps));
   stop();
 }
 

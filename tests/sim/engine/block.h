@@ -62,8 +62,10 @@ class Block {
 
   void fence_proxy() { ++threads_[thread_]->proxy_fences; }
   void set_registers(u32 registers);
-  void count_step(const Where& where);  // stops a block that takes too many
-  void wait(Meeting& place);            // until another makes the thread ready
+  void count_step(const Where& where) {
+    if (++steps_ > kMostSteps) give_up(where);
+  }
+  void wait(Meeting& place);  // until another makes the thread ready
   void together(const char* instruction, void* lane, Meaning meaning, Site site);
   bool synchronize(const char* name, bool predicate, Site site);
 
@@ -98,6 +100,10 @@ class Block {
     WarpProducts products;
     u32 registers = 0;  // of setmaxnreg; 0: none yet
   };
+
+  // Loops that never end: every one that compilers keep accesses memory or waits for others.
+  static constexpr u32 kMostSteps = 1u << 26;  // a second or two; the kernels of the matrix take less than 2^22
+  [[noreturn]] void give_up(const Where& where);
 
   static void body();  // of every fiber
   void start();
