@@ -95,7 +95,7 @@ void WarpProducts::issue(Block& block, u32 warp, void* const (&lanes)[kLanes], b
   if (!equal_descriptors(lanes)) {
     block.report("threads diverge", product.where, "lanes of one wgmma differ in their descriptors");
   }
-  if (!fenced_) block.report("wgmma without a fence", product.where, "no wgmma.fence since the warp started or waited");
+  if (!fenced_) block.report("wgmma without a fence", product.where, "no wgmma.fence since the warp's last commit or wait");
   lines_.push_back(first.site.line);
 
   Codes a[kRows];
@@ -142,6 +142,7 @@ void WarpProducts::start_accumulator(const WarpgroupProduct& first, void* const 
 }
 
 void WarpProducts::commit() {
+  fenced_ = false;
   groups_.push_back(std::move(open_));
   open_.clear();
 }

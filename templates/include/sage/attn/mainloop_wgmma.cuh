@@ -45,7 +45,7 @@ struct WgmmaShared {
   __device__ __forceinline__ u32 q_full() const { return first + kBarriers; }
   // The producer arrives, with the slot's bytes; consumers wait.
   __device__ __forceinline__ u32 full(i32 stage) const { return q_full() + 8 + stage * 16; }
-  // Every consumer warp arrives when its products have read the slot; the producer waits.
+  // Every consumer warp arrives when it and its products have read the slot; the producer waits.
   __device__ __forceinline__ u32 empty(i32 stage) const { return q_full() + 16 + stage * 16; }
 };
 
@@ -199,6 +199,7 @@ class AttentionWgmma {
   // O = alpha · O + R, once all products are done, and the slot that they read is free.
   __device__ __forceinline__ static void finish_output(const Shared& shared, i32 lane, State& state) {
     ptx::wgmma_wait<0>();
+    // What the other lanes read themselves of the slot, scales and delta_s, is ordered before by the turn taken since.
     if (lane == 0) ptx::mbarrier_arrive(shared.empty(state.previous));
 #pragma unroll
     for (i32 n = 0; n < Config::kHeadDim / 8; ++n) {
@@ -209,7 +210,7 @@ class AttentionWgmma {
     }
   }
 
-  // The scores of a tile and the output of the one before: both in flight, then the softmax of the first under the second.
+  // The scores of a tile and the output of the one before: both in flight, then the maxima of the first under the second.
   template <bool kMasked>
   __device__ __forceinline__ static void step(const AttnParams& params, const Shared& shared, i32 consumer, i32 warp, i32 lane,
                                               i32 tile, State& state) {
