@@ -211,7 +211,8 @@ class Pieces:
         self._out = common.poisoned(qkv[0])
         self._workspace = torch.full((self.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")  # NaNs
         *self._quantizers, self._attention = launches(
-            self.plan, self._workspace.data_ptr(), *map(_cuda.argument, (*qkv, self._out)), 0)
+            self.plan, self._workspace.data_ptr(), *map(_cuda.argument, (*qkv, self._out)), 0,
+            _cuda.multiprocessors(torch.cuda.current_device()))
 
     def quantize(self) -> None:
         """Statistics of k and v, then quantization of q, k and v."""

@@ -16,6 +16,12 @@ def capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+@lru_cache(maxsize=None)
+def multiprocessors(device: int) -> int:
+    """Of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def attention(plan: Plan, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
               lse: torch.Tensor | None, workspace: torch.Tensor | None = None) -> torch.Tensor:
     """Queue the attention of [batch, heads, seq, headdim] views into `out`, and into `lse` where one is given.
@@ -34,15 +40,16 @@ def _queue(plan: Plan, library: Library, device: int, q: torch.Tensor, k: torch.
            out: torch.Tensor, lse: torch.Tensor | None, workspace: torch.Tensor | None) -> torch.Tensor:
     if workspace is None:
         workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=q.device)
-    run(plan, library, device, torch._C._cuda_getCurrentRawStream(device), q, k, v, out, lse, workspace)
+    run(plan, library, device, torch._C._cuda_getCurrentRawStream(device), multiprocessors(device), q, k, v, out, lse,
+        workspace)
     return workspace
 
 
-def run(plan: Plan, library: Library, device: int, stream: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor | None, workspace: torch.Tensor) -> None:
+def run(plan: Plan, library: Library, device: int, stream: int, multiprocessors: int, q: torch.Tensor, k: torch.Tensor,
+        v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, workspace: torch.Tensor) -> None:
     """Hand a plan's launches to a library, in order; all that is asked of the tensors is where they lie."""
     for launch in launches(plan, workspace.data_ptr(), *map(argument, (q, k, v, out)),
-                           0 if lse is None else lse.data_ptr()):
+                           0 if lse is None else lse.data_ptr(), multiprocessors):
         library.launch(launch, device, stream)
 
 

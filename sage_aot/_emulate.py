@@ -265,11 +265,15 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
     acc_o = k.new_zeros(batch, heads, rows, headdim)
     row_ref = k.new_full((batch, heads, rows), NO_REFERENCE)
     row_sum = k.new_zeros(batch, heads, rows)
+    # Of the wgmma family: the sum in R, where it takes a second tile; which tiles do follows from the query tile's first row.
+    begun, second = torch.zeros_like(row_sum), False
+    block_m = kernels.attn.tile.block_m
+    full_keys = limit[torch.arange(rows, device=limit.device) // block_m * block_m] // block_n * block_n
 
     for first in range(0, last, block_n):
         keys = slice(first, first + block_n)
         scores = quantized.q @ k[:, :, keys].transpose(2, 3)  # exact: integers below 2^24
-        scale = _score_scale(quantized.q_scale[..., None] * k_scale[:, :, None, keys])
+        scale = _score_scale(quantized.q_scale[..., None] * k_scale[:, :, None, keys], kernels.attn.tile)
         if quantized.delta_s is not None:
             delta = quantized.delta_s[..., keys].repeat_interleave(kernels.attn.tile.block_m, 2)
             scores = _add_delta(scores, scale, delta)
@@ -278,7 +282,12 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
         bias = _folded_bias(problem.smooth_q, problem.qk_bits, spec.pv_accum)
         p, alpha, row_ref = _softmax_tile(scores, scale, bias, row_ref, kernels.attn.tile, spec.pv_accum)
         rounded = to_pv(p, spec.pv)
-        row_sum = row_sum * alpha + (rounded if SUMS_ROUNDED[spec.pv_accum] else p).sum(-1)
+        if kernels.attn.tile.producer_warps:
+            begun = torch.where(second & (first + 2 * block_n <= full_keys), begun * alpha, 0.0)
+            total = _tensor_core_sum(rounded, begun)
+            row_sum, begun, second = row_sum * alpha + (total - begun), total, not second
+        else:
+            row_sum = row_sum * alpha + (rounded if SUMS_ROUNDED[spec.pv_accum] else p).sum(-1)
         acc_o = acc_o * alpha[..., None] + _pv_tile(rounded, v[:, :, keys], spec.pv_accum)
 
     spoilt = ~quantized.row_bias.isfinite() | (limit > k_finite[..., None])
@@ -298,8 +307,11 @@ def _key_limit(problem: Problem, rows: int) -> torch.Tensor:
     return (last_row + 1 + problem.seqlen_kv - problem.seqlen_q).clamp(0, problem.seqlen_kv)
 
 
-def _score_scale(scale: torch.Tensor) -> torch.Tensor:
-    """Cut to 22 bits of mantissa, as in attn/softmax.cuh; for f16 P that keeps subtracting the reference exact."""
+def _score_scale(scale: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """Cut to 22 bits of mantissa where a bias may fold, as in attn/softmax.cuh; for f16 P that keeps subtracting the
+    reference exact."""
+    if tile.producer_warps:
+        return scale.clamp(min=SMALLEST_SCALE)
     cut = (scale.view(torch.int32) & ~3).view(torch.float32)
     return torch.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, cut)
 
@@ -319,22 +331,25 @@ def _softmax_tile(scores: torch.Tensor, scale: torch.Tensor, bias: float, row_re
     """P of one tile, the factor for what was summed before, and the new reference.
 
     The mma family: a warp whose scores fit takes the FMA that the bias is folded into; the others raise references and fold
-    nothing. The wgmma family raises references at every tile, and folds where the scales allow it.
+    nothing. The wgmma family raises references at every tile, and has no bias.
     """
     needed = (scores * scale).nan_to_num(-math.inf, math.inf, -math.inf).amax(-1) - TOP[pv_accum]
     if WHOLE_REFERENCE[pv_accum]:
         needed = needed.ceil()
     raised = torch.where(needed > row_ref + LAZY_RISE[pv_accum], needed, row_ref)
-    foldable = (scale < LARGEST_FOLDED[pv_accum]) if bias else torch.ones_like(scale, dtype=torch.bool)
     if tile.producer_warps:
-        folds, new_ref = _whole_warps(foldable, tile.warp_m), raised
-        folded = _folded(scores, scale, bias, new_ref)
-    else:
-        folded = _folded(scores, scale, bias, row_ref)
-        folds = _whole_warps(foldable & (folded <= TOP[pv_accum] + LAZY_RISE[pv_accum]), tile.warp_m)
-        new_ref = torch.where(folds, row_ref, raised)
-    unfolded = (scores.double() * scale.double() - new_ref.double()[..., None]).float()
-    return torch.exp2(torch.where(folds[..., None], folded, unfolded)), torch.exp2(row_ref - new_ref), new_ref
+        return torch.exp2(_exponents(scores, scale, raised)), torch.exp2(row_ref - raised), raised
+    foldable = (scale < LARGEST_FOLDED[pv_accum]) if bias else torch.ones_like(scale, dtype=torch.bool)
+    folded = _folded(scores, scale, bias, row_ref)
+    folds = _whole_warps(foldable & (folded <= TOP[pv_accum] + LAZY_RISE[pv_accum]), tile.warp_m)
+    new_ref = torch.where(folds, row_ref, raised)
+    exponents = torch.where(folds[..., None], folded, _exponents(scores, scale, new_ref))
+    return torch.exp2(exponents), torch.exp2(row_ref - new_ref), new_ref
+
+
+def _exponents(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:
+    """Of P, by one FMA."""
+    return (scores.double() * scale.double() - row_ref.double()[..., None]).float()
 
 
 def _folded(scores: torch.Tensor, scale: torch.Tensor, bias: float, row_ref: torch.Tensor) -> torch.Tensor:
@@ -346,6 +361,16 @@ def _folded(scores: torch.Tensor, scale: torch.Tensor, bias: float, row_ref: tor
 def _whole_warps(scores: torch.Tensor, warp_m: int) -> torch.Tensor:
     """Per row, whether something holds for all scores of its warp."""
     return scores.all(-1).unflatten(2, (-1, warp_m)).all(-1).repeat_interleave(warp_m, 2)
+
+
+def _tensor_core_sum(p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """P times ones and a total, as Hopper adds products of FP8: 32 and the sum so far, each cut off 13 bits below the
+    largest. The wgmma family's sums of P are such: V has a channel of ones there (attn/mainloop_wgmma.cuh)."""
+    for part in p.split(32, -1):
+        terms = torch.cat([total[..., None], part], -1)
+        unit = torch.ldexp(torch.ones_like(total), torch.frexp(terms.amax(-1))[1] - 14)
+        total = _keep_13_bits((terms / unit[..., None]).trunc().sum(-1) * unit)
+    return total
 
 
 def _pv_tile(p: torch.Tensor, v: torch.Tensor, pv_accum: str) -> torch.Tensor:

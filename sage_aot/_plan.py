@@ -119,8 +119,11 @@ def chunk_rows_of(seqlen_kv: int) -> int:
 
 
 def launches(plan: Plan, workspace: int, q: TensorArgument, k: TensorArgument, v: TensorArgument,
-             out: TensorArgument, lse: int) -> list[Launch]:
-    """The launches of one call, in order. `workspace` and `lse` are addresses; lse 0 means it is not wanted."""
+             out: TensorArgument, lse: int, multiprocessors: int) -> list[Launch]:
+    """The launches of one call, in order, on a GPU of so many multiprocessors.
+
+    `workspace` and `lse` are addresses; lse 0 means it is not wanted.
+    """
     at = {name: workspace + offset for name, offset in plan.offsets.items()}
     result = [_stats(plan, at, k, v), _quantize(plan, at, q, k, v)]
     heads = plan.problem.batch * plan.problem.num_q_heads
@@ -128,7 +131,7 @@ def launches(plan: Plan, workspace: int, q: TensorArgument, k: TensorArgument, v
         count = min(plan.heads_at_once, heads - first)
         if plan.problem.smooth_q:
             result.append(_delta(plan, at, k, first, count))
-        result.append(_attention(plan, at, out, lse, first, count))
+        result.append(_attention(plan, at, out, lse, first, count, multiprocessors))
     return result
 
 
@@ -195,11 +198,14 @@ def _delta(plan: Plan, at: dict[str, int], k: TensorArgument, first_head: int, n
         columns, DTYPE_CODES[problem.dtype], k.aligned(problem.headdim), tile.block_m, tile.block_n, problem.is_causal))
 
 
-def _attention(plan: Plan, at: dict[str, int], out: TensorArgument, lse: int, first_head: int,
-               num_heads: int) -> Launch:
+def _attention(plan: Plan, at: dict[str, int], out: TensorArgument, lse: int, first_head: int, num_heads: int,
+               multiprocessors: int) -> Launch:
+    """A block per query tile, or where blocks take several, as many as the GPU holds at once."""
     problem, record = plan.problem, plan.kernels.attn
-    return _launch(record, num_heads * plan.q_tiles, pack(
+    query_tiles = num_heads * plan.q_tiles
+    blocks = min(query_tiles, multiprocessors * record.tile.min_blocks) if record.tile.producer_warps else query_tiles
+    return _launch(record, blocks, pack(
         "AttnParams", at["q_hat"], at["kv_hat"], at["q_scale"], at["v_scale"], at["v_mean"], at["k_finite"],
         at["v_finite"], at["row_bias"], at.get("delta_s", 0), *out.fields, lse, first_head, problem.num_q_heads,
         problem.num_kv_heads, problem.seqlen_q, problem.seqlen_kv, problem.headdim, plan.q_tiles, plan.kv_tiles,
-        DTYPE_CODES[problem.dtype], 0))
+        DTYPE_CODES[problem.dtype], num_heads))

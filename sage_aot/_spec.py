@@ -146,11 +146,15 @@ class Tile:
         qk_bytes = spec.headdim * spec.qk // 8
         v_bytes = spec.headdim * (2 if spec.pv == "f16" else 1)
         delta_bytes = 4 if spec.q == "qsmooth" else 0
+        query_bytes = self.block_m * qk_bytes
         stage_bytes = self.block_n * (qk_bytes + v_bytes + delta_bytes) + SCALES_LINE
-        if self.producer_warps:
-            stage_bytes = -(-stage_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT + 2 * BARRIER_BYTES
-            return self.block_m * qk_bytes + self.stages * stage_bytes + BARRIER_BYTES
-        return self.block_m * qk_bytes + self.stages * stage_bytes
+        if not self.producer_warps:
+            return query_bytes + self.stages * stage_bytes
+        query_bytes += 3 * 4 * spec.headdim  # scales, means and counts of finite keys of V's channels
+        query_bytes += 4 * 8 * self.block_m // self.warp_m + 4 * self.block_m  # scales of Q, biases of rows
+        stage_bytes += 8 * self.block_n  # V's channels of ones
+        return sum(count * (-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT + 2 * BARRIER_BYTES)
+                   for count, size in ((2, query_bytes), (self.stages, stage_bytes)))
 
     @property
     def quantized(self) -> tuple[int, int, int]:
@@ -188,7 +192,7 @@ SCALES_LINE = 128
 """Bytes behind a KV tile that hold the scales of K, in memory and in shared memory (tile/layout.cuh)."""
 
 SLOT_ALIGNMENT, BARRIER_BYTES = 1024, 8
-"""Of the slots that bulk copies fill, and of each of their barriers: full and empty a slot, and one for Q
+"""Of the buffers that bulk copies fill, for Q and for KV tiles, and of their two barriers: full and empty
 (attn/mainloop_wgmma.cuh)."""
 
 

@@ -136,7 +136,7 @@ struct AttnParams {
   i32 q_tiles;
   i32 kv_tiles;
   Dtype dtype;
-  i32 padding;
+  i32 num_heads;          // query heads of this launch
 };
 static_assert(sizeof(AttnParams) == 152);
 static_assert(SAGE_OFFSET(AttnParams, out) == 72);

@@ -27,6 +27,18 @@ void shuffle(void* const (&lanes)[kLanes]) {
   for (int lane = 0; lane < kLanes; ++lane) of_lane(lane).result = of_lane((lane ^ of_lane(lane).lane_mask) % kLanes).x;
 }
 
+// What each lane did is ordered before what any of them does from now on.
+void order_lanes(void* const (&lanes)[kLanes]) {
+  Order::Clock joined;
+  for (void* lane : lanes) block->order.release(*static_cast<u32*>(lane), joined);
+  for (void* lane : lanes) block->order.acquire(*static_cast<u32*>(lane), joined);
+}
+
+void take_first(void* const (&lanes)[kLanes]) {
+  const int first = *static_cast<int*>(lanes[0]);
+  for (void* lane : lanes) *static_cast<int*>(lane) = first;
+}
+
 void vote(void* const (&lanes)[kLanes]) {
   bool result = false;
   for (void* lane : lanes) result |= *static_cast<bool*>(lane);
@@ -39,6 +51,18 @@ float shuffle_xor(float x, int lane_mask, Site site) {
   Shuffle lane{x, 0.0f, lane_mask};
   block->together("shfl.sync.bfly", &lane, shuffle, site);
   return lane.result;
+}
+
+void synchronize_warp(Site site) {
+  u32 thread = block->thread();
+  block->together("bar.warp.sync", &thread, order_lanes, site);
+}
+
+int uniform(int x, Site site) {
+  int first = x;
+  block->together("shfl.sync.idx", &first, take_first, site);
+  if (first != x) block->report("not uniform", block->here(site), "a lane has another value than the first");
+  return first;
 }
 
 bool any(bool predicate, Site site) {

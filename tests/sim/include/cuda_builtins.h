@@ -24,6 +24,7 @@
 extern const sim::Index &threadIdx, &blockIdx, &blockDim, &gridDim;
 
 inline void __syncthreads(sim::Site site = sim::Site::here()) { sim::synchronize("__syncthreads", true, site); }
+inline void __syncwarp(sim::Site site = sim::Site::here()) { sim::synchronize_warp(site); }
 inline int __syncthreads_and(int predicate, sim::Site site = sim::Site::here()) {
   return sim::synchronize("__syncthreads_and", predicate != 0, site);
 }

@@ -23,7 +23,7 @@ class AttentionMma {
   // Shared memory: sQ [kBlockM] rows, then the stages of the KV stream.
   __device__ __forceinline__ static void run(const AttnParams& params, const u8* shared) {
     const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const Work work = locate<Config>(params);
+    const Work work = locate<Config>(params, ptx::block_index());
     const i64 q_tile = static_cast<i64>(work.q_head) * params.q_tiles + work.q_tile;
     const u32 sQ = ptx::shared_address(shared);
     copy_async<Layout::kQBytes, kThreads>(sQ, params.q_hat + q_tile * Layout::kQBytes + threadIdx.x * 16);
@@ -40,7 +40,9 @@ class AttentionMma {
 #pragma unroll 1
     for (; tile < work.tiles; ++tile) state.template step<true>(params, work, stream, tile);
     state.softmax.finish();
-    store_output<Config, Product>(params, locate<Config>(params), warp, lane, state.acc_o, state.softmax);
+    const Work done = locate<Config>(params, ptx::block_index());
+    const ConstantsInMemory<Config> constants(params, done);
+    store_output<Config>(params, done, warp, lane, state.acc_o, state.softmax, constants);
   }
 
  private:
@@ -99,7 +101,7 @@ class AttentionMma {
 
     __device__ __forceinline__ void mask(const AttnParams& params, i32 tile,
                                          typename Scores<Config>::Accumulator& acc_s) const {
-      const i32 row = locate<Config>(params).first_row + warp * Config::kWarpM + lane / 4;
+      const i32 row = locate<Config>(params, ptx::block_index()).first_row + warp * Config::kWarpM + lane / 4;
       const i32 first_key = tile * Config::kBlockN + lane % 4 * 2;
       i32 limit[kRows];
 #pragma unroll

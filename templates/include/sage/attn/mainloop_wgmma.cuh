@@ -1,21 +1,27 @@
-// Attention of one query tile with Hopper's asynchronous instructions.
+// Attention of query tiles with Hopper's asynchronous instructions, in a grid of as many blocks as the GPU holds at once.
 //
-// One thread of the first warpgroup, the producer, has the copy engine bring Q and then the KV tiles into a ring of kStages
-// slots. The other warpgroups own 64 query rows each. One of them has in flight, at most, the product of the tile whose
-// softmax it has finished with V, and that of the next tile with Q: while it exponentiates, the others use the tensor cores.
-// Two consumers take turns at issuing their products, which keeps their softmaxes apart.
-// Source: SageAttention2, Algorithm 1; "FlashAttention-3", section 3.1, for the turns.
+// Each block goes through its share of the query tiles. One thread of its first warpgroup, the producer, has the copy engine
+// bring Q into one of two buffers, and the KV tiles into a ring of kStages slots; it runs ahead into the next query tile
+// while the last one ends. The other warpgroups, the consumers, own 64 query rows each and meet nowhere: while one
+// exponentiates, the others use the tensor cores.
+// A consumer's turn at a KV tile: it issues P·V of the tile before, then Q·K of this one, adds the first to O while the
+// second runs, and exponentiates with neither of its own in flight: while products of FP8 read and write their registers,
+// other instructions run at a quarter of their rate. P·V of two tiles go into the same R, so that O takes every other one.
+// V has eight more channels, of ones: their output is the sum of P as it was multiplied, rounded.
+// Source: SageAttention2, Algorithm 1; "FlashAttention-3", section 3.1, for warps with roles.
 #pragma once
 
 #include "sage/attn/epilogue.cuh"
 #include "sage/attn/pv_mma.cuh"
 #include "sage/attn/scores.cuh"
+#include "sage/attn/softmax_wgmma.cuh"
 #include "sage/attn/work.cuh"
-#include "sage/ptx/barrier.cuh"
 #include "sage/ptx/bulk_copy.cuh"
 #include "sage/ptx/mbarrier.cuh"
+#include "sage/ptx/proxy.cuh"
 #include "sage/ptx/setmaxnreg.cuh"
 #include "sage/ptx/shared.cuh"
+#include "sage/ptx/warp.cuh"
 #include "sage/ptx/wgmma.cuh"
 #include "sage/tile/layout.cuh"
 #include "sage/tile/matrix_descriptor.cuh"
@@ -25,38 +31,68 @@ namespace sage {
 constexpr i32 kWarpgroup = 4 * kWarpSize;
 
 // Shared memory of a block, by 32-bit address; every matrix starts at a multiple of 1024 bytes.
-//   sQ [kBlockM] rows of s8
-//   [kStages] slots of a KV tile (tile/layout.cuh), and delta_s of the query tile for its keys where Q is smoothed
-//   barriers: q_full, then full and empty of every slot
+//   [2] query buffers: sQ [kBlockM] rows of s8; v_scale, v_mean f32 and v_finite i32 of its KV head, [kHeadDim] each; then
+//     q_scale [kBlockM / kWarpM][8] and row_bias [kBlockM] f32
+//   [kStages] slots: K̂ and V̂ of a KV tile (tile/layout.cuh), [8][kBlockN] ones, the scales of K, and where Q is smoothed
+//     delta_s of the query tile for these keys
+//   barriers, 8 bytes each: full and empty of every query buffer, then of every slot
 template <class Config>
 struct WgmmaShared {
   using Layout = TileLayout<Config>;
-  static constexpr i32 kDeltaBytes = Config::kSmoothQ ? Config::kBlockN * 4 : 0;
-  static constexpr i32 kDelta = Layout::kKvBytes;  // in a slot
+  static constexpr i32 kChannels = Layout::kQBytes;  // in a query buffer
+  static constexpr i32 kChannelBytes = Config::kHeadDim * 4;
+  static constexpr i32 kQScales = kChannels + 3 * kChannelBytes;
+  static constexpr i32 kQScalesBytes = Config::kBlockM / Config::kWarpM * kRowGroups * 4;
+  static constexpr i32 kRowBias = kQScales + kQScalesBytes, kRowBiasBytes = Config::kBlockM * 4;
+  static constexpr i32 kQueryBytes = ceil_div(kRowBias + kRowBiasBytes, 1024) * 1024;
+  static constexpr i32 kOnes = Layout::kV + Layout::kVBytes;  // in a slot: as eight more rows of V
+  static constexpr i32 kOnesBytes = 8 * Config::kBlockN;
+  static constexpr i32 kKScales = kOnes + kOnesBytes, kKScalesBytes = kKeyGroups * 4;
+  static constexpr i32 kDelta = kKScales + kScalesLine, kDeltaBytes = Config::kSmoothQ ? Config::kBlockN * 4 : 0;
   static constexpr i32 kSlotBytes = ceil_div(kDelta + kDeltaBytes, 1024) * 1024;
-  static constexpr i32 kBarriers = Layout::kQBytes + Config::kStages * kSlotBytes;
-  static_assert(Layout::kQBytes % 1024 == 0 && Layout::kV % 1024 == 0);
+  static constexpr i32 kSlots = 2 * kQueryBytes, kBarriers = kSlots + Config::kStages * kSlotBytes;
+  static_assert(Layout::kQBytes % 1024 == 0 && Layout::kV % 1024 == 0 && kOnes % 1024 == 0);
 
   u32 first;
 
-  __device__ __forceinline__ u32 q() const { return first; }
-  __device__ __forceinline__ u32 slot(i32 stage) const { return first + Layout::kQBytes + stage * kSlotBytes; }
-  // The producer arrives, with Q's bytes; consumers wait.
-  __device__ __forceinline__ u32 q_full() const { return first + kBarriers; }
+  __device__ __forceinline__ u32 query(i32 buffer) const { return first + buffer * kQueryBytes; }
+  __device__ __forceinline__ u32 slot(i32 stage) const { return first + kSlots + stage * kSlotBytes; }
+  // The producer arrives, with the buffer's bytes; consumers wait.
+  __device__ __forceinline__ u32 query_full(i32 buffer) const { return first + kBarriers + buffer * 16; }
+  // Every consumer warp arrives when it has stored the query tile's output; the producer waits.
+  __device__ __forceinline__ u32 query_empty(i32 buffer) const { return query_full(buffer) + 8; }
   // The producer arrives, with the slot's bytes; consumers wait.
-  __device__ __forceinline__ u32 full(i32 stage) const { return q_full() + 8 + stage * 16; }
+  __device__ __forceinline__ u32 full(i32 stage) const { return query_full(2) + stage * 16; }
   // Every consumer warp arrives when it and its products have read the slot; the producer waits.
-  __device__ __forceinline__ u32 empty(i32 stage) const { return q_full() + 16 + stage * 16; }
+  __device__ __forceinline__ u32 empty(i32 stage) const { return full(stage) + 8; }
 };
 
-// A place in the ring of slots, and the parity of the phase of its barriers.
-template <i32 kStages>
+// A place in a ring of kSize buffers, and the parity of the phase of its barriers.
+template <i32 kSize>
 struct RingPlace {
-  i32 stage = 0;
+  i32 index = 0;
   u32 phase = 0;
 
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
+    if (++index == kSize) index = 0, phase ^= 1;
+  }
+};
+
+// What store_output() needs of a query tile, from a query buffer.
+template <class Shared>
+struct ConstantsInShared {
+  u32 query;
+  i32 k_finite;
+
+  __device__ __forceinline__ float row_bias(i32 row) const { return ptx::load_shared_f32(query + Shared::kRowBias + row * 4); }
+  __device__ __forceinline__ ptx::F32x2 v_scale(i32 channel) const {
+    return ptx::load_shared_f32x2(query + Shared::kChannels + channel * 4);
+  }
+  __device__ __forceinline__ ptx::F32x2 v_mean(i32 channel) const {
+    return ptx::load_shared_f32x2(query + Shared::kChannels + Shared::kChannelBytes + channel * 4);
+  }
+  __device__ __forceinline__ ptx::I32x2 v_finite(i32 channel) const {
+    return ptx::load_shared_i32x2(query + Shared::kChannels + 2 * Shared::kChannelBytes + channel * 4);
   }
 };
 
@@ -66,29 +102,21 @@ class AttentionWgmma {
  public:
   static constexpr i32 kConsumers = Config::kBlockM / 64;  // warpgroups
   static constexpr i32 kThreads = (1 + kConsumers) * kWarpgroup;
-  static_assert(kConsumers == 2, "that many have the registers, and take turns");
+  static_assert(kConsumers == 2 || kConsumers == 3, "that many have the registers");
   static_assert(Config::kWarpM == 16 && Config::kQkBits == 8 && Config::kPv == Pv::kE4m3 && Config::kBlockN == 128);
 
-  __device__ __forceinline__ static void run(const AttnParams& params, const u8* shared_bytes) {
+  __device__ __forceinline__ static void run(const AttnParams& params, u8* shared_bytes) {
     const Shared shared{ptx::shared_address(shared_bytes)};
-    if (ptx::thread_index() == 0) {
-      ptx::mbarrier_init(shared.q_full(), 1);
-#pragma unroll
-      for (i32 stage = 0; stage < Config::kStages; ++stage) {
-        ptx::mbarrier_init(shared.full(stage), 1);
-        ptx::mbarrier_init(shared.empty(stage), kConsumers * kWarpgroup / kWarpSize);
-      }
-      ptx::fence_mbarrier_init();
-    }
+    if (ptx::thread_index() == 0) init_barriers(shared);
+    fill_ones(shared_bytes);
     __syncthreads();
-    const Work work = locate<Config>(params);
-    const i32 warpgroup = ptx::thread_index() / kWarpgroup;
+    const i32 warpgroup = ptx::uniform(ptx::thread_index() / kWarpgroup);
     if (warpgroup == 0) {
       ptx::setmaxnreg_dec<kProducerRegisters>();
-      if (ptx::thread_index() == 0 && work.tiles > 0) produce(params, shared, work);
+      if (ptx::thread_index() == 0) produce(params, shared);
     } else {
       ptx::setmaxnreg_inc<kConsumerRegisters>();
-      consume(params, shared, work, warpgroup - 1);
+      consume(params, shared, warpgroup - 1);
     }
   }
 
@@ -96,111 +124,233 @@ class AttentionWgmma {
   using Layout = TileLayout<Config>;
   using Shared = WgmmaShared<Config>;
   using Product = PvE4m3<Config>;
+  using Softmax = TileSoftmax<Config, Product>;
   using Place = RingPlace<Config::kStages>;
-  static constexpr i32 kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr i32 kProducerRegisters = 24, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   static constexpr i32 kRows = Config::kWarpM / 8;  // of a thread
-  static constexpr i32 kLoadBytes = Layout::kKScales + kKeyGroups * 4;  // of a KV tile: the rest of its last line is empty
+  static constexpr i32 kNTiles = Config::kBlockN / 8;
+  static constexpr i32 kOutputs = Config::kHeadDim / 2;  // registers of a thread for O
+  static constexpr u32 kFourOnes = 0x38383838;  // e4m3
+
+  // Which P·V of those that R sums up: one alone, or the first or the second of two.
+  enum Sum { kAlone, kOpens, kCloses };
+
+  // Where they hold both, P·V and Q·K are in flight together; else the registers of P and the scores are the same.
+  static constexpr bool kTogether = kConsumers == 2;
+
+  __device__ __forceinline__ static void init_barriers(const Shared& shared) {
+    constexpr i32 kWarps = kConsumers * kWarpgroup / kWarpSize;
+#pragma unroll
+    for (i32 buffer = 0; buffer < 2; ++buffer) {
+      ptx::mbarrier_init(shared.query_full(buffer), 1);
+      ptx::mbarrier_init(shared.query_empty(buffer), kWarps);
+    }
+#pragma unroll
+    for (i32 stage = 0; stage < Config::kStages; ++stage) {
+      ptx::mbarrier_init(shared.full(stage), 1);
+      ptx::mbarrier_init(shared.empty(stage), kWarps);
+    }
+    ptx::fence_mbarrier_init();
+  }
+
+  // Ordinary stores, which products read: each thread's fence and the barrier that follows order them.
+  __device__ __forceinline__ static void fill_ones(u8* shared_bytes) {
+#pragma unroll
+    for (i32 stage = 0; stage < Config::kStages; ++stage) {
+      u8* ones = shared_bytes + Shared::kSlots + stage * Shared::kSlotBytes + Shared::kOnes;
+      for (i32 i = 4 * ptx::thread_index(); i < Shared::kOnesBytes; i += 4 * kThreads) {
+        *reinterpret_cast<u32*>(ones + i) = kFourOnes;
+      }
+    }
+    ptx::fence_proxy_async();
+  }
 
   // --- the producer ---------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ static void produce(const AttnParams& params, const Shared& shared, const Work& work) {
-    const i64 q_tile = static_cast<i64>(work.q_head) * params.q_tiles + work.q_tile;
-    ptx::mbarrier_arrive_expect_tx(shared.q_full(), Layout::kQBytes);
-    ptx::bulk_copy(shared.q(), params.q_hat + q_tile * Layout::kQBytes, Layout::kQBytes, shared.q_full());
-
-    const u8* tiles = params.kv_hat + static_cast<i64>(work.kv_head) * params.kv_tiles * Layout::kKvBytes;
-    const i64 delta_row = static_cast<i64>(work.q_head - params.first_head) * params.q_tiles + work.q_tile;
+  __device__ __forceinline__ static void produce(const AttnParams& params, const Shared& shared) {
+    Share<Config> share;
+    RingPlace<2> query;
     Place place;
+    u32 index;
 #pragma unroll 1
-    for (i32 tile = 0; tile < work.tiles; ++tile, place.advance()) {
-      const u32 slot = shared.slot(place.stage), full = shared.full(place.stage);
-      ptx::mbarrier_wait(shared.empty(place.stage), place.phase ^ 1);  // at once in the first round
-      ptx::mbarrier_arrive_expect_tx(full, kLoadBytes + Shared::kDeltaBytes);
-      ptx::bulk_copy(slot, tiles + static_cast<i64>(tile) * Layout::kKvBytes, kLoadBytes, full);
-      if constexpr (Config::kSmoothQ) {
-        const float* delta = params.delta_s + (delta_row * params.kv_tiles + tile) * Config::kBlockN;
-        ptx::bulk_copy(slot + Shared::kDelta, delta, Shared::kDeltaBytes, full);
+    while (share.next(params, index)) {
+      const Work work = locate<Config>(params, index);
+      ptx::mbarrier_wait(shared.query_empty(query.index), query.phase ^ 1);  // at once in the first round
+      load_query(params, shared, work, query.index);
+      query.advance();
+#pragma unroll 1
+      for (i32 tile = 0; tile < work.tiles; ++tile, place.advance()) {
+        ptx::mbarrier_wait(shared.empty(place.index), place.phase ^ 1);  // at once in the first round
+        load_tile(params, shared, work, tile, place.index);
       }
+    }
+  }
+
+  __device__ __forceinline__ static void load_query(const AttnParams& params, const Shared& shared, const Work& work, i32 buffer) {
+    const i64 q_tile = static_cast<i64>(work.q_head) * params.q_tiles + work.q_tile;
+    const i64 channel = static_cast<i64>(work.kv_head) * Config::kHeadDim;
+    const u32 full = shared.query_full(buffer), to = shared.query(buffer), channels = to + Shared::kChannels;
+    ptx::mbarrier_arrive_expect_tx(full, Layout::kQBytes + (Config::kSmoothV ? 3 : 2) * Shared::kChannelBytes +
+                                             Shared::kQScalesBytes + Shared::kRowBiasBytes);
+    ptx::bulk_copy(to, params.q_hat + q_tile * Layout::kQBytes, Layout::kQBytes, full);
+    ptx::bulk_copy(channels, params.v_scale + channel, Shared::kChannelBytes, full);
+    if constexpr (Config::kSmoothV) {
+      ptx::bulk_copy(channels + Shared::kChannelBytes, params.v_mean + channel, Shared::kChannelBytes, full);
+    }
+    ptx::bulk_copy(channels + 2 * Shared::kChannelBytes, params.v_finite + channel, Shared::kChannelBytes, full);
+    ptx::bulk_copy(to + Shared::kQScales, params.q_scale + q_tile * (Shared::kQScalesBytes / 4), Shared::kQScalesBytes, full);
+    ptx::bulk_copy(to + Shared::kRowBias, params.row_bias + q_tile * Config::kBlockM, Shared::kRowBiasBytes, full);
+  }
+
+  __device__ __forceinline__ static void load_tile(const AttnParams& params, const Shared& shared, const Work& work, i32 tile,
+                                                   i32 stage) {
+    const u8* from = params.kv_hat + (static_cast<i64>(work.kv_head) * params.kv_tiles + tile) * Layout::kKvBytes;
+    const u32 slot = shared.slot(stage), full = shared.full(stage);
+    ptx::mbarrier_arrive_expect_tx(full, Layout::kKScales + Shared::kKScalesBytes + Shared::kDeltaBytes);
+    ptx::bulk_copy(slot, from, Layout::kKScales, full);
+    ptx::bulk_copy(slot + Shared::kKScales, from + Layout::kKScales, Shared::kKScalesBytes, full);
+    if constexpr (Config::kSmoothQ) {
+      const i64 row = static_cast<i64>(work.q_head - params.first_head) * params.q_tiles + work.q_tile;
+      const float* delta = params.delta_s + (row * params.kv_tiles + tile) * Config::kBlockN;
+      ptx::bulk_copy(slot + Shared::kDelta, delta, Shared::kDeltaBytes, full);
     }
   }
 
   // --- a consumer -----------------------------------------------------------------------------------------------------
 
-  // What a warp carries from tile to tile.
+  // What a warp carries from KV tile to KV tile.
   struct State {
-    OnlineSoftmax<Config, Product> softmax;
-    OutputAccumulator<Config> acc_o = {};
-    float acc_r[Config::kHeadDim / 2];  // of the product in flight, as a wgmma's D
-    float alpha[kRows];                 // what O must be multiplied by before that is added
-    typename Scores<Config>::Accumulator acc_s;
-    typename Product::Operand p;
-    Place place;    // of the tile whose scores are next
-    i32 previous;   // slot of the tile before
+    u32 q;                          // shared address of the warpgroup's rows of Q
     float q_scale;
+    Softmax softmax = {};
+    OutputAccumulator<Config> acc_o = {};
+    float acc_r[kOutputs + 4];      // P·V and the sums of P of one tile or two, as a wgmma's D
+    float alpha[kRows] = {};        // what O must be multiplied by before that is added
+    typename Softmax::Scores acc_s;
+    typename Product::Operand p;
+    i32 previous;                   // slot of the tile whose P this is
   };
 
-  __device__ __forceinline__ static void consume(const AttnParams& params, const Shared& shared, const Work& work,
-                                                 i32 consumer) {
-    const i32 warp = (ptx::thread_index() - kWarpgroup) / kWarpSize, lane = ptx::thread_index() % kWarpSize;
-    const i64 q_tile = static_cast<i64>(work.q_head) * params.q_tiles + work.q_tile;
-    State state;
-    state.softmax.clear();
-    state.q_scale = params.q_scale[(q_tile * (Config::kBlockM / Config::kWarpM) + warp) * kRowGroups + lane / 4];
-    if (work.tiles > 0) {
-      ptx::mbarrier_wait(shared.q_full(), 0);
-      if (consumer == 1) end_turn(consumer);  // the first turn is that of consumer 0
-      take_turn(consumer);
-      start_scores(shared, consumer, state);
-      end_turn(consumer);
-      ptx::wgmma_wait<0>();
-      exponentiate<true, false>(params, shared, warp, lane, 0, state);
-      i32 tile = 1;
+  __device__ __forceinline__ static void consume(const AttnParams& params, const Shared& shared, i32 consumer) {
+    const i32 warp = ptx::thread_index() / kWarpSize - kWarpgroup / kWarpSize, lane = ptx::thread_index() % kWarpSize;
+    Share<Config> share;
+    RingPlace<2> query;
+    Place place;
+    u32 index;
 #pragma unroll 1
-      for (; tile < work.full_tiles; ++tile) step<false>(params, shared, consumer, warp, lane, tile, state);
-#pragma unroll 1
-      for (; tile < work.tiles; ++tile) step<true>(params, shared, consumer, warp, lane, tile, state);
-      take_turn(consumer);
-      start_output(shared, state);
-      if (consumer == 0) end_turn(consumer);
-      finish_output(shared, lane, state);
+    while (share.next(params, index)) {
+      const Work work = locate<Config>(params, index);
+      const u32 from = shared.query(query.index);
+      const i32 k_finite = params.k_finite[work.kv_head];
+      State state;
+      state.softmax.clear();
+      state.q = from + consumer * 64 * Layout::kQkRowBytes;
+      ptx::mbarrier_wait(shared.query_full(query.index), query.phase);
+      state.q_scale = ptx::load_shared_f32(from + Shared::kQScales + (warp * kRowGroups + lane / 4) * 4);
+      if (work.tiles > 0) attend(params, shared, work, warp, lane, place, state);
+      const ConstantsInShared<Shared> constants{from, k_finite};
+      store_output<Config>(params, work, warp, lane, state.acc_o, state.softmax, constants);
+      __syncwarp();  // as in finish_output()
+      if (lane == 0) ptx::mbarrier_arrive(shared.query_empty(query.index));
+      query.advance();
     }
-    state.softmax.finish();
-    store_output<Config, Product>(params, locate<Config>(params), warp, lane, state.acc_o, state.softmax);
   }
 
-  // Issues the first product of the next tile.
-  __device__ __forceinline__ static void start_scores(const Shared& shared, i32 consumer, State& state) {
-    ptx::mbarrier_wait(shared.full(state.place.stage), state.place.phase);
-    i32 (&s)[Config::kBlockN / 2] = reinterpret_cast<i32 (&)[Config::kBlockN / 2]>(state.acc_s);
+  // All KV tiles of a query tile. `place`: of the next KV tile in the ring.
+  __device__ __forceinline__ static void attend(const AttnParams& params, const Shared& shared, const Work& work,
+                                                i32 warp, i32 lane, Place& place, State& state) {
+    start_scores(shared, place, state);
+    const float scale = read_scale(shared, lane, place, state);
+    ptx::wgmma_wait<0>();
+    if (work.full_tiles > 0) softmax<false>(params, shared, work, warp, lane, 0, scale, place, state);
+    else softmax<true>(params, shared, work, warp, lane, 0, scale, place, state);
+    i32 tile = 1;
+#pragma unroll 1
+    for (; tile + 1 < work.full_tiles; tile += 2) {
+      step<false, kOpens>(params, shared, work, warp, lane, tile, place, state);
+      step<false, kCloses>(params, shared, work, warp, lane, tile + 1, place, state);
+    }
+#pragma unroll 1
+    for (; tile < work.tiles; ++tile) step<true, kAlone>(params, shared, work, warp, lane, tile, place, state);
+    start_output<kAlone>(shared, state);
+    finish_output<0>(shared, lane, state);
+    add_output(state);
+  }
+
+  // The output of the tile before, and P of this one.
+  template <bool kMasked, Sum kSum>
+  __device__ __forceinline__ static void step(const AttnParams& params, const Shared& shared, const Work& work, i32 warp, i32 lane,
+                                              i32 tile, Place& place, State& state) {
+    start_output<kSum>(shared, state);
+    if constexpr (!kTogether) finish_output<0>(shared, lane, state);
+    start_scores(shared, place, state);
+    const float scale = read_scale(shared, lane, place, state);
+    if constexpr (kTogether) finish_output<1>(shared, lane, state);
+    float pending[kRows];
 #pragma unroll
-    for (i32 i = 0; i < Config::kBlockN / 2; ++i) s[i] = kScoreBiasBits;
-    const u64 q = matrix_descriptor<Layout::kQkRowBytes>(shared.q() + consumer * 64 * Layout::kQkRowBytes);
-    const u64 k = matrix_descriptor<Layout::kQkRowBytes>(shared.slot(state.place.stage));
+    for (i32 r = 0; r < kRows; ++r) pending[r] = state.alpha[r];
+    if constexpr (kSum != kOpens) add_output(state);
+    ptx::wgmma_wait<0>();
+    softmax<kMasked>(params, shared, work, warp, lane, tile, scale, place, state);
+    if constexpr (kSum == kOpens) rescale_sum(pending, state);
+  }
+
+  // Issues Q·K of the next tile.
+  __device__ __forceinline__ static void start_scores(const Shared& shared, const Place& place, State& state) {
+    ptx::mbarrier_wait(shared.full(place.index), place.phase);
+    i32 (&s)[Config::kBlockN / 2] = reinterpret_cast<i32 (&)[Config::kBlockN / 2]>(state.acc_s);
+    const u64 q = matrix_descriptor<Layout::kQkRowBytes>(state.q);
+    const u64 k = matrix_descriptor<Layout::kQkRowBytes>(shared.slot(place.index));
     ptx::wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < Layout::kQkRowBytes / 32; ++step) {
-      ptx::wgmma_m64n128k32_s8s8s32(s, q + step * kNextK, k + step * kNextK, true);
+      ptx::wgmma_m64n128k32_s8s8s32(s, q + step * kNextK, k + step * kNextK, step > 0);
     }
     ptx::wgmma_commit();
   }
 
-  // Issues the second product of the tile before.
+  // The scale of this thread's scores in the next tile.
+  __device__ __forceinline__ static float read_scale(const Shared& shared, i32 lane, const Place& place, const State& state) {
+    const float k_scale = ptx::load_shared_f32(shared.slot(place.index) + Shared::kKScales + lane % 4 * 4);
+    return fmaxf(state.q_scale * k_scale, kSmallestScale);
+  }
+
+  // R outlives the next tile: brings it to the references that the softmax of that tile raised, which it seldom does.
+  __device__ __forceinline__ static void rescale_sum(const float (&pending)[kRows], State& state) {
+    bool raised = false;
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) raised |= state.alpha[r] != 1.0f;
+    if (ptx::any(raised)) {
+#pragma unroll
+      for (i32 i = 0; i < kOutputs + 4; ++i) state.acc_r[i] *= state.alpha[i % 4 / 2];
+    }
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) state.alpha[r] *= pending[r];
+  }
+
+  // Issues P·V, ones included.
+  template <Sum kSum>
   __device__ __forceinline__ static void start_output(const Shared& shared, State& state) {
     const u64 v = matrix_descriptor<Config::kBlockN>(shared.slot(state.previous) + Layout::kV);
     ptx::wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < Config::kBlockN / 32; ++step) {
-      if constexpr (Config::kHeadDim == 128) ptx::wgmma_m64n128k32_e4m3e4m3f32(state.acc_r, state.p[0][step], v + step * kNextK, step > 0);
-      else ptx::wgmma_m64n64k32_e4m3e4m3f32(state.acc_r, state.p[0][step], v + step * kNextK, step > 0);
+      if constexpr (Config::kHeadDim == 128) ptx::wgmma_m64n136k32_e4m3e4m3f32(state.acc_r, state.p[0][step], v + step * kNextK, kSum == kCloses || step > 0);
+      else ptx::wgmma_m64n72k32_e4m3e4m3f32(state.acc_r, state.p[0][step], v + step * kNextK, kSum == kCloses || step > 0);
     }
     ptx::wgmma_commit();
   }
 
-  // O = alpha · O + R, once all products are done, and the slot that they read is free.
-  __device__ __forceinline__ static void finish_output(const Shared& shared, i32 lane, State& state) {
-    ptx::wgmma_wait<0>();
-    // What the other lanes read themselves of the slot, scales and delta_s, is ordered before by the turn taken since.
+  // Waits for P·V, kPending products later than it, and gives its slot back.
+  template <i32 kPending>
+  __device__ __forceinline__ static void finish_output(const Shared& shared, i32 lane, const State& state) {
+    ptx::wgmma_wait<kPending>();
+    __syncwarp();  // lane 0 vouches for what all of them read of the slot, scales and delta_s
     if (lane == 0) ptx::mbarrier_arrive(shared.empty(state.previous));
+  }
+
+  // O = alpha · O + R, and so the sums of P.
+  __device__ __forceinline__ static void add_output(State& state) {
 #pragma unroll
     for (i32 n = 0; n < Config::kHeadDim / 8; ++n) {
 #pragma unroll
@@ -208,60 +358,50 @@ class AttentionWgmma {
         state.acc_o[0][n][c] = fmaf(state.acc_o[0][n][c], state.alpha[c / 2], state.acc_r[4 * n + c]);
       }
     }
-  }
-
-  // The scores of a tile and the output of the one before: both in flight, then the maxima of the first under the second.
-  template <bool kMasked>
-  __device__ __forceinline__ static void step(const AttnParams& params, const Shared& shared, i32 consumer, i32 warp, i32 lane,
-                                              i32 tile, State& state) {
-    take_turn(consumer);
-    start_scores(shared, consumer, state);
-    start_output(shared, state);
-    end_turn(consumer);
-    ptx::wgmma_wait<1>();
-    exponentiate<kMasked, true>(params, shared, warp, lane, tile, state);
-  }
-
-  // P of the tile whose scores are there. kOutput: the output of the tile before is in flight, and needs P's registers.
-  template <bool kMasked, bool kOutput>
-  __device__ __forceinline__ static void exponentiate(const AttnParams& params, const Shared& shared, i32 warp, i32 lane,
-                                                      i32 tile, State& state) {
-    const u32 slot = shared.slot(state.place.stage);
-    float scale = score_scale(state.q_scale, ptx::load_shared_f32(slot + Layout::kKScales + lane % 4 * 4));
-    if constexpr (Config::kSmoothQ) {
-      Scores<Config>::add_delta(state.acc_s, scale, slot + Shared::kDelta, lane);
-      scale = 1.0f;
-    }
-    if constexpr (kMasked) mask(params, warp, lane, tile, state.acc_s);
-    // References follow the maxima at every tile: O is multiplied by alpha where R is added anyway.
-    float offset[kRows], alpha[kRows];
-    state.softmax.raise(state.acc_s, scale, offset, alpha);
-    if constexpr (kOutput) finish_output(shared, lane, state);
 #pragma unroll
-    for (i32 r = 0; r < kRows; ++r) state.alpha[r] = alpha[r];
-    if (state.softmax.fold(scale, offset)) state.softmax.template exponentiate<true>(state.acc_s, scale, offset, state.p);
-    else state.softmax.template exponentiate<false>(state.acc_s, scale, offset, state.p);
-    state.previous = state.place.stage;
-    state.place.advance();
+    for (i32 r = 0; r < kRows; ++r) {
+      state.softmax.row_sum[r] = fmaf(state.softmax.row_sum[r], state.alpha[r], state.acc_r[kOutputs + 2 * r]);
+    }
   }
 
-  __device__ __forceinline__ static void mask(const AttnParams& params, i32 warp, i32 lane, i32 tile,
-                                              typename Scores<Config>::Accumulator& acc_s) {
-    const i32 row = locate<Config>(params).first_row + warp * Config::kWarpM + lane / 4;
+  // P of the tile whose scores are there.
+  template <bool kMasked>
+  __device__ __forceinline__ static void softmax(const AttnParams& params, const Shared& shared, const Work& work, i32 warp, i32 lane,
+                                                 i32 tile, float scale, Place& place, State& state) {
+    constexpr bool kFinished = kMasked || Config::kSmoothQ;
+    if constexpr (kFinished) finish_scores(shared.slot(place.index), lane, scale, state.acc_s);
+    if constexpr (kMasked) mask(params, work, warp, lane, tile, state.acc_s);
+    state.softmax.template raise<kFinished>(state.acc_s, scale, state.alpha);
+    state.softmax.template exponentiate<kFinished>(state.acc_s, scale);
+    state.softmax.pack(state.acc_s, state.p);
+    state.previous = place.index;
+    place.advance();
+  }
+
+  // Scores as f32: where Q is smoothed, with delta_s added and in log2 units, so that their scale is one from there on.
+  __device__ __forceinline__ static void finish_scores(u32 slot, i32 lane, float& scale, typename Softmax::Scores& acc_s) {
+#pragma unroll
+    for (i32 n = 0; n < kNTiles; ++n) {
+      ptx::F32x2 delta;
+      if constexpr (Config::kSmoothQ) delta = ptx::load_shared_f32x2(slot + Shared::kDelta + (8 * n + lane % 4 * 2) * 4);
+#pragma unroll
+      for (i32 c = 0; c < 4; ++c) {
+        float score = static_cast<float>(acc_s[0][n][c]);
+        if constexpr (Config::kSmoothQ) score = fmaf(score, scale, c % 2 ? delta.y : delta.x);
+        acc_s[0][n][c] = __float_as_int(score);
+      }
+    }
+    if constexpr (Config::kSmoothQ) scale = 1.0f;
+  }
+
+  __device__ __forceinline__ static void mask(const AttnParams& params, const Work& work, i32 warp, i32 lane, i32 tile,
+                                              typename Softmax::Scores& acc_s) {
+    const i32 row = work.first_row + warp * Config::kWarpM + lane / 4;
     const i32 first_key = tile * Config::kBlockN + lane % 4 * 2;
     i32 limit[kRows];
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) limit[r] = Work::key_limit<Config::kCausal>(params, row + 8 * r) - first_key;
     Scores<Config>::mask(acc_s, limit);
-  }
-
-  // Turns at issuing products: a barrier for each consumer, at which it waits and to which the other one arrives.
-  __device__ __forceinline__ static u32 turn_of(i32 consumer) { return 1 + consumer; }
-  __device__ __forceinline__ static void take_turn(i32 consumer) {
-    ptx::barrier_sync(turn_of(consumer), 2 * kWarpgroup);
-  }
-  __device__ __forceinline__ static void end_turn(i32 consumer) {
-    ptx::barrier_arrive(turn_of(1 - consumer), 2 * kWarpgroup);
   }
 };
 

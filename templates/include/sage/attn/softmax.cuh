@@ -40,9 +40,31 @@ __device__ __forceinline__ float score_scale(float q_scale, float k_scale) {
   return __int_as_float(__float_as_int(fmaxf(q_scale * k_scale, kSmallestScale)) & ~3);
 }
 
-// Product: how P enters the second product (attn/pv_mma.cuh).
+// The references of a thread's rows, and their sums of P. Product: how P enters the second product (attn/pv_mma.cuh).
+template <class Product, i32 kRows>
+struct RowReferences {
+  float row_ref[kRows];  // log2 units: P is 2^(score - row_ref)
+  float row_sum[kRows];  // of P; where Product::kSumsInThreads, of this thread's columns
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) row_ref[r] = kNoReference, row_sum[r] = 0.0f;
+  }
+
+  // Moves the reference so that the largest P of the row is at most 2^kTop, if it would exceed 2^(kTop + kLazyRise): a rise
+  // within kLazyRise, for which the product leaves room, needs no rescaling.
+  __device__ __forceinline__ float raise_reference(float own_largest, i32 r) {
+    const float exact = ptx::max_over_lanes<4>(own_largest) - Product::kTop;
+    const float needed = Product::kWholeReference ? ceilf(exact) : exact;
+    const float reference = needed > row_ref[r] + Product::kLazyRise ? needed : row_ref[r];
+    const float alpha = ptx::ex2(row_ref[r] - reference);
+    row_ref[r] = reference;
+    return alpha;
+  }
+};
+
 template <class Config, class Product>
-struct OnlineSoftmax {
+struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   static constexpr i32 kRows = Config::kWarpM / 8;  // rows of a thread: g, g + 8, ... with g = lane / 4
   static constexpr i32 kMTiles = Config::kWarpM / 16, kNTiles = Config::kBlockN / 8;
   static constexpr float kBias = Config::kSmoothQ ? 0.0f : kScoreBias;  // of the scores as they arrive
@@ -52,21 +74,13 @@ struct OnlineSoftmax {
 
   using Scores = i32[kMTiles][kNTiles][4];
 
-  float row_ref[kRows];  // log2 units: P is 2^(score - row_ref)
-  float row_sum[kRows];  // of P; where Product::kSumsInThreads, of this thread's columns
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (i32 r = 0; r < kRows; ++r) row_ref[r] = kNoReference, row_sum[r] = 0.0f;
-  }
-
   // The constants of P's FMA, and whether they will do for every thread of the warp: P stays within what its type holds,
   // and the bias folds.
   __device__ __forceinline__ bool fits(const Scores& acc_s, float scale, float (&offset)[kRows]) const {
     float top = -ptx::infinity();
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
-      offset[r] = fmaf(-scale, kFolds ? kBias : 0.0f, -row_ref[r]);
+      offset[r] = fmaf(-scale, kFolds ? kBias : 0.0f, -this->row_ref[r]);
       top = fmaxf(top, fmaf(largest(acc_s[r / 2], r % 2) - (kFolds ? 0.0f : kBias), scale, offset[r]));
     }
     return !ptx::any(!(foldable(scale) && top <= Product::kTop + Product::kLazyRise));
@@ -76,22 +90,14 @@ struct OnlineSoftmax {
   __device__ __forceinline__ void raise(const Scores& acc_s, float scale, float (&offset)[kRows], float (&alpha)[kRows]) {
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
-      alpha[r] = raise_reference(scale * (largest(acc_s[r / 2], r % 2) - kBias), r);
-      row_sum[r] *= alpha[r];
-      offset[r] = -row_ref[r];
+      alpha[r] = this->raise_reference(scale * (largest(acc_s[r / 2], r % 2) - kBias), r);
+      this->row_sum[r] *= alpha[r];
+      offset[r] = -this->row_ref[r];
     }
   }
 
-  // After raise(): whether the bias folds for every thread of the warp, and then the constants of P's FMA.
-  __device__ __forceinline__ bool fold(float scale, float (&offset)[kRows]) const {
-    if (ptx::any(!foldable(scale))) return false;
-#pragma unroll
-    for (i32 r = 0; r < kRows; ++r) offset[r] = fmaf(-scale, kFolds ? kBias : 0.0f, -row_ref[r]);
-    return true;
-  }
-
-  // P = 2^(score - row_ref), packed as the A operand of the second product. kAsFits: by the constants of fits(), or
-  // fold(), in place of those of raise(), into which nothing is folded.
+  // P = 2^(score - row_ref), packed as the A operand of the second product. kAsFits: by the constants of fits() in
+  // place of those of raise(), into which nothing is folded.
   template <bool kAsFits>
   __device__ __forceinline__ void exponentiate(const Scores& acc_s, float scale, const float (&offset)[kRows],
                                                typename Product::Operand& p) {
@@ -105,7 +111,7 @@ struct OnlineSoftmax {
         for (i32 e = 0; e < 4; ++e) {
           const float score = __int_as_float(acc_s[r / 2][j + e / 2][2 * (r % 2) + e % 2]) - kUnfolded;
           x[e] = ptx::ex2(fmaf(score, scale, offset[r]));
-          if constexpr (Product::kSumsInThreads) row_sum[r] += x[e];
+          if constexpr (Product::kSumsInThreads) this->row_sum[r] += x[e];
         }
         Product::pack(p, r, j, x);
       }
@@ -116,7 +122,7 @@ struct OnlineSoftmax {
   __device__ __forceinline__ void finish() {
     if constexpr (Product::kSumsInThreads) {
 #pragma unroll
-      for (i32 r = 0; r < kRows; ++r) row_sum[r] = ptx::sum_over_lanes<4>(row_sum[r]);
+      for (i32 r = 0; r < kRows; ++r) this->row_sum[r] = ptx::sum_over_lanes<4>(this->row_sum[r]);
     }
   }
 
@@ -135,17 +141,6 @@ struct OnlineSoftmax {
   __device__ __forceinline__ static i32 larger(i32 a, i32 b) {
     if constexpr (Config::kSmoothQ) return __float_as_int(fmaxf(__int_as_float(a), __int_as_float(b)));
     else return max(a, b);
-  }
-
-  // Moves the reference so that the largest P of the row is at most 2^kTop, if it would exceed 2^(kTop + kLazyRise): a rise
-  // within kLazyRise, for which the product leaves room, needs no rescaling.
-  __device__ __forceinline__ float raise_reference(float own_largest, i32 r) {
-    const float exact = ptx::max_over_lanes<4>(own_largest) - Product::kTop;
-    const float needed = Product::kWholeReference ? ceilf(exact) : exact;
-    const float reference = needed > row_ref[r] + Product::kLazyRise ? needed : row_ref[r];
-    const float alpha = ptx::ex2(row_ref[r] - reference);
-    row_ref[r] = reference;
-    return alpha;
   }
 };
 

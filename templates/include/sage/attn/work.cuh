@@ -24,16 +24,15 @@ struct Work {
   }
 };
 
-// blockIdx.x: the query tiles of a head are neighbours, so that blocks which run together read the same K and V from L2.
+// index: the query tiles of a head are neighbours, so that blocks which run together read the same K and V from L2.
 // Causal takes the tiles of a head from the last, which has the most keys, so that the grid ends with short blocks.
-// Cheap enough to be computed again at the end of a kernel, where the registers to keep it over the main loop are not.
+// Cheap enough to be computed again at the end of a tile, where the registers to keep it over the main loop are not.
 template <class Config>
-__device__ __forceinline__ Work locate(const AttnParams& params) {
+__device__ __forceinline__ Work locate(const AttnParams& params, u32 index) {
   Work work;
-  const u32 block = ptx::block_index();
-  const i32 tile = block % params.q_tiles;
+  const i32 tile = index % params.q_tiles;
   work.q_tile = Config::kCausal ? params.q_tiles - 1 - tile : tile;
-  work.q_head = params.first_head + block / params.q_tiles;
+  work.q_head = params.first_head + index / params.q_tiles;
   work.batch = work.q_head / params.num_q_heads;
   work.head = work.q_head % params.num_q_heads;
   work.kv_head = work.batch * params.num_kv_heads + work.head / (params.num_q_heads / params.num_kv_heads);
@@ -43,5 +42,28 @@ __device__ __forceinline__ Work locate(const AttnParams& params) {
   work.tiles = ceil_div(Work::key_limit<Config::kCausal>(params, last_row), Config::kBlockN);
   return work;
 }
+
+// The query tiles of a block, where a grid has fewer blocks than there are query tiles. Blocks that start together stay
+// together, and so read the same K and V from L2, if all that they do is as long: a block that takes a causal tile takes
+// the tile as far from the other end of the same head after it.
+template <class Config>
+struct Share {
+  static constexpr u32 kVisits = Config::kCausal ? 2 : 1;  // tiles that are taken one after the other
+  u32 visits = 0;
+
+  // The index of the next query tile, for locate(); false where there is none.
+  __device__ __forceinline__ bool next(const AttnParams& params, u32& index) {
+    const u32 per_head = ceil_div(static_cast<u32>(params.q_tiles), kVisits);
+    while (true) {
+      const u32 visit = visits % kVisits, unit = visits / kVisits * ptx::grid_blocks() + ptx::block_index();
+      if (unit >= params.num_heads * per_head) return false;
+      ++visits;
+      const u32 head = unit / per_head, near = unit % per_head, far = params.q_tiles - 1 - near;
+      if (visit == 1 && near == far) continue;  // the one in the middle
+      index = head * params.q_tiles + (visit ? far : near);
+      return true;
+    }
+  }
+};
 
 }  // namespace sage

@@ -17,6 +17,16 @@ __device__ __forceinline__ float load_shared_f32(u32 shared) {
   return x;
 }
 
+struct I32x2 {
+  i32 x, y;
+};
+
+__device__ __forceinline__ I32x2 load_shared_i32x2(u32 shared) {
+  I32x2 pair;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(pair.x), "=r"(pair.y) : "r"(shared));
+  return pair;
+}
+
 struct F32x2 {
   float x, y;
 };

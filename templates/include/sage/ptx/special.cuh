@@ -13,6 +13,13 @@ __device__ __forceinline__ u32 block_index() {
   return x;
 }
 
+// gridDim.x, likewise.
+__device__ __forceinline__ u32 grid_blocks() {
+  u32 x;
+  asm volatile("mov.u32 %0, %nctaid.x;" : "=r"(x));
+  return x;
+}
+
 // threadIdx.x, likewise.
 __device__ __forceinline__ u32 thread_index() {
   u32 x;

@@ -12,6 +12,11 @@ __device__ __forceinline__ float shuffle_xor(float x, i32 lane_mask) {
   return __shfl_xor_sync(kAllLanes, x, lane_mask);
 }
 
+// A value that all lanes have: afterwards the compiler knows it, and computes with it once a warp.
+__device__ __forceinline__ i32 uniform(i32 x) {
+  return __shfl_sync(kAllLanes, x, 0);
+}
+
 // Whether the predicate holds in any lane.
 __device__ __forceinline__ bool any(bool predicate) {
   return __any_sync(kAllLanes, predicate);

@@ -89,8 +89,38 @@ __device__ __forceinline__ void wgmma_m64n128k32_e4m3e4m3f32(float (&d)[64], con
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
+// Eight columns more than the others.
+#define SAGE_WGMMA_D36 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35}, "
+#define SAGE_WGMMA_D68 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67}, "
+#define SAGE_WGMMA_OPERANDS_4(c, d, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
+
+__device__ __forceinline__ void wgmma_m64n72k32_e4m3e4m3f32(float (&d)[36], const u32 (&a)[4], u64 b, bool accumulate) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %41, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n72k32.f32.e4m3.e4m3 " SAGE_WGMMA_D36 "{%36, %37, %38, %39}, %40, p, 1, 1;}"
+      : SAGE_WGMMA_OPERANDS_32("+f", d, 0), SAGE_WGMMA_OPERANDS_4("+f", d, 32)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+
+__device__ __forceinline__ void wgmma_m64n136k32_e4m3e4m3f32(float (&d)[68], const u32 (&a)[4], u64 b, bool accumulate) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %73, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n136k32.f32.e4m3.e4m3 " SAGE_WGMMA_D68 "{%68, %69, %70, %71}, %72, p, 1, 1;}"
+      : SAGE_WGMMA_OPERANDS_64("+f", d, 0), SAGE_WGMMA_OPERANDS_4("+f", d, 64)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+
 #undef SAGE_WGMMA_D32
 #undef SAGE_WGMMA_D64
+#undef SAGE_WGMMA_D36
+#undef SAGE_WGMMA_D68
+#undef SAGE_WGMMA_OPERANDS_4
 #undef SAGE_WGMMA_OPERANDS_8
 #undef SAGE_WGMMA_OPERANDS_32
 #undef SAGE_WGMMA_OPERANDS_64

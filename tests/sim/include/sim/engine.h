@@ -26,8 +26,10 @@ void together(const char* instruction, void* lane, Meaning meaning, Site site);
 
 // A barrier of the whole block; returns whether the predicate held in every thread.
 bool synchronize(const char* name, bool predicate, Site site);
+void synchronize_warp(Site site);
 
 float shuffle_xor(float x, int lane_mask, Site site);
+int uniform(int x, Site site);
 bool any(bool predicate, Site site);
 int atomic_min(int* address, int value, Site site);
 

@@ -15,6 +15,16 @@ inline float load_shared_f32(u32 shared, sim::Site site = sim::Site::here()) {
   return x;
 }
 
+struct I32x2 {
+  i32 x, y;
+};
+
+inline I32x2 load_shared_i32x2(u32 shared, sim::Site site = sim::Site::here()) {
+  I32x2 pair;
+  sim::load_shared("ld.shared.v2.b32", &pair, shared, sizeof pair, site);
+  return pair;
+}
+
 struct F32x2 {
   float x, y;
 };

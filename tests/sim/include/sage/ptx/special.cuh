@@ -6,6 +6,7 @@
 namespace sage::ptx {
 
 inline u32 block_index() { return blockIdx.x; }
+inline u32 grid_blocks() { return gridDim.x; }
 inline u32 thread_index() { return threadIdx.x; }
 
 }  // namespace sage::ptx

@@ -9,6 +9,8 @@ inline float shuffle_xor(float x, i32 lane_mask, sim::Site site = sim::Site::her
   return sim::shuffle_xor(x, lane_mask, site);
 }
 
+inline i32 uniform(i32 x, sim::Site site = sim::Site::here()) { return sim::uniform(x, site); }
+
 inline bool any(bool predicate, sim::Site site = sim::Site::here()) { return sim::any(predicate, site); }
 
 template <i32 kLanes>

@@ -49,4 +49,14 @@ inline void wgmma_m64n128k32_e4m3e4m3f32(float (&d)[64], const u32 (&a)[4], u64 
   warpgroup_product("wgmma.m64n128k32.e4m3", d, a, 0, b, accumulate, site);
 }
 
+inline void wgmma_m64n72k32_e4m3e4m3f32(float (&d)[36], const u32 (&a)[4], u64 b, bool accumulate,
+                                        sim::Site site = sim::Site::here()) {
+  warpgroup_product("wgmma.m64n72k32.e4m3", d, a, 0, b, accumulate, site);
+}
+
+inline void wgmma_m64n136k32_e4m3e4m3f32(float (&d)[68], const u32 (&a)[4], u64 b, bool accumulate,
+                                         sim::Site site = sim::Site::here()) {
+  warpgroup_product("wgmma.m64n136k32.e4m3", d, a, 0, b, accumulate, site);
+}
+
 }  // namespace sage::ptx

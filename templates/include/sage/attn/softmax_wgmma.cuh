@@ -1,0 +1,83 @@
+// Online softmax over the KV tiles for integer scores that start at zero, as a wgmma leaves them.
+//
+// A score becomes a float by a conversion, which costs an instruction a score but none before the product: the exponentials
+// leave issue slots free, the time before a product none. References follow the maxima at every tile, since O is multiplied by
+// alpha where R is added anyway. Sums of P are not kept here: they come out of the second product.
+// Source: SageAttention2, Algorithm 1.
+#pragma once
+
+#include "sage/attn/softmax.cuh"
+
+namespace sage {
+
+// kFinished: the scores are f32, masked or with all terms added; else integers.
+template <class Config, class Product>
+struct TileSoftmax : RowReferences<Product, Config::kWarpM / 8> {
+  static constexpr i32 kRows = Config::kWarpM / 8;  // rows of a thread: g, g + 8, ... with g = lane / 4
+  static constexpr i32 kNTiles = Config::kBlockN / 8;
+
+  using Scores = i32[kRows / 2][kNTiles][4];
+
+  // Moves references up to the maxima. `alpha`: what everything summed so far must be multiplied by.
+  template <bool kFinished>
+  __device__ __forceinline__ void raise(const Scores& acc_s, float scale, float (&alpha)[kRows]) {
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) alpha[r] = this->raise_reference(scale * largest<kFinished>(acc_s[r / 2], r % 2), r);
+  }
+
+  // P = 2^(score - row_ref), as f32 in the place of the scores.
+  template <bool kFinished>
+  __device__ __forceinline__ void exponentiate(Scores& acc_s, float scale) const {
+#pragma unroll
+    for (i32 m = 0; m < kRows / 2; ++m) {
+#pragma unroll
+      for (i32 j = 0; j < kNTiles; ++j) {
+#pragma unroll
+        for (i32 c = 0; c < 4; ++c) {
+          const float x = fmaf(as_float<kFinished>(acc_s[m][j][c]), scale, -this->row_ref[2 * m + c / 2]);
+          acc_s[m][j][c] = __float_as_int(ptx::ex2(x));
+        }
+      }
+    }
+  }
+
+  // P as the A operand of the second product.
+  __device__ __forceinline__ static void pack(const Scores& acc_s, typename Product::Operand& p) {
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (i32 j = 0; j < kNTiles; j += 2) {
+        float x[4];
+#pragma unroll
+        for (i32 e = 0; e < 4; ++e) x[e] = __int_as_float(acc_s[r / 2][j + e / 2][2 * (r % 2) + e % 2]);
+        Product::pack(p, r, j, x);
+      }
+    }
+  }
+
+ private:
+  template <bool kFinished>
+  __device__ __forceinline__ static float as_float(i32 score) {
+    if constexpr (kFinished) return __int_as_float(score);
+    else return static_cast<float>(score);
+  }
+
+  // Of one row's scores in this thread.
+  template <bool kFinished>
+  __device__ __forceinline__ static float largest(const i32 (&acc_s)[kNTiles][4], i32 half) {
+    i32 x = larger<kFinished>(acc_s[0][2 * half], acc_s[0][2 * half + 1]);
+#pragma unroll
+    for (i32 j = 1; j < kNTiles; ++j) {
+      x = larger<kFinished>(larger<kFinished>(x, acc_s[j][2 * half]), acc_s[j][2 * half + 1]);
+    }
+    return as_float<kFinished>(x);
+  }
+
+  template <bool kFinished>
+  __device__ __forceinline__ static i32 larger(i32 a, i32 b) {
+    if constexpr (kFinished) return __float_as_int(fmaxf(__int_as_float(a), __int_as_float(b)));
+    else return max(a, b);
+  }
+};
+
+}  // namespace sage
