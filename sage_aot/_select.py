@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sage_aot._manifest import KernelRecord, Manifest
 from sage_aot._problem import Problem
-from sage_aot._spec import AXES, KernelSpec, capability_of
+from sage_aot._spec import AXES, KernelSpec, capability_of, is_ptx
 from sage_aot.errors import CubinError, UnsupportedError
 
 _OPTIONS = {"qk": "qk_bits", "pv_accum": "pv_accum", "mask": "is_causal", "v": "smooth_v", "q": "smooth_q"}
@@ -63,8 +63,9 @@ def nearest_arch(capability: tuple[int, int], manifest: Manifest) -> str:
 
 
 def built_archs(manifest: Manifest) -> list[str]:
-    """Every arch that has attention kernels, oldest first."""
-    archs = {record.spec.arch for record in manifest.kernels.values() if record.spec.kind == "attn"}
+    """Every arch that has attention kernels in machine code, oldest first."""
+    archs = {record.spec.arch for record in manifest.kernels.values()
+             if record.spec.kind == "attn" and not is_ptx(record.spec.arch)}
     return sorted(archs, key=capability_of)
 
 
