@@ -66,7 +66,7 @@ def _build(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
     compilation = Compilation(project, args.toolchain, args.retarget)
     out = _out(args, compilation)
     _compile(args, kernels, matrix, compilation)
-    manifest = write_package(kernels, compilation, out)
+    manifest = write_package(kernels, matrix, compilation, out)
     print(f"{len(manifest.kernels)} kernels by {manifest.compiler} in {out}")
 
 
@@ -80,7 +80,7 @@ def _check(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
         problems = golden_problems(matrix, project)
         _compile(args, kernels, matrix, compilation)
         reports = {kernel: compilation.report(kernel) for kernel in kernels}
-        poor = problems_of(reports)
+        poor = problems_of(reports, matrix)
         if compilation.shippable:
             if args.update:
                 update_instructions(reports, matrix, project)

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from codegen import nvcc as nvcc_module
-from codegen._shared import ROOT, Manifest, __version__, layout_digest
+from codegen._shared import ROOT, Arch, Manifest, __version__, layout_digest
 from codegen.cli import main
 from codegen.nvrtc import FLAGS, version
 
@@ -39,10 +39,10 @@ if "--version" in sys.argv:
     print("Cuda compilation tools, release 13.0, V13.0.88")
 else:
     sys.path.insert(0, "%s")
-    from codegen.nvrtc import compile_cubin
+    from codegen.nvrtc import compile_kernel
     target, include, *_, source, _, out = sys.argv[2:]
-    compiled = compile_cubin(Path(source), target.removeprefix("-arch="), Path(include.removeprefix("-I")))
-    Path(out).write_bytes(compiled.cubin)
+    compiled = compile_kernel(Path(source), target.removeprefix("-arch="), Path(include.removeprefix("-I")))
+    Path(out).write_bytes(compiled.code)
     print(f"ptxas info    : Compiling entry function '{Path(source).stem}' for 'sm_80'")
     print("    32 bytes stack frame, 16 bytes spill stores, 8 bytes spill loads")
     print("ptxas info    : Used 128 registers")
@@ -130,7 +130,84 @@ def test_build_makes_a_folder_that_holds_what_its_manifest_says(codegen, project
     stats = manifest.kernels["sage_stats_sm80_d64"]
     assert (stats.threads, stats.shared_bytes, stats.tile) == (256, 0, None)
     assert (stats.opcodes, stats.main_loop) == ({}, None)
+    assert (attn.params, attn.compiler, attn.elf_abi, attn.least_driver) == ("AttnParams", version(), 7, 525)
+    assert (manifest.complete, manifest.archs) == (False, {"sm80": Arch((8, 0), 525, None)})
     assert str(project.root) not in (project.package / "manifest.json").read_text()
+
+
+PTX80 = """  ptx80: {shared_bytes: 101376, least_driver: 575}
+axes:"""
+
+
+@pytest.fixture
+def ptx(project, edit):
+    """The project with PTX of what sm80 has; the name of a kernel."""
+    edit(project.matrix, "axes:", PTX80)
+    edit(project.matrix, "arch: [sm80, sm90], headdim", "arch: [sm80, ptx80, sm90], headdim")
+    edit(project.matrix, "[sm80, sm86], pv: e4m3", "[sm80, ptx80, sm86], pv: e4m3")
+    return ATTN.replace("sm80", "ptx80")
+
+
+def test_ptx_is_an_arch_whose_files_are_text(codegen, project, ptx):
+    assert codegen("build", "--only", ptx)[0] == 0
+    assert _files(project.package) == {"manifest.json", *(f"{name.replace('sm80', 'ptx80')}.ptx" for name in THREE)}
+    record = Manifest.read(project.package).kernels[ptx]
+    assert (record.target, record.is_ptx, record.served) == ("compute_80", True, "8.0 and later")
+    assert (record.registers, record.spill_bytes, record.elf_abi, record.main_loop) == (None, None, None, None)
+    assert record.opcodes == {"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": 1,
+                              "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32": 1}
+    assert (record.least_driver, record.compiler) == (575, version())
+    text = (project.package / record.file).read_text()
+    assert ".target sm_80" in text and f".entry {ptx}(" in text and text.endswith("}\n\n")
+    assert codegen("build", "--only", ptx, "--retarget", "sm_90")[0] == 0  # it is for that chip too, as it is
+    assert (project.build / "retarget_sm_90" / record.file).read_text() == text
+
+
+def test_ptx_is_held_to_its_products_and_its_driver(codegen, project, ptx, edit):
+    edit(project.matrix, "ptx80: {shared_bytes: 101376, least_driver: 575}",
+         "ptx80: {shared_bytes: 101376, least_driver: 525}")
+    err = codegen("build", "--only", ptx)[2]
+    assert "expected a file for drivers from 525 on, got one that 575 is the first to read" in err
+    edit(project.templates / "attn_mma.cu.jinja", "products(x);", "")
+    err = codegen("build", "--only", ptx)[2]
+    assert "expected instructions for qk8, mma.*s32.s8.s8.s32, got tensor-core instructions: none" in err
+    assert not project.package.exists()
+
+
+def test_a_whole_build_says_that_it_is(codegen, project):
+    """A matrix of little more than one kernel, and then less than that."""
+    text = project.matrix.read_text()
+    start, rows = text.index("archs:"), text.index("tiles:")
+    head = text[start:rows]
+    axes = {"[64, 128]": "[64]", "[8, 4]": "[8]", "[f16, e4m3]": "[f16]", "[full, causal]": "[full]",
+            "[f32, two_level_f32, two_level_f16]": "[f32]", "[vraw, vsmooth]": "[vraw]", "[qraw, qsmooth]": "[qraw]"}
+    for old, new in axes.items():
+        head = head.replace(old, new)
+    head = "".join(line for line in head.splitlines(True) if not line.startswith(("  sm86", "  sm89", "  sm90")))
+    row = "  - {family: attn_mma, block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 3}\n"
+    project.matrix.write_text(f"{head}tiles:\n{row}exclude: []\n")
+    assert codegen("build")[0] == 0
+    manifest = Manifest.read(project.package)
+    assert (manifest.complete, manifest.kernels.keys()) == (True, THREE)
+    assert codegen("build", "--only", "sage_stats*")[0] == 0
+    assert not Manifest.read(project.package).complete
+
+
+def test_the_source_hash_follows_what_is_compiled(codegen, project, edit):
+    def hashes() -> dict[str, str]:
+        assert codegen("build", *ONE)[0] == 0
+        return {name: record.source_sha256 for name, record in Manifest.read(project.package).kernels.items()}
+
+    before = hashes()
+    assert len(set(before.values())) == len(THREE)
+    edit(project.include / "sage" / "attn.cuh", "x[2] = o[0]", "x[3] = o[0]")
+    after = hashes()
+    assert {name for name in before if before[name] != after[name]} == {ATTN}
+    edit(project.matrix, "stages: 2, min_blocks: 3", "stages: 3, min_blocks: 3")
+    assert hashes()[ATTN] != after[ATTN]
+    edit(project.matrix, "stages: 3, min_blocks: 3", "stages: 2, min_blocks: 3")
+    edit(project.include / "sage" / "attn.cuh", "x[3] = o[0]", "x[2] = o[0]")
+    assert hashes() == before
 
 
 def test_a_second_build_writes_nothing_and_removes_what_left(codegen, project):

@@ -9,23 +9,19 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from records import manifest_of, record_of
 
 from sage_aot._loader import Library, default_library, import_cupy
-from sage_aot._manifest import FILE_NAME, FORMAT, KernelRecord, MainLoop, Manifest
-from sage_aot._params import layout_digest
-from sage_aot._spec import KernelSpec, Tile
-from sage_aot._version import __version__
+from sage_aot._manifest import FILE_NAME, FORMAT, sealed_text
+from sage_aot._spec import KernelSpec
 from sage_aot.errors import CubinError, UnsupportedError
 
 SPEC = KernelSpec("stats", "sm80", 64)
 CUBIN = b"not really a cubin"
-RECORD = KernelRecord(SPEC, "it.cubin", hashlib.sha256(CUBIN).hexdigest(), "sm_80", None, 256, 0, 40, 0, {}, None)
+RECORD = record_of(SPEC, file="it.cubin", sha256=hashlib.sha256(CUBIN).hexdigest())
 
-ATTENTION = KernelRecord(KernelSpec("attn", "sm80", 64, 8, "f16", "f32", "full", "vraw", "qraw"), "other.cubin", "",
-                         "sm_80", Tile(128, 64, 32, 2, 2), 128, 0, 168, 0,
-                         {"HMMA.16816.F32": 256, "IMMA.16832.S8.S8": 128}, MainLoop(192, 513, 420))
-MANIFEST = Manifest(__version__, "nvrtc", ("-x",), layout_digest(), None,
-                    {record.spec.name: record for record in (RECORD, ATTENTION)})
+ATTENTION = record_of(KernelSpec("attn", "sm80", 64, 8, "f16", "f32", "full", "vraw", "qraw"), file="other.cubin")
+MANIFEST = manifest_of([RECORD, ATTENTION])
 
 
 @pytest.fixture
@@ -78,25 +74,16 @@ def test_a_missing_manifest_says_how_to_build(tmp_path):
         Library(tmp_path).manifest
 
 
-@pytest.mark.parametrize("edit", [
-    lambda values: values.update(format=FORMAT + 1),
-    lambda values: values.pop("compiler"),
-    lambda values: values.pop("structs"),
-    lambda values: values.update(surprise=1),
-    lambda values: values["kernels"][0].update(spec="sage_attn_sm80"),
-    lambda values: values["kernels"][0].update(spec="sage_stats_sm80_d64_vraw"),
-    lambda values: values["kernels"][0].pop("sha256"),
-])
-def test_a_manifest_of_another_version_is_refused(folder, edit):
-    values = json.loads((folder / FILE_NAME).read_text())
-    edit(values)
-    (folder / FILE_NAME).write_text(json.dumps(values))
-    with pytest.raises(CubinError, match="is not a manifest of this version of sage_aot"):
+def test_a_manifest_of_another_version_is_refused(folder):
+    values = json.loads(MANIFEST.to_text())
+    (folder / FILE_NAME).write_text(sealed_text({**values, "format": FORMAT + 1}))
+    with pytest.raises(CubinError, match=f"is not a manifest of this version of sage_aot: expected format {FORMAT}"):
         Library(folder).manifest
 
 
-def test_a_manifest_that_is_no_json_is_refused(folder):
-    (folder / FILE_NAME).write_text("{")
+@pytest.mark.parametrize("text", ["{", MANIFEST.to_text().replace('"threads": 128', '"threads": 256')])
+def test_a_manifest_that_is_no_json_or_was_edited_is_refused(folder, text):
+    (folder / FILE_NAME).write_text(text)
     with pytest.raises(CubinError, match="is not a manifest"):
         Library(folder).manifest
 

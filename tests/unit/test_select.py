@@ -6,11 +6,12 @@ import dataclasses
 from itertools import product
 
 import pytest
+from records import manifest_of, record_of
 
-from sage_aot._manifest import KernelRecord, Manifest
+from sage_aot._manifest import Manifest
 from sage_aot._problem import Problem
 from sage_aot._select import built_archs, nearest_arch, select
-from sage_aot._spec import KernelSpec, Tile
+from sage_aot._spec import KernelSpec
 from sage_aot.errors import CubinError, UnsupportedError
 
 F16 = [("f16", "f32")]
@@ -21,10 +22,6 @@ PROBLEM = Problem(batch=1, num_q_heads=2, num_kv_heads=2, seqlen_q=64, seqlen_kv
                   smooth_v=False, pv_accum="auto")
 
 
-def record(spec: KernelSpec) -> KernelRecord:
-    return KernelRecord(spec, f"{spec.name}.cubin", "", "sm_80", Tile(128, 64, 32, 2, 2), 128, 0, 0, 0, {}, None)
-
-
 def manifest(archs=PV, without=()) -> Manifest:
     attn = [KernelSpec("attn", arch, headdim, bits, *pv, mask, v, q)
             for arch, headdim, bits, mask, v, q in product(archs, (64, 128), (8, 4), ("full", "causal"),
@@ -32,7 +29,7 @@ def manifest(archs=PV, without=()) -> Manifest:
             if arch != "sm90" or bits == 8
             for pv in PV[arch]]
     specs = {spec for a in attn for spec in (a, *a.companions)}
-    return Manifest("0", "", (), "", None, {spec.name: record(spec) for spec in specs if spec.name not in without})
+    return manifest_of(record_of(spec) for spec in specs if spec.name not in without)
 
 
 @pytest.mark.parametrize(("capability", "arch"), [
@@ -57,7 +54,7 @@ def test_a_lower_gpu_than_any_built_is_refused():
 def test_archs_are_ordered_by_capability():
     several = {**manifest().kernels}
     spec = KernelSpec("attn", "sm120", 64, 8, "e4m3", "two_level_f32", "full", "vraw", "qraw")
-    several[spec.name] = record(spec)
+    several[spec.name] = record_of(spec)
     assert built_archs(dataclasses.replace(manifest(), kernels=several))[-1] == "sm120"
 
 
