@@ -54,6 +54,7 @@ class Candidate:
     record: KernelRecord
     taken: bool
     reason: str  # why it was taken, or why not
+    differing: tuple[str, ...] = ()  # what of the call it does not compute: options, or "headdim"
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,12 @@ def candidates(choice: ArchChoice, problem: Problem, manifest: Manifest) -> tupl
     """Every attention kernel with its reason: first those of the chosen arch, nearest to the call first."""
     found = []
     if choice.arch:
-        for record, difference in _judged(choice.arch, problem, manifest):
-            found.append(Candidate(record, difference is None, difference or choice.reasons[choice.arch]))
+        wanted = _wanted(problem)
+        ordered = _ordered(choice.arch, wanted, manifest)
+        for record in ordered:
+            reason = _reason(wanted, record.spec, ordered[0].spec)
+            differing = tuple(_OPTIONS.get(axis, axis) for axis in _differing(wanted, record.spec))
+            found.append(Candidate(record, reason is None, reason or choice.reasons[choice.arch], differing))
     for arch, reason in choice.reasons.items():
         if arch != choice.arch:
             found += [Candidate(record, False, reason) for record in _attention(arch, manifest)]
@@ -101,7 +106,7 @@ def nearest_arch(gpu: Gpu, manifest: Manifest) -> str:
 
 def choose_arch(gpu: Gpu, manifest: Manifest) -> ArchChoice:
     """The GPU's own arch; else the nearest lower minor of its major version; else PTX, which the driver compiles."""
-    unfit = {arch: _unfit(gpu, arch, manifest) for arch in _archs(manifest)}
+    unfit = {arch: _unfit(gpu, arch, manifest) for arch in all_archs(manifest)}
     able = sorted((arch for arch, reason in unfit.items() if reason is None), key=_rank)
     if not able:
         return ArchChoice(None, unfit)
@@ -114,10 +119,10 @@ def choose_arch(gpu: Gpu, manifest: Manifest) -> ArchChoice:
 
 def built_archs(manifest: Manifest) -> list[str]:
     """Every arch that has attention kernels in machine code, oldest first."""
-    return [arch for arch in _archs(manifest) if not is_ptx(arch)]
+    return [arch for arch in all_archs(manifest) if not is_ptx(arch)]
 
 
-def _archs(manifest: Manifest) -> list[str]:
+def all_archs(manifest: Manifest) -> list[str]:
     """Every arch that has attention kernels: PTX, then machine code, each oldest first."""
     return sorted({record.spec.arch for record in manifest.kernels.values() if record.spec.kind == "attn"}, key=_rank)
 
@@ -158,10 +163,11 @@ def _remedy(gpu: Gpu, choice: ArchChoice, manifest: Manifest) -> str:
 
 def kernels_of(arch: str, problem: Problem, manifest: Manifest) -> Kernels:
     """The kernels of just this arch for a problem, whatever GPU there is. Raises as :func:`select` does."""
-    attn, difference = _judged(arch, problem, manifest)[0]
-    if difference:
-        raise UnsupportedError(_missing(arch, _wanted(problem), attn.spec))
-    return companions_of(attn, manifest)
+    wanted = _wanted(problem)
+    nearest = _ordered(arch, wanted, manifest)[0]
+    if _reason(wanted, nearest.spec, nearest.spec):
+        raise UnsupportedError(_missing(arch, wanted, nearest.spec))
+    return companions_of(nearest, manifest)
 
 
 def companions_of(attn: KernelRecord, manifest: Manifest) -> Kernels:
@@ -187,32 +193,21 @@ def _wanted(problem: Problem) -> dict[str, object]:
     }
 
 
-def _judged(arch: str, problem: Problem, manifest: Manifest) -> list[tuple[KernelRecord, str | None]]:
-    """An arch's attention kernels, nearest to the call first, each with what keeps it from being taken.
-
-    Axes that the call leaves open take, of several values, the first in AXES: only the first kernel can have nothing
-    against it.
-    """
-    wanted = _wanted(problem)
-    ordered = sorted(_attention(arch, manifest), key=lambda record: (
+def _ordered(arch: str, wanted: dict[str, object], manifest: Manifest) -> list[KernelRecord]:
+    """An arch's attention kernels, nearest to the call first: of axes that it leaves open, the first value in AXES."""
+    return sorted(_attention(arch, manifest), key=lambda record: (
         _distance(wanted, record.spec), [values.index(getattr(record.spec, axis)) for axis, values in AXES.items()]))
-    first = ordered[0]
-    return [(record, _difference(wanted, record.spec) or (None if record is first else _not_first(record, first)))
-            for record in ordered]
 
 
-def _difference(wanted: dict[str, object], spec: KernelSpec) -> str | None:
-    """What a kernel computes other than the call asks for, in the words of the call, or None."""
+def _reason(wanted: dict[str, object], spec: KernelSpec, first: KernelSpec) -> str | None:
+    """Why a kernel is not the one for a call, in the words of the call; `first` is the nearest of its arch."""
     differing = _differing(wanted, spec)
-    if not differing:
-        return None
-    has, asked = (", ".join(_option(axis, values[axis]) for axis in differing) for values in (vars(spec), wanted))
-    return f"{has}; the call has {asked}"
-
-
-def _not_first(record: KernelRecord, first: KernelRecord) -> str:
-    return (f"{_option('pv_accum', record.spec.pv_accum)} on request; 'auto' takes "
-            f"{_option('pv_accum', first.spec.pv_accum)}")
+    if differing:
+        return "for " + ", ".join(_option(axis, getattr(spec, axis)) for axis in differing)
+    if spec != first:
+        return (f"for {_option('pv_accum', spec.pv_accum)}, on request: 'auto' takes "
+                f"{_option('pv_accum', first.pv_accum)}")
+    return None
 
 
 def _differing(wanted: dict[str, object], spec: KernelSpec) -> list[str]:

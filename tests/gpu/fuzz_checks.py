@@ -28,8 +28,7 @@ from sage_aot._loader import Library
 from sage_aot._manifest import Manifest
 from sage_aot._plan import LOG2_E, Plan
 from sage_aot._problem import check, heads_first
-from sage_aot._select import built_archs, nearest_arch
-from sage_aot._spec import capability_of
+from sage_aot._select import built_archs
 
 
 @dataclass(frozen=True)
@@ -190,14 +189,14 @@ class Subject:
 
     def _plan(self, case: Case, tensors: tuple[torch.Tensor, ...]) -> Plan:
         problem = check(*tensors, **{name: value for name, value in case.arguments.items() if name != "return_lse"})
-        return _ops.prepare(self.libraries[case.arch], capability_of(case.arch), problem)
+        return _ops.prepare(self.libraries[case.arch], case.arch, problem)
 
     @contextmanager
     def _kernels(self, case: Case) -> Iterator[None]:
         """The public call runs, or emulates, the kernels of the case's arch."""
         folder = {"SAGE_AOT_KERNELS": str(self.libraries[case.arch].folder), "SAGE_AOT_EMULATE": case.arch}
         with mock.patch.dict(os.environ, folder), \
-                mock.patch.object(_cuda, "capability", lambda device: capability_of(case.arch)):
+                mock.patch.object(_cuda, "arch_of", lambda library, device: case.arch):
             yield
 
     @contextmanager
@@ -247,7 +246,7 @@ def _libraries(device: str, folders: list[Path]) -> dict[str, Library]:
     """Per arch the first folder whose kernels of it run on this device; on the CPU all do."""
     found: dict[str, Library] = {}
     for library in map(Library, folders):
-        for arch in _archs_here(device, library.manifest):
+        for arch in _archs_here(device, library):
             found.setdefault(arch, library)
     if not found:
         raise SystemExit(f"no kernels for this device in {', '.join(map(str, folders))}; `python -m codegen build` "
@@ -255,14 +254,14 @@ def _libraries(device: str, folders: list[Path]) -> dict[str, Library]:
     return found
 
 
-def _archs_here(device: str, manifest: Manifest) -> list[str]:
+def _archs_here(device: str, library: Library) -> list[str]:
     if device == "cpu":
-        return built_archs(manifest)
-    capability = torch.cuda.get_device_capability()
-    if manifest.retarget:
-        return built_archs(manifest) if manifest.retarget == "sm_{}{}".format(*capability) else []
+        return built_archs(library.manifest)
+    if library.manifest.retarget:
+        chip = "sm_{}{}".format(*torch.cuda.get_device_capability())
+        return built_archs(library.manifest) if library.manifest.retarget == chip else []
     try:
-        return [nearest_arch(capability, manifest)]
+        return [_cuda.arch_of(library, torch.cuda.current_device())]
     except sage_aot.UnsupportedError:
         return []
 
