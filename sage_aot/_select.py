@@ -97,11 +97,16 @@ def candidates(choice: ArchChoice, problem: Problem, manifest: Manifest) -> tupl
 
 def nearest_arch(gpu: Gpu, manifest: Manifest) -> str:
     """The arch whose kernels a GPU runs; UnsupportedError, with the GPU, what there is and what to do, where none."""
-    choice = choose_arch(gpu, manifest)
-    if choice.arch is None:
-        raise UnsupportedError(f"no kernels for this GPU ({gpu}). There are " + "; ".join(
-            f"{arch}: {reason}" for arch, reason in choice.reasons.items()) + f". {_remedy(gpu, choice, manifest)}")
-    return choice.arch
+    chosen = choose_arch(gpu, manifest).arch
+    if chosen is None:
+        raise UnsupportedError(unsupported(gpu, manifest))
+    return chosen
+
+
+def unsupported(gpu: Gpu, manifest: Manifest) -> str:
+    """What is said of a GPU for which there is no arch."""
+    reasons = "; ".join(f"{arch}: {reason}" for arch, reason in choose_arch(gpu, manifest).reasons.items())
+    return f"no kernels for this GPU ({gpu}). There are {reasons}. {_remedy(gpu, manifest)}"
 
 
 def choose_arch(gpu: Gpu, manifest: Manifest) -> ArchChoice:
@@ -148,10 +153,10 @@ def _why(gpu: Gpu, chosen: str) -> str:
     return f"{chosen} is the nearest that this GPU runs"
 
 
-def _remedy(gpu: Gpu, choice: ArchChoice, manifest: Manifest) -> str:
-    served = [r for arch in choice.reasons for r in _attention(arch, manifest)[:1] if r.serves(gpu.capability)]
-    if served:
-        return f"Update the driver, at least to {min(record.least_driver for record in served)}"
+def _remedy(gpu: Gpu, manifest: Manifest) -> str:
+    floors = [r.least_driver for r in manifest.kernels.values() if r.spec.kind == "attn" and r.serves(gpu.capability)]
+    if floors:
+        return f"Update the driver, at least to {min(floors)}"
     instead = "call torch.nn.functional.scaled_dot_product_attention"
     if gpu.capability < (8, 0):
         return f"On GPUs before 8.0 {instead}"
