@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from sage_aot import _cuda, _reference
 from sage_aot._api import attn
-from sage_aot._ops import emulated_arch
 from sage_aot._loader import default_library
+from sage_aot._ops import emulated_arch
 from sage_aot._problem import check
 from sage_aot._reference import Accuracy
 from sage_aot._select import kernels_of

@@ -50,8 +50,8 @@ class CupyDriver:
         try:
             import cupy
         except ImportError as error:
-            raise UnsupportedError(f"cupy cannot be imported ({error}): `pip install 'sage-aot[cuda12]'`, or [cuda13] for "
-                                   f"drivers from 580 on") from error
+            raise UnsupportedError(f"cupy cannot be imported ({error}): `pip install 'sage-aot[cuda12]'`, or [cuda13] "
+                                   f"for drivers from 580 on") from error
         built, self.cuda = cupy.cuda.runtime.runtimeGetVersion(), cupy.cuda.runtime.driverGetVersion()
         if self.cuda // 1000 < built // 1000:
             raise UnsupportedError(f"cupy was built for CUDA {cuda_text(built)}, but {_too_old(self.cuda)}")
@@ -85,7 +85,8 @@ class BindingsDriver:
             from cuda import bindings
             from cuda.bindings import driver
         except ImportError as error:
-            raise UnsupportedError(f"cuda-bindings cannot be imported ({error}): `pip install cuda-bindings`") from error
+            raise UnsupportedError(f"cuda-bindings cannot be imported ({error}): `pip install "
+                                   f"cuda-bindings`") from error
         self._api, self.version = driver, bindings.__version__
         try:
             self.cuda = self._call(driver.cuDriverGetVersion)

@@ -13,8 +13,17 @@ from sage_aot._loader import default_library
 from sage_aot._manifest import Manifest
 from sage_aot._ops import emulated_arch
 from sage_aot._problem import Problem, check, check_out
-from sage_aot._select import (ArchChoice, Candidate, Gpu, Kernels, all_archs, candidates, choose_arch, kernels_of,
-                              nearest_arch)
+from sage_aot._select import (
+    ArchChoice,
+    Candidate,
+    Gpu,
+    Kernels,
+    all_archs,
+    candidates,
+    choose_arch,
+    kernels_of,
+    nearest_arch,
+)
 from sage_aot.errors import ArgumentError, UnsupportedError
 
 _SHOWN = ("headdim", "is_causal", "qk_bits", "smooth_q", "smooth_v", "pv_accum")

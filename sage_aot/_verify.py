@@ -84,8 +84,8 @@ def _check_files(library: Library) -> list[str]:
     _row("wheel", f"{len(recorded)} files as in its RECORD" if recorded else
          "not installed from one, so there is no RECORD to compare with", damaged)
     wrong = list(kernel_problems(library))
-    _row("kernels", f"{library.folder}: manifest sealed, {0 if wrong else len(library.manifest.kernels)} files as in it",
-         wrong)
+    count = 0 if wrong else len(library.manifest.kernels)
+    _row("kernels", f"{library.folder}: the manifest's seal holds, {count} files as in it", wrong)
     return damaged + wrong
 
 
