@@ -157,7 +157,7 @@ class _Planning:
             threads=row.tile.threads if spec.kind == "attn" else how.threads,
             suffix=how.suffix,
             allowed_spill_bytes=row.allowed_spill_bytes if spec.kind == "attn" else 0,
-            row=row.selector.text(row.family),
+            row=row.selector.text(row.family, spec.arch),
         )
 
     def _companions(self, attention: list[tuple[PlannedKernel, TileRow]]) -> list[PlannedKernel]:

@@ -55,6 +55,11 @@ class Compilation:
         return TOOLCHAINS[self.toolchain].FLAGS
 
     @property
+    def version(self) -> str:
+        """Name and version of the compiler that is installed."""
+        return TOOLCHAINS[self.toolchain].version()
+
+    @property
     def shippable(self) -> bool:
         """Whether a wheel may hold these cubins. Those for a foreign chip are for tests, those of nvcc to debug."""
         return self.toolchain == "nvrtc" and self.retarget is None
@@ -89,7 +94,7 @@ def compile_all(kernels: tuple[PlannedKernel, ...], compilation: Compilation, jo
     """Bring the cubins of rendered kernels up to date; BuildError where one does not compile."""
     ninja_file = compilation.folder / "build.ninja"
     # A file, so that another version of a tool rebuilds: ninja compares times, and the flags stay the same.
-    versions = f"{TOOLCHAINS[compilation.toolchain].version()}\n{nvdisasm.version()}\n"
+    versions = f"{compilation.version}\n{nvdisasm.version()}\n"
     write_if_changed(compilation.folder / "compiler.txt", versions.encode())
     write_if_changed(ninja_file, ninja_text(kernels, compilation).encode())
     command = [str(Path(BIN_DIR, "ninja")), "-f", str(ninja_file), *(["-j", str(jobs)] if jobs else [])]

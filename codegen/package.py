@@ -35,6 +35,39 @@ def write_package(kernels: tuple[PlannedKernel, ...], matrix: Matrix, compilatio
     return manifest
 
 
+def package_problems(matrix: Matrix, compilation: Compilation, folder: Path) -> list[str]:
+    """How a folder differs from what building the whole matrix would make of it, a sentence each; nothing is compiled,
+    the sources must be rendered. What the compiler makes of a source is trusted to be always the same."""
+    try:
+        manifest = Manifest.read(folder)
+    except (OSError, ValueError) as error:
+        return [f"expected the kernels of this source tree in {folder}, got none: {error}"]
+    kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
+    headers = {"version": __version__, "structs": layout_digest(), "flags": compilation.flags, "retarget": None,
+               "complete": True, "archs": matrix.archs}
+    problems = [f"{FILE_NAME}: expected {name} {expected!r}, got {getattr(manifest, name)!r}"
+                for name, expected in headers.items() if getattr(manifest, name) != expected]
+    problems += [f"{name}: expected it in {folder}, got none" for name in sorted(kernels.keys() - manifest.kernels)]
+    known = {FILE_NAME, *(record.file for record in manifest.kernels.values())}
+    problems += [f"{path.name}: expected what {FILE_NAME} names in {folder}, got another file"
+                 for path in sorted(folder.iterdir()) if path.name not in known]
+    for name, record in sorted(manifest.kernels.items()):
+        problems += [f"{name}: {problem}" for problem in (
+            _record_problems(record, kernels[name], compilation, folder) if name in kernels
+            else ["expected a kernel of the build matrix, got another"])]
+    return problems
+
+
+def _record_problems(record: KernelRecord, kernel: PlannedKernel, compilation: Compilation, folder: Path) -> list[str]:
+    """What of a record does not follow from this source tree and the file that it names."""
+    path = folder / record.file
+    found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no such file"
+    expected = {"compiler": compilation.version, "source_sha256": compilation.source_sha256(kernel), "sha256": found,
+                "target": compilation.target(kernel), "file": compilation.compiled(kernel).name}
+    return [f"expected {field} {value!r}, got {getattr(record, field)!r}"
+            for field, value in expected.items() if getattr(record, field) != value]
+
+
 def check_out(out: Path) -> None:
     """UsageError for a folder with someone's files in it, which :func:`write_package` would remove."""
     if not out.exists() or (out / FILE_NAME).is_file():

@@ -42,11 +42,12 @@ class Selector:
     def matches(self, spec: KernelSpec) -> bool:
         return all(getattr(spec, axis) in values for axis, values in self.values.items())
 
-    def text(self, family: str) -> str:
-        """One canonical line of YAML, which generated sources quote."""
+    def text(self, family: str, arch: str) -> str:
+        """One canonical line of YAML, which generated sources quote. Of the archs that the row lists it has the
+        kernel's own, so that a row for one more arch changes no source of another."""
         parts = [f"family: {family}"]
         for axis in AXIS_NAMES:
-            values = [str(value) for value in self.values.get(axis, ())]
+            values = [str(value) for value in self.values.get(axis, ()) if axis != "arch" or value == arch]
             if values:
                 parts.append(f"{axis}: {values[0] if len(values) == 1 else '[' + ', '.join(values) + ']'}")
         return "{" + ", ".join(parts) + "}"

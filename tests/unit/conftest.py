@@ -113,6 +113,20 @@ def matrix(project: Project) -> Matrix:
 
 
 @pytest.fixture
+def small(project: Project) -> None:
+    """The project's matrix narrowed to one attention kernel each for sm80 and sm86."""
+    text = project.matrix.read_text()
+    head = text[text.index("archs:"):text.index("tiles:")]
+    for old, new in {"[64, 128]": "[64]", "[8, 4]": "[8]", "[f16, e4m3]": "[f16]", "[full, causal]": "[full]",
+                     "[f32, two_level_f32, two_level_f16]": "[f32]", "[vraw, vsmooth]": "[vraw]",
+                     "[qraw, qsmooth]": "[qraw]"}.items():
+        head = head.replace(old, new)
+    head = "".join(line for line in head.splitlines(True) if not line.startswith(("  sm89", "  sm90")))
+    row = "  - {family: attn_mma, block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 3}\n"
+    project.matrix.write_text(f"{head}tiles:\n{row}exclude: []\n")
+
+
+@pytest.fixture
 def edit() -> Callable[[Path, str, str], None]:
     """Replace a text that stands exactly once in a file."""
 

@@ -174,23 +174,43 @@ def test_ptx_is_held_to_its_products_and_its_driver(codegen, project, ptx, edit)
     assert not project.package.exists()
 
 
-def test_a_whole_build_says_that_it_is(codegen, project):
-    """A matrix of little more than one kernel, and then less than that."""
-    text = project.matrix.read_text()
-    start, rows = text.index("archs:"), text.index("tiles:")
-    head = text[start:rows]
-    axes = {"[64, 128]": "[64]", "[8, 4]": "[8]", "[f16, e4m3]": "[f16]", "[full, causal]": "[full]",
-            "[f32, two_level_f32, two_level_f16]": "[f32]", "[vraw, vsmooth]": "[vraw]", "[qraw, qsmooth]": "[qraw]"}
-    for old, new in axes.items():
-        head = head.replace(old, new)
-    head = "".join(line for line in head.splitlines(True) if not line.startswith(("  sm86", "  sm89", "  sm90")))
-    row = "  - {family: attn_mma, block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 3}\n"
-    project.matrix.write_text(f"{head}tiles:\n{row}exclude: []\n")
+def test_a_whole_build_says_that_it_is(codegen, project, small):
     assert codegen("build")[0] == 0
     manifest = Manifest.read(project.package)
-    assert (manifest.complete, manifest.kernels.keys()) == (True, THREE)
-    assert codegen("build", "--only", "sage_stats*")[0] == 0
+    assert manifest.complete and THREE < manifest.kernels.keys() and len(manifest.kernels) == 6
+    assert codegen("build", "--arch", "sm80")[0] == 0
     assert not Manifest.read(project.package).complete
+
+
+def test_a_folder_is_compared_with_the_tree_without_compiling(codegen, project, small, edit):
+    status, _, err = codegen("verify")
+    assert (status, "expected the kernels of this source tree in" in err) == (1, True)
+    codegen("build")
+    status, out, _ = codegen("verify")
+    assert (status, out) == (0, f"6 kernels in {project.package} are those of this source tree\n")
+    cubin = project.package / f"{ATTN}.cubin"
+    good = cubin.read_bytes()
+    cubin.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    (project.package / "notes.txt").write_text("")
+    found = codegen("verify")[2].splitlines()
+    assert len(found) == 2
+    assert found[0].startswith("notes.txt: expected what manifest.json names in ")
+    assert found[1].startswith(f"{ATTN}: expected sha256 ")
+    cubin.unlink()
+    assert f"{ATTN}: expected sha256 'no such file', got" in codegen("verify")[2]
+    cubin.write_bytes(good)
+    (project.package / "notes.txt").unlink()
+    assert codegen("verify")[0] == 0
+    edit(project.include / "sage" / "attn.cuh", "x[2] = o[0]", "x[3] = o[0]")
+    assert [line.split(": expected ")[0] for line in codegen("verify")[2].splitlines()] == [ATTN, ATTN.replace("80", "86")]
+    edit(project.include / "sage" / "attn.cuh", "x[3] = o[0]", "x[2] = o[0]")
+    codegen("build", "--arch", "sm80")
+    err = codegen("verify")[2]
+    assert "manifest.json: expected complete True, got False" in err
+    assert "sage_stats_sm86_d64: expected it in" in err
+    codegen("build", "--retarget", "sm_90")
+    err = codegen("verify", str(project.build / "retarget_sm_90"))[2]
+    assert "expected retarget None, got 'sm_90'" in err and "expected target 'sm_80', got 'sm_90'" in err
 
 
 def test_the_source_hash_follows_what_is_compiled(codegen, project, edit):
