@@ -167,7 +167,7 @@ def _check_device(library: Library, device: int, seed: int) -> tuple[int, list[s
         print(f"         seed {seed}; errors in units of their bound")
         tests = [record for record in loaded if record.spec.kind == "attn"]
         for record in tests:
-            outcome = self_test(library, record, torch.device("cuda", device), seed)
+            outcome = self_test(library, record, f"cuda:{device}", seed)
             print(f"         {'FAILED' if outcome.failure else 'ok':6} {record.spec.name}  "
                   f"{outcome.failure or f'{outcome.worst:.2f}'}")
             if outcome.failure:
@@ -192,7 +192,7 @@ def _load(library: Library, records: list[KernelRecord], device: int) -> tuple[l
     return loaded, problems
 
 
-def self_test(library: Library, record: KernelRecord, device: torch.device, seed: int) -> Outcome:
+def self_test(library: Library, record: KernelRecord, device: str, seed: int) -> Outcome:
     """Run an attention kernel with its companions on small ragged inputs and hold it against the emulation."""
     worst = 0.0
     try:
@@ -207,7 +207,7 @@ def self_test(library: Library, record: KernelRecord, device: torch.device, seed
     return Outcome(worst, None)
 
 
-def _measures(library: Library, record: KernelRecord, device: torch.device, seed: int, batch: int, q_heads: int,
+def _measures(library: Library, record: KernelRecord, device: str, seed: int, batch: int, q_heads: int,
               kv_heads: int, queries: int, keys: int, fewer: int, dtype: torch.dtype) -> list[Measure]:
     headdim = record.spec.headdim - fewer
     q, k, v = _reference.inputs("outlier", (batch, q_heads, queries, headdim), (batch, kv_heads, keys, headdim), dtype,
@@ -226,7 +226,7 @@ def _plan_of(record: KernelRecord, manifest: Manifest, q: torch.Tensor, k: torch
     return plan(problem, companions_of(record, manifest))
 
 
-def _run(prepared: Plan, library: Library, device: torch.device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _run(prepared: Plan, library: Library, device: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Output and log-sum-exp, on the CPU; all that the kernels write is poisoned with NaN before."""
     q, k, v = (tensor.to(device) for tensor in tensors)
     out = torch.full_like(q, torch.nan)
