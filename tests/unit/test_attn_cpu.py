@@ -290,7 +290,7 @@ def test_emulated_arch_is_named_by_the_environment(monkeypatch):
     monkeypatch.setenv("SAGE_AOT_EMULATE", "sm80")
     assert emulated_arch(manifest) == "sm80"
     monkeypatch.setenv("SAGE_AOT_EMULATE", "sm70")
-    with pytest.raises(UnsupportedError, match="SAGE_AOT_EMULATE: expected one of .*sm80, .*, sm90; got 'sm70'"):
+    with pytest.raises(UnsupportedError, match="SAGE_AOT_EMULATE: expected one of .*ptx80, sm80, .*; got 'sm70'"):
         sage_aot.attn(*draw((1, 1, 1, 64), (1, 1, 1, 64)))
 
 
