@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import pytest
 from codegen import nvcc as nvcc_module
 from codegen._shared import ROOT, Arch, Manifest, __version__, layout_digest
 from codegen.cli import main
+from codegen.matrix import read_matrix
 from codegen.nvrtc import FLAGS, version
+from codegen.render import Renderer
 
 ONE = ["--arch", "sm80", "--only", "sage_attn_*_d64_*_full_*_qraw"]
 ATTN = "sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw"
@@ -180,6 +183,39 @@ def test_a_whole_build_says_that_it_is(codegen, project, small):
     assert manifest.complete and THREE < manifest.kernels.keys() and len(manifest.kernels) == 6
     assert codegen("build", "--arch", "sm80")[0] == 0
     assert not Manifest.read(project.package).complete
+
+
+def test_an_arch_is_added_by_rows_alone_and_changes_no_others_kernels(codegen, project, small, edit):
+    """Neither a byte of them nor a word of their records, and none is compiled again."""
+    codegen("build")
+    before = Manifest.read(project.package)
+    times = {path.name: path.stat().st_mtime_ns for path in (project.build / "nvrtc" / "own").glob("*.cubin")}
+    edit(project.matrix, "axes:", "  sm103: {shared_bytes: 232448, least_driver: 570}\naxes:")
+    assert codegen("build")[0] == 0
+    after = Manifest.read(project.package)
+    assert {name: record for name, record in after.kernels.items() if record.spec.arch != "sm103"} == before.kernels
+    assert {name: after.archs[name] for name in before.archs} == before.archs
+    assert after.archs["sm103"] == Arch((10, 3), 570, None) and after.complete
+    new = [record for record in after.kernels.values() if record.spec.arch == "sm103"]
+    assert [(record.target, record.elf_abi, record.served) for record in new] == [("sm_103", 8, "10.3 and later 10.x")] * 3
+    assert {path.name: path.stat().st_mtime_ns for path in (project.build / "nvrtc" / "own").glob("*.cubin")
+            if "sm103" not in path.name} == times
+
+
+def test_an_arch_in_the_rows_of_others_changes_none_of_their_sources(tmp_path, edit):
+    """In the matrix of this project, whose rows list several archs; a source quotes its own alone."""
+    def sources(text: str) -> dict[str, str]:
+        path = tmp_path / "build_matrix.yaml"
+        path.write_text(text)
+        renderer = Renderer(ROOT / "templates")
+        return {kernel.spec.name: renderer.render(kernel) for kernel in read_matrix(path, ROOT / "templates").kernels}
+
+    text = (ROOT / "build_matrix.yaml").read_text()
+    before = sources(text)
+    rows = re.sub(r"^(  sm87: .*)$", r"\1\n  sm88: {shared_bytes: 166912, least_driver: 525}", text, flags=re.MULTILINE)
+    after = sources(re.sub(r"\bsm87\b(?=[,\]])", "sm87, sm88", rows))
+    assert {name: source for name, source in after.items() if "sm88" not in name} == before
+    assert {name.replace("sm88", "sm87") for name in after if "sm88" in name} == {n for n in before if "sm87" in n}
 
 
 def test_a_folder_is_compared_with_the_tree_without_compiling(codegen, project, small, edit):

@@ -1,6 +1,7 @@
 // The engine's interface to Python (simulator.py): buffers, launches, reports.
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <vector>
 
