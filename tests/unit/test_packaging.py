@@ -4,6 +4,7 @@ none is made without its kernels."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import wheels
+from wheels import Wheel, WheelError
 
 from codegen._shared import ROOT, Manifest
 from codegen.project import Project
@@ -153,3 +156,97 @@ def test_the_extras_name_the_build_systems_tools():
 
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert set(settings["build-system"]["requires"]) == set(settings["project"]["optional-dependencies"]["codegen"])
+
+
+# --- ci/wheels.py -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> dict[str, bytes]:
+    """The files of a wheel, by name; of the whole matrix of the small project."""
+    return {}
+
+
+@pytest.fixture
+def wheel(built, tree) -> Path:
+    """A wheel that is right."""
+    made = tree("whole")
+    dist = made.root / "right"
+    if not built:
+        path, said = made.build("build_wheel")
+        built[path.name] = path.read_bytes()
+    dist.mkdir()
+    for name, data in built.items():
+        (dist / name).write_bytes(data)
+    return next(dist.iterdir())
+
+
+def changed(wheel: Path, edit: Callable[[dict[str, bytes]], None], sealed: bool = True) -> Path:
+    """Another wheel of that name, whose files are edited, with a RECORD that fits them."""
+    whole = Wheel(wheel)
+    files = dict(whole.files)
+    edit(files)
+    if sealed:
+        files[f"{whole.info}RECORD"] = wheels._record(files, whole.info).encode()
+    out = wheel.parent.parent / "changed" / wheel.name
+    out.parent.mkdir(exist_ok=True)
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return out
+
+
+def one(files: dict[str, bytes], part: str) -> str:
+    return next(name for name in files if part in name)
+
+
+def flip(files: dict[str, bytes], part: str) -> None:
+    name = one(files, part)
+    files[name] = bytes([files[name][0] ^ 1]) + files[name][1:]
+
+
+def replace(files: dict[str, bytes], part: str, old: str, new: str) -> None:
+    name = one(files, part)
+    assert old.encode() in files[name]
+    files[name] = files[name].replace(old.encode(), new.encode())
+
+
+def test_a_wheel_that_is_right_passes(wheel, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["wheels.py", "check", str(wheel)])
+    assert wheels.main() == 0
+    assert f"6 kernels for sm80, sm86; payload sha256 {Wheel(wheel).digest()}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("edit", "message"), [
+    (lambda files: flip(files, "sage_attn_sm80"), "sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw.cubin: expected"),
+    (lambda files: files.pop(one(files, "sage_stats_sm86")), "sage_stats_sm86_d64.cubin: expected the file with"),
+    (lambda files: files.update({"sage_aot/kernels/more.cubin": b""}), "more.cubin: expected the file with sha256 None"),
+    (lambda files: replace(files, "WHEEL", "Purelib: false", "Purelib: true"), "expected 'Root-Is-Purelib: false'"),
+    (lambda files: replace(files, "WHEEL", "manylinux_2_17", "linux"), "expected 'Tag: py3-none-"),
+    (lambda files: replace(files, "manifest.json", '"complete": true', '"complete": false'), "expected every kernel"),
+    (lambda files: replace(files, "manifest.json", '"retarget": null', '"retarget": "sm_90"'), "for their own chips"),
+    (lambda files: replace(files, "manifest.json", '"sage_attn_', '"sage_stats_'), "expected attention kernels, got"),
+    (lambda files: files.update({"sage_aot/noise": os.urandom(wheels.MOST_BYTES)}), "expected less than 20000000 bytes"),
+])
+def test_what_is_wrong_with_a_wheel_is_found(wheel, edit, message):
+    with pytest.raises(WheelError, match=re.escape(message)):
+        wheels.check([changed(wheel, edit)])
+
+
+def test_a_record_that_does_not_fit_is_found(wheel):
+    with pytest.raises(WheelError, match="expected RECORD to name 'sage_aot/_spec.py"):
+        wheels.check([changed(wheel, lambda files: flip(files, "_spec.py"), sealed=False)])
+
+
+def test_wheels_of_platforms_hold_the_same(wheel, tmp_path):
+    windows = wheels.retag(wheel, "win_amd64", tmp_path / "retagged")
+    assert windows.name == wheel.name.replace(TAG, "py3-none-win_amd64")
+    wheels.check([wheel, windows])
+    assert Wheel(windows).payload() == Wheel(wheel).payload()
+    own = wheels.retag(windows, TAG.removeprefix("py3-none-"), tmp_path / "back")
+    assert Wheel(own).files == Wheel(wheel).files
+    other = changed(windows, lambda files: flip(files, "_spec.py"))
+    with pytest.raises(WheelError, match="sage_aot/_spec.py: expected the same in .*x86_64.whl and .*win_amd64.whl"):
+        wheels.check([wheel, other])
+    with pytest.raises(WheelError, match="expected a platform of manylinux_2_17_x86_64, .*, got any"):
+        wheels.retag(wheel, "any", tmp_path)
