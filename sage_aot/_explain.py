@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 
 from sage_aot import _cuda
-from sage_aot._driver import CUDA_OF_DRIVER, cuda_of
+from sage_aot._driver import CUDA_OF_DRIVER, cuda_of, default_driver
 from sage_aot._loader import default_library
 from sage_aot._manifest import Manifest
 from sage_aot._ops import emulated_arch
@@ -115,16 +115,19 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
         check_out(out, q)
     manifest = default_library().manifest
     gpu = _gpu(device, capability, driver)
-    return _explained(gpu, problem, manifest)
+    return _explained(gpu, -1 if capability else device, problem, manifest)
 
 
-def _explained(gpu: Gpu | None, problem: Problem, manifest: Manifest) -> Explanation:
+def _explained(gpu: Gpu | None, device: int, problem: Problem, manifest: Manifest) -> Explanation:
+    """For a GPU, or for the emulation; `device` is that GPU's number where it is this machine's, else −1."""
     emulated = None if gpu else emulated_arch(manifest)
     choice = choose_arch(gpu, manifest) if gpu else ArchChoice(emulated, {
         arch: f"{emulated} is what CPU tensors emulate; SAGE_AOT_EMULATE names another"
         for arch in sorted(all_archs(manifest), key=lambda arch: arch != emulated)})
     kernels = error = None
     try:
+        if gpu and device >= 0:
+            default_driver()  # that something can load kernels; of another machine's GPU nobody knows
         kernels = kernels_of(nearest_arch(gpu, manifest) if gpu else emulated, problem, manifest)
     except UnsupportedError as refused:
         error = str(refused)

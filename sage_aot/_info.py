@@ -49,7 +49,7 @@ def _versions() -> list[str]:
 def _without_device(loaders: list[str]) -> str:
     """No defect on a machine without a GPU; on one with a GPU, what it lacks."""
     if torch.version.cuda is None:
-        needs = "a CUDA build of torch (this one is for CPUs)" + ("" if loaders else " and cupy")
+        needs = "a CUDA build of torch (this one is for CPUs)" + ("" if loaders else " and cupy or cuda-bindings")
     else:
         needs = f"a driver for CUDA {torch.version.cuda}, which this torch was built for, or a torch for an older CUDA"
     return f"no CUDA device: CPU tensors are emulated; a GPU would need {needs}"

@@ -62,8 +62,8 @@ def main(*, files_only: bool = False, seed: int | None = None) -> int:
             problems += failed
     if ran:
         return _verdict(problems, f"the files are right, {ran} self-tests passed")
-    return _verdict(problems, "the files are right, but NOTHING WAS RUN: no GPU here runs these kernels (`python -m "
-                    "sage_aot info` says why)", NOT_RUN)
+    return _verdict(problems, "the files are right, but NOTHING WAS RUN: no GPU here runs these kernels (`sage-aot "
+                    "info` says why)", NOT_RUN)
 
 
 def _verdict(problems: list[str], passed: str, code: int = VERIFIED) -> int:

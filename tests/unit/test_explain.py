@@ -47,7 +47,8 @@ def folder_of(monkeypatch):
 # --- for whom ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("capability", "arch"), [((8, 0), "sm80"), ((8, 6), "sm86"), ((8, 9), "sm89"), ((9, 0), "sm90")])
+@pytest.mark.parametrize(("capability", "arch"), [
+    ((8, 0), "sm80"), ((8, 6), "sm86"), ((8, 9), "sm89"), ((9, 0), "sm90")])
 def test_a_capability_needs_no_gpu_and_no_tensors(capability, arch):
     told = sage_aot.explain(capability=capability, headdim=100, is_causal=True)
     assert told.gpu == Gpu(capability) and told.error is None
@@ -75,15 +76,21 @@ def test_a_gpu_here_is_asked_for_its_capability_and_driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: ((7, 5), (8, 9))[device])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
-    monkeypatch.setattr(_cuda, "default_driver", lambda: SimpleNamespace(cuda=12080))
+    found = SimpleNamespace(cuda=12080)
+    for module in (_cuda, _explain):
+        monkeypatch.setattr(module, "default_driver", lambda: found)
     assert sage_aot.explain(headdim=64).gpu == Gpu((8, 9), 12080, "GPU 1")
     assert sage_aot.explain(headdim=64, driver=535).gpu.cuda == 12020
 
     def missing():
         raise UnsupportedError("neither")
 
-    monkeypatch.setattr(_cuda, "default_driver", missing)
-    assert sage_aot.explain(headdim=64).gpu.cuda is None
+    for module in (_cuda, _explain):
+        monkeypatch.setattr(module, "default_driver", missing)
+    told = sage_aot.explain(headdim=64)
+    assert told.gpu.cuda is None and told.candidates[0].taken
+    assert told.kernels is None and told.error == "neither"  # as the call would say
+    assert sage_aot.explain(headdim=64, capability=(8, 9)).error is None
 
 
 def test_the_order_of_kinds(folder_of):

@@ -155,8 +155,10 @@ def test_a_kernel_is_loaded_once_a_device_and_launched_there(folder, driver):
     library.launch(Launch(RECORD, 7, b"params"), 0, 0xABC)
     library.launch(Launch(RECORD, 8, b"others"), 0, 0)
     library.launch(Launch(RECORD, 9, b"params"), 1, 5)
+    library.launch(Launch(RECORD, 9, b"params"), 1, 6)
     assert driver.loaded == [(device, CUBIN, SPEC.name, RECORD.threads, RECORD.shared_bytes) for device in (0, 1)]
-    assert driver.launched == [(0, 7, 0xABC, b"params"), (0, 8, 0, b"others"), (1, 9, 5, b"params")]
+    assert driver.launched == [(0, 7, 0xABC, b"params"), (0, 8, 0, b"others"), (1, 9, 5, b"params"),
+                               (1, 9, 6, b"params")]
 
 
 def test_threads_load_a_kernel_once(folder, driver):

@@ -182,7 +182,8 @@ def gpu(monkeypatch):
     on_device = _verify.self_test
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found.gpus))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(_verify, "self_test", lambda library, record, device, seed: on_device(library, record, "cpu", seed))
+    monkeypatch.setattr(_verify, "self_test", lambda library, record, device, seed: (
+        on_device(library, record, "cpu", seed)))
     monkeypatch.setattr(_cuda, "gpu_here", lambda device: found.gpus[device])
     monkeypatch.setattr(_verify, "default_driver", lambda: driver)
     monkeypatch.setattr(_cuda, "attention", lambda *arguments: found.run(*arguments))
