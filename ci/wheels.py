@@ -2,6 +2,7 @@
 
     python ci/wheels.py check dist/*.whl [--narrowed]      every file, the manifest, the size; equal payloads
     python ci/wheels.py retag dist/X.whl PLATFORM FOLDER   the same wheel for another platform
+    python ci/wheels.py release dist v0.1.0                a folder for upload: a wheel per platform and the sdist
 
 The standard library alone, and nothing of the package: what checks a wheel shares no code with what made it.
 """
@@ -112,6 +113,17 @@ def check(paths: list[Path], narrowed: bool = False) -> None:
         raise WheelError("\n".join(problems))
 
 
+def release(folder: Path, tag: str) -> None:
+    """WheelError unless a folder holds what a tag promises and nothing else, all of it right."""
+    project = f"sage_aot-{tag.removeprefix('v')}"
+    expected = {f"{project}.tar.gz", *(f"{project}-py3-none-{platform}.whl" for platform in PLATFORMS)}
+    found = {path.name for path in folder.iterdir()}
+    if found != expected or not tag.startswith("v"):
+        raise WheelError(f"expected {', '.join(sorted(expected))} in {folder} for the tag {tag}, got "
+                         f"{', '.join(sorted(found)) or 'nothing'}")
+    check(sorted(folder.glob("*.whl")))
+
+
 def retag(path: Path, platform: str, folder: Path) -> Path:
     """Write a wheel as one for another platform, in one step; the same input gives the same bytes."""
     wheel = Wheel(path)
@@ -151,6 +163,9 @@ def main() -> int:
     retagging.add_argument("wheel", type=Path)
     retagging.add_argument("platform", choices=(*PLATFORMS, "same"), help="'same': its own, as a check and a copy")
     retagging.add_argument("folder", type=Path)
+    releasing = commands.add_parser("release")
+    releasing.add_argument("folder", type=Path)
+    releasing.add_argument("tag", metavar="v0.1.0")
     args = parser.parse_args()
     try:
         if args.command == "check":
@@ -158,6 +173,9 @@ def main() -> int:
             for wheel in map(Wheel, args.wheels):
                 print(f"{wheel.path.name}: {wheel.path.stat().st_size} bytes, {len(wheel.manifest()['kernels'])} "
                       f"kernels for {', '.join(wheel.manifest()['archs'])}; payload sha256 {wheel.digest()}")
+        elif args.command == "release":
+            release(args.folder, args.tag)
+            print(f"{args.folder}: ready for {args.tag}")
         else:
             check([args.wheel], narrowed=True)
             platform = Wheel(args.wheel).platform if args.platform == "same" else args.platform

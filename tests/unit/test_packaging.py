@@ -250,3 +250,21 @@ def test_wheels_of_platforms_hold_the_same(wheel, tmp_path):
         wheels.check([wheel, other])
     with pytest.raises(WheelError, match="expected a platform of manylinux_2_17_x86_64, .*, got any"):
         wheels.retag(wheel, "any", tmp_path)
+
+
+def test_a_release_is_a_wheel_for_every_platform_and_the_sdist(wheel, tmp_path):
+    folder = tmp_path / "release"
+    for platform in wheels.PLATFORMS:
+        wheels.retag(wheel, platform, folder)
+    version = Wheel(wheel).project.removeprefix("sage_aot-")
+    with pytest.raises(WheelError, match=r"expected .*sage_aot-.*\.tar\.gz.* in .*release for the tag v.*, got sage_aot"):
+        wheels.release(folder, f"v{version}")
+    (folder / f"sage_aot-{version}.tar.gz").write_bytes(b"")
+    wheels.release(folder, f"v{version}")
+    for tag in ("v9.9.9", version):
+        with pytest.raises(WheelError, match=f"for the tag {tag}"):
+            wheels.release(folder, tag)
+    victim = folder / wheel.name
+    shutil.copy(changed(victim, lambda files: flip(files, "sage_attn_sm80")), victim)
+    with pytest.raises(WheelError, match="cubin: expected the file with sha256"):
+        wheels.release(folder, f"v{version}")
