@@ -11,7 +11,7 @@ import os
 import sys
 
 import hatchling.build
-from hatchling.build import *  # noqa: F403  the hooks that take no settings
+from hatchling.build import *  # the hooks that take no settings
 
 _VARIABLES = {"archs": "SAGE_AOT_ARCHS"}
 """Config settings, and the variables of the environment that the hook reads."""

@@ -88,7 +88,7 @@ def test_two_wheels_of_two_folders_and_of_the_sdist_are_equal_byte_for_byte(tree
 
 def test_what_is_in_a_wheel(tree, tmp_path):
     root = tree("a").root
-    wheel, said = Tree(root).build("build_wheel")
+    wheel, _ = Tree(root).build("build_wheel")
     manifest = manifest_in(wheel, tmp_path / "unpacked")
     assert manifest.complete and len(manifest.kernels) == 6
     with zipfile.ZipFile(wheel) as archive:
@@ -104,7 +104,7 @@ def test_what_is_in_a_wheel(tree, tmp_path):
 @pytest.mark.parametrize("how", [{"settings": {"archs": "sm86"}}, {"settings": {"archs": ["sm86"]}},
                                  {"SAGE_AOT_ARCHS": "sm86"}])
 def test_a_narrowed_wheel_says_so(tree, tmp_path, how):
-    wheel, said = tree("a").build("build_wheel", **how)
+    wheel, _ = tree("a").build("build_wheel", **how)
     manifest = manifest_in(wheel, tmp_path / "unpacked")
     assert (manifest.complete, set(manifest.archs), len(manifest.kernels)) == (False, {"sm86"}, 3)
 
@@ -142,7 +142,7 @@ def test_prebuilt_kernels_are_packed_where_they_are_those_of_the_tree(tree, tmp_
     packed, said = second.build("build_wheel", SAGE_AOT_PREBUILT="1")
     assert packed.read_bytes() == data
     assert "are those of this source tree" in said and not (second.root / "build" / "nvrtc").exists()
-    victim = sorted(kernels.glob("*.cubin"))[0]
+    victim = min(kernels.glob("*.cubin"))
     victim.write_bytes(victim.read_bytes()[:-1])
     packed, said = second.build("build_wheel", SAGE_AOT_PREBUILT="1")
     assert packed is None and f"{victim.stem}: expected sha256" in said
@@ -173,7 +173,7 @@ def wheel(built, tree) -> Path:
     made = tree("whole")
     dist = made.root / "right"
     if not built:
-        path, said = made.build("build_wheel")
+        path, _ = made.build("build_wheel")
         built[path.name] = path.read_bytes()
     dist.mkdir()
     for name, data in built.items():
