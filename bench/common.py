@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_aot import _reference
-from sage_aot._loader import Library, default_library, import_cupy
+from sage_aot import _cuda, _reference, _select
+from sage_aot._driver import default_driver
+from sage_aot._loader import Library, default_library
 from sage_aot._problem import Problem
-from sage_aot._select import Kernels, built_archs, nearest_arch, select
-from sage_aot._spec import capability_of
+from sage_aot._select import Kernels, built_archs
 from sage_aot.errors import ArgumentError, SageAotError, UnsupportedError
 
 MIN_COSINE = 0.998
@@ -90,7 +90,7 @@ def default_archs(library: Library) -> list[str]:
     """All archs where every kernel runs (emulated, or built for one chip), else the one that this GPU would run."""
     if library.manifest.retarget or not torch.cuda.is_available():
         return built_archs(library.manifest)
-    return [nearest_arch(torch.cuda.get_device_capability(), library.manifest)]
+    return [_cuda.arch_of(library, torch.cuda.current_device())]
 
 
 def kernels_of(arch: str, problem: Problem, library: Library) -> Kernels:
@@ -98,7 +98,7 @@ def kernels_of(arch: str, problem: Problem, library: Library) -> Kernels:
     if arch not in built_archs(library.manifest):
         raise ArgumentError(f"--arch: expected some of {', '.join(built_archs(library.manifest))}, which is what "
                             f"{library.folder} holds, got {arch!r}")
-    return select(capability_of(arch), problem, library.manifest)
+    return _select.kernels_of(arch, problem, library.manifest)
 
 
 def sdpa(row: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
@@ -132,7 +132,7 @@ def header(library: Library) -> dict[str, str]:
         lines["GPU"] = torch.cuda.get_device_name()
         lines["driver"] = nvidia_smi("driver_version")
         lines["SM clock"] = f"{nvidia_smi('clocks.sm')} now, {nvidia_smi('clocks.max.sm')} at most"
-        lines["cupy"] = import_cupy().__version__
+        lines["loader"] = f"{default_driver().name} {default_driver().version}"
     lines["torch"] = f"{torch.__version__} (CUDA {torch.version.cuda})"
     lines["kernels"] = f"{', '.join(built_archs(library.manifest))}, {library.manifest.compiler}"
     if library.manifest.retarget:

@@ -31,7 +31,6 @@ from sage_aot._loader import Library
 from sage_aot._plan import Launch, Plan, launches, plan
 from sage_aot._problem import Problem, check
 from sage_aot._select import Kernels
-from sage_aot._spec import capability_of
 
 FLASH, CUDNN = common.SDPA
 COLUMNS = ("row", "headdim", "mask", "N", "µs", "p10–p90", "TOPS", "× cuDNN", "GB/s", "cosine")
@@ -194,7 +193,7 @@ def arch_rows(shape: Shape, arch: str, qkv: list[torch.Tensor], expected: torch.
         """What sage_aot.attn does for CUDA tensors, with the kernels of this arch."""
         problem = check(*qkv, is_causal=shape.is_causal, scale=None, layout="HND", smooth_k=True)
         out = make_out(qkv[0])
-        _cuda.attention(prepare(library, capability_of(arch), problem), library, *qkv, out, None)
+        _cuda.attention(prepare(library, arch, problem), library, *qkv, out, None)
         return out
 
     cosine = common.check_output(f"{arch} call", call(common.poisoned), expected)

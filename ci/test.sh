@@ -1,11 +1,17 @@
 #!/usr/bin/env bash
-# Runs the README's test command as it stands there, in a fresh environment, then builds and checks every kernel.
+# Runs the README's test command as it stands there, in a fresh environment, then builds and checks every kernel, and the
+# wheel: equal to that of the sdist in another folder, right in every file, and at work without the source tree.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-rm -rf .venv-test
+rm -rf .venv-test dist
 command=$(grep -m 1 -- '-m pytest$' README.md)
 echo "+ .venv-test/bin/python -m codegen check, after: $command"
 eval "${command% && *}"
 .venv-test/bin/python -m codegen build
 .venv-test/bin/python -m codegen check
+# A cubin of each ABI, and PTX; a release compiles all of them again (ci/kernels.sh).
+.venv-test/bin/python ci/reproduce.py dist --archs sm90,sm100,ptx80
+.venv-test/bin/python ci/wheels.py check dist/*.whl
+.venv-test/bin/python ci/test_wheel.py dist/*.whl --borrow \
+  --tests tests/unit/test_loader.py tests/unit/test_manifest.py tests/unit/test_select.py
 eval "${command##* && }"

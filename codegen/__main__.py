@@ -5,5 +5,6 @@ import sys
 
 from codegen.cli import main
 
-signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `codegen list | head` ends as other commands do
+if hasattr(signal, "SIGPIPE"):  # Windows has none
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `codegen list | head` ends as other commands do
 sys.exit(main())

@@ -33,10 +33,11 @@ def _package_without_init() -> Iterator[None]:
 
 
 with _package_without_init():
-    from sage_aot._manifest import FILE_NAME, KernelRecord, MainLoop, Manifest
-    from sage_aot._params import layout_digest
-    from sage_aot._spec import AXES, KIND_AXES, KINDS, SHARED_LIMIT, SIZES, KernelSpec, Tile, capability_of
+    from sage_aot._manifest import FILE_NAME, Arch, KernelRecord, MainLoop, Manifest
+    from sage_aot._params import FIELDS, STRUCT_OF, layout_digest, offsets
+    from sage_aot._spec import AXES, KIND_AXES, KINDS, SIZES, KernelSpec, Tile, capability_of, is_ptx, target_of
     from sage_aot._version import __version__
 
-__all__ = ["AXES", "FILE_NAME", "KINDS", "KIND_AXES", "ROOT", "SHARED_LIMIT", "SIZES", "KernelRecord", "KernelSpec",
-           "MainLoop", "Manifest", "Tile", "__version__", "capability_of", "layout_digest"]
+__all__ = ["AXES", "FIELDS", "FILE_NAME", "KINDS", "KIND_AXES", "ROOT", "SIZES", "STRUCT_OF", "Arch", "KernelRecord",
+           "KernelSpec", "MainLoop", "Manifest", "Tile", "__version__", "capability_of", "is_ptx", "layout_digest",
+           "offsets", "target_of"]

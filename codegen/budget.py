@@ -5,8 +5,9 @@ Each rule holds on a kernel's own chip, where its row of the matrix was chosen, 
 
 from __future__ import annotations
 
+from codegen._shared import is_ptx
 from codegen.compiler import Report
-from codegen.matrix import PlannedKernel
+from codegen.matrix import Matrix, PlannedKernel
 
 _REGISTERS_OF_SM = 65536
 _REGISTER_UNIT = 8  # a thread's registers are given out in these
@@ -20,11 +21,20 @@ _PRODUCTS = {
 }
 """Per product, as kernels' names spell it: the instructions that may compute it, and what their modifiers hold."""
 
+_PTX_PRODUCTS = {
+    "qk8": (("mma",), "s32.s8.s8.s32"),
+    "qk4": (("mma",), "s32.s4.s4.s32"),
+    "pvf16": (("mma",), "f32.f16.f16.f32"),
+    "pve4m3": (("mma",), "e4m3.e4m3"),
+}
+"""The same in PTX."""
 
-def problems_of(reports: dict[PlannedKernel, Report]) -> list[str]:
+
+def problems_of(reports: dict[PlannedKernel, Report], matrix: Matrix) -> list[str]:
     """Everything that kernels lack, a sentence each."""
     return [f"{kernel.spec.name}: {problem} (row {kernel.row})" for kernel, report in reports.items()
-            for problem in (*_spills(kernel, report), *_registers(kernel, report), *_tensor_cores(kernel, report))]
+            for problem in (*_machine_code(kernel, report), *_tensor_cores(kernel, report),
+                            *_driver(kernel, report, matrix))]
 
 
 def register_budget(kernel: PlannedKernel) -> int:
@@ -32,6 +42,20 @@ def register_budget(kernel: PlannedKernel) -> int:
     blocks = kernel.tile.min_blocks if kernel.spec.kind == "attn" else 1
     share = _REGISTERS_OF_SM // (blocks * kernel.threads)
     return min(share // _REGISTER_UNIT * _REGISTER_UNIT, _REGISTERS_OF_THREAD)
+
+
+def _machine_code(kernel: PlannedKernel, report: Report) -> list[str]:
+    """PTX has neither registers nor spills; the driver decides about them."""
+    return [] if is_ptx(kernel.spec.arch) else [*_spills(kernel, report), *_registers(kernel, report)]
+
+
+def _driver(kernel: PlannedKernel, report: Report, matrix: Matrix) -> list[str]:
+    """What a matrix promises of drivers must hold for what the compiler wrote."""
+    promised = matrix.archs[kernel.spec.arch].least_driver
+    if promised >= report.first_driver:
+        return []
+    return [f"expected a file for drivers from {promised} on, got one that {report.first_driver} is the first to read: "
+            f"raise least_driver of {kernel.spec.arch}, or use the compiler that fits"]
 
 
 def _spills(kernel: PlannedKernel, report: Report) -> list[str]:
@@ -53,21 +77,20 @@ def _tensor_cores(kernel: PlannedKernel, report: Report) -> list[str]:
     """An attention kernel's products, in the instructions that its axes name and in a loop."""
     if kernel.spec.kind != "attn":
         return []
-    products = (f"qk{kernel.spec.qk}", f"pv{kernel.spec.pv}")
-    missing = [f"instructions for {product}, {_spelt(product)}"
-               for product in products if not _computes(report, product)]
-    if not missing and report.main_loop is None:
+    spellings = _PTX_PRODUCTS if is_ptx(kernel.spec.arch) else _PRODUCTS
+    products = {name: spellings[name] for name in (f"qk{kernel.spec.qk}", f"pv{kernel.spec.pv}")}
+    missing = [f"instructions for {product}, {_spelt(*spelling)}"
+               for product, spelling in products.items() if not _computes(report, *spelling)]
+    if not missing and report.main_loop is None and not is_ptx(kernel.spec.arch):
         missing = ["a loop with the instructions of both products"]
     found = ", ".join(f"{count} {opcode}" for opcode, count in report.opcodes.items()) or "none"
     return [f"expected {what}, got tensor-core instructions: {found}; look at the kernel's mma functions and target"
             for what in missing]
 
 
-def _spelt(product: str) -> str:
-    names, types = _PRODUCTS[product]
+def _spelt(names: tuple[str, ...], types: str) -> str:
     return " or ".join(f"{name}.*{types}" for name in names)
 
 
-def _computes(report: Report, product: str) -> bool:
-    names, types = _PRODUCTS[product]
+def _computes(report: Report, names: tuple[str, ...], types: str) -> bool:
     return any(opcode.split(".")[0] in names and types in opcode for opcode in report.opcodes)

@@ -11,6 +11,7 @@ the fast softmax. That remainder of the loop is counted apart.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ MATRIX = frozenset(("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA"))
 """Names of the tensor cores' instructions: f16, integer, FP8; with a G those of a warpgroup."""
 
 _COPIES = frozenset(("LDGSTS", "UBLKCP", "UTMALDG"))  # asynchronous, from global to shared memory
+
+_PTX_MATRIX = re.compile(r"^\s*(?:@!?%p\d+ )?(w?mma\.[\w.:]+)", re.MULTILINE)
 
 Code = tuple[Instruction, ...]
 """Of one function."""
@@ -57,6 +60,11 @@ def tensor_opcodes(functions: Iterable[Code]) -> dict[str, int]:
     """How often each tensor-core instruction stands in a kernel, by opcode with its modifiers."""
     found = Counter(instruction.opcode for code in functions for instruction in code if instruction.name in MATRIX)
     return dict(sorted(found.items()))
+
+
+def ptx_opcodes(text: str) -> dict[str, int]:
+    """The same of a text in PTX, by its own names: ``"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32"``."""
+    return dict(sorted(Counter(_PTX_MATRIX.findall(text)).items()))
 
 
 def main_loop(functions: Iterable[Code]) -> MainLoop | None:

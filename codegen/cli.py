@@ -1,4 +1,4 @@
-"""``python -m codegen``: list, render, build, check, census."""
+"""``python -m codegen``: list, render, build, verify, check, census."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from codegen.errors import BuildError, UsageError
 from codegen.instructions import instructions_problems, table, update_instructions
 from codegen.matrix import Matrix, PlannedKernel, read_matrix
 from codegen.ninja import TOOLCHAINS, Compilation, compile_all
-from codegen.package import check_out, write_package
+from codegen.package import check_out, package_problems, write_package
 from codegen.project import Project
 from codegen.render import render_all
 from codegen.selection import Selection
@@ -66,8 +66,17 @@ def _build(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
     compilation = Compilation(project, args.toolchain, args.retarget)
     out = _out(args, compilation)
     _compile(args, kernels, matrix, compilation)
-    manifest = write_package(kernels, compilation, out)
+    manifest = write_package(kernels, matrix, compilation, out)
     print(f"{len(manifest.kernels)} kernels by {manifest.compiler} in {out}")
+
+
+def _verify(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
+    folder = (args.folder or project.package).resolve()
+    render_all(matrix.kernels, matrix, project)
+    problems = package_problems(matrix, Compilation(project), folder)
+    if problems:
+        raise BuildError("\n".join(problems))
+    print(f"{len(matrix.kernels)} kernels in {folder} are those of this source tree")
 
 
 def _check(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
@@ -80,7 +89,7 @@ def _check(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
         problems = golden_problems(matrix, project)
         _compile(args, kernels, matrix, compilation)
         reports = {kernel: compilation.report(kernel) for kernel in kernels}
-        poor = problems_of(reports)
+        poor = problems_of(reports, matrix)
         if compilation.shippable:
             if args.update:
                 update_instructions(reports, matrix, project)
@@ -157,6 +166,8 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("--retarget", type=_target, metavar="sm_90",
                            help="compile all of them for this chip, for tests")
     build.add_argument("--out", type=Path, metavar="DIR", help="a folder other than sage_aot/kernels")
+    verify = command("verify", _verify, "compare a kernel folder with what this tree makes, without compiling")
+    verify.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a folder other than sage_aot/kernels")
     check = command("check", _check, "compare templates, goldens, machine code and docs with what they should be",
                     compiling)
     check.add_argument("--update", action="store_true", help="rewrite the goldens and docs/instructions.md")

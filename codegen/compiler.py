@@ -1,7 +1,7 @@
 """What the two compile commands share: arguments, the log's meaning, and outputs that appear complete or not at all.
 
-ninja runs a command once per kernel. It writes OUT.cubin and, beside it, OUT.json: a :class:`Report` of what the
-compiler made of the kernel, from its log and from the cubin's machine code.
+ninja runs a command once per kernel. It writes OUT.cubin, or OUT.ptx where the target is PTX, and, beside it, OUT.json:
+a :class:`Report` of what the compiler made of the kernel, from its log and from the cubin's machine code, or the PTX.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from codegen._shared import MainLoop
-from codegen.census import Code, main_loop, tensor_opcodes
+from codegen.census import main_loop, ptx_opcodes, tensor_opcodes
 from codegen.errors import BuildError
 from codegen.files import write_atomic
 from codegen.nvdisasm import disassemble
@@ -24,6 +24,15 @@ _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _WARNING = re.compile(r"\bwarning( #|\s*:)")  # not the remark on how to suppress them
+_PTX_ENTRY = re.compile(r"^\.visible \.entry (\w+)\(", re.MULTILINE)
+_PTX_VERSION = re.compile(r"^\.version (\d+\.\d+)$", re.MULTILINE)
+
+_ABI_BYTE = 8  # of a cubin's header
+_FIRST_DRIVER_OF_ABI = {7: 525, 8: 570}
+_FIRST_DRIVER_OF_PTX = {"8.7": 570, "8.8": 575, "9.0": 580}
+"""Drivers of the CUDA versions that brought these: within a major version of CUDA an older driver loads the cubins of a
+newer compiler, as far as it knows the chip and the ABI; PTX it reads up to its own version only.
+Source: CUDA compatibility guide, "Minor Version Compatibility"; PTX ISA, "Release Notes"."""
 
 
 @dataclass(frozen=True)
@@ -31,28 +40,44 @@ class Report:
     """What the compiler made of one kernel."""
 
     compiler: str  # name and full version
-    registers: int  # of a thread
-    spill_bytes: int  # stores and loads, of the kernel and of functions it calls
-    stack_bytes: int  # the largest frame
+    registers: int | None  # of a thread; None for PTX, which is not machine code yet, as the next three
+    spill_bytes: int | None  # stores and loads, of the kernel and of functions it calls
+    stack_bytes: int | None  # the largest frame
+    elf_abi: int | None  # version in the cubin's header
+    first_driver: int  # that reads this ABI or this version of PTX
     opcodes: dict[str, int]  # tensor-core instructions
-    main_loop: MainLoop | None  # None for a kernel without such instructions in a loop
+    main_loop: MainLoop | None  # None for PTX and for a kernel without such instructions in a loop
 
     @classmethod
-    def of(cls, compiler: str, kernel: str, log: str, functions: tuple[Code, ...]) -> Report:
-        """Read the log of ptxas -v and the code; BuildError for warnings and for anything but this one kernel."""
-        if _WARNING.search(log):
+    def of(cls, compiler: str, kernel: str, compiled: Compiled) -> Report:
+        """Read the log and the code; BuildError for warnings and for anything but this one kernel."""
+        if _WARNING.search(compiled.log):
             raise BuildError("expected no warnings")  # NVRTC has no option for it
-        entries = _ENTRY.findall(log)
-        if entries != [kernel]:
-            raise BuildError(f"expected one __global__ function, named {kernel} as its file, got {entries}")
-        frames = [tuple(map(int, frame)) for frame in _STACK.findall(log)]
-        return cls(compiler, int(_REGISTERS.findall(log)[0]), sum(stores + loads for _, stores, loads in frames),
-                   max(stack for stack, _, _ in frames), tensor_opcodes(functions), main_loop(functions))
+        return (cls._of_ptx if compiled.is_ptx else cls._of_cubin)(compiler, kernel, compiled)
 
     @classmethod
-    def read(cls, cubin: Path) -> Report:
-        """The report beside a cubin."""
-        values = json.loads(cubin.with_suffix(".json").read_text())
+    def _of_cubin(cls, compiler: str, kernel: str, compiled: Compiled) -> Report:
+        """From the log of ptxas -v and the machine code."""
+        _check_entries(_ENTRY.findall(compiled.log), kernel)
+        frames = [tuple(map(int, frame)) for frame in _STACK.findall(compiled.log)]
+        functions = disassemble(compiled.code)
+        abi = compiled.code[_ABI_BYTE]
+        return cls(compiler, int(_REGISTERS.findall(compiled.log)[0]),
+                   sum(stores + loads for _, stores, loads in frames), max(stack for stack, _, _ in frames), abi,
+                   _known(_FIRST_DRIVER_OF_ABI, abi, "ABI"), tensor_opcodes(functions), main_loop(functions))
+
+    @classmethod
+    def _of_ptx(cls, compiler: str, kernel: str, compiled: Compiled) -> Report:
+        text = compiled.code.decode()
+        _check_entries(_PTX_ENTRY.findall(text), kernel)
+        version, = _PTX_VERSION.findall(text)
+        return cls(compiler, None, None, None, None, _known(_FIRST_DRIVER_OF_PTX, version, "version of PTX"),
+                   ptx_opcodes(text), None)
+
+    @classmethod
+    def read(cls, compiled: Path) -> Report:
+        """The report beside a compiled kernel."""
+        values = json.loads(compiled.with_suffix(".json").read_text())
         loop = values["main_loop"]
         return cls(**{**values, "main_loop": MainLoop(**loop) if loop else None})
 
@@ -61,29 +86,48 @@ class Report:
 class Compiled:
     """What a compiler returns."""
 
-    cubin: bytes
+    code: bytes  # a cubin or the text of PTX
     log: str
+    is_ptx: bool = False
 
 
-def main(compile_cubin: Callable[[Path, str, Path], Compiled], version: Callable[[], str]) -> int:
+def is_ptx_target(target: str) -> bool:
+    """Whether a target asks for PTX: ``"compute_80"``."""
+    return target.startswith("compute_")
+
+
+def _check_entries(entries: list[str], kernel: str) -> None:
+    if entries != [kernel]:
+        raise BuildError(f"expected one __global__ function, named {kernel} as its file, got {entries}")
+
+
+def _known(first_drivers: dict, found: object, what: str) -> int:
+    """The driver that brought what a compiler writes; one that is not known here is no ground to promise drivers."""
+    if found not in first_drivers:
+        raise BuildError(f"expected the {what} {' or '.join(map(str, first_drivers))}, got {found}: look up which "
+                         f"driver brought it and add it to {Path(__file__).name}")
+    return first_drivers[found]
+
+
+def main(compile_kernel: Callable[[Path, str, Path], Compiled], version: Callable[[], str]) -> int:
     """The command line around one compiler."""
-    parser = argparse.ArgumentParser(description="Compile one kernel to a cubin and a report beside it.")
+    parser = argparse.ArgumentParser(description="Compile one kernel to a cubin or PTX, and a report beside it.")
     parser.add_argument("source", type=Path)
     parser.add_argument("--target", required=True, metavar="sm_80")
     parser.add_argument("--include", required=True, type=Path, metavar="DIR")
-    parser.add_argument("-o", dest="out", required=True, type=Path, metavar="OUT.cubin")
+    parser.add_argument("-o", dest="out", required=True, type=Path, metavar="OUT")
     args = parser.parse_args()
     outputs = (args.out, args.out.with_suffix(".json"))
     for path in outputs:
         path.unlink(missing_ok=True)  # a failure must not leave the last success behind
     log = ""
     try:
-        compiled = compile_cubin(args.source, args.target, args.include)
+        compiled = compile_kernel(args.source, args.target, args.include)
         log = compiled.log
-        report = Report.of(version(), args.source.stem, log, disassemble(compiled.cubin))
+        report = Report.of(version(), args.source.stem, compiled)
     except (BuildError, OSError) as error:
         print(f"{log}{args.source}: {error}", file=sys.stderr)
         return 1
-    for path, data in zip(outputs, (compiled.cubin, json.dumps(asdict(report)).encode())):
+    for path, data in zip(outputs, (compiled.code, json.dumps(asdict(report)).encode())):
         write_atomic(path, data)
     return 0

@@ -1,7 +1,7 @@
 """Builds the kernels whenever a wheel, editable or not, is built; hatchling loads this file by its path.
 
 The build runs as a command: hatchling's process stays free of codegen's modules, and what a user sees of a failure is
-what ``python -m codegen build`` prints. No wheel is made without its kernels.
+what ``python -m codegen`` prints. No wheel is made without its kernels.
 """
 
 from __future__ import annotations
@@ -9,18 +9,36 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+_TAGS = {
+    "linux-x86_64": "manylinux_2_17_x86_64", "linux-aarch64": "manylinux_2_17_aarch64", "win-amd64": "win_amd64",
+}
+"""Per platform of this Python, the tag of its wheels. They hold no host code: nothing in them needs more of a Linux than
+the oldest that pip knows by its glibc."""
+
 
 class KernelBuildHook(BuildHookInterface):
-    """``SAGE_AOT_ARCHS=sm89,sm90`` narrows what is built; pyproject.toml says where the wheel takes it from."""
+    """``SAGE_AOT_ARCHS=sm89,sm90`` narrows what is built; ``SAGE_AOT_PREBUILT=1`` packs kernels that were built before,
+    after comparing them with this source tree. pyproject.toml says where the wheel takes them from."""
 
     def initialize(self, version: str, build_data: dict) -> None:
-        command = [sys.executable, "-m", "codegen", "build"]
-        archs = os.environ.get("SAGE_AOT_ARCHS")
-        if archs:
-            command += ["--arch", archs]
+        command = [sys.executable, "-m", "codegen", *_request()]
         status = subprocess.run(command, cwd=self.root, check=False).returncode
         if status != 0:
-            raise RuntimeError(f"expected kernels to package, {' '.join(command)} exited with {status}")
+            sys.exit(f"no wheel without its kernels: {' '.join(command[1:])} exited with {status}, its output is above")
+        if version == "standard":
+            platform = sysconfig.get_platform()
+            build_data["tag"] = f"py3-none-{_TAGS.get(platform, platform.replace('-', '_').replace('.', '_'))}"
+            build_data["pure_python"] = False
+
+
+def _request() -> list[str]:
+    archs = os.environ.get("SAGE_AOT_ARCHS")
+    if os.environ.get("SAGE_AOT_PREBUILT") == "1":
+        if archs:
+            sys.exit(f"expected SAGE_AOT_PREBUILT or SAGE_AOT_ARCHS, got both: {archs!r} cannot narrow what is built")
+        return ["verify"]
+    return ["build", *(["--arch", archs] if archs else [])]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from codegen._shared import SHARED_LIMIT, KernelSpec, Tile, capability_of
+from codegen._shared import Arch, KernelSpec, Tile, capability_of
 from codegen.errors import MatrixError, UsageError
 from codegen.rows import AXIS_NAMES, RowReader, Rows, Selector, TileRow
 from codegen.yaml_reader import YamlReader
@@ -34,6 +34,7 @@ class PlannedKernel:
 class Matrix:
     """What build_matrix.yaml says."""
 
+    archs: dict[str, Arch]
     kernels: tuple[PlannedKernel, ...]  # by name
     missing: tuple[tuple[str, str], ...]  # name of the attention kernel, why there is none
 
@@ -77,7 +78,9 @@ class _Planning:
         self._complain_about_sizes(covered)
         attention = [(self._kernel(spec, row), row) for spec, row in covered]
         kernels = [kernel for kernel, _ in attention] + self._companions(attention)
-        return Matrix(tuple(sorted(kernels, key=lambda kernel: kernel.spec.name)), tuple(sorted(missing)))
+        archs = {name: Arch(capability_of(name), row.least_driver, row.run_on) for name, row in self.rows.archs.items()}
+        by_name = tuple(sorted(kernels, key=lambda kernel: kernel.spec.name))
+        return Matrix(archs, by_name, tuple(sorted(missing)))
 
     def _decide(self) -> tuple[list[tuple[KernelSpec, TileRow]], list[tuple[str, str]]]:
         """Every combination that is built, with its row, and every other with the reason."""
@@ -126,9 +129,9 @@ class _Planning:
     def _complain_about_sizes(self, covered: list[tuple[KernelSpec, TileRow]]) -> None:
         """Tiles that are right by themselves may not fit an arch, a head dim or a family."""
         for spec, row in covered:
-            limit = SHARED_LIMIT.get(capability_of(spec.arch))
+            limit = self.rows.archs[spec.arch].shared_bytes
             found = row.tile.shared_bytes(spec)
-            if limit is not None and found > limit:
+            if found > limit:
                 self.reader.complain(row.selector.line, f"expected at most the {limit} bytes of shared memory that a "
                                                         f"block has on {spec.arch} for {spec.name}, got {found}")
         for row in self.rows.tiles:
@@ -154,7 +157,7 @@ class _Planning:
             threads=row.tile.threads if spec.kind == "attn" else how.threads,
             suffix=how.suffix,
             allowed_spill_bytes=row.allowed_spill_bytes if spec.kind == "attn" else 0,
-            row=row.selector.text(row.family),
+            row=row.selector.text(row.family, spec.arch),
         )
 
     def _companions(self, attention: list[tuple[PlannedKernel, TileRow]]) -> list[PlannedKernel]:

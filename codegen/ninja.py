@@ -6,6 +6,7 @@ dependency files, so the headers that a source includes are found here, by readi
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import re
@@ -20,7 +21,7 @@ from ninja import BIN_DIR
 from ninja.ninja_syntax import Writer, escape
 
 from codegen import nvcc, nvdisasm, nvrtc
-from codegen._shared import ROOT, capability_of
+from codegen._shared import ROOT, is_ptx, target_of
 from codegen.compiler import Report
 from codegen.errors import BuildError
 from codegen.files import write_if_changed
@@ -54,27 +55,46 @@ class Compilation:
         return TOOLCHAINS[self.toolchain].FLAGS
 
     @property
+    def version(self) -> str:
+        """Name and version of the compiler that is installed."""
+        return TOOLCHAINS[self.toolchain].version()
+
+    @property
     def shippable(self) -> bool:
         """Whether a wheel may hold these cubins. Those for a foreign chip are for tests, those of nvcc to debug."""
         return self.toolchain == "nvrtc" and self.retarget is None
 
     def target(self, kernel: PlannedKernel) -> str:
-        """The chip a kernel is compiled for, as compilers spell it."""
-        return (self.retarget or "sm_{}{}".format(*capability_of(kernel.spec.arch))) + kernel.suffix
+        """What a kernel is compiled for, as compilers spell it. PTX is for every chip as it is."""
+        if is_ptx(kernel.spec.arch):
+            return target_of(kernel.spec.arch)
+        return (self.retarget or target_of(kernel.spec.arch)) + kernel.suffix
 
-    def cubin(self, kernel: PlannedKernel) -> Path:
-        return self.folder / f"{kernel.spec.name}.cubin"
+    def compiled(self, kernel: PlannedKernel) -> Path:
+        """The cubin, or the PTX."""
+        return self.folder / f"{kernel.spec.name}.{'ptx' if is_ptx(kernel.spec.arch) else 'cubin'}"
 
     def report(self, kernel: PlannedKernel) -> Report:
         """What the compiler made of a kernel that is built."""
-        return Report.read(self.cubin(kernel))
+        return Report.read(self.compiled(kernel))
+
+    def source_sha256(self, kernel: PlannedKernel) -> str:
+        """Of all that the compiler is given for a rendered kernel: each file by its name, the target and the flags."""
+        source, include = source_path(kernel, self.project), self.project.include
+        files = {source.name: source, **{path.relative_to(include).as_posix(): path
+                                         for path in headers_of(source, include)}}
+        digest = hashlib.sha256("\n".join((self.target(kernel), *self.flags)).encode())
+        for name, path in sorted(files.items()):
+            data = path.read_bytes()
+            digest.update(f"\n{name} {len(data)}\n".encode() + data)
+        return digest.hexdigest()
 
 
 def compile_all(kernels: tuple[PlannedKernel, ...], compilation: Compilation, jobs: int | None = None) -> None:
     """Bring the cubins of rendered kernels up to date; BuildError where one does not compile."""
     ninja_file = compilation.folder / "build.ninja"
     # A file, so that another version of a tool rebuilds: ninja compares times, and the flags stay the same.
-    versions = f"{TOOLCHAINS[compilation.toolchain].version()}\n{nvdisasm.version()}\n"
+    versions = f"{compilation.version}\n{nvdisasm.version()}\n"
     write_if_changed(compilation.folder / "compiler.txt", versions.encode())
     write_if_changed(ninja_file, ninja_text(kernels, compilation).encode())
     command = [str(Path(BIN_DIR, "ninja")), "-f", str(ninja_file), *(["-j", str(jobs)] if jobs else [])]
@@ -96,9 +116,9 @@ def ninja_text(kernels: tuple[PlannedKernel, ...], compilation: Compilation) -> 
     # The flags stand in the toolchain's module, so a change of them rebuilds as a change of that file.
     commands = [Path(__file__).with_name(name) for name in (f"{toolchain}.py", *_COMMAND_FILES)]
     for kernel in kernels:
-        source, cubin = source_path(kernel, project), compilation.cubin(kernel)
+        source, compiled = source_path(kernel, project), compilation.compiled(kernel)
         headers = sorted(headers_of(source, project.include))
-        ninja.build(str(cubin), "compile", str(source), implicit_outputs=[str(cubin.with_suffix(".json"))],
+        ninja.build(str(compiled), "compile", str(source), implicit_outputs=[str(compiled.with_suffix(".json"))],
                     implicit=[str(path) for path in (*headers, *commands, compilation.folder / "compiler.txt")],
                     variables={"target": compilation.target(kernel), "name": kernel.spec.name})
     return text.getvalue()

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from codegen.compiler import Compiled, main
+from codegen.compiler import Compiled, is_ptx_target, main
 from codegen.errors import BuildError
 
 FLAGS = ("-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v")
@@ -29,17 +29,18 @@ def version() -> str:
     return f"nvcc {re.findall(r'V([0-9.]+)', text)[0]}"
 
 
-def compile_cubin(source: Path, target: str, include: Path) -> Compiled:
+def compile_kernel(source: Path, target: str, include: Path) -> Compiled:
     """Compile one source; BuildError with the compiler's log where it does not compile."""
     version()
     with TemporaryDirectory() as folder:
-        cubin = Path(folder, "out.cubin")
-        command = ["nvcc", "-cubin", f"-arch={target}", f"-I{include}", *FLAGS, str(source), "-o", str(cubin)]
+        out = Path(folder, "out")
+        form = "-ptx" if is_ptx_target(target) else "-cubin"
+        command = ["nvcc", form, f"-arch={target}", f"-I{include}", *FLAGS, str(source), "-o", str(out)]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if done.returncode != 0:
             raise BuildError(f"nvcc exited with {done.returncode}\n{done.stdout}")
-        return Compiled(cubin.read_bytes(), done.stdout)
+        return Compiled(out.read_bytes(), done.stdout, is_ptx_target(target))
 
 
 if __name__ == "__main__":
-    sys.exit(main(compile_cubin, version))
+    sys.exit(main(compile_kernel, version))

@@ -11,7 +11,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from codegen.compiler import Compiled, main
+from codegen.compiler import Compiled, is_ptx_target, main
 from codegen.errors import BuildError
 
 FLAGS = ("-std=c++17", "-default-device", "--frandom-seed=sage_aot", "--ptxas-options=-v")
@@ -32,7 +32,7 @@ def version() -> str:
     return f"nvrtc {installed}"
 
 
-def compile_cubin(source: Path, target: str, include: Path) -> Compiled:
+def compile_kernel(source: Path, target: str, include: Path) -> Compiled:
     """Compile one source; BuildError with the compiler's log where it does not compile."""
     nvrtc = _load()
     # Only the file's name: a path would end up in the cubin, which has to be the same from every folder.
@@ -42,6 +42,8 @@ def compile_cubin(source: Path, target: str, include: Path) -> Compiled:
     log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).rstrip(b"\0").decode()
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise BuildError(f"{status.name}\n{log}")
+    if is_ptx_target(target):
+        return Compiled(_read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0"), log, True)
     return Compiled(_read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log)
 
 
@@ -82,4 +84,4 @@ def _read(size_of, fill, program) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.exit(main(compile_cubin, version))
+    sys.exit(main(compile_kernel, version))

@@ -1,4 +1,4 @@
-"""Cubins → a kernel folder that the runtime reads: the cubins, manifest.json, and nothing else.
+"""Compiled kernels → a folder that the runtime reads: the cubins and PTX, manifest.json, and nothing else.
 
 Everything that can go wrong is checked before the first write, so a build that may not be shipped leaves no folder.
 """
@@ -8,32 +8,64 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from codegen._shared import FILE_NAME, KernelRecord, Manifest, __version__, layout_digest
+from codegen._shared import FIELDS, FILE_NAME, STRUCT_OF, KernelRecord, Manifest, __version__, layout_digest, offsets
 from codegen.budget import problems_of
 from codegen.compiler import Report
 from codegen.errors import BuildError, UsageError
 from codegen.files import write_if_changed
-from codegen.matrix import PlannedKernel
+from codegen.matrix import Matrix, PlannedKernel
 from codegen.ninja import Compilation
 
 
-def write_package(kernels: tuple[PlannedKernel, ...], compilation: Compilation, out: Path) -> Manifest:
+def write_package(kernels: tuple[PlannedKernel, ...], matrix: Matrix, compilation: Compilation, out: Path) -> Manifest:
     """Make a folder hold exactly these compiled kernels; BuildError where one is not what its row asks for."""
     reports = {kernel: compilation.report(kernel) for kernel in kernels}
-    problems = problems_of(reports)
+    problems = problems_of(reports, matrix)
     if problems and compilation.shippable:
         raise BuildError("\n".join(problems))
     if not compilation.retarget:  # a row is about its own chip
         print(*problems, sep="\n", end="\n" if problems else "")
-    cubins = {kernel: compilation.cubin(kernel).read_bytes() for kernel in kernels}
-    records = [_record(kernel, compilation, reports[kernel], cubin) for kernel, cubin in cubins.items()]
-    manifest = Manifest(__version__, next(iter(reports.values())).compiler, compilation.flags, layout_digest(),
-                        compilation.retarget, {record.spec.name: record for record in records})
-    for record, cubin in zip(records, cubins.values()):
-        write_if_changed(out / record.file, cubin)
+    codes = {kernel: compilation.compiled(kernel).read_bytes() for kernel in kernels}
+    records = [_record(kernel, matrix, compilation, reports[kernel], code) for kernel, code in codes.items()]
+    manifest = _manifest(records, matrix, compilation)
+    for record, code in zip(records, codes.values()):
+        write_if_changed(out / record.file, code)
     write_if_changed(out / FILE_NAME, manifest.to_text().encode())  # last: it vouches for the files it names
     _remove_others(out, {FILE_NAME, *(record.file for record in records)})
     return manifest
+
+
+def package_problems(matrix: Matrix, compilation: Compilation, folder: Path) -> list[str]:
+    """How a folder differs from what building the whole matrix would make of it, a sentence each; nothing is compiled,
+    the sources must be rendered. What the compiler makes of a source is trusted to be always the same."""
+    try:
+        manifest = Manifest.read(folder)
+    except (OSError, ValueError) as error:
+        return [f"expected the kernels of this source tree in {folder}, got none: {error}"]
+    kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
+    headers = {"version": __version__, "structs": layout_digest(), "flags": compilation.flags, "retarget": None,
+               "complete": True, "archs": matrix.archs}
+    problems = [f"{FILE_NAME}: expected {name} {expected!r}, got {getattr(manifest, name)!r}"
+                for name, expected in headers.items() if getattr(manifest, name) != expected]
+    problems += [f"{name}: expected it in {folder}, got none" for name in sorted(kernels.keys() - manifest.kernels)]
+    known = {FILE_NAME, *(record.file for record in manifest.kernels.values())}
+    problems += [f"{path.name}: expected what {FILE_NAME} names in {folder}, got another file"
+                 for path in sorted(folder.iterdir()) if path.name not in known]
+    for name, record in sorted(manifest.kernels.items()):
+        problems += [f"{name}: {problem}" for problem in (
+            _record_problems(record, kernels[name], compilation, folder) if name in kernels
+            else ["expected a kernel of the build matrix, got another"])]
+    return problems
+
+
+def _record_problems(record: KernelRecord, kernel: PlannedKernel, compilation: Compilation, folder: Path) -> list[str]:
+    """What of a record does not follow from this source tree and the file that it names."""
+    path = folder / record.file
+    found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no such file"
+    expected = {"compiler": compilation.version, "source_sha256": compilation.source_sha256(kernel), "sha256": found,
+                "target": compilation.target(kernel), "file": compilation.compiled(kernel).name}
+    return [f"expected {field} {value!r}, got {getattr(record, field)!r}"
+            for field, value in expected.items() if getattr(record, field) != value]
 
 
 def check_out(out: Path) -> None:
@@ -42,17 +74,32 @@ def check_out(out: Path) -> None:
         return
     if not out.is_dir():
         raise UsageError(f"expected a folder to write kernels to, got the file {out}")
-    foreign = sorted(path.name for path in out.iterdir() if path.suffix not in (".cubin", ".tmp"))
+    foreign = sorted(path.name for path in out.iterdir() if path.suffix not in (".cubin", ".ptx", ".tmp"))
     if foreign:
         raise UsageError(f"expected an empty folder or one with a {FILE_NAME}, got {out} with {foreign[0]} in it")
 
 
-def _record(kernel: PlannedKernel, compilation: Compilation, report: Report, cubin: bytes) -> KernelRecord:
+def _manifest(records: list[KernelRecord], matrix: Matrix, compilation: Compilation) -> Manifest:
+    built = {record.spec.arch for record in records}
+    return Manifest(
+        version=__version__,
+        flags=compilation.flags,
+        structs=layout_digest(),
+        layouts={name: offsets(name) for name in FIELDS},
+        retarget=compilation.retarget,
+        complete=len(records) == len(matrix.kernels),
+        archs={name: arch for name, arch in matrix.archs.items() if name in built},
+        kernels={record.spec.name: record for record in records},
+    )
+
+
+def _record(kernel: PlannedKernel, matrix: Matrix, compilation: Compilation, report: Report,
+            code: bytes) -> KernelRecord:
     """Only attention kernels use dynamic shared memory; the others declare theirs."""
     return KernelRecord(
         spec=kernel.spec,
-        file=f"{kernel.spec.name}.cubin",
-        sha256=hashlib.sha256(cubin).hexdigest(),
+        file=compilation.compiled(kernel).name,
+        sha256=hashlib.sha256(code).hexdigest(),
         target=compilation.target(kernel),
         tile=kernel.tile,
         threads=kernel.threads,
@@ -61,6 +108,11 @@ def _record(kernel: PlannedKernel, compilation: Compilation, report: Report, cub
         spill_bytes=report.spill_bytes,
         opcodes=report.opcodes,
         main_loop=report.main_loop if kernel.spec.kind == "attn" else None,
+        params=STRUCT_OF[kernel.spec.kind],
+        compiler=report.compiler,
+        source_sha256=compilation.source_sha256(kernel),
+        elf_abi=report.elf_abi,
+        least_driver=matrix.archs[kernel.spec.arch].least_driver,
     )
 
 

@@ -16,7 +16,20 @@ from codegen.yaml_reader import YamlReader, line_of
 AXIS_NAMES = KIND_AXES["attn"]
 """Attention kernels depend on every axis."""
 
+OTHER_AXES = AXIS_NAMES[1:]
+"""Those whose values stand under 'axes'; archs have facts of their own."""
+
 _MAX_THREADS = 1024  # of a block, on every GPU
+
+
+@dataclass(frozen=True)
+class ArchRow:
+    """What is known of an arch; None only where the reader has complained."""
+
+    line: int
+    shared_bytes: int | None  # shared memory that a block can have
+    least_driver: int | None  # the first that loads what the compiler makes for it
+    run_on: str | None  # GPU that ran its kernels as they are
 
 
 @dataclass(frozen=True)
@@ -29,11 +42,12 @@ class Selector:
     def matches(self, spec: KernelSpec) -> bool:
         return all(getattr(spec, axis) in values for axis, values in self.values.items())
 
-    def text(self, family: str) -> str:
-        """One canonical line of YAML, which generated sources quote."""
+    def text(self, family: str, arch: str) -> str:
+        """One canonical line of YAML, which generated sources quote. Of the archs that the row lists it has the
+        kernel's own, so that a row for one more arch changes no source of another."""
         parts = [f"family: {family}"]
         for axis in AXIS_NAMES:
-            values = [str(value) for value in self.values.get(axis, ())]
+            values = [str(value) for value in self.values.get(axis, ()) if axis != "arch" or value == arch]
             if values:
                 parts.append(f"{axis}: {values[0] if len(values) == 1 else '[' + ', '.join(values) + ']'}")
         return "{" + ", ".join(parts) + "}"
@@ -70,7 +84,8 @@ class FamilyKind:
 class Rows:
     """All rows of a matrix."""
 
-    axes: dict[str, tuple]
+    archs: dict[str, ArchRow]
+    axes: dict[str, tuple]  # with the archs
     families: dict[str, dict[str, FamilyKind]]  # by family and kind
     tiles: tuple[TileRow, ...]
     exclude: tuple[Exclusion, ...]
@@ -84,6 +99,7 @@ class RowReader:
         self.reader = reader
         self.templates = templates
         self.selectors_sound = True
+        self.archs: dict[str, ArchRow] = {}
         self.axes: dict[str, tuple] = {}
         self.families: dict[str, dict[str, FamilyKind]] = {}
 
@@ -94,21 +110,41 @@ class RowReader:
             if not self.reader.problems:
                 self.reader.complain(1, "expected a build matrix, got nothing")
             return None
-        top = self.reader.mapping(root, "the matrix", ("axes", "families", "tiles", "exclude"))
-        self.axes = self._axes(top["axes"]) if "axes" in top else {}
+        top = self.reader.mapping(root, "the matrix", ("archs", "axes", "families", "tiles", "exclude"))
+        self.archs = self._archs(top["archs"]) if "archs" in top else {}
+        self.axes = {"arch": tuple(self.archs), **(self._axes(top["axes"]) if "axes" in top else {})}
         self.selectors_sound = not self.reader.problems
         self.families = self._families(top["families"]) if "families" in top else {}
         tiles = [self._tile_row(node) for node in self._rows(top, "tiles")]
         exclude = [self._exclusion(node) for node in self._rows(top, "exclude")]
         if not self.selectors_sound:
             return None
-        return Rows(self.axes, self.families, tuple(tiles), tuple(exclude), line_of(top["tiles"]))
+        return Rows(self.archs, self.axes, self.families, tuple(tiles), tuple(exclude), line_of(top["tiles"]))
 
     def _rows(self, top: dict[str, yaml.Node], key: str) -> list[yaml.Node]:
         return self.reader.items(top[key], f"{key!r}") if key in top else []
 
+    def _archs(self, node: yaml.Node) -> dict[str, ArchRow]:
+        return {name: self._arch(name, entry) for name, entry in self.reader.named_mappings(node, "'archs'").items()}
+
+    def _arch(self, name: str, node: yaml.Node) -> ArchRow:
+        try:
+            capability_of(name)
+        except ValueError as error:
+            self.reader.complain(line_of(node), str(error))
+        entries = self.reader.mapping(node, f"the arch {name!r}", ("shared_bytes", "least_driver"), ("run_on",))
+        return ArchRow(line_of(node), *(self._number(entries, key) for key in ("shared_bytes", "least_driver")),
+                       self.reader.sentence(entries["run_on"], "'run_on'") if "run_on" in entries else None)
+
+    def _number(self, entries: dict[str, yaml.Node], key: str) -> int | None:
+        value = self.reader.scalar(entries[key]) if key in entries else None
+        if value is None or (type(value) is int and value > 0):
+            return value
+        self.reader.complain(line_of(entries[key]), f"expected {key} as a positive number, got {value!r}")
+        return None
+
     def _axes(self, node: yaml.Node) -> dict[str, tuple]:
-        entries = self.reader.mapping(node, "'axes'", AXIS_NAMES)
+        entries = self.reader.mapping(node, "'axes'", OTHER_AXES)
         return {axis: self._known_values(axis, values) for axis, values in entries.items()}
 
     def _known_values(self, axis: str, node: yaml.Node) -> tuple:
@@ -197,15 +233,9 @@ class RowReader:
 
 
 def _unknown_value(axis: str, value: object) -> str | None:
-    """What is wrong with a value of an axis. Any arch will do, the other axes have all their values in AXES."""
-    if axis != "arch":
-        return None if _among(value, AXES[axis]) else (
-            f"expected a value of the axis {axis!r} {_choices(AXES[axis])}, got {value!r}")
-    try:
-        capability_of(str(value))
-    except ValueError as error:
-        return str(error)
-    return None
+    """What is wrong with a value of an axis."""
+    return None if _among(value, AXES[axis]) else (
+        f"expected a value of the axis {axis!r} {_choices(AXES[axis])}, got {value!r}")
 
 
 def _among(value: object, values: tuple) -> bool:

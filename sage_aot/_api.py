@@ -51,9 +51,14 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
 
     Raises:
         ArgumentError: an argument is not as described; the message says what came.
-        UnsupportedError: no kernel for this GPU or these options, or cupy is missing.
+        UnsupportedError: no kernel for this GPU, its driver or these options (:func:`sage_aot.explain` tells why), or
+            neither cupy nor cuda-bindings to load one with.
         CubinError: a kernel's file is missing or damaged.
         LaunchError: the driver refused a kernel.
+
+    Warns:
+        PtxWarning: once, where the GPU is newer than the kernels and its driver compiles PTX for it;
+            SAGE_AOT_PTX_WARNING=0 in the environment silences that.
 
     Source: SageAttention2 (arXiv:2411.10958), Algorithm 1.
 

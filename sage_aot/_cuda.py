@@ -1,19 +1,45 @@
-"""Attention of CUDA tensors: workspace from torch's allocator, launches on torch's current stream."""
+"""Attention of CUDA tensors: which kernels a device runs, workspace from torch's allocator, launches on torch's current
+stream."""
 
 from __future__ import annotations
 
+import os
+import warnings
 from functools import lru_cache
 
 import torch
 
+from sage_aot._driver import default_driver
 from sage_aot._loader import Library
 from sage_aot._plan import Plan, TensorArgument, launches
+from sage_aot._select import Gpu, nearest_arch
+from sage_aot._spec import is_ptx
+from sage_aot.errors import PtxWarning, UnsupportedError
 
 
 @lru_cache(maxsize=None)
-def capability(device: int) -> tuple[int, int]:
-    """Compute capability of a CUDA device; asking torch costs 2 µs a time."""
-    return torch.cuda.get_device_capability(device)
+def arch_of(library: Library, device: int) -> str:
+    """The arch whose kernels a CUDA device runs. Raises UnsupportedError where none does, or nothing can load them.
+
+    Warns once where the kernels are PTX; asking torch and the driver each time would cost microseconds.
+    """
+    default_driver()  # or say what is missing
+    gpu = gpu_here(device)
+    arch = nearest_arch(gpu, library.manifest)
+    if is_ptx(arch) and os.environ.get("SAGE_AOT_PTX_WARNING") != "0":
+        warnings.warn(f"this sage-aot has no machine code for this GPU ({gpu}): the driver compiles the PTX of {arch}, "
+                      f"which takes seconds at the first call of each kernel and does not use what is new in this GPU. "
+                      f"Look for a newer sage-aot; SAGE_AOT_PTX_WARNING=0 silences this", PtxWarning, stacklevel=2)
+    return arch
+
+
+def gpu_here(device: int) -> Gpu:
+    """A CUDA device; nothing is known of its driver where no loader can ask it."""
+    try:
+        cuda = default_driver().cuda
+    except UnsupportedError:
+        cuda = None
+    return Gpu(torch.cuda.get_device_capability(device), cuda, torch.cuda.get_device_name(device))
 
 
 @lru_cache(maxsize=None)

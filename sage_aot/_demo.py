@@ -17,12 +17,11 @@ import torch.nn.functional as F
 
 from sage_aot import _cuda, _reference
 from sage_aot._api import attn
+from sage_aot._loader import default_library
 from sage_aot._ops import emulated_arch
-from sage_aot._loader import default_library, import_cupy
 from sage_aot._problem import check
 from sage_aot._reference import Accuracy
-from sage_aot._select import nearest_arch, select
-from sage_aot._spec import capability_of
+from sage_aot._select import kernels_of
 from sage_aot._version import __version__
 from sage_aot.errors import UnsupportedError
 
@@ -88,12 +87,12 @@ OUTLIER_DRAWS, OUTLIER_SHAPE = 4, (1, 8, 1024, 64)
 
 def main(png: str) -> int:
     """Measure, print, draw to the file `png`; the exit code: 1 where the accuracy is not what it must be."""
-    device, capability, backend = _backend()
+    device, arch, backend = _backend()
     print(f"sage_aot {__version__}, {backend}")
     with torch.inference_mode():
         workload = _workload(device)
         print(f"inputs: {workload.text}")
-        for name in _kernel_names(capability, workload.layers["0"][0]):
+        for name in _kernel_names(arch, workload.layers["0"][0]):
             print(f"{'kernel' if device.type == 'cuda' else 'emulated kernel'}: {name}")
         layers = [_measure(name, inputs) for name, inputs in workload.layers.items()]
     print(_report(workload, layers))
@@ -108,26 +107,23 @@ def main(png: str) -> int:
 # --- where it runs ----------------------------------------------------------------------------------------------------
 
 
-def _backend() -> tuple[torch.device, tuple[int, int], str]:
-    """Device of the tensors, compute capability that the kernels are chosen for, and both in words."""
-    manifest = default_library().manifest
+def _backend() -> tuple[torch.device, str, str]:
+    """Device of the tensors, arch of the kernels, and both in words."""
+    library = default_library()
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-        capability = _cuda.capability(device.index)
         try:
-            import_cupy()
-            nearest_arch(capability, manifest)
-            return device, capability, f"on {torch.cuda.get_device_name(device)}"
+            return device, _cuda.arch_of(library, device.index), f"on {torch.cuda.get_device_name(device)}"
         except UnsupportedError as error:
             print(f"the GPU stays idle: {error}")
-    emulated = emulated_arch(manifest)
-    return torch.device("cpu"), capability_of(emulated), f"CPU emulation of the {emulated} kernels"
+    emulated = emulated_arch(library.manifest)
+    return torch.device("cpu"), emulated, f"CPU emulation of the {emulated} kernels"
 
 
-def _kernel_names(capability: tuple[int, int], inputs: QKV) -> list[str]:
+def _kernel_names(arch: str, inputs: QKV) -> list[str]:
     """The attention kernels that the variants run on such inputs."""
     problems = [check(*inputs, scale=None, layout="HND", **flags) for flags in VARIANTS.values()]
-    kernels = [select(capability, problem, default_library().manifest) for problem in problems]
+    kernels = [kernels_of(arch, problem, default_library().manifest) for problem in problems]
     return list(dict.fromkeys(choice.attn.spec.name for choice in kernels))
 
 

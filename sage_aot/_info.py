@@ -7,16 +7,19 @@ import platform
 
 import torch
 
-from sage_aot._ops import emulated_arch
-from sage_aot._loader import Library, default_library, import_cupy
+from sage_aot import _cuda
+from sage_aot._driver import DRIVERS, cuda_text, default_driver
+from sage_aot._loader import Library, default_library
 from sage_aot._manifest import KernelRecord, Manifest
-from sage_aot._select import built_archs, nearest_arch
+from sage_aot._ops import emulated_arch
+from sage_aot._select import all_archs, nearest_arch
 from sage_aot._version import __version__
 from sage_aot.errors import CubinError, SageAotError, UnsupportedError
 
 
 def info() -> str:
-    """A report in plain text: versions, what the build holds, per device the kernels it would run or why it has none.
+    """A report in plain text: versions, what the build holds and whether that is all, what loads it, per device the
+    kernels it would run or why it has none.
 
     Nothing is launched. What is missing stands in lines that begin with ``missing:`` and say what to do.
     """
@@ -33,32 +36,30 @@ def info() -> str:
 
 def _versions() -> list[str]:
     lines = [f"sage_aot {__version__}, Python {platform.python_version()}, torch {torch.__version__}"]
-    cupy = _cupy_version()
-    if cupy:
-        lines.append(f"cupy {cupy}")
+    installed = loaders_installed()
     if not torch.cuda.is_available():
-        return [*lines, _without_device(cupy)]
+        return [*lines, f"loaders installed: {', '.join(installed) or 'none'}", _without_device(installed)]
     try:
-        import_cupy()
+        driver = default_driver()
     except UnsupportedError as error:
-        lines.append(f"missing: {error}")
-    return lines
+        return [*lines, f"missing: {error}"]
+    return [*lines, f"loader: {driver.name} {driver.version}, driver for CUDA {cuda_text(driver.cuda)}"]
 
 
-def _without_device(cupy: str) -> str:
+def _without_device(loaders: list[str]) -> str:
     """No defect on a machine without a GPU; on one with a GPU, what it lacks."""
     if torch.version.cuda is None:
-        needs = "a CUDA build of torch (this one is for CPUs)" + ("" if cupy else " and cupy")
+        needs = "a CUDA build of torch (this one is for CPUs)" + ("" if loaders else " and cupy or cuda-bindings")
     else:
         needs = f"a driver for CUDA {torch.version.cuda}, which this torch was built for, or a torch for an older CUDA"
     return f"no CUDA device: CPU tensors are emulated; a GPU would need {needs}"
 
 
-def _cupy_version() -> str:
-    """Version and name of what is installed, or nothing."""
-    names = [dist.metadata["Name"] for dist in importlib.metadata.distributions()]
-    return ", ".join(f"{importlib.metadata.version(name)} ({name})" for name in sorted(
-        {name for name in names if name and name.startswith("cupy")}))
+def loaders_installed() -> list[str]:
+    """Name and version of every package that can launch kernels, whether it works here or not."""
+    names = {dist.metadata["Name"] for dist in importlib.metadata.distributions()}
+    return [f"{name} {importlib.metadata.version(name)}" for loader in DRIVERS
+            for name in sorted(filter(None, names)) if name.startswith(loader)]
 
 
 def _emulation(manifest: Manifest) -> str:
@@ -70,18 +71,31 @@ def _emulation(manifest: Manifest) -> str:
 
 def _kernels(library: Library) -> list[str]:
     manifest = library.manifest
-    archs = ", ".join(built_archs(manifest))
-    lines = [f"kernels: {len(manifest.kernels)} for {archs}, compiled by {manifest.compiler}, in {library.folder}"]
+    lines = [f"kernels: {len(manifest.kernels)}, {_extent(manifest)}, compiled by {manifest.compiler}, in "
+             f"{library.folder}"]
+    for arch in all_archs(manifest):
+        built = manifest.archs[arch]
+        ran = f"ran on {built.run_on}" if built.run_on else "not run on hardware"
+        lines.append(f"  {arch}: compute capability {_served(arch, manifest)}, driver from {built.least_driver}, {ran}")
     if manifest.retarget:
         lines.append(f"built for {manifest.retarget} in place of their own archs: for tests only")
     return lines
 
 
+def _extent(manifest: Manifest) -> str:
+    return "complete" if manifest.complete else "narrowed (some of what can be built was left out)"
+
+
+def _served(arch: str, manifest: Manifest) -> str:
+    return next(record.served for record in manifest.kernels.values()
+                if record.spec.arch == arch and record.spec.kind == "attn")
+
+
 def _device(device: int, manifest: Manifest) -> list[str]:
-    major, minor = torch.cuda.get_device_capability(device)
-    head = f"cuda:{device} {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+    gpu = _cuda.gpu_here(device)
+    head = f"cuda:{device} {gpu}"
     try:
-        arch = nearest_arch((major, minor), manifest)
+        arch = nearest_arch(gpu, manifest)
     except SageAotError as error:
         return [head, f"  missing: {error}"]
     records = [record for _, record in sorted(manifest.kernels.items())
@@ -93,4 +107,5 @@ def describe(record: KernelRecord) -> str:
     """An attention kernel in a line."""
     loop = record.main_loop  # None where a kernel was built for another chip and has none
     counts = f", {loop.matrix} matrix and {loop.other} other instructions a tile" if loop else ""
-    return f"{record.spec.name}: {record.registers} registers{counts}"
+    registers = "PTX" if record.is_ptx else f"{record.registers} registers"
+    return f"{record.spec.name}: {registers}{counts}"

@@ -18,8 +18,7 @@ from sage_aot._loader import Library, default_library
 from sage_aot._manifest import Manifest
 from sage_aot._plan import Plan, plan
 from sage_aot._problem import Problem, check, check_out, heads_first
-from sage_aot._select import built_archs, select
-from sage_aot._spec import capability_of
+from sage_aot._select import all_archs, kernels_of
 from sage_aot.errors import ArgumentError, UnsupportedError
 
 OPTIONS = {"is_causal": "bool", "scale": "float?", "layout": "str", "qk_bits": "int?", "smooth_q": "bool?",
@@ -34,7 +33,7 @@ _LIBRARY = torch.library.Library("sage_aot", "DEF")  # operators live as long as
 
 def emulated_arch(manifest: Manifest) -> str:
     """The arch whose kernels CPU tensors emulate: ``SAGE_AOT_EMULATE`` where set, else sm89, else the newest built."""
-    archs = built_archs(manifest)
+    archs = all_archs(manifest)
     asked = os.environ.get("SAGE_AOT_EMULATE")
     if asked is not None and asked not in archs:
         raise UnsupportedError(f"SAGE_AOT_EMULATE: expected one of the archs that are built, {', '.join(archs)}; got "
@@ -109,8 +108,8 @@ def _run(problem: Problem, layout: str, q: torch.Tensor, k: torch.Tensor, v: tor
         q, k, v, out = (heads_first(tensor, layout) for tensor in (q, k, v, out))
     library = default_library()
     device = q.get_device()  # -1 for the CPU
-    capability = _cuda.capability(device) if device >= 0 else capability_of(emulated_arch(library.manifest))
-    prepared = prepare(library, capability, problem)
+    arch = _cuda.arch_of(library, device) if device >= 0 else emulated_arch(library.manifest)
+    prepared = prepare(library, arch, problem)
     if q.numel() == 0 or k.numel() == 0:
         _nothing_to_see(out, lse)
     elif device >= 0:
@@ -120,9 +119,9 @@ def _run(problem: Problem, layout: str, q: torch.Tensor, k: torch.Tensor, v: tor
 
 
 @lru_cache(maxsize=1024)
-def prepare(library: Library, capability: tuple[int, int], problem: Problem) -> Plan:
+def prepare(library: Library, arch: str, problem: Problem) -> Plan:
     """Kernels and sizes of a problem; a model asks for the same few again and again."""
-    return plan(problem, select(capability, problem, library.manifest))
+    return plan(problem, kernels_of(arch, problem, library.manifest))
 
 
 def _nothing_to_see(out: torch.Tensor, lse: torch.Tensor | None) -> None:

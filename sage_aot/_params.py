@@ -39,6 +39,9 @@ FIELDS = {
 }
 """Per struct, its fields in order with their :mod:`struct` codes."""
 
+STRUCT_OF = {"stats": "StatsParams", "quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams"}
+"""Per kind of kernel, the struct that it takes."""
+
 DTYPE_CODES = {"f16": 0, "bf16": 1}
 
 _STRUCTS = {name: struct.Struct("<" + "".join(code for _, code in fields)) for name, fields in FIELDS.items()}

@@ -22,7 +22,8 @@ AXES = {
     "v": ("vraw", "vsmooth"),
     "q": ("qraw", "qsmooth"),
 }
-"""Every axis but the arch, with its values. Archs are open: any ``sm<major><minor>`` may stand in the matrix."""
+"""Every axis but the arch, with its values. Archs are open: any ``sm<major><minor>`` may stand in the matrix, and
+``ptx<major><minor>``, PTX that a driver compiles for GPUs from that capability on."""
 
 KIND_AXES = {
     "attn": ("arch", "headdim", "qk", "pv", "pv_accum", "mask", "v", "q"),
@@ -32,16 +33,9 @@ KIND_AXES = {
 }
 """The axes that a kind of kernel depends on."""
 
-SHARED_LIMIT = {
-    (8, 0): 166912, (8, 6): 101376, (8, 7): 166912, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448,
-    (12, 0): 101376, (12, 1): 101376,
-}
-"""Per compute capability, the shared memory in bytes that a block can have; unknown for capabilities that are not here.
-Source: CUDA C++ programming guide, technical specifications per compute capability."""
-
 _PREFIX = {"headdim": "d", "qk": "qk", "pv": "pv", "pv_accum": "acc"}
 _SHORT = {"two_level_f32": "2f32", "two_level_f16": "2f16"}
-_ARCH = re.compile(r"sm(\d+)(\d)")
+_ARCH = re.compile(r"(sm|ptx)(\d+)(\d)")
 _NAME = re.compile(rf"sage_(?P<kind>{'|'.join(KINDS)})_(?P<axes>\w+)")
 
 
@@ -50,7 +44,17 @@ def capability_of(arch: str) -> tuple[int, int]:
     match = _ARCH.fullmatch(arch)
     if match is None:
         raise ValueError(f"expected an arch such as 'sm89', got {arch!r}")
-    return int(match[1]), int(match[2])
+    return int(match[2]), int(match[3])
+
+
+def is_ptx(arch: str) -> bool:
+    """Whether an arch's kernels are PTX, which a driver compiles, and not cubins."""
+    return arch.startswith("ptx")
+
+
+def target_of(arch: str) -> str:
+    """An arch as compilers spell it: ``"sm89"`` → ``"sm_89"``, ``"ptx80"`` → ``"compute_80"``."""
+    return "{}_{}{}".format("compute" if is_ptx(arch) else "sm", *capability_of(arch))
 
 
 def _spell(axis: str, value: object) -> str:

@@ -22,3 +22,7 @@ class CubinError(SageAotError, RuntimeError):
 
 class LaunchError(SageAotError, RuntimeError):
     """The driver refused to load or to launch a kernel."""
+
+
+class PtxWarning(UserWarning):
+    """The kernels for this GPU are PTX, which its driver has to compile: it is newer than this sage_aot."""

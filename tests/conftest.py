@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sage_aot._loader import default_library, import_cupy
-from sage_aot._select import nearest_arch
+from sage_aot import _cuda
+from sage_aot._driver import default_driver
+from sage_aot._loader import default_library
 from sage_aot.errors import SageAotError
 
 
@@ -15,8 +16,7 @@ def no_gpu() -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     try:
-        import_cupy()
-        nearest_arch(torch.cuda.get_device_capability(), default_library().manifest)
+        _cuda.arch_of(default_library(), torch.cuda.current_device())
     except SageAotError as error:
         return str(error)
     return None
@@ -36,4 +36,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_header() -> str:
     reason = no_gpu()
-    return f"gpu tests are deselected: {reason}" if reason else f"gpu tests run on {torch.cuda.get_device_name()}"
+    if reason:
+        return f"gpu tests are deselected: {reason}"
+    return f"gpu tests run on {torch.cuda.get_device_name()}, kernels are launched through {default_driver().name}"

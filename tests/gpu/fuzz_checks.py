@@ -1,14 +1,13 @@
 """One call of the fuzzer and all that is expected of it.
 
 The call is the public one. On a GPU it runs the kernels of any arch whose folder holds cubins for it, into poisoned
-memory, and is held against the emulation, within bounds that only rounding explains (:data:`BOUNDS`), and against
+memory, and is held against the emulation, within bounds that only rounding explains (sage_aot/_compare.py), and against
 float64, within what the quantization of these very inputs can do (:func:`_quantization_error`). On the CPU, where the
 call is the emulation, float64 remains. Every check yields its error in units of its bound, element by element.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Iterator
@@ -23,43 +22,13 @@ from layout import Result, read_back
 
 import sage_aot
 from sage_aot import _cuda, _emulate, _ops, _reference
-from sage_aot._emulate import E4M3_LIMIT, Quantized
+from sage_aot._compare import Measure, against_emulation, close, same
+from sage_aot._emulate import Quantized
 from sage_aot._loader import Library
 from sage_aot._manifest import Manifest
 from sage_aot._plan import LOG2_E, Plan
 from sage_aot._problem import check, heads_first
-from sage_aot._select import built_archs, nearest_arch
-from sage_aot._spec import capability_of
-
-
-@dataclass(frozen=True)
-class Bound:
-    """How far an output may lie from the emulation's, relative to Σ p·|v| / Σ p, after rounding to its dtype.
-
-    Kernel and emulation compute the same exponents bit for bit, those of a smoothed Q too: delta_s and the FMA that
-    adds it round in one order. What differs is ex2.approx (2^-22), the order and the precision of the sums of P and of
-    P·V, and so, where a P lies that close to the middle of two values of its type, which of them it becomes. `tight`
-    covers all but the last, which happens to few rows. `loose` is one such flip of the heaviest key that can flip.
-    """
-
-    tight: float
-    loose: float
-
-
-BOUNDS = {
-    # Sums in f32, which a tensor core cuts off; a flip moves P by 2^-11 to 2^-10.
-    "f32": Bound(2**-13, 2**-9),
-    # FP8 products are added 16 or 32 at a time, aligned to the largest of them and each cut off 13 bits below it: up to
-    # 2^-9 of it a step, some steps a tile. The emulation takes 32 products and cuts their sum. A flip moves P by up to
-    # 2/17, and the heaviest key's P, 448, cannot flip.
-    "two_level_f32": Bound(2**-8, 0.13),
-    # Sums in f16 are rounded besides, by 2^-11 a step.
-    "two_level_f16": Bound(2**-8, 0.13),
-}
-"""Per accumulator of P·V."""
-
-LEAST_FLIPPED, FLIPPED = 2, 1 / 200
-"""Rows of a call that may lie beyond the tight bound. A wrong scale spoils every eighth row, or all."""
+from sage_aot._select import built_archs
 
 INDEPENDENT = {"normal", "outlier", "biased_v", "huge", "wide_v", "tiny"}
 """Kinds whose channels are independent, so that the roundings of Q and K add up as a random walk: six times its
@@ -67,31 +36,6 @@ standard deviation in place of the worst case."""
 
 SMALLEST = 1e-34
 """Values of V below this may count as zeros."""
-
-TINY = 1e-37
-"""Keeps a quotient of zeros finite."""
-
-
-@dataclass(frozen=True)
-class Measure:
-    """One check: errors in units of their bound, each where `got` and `expected` are compared."""
-
-    name: str
-    excess: torch.Tensor  # f32, of any shape; at most 1 where nothing is wrong
-    got: torch.Tensor  # of that shape
-    expected: torch.Tensor
-
-    def without(self, mask: torch.Tensor) -> Measure:
-        """The same check, less the places of a mask."""
-        return dataclasses.replace(self, excess=self.excess.masked_fill(mask, 0.0))
-
-    def describe(self) -> str:
-        """The worst place."""
-        position = torch.unravel_index(self.excess.argmax(), self.excess.shape)
-        place = [int(i) for i in position]
-        return (f"at {place} of {list(self.excess.shape)}: got {self.got[position].item():.9g}, expected "
-                f"{self.expected[position].item():.9g}; {self.excess[position].item():.3g} times the bound, "
-                f"{int((self.excess > 1).sum())} places beyond it")
 
 
 @dataclass(frozen=True)
@@ -139,11 +83,11 @@ class Subject:
             return self._refused(case, tensors, expected_error)
         before = [tensor.clone() for tensor in tensors]
         call = self._call(case, tensors)
-        measures = [_same(f"input {name}", *(t.view(torch.int16) for t in pair))
+        measures = [same(f"input {name}", *(t.view(torch.int16) for t in pair))
                     for name, *pair in zip("qkv", tensors, before)]
         if call.guard is not None:
             edges = torch.cat([call.guard[..., :1], call.guard[..., -2:]], -1)
-            measures.append(_same("memory around out", edges.isnan(), torch.ones_like(edges, dtype=torch.bool)))
+            measures.append(same("memory around out", edges.isnan(), torch.ones_like(edges, dtype=torch.bool)))
         if case.is_empty:
             return "empty", measures + _empty(call)
         views = [heads_first(tensor, case.layout) for tensor in tensors]
@@ -156,7 +100,7 @@ class Subject:
         spoilt = _spoilt(case, q, k, v)
         measures = [_finite(call, spoilt)]
         if call.result is not None:
-            measures += _against_emulation(case, call, plan, quantized)
+            measures += against_emulation(plan, quantized, call.out, call.lse)
             if case.read_quantized:
                 measures += _bits(case, call.result, quantized)
         return measures + _against_float64(case, call, plan, quantized, spoilt, q, k, v)
@@ -190,14 +134,14 @@ class Subject:
 
     def _plan(self, case: Case, tensors: tuple[torch.Tensor, ...]) -> Plan:
         problem = check(*tensors, **{name: value for name, value in case.arguments.items() if name != "return_lse"})
-        return _ops.prepare(self.libraries[case.arch], capability_of(case.arch), problem)
+        return _ops.prepare(self.libraries[case.arch], case.arch, problem)
 
     @contextmanager
     def _kernels(self, case: Case) -> Iterator[None]:
         """The public call runs, or emulates, the kernels of the case's arch."""
         folder = {"SAGE_AOT_KERNELS": str(self.libraries[case.arch].folder), "SAGE_AOT_EMULATE": case.arch}
         with mock.patch.dict(os.environ, folder), \
-                mock.patch.object(_cuda, "capability", lambda device: capability_of(case.arch)):
+                mock.patch.object(_cuda, "arch_of", lambda library, device: case.arch):
             yield
 
     @contextmanager
@@ -247,7 +191,7 @@ def _libraries(device: str, folders: list[Path]) -> dict[str, Library]:
     """Per arch the first folder whose kernels of it run on this device; on the CPU all do."""
     found: dict[str, Library] = {}
     for library in map(Library, folders):
-        for arch in _archs_here(device, library.manifest):
+        for arch in _archs_here(device, library):
             found.setdefault(arch, library)
     if not found:
         raise SystemExit(f"no kernels for this device in {', '.join(map(str, folders))}; `python -m codegen build` "
@@ -255,14 +199,14 @@ def _libraries(device: str, folders: list[Path]) -> dict[str, Library]:
     return found
 
 
-def _archs_here(device: str, manifest: Manifest) -> list[str]:
+def _archs_here(device: str, library: Library) -> list[str]:
     if device == "cpu":
-        return built_archs(manifest)
-    capability = torch.cuda.get_device_capability()
-    if manifest.retarget:
-        return built_archs(manifest) if manifest.retarget == "sm_{}{}".format(*capability) else []
+        return built_archs(library.manifest)
+    if library.manifest.retarget:
+        chip = "sm_{}{}".format(*torch.cuda.get_device_capability())
+        return built_archs(library.manifest) if library.manifest.retarget == chip else []
     try:
-        return [nearest_arch(capability, manifest)]
+        return [_cuda.arch_of(library, torch.cuda.current_device())]
     except sage_aot.UnsupportedError:
         return []
 
@@ -294,21 +238,10 @@ def _worst(measures: list[Measure]) -> dict[str, float]:
     return {m.name: x.item() if x.device.type == "cpu" else next(values) for m, x in zip(measures, largest)}
 
 
-def _same(name: str, got: torch.Tensor, expected: torch.Tensor) -> Measure:
-    equal = (got == expected) | (got.isnan() & expected.isnan())
-    return Measure(name, torch.where(equal, 0.0, math.inf), got, expected)
-
-
-def _close(name: str, got: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> Measure:
-    """Within `bound`; infinities must be equal, and NaN is never close."""
-    excess = torch.where(got == expected, 0.0, (got - expected).abs() / bound)
-    return Measure(name, excess.nan_to_num(nan=math.inf, posinf=math.inf), got, expected)
-
-
 def _empty(call: Call) -> list[Measure]:
-    measures = [_same("output of nothing", call.out, torch.zeros_like(call.out))]
+    measures = [same("output of nothing", call.out, torch.zeros_like(call.out))]
     if call.lse is not None:
-        measures.append(_same("lse of nothing", call.lse, torch.full_like(call.lse, -math.inf)))
+        measures.append(same("lse of nothing", call.lse, torch.full_like(call.lse, -math.inf)))
     return measures
 
 
@@ -345,56 +278,14 @@ def _finite(call: Call, spoilt: Spoilt) -> Measure:
     return Measure("what is not finite", torch.where(got == spoilt.elements, 0.0, math.inf), call.out, spoilt.elements)
 
 
-# The emulation --------------------------------------------------------------------------------------------------------
-
-
-def _against_emulation(case: Case, call: Call, plan: Plan, quantized: Quantized) -> list[Measure]:
-    expected, lse, weight = _emulated(case, plan, quantized)
-    bound = BOUNDS[plan.kernels.attn.spec.pv_accum]
-    got, info = call.out.float(), torch.finfo(call.out.dtype)
-    rounding = info.eps / 2 * expected.abs() + info.smallest_normal * info.eps
-    # What alpha leaves of an earlier tile flushes to zero below f32's normal range, in units of V̂'s largest.
-    flushed = TINY * max(1.0, E4M3_LIMIT * quantized.v_scale.max().item())
-    error = ((got - expected).abs() - rounding).clamp(min=0.0) / (weight + flushed)
-    error = torch.where((got == expected) | got.isnan() & expected.isnan(), 0.0, error)
-    error = error.nan_to_num(nan=math.inf, posinf=math.inf)
-    beyond = (error > bound.tight).any(-1).sum()
-    allowed = torch.full_like(error.flatten()[:1], LEAST_FLIPPED + FLIPPED * error[..., 0].numel())
-    measures = [Measure("output, emulation", error / bound.loose, got, expected),
-                Measure("rows beyond the tight bound", beyond / allowed, beyond[None], allowed),
-                _channel_means(error, bound)]
-    if call.lse is not None:
-        flip = 2.0**-10 if plan.kernels.attn.spec.pv == "f16" else 0.0  # there P is summed as rounded
-        # row_bias, bit for bit the same, may cancel nearly all of the rest; then that rest's last bits stay.
-        rest = 2.0**-22 * quantized.row_bias[:, :, : case.seqlen_q].abs()
-        lse_bound = 1e-4 + flip + 2.0**-20 * lse.abs() + rest
-        measures.append(_close("lse, emulation", call.lse, lse, lse_bound).without(call.lse.isnan() & lse.isnan()))
-    return measures
-
-
-def _channel_means(error: torch.Tensor, bound: Bound) -> Measure:
-    """The mean error of each channel of a head, of whose rows few may have flipped."""
-    mean = error.mean(2)
-    limit = torch.full_like(mean, bound.tight + bound.loose * (LEAST_FLIPPED / error.shape[2] + FLIPPED))
-    return Measure("channel means, emulation", mean / limit, mean, limit)
-
-
-def _emulated(case: Case, plan: Plan, quantized: Quantized) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, log-sum-exp, and Σ p·|v| / Σ p; one run of twice the batch, the second half with |v|."""
-    twice = {f.name: getattr(quantized, f.name) for f in dataclasses.fields(Quantized)}
-    twice = {name: torch.cat([x, x]) if isinstance(x, torch.Tensor) else x for name, x in twice.items()}
-    twice["v"] = torch.cat([quantized.v, quantized.v.abs()])
-    twice["v_mean"] = torch.cat([quantized.v_mean, torch.zeros_like(quantized.v_mean)])
-    out, lse = _emulate.attend(plan.problem, plan.kernels, Quantized(**twice))
-    out = out[:, :, : case.seqlen_q, : case.headdim]
-    return out[: case.batch], lse[: case.batch, :, : case.seqlen_q], out[case.batch:]
+# The quantized tensors -----------------------------------------------------------------------------------------------
 
 
 def _bits(case: Case, result: Result, quantized: Quantized) -> list[Measure]:
     found = read_back(result)
     names = ["q", "k", "v", "q_scale", "k_scale", "v_scale", "k_mean", "v_mean", "k_finite", "v_finite", "row_bias"]
     names += ["q_mean"] if "q_mean" in found else []
-    measures = [_same(f"bits of {name}", found[name], getattr(quantized, name).cpu()) for name in names]
+    measures = [same(f"bits of {name}", found[name], getattr(quantized, name).cpu()) for name in names]
     if "delta_s" in found:
         measures.append(_bits_of_delta_s(case, result.plan, found["delta_s"], quantized.delta_s.cpu()))
     return measures
@@ -406,7 +297,7 @@ def _bits_of_delta_s(case: Case, plan: Plan, got: torch.Tensor, expected: torch.
     last_row = (torch.arange(1, plan.q_tiles + 1) * block_m).clamp(max=case.seqlen_q) - 1
     seen = _seen(case, torch.device("cpu"))[last_row] > 0
     got, expected = (x[..., : case.seqlen_kv] for x in (got, expected))
-    return _same("bits of delta_s", got, expected).without(~seen)
+    return same("bits of delta_s", got, expected).without(~seen)
 
 
 # Attention in float64 -------------------------------------------------------------------------------------------------
@@ -429,11 +320,11 @@ def _against_float64(case: Case, call: Call, plan: Plan, quantized: Quantized, s
     bound = weight * (factor * relative - 1.0) + factor * absolute
     bound = torch.minimum(bound, 2.2 * largest) + floor  # a mean of values is no further from another mean
     bound = torch.where((lse == -math.inf)[..., None], 0.0, bound)
-    close = _close("output, float64", call.out.double(), expected, bound)
-    measures = [close.without(spoilt.elements)]
+    measure = close("output, float64", call.out.double(), expected, bound)
+    measures = [measure.without(spoilt.elements)]
     if call.lse is not None:
-        close = _close("lse, float64", call.lse.double(), lse, moved + 0.01 + 2.0**-20 * lse.abs())
-        measures.append(close.without(spoilt.rows))
+        measure = close("lse, float64", call.lse.double(), lse, moved + 0.01 + 2.0**-20 * lse.abs())
+        measures.append(measure.without(spoilt.rows))
     return measures
 
 

@@ -21,8 +21,8 @@ from sage_aot._loader import Library, default_library
 from sage_aot._manifest import FILE_NAME
 from sage_aot._plan import plan
 from sage_aot._problem import check, heads_first
-from sage_aot._select import nearest_arch, select
-from sage_aot._spec import AXES, KernelSpec, capability_of
+from sage_aot._select import kernels_of
+from sage_aot._spec import AXES, KernelSpec, is_ptx
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,12 +68,11 @@ what that cuts off."""
 
 @functools.lru_cache(maxsize=None)
 def library_of(arch: str) -> Library:
-    """The folder whose kernels of this arch run here."""
+    """The folder whose kernels of this arch run here; PTX runs from the package's own."""
     package = default_library()
-    capability = torch.cuda.get_device_capability()
-    if nearest_arch(capability, package.manifest) == arch:
+    if is_ptx(arch) or _cuda.arch_of(package, torch.cuda.current_device()) == arch:
         return package
-    target = f"sm_{capability[0]}{capability[1]}"
+    target = "sm_{}{}".format(*torch.cuda.get_device_capability())
     folder = ROOT / "build" / f"retarget_{target}"
     if not (folder / FILE_NAME).exists():
         subprocess.run([sys.executable, "-m", "codegen", "build", "--retarget", target], cwd=ROOT, check=True)
@@ -83,7 +82,7 @@ def library_of(arch: str) -> Library:
 def own_specs() -> list[KernelSpec]:
     """The variants that the public call runs here; none where there is no GPU for them."""
     try:
-        arch = nearest_arch(torch.cuda.get_device_capability(), default_library().manifest)
+        arch = _cuda.arch_of(default_library(), torch.cuda.current_device())
     except (RuntimeError, AssertionError):  # UnsupportedError, or torch's own where there is no CUDA
         return []
     return [spec for spec in SPECS if spec.arch == arch]
@@ -97,7 +96,7 @@ def run(spec: KernelSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, 
     problem = check(q, k, v, is_causal=spec.mask == "causal", scale=scale, layout=layout, qk_bits=spec.qk,
                     smooth_q=spec.q == "qsmooth", smooth_k=smooth_k, smooth_v=spec.v == "vsmooth",
                     pv_accum=spec.pv_accum)
-    prepared = plan(problem, select(capability_of(spec.arch), problem, library.manifest))
+    prepared = plan(problem, kernels_of(spec.arch, problem, library.manifest))
     out = torch.empty_like(q) if out is None else out
     lse = torch.empty(problem.batch, problem.num_q_heads, problem.seqlen_q, device=q.device)
     workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=q.device)

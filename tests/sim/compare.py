@@ -34,8 +34,8 @@ from variants import SPECS, run
 
 from sage_aot import _reference
 from sage_aot._problem import check
-from sage_aot._select import select
-from sage_aot._spec import KernelSpec, capability_of
+from sage_aot._select import kernels_of
+from sage_aot._spec import KernelSpec
 
 HERE = Path(__file__).parent
 MANTISSAS = 2**23
@@ -224,7 +224,7 @@ def _simulate(build: Build, spec: KernelSpec, q: torch.Tensor, k: torch.Tensor, 
 
     problem = check(q, k, v, is_causal=spec.mask == "causal", qk_bits=spec.qk, smooth_q=spec.q == "qsmooth",
                     smooth_v=spec.v == "vsmooth", pv_accum=spec.pv_accum)
-    kernels = select(capability_of(spec.arch), problem, Manifest.read(build.folder))
+    kernels = kernels_of(spec.arch, problem, Manifest.read(build.folder))
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
     plan, workspace = Simulator(build, arch=90).attention(problem, kernels, q, k, v, out, lse)
     return Result(out, lse, workspace, plan)

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import pytest
 import simbuild
 from simbuild import Build
-from variants_on_cpu import SPECS, Pool, cases_of
+from variants_on_cpu import SIMULATED, Pool, cases_of
 
 
 @pytest.fixture(scope="session")
 def built(request: pytest.FixtureRequest) -> Build:
-    """The kernels that this session's tests ask for: the variants among their parameters, or all."""
+    """The kernels that this session's tests ask for: the variants among their parameters, or all that are simulated."""
     simbuild.build_engine()  # here, so that the processes find it ready
     items = [item for item in request.session.items if "built" in getattr(item, "fixturenames", ())]
     asked = [_parameters(item).get("spec") for item in items]
-    return simbuild.build_matrix(SPECS if None in asked else asked)
+    return simbuild.build_matrix(SIMULATED if None in asked else asked)
 
 
 @pytest.fixture(scope="session")

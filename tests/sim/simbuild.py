@@ -18,7 +18,16 @@ from hostcc import ENGINE_FLAGS, compiler, kernel_flags
 from ninja import BIN_DIR
 from ninja.ninja_syntax import Writer, escape
 
-from codegen._shared import FILE_NAME, KernelRecord, KernelSpec, Manifest, __version__, capability_of, layout_digest
+from codegen._shared import (
+    FILE_NAME,
+    STRUCT_OF,
+    KernelRecord,
+    KernelSpec,
+    Manifest,
+    __version__,
+    layout_digest,
+    target_of,
+)
 from codegen.files import write_if_changed
 from codegen.matrix import Matrix, read_matrix
 from codegen.project import Project
@@ -86,11 +95,12 @@ def _manifest(matrix: Matrix) -> Manifest:
     """As far as launching goes."""
     records = [KernelRecord(
         spec=kernel.spec, file=f"{kernel.spec.name}.so", sha256="",
-        target="sm_{}{}".format(*capability_of(kernel.spec.arch)), tile=kernel.tile, threads=kernel.threads,
+        target=target_of(kernel.spec.arch), tile=kernel.tile, threads=kernel.threads,
         shared_bytes=kernel.tile.shared_bytes(kernel.spec) if kernel.spec.kind == "attn" else 0, registers=0,
-        spill_bytes=0, opcodes={}, main_loop=None) for kernel in matrix.kernels]
-    return Manifest(__version__, " ".join(compiler()), kernel_flags(), layout_digest(), None,
-                    {record.spec.name: record for record in records})
+        spill_bytes=0, opcodes={}, main_loop=None, params=STRUCT_OF[kernel.spec.kind], compiler=" ".join(compiler()),
+        source_sha256="", elf_abi=None, least_driver=0) for kernel in matrix.kernels]
+    return Manifest(version=__version__, flags=kernel_flags(), structs=layout_digest(), layouts={}, retarget=None,
+                    complete=True, archs=matrix.archs, kernels={record.spec.name: record for record in records})
 
 
 def build(sources: Iterable[Source], folder: Path, headers: Path = PROJECT.include) -> Build:

@@ -18,6 +18,7 @@ from simbuild import Build, build_engine
 from symbols import line_of
 
 from sage_aot import _cuda
+from sage_aot._manifest import read_target
 from sage_aot._plan import Launch, Plan, plan
 from sage_aot._problem import Problem
 from sage_aot._select import Kernels
@@ -73,7 +74,8 @@ class Simulator:
     def launch(self, launch: Launch, device: int, stream: int) -> None:
         """Run one launch to its end; SimulatorError where it is faulty. Device and stream are those of a GPU."""
         record = launch.record
-        arch = self.arch or int(record.target.removeprefix("sm_"))
+        _, (major, minor), _ = read_target(record.target)
+        arch = self.arch or 10 * major + minor
         self.launch_kernel(record.spec.name, launch.params, launch.blocks, record.threads, record.shared_bytes, arch)
 
     def launch_kernel(self, name: str, params: bytes, blocks: int, threads: int, shared_bytes: int = 0,

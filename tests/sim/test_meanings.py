@@ -220,8 +220,8 @@ def real_product(build: Build, name: str, a: np.ndarray, b: np.ndarray, c: np.nd
     return product(build, name, CODES[name](a), CODES[name](b), codes, arch).view(accumulator)
 
 
-REAL = [("f16", 80), ("f16", 86), ("f16", 89), ("f16", 90), ("e4m3_f32", 89), ("e4m3_f32", 90), ("e4m3_f16", 89),
-        ("e4m3_f16", 90)]
+REAL = [("f16", 80), ("f16", 86), ("f16", 89), ("f16", 90), ("f16", 120), ("e4m3_f32", 89), ("e4m3_f32", 90),
+        ("e4m3_f32", 120), ("e4m3_f16", 89), ("e4m3_f16", 90), ("e4m3_f16", 120)]
 """Floating-point products, and the chips that have them."""
 
 
@@ -243,7 +243,8 @@ def sum_of(build: Build, name: str, terms: dict[int, tuple[float, float]], c: fl
     return float(d[0, 0])
 
 
-@pytest.mark.parametrize(("arch", "fraction_bits"), [(80, 24), (86, 24), (89, 24), (90, 25)])
+@pytest.mark.parametrize(("arch", "fraction_bits"), [(80, 24), (86, 24), (87, 24), (89, 24), (90, 25), (100, 25),
+                                                     (120, 25)])
 def test_f16_products_are_cut_off_below_the_largest(probes, arch, fraction_bits):
     def eight_of(size: float) -> float:
         return sum_of(probes, "f16", {k: (2.0**-12, size * 2.0**12) for k in range(8)}, 1.0, arch)
@@ -252,14 +253,15 @@ def test_f16_products_are_cut_off_below_the_largest(probes, arch, fraction_bits)
     assert eight_of(2.0 ** -(fraction_bits + 1)) == 1.0
 
 
-@pytest.mark.parametrize(("arch", "sum_of_the_rest"), [(80, 2.0**-28), (86, 2.0**-28), (89, 2.0**-28), (90, 0.0)])
+@pytest.mark.parametrize(("arch", "sum_of_the_rest"), [(80, 2.0**-28), (86, 2.0**-28), (89, 2.0**-28), (90, 0.0),
+                                                       (120, 0.0)])
 def test_f16_products_are_added_eight_or_sixteen_at_once(probes, arch, sum_of_the_rest):
     """What is small is lost beside what is large, though that cancels; eight further on it meets the sum alone."""
     terms = {0: (1.0, 1.0), 1: (-1.0, 1.0), 8: (2.0**-14, 2.0**-14)}
     assert sum_of(probes, "f16", terms, 0.0, arch) == sum_of_the_rest
 
 
-@pytest.mark.parametrize("arch", [80, 86, 89, 90])
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 120])
 def test_sums_in_f32_are_cut_off_towards_zero(probes, arch):
     for sign in (1.0, -1.0):
         terms = {0: (sign, 1.0), 1: (sign * 2.0**-12, 1.5 * 2.0**-11)}  # 1.5 units of an f32 near one
@@ -277,6 +279,21 @@ def test_e4m3_products_keep_13_bits_on_sm89(probes):
     assert sum_of(probes, "e4m3_f32", {0: (-1.0, 1.0), 1: (-(2.0**-7), 2.0**-7)}, 0.0, 89) == -1.0
 
 
+def test_e4m3_products_keep_all_bits_on_sm120(probes):
+    """All 32 at once, as far below the largest as f16 products."""
+    assert sum_of(probes, "e4m3_f32", {0: (1.0, 1.0), 31: (2.0**-9, 2.0**-9)}, 0.0, 120) == 1.0 + 2.0**-18
+    large = {0: (2.0**4, 2.0**4), 1: (-(2.0**4), 2.0**4)}
+    assert sum_of(probes, "e4m3_f32", {**large, 31: (2.0**-9, 2.0**-9)}, 0.0, 120) == 0.0
+    assert sum_of(probes, "e4m3_f32", {**large, 31: (2.0**-9, 2.0**-8)}, 0.0, 120) == 2.0**-17
+    assert sum_of(probes, "e4m3_f32", {}, 1.0 + 2.0**-23, 120) == 1.0 + 2.0**-23
+
+
+def test_an_unknown_chip_is_like_the_last_before_it(probes):
+    apart = {0: (1.0, 1.0), 1: (-1.0, 1.0), 8: (2.0**-14, 2.0**-14)}
+    assert sum_of(probes, "f16", apart, 0.0, 88) == 2.0**-28  # as on sm_86, not on sm_90
+    assert sum_of(probes, "e4m3_f32", {0: (1.0, 1.0), 31: (2.0**-9, 2.0**-9)}, 0.0, 121) == 1.0 + 2.0**-18
+
+
 def test_e4m3_products_are_those_of_f16_on_sm90(probes):
     """Two of them: the elements 0 and 1 of every four, then 2 and 3; C comes last, and is rounded to nearest."""
     small = (2.0**-9, 2.0**-9)
@@ -289,7 +306,7 @@ def test_e4m3_products_are_those_of_f16_on_sm90(probes):
 
 
 def test_f16_accumulators_round_to_nearest_even(probes):
-    for arch in (89, 90):
+    for arch in (89, 90, 120):
         assert sum_of(probes, "e4m3_f16", {0: (2.0**-5, 2.0**-6)}, 1.0, arch) == 1.0  # tie, down to even
         assert sum_of(probes, "e4m3_f16", {0: (2.0**-5, 2.0**-6)}, 1.0 + 2.0**-10, arch) == 1.0 + 2.0**-9  # tie
         assert sum_of(probes, "e4m3_f16", {0: (448.0, 448.0)}, 0.0, arch) == np.inf

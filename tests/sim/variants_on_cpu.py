@@ -16,16 +16,41 @@ from simbuild import PROJECT, Build
 from simulated import Simulated
 
 from codegen.matrix import read_matrix
-from sage_aot._spec import KernelSpec
+from codegen.render import Renderer
+from sage_aot._spec import KernelSpec, is_ptx
 
 SEEDS = (1, 2)
 """Of the order of threads and blocks."""
 
-KERNELS = {kernel.spec: kernel for kernel in read_matrix(PROJECT.matrix, PROJECT.templates).kernels
-           if kernel.spec.kind == "attn"}
+_MATRIX = read_matrix(PROJECT.matrix, PROJECT.templates)
 
-SPECS = tuple(KERNELS)
-"""Every attention kernel of the matrix."""
+KERNELS = {kernel.spec: kernel for kernel in _MATRIX.kernels if kernel.spec.kind == "attn"}
+
+SPECS = tuple(sorted(KERNELS, key=lambda spec: (list(_MATRIX.archs).index(spec.arch), spec.name)))
+"""Every attention kernel of the matrix, those of an arch that was added last: their place decides about their cases."""
+
+
+def source_of(spec: KernelSpec) -> str:
+    """What is compiled for a kernel, whatever its arch: its source without comments and without its own name."""
+    text = _RENDERER.render(KERNELS[spec]).replace(spec.name, "")
+    return "\n".join(line for line in text.splitlines() if not line.startswith("//"))
+
+
+_RENDERER = Renderer(PROJECT.templates)
+
+
+def _simulated() -> tuple[KernelSpec, ...]:
+    """Of kernels with one source the first. Chips that add no source have their own accumulators all the same: of them
+    those that smooth everything under a causal mask. PTX is for no chip of its own."""
+    found = set({source_of(spec): spec for spec in reversed(SPECS)}.values())
+    archs = {spec.arch for spec in found}
+    found |= {spec for spec in SPECS if spec.arch not in archs and not is_ptx(spec.arch)
+              and (spec.mask, spec.v, spec.q) == ("causal", "vsmooth", "qsmooth")}
+    return tuple(spec for spec in SPECS if spec in found)
+
+
+SIMULATED = _simulated()
+"""The kernels that are simulated: every source, and some of every chip."""
 
 
 EXTREMES = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import sage_aot
 from sage_aot import _emulate, _info, _reference
 from sage_aot._ops import emulated_arch
 from sage_aot._loader import default_library
-from sage_aot._select import built_archs
+from sage_aot._select import Gpu, built_archs
 from sage_aot.errors import UnsupportedError
 
 ARCHS = built_archs(default_library().manifest)
@@ -289,7 +290,7 @@ def test_emulated_arch_is_named_by_the_environment(monkeypatch):
     monkeypatch.setenv("SAGE_AOT_EMULATE", "sm80")
     assert emulated_arch(manifest) == "sm80"
     monkeypatch.setenv("SAGE_AOT_EMULATE", "sm70")
-    with pytest.raises(UnsupportedError, match="SAGE_AOT_EMULATE: expected one of .*sm80, .*, sm90; got 'sm70'"):
+    with pytest.raises(UnsupportedError, match="SAGE_AOT_EMULATE: expected one of .*ptx80, sm80, .*; got 'sm70'"):
         sage_aot.attn(*draw((1, 1, 1, 64), (1, 1, 1, 64)))
 
 
@@ -300,25 +301,55 @@ def test_other_devices_are_refused():
 
 
 def test_info_names_versions_kernels_and_emulation():
-    report = sage_aot.info()
+    report, manifest = sage_aot.info(), default_library().manifest
     assert f"sage_aot {sage_aot.__version__}" in report and f"torch {torch.__version__}" in report
-    assert f"for {', '.join(ARCHS)}, compiled by" in report
+    assert f"kernels: {len(manifest.kernels)}, complete, compiled by {manifest.compiler}, in " in report
+    assert "\n  sm80: compute capability 8.0 and later 8.x, driver from 525, not run on hardware\n" in report
+    assert "\n  sm90: compute capability 9.0, driver from 525, ran on NVIDIA H200\n" in report
     assert "CPU tensors: emulation of the sm89 kernels" in report
+
+
+def test_info_says_that_a_folder_is_narrowed_or_retargeted(monkeypatch):
+    manifest = dataclasses.replace(default_library().manifest, complete=False, retarget="sm_90")
+    monkeypatch.setattr(_info, "default_library", lambda: SimpleNamespace(manifest=manifest, folder="here"))
+    assert f"kernels: {len(manifest.kernels)}, narrowed (some of what can be built was left out), " in sage_aot.info()
+    assert "built for sm_90 in place of their own archs: for tests only" in sage_aot.info()
 
 
 def test_info_of_a_machine_without_a_gpu_names_no_defect(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(_info, "_cupy_version", lambda: "14.2.0 (cupy-cuda12x)")
+    monkeypatch.setattr(_info, "loaders_installed", lambda: ["cupy-cuda12x 14.2.0"])
     report = sage_aot.info()
-    assert "missing:" not in report and "cupy 14.2.0 (cupy-cuda12x)" in report
-    assert "no CUDA device: CPU tensors are emulated; a GPU would need a CUDA build of torch (this one is" in report
+    assert "missing:" not in report and "loaders installed: cupy-cuda12x 14.2.0" in report
+    assert "a GPU would need a CUDA build of torch (this one is for CPUs)\n" in report
+    monkeypatch.setattr(_info, "loaders_installed", list)
+    assert "a GPU would need a CUDA build of torch (this one is for CPUs) and cupy or cuda-bindings" in sage_aot.info()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "a GPU would need a driver for CUDA 13.0, which this torch was built for" in sage_aot.info()
 
 
+def test_info_of_a_gpu(monkeypatch):
+    """Its loader, its driver, the kernels it would run; or what it lacks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(_info, "default_driver", lambda: SimpleNamespace(name="cupy", version="14.2.0", cuda=12080))
+    monkeypatch.setattr(_info._cuda, "gpu_here", lambda device: Gpu((8, 6), 12080, "NVIDIA RTX A5000"))
+    report = sage_aot.info()
+    assert "\nloader: cupy 14.2.0, driver for CUDA 12.8\n" in report
+    assert "\ncuda:0 NVIDIA RTX A5000, compute capability 8.6, driver for CUDA 12.8\n  sage_attn_sm86_" in report
+    monkeypatch.setattr(_info._cuda, "gpu_here", lambda device: Gpu((7, 5), 12080, "NVIDIA T4"))
+    assert "\n  missing: no kernels for this GPU (NVIDIA T4, " in sage_aot.info()
+
+    def without():
+        raise UnsupportedError("nothing loads")
+
+    monkeypatch.setattr(_info, "default_driver", without)
+    assert "\nmissing: nothing loads\n" in sage_aot.info()
+
+
 def test_info_reports_an_arch_that_cannot_be_emulated(monkeypatch):
-    monkeypatch.setenv("SAGE_AOT_EMULATE", "sm100")
+    monkeypatch.setenv("SAGE_AOT_EMULATE", "sm70")
     assert sage_aot.info().splitlines()[-1].startswith("missing: SAGE_AOT_EMULATE: expected one of ")
 
 
@@ -365,7 +396,7 @@ def test_delta_s_takes_heads_in_turns(monkeypatch):
     problem = check(q, k, v, qk_bits=4)
     monkeypatch.setattr(_plan, "DELTA_BYTES", 1)
     prepare.cache_clear()
-    assert prepare(default_library(), (8, 0), problem).heads_at_once == 1
+    assert prepare(default_library(), "sm80", problem).heads_at_once == 1
     prepare.cache_clear()
 
 

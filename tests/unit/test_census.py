@@ -181,13 +181,13 @@ def test_another_form_of_output_is_refused(text):
 def problems(matrix):
     """What is wrong with a kernel that is as it should be but for some changes."""
     kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
-    good = Report("c", 168, 0, 0, {"HMMA.16816.F32": 2, "IMMA.16832.S8.S8": 2}, LOOP)
+    good = Report("c", 168, 0, 0, 7, 525, {"HMMA.16816.F32": 2, "IMMA.16832.S8.S8": 2}, LOOP)
 
     def judge(name: str = "sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw", **changes) -> list[str]:
         spec = {axis: changes.pop(axis) for axis in ("qk", "pv") if axis in changes}
         kernel = kernels[name]
         kernel = dataclasses.replace(kernel, spec=dataclasses.replace(kernel.spec, **spec))
-        return problems_of({kernel: dataclasses.replace(good, **changes)})
+        return problems_of({kernel: dataclasses.replace(good, **changes)}, matrix)
 
     return judge
 
@@ -205,6 +205,8 @@ def test_a_kernel_as_its_row_asks_for_it_has_no_problem(problems):
     ({"main_loop": None}, "expected a loop with the instructions of both products, got"),
     ({"registers": 169}, "expected at most 168 registers a thread, got 169: "),
     ({"spill_bytes": 4}, "expected at most 0 bytes of spilt registers, got 4: "),
+    ({"elf_abi": 8, "first_driver": 570}, "expected a file for drivers from 525 on, got one that 570 is the first to "
+                                          "read: raise least_driver of sm80"),
 ])
 def test_what_a_kernel_lacks_is_one_sentence(problems, changes, message):
     found = problems(**changes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,9 +13,11 @@ import sys
 import pytest
 
 from codegen import nvcc as nvcc_module
-from codegen._shared import ROOT, Manifest, __version__, layout_digest
+from codegen._shared import ROOT, Arch, Manifest, __version__, layout_digest
 from codegen.cli import main
+from codegen.matrix import read_matrix
 from codegen.nvrtc import FLAGS, version
+from codegen.render import Renderer
 
 ONE = ["--arch", "sm80", "--only", "sage_attn_*_d64_*_full_*_qraw"]
 ATTN = "sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw"
@@ -39,10 +42,10 @@ if "--version" in sys.argv:
     print("Cuda compilation tools, release 13.0, V13.0.88")
 else:
     sys.path.insert(0, "%s")
-    from codegen.nvrtc import compile_cubin
+    from codegen.nvrtc import compile_kernel
     target, include, *_, source, _, out = sys.argv[2:]
-    compiled = compile_cubin(Path(source), target.removeprefix("-arch="), Path(include.removeprefix("-I")))
-    Path(out).write_bytes(compiled.cubin)
+    compiled = compile_kernel(Path(source), target.removeprefix("-arch="), Path(include.removeprefix("-I")))
+    Path(out).write_bytes(compiled.code)
     print(f"ptxas info    : Compiling entry function '{Path(source).stem}' for 'sm_80'")
     print("    32 bytes stack frame, 16 bytes spill stores, 8 bytes spill loads")
     print("ptxas info    : Used 128 registers")
@@ -130,7 +133,137 @@ def test_build_makes_a_folder_that_holds_what_its_manifest_says(codegen, project
     stats = manifest.kernels["sage_stats_sm80_d64"]
     assert (stats.threads, stats.shared_bytes, stats.tile) == (256, 0, None)
     assert (stats.opcodes, stats.main_loop) == ({}, None)
+    assert (attn.params, attn.compiler, attn.elf_abi, attn.least_driver) == ("AttnParams", version(), 7, 525)
+    assert (manifest.complete, manifest.archs) == (False, {"sm80": Arch((8, 0), 525, None)})
     assert str(project.root) not in (project.package / "manifest.json").read_text()
+
+
+PTX80 = """  ptx80: {shared_bytes: 101376, least_driver: 575}
+axes:"""
+
+
+@pytest.fixture
+def ptx(project, edit):
+    """The project with PTX of what sm80 has; the name of a kernel."""
+    edit(project.matrix, "axes:", PTX80)
+    edit(project.matrix, "arch: [sm80, sm90], headdim", "arch: [sm80, ptx80, sm90], headdim")
+    edit(project.matrix, "[sm80, sm86], pv: e4m3", "[sm80, ptx80, sm86], pv: e4m3")
+    return ATTN.replace("sm80", "ptx80")
+
+
+def test_ptx_is_an_arch_whose_files_are_text(codegen, project, ptx):
+    assert codegen("build", "--only", ptx)[0] == 0
+    assert _files(project.package) == {"manifest.json", *(f"{name.replace('sm80', 'ptx80')}.ptx" for name in THREE)}
+    record = Manifest.read(project.package).kernels[ptx]
+    assert (record.target, record.is_ptx, record.served) == ("compute_80", True, "8.0 and later")
+    assert (record.registers, record.spill_bytes, record.elf_abi, record.main_loop) == (None, None, None, None)
+    assert record.opcodes == {"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": 1,
+                              "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32": 1}
+    assert (record.least_driver, record.compiler) == (575, version())
+    text = (project.package / record.file).read_text()
+    assert ".target sm_80" in text and f".entry {ptx}(" in text and text.endswith("}\n\n")
+    assert codegen("build", "--only", ptx, "--retarget", "sm_90")[0] == 0  # it is for that chip too, as it is
+    assert (project.build / "retarget_sm_90" / record.file).read_text() == text
+
+
+def test_ptx_is_held_to_its_products_and_its_driver(codegen, project, ptx, edit):
+    edit(project.matrix, "ptx80: {shared_bytes: 101376, least_driver: 575}",
+         "ptx80: {shared_bytes: 101376, least_driver: 525}")
+    err = codegen("build", "--only", ptx)[2]
+    assert "expected a file for drivers from 525 on, got one that 575 is the first to read" in err
+    edit(project.templates / "attn_mma.cu.jinja", "products(x);", "")
+    err = codegen("build", "--only", ptx)[2]
+    assert "expected instructions for qk8, mma.*s32.s8.s8.s32, got tensor-core instructions: none" in err
+    assert not project.package.exists()
+
+
+def test_a_whole_build_says_that_it_is(codegen, project, small):
+    assert codegen("build")[0] == 0
+    manifest = Manifest.read(project.package)
+    assert manifest.complete and THREE < manifest.kernels.keys() and len(manifest.kernels) == 6
+    assert codegen("build", "--arch", "sm80")[0] == 0
+    assert not Manifest.read(project.package).complete
+
+
+def test_an_arch_is_added_by_rows_alone_and_changes_no_others_kernels(codegen, project, small, edit):
+    """Neither a byte of them nor a word of their records, and none is compiled again."""
+    codegen("build")
+    before = Manifest.read(project.package)
+    times = {path.name: path.stat().st_mtime_ns for path in (project.build / "nvrtc" / "own").glob("*.cubin")}
+    edit(project.matrix, "axes:", "  sm103: {shared_bytes: 232448, least_driver: 570}\naxes:")
+    assert codegen("build")[0] == 0
+    after = Manifest.read(project.package)
+    assert {name: record for name, record in after.kernels.items() if record.spec.arch != "sm103"} == before.kernels
+    assert {name: after.archs[name] for name in before.archs} == before.archs
+    assert after.archs["sm103"] == Arch((10, 3), 570, None) and after.complete
+    new = [record for record in after.kernels.values() if record.spec.arch == "sm103"]
+    assert [(record.target, record.elf_abi, record.served) for record in new] == [("sm_103", 8, "10.3 and later 10.x")] * 3
+    assert {path.name: path.stat().st_mtime_ns for path in (project.build / "nvrtc" / "own").glob("*.cubin")
+            if "sm103" not in path.name} == times
+
+
+def test_an_arch_in_the_rows_of_others_changes_none_of_their_sources(tmp_path, edit):
+    """In the matrix of this project, whose rows list several archs; a source quotes its own alone."""
+    def sources(text: str) -> dict[str, str]:
+        path = tmp_path / "build_matrix.yaml"
+        path.write_text(text)
+        renderer = Renderer(ROOT / "templates")
+        return {kernel.spec.name: renderer.render(kernel) for kernel in read_matrix(path, ROOT / "templates").kernels}
+
+    text = (ROOT / "build_matrix.yaml").read_text()
+    before = sources(text)
+    rows = re.sub(r"^(  sm87: .*)$", r"\1\n  sm88: {shared_bytes: 166912, least_driver: 525}", text, flags=re.MULTILINE)
+    after = sources(re.sub(r"\bsm87\b(?=[,\]])", "sm87, sm88", rows))
+    assert {name: source for name, source in after.items() if "sm88" not in name} == before
+    assert {name.replace("sm88", "sm87") for name in after if "sm88" in name} == {n for n in before if "sm87" in n}
+
+
+def test_a_folder_is_compared_with_the_tree_without_compiling(codegen, project, small, edit):
+    status, _, err = codegen("verify")
+    assert (status, "expected the kernels of this source tree in" in err) == (1, True)
+    codegen("build")
+    status, out, _ = codegen("verify")
+    assert (status, out) == (0, f"6 kernels in {project.package} are those of this source tree\n")
+    cubin = project.package / f"{ATTN}.cubin"
+    good = cubin.read_bytes()
+    cubin.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    (project.package / "notes.txt").write_text("")
+    found = codegen("verify")[2].splitlines()
+    assert len(found) == 2
+    assert found[0].startswith("notes.txt: expected what manifest.json names in ")
+    assert found[1].startswith(f"{ATTN}: expected sha256 ")
+    cubin.unlink()
+    assert f"{ATTN}: expected sha256 'no such file', got" in codegen("verify")[2]
+    cubin.write_bytes(good)
+    (project.package / "notes.txt").unlink()
+    assert codegen("verify")[0] == 0
+    edit(project.include / "sage" / "attn.cuh", "x[2] = o[0]", "x[3] = o[0]")
+    assert [line.split(": expected ")[0] for line in codegen("verify")[2].splitlines()] == [ATTN, ATTN.replace("80", "86")]
+    edit(project.include / "sage" / "attn.cuh", "x[3] = o[0]", "x[2] = o[0]")
+    codegen("build", "--arch", "sm80")
+    err = codegen("verify")[2]
+    assert "manifest.json: expected complete True, got False" in err
+    assert "sage_stats_sm86_d64: expected it in" in err
+    codegen("build", "--retarget", "sm_90")
+    err = codegen("verify", str(project.build / "retarget_sm_90"))[2]
+    assert "expected retarget None, got 'sm_90'" in err and "expected target 'sm_80', got 'sm_90'" in err
+
+
+def test_the_source_hash_follows_what_is_compiled(codegen, project, edit):
+    def hashes() -> dict[str, str]:
+        assert codegen("build", *ONE)[0] == 0
+        return {name: record.source_sha256 for name, record in Manifest.read(project.package).kernels.items()}
+
+    before = hashes()
+    assert len(set(before.values())) == len(THREE)
+    edit(project.include / "sage" / "attn.cuh", "x[2] = o[0]", "x[3] = o[0]")
+    after = hashes()
+    assert {name for name in before if before[name] != after[name]} == {ATTN}
+    edit(project.matrix, "stages: 2, min_blocks: 3", "stages: 3, min_blocks: 3")
+    assert hashes()[ATTN] != after[ATTN]
+    edit(project.matrix, "stages: 3, min_blocks: 3", "stages: 2, min_blocks: 3")
+    edit(project.include / "sage" / "attn.cuh", "x[3] = o[0]", "x[2] = o[0]")
+    assert hashes() == before
 
 
 def test_a_second_build_writes_nothing_and_removes_what_left(codegen, project):

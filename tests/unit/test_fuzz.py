@@ -12,6 +12,7 @@ import torch
 from fuzz_cases import EDGES, OPTIONS, Case, draw_case, make_tensors, reductions, shrink
 
 from sage_aot import _emulate
+from sage_aot._compare import against_emulation
 from sage_aot._loader import default_library
 from sage_aot._problem import heads_first
 
@@ -160,8 +161,7 @@ def emulated_as_kernel(subject, case, change):
     quantized = _emulate.quantize(plan.problem, plan.kernels, q, k, v)
     out, lse = _emulate.attend(plan.problem, plan.kernels, change(quantized))
     out, lse = out[:, :, : case.seqlen_q, : case.headdim].to(q.dtype), lse[:, :, : case.seqlen_q]
-    call = fuzz_checks.Call(out, lse, None, None)
-    return max(fuzz_checks._worst(fuzz_checks._against_emulation(case, call, plan, quantized)).values())
+    return max(fuzz_checks._worst(against_emulation(plan, quantized, out, lse)).values())
 
 
 def scaled(name, group, factor):

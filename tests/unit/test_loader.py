@@ -5,27 +5,24 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import sys
-from types import SimpleNamespace
+import threading
 
 import pytest
+from records import manifest_of, record_of
 
-from sage_aot._loader import Library, default_library, import_cupy
-from sage_aot._manifest import FILE_NAME, FORMAT, KernelRecord, MainLoop, Manifest
-from sage_aot._params import layout_digest
-from sage_aot._spec import KernelSpec, Tile
-from sage_aot._version import __version__
-from sage_aot.errors import CubinError, UnsupportedError
+from sage_aot import _loader
+from sage_aot._loader import Library, default_library
+from sage_aot._manifest import FILE_NAME, FORMAT, sealed_text
+from sage_aot._plan import Launch
+from sage_aot._spec import KernelSpec
+from sage_aot.errors import CubinError, LaunchError, UnsupportedError
 
 SPEC = KernelSpec("stats", "sm80", 64)
 CUBIN = b"not really a cubin"
-RECORD = KernelRecord(SPEC, "it.cubin", hashlib.sha256(CUBIN).hexdigest(), "sm_80", None, 256, 0, 40, 0, {}, None)
+RECORD = record_of(SPEC, file="it.cubin", sha256=hashlib.sha256(CUBIN).hexdigest())
 
-ATTENTION = KernelRecord(KernelSpec("attn", "sm80", 64, 8, "f16", "f32", "full", "vraw", "qraw"), "other.cubin", "",
-                         "sm_80", Tile(128, 64, 32, 2, 2), 128, 0, 168, 0,
-                         {"HMMA.16816.F32": 256, "IMMA.16832.S8.S8": 128}, MainLoop(192, 513, 420))
-MANIFEST = Manifest(__version__, "nvrtc", ("-x",), layout_digest(), None,
-                    {record.spec.name: record for record in (RECORD, ATTENTION)})
+ATTENTION = record_of(KernelSpec("attn", "sm80", 64, 8, "f16", "f32", "full", "vraw", "qraw"), file="other.cubin")
+MANIFEST = manifest_of([RECORD, ATTENTION])
 
 
 @pytest.fixture
@@ -52,21 +49,6 @@ def test_a_folder_of_another_build_is_refused(folder, changes, message):
         Library(folder).manifest
 
 
-@pytest.mark.parametrize("position", [0, len(CUBIN) // 2, len(CUBIN) - 1])
-def test_a_flipped_bit_is_refused(folder, position):
-    damaged = bytearray(CUBIN)
-    damaged[position] ^= 1
-    (folder / RECORD.file).write_bytes(damaged)
-    with pytest.raises(CubinError, match=f"the cubin of {SPEC.name} is damaged: .*it.cubin has sha256"):
-        Library(folder).read(RECORD)
-
-
-def test_a_truncated_cubin_is_refused(folder):
-    (folder / RECORD.file).write_bytes(CUBIN[:-1])
-    with pytest.raises(CubinError, match="is damaged"):
-        Library(folder).read(RECORD)
-
-
 def test_a_missing_cubin_is_refused(folder):
     (folder / RECORD.file).unlink()
     with pytest.raises(CubinError, match=f"the cubin of {SPEC.name} is missing: .*codegen build"):
@@ -78,25 +60,16 @@ def test_a_missing_manifest_says_how_to_build(tmp_path):
         Library(tmp_path).manifest
 
 
-@pytest.mark.parametrize("edit", [
-    lambda values: values.update(format=FORMAT + 1),
-    lambda values: values.pop("compiler"),
-    lambda values: values.pop("structs"),
-    lambda values: values.update(surprise=1),
-    lambda values: values["kernels"][0].update(spec="sage_attn_sm80"),
-    lambda values: values["kernels"][0].update(spec="sage_stats_sm80_d64_vraw"),
-    lambda values: values["kernels"][0].pop("sha256"),
-])
-def test_a_manifest_of_another_version_is_refused(folder, edit):
-    values = json.loads((folder / FILE_NAME).read_text())
-    edit(values)
-    (folder / FILE_NAME).write_text(json.dumps(values))
-    with pytest.raises(CubinError, match="is not a manifest of this version of sage_aot"):
+def test_a_manifest_of_another_version_is_refused(folder):
+    values = json.loads(MANIFEST.to_text())
+    (folder / FILE_NAME).write_text(sealed_text({**values, "format": FORMAT + 1}))
+    with pytest.raises(CubinError, match=f"is not a manifest of this version of sage_aot: expected format {FORMAT}"):
         Library(folder).manifest
 
 
-def test_a_manifest_that_is_no_json_is_refused(folder):
-    (folder / FILE_NAME).write_text("{")
+@pytest.mark.parametrize("text", ["{", MANIFEST.to_text().replace('"threads": 128', '"threads": 256')])
+def test_a_manifest_that_is_no_json_or_was_edited_is_refused(folder, text):
+    (folder / FILE_NAME).write_text(text)
     with pytest.raises(CubinError, match="is not a manifest"):
         Library(folder).manifest
 
@@ -107,32 +80,121 @@ def test_the_folder_can_be_named_by_the_environment(folder, monkeypatch):
     assert default_library() is default_library()
 
 
-def test_a_missing_cupy_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'sage-aot\[cuda12\]'"):
-        import_cupy()
+# --- damage: whatever happens to a file, it is refused before the driver sees it --------------------------------------
 
 
-def fake_cupy(monkeypatch, built, driver):
-    runtime = SimpleNamespace(runtimeGetVersion=lambda: built, driverGetVersion=lambda: driver)
-    module = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
-    monkeypatch.setitem(sys.modules, "cupy", module)
-    return module
+def test_any_byte_of_a_cubin_is_refused(folder):
+    for position in range(len(CUBIN)):
+        for bit in range(8):
+            damaged = bytearray(CUBIN)
+            damaged[position] ^= 1 << bit
+            (folder / RECORD.file).write_bytes(damaged)
+            with pytest.raises(CubinError, match="is damaged") as refused:
+                Library(folder).read(RECORD)
+    assert f"the cubin of {SPEC.name} is damaged: {folder / RECORD.file} has sha256" in str(refused.value)
 
 
-@pytest.mark.parametrize(("built", "driver", "advice"), [
-    (13000, 12090, r"the driver is for CUDA 12.9; update the driver, or uninstall this cupy and .*sage-aot\[cuda12\]"),
-    (12090, 11080, "the driver is for CUDA 11.8; update the driver, at least to 525$"),
-    (13000, 11080, "the driver is for CUDA 11.8; update the driver, at least to 525$"),
-    (12090, 0, "there is no driver; install or update the NVIDIA driver$"),
-])
-def test_a_cupy_for_a_newer_cuda_than_the_drivers_says_what_to_install(monkeypatch, built, driver, advice):
-    fake_cupy(monkeypatch, built, driver)
-    with pytest.raises(UnsupportedError, match=rf"built for CUDA {built // 1000}\.{built % 1000 // 10}, but {advice}"):
-        import_cupy()
+@pytest.mark.parametrize("length", [0, 1, len(CUBIN) - 1, len(CUBIN) + 1])
+def test_a_cubin_of_another_length_is_refused(folder, length):
+    (folder / RECORD.file).write_bytes((CUBIN + b"\0")[:length])
+    with pytest.raises(CubinError, match="is damaged"):
+        Library(folder).read(RECORD)
 
 
-@pytest.mark.parametrize("driver", [12020, 12090, 13000])
-def test_a_cupy_for_the_drivers_cuda_or_an_older_one_is_taken(monkeypatch, driver):
-    module = fake_cupy(monkeypatch, 12090, driver)
-    assert import_cupy() is module
+def test_files_of_two_versions_are_refused(folder):
+    """Another version's kernel under this one's manifest, and the other way round."""
+    newer = dataclasses.replace(MANIFEST, version="9.9.9")
+    other = dataclasses.replace(RECORD, sha256=hashlib.sha256(b"another kernel").hexdigest())
+    (folder / RECORD.file).write_bytes(b"another kernel")
+    with pytest.raises(CubinError, match=f"the cubin of {SPEC.name} is damaged"):
+        Library(folder).load(RECORD, 0)
+    (folder / FILE_NAME).write_text(newer.to_text())
+    with pytest.raises(CubinError, match="holds kernels of another sage_aot: .*'9.9.9'"):
+        Library(folder).manifest
+    (folder / RECORD.file).write_bytes(CUBIN)
+    mixed = dataclasses.replace(MANIFEST, kernels={**MANIFEST.kernels, SPEC.name: other})
+    (folder / FILE_NAME).write_text(mixed.to_text())
+    library = Library(folder)
+    with pytest.raises(CubinError, match="is damaged"):
+        library.load(library.manifest.kernels[SPEC.name], 0)
+
+
+# --- loading and launching --------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """Loads anything, unless it is told to fail; knows what it was told."""
+
+    name, version, cuda = "fake", "1", 12000
+
+    def __init__(self):
+        self.loaded, self.launched, self.failing = [], [], ""
+
+    def load(self, *arguments):
+        if self.failing == "load":
+            raise OSError("CUDA_ERROR_INVALID_IMAGE: bad image")
+        self.loaded.append(arguments)
+
+        def launch(*launched):
+            if self.failing == "launch":
+                raise OSError("CUDA_ERROR_LAUNCH_FAILED: bad launch")
+            self.launched.append((arguments[0], *launched))
+
+        return launch
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch):
+    fake = Driver()
+    monkeypatch.setattr(_loader, "default_driver", lambda: fake)
+    return fake
+
+
+def test_a_kernel_is_loaded_once_a_device_and_launched_there(folder, driver):
+    library = Library(folder)
+    library.launch(Launch(RECORD, 7, b"params"), 0, 0xABC)
+    library.launch(Launch(RECORD, 8, b"others"), 0, 0)
+    library.launch(Launch(RECORD, 9, b"params"), 1, 5)
+    library.launch(Launch(RECORD, 9, b"params"), 1, 6)
+    assert driver.loaded == [(device, CUBIN, SPEC.name, RECORD.threads, RECORD.shared_bytes) for device in (0, 1)]
+    assert driver.launched == [(0, 7, 0xABC, b"params"), (0, 8, 0, b"others"), (1, 9, 5, b"params"),
+                               (1, 9, 6, b"params")]
+
+
+def test_threads_load_a_kernel_once(folder, driver):
+    library = Library(folder)
+    meet = threading.Barrier(8)
+
+    def work():
+        meet.wait()
+        library.launch(Launch(RECORD, 1, b""), 0, 0)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(driver.loaded) == 1 and len(driver.launched) == 8
+
+
+def test_what_the_driver_refuses_names_the_kernel(folder, driver):
+    library = Library(folder)
+    driver.failing = "load"
+    with pytest.raises(LaunchError, match=rf"does not load {SPEC.name} \(built for sm_80\) on device 3: "
+                                          "CUDA_ERROR_INVALID_IMAGE"):
+        library.launch(Launch(RECORD, 1, b""), 3, 0)
+    driver.failing = ""
+    library.launch(Launch(RECORD, 1, b""), 3, 0)  # a failure is not kept
+    driver.failing = "launch"
+    with pytest.raises(LaunchError, match=f"does not launch {SPEC.name} on device 3: CUDA_ERROR_LAUNCH_FAILED"):
+        library.launch(Launch(RECORD, 1, b""), 3, 0)
+
+
+def test_a_driver_below_a_kernels_floor_is_refused_before_it_sees_the_file(folder, driver):
+    library, demanding = Library(folder), dataclasses.replace(RECORD, least_driver=570, file="not there.cubin")
+    with pytest.raises(UnsupportedError, match=rf"the driver of device 0 is too old for {SPEC.name}: it needs a driver "
+                                               r"from 570 on \(CUDA 12.8\), this one is for CUDA 12.0; update it"):
+        library.load(demanding, 0)
+    driver.cuda = 12080
+    with pytest.raises(CubinError, match="is missing"):
+        library.load(demanding, 0)

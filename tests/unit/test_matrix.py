@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from codegen._shared import KINDS, ROOT, KernelSpec
+from codegen._shared import KINDS, ROOT, Arch, KernelSpec
 from codegen.errors import MatrixError, UsageError
 from codegen.matrix import read_matrix
 from codegen.selection import Selection
@@ -20,19 +20,28 @@ D64_SIZES = "block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 3}"
 # Replaced text, its replacement, the text that the line of the complaint holds, the complaint.
 BAD = {
     "unknown key": ("exclude:", "colour: 1\nexclude:", "colour",
-                    "expected a key of the matrix (axes, families, tiles, exclude), got 'colour'"),
-    "missing key": ("families:", "colour:", "axes:", "expected the key 'families' in the matrix, got none"),
+                    "expected a key of the matrix (archs, axes, families, tiles, exclude), got 'colour'"),
+    "missing key": ("families:", "colour:", "archs:", "expected the key 'families' in the matrix, got none"),
     "key twice": ("  headdim: [64, 128]", "  v: [vraw]\n  headdim: [64, 128]", "  v: [vraw, vsmooth]",
                   "expected the key 'v' once in 'axes', got it twice"),
     "unknown axis": ("  qk: [8, 4]", "  bits: [8, 4]", "  bits:",
-                     "expected a key of 'axes' (arch, headdim, qk, pv, pv_accum, mask, v, q), got 'bits'"),
-    "missing axis": ("  qk: [8, 4]\n", "", "  arch:", "expected the key 'qk' in 'axes', got none"),
+                     "expected a key of 'axes' (headdim, qk, pv, pv_accum, mask, v, q), got 'bits'"),
+    "missing axis": ("  qk: [8, 4]\n", "", "  headdim:", "expected the key 'qk' in 'axes', got none"),
     "unknown value": ("headdim: [64, 128]", "headdim: [64, 96]", "headdim: [64, 96]",
                       "expected a value of the axis 'headdim' (64, 128), got 96"),
     "float value": ("headdim: [64, 128]", "headdim: [64.0, 128]", "headdim: [64.0",
                     "expected a value of the axis 'headdim' (64, 128), got 64.0"),
-    "bad arch": ("arch: [sm80, sm86, sm89, sm90]", "arch: [sm80, sm86, sm89, sm90, hopper]", "hopper",
+    "bad arch": ("axes:", "  hopper: {shared_bytes: 1, least_driver: 1}\naxes:", "hopper",
                  "expected an arch such as 'sm89', got 'hopper'"),
+    "arch twice": ("axes:", "  sm80: {shared_bytes: 1, least_driver: 1}\naxes:", "sm80: {shared_bytes: 1,",
+                   "expected the key 'sm80' once in 'archs', got it twice"),
+    "arch's key": ("run_on: NVIDIA", "ran_on: NVIDIA", "ran_on",
+                   "expected a key of the arch 'sm90' (shared_bytes, least_driver, run_on), got 'ran_on'"),
+    "arch's driver": ("sm86: {shared_bytes: 101376, least_driver: 525}", "sm86: {shared_bytes: 101376}", "sm86:",
+                      "expected the key 'least_driver' in the arch 'sm86', got none"),
+    "arch's memory": ("sm86: {shared_bytes: 101376", "sm86: {shared_bytes: 99 KB", "99 KB",
+                      "expected shared_bytes as a positive number, got '99 KB'"),
+    "arch's GPU": ("run_on: NVIDIA H200", "run_on: ' '", "run_on", "expected 'run_on' as a sentence, got ' '"),
     "value twice": ("headdim: [64, 128]", "headdim: [64, 128, 64]", "headdim: [64",
                     "expected each value once, got 64 twice"),
     "no values": ("headdim: [64, 128]", "headdim: []", "headdim: []", "expected one value or more, got an empty list"),
@@ -235,12 +244,12 @@ def test_kernels_that_share_a_quantizer_agree_on_its_layout(project, edit, old, 
             "share sage_quant_sm80_d64_qk8_pvf16") in error.value.problems
 
 
-def test_shared_memory_is_not_judged_where_the_limit_is_unknown(project, edit):
+def test_shared_memory_is_judged_by_the_archs_own_limit(project, edit):
     edit(project.matrix, "stages: 2, min_blocks: 1", "stages: 3, min_blocks: 1")
-    text = project.matrix.read_text()
-    project.matrix.write_text(text.replace("sm86", "sm87"))  # 163 KB
-    assert read_matrix(project.matrix, project.templates).kernels
-    project.matrix.write_text(text.replace("sm86", "sm88").replace("stages: 3,", "stages: 9,"))
+    edit(project.matrix, "sm86: {shared_bytes: 101376", "sm86: {shared_bytes: 107647")
+    with pytest.raises(MatrixError, match="expected at most the 107647 bytes"):
+        read_matrix(project.matrix, project.templates)
+    edit(project.matrix, "shared_bytes: 107647", "shared_bytes: 107648")
     assert read_matrix(project.matrix, project.templates).kernels
 
 
@@ -268,7 +277,12 @@ def test_what_a_kernel_takes_from_its_row(project, edit):
     twin = kernels["sage_attn_sm89_d128_qk8_pve4m3_acc2f16_full_vraw_qraw"]
     assert (twin.row, twin.tile, twin.spec.companion("quant")) == (attn.row, attn.tile, quant.spec)
     assert kernels["sage_attn_sm90_d128_qk8_pvf16_accf32_full_vraw_qraw"].row == (
-        "{family: attn_mma, arch: [sm80, sm90], headdim: 128, pv: f16}")
+        "{family: attn_mma, arch: sm90, headdim: 128, pv: f16}")
+
+
+def test_what_is_known_of_archs(matrix):
+    assert matrix.archs["sm86"] == Arch((8, 6), 525, None)
+    assert matrix.archs["sm90"] == Arch((9, 0), 525, "NVIDIA H200")
 
 
 def test_the_matrix_of_this_project_is_right():

@@ -30,10 +30,10 @@ def build(project, kernels, capfd):
 
     def run(**how) -> tuple[set[str], str]:
         compilation = Compilation(project, **how)
-        before = {kernel: _time(compilation.cubin(kernel)) for kernel in kernels}
+        before = {kernel: _time(compilation.compiled(kernel)) for kernel in kernels}
         capfd.readouterr()
         compile_all(kernels, compilation, jobs=2)
-        rebuilt = {kernel.spec.kind for kernel in kernels if _time(compilation.cubin(kernel)) != before[kernel]}
+        rebuilt = {kernel.spec.kind for kernel in kernels if _time(compilation.compiled(kernel)) != before[kernel]}
         return rebuilt, capfd.readouterr().err
 
     return run
@@ -62,9 +62,9 @@ def test_only_what_changed_is_rebuilt(project, build):
 def test_a_lost_cubin_or_report_is_rebuilt(project, kernels, build):
     build()
     compilation = Compilation(project)
-    compilation.cubin(kernels[0]).with_suffix(".json").unlink()
+    compilation.compiled(kernels[0]).with_suffix(".json").unlink()
     assert build()[0] == {"attn"}
-    compilation.cubin(kernels[-1]).unlink()
+    compilation.compiled(kernels[-1]).unlink()
     assert build()[0] == {"stats"}
 
 
@@ -110,7 +110,7 @@ def test_another_target_has_its_own_cubins(project, kernels, build):
     assert build(retarget="sm_90")[0] == ALL
     own, foreign = Compilation(project), Compilation(project, retarget="sm_90")
     assert (own.target(kernels[0]), foreign.target(kernels[0])) == ("sm_80", "sm_90")
-    assert own.cubin(kernels[0]).read_bytes() != foreign.cubin(kernels[0]).read_bytes()
+    assert own.compiled(kernels[0]).read_bytes() != foreign.compiled(kernels[0]).read_bytes()
     assert "no work to do" in build()[1]
 
 

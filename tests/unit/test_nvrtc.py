@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from codegen import nvcc, nvrtc
+from codegen import compiler, nvcc, nvrtc
 from codegen._shared import ROOT
-from codegen.compiler import Report
+from codegen.compiler import Compiled, Report
 from codegen.errors import BuildError
 
 # 64 values live across a barrier do not fit the 32 registers that two blocks of 1024 threads leave.
@@ -70,7 +70,9 @@ def test_the_report_counts_registers_and_spills(compile):
     done, cubin = compile(SPILLS)
     assert done.returncode == 0, done.stderr
     report = json.loads(cubin.with_suffix(".json").read_text())
-    assert report.keys() == {"compiler", "registers", "spill_bytes", "stack_bytes", "opcodes", "main_loop"}
+    assert report.keys() == {"compiler", "registers", "spill_bytes", "stack_bytes", "elf_abi", "first_driver", "opcodes",
+                             "main_loop"}
+    assert (report["elf_abi"], report["first_driver"]) == (7, 525)
     assert report["compiler"] == nvrtc.version()
     assert report["registers"] == 32
     assert report["spill_bytes"] >= 2 * report["stack_bytes"] > 0  # stores and loads
@@ -107,7 +109,7 @@ def test_another_nvrtc_is_refused_with_advice(monkeypatch):
         nvrtc.version()
 
 
-def test_the_log_of_ptxas_is_summed_over_functions():
+def test_the_log_of_ptxas_is_summed_over_functions(monkeypatch):
     log = """ptxas info    : Compiling entry function 'k' for 'sm_80'
 ptxas info    : Function properties for k
     264 bytes stack frame, 304 bytes spill stores, 300 bytes spill loads
@@ -115,7 +117,8 @@ ptxas info    : Function properties for callee
     16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
 ptxas info    : Used 32 registers, used 1 barriers, 264 bytes cumulative stack size, 360 bytes cmem[0]
 """
-    found = Report.of("c", "k", log, ())
+    monkeypatch.setattr(compiler, "disassemble", lambda code: ())
+    found = Report.of("c", "k", Compiled(b"\x7fELF\x02\x01\x01\x33\x07", log))
     assert (found.registers, found.spill_bytes, found.stack_bytes) == (32, 616, 264)
 
 

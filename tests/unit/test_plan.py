@@ -7,8 +7,8 @@ import math
 import struct
 
 import pytest
+from records import record_of
 
-from sage_aot._manifest import KernelRecord
 from sage_aot._params import FIELDS, offsets
 from sage_aot._plan import ALIGNMENT, DELTA_BYTES, MAX_CHUNKS, TensorArgument, chunk_rows_of, launches, plan
 from sage_aot._problem import Problem
@@ -29,8 +29,7 @@ def kernels(pv_accum: str = "two_level_f32", problem: Problem = PROBLEM) -> Kern
     attn = KernelSpec("attn", "sm89", 128, problem.qk_bits, pv, pv_accum, "full",
                       "vsmooth" if problem.smooth_v else "vraw", "qsmooth" if problem.smooth_q else "qraw")
     stats, quant, delta, attention = (
-        KernelRecord(attn.companion(kind), "", "", "", TILE, threads, 0, 0, 0, {}, None)
-        for kind, threads in (("stats", 256), ("quant", 256), ("delta", 256), ("attn", 128)))
+        record_of(attn.companion(kind), tile=TILE) for kind in ("stats", "quant", "delta", "attn"))
     return Kernels(stats, quant, delta if problem.smooth_q else None, attention)
 
 

@@ -6,11 +6,11 @@ import dataclasses
 from itertools import product
 
 import pytest
+from records import manifest_of, record_of
 
-from sage_aot._manifest import KernelRecord, Manifest
 from sage_aot._problem import Problem
-from sage_aot._select import built_archs, nearest_arch, select
-from sage_aot._spec import KernelSpec, Tile
+from sage_aot._select import Gpu, built_archs, candidates, choose_arch, kernels_of, nearest_arch, select
+from sage_aot._spec import KernelSpec
 from sage_aot.errors import CubinError, UnsupportedError
 
 F16 = [("f16", "f32")]
@@ -21,49 +21,155 @@ PROBLEM = Problem(batch=1, num_q_heads=2, num_kv_heads=2, seqlen_q=64, seqlen_kv
                   smooth_v=False, pv_accum="auto")
 
 
-def record(spec: KernelSpec) -> KernelRecord:
-    return KernelRecord(spec, f"{spec.name}.cubin", "", "sm_80", Tile(128, 64, 32, 2, 2), 128, 0, 0, 0, {}, None)
-
-
-def manifest(archs=PV, without=()) -> Manifest:
+def manifest(archs=PV, without=(), targets=None):
+    """Kernels of these archs, which PTX too may be; `targets` are other than theirs."""
     attn = [KernelSpec("attn", arch, headdim, bits, *pv, mask, v, q)
             for arch, headdim, bits, mask, v, q in product(archs, (64, 128), (8, 4), ("full", "causal"),
                                                            ("vraw", "vsmooth"), ("qraw", "qsmooth"))
             if arch != "sm90" or bits == 8
-            for pv in PV[arch]]
+            for pv in (archs[arch] if isinstance(archs, dict) else PV.get(arch, F16))]
     specs = {spec for a in attn for spec in (a, *a.companions)}
-    return Manifest("0", "", (), "", None, {spec.name: record(spec) for spec in specs if spec.name not in without})
+    return manifest_of(record_of(spec, **{"target": targets[spec.arch]} if spec.arch in (targets or {}) else {})
+                       for spec in specs if spec.name not in without)
 
 
 @pytest.mark.parametrize(("capability", "arch"), [
     ((8, 0), "sm80"), ((8, 6), "sm86"), ((8, 7), "sm86"), ((8, 9), "sm89"), ((9, 0), "sm90"),
 ])
 def test_arch_is_exact_or_the_nearest_lower_minor(capability, arch):
-    assert nearest_arch(capability, manifest()) == arch
+    assert nearest_arch(Gpu(capability), manifest()) == arch
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (10, 0), (12, 0)])
-def test_other_majors_are_refused_by_name(capability):
-    message = rf"compute capability {capability[0]}\.{capability[1]}; kernels are built for sm80, sm86, sm89, sm90"
+@pytest.mark.parametrize(("capability", "remedy"), [
+    ((7, 5), "On GPUs before 8.0 call torch"), ((10, 0), "Look for a newer sage-aot"), ((12, 0), "Look for")])
+def test_other_majors_are_refused_by_name(capability, remedy):
+    message = (rf"no kernels for this GPU \(Some GPU, compute capability {capability[0]}\.{capability[1]}, driver for "
+               rf"CUDA 12\.9\)\. There are sm80: machine code for compute capability 8\.0 and later 8\.x; sm86: .*{remedy}")
     with pytest.raises(UnsupportedError, match=message):
-        nearest_arch(capability, manifest())
+        nearest_arch(Gpu(capability, 12090, "Some GPU"), manifest())
 
 
 def test_a_lower_gpu_than_any_built_is_refused():
-    with pytest.raises(UnsupportedError, match="built for sm86"):
-        nearest_arch((8, 0), manifest(archs=["sm86"]))
+    with pytest.raises(UnsupportedError, match="sm86: machine code for compute capability 8.6 and later 8.x"):
+        nearest_arch(Gpu((8, 0)), manifest(archs=["sm86"]))
+
+
+# --- PTX, suffixes, drivers -------------------------------------------------------------------------------------------
+
+
+PTX = {**PV, "ptx80": F16}
+
+
+@pytest.mark.parametrize(("capability", "arch"), [
+    ((8, 0), "sm80"), ((8, 7), "sm86"), ((9, 0), "sm90"), ((10, 0), "ptx80"), ((12, 1), "ptx80"), ((13, 0), "ptx80")])
+def test_ptx_is_for_gpus_without_machine_code(capability, arch):
+    assert nearest_arch(Gpu(capability), manifest(PTX)) == arch
+    assert select(Gpu(capability), PROBLEM, manifest(PTX)).attn.spec.arch == arch
+
+
+def test_ptx_is_for_a_gpu_that_a_narrowed_build_left_out():
+    assert nearest_arch(Gpu((8, 0)), manifest(["ptx80", "sm90"])) == "ptx80"
+    with pytest.raises(UnsupportedError, match="ptx80: PTX for compute capability 8.0 and later"):
+        nearest_arch(Gpu((7, 5)), manifest(["ptx80"]))
+
+
+def test_of_several_ptx_the_newest_that_a_gpu_takes():
+    several = manifest({**PTX, "ptx90": F16})
+    assert nearest_arch(Gpu((10, 0)), several) == "ptx90"
+    assert choose_arch(Gpu((10, 0)), several).reasons["ptx80"] == "ptx90 is nearer"
+
+
+def of_one_chip(archs=PV):
+    """sm90 as it is built: for compute capability 9.0 alone."""
+    return manifest(archs, targets={"sm90": "sm_90a"})
+
+
+def test_code_for_one_chip_is_for_no_other():
+    assert nearest_arch(Gpu((9, 0)), of_one_chip()) == "sm90"
+    with pytest.raises(UnsupportedError, match=r"compute capability 9\.1\).* sm90: machine code for compute capability "
+                                               r"9\.0\."):
+        nearest_arch(Gpu((9, 1)), of_one_chip())
+    assert nearest_arch(Gpu((9, 1)), of_one_chip(PTX)) == "ptx80"
+    assert nearest_arch(Gpu((9, 1)), manifest()) == "sm90"
+
+
+@pytest.mark.parametrize(("cuda", "arch"), [(None, "sm80"), (12000, "sm80"), (12090, "sm80"), (13000, "sm80")])
+def test_a_driver_at_its_floor_is_enough(cuda, arch):
+    assert nearest_arch(Gpu((8, 0), cuda), manifest(PTX)) == arch
+
+
+def test_a_driver_below_the_floor_is_refused_before_anything_is_loaded():
+    message = (r"no kernels for this GPU \(compute capability 12\.0, driver for CUDA 12\.8\)\. .*ptx80: it needs a "
+               r"driver from 575 on \(CUDA 12\.9\), this one is for CUDA 12\.8; .*\. Update the driver, at least to 575$")
+    with pytest.raises(UnsupportedError, match=message):
+        nearest_arch(Gpu((12, 0), 12080), manifest(PTX))
+    assert nearest_arch(Gpu((12, 0), 12090), manifest(PTX)) == "ptx80"
+    with pytest.raises(UnsupportedError, match="sm80: it needs a driver from 525 on .*Update the driver, .* to 525"):
+        nearest_arch(Gpu((8, 9), 11080), manifest(PTX))
+
+
+# --- candidates -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 7), (8, 9), (9, 0), (12, 0), (7, 5)])
+@pytest.mark.parametrize("changes", [{}, {"qk_bits": 4, "smooth_q": True}, {"pv_accum": "two_level_f16"},
+                                     {"is_causal": True, "headdim": 33}], ids=str)
+def test_candidates_are_every_kernel_and_the_one_taken_is_that_of_the_call(capability, changes):
+    gpu, problem, built = Gpu(capability), dataclasses.replace(PROBLEM, **changes), manifest(PTX)
+    found = candidates(choose_arch(gpu, built), problem, built)
+    attention = [record for record in built.kernels.values() if record.spec.kind == "attn"]
+    assert sorted(c.record.spec.name for c in found) == sorted(record.spec.name for record in attention)
+    assert all(candidate.reason for candidate in found)
+    taken = [candidate.record for candidate in found if candidate.taken]
+    try:
+        assert taken == [select(gpu, problem, built).attn] == [found[0].record]
+    except UnsupportedError:
+        assert taken == []
+
+
+def reasons(gpu, problem, built):
+    return {c.record.spec.name: c.reason for c in candidates(choose_arch(gpu, built), problem, built)}
+
+
+def test_reasons_are_those_of_the_choice():
+    found = reasons(Gpu((8, 9), 12080), PROBLEM, manifest({**PTX, "sm120": PV["sm89"]}))
+    name = "sage_attn_{}_d128_qk8_{}_{}_vraw_qraw".format
+    assert found[name("sm89", "pve4m3_acc2f32", "full")] == "sm89 is this GPU's own"
+    assert found[name("sm89", "pve4m3_acc2f16", "full")] == (
+        "for pv_accum='two_level_f16', on request: 'auto' takes pv_accum='two_level_f32'")
+    assert found[name("sm89", "pve4m3_acc2f32", "causal")] == "for is_causal=True"
+    other = found["sage_attn_sm89_d64_qk4_pve4m3_acc2f32_full_vsmooth_qraw"]
+    assert other == "for headdim=64, qk_bits=4, smooth_v=True"
+    assert found[name("sm86", "pvf16_accf32", "full")] == "sm89 is nearer"
+    assert found[name("sm120", "pve4m3_acc2f32", "full")] == "machine code for compute capability 12.0 and later 12.x"
+    assert found[name("ptx80", "pvf16_accf32", "full")] == (
+        "it needs a driver from 575 on (CUDA 12.9), this one is for CUDA 12.8")
+    assert reasons(Gpu((8, 9)), PROBLEM, manifest(PTX))[name("ptx80", "pvf16_accf32", "full")] == (
+        "sm89 is machine code for this GPU")
+    assert reasons(Gpu((8, 7)), PROBLEM, manifest())[name("sm86", "pvf16_accf32", "full")] == (
+        "sm86 is the nearest that this GPU runs")
+    assert reasons(Gpu((12, 0)), PROBLEM, manifest(PTX))[name("ptx80", "pvf16_accf32", "full")] == (
+        "no machine code is for this GPU, and the driver compiles PTX for it")
+
+
+def test_kernels_of_an_arch_need_no_gpu_of_it():
+    chosen = kernels_of("sm86", PROBLEM, manifest(PTX))
+    assert chosen.attn.spec.arch == chosen.quant.spec.arch == chosen.stats.spec.arch == "sm86"
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
 
 
 def test_archs_are_ordered_by_capability():
     several = {**manifest().kernels}
     spec = KernelSpec("attn", "sm120", 64, 8, "e4m3", "two_level_f32", "full", "vraw", "qraw")
-    several[spec.name] = record(spec)
+    several[spec.name] = record_of(spec)
     assert built_archs(dataclasses.replace(manifest(), kernels=several))[-1] == "sm120"
 
 
 @pytest.mark.parametrize(("headdim", "kernel"), [(1, 64), (64, 64), (65, 128), (96, 128), (128, 128)])
 def test_head_dim_is_the_least_that_holds_the_problem(headdim, kernel):
-    chosen = select((8, 9), dataclasses.replace(PROBLEM, headdim=headdim), manifest())
+    chosen = select(Gpu((8, 9)), dataclasses.replace(PROBLEM, headdim=headdim), manifest())
     assert chosen.attn.spec == KernelSpec("attn", "sm89", kernel, 8, "e4m3", "two_level_f32", "full", "vraw", "qraw")
     assert chosen.quant.spec == chosen.attn.spec.companion("quant")
     assert chosen.stats.spec == chosen.attn.spec.companion("stats")
@@ -79,7 +185,7 @@ def test_head_dim_is_the_least_that_holds_the_problem(headdim, kernel):
 ])
 def test_axes_are_those_of_the_problem(changes, axes):
     plain = KernelSpec("attn", "sm80", 128, 8, "f16", "f32", "full", "vraw", "qraw")
-    chosen = select((8, 0), dataclasses.replace(PROBLEM, **changes), manifest())
+    chosen = select(Gpu((8, 0)), dataclasses.replace(PROBLEM, **changes), manifest())
     assert chosen.attn.spec == dataclasses.replace(plain, **axes)
     assert chosen.quant.spec.qk == chosen.attn.spec.qk
 
@@ -89,15 +195,15 @@ def test_axes_are_those_of_the_problem(changes, axes):
     ((8, 0), "f32", "f32"), ((8, 9), "two_level_f32", "two_level_f32"), ((8, 9), "two_level_f16", "two_level_f16"),
 ])
 def test_the_accumulator_is_the_one_asked_for_or_the_archs_first(capability, asked, accumulator):
-    chosen = select(capability, dataclasses.replace(PROBLEM, pv_accum=asked), manifest())
+    chosen = select(Gpu(capability), dataclasses.replace(PROBLEM, pv_accum=asked), manifest())
     assert chosen.attn.spec.pv_accum == accumulator
     assert chosen.quant.spec == chosen.attn.spec.companion("quant")
 
 
 def test_the_order_of_the_manifest_does_not_choose_the_accumulator():
     backwards = dict(reversed(manifest().kernels.items()))
-    chosen = select((8, 9), PROBLEM, dataclasses.replace(manifest(), kernels=backwards))
-    assert chosen.attn.spec == select((8, 9), PROBLEM, manifest()).attn.spec
+    chosen = select(Gpu((8, 9)), PROBLEM, dataclasses.replace(manifest(), kernels=backwards))
+    assert chosen.attn.spec == select(Gpu((8, 9)), PROBLEM, manifest()).attn.spec
 
 
 @pytest.mark.parametrize(("capability", "arch", "asked", "instead"), [
@@ -107,13 +213,13 @@ def test_the_order_of_the_manifest_does_not_choose_the_accumulator():
 def test_accumulators_that_an_arch_lacks_are_refused(capability, arch, asked, instead):
     message = f"no kernel for {arch}, head dim 128, .*pv_accum='{asked}'; use pv_accum='{instead}'\\. This folder holds"
     with pytest.raises(UnsupportedError, match=message):
-        select(capability, dataclasses.replace(PROBLEM, pv_accum=asked), manifest())
+        select(Gpu(capability), dataclasses.replace(PROBLEM, pv_accum=asked), manifest())
 
 
 def test_the_delta_kernel_is_chosen_only_where_q_is_smoothed():
-    assert select((8, 0), PROBLEM, manifest()).delta is None
-    assert select((8, 0), PROBLEM, manifest(without=["sage_delta_sm80_d128"])).delta is None
-    smoothed = select((8, 0), dataclasses.replace(PROBLEM, smooth_q=True), manifest())
+    assert select(Gpu((8, 0)), PROBLEM, manifest()).delta is None
+    assert select(Gpu((8, 0)), PROBLEM, manifest(without=["sage_delta_sm80_d128"])).delta is None
+    smoothed = select(Gpu((8, 0)), dataclasses.replace(PROBLEM, smooth_q=True), manifest())
     assert smoothed.delta.spec.name == "sage_delta_sm80_d128"
 
 
@@ -121,7 +227,7 @@ def test_the_delta_kernel_is_chosen_only_where_q_is_smoothed():
 def test_bits_that_an_arch_lacks_are_refused_in_the_words_of_the_call(changes):
     message = "no kernel for sm90, head dim 128, qk_bits=4, is_causal=.*; use qk_bits=8\\. This folder holds what was"
     with pytest.raises(UnsupportedError, match=message):
-        select((9, 0), dataclasses.replace(PROBLEM, qk_bits=4, **changes), manifest())
+        select(Gpu((9, 0)), dataclasses.replace(PROBLEM, qk_bits=4, **changes), manifest())
 
 
 @pytest.mark.parametrize(("left", "changes"), [("d64", {"headdim": 65}), ("causal", {}), ("d64", {"qk_bits": 4})])
@@ -129,11 +235,11 @@ def test_a_narrowed_build_says_so(left, changes):
     """No other head dim or mask is proposed: that would be another problem."""
     kernels = {name: record for name, record in manifest().kernels.items() if f"_{left}_" in name}
     with pytest.raises(UnsupportedError, match="nor with any other options. This folder holds what was built"):
-        select((8, 9), dataclasses.replace(PROBLEM, **changes), dataclasses.replace(manifest(), kernels=kernels))
+        select(Gpu((8, 9)), dataclasses.replace(PROBLEM, **changes), dataclasses.replace(manifest(), kernels=kernels))
 
 
 @pytest.mark.parametrize("kind", ["quant", "stats", "delta"])
 def test_a_missing_companion_is_an_incomplete_folder(kind):
     name = KernelSpec("attn", "sm90", 128, 8, "f16", "f32", "full", "vraw", "qsmooth").companion(kind).name
     with pytest.raises(CubinError, match=f"but not {name}"):
-        select((9, 0), dataclasses.replace(PROBLEM, smooth_q=True), manifest(without=[name]))
+        select(Gpu((9, 0)), dataclasses.replace(PROBLEM, smooth_q=True), manifest(without=[name]))

@@ -7,14 +7,14 @@ import itertools
 
 import pytest
 
-from sage_aot._spec import AXES, KIND_AXES, KINDS, SHARED_LIMIT, KernelSpec, Tile, capability_of
+from sage_aot._spec import AXES, KIND_AXES, KINDS, KernelSpec, Tile, capability_of, is_ptx, target_of
 
 ATTN = KernelSpec("attn", "sm89", 128, 8, "e4m3", "two_level_f32", "causal", "vraw", "qraw")
 TILE = Tile(block_m=128, block_n=64, warp_m=32, stages=2, min_blocks=2)
 
 
 def every_spec():
-    values = {**AXES, "arch": ("sm80", "sm90", "sm120")}
+    values = {**AXES, "arch": ("sm80", "sm90", "sm120", "ptx80")}
     for kind in KINDS:
         for combination in itertools.product(*(values[axis] for axis in KIND_AXES[kind])):
             yield KernelSpec(kind, **dict(zip(KIND_AXES[kind], combination)))
@@ -82,13 +82,11 @@ def test_the_delta_kernel_comes_only_where_q_is_smoothed():
     assert smoothed.companions[:2] == ATTN.companions
 
 
-def test_shared_memory_limits_are_those_of_capabilities():
-    assert SHARED_LIMIT[8, 0] == 163 * 1024 and SHARED_LIMIT[8, 9] == 99 * 1024 and SHARED_LIMIT[9, 0] == 227 * 1024
-
-
-@pytest.mark.parametrize(("arch", "capability"), [("sm80", (8, 0)), ("sm89", (8, 9)), ("sm120", (12, 0))])
-def test_capability(arch, capability):
-    assert capability_of(arch) == capability
+@pytest.mark.parametrize(("arch", "capability", "target"), [
+    ("sm80", (8, 0), "sm_80"), ("sm89", (8, 9), "sm_89"), ("sm120", (12, 0), "sm_120"), ("ptx80", (8, 0), "compute_80"),
+])
+def test_what_an_arch_is(arch, capability, target):
+    assert (capability_of(arch), target_of(arch), is_ptx(arch)) == (capability, target, arch == "ptx80")
 
 
 @pytest.mark.parametrize(("changes", "reason"), [

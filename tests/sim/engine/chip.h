@@ -17,7 +17,7 @@ struct Step {
 };
 
 struct Chip {
-  u32 arch;  // 89: sm_89
+  u32 arch;  // 89: sm_89; later ones that are not here are like the last before them
   Step f16;
   Step e4m3;
   bool e4m3_as_f16;  // no FP8 in mma.sync: the compiler makes f16 products of it
@@ -29,6 +29,8 @@ constexpr Chip kChips[] = {
     {86, {8, 24, 23}, {}, false, {}},
     {89, {8, 24, 23}, {16, 13, 13}, false, {}},
     {90, {16, 25, 23}, {}, true, {32, 13, 13}},
+    {100, {16, 25, 23}, {}, true, {}},
+    {120, {16, 25, 23}, {32, 25, 23}, false, {}},
 };
 
 // The chip of the launch that runs.

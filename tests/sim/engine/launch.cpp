@@ -1,6 +1,7 @@
 // The engine's interface to Python (simulator.py): buffers, launches, reports.
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <vector>
 
@@ -39,12 +40,12 @@ void sim_add_buffer(const char* name, void* base, sim::u64 bytes, const sim::u8*
 
 void sim_set_exp2(const sim::u32* up, const sim::u32* down) { sim::set_exp2(up, down); }
 
-// Runs blocks in an order that the seed determines until one ends early. Whether the arch is known.
+// Runs blocks in an order that the seed determines until one ends early. False for an arch before all known ones.
 bool sim_launch(const sim::Launch* launch) {
-  const auto chip = std::find_if(std::begin(sim::kChips), std::end(sim::kChips),
-                                 [&](const sim::Chip& chip) { return chip.arch == launch->arch; });
-  if (chip == std::end(sim::kChips)) return false;
-  sim::running_chip = *chip;
+  const auto later = std::find_if(std::begin(sim::kChips), std::end(sim::kChips),
+                                  [&](const sim::Chip& chip) { return chip.arch > launch->arch; });
+  if (later == std::begin(sim::kChips)) return false;
+  sim::running_chip = *std::prev(later);
   sim::Block block(*launch, sim::memory, sim::reports);
   for (const sim::u32 index : sim::shuffled(launch->blocks, launch->seed)) {
     if (!block.run(index)) break;

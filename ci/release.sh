@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# What must hold before anything is uploaded: the tag is that of this commit and of its version, and dist/ has the sdist
+# and every platform's wheel, whole, right in every file and all with the same payload.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+tag=$1
+version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' sage_aot/_version.py)
+if [ "$tag" != "v$version" ]; then
+  echo "expected the tag v$version, as sage_aot/_version.py has it, got $tag" >&2
+  exit 1
+fi
+if [ "$(git rev-parse "$tag^{commit}")" != "$(git rev-parse HEAD)" ] || [ -n "$(git status --porcelain --untracked-files=no)" ]; then
+  echo "expected the commit that $tag names, unchanged, got $(git describe --always --dirty)" >&2
+  exit 1
+fi
+python ci/wheels.py release dist "$tag"

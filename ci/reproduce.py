@@ -1,0 +1,83 @@
+"""Builds the wheel twice and compares the bytes: from the kernels of this tree, and from its sdist, elsewhere, anew.
+
+    python ci/reproduce.py dist [--archs sm90,ptx80]
+
+leaves the wheel and the sdist in dist/. The kernels of this tree must be built (python -m codegen build). Elsewhere all
+are compiled again, or those of some archs, to save time: then just their bytes are new, and the second wheel is packed
+there from the kernels of this tree. This Python's environment must have the extra `codegen`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from wheels import Wheel, WheelError, check
+
+ROOT = Path(__file__).resolve().parent.parent
+_HOOK = "import sys; from codegen import backend; getattr(backend, sys.argv[1])(sys.argv[2])"
+
+
+def make(what: str, tree: Path, out: Path, **environment: str) -> Path:
+    """Call a hook of the build backend in a source tree; the file that it makes."""
+    out.mkdir(parents=True, exist_ok=True)
+    before = set(out.iterdir())
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SAGE_AOT", "PYTHONPATH"))}
+    subprocess.run([sys.executable, "-c", _HOOK, what, str(out.resolve())], cwd=tree, check=True,
+                   env={**inherited, **environment})
+    made = set(out.iterdir()) - before
+    if len(made) != 1:
+        raise WheelError(f"expected one new file in {out}, got {sorted(path.name for path in made)}: empty the folder")
+    return made.pop()
+
+
+def rebuilt(sdist: Path, wheel: Path, archs: str | None, folder: Path) -> int:
+    """Compile the kernels of an sdist, all or those of some archs, and pack them; how many were the same as a wheel's.
+    WheelError where one differs, or the wheel that is packed from them."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    tree = folder / sdist.name.removesuffix(".tar.gz")
+    anew = make("build_wheel", tree, folder / "anew", **({"SAGE_AOT_ARCHS": archs} if archs else {}))
+    check([anew], narrowed=bool(archs))
+    expected, found = Wheel(wheel).kernels(), Wheel(anew).kernels()
+    differing = [name for name, data in found.items() if expected[name] != data]
+    if differing:
+        raise WheelError(f"expected the bytes of {wheel}, got others compiled anew: {', '.join(differing)}")
+    if archs:
+        shutil.rmtree(tree / "sage_aot" / "kernels")
+        shutil.copytree(ROOT / "sage_aot" / "kernels", tree / "sage_aot" / "kernels")
+        anew = make("build_wheel", tree, folder / "packed", SAGE_AOT_PREBUILT="1")
+    check([wheel, anew])
+    if wheel.read_bytes() != anew.read_bytes():
+        raise WheelError(f"expected {wheel} and the wheel of {sdist} to be equal: their files are, their zips are not")
+    return len(found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Build the wheel twice, in two folders, and compare the bytes.")
+    parser.add_argument("out", type=Path, help="a folder for the wheel and the sdist; what is in it is removed")
+    parser.add_argument("--archs", metavar="sm90,ptx80", help="compile only kernels for these again")
+    args = parser.parse_args()
+    for old in (*args.out.glob("sage_aot-*.whl"), *args.out.glob("sage_aot-*.tar.gz")):
+        old.unlink()
+    try:
+        wheel = make("build_wheel", ROOT, args.out, SAGE_AOT_PREBUILT="1")
+        sdist = make("build_sdist", ROOT, args.out)
+        with tempfile.TemporaryDirectory() as folder:
+            count = rebuilt(sdist, wheel, args.archs, Path(folder))
+    except (WheelError, subprocess.CalledProcessError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{wheel}: byte for byte the wheel of {sdist}, of which {count} kernels were compiled anew in another folder; "
+          f"payload sha256 {Wheel(wheel).digest()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

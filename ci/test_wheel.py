@@ -1,0 +1,82 @@
+"""Installs a wheel into a fresh environment and runs there what needs no source tree, with the tree out of reach.
+
+    python ci/test_wheel.py dist/X.whl                      torch and pytest as ci/constraints.txt has them
+    python ci/test_wheel.py dist/X.whl torch==2.4.1         another torch
+    python ci/test_wheel.py dist/X.whl --borrow             this environment's torch and pytest, which takes seconds
+
+The PATH holds this Python and no compiler; what compiles on a CPU, torch's inductor, is left out. `--gpu` runs the tests
+of a GPU as well, `--tests` just some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def python_of(folder: Path) -> Path:
+    return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def environment(wheel: Path, requirements: list[str], borrow: bool, folder: Path) -> Path:
+    """Make a virtual environment with the wheel and what its tests need; its Python."""
+    venv.create(folder, with_pip=True)
+    python = python_of(folder)
+    pip = [str(python), "-m", "pip", "install", "-q"]
+    if borrow:  # a .pth file: what this environment's own .pth files name, editable installs, stays out of reach
+        subprocess.run([*pip, "--no-deps", str(wheel)], check=True)
+        site = subprocess.run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True,
+                              capture_output=True, text=True).stdout.strip()
+        Path(site, "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    else:
+        limits = [] if requirements else ["-c", str(ROOT / "ci" / "constraints.txt")]
+        subprocess.run([*pip, *limits, str(wheel), "pytest>=8", *requirements], check=True)
+    return python
+
+
+def run(python: Path, folder: Path, gpu: bool, tests: list[str]) -> None:
+    """Run the package's own check, and its tests, from a folder that holds nothing but them."""
+    for name in ("tests", "ci"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)  # pytest's settings
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("SAGE_AOT", "PYTHONPATH"))}
+    variables["PATH"] = str(python.parent)
+    where = "import sage_aot, sys; sys.exit(0 if sage_aot.__file__.startswith(sys.prefix) else sage_aot.__file__)"
+    call = "import sage_aot, torch; q = torch.randn(1, 2, 100, 64); print(sage_aot.attn(q, q, q, is_causal=True).shape)"
+    for command in (["-c", where], ["-c", call], ["-m", "sage_aot", "info"],
+                    ["-m", "sage_aot", "verify", *([] if gpu else ["--files"])],
+                    ["-m", "pytest", "-q", "-k", "not inductor", *tests, *(["tests/gpu"] if gpu else [])]):
+        subprocess.run([str(python), *command], cwd=folder, env=variables, check=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Test a wheel in a fresh environment, out of reach of the source tree.")
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("requirements", nargs="*", metavar="torch==2.4.1")
+    parser.add_argument("--borrow", action="store_true", help="use the packages of this environment")
+    parser.add_argument("--tests", nargs="+", default=["tests/unit"], metavar="FILE")
+    parser.add_argument("--gpu", action="store_true", help="run the tests that need a GPU too")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            python = environment(args.wheel.resolve(), args.requirements, args.borrow, Path(folder, "env"))
+            Path(folder, "away").mkdir()
+            run(python, Path(folder, "away"), args.gpu, args.tests)
+        except subprocess.CalledProcessError as error:
+            print(f"{args.wheel}: {' '.join(map(str, error.cmd))} exited with {error.returncode}", file=sys.stderr)
+            return 1
+    print(f"{args.wheel}: passed away from the source tree")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

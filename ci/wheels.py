@@ -1,0 +1,190 @@
+"""What the scripts of this folder know about wheels: reading them, checking them, writing one with another tag.
+
+    python ci/wheels.py check dist/*.whl [--narrowed]      every file, the manifest, the size; equal payloads
+    python ci/wheels.py retag dist/X.whl PLATFORM FOLDER   the same wheel for another platform
+    python ci/wheels.py release dist v0.1.0                a folder for upload: a wheel per platform and the sdist
+
+The standard library alone, and nothing of the package: what checks a wheel shares no code with what made it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import json
+import re
+import sys
+import zipfile
+from pathlib import Path
+
+MOST_BYTES = 20_000_000  # of a wheel
+PLATFORMS = ("manylinux_2_17_x86_64", "manylinux_2_17_aarch64", "win_amd64")
+"""Where torch has CUDA. A wheel for any of them holds the same files."""
+
+_NAME = re.compile(r"(sage_aot-[0-9][\w.]*)-py3-none-(\w+)\.whl")
+_KERNELS = "sage_aot/kernels/"
+
+
+class WheelError(Exception):
+    """What is wrong with a wheel, a sentence a line."""
+
+
+class Wheel:
+    """One wheel, read whole."""
+
+    def __init__(self, path: Path) -> None:
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            raise WheelError(f"{path}: expected a wheel sage_aot-VERSION-py3-none-PLATFORM.whl")
+        self.path, self.project, self.platform = path, match[1], match[2]
+        with zipfile.ZipFile(path) as archive:
+            self.entries = archive.infolist()
+            self.files = {entry.filename: archive.read(entry) for entry in self.entries}
+
+    @property
+    def info(self) -> str:
+        """The folder of the metadata."""
+        return f"{self.project}.dist-info/"
+
+    def payload(self) -> dict[str, str]:
+        """The sha256 of every file but those that name the platform."""
+        return {name: hashlib.sha256(data).hexdigest() for name, data in sorted(self.files.items())
+                if name not in (f"{self.info}WHEEL", f"{self.info}RECORD")}
+
+    def digest(self) -> str:
+        """Of the payload."""
+        return hashlib.sha256(json.dumps(self.payload()).encode()).hexdigest()
+
+    def kernels(self) -> dict[str, bytes]:
+        """The cubins and PTX."""
+        return {name.removeprefix(_KERNELS): data for name, data in self.files.items()
+                if name.startswith(_KERNELS) and not name.endswith("manifest.json")}
+
+    def manifest(self) -> dict:
+        return json.loads(self.files[f"{_KERNELS}manifest.json"])
+
+    def problems(self, narrowed: bool) -> list[str]:
+        """Everything that is wrong, as sentences; `narrowed`: it may lack kernels."""
+        return [f"{self.path.name}: {problem}" for problem in (
+            *self._metadata_problems(), *self._record_problems(), *self._kernel_problems(narrowed))]
+
+    def _metadata_problems(self) -> list[str]:
+        size, lines = self.path.stat().st_size, self.files[f"{self.info}WHEEL"].decode().splitlines()
+        problems = [] if size < MOST_BYTES else [f"expected less than {MOST_BYTES} bytes, got {size}"]
+        if self.platform not in PLATFORMS:
+            problems.append(f"expected a platform of {', '.join(PLATFORMS)}, got {self.platform}")
+        for line in ("Root-Is-Purelib: false", f"Tag: py3-none-{self.platform}"):
+            if line not in lines:
+                problems.append(f"expected {line!r} in WHEEL, got {lines}")
+        return problems
+
+    def _record_problems(self) -> list[str]:
+        """RECORD names every file with its hash, itself without one."""
+        expected, found = _record(self.files, self.info), self.files[f"{self.info}RECORD"].decode()
+        return [f"expected RECORD to name {name!r} as it is" for name in sorted(
+            set(expected.splitlines()) ^ set(found.splitlines()))]
+
+    def _kernel_problems(self, narrowed: bool) -> list[str]:
+        manifest = self.manifest()
+        hashes = {record["file"]: record["sha256"] for record in manifest["kernels"]}
+        found = {name: hashlib.sha256(data).hexdigest() for name, data in self.kernels().items()}
+        problems = [f"{name}: expected the file with sha256 {hashes.get(name)}, got {found.get(name)}"
+                    for name in sorted(hashes.keys() | found.keys()) if hashes.get(name) != found.get(name)]
+        if not any(record["spec"].startswith("sage_attn_") for record in manifest["kernels"]):
+            problems.append("expected attention kernels, got none")
+        if manifest["retarget"] is not None:
+            problems.append(f"expected kernels for their own chips, got all for {manifest['retarget']}")
+        if not manifest["complete"] and not narrowed:
+            problems.append(f"expected every kernel of the matrix, got those of {', '.join(manifest['archs'])} alone")
+        return problems
+
+
+def check(paths: list[Path], narrowed: bool = False) -> None:
+    """WheelError unless every wheel is right and all hold the same files."""
+    wheels = [Wheel(path) for path in paths]
+    problems = [problem for wheel in wheels for problem in wheel.problems(narrowed)]
+    first, *others = wheels
+    for other in others:
+        differing = sorted(name for name, _ in first.payload().items() ^ other.payload().items())
+        problems += [f"{name}: expected the same in {first.path.name} and {other.path.name}"
+                     for name in dict.fromkeys(differing)]
+    if problems:
+        raise WheelError("\n".join(problems))
+
+
+def release(folder: Path, tag: str) -> None:
+    """WheelError unless a folder holds what a tag promises and nothing else, all of it right."""
+    project = f"sage_aot-{tag.removeprefix('v')}"
+    expected = {f"{project}.tar.gz", *(f"{project}-py3-none-{platform}.whl" for platform in PLATFORMS)}
+    found = {path.name for path in folder.iterdir()}
+    if found != expected or not tag.startswith("v"):
+        raise WheelError(f"expected {', '.join(sorted(expected))} in {folder} for the tag {tag}, got "
+                         f"{', '.join(sorted(found)) or 'nothing'}")
+    check(sorted(folder.glob("*.whl")))
+
+
+def retag(path: Path, platform: str, folder: Path) -> Path:
+    """Write a wheel as one for another platform, in one step; the same input gives the same bytes."""
+    wheel = Wheel(path)
+    if platform not in PLATFORMS:
+        raise WheelError(f"expected a platform of {', '.join(PLATFORMS)}, got {platform}")
+    name = f"{wheel.info}WHEEL"
+    lines = wheel.files[name].decode().splitlines()
+    lines = [line for line in lines if not line.startswith("Tag: ")] + [f"Tag: py3-none-{platform}"]
+    files = {**wheel.files, name: ("\n".join(lines) + "\n").encode()}
+    files[f"{wheel.info}RECORD"] = _record(files, wheel.info, list(wheel.files)).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / f"{wheel.project}-py3-none-{platform}.whl"
+    partial = out.with_suffix(".tmp")
+    with zipfile.ZipFile(partial, "w") as archive:
+        for entry in wheel.entries:  # with its time and mode
+            archive.writestr(entry, files[entry.filename], zipfile.ZIP_DEFLATED)
+    partial.replace(out)
+    return out
+
+
+def _record(files: dict[str, bytes], info: str, order: list[str] | None = None) -> str:
+    """RECORD for these files. Source: "Recording installed projects", packaging.python.org."""
+    rows = []
+    for name in order or files:
+        digest = base64.urlsafe_b64encode(hashlib.sha256(files[name]).digest()).decode().rstrip("=")
+        rows.append(f"{name},," if name == f"{info}RECORD" else f"{name},sha256={digest},{len(files[name])}")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Check wheels of sage_aot, or write one with another tag.")
+    commands = parser.add_subparsers(required=True, dest="command")
+    checking = commands.add_parser("check")
+    checking.add_argument("wheels", nargs="+", type=Path)
+    checking.add_argument("--narrowed", action="store_true", help="they may lack kernels of the matrix")
+    retagging = commands.add_parser("retag")
+    retagging.add_argument("wheel", type=Path)
+    retagging.add_argument("platform", choices=(*PLATFORMS, "same"), help="'same': its own, as a check and a copy")
+    retagging.add_argument("folder", type=Path)
+    releasing = commands.add_parser("release")
+    releasing.add_argument("folder", type=Path)
+    releasing.add_argument("tag", metavar="v0.1.0")
+    args = parser.parse_args()
+    try:
+        if args.command == "check":
+            check(args.wheels, args.narrowed)
+            for wheel in map(Wheel, args.wheels):
+                print(f"{wheel.path.name}: {wheel.path.stat().st_size} bytes, {len(wheel.manifest()['kernels'])} "
+                      f"kernels for {', '.join(wheel.manifest()['archs'])}; payload sha256 {wheel.digest()}")
+        elif args.command == "release":
+            release(args.folder, args.tag)
+            print(f"{args.folder}: ready for {args.tag}")
+        else:
+            check([args.wheel], narrowed=True)
+            platform = Wheel(args.wheel).platform if args.platform == "same" else args.platform
+            print(retag(args.wheel, platform, args.folder))
+    except (WheelError, OSError, KeyError, zipfile.BadZipFile) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""A kernel's output against the emulation's, within bounds that only rounding explains.
+
+The one rule by which the fuzzer and ``sage-aot verify`` judge. A check yields its error in units of its bound, element
+by element.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+
+from sage_aot import _emulate
+from sage_aot._emulate import E4M3_LIMIT, Quantized
+from sage_aot._plan import Plan
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far an output may lie from the emulation's, relative to Σ p·|v| / Σ p, after rounding to its dtype.
+
+    Kernel and emulation compute the same exponents bit for bit, those of a smoothed Q too: delta_s and the FMA that
+    adds it round in one order. What differs is ex2.approx (2^-22), the order and the precision of the sums of P and of
+    P·V, and so, where a P lies that close to the middle of two values of its type, which of them it becomes. `tight`
+    covers all but the last, which happens to few rows. `loose` is one such flip of the heaviest key that can flip.
+    """
+
+    tight: float
+    loose: float
+
+
+BOUNDS = {
+    # Sums in f32, which a tensor core cuts off; a flip moves P by 2^-11 to 2^-10.
+    "f32": Bound(2**-13, 2**-9),
+    # FP8 products are added 16 or 32 at a time, aligned to the largest of them and each cut off 13 bits below it: up to
+    # 2^-9 of it a step, some steps a tile. The emulation takes 32 products and cuts their sum. A flip moves P by up to
+    # 2/17, and the heaviest key's P, 448, cannot flip.
+    "two_level_f32": Bound(2**-8, 0.13),
+    # Sums in f16 are rounded besides, by 2^-11 a step.
+    "two_level_f16": Bound(2**-8, 0.13),
+}
+"""Per accumulator of P·V."""
+
+LEAST_FLIPPED, FLIPPED = 2, 1 / 200
+"""Rows of a call that may lie beyond the tight bound. A wrong scale spoils every eighth row, or all."""
+
+TINY = 1e-37
+"""Keeps a quotient of zeros finite."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One check: errors in units of their bound, each where `got` and `expected` are compared."""
+
+    name: str
+    excess: torch.Tensor  # f32, of any shape; at most 1 where nothing is wrong
+    got: torch.Tensor  # of that shape
+    expected: torch.Tensor
+
+    def without(self, mask: torch.Tensor) -> Measure:
+        """The same check, less the places of a mask."""
+        return dataclasses.replace(self, excess=self.excess.masked_fill(mask, 0.0))
+
+    def describe(self) -> str:
+        """The worst place."""
+        position = torch.unravel_index(self.excess.argmax(), self.excess.shape)
+        place = [int(i) for i in position]
+        return (f"at {place} of {list(self.excess.shape)}: got {self.got[position].item():.9g}, expected "
+                f"{self.expected[position].item():.9g}; {self.excess[position].item():.3g} times the bound, "
+                f"{int((self.excess > 1).sum())} places beyond it")
+
+
+def same(name: str, got: torch.Tensor, expected: torch.Tensor) -> Measure:
+    equal = (got == expected) | (got.isnan() & expected.isnan())
+    return Measure(name, torch.where(equal, 0.0, math.inf), got, expected)
+
+
+def close(name: str, got: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> Measure:
+    """Within `bound`; infinities must be equal, and NaN is never close."""
+    excess = torch.where(got == expected, 0.0, (got - expected).abs() / bound)
+    return Measure(name, excess.nan_to_num(nan=math.inf, posinf=math.inf), got, expected)
+
+
+def against_emulation(plan: Plan, quantized: Quantized, out: torch.Tensor, lse: torch.Tensor | None) -> list[Measure]:
+    """How far a kernel's output, [batch, heads, seq, headdim], and log-sum-exp are from those of the emulation, given
+    what the emulation quantized: every error in units of its bound."""
+    expected, expected_lse, weight = _emulated(plan, quantized)
+    bound = BOUNDS[plan.kernels.attn.spec.pv_accum]
+    got, info = out.float(), torch.finfo(out.dtype)
+    rounding = info.eps / 2 * expected.abs() + info.smallest_normal * info.eps
+    # What alpha leaves of an earlier tile flushes to zero below f32's normal range, in units of V̂'s largest.
+    flushed = TINY * max(1.0, E4M3_LIMIT * quantized.v_scale.max().item())
+    error = ((got - expected).abs() - rounding).clamp(min=0.0) / (weight + flushed)
+    error = torch.where((got == expected) | got.isnan() & expected.isnan(), 0.0, error)
+    error = error.nan_to_num(nan=math.inf, posinf=math.inf)
+    beyond = (error > bound.tight).any(-1).sum()
+    allowed = torch.full_like(error.flatten()[:1], LEAST_FLIPPED + FLIPPED * error[..., 0].numel())
+    measures = [Measure("output, emulation", error / bound.loose, got, expected),
+                Measure("rows beyond the tight bound", beyond / allowed, beyond[None], allowed),
+                _channel_means(error, bound)]
+    if lse is not None:
+        flip = 2.0**-10 if plan.kernels.attn.spec.pv == "f16" else 0.0  # there P is summed as rounded
+        # row_bias, bit for bit the same, may cancel nearly all of the rest; then that rest's last bits stay.
+        rest = 2.0**-22 * quantized.row_bias[:, :, : plan.problem.seqlen_q].abs()
+        lse_bound = 1e-4 + flip + 2.0**-20 * expected_lse.abs() + rest
+        both_nan = lse.isnan() & expected_lse.isnan()
+        measures.append(close("lse, emulation", lse, expected_lse, lse_bound).without(both_nan))
+    return measures
+
+
+def _channel_means(error: torch.Tensor, bound: Bound) -> Measure:
+    """The mean error of each channel of a head, of whose rows few may have flipped."""
+    mean = error.mean(2)
+    limit = torch.full_like(mean, bound.tight + bound.loose * (LEAST_FLIPPED / error.shape[2] + FLIPPED))
+    return Measure("channel means, emulation", mean / limit, mean, limit)
+
+
+def _emulated(plan: Plan, quantized: Quantized) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, log-sum-exp, and Σ p·|v| / Σ p; one run of twice the batch, the second half with |v|."""
+    twice = {f.name: getattr(quantized, f.name) for f in dataclasses.fields(Quantized)}
+    twice = {name: torch.cat([x, x]) if isinstance(x, torch.Tensor) else x for name, x in twice.items()}
+    twice["v"] = torch.cat([quantized.v, quantized.v.abs()])
+    twice["v_mean"] = torch.cat([quantized.v_mean, torch.zeros_like(quantized.v_mean)])
+    out, lse = _emulate.attend(plan.problem, plan.kernels, Quantized(**twice))
+    batch, rows, headdim = plan.problem.batch, plan.problem.seqlen_q, plan.problem.headdim
+    out = out[:, :, :rows, :headdim]
+    return out[:batch], lse[:batch, :, :rows], out[batch:]

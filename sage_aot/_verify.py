@@ -1,0 +1,236 @@
+"""``sage-aot verify``: whether what is installed is what was built, and whether it computes right on the GPUs here.
+
+First the files: those of the installed wheel against its RECORD, the manifest against its own seal, every kernel
+against the sha256 in the manifest. Then, on every GPU: all files that it can take are loaded, and each attention kernel
+among them runs on random inputs into poisoned memory and is held against the emulation (_compare.py says how close).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sage_aot import _cuda, _emulate, _reference
+from sage_aot._compare import Measure, against_emulation
+from sage_aot._driver import cuda_text, default_driver, too_old
+from sage_aot._loader import Library, default_library
+from sage_aot._manifest import FILE_NAME, KernelRecord, Manifest
+from sage_aot._plan import Plan, plan
+from sage_aot._problem import check
+from sage_aot._select import Gpu, companions_of, unsupported
+from sage_aot.errors import CubinError, SageAotError, UnsupportedError
+
+VERIFIED, FAILED, NOT_RUN = 0, 1, 3
+"""Exit codes; 2 is that of a wrong command line."""
+
+SHAPES = ((1, 4, 2, 150, 333, 0, torch.bfloat16), (2, 2, 1, 129, 65, 7, torch.float16))
+"""Calls of a self-test: batch, heads of q, of k and v, queries, keys, channels fewer than the kernel's, dtype. Ragged
+tiles, grouped heads, rows that are not aligned; where causal, queries of the second see no key."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one self-test: the worst error in units of its bound, and what failed, or None."""
+
+    worst: float
+    failure: str | None
+
+
+def main(*, files_only: bool = False, seed: int | None = None) -> int:
+    """Check, print a table and a verdict, and return the exit code.
+
+    VERIFIED where nothing is wrong (with `files_only`: with the files), FAILED where something is, NOT_RUN where the
+    files are right but no GPU ran a kernel.
+    """
+    library = default_library()
+    problems = _check_files(library)
+    if files_only:
+        return _verdict(problems, "the files are right; no kernel was run, as asked")
+    ran = 0
+    if not _unreadable(library):
+        seed = random.SystemRandom().getrandbits(32) if seed is None else seed
+        for device in range(torch.cuda.device_count()):
+            tested, failed = _check_device(library, device, seed)
+            ran += tested
+            problems += failed
+    if ran:
+        return _verdict(problems, f"the files are right, {ran} self-tests passed")
+    return _verdict(problems, "the files are right, but NOTHING WAS RUN: no GPU here runs these kernels (`sage-aot "
+                    "info` says why)", NOT_RUN)
+
+
+def _verdict(problems: list[str], passed: str, code: int = VERIFIED) -> int:
+    if problems:
+        print(f"FAILED: {len(problems)} problem{'s' if len(problems) > 1 else ''}")
+        return FAILED
+    print(f"{'verified' if code == VERIFIED else 'not verified'}: {passed}")
+    return code
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _check_files(library: Library) -> list[str]:
+    package = Path(__file__).parent
+    recorded = recorded_files(package)
+    damaged = list(record_problems(recorded))
+    _row("wheel", f"{len(recorded)} files as in its RECORD" if recorded else
+         "not installed from one, so there is no RECORD to compare with", damaged)
+    wrong = list(kernel_problems(library))
+    count = 0 if wrong else len(library.manifest.kernels)
+    _row("kernels", f"{library.folder}: the manifest's seal holds, {count} files as in it", wrong)
+    return damaged + wrong
+
+
+def _row(what: str, passed: str, problems: list[str]) -> None:
+    lines = [f"FAILED {problem}" for problem in problems] or [f"ok     {passed}"]
+    for i, line in enumerate(lines):
+        print(f"{'' if i else what:8} {line}")
+
+
+def recorded_files(package: Path) -> list[importlib.metadata.PackagePath]:
+    """The files of the wheel that this package was installed from, by its RECORD; none for a source tree."""
+    for found in importlib.metadata.distributions(name="sage-aot"):
+        files = [file for file in found.files or [] if file.hash and file.parts[0] == package.name]
+        if any(Path(file.locate()).parent.resolve() == package.resolve() for file in files):
+            return files
+    return []
+
+
+def record_problems(files: list[importlib.metadata.PackagePath]) -> Iterator[str]:
+    """What is missing of a wheel's files, or not as its RECORD says."""
+    for file in files:
+        path = Path(file.locate())
+        if not path.is_file():
+            yield f"{path} is missing; reinstall sage-aot"
+            continue
+        digest = hashlib.new(file.hash.mode, path.read_bytes()).digest()
+        found = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+        if found != file.hash.value:
+            yield (f"{path} has {file.hash.mode} {found}, the wheel's RECORD says {file.hash.value}: it was changed; "
+                   f"reinstall sage-aot")
+
+
+def kernel_problems(library: Library) -> Iterator[str]:
+    """What is wrong with a kernel folder: its manifest, files that differ from it, files that are not of it."""
+    problem = _unreadable(library)
+    if problem:
+        yield problem
+        return
+    for record in library.manifest.kernels.values():
+        try:
+            library.read(record)
+        except CubinError as error:
+            yield str(error)
+    known = {FILE_NAME, *(record.file for record in library.manifest.kernels.values())}
+    for path in sorted(library.folder.iterdir()):
+        if path.name not in known:
+            yield f"{path} is not in the manifest: it is left of another version; remove it, or reinstall sage-aot"
+
+
+def _unreadable(library: Library) -> str | None:
+    """Why a folder's manifest cannot be read, or None."""
+    try:
+        library.manifest  # noqa: B018 - read when it is first asked for
+    except CubinError as error:
+        return str(error)
+    return None
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def _check_device(library: Library, device: int, seed: int) -> tuple[int, list[str]]:
+    """Load and run what a GPU can take: how many self-tests ran, and what failed."""
+    gpu = _cuda.gpu_here(device)
+    print(f"cuda:{device}   {gpu}")
+    records = takes(gpu, library.manifest)
+    if not records:
+        print(f"         {unsupported(gpu, library.manifest)}")
+        return 0, []
+    try:
+        driver = default_driver()
+    except UnsupportedError as error:
+        _row("", "", [str(error)])
+        return 0, [str(error)]
+    with torch.cuda.device(device):
+        loaded, problems = _load(library, records, device)
+        _row("", f"{driver.name} {driver.version} (driver for CUDA {cuda_text(driver.cuda)}) loads all {len(records)} "
+             f"files that this GPU can take", problems)
+        print(f"         seed {seed}; errors in units of their bound")
+        tests = [record for record in loaded if record.spec.kind == "attn"]
+        for record in tests:
+            outcome = self_test(library, record, f"cuda:{device}", seed)
+            print(f"         {'FAILED' if outcome.failure else 'ok':6} {record.spec.name}  "
+                  f"{outcome.failure or f'{outcome.worst:.2f}'}")
+            if outcome.failure:
+                problems.append(f"{record.spec.name}: {outcome.failure}")
+    return len(tests), problems
+
+
+def takes(gpu: Gpu, manifest: Manifest) -> list[KernelRecord]:
+    """All files that a GPU can take, whether a call would choose them or not."""
+    return [record for _, record in sorted(manifest.kernels.items())
+            if record.serves(gpu.capability) and not (gpu.cuda and too_old(gpu.cuda, record.least_driver))]
+
+
+def _load(library: Library, records: list[KernelRecord], device: int) -> tuple[list[KernelRecord], list[str]]:
+    loaded, problems = [], []
+    for record in records:
+        try:
+            library.load(record, device)
+            loaded.append(record)
+        except SageAotError as error:
+            problems.append(str(error))
+    return loaded, problems
+
+
+def self_test(library: Library, record: KernelRecord, device: str, seed: int) -> Outcome:
+    """Run an attention kernel with its companions on small ragged inputs and hold it against the emulation."""
+    worst = 0.0
+    try:
+        for shape in SHAPES:
+            for measure in _measures(library, record, device, seed, *shape):
+                largest = measure.excess.max().item() if measure.excess.numel() else 0.0
+                if not largest <= 1:
+                    return Outcome(largest, f"{measure.name} {measure.describe()}")
+                worst = max(worst, largest)
+    except (SageAotError, RuntimeError) as error:  # RuntimeError: torch's, of what a kernel did to the device
+        return Outcome(float("inf"), str(error).splitlines()[0])
+    return Outcome(worst, None)
+
+
+def _measures(library: Library, record: KernelRecord, device: str, seed: int, batch: int, q_heads: int,
+              kv_heads: int, queries: int, keys: int, fewer: int, dtype: torch.dtype) -> list[Measure]:
+    headdim = record.spec.headdim - fewer
+    q, k, v = _reference.inputs("outlier", (batch, q_heads, queries, headdim), (batch, kv_heads, keys, headdim), dtype,
+                                torch.Generator().manual_seed(seed))
+    prepared = _plan_of(record, library.manifest, q, k, v)
+    out, lse = _run(prepared, library, device, q, k, v)
+    quantized = _emulate.quantize(prepared.problem, prepared.kernels, q, k, v)
+    return against_emulation(prepared, quantized, out, lse)
+
+
+def _plan_of(record: KernelRecord, manifest: Manifest, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Plan:
+    """Of a call with the options of just this kernel."""
+    spec = record.spec
+    problem = check(q, k, v, is_causal=spec.mask == "causal", qk_bits=spec.qk, smooth_q=spec.q == "qsmooth",
+                    smooth_v=spec.v == "vsmooth", pv_accum=spec.pv_accum)
+    return plan(problem, companions_of(record, manifest))
+
+
+def _run(prepared: Plan, library: Library, device: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Output and log-sum-exp, on the CPU; all that the kernels write is poisoned with NaN before."""
+    q, k, v = (tensor.to(device) for tensor in tensors)
+    out = torch.full_like(q, torch.nan)
+    lse = torch.full(q.shape[:3], torch.nan, device=device)
+    workspace = torch.full((prepared.workspace_bytes,), 0xFF, dtype=torch.uint8, device=device)
+    _cuda.attention(prepared, library, q, k, v, out, lse, workspace)
+    return out.cpu(), lse.cpu()

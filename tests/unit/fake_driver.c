@@ -1,0 +1,122 @@
+// A driver with one GPU a context, for tests of what is said to it: it remembers the last launch and runs nothing.
+// Built as libcuda.so.1, which cuda-bindings then calls in place of the real one. The tests set `fake_*` and read it.
+
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#define MAX_PARAMS 4096
+enum { SUCCESS = 0, INVALID_VALUE = 1, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500 };
+enum { MAX_DYNAMIC_SHARED = 8 };
+
+typedef struct { int device; } Context;
+typedef struct { Context* context; } Module;
+typedef struct { Context* context; char entry[256]; int shared_limit; } Function;
+
+int fake_version = 12090;    // what cuDriverGetVersion says
+int fake_status = SUCCESS;   // what the next launch comes to
+int fake_params_bytes;       // how many of a launch's struct to keep
+unsigned char fake_params[MAX_PARAMS];
+char fake_launch[1024];      // the last launch in words
+int fake_images_end_in_zero; // of images loaded, as PTX must
+static int contexts_retained;
+
+static Context contexts[2] = {{0}, {1}};
+static Module modules[64];
+static Function functions[64];
+static int num_modules, num_functions;
+static __thread Context* stack[16];
+static __thread int depth;
+
+int fake_depth(void) { return depth; }
+int fake_retained(void) { return contexts_retained; }
+
+static Context* current(void) { return depth ? stack[depth - 1] : NULL; }
+
+int cuInit(unsigned flags) { return flags ? INVALID_VALUE : SUCCESS; }
+
+int cuDriverGetVersion(int* version) { *version = fake_version; return SUCCESS; }
+
+int cuDeviceGet(int* device, int ordinal) {
+  if (ordinal < 0 || ordinal > 1) return INVALID_VALUE;
+  *device = ordinal;
+  return SUCCESS;
+}
+
+int cuDevicePrimaryCtxRetain(Context** context, int device) {
+  ++contexts_retained;
+  *context = &contexts[device];
+  return SUCCESS;
+}
+
+int cuCtxGetCurrent(Context** context) { *context = current(); return SUCCESS; }
+
+int cuCtxPushCurrent_v2(Context* context) { stack[depth++] = context; return SUCCESS; }
+
+int cuCtxPopCurrent_v2(Context** context) {
+  if (!depth) return INVALID_CONTEXT;
+  *context = stack[--depth];
+  return SUCCESS;
+}
+
+int cuModuleLoadData(Module** module, const void* image) {
+  if (!current()) return INVALID_CONTEXT;
+  if (memcmp(image, "image", 5)) return INVALID_IMAGE;
+  fake_images_end_in_zero = strlen(image) == strlen("image of a kernel");
+  *module = &modules[num_modules++];
+  (*module)->context = current();
+  return SUCCESS;
+}
+
+int cuModuleGetFunction(Function** function, Module* module, const char* entry) {
+  if (module->context != current()) return INVALID_CONTEXT;
+  if (!strcmp(entry, "nothing")) return NOT_FOUND;
+  *function = &functions[num_functions++];
+  (*function)->context = module->context;
+  strncpy((*function)->entry, entry, sizeof (*function)->entry - 1);
+  return SUCCESS;
+}
+
+int cuFuncSetAttribute(Function* function, int attribute, int value) {
+  if (attribute != MAX_DYNAMIC_SHARED) return INVALID_VALUE;
+  function->shared_limit = value;
+  return SUCCESS;
+}
+
+int cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                   unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** params,
+                   void** extra) {
+  if (!current()) return INVALID_CONTEXT;
+  if (function->context != current()) return INVALID_HANDLE;
+  if (extra || shared_bytes > (unsigned)function->shared_limit) return INVALID_VALUE;
+  memcpy(fake_params, params[0], fake_params_bytes);
+  snprintf(fake_launch, sizeof fake_launch, "%s on %d: grid %u %u %u, block %u %u %u, %u bytes, stream %#lx",
+           function->entry, function->context->device, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes,
+           (unsigned long)(uintptr_t)stream);
+  return fake_status;
+}
+
+int cuGetErrorString(int status, const char** text) {
+  *text = status == INVALID_IMAGE ? "device kernel image is invalid" : NULL;  // an older driver knows fewer
+  return *text ? SUCCESS : INVALID_VALUE;
+}
+
+#define ENTRY(name, symbol) {#name, (void*)symbol}
+static const struct { const char* name; void* symbol; } entries[] = {
+    ENTRY(cuInit, cuInit), ENTRY(cuDriverGetVersion, cuDriverGetVersion), ENTRY(cuDeviceGet, cuDeviceGet),
+    ENTRY(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain), ENTRY(cuCtxGetCurrent, cuCtxGetCurrent),
+    ENTRY(cuCtxPushCurrent, cuCtxPushCurrent_v2), ENTRY(cuCtxPopCurrent, cuCtxPopCurrent_v2),
+    ENTRY(cuModuleLoadData, cuModuleLoadData), ENTRY(cuModuleGetFunction, cuModuleGetFunction),
+    ENTRY(cuFuncSetAttribute, cuFuncSetAttribute), ENTRY(cuLaunchKernel, cuLaunchKernel),
+    ENTRY(cuGetErrorString, cuGetErrorString),
+};
+
+// How cuda-bindings finds every function: by its name without the suffix of its version.
+int cuGetProcAddress_v2(const char* name, void** function, int version, uint64_t flags, int* found) {
+  (void)version, (void)flags;
+  *function = NULL;
+  for (unsigned i = 0; i < sizeof entries / sizeof *entries; ++i)
+    if (!strcmp(entries[i].name, name)) *function = entries[i].symbol;
+  if (found) *found = *function ? 0 : 1;
+  return *function ? SUCCESS : NOT_FOUND;
+}

@@ -1,0 +1,242 @@
+"""explain(): the same choice as the call's, told; and the one-time word about PTX."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from records import manifest_of, record_of
+
+import sage_aot
+from sage_aot import _cuda, _explain
+from sage_aot._loader import default_library
+from sage_aot._select import Gpu, all_archs
+from sage_aot._spec import KernelSpec
+from sage_aot.errors import ArgumentError, PtxWarning, UnsupportedError
+
+ARCHS = all_archs(default_library().manifest)
+
+
+def tensors(headdim=64, **options):
+    return torch.zeros(3, 1, 2, 5, headdim, dtype=torch.bfloat16, **options).unbind(0)
+
+
+def attn_spec(arch, pv="f16", accumulator="f32", **changes):
+    return dataclasses.replace(KernelSpec("attn", arch, 64, 8, pv, accumulator, "full", "vraw", "qraw"), **changes)
+
+
+def small_manifest(*archs, **changes):
+    specs = {spec for arch in archs for causal in ("full", "causal") for attn in [attn_spec(arch, mask=causal)]
+             for spec in (attn, *attn.companions)}
+    return manifest_of((record_of(spec) for spec in specs), **changes)
+
+
+@pytest.fixture
+def folder_of(monkeypatch):
+    """Let explain() and the call see a manifest."""
+    def install(manifest):
+        monkeypatch.setattr(_explain, "default_library", lambda: SimpleNamespace(manifest=manifest))
+        return manifest
+
+    return install
+
+
+# --- for whom ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("capability", "arch"), [
+    ((8, 0), "sm80"), ((8, 6), "sm86"), ((8, 9), "sm89"), ((9, 0), "sm90")])
+def test_a_capability_needs_no_gpu_and_no_tensors(capability, arch):
+    told = sage_aot.explain(capability=capability, headdim=100, is_causal=True)
+    assert told.gpu == Gpu(capability) and told.error is None
+    assert (told.kernels.attn.spec.arch, told.kernels.attn.spec.headdim) == (arch, 128)
+    assert told.kernels.attn.spec.mask == "causal"
+    assert told.candidates[0].taken and told.candidates[0].record == told.kernels.attn
+
+
+def test_tensors_on_the_cpu_are_explained_as_emulated(monkeypatch):
+    assert sage_aot.explain(*tensors()).kernels.attn.spec.arch == "sm89"
+    monkeypatch.setenv("SAGE_AOT_EMULATE", "sm80")
+    told = sage_aot.explain(*tensors(), qk_bits=4)
+    assert told.gpu is None and told.kernels.attn.spec == attn_spec("sm80", qk=4, q="qsmooth")
+    assert told.kernels.delta is not None
+    others = {c.reason for c in told.candidates if c.record.spec.arch != "sm80"}
+    assert others == {"sm80 is what CPU tensors emulate; SAGE_AOT_EMULATE names another"}
+
+
+def test_tensors_can_be_explained_for_another_gpu():
+    assert sage_aot.explain(*tensors(), capability=(8, 6)).kernels.attn.spec.arch == "sm86"
+
+
+def test_a_gpu_here_is_asked_for_its_capability_and_driver(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: ((7, 5), (8, 9))[device])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
+    found = SimpleNamespace(cuda=12080)
+    for module in (_cuda, _explain):
+        monkeypatch.setattr(module, "default_driver", lambda: found)
+    assert sage_aot.explain(headdim=64).gpu == Gpu((8, 9), 12080, "GPU 1")
+    assert sage_aot.explain(headdim=64, driver=535).gpu.cuda == 12020
+
+    def missing():
+        raise UnsupportedError("neither")
+
+    for module in (_cuda, _explain):
+        monkeypatch.setattr(module, "default_driver", missing)
+    told = sage_aot.explain(headdim=64)
+    assert told.gpu.cuda is None and told.candidates[0].taken
+    assert told.kernels is None and told.error == "neither"  # as the call would say
+    assert sage_aot.explain(headdim=64, capability=(8, 9)).error is None
+
+
+def test_the_order_of_kinds(folder_of):
+    """Own arch, lower minor, PTX, and then an error in the words of the call's."""
+    manifest = folder_of(small_manifest("sm80", "sm89", "ptx80"))
+    for capability, arch in [((8, 9), "sm89"), ((8, 6), "sm80"), ((12, 0), "ptx80")]:
+        assert sage_aot.explain(capability=capability, headdim=64).kernels.attn.spec.arch == arch
+    refused = sage_aot.explain(capability=(12, 0), headdim=64, driver=570)
+    assert refused.kernels is None and not any(candidate.taken for candidate in refused.candidates)
+    assert refused.error == _cuda_error(Gpu((12, 0), 12080), manifest)
+    assert "ptx80: it needs a driver from 575 on" in refused.error
+
+
+def _cuda_error(gpu, manifest):
+    from sage_aot._select import nearest_arch
+
+    with pytest.raises(UnsupportedError) as raised:
+        nearest_arch(gpu, manifest)
+    return str(raised.value)
+
+
+def test_what_the_call_would_raise_is_told():
+    with pytest.raises(UnsupportedError) as raised:
+        sage_aot.attn(*tensors(), pv_accum="f32")
+    told = sage_aot.explain(*tensors(), pv_accum="f32")
+    assert told.error == str(raised.value) and told.kernels is None
+    assert told.candidates[0].differing == ("pv_accum",)
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_bits": 4}, {"smooth_v": True, "is_causal": True}, {"smooth_q": True},
+                                     {"pv_accum": "two_level_f16"}, {"layout": "NHD", "scale": 0.3}], ids=str)
+def test_what_is_told_is_what_runs(monkeypatch, changes):
+    from sage_aot import _emulate
+
+    ran = []
+    emulated = _emulate.attention
+    monkeypatch.setattr(_emulate, "attention", lambda problem, kernels, *rest: (
+        ran.append(kernels), emulated(problem, kernels, *rest)))
+    sage_aot.attn(*tensors(), **changes)
+    assert ran == [sage_aot.explain(*tensors(), **changes).kernels]
+
+
+# --- wrong arguments --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"capability": (8, 9)}, "headdim: expected an integer from 1 to 128 where no tensors are given, got None"),
+    ({"capability": (8, 9), "headdim": 0}, "headdim: expected an integer from 1 to 128"),
+    ({"capability": (8, 9), "headdim": 129}, "expected a head dim from 1 to 128, got 129"),
+    ({"capability": 89, "headdim": 64}, r"capability: expected two integers such as \(8, 9\), got 89"),
+    ({"capability": (8, 9.0), "headdim": 64}, "capability: expected two integers"),
+    ({"capability": (8, 9), "headdim": 64, "driver": 12.4}, "driver: expected the branch of a driver, 525 or later"),
+    ({"capability": (8, 9), "headdim": 64, "driver": 470}, "driver: expected the branch of a driver, 525 or later"),
+    ({"capability": (8, 9), "headdim": 64, "qk_bits": 5}, "qk_bits: expected 'auto', 8 or 4, got 5"),
+    ({"capability": (8, 9), "headdim": 64, "return_lse": 1}, "return_lse: expected True or False, got 1"),
+    ({"capability": (8, 9), "headdim": 64, "out": 3}, "out: expected a tensor like q, got int"),
+    ({**dict(zip("qkv", tensors())), "headdim": 64}, "headdim: that of q holds, got 64 beside tensors"),
+    ({"q": tensors()[0]}, "k: expected a torch.Tensor, got NoneType"),
+])
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(ArgumentError, match=message):
+        sage_aot.explain(**arguments)
+
+
+def test_nothing_to_explain_for_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ArgumentError, match=r"expected q, k and v, or capability=\(major, minor\)"):
+        sage_aot.explain(headdim=64)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table(folder_of):
+    folder_of(small_manifest("sm80", "ptx80"))
+    assert str(sage_aot.explain(capability=(8, 7), headdim=64, driver=535)) == """\
+GPU     compute capability 8.7, driver for CUDA 12.2
+call    headdim=64, is_causal=False, qk_bits=8, smooth_q=False, smooth_v=False, pv_accum='auto'
+runs    sage_stats_sm80_d64
+        sage_quant_sm80_d64_qk8_pvf16
+        sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw
+
+taken   sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw    sm80 is the nearest that this GPU runs
+        sage_attn_sm80_d64_qk8_pvf16_accf32_causal_vraw_qraw  for is_causal=True
+        sage_attn_ptx80_* (2 kernels)                         it needs a driver from 575 on (CUDA 12.9), this one is \
+for CUDA 12.2"""
+
+
+def test_the_table_of_every_arch_has_each_kernel_once():
+    for capability in [(7, 5), (8, 0), (8, 9), (9, 0), (14, 0)]:
+        told = sage_aot.explain(capability=capability, headdim=64)
+        lines = str(told).splitlines()
+        assert lines[1].startswith("call    headdim=64, ") and len(lines) < 60
+        counted = sum(int(line.split("(")[1].split()[0]) if " kernels)" in line else 1
+                      for line in lines[lines.index("") + 1:])
+        assert counted == len(told.candidates)
+        assert any(line.startswith("taken ") for line in lines) == (told.kernels is not None)
+
+
+# --- PTX --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_a_new_gpu(monkeypatch):
+    """The arch that a call would take on a GPU newer than the kernels."""
+    monkeypatch.setattr(_cuda, "default_driver", lambda: SimpleNamespace(cuda=13000))
+    monkeypatch.setattr(_cuda, "gpu_here", lambda device: Gpu((13, 0), 13000, "NVIDIA X"))
+    monkeypatch.delenv("SAGE_AOT_PTX_WARNING", raising=False)
+    _cuda.arch_of.cache_clear()
+    yield lambda library: _cuda.arch_of(library, 0)
+    _cuda.arch_of.cache_clear()
+
+
+class Folder(SimpleNamespace):
+    """Hashable, as a library is."""
+
+    __hash__ = object.__hash__
+
+
+def test_ptx_is_announced_once(on_a_new_gpu):
+    library = Folder(manifest=small_manifest("sm80", "ptx80"))
+    message = (r"no machine code for this GPU \(NVIDIA X, compute capability 13.0, driver for CUDA 13.0\): the driver "
+               r"compiles the PTX of ptx80, .*SAGE_AOT_PTX_WARNING=0 silences this")
+    with pytest.warns(PtxWarning, match=message):
+        assert on_a_new_gpu(library) == "ptx80"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert on_a_new_gpu(library) == "ptx80"
+
+
+def test_the_word_about_ptx_can_be_switched_off(on_a_new_gpu, monkeypatch):
+    monkeypatch.setenv("SAGE_AOT_PTX_WARNING", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert on_a_new_gpu(Folder(manifest=small_manifest("sm80", "ptx80"))) == "ptx80"
+
+
+def test_a_gpu_without_kernels_is_refused_by_name(on_a_new_gpu):
+    with pytest.raises(UnsupportedError, match=r"no kernels for this GPU \(NVIDIA X, compute capability 13.0"):
+        on_a_new_gpu(Folder(manifest=small_manifest("sm80")))
+
+
+def test_a_missing_loader_is_named_before_the_gpu_is(on_a_new_gpu, monkeypatch):
+    def missing():
+        raise UnsupportedError("neither cupy nor cuda-bindings")
+
+    monkeypatch.setattr(_cuda, "default_driver", missing)
+    with pytest.raises(UnsupportedError, match="neither cupy nor cuda-bindings"):
+        on_a_new_gpu(Folder(manifest=small_manifest("sm80", "ptx80")))

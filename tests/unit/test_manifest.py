@@ -1,0 +1,85 @@
+"""manifest.json: written and read back, sealed, and which GPUs a file serves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from records import manifest_of, record_of
+
+from sage_aot._manifest import FILE_NAME, FORMAT, MainLoop, Manifest, sealed_text
+from sage_aot._spec import KernelSpec
+
+ATTN = KernelSpec("attn", "sm80", 64, 8, "f16", "f32", "full", "vraw", "qraw")
+PTX = KernelSpec("attn", "ptx80", 64, 8, "f16", "f32", "full", "vraw", "qraw")
+MANIFEST = manifest_of([
+    record_of(ATTN, opcodes={"HMMA.16816.F32": 256}, main_loop=MainLoop(192, 513, 420)),
+    record_of(KernelSpec("stats", "sm80", 64)), record_of(KernelSpec("stats", "sm90", 64)), record_of(PTX)])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / FILE_NAME).write_text(MANIFEST.to_text())
+    return tmp_path
+
+
+def test_what_is_written_is_read_back(folder):
+    assert Manifest.read(folder) == MANIFEST
+    values = json.loads(MANIFEST.to_text())
+    assert [record["spec"] for record in values["kernels"]] == sorted(MANIFEST.kernels)
+    assert {record["spec"]: record["serves"] for record in values["kernels"]}[ATTN.name] == "8.0 and later 8.x"
+    assert values["archs"]["sm80"] == {"capability": [8, 0], "least_driver": 525, "run_on": None}
+    assert values["layouts"]["AttnParams"]["lse"] > 0 == values["layouts"]["AttnParams"]["q_hat"]
+    assert MANIFEST.compiler == "nvrtc 12.9.86"
+
+
+def test_every_byte_is_sealed(folder):
+    """Whatever byte is changed, added or missing."""
+    good = MANIFEST.to_text().encode()
+    assert good.endswith(b'"\n}\n')
+    for i in range(0, len(good), 7):
+        for bad in (good[:i] + bytes([good[i] ^ 1]) + good[i + 1:], good[:i] + good[i + 1:], good[:i] + b" " + good[i:]):
+            (folder / FILE_NAME).write_bytes(bad)
+            with pytest.raises(ValueError, match="is not a manifest of this version of sage_aot"):
+                Manifest.read(folder)
+    (folder / FILE_NAME).write_bytes(good + b"\n")
+    with pytest.raises(ValueError, match="it was edited or damaged"):
+        Manifest.read(folder)
+
+
+@pytest.mark.parametrize(("edit", "message"), [
+    (lambda values: values.update(format=FORMAT - 1), f"expected format {FORMAT}, got {FORMAT - 1}"),
+    (lambda values: values.pop("structs"), "structs"),
+    (lambda values: values.update(surprise=1), "surprise"),
+    (lambda values: values["archs"]["sm80"].pop("run_on"), "run_on"),
+    (lambda values: values["kernels"][0].update(spec="sage_attn_sm80"), "expected a name such as"),
+    (lambda values: values["kernels"][0].pop("sha256"), "sha256"),
+    (lambda values: values["kernels"][0].pop("elf_abi"), "elf_abi"),
+])
+def test_a_sealed_manifest_of_another_form_is_refused(folder, edit, message):
+    values = json.loads(MANIFEST.to_text())
+    values.pop("sha256")
+    edit(values)
+    (folder / FILE_NAME).write_text(sealed_text(values))
+    with pytest.raises(ValueError, match=f"is not a manifest of this version of sage_aot: .*{message}"):
+        Manifest.read(folder)
+
+
+@pytest.mark.parametrize(("target", "words", "served", "refused"), [
+    ("sm_80", "8.0 and later 8.x", [(8, 0), (8, 6), (8, 9)], [(7, 5), (9, 0), (12, 0)]),
+    ("sm_86", "8.6 and later 8.x", [(8, 6), (8, 7), (8, 9)], [(8, 0), (9, 0)]),
+    ("sm_90", "9.0 and later 9.x", [(9, 0)], [(8, 9), (10, 0)]),
+    ("sm_90a", "9.0", [(9, 0)], [(9, 1), (8, 9), (10, 0)]),
+    ("sm_120", "12.0 and later 12.x", [(12, 0), (12, 1)], [(11, 0), (10, 0), (9, 0)]),
+    ("compute_80", "8.0 and later", [(8, 0), (9, 0), (10, 3), (13, 0)], [(7, 5)]),
+])
+def test_which_gpus_a_file_serves(target, words, served, refused):
+    record = record_of(ATTN, target=target)
+    assert record.served == words
+    assert all(record.serves(capability) for capability in served)
+    assert not any(record.serves(capability) for capability in refused)
+
+
+def test_an_unknown_target_is_refused():
+    with pytest.raises(ValueError, match="expected a target such as 'sm_89', got 'sm_120f'"):
+        record_of(ATTN, target="sm_120f").serves((12, 0))

@@ -1,0 +1,270 @@
+"""Wheels and sdists of a small project, by the project's own backend: what is in them, that two are equal, and that
+none is made without its kernels."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import wheels
+from wheels import Wheel, WheelError
+
+from codegen._shared import ROOT, Manifest
+from codegen.project import Project
+
+TAGS = {"linux-x86_64": "manylinux_2_17_x86_64", "linux-aarch64": "manylinux_2_17_aarch64", "win-amd64": "win_amd64"}
+TAG = f"py3-none-{TAGS[sysconfig.get_platform()]}"
+CALL = "import sys; from codegen import backend; print(backend.{}({!r}, {!r}))"
+
+
+class Tree:
+    """A source tree: this project's Python, the small project's matrix and templates."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def build(self, what: str, settings: dict | None = None, **environment: str) -> tuple[Path | None, str]:
+        """The file that a hook makes, and what was printed; None where it fails."""
+        out = self.root / "dist"
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SAGE_AOT", "PYTHONPATH"))}
+        done = subprocess.run([sys.executable, "-c", CALL.format(what, str(out), settings)], cwd=self.root, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+                              env={**inherited, **environment})
+        made = list(out.iterdir())
+        assert bool(made) == (done.returncode == 0), done.stdout
+        return (made[0] if made else None), done.stdout
+
+
+@pytest.fixture
+def tree(tmp_path: Path, project: Project, small: None) -> Callable[[str], Tree]:
+    """Make a tree in a folder."""
+
+    def make(name: str) -> Tree:
+        root = tmp_path / name
+        root.mkdir(parents=True)
+        for file in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / file, root)
+        for folder, source in (("codegen", ROOT), ("sage_aot", ROOT), ("templates", project.root)):
+            shutil.copytree(source / folder, root / folder, ignore=shutil.ignore_patterns("kernels", "__pycache__"))
+        shutil.copy(project.matrix, root)
+        return Tree(root)
+
+    return make
+
+
+def manifest_in(wheel: Path, folder: Path) -> Manifest:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return Manifest.read(folder / "sage_aot" / "kernels")
+
+
+def test_two_wheels_of_two_folders_and_of_the_sdist_are_equal_byte_for_byte(tree, tmp_path):
+    first = tree("first")
+    wheel, said = first.build("build_wheel")
+    assert wheel is not None, said
+    data = wheel.read_bytes()
+    assert wheel.name.endswith(f"-{TAG}.whl")
+    other, _ = tree("another/deeper folder").build("build_wheel")
+    assert (other.name, other.read_bytes()) == (wheel.name, data)
+    sdist, _ = first.build("build_sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "sdist", filter="data")
+    unpacked = next((tmp_path / "sdist").iterdir())
+    assert not (unpacked / "sage_aot" / "kernels").exists()
+    third, _ = Tree(unpacked).build("build_wheel")
+    assert third.read_bytes() == data
+
+
+def test_what_is_in_a_wheel(tree, tmp_path):
+    root = tree("a").root
+    wheel, _ = Tree(root).build("build_wheel")
+    manifest = manifest_in(wheel, tmp_path / "unpacked")
+    assert manifest.complete and len(manifest.kernels) == 6
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        assert {name for name in names if name.startswith("sage_aot/kernels/")} == {
+            "sage_aot/kernels/manifest.json", *(f"sage_aot/kernels/{r.file}" for r in manifest.kernels.values())}
+        assert not [name for name in names if name.startswith(("codegen", "templates", "tests", "build"))]
+        info = next(name for name in names if name.endswith(".dist-info/WHEEL"))
+        assert archive.read(info).decode().splitlines()[2:4] == ["Root-Is-Purelib: false", f"Tag: {TAG}"]
+        assert not [name for name in names if str(tmp_path).encode() in archive.read(name)]
+
+
+@pytest.mark.parametrize("how", [{"settings": {"archs": "sm86"}}, {"settings": {"archs": ["sm86"]}},
+                                 {"SAGE_AOT_ARCHS": "sm86"}])
+def test_a_narrowed_wheel_says_so(tree, tmp_path, how):
+    wheel, _ = tree("a").build("build_wheel", **how)
+    manifest = manifest_in(wheel, tmp_path / "unpacked")
+    assert (manifest.complete, set(manifest.archs), len(manifest.kernels)) == (False, {"sm86"}, 3)
+
+
+@pytest.mark.parametrize(("how", "message"), [
+    ({"SAGE_AOT_ARCHS": "sm75"}, "expected an arch of sm80, sm86, got 'sm75'"),
+    ({"settings": {"arch": "sm86"}}, "expected a config setting of archs, got 'arch'"),
+    ({"SAGE_AOT_ARCHS": "sm86", "SAGE_AOT_PREBUILT": "1"}, "expected SAGE_AOT_PREBUILT or SAGE_AOT_ARCHS, got both"),
+    ({"SAGE_AOT_PREBUILT": "1"}, "expected the kernels of this source tree in"),
+])
+@pytest.mark.parametrize("hook", ["build_wheel", "build_editable"])
+def test_what_cannot_be_built_is_one_message_and_no_wheel(tree, how, message, hook):
+    wheel, said = tree("a").build(hook, **how)
+    assert wheel is None
+    assert message in said and "Traceback" not in said
+    assert len(said.splitlines()) <= 2, said
+
+
+def test_kernels_that_do_not_compile_leave_no_wheel(tree):
+    made = tree("a")
+    template = made.root / "templates" / "attn_mma.cu.jinja"
+    template.write_text(template.read_text().replace("kValue", "wrong"))
+    wheel, said = made.build("build_wheel")
+    assert wheel is None
+    assert 'identifier "wrong" is undefined' in said and "no wheel without its kernels" in said
+
+
+def test_prebuilt_kernels_are_packed_where_they_are_those_of_the_tree(tree, tmp_path):
+    """As on platforms that only pack what one has built: no compiler runs."""
+    first, second = tree("first"), tree("second")
+    wheel, _ = first.build("build_wheel")
+    data = wheel.read_bytes()
+    kernels = second.root / "sage_aot" / "kernels"
+    shutil.copytree(first.root / "sage_aot" / "kernels", kernels)
+    packed, said = second.build("build_wheel", SAGE_AOT_PREBUILT="1")
+    assert packed.read_bytes() == data
+    assert "are those of this source tree" in said and not (second.root / "build" / "nvrtc").exists()
+    victim = min(kernels.glob("*.cubin"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    packed, said = second.build("build_wheel", SAGE_AOT_PREBUILT="1")
+    assert packed is None and f"{victim.stem}: expected sha256" in said
+
+
+def test_the_extras_name_the_build_systems_tools():
+    """An environment for development builds the same wheels as an isolated one."""
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib came with 3.11")
+    import tomllib
+
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert set(settings["build-system"]["requires"]) == set(settings["project"]["optional-dependencies"]["codegen"])
+
+
+# --- ci/wheels.py -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> dict[str, bytes]:
+    """The files of a wheel, by name; of the whole matrix of the small project."""
+    return {}
+
+
+@pytest.fixture
+def wheel(built, tree) -> Path:
+    """A wheel that is right."""
+    made = tree("whole")
+    dist = made.root / "right"
+    if not built:
+        path, _ = made.build("build_wheel")
+        built[path.name] = path.read_bytes()
+    dist.mkdir()
+    for name, data in built.items():
+        (dist / name).write_bytes(data)
+    return next(dist.iterdir())
+
+
+def changed(wheel: Path, edit: Callable[[dict[str, bytes]], None], sealed: bool = True) -> Path:
+    """Another wheel of that name, whose files are edited, with a RECORD that fits them."""
+    whole = Wheel(wheel)
+    files = dict(whole.files)
+    edit(files)
+    if sealed:
+        files[f"{whole.info}RECORD"] = wheels._record(files, whole.info).encode()
+    out = wheel.parent.parent / "changed" / wheel.name
+    out.parent.mkdir(exist_ok=True)
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return out
+
+
+def one(files: dict[str, bytes], part: str) -> str:
+    return next(name for name in files if part in name)
+
+
+def flip(files: dict[str, bytes], part: str) -> None:
+    name = one(files, part)
+    files[name] = bytes([files[name][0] ^ 1]) + files[name][1:]
+
+
+def replace(files: dict[str, bytes], part: str, old: str, new: str) -> None:
+    name = one(files, part)
+    assert old.encode() in files[name]
+    files[name] = files[name].replace(old.encode(), new.encode())
+
+
+def test_a_wheel_that_is_right_passes(wheel, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["wheels.py", "check", str(wheel)])
+    assert wheels.main() == 0
+    assert f"6 kernels for sm80, sm86; payload sha256 {Wheel(wheel).digest()}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("edit", "message"), [
+    (lambda files: flip(files, "sage_attn_sm80"), "sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw.cubin: expected"),
+    (lambda files: files.pop(one(files, "sage_stats_sm86")), "sage_stats_sm86_d64.cubin: expected the file with"),
+    (lambda files: files.update({"sage_aot/kernels/more.cubin": b""}), "more.cubin: expected the file with sha256 None"),
+    (lambda files: replace(files, "WHEEL", "Purelib: false", "Purelib: true"), "expected 'Root-Is-Purelib: false'"),
+    (lambda files: replace(files, "WHEEL", "manylinux_2_17", "linux"), "expected 'Tag: py3-none-"),
+    (lambda files: replace(files, "manifest.json", '"complete": true', '"complete": false'), "expected every kernel"),
+    (lambda files: replace(files, "manifest.json", '"retarget": null', '"retarget": "sm_90"'), "for their own chips"),
+    (lambda files: replace(files, "manifest.json", '"sage_attn_', '"sage_stats_'), "expected attention kernels, got"),
+    (lambda files: files.update({"sage_aot/noise": os.urandom(wheels.MOST_BYTES)}), "expected less than 20000000 bytes"),
+])
+def test_what_is_wrong_with_a_wheel_is_found(wheel, edit, message):
+    with pytest.raises(WheelError, match=re.escape(message)):
+        wheels.check([changed(wheel, edit)])
+
+
+def test_a_record_that_does_not_fit_is_found(wheel):
+    with pytest.raises(WheelError, match="expected RECORD to name 'sage_aot/_spec.py"):
+        wheels.check([changed(wheel, lambda files: flip(files, "_spec.py"), sealed=False)])
+
+
+def test_wheels_of_platforms_hold_the_same(wheel, tmp_path):
+    windows = wheels.retag(wheel, "win_amd64", tmp_path / "retagged")
+    assert windows.name == wheel.name.replace(TAG, "py3-none-win_amd64")
+    wheels.check([wheel, windows])
+    assert Wheel(windows).payload() == Wheel(wheel).payload()
+    own = wheels.retag(windows, TAG.removeprefix("py3-none-"), tmp_path / "back")
+    assert Wheel(own).files == Wheel(wheel).files
+    other = changed(windows, lambda files: flip(files, "_spec.py"))
+    with pytest.raises(WheelError, match="sage_aot/_spec.py: expected the same in .*x86_64.whl and .*win_amd64.whl"):
+        wheels.check([wheel, other])
+    with pytest.raises(WheelError, match="expected a platform of manylinux_2_17_x86_64, .*, got any"):
+        wheels.retag(wheel, "any", tmp_path)
+
+
+def test_a_release_is_a_wheel_for_every_platform_and_the_sdist(wheel, tmp_path):
+    folder = tmp_path / "release"
+    for platform in wheels.PLATFORMS:
+        wheels.retag(wheel, platform, folder)
+    version = Wheel(wheel).project.removeprefix("sage_aot-")
+    with pytest.raises(WheelError, match=r"expected .*sage_aot-.*\.tar\.gz.* in .*release for the tag v.*, got sage_aot"):
+        wheels.release(folder, f"v{version}")
+    (folder / f"sage_aot-{version}.tar.gz").write_bytes(b"")
+    wheels.release(folder, f"v{version}")
+    for tag in ("v9.9.9", version):
+        with pytest.raises(WheelError, match=f"for the tag {tag}"):
+            wheels.release(folder, tag)
+    victim = folder / wheel.name
+    shutil.copy(changed(victim, lambda files: flip(files, "sage_attn_sm80")), victim)
+    with pytest.raises(WheelError, match="cubin: expected the file with sha256"):
+        wheels.release(folder, f"v{version}")
