@@ -104,7 +104,7 @@ def kernels_of(arch: str, problem: Problem, library: Library) -> Kernels:
 def sdpa(row: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
     """torch's attention by the backend that the row's name stands for; RuntimeError where there is none."""
     with sdpa_kernel(SDPA[row]):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def poisoned(like: torch.Tensor) -> torch.Tensor:

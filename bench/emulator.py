@@ -242,23 +242,24 @@ def attend(method: Method, problem: Problem, tile: Tile, inputs: Inputs, quantiz
     rows, keys = q.shape[2], k.shape[2]
     like, top = softmax_of(method)
     limit = _emulate._key_limit(problem, rows)
-    acc_o, row_sum = torch.zeros_like(q), torch.zeros_like(quantized.q_scale)
-    row_ref = torch.full_like(row_sum, _emulate.NO_REFERENCE)
+    acc_o, row_ref = torch.zeros_like(q), torch.full_like(quantized.q_scale, _emulate.NO_REFERENCE)
+    sums = _emulate.RowSums(tile, limit, _emulate.SUMS_ROUNDED[like], torch.zeros_like(row_ref))
     bias = _emulate._folded_bias(inputs.delta_s is not None, method.bits, like)
 
     for first in range(0, min(keys, int(limit.max())), tile.block_n):
         part = slice(first, first + tile.block_n)
         scores = q @ k[:, :, part].transpose(2, 3)  # exact: integers below 2^24
-        scale = _emulate._score_scale(quantized.q_scale[..., None] * quantized.k_scale[:, :, None, part])
+        scale = _emulate._score_scale(quantized.q_scale[..., None] * quantized.k_scale[:, :, None, part], tile)
         if inputs.delta_s is not None:
             delta = inputs.delta_s[..., part].repeat_interleave(tile.block_m, 2)
             scores, scale = _emulate._add_delta(scores, scale, delta), torch.ones_like(scale)
         scores = scores.masked_fill(first + torch.arange(tile.block_n) >= limit[:, None], -torch.inf)
         p, alpha, row_ref = _emulate._softmax_tile(scores, scale, bias, row_ref, tile, like)
         rounded = ROUNDING[method.pv](p * top)
-        row_sum = row_sum * alpha + (rounded / top if _emulate.SUMS_ROUNDED[like] else p).sum(-1)
+        sums.add(first, p, rounded / top, alpha)
         acc_o = accumulate(acc_o * alpha[..., None], rounded, v[:, :, part], method.accumulator)
 
+    row_sum = sums.row_sum
     factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0)
     mean = torch.where(row_sum[..., None] > 0, _per_q_head(problem, inputs.v_mean)[:, :, None], 0.0)
     return acc_o * factor[..., None] * (quantized.v_scale / top)[:, :, None] + mean

@@ -33,7 +33,7 @@ from sage_aot._problem import Problem, check
 from sage_aot._select import Kernels
 
 FLASH, CUDNN = common.SDPA
-COLUMNS = ("row", "headdim", "mask", "N", "µs", "p10–p90", "TOPS", "× cuDNN", "GB/s", "cosine")
+COLUMNS = ("row", "heads", "headdim", "mask", "N", "µs", "p10–p90", "TOPS", "× cuDNN", "GB/s", "cosine")
 WARM_UP_S = 0.2
 """Seconds of work before a row is timed: the clock needs some tens of milliseconds to settle."""
 
@@ -47,6 +47,12 @@ class Shape:
     seqlen: int
     batch: int
     heads: int
+    kv_heads: int
+
+    @property
+    def heads_cell(self) -> str:
+        """Batch × heads, and the heads of K and V where they are fewer."""
+        return f"{self.batch}×{self.heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.heads else "")
 
     @property
     def is_causal(self) -> bool:
@@ -99,7 +105,7 @@ class Row:
 
     def cells(self, cudnn: Row | None) -> list[object]:
         shape, timing, ratio = self.shape, self.timing, self.ratio(cudnn)
-        return [self.row, shape.headdim, shape.mask, shape.seqlen, f"{timing.median_us:.1f}",
+        return [self.row, shape.heads_cell, shape.headdim, shape.mask, shape.seqlen, f"{timing.median_us:.1f}",
                 f"{timing.p10_us:.1f}–{timing.p90_us:.1f}", self.tops and f"{self.tops:.0f}", ratio and f"{ratio:.2f}",
                 self.gb_per_s and f"{self.gb_per_s:.0f}", self.cosine and f"{self.cosine:.6f}"]
 
@@ -114,8 +120,7 @@ def main() -> int:
     common.require_cuda()
     library = common.use_kernels(arguments.kernels)
     archs = arguments.arch or common.default_archs(library)
-    header = common.header(library) | {"inputs": f"N(0, 1) bf16, batch {arguments.batch}, {arguments.heads} heads; "
-                                                 f"median of {arguments.repeat}"}
+    header = common.header(library) | {"inputs": f"N(0, 1) bf16; median of {arguments.repeat}"}
     common.print_header(header)
     results: dict[str, object] = {"header": header}
     if arguments.host:
@@ -133,6 +138,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_shape_arguments(parser, seqlen="1024,4096,16384,32768", batch=4, heads=32)
+    parser.add_argument("--use", action="store_true", help="shapes of real use, in place of those that the options give")
     parser.add_argument("--arch", type=common.words, help="whose kernels (default: the arch that this GPU would run; "
                         "all of them for a retargeted folder)")
     parser.add_argument("--repeat", type=int, default=20, help="timed repeats of a row (default: %(default)s)")
@@ -141,8 +147,19 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+VIDEO, IMAGE, PREFILL = (16384, 32760, 75600, 118800), (4608,), (8192, 32768, 131072)
+SHAPES_OF_USE = [
+    *(Shape(128, "full", seqlen, 1, heads, heads) for heads in (24, 40) for seqlen in VIDEO),
+    *(Shape(128, "full", seqlen, 2, 24, 24) for seqlen in IMAGE),
+    *(Shape(128, "causal", seqlen, 1, 32, 8) for seqlen in PREFILL),
+]
+"""Diffusion of videos and of images, and a language model reading its prompt."""
+
+
 def shapes(arguments: argparse.Namespace) -> list[Shape]:
-    return [Shape(*values, arguments.batch, arguments.heads)
+    if arguments.use:
+        return SHAPES_OF_USE
+    return [Shape(*values, arguments.batch, arguments.heads, arguments.heads)
             for values in itertools.product(arguments.headdim, arguments.mask, arguments.seqlen)]
 
 
@@ -155,8 +172,8 @@ def sweep(shapes: list[Shape], archs: list[str], library: Library, repeat: int) 
     results = []
     for shape in shapes:
         generator = torch.Generator("cuda").manual_seed(0)
-        qkv = [torch.randn(shape.batch, shape.heads, shape.seqlen, shape.headdim, device="cuda", dtype=torch.bfloat16,
-                           generator=generator) for _ in range(3)]
+        qkv = [torch.randn(shape.batch, heads, shape.seqlen, shape.headdim, device="cuda", dtype=torch.bfloat16,
+                           generator=generator) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
         sm_clock = clock_under_load(lambda: common.sdpa(FLASH, *qkv, shape.is_causal))
         cudnn = None
         for row in rows(shape, qkv, archs, library, repeat):

@@ -264,11 +264,7 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
     limit = limit.to(k.device)
     acc_o = k.new_zeros(batch, heads, rows, headdim)
     row_ref = k.new_full((batch, heads, rows), NO_REFERENCE)
-    row_sum = k.new_zeros(batch, heads, rows)
-    # Of the wgmma family: the sum in R, where it takes a second tile; which tiles do follows from the query tile's first row.
-    begun, second = torch.zeros_like(row_sum), False
-    block_m = kernels.attn.tile.block_m
-    full_keys = limit[torch.arange(rows, device=limit.device) // block_m * block_m] // block_n * block_n
+    sums = RowSums(kernels.attn.tile, limit, SUMS_ROUNDED[spec.pv_accum], torch.zeros_like(row_ref))
 
     for first in range(0, last, block_n):
         keys = slice(first, first + block_n)
@@ -282,21 +278,40 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
         bias = _folded_bias(problem.smooth_q, problem.qk_bits, spec.pv_accum)
         p, alpha, row_ref = _softmax_tile(scores, scale, bias, row_ref, kernels.attn.tile, spec.pv_accum)
         rounded = to_pv(p, spec.pv)
-        if kernels.attn.tile.producer_warps:
-            begun = torch.where(second & (first + 2 * block_n <= full_keys), begun * alpha, 0.0)
-            total = _tensor_core_sum(rounded, begun)
-            row_sum, begun, second = row_sum * alpha + (total - begun), total, not second
-        else:
-            row_sum = row_sum * alpha + (rounded if SUMS_ROUNDED[spec.pv_accum] else p).sum(-1)
+        sums.add(first, p, rounded, alpha)
         acc_o = acc_o * alpha[..., None] + _pv_tile(rounded, v[:, :, keys], spec.pv_accum)
 
     spoilt = ~quantized.row_bias.isfinite() | (limit > k_finite[..., None])
     row_bias = quantized.row_bias.masked_fill(spoilt, math.nan).masked_fill(limit == 0, 0.0)
+    row_sum = sums.row_sum
     factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0) + 0.0 * row_bias
     lse = (row_ref + row_sum.log2() + row_bias) * math.log(2.0)
     mean = torch.where(row_sum[..., None] > 0, v_mean[:, :, None], 0.0)
     out = acc_o * factor[..., None] * v_scale[:, :, None] + mean
     return torch.where(limit[:, None] > v_finite[:, :, None], math.nan, out), lse
+
+
+class RowSums:
+    """Sums of P over the KV tiles: of P before or after it is rounded, in f32, in the mma family. In the wgmma family of P
+    times V's channel of ones, which R takes for two tiles where every row of the query tile sees them whole."""
+
+    def __init__(self, tile: Tile, limit: torch.Tensor, rounded: bool, zeros: torch.Tensor) -> None:
+        """`limit`: keys that each row sees."""
+        first_row = torch.arange(len(limit), device=limit.device) // tile.block_m * tile.block_m
+        self.row_sum = zeros
+        self._tile, self._rounded = tile, rounded
+        self._full_keys = limit[first_row] // tile.block_n * tile.block_n
+        self._in_r = zeros
+
+    def add(self, first: int, p: torch.Tensor, rounded: torch.Tensor, alpha: torch.Tensor) -> None:
+        """The tile that begins with the key `first`; alpha is what all sums so far are multiplied by."""
+        if not self._tile.producer_warps:
+            self.row_sum = self.row_sum * alpha + (rounded if self._rounded else p).sum(-1)
+            return
+        second = first // self._tile.block_n % 2 == 1
+        begun = torch.where(second & (first + 2 * self._tile.block_n <= self._full_keys), self._in_r * alpha, 0.0)
+        self._in_r = _tensor_core_sum(rounded, begun)
+        self.row_sum = self.row_sum * alpha + (self._in_r - begun)
 
 
 def _key_limit(problem: Problem, rows: int) -> torch.Tensor:

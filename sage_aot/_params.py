@@ -34,7 +34,7 @@ FIELDS = {
         ("q_hat", "Q"), ("kv_hat", "Q"), ("q_scale", "Q"), ("v_scale", "Q"), ("v_mean", "Q"),
         ("k_finite", "Q"), ("v_finite", "Q"), ("row_bias", "Q"), ("delta_s", "Q"), ("out", _TENSOR), ("lse", "Q"),
         ("first_head", "i"), ("num_q_heads", "i"), ("num_kv_heads", "i"), ("seqlen_q", "i"), ("seqlen_kv", "i"),
-        ("headdim", "i"), ("q_tiles", "i"), ("kv_tiles", "i"), ("dtype", "i"), ("padding", "i"),
+        ("headdim", "i"), ("q_tiles", "i"), ("kv_tiles", "i"), ("dtype", "i"), ("num_heads", "i"),
     ),
 }
 """Per struct, its fields in order with their :mod:`struct` codes."""

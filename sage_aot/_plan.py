@@ -156,11 +156,12 @@ def _buffer_bytes(problem: Problem, spec: KernelSpec, tile: Tile, q_tiles: int, 
     }
 
 
-def _launch(record: KernelRecord, blocks: int, params: bytes) -> Launch:
+def _launch(record: KernelRecord, blocks: int, params: bytes, at_most: int = _MAX_GRID) -> Launch:
+    """A launch of so many blocks; where there are more than `at_most`, these share the work of the others."""
     if blocks > _MAX_GRID:
         raise UnsupportedError(f"{record.spec.name} would need {blocks} blocks, a launch takes {_MAX_GRID}; split the "
                                f"batch")
-    return Launch(record, blocks, params)
+    return Launch(record, min(blocks, at_most), params)
 
 
 def _stats(plan: Plan, at: dict[str, int], k: TensorArgument, v: TensorArgument) -> Launch:
@@ -202,10 +203,9 @@ def _attention(plan: Plan, at: dict[str, int], out: TensorArgument, lse: int, fi
                multiprocessors: int) -> Launch:
     """A block per query tile, or where blocks take several, as many as the GPU holds at once."""
     problem, record = plan.problem, plan.kernels.attn
-    query_tiles = num_heads * plan.q_tiles
-    blocks = min(query_tiles, multiprocessors * record.tile.min_blocks) if record.tile.producer_warps else query_tiles
-    return _launch(record, blocks, pack(
+    resident = multiprocessors * record.tile.min_blocks if record.tile.producer_warps else _MAX_GRID
+    return _launch(record, num_heads * plan.q_tiles, pack(
         "AttnParams", at["q_hat"], at["kv_hat"], at["q_scale"], at["v_scale"], at["v_mean"], at["k_finite"],
         at["v_finite"], at["row_bias"], at.get("delta_s", 0), *out.fields, lse, first_head, problem.num_q_heads,
         problem.num_kv_heads, problem.seqlen_q, problem.seqlen_kv, problem.headdim, plan.q_tiles, plan.kv_tiles,
-        DTYPE_CODES[problem.dtype], num_heads))
+        DTYPE_CODES[problem.dtype], num_heads), resident)

@@ -39,7 +39,7 @@ def field(launch, struct_name, name, code="i"):
 
 def run(problem=PROBLEM, **arguments):
     tensors = {"q": Q, "k": Q, "v": Q, "out": Q, "lse": 0, **arguments}
-    return launches(plan(problem, kernels(problem=problem)), 2**30, **tensors)
+    return launches(plan(problem, kernels(problem=problem)), 2**30, **tensors, multiprocessors=132)
 
 
 def test_grids_cover_every_tile():
@@ -117,6 +117,16 @@ def test_a_grid_beyond_the_limit_is_refused():
         run(dataclasses.replace(PROBLEM, batch=2**30))
 
 
+@pytest.mark.parametrize(("producer_warps", "multiprocessors", "blocks"), [(0, 5, 24), (4, 5, 10), (4, 132, 24)])
+def test_blocks_of_a_kernel_with_producers_share_the_query_tiles(producer_warps, multiprocessors, blocks):
+    chosen = kernels()
+    tile = dataclasses.replace(TILE, producer_warps=producer_warps)
+    chosen = dataclasses.replace(chosen, attn=dataclasses.replace(chosen.attn, tile=tile))
+    *_, attn = launches(plan(PROBLEM, chosen), 2**30, Q, Q, Q, Q, 0, multiprocessors)
+    assert attn.blocks == blocks
+    assert field(attn, "AttnParams", "num_heads") == 12
+
+
 # --- what smoothing adds ---
 
 
@@ -139,7 +149,7 @@ def test_without_smoothing_of_q_there_is_no_delta():
 @pytest.mark.parametrize(("pv_accum", "limit"), [("two_level_f32", 448.0), ("two_level_f16", 4.5), ("f32", 0.0)])
 def test_v_is_scaled_to_what_the_accumulator_holds(pv_accum, limit):
     chosen = kernels(pv_accum)
-    quant = launches(plan(PROBLEM, chosen), 2**30, Q, Q, Q, Q, 0)[1]
+    quant = launches(plan(PROBLEM, chosen), 2**30, Q, Q, Q, Q, 0, 132)[1]
     assert field(quant, "QuantParams", "v_limit", "f") == limit
 
 
