@@ -106,6 +106,6 @@ def _device(device: int, manifest: Manifest) -> list[str]:
 def describe(record: KernelRecord) -> str:
     """An attention kernel in a line."""
     loop = record.main_loop  # None where a kernel was built for another chip and has none
-    counts = f", {loop.matrix} matrix and {loop.other} other instructions a tile" if loop else ""
+    counts = f", {loop.matrix} matrix and {loop.other} other instructions in the main loop" if loop else ""
     registers = "PTX" if record.is_ptx else f"{record.registers} registers"
     return f"{record.spec.name}: {registers}{counts}"

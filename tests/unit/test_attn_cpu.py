@@ -356,7 +356,7 @@ def test_info_reports_an_arch_that_cannot_be_emulated(monkeypatch):
 def test_info_counts_what_a_kernel_executes():
     records = default_library().manifest.kernels.values()
     record = min((record for record in records if record.main_loop), key=lambda record: record.spec.name)
-    counts = f"{record.main_loop.matrix} matrix and {record.main_loop.other} other instructions a tile"
+    counts = f"{record.main_loop.matrix} matrix and {record.main_loop.other} other instructions in the main loop"
     assert _info.describe(record) == f"{record.spec.name}: {record.registers} registers, {counts}"
     bare = dataclasses.replace(record, main_loop=None)
     assert _info.describe(bare) == f"{record.spec.name}: {record.registers} registers"
