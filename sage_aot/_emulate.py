@@ -264,7 +264,7 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
     limit = limit.to(k.device)
     acc_o = k.new_zeros(batch, heads, rows, headdim)
     row_ref = k.new_full((batch, heads, rows), NO_REFERENCE)
-    sums = RowSums(kernels.attn.tile, limit, SUMS_ROUNDED[spec.pv_accum], torch.zeros_like(row_ref))
+    sums = RowSums(kernels.attn.tile, problem.smooth_q, limit, SUMS_ROUNDED[spec.pv_accum], torch.zeros_like(row_ref))
 
     for first in range(0, last, block_n):
         keys = slice(first, first + block_n)
@@ -285,29 +285,34 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
     row_bias = quantized.row_bias.masked_fill(spoilt, math.nan).masked_fill(limit == 0, 0.0)
     row_sum = sums.row_sum
     factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0) + 0.0 * row_bias
-    lse = (row_ref + row_sum.log2() + row_bias) * math.log(2.0)
+    lse = (row_ref + sums.lse_sum.log2() + row_bias) * math.log(2.0)
     mean = torch.where(row_sum[..., None] > 0, v_mean[:, :, None], 0.0)
     out = acc_o * factor[..., None] * v_scale[:, :, None] + mean
     return torch.where(limit[:, None] > v_finite[:, :, None], math.nan, out), lse
 
 
 class RowSums:
-    """Sums of P over the KV tiles: of P before or after it is rounded, in f32, in the mma family. In the wgmma family of P
-    times V's channel of ones, which R takes for two tiles where every row of the query tile sees them whole."""
+    """Sums of P over the KV tiles, by which O is divided, and those of log-sum-exps.
 
-    def __init__(self, tile: Tile, limit: torch.Tensor, rounded: bool, zeros: torch.Tensor) -> None:
+    In the mma family one, in f32, of P before or after it is rounded. In the wgmma family the first is P times V's channel
+    of ones, which R takes for two tiles where every row of the query tile sees them whole and Q is not smoothed, and the
+    other is of P before it is rounded.
+    """
+
+    def __init__(self, tile: Tile, smooth_q: bool, limit: torch.Tensor, rounded: bool, zeros: torch.Tensor) -> None:
         """`limit`: keys that each row sees."""
         first_row = torch.arange(len(limit), device=limit.device) // tile.block_m * tile.block_m
-        self.row_sum = zeros
+        self.row_sum = self.lse_sum = zeros
         self._tile, self._rounded = tile, rounded
-        self._full_keys = limit[first_row] // tile.block_n * tile.block_n
+        self._full_keys = limit[first_row] // tile.block_n * tile.block_n * (not smooth_q)
         self._in_r = zeros
 
     def add(self, first: int, p: torch.Tensor, rounded: torch.Tensor, alpha: torch.Tensor) -> None:
         """The tile that begins with the key `first`; alpha is what all sums so far are multiplied by."""
         if not self._tile.producer_warps:
-            self.row_sum = self.row_sum * alpha + (rounded if self._rounded else p).sum(-1)
+            self.row_sum = self.lse_sum = self.row_sum * alpha + (rounded if self._rounded else p).sum(-1)
             return
+        self.lse_sum = self.lse_sum * alpha + p.sum(-1)
         second = first // self._tile.block_n % 2 == 1
         begun = torch.where(second & (first + 2 * self._tile.block_n <= self._full_keys), self._in_r * alpha, 0.0)
         self._in_r = _tensor_core_sum(rounded, begun)

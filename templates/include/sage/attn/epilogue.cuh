@@ -52,11 +52,12 @@ struct ConstantsInMemory {
   }
 };
 
-// rows.row_sum holds whole rows. A row that saw no key is zero, its log-sum-exp -inf. Everything is computed before anything
+// rows.row_sum holds whole rows, and so does lse_sum, the sums of P for log-sum-exps. A row that saw no key is zero, its log-sum-exp -inf. Everything is computed before anything
 // is stored: loads need not wait for stores that they might depend on.
 template <class Config, class Rows, class Accumulator, class Constants>
 __device__ __forceinline__ void store_output(const AttnParams& params, const Work& work, i32 warp, i32 lane,
-                                             const Accumulator& acc_o, const Rows& rows, const Constants& constants) {
+                                             const Accumulator& acc_o, const Rows& rows,
+                                             const float (&lse_sum)[Config::kWarpM / 8], const Constants& constants) {
   constexpr i32 kRows = Config::kWarpM / 8, kOTiles = Config::kHeadDim / 8;
   const i32 first = warp * Config::kWarpM + lane / 4;
 
@@ -74,7 +75,7 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
     if (keys[r] == 0) bias = 0.0f;
     factor[r] = (sum > 0.0f ? 1.0f / sum : 0.0f) + 0.0f * bias;
     if (params.lse != nullptr && lane % 4 == 0 && row < params.seqlen_q) {
-      const float lse_log2 = rows.row_ref[r] + ptx::lg2(sum) + bias;
+      const float lse_log2 = rows.row_ref[r] + ptx::lg2(lse_sum[r]) + bias;
       params.lse[static_cast<i64>(work.q_head) * params.seqlen_q + row] = lse_log2 * kLn2;
     }
   }

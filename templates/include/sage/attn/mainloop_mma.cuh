@@ -42,7 +42,7 @@ class AttentionMma {
     state.softmax.finish();
     const Work done = locate<Config>(params, ptx::block_index());
     const ConstantsInMemory<Config> constants(params, done);
-    store_output<Config>(params, done, warp, lane, state.acc_o, state.softmax, constants);
+    store_output<Config>(params, done, warp, lane, state.acc_o, state.softmax, state.softmax.row_sum, constants);
   }
 
  private:

@@ -7,7 +7,8 @@
 // A consumer's turn at a KV tile: it issues P·V of the tile before, then Q·K of this one, adds the first to O while the
 // second runs, and exponentiates with neither of its own in flight: while products of FP8 read and write their registers,
 // other instructions run at a quarter of their rate. P·V of two tiles go into the same R, so that O takes every other one.
-// V has eight more channels, of ones: their output is the sum of P as it was multiplied, rounded.
+// V has eight more channels, of ones: their output is the sum of P as it was multiplied, rounded, by which O is divided. A
+// log-sum-exp, where it is wanted, takes the sum of P before that.
 // Source: SageAttention2, Algorithm 1; "FlashAttention-3", section 3.1, for warps with roles.
 #pragma once
 
@@ -132,8 +133,10 @@ class AttentionWgmma {
   static constexpr i32 kOutputs = Config::kHeadDim / 2;  // registers of a thread for O
   static constexpr u32 kFourOnes = 0x38383838;  // e4m3
 
-  // Which P·V of those that R sums up: one alone, or the first or the second of two.
+  // Which P·V of those that R sums up: one alone, or the first or the second of two, for which a smoothed Q leaves no
+  // registers.
   enum Sum { kAlone, kOpens, kCloses };
+  static constexpr bool kPairs = !Config::kSmoothQ;
 
   // Where they hold both, P·V and Q·K are in flight together; else the registers of P and the scores are the same.
   static constexpr bool kTogether = kConsumers == 2;
@@ -226,6 +229,7 @@ class AttentionWgmma {
     OutputAccumulator<Config> acc_o = {};
     float acc_r[kOutputs + 4];      // P·V and the sums of P of one tile or two, as a wgmma's D
     float alpha[kRows] = {};        // what O must be multiplied by before that is added
+    float exact_sum[kRows] = {};    // of this thread's P before it is rounded; only where a log-sum-exp is wanted
     typename Softmax::Scores acc_s;
     typename Product::Operand p;
     i32 previous;                   // slot of the tile whose P this is
@@ -247,9 +251,15 @@ class AttentionWgmma {
       state.q = from + consumer * 64 * Layout::kQkRowBytes;
       ptx::mbarrier_wait(shared.query_full(query.index), query.phase);
       state.q_scale = ptx::load_shared_f32(from + Shared::kQScales + (warp * kRowGroups + lane / 4) * 4);
-      if (work.tiles > 0) attend(params, shared, work, warp, lane, place, state);
+      if (work.tiles > 0) {
+        if (params.lse != nullptr) attend<true>(params, shared, work, warp, lane, place, state);
+        else attend<false>(params, shared, work, warp, lane, place, state);
+      }
       const ConstantsInShared<Shared> constants{from, k_finite};
-      store_output<Config>(params, work, warp, lane, state.acc_o, state.softmax, constants);
+      float lse_sum[kRows];  // of whole rows
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) lse_sum[r] = ptx::sum_over_lanes<4>(state.exact_sum[r]);
+      store_output<Config>(params, work, warp, lane, state.acc_o, state.softmax, lse_sum, constants);
       __syncwarp();  // as in finish_output()
       if (lane == 0) ptx::mbarrier_arrive(shared.query_empty(query.index));
       query.advance();
@@ -257,28 +267,34 @@ class AttentionWgmma {
   }
 
   // All KV tiles of a query tile. `place`: of the next KV tile in the ring.
+  template <bool kLse>
   __device__ __forceinline__ static void attend(const AttnParams& params, const Shared& shared, const Work& work,
                                                 i32 warp, i32 lane, Place& place, State& state) {
     start_scores(shared, place, state);
     const float scale = read_scale(shared, lane, place, state);
     ptx::wgmma_wait<0>();
-    if (work.full_tiles > 0) softmax<false>(params, shared, work, warp, lane, 0, scale, place, state);
-    else softmax<true>(params, shared, work, warp, lane, 0, scale, place, state);
+    if (work.full_tiles > 0) softmax<kLse, false>(params, shared, work, warp, lane, 0, scale, place, state);
+    else softmax<kLse, true>(params, shared, work, warp, lane, 0, scale, place, state);
     i32 tile = 1;
+    if constexpr (kPairs) {
 #pragma unroll 1
-    for (; tile + 1 < work.full_tiles; tile += 2) {
-      step<false, kOpens>(params, shared, work, warp, lane, tile, place, state);
-      step<false, kCloses>(params, shared, work, warp, lane, tile + 1, place, state);
+      for (; tile + 1 < work.full_tiles; tile += 2) {
+        step<kLse, false, kOpens>(params, shared, work, warp, lane, tile, place, state);
+        step<kLse, false, kCloses>(params, shared, work, warp, lane, tile + 1, place, state);
+      }
+    } else {
+#pragma unroll 1
+      for (; tile < work.full_tiles; ++tile) step<kLse, false, kAlone>(params, shared, work, warp, lane, tile, place, state);
     }
 #pragma unroll 1
-    for (; tile < work.tiles; ++tile) step<true, kAlone>(params, shared, work, warp, lane, tile, place, state);
+    for (; tile < work.tiles; ++tile) step<kLse, true, kAlone>(params, shared, work, warp, lane, tile, place, state);
     start_output<kAlone>(shared, state);
     finish_output<0>(shared, lane, state);
     add_output(state);
   }
 
   // The output of the tile before, and P of this one.
-  template <bool kMasked, Sum kSum>
+  template <bool kLse, bool kMasked, Sum kSum>
   __device__ __forceinline__ static void step(const AttnParams& params, const Shared& shared, const Work& work, i32 warp, i32 lane,
                                               i32 tile, Place& place, State& state) {
     start_output<kSum>(shared, state);
@@ -291,7 +307,7 @@ class AttentionWgmma {
     for (i32 r = 0; r < kRows; ++r) pending[r] = state.alpha[r];
     if constexpr (kSum != kOpens) add_output(state);
     ptx::wgmma_wait<0>();
-    softmax<kMasked>(params, shared, work, warp, lane, tile, scale, place, state);
+    softmax<kLse, kMasked>(params, shared, work, warp, lane, tile, scale, place, state);
     if constexpr (kSum == kOpens) rescale_sum(pending, state);
   }
 
@@ -365,7 +381,7 @@ class AttentionWgmma {
   }
 
   // P of the tile whose scores are there.
-  template <bool kMasked>
+  template <bool kLse, bool kMasked>
   __device__ __forceinline__ static void softmax(const AttnParams& params, const Shared& shared, const Work& work, i32 warp, i32 lane,
                                                  i32 tile, float scale, Place& place, State& state) {
     constexpr bool kFinished = kMasked || Config::kSmoothQ;
@@ -373,6 +389,7 @@ class AttentionWgmma {
     if constexpr (kMasked) mask(params, work, warp, lane, tile, state.acc_s);
     state.softmax.template raise<kFinished>(state.acc_s, scale, state.alpha);
     state.softmax.template exponentiate<kFinished>(state.acc_s, scale);
+    if constexpr (kLse) state.softmax.add(state.acc_s, state.alpha, state.exact_sum);
     state.softmax.pack(state.acc_s, state.p);
     state.previous = place.index;
     place.advance();

@@ -2,7 +2,7 @@
 //
 // A score becomes a float by a conversion, which costs an instruction a score but none before the product: the exponentials
 // leave issue slots free, the time before a product none. References follow the maxima at every tile, since O is multiplied by
-// alpha where R is added anyway. Sums of P are not kept here: they come out of the second product.
+// alpha where R is added anyway.
 // Source: SageAttention2, Algorithm 1.
 #pragma once
 
@@ -37,6 +37,19 @@ struct TileSoftmax : RowReferences<Product, Config::kWarpM / 8> {
           const float x = fmaf(as_float<kFinished>(acc_s[m][j][c]), scale, -this->row_ref[2 * m + c / 2]);
           acc_s[m][j][c] = __float_as_int(ptx::ex2(x));
         }
+      }
+    }
+  }
+
+  // Adds P to sums that alpha brings to the new references.
+  __device__ __forceinline__ static void add(const Scores& acc_s, const float (&alpha)[kRows], float (&sum)[kRows]) {
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+      sum[r] *= alpha[r];
+#pragma unroll
+      for (i32 j = 0; j < kNTiles; ++j) {
+        sum[r] += __int_as_float(acc_s[r / 2][j][2 * (r % 2)]);
+        sum[r] += __int_as_float(acc_s[r / 2][j][2 * (r % 2) + 1]);
       }
     }
   }
