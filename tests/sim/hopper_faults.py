@@ -9,11 +9,9 @@ DEADLOCK = "deadlock"
 READ_EARLY = "asynchronous copy read before it was waited for"
 UNWRITTEN = "read of memory that nothing wrote"
 HELD = "buffer overwritten while a pending instruction reads it"
-PENDING = "buffer overwritten while an asynchronous copy into it is pending"
 ARRIVALS = "more arrivals than a phase expects"
 UNFENCED = "access of the async proxy without fence.proxy.async"
 REGISTERS = "registers of a pending instruction written"
-LOST = "wgmma that nobody waits for"
 UNKNOWN = "barrier used before it was initialized"
 WRONG, NOTHING = "wrong result", "nothing"
 
@@ -41,7 +39,7 @@ FAULTS = [Fault(name, there, instead, tuple(kinds)) for name, there, instead, *k
     ("no barrier after store",
      "  __syncthreads();",
      "",
-     RACE, UNKNOWN, UNWRITTEN),
+     RACE, UNWRITTEN),
     ("no wgmma fence",
      "    ptx::wgmma_fence();",
      "",
@@ -53,7 +51,7 @@ FAULTS = [Fault(name, there, instead, tuple(kinds)) for name, there, instead, *k
     ("waits for one group less",
      "ptx::wgmma_wait<0>();\n    ptx::barrier_sync(3",
      "ptx::wgmma_wait<1>();\n    ptx::barrier_sync(3",
-     REGISTERS, LOST, HELD, PENDING),
+     HELD),
     ("operand changed",
      "    ptx::wgmma_wait<0>();\n    ptx::barrier_sync(3",
      "    p[1][2] ^= 1;\n    ptx::wgmma_wait<0>();\n    ptx::barrier_sync(3",
@@ -61,27 +59,27 @@ FAULTS = [Fault(name, there, instead, tuple(kinds)) for name, there, instead, *k
     ("full not waited for",
      "    ptx::mbarrier_wait(ptx::shared_address(&shared.full[stage]), tile / kStages % 2);",
      "",
-     READ_EARLY, RACE, UNWRITTEN),
+     READ_EARLY, RACE),
     ("full of wrong phase",
      "tile / kStages % 2);",
      "(tile / kStages + 1) % 2);",
-     READ_EARLY, RACE, UNWRITTEN, DEADLOCK),
+     READ_EARLY, RACE, DEADLOCK),
     ("empty not waited for",
      "if (tile >= kStages) ptx::mbarrier_wait(",
      "if (tile < 0) ptx::mbarrier_wait(",
-     HELD, PENDING, RACE, READ_EARLY, ARRIVALS),
+     ARRIVALS),
     ("empty of wrong phase",
      "(tile / kStages - 1) % 2);",
      "tile / kStages % 2);",
-     HELD, PENDING, RACE, DEADLOCK, ARRIVALS),
+     ARRIVALS),
     ("too few bytes announced",
      "sizeof(shared.b[0]) + sizeof(shared.v[0]));",
      "sizeof(shared.b[0]));",
-     READ_EARLY, DEADLOCK, RACE, ARRIVALS),
+     READ_EARLY, DEADLOCK, RACE),
     ("stage released by the first warp",
      "    ptx::barrier_sync(3 + consumer, kWarpgroup);",
      "",
-     HELD, PENDING, RACE),
+     HELD, RACE),
     ("misaligned descriptor",
      "matrix_descriptor<kKeys>(ptx::shared_address(shared.v[stage]))",
      "matrix_descriptor<kKeys>(ptx::shared_address(shared.v[stage]) + 128)",
@@ -105,7 +103,7 @@ FAULTS = [Fault(name, there, instead, tuple(kinds)) for name, there, instead, *k
     ("too many arrivals",
      "if (thread == 0) ptx::mbarrier_arrive(",
      "if (thread < 2) ptx::mbarrier_arrive(",
-     ARRIVALS, HELD, PENDING, RACE, READ_EARLY, DEADLOCK),
+     HELD, RACE, READ_EARLY, DEADLOCK),
     ("different counts",
      "ptx::barrier_sync(turn_of(consumer), 2 * kWarpgroup);",
      "ptx::barrier_sync(turn_of(consumer), kWarpgroup);",

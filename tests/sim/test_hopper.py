@@ -107,8 +107,9 @@ class Product:
 
     ROW_BYTES = (128, 64, 32)
     WRAPPERS = (("s8", 64, "registers"), ("s8", 64, "shared memory"), ("s8", 128, "registers"),
-                ("s8", 128, "shared memory"), ("e4m3", 64, "registers"), ("e4m3", 128, "registers"))
-    SHARED_BYTES = (64 + 128) * 128
+                ("s8", 128, "shared memory"), ("e4m3", 64, "registers"), ("e4m3", 128, "registers"),
+                ("e4m3", 72, "registers"), ("e4m3", 136, "registers"))
+    SHARED_BYTES = (64 + 136) * 128
     THREADS = 128
     COUNT = len(ROW_BYTES) * len(WRAPPERS)
 

@@ -61,7 +61,7 @@ EXTREMES = (
     {"kind": "wide_v"},
     {"kind": "zeros"},
     {"planted": "q:nan", "seed": 22},  # where causal, in a row that sees no key
-    {"planted": "k:inf"},
+    {"planted": "k:inf", "kv_heads": 2},  # in one head, of which the other must hear nothing
     {"planted": "v:nan"},
 )
 """Values at the ends of their ranges, one a variant by turns: an odd number of them, while archs have powers of two of
@@ -69,15 +69,18 @@ variants, so that each meets every value of the axes."""
 
 
 def cases_of(spec: KernelSpec) -> dict[str, Case]:
-    """Ragged calls. The first: grouped heads, contiguous, several KV tiles. The second as
-    unlike as can be: several heads and batches, rows at odd addresses and of no whole vectors, of which some see
-    nothing where causal. The third: one head, and extreme values."""
+    """Ragged calls. The first: grouped heads, contiguous, several KV tiles. The second as unlike as can be: several
+    heads and batches, rows of no whole vectors, of which some see nothing where causal, read at odd addresses and stored
+    at odd and even ones. The third: one query head a KV head, whole rows stored at odd addresses, extreme values; where
+    causal on Hopper a query tile that sees no key at all, and one that does."""
+    tile = KERNELS[spec].tile
     plain = Case(spec.arch, seed=1, group=2, seqlen_q=150, seqlen_kv=_plain_keys(spec), headdim=spec.headdim,
                  is_causal=spec.mask == "causal", qk_bits=spec.qk, smooth_q=spec.q == "qsmooth",
                  smooth_v=spec.v == "vsmooth", pv_accum=spec.pv_accum, read_quantized=True)
     odd = dataclasses.replace(plain, seed=2, batch=2, kv_heads=2, seqlen_q=100, seqlen_kv=70, headdim=spec.headdim - 3,
-                              layout="NHD", dtype="f16", kind="outlier", strides="misaligned", out="misaligned")
-    extreme = dataclasses.replace(plain, group=1, seqlen_q=100, seqlen_kv=90,
+                              layout="NHD", dtype="f16", kind="outlier", strides="misaligned", out="given")
+    blind_rows = tile.block_m if tile.producer_warps and spec.mask == "causal" else 0
+    extreme = dataclasses.replace(plain, group=1, seqlen_q=blind_rows + 100, seqlen_kv=90, out="misaligned",
                                   **EXTREMES[SPECS.index(spec) % len(EXTREMES)])
     return {"plain": plain, "odd": odd, "extreme": extreme}
 

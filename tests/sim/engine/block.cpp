@@ -29,9 +29,9 @@ bool Block::run(u32 index) {
   index_ = index;
   start();
   u32 running = launch_.threads;
-  constexpr u32 kLate = 64;  // turns that a copy takes on average
+  const u32 late = 16u << random_.below(12);  // turns that a copy takes on average: blocks differ
   while (ready_warps_ != 0 || bulk_copies.any()) {
-    if (bulk_copies.any() && (ready_warps_ == 0 || random_.below(kLate) == 0)) {
+    if (bulk_copies.any() && (ready_warps_ == 0 || random_.below(late) == 0)) {
       bulk_copies.land_one(*this, random_);
       continue;
     }

@@ -13,7 +13,7 @@ struct ProductParams {
   const u8* a;  // [64][row bytes], plain rows
   const u8* b;  // [columns][row bytes], plain rows
   u32* d;       // [64][columns] i32 or f32
-  i32 which;    // the wrapper, by the cases of multiply() below, plus 6 for rows of 64 bytes, 12 for those of 32
+  i32 which;    // the wrapper, by the cases of multiply() below, plus 8 for rows of 64 bytes, 16 for those of 32
   i32 padding;
 };
 
@@ -36,6 +36,12 @@ __device__ __forceinline__ void product(float (&d)[32], const u32 (&a)[4], u64 b
 }
 __device__ __forceinline__ void product(float (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
   ptx::wgmma_m64n128k32_e4m3e4m3f32(d, a, b, accumulate);
+}
+__device__ __forceinline__ void product(float (&d)[36], const u32 (&a)[4], u64 b, bool accumulate) {
+  ptx::wgmma_m64n72k32_e4m3e4m3f32(d, a, b, accumulate);
+}
+__device__ __forceinline__ void product(float (&d)[68], const u32 (&a)[4], u64 b, bool accumulate) {
+  ptx::wgmma_m64n136k32_e4m3e4m3f32(d, a, b, accumulate);
 }
 
 // kRowBytes of k for kRows rows of A, from registers or shared memory, and 2 · kSize columns.
@@ -83,20 +89,22 @@ __device__ __forceinline__ void multiply(const ProductParams& params, u8* shared
 // The wrappers, by type, columns and the place of A.
 template <i32 kRowBytes>
 __device__ __forceinline__ void multiply(const ProductParams& params, u8* shared) {
-  switch (params.which % 6) {
+  switch (params.which % 8) {
     case 0: return multiply<i32, 32, kRowBytes, true>(params, shared);
     case 1: return multiply<i32, 32, kRowBytes, false>(params, shared);
     case 2: return multiply<i32, 64, kRowBytes, true>(params, shared);
     case 3: return multiply<i32, 64, kRowBytes, false>(params, shared);
     case 4: return multiply<float, 32, kRowBytes, true>(params, shared);
     case 5: return multiply<float, 64, kRowBytes, true>(params, shared);
+    case 6: return multiply<float, 36, kRowBytes, true>(params, shared);
+    case 7: return multiply<float, 68, kRowBytes, true>(params, shared);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 warpgroup_products(const __grid_constant__ ProductParams params) {
   extern __shared__ __align__(1024) u8 shared[];
-  switch (params.which / 6) {
+  switch (params.which / 8) {
     case 0: return multiply<128>(params, shared);
     case 1: return multiply<64>(params, shared);
     case 2: return multiply<32>(params, shared);
