@@ -1,0 +1,29 @@
+// sage_attn_sm90_d64_qk8_pve4m3_acc2f32_causal_vsmooth_qsmooth
+// Written by codegen from templates/attn_wgmma.cu.jinja and this row of build_matrix.yaml:
+//   {family: attn_wgmma, arch: sm90, headdim: 64}
+// Attention on quantized Q, K and V with wgmma and the copy engine.
+
+#include "sage/attn/mainloop_wgmma.cuh"
+
+struct Config {
+  static constexpr int kHeadDim = 64;  // channels
+  static constexpr int kQkBits = 8;  // of the quantized Q and K
+  static constexpr sage::Pv kPv = sage::Pv::kE4m3;  // type of P and V
+  static constexpr sage::PvAccum kPvAccum = sage::PvAccum::kTwoLevelF32;  // how P·V adds up
+  static constexpr bool kCausal = true;  // aligned bottom-right
+  static constexpr bool kSmoothV = true;  // V less its mean
+  static constexpr bool kSmoothQ = true;  // Q less the mean of each tile's rows
+  static constexpr int kBlockM = 192;  // query rows of a block
+  static constexpr int kBlockN = 128;  // keys of a KV tile
+  static constexpr int kWarpM = 16;  // query rows of a warp
+  static constexpr int kStages = 4;  // KV tiles in shared memory
+  static constexpr int kMinBlocks = 1;  // resident blocks an SM
+};
+
+using Attention = sage::AttentionWgmma<Config>;
+
+extern "C" __global__ void __launch_bounds__(Attention::kThreads, Config::kMinBlocks)
+sage_attn_sm90_d64_qk8_pve4m3_acc2f32_causal_vsmooth_qsmooth(const __grid_constant__ sage::AttnParams params) {
+  extern __shared__ __align__(1024) sage::u8 shared[];
+  Attention::run(params, shared);
+}
