@@ -388,7 +388,8 @@ def _tensor_core_sum(p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     largest. The wgmma family's sums of P are such: V has a channel of ones there (attn/mainloop_wgmma.cuh)."""
     for part in p.split(32, -1):
         terms = torch.cat([total[..., None], part], -1)
-        unit = torch.ldexp(torch.ones_like(total), torch.frexp(terms.amax(-1))[1] - 14)
+        exponent = torch.frexp(terms.amax(-1))[1].clamp(min=-100)  # a sum that alpha left next to nothing of
+        unit = torch.ldexp(torch.ones_like(total), exponent - 14)
         total = _keep_13_bits((terms / unit[..., None]).trunc().sum(-1) * unit)
     return total
 
