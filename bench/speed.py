@@ -120,7 +120,8 @@ def main() -> int:
     common.require_cuda()
     library = common.use_kernels(arguments.kernels)
     archs = arguments.arch or common.default_archs(library)
-    header = common.header(library) | {"inputs": f"N(0, 1) bf16; median of {arguments.repeat}"}
+    heads = "" if arguments.use else f", batch {arguments.batch}, {arguments.heads} heads"
+    header = common.header(library) | {"inputs": f"N(0, 1) bf16{heads}; median of {arguments.repeat}"}
     common.print_header(header)
     results: dict[str, object] = {"header": header}
     if arguments.host:

@@ -174,8 +174,8 @@ class Tile:
         if problems:
             return problems
         if self.producer_warps and (self.warp_m != 16 or self.block_m % 64 or self.block_n != 128):
-            problems.append(f"blocks with producer_warps multiply 64 rows a warpgroup by 128 keys: warp_m must be 16, block_m "
-                            f"a multiple of 64 and block_n 128, got {self.warp_m}, {self.block_m} and {self.block_n}")
+            problems.append(f"blocks with producer_warps multiply 64 rows a warpgroup by 128 keys: warp_m must be 16, "
+                            f"block_m a multiple of 64 and block_n 128, got {self.warp_m}, {self.block_m} and {self.block_n}")
         if self.warp_m not in (16, 32):
             problems.append(f"warp_m must be 16 or 32 (one or two m16 fragments), got {self.warp_m}")
         elif self.block_m % self.warp_m:

@@ -2,8 +2,8 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
-and the same with the tools racecheck and initcheck; names of archs after it leave out the others' variants. Without torch's cache an access beyond a tensor is one beyond its
-allocation, and memory starts uninitialized.
+and the same with the tools racecheck and initcheck; names of archs after it leave out the others' variants. Without
+torch's cache an access beyond a tensor is one beyond its allocation, and memory starts uninitialized.
 """
 
 from __future__ import annotations

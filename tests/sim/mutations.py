@@ -598,15 +598,12 @@ MUTATIONS = [Mutation(*fields) for fields in (
      _HOPPER, "what is not finite"),
     # --- attn/mainloop_wgmma.cuh: R, O and their factors
     ("R of the second tile in place of both", "attn/mainloop_wgmma.cuh",
-     "ptx::wgmma_m64n136k32_e4m3e4m3f32(state.acc_r, state.p[0][step], v + step * kNextK, kSum == kCloses || step "
-     "> 0)",
-     "ptx::wgmma_m64n136k32_e4m3e4m3f32(state.acc_r, state.p[0][step], v + step * kNextK, step > 0)",
+     "const bool accumulate = kSum == kCloses || step > 0;",
+     "const bool accumulate = step > 0;",
      _HOPPER_WIDE, "output, emulation"),
     ("R of a tile alone added to the last", "attn/mainloop_wgmma.cuh",
-     "ptx::wgmma_m64n72k32_e4m3e4m3f32(state.acc_r, state.p[0][step], v + step * kNextK, kSum == kCloses || step "
-     "> 0)",
-     "ptx::wgmma_m64n72k32_e4m3e4m3f32(state.acc_r, state.p[0][step], v + step * kNextK, kSum != kOpens || step > "
-     "0)",
+     "const bool accumulate = kSum == kCloses || step > 0;",
+     "const bool accumulate = kSum != kOpens || step > 0;",
      _HOPPER, "output, emulation"),
     ("the first half of R added twice", "attn/mainloop_wgmma.cuh",
      "if constexpr (kSum != kOpens) add_output(state);",

@@ -52,8 +52,9 @@ struct ConstantsInMemory {
   }
 };
 
-// rows.row_sum holds whole rows, and so does lse_sum, the sums of P for log-sum-exps. A row that saw no key is zero, its log-sum-exp -inf. Everything is computed before anything
-// is stored: loads need not wait for stores that they might depend on.
+// rows.row_sum holds whole rows, and so does lse_sum, the sums of P for log-sum-exps. A row that saw no key is zero, its
+// log-sum-exp -inf. Everything is computed before anything is stored: loads need not wait for stores that they might depend
+// on.
 template <class Config, class Rows, class Accumulator, class Constants>
 __device__ __forceinline__ void store_output(const AttnParams& params, const Work& work, i32 warp, i32 lane,
                                              const Accumulator& acc_o, const Rows& rows,

@@ -4,9 +4,10 @@
 // bring Q into one of two buffers, and the KV tiles into a ring of kStages slots; it runs ahead into the next query tile
 // while the last one ends. The other warpgroups, the consumers, own 64 query rows each and meet nowhere: while one
 // exponentiates, the others use the tensor cores.
-// A consumer's turn at a KV tile: it issues P·V of the tile before, then Q·K of this one, adds the first to O while the
+// What a consumer does at a KV tile: it issues P·V of the tile before, then Q·K of this one, adds the first to O while the
 // second runs, and exponentiates with neither of its own in flight: while products of FP8 read and write their registers,
 // other instructions run at a quarter of their rate. P·V of two tiles go into the same R, so that O takes every other one.
+// Where registers are short it waits for P·V before it issues Q·K (three consumers), or R takes one tile (a smoothed Q).
 // V has eight more channels, of ones: their output is the sum of P as it was multiplied, rounded, by which O is divided. A
 // log-sum-exp, where it is wanted, takes the sum of P before that.
 // Source: SageAttention2, Algorithm 1; "FlashAttention-3", section 3.1, for warps with roles.
@@ -60,7 +61,7 @@ struct WgmmaShared {
   __device__ __forceinline__ u32 slot(i32 stage) const { return first + kSlots + stage * kSlotBytes; }
   // The producer arrives, with the buffer's bytes; consumers wait.
   __device__ __forceinline__ u32 query_full(i32 buffer) const { return first + kBarriers + buffer * 16; }
-  // Every consumer warp arrives when it has stored the query tile's output; the producer waits.
+  // Every consumer warp arrives when it has read Q and the rest of the buffer; the producer waits.
   __device__ __forceinline__ u32 query_empty(i32 buffer) const { return query_full(buffer) + 8; }
   // The producer arrives, with the slot's bytes; consumers wait.
   __device__ __forceinline__ u32 full(i32 stage) const { return query_full(2) + stage * 16; }
@@ -85,7 +86,9 @@ struct ConstantsInShared {
   u32 query;
   i32 k_finite;
 
-  __device__ __forceinline__ float row_bias(i32 row) const { return ptx::load_shared_f32(query + Shared::kRowBias + row * 4); }
+  __device__ __forceinline__ float row_bias(i32 row) const {
+    return ptx::load_shared_f32(query + Shared::kRowBias + row * 4);
+  }
   __device__ __forceinline__ ptx::F32x2 v_scale(i32 channel) const {
     return ptx::load_shared_f32x2(query + Shared::kChannels + channel * 4);
   }
@@ -189,7 +192,8 @@ class AttentionWgmma {
     }
   }
 
-  __device__ __forceinline__ static void load_query(const AttnParams& params, const Shared& shared, const Work& work, i32 buffer) {
+  __device__ __forceinline__ static void load_query(const AttnParams& params, const Shared& shared, const Work& work,
+                                                    i32 buffer) {
     const i64 q_tile = static_cast<i64>(work.q_head) * params.q_tiles + work.q_tile;
     const i64 channel = static_cast<i64>(work.kv_head) * Config::kHeadDim;
     const u32 full = shared.query_full(buffer), to = shared.query(buffer), channels = to + Shared::kChannels;
@@ -295,8 +299,8 @@ class AttentionWgmma {
 
   // The output of the tile before, and P of this one.
   template <bool kLse, bool kMasked, Sum kSum>
-  __device__ __forceinline__ static void step(const AttnParams& params, const Shared& shared, const Work& work, i32 warp, i32 lane,
-                                              i32 tile, Place& place, State& state) {
+  __device__ __forceinline__ static void step(const AttnParams& params, const Shared& shared, const Work& work, i32 warp,
+                                              i32 lane, i32 tile, Place& place, State& state) {
     start_output<kSum>(shared, state);
     if constexpr (!kTogether) finish_output<0>(shared, lane, state);
     start_scores(shared, place, state);
@@ -351,8 +355,13 @@ class AttentionWgmma {
     ptx::wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < Config::kBlockN / 32; ++step) {
-      if constexpr (Config::kHeadDim == 128) ptx::wgmma_m64n136k32_e4m3e4m3f32(state.acc_r, state.p[0][step], v + step * kNextK, kSum == kCloses || step > 0);
-      else ptx::wgmma_m64n72k32_e4m3e4m3f32(state.acc_r, state.p[0][step], v + step * kNextK, kSum == kCloses || step > 0);
+      const u64 keys = v + step * kNextK;
+      const bool accumulate = kSum == kCloses || step > 0;
+      if constexpr (Config::kHeadDim == 128) {
+        ptx::wgmma_m64n136k32_e4m3e4m3f32(state.acc_r, state.p[0][step], keys, accumulate);
+      } else {
+        ptx::wgmma_m64n72k32_e4m3e4m3f32(state.acc_r, state.p[0][step], keys, accumulate);
+      }
     }
     ptx::wgmma_commit();
   }
@@ -382,8 +391,8 @@ class AttentionWgmma {
 
   // P of the tile whose scores are there.
   template <bool kLse, bool kMasked>
-  __device__ __forceinline__ static void softmax(const AttnParams& params, const Shared& shared, const Work& work, i32 warp, i32 lane,
-                                                 i32 tile, float scale, Place& place, State& state) {
+  __device__ __forceinline__ static void softmax(const AttnParams& params, const Shared& shared, const Work& work, i32 warp,
+                                                 i32 lane, i32 tile, float scale, Place& place, State& state) {
     constexpr bool kFinished = kMasked || Config::kSmoothQ;
     if constexpr (kFinished) finish_scores(shared.slot(place.index), lane, scale, state.acc_s);
     if constexpr (kMasked) mask(params, work, warp, lane, tile, state.acc_s);

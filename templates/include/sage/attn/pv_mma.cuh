@@ -1,4 +1,4 @@
-// The second product, O += P·V, with mma.sync: how P is packed, and how the sum over tiles is kept.
+// The second product, O += P·V: how P is packed, and with mma.sync how the sum over tiles is kept.
 #pragma once
 
 #include "sage/attn/softmax.cuh"
@@ -12,7 +12,8 @@ namespace sage {
 template <class Config>
 using OutputAccumulator = float[Config::kWarpM / 16][Config::kHeadDim / 8][4];
 
-// Sums of P over its rows. f16 P is summed by a product with ones, which takes an addition a score off the other pipes.
+// Sums of P over its rows, with mma.sync. f16 P is summed by a product with ones, which takes an addition a score off the
+// other pipes.
 // Rounding e4m3 P moves such a sum, and the log-sum-exp with it, by as much as 6 % where one key dominates: there each thread
 // adds up P before it is rounded (attn/softmax.cuh).
 template <class Config>

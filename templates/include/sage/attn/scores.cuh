@@ -1,7 +1,8 @@
 // The first product: integer scores of the query rows of a warp against one KV tile, and the mask.
 //
-// The accumulators start at kScoreBiasBits instead of zero, so that each finished score, read as a float, is already
-// kScoreBias + score: no integer is ever converted. The start value lives in one fragment that all products read.
+// With mma.sync the accumulators start at kScoreBiasBits instead of zero, so that each finished score, read as a float, is
+// already kScoreBias + score: no integer is ever converted. The start value lives in one fragment that all products read.
+// The wgmma family uses the mask alone.
 // Source: SageAttention2, section 3.2 and appendix A.6.
 #pragma once
 

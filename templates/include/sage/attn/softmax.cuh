@@ -1,4 +1,5 @@
-// Online softmax over the KV tiles, in the log2 domain.
+// Online softmax over the KV tiles, in the log2 domain: what every kernel keeps of its rows, and the softmax of the mma
+// family; attn/softmax_wgmma.cuh has the other.
 //
 // Scores arrive as biased integers (attn/scores.cuh), all of a thread's in a tile with one scale c: the largest is found
 // on integers, and bias, scale and reference fold into one FMA, P = 2^(c·x + offset), offset = -c·kScoreBias - row_ref.
@@ -44,7 +45,7 @@ __device__ __forceinline__ float score_scale(float q_scale, float k_scale) {
 template <class Product, i32 kRows>
 struct RowReferences {
   float row_ref[kRows];  // log2 units: P is 2^(score - row_ref)
-  float row_sum[kRows];  // of P; where Product::kSumsInThreads, of this thread's columns
+  float row_sum[kRows];  // of P
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -63,6 +64,7 @@ struct RowReferences {
   }
 };
 
+// row_sum: where Product::kSumsInThreads, of this thread's columns until finish().
 template <class Config, class Product>
 struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   static constexpr i32 kRows = Config::kWarpM / 8;  // rows of a thread: g, g + 8, ... with g = lane / 4

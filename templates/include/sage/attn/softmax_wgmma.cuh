@@ -1,8 +1,8 @@
 // Online softmax over the KV tiles for integer scores that start at zero, as a wgmma leaves them.
 //
 // A score becomes a float by a conversion, which costs an instruction a score but none before the product: the exponentials
-// leave issue slots free, the time before a product none. References follow the maxima at every tile, since O is multiplied by
-// alpha where R is added anyway.
+// leave issue slots free, the time before a product none. References follow the maxima at every tile, since O is multiplied
+// by alpha where R is added anyway.
 // Source: SageAttention2, Algorithm 1.
 #pragma once
 

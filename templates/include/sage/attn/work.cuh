@@ -25,7 +25,8 @@ struct Work {
 };
 
 // index: the query tiles of a head are neighbours, so that blocks which run together read the same K and V from L2.
-// Causal takes the tiles of a head from the last, which has the most keys, so that the grid ends with short blocks.
+// Causal takes the tiles of a head from the last, which has the most keys, so that a grid of a block a tile ends with short
+// blocks.
 // Cheap enough to be computed again at the end of a tile, where the registers to keep it over the main loop are not.
 template <class Config>
 __device__ __forceinline__ Work locate(const AttnParams& params, u32 index) {
