@@ -51,7 +51,7 @@ def run(python: Path, folder: Path, gpu: bool, tests: list[str]) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("SAGE_AOT", "PYTHONPATH"))}
     variables["PATH"] = str(python.parent)
     where = "import sage_aot, sys; sys.exit(0 if sage_aot.__file__.startswith(sys.prefix) else sage_aot.__file__)"
-    call = "import sage_aot, torch; q = torch.randn(1, 2, 100, 64); print(sage_aot.attn(q, q, q, is_causal=True).shape)"
+    call = "import sage_aot, torch; q = torch.randn(1, 2, 100, 64).half(); print(sage_aot.attn(q, q, q, is_causal=True).shape)"
     for command in (["-c", where], ["-c", call], ["-m", "sage_aot", "info"],
                     ["-m", "sage_aot", "verify", *([] if gpu else ["--files"])],
                     ["-m", "pytest", "-q", "-k", "not inductor", *tests, *(["tests/gpu"] if gpu else [])]):
