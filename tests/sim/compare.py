@@ -263,7 +263,7 @@ def main() -> int:
             for stream in (sys.stdout, file):
                 print(line, file=stream, flush=True)
 
-        say(f"{torch.cuda.get_device_name()}, {' '.join(simbuild.compiler())}, seed {args.seed}\n")
+        say(f"{torch.cuda.get_device_name()}, {Path(simbuild.compiler()[0]).name}, seed {args.seed}\n")
         say("| compared | values | differing | by at most |\n|---|---:|---:|---:|")
         for row in rows(args):
             say(str(row))
