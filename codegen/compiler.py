@@ -24,6 +24,7 @@ _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _WARNING = re.compile(r"\bwarning( #|\s*:)")  # not the remark on how to suppress them
+_LOSS = re.compile(r"\(C75\d\d\).*")  # a wgmma serialized, a setmaxnreg ignored: to ptxas a remark
 _PTX_ENTRY = re.compile(r"^\.visible \.entry (\w+)\(", re.MULTILINE)
 _PTX_VERSION = re.compile(r"^\.version (\d+\.\d+)$", re.MULTILINE)
 
@@ -53,6 +54,8 @@ class Report:
         """Read the log and the code; BuildError for warnings and for anything but this one kernel."""
         if _WARNING.search(compiled.log):
             raise BuildError("expected no warnings")  # NVRTC has no option for it
+        if loss := _LOSS.search(compiled.log):
+            raise BuildError(f"expected Hopper's instructions as they are written, got {loss[0]}")
         return (cls._of_ptx if compiled.is_ptx else cls._of_cubin)(compiler, kernel, compiled)
 
     @classmethod

@@ -29,6 +29,11 @@ class PlannedKernel:
     allowed_spill_bytes: int
     row: str  # selector of the tile row it follows from; that of its first attention kernel for the other kinds
 
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.tile.shared_bytes(self.spec) if self.spec.kind == "attn" else 0
+
 
 @dataclass(frozen=True)
 class Matrix:

@@ -103,7 +103,7 @@ def _record(kernel: PlannedKernel, matrix: Matrix, compilation: Compilation, rep
         target=compilation.target(kernel),
         tile=kernel.tile,
         threads=kernel.threads,
-        shared_bytes=kernel.tile.shared_bytes(kernel.spec) if kernel.spec.kind == "attn" else 0,
+        shared_bytes=kernel.shared_bytes,
         registers=report.registers,
         spill_bytes=report.spill_bytes,
         opcodes=report.opcodes,

@@ -17,7 +17,7 @@ from codegen.project import Project
 
 CONTEXT = {
     "attn": ("name", "template", "row", "headdim", "qk_bits", "pv", "pv_accum", "causal", "smooth_v",
-             "smooth_q", "block_m", "block_n", "warp_m", "stages", "min_blocks"),
+             "smooth_q", "block_m", "block_n", "warp_m", "stages", "shared_bytes", "min_blocks"),
     "quant": ("name", "template", "row", "headdim", "qk_bits", "pv", "block_m", "block_n", "warp_m", "threads"),
     "stats": ("name", "template", "row", "headdim", "threads"),
     "delta": ("name", "template", "row", "headdim", "threads"),
@@ -58,6 +58,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "smooth_v": spec.v == "vsmooth",
         "smooth_q": spec.q == "qsmooth",
         "threads": kernel.threads,
+        "shared_bytes": kernel.shared_bytes,
         **(asdict(kernel.tile) if kernel.tile else {}),
     }
     return {name: values[name] for name in CONTEXT[spec.kind]}

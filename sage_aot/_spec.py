@@ -146,7 +146,10 @@ class Tile:
         return 32 * (self.block_m // self.warp_m + self.producer_warps)
 
     def shared_bytes(self, spec: KernelSpec) -> int:
-        """Dynamic shared memory of an attention kernel: Q, and the stages of K with its scales, of V and of delta_s."""
+        """Dynamic shared memory of an attention kernel: Q, and the stages of K with its scales, of V and of delta_s.
+
+        With producers more, as WgmmaShared has it; every kernel asserts the sum.
+        """
         qk_bytes = spec.headdim * spec.qk // 8
         v_bytes = spec.headdim * (2 if spec.pv == "f16" else 1)
         delta_bytes = 4 if spec.q == "qsmooth" else 0
@@ -156,9 +159,12 @@ class Tile:
             return query_bytes + self.stages * stage_bytes
         query_bytes += 3 * 4 * spec.headdim  # scales, means and counts of finite keys of V's channels
         query_bytes += 4 * 8 * self.block_m // self.warp_m + 4 * self.block_m  # scales of Q, biases of rows
+        query_bytes += QUERY_TILE_BYTES
         stage_bytes += 8 * self.block_n  # V's channels of ones
-        return sum(count * (-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT + 2 * BARRIER_BYTES)
-                   for count, size in ((2, query_bytes), (self.stages, stage_bytes)))
+        row_bytes = 2 * spec.headdim + 16  # of O on its way to memory
+        return self.block_m * row_bytes + sum(
+            count * (-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT + 2 * BARRIER_BYTES)
+            for count, size in ((2, query_bytes), (self.stages, stage_bytes)))
 
     @property
     def quantized(self) -> tuple[int, int, int]:
@@ -195,9 +201,9 @@ SIZES = tuple(field.name for field in fields(Tile) if field.name != "producer_wa
 SCALES_LINE = 128
 """Bytes behind a KV tile that hold the scales of K, in memory and in shared memory (tile/layout.cuh)."""
 
-SLOT_ALIGNMENT, BARRIER_BYTES = 1024, 8
-"""Of the buffers that bulk copies fill, for Q and for KV tiles, and of their two barriers: full and empty
-(attn/mainloop_wgmma.cuh)."""
+SLOT_ALIGNMENT, BARRIER_BYTES, QUERY_TILE_BYTES = 1024, 8, 36
+"""Of the buffers that bulk copies fill, for Q and for KV tiles; of each of their two barriers, full and empty; of what the
+producer says of a query tile (attn/mainloop_wgmma.cuh)."""
 
 
 def _positive(value: object) -> bool:

@@ -1,5 +1,6 @@
 // One instruction at a time, on operands from memory: what test_meanings.py compares with its own arithmetic.
 #include "sage/ptx/cp_async.cuh"
+#include "sage/ptx/global.cuh"
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/math.cuh"
 #include "sage/ptx/mma.cuh"
@@ -72,6 +73,16 @@ extern "C" __global__ void matrices(const __grid_constant__ Params params) {
   if (params.which == 0) ptx::ldmatrix_x4(d, row);
   else ptx::ldmatrix_x4_trans(d, row);
   for (i32 i = 0; i < 4; ++i) params.out[threadIdx.x * 4 + i] = d[i];
+}
+
+// [32][4 words], fragments of a lane each, to [32][4], a row of 16 bytes each.
+extern "C" __global__ void matrices_back(const __grid_constant__ Params params) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  u32 s[4];
+  for (i32 i = 0; i < 4; ++i) s[i] = params.in[threadIdx.x * 4 + i];
+  ptx::stmatrix_x4(ptx::shared_address(shared) + threadIdx.x * 16, s);
+  __syncwarp();
+  ptx::store_global_u32x4(params.out + threadIdx.x * 4, ptx::load_shared_u32x4(ptx::shared_address(shared) + threadIdx.x * 16));
 }
 
 // [64] f32 of two warps to [64]; which: the lanes that differ, or -1 for a vote on x > 0, -2 and -3 for sum and maximum

@@ -27,7 +27,7 @@ EDGES = np.array([0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFF
 
 @pytest.fixture(scope="module")
 def probes() -> Build:
-    return simbuild.build([Source(name, PROBES) for name in ("scalars", "products", "matrices", "exchanges")],
+    return simbuild.build([Source(name, PROBES) for name in ("scalars", "products", "matrices", "matrices_back", "exchanges")],
                           PROJECT.build / "probes")
 
 
@@ -339,7 +339,7 @@ def test_products_of_random_numbers(probes, name, arch):
     assert (np.abs(real_product(probes, name, a, b, c, arch) - (a @ b + c)) <= 12 * unit * size).all()
 
 
-# --- ldmatrix, exchange -----------------------------------------------------------------------------------------------
+# --- ldmatrix, stmatrix, exchange -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -348,6 +348,13 @@ def test_ldmatrix(probes, transposed):
     got = launch(probes, "matrices", int(transposed), elements.view(np.uint32), 128).view(np.uint16).reshape(32, 4, 2)
     expected = (elements.swapaxes(1, 2) if transposed else elements).reshape(4, 32, 2).swapaxes(0, 1)
     assert (got == expected).all()
+
+
+def test_stmatrix(probes):
+    elements = np.arange(4 * 8 * 8, dtype=np.uint16).reshape(4, 8, 8)
+    fragments = np.ascontiguousarray(elements.reshape(4, 32, 2).swapaxes(0, 1))
+    got = launch(probes, "matrices_back", 0, fragments.view(np.uint32), 128).view(np.uint16).reshape(4, 8, 8)
+    assert (got == elements).all()
 
 
 @pytest.mark.parametrize("mask", [1, 2, 4, 16, 31])

@@ -88,6 +88,8 @@ def test_a_plain_kernel_spills_nothing(compile):
     ('extern "C" __global__ void k(float* x) { int unused; }', "sm_80", "expected no warnings"),
     ('extern "C" __global__ void other(float* x) {}', "sm_80", "named k as its file, got ['other']"),
     ('extern "C" __global__ void k() {} extern "C" __global__ void l() {}', "sm_80", "expected one __global__"),
+    ('extern "C" __global__ void k() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); }', "sm_90a",
+     "as they are written, got (C7508)"),
     (TABLE, "sm_1", "invalid value for --gpu-architecture"),
 ])
 def test_a_failure_says_why_and_leaves_nothing(compile, text, target, message):

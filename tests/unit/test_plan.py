@@ -79,7 +79,7 @@ def test_buffers_are_aligned_disjoint_and_large_enough(pv_accum, qk_bits, smooth
              "q_hat": q_rows * qk_row, "kv_hat": keys * (qk_row + v_row) + 2 * 3 * 4 * 128,
              "q_scale": q_rows // 4 * 4, "q_mean": 12 * 2 * 128 * 4 if smooth_q else 0, "k_mean": 6 * 128 * 4,
              "v_scale": 6 * 128 * 4, "v_mean": 6 * 128 * 4,
-             "k_finite": 6 * 4, "v_finite": 6 * 128 * 4, "row_bias": q_rows * 4}
+             "k_finite": 6 * 4, "v_finite": 6 * 128 * 4, "row_bias": q_rows * 4, "taken": 4}
     if smooth_q:
         least["delta_s"] = 12 * 2 * 4 * 64 * 4
     assert set(layout.offsets) == set(least)

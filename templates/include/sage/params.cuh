@@ -38,6 +38,7 @@ struct StatsParams {
   float* k_stats;  // [batch * num_kv_heads][num_chunks][kStatistics][kHeadDim]
   float* v_stats;  // likewise
   i32* k_finite;   // [batch * num_kv_heads], set to kAllFinite for the quantizer
+  u32* taken;      // [1], set to zero for the attention kernel
   i32 num_kv_heads;
   i32 seqlen_kv;
   i32 headdim;
@@ -47,10 +48,10 @@ struct StatsParams {
   i32 aligned;   // every row of k and v starts at a multiple of 16 bytes
   i32 smooth_k;  // 0: no block is launched for K
 };
-static_assert(sizeof(StatsParams) == 120);
+static_assert(sizeof(StatsParams) == 128);
 static_assert(SAGE_OFFSET(StatsParams, k_stats) == 64);
-static_assert(SAGE_OFFSET(StatsParams, num_kv_heads) == 88);
-static_assert(SAGE_OFFSET(StatsParams, smooth_k) == 116);
+static_assert(SAGE_OFFSET(StatsParams, num_kv_heads) == 96);
+static_assert(SAGE_OFFSET(StatsParams, smooth_k) == 124);
 
 struct QuantParams {
   Tensor q, k, v;
@@ -127,6 +128,7 @@ struct AttnParams {
   const float* delta_s;   // as DeltaParams, for the heads of this launch; read where Q is smoothed
   Tensor out;             // like q
   float* lse;             // [batch][num_q_heads][seqlen_q], natural log; null: not wanted
+  u32* taken;             // [1], query tiles that blocks which take several took so far; zero before a launch and after it
   i32 first_head;         // index into [batch * num_q_heads] of the first query head of this launch
   i32 num_q_heads;
   i32 num_kv_heads;
@@ -138,9 +140,9 @@ struct AttnParams {
   Dtype dtype;
   i32 num_heads;          // query heads of this launch
 };
-static_assert(sizeof(AttnParams) == 152);
+static_assert(sizeof(AttnParams) == 160);
 static_assert(SAGE_OFFSET(AttnParams, out) == 72);
 static_assert(SAGE_OFFSET(AttnParams, lse) == 104);
-static_assert(SAGE_OFFSET(AttnParams, first_head) == 112);
+static_assert(SAGE_OFFSET(AttnParams, first_head) == 120);
 
 }  // namespace sage

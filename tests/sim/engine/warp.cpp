@@ -1,5 +1,5 @@
 // Instructions of a thread or a warp that are no arithmetic: exchange among lanes, atomics, loads from shared memory.
-// Source: PTX ISA, "shfl.sync", "vote.sync", "ldmatrix", "ld"; CUDA C++ programming guide, "Atomic Functions".
+// Source: PTX ISA, "shfl.sync", "vote.sync", "ldmatrix", "stmatrix", "ld", "st"; CUDA C++ programming guide, "Atomic Functions".
 
 #include <cstring>
 
@@ -70,13 +70,26 @@ bool any(bool predicate, Site site) {
   return predicate;
 }
 
-int atomic_min(int* address, int value, Site site) {
-  block->check_alignment("atomicMin", reinterpret_cast<u64>(address), sizeof value, block->here(site));
-  block->read_global(address, sizeof value, block->here(site));
-  block->write_global(address, sizeof value, block->here(site));
-  const int old = *address;
-  *address = std::min(old, value);
+namespace {
+
+template <class T, class Operation>
+T atomic(const char* name, T* address, Operation operation, Site site) {
+  block->check_alignment(name, reinterpret_cast<u64>(address), sizeof(T), block->here(site));
+  block->read_global(address, sizeof(T), block->here(site));
+  block->write_global(address, sizeof(T), block->here(site));
+  const T old = *address;
+  *address = operation(old);
   return old;
+}
+
+}  // namespace
+
+int atomic_min(int* address, int value, Site site) {
+  return atomic("atomicMin", address, [&](int old) { return std::min(old, value); }, site);
+}
+
+unsigned atomic_add(unsigned* address, unsigned value, Site site) {
+  return atomic("atomicAdd", address, [&](unsigned old) { return old + value; }, site);
 }
 
 // --- shared memory ---------------------------------------------------------------------------------------------------
@@ -95,6 +108,18 @@ void load_shared(const char* instruction, void* to, unsigned address, unsigned b
   std::memcpy(to, block->shared.pointer_to(address), bytes);
 }
 
+void store_shared(const char* instruction, unsigned address, const void* from, unsigned bytes, Site site) {
+  block->check_alignment(instruction, address, bytes, block->here(site));
+  block->shared.write(address, bytes, block->here(site));
+  std::memcpy(block->shared.pointer_to(address), from, bytes);
+}
+
+void store_global(const char* instruction, void* address, const void* from, unsigned bytes, Site site) {
+  block->check_alignment(instruction, reinterpret_cast<u64>(address), bytes, block->here(site));
+  block->write_global(address, bytes, block->here(site));
+  std::memcpy(address, from, bytes);
+}
+
 void copy_async(unsigned shared, const void* global, unsigned bytes, Site site) {
   block->copies().begin(*block, shared, global, bytes, block->here(site));
 }
@@ -104,7 +129,7 @@ void wait_for_copies(int pending_groups) {
   block->copies().wait(*block, static_cast<u32>(pending_groups), block->thread());
 }
 
-// --- ldmatrix --------------------------------------------------------------------------------------------------------
+// --- ldmatrix, stmatrix ----------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -135,6 +160,32 @@ void ldmatrix_x4(unsigned (&d)[4], unsigned shared, bool transposed, Site site) 
   MatrixLoad lane{d, {}};
   load_shared("ldmatrix", lane.row, shared, sizeof lane.row, site);
   block->together("ldmatrix", &lane, transposed ? load_matrices<true> : load_matrices<false>, site);
+}
+
+namespace {
+
+struct MatrixStore {
+  const unsigned* s;
+  u16 row[8];
+};
+
+// The way back: lane 8i + g gets row g of matrix i, whose words the lanes 4g to 4g + 3 hold.
+void gather_rows(void* const (&lanes)[kLanes]) {
+  const auto of_lane = [&](int lane) -> MatrixStore& { return *static_cast<MatrixStore*>(lanes[lane]); };
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int column = 0; column < 8; ++column) {
+      const u32 word = of_lane(lane % 8 * 4 + column / 2).s[lane / 8];
+      of_lane(lane).row[column] = static_cast<u16>(word >> 16 * (column % 2));
+    }
+  }
+}
+
+}  // namespace
+
+void stmatrix_x4(unsigned shared, const unsigned (&s)[4], Site site) {
+  MatrixStore lane{s, {}};
+  block->together("stmatrix", &lane, gather_rows, site);
+  store_shared("stmatrix", shared, lane.row, sizeof lane.row, site);
 }
 
 }  // namespace sim

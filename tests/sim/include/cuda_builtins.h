@@ -31,6 +31,9 @@ inline int __syncthreads_and(int predicate, sim::Site site = sim::Site::here()) 
 inline int atomicMin(int* address, int value, sim::Site site = sim::Site::here()) {
   return sim::atomic_min(address, value, site);
 }
+inline unsigned atomicAdd(unsigned* address, unsigned value, sim::Site site = sim::Site::here()) {
+  return sim::atomic_add(address, value, site);
+}
 inline unsigned __cvta_generic_to_shared(const void* pointer, sim::Site site = sim::Site::here()) {
   return sim::shared_address(pointer, site);
 }

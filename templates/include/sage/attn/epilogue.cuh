@@ -4,28 +4,13 @@
 
 #include "sage/attn/softmax.cuh"
 #include "sage/attn/work.cuh"
+#include "sage/ptx/global.cuh"
+#include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/shared.cuh"
 
 namespace sage {
 
 constexpr float kLn2 = 0.693147180559945f;
-
-// A lane's channels of one row, two of every eight. `row` may lie on any multiple of 2 bytes.
-template <i32 kOTiles>
-__device__ __forceinline__ void store_row(u16* row, i32 lane, i32 headdim, const u32 (&pairs)[kOTiles]) {
-  u16* to = row + 2 * (lane % 4);
-  if (headdim == 8 * kOTiles && reinterpret_cast<u64>(row) % 4 == 0) {
-#pragma unroll
-    for (i32 n = 0; n < kOTiles; ++n) *reinterpret_cast<u32*>(to + 8 * n) = pairs[n];
-    return;
-  }
-#pragma unroll
-  for (i32 n = 0; n < kOTiles; ++n) {
-    const i32 channel = 8 * n + 2 * (lane % 4);
-    if (channel < headdim) to[8 * n] = static_cast<u16>(pairs[n]);
-    if (channel + 1 < headdim) to[8 * n + 1] = static_cast<u16>(pairs[n] >> 16);
-  }
-}
 
 // What store_output() needs of a query tile, as the quantizer left it in memory; of channels two neighbours at a time.
 template <class Config>
@@ -52,62 +37,177 @@ struct ConstantsInMemory {
   }
 };
 
-// rows.row_sum holds whole rows, and so does lse_sum, the sums of P for log-sum-exps. A row that saw no key is zero, its
-// log-sum-exp -inf. Everything is computed before anything is stored: loads need not wait for stores that they might depend
-// on.
-template <class Config, class Rows, class Accumulator, class Constants>
+// Fragments straight to the caller's rows: a lane's channels are two of every eight.
+template <class Config>
+struct StoreFragments {
+  static constexpr i32 kRows = Config::kWarpM / 8, kOTiles = Config::kHeadDim / 8;
+
+  // pairs: of channels, of the rows first_row, first_row + 8, ...
+  __device__ __forceinline__ void operator()(const AttnParams& params, const Work& work, i32 first_row, i32 lane,
+                                             const u32 (&pairs)[kRows][kOTiles]) const {
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+      const i32 row = first_row + lane / 4 + 8 * r;
+      if (row < params.seqlen_q) store_row(work.output_row(params, row), lane, params.headdim, pairs[r]);
+    }
+  }
+
+ private:
+  // `row` may lie on any multiple of 2 bytes.
+  __device__ __forceinline__ static void store_row(u16* row, i32 lane, i32 headdim, const u32 (&pairs)[kOTiles]) {
+    u16* to = row + 2 * (lane % 4);
+    if (headdim == Config::kHeadDim && reinterpret_cast<u64>(row) % 4 == 0) {
+#pragma unroll
+      for (i32 n = 0; n < kOTiles; ++n) *reinterpret_cast<u32*>(to + 8 * n) = pairs[n];
+      return;
+    }
+#pragma unroll
+    for (i32 n = 0; n < kOTiles; ++n) {
+      const i32 channel = 8 * n + 2 * (lane % 4);
+      if (channel < headdim) to[8 * n] = static_cast<u16>(pairs[n]);
+      if (channel + 1 < headdim) to[8 * n + 1] = static_cast<u16>(pairs[n] >> 16);
+    }
+  }
+};
+
+// Through shared memory of the warp's own, so that a lane stores 16 bytes and a warp whole rows: a quarter of the stores,
+// each of full sectors.
+template <class Config>
+struct StoreWholeRows {
+  static_assert(Config::kWarpM == 16);
+  static constexpr i32 kOTiles = Config::kHeadDim / 8;
+  static constexpr i32 kPitch = Config::kHeadDim * 2 + 16;  // bytes; the same channels of eight rows lie in different banks
+  static constexpr i32 kBytes = Config::kWarpM * kPitch;
+
+  u8* staged;  // [kWarpM][kPitch]; used again by the warp's next query tile, after a __syncwarp
+
+  __device__ __forceinline__ void operator()(const AttnParams& params, const Work& work, i32 first_row, i32 lane,
+                                             const u32 (&pairs)[2][kOTiles]) const {
+    const u32 fragments = ptx::shared_address(staged) + lane % 8 * kPitch + lane / 8 * 16;
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+#pragma unroll
+      for (i32 n = 0; n < kOTiles; n += 4) {
+        ptx::stmatrix_x4(fragments + 8 * r * kPitch + n * 16, reinterpret_cast<const u32 (&)[4]>(pairs[r][n]));
+      }
+    }
+    __syncwarp();
+    const i32 own = lane / kOTiles, channel = lane % kOTiles * 8;
+    const i32 rows = params.seqlen_q - (first_row + own);  // that are there, from this lane's first on
+    u16* to = work.output_row(params, first_row + own) + channel;
+    const u8* from = staged + own * kPitch + channel * sizeof(u16);
+    const u64 places = reinterpret_cast<u64>(work.output_row(params, 0)) | params.out.stride.row * sizeof(u16);
+    if (params.headdim % 8 == 0 && places % 16 == 0) {
+      copy_chunks(to, params.out.stride.row, from, channel < params.headdim ? rows : 0);
+    } else {
+      copy_elements(to, params.out.stride.row, from, rows, min(8, params.headdim - channel));
+    }
+  }
+
+ private:
+  static constexpr i32 kRowsAtOnce = kWarpSize / kOTiles;
+
+  __device__ __forceinline__ static void copy_chunks(u16* to, i64 stride, const u8* from, i32 rows) {
+    const u32 chunks = ptx::shared_address(from);
+    ptx::U32x4 chunk[Config::kWarpM / kRowsAtOnce];
+#pragma unroll
+    for (i32 i = 0; i < Config::kWarpM; i += kRowsAtOnce) chunk[i / kRowsAtOnce] = ptx::load_shared_u32x4(chunks + i * kPitch);
+#pragma unroll
+    for (i32 i = 0; i < Config::kWarpM; i += kRowsAtOnce, to += kRowsAtOnce * stride) {
+      if (i < rows) ptx::store_global_u32x4(to, chunk[i / kRowsAtOnce]);
+    }
+  }
+
+  // Rows that start anywhere, or end in the middle of a chunk.
+  __device__ __forceinline__ static void copy_elements(u16* to, i64 stride, const u8* from, i32 rows, i32 channels) {
+#pragma unroll 1
+    for (i32 i = 0; i < min(Config::kWarpM, rows); i += kRowsAtOnce, to += kRowsAtOnce * stride) {
+#pragma unroll 1
+      for (i32 c = 0; c < channels; ++c) to[c] = reinterpret_cast<const u16*>(from + i * kPitch)[c];
+    }
+  }
+};
+
+template <Dtype kDtype, i32 kRows, i32 kOTiles, class Accumulator>
+__device__ __forceinline__ void round_output(const Accumulator& acc_o, u32 (&pairs)[kRows][kOTiles]) {
+#pragma unroll
+  for (i32 r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (i32 n = 0; n < kOTiles; ++n) {
+      const float* value = &acc_o[r / 2][n][2 * (r % 2)];
+      pairs[r][n] = kDtype == Dtype::kBf16 ? ptx::bf16x2(value[0], value[1]) : ptx::f16x2(value[0], value[1]);
+    }
+  }
+}
+
+// rows.row_sum holds whole rows, and so does lse_sum, the sums of P for log-sum-exps; acc_o is finished in place. A row that
+// saw no key is zero, its log-sum-exp -inf.
+template <class Config, class Rows, class Accumulator, class Constants, class Store>
 __device__ __forceinline__ void store_output(const AttnParams& params, const Work& work, i32 warp, i32 lane,
-                                             const Accumulator& acc_o, const Rows& rows,
-                                             const float (&lse_sum)[Config::kWarpM / 8], const Constants& constants) {
+                                             Accumulator& acc_o, const Rows& rows,
+                                             const float (&lse_sum)[Config::kWarpM / 8], const Constants& constants,
+                                             const Store& store) {
   constexpr i32 kRows = Config::kWarpM / 8, kOTiles = Config::kHeadDim / 8;
-  const i32 first = warp * Config::kWarpM + lane / 4;
+  const i32 first = warp * Config::kWarpM;  // row of the query tile
 
   // A query that is not finite, as row_bias tells, turns its row into NaN, and so does a key in sight; one that sees no key
   // has nothing to spoil.
-  float factor[kRows];
+  float factor[kRows], unless_empty[kRows];  // P sums to one where the row saw a key
   i32 keys[kRows];  // that the row sees
 #pragma unroll
   for (i32 r = 0; r < kRows; ++r) {
-    const i32 row = work.first_row + first + 8 * r;
+    const i32 own = first + lane / 4 + 8 * r, row = work.first_row + own;
     keys[r] = Work::key_limit<Config::kCausal>(params, row);
     const float sum = rows.row_sum[r];
-    float bias = constants.row_bias(first + 8 * r);
+    float bias = constants.row_bias(own);
     if (keys[r] > constants.k_finite || !(fabsf(bias) < ptx::infinity())) bias = ptx::quiet_nan();
     if (keys[r] == 0) bias = 0.0f;
     factor[r] = (sum > 0.0f ? 1.0f / sum : 0.0f) + 0.0f * bias;
+    unless_empty[r] = sum > 0.0f ? 1.0f : 0.0f;
     if (params.lse != nullptr && lane % 4 == 0 && row < params.seqlen_q) {
       const float lse_log2 = rows.row_ref[r] + ptx::lg2(lse_sum[r]) + bias;
       params.lse[static_cast<i64>(work.q_head) * params.seqlen_q + row] = lse_log2 * kLn2;
     }
   }
 
-  u32 pairs[kRows][kOTiles];  // of channels
 #pragma unroll
   for (i32 n = 0; n < kOTiles; ++n) {
     const i32 channel = 8 * n + 2 * (lane % 4);
     const ptx::F32x2 scale = constants.v_scale(channel);
-    const ptx::I32x2 finite = constants.v_finite(channel);
     ptx::F32x2 mean = {};
     if constexpr (Config::kSmoothV) mean = constants.v_mean(channel);
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
-      const float unless_empty = rows.row_sum[r] > 0.0f ? 1.0f : 0.0f;  // P sums to one where the row saw a key
-      const float* value = &acc_o[r / 2][n][2 * (r % 2)];
-      float x = value[0] * factor[r] * scale.x + mean.x * unless_empty;
-      float y = value[1] * factor[r] * scale.y + mean.y * unless_empty;
-      if (keys[r] > finite.x) x = ptx::quiet_nan();
-      if (keys[r] > finite.y) y = ptx::quiet_nan();
-      pairs[r][n] = params.dtype == Dtype::kBf16 ? ptx::bf16x2(x, y) : ptx::f16x2(x, y);
+      float* value = &acc_o[r / 2][n][2 * (r % 2)];
+      value[0] = value[0] * factor[r] * scale.x + mean.x * unless_empty[r];
+      value[1] = value[1] * factor[r] * scale.y + mean.y * unless_empty[r];
     }
   }
 
-  const Strides& stride = params.out.stride;
-  u16* out = static_cast<u16*>(params.out.data) + work.batch * stride.batch + work.head * stride.head;
+  // Channels of V that are not finite spoil the rows that see them. The lanes look at all channels together first.
+  i32 finite = kAllFinite;
 #pragma unroll
-  for (i32 r = 0; r < kRows; ++r) {
-    const i32 row = work.first_row + first + 8 * r;
-    if (row < params.seqlen_q) store_row<kOTiles>(out + row * stride.row, lane, params.headdim, pairs[r]);
+  for (i32 channel = 2 * lane; channel < Config::kHeadDim; channel += 2 * kWarpSize) {
+    const ptx::I32x2 pair = constants.v_finite(channel);
+    finite = min(finite, min(pair.x, pair.y));
   }
+  if (ptx::any(Work::key_limit<Config::kCausal>(params, work.first_row + first + Config::kWarpM - 1) > finite)) {
+#pragma unroll
+    for (i32 n = 0; n < kOTiles; ++n) {
+      const ptx::I32x2 pair = constants.v_finite(8 * n + 2 * (lane % 4));
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        float* value = &acc_o[r / 2][n][2 * (r % 2)];
+        if (keys[r] > pair.x) value[0] = ptx::quiet_nan();
+        if (keys[r] > pair.y) value[1] = ptx::quiet_nan();
+      }
+    }
+  }
+
+  u32 pairs[kRows][kOTiles];  // of channels
+  if (params.dtype == Dtype::kBf16) round_output<Dtype::kBf16>(acc_o, pairs);
+  else round_output<Dtype::kF16>(acc_o, pairs);
+  store(params, work, work.first_row + first, lane, pairs);
 }
 
 }  // namespace sage

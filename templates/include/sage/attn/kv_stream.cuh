@@ -22,6 +22,7 @@ class KvStream {
  public:
   using Layout = TileLayout<Config>;
   static constexpr i32 kDeltaBytes = Config::kSmoothQ ? Config::kBlockN * 4 : 0;
+  static constexpr i32 kBytes = Config::kStages * (Layout::kKvBytes + kDeltaBytes);  // of shared memory
 
   __device__ __forceinline__ KvStream(const AttnParams& params, const Work& work, u32 shared) : first_(shared) {
     next_ = params.kv_hat + static_cast<i64>(work.kv_head) * params.kv_tiles * Layout::kKvBytes + ptx::thread_index() * 16;

@@ -14,7 +14,7 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQkBits, kPv, kPvAccum, kCausal, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
+// Config: kHeadDim, kQkBits, kPv, kPvAccum, kCausal, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages, kSharedBytes.
 template <class Config>
 class AttentionMma {
  public:
@@ -42,7 +42,8 @@ class AttentionMma {
     state.softmax.finish();
     const Work done = locate<Config>(params, ptx::block_index());
     const ConstantsInMemory<Config> constants(params, done);
-    store_output<Config>(params, done, warp, lane, state.acc_o, state.softmax, state.softmax.row_sum, constants);
+    store_output<Config>(params, done, warp, lane, state.acc_o, state.softmax, state.softmax.row_sum, constants,
+                         StoreFragments<Config>{});
   }
 
  private:
@@ -50,6 +51,7 @@ class AttentionMma {
   using Product = SelectPv<Config>;
   using Stream = KvStream<Config, kThreads>;
   static constexpr i32 kRows = Config::kWarpM / 8;  // of a thread
+  static_assert(Layout::kQBytes + Stream::kBytes == Config::kSharedBytes);
 
   // What a warp carries from tile to tile.
   struct Tile {

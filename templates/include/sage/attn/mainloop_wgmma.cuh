@@ -1,9 +1,9 @@
 // Attention of query tiles with Hopper's asynchronous instructions, in a grid of as many blocks as the GPU holds at once.
 //
-// Each block goes through its share of the query tiles. One thread of its first warpgroup, the producer, has the copy engine
-// bring Q into one of two buffers, and the KV tiles into a ring of kStages slots; it runs ahead into the next query tile
-// while the last one ends. The other warpgroups, the consumers, own 64 query rows each and meet nowhere: while one
-// exponentiates, the others use the tensor cores.
+// Each block takes query tiles from a queue. One thread of its first warpgroup, the producer, has the copy engine bring Q
+// into one of two buffers, and the KV tiles into a ring of kStages slots; it runs ahead into the next query tile while the
+// last one ends. The other warpgroups, the consumers, own 64 query rows each. Two of them take turns at the tensor cores:
+// products of both side by side would be as slow, and leave both exponentiating side by side. Three meet nowhere.
 // What a consumer does at a KV tile: it issues P·V of the tile before, then Q·K of this one, adds the first to O while the
 // second runs, and exponentiates with neither of its own in flight: while products of FP8 read and write their registers,
 // other instructions run at a quarter of their rate. P·V of two tiles go into the same R, so that O takes every other one.
@@ -18,6 +18,7 @@
 #include "sage/attn/scores.cuh"
 #include "sage/attn/softmax_wgmma.cuh"
 #include "sage/attn/work.cuh"
+#include "sage/ptx/barrier.cuh"
 #include "sage/ptx/bulk_copy.cuh"
 #include "sage/ptx/mbarrier.cuh"
 #include "sage/ptx/proxy.cuh"
@@ -34,10 +35,21 @@ constexpr i32 kWarpgroup = 4 * kWarpSize;
 
 // Shared memory of a block, by 32-bit address; every matrix starts at a multiple of 1024 bytes.
 //   [2] query buffers: sQ [kBlockM] rows of s8; v_scale, v_mean f32 and v_finite i32 of its KV head, [kHeadDim] each; then
-//     q_scale [kBlockM / kWarpM][8] and row_bias [kBlockM] f32
+//     q_scale [kBlockM / kWarpM][8] and row_bias [kBlockM] f32; a QueryTile
 //   [kStages] slots: K̂ and V̂ of a KV tile (tile/layout.cuh), [8][kBlockN] ones, the scales of K, and where Q is smoothed
 //     delta_s of the query tile for these keys
+//   for every warp its rows of O, on their way to memory
 //   barriers, 8 bytes each: full and empty of every query buffer, then of every slot
+
+// What the producer tells the consumers of a query tile.
+struct QueryTile {
+  Work work;
+  i32 k_finite;  // as in AttnParams, of the KV head
+};
+
+// In place of a query tile's number of KV tiles: there is no query tile any more, nor anything else in the buffer.
+constexpr i32 kNoMoreTiles = -1;
+
 template <class Config>
 struct WgmmaShared {
   using Layout = TileLayout<Config>;
@@ -46,17 +58,29 @@ struct WgmmaShared {
   static constexpr i32 kQScales = kChannels + 3 * kChannelBytes;
   static constexpr i32 kQScalesBytes = Config::kBlockM / Config::kWarpM * kRowGroups * 4;
   static constexpr i32 kRowBias = kQScales + kQScalesBytes, kRowBiasBytes = Config::kBlockM * 4;
-  static constexpr i32 kQueryBytes = ceil_div(kRowBias + kRowBiasBytes, 1024) * 1024;
+  static constexpr i32 kQueryTile = kRowBias + kRowBiasBytes;
+  static constexpr i32 kQueryBytes = ceil_div<i32>(kQueryTile + sizeof(QueryTile), 1024) * 1024;
   static constexpr i32 kOnes = Layout::kV + Layout::kVBytes;  // in a slot: as eight more rows of V
   static constexpr i32 kOnesBytes = 8 * Config::kBlockN;
   static constexpr i32 kKScales = kOnes + kOnesBytes, kKScalesBytes = kKeyGroups * 4;
   static constexpr i32 kDelta = kKScales + kScalesLine, kDeltaBytes = Config::kSmoothQ ? Config::kBlockN * 4 : 0;
   static constexpr i32 kSlotBytes = ceil_div(kDelta + kDeltaBytes, 1024) * 1024;
-  static constexpr i32 kSlots = 2 * kQueryBytes, kBarriers = kSlots + Config::kStages * kSlotBytes;
+  static constexpr i32 kSlots = 2 * kQueryBytes, kRows = kSlots + Config::kStages * kSlotBytes;
+  static constexpr i32 kBarriers = kRows + Config::kBlockM / Config::kWarpM * StoreWholeRows<Config>::kBytes;
+  static_assert(kBarriers + 2 * 8 * (2 + Config::kStages) == Config::kSharedBytes);
   static_assert(Layout::kQBytes % 1024 == 0 && Layout::kV % 1024 == 0 && kOnes % 1024 == 0);
 
+  u8* bytes;
   u32 first;
 
+  __device__ __forceinline__ explicit WgmmaShared(u8* bytes_) : bytes(bytes_), first(ptx::shared_address(bytes_)) {}
+
+  __device__ __forceinline__ QueryTile& query_tile(i32 buffer) const {
+    return *reinterpret_cast<QueryTile*>(bytes + buffer * kQueryBytes + kQueryTile);
+  }
+  __device__ __forceinline__ StoreWholeRows<Config> rows(i32 warp) const {
+    return {bytes + kRows + warp * StoreWholeRows<Config>::kBytes};
+  }
   __device__ __forceinline__ u32 query(i32 buffer) const { return first + buffer * kQueryBytes; }
   __device__ __forceinline__ u32 slot(i32 stage) const { return first + kSlots + stage * kSlotBytes; }
   // The producer arrives, with the buffer's bytes; consumers wait.
@@ -100,7 +124,7 @@ struct ConstantsInShared {
   }
 };
 
-// Config: kHeadDim, kQkBits, kPv, kPvAccum, kCausal, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
+// Config: kHeadDim, kQkBits, kPv, kPvAccum, kCausal, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages, kSharedBytes.
 template <class Config>
 class AttentionWgmma {
  public:
@@ -110,9 +134,9 @@ class AttentionWgmma {
   static_assert(Config::kWarpM == 16 && Config::kQkBits == 8 && Config::kPv == Pv::kE4m3 && Config::kBlockN == 128);
 
   __device__ __forceinline__ static void run(const AttnParams& params, u8* shared_bytes) {
-    const Shared shared{ptx::shared_address(shared_bytes)};
+    const Shared shared(shared_bytes);
     if (ptx::thread_index() == 0) init_barriers(shared);
-    fill_ones(shared_bytes);
+    fill_ones(shared);
     __syncthreads();
     const i32 warpgroup = ptx::uniform(ptx::thread_index() / kWarpgroup);
     if (warpgroup == 0) {
@@ -141,7 +165,8 @@ class AttentionWgmma {
   enum Sum { kAlone, kOpens, kCloses };
   static constexpr bool kPairs = !Config::kSmoothQ;
 
-  // Where they hold both, P·V and Q·K are in flight together; else the registers of P and the scores are the same.
+  // Where they hold both, P·V and Q·K are in flight together; else the registers of P and the scores are the same. Then
+  // the products of a tile are one piece, which consumers take in turns.
   static constexpr bool kTogether = kConsumers == 2;
 
   __device__ __forceinline__ static void init_barriers(const Shared& shared) {
@@ -160,10 +185,10 @@ class AttentionWgmma {
   }
 
   // Ordinary stores, which products read: each thread's fence and the barrier that follows order them.
-  __device__ __forceinline__ static void fill_ones(u8* shared_bytes) {
+  __device__ __forceinline__ static void fill_ones(const Shared& shared) {
 #pragma unroll
     for (i32 stage = 0; stage < Config::kStages; ++stage) {
-      u8* ones = shared_bytes + Shared::kSlots + stage * Shared::kSlotBytes + Shared::kOnes;
+      u8* ones = shared.bytes + Shared::kSlots + stage * Shared::kSlotBytes + Shared::kOnes;
       for (i32 i = 4 * ptx::thread_index(); i < Shared::kOnesBytes; i += 4 * kThreads) {
         *reinterpret_cast<u32*>(ones + i) = kFourOnes;
       }
@@ -174,22 +199,28 @@ class AttentionWgmma {
   // --- the producer ---------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ static void produce(const AttnParams& params, const Shared& shared) {
-    Share<Config> share;
     RingPlace<2> query;
     Place place;
-    u32 index;
+    TileQueue<Config> queue{params};
 #pragma unroll 1
-    while (share.next(params, index)) {
-      const Work work = locate<Config>(params, index);
+    while (!queue.ended()) {
+      const Work work = locate<Config>(params, queue.index());
+      const i32 k_finite = params.k_finite[work.kv_head];
       ptx::mbarrier_wait(shared.query_empty(query.index), query.phase ^ 1);  // at once in the first round
+      shared.query_tile(query.index) = {work, k_finite};
       load_query(params, shared, work, query.index);
       query.advance();
+      queue.advance();
 #pragma unroll 1
       for (i32 tile = 0; tile < work.tiles; ++tile, place.advance()) {
         ptx::mbarrier_wait(shared.empty(place.index), place.phase ^ 1);  // at once in the first round
         load_tile(params, shared, work, tile, place.index);
       }
     }
+    queue.close();
+    ptx::mbarrier_wait(shared.query_empty(query.index), query.phase ^ 1);
+    shared.query_tile(query.index).work.tiles = kNoMoreTiles;
+    ptx::mbarrier_arrive(shared.query_full(query.index));
   }
 
   __device__ __forceinline__ static void load_query(const AttnParams& params, const Shared& shared, const Work& work,
@@ -225,8 +256,20 @@ class AttentionWgmma {
 
   // --- a consumer -----------------------------------------------------------------------------------------------------
 
+  // A consumer's turn at the tensor cores: it waits for it before it issues products, and the other one arrives when its
+  // own are done. The first turn is that of consumer 0.
+  __device__ __forceinline__ static u32 turn_of(i32 consumer) { return 1 + consumer; }  // 0 is __syncthreads
+
+  __device__ __forceinline__ static void await_turn(i32 consumer) {
+    if constexpr (kTogether) ptx::barrier_sync(turn_of(consumer), 2 * kWarpgroup);
+  }
+  __device__ __forceinline__ static void end_turn(i32 consumer) {
+    if constexpr (kTogether) ptx::barrier_arrive(turn_of(1 - consumer), 2 * kWarpgroup);
+  }
+
   // What a warp carries from KV tile to KV tile.
   struct State {
+    i32 consumer;
     u32 q;                          // shared address of the warpgroup's rows of Q
     float q_scale;
     Softmax softmax = {};
@@ -241,33 +284,36 @@ class AttentionWgmma {
 
   __device__ __forceinline__ static void consume(const AttnParams& params, const Shared& shared, i32 consumer) {
     const i32 warp = ptx::thread_index() / kWarpSize - kWarpgroup / kWarpSize, lane = ptx::thread_index() % kWarpSize;
-    Share<Config> share;
     RingPlace<2> query;
     Place place;
-    u32 index;
+    if (consumer == 1) end_turn(consumer);
 #pragma unroll 1
-    while (share.next(params, index)) {
-      const Work work = locate<Config>(params, index);
+    while (true) {
+      ptx::mbarrier_wait(shared.query_full(query.index), query.phase);
+      const QueryTile& query_tile = shared.query_tile(query.index);
+      const Work& work = query_tile.work;
+      if (work.tiles == kNoMoreTiles) break;
       const u32 from = shared.query(query.index);
-      const i32 k_finite = params.k_finite[work.kv_head];
       State state;
+      state.consumer = consumer;
       state.softmax.clear();
       state.q = from + consumer * 64 * Layout::kQkRowBytes;
-      ptx::mbarrier_wait(shared.query_full(query.index), query.phase);
       state.q_scale = ptx::load_shared_f32(from + Shared::kQScales + (warp * kRowGroups + lane / 4) * 4);
       if (work.tiles > 0) {
         if (params.lse != nullptr) attend<true>(params, shared, work, warp, lane, place, state);
         else attend<false>(params, shared, work, warp, lane, place, state);
       }
-      const ConstantsInShared<Shared> constants{from, k_finite};
       float lse_sum[kRows];  // of whole rows
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) lse_sum[r] = ptx::sum_over_lanes<4>(state.exact_sum[r]);
-      store_output<Config>(params, work, warp, lane, state.acc_o, state.softmax, lse_sum, constants);
+      const i32 thread = ptx::thread_index() - kWarpgroup;  // read anew: no register holds what follows from it till here
+      store_output<Config>(params, work, thread / kWarpSize, thread % kWarpSize, state.acc_o, state.softmax, lse_sum,
+                           ConstantsInShared<Shared>{from, query_tile.k_finite}, shared.rows(thread / kWarpSize));
       __syncwarp();  // as in finish_output()
       if (lane == 0) ptx::mbarrier_arrive(shared.query_empty(query.index));
       query.advance();
     }
+    if (consumer == 0) await_turn(consumer);  // the last that consumer 1 gave
   }
 
   // All KV tiles of a query tile. `place`: of the next KV tile in the ring.
@@ -279,19 +325,20 @@ class AttentionWgmma {
     ptx::wgmma_wait<0>();
     if (work.full_tiles > 0) softmax<kLse, false>(params, shared, work, warp, lane, 0, scale, place, state);
     else softmax<kLse, true>(params, shared, work, warp, lane, 0, scale, place, state);
+    const i32 full_tiles = ptx::uniform(work.full_tiles), tiles = ptx::uniform(work.tiles);
     i32 tile = 1;
     if constexpr (kPairs) {
 #pragma unroll 1
-      for (; tile + 1 < work.full_tiles; tile += 2) {
+      for (; tile + 1 < full_tiles; tile += 2) {
         step<kLse, false, kOpens>(params, shared, work, warp, lane, tile, place, state);
         step<kLse, false, kCloses>(params, shared, work, warp, lane, tile + 1, place, state);
       }
     } else {
 #pragma unroll 1
-      for (; tile < work.full_tiles; ++tile) step<kLse, false, kAlone>(params, shared, work, warp, lane, tile, place, state);
+      for (; tile < full_tiles; ++tile) step<kLse, false, kAlone>(params, shared, work, warp, lane, tile, place, state);
     }
 #pragma unroll 1
-    for (; tile < work.tiles; ++tile) step<kLse, true, kAlone>(params, shared, work, warp, lane, tile, place, state);
+    for (; tile < tiles; ++tile) step<kLse, true, kAlone>(params, shared, work, warp, lane, tile, place, state);
     start_output<kAlone>(shared, state);
     finish_output<0>(shared, lane, state);
     add_output(state);
@@ -301,6 +348,7 @@ class AttentionWgmma {
   template <bool kLse, bool kMasked, Sum kSum>
   __device__ __forceinline__ static void step(const AttnParams& params, const Shared& shared, const Work& work, i32 warp,
                                               i32 lane, i32 tile, Place& place, State& state) {
+    await_turn(state.consumer);
     start_output<kSum>(shared, state);
     if constexpr (!kTogether) finish_output<0>(shared, lane, state);
     start_scores(shared, place, state);
@@ -311,6 +359,7 @@ class AttentionWgmma {
     for (i32 r = 0; r < kRows; ++r) pending[r] = state.alpha[r];
     if constexpr (kSum != kOpens) add_output(state);
     ptx::wgmma_wait<0>();
+    end_turn(state.consumer);
     softmax<kLse, kMasked>(params, shared, work, warp, lane, tile, scale, place, state);
     if constexpr (kSum == kOpens) rescale_sum(pending, state);
   }

@@ -16,6 +16,11 @@ struct Work {
   i32 full_tiles;  // leading KV tiles that every row sees whole
   i32 tiles;       // KV tiles that any row sees
 
+  __device__ __forceinline__ u16* output_row(const AttnParams& params, i32 row) const {
+    const Strides& stride = params.out.stride;
+    return static_cast<u16*>(params.out.data) + batch * stride.batch + head * stride.head + row * stride.row;
+  }
+
   // Keys that a query row sees: those below the limit. Full attention is a diagonal that lies beyond the last key.
   template <bool kCausal>
   __device__ static i32 key_limit(const AttnParams& params, i32 row) {
@@ -44,27 +49,39 @@ __device__ __forceinline__ Work locate(const AttnParams& params, u32 index) {
   return work;
 }
 
-// The query tiles of a block, where a grid has fewer blocks than there are query tiles. Blocks that start together stay
-// together, and so read the same K and V from L2, if all that they do is as long: a block that takes a causal tile takes
-// the tile as far from the other end of the same head after it.
+// The query tiles of a launch, for blocks that take several: a block starts with that of its own number, and then takes
+// the next that no block has, so that all end together however they were held up.
 template <class Config>
-struct Share {
-  static constexpr u32 kVisits = Config::kCausal ? 2 : 1;  // tiles that are taken one after the other
-  u32 visits = 0;
+struct TileQueue {
+  const AttnParams& params;
+  u32 place = ptx::block_index();  // of the block's query tile in the queue
 
-  // The index of the next query tile, for locate(); false where there is none.
-  __device__ __forceinline__ bool next(const AttnParams& params, u32& index) {
-    const u32 per_head = ceil_div(static_cast<u32>(params.q_tiles), kVisits);
-    while (true) {
-      const u32 visit = visits % kVisits, unit = visits / kVisits * ptx::grid_blocks() + ptx::block_index();
-      if (unit >= params.num_heads * per_head) return false;
-      ++visits;
-      const u32 head = unit / per_head, near = unit % per_head, far = params.q_tiles - 1 - near;
-      if (visit == 1 && near == far) continue;  // the one in the middle
-      index = head * params.q_tiles + (visit ? far : near);
-      return true;
-    }
+  __device__ __forceinline__ bool ended() const { return place >= places(); }
+
+  // Index of the query tile, for locate(). Full attention: the order of the indices. Causal: tiles of many heads in turns,
+  // those with the most keys first, so that the queue ends with short ones; of as many heads as have K and V in the L2 cache.
+  __device__ __forceinline__ u32 index() const {
+    if constexpr (!Config::kCausal) return place;
+    const u32 q_tiles = params.q_tiles, cached = kCachedTiles / max(params.kv_tiles, 1);
+    const u32 heads = min(max(cached, 1u) * (params.num_q_heads / params.num_kv_heads), static_cast<u32>(params.num_heads));
+    const u32 first_head = place / (heads * q_tiles) * heads, within = place % (heads * q_tiles);
+    const u32 taking_turns = min(heads, params.num_heads - first_head);
+    return (first_head + within % taking_turns) * q_tiles + within / taking_turns;
   }
+
+  // Takes the next query tile. The answer takes as long as a load: nothing should need it at once.
+  __device__ __forceinline__ void advance() { place = ptx::grid_blocks() + atomicAdd(params.taken, 1u); }
+
+  // At the end: the block that was told the highest place, the last to ask, leaves the count as it was found.
+  __device__ __forceinline__ void close() const {
+    if (place == ptx::grid_blocks() + places() - 1) *params.taken = 0;
+  }
+
+ private:
+  static constexpr u32 kCachedBytes = 16 << 20;  // of 50 MB on H100 and H200; 8 and 32 MB measured slower
+  static constexpr u32 kCachedTiles = kCachedBytes / (2 * Config::kBlockN * Config::kHeadDim);
+
+  __device__ __forceinline__ u32 places() const { return params.num_heads * params.q_tiles; }
 };
 
 }  // namespace sage

@@ -37,4 +37,17 @@ __device__ __forceinline__ F32x2 load_shared_f32x2(u32 shared) {
   return pair;
 }
 
+struct alignas(16) U32x4 {
+  u32 x, y, z, w;
+};
+
+__device__ __forceinline__ U32x4 load_shared_u32x4(u32 shared) {
+  U32x4 four;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+               : "r"(shared)
+               : "memory");
+  return four;
+}
+
 }  // namespace sage::ptx

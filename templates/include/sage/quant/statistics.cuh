@@ -63,6 +63,7 @@ struct Statistics {
     float* out = (is_v ? params.v_stats : params.k_stats) +
                  (static_cast<i64>(head) * params.num_chunks + chunk) * kStatistics * Config::kHeadDim;
     if (is_v && chunk == 0 && threadIdx.x == 0) params.k_finite[head] = kAllFinite;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *params.taken = 0;
     if (params.aligned) reduce<true>(is_v, head, chunk, out);
     else reduce<false>(is_v, head, chunk, out);
   }

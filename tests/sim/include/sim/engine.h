@@ -32,6 +32,7 @@ float shuffle_xor(float x, int lane_mask, Site site);
 int uniform(int x, Site site);
 bool any(bool predicate, Site site);
 int atomic_min(int* address, int value, Site site);
+unsigned atomic_add(unsigned* address, unsigned value, Site site);
 
 // --- shared memory by its 32-bit addresses ---------------------------------------------------------------------------
 
@@ -39,6 +40,8 @@ unsigned shared_address(const void* pointer, Site site);
 
 // `bytes` is also the alignment that the instruction asks for.
 void load_shared(const char* instruction, void* to, unsigned address, unsigned bytes, Site site);
+void store_shared(const char* instruction, unsigned address, const void* from, unsigned bytes, Site site);
+void store_global(const char* instruction, void* address, const void* from, unsigned bytes, Site site);
 
 void copy_async(unsigned shared, const void* global, unsigned bytes, Site site);
 void commit_copies();
@@ -60,6 +63,7 @@ void mma_e4m3_f32(void* const (&lanes)[kLanes]);
 void mma_e4m3_f16(void* const (&lanes)[kLanes]);
 
 void ldmatrix_x4(unsigned (&d)[4], unsigned shared, bool transposed, Site site);
+void stmatrix_x4(unsigned shared, const unsigned (&s)[4], Site site);
 
 // What a lane gives to a product of its warpgroup. d: columns / 2 words; a: 4 words, or null where A is in shared
 // memory.

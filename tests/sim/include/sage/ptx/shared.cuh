@@ -35,4 +35,14 @@ inline F32x2 load_shared_f32x2(u32 shared, sim::Site site = sim::Site::here()) {
   return pair;
 }
 
+struct alignas(16) U32x4 {
+  u32 x, y, z, w;
+};
+
+inline U32x4 load_shared_u32x4(u32 shared, sim::Site site = sim::Site::here()) {
+  U32x4 four;
+  sim::load_shared("ld.shared.v4.b32", &four, shared, sizeof four, site);
+  return four;
+}
+
 }  // namespace sage::ptx

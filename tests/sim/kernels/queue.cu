@@ -1,0 +1,36 @@
+// The query tiles that each block of a grid takes from the queue, in its order (attn/work.cuh).
+
+#include "sage/attn/work.cuh"
+#include "sage/ptx/special.cuh"
+
+using namespace sage;
+
+struct QueueParams {
+  i32* list;   // [blocks][most] indices
+  u32* taken;  // as in AttnParams
+  i32 num_q_heads, num_kv_heads, q_tiles, kv_tiles, causal, most;
+};
+
+template <bool kCausal_>
+struct OfMask {
+  static constexpr bool kCausal = kCausal_;
+  static constexpr i32 kBlockN = 128, kHeadDim = 128;
+};
+
+template <class Config>
+__device__ __forceinline__ void list(const QueueParams& of) {
+  AttnParams params = {};
+  params.taken = of.taken;
+  params.num_heads = of.num_q_heads, params.num_q_heads = of.num_q_heads, params.num_kv_heads = of.num_kv_heads;
+  params.q_tiles = of.q_tiles, params.kv_tiles = of.kv_tiles;
+  i32* to = of.list + ptx::block_index() * of.most;
+  TileQueue<Config> queue{params};
+  for (; !queue.ended(); queue.advance()) *to++ = static_cast<i32>(queue.index());
+  queue.close();
+}
+
+extern "C" __global__ void queue(const __grid_constant__ QueueParams params) {
+  if (ptx::thread_index() > 0) return;
+  if (params.causal) list<OfMask<true>>(params);
+  else list<OfMask<false>>(params);
+}
