@@ -14,8 +14,8 @@ def test_every_source_and_every_chip_is_simulated():
     assert len(SIMULATED) < len(SPECS)
 
 
-@pytest.mark.parametrize("name", ["plain", "odd", "extreme"])
-@pytest.mark.parametrize("spec", SIMULATED, ids=[spec.name for spec in SIMULATED])
+@pytest.mark.parametrize(("spec", "name"), [pytest.param(spec, name, id=f"{spec.name}-{name}")
+                                            for spec in SIMULATED for name in cases_of(spec)])
 def test_variant(pool, spec, name):
     """Nothing to report, and within the fuzzer's bounds: quantizers bit for bit, attention of emulation and float64."""
     results = pool.result(cases_of(spec)[name])

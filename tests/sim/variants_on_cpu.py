@@ -72,7 +72,8 @@ def cases_of(spec: KernelSpec) -> dict[str, Case]:
     """Ragged calls. The first: grouped heads, contiguous, several KV tiles. The second as unlike as can be: several
     heads and batches, rows of no whole vectors, of which some see nothing where causal, read at odd addresses and stored
     at odd and even ones. The third: one query head a KV head, whole rows stored at odd addresses, extreme values; where
-    causal on Hopper a query tile that sees no key at all, and one that does."""
+    causal on Hopper a query tile that sees no key at all, and one that does. On Hopper a fourth: rows of whole vectors, but
+    fewer than the kernel's."""
     tile = KERNELS[spec].tile
     plain = Case(spec.arch, seed=1, group=2, seqlen_q=150, seqlen_kv=_plain_keys(spec), headdim=spec.headdim,
                  is_causal=spec.mask == "causal", qk_bits=spec.qk, smooth_q=spec.q == "qsmooth",
@@ -82,7 +83,8 @@ def cases_of(spec: KernelSpec) -> dict[str, Case]:
     blind_rows = tile.block_m if tile.producer_warps and spec.mask == "causal" else 0
     extreme = dataclasses.replace(plain, group=1, seqlen_q=blind_rows + 100, seqlen_kv=90, out="misaligned",
                                   **EXTREMES[SPECS.index(spec) % len(EXTREMES)])
-    return {"plain": plain, "odd": odd, "extreme": extreme}
+    narrow = dataclasses.replace(plain, seqlen_q=70, seqlen_kv=130, headdim=spec.headdim - 24)
+    return {"plain": plain, "odd": odd, "extreme": extreme, **({"narrow": narrow} if tile.producer_warps else {})}
 
 
 def _plain_keys(spec: KernelSpec) -> int:

@@ -207,7 +207,8 @@ class AttentionWgmma {
       const Work work = locate<Config>(params, queue.index());
       const i32 k_finite = params.k_finite[work.kv_head];
       ptx::mbarrier_wait(shared.query_empty(query.index), query.phase ^ 1);  // at once in the first round
-      shared.query_tile(query.index) = {work, k_finite};
+      shared.query_tile(query.index).work = work;
+      shared.query_tile(query.index).k_finite = k_finite;
       load_query(params, shared, work, query.index);
       query.advance();
       queue.advance();
