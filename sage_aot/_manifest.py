@@ -99,7 +99,7 @@ class Arch:
 
     capability: tuple[int, int]
     least_driver: int  # the first that loads its kernels
-    run_on: str | None  # GPU that ran its kernels as they are; None where they were not run on hardware
+    run_on: str | None  # GPU that ran its files as they are; None where they were not run on hardware
 
 
 @dataclass(frozen=True)
