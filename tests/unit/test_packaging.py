@@ -111,6 +111,7 @@ def test_a_narrowed_wheel_says_so(tree, tmp_path, how):
 
 @pytest.mark.parametrize(("how", "message"), [
     ({"SAGE_AOT_ARCHS": "sm75"}, "expected an arch of sm80, sm86, got 'sm75'"),
+    ({"SAGE_AOT_ARCHS": ","}, "expected an arch of sm80, sm86, got ''"),
     ({"settings": {"arch": "sm86"}}, "expected a config setting of archs, got 'arch'"),
     ({"SAGE_AOT_ARCHS": "sm86", "SAGE_AOT_PREBUILT": "1"}, "expected SAGE_AOT_PREBUILT or SAGE_AOT_ARCHS, got both"),
     ({"SAGE_AOT_PREBUILT": "1"}, "expected the kernels of this source tree in"),
