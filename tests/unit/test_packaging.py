@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import test_wheel
 import wheels
 from wheels import Wheel, WheelError
 
@@ -269,3 +270,16 @@ def test_a_release_is_a_wheel_for_every_platform_and_the_sdist(wheel, tmp_path):
     shutil.copy(changed(victim, lambda files: flip(files, "sage_attn_sm80")), victim)
     with pytest.raises(WheelError, match="cubin: expected the file with sha256"):
         wheels.release(folder, f"v{version}")
+
+
+# --- ci/test_wheel.py -------------------------------------------------------------------------------------------------
+
+
+def test_a_borrowing_environment_sees_all_packages_and_not_the_tree(tmp_path, monkeypatch):
+    """Whether they are the environment's, the user's or PYTHONPATH's; an editable install names the tree."""
+    theirs = [tmp_path / "dist-packages", tmp_path / "carried"]
+    for folder in theirs:
+        folder.mkdir()
+    path = [ROOT / "ci", theirs[0], tmp_path / "python311.zip", ROOT, theirs[1]]
+    monkeypatch.setattr(sys, "path", [str(folder) for folder in path])
+    assert test_wheel.package_folders() == theirs
