@@ -2,10 +2,11 @@
 
     python ci/test_wheel.py dist/X.whl                      torch and pytest as ci/constraints.txt has them
     python ci/test_wheel.py dist/X.whl torch==2.4.1         another torch
-    python ci/test_wheel.py dist/X.whl --borrow             this environment's torch and pytest, which takes seconds
+    python ci/test_wheel.py dist/X.whl --borrow             this Python's torch and pytest: seconds, and no network
+    python ci/test_wheel.py dist/X.whl --borrow --gpu       on a machine with a GPU, its tests too
 
-The PATH holds this Python and no compiler; what compiles on a CPU, torch's inductor, is left out. `--gpu` runs the tests
-of a GPU as well, `--tests` just some.
+The PATH holds the new environment's Python and no compiler, so torch's inductor, which needs one, is left out. Of the
+GPU tests those of kernels that only a source tree could build for this GPU are. `--tests` runs just some.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import venv
 from pathlib import Path
@@ -29,18 +29,25 @@ def python_of(folder: Path) -> Path:
 
 def environment(wheel: Path, requirements: list[str], borrow: bool, folder: Path) -> Path:
     """Make a virtual environment with the wheel and what its tests need; its Python."""
-    venv.create(folder, with_pip=True)
+    venv.create(folder, symlinks=os.name != "nt")
     python = python_of(folder)
-    pip = [str(python), "-m", "pip", "install", "-q"]
-    if borrow:  # a .pth file: what this environment's own .pth files name, editable installs, stays out of reach
-        subprocess.run([*pip, "--no-deps", str(wheel)], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]  # this one: there may be no other
+    if borrow:  # by a .pth file, which stands behind the environment's own packages: the wheel is found first
+        subprocess.run([*pip, "--no-index", "--no-deps", str(wheel)], check=True)
         site = subprocess.run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True,
                               capture_output=True, text=True).stdout.strip()
-        Path(site, "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        Path(site, "borrowed.pth").write_text("".join(f"{path}\n" for path in package_folders()))
     else:
         limits = [] if requirements else ["-c", str(ROOT / "ci" / "constraints.txt")]
         subprocess.run([*pip, *limits, str(wheel), "pytest>=8", *requirements], check=True)
     return python
+
+
+def package_folders() -> list[Path]:
+    """Where this Python finds packages: in its environment, the user's folder, PYTHONPATH; not in the source tree, which
+    an editable install names. Python's own folders among them are another environment's anyway."""
+    folders = [Path(path).resolve() for path in sys.path if Path(path).is_dir()]
+    return [folder for folder in folders if folder not in (ROOT, ROOT / "ci")]
 
 
 def run(python: Path, folder: Path, gpu: bool, tests: list[str]) -> None:
@@ -54,7 +61,7 @@ def run(python: Path, folder: Path, gpu: bool, tests: list[str]) -> None:
     call = "import sage_aot, torch; q = torch.randn(1, 2, 100, 64).half(); print(sage_aot.attn(q, q, q, is_causal=True).shape)"
     for command in (["-c", where], ["-c", call], ["-m", "sage_aot", "info"],
                     ["-m", "sage_aot", "verify", *([] if gpu else ["--files"])],
-                    ["-m", "pytest", "-q", "-k", "not inductor", *tests, *(["tests/gpu"] if gpu else [])]):
+                    ["-m", "pytest", "-q", "-m", "not inductor", *tests, *(["tests/gpu"] if gpu else [])]):
         subprocess.run([str(python), *command], cwd=folder, env=variables, check=True)
 
 
@@ -62,7 +69,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Test a wheel in a fresh environment, out of reach of the source tree.")
     parser.add_argument("wheel", type=Path)
     parser.add_argument("requirements", nargs="*", metavar="torch==2.4.1")
-    parser.add_argument("--borrow", action="store_true", help="use the packages of this environment")
+    parser.add_argument("--borrow", action="store_true", help="use the packages of this Python")
     parser.add_argument("--tests", nargs="+", default=["tests/unit"], metavar="FILE")
     parser.add_argument("--gpu", action="store_true", help="run the tests that need a GPU too")
     args = parser.parse_args()

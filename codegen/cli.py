@@ -175,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    return tuple(name.strip() for name in text.split(","))  # an empty one is no arch: none at all would mean every one
 
 
 def _positive(text: str) -> int:

@@ -29,7 +29,7 @@ class ArchRow:
     line: int
     shared_bytes: int | None  # shared memory that a block can have
     least_driver: int | None  # the first that loads what the compiler makes for it
-    run_on: str | None  # GPU that ran its kernels as they are
+    run_on: str | None  # GPU that ran its files as they are
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,8 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
 
     Nothing is loaded or launched, and no GPU is needed: ``explain(capability=(8, 9), headdim=128)`` tells what an L4
     would run. The choice is the call's own: first the arch (the GPU's; else the nearest lower minor of its major
-    version, but code for a chip with the suffix ``a`` only on that chip; else PTX, which the driver compiles), then its
-    kernel with the options of the call.
+    version, but code for a chip with the suffix ``a``, or of Tegra, only on that chip; else PTX, which the driver
+    compiles), then its kernel with the options of the call.
 
     Args:
         q, k, v: as for the call; in place of them `headdim`.

@@ -13,6 +13,7 @@ from sage_aot._loader import Library, default_library
 from sage_aot._manifest import KernelRecord, Manifest
 from sage_aot._ops import emulated_arch
 from sage_aot._select import all_archs, nearest_arch
+from sage_aot._spec import is_ptx
 from sage_aot._version import __version__
 from sage_aot.errors import CubinError, SageAotError, UnsupportedError
 
@@ -75,7 +76,8 @@ def _kernels(library: Library) -> list[str]:
              f"{library.folder}"]
     for arch in all_archs(manifest):
         built = manifest.archs[arch]
-        ran = f"ran on {built.run_on}" if built.run_on else "not run on hardware"
+        by = " through its driver's compiler" if is_ptx(arch) else ""
+        ran = f"ran on {built.run_on}{by}" if built.run_on else "not run on hardware"
         lines.append(f"  {arch}: compute capability {_served(arch, manifest)}, driver from {built.least_driver}, {ran}")
     if manifest.retarget:
         lines.append(f"built for {manifest.retarget} in place of their own archs: for tests only")

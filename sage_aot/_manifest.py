@@ -26,6 +26,10 @@ class MainLoop:
 
 _TARGET = re.compile(r"(sm|compute)_(\d+)(\d)(a?)")
 
+_TEGRA = ((8, 7), (10, 1), (11, 0))
+"""Orin, and Thor by the number that it had before CUDA 13 and the one since: chips that run no other chip's machine code
+by NVIDIA's word, and whose own no other runs."""
+
 
 @dataclass(frozen=True)
 class KernelRecord:
@@ -57,22 +61,28 @@ class KernelRecord:
 
     def serves(self, capability: tuple[int, int]) -> bool:
         """Whether a GPU of this compute capability can run the file: PTX, by the driver's compiler, from its own on;
-        a cubin on its own and later minors of the same major; with the suffix `a` on its own alone.
+        a cubin on its own and later minors of the same major; with the suffix `a`, or for Tegra, on its own alone.
 
         Source: CUDA C++ programming guide, "Binary compatibility" and "Application compatibility".
         """
         kind, own, suffix = read_target(self.target)
-        if suffix:
+        if kind == "compute":
+            return capability >= own
+        if suffix or capability in _TEGRA or own in _TEGRA:
             return capability == own
-        return capability >= own and (kind == "compute" or capability[0] == own[0])
+        return capability >= own and capability[0] == own[0]
 
     @property
     def served(self) -> str:
         """The compute capabilities that it serves, in words."""
-        kind, (major, minor), suffix = read_target(self.target)
-        if suffix:
+        kind, own, suffix = read_target(self.target)
+        major, minor = own
+        if kind == "compute":
+            return f"{major}.{minor} and later"
+        if suffix or own in _TEGRA:
             return f"{major}.{minor}"
-        return f"{major}.{minor} and later" + ("" if kind == "compute" else f" {major}.x")
+        apart = [f"{other}.{of_other}" for other, of_other in _TEGRA if other == major and of_other > minor]
+        return f"{major}.{minor} and later {major}.x" + (f" except {', '.join(apart)}" if apart else "")
 
     def to_json(self) -> dict:
         return {**asdict(self), "spec": self.spec.name, "serves": self.served}
@@ -99,7 +109,7 @@ class Arch:
 
     capability: tuple[int, int]
     least_driver: int  # the first that loads its kernels
-    run_on: str | None  # GPU that ran its kernels as they are; None where they were not run on hardware
+    run_on: str | None  # GPU that ran its files as they are; None where they were not run on hardware
 
 
 @dataclass(frozen=True)

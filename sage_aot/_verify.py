@@ -8,6 +8,7 @@ among them runs on random inputs into poisoned memory and is held against the em
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import importlib.metadata
 import random
@@ -95,27 +96,29 @@ def _row(what: str, passed: str, problems: list[str]) -> None:
         print(f"{'' if i else what:8} {line}")
 
 
-def recorded_files(package: Path) -> list[importlib.metadata.PackagePath]:
-    """The files of the wheel that this package was installed from, by its RECORD; none for a source tree."""
+def recorded_files(package: Path) -> dict[Path, str]:
+    """The files of the wheel that this package was installed from, with their hashes, by its RECORD; none for a source
+    tree. Read here: what importlib.metadata makes of it leaves out the files that are missing, from Python 3.12 on.
+    """
     for found in importlib.metadata.distributions(name="sage-aot"):
-        files = [file for file in found.files or [] if file.hash and file.parts[0] == package.name]
-        if any(Path(file.locate()).parent.resolve() == package.resolve() for file in files):
+        rows = csv.reader((found.read_text("RECORD") or "").splitlines())
+        files = {Path(found.locate_file(name)): digest for name, digest, _ in rows
+                 if digest and name.startswith(f"{package.name}/")}
+        if any(path.parent.resolve() == package.resolve() for path in files):
             return files
-    return []
+    return {}
 
 
-def record_problems(files: list[importlib.metadata.PackagePath]) -> Iterator[str]:
+def record_problems(files: dict[Path, str]) -> Iterator[str]:
     """What is missing of a wheel's files, or not as its RECORD says."""
-    for file in files:
-        path = Path(file.locate())
+    for path, digest in files.items():
+        mode, expected = digest.split("=", 1)
         if not path.is_file():
             yield f"{path} is missing; reinstall sage-aot"
             continue
-        digest = hashlib.new(file.hash.mode, path.read_bytes()).digest()
-        found = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
-        if found != file.hash.value:
-            yield (f"{path} has {file.hash.mode} {found}, the wheel's RECORD says {file.hash.value}: it was changed; "
-                   f"reinstall sage-aot")
+        found = base64.urlsafe_b64encode(hashlib.new(mode, path.read_bytes()).digest()).rstrip(b"=").decode()
+        if found != expected:
+            yield f"{path} has {mode} {found}, the wheel's RECORD says {expected}: it was changed; reinstall sage-aot"
 
 
 def kernel_problems(library: Library) -> Iterator[str]:

@@ -29,7 +29,7 @@ def options(**changes):
     return tuple(values[name] for name in _ops.OPTIONS)
 
 
-@pytest.fixture(params=["default", "reduce-overhead"])
+@pytest.fixture(params=[pytest.param(mode, marks=pytest.mark.inductor) for mode in ("default", "reduce-overhead")])
 def compiled(request):
     """torch.compile in each mode, without graph breaks."""
     torch.compiler.reset()
@@ -67,6 +67,7 @@ def test_compiled_between_other_operators(compiled):
         assert torch.equal(fast(*tensors).clone(), work(*tensors))
 
 
+@pytest.mark.inductor
 def test_compiled_with_dynamic_shapes():
     torch.compiler.reset()
     work = torch.compile(lambda *qkv: sage_aot.attn(*qkv), fullgraph=True, dynamic=True)

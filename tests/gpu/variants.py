@@ -1,15 +1,17 @@
 """The attention kernels under test: each variant of the package, on whatever GPU there is.
 
 A kernel whose arch this GPU does not run is taken from a folder that `python -m codegen build --retarget` made for this
-GPU from the same generated source: its arithmetic is the same, only its speed means nothing.
+GPU from the same generated source: its arithmetic is the same, only its speed means nothing. Where sage_aot is installed
+from a wheel and there is no source tree, those kernels are left out, and the report's head says so (conftest.py).
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,16 +20,37 @@ from layout import Result
 
 from sage_aot import _cuda
 from sage_aot._loader import Library, default_library
-from sage_aot._manifest import FILE_NAME
+from sage_aot._manifest import FILE_NAME, Manifest
 from sage_aot._plan import plan
 from sage_aot._problem import check, heads_first
 from sage_aot._select import kernels_of
-from sage_aot._spec import AXES, KernelSpec, is_ptx
+from sage_aot._spec import AXES, KernelSpec
+from sage_aot._verify import takes
 
 ROOT = Path(__file__).parents[2]
 
-SPECS = tuple(record.spec for _, record in sorted(default_library().manifest.kernels.items())
-              if record.spec.kind == "attn")
+
+def native_archs(manifest: Manifest) -> set[str]:
+    """The archs whose kernels run here as they are; all where there is no GPU, and no test runs anyway."""
+    if not torch.cuda.is_available():
+        return set(manifest.archs)
+    return {record.spec.arch for record in takes(_cuda.gpu_here(torch.cuda.current_device()), manifest)}
+
+
+def variants_of(manifest: Manifest, archs: Container[str]) -> tuple[KernelSpec, ...]:
+    """The attention kernels of some archs, by name."""
+    return tuple(record.spec for _, record in sorted(manifest.kernels.items())
+                 if record.spec.kind == "attn" and record.spec.arch in archs)
+
+
+_PACKAGE = default_library().manifest
+_NATIVE = native_archs(_PACKAGE)
+_TESTED = set(_PACKAGE.archs) if importlib.util.find_spec("codegen") else _NATIVE  # codegen builds the others for here
+
+SPECS = variants_of(_PACKAGE, _TESTED)
+
+LEFT_OUT = sorted(_PACKAGE.archs.keys() - _TESTED)
+"""The archs of which nothing is tested."""
 
 each_variant = pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
 
@@ -68,10 +91,9 @@ what that cuts off."""
 
 @functools.lru_cache(maxsize=None)
 def library_of(arch: str) -> Library:
-    """The folder whose kernels of this arch run here; PTX runs from the package's own."""
-    package = default_library()
-    if is_ptx(arch) or _cuda.arch_of(package, torch.cuda.current_device()) == arch:
-        return package
+    """The folder whose kernels of this arch run here: the package's own where it has such."""
+    if arch in _NATIVE:
+        return default_library()
     target = "sm_{}{}".format(*torch.cuda.get_device_capability())
     folder = ROOT / "build" / f"retarget_{target}"
     if not (folder / FILE_NAME).exists():

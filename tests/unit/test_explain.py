@@ -166,8 +166,8 @@ def test_nothing_to_explain_for_is_refused(monkeypatch):
 
 def test_the_table(folder_of):
     folder_of(small_manifest("sm80", "ptx80"))
-    assert str(sage_aot.explain(capability=(8, 7), headdim=64, driver=535)) == """\
-GPU     compute capability 8.7, driver for CUDA 12.2
+    assert str(sage_aot.explain(capability=(8, 8), headdim=64, driver=535)) == """\
+GPU     compute capability 8.8, driver for CUDA 12.2
 call    headdim=64, is_causal=False, qk_bits=8, smooth_q=False, smooth_v=False, pv_accum='auto'
 runs    sage_stats_sm80_d64
         sage_quant_sm80_d64_qk8_pvf16

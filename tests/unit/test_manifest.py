@@ -27,7 +27,7 @@ def test_what_is_written_is_read_back(folder):
     assert Manifest.read(folder) == MANIFEST
     values = json.loads(MANIFEST.to_text())
     assert [record["spec"] for record in values["kernels"]] == sorted(MANIFEST.kernels)
-    assert {record["spec"]: record["serves"] for record in values["kernels"]}[ATTN.name] == "8.0 and later 8.x"
+    assert {record["spec"]: record["serves"] for record in values["kernels"]}[ATTN.name] == "8.0 and later 8.x except 8.7"
     assert values["archs"]["sm80"] == {"capability": [8, 0], "least_driver": 525, "run_on": None}
     assert values["layouts"]["AttnParams"]["lse"] > 0 == values["layouts"]["AttnParams"]["q_hat"]
     assert MANIFEST.compiler == "nvrtc 12.9.86"
@@ -66,12 +66,15 @@ def test_a_sealed_manifest_of_another_form_is_refused(folder, edit, message):
 
 
 @pytest.mark.parametrize(("target", "words", "served", "refused"), [
-    ("sm_80", "8.0 and later 8.x", [(8, 0), (8, 6), (8, 9)], [(7, 5), (9, 0), (12, 0)]),
-    ("sm_86", "8.6 and later 8.x", [(8, 6), (8, 7), (8, 9)], [(8, 0), (9, 0)]),
+    ("sm_80", "8.0 and later 8.x except 8.7", [(8, 0), (8, 6), (8, 9)], [(7, 5), (8, 7), (9, 0), (12, 0)]),
+    ("sm_86", "8.6 and later 8.x except 8.7", [(8, 6), (8, 9)], [(8, 0), (8, 7), (9, 0)]),
+    ("sm_87", "8.7", [(8, 7)], [(8, 6), (8, 9), (9, 0)]),
+    ("sm_89", "8.9 and later 8.x", [(8, 9)], [(8, 7), (9, 0)]),
+    ("sm_100", "10.0 and later 10.x except 10.1", [(10, 0), (10, 3)], [(10, 1), (11, 0), (9, 0)]),
     ("sm_90", "9.0 and later 9.x", [(9, 0)], [(8, 9), (10, 0)]),
     ("sm_90a", "9.0", [(9, 0)], [(9, 1), (8, 9), (10, 0)]),
     ("sm_120", "12.0 and later 12.x", [(12, 0), (12, 1)], [(11, 0), (10, 0), (9, 0)]),
-    ("compute_80", "8.0 and later", [(8, 0), (9, 0), (10, 3), (13, 0)], [(7, 5)]),
+    ("compute_80", "8.0 and later", [(8, 0), (8, 7), (9, 0), (10, 3), (11, 0), (13, 0)], [(7, 5)]),
 ])
 def test_which_gpus_a_file_serves(target, words, served, refused):
     record = record_of(ATTN, target=target)

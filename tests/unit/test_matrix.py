@@ -5,8 +5,10 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import yaml
+from records import record_of
 
-from codegen._shared import KINDS, ROOT, Arch, KernelSpec
+from codegen._shared import KINDS, ROOT, Arch, KernelSpec, capability_of, is_ptx, target_of
 from codegen.errors import MatrixError, UsageError
 from codegen.matrix import read_matrix
 from codegen.selection import Selection
@@ -287,6 +289,21 @@ def test_what_is_known_of_archs(matrix):
 
 def test_the_matrix_of_this_project_is_right():
     assert read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates").kernels
+
+
+def test_every_kernel_fits_every_gpu_that_may_take_it():
+    """Where a wheel was narrowed, a GPU takes kernels of an older chip: sm80's on 8.6, and PTX anywhere. They are chosen
+    whatever shared memory they need, so it must be there; the matrix has compared it with their own chip's."""
+    matrix_file = ROOT / "build_matrix.yaml"
+    blocks = {capability_of(arch): row["shared_bytes"]
+              for arch, row in yaml.safe_load(matrix_file.read_text())["archs"].items() if not is_ptx(arch)}
+    excessive = []
+    for kernel in read_matrix(matrix_file, ROOT / "templates").kernels:
+        if kernel.spec.kind == "attn":
+            taken = record_of(kernel.spec, target=target_of(kernel.spec.arch) + kernel.suffix)
+            excessive += [f"{kernel.spec.name} on {capability}" for capability, most in blocks.items()
+                          if taken.serves(capability) and kernel.tile.shared_bytes(kernel.spec) > most]
+    assert not excessive
 
 
 def test_selection_takes_companions_along(matrix):

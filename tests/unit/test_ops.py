@@ -43,7 +43,7 @@ def fresh():
     torch.compiler.reset()
 
 
-@pytest.fixture(params=["eager", "aot_eager", "inductor"])
+@pytest.fixture(params=["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def compiled(request, fresh):
     """torch.compile with each backend, without graph breaks."""
     return lambda work, **more: torch.compile(work, backend=request.param, fullgraph=True, **more)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import test_wheel
 import wheels
 from wheels import Wheel, WheelError
 
@@ -111,6 +112,7 @@ def test_a_narrowed_wheel_says_so(tree, tmp_path, how):
 
 @pytest.mark.parametrize(("how", "message"), [
     ({"SAGE_AOT_ARCHS": "sm75"}, "expected an arch of sm80, sm86, got 'sm75'"),
+    ({"SAGE_AOT_ARCHS": ","}, "expected an arch of sm80, sm86, got ''"),
     ({"settings": {"arch": "sm86"}}, "expected a config setting of archs, got 'arch'"),
     ({"SAGE_AOT_ARCHS": "sm86", "SAGE_AOT_PREBUILT": "1"}, "expected SAGE_AOT_PREBUILT or SAGE_AOT_ARCHS, got both"),
     ({"SAGE_AOT_PREBUILT": "1"}, "expected the kernels of this source tree in"),
@@ -268,3 +270,16 @@ def test_a_release_is_a_wheel_for_every_platform_and_the_sdist(wheel, tmp_path):
     shutil.copy(changed(victim, lambda files: flip(files, "sage_attn_sm80")), victim)
     with pytest.raises(WheelError, match="cubin: expected the file with sha256"):
         wheels.release(folder, f"v{version}")
+
+
+# --- ci/test_wheel.py -------------------------------------------------------------------------------------------------
+
+
+def test_a_borrowing_environment_sees_all_packages_and_not_the_tree(tmp_path, monkeypatch):
+    """Whether they are the environment's, the user's or PYTHONPATH's; an editable install names the tree."""
+    theirs = [tmp_path / "dist-packages", tmp_path / "carried"]
+    for folder in theirs:
+        folder.mkdir()
+    path = [ROOT / "ci", theirs[0], tmp_path / "python311.zip", ROOT, theirs[1]]
+    monkeypatch.setattr(sys, "path", [str(folder) for folder in path])
+    assert test_wheel.package_folders() == theirs

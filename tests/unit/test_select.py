@@ -34,7 +34,7 @@ def manifest(archs=PV, without=(), targets=None):
 
 
 @pytest.mark.parametrize(("capability", "arch"), [
-    ((8, 0), "sm80"), ((8, 6), "sm86"), ((8, 7), "sm86"), ((8, 9), "sm89"), ((9, 0), "sm90"),
+    ((8, 0), "sm80"), ((8, 6), "sm86"), ((8, 8), "sm86"), ((8, 9), "sm89"), ((9, 0), "sm90"),
 ])
 def test_arch_is_exact_or_the_nearest_lower_minor(capability, arch):
     assert nearest_arch(Gpu(capability), manifest()) == arch
@@ -44,13 +44,13 @@ def test_arch_is_exact_or_the_nearest_lower_minor(capability, arch):
     ((7, 5), "On GPUs before 8.0 call torch"), ((10, 0), "Look for a newer sage-aot"), ((12, 0), "Look for")])
 def test_other_majors_are_refused_by_name(capability, remedy):
     message = (rf"no kernels for this GPU \(Some GPU, compute capability {capability[0]}\.{capability[1]}, driver for "
-               rf"CUDA 12\.9\)\. There are sm80: machine code for compute capability 8\.0 and later 8\.x; sm86: .*{remedy}")
+               rf"CUDA 12\.9\)\. There are sm80: machine code for compute capability 8\.0 and later 8\.x except 8\.7; sm86: .*{remedy}")
     with pytest.raises(UnsupportedError, match=message):
         nearest_arch(Gpu(capability, 12090, "Some GPU"), manifest())
 
 
 def test_a_lower_gpu_than_any_built_is_refused():
-    with pytest.raises(UnsupportedError, match="sm86: machine code for compute capability 8.6 and later 8.x"):
+    with pytest.raises(UnsupportedError, match="sm86: machine code for compute capability 8.6 and later 8.x except 8.7"):
         nearest_arch(Gpu((8, 0)), manifest(archs=["sm86"]))
 
 
@@ -61,7 +61,8 @@ PTX = {**PV, "ptx80": F16}
 
 
 @pytest.mark.parametrize(("capability", "arch"), [
-    ((8, 0), "sm80"), ((8, 7), "sm86"), ((9, 0), "sm90"), ((10, 0), "ptx80"), ((12, 1), "ptx80"), ((13, 0), "ptx80")])
+    ((8, 0), "sm80"), ((8, 7), "ptx80"), ((8, 8), "sm86"), ((9, 0), "sm90"), ((10, 0), "ptx80"), ((12, 1), "ptx80"),
+    ((13, 0), "ptx80")])
 def test_ptx_is_for_gpus_without_machine_code(capability, arch):
     assert nearest_arch(Gpu(capability), manifest(PTX)) == arch
     assert select(Gpu(capability), PROBLEM, manifest(PTX)).attn.spec.arch == arch
@@ -111,7 +112,7 @@ def test_a_driver_below_the_floor_is_refused_before_anything_is_loaded():
 # --- candidates -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 7), (8, 9), (9, 0), (12, 0), (7, 5)])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 8), (8, 9), (9, 0), (12, 0), (7, 5)])
 @pytest.mark.parametrize("changes", [{}, {"qk_bits": 4, "smooth_q": True}, {"pv_accum": "two_level_f16"},
                                      {"is_causal": True, "headdim": 33}], ids=str)
 def test_candidates_are_every_kernel_and_the_one_taken_is_that_of_the_call(capability, changes):
@@ -146,7 +147,7 @@ def test_reasons_are_those_of_the_choice():
         "it needs a driver from 575 on (CUDA 12.9), this one is for CUDA 12.8")
     assert reasons(Gpu((8, 9)), PROBLEM, manifest(PTX))[name("ptx80", "pvf16_accf32", "full")] == (
         "sm89 is machine code for this GPU")
-    assert reasons(Gpu((8, 7)), PROBLEM, manifest())[name("sm86", "pvf16_accf32", "full")] == (
+    assert reasons(Gpu((8, 8)), PROBLEM, manifest())[name("sm86", "pvf16_accf32", "full")] == (
         "sm86 is the nearest that this GPU runs")
     assert reasons(Gpu((12, 0)), PROBLEM, manifest(PTX))[name("ptx80", "pvf16_accf32", "full")] == (
         "no machine code is for this GPU, and the driver compiles PTX for it")

@@ -1,0 +1,11 @@
+"""Says which variants the tests of this folder leave out: never silently."""
+
+from __future__ import annotations
+
+from variants import LEFT_OUT
+
+
+def pytest_report_header() -> str | None:
+    if not LEFT_OUT:
+        return None
+    return f"without a source tree to build them for this GPU, left out: kernels of {', '.join(LEFT_OUT)}"

@@ -1,0 +1,35 @@
+"""Which kernels the GPU tests run: those that the GPU takes from the package, the others where something can build them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import variants
+from records import manifest_of, record_of
+
+from sage_aot import _cuda
+from sage_aot._loader import default_library
+from sage_aot._select import Gpu
+from sage_aot._spec import KernelSpec
+
+ATTN = [KernelSpec("attn", arch, 64, 8, "f16", "f32", "full", "vraw", "qraw") for arch in ("sm80", "sm90", "ptx80")]
+MANIFEST = manifest_of([*map(record_of, ATTN), record_of(KernelSpec("stats", "sm90", 64))])
+
+
+@pytest.mark.parametrize(("gpu", "archs"), [
+    (Gpu((8, 9), 13000), {"sm80", "ptx80"}), (Gpu((9, 0), 13000), {"sm90", "ptx80"}),
+    (Gpu((9, 0), 12080), {"sm90"}), (Gpu((12, 0), 13000), {"ptx80"}), (Gpu((7, 5), 13000), set()),
+], ids=str)
+def test_what_a_gpu_takes_runs_from_the_package(monkeypatch, gpu, archs):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_cuda, "gpu_here", lambda device: gpu)
+    assert variants.native_archs(MANIFEST) == archs
+    assert [spec.arch for spec in variants.variants_of(MANIFEST, archs)] == sorted(archs)
+    monkeypatch.setattr(variants, "_NATIVE", archs)
+    assert all(variants.library_of.__wrapped__(arch) is default_library() for arch in archs)  # which remembers nothing
+
+
+def test_without_a_gpu_every_variant_has_its_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert variants.variants_of(MANIFEST, variants.native_archs(MANIFEST)) == tuple(sorted(ATTN, key=lambda s: s.name))
