@@ -493,9 +493,14 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "kWarps = kThreads / kWarpSize",
      _HOPPER, "deadlock"),
     ("a query buffer freed by lane 0 for lanes still at it", "attn/mainloop_wgmma.cuh",
-     "      __syncwarp();  // as in finish_output()\n",
-     "",
+     "      ptx::mbarrier_arrive(shared.query_empty(query.index));\n",
+     "      if (lane == 0) {\n"
+     "        for (i32 i = 0; i < kWarpSize; ++i) ptx::mbarrier_arrive(shared.query_empty(query.index));\n      }\n",
      _HOPPER, "data race"),
+    ("rows staged over those that are being read", "attn/epilogue.cuh",
+     "    __syncwarp();  // the rows of the query tile before have been read\n",
+     "",
+     _HOPPER_WIDE_CAUSAL, "data race"),
     ("log-sum-exp of a thread's columns", "attn/mainloop_wgmma.cuh",
      "ptx::sum_over_lanes<4>(state.exact_sum[r])",
      "state.exact_sum[r]",
@@ -506,7 +511,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
      _HOPPER, "lse, emulation"),
     ("a query buffer freed before its constants are read", "attn/mainloop_wgmma.cuh",
      "      store_output<Config>(params, work, thread",
-     "      __syncwarp();\n      if (lane == 0) ptx::mbarrier_arrive(shared.query_empty(query.index));\n"
+     "      ptx::mbarrier_arrive(shared.query_empty(query.index));\n"
      "      store_output<Config>(params, work, thread",
      _HOPPER_WIDE, "deadlock"),
     ("delta_s not announced", "attn/mainloop_wgmma.cuh",

@@ -72,8 +72,8 @@ def cases_of(spec: KernelSpec) -> dict[str, Case]:
     """Ragged calls. The first: grouped heads, contiguous, several KV tiles. The second as unlike as can be: several
     heads and batches, rows of no whole vectors, of which some see nothing where causal, read at odd addresses and stored
     at odd and even ones. The third: one query head a KV head, whole rows stored at odd addresses, extreme values; where
-    causal on Hopper a query tile that sees no key at all, and one that does. On Hopper a fourth: rows of whole vectors, but
-    fewer than the kernel's."""
+    causal on Hopper query tiles that see no key at all, one of them after another tile. On Hopper a fourth: rows of whole
+    vectors, but of fewer channels than the kernel's."""
     tile = KERNELS[spec].tile
     plain = Case(spec.arch, seed=1, group=2, seqlen_q=150, seqlen_kv=_plain_keys(spec), headdim=spec.headdim,
                  is_causal=spec.mask == "causal", qk_bits=spec.qk, smooth_q=spec.q == "qsmooth",
@@ -81,8 +81,8 @@ def cases_of(spec: KernelSpec) -> dict[str, Case]:
     odd = dataclasses.replace(plain, seed=2, batch=2, kv_heads=2, seqlen_q=100, seqlen_kv=70, headdim=spec.headdim - 3,
                               layout="NHD", dtype="f16", kind="outlier", strides="misaligned", out="given")
     blind_rows = tile.block_m if tile.producer_warps and spec.mask == "causal" else 0
-    extreme = dataclasses.replace(plain, group=1, seqlen_q=blind_rows + 100, seqlen_kv=90, out="misaligned",
-                                  **EXTREMES[SPECS.index(spec) % len(EXTREMES)])
+    extreme = dataclasses.replace(plain, batch=2 if blind_rows else 1, group=1, seqlen_q=blind_rows + 100, seqlen_kv=90,
+                                  out="misaligned", **EXTREMES[SPECS.index(spec) % len(EXTREMES)])
     narrow = dataclasses.replace(plain, seqlen_q=70, seqlen_kv=130, headdim=spec.headdim - 24)
     return {"plain": plain, "odd": odd, "extreme": extreme, **({"narrow": narrow} if tile.producer_warps else {})}
 

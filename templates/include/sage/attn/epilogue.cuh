@@ -79,11 +79,12 @@ struct StoreWholeRows {
   static constexpr i32 kPitch = Config::kHeadDim * 2 + 16;  // bytes; the same channels of eight rows lie in different banks
   static constexpr i32 kBytes = Config::kWarpM * kPitch;
 
-  u8* staged;  // [kWarpM][kPitch]; used again by the warp's next query tile, after a __syncwarp
+  u8* staged;  // [kWarpM][kPitch]
 
   __device__ __forceinline__ void operator()(const AttnParams& params, const Work& work, i32 first_row, i32 lane,
                                              const u32 (&pairs)[2][kOTiles]) const {
     const u32 fragments = ptx::shared_address(staged) + lane % 8 * kPitch + lane / 8 * 16;
+    __syncwarp();  // the rows of the query tile before have been read
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
 #pragma unroll

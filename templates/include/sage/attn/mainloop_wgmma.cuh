@@ -85,7 +85,7 @@ struct WgmmaShared {
   __device__ __forceinline__ u32 slot(i32 stage) const { return first + kSlots + stage * kSlotBytes; }
   // The producer arrives, with the buffer's bytes; consumers wait.
   __device__ __forceinline__ u32 query_full(i32 buffer) const { return first + kBarriers + buffer * 16; }
-  // Every consumer warp arrives when it has read Q and the rest of the buffer; the producer waits.
+  // Every consumer thread arrives when it has read Q and the rest of the buffer; the producer waits.
   __device__ __forceinline__ u32 query_empty(i32 buffer) const { return query_full(buffer) + 8; }
   // The producer arrives, with the slot's bytes; consumers wait.
   __device__ __forceinline__ u32 full(i32 stage) const { return query_full(2) + stage * 16; }
@@ -174,7 +174,7 @@ class AttentionWgmma {
 #pragma unroll
     for (i32 buffer = 0; buffer < 2; ++buffer) {
       ptx::mbarrier_init(shared.query_full(buffer), 1);
-      ptx::mbarrier_init(shared.query_empty(buffer), kWarps);
+      ptx::mbarrier_init(shared.query_empty(buffer), kConsumers * kWarpgroup);
     }
 #pragma unroll
     for (i32 stage = 0; stage < Config::kStages; ++stage) {
@@ -310,8 +310,7 @@ class AttentionWgmma {
       const i32 thread = ptx::thread_index() - kWarpgroup;  // read anew: no register holds what follows from it till here
       store_output<Config>(params, work, thread / kWarpSize, thread % kWarpSize, state.acc_o, state.softmax, lse_sum,
                            ConstantsInShared<Shared>{from, query_tile.k_finite}, shared.rows(thread / kWarpSize));
-      __syncwarp();  // as in finish_output()
-      if (lane == 0) ptx::mbarrier_arrive(shared.query_empty(query.index));
+      ptx::mbarrier_arrive(shared.query_empty(query.index));
       query.advance();
     }
     if (consumer == 0) await_turn(consumer);  // the last that consumer 1 gave
