@@ -17,6 +17,7 @@ struct Config {
   static constexpr int kBlockN = 128;  // keys of a KV tile
   static constexpr int kWarpM = 16;  // query rows of a warp
   static constexpr int kStages = 4;  // KV tiles in shared memory
+  static constexpr int kSharedBytes = 130144;  // of a block
   static constexpr int kMinBlocks = 1;  // resident blocks an SM
 };
 

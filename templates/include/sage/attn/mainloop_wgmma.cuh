@@ -33,14 +33,6 @@ namespace sage {
 
 constexpr i32 kWarpgroup = 4 * kWarpSize;
 
-// Shared memory of a block, by 32-bit address; every matrix starts at a multiple of 1024 bytes.
-//   [2] query buffers: sQ [kBlockM] rows of s8; v_scale, v_mean f32 and v_finite i32 of its KV head, [kHeadDim] each; then
-//     q_scale [kBlockM / kWarpM][8] and row_bias [kBlockM] f32; a QueryTile
-//   [kStages] slots: K̂ and V̂ of a KV tile (tile/layout.cuh), [8][kBlockN] ones, the scales of K, and where Q is smoothed
-//     delta_s of the query tile for these keys
-//   for every warp its rows of O, on their way to memory
-//   barriers, 8 bytes each: full and empty of every query buffer, then of every slot
-
 // What the producer tells the consumers of a query tile.
 struct QueryTile {
   Work work;
@@ -50,6 +42,13 @@ struct QueryTile {
 // In place of a query tile's number of KV tiles: there is no query tile any more, nor anything else in the buffer.
 constexpr i32 kNoMoreTiles = -1;
 
+// Shared memory of a block, every matrix starts at a multiple of 1024 bytes.
+//   [2] query buffers: sQ [kBlockM] rows of s8; v_scale, v_mean f32 and v_finite i32 of its KV head, [kHeadDim] each; then
+//     q_scale [kBlockM / kWarpM][8] and row_bias [kBlockM] f32; a QueryTile
+//   [kStages] slots: K̂ and V̂ of a KV tile (tile/layout.cuh), [8][kBlockN] ones, the scales of K, and where Q is smoothed
+//     delta_s of the query tile for these keys
+//   for every warp its rows of O, on their way to memory
+//   barriers, 8 bytes each: full and empty of every query buffer, then of every slot
 template <class Config>
 struct WgmmaShared {
   using Layout = TileLayout<Config>;
@@ -89,7 +88,7 @@ struct WgmmaShared {
   __device__ __forceinline__ u32 query_empty(i32 buffer) const { return query_full(buffer) + 8; }
   // The producer arrives, with the slot's bytes; consumers wait.
   __device__ __forceinline__ u32 full(i32 stage) const { return query_full(2) + stage * 16; }
-  // Every consumer warp arrives when it and its products have read the slot; the producer waits.
+  // Every consumer thread arrives when it and its products have read the slot; the producer waits.
   __device__ __forceinline__ u32 empty(i32 stage) const { return full(stage) + 8; }
 };
 
@@ -170,7 +169,6 @@ class AttentionWgmma {
   static constexpr bool kTogether = kConsumers == 2;
 
   __device__ __forceinline__ static void init_barriers(const Shared& shared) {
-    constexpr i32 kWarps = kConsumers * kWarpgroup / kWarpSize;
 #pragma unroll
     for (i32 buffer = 0; buffer < 2; ++buffer) {
       ptx::mbarrier_init(shared.query_full(buffer), 1);
@@ -179,7 +177,7 @@ class AttentionWgmma {
 #pragma unroll
     for (i32 stage = 0; stage < Config::kStages; ++stage) {
       ptx::mbarrier_init(shared.full(stage), 1);
-      ptx::mbarrier_init(shared.empty(stage), kWarps);
+      ptx::mbarrier_init(shared.empty(stage), kConsumers * kWarpgroup);
     }
     ptx::fence_mbarrier_init();
   }
@@ -340,7 +338,7 @@ class AttentionWgmma {
 #pragma unroll 1
     for (; tile < tiles; ++tile) step<kLse, true, kAlone>(params, shared, work, warp, lane, tile, place, state);
     start_output<kAlone>(shared, state);
-    finish_output<0>(shared, lane, state);
+    finish_output<0>(shared, state);
     add_output(state);
   }
 
@@ -350,10 +348,10 @@ class AttentionWgmma {
                                               i32 lane, i32 tile, Place& place, State& state) {
     await_turn(state.consumer);
     start_output<kSum>(shared, state);
-    if constexpr (!kTogether) finish_output<0>(shared, lane, state);
+    if constexpr (!kTogether) finish_output<0>(shared, state);
     start_scores(shared, place, state);
     const float scale = read_scale(shared, lane, place, state);
-    if constexpr (kTogether) finish_output<1>(shared, lane, state);
+    if constexpr (kTogether) finish_output<1>(shared, state);
     float pending[kRows];
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) pending[r] = state.alpha[r];
@@ -417,10 +415,9 @@ class AttentionWgmma {
 
   // Waits for P·V, kPending products later than it, and gives its slot back.
   template <i32 kPending>
-  __device__ __forceinline__ static void finish_output(const Shared& shared, i32 lane, const State& state) {
+  __device__ __forceinline__ static void finish_output(const Shared& shared, const State& state) {
     ptx::wgmma_wait<kPending>();
-    __syncwarp();  // lane 0 vouches for what all of them read of the slot, scales and delta_s
-    if (lane == 0) ptx::mbarrier_arrive(shared.empty(state.previous));
+    ptx::mbarrier_arrive(shared.empty(state.previous));
   }
 
   // O = alpha · O + R, and so the sums of P.
