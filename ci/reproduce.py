@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 
@@ -40,8 +39,7 @@ def make(what: str, tree: Path, out: Path, **environment: str) -> Path:
 def rebuilt(sdist: Path, wheel: Path, archs: str | None, folder: Path) -> int:
     """Compile the kernels of an sdist, all or those of some archs, and pack them; how many were the same as a wheel's.
     WheelError where one differs, or the wheel that is packed from them."""
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(sdist, folder)
     tree = folder / sdist.name.removesuffix(".tar.gz")
     anew = make("build_wheel", tree, folder / "anew", **({"SAGE_AOT_ARCHS": archs} if archs else {}))
     check([anew], narrowed=bool(archs))

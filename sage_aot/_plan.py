@@ -171,8 +171,8 @@ def _stats(plan: Plan, at: dict[str, int], k: TensorArgument, v: TensorArgument)
     aligned = k.aligned(problem.headdim) and v.aligned(problem.headdim)
     return _launch(record, problem.batch * problem.num_kv_heads * tensors * plan.num_chunks, pack(
         "StatsParams", *k.fields, *v.fields, at["k_stats"], at["v_stats"], at["k_finite"], at["taken"],
-        problem.num_kv_heads, problem.seqlen_kv, problem.headdim, plan.chunk_rows, plan.num_chunks, DTYPE_CODES[problem.dtype], aligned,
-        problem.smooth_k))
+        problem.num_kv_heads, problem.seqlen_kv, problem.headdim, plan.chunk_rows, plan.num_chunks,
+        DTYPE_CODES[problem.dtype], aligned, problem.smooth_k))
 
 
 def _quantize(plan: Plan, at: dict[str, int], q: TensorArgument, k: TensorArgument, v: TensorArgument) -> Launch:
@@ -208,5 +208,5 @@ def _attention(plan: Plan, at: dict[str, int], out: TensorArgument, lse: int, fi
     return _launch(record, num_heads * plan.q_tiles, pack(
         "AttnParams", at["q_hat"], at["kv_hat"], at["q_scale"], at["v_scale"], at["v_mean"], at["k_finite"],
         at["v_finite"], at["row_bias"], at.get("delta_s", 0), *out.fields, lse, at["taken"], first_head,
-        problem.num_q_heads, problem.num_kv_heads, problem.seqlen_q, problem.seqlen_kv, problem.headdim, plan.q_tiles, plan.kv_tiles,
-        DTYPE_CODES[problem.dtype], num_heads), resident)
+        problem.num_q_heads, problem.num_kv_heads, problem.seqlen_q, problem.seqlen_kv, problem.headdim, plan.q_tiles,
+        plan.kv_tiles, DTYPE_CODES[problem.dtype], num_heads), resident)

@@ -202,8 +202,8 @@ SCALES_LINE = 128
 """Bytes behind a KV tile that hold the scales of K, in memory and in shared memory (tile/layout.cuh)."""
 
 SLOT_ALIGNMENT, BARRIER_BYTES, QUERY_TILE_BYTES = 1024, 8, 36
-"""Of the buffers that bulk copies fill, for Q and for KV tiles; of each of their two barriers, full and empty; of what the
-producer says of a query tile (attn/mainloop_wgmma.cuh)."""
+"""Of the buffers that bulk copies fill, for Q and for KV tiles; of each of their two barriers, full and empty; of what
+the producer says of a query tile (attn/mainloop_wgmma.cuh)."""
 
 
 def _positive(value: object) -> bool:

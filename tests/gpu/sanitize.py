@@ -1,4 +1,4 @@
-"""Three small calls of every attention variant, for compute-sanitizer to watch.
+"""Three small calls of every attention variant, four where blocks take several query tiles, for compute-sanitizer to watch.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
@@ -25,8 +25,8 @@ CALLS = [
 """Input class, dtype, [batch, heads, rows] of q and of k and v, channels fewer than the kernel's, and whether there are
 NaNs in keys of the first head and in values of the second."""
 
-SHARED_CALL = ("normal", torch.bfloat16, (1, 150, 150), (1, 150, 700), 0, False)
-"""Besides, where blocks share query tiles: more of those than any GPU has multiprocessors, and more KV tiles than a ring has
+QUEUE_CALL = ("normal", torch.bfloat16, (1, 150, 150), (1, 150, 700), 0, False)
+"""Besides, where blocks take several query tiles: more of those than any GPU has multiprocessors, and more KV tiles than a ring has
 slots."""
 
 
@@ -49,8 +49,8 @@ def main() -> None:
 
 
 def calls_of(spec: KernelSpec) -> list[tuple]:
-    shares = default_library().manifest.kernels[spec.name].tile.producer_warps
-    return [*CALLS, SHARED_CALL] if shares else CALLS
+    queues = default_library().manifest.kernels[spec.name].tile.producer_warps
+    return [*CALLS, QUEUE_CALL] if queues else CALLS
 
 
 def _spoilt(spec: KernelSpec, out: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,8 @@ extern "C" __global__ void matrices_back(const __grid_constant__ Params params) 
   for (i32 i = 0; i < 4; ++i) s[i] = params.in[threadIdx.x * 4 + i];
   ptx::stmatrix_x4(ptx::shared_address(shared) + threadIdx.x * 16, s);
   __syncwarp();
-  ptx::store_global_u32x4(params.out + threadIdx.x * 4, ptx::load_shared_u32x4(ptx::shared_address(shared) + threadIdx.x * 16));
+  const u32 row = ptx::shared_address(shared) + threadIdx.x * 16;
+  ptx::store_global_u32x4(params.out + threadIdx.x * 4, ptx::load_shared_u32x4(row));
 }
 
 // [64] f32 of two warps to [64]; which: the lanes that differ, or -1 for a vote on x > 0, -2 and -3 for sum and maximum

@@ -27,8 +27,8 @@ EDGES = np.array([0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFF
 
 @pytest.fixture(scope="module")
 def probes() -> Build:
-    return simbuild.build([Source(name, PROBES) for name in ("scalars", "products", "matrices", "matrices_back", "exchanges")],
-                          PROJECT.build / "probes")
+    names = ("scalars", "products", "matrices", "matrices_back", "exchanges")
+    return simbuild.build([Source(name, PROBES) for name in names], PROJECT.build / "probes")
 
 
 def launch(build: Build, name: str, which: int, operands: np.ndarray, results: int, blocks: int = 1, threads: int = 32,

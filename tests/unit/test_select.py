@@ -44,7 +44,8 @@ def test_arch_is_exact_or_the_nearest_lower_minor(capability, arch):
     ((7, 5), "On GPUs before 8.0 call torch"), ((10, 0), "Look for a newer sage-aot"), ((12, 0), "Look for")])
 def test_other_majors_are_refused_by_name(capability, remedy):
     message = (rf"no kernels for this GPU \(Some GPU, compute capability {capability[0]}\.{capability[1]}, driver for "
-               rf"CUDA 12\.9\)\. There are sm80: machine code for compute capability 8\.0 and later 8\.x except 8\.7; sm86: .*{remedy}")
+               rf"CUDA 12\.9\)\. There are sm80: machine code for compute capability 8\.0 and later 8\.x except 8\.7; "
+               rf"sm86: .*{remedy}")
     with pytest.raises(UnsupportedError, match=message):
         nearest_arch(Gpu(capability, 12090, "Some GPU"), manifest())
 

@@ -128,7 +128,7 @@ struct AttnParams {
   const float* delta_s;   // as DeltaParams, for the heads of this launch; read where Q is smoothed
   Tensor out;             // like q
   float* lse;             // [batch][num_q_heads][seqlen_q], natural log; null: not wanted
-  u32* taken;             // [1], query tiles that blocks which take several took so far; zero before a launch and after it
+  u32* taken;             // [1], how often blocks asked for one more query tile; zero before a launch and after it
   i32 first_head;         // index into [batch * num_q_heads] of the first query head of this launch
   i32 num_q_heads;
   i32 num_kv_heads;

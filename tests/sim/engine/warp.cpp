@@ -1,5 +1,6 @@
-// Instructions of a thread or a warp that are no arithmetic: exchange among lanes, atomics, loads from shared memory.
-// Source: PTX ISA, "shfl.sync", "vote.sync", "ldmatrix", "stmatrix", "ld", "st"; CUDA C++ programming guide, "Atomic Functions".
+// Instructions of a thread or a warp that are no arithmetic: exchange among lanes, atomics, loads and stores.
+// Source: PTX ISA, "shfl.sync", "vote.sync", "ldmatrix", "stmatrix", "ld", "st"; CUDA C++ programming guide, "Atomic
+// Functions".
 
 #include <cstring>
 

@@ -112,7 +112,9 @@ struct StoreWholeRows {
     const u32 chunks = ptx::shared_address(from);
     ptx::U32x4 chunk[Config::kWarpM / kRowsAtOnce];
 #pragma unroll
-    for (i32 i = 0; i < Config::kWarpM; i += kRowsAtOnce) chunk[i / kRowsAtOnce] = ptx::load_shared_u32x4(chunks + i * kPitch);
+    for (i32 i = 0; i < Config::kWarpM; i += kRowsAtOnce) {
+      chunk[i / kRowsAtOnce] = ptx::load_shared_u32x4(chunks + i * kPitch);
+    }
 #pragma unroll
     for (i32 i = 0; i < Config::kWarpM; i += kRowsAtOnce, to += kRowsAtOnce * stride) {
       if (i < rows) ptx::store_global_u32x4(to, chunk[i / kRowsAtOnce]);
@@ -136,13 +138,14 @@ __device__ __forceinline__ void round_output(const Accumulator& acc_o, u32 (&pai
 #pragma unroll
     for (i32 n = 0; n < kOTiles; ++n) {
       const float* value = &acc_o[r / 2][n][2 * (r % 2)];
-      pairs[r][n] = kDtype == Dtype::kBf16 ? ptx::bf16x2(value[0], value[1]) : ptx::f16x2(value[0], value[1]);
+      if constexpr (kDtype == Dtype::kBf16) pairs[r][n] = ptx::bf16x2(value[0], value[1]);
+      else pairs[r][n] = ptx::f16x2(value[0], value[1]);
     }
   }
 }
 
-// rows.row_sum holds whole rows, and so does lse_sum, the sums of P for log-sum-exps; acc_o is finished in place. A row that
-// saw no key is zero, its log-sum-exp -inf.
+// rows.row_sum holds whole rows, and so does lse_sum, the sums of P for log-sum-exps; acc_o is finished in place. A row
+// that saw no key is zero, its log-sum-exp -inf.
 template <class Config, class Rows, class Accumulator, class Constants, class Store>
 __device__ __forceinline__ void store_output(const AttnParams& params, const Work& work, i32 warp, i32 lane,
                                              Accumulator& acc_o, const Rows& rows,
@@ -153,7 +156,7 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
 
   // A query that is not finite, as row_bias tells, turns its row into NaN, and so does a key in sight; one that sees no key
   // has nothing to spoil.
-  float factor[kRows], unless_empty[kRows];  // P sums to one where the row saw a key
+  float factor[kRows], unless_empty[kRows];  // of O, and of the mean of V: 1 where the row saw a key, since P sums to that
   i32 keys[kRows];  // that the row sees
 #pragma unroll
   for (i32 r = 0; r < kRows; ++r) {

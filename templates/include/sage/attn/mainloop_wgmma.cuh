@@ -64,8 +64,8 @@ struct WgmmaShared {
   static constexpr i32 kKScales = kOnes + kOnesBytes, kKScalesBytes = kKeyGroups * 4;
   static constexpr i32 kDelta = kKScales + kScalesLine, kDeltaBytes = Config::kSmoothQ ? Config::kBlockN * 4 : 0;
   static constexpr i32 kSlotBytes = ceil_div(kDelta + kDeltaBytes, 1024) * 1024;
-  static constexpr i32 kSlots = 2 * kQueryBytes, kRows = kSlots + Config::kStages * kSlotBytes;
-  static constexpr i32 kBarriers = kRows + Config::kBlockM / Config::kWarpM * StoreWholeRows<Config>::kBytes;
+  static constexpr i32 kSlots = 2 * kQueryBytes, kOutputRows = kSlots + Config::kStages * kSlotBytes;
+  static constexpr i32 kBarriers = kOutputRows + Config::kBlockM / Config::kWarpM * StoreWholeRows<Config>::kBytes;
   static_assert(kBarriers + 2 * 8 * (2 + Config::kStages) == Config::kSharedBytes);
   static_assert(Layout::kQBytes % 1024 == 0 && Layout::kV % 1024 == 0 && kOnes % 1024 == 0);
 
@@ -78,7 +78,7 @@ struct WgmmaShared {
     return *reinterpret_cast<QueryTile*>(bytes + buffer * kQueryBytes + kQueryTile);
   }
   __device__ __forceinline__ StoreWholeRows<Config> rows(i32 warp) const {
-    return {bytes + kRows + warp * StoreWholeRows<Config>::kBytes};
+    return {bytes + kOutputRows + warp * StoreWholeRows<Config>::kBytes};
   }
   __device__ __forceinline__ u32 query(i32 buffer) const { return first + buffer * kQueryBytes; }
   __device__ __forceinline__ u32 slot(i32 stage) const { return first + kSlots + stage * kSlotBytes; }
@@ -164,8 +164,8 @@ class AttentionWgmma {
   enum Sum { kAlone, kOpens, kCloses };
   static constexpr bool kPairs = !Config::kSmoothQ;
 
-  // Where they hold both, P·V and Q·K are in flight together; else the registers of P and the scores are the same. Then
-  // the products of a tile are one piece, which consumers take in turns.
+  // Where registers hold both, P·V and Q·K are in flight together: one piece, and consumers take turns. Else the registers
+  // of P and the scores are the same.
   static constexpr bool kTogether = kConsumers == 2;
 
   __device__ __forceinline__ static void init_barriers(const Shared& shared) {
@@ -255,8 +255,9 @@ class AttentionWgmma {
 
   // --- a consumer -----------------------------------------------------------------------------------------------------
 
-  // A consumer's turn at the tensor cores: it waits for it before it issues products, and the other one arrives when its
-  // own are done. The first turn is that of consumer 0.
+  // A consumer's turn at the tensor cores, for the products of a step: it waits for it before it issues them, and the other
+  // one arrives when its own are done, before it exponentiates: in the machine code too, which docs/decisions.md tells more
+  // of. The first turn is that of consumer 0.
   __device__ __forceinline__ static u32 turn_of(i32 consumer) { return 1 + consumer; }  // 0 is __syncthreads
 
   __device__ __forceinline__ static void await_turn(i32 consumer) {

@@ -59,7 +59,7 @@ struct TileQueue {
   __device__ __forceinline__ bool ended() const { return place >= places(); }
 
   // Index of the query tile, for locate(). Full attention: the order of the indices. Causal: tiles of many heads in turns,
-  // those with the most keys first, so that the queue ends with short ones; of as many heads as have K and V in the L2 cache.
+  // those with the most keys first, so that the queue ends with short ones; of as many heads as have K and V in kCachedBytes.
   __device__ __forceinline__ u32 index() const {
     if constexpr (!Config::kCausal) return place;
     const u32 q_tiles = params.q_tiles, cached = kCachedTiles / max(params.kv_tiles, 1);
@@ -78,7 +78,7 @@ struct TileQueue {
   }
 
  private:
-  static constexpr u32 kCachedBytes = 16 << 20;  // of 50 MB on H100 and H200; 8 and 32 MB measured slower
+  static constexpr u32 kCachedBytes = 16 << 20;  // of L2, which has 50 MB; 8 MB measured slower below 32K keys, 32 MB always
   static constexpr u32 kCachedTiles = kCachedBytes / (2 * Config::kBlockN * Config::kHeadDim);
 
   __device__ __forceinline__ u32 places() const { return params.num_heads * params.q_tiles; }

@@ -8,7 +8,8 @@ namespace sage::ptx {
 
 // `address`: a multiple of 16.
 __device__ __forceinline__ void store_global_u32x4(void* address, const U32x4& x) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
 }
 
 }  // namespace sage::ptx
