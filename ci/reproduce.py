@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -39,7 +40,9 @@ def make(what: str, tree: Path, out: Path, **environment: str) -> Path:
 def rebuilt(sdist: Path, wheel: Path, archs: str | None, folder: Path) -> int:
     """Compile the kernels of an sdist, all or those of some archs, and pack them; how many were the same as a wheel's.
     WheelError where one differs, or the wheel that is packed from them."""
-    shutil.unpack_archive(sdist, folder)
+    with tarfile.open(sdist) as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # which Python has since 3.10.12 and 3.11.4
+        archive.extractall(folder)
     tree = folder / sdist.name.removesuffix(".tar.gz")
     anew = make("build_wheel", tree, folder / "anew", **({"SAGE_AOT_ARCHS": archs} if archs else {}))
     check([anew], narrowed=bool(archs))
