@@ -93,7 +93,8 @@ __device__ void products(float* x) {  // both products in a loop, as every atten
 }
 """
 _NAMES = {
-    "attn_mma": "headdim qk_bits pv pv_accum causal smooth_v smooth_q block_m block_n warp_m stages min_blocks",
+    "attn_mma": "headdim qk_bits pv pv_accum causal smooth_v smooth_q block_m block_n warp_m stages "
+                "shared_bytes min_blocks",
     "quantize": "headdim qk_bits pv block_m block_n warp_m threads",
     "statistics": "headdim threads",
     "delta_s": "headdim threads",

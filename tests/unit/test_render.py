@@ -53,7 +53,7 @@ def test_values_reach_their_names(attn):
         "name": "sage_attn_sm89_d128_qk8_pve4m3_acc2f32_causal_vraw_qraw", "template": "attn_mma.cu.jinja",
         "row": "{family: attn_mma, arch: sm89, headdim: 128, pv: e4m3}", "headdim": 128, "qk_bits": 8,
         "pv": "Pv::kE4m3", "pv_accum": "PvAccum::kTwoLevelF32", "causal": True, "smooth_v": False, "smooth_q": False,
-        "block_m": 128, "block_n": 64, "warp_m": 32, "stages": 2, "min_blocks": 2,
+        "block_m": 128, "block_n": 64, "warp_m": 32, "stages": 2, "shared_bytes": 49408, "min_blocks": 2,
     }
 
 
