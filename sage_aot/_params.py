@@ -13,8 +13,8 @@ _TENSOR = "Qqqq"  # data, strides of batch, head, row in elements
 FIELDS = {
     "StatsParams": (
         ("k", _TENSOR), ("v", _TENSOR), ("k_stats", "Q"), ("v_stats", "Q"), ("k_finite", "Q"), ("taken", "Q"),
-        ("num_kv_heads", "i"), ("seqlen_kv", "i"), ("headdim", "i"), ("chunk_rows", "i"), ("num_chunks", "i"), ("dtype", "i"),
-        ("aligned", "i"), ("smooth_k", "i"),
+        ("num_kv_heads", "i"), ("seqlen_kv", "i"), ("headdim", "i"), ("chunk_rows", "i"), ("num_chunks", "i"),
+        ("dtype", "i"), ("aligned", "i"), ("smooth_k", "i"),
     ),
     "QuantParams": (
         ("q", _TENSOR), ("k", _TENSOR), ("v", _TENSOR), ("k_stats", "Q"), ("v_stats", "Q"), ("q_hat", "Q"),
@@ -33,8 +33,8 @@ FIELDS = {
     "AttnParams": (
         ("q_hat", "Q"), ("kv_hat", "Q"), ("q_scale", "Q"), ("v_scale", "Q"), ("v_mean", "Q"),
         ("k_finite", "Q"), ("v_finite", "Q"), ("row_bias", "Q"), ("delta_s", "Q"), ("out", _TENSOR), ("lse", "Q"),
-        ("taken", "Q"), ("first_head", "i"), ("num_q_heads", "i"), ("num_kv_heads", "i"), ("seqlen_q", "i"), ("seqlen_kv", "i"),
-        ("headdim", "i"), ("q_tiles", "i"), ("kv_tiles", "i"), ("dtype", "i"), ("num_heads", "i"),
+        ("taken", "Q"), ("first_head", "i"), ("num_q_heads", "i"), ("num_kv_heads", "i"), ("seqlen_q", "i"),
+        ("seqlen_kv", "i"), ("headdim", "i"), ("q_tiles", "i"), ("kv_tiles", "i"), ("dtype", "i"), ("num_heads", "i"),
     ),
 }
 """Per struct, its fields in order with their :mod:`struct` codes."""

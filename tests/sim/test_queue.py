@@ -1,4 +1,4 @@
-"""Blocks that take query tiles from a queue, kernels/queue.cu: each tile once, in which order, and the count they leave."""
+"""Blocks that take query tiles from a queue, kernels/queue.cu: each tile once, in which order, what count they leave."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ struct QueryTile {
 // In place of a query tile's number of KV tiles: there is no query tile any more, nor anything else in the buffer.
 constexpr i32 kNoMoreTiles = -1;
 
-// Shared memory of a block, every matrix starts at a multiple of 1024 bytes.
+// Shared memory of a block; every matrix starts at a multiple of 1024 bytes.
 //   [2] query buffers: sQ [kBlockM] rows of s8; v_scale, v_mean f32 and v_finite i32 of its KV head, [kHeadDim] each; then
 //     q_scale [kBlockM / kWarpM][8] and row_bias [kBlockM] f32; a QueryTile
 //   [kStages] slots: K̂ and V̂ of a KV tile (tile/layout.cuh), [8][kBlockN] ones, the scales of K, and where Q is smoothed
