@@ -61,7 +61,7 @@ def run(python: Path, folder: Path, gpu: bool, tests: list[str]) -> None:
     call = "import sage_aot, torch; q = torch.randn(1, 2, 100, 64).half(); print(sage_aot.attn(q, q, q, is_causal=True).shape)"
     for command in (["-c", where], ["-c", call], ["-m", "sage_aot", "info"],
                     ["-m", "sage_aot", "verify", *([] if gpu else ["--files"])],
-                    ["-m", "pytest", "-q", "-m", "not inductor", *tests, *(["tests/gpu"] if gpu else [])]):
+                    ["-m", "pytest", "-q", "-rs", "-m", "not inductor", *tests, *(["tests/gpu"] if gpu else [])]):
         subprocess.run([str(python), *command], cwd=folder, env=variables, check=True)
 
 
