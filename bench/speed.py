@@ -3,7 +3,7 @@
     python bench/speed.py --json speed.json
     python bench/speed.py --arch sm80,sm89 --kernels build/retarget_sm_90 --headdim 128 --mask full
 
-Per shape and arch three rows: `kernel`, the attention launch alone on quantized inputs; `quantize`, the two launches
+Per shape and arch three rows: `kernel`, the attention launch alone on quantized inputs; `quantize`, the launches
 before it; `call`, what a user calls, checks and allocations included. TOPS count 4·B·H·N²·D operations, half of them
 when causal. Every output is checked before it is timed; a wrong one ends the program with exit code 1.
 

@@ -35,9 +35,10 @@ def _package_without_init() -> Iterator[None]:
 with _package_without_init():
     from sage_aot._manifest import FILE_NAME, Arch, KernelRecord, MainLoop, Manifest
     from sage_aot._params import FIELDS, STRUCT_OF, layout_digest, offsets
-    from sage_aot._spec import AXES, KIND_AXES, KINDS, SIZES, KernelSpec, Tile, capability_of, is_ptx, target_of
+    from sage_aot._spec import (AXES, IN_FLIGHT, KIND_AXES, KINDS, SIZES, VECTOR, KernelSpec, Tile, capability_of,
+                                is_ptx, target_of)
     from sage_aot._version import __version__
 
-__all__ = ["AXES", "FIELDS", "FILE_NAME", "KINDS", "KIND_AXES", "ROOT", "SIZES", "STRUCT_OF", "Arch", "KernelRecord",
-           "KernelSpec", "MainLoop", "Manifest", "Tile", "__version__", "capability_of", "is_ptx", "layout_digest",
-           "offsets", "target_of"]
+__all__ = ["AXES", "FIELDS", "FILE_NAME", "IN_FLIGHT", "KINDS", "KIND_AXES", "ROOT", "SIZES", "STRUCT_OF", "VECTOR",
+           "Arch", "KernelRecord", "KernelSpec", "MainLoop", "Manifest", "Tile", "__version__", "capability_of",
+           "is_ptx", "layout_digest", "offsets", "target_of"]

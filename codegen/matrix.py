@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from codegen._shared import Arch, KernelSpec, Tile, capability_of
+from codegen._shared import IN_FLIGHT, VECTOR, Arch, KernelSpec, Tile, capability_of
 from codegen.errors import MatrixError, UsageError
 from codegen.rows import AXIS_NAMES, RowReader, Rows, Selector, TileRow
 from codegen.yaml_reader import YamlReader
@@ -144,12 +144,17 @@ class _Planning:
                 self._complain_about_quantizer(row, headdim)
 
     def _complain_about_quantizer(self, row: TileRow, headdim: int) -> None:
-        """Each of its threads quantizes equally many vectors of 8 channels of a KV tile."""
-        vectors = row.tile.block_n * headdim // 8
+        """All threads quantize as many vectors of a KV tile, at most IN_FLIGHT, and as many scale groups of Q."""
+        vectors, in_groups = row.tile.block_n * headdim // VECTOR, row.tile.block_m * headdim // row.tile.warp_m
         threads = self.rows.families[row.family]["quant"].threads
-        if vectors % threads:
-            self.reader.complain(row.selector.line, f"expected threads of the family {row.family!r}'s quantizer that "
-                                                    f"divide block_n * headdim / 8 = {vectors}, got {threads}")
+        for wanted, right in (
+                (f"divide block_n * headdim / {VECTOR} = {vectors}", vectors % threads == 0),
+                (f"are at least block_n * headdim / {VECTOR * IN_FLIGHT} = {vectors // IN_FLIGHT}",
+                 threads * IN_FLIGHT >= vectors),
+                (f"divide block_m * headdim / warp_m = {in_groups}", in_groups % threads == 0)):
+            if not right:
+                self.reader.complain(row.selector.line, f"expected threads of the family {row.family!r}'s quantizer "
+                                                        f"that {wanted}, got {threads}")
 
     def _kernel(self, spec: KernelSpec, row: TileRow) -> PlannedKernel:
         """The kernel of any kind that follows from a row; only attention kernels may spill or set their threads."""

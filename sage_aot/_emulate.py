@@ -18,13 +18,12 @@ import torch
 from sage_aot._plan import KEY_GROUPS, LOG2_E, ROW_GROUPS, V_LIMIT, chunk_rows_of
 from sage_aot._problem import Problem
 from sage_aot._select import Kernels
-from sage_aot._spec import Tile
+from sage_aot._spec import VECTOR, Tile
 
 INT_LIMIT = {8: 127.0, 4: 7.0}
 CLIP = {8: 1.0, 4: 0.8}  # quant/quantize.cuh: share of a group's largest value that INT_LIMIT stands for
 E4M3_LIMIT = 448.0
 SMALLEST_ABS_MAX = 1e-35  # quant/quantize.cuh: below this a group counts as zeros
-VECTOR = 8  # quant/source.cuh: channels a thread handles at once
 
 NO_REFERENCE = -1e30  # attn/softmax.cuh
 SMALLEST_SCALE = 1e-37

@@ -12,17 +12,18 @@ _TENSOR = "Qqqq"  # data, strides of batch, head, row in elements
 
 FIELDS = {
     "StatsParams": (
-        ("k", _TENSOR), ("v", _TENSOR), ("k_stats", "Q"), ("v_stats", "Q"), ("k_finite", "Q"), ("taken", "Q"),
-        ("num_kv_heads", "i"), ("seqlen_kv", "i"), ("headdim", "i"), ("chunk_rows", "i"), ("num_chunks", "i"),
-        ("dtype", "i"), ("aligned", "i"), ("smooth_k", "i"),
+        ("k", _TENSOR), ("v", _TENSOR), ("k_stats", "Q"), ("v_stats", "Q"), ("k_mean", "Q"), ("v_mean", "Q"),
+        ("v_amax", "Q"), ("v_finite", "Q"), ("k_finite", "Q"), ("taken", "Q"), ("num_kv_heads", "i"),
+        ("seqlen_kv", "i"), ("headdim", "i"), ("chunk_rows", "i"), ("num_chunks", "i"), ("dtype", "i"),
+        ("aligned", "i"), ("smooth_k", "i"), ("smooth_v", "i"), ("merge", "i"),
     ),
     "QuantParams": (
-        ("q", _TENSOR), ("k", _TENSOR), ("v", _TENSOR), ("k_stats", "Q"), ("v_stats", "Q"), ("q_hat", "Q"),
-        ("kv_hat", "Q"), ("q_scale", "Q"), ("q_mean", "Q"), ("k_mean", "Q"), ("v_scale", "Q"),
-        ("v_mean", "Q"), ("k_finite", "Q"), ("v_finite", "Q"), ("row_bias", "Q"), ("batch", "i"), ("num_q_heads", "i"),
-        ("num_kv_heads", "i"), ("seqlen_q", "i"), ("seqlen_kv", "i"), ("headdim", "i"), ("q_tiles", "i"),
-        ("kv_tiles", "i"), ("num_chunks", "i"), ("softmax_scale_log2", "f"), ("dtype", "i"), ("aligned", "i"),
-        ("smooth_q", "i"), ("smooth_k", "i"), ("smooth_v", "i"), ("v_limit", "f"),
+        ("q", _TENSOR), ("k", _TENSOR), ("v", _TENSOR), ("k_mean", "Q"), ("v_mean", "Q"), ("v_amax", "Q"),
+        ("v_finite", "Q"), ("q_hat", "Q"), ("kv_hat", "Q"), ("q_scale", "Q"), ("q_mean", "Q"), ("v_scale", "Q"),
+        ("k_finite", "Q"), ("row_bias", "Q"), ("batch", "i"), ("num_q_heads", "i"), ("num_kv_heads", "i"),
+        ("seqlen_q", "i"), ("seqlen_kv", "i"), ("headdim", "i"), ("q_tiles", "i"), ("kv_tiles", "i"),
+        ("softmax_scale_log2", "f"), ("dtype", "i"), ("aligned", "i"), ("smooth_q", "i"), ("smooth_v", "i"),
+        ("v_limit", "f"),
     ),
     "DeltaParams": (
         ("k", _TENSOR), ("q_mean", "Q"), ("k_mean", "Q"), ("delta_s", "Q"), ("first_head", "i"), ("num_heads", "i"),

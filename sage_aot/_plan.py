@@ -12,17 +12,17 @@ from sage_aot._manifest import KernelRecord
 from sage_aot._params import DTYPE_CODES, pack
 from sage_aot._problem import Problem
 from sage_aot._select import Kernels
-from sage_aot._spec import SCALES_LINE, KernelSpec, Tile
+from sage_aot._spec import IN_FLIGHT, SCALES_LINE, VECTOR, KernelSpec, Tile
 from sage_aot.errors import UnsupportedError
 
 MAX_CHUNKS = 16
-"""Parts in which the statistics of a head are computed; quantization adds this many per channel and block."""
+"""At most so many parts in which the statistics of a head are computed: enough to fill a GPU from a few heads."""
 
 CHUNK_ROWS_STEP = 64
 """Keys of a chunk are a multiple of this, so that every thread of a block has rows to read."""
 
 KEY_GROUPS = 4
-"""Scales of K in a KV tile; a warp of the quantizer computes one."""
+"""Scales of K in a KV tile; at least a warp of the quantizer computes each."""
 
 ROW_GROUPS = 8
 """Scales of Q in the rows of a warp of the attention kernel."""
@@ -118,6 +118,11 @@ def chunk_rows_of(seqlen_kv: int) -> int:
     return max(1, math.ceil(seqlen_kv / (MAX_CHUNKS * CHUNK_ROWS_STEP))) * CHUNK_ROWS_STEP
 
 
+def kv_tiles_per_block(threads: int, block_n: int, headdim: int) -> int:
+    """Tiles of K or V that a block of the quantizer takes, as quant/quantize.cuh has it."""
+    return min(threads // (32 * KEY_GROUPS), IN_FLIGHT * VECTOR * threads // (block_n * headdim))
+
+
 def launches(plan: Plan, workspace: int, q: TensorArgument, k: TensorArgument, v: TensorArgument,
              out: TensorArgument, lse: int, multiprocessors: int) -> list[Launch]:
     """The launches of one call, in order, on a GPU of so many multiprocessors.
@@ -125,7 +130,7 @@ def launches(plan: Plan, workspace: int, q: TensorArgument, k: TensorArgument, v
     `workspace` and `lse` are addresses; lse 0 means it is not wanted.
     """
     at = {name: workspace + offset for name, offset in plan.offsets.items()}
-    result = [_stats(plan, at, k, v), _quantize(plan, at, q, k, v)]
+    result = [*_stats(plan, at, k, v), _quantize(plan, at, q, k, v)]
     heads = plan.problem.batch * plan.problem.num_q_heads
     for first in range(0, heads, plan.heads_at_once):
         count = min(plan.heads_at_once, heads - first)
@@ -150,6 +155,7 @@ def _buffer_bytes(problem: Problem, spec: KernelSpec, tile: Tile, q_tiles: int, 
         "k_mean": kv_heads * spec.headdim * 4,
         "v_scale": kv_heads * spec.headdim * 4,
         "v_mean": kv_heads * spec.headdim * 4,
+        "v_amax": kv_heads * spec.headdim * 4,
         "k_finite": kv_heads * 4,
         "v_finite": kv_heads * spec.headdim * 4,
         "row_bias": q_rows * 4,
@@ -165,29 +171,30 @@ def _launch(record: KernelRecord, blocks: int, params: bytes, at_most: int = _MA
     return Launch(record, min(blocks, at_most), params)
 
 
-def _stats(plan: Plan, at: dict[str, int], k: TensorArgument, v: TensorArgument) -> Launch:
+def _stats(plan: Plan, at: dict[str, int], k: TensorArgument, v: TensorArgument) -> list[Launch]:
+    """Statistics of every chunk, then of all of them."""
     problem, record = plan.problem, plan.kernels.stats
-    tensors = 2 if problem.smooth_k else 1
+    heads, tensors = problem.batch * problem.num_kv_heads, 2 if problem.smooth_k else 1
     aligned = k.aligned(problem.headdim) and v.aligned(problem.headdim)
-    return _launch(record, problem.batch * problem.num_kv_heads * tensors * plan.num_chunks, pack(
-        "StatsParams", *k.fields, *v.fields, at["k_stats"], at["v_stats"], at["k_finite"], at["taken"],
-        problem.num_kv_heads, problem.seqlen_kv, problem.headdim, plan.chunk_rows, plan.num_chunks,
-        DTYPE_CODES[problem.dtype], aligned, problem.smooth_k))
+    fields = (*k.fields, *v.fields, at["k_stats"], at["v_stats"], at["k_mean"], at["v_mean"], at["v_amax"],
+              at["v_finite"], at["k_finite"], at["taken"], problem.num_kv_heads, problem.seqlen_kv, problem.headdim,
+              plan.chunk_rows, plan.num_chunks, DTYPE_CODES[problem.dtype], aligned, problem.smooth_k, problem.smooth_v)
+    return [_launch(record, blocks, pack("StatsParams", *fields, merge))
+            for merge, blocks in ((False, heads * tensors * plan.num_chunks), (True, heads * 2))]
 
 
 def _quantize(plan: Plan, at: dict[str, int], q: TensorArgument, k: TensorArgument, v: TensorArgument) -> Launch:
     problem, record = plan.problem, plan.kernels.quant
-    tiles_per_block = record.threads // (32 * KEY_GROUPS)
+    tiles_per_block = kv_tiles_per_block(record.threads, plan.kernels.attn.tile.block_n, record.spec.headdim)
     q_blocks = problem.batch * problem.num_q_heads * plan.q_tiles
     kv_blocks = problem.batch * problem.num_kv_heads * math.ceil(plan.kv_tiles / tiles_per_block)
     aligned = all(tensor.aligned(problem.headdim) for tensor in (q, k, v))
     return _launch(record, q_blocks + 2 * kv_blocks, pack(
-        "QuantParams", *q.fields, *k.fields, *v.fields, at["k_stats"], at["v_stats"], at["q_hat"], at["kv_hat"],
-        at["q_scale"], at["q_mean"], at["k_mean"], at["v_scale"], at["v_mean"], at["k_finite"],
-        at["v_finite"], at["row_bias"], problem.batch, problem.num_q_heads, problem.num_kv_heads, problem.seqlen_q,
-        problem.seqlen_kv, problem.headdim, plan.q_tiles, plan.kv_tiles, plan.num_chunks,
-        problem.softmax_scale * LOG2_E, DTYPE_CODES[problem.dtype], aligned, problem.smooth_q, problem.smooth_k,
-        problem.smooth_v, V_LIMIT[plan.kernels.attn.spec.pv_accum]))
+        "QuantParams", *q.fields, *k.fields, *v.fields, at["k_mean"], at["v_mean"], at["v_amax"], at["v_finite"],
+        at["q_hat"], at["kv_hat"], at["q_scale"], at["q_mean"], at["v_scale"], at["k_finite"], at["row_bias"],
+        problem.batch, problem.num_q_heads, problem.num_kv_heads, problem.seqlen_q, problem.seqlen_kv, problem.headdim,
+        plan.q_tiles, plan.kv_tiles, problem.softmax_scale * LOG2_E, DTYPE_CODES[problem.dtype], aligned,
+        problem.smooth_q, problem.smooth_v, V_LIMIT[plan.kernels.attn.spec.pv_accum]))
 
 
 def _delta(plan: Plan, at: dict[str, int], k: TensorArgument, first_head: int, num_heads: int) -> Launch:

@@ -198,6 +198,12 @@ class Tile:
 SIZES = tuple(field.name for field in fields(Tile) if field.name != "producer_warps")
 """What every row of tiles must name."""
 
+VECTOR = 8
+"""Channels that a thread of the quantizers handles at once (quant/source.cuh)."""
+
+IN_FLIGHT = 8
+"""Loads of VECTOR channels that a thread of the quantizer has under way for K or V, at most (quant/quantize.cuh)."""
+
 SCALES_LINE = 128
 """Bytes behind a KV tile that hold the scales of K, in memory and in shared memory (tile/layout.cuh)."""
 

@@ -7,12 +7,13 @@
 
 struct Config {
   static constexpr int kHeadDim = 64;  // channels
-  static constexpr int kThreads = 256;
+  static constexpr int kThreads = 128;
+  static constexpr int kMinBlocks = 6;  // resident blocks an SM, by registers; 100 KB of shared memory hold five
 };
 
 using Statistics = sage::Statistics<Config>;
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads)
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 sage_stats_sm90_d64(const __grid_constant__ sage::StatsParams params) {
   __shared__ Statistics::Parts parts;
   Statistics{params, parts}.run();

@@ -70,16 +70,17 @@ variants, so that each meets every value of the axes."""
 
 def cases_of(spec: KernelSpec) -> dict[str, Case]:
     """Ragged calls. The first: grouped heads, contiguous, several KV tiles. The second as unlike as can be: several
-    heads and batches, rows of no whole vectors, of which some see nothing where causal, read at odd addresses and stored
-    at odd and even ones. The third: one query head a KV head, whole rows stored at odd addresses, extreme values; where
-    causal on Hopper query tiles that see no key at all, one of them after another tile. On Hopper a fourth: rows of whole
-    vectors, but of fewer channels than the kernel's."""
+    heads and batches, K not smoothed, rows of no whole vectors, of which some see nothing where causal, read at odd
+    addresses and stored at odd and even ones. The third: one query head a KV head, whole rows stored at odd addresses,
+    extreme values; where causal on Hopper query tiles that see no key at all, one of them after another tile. On Hopper
+    a fourth: rows of whole vectors, but of fewer channels than the kernel's."""
     tile = KERNELS[spec].tile
     plain = Case(spec.arch, seed=1, group=2, seqlen_q=150, seqlen_kv=_plain_keys(spec), headdim=spec.headdim,
                  is_causal=spec.mask == "causal", qk_bits=spec.qk, smooth_q=spec.q == "qsmooth",
                  smooth_v=spec.v == "vsmooth", pv_accum=spec.pv_accum, read_quantized=True)
     odd = dataclasses.replace(plain, seed=2, batch=2, kv_heads=2, seqlen_q=100, seqlen_kv=70, headdim=spec.headdim - 3,
-                              layout="NHD", dtype="f16", kind="outlier", strides="misaligned", out="given")
+                              layout="NHD", dtype="f16", kind="outlier", strides="misaligned", out="given",
+                              smooth_k=False)
     blind_rows = tile.block_m if tile.producer_warps and spec.mask == "causal" else 0
     extreme = dataclasses.replace(plain, batch=2 if blind_rows else 1, group=1, seqlen_q=blind_rows + 100, seqlen_kv=90,
                                   out="misaligned", **EXTREMES[SPECS.index(spec) % len(EXTREMES)])

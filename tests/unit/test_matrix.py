@@ -114,6 +114,12 @@ BAD = {
     "too many for a head dim": ("quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 1024", D64_ROW,
                                 ("expected threads of the family 'attn_mma''s quantizer that divide block_n * headdim "
                                  "/ 8 = 512, got 1024")),
+    "too many loads a thread": ("quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 64", SM80_ROW,
+                                ("expected threads of the family 'attn_mma''s quantizer that are at least block_n * "
+                                 "headdim / 64 = 128, got 64")),
+    "groups for some threads": (D64_SIZES, D64_SIZES.replace("block_m: 128", "block_m: 64"), D64_ROW,
+                                ("expected threads of the family 'attn_mma''s quantizer that divide block_m * headdim "
+                                 "/ warp_m = 128, got 256")),
     "block_n of no power of two": (D64_SIZES, D64_SIZES.replace("block_n: 64", "block_n: 192"), D64_ROW,
                                    "block_n must be 64, 128 or 256, got 192"),
     "no list": ("exclude:", "exclude: none\nrest:", "exclude: none", "expected 'exclude' as a list, got 'none'"),

@@ -50,10 +50,10 @@ def test_fields_are_aligned_as_a_compiler_aligns_them(name):
 
 
 def test_pack_writes_each_value_at_its_offset():
-    values = range(1, 21)
+    values = range(1, 27)
     data = pack("StatsParams", *values)
     assert len(data) == offsets("StatsParams")["sizeof"]
-    assert struct.unpack_from("<i", data, offsets("StatsParams")["chunk_rows"]) == (16,)
+    assert struct.unpack_from("<i", data, offsets("StatsParams")["chunk_rows"]) == (20,)
 
 
 def test_the_digest_follows_the_structs(monkeypatch):

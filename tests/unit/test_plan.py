@@ -9,8 +9,9 @@ import struct
 import pytest
 from records import record_of
 
-from sage_aot._params import FIELDS, offsets
-from sage_aot._plan import ALIGNMENT, DELTA_BYTES, MAX_CHUNKS, TensorArgument, chunk_rows_of, launches, plan
+from sage_aot._params import FIELDS, STRUCT_OF, offsets
+from sage_aot._plan import (ALIGNMENT, DELTA_BYTES, MAX_CHUNKS, TensorArgument, chunk_rows_of, kv_tiles_per_block,
+                            launches, plan)
 from sage_aot._problem import Problem
 from sage_aot._select import Kernels
 from sage_aot._spec import KernelSpec, Tile
@@ -43,21 +44,37 @@ def run(problem=PROBLEM, **arguments):
 
 
 def test_grids_cover_every_tile():
-    stats, quant, attn = run()
+    stats, merged, quant, attn = run()
     q_tiles, kv_tiles, chunks = 2, 4, 4
     assert stats.blocks == 2 * 3 * 2 * chunks
+    assert merged.blocks == 2 * 3 * 2
     assert quant.blocks == 2 * 6 * q_tiles + 2 * (2 * 3 * kv_tiles // 2)
     assert attn.blocks == 2 * 6 * q_tiles
 
 
+@pytest.mark.parametrize(("threads", "block_n", "headdim", "tiles"), [
+    (256, 64, 64, 2), (256, 64, 128, 2), (256, 128, 64, 2), (256, 128, 128, 1)])
+def test_a_block_takes_tiles_for_its_threads(threads, block_n, headdim, tiles):
+    assert kv_tiles_per_block(threads, block_n, headdim) == tiles
+
+
+def test_statistics_are_merged_by_a_second_launch_of_the_same_kernel():
+    first, second, *_ = run()
+    assert (first.record, second.record) == (kernels().stats, kernels().stats)
+    assert [field(launch, "StatsParams", "merge") for launch in (first, second)] == [0, 1]
+    differ = [name for name, code in FIELDS["StatsParams"] if code in "iQ"
+              and field(first, "StatsParams", name, code) != field(second, "StatsParams", name, code)]
+    assert differ == ["merge"]
+
+
 def test_k_needs_no_statistics_where_it_is_not_smoothed():
-    stats, quant, _ = run(dataclasses.replace(PROBLEM, smooth_k=False))
-    assert stats.blocks == 2 * 3 * 4
-    assert field(stats, "StatsParams", "smooth_k") == field(quant, "QuantParams", "smooth_k") == 0
+    stats, merged, *_ = run(dataclasses.replace(PROBLEM, smooth_k=False))
+    assert (stats.blocks, merged.blocks) == (2 * 3 * 4, 2 * 3 * 2)  # the mean is written all the same: zeros
+    assert field(stats, "StatsParams", "smooth_k") == field(merged, "StatsParams", "smooth_k") == 0
 
 
 def test_structs_hold_the_problem():
-    stats, quant, attn = run(lse=2**41)
+    stats, _, quant, attn = run(lse=2**41)
     assert field(stats, "StatsParams", "seqlen_kv") == 200
     assert field(quant, "QuantParams", "seqlen_q") == 130
     assert field(quant, "QuantParams", "softmax_scale_log2", "f") == pytest.approx(0.5 / math.log(2))
@@ -78,7 +95,7 @@ def test_buffers_are_aligned_disjoint_and_large_enough(pv_accum, qk_bits, smooth
     least = {"k_stats": 6 * chunks * statistics * 128 * 4, "v_stats": 6 * chunks * statistics * 128 * 4,
              "q_hat": q_rows * qk_row, "kv_hat": keys * (qk_row + v_row) + 2 * 3 * 4 * 128,
              "q_scale": q_rows // 4 * 4, "q_mean": 12 * 2 * 128 * 4 if smooth_q else 0, "k_mean": 6 * 128 * 4,
-             "v_scale": 6 * 128 * 4, "v_mean": 6 * 128 * 4,
+             "v_scale": 6 * 128 * 4, "v_mean": 6 * 128 * 4, "v_amax": 6 * 128 * 4,
              "k_finite": 6 * 4, "v_finite": 6 * 128 * 4, "row_bias": q_rows * 4, "taken": 4}
     if smooth_q:
         least["delta_s"] = 12 * 2 * 4 * 64 * 4
@@ -101,7 +118,7 @@ def test_buffers_are_aligned_disjoint_and_large_enough(pv_accum, qk_bits, smooth
 def test_vector_loads_need_aligned_rows(tensor, headdim, aligned):
     assert tensor.aligned(headdim) is aligned
     quant = run(dataclasses.replace(PROBLEM, headdim=headdim), q=tensor, k=TensorArgument(0, 8, 8, 8),
-                v=TensorArgument(0, 8, 8, 8))[1]
+                v=TensorArgument(0, 8, 8, 8))[2]
     assert field(quant, "QuantParams", "aligned") == aligned
 
 
@@ -134,14 +151,16 @@ def test_blocks_of_a_kernel_with_producers_share_the_query_tiles(producer_warps,
 @pytest.mark.parametrize("smooth_k", [False, True])
 @pytest.mark.parametrize("smooth_v", [False, True])
 def test_structs_say_what_is_smoothed(smooth_q, smooth_k, smooth_v):
-    stats, quant, *_ = run(dataclasses.replace(PROBLEM, smooth_q=smooth_q, smooth_k=smooth_k, smooth_v=smooth_v))
-    assert field(stats, "StatsParams", "smooth_k") == smooth_k
-    assert [field(quant, "QuantParams", name) for name in ("smooth_q", "smooth_k", "smooth_v")] == [
-        smooth_q, smooth_k, smooth_v]
+    *stats, quant, _ = (launch for launch in run(dataclasses.replace(PROBLEM, smooth_q=smooth_q, smooth_k=smooth_k,
+                                                                     smooth_v=smooth_v))
+                        if launch.record.spec.kind != "delta")
+    for launch in stats:
+        assert [field(launch, "StatsParams", name) for name in ("smooth_k", "smooth_v")] == [smooth_k, smooth_v]
+    assert [field(quant, "QuantParams", name) for name in ("smooth_q", "smooth_v")] == [smooth_q, smooth_v]
 
 
 def test_without_smoothing_of_q_there_is_no_delta():
-    assert [launch.record.spec.kind for launch in run()] == ["stats", "quant", "attn"]
+    assert [launch.record.spec.kind for launch in run()] == ["stats", "stats", "quant", "attn"]
     attn = run()[-1]
     assert (field(attn, "AttnParams", "delta_s", "Q"), field(attn, "AttnParams", "first_head")) == (0, 0)
 
@@ -149,14 +168,14 @@ def test_without_smoothing_of_q_there_is_no_delta():
 @pytest.mark.parametrize(("pv_accum", "limit"), [("two_level_f32", 448.0), ("two_level_f16", 4.5), ("f32", 0.0)])
 def test_v_is_scaled_to_what_the_accumulator_holds(pv_accum, limit):
     chosen = kernels(pv_accum)
-    quant = launches(plan(PROBLEM, chosen), 2**30, Q, Q, Q, Q, 0, 132)[1]
+    quant = launches(plan(PROBLEM, chosen), 2**30, Q, Q, Q, Q, 0, 132)[2]
     assert field(quant, "QuantParams", "v_limit", "f") == limit
 
 
 def test_delta_precedes_attention_and_holds_the_problem():
     causal = dataclasses.replace(SMOOTH_Q, is_causal=True)
-    stats, quant, delta, attn = run(causal)
-    assert [launch.record.spec.kind for launch in (stats, quant, delta, attn)] == ["stats", "quant", "delta", "attn"]
+    *before, delta, attn = run(causal)
+    assert [launch.record.spec.kind for launch in (*before, delta, attn)] == ["stats", "stats", "quant", "delta", "attn"]
     assert delta.blocks == 2 * 6 * 1 * 4  # 2 query tiles, 4 * 64 keys, in blocks of 64 x 64
     values = {name: field(delta, "DeltaParams", name) for name, code in FIELDS["DeltaParams"] if code == "i"}
     assert values == {"first_head": 0, "num_heads": 12, "num_q_heads": 6, "num_kv_heads": 3, "seqlen_q": 130,
@@ -168,7 +187,8 @@ def test_delta_precedes_attention_and_holds_the_problem():
 def test_kernels_agree_on_addresses():
     problem = dataclasses.replace(SMOOTH_Q, smooth_v=True)
     at = {name: 2**30 + offset for name, offset in plan(problem, kernels(problem=problem)).offsets.items()}
-    for launch, name in zip(run(problem), ("StatsParams", "QuantParams", "DeltaParams", "AttnParams")):
+    for launch in run(problem):
+        name = STRUCT_OF[launch.record.spec.kind]
         pointers = {field_name for field_name, code in FIELDS[name] if code == "Q"} - {"lse"}
         assert pointers <= at.keys()
         assert all(field(launch, name, pointer, "Q") == at[pointer] for pointer in pointers)
@@ -186,7 +206,7 @@ def test_heads_take_turns_and_each_is_covered_once(batch, num_q_heads, seqlen, t
     layout = plan(problem, kernels(problem=problem))
     head_bytes = 4 * layout.q_tiles * layout.kv_tiles * 64
     assert layout.workspace_bytes - layout.offsets["delta_s"] <= max(DELTA_BYTES, head_bytes) + ALIGNMENT
-    stats, quant, *rest = run(problem)
+    _, _, _, *rest = run(problem)
     deltas, attns = rest[::2], rest[1::2]
     assert len(deltas) == len(attns) == turns
     covered = []

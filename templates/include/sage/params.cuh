@@ -32,11 +32,15 @@ constexpr i32 kStatistics = 4;
 // As the first key that is not finite: there is none.
 constexpr i32 kAllFinite = 0x7fffffff;
 
-// Statistics over the sequence, in `num_chunks` parts of `chunk_rows` keys that quantization puts together.
+// Statistics over the sequence, in two launches: of `num_chunks` parts of `chunk_rows` keys, then of all of them.
 struct StatsParams {
   Tensor k, v;
-  float* k_stats;  // [batch * num_kv_heads][num_chunks][kStatistics][kHeadDim]
+  float* k_stats;  // [batch * num_kv_heads][num_chunks][kStatistics][kHeadDim], from the first launch to the second
   float* v_stats;  // likewise
+  float* k_mean;   // [batch * num_kv_heads][kHeadDim], this and what follows by the second launch; zero if not smoothed
+  float* v_mean;   // likewise
+  float* v_amax;   // likewise, the largest magnitude of V less its mean
+  i32* v_finite;   // likewise, keys before the first that is not finite, or kAllFinite
   i32* k_finite;   // [batch * num_kv_heads], set to kAllFinite for the quantizer
   u32* taken;      // [1], set to zero for the attention kernel
   i32 num_kv_heads;
@@ -46,26 +50,27 @@ struct StatsParams {
   i32 num_chunks;
   Dtype dtype;
   i32 aligned;   // every row of k and v starts at a multiple of 16 bytes
-  i32 smooth_k;  // 0: no block is launched for K
+  i32 smooth_k;  // 0: no block of the first launch is for K
+  i32 smooth_v;
+  i32 merge;     // whether this is the second launch
 };
-static_assert(sizeof(StatsParams) == 128);
+static_assert(sizeof(StatsParams) == 168);
 static_assert(SAGE_OFFSET(StatsParams, k_stats) == 64);
-static_assert(SAGE_OFFSET(StatsParams, num_kv_heads) == 96);
-static_assert(SAGE_OFFSET(StatsParams, smooth_k) == 124);
+static_assert(SAGE_OFFSET(StatsParams, num_kv_heads) == 128);
+static_assert(SAGE_OFFSET(StatsParams, merge) == 164);
 
 struct QuantParams {
   Tensor q, k, v;
-  const float* k_stats;   // as written by the statistics kernel
-  const float* v_stats;   // likewise
+  const float* k_mean;    // these four as StatsParams
+  const float* v_mean;
+  const float* v_amax;
+  const i32* v_finite;
   u8* q_hat;              // [batch * num_q_heads][q_tiles] tiles of block_m rows
   u8* kv_hat;             // [batch * num_kv_heads][kv_tiles] tiles of block_n keys: K, its scales, V
   float* q_scale;         // [batch * num_q_heads][q_tiles][block_m / warp_m][8], times softmax_scale · log2 e
   float* q_mean;          // [batch * num_q_heads][q_tiles][kHeadDim], of a tile's rows in the units of q_hat · q_scale
-  float* k_mean;          // [batch * num_kv_heads][kHeadDim], written where it is subtracted
   float* v_scale;         // [batch * num_kv_heads][kHeadDim]
-  float* v_mean;          // [batch * num_kv_heads][kHeadDim], zero where V is not smoothed
   i32* k_finite;          // [batch * num_kv_heads], keys before the first that is not finite, or kAllFinite
-  i32* v_finite;          // [batch * num_kv_heads][kHeadDim], likewise per channel
   float* row_bias;        // [batch * num_q_heads][q_tiles * block_m], log2 units: what smoothing K took off a row's scores
   i32 batch;
   i32 num_q_heads;
@@ -75,20 +80,18 @@ struct QuantParams {
   i32 headdim;
   i32 q_tiles;
   i32 kv_tiles;
-  i32 num_chunks;
   float softmax_scale_log2;  // softmax scale times log2 e
   Dtype dtype;
   i32 aligned;   // every row of q, k and v starts at a multiple of 16 bytes
-  i32 smooth_q;  // each: whether the mean is subtracted; 0 counts it as zero
-  i32 smooth_k;
+  i32 smooth_q;  // whether the mean of each tile's rows is subtracted
   i32 smooth_v;
   float v_limit;  // largest magnitude of V̂ in e4m3
 };
-static_assert(sizeof(QuantParams) == 256);
-static_assert(SAGE_OFFSET(QuantParams, k_stats) == 96);
-static_assert(SAGE_OFFSET(QuantParams, q_scale) == 128);
-static_assert(SAGE_OFFSET(QuantParams, batch) == 192);
-static_assert(SAGE_OFFSET(QuantParams, softmax_scale_log2) == 228);
+static_assert(sizeof(QuantParams) == 240);
+static_assert(SAGE_OFFSET(QuantParams, k_mean) == 96);
+static_assert(SAGE_OFFSET(QuantParams, q_scale) == 144);
+static_assert(SAGE_OFFSET(QuantParams, batch) == 184);
+static_assert(SAGE_OFFSET(QuantParams, softmax_scale_log2) == 216);
 
 // What smoothing Q took off the scores: delta_s = mean of a query tile's rows · (K less its mean), in log2 units.
 struct DeltaParams {

@@ -4,6 +4,7 @@
 // Source: SageAttention2, section 3.1.
 #pragma once
 
+#include "sage/quant/arithmetic.cuh"
 #include "sage/quant/source.cuh"
 
 namespace sage {

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "sage/ptx/warp.cuh"
+#include "sage/quant/arithmetic.cuh"
 #include "sage/quant/source.cuh"
 #include "sage/tile/layout.cuh"
 
@@ -30,16 +31,6 @@ constexpr u32 kMantissaBits = 23, kExponentBias = 127;
 
 // Added to a number below 2^22 it leaves, rounded to the nearest even, an integer in the low bits of the sum: 1.5 · 2^23.
 constexpr float kIntegerBias = 12582912.0f;
-
-// a / b to the nearest, for b and 1 / b well inside the normal range. What the compiler makes of a division, less the
-// call for the other operands, which would cost registers.
-__device__ __forceinline__ float divide(float a, float b) {
-  float r = ptx::rcp(b);
-  r = fmaf(fmaf(-b, r, 1.0f), r, r);
-  float q = a * r;
-  q = fmaf(fmaf(-b, q, a), r, q);
-  return fmaf(fmaf(-b, q, a), r, q);
-}
 
 // Scale that takes [-amax, amax] to [-limit, limit].
 __device__ __forceinline__ Scale scale_to(float limit, float amax) {
@@ -67,20 +58,27 @@ struct Quantize {
   using Layout = TileLayout<Config>;
   static constexpr i32 kHeadDim = Config::kHeadDim;
   static constexpr i32 kVectors = kHeadDim / kVector;  // lanes side by side on a row
-  static constexpr i32 kWarpsPerTile = kKeyGroups;     // a warp quantizes one group of a KV tile
-  static constexpr i32 kTilesPerBlock = Config::kThreads / (kWarpsPerTile * kWarpSize);
+  static constexpr i32 kWarps = Config::kThreads / kWarpSize;
+  // Tiles of K or V that a block takes: at most kInFlight loads a thread, all issued before the first is used, since
+  // only loads in flight hide the memory's latency; and at least a warp for each scale group of K.
+  static constexpr i32 kInFlight = 8;
+  static constexpr i32 kMostTiles = kWarps / kKeyGroups;
+  static constexpr i32 kTilesInFlight = kInFlight * Config::kThreads / (Config::kBlockN * kVectors);
+  static constexpr i32 kTilesPerBlock = kTilesInFlight < kMostTiles ? kTilesInFlight : kMostTiles;
+  static constexpr i32 kWarpsPerGroup = kMostTiles / kTilesPerBlock;
   static constexpr float kLimit = Config::kQkBits == 8 ? 127.0f : 7.0f;
   static constexpr float kClip = Config::kQkBits == 8 ? 1.0f : 0.8f;  // share of amax that kLimit stands for
   static_assert(Config::kQkBits == 8 || Config::kQkBits == 4);
-  static_assert(Config::kThreads % (kWarpsPerTile * kWarpSize) == 0, "a block takes whole KV tiles");
+  static_assert(kTilesPerBlock >= 1 && kWarpsPerGroup * kTilesPerBlock * kKeyGroups == kWarps,
+                "a block takes whole KV tiles");
 
   // What a block knows of the channels of its head.
-  struct Channels {
-    float k_mean[kHeadDim];       // blocks of Q and K
+  struct alignas(16) Channels {  // read four channels at once
+    float mean[kHeadDim];         // of K in blocks of Q and K, of V in blocks of V
     float q_mean[kHeadDim];       // blocks of Q
-    float v_mean[kHeadDim];       // blocks of V
     float inv_v_scale[kHeadDim];  // blocks of V
     float parts[Config::kThreads / kVectors][kHeadDim];  // blocks of Q: the sums of each thread
+    float amax[kWarps];           // blocks of K
   };
 
   const QuantParams& params;
@@ -92,30 +90,23 @@ struct Quantize {
     else run<false>();
   }
 
-  // blockIdx.x: the tiles of Q, then those of K, then those of V, kTilesPerBlock at once.
+  // blockIdx.x: per KV head, the last first, its tiles of K, then of V, kTilesPerBlock at once; then the tiles of Q.
+  // The statistics read the heads in ascending order: the last of them are in the L2 cache.
   template <bool kAligned>
   __device__ __forceinline__ void run() const {
-    const i64 q_blocks = static_cast<i64>(params.batch) * params.num_q_heads * params.q_tiles;
-    const i32 kv_blocks_per_head = ceil_div(params.kv_tiles, kTilesPerBlock);
-    const i64 kv_blocks = static_cast<i64>(params.batch) * params.num_kv_heads * kv_blocks_per_head;
-    i64 block = blockIdx.x;
-    if (block < q_blocks) {
-      quantize_q<kAligned>(static_cast<i32>(block / params.q_tiles), static_cast<i32>(block % params.q_tiles));
+    const i32 kv_heads = params.batch * params.num_kv_heads;
+    const i32 blocks_per_tensor = ceil_div(params.kv_tiles, kTilesPerBlock);
+    const i32 kv_blocks = kv_heads * 2 * blocks_per_tensor;
+    const i32 block = blockIdx.x;
+    if (block >= kv_blocks) {
+      quantize_q<kAligned>((block - kv_blocks) / params.q_tiles, (block - kv_blocks) % params.q_tiles);
       return;
     }
-    block -= q_blocks;
-    const bool is_v = block >= kv_blocks;
-    if (is_v) block -= kv_blocks;
-    const i32 head = static_cast<i32>(block / kv_blocks_per_head);
-    const i32 first_tile = static_cast<i32>(block % kv_blocks_per_head) * kTilesPerBlock;
-    if (is_v) {
-      const bool finite = prepare_v_scale(head, first_tile == 0);
-      if constexpr (Config::kPv == Pv::kE4m3) quantize_v_e4m3<kAligned>(head, first_tile, finite);
-      else quantize_v_f16<kAligned>(head, first_tile, finite);
-    } else {
-      prepare_k_mean(head, first_tile == 0);
-      quantize_k<kAligned>(head, first_tile);
-    }
+    const i32 head = kv_heads - 1 - block / blocks_per_tensor / 2;
+    const i32 first_tile = block % blocks_per_tensor * kTilesPerBlock;
+    if (block / blocks_per_tensor % 2 == 0) quantize_k<kAligned>(head, first_tile);
+    else if constexpr (Config::kPv == Pv::kE4m3) quantize_v_e4m3<kAligned>(head, first_tile);
+    else quantize_v_f16<kAligned>(head, first_tile);
   }
 
   template <bool kAligned>
@@ -128,53 +119,25 @@ struct Quantize {
     return params.kv_hat + (static_cast<i64>(head) * params.kv_tiles + tile) * Layout::kKvBytes;
   }
 
-  // --- per channel, from the statistics -----------------------------------------------------------------------------
+  // --- per channel, from the statistics; but for f16 V after the loads of rows, whose latency hides theirs ----------
 
-  // Statistic `which` of a channel in one chunk: 0 the sum, 1 the largest, 2 the smallest value, 3 the first not finite.
-  __device__ __forceinline__ float statistic(const float* stats, i32 head, i32 chunk, i32 which, i32 c) const {
-    return stats[((static_cast<i64>(head) * params.num_chunks + chunk) * kStatistics + which) * kHeadDim + c];
-  }
-
-  // Zero where the sum is beyond f32: what is subtracted is a choice, as long as it is known.
-  __device__ __forceinline__ float mean_over_keys(const float* stats, i32 head, i32 c) const {
-    float sum = 0.0f;
-    for (i32 chunk = 0; chunk < params.num_chunks; ++chunk) sum += statistic(stats, head, chunk, 0, c);
-    return finite_or_zero(divide(sum, static_cast<float>(params.seqlen_kv)));
-  }
-
-  // `store`: one block of each head leaves the mean for whoever needs it next.
-  __device__ __forceinline__ void prepare_k_mean(i32 head, bool store) const {
-    for (i32 c = threadIdx.x; c < kHeadDim; c += Config::kThreads) {
-      const float mean = params.smooth_k ? mean_over_keys(params.k_stats, head, c) : 0.0f;
-      channels.k_mean[c] = mean;
-      if (store) params.k_mean[static_cast<i64>(head) * kHeadDim + c] = mean;
-    }
+  __device__ __forceinline__ void prepare_k_mean(i32 head) const {
+    const float* mean = params.k_mean + static_cast<i64>(head) * kHeadDim;
+    for (i32 c = threadIdx.x; c < kHeadDim; c += Config::kThreads) channels.mean[c] = mean[c];
     __syncthreads();
   }
 
-  // Returns whether all of the head's V is finite.
+  // Returns whether all of the head's V is finite. `store`: one block of each head leaves the scale for the epilogue.
   __device__ __forceinline__ bool prepare_v_scale(i32 head, bool store) const {
     bool all_finite = true;
     for (i32 c = threadIdx.x; c < kHeadDim; c += Config::kThreads) {
-      float mean = params.smooth_v ? mean_over_keys(params.v_stats, head, c) : 0.0f;
-      float largest = -ptx::infinity(), smallest = ptx::infinity();
-      i32 finite = kAllFinite;
-      for (i32 chunk = 0; chunk < params.num_chunks; ++chunk) {
-        largest = fmaxf(largest, statistic(params.v_stats, head, chunk, 1, c));
-        smallest = fminf(smallest, statistic(params.v_stats, head, chunk, 2, c));
-        finite = min(finite, __float_as_int(statistic(params.v_stats, head, chunk, 3, c)));
-      }
-      if (!(fmaxf(largest - mean, mean - smallest) < ptx::infinity())) mean = 0.0f;  // likewise: a choice
-      const float amax = fmaxf(largest - mean, mean - smallest);
+      const i64 channel = static_cast<i64>(head) * kHeadDim + c;
+      const float amax = params.v_amax[channel];
       const Scale scale = Config::kPv == Pv::kE4m3 ? scale_to(params.v_limit, amax) : power_of_two_scale(amax);
-      channels.v_mean[c] = mean;
+      channels.mean[c] = params.v_mean[channel];
       channels.inv_v_scale[c] = scale.inv_scale;
-      all_finite &= finite == kAllFinite;
-      if (store) {
-        params.v_mean[static_cast<i64>(head) * kHeadDim + c] = mean;
-        params.v_scale[static_cast<i64>(head) * kHeadDim + c] = scale.scale;
-        params.v_finite[static_cast<i64>(head) * kHeadDim + c] = finite;
-      }
+      all_finite &= params.v_finite[channel] == kAllFinite;
+      if (store) params.v_scale[channel] = scale.scale;
     }
     return __syncthreads_and(all_finite);
   }
@@ -185,33 +148,43 @@ struct Quantize {
   template <bool kAligned>
   __device__ __forceinline__ void quantize_q(i32 head, i32 tile) const {
     constexpr i32 kRows = Config::kWarpM / kRowGroups;  // rows that share a scale
-    constexpr i32 kGroups = Config::kBlockM / kRows;
+    constexpr i32 kGroups = Config::kBlockM / kRows, kGroupsAtOnce = Config::kThreads / kVectors;
+    constexpr i32 kSteps = kGroups / kGroupsAtOnce;
+    static_assert(kGroups % kGroupsAtOnce == 0, "every thread takes equally many groups");
     const i32 batch = head / params.num_q_heads, q_head = head % params.num_q_heads;
     const i32 kv_head = q_head / (params.num_q_heads / params.num_kv_heads);
     const Source<kAligned> source(params.q, batch, q_head, params.seqlen_q, params.headdim, params.dtype);
     const i64 tile_index = static_cast<i64>(head) * params.q_tiles + tile;
-    prepare_k_mean(batch * params.num_kv_heads + kv_head, false);
-    prepare_q_mean(source, tile, params.q_mean + tile_index * kHeadDim);
+    if (params.smooth_q) prepare_q_mean(source, tile, params.q_mean + tile_index * kHeadDim);
 
     const i32 lane = threadIdx.x % kVectors;
-    for (i32 group = threadIdx.x / kVectors; group < kGroups; group += Config::kThreads / kVectors) {
-      const i32 first_row = group / kRowGroups * Config::kWarpM + group % kRowGroups;
-      Raw raw[kRows];
+    const auto group_of_step = [&](i32 step) { return step * kGroupsAtOnce + threadIdx.x / kVectors; };
+    const auto first_row_of = [&](i32 group) { return group / kRowGroups * Config::kWarpM + group % kRowGroups; };
+    Raw raw[kSteps][kRows];
+#pragma unroll
+    for (i32 s = 0; s < kSteps; ++s) {
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
-        raw[r] = source.load(tile * Config::kBlockM + first_row + r * kRowGroups, lane * kVector);
+        const i32 row = first_row_of(group_of_step(s)) + r * kRowGroups;
+        raw[s][r] = source.load(tile * Config::kBlockM + row, lane * kVector);
       }
+    }
+    prepare_k_mean(batch * params.num_kv_heads + kv_head);
+
+#pragma unroll
+    for (i32 s = 0; s < kSteps; ++s) {
+      const i32 group = group_of_step(s), first_row = first_row_of(group);
       float x[kRows][kVector], bias[kRows] = {};
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
-        source.convert(raw[r], x[r]);
+        source.convert(raw[s][r], x[r]);
 #pragma unroll
         for (i32 i = 0; i < kVector; ++i) {
           x[r][i] *= params.softmax_scale_log2;
-          bias[r] = fmaf(x[r][i], channels.k_mean[lane * kVector + i], bias[r]);
+          bias[r] = fmaf(x[r][i], channels.mean[lane * kVector + i], bias[r]);
         }
         const bool exists = tile * Config::kBlockM + first_row + r * kRowGroups < params.seqlen_q;
-        subtract(x[r], channels.q_mean + lane * kVector, exists);
+        if (params.smooth_q) subtract(x[r], channels.q_mean + lane * kVector, exists);
       }
       float amax = abs_max(x);
       if (ptx::any(!(amax < ptx::infinity()))) amax = make_finite(x);
@@ -219,7 +192,8 @@ struct Quantize {
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
         const i32 row = first_row + r * kRowGroups;
-        store_row<typename Layout::QRows>(params.q_hat + tile_index * Layout::kQBytes, row, lane, x[r], scale.inv_scale);
+        u8* tile_data = params.q_hat + tile_index * Layout::kQBytes;
+        store_row<typename Layout::QRows>(tile_data, row, lane, x[r], scale.inv_scale);
         const float row_bias = ptx::sum_over_lanes<kVectors>(bias[r]);
         if (lane == 0) params.row_bias[tile_index * Config::kBlockM + row] = row_bias;
       }
@@ -227,14 +201,10 @@ struct Quantize {
     }
   }
 
-  // q_mean = mean of the tile's rows, summed like the statistics: a thread's rows ascending, then the threads ascending.
+  // q_mean = mean of the tile's rows, summed like the statistics: a thread's rows ascending, then the threads. In shared
+  // memory it is for all to read after the barrier of prepare_k_mean().
   template <class Source>
   __device__ __forceinline__ void prepare_q_mean(const Source& source, i32 tile, float* q_mean) const {
-    if (!params.smooth_q) {
-      for (i32 c = threadIdx.x; c < kHeadDim; c += Config::kThreads) channels.q_mean[c] = 0.0f;
-      __syncthreads();
-      return;
-    }
     constexpr i32 kRowsAtOnce = Config::kThreads / kVectors;
     const i32 lane = threadIdx.x % kVectors, first_row = threadIdx.x / kVectors;
     float sum[kVector] = {};
@@ -256,36 +226,35 @@ struct Quantize {
       channels.q_mean[c] = mean;
       q_mean[c] = mean;
     }
-    __syncthreads();
   }
 
   // --- K ------------------------------------------------------------------------------------------------------------
 
-  // A warp quantizes the keys of one scale group.
+  // kWarpsPerGroup warps quantize the keys of one scale group.
   template <bool kAligned>
   __device__ __forceinline__ void quantize_k(i32 head, i32 first_tile) const {
     constexpr i32 kKeys = Config::kBlockN / kKeyGroups;      // keys that share a scale
     constexpr i32 kKeysAtOnce = kWarpSize / kVectors;        // rows that a warp reads side by side
-    constexpr i32 kSteps = kKeys / kKeysAtOnce;
+    constexpr i32 kSteps = kKeys / kKeysAtOnce / kWarpsPerGroup;
     const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const i32 tile = first_tile + warp / kWarpsPerTile, group = warp % kWarpsPerTile;
-    if (tile >= params.kv_tiles) return;
+    const i32 tile = first_tile + warp / (kKeyGroups * kWarpsPerGroup), group = warp / kWarpsPerGroup % kKeyGroups;
 
     const Source<kAligned> source = kv_source<kAligned>(params.k, head);
     const i32 vector = lane % kVectors;
     const auto key_of_step = [&](i32 step) {
-      const i32 n = step * kKeysAtOnce + lane / kVectors;
+      const i32 n = (warp % kWarpsPerGroup * kSteps + step) * kKeysAtOnce + lane / kVectors;
       return n / 2 * 8 + group * 2 + n % 2;
     };
     Raw raw[kSteps];
 #pragma unroll
     for (i32 s = 0; s < kSteps; ++s) raw[s] = source.load(tile * Config::kBlockN + key_of_step(s), vector * kVector);
+    prepare_k_mean(head);
 
     // Anew for each use: all of them at once would take too many registers.
     const auto smoothed = [&](i32 s, float (&x)[1][kVector]) {
       source.convert(raw[s], x[0]);
       const bool exists = tile * Config::kBlockN + key_of_step(s) < params.seqlen_kv;
-      subtract(x[0], channels.k_mean + vector * kVector, exists);
+      subtract(x[0], channels.mean + vector * kVector, exists);
     };
     float amax = 0.0f, x[1][kVector];
 #pragma unroll
@@ -303,7 +272,16 @@ struct Quantize {
         amax = fmaxf(amax, make_finite(x));
       }
     }
-    const Scale scale = scale_to(kLimit, kClip * ptx::max_over_lanes<kWarpSize>(amax));
+    amax = ptx::max_over_lanes<kWarpSize>(amax);
+    if constexpr (kWarpsPerGroup > 1) {
+      if (lane == 0) channels.amax[warp] = amax;
+      __syncthreads();
+      const float* of_group = channels.amax + warp / kWarpsPerGroup * kWarpsPerGroup;
+#pragma unroll
+      for (i32 w = 0; w < kWarpsPerGroup; ++w) amax = fmaxf(amax, of_group[w]);
+    }
+    if (tile >= params.kv_tiles) return;
+    const Scale scale = scale_to(kLimit, kClip * amax);
     u8* tile_data = kv_tile(head, tile);
 #pragma unroll
     for (i32 s = 0; s < kSteps; ++s) {
@@ -311,7 +289,9 @@ struct Quantize {
       if (!finite) make_finite(x);
       store_row<typename Layout::KRows>(tile_data, key_of_step(s), vector, x[0], scale.inv_scale);
     }
-    if (lane == 0) reinterpret_cast<float*>(tile_data + Layout::kKScales)[group] = scale.scale;
+    if (lane == 0 && warp % kWarpsPerGroup == 0) {
+      reinterpret_cast<float*>(tile_data + Layout::kKScales)[group] = scale.scale;
+    }
   }
 
   // --- rows of Q and K ----------------------------------------------------------------------------------------------
@@ -380,52 +360,80 @@ struct Quantize {
 
   // Eight channels of one key less their means, finite.
   __device__ __forceinline__ void smooth_v(float (&x)[kVector], i32 first_channel, i32 key, bool finite) const {
-    subtract(x, channels.v_mean + first_channel, key < params.seqlen_kv);
+    if (params.smooth_v) subtract(x, channels.mean + first_channel, key < params.seqlen_kv);
     if (finite) return;
 #pragma unroll
     for (i32 i = 0; i < kVector; ++i) x[i] = finite_or_zero(x[i]);
   }
 
-  // Transposes: a thread takes four neighbouring columns of the P operand, that is four keys, in eight channels.
+  // What a thread transposes in one step: four neighbouring columns of the P operand, that is four keys, in kVector
+  // channels. A warp takes 32 columns of 32 channels, so that it reads 64 bytes of a row of V and writes 32 of a row
+  // of V̂: whole sectors.
+  struct Square {
+    static constexpr i32 kEdge = 32;
+    static constexpr i32 kAcross = Config::kBlockN / kEdge, kDown = kHeadDim / kEdge;  // squares of a tile
+
+    i32 tile, column, first_channel;
+
+    __device__ __forceinline__ Square(i32 first_tile, i32 step) {
+      const i32 square = step * kWarps + threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+      tile = first_tile + square / (kAcross * kDown);
+      column = square % kAcross * kEdge + lane % 8 * 4;
+      first_channel = square / kAcross % kDown * kEdge + lane / 8 * kVector;
+    }
+
+    __device__ __forceinline__ i32 key(i32 e) const { return tile * Config::kBlockN + key_of_column(column + e); }
+  };
+
   template <bool kAligned>
-  __device__ __forceinline__ void quantize_v_e4m3(i32 head, i32 first_tile, bool finite) const {
-    constexpr i32 kQuads = Config::kBlockN / 4;  // lanes side by side on a row of the tile: consecutive words
-    constexpr i32 kTasks = kQuads * kVectors;
+  __device__ __forceinline__ void quantize_v_e4m3(i32 head, i32 first_tile) const {
+    constexpr i32 kSquares = kTilesPerBlock * Square::kAcross * Square::kDown, kSteps = kSquares / kWarps;
+    static_assert(kSquares % kWarps == 0, "every warp takes equally many squares");
     const Source<kAligned> source = kv_source<kAligned>(params.v, head);
-    for (i32 task = threadIdx.x; task < kTilesPerBlock * kTasks; task += Config::kThreads) {
-      const i32 tile = first_tile + task / kTasks;
-      if (tile >= params.kv_tiles) return;
-      const i32 column = task % kQuads * 4, first_channel = task / kQuads % kVectors * kVector;
-      Raw raw[4];
+    Raw raw[kSteps][4];
 #pragma unroll
-      for (i32 e = 0; e < 4; ++e) {
-        raw[e] = source.load(tile * Config::kBlockN + key_of_column(column + e), first_channel);
-      }
-      float x[4][kVector];
+    for (i32 s = 0; s < kSteps; ++s) {
+      const Square square(first_tile, s);
 #pragma unroll
-      for (i32 e = 0; e < 4; ++e) {
-        source.convert(raw[e], x[e]);
-        smooth_v(x[e], first_channel, tile * Config::kBlockN + key_of_column(column + e), finite);
-      }
-      u8* tile_data = kv_tile(head, tile) + Layout::kV;
+      for (i32 e = 0; e < 4; ++e) raw[s][e] = source.load(square.key(e), square.first_channel);
+    }
+    const bool finite = prepare_v_scale(head, first_tile == 0);
 #pragma unroll
-      for (i32 i = 0; i < kVector; ++i) {
-        const float inv = channels.inv_v_scale[first_channel + i];
-        u8* to = tile_data + Layout::VRows::offset(first_channel + i, column / 16) + column % 16;
-        *reinterpret_cast<u32*>(to) = ptx::e4m3x4(x[0][i] * inv, x[1][i] * inv, x[2][i] * inv, x[3][i] * inv);
-      }
+    for (i32 s = 0; s < kSteps; ++s) {
+      const Square square(first_tile, s);
+      if (square.tile >= params.kv_tiles) return;
+      store_transposed(source, head, square, raw[s], finite);
+    }
+  }
+
+  template <class Source>
+  __device__ __forceinline__ void store_transposed(const Source& source, i32 head, const Square& square,
+                                                   const Raw (&raw)[4], bool finite) const {
+    float x[4][kVector];
+#pragma unroll
+    for (i32 e = 0; e < 4; ++e) {
+      source.convert(raw[e], x[e]);
+      smooth_v(x[e], square.first_channel, square.key(e), finite);
+    }
+    u8* tile_data = kv_tile(head, square.tile) + Layout::kV;
+#pragma unroll
+    for (i32 i = 0; i < kVector; ++i) {
+      const float inv = channels.inv_v_scale[square.first_channel + i];
+      u8* to = tile_data + Layout::VRows::offset(square.first_channel + i, square.column / 16) + square.column % 16;
+      *reinterpret_cast<u32*>(to) = ptx::e4m3x4(x[0][i] * inv, x[1][i] * inv, x[2][i] * inv, x[3][i] * inv);
     }
   }
 
   // All loads of a tile before the first use: rows are short, and only loads in flight hide the memory's latency.
   template <bool kAligned>
-  __device__ __forceinline__ void quantize_v_f16(i32 head, i32 first_tile, bool finite) const {
+  __device__ __forceinline__ void quantize_v_f16(i32 head, i32 first_tile) const {
     static_assert(Config::kBlockN * kVectors % Config::kThreads == 0, "every thread takes equally many keys");
     constexpr i32 kSteps = Config::kBlockN * kVectors / Config::kThreads;
     constexpr i32 kKeysAtOnce = Config::kThreads / kVectors;
     const Source<kAligned> source = kv_source<kAligned>(params.v, head);
     const i32 vector = threadIdx.x % kVectors, first_key = threadIdx.x / kVectors;
     const i32 end = min(first_tile + kTilesPerBlock, params.kv_tiles);
+    const bool finite = prepare_v_scale(head, first_tile == 0);
     for (i32 tile = first_tile; tile < end; ++tile) {
       Raw raw[kSteps];
 #pragma unroll

@@ -12,9 +12,6 @@ struct alignas(16) Raw {
   u32 word[kVector / 2];
 };
 
-// x, or zero where x is not finite: such a value must not spoil a mean or a scale that other rows share.
-__device__ __forceinline__ float finite_or_zero(float x) { return fabsf(x) < ptx::infinity() ? x : 0.0f; }
-
 // kAligned: every row starts at a multiple of 16 bytes and headdim is a multiple of kVector, so one load takes it all.
 template <bool kAligned>
 struct Source {
