@@ -1,6 +1,6 @@
 """Builds the wheel twice and compares the bytes: from the kernels of this tree, and from its sdist, elsewhere, anew.
 
-    python ci/reproduce.py dist [--archs sm90,ptx80]
+    python ci/reproduce.py dist [--archs sm90,sm100,ptx80]
 
 leaves the wheel and the sdist in dist/. The kernels of this tree must be built (python -m codegen build). Elsewhere all
 are compiled again, or those of some archs, to save time: then just their bytes are new, and the second wheel is packed
