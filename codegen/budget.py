@@ -39,8 +39,7 @@ def problems_of(reports: dict[PlannedKernel, Report], matrix: Matrix) -> list[st
 
 def register_budget(kernel: PlannedKernel) -> int:
     """The registers of a thread with which the blocks that the kernel's row promises an SM fit one."""
-    blocks = kernel.tile.min_blocks if kernel.spec.kind == "attn" else 1
-    share = _REGISTERS_OF_SM // (blocks * kernel.threads)
+    share = _REGISTERS_OF_SM // (kernel.min_blocks * kernel.threads)
     return min(share // _REGISTER_UNIT * _REGISTER_UNIT, _REGISTERS_OF_THREAD)
 
 

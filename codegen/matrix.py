@@ -25,6 +25,7 @@ class PlannedKernel:
     template: str  # file name in templates/
     tile: Tile | None  # None for the kinds that know no tiles
     threads: int  # of a block
+    min_blocks: int  # an SM, for which its registers must do
     suffix: str  # of the target
     allowed_spill_bytes: int
     row: str  # selector of the tile row it follows from; that of its first attention kernel for the other kinds
@@ -165,6 +166,7 @@ class _Planning:
             template=how.template,
             tile=row.tile if spec.kind in ("attn", "quant") else None,
             threads=row.tile.threads if spec.kind == "attn" else how.threads,
+            min_blocks=row.tile.min_blocks if spec.kind == "attn" else how.min_blocks or 1,
             suffix=how.suffix,
             allowed_spill_bytes=row.allowed_spill_bytes if spec.kind == "attn" else 0,
             row=row.selector.text(row.family, spec.arch),

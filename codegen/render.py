@@ -18,8 +18,9 @@ from codegen.project import Project
 CONTEXT = {
     "attn": ("name", "template", "row", "headdim", "qk_bits", "pv", "pv_accum", "causal", "smooth_v",
              "smooth_q", "block_m", "block_n", "warp_m", "stages", "shared_bytes", "min_blocks"),
-    "quant": ("name", "template", "row", "headdim", "qk_bits", "pv", "block_m", "block_n", "warp_m", "threads"),
-    "stats": ("name", "template", "row", "headdim", "threads"),
+    "quant": ("name", "template", "row", "headdim", "qk_bits", "pv", "block_m", "block_n", "warp_m", "threads",
+              "min_blocks"),
+    "stats": ("name", "template", "row", "headdim", "threads", "min_blocks"),
     "delta": ("name", "template", "row", "headdim", "threads"),
 }
 """What the templates of each kind are given; they use all of it and nothing else."""
@@ -60,6 +61,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "threads": kernel.threads,
         "shared_bytes": kernel.shared_bytes,
         **(asdict(kernel.tile) if kernel.tile else {}),
+        "min_blocks": kernel.min_blocks,
     }
     return {name: values[name] for name in CONTEXT[spec.kind]}
 

@@ -77,6 +77,7 @@ class FamilyKind:
 
     template: str
     threads: int | None  # of a block; those of attention kernels follow from their tiles
+    min_blocks: int | None  # an SM; those of attention kernels are their tiles', a delta kernel promises none
     suffix: str  # of the target: "a" for instructions that one chip alone has
 
 
@@ -163,7 +164,8 @@ class RowReader:
                 for name, kinds in entries.items()}
 
     def _family_kind(self, family: str, kind: str, node: yaml.Node) -> FamilyKind:
-        keys, optional = (("template",), ("suffix",)) if kind == "attn" else (("template", "threads"), ())
+        keys, optional = {"attn": (("template",), ("suffix",)), "delta": (("template", "threads"), ())}.get(
+            kind, (("template", "threads", "min_blocks"), ()))
         entries = self.reader.mapping(node, f"{kind!r} of the family {family!r}", keys, optional)
         template = self.reader.scalar(entries["template"]) if "template" in entries else None
         if template is not None and not (self.templates / str(template)).is_file():
@@ -172,10 +174,14 @@ class RowReader:
         if threads is not None and not _valid_threads(threads):
             self.reader.complain(line_of(entries["threads"]), "expected threads as a multiple of 32, at most "
                                                               f"{_MAX_THREADS}, got {threads!r}")
+        min_blocks = self.reader.scalar(entries["min_blocks"]) if "min_blocks" in entries else None
+        if min_blocks is not None and not (type(min_blocks) is int and min_blocks > 0):
+            self.reader.complain(line_of(entries["min_blocks"]), "expected min_blocks as a positive integer, "
+                                                                 f"got {min_blocks!r}")
         suffix = self.reader.scalar(entries["suffix"]) if "suffix" in entries else ""
         if suffix not in ("", "a"):
             self.reader.complain(line_of(entries["suffix"]), f"expected 'a' as a suffix of the target, got {suffix!r}")
-        return FamilyKind(str(template), threads, suffix)
+        return FamilyKind(str(template), threads, min_blocks, suffix)
 
     def _row(self, node: yaml.Node, what: str, required: tuple[str, ...],
              optional: tuple[str, ...] = ()) -> tuple[dict[str, yaml.Node], Selector]:

@@ -13,7 +13,7 @@ struct Config {
   static constexpr int kBlockN = 64;  // keys of a tile
   static constexpr int kWarpM = 32;  // query rows of a warp of the attention kernel
   static constexpr int kThreads = 256;
-  static constexpr int kMinBlocks = kWarpM == 16 ? 3 : 2;  // resident blocks an SM: kWarpM / 8 rows take registers
+  static constexpr int kMinBlocks = 2;  // resident blocks an SM
 };
 
 using Quantize = sage::Quantize<Config>;

@@ -8,7 +8,7 @@
 struct Config {
   static constexpr int kHeadDim = 64;  // channels
   static constexpr int kThreads = 128;
-  static constexpr int kMinBlocks = 6;  // resident blocks an SM, by registers; 100 KB of shared memory hold five
+  static constexpr int kMinBlocks = 6;  // resident blocks an SM
 };
 
 using Statistics = sage::Statistics<Config>;

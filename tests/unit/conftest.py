@@ -47,8 +47,8 @@ axes:
 families:
   attn_mma:
     attn: {template: attn_mma.cu.jinja}
-    quant: {template: quantize.cu.jinja, threads: 256}
-    stats: {template: statistics.cu.jinja, threads: 256}
+    quant: {template: quantize.cu.jinja, threads: 256, min_blocks: 2}
+    stats: {template: statistics.cu.jinja, threads: 256, min_blocks: 3}
     delta: {template: delta_s.cu.jinja, threads: 256}
 tiles:
   - {family: attn_mma, arch: [sm80, sm90], headdim: 128, pv: f16,
@@ -95,8 +95,8 @@ __device__ void products(float* x) {  // both products in a loop, as every atten
 _NAMES = {
     "attn_mma": "headdim qk_bits pv pv_accum causal smooth_v smooth_q block_m block_n warp_m stages "
                 "shared_bytes min_blocks",
-    "quantize": "headdim qk_bits pv block_m block_n warp_m threads",
-    "statistics": "headdim threads",
+    "quantize": "headdim qk_bits pv block_m block_n warp_m threads min_blocks",
+    "statistics": "headdim threads min_blocks",
     "delta_s": "headdim threads",
 }
 _HEADERS = {"attn_mma": "attn", "quantize": "quant", "statistics": "quant", "delta_s": "quant"}

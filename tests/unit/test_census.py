@@ -194,7 +194,13 @@ def problems(matrix):
 
 def test_a_kernel_as_its_row_asks_for_it_has_no_problem(problems):
     assert problems() == []
-    assert problems("sage_stats_sm80_d64", opcodes={}, main_loop=None) == []
+    assert problems("sage_stats_sm80_d64", registers=80, opcodes={}, main_loop=None) == []
+
+
+def test_a_quantizers_registers_must_do_for_the_blocks_of_its_family(problems):
+    assert problems("sage_quant_sm80_d64_qk8_pvf16", registers=128, opcodes={}, main_loop=None) == []
+    found, = problems("sage_quant_sm80_d64_qk8_pvf16", registers=136, opcodes={}, main_loop=None)
+    assert "expected at most 128 registers a thread, got 136" in found
 
 
 @pytest.mark.parametrize("changes, message", [
@@ -222,8 +228,9 @@ def test_without_tensor_cores_both_products_are_missed(problems):
 @pytest.mark.parametrize("name, registers", [
     ("sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw", 168),  # 65536 / (3 blocks · 128 threads) = 170, in eights
     ("sage_attn_sm80_d128_qk8_pvf16_accf32_full_vraw_qraw", 255),  # two blocks: 256, one more than one can name
-    ("sage_quant_sm80_d64_qk8_pvf16", 255),  # the row's blocks are those of the attention kernel
-    ("sage_stats_sm80_d64", 255),
+    ("sage_quant_sm80_d64_qk8_pvf16", 128),  # the family's two blocks, not the row's three
+    ("sage_stats_sm80_d64", 80),  # three of 256 threads: 85
+    ("sage_delta_sm80_d64", 255),  # promises none
 ])
 def test_the_register_budget_lets_the_rows_blocks_fit_an_sm(matrix, name, registers):
     kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
