@@ -38,7 +38,7 @@ def problems_of(reports: dict[PlannedKernel, Report], matrix: Matrix) -> list[st
 
 
 def register_budget(kernel: PlannedKernel) -> int:
-    """The registers of a thread with which the blocks that the kernel's row promises an SM fit one."""
+    """The registers of a thread with which the blocks that the kernel's row or family promises an SM fit one."""
     share = _REGISTERS_OF_SM // (kernel.min_blocks * kernel.threads)
     return min(share // _REGISTER_UNIT * _REGISTER_UNIT, _REGISTERS_OF_THREAD)
 

@@ -61,7 +61,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "threads": kernel.threads,
         "shared_bytes": kernel.shared_bytes,
         **(asdict(kernel.tile) if kernel.tile else {}),
-        "min_blocks": kernel.min_blocks,
+        "min_blocks": kernel.min_blocks,  # in place of the tile's, which are those of the attention kernel
     }
     return {name: values[name] for name in CONTEXT[spec.kind]}
 

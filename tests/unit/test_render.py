@@ -57,6 +57,11 @@ def test_values_reach_their_names(attn):
     }
 
 
+def test_a_quantizer_has_the_blocks_of_its_family_and_not_of_its_tile(matrix):
+    quant, = (kernel for kernel in matrix.kernels if kernel.spec.name == "sage_quant_sm80_d64_qk8_pvf16")
+    assert (quant.tile.min_blocks, context(quant)["min_blocks"]) == (3, 2)
+
+
 def test_smoothing_reaches_its_name(attn):
     smoothed = replace(attn, spec=replace(attn.spec, q="qsmooth", v="vsmooth", qk=4))
     values = context(smoothed)
