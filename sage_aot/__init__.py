@@ -1,10 +1,21 @@
-"""Quantized attention from precompiled kernels: SageAttention2 without a compiler."""
+"""Quantized attention from precompiled kernels: SageAttention2 without a compiler.
 
-from sage_aot._api import attn
-from sage_aot._explain import explain
-from sage_aot._info import info
+What the package exports is imported when it is first used, so that code generation, which needs the standard library
+only, can import the modules that it shares. ``from sage_aot import attn`` registers the operators ``torch.ops.sage_aot``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from sage_aot._version import __version__
 from sage_aot.errors import ArgumentError, CubinError, LaunchError, PtxWarning, SageAotError, UnsupportedError
+
+if TYPE_CHECKING:
+    from sage_aot._call.api import attn
+    from sage_aot._tools.explain import explain
+    from sage_aot._tools.info import info
 
 __all__ = [
     "ArgumentError",
@@ -18,3 +29,16 @@ __all__ = [
     "explain",
     "info",
 ]
+
+_HOMES = {"attn": "sage_aot._call.api", "explain": "sage_aot._tools.explain", "info": "sage_aot._tools.info"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'sage_aot' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,45 +1,8 @@
-"""``sage-aot info | verify | demo``, or ``python -m sage_aot`` for ``sage-aot``."""
+"""``python -m sage_aot``; see :mod:`sage_aot._tools.cli`."""
 
-from __future__ import annotations
-
-import argparse
 import sys
 
-from sage_aot import _verify, info
-from sage_aot.errors import SageAotError
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="sage-aot", description="Quantized attention from precompiled kernels.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, devices, the kernel each would run, what is missing")
-    _add_verify(commands)
-    demo = commands.add_parser("demo", help="attention on the activations of a pretrained transformer, against float64")
-    demo.add_argument("--png", default="sage_aot_demo.png", metavar="FILE",
-                      help="picture to write (default: %(default)s)")
-    arguments = parser.parse_args()
-    try:
-        if arguments.command == "info":
-            print(info())
-            return 0
-        if arguments.command == "verify":
-            return _verify.main(files_only=arguments.files, seed=arguments.seed)
-        from sage_aot import _demo  # needs the extra `demo`
-
-        return _demo.main(arguments.png)
-    except SageAotError as error:
-        print(f"sage_aot: {error}", file=sys.stderr)
-        return 1
-
-
-def _add_verify(commands: argparse._SubParsersAction) -> None:
-    verify = commands.add_parser(
-        "verify", help="check every file, load and run every kernel that the GPUs here can take",
-        description=f"Exit code {_verify.VERIFIED} where nothing is wrong, {_verify.FAILED} where something is, "
-                    f"{_verify.NOT_RUN} where the files are right but there is no GPU to run a kernel on.")
-    verify.add_argument("--files", action="store_true", help="check files only; needs no GPU")
-    verify.add_argument("--seed", type=int, help="of the random inputs (default: a new one, which is printed)")
-
+from sage_aot._tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,18 @@
 """What can go wrong, as types.
 
+    SageAotError                        base of every error that sage_aot raises on purpose
+    ├── ArgumentError (ValueError)      an argument is not what the call takes
+    ├── UnsupportedError (RuntimeError) the call is valid, but this machine or this build has no kernel for it
+    ├── CubinError (RuntimeError)       a kernel folder or a file in it is missing, damaged or of another version
+    └── LaunchError (RuntimeError)      the driver refused to load or to launch a kernel
+    PtxWarning (UserWarning)            the driver has to compile the kernels: the GPU is newer than this sage_aot
+
 Every message says what was expected and what came, and what to do where that does not follow from the two.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class SageAotError(Exception):
@@ -15,9 +26,14 @@ class ArgumentError(SageAotError, ValueError):
 class UnsupportedError(SageAotError, RuntimeError):
     """The call is valid, but this machine or this build has no kernel for it."""
 
+    def __init__(self, message: str, *, reasons: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.reasons = dict(reasons or {})
+        """Per arch of the kernel folder why the GPU cannot run it; empty where something else is unsupported."""
+
 
 class CubinError(SageAotError, RuntimeError):
-    """A kernel folder or a cubin in it is missing, damaged or of another version."""
+    """A kernel folder or a file in it, a cubin or PTX, is missing, damaged or of another version."""
 
 
 class LaunchError(SageAotError, RuntimeError):

@@ -1,17 +1,11 @@
 // The structs that the host passes by value, one per kind of kernel.
-// sage_aot/_params.py packs them; a unit test compares its offsets with the assertions below.
+// sage_aot/_launch/structs.py fills them in by name: fields_of() tells the host, through the cubin, where each field lies.
 // Strides are in elements. Layouts in brackets are contiguous, outermost index first; "tile" layouts are explained in
 // tile/layout.cuh. `headdim` is the caller's, kHeadDim the kernel's: channels from headdim on are zeros.
 #pragma once
 
+#include "sage/kernel_info.cuh"
 #include "sage/types.cuh"
-
-// The run-time compiler has no <stddef.h>; this is what its front end makes of offsetof.
-#ifdef __CUDACC_RTC__
-#define SAGE_OFFSET(type, member) __INTADDR__(&((type*)0)->member)
-#else
-#define SAGE_OFFSET(type, member) __builtin_offsetof(type, member)
-#endif
 
 namespace sage {
 
@@ -23,6 +17,11 @@ struct Strides {
 struct Tensor {
   void* data;  // f16 or bf16
   Strides stride;
+};
+
+template <>
+struct FieldType<Tensor> {
+  static constexpr i32 kCode = 'T';
 };
 
 // Per channel of a tensor: the sum of its finite values, the largest and the smallest of them, and the first key that is
@@ -54,10 +53,15 @@ struct StatsParams {
   i32 smooth_v;
   i32 merge;     // whether this is the second launch
 };
-static_assert(sizeof(StatsParams) == 168);
-static_assert(SAGE_OFFSET(StatsParams, k_stats) == 64);
-static_assert(SAGE_OFFSET(StatsParams, num_kv_heads) == 128);
-static_assert(SAGE_OFFSET(StatsParams, merge) == 164);
+
+constexpr auto fields_of(const StatsParams*) {
+  using Params = StatsParams;
+  return fields(SAGE_STRUCT(StatsParams), SAGE_FIELD(k), SAGE_FIELD(v), SAGE_FIELD(k_stats), SAGE_FIELD(v_stats),
+                SAGE_FIELD(k_mean), SAGE_FIELD(v_mean), SAGE_FIELD(v_amax), SAGE_FIELD(v_finite), SAGE_FIELD(k_finite),
+                SAGE_FIELD(taken), SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_kv), SAGE_FIELD(headdim),
+                SAGE_FIELD(chunk_rows), SAGE_FIELD(num_chunks), SAGE_FIELD(dtype), SAGE_FIELD(aligned),
+                SAGE_FIELD(smooth_k), SAGE_FIELD(smooth_v), SAGE_FIELD(merge));
+}
 
 struct QuantParams {
   Tensor q, k, v;
@@ -87,11 +91,17 @@ struct QuantParams {
   i32 smooth_v;
   float v_limit;  // largest magnitude of V̂ in e4m3
 };
-static_assert(sizeof(QuantParams) == 240);
-static_assert(SAGE_OFFSET(QuantParams, k_mean) == 96);
-static_assert(SAGE_OFFSET(QuantParams, q_scale) == 144);
-static_assert(SAGE_OFFSET(QuantParams, batch) == 184);
-static_assert(SAGE_OFFSET(QuantParams, softmax_scale_log2) == 216);
+
+constexpr auto fields_of(const QuantParams*) {
+  using Params = QuantParams;
+  return fields(SAGE_STRUCT(QuantParams), SAGE_FIELD(q), SAGE_FIELD(k), SAGE_FIELD(v), SAGE_FIELD(k_mean),
+                SAGE_FIELD(v_mean), SAGE_FIELD(v_amax), SAGE_FIELD(v_finite), SAGE_FIELD(q_hat), SAGE_FIELD(kv_hat),
+                SAGE_FIELD(q_scale), SAGE_FIELD(q_mean), SAGE_FIELD(v_scale), SAGE_FIELD(k_finite),
+                SAGE_FIELD(row_bias), SAGE_FIELD(batch), SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads),
+                SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv), SAGE_FIELD(headdim), SAGE_FIELD(q_tiles),
+                SAGE_FIELD(kv_tiles), SAGE_FIELD(softmax_scale_log2), SAGE_FIELD(dtype), SAGE_FIELD(aligned),
+                SAGE_FIELD(smooth_q), SAGE_FIELD(smooth_v), SAGE_FIELD(v_limit));
+}
 
 // What smoothing Q took off the scores: delta_s = mean of a query tile's rows · (K less its mean), in log2 units.
 struct DeltaParams {
@@ -114,10 +124,15 @@ struct DeltaParams {
   i32 block_n;          // keys of a KV tile
   i32 is_causal;        // columns of KV tiles that no row of a query tile sees are left unwritten
 };
-static_assert(sizeof(DeltaParams) == 112);
-static_assert(SAGE_OFFSET(DeltaParams, delta_s) == 48);
-static_assert(SAGE_OFFSET(DeltaParams, first_head) == 56);
-static_assert(SAGE_OFFSET(DeltaParams, is_causal) == 108);
+
+constexpr auto fields_of(const DeltaParams*) {
+  using Params = DeltaParams;
+  return fields(SAGE_STRUCT(DeltaParams), SAGE_FIELD(k), SAGE_FIELD(q_mean), SAGE_FIELD(k_mean), SAGE_FIELD(delta_s),
+                SAGE_FIELD(first_head), SAGE_FIELD(num_heads), SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads),
+                SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv), SAGE_FIELD(headdim), SAGE_FIELD(q_tiles),
+                SAGE_FIELD(columns), SAGE_FIELD(dtype), SAGE_FIELD(aligned), SAGE_FIELD(block_m), SAGE_FIELD(block_n),
+                SAGE_FIELD(is_causal));
+}
 
 struct AttnParams {
   const u8* q_hat;        // these eight as QuantParams
@@ -143,9 +158,15 @@ struct AttnParams {
   Dtype dtype;
   i32 num_heads;          // query heads of this launch
 };
-static_assert(sizeof(AttnParams) == 160);
-static_assert(SAGE_OFFSET(AttnParams, out) == 72);
-static_assert(SAGE_OFFSET(AttnParams, lse) == 104);
-static_assert(SAGE_OFFSET(AttnParams, first_head) == 120);
+
+constexpr auto fields_of(const AttnParams*) {
+  using Params = AttnParams;
+  return fields(SAGE_STRUCT(AttnParams), SAGE_FIELD(q_hat), SAGE_FIELD(kv_hat), SAGE_FIELD(q_scale),
+                SAGE_FIELD(v_scale), SAGE_FIELD(v_mean), SAGE_FIELD(k_finite), SAGE_FIELD(v_finite),
+                SAGE_FIELD(row_bias), SAGE_FIELD(delta_s), SAGE_FIELD(out), SAGE_FIELD(lse), SAGE_FIELD(taken),
+                SAGE_FIELD(first_head), SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_q),
+                SAGE_FIELD(seqlen_kv), SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles),
+                SAGE_FIELD(dtype), SAGE_FIELD(num_heads));
+}
 
 }  // namespace sage

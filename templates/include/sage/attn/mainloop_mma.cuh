@@ -14,11 +14,21 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQkBits, kPv, kPvAccum, kCausal, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages, kSharedBytes.
+// Config: kHeadDim, kQkBits, kPv, kPvAccum, kCausal, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
 template <class Config>
 class AttentionMma {
  public:
   static constexpr i32 kThreads = Config::kBlockM / Config::kWarpM * kWarpSize;
+
+  // What the host needs to launch the kernel and to emulate it.
+  static constexpr auto facts() {
+    return sage::facts(Fact{"threads", kThreads}, Fact{"shared_bytes", Layout::kQBytes + Stream::kBytes},
+                       Fact{"p_top", Product::kTop}, Fact{"lazy_rise", Product::kLazyRise},
+                       Fact{"whole_reference", Product::kWholeReference}, Fact{"no_reference", kNoReference},
+                       Fact{"smallest_scale", kSmallestScale}, Fact{"largest_folded", Product::kLargestFolded},
+                       Fact{"score_bias", Softmax::kFolds ? kScoreBias : 0},
+                       Fact{"sums_rounded", !Product::kSumsInThreads}, Fact{"v_limit", Product::kVLimit});
+  }
 
   // Shared memory: sQ [kBlockM] rows, then the stages of the KV stream.
   __device__ __forceinline__ static void run(const AttnParams& params, const u8* shared) {
@@ -49,13 +59,13 @@ class AttentionMma {
  private:
   using Layout = TileLayout<Config>;
   using Product = SelectPv<Config>;
+  using Softmax = OnlineSoftmax<Config, Product>;
   using Stream = KvStream<Config, kThreads>;
   static constexpr i32 kRows = Config::kWarpM / 8;  // of a thread
-  static_assert(Layout::kQBytes + Stream::kBytes == Config::kSharedBytes);
 
   // What a warp carries from tile to tile.
   struct Tile {
-    OnlineSoftmax<Config, Product> softmax;
+    Softmax softmax;
     OutputAccumulator<Config> acc_o = {};
     const Scores<Config> scores;
     const i32 warp, lane;

@@ -66,7 +66,7 @@ struct WgmmaShared {
   static constexpr i32 kSlotBytes = ceil_div(kDelta + kDeltaBytes, 1024) * 1024;
   static constexpr i32 kSlots = 2 * kQueryBytes, kOutputRows = kSlots + Config::kStages * kSlotBytes;
   static constexpr i32 kBarriers = kOutputRows + Config::kBlockM / Config::kWarpM * StoreWholeRows<Config>::kBytes;
-  static_assert(kBarriers + 2 * 8 * (2 + Config::kStages) == Config::kSharedBytes);
+  static constexpr i32 kBytes = kBarriers + 2 * 8 * (2 + Config::kStages);
   static_assert(Layout::kQBytes % 1024 == 0 && Layout::kV % 1024 == 0 && kOnes % 1024 == 0);
 
   u8* bytes;
@@ -123,7 +123,7 @@ struct ConstantsInShared {
   }
 };
 
-// Config: kHeadDim, kQkBits, kPv, kPvAccum, kCausal, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages, kSharedBytes.
+// Config: kHeadDim, kQkBits, kPv, kPvAccum, kCausal, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
 template <class Config>
 class AttentionWgmma {
  public:
@@ -131,6 +131,14 @@ class AttentionWgmma {
   static constexpr i32 kThreads = (1 + kConsumers) * kWarpgroup;
   static_assert(kConsumers == 2 || kConsumers == 3, "that many have the registers");
   static_assert(Config::kWarpM == 16 && Config::kQkBits == 8 && Config::kPv == Pv::kE4m3 && Config::kBlockN == 128);
+
+  // What the host needs to launch the kernel and to emulate it.
+  static constexpr auto facts() {
+    return sage::facts(Fact{"threads", kThreads}, Fact{"shared_bytes", Shared::kBytes}, Fact{"p_top", Product::kTop},
+                       Fact{"lazy_rise", Product::kLazyRise}, Fact{"whole_reference", Product::kWholeReference},
+                       Fact{"no_reference", kNoReference}, Fact{"smallest_scale", kSmallestScale},
+                       Fact{"v_limit", Product::kVLimit});
+  }
 
   __device__ __forceinline__ static void run(const AttnParams& params, u8* shared_bytes) {
     const Shared shared(shared_bytes);

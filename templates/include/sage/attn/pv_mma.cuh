@@ -47,6 +47,7 @@ struct PvF16 {
   static constexpr bool kWholeReference = true;
   static constexpr float kLargestFolded = 1.0f;
   static constexpr bool kSumsInThreads = false;
+  static constexpr float kVLimit = 0.0f;  // V̂ has a power of two for its scale, whatever its values
 
   using Operand = u32[kMTiles][kSteps][4];
 
@@ -109,6 +110,8 @@ struct PvE4m3 {
   static constexpr bool kWholeReference = false;
   static constexpr float kLargestFolded = 0.015625f;
   static constexpr bool kSumsInThreads = true;
+  // The largest V̂: that of e4m3, or with P up to 224, a tile of 64 keys and sums in f16, what no sum leaves f16 with.
+  static constexpr float kVLimit = kF16Accum ? 4.5f : 448.0f;
 
   using Operand = u32[kMTiles][kSteps][4];
 

@@ -20,6 +20,11 @@ struct DeltaS {
   static_assert(Config::kThreads == kTile * kTile / (kEdge * kEdge));
   static_assert(Config::kThreads == kTile * kVectors, "a thread loads one vector of each operand");
 
+  // What the host needs to launch the kernel.
+  static constexpr auto facts() {
+    return sage::facts(Fact{"threads", Config::kThreads}, Fact{"shared_bytes", 0}, Fact{"tile", kTile});
+  }
+
   // Channel by channel, so that a thread's four values are neighbours.
   struct Operands {
     float q[kDepth][kPitch];

@@ -72,6 +72,16 @@ struct Quantize {
   static_assert(kTilesPerBlock >= 1 && kWarpsPerGroup * kTilesPerBlock * kKeyGroups == kWarps,
                 "a block takes whole KV tiles");
 
+  // What the host needs to launch the kernel, to lay out what it writes, and to emulate it.
+  static constexpr auto facts() {
+    return sage::facts(Fact{"threads", Config::kThreads}, Fact{"shared_bytes", 0},
+                       Fact{"kv_tiles_per_block", kTilesPerBlock}, Fact{"rows_at_once", Config::kThreads / kVectors},
+                       Fact{"vector", kVector}, Fact{"q_tile_bytes", Layout::kQBytes},
+                       Fact{"kv_tile_bytes", Layout::kKvBytes}, Fact{"row_groups", kRowGroups},
+                       Fact{"key_groups", kKeyGroups}, Fact{"limit", kLimit}, Fact{"clip", kClip},
+                       Fact{"smallest_abs_max", kSmallestAbsMax}, Fact{"all_finite", kAllFinite});
+  }
+
   // What a block knows of the channels of its head.
   struct alignas(16) Channels {  // read four channels at once
     float mean[kHeadDim];         // of K in blocks of Q and K, of V in blocks of V

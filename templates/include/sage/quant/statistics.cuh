@@ -46,6 +46,13 @@ struct Statistics {
   // The totals of each thread, each statistic apart; of K only the sums. Channel 8v + i stands at i · kVectors + v,
   // where the lanes of a row write neighbouring words; the rows of a warp lie in different banks.
   static constexpr i32 kPitch = Config::kHeadDim + kVectors;
+
+  // What the host needs to launch the kernel and to emulate it. A chunk's statistics take chunk_bytes, K's or V's.
+  static constexpr auto facts() {
+    return sage::facts(Fact{"threads", Config::kThreads}, Fact{"shared_bytes", 0}, Fact{"rows_at_once", kRows},
+                       Fact{"chunk_bytes", kStatistics * Config::kHeadDim * 4});
+  }
+
   struct Parts {
     float sum[kRows][kPitch];
     float largest[kRows][kPitch];

@@ -1,7 +1,7 @@
 """``python -m sage_aot demo``: attention on the activations of a pretrained transformer, measured against float64.
 
 Runs on the GPU where there is one that has kernels, else by emulation. Without the packages of the extra ``demo`` it
-measures outlier tensors instead, and says so. Exact attention, outliers and measures of the error are _reference's.
+measures outlier tensors instead, and says so. Exact attention, outliers and measures of the error are those of reference.py.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from statistics import fmean
 import torch
 import torch.nn.functional as F
 
-from sage_aot import _cuda, _reference
-from sage_aot._api import attn
-from sage_aot._loader import default_library
-from sage_aot._ops import emulated_arch
-from sage_aot._problem import check
-from sage_aot._reference import Accuracy
-from sage_aot._select import kernels_of
+from sage_aot._backends.cuda import arch_of
+from sage_aot._backends.emulation.backend import emulated_arch
+from sage_aot._call.api import attn
+from sage_aot._call.pipeline import default_library
+from sage_aot._launch.choose import kernels_of, wanted_axes
+from sage_aot._problem.check import check
+from sage_aot._problem.options import Options
+from sage_aot._tools import reference
+from sage_aot._tools.reference import Accuracy
 from sage_aot._version import __version__
 from sage_aot.errors import UnsupportedError
 
@@ -113,7 +115,7 @@ def _backend() -> tuple[torch.device, str, str]:
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         try:
-            return device, _cuda.arch_of(library, device.index), f"on {torch.cuda.get_device_name(device)}"
+            return device, arch_of(library, device.index), f"on {torch.cuda.get_device_name(device)}"
         except UnsupportedError as error:
             print(f"the GPU stays idle: {error}")
     emulated = emulated_arch(library.manifest)
@@ -122,8 +124,8 @@ def _backend() -> tuple[torch.device, str, str]:
 
 def _kernel_names(arch: str, inputs: QKV) -> list[str]:
     """The attention kernels that the variants run on such inputs."""
-    problems = [check(*inputs, scale=None, layout="HND", **flags) for flags in VARIANTS.values()]
-    kernels = [kernels_of(arch, problem, default_library().manifest) for problem in problems]
+    problems = [check(*inputs, Options(**flags)) for flags in VARIANTS.values()]
+    kernels = [kernels_of(arch, wanted_axes(problem), default_library().manifest) for problem in problems]
     return list(dict.fromkeys(choice.attn.spec.name for choice in kernels))
 
 
@@ -148,7 +150,7 @@ def _workload(device: torch.device) -> Workload:
     generator = torch.Generator().manual_seed(0)
     draws = {}
     for i in range(OUTLIER_DRAWS):
-        qkv = _reference.inputs("outlier", OUTLIER_SHAPE, OUTLIER_SHAPE, torch.bfloat16, generator)
+        qkv = reference.inputs("outlier", OUTLIER_SHAPE, OUTLIER_SHAPE, torch.bfloat16, generator)
         draws[str(i)] = [tuple(tensor.to(device) for tensor in qkv)]
     batch, heads, seqlen, headdim = OUTLIER_SHAPE
     return Workload(f"{OUTLIER_DRAWS} draws of outlier tensors, batch {batch}, {heads} heads × {headdim} channels, "
@@ -228,8 +230,8 @@ def _measure(name: str, inputs: list[QKV]) -> Layer:
     accuracies, sides = {}, {}
     for variant, flags in VARIANTS.items():
         ours = _flat(attn(*qkv, **flags) for qkv in inputs)
-        exact = _flat(_reference.attention(*qkv, is_causal=flags["is_causal"])[0] for qkv in inputs)
-        accuracies[variant], sides[variant] = _reference.measure(ours, exact), (ours, exact)
+        exact = _flat(reference.attention(*qkv, is_causal=flags["is_causal"])[0] for qkv in inputs)
+        accuracies[variant], sides[variant] = reference.measure(ours, exact), (ours, exact)
     return Layer(name, accuracies, *sides[SHOWN])
 
 
@@ -314,4 +316,4 @@ def _draw_outputs(axes: object, layers: list[Layer]) -> None:
     axes.figure.colorbar(image, ax=axes, label="outputs per cell", shrink=0.9)
     axes.axline((0, 0), slope=1, color="#d1495b", linewidth=0.6)
     axes.set(xlabel="float64 attention", ylabel="sage_aot.attn", aspect="equal",
-             title=f"All {ours.numel():,} outputs, cosine {_reference.measure(ours, exact).cosine:.5f}")
+             title=f"All {ours.numel():,} outputs, cosine {reference.measure(ours, exact).cosine:.5f}")

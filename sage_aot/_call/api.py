@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
-from sage_aot import _ops
-from sage_aot._problem import check, check_out
-from sage_aot.errors import ArgumentError
+from sage_aot._call import ops
+from sage_aot._problem.check import check_device, check_out, check_return_lse, check_tensors_are
+from sage_aot._problem.options import for_schema
+
+
+@overload
+def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = ..., scale: float | None = ...,
+         layout: str = ..., qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
+         pv_accum: str = ..., return_lse: Literal[False] = ..., out: torch.Tensor | None = ...) -> torch.Tensor: ...
+
+
+@overload
+def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = ..., scale: float | None = ...,
+         layout: str = ..., qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
+         pv_accum: str = ..., return_lse: Literal[True],
+         out: torch.Tensor | None = ...) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, scale: float | None = None,
-         layout: str = "HND", qk_bits: int | str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
+         layout: str = "HND", qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
          smooth_v: bool = False, pv_accum: str = "auto", return_lse: bool = False,
          out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention with 8- or 4-bit Q and K and FP8 or f16 P and V: softmax(q·kᵀ·scale)·v, inference only.
 
     CUDA tensors run precompiled kernels on torch's current stream; nothing synchronizes and no input changes. CPU
     tensors run the same arithmetic in torch, that of the sm89 kernels, or of those that the environment variable
-    SAGE_AOT_EMULATE names. A registered operator: torch.compile, CUDA graphs and autocast take it.
+    SAGE_AOT_EMULATE names. A registered operator, ``torch.ops.sage_aot.attn`` from the first use of this function on:
+    torch.compile, CUDA graphs and autocast take it.
 
     Args:
         q: ``[batch, q heads, queries, headdim]`` for layout ``"HND"``, ``[batch, queries, q heads, headdim]`` for
@@ -28,10 +44,10 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
             (torch's SDPA aligns top-left, which differs when keys and queries are not equally many.)
         scale: factor on q·kᵀ before the softmax; None means ``1 / sqrt(headdim)``.
         layout: ``"HND"`` or ``"NHD"``, of q, k, v and the output.
-        qk_bits: bits of the quantized q and k: 8, 4 (before sm90 only, and visibly worse for some models), or
-            ``"auto"``, which is 8.
+        qk: type of the quantized q and k: ``"int8"``, ``"int4"`` (before sm90 only, and visibly worse for some models),
+            or ``"auto"``, which is int8.
         smooth_q: subtract the mean of each tile of q before quantizing, and add what that takes off the scores;
-            ``"auto"`` does so for 4 bits. Takes a workspace of 4 bytes per 128 queries, key and head, 256 MB at a time
+            ``"auto"`` does so for int4. Takes a workspace of 4 bytes per 128 queries, key and head, 256 MB at a time
             or one head's.
         smooth_k: subtract the mean of k over the sequence before quantizing. The exact result does not change by it,
             the error of the quantized one falls with every channel of k that has an offset. Off only to see that.
@@ -67,27 +83,19 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
     >>> sage_aot.attn(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 100, 64])
     """
-    # The operators check the tensors. Here stands what must hold for the arguments to fit their schemas.
-    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
-            and isinstance(is_causal, bool) and isinstance(smooth_k, bool) and isinstance(smooth_v, bool)
-            and isinstance(layout, str) and isinstance(pv_accum, str)
-            and (smooth_q == "auto" or isinstance(smooth_q, bool))
-            and (scale is None or isinstance(scale, (float, int)) and not isinstance(scale, bool))
-            and (qk_bits == "auto" or isinstance(qk_bits, int) and not isinstance(qk_bits, bool))):
-        check(q, k, v, is_causal=is_causal, scale=scale, layout=layout, qk_bits=qk_bits,
-              smooth_q=smooth_q, smooth_k=smooth_k, smooth_v=smooth_v, pv_accum=pv_accum)  # raises
+    # What must hold for the arguments to fit the operators' schemas; the operators check the tensors.
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        check_tensors_are(q=q, k=k, v=v)  # raises
     if not (q.is_cuda or q.is_cpu):
-        raise ArgumentError(f"q, k and v must be CUDA or CPU tensors, got device {q.device}; move them with "
-                            f"q.to('cuda') or q.to('cpu')")
+        check_device(q)  # raises
+    options = for_schema(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, pv_accum)
     if not isinstance(return_lse, bool):
-        raise ArgumentError(f"return_lse: expected True or False, got {return_lse!r}")
-    options = (is_causal, scale, layout, None if qk_bits == "auto" else qk_bits,
-               None if smooth_q == "auto" else smooth_q, smooth_k, smooth_v, pv_accum)  # as _ops.OPTIONS
+        check_return_lse(return_lse)  # raises
     if out is None:
-        return _ops.attn_lse(q, k, v, *options) if return_lse else _ops.attn(q, k, v, *options)
+        return ops.attn_lse(q, k, v, *options) if return_lse else ops.attn(q, k, v, *options)
     if not isinstance(out, torch.Tensor):
-        check_out(out, q)
+        check_out(out, q)  # raises
     if return_lse:
-        return out, _ops.attn_lse_out(q, k, v, out, *options)
-    _ops.attn_out(q, k, v, out, *options)
+        return out, ops.attn_lse_out(q, k, v, out, *options)
+    ops.attn_out(q, k, v, out, *options)
     return out

@@ -7,13 +7,15 @@ import platform
 
 import torch
 
-from sage_aot import _cuda
-from sage_aot._driver import DRIVERS, cuda_text, default_driver
-from sage_aot._loader import Library, default_library
-from sage_aot._manifest import KernelRecord, Manifest
-from sage_aot._ops import emulated_arch
-from sage_aot._select import all_archs, nearest_arch
-from sage_aot._spec import is_ptx
+from sage_aot._backends.cuda import gpu_here
+from sage_aot._backends.drivers import DRIVERS, default_driver
+from sage_aot._backends.emulation.backend import emulated_arch
+from sage_aot._backends.loader import Library
+from sage_aot._call.pipeline import default_library
+from sage_aot._kernels.drivers import cuda_text
+from sage_aot._kernels.manifest import AttnRecord, Manifest
+from sage_aot._kernels.spec import is_ptx
+from sage_aot._launch.choose import nearest_arch
 from sage_aot._version import __version__
 from sage_aot.errors import CubinError, SageAotError, UnsupportedError
 
@@ -74,7 +76,7 @@ def _kernels(library: Library) -> list[str]:
     manifest = library.manifest
     lines = [f"kernels: {len(manifest.kernels)}, {_extent(manifest)}, compiled by {manifest.compiler}, in "
              f"{library.folder}"]
-    for arch in all_archs(manifest):
+    for arch in manifest.attention_archs:
         built = manifest.archs[arch]
         by = " through its driver's compiler" if is_ptx(arch) else ""
         ran = f"ran on {built.run_on}{by}" if built.run_on else "not run on hardware"
@@ -89,25 +91,22 @@ def _extent(manifest: Manifest) -> str:
 
 
 def _served(arch: str, manifest: Manifest) -> str:
-    return next(record.served for record in manifest.kernels.values()
-                if record.spec.arch == arch and record.spec.kind == "attn")
+    return manifest.attention(arch)[0].served
 
 
 def _device(device: int, manifest: Manifest) -> list[str]:
-    gpu = _cuda.gpu_here(device)
+    gpu = gpu_here(device)
     head = f"cuda:{device} {gpu}"
     try:
         arch = nearest_arch(gpu, manifest)
     except SageAotError as error:
         return [head, f"  missing: {error}"]
-    records = [record for _, record in sorted(manifest.kernels.items())
-               if record.spec.arch == arch and record.spec.kind == "attn"]
-    return [head, *(f"  {describe(record)}" for record in records)]
+    return [head, *(f"  {describe(record)}" for record in manifest.attention(arch))]
 
 
-def describe(record: KernelRecord) -> str:
+def describe(record: AttnRecord) -> str:
     """An attention kernel in a line."""
     loop = record.main_loop  # None where a kernel was built for another chip and has none
     counts = f", {loop.matrix} matrix and {loop.other} other instructions in the main loop" if loop else ""
-    registers = "PTX" if record.is_ptx else f"{record.registers} registers"
-    return f"{record.spec.name}: {registers}{counts}"
+    registers = f"{record.machine.registers} registers" if record.machine else "PTX"
+    return f"{record.name}: {registers}{counts}"

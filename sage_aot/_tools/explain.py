@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import inspect
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Any, cast
 
 import torch
 
-from sage_aot import _cuda
-from sage_aot._driver import CUDA_OF_DRIVER, cuda_of, default_driver
-from sage_aot._loader import default_library
-from sage_aot._manifest import Manifest
-from sage_aot._ops import emulated_arch
-from sage_aot._problem import Problem, check, check_out
-from sage_aot._select import (
+from sage_aot._backends.cuda import gpu_here
+from sage_aot._backends.drivers import default_driver
+from sage_aot._backends.emulation.backend import emulated_arch
+from sage_aot._call.pipeline import default_library
+from sage_aot._kernels.drivers import CUDA_OF_DRIVER, cuda_of
+from sage_aot._kernels.manifest import Manifest
+from sage_aot._kernels.spec import MAX_HEADDIM
+from sage_aot._launch.choose import (
     ArchChoice,
     Candidate,
     Gpu,
     Kernels,
-    all_archs,
     candidates,
     choose_arch,
     kernels_of,
     nearest_arch,
+    wanted_axes,
 )
+from sage_aot._problem.check import Problem, check, check_out, check_return_lse, check_tensors_are
+from sage_aot._problem.options import OPTIONS, Options
 from sage_aot.errors import ArgumentError, UnsupportedError
-
-_SHOWN = ("headdim", "is_causal", "qk_bits", "smooth_q", "smooth_v", "pv_accum")
-"""What of a problem decides about its kernels."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,11 @@ class Explanation:
 
     def __str__(self) -> str:
         where = f"GPU     {self.gpu}" if self.gpu else "CPU     tensors are emulated"
-        call = ", ".join(f"{name}={getattr(self.problem, name)!r}" for name in _SHOWN)
+        decisive = [f"{name}={getattr(self.problem.options, name)!r}" for name, option in OPTIONS.items() if option.axis]
+        call = ", ".join([f"headdim={self.problem.headdim}", *decisive])
         taken = f"refused {self.error}"
         if self.kernels:
-            names = [getattr(self.kernels, field.name) for field in fields(self.kernels)]
-            taken = "\n".join(f"{'runs' if i == 0 else '':8}{record.spec.name}"
-                              for i, record in enumerate(filter(None, names)))
+            taken = "\n".join(f"{'runs' if i == 0 else '':8}{record.name}" for i, record in enumerate(self.kernels.records))
         return "\n".join([where, f"call    {call}", taken, "", *self._table()])
 
     def _table(self) -> list[str]:
@@ -55,7 +56,7 @@ class Explanation:
         rows = []
         for (arch, reason), group in groupby(self.candidates, lambda c: (c.record.spec.arch, _summary(c))):
             of_group = list(group)
-            name = of_group[0].record.spec.name
+            name = of_group[0].record.name
             if len(of_group) > 1:
                 name = f"sage_attn_{arch}_* ({len(of_group)} kernels)"
             rows.append(("taken" if of_group[0].taken else "", name, reason))
@@ -69,9 +70,7 @@ def _summary(candidate: Candidate) -> str:
 
 def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: torch.Tensor | None = None, *,
             capability: tuple[int, int] | None = None, headdim: int | None = None, driver: int | None = None,
-            is_causal: bool = False, scale: float | None = None, layout: str = "HND", qk_bits: int | str = "auto",
-            smooth_q: bool | str = "auto", smooth_k: bool = True, smooth_v: bool = False, pv_accum: str = "auto",
-            return_lse: bool = False, out: torch.Tensor | None = None) -> Explanation:
+            return_lse: bool = False, out: torch.Tensor | None = None, **options: Any) -> Explanation:
     """Which kernels :func:`sage_aot.attn` would run for these arguments, and why none of the others.
 
     Nothing is loaded or launched, and no GPU is needed: ``explain(capability=(8, 9), headdim=128)`` tells what an L4
@@ -83,10 +82,10 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
         q, k, v: as for the call; in place of them `headdim`.
         capability: compute capability, ``(major, minor)``, of the GPU to explain for; None for that of q's device, and
             without q for the current device.
-        headdim: channels of a head, 1 to 128, where there are no tensors.
+        headdim: channels of a head where there are no tensors.
         driver: branch of that GPU's driver, such as 535; None for that of this machine where `capability` is None too,
             else the driver is left out of account.
-        is_causal, scale, layout, qk_bits, smooth_q, smooth_k, smooth_v, pv_accum, return_lse, out: those of the call.
+        return_lse, out, options: those of the call.
 
     Returns:
         An :class:`Explanation`: ``print`` shows it as a table; ``candidates`` has every attention kernel with its
@@ -94,12 +93,14 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
 
     Raises:
         ArgumentError: an argument is not as described.
+        TypeError: an option is none of the call.
         CubinError: the kernel folder is missing or damaged.
 
     >>> import sage_aot
     >>> sage_aot.explain(capability=(8, 9), headdim=128).kernels.attn.spec.arch
     'sm89'
     """
+    asked = Options(**options)
     if q is None and k is None and v is None:
         q = k = v = _stand_in(headdim)
         device = -1 if capability else _current_device()
@@ -107,10 +108,10 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
         raise ArgumentError(f"headdim: that of q holds, got {headdim!r} beside tensors; pass one or the other")
     else:
         device = q.get_device() if isinstance(q, torch.Tensor) else -1
-    problem = check(q, k, v, is_causal=is_causal, scale=scale, layout=layout, qk_bits=qk_bits, smooth_q=smooth_q,
-                    smooth_k=smooth_k, smooth_v=smooth_v, pv_accum=pv_accum)
-    if not isinstance(return_lse, bool):
-        raise ArgumentError(f"return_lse: expected True or False, got {return_lse!r}")
+    check_tensors_are(q=q, k=k, v=v)
+    q, k, v = (cast(torch.Tensor, tensor) for tensor in (q, k, v))
+    problem = check(q, k, v, asked)
+    check_return_lse(return_lse)
     if out is not None:
         check_out(out, q)
     manifest = default_library().manifest
@@ -120,18 +121,22 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
 
 def _explained(gpu: Gpu | None, device: int, problem: Problem, manifest: Manifest) -> Explanation:
     """For a GPU, or for the emulation; `device` is that GPU's number where it is this machine's, else −1."""
-    emulated = None if gpu else emulated_arch(manifest)
-    choice = choose_arch(gpu, manifest) if gpu else ArchChoice(emulated, {
-        arch: f"{emulated} is what CPU tensors emulate; SAGE_AOT_EMULATE names another"
-        for arch in sorted(all_archs(manifest), key=lambda arch: arch != emulated)})
+    choice = choose_arch(gpu, manifest) if gpu else _choice_of_emulation(manifest)
     kernels = error = None
     try:
         if gpu and device >= 0:
             default_driver()  # that something can load kernels; of another machine's GPU nobody knows
-        kernels = kernels_of(nearest_arch(gpu, manifest) if gpu else emulated, problem, manifest)
+        arch = nearest_arch(gpu, manifest) if gpu else emulated_arch(manifest)
+        kernels = kernels_of(arch, wanted_axes(problem), manifest)
     except UnsupportedError as refused:
         error = str(refused)
     return Explanation(gpu, problem, candidates(choice, problem, manifest), kernels, error)
+
+
+def _choice_of_emulation(manifest: Manifest) -> ArchChoice:
+    emulated = emulated_arch(manifest)
+    why = f"{emulated} is what CPU tensors emulate; SAGE_AOT_EMULATE names another"
+    return ArchChoice(emulated, dict.fromkeys(sorted(manifest.attention_archs, key=lambda arch: arch != emulated), why))
 
 
 def _gpu(device: int, capability: tuple[int, int] | None, driver: int | None) -> Gpu | None:
@@ -145,7 +150,7 @@ def _gpu(device: int, capability: tuple[int, int] | None, driver: int | None) ->
         return Gpu(capability, cuda)
     if device < 0:
         return None
-    here = _cuda.gpu_here(device)
+    here = gpu_here(device)
     return here if cuda is None else here._replace(cuda=cuda)
 
 
@@ -159,5 +164,18 @@ def _current_device() -> int:
 def _stand_in(headdim: int | None) -> torch.Tensor:
     """A tensor for the checks, where only the head dim is known."""
     if not isinstance(headdim, int) or isinstance(headdim, bool) or headdim < 1:
-        raise ArgumentError(f"headdim: expected an integer from 1 to 128 where no tensors are given, got {headdim!r}")
+        raise ArgumentError(f"headdim: expected an integer from 1 to {MAX_HEADDIM} where no tensors are given, got "
+                            f"{headdim!r}")
     return torch.empty(1, 1, 1, headdim, dtype=torch.bfloat16)
+
+
+def _signature() -> inspect.Signature:
+    """Of :func:`explain`, with the options of the call by name."""
+    plain = inspect.signature(explain)
+    own = [parameter for parameter in plain.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default)
+               for name, option in OPTIONS.items()]
+    return plain.replace(parameters=[*own, *options])
+
+
+explain.__signature__ = _signature()  # type: ignore[attr-defined]  # what help() and editors show

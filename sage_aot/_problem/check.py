@@ -1,4 +1,4 @@
-"""From a caller's arguments to a :class:`Problem`: every check, and nothing that touches a device."""
+"""From a caller's tensors and options to a :class:`Problem`: every check of tensors, and nothing that touches a device."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sage_aot._spec import AXES
+from sage_aot._kernels.spec import MAX_HEADDIM
+from sage_aot._problem.options import LAYOUTS, Options
 from sage_aot.errors import ArgumentError
 
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
-LAYOUTS = {"HND": "[batch, heads, seq, headdim]", "NHD": "[batch, seq, heads, headdim]"}
-MAX_HEADDIM = max(AXES["headdim"])
-MAX_SCALE = 1e6
-"""Kernels keep scores and their scales in float32, and take no score below −1e30 for one that they saw."""
 
 
 @dataclass(frozen=True)
@@ -28,25 +25,18 @@ class Problem:
     seqlen_kv: int
     headdim: int  # of the tensors; kernels pad it to one of theirs
     dtype: str  # "f16" or "bf16", of q, k, v and the output
-    is_causal: bool
     softmax_scale: float
-    qk_bits: int  # of the quantized q and k: 8 or 4
-    smooth_q: bool  # which of them have their mean subtracted before they are quantized
-    smooth_k: bool
-    smooth_v: bool
-    pv_accum: str  # how P·V adds up: a value of the axis, or "auto" for that of the chosen kernels
+    options: Options  # resolved: "auto" is left only where the chosen kernels decide
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no queries, or no keys for them to see."""
+        return 0 in (self.batch, self.num_q_heads, self.num_kv_heads, self.seqlen_q, self.seqlen_kv)
 
 
-def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, scale: float | None = None,
-          layout: str = "HND", qk_bits: int | str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
-          smooth_v: bool = False, pv_accum: str = "auto") -> Problem:
+def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Problem:
     """The problem that these arguments pose; ArgumentError where they pose none."""
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ArgumentError(f"layout: expected 'HND' {LAYOUTS['HND']} or 'NHD' {LAYOUTS['NHD']}, got {layout!r}")
-    _check_flags(is_causal=is_causal, smooth_k=smooth_k, smooth_v=smooth_v)
-    bits = _qk_bits(qk_bits)
-    if not isinstance(pv_accum, str) or pv_accum not in ("auto", *AXES["pv_accum"]):
-        raise ArgumentError(f"pv_accum: expected 'auto' or one of {AXES['pv_accum']}, got {pv_accum!r}")
+    layout = options.layout
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor, layout)
     _check_alike(q, k, v)
@@ -66,11 +56,12 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool 
         raise ArgumentError(f"the heads of q must be a multiple of those of k and v, got {num_q_heads} and "
                             f"{num_kv_heads} in layout {layout!r}; for tensors {LAYOUTS[other]} pass layout={other!r}, "
                             f"else repeat heads of k and v")
-    return Problem(batch, num_q_heads, num_kv_heads, seqlen_q, seqlen_kv, headdim, DTYPES[q.dtype], is_causal,
-                   _softmax_scale(scale, headdim), bits, _smooth_q(smooth_q, bits), smooth_k, smooth_v, pv_accum)
+    scale = 1.0 / math.sqrt(headdim) if options.scale is None else float(options.scale)
+    return Problem(batch, num_q_heads, num_kv_heads, seqlen_q, seqlen_kv, headdim, DTYPES[q.dtype], scale,
+                   options.resolved())
 
 
-def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
+def check_out(out: object, q: torch.Tensor) -> None:
     """ArgumentError unless `out` can hold the attention of `q`."""
     if not isinstance(out, torch.Tensor):
         raise ArgumentError(f"out: expected a tensor like q, got {type(out).__name__}; make one with "
@@ -84,21 +75,43 @@ def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
                             f"was not expanded")
 
 
+def check_no_grad(**tensors: torch.Tensor | None) -> None:
+    """ArgumentError for a tensor that autograd would follow; asked on every call, since grad mode may change."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise ArgumentError(f"{name} requires grad, and attn has no backward pass; call it under torch.no_grad() or "
+                                f"torch.inference_mode(), or pass {name}.detach()")
+
+
+def check_device(q: torch.Tensor) -> None:
+    """ArgumentError unless kernels or their emulation run where q is."""
+    if not (q.is_cuda or q.is_cpu):
+        raise ArgumentError(f"q, k and v must be CUDA or CPU tensors, got device {q.device}; move them with "
+                            f"q.to('cuda') or q.to('cpu')")
+
+
+def check_return_lse(return_lse: object) -> None:
+    if not isinstance(return_lse, bool):
+        raise ArgumentError(f"return_lse: expected True or False, got {return_lse!r}")
+
+
+def check_tensors_are(**tensors: object) -> None:
+    """ArgumentError for what is no tensor at all."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; make one with "
+                                f"torch.as_tensor({name})")
+
+
 def heads_first(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     """The same memory as [batch, heads, seq, headdim]."""
     return tensor if layout == "HND" else tensor.transpose(1, 2)
 
 
-def _check_flags(**flags: object) -> None:
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ArgumentError(f"{name}: expected True or False, got {value!r}")
-
-
 def _check_tensor(name: str, tensor: torch.Tensor, layout: str) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise ArgumentError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; make one with "
-                            f"torch.as_tensor({name})")
+    check_tensors_are(**{name: tensor})
     if tensor.dim() != 4:
         raise ArgumentError(f"{name}: expected four dimensions {LAYOUTS[layout]}, got shape {tuple(tensor.shape)}; add "
                             f"those of size one with {name}.unsqueeze(dim), split a fused one with {name}.unflatten")
@@ -109,9 +122,6 @@ def _check_tensor(name: str, tensor: torch.Tensor, layout: str) -> None:
         raise ArgumentError(f"{name}: expected a head dim from 1 to {MAX_HEADDIM}, got {tensor.shape[-1]}; for others "
                             f"call torch.nn.functional.scaled_dot_product_attention")
     _check_last_stride(name, tensor)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(f"{name} requires grad, and attn has no backward pass; call it under torch.no_grad() or "
-                            f"torch.inference_mode(), or pass {name}.detach()")
 
 
 def _check_last_stride(name: str, tensor: torch.Tensor) -> None:
@@ -128,29 +138,6 @@ def _check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if tensor.device != q.device:
             raise ArgumentError(f"q, k and v must be on one device, got {q.device} for q and {tensor.device} for "
                                 f"{name}; pass {name}.to(q.device)")
-
-
-def _qk_bits(qk_bits: int | str) -> int:
-    """4 bits visibly hurt some models, so "auto" means 8."""
-    if not isinstance(qk_bits, (int, str)) or isinstance(qk_bits, bool) or qk_bits not in ("auto", *AXES["qk"]):
-        raise ArgumentError(f"qk_bits: expected 'auto', 8 or 4, got {qk_bits!r}")
-    return 8 if qk_bits == "auto" else qk_bits
-
-
-def _smooth_q(smooth_q: bool | str, qk_bits: int) -> bool:
-    """At 8 bits smoothing Q gains less than it costs."""
-    if not isinstance(smooth_q, bool) and not (isinstance(smooth_q, str) and smooth_q == "auto"):
-        raise ArgumentError(f"smooth_q: expected 'auto', True or False, got {smooth_q!r}")
-    return qk_bits == 4 if smooth_q == "auto" else smooth_q
-
-
-def _softmax_scale(scale: float | None, headdim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(headdim)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= MAX_SCALE:
-        raise ArgumentError(f"scale: expected a finite Python number of at most ±{MAX_SCALE:g}, or None for "
-                            f"1 / sqrt(headdim), got {scale!r}; for a tensor pass scale.item()")
-    return float(scale)
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sage_aot import _emulate
-from sage_aot._emulate import E4M3_LIMIT, Quantized
-from sage_aot._plan import Plan
+from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT
+from sage_aot._backends.emulation.attention import attend
+from sage_aot._backends.emulation.quantize import Quantized
+from sage_aot._families import FAMILIES
+from sage_aot._launch.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,9 @@ def against_emulation(plan: Plan, quantized: Quantized, out: torch.Tensor, lse: 
 
 
 def _bound(plan: Plan) -> Bound:
-    bound = BOUNDS[plan.kernels.attn.spec.pv_accum]
-    if plan.kernels.attn.tile.producer_warps:  # R may take two tiles, and so twice as many steps
-        bound = dataclasses.replace(bound, tight=2 * bound.tight)
-    return bound
+    attn = plan.kernels.attn
+    bound = BOUNDS[attn.spec.pv_accum]  # of a tile; as many more steps as tiles add up before they are promoted
+    return dataclasses.replace(bound, tight=FAMILIES[attn.family].tiles_a_promotion * bound.tight)
 
 
 def _lse_measure(plan: Plan, quantized: Quantized, lse: torch.Tensor, expected: torch.Tensor) -> Measure:
@@ -136,7 +137,7 @@ def _emulated(plan: Plan, quantized: Quantized) -> tuple[torch.Tensor, torch.Ten
     twice = {name: torch.cat([x, x]) if isinstance(x, torch.Tensor) else x for name, x in twice.items()}
     twice["v"] = torch.cat([quantized.v, quantized.v.abs()])
     twice["v_mean"] = torch.cat([quantized.v_mean, torch.zeros_like(quantized.v_mean)])
-    out, lse = _emulate.attend(plan.problem, plan.kernels, Quantized(**twice))
+    out, lse = attend(plan.problem, plan.kernels, Quantized(**twice))
     batch, rows, headdim = plan.problem.batch, plan.problem.seqlen_q, plan.problem.headdim
     out = out[:, :, :rows, :headdim]
     return out[:batch], lse[:batch, :, :rows], out[batch:]

@@ -18,14 +18,20 @@ from pathlib import Path
 
 import torch
 
-from sage_aot import _cuda, _emulate, _reference
-from sage_aot._compare import Measure, against_emulation
-from sage_aot._driver import cuda_text, default_driver, too_old
-from sage_aot._loader import Library, default_library
-from sage_aot._manifest import FILE_NAME, KernelRecord, Manifest
-from sage_aot._plan import Plan, plan
-from sage_aot._problem import check
-from sage_aot._select import Gpu, companions_of, unsupported
+from sage_aot._backends.base import Tensors
+from sage_aot._backends.cuda import CudaBackend, gpu_here
+from sage_aot._backends.drivers import default_driver
+from sage_aot._backends.emulation.quantize import quantize
+from sage_aot._backends.loader import Library
+from sage_aot._call.pipeline import default_library, plan_of
+from sage_aot._kernels.drivers import cuda_text, too_old
+from sage_aot._kernels.manifest import FILE_NAME, AttnRecord, KernelRecord, Manifest
+from sage_aot._launch.choose import Gpu, unsupported
+from sage_aot._launch.plan import Plan
+from sage_aot._problem.check import check
+from sage_aot._problem.options import Options
+from sage_aot._tools import reference
+from sage_aot._tools.compare import Measure, against_emulation
 from sage_aot.errors import CubinError, SageAotError, UnsupportedError
 
 VERIFIED, FAILED, NOT_RUN = 0, 1, 3
@@ -79,7 +85,7 @@ def _verdict(problems: list[str], passed: str, code: int = VERIFIED) -> int:
 
 
 def _check_files(library: Library) -> list[str]:
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     recorded = recorded_files(package)
     damaged = list(record_problems(recorded))
     _row("wheel", f"{len(recorded)} files as in its RECORD" if recorded else
@@ -152,7 +158,7 @@ def _unreadable(library: Library) -> str | None:
 
 def _check_device(library: Library, device: int, seed: int) -> tuple[int, list[str]]:
     """Load and run what a GPU can take: how many self-tests ran, and what failed."""
-    gpu = _cuda.gpu_here(device)
+    gpu = gpu_here(device)
     print(f"cuda:{device}   {gpu}")
     records = takes(gpu, library.manifest)
     if not records:
@@ -168,19 +174,19 @@ def _check_device(library: Library, device: int, seed: int) -> tuple[int, list[s
         _row("", f"{driver.name} {driver.version} (driver for CUDA {cuda_text(driver.cuda)}) loads all {len(records)} "
              f"files that this GPU can take", problems)
         print(f"         seed {seed}; errors in units of their bound")
-        tests = [record for record in loaded if record.spec.kind == "attn"]
+        tests = [record for record in loaded if isinstance(record, AttnRecord)]
         for record in tests:
             outcome = self_test(library, record, f"cuda:{device}", seed)
-            print(f"         {'FAILED' if outcome.failure else 'ok':6} {record.spec.name}  "
+            print(f"         {'FAILED' if outcome.failure else 'ok':6} {record.name}  "
                   f"{outcome.failure or f'{outcome.worst:.2f}'}")
             if outcome.failure:
-                problems.append(f"{record.spec.name}: {outcome.failure}")
+                problems.append(f"{record.name}: {outcome.failure}")
     return len(tests), problems
 
 
 def takes(gpu: Gpu, manifest: Manifest) -> list[KernelRecord]:
     """All files that a GPU can take, whether a call would choose them or not."""
-    return [record for _, record in sorted(manifest.kernels.items())
+    return [record for record in manifest.kernels.values()
             if record.serves(gpu.capability) and not (gpu.cuda and too_old(gpu.cuda, record.least_driver))]
 
 
@@ -195,7 +201,7 @@ def _load(library: Library, records: list[KernelRecord], device: int) -> tuple[l
     return loaded, problems
 
 
-def self_test(library: Library, record: KernelRecord, device: str, seed: int) -> Outcome:
+def self_test(library: Library, record: AttnRecord, device: str, seed: int) -> Outcome:
     """Run an attention kernel with its companions on small ragged inputs and hold it against the emulation."""
     worst = 0.0
     try:
@@ -210,30 +216,23 @@ def self_test(library: Library, record: KernelRecord, device: str, seed: int) ->
     return Outcome(worst, None)
 
 
-def _measures(library: Library, record: KernelRecord, device: str, seed: int, batch: int, q_heads: int,
+def _measures(library: Library, record: AttnRecord, device: str, seed: int, batch: int, q_heads: int,
               kv_heads: int, queries: int, keys: int, fewer: int, dtype: torch.dtype) -> list[Measure]:
     headdim = record.spec.headdim - fewer
-    q, k, v = _reference.inputs("outlier", (batch, q_heads, queries, headdim), (batch, kv_heads, keys, headdim), dtype,
+    q, k, v = reference.inputs("outlier", (batch, q_heads, queries, headdim), (batch, kv_heads, keys, headdim), dtype,
                                 torch.Generator().manual_seed(seed))
-    prepared = _plan_of(record, library.manifest, q, k, v)
-    out, lse = _run(prepared, library, device, q, k, v)
-    quantized = _emulate.quantize(prepared.problem, prepared.kernels, q, k, v)
-    return against_emulation(prepared, quantized, out, lse)
+    backend = CudaBackend(library, record.spec.arch)
+    problem = check(q, k, v, Options.of_axes(record.spec.values))  # which ask for just this kernel
+    plan = plan_of(backend, problem, torch.device(device).index)
+    out, lse = _run(backend, plan, device, q, k, v)
+    return against_emulation(plan, quantize(problem, plan.kernels, q, k, v), out, lse)
 
 
-def _plan_of(record: KernelRecord, manifest: Manifest, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Plan:
-    """Of a call with the options of just this kernel."""
-    spec = record.spec
-    problem = check(q, k, v, is_causal=spec.mask == "causal", qk_bits=spec.qk, smooth_q=spec.q == "qsmooth",
-                    smooth_v=spec.v == "vsmooth", pv_accum=spec.pv_accum)
-    return plan(problem, companions_of(record, manifest))
-
-
-def _run(prepared: Plan, library: Library, device: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _run(backend: CudaBackend, plan: Plan, device: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp, on the CPU; all that the kernels write is poisoned with NaN before."""
     q, k, v = (tensor.to(device) for tensor in tensors)
     out = torch.full_like(q, torch.nan)
     lse = torch.full(q.shape[:3], torch.nan, device=device)
-    workspace = torch.full((prepared.workspace_bytes,), 0xFF, dtype=torch.uint8, device=device)
-    _cuda.attention(prepared, library, q, k, v, out, lse, workspace)
+    workspace = torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=device)
+    backend.bind(plan, Tensors(q, k, v, out)).run(q, k, v, out, lse, workspace)
     return out.cpu(), lse.cpu()

@@ -1,0 +1,200 @@
+"""Calls of CUDA tensors: which kernels a device runs, workspace from torch's allocator, launches on torch's current
+stream.
+
+What a call costs the host is spent once per kind of call: its structs are packed and its kernels bound to them when it
+is prepared. Afterwards a call adds the addresses of its tensors to the structs and queues the launches.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from sage_aot._backends.base import Tensors
+from sage_aot._backends.drivers import Driver, Function, Launcher, default_driver
+from sage_aot._backends.loader import Library
+from sage_aot._kernels.manifest import Manifest
+from sage_aot._kernels.spec import is_ptx
+from sage_aot._launch.choose import Gpu, nearest_arch
+from sage_aot._launch.plan import Argument, Arguments, Launch, Plan, Strides, launches
+from sage_aot._launch.structs import SOURCES, WORD, Packed, pack
+from sage_aot.errors import LaunchError, PtxWarning, UnsupportedError
+
+
+class CudaBackend:
+    """The kernels of a folder on CUDA devices."""
+
+    def __init__(self, library: Library, arch: str | None = None) -> None:
+        """`arch`: whose kernels run, whatever the device; None for those that the device's capability asks for."""
+        self.library = library
+        self._arch = arch
+        self._archs: dict[int, str] = {}  # by device
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.library.manifest
+
+    def arch(self, device: int) -> str:
+        """Warns once where the kernels are PTX; asking torch and the driver each time would cost microseconds."""
+        if device not in self._archs:
+            self._archs[device] = self._arch or arch_of(self.library, device)
+        return self._archs[device]
+
+    def bind(self, plan: Plan, tensors: Tensors) -> CudaCall:
+        device = tensors.q.get_device()
+        with torch.cuda.device(device):
+            return CudaCall(plan, tensors, self.library, device)
+
+
+def arch_of(library: Library, device: int) -> str:
+    """The arch whose kernels a CUDA device runs. Raises UnsupportedError where none does, or nothing can load them."""
+    library.driver  # noqa: B018 - or say what is missing
+    gpu = gpu_here(device)
+    arch = nearest_arch(gpu, library.manifest)
+    if is_ptx(arch) and os.environ.get("SAGE_AOT_PTX_WARNING") != "0":
+        warnings.warn(f"this sage-aot has no machine code for this GPU ({gpu}): the driver compiles the PTX of {arch}, "
+                      f"which takes seconds at the first call of each kernel and does not use what is new in this GPU. "
+                      f"Look for a newer sage-aot; SAGE_AOT_PTX_WARNING=0 silences this", PtxWarning, stacklevel=2)
+    return arch
+
+
+def gpu_here(device: int) -> Gpu:
+    """A CUDA device; nothing is known of its driver where no loader can ask it."""
+    try:
+        cuda = default_driver().cuda
+    except UnsupportedError:
+        cuda = None
+    return Gpu(torch.cuda.get_device_capability(device), cuda, torch.cuda.get_device_name(device))
+
+
+@lru_cache(maxsize=None)
+def multiprocessors(device: int) -> int:
+    """Of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# --- a prepared call --------------------------------------------------------------------------------------------------
+
+
+class CudaCall:
+    """The launches of a plan for tensors of given strides on one device. Safe under threads."""
+
+    def __init__(self, plan: Plan, tensors: Tensors, library: Library, device: int) -> None:
+        """The device must be torch's current one."""
+        self.plan = plan
+        self._strides = [strides_of(tensor, plan.problem.options.layout) for tensor in tensors]
+        self._library, self._device = library, device
+        self._context = library.driver.context(device)
+        self._queues: dict[tuple[bool, ...], Queue] = {}  # by which of q, k, v begin at a multiple of 16 bytes
+        self._aligned = self._queue_for((True, True, True))
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                 lse: torch.Tensor | None) -> None:
+        self.run(q, k, v, out, lse, q.new_empty(self.plan.workspace_bytes, dtype=torch.uint8))
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
+            workspace: torch.Tensor) -> None:
+        """The call with a workspace of the caller's, which keeps what the quantizers leave."""
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        queue = self._aligned if (at_q | at_k | at_v) & 15 == 0 else self._queue_for(
+            (at_q & 15 == 0, at_k & 15 == 0, at_v & 15 == 0))
+        queue(torch._C._cuda_getCurrentRawStream(self._device), at_q, at_k, at_v, out.data_ptr(),
+              0 if lse is None else lse.data_ptr(), workspace.data_ptr())
+
+    def launches(self, at_16_bytes: tuple[bool, ...] = (True, True, True)) -> list[Launch]:
+        """What is queued, for q, k and v that begin at a multiple of 16 bytes or not."""
+        arguments = [Argument(name, strides, at) for name, strides, at in
+                     zip(Tensors._fields, self._strides, (*at_16_bytes, True))]
+        return launches(self.plan, Arguments(*arguments), multiprocessors(self._device))
+
+    def queue_of(self, wanted: Sequence[Launch]) -> Queue:
+        """Some launches, to be queued together; their kernels are loaded. The device must be torch's current one."""
+        structs = self._library.manifest.structs
+        bound = [_Bound(launch.record.name, self._library.load(launch.record, self._device), launch.blocks,
+                        pack(launch.params, structs[launch.record.params])) for launch in wanted]
+        return Queue(bound, self._library.driver, self._context)
+
+    def _queue_for(self, at_16_bytes: tuple[bool, ...]) -> Queue:
+        if at_16_bytes not in self._queues:
+            with torch.cuda.device(self._device):
+                self._queues[at_16_bytes] = self.queue_of(self.launches(at_16_bytes))
+        return self._queues[at_16_bytes]
+
+
+def strides_of(tensor: torch.Tensor, layout: str) -> Strides:
+    """Of a tensor in the caller's layout."""
+    batch, first, second, _ = tensor.stride()
+    return Strides(batch, first, second) if layout == "HND" else Strides(batch, second, first)
+
+
+class _Bound(NamedTuple):
+    name: str
+    function: Function
+    blocks: int
+    packed: Packed
+
+
+class Queue:
+    """Launches whose structs wait for the addresses of a call. Safe under threads."""
+
+    def __init__(self, bound: list[_Bound], driver: Driver, context: int) -> None:
+        self._bound, self._driver, self._context = bound, driver, context
+        self._current = driver.current
+        self._template = np.frombuffer(b"".join(launch.packed.data for launch in bound), np.uint64)
+        self._sources = np.full(len(self._template), len(SOURCES), np.intp)  # of a word that holds no address: zero
+        self._first_words = np.cumsum([0, *(len(launch.packed.data) // WORD for launch in bound)])
+        for launch, first in zip(bound, self._first_words):
+            for offset, source in launch.packed.sources.items():
+                self._sources[first + offset // WORD] = SOURCES.index(source)
+        self._free: list[_Structs] = []  # as many as threads ever met here; pop and append are atomic
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        """Queue the launches, in order, on a raw stream handle, for tensors at these addresses, in the order of
+        SOURCES. LaunchError, with the kernel's name, where the driver refuses one."""
+        if self._current() == self._context:
+            self._launch(stream, addresses)
+        else:  # a thread on which nothing has used the device yet, or one that uses another
+            with self._driver.entered(self._context):
+                self._launch(stream, addresses)
+
+    def _launch(self, stream: int, addresses: tuple[int, ...]) -> None:
+        try:
+            structs = self._free.pop()
+        except IndexError:
+            structs = _Structs(self._template, self._first_words, self._bound)
+        _ADDRESSES.pack_into(structs.addresses, 0, *addresses)
+        structs.addresses.take(self._sources, None, structs.gathered, "clip")
+        np.add(self._template, structs.gathered, structs.words)
+        launcher = None
+        try:
+            for launcher in structs.launchers:
+                launcher(stream)
+        except Exception as error:  # those of cupy have no common base: whatever it is, name the kernel
+            refused = self._bound[structs.launchers.index(launcher)] if launcher else self._bound[0]
+            raise LaunchError(f"the driver does not launch {refused.name}: {error}") from error
+        self._free.append(structs)  # an error drops them
+
+
+_ADDRESSES = struct.Struct(f"<{len(SOURCES)}Q")
+
+
+class _Structs:
+    """The structs of a call's launches, and launchers that read them; of one thread at a time."""
+
+    __slots__ = ("_pointers", "addresses", "gathered", "launchers", "words")
+
+    def __init__(self, template: np.ndarray, first_words: np.ndarray, bound: list[_Bound]) -> None:
+        self.addresses = np.zeros(len(SOURCES) + 1, np.uint64)  # the last stays zero
+        self.gathered, self.words = np.empty_like(template), np.empty_like(template)
+        begin = self.words.ctypes.data
+        self._pointers = np.array([begin + WORD * int(first) for first in first_words[:-1]], np.uint64)
+        at = self._pointers.ctypes.data
+        self.launchers: list[Launcher] = [launch.function.bind(launch.blocks, at + WORD * i)
+                                          for i, launch in enumerate(bound)]

@@ -1,0 +1,248 @@
+"""The CUDA driver, through cupy or through cuda-bindings: a cubin becomes a function, a function is launched.
+
+The only module that imports either, and only when a GPU is first asked about. Which of the two makes no difference to
+a kernel; cupy is taken first, cuda-bindings (which torch brings along on Linux) where cupy cannot be used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+from sage_aot._kernels.drivers import cuda_text
+from sage_aot.errors import UnsupportedError
+
+Launcher = Callable[[int], None]
+"""Queues one launch on a raw stream handle, in the current context. Threads must not share one."""
+
+_CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+
+class Function(Protocol):
+    """A kernel on a device."""
+
+    def bind(self, blocks: int, pointers: int) -> Launcher:
+        """Launches of so many blocks with a struct that the driver reads in each of them. `pointers`: the address of
+        one pointer to that struct; the caller keeps both alive as long as the launcher."""
+        ...
+
+
+class Driver(Protocol):
+    """What loads and launches."""
+
+    name: str  # as SAGE_AOT_LOADER spells it
+    version: str  # of the package
+    cuda: int  # that the driver is for: 12090 is 12.9
+
+    def load(self, device: int, image: bytes, entry: str, threads: int, shared_bytes: int) -> Function:
+        """The kernel `entry` of a cubin or of PTX, on a device, which must be torch's current one; for blocks of so
+        many threads and so much dynamic shared memory."""
+        ...
+
+    def context(self, device: int) -> int:
+        """The primary context of a device, which torch uses too. The device must be torch's current one."""
+        ...
+
+    def current(self) -> int:
+        """This thread's current context, 0 where it has none."""
+        ...
+
+    def entered(self, context: int) -> AbstractContextManager[None]:
+        """Makes a context current on this thread, and afterwards the one that was."""
+        ...
+
+
+# --- cupy -------------------------------------------------------------------------------------------------------------
+
+
+class CupyDriver:
+    """Through cupy; UnsupportedError where it is missing or made for a newer CUDA than the driver."""
+
+    name = "cupy"
+
+    def __init__(self) -> None:
+        try:
+            import cupy
+            from cupy_backends.cuda.api import driver
+        except ImportError as error:
+            raise UnsupportedError(f"cupy cannot be imported ({error}): `pip install 'sage-aot[cuda12]'`, or [cuda13] "
+                                   f"for drivers from 580 on") from error
+        self.cuda: int = cupy.cuda.runtime.driverGetVersion()
+        built = cupy.cuda.runtime.runtimeGetVersion()
+        if self.cuda // 1000 < built // 1000:
+            raise UnsupportedError(f"cupy was built for CUDA {cuda_text(built)}, but {_too_old(self.cuda)}")
+        self.version: str = cupy.__version__
+        self._api, self._runtime, self._module = driver, cupy.cuda.runtime, cupy.cuda.function.Module
+        self.current: Callable[[], int] = driver.ctxGetCurrent
+
+    def load(self, device: int, image: bytes, entry: str, threads: int, shared_bytes: int) -> Function:
+        module = self._module()
+        module.load(image)
+        function = module.get_function(entry)  # keeps its module
+        # Above 48 KB a kernel must ask for dynamic shared memory, once per device.
+        self._api.funcSetAttribute(function.ptr, _CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+        return _CupyFunction(self._api.launchKernel, function, threads, shared_bytes)
+
+    def context(self, device: int) -> int:
+        self._runtime.setDevice(device)  # as torch has it; makes the primary context current where none is yet
+        return self.current()
+
+    @contextmanager
+    def entered(self, context: int) -> Iterator[None]:
+        before = self.current()
+        self._api.ctxSetCurrent(context)
+        try:
+            yield
+        finally:
+            self._api.ctxSetCurrent(before)
+
+
+class _CupyFunction(NamedTuple):
+    launch_kernel: Callable[..., None]
+    function: Any
+    threads: int
+    shared_bytes: int
+
+    def bind(self, blocks: int, pointers: int) -> Launcher:
+        launch_kernel, _, threads, shared_bytes = self
+        handle = self.function.ptr
+
+        def launch(stream: int) -> None:
+            launch_kernel(handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, 0)
+
+        return launch
+
+
+# --- cuda-bindings ----------------------------------------------------------------------------------------------------
+
+
+class BindingsDriver:
+    """Through cuda-bindings; UnsupportedError where it is missing, or a driver is."""
+
+    name = "cuda-bindings"
+
+    def __init__(self) -> None:
+        try:
+            from cuda import bindings
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise UnsupportedError(f"cuda-bindings cannot be imported ({error}): `pip install "
+                                   f"cuda-bindings`") from error
+        self._api: Any = driver
+        self._get_current = driver.cuCtxGetCurrent
+        self.version: str = bindings.__version__
+        try:
+            self.cuda: int = self._call(driver.cuDriverGetVersion)
+        except RuntimeError as error:  # of cuda-bindings itself, where there is no library of a driver to call
+            raise UnsupportedError(f"cuda-bindings finds no driver ({error}): install or update the NVIDIA "
+                                   f"driver") from error
+        self._contexts: dict[int, int] = {}  # by device
+
+    def load(self, device: int, image: bytes, entry: str, threads: int, shared_bytes: int) -> Function:
+        with self.entered(self.context(device)):
+            module = self._call(self._api.cuModuleLoadData, image)
+            function = self._call(self._api.cuModuleGetFunction, module, entry.encode())
+            self._call(self._api.cuFuncSetAttribute, function,
+                       self._api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+        return _BindingsFunction(self, function, threads, shared_bytes)
+
+    def context(self, device: int) -> int:
+        """Retained for the life of the process."""
+        if device not in self._contexts:
+            self._call(self._api.cuInit, 0)
+            handle = self._call(self._api.cuDeviceGet, device)
+            self._contexts[device] = int(self._call(self._api.cuDevicePrimaryCtxRetain, handle))
+        return self._contexts[device]
+
+    def current(self) -> int:
+        return int(self._get_current()[1])  # on every call: its status is looked at by what follows
+
+    @contextmanager
+    def entered(self, context: int) -> Iterator[None]:
+        self._call(self._api.cuCtxPushCurrent, context)
+        try:
+            yield
+        finally:
+            self._call(self._api.cuCtxPopCurrent)
+
+    def launcher(self, function: Any, blocks: int, threads: int, shared_bytes: int, pointers: int) -> Launcher:
+        """Launches by one configuration, of which only the stream changes."""
+        config = self._api.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.numAttrs = shared_bytes, 0
+        launch_kernel, stream_type, described = self._api.cuLaunchKernelEx, self._api.CUstream, self._describe
+        last_stream = -1
+
+        def launch(stream: int) -> None:
+            nonlocal last_stream
+            if stream != last_stream:
+                config.hStream = stream_type(stream)
+                last_stream = stream
+            status, = launch_kernel(config, function, pointers, 0)
+            if status:
+                raise RuntimeError(described(status))
+
+        return launch
+
+    def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """What a function of the driver returns beside its status; RuntimeError for a status that is an error."""
+        status, *values = function(*arguments)
+        if status:
+            raise RuntimeError(self._describe(status))
+        return values[0] if values else None
+
+    def _describe(self, status: Any) -> str:
+        """An error by its name and in words, as cupy spells them."""
+        _, text = self._api.cuGetErrorString(status)
+        return f"{status.name}: {text.decode()}" if text else str(status.name)
+
+
+class _BindingsFunction(NamedTuple):
+    driver: BindingsDriver
+    function: Any
+    threads: int
+    shared_bytes: int
+
+    def bind(self, blocks: int, pointers: int) -> Launcher:
+        return self.driver.launcher(self.function, blocks, self.threads, self.shared_bytes, pointers)
+
+
+# --- which of them ----------------------------------------------------------------------------------------------------
+
+DRIVERS: dict[str, Callable[[], Driver]] = {"cupy": CupyDriver, "cuda-bindings": BindingsDriver}
+
+
+def default_driver() -> Driver:
+    """What loads kernels in this process: what SAGE_AOT_LOADER names, else the first of DRIVERS that works here.
+
+    UnsupportedError says why where none does, and what to install.
+    """
+    return _driver(os.environ.get("SAGE_AOT_LOADER") or None)
+
+
+@lru_cache(maxsize=None)
+def _driver(asked: str | None) -> Driver:
+    if asked is not None and asked not in DRIVERS:
+        raise UnsupportedError(f"SAGE_AOT_LOADER: expected one of {', '.join(DRIVERS)}; got {asked!r}")
+    reasons = []
+    for name in [asked] if asked else DRIVERS:
+        try:
+            return DRIVERS[name]()
+        except UnsupportedError as error:
+            reasons.append(str(error))
+    head = f"SAGE_AOT_LOADER is {asked}" if asked else "kernels are launched through cupy or cuda-bindings"
+    raise UnsupportedError(f"{head}; {'; '.join(reasons)}")
+
+
+def _too_old(cuda: int) -> str:
+    """What a driver older than cupy's CUDA is for, and what to install in place of either."""
+    if cuda == 0:
+        return "there is no driver: install or update the NVIDIA driver"
+    found = f"the driver is for CUDA {cuda_text(cuda)}"
+    if cuda < 12000:
+        return f"{found}: update the driver, at least to 525"
+    return f"{found}: update the driver, or uninstall this cupy and `pip install 'sage-aot[cuda12]'`"

@@ -1,0 +1,97 @@
+"""A kernel folder and its kernels on devices.
+
+A cubin is read and its sha256 compared with the manifest's when it is loaded, once per device; the loaded function is
+kept for the life of the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+from sage_aot._backends.drivers import Driver, Function, default_driver
+from sage_aot._kernels.drivers import too_old
+from sage_aot._kernels.manifest import FILE_NAME, KernelRecord, Manifest
+from sage_aot._launch.structs import layout_problems
+from sage_aot._version import __version__
+from sage_aot.errors import CubinError, LaunchError, UnsupportedError
+
+KERNEL_FOLDER = Path(__file__).parents[1] / "kernels"
+"""Where a build puts the cubins that the package ships."""
+
+_REBUILD = "reinstall sage-aot, or in a source tree run `python -m codegen build`"
+
+
+class Library:
+    """The kernels of one folder, loaded through one driver. Safe under threads."""
+
+    def __init__(self, folder: Path, driver: Driver | None = None) -> None:
+        """`driver`: None for what this process loads kernels with."""
+        self.folder = folder
+        self._driver = driver
+        self._functions: dict[tuple[int, str], Function] = {}  # by device and file
+        self._lock = threading.Lock()
+
+    @property
+    def driver(self) -> Driver:
+        """What loads the kernels; UnsupportedError where nothing here does."""
+        return self._driver or default_driver()
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The folder's manifest; CubinError where it is missing or of another version."""
+        try:
+            manifest = Manifest.read(self.folder)
+        except OSError as error:
+            raise CubinError(f"no kernels: {self.folder / FILE_NAME} is missing; {_REBUILD}") from error
+        except ValueError as error:
+            raise CubinError(f"{error}; {_REBUILD}") from error
+        if manifest.version != __version__:
+            raise CubinError(f"{self.folder} holds kernels of another sage_aot: expected version {__version__}, got "
+                             f"{manifest.version}; {_REBUILD}")
+        problems = layout_problems(manifest.structs)
+        if problems:
+            raise CubinError(f"{self.folder} holds kernels of another sage_aot: {problems[0]}; {_REBUILD}")
+        if not manifest.attention_archs:
+            raise CubinError(f"{self.folder} holds no attention kernel; {_REBUILD}")
+        return manifest
+
+    def read(self, record: KernelRecord) -> bytes:
+        """A file's bytes; CubinError where they are not those that the manifest names."""
+        path = self.folder / record.file
+        try:
+            image = path.read_bytes()
+        except OSError as error:
+            raise CubinError(f"the cubin of {record.name} is missing: {path}; {_REBUILD}") from error
+        found = hashlib.sha256(image).hexdigest()
+        if found != record.sha256:
+            raise CubinError(f"the cubin of {record.name} is damaged: {path} has sha256 {found}, the manifest "
+                             f"says {record.sha256}; {_REBUILD}")
+        return image
+
+    def load(self, record: KernelRecord, device: int) -> Function:
+        """A kernel on a device, which must be torch's current one; loaded at most once."""
+        driver, key = self.driver, (device, record.file)
+        with self._lock:
+            if key not in self._functions:
+                self._functions[key] = self._loaded(driver, record, device)
+            return self._functions[key]
+
+    def _loaded(self, driver: Driver, record: KernelRecord, device: int) -> Function:
+        reason = too_old(driver.cuda, record.least_driver)
+        if reason:
+            raise UnsupportedError(f"the driver of device {device} is too old for {record.name}: {reason}; update it")
+        image = self.read(record)
+        try:
+            return driver.load(device, image, record.name, record.fact("threads"), record.fact("shared_bytes"))
+        except Exception as error:  # those of cupy have no common base: whatever it is, name the kernel
+            raise LaunchError(f"the driver does not load {record.name} (built for {record.target}) on device "
+                              f"{device}: {error}") from error
+
+
+@lru_cache(maxsize=None)
+def library_in(folder: str) -> Library:
+    """The kernels of a folder; one object for the whole process."""
+    return Library(Path(folder))

@@ -1,0 +1,1 @@
+"""The public call: its signature, the torch operators behind it, and the pipeline that puts a call together."""

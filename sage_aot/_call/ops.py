@@ -1,0 +1,132 @@
+"""The torch operators behind the public call: schemas, what runs them, what they look like to a tracer.
+
+`sage_aot::attn` and its three forms (with the log-sum-exp, into a given tensor, both) run the kernels for CUDA tensors
+and the emulation for CPU tensors. Everything that a tracer cannot follow (the environment, the manifest, caches,
+addresses) happens inside them. All forms take the options of the table by position, in its order.
+Source: torch.library.Library, whose dispatch costs a third of that of torch.library.custom_op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sage_aot._call.pipeline import prepared
+from sage_aot._problem.check import Problem, check, check_no_grad, check_out
+from sage_aot._problem.options import Options, schema
+
+_LIBRARY = torch.library.Library("sage_aot", "DEF")  # operators live as long as this object
+_CONTIGUOUS = torch.contiguous_format
+
+
+# --- what runs --------------------------------------------------------------------------------------------------------
+
+
+def _attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> torch.Tensor:
+    call = prepared(q, k, v, None, options)
+    out = torch.empty_like(q, memory_format=_CONTIGUOUS)
+    call.run(q, k, v, out, None)
+    return out
+
+
+def _attn_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = prepared(q, k, v, None, options)
+    out, lse = torch.empty_like(q, memory_format=_CONTIGUOUS), call.empty_lse(q)
+    call.run(q, k, v, out, lse)
+    return out, lse
+
+
+def _attn_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *options: Any) -> None:
+    prepared(q, k, v, out, options).run(q, k, v, out, None)
+    _count_write(out)
+
+
+def _attn_lse_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *options: Any) -> torch.Tensor:
+    call = prepared(q, k, v, out, options)
+    lse = call.empty_lse(q)
+    call.run(q, k, v, out, lse)
+    _count_write(out)
+    return lse
+
+
+def _count_write(out: torch.Tensor) -> None:
+    """Let autograd notice where it had saved the old values for a backward pass."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+
+
+# --- what a tracer sees: shapes, and the same errors ------------------------------------------------------------------
+
+
+def _fake_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> torch.Tensor:
+    _check(q, k, v, None, options)
+    return torch.empty_like(q, memory_format=_CONTIGUOUS)
+
+
+def _fake_attn_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                   *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    problem = _check(q, k, v, None, options)
+    return torch.empty_like(q, memory_format=_CONTIGUOUS), _fake_lse(problem, q)
+
+
+def _fake_attn_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *options: Any) -> None:
+    _check(q, k, v, out, options)
+
+
+def _fake_attn_lse_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                       *options: Any) -> torch.Tensor:
+    return _fake_lse(_check(q, k, v, out, options), q)
+
+
+def _fake_lse(problem: Problem, q: torch.Tensor) -> torch.Tensor:
+    return q.new_empty((problem.batch, problem.num_q_heads, problem.seqlen_q), dtype=torch.float32)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None,
+           options: tuple[Any, ...]) -> Problem:
+    problem = check(q, k, v, Options.from_schema(options))
+    if out is not None:
+        check_out(out, q)
+    check_no_grad(q=q, k=k, v=v, out=out)
+    return problem
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+def _register(name: str, written: str, returns: str, run: Callable[..., Any],
+              fake: Callable[..., Any]) -> torch._ops.OpOverload[..., Any]:
+    # The stride order is fixed, so that a compiler keeps the last dimension contiguous.
+    _LIBRARY.define(f"{name}(Tensor q, Tensor k, Tensor v, {written}{schema()}) -> {returns}",
+                    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    op = getattr(torch.ops.sage_aot, name).default
+    for device in ("CUDA", "CPU"):
+        _LIBRARY.impl(name, run, device)
+        _LIBRARY.impl(name, _autocasting(op, device), f"Autocast{device}")
+    torch.library.register_fake(f"sage_aot::{name}", fake, lib=_LIBRARY)
+    return op  # type: ignore[no-any-return]  # torch.ops is made of attributes that no checker knows
+
+
+def _autocasting(op: torch._ops.OpOverload[..., Any], device: str) -> Callable[..., Any]:
+    """Under torch.autocast q, k and v take its dtype, as those of scaled_dot_product_attention do."""
+    kind = device.lower()
+    autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
+
+    def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        castable = tensor.is_floating_point() and tensor.dtype != torch.float64 and tensor.device.type == kind
+        return tensor.to(dtype) if castable else tensor
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
+        dtype = torch.get_autocast_dtype(kind)
+        with torch._C._ExcludeDispatchKeyGuard(autocast):
+            return op(cast(q, dtype), cast(k, dtype), cast(v, dtype), *others)
+
+    return run
+
+
+attn = _register("attn", "", "Tensor", _attn, _fake_attn)
+attn_lse = _register("attn_lse", "", "(Tensor, Tensor)", _attn_lse, _fake_attn_lse)
+attn_out = _register("attn_out", "Tensor(a!) out, ", "()", _attn_out, _fake_attn_out)
+attn_lse_out = _register("attn_lse_out", "Tensor(a!) out, ", "Tensor", _attn_lse_out, _fake_attn_lse_out)

@@ -1,0 +1,172 @@
+"""The one place where a call is put together: arguments → problem → kernels → plan → what a backend makes of it.
+
+Whatever does not depend on values and addresses is done once per kind of call: :func:`prepared` keeps the last calls by
+the shapes, strides, types and devices of their tensors, their options, and the environment. torch's operators,
+``sage-aot verify``, the tests' simulator and the bench programs all come here, each with a backend of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sage_aot._problem.check import check, check_no_grad, check_out
+from sage_aot._problem.options import Options
+
+if TYPE_CHECKING:
+    from sage_aot._backends.base import Backend, Call
+    from sage_aot._backends.loader import Library
+    from sage_aot._launch.plan import Plan
+    from sage_aot._problem.check import Problem
+
+MOST_PREPARED = 256
+"""Calls that are kept; the oldest goes. One takes some 12 KB."""
+
+
+class Prepared:
+    """A call that is ready to be made: a problem, and what a backend runs for it."""
+
+    __slots__ = ("problem", "run")
+
+    def __init__(self, problem: Problem, run: Call) -> None:
+        self.problem, self.run = problem, run
+
+    def empty_lse(self, q: torch.Tensor) -> torch.Tensor:
+        problem = self.problem
+        return q.new_empty((problem.batch, problem.num_q_heads, problem.seqlen_q), dtype=torch.float32)
+
+
+_prepared: dict[tuple[Any, ...], Prepared] = {}
+_lock = threading.Lock()  # of what changes the dictionary; it is read without
+_handed: Backend | None = None
+
+
+def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None,
+             options: tuple[Any, ...]) -> Prepared:
+    """A call, as an operator is handed it, ready to be made; ArgumentError and UnsupportedError as the call has them.
+
+    The options of an operator have their schema's types, so that equal keys mean equal calls.
+    """
+    key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
+           v.device, options, environment(), _handed,
+           None if out is None else (out.shape, out.stride(), out.dtype, out.device))
+    call = _prepared.get(key)
+    if call is None:
+        call = prepare(backend_of(q), q, k, v, Options.from_schema(options), out)
+        _keep(key, call)
+    if torch.is_grad_enabled():
+        check_no_grad(q=q, k=k, v=v, out=out)
+    return call
+
+
+def prepare(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options,
+            out: torch.Tensor | None = None) -> Prepared:
+    """Check a call and prepare it on a backend."""
+    problem = check(q, k, v, options)
+    if out is not None:
+        check_out(out, q)
+    check_no_grad(q=q, k=k, v=v, out=out)
+    plan = plan_of(backend, problem, q.get_device())
+    if problem.is_empty:
+        return Prepared(problem, _nothing_to_see)
+    from sage_aot._backends.base import Tensors
+
+    like_q = torch.empty_like(q, memory_format=torch.contiguous_format, device="meta") if out is None else out
+    return Prepared(problem, backend.bind(plan, Tensors(q, k, v, like_q)))
+
+
+def plan_of(backend: Backend, problem: Problem, device: int) -> Plan:
+    """The kernels that a backend has for a problem, with the sizes that follow."""
+    from sage_aot._launch.choose import kernels_of, wanted_axes
+    from sage_aot._launch.plan import plan
+
+    return plan(problem, kernels_of(backend.arch(device), wanted_axes(problem), backend.manifest))
+
+
+def _nothing_to_see(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                    lse: torch.Tensor | None) -> None:
+    """No queries, or none that sees a key."""
+    out.zero_()
+    if lse is not None:
+        lse.fill_(float("-inf"))
+
+
+def _keep(key: tuple[Any, ...], call: Prepared) -> None:
+    with _lock:
+        while len(_prepared) >= MOST_PREPARED:
+            del _prepared[next(iter(_prepared))]
+        _prepared[key] = call
+
+
+# --- which backend ----------------------------------------------------------------------------------------------------
+
+
+def backend_of(tensor: torch.Tensor) -> Backend:
+    """What runs the calls of a tensor's device: kernels of the folder that the environment names, or their emulation."""
+    if _handed is not None:
+        return _handed
+    folder = default_library().folder
+    return _cuda_backend(str(folder)) if tensor.is_cuda else _emulation_backend(str(folder))
+
+
+@contextmanager
+def handing(backend: Backend) -> Iterator[None]:
+    """Run all calls of the process on this backend: for tests, and for benches of other archs' kernels."""
+    global _handed
+    before, _handed = _handed, backend
+    try:
+        yield
+    finally:
+        _handed = before
+        with _lock:  # what it prepared holds its memory
+            for key in [key for key in _prepared if backend in key]:
+                del _prepared[key]
+
+
+def default_library() -> Library:
+    """The kernels that the package ships, or those of the folder that SAGE_AOT_KERNELS names."""
+    from sage_aot._backends.loader import KERNEL_FOLDER, library_in
+
+    return library_in(os.environ.get("SAGE_AOT_KERNELS") or str(KERNEL_FOLDER))
+
+
+@lru_cache(maxsize=None)
+def _cuda_backend(folder: str) -> Backend:
+    from sage_aot._backends.cuda import CudaBackend
+    from sage_aot._backends.loader import library_in
+
+    return CudaBackend(library_in(folder))
+
+
+@lru_cache(maxsize=None)
+def _emulation_backend(folder: str) -> Backend:
+    from sage_aot._backends.emulation.backend import EmulationBackend
+    from sage_aot._backends.loader import library_in
+
+    return EmulationBackend(library_in(folder).manifest)
+
+
+# --- the environment --------------------------------------------------------------------------------------------------
+
+_VARIABLES = ("SAGE_AOT_KERNELS", "SAGE_AOT_EMULATE")
+
+
+def _reader() -> Any:
+    """os.environ.get raises and catches where a variable is missing, which takes longer than all else of a look-up. The
+    dictionary behind it is what CPython keeps, under encoded names; where another Python keeps none, os.environ does."""
+    data, encode = getattr(os.environ, "_data", None), getattr(os.environ, "encodekey", None)
+    if not isinstance(data, dict) or encode is None:
+        return lambda: tuple(map(os.environ.get, _VARIABLES))
+    kernels, emulate = map(encode, _VARIABLES)
+    get = data.get
+    return lambda: (get(kernels), get(emulate))
+
+
+environment = _reader()
+"""What the variables that decide about a call hold just now."""

@@ -1,0 +1,32 @@
+"""What code generation and the launch plan ask of an instruction family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sage_aot._kernels.tile import Tile, is_size
+
+
+class Family(NamedTuple):
+    """An instruction family."""
+
+    name: str  # as the matrix and the manifest spell it
+    own_rules: Callable[[Tile], list[str]]  # what the family's tiles break of its rules, as sentences
+    persistent: bool  # blocks take several query tiles, so a grid has no more blocks than the GPU holds at once
+    tiles_a_promotion: int  # KV tiles that add up in FP8's accumulators at most, before they are added to O in f32
+
+    def broken_rules(self, tile: Tile) -> list[str]:
+        """Every rule that these sizes break, as sentences; empty where they are valid."""
+        wrong = [f"{size} must be a positive integer, got {value!r}"
+                 for size, value in tile._asdict().items() if not is_size(value)]
+        return wrong or [*self.own_rules(tile), *_common_rules(tile)]
+
+
+def _common_rules(tile: Tile) -> list[str]:
+    problems = []
+    if tile.block_n not in (64, 128, 256):
+        problems.append(f"block_n must be 64, 128 or 256, got {tile.block_n}")
+    if tile.stages < 2:
+        problems.append(f"stages must be at least 2 (loads run one tile ahead), got {tile.stages}")
+    return problems

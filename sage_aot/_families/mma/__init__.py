@@ -1,0 +1,19 @@
+"""mma.sync with cp.async, on every GPU from sm80 on: templates/include/sage/attn/mainloop_mma.cuh."""
+
+from __future__ import annotations
+
+from sage_aot._families.base import Family
+from sage_aot._kernels.tile import Tile
+
+
+def _rules(tile: Tile) -> list[str]:
+    if tile.warp_m not in (16, 32):
+        return [f"warp_m must be 16 or 32 (one or two m16 fragments), got {tile.warp_m}"]
+    if tile.block_m % tile.warp_m:
+        return [f"block_m must be a multiple of warp_m = {tile.warp_m}, got {tile.block_m}"]
+    if tile.block_m // tile.warp_m > 32:
+        return [f"block_m / warp_m must be 1 to 32 warps, got {tile.block_m // tile.warp_m}"]
+    return []
+
+
+MMA = Family("mma", _rules, persistent=False, tiles_a_promotion=1)

@@ -1,0 +1,50 @@
+"""The softmax of the mma family in torch, as attn/softmax.cuh has it."""
+
+from __future__ import annotations
+
+import torch
+
+from sage_aot._backends.emulation.arithmetic import to_pv
+from sage_aot._backends.emulation.online import RowReferences, exponents
+from sage_aot._kernels.manifest import AttnRecord
+
+
+class MmaSoftmax(RowReferences):
+    """A warp whose scores fit takes the FMA that the bias of the scores is folded into; the others raise references and
+    fold nothing. O and the log-sum-exp share one sum, in f32, of P before or after it is rounded."""
+
+    def __init__(self, record: AttnRecord, smooth_q: bool, limit: torch.Tensor, zeros: torch.Tensor) -> None:
+        super().__init__(record, zeros)
+        self.row_sum = self.lse_sum = zeros
+        self._pv, self._warp_m = record.spec.pv, record.tile.warp_m
+
+    def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        """Cut to 22 bits of mantissa, so that the bias may fold; for f16 P that keeps subtracting the reference exact."""
+        smallest = self.facts["smallest_scale"]
+        cut = (scale.view(torch.int32) & ~3).view(torch.float32)
+        return torch.where(scale < smallest, smallest, cut)
+
+    def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every key tile alike, whatever its first key."""
+        bias, largest_p = self.facts["score_bias"], self.facts["p_top"] + self.facts["lazy_rise"]
+        foldable = (scale < self.facts["largest_folded"]) if bias else torch.ones_like(scale, dtype=torch.bool)
+        folded = _folded(scores, scale, bias, self.row_ref)
+        folds = _whole_warps(foldable & (folded <= largest_p), self._warp_m)
+        row_ref = torch.where(folds, self.row_ref, self.raised(scores, scale))
+        p = torch.exp2(torch.where(folds[..., None], folded, exponents(scores, scale, row_ref)))
+        alpha = torch.exp2(self.row_ref - row_ref)
+        rounded = to_pv(p, self._pv)
+        self.row_ref = row_ref
+        self.row_sum = self.lse_sum = self.row_sum * alpha + (rounded if self.facts["sums_rounded"] else p).sum(-1)
+        return rounded, alpha
+
+
+def _folded(scores: torch.Tensor, scale: torch.Tensor, bias: float, row_ref: torch.Tensor) -> torch.Tensor:
+    """The exponents of P by the FMA that the bias is folded into; its constant rounds for e4m3 only."""
+    offset = (-scale.double() * bias - row_ref.double()[..., None]).float()
+    return ((scores.double() + bias) * scale.double() + offset.double()).float()
+
+
+def _whole_warps(scores: torch.Tensor, warp_m: int) -> torch.Tensor:
+    """Per row, whether something holds for all scores of its warp."""
+    return scores.all(-1).unflatten(2, (-1, warp_m)).all(-1).repeat_interleave(warp_m, 2)

@@ -1,0 +1,42 @@
+"""The softmax of the wgmma family in torch, as attn/softmax_wgmma.cuh and attn/mainloop_wgmma.cuh have it."""
+
+from __future__ import annotations
+
+import torch
+
+from sage_aot._backends.emulation.arithmetic import tensor_core_sum, to_pv
+from sage_aot._backends.emulation.online import RowReferences, exponents
+from sage_aot._kernels.manifest import AttnRecord
+
+
+class WgmmaSoftmax(RowReferences):
+    """References rise at every tile, and scores have no bias.
+
+    O is divided by P times V's channel of ones, which R takes for two tiles where every row of the query tile sees them
+    whole and Q is not smoothed; the log-sum-exp has the sum of P before it is rounded.
+    """
+
+    def __init__(self, record: AttnRecord, smooth_q: bool, limit: torch.Tensor, zeros: torch.Tensor) -> None:
+        super().__init__(record, zeros)
+        tile = record.tile
+        self.row_sum = self.lse_sum = self._in_r = zeros
+        self._pv, self._block_n = record.spec.pv, tile.block_n
+        first_row = torch.arange(len(limit), device=limit.device) // tile.block_m * tile.block_m
+        self._full_keys = limit[first_row] // tile.block_n * tile.block_n * (not smooth_q)
+
+    def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        """As it is."""
+        return scale.clamp(min=self.facts["smallest_scale"])
+
+    def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """R takes the tile alone, or as the first or the second of two."""
+        row_ref = self.raised(scores, scale)
+        p, alpha = torch.exp2(exponents(scores, scale, row_ref)), torch.exp2(self.row_ref - row_ref)
+        rounded = to_pv(p, self._pv)
+        self.row_ref = row_ref
+        self.lse_sum = self.lse_sum * alpha + p.sum(-1)
+        second = first // self._block_n % 2 == 1
+        begun = torch.where(second & (first + 2 * self._block_n <= self._full_keys), self._in_r * alpha, 0.0)
+        self._in_r = tensor_core_sum(rounded, begun)
+        self.row_sum = self.row_sum * alpha + (self._in_r - begun)
+        return rounded, alpha

@@ -1,0 +1,164 @@
+"""What a kernel is specialized for, and how its name spells that.
+
+:class:`KernelSpec` and its subclasses, one per kind of kernel, are the only writers and readers of kernel names. Code
+generation and the runtime share this module, so it imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+AXES: dict[str, tuple[int | str, ...]] = {
+    "headdim": (64, 128),
+    "qk": ("int8", "int4"),
+    "pv": ("f16", "e4m3"),
+    "pv_accum": ("f32", "two_level_f32", "two_level_f16"),
+    "mask": ("full", "causal"),
+    "v": ("vraw", "vsmooth"),
+    "q": ("qraw", "qsmooth"),
+}
+"""Every axis but the arch, with its values. Archs are open: any ``sm<major><minor>`` may stand in the matrix, and
+``ptx<major><minor>``, PTX that a driver compiles for GPUs from that capability on."""
+
+HEADDIMS = tuple(value for value in AXES["headdim"] if isinstance(value, int))
+MAX_HEADDIM = max(HEADDIMS)
+
+_PREFIX = {"headdim": "d", "qk": "qk", "pv": "pv", "pv_accum": "acc"}
+_SHORT: dict[int | str, str] = {"two_level_f32": "2f32", "two_level_f16": "2f16"}
+_ARCH = re.compile(r"(sm|ptx)(\d+)(\d)")
+_NAME = re.compile(r"sage_(?P<kind>[a-z]+)_(?P<axes>\w+)")
+_EXAMPLE = "sage_attn_sm80_d128_qkint8_pvf16_accf32_full_vraw_qraw"
+
+
+def capability_of(arch: str) -> tuple[int, int]:
+    """Compute capability of an arch: ``"sm89"`` → ``(8, 9)``."""
+    match = _ARCH.fullmatch(arch)
+    if match is None:
+        raise ValueError(f"expected an arch such as 'sm89', got {arch!r}")
+    return int(match[2]), int(match[3])
+
+
+def is_ptx(arch: str) -> bool:
+    """Whether an arch's kernels are PTX, which a driver compiles, and not cubins."""
+    return arch.startswith("ptx")
+
+
+def target_of(arch: str) -> str:
+    """An arch as compilers spell it: ``"sm89"`` → ``"sm_89"``, ``"ptx80"`` → ``"compute_80"``."""
+    return "{}_{}{}".format("compute" if is_ptx(arch) else "sm", *capability_of(arch))
+
+
+def least_headdim(headdim: int) -> int:
+    """The least head dim of a kernel that holds so many channels."""
+    return min(d for d in HEADDIMS if d >= headdim)
+
+
+@dataclass(frozen=True, order=True)
+class KernelSpec:
+    """One specialized kernel; a subclass per kind, whose fields are the axes that the kind depends on."""
+
+    kind: ClassVar[str]
+    arch: str
+    headdim: int
+
+    @classmethod
+    def axes(cls) -> tuple[str, ...]:
+        """The axes in the order of the name."""
+        return tuple(field.name for field in fields(cls))
+
+    @property
+    def values(self) -> dict[str, int | str]:
+        """The value of every axis."""
+        return {axis: getattr(self, axis) for axis in self.axes()}
+
+    @property
+    def name(self) -> str:
+        """Entry point, file stem, manifest key, test id and bench row of this kernel."""
+        return "_".join(["sage", self.kind, *(_spell(axis, value) for axis, value in self.values.items())])
+
+    def companion(self, kind: str) -> KernelSpec:
+        """The kernel of another kind that works beside this one: same values on the axes that both have."""
+        values, other = self.values, KINDS[kind]
+        missing = [axis for axis in other.axes() if axis not in values]
+        if missing:
+            raise ValueError(f"{self.name} does not determine {missing} of its {kind} kernel")
+        return other(**{axis: values[axis] for axis in other.axes()})  # type: ignore[arg-type]  # each axis has its type
+
+
+@dataclass(frozen=True, order=True)
+class StatsSpec(KernelSpec):
+    """Statistics of K and V over the sequence."""
+
+    kind = "stats"
+
+
+@dataclass(frozen=True, order=True)
+class DeltaSpec(KernelSpec):
+    """What smoothing Q takes off the scores."""
+
+    kind = "delta"
+
+
+@dataclass(frozen=True, order=True)
+class QuantSpec(KernelSpec):
+    """Quantization of Q, K and V."""
+
+    kind = "quant"
+    qk: str
+    pv: str
+
+
+@dataclass(frozen=True, order=True)
+class AttnSpec(KernelSpec):
+    """Attention on quantized inputs; depends on every axis."""
+
+    kind = "attn"
+    qk: str
+    pv: str
+    pv_accum: str
+    mask: str
+    v: str
+    q: str
+
+    def impossible(self) -> str | None:
+        """Why no such kernel can exist on this arch, or None. The matrix may exclude more, never less."""
+        capability = capability_of(self.arch)
+        if self.pv == "e4m3" and capability < (8, 9):
+            return "no FP8 tensor cores before sm89"
+        if self.qk == "int4" and capability >= (9, 0):
+            return "no INT4 tensor cores from sm90 on"
+        if self.pv == "f16" and self.pv_accum != "f32":
+            return "f16 products add up in f32 as they are, a second level would gain nothing"
+        if self.pv == "e4m3" and self.pv_accum == "f32":
+            return "P·V in e4m3 has no loop without a second level: the accumulators of FP8 products keep too few bits"
+        return None
+
+
+KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (AttnSpec, QuantSpec, StatsSpec, DeltaSpec)}
+
+
+def spec_of(name: str) -> KernelSpec:
+    """Read a kernel's name; ValueError where it is not one."""
+    match = _NAME.fullmatch(name)
+    kind = KINDS.get(match["kind"]) if match else None
+    parts = match["axes"].split("_") if match else []
+    if kind is None or len(parts) != len(kind.axes()):
+        raise ValueError(f"expected a name such as {_EXAMPLE!r}, got {name!r}")
+    return kind(**{axis: _read(name, axis, part) for axis, part in zip(kind.axes(), parts)})  # type: ignore[arg-type]
+
+
+def _spell(axis: str, value: int | str) -> str:
+    return f"{_PREFIX.get(axis, '')}{_SHORT.get(value, value)}"
+
+
+def _read(name: str, axis: str, part: str) -> int | str:
+    """The value that one part of a kernel's name spells."""
+    if axis == "arch":
+        capability_of(part)
+        return part
+    spelt = {_spell(axis, value): value for value in AXES[axis]}
+    if part not in spelt:
+        raise ValueError(f"{name!r}: expected one of {sorted(spelt)} for the axis {axis!r}, got {part!r}")
+    return spelt[part]

@@ -1,0 +1,218 @@
+"""Which kernels answer a problem on a GPU, and why the others do not. Pure: manifests in, records and reasons out.
+
+First the arch is chosen, by the GPU and its driver (:func:`choose_arch`), then among its kernels the one that the call
+asks for (:func:`kernels_of`). :func:`candidates` tells the same choice with every reason; a call and
+:func:`sage_aot.explain` cannot differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from sage_aot._kernels.drivers import cuda_text, too_old
+from sage_aot._kernels.manifest import AttnRecord, KernelRecord, Manifest, arch_rank
+from sage_aot._kernels.spec import AXES, AttnSpec, capability_of, is_ptx, least_headdim
+from sage_aot._problem.check import Problem
+from sage_aot._problem.options import OPTION_OF_AXIS, OPTIONS, spelt
+from sage_aot.errors import CubinError, UnsupportedError
+
+_FIXED = {"headdim", *(option.axis for option in OPTIONS.values() if option.fixed)}
+"""Axes whose values the problem fixes: another value would be another result, and is never advised."""
+
+_FOLDER = "This folder holds what was built; `python -m codegen list` in a source tree says what can be and what not"
+
+Wanted = tuple[tuple[str, str | int], ...]
+"""Axes with the values that a problem asks for; an axis that it leaves open is missing."""
+
+
+class Gpu(NamedTuple):
+    """A GPU as far as the choice of kernels depends on it; str() describes it."""
+
+    capability: tuple[int, int]
+    cuda: int | None = None  # that its driver is for: 12090 is 12.9; None where no driver is known
+    name: str = ""
+
+    def __str__(self) -> str:
+        parts = [self.name, "compute capability {}.{}".format(*self.capability)]
+        parts += [f"driver for CUDA {cuda_text(self.cuda)}"] if self.cuda is not None else []
+        return ", ".join(filter(None, parts))
+
+
+class ArchChoice(NamedTuple):
+    """The arch that was chosen, None where there is none, and about every arch why or why not."""
+
+    arch: str | None
+    reasons: dict[str, str]
+
+
+class Candidate(NamedTuple):
+    """An attention kernel and what became of it."""
+
+    record: AttnRecord
+    taken: bool
+    reason: str  # why it was taken, or why not
+    differing: tuple[str, ...] = ()  # what of the call it does not compute: options, or "headdim"
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a call: the attention kernel, and by kind those that run before it."""
+
+    attn: AttnRecord
+    feeders: dict[str, KernelRecord]
+
+    def __getitem__(self, kind: str) -> KernelRecord:
+        return self.feeders[kind]
+
+    @property
+    def records(self) -> tuple[KernelRecord, ...]:
+        """All of them, in the order in which they run."""
+        return (*self.feeders.values(), self.attn)
+
+
+def candidates(choice: ArchChoice, problem: Problem, manifest: Manifest) -> tuple[Candidate, ...]:
+    """Every attention kernel with its reason: first those of the chosen arch, nearest to the call first."""
+    found = []
+    if choice.arch:
+        wanted = wanted_axes(problem)
+        ordered = _ordered(choice.arch, wanted, manifest)
+        for record in ordered:
+            reason = _reason(wanted, record.spec, ordered[0].spec)
+            differing = tuple(OPTION_OF_AXIS.get(axis, axis) for axis in _differing(wanted, record.spec))
+            found.append(Candidate(record, reason is None, reason or choice.reasons[choice.arch], differing))
+    for arch, reason in choice.reasons.items():
+        if arch != choice.arch:
+            found += [Candidate(record, False, reason) for record in manifest.attention(arch)]
+    return tuple(found)
+
+
+# --- the arch ---------------------------------------------------------------------------------------------------------
+
+
+def nearest_arch(gpu: Gpu, manifest: Manifest) -> str:
+    """The arch whose kernels a GPU runs; UnsupportedError, with the GPU, what there is and what to do, where none."""
+    choice = choose_arch(gpu, manifest)
+    if choice.arch is None:
+        raise UnsupportedError(unsupported(gpu, manifest), reasons=choice.reasons)
+    return choice.arch
+
+
+def unsupported(gpu: Gpu, manifest: Manifest) -> str:
+    """What is said of a GPU for which there is no arch."""
+    reasons = "; ".join(f"{arch}: {reason}" for arch, reason in choose_arch(gpu, manifest).reasons.items())
+    return f"no kernels for this GPU ({gpu}). There are {reasons}. {_remedy(gpu, manifest)}"
+
+
+def choose_arch(gpu: Gpu, manifest: Manifest) -> ArchChoice:
+    """The GPU's own arch; else the nearest lower minor of its major version; else PTX, which the driver compiles."""
+    unfit = {arch: _unfit(gpu, arch, manifest) for arch in manifest.attention_archs}
+    able = sorted((arch for arch, reason in unfit.items() if reason is None), key=arch_rank)
+    refused = {arch: reason for arch, reason in unfit.items() if reason}
+    if not able:
+        return ArchChoice(None, refused)
+    *others, chosen = able
+    reasons = {chosen: _why(gpu, chosen)}
+    reasons |= {arch: f"{chosen} is {'nearer' if not is_ptx(arch) or is_ptx(chosen) else 'machine code for this GPU'}"
+                for arch in reversed(others)}
+    return ArchChoice(chosen, reasons | refused)
+
+
+def built_archs(manifest: Manifest) -> list[str]:
+    """Every arch that has attention kernels in machine code, oldest first."""
+    return [arch for arch in manifest.attention_archs if not is_ptx(arch)]
+
+
+def _unfit(gpu: Gpu, arch: str, manifest: Manifest) -> str | None:
+    """Why a GPU cannot run an arch's kernels, or None."""
+    record = manifest.attention(arch)[0]
+    if not record.serves(gpu.capability):
+        return f"{'PTX' if record.is_ptx else 'machine code'} for compute capability {record.served}"
+    return None if gpu.cuda is None else too_old(gpu.cuda, record.least_driver)
+
+
+def _why(gpu: Gpu, chosen: str) -> str:
+    if is_ptx(chosen):
+        return "no machine code is for this GPU, and the driver compiles PTX for it"
+    if capability_of(chosen) == gpu.capability:
+        return f"{chosen} is this GPU's own"
+    return f"{chosen} is the nearest that this GPU runs"
+
+
+def _remedy(gpu: Gpu, manifest: Manifest) -> str:
+    floors = [record.least_driver for record in manifest.every_attention() if record.serves(gpu.capability)]
+    if floors:
+        return f"Update the driver, at least to {min(floors)}"
+    instead = "call torch.nn.functional.scaled_dot_product_attention"
+    if gpu.capability < (8, 0):
+        return f"On GPUs before 8.0 {instead}"
+    return f"Look for a newer sage-aot, and until then {instead}. {_FOLDER}"
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+
+def wanted_axes(problem: Problem) -> Wanted:
+    """The values that a problem asks for."""
+    return ("headdim", least_headdim(problem.headdim)), *problem.options.axes().items()
+
+
+@lru_cache(maxsize=256)
+def kernels_of(arch: str, wanted: Wanted, manifest: Manifest) -> Kernels:
+    """The kernels of just this arch, whatever GPU there is: the least head dim that holds the problem's.
+
+    Raises UnsupportedError where the manifest has no such kernel, CubinError where it has an attention kernel without
+    its feeders.
+    """
+    nearest = _ordered(arch, wanted, manifest)[0]
+    if _reason(wanted, nearest.spec, nearest.spec):
+        raise UnsupportedError(_missing(arch, wanted, nearest.spec))
+    return with_feeders(nearest, manifest)
+
+
+def with_feeders(attn: AttnRecord, manifest: Manifest) -> Kernels:
+    """An attention kernel with those that run before it; CubinError where one of them is missing."""
+    missing = [name for name in attn.feeders if name not in manifest.kernels]
+    if missing:
+        raise CubinError(f"the kernel folder has {attn.name} but not {missing[0]}, which it needs; rebuild it with "
+                         f"`python -m codegen build`, or reinstall sage-aot")
+    feeders = [manifest.kernels[name] for name in attn.feeders]
+    return Kernels(attn, {record.spec.kind: record for record in feeders})
+
+
+def _ordered(arch: str, wanted: Wanted, manifest: Manifest) -> list[AttnRecord]:
+    """An arch's attention kernels, nearest to the call first: of axes that it leaves open, the first value in AXES."""
+    return sorted(manifest.attention(arch), key=lambda record: (
+        _distance(wanted, record.spec), [values.index(record.spec.values[axis]) for axis, values in AXES.items()]))
+
+
+def _reason(wanted: Wanted, spec: AttnSpec, first: AttnSpec) -> str | None:
+    """Why a kernel is not the one for a call, in the words of the call; `first` is the nearest of its arch."""
+    differing = _differing(wanted, spec)
+    if differing:
+        return "for " + ", ".join(spelt(axis, spec.values[axis]) for axis in differing)
+    if spec != first:
+        return (f"for {spelt('pv_accum', spec.pv_accum)}, on request: 'auto' takes "
+                f"{spelt('pv_accum', first.pv_accum)}")
+    return None
+
+
+def _differing(wanted: Wanted, spec: AttnSpec) -> list[str]:
+    return [axis for axis, value in wanted if getattr(spec, axis) != value]
+
+
+def _distance(wanted: Wanted, spec: AttnSpec) -> tuple[int, int]:
+    differing = _differing(wanted, spec)
+    return len(_FIXED.intersection(differing)), len(differing)
+
+
+def _missing(arch: str, wanted: Wanted, nearest: AttnSpec) -> str:
+    """What the call could ask for instead, in its own words."""
+    asked = ", ".join(spelt(axis, value) for axis, value in wanted if axis in OPTION_OF_AXIS)
+    head = f"no kernel for {arch}, head dim {dict(wanted)['headdim']}, {asked}"
+    differing = _differing(wanted, nearest)
+    if _FIXED.intersection(differing):
+        return f"{head}, nor with any other options. {_FOLDER}"
+    instead = ", ".join(spelt(axis, nearest.values[axis]) for axis in differing)
+    return f"{head}; use {instead}. {_FOLDER}"

@@ -1,0 +1,227 @@
+"""How a problem is laid out and launched: workspace, grids and structs. Pure: strides in, launches out.
+
+What runs the launches is none of its business.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sage_aot._families import FAMILIES
+from sage_aot._kernels.manifest import KernelRecord
+from sage_aot._launch.choose import Kernels
+from sage_aot._launch.structs import (
+    DTYPE_CODES,
+    NULL,
+    Address,
+    AttnParams,
+    DeltaParams,
+    Params,
+    QuantParams,
+    StatsParams,
+    Tensor,
+)
+from sage_aot._problem.check import Problem
+from sage_aot.errors import UnsupportedError
+
+MAX_CHUNKS = 16
+"""At most so many parts in which the statistics of a head are computed: enough to fill a GPU from a few heads."""
+
+CHUNK_ROWS_STEP = 64
+"""Keys of a chunk are a multiple of this, so that every thread of a block has rows to read."""
+
+DELTA_BYTES = 2**28
+"""Workspace for delta_s, which takes 4 bytes per query tile, key and head. Heads that do not fit together take turns;
+one head alone may take more."""
+
+ALIGNMENT = 256
+"""Bytes to which every buffer of the workspace is aligned."""
+
+_MAX_GRID = 2**31 - 1
+LOG2_E = 1.4426950408889634
+
+
+class Launch(NamedTuple):
+    """One kernel launch; grids are one-dimensional."""
+
+    record: KernelRecord
+    blocks: int
+    params: Params
+
+
+class Strides(NamedTuple):
+    """Of a [batch, heads, seq, headdim] tensor, in elements; those of the last dimension are one."""
+
+    batch: int
+    head: int
+    row: int
+
+
+class Argument(NamedTuple):
+    """A tensor of the call, as far as launches depend on it."""
+
+    name: str  # in structs.SOURCES
+    strides: Strides
+    at_16_bytes: bool  # whether its first element lies at a multiple of 16 bytes
+
+    @property
+    def tensor(self) -> Tensor:
+        return Tensor(Address(self.name), *self.strides)
+
+    def aligned(self, headdim: int) -> bool:
+        """Whether every row starts at a multiple of 16 bytes and holds whole 16-byte vectors."""
+        return self.at_16_bytes and headdim % 8 == 0 and all(stride % 8 == 0 for stride in self.strides)
+
+
+class Arguments(NamedTuple):
+    """The tensors of a call."""
+
+    q: Argument
+    k: Argument
+    v: Argument
+    out: Argument
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes that follow from a problem and its kernels. Those of the workspace are in bytes."""
+
+    problem: Problem
+    kernels: Kernels
+    q_tiles: int
+    kv_tiles: int
+    num_chunks: int
+    chunk_rows: int
+    heads_at_once: int  # query heads, over the batch, whose delta_s the workspace holds
+    sizes: dict[str, int]  # of the buffers of the workspace
+    offsets: dict[str, int]
+    workspace_bytes: int
+
+    def at(self, buffer: str) -> Address:
+        """Where a buffer of the workspace begins."""
+        return Address("workspace", self.offsets[buffer])
+
+
+def plan(problem: Problem, kernels: Kernels) -> Plan:
+    """Lay out the workspace of a problem."""
+    tile = kernels.attn.tile
+    q_tiles = math.ceil(problem.seqlen_q / tile.block_m)
+    kv_tiles = math.ceil(problem.seqlen_kv / tile.block_n)
+    chunk_rows = chunk_rows_of(problem.seqlen_kv)
+    num_chunks = math.ceil(problem.seqlen_kv / chunk_rows)
+    sizes = _buffer_bytes(problem, kernels, q_tiles, kv_tiles, num_chunks)
+    heads_at_once = problem.batch * problem.num_q_heads
+    if problem.options.smooth_q:
+        head_bytes = 4 * q_tiles * kv_tiles * tile.block_n
+        heads_at_once = max(1, min(heads_at_once, DELTA_BYTES // max(1, head_bytes)))  # nothing without queries or keys
+        sizes["delta_s"] = heads_at_once * head_bytes
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return Plan(problem, kernels, q_tiles, kv_tiles, num_chunks, chunk_rows, heads_at_once, sizes, offsets, end)
+
+
+def chunk_rows_of(seqlen_kv: int) -> int:
+    """Keys in a chunk of the statistics: at most MAX_CHUNKS chunks of a multiple of CHUNK_ROWS_STEP keys."""
+    return max(1, math.ceil(seqlen_kv / (MAX_CHUNKS * CHUNK_ROWS_STEP))) * CHUNK_ROWS_STEP
+
+
+def launches(plan: Plan, tensors: Arguments, multiprocessors: int) -> list[Launch]:
+    """The launches of one call, in order, on a GPU of so many multiprocessors."""
+    result = [*_stats(plan, tensors), _quantize(plan, tensors)]
+    heads = plan.problem.batch * plan.problem.num_q_heads
+    for first in range(0, heads, plan.heads_at_once):
+        count = min(plan.heads_at_once, heads - first)
+        if plan.problem.options.smooth_q:
+            result.append(_delta(plan, tensors, first, count))
+        result.append(_attention(plan, tensors, first, count, multiprocessors))
+    return result
+
+
+def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: int, num_chunks: int) -> dict[str, int]:
+    tile, headdim = kernels.attn.tile, kernels.attn.spec.headdim
+    stats, quant = kernels["stats"], kernels["quant"]
+    q_heads, kv_heads = problem.batch * problem.num_q_heads, problem.batch * problem.num_kv_heads
+    warps = q_heads * q_tiles * tile.block_m // tile.warp_m
+    return {
+        "k_stats": kv_heads * num_chunks * stats.fact("chunk_bytes"),
+        "v_stats": kv_heads * num_chunks * stats.fact("chunk_bytes"),
+        "q_hat": q_heads * q_tiles * quant.fact("q_tile_bytes"),
+        "kv_hat": kv_heads * kv_tiles * quant.fact("kv_tile_bytes"),
+        "q_scale": warps * quant.fact("row_groups") * 4,
+        "q_mean": q_heads * q_tiles * headdim * 4 if problem.options.smooth_q else 0,
+        "k_mean": kv_heads * headdim * 4,
+        "v_scale": kv_heads * headdim * 4,
+        "v_mean": kv_heads * headdim * 4,
+        "v_amax": kv_heads * headdim * 4,
+        "k_finite": kv_heads * 4,
+        "v_finite": kv_heads * headdim * 4,
+        "row_bias": q_heads * q_tiles * tile.block_m * 4,
+        "taken": 4,
+    }
+
+
+def _launch(record: KernelRecord, blocks: int, params: Params, at_most: int = _MAX_GRID) -> Launch:
+    """A launch of so many blocks; where there are more than `at_most`, these share the work of the others."""
+    if blocks > _MAX_GRID:
+        raise UnsupportedError(f"{record.name} would need {blocks} blocks, a launch takes {_MAX_GRID}; split the batch")
+    return Launch(record, min(blocks, at_most), params)
+
+
+def _stats(plan: Plan, tensors: Arguments) -> list[Launch]:
+    """Statistics of every chunk, then of all of them."""
+    problem, options, k, v = plan.problem, plan.problem.options, tensors.k, tensors.v
+    heads, of_chunks = problem.batch * problem.num_kv_heads, 2 if options.smooth_k else 1
+    return [_launch(plan.kernels["stats"], blocks, StatsParams(
+        k=k.tensor, v=v.tensor, k_stats=plan.at("k_stats"), v_stats=plan.at("v_stats"), k_mean=plan.at("k_mean"),
+        v_mean=plan.at("v_mean"), v_amax=plan.at("v_amax"), v_finite=plan.at("v_finite"), k_finite=plan.at("k_finite"),
+        taken=plan.at("taken"), num_kv_heads=problem.num_kv_heads, seqlen_kv=problem.seqlen_kv,
+        headdim=problem.headdim, chunk_rows=plan.chunk_rows, num_chunks=plan.num_chunks,
+        dtype=DTYPE_CODES[problem.dtype], aligned=k.aligned(problem.headdim) and v.aligned(problem.headdim),
+        smooth_k=options.smooth_k, smooth_v=options.smooth_v, merge=merge))
+        for merge, blocks in ((False, heads * of_chunks * plan.num_chunks), (True, heads * 2))]
+
+
+def _quantize(plan: Plan, tensors: Arguments) -> Launch:
+    problem, options, record = plan.problem, plan.problem.options, plan.kernels["quant"]
+    q_blocks = problem.batch * problem.num_q_heads * plan.q_tiles
+    kv_blocks = problem.batch * problem.num_kv_heads * math.ceil(plan.kv_tiles / record.fact("kv_tiles_per_block"))
+    return _launch(record, q_blocks + 2 * kv_blocks, QuantParams(
+        q=tensors.q.tensor, k=tensors.k.tensor, v=tensors.v.tensor, k_mean=plan.at("k_mean"), v_mean=plan.at("v_mean"),
+        v_amax=plan.at("v_amax"), v_finite=plan.at("v_finite"), q_hat=plan.at("q_hat"), kv_hat=plan.at("kv_hat"),
+        q_scale=plan.at("q_scale"), q_mean=plan.at("q_mean"), v_scale=plan.at("v_scale"), k_finite=plan.at("k_finite"),
+        row_bias=plan.at("row_bias"), batch=problem.batch, num_q_heads=problem.num_q_heads,
+        num_kv_heads=problem.num_kv_heads, seqlen_q=problem.seqlen_q, seqlen_kv=problem.seqlen_kv,
+        headdim=problem.headdim, q_tiles=plan.q_tiles, kv_tiles=plan.kv_tiles,
+        softmax_scale_log2=problem.softmax_scale * LOG2_E, dtype=DTYPE_CODES[problem.dtype],
+        aligned=all(tensor.aligned(problem.headdim) for tensor in (tensors.q, tensors.k, tensors.v)),
+        smooth_q=bool(options.smooth_q), smooth_v=options.smooth_v, v_limit=plan.kernels.attn.facts["v_limit"]))
+
+
+def _delta(plan: Plan, tensors: Arguments, first_head: int, num_heads: int) -> Launch:
+    problem, tile, record = plan.problem, plan.kernels.attn.tile, plan.kernels["delta"]
+    columns, edge = plan.kv_tiles * tile.block_n, record.fact("tile")
+    blocks = num_heads * math.ceil(plan.q_tiles / edge) * math.ceil(columns / edge)
+    return _launch(record, blocks, DeltaParams(
+        k=tensors.k.tensor, q_mean=plan.at("q_mean"), k_mean=plan.at("k_mean"), delta_s=plan.at("delta_s"),
+        first_head=first_head, num_heads=num_heads, num_q_heads=problem.num_q_heads, num_kv_heads=problem.num_kv_heads,
+        seqlen_q=problem.seqlen_q, seqlen_kv=problem.seqlen_kv, headdim=problem.headdim, q_tiles=plan.q_tiles,
+        columns=columns, dtype=DTYPE_CODES[problem.dtype], aligned=tensors.k.aligned(problem.headdim),
+        block_m=tile.block_m, block_n=tile.block_n, is_causal=problem.options.is_causal))
+
+
+def _attention(plan: Plan, tensors: Arguments, first_head: int, num_heads: int, multiprocessors: int) -> Launch:
+    """A block per query tile, or where blocks take several, as many as the GPU holds at once."""
+    problem, record = plan.problem, plan.kernels.attn
+    resident = multiprocessors * record.tile.min_blocks if FAMILIES[record.family].persistent else _MAX_GRID
+    return _launch(record, num_heads * plan.q_tiles, AttnParams(
+        q_hat=plan.at("q_hat"), kv_hat=plan.at("kv_hat"), q_scale=plan.at("q_scale"), v_scale=plan.at("v_scale"),
+        v_mean=plan.at("v_mean"), k_finite=plan.at("k_finite"), v_finite=plan.at("v_finite"),
+        row_bias=plan.at("row_bias"), delta_s=plan.at("delta_s") if problem.options.smooth_q else NULL,
+        out=tensors.out.tensor, lse=Address("lse"), taken=plan.at("taken"), first_head=first_head,
+        num_q_heads=problem.num_q_heads, num_kv_heads=problem.num_kv_heads, seqlen_q=problem.seqlen_q,
+        seqlen_kv=problem.seqlen_kv, headdim=problem.headdim, q_tiles=plan.q_tiles, kv_tiles=plan.kv_tiles,
+        dtype=DTYPE_CODES[problem.dtype], num_heads=num_heads), resident)

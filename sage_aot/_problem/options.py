@@ -1,0 +1,211 @@
+"""The table of options: everything that an option of the call is, in one entry.
+
+From an entry of :class:`Options` follow the check of the value, its type in the operators' schemas, the axis of the
+kernels that it decides about, what ``explain`` and messages say of it, its row in docs/options.md, and the values that
+the fuzzer draws. An option that reaches a kernel at run time is an entry here, a parameter of
+:func:`sage_aot._call.api.attn` and a field that :mod:`sage_aot._launch.plan` fills in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from sage_aot._kernels.spec import AXES
+from sage_aot.errors import ArgumentError
+
+LAYOUTS = {"HND": "[batch, heads, seq, headdim]", "NHD": "[batch, seq, heads, headdim]"}
+MAX_SCALE = 1e6
+"""Kernels keep scores and their scales in float32, and take no score below −1e30 for one that they saw."""
+
+
+class Option(NamedTuple):
+    """One option of the call."""
+
+    default: Any
+    schema: str  # type in the operators' schemas
+    expected: str  # what a message says was expected
+    valid: Callable[[Any], bool]
+    help: str  # one sentence for docs/options.md; the docstring of attn() says more
+    samples: tuple[Any, ...]  # valid values, the simplest first, which the fuzzer draws and reduces to
+    refused: Any  # a value that is not valid, for tests
+    axis: str = ""  # of the kernels, that the option decides about
+    values: Mapping[Any, str | int] = {}  # per value of the option, that of the axis; "auto" is not among them
+    fixed: bool = False  # a part of the problem: another value is no advice, it would be another result
+    resolve: Callable[[Options], Any] | None = None  # what "auto" stands for, given the options before this one
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_bool_or_auto(value: object) -> bool:
+    return isinstance(value, (bool, str)) and value in (True, False, "auto")
+
+
+def _is_one_of(*choices: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in choices
+
+
+def _is_scale(value: object) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_SCALE
+
+
+def _option(default: Any, **entry: Any) -> Any:
+    """A field with its entry; what is said is checked where :data:`OPTIONS` is made."""
+    return dataclasses.field(default=default, metadata=entry)
+
+
+def _flag(default: bool, *, false: str, true: str, axis: str, **entry: Any) -> Any:
+    return _option(default, schema="bool", expected="True or False", valid=_is_bool, samples=(False, True), refused=1,
+                   axis=axis, values={False: false, True: true}, **entry)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a call. The order is that of the operators' schemas, which name those that differ from the default.
+
+    ArgumentError for a value that an option does not take.
+    """
+
+    is_causal: bool = _flag(
+        False, axis="mask", false="full", true="causal", fixed=True,
+        help="query i sees the keys `j <= i + keys - queries`: aligned bottom-right")
+    scale: float | None = _option(
+        None, schema="float?", valid=_is_scale, samples=(None, 0.0, -0.1, 1e-3, 0.7, 20.0), refused=math.nan,
+        expected=f"a finite Python number of at most ±{MAX_SCALE:g}, or None for 1 / sqrt(headdim); for a tensor pass "
+                 f"scale.item()",
+        help="factor on q·kᵀ before the softmax; None is `1 / sqrt(headdim)`")
+    layout: str = _option(
+        "HND", schema="str", valid=_is_one_of(*LAYOUTS), samples=tuple(LAYOUTS), refused="BSHD",
+        expected=" or ".join(f"{name!r} {axes}" for name, axes in LAYOUTS.items()),
+        help="order of the dimensions of q, k, v and the output: " + " or ".join(
+            f'`"{name}"` {axes}' for name, axes in LAYOUTS.items()))
+    qk: str = _option(
+        "auto", schema="str", valid=_is_one_of("auto", *map(str, AXES["qk"])), samples=("auto", "int8", "int4"),
+        refused="int5", expected="'auto', " + " or ".join(repr(value) for value in AXES["qk"]),
+        axis="qk", values={value: value for value in AXES["qk"]},
+        resolve=lambda options: "int8",  # 4 bits visibly hurt some models
+        help="type of the quantized q and k; int4 is for GPUs before sm90")
+    smooth_q: bool | str = _option(
+        "auto", schema="bool?", valid=_is_bool_or_auto, samples=("auto", False, True), refused="yes",
+        expected="'auto', True or False", axis="q", values={False: "qraw", True: "qsmooth"},
+        resolve=lambda options: options.qk == "int4",  # at 8 bits smoothing Q gains less than it costs
+        help="subtract the mean of each tile of q before quantizing; `\"auto\"` does so for int4")
+    smooth_k: bool = _option(
+        True, schema="bool", expected="True or False", valid=_is_bool, samples=(True, False), refused=1,
+        help="subtract the mean of k over the sequence before quantizing")
+    smooth_v: bool = _flag(
+        False, axis="v", false="vraw", true="vsmooth",
+        help="subtract the mean of v over the sequence before quantizing, and add it to the output")
+    pv_accum: str = _option(
+        "auto", schema="str", valid=_is_one_of("auto", *map(str, AXES["pv_accum"])),
+        samples=("auto", "two_level_f32", "two_level_f16"), refused="f16",
+        expected="'auto' or one of " + ", ".join(repr(value) for value in AXES["pv_accum"]),
+        axis="pv_accum", values={value: value for value in AXES["pv_accum"]},
+        help="how P·V adds up over the keys; `\"auto\"` is the best of the GPU's kernels")
+
+    def __post_init__(self) -> None:
+        for name, option in OPTIONS.items():
+            value = getattr(self, name)
+            if not option.valid(value):
+                raise ArgumentError(f"{name}: expected {option.expected}, got {value!r}")
+
+    @classmethod
+    def from_schema(cls, values: tuple[Any, ...]) -> Options:
+        """From an operator's arguments: those that torch hands over, in order; None stands for "auto"."""
+        given = {name: option.default if value is None else value
+                 for (name, option), value in zip(OPTIONS.items(), values)}
+        return cls(**given)
+
+    @classmethod
+    def of_axes(cls, axes: Mapping[str, int | str], **others: Any) -> Options:
+        """The options that ask for a kernel with these values on its axes; and other options."""
+        chosen = {name: value for name, option in OPTIONS.items() for value, of_axis in option.values.items()
+                  if axes.get(option.axis) == of_axis}
+        return cls(**chosen, **others)
+
+    def resolved(self) -> Options:
+        """The options with the value in place of every "auto" that does not depend on the GPU."""
+        options = self
+        for name, option in OPTIONS.items():
+            if option.resolve and getattr(options, name) == option.default:
+                options = dataclasses.replace(options, **{name: option.resolve(options)})
+        return options
+
+    def axes(self) -> dict[str, str | int]:
+        """The values of the kernels' axes that the options ask for; an axis that they leave open is missing."""
+        return {option.axis: option.values[getattr(self, name)] for name, option in OPTIONS.items()
+                if option.axis and getattr(self, name) in option.values}
+
+
+OPTIONS: dict[str, Option] = {field.name: Option(field.default, **field.metadata)
+                              for field in dataclasses.fields(Options)}
+"""Every option by name, in the order of the operators' schemas."""
+
+OPTION_OF_AXIS = {option.axis: name for name, option in OPTIONS.items() if option.axis}
+
+
+def for_schema(*values: Any) -> tuple[Any, ...]:
+    """The values of all options, checked, as an operator takes them: less those at the end that have their default.
+
+    Remembers the last ones. A tracer takes the answer for a constant, which it is: the values are constants to it.
+    """
+    try:
+        return _for_schema(*values)
+    except TypeError:  # a value that cannot be hashed is none that an option takes
+        Options(*values)  # raises
+        raise
+
+
+for_schema._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result sets
+
+
+@lru_cache(maxsize=256, typed=True)  # typed: True is not 1
+def _for_schema(*values: Any) -> tuple[Any, ...]:
+    options = Options(*values)
+    given: list[Any] = []
+    for name, option in OPTIONS.items():
+        value = getattr(options, name)
+        given.append(_schema_default(option) if value == option.default else value)
+    while given and given[-1] == _schema_default(list(OPTIONS.values())[len(given) - 1]):
+        given.pop()
+    return tuple(given)
+
+
+def schema() -> str:
+    """The options in an operator's schema, with their defaults: torch then hands over no option that has its default."""
+    return ", ".join(f"{option.schema} {name}={_spelt_default(option)}" for name, option in OPTIONS.items())
+
+
+def spelt(axis: str, value: object) -> str:
+    """An axis's value as the call takes it: ``smooth_v=True``."""
+    name = OPTION_OF_AXIS.get(axis, axis)
+    options = {of_axis: of_option for of_option, of_axis in OPTIONS[name].values.items()} if name in OPTIONS else {}
+    return f"{name}={options.get(value, value)!r}"  # type: ignore[call-overload]  # an axis's value is a key
+
+
+def markdown_table() -> str:
+    """The table of docs/options.md."""
+    rows = [f"| `{name}` | `{option.default!r}` | {_in_docs(option)} | {option.help} |" for name, option in OPTIONS.items()]
+    return "\n".join(["| option | default | values | meaning |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _schema_default(option: Option) -> Any:
+    """None stands for the default of an option whose type in a schema has no room for it."""
+    return None if option.schema.endswith("?") else option.default
+
+
+def _spelt_default(option: Option) -> str:
+    default = _schema_default(option)
+    return f'"{default}"' if isinstance(default, str) else repr(default)
+
+
+def _in_docs(option: Option) -> str:
+    return option.expected.replace("'", "`").split("; ")[0]
