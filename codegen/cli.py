@@ -11,10 +11,11 @@ from pathlib import Path
 from codegen._shared import ROOT
 from codegen.budget import problems_of
 from codegen.check import golden_problems, update_goldens, variable_problems
+from codegen.compilation import TOOLCHAINS, Compilation
 from codegen.errors import BuildError, UsageError
 from codegen.instructions import instructions_problems, table, update_instructions
 from codegen.matrix import Matrix, PlannedKernel, read_matrix
-from codegen.ninja import TOOLCHAINS, Compilation, compile_all
+from codegen.ninja import compile_all
 from codegen.package import check_out, package_problems, write_package
 from codegen.project import Project
 from codegen.render import render_all

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from codegen.compiler import Compiled, is_ptx_target, main
 from codegen.errors import BuildError
 
-FLAGS = ("-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v")
+FLAGS: tuple[str, ...] = ("-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v")
 """-default-device exists in NVRTC only; for constexpr functions, which is where it matters, this is its equal."""
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from codegen.compiler import Compiled, is_ptx_target, main
 from codegen.errors import BuildError
 
-FLAGS = ("-std=c++17", "-default-device", "--frandom-seed=sage_aot", "--ptxas-options=-v")
+FLAGS: tuple[str, ...] = ("-std=c++17", "-default-device", "--frandom-seed=sage_aot", "--ptxas-options=-v")
 
 _DISTRIBUTION = "nvidia-cuda-nvrtc-cu12"
 _LIBRARY = "libnvrtc.so.12"
