@@ -94,11 +94,6 @@ class Compiled:
     is_ptx: bool = False
 
 
-def is_ptx_target(target: str) -> bool:
-    """Whether a target asks for PTX: ``"compute_80"``."""
-    return target.startswith("compute_")
-
-
 def _check_entries(entries: list[str], kernel: str) -> None:
     if entries != [kernel]:
         raise BuildError(f"expected one __global__ function, named {kernel} as its file, got {entries}")

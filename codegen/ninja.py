@@ -21,7 +21,7 @@ from codegen.files import write_if_changed
 from codegen.matrix import PlannedKernel
 from codegen.render import source_path
 
-_COMMAND_FILES = ("compiler.py", "census.py", "nvdisasm.py")
+_COMMAND_FILES = ("compiler.py", "census.py", "nvdisasm.py", "targets.py")
 """What decides about the outputs of a compile command beside the toolchain's own file."""
 
 

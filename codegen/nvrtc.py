@@ -11,8 +11,9 @@ import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from codegen.compiler import Compiled, is_ptx_target, main
+from codegen.compiler import Compiled, main
 from codegen.errors import BuildError
+from codegen.targets import is_ptx_target
 
 FLAGS: tuple[str, ...] = ("-std=c++17", "-default-device", "--frandom-seed=sage_aot", "--ptxas-options=-v")
 
