@@ -21,6 +21,8 @@ from codegen.render import render_all
 from codegen.selection import Selection
 from codegen.targets import chip_of
 
+Command = Callable[[argparse.Namespace, Matrix, Project], None]
+
 
 def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     """Run a command; 0, or 1 where the build or the check failed, or 2 where the request or the matrix is wrong."""
@@ -152,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m codegen", description="Kernels from build_matrix.yaml.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def command(name: str, run: Command, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text, parents=[common, *parents])
         added.set_defaults(command=run)
         return added

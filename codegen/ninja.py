@@ -43,7 +43,7 @@ def ninja_text(kernels: tuple[PlannedKernel, ...], compilation: Compilation) -> 
     """build.ninja: one edge per kernel, all paths absolute."""
     project, toolchain = compilation.project, compilation.toolchain
     text = io.StringIO()
-    ninja = Writer(text, width=120)
+    ninja = Writer(text, width=120)  # type: ignore[arg-type]  # its stub says a string; it writes to a file
     ninja.variable("ninja_required_version", "1.5")
     ninja.variable("builddir", str(compilation.folder))  # of ninja's log
     ninja.rule("compile", f"{_quoted(_interpreter())} -m codegen.{toolchain} $in --target $target "
@@ -53,7 +53,7 @@ def ninja_text(kernels: tuple[PlannedKernel, ...], compilation: Compilation) -> 
     for kernel in kernels:
         source, compiled = source_path(kernel, project), compilation.compiled(kernel)
         headers = sorted(headers_of(source, project.include))
-        ninja.build(str(compiled), "compile", str(source), implicit_outputs=[str(compiled.with_suffix(".json"))],
+        ninja.build([str(compiled)], "compile", [str(source)], implicit_outputs=[str(compiled.with_suffix(".json"))],
                     implicit=[str(path) for path in (*headers, *commands, compilation.folder / "compiler.txt")],
                     variables={"target": compilation.target(kernel), "name": kernel.spec.name})
     return text.getvalue()
