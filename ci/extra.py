@@ -1,8 +1,12 @@
 """Prints the requirements of an extra, to install them without the package: python ci/extra.py codegen"""
 
 import sys
-import tomllib
 from pathlib import Path
 
-settings = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text())
-print(*settings["project"]["optional-dependencies"][sys.argv[1]])
+if sys.version_info >= (3, 11):
+    import tomllib
+
+    settings = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text())
+    print(*settings["project"]["optional-dependencies"][sys.argv[1]])
+else:
+    sys.exit(f"expected Python 3.11 or later, which reads TOML, got {sys.version.split()[0]}: use another Python")

@@ -75,8 +75,8 @@ def main() -> int:
     except (WheelError, subprocess.CalledProcessError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{wheel}: byte for byte the wheel of {sdist}, of which {count} kernels were compiled anew in another folder; "
-          f"payload sha256 {Wheel(wheel).digest()}")
+    print(f"{wheel}: byte for byte the wheel of {sdist}, of which {count} kernels were compiled anew in another "
+          f"folder; payload sha256 {Wheel(wheel).digest()}")
     return 0
 
 

@@ -44,8 +44,8 @@ def environment(wheel: Path, requirements: list[str], borrow: bool, folder: Path
 
 
 def package_folders() -> list[Path]:
-    """Where this Python finds packages: in its environment, the user's folder, PYTHONPATH; not in the source tree, which
-    an editable install names. Python's own folders among them are another environment's anyway."""
+    """Where this Python finds packages: in its environment, the user's folder, PYTHONPATH; not in the source tree,
+    which an editable install names. Python's own folders among them are another environment's anyway."""
     folders = [Path(path).resolve() for path in sys.path if Path(path).is_dir()]
     return [folder for folder in folders if folder not in (ROOT, ROOT / "ci")]
 
@@ -58,7 +58,8 @@ def run(python: Path, folder: Path, gpu: bool, tests: list[str]) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("SAGE_AOT", "PYTHONPATH"))}
     variables["PATH"] = str(python.parent)
     where = "import sage_aot, sys; sys.exit(0 if sage_aot.__file__.startswith(sys.prefix) else sage_aot.__file__)"
-    call = "import sage_aot, torch; q = torch.randn(1, 2, 100, 64).half(); print(sage_aot.attn(q, q, q, is_causal=True).shape)"
+    call = ("import sage_aot, torch; q = torch.randn(1, 2, 100, 64).half(); "
+            "print(sage_aot.attn(q, q, q, is_causal=True).shape)")
     for command in (["-c", where], ["-c", call], ["-m", "sage_aot", "info"],
                     ["-m", "sage_aot", "verify", *([] if gpu else ["--files"])],
                     ["-m", "pytest", "-q", "-rs", "-m", "not inductor", *tests, *(["tests/gpu"] if gpu else [])]):
@@ -66,7 +67,7 @@ def run(python: Path, folder: Path, gpu: bool, tests: list[str]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Test a wheel in a fresh environment, out of reach of the source tree.")
+    parser = argparse.ArgumentParser(description="Test a wheel in a fresh environment, without the source tree.")
     parser.add_argument("wheel", type=Path)
     parser.add_argument("requirements", nargs="*", metavar="torch==2.4.1")
     parser.add_argument("--borrow", action="store_true", help="use the packages of this Python")

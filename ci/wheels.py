@@ -17,6 +17,7 @@ import re
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 MOST_BYTES = 20_000_000  # of a wheel
 PLATFORMS = ("manylinux_2_17_x86_64", "manylinux_2_17_aarch64", "win_amd64")
@@ -61,8 +62,9 @@ class Wheel:
         return {name.removeprefix(_KERNELS): data for name, data in self.files.items()
                 if name.startswith(_KERNELS) and not name.endswith("manifest.json")}
 
-    def manifest(self) -> dict:
-        return json.loads(self.files[f"{_KERNELS}manifest.json"])
+    def manifest(self) -> dict[str, Any]:
+        values: dict[str, Any] = json.loads(self.files[f"{_KERNELS}manifest.json"])
+        return values
 
     def problems(self, narrowed: bool) -> list[str]:
         """Everything that is wrong, as sentences; `narrowed`: it may lack kernels."""

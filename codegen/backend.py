@@ -11,26 +11,34 @@ import os
 import sys
 
 import hatchling.build
-from hatchling.build import *  # the hooks that take no settings
+
+Settings = dict[str, str | list[str]]
+"""What a frontend hands on of its command line: one that is given twice is a list."""
 
 _VARIABLES = {"archs": "SAGE_AOT_ARCHS"}
 """Config settings, and the variables of the environment that the hook reads."""
 
 
-def build_wheel(wheel_directory: str, config_settings: dict | None = None, metadata_directory: str | None = None) -> str:
+def __getattr__(name: str) -> object:
+    """The hooks that take no settings are hatchling's. Which ones it has depends on the frontend."""
+    return getattr(hatchling.build, name)
+
+
+def build_wheel(wheel_directory: str, config_settings: Settings | None = None,
+                metadata_directory: str | None = None) -> str:
     """PEP 517; a wheel with the kernels that the settings ask for."""
     _apply(config_settings or {})
     return hatchling.build.build_wheel(wheel_directory)
 
 
-def build_editable(wheel_directory: str, config_settings: dict | None = None,
+def build_editable(wheel_directory: str, config_settings: Settings | None = None,
                    metadata_directory: str | None = None) -> str:
     """PEP 660; the kernels go into the source tree."""
     _apply(config_settings or {})
     return hatchling.build.build_editable(wheel_directory)
 
 
-def _apply(settings: dict) -> None:
+def _apply(settings: Settings) -> None:
     """Hand the settings on to the hook. A backend's process makes one wheel, so they stay in the environment."""
     for name, value in settings.items():
         if name not in _VARIABLES:

@@ -29,6 +29,9 @@ _PTX_MATRIX = re.compile(r"^\s*(?:@!?%p\d+ )?(w?mma\.[\w.:]+)", re.MULTILINE)
 Code = tuple[Instruction, ...]
 """Of one function."""
 
+_Weight = tuple[int, int, int]
+"""What a path must hold, in order of importance: matrix instructions, copies, and few instructions, thus negative."""
+
 
 @dataclass(frozen=True)
 class _Loop:
@@ -50,8 +53,7 @@ class _Block:
     successors: tuple[int, ...]  # addresses of blocks
 
     @property
-    def weight(self) -> tuple[int, int, int]:
-        """What a path must hold, in order of importance: matrix instructions, copies, and few instructions."""
+    def weight(self) -> _Weight:
         copies = sum(instruction.name in _COPIES for instruction in self.code)
         return len(_matrix(self.code)), copies, -len(self.code)
 
@@ -82,7 +84,7 @@ def _counts(loop: _Loop) -> MainLoop:
     return MainLoop(matrix, -negative - matrix, sum(len(block.code) for block in loop.blocks.values()) + negative)
 
 
-def _straight_path(loop: _Loop) -> tuple[int, int, int]:
+def _straight_path(loop: _Loop) -> _Weight:
     """The greatest weight of a way from the head forward to a back edge.
 
     Forward alone: what lies out of line comes back by a jump to a lower address, and is rare for that reason.
@@ -91,9 +93,13 @@ def _straight_path(loop: _Loop) -> tuple[int, int, int]:
     for address in sorted(loop.blocks):
         for successor in loop.blocks[address].successors:
             if address in best and successor in loop.blocks and successor > address:
-                weight = tuple(map(sum, zip(best[address], loop.blocks[successor].weight)))
+                weight = _sum(best[address], loop.blocks[successor].weight)
                 best[successor] = max(best.get(successor, weight), weight)
     return max(weight for address, weight in best.items() if loop.head in loop.blocks[address].successors)
+
+
+def _sum(first: _Weight, second: _Weight) -> _Weight:
+    return first[0] + second[0], first[1] + second[1], first[2] + second[2]
 
 
 def _loops(blocks: dict[int, _Block]) -> list[_Loop]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 from codegen.errors import UsageError
 from codegen.files import write_if_changed
 from codegen.matrix import Matrix
@@ -33,7 +36,7 @@ def update_goldens(matrix: Matrix, project: Project) -> None:
         write_if_changed(path, text)
 
 
-def _goldens(matrix: Matrix, project: Project):
+def _goldens(matrix: Matrix, project: Project) -> Iterator[tuple[Path, bytes]]:
     """Each golden file with the text that it should hold."""
     kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
     renderer = Renderer(project.templates)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,16 +10,18 @@ from pathlib import Path
 from codegen._shared import ROOT
 from codegen.budget import problems_of
 from codegen.check import golden_problems, update_goldens, variable_problems
+from codegen.compilation import TOOLCHAINS, Compilation
 from codegen.errors import BuildError, UsageError
 from codegen.instructions import instructions_problems, table, update_instructions
 from codegen.matrix import Matrix, PlannedKernel, read_matrix
-from codegen.ninja import TOOLCHAINS, Compilation, compile_all
+from codegen.ninja import compile_all
 from codegen.package import check_out, package_problems, write_package
 from codegen.project import Project
 from codegen.render import render_all
 from codegen.selection import Selection
+from codegen.targets import chip_of
 
-_TARGET = re.compile(r"sm_\d+[af]?")
+Command = Callable[[argparse.Namespace, Matrix, Project], None]
 
 
 def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
@@ -153,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m codegen", description="Kernels from build_matrix.yaml.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def command(name: str, run: Command, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text, parents=[common, *parents])
         added.set_defaults(command=run)
         return added
@@ -163,8 +164,8 @@ def _parser() -> argparse.ArgumentParser:
     build = command("build", _build, "compile the kernels into sage_aot/kernels", compiling)
     census = command("census", _census, "print what each attention kernel's main loop executes", compiling)
     for added in (build, census):
-        added.add_argument("--retarget", type=_target, metavar="sm_90",
-                           help="compile all of them for this chip, for tests")
+        added.add_argument("--retarget", type=_chip, metavar="sm_90",
+                           help="compile all of them for this chip, named without a suffix, for tests")
     build.add_argument("--out", type=Path, metavar="DIR", help="a folder other than sage_aot/kernels")
     verify = command("verify", _verify, "compare a kernel folder with what this tree makes, without compiling")
     verify.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a folder other than sage_aot/kernels")
@@ -184,7 +185,8 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _target(text: str) -> str:
-    if not _TARGET.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"expected a chip such as sm_90, got {text!r}")
-    return text
+def _chip(text: str) -> str:
+    try:
+        return chip_of(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

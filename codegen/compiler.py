@@ -13,12 +13,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from codegen._shared import MainLoop
 from codegen.census import main_loop, ptx_opcodes, tensor_opcodes
 from codegen.errors import BuildError
 from codegen.files import write_atomic
 from codegen.nvdisasm import disassemble
+
+_Key = TypeVar("_Key", int, str)
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -94,17 +97,12 @@ class Compiled:
     is_ptx: bool = False
 
 
-def is_ptx_target(target: str) -> bool:
-    """Whether a target asks for PTX: ``"compute_80"``."""
-    return target.startswith("compute_")
-
-
 def _check_entries(entries: list[str], kernel: str) -> None:
     if entries != [kernel]:
         raise BuildError(f"expected one __global__ function, named {kernel} as its file, got {entries}")
 
 
-def _known(first_drivers: dict, found: object, what: str) -> int:
+def _known(first_drivers: dict[_Key, int], found: _Key, what: str) -> int:
     """The driver that brought what a compiler writes; one that is not known here is no ground to promise drivers."""
     if found not in first_drivers:
         raise BuildError(f"expected the {what} {' or '.join(map(str, first_drivers))}, got {found}: look up which "

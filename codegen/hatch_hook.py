@@ -10,21 +10,23 @@ import os
 import subprocess
 import sys
 import sysconfig
+from typing import Any
 
+from hatchling.builders.config import BuilderConfig
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _TAGS = {
     "linux-x86_64": "manylinux_2_17_x86_64", "linux-aarch64": "manylinux_2_17_aarch64", "win-amd64": "win_amd64",
 }
-"""Per platform of this Python, the tag of its wheels. They hold no host code: nothing in them needs more of a Linux than
-the oldest that pip knows by its glibc."""
+"""Per platform of this Python, the tag of its wheels. They hold no host code: nothing in them needs more of a Linux
+than the oldest that pip knows by its glibc."""
 
 
-class KernelBuildHook(BuildHookInterface):
+class KernelBuildHook(BuildHookInterface[BuilderConfig]):
     """``SAGE_AOT_ARCHS=sm89,sm90`` narrows what is built; ``SAGE_AOT_PREBUILT=1`` packs kernels that were built before,
     after comparing them with this source tree. pyproject.toml says where the wheel takes them from."""
 
-    def initialize(self, version: str, build_data: dict) -> None:
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         command = [sys.executable, "-m", "codegen", *_request()]
         status = subprocess.run(command, cwd=self.root, check=False).returncode
         if status != 0:

@@ -13,10 +13,11 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from codegen.compiler import Compiled, is_ptx_target, main
+from codegen.compiler import Compiled, main
 from codegen.errors import BuildError
+from codegen.targets import is_ptx_target
 
-FLAGS = ("-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v")
+FLAGS: tuple[str, ...] = ("-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v")
 """-default-device exists in NVRTC only; for constexpr functions, which is where it matters, this is its equal."""
 
 

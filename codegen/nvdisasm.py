@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from codegen.errors import BuildError
 
@@ -72,7 +73,7 @@ def read_json(text: str) -> tuple[tuple[Instruction, ...], ...]:
         raise BuildError(f"expected the JSON of nvdisasm 13, got another form of it ({error!r}): {_ADVICE}") from error
 
 
-def _instruction(address: int, values: dict) -> Instruction:
+def _instruction(address: int, values: dict[str, Any]) -> Instruction:
     """A jump's address is its last operand; it is conditional with a predicate before it or an operand more."""
     opcode = values["opcode"]
     name = opcode.split(".")[0]

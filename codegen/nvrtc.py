@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
-from codegen.compiler import Compiled, is_ptx_target, main
+from codegen.compiler import Compiled, main
 from codegen.errors import BuildError
+from codegen.targets import is_ptx_target
 
-FLAGS = ("-std=c++17", "-default-device", "--frandom-seed=sage_aot", "--ptxas-options=-v")
+FLAGS: tuple[str, ...] = ("-std=c++17", "-default-device", "--frandom-seed=sage_aot", "--ptxas-options=-v")
 
 _DISTRIBUTION = "nvidia-cuda-nvrtc-cu12"
 _LIBRARY = "libnvrtc.so.12"
@@ -47,7 +50,7 @@ def compile_kernel(source: Path, target: str, include: Path) -> Compiled:
     return Compiled(_read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log)
 
 
-def _load():
+def _load() -> Any:  # the bindings have no types
     """cuda.bindings.nvrtc on top of the library of _DISTRIBUTION.
 
     cuda.pathfinder prefers a library that is already loaded to those it would find, among which may be the 13.x
@@ -68,7 +71,7 @@ def _load():
     return nvrtc
 
 
-def _checked(result: tuple):
+def _checked(result: tuple[Any, ...]) -> Any:
     """The values of a call, which come after its status."""
     status, *values = result
     if status != 0:
@@ -76,7 +79,7 @@ def _checked(result: tuple):
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _read(size_of, fill, program) -> bytes:
+def _read(size_of: Callable[..., Any], fill: Callable[..., Any], program: object) -> bytes:
     """NVRTC hands out bytes in two calls: their number, then a copy into a buffer."""
     buffer = bytes(_checked(size_of(program)))
     _checked(fill(program, buffer))

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from codegen._shared import FIELDS, FILE_NAME, STRUCT_OF, KernelRecord, Manifest, __version__, layout_digest, offsets
 from codegen.budget import problems_of
+from codegen.compilation import Compilation
 from codegen.compiler import Report
 from codegen.errors import BuildError, UsageError
 from codegen.files import write_if_changed
 from codegen.matrix import Matrix, PlannedKernel
-from codegen.ninja import Compilation
 
 
 def write_package(kernels: tuple[PlannedKernel, ...], matrix: Matrix, compilation: Compilation, out: Path) -> Manifest:

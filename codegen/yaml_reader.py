@@ -28,7 +28,8 @@ class YamlReader:
         try:
             return yaml.compose(text, yaml.SafeLoader)
         except yaml.MarkedYAMLError as error:
-            self.complain(error.problem_mark.line + 1, f"expected YAML, got an error: {error.problem}")
+            line = error.problem_mark.line + 1 if error.problem_mark else 1
+            self.complain(line, f"expected YAML, got an error: {error.problem}")
         except yaml.YAMLError as error:  # a character that YAML forbids
             self.complain(1, f"expected YAML, got an error: {error}")
         return None
@@ -63,7 +64,7 @@ class YamlReader:
         if not isinstance(node, yaml.SequenceNode):
             self.complain(line_of(node), f"expected {what} as a list, got {_show(node)}")
             return []
-        return node.value
+        return list(node.value)
 
     def scalar(self, node: yaml.Node) -> object:
         """A string, number or truth value; None, with a complaint, for everything else."""

@@ -433,6 +433,19 @@ def test_wrong_arguments(codegen, argv):
     assert stop.value.code == 2
 
 
+@pytest.mark.parametrize(("target", "advice"), [
+    ("sm_100f", ": pass sm_100, kernels that need a suffix add it\n"),  # no record of a manifest can hold it
+    ("sm_90a", ": pass sm_90, kernels that need a suffix add it\n"),  # the family adds another a
+    ("sm_9", "\n"), ("sm_", "\n"), ("compute_80", "\n"), ("sm_90ab3", "\n"), ("sm_90\n", "\n"),
+])
+def test_kernels_are_retargeted_to_a_chip_without_a_suffix(codegen, project, capfd, target, advice):
+    with pytest.raises(SystemExit) as stop:
+        codegen("build", *ONE, "--retarget", target)
+    assert stop.value.code == 2
+    assert capfd.readouterr().err.endswith(f"expected a chip such as sm_90, without a suffix, got {target!r}{advice}")
+    assert not project.build.exists()
+
+
 def test_a_bad_matrix_is_listed_line_by_line(codegen, project, edit):
     edit(project.matrix, "headdim: [64, 128]", "headdim: [64, 128, 96, 32]")
     status, _, err = codegen("list")

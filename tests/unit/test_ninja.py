@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from codegen import nvdisasm, nvrtc
+from codegen.compilation import Compilation, headers_of
 from codegen.errors import BuildError
-from codegen.ninja import Compilation, compile_all, headers_of, ninja_text
+from codegen.ninja import compile_all, ninja_text
 from codegen.render import render_all, source_path
 from codegen.selection import Selection
 

@@ -70,6 +70,6 @@ struct FieldType<float> {
 }  // namespace sage
 
 // Defines both tables of a translation unit, for its kernel and the struct that the kernel takes.
-#define SAGE_KERNEL_INFO(Kernel, Params)                              \
-  extern "C" __device__ constexpr auto sage_facts = Kernel::facts();  \
+#define SAGE_KERNEL_INFO(Kernel, Params) \
+  extern "C" __device__ constexpr auto sage_facts = Kernel::facts(); \
   extern "C" __device__ constexpr auto sage_fields = sage::fields_of(static_cast<const sage::Params*>(nullptr))

@@ -51,7 +51,7 @@ struct StatsParams {
   i32 aligned;   // every row of k and v starts at a multiple of 16 bytes
   i32 smooth_k;  // 0: no block of the first launch is for K
   i32 smooth_v;
-  i32 merge;     // whether this is the second launch
+  i32 merge;  // whether this is the second launch
 };
 
 constexpr auto fields_of(const StatsParams*) {
@@ -65,17 +65,17 @@ constexpr auto fields_of(const StatsParams*) {
 
 struct QuantParams {
   Tensor q, k, v;
-  const float* k_mean;    // these four as StatsParams
+  const float* k_mean;  // these four as StatsParams
   const float* v_mean;
   const float* v_amax;
   const i32* v_finite;
-  u8* q_hat;              // [batch * num_q_heads][q_tiles] tiles of block_m rows
-  u8* kv_hat;             // [batch * num_kv_heads][kv_tiles] tiles of block_n keys: K, its scales, V
-  float* q_scale;         // [batch * num_q_heads][q_tiles][block_m / warp_m][8], times softmax_scale · log2 e
-  float* q_mean;          // [batch * num_q_heads][q_tiles][kHeadDim], of a tile's rows in the units of q_hat · q_scale
-  float* v_scale;         // [batch * num_kv_heads][kHeadDim]
-  i32* k_finite;          // [batch * num_kv_heads], keys before the first that is not finite, or kAllFinite
-  float* row_bias;        // [batch * num_q_heads][q_tiles * block_m], log2 units: what smoothing K took off a row's scores
+  u8* q_hat;        // [batch * num_q_heads][q_tiles] tiles of block_m rows
+  u8* kv_hat;       // [batch * num_kv_heads][kv_tiles] tiles of block_n keys: K, its scales, V
+  float* q_scale;   // [batch * num_q_heads][q_tiles][block_m / warp_m][8], times softmax_scale · log2 e
+  float* q_mean;    // [batch * num_q_heads][q_tiles][kHeadDim], of a tile's rows in the units of q_hat · q_scale
+  float* v_scale;   // [batch * num_kv_heads][kHeadDim]
+  i32* k_finite;    // [batch * num_kv_heads], keys before the first that is not finite, or kAllFinite
+  float* row_bias;  // [batch * num_q_heads][q_tiles * block_m], log2 units: what smoothing K took off a row's scores
   i32 batch;
   i32 num_q_heads;
   i32 num_kv_heads;
@@ -108,8 +108,8 @@ struct DeltaParams {
   Tensor k;
   const float* q_mean;  // as QuantParams
   const float* k_mean;
-  float* delta_s;       // [num_heads][q_tiles][kv_tiles * block_n]
-  i32 first_head;       // index into [batch * num_q_heads] of the first of num_heads query heads
+  float* delta_s;  // [num_heads][q_tiles][kv_tiles * block_n]
+  i32 first_head;  // index into [batch * num_q_heads] of the first of num_heads query heads
   i32 num_heads;
   i32 num_q_heads;
   i32 num_kv_heads;
@@ -117,12 +117,12 @@ struct DeltaParams {
   i32 seqlen_kv;
   i32 headdim;
   i32 q_tiles;
-  i32 columns;          // kv_tiles * block_n
+  i32 columns;  // kv_tiles * block_n
   Dtype dtype;
-  i32 aligned;          // every row of k starts at a multiple of 16 bytes
-  i32 block_m;          // query rows of a tile
-  i32 block_n;          // keys of a KV tile
-  i32 is_causal;        // columns of KV tiles that no row of a query tile sees are left unwritten
+  i32 aligned;    // every row of k starts at a multiple of 16 bytes
+  i32 block_m;    // query rows of a tile
+  i32 block_n;    // keys of a KV tile
+  i32 is_causal;  // columns of KV tiles that no row of a query tile sees are left unwritten
 };
 
 constexpr auto fields_of(const DeltaParams*) {
@@ -135,7 +135,7 @@ constexpr auto fields_of(const DeltaParams*) {
 }
 
 struct AttnParams {
-  const u8* q_hat;        // these eight as QuantParams
+  const u8* q_hat;  // these eight as QuantParams
   const u8* kv_hat;
   const float* q_scale;
   const float* v_scale;
@@ -143,11 +143,11 @@ struct AttnParams {
   const i32* k_finite;
   const i32* v_finite;
   const float* row_bias;
-  const float* delta_s;   // as DeltaParams, for the heads of this launch; read where Q is smoothed
-  Tensor out;             // like q
-  float* lse;             // [batch][num_q_heads][seqlen_q], natural log; null: not wanted
-  u32* taken;             // [1], how often blocks asked for one more query tile; zero before a launch and after it
-  i32 first_head;         // index into [batch * num_q_heads] of the first query head of this launch
+  const float* delta_s;  // as DeltaParams, for the heads of this launch; read where Q is smoothed
+  Tensor out;            // like q
+  float* lse;            // [batch][num_q_heads][seqlen_q], natural log; null: not wanted
+  u32* taken;            // [1], how often blocks asked for one more query tile; zero before a launch and after it
+  i32 first_head;        // index into [batch * num_q_heads] of the first query head of this launch
   i32 num_q_heads;
   i32 num_kv_heads;
   i32 seqlen_q;
@@ -156,7 +156,7 @@ struct AttnParams {
   i32 q_tiles;
   i32 kv_tiles;
   Dtype dtype;
-  i32 num_heads;          // query heads of this launch
+  i32 num_heads;  // query heads of this launch
 };
 
 constexpr auto fields_of(const AttnParams*) {

@@ -31,10 +31,10 @@ void check(const void* address, u32 bytes, Access access, const void* pc) {
 
 #define SIM_CALLER __builtin_return_address(0)
 
-#define SIM_ACCESS(bytes)                                                                                            \
-  void __tsan_read##bytes(void* address) { sim::check(address, bytes, sim::kRead, SIM_CALLER); }                     \
-  void __tsan_write##bytes(void* address) { sim::check(address, bytes, sim::kWrite, SIM_CALLER); }                   \
-  void __tsan_unaligned_read##bytes(void* address) { sim::check(address, bytes, sim::kRead, SIM_CALLER); }           \
+#define SIM_ACCESS(bytes) \
+  void __tsan_read##bytes(void* address) { sim::check(address, bytes, sim::kRead, SIM_CALLER); } \
+  void __tsan_write##bytes(void* address) { sim::check(address, bytes, sim::kWrite, SIM_CALLER); } \
+  void __tsan_unaligned_read##bytes(void* address) { sim::check(address, bytes, sim::kRead, SIM_CALLER); } \
   void __tsan_unaligned_write##bytes(void* address) { sim::check(address, bytes, sim::kWrite, SIM_CALLER); }
 
 extern "C" {

@@ -18,8 +18,12 @@ namespace sim {
 Block* block = nullptr;
 
 Block::Block(const Launch& launch, GlobalMemory& global, Reports& reports)
-    : shared(*this), global_(global), reports_(reports), launch_(launch),
-      image_(Image::of(reinterpret_cast<const void*>(launch.call))), random_(launch.seed) {
+    : shared(*this),
+      global_(global),
+      reports_(reports),
+      launch_(launch),
+      image_(Image::of(reinterpret_cast<const void*>(launch.call))),
+      random_(launch.seed) {
   reports.clear(image_.base);
   for (u32 t = 0; t < launch.threads; ++t) threads_.push_back(std::make_unique<Thread>());
 }

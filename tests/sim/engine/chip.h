@@ -24,6 +24,7 @@ struct Chip {
   Step wgmma_e4m3;
 };
 
+// clang-format off: a chip a line
 constexpr Chip kChips[] = {
     {80, {8, 24, 23}, {}, false, {}},
     {86, {8, 24, 23}, {}, false, {}},
@@ -32,6 +33,7 @@ constexpr Chip kChips[] = {
     {100, {16, 25, 23}, {}, true, {}},
     {120, {16, 25, 23}, {32, 25, 23}, false, {}},
 };
+// clang-format on
 
 // The chip of the launch that runs.
 const Chip& chip();

@@ -77,8 +77,8 @@ namespace sim {
 
 Fiber::Fiber() {
   const size_t guard = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  void* memory = mmap(nullptr, guard + kStackBytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory =
+      mmap(nullptr, guard + kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) std::abort();
   mprotect(memory, guard, PROT_NONE);  // a stack that overflows faults at once
   stack_ = static_cast<u8*>(memory) + guard;

@@ -27,7 +27,7 @@ class Fiber {
 
  private:
   u8* stack_;
-  void* inside_ = nullptr;   // stack pointers of the side that does not run
+  void* inside_ = nullptr;  // stack pointers of the side that does not run
   void* outside_ = nullptr;
 };
 

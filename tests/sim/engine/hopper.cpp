@@ -17,9 +17,7 @@ void wait(void* const (&lanes)[kLanes]) {
 }
 void multiply_integers(void* const (&lanes)[kLanes]) { block->products().issue(*block, block->warp(), lanes, true); }
 void multiply_floats(void* const (&lanes)[kLanes]) { block->products().issue(*block, block->warp(), lanes, false); }
-void take_registers(void* const (&lanes)[kLanes]) {
-  block->set_registers(*static_cast<const u32*>(lanes[0]));
-}
+void take_registers(void* const (&lanes)[kLanes]) { block->set_registers(*static_cast<const u32*>(lanes[0])); }
 
 }  // namespace
 
@@ -60,8 +58,6 @@ void fence_proxy_async() {
   block->memory_barriers.fence(block->thread());
 }
 
-void set_registers(unsigned registers, Site site) {
-  block->together("setmaxnreg", &registers, take_registers, site);
-}
+void set_registers(unsigned registers, Site site) { block->together("setmaxnreg", &registers, take_registers, site); }
 
 }  // namespace sim

@@ -32,9 +32,7 @@ class Order {
   Epoch now(u32 thread) const { return thread << kClockBits | clocks_[thread * all_ + thread]; }
 
   // Whether all that the epoch's thread did in it is ordered before what `thread` does now.
-  bool before(Epoch epoch, u32 thread) const {
-    return clock_of(epoch) <= clocks_[thread * all_ + thread_of(epoch)];
-  }
+  bool before(Epoch epoch, u32 thread) const { return clock_of(epoch) <= clocks_[thread * all_ + thread_of(epoch)]; }
 
   // A barrier of all threads: what each did before it is ordered before what any does after.
   void join_all() {
@@ -114,7 +112,7 @@ class ReaderSets {
 
   std::vector<std::vector<Epoch>> sets_;
   std::unordered_map<u64, u32> larger_;  // by set and reader
-  Union recent_[kRecent];  // most accesses are like one shortly before
+  Union recent_[kRecent];                // most accesses are like one shortly before
 };
 
 }  // namespace sim

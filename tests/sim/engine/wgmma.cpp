@@ -10,7 +10,7 @@ namespace sim {
 namespace {
 
 constexpr u32 kRows = 16, kDepth = 32, kWarpsPerGroup = 4;  // rows of a warp, bytes of k
-constexpr u32 kPoison = 0x7fbadbad;  // a NaN, a large integer
+constexpr u32 kPoison = 0x7fbadbad;                         // a NaN, a large integer
 
 const WarpgroupProduct& of_lane(void* const (&lanes)[kLanes], int lane) {
   return *static_cast<const WarpgroupProduct*>(lanes[lane]);
@@ -95,7 +95,8 @@ void WarpProducts::issue(Block& block, u32 warp, void* const (&lanes)[kLanes], b
   if (!equal_descriptors(lanes)) {
     block.report("threads diverge", product.where, "lanes of one wgmma differ in their descriptors");
   }
-  if (!fenced_) block.report("wgmma without a fence", product.where, "no wgmma.fence since the warp's last commit or wait");
+  if (!fenced_)
+    block.report("wgmma without a fence", product.where, "no wgmma.fence since the warp's last commit or wait");
   lines_.push_back(first.site.line);
 
   Codes a[kRows];
@@ -122,8 +123,8 @@ void WarpProducts::issue(Block& block, u32 warp, void* const (&lanes)[kLanes], b
       const Codes& row = a[lane / 4 + 8 * (i / 2 % 2)];
       const Codes& column = b[8 * (i / 4) + lane % 4 * 2 + i % 2];
       const u32 c = first.accumulate ? d.values[lane][i] : 0;
-      d.values[lane][i] = integers ? integer_sum(row, column, c)
-                                   : add_product<E4m3, F32>(chip().wgmma_e4m3, row, column, c);
+      d.values[lane][i] =
+          integers ? integer_sum(row, column, c) : add_product<E4m3, F32>(chip().wgmma_e4m3, row, column, c);
     }
   }
   open_.push_back(std::move(product));

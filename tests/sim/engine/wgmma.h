@@ -48,7 +48,7 @@ class WarpProducts {
   void start_accumulator(const WarpgroupProduct& first, void* const (&lanes)[kLanes]);
   void finish(Block& block, u32 agent, const Running& product);
 
-  bool fenced_ = false;  // since the warp last committed or waited
+  bool fenced_ = false;        // since the warp last committed or waited
   std::vector<Running> open_;  // since the last commit
   std::deque<std::vector<Running>> groups_;
   std::map<u32*, Accumulator> accumulators_;  // by D of lane 0

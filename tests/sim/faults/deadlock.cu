@@ -4,5 +4,5 @@
 
 extern "C" __global__ void deadlock(const __grid_constant__ Params params) {
   if (blockIdx.x == 0 && threadIdx.x >= 33) sage::ptx::any(true);  // fault: deadlock
-  __syncthreads();  // fault: deadlock
+  __syncthreads();                                                 // fault: deadlock
 }

@@ -16,11 +16,11 @@
 using namespace sage;
 
 struct PipelineParams {
-  const u8* a;    // [blocks][128][kDepth] s8, plain rows
-  const u8* b;    // [tiles][kKeys][kDepth] s8, rows swizzled
-  const u8* v;    // [tiles][kChannels][kKeys] e4m3, rows swizzled, columns in the order of key_of_column()
-  i32* scores;    // [blocks][128][kKeys], sums over the tiles
-  float* out;     // [blocks][128][kChannels]
+  const u8* a;  // [blocks][128][kDepth] s8, plain rows
+  const u8* b;  // [tiles][kKeys][kDepth] s8, rows swizzled
+  const u8* v;  // [tiles][kChannels][kKeys] e4m3, rows swizzled, columns in the order of key_of_column()
+  i32* scores;  // [blocks][128][kKeys], sums over the tiles
+  float* out;   // [blocks][128][kChannels]
   float scale;
   i32 tiles;
 };

@@ -102,7 +102,7 @@ __device__ __forceinline__ void multiply(const ProductParams& params, u8* shared
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-warpgroup_products(const __grid_constant__ ProductParams params) {
+    warpgroup_products(const __grid_constant__ ProductParams params) {
   extern __shared__ __align__(1024) u8 shared[];
   switch (params.which / 8) {
     case 0: return multiply<128>(params, shared);

@@ -28,7 +28,9 @@ struct ConstantsInMemory {
   __device__ __forceinline__ float row_bias(i32 row) const { return params.row_bias[rows + row]; }
   __device__ __forceinline__ ptx::F32x2 v_scale(i32 channel) const { return pair<ptx::F32x2>(params.v_scale, channel); }
   __device__ __forceinline__ ptx::F32x2 v_mean(i32 channel) const { return pair<ptx::F32x2>(params.v_mean, channel); }
-  __device__ __forceinline__ ptx::I32x2 v_finite(i32 channel) const { return pair<ptx::I32x2>(params.v_finite, channel); }
+  __device__ __forceinline__ ptx::I32x2 v_finite(i32 channel) const {
+    return pair<ptx::I32x2>(params.v_finite, channel);
+  }
 
  private:
   template <class Pair, class T>
@@ -76,7 +78,7 @@ template <class Config>
 struct StoreWholeRows {
   static_assert(Config::kWarpM == 16);
   static constexpr i32 kOTiles = Config::kHeadDim / 8;
-  static constexpr i32 kPitch = Config::kHeadDim * 2 + 16;  // bytes; the same channels of eight rows lie in different banks
+  static constexpr i32 kPitch = Config::kHeadDim * 2 + 16;  // bytes; a channel of eight rows lies in different banks
   static constexpr i32 kBytes = Config::kWarpM * kPitch;
 
   u8* staged;  // [kWarpM][kPitch]
@@ -156,8 +158,9 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
 
   // A query that is not finite, as row_bias tells, turns its row into NaN, and so does a key in sight; one that sees no key
   // has nothing to spoil.
-  float factor[kRows], unless_empty[kRows];  // of O, and of the mean of V: 1 where the row saw a key, since P sums to that
-  i32 keys[kRows];  // that the row sees
+  float factor[kRows];        // of O
+  float unless_empty[kRows];  // of the mean of V: 1 where the row saw a key, since P sums to that
+  i32 keys[kRows];            // that the row sees
 #pragma unroll
   for (i32 r = 0; r < kRows; ++r) {
     const i32 own = first + lane / 4 + 8 * r, row = work.first_row + own;

@@ -73,11 +73,7 @@ class AttentionMma {
     const float q_scale;
 
     __device__ __forceinline__ Tile(u32 sQ, i32 warp_, i32 lane_, float q_scale_)
-        : scores(sQ, warp_, lane_),
-          warp(warp_),
-          lane(lane_),
-          v_offset(Product::offset(lane_)),
-          q_scale(q_scale_) {
+        : scores(sQ, warp_, lane_), warp(warp_), lane(lane_), v_offset(Product::offset(lane_)), q_scale(q_scale_) {
       softmax.clear();
     }
 

@@ -165,7 +165,7 @@ class AttentionWgmma {
   static constexpr i32 kRows = Config::kWarpM / 8;  // of a thread
   static constexpr i32 kNTiles = Config::kBlockN / 8;
   static constexpr i32 kOutputs = Config::kHeadDim / 2;  // registers of a thread for O
-  static constexpr u32 kFourOnes = 0x38383838;  // e4m3
+  static constexpr u32 kFourOnes = 0x38383838;           // e4m3
 
   // Which P·V of those that R sums up: one alone, or the first or the second of two, for which a smoothed Q leaves no
   // registers.
@@ -243,12 +243,13 @@ class AttentionWgmma {
       ptx::bulk_copy(channels + Shared::kChannelBytes, params.v_mean + channel, Shared::kChannelBytes, full);
     }
     ptx::bulk_copy(channels + 2 * Shared::kChannelBytes, params.v_finite + channel, Shared::kChannelBytes, full);
-    ptx::bulk_copy(to + Shared::kQScales, params.q_scale + q_tile * (Shared::kQScalesBytes / 4), Shared::kQScalesBytes, full);
+    ptx::bulk_copy(to + Shared::kQScales, params.q_scale + q_tile * (Shared::kQScalesBytes / 4), Shared::kQScalesBytes,
+                   full);
     ptx::bulk_copy(to + Shared::kRowBias, params.row_bias + q_tile * Config::kBlockM, Shared::kRowBiasBytes, full);
   }
 
-  __device__ __forceinline__ static void load_tile(const AttnParams& params, const Shared& shared, const Work& work, i32 tile,
-                                                   i32 stage) {
+  __device__ __forceinline__ static void load_tile(const AttnParams& params, const Shared& shared, const Work& work,
+                                                   i32 tile, i32 stage) {
     const u8* from = params.kv_hat + (static_cast<i64>(work.kv_head) * params.kv_tiles + tile) * Layout::kKvBytes;
     const u32 slot = shared.slot(stage), full = shared.full(stage);
     ptx::mbarrier_arrive_expect_tx(full, Layout::kKScales + Shared::kKScalesBytes + Shared::kDeltaBytes);
@@ -278,16 +279,16 @@ class AttentionWgmma {
   // What a warp carries from KV tile to KV tile.
   struct State {
     i32 consumer;
-    u32 q;                          // shared address of the warpgroup's rows of Q
+    u32 q;  // shared address of the warpgroup's rows of Q
     float q_scale;
     Softmax softmax = {};
     OutputAccumulator<Config> acc_o = {};
-    float acc_r[kOutputs + 4];      // P·V and the sums of P of one tile or two, as a wgmma's D
-    float alpha[kRows] = {};        // what O must be multiplied by before that is added
-    float exact_sum[kRows] = {};    // of this thread's P before it is rounded; only where a log-sum-exp is wanted
+    float acc_r[kOutputs + 4];    // P·V and the sums of P of one tile or two, as a wgmma's D
+    float alpha[kRows] = {};      // what O must be multiplied by before that is added
+    float exact_sum[kRows] = {};  // of this thread's P before it is rounded; only where a log-sum-exp is wanted
     typename Softmax::Scores acc_s;
     typename Product::Operand p;
-    i32 previous;                   // slot of the tile whose P this is
+    i32 previous;  // slot of the tile whose P this is
   };
 
   __device__ __forceinline__ static void consume(const AttnParams& params, const Shared& shared, i32 consumer) {
@@ -314,7 +315,8 @@ class AttentionWgmma {
       float lse_sum[kRows];  // of whole rows
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) lse_sum[r] = ptx::sum_over_lanes<4>(state.exact_sum[r]);
-      const i32 thread = ptx::thread_index() - kWarpgroup;  // read anew: no register holds what follows from it till here
+      // Read anew: no register holds what follows from it till here.
+      const i32 thread = ptx::thread_index() - kWarpgroup;
       store_output<Config>(params, work, thread / kWarpSize, thread % kWarpSize, state.acc_o, state.softmax, lse_sum,
                            ConstantsInShared<Shared>{from, query_tile.k_finite}, shared.rows(thread / kWarpSize));
       ptx::mbarrier_arrive(shared.query_empty(query.index));
@@ -353,8 +355,8 @@ class AttentionWgmma {
 
   // The output of the tile before, and P of this one.
   template <bool kLse, bool kMasked, Sum kSum>
-  __device__ __forceinline__ static void step(const AttnParams& params, const Shared& shared, const Work& work, i32 warp,
-                                              i32 lane, i32 tile, Place& place, State& state) {
+  __device__ __forceinline__ static void step(const AttnParams& params, const Shared& shared, const Work& work,
+                                              i32 warp, i32 lane, i32 tile, Place& place, State& state) {
     await_turn(state.consumer);
     start_output<kSum>(shared, state);
     if constexpr (!kTogether) finish_output<0>(shared, state);
@@ -386,7 +388,8 @@ class AttentionWgmma {
   }
 
   // The scale of this thread's scores in the next tile.
-  __device__ __forceinline__ static float read_scale(const Shared& shared, i32 lane, const Place& place, const State& state) {
+  __device__ __forceinline__ static float read_scale(const Shared& shared, i32 lane, const Place& place,
+                                                     const State& state) {
     const float k_scale = ptx::load_shared_f32(shared.slot(place.index) + Shared::kKScales + lane % 4 * 4);
     return fmaxf(state.q_scale * k_scale, kSmallestScale);
   }
@@ -446,8 +449,9 @@ class AttentionWgmma {
 
   // P of the tile whose scores are there.
   template <bool kLse, bool kMasked>
-  __device__ __forceinline__ static void softmax(const AttnParams& params, const Shared& shared, const Work& work, i32 warp,
-                                                 i32 lane, i32 tile, float scale, Place& place, State& state) {
+  __device__ __forceinline__ static void softmax(const AttnParams& params, const Shared& shared, const Work& work,
+                                                 i32 warp, i32 lane, i32 tile, float scale, Place& place,
+                                                 State& state) {
     constexpr bool kFinished = kMasked || Config::kSmoothQ;
     if constexpr (kFinished) finish_scores(shared.slot(place.index), lane, scale, state.acc_s);
     if constexpr (kMasked) mask(params, work, warp, lane, tile, state.acc_s);
@@ -460,11 +464,13 @@ class AttentionWgmma {
   }
 
   // Scores as f32: where Q is smoothed, with delta_s added and in log2 units, so that their scale is one from there on.
-  __device__ __forceinline__ static void finish_scores(u32 slot, i32 lane, float& scale, typename Softmax::Scores& acc_s) {
+  __device__ __forceinline__ static void finish_scores(u32 slot, i32 lane, float& scale,
+                                                       typename Softmax::Scores& acc_s) {
 #pragma unroll
     for (i32 n = 0; n < kNTiles; ++n) {
       ptx::F32x2 delta;
-      if constexpr (Config::kSmoothQ) delta = ptx::load_shared_f32x2(slot + Shared::kDelta + (8 * n + lane % 4 * 2) * 4);
+      if constexpr (Config::kSmoothQ)
+        delta = ptx::load_shared_f32x2(slot + Shared::kDelta + (8 * n + lane % 4 * 2) * 4);
 #pragma unroll
       for (i32 c = 0; c < 4; ++c) {
         float score = static_cast<float>(acc_s[0][n][c]);

@@ -106,7 +106,7 @@ struct PvE4m3 {
   static_assert(!kF16Accum || Config::kBlockN == 64, "224 · 4.5 · 64 is the most that f16 holds");
 
   static constexpr float kTop = kF16Accum ? 7.807355f : 8.807355f;  // log2 of 224, and of 448, the largest e4m3
-  static constexpr float kLazyRise = 0.0f;  // P fills its range: no room for more
+  static constexpr float kLazyRise = 0.0f;                          // P fills its range: no room for more
   static constexpr bool kWholeReference = false;
   static constexpr float kLargestFolded = 0.015625f;
   static constexpr bool kSumsInThreads = true;
@@ -144,7 +144,8 @@ struct PvE4m3 {
 
  private:
   // 16 rows of P by the whole tile of 8 channels.
-  __device__ __forceinline__ static void multiply(float (&r)[4], const u32 (&p)[kSteps][4], const u32 (&v)[2 * kSteps]) {
+  __device__ __forceinline__ static void multiply(float (&r)[4], const u32 (&p)[kSteps][4],
+                                                  const u32 (&v)[2 * kSteps]) {
     if constexpr (kF16Accum) {
       const u32 zero[2] = {};
       u32 h[2];

@@ -89,7 +89,8 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   }
 
   // Where they will not: moves references up. `alpha`: what everything summed so far must be multiplied by.
-  __device__ __forceinline__ void raise(const Scores& acc_s, float scale, float (&offset)[kRows], float (&alpha)[kRows]) {
+  __device__ __forceinline__ void raise(const Scores& acc_s, float scale, float (&offset)[kRows],
+                                        float (&alpha)[kRows]) {
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
       alpha[r] = this->raise_reference(scale * (largest(acc_s[r / 2], r % 2) - kBias), r);

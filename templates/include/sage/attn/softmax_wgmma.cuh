@@ -22,7 +22,8 @@ struct TileSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   template <bool kFinished>
   __device__ __forceinline__ void raise(const Scores& acc_s, float scale, float (&alpha)[kRows]) {
 #pragma unroll
-    for (i32 r = 0; r < kRows; ++r) alpha[r] = this->raise_reference(scale * largest<kFinished>(acc_s[r / 2], r % 2), r);
+    for (i32 r = 0; r < kRows; ++r)
+      alpha[r] = this->raise_reference(scale * largest<kFinished>(acc_s[r / 2], r % 2), r);
   }
 
   // P = 2^(score - row_ref), as f32 in the place of the scores.

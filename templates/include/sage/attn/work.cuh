@@ -8,8 +8,8 @@
 namespace sage {
 
 struct Work {
-  i32 q_head;    // index into [batch * num_q_heads]
-  i32 kv_head;   // index into [batch * num_kv_heads]
+  i32 q_head;       // index into [batch * num_q_heads]
+  i32 kv_head;      // index into [batch * num_kv_heads]
   i32 batch, head;  // of the output
   i32 q_tile;
   i32 first_row;   // of the query tile
@@ -63,7 +63,8 @@ struct TileQueue {
   __device__ __forceinline__ u32 index() const {
     if constexpr (!Config::kCausal) return place;
     const u32 q_tiles = params.q_tiles, cached = kCachedTiles / max(params.kv_tiles, 1);
-    const u32 heads = min(max(cached, 1u) * (params.num_q_heads / params.num_kv_heads), static_cast<u32>(params.num_heads));
+    const u32 heads =
+        min(max(cached, 1u) * (params.num_q_heads / params.num_kv_heads), static_cast<u32>(params.num_heads));
     const u32 first_head = place / (heads * q_tiles) * heads, within = place % (heads * q_tiles);
     const u32 taking_turns = min(heads, params.num_heads - first_head);
     return (first_head + within % taking_turns) * q_tiles + within / taking_turns;
@@ -78,7 +79,8 @@ struct TileQueue {
   }
 
  private:
-  static constexpr u32 kCachedBytes = 16 << 20;  // of L2, which has 50 MB; 8 MB measured slower below 32K keys, 32 MB always
+  // Of L2, which has 50 MB; 8 MB measured slower below 32K keys, 32 MB always.
+  static constexpr u32 kCachedBytes = 16 << 20;
   static constexpr u32 kCachedTiles = kCachedBytes / (2 * Config::kBlockN * Config::kHeadDim);
 
   __device__ __forceinline__ u32 places() const { return params.num_heads * params.q_tiles; }

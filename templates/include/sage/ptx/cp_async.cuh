@@ -12,9 +12,7 @@ __device__ __forceinline__ void cp_async_16(u32 shared, const void* global) {
 }
 
 // Ends a group: all copies of this thread since the last commit.
-__device__ __forceinline__ void cp_async_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most kPending of this thread's groups are in flight. Other threads' copies need a barrier besides.
 template <i32 kPending>

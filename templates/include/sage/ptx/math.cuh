@@ -37,9 +37,7 @@ __device__ __forceinline__ float f32_from_f16(u16 x) {
 }
 
 // A bf16 is the upper half of the f32 of the same value.
-__device__ __forceinline__ float f32_from_bf16(u16 x) {
-  return __uint_as_float(static_cast<u32>(x) << 16);
-}
+__device__ __forceinline__ float f32_from_bf16(u16 x) { return __uint_as_float(static_cast<u32>(x) << 16); }
 
 // Two f32 to two f16, nearest even; `lo` lands in the lower half of the word.
 __device__ __forceinline__ u32 f16x2(float lo, float hi) {

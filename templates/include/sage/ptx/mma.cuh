@@ -12,9 +12,12 @@
 
 namespace sage::ptx {
 
+template <class T, i32 kSize>
+using Array = T[kSize];
+
 // The C operand of the step-th product of a chain: what the chain starts from, then its own result.
 template <class T, i32 kSize>
-__device__ __forceinline__ const T (&chain(i32 step, const T (&start)[kSize], const T (&result)[kSize]))[kSize] {
+__device__ __forceinline__ const Array<T, kSize>& chain(i32 step, const T (&start)[kSize], const T (&result)[kSize]) {
   return step == 0 ? start : result;
 }
 

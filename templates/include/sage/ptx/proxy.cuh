@@ -8,8 +8,6 @@
 namespace sage::ptx {
 
 // After this thread's ordinary writes, before the barrier behind which the async proxy accesses the same bytes.
-__device__ __forceinline__ void fence_proxy_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace sage::ptx

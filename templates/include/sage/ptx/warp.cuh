@@ -13,14 +13,10 @@ __device__ __forceinline__ float shuffle_xor(float x, i32 lane_mask) {
 }
 
 // A value that all lanes have: afterwards the compiler knows it, and computes with it once a warp.
-__device__ __forceinline__ i32 uniform(i32 x) {
-  return __shfl_sync(kAllLanes, x, 0);
-}
+__device__ __forceinline__ i32 uniform(i32 x) { return __shfl_sync(kAllLanes, x, 0); }
 
 // Whether the predicate holds in any lane.
-__device__ __forceinline__ bool any(bool predicate) {
-  return __any_sync(kAllLanes, predicate);
-}
+__device__ __forceinline__ bool any(bool predicate) { return __any_sync(kAllLanes, predicate); }
 
 // The largest x, or the sum, over the kLanes neighbours that differ in the low bits of the lane; equal in all of them.
 template <i32 kLanes>

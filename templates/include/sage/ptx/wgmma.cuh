@@ -35,9 +35,9 @@ __device__ __forceinline__ void wgmma_wait() {
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
 #define SAGE_WGMMA_OPERANDS_8(c, d, i) \
   c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
-#define SAGE_WGMMA_OPERANDS_32(c, d, i)                                            \
-  SAGE_WGMMA_OPERANDS_8(c, d, i), SAGE_WGMMA_OPERANDS_8(c, d, i + 8),                \
-      SAGE_WGMMA_OPERANDS_8(c, d, i + 16), SAGE_WGMMA_OPERANDS_8(c, d, i + 24)
+#define SAGE_WGMMA_OPERANDS_32(c, d, i) \
+  SAGE_WGMMA_OPERANDS_8(c, d, i), SAGE_WGMMA_OPERANDS_8(c, d, i + 8), SAGE_WGMMA_OPERANDS_8(c, d, i + 16), \
+      SAGE_WGMMA_OPERANDS_8(c, d, i + 24)
 #define SAGE_WGMMA_OPERANDS_64(c, d, i) SAGE_WGMMA_OPERANDS_32(c, d, i), SAGE_WGMMA_OPERANDS_32(c, d, i + 32)
 
 // accumulate: false takes D for zero.
@@ -81,7 +81,8 @@ __device__ __forceinline__ void wgmma_m64n64k32_e4m3e4m3f32(float (&d)[32], cons
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
-__device__ __forceinline__ void wgmma_m64n128k32_e4m3e4m3f32(float (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
+__device__ __forceinline__ void wgmma_m64n128k32_e4m3e4m3f32(float (&d)[64], const u32 (&a)[4], u64 b,
+                                                             bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %69, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " SAGE_WGMMA_D64 "{%64, %65, %66, %67}, %68, p, 1, 1;}"
@@ -108,7 +109,8 @@ __device__ __forceinline__ void wgmma_m64n72k32_e4m3e4m3f32(float (&d)[36], cons
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
-__device__ __forceinline__ void wgmma_m64n136k32_e4m3e4m3f32(float (&d)[68], const u32 (&a)[4], u64 b, bool accumulate) {
+__device__ __forceinline__ void wgmma_m64n136k32_e4m3e4m3f32(float (&d)[68], const u32 (&a)[4], u64 b,
+                                                             bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %73, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n136k32.f32.e4m3.e4m3 " SAGE_WGMMA_D68 "{%68, %69, %70, %71}, %72, p, 1, 1;}"

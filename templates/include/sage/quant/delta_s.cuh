@@ -12,10 +12,10 @@ namespace sage {
 // Config: kHeadDim, kThreads.
 template <class Config>
 struct DeltaS {
-  static constexpr i32 kTile = 64;                 // query tiles, and keys, of a block
-  static constexpr i32 kDepth = 32;                // channels in shared memory at once
-  static constexpr i32 kEdge = 4;                  // each thread: 4 query tiles by 4 keys
-  static constexpr i32 kPitch = kTile + 4;         // words of a row in shared memory; rows stay aligned to 16 bytes
+  static constexpr i32 kTile = 64;          // query tiles, and keys, of a block
+  static constexpr i32 kDepth = 32;         // channels in shared memory at once
+  static constexpr i32 kEdge = 4;           // each thread: 4 query tiles by 4 keys
+  static constexpr i32 kPitch = kTile + 4;  // words of a row in shared memory; rows stay aligned to 16 bytes
   static constexpr i32 kVectors = kDepth / kVector;
   static_assert(Config::kThreads == kTile * kTile / (kEdge * kEdge));
   static_assert(Config::kThreads == kTile * kVectors, "a thread loads one vector of each operand");

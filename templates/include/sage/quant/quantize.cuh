@@ -46,7 +46,7 @@ __device__ __forceinline__ Scale scale_to(float limit, float amax) {
 __device__ __forceinline__ Scale power_of_two_scale(float amax) {
   if (amax < kSmallestAbsMax) return {1.0f, 0.0f};
   constexpr u32 kLargestExponent = 14;
-  const u32 exponent = __float_as_uint(amax) >> kMantissaBits;  // biased; amax is positive
+  const u32 exponent = __float_as_uint(amax) >> kMantissaBits;                        // biased; amax is positive
   const u32 scale_exponent = max(exponent, kLargestExponent + 1) - kLargestExponent;  // at least the least normal
   return {__uint_as_float(scale_exponent << kMantissaBits),
           __uint_as_float((2 * kExponentBias - scale_exponent) << kMantissaBits)};
@@ -82,13 +82,13 @@ struct Quantize {
                        Fact{"smallest_abs_max", kSmallestAbsMax}, Fact{"all_finite", kAllFinite});
   }
 
-  // What a block knows of the channels of its head.
-  struct alignas(16) Channels {  // read four channels at once
-    float mean[kHeadDim];         // of K in blocks of Q and K, of V in blocks of V
-    float q_mean[kHeadDim];       // blocks of Q
-    float inv_v_scale[kHeadDim];  // blocks of V
+  // What a block knows of the channels of its head; read four channels at once.
+  struct alignas(16) Channels {
+    float mean[kHeadDim];                                // of K in blocks of Q and K, of V in blocks of V
+    float q_mean[kHeadDim];                              // blocks of Q
+    float inv_v_scale[kHeadDim];                         // blocks of V
     float parts[Config::kThreads / kVectors][kHeadDim];  // blocks of Q: the sums of each thread
-    float amax[kWarps];           // blocks of K
+    float amax[kWarps];                                  // blocks of K
   };
 
   const QuantParams& params;
@@ -243,8 +243,8 @@ struct Quantize {
   // kWarpsPerGroup warps quantize the keys of one scale group.
   template <bool kAligned>
   __device__ __forceinline__ void quantize_k(i32 head, i32 first_tile) const {
-    constexpr i32 kKeys = Config::kBlockN / kKeyGroups;      // keys that share a scale
-    constexpr i32 kKeysAtOnce = kWarpSize / kVectors;        // rows that a warp reads side by side
+    constexpr i32 kKeys = Config::kBlockN / kKeyGroups;  // keys that share a scale
+    constexpr i32 kKeysAtOnce = kWarpSize / kVectors;    // rows that a warp reads side by side
     constexpr i32 kSteps = kKeys / kKeysAtOnce / kWarpsPerGroup;
     const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     const i32 tile = first_tile + warp / (kKeyGroups * kWarpsPerGroup), group = warp / kWarpsPerGroup % kKeyGroups;

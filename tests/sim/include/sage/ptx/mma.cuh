@@ -6,7 +6,10 @@
 namespace sage::ptx {
 
 template <class T, i32 kSize>
-inline const T (&chain(i32 step, const T (&start)[kSize], const T (&result)[kSize]))[kSize] {
+using Array = T[kSize];
+
+template <class T, i32 kSize>
+inline const Array<T, kSize>& chain(i32 step, const T (&start)[kSize], const T (&result)[kSize]) {
   return step == 0 ? start : result;
 }
 

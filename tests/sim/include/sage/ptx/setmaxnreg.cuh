@@ -5,9 +5,7 @@
 
 namespace sage::ptx {
 
-constexpr bool is_register_count(i32 registers) {
-  return registers % 8 == 0 && registers >= 24 && registers <= 256;
-}
+constexpr bool is_register_count(i32 registers) { return registers % 8 == 0 && registers >= 24 && registers <= 256; }
 
 template <i32 kRegisters>
 inline void setmaxnreg_inc(sim::Site site = sim::Site::here()) {

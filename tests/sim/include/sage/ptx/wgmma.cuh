@@ -36,7 +36,7 @@ inline void wgmma_m64n64k32_e4m3e4m3f32(float (&d)[32], const u32 (&a)[4], u64 b
 }
 
 inline void wgmma_m64n128k32_s8s8s32(i32 (&d)[64], const u32 (&a)[4], u64 b, bool accumulate,
-                                    sim::Site site = sim::Site::here()) {
+                                     sim::Site site = sim::Site::here()) {
   warpgroup_product("wgmma.m64n128k32.s8", d, a, 0, b, accumulate, site);
 }
 
@@ -45,7 +45,7 @@ inline void wgmma_m64n128k32_s8s8s32(i32 (&d)[64], u64 a, u64 b, bool accumulate
 }
 
 inline void wgmma_m64n128k32_e4m3e4m3f32(float (&d)[64], const u32 (&a)[4], u64 b, bool accumulate,
-                                        sim::Site site = sim::Site::here()) {
+                                         sim::Site site = sim::Site::here()) {
   warpgroup_product("wgmma.m64n128k32.e4m3", d, a, 0, b, accumulate, site);
 }
 

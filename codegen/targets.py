@@ -1,0 +1,27 @@
+"""What compilers compile for, as they spell it: ``"sm_90"``, ``"sm_90a"``, of PTX ``"compute_80"``.
+
+A target is a chip and a suffix. Which kernels need a suffix is the matrix's business, which states it per family.
+"""
+
+from __future__ import annotations
+
+import re
+
+from codegen.errors import UsageError
+
+_CHIP = re.compile(r"sm_\d{2,}", re.ASCII)
+_SUFFIXED = re.compile(rf"({_CHIP.pattern})[a-z]", re.ASCII)
+
+
+def chip_of(text: str) -> str:
+    """The chip that a command names, without a suffix: families add their own. UsageError for anything else."""
+    if _CHIP.fullmatch(text):
+        return text
+    suffixed = _SUFFIXED.fullmatch(text)
+    advice = f": pass {suffixed[1]}, kernels that need a suffix add it" if suffixed else ""
+    raise UsageError(f"expected a chip such as sm_90, without a suffix, got {text!r}{advice}")
+
+
+def is_ptx_target(target: str) -> bool:
+    """Whether a target asks for PTX, which every later chip runs, and not for machine code."""
+    return target.startswith("compute_")
