@@ -1,51 +1,92 @@
-"""What a compiled kernel must be before a wheel may hold it: no spills, registers for its blocks, tensor cores at work.
+"""What a compiled kernel must be before a wheel may hold it: no spills, registers for its blocks, shared memory that
+its chip has, the structs that the runtime fills in, tensor cores at work.
 
 Each rule holds on a kernel's own chip, where its row of the matrix was chosen, and not on one it is retargeted to.
 """
 
 from __future__ import annotations
 
-from codegen._shared import is_ptx
+from typing import NamedTuple
+
+from codegen.compilation import Compilation
 from codegen.compiler import Report
 from codegen.matrix import Matrix, PlannedKernel
+from sage_aot._kernels.manifest import MachineCode
+from sage_aot._kernels.spec import AttnSpec, is_ptx
+from sage_aot._launch.structs import layout_problems
+
+Reports = dict[PlannedKernel, Report]
 
 _REGISTERS_OF_SM = 65536
 _REGISTER_UNIT = 8  # a thread's registers are given out in these
 _REGISTERS_OF_THREAD = 255
 
 _PRODUCTS = {
-    "qk8": (("IMMA", "IGMMA"), "S8.S8"),
-    "qk4": (("IMMA",), "S4.S4"),
+    "qkint8": (("IMMA", "IGMMA"), "S8.S8"),
+    "qkint4": (("IMMA",), "S4.S4"),
     "pvf16": (("HMMA", "HGMMA"), ""),  # f16 is not spelt
     "pve4m3": (("QMMA", "QGMMA"), "E4M3.E4M3"),
 }
 """Per product, as kernels' names spell it: the instructions that may compute it, and what their modifiers hold."""
 
 _PTX_PRODUCTS = {
-    "qk8": (("mma",), "s32.s8.s8.s32"),
-    "qk4": (("mma",), "s32.s4.s4.s32"),
+    "qkint8": (("mma",), "s32.s8.s8.s32"),
+    "qkint4": (("mma",), "s32.s4.s4.s32"),
     "pvf16": (("mma",), "f32.f16.f16.f32"),
     "pve4m3": (("mma",), "e4m3.e4m3"),
 }
 """The same in PTX."""
 
 
-def problems_of(reports: dict[PlannedKernel, Report], matrix: Matrix) -> list[str]:
-    """Everything that kernels lack, a sentence each."""
-    return [f"{kernel.spec.name}: {problem} (row {kernel.row})" for kernel, report in reports.items()
-            for problem in (*_machine_code(kernel, report), *_tensor_cores(kernel, report),
-                            *_driver(kernel, report, matrix))]
+class Verdict(NamedTuple):
+    """What kernels lack, a sentence each."""
+
+    failures: list[str]  # that no kernel folder may have
+    remarks: list[str]  # what would be a failure in a folder that a wheel could ship
 
 
-def register_budget(kernel: PlannedKernel) -> int:
+def judge(reports: Reports, matrix: Matrix, compilation: Compilation) -> Verdict:
+    """All that is wrong with compiled kernels.
+
+    The rules of a kernel's own chip hold where it was compiled for it; those of nvcc's kernels are remarks, as they are
+    to debug, and kernels that are retargeted have none. Every runtime needs the structs.
+    """
+    poor = [f"{kernel.spec.name}: {problem} (row {kernel.row})" for kernel, report in reports.items()
+            for problem in _problems(kernel, report, matrix)]
+    structs = _struct_problems(reports)
+    if compilation.shippable:
+        return Verdict(structs + poor, [])
+    return Verdict(structs, [] if compilation.retarget else poor)
+
+
+def register_budget(kernel: PlannedKernel, threads: int) -> int:
     """The registers of a thread with which the blocks that the kernel's row or family promises an SM fit one."""
-    share = _REGISTERS_OF_SM // (kernel.min_blocks * kernel.threads)
+    share = _REGISTERS_OF_SM // (kernel.min_blocks * threads)
     return min(share // _REGISTER_UNIT * _REGISTER_UNIT, _REGISTERS_OF_THREAD)
 
 
-def _machine_code(kernel: PlannedKernel, report: Report) -> list[str]:
-    """PTX has neither registers nor spills; the driver decides about them."""
-    return [] if is_ptx(kernel.spec.arch) else [*_spills(kernel, report), *_registers(kernel, report)]
+def _problems(kernel: PlannedKernel, report: Report, matrix: Matrix) -> list[str]:
+    machine = report.machine  # PTX has neither registers nor spills; the driver decides about them
+    threads = int(report.info.facts["threads"])
+    own = [*_spills(kernel, machine), *_registers(kernel, machine, threads)] if machine else []
+    return [*own, *_shared_memory(kernel, report, matrix), *_tensor_cores(kernel, report),
+            *_driver(kernel, report, matrix)]
+
+
+def _struct_problems(reports: Reports) -> list[str]:
+    """Kernels that share a struct must agree on it, and the runtime must fill it in as they read it."""
+    layouts = {report.info.params: report.info.layout for report in reports.values()}
+    differing = [f"{kernel.spec.name}: expected {report.info.params} as other kernels have it, got another layout"
+                 for kernel, report in reports.items() if report.info.layout != layouts[report.info.params]]
+    return layout_problems(layouts) + differing
+
+
+def _shared_memory(kernel: PlannedKernel, report: Report, matrix: Matrix) -> list[str]:
+    limit, found = matrix.shared_bytes[kernel.spec.arch], int(report.info.facts["shared_bytes"])
+    if found <= limit:
+        return []
+    return [f"expected at most the {limit} bytes of shared memory that a block has on {kernel.spec.arch}, got {found}: "
+            "fewer stages, or a smaller tile"]
 
 
 def _driver(kernel: PlannedKernel, report: Report, matrix: Matrix) -> list[str]:
@@ -57,24 +98,24 @@ def _driver(kernel: PlannedKernel, report: Report, matrix: Matrix) -> list[str]:
             f"raise least_driver of {kernel.spec.arch}, or use the compiler that fits"]
 
 
-def _spills(kernel: PlannedKernel, report: Report) -> list[str]:
-    if report.spill_bytes <= kernel.allowed_spill_bytes:
+def _spills(kernel: PlannedKernel, machine: MachineCode) -> list[str]:
+    if machine.spill_bytes <= kernel.allowed_spill_bytes:
         return []
-    return [f"expected at most {kernel.allowed_spill_bytes} bytes of spilt registers, got {report.spill_bytes}: "
+    return [f"expected at most {kernel.allowed_spill_bytes} bytes of spilt registers, got {machine.spill_bytes}: "
             "lower min_blocks or the tile, or allow_spills with a why"]
 
 
-def _registers(kernel: PlannedKernel, report: Report) -> list[str]:
-    budget = register_budget(kernel)
-    if report.registers <= budget:
+def _registers(kernel: PlannedKernel, machine: MachineCode, threads: int) -> list[str]:
+    budget = register_budget(kernel, threads)
+    if machine.registers <= budget:
         return []
-    return [f"expected at most {budget} registers a thread, got {report.registers}: give the template's "
+    return [f"expected at most {budget} registers a thread, got {machine.registers}: give the template's "
             "__launch_bounds__ the threads and min_blocks of the row"]
 
 
 def _tensor_cores(kernel: PlannedKernel, report: Report) -> list[str]:
     """An attention kernel's products, in the instructions that its axes name and in a loop."""
-    if kernel.spec.kind != "attn":
+    if not isinstance(kernel.spec, AttnSpec):
         return []
     spellings = _PTX_PRODUCTS if is_ptx(kernel.spec.arch) else _PRODUCTS
     products = {name: spellings[name] for name in (f"qk{kernel.spec.qk}", f"pv{kernel.spec.pv}")}

@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from codegen._shared import MainLoop
 from codegen.nvdisasm import Instruction
+from sage_aot._kernels.manifest import MainLoop
 
 MATRIX = frozenset(("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA"))
 """Names of the tensor cores' instructions: f16, integer, FP8; with a G those of a warpgroup."""

@@ -15,7 +15,7 @@ from codegen.render import Renderer
 def variable_problems(matrix: Matrix, project: Project) -> list[str]:
     """Every template that uses other names than its kind is given."""
     renderer = Renderer(project.templates)
-    used = sorted({(kernel.spec.kind, kernel.template) for kernel in matrix.kernels})
+    used = sorted({(kernel.spec.kind, kernel.how.template) for kernel in matrix.kernels})
     return [problem for kind, template in used for problem in renderer.variable_problems(kind, template)]
 
 

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from codegen._shared import ROOT
-from codegen.budget import problems_of
+from codegen.budget import judge
 from codegen.check import golden_problems, update_goldens, variable_problems
 from codegen.compilation import TOOLCHAINS, Compilation
 from codegen.errors import BuildError, UsageError
@@ -16,10 +15,11 @@ from codegen.instructions import instructions_problems, table, update_instructio
 from codegen.matrix import Matrix, PlannedKernel, read_matrix
 from codegen.ninja import compile_all
 from codegen.package import check_out, package_problems, write_package
-from codegen.project import Project
+from codegen.project import ROOT, Project
 from codegen.render import render_all
 from codegen.selection import Selection
 from codegen.targets import chip_of
+from sage_aot._kernels.spec import AttnSpec
 
 Command = Callable[[argparse.Namespace, Matrix, Project], None]
 
@@ -44,18 +44,19 @@ def _list(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
     absent = sorted(names & missing.keys())
     print(f"{len(shown)} kernels")
     for kernel in shown:
-        print(f"  {kernel.spec.name}: {_tile(kernel)}{kernel.threads} threads, {kernel.template}")
+        print(f"  {kernel.spec.name}: {_sizes(kernel)}, {kernel.how.template}")
     print(f"{len(absent)} combinations without a kernel")
     for why in sorted({missing[name] for name in absent}):
         alike = [name for name in absent if missing[name] == why]
         print(f"  {len(alike)}: {why}", *alike, sep="\n    ")
 
 
-def _tile(kernel: PlannedKernel) -> str:
+def _sizes(kernel: PlannedKernel) -> str:
+    """What the matrix says of a kernel's sizes."""
+    if not isinstance(kernel.spec, AttnSpec):
+        return f"{kernel.how.threads} threads"
     tile = kernel.tile
-    if tile is None:
-        return ""
-    return f"{tile.block_m}x{tile.block_n}, warp_m {tile.warp_m}, {tile.stages} stages, {tile.min_blocks} blocks, "
+    return f"{tile.block_m}x{tile.block_n}, warp_m {tile.warp_m}, {tile.stages} stages, {tile.min_blocks} blocks"
 
 
 def _render(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
@@ -67,7 +68,12 @@ def _build(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
     compilation = Compilation(project, args.toolchain, args.retarget)
     out = _out(args, compilation)
     _compile(args, kernels, matrix, compilation)
-    manifest = write_package(kernels, matrix, compilation, out)
+    reports = {kernel: compilation.report(kernel) for kernel in kernels}
+    verdict = judge(reports, matrix, compilation)
+    _print(verdict.remarks)
+    if verdict.failures:
+        raise BuildError("\n".join(verdict.failures))
+    manifest = write_package(reports, matrix, compilation, out)
     print(f"{len(manifest.kernels)} kernels by {manifest.compiler} in {out}")
 
 
@@ -90,16 +96,21 @@ def _check(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
         problems = golden_problems(matrix, project)
         _compile(args, kernels, matrix, compilation)
         reports = {kernel: compilation.report(kernel) for kernel in kernels}
-        poor = problems_of(reports, matrix)
+        verdict = judge(reports, matrix, compilation)
+        _print(verdict.remarks)
+        problems += verdict.failures
         if compilation.shippable:
             if args.update:
                 update_instructions(reports, matrix, project)
-            problems += poor + instructions_problems(reports, matrix, project)
-        else:
-            print(*poor, sep="\n", end="\n" if poor else "")
+            problems += instructions_problems(reports, matrix, project)
     if problems:
         raise BuildError("\n".join(problems))
     print(f"{len(kernels)} kernels checked")
+
+
+def _print(lines: list[str]) -> None:
+    for line in lines:
+        print(line)
 
 
 def _census(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:

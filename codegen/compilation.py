@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Protocol
 
 from codegen import nvcc, nvrtc
-from codegen._shared import is_ptx, target_of
 from codegen.compiler import Report
 from codegen.errors import BuildError
 from codegen.matrix import PlannedKernel
 from codegen.project import Project
 from codegen.render import source_path
+from sage_aot._kernels.spec import is_ptx, target_of
 
 
 class Toolchain(Protocol):
@@ -64,7 +64,7 @@ class Compilation:
         """What a kernel is compiled for, as compilers spell it. PTX is for every chip as it is."""
         if is_ptx(kernel.spec.arch):
             return target_of(kernel.spec.arch)
-        return (self.retarget or target_of(kernel.spec.arch)) + kernel.suffix
+        return (self.retarget or target_of(kernel.spec.arch)) + kernel.how.suffix
 
     def compiled(self, kernel: PlannedKernel) -> Path:
         """The cubin, or the PTX."""

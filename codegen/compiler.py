@@ -11,21 +11,22 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from codegen._shared import MainLoop
 from codegen.census import main_loop, ptx_opcodes, tensor_opcodes
 from codegen.errors import BuildError
 from codegen.files import write_atomic
+from codegen.kernel_info import KernelInfo, of_elf, of_ptx
 from codegen.nvdisasm import disassemble
+from sage_aot._kernels.manifest import MachineCode, MainLoop, Struct
 
 _Key = TypeVar("_Key", int, str)
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")
-_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _WARNING = re.compile(r"\bwarning( #|\s*:)")  # not the remark on how to suppress them
 _LOSS = re.compile(r"\(C75\d\d\).*")  # a wgmma serialized, a setmaxnreg ignored: to ptxas a remark
 _PTX_ENTRY = re.compile(r"^\.visible \.entry (\w+)\(", re.MULTILINE)
@@ -44,13 +45,11 @@ class Report:
     """What the compiler made of one kernel."""
 
     compiler: str  # name and full version
-    registers: int | None  # of a thread; None for PTX, which is not machine code yet, as the next three
-    spill_bytes: int | None  # stores and loads, of the kernel and of functions it calls
-    stack_bytes: int | None  # the largest frame
-    elf_abi: int | None  # version in the cubin's header
+    machine: MachineCode | None  # None for PTX, which is not machine code yet; spills of functions it calls, too
     first_driver: int  # that reads this ABI or this version of PTX
     opcodes: dict[str, int]  # tensor-core instructions
     main_loop: MainLoop | None  # None for PTX and for a kernel without such instructions in a loop
+    info: KernelInfo  # what the kernel says of itself
 
     @classmethod
     def of(cls, compiler: str, kernel: str, compiled: Compiled) -> Report:
@@ -65,27 +64,28 @@ class Report:
     def _of_cubin(cls, compiler: str, kernel: str, compiled: Compiled) -> Report:
         """From the log of ptxas -v and the machine code."""
         _check_entries(_ENTRY.findall(compiled.log), kernel)
-        frames = [tuple(map(int, frame)) for frame in _STACK.findall(compiled.log)]
-        functions = disassemble(compiled.code)
-        abi = compiled.code[_ABI_BYTE]
-        return cls(compiler, int(_REGISTERS.findall(compiled.log)[0]),
-                   sum(stores + loads for _, stores, loads in frames), max(stack for stack, _, _ in frames), abi,
-                   _known(_FIRST_DRIVER_OF_ABI, abi, "ABI"), tensor_opcodes(functions), main_loop(functions))
+        functions, abi = disassemble(compiled.code), compiled.code[_ABI_BYTE]
+        machine = MachineCode(registers=int(_REGISTERS.findall(compiled.log)[0]), elf_abi=abi,
+                              spill_bytes=sum(map(int, sum(_SPILLS.findall(compiled.log), ()))))
+        return cls(compiler, machine, _known(_FIRST_DRIVER_OF_ABI, abi, "ABI"), tensor_opcodes(functions),
+                   main_loop(functions), of_elf(compiled.code))
 
     @classmethod
     def _of_ptx(cls, compiler: str, kernel: str, compiled: Compiled) -> Report:
         text = compiled.code.decode()
         _check_entries(_PTX_ENTRY.findall(text), kernel)
         version, = _PTX_VERSION.findall(text)
-        return cls(compiler, None, None, None, None, _known(_FIRST_DRIVER_OF_PTX, version, "version of PTX"),
-                   ptx_opcodes(text), None)
+        return cls(compiler, None, _known(_FIRST_DRIVER_OF_PTX, version, "version of PTX"), ptx_opcodes(text), None,
+                   of_ptx(text))
 
     @classmethod
     def read(cls, compiled: Path) -> Report:
         """The report beside a compiled kernel."""
         values = json.loads(compiled.with_suffix(".json").read_text())
-        loop = values["main_loop"]
-        return cls(**{**values, "main_loop": MainLoop(**loop) if loop else None})
+        machine, loop, (facts, params, (size, fields)) = (values[name] for name in ("machine", "main_loop", "info"))
+        layout = Struct(size, {name: (code, offset) for name, (code, offset) in fields.items()})
+        return cls(**{**values, "machine": machine and MachineCode(*machine), "main_loop": loop and MainLoop(*loop),
+                      "info": KernelInfo(facts, params, layout)})
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,6 @@ def main(compile_kernel: Callable[[Path, str, Path], Compiled], version: Callabl
     except (BuildError, OSError) as error:
         print(f"{log}{args.source}: {error}", file=sys.stderr)
         return 1
-    for path, data in zip(outputs, (compiled.code, json.dumps(asdict(report)).encode())):
+    for path, data in zip(outputs, (compiled.code, json.dumps(vars(report)).encode())):
         write_atomic(path, data)
     return 0

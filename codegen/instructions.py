@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from codegen._shared import MainLoop
 from codegen.compiler import Report
 from codegen.errors import UsageError
 from codegen.files import write_if_changed
 from codegen.matrix import Matrix, PlannedKernel
 from codegen.project import Project
+from sage_aot._kernels.manifest import MachineCode, MainLoop
 
 HEADER = ("| kernel | registers | spilt bytes | matrix | other | other / matrix | rare |\n"
           "|---|---:|---:|---:|---:|---:|---:|\n")
@@ -63,10 +63,10 @@ def _read(project: Project) -> str:
 
 
 def _rows(reports: Mapping[PlannedKernel, Report]) -> dict[str, str]:
-    return {kernel.spec.name: _row(kernel.spec.name, report, report.main_loop)
-            for kernel, report in reports.items() if report.main_loop}
+    return {kernel.spec.name: _row(kernel.spec.name, report.machine, report.main_loop)
+            for kernel, report in reports.items() if report.machine and report.main_loop}
 
 
-def _row(name: str, report: Report, loop: MainLoop) -> str:
-    return (f"| `{name}` | {report.registers} | {report.spill_bytes} | {loop.matrix} | {loop.other} | "
+def _row(name: str, machine: MachineCode, loop: MainLoop) -> str:
+    return (f"| `{name}` | {machine.registers} | {machine.spill_bytes} | {loop.matrix} | {loop.other} | "
             f"{loop.other / loop.matrix:.2f} | {loop.rare} |\n")

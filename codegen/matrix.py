@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from codegen._shared import IN_FLIGHT, VECTOR, Arch, KernelSpec, Tile, capability_of
 from codegen.errors import MatrixError, UsageError
-from codegen.rows import AXIS_NAMES, RowReader, Rows, Selector, TileRow
+from codegen.rows import AXIS_NAMES, FamilyKind, RowReader, Rows, Selector, TileRow
 from codegen.yaml_reader import YamlReader
+from sage_aot._kernels.manifest import Arch
+from sage_aot._kernels.spec import KINDS, AttnSpec, KernelSpec, QuantSpec, capability_of, spec_of
+from sage_aot._kernels.tile import Tile
 
 
 @dataclass(frozen=True)
@@ -22,18 +24,16 @@ class PlannedKernel:
 
     spec: KernelSpec
     family: str
-    template: str  # file name in templates/
-    tile: Tile | None  # None for the kinds that know no tiles
-    threads: int  # of a block
-    min_blocks: int  # an SM, for which its registers must do
-    suffix: str  # of the target
+    how: FamilyKind  # template, threads, ...
+    tile: Tile  # of an attention kernel; of another the first that it feeds
     allowed_spill_bytes: int
     row: str  # selector of the tile row it follows from; that of its first attention kernel for the other kinds
+    feeders: tuple[str, ...]  # names of the kernels that run before an attention kernel, in their order
 
     @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        return self.tile.shared_bytes(self.spec) if self.spec.kind == "attn" else 0
+    def min_blocks(self) -> int:
+        """Resident blocks an SM, for which the registers must do."""
+        return self.tile.min_blocks if isinstance(self.spec, AttnSpec) else self.how.min_blocks or 1
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Matrix:
     """What build_matrix.yaml says."""
 
     archs: dict[str, Arch]
+    shared_bytes: dict[str, int]  # by arch: shared memory that a block can have
     kernels: tuple[PlannedKernel, ...]  # by name
     missing: tuple[tuple[str, str], ...]  # name of the attention kernel, why there is none
 
@@ -81,18 +82,19 @@ class _Planning:
         self._complain_about_unused()
         if self.reader.problems:  # then a row may lack what a kernel is made of
             return None
-        self._complain_about_sizes(covered)
-        attention = [(self._kernel(spec, row), row) for spec, row in covered]
-        kernels = [kernel for kernel, _ in attention] + self._companions(attention)
-        archs = {name: Arch(capability_of(name), row.least_driver, row.run_on) for name, row in self.rows.archs.items()}
+        attention = [(self._attention(spec, row), row) for spec, row in covered]
+        kernels = [kernel for kernel, _ in attention] + self._feeders(attention)
+        archs = {name: Arch(capability_of(name), row.least_driver or 0, row.run_on)
+                 for name, row in self.rows.archs.items()}
+        shared_bytes = {name: row.shared_bytes or 0 for name, row in self.rows.archs.items()}
         by_name = tuple(sorted(kernels, key=lambda kernel: kernel.spec.name))
-        return Matrix(archs, by_name, tuple(sorted(missing)))
+        return Matrix(archs, shared_bytes, by_name, tuple(sorted(missing)))
 
-    def _decide(self) -> tuple[list[tuple[KernelSpec, TileRow]], list[tuple[str, str]]]:
+    def _decide(self) -> tuple[list[tuple[AttnSpec, TileRow]], list[tuple[str, str]]]:
         """Every combination that is built, with its row, and every other with the reason."""
         covered, missing = [], []
         for values in product(*(self.rows.axes[axis] for axis in AXIS_NAMES)):
-            spec = KernelSpec("attn", **dict(zip(AXIS_NAMES, values)))
+            spec = AttnSpec(**dict(zip(AXIS_NAMES, values)))
             why = self._excluded(spec)
             row = None if why else self._covering_row(spec)
             if why:
@@ -101,14 +103,14 @@ class _Planning:
                 covered.append((spec, row))
         return covered, missing
 
-    def _excluded(self, spec: KernelSpec) -> str | None:
+    def _excluded(self, spec: AttnSpec) -> str | None:
         for exclusion in self.rows.exclude:
             if exclusion.selector.matches(spec):
                 self.used.append(exclusion.selector)
                 return exclusion.why
         return None
 
-    def _covering_row(self, spec: KernelSpec) -> TileRow | None:
+    def _covering_row(self, spec: AttnSpec) -> TileRow | None:
         rows = [row for row in self.rows.tiles if row.selector.matches(spec)]
         self.used += [row.selector for row in rows]
         if not rows:
@@ -132,60 +134,43 @@ class _Planning:
                     self.reader.complain(row.selector.line, f"expected a row that matches a combination {what}, "
                                                             "got one that matches nothing")
 
-    def _complain_about_sizes(self, covered: list[tuple[KernelSpec, TileRow]]) -> None:
-        """Tiles that are right by themselves may not fit an arch, a head dim or a family."""
-        for spec, row in covered:
-            limit = self.rows.archs[spec.arch].shared_bytes
-            found = row.tile.shared_bytes(spec)
-            if found > limit:
-                self.reader.complain(row.selector.line, f"expected at most the {limit} bytes of shared memory that a "
-                                                        f"block has on {spec.arch} for {spec.name}, got {found}")
-        for row in self.rows.tiles:
-            for headdim in sorted({spec.headdim for spec, covering in covered if covering is row}):
-                self._complain_about_quantizer(row, headdim)
+    def _attention(self, spec: AttnSpec, row: TileRow) -> PlannedKernel:
+        """The attention kernel that a row builds for a combination."""
+        kinds = self.rows.families[row.family]
+        idle = {spec.kind} if _needs_delta(spec) else {spec.kind, "delta"}
+        wanted = [kind for kind in KINDS if kind in kinds and kind not in idle]
+        if _needs_delta(spec) and "delta" not in kinds:
+            self.reader.complain(row.selector.line, f"expected the kind delta in the family {row.family!r}, which "
+                                                    f"{spec.name} needs, got none")
+        feeders = tuple(spec.companion(kind).name for kind in wanted)
+        return self._kernel(spec, row, row.allowed_spill_bytes, feeders)
 
-    def _complain_about_quantizer(self, row: TileRow, headdim: int) -> None:
-        """All threads quantize as many vectors of a KV tile, at most IN_FLIGHT, and as many scale groups of Q."""
-        vectors, in_groups = row.tile.block_n * headdim // VECTOR, row.tile.block_m * headdim // row.tile.warp_m
-        threads = self.rows.families[row.family]["quant"].threads
-        for wanted, right in (
-                (f"divide block_n * headdim / {VECTOR} = {vectors}", vectors % threads == 0),
-                (f"are at least block_n * headdim / {VECTOR * IN_FLIGHT} = {vectors // IN_FLIGHT}",
-                 threads * IN_FLIGHT >= vectors),
-                (f"divide block_m * headdim / warp_m = {in_groups}", in_groups % threads == 0)):
-            if not right:
-                self.reader.complain(row.selector.line, f"expected threads of the family {row.family!r}'s quantizer "
-                                                        f"that {wanted}, got {threads}")
+    def _kernel(self, spec: KernelSpec, row: TileRow, allowed_spill_bytes: int = 0,
+                feeders: tuple[str, ...] = ()) -> PlannedKernel:
+        """The kernel of any kind that follows from a row; only attention kernels may spill."""
+        if row.tile is None:
+            raise ValueError(f"line {row.selector.line}: expected sizes")  # the reader complained: nothing is planned
+        return PlannedKernel(spec, row.family, self.rows.families[row.family][spec.kind], row.tile, allowed_spill_bytes,
+                             row.selector.text(row.family, spec.arch), feeders)
 
-    def _kernel(self, spec: KernelSpec, row: TileRow) -> PlannedKernel:
-        """The kernel of any kind that follows from a row; only attention kernels may spill or set their threads."""
-        how = self.rows.families[row.family][spec.kind]
-        return PlannedKernel(
-            spec=spec,
-            family=row.family,
-            template=how.template,
-            tile=row.tile if spec.kind in ("attn", "quant") else None,
-            threads=row.tile.threads if spec.kind == "attn" else how.threads,
-            min_blocks=row.tile.min_blocks if spec.kind == "attn" else how.min_blocks or 1,
-            suffix=how.suffix,
-            allowed_spill_bytes=row.allowed_spill_bytes if spec.kind == "attn" else 0,
-            row=row.selector.text(row.family, spec.arch),
-        )
-
-    def _companions(self, attention: list[tuple[PlannedKernel, TileRow]]) -> list[PlannedKernel]:
+    def _feeders(self, attention: list[tuple[PlannedKernel, TileRow]]) -> list[PlannedKernel]:
         """The kernels that feed the attention kernels; those that share one must ask for the same."""
-        found: dict[KernelSpec, tuple[PlannedKernel, TileRow]] = {}
+        found: dict[str, tuple[PlannedKernel, TileRow]] = {}
         for kernel, row in attention:
-            for companion in kernel.spec.companions:
-                wanted = self._kernel(companion, row)
-                first, first_row = found.setdefault(wanted.spec, (wanted, row))
+            for name in kernel.feeders:
+                wanted = self._kernel(spec_of(name), row)
+                first, first_row = found.setdefault(name, (wanted, row))
                 if _layout(wanted) != _layout(first):
                     self.reader.complain(
                         row.selector.line, f"expected the tiles and family of line {first_row.selector.line} for "
-                                           f"{kernel.spec.name}, got others: both rows share {wanted.spec.name}")
+                                           f"{kernel.spec.name}, got others: both rows share {name}")
         return [kernel for kernel, _ in found.values()]
 
 
-def _layout(kernel: PlannedKernel) -> tuple:
-    """What attention kernels that share a companion must agree on."""
-    return kernel.template, kernel.threads, kernel.tile and kernel.tile.quantized
+def _needs_delta(spec: AttnSpec) -> bool:
+    return spec.q == "qsmooth"
+
+
+def _layout(kernel: PlannedKernel) -> tuple[object, ...]:
+    """What attention kernels that share a feeder must agree on: all that its template is given."""
+    return kernel.how, kernel.tile.quantized if isinstance(kernel.spec, QuantSpec) else None

@@ -14,14 +14,14 @@ from ninja import BIN_DIR
 from ninja.ninja_syntax import Writer, escape
 
 from codegen import nvdisasm
-from codegen._shared import ROOT
 from codegen.compilation import Compilation, headers_of
 from codegen.errors import BuildError
 from codegen.files import write_if_changed
 from codegen.matrix import PlannedKernel
+from codegen.project import ROOT
 from codegen.render import source_path
 
-_COMMAND_FILES = ("compiler.py", "census.py", "nvdisasm.py", "targets.py")
+_COMMAND_FILES = ("compiler.py", "census.py", "nvdisasm.py", "kernel_info.py", "targets.py")
 """What decides about the outputs of a compile command beside the toolchain's own file."""
 
 

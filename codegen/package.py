@@ -8,26 +8,22 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from codegen._shared import FIELDS, FILE_NAME, STRUCT_OF, KernelRecord, Manifest, __version__, layout_digest, offsets
-from codegen.budget import problems_of
+from codegen.budget import Reports
 from codegen.compilation import Compilation
 from codegen.compiler import Report
-from codegen.errors import BuildError, UsageError
+from codegen.errors import UsageError
 from codegen.files import write_if_changed
 from codegen.matrix import Matrix, PlannedKernel
+from sage_aot._kernels.manifest import FILE_NAME, AttnRecord, KernelRecord, Manifest, records_by_name
+from sage_aot._kernels.spec import AttnSpec
+from sage_aot._version import __version__
 
 
-def write_package(kernels: tuple[PlannedKernel, ...], matrix: Matrix, compilation: Compilation, out: Path) -> Manifest:
-    """Make a folder hold exactly these compiled kernels; BuildError where one is not what its row asks for."""
-    reports = {kernel: compilation.report(kernel) for kernel in kernels}
-    problems = problems_of(reports, matrix)
-    if problems and compilation.shippable:
-        raise BuildError("\n".join(problems))
-    if not compilation.retarget:  # a row is about its own chip
-        print(*problems, sep="\n", end="\n" if problems else "")
-    codes = {kernel: compilation.compiled(kernel).read_bytes() for kernel in kernels}
+def write_package(reports: Reports, matrix: Matrix, compilation: Compilation, out: Path) -> Manifest:
+    """Make a folder hold exactly these compiled kernels, which were judged."""
+    codes = {kernel: compilation.compiled(kernel).read_bytes() for kernel in reports}
     records = [_record(kernel, matrix, compilation, reports[kernel], code) for kernel, code in codes.items()]
-    manifest = _manifest(records, matrix, compilation)
+    manifest = _manifest(records, reports, matrix, compilation)
     for record, code in zip(records, codes.values()):
         write_if_changed(out / record.file, code)
     write_if_changed(out / FILE_NAME, manifest.to_text().encode())  # last: it vouches for the files it names
@@ -43,11 +39,11 @@ def package_problems(matrix: Matrix, compilation: Compilation, folder: Path) -> 
     except (OSError, ValueError) as error:
         return [f"expected the kernels of this source tree in {folder}, got none: {error}"]
     kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
-    headers = {"version": __version__, "structs": layout_digest(), "flags": compilation.flags, "retarget": None,
-               "complete": True, "archs": matrix.archs}
+    headers = {"version": __version__, "flags": compilation.flags, "retarget": None, "complete": True,
+               "archs": matrix.archs}
     problems = [f"{FILE_NAME}: expected {name} {expected!r}, got {getattr(manifest, name)!r}"
                 for name, expected in headers.items() if getattr(manifest, name) != expected]
-    problems += [f"{name}: expected it in {folder}, got none" for name in sorted(kernels.keys() - manifest.kernels)]
+    problems += [f"{name}: expected it in {folder}, got none" for name in sorted(kernels.keys() - manifest.kernels.keys())]
     known = {FILE_NAME, *(record.file for record in manifest.kernels.values())}
     problems += [f"{path.name}: expected what {FILE_NAME} names in {folder}, got another file"
                  for path in sorted(folder.iterdir()) if path.name not in known]
@@ -79,41 +75,39 @@ def check_out(out: Path) -> None:
         raise UsageError(f"expected an empty folder or one with a {FILE_NAME}, got {out} with {foreign[0]} in it")
 
 
-def _manifest(records: list[KernelRecord], matrix: Matrix, compilation: Compilation) -> Manifest:
+def _manifest(records: list[KernelRecord], reports: Reports, matrix: Matrix, compilation: Compilation) -> Manifest:
     built = {record.spec.arch for record in records}
     return Manifest(
         version=__version__,
         flags=compilation.flags,
-        structs=layout_digest(),
-        layouts={name: offsets(name) for name in FIELDS},
         retarget=compilation.retarget,
         complete=len(records) == len(matrix.kernels),
         archs={name: arch for name, arch in matrix.archs.items() if name in built},
-        kernels={record.spec.name: record for record in records},
+        structs={report.info.params: report.info.layout for report in reports.values()},
+        kernels=records_by_name(records),
     )
 
 
 def _record(kernel: PlannedKernel, matrix: Matrix, compilation: Compilation, report: Report,
             code: bytes) -> KernelRecord:
-    """Only attention kernels use dynamic shared memory; the others declare theirs."""
-    return KernelRecord(
+    record = KernelRecord(
         spec=kernel.spec,
+        family=kernel.family,
         file=compilation.compiled(kernel).name,
         sha256=hashlib.sha256(code).hexdigest(),
         target=compilation.target(kernel),
-        tile=kernel.tile,
-        threads=kernel.threads,
-        shared_bytes=kernel.shared_bytes,
-        registers=report.registers,
-        spill_bytes=report.spill_bytes,
+        least_driver=matrix.archs[kernel.spec.arch].least_driver,
+        params=report.info.params,
+        facts=report.info.facts,
         opcodes=report.opcodes,
-        main_loop=report.main_loop if kernel.spec.kind == "attn" else None,
-        params=STRUCT_OF[kernel.spec.kind],
+        machine=report.machine,
         compiler=report.compiler,
         source_sha256=compilation.source_sha256(kernel),
-        elf_abi=report.elf_abi,
-        least_driver=matrix.archs[kernel.spec.arch].least_driver,
     )
+    if not isinstance(kernel.spec, AttnSpec):
+        return record
+    return AttnRecord(**{**vars(record), "spec": kernel.spec, "tile": kernel.tile, "feeders": kernel.feeders,
+                         "main_loop": report.main_loop})
 
 
 def _remove_others(folder: Path, keep: set[str]) -> None:

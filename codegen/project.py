@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+"""The folder that holds codegen/ and sage_aot/."""
+
 
 @dataclass(frozen=True)
 class Project:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from jinja2.meta import find_undeclared_variables
@@ -17,7 +17,7 @@ from codegen.project import Project
 
 CONTEXT = {
     "attn": ("name", "template", "row", "headdim", "qk_bits", "pv", "pv_accum", "causal", "smooth_v",
-             "smooth_q", "block_m", "block_n", "warp_m", "stages", "shared_bytes", "min_blocks"),
+             "smooth_q", "block_m", "block_n", "warp_m", "stages", "min_blocks"),
     "quant": ("name", "template", "row", "headdim", "qk_bits", "pv", "block_m", "block_n", "warp_m", "threads",
               "min_blocks"),
     "stats": ("name", "template", "row", "headdim", "threads", "min_blocks"),
@@ -25,6 +25,7 @@ CONTEXT = {
 }
 """What the templates of each kind are given; they use all of it and nothing else."""
 
+_QK_BITS = {"int8": 8, "int4": 4}
 _PV_ENUMERATOR = {"f16": "Pv::kF16", "e4m3": "Pv::kE4m3"}
 _PV_ACCUM_ENUMERATOR = {"f32": "PvAccum::kF32", "two_level_f32": "PvAccum::kTwoLevelF32",
                         "two_level_f16": "PvAccum::kTwoLevelF16"}
@@ -46,24 +47,23 @@ def cpp(value: object) -> str:
 
 def context(kernel: PlannedKernel) -> dict[str, object]:
     """The values that a kernel's template is given."""
-    spec = kernel.spec
+    axes: dict[str, Any] = kernel.spec.values
     values = {
-        "name": spec.name,
-        "template": kernel.template,
+        "name": kernel.spec.name,
+        "template": kernel.how.template,
         "row": kernel.row,
-        "headdim": spec.headdim,
-        "qk_bits": spec.qk,
-        "pv": _PV_ENUMERATOR.get(spec.pv),
-        "pv_accum": _PV_ACCUM_ENUMERATOR.get(spec.pv_accum),
-        "causal": spec.mask == "causal",
-        "smooth_v": spec.v == "vsmooth",
-        "smooth_q": spec.q == "qsmooth",
-        "threads": kernel.threads,
-        "shared_bytes": kernel.shared_bytes,
-        **(asdict(kernel.tile) if kernel.tile else {}),
+        "headdim": kernel.spec.headdim,
+        "qk_bits": _QK_BITS.get(axes.get("qk", "")),
+        "pv": _PV_ENUMERATOR.get(axes.get("pv", "")),
+        "pv_accum": _PV_ACCUM_ENUMERATOR.get(axes.get("pv_accum", "")),
+        "causal": axes.get("mask") == "causal",
+        "smooth_v": axes.get("v") == "vsmooth",
+        "smooth_q": axes.get("q") == "qsmooth",
+        "threads": kernel.how.threads,
+        **kernel.tile._asdict(),
         "min_blocks": kernel.min_blocks,  # in place of the tile's, which are those of the attention kernel
     }
-    return {name: values[name] for name in CONTEXT[spec.kind]}
+    return {name: values[name] for name in CONTEXT[kernel.spec.kind]}
 
 
 class Renderer:
@@ -71,22 +71,23 @@ class Renderer:
 
     def __init__(self, templates: Path) -> None:
         # By default a misspelt name renders as nothing and a misspelt flag as false; StrictUndefined raises on both.
+        self.loader = jinja2.FileSystemLoader(templates)
         self.environment = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(templates), undefined=jinja2.StrictUndefined, autoescape=False,
+            loader=self.loader, undefined=jinja2.StrictUndefined, autoescape=False,
             trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
         self.environment.filters["cpp"] = cpp
 
     def render(self, kernel: PlannedKernel) -> str:
         """The source of a kernel; BuildError where its template does not render."""
         try:
-            return self.environment.get_template(kernel.template).render(context(kernel))
+            return self.environment.get_template(kernel.how.template).render(context(kernel))
         except (jinja2.TemplateError, TypeError) as error:
-            raise BuildError(f"templates/{kernel.template}: {error} (rendering {kernel.spec.name})") from error
+            raise BuildError(f"templates/{kernel.how.template}: {error} (rendering {kernel.spec.name})") from error
 
     def variable_problems(self, kind: str, template: str) -> list[str]:
         """How the names that a template uses differ from those of its kind, as sentences."""
         try:
-            source = self.environment.loader.get_source(self.environment, template)[0]
+            source = self.loader.get_source(self.environment, template)[0]
             used = find_undeclared_variables(self.environment.parse(source))
         except jinja2.TemplateError as error:
             return [f"templates/{template}: {error}"]

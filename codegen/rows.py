@@ -5,19 +5,26 @@ Reading goes on after a problem, so that every one of them is reported at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from codegen._shared import AXES, KIND_AXES, KINDS, SIZES, KernelSpec, Tile, capability_of
 from codegen.yaml_reader import YamlReader, line_of
+from sage_aot._families import FAMILIES
+from sage_aot._kernels.spec import AXES, KINDS, AttnSpec, capability_of
+from sage_aot._kernels.tile import Tile
 
-AXIS_NAMES = KIND_AXES["attn"]
+AXIS_NAMES = AttnSpec.axes()
 """Attention kernels depend on every axis."""
 
 OTHER_AXES = AXIS_NAMES[1:]
 """Those whose values stand under 'axes'; archs have facts of their own."""
+
+Values = tuple[Any, ...]
+"""Of an axis, as YAML has them."""
 
 _MAX_THREADS = 1024  # of a block, on every GPU
 
@@ -37,9 +44,9 @@ class Selector:
     """The combinations that a row is about; an axis it leaves out matches all of them."""
 
     line: int
-    values: dict[str, tuple]
+    values: dict[str, Values]
 
-    def matches(self, spec: KernelSpec) -> bool:
+    def matches(self, spec: AttnSpec) -> bool:
         return all(getattr(spec, axis) in values for axis, values in self.values.items())
 
     def text(self, family: str, arch: str) -> str:
@@ -86,7 +93,7 @@ class Rows:
     """All rows of a matrix."""
 
     archs: dict[str, ArchRow]
-    axes: dict[str, tuple]  # with the archs
+    axes: dict[str, Values]  # with the archs
     families: dict[str, dict[str, FamilyKind]]  # by family and kind
     tiles: tuple[TileRow, ...]
     exclude: tuple[Exclusion, ...]
@@ -101,7 +108,7 @@ class RowReader:
         self.templates = templates
         self.selectors_sound = True
         self.archs: dict[str, ArchRow] = {}
-        self.axes: dict[str, tuple] = {}
+        self.axes: dict[str, Values] = {}
         self.families: dict[str, dict[str, FamilyKind]] = {}
 
     def read(self, text: str) -> Rows | None:
@@ -134,21 +141,23 @@ class RowReader:
         except ValueError as error:
             self.reader.complain(line_of(node), str(error))
         entries = self.reader.mapping(node, f"the arch {name!r}", ("shared_bytes", "least_driver"), ("run_on",))
-        return ArchRow(line_of(node), *(self._number(entries, key) for key in ("shared_bytes", "least_driver")),
+        return ArchRow(line_of(node), self._integer(entries, "shared_bytes"), self._integer(entries, "least_driver"),
                        self.reader.sentence(entries["run_on"], "'run_on'") if "run_on" in entries else None)
 
-    def _number(self, entries: dict[str, yaml.Node], key: str) -> int | None:
+    def _integer(self, entries: dict[str, yaml.Node], key: str, expected: str = "a positive number",
+                 valid: Callable[[int], bool] = lambda value: value > 0) -> int | None:
+        """The value of a key; None without one, and after a complaint."""
         value = self.reader.scalar(entries[key]) if key in entries else None
-        if value is None or (type(value) is int and value > 0):
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and valid(value)):
             return value
-        self.reader.complain(line_of(entries[key]), f"expected {key} as a positive number, got {value!r}")
+        self.reader.complain(line_of(entries[key]), f"expected {key} as {expected}, got {value!r}")
         return None
 
-    def _axes(self, node: yaml.Node) -> dict[str, tuple]:
+    def _axes(self, node: yaml.Node) -> dict[str, Values]:
         entries = self.reader.mapping(node, "'axes'", OTHER_AXES)
         return {axis: self._known_values(axis, values) for axis, values in entries.items()}
 
-    def _known_values(self, axis: str, node: yaml.Node) -> tuple:
+    def _known_values(self, axis: str, node: yaml.Node) -> Values:
         """The values of an axis; wrong ones stay, so that rows which use them are not complained about again."""
         found = self.reader.scalars(node)
         for line, value in found:
@@ -158,9 +167,11 @@ class RowReader:
         return tuple(value for _, value in found)
 
     def _families(self, node: yaml.Node) -> dict[str, dict[str, FamilyKind]]:
-        entries = self.reader.named_mappings(node, "'families'")
-        return {name: {kind: self._family_kind(name, kind, values)
-                       for kind, values in self.reader.mapping(kinds, f"the family {name!r}", KINDS).items()}
+        """Each family with the kinds of kernels that it has: attention, and what feeds it."""
+        entries = self.reader.mapping(node, "'families'", (), tuple(FAMILIES))
+        feeders = tuple(kind for kind in KINDS if kind != AttnSpec.kind)
+        return {name: {kind: self._family_kind(name, kind, values) for kind, values in self.reader.mapping(
+                           kinds, f"the family {name!r}", (AttnSpec.kind,), feeders).items()}
                 for name, kinds in entries.items()}
 
     def _family_kind(self, family: str, kind: str, node: yaml.Node) -> FamilyKind:
@@ -170,18 +181,13 @@ class RowReader:
         template = self.reader.scalar(entries["template"]) if "template" in entries else None
         if template is not None and not (self.templates / str(template)).is_file():
             self.reader.complain(line_of(entries["template"]), f"expected a file in templates/, got {template!r}")
-        threads = self.reader.scalar(entries["threads"]) if "threads" in entries else None
-        if threads is not None and not _valid_threads(threads):
-            self.reader.complain(line_of(entries["threads"]), "expected threads as a multiple of 32, at most "
-                                                              f"{_MAX_THREADS}, got {threads!r}")
-        min_blocks = self.reader.scalar(entries["min_blocks"]) if "min_blocks" in entries else None
-        if min_blocks is not None and not (type(min_blocks) is int and min_blocks > 0):
-            self.reader.complain(line_of(entries["min_blocks"]), "expected min_blocks as a positive integer, "
-                                                                 f"got {min_blocks!r}")
+        threads = self._integer(entries, "threads", f"a multiple of 32, at most {_MAX_THREADS}",
+                                lambda value: value % 32 == 0 and 0 < value <= _MAX_THREADS)
+        min_blocks = self._integer(entries, "min_blocks", "a positive integer")
         suffix = self.reader.scalar(entries["suffix"]) if "suffix" in entries else ""
         if suffix not in ("", "a"):
             self.reader.complain(line_of(entries["suffix"]), f"expected 'a' as a suffix of the target, got {suffix!r}")
-        return FamilyKind(str(template), threads, min_blocks, suffix)
+        return FamilyKind(str(template), threads, min_blocks, str(suffix))
 
     def _row(self, node: yaml.Node, what: str, required: tuple[str, ...],
              optional: tuple[str, ...] = ()) -> tuple[dict[str, yaml.Node], Selector]:
@@ -192,7 +198,7 @@ class RowReader:
         self.selectors_sound &= len(self.reader.problems) == before
         return entries, Selector(line_of(node), values)
 
-    def _listed_values(self, axis: str, node: yaml.Node) -> tuple:
+    def _listed_values(self, axis: str, node: yaml.Node) -> Values:
         listed = self.axes.get(axis)
         found = self.reader.scalars(node)
         for line, value in found:
@@ -201,20 +207,20 @@ class RowReader:
         return tuple(value for _, value in found)
 
     def _tile_row(self, node: yaml.Node) -> TileRow:
-        entries, selector = self._row(node, "a row of 'tiles'", ("family", *SIZES), ("producer_warps", "allow_spills", "why"))
+        entries, selector = self._row(node, "a row of 'tiles'", ("family", *Tile._fields), ("allow_spills", "why"))
         family = self.reader.scalar(entries["family"]) if "family" in entries else None
         if family is not None and family not in self.families:
             self.reader.complain(line_of(entries["family"]), f"expected a family {_choices(self.families)}, "
                                                              f"got {family!r}")
-        return TileRow(selector, str(family), self._tile(selector.line, entries),
+        return TileRow(selector, str(family), self._tile(selector.line, str(family), entries),
                        self._allowed_spills(selector.line, entries))
 
-    def _tile(self, line: int, entries: dict[str, yaml.Node]) -> Tile | None:
-        sizes = {size: self.reader.scalar(entries[size]) for size in (*SIZES, "producer_warps") if size in entries}
-        if not sizes.keys() >= set(SIZES) or None in sizes.values():
+    def _tile(self, line: int, family: str, entries: dict[str, yaml.Node]) -> Tile | None:
+        sizes: dict[str, Any] = {size: self.reader.scalar(entries[size]) for size in Tile._fields if size in entries}
+        if sizes.keys() != set(Tile._fields) or None in sizes.values():
             return None
         tile = Tile(**sizes)
-        for problem in tile.invalid():
+        for problem in FAMILIES[family].broken_rules(tile) if family in FAMILIES else ():
             self.reader.complain(line, problem)
         return tile
 
@@ -224,13 +230,7 @@ class RowReader:
         if ("allow_spills" in entries) != ("why" in entries):
             got = "allow_spills" if "allow_spills" in entries else "why"
             self.reader.complain(line, f"expected 'allow_spills' and 'why' together, got only {got!r}")
-        spills = self.reader.scalar(entries["allow_spills"]) if "allow_spills" in entries else None
-        if spills is None:
-            return 0
-        if type(spills) is not int or spills <= 0:
-            self.reader.complain(line_of(entries["allow_spills"]), "expected allow_spills as a positive number of "
-                                                                   f"bytes, got {spills!r}")
-        return spills
+        return self._integer(entries, "allow_spills", "a positive number of bytes") or 0
 
     def _exclusion(self, node: yaml.Node) -> Exclusion:
         entries, selector = self._row(node, "a row of 'exclude'", ("why",))
@@ -244,14 +244,10 @@ def _unknown_value(axis: str, value: object) -> str | None:
         f"expected a value of the axis {axis!r} {_choices(AXES[axis])}, got {value!r}")
 
 
-def _among(value: object, values: tuple) -> bool:
+def _among(value: object, values: Iterable[object]) -> bool:
     """Membership that tells 8 from 8.0 and 1 from true."""
     return any(type(value) is type(other) and value == other for other in values)
 
 
-def _choices(values: object) -> str:
+def _choices(values: Iterable[object]) -> str:
     return "(" + ", ".join(str(value) for value in values) + ")"
-
-
-def _valid_threads(threads: object) -> bool:
-    return type(threads) is int and threads % 32 == 0 and 0 < threads <= _MAX_THREADS

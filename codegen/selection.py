@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from codegen._shared import KernelSpec
 from codegen.errors import UsageError
 from codegen.matrix import Matrix, PlannedKernel
+from sage_aot._kernels.spec import spec_of
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Selection:
 
     def names(self, names: list[str]) -> set[str]:
         """The names that are asked for; UsageError for an arch or a pattern that none of them fits."""
-        archs = {KernelSpec.from_name(name).arch for name in names}
+        archs = {spec_of(name).arch for name in names}
         unknown = [arch for arch in self.archs if arch not in archs]
         if unknown:
             raise UsageError(f"expected an arch of {', '.join(sorted(archs))}, got {unknown[0]!r}")
-        found = {name for name in names if not self.archs or KernelSpec.from_name(name).arch in self.archs}
+        found = {name for name in names if not self.archs or spec_of(name).arch in self.archs}
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in found):
                 wider = "" if "*" in pattern else f"; it must fit the whole name, try '*{pattern}*'"
@@ -35,8 +35,5 @@ class Selection:
     def kernels(self, matrix: Matrix) -> tuple[PlannedKernel, ...]:
         """The kernels that are asked for and those that feed them: what is built together can run."""
         names = self.names([kernel.spec.name for kernel in matrix.kernels])
-        for name in tuple(names):
-            spec = KernelSpec.from_name(name)
-            if spec.kind == "attn":
-                names.update(companion.name for companion in spec.companions)
+        names.update(feeder for kernel in matrix.kernels if kernel.spec.name in names for feeder in kernel.feeders)
         return tuple(kernel for kernel in matrix.kernels if kernel.spec.name in names)

@@ -11,7 +11,7 @@ import os
 import struct
 import warnings
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -74,7 +74,7 @@ def gpu_here(device: int) -> Gpu:
     return Gpu(torch.cuda.get_device_capability(device), cuda, torch.cuda.get_device_name(device))
 
 
-@lru_cache(maxsize=None)
+@cache
 def multiprocessors(device: int) -> int:
     """Of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -169,7 +169,7 @@ class Queue:
             structs = self._free.pop()
         except IndexError:
             structs = _Structs(self._template, self._first_words, self._bound)
-        _ADDRESSES.pack_into(structs.addresses, 0, *addresses)
+        _ADDRESSES.pack_into(structs.addresses.data, 0, *addresses)
         structs.addresses.take(self._sources, None, structs.gathered, "clip")
         np.add(self._template, structs.gathered, structs.words)
         launcher = None

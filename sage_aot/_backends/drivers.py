@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 from sage_aot._kernels.drivers import cuda_text
@@ -224,7 +224,7 @@ def default_driver() -> Driver:
     return _driver(os.environ.get("SAGE_AOT_LOADER") or None)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _driver(asked: str | None) -> Driver:
     if asked is not None and asked not in DRIVERS:
         raise UnsupportedError(f"SAGE_AOT_LOADER: expected one of {', '.join(DRIVERS)}; got {asked!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from sage_aot._backends.drivers import Driver, Function, default_driver
@@ -91,7 +91,7 @@ class Library:
                               f"{device}: {error}") from error
 
 
-@lru_cache(maxsize=None)
+@cache
 def library_in(folder: str) -> Library:
     """The kernels of a folder; one object for the whole process."""
     return Library(Path(folder))

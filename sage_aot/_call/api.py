@@ -92,7 +92,9 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
     if not isinstance(return_lse, bool):
         check_return_lse(return_lse)  # raises
     if out is None:
-        return ops.attn_lse(q, k, v, *options) if return_lse else ops.attn(q, k, v, *options)
+        made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = (ops.attn_lse if return_lse else ops.attn)(
+            q, k, v, *options)
+        return made
     if not isinstance(out, torch.Tensor):
         check_out(out, q)  # raises
     if return_lse:

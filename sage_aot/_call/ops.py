@@ -17,7 +17,7 @@ from sage_aot._call.pipeline import prepared
 from sage_aot._problem.check import Problem, check, check_no_grad, check_out
 from sage_aot._problem.options import Options, schema
 
-_LIBRARY = torch.library.Library("sage_aot", "DEF")  # operators live as long as this object
+_LIBRARY: Any = torch.library.Library("sage_aot", "DEF")  # type: ignore[no-untyped-call]  # keeps the operators alive
 _CONTIGUOUS = torch.contiguous_format
 
 
@@ -101,12 +101,12 @@ def _register(name: str, written: str, returns: str, run: Callable[..., Any],
     # The stride order is fixed, so that a compiler keeps the last dimension contiguous.
     _LIBRARY.define(f"{name}(Tensor q, Tensor k, Tensor v, {written}{schema()}) -> {returns}",
                     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-    op = getattr(torch.ops.sage_aot, name).default
+    op: torch._ops.OpOverload[..., Any] = getattr(torch.ops.sage_aot, name).default
     for device in ("CUDA", "CPU"):
         _LIBRARY.impl(name, run, device)
         _LIBRARY.impl(name, _autocasting(op, device), f"Autocast{device}")
     torch.library.register_fake(f"sage_aot::{name}", fake, lib=_LIBRARY)
-    return op  # type: ignore[no-any-return]  # torch.ops is made of attributes that no checker knows
+    return op
 
 
 def _autocasting(op: torch._ops.OpOverload[..., Any], device: str) -> Callable[..., Any]:

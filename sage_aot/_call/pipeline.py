@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,7 +108,7 @@ def _keep(key: tuple[Any, ...], call: Prepared) -> None:
 
 
 def backend_of(tensor: torch.Tensor) -> Backend:
-    """What runs the calls of a tensor's device: kernels of the folder that the environment names, or their emulation."""
+    """What runs the calls of a tensor's device: the kernels of :func:`default_library`, or their emulation."""
     if _handed is not None:
         return _handed
     folder = default_library().folder
@@ -136,7 +136,7 @@ def default_library() -> Library:
     return library_in(os.environ.get("SAGE_AOT_KERNELS") or str(KERNEL_FOLDER))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _cuda_backend(folder: str) -> Backend:
     from sage_aot._backends.cuda import CudaBackend
     from sage_aot._backends.loader import library_in
@@ -144,7 +144,7 @@ def _cuda_backend(folder: str) -> Backend:
     return CudaBackend(library_in(folder))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _emulation_backend(folder: str) -> Backend:
     from sage_aot._backends.emulation.backend import EmulationBackend
     from sage_aot._backends.loader import library_in
@@ -158,8 +158,8 @@ _VARIABLES = ("SAGE_AOT_KERNELS", "SAGE_AOT_EMULATE")
 
 
 def _reader() -> Any:
-    """os.environ.get raises and catches where a variable is missing, which takes longer than all else of a look-up. The
-    dictionary behind it is what CPython keeps, under encoded names; where another Python keeps none, os.environ does."""
+    """Reads the dictionary behind os.environ, whose own get() raises and catches where a variable is missing: that
+    takes longer than all else of a look-up. A Python that keeps no such dictionary is asked through os.environ."""
     data, encode = getattr(os.environ, "_data", None), getattr(os.environ, "encodekey", None)
     if not isinstance(data, dict) or encode is None:
         return lambda: tuple(map(os.environ.get, _VARIABLES))

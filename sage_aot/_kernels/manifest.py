@@ -21,8 +21,8 @@ FORMAT = 6
 _TARGET = re.compile(r"(sm|compute)_(\d+)(\d)(a?)")
 
 _TEGRA = ((8, 7), (10, 1), (11, 0))
-"""Orin, and Thor by the number that it had before CUDA 13 and the one since: chips that run no other chip's machine code
-by NVIDIA's word, and whose own no other runs."""
+"""Orin, and Thor by the number that it had before CUDA 13 and the one since: chips that run no other chip's machine
+code by NVIDIA's word, and whose own no other runs."""
 
 
 class MainLoop(NamedTuple):

@@ -132,11 +132,12 @@ class AttnSpec(KernelSpec):
         if self.pv == "f16" and self.pv_accum != "f32":
             return "f16 products add up in f32 as they are, a second level would gain nothing"
         if self.pv == "e4m3" and self.pv_accum == "f32":
-            return "P·V in e4m3 has no loop without a second level: the accumulators of FP8 products keep too few bits"
+            return "no main loop adds FP8 products up without a second level"
         return None
 
 
-KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (AttnSpec, QuantSpec, StatsSpec, DeltaSpec)}
+KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (StatsSpec, QuantSpec, DeltaSpec, AttnSpec)}
+"""Every kind of kernel, in the order in which a call runs them."""
 
 
 def spec_of(name: str) -> KernelSpec:

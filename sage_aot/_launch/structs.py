@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import NamedTuple
 
 from sage_aot._kernels.manifest import Struct
@@ -192,7 +191,6 @@ def pack(params: Params, layout: Struct) -> Packed:
     return Packed(bytes(data), sources)
 
 
-@lru_cache(maxsize=None)
 def expected_fields(params: type[Params]) -> dict[str, str]:
     """The fields that a class fills in, with the characters of their types."""
     return {field.name: _CODES[str(field.type)] for field in fields(params)}

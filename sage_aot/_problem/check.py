@@ -1,4 +1,4 @@
-"""From a caller's tensors and options to a :class:`Problem`: every check of tensors, and nothing that touches a device."""
+"""From a caller's tensors and options to a :class:`Problem`: every check of tensors. Nothing here touches a device."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def check_no_grad(**tensors: torch.Tensor | None) -> None:
         return
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad:
-            raise ArgumentError(f"{name} requires grad, and attn has no backward pass; call it under torch.no_grad() or "
-                                f"torch.inference_mode(), or pass {name}.detach()")
+            raise ArgumentError(f"{name} requires grad, and attn has no backward pass; call it under torch.no_grad() "
+                                f"or torch.inference_mode(), or pass {name}.detach()")
 
 
 def check_device(q: torch.Tensor) -> None:

@@ -69,9 +69,7 @@ def _flag(default: bool, *, false: str, true: str, axis: str, **entry: Any) -> A
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a call. The order is that of the operators' schemas, which name those that differ from the default.
-
-    ArgumentError for a value that an option does not take.
+    """The options of a call, in the order of the operators' schemas. ArgumentError for a value that an option refuses.
     """
 
     is_causal: bool = _flag(
@@ -164,7 +162,8 @@ def for_schema(*values: Any) -> tuple[Any, ...]:
         raise
 
 
-for_schema._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result sets
+# What torch.compiler.assume_constant_result does, without importing the compiler.
+for_schema._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=256, typed=True)  # typed: True is not 1
@@ -180,7 +179,7 @@ def _for_schema(*values: Any) -> tuple[Any, ...]:
 
 
 def schema() -> str:
-    """The options in an operator's schema, with their defaults: torch then hands over no option that has its default."""
+    """The options in an operator's schema, with their defaults, which torch does not hand over again."""
     return ", ".join(f"{option.schema} {name}={_spelt_default(option)}" for name, option in OPTIONS.items())
 
 
@@ -193,7 +192,8 @@ def spelt(axis: str, value: object) -> str:
 
 def markdown_table() -> str:
     """The table of docs/options.md."""
-    rows = [f"| `{name}` | `{option.default!r}` | {_in_docs(option)} | {option.help} |" for name, option in OPTIONS.items()]
+    rows = [f"| `{name}` | `{option.default!r}` | {_in_docs(option)} | {option.help} |"
+            for name, option in OPTIONS.items()]
     return "\n".join(["| option | default | values | meaning |", "|---|---|---|---|", *rows]) + "\n"
 
 

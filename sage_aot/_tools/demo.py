@@ -1,7 +1,7 @@
 """``python -m sage_aot demo``: attention on the activations of a pretrained transformer, measured against float64.
 
 Runs on the GPU where there is one that has kernels, else by emulation. Without the packages of the extra ``demo`` it
-measures outlier tensors instead, and says so. Exact attention, outliers and measures of the error are those of reference.py.
+measures outlier tensors instead, and says so. Exact attention, outliers and measures of the error are reference.py's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ EXTRA = "pip install 'sage-aot[demo]'"
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v, each ``[batch, heads, seq, headdim]``."""
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"is_causal": False, "smooth_k": True},
     "full, K not smoothed": {"is_causal": False, "smooth_k": False},
     "causal": {"is_causal": True, "smooth_k": True},
@@ -151,7 +152,8 @@ def _workload(device: torch.device) -> Workload:
     draws = {}
     for i in range(OUTLIER_DRAWS):
         qkv = reference.inputs("outlier", OUTLIER_SHAPE, OUTLIER_SHAPE, torch.bfloat16, generator)
-        draws[str(i)] = [tuple(tensor.to(device) for tensor in qkv)]
+        q, k, v = (tensor.to(device) for tensor in qkv)
+        draws[str(i)] = [(q, k, v)]
     batch, heads, seqlen, headdim = OUTLIER_SHAPE
     return Workload(f"{OUTLIER_DRAWS} draws of outlier tensors, batch {batch}, {heads} heads × {headdim} channels, "
                     f"{seqlen} tokens, bf16", "draw", draws, [])
@@ -203,7 +205,7 @@ class SentenceTransformer:
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self._model = transformers.AutoModel.from_pretrained(folder).to(device, torch.bfloat16).eval()
 
-    def embed(self, text: str, attention: Callable) -> torch.Tensor:
+    def embed(self, text: str, attention: Callable[..., Any]) -> torch.Tensor:
         """The text's embedding, ``[hidden]`` float32: the mean over its tokens, of length 1."""
         self._interface.register("sage_aot_demo", attention)
         self._model.set_attn_implementation("sage_aot_demo")
@@ -290,7 +292,7 @@ def _draw(png: str, backend: str, workload: Workload, layers: list[Layer]) -> No
     print(f"\nwrote {png}")
 
 
-def _draw_errors(axes: object, layers: list[Layer], row: str) -> None:
+def _draw_errors(axes: Any, layers: list[Layer], row: str) -> None:
     """Bars: relative L1 per layer or draw, K smoothed and not."""
     width = 0.38
     for offset, variant, color, label in ((-width / 2, "full, K not smoothed", "#c9ccd3", "K not smoothed"),
@@ -305,7 +307,7 @@ def _draw_errors(axes: object, layers: list[Layer], row: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_outputs(axes: object, layers: list[Layer]) -> None:
+def _draw_outputs(axes: Any, layers: list[Layer]) -> None:
     """Two-dimensional histogram of every output of every layer against the exact one."""
     from matplotlib.colors import LogNorm
 

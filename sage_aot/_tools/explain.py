@@ -44,11 +44,11 @@ class Explanation:
 
     def __str__(self) -> str:
         where = f"GPU     {self.gpu}" if self.gpu else "CPU     tensors are emulated"
-        decisive = [f"{name}={getattr(self.problem.options, name)!r}" for name, option in OPTIONS.items() if option.axis]
-        call = ", ".join([f"headdim={self.problem.headdim}", *decisive])
+        decisive = {name: getattr(self.problem.options, name) for name, option in OPTIONS.items() if option.axis}
+        call = ", ".join(f"{name}={value!r}" for name, value in {"headdim": self.problem.headdim, **decisive}.items())
         taken = f"refused {self.error}"
         if self.kernels:
-            taken = "\n".join(f"{'runs' if i == 0 else '':8}{record.name}" for i, record in enumerate(self.kernels.records))
+            taken = "\n".join(f"{'' if i else 'runs':8}{record.name}" for i, record in enumerate(self.kernels.records))
         return "\n".join([where, f"call    {call}", taken, "", *self._table()])
 
     def _table(self) -> list[str]:

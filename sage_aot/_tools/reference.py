@@ -63,7 +63,8 @@ def inputs(kind: str, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype
         for tensor, (channel, size, offset) in zip(tensors, peaks):
             tensor += size * normal(1, tensor.shape[1], 1, tensor.shape[3])
             tensor[..., channel % tensor.shape[3]] += offset
-    return tuple(tensor.to(dtype) for tensor in tensors)
+    q, k, v = (tensor.to(dtype) for tensor in tensors)
+    return q, k, v
 
 
 def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, end: int, is_causal: bool,

@@ -108,7 +108,7 @@ def recorded_files(package: Path) -> dict[Path, str]:
     """
     for found in importlib.metadata.distributions(name="sage-aot"):
         rows = csv.reader((found.read_text("RECORD") or "").splitlines())
-        files = {Path(found.locate_file(name)): digest for name, digest, _ in rows
+        files = {Path(str(found.locate_file(name))): digest for name, digest, _ in rows
                  if digest and name.startswith(f"{package.name}/")}
         if any(path.parent.resolve() == package.resolve() for path in files):
             return files

@@ -1,1 +1,1 @@
-"""The kernels in torch: the same scales, roundings and tiles, for CPU tensors and, on any device, as the tests' oracle."""
+"""The kernels in torch, with the same scales, roundings and tiles: for CPU tensors, and as the oracle of the tests."""

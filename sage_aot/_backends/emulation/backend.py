@@ -33,7 +33,8 @@ class EmulationBackend:
     def bind(self, plan: Plan, tensors: Tensors) -> Call:
         problem, kernels, layout = plan.problem, plan.kernels, plan.problem.options.layout
 
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                 lse: torch.Tensor | None) -> None:
             q, k, v, out = (heads_first(tensor, layout) for tensor in (q, k, v, out))
             result, result_lse = attend(problem, kernels, quantize(problem, kernels, q, k, v))
             out.copy_(result[:, :, : problem.seqlen_q, : problem.headdim])

@@ -115,7 +115,7 @@ def _row_bias(q: torch.Tensor, quant: KernelRecord, k_mean: torch.Tensor) -> tor
     """q · k_mean per row in the order of quant/quantize.cuh: a lane's channels in FMAs, then halves of the lanes."""
     vector = quant.fact("vector")
     total = q.new_zeros(*q.shape[:-1], q.shape[-1] // vector)
-    for q_channel, k_channel in zip(*(x.unflatten(-1, (-1, vector)).unbind(-1) for x in (q, k_mean))):
+    for q_channel, k_channel in zip(*(torch.unflatten(x, -1, (-1, vector)).unbind(-1) for x in (q, k_mean))):
         total = fma(q_channel, k_channel, total)
     while total.shape[-1] > 1:
         lower, upper = total.chunk(2, -1)

@@ -19,7 +19,7 @@ class MmaSoftmax(RowReferences):
         self._pv, self._warp_m = record.spec.pv, record.tile.warp_m
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
-        """Cut to 22 bits of mantissa, so that the bias may fold; for f16 P that keeps subtracting the reference exact."""
+        """Cut to 22 bits of mantissa, so that the bias may fold; for f16 P subtracting the reference stays exact."""
         smallest = self.facts["smallest_scale"]
         cut = (scale.view(torch.int32) & ~3).view(torch.float32)
         return torch.where(scale < smallest, smallest, cut)
@@ -47,4 +47,4 @@ def _folded(scores: torch.Tensor, scale: torch.Tensor, bias: float, row_ref: tor
 
 def _whole_warps(scores: torch.Tensor, warp_m: int) -> torch.Tensor:
     """Per row, whether something holds for all scores of its warp."""
-    return scores.all(-1).unflatten(2, (-1, warp_m)).all(-1).repeat_interleave(warp_m, 2)
+    return torch.unflatten(scores.all(-1), 2, (-1, warp_m)).all(-1).repeat_interleave(warp_m, 2)

@@ -11,7 +11,7 @@ from sage_aot._kernels.tile import Tile
 
 def _rules(tile: Tile) -> list[str]:
     if tile.warp_m != 16 or tile.block_m not in (128, 192) or tile.block_n != 128:
-        return [f"the wgmma family multiplies 64 rows a consumer warpgroup, two or three of them, by 128 keys: warp_m must "
+        return [f"two or three consumer warpgroups of the wgmma family multiply 64 rows each by 128 keys: warp_m must "
                 f"be 16, block_m 128 or 192 and block_n 128, got {tile.warp_m}, {tile.block_m} and {tile.block_n}"]
     return []
 

@@ -1,0 +1,84 @@
+"""What a compiled kernel says of itself: the tables of templates/include/sage/kernel_info.cuh, read from a cubin, from
+the text of PTX, or from any other ELF file that the same source was compiled to."""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+from typing import Any, NamedTuple
+
+from elftools.common.exceptions import ELFError
+from elftools.elf.elffile import ELFFile
+
+from codegen.errors import BuildError
+from sage_aot._kernels.manifest import Struct
+
+_FACT, _FIELD = struct.Struct("<24sd"), struct.Struct("<24sii")
+_FACTS, _FIELDS = "sage_facts", "sage_fields"
+_PTX_TABLE = re.compile(rf"\.b8 ({_FACTS}|{_FIELDS})\[(\d+)\] = \{{([\d, ]*)\}}")
+_BYTES = {"Q": 8, "T": 32, "i": 4, "f": 4}
+"""Per type of a field, by its character."""
+
+
+class KernelInfo(NamedTuple):
+    """What a kernel says of itself."""
+
+    facts: dict[str, float]
+    params: str  # name of the struct that it takes by value
+    layout: Struct
+
+
+def of_elf(image: bytes) -> KernelInfo:
+    """Of a cubin or a shared library; BuildError where it has no such tables."""
+    try:
+        elf = ELFFile(io.BytesIO(image))
+        symbols: Any = elf.get_section_by_name(".symtab")  # pyelftools has types for some of what it returns
+        tables = {symbol.name: _bytes_of(elf, symbol) for symbol in (symbols.iter_symbols() if symbols else ())
+                  if symbol.name in (_FACTS, _FIELDS)}
+    except ELFError as error:
+        raise BuildError(f"expected an ELF file, got another: {error}") from error
+    return _read(tables)
+
+
+def of_ptx(text: str) -> KernelInfo:
+    """Of the text of PTX, which leaves out zeros at the end of a table."""
+    return _read({name: bytes(map(int, values.split(","))).ljust(int(size), b"\0")
+                  for name, size, values in _PTX_TABLE.findall(text)})
+
+
+def _bytes_of(elf: ELFFile, symbol: Any) -> bytes:
+    entry = symbol.entry
+    section = elf.get_section(entry.st_shndx)
+    begin = entry.st_value - section["sh_addr"]
+    return bytes(section.data()[begin:begin + entry.st_size])
+
+
+def _read(tables: dict[str, bytes]) -> KernelInfo:
+    missing = {_FACTS, _FIELDS} - tables.keys()
+    if missing:
+        raise BuildError(f"expected the tables {_FACTS} and {_FIELDS}, got a kernel without "
+                         f"{' and '.join(sorted(missing))}: end its template with SAGE_KERNEL_INFO")
+    facts = {_text(name): value for name, value in _FACT.iter_unpack(tables[_FACTS])}
+    (name, _, size), *rows = ((_text(name), chr(code), offset) for name, code, offset in
+                              _FIELD.iter_unpack(tables[_FIELDS]))
+    layout = Struct(size, {field: (code, offset) for field, code, offset in rows})
+    _check_complete(name, layout)
+    return KernelInfo(facts, name, layout)
+
+
+def _check_complete(name: str, layout: Struct) -> None:
+    """BuildError unless the fields fill the struct: one that fields_of() leaves out would be sent as zeros."""
+    end = 0
+    for field, (code, offset) in layout.fields.items():
+        if offset != end:
+            raise BuildError(f"expected the fields of {name} one behind the other, got {field} at byte {offset} in "
+                             f"place of {end}: fields_of() must name all of them in order")
+        end += _BYTES[code]
+    if end != layout.size or end % 8:
+        raise BuildError(f"expected the fields of {name} to fill its {layout.size} bytes, a multiple of 8, got {end}: "
+                         f"fields_of() must name all of them")
+
+
+def _text(name: bytes) -> str:
+    return name.rstrip(b"\0").decode()
