@@ -392,7 +392,8 @@ def markdown(table: Table, results: list[Result]) -> str:
     """Title, overview and table."""
     found = summaries(results)
     rows = [common.table_row(summary.cells()) for summary in found]
-    return "\n".join([f"### {table.title}", "", overview(table, found), "", common.table_head(COLUMNS, texts=2), *rows, ""])
+    head = common.table_head(COLUMNS, texts=2)
+    return "\n".join([f"### {table.title}", "", overview(table, found), "", head, *rows, ""])
 
 
 def overview(table: Table, found: list[Summary]) -> str:
@@ -408,7 +409,8 @@ def overview(table: Table, found: list[Summary]) -> str:
 
 def _percent(accuracy: Accuracy) -> str:
     """Relative L1: three digits from 0.1 %, then less."""
-    return f"{100 * accuracy.relative_l1:#.3g}" if accuracy.relative_l1 >= 0.001 else f"{100 * accuracy.relative_l1:.3f}"
+    percent = 100 * accuracy.relative_l1
+    return f"{percent:#.3g}" if accuracy.relative_l1 >= 0.001 else f"{percent:.3f}"
 
 
 def _cells(accuracy: Accuracy) -> list[str]:

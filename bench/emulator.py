@@ -243,7 +243,8 @@ def attend(method: Method, problem: Problem, tile: Tile, inputs: Inputs, quantiz
     like, top = softmax_of(method)
     limit = _emulate._key_limit(problem, rows)
     acc_o, row_ref = torch.zeros_like(q), torch.full_like(quantized.q_scale, _emulate.NO_REFERENCE)
-    sums = _emulate.RowSums(tile, inputs.delta_s is not None, limit, _emulate.SUMS_ROUNDED[like], torch.zeros_like(row_ref))
+    sums = _emulate.RowSums(tile, inputs.delta_s is not None, limit, _emulate.SUMS_ROUNDED[like],
+                            torch.zeros_like(row_ref))
     bias = _emulate._folded_bias(inputs.delta_s is not None, method.bits, like)
 
     for first in range(0, min(keys, int(limit.max())), tile.block_n):

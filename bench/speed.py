@@ -15,6 +15,7 @@ With --host or --first-call those are measured in place of the sweep (see latenc
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -139,7 +140,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_shape_arguments(parser, seqlen="1024,4096,16384,32768", batch=4, heads=32)
-    parser.add_argument("--use", action="store_true", help="shapes of real use, in place of those that the options give")
+    parser.add_argument("--use", action="store_true", help="shapes of real use, in place of those that options give")
     parser.add_argument("--arch", type=common.words, help="whose kernels (default: the arch that this GPU would run; "
                         "all of them for a retargeted folder)")
     parser.add_argument("--repeat", type=int, default=20, help="timed repeats of a row (default: %(default)s)")
@@ -175,7 +176,7 @@ def sweep(shapes: list[Shape], archs: list[str], library: Library, repeat: int) 
         generator = torch.Generator("cuda").manual_seed(0)
         qkv = [torch.randn(shape.batch, heads, shape.seqlen, shape.headdim, device="cuda", dtype=torch.bfloat16,
                            generator=generator) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
-        sm_clock = clock_under_load(lambda: common.sdpa(FLASH, *qkv, shape.is_causal))
+        sm_clock = clock_under_load(functools.partial(common.sdpa, FLASH, *qkv, shape.is_causal))
         cudnn = None
         for row in rows(shape, qkv, archs, library, repeat):
             cudnn = row if row.row == CUDNN else cudnn

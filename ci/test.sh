@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# Runs the README's test command as it stands there, in a fresh environment, then builds and checks every kernel, and the
-# wheel: equal to that of the sdist in another folder, right in every file, and at work without the source tree.
+# Runs the README's test command as it stands there, in a fresh environment: between its install and its tests it lints,
+# builds and checks every kernel, and the wheel: equal to that of the sdist in another folder, right in every file, and
+# at work without the source tree.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf .venv-test dist
 command=$(grep -m 1 -- '-m pytest$' README.md)
-echo "+ .venv-test/bin/python -m codegen check, after: $command"
+echo "+ ci/lint.sh, .venv-test/bin/python -m codegen check, after: $command"
 eval "${command% && *}"
+.venv-test/bin/pip install -q -c ci/constraints.txt ruff mypy clang-format types-PyYAML
+PYTHON=.venv-test/bin/python bash ci/lint.sh
 .venv-test/bin/python -m codegen build
 .venv-test/bin/python -m codegen check
 # A cubin of each ABI, and PTX; a release compiles all of them again (ci/kernels.sh).

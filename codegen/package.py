@@ -43,7 +43,8 @@ def package_problems(matrix: Matrix, compilation: Compilation, folder: Path) -> 
                "archs": matrix.archs}
     problems = [f"{FILE_NAME}: expected {name} {expected!r}, got {getattr(manifest, name)!r}"
                 for name, expected in headers.items() if getattr(manifest, name) != expected]
-    problems += [f"{name}: expected it in {folder}, got none" for name in sorted(kernels.keys() - manifest.kernels.keys())]
+    problems += [f"{name}: expected it in {folder}, got none" for name in sorted(kernels)
+                 if name not in manifest.kernels]
     known = {FILE_NAME, *(record.file for record in manifest.kernels.values())}
     problems += [f"{path.name}: expected what {FILE_NAME} names in {folder}, got another file"
                  for path in sorted(folder.iterdir()) if path.name not in known]

@@ -15,7 +15,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, devices, the kernel each would run, what is missing")
     _add_verify(commands)
-    of_demo = commands.add_parser("demo", help="attention on the activations of a pretrained transformer, beside float64")
+    of_demo = commands.add_parser("demo", help="attention on a pretrained transformer's activations, beside float64")
     of_demo.add_argument("--png", default="sage_aot_demo.png", metavar="FILE",
                          help="picture to write (default: %(default)s)")
     arguments = parser.parse_args()

@@ -1,5 +1,5 @@
-"""What a run of the kernels leaves behind, and reading the quantizers' tiles back into logical order, straight from what
-tile/layout.cuh says of them."""
+"""What a run of the kernels leaves behind, and reading the quantizers' tiles back into logical order, straight from
+what tile/layout.cuh says of them."""
 
 from __future__ import annotations
 

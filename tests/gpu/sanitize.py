@@ -26,8 +26,8 @@ CALLS = [
 NaNs in keys of the first head and in values of the second."""
 
 QUEUE_CALL = ("normal", torch.bfloat16, (1, 150, 150), (1, 150, 700), 0, False)
-"""Besides, where blocks take several query tiles: more of those than any GPU has multiprocessors, and more KV tiles than
-a ring has slots."""
+"""Besides, where blocks take several query tiles: more of those than any GPU has multiprocessors, and more KV tiles
+than a ring has slots."""
 
 
 def main() -> None:

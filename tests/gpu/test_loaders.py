@@ -3,6 +3,7 @@ SAGE_AOT_LOADER names, or the first."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -27,10 +28,8 @@ def usable() -> dict[str, Driver]:
     """Those that work here, by name."""
     found = {}
     for name, driver in DRIVERS.items() if OWN else ():
-        try:
+        with contextlib.suppress(UnsupportedError):
             found[name] = driver()
-        except UnsupportedError:
-            pass
     return found
 
 

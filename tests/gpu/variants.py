@@ -1,8 +1,9 @@
 """The attention kernels under test: each variant of the package, on whatever GPU there is.
 
 A kernel whose arch this GPU does not run is taken from a folder that `python -m codegen build --retarget` made for this
-GPU from the same generated source: its arithmetic is the same, only its speed means nothing. Where sage_aot is installed
-from a wheel and there is no source tree, those kernels are left out, and the report's head says so (conftest.py).
+GPU from the same generated source: its arithmetic is the same, only its speed means nothing. Where sage_aot is
+installed from a wheel and there is no source tree, those kernels are left out, and the report's head says so
+(conftest.py).
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ LSE_ERROR = {(8, "normal"): 0.05, (8, "outlier"): 0.8, (4, "normal"): 1.0, (4, "
 what that cuts off."""
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def library_of(arch: str) -> Library:
     """The folder whose kernels of this arch run here: the package's own where it has such."""
     if arch in _NATIVE:

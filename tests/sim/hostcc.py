@@ -34,7 +34,7 @@ _CLANG_FLAGS = (
 )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def compiler() -> tuple[str, ...]:
     """The command of the first C++ compiler there is: $CXX, g++, clang++, else that of the package ziglang."""
     for name in (os.environ.get("CXX"), "g++", "clang++"):
@@ -46,7 +46,7 @@ def compiler() -> tuple[str, ...]:
                        "ziglang`")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def is_clang() -> bool:
     """Whether the compiler is clang, under whatever name, or GCC."""
     return "clang" in subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True).stdout

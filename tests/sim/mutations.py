@@ -545,10 +545,12 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "",
      _HOPPER, "lse, emulation"),
     ("a query buffer freed before its constants are read", "attn/mainloop_wgmma.cuh",
-     "                           ConstantsInShared<Shared>{from, query_tile.k_finite}, shared.rows(thread / kWarpSize));\n"
+     "                           ConstantsInShared<Shared>{from, query_tile.k_finite}, "
+     "shared.rows(thread / kWarpSize));\n"
      "      ptx::mbarrier_arrive(shared.query_empty(query.index));\n",
      "                           (ptx::mbarrier_arrive(shared.query_empty(query.index)),\n"
-     "                            ConstantsInShared<Shared>{from, query_tile.k_finite}), shared.rows(thread / kWarpSize));\n",
+     "                            ConstantsInShared<Shared>{from, query_tile.k_finite}), "
+     "shared.rows(thread / kWarpSize));\n",
      _HOPPER_WIDE, "data race"),
     ("delta_s not announced", "attn/mainloop_wgmma.cuh",
      "Shared::kKScalesBytes + Shared::kDeltaBytes);",

@@ -24,7 +24,6 @@ from sage_aot import _emulate, _plan
 from sage_aot._problem import Problem
 from sage_aot._select import Kernels
 
-
 DELTA_BYTES = 2047
 """Workspace for delta_s: so little that heads take turns in short calls too, three of the smallest at once."""
 

@@ -158,7 +158,7 @@ class _Report(ctypes.Structure):
                 ("thread", ctypes.c_uint32), ("count", ctypes.c_uint32)]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _engine() -> _Engine:
     """One for a process."""
     return _Engine()

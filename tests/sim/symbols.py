@@ -17,7 +17,7 @@ def line_of(library: Path, pc: int) -> str:
     return f"{library.name}+0x{pc:x}"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _rows(library: Path) -> list[tuple[int, int, str]]:
     """First and last address of each stretch of code, and its place."""
     rows = []

@@ -247,7 +247,7 @@ def sum_of(build: Build, name: str, terms: dict[int, tuple[float, float]], c: fl
                                                      (120, 25)])
 def test_f16_products_are_cut_off_below_the_largest(probes, arch, fraction_bits):
     def eight_of(size: float) -> float:
-        return sum_of(probes, "f16", {k: (2.0**-12, size * 2.0**12) for k in range(8)}, 1.0, arch)
+        return sum_of(probes, "f16", dict.fromkeys(range(8), (2.0**-12, size * 2.0**12)), 1.0, arch)
 
     assert eight_of(2.0**-fraction_bits) == 1.0 + 8 * 2.0**-fraction_bits
     assert eight_of(2.0 ** -(fraction_bits + 1)) == 1.0
@@ -272,7 +272,7 @@ def test_e4m3_products_keep_13_bits_on_sm89(probes):
     one, unit = {0: (1.0, 1.0)}, (2.0**-6, 2.0**-7)
     assert sum_of(probes, "e4m3_f32", {**one, 1: unit}, 0.0, 89) == 1.0 + 2.0**-13
     assert sum_of(probes, "e4m3_f32", {**one, 1: (2.0**-7, 2.0**-7)}, 0.0, 89) == 1.0
-    assert sum_of(probes, "e4m3_f32", {**one, **{k: (2.0**-7, 2.0**-7) for k in range(1, 16)}}, 0.0, 89) == 1.0
+    assert sum_of(probes, "e4m3_f32", {**one, **dict.fromkeys(range(1, 16), (2.0**-7, 2.0**-7))}, 0.0, 89) == 1.0
     # The next 16 meet a sum of 2: a unit twice as large.
     assert sum_of(probes, "e4m3_f32", {0: (1.0, 2.0), 16: unit}, 0.0, 89) == 2.0
     assert sum_of(probes, "e4m3_f32", {}, 1.0 + 2.0**-13 + 2.0**-14, 89) == 1.0 + 2.0**-13

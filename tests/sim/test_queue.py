@@ -1,4 +1,4 @@
-"""Blocks that take query tiles from a queue, kernels/queue.cu: each tile once, in which order, what count they leave."""
+"""Blocks that take query tiles from a queue, kernels/queue.cu: each once, in which order, what count they leave."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build() -> Build:
 
 def taken(build: Build, heads: int, q_tiles: int, kv_tiles: int, *, blocks: int, causal: bool, q_per_kv: int = 1,
           seed: int = 0) -> list[list[int]]:
-    """By block the query tiles that it takes, as head * q_tiles + tile; the blocks run one after another in any order."""
+    """By block the query tiles that it takes, as head * q_tiles + tile; blocks run one after another in any order."""
     most = heads * q_tiles + 1
     tiles, count = torch.full((blocks, most), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     simulator = Simulator(build, seed)

@@ -124,7 +124,7 @@ class Pool:
         self._executor.shutdown(cancel_futures=True)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _subject(build: Build) -> Simulated:
     return Simulated(build)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from codegen.matrix import Matrix
     from codegen.project import Project
 
-_OF_THE_TREE = re.compile(r"^(from|import) codegen\b|^[A-Z]+ = .*parents\[2\]", re.MULTILINE)
+_OF_THE_TREE = re.compile(r"^(from|import) codegen\b|^\S.*parents\[2\]", re.MULTILINE)
 """What a module of tests has in it where it reads the source tree."""
 
 collect_ignore = [] if importlib.util.find_spec("codegen") else sorted(

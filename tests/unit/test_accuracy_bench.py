@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import accuracy
 import accuracy_tables

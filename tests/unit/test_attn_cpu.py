@@ -306,8 +306,8 @@ def test_info_names_versions_kernels_and_emulation():
     assert f"kernels: {len(manifest.kernels)}, complete, compiled by {manifest.compiler}, in " in report
     assert "\n  sm80: compute capability 8.0 and later 8.x except 8.7, driver from 525, not run on hardware\n" in report
     assert "\n  sm90: compute capability 9.0, driver from 525, ran on NVIDIA H200\n" in report
-    assert ("\n  ptx80: compute capability 8.0 and later, driver from 575, ran on NVIDIA H200 through its driver's compiler\n"
-            in report)
+    assert ("\n  ptx80: compute capability 8.0 and later, driver from 575, ran on NVIDIA H200 through its driver's "
+            "compiler\n") in report
     assert "CPU tensors: emulation of the sm89 kernels" in report
 
 

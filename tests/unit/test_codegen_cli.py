@@ -41,7 +41,7 @@ from pathlib import Path
 if "--version" in sys.argv:
     print("Cuda compilation tools, release 13.0, V13.0.88")
 else:
-    sys.path.insert(0, "%s")
+    sys.path.insert(0, "ROOT")
     from codegen.nvrtc import compile_kernel
     target, include, *_, source, _, out = sys.argv[2:]
     compiled = compile_kernel(Path(source), target.removeprefix("-arch="), Path(include.removeprefix("-I")))
@@ -49,7 +49,7 @@ else:
     print(f"ptxas info    : Compiling entry function '{Path(source).stem}' for 'sm_80'")
     print("    32 bytes stack frame, 16 bytes spill stores, 8 bytes spill loads")
     print("ptxas info    : Used 128 registers")
-""" % ROOT
+""".replace("ROOT", str(ROOT))
 
 
 @pytest.fixture
@@ -197,7 +197,8 @@ def test_an_arch_is_added_by_rows_alone_and_changes_no_others_kernels(codegen, p
     assert {name: after.archs[name] for name in before.archs} == before.archs
     assert after.archs["sm103"] == Arch((10, 3), 570, None) and after.complete
     new = [record for record in after.kernels.values() if record.spec.arch == "sm103"]
-    assert [(record.target, record.elf_abi, record.served) for record in new] == [("sm_103", 8, "10.3 and later 10.x")] * 3
+    assert {(record.target, record.elf_abi, record.served) for record in new} == {("sm_103", 8, "10.3 and later 10.x")}
+    assert len(new) == 3
     assert {path.name: path.stat().st_mtime_ns for path in (project.build / "nvrtc" / "own").glob("*.cubin")
             if "sm103" not in path.name} == times
 
@@ -238,7 +239,8 @@ def test_a_folder_is_compared_with_the_tree_without_compiling(codegen, project, 
     (project.package / "notes.txt").unlink()
     assert codegen("verify")[0] == 0
     edit(project.include / "sage" / "attn.cuh", "x[2] = o[0]", "x[3] = o[0]")
-    assert [line.split(": expected ")[0] for line in codegen("verify")[2].splitlines()] == [ATTN, ATTN.replace("80", "86")]
+    named = [line.split(": expected ")[0] for line in codegen("verify")[2].splitlines()]
+    assert named == [ATTN, ATTN.replace("80", "86")]
     edit(project.include / "sage" / "attn.cuh", "x[3] = o[0]", "x[2] = o[0]")
     codegen("build", "--arch", "sm80")
     err = codegen("verify")[2]

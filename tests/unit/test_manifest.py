@@ -27,7 +27,8 @@ def test_what_is_written_is_read_back(folder):
     assert Manifest.read(folder) == MANIFEST
     values = json.loads(MANIFEST.to_text())
     assert [record["spec"] for record in values["kernels"]] == sorted(MANIFEST.kernels)
-    assert {record["spec"]: record["serves"] for record in values["kernels"]}[ATTN.name] == "8.0 and later 8.x except 8.7"
+    serves = {record["spec"]: record["serves"] for record in values["kernels"]}
+    assert serves[ATTN.name] == "8.0 and later 8.x except 8.7"
     assert values["archs"]["sm80"] == {"capability": [8, 0], "least_driver": 525, "run_on": None}
     assert values["layouts"]["AttnParams"]["lse"] > 0 == values["layouts"]["AttnParams"]["q_hat"]
     assert MANIFEST.compiler == "nvrtc 12.9.86"
@@ -38,7 +39,8 @@ def test_every_byte_is_sealed(folder):
     good = MANIFEST.to_text().encode()
     assert good.endswith(b'"\n}\n')
     for i in range(0, len(good), 7):
-        for bad in (good[:i] + bytes([good[i] ^ 1]) + good[i + 1:], good[:i] + good[i + 1:], good[:i] + b" " + good[i:]):
+        before, behind = good[:i], good[i + 1:]
+        for bad in (before + bytes([good[i] ^ 1]) + behind, before + behind, before + b" " + good[i:]):
             (folder / FILE_NAME).write_bytes(bad)
             with pytest.raises(ValueError, match="is not a manifest of this version of sage_aot"):
                 Manifest.read(folder)

@@ -302,8 +302,8 @@ def test_the_matrix_of_this_project_is_right():
 
 
 def test_every_kernel_fits_every_gpu_that_may_take_it():
-    """Where a wheel was narrowed, a GPU takes kernels of an older chip: sm80's on 8.6, and PTX anywhere. They are chosen
-    whatever shared memory they need, so it must be there; the matrix has compared it with their own chip's."""
+    """Where a wheel was narrowed, a GPU takes kernels of an older chip: sm80's on 8.6, and PTX anywhere. They are
+    chosen whatever shared memory they need, so it must be there; the matrix has compared it with their own chip's."""
     matrix_file = ROOT / "build_matrix.yaml"
     blocks = {capability_of(arch): row["shared_bytes"]
               for arch, row in yaml.safe_load(matrix_file.read_text())["archs"].items() if not is_ptx(arch)}

@@ -70,8 +70,8 @@ def test_the_report_counts_registers_and_spills(compile):
     done, cubin = compile(SPILLS)
     assert done.returncode == 0, done.stderr
     report = json.loads(cubin.with_suffix(".json").read_text())
-    assert report.keys() == {"compiler", "registers", "spill_bytes", "stack_bytes", "elf_abi", "first_driver", "opcodes",
-                             "main_loop"}
+    assert report.keys() == {"compiler", "registers", "spill_bytes", "stack_bytes", "elf_abi", "first_driver",
+                             "opcodes", "main_loop"}
     assert (report["elf_abi"], report["first_driver"]) == (7, 525)
     assert report["compiler"] == nvrtc.version()
     assert report["registers"] == 32

@@ -38,7 +38,8 @@ class Tree:
         out = self.root / "dist"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SAGE_AOT", "PYTHONPATH"))}
+        inherited = {name: value for name, value in os.environ.items()
+                     if not name.startswith(("SAGE_AOT", "PYTHONPATH"))}
         done = subprocess.run([sys.executable, "-c", CALL.format(what, str(out), settings)], cwd=self.root, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
                               env={**inherited, **environment})
@@ -223,13 +224,13 @@ def test_a_wheel_that_is_right_passes(wheel, monkeypatch, capsys):
 @pytest.mark.parametrize(("edit", "message"), [
     (lambda files: flip(files, "sage_attn_sm80"), "sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw.cubin: expected"),
     (lambda files: files.pop(one(files, "sage_stats_sm86")), "sage_stats_sm86_d64.cubin: expected the file with"),
-    (lambda files: files.update({"sage_aot/kernels/more.cubin": b""}), "more.cubin: expected the file with sha256 None"),
+    (lambda files: files.update({"sage_aot/kernels/more.cubin": b""}), "more.cubin: expected the file with sha256"),
     (lambda files: replace(files, "WHEEL", "Purelib: false", "Purelib: true"), "expected 'Root-Is-Purelib: false'"),
     (lambda files: replace(files, "WHEEL", "manylinux_2_17", "linux"), "expected 'Tag: py3-none-"),
     (lambda files: replace(files, "manifest.json", '"complete": true', '"complete": false'), "expected every kernel"),
     (lambda files: replace(files, "manifest.json", '"retarget": null', '"retarget": "sm_90"'), "for their own chips"),
     (lambda files: replace(files, "manifest.json", '"sage_attn_', '"sage_stats_'), "expected attention kernels, got"),
-    (lambda files: files.update({"sage_aot/noise": os.urandom(wheels.MOST_BYTES)}), "expected less than 20000000 bytes"),
+    (lambda files: files.update({"sage_aot/noise": os.urandom(wheels.MOST_BYTES)}), "expected less than 20000000"),
 ])
 def test_what_is_wrong_with_a_wheel_is_found(wheel, edit, message):
     with pytest.raises(WheelError, match=re.escape(message)):
@@ -260,7 +261,7 @@ def test_a_release_is_a_wheel_for_every_platform_and_the_sdist(wheel, tmp_path):
     for platform in wheels.PLATFORMS:
         wheels.retag(wheel, platform, folder)
     version = Wheel(wheel).project.removeprefix("sage_aot-")
-    with pytest.raises(WheelError, match=r"expected .*sage_aot-.*\.tar\.gz.* in .*release for the tag v.*, got sage_aot"):
+    with pytest.raises(WheelError, match=r"expected .*sage_aot-.*\.tar\.gz.* in .*release for the tag v.*, got sage_"):
         wheels.release(folder, f"v{version}")
     (folder / f"sage_aot-{version}.tar.gz").write_bytes(b"")
     wheels.release(folder, f"v{version}")

@@ -175,7 +175,8 @@ def test_v_is_scaled_to_what_the_accumulator_holds(pv_accum, limit):
 def test_delta_precedes_attention_and_holds_the_problem():
     causal = dataclasses.replace(SMOOTH_Q, is_causal=True)
     *before, delta, attn = run(causal)
-    assert [launch.record.spec.kind for launch in (*before, delta, attn)] == ["stats", "stats", "quant", "delta", "attn"]
+    kinds = [launch.record.spec.kind for launch in (*before, delta, attn)]
+    assert kinds == ["stats", "stats", "quant", "delta", "attn"]
     assert delta.blocks == 2 * 6 * 1 * 4  # 2 query tiles, 4 * 64 keys, in blocks of 64 x 64
     values = {name: field(delta, "DeltaParams", name) for name, code in FIELDS["DeltaParams"] if code == "i"}
     assert values == {"first_head": 0, "num_heads": 12, "num_q_heads": 6, "num_kv_heads": 3, "seqlen_q": 130,

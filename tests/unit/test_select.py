@@ -51,7 +51,7 @@ def test_other_majors_are_refused_by_name(capability, remedy):
 
 
 def test_a_lower_gpu_than_any_built_is_refused():
-    with pytest.raises(UnsupportedError, match="sm86: machine code for compute capability 8.6 and later 8.x except 8.7"):
+    with pytest.raises(UnsupportedError, match="sm86: machine code for compute capability 8.6 and later 8.x except"):
         nearest_arch(Gpu((8, 0)), manifest(archs=["sm86"]))
 
 
@@ -102,7 +102,8 @@ def test_a_driver_at_its_floor_is_enough(cuda, arch):
 
 def test_a_driver_below_the_floor_is_refused_before_anything_is_loaded():
     message = (r"no kernels for this GPU \(compute capability 12\.0, driver for CUDA 12\.8\)\. .*ptx80: it needs a "
-               r"driver from 575 on \(CUDA 12\.9\), this one is for CUDA 12\.8; .*\. Update the driver, at least to 575$")
+               r"driver from 575 on \(CUDA 12\.9\), this one is for CUDA 12\.8; .*\. Update the driver, at least to "
+               r"575$")
     with pytest.raises(UnsupportedError, match=message):
         nearest_arch(Gpu((12, 0), 12080), manifest(PTX))
     assert nearest_arch(Gpu((12, 0), 12090), manifest(PTX)) == "ptx80"

@@ -1,4 +1,4 @@
-"""Which kernels the GPU tests run: those that the GPU takes from the package, the others where something can build them."""
+"""Which kernels the GPU tests run: those that the GPU takes from the package, others where something can build them."""
 
 from __future__ import annotations
 

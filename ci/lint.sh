@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# What ruff, mypy and clang-format have to say, by the Python that $PYTHON names, or python3. Installs nothing: that
+# Python's environment holds these tools, and torch, numpy and the extra `codegen`, whose types mypy reads.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+"$python" -m ruff check .
+"$python" -m mypy
+find templates/include tests/sim \( -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' -o -name '*.h' \) -print0 |
+  xargs -0 "$python" -c 'from clang_format import clang_format; clang_format()' --dry-run -Werror
