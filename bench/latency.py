@@ -1,29 +1,46 @@
-"""What a call costs besides GPU time: the host's part of it, the first call of a process, the import."""
+"""What a call costs the host: until it returns, in its parts, at the first call of a process, at import.
+
+    python bench/latency.py --json latency.json
+    python bench/latency.py --beside ../another-tree
+
+Tiny tensors, so that a call returns after its launches are queued. Calls are timed in batches with a synchronization
+between two of them: the queue of a stream holds about a thousand launches, and a call that finds it full waits for the
+GPU. Every figure comes from processes of its own, one per way to the driver, where all rows take turns. `--beside`
+measures the package of another source tree too, which holds its own kernels, in turns with this one's.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-import sage_aot
+BATCH, BATCHES, WARM_UP_CALLS, PROCESSES = 60, 60, 200, 3
+SHAPE = (1, 2, 64, 128)  # batch, heads, tokens, channels
+SDPA = "scaled_dot_product_attention"
+TREE = Path(__file__).parents[1]
+LOADERS = ("cupy", "cuda-bindings")
 
-CALLS, WARM_UP_CALLS, PROCESSES = 300, 50, 3
+Works = dict[str, Callable[[], object]]
 
 FIRST_CALL = """
 import time, torch, sage_aot
-from sage_aot._driver import default_driver
-default_driver()  # imports it
+from sage_aot import attn, info
+info()  # imports what loads kernels
 q, k, v = torch.randn(3, 1, 2, 64, 128, device="cuda").bfloat16()
 torch.cuda.synchronize()
 begin = time.perf_counter()
-sage_aot.attn(q, k, v)
+attn(q, k, v)
 torch.cuda.synchronize()
 print(1e3 * (time.perf_counter() - begin))
 """
@@ -31,51 +48,181 @@ print(1e3 * (time.perf_counter() - begin))
 IMPORT = """
 import time, torch
 begin = time.perf_counter()
-import sage_aot
+from sage_aot import attn
 print(1e3 * (time.perf_counter() - begin))
 """
 
 
-def host_us() -> dict[str, float]:
-    """Median microseconds until a call returns, on batch 1, 2 heads, 64 tokens, for ours and for SDPA."""
-    q, k, v = torch.randn(3, 1, 2, 64, 128, device="cuda").bfloat16()
-    return {"sage_aot.attn": median_us(lambda: sage_aot.attn(q, k, v)),
-            "scaled_dot_product_attention": median_us(lambda: F.scaled_dot_product_attention(q, k, v))}
+def main() -> int:
+    import common  # not in a worker, whose tree may have another package than this one's
+
+    arguments = parse()
+    common.require_cuda()
+    header = common.header(common.default_library()) | {
+        "inputs": f"N(0, 1) bf16 {list(SHAPE)}; {BATCHES} batches of {BATCH} calls: minimum (median)"}
+    common.print_header(header)
+    results = measured([TREE, *arguments.beside])
+    common.write_json(arguments.json, {"header": header, **results})
+    return 0
 
 
-def median_us(work: Callable[[], object]) -> float:
-    """Median over CALLS calls that nothing synchronizes; so few launches never fill the queue of a stream."""
-    for _ in range(WARM_UP_CALLS):
-        work()
-    torch.cuda.synchronize()
-    samples = []
-    for _ in range(CALLS):
-        begin = time.perf_counter_ns()
-        work()
-        samples.append((time.perf_counter_ns() - begin) / 1e3)
-    torch.cuda.synchronize()
-    return median(samples)
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--beside", type=Path, nargs="*", default=[], metavar="TREE", help="other source trees")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
+    return parser.parse_args()
 
 
-def first_call_ms() -> dict[str, list[float]]:
-    """Milliseconds of the first attn() after imports, and of `import sage_aot` after `import torch`, per process."""
-    return {"first sage_aot.attn, with synchronize": in_fresh_processes(FIRST_CALL),
-            "import sage_aot after import torch": import_ms()}
+def measured(trees: list[Path]) -> dict[str, Any]:
+    """Print and return everything, per tree and loader."""
+    results: dict[str, Any] = {}
+    for turn in range(2):  # twice: a host's speed drifts
+        for loader in LOADERS:
+            for tree in trees:
+                name = f"{tree.name if tree != TREE else 'this tree'}, {loader}, turn {turn + 1}"
+                results[name] = calls = in_process(tree, loader, "calls")
+                show_calls(f"host cost of a call, µs: {name}", calls)
+    for loader in LOADERS:
+        results[f"parts, {loader}"] = parts = in_process(TREE, loader, "parts")
+        show(f"where the time goes, µs: {loader}", parts)
+        results[f"new lengths, {loader}"] = lengths = in_process(TREE, loader, "new_lengths")
+        show(f"calls of a kind not seen before, µs: {loader}", lengths)
+    for tree in trees:
+        name = tree.name if tree != TREE else "this tree"
+        results[f"fresh processes, {name}"] = fresh = {
+            "first call, with synchronize": [in_process(tree, "", "-c", FIRST_CALL) for _ in range(PROCESSES)],
+            "import after torch": [in_process(tree, "", "-c", IMPORT) for _ in range(PROCESSES)]}
+        show(f"fresh processes, ms: {name}", fresh)
+    return results
 
 
-def import_ms() -> list[float]:
-    """Milliseconds that `import sage_aot` adds to `import torch`, per process."""
-    return in_fresh_processes(IMPORT)
+def in_process(tree: Path, loader: str, *command: str) -> Any:
+    """What a worker of this program, or another program, prints with the package of a tree."""
+    program = command if command[0] == "-c" else (__file__, "--worker", *command)
+    environment = {**os.environ, "PYTHONPATH": str(tree), "SAGE_AOT_LOADER": loader}
+    done = subprocess.run([sys.executable, *program], stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    return json.loads(done.stdout)
 
 
-def in_fresh_processes(program: str) -> list[float]:
-    """The number that a program prints, from PROCESSES runs of it one after another."""
-    return [json.loads(subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
-                                      check=True).stdout) for _ in range(PROCESSES)]
+def show_calls(title: str, figures: dict[str, tuple[float, float]]) -> None:
+    """Each row with its ratio to SDPA's minimum in the same process."""
+    print(f"{title}:")
+    for name, (least, middle) in figures.items():
+        print(f"- {name}: {least:.1f} ({middle:.1f}), {least / figures[SDPA][0]:.2f} x SDPA", flush=True)
 
 
-def show(title: str, figures: dict[str, float] | dict[str, list[float]]) -> None:
+def show(title: str, figures: dict[str, Any]) -> None:
     print(f"{title}:")
     for name, value in figures.items():
         values = value if isinstance(value, list) else [value]
         print(f"- {name}: {', '.join(f'{v:.1f}' for v in values)}", flush=True)
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+def inputs(tokens: int = SHAPE[2]) -> list[torch.Tensor]:
+    return [torch.randn(SHAPE[0], SHAPE[1], tokens, SHAPE[3], device="cuda").bfloat16() for _ in range(3)]
+
+
+def calls() -> dict[str, tuple[float, float]]:
+    """Per kind of call the minimum and the median over the batches."""
+    import sage_aot
+
+    q, k, v = inputs()
+    nhd = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]
+    out = torch.empty_like(q)
+    return timed({
+        SDPA: lambda: F.scaled_dot_product_attention(q, k, v),
+        "attn": lambda: sage_aot.attn(q, k, v),
+        "attn, causal": lambda: sage_aot.attn(q, k, v, is_causal=True),
+        "attn, out=": lambda: sage_aot.attn(q, k, v, out=out),
+        "attn, return_lse": lambda: sage_aot.attn(q, k, v, return_lse=True),
+        "attn, NHD": lambda: sage_aot.attn(*nhd, layout="NHD"),
+        "attn, smooth_q (five launches)": lambda: sage_aot.attn(q, k, v, smooth_q=True),
+    })
+
+
+def parts() -> dict[str, float]:
+    """The minimum of what a call is made of; the dispatcher is what is left of the operator."""
+    import sage_aot
+    from sage_aot._call import ops, pipeline
+    from sage_aot._problem.options import OPTIONS, for_schema
+
+    q, k, v = inputs()
+    options = [option.default for option in OPTIONS.values()]
+    sage_aot.attn(q, k, v)
+    out, call = torch.empty_like(q), pipeline.prepared(q, k, v, None, ()).run
+    workspace = q.new_empty(call.plan.workspace_bytes, dtype=torch.uint8)
+    stream = torch.cuda.current_stream().cuda_stream
+    addresses = [tensor.data_ptr() for tensor in (q, k, v, out)] + [0, workspace.data_ptr()]
+    queue = call.queue_of(call.launches())
+    queue(stream, *addresses)
+    launchers = queue._free[0].launchers
+
+    def launch() -> None:
+        for launcher in launchers:
+            launcher(stream)
+
+    found = {name: least for name, (least, _) in timed({
+        "options, checked": lambda: for_schema(*options),
+        "look-up of the prepared call": lambda: pipeline.prepared(q, k, v, None, ()),
+        "output": lambda: torch.empty_like(q, memory_format=torch.contiguous_format),
+        "workspace": lambda: q.new_empty(call.plan.workspace_bytes, dtype=torch.uint8),
+        "addresses, stream, structs, launches": lambda: call.run(q, k, v, out, None, workspace),
+        "of them structs and launches": lambda: queue(stream, *addresses),
+        "of them launches": launch,
+        "operator": lambda: ops.attn(q, k, v),
+        "call": lambda: sage_aot.attn(q, k, v),
+    }).items()}
+    inside = ("look-up of the prepared call", "output", "workspace", "addresses, stream, structs, launches")
+    return found | {"torch's dispatcher, and freeing": found["operator"] - sum(found[name] for name in inside)}
+
+
+def new_lengths() -> dict[str, float]:
+    """Calls of as many lengths, each for the first time, after one call of another length."""
+    import sage_aot
+
+    tensors = [inputs(tokens) for tokens in range(65, 65 + BATCH)]
+    sage_aot.attn(*inputs())
+    torch.cuda.synchronize()
+    samples = []
+    for qkv in tensors:
+        begin = time.perf_counter_ns()
+        sage_aot.attn(*qkv)
+        samples.append((time.perf_counter_ns() - begin) / 1e3)
+    torch.cuda.synchronize()
+    return {"minimum": min(samples), "median": median(samples)}
+
+
+WORKERS: dict[str, Callable[[], Any]] = {"calls": calls, "parts": parts, "new_lengths": new_lengths}
+
+
+def timed(works: Works) -> dict[str, tuple[float, float]]:
+    """Microseconds of one repeat of each, minimum and median over the batches; all take turns."""
+    samples: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        batch_us(work, WARM_UP_CALLS)
+    for _ in range(BATCHES):
+        for name, work in works.items():
+            samples[name].append(batch_us(work, BATCH))
+    return {name: (min(found), median(found)) for name, found in samples.items()}
+
+
+def batch_us(work: Callable[[], object], count: int) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter_ns()
+    for _ in range(count):
+        work()
+    taken = (time.perf_counter_ns() - begin) / 1e3 / count
+    torch.cuda.synchronize()
+    return taken
+
+
+def work(name: str) -> int:
+    print(json.dumps(WORKERS[name]()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(work(sys.argv[2]) if sys.argv[1:2] == ["--worker"] else main())

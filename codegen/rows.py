@@ -14,7 +14,8 @@ import yaml
 
 from codegen.yaml_reader import YamlReader, line_of
 from sage_aot._families import FAMILIES
-from sage_aot._kernels.spec import AXES, KINDS, AttnSpec, capability_of
+from sage_aot._kernels.axes import AXES
+from sage_aot._kernels.spec import KINDS, AttnSpec, capability_of
 from sage_aot._kernels.tile import Tile
 
 AXIS_NAMES = AttnSpec.axes()

@@ -11,21 +11,25 @@ import os
 import struct
 import warnings
 from collections.abc import Sequence
-from functools import cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from sage_aot._backends.base import Tensors
-from sage_aot._backends.drivers import Driver, Function, Launcher, default_driver
+from sage_aot._backends.drivers import Function, Launcher, default_driver
 from sage_aot._backends.loader import Library
-from sage_aot._kernels.manifest import Manifest
+from sage_aot._kernels.manifest import KernelRecord, Manifest
 from sage_aot._kernels.spec import is_ptx
 from sage_aot._launch.choose import Gpu, nearest_arch
 from sage_aot._launch.plan import Argument, Arguments, Launch, Plan, Strides, launches
-from sage_aot._launch.structs import SOURCES, WORD, Packed, pack
+from sage_aot._launch.structs import SOURCES, WORD, Packed, Packer, Params, packers_of
 from sage_aot.errors import LaunchError, PtxWarning, UnsupportedError
+
+ALIGNED = (True, True, True)
+"""q, k and v all begin at a multiple of 16 bytes."""
 
 
 class CudaBackend:
@@ -35,11 +39,17 @@ class CudaBackend:
         """`arch`: whose kernels run, whatever the device; None for those that the device's capability asks for."""
         self.library = library
         self._arch = arch
-        self._archs: dict[int, str] = {}  # by device
+        self._archs: dict[int, str] = {}  # by device, as the next
+        self._contexts: dict[int, int] = {}
 
     @property
     def manifest(self) -> Manifest:
         return self.library.manifest
+
+    @cached_property
+    def packers(self) -> dict[type[Params], Packer]:
+        """What fills in the structs of the kernels."""
+        return packers_of(self.manifest.structs)
 
     def arch(self, device: int) -> str:
         """Warns once where the kernels are PTX; asking torch and the driver each time would cost microseconds."""
@@ -47,10 +57,14 @@ class CudaBackend:
             self._archs[device] = self._arch or arch_of(self.library, device)
         return self._archs[device]
 
+    def context(self, device: int) -> int:
+        """The context in which the kernels of a device are launched. The device must be torch's current one."""
+        if device not in self._contexts:
+            self._contexts[device] = self.library.driver.context(device)
+        return self._contexts[device]
+
     def bind(self, plan: Plan, tensors: Tensors) -> CudaCall:
-        device = tensors.q.get_device()
-        with torch.cuda.device(device):
-            return CudaCall(plan, tensors, self.library, device)
+        return CudaCall(plan, tensors, self, tensors.q.get_device())
 
 
 def arch_of(library: Library, device: int) -> str:
@@ -86,46 +100,64 @@ def multiprocessors(device: int) -> int:
 class CudaCall:
     """The launches of a plan for tensors of given strides on one device. Safe under threads."""
 
-    def __init__(self, plan: Plan, tensors: Tensors, library: Library, device: int) -> None:
-        """The device must be torch's current one."""
+    def __init__(self, plan: Plan, tensors: Tensors, backend: CudaBackend, device: int) -> None:
         self.plan = plan
+        self._workspace_bytes = plan.workspace_bytes
         self._strides = [strides_of(tensor, plan.problem.options.layout) for tensor in tensors]
-        self._library, self._device = library, device
-        self._context = library.driver.context(device)
+        self._backend, self._device, self._driver = backend, device, backend.library.driver
         self._queues: dict[tuple[bool, ...], Queue] = {}  # by which of q, k, v begin at a multiple of 16 bytes
-        self._aligned = self._queue_for((True, True, True))
+        self._aligned = self._queue_for(ALIGNED)
+        self._context, self._current = backend.context(device), self._driver.current
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
                  lse: torch.Tensor | None) -> None:
-        self.run(q, k, v, out, lse, q.new_empty(self.plan.workspace_bytes, dtype=torch.uint8))
+        if self._current() != self._context:  # a thread on which nothing used the device yet, or one on another
+            self.run(q, k, v, out, lse, q.new_empty(self._workspace_bytes, dtype=torch.uint8))
+            return
+        # The device is torch's current one. Its allocator is asked for memory alone: a tensor takes as long again.
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        workspace = torch._C._cuda_cudaCachingAllocator_raw_alloc(self._workspace_bytes, stream)
+        try:
+            self._queue(stream, q, k, v, out, lse, workspace)
+        finally:  # what is queued on the stream still has it: the allocator hands it on in the order of the stream
+            torch._C._cuda_cudaCachingAllocator_raw_delete(workspace)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
             workspace: torch.Tensor) -> None:
         """The call with a workspace of the caller's, which keeps what the quantizers leave."""
-        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        queue = self._aligned if (at_q | at_k | at_v) & 15 == 0 else self._queue_for(
-            (at_q & 15 == 0, at_k & 15 == 0, at_v & 15 == 0))
-        queue(torch._C._cuda_getCurrentRawStream(self._device), at_q, at_k, at_v, out.data_ptr(),
-              0 if lse is None else lse.data_ptr(), workspace.data_ptr())
+        with self._driver.entered(self._context):
+            self._queue(torch._C._cuda_getCurrentRawStream(self._device), q, k, v, out, lse, workspace.data_ptr())
 
-    def launches(self, at_16_bytes: tuple[bool, ...] = (True, True, True)) -> list[Launch]:
+    def _queue(self, stream: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+               lse: torch.Tensor | None, workspace: int) -> None:
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        queue = self._aligned
+        if (at_q | at_k | at_v) & 15:
+            queue = self._queue_for((at_q & 15 == 0, at_k & 15 == 0, at_v & 15 == 0))
+        queue(stream, at_q, at_k, at_v, out.data_ptr(), 0 if lse is None else lse.data_ptr(), workspace)
+
+    def launches(self, at_16_bytes: tuple[bool, ...] = ALIGNED) -> list[Launch]:
         """What is queued, for q, k and v that begin at a multiple of 16 bytes or not."""
         arguments = [Argument(name, strides, at) for name, strides, at in
                      zip(Tensors._fields, self._strides, (*at_16_bytes, True))]
         return launches(self.plan, Arguments(*arguments), multiprocessors(self._device))
 
     def queue_of(self, wanted: Sequence[Launch]) -> Queue:
-        """Some launches, to be queued together; their kernels are loaded. The device must be torch's current one."""
-        structs = self._library.manifest.structs
-        bound = [_Bound(launch.record.name, self._library.load(launch.record, self._device), launch.blocks,
-                        pack(launch.params, structs[launch.record.params])) for launch in wanted]
-        return Queue(bound, self._library.driver, self._context)
+        """Some launches, to be queued together; their kernels are loaded."""
+        load, packers = self._backend.library.load, self._backend.packers
+        with _device(self._device):
+            return Queue([_Bound(launch.record, load(launch.record, self._device), launch.blocks,
+                                 packers[type(launch.params)].pack(launch.params)) for launch in wanted])
 
     def _queue_for(self, at_16_bytes: tuple[bool, ...]) -> Queue:
         if at_16_bytes not in self._queues:
-            with torch.cuda.device(self._device):
-                self._queues[at_16_bytes] = self.queue_of(self.launches(at_16_bytes))
+            self._queues[at_16_bytes] = self.queue_of(self.launches(at_16_bytes))
         return self._queues[at_16_bytes]
+
+
+def _device(device: int) -> AbstractContextManager[object]:
+    """Makes a device torch's current one where it is not."""
+    return nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device)
 
 
 def strides_of(tensor: torch.Tensor, layout: str) -> Strides:
@@ -135,7 +167,7 @@ def strides_of(tensor: torch.Tensor, layout: str) -> Strides:
 
 
 class _Bound(NamedTuple):
-    name: str
+    record: KernelRecord
     function: Function
     blocks: int
     packed: Packed
@@ -144,32 +176,27 @@ class _Bound(NamedTuple):
 class Queue:
     """Launches whose structs wait for the addresses of a call. Safe under threads."""
 
-    def __init__(self, bound: list[_Bound], driver: Driver, context: int) -> None:
-        self._bound, self._driver, self._context = bound, driver, context
-        self._current = driver.current
+    def __init__(self, bound: list[_Bound]) -> None:
+        self._bound = bound
         self._template = np.frombuffer(b"".join(launch.packed.data for launch in bound), np.uint64)
-        self._sources = np.full(len(self._template), len(SOURCES), np.intp)  # of a word that holds no address: zero
-        self._first_words = np.cumsum([0, *(len(launch.packed.data) // WORD for launch in bound)])
-        for launch, first in zip(bound, self._first_words):
-            for offset, source in launch.packed.sources.items():
-                self._sources[first + offset // WORD] = SOURCES.index(source)
+        sources = [len(SOURCES)] * len(self._template)  # of a word that holds no address: zero
+        self._first_words, first = [], 0
+        for launch in bound:
+            self._first_words.append(first)
+            for offset, source in launch.packed.sources:
+                sources[first + offset // WORD] = _INDEX[source]
+            first += len(launch.packed.data) // WORD
+        self._sources = np.array(sources, np.intp)
         self._free: list[_Structs] = []  # as many as threads ever met here; pop and append are atomic
 
     def __call__(self, stream: int, *addresses: int) -> None:
-        """Queue the launches, in order, on a raw stream handle, for tensors at these addresses, in the order of
-        SOURCES. LaunchError, with the kernel's name, where the driver refuses one."""
-        if self._current() == self._context:
-            self._launch(stream, addresses)
-        else:  # a thread on which nothing has used the device yet, or one that uses another
-            with self._driver.entered(self._context):
-                self._launch(stream, addresses)
-
-    def _launch(self, stream: int, addresses: tuple[int, ...]) -> None:
+        """Queue the launches, in order, on a raw stream handle of the current context, for tensors at these addresses,
+        in the order of SOURCES. LaunchError, with the kernel's name, where the driver refuses one."""
         try:
             structs = self._free.pop()
         except IndexError:
             structs = _Structs(self._template, self._first_words, self._bound)
-        _ADDRESSES.pack_into(structs.addresses.data, 0, *addresses)
+        _ADDRESSES.pack_into(structs.address_bytes, 0, *addresses)
         structs.addresses.take(self._sources, None, structs.gathered, "clip")
         np.add(self._template, structs.gathered, structs.words)
         launcher = None
@@ -178,23 +205,25 @@ class Queue:
                 launcher(stream)
         except Exception as error:  # those of cupy have no common base: whatever it is, name the kernel
             refused = self._bound[structs.launchers.index(launcher)] if launcher else self._bound[0]
-            raise LaunchError(f"the driver does not launch {refused.name}: {error}") from error
+            raise LaunchError(f"the driver does not launch {refused.record.name}: {error}") from error
         self._free.append(structs)  # an error drops them
 
 
+_INDEX = {source: index for index, source in enumerate(SOURCES)}
 _ADDRESSES = struct.Struct(f"<{len(SOURCES)}Q")
 
 
 class _Structs:
     """The structs of a call's launches, and launchers that read them; of one thread at a time."""
 
-    __slots__ = ("_pointers", "addresses", "gathered", "launchers", "words")
+    __slots__ = ("_pointers", "address_bytes", "addresses", "gathered", "launchers", "words")
 
-    def __init__(self, template: np.ndarray, first_words: np.ndarray, bound: list[_Bound]) -> None:
+    def __init__(self, template: np.ndarray, first_words: list[int], bound: list[_Bound]) -> None:
         self.addresses = np.zeros(len(SOURCES) + 1, np.uint64)  # the last stays zero
+        self.address_bytes = self.addresses.data
         self.gathered, self.words = np.empty_like(template), np.empty_like(template)
         begin = self.words.ctypes.data
-        self._pointers = np.array([begin + WORD * int(first) for first in first_words[:-1]], np.uint64)
+        self._pointers = np.array([begin + WORD * first for first in first_words], np.uint64)
         at = self._pointers.ctypes.data
         self.launchers: list[Launcher] = [launch.function.bind(launch.blocks, at + WORD * i)
                                           for i, launch in enumerate(bound)]

@@ -86,7 +86,7 @@ def _fake_lse(problem: Problem, q: torch.Tensor) -> torch.Tensor:
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None,
            options: tuple[Any, ...]) -> Problem:
-    problem = check(q, k, v, Options.from_schema(options))
+    problem = check(q, k, v, Options.from_schema(*options))
     if out is not None:
         check_out(out, q)
     check_no_grad(q=q, k=k, v=v, out=out)

@@ -58,10 +58,10 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
            None if out is None else (out.shape, out.stride(), out.dtype, out.device))
     call = _prepared.get(key)
     if call is None:
-        call = prepare(backend_of(q), q, k, v, Options.from_schema(options), out)
+        call = prepare(backend_of(q), q, k, v, Options.from_schema(*options), out)
         _keep(key, call)
-    if torch.is_grad_enabled():
-        check_no_grad(q=q, k=k, v=v, out=out)
+    if q.requires_grad or k.requires_grad or v.requires_grad or out is not None and out.requires_grad:
+        check_no_grad(q=q, k=k, v=v, out=out)  # on every call: grad mode changes
     return call
 
 
@@ -71,14 +71,14 @@ def prepare(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     problem = check(q, k, v, options)
     if out is not None:
         check_out(out, q)
-    check_no_grad(q=q, k=k, v=v, out=out)
     plan = plan_of(backend, problem, q.get_device())
     if problem.is_empty:
         return Prepared(problem, _nothing_to_see)
     from sage_aot._backends.base import Tensors
 
-    like_q = torch.empty_like(q, memory_format=torch.contiguous_format, device="meta") if out is None else out
-    return Prepared(problem, backend.bind(plan, Tensors(q, k, v, like_q)))
+    if out is None:  # that of the call has its strides, and is made of this memory
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return Prepared(problem, backend.bind(plan, Tensors(q, k, v, out)))
 
 
 def plan_of(backend: Backend, problem: Problem, device: int) -> Plan:

@@ -10,20 +10,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-AXES: dict[str, tuple[int | str, ...]] = {
-    "headdim": (64, 128),
-    "qk": ("int8", "int4"),
-    "pv": ("f16", "e4m3"),
-    "pv_accum": ("f32", "two_level_f32", "two_level_f16"),
-    "mask": ("full", "causal"),
-    "v": ("vraw", "vsmooth"),
-    "q": ("qraw", "qsmooth"),
-}
-"""Every axis but the arch, with its values. Archs are open: any ``sm<major><minor>`` may stand in the matrix, and
-``ptx<major><minor>``, PTX that a driver compiles for GPUs from that capability on."""
-
-HEADDIMS = tuple(value for value in AXES["headdim"] if isinstance(value, int))
-MAX_HEADDIM = max(HEADDIMS)
+from sage_aot._kernels.axes import AXES
 
 _PREFIX = {"headdim": "d", "qk": "qk", "pv": "pv", "pv_accum": "acc"}
 _SHORT: dict[int | str, str] = {"two_level_f32": "2f32", "two_level_f16": "2f16"}
@@ -50,12 +37,7 @@ def target_of(arch: str) -> str:
     return "{}_{}{}".format("compute" if is_ptx(arch) else "sm", *capability_of(arch))
 
 
-def least_headdim(headdim: int) -> int:
-    """The least head dim of a kernel that holds so many channels."""
-    return min(d for d in HEADDIMS if d >= headdim)
-
-
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class KernelSpec:
     """One specialized kernel; a subclass per kind, whose fields are the axes that the kind depends on."""
 
@@ -87,21 +69,21 @@ class KernelSpec:
         return other(**{axis: values[axis] for axis in other.axes()})  # type: ignore[arg-type]  # each axis has its type
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class StatsSpec(KernelSpec):
     """Statistics of K and V over the sequence."""
 
     kind = "stats"
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class DeltaSpec(KernelSpec):
     """What smoothing Q takes off the scores."""
 
     kind = "delta"
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class QuantSpec(KernelSpec):
     """Quantization of Q, K and V."""
 
@@ -110,7 +92,7 @@ class QuantSpec(KernelSpec):
     pv: str
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class AttnSpec(KernelSpec):
     """Attention on quantized inputs; depends on every axis."""
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from sage_aot._kernels.axes import AXES, least_headdim
 from sage_aot._kernels.drivers import cuda_text, too_old
 from sage_aot._kernels.manifest import AttnRecord, KernelRecord, Manifest, arch_rank
-from sage_aot._kernels.spec import AXES, AttnSpec, capability_of, is_ptx, least_headdim
+from sage_aot._kernels.spec import AttnSpec, capability_of, is_ptx
 from sage_aot._problem.check import Problem
 from sage_aot._problem.options import OPTION_OF_AXIS, OPTIONS, spelt
 from sage_aot.errors import CubinError, UnsupportedError
@@ -155,7 +156,7 @@ def _remedy(gpu: Gpu, manifest: Manifest) -> str:
 
 def wanted_axes(problem: Problem) -> Wanted:
     """The values that a problem asks for."""
-    return ("headdim", least_headdim(problem.headdim)), *problem.options.axes().items()
+    return ("headdim", least_headdim(problem.headdim)), *problem.options.axes.items()
 
 
 @lru_cache(maxsize=256)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from sage_aot._families import FAMILIES
@@ -72,7 +73,8 @@ class Argument(NamedTuple):
 
     def aligned(self, headdim: int) -> bool:
         """Whether every row starts at a multiple of 16 bytes and holds whole 16-byte vectors."""
-        return self.at_16_bytes and headdim % 8 == 0 and all(stride % 8 == 0 for stride in self.strides)
+        batch, head, row = self.strides
+        return self.at_16_bytes and (headdim | batch | head | row) % 8 == 0
 
 
 class Arguments(NamedTuple):
@@ -99,9 +101,10 @@ class Plan:
     offsets: dict[str, int]
     workspace_bytes: int
 
-    def at(self, buffer: str) -> Address:
-        """Where a buffer of the workspace begins."""
-        return Address("workspace", self.offsets[buffer])
+    @cached_property
+    def at(self) -> dict[str, Address]:
+        """Where the buffers of the workspace begin."""
+        return {name: Address("workspace", offset) for name, offset in self.offsets.items()}
 
 
 def plan(problem: Problem, kernels: Kernels) -> Plan:
@@ -173,27 +176,28 @@ def _launch(record: KernelRecord, blocks: int, params: Params, at_most: int = _M
 
 def _stats(plan: Plan, tensors: Arguments) -> list[Launch]:
     """Statistics of every chunk, then of all of them."""
-    problem, options, k, v = plan.problem, plan.problem.options, tensors.k, tensors.v
+    problem, options, at, k, v = plan.problem, plan.problem.options, plan.at, tensors.k, tensors.v
     heads, of_chunks = problem.batch * problem.num_kv_heads, 2 if options.smooth_k else 1
-    return [_launch(plan.kernels["stats"], blocks, StatsParams(
-        k=k.tensor, v=v.tensor, k_stats=plan.at("k_stats"), v_stats=plan.at("v_stats"), k_mean=plan.at("k_mean"),
-        v_mean=plan.at("v_mean"), v_amax=plan.at("v_amax"), v_finite=plan.at("v_finite"), k_finite=plan.at("k_finite"),
-        taken=plan.at("taken"), num_kv_heads=problem.num_kv_heads, seqlen_kv=problem.seqlen_kv,
+    first = StatsParams(
+        k=k.tensor, v=v.tensor, k_stats=at["k_stats"], v_stats=at["v_stats"], k_mean=at["k_mean"],
+        v_mean=at["v_mean"], v_amax=at["v_amax"], v_finite=at["v_finite"], k_finite=at["k_finite"],
+        taken=at["taken"], num_kv_heads=problem.num_kv_heads, seqlen_kv=problem.seqlen_kv,
         headdim=problem.headdim, chunk_rows=plan.chunk_rows, num_chunks=plan.num_chunks,
         dtype=DTYPE_CODES[problem.dtype], aligned=k.aligned(problem.headdim) and v.aligned(problem.headdim),
-        smooth_k=options.smooth_k, smooth_v=options.smooth_v, merge=merge))
-        for merge, blocks in ((False, heads * of_chunks * plan.num_chunks), (True, heads * 2))]
+        smooth_k=options.smooth_k, smooth_v=options.smooth_v, merge=False)
+    return [_launch(plan.kernels["stats"], heads * of_chunks * plan.num_chunks, first),
+            _launch(plan.kernels["stats"], heads * 2, first._replace(merge=True))]
 
 
 def _quantize(plan: Plan, tensors: Arguments) -> Launch:
-    problem, options, record = plan.problem, plan.problem.options, plan.kernels["quant"]
+    problem, options, at, record = plan.problem, plan.problem.options, plan.at, plan.kernels["quant"]
     q_blocks = problem.batch * problem.num_q_heads * plan.q_tiles
     kv_blocks = problem.batch * problem.num_kv_heads * math.ceil(plan.kv_tiles / record.fact("kv_tiles_per_block"))
     return _launch(record, q_blocks + 2 * kv_blocks, QuantParams(
-        q=tensors.q.tensor, k=tensors.k.tensor, v=tensors.v.tensor, k_mean=plan.at("k_mean"), v_mean=plan.at("v_mean"),
-        v_amax=plan.at("v_amax"), v_finite=plan.at("v_finite"), q_hat=plan.at("q_hat"), kv_hat=plan.at("kv_hat"),
-        q_scale=plan.at("q_scale"), q_mean=plan.at("q_mean"), v_scale=plan.at("v_scale"), k_finite=plan.at("k_finite"),
-        row_bias=plan.at("row_bias"), batch=problem.batch, num_q_heads=problem.num_q_heads,
+        q=tensors.q.tensor, k=tensors.k.tensor, v=tensors.v.tensor, k_mean=at["k_mean"], v_mean=at["v_mean"],
+        v_amax=at["v_amax"], v_finite=at["v_finite"], q_hat=at["q_hat"], kv_hat=at["kv_hat"],
+        q_scale=at["q_scale"], q_mean=at["q_mean"], v_scale=at["v_scale"], k_finite=at["k_finite"],
+        row_bias=at["row_bias"], batch=problem.batch, num_q_heads=problem.num_q_heads,
         num_kv_heads=problem.num_kv_heads, seqlen_q=problem.seqlen_q, seqlen_kv=problem.seqlen_kv,
         headdim=problem.headdim, q_tiles=plan.q_tiles, kv_tiles=plan.kv_tiles,
         softmax_scale_log2=problem.softmax_scale * LOG2_E, dtype=DTYPE_CODES[problem.dtype],
@@ -202,11 +206,11 @@ def _quantize(plan: Plan, tensors: Arguments) -> Launch:
 
 
 def _delta(plan: Plan, tensors: Arguments, first_head: int, num_heads: int) -> Launch:
-    problem, tile, record = plan.problem, plan.kernels.attn.tile, plan.kernels["delta"]
+    problem, at, tile, record = plan.problem, plan.at, plan.kernels.attn.tile, plan.kernels["delta"]
     columns, edge = plan.kv_tiles * tile.block_n, record.fact("tile")
     blocks = num_heads * math.ceil(plan.q_tiles / edge) * math.ceil(columns / edge)
     return _launch(record, blocks, DeltaParams(
-        k=tensors.k.tensor, q_mean=plan.at("q_mean"), k_mean=plan.at("k_mean"), delta_s=plan.at("delta_s"),
+        k=tensors.k.tensor, q_mean=at["q_mean"], k_mean=at["k_mean"], delta_s=at["delta_s"],
         first_head=first_head, num_heads=num_heads, num_q_heads=problem.num_q_heads, num_kv_heads=problem.num_kv_heads,
         seqlen_q=problem.seqlen_q, seqlen_kv=problem.seqlen_kv, headdim=problem.headdim, q_tiles=plan.q_tiles,
         columns=columns, dtype=DTYPE_CODES[problem.dtype], aligned=tensors.k.aligned(problem.headdim),
@@ -215,13 +219,13 @@ def _delta(plan: Plan, tensors: Arguments, first_head: int, num_heads: int) -> L
 
 def _attention(plan: Plan, tensors: Arguments, first_head: int, num_heads: int, multiprocessors: int) -> Launch:
     """A block per query tile, or where blocks take several, as many as the GPU holds at once."""
-    problem, record = plan.problem, plan.kernels.attn
+    problem, at, record = plan.problem, plan.at, plan.kernels.attn
     resident = multiprocessors * record.tile.min_blocks if FAMILIES[record.family].persistent else _MAX_GRID
     return _launch(record, num_heads * plan.q_tiles, AttnParams(
-        q_hat=plan.at("q_hat"), kv_hat=plan.at("kv_hat"), q_scale=plan.at("q_scale"), v_scale=plan.at("v_scale"),
-        v_mean=plan.at("v_mean"), k_finite=plan.at("k_finite"), v_finite=plan.at("v_finite"),
-        row_bias=plan.at("row_bias"), delta_s=plan.at("delta_s") if problem.options.smooth_q else NULL,
-        out=tensors.out.tensor, lse=Address("lse"), taken=plan.at("taken"), first_head=first_head,
+        q_hat=at["q_hat"], kv_hat=at["kv_hat"], q_scale=at["q_scale"], v_scale=at["v_scale"],
+        v_mean=at["v_mean"], k_finite=at["k_finite"], v_finite=at["v_finite"],
+        row_bias=at["row_bias"], delta_s=at["delta_s"] if problem.options.smooth_q else NULL,
+        out=tensors.out.tensor, lse=Address("lse"), taken=at["taken"], first_head=first_head,
         num_q_heads=problem.num_q_heads, num_kv_heads=problem.num_kv_heads, seqlen_q=problem.seqlen_q,
         seqlen_kv=problem.seqlen_kv, headdim=problem.headdim, q_tiles=plan.q_tiles, kv_tiles=plan.kv_tiles,
         dtype=DTYPE_CODES[problem.dtype], num_heads=num_heads), resident)

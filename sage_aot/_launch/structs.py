@@ -8,7 +8,7 @@ the tensor that it belongs to, so that a struct is packed once and only its addr
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, fields
+from operator import itemgetter
 from typing import NamedTuple
 
 from sage_aot._kernels.manifest import Struct
@@ -40,8 +40,7 @@ NULL = Address("")
 """The address zero."""
 
 
-@dataclass(frozen=True)
-class StatsParams:
+class StatsParams(NamedTuple):
     """Of the statistics kernel, for its first launch or for its second."""
 
     k: Tensor
@@ -66,8 +65,7 @@ class StatsParams:
     merge: bool
 
 
-@dataclass(frozen=True)
-class QuantParams:
+class QuantParams(NamedTuple):
     """Of the quantizer."""
 
     q: Tensor
@@ -100,8 +98,7 @@ class QuantParams:
     v_limit: float
 
 
-@dataclass(frozen=True)
-class DeltaParams:
+class DeltaParams(NamedTuple):
     """Of the kernel for what smoothing Q takes off the scores."""
 
     k: Tensor
@@ -124,8 +121,7 @@ class DeltaParams:
     is_causal: bool
 
 
-@dataclass(frozen=True)
-class AttnParams:
+class AttnParams(NamedTuple):
     """Of attention kernels of every family."""
 
     q_hat: Address
@@ -158,42 +154,64 @@ PARAMS: dict[str, type[Params]] = {cls.__name__: cls for cls in (StatsParams, Qu
 _CODES = {"Address": "Q", "Tensor": "T", "int": "i", "bool": "i", "float": "f"}
 """Per annotation the character that kernel_info.cuh has for the type."""
 
+_FORMATS = {"Q": "Q", "T": "Qqqq", "i": "i", "f": "f"}
+"""Per type how the module struct spells it."""
+
 
 class Packed(NamedTuple):
     """A struct whose addresses hold offsets only, and the words to which an address is still to be added."""
 
     data: bytes
-    sources: dict[int, str]  # by the byte offset of the word
+    sources: list[tuple[int, str]]  # the byte offset of each such word, and what its address lies in
 
     def at(self, addresses: dict[str, int]) -> bytes:
         """The struct for tensors that lie at these addresses, by their names in SOURCES."""
         data = bytearray(self.data)
-        for offset, source in self.sources.items():
+        for offset, source in self.sources:
             word = int.from_bytes(data[offset:offset + WORD], "little") + addresses[source]
             data[offset:offset + WORD] = word.to_bytes(WORD, "little")
         return bytes(data)
 
 
-def pack(params: Params, layout: Struct) -> Packed:
-    """Put every field where the kernels' compiler has it."""
-    data, sources = bytearray(layout.size), {}
-    for name, code in expected_fields(type(params)).items():
-        value, offset = getattr(params, name), layout.fields[name][1]
-        if code == "T":
-            struct.pack_into("<Qqqq", data, offset, value.data.offset, value.batch, value.head, value.row)
-            sources[offset] = value.data.source
-        elif code == "Q":
-            struct.pack_into("<Q", data, offset, value.offset)
-            if value.source:
-                sources[offset] = value.source
-        else:
-            struct.pack_into(f"<{code}", data, offset, value)
-    return Packed(bytes(data), sources)
+class Packer:
+    """Fills in one struct as the kernels' compiler laid it out."""
+
+    def __init__(self, params: type[Params], layout: Struct) -> None:
+        """ValueError where the fields do not fill the struct; :func:`layout_problems` says what differs."""
+        codes = expected_fields(params)
+        in_order = sorted((offset, name) for name, (_, offset) in layout.fields.items())
+        self._struct = struct.Struct("<" + "".join(_FORMATS[codes[name]] for _, name in in_order))
+        if self._struct.size != layout.size:
+            raise ValueError(f"{params.__name__}: expected {layout.size} bytes of fields, got {self._struct.size}")
+        self._in_order = itemgetter(*(params._fields.index(name) for _, name in in_order))
+        # Per kind of value its places in that order, with byte offsets; tensors, which become four values, last first.
+        places = [(i, offset, codes[name]) for i, (offset, name) in enumerate(in_order)]
+        self._addresses = [(i, offset) for i, offset, code in places if code == "Q"]
+        self._tensors = [(i, offset) for i, offset, code in reversed(places) if code == "T"]
+
+    def pack(self, params: Params) -> Packed:
+        """Put every field where the kernels' compiler has it."""
+        values, sources = list(self._in_order(params)), []
+        for i, offset in self._addresses:
+            source, values[i] = values[i]
+            if source:
+                sources.append((offset, source))
+        for i, offset in self._tensors:
+            (source, begin), *strides = values[i]
+            values[i:i + 1] = begin, *strides
+            sources.append((offset, source))
+        return Packed(self._struct.pack(*values), sources)
+
+
+def packers_of(structs: dict[str, Struct]) -> dict[type[Params], Packer]:
+    """A packer for every struct of a kernel folder, by what it fills in."""
+    return {PARAMS[name]: Packer(PARAMS[name], layout) for name, layout in structs.items()}
 
 
 def expected_fields(params: type[Params]) -> dict[str, str]:
     """The fields that a class fills in, with the characters of their types."""
-    return {field.name: _CODES[str(field.type)] for field in fields(params)}
+    names = {name: getattr(kind, "__forward_arg__", kind) for name, kind in params.__annotations__.items()}
+    return {name: _CODES[str(kind)] for name, kind in names.items()}
 
 
 def layout_problems(structs: dict[str, Struct]) -> list[str]:

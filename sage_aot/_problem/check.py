@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sage_aot._kernels.spec import MAX_HEADDIM
+from sage_aot._kernels.axes import MAX_HEADDIM
 from sage_aot._problem.options import LAYOUTS, Options
 from sage_aot.errors import ArgumentError
 
@@ -58,7 +58,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -
                             f"else repeat heads of k and v")
     scale = 1.0 / math.sqrt(headdim) if options.scale is None else float(options.scale)
     return Problem(batch, num_q_heads, num_kv_heads, seqlen_q, seqlen_kv, headdim, DTYPES[q.dtype], scale,
-                   options.resolved())
+                   options.resolved)
 
 
 def check_out(out: object, q: torch.Tensor) -> None:

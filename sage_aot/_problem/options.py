@@ -12,10 +12,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from sage_aot._kernels.spec import AXES
+from sage_aot._kernels.axes import AXES
 from sage_aot.errors import ArgumentError
 
 LAYOUTS = {"HND": "[batch, heads, seq, headdim]", "NHD": "[batch, seq, heads, headdim]"}
@@ -115,12 +115,13 @@ class Options:
             if not option.valid(value):
                 raise ArgumentError(f"{name}: expected {option.expected}, got {value!r}")
 
-    @classmethod
-    def from_schema(cls, values: tuple[Any, ...]) -> Options:
+    @staticmethod
+    @lru_cache(maxsize=256, typed=True)
+    def from_schema(*values: Any) -> Options:
         """From an operator's arguments: those that torch hands over, in order; None stands for "auto"."""
         given = {name: option.default if value is None else value
                  for (name, option), value in zip(OPTIONS.items(), values)}
-        return cls(**given)
+        return Options(**given)
 
     @classmethod
     def of_axes(cls, axes: Mapping[str, int | str], **others: Any) -> Options:
@@ -129,6 +130,7 @@ class Options:
                   if axes.get(option.axis) == of_axis}
         return cls(**chosen, **others)
 
+    @cached_property
     def resolved(self) -> Options:
         """The options with the value in place of every "auto" that does not depend on the GPU."""
         options = self
@@ -137,6 +139,7 @@ class Options:
                 options = dataclasses.replace(options, **{name: option.resolve(options)})
         return options
 
+    @cached_property
     def axes(self) -> dict[str, str | int]:
         """The values of the kernels' axes that the options ask for; an axis that they leave open is missing."""
         return {option.axis: option.values[getattr(self, name)] for name, option in OPTIONS.items()

@@ -13,9 +13,9 @@ from sage_aot._backends.cuda import gpu_here
 from sage_aot._backends.drivers import default_driver
 from sage_aot._backends.emulation.backend import emulated_arch
 from sage_aot._call.pipeline import default_library
+from sage_aot._kernels.axes import MAX_HEADDIM
 from sage_aot._kernels.drivers import CUDA_OF_DRIVER, cuda_of
 from sage_aot._kernels.manifest import Manifest
-from sage_aot._kernels.spec import MAX_HEADDIM
 from sage_aot._launch.choose import (
     ArchChoice,
     Candidate,
