@@ -25,7 +25,7 @@ from sage_aot._kernels.manifest import KernelRecord, Manifest
 from sage_aot._kernels.spec import is_ptx
 from sage_aot._launch.choose import Gpu, nearest_arch
 from sage_aot._launch.plan import Argument, Arguments, Launch, Plan, Strides, launches
-from sage_aot._launch.structs import SOURCES, WORD, Packed, Packer, Params, packers_of
+from sage_aot._launch.structs import SOURCES, WORD, Packed, Packer
 from sage_aot.errors import LaunchError, PtxWarning, UnsupportedError
 
 ALIGNED = (True, True, True)
@@ -47,9 +47,9 @@ class CudaBackend:
         return self.library.manifest
 
     @cached_property
-    def packers(self) -> dict[type[Params], Packer]:
-        """What fills in the structs of the kernels."""
-        return packers_of(self.manifest.structs)
+    def packers(self) -> dict[str, Packer]:
+        """What fills in the structs of the kernels, by the names of the structs."""
+        return {name: Packer(layout) for name, layout in self.manifest.structs.items()}
 
     def arch(self, device: int) -> str:
         """Warns once where the kernels are PTX; asking torch and the driver each time would cost microseconds."""
@@ -147,7 +147,7 @@ class CudaCall:
         load, packers = self._backend.library.load, self._backend.packers
         with _device(self._device):
             return Queue([_Bound(launch.record, load(launch.record, self._device), launch.blocks,
-                                 packers[type(launch.params)].pack(launch.params)) for launch in wanted])
+                                 packers[launch.record.params].pack(launch.params)) for launch in wanted])
 
     def _queue_for(self, at_16_bytes: tuple[bool, ...]) -> Queue:
         if at_16_bytes not in self._queues:

@@ -7,24 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sage_aot._families import FAMILIES
 from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._launch.choose import Kernels
-from sage_aot._launch.structs import (
-    DTYPE_CODES,
-    NULL,
-    Address,
-    AttnParams,
-    DeltaParams,
-    Params,
-    QuantParams,
-    StatsParams,
-    Tensor,
-)
+from sage_aot._launch.structs import DTYPE_CODES, NULL, Address, Params, Tensor
 from sage_aot._problem.check import Problem
+from sage_aot._problem.options import OPTIONS
 from sage_aot.errors import UnsupportedError
 
 MAX_CHUNKS = 16
@@ -49,7 +39,7 @@ class Launch(NamedTuple):
 
     record: KernelRecord
     blocks: int
-    params: Params
+    params: Params  # what is known of it, of which the kernel's struct takes its fields
 
 
 class Strides(NamedTuple):
@@ -101,11 +91,6 @@ class Plan:
     offsets: dict[str, int]
     workspace_bytes: int
 
-    @cached_property
-    def at(self) -> dict[str, Address]:
-        """Where the buffers of the workspace begin."""
-        return {name: Address("workspace", offset) for name, offset in self.offsets.items()}
-
 
 def plan(problem: Problem, kernels: Kernels) -> Plan:
     """Lay out the workspace of a problem."""
@@ -134,14 +119,31 @@ def chunk_rows_of(seqlen_kv: int) -> int:
 
 def launches(plan: Plan, tensors: Arguments, multiprocessors: int) -> list[Launch]:
     """The launches of one call, in order, on a GPU of so many multiprocessors."""
-    result = [*_stats(plan, tensors), _quantize(plan, tensors)]
+    known = _known(plan, tensors)
+    result = [*_stats(plan, tensors, known), _quantize(plan, tensors, known)]
     heads = plan.problem.batch * plan.problem.num_q_heads
     for first in range(0, heads, plan.heads_at_once):
-        count = min(plan.heads_at_once, heads - first)
+        part = {**known, "first_head": first, "num_heads": min(plan.heads_at_once, heads - first)}
         if plan.problem.options.smooth_q:
-            result.append(_delta(plan, tensors, first, count))
-        result.append(_attention(plan, tensors, first, count, multiprocessors))
+            result.append(_delta(plan, tensors, part))
+        result.append(_attention(plan, part, multiprocessors))
     return result
+
+
+def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
+    """What all launches of a call share, by the names of the structs' fields."""
+    problem, attn = plan.problem, plan.kernels.attn
+    buffers = {name: Address("workspace", offset) for name, offset in plan.offsets.items()}
+    return {
+        **{name: getattr(problem.options, name) for name in OPTIONS}, "delta_s": NULL, **buffers,
+        "q": tensors.q.tensor, "k": tensors.k.tensor, "v": tensors.v.tensor, "out": tensors.out.tensor,
+        "lse": Address("lse"), "batch": problem.batch, "num_q_heads": problem.num_q_heads,
+        "num_kv_heads": problem.num_kv_heads, "seqlen_q": problem.seqlen_q, "seqlen_kv": problem.seqlen_kv,
+        "headdim": problem.headdim, "dtype": DTYPE_CODES[problem.dtype], "q_tiles": plan.q_tiles,
+        "kv_tiles": plan.kv_tiles, "block_m": attn.tile.block_m, "block_n": attn.tile.block_n,
+        "columns": plan.kv_tiles * attn.tile.block_n, "chunk_rows": plan.chunk_rows, "num_chunks": plan.num_chunks,
+        "softmax_scale_log2": problem.softmax_scale * LOG2_E, "v_limit": attn.facts["v_limit"],
+    }
 
 
 def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: int, num_chunks: int) -> dict[str, int]:
@@ -174,58 +176,32 @@ def _launch(record: KernelRecord, blocks: int, params: Params, at_most: int = _M
     return Launch(record, min(blocks, at_most), params)
 
 
-def _stats(plan: Plan, tensors: Arguments) -> list[Launch]:
+def _stats(plan: Plan, tensors: Arguments, known: Params) -> list[Launch]:
     """Statistics of every chunk, then of all of them."""
-    problem, options, at, k, v = plan.problem, plan.problem.options, plan.at, tensors.k, tensors.v
-    heads, of_chunks = problem.batch * problem.num_kv_heads, 2 if options.smooth_k else 1
-    first = StatsParams(
-        k=k.tensor, v=v.tensor, k_stats=at["k_stats"], v_stats=at["v_stats"], k_mean=at["k_mean"],
-        v_mean=at["v_mean"], v_amax=at["v_amax"], v_finite=at["v_finite"], k_finite=at["k_finite"],
-        taken=at["taken"], num_kv_heads=problem.num_kv_heads, seqlen_kv=problem.seqlen_kv,
-        headdim=problem.headdim, chunk_rows=plan.chunk_rows, num_chunks=plan.num_chunks,
-        dtype=DTYPE_CODES[problem.dtype], aligned=k.aligned(problem.headdim) and v.aligned(problem.headdim),
-        smooth_k=options.smooth_k, smooth_v=options.smooth_v, merge=False)
-    return [_launch(plan.kernels["stats"], heads * of_chunks * plan.num_chunks, first),
-            _launch(plan.kernels["stats"], heads * 2, first._replace(merge=True))]
+    problem, record = plan.problem, plan.kernels["stats"]
+    heads, of_chunks = problem.batch * problem.num_kv_heads, 2 if problem.options.smooth_k else 1
+    aligned = tensors.k.aligned(problem.headdim) and tensors.v.aligned(problem.headdim)
+    return [_launch(record, blocks, {**known, "aligned": aligned, "merge": merge})
+            for merge, blocks in ((False, heads * of_chunks * plan.num_chunks), (True, heads * 2))]
 
 
-def _quantize(plan: Plan, tensors: Arguments) -> Launch:
-    problem, options, at, record = plan.problem, plan.problem.options, plan.at, plan.kernels["quant"]
+def _quantize(plan: Plan, tensors: Arguments, known: Params) -> Launch:
+    problem, record = plan.problem, plan.kernels["quant"]
     q_blocks = problem.batch * problem.num_q_heads * plan.q_tiles
     kv_blocks = problem.batch * problem.num_kv_heads * math.ceil(plan.kv_tiles / record.fact("kv_tiles_per_block"))
-    return _launch(record, q_blocks + 2 * kv_blocks, QuantParams(
-        q=tensors.q.tensor, k=tensors.k.tensor, v=tensors.v.tensor, k_mean=at["k_mean"], v_mean=at["v_mean"],
-        v_amax=at["v_amax"], v_finite=at["v_finite"], q_hat=at["q_hat"], kv_hat=at["kv_hat"],
-        q_scale=at["q_scale"], q_mean=at["q_mean"], v_scale=at["v_scale"], k_finite=at["k_finite"],
-        row_bias=at["row_bias"], batch=problem.batch, num_q_heads=problem.num_q_heads,
-        num_kv_heads=problem.num_kv_heads, seqlen_q=problem.seqlen_q, seqlen_kv=problem.seqlen_kv,
-        headdim=problem.headdim, q_tiles=plan.q_tiles, kv_tiles=plan.kv_tiles,
-        softmax_scale_log2=problem.softmax_scale * LOG2_E, dtype=DTYPE_CODES[problem.dtype],
-        aligned=all(tensor.aligned(problem.headdim) for tensor in (tensors.q, tensors.k, tensors.v)),
-        smooth_q=bool(options.smooth_q), smooth_v=options.smooth_v, v_limit=plan.kernels.attn.facts["v_limit"]))
+    aligned = all(tensor.aligned(problem.headdim) for tensor in (tensors.q, tensors.k, tensors.v))
+    return _launch(record, q_blocks + 2 * kv_blocks, {**known, "aligned": aligned})
 
 
-def _delta(plan: Plan, tensors: Arguments, first_head: int, num_heads: int) -> Launch:
-    problem, at, tile, record = plan.problem, plan.at, plan.kernels.attn.tile, plan.kernels["delta"]
-    columns, edge = plan.kv_tiles * tile.block_n, record.fact("tile")
-    blocks = num_heads * math.ceil(plan.q_tiles / edge) * math.ceil(columns / edge)
-    return _launch(record, blocks, DeltaParams(
-        k=tensors.k.tensor, q_mean=at["q_mean"], k_mean=at["k_mean"], delta_s=at["delta_s"],
-        first_head=first_head, num_heads=num_heads, num_q_heads=problem.num_q_heads, num_kv_heads=problem.num_kv_heads,
-        seqlen_q=problem.seqlen_q, seqlen_kv=problem.seqlen_kv, headdim=problem.headdim, q_tiles=plan.q_tiles,
-        columns=columns, dtype=DTYPE_CODES[problem.dtype], aligned=tensors.k.aligned(problem.headdim),
-        block_m=tile.block_m, block_n=tile.block_n, is_causal=problem.options.is_causal))
+def _delta(plan: Plan, tensors: Arguments, known: Params) -> Launch:
+    record = plan.kernels["delta"]
+    edge = record.fact("tile")
+    blocks = known["num_heads"] * math.ceil(plan.q_tiles / edge) * math.ceil(known["columns"] / edge)
+    return _launch(record, blocks, {**known, "aligned": tensors.k.aligned(plan.problem.headdim)})
 
 
-def _attention(plan: Plan, tensors: Arguments, first_head: int, num_heads: int, multiprocessors: int) -> Launch:
+def _attention(plan: Plan, known: Params, multiprocessors: int) -> Launch:
     """A block per query tile, or where blocks take several, as many as the GPU holds at once."""
-    problem, at, record = plan.problem, plan.at, plan.kernels.attn
+    record = plan.kernels.attn
     resident = multiprocessors * record.tile.min_blocks if FAMILIES[record.family].persistent else _MAX_GRID
-    return _launch(record, num_heads * plan.q_tiles, AttnParams(
-        q_hat=at["q_hat"], kv_hat=at["kv_hat"], q_scale=at["q_scale"], v_scale=at["v_scale"],
-        v_mean=at["v_mean"], k_finite=at["k_finite"], v_finite=at["v_finite"],
-        row_bias=at["row_bias"], delta_s=at["delta_s"] if problem.options.smooth_q else NULL,
-        out=tensors.out.tensor, lse=Address("lse"), taken=at["taken"], first_head=first_head,
-        num_q_heads=problem.num_q_heads, num_kv_heads=problem.num_kv_heads, seqlen_q=problem.seqlen_q,
-        seqlen_kv=problem.seqlen_kv, headdim=problem.headdim, q_tiles=plan.q_tiles, kv_tiles=plan.kv_tiles,
-        dtype=DTYPE_CODES[problem.dtype], num_heads=num_heads), resident)
+    return _launch(record, known["num_heads"] * plan.q_tiles, known, resident)

@@ -2,8 +2,8 @@
 
 From an entry of :class:`Options` follow the check of the value, its type in the operators' schemas, the axis of the
 kernels that it decides about, what ``explain`` and messages say of it, its row in docs/options.md, and the values that
-the fuzzer draws. An option that reaches a kernel at run time is an entry here, a parameter of
-:func:`sage_aot._call.api.attn` and a field that :mod:`sage_aot._launch.plan` fills in.
+the fuzzer draws. An option that reaches kernels at run time is an entry here and a parameter of
+:func:`sage_aot._call.api.attn`: a field of its name in a kernel's struct takes its value.
 """
 
 from __future__ import annotations
