@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from sage_aot._call import ops
 from sage_aot._problem.check import check_device, check_out, check_return_lse, check_tensors_are
 from sage_aot._problem.options import for_schema
+
+
+@overload
+def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = ..., scale: float | None = ...,
+         layout: str = ..., qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
+         pv_accum: str = ..., return_lse: Literal[False] = ..., out: torch.Tensor | None = ...) -> torch.Tensor: ...
+
+
+@overload
+def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = ..., scale: float | None = ...,
+         layout: str = ..., qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
+         pv_accum: str = ..., return_lse: Literal[True],
+         out: torch.Tensor | None = ...) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, scale: float | None = None,
