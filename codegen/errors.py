@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+INSTALL = "install what code generation needs: pip install -e '.[codegen]'"
+"""What to do where a tool is missing or of another version; pyproject.toml has the versions."""
+
 
 class UsageError(ValueError):
     """The caller asked for something that does not exist; exit status 2."""

@@ -13,11 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from codegen.errors import BuildError
+from codegen.errors import INSTALL, BuildError
 
 _DISTRIBUTION = "nvidia-cuda-nvdisasm"
 _EXECUTABLES = ("nvdisasm", "nvdisasm.exe")
-_ADVICE = f"pip install '{_DISTRIBUTION}==13.5.37'"
 _INSTRUCTION_BYTES = 16  # of every chip since sm_70
 _JUMPS = ("BRA", "CALL", "JMP")  # CALL reaches farther than BRA; a jump unless it is marked as a subroutine call
 _ENDS = ("EXIT", "RET", "BRX", "JMX", "KILL")
@@ -45,7 +44,7 @@ def version() -> str:
     except PackageNotFoundError:
         installed = "none"
     if not installed.startswith("13."):  # the first with JSON; a later one may change it
-        raise BuildError(f"expected nvdisasm 13, got {installed}: {_ADVICE}")
+        raise BuildError(f"expected nvdisasm 13, got {installed}: {INSTALL}")
     return f"nvdisasm {installed}"
 
 
@@ -70,7 +69,7 @@ def read_json(text: str) -> tuple[tuple[Instruction, ...], ...]:
         return tuple(tuple(_instruction(function["start"] + _INSTRUCTION_BYTES * i, values)
                            for i, values in enumerate(function["sass-instructions"])) for function in functions)
     except (KeyError, TypeError, ValueError) as error:
-        raise BuildError(f"expected the JSON of nvdisasm 13, got another form of it ({error!r}): {_ADVICE}") from error
+        raise BuildError(f"expected the JSON of nvdisasm 13, got another form of it ({error!r}): {INSTALL}") from error
 
 
 def _instruction(address: int, values: dict[str, Any]) -> Instruction:
@@ -89,4 +88,4 @@ def _executable() -> Path:
     for file in distribution(_DISTRIBUTION).files or ():
         if file.name in _EXECUTABLES:
             return Path(file.locate())
-    raise BuildError(f"expected {_DISTRIBUTION} to hold one of {', '.join(_EXECUTABLES)}, got neither: {_ADVICE}")
+    raise BuildError(f"expected {_DISTRIBUTION} to hold one of {', '.join(_EXECUTABLES)}, got neither: {INSTALL}")

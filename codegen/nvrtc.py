@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from codegen.compiler import Compiled, main
-from codegen.errors import BuildError
+from codegen.errors import INSTALL, BuildError
 from codegen.targets import is_ptx_target
 
 FLAGS: tuple[str, ...] = ("-std=c++17", "-default-device", "--frandom-seed=sage_aot", "--ptxas-options=-v")
 
 _DISTRIBUTION = "nvidia-cuda-nvrtc-cu12"
 _LIBRARY = "libnvrtc.so.12"
-_ADVICE = f"pip install '{_DISTRIBUTION}==12.9.86' cuda-bindings"
 
 
 def version() -> str:
@@ -31,7 +30,7 @@ def version() -> str:
     except PackageNotFoundError:
         installed = "none"
     if not installed.startswith("12.9."):
-        raise BuildError(f"expected NVRTC 12.9, got {installed}: {_ADVICE}")
+        raise BuildError(f"expected NVRTC 12.9, got {installed}: {INSTALL}")
     return f"nvrtc {installed}"
 
 
@@ -64,10 +63,10 @@ def _load() -> Any:  # the bindings have no types
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
-        raise BuildError(f"expected cuda-bindings, got none: {_ADVICE}") from error
+        raise BuildError(f"expected cuda-bindings, got none: {INSTALL}") from error
     found = _checked(nvrtc.nvrtcVersion())
     if found != (12, 9):
-        raise BuildError(f"expected NVRTC 12.9, got {'.'.join(map(str, found))}: {_ADVICE}")
+        raise BuildError(f"expected NVRTC 12.9, got {'.'.join(map(str, found))}: {INSTALL}")
     return nvrtc
 
 

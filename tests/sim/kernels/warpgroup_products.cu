@@ -7,6 +7,10 @@
 #include "sage/tile/layout.cuh"
 #include "sage/tile/matrix_descriptor.cuh"
 
+#ifdef __CUDACC__
+#include "wgmma_shapes.cuh"
+#endif
+
 using namespace sage;
 
 struct ProductParams {

@@ -25,9 +25,6 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // The registers of D in an instruction, and as operands of the assembler's statement.
-#define SAGE_WGMMA_D32 \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
 #define SAGE_WGMMA_D64 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -41,53 +38,12 @@ __device__ __forceinline__ void wgmma_wait() {
 #define SAGE_WGMMA_OPERANDS_64(c, d, i) SAGE_WGMMA_OPERANDS_32(c, d, i), SAGE_WGMMA_OPERANDS_32(c, d, i + 32)
 
 // accumulate: false takes D for zero.
-__device__ __forceinline__ void wgmma_m64n64k32_s8s8s32(i32 (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 " SAGE_WGMMA_D32 "{%32, %33, %34, %35}, %36, p;}"
-      : SAGE_WGMMA_OPERANDS_32("+r", d, 0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
-}
-
-__device__ __forceinline__ void wgmma_m64n64k32_s8s8s32(i32 (&d)[32], u64 a, u64 b, bool accumulate) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 " SAGE_WGMMA_D32 "%32, %33, p;}"
-      : SAGE_WGMMA_OPERANDS_32("+r", d, 0)
-      : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
-}
-
-__device__ __forceinline__ void wgmma_m64n128k32_s8s8s32(i32 (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 " SAGE_WGMMA_D64 "{%64, %65, %66, %67}, %68, p;}"
-      : SAGE_WGMMA_OPERANDS_64("+r", d, 0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
-}
-
 __device__ __forceinline__ void wgmma_m64n128k32_s8s8s32(i32 (&d)[64], u64 a, u64 b, bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 " SAGE_WGMMA_D64 "%64, %65, p;}"
       : SAGE_WGMMA_OPERANDS_64("+r", d, 0)
       : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
-}
-
-__device__ __forceinline__ void wgmma_m64n64k32_e4m3e4m3f32(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " SAGE_WGMMA_D32 "{%32, %33, %34, %35}, %36, p, 1, 1;}"
-      : SAGE_WGMMA_OPERANDS_32("+f", d, 0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
-}
-
-__device__ __forceinline__ void wgmma_m64n128k32_e4m3e4m3f32(float (&d)[64], const u32 (&a)[4], u64 b,
-                                                             bool accumulate) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " SAGE_WGMMA_D64 "{%64, %65, %66, %67}, %68, p, 1, 1;}"
-      : SAGE_WGMMA_OPERANDS_64("+f", d, 0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
 // Eight columns more than the others.
@@ -118,7 +74,6 @@ __device__ __forceinline__ void wgmma_m64n136k32_e4m3e4m3f32(float (&d)[68], con
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
-#undef SAGE_WGMMA_D32
 #undef SAGE_WGMMA_D64
 #undef SAGE_WGMMA_D36
 #undef SAGE_WGMMA_D68
