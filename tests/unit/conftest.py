@@ -82,7 +82,9 @@ struct Config {{
 }};
 extern "C" __global__ void {{{{ name }}}}(float* x) {{ x[0] = kValue; {body} }}
 struct Kernel {{
-  static constexpr auto facts() {{ return sage::facts(Fact{{"threads", {threads}}}, Fact{{"shared_bytes", {shared}}}); }}
+  static constexpr auto facts() {{
+    return sage::facts(Fact{{"threads", {threads}}}, Fact{{"shared_bytes", {shared}}});
+  }}
 }};
 SAGE_KERNEL_INFO(Kernel, {params});
 """

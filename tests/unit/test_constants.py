@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from codegen import nvrtc
-from codegen._shared import ROOT
 from codegen.matrix import read_matrix
 from sage_aot import _api, _emulate, _plan, _spec
 from sage_aot._spec import AXES

@@ -12,8 +12,8 @@ from sage_aot._loader import default_library
 from sage_aot._select import Gpu
 from sage_aot._spec import KernelSpec
 
-ATTN = [KernelSpec("attn", arch, 64, 8, "f16", "f32", "full", "vraw", "qraw") for arch in ("sm80", "sm90", "ptx80")]
-MANIFEST = manifest_of([*map(record_of, ATTN), record_of(KernelSpec("stats", "sm90", 64))])
+ATTN = [AttnSpec(arch, 64, "int8", "f16", "f32", "full", "vraw", "qraw") for arch in ("sm80", "sm90", "ptx80")]
+MANIFEST = manifest_of([*map(record_of, ATTN), record_of(StatsSpec("sm90", 64))])
 
 
 @pytest.mark.parametrize(("gpu", "archs"), [
