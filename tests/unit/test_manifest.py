@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 from records import manifest_of, record_of
 
-from sage_aot._kernels.manifest import FILE_NAME, FORMAT, MainLoop, Manifest, sealed_text
+from sage_aot._kernels.manifest import FILE_NAME, FORMAT, AttnRecord, KernelRecord, MainLoop, Manifest, sealed_text
 from sage_aot._kernels.spec import AttnSpec, StatsSpec
 
 ATTN = AttnSpec("sm80", 64, "int8", "f16", "f32", "full", "vraw", "qraw")
@@ -37,6 +38,36 @@ def test_what_is_written_is_read_back(folder):
     assert values["structs"]["AttnParams"]["fields"]["lse"] == ["Q", 104]
     assert values["structs"]["AttnParams"]["size"] == 160
     assert MANIFEST.compiler == "nvrtc 12.9.86"
+
+
+def test_a_record_is_made_when_it_is_asked_for_and_only_once(folder):
+    kernels = Manifest.read(folder).kernels
+    rows = dict(kernels._rows)
+    record = kernels[ATTN.name]
+    assert record == MANIFEST.kernels[ATTN.name] and kernels[ATTN.name] is record
+    assert [name for name, row in kernels._rows.items() if row is not rows[name]] == [ATTN.name]
+    assert list(kernels) == sorted(kernels) and len(kernels) == 4
+    with pytest.raises(KeyError):
+        kernels["sage_stats_sm75_d64"]
+
+
+def test_what_a_record_is_of_a_kind(folder):
+    kernels = Manifest.read(folder).kernels
+    assert {type(kernels[spec.name]) for spec in (ATTN, PTX)} == {AttnRecord}
+    assert type(kernels["sage_stats_sm80_d64"]) is KernelRecord
+    assert kernels[ATTN.name].main_loop == MainLoop(192, 513, 420)
+    assert (kernels[PTX.name].machine, kernels[PTX.name].main_loop) == (None, None)
+    assert kernels[ATTN.name].fact("threads") == 128 and type(kernels[ATTN.name].fact("threads")) is int
+
+
+def test_attention_kernels_are_found_by_arch():
+    other = dataclasses.replace(ATTN, arch="sm100")
+    manifest = manifest_of(map(record_of, (other, ATTN, PTX, dataclasses.replace(ATTN, mask="causal"),
+                                           StatsSpec("sm90", 64))))
+    assert [record.spec.mask for record in manifest.attention("sm80")] == ["causal", "full"]
+    assert manifest.attention("sm10") == manifest.attention("sm90") == ()
+    assert manifest.attention_archs == ["ptx80", "sm80", "sm100"]
+    assert len(manifest.every_attention()) == 4
 
 
 def test_every_byte_is_sealed(folder):
