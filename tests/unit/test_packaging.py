@@ -222,7 +222,8 @@ def test_a_wheel_that_is_right_passes(wheel, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("edit", "message"), [
-    (lambda files: flip(files, "sage_attn_sm80"), "sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw.cubin: expected"),
+    (lambda files: flip(files, "sage_attn_sm80"),
+     "sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw.cubin: expected"),
     (lambda files: files.pop(one(files, "sage_stats_sm86")), "sage_stats_sm86_d64.cubin: expected the file with"),
     (lambda files: files.update({"sage_aot/kernels/more.cubin": b""}), "more.cubin: expected the file with sha256"),
     (lambda files: replace(files, "WHEEL", "Purelib: false", "Purelib: true"), "expected 'Root-Is-Purelib: false'"),
@@ -250,7 +251,7 @@ def test_wheels_of_platforms_hold_the_same(wheel, tmp_path):
     own = wheels.retag(windows, TAG.removeprefix("py3-none-"), tmp_path / "back")
     assert Wheel(own).files == Wheel(wheel).files
     other = changed(windows, lambda files: flip(files, "_kernels/spec.py"))
-    with pytest.raises(WheelError, match="sage_aot/_kernels/spec.py: expected the same in .*x86_64.whl and .*win_amd64.whl"):
+    with pytest.raises(WheelError, match=r"_kernels/spec.py: expected the same in .*x86_64.whl and .*win_amd64.whl"):
         wheels.check([wheel, other])
     with pytest.raises(WheelError, match="expected a platform of manylinux_2_17_x86_64, .*, got any"):
         wheels.retag(wheel, "any", tmp_path)

@@ -124,10 +124,11 @@ def test_a_struct_whose_fields_were_moved_is_still_filled_in_right(name):
 
 
 def test_a_struct_is_packed_once_for_all_addresses():
-    packed = Packed((24).to_bytes(8, "little") + (7).to_bytes(8, "little") + bytes(8), {0: "q", 16: "out"})
+    """Of which the offset takes all 8 bytes, as a workspace may be larger than 4 GiB."""
+    packed = Packed((2**33 + 24).to_bytes(8, "little") + (7).to_bytes(8, "little") + bytes(8), {0: "q", 16: "out"})
     for q, out in ((4096, 8192), (2**47, 2**47 + 256)):
-        assert struct.unpack("<QQQ", packed.at({"q": q, "out": out, "k": 1})) == (q + 24, 7, out)
-    assert struct.unpack("<QQQ", packed.data) == (24, 7, 0)
+        assert struct.unpack("<QQQ", packed.at({"q": q, "out": out, "k": 1})) == (2**33 + q + 24, 7, out)
+    assert struct.unpack("<QQQ", packed.data) == (2**33 + 24, 7, 0)
 
 
 def test_an_address_that_is_not_wanted_stays_zero():
