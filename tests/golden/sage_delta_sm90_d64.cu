@@ -1,6 +1,6 @@
 // sage_delta_sm90_d64
 // Written by codegen from templates/delta_s.cu.jinja and this row of build_matrix.yaml:
-//   {family: attn_wgmma, arch: sm90, headdim: 64}
+//   {family: wgmma, arch: sm90, headdim: 64}
 // What smoothing Q took off the scores.
 
 #include "sage/quant/delta_s.cuh"
@@ -17,3 +17,5 @@ sage_delta_sm90_d64(const __grid_constant__ sage::DeltaParams params) {
   __shared__ DeltaS::Operands operands;
   DeltaS{params, operands}.run();
 }
+
+SAGE_KERNEL_INFO(DeltaS, DeltaParams);

@@ -1,6 +1,6 @@
 // sage_stats_sm90_d64
 // Written by codegen from templates/statistics.cu.jinja and this row of build_matrix.yaml:
-//   {family: attn_wgmma, arch: sm90, headdim: 64}
+//   {family: wgmma, arch: sm90, headdim: 64}
 // Statistics of K and V over the sequence.
 
 #include "sage/quant/statistics.cuh"
@@ -18,3 +18,5 @@ sage_stats_sm90_d64(const __grid_constant__ sage::StatsParams params) {
   __shared__ Statistics::Parts parts;
   Statistics{params, parts}.run();
 }
+
+SAGE_KERNEL_INFO(Statistics, StatsParams);

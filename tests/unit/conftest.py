@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,45 +39,54 @@ archs:
   sm90: {shared_bytes: 232448, least_driver: 525, run_on: NVIDIA H200}
 axes:
   headdim: [64, 128]
-  qk: [8, 4]
+  qk: [int8, int4]
   pv: [f16, e4m3]
   pv_accum: [f32, two_level_f32, two_level_f16]
   mask: [full, causal]
   v: [vraw, vsmooth]
   q: [qraw, qsmooth]
 families:
-  attn_mma:
+  mma:
     attn: {template: attn_mma.cu.jinja}
     quant: {template: quantize.cu.jinja, threads: 256, min_blocks: 2}
     stats: {template: statistics.cu.jinja, threads: 256, min_blocks: 3}
     delta: {template: delta_s.cu.jinja, threads: 256}
 tiles:
-  - {family: attn_mma, arch: [sm80, sm90], headdim: 128, pv: f16,
+  - {family: mma, arch: [sm80, sm90], headdim: 128, pv: f16,
      block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 2}
-  - {family: attn_mma, arch: sm86, headdim: 128, pv: f16,
+  - {family: mma, arch: sm86, headdim: 128, pv: f16,
      block_m: 256, block_n: 64, warp_m: 32, stages: 2, min_blocks: 1}
-  - {family: attn_mma, arch: sm89, headdim: 128, pv: e4m3,
+  - {family: mma, arch: sm89, headdim: 128, pv: e4m3,
      block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 2}
-  - {family: attn_mma, headdim: 64, q: qraw,
+  - {family: mma, headdim: 64, q: qraw,
      block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 3}
-  - {family: attn_mma, headdim: 64, q: qsmooth,
+  - {family: mma, headdim: 64, q: qsmooth,
      block_m: 128, block_n: 64, warp_m: 32, stages: 3, min_blocks: 2}
 
 exclude:
-  - {arch: sm90, qk: 4, why: "Hopper has no INT4 tensor cores"}
+  - {arch: sm90, qk: int4, why: "Hopper has no INT4 tensor cores"}
   - {arch: [sm80, sm86], pv: e4m3, why: "no FP8 tensor cores before sm89"}
   - {arch: sm89, pv: f16, why: "FP8 products run at twice the rate of f16 on sm89"}
   - {arch: sm90, pv: e4m3, why: "mma.sync emulates FP8 on Hopper"}
   - {pv: f16, pv_accum: [two_level_f32, two_level_f16], why: "f16 products add up in f32 as they are"}
   - {pv: e4m3, pv_accum: f32, why: "accumulators of FP8 products keep too few bits"}
-  - {qk: 4, why: "not written yet: the INT4 products of the mma family"}
+  - {qk: int4, why: "not written yet: the INT4 products of the mma family"}
   - {v: vsmooth, why: "not written yet: smoothing of V"}
 """
 _TEMPLATE = """\
 // {name} {{{{ template }}}} {{{{ row }}}}
 #include "sage/{header}.cuh"
+using namespace sage;
+struct Config {{
 {constants}
+}};
 extern "C" __global__ void {{{{ name }}}}(float* x) {{ x[0] = kValue; {body} }}
+struct Kernel {{
+  static constexpr auto facts() {{
+    return sage::facts(Fact{{"threads", {threads}}}, Fact{{"shared_bytes", {shared}}});
+  }}
+}};
+SAGE_KERNEL_INFO(Kernel, {params});
 """
 _PRODUCTS = """
 __device__ void products(float* x) {  // both products in a loop, as every attention kernel has them
@@ -93,37 +103,49 @@ __device__ void products(float* x) {  // both products in a loop, as every atten
 }
 """
 _NAMES = {
-    "attn_mma": "headdim qk_bits pv pv_accum causal smooth_v smooth_q block_m block_n warp_m stages "
-                "shared_bytes min_blocks",
+    "attn_mma": "headdim qk_bits pv pv_accum causal smooth_v smooth_q block_m block_n warp_m stages min_blocks",
     "quantize": "headdim qk_bits pv block_m block_n warp_m threads min_blocks",
     "statistics": "headdim threads min_blocks",
     "delta_s": "headdim threads",
 }
-_HEADERS = {"attn_mma": "attn", "quantize": "quant", "statistics": "quant", "delta_s": "quant"}
+_PARAMS = {"attn_mma": "AttnParams", "quantize": "QuantParams", "statistics": "StatsParams", "delta_s": "DeltaParams"}
+_FACTS = {"threads": "32 * Config::block_m / Config::warp_m",
+          "shared": "Config::headdim * (Config::block_m + 3 * Config::stages * Config::block_n)"}
+"""Of attention kernels; the others have the threads of their family and no such shared memory."""
+
+_REAL_HEADERS = ("kernel_info.cuh", "params.cuh", "types.cuh")
+"""What makes the tables in which a kernel tells the host about itself."""
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    from codegen.project import Project
+    from codegen.project import ROOT, Project
 
     root = tmp_path / "project"
     made = Project(root, root / "build")
     include = made.include / "sage"
     include.mkdir(parents=True)
     for template, names in _NAMES.items():
-        constants = "\n".join(f"// {name} = {{{{ {name} | cpp }}}}" for name in names.split())
-        body = "products(x);" if template == "attn_mma" else ""
-        text = _TEMPLATE.format(name="{{ name }}", header=_HEADERS[template], constants=constants, body=body)
+        attn = template == "attn_mma"
+        text = _TEMPLATE.format(
+            name="{{ name }}", header="attn" if attn else "quant", params=_PARAMS[template],
+            body="products(x);" if attn else "", constants="\n".join(map(_constant, names.split())),
+            **(_FACTS if attn else {"threads": "Config::threads", "shared": 0}))
         (made.templates / f"{template}.cu.jinja").write_text(text)
-    (include / "base.cuh").write_text("#pragma once\nconstexpr float kValue = 1.f;\n")
-    for header in set(_HEADERS.values()):
-        text = '#pragma once\n#include "sage/base.cuh"\n'
-        (include / f"{header}.cuh").write_text(text + (_PRODUCTS if header == "attn" else ""))
+    for header in _REAL_HEADERS:
+        shutil.copy(ROOT / "templates/include/sage" / header, include)
+    (include / "base.cuh").write_text('#pragma once\n#include "sage/params.cuh"\nconstexpr float kValue = 1.f;\n')
+    for header, text in {"attn": _PRODUCTS, "quant": ""}.items():
+        (include / f"{header}.cuh").write_text(f'#pragma once\n#include "sage/base.cuh"\n{text}')
     made.golden.mkdir(parents=True)
     made.matrix.write_text(_MATRIX)
     made.instructions.parent.mkdir()
     made.instructions.write_text("# Counts\n\n<!-- table: of a test -->\n<!-- end of table -->\n\nText.\n")
     return made
+
+
+def _constant(name: str) -> str:
+    return f"  static constexpr auto {name} = {{{{ {name} | cpp }}}};"
 
 
 @pytest.fixture
@@ -138,12 +160,12 @@ def small(project: Project) -> None:
     """The project's matrix narrowed to one attention kernel each for sm80 and sm86."""
     text = project.matrix.read_text()
     head = text[text.index("archs:"):text.index("tiles:")]
-    for old, new in {"[64, 128]": "[64]", "[8, 4]": "[8]", "[f16, e4m3]": "[f16]", "[full, causal]": "[full]",
+    for old, new in {"[64, 128]": "[64]", "[int8, int4]": "[int8]", "[f16, e4m3]": "[f16]", "[full, causal]": "[full]",
                      "[f32, two_level_f32, two_level_f16]": "[f32]", "[vraw, vsmooth]": "[vraw]",
                      "[qraw, qsmooth]": "[qraw]"}.items():
         head = head.replace(old, new)
     head = "".join(line for line in head.splitlines(True) if not line.startswith(("  sm89", "  sm90")))
-    row = "  - {family: attn_mma, block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 3}\n"
+    row = "  - {family: mma, block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 3}\n"
     project.matrix.write_text(f"{head}tiles:\n{row}exclude: []\n")
 
 

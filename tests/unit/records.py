@@ -1,35 +1,133 @@
-"""Manifests for tests: what a test is not about has a value here."""
+"""Manifests for tests: what a test is not about has a value here, as the real kernels have it."""
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterable
 
-from sage_aot._manifest import Arch, KernelRecord, Manifest
-from sage_aot._params import FIELDS, STRUCT_OF, layout_digest, offsets
-from sage_aot._spec import KernelSpec, Tile, capability_of, is_ptx, target_of
+from sage_aot._kernels.manifest import Arch, AttnRecord, KernelRecord, MachineCode, Manifest, Struct, records_by_name
+from sage_aot._kernels.spec import AttnSpec, KernelSpec, QuantSpec, capability_of, is_ptx, target_of
+from sage_aot._kernels.tile import Tile
+from sage_aot._launch.structs import PARAMS, Params, expected_fields
 from sage_aot._version import __version__
 
 TILE = Tile(128, 64, 32, 2, 2)
+WGMMA_TILE = Tile(128, 128, 16, 4, 1)
+
+_PARAMS = {"stats": "StatsParams", "quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams"}
+_BYTES = {"Q": 8, "T": 32, "i": 4, "f": 4}
 
 
-def record_of(spec: KernelSpec, **changes: object) -> KernelRecord:
-    """A kernel's record."""
+def record_of(spec: KernelSpec, tile: Tile = TILE, family: str = "mma", **changes: object) -> KernelRecord:
+    """A kernel's record. `tile` is that of the attention kernel, for kernels that feed one, too; `facts` adds to
+    those that follow from it."""
     ptx = is_ptx(spec.arch)
     values = {
-        "file": f"{spec.name}.{'ptx' if ptx else 'cubin'}", "sha256": "", "target": target_of(spec.arch),
-        "tile": TILE if spec.kind in ("attn", "quant") else None, "threads": 128 if spec.kind == "attn" else 256,
-        "shared_bytes": 0, "registers": None if ptx else 40, "spill_bytes": None if ptx else 0, "opcodes": {},
-        "main_loop": None, "params": STRUCT_OF[spec.kind], "compiler": "nvrtc 12.9.86", "source_sha256": "",
-        "elf_abi": None if ptx else 7, "least_driver": 575 if ptx else 525}
-    return KernelRecord(spec, **{**values, **changes})
+        "spec": spec, "family": family, "file": f"{spec.name}.{'ptx' if ptx else 'cubin'}", "sha256": "",
+        "target": target_of(spec.arch), "least_driver": 575 if ptx else 525, "params": _PARAMS[spec.kind],
+        "opcodes": {}, "machine": None if ptx else MachineCode(40, 0, 7), "compiler": "nvrtc 12.9.86",
+        "source_sha256": "", **changes, "facts": {**facts_of(spec, tile, family), **changes.pop("facts", {})}}
+    if not isinstance(spec, AttnSpec):
+        return KernelRecord(**values)
+    return AttnRecord(**{"feeders": feeders_of(spec), "main_loop": None, **values, "tile": tile})
+
+
+def feeders_of(spec: AttnSpec) -> tuple[str, ...]:
+    """The kernels that run before an attention kernel."""
+    kinds = ("stats", "quant", "delta") if spec.q == "qsmooth" else ("stats", "quant")
+    return tuple(spec.companion(kind).name for kind in kinds)
+
+
+def facts_of(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
+    """What a kernel says of itself; test_kernel_info.py compares it with the real ones."""
+    make = {"stats": _stats, "quant": _quant, "delta": _delta, "attn": _attn}[spec.kind]
+    return {name: float(value) for name, value in make(spec, tile, family).items()}
+
+
+def struct_of(params: type[Params]) -> Struct:
+    """A struct as a compiler lays it out whose fields stand in the order of the class."""
+    fields, end = {}, 0
+    for name, code in expected_fields(params).items():
+        fields[name] = (code, end)
+        end += _BYTES[code]
+    return Struct(end, fields)
+
+
+STRUCTS = {name: struct_of(params) for name, params in sorted(PARAMS.items())}
 
 
 def manifest_of(records: Iterable[KernelRecord], **changes: object) -> Manifest:
     """The manifest of some kernels; of the archs only sm90 was run."""
-    kernels = {record.spec.name: record for record in records}
+    kernels = records_by_name(records)
     archs = {record.spec.arch: Arch(capability_of(record.spec.arch), record.least_driver,
                                     "NVIDIA H200" if record.spec.arch == "sm90" else None)
              for record in kernels.values()}
-    values = {"version": __version__, "flags": ("-x",), "structs": layout_digest(),
-              "layouts": {name: offsets(name) for name in FIELDS}, "retarget": None, "complete": True, "archs": archs}
-    return Manifest(kernels=kernels, **{**values, **changes})
+    values = {"version": __version__, "flags": ("-x",), "retarget": None, "complete": True, "archs": archs,
+              "structs": STRUCTS}
+    return Manifest(**{**values, "kernels": kernels, **changes})
+
+
+def _stats(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
+    return {"threads": 128, "shared_bytes": 0, "rows_at_once": 1024 // spec.headdim, "chunk_bytes": 16 * spec.headdim}
+
+
+def _delta(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
+    return {"threads": 256, "shared_bytes": 0, "tile": 64}
+
+
+def _quant(spec: QuantSpec, tile: Tile, family: str) -> dict[str, float]:
+    row, int4 = _row_bytes(spec), spec.qk == "int4"
+    return {
+        "threads": 256, "shared_bytes": 0,
+        "kv_tiles_per_block": 1 if tile.block_n * spec.headdim > 8192 else 2, "rows_at_once": 2048 // spec.headdim,
+        "vector": 8, "q_tile_bytes": tile.block_m * row, "kv_tile_bytes": _kv_tile_bytes(spec, tile),
+        "row_groups": 8, "key_groups": 4, "limit": 7 if int4 else 127, "clip": 0.800000011920929 if int4 else 1,
+        "smallest_abs_max": 1.0000000180025095e-35, "all_finite": 2**31 - 1}
+
+
+def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
+    f16 = spec.pv == "f16"
+    largest = {"f32": 128, "two_level_f32": 448, "two_level_f16": 224}[spec.pv_accum]
+    facts = {
+        "threads": _threads(tile, family), "shared_bytes": _shared_bytes(spec, tile, family),
+        "p_top": _float32(math.log2(largest)), "lazy_rise": 8 if f16 else 0, "whole_reference": f16,
+        "no_reference": -1.0000000150474662e+30, "smallest_scale": 9.99999991097579e-38}
+    if family == "mma":
+        folds = spec.q == "qraw" and (spec.qk == "int8" or f16)
+        facts |= {"largest_folded": 1 if f16 else 2**-6, "score_bias": 12582912 if folds else 0, "sums_rounded": f16}
+    return {**facts, "v_limit": {"f32": 0, "two_level_f32": 448, "two_level_f16": 4.5}[spec.pv_accum]}
+
+
+def _threads(tile: Tile, family: str) -> int:
+    warps = tile.block_m // tile.warp_m
+    return 32 * (warps + 4 if family == "wgmma" else warps)
+
+
+def _shared_bytes(spec: AttnSpec, tile: Tile, family: str) -> int:
+    """Q and the stages; in wgmma Q twice with what belongs to it, ones behind V, rows of O, and barriers."""
+    q, slot = tile.block_m * _row_bytes(spec), _kv_tile_bytes(spec, tile)
+    delta = 4 * tile.block_n if spec.q == "qsmooth" else 0
+    if family == "mma":
+        return q + tile.stages * (slot + delta)
+    warps = tile.block_m // tile.warp_m
+    query = q + 12 * spec.headdim + 32 * warps + 4 * tile.block_m + 32
+    rows = 2 * tile.block_m * (spec.headdim + 8)
+    return 2 * _kib(query) + tile.stages * _kib(slot + 8 * tile.block_n + delta) + rows + 16 * (2 + tile.stages)
+
+
+def _kib(size: int) -> int:
+    return -(-size // 1024) * 1024
+
+
+def _kv_tile_bytes(spec: AttnSpec | QuantSpec, tile: Tile) -> int:
+    return tile.block_n * (_row_bytes(spec) + spec.headdim * (2 if spec.pv == "f16" else 1)) + 128
+
+
+def _row_bytes(spec: AttnSpec | QuantSpec) -> int:
+    return spec.headdim // (2 if spec.qk == "int4" else 1)
+
+
+def _float32(value: float) -> float:
+    """What a kernel keeps of a number."""
+    return struct.unpack("<f", struct.pack("<f", value))[0]

@@ -7,13 +7,16 @@ import json
 import re
 
 import pytest
+from records import STRUCTS
 
 from codegen import nvdisasm
-from codegen._shared import MainLoop
-from codegen.budget import problems_of, register_budget
+from codegen.budget import judge, register_budget
 from codegen.census import main_loop, tensor_opcodes
+from codegen.compilation import Compilation
 from codegen.compiler import Report
 from codegen.errors import BuildError
+from codegen.kernel_info import KernelInfo
+from sage_aot._kernels.manifest import MachineCode, MainLoop, Struct
 
 # Addresses count from 0 in steps of 0x10. The first loop has a guarded load, a branch for large scales, a rare one
 # inside and one out of line, and leaves by a far jump; the second masks, so it has more of the same.
@@ -177,19 +180,35 @@ def test_another_form_of_output_is_refused(text):
         nvdisasm.read_json(text)
 
 
+ATTN = "sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw"
+
+
+def report_of(threads: int = 128, **changes) -> Report:
+    """What the compiler makes of a kernel that is as it should be but for some changes."""
+    machine = MachineCode(**{"registers": 168, "spill_bytes": 0, "elf_abi": 7,
+                             **{name: changes.pop(name) for name in MachineCode._fields if name in changes}})
+    params = changes.pop("params", "AttnParams")
+    layout = changes.pop("layout", STRUCTS.get(params))
+    info = KernelInfo({"threads": threads, "shared_bytes": changes.pop("shared_bytes", 0)}, params, layout)
+    good = Report("c", machine, 525, {"HMMA.16816.F32": 2, "IMMA.16832.S8.S8": 2}, LOOP, info)
+    return dataclasses.replace(good, **changes)
+
+
 @pytest.fixture
-def problems(matrix):
+def problems(project, matrix):
     """What is wrong with a kernel that is as it should be but for some changes."""
     kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
-    good = Report("c", 168, 0, 0, 7, 525, {"HMMA.16816.F32": 2, "IMMA.16832.S8.S8": 2}, LOOP)
 
-    def judge(name: str = "sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw", **changes) -> list[str]:
+    def found(name: str = ATTN, **changes) -> list[str]:
         spec = {axis: changes.pop(axis) for axis in ("qk", "pv") if axis in changes}
         kernel = kernels[name]
         kernel = dataclasses.replace(kernel, spec=dataclasses.replace(kernel.spec, **spec))
-        return problems_of({kernel: dataclasses.replace(good, **changes)}, matrix)
+        report = report_of(128 if kernel.spec.kind == "attn" else kernel.how.threads, **changes)
+        verdict = judge({kernel: report}, matrix, Compilation(project))
+        assert verdict.remarks == []
+        return verdict.failures
 
-    return judge
+    return found
 
 
 def test_a_kernel_as_its_row_asks_for_it_has_no_problem(problems):
@@ -198,27 +217,29 @@ def test_a_kernel_as_its_row_asks_for_it_has_no_problem(problems):
 
 
 def test_a_quantizers_registers_must_do_for_the_blocks_of_its_family(problems):
-    assert problems("sage_quant_sm80_d64_qk8_pvf16", registers=128, opcodes={}, main_loop=None) == []
-    found, = problems("sage_quant_sm80_d64_qk8_pvf16", registers=136, opcodes={}, main_loop=None)
+    assert problems("sage_quant_sm80_d64_qkint8_pvf16", registers=128, opcodes={}, main_loop=None) == []
+    found, = problems("sage_quant_sm80_d64_qkint8_pvf16", registers=136, opcodes={}, main_loop=None)
     assert "expected at most 128 registers a thread, got 136" in found
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"opcodes": {"HMMA.16816.F32": 2}}, r"for qk8, IMMA\.\*S8\.S8 or IGMMA\.\*S8\.S8, got .*: 2 HMMA\.16816\.F32;"),
+    ({"opcodes": {"HMMA.16816.F32": 2}}, r"for qkint8, IMMA\.\*S8\.S8 or IGMMA\.\*S8\.S8, got .*: 2 HMMA\.16816\.F32;"),
     ({"opcodes": {"IMMA.16832.S8.S8": 2}}, r"for pvf16, HMMA\.\* or HGMMA\.\*, got"),
     ({"pv": "e4m3"}, r"for pve4m3, QMMA\.\*E4M3\.E4M3 or QGMMA\.\*E4M3\.E4M3, got"),
-    ({"qk": 4}, r"for qk4, IMMA\.\*S4\.S4, got"),
+    ({"qk": "int4"}, r"for qkint4, IMMA\.\*S4\.S4, got"),
     ({"main_loop": None}, "expected a loop with the instructions of both products, got"),
     ({"registers": 169}, "expected at most 168 registers a thread, got 169: "),
     ({"spill_bytes": 4}, "expected at most 0 bytes of spilt registers, got 4: "),
     ({"elf_abi": 8, "first_driver": 570}, "expected a file for drivers from 525 on, got one that 570 is the first to "
                                           "read: raise least_driver of sm80"),
+    ({"shared_bytes": 166913}, "expected at most the 166912 bytes of shared memory that a block has on sm80, got "
+                               "166913: fewer stages, or a smaller tile"),
 ])
 def test_what_a_kernel_lacks_is_one_sentence(problems, changes, message):
     found = problems(**changes)
     assert len(found) == 1
     assert re.search(message, found[0])
-    assert found[0].endswith("(row {family: attn_mma, headdim: 64, q: qraw})")
+    assert found[0].endswith("(row {family: mma, headdim: 64, q: qraw})")
 
 
 def test_without_tensor_cores_both_products_are_missed(problems):
@@ -226,12 +247,69 @@ def test_without_tensor_cores_both_products_are_missed(problems):
 
 
 @pytest.mark.parametrize("name, registers", [
-    ("sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw", 168),  # 65536 / (3 blocks · 128 threads) = 170, in eights
-    ("sage_attn_sm80_d128_qk8_pvf16_accf32_full_vraw_qraw", 255),  # two blocks: 256, one more than one can name
-    ("sage_quant_sm80_d64_qk8_pvf16", 128),  # the family's two blocks, not the row's three
+    ("sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw", 168),  # 65536 / (3 blocks · 128 threads) = 170, in eights
+    ("sage_attn_sm80_d128_qkint8_pvf16_accf32_full_vraw_qraw", 255),  # two blocks: 256, one more than one can name
+    ("sage_quant_sm80_d64_qkint8_pvf16", 128),  # the family's two blocks, not the row's three
     ("sage_stats_sm80_d64", 80),  # three of 256 threads: 85
     ("sage_delta_sm80_d64", 255),  # promises none
 ])
 def test_the_register_budget_lets_the_rows_blocks_fit_an_sm(matrix, name, registers):
     kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
-    assert register_budget(kernels[name]) == registers
+    kernel = kernels[name]
+    assert register_budget(kernel, kernel.how.threads or 128) == registers
+
+
+def test_a_block_may_have_all_shared_memory_of_its_chip(problems):
+    assert problems(shared_bytes=166912) == []
+
+
+def test_registers_are_judged_by_the_threads_that_the_kernel_has(project, matrix):
+    """Which it says itself; the matrix does not know those of an attention kernel."""
+    kernel = next(kernel for kernel in matrix.kernels if kernel.spec.name == ATTN)
+    found, = judge({kernel: report_of(256, registers=81)}, matrix, Compilation(project)).failures
+    assert "expected at most 80 registers a thread, got 81" in found
+
+
+def test_shared_memory_of_ptx_is_judged_too(project, matrix):
+    kernel = next(kernel for kernel in matrix.kernels if kernel.spec.name == ATTN)
+    report = report_of(shared_bytes=166913, machine=None)  # it has no registers yet
+    found, = judge({kernel: report}, matrix, Compilation(project)).failures
+    assert "of shared memory" in found
+
+
+def two_kernels(matrix, other: Struct) -> dict:
+    """Reports of two attention kernels, of which the second has another struct."""
+    first, second = [kernel for kernel in matrix.kernels if kernel.spec.kind == "attn"
+                     and kernel.spec.arch == "sm80" and kernel.spec.headdim == 64][:2]
+    return {first: report_of(), second: report_of(layout=other)}
+
+
+def without(layout: Struct, field: str) -> Struct:
+    return layout._replace(fields={name: entry for name, entry in layout.fields.items() if name != field})
+
+
+@pytest.mark.parametrize("how", [{}, {"retarget": "sm_90"}, {"toolchain": "nvcc"}])
+def test_kernels_that_share_a_struct_agree_on_it_wherever_they_are_for(project, matrix, how):
+    """The runtime could fill in either, but it has one layout for all of them."""
+    layout = STRUCTS["AttnParams"]
+    swapped = layout._replace(fields={**layout.fields, "lse": layout.fields["taken"], "taken": layout.fields["lse"]})
+    failure, = judge(two_kernels(matrix, swapped), matrix, Compilation(project, **how)).failures
+    assert failure.endswith(": expected AttnParams as other kernels have it, got another layout")
+    assert judge(two_kernels(matrix, STRUCTS["AttnParams"]), matrix, Compilation(project, **how)).failures == []
+
+
+@pytest.mark.parametrize("how", [{}, {"retarget": "sm_90"}, {"toolchain": "nvcc"}])
+def test_the_runtime_fills_in_the_struct_that_a_kernel_reads(project, matrix, how):
+    layout = without(STRUCTS["AttnParams"], "lse")
+    kernel = next(kernel for kernel in matrix.kernels if kernel.spec.name == ATTN)
+    failures = judge({kernel: report_of(layout=layout)}, matrix, Compilation(project, **how)).failures
+    assert failures == ["expected the fields of sage_aot._launch.structs.AttnParams, got others: lse"]
+
+
+@pytest.mark.parametrize(("how", "failures", "remarks"), [
+    ({}, 1, 0), ({"retarget": "sm_90"}, 0, 0), ({"toolchain": "nvcc"}, 0, 1),
+    ({"toolchain": "nvcc", "retarget": "sm_90"}, 0, 0)])
+def test_rules_of_a_kernels_own_chip_hold_where_it_is_built_for_it(project, matrix, how, failures, remarks):
+    kernel = next(kernel for kernel in matrix.kernels if kernel.spec.name == ATTN)
+    verdict = judge({kernel: report_of(spill_bytes=4)}, matrix, Compilation(project, **how))
+    assert (len(verdict.failures), len(verdict.remarks)) == (failures, remarks)

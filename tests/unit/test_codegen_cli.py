@@ -11,19 +11,22 @@ import subprocess
 import sys
 
 import pytest
+from records import STRUCTS
 
 from codegen import nvcc as nvcc_module
-from codegen._shared import ROOT, Arch, Manifest, __version__, layout_digest
 from codegen.cli import main
 from codegen.matrix import read_matrix
 from codegen.nvrtc import FLAGS, version
+from codegen.project import ROOT
 from codegen.render import Renderer
+from sage_aot._kernels.manifest import Arch, AttnRecord, KernelRecord, Manifest
+from sage_aot._kernels.tile import Tile
+from sage_aot._version import __version__
 
 ONE = ["--arch", "sm80", "--only", "sage_attn_*_d64_*_full_*_qraw"]
-ATTN = "sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw"
-THREE = {ATTN, "sage_quant_sm80_d64_qk8_pvf16", "sage_stats_sm80_d64"}
+ATTN = "sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw"
+THREE = {ATTN, "sage_quant_sm80_d64_qkint8_pvf16", "sage_stats_sm80_d64"}
 SPILLING = """
-#include "sage/attn.cuh"
 extern "C" __global__ void __launch_bounds__(1024, 2) {{ name }}(float* x) {
   products(x);
   float a[64];
@@ -69,8 +72,9 @@ def codegen(project, capfd):
 def spilling(project):
     """A template of attention kernels that spill, whatever the target."""
     path = project.templates / "attn_mma.cu.jinja"
-    names = [line for line in path.read_text().splitlines() if "{{" in line and "void" not in line]
-    path.write_text("\n".join(names) + SPILLING)
+    text, count = re.subn(r'^extern "C" __global__ .*$', SPILLING, path.read_text(), flags=re.MULTILINE)
+    assert count == 1
+    path.write_text(text)
 
 
 @pytest.fixture
@@ -95,19 +99,20 @@ def test_list_prints_kernels_and_reasons(codegen):
     status, out, _ = codegen("list", "--arch", "sm90")
     assert status == 0
     assert out.startswith("14 kernels\n")
-    assert ("sage_attn_sm90_d64_qk8_pvf16_accf32_full_vraw_qraw: 128x64, warp_m 32, 2 stages, 3 blocks, 128 threads, "
+    assert ("sage_attn_sm90_d64_qkint8_pvf16_accf32_full_vraw_qraw: 128x64, warp_m 32, 2 stages, 3 blocks, "
             "attn_mma.cu.jinja\n") in out
     assert out.count(": mma.sync emulates FP8 on Hopper\n") == 1
-    assert "\n    sage_attn_sm90_d64_qk8_pve4m3_acc2f32_full_vraw_qraw\n" in out
+    assert "\n    sage_attn_sm90_d64_qkint8_pve4m3_acc2f32_full_vraw_qraw\n" in out
     assert "sm80_" not in out
 
 
 def test_list_knows_combinations_without_a_kernel(codegen):
-    status, out, _ = codegen("list", "--only", "*sm90*qk4*d64*", "--only", "*sm90_d64_qk4_pvf16_accf32_full_vraw_qraw")
+    one = "*sm90_d64_qkint4_pvf16_accf32_full_vraw_qraw"
+    status, out, _ = codegen("list", "--only", "*sm90*qkint4*d64*", "--only", one)
     assert (status, out) == (2, "")
-    status, out, _ = codegen("list", "--only", "*sm90_d64_qk4_pvf16_accf32_full_vraw_qraw")
+    status, out, _ = codegen("list", "--only", one)
     assert out == ("0 kernels\n1 combinations without a kernel\n"
-                   "  1: Hopper has no INT4 tensor cores\n    sage_attn_sm90_d64_qk4_pvf16_accf32_full_vraw_qraw\n")
+                   "  1: Hopper has no INT4 tensor cores\n    sage_attn_sm90_d64_qkint4_pvf16_accf32_full_vraw_qraw\n")
 
 
 def test_render_writes_only_sources(codegen, project):
@@ -121,19 +126,21 @@ def test_build_makes_a_folder_that_holds_what_its_manifest_says(codegen, project
     manifest = Manifest.read(project.package)
     assert manifest.kernels.keys() == THREE
     assert (manifest.version, manifest.compiler, manifest.flags) == (__version__, version(), FLAGS)
-    assert (manifest.structs, manifest.retarget) == (layout_digest(), None)
+    assert manifest.structs == {name: STRUCTS[name] for name in ("AttnParams", "QuantParams", "StatsParams")}
+    assert manifest.retarget is None
     for name, record in manifest.kernels.items():
         assert hashlib.sha256((project.package / record.file).read_bytes()).hexdigest() == record.sha256, name
-        assert (record.target, record.spill_bytes) == ("sm_80", 0)
+        assert (record.target, record.family, record.machine.spill_bytes) == ("sm_80", "mma", 0)
     attn = manifest.kernels[ATTN]
-    assert (attn.threads, attn.shared_bytes, attn.tile.min_blocks) == (128, attn.tile.shared_bytes(attn.spec), 3)
-    assert attn.shared_bytes > 0
+    assert attn.facts == {"threads": 128, "shared_bytes": 64 * (128 + 3 * 2 * 64)}
+    assert attn.tile == Tile(128, 64, 32, 2, 3)
+    assert attn.feeders == ("sage_stats_sm80_d64", "sage_quant_sm80_d64_qkint8_pvf16")
     assert attn.opcodes == {"HMMA.16816.F32": 1, "IMMA.16832.S8.S8": 1}
     assert (attn.main_loop.matrix, attn.main_loop.rare) == (2, 0)
     stats = manifest.kernels["sage_stats_sm80_d64"]
-    assert (stats.threads, stats.shared_bytes, stats.tile) == (256, 0, None)
-    assert (stats.opcodes, stats.main_loop) == ({}, None)
-    assert (attn.params, attn.compiler, attn.elf_abi, attn.least_driver) == ("AttnParams", version(), 7, 525)
+    assert (stats.facts, stats.opcodes) == ({"threads": 256, "shared_bytes": 0}, {})
+    assert (type(attn), type(stats)) == (AttnRecord, KernelRecord)
+    assert (attn.params, attn.compiler, attn.machine.elf_abi, attn.least_driver) == ("AttnParams", version(), 7, 525)
     assert (manifest.complete, manifest.archs) == (False, {"sm80": Arch((8, 0), 525, None)})
     assert str(project.root) not in (project.package / "manifest.json").read_text()
 
@@ -156,7 +163,8 @@ def test_ptx_is_an_arch_whose_files_are_text(codegen, project, ptx):
     assert _files(project.package) == {"manifest.json", *(f"{name.replace('sm80', 'ptx80')}.ptx" for name in THREE)}
     record = Manifest.read(project.package).kernels[ptx]
     assert (record.target, record.is_ptx, record.served) == ("compute_80", True, "8.0 and later")
-    assert (record.registers, record.spill_bytes, record.elf_abi, record.main_loop) == (None, None, None, None)
+    assert (record.machine, record.main_loop) == (None, None)
+    assert record.facts == {"threads": 128, "shared_bytes": 64 * (128 + 3 * 2 * 64)}
     assert record.opcodes == {"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": 1,
                               "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32": 1}
     assert (record.least_driver, record.compiler) == (575, version())
@@ -173,7 +181,7 @@ def test_ptx_is_held_to_its_products_and_its_driver(codegen, project, ptx, edit)
     assert "expected a file for drivers from 525 on, got one that 575 is the first to read" in err
     edit(project.templates / "attn_mma.cu.jinja", "products(x);", "")
     err = codegen("build", "--only", ptx)[2]
-    assert "expected instructions for qk8, mma.*s32.s8.s8.s32, got tensor-core instructions: none" in err
+    assert "expected instructions for qkint8, mma.*s32.s8.s8.s32, got tensor-core instructions: none" in err
     assert not project.package.exists()
 
 
@@ -193,11 +201,13 @@ def test_an_arch_is_added_by_rows_alone_and_changes_no_others_kernels(codegen, p
     edit(project.matrix, "axes:", "  sm103: {shared_bytes: 232448, least_driver: 570}\naxes:")
     assert codegen("build")[0] == 0
     after = Manifest.read(project.package)
-    assert {name: record for name, record in after.kernels.items() if record.spec.arch != "sm103"} == before.kernels
+    others = {name: record for name, record in after.kernels.items() if record.spec.arch != "sm103"}
+    assert others == dict(before.kernels)
     assert {name: after.archs[name] for name in before.archs} == before.archs
     assert after.archs["sm103"] == Arch((10, 3), 570, None) and after.complete
     new = [record for record in after.kernels.values() if record.spec.arch == "sm103"]
-    assert {(record.target, record.elf_abi, record.served) for record in new} == {("sm_103", 8, "10.3 and later 10.x")}
+    assert {(record.target, record.machine.elf_abi, record.served) for record in new} == {
+        ("sm_103", 8, "10.3 and later 10.x")}
     assert len(new) == 3
     assert {path.name: path.stat().st_mtime_ns for path in (project.build / "nvrtc" / "own").glob("*.cubin")
             if "sm103" not in path.name} == times
@@ -283,7 +293,7 @@ def test_spills_leave_no_package(codegen, project, spilling):
     status, _, err = codegen("build", *ONE)
     assert status == 1
     assert f"{ATTN}: expected at most 0 bytes of spilt registers, got " in err
-    assert "(row {family: attn_mma, headdim: 64, q: qraw})" in err
+    assert "(row {family: mma, headdim: 64, q: qraw})" in err
     assert not project.package.exists()
     assert "spilt registers" in codegen("check", *ONE)[2]
 
@@ -293,14 +303,14 @@ def test_a_kernel_that_lost_its_tensor_cores_leaves_no_package(codegen, project,
     status, _, err = codegen("build", *ONE)
     assert (status, err.count(f"{ATTN}: expected instructions for ")) == (1, 2)
     assert not project.package.exists()
-    assert "expected instructions for qk8" in codegen("check", *ONE)[2]
+    assert "expected instructions for qkint8" in codegen("check", *ONE)[2]
     assert codegen("build", *ONE, "--retarget", "sm_90")[0] == 0  # a row is about its own chip
 
 
 def test_a_row_may_allow_spills(codegen, project, spilling, edit):
     edit(project.matrix, "stages: 2, min_blocks: 3}", "stages: 2, min_blocks: 3, allow_spills: 4096, why: a test}")
     assert codegen("build", *ONE)[0] == 0
-    spilt = Manifest.read(project.package).kernels[ATTN].spill_bytes
+    spilt = Manifest.read(project.package).kernels[ATTN].machine.spill_bytes
     assert spilt > 0
     edit(project.matrix, "allow_spills: 4096", f"allow_spills: {spilt - 1}")
     assert f"expected at most {spilt - 1} bytes" in codegen("build", *ONE)[2]
@@ -340,7 +350,7 @@ def test_nvcc_builds_to_debug(codegen, project, nvcc):
     assert f"{ATTN}: expected at most 0 bytes of spilt registers, got 24" in out
     manifest = Manifest.read(project.build / "nvcc_kernels")
     assert (manifest.compiler, manifest.kernels.keys()) == ("nvcc 13.0.88", THREE)
-    assert manifest.kernels[ATTN].spill_bytes == 24
+    assert manifest.kernels[ATTN].machine.spill_bytes == 24
     assert not project.package.exists()
     (project.golden / f"{ATTN}.cu").write_text("")
     status, out, _ = codegen("check", *ONE, "--toolchain", "nvcc", "--update")
@@ -476,15 +486,8 @@ def test_a_closed_pipe_is_no_error():
 
 
 def test_codegen_runs_where_torch_is_not_installed():
-    script = ("import sys; sys.modules['torch'] = None; from codegen.cli import main; status = main(['list']);"
-              "assert 'sage_aot' not in sys.modules; sys.exit(status)")
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_codegen_and_the_package_share_their_classes():
-    script = ("from codegen._shared import KernelSpec as ours; from sage_aot._spec import KernelSpec as theirs;"
-              "import sage_aot; assert ours is theirs and sage_aot.__file__")
+    script = ("import sys; sys.modules.update(torch=None, numpy=None); from codegen.cli import main;"
+              "sys.exit(main(['list']))")
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

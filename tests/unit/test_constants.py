@@ -1,4 +1,4 @@
-"""What Python repeats from the headers; documented calls; every header by itself."""
+"""What Python still assumes of the kernels, by what they say of themselves; documented calls; headers by themselves."""
 
 from __future__ import annotations
 
@@ -11,91 +11,72 @@ import pytest
 import torch
 
 from codegen import nvrtc
-from codegen._shared import ROOT
-from codegen.matrix import read_matrix
-from sage_aot import _api, _emulate, _plan, _spec
-from sage_aot._spec import AXES
+from codegen.project import ROOT, Project
+from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT, to_pv
+from sage_aot._call import api
+from sage_aot._kernels.manifest import AttnRecord, KernelRecord, Manifest
+from sage_aot._launch import plan
+from sage_aot._launch.structs import DTYPE_CODES
 
 INCLUDE = Path(__file__).parents[2] / "templates/include"
-LITERAL = r"0x[\da-f]+|[-+.\de]+f?|true|false"
-READ = {"i32": lambda text: int(text, 0), "float": lambda text: np.float32(text.removesuffix("f")),
-        "bool": "true".__eq__}
-STRUCTS = {"f32": "PvF16", "two_level_f32": "PvE4m3", "two_level_f16": "PvE4m3"}
-"""Per accumulator, what holds its constants in attn/pv_mma.cuh."""
-MATRIX = read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates")
 HEADERS = sorted(path.relative_to(INCLUDE) for path in INCLUDE.rglob("*.cuh"))
+MANIFEST = Manifest.read(Project(ROOT, ROOT / "build").package)
+LARGEST_F16 = 65504.0
 
 
-def constant(header: str, name: str, struct: str = "", *, when: bool = False) -> np.float32 | int | bool:
-    """The value that a header gives a constant, at namespace scope or within a struct; of `condition ? a : b` a where
-    `when`, else b."""
-    text = (INCLUDE / "sage" / header).read_text()
-    if struct:
-        text = re.search(rf"^struct {struct}\b.*?^}};", text, re.DOTALL | re.MULTILINE)[0]
-    found = re.findall(rf"\bconstexpr (i32|float|bool) {name} = (?:[\w: =]+ \? ({LITERAL}) : )?({LITERAL});", text)
-    assert len(found) == 1, f"{header}: expected {name} once, got {found}"
-    kind, true, value = found[0]
-    return READ[kind](true if when and true else value)
+def attention(pv: str, pv_accum: str | None = None) -> list[AttnRecord]:
+    """The attention kernels with these products; some, or the test would say nothing."""
+    found = [record for record in MANIFEST.every_attention()
+             if record.spec.pv == pv and pv_accum in (None, record.spec.pv_accum)]
+    assert found
+    return found
 
 
-@pytest.mark.parametrize(("module", "name", "header", "there"), [
-    (_spec, "SCALES_LINE", "tile/layout.cuh", "kScalesLine"),
-    (_plan, "KEY_GROUPS", "tile/layout.cuh", "kKeyGroups"),
-    (_plan, "ROW_GROUPS", "tile/layout.cuh", "kRowGroups"),
-    (_plan, "STATISTICS", "params.cuh", "kStatistics"),
-    (_emulate, "ALL_FINITE", "params.cuh", "kAllFinite"),
-    (_plan, "DELTA_TILE", "quant/delta_s.cuh", "kTile"),
-    (_spec, "VECTOR", "quant/source.cuh", "kVector"),
-    (_spec, "IN_FLIGHT", "quant/quantize.cuh", "kInFlight"),
-    (_emulate, "SCORE_BIAS", "attn/softmax.cuh", "kScoreBias"),
-    (_emulate, "SMALLEST_ABS_MAX", "quant/quantize.cuh", "kSmallestAbsMax"),
-    (_emulate, "SMALLEST_SCALE", "attn/softmax.cuh", "kSmallestScale"),
-    (_emulate, "NO_REFERENCE", "attn/softmax.cuh", "kNoReference"),
-])
-def test_constants_are_those_of_the_headers(module, name, header, there):
-    expected = constant(header, there)
-    assert type(expected)(getattr(module, name)) == expected
+def of_kind(kind: str) -> list[KernelRecord]:
+    return [record for record in MANIFEST.kernels.values() if record.spec.kind == kind]
 
 
-@pytest.mark.parametrize("accumulator", STRUCTS)
-@pytest.mark.parametrize(("name", "there"), [
-    ("TOP", "kTop"), ("LAZY_RISE", "kLazyRise"), ("LARGEST_FOLDED", "kLargestFolded"),
-    ("WHOLE_REFERENCE", "kWholeReference")])
-def test_constants_of_p_are_those_of_the_header(accumulator, name, there):
-    expected = constant("attn/pv_mma.cuh", there, STRUCTS[accumulator], when=accumulator == "two_level_f16")
-    assert type(expected)(getattr(_emulate, name)[accumulator]) == expected
-    assert getattr(_emulate, name).keys() == set(AXES["pv_accum"]) == STRUCTS.keys()
-
-
-@pytest.mark.parametrize("accumulator", STRUCTS)
-def test_row_sums_are_of_what_the_header_says(accumulator):
-    in_threads = constant("attn/pv_mma.cuh", "kSumsInThreads", STRUCTS[accumulator])  # before P is rounded
-    assert _emulate.SUMS_ROUNDED[accumulator] is not in_threads
-
-
-@pytest.mark.parametrize("bits", AXES["qk"])
-def test_clipping_is_that_of_the_header(bits):
-    assert np.float32(_emulate.CLIP[bits]) == constant("quant/quantize.cuh", "kClip", when=bits == 8)
-
-
-@pytest.mark.parametrize("pv_accum", ["two_level_f32", "two_level_f16"])
-def test_no_p_leaves_the_range_of_its_type(pv_accum):
-    top = np.exp2(np.float64(np.float32(_emulate.TOP[pv_accum])))
-    rounded = _emulate.to_pv(torch.tensor([top]), "e4m3").item()
-    assert rounded == {"two_level_f32": 448.0, "two_level_f16": 224.0}[pv_accum] == pytest.approx(top, rel=1e-6)
+def test_no_p_leaves_the_range_of_its_type():
+    """A row's largest P is 2 to `p_top`, and as much more as a reference may lag behind."""
+    for record in attention("e4m3"):
+        largest = np.exp2(np.float64(record.facts["p_top"] + record.facts["lazy_rise"]))
+        rounded = to_pv(torch.tensor([largest]), "e4m3").item()
+        assert rounded == {"two_level_f32": 448.0, "two_level_f16": 224.0}[record.spec.pv_accum]
+        assert rounded == pytest.approx(largest, rel=1e-6)
+        assert rounded <= E4M3_LIMIT
+    for record in attention("f16"):
+        assert np.exp2(record.facts["p_top"] + record.facts["lazy_rise"]) <= LARGEST_F16
 
 
 def test_sums_of_a_tile_stay_within_f16():
-    assert _plan.V_LIMIT.keys() == set(AXES["pv_accum"])
-    p, limit = round(2 ** _emulate.TOP["two_level_f16"]), _plan.V_LIMIT["two_level_f16"]
-    tile_keys = {kernel.tile.block_n for kernel in MATRIX.kernels if kernel.spec.pv_accum == "two_level_f16"}
-    assert p * limit * max(tile_keys) < 65504
-    assert _emulate.to_pv(torch.tensor([limit]), "e4m3").item() == limit  # e4m3 holds it, no rounding leaves the range
-    assert _plan.V_LIMIT["two_level_f32"] == _emulate.E4M3_LIMIT
+    for record in attention("e4m3", "two_level_f16"):
+        p, limit = round(2 ** record.facts["p_top"]), record.facts["v_limit"]
+        assert p * limit * record.tile.block_n < LARGEST_F16
+        assert to_pv(torch.tensor([limit]), "e4m3").item() == limit  # e4m3 holds it: no rounding leaves the range
+
+
+def test_v_takes_the_range_of_its_type():
+    assert {record.facts["v_limit"] for record in attention("e4m3", "two_level_f32")} == {E4M3_LIMIT}
+    assert torch.finfo(torch.float8_e4m3fn).max == E4M3_LIMIT
+
+
+def test_every_thread_of_the_statistics_has_rows_of_a_chunk():
+    for record in of_kind("stats"):
+        assert plan.CHUNK_ROWS_STEP % record.fact("rows_at_once") == 0
+
+
+def test_dtypes_have_the_numbers_of_the_header():
+    text = (INCLUDE / "sage/types.cuh").read_text()
+    members = re.search(r"enum class Dtype : i32 \{(.*?)\}", text)[1]
+    assert {name.lower(): int(number) for name, number in re.findall(r"k(\w+) = (\d+)", members)} == DTYPE_CODES
+
+
+def test_log2_e_is_that_number():
+    assert np.log2(np.e) == plan.LOG2_E
 
 
 def test_the_documented_calls_do_what_they_show():
-    found = doctest.testmod(_api)
+    found = doctest.testmod(api)
     assert found.attempted > 0
     assert found.failed == 0
 

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ import sage_aot
 
 ROOT = Path(__file__).parents[2]
 HEADERS = ROOT / "templates/include/sage"
-LAYERS = ("types.cuh", "params.cuh", "ptx", "tile", "attn", "quant")
+LAYERS = ("types.cuh", "kernel_info.cuh", "params.cuh", "ptx", "tile", "attn", "quant")
 MAY_INCLUDE = {
     "types.cuh": (),
-    "params.cuh": ("types.cuh",),
+    "kernel_info.cuh": ("types.cuh",),
+    "params.cuh": ("types.cuh", "kernel_info.cuh"),
     "ptx": ("types.cuh",),
     "tile": ("types.cuh", "ptx"),
     "attn": ("types.cuh", "params.cuh", "ptx", "tile"),
@@ -45,48 +47,137 @@ def test_ptx_stands_only_in_its_layer():
     assert not [path for path in others if re.search(r"\basm\b|__shfl|__any_sync|__cvta", path.read_text())]
 
 
+# --- who may import whom ----------------------------------------------------------------------------------------------
+
+PACKAGE = ROOT / "sage_aot"
+LEAVES = {"errors", "_version"}
+"""Modules that import nothing of the package."""
+
+EMULATION = {"_families.mma.emulation", "_families.wgmma.emulation"}
+"""The parts of families that need torch: they belong to the backend that imports them."""
+
+MAY_IMPORT = {
+    "_kernels": set(),
+    "_families": {"_kernels"},
+    "_problem": {"_kernels"},
+    "_launch": {"_kernels", "_families", "_problem"},
+    "_backends": {"_kernels", "_families", "_problem", "_launch"},
+    "_call": {"_kernels", "_families", "_problem", "_launch", "_backends"},
+    "_tools": {"_kernels", "_families", "_problem", "_launch", "_backends", "_call"},
+}
+"""Per package those below it; each may import itself, too, and all but the first two LEAVES."""
+
+OF_THE_STANDARD_LIBRARY = ("_kernels", "_families", "_launch.structs", "_version", "errors")
+"""What needs nothing else, and so what code generation may share."""
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
 def imports_of(path: Path) -> set[str]:
+    """Every module and name that a file imports, wherever in it, with dots."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
 
+def own_imports_of(path: Path) -> set[str]:
+    """Those of the package, without its name."""
+    return {name.removeprefix("sage_aot.") for name in imports_of(path) if name.split(".")[0] == "sage_aot"}
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def under(name: str, modules: Iterable[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if "." in module_of(path) or path.parent != PACKAGE],
+                         ids=module_of)
+def test_modules_import_only_lower_packages(path):
+    module = module_of(path)
+    own = module.split(".")[0]
+    allowed = {own, *MAY_IMPORT[own], *LEAVES}
+    if module in EMULATION:
+        allowed = {own, "_kernels", "_backends.emulation"}
+    elif own in ("_kernels", "_families"):
+        allowed = {own, *MAY_IMPORT[own]}
+    wrong = {name for name in own_imports_of(path) if not under(name, allowed)}
+    assert not wrong, f"{module} must not import {', '.join(sorted(wrong))}"
+
+
+def test_every_package_has_its_place():
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(MAY_IMPORT)
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", *LEAVES}
+    assert set(EMULATION) == {module_of(path) for path in PACKAGE.glob("_families/*/emulation.py")}
+
+
+@pytest.mark.parametrize("module", sorted(LEAVES))
+def test_what_everything_may_import_imports_nothing(module):
+    assert own_imports_of(PACKAGE / f"{module}.py") == set()
+
+
+def test_emulation_of_families_is_imported_by_its_backend_alone():
+    users = {module_of(path) for path in MODULES if any(under(name, EMULATION) for name in own_imports_of(path))}
+    assert users and all(under(user, ["_backends.emulation"]) for user in users)
+
+
 def test_only_the_driver_module_imports_what_loads_kernels():
-    users = {path.name for path in (ROOT / "sage_aot").rglob("*.py")
-             if any(re.match(r"cupy|cuda\b", name) for name in imports_of(path))}
-    assert users == {"_driver.py"}
+    users = {module_of(path) for path in MODULES if any(re.match(r"cupy|cuda\b", name) for name in imports_of(path))}
+    assert users == {"_backends.drivers"}
 
 
 def test_codegen_uses_nothing_of_the_runtime_but_its_standard_library_modules():
-    shared = ("sage_aot._spec", "sage_aot._manifest", "sage_aot._params", "sage_aot._version")
+    shared = tuple(name for name in OF_THE_STANDARD_LIBRARY if name != "errors")  # codegen has its own
     for path in (ROOT / "codegen").glob("*.py"):
         for name in imports_of(path):
             assert not name.startswith(("torch", "cupy", "numpy")), f"{path.name} imports {name}"
-            assert not name.startswith("sage_aot") or name.startswith(shared), f"{path.name} imports {name}"
+        for name in own_imports_of(path):
+            assert under(name, shared) and name not in EMULATION, f"{path.name} imports sage_aot.{name}"
 
 
-@pytest.mark.parametrize("module", ["_spec", "_manifest", "_params", "_version"])
-def test_what_codegen_shares_needs_the_standard_library_alone(module):
-    for name in imports_of(ROOT / f"sage_aot/{module}.py"):
+@pytest.mark.parametrize("path", [path for path in MODULES if under(module_of(path), OF_THE_STANDARD_LIBRARY)
+                                  and module_of(path) not in EMULATION], ids=module_of)
+def test_what_codegen_shares_needs_the_standard_library_alone(path):
+    for name in imports_of(path):
         top = name.split(".")[0]
-        assert top in sys.stdlib_module_names or name.startswith(("sage_aot._spec", "__future__"))
+        assert top in sys.stdlib_module_names or top == "sage_aot", f"{name} is not of the standard library"
+    assert all(under(name, OF_THE_STANDARD_LIBRARY) and name not in EMULATION for name in own_imports_of(path))
 
 
-def test_import_needs_no_cupy_and_no_compiler():
-    unwanted = ("cupy", "jinja2", "yaml", "ninja", "transformers", "matplotlib")
-    program = f"import sys, sage_aot; print(*[name for name in {unwanted} if name in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert found.stdout.split() == []
+def loaded(program: str, names: Iterable[str]) -> list[str]:
+    """Which of these modules a program brings along."""
+    found = subprocess.run([sys.executable, "-c", f"import sys\n{program}\nprint(*[n for n in {tuple(names)} "
+                                                  "if n in sys.modules])"],
+                           capture_output=True, text=True, check=True, cwd=ROOT)
+    return found.stdout.split()
+
+
+def test_the_plain_import_brings_neither_torch_nor_numpy():
+    assert loaded("import sage_aot", ("torch", "numpy", "cupy", "cuda")) == []
+    assert loaded("from sage_aot import attn", ("torch",)) == ["torch"]
+
+
+def test_the_call_needs_no_cupy_and_no_compiler():
+    unwanted = ("cupy", "jinja2", "yaml", "ninja", "elftools", "transformers", "matplotlib")
+    assert loaded("from sage_aot import attn, explain, info", unwanted) == []
 
 
 def test_exports():
     assert sorted(sage_aot.__all__) == sage_aot.__all__
+    assert all(getattr(sage_aot, name) for name in sage_aot.__all__)
+    assert set(sage_aot.__all__) <= set(dir(sage_aot))
     public = {name for name in vars(sage_aot) if not name.startswith("_")}
-    assert public - {"errors"} == set(sage_aot.__all__) - {"__version__"}
+    public -= {"errors", "annotations", "import_module", "TYPE_CHECKING"}
+    assert public == set(sage_aot.__all__) - {"__version__"}
+    with pytest.raises(AttributeError, match="module 'sage_aot' has no attribute 'atn'"):
+        sage_aot.atn
     assert all(issubclass(error, sage_aot.SageAotError) for error in (
         sage_aot.ArgumentError, sage_aot.UnsupportedError, sage_aot.CubinError, sage_aot.LaunchError))
     assert issubclass(sage_aot.ArgumentError, ValueError)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 from records import manifest_of, record_of
 
-from sage_aot._manifest import FILE_NAME, FORMAT, MainLoop, Manifest, sealed_text
-from sage_aot._spec import KernelSpec
+from sage_aot._kernels.manifest import FILE_NAME, FORMAT, AttnRecord, KernelRecord, MainLoop, Manifest, sealed_text
+from sage_aot._kernels.spec import AttnSpec, StatsSpec
 
-ATTN = KernelSpec("attn", "sm80", 64, 8, "f16", "f32", "full", "vraw", "qraw")
-PTX = KernelSpec("attn", "ptx80", 64, 8, "f16", "f32", "full", "vraw", "qraw")
+ATTN = AttnSpec("sm80", 64, "int8", "f16", "f32", "full", "vraw", "qraw")
+PTX = AttnSpec("ptx80", 64, "int8", "f16", "f32", "full", "vraw", "qraw")
 MANIFEST = manifest_of([
     record_of(ATTN, opcodes={"HMMA.16816.F32": 256}, main_loop=MainLoop(192, 513, 420)),
-    record_of(KernelSpec("stats", "sm80", 64)), record_of(KernelSpec("stats", "sm90", 64)), record_of(PTX)])
+    record_of(StatsSpec("sm80", 64)), record_of(StatsSpec("sm90", 64)), record_of(PTX)])
 
 
 @pytest.fixture
@@ -24,14 +25,49 @@ def folder(tmp_path):
 
 
 def test_what_is_written_is_read_back(folder):
-    assert Manifest.read(folder) == MANIFEST
+    found = Manifest.read(folder)
+    assert dict(found.kernels) == dict(MANIFEST.kernels)
+    assert {name: value for name, value in vars(found).items() if name != "kernels"} == {
+        name: value for name, value in vars(MANIFEST).items() if name != "kernels"}
+    assert found.to_text() == MANIFEST.to_text()
     values = json.loads(MANIFEST.to_text())
     assert [record["spec"] for record in values["kernels"]] == sorted(MANIFEST.kernels)
     serves = {record["spec"]: record["serves"] for record in values["kernels"]}
     assert serves[ATTN.name] == "8.0 and later 8.x except 8.7"
     assert values["archs"]["sm80"] == {"capability": [8, 0], "least_driver": 525, "run_on": None}
-    assert values["layouts"]["AttnParams"]["lse"] > 0 == values["layouts"]["AttnParams"]["q_hat"]
+    assert values["structs"]["AttnParams"]["fields"]["lse"] == ["Q", 104]
+    assert values["structs"]["AttnParams"]["size"] == 160
     assert MANIFEST.compiler == "nvrtc 12.9.86"
+
+
+def test_a_record_is_made_when_it_is_asked_for_and_only_once(folder):
+    kernels = Manifest.read(folder).kernels
+    rows = dict(kernels._rows)
+    record = kernels[ATTN.name]
+    assert record == MANIFEST.kernels[ATTN.name] and kernels[ATTN.name] is record
+    assert [name for name, row in kernels._rows.items() if row is not rows[name]] == [ATTN.name]
+    assert list(kernels) == sorted(kernels) and len(kernels) == 4
+    with pytest.raises(KeyError):
+        kernels["sage_stats_sm75_d64"]
+
+
+def test_what_a_record_is_of_a_kind(folder):
+    kernels = Manifest.read(folder).kernels
+    assert {type(kernels[spec.name]) for spec in (ATTN, PTX)} == {AttnRecord}
+    assert type(kernels["sage_stats_sm80_d64"]) is KernelRecord
+    assert kernels[ATTN.name].main_loop == MainLoop(192, 513, 420)
+    assert (kernels[PTX.name].machine, kernels[PTX.name].main_loop) == (None, None)
+    assert kernels[ATTN.name].fact("threads") == 128 and type(kernels[ATTN.name].fact("threads")) is int
+
+
+def test_attention_kernels_are_found_by_arch():
+    other = dataclasses.replace(ATTN, arch="sm100")
+    manifest = manifest_of(map(record_of, (other, ATTN, PTX, dataclasses.replace(ATTN, mask="causal"),
+                                           StatsSpec("sm90", 64))))
+    assert [record.spec.mask for record in manifest.attention("sm80")] == ["causal", "full"]
+    assert manifest.attention("sm10") == manifest.attention("sm90") == ()
+    assert manifest.attention_archs == ["ptx80", "sm80", "sm100"]
+    assert len(manifest.every_attention()) == 4
 
 
 def test_every_byte_is_sealed(folder):
@@ -54,9 +90,9 @@ def test_every_byte_is_sealed(folder):
     (lambda values: values.pop("structs"), "structs"),
     (lambda values: values.update(surprise=1), "surprise"),
     (lambda values: values["archs"]["sm80"].pop("run_on"), "run_on"),
-    (lambda values: values["kernels"][0].update(spec="sage_attn_sm80"), "expected a name such as"),
-    (lambda values: values["kernels"][0].pop("sha256"), "sha256"),
-    (lambda values: values["kernels"][0].pop("elf_abi"), "elf_abi"),
+    (lambda values: values["structs"]["AttnParams"].pop("size"), "size"),
+    (lambda values: values["structs"]["AttnParams"]["fields"].update(lse=["Q"]), "unpack"),
+    (lambda values: values["kernels"][0].pop("spec"), "spec"),
 ])
 def test_a_sealed_manifest_of_another_form_is_refused(folder, edit, message):
     values = json.loads(MANIFEST.to_text())

@@ -5,18 +5,20 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-import yaml
 from records import record_of
 
-from codegen._shared import KINDS, ROOT, Arch, KernelSpec, capability_of, is_ptx, target_of
 from codegen.errors import MatrixError, UsageError
 from codegen.matrix import read_matrix
+from codegen.project import ROOT
 from codegen.selection import Selection
+from sage_aot._kernels.manifest import Arch
+from sage_aot._kernels.spec import KINDS, AttnSpec, capability_of, is_ptx, spec_of, target_of
+from sage_aot._kernels.tile import Tile
 
-SM80_ROW = "{family: attn_mma, arch: [sm80, sm90], headdim: 128, pv: f16,"
-SM86_ROW = "{family: attn_mma, arch: sm86, headdim: 128, pv: f16,"
-D64_ROW = "{family: attn_mma, headdim: 64, q: qraw,"
-D64_SMOOTH_ROW = "{family: attn_mma, headdim: 64, q: qsmooth,"
+SM80_ROW = "{family: mma, arch: [sm80, sm90], headdim: 128, pv: f16,"
+SM86_ROW = "{family: mma, arch: sm86, headdim: 128, pv: f16,"
+D64_ROW = "{family: mma, headdim: 64, q: qraw,"
+D64_SMOOTH_ROW = "{family: mma, headdim: 64, q: qsmooth,"
 D64_SIZES = "block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 3}"
 
 # Replaced text, its replacement, the text that the line of the complaint holds, the complaint.
@@ -26,9 +28,9 @@ BAD = {
     "missing key": ("families:", "colour:", "archs:", "expected the key 'families' in the matrix, got none"),
     "key twice": ("  headdim: [64, 128]", "  v: [vraw]\n  headdim: [64, 128]", "  v: [vraw, vsmooth]",
                   "expected the key 'v' once in 'axes', got it twice"),
-    "unknown axis": ("  qk: [8, 4]", "  bits: [8, 4]", "  bits:",
+    "unknown axis": ("  qk: [int8, int4]", "  bits: [int8, int4]", "  bits:",
                      "expected a key of 'axes' (headdim, qk, pv, pv_accum, mask, v, q), got 'bits'"),
-    "missing axis": ("  qk: [8, 4]\n", "", "  headdim:", "expected the key 'qk' in 'axes', got none"),
+    "missing axis": ("  qk: [int8, int4]\n", "", "  headdim:", "expected the key 'qk' in 'axes', got none"),
     "unknown value": ("headdim: [64, 128]", "headdim: [64, 96]", "headdim: [64, 96]",
                       "expected a value of the axis 'headdim' (64, 128), got 96"),
     "float value": ("headdim: [64, 128]", "headdim: [64.0, 128]", "headdim: [64.0",
@@ -53,8 +55,8 @@ BAD = {
                     "expected a value of the axis 'arch' (sm80, sm86, sm89, sm90), got 'sm87'"),
     "row's key": (D64_ROW, D64_ROW.replace("headdim", "headim"), "headim",
                   ("expected a key of a row of 'tiles' (family, block_m, block_n, warp_m, stages, min_blocks, arch, "
-                   "headdim, qk, pv, pv_accum, mask, v, q, producer_warps, allow_spills, why), got 'headim'")),
-    "exclusion's key": ("{qk: 4, why", "{bits: 4, why", "{bits",
+                   "headdim, qk, pv, pv_accum, mask, v, q, allow_spills, why), got 'headim'")),
+    "exclusion's key": ("{qk: int4, why", "{bits: 4, why", "{bits",
                         ("expected a key of a row of 'exclude' (why, arch, headdim, qk, pv, pv_accum, mask, v, q), got "
                          "'bits'")),
     "no size": (D64_SIZES, D64_SIZES.replace(" stages: 2,", ""), D64_ROW,
@@ -63,12 +65,19 @@ BAD = {
                  "warp_m must be 16 or 32 (one or two m16 fragments), got 24"),
     "size of no number": (D64_SIZES, D64_SIZES.replace("block_n: 64", "block_n: wide"), D64_ROW,
                           "block_n must be a positive integer, got 'wide'"),
-    "unknown family": (D64_ROW, D64_ROW.replace("attn_mma", "attn_wgmma"), "attn_wgmma",
-                       "expected a family (attn_mma), got 'attn_wgmma'"),
-    "no template": ("    quant: {template: quantize.cu.jinja, threads: 256, min_blocks: 2}\n", "", "    attn: {",
-                    "expected the key 'quant' in the family 'attn_mma', got none"),
+    "unknown family": (D64_ROW, D64_ROW.replace("mma", "wgmma"), "family: wgmma",
+                       "expected a family (mma), got 'wgmma'"),
+    "family that no code knows": ("  mma:\n", "  mma2:\n", "  mma2:",
+                                  "expected a key of 'families' (mma, wgmma), got 'mma2'"),
+    "no attention": ("    attn: {template: attn_mma.cu.jinja}\n", "", "    quant: {",
+                     "expected the key 'attn' in the family 'mma', got none"),
+    "unknown kind": ("    stats: {", "    means: {", "    means: {",
+                     "expected a key of the family 'mma' (attn, stats, quant, delta), got 'means'"),
+    "no delta": ("    delta: {template: delta_s.cu.jinja, threads: 256}\n", "", D64_SMOOTH_ROW,
+                 ("expected the kind delta in the family 'mma', which "
+                  "sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qsmooth needs, got none")),
     "template's key": ("{template: attn_mma.cu.jinja}", "{template: attn_mma.cu.jinja, threads: 128}", "threads: 128",
-                       "expected a key of 'attn' of the family 'attn_mma' (template, suffix), got 'threads'"),
+                       "expected a key of 'attn' of the family 'mma' (template, suffix), got 'threads'"),
     "lost template": ("template: quantize.cu.jinja", "template: lost.cu.jinja", "lost",
                       "expected a file in templates/, got 'lost.cu.jinja'"),
     "bad threads": ("quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 250", "threads: 250",
@@ -76,7 +85,7 @@ BAD = {
     "bad min_blocks": ("threads: 256, min_blocks: 2", "threads: 256, min_blocks: 0", "min_blocks: 0",
                        "expected min_blocks as a positive integer, got 0"),
     "no min_blocks": ("threads: 256, min_blocks: 2", "threads: 256", "    quant: {",
-                      "expected the key 'min_blocks' in 'quant' of the family 'attn_mma', got none"),
+                      "expected the key 'min_blocks' in 'quant' of the family 'mma', got none"),
     "too many threads": ("quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 2048", "threads: 2048",
                          "expected threads as a multiple of 32, at most 1024, got 2048"),
     "no why": (', why: "not written yet: smoothing of V"', "", "{v: vsmooth",
@@ -90,44 +99,29 @@ BAD = {
                    "expected allow_spills as a positive number of bytes, got -8"),
     "uncovered": (D64_ROW, D64_ROW.replace("64", "64, mask: full"), SM80_ROW,
                   ("expected one row of 'tiles' or an exclusion for "
-                   "sage_attn_sm90_d64_qk8_pvf16_accf32_causal_vraw_qraw, got none")),
+                   "sage_attn_sm90_d64_qkint8_pvf16_accf32_causal_vraw_qraw, got none")),
     "covered twice": (SM86_ROW, SM86_ROW.replace("sm86", "[sm80, sm86]"), "[sm80, sm86], headdim",
-                      ("expected one row of 'tiles' for sage_attn_sm80_d128_qk8_pvf16_accf32_full_vraw_qraw, got those "
-                       "of lines {SM80} and {SM86}")),
-    "useless exclusion": ("  - {qk: 4, why", "  - {arch: sm80, pv: e4m3, why: again}\n  - {qk: 4, why", "again",
+                      ("expected one row of 'tiles' for sage_attn_sm80_d128_qkint8_pvf16_accf32_full_vraw_qraw, got "
+                       "those of lines {SM80} and {SM86}")),
+    "useless exclusion": ("  - {qk: int4, why", "  - {arch: sm80, pv: e4m3, why: again}\n  - {qk: int4, why", "again",
                           ("expected a row that matches a combination left by those above, got one that matches "
                            "nothing")),
-    "useless row": ("exclude:", "  - {family: attn_mma, qk: 4, headdim: 64,\n     " + D64_SIZES + "\nexclude:",
-                    "qk: 4, headdim",
+    "useless row": ("exclude:", "  - {family: mma, qk: int4, headdim: 64,\n     " + D64_SIZES + "\nexclude:",
+                    "qk: int4, headdim",
                     "expected a row that matches a combination that is not excluded, got one that matches nothing"),
     "impossible": ("{arch: [sm80, sm86], pv: e4m3", "{arch: sm80, pv: e4m3", D64_ROW,
-                   ("expected an exclusion of sage_attn_sm86_d64_qk8_pve4m3_acc2f32_full_vraw_qraw, got tiles: no FP8 "
-                    "tensor cores before sm89")),
+                   ("expected an exclusion of sage_attn_sm86_d64_qkint8_pve4m3_acc2f32_full_vraw_qraw, got tiles: no "
+                    "FP8 tensor cores before sm89")),
     "shared quantizer": (D64_ROW, D64_ROW + " mask: causal,\n     "
                          + D64_SIZES.replace("128", "256") + "\n  - " + D64_ROW + " mask: full,",
                          "mask: causal",
                          ("expected the tiles and family of line {FULL} for "
-                          "sage_attn_sm80_d64_qk8_pvf16_accf32_causal_vraw_qraw, got others: both rows "
-                          "share sage_quant_sm80_d64_qk8_pvf16")),
-    "shared memory": ("stages: 2, min_blocks: 1", "stages: 3, min_blocks: 1", SM86_ROW,
-                      ("expected at most the 101376 bytes of shared memory that a block has on sm86 for "
-                       "sage_attn_sm86_d128_qk8_pvf16_accf32_full_vraw_qraw, got 106880")),
-    "quantizer's threads": ("quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 384", SM80_ROW,
-                            ("expected threads of the family 'attn_mma''s quantizer that divide block_n * headdim / 8 "
-                             "= 1024, got 384")),
-    "too many for a head dim": ("quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 1024", D64_ROW,
-                                ("expected threads of the family 'attn_mma''s quantizer that divide block_n * headdim "
-                                 "/ 8 = 512, got 1024")),
-    "too many loads a thread": ("quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 64", SM80_ROW,
-                                ("expected threads of the family 'attn_mma''s quantizer that are at least block_n * "
-                                 "headdim / 64 = 128, got 64")),
-    "groups for some threads": (D64_SIZES, D64_SIZES.replace("block_m: 128", "block_m: 64"), D64_ROW,
-                                ("expected threads of the family 'attn_mma''s quantizer that divide block_m * headdim "
-                                 "/ warp_m = 128, got 256")),
+                          "sage_attn_sm80_d64_qkint8_pvf16_accf32_causal_vraw_qraw, got others: both rows "
+                          "share sage_quant_sm80_d64_qkint8_pvf16")),
     "block_n of no power of two": (D64_SIZES, D64_SIZES.replace("block_n: 64", "block_n: 192"), D64_ROW,
                                    "block_n must be 64, 128 or 256, got 192"),
     "no list": ("exclude:", "exclude: none\nrest:", "exclude: none", "expected 'exclude' as a list, got 'none'"),
-    "no mapping": ("  - {qk: 4, why: \"not written yet: the INT4 products of the mma family\"}", "  - qk", "  - qk",
+    "no mapping": ("  - {qk: int4, why: \"not written yet: the INT4 products of the mma family\"}", "  - qk", "  - qk",
                    "expected a row of 'exclude' as a mapping, got 'qk'"),
 }
 
@@ -168,29 +162,29 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(project, edit):
     edit(project.matrix, "quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 1")
     edit(project.matrix, D64_SIZES, D64_SIZES.replace("stages: 2", "stages: 1"))
     edit(project.matrix, '"not written yet: smoothing of V"', '""')
-    edit(project.matrix, "{arch: sm89, pv: f16, why", "{arch: sm89, qk: 8, pv: f16, headdim: 64, why")
+    edit(project.matrix, "{arch: sm89, pv: f16, why", "{arch: sm89, qk: int8, pv: f16, headdim: 64, why")
     with pytest.raises(MatrixError) as error:
         read_matrix(project.matrix, project.templates)
     problems = error.value.problems
     for part in ("threads", "stages must be", "'why' as a sentence",
-                 "sage_attn_sm89_d128_qk8_pvf16_accf32_full_vraw_qraw"):
+                 "sage_attn_sm89_d128_qkint8_pvf16_accf32_full_vraw_qraw"):
         assert any(part in problem for problem in problems), part
     lines = [int(problem.split(":")[1]) for problem in problems]
     assert lines == sorted(lines)
 
 
 def test_a_misspelt_axis_does_not_echo_through_the_combinations(project, edit):
-    edit(project.matrix, "{qk: 4, why", "{bits: 4, why")
+    edit(project.matrix, "{qk: int4, why", "{bits: 4, why")
     with pytest.raises(MatrixError) as error:
         read_matrix(project.matrix, project.templates)
     assert len(error.value.problems) == 1
 
 
 def test_every_combination_is_built_or_has_a_reason(matrix):
-    axes = {"arch": ("sm80", "sm86", "sm89", "sm90"), "headdim": (64, 128), "qk": (8, 4), "pv": ("f16", "e4m3"),
-            "pv_accum": ("f32", "two_level_f32", "two_level_f16"), "mask": ("full", "causal"),
+    axes = {"arch": ("sm80", "sm86", "sm89", "sm90"), "headdim": (64, 128), "qk": ("int8", "int4"),
+            "pv": ("f16", "e4m3"), "pv_accum": ("f32", "two_level_f32", "two_level_f16"), "mask": ("full", "causal"),
             "v": ("vraw", "vsmooth"), "q": ("qraw", "qsmooth")}
-    everything = {KernelSpec("attn", **dict(zip(axes, values))).name for values in product(*axes.values())}
+    everything = {AttnSpec(**dict(zip(axes, values))).name for values in product(*axes.values())}
     built = {kernel.spec.name for kernel in matrix.kernels if kernel.spec.kind == "attn"}
     missing = dict(matrix.missing)
     assert built | missing.keys() == everything
@@ -200,43 +194,70 @@ def test_every_combination_is_built_or_has_a_reason(matrix):
 
 def test_the_first_exclusion_gives_the_reason(matrix):
     missing = dict(matrix.missing)
-    assert missing["sage_attn_sm90_d64_qk4_pve4m3_acc2f32_full_vsmooth_qraw"].startswith("Hopper has no INT4")
-    assert missing["sage_attn_sm80_d64_qk4_pve4m3_acc2f32_full_vsmooth_qraw"] == "no FP8 tensor cores before sm89"
-    assert missing["sage_attn_sm80_d64_qk8_pvf16_accf32_full_vsmooth_qraw"] == "not written yet: smoothing of V"
-    assert missing["sage_attn_sm80_d64_qk8_pvf16_acc2f16_full_vraw_qraw"] == "f16 products add up in f32 as they are"
-    assert missing["sage_attn_sm89_d64_qk8_pve4m3_accf32_full_vraw_qraw"].startswith("accumulators of FP8 products")
+    assert missing["sage_attn_sm90_d64_qkint4_pve4m3_acc2f32_full_vsmooth_qraw"].startswith("Hopper has no INT4")
+    assert missing["sage_attn_sm80_d64_qkint4_pve4m3_acc2f32_full_vsmooth_qraw"] == "no FP8 tensor cores before sm89"
+    assert missing["sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vsmooth_qraw"] == "not written yet: smoothing of V"
+    assert missing["sage_attn_sm80_d64_qkint8_pvf16_acc2f16_full_vraw_qraw"] == "f16 products add up in f32 as they are"
+    assert missing["sage_attn_sm89_d64_qkint8_pve4m3_accf32_full_vraw_qraw"].startswith("accumulators of FP8 products")
 
 
 def test_names_are_unique_sorted_and_round_trip(matrix):
     names = [kernel.spec.name for kernel in matrix.kernels]
     assert names == sorted(set(names))
-    assert [KernelSpec.from_name(name) for name in names] == [kernel.spec for kernel in matrix.kernels]
+    assert [spec_of(name) for name in names] == [kernel.spec for kernel in matrix.kernels]
 
 
-def test_every_attention_kernel_has_its_companions(matrix):
-    kernels = {kernel.spec: kernel for kernel in matrix.kernels}
+def test_every_attention_kernel_has_its_feeders(matrix):
+    kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
     needed = set()
-    for spec, kernel in kernels.items():
-        if spec.kind == "attn":
-            needed |= {spec, *spec.companions}
-            assert kernels[spec.companion("quant")].tile.quantized == kernel.tile.quantized
-            assert kernels[spec.companion("stats")].tile is None
+    for kernel in matrix.kernels:
+        if kernel.spec.kind == "attn":
+            needed |= {kernel.spec.name, *kernel.feeders}
+            kinds = ["stats", "quant", "delta"] if kernel.spec.q == "qsmooth" else ["stats", "quant"]
+            assert kernel.feeders == tuple(kernel.spec.companion(kind).name for kind in kinds)
+            assert kernels[kernel.spec.companion("quant").name].tile.quantized == kernel.tile.quantized
+        else:
+            assert kernel.feeders == ()
     assert needed == kernels.keys()
 
 
 def test_the_delta_kernel_is_planned_only_where_q_is_smoothed(project, edit):
-    row = '  - {q: qsmooth, arch: [sm80, sm86, sm89], why: "a test"}\n  - {qk: 4, why'
-    edit(project.matrix, "  - {qk: 4, why", row)
+    row = '  - {q: qsmooth, arch: [sm80, sm86, sm89], why: "a test"}\n  - {qk: int4, why'
+    edit(project.matrix, "  - {qk: int4, why", row)
     kernels = read_matrix(project.matrix, project.templates).kernels
     assert {kernel.spec.arch for kernel in kernels if kernel.spec.kind == "delta"} == {"sm90"}
     delta = next(kernel for kernel in kernels if kernel.spec.name == "sage_delta_sm90_d64")
-    assert (delta.tile, delta.threads, delta.template) == (None, 256, "delta_s.cu.jinja")
-    assert delta.row == "{family: attn_mma, headdim: 64, q: qsmooth}"
+    assert (delta.how.threads, delta.how.template, delta.min_blocks) == (256, "delta_s.cu.jinja", 1)
+    assert delta.row == "{family: mma, headdim: 64, q: qsmooth}"
+
+
+def without_smooth_q(project, edit) -> None:
+    """The project's matrix with Q as it is, and a family without the kernel for what smoothing takes off."""
+    edit(project.matrix, "  q: [qraw, qsmooth]", "  q: qraw")
+    text = project.matrix.read_text()
+    row = text[text.index(f"  - {D64_SMOOTH_ROW}"):text.index("\nexclude:")]
+    edit(project.matrix, row, "")
+    edit(project.matrix, "    delta: {template: delta_s.cu.jinja, threads: 256}\n", "")
+
+
+def test_a_family_has_the_kinds_that_its_kernels_need(project, edit):
+    without_smooth_q(project, edit)
+    matrix = read_matrix(project.matrix, project.templates)
+    assert {kernel.spec.kind for kernel in matrix.kernels} == {"attn", "quant", "stats"}
+
+
+def test_each_kernel_without_its_delta_is_one_complaint(project, edit):
+    edit(project.matrix, "    delta: {template: delta_s.cu.jinja, threads: 256}\n", "")
+    with pytest.raises(MatrixError) as error:
+        read_matrix(project.matrix, project.templates)
+    assert len(error.value.problems) == len(set(error.value.problems)) > 1
+    assert all("expected the kind delta in the family 'mma', which sage_attn_" in problem
+               and "_qsmooth needs" in problem for problem in error.value.problems)
 
 
 def test_kernels_that_share_a_quantizer_may_differ_in_stages_and_blocks(matrix):
     kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
-    raw, smooth = (kernels[f"sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_{q}"] for q in ("qraw", "qsmooth"))
+    raw, smooth = (kernels[f"sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_{q}"] for q in ("qraw", "qsmooth"))
     assert (raw.tile.stages, raw.tile.min_blocks) == (2, 3)
     assert (smooth.tile.stages, smooth.tile.min_blocks) == (3, 2)
     assert raw.spec.companion("quant") == smooth.spec.companion("quant")
@@ -252,17 +273,8 @@ def test_kernels_that_share_a_quantizer_agree_on_its_layout(project, edit, old, 
     with pytest.raises(MatrixError) as error:
         read_matrix(project.matrix, project.templates)
     assert (f"build_matrix.yaml:{_line(text, D64_SMOOTH_ROW)}: expected the tiles and family of line "
-            f"{_line(text, D64_ROW)} for sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qsmooth, got others: both rows "
-            "share sage_quant_sm80_d64_qk8_pvf16") in error.value.problems
-
-
-def test_shared_memory_is_judged_by_the_archs_own_limit(project, edit):
-    edit(project.matrix, "stages: 2, min_blocks: 1", "stages: 3, min_blocks: 1")
-    edit(project.matrix, "sm86: {shared_bytes: 101376", "sm86: {shared_bytes: 107647")
-    with pytest.raises(MatrixError, match="expected at most the 107647 bytes"):
-        read_matrix(project.matrix, project.templates)
-    edit(project.matrix, "shared_bytes: 107647", "shared_bytes: 107648")
-    assert read_matrix(project.matrix, project.templates).kernels
+            f"{_line(text, D64_ROW)} for sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qsmooth, got others: both "
+            "rows share sage_quant_sm80_d64_qkint8_pvf16") in error.value.problems
 
 
 def test_a_matrix_that_cannot_be_read_is_one_sentence(project):
@@ -281,20 +293,22 @@ def test_a_matrix_that_cannot_be_read_is_one_sentence(project):
 def test_what_a_kernel_takes_from_its_row(project, edit):
     edit(project.matrix, "pv: e4m3,\n     block_m: 128", "pv: [e4m3],\n     allow_spills: 32, why: tried, block_m: 128")
     kernels = {kernel.spec.name: kernel for kernel in read_matrix(project.matrix, project.templates).kernels}
-    attn = kernels["sage_attn_sm89_d128_qk8_pve4m3_acc2f32_full_vraw_qraw"]
-    quant = kernels["sage_quant_sm89_d128_qk8_pve4m3"]
-    assert attn.row == quant.row == "{family: attn_mma, arch: sm89, headdim: 128, pv: e4m3}"
-    assert (attn.threads, attn.template, attn.allowed_spill_bytes) == (128, "attn_mma.cu.jinja", 32)
-    assert (quant.threads, quant.template, quant.allowed_spill_bytes) == (256, "quantize.cu.jinja", 0)
-    twin = kernels["sage_attn_sm89_d128_qk8_pve4m3_acc2f16_full_vraw_qraw"]
+    attn = kernels["sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_full_vraw_qraw"]
+    quant = kernels["sage_quant_sm89_d128_qkint8_pve4m3"]
+    assert attn.row == quant.row == "{family: mma, arch: sm89, headdim: 128, pv: e4m3}"
+    assert (attn.how.threads, attn.how.template, attn.allowed_spill_bytes) == (None, "attn_mma.cu.jinja", 32)
+    assert (quant.how.threads, quant.how.template, quant.allowed_spill_bytes) == (256, "quantize.cu.jinja", 0)
+    assert (attn.family, attn.tile, attn.min_blocks, quant.min_blocks) == ("mma", Tile(128, 64, 32, 2, 2), 2, 2)
+    twin = kernels["sage_attn_sm89_d128_qkint8_pve4m3_acc2f16_full_vraw_qraw"]
     assert (twin.row, twin.tile, twin.spec.companion("quant")) == (attn.row, attn.tile, quant.spec)
-    assert kernels["sage_attn_sm90_d128_qk8_pvf16_accf32_full_vraw_qraw"].row == (
-        "{family: attn_mma, arch: sm90, headdim: 128, pv: f16}")
+    assert kernels["sage_attn_sm90_d128_qkint8_pvf16_accf32_full_vraw_qraw"].row == (
+        "{family: mma, arch: sm90, headdim: 128, pv: f16}")
 
 
 def test_what_is_known_of_archs(matrix):
     assert matrix.archs["sm86"] == Arch((8, 6), 525, None)
     assert matrix.archs["sm90"] == Arch((9, 0), 525, "NVIDIA H200")
+    assert matrix.shared_bytes == {"sm80": 166912, "sm86": 101376, "sm89": 101376, "sm90": 232448}
 
 
 def test_the_matrix_of_this_project_is_right():
@@ -303,23 +317,42 @@ def test_the_matrix_of_this_project_is_right():
 
 def test_every_kernel_fits_every_gpu_that_may_take_it():
     """Where a wheel was narrowed, a GPU takes kernels of an older chip: sm80's on 8.6, and PTX anywhere. They are
-    chosen whatever shared memory they need, so it must be there; the matrix has compared it with their own chip's."""
-    matrix_file = ROOT / "build_matrix.yaml"
-    blocks = {capability_of(arch): row["shared_bytes"]
-              for arch, row in yaml.safe_load(matrix_file.read_text())["archs"].items() if not is_ptx(arch)}
-    excessive = []
-    for kernel in read_matrix(matrix_file, ROOT / "templates").kernels:
+    chosen whatever shared memory they need, so it must be there; the build has compared it with their own chip's."""
+    matrix = read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates")
+    blocks = {capability_of(arch): most for arch, most in matrix.shared_bytes.items() if not is_ptx(arch)}
+    excessive, judged = [], 0
+    for kernel in matrix.kernels:
         if kernel.spec.kind == "attn":
-            taken = record_of(kernel.spec, target=target_of(kernel.spec.arch) + kernel.suffix)
+            taken = record_of(kernel.spec, kernel.tile, kernel.family,
+                              target=target_of(kernel.spec.arch) + kernel.how.suffix)
+            judged += sum(taken.serves(capability) for capability in blocks)
             excessive += [f"{kernel.spec.name} on {capability}" for capability, most in blocks.items()
-                          if taken.serves(capability) and kernel.tile.shared_bytes(kernel.spec) > most]
+                          if taken.serves(capability) and taken.fact("shared_bytes") > most]
+    assert judged > len(matrix.kernels)
     assert not excessive
 
 
-def test_selection_takes_companions_along(matrix):
+def test_a_combination_that_no_kernel_can_compute_is_one_sentence_when_its_exclusion_goes(tmp_path):
+    """sm120's FP8 products with sums in f32 alone: rows of 'tiles' cover them, and no main loop has them."""
+    text = (ROOT / "build_matrix.yaml").read_text()
+    row = next(line for line in text.splitlines() if line.startswith("  - {pv: e4m3, pv_accum: f32, why: "))
+    path = tmp_path / "build_matrix.yaml"
+    path.write_text(text.replace(row, row.replace("{pv", "{arch: [sm89, sm90], pv")))
+    with pytest.raises(MatrixError) as error:
+        read_matrix(path, ROOT / "templates")
+    kernels = {f"sage_attn_sm120_d{headdim}_qkint8_pve4m3_accf32_{mask}_{v}_{q}" for headdim, mask, v, q in product(
+        (64, 128), ("full", "causal"), ("vraw", "vsmooth"), ("qraw", "qsmooth"))}
+    assert {problem.split(": ", 1)[1] for problem in error.value.problems} == {
+        f"expected an exclusion of {name}, got tiles: no main loop adds FP8 products up without a second level"
+        for name in kernels}
+    assert len(error.value.problems) == len(kernels)
+
+
+def test_selection_takes_feeders_along(matrix):
     selected = Selection(("sm90",), ("sage_attn_*_d64_*_full_*_qraw",)).kernels(matrix)
     assert [kernel.spec.name for kernel in selected] == [
-        "sage_attn_sm90_d64_qk8_pvf16_accf32_full_vraw_qraw", "sage_quant_sm90_d64_qk8_pvf16", "sage_stats_sm90_d64"]
+        "sage_attn_sm90_d64_qkint8_pvf16_accf32_full_vraw_qraw", "sage_quant_sm90_d64_qkint8_pvf16",
+        "sage_stats_sm90_d64"]
     smoothed = Selection(("sm90",), ("sage_attn_*_d64_*_full_*_qsmooth",)).kernels(matrix)
     assert [kernel.spec.kind for kernel in smoothed] == ["attn", "delta", "quant", "stats"]
     assert {kernel.spec.kind for kernel in Selection().kernels(matrix)} == set(KINDS)

@@ -10,10 +10,31 @@ import sys
 import pytest
 
 from codegen import compiler, nvcc, nvrtc
-from codegen._shared import ROOT
 from codegen.compiler import Compiled, Report
 from codegen.errors import BuildError
+from codegen.kernel_info import KernelInfo
+from codegen.project import ROOT
+from sage_aot._kernels.manifest import MachineCode, Struct
 
+# What every kernel says of itself.
+INFO = """
+#include "sage/kernel_info.cuh"
+namespace sage {
+struct KParams {
+  float* x;
+  int n;
+  float y;
+};
+constexpr auto fields_of(const KParams*) {
+  using Params = KParams;
+  return fields(SAGE_STRUCT(KParams), SAGE_FIELD(x), SAGE_FIELD(n), SAGE_FIELD(y));
+}
+}  // namespace sage
+struct Kernel {
+  static constexpr auto facts() { return sage::facts(sage::Fact{"threads", 1024}); }
+};
+SAGE_KERNEL_INFO(Kernel, KParams);
+"""
 # 64 values live across a barrier do not fit the 32 registers that two blocks of 1024 threads leave.
 SPILLS = """
 extern "C" __global__ void __launch_bounds__(1024, 2) k(float* x) {
@@ -24,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(1024, 2) k(float* x) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) x[i * 1024 + threadIdx.x] = a[i] * a[(i * 7) & 63];
 }
-"""
+""" + INFO
 # __FILE__ would carry the folder into the cubin.
 TABLE = """
 #include "sage/one.cuh"
@@ -34,7 +55,7 @@ extern "C" __global__ void k(float* x, const char** file, int i) {
   table[i] += 1.f;
   file[i] = __FILE__;
 }
-"""
+""" + INFO
 
 
 @pytest.fixture
@@ -45,6 +66,8 @@ def compile(tmp_path):
         here = tmp_path / folder
         (here / "include" / "sage").mkdir(parents=True, exist_ok=True)
         (here / "include" / "sage" / "one.cuh").write_text("constexpr float kOne = 1.f;\n")
+        for header in ("kernel_info.cuh", "types.cuh"):
+            shutil.copy(ROOT / "templates/include/sage" / header, here / "include" / "sage")
         (here / "k.cu").write_text(text)
         command = [sys.executable, "-m", f"codegen.{toolchain}", str(here / "k.cu"), "--target", target,
                    "--include", str(here / "include"), "-o", str(here / "k.cubin")]
@@ -70,17 +93,21 @@ def test_the_report_counts_registers_and_spills(compile):
     done, cubin = compile(SPILLS)
     assert done.returncode == 0, done.stderr
     report = json.loads(cubin.with_suffix(".json").read_text())
-    assert report.keys() == {"compiler", "registers", "spill_bytes", "stack_bytes", "elf_abi", "first_driver",
-                             "opcodes", "main_loop"}
-    assert (report["elf_abi"], report["first_driver"]) == (7, 525)
-    assert report["compiler"] == nvrtc.version()
-    assert report["registers"] == 32
-    assert report["spill_bytes"] >= 2 * report["stack_bytes"] > 0  # stores and loads
+    assert report.keys() == {"compiler", "machine", "first_driver", "opcodes", "main_loop", "info"}
+    assert (report["compiler"], report["first_driver"]) == (nvrtc.version(), 525)
+    machine = Report.read(cubin).machine
+    assert (machine.registers, machine.elf_abi) == (32, 7)
+    assert machine.spill_bytes > 0
 
 
 def test_a_plain_kernel_spills_nothing(compile):
-    report = Report.read(compile(TABLE)[1])
-    assert (report.spill_bytes, report.stack_bytes) == (0, 0)
+    assert Report.read(compile(TABLE)[1]).machine.spill_bytes == 0
+
+
+def test_the_report_holds_what_the_kernel_says_of_itself(compile):
+    info = Report.read(compile(TABLE)[1]).info
+    layout = Struct(16, {"x": ("Q", 0), "n": ("i", 8), "y": ("f", 12)})
+    assert info == KernelInfo({"threads": 1024.0}, "KParams", layout)
 
 
 @pytest.mark.parametrize("text, target, message", [
@@ -90,6 +117,8 @@ def test_a_plain_kernel_spills_nothing(compile):
     ('extern "C" __global__ void k() {} extern "C" __global__ void l() {}', "sm_80", "expected one __global__"),
     ('extern "C" __global__ void k() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); }', "sm_90a",
      "as they are written, got (C7508)"),
+    ('extern "C" __global__ void k(float* x) { x[0] = 1; }', "sm_80",
+     "without sage_facts and sage_fields: end its template with SAGE_KERNEL_INFO"),
     (TABLE, "sm_1", "invalid value for --gpu-architecture"),
 ])
 def test_a_failure_says_why_and_leaves_nothing(compile, text, target, message):
@@ -120,8 +149,9 @@ ptxas info    : Function properties for callee
 ptxas info    : Used 32 registers, used 1 barriers, 264 bytes cumulative stack size, 360 bytes cmem[0]
 """
     monkeypatch.setattr(compiler, "disassemble", lambda code: ())
+    monkeypatch.setattr(compiler, "of_elf", lambda code: None)
     found = Report.of("c", "k", Compiled(b"\x7fELF\x02\x01\x01\x33\x07", log))
-    assert (found.registers, found.spill_bytes, found.stack_bytes) == (32, 616, 264)
+    assert found.machine == MachineCode(registers=32, spill_bytes=616, elf_abi=7)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
@@ -130,7 +160,8 @@ def test_nvcc_reports_the_same_things(compile):
     assert done.returncode == 0, done.stderr
     report = Report.read(cubin)
     assert report.compiler == nvcc.version()
-    assert (report.registers, report.spill_bytes > 0) == (32, True)
+    assert (report.machine.registers, report.machine.spill_bytes > 0) == (32, True)
+    assert report.info.facts == {"threads": 1024.0}
     done, cubin = compile("nonsense", toolchain="nvcc")
     assert done.returncode == 1
     assert "k.cu(1): error" in done.stderr

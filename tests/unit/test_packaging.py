@@ -19,8 +19,8 @@ import test_wheel
 import wheels
 from wheels import Wheel, WheelError
 
-from codegen._shared import ROOT, Manifest
-from codegen.project import Project
+from codegen.project import ROOT, Project
+from sage_aot._kernels.manifest import Manifest
 
 TAGS = {"linux-x86_64": "manylinux_2_17_x86_64", "linux-aarch64": "manylinux_2_17_aarch64", "win-amd64": "win_amd64"}
 TAG = f"py3-none-{TAGS[sysconfig.get_platform()]}"
@@ -222,7 +222,8 @@ def test_a_wheel_that_is_right_passes(wheel, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("edit", "message"), [
-    (lambda files: flip(files, "sage_attn_sm80"), "sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw.cubin: expected"),
+    (lambda files: flip(files, "sage_attn_sm80"),
+     "sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw.cubin: expected"),
     (lambda files: files.pop(one(files, "sage_stats_sm86")), "sage_stats_sm86_d64.cubin: expected the file with"),
     (lambda files: files.update({"sage_aot/kernels/more.cubin": b""}), "more.cubin: expected the file with sha256"),
     (lambda files: replace(files, "WHEEL", "Purelib: false", "Purelib: true"), "expected 'Root-Is-Purelib: false'"),
@@ -238,8 +239,8 @@ def test_what_is_wrong_with_a_wheel_is_found(wheel, edit, message):
 
 
 def test_a_record_that_does_not_fit_is_found(wheel):
-    with pytest.raises(WheelError, match="expected RECORD to name 'sage_aot/_spec.py"):
-        wheels.check([changed(wheel, lambda files: flip(files, "_spec.py"), sealed=False)])
+    with pytest.raises(WheelError, match="expected RECORD to name 'sage_aot/_kernels/spec.py"):
+        wheels.check([changed(wheel, lambda files: flip(files, "_kernels/spec.py"), sealed=False)])
 
 
 def test_wheels_of_platforms_hold_the_same(wheel, tmp_path):
@@ -249,8 +250,8 @@ def test_wheels_of_platforms_hold_the_same(wheel, tmp_path):
     assert Wheel(windows).payload() == Wheel(wheel).payload()
     own = wheels.retag(windows, TAG.removeprefix("py3-none-"), tmp_path / "back")
     assert Wheel(own).files == Wheel(wheel).files
-    other = changed(windows, lambda files: flip(files, "_spec.py"))
-    with pytest.raises(WheelError, match="sage_aot/_spec.py: expected the same in .*x86_64.whl and .*win_amd64.whl"):
+    other = changed(windows, lambda files: flip(files, "_kernels/spec.py"))
+    with pytest.raises(WheelError, match=r"_kernels/spec.py: expected the same in .*x86_64.whl and .*win_amd64.whl"):
         wheels.check([wheel, other])
     with pytest.raises(WheelError, match="expected a platform of manylinux_2_17_x86_64, .*, got any"):
         wheels.retag(wheel, "any", tmp_path)

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from codegen._shared import ROOT
 from codegen.errors import BuildError
 from codegen.matrix import read_matrix
+from codegen.project import ROOT
 from codegen.render import CONTEXT, Renderer, context, cpp, render_all, source_path
 
 REAL = read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates")
-TEMPLATES = sorted({(kernel.spec.kind, kernel.template) for kernel in REAL.kernels})
+TEMPLATES = sorted({(kernel.spec.kind, kernel.how.template) for kernel in REAL.kernels})
 
 
 @pytest.fixture
 def attn(matrix):
-    name = "sage_attn_sm89_d128_qk8_pve4m3_acc2f32_causal_vraw_qraw"
+    name = "sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw"
     return next(kernel for kernel in matrix.kernels if kernel.spec.name == name)
 
 
@@ -43,27 +43,27 @@ def test_templates_use_exactly_the_names_of_their_kind(kind, template):
 @pytest.mark.parametrize("kernel", REAL.kernels, ids=lambda kernel: kernel.spec.name)
 def test_real_sources_name_kernel_template_and_row(kernel):
     text = Renderer(ROOT / "templates").render(kernel)
-    assert all(part in text for part in (f"{kernel.spec.name}(", f"templates/{kernel.template}", kernel.row))
+    assert all(part in text for part in (f"{kernel.spec.name}(", f"templates/{kernel.how.template}", kernel.row))
     assert str(ROOT) not in text
     assert text.endswith("\n")
 
 
 def test_values_reach_their_names(attn):
     assert context(attn) == {
-        "name": "sage_attn_sm89_d128_qk8_pve4m3_acc2f32_causal_vraw_qraw", "template": "attn_mma.cu.jinja",
-        "row": "{family: attn_mma, arch: sm89, headdim: 128, pv: e4m3}", "headdim": 128, "qk_bits": 8,
+        "name": "sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw", "template": "attn_mma.cu.jinja",
+        "row": "{family: mma, arch: sm89, headdim: 128, pv: e4m3}", "headdim": 128, "qk_bits": 8,
         "pv": "Pv::kE4m3", "pv_accum": "PvAccum::kTwoLevelF32", "causal": True, "smooth_v": False, "smooth_q": False,
-        "block_m": 128, "block_n": 64, "warp_m": 32, "stages": 2, "shared_bytes": 49408, "min_blocks": 2,
+        "block_m": 128, "block_n": 64, "warp_m": 32, "stages": 2, "min_blocks": 2,
     }
 
 
 def test_a_quantizer_has_the_blocks_of_its_family_and_not_of_its_tile(matrix):
-    quant, = (kernel for kernel in matrix.kernels if kernel.spec.name == "sage_quant_sm80_d64_qk8_pvf16")
+    quant, = (kernel for kernel in matrix.kernels if kernel.spec.name == "sage_quant_sm80_d64_qkint8_pvf16")
     assert (quant.tile.min_blocks, context(quant)["min_blocks"]) == (3, 2)
 
 
 def test_smoothing_reaches_its_name(attn):
-    smoothed = replace(attn, spec=replace(attn.spec, q="qsmooth", v="vsmooth", qk=4))
+    smoothed = replace(attn, spec=replace(attn.spec, q="qsmooth", v="vsmooth", qk="int4"))
     values = context(smoothed)
     assert (values["smooth_q"], values["smooth_v"], values["qk_bits"]) == (True, True, 4)
 
@@ -125,7 +125,7 @@ def test_rendering_is_deterministic_and_writes_only_changes(project, matrix, edi
 
 def test_sources_that_left_the_matrix_go_and_unselected_ones_stay(project, matrix):
     render_all(matrix.kernels, matrix, project)
-    stale = project.sources / "sage_attn_sm75_d64_qk8_pvf16_accf32_full_vraw_qraw.cu"
+    stale = project.sources / "sage_attn_sm75_d64_qkint8_pvf16_accf32_full_vraw_qraw.cu"
     stale.write_text("")
     render_all(matrix.kernels[:1], matrix, project)
     assert not stale.exists()

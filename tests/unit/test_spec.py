@@ -7,47 +7,63 @@ import itertools
 
 import pytest
 
-from sage_aot._spec import AXES, KIND_AXES, KINDS, KernelSpec, Tile, capability_of, is_ptx, target_of
+from sage_aot._families import FAMILIES
+from sage_aot._kernels.spec import (
+    AXES,
+    KINDS,
+    AttnSpec,
+    capability_of,
+    is_ptx,
+    least_headdim,
+    spec_of,
+    target_of,
+)
+from sage_aot._kernels.tile import Tile
 
-ATTN = KernelSpec("attn", "sm89", 128, 8, "e4m3", "two_level_f32", "causal", "vraw", "qraw")
-TILE = Tile(block_m=128, block_n=64, warp_m=32, stages=2, min_blocks=2)
+ATTN = AttnSpec("sm89", 128, "int8", "e4m3", "two_level_f32", "causal", "vraw", "qraw")
+TILES = {"mma": Tile(block_m=128, block_n=64, warp_m=32, stages=2, min_blocks=2),
+         "wgmma": Tile(block_m=128, block_n=128, warp_m=16, stages=4, min_blocks=1)}
 
 
 def every_spec():
     values = {**AXES, "arch": ("sm80", "sm90", "sm120", "ptx80")}
-    for kind in KINDS:
-        for combination in itertools.product(*(values[axis] for axis in KIND_AXES[kind])):
-            yield KernelSpec(kind, **dict(zip(KIND_AXES[kind], combination)))
+    for kind in KINDS.values():
+        for combination in itertools.product(*(values[axis] for axis in kind.axes())):
+            yield kind(*combination)
 
 
 def test_names_round_trip_and_are_unique():
     specs = list(every_spec())
-    assert [KernelSpec.from_name(spec.name) for spec in specs] == specs
+    assert [spec_of(spec.name) for spec in specs] == specs
     assert len({spec.name for spec in specs}) == len(specs)
+    assert {type(spec) for spec in specs} == set(KINDS.values())
 
 
 def test_name_spells_every_axis_in_order():
-    assert ATTN.name == "sage_attn_sm89_d128_qk8_pve4m3_acc2f32_causal_vraw_qraw"
+    assert ATTN.name == "sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw"
 
 
 @pytest.mark.parametrize(("name", "message"), [
     ("", "expected a name such as"),
-    ("sage_attn_sm89_d128_qk8_pve4m3_acc2f32_causal_vraw", "expected a name such as"),
-    ("sage_quant_sm89_d128_qk8_pve4m3_vraw", "expected a name such as"),
-    ("sage_attn_sm89_d128_qk8_pve4m3_acc2f32_causal_vraw_vsmooth",
+    ("sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_causal_vraw", "expected a name such as"),
+    ("sage_quant_sm89_d128_qkint8_pve4m3_vraw", "expected a name such as"),
+    ("sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_causal_vraw_vsmooth",
      r"\['qraw', 'qsmooth'\] for the axis 'q', got 'vsmooth'"),
-    ("sage_attn_sm89_d128_qk8_pve4m3_causal_vraw_qraw", "expected a name such as"),
-    ("sage_attn_sm89_d128_qk8_pve4m3_acctwo_causal_vraw_qraw",
+    ("sage_attn_sm89_d128_qkint8_pve4m3_causal_vraw_qraw", "expected a name such as"),
+    ("sage_attn_sm89_d128_qkint8_pve4m3_acctwo_causal_vraw_qraw",
      r"expected one of \['acc2f16', 'acc2f32', 'accf32'\] for the axis 'pv_accum', got 'acctwo'"),
     ("sage_attn_sm89_d128", "expected a name such as"),
-    ("sage_attn_sm89_d128_qk8_pve4m3_acc2f32_causal_vraw_qraw_more", "expected a name such as"),
-    ("sage_attn_ada_d128_qk8_pve4m3_acc2f32_causal_vraw_qraw", "expected an arch such as 'sm89', got 'ada'"),
-    ("sage_attn_sm89_d96_qk8_pve4m3_acc2f32_causal_vraw_qraw",
+    ("sage_mean_sm89_d128", "expected a name such as"),
+    ("sage_attn_sm89_d128_qk8_pve4m3_acc2f32_causal_vraw_qraw",
+     r"expected one of \['qkint4', 'qkint8'\] for the axis 'qk', got 'qk8'"),
+    ("sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw_more", "expected a name such as"),
+    ("sage_attn_ada_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw", "expected an arch such as 'sm89', got 'ada'"),
+    ("sage_attn_sm89_d96_qkint8_pve4m3_acc2f32_causal_vraw_qraw",
      r"expected one of \['d128', 'd64'\] for the axis 'headdim', got 'd96'"),
 ])
 def test_bad_names_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
-        KernelSpec.from_name(name)
+        spec_of(name)
 
 
 @pytest.mark.parametrize(("pv", "accumulator", "spelt"), [
@@ -56,30 +72,39 @@ def test_bad_names_are_refused(name, message):
 ])
 def test_names_of_the_accumulators(pv, accumulator, spelt):
     spec = dataclasses.replace(ATTN, pv=pv, pv_accum=accumulator)
-    assert spec.name == f"sage_attn_sm89_d128_qk8_{spelt}_causal_vraw_qraw"
-    assert KernelSpec.from_name(spec.name) == spec
-    assert spec.companions == dataclasses.replace(ATTN, pv=pv).companions  # quantizers take either
+    assert spec.name == f"sage_attn_sm89_d128_qkint8_{spelt}_causal_vraw_qraw"
+    assert spec_of(spec.name) == spec
+    assert spec.companion("quant") == dataclasses.replace(ATTN, pv=pv).companion("quant")  # quantizers take either
 
 
 def test_companions_share_axes():
-    assert ATTN.companion("quant").name == "sage_quant_sm89_d128_qk8_pve4m3"
+    assert ATTN.companion("quant").name == "sage_quant_sm89_d128_qkint8_pve4m3"
     assert ATTN.companion("stats").name == "sage_stats_sm89_d128"
     with pytest.raises(ValueError, match="does not determine"):
         ATTN.companion("stats").companion("attn")
 
 
 def test_names_of_the_other_kinds():
-    smoothed = dataclasses.replace(ATTN, qk=4, v="vsmooth", q="qsmooth")
-    assert smoothed.name == "sage_attn_sm89_d128_qk4_pve4m3_acc2f32_causal_vsmooth_qsmooth"
-    assert smoothed.companion("quant").name == "sage_quant_sm89_d128_qk4_pve4m3"
+    smoothed = dataclasses.replace(ATTN, qk="int4", v="vsmooth", q="qsmooth")
+    assert smoothed.name == "sage_attn_sm89_d128_qkint4_pve4m3_acc2f32_causal_vsmooth_qsmooth"
+    assert smoothed.companion("quant").name == "sage_quant_sm89_d128_qkint4_pve4m3"
     assert smoothed.companion("delta").name == "sage_delta_sm89_d128"
 
 
-def test_the_delta_kernel_comes_only_where_q_is_smoothed():
-    assert [spec.kind for spec in ATTN.companions] == ["quant", "stats"]
-    smoothed = dataclasses.replace(ATTN, q="qsmooth")
-    assert [spec.kind for spec in smoothed.companions] == ["quant", "stats", "delta"]
-    assert smoothed.companions[:2] == ATTN.companions
+def test_values_are_by_axis_in_the_order_of_the_name():
+    assert ATTN.values == {"arch": "sm89", "headdim": 128, "qk": "int8", "pv": "e4m3", "pv_accum": "two_level_f32",
+                           "mask": "causal", "v": "vraw", "q": "qraw"}
+    assert ATTN.companion("stats").values == {"arch": "sm89", "headdim": 128}
+    assert tuple(ATTN.values) == ATTN.axes() == ("arch", *AXES)
+
+
+def test_the_order_of_the_kinds_is_that_in_which_a_call_runs_them():
+    assert list(KINDS) == ["stats", "quant", "delta", "attn"]
+
+
+@pytest.mark.parametrize(("headdim", "kernel"), [(1, 64), (64, 64), (65, 128), (128, 128)])
+def test_the_least_head_dim_that_holds_a_calls(headdim, kernel):
+    assert least_headdim(headdim) == kernel
 
 
 @pytest.mark.parametrize(("arch", "capability", "target"), [
@@ -91,10 +116,10 @@ def test_what_an_arch_is(arch, capability, target):
 
 @pytest.mark.parametrize(("changes", "reason"), [
     ({"arch": "sm86"}, "no FP8"),
-    ({"arch": "sm90", "qk": 4}, "no INT4"),
-    ({"qk": 4}, None),
+    ({"arch": "sm90", "qk": "int4"}, "no INT4"),
+    ({"qk": "int4"}, None),
     ({"pv_accum": "two_level_f16"}, None),
-    ({"pv_accum": "f32"}, "those of e4m3 need two levels"),
+    ({"pv_accum": "f32"}, "no main loop adds FP8 products up without a second level"),
     ({"pv": "f16"}, "f16 products add up in f32"),
     ({"pv": "f16", "pv_accum": "two_level_f16"}, "f16 products add up in f32"),
     ({"pv": "f16", "pv_accum": "f32"}, None),
@@ -105,33 +130,44 @@ def test_impossible_kernels(changes, reason):
     assert found is None if reason is None else reason in found
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({}, None),
-    ({"block_m": 0}, "block_m must be a positive integer, got 0"),
-    ({"stages": True}, "stages must be a positive integer, got True"),
-    ({"warp_m": 64}, "warp_m must be 16 or 32"),
-    ({"block_m": 144}, "block_m must be a multiple of warp_m = 32, got 144"),
-    ({"block_m": 2048}, "1 to 32 warps, got 64"),
-    ({"block_n": 96}, "block_n must be 64, 128 or 256, got 96"),
-    ({"block_n": 192}, "block_n must be 64, 128 or 256, got 192"),
-    ({"block_n": 512}, "block_n must be 64, 128 or 256, got 512"),
-    ({"block_n": 256}, None),
-    ({"stages": 1}, "stages must be at least 2"),
+WGMMA_RULE = "warp_m must be 16, block_m 128 or 192 and block_n 128, got "
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), [
+    ("mma", {}, None),
+    ("mma", {"block_m": 0}, "block_m must be a positive integer, got 0"),
+    ("mma", {"stages": True}, "stages must be a positive integer, got True"),
+    ("mma", {"warp_m": 64}, "warp_m must be 16 or 32"),
+    ("mma", {"warp_m": 16}, None),
+    ("mma", {"block_m": 144}, "block_m must be a multiple of warp_m = 32, got 144"),
+    ("mma", {"block_m": 192}, None),
+    ("mma", {"block_m": 1024}, None),
+    ("mma", {"block_m": 1056}, "1 to 32 warps, got 33"),
+    ("mma", {"block_n": 96}, "block_n must be 64, 128 or 256, got 96"),
+    ("mma", {"block_n": 192}, "block_n must be 64, 128 or 256, got 192"),
+    ("mma", {"block_n": 512}, "block_n must be 64, 128 or 256, got 512"),
+    ("mma", {"block_n": 256}, None),
+    ("mma", {"stages": 1}, "stages must be at least 2"),
+    ("wgmma", {}, None),
+    ("wgmma", {"block_m": 192}, None),
+    ("wgmma", {"block_m": 256}, WGMMA_RULE + "16, 256 and 128"),
+    ("wgmma", {"block_m": 64}, WGMMA_RULE + "16, 64 and 128"),
+    ("wgmma", {"block_n": 64}, WGMMA_RULE + "16, 128 and 64"),
+    ("wgmma", {"warp_m": 32}, WGMMA_RULE + "32, 128 and 128"),
+    ("wgmma", {"block_m": "wide"}, "block_m must be a positive integer, got 'wide'"),
+    ("wgmma", {"stages": 1}, "stages must be at least 2"),
 ])
-def test_tile_rules(changes, message):
-    problems = dataclasses.replace(TILE, **changes).invalid()
-    assert problems == [] if message is None else any(message in problem for problem in problems)
+def test_tile_rules_of_a_family(family, changes, message):
+    problems = FAMILIES[family].broken_rules(TILES[family]._replace(**changes))
+    assert len(problems) == (message is not None)
+    assert not problems or message in problems[0]
 
 
-def test_shared_memory_of_a_kernel():
-    q, k, v, scales = 128 * 128, 64 * 128, 64 * 128, 128
-    assert TILE.shared_bytes(ATTN) == q + 2 * (k + v + scales)
-    assert TILE.shared_bytes(dataclasses.replace(ATTN, pv="f16")) == q + 2 * (k + 2 * v + scales)
+def test_every_rule_that_a_tile_breaks_is_told():
+    problems = FAMILIES["mma"].broken_rules(Tile(block_m=144, block_n=96, warp_m=32, stages=1, min_blocks=1))
+    assert [problem.split()[0] for problem in problems] == ["block_m", "block_n", "stages"]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_shared_memory_of_a_smoothed_q(bits):
-    smoothed = dataclasses.replace(ATTN, qk=bits, q="qsmooth")
-    q, k, v, delta, scales = 128 * 16 * bits, 64 * 16 * bits, 64 * 128, 64 * 4, 128
-    assert TILE.shared_bytes(smoothed) == q + 2 * (k + v + delta + scales)
-    assert TILE.shared_bytes(smoothed) - TILE.shared_bytes(dataclasses.replace(smoothed, q="qraw")) == 2 * delta
+def test_families_go_by_their_names():
+    assert {name: family.name for name, family in FAMILIES.items()} == {"mma": "mma", "wgmma": "wgmma"}
+    assert [name for name, family in FAMILIES.items() if family.persistent] == ["wgmma"]

@@ -7,13 +7,12 @@ import torch
 import variants
 from records import manifest_of, record_of
 
-from sage_aot import _cuda
-from sage_aot._loader import default_library
-from sage_aot._select import Gpu
-from sage_aot._spec import KernelSpec
+from sage_aot._call.pipeline import default_library
+from sage_aot._kernels.spec import AttnSpec, StatsSpec
+from sage_aot._launch.choose import Gpu
 
-ATTN = [KernelSpec("attn", arch, 64, 8, "f16", "f32", "full", "vraw", "qraw") for arch in ("sm80", "sm90", "ptx80")]
-MANIFEST = manifest_of([*map(record_of, ATTN), record_of(KernelSpec("stats", "sm90", 64))])
+ATTN = [AttnSpec(arch, 64, "int8", "f16", "f32", "full", "vraw", "qraw") for arch in ("sm80", "sm90", "ptx80")]
+MANIFEST = manifest_of([*map(record_of, ATTN), record_of(StatsSpec("sm90", 64))])
 
 
 @pytest.mark.parametrize(("gpu", "archs"), [
@@ -23,7 +22,7 @@ MANIFEST = manifest_of([*map(record_of, ATTN), record_of(KernelSpec("stats", "sm
 def test_what_a_gpu_takes_runs_from_the_package(monkeypatch, gpu, archs):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(_cuda, "gpu_here", lambda device: gpu)
+    monkeypatch.setattr(variants, "gpu_here", lambda device: gpu)
     assert variants.native_archs(MANIFEST) == archs
     assert [spec.arch for spec in variants.variants_of(MANIFEST, archs)] == sorted(archs)
     monkeypatch.setattr(variants, "_NATIVE", archs)

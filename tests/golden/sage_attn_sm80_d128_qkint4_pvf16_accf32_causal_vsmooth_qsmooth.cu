@@ -1,6 +1,6 @@
-// sage_attn_sm80_d128_qk4_pvf16_accf32_causal_vsmooth_qsmooth
+// sage_attn_sm80_d128_qkint4_pvf16_accf32_causal_vsmooth_qsmooth
 // Written by codegen from templates/attn_mma.cu.jinja and this row of build_matrix.yaml:
-//   {family: attn_mma, arch: sm80, headdim: 128, pv: f16}
+//   {family: mma, arch: sm80, headdim: 128, pv: f16}
 // Attention on quantized Q, K and V with mma.sync.
 
 #include "sage/attn/mainloop_mma.cuh"
@@ -17,14 +17,15 @@ struct Config {
   static constexpr int kBlockN = 64;  // keys of a KV tile
   static constexpr int kWarpM = 32;  // query rows of a warp
   static constexpr int kStages = 2;  // KV tiles in shared memory
-  static constexpr int kSharedBytes = 49920;  // of a block
   static constexpr int kMinBlocks = 2;  // resident blocks an SM
 };
 
 using Attention = sage::AttentionMma<Config>;
 
 extern "C" __global__ void __launch_bounds__(Attention::kThreads, Config::kMinBlocks)
-sage_attn_sm80_d128_qk4_pvf16_accf32_causal_vsmooth_qsmooth(const __grid_constant__ sage::AttnParams params) {
+sage_attn_sm80_d128_qkint4_pvf16_accf32_causal_vsmooth_qsmooth(const __grid_constant__ sage::AttnParams params) {
   extern __shared__ __align__(128) sage::u8 shared[];
   Attention::run(params, shared);
 }
+
+SAGE_KERNEL_INFO(Attention, AttnParams);

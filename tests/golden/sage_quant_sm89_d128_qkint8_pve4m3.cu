@@ -1,6 +1,6 @@
-// sage_quant_sm89_d128_qk8_pve4m3
+// sage_quant_sm89_d128_qkint8_pve4m3
 // Written by codegen from templates/quantize.cu.jinja and this row of build_matrix.yaml:
-//   {family: attn_mma, arch: sm89, headdim: 128, pv: e4m3}
+//   {family: mma, arch: sm89, headdim: 128, pv: e4m3}
 // Quantization of Q, K and V into the tiles of the attention kernel.
 
 #include "sage/quant/quantize.cuh"
@@ -19,7 +19,9 @@ struct Config {
 using Quantize = sage::Quantize<Config>;
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-sage_quant_sm89_d128_qk8_pve4m3(const __grid_constant__ sage::QuantParams params) {
+sage_quant_sm89_d128_qkint8_pve4m3(const __grid_constant__ sage::QuantParams params) {
   __shared__ Quantize::Channels channels;
   Quantize{params, channels}.run();
 }
+
+SAGE_KERNEL_INFO(Quantize, QuantParams);

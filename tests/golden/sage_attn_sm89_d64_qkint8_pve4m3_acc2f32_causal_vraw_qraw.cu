@@ -1,30 +1,31 @@
-// sage_attn_sm80_d128_qk8_pvf16_accf32_full_vraw_qraw
+// sage_attn_sm89_d64_qkint8_pve4m3_acc2f32_causal_vraw_qraw
 // Written by codegen from templates/attn_mma.cu.jinja and this row of build_matrix.yaml:
-//   {family: attn_mma, arch: sm80, headdim: 128, pv: f16}
+//   {family: mma, arch: sm89, headdim: 64}
 // Attention on quantized Q, K and V with mma.sync.
 
 #include "sage/attn/mainloop_mma.cuh"
 
 struct Config {
-  static constexpr int kHeadDim = 128;  // channels
+  static constexpr int kHeadDim = 64;  // channels
   static constexpr int kQkBits = 8;  // of the quantized Q and K
-  static constexpr sage::Pv kPv = sage::Pv::kF16;  // type of P and V
-  static constexpr sage::PvAccum kPvAccum = sage::PvAccum::kF32;  // how P·V adds up
-  static constexpr bool kCausal = false;  // aligned bottom-right
+  static constexpr sage::Pv kPv = sage::Pv::kE4m3;  // type of P and V
+  static constexpr sage::PvAccum kPvAccum = sage::PvAccum::kTwoLevelF32;  // how P·V adds up
+  static constexpr bool kCausal = true;  // aligned bottom-right
   static constexpr bool kSmoothV = false;  // V less its mean
   static constexpr bool kSmoothQ = false;  // Q less the mean of each tile's rows
   static constexpr int kBlockM = 128;  // query rows of a block
   static constexpr int kBlockN = 64;  // keys of a KV tile
   static constexpr int kWarpM = 32;  // query rows of a warp
   static constexpr int kStages = 2;  // KV tiles in shared memory
-  static constexpr int kSharedBytes = 65792;  // of a block
   static constexpr int kMinBlocks = 2;  // resident blocks an SM
 };
 
 using Attention = sage::AttentionMma<Config>;
 
 extern "C" __global__ void __launch_bounds__(Attention::kThreads, Config::kMinBlocks)
-sage_attn_sm80_d128_qk8_pvf16_accf32_full_vraw_qraw(const __grid_constant__ sage::AttnParams params) {
+sage_attn_sm89_d64_qkint8_pve4m3_acc2f32_causal_vraw_qraw(const __grid_constant__ sage::AttnParams params) {
   extern __shared__ __align__(128) sage::u8 shared[];
   Attention::run(params, shared);
 }
+
+SAGE_KERNEL_INFO(Attention, AttnParams);

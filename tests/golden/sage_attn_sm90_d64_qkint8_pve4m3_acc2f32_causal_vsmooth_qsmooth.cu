@@ -1,6 +1,6 @@
-// sage_attn_sm90_d64_qk8_pve4m3_acc2f32_causal_vsmooth_qsmooth
+// sage_attn_sm90_d64_qkint8_pve4m3_acc2f32_causal_vsmooth_qsmooth
 // Written by codegen from templates/attn_wgmma.cu.jinja and this row of build_matrix.yaml:
-//   {family: attn_wgmma, arch: sm90, headdim: 64}
+//   {family: wgmma, arch: sm90, headdim: 64}
 // Attention on quantized Q, K and V with wgmma and the copy engine.
 
 #include "sage/attn/mainloop_wgmma.cuh"
@@ -17,14 +17,15 @@ struct Config {
   static constexpr int kBlockN = 128;  // keys of a KV tile
   static constexpr int kWarpM = 16;  // query rows of a warp
   static constexpr int kStages = 4;  // KV tiles in shared memory
-  static constexpr int kSharedBytes = 130144;  // of a block
   static constexpr int kMinBlocks = 1;  // resident blocks an SM
 };
 
 using Attention = sage::AttentionWgmma<Config>;
 
 extern "C" __global__ void __launch_bounds__(Attention::kThreads, Config::kMinBlocks)
-sage_attn_sm90_d64_qk8_pve4m3_acc2f32_causal_vsmooth_qsmooth(const __grid_constant__ sage::AttnParams params) {
+sage_attn_sm90_d64_qkint8_pve4m3_acc2f32_causal_vsmooth_qsmooth(const __grid_constant__ sage::AttnParams params) {
   extern __shared__ __align__(1024) sage::u8 shared[];
   Attention::run(params, shared);
 }
+
+SAGE_KERNEL_INFO(Attention, AttnParams);
