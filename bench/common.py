@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_aot import _cuda, _reference, _select
-from sage_aot._driver import default_driver
-from sage_aot._loader import Library, default_library
-from sage_aot._problem import Problem
-from sage_aot._select import Kernels, built_archs
+from sage_aot._backends.drivers import default_driver
+from sage_aot._backends.loader import Library
+from sage_aot._call.pipeline import default_library
+from sage_aot._problem.check import Problem
+from sage_aot._launch.choose import Kernels, built_archs
 from sage_aot.errors import ArgumentError, SageAotError, UnsupportedError
 
 MIN_COSINE = 0.998
@@ -114,7 +115,7 @@ def poisoned(like: torch.Tensor) -> torch.Tensor:
 
 def check_output(row: str, out: torch.Tensor, expected: torch.Tensor) -> float:
     """The lowest cosine over the batch; leaves the program with exit code 1 where it shows a broken kernel."""
-    cosines = [_reference.measure(ours, theirs).cosine for ours, theirs in zip(out, expected)]
+    cosines = [reference.measure(ours, theirs).cosine for ours, theirs in zip(out, expected)]
     wrong = [cosine for cosine in cosines if not cosine >= MIN_COSINE]  # NaN is wrong, too
     if wrong:
         sys.exit(f"{row}: wrong output for {tuple(out.shape)}: expected a cosine of at least {MIN_COSINE}, got "

@@ -16,11 +16,11 @@ import torch
 
 import common
 from sage_aot import _emulate
-from sage_aot._loader import Library
-from sage_aot._plan import LOG2_E
-from sage_aot._problem import Problem, check
-from sage_aot._select import Kernels
-from sage_aot._spec import Tile
+from sage_aot._backends.loader import Library
+from sage_aot._launch.plan import LOG2_E
+from sage_aot._problem.check import Problem, check
+from sage_aot._launch.choose import Kernels
+from sage_aot._kernels.spec import Tile
 from sage_aot.errors import ArgumentError
 
 ARCH = "sm89"

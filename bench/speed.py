@@ -28,10 +28,10 @@ import common
 import latency
 from sage_aot import _cuda
 from sage_aot._ops import prepare
-from sage_aot._loader import Library
-from sage_aot._plan import Launch, Plan, launches, plan
-from sage_aot._problem import Problem, check
-from sage_aot._select import Kernels
+from sage_aot._backends.loader import Library
+from sage_aot._launch.plan import Launch, Plan, launches, plan
+from sage_aot._problem.check import Problem, check
+from sage_aot._launch.choose import Kernels
 
 FLASH, CUDNN = common.SDPA
 COLUMNS = ("row", "heads", "headdim", "mask", "N", "µs", "p10–p90", "TOPS", "× cuDNN", "GB/s", "cosine")

@@ -14,8 +14,8 @@ import torch
 from variants import SPECS, run
 
 from sage_aot import _reference
-from sage_aot._loader import default_library
-from sage_aot._spec import KernelSpec
+from sage_aot._call.pipeline import default_library
+from sage_aot._kernels.spec import KernelSpec
 
 CALLS = [
     ("outlier", torch.bfloat16, (1, 2, 150), (1, 1, 200), 0, False),  # grouped heads, more keys than queries, ragged
@@ -37,7 +37,7 @@ def main() -> None:
         for kind, dtype, q_shape, kv_shape, missing, plant in calls_of(spec):
             count += 1
             headdim = spec.headdim - missing
-            q, k, v = _reference.inputs(kind, (*q_shape, headdim), (*kv_shape, headdim), dtype,
+            q, k, v = reference.inputs(kind, (*q_shape, headdim), (*kv_shape, headdim), dtype,
                                         torch.Generator("cuda").manual_seed(4))
             if plant:
                 k[0, 0, [70, 131, 132], 5] = v[0, 1, [3, 131], 9] = torch.nan

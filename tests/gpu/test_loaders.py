@@ -12,11 +12,12 @@ from variants import own_specs
 
 import sage_aot
 from sage_aot import _cuda, _loader, _reference
-from sage_aot._driver import DRIVERS, Driver
-from sage_aot._loader import Library, default_library
-from sage_aot._plan import Plan, plan
-from sage_aot._problem import check
-from sage_aot._select import kernels_of
+from sage_aot._backends.drivers import DRIVERS, Driver
+from sage_aot._backends.loader import Library
+from sage_aot._call.pipeline import default_library
+from sage_aot._launch.plan import Plan, plan
+from sage_aot._problem.check import check
+from sage_aot._launch.choose import kernels_of
 from sage_aot.errors import LaunchError, UnsupportedError
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +47,7 @@ def library(loader, monkeypatch) -> Library:
 
 def prepare(library: Library, device: str = "cuda") -> tuple[Plan, list[torch.Tensor]]:
     """A plan with its tensors: q, k, v, out, lse, workspace."""
-    q, k, v = _reference.inputs("outlier", (2, 4, 150, 64), (2, 2, 333, 64), torch.bfloat16,
+    q, k, v = reference.inputs("outlier", (2, 4, 150, 64), (2, 2, 333, 64), torch.bfloat16,
                                 torch.Generator(device).manual_seed(27))
     problem = check(q, k, v, smooth_q=True)
     prepared = plan(problem, kernels_of(OWN[0].arch, problem, library.manifest))

@@ -19,7 +19,7 @@ CALLS = [{}, {"is_causal": True, "scale": 0.1, "smooth_k": False}]
 def draw(seed=0, dtype=torch.bfloat16, queries=200, keys=300):
     """Shapes [2, 4, queries, 64] and [2, 2, keys, 64]."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    return _reference.inputs("normal", (2, 4, queries, 64), (2, 2, keys, 64), dtype, generator)
+    return reference.inputs("normal", (2, 4, queries, 64), (2, 2, keys, 64), dtype, generator)
 
 
 def options(**changes):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 def draw(spec, q_shape, kv_shape, seed):
     """N(0, 1) in bf16; shapes are (batch, heads, seq)."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    return _reference.inputs("normal", (*q_shape, spec.headdim), (*kv_shape, spec.headdim), torch.bfloat16, generator)
+    return reference.inputs("normal", (*q_shape, spec.headdim), (*kv_shape, spec.headdim), torch.bfloat16, generator)
 
 
 def compare(spec, q, k, v, **options):
@@ -36,18 +36,18 @@ def compare(spec, q, k, v, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", _reference.INPUT_CLASSES)
+@pytest.mark.parametrize("kind", reference.INPUT_CLASSES)
 @pytest.mark.parametrize("spec", QUANTIZERS, ids=[spec.name for spec in QUANTIZERS])
 def test_bits_of_every_quantizer(spec, kind, dtype):
     generator = torch.Generator("cuda").manual_seed(1)
-    q, k, v = _reference.inputs(kind, (2, 4, 300, spec.headdim), (2, 2, 1100, spec.headdim), dtype, generator)
+    q, k, v = reference.inputs(kind, (2, 4, 300, spec.headdim), (2, 2, 1100, spec.headdim), dtype, generator)
     compare(spec, q, k, v)
 
 
 @each_padded_quantizer(1, 33, 40, 80, 100)
 def test_bits_of_padded_head_dims(spec, headdim):
     generator = torch.Generator("cuda").manual_seed(2)
-    q, k, v = _reference.inputs("outlier", (1, 2, 65, headdim), (1, 1, 130, headdim), torch.bfloat16, generator)
+    q, k, v = reference.inputs("outlier", (1, 2, 65, headdim), (1, 1, 130, headdim), torch.bfloat16, generator)
     compare(spec, q, k, v)
 
 

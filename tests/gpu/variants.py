@@ -20,13 +20,14 @@ import torch
 from layout import Result
 
 from sage_aot import _cuda
-from sage_aot._loader import Library, default_library
-from sage_aot._manifest import FILE_NAME, Manifest
-from sage_aot._plan import plan
-from sage_aot._problem import check, heads_first
-from sage_aot._select import kernels_of
-from sage_aot._spec import AXES, KernelSpec
-from sage_aot._verify import takes
+from sage_aot._backends.loader import Library
+from sage_aot._call.pipeline import default_library
+from sage_aot._kernels.manifest import FILE_NAME, Manifest
+from sage_aot._launch.plan import plan
+from sage_aot._problem.check import check, heads_first
+from sage_aot._launch.choose import kernels_of
+from sage_aot._kernels.spec import AXES, KernelSpec
+from sage_aot._tools.verify import takes
 
 ROOT = Path(__file__).parents[2]
 

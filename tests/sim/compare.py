@@ -33,9 +33,9 @@ from simulator import Simulator, set_exp2
 from variants import SPECS, run
 
 from sage_aot import _reference
-from sage_aot._problem import check
-from sage_aot._select import kernels_of
-from sage_aot._spec import KernelSpec
+from sage_aot._problem.check import check
+from sage_aot._launch.choose import kernels_of
+from sage_aot._kernels.spec import KernelSpec
 
 HERE = Path(__file__).parent
 MANTISSAS = 2**23
@@ -207,7 +207,7 @@ def compare_exp2(gpu: Gpu, build: Build) -> Iterator[Row]:
 
 def compare_variant(build: Build, spec: KernelSpec, seed: int) -> Iterator[Row]:
     """A ragged call with grouped heads: all that quantization leaves, the output and the log-sum-exp."""
-    q, k, v = _reference.inputs("outlier", (1, 2, 210, spec.headdim), (1, 1, 333, spec.headdim), torch.bfloat16,
+    q, k, v = reference.inputs("outlier", (1, 2, 210, spec.headdim), (1, 1, 333, spec.headdim), torch.bfloat16,
                                 torch.Generator().manual_seed(seed))
     on_gpu = run(spec, *(tensor.cuda() for tensor in (q, k, v)))
     simulated = _simulate(build, spec, q, k, v)
@@ -220,7 +220,7 @@ def compare_variant(build: Build, spec: KernelSpec, seed: int) -> Iterator[Row]:
 
 
 def _simulate(build: Build, spec: KernelSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Result:
-    from sage_aot._manifest import Manifest
+    from sage_aot._kernels.manifest import Manifest
 
     problem = check(q, k, v, is_causal=spec.mask == "causal", qk_bits=spec.qk, smooth_q=spec.q == "qsmooth",
                     smooth_v=spec.v == "vsmooth", pv_accum=spec.pv_accum)

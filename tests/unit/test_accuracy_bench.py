@@ -19,10 +19,10 @@ import common
 import emulator
 from emulator import GROUPS, ROUNDING, Method
 from sage_aot import _demo, _emulate, _reference
-from sage_aot._loader import default_library
-from sage_aot._problem import check
-from sage_aot._reference import Accuracy
-from sage_aot._spec import Tile
+from sage_aot._call.pipeline import default_library
+from sage_aot._problem.check import check
+from sage_aot._tools.reference import Accuracy
+from sage_aot._kernels.spec import Tile
 from sage_aot.errors import ArgumentError, UnsupportedError
 
 TILE = Tile(block_m=128, block_n=64, warp_m=32, stages=2, min_blocks=2)
@@ -30,12 +30,12 @@ F16 = {"pv": "f16", "accumulator": "f32"}
 
 
 def draw(kind="outlier", q_shape=(1, 4, 300, 64), kv_shape=(1, 2, 390, 64)):
-    return _reference.inputs(kind, q_shape, kv_shape, torch.bfloat16, torch.Generator().manual_seed(1))
+    return reference.inputs(kind, q_shape, kv_shape, torch.bfloat16, torch.Generator().manual_seed(1))
 
 
 def error(method, qkv, **flags):
-    return _reference.measure(emulator.attention(method, default_library(), *qkv, **flags),
-                              _reference.attention(*qkv, **flags)[0]).relative_l1
+    return reference.measure(emulator.attention(method, default_library(), *qkv, **flags),
+                              reference.attention(*qkv, **flags)[0]).relative_l1
 
 
 # --- the kernels' own methods -----------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_smoothing_at_4_bits():
     def cosine(kind, smoothing):
         qkv = draw(kind, (1, 2, 512, 128), (1, 2, 512, 128))
         out = emulator.attention(Method(bits=4, smoothing=smoothing), default_library(), *qkv)
-        return _reference.measure(out, _reference.attention(*qkv)[0]).cosine
+        return reference.measure(out, reference.attention(*qkv)[0]).cosine
 
     assert cosine("normal", "qk") >= 0.97  # docs/accuracy.md says why it is not more
     assert cosine("outlier", "qk") >= 0.99
@@ -343,7 +343,7 @@ def test_tables_let_other_models_read(monkeypatch, capsys, tmp_path):
         "def activations():\n    yield qkv\n"
         "def bits_per_byte(attend, windows, device):\n    return windows + attend(*qkv)[0, 0, 69, 0].double().item()\n")
     qkv = accuracy_tables.load_model("m", tmp_path / "model.py").qkv
-    exact = _reference.attention(*qkv, is_causal=True)[0].bfloat16()[0, 0, 69, 0].item()
+    exact = reference.attention(*qkv, is_causal=True)[0].bfloat16()[0, 0, 69, 0].item()
     ours = emulator.attention(Method(bits=4, smoothing="qk"), default_library(), *qkv, is_causal=True).bfloat16()
     assert run(monkeypatch, "tables", *SMALL, "--no-demo", "--only", "bits", "--windows", 3, "--activations",
                f"m={tmp_path / 'model.py'}") == 0
@@ -354,7 +354,7 @@ def test_tables_let_other_models_read(monkeypatch, capsys, tmp_path):
 
 def test_tables_use_the_demo_model_where_it_is_installed(monkeypatch, capsys):
     qkv = draw(q_shape=(1, 1, 20, 32), kv_shape=(1, 1, 20, 32))
-    workload = _demo.Workload("", "layer", {"0": [qkv, qkv], "1": [qkv]}, [])
+    workload = demo.Workload("", "layer", {"0": [qkv, qkv], "1": [qkv]}, [])
     monkeypatch.setattr(_demo, "_transformer_workload", lambda device: workload)
     assert run(monkeypatch, "tables", *SMALL, "--only", "bits") == 0
     printed = capsys.readouterr()
@@ -381,8 +381,8 @@ def test_a_case_is_measured_over_all_its_draws():
     ours, exact = [], []
     for biased in (v + 8, v * 3 + 8):
         ours.append(emulator.attention(method, default_library(), q, k, biased, is_causal=True))
-        exact.append(_reference.attention(q, k, biased, is_causal=True)[0])
-    assert values[method] == _reference.measure(torch.cat(ours), torch.cat(exact))
+        exact.append(reference.attention(q, k, biased, is_causal=True)[0])
+    assert values[method] == reference.measure(torch.cat(ours), torch.cat(exact))
 
 
 def test_cases_are_seeded():

@@ -12,9 +12,9 @@ import torch
 from fuzz_cases import EDGES, OPTIONS, Case, draw_case, make_tensors, reductions, shrink
 
 from sage_aot import _emulate
-from sage_aot._compare import against_emulation
-from sage_aot._loader import default_library
-from sage_aot._problem import heads_first
+from sage_aot._tools.compare import against_emulation
+from sage_aot._call.pipeline import default_library
+from sage_aot._problem.check import heads_first
 
 BUILT = {"sm80": {"qk_bits": {4, 8}, "pv_accum": {"f32"}},
          "sm89": {"qk_bits": {4, 8}, "pv_accum": {"two_level_f32", "two_level_f16"}},
