@@ -9,7 +9,8 @@ import torch
 from layout import read_back
 from variants import QUANTIZERS, each_padded_quantizer, run
 
-from sage_aot import _emulate, _reference
+from sage_aot._backends.emulation.quantize import quantize
+from sage_aot._tools import reference
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +24,7 @@ def draw(spec, q_shape, kv_shape, seed):
 def compare(spec, q, k, v, **options):
     result = run(spec, q, k, v, **options)
     found = read_back(result)
-    expected = _emulate.quantize(result.plan.problem, result.plan.kernels, q.cpu(), k.cpu(), v.cpu())
+    expected = quantize(result.plan.problem, result.plan.kernels, q.cpu(), k.cpu(), v.cpu())
     for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale", "k_mean", "v_mean", "k_finite", "v_finite"):
         assert torch.equal(found[name], getattr(expected, name)), name
     spoilt = expected.row_bias.isnan()
