@@ -24,10 +24,12 @@ import torch
 
 import accuracy_tables
 import common
-from sage_aot import _cuda, _emulate, _reference
+from sage_aot._backends.cuda import CudaBackend
+from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._backends.loader import Library
-from sage_aot._launch.plan import plan
-from sage_aot._problem.check import check
+from sage_aot._call import pipeline
+from sage_aot._problem.options import Options
+from sage_aot._tools import reference
 from sage_aot._tools.reference import Accuracy
 from sage_aot.errors import UnsupportedError
 
@@ -39,7 +41,7 @@ COLUMNS = ("row", "inputs", "headdim", "mask", "N", "cosine", "relative L1", "RM
 class Case:
     """One set of inputs."""
 
-    inputs: str  # class of reference.inputs
+    inputs: str  # class of sage_aot._tools.reference.inputs
     headdim: int
     mask: str
     seqlen: int
@@ -134,13 +136,10 @@ def measure(case: Case, archs: list[str], library: Library, arguments: argparse.
 
 def attention(arch: str, library: Library, qkv: list[torch.Tensor], is_causal: bool) -> torch.Tensor:
     """``[batch, heads, seq, headdim]`` from the kernels of one arch, or from their emulation for CPU tensors."""
-    problem = check(*qkv, is_causal=is_causal, scale=None, layout="HND", smooth_k=True)
-    kernels = common.kernels_of(arch, problem, library)
+    common.check_arch(arch, library)
     out = common.poisoned(qkv[0])
-    if out.device.type == "cuda":
-        _cuda.attention(plan(problem, kernels), library, *qkv, out, None)
-    else:
-        _emulate.attention(problem, kernels, *qkv, out, None)
+    backend = CudaBackend(library, arch) if out.is_cuda else EmulationBackend(library.manifest, arch)
+    pipeline.prepare(backend, *qkv, Options(is_causal=is_causal), out).run(*qkv, out, None)
     return out
 
 

@@ -9,7 +9,6 @@ import torch
 
 from sage_aot._launch.plan import Plan
 
-
 BITS = {"int8": 8, "int4": 4}
 """Of an element of the quantized Q and K."""
 

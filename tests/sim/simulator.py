@@ -1,7 +1,7 @@
 """Launches on the simulator: the launch description that a GPU gets, buffers in host memory, reports as exceptions.
 
-:class:`SimulatorBackend` stands where the package has :class:`sage_aot._backends.cuda.CudaBackend`: it launches what the
-plan says, from the packed structs alone. What memory a launch may touch the simulator is told beforehand.
+:class:`SimulatorBackend` stands where the package has :class:`sage_aot._backends.cuda.CudaBackend`: it launches what
+the plan says, from the packed structs alone. What memory a launch may touch the simulator is told beforehand.
 """
 
 from __future__ import annotations

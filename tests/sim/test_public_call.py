@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+
 import pytest
 import torch
 from fuzz_cases import Case, draw_case
