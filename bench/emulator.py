@@ -2,8 +2,8 @@
 
 sage_aot._backends.emulation computes what the kernels compute. This computes the alternatives of the paper's tables,
 too: other granularities of the scales, other ways to smooth, other types of P and V, other accumulators. Steps that
-both have are the package's own functions, so that the kernels' own method gives its bits. All arithmetic is f32 unless a
-cast says otherwise; tensors are [batch, heads, seq, headdim] on any device.
+both have are the package's own functions, so that the kernels' own method gives its bits. All arithmetic is f32 unless
+a cast says otherwise; tensors are [batch, heads, seq, headdim] on any device.
 Source: SageAttention2, sections 3.1 to 3.4 and appendix A.6; SageAttention2++ for the accumulators in f16.
 """
 

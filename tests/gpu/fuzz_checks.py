@@ -3,7 +3,8 @@
 The call is the public one. On a GPU it runs the kernels of any arch whose folder holds cubins for it, into poisoned
 memory, and is held against the emulation, within bounds that only rounding explains (sage_aot/_tools/compare.py), and
 against float64, within what the quantization of these very inputs can do (:func:`_quantization_error`). On the CPU,
-where the call is the emulation, float64 remains. Every check yields its error in units of its bound, element by element.
+where the call is the emulation, float64 remains. Every check yields its error in units of its bound, element by
+element.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def test_equals_the_kernels_emulation(arch, method, headdim, is_causal):
     q, k, v = draw(q_shape=(1, 4, 300, headdim), kv_shape=(1, 2, 390, headdim))
     backend, options = EmulationBackend(default_library().manifest, arch), method.options(is_causal=is_causal)
     expected = torch.full(q.shape, torch.nan)
-    pipeline.prepare(backend, q, k, v, options, expected).run(q, k, v, expected, None)
+    pipeline.prepare(backend, q, k, v, options).run(q, k, v, expected, None)  # f32, before it is rounded
     assert torch.equal(emulator.attention(method, default_library(), q, k, v, is_causal=is_causal), expected)
 
 
@@ -69,7 +69,7 @@ def facts_of(kind, **axes):
 
 @pytest.mark.parametrize(("qk", "clip"), [("int8", 1.0), ("int4", accuracy_tables.CLIP)])
 def test_clipping_is_that_of_the_kernels(qk, clip):
-    assert {facts["clip"] for facts in facts_of("quant", qk=qk)} == {pytest.approx(clip)}
+    assert all(facts["clip"] == pytest.approx(clip) for facts in facts_of("quant", qk=qk))
 
 
 @pytest.mark.parametrize(("pv_accum", "ranges"), [
