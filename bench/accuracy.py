@@ -24,11 +24,13 @@ import torch
 
 import accuracy_tables
 import common
-from sage_aot import _cuda, _emulate, _reference
-from sage_aot._loader import Library
-from sage_aot._plan import plan
-from sage_aot._problem import check
-from sage_aot._reference import Accuracy
+from sage_aot._backends.cuda import CudaBackend
+from sage_aot._backends.emulation.backend import EmulationBackend
+from sage_aot._backends.loader import Library
+from sage_aot._call import pipeline
+from sage_aot._problem.options import Options
+from sage_aot._tools import reference
+from sage_aot._tools.reference import Accuracy
 from sage_aot.errors import UnsupportedError
 
 FLASH = "sdpa_flash_bf16"
@@ -39,7 +41,7 @@ COLUMNS = ("row", "inputs", "headdim", "mask", "N", "cosine", "relative L1", "RM
 class Case:
     """One set of inputs."""
 
-    inputs: str  # class of _reference.inputs
+    inputs: str  # class of sage_aot._tools.reference.inputs
     headdim: int
     mask: str
     seqlen: int
@@ -111,7 +113,7 @@ def measure_kernels(arguments: argparse.Namespace, library: Library) -> int:
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    return [Case(*values) for values in itertools.product(_reference.INPUT_CLASSES, arguments.headdim, arguments.mask,
+    return [Case(*values) for values in itertools.product(reference.INPUT_CLASSES, arguments.headdim, arguments.mask,
                                                           arguments.seqlen)]
 
 
@@ -119,28 +121,25 @@ def measure(case: Case, archs: list[str], library: Library, arguments: argparse.
     """Every implementation on one case: torch's flash attention first, then each arch."""
     generator = torch.Generator().manual_seed(arguments.seed)  # on the CPU, so that both devices see the same numbers
     shape = (arguments.batch, arguments.heads, case.seqlen, case.headdim)
-    host = _reference.inputs(case.inputs, shape, shape, torch.bfloat16, generator)
+    host = reference.inputs(case.inputs, shape, shape, torch.bfloat16, generator)
     qkv = [tensor.to(arguments.device) for tensor in host]
     is_causal = case.mask == "causal"
-    exact, _ = _reference.attention(*qkv, is_causal=is_causal)
+    exact, _ = reference.attention(*qkv, is_causal=is_causal)
     outputs = {FLASH: common.sdpa(FLASH, *qkv, is_causal)}
     for arch in archs:
         if arguments.device == "cuda":
             outputs[f"{arch} kernel"] = attention(arch, library, qkv, is_causal)
         if arguments.device == "cpu" or arguments.emulate:
             outputs[f"{arch} emulation"] = attention(arch, library, host, is_causal)
-    return [Row(row, case, _reference.measure(out.to(exact.device), exact)) for row, out in outputs.items()]
+    return [Row(row, case, reference.measure(out.to(exact.device), exact)) for row, out in outputs.items()]
 
 
 def attention(arch: str, library: Library, qkv: list[torch.Tensor], is_causal: bool) -> torch.Tensor:
     """``[batch, heads, seq, headdim]`` from the kernels of one arch, or from their emulation for CPU tensors."""
-    problem = check(*qkv, is_causal=is_causal, scale=None, layout="HND", smooth_k=True)
-    kernels = common.kernels_of(arch, problem, library)
+    common.check_arch(arch, library)
     out = common.poisoned(qkv[0])
-    if out.device.type == "cuda":
-        _cuda.attention(plan(problem, kernels), library, *qkv, out, None)
-    else:
-        _emulate.attention(problem, kernels, *qkv, out, None)
+    backend = CudaBackend(library, arch) if out.is_cuda else EmulationBackend(library.manifest, arch)
+    pipeline.prepare(backend, *qkv, Options(is_causal=is_causal), out).run(*qkv, out, None)
     return out
 
 
@@ -221,7 +220,7 @@ def import_plot() -> object:
 
 def table_cases(arguments: argparse.Namespace, models: dict[str, ModuleType]) -> list[accuracy_tables.Case]:
     """Input classes, demo model, other models; then the cases of many keys."""
-    kinds, headdims = _reference.INPUT_CLASSES, arguments.headdim
+    kinds, headdims = reference.INPUT_CLASSES, arguments.headdim
     found = accuracy_tables.class_cases(kinds, headdims, arguments.mask, arguments.seqlen, arguments.batch,
                                         arguments.heads, arguments.seed)
     if not arguments.no_demo:

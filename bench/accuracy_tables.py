@@ -20,9 +20,9 @@ import torch
 import common
 import emulator
 from emulator import Method
-from sage_aot import _demo, _emulate, _reference
-from sage_aot._loader import Library
-from sage_aot._reference import Accuracy
+from sage_aot._backends.loader import Library
+from sage_aot._tools import demo, reference
+from sage_aot._tools.reference import Accuracy
 from sage_aot.errors import ArgumentError
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -31,7 +31,7 @@ QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 V_BIAS = 8.0
 """What video models add to V in every channel, about. Source: SageAttention2, appendix A.3."""
 
-CLIP = _emulate.CLIP[4]
+CLIP = 0.8
 """What the kernels do at 4 bits. 0.8 was the best of 1, 0.95, 0.9, ... 0.7 on N(0, 1) at head dim 64."""
 
 LONG_QUERIES = 256
@@ -73,7 +73,7 @@ def exact_pv(method: Method) -> Method:
     return replace(method, pv="f16", accumulator="f32")
 
 
-AS_SHIPPED = [replace(method, clip=_emulate.CLIP[bits]) for bits, default in DEFAULT.items()
+AS_SHIPPED = [replace(method, clip=CLIP if bits == 4 else 1.0) for bits, default in DEFAULT.items()
               for method in (exact_pv(default), default)]
 """What sage_aot.attn does by default: with P and V in f16, and with E4M3 (sm89)."""
 
@@ -154,7 +154,7 @@ class Case:
 
 def class_cases(kinds: Iterable[str], headdims: list[int], masks: list[str], seqlens: list[int], batch: int, heads: int,
                 seed: int) -> list[Case]:
-    """The classes of _reference.inputs, a case per shape and mask."""
+    """The classes of sage_aot._tools.reference.inputs, a case per shape and mask."""
     cases = []
     for kind, headdim, mask, seqlen in itertools.product(kinds, headdims, masks, seqlens):
         shape = (batch, heads, seqlen, headdim)
@@ -172,12 +172,12 @@ def long_cases(kinds: Iterable[str], headdims: list[int], seqlens: list[int], he
 
 def _draw(kind: str, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], seed: int) -> QKV:
     generator = torch.Generator().manual_seed(seed)  # on the CPU, so that every device sees the same numbers
-    return _reference.inputs(kind, q_shape, kv_shape, torch.bfloat16, generator)
+    return reference.inputs(kind, q_shape, kv_shape, torch.bfloat16, generator)
 
 
 def demo_cases() -> list[Case]:
     """Every layer of the model of `python -m sage_aot demo`, all texts together; UnsupportedError without it."""
-    workload = _demo._transformer_workload(torch.device("cpu"))
+    workload = demo._transformer_workload(torch.device("cpu"))
     return [Case(DEMO, f"layer {layer}", False, draws) for layer, draws in workload.layers.items()]
 
 
@@ -276,7 +276,7 @@ def bits_per_byte(model: ModuleType, windows: int, library: Library, device: tor
     The model's bits_per_byte(attend, windows, device) takes a causal attention of f16 or bf16 tensors.
     """
     def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return _reference.attention(q, k, v, is_causal=True)[0].to(q.dtype)
+        return reference.attention(q, k, v, is_causal=True)[0].to(q.dtype)
 
     def quantized(method: Method) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         return lambda q, k, v: emulator.attention(method, library, q, k, v, is_causal=True).to(q.dtype)
@@ -351,12 +351,12 @@ def measure_case(case: Case, v_bias: float, methods: Iterable[Method], library: 
                  device: torch.device) -> dict[Method, Accuracy]:
     """Every method on one case, all its draws taken together."""
     draws = [tuple(x.to(device) for x in (q, k, v + v_bias)) for q, k, v in case.draws]
-    exact = _flat(_reference.attention(*qkv, is_causal=case.is_causal)[0] for qkv in draws)
+    exact = _flat(reference.attention(*qkv, is_causal=case.is_causal)[0] for qkv in draws)
 
     def ours(method: Method) -> torch.Tensor:
         return _flat(emulator.attention(method, library, *qkv, is_causal=case.is_causal) for qkv in draws)
 
-    return {method: _reference.measure(ours(method), exact) for method in methods}
+    return {method: reference.measure(ours(method), exact) for method in methods}
 
 
 def summaries(results: list[Result]) -> list[Summary]:

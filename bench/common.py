@@ -15,11 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_aot import _cuda, _reference, _select
-from sage_aot._driver import default_driver
-from sage_aot._loader import Library, default_library
-from sage_aot._problem import Problem
-from sage_aot._select import Kernels, built_archs
+from sage_aot._backends.cuda import arch_of
+from sage_aot._backends.drivers import default_driver
+from sage_aot._backends.loader import Library
+from sage_aot._call.pipeline import default_library
+from sage_aot._launch import choose
+from sage_aot._launch.choose import Kernels, built_archs, wanted_axes
+from sage_aot._problem.check import Problem
+from sage_aot._tools import reference
 from sage_aot.errors import ArgumentError, SageAotError, UnsupportedError
 
 MIN_COSINE = 0.998
@@ -90,15 +93,20 @@ def default_archs(library: Library) -> list[str]:
     """All archs where every kernel runs (emulated, or built for one chip), else the one that this GPU would run."""
     if library.manifest.retarget or not torch.cuda.is_available():
         return built_archs(library.manifest)
-    return [_cuda.arch_of(library, torch.cuda.current_device())]
+    return [arch_of(library, torch.cuda.current_device())]
 
 
 def kernels_of(arch: str, problem: Problem, library: Library) -> Kernels:
     """The kernels of just this arch, whatever the GPU; the driver refuses what cannot run on it."""
+    check_arch(arch, library)
+    return choose.kernels_of(arch, wanted_axes(problem), library.manifest)
+
+
+def check_arch(arch: str, library: Library) -> None:
+    """ArgumentError unless the folder has an arch's kernels, in machine code."""
     if arch not in built_archs(library.manifest):
         raise ArgumentError(f"--arch: expected some of {', '.join(built_archs(library.manifest))}, which is what "
                             f"{library.folder} holds, got {arch!r}")
-    return _select.kernels_of(arch, problem, library.manifest)
 
 
 def sdpa(row: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
@@ -114,7 +122,7 @@ def poisoned(like: torch.Tensor) -> torch.Tensor:
 
 def check_output(row: str, out: torch.Tensor, expected: torch.Tensor) -> float:
     """The lowest cosine over the batch; leaves the program with exit code 1 where it shows a broken kernel."""
-    cosines = [_reference.measure(ours, theirs).cosine for ours, theirs in zip(out, expected)]
+    cosines = [reference.measure(ours, theirs).cosine for ours, theirs in zip(out, expected)]
     wrong = [cosine for cosine in cosines if not cosine >= MIN_COSINE]  # NaN is wrong, too
     if wrong:
         sys.exit(f"{row}: wrong output for {tuple(out.shape)}: expected a cosine of at least {MIN_COSINE}, got "

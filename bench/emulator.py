@@ -1,30 +1,39 @@
 """Quantized attention with every choice of the method open: what the kernels do, and what they could have done instead.
 
-sage_aot._emulate computes what the kernels compute. This computes the alternatives of the paper's tables, too: other
-granularities of the scales, other ways to smooth, other types of P and V, other accumulators. Steps that both have are
-_emulate's own functions, so that the kernels' own method gives _emulate's bits. All arithmetic is f32 unless a cast
-says otherwise; tensors are [batch, heads, seq, headdim] on any device.
+sage_aot._backends.emulation computes what the kernels compute. This computes the alternatives of the paper's tables,
+too: other granularities of the scales, other ways to smooth, other types of P and V, other accumulators. Steps that
+both have are the package's own functions, so that the kernels' own method gives its bits. All arithmetic is f32 unless
+a cast says otherwise; tensors are [batch, heads, seq, headdim] on any device.
 Source: SageAttention2, sections 3.1 to 3.4 and appendix A.6; SageAttention2++ for the accumulators in f16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 import common
-from sage_aot import _emulate
-from sage_aot._loader import Library
-from sage_aot._plan import LOG2_E
-from sage_aot._problem import Problem, check
-from sage_aot._select import Kernels
-from sage_aot._spec import Tile
+from sage_aot._backends.emulation import quantize as kernel_steps
+from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT, keep_13_bits, to_pv
+from sage_aot._backends.emulation.attention import _add_delta, _key_limit
+from sage_aot._backends.emulation.online import exponents
+from sage_aot._backends.loader import Library
+from sage_aot._families.mma.emulation import MmaSoftmax, _folded, _whole_warps
+from sage_aot._kernels.manifest import AttnRecord, KernelRecord
+from sage_aot._launch.choose import Kernels
+from sage_aot._launch.plan import LOG2_E
+from sage_aot._problem.check import Problem, check
+from sage_aot._problem.options import Options
 from sage_aot.errors import ArgumentError
 
 ARCH = "sm89"
 """Whose tiles and orders of summation the emulation follows: the arch of FP8 P and V."""
+
+F16_ARCH = "sm80"
+"""Whose softmax it follows where P is f16."""
 
 PRODUCT_KEYS = 32
 """Keys of one FP8 or INT8 matrix product; the accumulator is rounded after each."""
@@ -50,6 +59,16 @@ class Method:
         if self.pv in ("int8", "f16") and self.accumulator != "f32":
             raise ArgumentError(f"accumulator: P·V in {self.pv} is exact up to f32, got {self.accumulator!r}")
 
+    @property
+    def largest_integer(self) -> float:
+        """Of Q and K."""
+        return 2.0 ** (self.bits - 1) - 1
+
+    def options(self, *, is_causal: bool) -> Options:
+        """The call that comes nearest."""
+        return Options(is_causal=is_causal, qk=f"int{self.bits}", smooth_q="q" in self.smoothing,
+                       smooth_k="k" in self.smoothing, smooth_v=self.smooth_v)
+
 
 @dataclass(frozen=True)
 class Range:
@@ -60,7 +79,7 @@ class Range:
 
 
 RANGES = {"int8": Range(127.0, 127.0), "e5m2": Range(E5M2_LIMIT, E5M2_LIMIT),
-          "e4m3": Range(_emulate.E4M3_LIMIT, _emulate.E4M3_LIMIT), "f16": Range(2.0 ** _emulate.TOP["f32"], None)}
+          "e4m3": Range(E4M3_LIMIT, E4M3_LIMIT), "f16": Range(128.0, None)}
 RANGE_F16_ACCUMULATOR = Range(224.0, 4.5)
 """A tile's sum stays within f16: 224 · 4.5 · 64 keys = 64512 < 65504. Source: SageAttention2++."""
 
@@ -91,30 +110,30 @@ class Quantized:
 def attention(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
               is_causal: bool = False) -> torch.Tensor:
     """Output [batch, heads, seq, headdim] f32 of f16 or bf16 tensors, all finite."""
-    problem, tile, inputs = prepare(method, library, q, k, v, is_causal=is_causal)
+    problem, kernels, inputs = prepare(method, library, q, k, v, is_causal=is_causal)
+    softmax = common.kernels_of(F16_ARCH, problem, library).attn if method.pv == "f16" else kernels.attn
     with q.device:
-        out = attend(method, problem, tile, inputs, quantize(method, problem, tile, inputs))
+        out = attend(method, problem, kernels.attn, softmax, inputs, quantize(method, problem, kernels, inputs))
     return out[:, :, : problem.seqlen_q, : problem.headdim]
 
 
 def score_step(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
     """What one unit of the integer scores is worth, in log2 units: geometric mean over rows times that over keys."""
-    problem, tile, inputs = prepare(method, library, q, k, v)
+    problem, kernels, inputs = prepare(method, library, q, k, v)
     with q.device:
-        quantized = quantize(method, problem, tile, inputs)
+        quantized = quantize(method, problem, kernels, inputs)
     q_scale, k_scale = quantized.q_scale[:, :, : problem.seqlen_q], quantized.k_scale[:, :, : problem.seqlen_kv]
     return (q_scale.log().mean() + k_scale.log().mean()).exp().item()
 
 
 def prepare(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
-            is_causal: bool = False) -> tuple[Problem, Tile, Inputs]:
+            is_causal: bool = False) -> tuple[Problem, Kernels, Inputs]:
     """All that comes before quantization."""
-    problem = check(q, k, v, is_causal=is_causal, qk_bits=method.bits, smooth_q="q" in method.smoothing,
-                    smooth_k="k" in method.smoothing, smooth_v=method.smooth_v)
+    problem = check(q, k, v, method.options(is_causal=is_causal))
     kernels = common.kernels_of(ARCH, problem, library)
-    with q.device:  # where the factories that _emulate calls put what they make
+    with q.device:  # where the factories that the package's functions call put what they make
         inputs = smooth(problem, kernels, *TRANSFORMS[method.transform](q.float(), k.float()), v.float())
-    return problem, kernels.attn.tile, inputs
+    return problem, kernels, inputs
 
 
 # --- before quantization ----------------------------------------------------------------------------------------------
@@ -155,21 +174,21 @@ TRANSFORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor,
 
 
 def smooth(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
-    """Padded inputs less their means, in the order of _emulate.quantize, less the row bias, which no softmax sees."""
+    """Padded inputs less their means, in the order of the kernels, less the row bias, which no softmax sees."""
     tile, headdim = kernels.attn.tile, kernels.attn.spec.headdim
-    q = _emulate._pad(q, tile.block_m, headdim) * torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
-    k, v = (_emulate._pad(x, tile.block_n, headdim) for x in (k, v))
+    q = kernel_steps._pad(q, tile.block_m, headdim) * torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
+    k, v = (kernel_steps._pad(x, tile.block_n, headdim) for x in (k, v))
     v_mean = torch.zeros_like(v[:, :, 0])
     delta_s = None
-    if problem.smooth_k:
-        k = _emulate._subtract(k, _emulate._mean_over_keys(k, problem, kernels)[:, :, None], problem.seqlen_kv)
-    if problem.smooth_v:
-        v_mean = _emulate._v_mean(v, problem, kernels)
-        v = _emulate._subtract(v, v_mean[:, :, None], problem.seqlen_kv)
-    if problem.smooth_q:
-        q_mean = _emulate._mean_over_rows(q, problem, kernels)
-        q = _emulate._subtract(q, q_mean.repeat_interleave(tile.block_m, 2), problem.seqlen_q)
-        delta_s = _emulate._delta_s(q_mean, _per_q_head(problem, k))
+    if problem.options.smooth_k:
+        k = kernel_steps._subtract(k, kernel_steps._mean_over_keys(k, problem, kernels)[:, :, None], problem.seqlen_kv)
+    if problem.options.smooth_v:
+        v_mean = kernel_steps._v_mean(v, problem, kernels)
+        v = kernel_steps._subtract(v, v_mean[:, :, None], problem.seqlen_kv)
+    if problem.options.smooth_q:
+        q_mean = kernel_steps._mean_over_rows(q, problem, kernels)
+        q = kernel_steps._subtract(q, q_mean.repeat_interleave(tile.block_m, 2), problem.seqlen_q)
+        delta_s = kernel_steps._delta_s(q_mean, _per_q_head(problem, k))
     return Inputs(q, k, v, v_mean, delta_s)
 
 
@@ -179,22 +198,37 @@ def _per_q_head(problem: Problem, x: torch.Tensor) -> torch.Tensor:
 
 # --- quantization -----------------------------------------------------------------------------------------------------
 
-GROUPS: dict[str, tuple[Callable[[int, Tile], torch.Tensor], Callable[[int, Tile], torch.Tensor]]] = {
-    "token": (lambda rows, tile: torch.arange(rows), lambda keys, tile: torch.arange(keys)),
-    "thread": (lambda rows, tile: _emulate._row_groups(rows, tile.warp_m),
-               lambda keys, tile: _emulate._key_groups(keys, tile.block_n)),
-    "block": (lambda rows, tile: torch.arange(rows) // tile.block_m,
-              lambda keys, tile: torch.arange(keys) // tile.block_n),
-    "tensor": (lambda rows, tile: torch.zeros(rows, dtype=torch.int64),
-               lambda keys, tile: torch.zeros(keys, dtype=torch.int64)),
+class Sizes(NamedTuple):
+    """What the kernels' scale groups depend on."""
+
+    block_m: int
+    block_n: int
+    warp_m: int
+    row_groups: int  # of a warp's rows
+    key_groups: int  # of a tile's keys
+
+    @classmethod
+    def of(cls, kernels: Kernels) -> Sizes:
+        quant = kernels["quant"]
+        return cls(*kernels.attn.tile.quantized, quant.fact("row_groups"), quant.fact("key_groups"))
+
+
+GROUPS: dict[str, tuple[Callable[[int, Sizes], torch.Tensor], Callable[[int, Sizes], torch.Tensor]]] = {
+    "token": (lambda rows, sizes: torch.arange(rows), lambda keys, sizes: torch.arange(keys)),
+    "thread": (lambda rows, sizes: kernel_steps._row_groups(rows, sizes.warp_m, sizes.row_groups),
+               lambda keys, sizes: kernel_steps._key_groups(keys, sizes.block_n, sizes.key_groups)),
+    "block": (lambda rows, sizes: torch.arange(rows) // sizes.block_m,
+              lambda keys, sizes: torch.arange(keys) // sizes.block_n),
+    "tensor": (lambda rows, sizes: torch.zeros(rows, dtype=torch.int64),
+               lambda keys, sizes: torch.zeros(keys, dtype=torch.int64)),
 }
 """By granularity: the scale group of each row of Q, and of each key. ``"tensor"``: a head's whole Q or K."""
 
 ROUNDING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "int8": lambda x: x.round().clamp(-127.0, 127.0),
     "e5m2": lambda x: x.clamp(-E5M2_LIMIT, E5M2_LIMIT).to(torch.float8_e5m2).float(),
-    "e4m3": lambda x: _emulate.to_pv(x, "e4m3"),
-    "f16": lambda x: _emulate.to_pv(x, "f16"),
+    "e4m3": lambda x: to_pv(x, "e4m3"),
+    "f16": lambda x: to_pv(x, "f16"),
 }
 """f32 values of P or V rounded to the type and back: nearest even, saturating."""
 
@@ -203,24 +237,29 @@ def range_of(method: Method) -> Range:
     return RANGE_F16_ACCUMULATOR if method.accumulator == "two_level_f16" else RANGES[method.pv]
 
 
-def quantize(method: Method, problem: Problem, tile: Tile, inputs: Inputs) -> Quantized:
+def quantize(method: Method, problem: Problem, kernels: Kernels, inputs: Inputs) -> Quantized:
     """Q, K and V by the method."""
+    quant, sizes = kernels["quant"], Sizes.of(kernels)
     q_groups, k_groups = GROUPS[method.granularity]
-    q, q_scale = quantize_rows(inputs.q, q_groups(inputs.q.shape[2], tile), method)
-    k_and_scale = quantize_rows(inputs.k, k_groups(inputs.k.shape[2], tile), method)
-    k, k_scale, v, v_scale = (_per_q_head(problem, x) for x in (*k_and_scale, *quantize_v(inputs.v, method)))
+    q, q_scale = quantize_rows(inputs.q, q_groups(inputs.q.shape[2], sizes), method, quant)
+    k_and_scale = quantize_rows(inputs.k, k_groups(inputs.k.shape[2], sizes), method, quant)
+    v_and_scale = quantize_v(inputs.v, method, quant)
+    k, k_scale, v, v_scale = (_per_q_head(problem, x) for x in (*k_and_scale, *v_and_scale))
     return Quantized(q, k, v, q_scale, k_scale, v_scale)
 
 
-def quantize_rows(x: torch.Tensor, groups: torch.Tensor, method: Method) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, groups: torch.Tensor, method: Method,
+                  quant: KernelRecord) -> tuple[torch.Tensor, torch.Tensor]:
     """Q or K as integers, and a scale per row, equal within a group."""
-    return _emulate._quantize_rows(x, groups, method.bits, method.clip)
+    facts = quant.facts | {"limit": method.largest_integer, "clip": method.clip}
+    return kernel_steps._quantize_rows(x, groups, replace(quant, facts=facts))
 
 
-def quantize_v(v: torch.Tensor, method: Method) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_v(v: torch.Tensor, method: Method, quant: KernelRecord) -> tuple[torch.Tensor, torch.Tensor]:
     """V in its type, and a scale per channel [batch, kv heads, headdim]."""
     amax, limit = v.abs().amax(2), range_of(method).v
-    scale, inv_scale = _emulate._power_of_two_scale(amax) if limit is None else _emulate._scale_to(limit, amax)
+    scale, inv_scale = (kernel_steps._power_of_two_scale(amax, quant) if limit is None
+                        else kernel_steps._scale_to(limit, amax, quant))
     return ROUNDING[method.pv](v * inv_scale[:, :, None]), scale
 
 
@@ -228,48 +267,66 @@ def quantize_v(v: torch.Tensor, method: Method) -> tuple[torch.Tensor, torch.Ten
 
 ACCUMULATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "f32": lambda x: x,
-    "single": _emulate._keep_13_bits,
-    "two_level": _emulate._keep_13_bits,
+    "single": keep_13_bits,
+    "two_level": keep_13_bits,
     "two_level_f16": lambda x: x.half().float(),
 }
 """What the accumulator of P·V keeps after each product: all; 13 mantissa bits, in one accumulator for all keys or in a
 fresh one per tile; or f16, in a fresh one per tile."""
 
 
-def attend(method: Method, problem: Problem, tile: Tile, inputs: Inputs, quantized: Quantized) -> torch.Tensor:
-    """Attention tile by tile as in _emulate.attend: output [batch, heads, rows, headdim], rows padded."""
-    q, k, v = quantized.q, quantized.k, quantized.v
+class Softmax(MmaSoftmax):
+    """The online softmax of the mma family with P in the method's type and range."""
+
+    def __init__(self, method: Method, record: AttnRecord, smooth_q: bool, limit: torch.Tensor,
+                 zeros: torch.Tensor) -> None:
+        super().__init__(record, smooth_q, limit, zeros)
+        own = RANGES["f16" if method.pv == "f16" else "e4m3"].p
+        self.factor = range_of(method).p / own  # from the family's largest P to the method's
+        self._round = ROUNDING[method.pv]
+
+    def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As that of the family, but for how P is rounded."""
+        bias, largest_p = self.facts["score_bias"], self.facts["p_top"] + self.facts["lazy_rise"]
+        foldable = (scale < self.facts["largest_folded"]) if bias else torch.ones_like(scale, dtype=torch.bool)
+        folded = _folded(scores, scale, bias, self.row_ref)
+        folds = _whole_warps(foldable & (folded <= largest_p), self._warp_m)
+        row_ref = torch.where(folds, self.row_ref, self.raised(scores, scale))
+        p = torch.exp2(torch.where(folds[..., None], folded, exponents(scores, scale, row_ref)))
+        alpha = torch.exp2(self.row_ref - row_ref)
+        rounded = self._round(p * self.factor)
+        self.row_ref = row_ref
+        summed = rounded / self.factor if self.facts["sums_rounded"] else p
+        self.row_sum = self.row_sum * alpha + summed.sum(-1)
+        return rounded, alpha
+
+
+def attend(method: Method, problem: Problem, attn: AttnRecord, like: AttnRecord, inputs: Inputs,
+           quantized: Quantized) -> torch.Tensor:
+    """Attention tile by tile as the kernels' emulation has it, with the tile of one kernel and the softmax of another:
+    output [batch, heads, rows, headdim], rows padded."""
+    q, k, v, tile = quantized.q, quantized.k, quantized.v, attn.tile
     rows, keys = q.shape[2], k.shape[2]
-    like, top = softmax_of(method)
-    limit = _emulate._key_limit(problem, rows)
-    acc_o, row_ref = torch.zeros_like(q), torch.full_like(quantized.q_scale, _emulate.NO_REFERENCE)
-    sums = _emulate.RowSums(tile, inputs.delta_s is not None, limit, _emulate.SUMS_ROUNDED[like],
-                            torch.zeros_like(row_ref))
-    bias = _emulate._folded_bias(inputs.delta_s is not None, method.bits, like)
+    limit = _key_limit(problem, rows)
+    acc_o = torch.zeros_like(q)
+    softmax = Softmax(method, replace(like, tile=tile), inputs.delta_s is not None, limit,
+                      torch.zeros_like(quantized.q_scale))
 
     for first in range(0, min(keys, int(limit.max())), tile.block_n):
         part = slice(first, first + tile.block_n)
         scores = q @ k[:, :, part].transpose(2, 3)  # exact: integers below 2^24
-        scale = _emulate._score_scale(quantized.q_scale[..., None] * quantized.k_scale[:, :, None, part], tile)
+        scale = softmax.score_scale(quantized.q_scale[..., None] * quantized.k_scale[:, :, None, part])
         if inputs.delta_s is not None:
             delta = inputs.delta_s[..., part].repeat_interleave(tile.block_m, 2)
-            scores, scale = _emulate._add_delta(scores, scale, delta), torch.ones_like(scale)
+            scores, scale = _add_delta(scores, scale, delta), torch.ones_like(scale)
         scores = scores.masked_fill(first + torch.arange(tile.block_n) >= limit[:, None], -torch.inf)
-        p, alpha, row_ref = _emulate._softmax_tile(scores, scale, bias, row_ref, tile, like)
-        rounded = ROUNDING[method.pv](p * top)
-        sums.add(first, p, rounded / top, alpha)
-        acc_o = accumulate(acc_o * alpha[..., None], rounded, v[:, :, part], method.accumulator)
+        p, alpha = softmax.step(first, scores, scale)
+        acc_o = accumulate(acc_o * alpha[..., None], p, v[:, :, part], method.accumulator)
 
-    row_sum = sums.row_sum
+    row_sum = softmax.row_sum
     factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0)
     mean = torch.where(row_sum[..., None] > 0, _per_q_head(problem, inputs.v_mean)[:, :, None], 0.0)
-    return acc_o * factor[..., None] * (quantized.v_scale / top)[:, :, None] + mean
-
-
-def softmax_of(method: Method) -> tuple[str, float]:
-    """Whose online softmax of _emulate makes P, and the factor from its largest P to the method's."""
-    like = "f32" if method.pv == "f16" else "two_level_f32"
-    return like, range_of(method).p / RANGES["f16" if method.pv == "f16" else "e4m3"].p
+    return acc_o * factor[..., None] * (quantized.v_scale / softmax.factor)[:, :, None] + mean
 
 
 def accumulate(acc_o: torch.Tensor, p: torch.Tensor, v: torch.Tensor, accumulator: str) -> torch.Tensor:

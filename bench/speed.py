@@ -26,12 +26,12 @@ import torch
 
 import common
 import latency
-from sage_aot import _cuda
-from sage_aot._ops import prepare
-from sage_aot._loader import Library
-from sage_aot._plan import Launch, Plan, launches, plan
-from sage_aot._problem import Problem, check
-from sage_aot._select import Kernels
+import sage_aot
+from sage_aot._backends.cuda import CudaBackend, CudaCall
+from sage_aot._backends.loader import Library
+from sage_aot._call import pipeline
+from sage_aot._launch.plan import Plan
+from sage_aot._problem.options import Options
 
 FLASH, CUDNN = common.SDPA
 COLUMNS = ("row", "heads", "headdim", "mask", "N", "µs", "p10–p90", "TOPS", "× cuDNN", "GB/s", "cosine")
@@ -199,47 +199,42 @@ def rows(shape: Shape, qkv: list[torch.Tensor], archs: list[str], library: Libra
 def arch_rows(shape: Shape, arch: str, qkv: list[torch.Tensor], expected: torch.Tensor, library: Library,
               repeat: int) -> Iterator[Row]:
     """The pieces of a call, then the call."""
-    problem = check(*qkv, is_causal=shape.is_causal, scale=None, layout="HND", smooth_k=True)
-    kernels = common.kernels_of(arch, problem, library)
-    name = kernels.attn.spec.name
-    pieces = Pieces(problem, kernels, library, qkv)
+    common.check_arch(arch, library)
+    backend = CudaBackend(library, arch)
+    prepared = pipeline.prepare(backend, *qkv, Options(is_causal=shape.is_causal))
+    pieces = Pieces(prepared.run, qkv)
+    name = pieces.plan.kernels.attn.name
     cosine = common.check_output(f"{arch} kernel", pieces.checked_output(), expected)
     yield Row(f"{arch} kernel", shape, time_on_gpu(pieces.attend, repeat), cosine, name)
     yield Row(f"{arch} quantize", shape, time_on_gpu(pieces.quantize, repeat), None, name,
               moved_bytes(pieces.plan, expected.element_size()))
-
-    def call(make_out: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """What sage_aot.attn does for CUDA tensors, with the kernels of this arch."""
-        problem = check(*qkv, is_causal=shape.is_causal, scale=None, layout="HND", smooth_k=True)
-        out = make_out(qkv[0])
-        _cuda.attention(prepare(library, arch, problem), library, *qkv, out, None)
-        return out
-
-    cosine = common.check_output(f"{arch} call", call(common.poisoned), expected)
-    yield Row(f"{arch} call", shape, time_on_gpu(lambda: call(torch.empty_like), repeat), cosine, name)
+    with pipeline.handing(backend):  # the first call prepares it, the others find it
+        out = sage_aot.attn(*qkv, is_causal=shape.is_causal, out=common.poisoned(qkv[0]))
+        cosine = common.check_output(f"{arch} call", out, expected)
+        timing = time_on_gpu(lambda: sage_aot.attn(*qkv, is_causal=shape.is_causal), repeat)
+    yield Row(f"{arch} call", shape, timing, cosine, name)
 
 
 class Pieces:
     """The launches of one call, to run apart, on a workspace that stays."""
 
-    def __init__(self, problem: Problem, kernels: Kernels, library: Library, qkv: list[torch.Tensor]) -> None:
-        self.plan = plan(problem, kernels)
-        self._library = library
-        self._qkv = qkv  # the launches hold addresses only
+    def __init__(self, call: CudaCall, qkv: list[torch.Tensor]) -> None:
+        self.plan = call.plan
         self._out = common.poisoned(qkv[0])
-        self._workspace = torch.full((self.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")  # NaNs
-        *self._quantizers, self._attention = launches(
-            self.plan, self._workspace.data_ptr(), *map(_cuda.argument, (*qkv, self._out)), 0,
-            _cuda.multiprocessors(torch.cuda.current_device()))
+        workspace = torch.full((self.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")  # NaNs
+        self._tensors = (*qkv, self._out, workspace)  # the queues take addresses only
+        *quantizers, attention = call.launches()  # torch.randn aligns q, k and v
+        self._quantizers, self._attention = call.queue_of(quantizers), call.queue_of([attention])
+        *at_qkv_and_out, at_workspace = (tensor.data_ptr() for tensor in self._tensors)
+        self._addresses = (*at_qkv_and_out, 0, at_workspace)  # without a log-sum-exp
 
     def quantize(self) -> None:
         """Statistics of k and v, then quantization of q, k and v."""
-        for launch in self._quantizers:
-            self._run(launch)
+        self._quantizers(self._stream(), *self._addresses)
 
     def attend(self) -> None:
         """Attention on what :meth:`quantize` left."""
-        self._run(self._attention)
+        self._attention(self._stream(), *self._addresses)
 
     def checked_output(self) -> torch.Tensor:
         """The output of all pieces in order; nothing but the kernels has written to it."""
@@ -247,9 +242,8 @@ class Pieces:
         self.attend()
         return self._out
 
-    def _run(self, launch: Launch) -> None:
-        device = self._out.device.index
-        self._library.launch(launch, device, torch.cuda.current_stream(device).cuda_stream)
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self._out.device).cuda_stream
 
 
 def moved_bytes(layout: Plan, element_size: int) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sage_aot import _cuda
-from sage_aot._driver import default_driver
-from sage_aot._loader import default_library
+from sage_aot._backends.cuda import arch_of
+from sage_aot._backends.drivers import default_driver
+from sage_aot._call.pipeline import default_library
 from sage_aot.errors import SageAotError
 
 
@@ -16,7 +16,7 @@ def no_gpu() -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     try:
-        _cuda.arch_of(default_library(), torch.cuda.current_device())
+        arch_of(default_library(), torch.cuda.current_device())
     except SageAotError as error:
         return str(error)
     return None

@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from fuzz_cases import OPTIONS, Case, draw_case, shrink
+from fuzz_cases import WEIGHTS, Case, draw_case, shrink
 from fuzz_checks import Subject, Verdict
 from variants import ROOT
 
 import sage_aot
-from sage_aot._loader import default_library
+from sage_aot._call.pipeline import default_library
 
 REPORT_SECONDS = 5.0
 """Between two lines of progress."""
@@ -53,7 +53,7 @@ class Tally:
     def add(self, case: Case, verdict: Verdict) -> None:
         self.calls += 1
         self.variants[verdict.variant] += 1
-        self.values.update((name, repr(getattr(case, name))) for name in OPTIONS)
+        self.values.update((name, repr(getattr(case, name))) for name in WEIGHTS)
         for check, excess in verdict.worst.items():
             self._keep_worst(check, (excess, case.to_json()))
 
@@ -74,7 +74,7 @@ class Tally:
         yield "calls per variant:"
         yield from (f"  {count:7} {name}" for name, count in sorted(self.variants.items()))
         yield "calls per value of an option:"
-        for name in OPTIONS:
+        for name in WEIGHTS:
             found = {value: count for (option, value), count in sorted(self.values.items()) if option == name}
             yield f"  {name}: " + ", ".join(f"{value} {count}" for value, count in found.items())
         yield "worst, in units of the bound:"

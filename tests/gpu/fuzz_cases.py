@@ -1,8 +1,9 @@
 """What the fuzzer calls: cases, how they are drawn and made smaller, and the tensors that a case stands for.
 
 A case is one line of JSON and everything else follows from it, its own seed included, so that any call can be made
-again. An option of the call is one line of :class:`Case`: its values, how often each is drawn, and first of them the
-simplest, to which a failing case is reduced.
+again. What varies from case to case is a field of :class:`Case` with its values, how often each is drawn, and first of
+them the simplest, to which a failing case is reduced. The options of the call are fields that follow from their table,
+sage_aot/_problem/options.py: a new entry there is drawn, reduced, and refused where it is wrong, without a line here.
 """
 
 from __future__ import annotations
@@ -12,19 +13,34 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
+from itertools import zip_longest
 
 import torch
 
-from sage_aot import _reference
-from sage_aot._problem import DTYPES, MAX_HEADDIM, heads_first
+from sage_aot._kernels.spec import MAX_HEADDIM
+from sage_aot._problem.check import DTYPES, heads_first
+from sage_aot._problem.options import OPTIONS, Options
+from sage_aot._tools import reference
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def _option(weights: dict[object, int], *, argument: bool = False) -> object:
-    """A field with these values, drawn with these weights; `argument`: handed to attn() under the field's name."""
-    return field(default=next(iter(weights)), metadata={"weights": weights, "argument": argument})
+OPTION_WEIGHTS = {
+    # Logits stay below 1e7, where f32 has units of one: what lies beyond is a matter of a score's last bits.
+    "scale": (10, 1, 2, 1, 2, 1),
+    "qk": (3, 2, 3),
+    "smooth_q": (2, 1, 2),
+    "smooth_k": (3, 1),
+    "smooth_v": (3, 2),
+    "pv_accum": (8, 1, 3),
+}
+"""How often the samples of an option are drawn, where they are not drawn alike."""
+
+
+def _varied(weights: dict[object, int]) -> object:
+    """A field with these values, drawn with these weights."""
+    return field(default=next(iter(weights)), metadata={"weights": weights})
 
 
 def _size() -> object:
@@ -32,9 +48,7 @@ def _size() -> object:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call. Every field but the arch has the value of the simplest call as its default."""
-
+class _Sizes:
     arch: str  # whose kernels run
     seed: int = 0  # of the values, and of the place of a planted value
     batch: int = _size()
@@ -43,27 +57,32 @@ class Case:
     seqlen_q: int = _size()
     seqlen_kv: int = _size()
     headdim: int = _size()
-    is_causal: bool = _option({False: 1, True: 1}, argument=True)
-    # Logits stay below 1e7, where f32 has units of one: what lies beyond is a matter of a score's last bits.
-    scale: float | None = _option({None: 10, 0.0: 1, -0.1: 2, 1e-3: 1, 0.7: 2, 20.0: 1}, argument=True)
-    layout: str = _option({"HND": 1, "NHD": 1}, argument=True)
-    qk_bits: int | str = _option({"auto": 3, 8: 2, 4: 3}, argument=True)
-    smooth_q: bool | str = _option({"auto": 2, False: 1, True: 2}, argument=True)
-    smooth_k: bool = _option({True: 3, False: 1}, argument=True)
-    smooth_v: bool = _option({False: 3, True: 2}, argument=True)
-    pv_accum: str = _option({"auto": 8, "two_level_f32": 1, "two_level_f16": 3}, argument=True)
-    return_lse: bool = _option({True: 3, False: 1}, argument=True)
-    dtype: str = _option({"bf16": 1, "f16": 1})
-    kind: str = _option({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
+
+
+def _weights(name: str) -> dict[object, int]:
+    return dict(zip_longest(OPTIONS[name].samples, OPTION_WEIGHTS.get(name, ()), fillvalue=1))
+
+
+_SizesAndOptions = make_dataclass("_SizesAndOptions", [(name, object, _varied(_weights(name))) for name in OPTIONS],
+                                  bases=(_Sizes,), frozen=True)
+
+
+@dataclass(frozen=True)
+class Case(_SizesAndOptions):
+    """One call. Every field but the arch has the value of the simplest call as its default."""
+
+    return_lse: bool = _varied({True: 3, False: 1})
+    dtype: str = _varied({"bf16": 1, "f16": 1})
+    kind: str = _varied({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
                          "tiny": 1, "spike": 0})  # spike for tests/sim: to draw it would change a seed's other cases
-    planted: str = _option({"none": 24, "q:nan": 1, "k:nan": 1, "v:nan": 1, "q:inf": 1, "k:inf": 1, "v:inf": 1})
-    strides: str = _option({"contiguous": 4, "transposed": 2, "fused": 3, "misaligned": 2, "sliced": 2,
+    planted: str = _varied({"none": 24, "q:nan": 1, "k:nan": 1, "v:nan": 1, "q:inf": 1, "k:inf": 1, "v:inf": 1})
+    strides: str = _varied({"contiguous": 4, "transposed": 2, "fused": 3, "misaligned": 2, "sliced": 2,
                             "expanded_heads": 1, "expanded_batch": 1})
-    out: str = _option({"made": 2, "given": 1, "misaligned": 1})
-    stream: str = _option({"default": 3, "side": 1})
-    read_quantized: bool = _option({False: 2, True: 1})  # compare the quantizers' outputs bit for bit
-    wrong: str = _option({"nothing": 300, "dimensions": 1, "dtype": 1, "keys": 1, "layout": 1, "scale": 1, "qk_bits": 1,
-                          "smooth_q": 1, "is_causal": 1, "out": 1, "grad": 1})
+    out: str = _varied({"made": 2, "given": 1, "misaligned": 1})
+    stream: str = _varied({"default": 3, "side": 1})
+    read_quantized: bool = _varied({False: 2, True: 1})  # compare the quantizers' outputs bit for bit
+    wrong: str = _varied({"nothing": 300, "dimensions": 1, "dtype": 1, "keys": 1, "out": 1, "grad": 1,
+                          **dict.fromkeys(OPTIONS, 1)})  # an option: a value that it refuses
 
     @property
     def q_heads(self) -> int:
@@ -75,9 +94,13 @@ class Case:
         return 0 in (self.batch, self.kv_heads, self.group, self.seqlen_q, self.seqlen_kv)
 
     @property
+    def options(self) -> Options:
+        return Options(**{name: getattr(self, name) for name in OPTIONS})
+
+    @property
     def arguments(self) -> dict[str, object]:
         """What the call is given by keyword, less `out`."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("argument")}
+        return {name: getattr(self, name) for name in (*OPTIONS, "return_lse")}
 
     def to_json(self) -> str:
         """The fields that differ from the simplest call, in one line."""
@@ -90,7 +113,9 @@ class Case:
         return cls(**json.loads(text))
 
 
-OPTIONS = {f.name: f.metadata["weights"] for f in dataclasses.fields(Case) if "weights" in f.metadata}
+WEIGHTS = {f.name: f.metadata["weights"] for f in dataclasses.fields(Case) if "weights" in f.metadata}
+"""Per field that is drawn its values, the simplest first, and their weights."""
+
 SIZES = [f.name for f in dataclasses.fields(Case) if "size" in f.metadata]
 
 
@@ -106,7 +131,7 @@ def draw_case(seed: int, index: int, built: dict[str, dict[str, set]], longest: 
     """Case `index` of a run; the same whoever draws it. `built`: per arch that can be called, the values of options
     that it has kernels for."""
     rng = random.Random(f"{seed}/{index}")
-    chosen = {name: rng.choices(list(weights), list(weights.values()))[0] for name, weights in OPTIONS.items()}
+    chosen = {name: rng.choices(list(weights), list(weights.values()))[0] for name, weights in WEIGHTS.items()}
     arch = rng.choice(sorted(built))
     for option, values in built[arch].items():
         if chosen[option] not in ("auto", *values) and rng.random() < 0.98:
@@ -155,7 +180,7 @@ def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 500) -> Case:
 
 def reductions(case: Case) -> Iterator[Case]:
     """Cases that are simpler in one field, the largest steps first."""
-    for name, weights in OPTIONS.items():
+    for name, weights in WEIGHTS.items():
         simplest = next(iter(weights))
         if getattr(case, name) != simplest:
             yield dataclasses.replace(case, **{name: simplest})
@@ -175,10 +200,10 @@ def _smaller(size: int) -> list[int]:
 def make_tensors(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v of a case, in its layout and strides."""
     generator = torch.Generator(device).manual_seed(case.seed)
-    base = case.kind if case.kind in _reference.INPUT_CLASSES else "normal"
+    base = case.kind if case.kind in reference.INPUT_CLASSES else "normal"
     q_shape = (case.batch, case.q_heads, case.seqlen_q, case.headdim)
     kv_shape = (case.batch, case.kv_heads, case.seqlen_kv, case.headdim)
-    tensors = _reference.inputs(base, q_shape, kv_shape, TORCH_DTYPES[case.dtype], generator)
+    tensors = reference.inputs(base, q_shape, kv_shape, TORCH_DTYPES[case.dtype], generator)
     if not case.is_empty:
         _CHANGES[case.kind](case, *tensors)
         _plant(case, dict(zip("qkv", tensors)))
@@ -282,15 +307,12 @@ _STRIDES = {
 def spoil(case: Case, call: dict[str, object]) -> dict[str, object]:
     """The call with the bad argument that the case names."""
     q, k, v = call["q"], call["k"], call["v"]
+    if case.wrong in OPTIONS:
+        return {**call, case.wrong: OPTIONS[case.wrong].refused}
     changes = {
         "dimensions": lambda: {"q": q.unsqueeze(0)},
         "dtype": lambda: {"k": k.float()},
         "keys": lambda: {"v": torch.nn.functional.pad(v, (0, 0, 0, 1))},
-        "layout": lambda: {"layout": "BSHD"},
-        "scale": lambda: {"scale": math.nan},
-        "qk_bits": lambda: {"qk_bits": 5},
-        "smooth_q": lambda: {"smooth_q": "yes"},
-        "is_causal": lambda: {"is_causal": 1},
         "out": lambda: {"out": torch.empty_like(q, dtype=torch.float32)},
         "grad": lambda: {"q": q.detach().requires_grad_()},
     }

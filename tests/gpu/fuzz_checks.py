@@ -1,34 +1,38 @@
 """One call of the fuzzer and all that is expected of it.
 
 The call is the public one. On a GPU it runs the kernels of any arch whose folder holds cubins for it, into poisoned
-memory, and is held against the emulation, within bounds that only rounding explains (sage_aot/_compare.py), and against
-float64, within what the quantization of these very inputs can do (:func:`_quantization_error`). On the CPU, where the
-call is the emulation, float64 remains. Every check yields its error in units of its bound, element by element.
+memory, and is held against the emulation, within bounds that only rounding explains (sage_aot/_tools/compare.py), and
+against float64, within what the quantization of these very inputs can do (:func:`_quantization_error`). On the CPU,
+where the call is the emulation, float64 remains. Every check yields its error in units of its bound, element by
+element.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
 from fuzz_cases import Case, make_tensors, spoil
 from layout import Result, read_back
 
 import sage_aot
-from sage_aot import _cuda, _emulate, _ops, _reference
-from sage_aot._compare import Measure, against_emulation, close, same
-from sage_aot._emulate import Quantized
-from sage_aot._loader import Library
-from sage_aot._manifest import Manifest
-from sage_aot._plan import LOG2_E, Plan
-from sage_aot._problem import check, heads_first
-from sage_aot._select import built_archs
+from sage_aot._backends.base import Backend, Call, Tensors
+from sage_aot._backends.cuda import CudaBackend, arch_of
+from sage_aot._backends.emulation.backend import EmulationBackend
+from sage_aot._backends.emulation.quantize import Quantized, quantize
+from sage_aot._backends.loader import Library
+from sage_aot._call import pipeline
+from sage_aot._kernels.manifest import Manifest
+from sage_aot._launch.choose import built_archs
+from sage_aot._launch.plan import LOG2_E, Plan
+from sage_aot._problem.check import check, heads_first
+from sage_aot._problem.options import OPTIONS
+from sage_aot._tools import reference
+from sage_aot._tools.compare import Measure, against_emulation, close, same
 
 INDEPENDENT = {"normal", "outlier", "biased_v", "huge", "wide_v", "tiny"}
 """Kinds whose channels are independent, so that the roundings of Q and K add up as a random walk: six times its
@@ -56,11 +60,19 @@ class Subject:
         self.side = None if device == "cpu" else torch.cuda.Stream()
         self.built = {arch: _built(arch, library.manifest) for arch, library in self.libraries.items()}
 
-    def examine(self, case: Case) -> Verdict:
-        """Make the call and hold it against everything; whatever is raised is a failure too."""
+    def backend(self, case: Case) -> Backend:
+        """What runs the call of a case."""
+        library = self.libraries[case.arch]
+        if self.device == "cpu":
+            return EmulationBackend(library.manifest, case.arch)
+        return Spy(CudaBackend(library, case.arch))
+
+    def examine(self, case: Case, backend: Backend | None = None) -> Verdict:
+        """Make the call, on another backend where one is given, and hold it against everything; whatever is raised is
+        a failure too."""
         try:
             with self._stream(case), torch.no_grad():
-                variant, measures = self._measure(case)
+                variant, measures = self._measure(case, backend or self.backend(case))
                 worst = _worst(measures)
         except Exception as error:  # noqa: BLE001 - none is expected here, so one of any type is a finding
             return Verdict("raised", {}, ("raised", f"{type(error).__name__}: {error}"))
@@ -76,13 +88,13 @@ class Subject:
         except RuntimeError:
             return False
 
-    def _measure(self, case: Case) -> tuple[str, list[Measure]]:
+    def _measure(self, case: Case, backend: Backend) -> tuple[str, list[Measure]]:
         tensors = make_tensors(case, self.device)
         expected_error = self._expected_error(case)
         if expected_error:
-            return self._refused(case, tensors, expected_error)
+            return _refused(case, backend, tensors, expected_error)
         before = [tensor.clone() for tensor in tensors]
-        call = self._call(case, tensors)
+        call = _call(case, backend, tensors)
         measures = [same(f"input {name}", *(t.view(torch.int16) for t in pair))
                     for name, *pair in zip("qkv", tensors, before)]
         if call.guard is not None:
@@ -91,39 +103,8 @@ class Subject:
         if case.is_empty:
             return "empty", measures + _empty(call)
         views = [heads_first(tensor, case.layout) for tensor in tensors]
-        plan = self._plan(case, tensors)
-        return plan.kernels.attn.spec.name, measures + self._compare(case, call, plan, *views)
-
-    def _compare(self, case: Case, call: Call, plan: Plan, q: torch.Tensor, k: torch.Tensor,
-                 v: torch.Tensor) -> list[Measure]:
-        quantized = _emulate.quantize(plan.problem, plan.kernels, q, k, v)
-        spoilt = _spoilt(case, q, k, v)
-        measures = [_finite(call, spoilt)]
-        if call.result is not None:
-            measures += against_emulation(plan, quantized, call.out, call.lse)
-            if case.read_quantized:
-                measures += _bits(case, call.result, quantized)
-        return measures + _against_float64(case, call, plan, quantized, spoilt, q, k, v)
-
-    # --- the call -----------------------------------------------------------------------------------------------------
-
-    def _call(self, case: Case, tensors: tuple[torch.Tensor, ...]) -> Call:
-        out, guard = _make_out(case, tensors[0])
-        with self._kernels(case), self._watched() as spy:
-            returned = sage_aot.attn(*tensors, **case.arguments, out=out)
-        written, lse = returned if case.return_lse else (returned, None)
-        if out is not None and written is not out:
-            raise AssertionError("the call did not return the tensor given as out")
-        return Call(heads_first(written, case.layout), lse, guard, spy.result)
-
-    def _refused(self, case: Case, tensors: tuple[torch.Tensor, ...], expected: type) -> tuple[str, list[Measure]]:
-        call = {**dict(zip("qkv", tensors)), **case.arguments}
-        try:
-            with self._kernels(case), torch.enable_grad():
-                sage_aot.attn(**(spoil(case, call) if case.wrong != "nothing" else call))
-        except expected:
-            return expected.__name__, []
-        raise AssertionError(f"the call raised no {expected.__name__}")
+        plan = plan_of(case, backend, tensors)
+        return plan.kernels.attn.name, measures + _compare(case, call, plan, *views)
 
     def _expected_error(self, case: Case) -> type | None:
         if case.wrong != "nothing":
@@ -131,24 +112,6 @@ class Subject:
         built = self.built[case.arch].items()
         missing = any(getattr(case, option) not in ("auto", *values) for option, values in built)
         return sage_aot.UnsupportedError if missing else None
-
-    def _plan(self, case: Case, tensors: tuple[torch.Tensor, ...]) -> Plan:
-        problem = check(*tensors, **{name: value for name, value in case.arguments.items() if name != "return_lse"})
-        return _ops.prepare(self.libraries[case.arch], case.arch, problem)
-
-    @contextmanager
-    def _kernels(self, case: Case) -> Iterator[None]:
-        """The public call runs, or emulates, the kernels of the case's arch."""
-        folder = {"SAGE_AOT_KERNELS": str(self.libraries[case.arch].folder), "SAGE_AOT_EMULATE": case.arch}
-        with mock.patch.dict(os.environ, folder), \
-                mock.patch.object(_cuda, "arch_of", lambda library, device: case.arch):
-            yield
-
-    @contextmanager
-    def _watched(self) -> Iterator[_Spy]:
-        spy = _Spy()
-        with mock.patch.object(_cuda, "attention", spy.attention):
-            yield spy
 
     @contextmanager
     def _stream(self, case: Case) -> Iterator[None]:
@@ -161,8 +124,11 @@ class Subject:
             yield
 
 
+# --- the call ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Call:
+class Made:
     """What a call left behind."""
 
     out: torch.Tensor  # [batch, q heads, queries, headdim]
@@ -171,20 +137,64 @@ class Call:
     result: Result | None  # of the kernels, where some ran
 
 
-class _Spy:
-    """Stands before the launches: poisons all that they write, and keeps the workspace."""
+class Spy:
+    """A backend before one that launches: poisons all that a call writes, and keeps what it leaves."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self.result: Result | None = None
-        self._launch = _cuda.attention
+        self.error: Exception | None = None  # that the launches raised
 
-    def attention(self, plan: Plan, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                  out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        out.fill_(math.nan)
-        if lse is not None:
-            lse.fill_(math.nan)
-        workspace = torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=q.device)  # NaNs
-        self.result = Result(out, lse, self._launch(plan, library, q, k, v, out, lse, workspace), plan)
+    @property
+    def manifest(self) -> Manifest:
+        return self._backend.manifest
+
+    def arch(self, device: int) -> str:
+        return self._backend.arch(device)
+
+    def bind(self, plan: Plan, tensors: Tensors) -> Call:
+        call = self._backend.bind(plan, tensors)
+
+        def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                    lse: torch.Tensor | None) -> None:
+            out.fill_(math.nan)
+            if lse is not None:
+                lse.fill_(math.nan)
+            workspace = torch.full((call.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=q.device)  # NaNs
+            try:
+                call.run(q, k, v, out, lse, workspace)
+            except Exception as error:
+                self.error = error
+                raise
+            self.result = Result(out, lse, workspace, call.plan)
+
+        return watched
+
+
+def plan_of(case: Case, backend: Backend, tensors: tuple[torch.Tensor, ...]) -> Plan:
+    return pipeline.plan_of(backend, check(*tensors, case.options), tensors[0].get_device())
+
+
+def _call(case: Case, backend: Backend, tensors: tuple[torch.Tensor, ...]) -> Made:
+    out, guard = _make_out(case, tensors[0])
+    with pipeline.handing(backend):
+        returned = sage_aot.attn(*tensors, **case.arguments, out=out)
+    written, lse = returned if case.return_lse else (returned, None)
+    if out is not None and written is not out:
+        raise AssertionError("the call did not return the tensor given as out")
+    result = backend.result if isinstance(backend, Spy) else None
+    return Made(heads_first(written, case.layout), lse, guard, result)
+
+
+def _refused(case: Case, backend: Backend, tensors: tuple[torch.Tensor, ...],
+             expected: type) -> tuple[str, list[Measure]]:
+    call = {**dict(zip("qkv", tensors)), **case.arguments}
+    try:
+        with pipeline.handing(backend), torch.enable_grad():
+            sage_aot.attn(**(spoil(case, call) if case.wrong != "nothing" else call))
+    except expected:
+        return expected.__name__, []
+    raise AssertionError(f"the call raised no {expected.__name__}")
 
 
 def _libraries(device: str, folders: list[Path]) -> dict[str, Library]:
@@ -206,15 +216,18 @@ def _archs_here(device: str, library: Library) -> list[str]:
         chip = "sm_{}{}".format(*torch.cuda.get_device_capability())
         return built_archs(library.manifest) if library.manifest.retarget == chip else []
     try:
-        return [_cuda.arch_of(library, torch.cuda.current_device())]
+        return [arch_of(library, torch.cuda.current_device())]
     except sage_aot.UnsupportedError:
         return []
 
 
 def _built(arch: str, manifest: Manifest) -> dict[str, set]:
-    """The values of the options that an arch has kernels for, of those that some arch has none for."""
-    specs = [r.spec for r in manifest.kernels.values() if r.spec.kind == "attn" and r.spec.arch == arch]
-    return {"qk_bits": {spec.qk for spec in specs}, "pv_accum": {spec.pv_accum for spec in specs}}
+    """The values that an arch has kernels for, of the options by which it may have none."""
+    specs = [record.spec for record in manifest.attention(arch)]
+    found = {name: {spec.values[option.axis] for spec in specs} for name, option in OPTIONS.items()
+             if option.axis and option.default == "auto"}
+    return {name: {value for value, of_axis in OPTIONS[name].values.items() if of_axis in axis}
+            for name, axis in found.items()}
 
 
 def _make_out(case: Case, q: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -230,6 +243,17 @@ def _make_out(case: Case, q: torch.Tensor) -> tuple[torch.Tensor | None, torch.T
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
+def _compare(case: Case, call: Made, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Measure]:
+    quantized = quantize(plan.problem, plan.kernels, q, k, v)
+    spoilt = _spoilt(case, q, k, v)
+    measures = [_finite(call, spoilt)]
+    if call.result is not None:
+        measures += against_emulation(plan, quantized, call.out, call.lse)
+        if case.read_quantized:
+            measures += _bits(case, call.result, quantized)
+    return measures + _against_float64(case, call, plan, quantized, spoilt, q, k, v)
+
+
 def _worst(measures: list[Measure]) -> dict[str, float]:
     """Per check its largest excess. The one place where a call waits for the device."""
     largest = [m.excess.max().double() if m.excess.numel() else torch.zeros((), dtype=torch.float64) for m in measures]
@@ -238,7 +262,7 @@ def _worst(measures: list[Measure]) -> dict[str, float]:
     return {m.name: x.item() if x.device.type == "cpu" else next(values) for m, x in zip(measures, largest)}
 
 
-def _empty(call: Call) -> list[Measure]:
+def _empty(call: Made) -> list[Measure]:
     measures = [same("output of nothing", call.out, torch.zeros_like(call.out))]
     if call.lse is not None:
         measures.append(same("lse of nothing", call.lse, torch.full_like(call.lse, -math.inf)))
@@ -272,7 +296,7 @@ def _seen(case: Case, device: torch.device) -> torch.Tensor:
     return seen.tril(case.seqlen_kv - case.seqlen_q) if case.is_causal else seen
 
 
-def _finite(call: Call, spoilt: Spoilt) -> Measure:
+def _finite(call: Made, spoilt: Spoilt) -> Measure:
     """NaN is where NaN or an infinity came from."""
     got = call.out.isnan()
     return Measure("what is not finite", torch.where(got == spoilt.elements, 0.0, math.inf), call.out, spoilt.elements)
@@ -303,12 +327,12 @@ def _bits_of_delta_s(case: Case, plan: Plan, got: torch.Tensor, expected: torch.
 # Attention in float64 -------------------------------------------------------------------------------------------------
 
 
-def _against_float64(case: Case, call: Call, plan: Plan, quantized: Quantized, spoilt: Spoilt, q: torch.Tensor,
+def _against_float64(case: Case, call: Made, plan: Plan, quantized: Quantized, spoilt: Spoilt, q: torch.Tensor,
                      k: torch.Tensor, v: torch.Tensor) -> list[Measure]:
     """What quantization may do to the output at most: Σ w·|v| moves by what the weights and V move by, relatively."""
     q, k, v = (torch.where(x.isfinite(), x, 0.0).double() for x in (q, k, v))
     rest = (v - quantized.v_mean[:, :, None, : case.headdim]).abs()  # what is quantized of V
-    both, lse = _reference.attention(torch.cat([q, q]), torch.cat([k, k]), torch.cat([v, rest]),
+    both, lse = reference.attention(torch.cat([q, q]), torch.cat([k, k]), torch.cat([v, rest]),
                                      is_causal=case.is_causal, scale=case.scale)
     expected, weight, lse = both[: case.batch], both[case.batch:], lse[: case.batch]
     moved = math.log(2.0) * _quantization_error(case, plan, quantized, q, k)
@@ -337,7 +361,7 @@ def _quantization_error(case: Case, plan: Plan, quantized: Quantized, q: torch.T
     q_hat, q_scale = _real(quantized.q, quantized.q_scale, case.seqlen_q)
     k_hat, k_scale = (x.repeat_interleave(case.group, 1) for x in _real(quantized.k, quantized.k_scale, case.seqlen_kv))
     order = 2 if case.kind in INDEPENDENT else 1
-    clipped = case.qk_bits == 4
+    clipped = case.qk == "int4"
     steps = (12 if clipped else 6) / math.sqrt(12) if order == 2 else 1.75 if clipped else 0.5
     edge = (1.75 if clipped else 0.5) * case.headdim ** (1 / order)
     q_size = q_scale * (q_hat.norm(order, -1) + edge)
@@ -361,5 +385,5 @@ def _rounding_of_p_and_v(case: Case, plan: Plan, quantized: Quantized,
     v_scale = v_scale.repeat_interleave(case.group, 1)
     if plan.kernels.attn.spec.pv == "f16":
         return (1 + 2.0**-11) ** 2 * (1 + 2.0**-11), 2.0**-31 * case.seqlen_kv * largest + 2.0**-25 * v_scale
-    top = 2.0 ** _emulate.TOP[plan.kernels.attn.spec.pv_accum]
+    top = 2.0 ** plan.kernels.attn.facts["p_top"]
     return (1 + 2.0**-4) ** 2 * (1 + 2.0**-9), 2.0**-10 / top * case.seqlen_kv * largest + 2.0**-10 * v_scale

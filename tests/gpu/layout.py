@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from sage_aot._plan import KEY_GROUPS, ROW_GROUPS, Plan
-from sage_aot._spec import SCALES_LINE
+from sage_aot._launch.plan import Plan
+
+BITS = {"int8": 8, "int4": 4}
+"""Of an element of the quantized Q and K."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
     """q, k, v as [batch, heads, rows, headdim] f32, their scales, and all else that attention reads, on the CPU."""
     layout = result.plan
     problem, spec, tile = layout.problem, layout.kernels.attn.spec, layout.kernels.attn.tile
+    quant = layout.kernels["quant"]
     q_heads, kv_heads = (problem.batch, problem.num_q_heads), (problem.batch, problem.num_kv_heads)
     data = result.workspace.cpu()
 
@@ -30,16 +33,17 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
         count = torch.Size(shape).numel() * dtype.itemsize
         return data[layout.offsets[name]: layout.offsets[name] + count].clone().view(dtype).view(shape)
 
-    row_bytes = spec.headdim * spec.qk // 8
+    row_bytes = spec.headdim * BITS[spec.qk] // 8
     k_bytes, v_bytes = tile.block_n * row_bytes, tile.block_n * spec.headdim * (2 if spec.pv == "f16" else 1)
     q = buffer("q_hat", *q_heads, layout.q_tiles, tile.block_m * row_bytes)
-    kv = buffer("kv_hat", *kv_heads, layout.kv_tiles, k_bytes + SCALES_LINE + v_bytes)
+    kv = buffer("kv_hat", *kv_heads, layout.kv_tiles, quant.fact("kv_tile_bytes"))
     k, v = kv[..., :k_bytes], kv[..., k_bytes: k_bytes + v_bytes]
-    k_scale = kv[..., k_bytes + v_bytes:][..., : 4 * KEY_GROUPS].contiguous().view(torch.float32)
-    q_scale = buffer("q_scale", *q_heads, layout.q_tiles * tile.block_m // tile.warp_m, ROW_GROUPS, dtype=torch.float32)
+    k_scale = kv[..., k_bytes + v_bytes:][..., : 4 * quant.fact("key_groups")].contiguous().view(torch.float32)
+    q_scale = buffer("q_scale", *q_heads, layout.q_tiles * tile.block_m // tile.warp_m, quant.fact("row_groups"),
+                     dtype=torch.float32)
     keys, rows = torch.arange(tile.block_n), torch.arange(tile.warp_m)
     smoothed = {}
-    if problem.smooth_q:
+    if problem.options.smooth_q:
         smoothed["q_mean"] = buffer("q_mean", *q_heads, layout.q_tiles, spec.headdim, dtype=torch.float32)
         if layout.heads_at_once == problem.batch * problem.num_q_heads:  # else those of the last turn are left
             smoothed["delta_s"] = buffer("delta_s", *q_heads, layout.q_tiles, layout.kv_tiles * tile.block_n,
@@ -59,9 +63,9 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
     }
 
 
-def _integers(data: torch.Tensor, bits: int) -> torch.Tensor:
+def _integers(data: torch.Tensor, qk: str) -> torch.Tensor:
     """Bytes of s8, or of two s4 each, the first in the lower half."""
-    if bits == 8:
+    if qk == "int8":
         return data.view(torch.int8).float()
     halves = torch.stack([data & 15, data >> 4], -1).flatten(-2).float()
     return torch.where(halves < 8, halves, halves - 16)

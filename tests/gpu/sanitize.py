@@ -13,9 +13,10 @@ import sys
 import torch
 from variants import SPECS, run
 
-from sage_aot import _reference
-from sage_aot._loader import default_library
-from sage_aot._spec import KernelSpec
+from sage_aot._call.pipeline import default_library
+from sage_aot._families import FAMILIES
+from sage_aot._kernels.spec import AttnSpec
+from sage_aot._tools import reference
 
 CALLS = [
     ("outlier", torch.bfloat16, (1, 2, 150), (1, 1, 200), 0, False),  # grouped heads, more keys than queries, ragged
@@ -37,7 +38,7 @@ def main() -> None:
         for kind, dtype, q_shape, kv_shape, missing, plant in calls_of(spec):
             count += 1
             headdim = spec.headdim - missing
-            q, k, v = _reference.inputs(kind, (*q_shape, headdim), (*kv_shape, headdim), dtype,
+            q, k, v = reference.inputs(kind, (*q_shape, headdim), (*kv_shape, headdim), dtype,
                                         torch.Generator("cuda").manual_seed(4))
             if plant:
                 k[0, 0, [70, 131, 132], 5] = v[0, 1, [3, 131], 9] = torch.nan
@@ -48,12 +49,12 @@ def main() -> None:
     print(f"{count} calls of {len(specs)} variants")
 
 
-def calls_of(spec: KernelSpec) -> list[tuple]:
-    queues = default_library().manifest.kernels[spec.name].tile.producer_warps
-    return [*CALLS, QUEUE_CALL] if queues else CALLS
+def calls_of(spec: AttnSpec) -> list[tuple]:
+    family = default_library().manifest.kernels[spec.name].family
+    return [*CALLS, QUEUE_CALL] if FAMILIES[family].persistent else CALLS
 
 
-def _spoilt(spec: KernelSpec, out: torch.Tensor) -> torch.Tensor:
+def _spoilt(spec: AttnSpec, out: torch.Tensor) -> torch.Tensor:
     """Rows that see key 70 of the first head; of the second, all of whose rows see key 3, channel 9."""
     spoilt = torch.zeros_like(out, dtype=torch.bool)
     spoilt[0, 0, 20 if spec.mask == "causal" else 0:] = True  # causal: row i sees the keys up to i + 200 - 150

@@ -12,8 +12,12 @@ import torch
 from variants import LEAST_COSINE, LSE_ERROR, SPECS, each_padded, each_variant, library_of, own_specs, run
 
 import sage_aot
-from sage_aot import _emulate, _plan, _reference
-from sage_aot._loader import default_library
+from sage_aot._backends.emulation.attention import attend
+from sage_aot._backends.emulation.quantize import quantize
+from sage_aot._call.pipeline import default_library
+from sage_aot._launch import plan as launch_plan
+from sage_aot._problem.options import Options
+from sage_aot._tools.reference import INPUT_CLASSES, attention, inputs, measure
 
 pytestmark = pytest.mark.gpu
 
@@ -27,12 +31,12 @@ LENGTHS += [(1, 300), (17, 63), (63, 64), (64, 65), (65, 17), (127, 128), (128, 
 def draw(spec, q_shape, kv_shape, kind="normal", dtype=torch.bfloat16, seed=0, headdim=None):
     """Inputs of a variant; shapes are (batch, heads, seq)."""
     headdim = headdim or spec.headdim
-    return _reference.inputs(kind, (*q_shape, headdim), (*kv_shape, headdim), dtype,
+    return inputs(kind, (*q_shape, headdim), (*kv_shape, headdim), dtype,
                              torch.Generator("cuda").manual_seed(seed))
 
 
 def expect(spec, q, k, v, **options):
-    return _reference.attention(q, k, v, is_causal=spec.mask == "causal", **options)
+    return attention(q, k, v, is_causal=spec.mask == "causal", **options)
 
 
 def check(spec, result, reference, kind="normal", slack=1.0, lse_slack=1.0):
@@ -41,7 +45,7 @@ def check(spec, result, reference, kind="normal", slack=1.0, lse_slack=1.0):
     out, lse = reference
     bound = 1 - slack * (1 - LEAST_COSINE[spec.qk, spec.pv, kind])
     assert result.out.isfinite().all()
-    assert _reference.measure(result.out, out).cosine > bound
+    assert measure(result.out, out).cosine > bound
     seen = lse.isfinite()
     assert torch.equal(result.lse.isfinite(), seen) and (result.lse[~seen] == -math.inf).all()
     assert (result.lse - lse)[seen].abs().max() < lse_slack * LSE_ERROR[spec.qk, kind]
@@ -50,7 +54,7 @@ def check(spec, result, reference, kind="normal", slack=1.0, lse_slack=1.0):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", _reference.INPUT_CLASSES)
+@pytest.mark.parametrize("kind", INPUT_CLASSES)
 @each_variant
 def test_accuracy_against_float64(spec, kind, dtype):
     q, k, v = draw(spec, (2, 4, 2048), (2, 4, 2048), kind, dtype)
@@ -62,13 +66,13 @@ def test_error_is_that_of_the_emulation(spec):
     q, k, v = draw(spec, (1, 4, 700), (1, 2, 900), "outlier", seed=4)
     result = run(spec, q, k, v)
     problem, kernels = result.plan.problem, result.plan.kernels
-    quantized = _emulate.quantize(problem, kernels, q.cpu(), k.cpu(), v.cpu())
-    emulated, emulated_lse = _emulate.attend(problem, kernels, quantized)
+    quantized = quantize(problem, kernels, q.cpu(), k.cpu(), v.cpu())
+    emulated, emulated_lse = attend(problem, kernels, quantized)
     reference, _ = expect(spec, q, k, v)
-    kernel_error = _reference.measure(result.out, reference).relative_l1
-    emulation_error = _reference.measure(emulated[:, :, :700].bfloat16().cuda(), reference).relative_l1
+    kernel_error = measure(result.out, reference).relative_l1
+    emulation_error = measure(emulated[:, :, :700].bfloat16().cuda(), reference).relative_l1
     assert kernel_error <= 1.05 * emulation_error + 1e-4
-    assert _reference.measure(result.out, emulated[:, :, :700].cuda()).relative_l1 < 0.5 * emulation_error + 1e-3
+    assert measure(result.out, emulated[:, :, :700].cuda()).relative_l1 < 0.5 * emulation_error + 1e-3
     # Of the same scores; f16 P is summed as rounded, and ex2.approx may round it the other way.
     bound = 5e-4 if spec.pv == "f16" else 1e-4
     assert (result.lse.cpu() - emulated_lse[:, :, :700]).abs().max() < bound
@@ -92,7 +96,7 @@ def test_grouped_heads(spec, group):
 def test_head_dims_are_padded(spec, headdim):
     q, k, v = draw(spec, (1, 2, 150), (1, 2, 150), seed=headdim, headdim=headdim)
     # What 4 bits cut off of the largest channel is much where there is one.
-    slack, lse_slack = (18.0, 3.0) if spec.qk == 4 and headdim == 1 else (6.0 if spec.qk == 4 else 4.0, 1.0)
+    slack, lse_slack = (18.0, 3.0) if spec.qk == "int4" and headdim == 1 else (6.0 if spec.qk == "int4" else 4.0, 1.0)
     check(spec, run(spec, q, k, v), expect(spec, q, k, v), slack=slack, lse_slack=lse_slack)
 
 
@@ -119,7 +123,7 @@ def test_scale_and_smoothing(spec):
     for scale in (0.0, 0.01, -0.02):
         check(spec, run(spec, q, k, v, scale=scale), expect(spec, q, k, v, scale=scale), "outlier", slack=2.0)
     reference, _ = expect(spec, q, k, v)
-    smooth, raw = (_reference.measure(run(spec, q, k, v, smooth_k=flag).out, reference).relative_l1
+    smooth, raw = (measure(run(spec, q, k, v, smooth_k=flag).out, reference).relative_l1
                    for flag in (True, False))
     assert smooth < (0.8 if spec.q == "qraw" else 1.0) * raw  # smoothing Q alone gains most of it already
 
@@ -132,9 +136,9 @@ def test_v_of_zeros_constants_and_any_size(spec):
     v[..., 3] *= 1e-12
     result, (reference, _) = run(spec, q, k, v), expect(spec, q, k, v)
     assert result.out.isfinite().all() and (result.out[..., 0] == 0).all()
-    least = 0.996 if spec.qk == 8 else 0.95
+    least = 0.996 if spec.qk == "int8" else 0.95
     for channel in range(1, 5):
-        assert _reference.measure(result.out[..., channel], reference[..., channel]).cosine > least
+        assert measure(result.out[..., channel], reference[..., channel]).cosine > least
 
 
 @each_variant
@@ -143,7 +147,7 @@ def test_values_whose_sum_is_beyond_f32(spec):
     v[..., 2] = 1e38
     result, (reference, _) = run(spec, q, k, v), expect(spec, q, k, v)
     assert result.out.isfinite().all() and ((result.out[..., 2] / reference[..., 2] - 1).abs() < 0.1).all()
-    assert _reference.measure(result.out[..., 3:], reference[..., 3:]).cosine > (0.996 if spec.qk == 8 else 0.95)
+    assert measure(result.out[..., 3:], reference[..., 3:]).cosine > (0.996 if spec.qk == "int8" else 0.95)
 
 
 @each_variant
@@ -189,7 +193,7 @@ def test_logits_of_any_size(spec, size):
     result, (reference, _) = run(spec, q, q, v), expect(spec, q, q, v)
     ratio = result.out.double().norm(dim=-1) / reference.norm(dim=-1)
     assert result.out.isfinite().all()
-    assert _reference.measure(result.out, reference).cosine > 0.999
+    assert measure(result.out, reference).cosine > 0.999
     assert 0.9 < ratio.min() and ratio.max() < 1.1
 
 
@@ -215,7 +219,7 @@ def test_a_value_that_is_not_finite_spoils_its_channel_of_the_rows_that_see_it(s
     spoilt = torch.zeros_like(result.out, dtype=torch.bool)
     spoilt[0, 1, 131 if spec.mask == "causal" else 0:, 5] = True
     assert torch.equal(result.out.isnan(), spoilt) and result.lse.isfinite().all()
-    assert _reference.measure(result.out[~spoilt], reference[~spoilt]).cosine > (0.99 if spec.qk == 8 else 0.95)
+    assert measure(result.out[~spoilt], reference[~spoilt]).cosine > (0.99 if spec.qk == "int8" else 0.95)
 
 
 @each_variant
@@ -229,10 +233,10 @@ def test_runs_are_equal_bit_for_bit_and_inputs_unchanged(spec):
     assert all(torch.equal(t, b) for t, b in zip(tensors, before))
 
 
-BIASED = [spec for spec in SPECS if (spec.v, spec.pv, spec.qk) == ("vsmooth", "e4m3", 8)]
+BIASED = [spec for spec in SPECS if (spec.v, spec.pv, spec.qk) == ("vsmooth", "e4m3", "int8")]
 """f16 V̂ holds a biased V as it is, and at 4 bits Q and K err more: there is less to gain."""
 
-FOUR_BITS = [spec for spec in SPECS if (spec.qk, spec.q) == (4, "qsmooth")]
+FOUR_BITS = [spec for spec in SPECS if (spec.qk, spec.q) == ("int4", "qsmooth")]
 
 
 @pytest.mark.parametrize("spec", BIASED, ids=[spec.name for spec in BIASED])
@@ -240,7 +244,7 @@ def test_smoothing_v_halves_the_error_of_a_biased_v(spec):
     q, k, v = draw(spec, (1, 4, 1000), (1, 4, 1000), dtype=torch.float16, seed=23)
     v += 8.0
     reference, _ = expect(spec, q, k, v)
-    smooth, raw = (_reference.measure(run(variant, q, k, v).out, reference).relative_l1
+    smooth, raw = (measure(run(variant, q, k, v).out, reference).relative_l1
                    for variant in (spec, dataclasses.replace(spec, v="vraw")))
     assert smooth < 0.5 * raw
 
@@ -249,9 +253,9 @@ def test_smoothing_v_halves_the_error_of_a_biased_v(spec):
 def test_4_bits_need_smoothing(spec):
     q, k, v = draw(spec, (1, 4, 1000), (1, 4, 1000), "outlier", seed=24)
     reference, _ = expect(spec, q, k, v)
-    smooth = _reference.measure(run(spec, q, k, v).out, reference)
-    raw = _reference.measure(run(dataclasses.replace(spec, q="qraw"), q, k, v, smooth_k=False).out, reference)
-    assert smooth.cosine > LEAST_COSINE[4, spec.pv, "outlier"] and smooth.relative_l1 < 0.5 * raw.relative_l1
+    smooth = measure(run(spec, q, k, v).out, reference)
+    raw = measure(run(dataclasses.replace(spec, q="qraw"), q, k, v, smooth_k=False).out, reference)
+    assert smooth.cosine > LEAST_COSINE["int4", spec.pv, "outlier"] and smooth.relative_l1 < 0.5 * raw.relative_l1
 
 
 SMOOTH_Q = [spec for spec in SPECS if spec.q == "qsmooth"]
@@ -262,7 +266,8 @@ def test_heads_that_take_turns_for_delta_s_come_out_the_same(spec, monkeypatch):
     q, k, v = draw(spec, (2, 4, 300), (2, 2, 400), seed=25)
     expected = run(spec, q, k, v)
     tile = expected.plan.kernels.attn.tile
-    monkeypatch.setattr(_plan, "DELTA_BYTES", 3 * 4 * expected.plan.q_tiles * expected.plan.kv_tiles * tile.block_n)
+    head_bytes = 4 * expected.plan.q_tiles * expected.plan.kv_tiles * tile.block_n
+    monkeypatch.setattr(launch_plan, "DELTA_BYTES", 3 * head_bytes)
     result = run(spec, q, k, v)
     assert expected.plan.heads_at_once == 8 and result.plan.heads_at_once == 3
     assert torch.equal(result.out, expected.out) and torch.equal(result.lse, expected.lse)
@@ -327,8 +332,7 @@ each_own = pytest.mark.parametrize("spec", OWN, ids=[spec.name for spec in OWN])
 
 def options(spec):
     """The call's arguments that make it run a variant."""
-    return {"is_causal": spec.mask == "causal", "qk_bits": spec.qk, "smooth_q": spec.q == "qsmooth",
-            "smooth_v": spec.v == "vsmooth"}
+    return vars(Options.of_axes(spec.values))
 
 
 @each_own
@@ -390,8 +394,8 @@ def test_delta_s_beyond_32_bits():
 def test_more_heads_than_a_grid_dimension_holds():
     q, k, v = draw(OWN[0], (2, 40000, 3), (2, 40000, 5), seed=15, headdim=64)
     out = sage_aot.attn(q, k, v)
-    expected, _ = _reference.attention(q, k, v)
-    assert _reference.measure(out, expected).cosine > 0.999
+    expected, _ = attention(q, k, v)
+    assert measure(out, expected).cosine > 0.999
 
 
 if torch.cuda.device_count() > 1:

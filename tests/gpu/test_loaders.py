@@ -1,27 +1,32 @@
-"""Every way to the driver that is installed here gives the same; the rest of the GPU tests run with the one that
-SAGE_AOT_LOADER names, or the first."""
+"""Every way to the driver that is installed here gives the same, whatever thread and device a call is made on; the rest
+of the GPU tests run with the one that SAGE_AOT_LOADER names, or the first."""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 from variants import own_specs
 
 import sage_aot
-from sage_aot import _cuda, _loader, _reference
-from sage_aot._driver import DRIVERS, Driver
-from sage_aot._loader import Library, default_library
-from sage_aot._plan import Plan, plan
-from sage_aot._problem import check
-from sage_aot._select import kernels_of
-from sage_aot.errors import LaunchError, UnsupportedError
+from sage_aot._backends.cuda import CudaBackend
+from sage_aot._backends.drivers import DRIVERS, Driver
+from sage_aot._backends.loader import Library
+from sage_aot._call import pipeline
+from sage_aot._call.pipeline import default_library
+from sage_aot._kernels.manifest import FILE_NAME
+from sage_aot._problem.options import Options
+from sage_aot._tools import reference
+from sage_aot.errors import ArgumentError, CubinError, LaunchError, UnsupportedError
 
 pytestmark = pytest.mark.gpu
 
 OWN = own_specs()
+DEVICES = torch.cuda.device_count()
 
 
 def usable() -> dict[str, Driver]:
@@ -35,77 +40,231 @@ def usable() -> dict[str, Driver]:
 
 USABLE = usable()
 each_loader = pytest.mark.parametrize("loader", USABLE)
+several_devices = pytest.mark.skipif(DEVICES < 2, reason="needs two GPUs")
 
 
 @pytest.fixture
-def library(loader, monkeypatch) -> Library:
+def library(loader) -> Library:
     """The package's kernels, loaded anew through one of them."""
-    monkeypatch.setattr(_loader, "default_driver", lambda: USABLE[loader])
-    return Library(default_library().folder)
+    return Library(default_library().folder, USABLE[loader])
 
 
-def prepare(library: Library, device: str = "cuda") -> tuple[Plan, list[torch.Tensor]]:
-    """A plan with its tensors: q, k, v, out, lse, workspace."""
-    q, k, v = _reference.inputs("outlier", (2, 4, 150, 64), (2, 2, 333, 64), torch.bfloat16,
-                                torch.Generator(device).manual_seed(27))
-    problem = check(q, k, v, smooth_q=True)
-    prepared = plan(problem, kernels_of(OWN[0].arch, problem, library.manifest))
-    written = [torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan, device=device),
-               torch.full((prepared.workspace_bytes,), 0xFF, dtype=torch.uint8, device=device)]
-    torch.cuda.synchronize()
-    return prepared, [q, k, v, *written]
+@pytest.fixture
+def handed(library):
+    """All calls of the process go through that library."""
+    with pipeline.handing(CudaBackend(library)):
+        yield library
 
 
-@each_loader
-def test_a_loader_gives_the_bits_of_the_call(library):
-    prepared, tensors = prepare(library)
-    _cuda.attention(prepared, library, *tensors)
-    out, lse = sage_aot.attn(*tensors[:3], smooth_q=True, return_lse=True)
-    assert torch.equal(tensors[3], out) and torch.equal(tensors[4], lse)
+def draw(device: str = "cuda:0") -> list[torch.Tensor]:
+    """q, k and v, the same on every device."""
+    qkv = reference.inputs("outlier", (2, 4, 150, 64), (2, 2, 333, 64), torch.bfloat16,
+                           torch.Generator().manual_seed(27))
+    return [tensor.to(device) for tensor in qkv]
 
 
-@each_loader
-@pytest.mark.parametrize("loaded_before", [False, True])
-def test_a_thread_that_used_no_gpu_yet(library, loaded_before):
-    """torch has bound no context to it: everything it needs is there already."""
-    prepared, tensors = prepare(library)
-    expected = tensors[3].clone()
-    _cuda.attention(prepared, library, *tensors[:3], expected, *tensors[4:])
-    fresh = library if loaded_before else Library(library.folder)
-    torch.cuda.synchronize()
-    raised: list[BaseException] = []
+def attn(*qkv: torch.Tensor, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every kind of kernel, on the CPU."""
+    out, lse = sage_aot.attn(*qkv, smooth_q=True, return_lse=True, **options)
+    return out.cpu(), lse.cpu()
 
-    def work() -> None:
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[torch.Tensor, torch.Tensor]:
+    """By the library and the loader of every call."""
+    return attn(*draw())
+
+
+def equal(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def in_a_thread(work: Callable[[], object]) -> object:
+    """What a function returns, or raises, on a thread that has used no GPU yet."""
+    found: dict[str, object] = {}
+
+    def run() -> None:
         try:
-            _cuda.attention(prepared, fresh, *tensors)
+            found["value"] = work()
         except BaseException as error:  # noqa: BLE001 - a thread's errors are lost otherwise
-            raised.append(error)
+            found["error"] = error
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
+    if "error" in found:
+        raise found["error"]
+    return found["value"]
+
+
+# --- one device -------------------------------------------------------------------------------------------------------
+
+
+@each_loader
+def test_a_loader_gives_the_bits_of_the_call(expected, handed):
+    assert equal(attn(*draw()), expected)
+
+
+@each_loader
+@pytest.mark.parametrize("made_before", [False, True])
+def test_a_thread_that_used_no_gpu_yet(expected, handed, made_before):
+    """torch has bound no context to it: everything it needs is there already. Where the call was made before, only the
+    launches are left."""
+    qkv = draw()
     torch.cuda.synchronize()
-    assert not raised and torch.equal(tensors[3], expected)
+    if made_before:
+        attn(*qkv)
+    assert equal(in_a_thread(lambda: attn(*qkv)), expected)
+    assert equal(attn(*qkv), expected)
+
+
+@each_loader
+def test_a_thread_whose_first_call_allocates_nothing_before_its_launches(handed):
+    """Output and workspace of the caller: not even torch's allocator has made a context current before the launch."""
+    q, k, v = draw()
+    call = pipeline.prepare(pipeline.backend_of(q), q, k, v, Options(smooth_q=True))
+    out, lse, workspace = torch.empty_like(q), call.empty_lse(q), q.new_empty(call.run.plan.workspace_bytes,
+                                                                              dtype=torch.uint8)
+    call.run.run(q, k, v, out, lse, workspace)
+    wanted = out.clone(), lse.clone()
+    out.fill_(torch.nan), lse.fill_(torch.nan), workspace.fill_(0xFF)
+    torch.cuda.synchronize()
+    in_a_thread(lambda: call.run.run(q, k, v, out, lse, workspace))
+    torch.cuda.synchronize()
+    assert equal((out, lse), wanted)
+
+
+@each_loader
+def test_many_threads_share_a_prepared_call(expected, handed):
+    """Each with structs of its own: a thread that took another's would read that thread's tensors."""
+    tensors = [draw() for _ in range(4)]
+    for _, _, v in tensors[1::2]:
+        v.neg_()
+    torch.cuda.synchronize()
+    found: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in tensors]
+    begin = threading.Barrier(len(tensors))
+
+    def work(number: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            begin.wait()
+            found[number] += [attn(*tensors[number]) for _ in range(25)]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(tensors))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    out, lse = expected
+    wanted = [(out, lse), attn(*tensors[1])]
+    assert torch.equal(wanted[1][1], lse) and not torch.equal(wanted[1][0], out)
+    for number, results in enumerate(found):
+        assert len(results) == 25 and all(equal(result, wanted[number % 2]) for result in results)
+
+
+@each_loader
+def test_grad_is_refused_after_a_call_of_the_same_kind(expected, handed):
+    """What is prepared does not depend on requires_grad; the check is made on every call."""
+    q, k, v = draw()
+    assert equal(attn(q, k, v), expected)
+    k.requires_grad_()
+    with pytest.raises(ArgumentError, match="k requires grad"):
+        attn(q, k, v)
+    with torch.no_grad():
+        assert equal(attn(q, k, v), expected)
+    assert equal(attn(q, k.detach(), v), expected)
+
+
+@each_loader
+def test_addresses_of_another_alignment_after_a_call_of_the_same_kind(expected, handed):
+    """The same strides, at odd addresses and back."""
+    def moved(elements: int) -> list[torch.Tensor]:
+        flat = [torch.empty(tensor.numel() + 8, dtype=tensor.dtype, device="cuda") for tensor in draw()]
+        return [memory[elements:elements + tensor.numel()].view(tensor.shape).copy_(tensor)
+                for memory, tensor in zip(flat, draw())]
+
+    for elements in (0, 1, 0, 4, 1):
+        qkv = moved(elements)
+        assert all(tensor.data_ptr() % 16 == 2 * elements for tensor in qkv)
+        assert equal(attn(*qkv), expected)
 
 
 @each_loader
 def test_what_the_driver_refuses_has_its_name(library, monkeypatch):
-    record = next(r for r in library.manifest.kernels.values() if r.spec == OWN[0])
+    record = library.manifest.kernels[OWN[0].name]
     monkeypatch.setattr(library, "read", lambda record: b"no cubin, and no PTX")
-    with pytest.raises(LaunchError, match=f"does not load {record.spec.name} .*CUDA_ERROR_"):
+    with pytest.raises(LaunchError, match=f"does not load {record.name} .*CUDA_ERROR_"):
         library.load(record, torch.cuda.current_device())
 
 
-if torch.cuda.device_count() > 1:
-    @each_loader
-    def test_each_device_has_its_own_functions(library):
-        """And a launch on one leaves the other current."""
-        results = []
-        for device in ("cuda:0", "cuda:1", "cuda:0"):
-            with torch.cuda.device(device):
-                prepared, tensors = prepare(library, "cuda:0")
-            tensors = [tensor.to(device) for tensor in tensors]
-            _cuda.attention(prepared, library, *tensors)
-            assert torch.cuda.current_device() == 0
-            results.append(tensors[3].cpu())
-        assert all(torch.equal(result, results[0]) for result in results)
+def test_another_kernel_folder_between_calls(expected, monkeypatch, tmp_path):
+    """SAGE_AOT_KERNELS counts at every call, one of a kind that was made before included."""
+    qkv, package = draw(), default_library().folder
+    assert equal(attn(*qkv), expected)
+    copy = tmp_path / "kernels"
+    shutil.copytree(package, copy)
+    monkeypatch.setenv("SAGE_AOT_KERNELS", str(copy))
+    assert equal(attn(*qkv), expected)
+    assert default_library().folder == copy
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.setenv("SAGE_AOT_KERNELS", str(empty))
+    with pytest.raises(CubinError, match=f"{empty / FILE_NAME} is missing"):
+        attn(*qkv)
+    monkeypatch.setenv("SAGE_AOT_KERNELS", str(package))
+    assert equal(attn(*qkv), expected)
+
+
+# --- several devices --------------------------------------------------------------------------------------------------
+
+
+@several_devices
+@each_loader
+def test_each_device_has_its_own_functions(expected, handed):
+    """Calls on tensors of either, while the other is current and stays so."""
+    tensors = [draw(f"cuda:{device}") for device in range(2)]
+    for current in (0, 1, 1, 0):
+        with torch.cuda.device(current):
+            for device in (1 - current, current, 1 - current):
+                assert equal(attn(*tensors[device]), expected)
+                assert torch.cuda.current_device() == current
+    assert torch.cuda.current_device() == 0
+
+
+@several_devices
+@each_loader
+@pytest.mark.parametrize("made_before", [False, True])
+@pytest.mark.parametrize("current", [None, 0, 1])
+def test_a_fresh_thread_on_the_second_device(expected, handed, current, made_before):
+    """Whose current device is none yet, the other, or that of the tensors."""
+    qkv = draw("cuda:1")
+    torch.cuda.synchronize(1)
+    if made_before:
+        attn(*qkv)
+
+    def work() -> tuple[torch.Tensor, torch.Tensor]:
+        if current is not None:
+            torch.cuda.set_device(current)
+        found = attn(*qkv)
+        assert torch.cuda.current_device() == (current or 0)
+        return found
+
+    assert equal(in_a_thread(work), expected)
+    assert torch.cuda.current_device() == 0
+
+
+@several_devices
+@each_loader
+def test_a_stream_of_the_device_of_the_tensors_is_honoured(expected, handed):
+    """While another device is current, whose stream is not it."""
+    qkv = draw("cuda:1")
+    attn(*qkv)
+    torch.cuda.synchronize(1)
+    stream, late = torch.cuda.Stream("cuda:1"), torch.zeros_like(qkv[0])
+    torch.cuda.synchronize(1)
+    with torch.cuda.stream(stream):  # makes the second device current, too
+        torch.cuda._sleep(30_000_000)  # anything on another stream would read `late` before it is written
+        late.copy_(qkv[0])
+        with torch.cuda.device(0):
+            out = sage_aot.attn(late, *qkv[1:], smooth_q=True)
+    stream.synchronize()
+    assert torch.equal(out.cpu(), expected[0])

@@ -1,4 +1,4 @@
-"""The torch operators on CUDA tensors: what tests/unit/test_ops.py checks on the CPU, and CUDA graphs."""
+"""The torch operators on CUDA tensors: what tests/unit/testops.py checks on the CPU, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import sage_aot
-from sage_aot import _ops, _reference
+from sage_aot._call import ops
+from sage_aot._problem.options import Options, for_schema
+from sage_aot._tools import reference
 
 # Compiling warns of torch's own deprecations and advice, which are not this package's.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -19,14 +21,12 @@ CALLS = [{}, {"is_causal": True, "scale": 0.1, "smooth_k": False}]
 def draw(seed=0, dtype=torch.bfloat16, queries=200, keys=300):
     """Shapes [2, 4, queries, 64] and [2, 2, keys, 64]."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    return _reference.inputs("normal", (2, 4, queries, 64), (2, 2, keys, 64), dtype, generator)
+    return reference.inputs("normal", (2, 4, queries, 64), (2, 2, keys, 64), dtype, generator)
 
 
 def options(**changes):
-    """Values of an operator's options, in order."""
-    values = {"is_causal": False, "scale": None, "layout": "HND", "qk_bits": None, "smooth_q": None,
-              "smooth_k": True, "smooth_v": False, "pv_accum": "auto", **changes}
-    return tuple(values[name] for name in _ops.OPTIONS)
+    """Values of an operator's options, in order, as the call hands them over."""
+    return for_schema(*vars(Options(**changes)).values())
 
 
 @pytest.fixture(params=[pytest.param(mode, marks=pytest.mark.inductor) for mode in ("default", "reduce-overhead")])
@@ -38,7 +38,7 @@ def compiled(request):
 
 
 @pytest.mark.parametrize("changes", [{}, {"layout": "NHD"}, CALLS[1]], ids=str)
-@pytest.mark.parametrize("op", [_ops.attn, _ops.attn_lse, _ops.attn_out, _ops.attn_lse_out], ids=str)
+@pytest.mark.parametrize("op", [ops.attn, ops.attn_lse, ops.attn_out, ops.attn_lse_out], ids=str)
 def test_opcheck(op, changes):
     q, k, v = draw()
     if changes.get("layout") == "NHD":

@@ -9,7 +9,8 @@ import torch
 from layout import read_back
 from variants import QUANTIZERS, each_padded_quantizer, run
 
-from sage_aot import _emulate, _reference
+from sage_aot._backends.emulation.quantize import quantize
+from sage_aot._tools import reference
 
 pytestmark = pytest.mark.gpu
 
@@ -17,13 +18,13 @@ pytestmark = pytest.mark.gpu
 def draw(spec, q_shape, kv_shape, seed):
     """N(0, 1) in bf16; shapes are (batch, heads, seq)."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    return _reference.inputs("normal", (*q_shape, spec.headdim), (*kv_shape, spec.headdim), torch.bfloat16, generator)
+    return reference.inputs("normal", (*q_shape, spec.headdim), (*kv_shape, spec.headdim), torch.bfloat16, generator)
 
 
 def compare(spec, q, k, v, **options):
     result = run(spec, q, k, v, **options)
     found = read_back(result)
-    expected = _emulate.quantize(result.plan.problem, result.plan.kernels, q.cpu(), k.cpu(), v.cpu())
+    expected = quantize(result.plan.problem, result.plan.kernels, q.cpu(), k.cpu(), v.cpu())
     for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale", "k_mean", "v_mean", "k_finite", "v_finite"):
         assert torch.equal(found[name], getattr(expected, name)), name
     spoilt = expected.row_bias.isnan()
@@ -36,18 +37,18 @@ def compare(spec, q, k, v, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", _reference.INPUT_CLASSES)
+@pytest.mark.parametrize("kind", reference.INPUT_CLASSES)
 @pytest.mark.parametrize("spec", QUANTIZERS, ids=[spec.name for spec in QUANTIZERS])
 def test_bits_of_every_quantizer(spec, kind, dtype):
     generator = torch.Generator("cuda").manual_seed(1)
-    q, k, v = _reference.inputs(kind, (2, 4, 300, spec.headdim), (2, 2, 1100, spec.headdim), dtype, generator)
+    q, k, v = reference.inputs(kind, (2, 4, 300, spec.headdim), (2, 2, 1100, spec.headdim), dtype, generator)
     compare(spec, q, k, v)
 
 
 @each_padded_quantizer(1, 33, 40, 80, 100)
 def test_bits_of_padded_head_dims(spec, headdim):
     generator = torch.Generator("cuda").manual_seed(2)
-    q, k, v = _reference.inputs("outlier", (1, 2, 65, headdim), (1, 1, 130, headdim), torch.bfloat16, generator)
+    q, k, v = reference.inputs("outlier", (1, 2, 65, headdim), (1, 1, 130, headdim), torch.bfloat16, generator)
     compare(spec, q, k, v)
 
 

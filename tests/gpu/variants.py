@@ -19,14 +19,13 @@ import pytest
 import torch
 from layout import Result
 
-from sage_aot import _cuda
-from sage_aot._loader import Library, default_library
-from sage_aot._manifest import FILE_NAME, Manifest
-from sage_aot._plan import plan
-from sage_aot._problem import check, heads_first
-from sage_aot._select import kernels_of
-from sage_aot._spec import AXES, KernelSpec
-from sage_aot._verify import takes
+from sage_aot._backends.cuda import CudaBackend, arch_of, gpu_here
+from sage_aot._backends.loader import Library
+from sage_aot._call.pipeline import default_library, prepare
+from sage_aot._kernels.manifest import FILE_NAME, Manifest
+from sage_aot._kernels.spec import AttnSpec, least_headdim
+from sage_aot._problem.options import Options
+from sage_aot._tools.verify import takes
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,13 +34,12 @@ def native_archs(manifest: Manifest) -> set[str]:
     """The archs whose kernels run here as they are; all where there is no GPU, and no test runs anyway."""
     if not torch.cuda.is_available():
         return set(manifest.archs)
-    return {record.spec.arch for record in takes(_cuda.gpu_here(torch.cuda.current_device()), manifest)}
+    return {record.spec.arch for record in takes(gpu_here(torch.cuda.current_device()), manifest)}
 
 
-def variants_of(manifest: Manifest, archs: Container[str]) -> tuple[KernelSpec, ...]:
+def variants_of(manifest: Manifest, archs: Container[str]) -> tuple[AttnSpec, ...]:
     """The attention kernels of some archs, by name."""
-    return tuple(record.spec for _, record in sorted(manifest.kernels.items())
-                 if record.spec.kind == "attn" and record.spec.arch in archs)
+    return tuple(record.spec for record in manifest.every_attention() if record.spec.arch in archs)
 
 
 _PACKAGE = default_library().manifest
@@ -70,22 +68,22 @@ def each_padded(*headdims: int) -> pytest.MarkDecorator:
     return _padded(SPECS, headdims)
 
 
-def _padded(specs: Sequence[KernelSpec], headdims: tuple[int, ...]) -> pytest.MarkDecorator:
+def _padded(specs: Sequence[AttnSpec], headdims: tuple[int, ...]) -> pytest.MarkDecorator:
     cases = [(spec, headdim) for spec in specs for headdim in headdims
-             if spec.headdim == min(d for d in AXES["headdim"] if d >= headdim)]
+             if spec.headdim == least_headdim(headdim)]
     ids = [f"{spec.name}-{headdim}" for spec, headdim in cases]
     return pytest.mark.parametrize(("spec", "headdim"), cases, ids=ids)
 
 
 LEAST_COSINE = {
-    (8, "f16", "normal"): 0.9999, (8, "f16", "outlier"): 0.9999,
-    (8, "e4m3", "normal"): 0.9992, (8, "e4m3", "outlier"): 0.9998,
-    (4, "f16", "normal"): 0.985, (4, "f16", "outlier"): 0.99,
-    (4, "e4m3", "normal"): 0.985, (4, "e4m3", "outlier"): 0.99,
+    ("int8", "f16", "normal"): 0.9999, ("int8", "f16", "outlier"): 0.9999,
+    ("int8", "e4m3", "normal"): 0.9992, ("int8", "e4m3", "outlier"): 0.9998,
+    ("int4", "f16", "normal"): 0.985, ("int4", "f16", "outlier"): 0.99,
+    ("int4", "e4m3", "normal"): 0.985, ("int4", "e4m3", "outlier"): 0.99,
 }
-"""Per bits of Q and K, PV type and input class, with K smoothed, at the sizes of the accuracy tests."""
+"""Per type of Q and K, PV type and input class, with K smoothed, at the sizes of the accuracy tests."""
 
-LSE_ERROR = {(8, "normal"): 0.05, (8, "outlier"): 0.8, (4, "normal"): 1.0, (4, "outlier"): 8.0}
+LSE_ERROR = {("int8", "normal"): 0.05, ("int8", "outlier"): 0.8, ("int4", "normal"): 1.0, ("int4", "outlier"): 8.0}
 """Largest error of the log-sum-exp: that of the scores, which quantization spoils by amax / 127, or 0.8 · amax / 7 and
 what that cuts off."""
 
@@ -102,28 +100,31 @@ def library_of(arch: str) -> Library:
     return Library(folder)
 
 
-def own_specs() -> list[KernelSpec]:
+@functools.cache
+def backend_of(arch: str) -> CudaBackend:
+    """What runs an arch's kernels here."""
+    return CudaBackend(library_of(arch), arch)
+
+
+def own_specs() -> list[AttnSpec]:
     """The variants that the public call runs here; none where there is no GPU for them."""
     try:
-        arch = _cuda.arch_of(default_library(), torch.cuda.current_device())
+        arch = arch_of(default_library(), torch.cuda.current_device())
     except (RuntimeError, AssertionError):  # UnsupportedError, or torch's own where there is no CUDA
         return []
     return [spec for spec in SPECS if spec.arch == arch]
 
 
-def run(spec: KernelSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout: str = "HND",
+def run(spec: AttnSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout: str = "HND",
         out: torch.Tensor | None = None, scale: float | None = None, smooth_k: bool = True,
         poison: bool = True) -> Result:
     """One call of one variant, with its outputs and its workspace poisoned before, or else left as they come."""
-    library = library_of(spec.arch)
-    problem = check(q, k, v, is_causal=spec.mask == "causal", scale=scale, layout=layout, qk_bits=spec.qk,
-                    smooth_q=spec.q == "qsmooth", smooth_k=smooth_k, smooth_v=spec.v == "vsmooth",
-                    pv_accum=spec.pv_accum)
-    prepared = plan(problem, kernels_of(spec.arch, problem, library.manifest))
+    options = Options.of_axes(spec.values, scale=scale, layout=layout, smooth_k=smooth_k)
     out = torch.empty_like(q) if out is None else out
-    lse = torch.empty(problem.batch, problem.num_q_heads, problem.seqlen_q, device=q.device)
-    workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=q.device)
+    call = prepare(backend_of(spec.arch), q, k, v, options, out)
+    lse = call.empty_lse(q)
+    workspace = torch.empty(call.run.plan.workspace_bytes, dtype=torch.uint8, device=q.device)
     if poison:
         out.fill_(torch.nan), lse.fill_(torch.nan), workspace.fill_(0xFF)  # NaNs too
-    views = [heads_first(tensor, layout) for tensor in (q, k, v, out)]
-    return Result(out, lse, _cuda.attention(prepared, library, *views, lse, workspace), prepared)
+    call.run.run(q, k, v, out, lse, workspace)
+    return Result(out, lse, workspace, call.run.plan)

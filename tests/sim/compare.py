@@ -29,13 +29,13 @@ import test_meanings
 import torch
 from layout import Result, read_back
 from simbuild import Build, Source
-from simulator import Simulator, set_exp2
+from simulator import SimulatorBackend, set_exp2
 from variants import SPECS, run
 
-from sage_aot import _reference
-from sage_aot._problem import check
-from sage_aot._select import kernels_of
-from sage_aot._spec import KernelSpec
+from sage_aot._call.pipeline import prepare
+from sage_aot._kernels.spec import AttnSpec
+from sage_aot._problem.options import Options
+from sage_aot._tools import reference
 
 HERE = Path(__file__).parent
 MANTISSAS = 2**23
@@ -205,9 +205,9 @@ def compare_exp2(gpu: Gpu, build: Build) -> Iterator[Row]:
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def compare_variant(build: Build, spec: KernelSpec, seed: int) -> Iterator[Row]:
+def compare_variant(build: Build, spec: AttnSpec, seed: int) -> Iterator[Row]:
     """A ragged call with grouped heads: all that quantization leaves, the output and the log-sum-exp."""
-    q, k, v = _reference.inputs("outlier", (1, 2, 210, spec.headdim), (1, 1, 333, spec.headdim), torch.bfloat16,
+    q, k, v = reference.inputs("outlier", (1, 2, 210, spec.headdim), (1, 1, 333, spec.headdim), torch.bfloat16,
                                 torch.Generator().manual_seed(seed))
     on_gpu = run(spec, *(tensor.cuda() for tensor in (q, k, v)))
     simulated = _simulate(build, spec, q, k, v)
@@ -219,15 +219,13 @@ def compare_variant(build: Build, spec: KernelSpec, seed: int) -> Iterator[Row]:
     yield Row.of_tensors(f"`{spec.name}`: log-sum-exp", on_gpu.lse.cpu(), simulated.lse)
 
 
-def _simulate(build: Build, spec: KernelSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Result:
-    from sage_aot._manifest import Manifest
-
-    problem = check(q, k, v, is_causal=spec.mask == "causal", qk_bits=spec.qk, smooth_q=spec.q == "qsmooth",
-                    smooth_v=spec.v == "vsmooth", pv_accum=spec.pv_accum)
-    kernels = kernels_of(spec.arch, problem, Manifest.read(build.folder))
+def _simulate(build: Build, spec: AttnSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Result:
+    backend = SimulatorBackend(build, spec.arch, chip=90)
+    call = prepare(backend, q, k, v, Options.of_axes(spec.values)).run
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
-    plan, workspace = Simulator(build, arch=90).attention(problem, kernels, q, k, v, out, lse)
-    return Result(out, lse, workspace, plan)
+    workspace = torch.full((call.plan.workspace_bytes,), 0xFF, dtype=torch.uint8)
+    call.run(q, k, v, out, lse, workspace)
+    return Result(out, lse, workspace, call.plan)
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------

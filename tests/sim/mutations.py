@@ -36,34 +36,34 @@ class Mutation:
         return project
 
 
-_S8_FULL = "sm80_d64_qk8_pvf16_accf32_full_vraw_qraw"
-_S8_CAUSAL = "sm80_d64_qk8_pvf16_accf32_causal_vraw_qraw"
-_S8_SMOOTH = "sm86_d64_qk8_pvf16_accf32_causal_vsmooth_qsmooth"
-_S8_WIDE = "sm80_d128_qk8_pvf16_accf32_full_vsmooth_qraw"
-_S8_WIDE_CAUSAL = "sm80_d128_qk8_pvf16_accf32_causal_vraw_qraw"
-_S4_FULL = "sm80_d64_qk4_pvf16_accf32_full_vraw_qraw"
-_S4_SMOOTH = "sm86_d128_qk4_pvf16_accf32_full_vraw_qsmooth"
-_E4M3_F32 = "sm89_d64_qk8_pve4m3_acc2f32_full_vraw_qraw"
-_E4M3_F32_CAUSAL = "sm89_d64_qk8_pve4m3_acc2f32_causal_vsmooth_qraw"
-_E4M3_F16 = "sm89_d128_qk8_pve4m3_acc2f16_full_vsmooth_qraw"
-_E4M3_S4 = "sm89_d64_qk4_pve4m3_acc2f16_causal_vraw_qsmooth"
+_S8_FULL = "sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw"
+_S8_CAUSAL = "sm80_d64_qkint8_pvf16_accf32_causal_vraw_qraw"
+_S8_SMOOTH = "sm86_d64_qkint8_pvf16_accf32_causal_vsmooth_qsmooth"
+_S8_WIDE = "sm80_d128_qkint8_pvf16_accf32_full_vsmooth_qraw"
+_S8_WIDE_CAUSAL = "sm80_d128_qkint8_pvf16_accf32_causal_vraw_qraw"
+_S4_FULL = "sm80_d64_qkint4_pvf16_accf32_full_vraw_qraw"
+_S4_SMOOTH = "sm86_d128_qkint4_pvf16_accf32_full_vraw_qsmooth"
+_E4M3_F32 = "sm89_d64_qkint8_pve4m3_acc2f32_full_vraw_qraw"
+_E4M3_F32_CAUSAL = "sm89_d64_qkint8_pve4m3_acc2f32_causal_vsmooth_qraw"
+_E4M3_F16 = "sm89_d128_qkint8_pve4m3_acc2f16_full_vsmooth_qraw"
+_E4M3_S4 = "sm89_d64_qkint4_pve4m3_acc2f16_causal_vraw_qsmooth"
 # Those with the extreme values, of variants_on_cpu.cases_of, that a bug takes.
-_HUGE = "sm86_d64_qk4_pvf16_accf32_full_vsmooth_qraw"
-_TINY = "sm80_d128_qk8_pvf16_accf32_full_vraw_qraw"
-_BIASED = "sm89_d64_qk4_pve4m3_acc2f16_full_vraw_qraw"
-_K_INF = "sm80_d64_qk4_pvf16_accf32_causal_vraw_qraw"
-_V_NAN = "sm80_d64_qk8_pvf16_accf32_causal_vsmooth_qraw"
+_HUGE = "sm86_d64_qkint4_pvf16_accf32_full_vsmooth_qraw"
+_TINY = "sm80_d128_qkint8_pvf16_accf32_full_vraw_qraw"
+_BIASED = "sm89_d64_qkint4_pve4m3_acc2f16_full_vraw_qraw"
+_K_INF = "sm80_d64_qkint4_pvf16_accf32_causal_vraw_qraw"
+_V_NAN = "sm80_d64_qkint8_pvf16_accf32_causal_vsmooth_qraw"
 
-_HOPPER = "sm90_d64_qk8_pve4m3_acc2f32_full_vraw_qraw"
-_HOPPER_NARROW_CAUSAL = "sm90_d64_qk8_pve4m3_acc2f32_causal_vraw_qraw"
-_HOPPER_SCORES = "sm90_d64_qk8_pve4m3_acc2f32_causal_vraw_qsmooth"
-_HOPPER_WIDE = "sm90_d128_qk8_pve4m3_acc2f32_full_vraw_qraw"
-_HOPPER_WIDE_CAUSAL = "sm90_d128_qk8_pve4m3_acc2f32_causal_vraw_qraw"
-_HOPPER_SMOOTH = "sm90_d128_qk8_pve4m3_acc2f32_full_vsmooth_qsmooth"
-_HOPPER_CAUSAL = "sm90_d128_qk8_pve4m3_acc2f32_causal_vsmooth_qsmooth"
-_HOPPER_TINY = "sm90_d64_qk8_pve4m3_acc2f32_causal_vsmooth_qraw"
-_HOPPER_K_INF = "sm90_d64_qk8_pve4m3_acc2f32_full_vsmooth_qraw"
-_HOPPER_V_NAN = "sm90_d64_qk8_pve4m3_acc2f32_full_vsmooth_qsmooth"
+_HOPPER = "sm90_d64_qkint8_pve4m3_acc2f32_full_vraw_qraw"
+_HOPPER_NARROW_CAUSAL = "sm90_d64_qkint8_pve4m3_acc2f32_causal_vraw_qraw"
+_HOPPER_SCORES = "sm90_d64_qkint8_pve4m3_acc2f32_causal_vraw_qsmooth"
+_HOPPER_WIDE = "sm90_d128_qkint8_pve4m3_acc2f32_full_vraw_qraw"
+_HOPPER_WIDE_CAUSAL = "sm90_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw"
+_HOPPER_SMOOTH = "sm90_d128_qkint8_pve4m3_acc2f32_full_vsmooth_qsmooth"
+_HOPPER_CAUSAL = "sm90_d128_qkint8_pve4m3_acc2f32_causal_vsmooth_qsmooth"
+_HOPPER_TINY = "sm90_d64_qkint8_pve4m3_acc2f32_causal_vsmooth_qraw"
+_HOPPER_K_INF = "sm90_d64_qkint8_pve4m3_acc2f32_full_vsmooth_qraw"
+_HOPPER_V_NAN = "sm90_d64_qkint8_pve4m3_acc2f32_full_vsmooth_qsmooth"
 
 MUTATIONS = [Mutation(*fields) for fields in (
     # --- attn/kv_stream.cuh, attn/mainloop_mma.cuh: barriers, phases, scales
@@ -911,4 +911,25 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "kStride = 8 * kRowBytes / 16;",
      "kStride = 4 * kRowBytes / 16;",
      _HOPPER, "output, emulation"),
+    # --- what kernels say of themselves: the workspace, the launch and the emulation follow it
+    ("too little shared memory asked for", "attn/mainloop_mma.cuh",
+     'Fact{"shared_bytes", Layout::kQBytes + Stream::kBytes}',
+     'Fact{"shared_bytes", Stream::kBytes}',
+     _S8_FULL, "access outside an allocation"),
+    ("half of the threads asked for", "attn/mainloop_mma.cuh",
+     'Fact{"threads", kThreads}',
+     'Fact{"threads", kThreads / 2}',
+     _S8_FULL, "read of memory that nothing wrote"),
+    ("half of the scales of Q have room", "quant/quantize.cuh",
+     'Fact{"row_groups", kRowGroups}',
+     'Fact{"row_groups", kRowGroups / 2}',
+     _S8_FULL, "access outside an allocation"),
+    ("twice as many KV tiles a block as it takes", "quant/quantize.cuh",
+     'Fact{"kv_tiles_per_block", kTilesPerBlock}',
+     'Fact{"kv_tiles_per_block", 2 * kTilesPerBlock}',
+     _S8_FULL, "read of memory that nothing wrote"),
+    ("4 bits not known to be clipped", "quant/quantize.cuh",
+     'Fact{"clip", kClip}',
+     'Fact{"clip", 1.0f}',
+     _S4_FULL, "output, emulation"),
 )]

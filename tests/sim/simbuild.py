@@ -18,23 +18,16 @@ from hostcc import ENGINE_FLAGS, compiler, kernel_flags
 from ninja import BIN_DIR
 from ninja.ninja_syntax import Writer, escape
 
-from codegen._shared import (
-    FILE_NAME,
-    STRUCT_OF,
-    KernelRecord,
-    KernelSpec,
-    Manifest,
-    __version__,
-    layout_digest,
-    target_of,
-)
 from codegen.files import write_if_changed
-from codegen.matrix import Matrix, read_matrix
-from codegen.project import Project
+from codegen.kernel_info import KernelInfo, of_elf
+from codegen.matrix import Matrix, PlannedKernel, read_matrix
+from codegen.project import ROOT, Project
 from codegen.render import render_all, source_path
+from sage_aot._kernels.manifest import FILE_NAME, AttnRecord, KernelRecord, Manifest, records_by_name
+from sage_aot._kernels.spec import AttnSpec, target_of
+from sage_aot._version import __version__
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 PROJECT = Project(ROOT, ROOT / "build" / "sim")
 MEANINGS = HERE / "include"
 ENGINE = HERE / "engine"
@@ -63,19 +56,20 @@ class Build:
         return self.folder / f"{name}.so"
 
 
-def build_matrix(specs: Iterable[KernelSpec], project: Project = PROJECT, base: Build | None = None) -> Build:
-    """These attention kernels of build_matrix.yaml and those that feed them, rendered as codegen renders them; the
-    manifest beside them names all there are. `base`: a build of PROJECT to take those from whose headers are equal."""
+def build_matrix(specs: Iterable[AttnSpec], project: Project = PROJECT, base: Build | None = None) -> Build:
+    """These attention kernels of build_matrix.yaml and those that feed them, rendered as codegen renders them, with a
+    manifest of them. `base`: a build of PROJECT to take those from whose headers are equal."""
     matrix = read_matrix(project.matrix, project.templates)
-    wanted = {kernel for spec in specs for kernel in (spec, *spec.companions)}
-    kernels = [kernel for kernel in matrix.kernels if kernel.spec in wanted]
+    asked = {spec.name for spec in specs}
+    asked |= {name for kernel in matrix.kernels if kernel.spec.name in asked for name in kernel.feeders}
+    kernels = [kernel for kernel in matrix.kernels if kernel.spec.name in asked]
     render_all(kernels, matrix, project)
     sources = [Source(kernel.spec.name, source_path(kernel, project)) for kernel in kernels]
     known = [source for source in sources if base and _is_known(source.path, project)]
     made = build([source for source in sources if source not in known], project.build, project.include)
     for source in known:
         _link(made.library(source.name), base.library(source.name))
-    write_if_changed(made.folder / FILE_NAME, _manifest(matrix).to_text().encode())
+    write_if_changed(made.folder / FILE_NAME, _manifest(matrix, kernels, made).to_text().encode())
     return made
 
 
@@ -91,16 +85,22 @@ def _included(path: Path, include: Path) -> set[str]:
     return names.union(*(_included(include / name, include) for name in names))
 
 
-def _manifest(matrix: Matrix) -> Manifest:
-    """As far as launching goes."""
-    records = [KernelRecord(
-        spec=kernel.spec, file=f"{kernel.spec.name}.so", sha256="",
-        target=target_of(kernel.spec.arch), tile=kernel.tile, threads=kernel.threads,
-        shared_bytes=kernel.tile.shared_bytes(kernel.spec) if kernel.spec.kind == "attn" else 0, registers=0,
-        spill_bytes=0, opcodes={}, main_loop=None, params=STRUCT_OF[kernel.spec.kind], compiler=" ".join(compiler()),
-        source_sha256="", elf_abi=None, least_driver=0) for kernel in matrix.kernels]
-    return Manifest(version=__version__, flags=kernel_flags(), structs=layout_digest(), layouts={}, retarget=None,
-                    complete=True, archs=matrix.archs, kernels={record.spec.name: record for record in records})
+def _manifest(matrix: Matrix, kernels: list[PlannedKernel], made: Build) -> Manifest:
+    """As far as launching and emulating go; the kernels say the rest themselves, as they do in cubins."""
+    infos = {kernel: of_elf(made.library(kernel.spec.name).read_bytes()) for kernel in kernels}
+    return Manifest(version=__version__, flags=kernel_flags(), retarget=None, complete=False, archs=matrix.archs,
+                    structs={info.params: info.layout for info in infos.values()},
+                    kernels=records_by_name(_record(kernel, info) for kernel, info in infos.items()))
+
+
+def _record(kernel: PlannedKernel, info: KernelInfo) -> KernelRecord:
+    record = KernelRecord(
+        spec=kernel.spec, family=kernel.family, file=f"{kernel.spec.name}.so", sha256="",
+        target=target_of(kernel.spec.arch), least_driver=0, params=info.params, facts=info.facts, opcodes={},
+        machine=None, compiler=" ".join(compiler()), source_sha256="")
+    if not isinstance(kernel.spec, AttnSpec):
+        return record
+    return AttnRecord(**vars(record), tile=kernel.tile, feeders=kernel.feeders, main_loop=None)
 
 
 def build(sources: Iterable[Source], folder: Path, headers: Path = PROJECT.include) -> Build:

@@ -1,7 +1,7 @@
 """Launches on the simulator: the launch description that a GPU gets, buffers in host memory, reports as exceptions.
 
-:class:`Simulator` stands where the package has a :class:`sage_aot._loader.Library`: it launches what the plan says,
-from the packed structs alone. What memory a launch may touch it is told beforehand.
+:class:`SimulatorBackend` stands where the package has :class:`sage_aot._backends.cuda.CudaBackend`: it launches what
+the plan says, from the packed structs alone. What memory a launch may touch the simulator is told beforehand.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from simbuild import Build, build_engine
 from symbols import line_of
 
-from sage_aot import _cuda
-from sage_aot._manifest import read_target
-from sage_aot._plan import Launch, Plan, plan
-from sage_aot._problem import Problem
-from sage_aot._select import Kernels
+from sage_aot._backends.base import Tensors
+from sage_aot._backends.cuda import strides_of
+from sage_aot._kernels.manifest import Manifest, Struct, read_target
+from sage_aot._launch.plan import Argument, Arguments, Launch, Plan, launches
+from sage_aot._launch.structs import pack
 
 INSIDE, WRITTEN, WRITABLE = 1, 2, 4
 """Bits of a byte's state, engine/global_memory.h."""
@@ -71,12 +71,13 @@ class Simulator:
         self.build, self.seed, self.arch = build, seed, arch
         self._engine = _engine()
 
-    def launch(self, launch: Launch, device: int, stream: int) -> None:
-        """Run one launch to its end; SimulatorError where it is faulty. Device and stream are those of a GPU."""
+    def launch(self, launch: Launch, layout: Struct, addresses: dict[str, int]) -> None:
+        """Run one launch to its end, on tensors at these addresses; SimulatorError where it is faulty."""
         record = launch.record
         _, (major, minor), _ = read_target(record.target)
         arch = self.arch or 10 * major + minor
-        self.launch_kernel(record.spec.name, launch.params, launch.blocks, record.threads, record.shared_bytes, arch)
+        self.launch_kernel(record.name, pack(launch.params, layout).at(addresses), launch.blocks,
+                           record.fact("threads"), record.fact("shared_bytes"), arch)
 
     def launch_kernel(self, name: str, params: bytes, blocks: int, threads: int, shared_bytes: int = 0,
                       arch: int = 80) -> None:
@@ -87,15 +88,46 @@ class Simulator:
         """From now on launches may touch these buffers and no others."""
         self._engine.know(buffers)
 
-    def attention(self, problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                  out: torch.Tensor, lse: torch.Tensor | None) -> tuple[Plan, torch.Tensor]:
-        """What :func:`sage_aot._emulate.attention` computes, by the launches of a GPU. Returns plan and workspace."""
-        spread = _spread(plan(problem, kernels))
-        workspace = torch.full((spread.workspace_bytes,), 0xFF, dtype=torch.uint8)  # NaNs
+
+class SimulatorBackend:
+    """The kernels of a build on the simulator: what `sage_aot._call.pipeline` asks of a backend."""
+
+    def __init__(self, build: Build, arch: str, seed: int = 0, chip: int | None = None) -> None:
+        """`arch`: whose kernels run; `chip`: what the simulator is in place of that arch's own, 90 for sm_90."""
+        self.manifest = Manifest.read(build.folder)
+        self.simulator = Simulator(build, seed, chip)
+        self._arch = arch
+
+    def arch(self, device: int) -> str:
+        return self._arch
+
+    def bind(self, plan: Plan, tensors: Tensors) -> SimulatedCall:
+        return SimulatedCall(_spread(plan), self.manifest, self.simulator)
+
+
+class SimulatedCall:
+    """The launches of a plan whose buffers lie apart."""
+
+    def __init__(self, plan: Plan, manifest: Manifest, simulator: Simulator) -> None:
+        self.plan, self._manifest, self._simulator = plan, manifest, simulator
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                 lse: torch.Tensor | None) -> None:
+        self.run(q, k, v, out, lse, torch.empty(self.plan.workspace_bytes, dtype=torch.uint8))
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
+            workspace: torch.Tensor) -> None:
+        """The call with a workspace of the caller's, which keeps what the quantizers leave."""
+        tensors = {"q": q, "k": k, "v": v, "out": out}
         results = {"out": out} if lse is None else {"out": out, "lse": lse}
-        self.know(*views({"q": q, "k": k, "v": v}, results), *_buffers_of(spread, workspace))
-        _cuda.run(spread, self, 0, 0, MULTIPROCESSORS, q, k, v, out, lse, workspace)
-        return spread, workspace
+        self._simulator.know(*views({"q": q, "k": k, "v": v}, results), *_buffers_of(self.plan, workspace))
+        addresses = {name: tensor.data_ptr() for name, tensor in {**tensors, "workspace": workspace}.items()}
+        addresses["lse"] = 0 if lse is None else lse.data_ptr()
+        layout = self.plan.problem.options.layout
+        arguments = Arguments(*(Argument(name, strides_of(tensor, layout), addresses[name] % 16 == 0)
+                                for name, tensor in tensors.items()))
+        for launch in launches(self.plan, arguments, MULTIPROCESSORS):
+            self._simulator.launch(launch, self._manifest.structs[launch.record.params], addresses)
 
 
 def set_exp2(up: np.ndarray, down: np.ndarray) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from variants_on_cpu import SIMULATED, SPECS, cases_of, failure_of, source_of
 
-from sage_aot._spec import is_ptx
+from sage_aot._kernels.spec import is_ptx
 
 
 def test_every_source_and_every_chip_is_simulated():

@@ -17,10 +17,10 @@ from simulated import Simulated
 from tables import DOCUMENT, with_tables
 from variants_on_cpu import SEEDS, SPECS, cases_of, failure_of
 
-from sage_aot._spec import KernelSpec
+from sage_aot._kernels.spec import AttnSpec
 
 
-def spec_of(mutation: Mutation) -> KernelSpec:
+def spec_of(mutation: Mutation) -> AttnSpec:
     return next(spec for spec in SPECS if spec.name == f"sage_attn_{mutation.variant}")
 
 

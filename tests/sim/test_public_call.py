@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from unittest import mock
 
 import pytest
 import torch
 from fuzz_cases import Case, draw_case
 from simulated import Simulated
-from simulator import Simulator
+from simulator import SimulatorBackend
 
 import sage_aot
-from sage_aot import _emulate, _reference
+from sage_aot._call import pipeline
+from sage_aot._tools import reference
 
-BUILT = {"sm80": {"qk_bits": {4, 8}, "pv_accum": {"f32"}},
-         "sm89": {"qk_bits": {4, 8}, "pv_accum": {"two_level_f32", "two_level_f16"}}}
+BUILT = {"sm80": {"qk": {"int4", "int8"}, "pv_accum": {"f32"}},
+         "sm89": {"qk": {"int4", "int8"}, "pv_accum": {"two_level_f32", "two_level_f16"}}}
 DRAWN = [dataclasses.replace(draw_case(1, index, BUILT, longest=130), kv_heads=1, batch=1) for index in range(40)]
 """Calls as the fuzzer draws them: any length, stride, dtype, values that are not finite, wrong arguments."""
 
@@ -25,16 +25,14 @@ def simulated(built) -> Simulated:
     return Simulated(built)
 
 
-def test_a_call(built, monkeypatch):
+def test_a_call(built):
     """As a user makes it; the simulator stands in the place of the emulation."""
-    monkeypatch.setenv("SAGE_AOT_KERNELS", str(built.folder))
-    monkeypatch.setenv("SAGE_AOT_EMULATE", "sm80")
-    q, k, v = _reference.inputs("normal", (1, 2, 40, 64), (1, 1, 90, 64), torch.bfloat16,
+    q, k, v = reference.inputs("normal", (1, 2, 40, 64), (1, 1, 90, 64), torch.bfloat16,
                                 torch.Generator().manual_seed(0))
-    with mock.patch.object(_emulate, "attention", Simulator(built).attention):
+    with pipeline.handing(SimulatorBackend(built, "sm80")):
         out, lse = sage_aot.attn(q, k, v, is_causal=True, return_lse=True)
-    expected, expected_lse = _reference.attention(q, k, v, is_causal=True)
-    assert _reference.measure(out, expected).cosine > 0.9999
+    expected, expected_lse = reference.attention(q, k, v, is_causal=True)
+    assert reference.measure(out, expected).cosine > 0.9999
     assert (lse - expected_lse).abs().max() < 0.05
 
 

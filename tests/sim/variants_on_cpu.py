@@ -17,20 +17,21 @@ from simulated import Simulated
 
 from codegen.matrix import read_matrix
 from codegen.render import Renderer
-from sage_aot._spec import KernelSpec, is_ptx
+from sage_aot._kernels.spec import AttnSpec, is_ptx
+from sage_aot._problem.options import Options
 
 SEEDS = (1, 2)
 """Of the order of threads and blocks."""
 
 _MATRIX = read_matrix(PROJECT.matrix, PROJECT.templates)
 
-KERNELS = {kernel.spec: kernel for kernel in _MATRIX.kernels if kernel.spec.kind == "attn"}
+KERNELS = {kernel.spec: kernel for kernel in _MATRIX.kernels if isinstance(kernel.spec, AttnSpec)}
 
 SPECS = tuple(sorted(KERNELS, key=lambda spec: (list(_MATRIX.archs).index(spec.arch), spec.name)))
 """Every attention kernel of the matrix, those of an arch that was added last: their place decides about their cases."""
 
 
-def source_of(spec: KernelSpec) -> str:
+def source_of(spec: AttnSpec) -> str:
     """What is compiled for a kernel, whatever its arch: its source without comments and without its own name."""
     text = _RENDERER.render(KERNELS[spec]).replace(spec.name, "")
     return "\n".join(line for line in text.splitlines() if not line.startswith("//"))
@@ -39,7 +40,7 @@ def source_of(spec: KernelSpec) -> str:
 _RENDERER = Renderer(PROJECT.templates)
 
 
-def _simulated() -> tuple[KernelSpec, ...]:
+def _simulated() -> tuple[AttnSpec, ...]:
     """Of kernels with one source the first. Chips that add no source have their own accumulators all the same: of them
     those that smooth everything under a causal mask. PTX is for no chip of its own."""
     found = set({source_of(spec): spec for spec in reversed(SPECS)}.values())
@@ -68,30 +69,29 @@ EXTREMES = (
 variants, so that each meets every value of the axes."""
 
 
-def cases_of(spec: KernelSpec) -> dict[str, Case]:
+def cases_of(spec: AttnSpec) -> dict[str, Case]:
     """Ragged calls. The first: grouped heads, contiguous, several KV tiles. The second as unlike as can be: several
     heads and batches, K not smoothed, rows of no whole vectors, of which some see nothing where causal, read at odd
     addresses and stored at odd and even ones. The third: one query head a KV head, whole rows stored at odd addresses,
     extreme values; where causal on Hopper query tiles that see no key at all, one of them after another tile. On Hopper
     a fourth: rows of whole vectors, but of fewer channels than the kernel's."""
-    tile = KERNELS[spec].tile
+    on_hopper = KERNELS[spec].family == "wgmma"
     plain = Case(spec.arch, seed=1, group=2, seqlen_q=150, seqlen_kv=_plain_keys(spec), headdim=spec.headdim,
-                 is_causal=spec.mask == "causal", qk_bits=spec.qk, smooth_q=spec.q == "qsmooth",
-                 smooth_v=spec.v == "vsmooth", pv_accum=spec.pv_accum, read_quantized=True)
+                 read_quantized=True, **vars(Options.of_axes(spec.values)))
     odd = dataclasses.replace(plain, seed=2, batch=2, kv_heads=2, seqlen_q=100, seqlen_kv=70, headdim=spec.headdim - 3,
                               layout="NHD", dtype="f16", kind="outlier", strides="misaligned", out="given",
                               smooth_k=False)
-    blind_rows = tile.block_m if tile.producer_warps and spec.mask == "causal" else 0
+    blind_rows = KERNELS[spec].tile.block_m if on_hopper and spec.mask == "causal" else 0
     extreme = dataclasses.replace(plain, batch=2 if blind_rows else 1, group=1, seqlen_q=blind_rows + 100, seqlen_kv=90,
                                   out="misaligned", **EXTREMES[SPECS.index(spec) % len(EXTREMES)])
     narrow = dataclasses.replace(plain, seqlen_q=70, seqlen_kv=130, headdim=spec.headdim - 24)
-    return {"plain": plain, "odd": odd, "extreme": extreme, **({"narrow": narrow} if tile.producer_warps else {})}
+    return {"plain": plain, "odd": odd, "extreme": extreme, **({"narrow": narrow} if on_hopper else {})}
 
 
-def _plain_keys(spec: KernelSpec) -> int:
+def _plain_keys(spec: AttnSpec) -> int:
     """Three ragged KV tiles; of a ring of slots with barriers two rounds, the last tile begins the third."""
     tile = KERNELS[spec].tile
-    return 170 if not tile.producer_warps else 2 * tile.stages * tile.block_n + 42
+    return 2 * tile.stages * tile.block_n + 42 if KERNELS[spec].family == "wgmma" else 170
 
 
 def failure_of(results: Iterable[tuple[Verdict, str]]) -> tuple[str, str] | None:

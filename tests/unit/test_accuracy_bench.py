@@ -15,27 +15,27 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import accuracy
 import accuracy_tables
-import common
 import emulator
-from emulator import GROUPS, ROUNDING, Method
-from sage_aot import _demo, _emulate, _reference
-from sage_aot._loader import default_library
-from sage_aot._problem import check
-from sage_aot._reference import Accuracy
-from sage_aot._spec import Tile
+from emulator import GROUPS, ROUNDING, Method, Sizes
+from sage_aot._backends.emulation.backend import EmulationBackend
+from sage_aot._call import pipeline
+from sage_aot._call.pipeline import default_library
+from sage_aot._tools import demo, reference
+from sage_aot._tools.reference import Accuracy
 from sage_aot.errors import ArgumentError, UnsupportedError
 
-TILE = Tile(block_m=128, block_n=64, warp_m=32, stages=2, min_blocks=2)
+SIZES = Sizes(block_m=128, block_n=64, warp_m=32, row_groups=8, key_groups=4)
+QUANT = default_library().manifest.kernels["sage_quant_sm89_d64_qkint8_pve4m3"]
 F16 = {"pv": "f16", "accumulator": "f32"}
 
 
 def draw(kind="outlier", q_shape=(1, 4, 300, 64), kv_shape=(1, 2, 390, 64)):
-    return _reference.inputs(kind, q_shape, kv_shape, torch.bfloat16, torch.Generator().manual_seed(1))
+    return reference.inputs(kind, q_shape, kv_shape, torch.bfloat16, torch.Generator().manual_seed(1))
 
 
 def error(method, qkv, **flags):
-    return _reference.measure(emulator.attention(method, default_library(), *qkv, **flags),
-                              _reference.attention(*qkv, **flags)[0]).relative_l1
+    return reference.measure(emulator.attention(method, default_library(), *qkv, **flags),
+                              reference.attention(*qkv, **flags)[0]).relative_l1
 
 
 # --- the kernels' own methods -----------------------------------------------------------------------------------------
@@ -45,18 +45,39 @@ def error(method, qkv, **flags):
 @pytest.mark.parametrize(("arch", "method"), [
     ("sm89", Method()),
     ("sm89", Method(smoothing="")),
-    ("sm89", Method(bits=4, smoothing="qk", smooth_v=True, clip=_emulate.CLIP[4])),
-    ("sm80", Method(bits=4, smoothing="qk", clip=_emulate.CLIP[4], **F16)),
+    ("sm89", Method(bits=4, smoothing="qk", smooth_v=True, clip=accuracy_tables.CLIP)),
+    ("sm80", Method(bits=4, smoothing="qk", clip=accuracy_tables.CLIP, **F16)),
     ("sm80", Method(smooth_v=True, **F16)),
 ], ids=str)
 @pytest.mark.parametrize("headdim", [32, 128])
 def test_equals_the_kernels_emulation(arch, method, headdim, is_causal):
     q, k, v = draw(q_shape=(1, 4, 300, headdim), kv_shape=(1, 2, 390, headdim))
-    problem = check(q, k, v, is_causal=is_causal, qk_bits=method.bits, smooth_q="q" in method.smoothing,
-                    smooth_k="k" in method.smoothing, smooth_v=method.smooth_v)
+    backend, options = EmulationBackend(default_library().manifest, arch), method.options(is_causal=is_causal)
     expected = torch.full(q.shape, torch.nan)
-    _emulate.attention(problem, common.kernels_of(arch, problem, default_library()), q, k, v, expected, None)
+    pipeline.prepare(backend, q, k, v, options).run(q, k, v, expected, None)  # f32, before it is rounded
     assert torch.equal(emulator.attention(method, default_library(), q, k, v, is_causal=is_causal), expected)
+
+
+def facts_of(kind, **axes):
+    """What the package's kernels with these values on their axes say of themselves."""
+    records = default_library().manifest.kernels.values()
+    found = [record.facts for record in records
+             if record.spec.kind == kind and axes.items() <= record.spec.values.items()]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize(("qk", "clip"), [("int8", 1.0), ("int4", accuracy_tables.CLIP)])
+def test_clipping_is_that_of_the_kernels(qk, clip):
+    assert all(facts["clip"] == pytest.approx(clip) for facts in facts_of("quant", qk=qk))
+
+
+@pytest.mark.parametrize(("pv_accum", "ranges"), [
+    ("f32", emulator.RANGES["f16"]), ("two_level_f32", emulator.RANGES["e4m3"]),
+    ("two_level_f16", emulator.RANGE_F16_ACCUMULATOR)])
+def test_ranges_are_those_of_the_kernels(pv_accum, ranges):
+    for facts in facts_of("attn", pv_accum=pv_accum):
+        assert 2.0 ** facts["p_top"] == pytest.approx(ranges.p) and facts["v_limit"] == (ranges.v or 0.0)
 
 
 @pytest.mark.parametrize("method", [
@@ -115,14 +136,14 @@ def test_smooth_attn_splits_each_channels_range_evenly():
 
 
 def quantized(x, side, granularity, bits=4):
-    groups = GROUPS[granularity][side](x.shape[2], TILE)
-    return *_emulate._quantize_rows(x, groups, bits, 1.0), groups
+    groups = GROUPS[granularity][side](x.shape[2], SIZES)
+    return *emulator.quantize_rows(x, groups, Method(bits=bits), QUANT), groups
 
 
 def test_groups_of_each_granularity():
-    counts = {name: tuple(len(groups(256, TILE).unique()) for groups in GROUPS[name]) for name in GROUPS}
+    counts = {name: tuple(len(groups(256, SIZES).unique()) for groups in GROUPS[name]) for name in GROUPS}
     assert counts == {"token": (256, 256), "thread": (64, 16), "block": (2, 4), "tensor": (1, 1)}
-    q_groups, k_groups = (groups(256, TILE) for groups in GROUPS["thread"])
+    q_groups, k_groups = (groups(256, SIZES) for groups in GROUPS["thread"])
     assert (q_groups == q_groups[41]).nonzero().flatten().tolist() == [33, 41, 49, 57]
     assert (k_groups == k_groups[66]).nonzero().flatten().tolist() == sorted([*range(66, 128, 8), *range(67, 128, 8)])
 
@@ -143,7 +164,7 @@ def test_every_group_fills_its_range_and_rounds_to_nearest(granularity, bits):
 def test_clipping_narrows_the_range_of_each_group():
     x = torch.tensor([[7.0, -5.0, 2.9], [14.0, 3.0, -14.0]])[None, None]
     method = Method(bits=4, clip=0.5)
-    integers, scale = emulator.quantize_rows(x, torch.arange(2), method)
+    integers, scale = emulator.quantize_rows(x, torch.arange(2), method, QUANT)
     assert scale.flatten().tolist() == [0.5, 1.0]
     assert integers[0, 0].tolist() == [[7.0, -8.0, 6.0], [7.0, 3.0, -8.0]]
 
@@ -185,7 +206,7 @@ def test_types_round_to_nearest_even_and_saturate(pv, values):
 def test_v_fills_its_range_per_channel(method, limit):
     v = draw(kv_shape=(1, 2, 390, 64))[2].float()
     v[..., 3] = 0.0
-    stored, scale = emulator.quantize_v(v, method)
+    stored, scale = emulator.quantize_v(v, method, QUANT)
     largest = stored.abs().amax(2)
     assert (largest[..., 3] == 0).all() and (scale[..., 3] == 1).all()
     assert (torch.cat([largest[..., :3], largest[..., 4:]], -1) == limit).all()
@@ -219,7 +240,7 @@ def test_f16_accumulators_hold_the_largest_tile():
     v = torch.full((1, 1, 128, 64), 3.0, dtype=torch.bfloat16)
     out = emulator.attention(Method(accumulator="two_level_f16", smoothing=""), default_library(), q, v, v)
     assert (out - 3.0).abs().max() < 2e-3
-    assert emulator.RANGE_F16_ACCUMULATOR.p * emulator.RANGE_F16_ACCUMULATOR.v * TILE.block_n < 65504
+    assert emulator.RANGE_F16_ACCUMULATOR.p * emulator.RANGE_F16_ACCUMULATOR.v * SIZES.block_n < 65504
 
 
 def test_one_accumulator_for_all_keys_loses_with_their_number():
@@ -243,7 +264,7 @@ def test_smoothing_at_4_bits():
     def cosine(kind, smoothing):
         qkv = draw(kind, (1, 2, 512, 128), (1, 2, 512, 128))
         out = emulator.attention(Method(bits=4, smoothing=smoothing), default_library(), *qkv)
-        return _reference.measure(out, _reference.attention(*qkv)[0]).cosine
+        return reference.measure(out, reference.attention(*qkv)[0]).cosine
 
     assert cosine("normal", "qk") >= 0.97  # docs/accuracy.md says why it is not more
     assert cosine("outlier", "qk") >= 0.99
@@ -343,7 +364,7 @@ def test_tables_let_other_models_read(monkeypatch, capsys, tmp_path):
         "def activations():\n    yield qkv\n"
         "def bits_per_byte(attend, windows, device):\n    return windows + attend(*qkv)[0, 0, 69, 0].double().item()\n")
     qkv = accuracy_tables.load_model("m", tmp_path / "model.py").qkv
-    exact = _reference.attention(*qkv, is_causal=True)[0].bfloat16()[0, 0, 69, 0].item()
+    exact = reference.attention(*qkv, is_causal=True)[0].bfloat16()[0, 0, 69, 0].item()
     ours = emulator.attention(Method(bits=4, smoothing="qk"), default_library(), *qkv, is_causal=True).bfloat16()
     assert run(monkeypatch, "tables", *SMALL, "--no-demo", "--only", "bits", "--windows", 3, "--activations",
                f"m={tmp_path / 'model.py'}") == 0
@@ -354,8 +375,8 @@ def test_tables_let_other_models_read(monkeypatch, capsys, tmp_path):
 
 def test_tables_use_the_demo_model_where_it_is_installed(monkeypatch, capsys):
     qkv = draw(q_shape=(1, 1, 20, 32), kv_shape=(1, 1, 20, 32))
-    workload = _demo.Workload("", "layer", {"0": [qkv, qkv], "1": [qkv]}, [])
-    monkeypatch.setattr(_demo, "_transformer_workload", lambda device: workload)
+    workload = demo.Workload("", "layer", {"0": [qkv, qkv], "1": [qkv]}, [])
+    monkeypatch.setattr(demo, "_transformer_workload", lambda device: workload)
     assert run(monkeypatch, "tables", *SMALL, "--only", "bits") == 0
     printed = capsys.readouterr()
     assert "| demo model | 8 bits, f16 |" in printed.out and "demo model: layer 1" in printed.err
@@ -363,7 +384,7 @@ def test_tables_use_the_demo_model_where_it_is_installed(monkeypatch, capsys):
     def missing(device):
         raise UnsupportedError("no packages")
 
-    monkeypatch.setattr(_demo, "_transformer_workload", missing)
+    monkeypatch.setattr(demo, "_transformer_workload", missing)
     assert run(monkeypatch, "tables", *SMALL, "--only", "bits") == 0
     printed = capsys.readouterr()
     assert "demo model" not in printed.out and "without the demo model: no packages" in printed.err
@@ -381,8 +402,8 @@ def test_a_case_is_measured_over_all_its_draws():
     ours, exact = [], []
     for biased in (v + 8, v * 3 + 8):
         ours.append(emulator.attention(method, default_library(), q, k, biased, is_causal=True))
-        exact.append(_reference.attention(q, k, biased, is_causal=True)[0])
-    assert values[method] == _reference.measure(torch.cat(ours), torch.cat(exact))
+        exact.append(reference.attention(q, k, biased, is_causal=True)[0])
+    assert values[method] == reference.measure(torch.cat(ours), torch.cat(exact))
 
 
 def test_cases_are_seeded():

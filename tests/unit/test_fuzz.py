@@ -9,18 +9,21 @@ import fuzz
 import fuzz_checks
 import pytest
 import torch
-from fuzz_cases import EDGES, OPTIONS, Case, draw_case, make_tensors, reductions, shrink
+from fuzz_cases import EDGES, OPTION_WEIGHTS, WEIGHTS, Case, draw_case, make_tensors, reductions, shrink
 
-from sage_aot import _emulate
-from sage_aot._compare import against_emulation
-from sage_aot._loader import default_library
-from sage_aot._problem import heads_first
+from sage_aot._backends.emulation import attention as emulation
+from sage_aot._backends.emulation.backend import EmulationBackend
+from sage_aot._backends.emulation.quantize import quantize
+from sage_aot._call.pipeline import default_library
+from sage_aot._problem.check import heads_first
+from sage_aot._problem.options import OPTIONS
+from sage_aot._tools.compare import against_emulation
 
-BUILT = {"sm80": {"qk_bits": {4, 8}, "pv_accum": {"f32"}},
-         "sm89": {"qk_bits": {4, 8}, "pv_accum": {"two_level_f32", "two_level_f16"}},
-         "sm90": {"qk_bits": {8}, "pv_accum": {"f32"}}}
+BUILT = {"sm80": {"qk": {"int4", "int8"}, "pv_accum": {"f32"}},
+         "sm89": {"qk": {"int4", "int8"}, "pv_accum": {"two_level_f32", "two_level_f16"}},
+         "sm90": {"qk": {"int8"}, "pv_accum": {"f32"}}}
 
-HARD = Case("sm89", 7, 2, 2, 2, 140, 129, 72, is_causal=True, scale=0.7, layout="NHD", qk_bits=8, smooth_q=True,
+HARD = Case("sm89", 7, 2, 2, 2, 140, 129, 72, is_causal=True, scale=0.7, layout="NHD", qk="int8", smooth_q=True,
             smooth_v=True, dtype="f16", kind="outlier", strides="sliced", out="misaligned", stream="side")
 
 
@@ -38,7 +41,7 @@ def subject() -> fuzz_checks.Subject:
 
 def test_every_value_of_every_option_is_drawn():
     drawn = cases(3000)
-    for name, weights in OPTIONS.items():
+    for name, weights in WEIGHTS.items():
         assert {getattr(case, name) for case in drawn} == {value for value, weight in weights.items() if weight}, name
     assert {case.arch for case in drawn} == set(BUILT)
     assert {1, 2, 63, 64, 65, 127, 128} < {case.headdim for case in drawn}
@@ -51,8 +54,18 @@ def test_most_calls_have_a_kernel():
     missing = [case for case in cases(2000) for option, built in BUILT[case.arch].items()
                if getattr(case, option) not in ("auto", *built)]
     assert 0 < len(missing) < 40
-    assert {name for name in ("qk_bits", "pv_accum") for case in missing
-            if getattr(case, name) not in ("auto", *BUILT[case.arch][name])} == {"qk_bits", "pv_accum"}
+    assert {name for name in ("qk", "pv_accum") for case in missing
+            if getattr(case, name) not in ("auto", *BUILT[case.arch][name])} == {"qk", "pv_accum"}
+
+
+def test_options_are_those_of_the_table():
+    assert list(Case("sm80").arguments) == [*OPTIONS, "return_lse"]
+    assert vars(HARD.options).items() <= HARD.arguments.items()
+    for name, option in OPTIONS.items():
+        assert tuple(WEIGHTS[name]) == option.samples and option.default in option.samples
+    for name, weights in OPTION_WEIGHTS.items():
+        assert tuple(WEIGHTS[name].values()) == weights, "a weight for every sample, and no more"
+    assert OPTIONS.keys() < WEIGHTS["wrong"].keys()
 
 
 def test_a_seed_always_draws_the_same():
@@ -72,8 +85,8 @@ def test_lengths_are_bounded():
     assert all(max(case.seqlen_q, case.seqlen_kv) <= 70 for case in cases(300, longest=70))
 
 
-@pytest.mark.parametrize("strides", OPTIONS["strides"])
-@pytest.mark.parametrize("layout", OPTIONS["layout"])
+@pytest.mark.parametrize("strides", WEIGHTS["strides"])
+@pytest.mark.parametrize("layout", WEIGHTS["layout"])
 def test_strides_are_what_they_are_called(layout, strides):
     case = dataclasses.replace(HARD, layout=layout, strides=strides, seqlen_q=129, group=1)
     q, k, v = make_tensors(case, "cpu")
@@ -104,14 +117,18 @@ def test_shrinking_keeps_remainders():
 @pytest.fixture
 def defect(monkeypatch):
     """Wrong only for causal calls whose last tile, not the first, holds one key."""
-    right = _emulate.attention
+    class Defective(EmulationBackend):
+        def bind(self, plan, tensors):
+            right, problem = super().bind(plan, tensors), plan.problem
 
-    def wrong(problem, kernels, q, k, v, out, lse):
-        right(problem, kernels, q, k, v, out, lse)
-        if problem.is_causal and problem.seqlen_kv % 64 == 1 and problem.seqlen_kv > 1:
-            out[:, :, -1] += 100.0
+            def wrong(q, k, v, out, lse):
+                right(q, k, v, out, lse)
+                if problem.options.is_causal and problem.seqlen_kv % 64 == 1 and problem.seqlen_kv > 1:
+                    heads_first(out, problem.options.layout)[:, :, -1] += 100.0
 
-    monkeypatch.setattr(_emulate, "attention", wrong)
+            return wrong
+
+    monkeypatch.setattr(fuzz_checks, "EmulationBackend", Defective)
 
 
 def test_a_planted_defect_is_found_and_reduced(defect, capsys, tmp_path):
@@ -127,17 +144,22 @@ def test_a_planted_defect_is_found_and_reduced(defect, capsys, tmp_path):
     assert fuzz.main(["--device", "cpu", "--case", dataclasses.replace(case, seqlen_kv=64).to_json()]) == 0
 
 
-def test_what_is_raised_is_a_failure(subject, monkeypatch):
-    monkeypatch.setattr(_emulate, "attention", lambda *args: 1 / 0)
-    verdict = subject.examine(Case("sm80"))
+def test_what_is_raised_is_a_failure(subject):
+    class Raising(EmulationBackend):
+        def bind(self, plan, tensors):
+            return lambda *arguments: 1 / 0
+
+    backend = Raising(default_library().manifest, "sm80")
+    verdict = subject.examine(Case("sm80"), backend)
     assert verdict.failure == ("raised", "ZeroDivisionError: division by zero")
-    assert subject.examine(Case("sm80", wrong="dtype")).failure is None
+    assert subject.examine(Case("sm80", wrong="dtype"), backend).failure is None
+    assert subject.examine(Case("sm80")).failure is None
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("planted", OPTIONS["planted"])
+@pytest.mark.parametrize("planted", WEIGHTS["planted"])
 def test_a_short_run_passes(planted, capsys):
     fixed = json.dumps({"planted": planted})
     assert fuzz.main(["--device", "cpu", "--calls", "60", "--longest", "150", "--fixed", fixed]) == 0
@@ -145,10 +167,10 @@ def test_a_short_run_passes(planted, capsys):
 
 
 def test_bad_arguments_must_be_refused(subject):
-    for wrong in OPTIONS["wrong"]:
+    for wrong in WEIGHTS["wrong"]:
         verdict = subject.examine(Case("sm80", wrong=wrong))
         assert verdict.failure is None and (wrong == "nothing" or verdict.variant == "ArgumentError")
-    assert subject.examine(Case("sm90", qk_bits=4)).variant == "UnsupportedError"
+    assert subject.examine(Case("sm90", qk="int4")).variant == "UnsupportedError"
     assert subject.examine(Case("sm80", pv_accum="two_level_f16")).variant == "UnsupportedError"
     assert "_acc2f16_" in subject.examine(Case("sm89", pv_accum="two_level_f16")).variant
 
@@ -156,10 +178,10 @@ def test_bad_arguments_must_be_refused(subject):
 def emulated_as_kernel(subject, case, change):
     """The worst excess of a call whose kernel is the emulation of other quantized tensors."""
     tensors = make_tensors(case, "cpu")
-    plan = subject._plan(case, tensors)
+    plan = fuzz_checks.plan_of(case, subject.backend(case), tensors)
     q, k, v = (heads_first(tensor, case.layout) for tensor in tensors)
-    quantized = _emulate.quantize(plan.problem, plan.kernels, q, k, v)
-    out, lse = _emulate.attend(plan.problem, plan.kernels, change(quantized))
+    quantized = quantize(plan.problem, plan.kernels, q, k, v)
+    out, lse = emulation.attend(plan.problem, plan.kernels, change(quantized))
     out, lse = out[:, :, : case.seqlen_q, : case.headdim].to(q.dtype), lse[:, :, : case.seqlen_q]
     return max(fuzz_checks._worst(against_emulation(plan, quantized, out, lse)).values())
 
@@ -191,7 +213,7 @@ def test_bounds_let_pass_another_rounding_and_no_wrong_scale(subject, monkeypatc
     exp2 = torch.exp2
     with monkeypatch.context() as patch:
         patch.setattr(torch, "exp2", lambda x: exp2(x) * (1 + 2.0**-22))
-        patch.setattr(_emulate, "_pv_tile", lambda p, v, pv_accum: p @ v)  # no accumulator cuts or rounds
+        patch.setattr(emulation, "_pv_tile", lambda p, v, pv_accum: p @ v)  # no accumulator cuts or rounds
         assert emulated_as_kernel(subject, case, unchanged) < 1
     rows, keys = torch.arange(100), torch.arange(200)
     one_group_of_rows = rows[(rows // 32 == 1) & (rows % 8 == 3)]
