@@ -174,8 +174,8 @@ runs    sage_stats_sm80_d64
 
 taken   sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw    sm80 is the nearest that this GPU runs
         sage_attn_sm80_d64_qkint8_pvf16_accf32_causal_vraw_qraw  for is_causal=True
-        sage_attn_ptx80_* (2 kernels)                            it needs a driver from 575 on (CUDA 12.9), this one is \
-for CUDA 12.2"""
+        sage_attn_ptx80_* (2 kernels)                            it needs a driver from 575 on (CUDA 12.9), this one \
+is for CUDA 12.2"""
 
 
 def test_the_table_of_every_arch_has_each_kernel_once():

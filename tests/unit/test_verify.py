@@ -251,7 +251,7 @@ def test_a_gpu_without_a_loader_fails(folder, gpu, capsys, monkeypatch):
     def missing():
         raise UnsupportedError("neither cupy nor cuda-bindings")
 
-    monkeypatch.setattr(_verify, "default_driver", missing)
+    monkeypatch.setattr(verifying, "default_driver", missing)
     code, text = verify(capsys)
     assert code == 1 and "FAILED neither cupy nor cuda-bindings\n" in text
 
