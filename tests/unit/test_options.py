@@ -12,7 +12,7 @@ import torch
 import sage_aot
 from sage_aot._call import ops
 from sage_aot._kernels.spec import AXES
-from sage_aot._problem.options import OPTION_OF_AXIS, OPTIONS, Options, for_schema, schema, spelt
+from sage_aot._problem.options import OPTION_OF_AXIS, OPTIONS, Options, for_schema, for_tracer, schema, spelt
 from sage_aot.errors import ArgumentError
 
 NAMES = list(OPTIONS)
@@ -210,3 +210,9 @@ def test_a_number_is_told_from_the_flag_that_equals_it():
         assert for_schema(*values_of(Options(scale=value)))[1] == value
     with pytest.raises(ArgumentError, match="^scale: expected a finite Python number"):
         for_schema(False, True, *values_of(Options())[2:])
+
+
+def test_what_a_tracer_takes_says_the_same_options():
+    for given in CHOICES + [dict(zip(NAMES, values_of(Options(scale=scale)))) for scale in (0, 1, 2.5, -3)]:
+        options = Options(**given)
+        assert Options.from_schema(for_tracer(*values_of(options))) == options

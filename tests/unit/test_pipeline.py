@@ -347,26 +347,48 @@ def fresh():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiling_prepares_nothing_and_running_does(backend, fresh, dynamic):
-    graphs = []
+@pytest.mark.parametrize("dynamic", [None, False, True])
+@pytest.mark.parametrize("scales", [(0.5, 0.25, 0.125), (1, 2, 3), (None, 0.5, 2)], ids=str)
+def test_compiling_prepares_nothing_and_running_does(backend, fresh, scales, dynamic):
+    """With a scale that is an argument of the compiled code, too, which is symbolic from its second value on."""
+    before_run = []
 
     def compiler(graph, inputs):
-        assert (pipeline._prepared, backend.asked, backend.bound) == ({}, [], []) or graphs
-        graphs.append(graph)
+        before_run.append((len(pipeline._prepared), len(backend.asked), len(backend.ran)))
         return graph
 
     def work(q, k, v, scale):
         return sage_aot.attn(q, k, v, scale=scale, is_causal=True)
 
     compiled = torch.compile(work, backend=compiler, fullgraph=True, dynamic=dynamic)
-    for queries, scale in ((9, 0.5), (9, 0.5), (9, 0.25), (12, 0.25)):
+    kinds = set()
+    for queries, scale in ((9, scales[0]), (9, scales[0]), (9, scales[1]), (12, scales[1]), (12, scales[2])):
         q, k, v = draw((1, 2, queries, 64), (1, 2, 15, 64), seed=queries)
+        prepared = len(kinds), len(backend.ran)
+        compilations = len(before_run)
         assert torch.equal(compiled(q, k, v, scale), emulated(q, k, v, scale=scale, is_causal=True))
-    assert len(backend.ran) == 4 and len(backend.bound) == 3
+        kinds.add((queries, scale))
+        assert all(found == (prepared[0], *prepared) for found in before_run[compilations:])
+    assert len(before_run) >= 1 and len(backend.ran) == 5 and len(backend.bound) == len(kinds)
     for key in pipeline._prepared:
         numbers = [number for part in key if isinstance(part, tuple) for number in part]
         assert {type(number) for number in numbers} <= {int, float, bool, str, bytes, type(None)}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_scale_that_compiled_code_computes(fresh, dynamic):
+    compiled = torch.compile(lambda q, k, v: sage_aot.attn(q, k, v, scale=q.shape[2] ** -0.5), backend="aot_eager",
+                             fullgraph=True, dynamic=dynamic)
+    for queries in (9, 16, 25):
+        q, k, v = draw((1, 2, queries, 64), (1, 2, 15, 64))
+        assert torch.equal(compiled(q, k, v), emulated(q, k, v, scale=queries ** -0.5))
+
+
+@pytest.mark.parametrize("scale", [math.nan, 1e7, True, "1"])
+def test_a_wrong_scale_is_refused_in_compiled_code(fresh, scale):
+    compiled = torch.compile(lambda *qkv: sage_aot.attn(*qkv, scale=scale), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="scale: expected a finite Python number"):
+        compiled(*draw())
 
 
 # --- which backend ----------------------------------------------------------------------------------------------------
