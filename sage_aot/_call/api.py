@@ -8,7 +8,7 @@ import torch
 
 from sage_aot._call import ops
 from sage_aot._problem.check import check_device, check_out, check_return_lse, check_tensors_are
-from sage_aot._problem.options import for_schema
+from sage_aot._problem.options import for_schema, for_tracer
 
 
 @overload
@@ -88,7 +88,8 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
         check_tensors_are(q=q, k=k, v=v)  # raises
     if not (q.is_cuda or q.is_cpu):
         check_device(q)  # raises
-    options = for_schema(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, pv_accum)
+    flatten = for_tracer if torch.compiler.is_dynamo_compiling() else for_schema
+    options = flatten(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, pv_accum)
     if not isinstance(return_lse, bool):
         check_return_lse(return_lse)  # raises
     if out is None:

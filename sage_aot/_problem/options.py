@@ -169,6 +169,15 @@ def for_schema(*values: Any) -> tuple[Any, ...]:
 for_schema._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def for_tracer(is_causal: Any, scale: Any, *others: Any) -> tuple[Any, ...]:
+    """What :func:`for_schema` says, for a tracer to which the scale may be a number that it does not know yet, as a
+    float argument of compiled code is from its second value on. Such a number is no constant: it is checked here."""
+    if scale is None or not _is_scale(scale):
+        return for_schema(is_causal, scale, *others)
+    known = for_schema(is_causal, 1.0, *others)  # none that is left out as a default
+    return known[0], float(scale), *known[2:]
+
+
 @lru_cache(maxsize=256, typed=True)  # typed: True is not 1
 def _for_schema(*values: Any) -> tuple[Any, ...]:
     options = Options(*values)

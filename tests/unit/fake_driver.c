@@ -1,23 +1,33 @@
-// A driver with one GPU a context, for tests of what is said to it: it remembers the last launch and runs nothing.
+// A driver with one GPU a context, for tests of what is said to it: it remembers the first launches and runs nothing.
 // Built as libcuda.so.1, which cuda-bindings then calls in place of the real one. The tests set `fake_*` and read it.
 
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 
-#define MAX_PARAMS 4096
+#define MAX_PARAMS 512
+#define MAX_LAUNCHES 64
 enum { SUCCESS = 0, INVALID_VALUE = 1, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500 };
 enum { MAX_DYNAMIC_SHARED = 8 };
 
+// CUlaunchConfig of cuda.h.
+typedef struct {
+  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+  void* stream;
+  void* attributes;
+  unsigned num_attributes;
+} Config;
 typedef struct { int device; } Context;
 typedef struct { Context* context; } Module;
 typedef struct { Context* context; char entry[256]; int shared_limit; } Function;
 
 int fake_version = 12090;    // what cuDriverGetVersion says
-int fake_status = SUCCESS;   // what the next launch comes to
+int fake_status = SUCCESS;   // what a launch comes to
+char fake_refused[256];      // entry of the only kernel that fake_status is for; empty for all
 int fake_params_bytes;       // how many of a launch's struct to keep
-unsigned char fake_params[MAX_PARAMS];
-char fake_launch[1024];      // the last launch in words
+int fake_launches;           // since the driver was loaded, or since a test set it to zero
+char fake_words[MAX_LAUNCHES][256];
+unsigned char fake_params[MAX_LAUNCHES][MAX_PARAMS];
 int fake_images_end_in_zero; // of images loaded, as PTX must
 static int contexts_retained;
 
@@ -83,17 +93,18 @@ int cuFuncSetAttribute(Function* function, int attribute, int value) {
   return SUCCESS;
 }
 
-int cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                   unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** params,
-                   void** extra) {
+int cuLaunchKernelEx(const Config* config, Function* function, void** params, void** extra) {
   if (!current()) return INVALID_CONTEXT;
   if (function->context != current()) return INVALID_HANDLE;
-  if (extra || shared_bytes > (unsigned)function->shared_limit) return INVALID_VALUE;
-  memcpy(fake_params, params[0], fake_params_bytes);
-  snprintf(fake_launch, sizeof fake_launch, "%s on %d: grid %u %u %u, block %u %u %u, %u bytes, stream %#lx",
-           function->entry, function->context->device, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes,
-           (unsigned long)(uintptr_t)stream);
-  return fake_status;
+  if (extra || config->num_attributes || config->shared_bytes > (unsigned)function->shared_limit) return INVALID_VALUE;
+  if (fake_launches == MAX_LAUNCHES) return INVALID_VALUE;
+  if (fake_status && (!*fake_refused || !strcmp(fake_refused, function->entry))) return fake_status;
+  memcpy(fake_params[fake_launches], params[0], fake_params_bytes);
+  snprintf(fake_words[fake_launches++], sizeof *fake_words,
+           "%.100s on %d: grid %u %u %u, block %u %u %u, %u bytes, stream %#lx", function->entry,
+           function->context->device, config->grid_x, config->grid_y, config->grid_z, config->block_x, config->block_y,
+           config->block_z, config->shared_bytes, (unsigned long)(uintptr_t)config->stream);
+  return SUCCESS;
 }
 
 int cuGetErrorString(int status, const char** text) {
@@ -107,7 +118,7 @@ static const struct { const char* name; void* symbol; } entries[] = {
     ENTRY(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain), ENTRY(cuCtxGetCurrent, cuCtxGetCurrent),
     ENTRY(cuCtxPushCurrent, cuCtxPushCurrent_v2), ENTRY(cuCtxPopCurrent, cuCtxPopCurrent_v2),
     ENTRY(cuModuleLoadData, cuModuleLoadData), ENTRY(cuModuleGetFunction, cuModuleGetFunction),
-    ENTRY(cuFuncSetAttribute, cuFuncSetAttribute), ENTRY(cuLaunchKernel, cuLaunchKernel),
+    ENTRY(cuFuncSetAttribute, cuFuncSetAttribute), ENTRY(cuLaunchKernelEx, cuLaunchKernelEx),
     ENTRY(cuGetErrorString, cuGetErrorString),
 };
 

@@ -12,28 +12,50 @@ import struct
 import sys
 import threading
 
-from sage_aot._driver import BindingsDriver, Function, default_driver
+from sage_aot._backends.cuda import Queue, _Bound
+from sage_aot._backends.drivers import BindingsDriver, Function, default_driver
+from sage_aot._launch.structs import Packed
+from sage_aot.errors import LaunchError
 
-PARAMS = struct.pack("<QiifQ", 2**63 + 5, -1, 0, 1.5, 7)
+PARAMS = struct.pack("<QiifI", 2**63 + 5, -1, 0, 1.5, 7)
 """Zero bytes too, which end no struct."""
 
 IMAGE = b"image of a kernel"
+ADDRESSES = {"q": 0x1000, "k": 0x2000, "v": 0x3000, "out": 0x4000, "lse": 0, "workspace": 2**63}
 
 fake = ctypes.CDLL("libcuda.so.1")
+
+
+class Struct:
+    """A struct, and one pointer to it, as a function is bound to."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = ctypes.create_string_buffer(data, len(data))
+        self.pointer = ctypes.c_void_p(ctypes.addressof(self.data))
+        self.pointers = ctypes.addressof(self.pointer)
 
 
 def number(name: str) -> ctypes.c_int:
     return ctypes.c_int.in_dll(fake, name)
 
 
-def last_launch() -> str:
-    return bytes((ctypes.c_char * 1024).in_dll(fake, "fake_launch")).split(b"\0")[0].decode()
+def launches() -> list[str]:
+    """All launches since the last look, in words."""
+    words = (ctypes.c_char * 256 * 64).in_dll(fake, "fake_words")
+    found = [bytes(words[i]).split(b"\0")[0].decode() for i in range(number("fake_launches").value)]
+    number("fake_launches").value = 0
+    return found
+
+
+def params(launch: int) -> bytes:
+    """The struct of a launch; looked at before its words."""
+    return bytes((ctypes.c_char * 512 * 64).in_dll(fake, "fake_params")[launch])[:number("fake_params_bytes").value]
 
 
 def raised(work: object) -> str:
     try:
         work()
-    except RuntimeError as error:
+    except (RuntimeError, LaunchError) as error:
         return str(error)
     return "nothing"
 
@@ -46,44 +68,74 @@ def in_a_thread(work: object) -> object:
     return results[0]
 
 
-def launched(launch: Function, *arguments: object) -> str:
-    launch(*arguments)
-    return last_launch()
-
-
 def within(driver: BindingsDriver, device: int, work: object) -> object:
-    """`work()` on a thread whose current context is that of a device, as torch leaves it."""
-    api = driver._api
-    api.cuCtxPushCurrent(driver._context(device))
-    try:
-        return work()
-    finally:
-        api.cuCtxPopCurrent()
+    """`work()` on a thread whose current context is that of a device, as torch leaves it; and the context and how many
+    are on the stack afterwards."""
+    with driver.entered(driver.context(device)):
+        return [work(), driver.current() == driver.context(device), fake.fake_depth()]
+
+
+def of_launchers(driver: BindingsDriver, first: Function, second: Function) -> dict[str, object]:
+    """What a bound function says to the driver."""
+    held = Struct(PARAMS)
+    launch, other = first.bind(77, held.pointers), second.bind(2**31 - 1, held.pointers)
+    within(driver, 0, lambda: launch(0xDEAD))
+    seen = {"params": params(0) == PARAMS, "bound": launches()}
+    held.data.raw = changed = PARAMS[::-1]
+    within(driver, 0, lambda: launch(0xDEAD))
+    seen["params, read in each launch"] = params(0) == changed
+    launches()
+    within(driver, 0, lambda: [launch(stream) for stream in (0, 5, 5, 2**63, 0)])
+    seen["streams"] = [words.split()[-1] for words in launches()]
+    within(driver, 1, lambda: other(2**63))
+    return {**seen, "of the other device": launches(), "unbound": raised(lambda: launch(0)),
+            "bound to another": within(driver, 1, lambda: raised(lambda: launch(0)))}
+
+
+def of_queues(driver: BindingsDriver, first: Function, again: Function) -> dict[str, object]:
+    """What a queue of two launches says to it, on threads with a context and without."""
+    packed = [Packed(struct.pack("<QQQ", 16, i, 32), {0: "workspace", 16: source})
+              for i, source in enumerate(("q", "lse"))]
+    queue = Queue([_Bound("first", first, 77, packed[0]), _Bound("again", again, 5, packed[1])], driver,
+                  driver.context(0))
+
+    def call(stream: int = 0xDEAD) -> None:
+        queue(stream, *ADDRESSES.values())
+
+    seen = {"on its thread": [within(driver, 0, call)[1:], launches()]}
+    call()
+    seen["structs"] = [params(i) == each.at(ADDRESSES) for i, each in enumerate(packed)]
+    launches()
+    seen["without a context"] = [in_a_thread(lambda: (call(), driver.current(), fake.fake_depth())[1:]), launches()]
+    seen["in another's"] = [in_a_thread(lambda: within(driver, 1, call)[1:]), launches()]
+    (ctypes.c_char * 256).in_dll(fake, "fake_refused").value = b"again"
+    number("fake_status").value = 700
+    seen["refused"] = [within(driver, 0, lambda: raised(call)), launches()]
+    seen["refused, without a context"] = [in_a_thread(lambda: (raised(call), driver.current(), fake.fake_depth()))]
+    launches()
+    number("fake_status").value = 0
+    call()
+    seen["the next call"] = [[params(i) == each.at(ADDRESSES) for i, each in enumerate(packed)], launches()]
+    return seen
 
 
 def main() -> None:
     number("fake_params_bytes").value = len(PARAMS)
     driver = default_driver()
     first = driver.load(0, IMAGE, "first", 128, 50000)
+    again = driver.load(0, IMAGE, "again", 32, 0)
     second = driver.load(1, IMAGE, "second", 256, 0)
-    seen = {
+    json.dump({
         "driver": [driver.name, driver.version, driver.cuda],
         "zero behind the image": number("fake_images_end_in_zero").value,
-        "bound": within(driver, 0, lambda: launched(first, 77, 0xDEAD, PARAMS)),
-        "params": bytes((ctypes.c_char * len(PARAMS)).in_dll(fake, "fake_params")) == PARAMS,
-        "unbound": in_a_thread(lambda: launched(first, 78, 0, PARAMS)),
-        "bound to another": within(driver, 0, lambda: launched(second, 2**31 - 1, 2**63, PARAMS)),
-        "contexts left": [fake.fake_depth(), in_a_thread(lambda: (first(1, 0, PARAMS), fake.fake_depth())[1])],
+        "launchers": of_launchers(driver, first, second),
+        "queues": of_queues(driver, first, again),
         "contexts retained": fake.fake_retained(),
         "bad image": raised(lambda: driver.load(0, b"imago", "first", 128, 0)),
         "bad entry": raised(lambda: driver.load(0, IMAGE, "nothing", 128, 0)),
         "no such device": raised(lambda: driver.load(2, IMAGE, "first", 128, 0)),
-        "contexts left by errors": fake.fake_depth(),
-    }
-    number("fake_status").value = 700
-    seen["bad launch"] = raised(lambda: within(driver, 0, lambda: first(1, 0, PARAMS)))
-    seen["bad launch, unbound"] = raised(lambda: first(1, 0, PARAMS))
-    json.dump(seen, sys.stdout)
+        "contexts left": fake.fake_depth(),
+    }, sys.stdout)
 
 
 if __name__ == "__main__":

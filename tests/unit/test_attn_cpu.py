@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import sage_aot
-from sage_aot import _emulate, _info, _reference
-from sage_aot._ops import emulated_arch
-from sage_aot._loader import default_library
-from sage_aot._select import Gpu, built_archs
+from sage_aot._backends.emulation.arithmetic import fma
+from sage_aot._backends.emulation.attention import _pv_tile
+from sage_aot._backends.emulation.backend import emulated_arch
+from sage_aot._call.pipeline import default_library
+from sage_aot._launch.choose import Gpu, built_archs
+from sage_aot._tools import info, reference
 from sage_aot.errors import UnsupportedError
 
 ARCHS = built_archs(default_library().manifest)
@@ -23,25 +25,24 @@ ACCUMULATORS = [("sm80", "f32"), ("sm89", "two_level_f32"), ("sm89", "two_level_
 
 
 def draw(q_shape, kv_shape, kind="normal", dtype=torch.bfloat16, seed=0):
-    return _reference.inputs(kind, q_shape, kv_shape, dtype, torch.Generator().manual_seed(seed))
+    return reference.inputs(kind, q_shape, kv_shape, dtype, torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(params=ARCHS)
 def pv(request, monkeypatch):
     """The PV type of the arch that CPU calls emulate, for each arch that is built."""
     monkeypatch.setenv("SAGE_AOT_EMULATE", request.param)
-    return {r.spec.pv for r in default_library().manifest.kernels.values()
-            if r.spec.kind == "attn" and r.spec.arch == request.param}.pop()
+    return {record.spec.pv for record in default_library().manifest.attention(request.param)}.pop()
 
 
-@pytest.mark.parametrize("kind", _reference.INPUT_CLASSES)
+@pytest.mark.parametrize("kind", reference.INPUT_CLASSES)
 @pytest.mark.parametrize("headdim", [32, 64, 96, 128])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_accuracy_against_float64(pv, kind, headdim, is_causal):
     q, k, v = draw((1, 4, 150, headdim), (1, 2, 190, headdim), kind)
     out, lse = sage_aot.attn(q, k, v, is_causal=is_causal, return_lse=True)
-    expected, expected_lse = _reference.attention(q, k, v, is_causal=is_causal)
-    assert _reference.measure(out, expected).cosine > LEAST_COSINE[pv]
+    expected, expected_lse = reference.attention(q, k, v, is_causal=is_causal)
+    assert reference.measure(out, expected).cosine > LEAST_COSINE[pv]
     assert (lse - expected_lse).abs().max() < (0.02 if kind == "normal" else 0.5)
 
 
@@ -52,8 +53,8 @@ def test_f16_accumulators_are_another_way_to_the_same(monkeypatch, headdim, is_c
     q, k, v = draw((1, 4, 150, headdim), (1, 2, 700, headdim))
     out, lse = sage_aot.attn(q, k, v, is_causal=is_causal, pv_accum="two_level_f16", return_lse=True)
     default, default_lse = sage_aot.attn(q, k, v, is_causal=is_causal, return_lse=True)
-    expected, expected_lse = _reference.attention(q, k, v, is_causal=is_causal)
-    assert _reference.measure(out, expected).cosine > 0.999
+    expected, expected_lse = reference.attention(q, k, v, is_causal=is_causal)
+    assert reference.measure(out, expected).cosine > 0.999
     assert (lse - expected_lse).abs().max() < 0.02
     assert not torch.equal(out, default) and not torch.equal(lse, default_lse)
     named = sage_aot.attn(q, k, v, is_causal=is_causal, pv_accum="two_level_f32", return_lse=True)
@@ -76,7 +77,7 @@ def test_what_an_accumulator_keeps_of_a_tile(pv_accum, kept):
     """All; 13 mantissa bits, the rest cut off; or the ten of f16, rounded. After each product of 32 keys."""
     p = torch.zeros(1, 1, 3, 64)
     p[..., 0], p[..., 32] = torch.tensor([2048.0, 2050.0, -16384.0]), torch.tensor([1.0, 1.0, -1.0])
-    assert _emulate._pv_tile(p, torch.ones(1, 1, 64, 1), pv_accum).flatten().tolist() == kept
+    assert _pv_tile(p, torch.ones(1, 1, 64, 1), pv_accum).flatten().tolist() == kept
 
 
 @pytest.mark.parametrize(("arch", "pv_accum"), [("sm80", "two_level_f16"), ("sm90", "two_level_f16"), ("sm89", "f32")])
@@ -88,8 +89,8 @@ def test_accumulators_that_an_arch_lacks_are_refused(monkeypatch, arch, pv_accum
 
 def test_smoothing_k_pays_where_channels_have_offsets(pv):
     q, k, v = draw((1, 2, 128, 64), (1, 2, 256, 64), "outlier")
-    expected, _ = _reference.attention(q, k, v)
-    error = {smooth: _reference.measure(sage_aot.attn(q, k, v, smooth_k=smooth), expected).relative_l1
+    expected, _ = reference.attention(q, k, v)
+    error = {smooth: reference.measure(sage_aot.attn(q, k, v, smooth_k=smooth), expected).relative_l1
              for smooth in (True, False)}
     assert error[True] < (0.6 if pv == "f16" else 0.8) * error[False]  # FP8 adds its own error to both
 
@@ -129,8 +130,8 @@ def test_inputs_stay_as_they_are():
 @pytest.mark.parametrize("scale", [0.0, 0.02, 1.0, -0.1])
 def test_any_scale(scale):
     q, k, v = draw((1, 1, 40, 64), (1, 1, 90, 64))
-    expected, _ = _reference.attention(q, k, v, scale=scale)
-    assert _reference.measure(sage_aot.attn(q, k, v, scale=scale), expected).cosine > 0.998
+    expected, _ = reference.attention(q, k, v, scale=scale)
+    assert reference.measure(sage_aot.attn(q, k, v, scale=scale), expected).cosine > 0.998
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -143,8 +144,8 @@ def test_v_beyond_f16_and_below_its_least_normal(pv):
     q, k, v = draw((1, 1, 64, 64), (1, 1, 64, 64))
     for size in (1e6, 1e-12):
         scaled = (v.float() * size).bfloat16()
-        expected, _ = _reference.attention(q, k, scaled)
-        assert _reference.measure(sage_aot.attn(q, k, scaled), expected).cosine > LEAST_COSINE[pv]
+        expected, _ = reference.attention(q, k, scaled)
+        assert reference.measure(sage_aot.attn(q, k, scaled), expected).cosine > LEAST_COSINE[pv]
 
 
 def test_channels_of_zeros_and_heads_of_zeros(pv):
@@ -152,9 +153,9 @@ def test_channels_of_zeros_and_heads_of_zeros(pv):
     v[..., 3] = 0.0
     k[:, 0], q[:, 1] = 0.0, 0.0
     out = sage_aot.attn(q, k, v)
-    expected, _ = _reference.attention(q, k, v)
+    expected, _ = reference.attention(q, k, v)
     assert (out[..., 3] == 0).all() and out.isfinite().all()
-    assert _reference.measure(out, expected).cosine > LEAST_COSINE[pv]
+    assert reference.measure(out, expected).cosine > LEAST_COSINE[pv]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -170,7 +171,7 @@ def test_a_query_that_is_not_finite_spoils_its_own_row_only(pv, value):
     assert torch.equal(out[0, 0, unshared], clean[0, 0, unshared])
 
 
-@pytest.mark.parametrize("options", [{}, {"qk_bits": 4}, {"smooth_q": True}, {"smooth_k": False}, {"smooth_v": True}],
+@pytest.mark.parametrize("options", [{}, {"qk": "int4"}, {"smooth_q": True}, {"smooth_k": False}, {"smooth_v": True}],
                          ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -185,8 +186,8 @@ def test_a_key_that_is_not_finite_spoils_the_rows_that_see_it(monkeypatch, arch,
     assert torch.equal(lse.isnan(), spoilt)
     assert torch.equal(out.isnan(), spoilt[..., None].expand_as(out))
     clean = torch.where(k.isfinite(), k, 0.0)  # the rows before see another key 100, of no weight
-    expected, _ = _reference.attention(q, clean, v, is_causal=is_causal)
-    assert _reference.measure(out[~spoilt], expected[~spoilt]).cosine > (0.95 if "qk_bits" in options else 0.998)
+    expected, _ = reference.attention(q, clean, v, is_causal=is_causal)
+    assert reference.measure(out[~spoilt], expected[~spoilt]).cosine > (0.95 if "qk" in options else 0.998)
 
 
 @pytest.mark.parametrize("options", [{}, {"smooth_v": True}], ids=str)
@@ -197,7 +198,7 @@ def test_a_value_that_is_not_finite_spoils_its_channel_of_the_rows_that_see_it(m
                                                                               is_causal, options):
     monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
     q, k, v = draw((2, 4, 150, 64), (2, 2, 170, 64))
-    expected, _ = _reference.attention(q, k, v, is_causal=is_causal)
+    expected, _ = reference.attention(q, k, v, is_causal=is_causal)
     v[1, 0, 100, 5] = v[1, 0, 130, 5] = v[1, 1, 0, 9] = value
     out, lse = sage_aot.attn(q, k, v, is_causal=is_causal, pv_accum=pv_accum, return_lse=True, **options)
     spoilt = torch.zeros_like(out, dtype=torch.bool)
@@ -205,7 +206,7 @@ def test_a_value_that_is_not_finite_spoils_its_channel_of_the_rows_that_see_it(m
     spoilt[1, 2:, :, 9] = True
     assert lse.isfinite().all()
     assert torch.equal(out.isnan(), spoilt)
-    assert _reference.measure(out[~spoilt], expected[~spoilt]).cosine > 0.998
+    assert reference.measure(out[~spoilt], expected[~spoilt]).cosine > 0.998
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm89"])
@@ -223,9 +224,9 @@ def test_what_no_row_sees_spoils_nothing(monkeypatch, arch):
 def test_values_whose_sum_is_beyond_f32(pv, smooth_v):
     q, k, v = draw((1, 1, 64, 64), (1, 1, 300, 64))
     v[..., 2] = 1e38
-    out, (expected, _) = sage_aot.attn(q, k, v, smooth_v=smooth_v), _reference.attention(q, k, v)
+    out, (expected, _) = sage_aot.attn(q, k, v, smooth_v=smooth_v), reference.attention(q, k, v)
     assert out.isfinite().all() and ((out[..., 2] / expected[..., 2] - 1).abs() < 0.1).all()
-    assert _reference.measure(out[..., 3:], expected[..., 3:]).cosine > 0.996
+    assert reference.measure(out[..., 3:], expected[..., 3:]).cosine > 0.996
 
 
 def test_values_that_less_their_mean_are_beyond_f32(pv):
@@ -233,9 +234,9 @@ def test_values_that_less_their_mean_are_beyond_f32(pv):
     q, k, v = draw((1, 1, 64, 64), (1, 1, 3, 64))
     v[0, 0, :, 2] = torch.tensor([3e38, -3e38, -3e38])
     v[..., 3] += 8.0
-    out, (expected, _) = sage_aot.attn(q, k, v, smooth_v=True), _reference.attention(q, k, v)
+    out, (expected, _) = sage_aot.attn(q, k, v, smooth_v=True), reference.attention(q, k, v)
     assert out.isfinite().all() and (out[..., 2] - expected[..., 2]).abs().max() < 0.3 * 3e38
-    assert _reference.measure(out[..., 3:], expected[..., 3:]).cosine > 0.98
+    assert reference.measure(out[..., 3:], expected[..., 3:]).cosine > 0.98
 
 
 def test_fma_rounds_once():
@@ -246,19 +247,19 @@ def test_fma_rounds_once():
                          [1 + 2.0**-23, -1 - 2.0**-23, 1 + 2.0**-23, 1.0]])
     for a, b, c in (*hard.T, *random.T):
         exact = Fraction(a.item()) * Fraction(b.item()) + Fraction(c.item())
-        got = _emulate._fma(a, b, c)
+        got = fma(a, b, c)
         distances = [abs(Fraction(x.item()) - exact) for x in (got, *(got.nextafter(got.new_tensor(end))
                                                                       for end in (-math.inf, math.inf)))]
         assert distances[0] <= min(distances[1:])
     infinite = torch.tensor([math.inf, math.nan, 3e38])
-    assert torch.equal(_emulate._fma(infinite, torch.tensor(2.0), torch.tensor(1.0)).isfinite(), torch.zeros(3).bool())
+    assert torch.equal(fma(infinite, torch.tensor(2.0), torch.tensor(1.0)).isfinite(), torch.zeros(3).bool())
 
 
 def test_equal_keys_leave_the_log_sum_exp_exact(pv):
     """Smoothing takes all of K away: what is left of a score is the query times the mean, in f32."""
     q, k, v = draw((1, 2, 100, 64), (1, 2, 130, 64))
     k = (5 * k[:, :, :1]).expand_as(k)
-    (_, lse), (_, expected) = sage_aot.attn(q, k, v, return_lse=True), _reference.attention(q, k, v)
+    (_, lse), (_, expected) = sage_aot.attn(q, k, v, return_lse=True), reference.attention(q, k, v)
     folding = 0.0 if pv == "f16" else 2.0**-7 * math.log(2.0)  # attn/softmax.cuh: how far the constant of P rounds
     assert ((lse - expected).abs() <= 2e-5 + 1e-5 * expected.abs() + folding).all()
 
@@ -313,7 +314,7 @@ def test_info_names_versions_kernels_and_emulation():
 
 def test_info_says_that_a_folder_is_narrowed_or_retargeted(monkeypatch):
     manifest = dataclasses.replace(default_library().manifest, complete=False, retarget="sm_90")
-    monkeypatch.setattr(_info, "default_library", lambda: SimpleNamespace(manifest=manifest, folder="here"))
+    monkeypatch.setattr(info, "default_library", lambda: SimpleNamespace(manifest=manifest, folder="here"))
     assert f"kernels: {len(manifest.kernels)}, narrowed (some of what can be built was left out), " in sage_aot.info()
     assert "built for sm_90 in place of their own archs: for tests only" in sage_aot.info()
 
@@ -321,11 +322,11 @@ def test_info_says_that_a_folder_is_narrowed_or_retargeted(monkeypatch):
 def test_info_of_a_machine_without_a_gpu_names_no_defect(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(_info, "loaders_installed", lambda: ["cupy-cuda12x 14.2.0"])
+    monkeypatch.setattr(info, "loaders_installed", lambda: ["cupy-cuda12x 14.2.0"])
     report = sage_aot.info()
     assert "missing:" not in report and "loaders installed: cupy-cuda12x 14.2.0" in report
     assert "a GPU would need a CUDA build of torch (this one is for CPUs)\n" in report
-    monkeypatch.setattr(_info, "loaders_installed", list)
+    monkeypatch.setattr(info, "loaders_installed", list)
     assert "a GPU would need a CUDA build of torch (this one is for CPUs) and cupy or cuda-bindings" in sage_aot.info()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "a GPU would need a driver for CUDA 13.0, which this torch was built for" in sage_aot.info()
@@ -335,18 +336,18 @@ def test_info_of_a_gpu(monkeypatch):
     """Its loader, its driver, the kernels it would run; or what it lacks."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(_info, "default_driver", lambda: SimpleNamespace(name="cupy", version="14.2.0", cuda=12080))
-    monkeypatch.setattr(_info._cuda, "gpu_here", lambda device: Gpu((8, 6), 12080, "NVIDIA RTX A5000"))
+    monkeypatch.setattr(info, "default_driver", lambda: SimpleNamespace(name="cupy", version="14.2.0", cuda=12080))
+    monkeypatch.setattr(info, "gpu_here", lambda device: Gpu((8, 6), 12080, "NVIDIA RTX A5000"))
     report = sage_aot.info()
     assert "\nloader: cupy 14.2.0, driver for CUDA 12.8\n" in report
     assert "\ncuda:0 NVIDIA RTX A5000, compute capability 8.6, driver for CUDA 12.8\n  sage_attn_sm86_" in report
-    monkeypatch.setattr(_info._cuda, "gpu_here", lambda device: Gpu((7, 5), 12080, "NVIDIA T4"))
+    monkeypatch.setattr(info, "gpu_here", lambda device: Gpu((7, 5), 12080, "NVIDIA T4"))
     assert "\n  missing: no kernels for this GPU (NVIDIA T4, " in sage_aot.info()
 
     def without():
         raise UnsupportedError("nothing loads")
 
-    monkeypatch.setattr(_info, "default_driver", without)
+    monkeypatch.setattr(info, "default_driver", without)
     assert "\nmissing: nothing loads\n" in sage_aot.info()
 
 
@@ -356,12 +357,11 @@ def test_info_reports_an_arch_that_cannot_be_emulated(monkeypatch):
 
 
 def test_info_counts_what_a_kernel_executes():
-    records = default_library().manifest.kernels.values()
-    record = min((record for record in records if record.main_loop), key=lambda record: record.spec.name)
+    record = next(record for record in default_library().manifest.every_attention() if record.main_loop)
     counts = f"{record.main_loop.matrix} matrix and {record.main_loop.other} other instructions in the main loop"
-    assert _info.describe(record) == f"{record.spec.name}: {record.registers} registers, {counts}"
+    assert info.describe(record) == f"{record.name}: {record.machine.registers} registers, {counts}"
     bare = dataclasses.replace(record, main_loop=None)
-    assert _info.describe(bare) == f"{record.spec.name}: {record.registers} registers"
+    assert info.describe(bare) == f"{record.name}: {record.machine.registers} registers"
 
 
 def test_info_says_what_is_missing(monkeypatch, tmp_path):
@@ -370,49 +370,35 @@ def test_info_says_what_is_missing(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("smooth_v", [False, True])
-@pytest.mark.parametrize("qk_bits", [8, 4])
+@pytest.mark.parametrize("qk", ["int8", "int4"])
 @pytest.mark.parametrize("arch", ["sm80", "sm89"])
-def test_smoothing_pays_where_it_should(monkeypatch, arch, qk_bits, smooth_v):
+def test_smoothing_pays_where_it_should(monkeypatch, arch, qk, smooth_v):
     monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
     q, k, v = draw((1, 2, 256, 64), (1, 2, 256, 64), "outlier")
     v += 8.0
-    expected, _ = _reference.attention(q, k, v)
+    expected, _ = reference.attention(q, k, v)
 
     def error(**options):
-        return _reference.measure(sage_aot.attn(q, k, v, qk_bits=qk_bits, **options), expected).relative_l1
+        return reference.measure(sage_aot.attn(q, k, v, qk=qk, **options), expected).relative_l1
 
     assert error(smooth_q=True, smooth_v=smooth_v) < 1.05 * error(smooth_q=False, smooth_v=smooth_v)
-    if qk_bits == 4:
+    if qk == "int4":
         assert error(smooth_q=True) < 0.7 * error(smooth_q=False, smooth_k=False)
-    if arch == "sm89" and qk_bits == 8:
+    if arch == "sm89" and qk == "int8":
         assert error(smooth_v=True) < 0.5 * error(smooth_v=False)
-
-
-def test_delta_s_takes_heads_in_turns(monkeypatch):
-    """The same result when the workspace holds one head at a time; the emulation has no workspace, the plan has."""
-    from sage_aot import _plan
-    from sage_aot._ops import prepare
-    from sage_aot._problem import check
-
-    q, k, v = draw((2, 4, 300, 64), (2, 2, 300, 64))
-    problem = check(q, k, v, qk_bits=4)
-    monkeypatch.setattr(_plan, "DELTA_BYTES", 1)
-    prepare.cache_clear()
-    assert prepare(default_library(), "sm80", problem).heads_at_once == 1
-    prepare.cache_clear()
 
 
 def test_4_bits_on_hopper_says_what_to_use(monkeypatch):
     monkeypatch.setenv("SAGE_AOT_EMULATE", "sm90")
-    with pytest.raises(UnsupportedError, match="no kernel for sm90, .*qk_bits=4, .*; use qk_bits=8"):
-        sage_aot.attn(*draw((1, 1, 4, 64), (1, 1, 4, 64)), qk_bits=4)
+    with pytest.raises(UnsupportedError, match="no kernel for sm90, .*qk='int4', .*; use qk='int8'"):
+        sage_aot.attn(*draw((1, 1, 4, 64), (1, 1, 4, 64)), qk="int4")
 
 
 @pytest.mark.parametrize("size", [40.0, 150.0, 300.0])
 def test_logits_of_any_size(pv, size):
     q, _, v = draw((1, 1, 100, 64), (1, 1, 100, 64))
     q = (q.float() * size).bfloat16()
-    out, (expected, _) = sage_aot.attn(q, q, v), _reference.attention(q, q, v)
+    out, (expected, _) = sage_aot.attn(q, q, v), reference.attention(q, q, v)
     ratio = out.double().norm(dim=-1) / expected.norm(dim=-1)
-    assert _reference.measure(out, expected).cosine > 0.999
+    assert reference.measure(out, expected).cosine > 0.999
     assert 0.9 < ratio.min() and ratio.max() < 1.1

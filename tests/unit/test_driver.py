@@ -3,60 +3,87 @@ stands in for the driver's (fake_driver.c)."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from sage_aot import _driver
-from sage_aot._driver import CUDA_OF_DRIVER, CupyDriver, cuda_of, cuda_text, default_driver, too_old
-from sage_aot._loader import default_library
-from sage_aot.errors import UnsupportedError
+import sage_aot
+from sage_aot._backends import drivers
+from sage_aot._backends.cuda import Queue, _Bound
+from sage_aot._backends.drivers import CupyDriver, default_driver
+from sage_aot._call.pipeline import default_library
+from sage_aot._kernels.drivers import CUDA_OF_DRIVER, cuda_of, cuda_text, too_old
+from sage_aot._launch.structs import Packed
+from sage_aot.errors import LaunchError, UnsupportedError
 
 HERE = Path(__file__).parent
-PARAMS = bytes(range(7)) + b"\0\0struct"
 
 
 @pytest.fixture(autouse=True)
 def asked_again(monkeypatch):
     """Each test finds a process that has asked for no driver yet, and an environment that names none."""
     monkeypatch.delenv("SAGE_AOT_LOADER", raising=False)
-    _driver._driver.cache_clear()
+    drivers._driver.cache_clear()
     yield
-    _driver._driver.cache_clear()
+    drivers._driver.cache_clear()
 
 
-def install_cupy(monkeypatch, built=12090, driver=13000):
-    """A cupy that launches nothing; comes back as the list of what it is told."""
-    told = []
+USED_OF_CUPY = {"launchKernel", "ctxGetCurrent", "ctxSetCurrent"}
+"""Functions of cupy's own that are called once a kernel is loaded; cupy's documentation names none of them."""
+
+STRUCT_BYTES = 16
+
+
+def install_cupy(monkeypatch, built=12090, driver=13000, refused=""):
+    """A cupy that launches nothing, with a context a device, 100 and on; comes back as what it is told, in order, and
+    as a dictionary of what each thread's context is. `refused` is a kernel that it does not launch."""
+    told, entries, contexts = [], [], {}
 
     class Module:
         def load(self, image):
             told.append(("load", image))
 
         def get_function(self, entry):
-            return Function(entry)
+            entries.append(entry)
+            return SimpleNamespace(ptr=76 + len(entries))
 
-    class Function:
-        def __init__(self, entry):
-            self.entry, self.ptr = entry, 77
+    def launch(function, *configuration):
+        *others, pointers, extra = configuration
+        if entries[function - 77] == refused:
+            raise OSError("CUDA_ERROR_LAUNCH_FAILED: bad launch")
+        pointer = ctypes.c_void_p.from_address(pointers)
+        told.append((entries[function - 77], *others, ctypes.string_at(pointer.value, STRUCT_BYTES), extra,
+                     contexts.get(threading.get_ident(), 0)))
 
-        def __call__(self, grid, block, arguments, shared_bytes, stream):
-            told.append((self.entry, grid, block, [a.tobytes() for a in arguments], [a.size for a in arguments],
-                         shared_bytes, stream.ptr))
+    def enter(context):
+        contexts[threading.get_ident()] = context
 
-    runtime = SimpleNamespace(runtimeGetVersion=lambda: built, driverGetVersion=lambda: driver)
+    runtime = SimpleNamespace(runtimeGetVersion=lambda: built, driverGetVersion=lambda: driver,
+                              setDevice=lambda device: enter(100 + device))
     cuda = SimpleNamespace(runtime=runtime, function=SimpleNamespace(Module=Module))
     api = ModuleType("cupy_backends.cuda.api")
-    api.driver = SimpleNamespace(funcSetAttribute=lambda *arguments: told.append(("attribute", *arguments)))
+    api.driver = SimpleNamespace(
+        funcSetAttribute=lambda *arguments: told.append(("attribute", *arguments)), launchKernel=launch,
+        ctxGetCurrent=lambda: contexts.get(threading.get_ident(), 0), ctxSetCurrent=enter)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, __version__="14.2.0"))
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", api)
-    return told
+    return told, contexts
+
+
+def in_a_thread(work):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
 
 
 class Bindings:
@@ -70,7 +97,7 @@ class Bindings:
 
 def test_cupy_comes_first(monkeypatch):
     install_cupy(monkeypatch)
-    monkeypatch.setitem(_driver.DRIVERS, "cuda-bindings", Bindings)
+    monkeypatch.setitem(drivers.DRIVERS, "cuda-bindings", Bindings)
     driver = default_driver()
     assert (driver.name, driver.version, driver.cuda) == ("cupy", "14.2.0", 13000)
     assert default_driver() is driver
@@ -78,13 +105,13 @@ def test_cupy_comes_first(monkeypatch):
 
 def test_cuda_bindings_where_cupy_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setitem(_driver.DRIVERS, "cuda-bindings", Bindings)
+    monkeypatch.setitem(drivers.DRIVERS, "cuda-bindings", Bindings)
     assert isinstance(default_driver(), Bindings)
 
 
 def test_cuda_bindings_where_cupy_is_for_a_newer_driver(monkeypatch):
     install_cupy(monkeypatch, built=13000, driver=12080)
-    monkeypatch.setitem(_driver.DRIVERS, "cuda-bindings", Bindings)
+    monkeypatch.setitem(drivers.DRIVERS, "cuda-bindings", Bindings)
     assert isinstance(default_driver(), Bindings)
 
 
@@ -100,14 +127,14 @@ def test_neither_names_both_and_what_to_install(monkeypatch):
 @pytest.mark.parametrize("asked", ["cupy", "cuda-bindings"])
 def test_the_environment_decides(monkeypatch, asked):
     install_cupy(monkeypatch)
-    monkeypatch.setitem(_driver.DRIVERS, "cuda-bindings", Bindings)
+    monkeypatch.setitem(drivers.DRIVERS, "cuda-bindings", Bindings)
     monkeypatch.setenv("SAGE_AOT_LOADER", asked)
     assert default_driver().name == asked
 
 
 def test_what_the_environment_asks_for_has_no_substitute(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setitem(_driver.DRIVERS, "cuda-bindings", Bindings)
+    monkeypatch.setitem(drivers.DRIVERS, "cuda-bindings", Bindings)
     monkeypatch.setenv("SAGE_AOT_LOADER", "cupy")
     with pytest.raises(UnsupportedError, match="SAGE_AOT_LOADER is cupy; cupy cannot be imported"):
         default_driver()
@@ -163,12 +190,74 @@ def test_every_floor_of_the_package_is_a_branch_in_the_table():
 # --- cupy -------------------------------------------------------------------------------------------------------------
 
 
-def test_cupy_loads_bytes_and_takes_the_struct_by_value(monkeypatch):
-    told = install_cupy(monkeypatch)
-    launch = CupyDriver().load(0, b"an image", "entry", 128, 50000)
+def test_cupy_loads_bytes_and_reads_the_struct_in_each_launch(monkeypatch):
+    told, _ = install_cupy(monkeypatch)
+    function = CupyDriver().load(0, b"an image", "entry", 128, 50000)
     assert told == [("load", b"an image"), ("attribute", 77, 8, 50000)]  # 8: MAX_DYNAMIC_SHARED_SIZE_BYTES
-    launch(77, 0xDEAD, PARAMS)
-    assert told[-1] == ("entry", (77, 1, 1), (128, 1, 1), [PARAMS], [1], 50000, 0xDEAD)
+    data = ctypes.create_string_buffer(b"\0struct\0 of sixteen"[:STRUCT_BYTES], STRUCT_BYTES)
+    pointer = ctypes.c_void_p(ctypes.addressof(data))
+    launch = function.bind(7, ctypes.addressof(pointer))
+    for stream in (0xDEAD, 0):
+        data[0] = bytes([stream & 0xFF])
+        launch(stream)
+        assert told[-1] == ("entry", 7, 1, 1, 128, 1, 1, 50000, stream, data.raw, 0, 0)
+
+
+def cupy_queue(monkeypatch, refused=""):
+    """A queue of two launches for device 1, that of its driver, and what cupy is told and its threads' contexts."""
+    told, contexts = install_cupy(monkeypatch, refused=refused)
+    driver = CupyDriver()
+    bound = [_Bound(name, driver.load(1, b"", name, 32, 0), blocks, Packed(bytes([blocks] * 16), {8: "out"}))
+             for blocks, name in ((1, "first"), (2, "second"))]
+    queue = Queue(bound, driver, driver.context(1))
+    told.clear()
+    return lambda: queue(9, 1, 2, 3, 4, 5, 6), told, contexts
+
+
+def launched(told):
+    """Kernels, blocks, and contexts in which they were launched."""
+    return [(entry, blocks, context) for entry, blocks, *_, context in told]
+
+
+EXPECTED = [("first", 1, 101), ("second", 2, 101)]
+
+
+def test_a_queue_on_cupy_runs_in_its_own_context_whatever_the_threads_is(monkeypatch):
+    call, told, contexts = cupy_queue(monkeypatch)
+    call()
+    assert launched(told) == EXPECTED and contexts[threading.get_ident()] == 101
+    assert told[0][9] == bytes([1] * 8) + (int.from_bytes(bytes([1] * 8), "little") + 4).to_bytes(8, "little")
+    for before in (0, 100):
+        told.clear()
+
+        def elsewhere(before=before):
+            contexts[threading.get_ident()] = before
+            call()
+            return contexts[threading.get_ident()]
+
+        assert in_a_thread(elsewhere) == before
+        assert launched(told) == EXPECTED
+
+
+def test_what_cupy_refuses_names_the_kernel_and_gives_the_context_back(monkeypatch):
+    call, told, contexts = cupy_queue(monkeypatch, refused="second")
+    contexts[threading.get_ident()] = 100
+    with pytest.raises(LaunchError, match="^the driver does not launch second: CUDA_ERROR_LAUNCH_FAILED: bad launch$"):
+        call()
+    assert launched(told) == EXPECTED[:1] and contexts[threading.get_ident()] == 100
+
+
+def test_the_installed_cupy_has_what_is_used_of_it(monkeypatch):
+    """And the stand-in has these and no others, so that no test passes by a function that cupy lacks."""
+    install_cupy(monkeypatch)
+    stand_in = vars(sys.modules["cupy_backends.cuda.api"].driver)
+    assert set(stand_in) == {*USED_OF_CUPY, "funcSetAttribute"}
+    monkeypatch.undo()
+    pytest.importorskip("cupy", exc_type=ImportError)
+    from cupy_backends.cuda.api import driver
+
+    assert {name for name in (*USED_OF_CUPY, "funcSetAttribute") if callable(getattr(driver, name, None))} == set(
+        stand_in)
 
 
 # --- cuda-bindings ----------------------------------------------------------------------------------------------------
@@ -183,7 +272,8 @@ def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("driver")
     subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcuda.so.1", "-o",
                     folder / "libcuda.so.1", HERE / "fake_driver.c"], check=True)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "SAGE_AOT_LOADER": "cuda-bindings"}
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "SAGE_AOT_LOADER": "cuda-bindings",
+                   "PYTHONPATH": str(Path(sage_aot.__file__).parents[1])}
     done = subprocess.run([sys.executable, HERE / "on_fake_driver.py"], env=environment, capture_output=True, text=True,
                           check=False, cwd=HERE.parents[1])
     assert done.returncode == 0, done.stderr
@@ -196,16 +286,44 @@ def test_bindings_know_the_driver(seen):
 
 
 def test_bindings_launch_as_they_are_told(seen):
-    assert seen["bound"] == "first on 0: grid 77 1 1, block 128 1 1, 50000 bytes, stream 0xdead"
-    assert seen["params"]
+    found = seen["launchers"]
+    assert found["bound"] == ["first on 0: grid 77 1 1, block 128 1 1, 50000 bytes, stream 0xdead"]
+    assert found["params"] and found["params, read in each launch"]
+    assert found["of the other device"] == ["second on 1: grid 2147483647 1 1, block 256 1 1, 0 bytes, stream "
+                                            "0x8000000000000000"]
 
 
-def test_bindings_launch_on_their_device_whatever_the_thread_was_bound_to(seen):
-    assert seen["unbound"] == "first on 0: grid 78 1 1, block 128 1 1, 50000 bytes, stream 0"
-    assert seen["bound to another"] == ("second on 1: grid 2147483647 1 1, block 256 1 1, 0 bytes, stream "
-                                        "0x8000000000000000")
-    assert seen["contexts left"] == [0, 0] and seen["contexts left by errors"] == 0
+def test_bindings_launch_on_the_stream_of_each_launch(seen):
+    assert seen["launchers"]["streams"] == ["0", "0x5", "0x5", "0x8000000000000000", "0"]
+
+
+def test_bindings_launch_in_the_current_context_alone(seen):
+    assert seen["launchers"]["unbound"] == "CUDA_ERROR_INVALID_CONTEXT"
+    assert seen["launchers"]["bound to another"] == ["CUDA_ERROR_INVALID_HANDLE", True, 1]
+    assert seen["contexts left"] == 0
     assert seen["contexts retained"] == 2  # once a device
+
+
+QUEUED = ["first on 0: grid 77 1 1, block 128 1 1, 50000 bytes, stream 0xdead",
+          "again on 0: grid 5 1 1, block 32 1 1, 0 bytes, stream 0xdead"]
+
+
+def test_a_queue_on_bindings_launches_in_order_with_the_structs_of_the_call(seen):
+    found = seen["queues"]
+    assert found["on its thread"] == [[True, 1], QUEUED] and found["structs"] == [True, True]
+
+
+def test_a_queue_on_bindings_gives_a_thread_its_context_back(seen):
+    found = seen["queues"]
+    assert found["without a context"] == [[0, 0], QUEUED]
+    assert found["in another's"] == [[True, 1], QUEUED]
+
+
+def test_a_launch_that_bindings_refuse_names_the_kernel_and_the_next_call_works(seen):
+    found, message = seen["queues"], "the driver does not launch again: CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert found["refused"] == [[message, True, 1], QUEUED[:1]]
+    assert found["refused, without a context"] == [[message, 0, 0]]
+    assert found["the next call"] == [[True, True], QUEUED]
 
 
 def test_bindings_give_ptx_the_zero_it_must_end_in(seen):
@@ -216,4 +334,3 @@ def test_bindings_name_errors_of_the_driver(seen):
     assert seen["bad image"] == "CUDA_ERROR_INVALID_IMAGE: device kernel image is invalid"
     assert seen["bad entry"] == "CUDA_ERROR_NOT_FOUND"
     assert seen["no such device"].startswith("CUDA_ERROR_INVALID_VALUE")
-    assert seen["bad launch"] == seen["bad launch, unbound"] == "CUDA_ERROR_ILLEGAL_ADDRESS"

@@ -11,13 +11,14 @@ import torch
 from records import manifest_of, record_of
 
 import sage_aot
-from sage_aot import _cuda, _explain
-from sage_aot._loader import default_library
-from sage_aot._select import Gpu, all_archs
-from sage_aot._spec import KernelSpec
+from sage_aot._backends import cuda
+from sage_aot._backends.cuda import CudaBackend
+from sage_aot._backends.emulation.backend import EmulationBackend
+from sage_aot._call.pipeline import default_library, handing
+from sage_aot._kernels.spec import AttnSpec
+from sage_aot._launch.choose import Gpu, nearest_arch
+from sage_aot._tools import explain as explaining
 from sage_aot.errors import ArgumentError, PtxWarning, UnsupportedError
-
-ARCHS = all_archs(default_library().manifest)
 
 
 def tensors(headdim=64, **options):
@@ -25,21 +26,22 @@ def tensors(headdim=64, **options):
 
 
 def attn_spec(arch, pv="f16", accumulator="f32", **changes):
-    return dataclasses.replace(KernelSpec("attn", arch, 64, 8, pv, accumulator, "full", "vraw", "qraw"), **changes)
+    return dataclasses.replace(AttnSpec(arch, 64, "int8", pv, accumulator, "full", "vraw", "qraw"), **changes)
 
 
 def small_manifest(*archs, **changes):
-    specs = {spec for arch in archs for causal in ("full", "causal") for attn in [attn_spec(arch, mask=causal)]
-             for spec in (attn, *attn.companions)}
+    attn = [attn_spec(arch, mask=mask) for arch in archs for mask in ("full", "causal")]
+    specs = {spec for a in attn for spec in (a, a.companion("stats"), a.companion("quant"))}
     return manifest_of((record_of(spec) for spec in specs), **changes)
 
 
 @pytest.fixture
-def folder_of(monkeypatch):
-    """Let explain() and the call see a manifest."""
+def folder_of(monkeypatch, tmp_path):
+    """Let explain() and the call see a manifest: the environment names its folder."""
     def install(manifest):
-        monkeypatch.setattr(_explain, "default_library", lambda: SimpleNamespace(manifest=manifest))
-        return manifest
+        (tmp_path / "manifest.json").write_text(manifest.to_text())
+        monkeypatch.setenv("SAGE_AOT_KERNELS", str(tmp_path))
+        return default_library().manifest
 
     return install
 
@@ -60,9 +62,9 @@ def test_a_capability_needs_no_gpu_and_no_tensors(capability, arch):
 def test_tensors_on_the_cpu_are_explained_as_emulated(monkeypatch):
     assert sage_aot.explain(*tensors()).kernels.attn.spec.arch == "sm89"
     monkeypatch.setenv("SAGE_AOT_EMULATE", "sm80")
-    told = sage_aot.explain(*tensors(), qk_bits=4)
-    assert told.gpu is None and told.kernels.attn.spec == attn_spec("sm80", qk=4, q="qsmooth")
-    assert told.kernels.delta is not None
+    told = sage_aot.explain(*tensors(), qk="int4")
+    assert told.gpu is None and told.kernels.attn.spec == attn_spec("sm80", qk="int4", q="qsmooth")
+    assert "delta" in told.kernels.feeders
     others = {c.reason for c in told.candidates if c.record.spec.arch != "sm80"}
     assert others == {"sm80 is what CPU tensors emulate; SAGE_AOT_EMULATE names another"}
 
@@ -77,7 +79,7 @@ def test_a_gpu_here_is_asked_for_its_capability_and_driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: ((7, 5), (8, 9))[device])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
     found = SimpleNamespace(cuda=12080)
-    for module in (_cuda, _explain):
+    for module in (cuda, explaining):
         monkeypatch.setattr(module, "default_driver", lambda: found)
     assert sage_aot.explain(headdim=64).gpu == Gpu((8, 9), 12080, "GPU 1")
     assert sage_aot.explain(headdim=64, driver=535).gpu.cuda == 12020
@@ -85,7 +87,7 @@ def test_a_gpu_here_is_asked_for_its_capability_and_driver(monkeypatch):
     def missing():
         raise UnsupportedError("neither")
 
-    for module in (_cuda, _explain):
+    for module in (cuda, explaining):
         monkeypatch.setattr(module, "default_driver", missing)
     told = sage_aot.explain(headdim=64)
     assert told.gpu.cuda is None and told.candidates[0].taken
@@ -100,16 +102,10 @@ def test_the_order_of_kinds(folder_of):
         assert sage_aot.explain(capability=capability, headdim=64).kernels.attn.spec.arch == arch
     refused = sage_aot.explain(capability=(12, 0), headdim=64, driver=570)
     assert refused.kernels is None and not any(candidate.taken for candidate in refused.candidates)
-    assert refused.error == _cuda_error(Gpu((12, 0), 12080), manifest)
-    assert "ptx80: it needs a driver from 575 on" in refused.error
-
-
-def _cuda_error(gpu, manifest):
-    from sage_aot._select import nearest_arch
-
     with pytest.raises(UnsupportedError) as raised:
-        nearest_arch(gpu, manifest)
-    return str(raised.value)
+        nearest_arch(Gpu((12, 0), 12080), manifest)
+    assert refused.error == str(raised.value)
+    assert "ptx80: it needs a driver from 575 on" in refused.error
 
 
 def test_what_the_call_would_raise_is_told():
@@ -120,17 +116,20 @@ def test_what_the_call_would_raise_is_told():
     assert told.candidates[0].differing == ("pv_accum",)
 
 
-@pytest.mark.parametrize("changes", [{}, {"qk_bits": 4}, {"smooth_v": True, "is_causal": True}, {"smooth_q": True},
+@pytest.mark.parametrize("changes", [{}, {"qk": "int4"}, {"smooth_v": True, "is_causal": True}, {"smooth_q": True},
                                      {"pv_accum": "two_level_f16"}, {"layout": "NHD", "scale": 0.3}], ids=str)
-def test_what_is_told_is_what_runs(monkeypatch, changes):
-    from sage_aot import _emulate
+def test_what_is_told_is_what_runs(changes):
+    bound = []
 
-    ran = []
-    emulated = _emulate.attention
-    monkeypatch.setattr(_emulate, "attention", lambda problem, kernels, *rest: (
-        ran.append(kernels), emulated(problem, kernels, *rest)))
-    sage_aot.attn(*tensors(), **changes)
-    assert ran == [sage_aot.explain(*tensors(), **changes).kernels]
+    class Remembering(EmulationBackend):
+        def bind(self, plan, tensors):
+            bound.append(plan)
+            return super().bind(plan, tensors)
+
+    told = sage_aot.explain(*tensors(), **changes)
+    with handing(Remembering(default_library().manifest)):
+        sage_aot.attn(*tensors(), **changes)
+    assert [(plan.problem, plan.kernels) for plan in bound] == [(told.problem, told.kernels)]
 
 
 # --- wrong arguments --------------------------------------------------------------------------------------------------
@@ -144,7 +143,7 @@ def test_what_is_told_is_what_runs(monkeypatch, changes):
     ({"capability": (8, 9.0), "headdim": 64}, "capability: expected two integers"),
     ({"capability": (8, 9), "headdim": 64, "driver": 12.4}, "driver: expected the branch of a driver, 525 or later"),
     ({"capability": (8, 9), "headdim": 64, "driver": 470}, "driver: expected the branch of a driver, 525 or later"),
-    ({"capability": (8, 9), "headdim": 64, "qk_bits": 5}, "qk_bits: expected 'auto', 8 or 4, got 5"),
+    ({"capability": (8, 9), "headdim": 64, "qk": "int5"}, "qk: expected 'auto', 'int8' or 'int4', got 'int5'"),
     ({"capability": (8, 9), "headdim": 64, "return_lse": 1}, "return_lse: expected True or False, got 1"),
     ({"capability": (8, 9), "headdim": 64, "out": 3}, "out: expected a tensor like q, got int"),
     ({**dict(zip("qkv", tensors())), "headdim": 64}, "headdim: that of q holds, got 64 beside tensors"),
@@ -168,15 +167,15 @@ def test_the_table(folder_of):
     folder_of(small_manifest("sm80", "ptx80"))
     assert str(sage_aot.explain(capability=(8, 8), headdim=64, driver=535)) == """\
 GPU     compute capability 8.8, driver for CUDA 12.2
-call    headdim=64, is_causal=False, qk_bits=8, smooth_q=False, smooth_v=False, pv_accum='auto'
+call    headdim=64, is_causal=False, qk='int8', smooth_q=False, smooth_v=False, pv_accum='auto'
 runs    sage_stats_sm80_d64
-        sage_quant_sm80_d64_qk8_pvf16
-        sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw
+        sage_quant_sm80_d64_qkint8_pvf16
+        sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw
 
-taken   sage_attn_sm80_d64_qk8_pvf16_accf32_full_vraw_qraw    sm80 is the nearest that this GPU runs
-        sage_attn_sm80_d64_qk8_pvf16_accf32_causal_vraw_qraw  for is_causal=True
-        sage_attn_ptx80_* (2 kernels)                         it needs a driver from 575 on (CUDA 12.9), this one is \
-for CUDA 12.2"""
+taken   sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw    sm80 is the nearest that this GPU runs
+        sage_attn_sm80_d64_qkint8_pvf16_accf32_causal_vraw_qraw  for is_causal=True
+        sage_attn_ptx80_* (2 kernels)                            it needs a driver from 575 on (CUDA 12.9), this one \
+is for CUDA 12.2"""
 
 
 def test_the_table_of_every_arch_has_each_kernel_once():
@@ -195,48 +194,49 @@ def test_the_table_of_every_arch_has_each_kernel_once():
 
 @pytest.fixture
 def on_a_new_gpu(monkeypatch):
-    """The arch that a call would take on a GPU newer than the kernels."""
-    monkeypatch.setattr(_cuda, "default_driver", lambda: SimpleNamespace(cuda=13000))
-    monkeypatch.setattr(_cuda, "gpu_here", lambda device: Gpu((13, 0), 13000, "NVIDIA X"))
+    """A backend of a manifest, on a GPU newer than its kernels."""
+    monkeypatch.setattr(cuda, "gpu_here", lambda device: Gpu((13, 0), 13000, f"NVIDIA X{device or ''}"))
     monkeypatch.delenv("SAGE_AOT_PTX_WARNING", raising=False)
-    _cuda.arch_of.cache_clear()
-    yield lambda library: _cuda.arch_of(library, 0)
-    _cuda.arch_of.cache_clear()
+    return lambda *archs: CudaBackend(SimpleNamespace(manifest=small_manifest(*archs), driver=None))
 
 
-class Folder(SimpleNamespace):
-    """Hashable, as a library is."""
-
-    __hash__ = object.__hash__
-
-
-def test_ptx_is_announced_once(on_a_new_gpu):
-    library = Folder(manifest=small_manifest("sm80", "ptx80"))
+def test_ptx_is_announced_once_a_device(on_a_new_gpu):
+    backend = on_a_new_gpu("sm80", "ptx80")
     message = (r"no machine code for this GPU \(NVIDIA X, compute capability 13.0, driver for CUDA 13.0\): the driver "
                r"compiles the PTX of ptx80, .*SAGE_AOT_PTX_WARNING=0 silences this")
     with pytest.warns(PtxWarning, match=message):
-        assert on_a_new_gpu(library) == "ptx80"
+        assert backend.arch(0) == "ptx80"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert on_a_new_gpu(library) == "ptx80"
+        assert backend.arch(0) == "ptx80"
+    with pytest.warns(PtxWarning, match="NVIDIA X1, "):
+        assert backend.arch(1) == "ptx80"
 
 
 def test_the_word_about_ptx_can_be_switched_off(on_a_new_gpu, monkeypatch):
     monkeypatch.setenv("SAGE_AOT_PTX_WARNING", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert on_a_new_gpu(Folder(manifest=small_manifest("sm80", "ptx80"))) == "ptx80"
+        assert on_a_new_gpu("sm80", "ptx80").arch(0) == "ptx80"
 
 
 def test_a_gpu_without_kernels_is_refused_by_name(on_a_new_gpu):
     with pytest.raises(UnsupportedError, match=r"no kernels for this GPU \(NVIDIA X, compute capability 13.0"):
-        on_a_new_gpu(Folder(manifest=small_manifest("sm80")))
+        on_a_new_gpu("sm80").arch(0)
 
 
-def test_a_missing_loader_is_named_before_the_gpu_is(on_a_new_gpu, monkeypatch):
-    def missing():
-        raise UnsupportedError("neither cupy nor cuda-bindings")
+def test_an_arch_that_was_asked_for_is_asked_of_no_gpu(on_a_new_gpu):
+    backend = on_a_new_gpu("sm80")
+    assert CudaBackend(backend.library, "sm80").arch(0) == "sm80"
 
-    monkeypatch.setattr(_cuda, "default_driver", missing)
+
+def test_a_missing_loader_is_named_before_the_gpu_is(on_a_new_gpu):
+    class Without:
+        manifest = small_manifest("sm80")
+
+        @property
+        def driver(self):
+            raise UnsupportedError("neither cupy nor cuda-bindings")
+
     with pytest.raises(UnsupportedError, match="neither cupy nor cuda-bindings"):
-        on_a_new_gpu(Folder(manifest=small_manifest("sm80", "ptx80")))
+        CudaBackend(Without()).arch(0)

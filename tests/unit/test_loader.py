@@ -10,18 +10,17 @@ import threading
 import pytest
 from records import manifest_of, record_of
 
-from sage_aot import _loader
-from sage_aot._loader import Library, default_library
-from sage_aot._manifest import FILE_NAME, FORMAT, sealed_text
-from sage_aot._plan import Launch
-from sage_aot._spec import KernelSpec
+from sage_aot._backends.loader import Library
+from sage_aot._call.pipeline import default_library
+from sage_aot._kernels.manifest import FILE_NAME, FORMAT, Struct, records_by_name, sealed_text
+from sage_aot._kernels.spec import AttnSpec, StatsSpec
 from sage_aot.errors import CubinError, LaunchError, UnsupportedError
 
-SPEC = KernelSpec("stats", "sm80", 64)
+SPEC = StatsSpec("sm80", 64)
 CUBIN = b"not really a cubin"
 RECORD = record_of(SPEC, file="it.cubin", sha256=hashlib.sha256(CUBIN).hexdigest())
 
-ATTENTION = record_of(KernelSpec("attn", "sm80", 64, 8, "f16", "f32", "full", "vraw", "qraw"), file="other.cubin")
+ATTENTION = record_of(AttnSpec("sm80", 64, "int8", "f16", "f32", "full", "vraw", "qraw"), file="other.cubin")
 MANIFEST = manifest_of([RECORD, ATTENTION])
 
 
@@ -34,14 +33,22 @@ def folder(tmp_path):
 
 def test_manifest_and_cubin_are_read_back(folder):
     library = Library(folder)
-    assert library.manifest == MANIFEST
+    assert library.manifest.to_text() == MANIFEST.to_text()
+    assert library.manifest.kernels[SPEC.name] == RECORD
     assert library.read(RECORD) == CUBIN
 
 
+_ATTN = MANIFEST.structs["AttnParams"]
+
+
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"version": "0.0.1"}, "holds kernels of another sage_aot: expected version and structs .*got .'0.0.1'"),
-    ({"structs": "0" * 16}, "holds kernels of another sage_aot"),
-    ({"kernels": {SPEC.name: RECORD}}, "holds no attention kernel"),
+    ({"version": "0.0.1"}, "holds kernels of another sage_aot: expected version .*, got 0.0.1; reinstall"),
+    ({"structs": {"AttnParams": Struct(8, {"q_hat": ("Q", 0)})}},
+     "holds kernels of another sage_aot: expected the fields of .*AttnParams, got others: .*kv_hat"),
+    ({"structs": {"AttnParams": Struct(_ATTN.size, {**_ATTN.fields, "dtype": ("f", 152)})}},
+     "holds kernels of another sage_aot: expected the fields of .*AttnParams, got others: dtype;"),
+    ({"structs": {"MoreParams": _ATTN}}, "holds kernels of another sage_aot: expected a struct of .*, got MoreParams;"),
+    ({"kernels": records_by_name([RECORD])}, "holds no attention kernel"),
 ])
 def test_a_folder_of_another_build_is_refused(folder, changes, message):
     (folder / FILE_NAME).write_text(dataclasses.replace(MANIFEST, **changes).to_text())
@@ -67,7 +74,7 @@ def test_a_manifest_of_another_version_is_refused(folder):
         Library(folder).manifest
 
 
-@pytest.mark.parametrize("text", ["{", MANIFEST.to_text().replace('"threads": 128', '"threads": 256')])
+@pytest.mark.parametrize("text", ["{", MANIFEST.to_text().replace('"threads": 128.0', '"threads": 256.0')])
 def test_a_manifest_that_is_no_json_or_was_edited_is_refused(folder, text):
     (folder / FILE_NAME).write_text(text)
     with pytest.raises(CubinError, match="is not a manifest"):
@@ -107,19 +114,19 @@ def test_files_of_two_versions_are_refused(folder):
     other = dataclasses.replace(RECORD, sha256=hashlib.sha256(b"another kernel").hexdigest())
     (folder / RECORD.file).write_bytes(b"another kernel")
     with pytest.raises(CubinError, match=f"the cubin of {SPEC.name} is damaged"):
-        Library(folder).load(RECORD, 0)
+        Library(folder, Driver()).load(RECORD, 0)
     (folder / FILE_NAME).write_text(newer.to_text())
-    with pytest.raises(CubinError, match="holds kernels of another sage_aot: .*'9.9.9'"):
+    with pytest.raises(CubinError, match="holds kernels of another sage_aot: .*got 9.9.9;"):
         Library(folder).manifest
     (folder / RECORD.file).write_bytes(CUBIN)
-    mixed = dataclasses.replace(MANIFEST, kernels={**MANIFEST.kernels, SPEC.name: other})
+    mixed = manifest_of([other, ATTENTION])
     (folder / FILE_NAME).write_text(mixed.to_text())
-    library = Library(folder)
+    library = Library(folder, Driver())
     with pytest.raises(CubinError, match="is damaged"):
         library.load(library.manifest.kernels[SPEC.name], 0)
 
 
-# --- loading and launching --------------------------------------------------------------------------------------------
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 class Driver:
@@ -128,73 +135,73 @@ class Driver:
     name, version, cuda = "fake", "1", 12000
 
     def __init__(self):
-        self.loaded, self.launched, self.failing = [], [], ""
+        self.loaded, self.failing = [], False
 
     def load(self, *arguments):
-        if self.failing == "load":
+        if self.failing:
             raise OSError("CUDA_ERROR_INVALID_IMAGE: bad image")
         self.loaded.append(arguments)
-
-        def launch(*launched):
-            if self.failing == "launch":
-                raise OSError("CUDA_ERROR_LAUNCH_FAILED: bad launch")
-            self.launched.append((arguments[0], *launched))
-
-        return launch
+        return object()
 
 
-@pytest.fixture(autouse=True)
-def driver(monkeypatch):
-    fake = Driver()
-    monkeypatch.setattr(_loader, "default_driver", lambda: fake)
-    return fake
+@pytest.fixture
+def driver():
+    return Driver()
 
 
-def test_a_kernel_is_loaded_once_a_device_and_launched_there(folder, driver):
-    library = Library(folder)
-    library.launch(Launch(RECORD, 7, b"params"), 0, 0xABC)
-    library.launch(Launch(RECORD, 8, b"others"), 0, 0)
-    library.launch(Launch(RECORD, 9, b"params"), 1, 5)
-    library.launch(Launch(RECORD, 9, b"params"), 1, 6)
-    assert driver.loaded == [(device, CUBIN, SPEC.name, RECORD.threads, RECORD.shared_bytes) for device in (0, 1)]
-    assert driver.launched == [(0, 7, 0xABC, b"params"), (0, 8, 0, b"others"), (1, 9, 5, b"params"),
-                               (1, 9, 6, b"params")]
+def test_a_kernel_is_loaded_once_a_device(folder, driver):
+    library = Library(folder, driver)
+    functions = [library.load(RECORD, device) for device in (0, 0, 1, 1)]
+    assert functions[0] is functions[1] and functions[2] is functions[3] and functions[0] is not functions[2]
+    assert driver.loaded == [(device, CUBIN, SPEC.name, RECORD.fact("threads"), RECORD.fact("shared_bytes"))
+                             for device in (0, 1)]
+
+
+def test_a_kernel_is_loaded_for_the_threads_and_the_memory_that_it_says(folder, driver):
+    record = dataclasses.replace(RECORD, facts={"threads": 384.0, "shared_bytes": 213088.0})
+    Library(folder, driver).load(record, 0)
+    assert driver.loaded == [(0, CUBIN, SPEC.name, 384, 213088)]
+    assert [type(number) for number in driver.loaded[0][3:]] == [int, int]
 
 
 def test_threads_load_a_kernel_once(folder, driver):
-    library = Library(folder)
+    library, found = Library(folder, driver), []
     meet = threading.Barrier(8)
 
     def work():
         meet.wait()
-        library.launch(Launch(RECORD, 1, b""), 0, 0)
+        found.append(library.load(RECORD, 0))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(driver.loaded) == 1 and len(driver.launched) == 8
+    assert len(driver.loaded) == 1 and len(found) == 8 and len(set(map(id, found))) == 1
 
 
 def test_what_the_driver_refuses_names_the_kernel(folder, driver):
-    library = Library(folder)
-    driver.failing = "load"
+    library = Library(folder, driver)
+    driver.failing = True
     with pytest.raises(LaunchError, match=rf"does not load {SPEC.name} \(built for sm_80\) on device 3: "
                                           "CUDA_ERROR_INVALID_IMAGE"):
-        library.launch(Launch(RECORD, 1, b""), 3, 0)
-    driver.failing = ""
-    library.launch(Launch(RECORD, 1, b""), 3, 0)  # a failure is not kept
-    driver.failing = "launch"
-    with pytest.raises(LaunchError, match=f"does not launch {SPEC.name} on device 3: CUDA_ERROR_LAUNCH_FAILED"):
-        library.launch(Launch(RECORD, 1, b""), 3, 0)
+        library.load(RECORD, 3)
+    driver.failing = False
+    library.load(RECORD, 3)  # a failure is not kept
 
 
 def test_a_driver_below_a_kernels_floor_is_refused_before_it_sees_the_file(folder, driver):
-    library, demanding = Library(folder), dataclasses.replace(RECORD, least_driver=570, file="not there.cubin")
+    library, demanding = Library(folder, driver), dataclasses.replace(RECORD, least_driver=570, file="not there.cubin")
     with pytest.raises(UnsupportedError, match=rf"the driver of device 0 is too old for {SPEC.name}: it needs a driver "
                                                r"from 570 on \(CUDA 12.8\), this one is for CUDA 12.0; update it"):
         library.load(demanding, 0)
     driver.cuda = 12080
     with pytest.raises(CubinError, match="is missing"):
         library.load(demanding, 0)
+
+
+def test_a_library_without_a_driver_of_its_own_takes_that_of_the_process(folder, monkeypatch):
+    monkeypatch.setenv("SAGE_AOT_LOADER", "none of them")
+    with pytest.raises(UnsupportedError, match="SAGE_AOT_LOADER: expected one of"):
+        Library(folder).load(RECORD, 0)
+    assert Library(folder, driver := Driver()).driver is driver

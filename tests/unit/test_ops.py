@@ -10,25 +10,25 @@ import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sage_aot
-from sage_aot import _ops, _reference
+from sage_aot._call import ops
+from sage_aot._problem.options import Options, for_schema
+from sage_aot._tools import reference
 from sage_aot.errors import ArgumentError
 
 # Compiling warns of torch's own deprecations, which are not this package's.
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"),
               pytest.mark.filterwarnings("ignore::FutureWarning")]
 
-BOTTOM_RIGHT = {"is_causal": True, "scale": 0.1, "qk_bits": 8, "smooth_k": False}
+BOTTOM_RIGHT = {"is_causal": True, "scale": 0.1, "qk": "int8", "smooth_k": False}
 
 
 def draw(q_shape=(2, 4, 33, 64), kv_shape=(2, 2, 47, 64), dtype=torch.bfloat16, seed=0):
-    return _reference.inputs("normal", q_shape, kv_shape, dtype, torch.Generator().manual_seed(seed))
+    return reference.inputs("normal", q_shape, kv_shape, dtype, torch.Generator().manual_seed(seed))
 
 
 def options(**changes):
-    """Values of an operator's options, in order."""
-    values = {"is_causal": False, "scale": None, "layout": "HND", "qk_bits": None, "smooth_q": None,
-              "smooth_k": True, "smooth_v": False, "pv_accum": "auto", **changes}
-    return tuple(values[name] for name in _ops.OPTIONS)
+    """Options as an operator takes them."""
+    return for_schema(*vars(Options(**changes)).values())
 
 
 def nhd(*tensors):
@@ -53,7 +53,7 @@ def compiled(request, fresh):
 
 
 @pytest.mark.parametrize("changes", [{}, {"layout": "NHD"}, BOTTOM_RIGHT], ids=str)
-@pytest.mark.parametrize("op", [_ops.attn, _ops.attn_lse, _ops.attn_out, _ops.attn_lse_out], ids=str)
+@pytest.mark.parametrize("op", [ops.attn, ops.attn_lse, ops.attn_out, ops.attn_lse_out], ids=str)
 def test_opcheck(op, changes):
     q, k, v = draw()
     if changes.get("layout") == "NHD":
@@ -62,7 +62,7 @@ def test_opcheck(op, changes):
     torch.library.opcheck(op, (q, k, v, *written, *options(**changes)))
 
 
-@pytest.mark.parametrize("op", [_ops.attn, _ops.attn_lse], ids=str)
+@pytest.mark.parametrize("op", [ops.attn, ops.attn_lse], ids=str)
 def test_opcheck_of_strided_tensors(op):
     fused = torch.stack([t.transpose(1, 2) for t in draw((2, 4, 33, 64), (2, 4, 33, 64))], 2)
     parts = fused.unbind(2)  # NHD, no two rows adjacent
@@ -88,41 +88,27 @@ def test_fake_outputs_are_like_the_real_ones(layout):
                                      {"pv_accum": "two_level_f16"}], ids=str)
 def test_options_reach_the_operator(changes):
     q, k, v = draw()
-    expected = _ops.attn(q, k, v, *options(**changes))
-    assert not torch.equal(expected, _ops.attn(q, k, v, *options()))
+    expected = ops.attn(q, k, v, *options(**changes))
+    assert not torch.equal(expected, ops.attn(q, k, v, *options()))
     assert torch.equal(sage_aot.attn(q, k, v, **changes), expected)
 
 
 def test_operators_raise_the_errors_of_the_call():
     q, k, v = draw()
     with pytest.raises(ArgumentError, match="q, k and v must have one head dim"):
-        _ops.attn(q[..., :32], k, v, *options())
-    with pytest.raises(ArgumentError, match="qk_bits: expected 'auto', 8 or 4, got 5"):
-        _ops.attn(q, k, v, *options(qk_bits=5))
+        ops.attn(q[..., :32], k, v, *options())
+    with pytest.raises(ArgumentError, match="qk: expected 'auto', 'int8' or 'int4', got 'int5'"):
+        ops.attn(q, k, v, False, None, "HND", "int5")
     with pytest.raises(ArgumentError, match="q: expected torch.float16 or torch.bfloat16, got torch.float32"):
-        _ops.attn(q.float(), k, v, *options())
-
-
-@pytest.mark.parametrize("bits", ["8", 5, None, True])
-def test_qk_bits(bits):
-    with pytest.raises(ArgumentError, match=f"qk_bits: expected 'auto', 8 or 4, got {bits!r}"):
-        sage_aot.attn(*draw(), qk_bits=bits)
+        ops.attn(q.float(), k, v, *options())
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"is_causal": 1}, "is_causal: expected True or False, got 1"),
-    ({"smooth_k": 0}, "smooth_k: expected True or False, got 0"),
-    ({"layout": None}, "layout: expected 'HND'"),
-    ({"layout": "hnd"}, "layout: expected 'HND'"),
-    ({"scale": True}, "scale: expected a finite Python number"),
-    ({"scale": "1"}, "scale: expected a finite Python number"),
-    ({"scale": math.nan}, "scale: expected a finite Python number"),
-    ({"pv_accum": None}, "pv_accum: expected 'auto' or one of"),
-    ({"pv_accum": "two_level"}, "pv_accum: expected 'auto' or one of"),
+    ({"scale": torch.tensor(0.5)}, r"scale: expected .*; for a tensor pass scale.item\(\), got tensor"),
     ({"out": 3}, "out: expected a tensor like q, got int"),
     ({"q": None}, "q: expected a torch.Tensor, got NoneType"),
 ])
-def test_the_call_refuses_what_the_schemas_would_convert(changes, message):
+def test_the_call_refuses_what_the_schemas_would_convert_or_not_name(changes, message):
     arguments = {**dict(zip("qkv", draw())), **changes}
     with pytest.raises(ArgumentError, match=message):
         sage_aot.attn(**arguments)
@@ -131,7 +117,7 @@ def test_the_call_refuses_what_the_schemas_would_convert(changes, message):
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", [{}, {"layout": "NHD", "is_causal": True}, BOTTOM_RIGHT, {"qk_bits": 8, "scale": 1}],
+@pytest.mark.parametrize("call", [{}, {"layout": "NHD", "is_causal": True}, BOTTOM_RIGHT, {"qk": "int8", "scale": 1}],
                          ids=str)
 def test_compiled_equals_eager(compiled, call):
     q, k, v = draw()

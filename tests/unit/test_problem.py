@@ -1,4 +1,4 @@
-"""Every check of a call's arguments: what was expected, what came."""
+"""Every check of a call's tensors: what was expected, what came. Those of options are in test_options.py."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import sage_aot
-from sage_aot._problem import check, check_out
+from sage_aot._problem.check import check, check_no_grad, check_out
+from sage_aot._problem.options import Options
 from sage_aot.errors import ArgumentError
-
-OPTIONS = {"is_causal": False, "scale": None, "layout": "HND", "smooth_k": True}
 
 
 def tensors(**changes):
@@ -24,28 +23,32 @@ def bf16(*shape):
 
 
 def test_a_valid_call_becomes_a_problem():
-    problem = check(*tensors(), **OPTIONS)
+    problem = check(*tensors(), Options())
     assert (problem.batch, problem.num_q_heads, problem.num_kv_heads) == (2, 4, 2)
     assert (problem.seqlen_q, problem.seqlen_kv, problem.headdim, problem.dtype) == (10, 12, 64, "bf16")
     assert problem.softmax_scale == 1 / math.sqrt(64)
 
 
-def test_smooth_q_is_on_for_4_bits_unless_set():
-    assert not check(*tensors(), **OPTIONS).smooth_q
-    assert check(*tensors(), **OPTIONS, qk_bits=4).smooth_q
-    assert not check(*tensors(), **OPTIONS, qk_bits=4, smooth_q=False).smooth_q
-    assert check(*tensors(), **OPTIONS, smooth_q=True).smooth_q
+@pytest.mark.parametrize(("scale", "expected"), [(None, 0.125), (0, 0.0), (-2, -2.0), (0.7, 0.7)])
+def test_the_scale_is_a_float_whatever_was_given(scale, expected):
+    found = check(*tensors(), Options(scale=scale)).softmax_scale
+    assert (found, type(found)) == (expected, float)
 
 
-@pytest.mark.parametrize("pv_accum", ["auto", "f32", "two_level_f32", "two_level_f16"])
-def test_pv_accum_stays_as_it_was_asked_for(pv_accum):
-    assert check(*tensors(), **OPTIONS, pv_accum=pv_accum).pv_accum == pv_accum
-    assert check(*tensors(), **OPTIONS).pv_accum == "auto"
+def test_a_problem_holds_resolved_options():
+    assert check(*tensors(), Options(qk="int4")).options == Options(qk="int4", smooth_q=True)
+
+
+@pytest.mark.parametrize(("changes", "empty"), [
+    ({}, False), ({"q": bf16(2, 4, 0, 64)}, True), ({"k": bf16(2, 2, 0, 64), "v": bf16(2, 2, 0, 64)}, True),
+    ({"q": bf16(2, 0, 10, 64)}, True)])
+def test_a_problem_without_queries_or_keys_is_empty(changes, empty):
+    assert check(*tensors(**changes), Options()).is_empty is empty
 
 
 def test_layout_says_which_dimension_is_which():
     q, k, v = (t.transpose(1, 2) for t in tensors())
-    problem = check(q, k, v, **{**OPTIONS, "layout": "NHD"})
+    problem = check(q, k, v, Options(layout="NHD"))
     assert (problem.num_q_heads, problem.num_kv_heads, problem.seqlen_q, problem.seqlen_kv) == (4, 2, 10, 12)
 
 
@@ -68,39 +71,19 @@ def test_layout_says_which_dimension_is_which():
     ({"q": bf16(2, 3, 10, 64)},
      "must be a multiple of those of k and v, got 3 and 2 in layout 'HND'; .*pass layout='NHD'"),
     ({"k": bf16(2, 0, 12, 64), "v": bf16(2, 0, 12, 64)}, "must be a multiple of those of k and v, got 4 and 0"),
-    ({"q": bf16(2, 4, 10, 64).requires_grad_()}, "q requires grad, and attn has no backward pass"),
 ])
 def test_bad_tensors(changes, message):
     with pytest.raises(ArgumentError, match=message):
-        check(*tensors(**changes), **OPTIONS)
+        check(*tensors(**changes), Options())
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"layout": "hnd"}, r"layout: expected 'HND' \[batch, heads, seq, headdim\] or 'NHD' .*, got 'hnd'"),
-    ({"is_causal": 1}, "is_causal: expected True or False, got 1"),
-    ({"smooth_k": None}, "smooth_k: expected True or False, got None"),
-    ({"scale": "1"}, "scale: expected a finite Python number of at most"),
-    ({"scale": float("nan")}, "scale: expected a finite Python number"),
-    ({"scale": 1e39}, "scale: expected a finite Python number"),
-    ({"scale": True}, "scale: expected a finite Python number"),
-    ({"layout": ["HND"]}, "layout: expected 'HND'"),
-    ({"qk_bits": 16}, "qk_bits: expected 'auto', 8 or 4, got 16"),
-    ({"qk_bits": [8]}, "qk_bits: expected 'auto', 8 or 4, got .8."),
-    ({"smooth_q": 1}, "smooth_q: expected 'auto', True or False, got 1"),
-    ({"smooth_v": "yes"}, "smooth_v: expected True or False, got 'yes'"),
-    ({"pv_accum": "f16"},
-     r"pv_accum: expected 'auto' or one of \('f32', 'two_level_f32', 'two_level_f16'\), got 'f16'"),
-    ({"pv_accum": None}, "pv_accum: expected 'auto' or one of .*, got None"),
-    ({"pv_accum": ["f32"]}, "pv_accum: expected 'auto' or one of .*, got .'f32'."),
-])
-def test_bad_options(options, message):
-    with pytest.raises(ArgumentError, match=message):
-        check(*tensors(), **{**OPTIONS, **options})
-
-
-def test_grad_is_fine_where_it_is_off():
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_a_tensor_that_autograd_would_follow_is_refused_by_name(name):
+    given = {**dict.fromkeys(("q", "k", "v"), bf16(1)), "out": None, name: bf16(1).requires_grad_()}
+    with pytest.raises(ArgumentError, match=f"{name} requires grad, and attn has no backward pass"):
+        check_no_grad(**given)
     with torch.no_grad():
-        check(*tensors(q=bf16(2, 4, 10, 64).requires_grad_()), **OPTIONS)
+        check_no_grad(**given)
 
 
 @pytest.mark.parametrize(("out", "message"), [

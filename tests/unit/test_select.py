@@ -8,29 +8,53 @@ from itertools import product
 import pytest
 from records import manifest_of, record_of
 
-from sage_aot._problem import Problem
-from sage_aot._select import Gpu, built_archs, candidates, choose_arch, kernels_of, nearest_arch, select
-from sage_aot._spec import KernelSpec
+from sage_aot._kernels.manifest import records_by_name
+from sage_aot._kernels.spec import AttnSpec
+from sage_aot._launch.choose import (
+    Gpu,
+    built_archs,
+    candidates,
+    choose_arch,
+    kernels_of,
+    nearest_arch,
+    unsupported,
+    wanted_axes,
+)
+from sage_aot._problem.check import Problem
+from sage_aot._problem.options import Options
 from sage_aot.errors import CubinError, UnsupportedError
 
 F16 = [("f16", "f32")]
 PV = {"sm80": F16, "sm86": F16, "sm89": [("e4m3", "two_level_f16"), ("e4m3", "two_level_f32")], "sm90": F16}
 """Per arch, the types of P and V that are built, with their accumulators."""
 PROBLEM = Problem(batch=1, num_q_heads=2, num_kv_heads=2, seqlen_q=64, seqlen_kv=64, headdim=128, dtype="bf16",
-                  is_causal=False, softmax_scale=1.0, qk_bits=8, smooth_q=False, smooth_k=True,
-                  smooth_v=False, pv_accum="auto")
+                  softmax_scale=1.0, options=Options().resolved())
+
+
+def changed(*, headdim=128, **options):
+    return dataclasses.replace(PROBLEM, headdim=headdim, options=Options(**options).resolved())
 
 
 def manifest(archs=PV, without=(), targets=None):
     """Kernels of these archs, which PTX too may be; `targets` are other than theirs."""
-    attn = [KernelSpec("attn", arch, headdim, bits, *pv, mask, v, q)
-            for arch, headdim, bits, mask, v, q in product(archs, (64, 128), (8, 4), ("full", "causal"),
-                                                           ("vraw", "vsmooth"), ("qraw", "qsmooth"))
-            if arch != "sm90" or bits == 8
+    attn = [AttnSpec(arch, headdim, qk, *pv, mask, v, q)
+            for arch, headdim, qk, mask, v, q in product(archs, (64, 128), ("int8", "int4"), ("full", "causal"),
+                                                         ("vraw", "vsmooth"), ("qraw", "qsmooth"))
+            if arch != "sm90" or qk == "int8"
             for pv in (archs[arch] if isinstance(archs, dict) else PV.get(arch, F16))]
-    specs = {spec for a in attn for spec in (a, *a.companions)}
+    kinds = ("stats", "quant", "delta")
+    specs = {spec for a in attn for spec in (a, *map(a.companion, kinds))}
     return manifest_of(record_of(spec, **{"target": targets[spec.arch]} if spec.arch in (targets or {}) else {})
                        for spec in specs if spec.name not in without)
+
+
+def select(gpu, problem, built):
+    """As a call chooses: the arch by the GPU, then the kernels by the problem."""
+    return kernels_of(nearest_arch(gpu, built), wanted_axes(problem), built)
+
+
+def in_order(records, built):
+    return dataclasses.replace(built, kernels=records_by_name(records))
 
 
 @pytest.mark.parametrize(("capability", "arch"), [
@@ -46,8 +70,11 @@ def test_other_majors_are_refused_by_name(capability, remedy):
     message = (rf"no kernels for this GPU \(Some GPU, compute capability {capability[0]}\.{capability[1]}, driver for "
                rf"CUDA 12\.9\)\. There are sm80: machine code for compute capability 8\.0 and later 8\.x except 8\.7; "
                rf"sm86: .*{remedy}")
-    with pytest.raises(UnsupportedError, match=message):
-        nearest_arch(Gpu(capability, 12090, "Some GPU"), manifest())
+    gpu, built = Gpu(capability, 12090, "Some GPU"), manifest()
+    with pytest.raises(UnsupportedError, match=message) as refused:
+        nearest_arch(gpu, built)
+    assert str(refused.value) == unsupported(gpu, built)
+    assert refused.value.reasons == choose_arch(gpu, built).reasons
 
 
 def test_a_lower_gpu_than_any_built_is_refused():
@@ -115,13 +142,12 @@ def test_a_driver_below_the_floor_is_refused_before_anything_is_loaded():
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 8), (8, 9), (9, 0), (12, 0), (7, 5)])
-@pytest.mark.parametrize("changes", [{}, {"qk_bits": 4, "smooth_q": True}, {"pv_accum": "two_level_f16"},
+@pytest.mark.parametrize("changes", [{}, {"qk": "int4", "smooth_q": True}, {"pv_accum": "two_level_f16"},
                                      {"is_causal": True, "headdim": 33}], ids=str)
 def test_candidates_are_every_kernel_and_the_one_taken_is_that_of_the_call(capability, changes):
-    gpu, problem, built = Gpu(capability), dataclasses.replace(PROBLEM, **changes), manifest(PTX)
+    gpu, problem, built = Gpu(capability), changed(**changes), manifest(PTX)
     found = candidates(choose_arch(gpu, built), problem, built)
-    attention = [record for record in built.kernels.values() if record.spec.kind == "attn"]
-    assert sorted(c.record.spec.name for c in found) == sorted(record.spec.name for record in attention)
+    assert sorted(c.record.name for c in found) == sorted(record.name for record in built.every_attention())
     assert all(candidate.reason for candidate in found)
     taken = [candidate.record for candidate in found if candidate.taken]
     try:
@@ -131,18 +157,18 @@ def test_candidates_are_every_kernel_and_the_one_taken_is_that_of_the_call(capab
 
 
 def reasons(gpu, problem, built):
-    return {c.record.spec.name: c.reason for c in candidates(choose_arch(gpu, built), problem, built)}
+    return {c.record.name: c.reason for c in candidates(choose_arch(gpu, built), problem, built)}
 
 
 def test_reasons_are_those_of_the_choice():
     found = reasons(Gpu((8, 9), 12080), PROBLEM, manifest({**PTX, "sm120": PV["sm89"]}))
-    name = "sage_attn_{}_d128_qk8_{}_{}_vraw_qraw".format
+    name = "sage_attn_{}_d128_qkint8_{}_{}_vraw_qraw".format
     assert found[name("sm89", "pve4m3_acc2f32", "full")] == "sm89 is this GPU's own"
     assert found[name("sm89", "pve4m3_acc2f16", "full")] == (
         "for pv_accum='two_level_f16', on request: 'auto' takes pv_accum='two_level_f32'")
     assert found[name("sm89", "pve4m3_acc2f32", "causal")] == "for is_causal=True"
-    other = found["sage_attn_sm89_d64_qk4_pve4m3_acc2f32_full_vsmooth_qraw"]
-    assert other == "for headdim=64, qk_bits=4, smooth_v=True"
+    other = found["sage_attn_sm89_d64_qkint4_pve4m3_acc2f32_full_vsmooth_qraw"]
+    assert other == "for headdim=64, qk='int4', smooth_v=True"
     assert found[name("sm86", "pvf16_accf32", "full")] == "sm89 is nearer"
     assert found[name("sm120", "pve4m3_acc2f32", "full")] == "machine code for compute capability 12.0 and later 12.x"
     assert found[name("ptx80", "pvf16_accf32", "full")] == (
@@ -156,41 +182,42 @@ def test_reasons_are_those_of_the_choice():
 
 
 def test_kernels_of_an_arch_need_no_gpu_of_it():
-    chosen = kernels_of("sm86", PROBLEM, manifest(PTX))
-    assert chosen.attn.spec.arch == chosen.quant.spec.arch == chosen.stats.spec.arch == "sm86"
+    chosen = kernels_of("sm86", wanted_axes(PROBLEM), manifest(PTX))
+    assert [record.spec.arch for record in chosen.records] == ["sm86"] * 3
 
 
 # --- the kernel -------------------------------------------------------------------------------------------------------
 
 
 def test_archs_are_ordered_by_capability():
-    several = {**manifest().kernels}
-    spec = KernelSpec("attn", "sm120", 64, 8, "e4m3", "two_level_f32", "full", "vraw", "qraw")
-    several[spec.name] = record_of(spec)
-    assert built_archs(dataclasses.replace(manifest(), kernels=several))[-1] == "sm120"
+    newest = record_of(AttnSpec("sm120", 64, "int8", "e4m3", "two_level_f32", "full", "vraw", "qraw"))
+    several = in_order([newest, *manifest(PTX).kernels.values()], manifest(PTX))
+    assert several.attention_archs == ["ptx80", "sm80", "sm86", "sm89", "sm90", "sm120"]
+    assert built_archs(several) == several.attention_archs[1:]
 
 
 @pytest.mark.parametrize(("headdim", "kernel"), [(1, 64), (64, 64), (65, 128), (96, 128), (128, 128)])
 def test_head_dim_is_the_least_that_holds_the_problem(headdim, kernel):
-    chosen = select(Gpu((8, 9)), dataclasses.replace(PROBLEM, headdim=headdim), manifest())
-    assert chosen.attn.spec == KernelSpec("attn", "sm89", kernel, 8, "e4m3", "two_level_f32", "full", "vraw", "qraw")
-    assert chosen.quant.spec == chosen.attn.spec.companion("quant")
-    assert chosen.stats.spec == chosen.attn.spec.companion("stats")
+    chosen = select(Gpu((8, 9)), changed(headdim=headdim), manifest())
+    assert chosen.attn.spec == AttnSpec("sm89", kernel, "int8", "e4m3", "two_level_f32", "full", "vraw", "qraw")
+    assert chosen["quant"].spec == chosen.attn.spec.companion("quant")
+    assert chosen["stats"].spec == chosen.attn.spec.companion("stats")
 
 
 @pytest.mark.parametrize(("changes", "axes"), [
     ({"is_causal": True}, {"mask": "causal"}),
-    ({"qk_bits": 4}, {"qk": 4}),
+    ({"qk": "int4", "smooth_q": False}, {"qk": "int4"}),
+    ({"qk": "int4"}, {"qk": "int4", "q": "qsmooth"}),
     ({"smooth_q": True}, {"q": "qsmooth"}),
     ({"smooth_v": True}, {"v": "vsmooth"}),
     ({"smooth_k": False}, {}),
-    ({"qk_bits": 4, "smooth_q": True, "smooth_v": True}, {"qk": 4, "q": "qsmooth", "v": "vsmooth"}),
+    ({"qk": "int4", "smooth_q": True, "smooth_v": True}, {"qk": "int4", "q": "qsmooth", "v": "vsmooth"}),
 ])
 def test_axes_are_those_of_the_problem(changes, axes):
-    plain = KernelSpec("attn", "sm80", 128, 8, "f16", "f32", "full", "vraw", "qraw")
-    chosen = select(Gpu((8, 0)), dataclasses.replace(PROBLEM, **changes), manifest())
+    plain = AttnSpec("sm80", 128, "int8", "f16", "f32", "full", "vraw", "qraw")
+    chosen = select(Gpu((8, 0)), changed(**changes), manifest())
     assert chosen.attn.spec == dataclasses.replace(plain, **axes)
-    assert chosen.quant.spec.qk == chosen.attn.spec.qk
+    assert chosen["quant"].spec.qk == chosen.attn.spec.qk
 
 
 @pytest.mark.parametrize(("capability", "asked", "accumulator"), [
@@ -198,15 +225,14 @@ def test_axes_are_those_of_the_problem(changes, axes):
     ((8, 0), "f32", "f32"), ((8, 9), "two_level_f32", "two_level_f32"), ((8, 9), "two_level_f16", "two_level_f16"),
 ])
 def test_the_accumulator_is_the_one_asked_for_or_the_archs_first(capability, asked, accumulator):
-    chosen = select(Gpu(capability), dataclasses.replace(PROBLEM, pv_accum=asked), manifest())
+    chosen = select(Gpu(capability), changed(pv_accum=asked), manifest())
     assert chosen.attn.spec.pv_accum == accumulator
-    assert chosen.quant.spec == chosen.attn.spec.companion("quant")
+    assert chosen["quant"].spec == chosen.attn.spec.companion("quant")
 
 
 def test_the_order_of_the_manifest_does_not_choose_the_accumulator():
-    backwards = dict(reversed(manifest().kernels.items()))
-    chosen = select(Gpu((8, 9)), PROBLEM, dataclasses.replace(manifest(), kernels=backwards))
-    assert chosen.attn.spec == select(Gpu((8, 9)), PROBLEM, manifest()).attn.spec
+    backwards = in_order(reversed(list(manifest().kernels.values())), manifest())
+    assert select(Gpu((8, 9)), PROBLEM, backwards).attn.spec == select(Gpu((8, 9)), PROBLEM, manifest()).attn.spec
 
 
 @pytest.mark.parametrize(("capability", "arch", "asked", "instead"), [
@@ -216,33 +242,43 @@ def test_the_order_of_the_manifest_does_not_choose_the_accumulator():
 def test_accumulators_that_an_arch_lacks_are_refused(capability, arch, asked, instead):
     message = f"no kernel for {arch}, head dim 128, .*pv_accum='{asked}'; use pv_accum='{instead}'\\. This folder holds"
     with pytest.raises(UnsupportedError, match=message):
-        select(Gpu(capability), dataclasses.replace(PROBLEM, pv_accum=asked), manifest())
+        select(Gpu(capability), changed(pv_accum=asked), manifest())
 
 
 def test_the_delta_kernel_is_chosen_only_where_q_is_smoothed():
-    assert select(Gpu((8, 0)), PROBLEM, manifest()).delta is None
-    assert select(Gpu((8, 0)), PROBLEM, manifest(without=["sage_delta_sm80_d128"])).delta is None
-    smoothed = select(Gpu((8, 0)), dataclasses.replace(PROBLEM, smooth_q=True), manifest())
-    assert smoothed.delta.spec.name == "sage_delta_sm80_d128"
+    for built in (manifest(), manifest(without=["sage_delta_sm80_d128"])):
+        assert list(select(Gpu((8, 0)), PROBLEM, built).feeders) == ["stats", "quant"]
+    smoothed = select(Gpu((8, 0)), changed(smooth_q=True), manifest())
+    assert list(smoothed.feeders) == ["stats", "quant", "delta"]
+    assert smoothed["delta"].name == "sage_delta_sm80_d128"
+    assert smoothed.records == (*smoothed.feeders.values(), smoothed.attn)
+
+
+def test_feeders_are_those_that_the_record_names():
+    """And none that its name would suggest."""
+    built, plain = manifest(), select(Gpu((8, 6)), PROBLEM, manifest()).attn
+    feeders = ("sage_stats_sm80_d128", "sage_quant_sm80_d128_qkint8_pvf16")
+    other = in_order([*built.kernels.values(), dataclasses.replace(plain, feeders=feeders)], built)
+    assert tuple(record.name for record in select(Gpu((8, 6)), PROBLEM, other).records) == (*feeders, plain.name)
 
 
 @pytest.mark.parametrize("changes", [{}, {"smooth_q": True}, {"smooth_v": True, "is_causal": True}])
 def test_bits_that_an_arch_lacks_are_refused_in_the_words_of_the_call(changes):
-    message = "no kernel for sm90, head dim 128, qk_bits=4, is_causal=.*; use qk_bits=8\\. This folder holds what was"
+    message = "no kernel for sm90, head dim 128, is_causal=.*qk='int4'.*; use qk='int8'\\. This folder holds what was"
     with pytest.raises(UnsupportedError, match=message):
-        select(Gpu((9, 0)), dataclasses.replace(PROBLEM, qk_bits=4, **changes), manifest())
+        select(Gpu((9, 0)), changed(**{"qk": "int4", "smooth_q": False, **changes}), manifest())
 
 
-@pytest.mark.parametrize(("left", "changes"), [("d64", {"headdim": 65}), ("causal", {}), ("d64", {"qk_bits": 4})])
+@pytest.mark.parametrize(("left", "changes"), [("d64", {"headdim": 65}), ("causal", {}), ("d64", {"qk": "int4"})])
 def test_a_narrowed_build_says_so(left, changes):
     """No other head dim or mask is proposed: that would be another problem."""
-    kernels = {name: record for name, record in manifest().kernels.items() if f"_{left}_" in name}
+    narrowed = in_order([record for name, record in manifest().kernels.items() if f"_{left}_" in name], manifest())
     with pytest.raises(UnsupportedError, match="nor with any other options. This folder holds what was built"):
-        select(Gpu((8, 9)), dataclasses.replace(PROBLEM, **changes), dataclasses.replace(manifest(), kernels=kernels))
+        select(Gpu((8, 9)), changed(**changes), narrowed)
 
 
 @pytest.mark.parametrize("kind", ["quant", "stats", "delta"])
-def test_a_missing_companion_is_an_incomplete_folder(kind):
-    name = KernelSpec("attn", "sm90", 128, 8, "f16", "f32", "full", "vraw", "qsmooth").companion(kind).name
+def test_a_missing_feeder_is_an_incomplete_folder(kind):
+    name = AttnSpec("sm90", 128, "int8", "f16", "f32", "full", "vraw", "qsmooth").companion(kind).name
     with pytest.raises(CubinError, match=f"but not {name}"):
-        select(Gpu((9, 0)), dataclasses.replace(PROBLEM, smooth_q=True), manifest(without=[name]))
+        select(Gpu((9, 0)), changed(smooth_q=True), manifest(without=[name]))

@@ -20,15 +20,17 @@ import pytest
 import torch
 from records import manifest_of, record_of
 
-from sage_aot import __main__, _cuda, _emulate, _verify
-from sage_aot._loader import Library, default_library
-from sage_aot._manifest import FILE_NAME
-from sage_aot._select import Gpu
-from sage_aot._spec import KernelSpec
+from sage_aot._backends.emulation.backend import EmulationBackend
+from sage_aot._backends.loader import Library
+from sage_aot._call.pipeline import default_library
+from sage_aot._kernels.manifest import FILE_NAME
+from sage_aot._kernels.spec import AttnSpec
+from sage_aot._launch.choose import Gpu
+from sage_aot._tools import cli
+from sage_aot._tools import verify as verifying
 from sage_aot.errors import LaunchError, UnsupportedError
 
-ATTN = KernelSpec("attn", "sm80", 64, 8, "f16", "f32", "causal", "vraw", "qraw")
-SPECS = (ATTN, *ATTN.companions)
+ATTN = AttnSpec("sm80", 64, "int8", "f16", "f32", "causal", "vraw", "qraw")
 
 
 def write_folder(folder, *archs, **changes):
@@ -37,7 +39,7 @@ def write_folder(folder, *archs, **changes):
     records = []
     for arch in archs:
         attn = dataclasses.replace(ATTN, arch=arch)
-        for spec in (attn, *attn.companions):
+        for spec in (attn, attn.companion("stats"), attn.companion("quant")):
             image = spec.name.encode()
             records.append(record_of(spec, sha256=hashlib.sha256(image).hexdigest()))
             (folder / records[-1].file).write_bytes(image)
@@ -57,7 +59,7 @@ def verify(capsys, *arguments):
     """Exit code and what was printed."""
     sys_argv, sys.argv = sys.argv, ["sage-aot", "verify", *arguments]
     try:
-        code = __main__.main()
+        code = cli.main()
     finally:
         sys.argv = sys_argv
     return code, capsys.readouterr().out
@@ -90,7 +92,7 @@ DAMAGE = {
     "truncated": (lambda folder: (folder / CUBIN).write_bytes((folder / CUBIN).read_bytes()[:-1]), "is damaged"),
     "deleted": (lambda folder: (folder / CUBIN).unlink(), f"the cubin of {ATTN.name} is missing"),
     "two kernels swapped": (lambda folder: swap(folder / CUBIN, folder / CUBIN.replace("sm80", "sm89")), "is damaged"),
-    "edited manifest": (lambda folder: edit(folder / FILE_NAME, '"threads": 128', '"threads": 256'),
+    "edited manifest": (lambda folder: edit(folder / FILE_NAME, '"threads": 128.0', '"threads": 256.0'),
                         "it was edited or damaged"),
     "edited sha256": (lambda folder: edit(folder / FILE_NAME, hashlib.sha256(ATTN.name.encode()).hexdigest(), "0" * 64),
                       "it was edited or damaged"),
@@ -137,7 +139,7 @@ def installed(tmp_path, monkeypatch):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.4\nName: sage-aot\nVersion: 0.1.0\n")
     lines = []
-    for name in ("__init__.py", "_loader.py", "kernels/manifest.json"):
+    for name in ("__init__.py", "errors.py", "kernels/manifest.json"):
         path = package / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"# {name}\n")
@@ -149,16 +151,16 @@ def installed(tmp_path, monkeypatch):
 
 
 def record_problems(package):
-    return list(_verify.record_problems(_verify.recorded_files(package)))
+    return list(verifying.record_problems(verifying.recorded_files(package)))
 
 
 def test_a_wheels_files_are_compared_with_its_record(installed):
-    assert len(_verify.recorded_files(installed)) == 3 and record_problems(installed) == []
-    (installed / "_loader.py").write_text("# edited\n")
+    assert len(verifying.recorded_files(installed)) == 3 and record_problems(installed) == []
+    (installed / "errors.py").write_text("# edited\n")
     (installed / "__init__.py").unlink()
     missing, changed = record_problems(installed)
     assert missing == f"{installed / '__init__.py'} is missing; reinstall sage-aot"
-    assert re.match(rf"{installed / '_loader.py'} has sha256 \S+, the wheel's RECORD says \S+: it was changed", changed)
+    assert re.match(rf"{installed / 'errors.py'} has sha256 \S+, the wheel's RECORD says \S+: it was changed", changed)
 
 
 def test_a_manifest_that_was_edited_and_sealed_anew_is_not_the_wheels(installed):
@@ -168,10 +170,23 @@ def test_a_manifest_that_was_edited_and_sealed_anew_is_not_the_wheels(installed)
 
 def test_another_copy_of_the_package_is_not_the_wheels(installed, tmp_path):
     copy = shutil.copytree(installed, tmp_path / "tree" / "sage_aot")
-    assert not _verify.recorded_files(copy)
+    assert not verifying.recorded_files(copy)
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+class Emulated:
+    """In place of CudaBackend: what it prepares runs `run` on the CPU."""
+
+    def __init__(self, library, arch, run):
+        self.manifest, self._arch, self._run = library.manifest, arch, run
+
+    def arch(self, device):
+        return self._arch
+
+    def bind(self, plan, tensors):
+        return SimpleNamespace(run=lambda *arguments: self._run(plan, self.manifest, *arguments))
 
 
 @pytest.fixture
@@ -179,28 +194,29 @@ def gpu(monkeypatch):
     """A GPU that runs the emulation; `run` is what it runs."""
     found = SimpleNamespace(gpus=[Gpu((8, 9), 13000, "NVIDIA L4")], run=emulate, loads=lambda record: None)
     driver = SimpleNamespace(name="cupy", version="14.2.0", cuda=13000)
-    on_device = _verify.self_test
+    on_device = verifying.self_test
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found.gpus))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(_verify, "self_test", lambda library, record, device, seed: (
+    monkeypatch.setattr(verifying, "self_test", lambda library, record, device, seed: (
         on_device(library, record, "cpu", seed)))
-    monkeypatch.setattr(_cuda, "gpu_here", lambda device: found.gpus[device])
-    monkeypatch.setattr(_verify, "default_driver", lambda: driver)
-    monkeypatch.setattr(_cuda, "attention", lambda *arguments: found.run(*arguments))
+    monkeypatch.setattr(verifying, "gpu_here", lambda device: found.gpus[device])
+    monkeypatch.setattr(verifying, "default_driver", lambda: driver)
+    monkeypatch.setattr(verifying, "CudaBackend", lambda library, arch: Emulated(
+        library, arch, lambda *arguments: found.run(*arguments)))
     monkeypatch.setattr(Library, "load", lambda library, record, device: found.loads(record))
     return found
 
 
-def emulate(plan, library, q, k, v, out, lse, workspace):
+def emulate(plan, manifest, q, k, v, out, lse, workspace):
     assert out.isnan().all() and lse.isnan().all() and (workspace == 0xFF).all()
     assert workspace.numel() == plan.workspace_bytes
-    _emulate.attention(plan.problem, plan.kernels, q, k, v, out, lse)
+    EmulationBackend(manifest).bind(plan, None)(q, k, v, out, lse)
 
 
 def test_every_kernel_that_a_gpu_takes_is_loaded_and_run(folder, gpu, capsys):
     """Those of older chips, which a call would not choose, too."""
     loaded = []
-    gpu.loads = lambda record: loaded.append(record.spec.name)
+    gpu.loads = lambda record: loaded.append(record.name)
     code, text = verify(capsys, "--seed", "5")
     assert code == 0 and len(loaded) == 6
     assert "cuda:0   NVIDIA L4, compute capability 8.9, driver for CUDA 13.0\n" in text
@@ -235,7 +251,7 @@ def test_a_gpu_without_a_loader_fails(folder, gpu, capsys, monkeypatch):
     def missing():
         raise UnsupportedError("neither cupy nor cuda-bindings")
 
-    monkeypatch.setattr(_verify, "default_driver", missing)
+    monkeypatch.setattr(verifying, "default_driver", missing)
     code, text = verify(capsys)
     assert code == 1 and "FAILED neither cupy nor cuda-bindings\n" in text
 
@@ -251,24 +267,25 @@ def test_a_file_that_does_not_load_fails_and_the_others_are_tested(folder, gpu, 
     assert f"ok     {dataclasses.replace(ATTN, arch='sm89').name}" in text
 
 
-def scaled(plan, library, q, k, v, out, lse, workspace):
-    emulate(plan, library, q, k, v, out, lse, workspace)
+def scaled(plan, manifest, q, k, v, out, lse, workspace):
+    emulate(plan, manifest, q, k, v, out, lse, workspace)
     out[..., 3, :] *= 1.05
 
 
-def unwritten(plan, library, q, k, v, out, lse, workspace):
-    emulate(plan, library, q, k, v, out, lse, workspace)
+def unwritten(plan, manifest, q, k, v, out, lse, workspace):
+    emulate(plan, manifest, q, k, v, out, lse, workspace)
     out[:, :, -1] = torch.nan
 
 
-def wrong_lse(plan, library, q, k, v, out, lse, workspace):
-    emulate(plan, library, q, k, v, out, lse, workspace)
+def wrong_lse(plan, manifest, q, k, v, out, lse, workspace):
+    emulate(plan, manifest, q, k, v, out, lse, workspace)
     lse += 0.01
 
 
-def not_causal(plan, library, q, k, v, out, lse, workspace):
-    problem = dataclasses.replace(plan.problem, is_causal=False)
-    _emulate.attention(problem, plan.kernels, q, k, v, out, lse)
+def not_causal(plan, manifest, q, k, v, out, lse, workspace):
+    options = dataclasses.replace(plan.problem.options, is_causal=False)
+    other = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, options=options))
+    emulate(other, manifest, q, k, v, out, lse, workspace)
 
 
 def raises(*arguments):
@@ -290,9 +307,9 @@ def test_a_wrong_kernel_fails(folder, gpu, capsys, wrong, message):
 def test_inputs_are_new_in_every_run_and_again_those_of_a_seed(folder, gpu, capsys):
     drawn = []
 
-    def remember(plan, library, q, *rest):
+    def remember(plan, manifest, q, *rest):
         drawn.append(q)
-        emulate(plan, library, q, *rest)
+        emulate(plan, manifest, q, *rest)
 
     gpu.run = remember
     seeds = [re.search(r"seed (\d+)", verify(capsys, *arguments)[1])[1] for arguments in ((), (), ("--seed", "9"))]
@@ -303,14 +320,11 @@ def test_inputs_are_new_in_every_run_and_again_those_of_a_seed(folder, gpu, caps
     assert torch.equal(drawn[0], drawn[3 * per_run])
 
 
-def test_every_variant_passes_its_own_emulation():
+def test_every_variant_passes_its_own_emulation(gpu):
     """Shapes and bounds of the self-test fit every variant; a sample, as each takes half a second."""
     library = default_library()
-    records = [record for _, record in sorted(library.manifest.kernels.items()) if record.spec.kind == "attn"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_cuda, "attention", emulate)
-        for record in records[::23]:
-            assert _verify.self_test(library, record, "cpu", 3) == _verify.Outcome(0.0, None)
+    for record in library.manifest.every_attention()[::23]:
+        assert verifying.self_test(library, record, "cpu", 3) == verifying.Outcome(0.0, None)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

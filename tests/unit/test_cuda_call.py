@@ -1,0 +1,297 @@
+"""A prepared call of CUDA tensors: the structs that reach the driver, under threads, and when a launch is refused.
+
+The driver is a stand-in that reads the structs as a real one does, in each launch; the tensors are on the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import namedtuple
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+
+from sage_aot._backends import cuda
+from sage_aot._backends.base import Tensors
+from sage_aot._backends.cuda import CudaBackend, CudaCall
+from sage_aot._backends.loader import KERNEL_FOLDER, Library
+from sage_aot._call.pipeline import default_library, plan_of
+from sage_aot._launch import plan as planning
+from sage_aot._launch.structs import SOURCES, pack
+from sage_aot._problem.check import check
+from sage_aot._problem.options import Options
+from sage_aot.errors import LaunchError
+
+Seen = namedtuple("Seen", "entry blocks struct stream context")
+STREAM = 0xABC0
+SIZES = {name: layout.size for name, layout in default_library().manifest.structs.items()}
+STRUCT_BYTES = {record.name: SIZES[record.params] for record in default_library().manifest.kernels.values()}
+
+
+class Driver:
+    """Remembers what it is told to launch, by thread; a context a device, 1 and on. `before_launch` is called in each
+    launch before the struct is read."""
+
+    name, version, cuda = "stand-in", "1", 99990
+
+    def __init__(self):
+        self.seen, self.contexts = {}, {}
+        self.before_launch = lambda entry: None
+
+    def load(self, device, image, entry, threads, shared_bytes):
+        return Function(self, entry)
+
+    def context(self, device):
+        return 1 + device
+
+    def current(self):
+        return self.contexts.get(threading.get_ident(), 0)
+
+    @contextmanager
+    def entered(self, context):
+        me, before = threading.get_ident(), self.current()
+        self.contexts[me] = context
+        try:
+            yield
+        finally:
+            self.contexts[me] = before
+
+    def launches(self):
+        """Those of this thread since it last asked."""
+        return self.seen.pop(threading.get_ident(), [])
+
+
+class Function:
+    def __init__(self, driver, entry):
+        self.driver, self.entry = driver, entry
+
+    def bind(self, blocks, pointers):
+        pointer = ctypes.c_void_p.from_address(pointers)
+
+        def launch(stream):
+            self.driver.before_launch(self.entry)
+            struct = ctypes.string_at(pointer.value, STRUCT_BYTES[self.entry])
+            self.driver.seen.setdefault(threading.get_ident(), []).append(
+                Seen(self.entry, blocks, struct, stream, self.driver.current()))
+
+        return launch
+
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch):
+    """What is asked of torch about a device."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(cuda, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False)
+
+
+@pytest.fixture
+def driver():
+    return Driver()
+
+
+def prepare(driver, tensors, options=Options(), arch="sm89", device=0):  # noqa: B008 - frozen
+    backend = CudaBackend(Library(KERNEL_FOLDER, driver), arch)
+    q, k, v = tensors
+    layout = plan_of(backend, check(q, k, v, options), device)
+    return CudaCall(layout, Tensors(q, k, v, torch.empty_like(q)), backend.library, device)
+
+
+def draw(q_shape=(2, 4, 130, 64), kv_shape=(2, 2, 200, 64), offset=(0, 0, 0)):
+    """q, k and v that begin so many elements behind a multiple of 16 bytes."""
+    return [torch.zeros(shape).new_zeros(torch.Size(shape).numel() + by, dtype=torch.bfloat16)[by:].view(shape)
+            for shape, by in zip((q_shape, kv_shape, kv_shape), offset)]
+
+
+def expected_of(call, addresses, at_16_bytes=(True, True, True), stream=STREAM, context=1):
+    """What a call's launches come to by `pack` and `at` alone."""
+    structs = default_library().manifest.structs
+    named = dict(zip(SOURCES, addresses))
+    return [Seen(launch.record.name, launch.blocks, pack(launch.params, structs[launch.record.params]).at(named),
+                 stream, context) for launch in call.launches(at_16_bytes)]
+
+
+def run(call, tensors, with_lse=True):
+    """Call with an output and a workspace of its own; comes back as the addresses that the call was made with."""
+    q, k, v = tensors
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3]) if with_lse else None
+    workspace = torch.empty(call.plan.workspace_bytes, dtype=torch.uint8)
+    call.run(q, k, v, out, lse, workspace)
+    return [*(tensor.data_ptr() for tensor in (q, k, v, out)), lse.data_ptr() if with_lse else 0, workspace.data_ptr()]
+
+
+# --- structs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_lse", [True, False])
+@pytest.mark.parametrize(("arch", "options"), [
+    ("sm89", Options()), ("sm80", Options(qk="int4", is_causal=True)), ("sm90", Options(smooth_v=True, smooth_k=False)),
+    ("sm89", Options(smooth_q=True, scale=-0.3)), ("sm89", Options(pv_accum="two_level_f16"))], ids=str)
+def test_structs_reach_the_driver_as_they_are_packed(driver, arch, options, with_lse):
+    tensors = draw()
+    call = prepare(driver, tensors, options, arch)
+    for _ in range(2):
+        tensors = draw()  # at other addresses, the same strides
+        addresses = run(call, tensors, with_lse)
+        assert driver.launches() == expected_of(call, addresses)
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_structs_have_the_strides_of_the_layout(driver, layout):
+    tensors = draw() if layout == "HND" else [tensor.transpose(1, 2).contiguous() for tensor in draw()]
+    call = prepare(driver, tensors, Options(layout=layout))
+    strides = {"HND": ((4 * 130 * 64, 130 * 64, 64), (2 * 200 * 64, 200 * 64, 64)),
+               "NHD": ((4 * 130 * 64, 64, 4 * 64), (2 * 200 * 64, 64, 2 * 64))}[layout]
+    *_, quant, attn = call.launches()
+    assert (quant.params.q[1:], quant.params.k[1:], attn.params.out[1:]) == (strides[0], strides[1], strides[0])
+    addresses = run(call, tensors)
+    assert driver.launches() == expected_of(call, addresses)
+
+
+def test_structs_of_heads_in_turns(driver, monkeypatch):
+    monkeypatch.setattr(planning, "DELTA_BYTES", 1)
+    tensors = draw()
+    call = prepare(driver, tensors, Options(smooth_q=True))
+    addresses = run(call, tensors)
+    seen = driver.launches()
+    assert call.plan.heads_at_once == 1 and len(seen) == 3 + 2 * 8
+    assert seen == expected_of(call, addresses)
+    assert len({each.struct for each in seen}) == len(seen)  # each turn has its own heads
+
+
+@pytest.mark.parametrize("offset", [(1, 0, 0), (0, 4, 0), (0, 0, 7), (1, 1, 1), (8, 8, 8), (0, 8, 1)], ids=str)
+def test_unaligned_tensors_are_said_to_be(driver, offset):
+    """Whatever the tensors were that the call was prepared with."""
+    call, tensors = prepare(driver, draw()), draw(offset=offset)
+    at_16_bytes = tuple(by % 8 == 0 for by in offset)
+    for _ in range(2):
+        addresses = run(call, tensors)
+        assert driver.launches() == expected_of(call, addresses, at_16_bytes)
+    assert call.launches(at_16_bytes)[2].params.aligned is all(at_16_bytes)
+    aligned = draw()
+    addresses = run(call, aligned)
+    assert driver.launches() == expected_of(call, addresses)
+
+
+def test_a_call_is_on_the_device_that_it_was_prepared_for(driver):
+    tensors = draw()
+    call = prepare(driver, tensors, device=1)
+    addresses = run(call, tensors)
+    assert driver.launches() == expected_of(call, addresses, stream=STREAM + 1, context=2)
+
+
+def test_a_call_allocates_the_workspace_of_its_plan(driver):
+    q, k, v = draw()
+    call, made = prepare(driver, (q, k, v)), []
+
+    class Allocating(torch.Tensor):
+        def new_empty(self, *arguments, **options):
+            made.append((arguments, options))
+            return super().new_empty(*arguments, **options)
+
+    call(q.as_subclass(Allocating), k, v, torch.empty_like(q), None)
+    assert made == [((call.plan.workspace_bytes,), {"dtype": torch.uint8})]
+    assert len(driver.launches()) == 4
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def together(count, work):
+    """`work(i)` on so many threads at once; the first error of any."""
+    errors = []
+
+    def guarded(i):
+        try:
+            work(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_threads_that_meet_in_a_queue_send_their_own_addresses(driver):
+    """They wait for each other in the first launch: all have filled in their structs before any is read."""
+    call, count = prepare(driver, draw()), 6
+    meet = threading.Barrier(count, timeout=60)
+    first = call.launches()[0].record.name
+    waited = threading.local()
+
+    def wait(entry):
+        if entry == first and not getattr(waited, "yes", False):
+            waited.yes = True
+            meet.wait()
+
+    def work(i):
+        tensors = draw()
+        for _ in range(3):
+            waited.yes = False
+            addresses = run(call, tensors, with_lse=i % 2 == 0)
+            assert driver.launches() == expected_of(call, addresses)
+
+    driver.before_launch = wait
+    together(count, work)
+
+
+def test_threads_prepare_queues_of_other_alignments_at_once(driver):
+    call, count = prepare(driver, draw()), 8
+    meet = threading.Barrier(count, timeout=60)
+
+    def work(i):
+        offset = (i & 1, i >> 1 & 1, i >> 2 & 1)
+        tensors = draw(offset=offset)
+        meet.wait()
+        addresses = run(call, tensors)
+        assert driver.launches() == expected_of(call, addresses, tuple(not by for by in offset))
+
+    together(count, work)
+
+
+def test_structs_are_kept_for_as_many_threads_as_met(driver):
+    call = prepare(driver, draw())
+    for _ in range(3):
+        run(call, draw())
+    assert len(call._aligned._free) == 1
+
+
+# --- contexts and refusals --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_thread_gets_its_context_back(driver, before):
+    tensors = draw()
+    call = prepare(driver, tensors)
+    driver.contexts[threading.get_ident()] = before
+    addresses = run(call, tensors)
+    assert driver.current() == before
+    assert driver.launches() == expected_of(call, addresses)
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("position", [0, 2, 3])
+def test_a_refused_launch_names_its_kernel_and_the_next_call_works(driver, position, before):
+    tensors = draw()
+    call = prepare(driver, tensors)
+    name, left = call.launches()[position].record.name, [position]
+
+    def refuse(entry):
+        left[0] -= 1
+        if left[0] == -1:
+            raise OSError("CUDA_ERROR_LAUNCH_FAILED: bad launch")
+
+    driver.contexts[threading.get_ident()] = before
+    driver.before_launch = refuse
+    with pytest.raises(LaunchError, match=f"^the driver does not launch {name}: CUDA_ERROR_LAUNCH_FAILED: bad launch$"):
+        run(call, tensors)
+    assert driver.current() == before
+    assert len(driver.launches()) == position
+    addresses = run(call, tensors)
+    assert driver.launches() == expected_of(call, addresses)
