@@ -11,7 +11,7 @@ from typing import NamedTuple
 from codegen.compilation import Compilation
 from codegen.compiler import Report
 from codegen.matrix import Matrix, PlannedKernel
-from sage_aot._kernels.manifest import MachineCode
+from sage_aot._kernels.manifest import MachineCode, Struct
 from sage_aot._kernels.spec import AttnSpec, is_ptx
 from sage_aot._launch.structs import layout_problems
 
@@ -75,7 +75,9 @@ def _problems(kernel: PlannedKernel, report: Report, matrix: Matrix) -> list[str
 
 def _struct_problems(reports: Reports) -> list[str]:
     """Kernels that share a struct must agree on it, and the runtime must fill it in as they read it."""
-    layouts = {report.info.params: report.info.layout for report in reports.values()}
+    layouts: dict[str, Struct] = {}
+    for report in reports.values():
+        layouts.setdefault(report.info.params, report.info.layout)
     differing = [f"{kernel.spec.name}: expected {report.info.params} as other kernels have it, got another layout"
                  for kernel, report in reports.items() if report.info.layout != layouts[report.info.params]]
     return layout_problems(layouts) + differing

@@ -16,6 +16,7 @@ from codegen.files import write_if_changed
 from codegen.matrix import Matrix, PlannedKernel
 from sage_aot._kernels.manifest import FILE_NAME, AttnRecord, KernelRecord, Manifest, records_by_name
 from sage_aot._kernels.spec import AttnSpec
+from sage_aot._launch.structs import vocabulary
 from sage_aot._version import __version__
 
 
@@ -39,8 +40,8 @@ def package_problems(matrix: Matrix, compilation: Compilation, folder: Path) -> 
     except (OSError, ValueError) as error:
         return [f"expected the kernels of this source tree in {folder}, got none: {error}"]
     kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
-    headers = {"version": __version__, "flags": compilation.flags, "retarget": None, "complete": True,
-               "archs": matrix.archs}
+    headers = {"version": __version__, "vocabulary": vocabulary(), "flags": compilation.flags,
+               "retarget": None, "complete": True, "archs": matrix.archs}
     problems = [f"{FILE_NAME}: expected {name} {expected!r}, got {getattr(manifest, name)!r}"
                 for name, expected in headers.items() if getattr(manifest, name) != expected]
     problems += [f"{name}: expected it in {folder}, got none" for name in sorted(kernels)
@@ -82,6 +83,7 @@ def _manifest(records: list[KernelRecord], reports: Reports, matrix: Matrix, com
         version=__version__,
         flags=compilation.flags,
         retarget=compilation.retarget,
+        vocabulary=vocabulary(),
         complete=len(records) == len(matrix.kernels),
         archs={name: arch for name, arch in matrix.archs.items() if name in built},
         structs={report.info.params: report.info.layout for report in reports.values()},

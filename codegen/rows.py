@@ -15,7 +15,7 @@ import yaml
 from codegen.yaml_reader import YamlReader, line_of
 from sage_aot._families import FAMILIES
 from sage_aot._kernels.axes import AXES
-from sage_aot._kernels.spec import KINDS, AttnSpec, capability_of
+from sage_aot._kernels.spec import ALWAYS_RUN, KINDS, AttnSpec, capability_of
 from sage_aot._kernels.tile import Tile
 
 AXIS_NAMES = AttnSpec.axes()
@@ -168,11 +168,11 @@ class RowReader:
         return tuple(value for _, value in found)
 
     def _families(self, node: yaml.Node) -> dict[str, dict[str, FamilyKind]]:
-        """Each family with the kinds of kernels that it has: attention, and what feeds it."""
+        """Each family with the kinds of kernels that it has; those that every call runs it must have."""
         entries = self.reader.mapping(node, "'families'", (), tuple(FAMILIES))
-        feeders = tuple(kind for kind in KINDS if kind != AttnSpec.kind)
+        others = tuple(kind for kind in KINDS if kind not in ALWAYS_RUN)
         return {name: {kind: self._family_kind(name, kind, values) for kind, values in self.reader.mapping(
-                           kinds, f"the family {name!r}", (AttnSpec.kind,), feeders).items()}
+                           kinds, f"the family {name!r}", ALWAYS_RUN, others).items()}
                 for name, kinds in entries.items()}
 
     def _family_kind(self, family: str, kind: str, node: yaml.Node) -> FamilyKind:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from sage_aot._backends.base import Tensors
-from sage_aot._backends.drivers import Function, Launcher, default_driver
+from sage_aot._backends.drivers import Driver, Function, Launcher, default_driver
 from sage_aot._backends.loader import Library
 from sage_aot._kernels.manifest import KernelRecord, Manifest
 from sage_aot._kernels.spec import is_ptx
@@ -115,26 +115,27 @@ class CudaCall:
             self.run(q, k, v, out, lse, q.new_empty(self._workspace_bytes, dtype=torch.uint8))
             return
         # The device is torch's current one. Its allocator is asked for memory alone: a tensor takes as long again.
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         workspace = torch._C._cuda_cudaCachingAllocator_raw_alloc(self._workspace_bytes, stream)
         try:
-            self._queue(stream, q, k, v, out, lse, workspace)
+            self._queue_at(at_q, at_k, at_v).launch(stream, at_q, at_k, at_v, out.data_ptr(),
+                                                    0 if lse is None else lse.data_ptr(), workspace)
         finally:  # what is queued on the stream still has it: the allocator hands it on in the order of the stream
             torch._C._cuda_cudaCachingAllocator_raw_delete(workspace)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
             workspace: torch.Tensor) -> None:
         """The call with a workspace of the caller's, which keeps what the quantizers leave."""
-        with self._driver.entered(self._context):
-            self._queue(torch._C._cuda_getCurrentRawStream(self._device), q, k, v, out, lse, workspace.data_ptr())
-
-    def _queue(self, stream: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-               lse: torch.Tensor | None, workspace: int) -> None:
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        queue = self._aligned
-        if (at_q | at_k | at_v) & 15:
-            queue = self._queue_for((at_q & 15 == 0, at_k & 15 == 0, at_v & 15 == 0))
-        queue(stream, at_q, at_k, at_v, out.data_ptr(), 0 if lse is None else lse.data_ptr(), workspace)
+        self._queue_at(at_q, at_k, at_v)(
+            torch._C._cuda_getCurrentRawStream(self._device), at_q, at_k, at_v, out.data_ptr(),
+            0 if lse is None else lse.data_ptr(), workspace.data_ptr())
+
+    def _queue_at(self, at_q: int, at_k: int, at_v: int) -> Queue:
+        if (at_q | at_k | at_v) & 15 == 0:
+            return self._aligned
+        return self._queue_for((at_q & 15 == 0, at_k & 15 == 0, at_v & 15 == 0))
 
     def launches(self, at_16_bytes: tuple[bool, ...] = ALIGNED) -> list[Launch]:
         """What is queued, for q, k and v that begin at a multiple of 16 bytes or not."""
@@ -146,8 +147,9 @@ class CudaCall:
         """Some launches, to be queued together; their kernels are loaded."""
         load, packers = self._backend.library.load, self._backend.packers
         with _device(self._device):
-            return Queue([_Bound(launch.record, load(launch.record, self._device), launch.blocks,
-                                 packers[launch.record.params].pack(launch.params)) for launch in wanted])
+            bound = [_Bound(launch.record, load(launch.record, self._device), launch.blocks,
+                            packers[launch.record.params].pack(launch.params)) for launch in wanted]
+            return Queue(bound, self._driver, self._backend.context(self._device))
 
     def _queue_for(self, at_16_bytes: tuple[bool, ...]) -> Queue:
         if at_16_bytes not in self._queues:
@@ -176,8 +178,8 @@ class _Bound(NamedTuple):
 class Queue:
     """Launches whose structs wait for the addresses of a call. Safe under threads."""
 
-    def __init__(self, bound: list[_Bound]) -> None:
-        self._bound = bound
+    def __init__(self, bound: list[_Bound], driver: Driver, context: int) -> None:
+        self._bound, self._driver, self._context = bound, driver, context
         self._template = np.frombuffer(b"".join(launch.packed.data for launch in bound), np.uint64)
         sources = [len(SOURCES)] * len(self._template)  # of a word that holds no address: zero
         self._first_words, first = [], 0
@@ -190,8 +192,16 @@ class Queue:
         self._free: list[_Structs] = []  # as many as threads ever met here; pop and append are atomic
 
     def __call__(self, stream: int, *addresses: int) -> None:
-        """Queue the launches, in order, on a raw stream handle of the current context, for tensors at these addresses,
-        in the order of SOURCES. LaunchError, with the kernel's name, where the driver refuses one."""
+        """Queue the launches, in order, on a raw stream handle, for tensors at these addresses, in the order of
+        SOURCES. LaunchError, with the kernel's name, where the driver refuses one."""
+        if self._driver.current() == self._context:
+            self.launch(stream, *addresses)
+        else:
+            with self._driver.entered(self._context):
+                self.launch(stream, *addresses)
+
+    def launch(self, stream: int, *addresses: int) -> None:
+        """The same where the launches' context is known to be the current one."""
         try:
             structs = self._free.pop()
         except IndexError:

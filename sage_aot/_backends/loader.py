@@ -14,7 +14,7 @@ from pathlib import Path
 from sage_aot._backends.drivers import Driver, Function, default_driver
 from sage_aot._kernels.drivers import too_old
 from sage_aot._kernels.manifest import FILE_NAME, KernelRecord, Manifest
-from sage_aot._launch.structs import layout_problems
+from sage_aot._launch.structs import layout_problems, vocabulary
 from sage_aot._version import __version__
 from sage_aot.errors import CubinError, LaunchError, UnsupportedError
 
@@ -48,9 +48,10 @@ class Library:
             raise CubinError(f"no kernels: {self.folder / FILE_NAME} is missing; {_REBUILD}") from error
         except ValueError as error:
             raise CubinError(f"{error}; {_REBUILD}") from error
-        if manifest.version != __version__:
-            raise CubinError(f"{self.folder} holds kernels of another sage_aot: expected version {__version__}, got "
-                             f"{manifest.version}; {_REBUILD}")
+        built, expected = (manifest.version, manifest.vocabulary), (__version__, vocabulary())
+        if built != expected:
+            raise CubinError(f"{self.folder} holds kernels of another sage_aot: expected version and fields "
+                             f"{expected}, got {built}; {_REBUILD}")
         problems = layout_problems(manifest.structs)
         if problems:
             raise CubinError(f"{self.folder} holds kernels of another sage_aot: {problems[0]}; {_REBUILD}")

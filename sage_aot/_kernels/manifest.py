@@ -178,6 +178,7 @@ class Manifest:
     version: str  # of sage_aot
     flags: tuple[str, ...]  # given to the compiler, less target and include folders
     retarget: str | None  # chip that every kernel was built for in place of its own; such folders are for tests
+    vocabulary: str  # sage_aot._launch.structs.vocabulary() beside which the kernels were built
     complete: bool  # False where the build was narrowed, and other kernels could have been made
     archs: dict[str, Arch]
     structs: dict[str, Struct]  # by the name of the struct
@@ -210,7 +211,8 @@ class Manifest:
         """The file's text; the same kernels always give the same bytes."""
         return sealed_text({
             "format": FORMAT, "version": self.version, "flags": self.flags, "retarget": self.retarget,
-            "complete": self.complete, "archs": {name: arch._asdict() for name, arch in self.archs.items()},
+            "vocabulary": self.vocabulary, "complete": self.complete,
+            "archs": {name: arch._asdict() for name, arch in self.archs.items()},
             "structs": {name: layout._asdict() for name, layout in sorted(self.structs.items())},
             "kernels": [record.to_json() for record in self.kernels.values()]})
 

@@ -121,6 +121,9 @@ class AttnSpec(KernelSpec):
 KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (StatsSpec, QuantSpec, DeltaSpec, AttnSpec)}
 """Every kind of kernel, in the order in which a call runs them."""
 
+ALWAYS_RUN = ("stats", "quant", "attn")
+"""The kinds that every call runs, as sage_aot/_launch/plan.py has it; delta only where Q is smoothed."""
+
 
 def spec_of(name: str) -> KernelSpec:
     """Read a kernel's name; ValueError where it is not one."""

@@ -8,6 +8,7 @@ names the tensor that it belongs to, so that a struct is packed once and only it
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Mapping
 from operator import itemgetter
@@ -59,6 +60,11 @@ FILLED: dict[str, str] = {
     **{name: _OF_SCHEMA[option.schema] for name, option in OPTIONS.items() if option.schema in _OF_SCHEMA},
 }
 """Every field that a struct may have, with the character that kernel_info.cuh has for its type."""
+
+def vocabulary() -> str:
+    """FILLED in 16 hex digits: a kernel folder that was built beside another table may lack a field of an option."""
+    return hashlib.sha256(repr(sorted(FILLED.items())).encode()).hexdigest()[:16]
+
 
 _FORMATS = {"Q": "Q", "T": "Qqqq", "i": "i", "f": "f"}
 """Per type how the module struct spells it."""

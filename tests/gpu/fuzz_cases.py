@@ -18,7 +18,7 @@ from itertools import zip_longest
 
 import torch
 
-from sage_aot._kernels.spec import MAX_HEADDIM
+from sage_aot._kernels.axes import MAX_HEADDIM
 from sage_aot._problem.check import DTYPES, heads_first
 from sage_aot._problem.options import OPTIONS, Options
 from sage_aot._tools import reference

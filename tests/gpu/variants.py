@@ -22,8 +22,9 @@ from layout import Result
 from sage_aot._backends.cuda import CudaBackend, arch_of, gpu_here
 from sage_aot._backends.loader import Library
 from sage_aot._call.pipeline import default_library, prepare
+from sage_aot._kernels.axes import least_headdim
 from sage_aot._kernels.manifest import FILE_NAME, Manifest
-from sage_aot._kernels.spec import AttnSpec, least_headdim
+from sage_aot._kernels.spec import AttnSpec
 from sage_aot._problem.options import Options
 from sage_aot._tools.verify import takes
 

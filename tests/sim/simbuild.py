@@ -25,6 +25,7 @@ from codegen.project import ROOT, Project
 from codegen.render import render_all, source_path
 from sage_aot._kernels.manifest import FILE_NAME, AttnRecord, KernelRecord, Manifest, records_by_name
 from sage_aot._kernels.spec import AttnSpec, target_of
+from sage_aot._launch.structs import vocabulary
 from sage_aot._version import __version__
 
 HERE = Path(__file__).parent
@@ -88,8 +89,8 @@ def _included(path: Path, include: Path) -> set[str]:
 def _manifest(matrix: Matrix, kernels: list[PlannedKernel], made: Build) -> Manifest:
     """As far as launching and emulating go; the kernels say the rest themselves, as they do in cubins."""
     infos = {kernel: of_elf(made.library(kernel.spec.name).read_bytes()) for kernel in kernels}
-    return Manifest(version=__version__, flags=kernel_flags(), retarget=None, complete=False, archs=matrix.archs,
-                    structs={info.params: info.layout for info in infos.values()},
+    return Manifest(version=__version__, flags=kernel_flags(), retarget=None, vocabulary=vocabulary(), complete=False,
+                    archs=matrix.archs, structs={info.params: info.layout for info in infos.values()},
                     kernels=records_by_name(_record(kernel, info) for kernel, info in infos.items()))
 
 

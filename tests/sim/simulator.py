@@ -21,7 +21,7 @@ from sage_aot._backends.base import Tensors
 from sage_aot._backends.cuda import strides_of
 from sage_aot._kernels.manifest import Manifest, Struct, read_target
 from sage_aot._launch.plan import Argument, Arguments, Launch, Plan, launches
-from sage_aot._launch.structs import pack
+from sage_aot._launch.structs import Packer
 
 INSIDE, WRITTEN, WRITABLE = 1, 2, 4
 """Bits of a byte's state, engine/global_memory.h."""
@@ -76,7 +76,7 @@ class Simulator:
         record = launch.record
         _, (major, minor), _ = read_target(record.target)
         arch = self.arch or 10 * major + minor
-        self.launch_kernel(record.name, pack(launch.params, layout).at(addresses), launch.blocks,
+        self.launch_kernel(record.name, Packer(layout).pack(launch.params).at(addresses), launch.blocks,
                            record.fact("threads"), record.fact("shared_bytes"), arch)
 
     def launch_kernel(self, name: str, params: bytes, blocks: int, threads: int, shared_bytes: int = 0,

@@ -11,6 +11,7 @@ import json
 import struct
 import sys
 import threading
+from types import SimpleNamespace
 
 from sage_aot._backends.cuda import Queue, _Bound
 from sage_aot._backends.drivers import BindingsDriver, Function, default_driver
@@ -94,10 +95,11 @@ def of_launchers(driver: BindingsDriver, first: Function, second: Function) -> d
 
 def of_queues(driver: BindingsDriver, first: Function, again: Function) -> dict[str, object]:
     """What a queue of two launches says to it, on threads with a context and without."""
-    packed = [Packed(struct.pack("<QQQ", 16, i, 32), {0: "workspace", 16: source})
+    packed = [Packed(struct.pack("<QQQ", 16, i, 32), [(0, "workspace"), (16, source)])
               for i, source in enumerate(("q", "lse"))]
-    queue = Queue([_Bound("first", first, 77, packed[0]), _Bound("again", again, 5, packed[1])], driver,
-                  driver.context(0))
+    bound = [_Bound(SimpleNamespace(name="first"), first, 77, packed[0]),
+             _Bound(SimpleNamespace(name="again"), again, 5, packed[1])]
+    queue = Queue(bound, driver, driver.context(0))
 
     def call(stream: int = 0xDEAD) -> None:
         queue(stream, *ADDRESSES.values())

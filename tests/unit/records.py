@@ -6,17 +6,17 @@ import math
 import struct
 from collections.abc import Iterable
 
-from sage_aot._kernels.manifest import Arch, AttnRecord, KernelRecord, MachineCode, Manifest, Struct, records_by_name
+from sage_aot._backends.loader import KERNEL_FOLDER
+from sage_aot._kernels.manifest import Arch, AttnRecord, KernelRecord, MachineCode, Manifest, records_by_name
 from sage_aot._kernels.spec import AttnSpec, KernelSpec, QuantSpec, capability_of, is_ptx, target_of
 from sage_aot._kernels.tile import Tile
-from sage_aot._launch.structs import PARAMS, Params, expected_fields
+from sage_aot._launch.structs import vocabulary
 from sage_aot._version import __version__
 
 TILE = Tile(128, 64, 32, 2, 2)
 WGMMA_TILE = Tile(128, 128, 16, 4, 1)
 
 _PARAMS = {"stats": "StatsParams", "quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams"}
-_BYTES = {"Q": 8, "T": 32, "i": 4, "f": 4}
 
 
 def record_of(spec: KernelSpec, tile: Tile = TILE, family: str = "mma", **changes: object) -> KernelRecord:
@@ -45,16 +45,8 @@ def facts_of(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
     return {name: float(value) for name, value in make(spec, tile, family).items()}
 
 
-def struct_of(params: type[Params]) -> Struct:
-    """A struct as a compiler lays it out whose fields stand in the order of the class."""
-    fields, end = {}, 0
-    for name, code in expected_fields(params).items():
-        fields[name] = (code, end)
-        end += _BYTES[code]
-    return Struct(end, fields)
-
-
-STRUCTS = {name: struct_of(params) for name, params in sorted(PARAMS.items())}
+STRUCTS = Manifest.read(KERNEL_FOLDER).structs
+"""Those of the kernels that are built."""
 
 
 def manifest_of(records: Iterable[KernelRecord], **changes: object) -> Manifest:
@@ -64,7 +56,7 @@ def manifest_of(records: Iterable[KernelRecord], **changes: object) -> Manifest:
                                     "NVIDIA H200" if record.spec.arch == "sm90" else None)
              for record in kernels.values()}
     values = {"version": __version__, "flags": ("-x",), "retarget": None, "complete": True, "archs": archs,
-              "structs": STRUCTS}
+              "structs": STRUCTS, "vocabulary": vocabulary()}
     return Manifest(**{**values, "kernels": kernels, **changes})
 
 

@@ -19,7 +19,7 @@ from sage_aot._backends.cuda import CudaBackend, CudaCall
 from sage_aot._backends.loader import KERNEL_FOLDER, Library
 from sage_aot._call.pipeline import default_library, plan_of
 from sage_aot._launch import plan as planning
-from sage_aot._launch.structs import SOURCES, pack
+from sage_aot._launch.structs import SOURCES, Packer
 from sage_aot._problem.check import check
 from sage_aot._problem.options import Options
 from sage_aot.errors import LaunchError
@@ -83,6 +83,7 @@ class Function:
 def without_a_gpu(monkeypatch):
     """What is asked of torch about a device."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cuda, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False)
 
@@ -96,7 +97,7 @@ def prepare(driver, tensors, options=Options(), arch="sm89", device=0):  # noqa:
     backend = CudaBackend(Library(KERNEL_FOLDER, driver), arch)
     q, k, v = tensors
     layout = plan_of(backend, check(q, k, v, options), device)
-    return CudaCall(layout, Tensors(q, k, v, torch.empty_like(q)), backend.library, device)
+    return CudaCall(layout, Tensors(q, k, v, torch.empty_like(q)), backend, device)
 
 
 def draw(q_shape=(2, 4, 130, 64), kv_shape=(2, 2, 200, 64), offset=(0, 0, 0)):
@@ -109,7 +110,7 @@ def expected_of(call, addresses, at_16_bytes=(True, True, True), stream=STREAM, 
     """What a call's launches come to by `pack` and `at` alone."""
     structs = default_library().manifest.structs
     named = dict(zip(SOURCES, addresses))
-    return [Seen(launch.record.name, launch.blocks, pack(launch.params, structs[launch.record.params]).at(named),
+    return [Seen(launch.record.name, launch.blocks, Packer(structs[launch.record.params]).pack(launch.params).at(named),
                  stream, context) for launch in call.launches(at_16_bytes)]
 
 
@@ -145,7 +146,8 @@ def test_structs_have_the_strides_of_the_layout(driver, layout):
     strides = {"HND": ((4 * 130 * 64, 130 * 64, 64), (2 * 200 * 64, 200 * 64, 64)),
                "NHD": ((4 * 130 * 64, 64, 4 * 64), (2 * 200 * 64, 64, 2 * 64))}[layout]
     *_, quant, attn = call.launches()
-    assert (quant.params.q[1:], quant.params.k[1:], attn.params.out[1:]) == (strides[0], strides[1], strides[0])
+    found = quant.params["q"], quant.params["k"], attn.params["out"]
+    assert [tensor[1:] for tensor in found] == [strides[0], strides[1], strides[0]]
     addresses = run(call, tensors)
     assert driver.launches() == expected_of(call, addresses)
 
@@ -169,7 +171,7 @@ def test_unaligned_tensors_are_said_to_be(driver, offset):
     for _ in range(2):
         addresses = run(call, tensors)
         assert driver.launches() == expected_of(call, addresses, at_16_bytes)
-    assert call.launches(at_16_bytes)[2].params.aligned is all(at_16_bytes)
+    assert call.launches(at_16_bytes)[2].params["aligned"] is all(at_16_bytes)
     aligned = draw()
     addresses = run(call, aligned)
     assert driver.launches() == expected_of(call, addresses)

@@ -207,7 +207,8 @@ def cupy_queue(monkeypatch, refused=""):
     """A queue of two launches for device 1, that of its driver, and what cupy is told and its threads' contexts."""
     told, contexts = install_cupy(monkeypatch, refused=refused)
     driver = CupyDriver()
-    bound = [_Bound(name, driver.load(1, b"", name, 32, 0), blocks, Packed(bytes([blocks] * 16), {8: "out"}))
+    bound = [_Bound(SimpleNamespace(name=name), driver.load(1, b"", name, 32, 0), blocks,
+                    Packed(bytes([blocks] * 16), [(8, "out")]))
              for blocks, name in ((1, "first"), (2, "second"))]
     queue = Queue(bound, driver, driver.context(1))
     told.clear()

@@ -11,7 +11,7 @@ import torch
 
 import sage_aot
 from sage_aot._call import ops
-from sage_aot._kernels.spec import AXES
+from sage_aot._kernels.axes import AXES
 from sage_aot._problem.options import OPTION_OF_AXIS, OPTIONS, Options, for_schema, for_tracer, schema, spelt
 from sage_aot.errors import ArgumentError
 
@@ -107,26 +107,26 @@ def test_the_call_and_explain_take_every_option_with_its_default():
 
 
 def test_smooth_q_is_on_for_4_bits_unless_set():
-    assert Options().resolved().smooth_q is False
-    assert Options(qk="int8").resolved().smooth_q is False
-    assert Options(qk="int4").resolved().smooth_q is True
-    assert Options(qk="int4", smooth_q=False).resolved().smooth_q is False
-    assert Options(smooth_q=True).resolved().smooth_q is True
+    assert Options().resolved.smooth_q is False
+    assert Options(qk="int8").resolved.smooth_q is False
+    assert Options(qk="int4").resolved.smooth_q is True
+    assert Options(qk="int4", smooth_q=False).resolved.smooth_q is False
+    assert Options(smooth_q=True).resolved.smooth_q is True
 
 
 def test_qk_is_8_bits_unless_set():
-    assert Options().resolved().qk == "int8" and Options(qk="int4").resolved().qk == "int4"
+    assert Options().resolved.qk == "int8" and Options(qk="int4").resolved.qk == "int4"
 
 
 @pytest.mark.parametrize("pv_accum", OPTIONS["pv_accum"].samples)
 def test_pv_accum_stays_as_it_was_asked_for(pv_accum):
-    assert Options(pv_accum=pv_accum).resolved().pv_accum == pv_accum
+    assert Options(pv_accum=pv_accum).resolved.pv_accum == pv_accum
 
 
 def test_resolving_changes_nothing_but_auto_and_is_done_once():
     for given in CHOICES:
-        resolved = Options(**given).resolved()
-        assert resolved.resolved() == resolved
+        resolved = Options(**given).resolved
+        assert resolved.resolved == resolved
         assert all(getattr(resolved, name) == value for name, value in given.items() if value != "auto")
 
 
@@ -145,13 +145,13 @@ def test_every_axis_but_the_type_of_p_is_an_options_or_the_head_dims():
 @pytest.mark.parametrize("values", list(product(*(AXES[axis] for axis in OPTION_OF_AXIS))), ids=str)
 def test_options_of_axes_ask_for_just_these(values):
     axes = dict(zip(OPTION_OF_AXIS, values))
-    assert Options.of_axes(axes).axes() == Options.of_axes(axes).resolved().axes() == axes
-    assert Options.of_axes({"headdim": 64, "pv": "f16", **axes}, scale=0.5, layout="NHD").axes() == axes
+    assert Options.of_axes(axes).axes == Options.of_axes(axes).resolved.axes == axes
+    assert Options.of_axes({"headdim": 64, "pv": "f16", **axes}, scale=0.5, layout="NHD").axes == axes
 
 
 def test_an_axis_that_is_left_open_is_missing():
-    assert set(Options().axes()) == {"mask", "v"}
-    assert set(Options().resolved().axes()) == {"mask", "v", "qk", "q"}
+    assert set(Options().axes) == {"mask", "v"}
+    assert set(Options().resolved.axes) == {"mask", "v", "qk", "q"}
     assert Options.of_axes({"mask": "causal"}) == Options(is_causal=True)
 
 
@@ -172,13 +172,13 @@ def test_schemas_are_the_table(op):
 def test_what_the_operators_get_says_the_options():
     for given in CHOICES:
         options = Options(**given)
-        assert Options.from_schema(for_schema(*values_of(options))) == options
+        assert Options.from_schema(*for_schema(*values_of(options))) == options
 
 
 @pytest.mark.parametrize(("name", "value"), SAMPLES, ids=str)
 def test_each_sample_survives_the_schema(name, value):
     options = Options(**{name: value})
-    assert values_of(Options.from_schema(for_schema(*values_of(options)))) == values_of(options)
+    assert values_of(Options.from_schema(*for_schema(*values_of(options)))) == values_of(options)
 
 
 def test_defaults_at_the_end_are_left_out():
@@ -202,7 +202,7 @@ def test_a_flag_is_told_from_the_number_that_equals_it(name, first):
             for_schema(*flag)
         with pytest.raises(ArgumentError, match=f"^{name}: expected .*, got {look_alike!r}$"):
             for_schema(*number)
-        assert Options.from_schema(for_schema(*flag)) == Options(**{name: True})
+        assert Options.from_schema(*for_schema(*flag)) == Options(**{name: True})
 
 
 def test_a_number_is_told_from_the_flag_that_equals_it():
@@ -215,4 +215,4 @@ def test_a_number_is_told_from_the_flag_that_equals_it():
 def test_what_a_tracer_takes_says_the_same_options():
     for given in CHOICES + [dict(zip(NAMES, values_of(Options(scale=scale)))) for scale in (0, 1, 2.5, -3)]:
         options = Options(**given)
-        assert Options.from_schema(for_tracer(*values_of(options))) == options
+        assert Options.from_schema(*for_tracer(*values_of(options))) == options

@@ -22,20 +22,20 @@ from sage_aot._launch.plan import (
     launches,
     plan,
 )
-from sage_aot._launch.structs import NULL, SOURCES, Address, Tensor, pack
+from sage_aot._launch.structs import NULL, SOURCES, Address, Packer, Tensor
 from sage_aot._problem.check import Problem
 from sage_aot._problem.options import Options
 from sage_aot.errors import UnsupportedError
 
 PROBLEM = Problem(batch=2, num_q_heads=6, num_kv_heads=3, seqlen_q=130, seqlen_kv=200, headdim=80, dtype="bf16",
-                  softmax_scale=0.5, options=Options().resolved())
+                  softmax_scale=0.5, options=Options().resolved)
 KINDS = ("stats", "quant", "delta")
 
 
 def changed(problem=PROBLEM, **changes):
     """A problem with other sizes or other options."""
     options = {name: changes.pop(name) for name in vars(problem.options) if name in changes}
-    return dataclasses.replace(problem, options=dataclasses.replace(problem.options, **options).resolved(), **changes)
+    return dataclasses.replace(problem, options=dataclasses.replace(problem.options, **options).resolved, **changes)
 
 
 SMOOTH_Q = changed(smooth_q=True)
@@ -80,30 +80,30 @@ def test_blocks_of_the_quantizer_take_as_many_tiles_as_it_says(tiles, blocks):
 def test_statistics_are_merged_by_a_second_launch_of_the_same_kernel():
     first, second, *_ = run()
     assert (first.record, second.record) == (kernels()["stats"], kernels()["stats"])
-    assert (first.params.merge, second.params.merge) == (False, True)
+    assert (first.params["merge"], second.params["merge"]) == (False, True)
     assert dataclasses.replace(first.params, merge=True) == second.params
 
 
 def test_k_needs_no_statistics_where_it_is_not_smoothed():
     stats, merged, *_ = run(changed(smooth_k=False))
     assert (stats.blocks, merged.blocks) == (2 * 3 * 4, 2 * 3 * 2)  # the mean is written all the same: zeros
-    assert stats.params.smooth_k is merged.params.smooth_k is False
+    assert stats.params["smooth_k"] is merged.params["smooth_k"] is False
 
 
 def test_structs_hold_the_problem():
     stats, _, quant, attn = run()
-    assert (stats.params.num_kv_heads, stats.params.seqlen_kv, stats.params.headdim) == (3, 200, 80)
-    assert (stats.params.chunk_rows, stats.params.num_chunks) == (64, 4)
+    assert (stats.params["num_kv_heads"], stats.params["seqlen_kv"], stats.params["headdim"]) == (3, 200, 80)
+    assert (stats.params["chunk_rows"], stats.params["num_chunks"]) == (64, 4)
     found = {name: getattr(quant.params, name) for name in (
         "batch", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_kv", "headdim", "q_tiles", "kv_tiles")}
     assert found == {"batch": 2, "num_q_heads": 6, "num_kv_heads": 3, "seqlen_q": 130, "seqlen_kv": 200, "headdim": 80,
                      "q_tiles": 2, "kv_tiles": 4}
-    assert quant.params.softmax_scale_log2 == pytest.approx(0.5 / math.log(2)) and LOG2_E == 1 / math.log(2)
+    assert quant.params["softmax_scale_log2"] == pytest.approx(0.5 / math.log(2)) and LOG2_E == 1 / math.log(2)
     assert {name: getattr(attn.params, name) for name in found if name != "batch"} == {
         name: value for name, value in found.items() if name != "batch"}
-    assert attn.params.num_heads == 12
-    assert {launch.params.dtype for launch in run()} == {1}
-    assert {launch.params.dtype for launch in run(changed(dtype="f16"))} == {0}
+    assert attn.params["num_heads"] == 12
+    assert {launch.params["dtype"] for launch in run()} == {1}
+    assert {launch.params["dtype"] for launch in run(changed(dtype="f16"))} == {0}
 
 
 def test_tensors_are_named_and_have_their_own_strides():
@@ -111,16 +111,16 @@ def test_tensors_are_named_and_have_their_own_strides():
     expected = {name: Tensor(Address(name), *given.strides) for name, given in tensors.items()}
     stats, merged, quant, delta, attn = run(SMOOTH_Q, **tensors)
     for launch in (stats, merged):
-        assert (launch.params.k, launch.params.v) == (expected["k"], expected["v"])
+        assert (launch.params["k"], launch.params["v"]) == (expected["k"], expected["v"])
     assert [getattr(quant.params, name) for name in "qkv"] == [expected[name] for name in "qkv"]
-    assert delta.params.k == expected["k"] and attn.params.out == expected["out"]
-    assert attn.params.lse == Address("lse")
+    assert delta.params["k"] == expected["k"] and attn.params["out"] == expected["out"]
+    assert attn.params["lse"] == Address("lse")
 
 
 def test_every_launch_fills_the_struct_that_its_kernel_takes():
     for launch in run(SMOOTH_Q):
         assert type(launch.params).__name__ == launch.record.params
-        packed = pack(launch.params, STRUCTS[launch.record.params])
+        packed = Packer(STRUCTS[launch.record.params]).pack(launch.params)
         assert len(packed.data) == STRUCTS[launch.record.params].size and set(packed.sources.values()) <= set(SOURCES)
 
 
@@ -164,9 +164,9 @@ def test_vector_loads_need_aligned_rows_of_what_a_kernel_reads(name, tensor, hea
     stats, merged, quant, delta, _ = run(changed(SMOOTH_Q, headdim=headdim),
                                          **{**others, name: tensor._replace(name=name)})
     whole = headdim % 8 == 0
-    assert quant.params.aligned is aligned
-    assert stats.params.aligned is merged.params.aligned is (aligned if name in "kv" else whole)
-    assert delta.params.aligned is (aligned if name == "k" else whole)
+    assert quant.params["aligned"] is aligned
+    assert stats.params["aligned"] is merged.params["aligned"] is (aligned if name in "kv" else whole)
+    assert delta.params["aligned"] is (aligned if name == "k" else whole)
 
 
 @pytest.mark.parametrize("seqlen", [1, 63, 64, 65, 1024, 1025, 16384, 118800, 2**20 + 1])
@@ -185,7 +185,7 @@ def test_a_grid_beyond_the_limit_is_refused():
     ("mma", 5, 24), ("wgmma", 5, 10), ("wgmma", 132, 24)])
 def test_blocks_of_a_persistent_family_share_the_query_tiles(family, multiprocessors, blocks):
     *_, attn = run(chosen=kernels(family=family, tile=TILE), multiprocessors=multiprocessors)
-    assert (attn.blocks, attn.params.num_heads) == (blocks, 12)
+    assert (attn.blocks, attn.params["num_heads"]) == (blocks, 12)
 
 
 def test_tiles_are_those_of_the_attention_kernel():
@@ -203,20 +203,20 @@ def test_structs_say_what_is_smoothed(smooth_q, smooth_k, smooth_v):
     problem = changed(smooth_q=smooth_q, smooth_k=smooth_k, smooth_v=smooth_v)
     *stats, quant, _ = (launch for launch in run(problem) if launch.record.spec.kind != "delta")
     for launch in stats:
-        assert (launch.params.smooth_k, launch.params.smooth_v) == (smooth_k, smooth_v)
-    assert (quant.params.smooth_q, quant.params.smooth_v) == (smooth_q, smooth_v)
+        assert (launch.params["smooth_k"], launch.params["smooth_v"]) == (smooth_k, smooth_v)
+    assert (quant.params["smooth_q"], quant.params["smooth_v"]) == (smooth_q, smooth_v)
 
 
 def test_without_smoothing_of_q_there_is_no_delta():
     assert [launch.record.spec.kind for launch in run()] == ["stats", "stats", "quant", "attn"]
     attn = run()[-1]
-    assert (attn.params.delta_s, attn.params.first_head) == (NULL, 0)
+    assert (attn.params["delta_s"], attn.params["first_head"]) == (NULL, 0)
     assert "delta_s" not in plan(PROBLEM, kernels()).offsets
 
 
 @pytest.mark.parametrize(("pv_accum", "limit"), [("two_level_f32", 448.0), ("two_level_f16", 4.5), ("f32", 0.0)])
 def test_v_is_scaled_to_what_the_accumulator_holds(pv_accum, limit):
-    assert run(chosen=kernels(pv_accum))[2].params.v_limit == limit
+    assert run(chosen=kernels(pv_accum))[2].params["v_limit"] == limit
 
 
 def test_delta_precedes_attention_and_holds_the_problem():
@@ -268,8 +268,8 @@ def test_heads_take_turns_and_each_is_covered_once(batch, num_q_heads, seqlen, t
     covered = []
     for delta, attn in zip(deltas, attns):
         assert (delta.record.spec.kind, attn.record.spec.kind) == ("delta", "attn")
-        first, count = delta.params.first_head, delta.params.num_heads
-        assert (attn.params.first_head, attn.params.num_heads) == (first, count)
+        first, count = delta.params["first_head"], delta.params["num_heads"]
+        assert (attn.params["first_head"], attn.params["num_heads"]) == (first, count)
         assert attn.blocks == count * layout.q_tiles
         assert delta.blocks == count * math.ceil(layout.q_tiles / 64) * layout.kv_tiles
         assert 1 <= count <= layout.heads_at_once

@@ -28,11 +28,11 @@ F16 = [("f16", "f32")]
 PV = {"sm80": F16, "sm86": F16, "sm89": [("e4m3", "two_level_f16"), ("e4m3", "two_level_f32")], "sm90": F16}
 """Per arch, the types of P and V that are built, with their accumulators."""
 PROBLEM = Problem(batch=1, num_q_heads=2, num_kv_heads=2, seqlen_q=64, seqlen_kv=64, headdim=128, dtype="bf16",
-                  softmax_scale=1.0, options=Options().resolved())
+                  softmax_scale=1.0, options=Options().resolved)
 
 
 def changed(*, headdim=128, **options):
-    return dataclasses.replace(PROBLEM, headdim=headdim, options=Options(**options).resolved())
+    return dataclasses.replace(PROBLEM, headdim=headdim, options=Options(**options).resolved)
 
 
 def manifest(archs=PV, without=(), targets=None):

@@ -8,13 +8,12 @@ import itertools
 import pytest
 
 from sage_aot._families import FAMILIES
+from sage_aot._kernels.axes import AXES, least_headdim
 from sage_aot._kernels.spec import (
-    AXES,
     KINDS,
     AttnSpec,
     capability_of,
     is_ptx,
-    least_headdim,
     spec_of,
     target_of,
 )

@@ -1,9 +1,8 @@
-"""The structs that kernels take by value: the runtime's classes against what the kernels' compiler laid out."""
+"""The structs that kernels take by value: what the runtime fills in, against what the kernels' compiler laid out."""
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import struct
 
 import pytest
@@ -12,18 +11,19 @@ from records import STRUCTS
 from codegen.kernel_info import of_elf, of_ptx
 from codegen.project import ROOT, Project
 from sage_aot._kernels.manifest import Manifest, Struct
+from sage_aot._launch import structs
 from sage_aot._launch.structs import (
+    FILLED,
     NULL,
-    PARAMS,
     SOURCES,
     Address,
-    AttnParams,
     Packed,
+    Packer,
     Tensor,
-    expected_fields,
     layout_problems,
-    pack,
+    vocabulary,
 )
+from sage_aot._problem.options import OPTIONS
 
 FOLDER = Project(ROOT, ROOT / "build").package
 KINDS = {"stats": "StatsParams", "quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams"}
@@ -43,13 +43,13 @@ class Strided(ctypes.Structure):
 C_TYPES = {"Q": ctypes.c_uint64, "T": Strided, "i": ctypes.c_int32, "f": ctypes.c_float}
 
 
-def values_of(params: type) -> object:
-    """A struct in which every field has another value, and every address another place."""
+def every_value() -> dict[str, object]:
+    """All that a field may be named after, each with another value, and every address in another place."""
     values = {}
-    for i, (name, code) in enumerate(expected_fields(params).items(), 1):
+    for i, (name, code) in enumerate(FILLED.items(), 1):
         address = Address(SOURCES[i % len(SOURCES)], 16 * i)
         values[name] = {"Q": address, "T": Tensor(address, 1000 + i, 2000 + i, 3000 + i), "i": i, "f": i + 0.5}[code]
-    return params(**values)
+    return values
 
 
 def read(data: bytes, layout: Struct) -> dict[str, object]:
@@ -58,7 +58,7 @@ def read(data: bytes, layout: Struct) -> dict[str, object]:
             for name, (code, offset) in layout.fields.items()}
 
 
-def expected(params: object, addresses: dict[str, int]) -> dict[str, object]:
+def expected(layout: Struct, addresses: dict[str, int]) -> dict[str, object]:
     def word(address: Address) -> int:
         return addresses[address.source] + address.offset
 
@@ -67,7 +67,10 @@ def expected(params: object, addresses: dict[str, int]) -> dict[str, object]:
             return (word(value.data), *value[1:])
         return (word(value),) if isinstance(value, Address) else (value,)
 
-    return {item.name: field(getattr(params, item.name)) for item in dataclasses.fields(params)}
+    return {name: field(value) for name, value in every_value().items() if name in layout.fields}
+
+
+ADDRESSES = {source: 2**40 + 4096 * i for i, source in enumerate(SOURCES)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,12 +87,18 @@ def test_every_cubin_lays_its_struct_out_as_the_manifest_says(manifest, kind):
     assert archs == set(manifest.archs)
 
 
-def test_the_runtime_has_a_class_for_every_struct_of_the_kernels(manifest):
+def test_the_runtime_fills_in_every_struct_of_the_kernels(manifest):
     assert layout_problems(manifest.structs) == []
-    assert manifest.structs.keys() == PARAMS.keys()
+    assert manifest.structs.keys() == set(KINDS.values())
 
 
-@pytest.mark.parametrize("name", PARAMS)
+def test_nothing_is_known_that_no_struct_takes():
+    """But options, which are known by their names whether a kernel takes them or not."""
+    taken = {field for layout in STRUCTS.values() for field in layout.fields}
+    assert FILLED.keys() - taken <= OPTIONS.keys()
+
+
+@pytest.mark.parametrize("name", STRUCTS)
 def test_fields_lie_where_a_c_compiler_puts_them(manifest, name):
     layout = manifest.structs[name]
     by_offset = sorted(layout.fields.items(), key=lambda field: field[1][1])
@@ -99,45 +108,43 @@ def test_fields_lie_where_a_c_compiler_puts_them(manifest, name):
     assert ctypes.sizeof(in_c) == layout.size
 
 
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("name", STRUCTS)
 def test_a_kernel_reads_what_was_filled_in(name):
-    params, addresses = values_of(PARAMS[name]), {source: 2**40 + 4096 * i for i, source in enumerate(SOURCES)}
-    data = pack(params, STRUCTS[name]).at(addresses)
-    assert len(data) == STRUCTS[name].size
-    assert read(data, STRUCTS[name]) == expected(params, addresses)
+    layout = STRUCTS[name]
+    data = Packer(layout).pack(every_value()).at(ADDRESSES)
+    assert len(data) == layout.size
+    assert read(data, layout) == expected(layout, ADDRESSES)
 
 
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("name", STRUCTS)
 def test_a_struct_whose_fields_were_moved_is_still_filled_in_right(name):
-    """Fields go by their names: the order of the class is not that of the header."""
+    """Fields go by their names; a compiler leaves gaps where an address follows an odd number of words."""
     fields, end = {}, 0
-    widths = {"Q": 8, "T": 32, "i": 4, "f": 4}
-    for field, code in sorted(expected_fields(PARAMS[name]).items(), key=lambda item: (-widths[item[1]], item[0])):
-        fields[field] = (code, end)
-        end += widths[code]
-    moved = Struct(end, fields)
-    assert [offset for _, offset in moved.fields.values()] == sorted(offset for _, offset in moved.fields.values())
-    assert list(moved.fields) != list(STRUCTS[name].fields)
+    widths = {"Q": (8, 8), "T": (32, 8), "i": (4, 4), "f": (4, 4)}
+    for field, (code, _) in reversed(STRUCTS[name].fields.items()):
+        width, alignment = widths[code]
+        offset = -(-end // alignment) * alignment
+        fields[field], end = (code, offset), offset + width
+    moved = Struct(-(-end // 8) * 8 + 8, fields)
     assert layout_problems({name: moved}) == []
-    params, addresses = values_of(PARAMS[name]), {source: 2**40 + 4096 * i for i, source in enumerate(SOURCES)}
-    assert read(pack(params, moved).at(addresses), moved) == expected(params, addresses)
+    data = Packer(moved).pack(every_value()).at(ADDRESSES)
+    assert len(data) == moved.size
+    assert read(data, moved) == expected(moved, ADDRESSES)
 
 
 def test_a_struct_is_packed_once_for_all_addresses():
     """Of which the offset takes all 8 bytes, as a workspace may be larger than 4 GiB."""
-    packed = Packed((2**33 + 24).to_bytes(8, "little") + (7).to_bytes(8, "little") + bytes(8), {0: "q", 16: "out"})
+    packed = Packed((2**33 + 24).to_bytes(8, "little") + (7).to_bytes(8, "little") + bytes(8), [(0, "q"), (16, "out")])
     for q, out in ((4096, 8192), (2**47, 2**47 + 256)):
         assert struct.unpack("<QQQ", packed.at({"q": q, "out": out, "k": 1})) == (2**33 + q + 24, 7, out)
     assert struct.unpack("<QQQ", packed.data) == (2**33 + 24, 7, 0)
 
 
 def test_an_address_that_is_not_wanted_stays_zero():
-    params = dataclasses.replace(values_of(AttnParams), delta_s=NULL)
     layout = STRUCTS["AttnParams"]
-    packed = pack(params, layout)
-    assert layout.fields["delta_s"][1] not in packed.sources
-    data = packed.at(dict.fromkeys(SOURCES, 2 ** 40))
-    assert read(data, layout)["delta_s"] == (0,)
+    packed = Packer(layout).pack({**every_value(), "delta_s": NULL})
+    assert layout.fields["delta_s"][1] not in dict(packed.sources)
+    assert read(packed.at(dict.fromkeys(SOURCES, 2**40)), layout)["delta_s"] == (0,)
 
 
 def changed(**fields: tuple[str, int] | None) -> dict[str, Struct]:
@@ -146,17 +153,25 @@ def changed(**fields: tuple[str, int] | None) -> dict[str, Struct]:
     return {"StatsParams": layout._replace(fields={name: entry for name, entry in both.items() if entry})}
 
 
+def refused(field: str, code: str) -> str:
+    return f"expected fields of StatsParams that sage_aot fills in, got {field} of type {code!r}"
+
+
 @pytest.mark.parametrize(("structs", "problems"), [
     (changed(), []),
-    (changed(merge=None), ["expected the fields of sage_aot._launch.structs.StatsParams, got others: merge"]),
-    (changed(more=("i", 168)), ["expected the fields of sage_aot._launch.structs.StatsParams, got others: more"]),
-    (changed(merge=("f", 164)), ["expected the fields of sage_aot._launch.structs.StatsParams, got others: merge"]),
-    (changed(merge=None, more=("i", 164), k=("Q", 0)),
-     ["expected the fields of sage_aot._launch.structs.StatsParams, got others: k, merge, more"]),
-    ({"MeanParams": Struct(0, {})}, ["expected a struct of StatsParams, QuantParams, DeltaParams, AttnParams, got "
-                                     "MeanParams"]),
-    ({**changed(merge=None), "MeanParams": Struct(0, {}), "AttnParams": STRUCTS["AttnParams"]}, 2),
+    (changed(more=("i", 168)), [refused("more", "i")]),
+    (changed(merge=("f", 164)), [refused("merge", "f")]),
+    (changed(more=("i", 168), k=("Q", 0)), [refused("k", "Q"), refused("more", "i")]),
+    (changed(layout=("i", 168)), [refused("layout", "i")]),  # an option, but no number
+    (changed(is_causal=("i", 168)), []),
 ])
 def test_what_the_runtime_cannot_fill_in_is_a_sentence(structs, problems):
-    found = layout_problems(structs)
-    assert (len(found) if isinstance(problems, int) else found) == problems
+    assert layout_problems(structs) == problems
+
+
+def test_the_vocabulary_follows_what_is_filled_in(monkeypatch):
+    """As a folder of before has no field for what is new."""
+    before = vocabulary()
+    assert len(before) == 16 and vocabulary() == before
+    monkeypatch.setitem(structs.FILLED, "window", "i")
+    assert vocabulary() != before
