@@ -85,8 +85,10 @@ def measured(trees: list[Path]) -> dict[str, Any]:
     for loader in LOADERS:
         results[f"parts, {loader}"] = parts = in_process(TREE, loader, "parts")
         show(f"where the time goes, µs: {loader}", parts)
-        results[f"new lengths, {loader}"] = lengths = in_process(TREE, loader, "new_lengths")
-        show(f"calls of a kind not seen before, µs: {loader}", lengths)
+        for tree in trees:
+            name = f"{tree.name if tree != TREE else 'this tree'}, {loader}"
+            results[f"new lengths, {name}"] = lengths = in_process(tree, loader, "new_lengths")
+            show(f"calls of a kind not seen before, µs: {name}", lengths)
     for tree in trees:
         name = tree.name if tree != TREE else "this tree"
         results[f"fresh processes, {name}"] = fresh = {

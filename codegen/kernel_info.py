@@ -17,8 +17,10 @@ from sage_aot._kernels.manifest import Struct
 _FACT, _FIELD = struct.Struct("<24sd"), struct.Struct("<24sii")
 _FACTS, _FIELDS = "sage_facts", "sage_fields"
 _PTX_TABLE = re.compile(rf"\.b8 ({_FACTS}|{_FIELDS})\[(\d+)\] = \{{([\d, ]*)\}}")
-_BYTES = {"Q": (8, 8), "T": (32, 8), "i": (4, 4), "f": (4, 4)}
-"""Size and alignment of each type of a field, by its character."""
+_BYTES = {"Q": 8, "T": 32, "i": 4, "f": 4}
+"""Per type of a field, by its character."""
+
+_REMEDY = "fields_of() must name all fields in order, and an i32 `unused` what a compiler would leave as a gap"
 
 
 class KernelInfo(NamedTuple):
@@ -71,18 +73,12 @@ def _check_complete(name: str, layout: Struct) -> None:
     """BuildError unless the fields fill the struct: one that fields_of() leaves out would be sent as zeros."""
     end = 0
     for field, (code, offset) in layout.fields.items():
-        size, alignment = _BYTES[code]
-        if offset != _aligned(end, alignment):
-            raise BuildError(f"expected {field} of {name} at byte {_aligned(end, alignment)}, right behind the field "
-                             f"before it, got {offset}: fields_of() must name all fields in order")
-        end = offset + size
-    if layout.size != _aligned(end, 8):
-        raise BuildError(f"expected the fields of {name} to fill its {layout.size} bytes, got {end}: fields_of() must "
-                         f"name all fields")
-
-
-def _aligned(offset: int, alignment: int) -> int:
-    return -(-offset // alignment) * alignment
+        if offset != end:
+            raise BuildError(f"expected {field} of {name} at byte {end}, right behind the field before it, got "
+                             f"{offset}: {_REMEDY}")
+        end += _BYTES[code]
+    if end != layout.size:
+        raise BuildError(f"expected the fields of {name} to fill its {layout.size} bytes, got {end}: {_REMEDY}")
 
 
 def _text(name: bytes) -> str:

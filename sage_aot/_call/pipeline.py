@@ -32,14 +32,14 @@ MOST_PREPARED = 256
 class Prepared:
     """A call that is ready to be made: a problem, and what a backend runs for it."""
 
-    __slots__ = ("problem", "run")
+    __slots__ = ("_lse_shape", "problem", "run")
 
     def __init__(self, problem: Problem, run: Call) -> None:
         self.problem, self.run = problem, run
+        self._lse_shape = (problem.batch, problem.num_q_heads, problem.seqlen_q)
 
     def empty_lse(self, q: torch.Tensor) -> torch.Tensor:
-        problem = self.problem
-        return q.new_empty((problem.batch, problem.num_q_heads, problem.seqlen_q), dtype=torch.float32)
+        return q.new_empty(self._lse_shape, dtype=torch.float32)
 
 
 _prepared: dict[tuple[Any, ...], Prepared] = {}

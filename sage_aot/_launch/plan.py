@@ -143,6 +143,7 @@ def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
         "kv_tiles": plan.kv_tiles, "block_m": attn.tile.block_m, "block_n": attn.tile.block_n,
         "columns": plan.kv_tiles * attn.tile.block_n, "chunk_rows": plan.chunk_rows, "num_chunks": plan.num_chunks,
         "softmax_scale_log2": problem.softmax_scale * LOG2_E, "v_limit": attn.facts["v_limit"],
+        "unused": 0,
     }
 
 

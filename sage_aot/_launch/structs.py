@@ -50,7 +50,8 @@ _TENSORS = ("q", "k", "v", "out")
 _ADDRESSES = ("k_stats", "v_stats", "q_hat", "kv_hat", "q_scale", "q_mean", "k_mean", "v_scale", "v_mean", "v_amax",
               "k_finite", "v_finite", "row_bias", "taken", "delta_s", "lse")
 _INTEGERS = ("batch", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_kv", "headdim", "dtype", "q_tiles", "kv_tiles",
-             "block_m", "block_n", "columns", "chunk_rows", "num_chunks", "aligned", "merge", "first_head", "num_heads")
+             "block_m", "block_n", "columns", "chunk_rows", "num_chunks", "aligned", "merge", "first_head", "num_heads",
+             "unused")
 _FLOATS = ("softmax_scale_log2", "v_limit")
 _OF_SCHEMA = {"bool": "i", "bool?": "i", "int?": "i", "float?": "f"}
 
@@ -91,7 +92,7 @@ class Packer:
     def __init__(self, layout: Struct) -> None:
         """The layout has no :func:`layout_problems`."""
         fields = sorted((offset, name, code) for name, (code, offset) in layout.fields.items())
-        self._struct = struct.Struct(_format(layout))
+        self._struct = struct.Struct("<" + "".join(_FORMATS[code] for _, _, code in fields))  # without gaps
         self._values = itemgetter(*(name for _, name, _ in fields))
         # Per kind of value its places in that order, with byte offsets; tensors, which become four values, last first.
         self._addresses = [(i, offset) for i, (offset, _, code) in enumerate(fields) if code == "Q"]
@@ -109,14 +110,6 @@ class Packer:
             values[i:i + 1] = begin, *strides
             sources.append((offset, source))
         return Packed(self._struct.pack(*values), sources)
-
-
-def _format(layout: Struct) -> str:
-    """The struct as the module struct spells it, with the gaps that its compiler left."""
-    text = "<"
-    for code, offset in sorted(layout.fields.values(), key=lambda field: field[1]):
-        text += f"{offset - struct.calcsize(text)}x{_FORMATS[code]}"
-    return f"{text}{layout.size - struct.calcsize(text)}x"
 
 
 def layout_problems(structs: Mapping[str, Struct]) -> list[str]:

@@ -67,7 +67,7 @@ MAY_IMPORT = {
 }
 """Per package those below it; each may import itself, too, and all but the first two LEAVES."""
 
-OF_THE_STANDARD_LIBRARY = ("_kernels", "_families", "_launch.structs", "_version", "errors")
+OF_THE_STANDARD_LIBRARY = ("_kernels", "_families", "_problem.options", "_launch.structs", "_version", "errors")
 """What needs nothing else, and so what code generation may share."""
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -71,8 +71,10 @@ BAD = {
                                   "expected a key of 'families' (mma, wgmma), got 'mma2'"),
     "no attention": ("    attn: {template: attn_mma.cu.jinja}\n", "", "    quant: {",
                      "expected the key 'attn' in the family 'mma', got none"),
-    "unknown kind": ("    stats: {", "    means: {", "    means: {",
-                     "expected a key of the family 'mma' (attn, stats, quant, delta), got 'means'"),
+    "unknown kind": ("    delta: {", "    means: {", "    means: {",
+                     "expected a key of the family 'mma' (stats, quant, attn, delta), got 'means'"),
+    "no stats": ("    stats: {template: statistics.cu.jinja, threads: 256, min_blocks: 3}\n", "", "    attn: {",
+                 "expected the key 'stats' in the family 'mma', got none"),
     "no delta": ("    delta: {template: delta_s.cu.jinja, threads: 256}\n", "", D64_SMOOTH_ROW,
                  ("expected the kind delta in the family 'mma', which "
                   "sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qsmooth needs, got none")),
