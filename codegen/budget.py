@@ -68,6 +68,8 @@ def register_budget(kernel: PlannedKernel, threads: int) -> int:
 def _problems(kernel: PlannedKernel, report: Report, matrix: Matrix) -> list[str]:
     machine = report.machine  # PTX has neither registers nor spills; the driver decides about them
     threads = int(report.info.facts["threads"])
+    if kernel.how.threads not in (None, threads):
+        return [f"expected the {kernel.how.threads} threads of the family {kernel.family!r}, got a kernel of {threads}"]
     own = [*_spills(kernel, machine), *_registers(kernel, machine, threads)] if machine else []
     return [*own, *_shared_memory(kernel, report, matrix), *_tensor_cores(kernel, report),
             *_driver(kernel, report, matrix)]

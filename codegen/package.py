@@ -13,6 +13,7 @@ from codegen.compilation import Compilation
 from codegen.compiler import Report
 from codegen.errors import UsageError
 from codegen.files import write_if_changed
+from codegen.kernel_info import of_elf, of_ptx
 from codegen.matrix import Matrix, PlannedKernel
 from sage_aot._kernels.manifest import FILE_NAME, AttnRecord, KernelRecord, Manifest, records_by_name
 from sage_aot._kernels.spec import AttnSpec
@@ -60,10 +61,16 @@ def _record_problems(record: KernelRecord, kernel: PlannedKernel, compilation: C
     """What of a record does not follow from this source tree and the file that it names."""
     path = folder / record.file
     found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no such file"
-    expected = {"compiler": compilation.version, "source_sha256": compilation.source_sha256(kernel), "sha256": found,
-                "target": compilation.target(kernel), "file": compilation.compiled(kernel).name}
-    return [f"expected {field} {value!r}, got {getattr(record, field)!r}"
-            for field, value in expected.items() if getattr(record, field) != value]
+    expected: dict[str, object] = {
+        "compiler": compilation.version, "source_sha256": compilation.source_sha256(kernel), "sha256": found,
+        "target": compilation.target(kernel), "file": compilation.compiled(kernel).name, "family": kernel.family}
+    if isinstance(kernel.spec, AttnSpec):
+        expected |= {"tile": kernel.tile, "feeders": kernel.feeders}
+    if found == record.sha256:  # then the file can be asked
+        info = of_ptx(path.read_text()) if record.is_ptx else of_elf(path.read_bytes())
+        expected |= {"params": info.params, "facts": info.facts}
+    return [f"expected {field} {value!r}, got {getattr(record, field, None)!r}"
+            for field, value in expected.items() if getattr(record, field, None) != value]
 
 
 def check_out(out: Path) -> None:

@@ -39,8 +39,8 @@ class CudaBackend:
         """`arch`: whose kernels run, whatever the device; None for those that the device's capability asks for."""
         self.library = library
         self._arch = arch
-        self._archs: dict[int, str] = {}  # by device, as the next
-        self._contexts: dict[int, int] = {}
+        self._archs: dict[int, str] = {}  # device → arch
+        self._contexts: dict[int, int] = {}  # device → context
 
     @property
     def manifest(self) -> Manifest:
@@ -60,7 +60,10 @@ class CudaBackend:
     def context(self, device: int) -> int:
         """The context in which the kernels of a device are launched. The device must be torch's current one."""
         if device not in self._contexts:
-            self._contexts[device] = self.library.driver.context(device)
+            try:
+                self._contexts[device] = self.library.driver.context(device)
+            except Exception as error:  # those of cupy have no common base
+                raise LaunchError(f"the driver has no context for device {device}: {error}") from error
         return self._contexts[device]
 
     def bind(self, plan: Plan, tensors: Tensors) -> CudaCall:
@@ -69,8 +72,7 @@ class CudaBackend:
 
 def arch_of(library: Library, device: int) -> str:
     """The arch whose kernels a CUDA device runs. Raises UnsupportedError where none does, or nothing can load them."""
-    library.driver  # noqa: B018 - or say what is missing
-    gpu = gpu_here(device)
+    gpu = gpu_here(device, library.driver)  # or say what is missing
     arch = nearest_arch(gpu, library.manifest)
     if is_ptx(arch) and os.environ.get("SAGE_AOT_PTX_WARNING") != "0":
         warnings.warn(f"this sage-aot has no machine code for this GPU ({gpu}): the driver compiles the PTX of {arch}, "
@@ -79,10 +81,10 @@ def arch_of(library: Library, device: int) -> str:
     return arch
 
 
-def gpu_here(device: int) -> Gpu:
-    """A CUDA device; nothing is known of its driver where no loader can ask it."""
+def gpu_here(device: int, driver: Driver | None = None) -> Gpu:
+    """A CUDA device; nothing is known of its driver where no loader can ask it. `driver`: None for the default."""
     try:
-        cuda = default_driver().cuda
+        cuda = (driver or default_driver()).cuda
     except UnsupportedError:
         cuda = None
     return Gpu(torch.cuda.get_device_capability(device), cuda, torch.cuda.get_device_name(device))
@@ -107,7 +109,8 @@ class CudaCall:
         self._backend, self._device, self._driver = backend, device, backend.library.driver
         self._queues: dict[tuple[bool, ...], Queue] = {}  # by which of q, k, v begin at a multiple of 16 bytes
         self._aligned = self._queue_for(ALIGNED)
-        self._context, self._current = backend.context(device), self._driver.current
+        with _device(device):
+            self._context, self._current = backend.context(device), self._driver.current
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
                  lse: torch.Tensor | None) -> None:
@@ -149,7 +152,7 @@ class CudaCall:
         with _device(self._device):
             bound = [_Bound(launch.record, load(launch.record, self._device), launch.blocks,
                             packers[launch.record.params].pack(launch.params)) for launch in wanted]
-            return Queue(bound, self._driver, self._backend.context(self._device))
+            return Queue(bound, self._driver, self._device, self._backend.context(self._device))
 
     def _queue_for(self, at_16_bytes: tuple[bool, ...]) -> Queue:
         if at_16_bytes not in self._queues:
@@ -178,8 +181,8 @@ class _Bound(NamedTuple):
 class Queue:
     """Launches whose structs wait for the addresses of a call. Safe under threads."""
 
-    def __init__(self, bound: list[_Bound], driver: Driver, context: int) -> None:
-        self._bound, self._driver, self._context = bound, driver, context
+    def __init__(self, bound: list[_Bound], driver: Driver, device: int, context: int) -> None:
+        self._bound, self._driver, self._device, self._context = bound, driver, device, context
         self._template = np.frombuffer(b"".join(launch.packed.data for launch in bound), np.uint64)
         sources = [len(SOURCES)] * len(self._template)  # of a word that holds no address: zero
         self._first_words, first = [], 0
@@ -194,11 +197,13 @@ class Queue:
     def __call__(self, stream: int, *addresses: int) -> None:
         """Queue the launches, in order, on a raw stream handle, for tensors at these addresses, in the order of
         SOURCES. LaunchError, with the kernel's name, where the driver refuses one."""
-        if self._driver.current() == self._context:
-            self.launch(stream, *addresses)
-        else:
+        try:
             with self._driver.entered(self._context):
                 self.launch(stream, *addresses)
+        except LaunchError:
+            raise
+        except Exception as error:  # of entering the context
+            raise LaunchError(f"the driver does not enter the context of device {self._device}: {error}") from error
 
     def launch(self, stream: int, *addresses: int) -> None:
         """The same where the launches' context is known to be the current one."""
@@ -215,7 +220,8 @@ class Queue:
                 launcher(stream)
         except Exception as error:  # those of cupy have no common base: whatever it is, name the kernel
             refused = self._bound[structs.launchers.index(launcher)] if launcher else self._bound[0]
-            raise LaunchError(f"the driver does not launch {refused.record.name}: {error}") from error
+            raise LaunchError(f"the driver does not launch {refused.record.name} on device {self._device}: "
+                              f"{error}") from error
         self._free.append(structs)  # an error drops them
 
 

@@ -158,7 +158,8 @@ class BindingsDriver:
         return self._contexts[device]
 
     def current(self) -> int:
-        return int(self._get_current()[1])  # on every call: its status is looked at by what follows
+        status, context = self._get_current()
+        return 0 if status else int(context)  # then the context is entered, which says what is wrong
 
     @contextmanager
     def entered(self, context: int) -> Iterator[None]:

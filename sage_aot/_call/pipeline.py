@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from sage_aot._problem.check import Problem
 
 MOST_PREPARED = 256
-"""Calls that are kept; the oldest goes. One takes some 12 KB."""
+"""Calls that are kept. The oldest goes: to move a call that is met again would take a lock on every call. One takes
+some 12 KB, and as much again for every turn that heads take."""
 
 
 class Prepared:
@@ -53,13 +54,15 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
 
     The options of an operator have their schema's types, so that equal keys mean equal calls.
     """
+    handed, variables = _handed, environment()
     key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
-           v.device, options, environment(), _handed,
+           v.device, options, variables, handed,
            None if out is None else (out.shape, out.stride(), out.dtype, out.device))
     call = _prepared.get(key)
     if call is None:
-        call = prepare(backend_of(q), q, k, v, Options.from_schema(*options), out)
-        _keep(key, call)
+        call = prepare(handed or backend_of(q), q, k, v, Options.from_schema(*options), out)
+        if (handed, variables) == (_handed, environment()):  # else another thread changed what the key says
+            _keep(key, call)
     if q.requires_grad or k.requires_grad or v.requires_grad or out is not None and out.requires_grad:
         check_no_grad(q=q, k=k, v=v, out=out)  # on every call: grad mode changes
     return call
@@ -76,8 +79,8 @@ def prepare(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         return Prepared(problem, _nothing_to_see)
     from sage_aot._backends.base import Tensors
 
-    if out is None:  # that of the call has its strides, and is made of this memory
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if out is None:  # the output is contiguous: its strides are asked for
+        out = q if q.is_contiguous() else torch.empty_like(q, memory_format=torch.contiguous_format)
     return Prepared(problem, backend.bind(plan, Tensors(q, k, v, out)))
 
 
@@ -117,7 +120,8 @@ def backend_of(tensor: torch.Tensor) -> Backend:
 
 @contextmanager
 def handing(backend: Backend) -> Iterator[None]:
-    """Run all calls of the process on this backend: for tests, and for benches of other archs' kernels."""
+    """Run all calls of the process on this backend, those of other threads too: for tests, and for benches of other
+    archs' kernels."""
     global _handed
     before, _handed = _handed, backend
     try:

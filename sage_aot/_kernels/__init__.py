@@ -1,1 +1,1 @@
-"""What kernels there are: names, tiles, the manifest of a folder, and the choice among them. No device, no torch."""
+"""What kernels there are: axes, names, tiles, the manifest of a folder. No device, no torch."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from sage_aot._kernels.spec import AttnSpec, KernelSpec, capability_of, is_ptx, spec_of
 from sage_aot._kernels.tile import Tile
+from sage_aot.errors import CubinError
 
 FILE_NAME = "manifest.json"
 FORMAT = 6
@@ -149,7 +150,7 @@ class Arch(NamedTuple):
     run_on: str | None  # GPU that ran its files as they are; None where they were not run on hardware
 
 
-class Kernels(Mapping[str, KernelRecord]):
+class Records(Mapping[str, KernelRecord]):
     """Records by name, each made when it is first asked for: a call needs those of one arch, and few of them."""
 
     def __init__(self, rows: Mapping[str, KernelRecord | Mapping[str, Any]]) -> None:
@@ -158,7 +159,11 @@ class Kernels(Mapping[str, KernelRecord]):
     def __getitem__(self, name: str) -> KernelRecord:
         row = self._rows[name]
         if not isinstance(row, KernelRecord):
-            row = self._rows[name] = _record(row)
+            try:
+                row = self._rows[name] = _record(row)
+            except (KeyError, TypeError, ValueError) as error:
+                raise CubinError(f"the manifest's entry of {name} is not one of this sage_aot ({error!r}); rebuild the "
+                                 f"kernel folder with `python -m codegen build`, or reinstall sage-aot") from error
         return row
 
     def __iter__(self) -> Iterator[str]:
@@ -182,7 +187,7 @@ class Manifest:
     complete: bool  # False where the build was narrowed, and other kernels could have been made
     archs: dict[str, Arch]
     structs: dict[str, Struct]  # by the name of the struct
-    kernels: Kernels  # by name
+    kernels: Records  # by name
 
     @property
     def compiler(self) -> str:
@@ -194,6 +199,10 @@ class Manifest:
         prefix = f"sage_attn_{arch}_"
         return tuple(record for record in map(self.kernels.__getitem__, self._names(prefix))
                      if isinstance(record, AttnRecord))
+
+    def any_attention(self, arch: str) -> KernelRecord:
+        """One of an arch's attention kernels, which share target and floor of the driver."""
+        return self.kernels[self._names(f"sage_attn_{arch}_")[0]]
 
     def every_attention(self) -> tuple[AttnRecord, ...]:
         """Every attention kernel, by name."""
@@ -228,7 +237,7 @@ class Manifest:
             _check_seal(text, values.pop("sha256"))
             return cls(**{**values, "flags": tuple(values["flags"]), "archs": _archs(values["archs"]),
                           "structs": _structs(values["structs"]),
-                          "kernels": Kernels({row["spec"]: row for row in values["kernels"]})})
+                          "kernels": Records({row["spec"]: row for row in values["kernels"]})})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{folder / FILE_NAME} is not a manifest of this version of sage_aot: {error}") from error
 
@@ -238,8 +247,8 @@ def arch_rank(arch: str) -> tuple[bool, tuple[int, int]]:
     return not is_ptx(arch), capability_of(arch)
 
 
-def records_by_name(records: Iterable[KernelRecord]) -> Kernels:
-    return Kernels({record.name: record for record in records})
+def records_by_name(records: Iterable[KernelRecord]) -> Records:
+    return Records({record.name: record for record in records})
 
 
 def sealed_text(values: dict[str, Any]) -> str:

@@ -127,7 +127,7 @@ def built_archs(manifest: Manifest) -> list[str]:
 
 def _unfit(gpu: Gpu, arch: str, manifest: Manifest) -> str | None:
     """Why a GPU cannot run an arch's kernels, or None."""
-    record = manifest.attention(arch)[0]
+    record = manifest.any_attention(arch)
     if not record.serves(gpu.capability):
         return f"{'PTX' if record.is_ptx else 'machine code'} for compute capability {record.served}"
     return None if gpu.cuda is None else too_old(gpu.cuda, record.least_driver)

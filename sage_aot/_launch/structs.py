@@ -14,7 +14,11 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from sage_aot._families import FAMILIES
+from sage_aot._kernels.axes import AXES
 from sage_aot._kernels.manifest import Struct
+from sage_aot._kernels.spec import KINDS
+from sage_aot._kernels.tile import Tile
 from sage_aot._problem.options import OPTIONS
 
 SOURCES = ("q", "k", "v", "out", "lse", "workspace")
@@ -53,18 +57,22 @@ _INTEGERS = ("batch", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_kv", "h
              "block_m", "block_n", "columns", "chunk_rows", "num_chunks", "aligned", "merge", "first_head", "num_heads",
              "unused")
 _FLOATS = ("softmax_scale_log2", "v_limit")
-_OF_SCHEMA = {"bool": "i", "bool?": "i", "int?": "i", "float?": "f"}
+_OF_SCHEMA = {"bool": "i", "int": "i", "float": "f"}
 
 FILLED: dict[str, str] = {
     **dict.fromkeys(_TENSORS, "T"), **dict.fromkeys(_ADDRESSES, "Q"), **dict.fromkeys(_INTEGERS, "i"),
     **dict.fromkeys(_FLOATS, "f"),
-    **{name: _OF_SCHEMA[option.schema] for name, option in OPTIONS.items() if option.schema in _OF_SCHEMA},
+    **{name: _OF_SCHEMA[option.schema.rstrip("?")] for name, option in OPTIONS.items()
+       if option.schema in _OF_SCHEMA or option.resolve and option.schema.rstrip("?") in _OF_SCHEMA},
 }
-"""Every field that a struct may have, with the character that kernel_info.cuh has for its type."""
+"""Every field that a struct may have, with the character that kernel_info.cuh has for its type. Of options those whose
+values are numbers, once "auto" is resolved."""
 
 def vocabulary() -> str:
-    """FILLED in 16 hex digits: a kernel folder that was built beside another table may lack a field of an option."""
-    return hashlib.sha256(repr(sorted(FILLED.items())).encode()).hexdigest()[:16]
+    """All that a manifest is written in, in 16 hex digits: fields of structs, axes, kinds, families and tile sizes. A
+    folder that was built beside another vocabulary may lack a field of an option, or name what nobody here knows."""
+    words = sorted(FILLED.items()), AXES, sorted(KINDS), sorted(FAMILIES), Tile._fields
+    return hashlib.sha256(repr(words).encode()).hexdigest()[:16]
 
 
 _FORMATS = {"Q": "Q", "T": "Qqqq", "i": "i", "f": "f"}

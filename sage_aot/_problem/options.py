@@ -150,6 +150,8 @@ OPTIONS: dict[str, Option] = {field.name: Option(field.default, **field.metadata
                               for field in dataclasses.fields(Options)}
 """Every option by name, in the order of the operators' schemas."""
 
+_SCALE = list(OPTIONS).index("scale")  # the one option that is a float
+
 OPTION_OF_AXIS = {option.axis: name for name, option in OPTIONS.items() if option.axis}
 
 
@@ -169,13 +171,14 @@ def for_schema(*values: Any) -> tuple[Any, ...]:
 for_schema._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def for_tracer(is_causal: Any, scale: Any, *others: Any) -> tuple[Any, ...]:
+def for_tracer(*values: Any) -> tuple[Any, ...]:
     """What :func:`for_schema` says, for a tracer to which the scale may be a number that it does not know yet, as a
     float argument of compiled code is from its second value on. Such a number is no constant: it is checked here."""
+    scale = values[_SCALE]
     if scale is None or not _is_scale(scale):
-        return for_schema(is_causal, scale, *others)
-    known = for_schema(is_causal, 1.0, *others)  # none that is left out as a default
-    return known[0], float(scale), *known[2:]
+        return for_schema(*values)
+    known = for_schema(*values[:_SCALE], 1.0, *values[_SCALE + 1:])  # none that is left out as a default
+    return (*known[:_SCALE], float(scale), *known[_SCALE + 1:])
 
 
 @lru_cache(maxsize=256, typed=True)  # typed: True is not 1

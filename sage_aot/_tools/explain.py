@@ -100,6 +100,10 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
     >>> sage_aot.explain(capability=(8, 9), headdim=128).kernels.attn.spec.arch
     'sm89'
     """
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; the options of the call are "
+                        f"{', '.join(OPTIONS)}")
     asked = Options(**options)
     if q is None and k is None and v is None:
         q = k = v = _stand_in(headdim)

@@ -91,7 +91,7 @@ def _extent(manifest: Manifest) -> str:
 
 
 def _served(arch: str, manifest: Manifest) -> str:
-    return manifest.attention(arch)[0].served
+    return manifest.any_attention(arch).served
 
 
 def _device(device: int, manifest: Manifest) -> list[str]:

@@ -2,7 +2,7 @@
 
 First the files: those of the installed wheel against its RECORD, the manifest against its own seal, every kernel
 against the sha256 in the manifest. Then, on every GPU: all files that it can take are loaded, and each attention kernel
-among them runs on random inputs into poisoned memory and is held against the emulation (_compare.py says how close).
+among them runs on random inputs into poisoned memory and is held against the emulation (compare.py says how close).
 """
 
 from __future__ import annotations

@@ -251,7 +251,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("P for the wider accumulator's range", "attn/pv_mma.cuh",
      "kF16Accum ? 7.807355f : 8.807355f",
      "8.807355f",
-     _BIASED, "output, emulation"),
+     _BIASED, "output, float64"),  # the emulation follows what the kernel says of itself
     # --- attn/epilogue.cuh
     ("rows beyond the last stored", "attn/epilogue.cuh",
      "if (row < params.seqlen_q) store_row",

@@ -59,9 +59,11 @@ class Build:
 
 def build_matrix(specs: Iterable[AttnSpec], project: Project = PROJECT, base: Build | None = None) -> Build:
     """These attention kernels of build_matrix.yaml and those that feed them, rendered as codegen renders them, with a
-    manifest of them. `base`: a build of PROJECT to take those from whose headers are equal."""
+    manifest of them and of what this process built in the same folder before. `base`: a build of PROJECT to take those
+    from whose headers are equal."""
     matrix = read_matrix(project.matrix, project.templates)
-    asked = {spec.name for spec in specs}
+    asked = _asked.setdefault(project.build, set())
+    asked |= {spec.name for spec in specs}
     asked |= {name for kernel in matrix.kernels if kernel.spec.name in asked for name in kernel.feeders}
     kernels = [kernel for kernel in matrix.kernels if kernel.spec.name in asked]
     render_all(kernels, matrix, project)
@@ -72,6 +74,10 @@ def build_matrix(specs: Iterable[AttnSpec], project: Project = PROJECT, base: Bu
         _link(made.library(source.name), base.library(source.name))
     write_if_changed(made.folder / FILE_NAME, _manifest(matrix, kernels, made).to_text().encode())
     return made
+
+
+_asked: dict[Path, set[str]] = {}
+"""Per folder the kernels that were built there in this process."""
 
 
 def _is_known(source: Path, project: Project) -> bool:

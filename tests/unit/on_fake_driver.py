@@ -99,7 +99,7 @@ def of_queues(driver: BindingsDriver, first: Function, again: Function) -> dict[
               for i, source in enumerate(("q", "lse"))]
     bound = [_Bound(SimpleNamespace(name="first"), first, 77, packed[0]),
              _Bound(SimpleNamespace(name="again"), again, 5, packed[1])]
-    queue = Queue(bound, driver, driver.context(0))
+    queue = Queue(bound, driver, 0, driver.context(0))
 
     def call(stream: int = 0xDEAD) -> None:
         queue(stream, *ADDRESSES.values())

@@ -402,3 +402,10 @@ def test_logits_of_any_size(pv, size):
     ratio = out.double().norm(dim=-1) / expected.norm(dim=-1)
     assert reference.measure(out, expected).cosine > 0.999
     assert 0.9 < ratio.min() and ratio.max() < 1.1
+
+
+def test_every_family_has_a_softmax_in_the_emulation():
+    from sage_aot._backends.emulation.attention import SOFTMAX
+    from sage_aot._families import FAMILIES
+
+    assert SOFTMAX.keys() == FAMILIES.keys()

@@ -291,9 +291,25 @@ def test_a_refused_launch_names_its_kernel_and_the_next_call_works(driver, posit
 
     driver.contexts[threading.get_ident()] = before
     driver.before_launch = refuse
-    with pytest.raises(LaunchError, match=f"^the driver does not launch {name}: CUDA_ERROR_LAUNCH_FAILED: bad launch$"):
+    with pytest.raises(LaunchError, match=f"^the driver does not launch {name} on device 0: CUDA_ERROR_L"):
         run(call, tensors)
     assert driver.current() == before
     assert len(driver.launches()) == position
     addresses = run(call, tensors)
     assert driver.launches() == expected_of(call, addresses)
+
+
+def test_what_the_driver_says_of_a_context_is_a_launch_error(driver, monkeypatch):
+    """A thread whose context is another's enters the call's own; and the first call asks for it."""
+    call = prepare(driver, draw())
+    driver.contexts[threading.get_ident()] = 7
+
+    def refuse(context):
+        raise RuntimeError("CUDA_ERROR_CONTEXT_IS_DESTROYED: gone")
+
+    monkeypatch.setattr(driver, "entered", refuse)
+    with pytest.raises(LaunchError, match="^the driver does not enter the context of device 0: CUDA"):
+        run(call, draw())
+    monkeypatch.setattr(driver, "context", refuse)
+    with pytest.raises(LaunchError, match="^the driver has no context for device 0: CUDA_ERROR_CONTEXT_IS_DESTROYED"):
+        prepare(driver, draw())

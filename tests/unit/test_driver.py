@@ -210,7 +210,7 @@ def cupy_queue(monkeypatch, refused=""):
     bound = [_Bound(SimpleNamespace(name=name), driver.load(1, b"", name, 32, 0), blocks,
                     Packed(bytes([blocks] * 16), [(8, "out")]))
              for blocks, name in ((1, "first"), (2, "second"))]
-    queue = Queue(bound, driver, driver.context(1))
+    queue = Queue(bound, driver, 1, driver.context(1))
     told.clear()
     return lambda: queue(9, 1, 2, 3, 4, 5, 6), told, contexts
 
@@ -243,7 +243,7 @@ def test_a_queue_on_cupy_runs_in_its_own_context_whatever_the_threads_is(monkeyp
 def test_what_cupy_refuses_names_the_kernel_and_gives_the_context_back(monkeypatch):
     call, told, contexts = cupy_queue(monkeypatch, refused="second")
     contexts[threading.get_ident()] = 100
-    with pytest.raises(LaunchError, match="^the driver does not launch second: CUDA_ERROR_LAUNCH_FAILED: bad launch$"):
+    with pytest.raises(LaunchError, match="^the driver does not launch second on device 1: CUDA_ERROR_L"):
         call()
     assert launched(told) == EXPECTED[:1] and contexts[threading.get_ident()] == 100
 
@@ -321,7 +321,7 @@ def test_a_queue_on_bindings_gives_a_thread_its_context_back(seen):
 
 
 def test_a_launch_that_bindings_refuse_names_the_kernel_and_the_next_call_works(seen):
-    found, message = seen["queues"], "the driver does not launch again: CUDA_ERROR_ILLEGAL_ADDRESS"
+    found, message = seen["queues"], "the driver does not launch again on device 0: CUDA_ERROR_ILLEGAL_ADDRESS"
     assert found["refused"] == [[message, True, 1], QUEUED[:1]]
     assert found["refused, without a context"] == [[message, 0, 0]]
     assert found["the next call"] == [[True, True], QUEUED]

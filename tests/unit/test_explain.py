@@ -195,7 +195,7 @@ def test_the_table_of_every_arch_has_each_kernel_once():
 @pytest.fixture
 def on_a_new_gpu(monkeypatch):
     """A backend of a manifest, on a GPU newer than its kernels."""
-    monkeypatch.setattr(cuda, "gpu_here", lambda device: Gpu((13, 0), 13000, f"NVIDIA X{device or ''}"))
+    monkeypatch.setattr(cuda, "gpu_here", lambda device, driver=None: Gpu((13, 0), 13000, f"NVIDIA X{device or ''}"))
     monkeypatch.delenv("SAGE_AOT_PTX_WARNING", raising=False)
     return lambda *archs: CudaBackend(SimpleNamespace(manifest=small_manifest(*archs), driver=None))
 

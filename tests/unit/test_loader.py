@@ -203,3 +203,17 @@ def test_a_library_without_a_driver_of_its_own_takes_that_of_the_process(folder,
     with pytest.raises(UnsupportedError, match="SAGE_AOT_LOADER: expected one of"):
         Library(folder).load(RECORD, 0)
     assert Library(folder, driver := Driver()).driver is driver
+
+
+def test_an_entry_that_nobody_here_can_read_is_refused_by_its_name(folder):
+    """As one with a size that another sage_aot knows: entries are read when they are asked for."""
+    values = json.loads((folder / FILE_NAME).read_text())
+    values.pop("sha256")
+    entry = next(row for row in values["kernels"] if row["spec"] == SPEC.name)
+    entry["tile" if "tile" in entry else "machine"]["split_k"] = 2
+    (folder / FILE_NAME).write_text(sealed_text(values))
+    manifest = Library(folder).manifest
+    with pytest.raises(CubinError, match=f"the manifest's entry of {SPEC.name} is not one of this sage_aot .*split_k"):
+        manifest.kernels[SPEC.name]
+    with pytest.raises(KeyError):
+        manifest.kernels["sage_stats_sm89_d32"]

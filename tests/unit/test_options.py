@@ -216,3 +216,8 @@ def test_what_a_tracer_takes_says_the_same_options():
     for given in CHOICES + [dict(zip(NAMES, values_of(Options(scale=scale)))) for scale in (0, 1, 2.5, -3)]:
         options = Options(**given)
         assert Options.from_schema(*for_tracer(*values_of(options))) == options
+
+
+def test_one_option_is_a_float():
+    """for_tracer() hands no other to a tracer that does not know it."""
+    assert [name for name, option in OPTIONS.items() if option.schema.startswith("float")] == ["scale"]

@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 from records import manifest_of, record_of
 
-from sage_aot._kernels.manifest import records_by_name
+from sage_aot._backends.loader import KERNEL_FOLDER
+from sage_aot._kernels.manifest import KernelRecord, Manifest, records_by_name
 from sage_aot._kernels.spec import AttnSpec
 from sage_aot._launch.choose import (
     Gpu,
@@ -282,3 +283,11 @@ def test_a_missing_feeder_is_an_incomplete_folder(kind):
     name = AttnSpec("sm90", 128, "int8", "f16", "f32", "full", "vraw", "qsmooth").companion(kind).name
     with pytest.raises(CubinError, match=f"but not {name}"):
         select(Gpu((9, 0)), changed(smooth_q=True), manifest(without=[name]))
+
+
+def test_choosing_an_arch_makes_objects_of_one_record_an_arch():
+    """The first call of a process must not turn all records into objects."""
+    manifest = Manifest.read(KERNEL_FOLDER)
+    assert nearest_arch(Gpu((9, 0), 13000), manifest) == "sm90"
+    made = [name for name, row in manifest.kernels._rows.items() if isinstance(row, KernelRecord)]
+    assert len(made) == len(manifest.attention_archs) < len(manifest.kernels)

@@ -172,3 +172,15 @@ def test_the_vocabulary_follows_what_is_filled_in(monkeypatch):
     assert len(before) == 16 and vocabulary() == before
     monkeypatch.setitem(structs.FILLED, "window", "i")
     assert vocabulary() != before
+
+
+def test_no_option_takes_the_name_of_what_is_known_of_a_launch_otherwise():
+    others = {*structs._TENSORS, *structs._ADDRESSES, *structs._INTEGERS, *structs._FLOATS}
+    assert not others & OPTIONS.keys()
+
+
+def test_every_option_reaches_a_kernel_or_is_the_hosts():
+    """One that does neither would be taken and ignored."""
+    fields = {field for layout in STRUCTS.values() for field in layout.fields}
+    hosts = {"scale", "layout"}  # softmax_scale_log2, and the strides
+    assert {name for name, option in OPTIONS.items() if not option.axis and name not in fields} == hosts
