@@ -54,6 +54,8 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
 
     The options of an operator have their schema's types, so that equal keys mean equal calls.
     """
+    if q.requires_grad or k.requires_grad or v.requires_grad or out is not None and out.requires_grad:
+        check_no_grad(q=q, k=k, v=v, out=out)  # on every call: grad mode changes
     handed, variables = _handed, environment()
     key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
            v.device, options, variables, handed,
@@ -63,8 +65,6 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
         call = prepare(handed or backend_of(q), q, k, v, Options.from_schema(*options), out)
         if (handed, variables) == (_handed, environment()):  # else another thread changed what the key says
             _keep(key, call)
-    if q.requires_grad or k.requires_grad or v.requires_grad or out is not None and out.requires_grad:
-        check_no_grad(q=q, k=k, v=v, out=out)  # on every call: grad mode changes
     return call
 
 

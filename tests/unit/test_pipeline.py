@@ -470,3 +470,13 @@ def test_a_kept_call_needs_no_look_at_its_options(backend, monkeypatch):
     call = pipeline.prepared(q, k, v, None, options)
     monkeypatch.setattr(Options, "from_schema", None)
     assert pipeline.prepared(*draw(seed=1), None, options) is call
+
+
+def test_a_tensor_that_requires_grad_is_refused_before_kernels_are_looked_for():
+    """Though there is none either: the argument is the caller's to mend first."""
+    q, k, v = (torch.zeros(1, 2, 40, 64, dtype=torch.bfloat16) for _ in range(3))
+    with handing(Recording("sm100")):
+        with pytest.raises(UnsupportedError, match="no kernel for sm100"):
+            sage_aot.attn(q, k, v, qk="int4")
+        with pytest.raises(ArgumentError, match="q requires grad"):
+            sage_aot.attn(q.requires_grad_(), k, v, qk="int4")
