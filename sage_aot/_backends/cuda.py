@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -183,15 +184,11 @@ class Queue:
 
     def __init__(self, bound: list[_Bound], driver: Driver, device: int, context: int) -> None:
         self._bound, self._driver, self._device, self._context = bound, driver, device, context
-        self._template = np.frombuffer(b"".join(launch.packed.data for launch in bound), np.uint64)
-        sources = [len(SOURCES)] * len(self._template)  # of a word that holds no address: zero
-        self._first_words, first = [], 0
-        for launch in bound:
-            self._first_words.append(first)
-            for offset, source in launch.packed.sources:
-                sources[first + offset // WORD] = _INDEX[source]
-            first += len(launch.packed.data) // WORD
-        self._sources = np.array(sources, np.intp)
+        data = [launch.packed.data for launch in bound]
+        self._template = np.frombuffer(b"".join(data), np.uint64)
+        self._begins = np.array([*accumulate(map(len, data[:-1]), initial=0)], np.uint64)  # of the structs, in bytes
+        sources = b"".join([launch.packed.sources for launch in bound])
+        self._sources = np.frombuffer(sources, np.uint8).astype(np.intp)
         self._free: list[_Structs] = []  # as many as threads ever met here; pop and append are atomic
 
     def __call__(self, stream: int, *addresses: int) -> None:
@@ -210,7 +207,7 @@ class Queue:
         try:
             structs = self._free.pop()
         except IndexError:
-            structs = _Structs(self._template, self._first_words, self._bound)
+            structs = _Structs(len(self._template), self._begins, self._bound)
         _ADDRESSES.pack_into(structs.address_bytes, 0, *addresses)
         structs.addresses.take(self._sources, None, structs.gathered, "clip")
         np.add(self._template, structs.gathered, structs.words)
@@ -225,21 +222,22 @@ class Queue:
         self._free.append(structs)  # an error drops them
 
 
-_INDEX = {source: index for index, source in enumerate(SOURCES)}
 _ADDRESSES = struct.Struct(f"<{len(SOURCES)}Q")
 
 
 class _Structs:
     """The structs of a call's launches, and launchers that read them; of one thread at a time."""
 
-    __slots__ = ("_pointers", "address_bytes", "addresses", "gathered", "launchers", "words")
+    __slots__ = ("address_bytes", "addresses", "gathered", "launchers", "words")
 
-    def __init__(self, template: np.ndarray, first_words: list[int], bound: list[_Bound]) -> None:
-        self.addresses = np.zeros(len(SOURCES) + 1, np.uint64)  # the last stays zero
+    def __init__(self, num_words: int, begins: np.ndarray, bound: list[_Bound]) -> None:
+        self.addresses = np.zeros(len(SOURCES) + 1, np.uint64)  # the last stays zero, that of NO_SOURCE
         self.address_bytes = self.addresses.data
-        self.gathered, self.words = np.empty_like(template), np.empty_like(template)
-        begin = self.words.ctypes.data
-        self._pointers = np.array([begin + WORD * first for first in first_words], np.uint64)
-        at = self._pointers.ctypes.data
-        self.launchers: list[Launcher] = [launch.function.bind(launch.blocks, at + WORD * i)
+        self.gathered = np.empty(num_words, np.uint64)
+        memory = np.empty(num_words + len(bound), np.uint64)  # the structs, and one pointer to each
+        self.words = memory[:num_words]
+        begin = memory.ctypes.data
+        np.add(begins, begin, memory[num_words:])
+        pointers = begin + WORD * num_words
+        self.launchers: list[Launcher] = [launch.function.bind(launch.blocks, pointers + WORD * i)
                                           for i, launch in enumerate(bound)]

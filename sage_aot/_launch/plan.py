@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from sage_aot._families import FAMILIES
 from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._launch.choose import Kernels
-from sage_aot._launch.structs import DTYPE_CODES, NULL, Address, Params, Tensor
+from sage_aot._launch.structs import DTYPE_CODES, NULL, Params, Tensor
 from sage_aot._problem.check import Problem
-from sage_aot._problem.options import OPTIONS
 from sage_aot.errors import UnsupportedError
 
 MAX_CHUNKS = 16
@@ -59,7 +58,7 @@ class Argument(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        return Tensor(Address(self.name), *self.strides)
+        return Tensor((self.name, 0), *self.strides)
 
     def aligned(self, headdim: int) -> bool:
         """Whether every row starts at a multiple of 16 bytes and holds whole 16-byte vectors."""
@@ -133,11 +132,11 @@ def launches(plan: Plan, tensors: Arguments, multiprocessors: int) -> list[Launc
 def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
     """What all launches of a call share, by the names of the structs' fields."""
     problem, attn = plan.problem, plan.kernels.attn
-    buffers = {name: Address("workspace", offset) for name, offset in plan.offsets.items()}
+    buffers = {name: ("workspace", offset) for name, offset in plan.offsets.items()}
     return {
-        **{name: getattr(problem.options, name) for name in OPTIONS}, "delta_s": NULL, **buffers,
+        **vars(problem.options), "delta_s": NULL, **buffers,
         "q": tensors.q.tensor, "k": tensors.k.tensor, "v": tensors.v.tensor, "out": tensors.out.tensor,
-        "lse": Address("lse"), "batch": problem.batch, "num_q_heads": problem.num_q_heads,
+        "lse": ("lse", 0), "batch": problem.batch, "num_q_heads": problem.num_q_heads,
         "num_kv_heads": problem.num_kv_heads, "seqlen_q": problem.seqlen_q, "seqlen_kv": problem.seqlen_kv,
         "headdim": problem.headdim, "dtype": DTYPE_CODES[problem.dtype], "q_tiles": plan.q_tiles,
         "kv_tiles": plan.kv_tiles, "block_m": attn.tile.block_m, "block_n": attn.tile.block_n,

@@ -24,6 +24,10 @@ from sage_aot._problem.options import OPTIONS
 SOURCES = ("q", "k", "v", "out", "lse", "workspace")
 """What an address may lie in: tensors of a call. The log-sum-exp's address is zero where it is not wanted."""
 
+NO_SOURCE = len(SOURCES)
+
+_INDEX = {source: index for index, source in enumerate((*SOURCES, ""))}
+
 DTYPE_CODES = {"f16": 0, "bf16": 1}
 WORD = 8  # bytes of an address
 
@@ -31,11 +35,8 @@ Params = Mapping[str, Any]
 """What is known of a launch, by the names of the structs' fields: addresses, tensors, numbers, and options."""
 
 
-class Address(NamedTuple):
-    """So many bytes behind the beginning of one of SOURCES."""
-
-    source: str
-    offset: int = 0
+Address = tuple[str, int]
+"""One of SOURCES, and so many bytes behind its beginning. A plain tuple: a call of a new kind makes dozens."""
 
 
 class Tensor(NamedTuple):
@@ -47,7 +48,7 @@ class Tensor(NamedTuple):
     row: int
 
 
-NULL = Address("")
+NULL: Address = ("", 0)
 """The address zero."""
 
 _TENSORS = ("q", "k", "v", "out")
@@ -80,18 +81,16 @@ _FORMATS = {"Q": "Q", "T": "Qqqq", "i": "i", "f": "f"}
 
 
 class Packed(NamedTuple):
-    """A struct whose addresses hold offsets only, and the words to which an address is still to be added."""
+    """A struct whose addresses hold offsets only."""
 
     data: bytes
-    sources: list[tuple[int, str]]  # the byte offset of each such word, and what its address lies in
+    sources: bytes  # per word of it the index in SOURCES of the address that is still to be added, or NO_SOURCE
 
     def at(self, addresses: Mapping[str, int]) -> bytes:
         """The struct for tensors that lie at these addresses, by their names in SOURCES."""
-        data = bytearray(self.data)
-        for offset, source in self.sources:
-            word = int.from_bytes(data[offset:offset + WORD], "little") + addresses[source]
-            data[offset:offset + WORD] = word.to_bytes(WORD, "little")
-        return bytes(data)
+        added = [*(addresses[name] for name in SOURCES), 0]
+        words = struct.unpack(f"<{len(self.sources)}Q", self.data)
+        return struct.pack(f"<{len(words)}Q", *(word + added[source] for word, source in zip(words, self.sources)))
 
 
 class Packer:
@@ -102,22 +101,22 @@ class Packer:
         fields = sorted((offset, name, code) for name, (code, offset) in layout.fields.items())
         self._struct = struct.Struct("<" + "".join(_FORMATS[code] for _, _, code in fields))  # without gaps
         self._values = itemgetter(*(name for _, name, _ in fields))
-        # Per kind of value its places in that order, with byte offsets; tensors, which become four values, last first.
-        self._addresses = [(i, offset) for i, (offset, _, code) in enumerate(fields) if code == "Q"]
-        self._tensors = [(i, offset) for i, (offset, _, code) in enumerate(fields) if code == "T"][::-1]
+        self._no_sources = bytes([NO_SOURCE]) * (layout.size // WORD)
+        # Per kind of value its places in that order, with words; tensors, which become four values, last first.
+        self._addresses = [(i, offset // WORD) for i, (offset, _, code) in enumerate(fields) if code == "Q"]
+        self._tensors = [(i, offset // WORD) for i, (offset, _, code) in enumerate(fields) if code == "T"][::-1]
 
     def pack(self, params: Params) -> Packed:
         """Put every field where the kernels' compiler has it."""
-        values, sources = list(self._values(params)), []
-        for i, offset in self._addresses:
+        values, sources = list(self._values(params)), bytearray(self._no_sources)
+        for i, word in self._addresses:
             source, values[i] = values[i]
-            if source:
-                sources.append((offset, source))
-        for i, offset in self._tensors:
+            sources[word] = _INDEX[source]
+        for i, word in self._tensors:
             (source, begin), *strides = values[i]
             values[i:i + 1] = begin, *strides
-            sources.append((offset, source))
-        return Packed(self._struct.pack(*values), sources)
+            sources[word] = _INDEX[source]
+        return Packed(self._struct.pack(*values), bytes(sources))
 
 
 def layout_problems(structs: Mapping[str, Struct]) -> list[str]:

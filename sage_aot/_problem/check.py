@@ -37,6 +37,7 @@ class Problem:
 def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Problem:
     """The problem that these arguments pose; ArgumentError where they pose none."""
     layout = options.layout
+    check_tensors_are(q=q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor, layout)
     _check_alike(q, k, v)
@@ -111,15 +112,15 @@ def heads_first(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, layout: str) -> None:
-    check_tensors_are(**{name: tensor})
-    if tensor.dim() != 4:
-        raise ArgumentError(f"{name}: expected four dimensions {LAYOUTS[layout]}, got shape {tuple(tensor.shape)}; add "
+    shape = tensor.shape
+    if len(shape) != 4:
+        raise ArgumentError(f"{name}: expected four dimensions {LAYOUTS[layout]}, got shape {tuple(shape)}; add "
                             f"those of size one with {name}.unsqueeze(dim), split a fused one with {name}.unflatten")
     if tensor.dtype not in DTYPES:
         raise ArgumentError(f"{name}: expected torch.float16 or torch.bfloat16, got {tensor.dtype}; convert it with "
                             f"{name}.to(torch.bfloat16)")
-    if not 1 <= tensor.shape[-1] <= MAX_HEADDIM:
-        raise ArgumentError(f"{name}: expected a head dim from 1 to {MAX_HEADDIM}, got {tensor.shape[-1]}; for others "
+    if not 1 <= shape[-1] <= MAX_HEADDIM:
+        raise ArgumentError(f"{name}: expected a head dim from 1 to {MAX_HEADDIM}, got {shape[-1]}; for others "
                             f"call torch.nn.functional.scaled_dot_product_attention")
     _check_last_stride(name, tensor)
 

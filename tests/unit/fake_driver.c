@@ -107,6 +107,13 @@ int cuLaunchKernelEx(const Config* config, Function* function, void** params, vo
   return SUCCESS;
 }
 
+int cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                   unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** params,
+                   void** extra) {
+  const Config config = {grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, stream, NULL, 0};
+  return cuLaunchKernelEx(&config, function, params, extra);
+}
+
 int cuGetErrorString(int status, const char** text) {
   *text = status == INVALID_IMAGE ? "device kernel image is invalid" : NULL;  // an older driver knows fewer
   return *text ? SUCCESS : INVALID_VALUE;
@@ -118,8 +125,8 @@ static const struct { const char* name; void* symbol; } entries[] = {
     ENTRY(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain), ENTRY(cuCtxGetCurrent, cuCtxGetCurrent),
     ENTRY(cuCtxPushCurrent, cuCtxPushCurrent_v2), ENTRY(cuCtxPopCurrent, cuCtxPopCurrent_v2),
     ENTRY(cuModuleLoadData, cuModuleLoadData), ENTRY(cuModuleGetFunction, cuModuleGetFunction),
-    ENTRY(cuFuncSetAttribute, cuFuncSetAttribute), ENTRY(cuLaunchKernelEx, cuLaunchKernelEx),
-    ENTRY(cuGetErrorString, cuGetErrorString),
+    ENTRY(cuFuncSetAttribute, cuFuncSetAttribute), ENTRY(cuLaunchKernel, cuLaunchKernel),
+    ENTRY(cuLaunchKernelEx, cuLaunchKernelEx), ENTRY(cuGetErrorString, cuGetErrorString),
 };
 
 // How cuda-bindings finds every function: by its name without the suffix of its version.

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 from sage_aot._backends.cuda import Queue, _Bound
 from sage_aot._backends.drivers import BindingsDriver, Function, default_driver
-from sage_aot._launch.structs import Packed
+from sage_aot._launch.structs import NO_SOURCE, SOURCES, Packed
 from sage_aot.errors import LaunchError
 
 PARAMS = struct.pack("<QiifI", 2**63 + 5, -1, 0, 1.5, 7)
@@ -81,11 +81,10 @@ def of_launchers(driver: BindingsDriver, first: Function, second: Function) -> d
     held = Struct(PARAMS)
     launch, other = first.bind(77, held.pointers), second.bind(2**31 - 1, held.pointers)
     within(driver, 0, lambda: launch(0xDEAD))
-    seen = {"params": params(0) == PARAMS, "bound": launches()}
+    seen = {"params": params(0) == PARAMS, "first": launches()}
     held.data.raw = changed = PARAMS[::-1]
     within(driver, 0, lambda: launch(0xDEAD))
-    seen["params, read in each launch"] = params(0) == changed
-    launches()
+    seen |= {"params, read in each launch": params(0) == changed, "second": launches()}
     within(driver, 0, lambda: [launch(stream) for stream in (0, 5, 5, 2**63, 0)])
     seen["streams"] = [words.split()[-1] for words in launches()]
     within(driver, 1, lambda: other(2**63))
@@ -95,7 +94,8 @@ def of_launchers(driver: BindingsDriver, first: Function, second: Function) -> d
 
 def of_queues(driver: BindingsDriver, first: Function, again: Function) -> dict[str, object]:
     """What a queue of two launches says to it, on threads with a context and without."""
-    packed = [Packed(struct.pack("<QQQ", 16, i, 32), [(0, "workspace"), (16, source)])
+    packed = [Packed(struct.pack("<QQQ", 16, i, 32),
+                     bytes([SOURCES.index("workspace"), NO_SOURCE, SOURCES.index(source)]))
               for i, source in enumerate(("q", "lse"))]
     bound = [_Bound(SimpleNamespace(name="first"), first, 77, packed[0]),
              _Bound(SimpleNamespace(name="again"), again, 5, packed[1])]

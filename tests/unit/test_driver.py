@@ -21,7 +21,7 @@ from sage_aot._backends.cuda import Queue, _Bound
 from sage_aot._backends.drivers import CupyDriver, default_driver
 from sage_aot._call.pipeline import default_library
 from sage_aot._kernels.drivers import CUDA_OF_DRIVER, cuda_of, cuda_text, too_old
-from sage_aot._launch.structs import Packed
+from sage_aot._launch.structs import NO_SOURCE, SOURCES, Packed
 from sage_aot.errors import LaunchError, UnsupportedError
 
 HERE = Path(__file__).parent
@@ -208,7 +208,7 @@ def cupy_queue(monkeypatch, refused=""):
     told, contexts = install_cupy(monkeypatch, refused=refused)
     driver = CupyDriver()
     bound = [_Bound(SimpleNamespace(name=name), driver.load(1, b"", name, 32, 0), blocks,
-                    Packed(bytes([blocks] * 16), [(8, "out")]))
+                    Packed(bytes([blocks] * 16), bytes([NO_SOURCE, SOURCES.index("out")])))
              for blocks, name in ((1, "first"), (2, "second"))]
     queue = Queue(bound, driver, 1, driver.context(1))
     told.clear()
@@ -288,7 +288,8 @@ def test_bindings_know_the_driver(seen):
 
 def test_bindings_launch_as_they_are_told(seen):
     found = seen["launchers"]
-    assert found["bound"] == ["first on 0: grid 77 1 1, block 128 1 1, 50000 bytes, stream 0xdead"]
+    for launch in ("first", "second"):  # by another function of the driver each
+        assert found[launch] == ["first on 0: grid 77 1 1, block 128 1 1, 50000 bytes, stream 0xdead"]
     assert found["params"] and found["params, read in each launch"]
     assert found["of the other device"] == ["second on 1: grid 2147483647 1 1, block 256 1 1, 0 bytes, stream "
                                             "0x8000000000000000"]
