@@ -11,7 +11,7 @@ import sys
 
 _COMMON = ("-std=c++20", "-march=native", "-g1", "-fPIC", "-fno-exceptions", "-Wall")
 
-ENGINE_FLAGS = (*_COMMON, "-O2", "-Wextra", "-ffp-contract=off", "-fno-semantic-interposition")
+ENGINE_FLAGS = (*_COMMON, "-O3", "-Wextra", "-ffp-contract=off", "-fno-semantic-interposition")
 
 KERNEL_FLAGS = (
     *_COMMON, "-O1", "-x", "c++", "-include", "cuda_builtins.h", "-fno-strict-aliasing", "-Wno-unknown-pragmas",
@@ -21,7 +21,7 @@ KERNEL_FLAGS = (
 )
 
 _GCC_FLAGS = (
-    "-fexpensive-optimizations",  # only then does -O1 make FMAs
+    "-fexpensive-optimizations",  # only then does -O1 make FMAs; -Og never does
     "-fno-tree-loop-distribute-patterns",  # makes memcpy of a loop, of which the engine would see nothing
     "--param=tsan-instrument-func-entry-exit=0",
 )

@@ -6,6 +6,7 @@ Their place take the meanings in include/sage/ptx, so a wrapper without one is u
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import shlex
@@ -57,22 +58,27 @@ class Build:
         return self.folder / f"{name}.so"
 
 
+@functools.cache
+def matrix() -> Matrix:
+    """build_matrix.yaml of this tree, for copies of it too: they have their own headers only."""
+    return read_matrix(PROJECT.matrix, PROJECT.templates)
+
+
 def build_matrix(specs: Iterable[AttnSpec], project: Project = PROJECT, base: Build | None = None) -> Build:
     """These attention kernels of build_matrix.yaml and those that feed them, rendered as codegen renders them, with a
     manifest of them and of what this process built in the same folder before. `base`: a build of PROJECT to take those
     from whose headers are equal."""
-    matrix = read_matrix(project.matrix, project.templates)
     asked = _asked.setdefault(project.build, set())
     asked |= {spec.name for spec in specs}
-    asked |= {name for kernel in matrix.kernels if kernel.spec.name in asked for name in kernel.feeders}
-    kernels = [kernel for kernel in matrix.kernels if kernel.spec.name in asked]
-    render_all(kernels, matrix, project)
+    asked |= {name for kernel in matrix().kernels if kernel.spec.name in asked for name in kernel.feeders}
+    kernels = [kernel for kernel in matrix().kernels if kernel.spec.name in asked]
+    render_all(kernels, matrix(), project)
     sources = [Source(kernel.spec.name, source_path(kernel, project)) for kernel in kernels]
     known = [source for source in sources if base and _is_known(source.path, project)]
     made = build([source for source in sources if source not in known], project.build, project.include)
     for source in known:
         _link(made.library(source.name), base.library(source.name))
-    write_if_changed(made.folder / FILE_NAME, _manifest(matrix, kernels, made).to_text().encode())
+    write_if_changed(made.folder / FILE_NAME, _manifest(kernels, made).to_text().encode())
     return made
 
 
@@ -92,11 +98,11 @@ def _included(path: Path, include: Path) -> set[str]:
     return names.union(*(_included(include / name, include) for name in names))
 
 
-def _manifest(matrix: Matrix, kernels: list[PlannedKernel], made: Build) -> Manifest:
+def _manifest(kernels: list[PlannedKernel], made: Build) -> Manifest:
     """As far as launching and emulating go; the kernels say the rest themselves, as they do in cubins."""
     infos = {kernel: of_elf(made.library(kernel.spec.name).read_bytes()) for kernel in kernels}
     return Manifest(version=__version__, flags=kernel_flags(), retarget=None, vocabulary=vocabulary(), complete=False,
-                    archs=matrix.archs, structs={info.params: info.layout for info in infos.values()},
+                    archs=matrix().archs, structs={info.params: info.layout for info in infos.values()},
                     kernels=records_by_name(_record(kernel, info) for kernel, info in infos.items()))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from variants_on_cpu import SIMULATED, SPECS, cases_of, failure_of, source_of
+from variants_on_cpu import SIMULATED, SPECS, cases_of, check_variant, failure_of, source_of
 
 from sage_aot._kernels.spec import is_ptx
 
@@ -14,12 +14,12 @@ def test_every_source_and_every_chip_is_simulated():
     assert len(SIMULATED) < len(SPECS)
 
 
+@pytest.mark.by_workers(does=check_variant)
 @pytest.mark.parametrize(("spec", "name"), [pytest.param(spec, name, id=f"{spec.name}-{name}")
                                             for spec in SIMULATED for name in cases_of(spec)])
-def test_variant(pool, spec, name):
+def test_variant(outcome, spec, name):
     """Nothing to report, and within the fuzzer's bounds: quantizers bit for bit, attention of emulation and float64."""
-    results = pool.result(cases_of(spec)[name])
-    assert failure_of(results) is None
-    for verdict, _ in results:
+    assert failure_of(outcome) is None
+    for verdict, _ in outcome:
         assert verdict.variant == spec.name
         assert {"bits of q", "bits of k", "bits of v", "output, emulation", "output, float64"} <= verdict.worst.keys()

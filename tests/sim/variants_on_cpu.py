@@ -1,21 +1,16 @@
-"""Which calls every variant is simulated with, and making them on all processors at once."""
+"""Which calls every variant is simulated with."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import multiprocessing
-import os
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Iterable
 
-import torch
 from fuzz_cases import Case
 from fuzz_checks import Verdict
-from simbuild import PROJECT, Build
+from simbuild import PROJECT, Build, matrix
 from simulated import Simulated
 
-from codegen.matrix import read_matrix
 from codegen.render import Renderer
 from sage_aot._kernels.spec import AttnSpec, is_ptx
 from sage_aot._problem.options import Options
@@ -23,12 +18,17 @@ from sage_aot._problem.options import Options
 SEEDS = (1, 2)
 """Of the order of threads and blocks."""
 
-_MATRIX = read_matrix(PROJECT.matrix, PROJECT.templates)
+_MATRIX = matrix()
 
 KERNELS = {kernel.spec: kernel for kernel in _MATRIX.kernels if isinstance(kernel.spec, AttnSpec)}
 
 SPECS = tuple(sorted(KERNELS, key=lambda spec: (list(_MATRIX.archs).index(spec.arch), spec.name)))
 """Every attention kernel of the matrix, those of an arch that was added last: their place decides about their cases."""
+
+
+def variant(name: str) -> AttnSpec:
+    """The attention kernel `sage_attn_NAME`."""
+    return next(spec for spec in SPECS if spec.name == f"sage_attn_{name}")
 
 
 def source_of(spec: AttnSpec) -> str:
@@ -104,39 +104,11 @@ def failure_of(results: Iterable[tuple[Verdict, str]]) -> tuple[str, str] | None
     return ("seeds differ", "what is written depends on the order of threads") if len(digests) > 1 else None
 
 
-class Pool:
-    """Checks of cases, made by a process for each processor; two seeds of one case by one of them."""
-
-    def __init__(self, build: Build) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads as dead ones
-        self._executor = ProcessPoolExecutor(os.cpu_count(), context, _start, (build,))
-        self._futures: dict[Case, Future] = {}
-
-    def submit(self, cases: Sequence[Case]) -> None:
-        for case in cases:
-            self._futures[case] = self._executor.submit(_check, case)
-
-    def result(self, case: Case) -> list[tuple[Verdict, str]]:
-        """Per seed the verdict, and a digest of all that was written."""
-        return self._futures[case].result()
-
-    def close(self) -> None:
-        self._executor.shutdown(cancel_futures=True)
+def check_variant(build: Build, spec: AttnSpec, name: str) -> list[tuple[Verdict, str]]:
+    """Per seed the verdict of one of its cases, and a digest of all that was written."""
+    return [_subject(build).check(cases_of(spec)[name], seed) for seed in SEEDS]
 
 
 @functools.cache
 def _subject(build: Build) -> Simulated:
     return Simulated(build)
-
-
-_build: Build | None = None
-
-
-def _start(build: Build) -> None:
-    global _build
-    _build = build
-    torch.set_num_threads(1)
-
-
-def _check(case: Case) -> list[tuple[Verdict, str]]:
-    return [_subject(_build).check(case, seed) for seed in SEEDS]

@@ -50,8 +50,21 @@ void SharedMemory::require(const char* access, u32 address, u32 bytes, const Whe
 
 void SharedMemory::read(u32 address, u32 bytes, const Where& where) {
   require("read", address, bytes, where);
-  check_written(address, bytes, where);
-  if (check_ordered(address, bytes, where)) add_reader(address, bytes, where.thread);
+  // One pass over what is as it should be, which nearly all reads are; a fault is looked up again to report it.
+  const Epoch now = block_.order.now(where.thread);
+  Epoch ordered = now;  // a writer that was found to be
+  u32 before = bytes_[address].readers;
+  u32 after = readers_.with(before, now, block_.order);
+  for (u32 i = address; i < address + bytes; ++i) {
+    Byte& byte = bytes_[i];
+    if (state_[i] != kWritten || (byte.writer != ordered && !block_.order.before(byte.writer, where.thread))) {
+      check_written(address, bytes, where) && check_ordered(address, bytes, where);
+      return;
+    }
+    ordered = byte.writer;
+    if (byte.readers != before) before = byte.readers, after = readers_.with(before, now, block_.order);
+    byte.readers = after;
+  }
 }
 
 void SharedMemory::add_reader(u32 address, u32 bytes, u32 reader) {

@@ -1,0 +1,71 @@
+"""Processes that compile and simulate kernels while the tests' own process runs other tests."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.synchronize import Lock
+from typing import TypeVar
+
+import simbuild
+import torch
+from simbuild import Build, HostBuildError
+
+from sage_aot._kernels.spec import AttnSpec
+
+Result = TypeVar("Result")
+
+
+class Workers:
+    """One process for each processor. The first that is asked for anything compiles these kernels for all of them."""
+
+    def __init__(self, specs: Iterable[AttnSpec]) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads as dead ones
+        self._kernels = tuple(specs), context.Lock()
+        self._executor = ProcessPoolExecutor(os.cpu_count(), context, _start, self._kernels)
+
+    def submit(self, function: Callable[..., Result], **arguments: object) -> Future[Result]:
+        """`function(build, **arguments)` in one of them, as soon as what was submitted before leaves one free."""
+        return self._executor.submit(_run, function, arguments)
+
+    def build(self) -> Build:
+        """The kernels, for this process."""
+        return _built(*self._kernels)
+
+    def close(self) -> None:
+        self._executor.shutdown(cancel_futures=True)
+
+
+def _start(specs: tuple[AttnSpec, ...], lock: Lock) -> None:
+    """In each of the processes."""
+    global _kernels
+    _kernels = specs, lock
+    torch.set_num_threads(1)
+
+
+_kernels: tuple[tuple[AttnSpec, ...], Lock]
+
+
+def _run(function: Callable[..., Result], arguments: dict[str, object]) -> Result:
+    return function(_built(*_kernels), **arguments)
+
+
+def _built(specs: tuple[AttnSpec, ...], lock: Lock) -> Build:
+    found = _build_or_error(specs, lock)
+    if isinstance(found, HostBuildError):
+        raise found
+    return found
+
+
+@functools.cache
+def _build_or_error(specs: tuple[AttnSpec, ...], lock: Lock) -> Build | HostBuildError:
+    """The error too is found once: every work would compile all that does not compile."""
+    with lock:
+        try:
+            simbuild.build_engine()
+            return simbuild.build_matrix(specs)
+        except HostBuildError as error:
+            return error
