@@ -12,7 +12,6 @@ from sage_aot._backends.drivers import default_driver
 from sage_aot._call.pipeline import default_library
 from sage_aot.errors import SageAotError
 
-
 # The simulator's processes keep all processors busy: threads of one operator would wait for each other at every turn.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the programs that tests start
