@@ -34,7 +34,7 @@ from sage_aot._tools.reference import Accuracy
 from sage_aot.errors import UnsupportedError
 
 FLASH = "sdpa_flash_bf16"
-COLUMNS = ("row", "inputs", "headdim", "mask", "N", "cosine", "relative L1", "RMSE")
+COLUMNS = ("row", "inputs", "headdim", "mask", "keys", "cosine", "relative L1", "relative L2", "RMSE")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Case:
     inputs: str  # class of sage_aot._tools.reference.inputs
     headdim: int
     mask: str
-    seqlen: int
+    seqlen: int  # keys; as many queries, or those of --queries
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,15 @@ class Row:
     row: str
     case: Case
     accuracy: Accuracy
+    relative_l2: float
 
     def cells(self) -> list[object]:
         values = self.accuracy
         return [self.row, *asdict(self.case).values(), f"{values.cosine:.6f}", f"{values.relative_l1:.4f}",
-                f"{values.rmse:.2e}"]
+                f"{self.relative_l2:.4f}", f"{values.rmse:.2e}"]
 
     def to_json(self) -> dict[str, object]:
-        return {"row": self.row, **asdict(self.case), **asdict(self.accuracy)}
+        return {"row": self.row, **asdict(self.case), **asdict(self.accuracy), "relative_l2": self.relative_l2}
 
 
 def main() -> int:
@@ -90,6 +91,9 @@ def header(arguments: argparse.Namespace, library: Library) -> dict[str, str]:
 
 def add_kernels_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_shape_arguments(parser, seqlen="4096", batch=2, heads=8)
+    parser.add_argument("--inputs", type=classes, default=",".join(reference.INPUT_CLASSES), metavar="CLASSES",
+                        help=f"of {', '.join(reference.INPUT_CLASSES + reference.HARD_CLASSES)} (default: %(default)s)")
+    parser.add_argument("--queries", type=int, metavar="COUNT", help="of every case (default: as many as keys)")
     parser.add_argument("--arch", type=common.words,
                         help="whose kernels (default: every arch of the folder that can run here)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
@@ -113,15 +117,24 @@ def measure_kernels(arguments: argparse.Namespace, library: Library) -> int:
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    return [Case(*values) for values in itertools.product(reference.INPUT_CLASSES, arguments.headdim, arguments.mask,
+    return [Case(*values) for values in itertools.product(arguments.inputs, arguments.headdim, arguments.mask,
                                                           arguments.seqlen)]
+
+
+def classes(text: str) -> list[str]:
+    """``"normal,sink15"`` → ``["normal", "sink15"]``; argparse reports what is no class."""
+    names, known = common.words(text), reference.INPUT_CLASSES + reference.HARD_CLASSES
+    if not set(names) <= set(known):
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {text!r}")
+    return names
 
 
 def measure(case: Case, archs: list[str], library: Library, arguments: argparse.Namespace) -> list[Row]:
     """Every implementation on one case: torch's flash attention first, then each arch."""
     generator = torch.Generator().manual_seed(arguments.seed)  # on the CPU, so that both devices see the same numbers
-    shape = (arguments.batch, arguments.heads, case.seqlen, case.headdim)
-    host = reference.inputs(case.inputs, shape, shape, torch.bfloat16, generator)
+    q_shape, kv_shape = ((arguments.batch, arguments.heads, seqlen, case.headdim)
+                         for seqlen in (arguments.queries or case.seqlen, case.seqlen))
+    host = reference.inputs(case.inputs, q_shape, kv_shape, torch.bfloat16, generator)
     qkv = [tensor.to(arguments.device) for tensor in host]
     is_causal = case.mask == "causal"
     exact, _ = reference.attention(*qkv, is_causal=is_causal)
@@ -131,7 +144,9 @@ def measure(case: Case, archs: list[str], library: Library, arguments: argparse.
             outputs[f"{arch} kernel"] = attention(arch, library, qkv, is_causal)
         if arguments.device == "cpu" or arguments.emulate:
             outputs[f"{arch} emulation"] = attention(arch, library, host, is_causal)
-    return [Row(row, case, reference.measure(out.to(exact.device), exact)) for row, out in outputs.items()]
+    outputs = {row: out.to(exact.device) for row, out in outputs.items()}
+    return [Row(row, case, reference.measure(out, exact), reference.relative_l2(out, exact))
+            for row, out in outputs.items()]
 
 
 def attention(arch: str, library: Library, qkv: list[torch.Tensor], is_causal: bool) -> torch.Tensor:

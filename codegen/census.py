@@ -22,6 +22,8 @@ from sage_aot._kernels.manifest import MainLoop
 MATRIX = frozenset(("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA"))
 """Names of the tensor cores' instructions: f16, integer, FP8; with a G those of a warpgroup."""
 
+_END_OF_TURN, _WAIT_FOR_PRODUCTS, _EXPONENTIAL = "BAR.ARV", "WARPGROUP.DEPBAR", "MUFU.EX2"
+
 _COPIES = frozenset(("LDGSTS", "UBLKCP", "UTMALDG"))  # asynchronous, from global to shared memory
 
 _PTX_MATRIX = re.compile(r"^\s*(?:@!?%p\d+ )?(w?mma\.[\w.:]+)", re.MULTILINE)
@@ -77,6 +79,23 @@ def main_loop(functions: Iterable[Code]) -> MainLoop | None:
     innermost = [loop for loop in complete if not any(other.blocks.keys() < loop.blocks.keys() for other in complete)]
     counted = [_counts(loop) for loop in innermost]
     return min(counted, key=lambda counts: counts.other / counts.matrix, default=None)
+
+
+def exponentials_in_turns(functions: Iterable[Code]) -> int:
+    """Of Hopper's consumers, which take turns at the tensor cores: the most exponentials that stand between a wait for
+    products and the end of the turn. The compiler may move the end behind those of a whole tile; then both consumers
+    exponentiate at once, and the tensor cores idle."""
+    most = 0
+    for code in functions:
+        found = 0
+        for instruction in code:
+            if instruction.opcode.startswith(_WAIT_FOR_PRODUCTS):
+                found = 0
+            elif instruction.opcode.startswith(_EXPONENTIAL):
+                found += 1
+            elif instruction.opcode.startswith(_END_OF_TURN):
+                most = max(most, found)
+    return most
 
 
 def _counts(loop: _Loop) -> MainLoop:

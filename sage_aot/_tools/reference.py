@@ -6,11 +6,19 @@ Used by the demo, the tests and the bench programs; nothing that users call runs
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 INPUT_CLASSES = ("normal", "outlier")
+"""Those that most tests and tables take."""
+
+_SINK_NATS = {"sink13": 13.0, "sink15": 15.0}
+_HEAVY = {"heavy1": (12.0, 12.0, 1), "heavy4": (1.0, 30.0, 4)}  # factors of q and k, channels
+
+HARD_CLASSES = (*_SINK_NATS, *_HEAVY)
+"""Those that break 8-bit attention most."""
 
 _SCORES_AT_ONCE = 2**27  # elements of a float64 score matrix: 1 GB
 
@@ -47,12 +55,21 @@ def measure(out: torch.Tensor, reference: torch.Tensor) -> Accuracy:
                     difference.square().mean().sqrt().item())
 
 
+def relative_l2(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """√Σ (o − r)² / √Σ r², as the figures of other kernels on attention sinks are given."""
+    difference: torch.Tensor = out.double() - reference.double()
+    return float(difference.norm() / reference.double().norm())
+
+
 def inputs(kind: str, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: torch.dtype,
            generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v of one class, [batch, heads, seq, headdim], on the generator's device.
 
     ``"normal"`` is N(0, 1). ``"outlier"`` adds to every head and channel an offset, as drawings of real models show
     them: 3·N(0, 1) to q, 6·N(0, 1) to k, 2·N(0, 1) to v, and in one channel each 12, −15 and 8 more.
+    ``"sink13"`` and ``"sink15"`` have an attention sink: one key, the first, whose score lies 13 or 15 above the mean
+    of the others in every row, and whose value is small. V has a mean in every channel, N(0, 1).
+    ``"heavy1"`` multiplies one channel of q and of k by 12, ``"heavy4"`` four of k by 30.
     """
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=generator.device)
@@ -63,8 +80,26 @@ def inputs(kind: str, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype
         for tensor, (channel, size, offset) in zip(tensors, peaks):
             tensor += size * normal(1, tensor.shape[1], 1, tensor.shape[3])
             tensor[..., channel % tensor.shape[3]] += offset
+    elif kind in _SINK_NATS:
+        _make_sink(_SINK_NATS[kind], normal, *tensors)
+    elif kind in _HEAVY:
+        of_q, of_k, count = _HEAVY[kind]
+        tensors[0][..., 3:3 + count] *= of_q
+        tensors[1][..., 3:3 + count] *= of_k
     q, k, v = (tensor.to(dtype) for tensor in tensors)
     return q, k, v
+
+
+def _make_sink(nats: float, normal: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor,
+               v: torch.Tensor) -> None:
+    """Queries share a direction, that only the first key has a part in; scores are divided by √headdim."""
+    headdim = q.shape[-1]
+    direction = normal(headdim).sign()
+    q += direction
+    k -= (k @ direction / headdim)[..., None] * direction
+    k[:, :, 0] = nats / math.sqrt(headdim) * direction
+    v += normal(1, v.shape[1], 1, headdim)
+    v[:, :, 0] *= 0.05
 
 
 def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, end: int, is_causal: bool,

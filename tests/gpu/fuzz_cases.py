@@ -74,7 +74,8 @@ class Case(_SizesAndOptions):
     return_lse: bool = _varied({True: 3, False: 1})
     dtype: str = _varied({"bf16": 1, "f16": 1})
     kind: str = _varied({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
-                         "tiny": 1, "spike": 0})  # spike for tests/sim: to draw it would change a seed's other cases
+                         "tiny": 1, "sink": 2, "falling": 1,
+                         "spike": 0})  # spike for tests/sim: to draw it would change a seed's other cases
     planted: str = _varied({"none": 24, "q:nan": 1, "k:nan": 1, "v:nan": 1, "q:inf": 1, "k:inf": 1, "v:inf": 1})
     strides: str = _varied({"contiguous": 4, "transposed": 2, "fused": 3, "misaligned": 2, "sliced": 2,
                             "expanded_heads": 1, "expanded_batch": 1})
@@ -251,8 +252,26 @@ def _spike(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Non
     k[..., ::2, 0], k[..., 1::2, 0] = 30.0, -30.0
 
 
+def _sink(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """One key has nearly all of a row's weight, and a small value: for eight rows one in the third tile of 64 keys, for
+    the next eight the first. There references rise; where they do not fall again, e4m3 loses all other keys."""
+    sinks, height = [min(150, k.shape[2] - 1), 0], 13.0 * case.headdim**0.5 / 8
+    first = torch.arange(q.shape[2], device=q.device) // 8 % 2
+    q[..., 0], k[..., 0] = 8.0 * (2 * first - 1), 0.0
+    k[:, :, sinks, 0] = torch.tensor([-height, height], device=k.device, dtype=k.dtype)
+    v += 1.0
+    v[:, :, sinks] *= 0.002
+
+
+def _falling(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Scores that fall from key to key: by some 2^-50 a tile of 64 keys, further than references may follow."""
+    q[..., 0] = 8.0
+    k[..., 0] = torch.arange(k.shape[2], 0, -1, device=k.device) * (0.07 * case.headdim**0.5)
+
+
 _CHANGES = {"normal": _unchanged, "outlier": _unchanged, "constant": _constant, "biased_v": _biased_v, "zeros": _zeros,
-            "huge": _huge, "wide_v": _wide_v, "tiny": _tiny, "spike": _spike}
+            "huge": _huge, "wide_v": _wide_v, "tiny": _tiny, "spike": _spike,
+            "sink": _sink, "falling": _falling}
 
 
 def _plant(case: Case, tensors: dict[str, torch.Tensor]) -> None:

@@ -73,8 +73,9 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     """Ragged calls. The first: grouped heads, contiguous, several KV tiles. The second as unlike as can be: several
     heads and batches, K not smoothed, rows of no whole vectors, of which some see nothing where causal, read at odd
     addresses and stored at odd and even ones. The third: one query head a KV head, whole rows stored at odd addresses,
-    extreme values; where causal on Hopper query tiles that see no key at all, one of them after another tile. On Hopper
-    a fourth: rows of whole vectors, but of fewer channels than the kernel's."""
+    extreme values; where causal on Hopper query tiles that see no key at all, one of them after another tile. For e4m3
+    P scores behind which references fall, once by far or from tile to tile. On Hopper rows of whole vectors, but of
+    fewer channels than the kernel's."""
     on_hopper = KERNELS[spec].family == "wgmma"
     plain = Case(spec.arch, seed=1, group=2, seqlen_q=150, seqlen_kv=_plain_keys(spec), headdim=spec.headdim,
                  read_quantized=True, **vars(Options.of_axes(spec.values)))
@@ -85,7 +86,11 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     extreme = dataclasses.replace(plain, batch=2 if blind_rows else 1, group=1, seqlen_q=blind_rows + 100, seqlen_kv=90,
                                   out="misaligned", **EXTREMES[SPECS.index(spec) % len(EXTREMES)])
     narrow = dataclasses.replace(plain, seqlen_q=70, seqlen_kv=130, headdim=spec.headdim - 24)
-    return {"plain": plain, "odd": odd, "extreme": extreme, **({"narrow": narrow} if on_hopper else {})}
+    found = {"plain": plain, "odd": odd, "extreme": extreme}
+    if spec.pv == "e4m3":
+        kind, keys = "sink" if spec.v == "vraw" else "falling", 5 * KERNELS[spec].tile.block_n + 42
+        found["falling"] = dataclasses.replace(plain, group=1, seqlen_q=70, seqlen_kv=keys, kind=kind)
+    return {**found, "narrow": narrow} if on_hopper else found
 
 
 def _plain_keys(spec: AttnSpec) -> int:

@@ -14,15 +14,27 @@ class RowReferences:
 
     def __init__(self, record: AttnRecord, zeros: torch.Tensor) -> None:
         self.facts = record.facts
-        self.row_ref = torch.full_like(zeros, self.facts["no_reference"])
+        self.row_ref, self.row_sum = torch.full_like(zeros, self.facts["no_reference"]), zeros
 
-    def raised(self, scores: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The references that hold for these scores too: they rise where P would exceed what its type has room for."""
+    def needed(self, scores: torch.Tensor, scale: torch.Tensor, room: float = 0.0) -> torch.Tensor:
+        """The references that bring the largest P of these scores to its type's top, less a room in log2 units."""
         largest = (scores * scale).nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)
-        needed = largest - self.facts["p_top"]
-        if self.facts["whole_reference"]:
-            needed = needed.ceil()
-        return torch.where(needed > self.row_ref + self.facts["lazy_rise"], needed, self.row_ref)
+        needed = largest - (self.facts["p_top"] - room)
+        return needed.ceil() if self.facts["whole_reference"] else needed
+
+    def outgrown(self, needed: torch.Tensor) -> torch.Tensor:
+        """Where P would exceed what its type has room for."""
+        return needed > self.row_ref + self.facts["lazy_rise"]
+
+    def may_move_to(self, needed: torch.Tensor) -> torch.Tensor:
+        """Where sums relative to these references stay finite, and a row sees some key."""
+        return self.row_sum * torch.exp2(self.row_ref - needed) < self.facts["largest_sum"]
+
+    def move_to(self, row_ref: torch.Tensor) -> torch.Tensor:
+        """Takes new references; the factor for all that was summed relative to the old ones."""
+        alpha = torch.exp2(self.row_ref - row_ref)
+        self.row_ref = row_ref
+        return alpha
 
 
 def exponents(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,12 @@ from sage_aot._kernels.manifest import AttnRecord
 
 
 class MmaSoftmax(RowReferences):
-    """A warp whose scores fit takes the FMA that the bias of the scores is folded into; the others raise references and
+    """A warp whose scores fit takes the FMA that the bias of the scores is folded into; the others move references and
     fold nothing. O and the log-sum-exp share one sum, in f32, of P before or after it is rounded."""
 
     def __init__(self, record: AttnRecord, smooth_q: bool, limit: torch.Tensor, zeros: torch.Tensor) -> None:
         super().__init__(record, zeros)
-        self.row_sum = self.lse_sum = zeros
+        self.lse_sum = zeros
         self._pv, self._warp_m = record.spec.pv, record.tile.warp_m
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
@@ -29,14 +29,30 @@ class MmaSoftmax(RowReferences):
         bias, largest_p = self.facts["score_bias"], self.facts["p_top"] + self.facts["lazy_rise"]
         foldable = (scale < self.facts["largest_folded"]) if bias else torch.ones_like(scale, dtype=torch.bool)
         folded = _folded(scores, scale, bias, self.row_ref)
-        folds = _whole_warps(foldable & (folded <= largest_p), self._warp_m)
-        row_ref = torch.where(folds, self.row_ref, self.raised(scores, scale))
+        folds = _whole_warps((foldable & (folded <= largest_p)).all(-1) & ~self._far_below(folded), self._warp_m)
+        row_ref = torch.where(folds, self.row_ref, self._moved(scores, scale))
         p = torch.exp2(torch.where(folds[..., None], folded, exponents(scores, scale, row_ref)))
-        alpha = torch.exp2(self.row_ref - row_ref)
+        alpha = self.move_to(row_ref)
         rounded = to_pv(p, self._pv)
-        self.row_ref = row_ref
         self.row_sum = self.lse_sum = self.row_sum * alpha + (rounded if self.facts["sums_rounded"] else p).sum(-1)
         return rounded, alpha
+
+    def _far_below(self, folded: torch.Tensor) -> torch.Tensor:
+        """Per row, whether one of its four threads has scores that all lie far below the reference."""
+        if not self.facts["may_fall"]:
+            return torch.zeros_like(folded[..., 0], dtype=torch.bool)
+        top = self.facts["p_top"]
+        largest = torch.unflatten(folded, -1, (-1, 4, 2)).amax((-3, -1))
+        return ((largest < top - self.facts["lazy_fall"]) & (largest > top - self.facts["most_fall"])).any(-1)
+
+    def _moved(self, scores: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """References where a warp moves them: up to what they need to be, down where that is far below."""
+        needed = self.needed(scores, scale)
+        moves = self.outgrown(needed)
+        if self.facts["may_fall"]:
+            fall = self.row_ref - needed
+            moves |= (fall > self.facts["lazy_fall"]) & (fall < self.facts["most_fall"]) & self.may_move_to(needed)
+        return torch.where(moves, needed, self.row_ref)
 
 
 def _folded(scores: torch.Tensor, scale: torch.Tensor, bias: float, row_ref: torch.Tensor) -> torch.Tensor:
@@ -45,6 +61,6 @@ def _folded(scores: torch.Tensor, scale: torch.Tensor, bias: float, row_ref: tor
     return ((scores.double() + bias) * scale.double() + offset.double()).float()
 
 
-def _whole_warps(scores: torch.Tensor, warp_m: int) -> torch.Tensor:
-    """Per row, whether something holds for all scores of its warp."""
-    return torch.unflatten(scores.all(-1), 2, (-1, warp_m)).all(-1).repeat_interleave(warp_m, 2)
+def _whole_warps(rows: torch.Tensor, warp_m: int) -> torch.Tensor:
+    """Per row, whether something holds for all rows of its warp."""
+    return torch.unflatten(rows, 2, (-1, warp_m)).all(-1).repeat_interleave(warp_m, 2)

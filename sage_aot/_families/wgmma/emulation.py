@@ -10,16 +10,17 @@ from sage_aot._kernels.manifest import AttnRecord
 
 
 class WgmmaSoftmax(RowReferences):
-    """References rise at every tile, and scores have no bias.
+    """References follow every tile up and down; for the second of two tiles that R takes they rise only. Scores have no
+    bias.
 
-    O is divided by P times V's channel of ones, which R takes for two tiles where every row of the query tile sees them
-    whole and Q is not smoothed; the log-sum-exp has the sum of P before it is rounded.
+    R takes two tiles where every row of the query tile sees them whole and Q is not smoothed. O is divided by P times
+    V's channel of ones; the log-sum-exp has the sum of P before it is rounded.
     """
 
     def __init__(self, record: AttnRecord, smooth_q: bool, limit: torch.Tensor, zeros: torch.Tensor) -> None:
         super().__init__(record, zeros)
         tile = record.tile
-        self.row_sum = self.lse_sum = self._in_r = zeros
+        self.lse_sum = self._in_r = zeros
         self._pv, self._block_n = record.spec.pv, tile.block_n
         first_row = torch.arange(len(limit), device=limit.device) // tile.block_m * tile.block_m
         self._full_keys = limit[first_row] // tile.block_n * tile.block_n * (not smooth_q)
@@ -30,13 +31,14 @@ class WgmmaSoftmax(RowReferences):
 
     def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """R takes the tile alone, or as the first or the second of two."""
-        row_ref = self.raised(scores, scale)
-        p, alpha = torch.exp2(exponents(scores, scale, row_ref)), torch.exp2(self.row_ref - row_ref)
+        second = (first // self._block_n % 2 == 1) & (first + 2 * self._block_n <= self._full_keys)
+        raised, restarted = self.needed(scores, scale), self.needed(scores, scale, self.facts["room"])
+        row_ref = torch.where(torch.where(second, self.outgrown(raised), self.may_move_to(restarted)),
+                              torch.where(second, raised, restarted), self.row_ref)
+        p, alpha = torch.exp2(exponents(scores, scale, row_ref)), self.move_to(row_ref)
         rounded = to_pv(p, self._pv)
-        self.row_ref = row_ref
         self.lse_sum = self.lse_sum * alpha + p.sum(-1)
-        second = first // self._block_n % 2 == 1
-        begun = torch.where(second & (first + 2 * self._block_n <= self._full_keys), self._in_r * alpha, 0.0)
+        begun = torch.where(second, self._in_r * alpha, 0.0)
         self._in_r = tensor_core_sum(rounded, begun)
         self.row_sum = self.row_sum * alpha + (self._in_r - begun)
         return rounded, alpha

@@ -24,7 +24,9 @@ class AttentionMma {
   static constexpr auto facts() {
     return sage::facts(Fact{"threads", kThreads}, Fact{"shared_bytes", Layout::kQBytes + Stream::kBytes},
                        Fact{"p_top", Product::kTop}, Fact{"lazy_rise", Product::kLazyRise},
-                       Fact{"whole_reference", Product::kWholeReference}, Fact{"no_reference", kNoReference},
+                       Fact{"whole_reference", Product::kWholeReference}, Fact{"may_fall", Product::kMayFall},
+                       Fact{"lazy_fall", Product::kLazyFall}, Fact{"most_fall", Product::kMostFall},
+                       Fact{"largest_sum", kLargestSum}, Fact{"no_reference", kNoReference},
                        Fact{"smallest_scale", kSmallestScale}, Fact{"largest_folded", Product::kLargestFolded},
                        Fact{"score_bias", Softmax::kFolds ? kScoreBias : 0},
                        Fact{"sums_rounded", !Product::kSumsInThreads}, Fact{"v_limit", Product::kVLimit});
@@ -100,7 +102,7 @@ class AttentionMma {
         softmax.template exponentiate<true>(acc_s, scale, offset, p);
       } else {
         float alpha[kRows];
-        softmax.raise(acc_s, scale, offset, alpha);
+        softmax.move_references(acc_s, scale, offset, alpha);
         rescale<Config>(acc_o, alpha);
         softmax.template exponentiate<false>(acc_s, scale, offset, p);
       }

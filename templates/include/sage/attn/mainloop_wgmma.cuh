@@ -49,6 +49,7 @@ constexpr i32 kNoMoreTiles = -1;
 //     delta_s of the query tile for these keys
 //   for every warp its rows of O, on their way to memory
 //   barriers, 8 bytes each: full and empty of every query buffer, then of every slot
+//   where Q is smoothed a one, f32: the scale of finished scores, for consumers that take turns
 template <class Config>
 struct WgmmaShared {
   using Layout = TileLayout<Config>;
@@ -66,7 +67,8 @@ struct WgmmaShared {
   static constexpr i32 kSlotBytes = ceil_div(kDelta + kDeltaBytes, 1024) * 1024;
   static constexpr i32 kSlots = 2 * kQueryBytes, kOutputRows = kSlots + Config::kStages * kSlotBytes;
   static constexpr i32 kBarriers = kOutputRows + Config::kBlockM / Config::kWarpM * StoreWholeRows<Config>::kBytes;
-  static constexpr i32 kBytes = kBarriers + 2 * 8 * (2 + Config::kStages);
+  static constexpr i32 kOne = kBarriers + 2 * 8 * (2 + Config::kStages);
+  static constexpr i32 kBytes = kOne + (Config::kSmoothQ ? 16 : 0);
   static_assert(Layout::kQBytes % 1024 == 0 && Layout::kV % 1024 == 0 && kOnes % 1024 == 0);
 
   u8* bytes;
@@ -77,6 +79,7 @@ struct WgmmaShared {
   __device__ __forceinline__ QueryTile& query_tile(i32 buffer) const {
     return *reinterpret_cast<QueryTile*>(bytes + buffer * kQueryBytes + kQueryTile);
   }
+  __device__ __forceinline__ float& one() const { return *reinterpret_cast<float*>(bytes + kOne); }
   __device__ __forceinline__ StoreWholeRows<Config> rows(i32 warp) const {
     return {bytes + kOutputRows + warp * StoreWholeRows<Config>::kBytes};
   }
@@ -136,14 +139,15 @@ class AttentionWgmma {
   static constexpr auto facts() {
     return sage::facts(Fact{"threads", kThreads}, Fact{"shared_bytes", Shared::kBytes}, Fact{"p_top", Product::kTop},
                        Fact{"lazy_rise", Product::kLazyRise}, Fact{"whole_reference", Product::kWholeReference},
-                       Fact{"no_reference", kNoReference}, Fact{"smallest_scale", kSmallestScale},
-                       Fact{"v_limit", Product::kVLimit});
+                       Fact{"room", kRoom}, Fact{"largest_sum", kLargestSum}, Fact{"no_reference", kNoReference},
+                       Fact{"smallest_scale", kSmallestScale}, Fact{"v_limit", Product::kVLimit});
   }
 
   __device__ __forceinline__ static void run(const AttnParams& params, u8* shared_bytes) {
     const Shared shared(shared_bytes);
     if (ptx::thread_index() == 0) init_barriers(shared);
     fill_ones(shared);
+    if (Config::kSmoothQ && kTogether && ptx::thread_index() == 0) shared.one() = 1.0f;
     __syncthreads();
     const i32 warpgroup = ptx::uniform(ptx::thread_index() / kWarpgroup);
     if (warpgroup == 0) {
@@ -159,7 +163,6 @@ class AttentionWgmma {
   using Layout = TileLayout<Config>;
   using Shared = WgmmaShared<Config>;
   using Product = PvE4m3<Config>;
-  using Softmax = TileSoftmax<Config, Product>;
   using Place = RingPlace<Config::kStages>;
   static constexpr i32 kProducerRegisters = 24, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   static constexpr i32 kRows = Config::kWarpM / 8;  // of a thread
@@ -171,6 +174,8 @@ class AttentionWgmma {
   // registers.
   enum Sum { kAlone, kOpens, kCloses };
   static constexpr bool kPairs = !Config::kSmoothQ;
+  static constexpr i32 kRoom = kPairs ? 3 : 0;  // of the first tile's P, for the second
+  using Softmax = TileSoftmax<Config, Product, kRoom>;
 
   // Where registers hold both, P·V and Q·K are in flight together: one piece, and consumers take turns. Else the registers
   // of P and the scores are the same.
@@ -332,8 +337,13 @@ class AttentionWgmma {
     start_scores(shared, place, state);
     const float scale = read_scale(shared, lane, place, state);
     ptx::wgmma_wait<0>();
-    if (work.full_tiles > 0) softmax<kLse, false>(params, shared, work, warp, lane, 0, scale, place, state);
-    else softmax<kLse, true>(params, shared, work, warp, lane, 0, scale, place, state);
+    if (work.full_tiles > 0) {
+      move_references<false, true>(params, shared, work, warp, lane, 0, scale, place, state);
+      exponentiate<kLse, false>(shared, lane, place, state);
+    } else {
+      move_references<true, true>(params, shared, work, warp, lane, 0, scale, place, state);
+      exponentiate<kLse, true>(shared, lane, place, state);
+    }
     const i32 full_tiles = ptx::uniform(work.full_tiles), tiles = ptx::uniform(work.tiles);
     i32 tile = 1;
     if constexpr (kPairs) {
@@ -368,8 +378,10 @@ class AttentionWgmma {
     for (i32 r = 0; r < kRows; ++r) pending[r] = state.alpha[r];
     if constexpr (kSum != kOpens) add_output(state);
     ptx::wgmma_wait<0>();
+    // Where the P·V above opened R, R takes this tile too: references may rise, and do not restart.
+    move_references<kMasked, kSum != kOpens>(params, shared, work, warp, lane, tile, scale, place, state);
     end_turn(state.consumer);
-    softmax<kLse, kMasked>(params, shared, work, warp, lane, tile, scale, place, state);
+    exponentiate<kLse, kMasked>(shared, lane, place, state);
     if constexpr (kSum == kOpens) rescale_sum(pending, state);
   }
 
@@ -447,15 +459,26 @@ class AttentionWgmma {
     }
   }
 
-  // P of the tile whose scores are there.
-  template <bool kLse, bool kMasked>
-  __device__ __forceinline__ static void softmax(const AttnParams& params, const Shared& shared, const Work& work,
-                                                 i32 warp, i32 lane, i32 tile, float scale, Place& place,
-                                                 State& state) {
+  // Finishes the scores that are there, and moves the references to them.
+  template <bool kMasked, bool kRestart>
+  __device__ __forceinline__ static void move_references(const AttnParams& params, const Shared& shared,
+                                                         const Work& work, i32 warp, i32 lane, i32 tile, float scale,
+                                                         const Place& place, State& state) {
     constexpr bool kFinished = kMasked || Config::kSmoothQ;
     if constexpr (kFinished) finish_scores(shared.slot(place.index), lane, scale, state.acc_s);
     if constexpr (kMasked) mask(params, work, warp, lane, tile, state.acc_s);
-    state.softmax.template raise<kFinished>(state.acc_s, scale, state.alpha);
+    state.softmax.template move_references<kFinished, kRestart>(state.acc_s, Config::kSmoothQ ? 1.0f : scale,
+                                                                state.alpha);
+  }
+
+  // P of the tile whose scores are finished. Reads their scale, even if it is one: a load does not move in front of the end
+  // of the turn, and so no exponential does.
+  template <bool kLse, bool kMasked>
+  __device__ __forceinline__ static void exponentiate(const Shared& shared, i32 lane, Place& place, State& state) {
+    constexpr bool kFinished = kMasked || Config::kSmoothQ;
+    float scale = 1.0f;
+    if constexpr (!Config::kSmoothQ) scale = read_scale(shared, lane, place, state);
+    else if constexpr (kTogether) scale = ptx::load_shared_f32(shared.first + Shared::kOne);
     state.softmax.template exponentiate<kFinished>(state.acc_s, scale);
     if constexpr (kLse) state.softmax.add(state.acc_s, state.alpha, state.exact_sum);
     state.softmax.pack(state.acc_s, state.p);
@@ -464,7 +487,7 @@ class AttentionWgmma {
   }
 
   // Scores as f32: where Q is smoothed, with delta_s added and in log2 units, so that their scale is one from there on.
-  __device__ __forceinline__ static void finish_scores(u32 slot, i32 lane, float& scale,
+  __device__ __forceinline__ static void finish_scores(u32 slot, i32 lane, float scale,
                                                        typename Softmax::Scores& acc_s) {
 #pragma unroll
     for (i32 n = 0; n < kNTiles; ++n) {
@@ -478,7 +501,6 @@ class AttentionWgmma {
         acc_s[0][n][c] = __float_as_int(score);
       }
     }
-    if constexpr (Config::kSmoothQ) scale = 1.0f;
   }
 
   __device__ __forceinline__ static void mask(const AttnParams& params, const Work& work, i32 warp, i32 lane, i32 tile,

@@ -9,10 +9,11 @@
 // rounds, by at most 2^-7 in log2 where c < 2^-6; P itself is rounded by up to 2^-3.5.
 // Where Q is smoothed the scores arrive finished, as f32.
 //
-// A reference stands until a score outgrows it. To see that, a thread looks at its own scores and the warp votes: no row
-// maximum crosses lanes but in the branch that raises references, and scales too large to fold take their bias off in that
-// branch too: for f16 P those of logits in the tens of thousands at 8 bits, of about a hundred at 4. For e4m3 P nearly all
-// scales of 4 bits are: there nothing folds.
+// A reference stands until a score outgrows it, and for e4m3 P until all scores of a tile lie far below it: P below 2^-9 is
+// zero in e4m3, and in a long row the keys behind such a P can carry much of the weight. To see either, a thread looks at its
+// own scores and the warp votes: no row maximum crosses lanes but in the branch that moves references, and scales too large
+// to fold take their bias off in that branch too: for f16 P those of logits in the tens of thousands at 8 bits, of about a
+// hundred at 4. For e4m3 P nearly all scales of 4 bits are: there nothing folds.
 // Source: SageAttention2, Algorithm 1; Milakov & Gimelshein, "Online normalizer calculation for softmax".
 #pragma once
 
@@ -41,7 +42,13 @@ __device__ __forceinline__ float score_scale(float q_scale, float k_scale) {
   return __int_as_float(__float_as_int(fmaxf(q_scale * k_scale, kSmallestScale)) & ~3);
 }
 
+// The largest sum of P that may come of a falling reference, in whose smaller unit everything summed so far counts: O, at
+// most 448 times as large, stays finite.
+constexpr float kLargestSum = 0x1p100f;
+
 // The references of a thread's rows, and their sums of P. Product: how P enters the second product (attn/pv_mma.cuh).
+// Every function that moves a reference takes the thread's largest score of a tile, in log2 units, and returns the factor
+// for all that was summed relative to the old reference.
 template <class Product, i32 kRows>
 struct RowReferences {
   float row_ref[kRows];  // log2 units: P is 2^(score - row_ref)
@@ -55,9 +62,37 @@ struct RowReferences {
   // Moves the reference so that the largest P of the row is at most 2^kTop, if it would exceed 2^(kTop + kLazyRise): a rise
   // within kLazyRise, for which the product leaves room, needs no rescaling.
   __device__ __forceinline__ float raise_reference(float own_largest, i32 r) {
-    const float exact = ptx::max_over_lanes<4>(own_largest) - Product::kTop;
+    const float exact = row_largest(own_largest) - Product::kTop;
     const float needed = Product::kWholeReference ? ceilf(exact) : exact;
-    const float reference = needed > row_ref[r] + Product::kLazyRise ? needed : row_ref[r];
+    return set_reference(needed > row_ref[r] + Product::kLazyRise ? needed : row_ref[r], r);
+  }
+
+  // Moves the reference to this tile, up or down: its largest P becomes 2^(kTop - room). row_sum is of whole rows.
+  __device__ __forceinline__ float restart_reference(float own_largest, float room, i32 r) {
+    const float needed = row_largest(own_largest) - (Product::kTop - room);
+    const float alpha = ptx::ex2(row_ref[r] - needed);
+    if (!keeps_finite(alpha, row_sum[r])) return 1.0f;
+    row_ref[r] = needed;
+    return alpha;
+  }
+
+  // Raises the reference as raise_reference() does, and restarts it where the largest P of the tile would be below
+  // 2^(kTop - kLazyFall). Below 2^(kTop - kMostFall) the tile weighs too little to matter. row_sum is of a thread's columns.
+  __device__ __forceinline__ float follow_tile(float own_largest, i32 r) {
+    const float needed = row_largest(own_largest) - Product::kTop, fall = row_ref[r] - needed;
+    const float largest_sum = ptx::max_over_lanes<4>(row_sum[r]);  // by every lane, whatever its row does
+    const bool falls =
+        fall > Product::kLazyFall && fall < Product::kMostFall && keeps_finite(ptx::ex2(fall), largest_sum);
+    return set_reference(fall < 0.0f || falls ? needed : row_ref[r], r);
+  }
+
+ private:
+  __device__ __forceinline__ static float row_largest(float own_largest) { return ptx::max_over_lanes<4>(own_largest); }
+
+  // No for a tile without a key that the row sees, whose factor is infinite.
+  __device__ __forceinline__ static bool keeps_finite(float alpha, float sum) { return sum * alpha < kLargestSum; }
+
+  __device__ __forceinline__ float set_reference(float reference, i32 r) {
     const float alpha = ptx::ex2(row_ref[r] - reference);
     row_ref[r] = reference;
     return alpha;
@@ -77,30 +112,36 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   using Scores = i32[kMTiles][kNTiles][4];
 
   // The constants of P's FMA, and whether they will do for every thread of the warp: P stays within what its type holds,
-  // and the bias folds.
+  // does not lie far below that, and the bias folds.
   __device__ __forceinline__ bool fits(const Scores& acc_s, float scale, float (&offset)[kRows]) const {
     float top = -ptx::infinity();
+    bool far_below = false;
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
       offset[r] = fmaf(-scale, kFolds ? kBias : 0.0f, -this->row_ref[r]);
-      top = fmaxf(top, fmaf(largest(acc_s[r / 2], r % 2) - (kFolds ? 0.0f : kBias), scale, offset[r]));
+      const float x = fmaf(largest(acc_s[r / 2], r % 2) - (kFolds ? 0.0f : kBias), scale, offset[r]);
+      top = fmaxf(top, x);
+      if constexpr (Product::kMayFall)
+        far_below |= x < Product::kTop - Product::kLazyFall && x > Product::kTop - Product::kMostFall;
     }
-    return !ptx::any(!(foldable(scale) && top <= Product::kTop + Product::kLazyRise));
+    return !ptx::any(!(foldable(scale) && top <= Product::kTop + Product::kLazyRise) || far_below);
   }
 
-  // Where they will not: moves references up. `alpha`: what everything summed so far must be multiplied by.
-  __device__ __forceinline__ void raise(const Scores& acc_s, float scale, float (&offset)[kRows],
-                                        float (&alpha)[kRows]) {
+  // Where they will not: moves references. `alpha`: what everything summed so far must be multiplied by.
+  __device__ __forceinline__ void move_references(const Scores& acc_s, float scale, float (&offset)[kRows],
+                                                  float (&alpha)[kRows]) {
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
-      alpha[r] = this->raise_reference(scale * (largest(acc_s[r / 2], r % 2) - kBias), r);
+      const float own_largest = scale * (largest(acc_s[r / 2], r % 2) - kBias);
+      if constexpr (Product::kMayFall) alpha[r] = this->follow_tile(own_largest, r);
+      else alpha[r] = this->raise_reference(own_largest, r);
       this->row_sum[r] *= alpha[r];
       offset[r] = -this->row_ref[r];
     }
   }
 
   // P = 2^(score - row_ref), packed as the A operand of the second product. kAsFits: by the constants of fits() in
-  // place of those of raise(), into which nothing is folded.
+  // place of those of move_references(), into which nothing is folded.
   template <bool kAsFits>
   __device__ __forceinline__ void exponentiate(const Scores& acc_s, float scale, const float (&offset)[kRows],
                                                typename Product::Operand& p) {

@@ -2,7 +2,8 @@
 //
 // A score becomes a float by a conversion, which costs an instruction a score but none before the product: the exponentials
 // leave issue slots free, the time before a product none. References follow the maxima at every tile, since O is multiplied
-// by alpha where R is added anyway.
+// by alpha where R is added anyway: up and down, as e4m3 holds P above 2^-9 only and the keys of a whole tile below that
+// can carry much of a long row's weight.
 // Source: SageAttention2, Algorithm 1.
 #pragma once
 
@@ -10,20 +11,26 @@
 
 namespace sage {
 
+// kRoom: how far below kTop, in log2 units, a restarted reference puts the largest P of its tile, so that another tile of the
+// same R seldom raises the reference. A whole number: 448 · 2^-kRoom is e4m3 too.
 // kFinished: the scores are f32, masked or with all terms added; else integers.
-template <class Config, class Product>
+template <class Config, class Product, i32 kRoom>
 struct TileSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   static constexpr i32 kRows = Config::kWarpM / 8;  // rows of a thread: g, g + 8, ... with g = lane / 4
   static constexpr i32 kNTiles = Config::kBlockN / 8;
 
   using Scores = i32[kRows / 2][kNTiles][4];
 
-  // Moves references up to the maxima. `alpha`: what everything summed so far must be multiplied by.
-  template <bool kFinished>
-  __device__ __forceinline__ void raise(const Scores& acc_s, float scale, float (&alpha)[kRows]) {
+  // Moves the references to the largest scores of the tile: with kRestart up or down, else up only. `alpha`: what everything
+  // summed so far must be multiplied by.
+  template <bool kFinished, bool kRestart>
+  __device__ __forceinline__ void move_references(const Scores& acc_s, float scale, float (&alpha)[kRows]) {
 #pragma unroll
-    for (i32 r = 0; r < kRows; ++r)
-      alpha[r] = this->raise_reference(scale * largest<kFinished>(acc_s[r / 2], r % 2), r);
+    for (i32 r = 0; r < kRows; ++r) {
+      const float own_largest = scale * largest<kFinished>(acc_s[r / 2], r % 2);
+      if constexpr (kRestart) alpha[r] = this->restart_reference(own_largest, kRoom, r);
+      else alpha[r] = this->raise_reference(own_largest, r);
+    }
   }
 
   // P = 2^(score - row_ref), as f32 in the place of the scores.
