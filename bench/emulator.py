@@ -19,9 +19,8 @@ import common
 from sage_aot._backends.emulation import quantize as kernel_steps
 from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT, keep_13_bits, to_pv
 from sage_aot._backends.emulation.attention import _add_delta, _key_limit
-from sage_aot._backends.emulation.online import exponents
 from sage_aot._backends.loader import Library
-from sage_aot._families.mma.emulation import MmaSoftmax, _folded, _whole_warps
+from sage_aot._families.mma.emulation import MmaSoftmax
 from sage_aot._kernels.manifest import AttnRecord, KernelRecord
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import LOG2_E
@@ -287,15 +286,8 @@ class Softmax(MmaSoftmax):
 
     def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As that of the family, but for how P is rounded."""
-        bias, largest_p = self.facts["score_bias"], self.facts["p_top"] + self.facts["lazy_rise"]
-        foldable = (scale < self.facts["largest_folded"]) if bias else torch.ones_like(scale, dtype=torch.bool)
-        folded = _folded(scores, scale, bias, self.row_ref)
-        folds = _whole_warps(foldable & (folded <= largest_p), self._warp_m)
-        row_ref = torch.where(folds, self.row_ref, self.raised(scores, scale))
-        p = torch.exp2(torch.where(folds[..., None], folded, exponents(scores, scale, row_ref)))
-        alpha = torch.exp2(self.row_ref - row_ref)
+        p, alpha = self.exponentiate(scores, scale)
         rounded = self._round(p * self.factor)
-        self.row_ref = row_ref
         summed = rounded / self.factor if self.facts["sums_rounded"] else p
         self.row_sum = self.row_sum * alpha + summed.sum(-1)
         return rounded, alpha

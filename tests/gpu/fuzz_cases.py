@@ -253,10 +253,12 @@ def _spike(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Non
 
 
 def _sink(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """One key has nearly all of a row's weight, and a small value: for eight rows one in the third tile of 64 keys, for
-    the next eight the first. There references rise; where they do not fall again, e4m3 loses all other keys."""
+    """One key has nearly all of a row's weight, and a small value: the first, or for every other eight rows behind the
+    first 32 one in the third tile of 64 keys. There references rise; where they do not fall again, e4m3 loses all other
+    keys. In a warp of the first rows none rises then."""
     sinks, height = [min(150, k.shape[2] - 1), 0], 13.0 * case.headdim**0.5 / 8
-    first = torch.arange(q.shape[2], device=q.device) // 8 % 2
+    row = torch.arange(q.shape[2], device=q.device)
+    first = torch.where(row < 32, 1, row // 8 % 2)
     q[..., 0], k[..., 0] = 8.0 * (2 * first - 1), 0.0
     k[:, :, sinks, 0] = torch.tensor([-height, height], device=k.device, dtype=k.dtype)
     v += 1.0

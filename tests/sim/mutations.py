@@ -214,14 +214,14 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("references that only rise", "attn/softmax.cuh",
      "fall < 0.0f || falls ? needed",
      "fall < 0.0f ? needed",
-     _E4M3_F32, "rows beyond the tight bound"),
+     _E4M3_F32, "output, emulation"),
     ("nobody votes for a fall", "attn/softmax.cuh",
      " || far_below);",
      ");",
      _E4M3_F32, "output, emulation"),
     ("references that fall without end", "attn/softmax.cuh",
-     "return sum * alpha < kLargestSum;",
-     "return true;",
+     " && largest_sum * ptx::ex2(fall) < kLargestSum;",
+     ";",
      _E4M3_F32_CAUSAL, "what is not finite"),
     # --- attn/pv_mma.cuh
     ("P's registers swapped", "attn/pv_mma.cuh",
@@ -611,12 +611,14 @@ MUTATIONS = [Mutation(*fields) for fields in (
      _HOPPER, "rows beyond the tight bound"),
     ("scores not waited for", "attn/mainloop_wgmma.cuh",
      "    ptx::wgmma_wait<0>();\n"
-     "    // Where the P·V",
-     "    // Where the P·V",
+     "    float own_largest[kRows];\n"
+     "    finish_scores<kMasked>(",
+     "    float own_largest[kRows];\n"
+     "    finish_scores<kMasked>(",
      _HOPPER, "registers of a pending instruction written"),
     ("scores of the first tile not waited for", "attn/mainloop_wgmma.cuh",
-     "    ptx::wgmma_wait<0>();\n    if (work.full_tiles > 0)",
-     "    if (work.full_tiles > 0)",
+     "    ptx::wgmma_wait<0>();\n    float own_largest[kRows];\n    if (work.full_tiles > 0)",
+     "    float own_largest[kRows];\n    if (work.full_tiles > 0)",
      _HOPPER_WIDE, "registers of a pending instruction written"),
     ("P·V not waited for before Q·K", "attn/mainloop_wgmma.cuh",
      "if constexpr (!kTogether) finish_output<0>(",
@@ -694,10 +696,16 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("O multiplied by the next tile's factor", "attn/mainloop_wgmma.cuh",
      "    if constexpr (kSum != kOpens) add_output(state);\n"
      "    ptx::wgmma_wait<0>();\n"
+     "    float own_largest[kRows];\n"
+     "    finish_scores<kMasked>(params, shared, work, warp, lane, tile, scale, place, state, own_largest);\n"
+     "    end_turn(state.consumer, own_largest);\n"
      "    // Where the P·V above opened R, R takes this tile too: references may rise, and do not restart.\n"
-     "    move_references<kMasked, kSum != kOpens>(params, shared, work, warp, lane, tile, scale, place, state);\n",
+     "    exponentiate<kLse, kMasked, kSum != kOpens>(shared, lane, scale, own_largest, place, state);\n",
      "    ptx::wgmma_wait<0>();\n"
-     "    move_references<kMasked, kSum != kOpens>(params, shared, work, warp, lane, tile, scale, place, state);\n"
+     "    float own_largest[kRows];\n"
+     "    finish_scores<kMasked>(params, shared, work, warp, lane, tile, scale, place, state, own_largest);\n"
+     "    end_turn(state.consumer, own_largest);\n"
+     "    exponentiate<kLse, kMasked, kSum != kOpens>(shared, lane, scale, own_largest, place, state);\n"
      "    if constexpr (kSum != kOpens) add_output(state);\n",
      _HOPPER_WIDE, "output, emulation"),
     ("O multiplied by the other row's factor", "attn/mainloop_wgmma.cuh",
@@ -734,8 +742,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "c % 2 ? delta.x : delta.y",
      _HOPPER_SMOOTH, "rows beyond the tight bound"),
     ("finished scores scaled again, Hopper", "attn/mainloop_wgmma.cuh",
-     "Config::kSmoothQ ? 1.0f : scale,\n",
-     "scale,\n",
+     "Config::kSmoothQ ? 1.0f : scale, state.alpha",
+     "scale, state.alpha",
      _HOPPER_SMOOTH, "output, emulation"),
     ("masked keys scaled to NaN, Hopper", "attn/mainloop_wgmma.cuh",
      "return fmaxf(state.q_scale * k_scale, kSmallestScale);",
@@ -743,9 +751,9 @@ MUTATIONS = [Mutation(*fields) for fields in (
      _HOPPER_TINY, "what is not finite"),
     ("masked scores still integers", "attn/mainloop_wgmma.cuh",
      "    constexpr bool kFinished = kMasked || Config::kSmoothQ;\n"
-     "    if constexpr (kFinished) finish",
+     "    if constexpr (kFinished) convert",
      "    constexpr bool kFinished = Config::kSmoothQ;\n"
-     "    if constexpr (kFinished) finish",
+     "    if constexpr (kFinished) convert",
      _HOPPER_TINY, "what is not finite"),
     ("mask counts keys of every other pair, Hopper", "attn/mainloop_wgmma.cuh",
      "tile * Config::kBlockN + lane % 4 * 2;",
@@ -768,16 +776,16 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "tile + 1 < tiles; ++tile) step<kLse, true",
      _HOPPER, "rows beyond the tight bound"),
     ("a masked first tile taken for whole", "attn/mainloop_wgmma.cuh",
-     "move_references<true, true>(",
-     "move_references<false, true>(",
+     "finish_scores<true>(",
+     "finish_scores<false>(",
      _HOPPER, "what is not finite"),
     ("a query tile that sees no key waits for one", "attn/mainloop_wgmma.cuh",
      "if (work.tiles > 0) {",
      "{",
      _HOPPER_NARROW_CAUSAL, "deadlock"),
     ("a first reference above all scores", "attn/softmax.cuh",
-     "row_ref[r] = kNoReference",
-     "row_ref[r] = -kNoReference",
+     "row_ref[r] = highest[r] = kNoReference",
+     "row_ref[r] = highest[r] = -kNoReference",
      _HOPPER, "output, emulation"),
     ("negative scores compared as integers, Hopper", "attn/softmax_wgmma.cuh",
      "return __float_as_int(fmaxf(__int_as_float(a), __int_as_float(b)));",
@@ -788,25 +796,22 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "this->row_ref[2 * m + c % 2]",
      _HOPPER, "output, emulation"),
     ("maximum of the row eight above", "attn/softmax_wgmma.cuh",
-     "acc_s[r / 2], r % 2);\n"
-     "      if constexpr (kRestart)",
-     "acc_s[r / 2], 0);\n"
-     "      if constexpr (kRestart)",
+     "largest<kFinished>(acc_s[r / 2], r % 2);\n"
+     "  }",
+     "largest<kFinished>(acc_s[r / 2], 0);\n"
+     "  }",
      _HOPPER, "rows beyond the tight bound"),
     ("references that only rise, Hopper", "attn/softmax.cuh",
-     "    row_ref[r] = needed;\n"
-     "    return alpha;\n",
-     "    if (needed < row_ref[r]) return 1.0f;\n"
-     "    row_ref[r] = needed;\n"
-     "    return alpha;\n",
+     "fmaxf(needed, highest[r] - kMostFall)",
+     "fmaxf(needed, row_ref[r])",
      _HOPPER, "output, emulation"),
     ("references that fall without end, Hopper", "attn/softmax.cuh",
-     "return sum * alpha < kLargestSum;",
-     "return true;",
+     "fmaxf(needed, highest[r] - kMostFall)",
+     "needed",
      _HOPPER_CAUSAL, "what is not finite"),
     ("the second tile of R restarts", "attn/mainloop_wgmma.cuh",
-     "kSum != kOpens>(params, shared, work",
-     "true>(params, shared, work",
+     "kSum != kOpens>(shared, lane",
+     "true>(shared, lane",
      _HOPPER_WIDE, "output, emulation"),
     ("a one that nobody wrote", "attn/mainloop_wgmma.cuh",
      "ptx::thread_index() == 0) shared.one() = 1.0f;",
@@ -887,7 +892,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "",
      _HOPPER, "read of memory that nothing wrote"),
     ("the first turn never given", "attn/mainloop_wgmma.cuh",
-     "    if (consumer == 1) end_turn(consumer);\n",
+     "    if (consumer == 1) give_turn(consumer);\n",
      "",
      _HOPPER_WIDE, "deadlock"),
     ("a turn given to oneself", "attn/mainloop_wgmma.cuh",
@@ -895,9 +900,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "barrier_arrive(turn_of(consumer)",
      _HOPPER_WIDE, "deadlock"),
     ("a turn never ended", "attn/mainloop_wgmma.cuh",
-     "    end_turn(state.consumer);\n"
-     "    exponentiate",
-     "    exponentiate",
+     "    end_turn(state.consumer, own_largest);\n",
+     "",
      _HOPPER_WIDE, "deadlock"),
     # --- attn/epilogue.cuh: rows through shared memory
     ("whole rows beyond the last stored", "attn/epilogue.cuh",

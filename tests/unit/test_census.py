@@ -11,11 +11,12 @@ from records import STRUCTS
 
 from codegen import nvdisasm
 from codegen.budget import judge, register_budget
-from codegen.census import main_loop, tensor_opcodes
+from codegen.census import exponentials_in_turns, main_loop, tensor_opcodes
 from codegen.compilation import Compilation
 from codegen.compiler import Report
 from codegen.errors import BuildError
 from codegen.kernel_info import KernelInfo
+from codegen.nvdisasm import Instruction
 from sage_aot._kernels.manifest import MachineCode, MainLoop, Struct
 
 # Addresses count from 0 in steps of 0x10. The first loop has a guarded load, a branch for large scales, a rare one
@@ -180,6 +181,18 @@ def test_another_form_of_output_is_refused(text):
         nvdisasm.read_json(text)
 
 
+def turns(*opcodes: str) -> int:
+    return exponentials_in_turns([tuple(Instruction(16 * i, opcode) for i, opcode in enumerate(opcodes))])
+
+
+def test_exponentials_count_from_the_last_wait_for_products_to_the_end_of_the_turn():
+    wait, exp, end = "WARPGROUP.DEPBAR.LE", "MUFU.EX2", "BAR.ARV"
+    assert turns(end, wait, wait, "FMNMX", end, exp, exp) == 0
+    assert turns(exp, wait, exp, "MUFU.RCP", exp, end, exp) == 2
+    assert turns(wait, exp, end, wait, exp, exp, exp, end, wait, exp) == 3
+    assert turns(exp, exp, "BAR.SYNC.DEFER_BLOCKING") == 0
+
+
 ATTN = "sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw"
 
 
@@ -190,7 +203,7 @@ def report_of(threads: int = 128, **changes) -> Report:
     params = changes.pop("params", "AttnParams")
     layout = changes.pop("layout", STRUCTS.get(params))
     info = KernelInfo({"threads": threads, "shared_bytes": changes.pop("shared_bytes", 0)}, params, layout)
-    good = Report("c", machine, 525, {"HMMA.16816.F32": 2, "IMMA.16832.S8.S8": 2}, LOOP, info)
+    good = Report("c", machine, 525, {"HMMA.16816.F32": 2, "IMMA.16832.S8.S8": 2}, LOOP, 0, info)
     return dataclasses.replace(good, **changes)
 
 
@@ -232,6 +245,7 @@ def test_a_quantizers_registers_must_do_for_the_blocks_of_its_family(problems):
     ({"spill_bytes": 4}, "expected at most 0 bytes of spilt registers, got 4: "),
     ({"elf_abi": 8, "first_driver": 570}, "expected a file for drivers from 525 on, got one that 570 is the first to "
                                           "read: raise least_driver of sm80"),
+    ({"exponentials_in_turns": 5}, "expected a consumer's turn to end before it exponentiates, got 5 exponentials in "),
     ({"shared_bytes": 166913}, "expected at most the 166912 bytes of shared memory that a block has on sm80, got "
                                "166913: fewer stages, or a smaller tile"),
 ])

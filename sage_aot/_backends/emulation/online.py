@@ -26,10 +26,6 @@ class RowReferences:
         """Where P would exceed what its type has room for."""
         return needed > self.row_ref + self.facts["lazy_rise"]
 
-    def may_move_to(self, needed: torch.Tensor) -> torch.Tensor:
-        """Where sums relative to these references stay finite, and a row sees some key."""
-        return self.row_sum * torch.exp2(self.row_ref - needed) < self.facts["largest_sum"]
-
     def move_to(self, row_ref: torch.Tensor) -> torch.Tensor:
         """Takes new references; the factor for all that was summed relative to the old ones."""
         alpha = torch.exp2(self.row_ref - row_ref)

@@ -26,16 +26,20 @@ class MmaSoftmax(RowReferences):
 
     def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Every key tile alike, whatever its first key."""
+        p, alpha = self.exponentiate(scores, scale)
+        rounded = to_pv(p, self._pv)
+        self.row_sum = self.lse_sum = self.row_sum * alpha + (rounded if self.facts["sums_rounded"] else p).sum(-1)
+        return rounded, alpha
+
+    def exponentiate(self, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """P, not rounded, and alpha."""
         bias, largest_p = self.facts["score_bias"], self.facts["p_top"] + self.facts["lazy_rise"]
         foldable = (scale < self.facts["largest_folded"]) if bias else torch.ones_like(scale, dtype=torch.bool)
         folded = _folded(scores, scale, bias, self.row_ref)
         folds = _whole_warps((foldable & (folded <= largest_p)).all(-1) & ~self._far_below(folded), self._warp_m)
         row_ref = torch.where(folds, self.row_ref, self._moved(scores, scale))
         p = torch.exp2(torch.where(folds[..., None], folded, exponents(scores, scale, row_ref)))
-        alpha = self.move_to(row_ref)
-        rounded = to_pv(p, self._pv)
-        self.row_sum = self.lse_sum = self.row_sum * alpha + (rounded if self.facts["sums_rounded"] else p).sum(-1)
-        return rounded, alpha
+        return p, self.move_to(row_ref)
 
     def _far_below(self, folded: torch.Tensor) -> torch.Tensor:
         """Per row, whether one of its four threads has scores that all lie far below the reference."""
@@ -51,7 +55,8 @@ class MmaSoftmax(RowReferences):
         moves = self.outgrown(needed)
         if self.facts["may_fall"]:
             fall = self.row_ref - needed
-            moves |= (fall > self.facts["lazy_fall"]) & (fall < self.facts["most_fall"]) & self.may_move_to(needed)
+            finite = self.row_sum * torch.exp2(fall) < self.facts["largest_sum"]
+            moves |= (fall > self.facts["lazy_fall"]) & (fall < self.facts["most_fall"]) & finite
         return torch.where(moves, needed, self.row_ref)
 
 

@@ -21,6 +21,7 @@ class WgmmaSoftmax(RowReferences):
         super().__init__(record, zeros)
         tile = record.tile
         self.lse_sum = self._in_r = zeros
+        self._highest = self.row_ref
         self._pv, self._block_n = record.spec.pv, tile.block_n
         first_row = torch.arange(len(limit), device=limit.device) // tile.block_m * tile.block_m
         self._full_keys = limit[first_row] // tile.block_n * tile.block_n * (not smooth_q)
@@ -32,9 +33,9 @@ class WgmmaSoftmax(RowReferences):
     def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """R takes the tile alone, or as the first or the second of two."""
         second = (first // self._block_n % 2 == 1) & (first + 2 * self._block_n <= self._full_keys)
-        raised, restarted = self.needed(scores, scale), self.needed(scores, scale, self.facts["room"])
-        row_ref = torch.where(torch.where(second, self.outgrown(raised), self.may_move_to(restarted)),
-                              torch.where(second, raised, restarted), self.row_ref)
+        restarted = self.needed(scores, scale, self.facts["room"]).maximum(self._highest - self.facts["most_fall"])
+        row_ref = torch.where(second, self.needed(scores, scale).maximum(self.row_ref), restarted)
+        self._highest = self._highest.maximum(row_ref)
         p, alpha = torch.exp2(exponents(scores, scale, row_ref)), self.move_to(row_ref)
         rounded = to_pv(p, self._pv)
         self.lse_sum = self.lse_sum * alpha + p.sum(-1)

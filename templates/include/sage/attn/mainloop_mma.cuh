@@ -25,7 +25,7 @@ class AttentionMma {
     return sage::facts(Fact{"threads", kThreads}, Fact{"shared_bytes", Layout::kQBytes + Stream::kBytes},
                        Fact{"p_top", Product::kTop}, Fact{"lazy_rise", Product::kLazyRise},
                        Fact{"whole_reference", Product::kWholeReference}, Fact{"may_fall", Product::kMayFall},
-                       Fact{"lazy_fall", Product::kLazyFall}, Fact{"most_fall", Product::kMostFall},
+                       Fact{"lazy_fall", Product::kLazyFall}, Fact{"most_fall", kMostFall},
                        Fact{"largest_sum", kLargestSum}, Fact{"no_reference", kNoReference},
                        Fact{"smallest_scale", kSmallestScale}, Fact{"largest_folded", Product::kLargestFolded},
                        Fact{"score_bias", Softmax::kFolds ? kScoreBias : 0},

@@ -139,7 +139,7 @@ class AttentionWgmma {
   static constexpr auto facts() {
     return sage::facts(Fact{"threads", kThreads}, Fact{"shared_bytes", Shared::kBytes}, Fact{"p_top", Product::kTop},
                        Fact{"lazy_rise", Product::kLazyRise}, Fact{"whole_reference", Product::kWholeReference},
-                       Fact{"room", kRoom}, Fact{"largest_sum", kLargestSum}, Fact{"no_reference", kNoReference},
+                       Fact{"room", kRoom}, Fact{"most_fall", kMostFall}, Fact{"no_reference", kNoReference},
                        Fact{"smallest_scale", kSmallestScale}, Fact{"v_limit", Product::kVLimit});
   }
 
@@ -169,6 +169,7 @@ class AttentionWgmma {
   static constexpr i32 kNTiles = Config::kBlockN / 8;
   static constexpr i32 kOutputs = Config::kHeadDim / 2;  // registers of a thread for O
   static constexpr u32 kFourOnes = 0x38383838;           // e4m3
+  static constexpr i32 kSignallingNan = 0x7fa00000;
 
   // Which P·V of those that R sums up: one alone, or the first or the second of two, for which a smoothed Q leaves no
   // registers.
@@ -269,16 +270,24 @@ class AttentionWgmma {
 
   // --- a consumer -----------------------------------------------------------------------------------------------------
 
-  // A consumer's turn at the tensor cores, for the products of a step: it waits for it before it issues them, and the other
-  // one arrives when its own are done, before it exponentiates: in the machine code too, which docs/decisions.md tells more
-  // of. The first turn is that of consumer 0.
+  // A consumer's turn at the tensor cores, for the products of a step: it waits for its turn before it issues them, and gives
+  // the turn to the other consumer when they are done. The first turn is that of consumer 0.
   __device__ __forceinline__ static u32 turn_of(i32 consumer) { return 1 + consumer; }  // 0 is __syncthreads
 
   __device__ __forceinline__ static void await_turn(i32 consumer) {
     if constexpr (kTogether) ptx::barrier_sync(turn_of(consumer), 2 * kWarpgroup);
   }
-  __device__ __forceinline__ static void end_turn(i32 consumer) {
-    if constexpr (kTogether) ptx::barrier_arrive(turn_of(1 - consumer), 2 * kWarpgroup);
+  __device__ __forceinline__ static void give_turn(i32 consumer, u32 never = 0) {
+    if constexpr (kTogether) ptx::barrier_arrive(turn_of(1 - consumer) + never, 2 * kWarpgroup);
+  }
+  // Ends it behind the largest scores and in front of the exponentials: sooner or later is slower (docs/decisions.md), and
+  // the compiler would move the arrival to either. The largest scores decide which barrier it is, though never another: no
+  // arithmetic makes a signalling NaN. The exponentials wait for a load behind the arrival (exponentiate()).
+  __device__ __forceinline__ static void end_turn(i32 consumer, const float (&own_largest)[kRows]) {
+    bool never = false;
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) never |= __float_as_int(own_largest[r]) == kSignallingNan;
+    give_turn(consumer, never);
   }
 
   // What a warp carries from KV tile to KV tile.
@@ -300,7 +309,7 @@ class AttentionWgmma {
     const i32 warp = ptx::thread_index() / kWarpSize - kWarpgroup / kWarpSize, lane = ptx::thread_index() % kWarpSize;
     RingPlace<2> query;
     Place place;
-    if (consumer == 1) end_turn(consumer);
+    if (consumer == 1) give_turn(consumer);
 #pragma unroll 1
     while (true) {
       ptx::mbarrier_wait(shared.query_full(query.index), query.phase);
@@ -337,12 +346,13 @@ class AttentionWgmma {
     start_scores(shared, place, state);
     const float scale = read_scale(shared, lane, place, state);
     ptx::wgmma_wait<0>();
+    float own_largest[kRows];
     if (work.full_tiles > 0) {
-      move_references<false, true>(params, shared, work, warp, lane, 0, scale, place, state);
-      exponentiate<kLse, false>(shared, lane, place, state);
+      finish_scores<false>(params, shared, work, warp, lane, 0, scale, place, state, own_largest);
+      exponentiate<kLse, false, true>(shared, lane, scale, own_largest, place, state);
     } else {
-      move_references<true, true>(params, shared, work, warp, lane, 0, scale, place, state);
-      exponentiate<kLse, true>(shared, lane, place, state);
+      finish_scores<true>(params, shared, work, warp, lane, 0, scale, place, state, own_largest);
+      exponentiate<kLse, true, true>(shared, lane, scale, own_largest, place, state);
     }
     const i32 full_tiles = ptx::uniform(work.full_tiles), tiles = ptx::uniform(work.tiles);
     i32 tile = 1;
@@ -378,10 +388,11 @@ class AttentionWgmma {
     for (i32 r = 0; r < kRows; ++r) pending[r] = state.alpha[r];
     if constexpr (kSum != kOpens) add_output(state);
     ptx::wgmma_wait<0>();
+    float own_largest[kRows];
+    finish_scores<kMasked>(params, shared, work, warp, lane, tile, scale, place, state, own_largest);
+    end_turn(state.consumer, own_largest);
     // Where the P·V above opened R, R takes this tile too: references may rise, and do not restart.
-    move_references<kMasked, kSum != kOpens>(params, shared, work, warp, lane, tile, scale, place, state);
-    end_turn(state.consumer);
-    exponentiate<kLse, kMasked>(shared, lane, place, state);
+    exponentiate<kLse, kMasked, kSum != kOpens>(shared, lane, scale, own_largest, place, state);
     if constexpr (kSum == kOpens) rescale_sum(pending, state);
   }
 
@@ -459,26 +470,27 @@ class AttentionWgmma {
     }
   }
 
-  // Finishes the scores that are there, and moves the references to them.
-  template <bool kMasked, bool kRestart>
-  __device__ __forceinline__ static void move_references(const AttnParams& params, const Shared& shared,
-                                                         const Work& work, i32 warp, i32 lane, i32 tile, float scale,
-                                                         const Place& place, State& state) {
+  // The scores that are there, with all terms added and masked, and the largest of them.
+  template <bool kMasked>
+  __device__ __forceinline__ static void finish_scores(const AttnParams& params, const Shared& shared, const Work& work,
+                                                       i32 warp, i32 lane, i32 tile, float scale, const Place& place,
+                                                       State& state, float (&own_largest)[kRows]) {
     constexpr bool kFinished = kMasked || Config::kSmoothQ;
-    if constexpr (kFinished) finish_scores(shared.slot(place.index), lane, scale, state.acc_s);
+    if constexpr (kFinished) convert_scores(shared.slot(place.index), lane, scale, state.acc_s);
     if constexpr (kMasked) mask(params, work, warp, lane, tile, state.acc_s);
-    state.softmax.template move_references<kFinished, kRestart>(state.acc_s, Config::kSmoothQ ? 1.0f : scale,
-                                                                state.alpha);
+    Softmax::template find_largest<kFinished>(state.acc_s, own_largest);
   }
 
-  // P of the tile whose scores are finished. Reads their scale, even if it is one: a load does not move in front of the end
-  // of the turn, and so no exponential does.
-  template <bool kLse, bool kMasked>
-  __device__ __forceinline__ static void exponentiate(const Shared& shared, i32 lane, Place& place, State& state) {
+  // References and P of the tile whose scores are finished. Reads their scale again, even if it is one: a load does not move
+  // in front of the end of the turn, and so no exponential does.
+  template <bool kLse, bool kMasked, bool kRestart>
+  __device__ __forceinline__ static void exponentiate(const Shared& shared, i32 lane, float scale,
+                                                      const float (&own_largest)[kRows], Place& place, State& state) {
     constexpr bool kFinished = kMasked || Config::kSmoothQ;
-    float scale = 1.0f;
+    state.softmax.template move_references<kRestart>(own_largest, Config::kSmoothQ ? 1.0f : scale, state.alpha);
     if constexpr (!Config::kSmoothQ) scale = read_scale(shared, lane, place, state);
     else if constexpr (kTogether) scale = ptx::load_shared_f32(shared.first + Shared::kOne);
+    else scale = 1.0f;
     state.softmax.template exponentiate<kFinished>(state.acc_s, scale);
     if constexpr (kLse) state.softmax.add(state.acc_s, state.alpha, state.exact_sum);
     state.softmax.pack(state.acc_s, state.p);
@@ -487,8 +499,8 @@ class AttentionWgmma {
   }
 
   // Scores as f32: where Q is smoothed, with delta_s added and in log2 units, so that their scale is one from there on.
-  __device__ __forceinline__ static void finish_scores(u32 slot, i32 lane, float scale,
-                                                       typename Softmax::Scores& acc_s) {
+  __device__ __forceinline__ static void convert_scores(u32 slot, i32 lane, float scale,
+                                                        typename Softmax::Scores& acc_s) {
 #pragma unroll
     for (i32 n = 0; n < kNTiles; ++n) {
       ptx::F32x2 delta;

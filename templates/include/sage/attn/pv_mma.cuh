@@ -46,7 +46,7 @@ struct PvF16 {
   static constexpr float kLazyRise = 8.0f;
   static constexpr bool kWholeReference = true;
   static constexpr bool kMayFall = false;  // 31 powers of two hold whatever weighs something
-  static constexpr float kLazyFall = 0.0f, kMostFall = 0.0f;
+  static constexpr float kLazyFall = 0.0f;
   static constexpr float kLargestFolded = 1.0f;
   static constexpr bool kSumsInThreads = false;
   static constexpr float kVLimit = 0.0f;  // V̂ has a power of two for its scale, whatever its values
@@ -111,7 +111,7 @@ struct PvE4m3 {
   static constexpr float kLazyRise = 0.0f;                          // P fills its range: no room for more
   static constexpr bool kWholeReference = false;
   static constexpr bool kMayFall = true;  // below 2^-9 P is zero
-  static constexpr float kLazyFall = 6.0f, kMostFall = 60.0f;
+  static constexpr float kLazyFall = 6.0f;
   static constexpr float kLargestFolded = 0.015625f;
   static constexpr bool kSumsInThreads = true;
   // The largest V̂: that of e4m3, or with P up to 224, a tile of 64 keys and sums in f16, what no sum leaves f16 with.

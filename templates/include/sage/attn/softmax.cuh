@@ -42,8 +42,10 @@ __device__ __forceinline__ float score_scale(float q_scale, float k_scale) {
   return __int_as_float(__float_as_int(fmaxf(q_scale * k_scale, kSmallestScale)) & ~3);
 }
 
-// The largest sum of P that may come of a falling reference, in whose smaller unit everything summed so far counts: O, at
-// most 448 times as large, stays finite.
+// How far references may fall, in whose smaller unit everything summed so far counts: O, at most 448 times as large as the
+// sum of P, stays finite. Below the highest reference of a row by so much, in log2 units, where that is kept in a register;
+// else until the sum of P would exceed this. What lies further below weighs less than rounding.
+constexpr float kMostFall = 60.0f;
 constexpr float kLargestSum = 0x1p100f;
 
 // The references of a thread's rows, and their sums of P. Product: how P enters the second product (attn/pv_mma.cuh).
@@ -52,11 +54,12 @@ constexpr float kLargestSum = 0x1p100f;
 template <class Product, i32 kRows>
 struct RowReferences {
   float row_ref[kRows];  // log2 units: P is 2^(score - row_ref)
+  float highest[kRows];  // reference so far; of restart_reference() alone
   float row_sum[kRows];  // of P
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (i32 r = 0; r < kRows; ++r) row_ref[r] = kNoReference, row_sum[r] = 0.0f;
+    for (i32 r = 0; r < kRows; ++r) row_ref[r] = highest[r] = kNoReference, row_sum[r] = 0.0f;
   }
 
   // Moves the reference so that the largest P of the row is at most 2^kTop, if it would exceed 2^(kTop + kLazyRise): a rise
@@ -67,34 +70,29 @@ struct RowReferences {
     return set_reference(needed > row_ref[r] + Product::kLazyRise ? needed : row_ref[r], r);
   }
 
-  // Moves the reference to this tile, up or down: its largest P becomes 2^(kTop - room). row_sum is of whole rows.
+  // Moves the reference to this tile, up or down: its largest P becomes 2^(kTop - room). All exponentials wait for it, so
+  // that it takes no exponential itself.
   __device__ __forceinline__ float restart_reference(float own_largest, float room, i32 r) {
     const float needed = row_largest(own_largest) - (Product::kTop - room);
-    const float alpha = ptx::ex2(row_ref[r] - needed);
-    if (!keeps_finite(alpha, row_sum[r])) return 1.0f;
-    row_ref[r] = needed;
-    return alpha;
+    return set_reference(fmaxf(needed, highest[r] - kMostFall), r);
   }
 
   // Raises the reference as raise_reference() does, and restarts it where the largest P of the tile would be below
-  // 2^(kTop - kLazyFall). Below 2^(kTop - kMostFall) the tile weighs too little to matter. row_sum is of a thread's columns.
+  // 2^(kTop - kLazyFall). row_sum is of a thread's columns.
   __device__ __forceinline__ float follow_tile(float own_largest, i32 r) {
     const float needed = row_largest(own_largest) - Product::kTop, fall = row_ref[r] - needed;
     const float largest_sum = ptx::max_over_lanes<4>(row_sum[r]);  // by every lane, whatever its row does
-    const bool falls =
-        fall > Product::kLazyFall && fall < Product::kMostFall && keeps_finite(ptx::ex2(fall), largest_sum);
+    const bool falls = fall > Product::kLazyFall && fall < kMostFall && largest_sum * ptx::ex2(fall) < kLargestSum;
     return set_reference(fall < 0.0f || falls ? needed : row_ref[r], r);
   }
 
  private:
   __device__ __forceinline__ static float row_largest(float own_largest) { return ptx::max_over_lanes<4>(own_largest); }
 
-  // No for a tile without a key that the row sees, whose factor is infinite.
-  __device__ __forceinline__ static bool keeps_finite(float alpha, float sum) { return sum * alpha < kLargestSum; }
-
   __device__ __forceinline__ float set_reference(float reference, i32 r) {
     const float alpha = ptx::ex2(row_ref[r] - reference);
     row_ref[r] = reference;
+    highest[r] = fmaxf(highest[r], reference);
     return alpha;
   }
 };
@@ -122,7 +120,7 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
       const float x = fmaf(largest(acc_s[r / 2], r % 2) - (kFolds ? 0.0f : kBias), scale, offset[r]);
       top = fmaxf(top, x);
       if constexpr (Product::kMayFall)
-        far_below |= x < Product::kTop - Product::kLazyFall && x > Product::kTop - Product::kMostFall;
+        far_below |= x < Product::kTop - Product::kLazyFall && x > Product::kTop - kMostFall;
     }
     return !ptx::any(!(foldable(scale) && top <= Product::kTop + Product::kLazyRise) || far_below);
   }

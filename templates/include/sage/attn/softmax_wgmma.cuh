@@ -21,15 +21,22 @@ struct TileSoftmax : RowReferences<Product, Config::kWarpM / 8> {
 
   using Scores = i32[kRows / 2][kNTiles][4];
 
+  // The largest scores of each row in this thread, not scaled.
+  template <bool kFinished>
+  __device__ __forceinline__ static void find_largest(const Scores& acc_s, float (&own_largest)[kRows]) {
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) own_largest[r] = largest<kFinished>(acc_s[r / 2], r % 2);
+  }
+
   // Moves the references to the largest scores of the tile: with kRestart up or down, else up only. `alpha`: what everything
   // summed so far must be multiplied by.
-  template <bool kFinished, bool kRestart>
-  __device__ __forceinline__ void move_references(const Scores& acc_s, float scale, float (&alpha)[kRows]) {
+  template <bool kRestart>
+  __device__ __forceinline__ void move_references(const float (&own_largest)[kRows], float scale,
+                                                  float (&alpha)[kRows]) {
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
-      const float own_largest = scale * largest<kFinished>(acc_s[r / 2], r % 2);
-      if constexpr (kRestart) alpha[r] = this->restart_reference(own_largest, kRoom, r);
-      else alpha[r] = this->raise_reference(own_largest, r);
+      if constexpr (kRestart) alpha[r] = this->restart_reference(scale * own_largest[r], kRoom, r);
+      else alpha[r] = this->raise_reference(scale * own_largest[r], r);
     }
   }
 
