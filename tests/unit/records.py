@@ -84,10 +84,13 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
     facts = {
         "threads": _threads(tile, family), "shared_bytes": _shared_bytes(spec, tile, family),
         "p_top": _float32(math.log2(largest)), "lazy_rise": 8 if f16 else 0, "whole_reference": f16,
-        "no_reference": -1.0000000150474662e+30, "smallest_scale": 9.99999991097579e-38}
+        "most_fall": 60, "no_reference": -1.0000000150474662e+30, "smallest_scale": 9.99999991097579e-38}
     if family == "mma":
         folds = spec.q == "qraw" and (spec.qk == "int8" or f16)
-        facts |= {"largest_folded": 1 if f16 else 2**-6, "score_bias": 12582912 if folds else 0, "sums_rounded": f16}
+        facts |= {"largest_folded": 1 if f16 else 2**-6, "score_bias": 12582912 if folds else 0, "sums_rounded": f16,
+                  "may_fall": not f16, "lazy_fall": 0 if f16 else 6, "largest_sum": 2**100}
+    else:
+        facts["room"] = 3 if spec.q == "qraw" else 0
     return {**facts, "v_limit": {"f32": 0, "two_level_f32": 448, "two_level_f16": 4.5}[spec.pv_accum]}
 
 
@@ -97,7 +100,7 @@ def _threads(tile: Tile, family: str) -> int:
 
 
 def _shared_bytes(spec: AttnSpec, tile: Tile, family: str) -> int:
-    """Q and the stages; in wgmma Q twice with what belongs to it, ones behind V, rows of O, and barriers."""
+    """Q and the stages; in wgmma Q twice with what belongs to it, ones behind V, rows of O, barriers, and a one."""
     q, slot = tile.block_m * _row_bytes(spec), _kv_tile_bytes(spec, tile)
     delta = 4 * tile.block_n if spec.q == "qsmooth" else 0
     if family == "mma":
@@ -105,7 +108,8 @@ def _shared_bytes(spec: AttnSpec, tile: Tile, family: str) -> int:
     warps = tile.block_m // tile.warp_m
     query = q + 12 * spec.headdim + 32 * warps + 4 * tile.block_m + 32
     rows = 2 * tile.block_m * (spec.headdim + 8)
-    return 2 * _kib(query) + tile.stages * _kib(slot + 8 * tile.block_n + delta) + rows + 16 * (2 + tile.stages)
+    one = 16 if spec.q == "qsmooth" else 0
+    return 2 * _kib(query) + tile.stages * _kib(slot + 8 * tile.block_n + delta) + rows + 16 * (2 + tile.stages) + one
 
 
 def _kib(size: int) -> int:
