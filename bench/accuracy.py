@@ -133,7 +133,7 @@ def measure(case: Case, archs: list[str], library: Library, arguments: argparse.
     """Every implementation on one case: torch's flash attention first, then each arch."""
     generator = torch.Generator().manual_seed(arguments.seed)  # on the CPU, so that both devices see the same numbers
     q_shape, kv_shape = ((arguments.batch, arguments.heads, seqlen, case.headdim)
-                         for seqlen in (arguments.queries or case.seqlen, case.seqlen))
+                         for seqlen in (case.seqlen if arguments.queries is None else arguments.queries, case.seqlen))
     host = reference.inputs(case.inputs, q_shape, kv_shape, torch.bfloat16, generator)
     qkv = [tensor.to(arguments.device) for tensor in host]
     is_causal = case.mask == "causal"
