@@ -16,9 +16,8 @@ class RowReferences:
         self.facts = record.facts
         self.row_ref, self.row_sum = torch.full_like(zeros, self.facts["no_reference"]), zeros
 
-    def needed(self, scores: torch.Tensor, scale: torch.Tensor, room: float = 0.0) -> torch.Tensor:
-        """The references that bring the largest P of these scores to its type's top, less a room in log2 units."""
-        largest = (scores * scale).nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)
+    def needed(self, largest: torch.Tensor, room: float = 0.0) -> torch.Tensor:
+        """The references that bring P of these scores to its type's top, less a room in log2 units."""
         needed = largest - (self.facts["p_top"] - room)
         return needed.ceil() if self.facts["whole_reference"] else needed
 
@@ -31,6 +30,11 @@ class RowReferences:
         alpha = torch.exp2(self.row_ref - row_ref)
         self.row_ref = row_ref
         return alpha
+
+
+def largest_of(scores: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The largest score of each row, in log2 units."""
+    return (scores * scale).nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)
 
 
 def exponents(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:

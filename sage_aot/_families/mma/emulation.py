@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sage_aot._backends.emulation.arithmetic import to_pv
-from sage_aot._backends.emulation.online import RowReferences, exponents
+from sage_aot._backends.emulation.online import RowReferences, exponents, largest_of
 from sage_aot._kernels.manifest import AttnRecord
 
 
@@ -51,7 +51,7 @@ class MmaSoftmax(RowReferences):
 
     def _moved(self, scores: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """References where a warp moves them: up to what they need to be, down where that is far below."""
-        needed = self.needed(scores, scale)
+        needed = self.needed(largest_of(scores, scale))
         moves = self.outgrown(needed)
         if self.facts["may_fall"]:
             fall = self.row_ref - needed

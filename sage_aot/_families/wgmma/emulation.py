@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sage_aot._backends.emulation.arithmetic import tensor_core_sum, to_pv
-from sage_aot._backends.emulation.online import RowReferences, exponents
+from sage_aot._backends.emulation.online import RowReferences, exponents, largest_of
 from sage_aot._kernels.manifest import AttnRecord
 
 
@@ -33,8 +33,9 @@ class WgmmaSoftmax(RowReferences):
     def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """R takes the tile alone, or as the first or the second of two."""
         second = (first // self._block_n % 2 == 1) & (first + 2 * self._block_n <= self._full_keys)
-        restarted = self.needed(scores, scale, self.facts["room"]).maximum(self._highest - self.facts["most_fall"])
-        row_ref = torch.where(second, self.needed(scores, scale).maximum(self.row_ref), restarted)
+        largest = largest_of(scores, scale)
+        restarted = self.needed(largest, self.facts["room"]).maximum(self._highest - self.facts["most_fall"])
+        row_ref = torch.where(second, self.needed(largest).maximum(self.row_ref), restarted)
         self._highest = self._highest.maximum(row_ref)
         p, alpha = torch.exp2(exponents(scores, scale, row_ref)), self.move_to(row_ref)
         rounded = to_pv(p, self._pv)
