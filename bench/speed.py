@@ -8,7 +8,8 @@ before it; `call`, what a user calls, checks and allocations included. TOPS coun
 when causal. Every output is checked before it is timed; a wrong one ends the program with exit code 1.
 
 Launches are queued back to back as a model would queue them, each repeat between two CUDA events: what the L2 cache
-keeps from one repeat to the next is kept, and a host that is slower than the GPU shows in `call`.
+keeps from one repeat to the next is kept, and a host that is slower than the GPU shows in `call`. With --graph a repeat
+is the replay of a CUDA graph of GRAPH_CALLS of them: the GPU's time alone, gaps between launches included.
 With --host or --first-call those are measured in place of the sweep (see latency.py).
 """
 
@@ -35,6 +36,7 @@ from sage_aot._problem.options import Options
 
 FLASH, CUDNN = common.SDPA
 COLUMNS = ("row", "heads", "headdim", "mask", "N", "µs", "p10–p90", "TOPS", "× cuDNN", "GB/s", "cosine")
+GRAPH_CALLS = 10
 WARM_UP_S = 0.2
 """Seconds of work before a row is timed: the clock needs some tens of milliseconds to settle."""
 
@@ -132,7 +134,8 @@ def main() -> int:
         results["first_call_ms"] = latency.first_call_ms()
         latency.show("fresh processes, ms", results["first_call_ms"])
     if not (arguments.host or arguments.first_call):
-        results["rows"] = sweep(shapes(arguments), archs, library, arguments.repeat)
+        timed = time_by_graph if arguments.graph else time_on_gpu
+        results["rows"] = sweep(shapes(arguments), archs, library, functools.partial(timed, repeat=arguments.repeat))
     common.write_json(arguments.json, results)
     return 0
 
@@ -144,6 +147,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arch", type=common.words, help="whose kernels (default: the arch that this GPU would run; "
                         "all of them for a retargeted folder)")
     parser.add_argument("--repeat", type=int, default=20, help="timed repeats of a row (default: %(default)s)")
+    parser.add_argument("--graph", action="store_true", help="the GPU's time alone, by replaying CUDA graphs")
     parser.add_argument("--host", action="store_true", help="host cost of a tiny call, in place of the sweep")
     parser.add_argument("--first-call", action="store_true", help="cost of the first call, in place of the sweep")
     return parser.parse_args()
@@ -168,7 +172,11 @@ def shapes(arguments: argparse.Namespace) -> list[Shape]:
 # --- the sweep --------------------------------------------------------------------------------------------------------
 
 
-def sweep(shapes: list[Shape], archs: list[str], library: Library, repeat: int) -> list[dict[str, object]]:
+Timed = Callable[[Callable[[], object]], "Timing"]
+"""How a row's work is timed."""
+
+
+def sweep(shapes: list[Shape], archs: list[str], library: Library, timed: Timed) -> list[dict[str, object]]:
     """Print the table row by row, and return it for the JSON file."""
     print(common.table_head(COLUMNS))
     results = []
@@ -178,26 +186,26 @@ def sweep(shapes: list[Shape], archs: list[str], library: Library, repeat: int) 
                            generator=generator) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
         sm_clock = clock_under_load(functools.partial(common.sdpa, FLASH, *qkv, shape.is_causal))
         cudnn = None
-        for row in rows(shape, qkv, archs, library, repeat):
+        for row in rows(shape, qkv, archs, library, timed):
             cudnn = row if row.row == CUDNN else cudnn
             print(common.table_row(row.cells(cudnn)), flush=True)
             results.append(row.to_json(cudnn, sm_clock))
     return results
 
 
-def rows(shape: Shape, qkv: list[torch.Tensor], archs: list[str], library: Library, repeat: int) -> Iterator[Row]:
+def rows(shape: Shape, qkv: list[torch.Tensor], archs: list[str], library: Library, timed: Timed) -> Iterator[Row]:
     """Every row of a shape, flash first: it is what the others are checked against."""
     expected = common.sdpa(FLASH, *qkv, shape.is_causal)
-    yield Row(FLASH, shape, time_on_gpu(lambda: common.sdpa(FLASH, *qkv, shape.is_causal), repeat), None)
+    yield Row(FLASH, shape, timed(lambda: common.sdpa(FLASH, *qkv, shape.is_causal)), None)
     if torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled():
         cosine = common.check_output(CUDNN, common.sdpa(CUDNN, *qkv, shape.is_causal), expected)
-        yield Row(CUDNN, shape, time_on_gpu(lambda: common.sdpa(CUDNN, *qkv, shape.is_causal), repeat), cosine)
+        yield Row(CUDNN, shape, timed(lambda: common.sdpa(CUDNN, *qkv, shape.is_causal)), cosine)
     for arch in archs:
-        yield from arch_rows(shape, arch, qkv, expected, library, repeat)
+        yield from arch_rows(shape, arch, qkv, expected, library, timed)
 
 
 def arch_rows(shape: Shape, arch: str, qkv: list[torch.Tensor], expected: torch.Tensor, library: Library,
-              repeat: int) -> Iterator[Row]:
+              timed: Timed) -> Iterator[Row]:
     """The pieces of a call, then the call."""
     common.check_arch(arch, library)
     backend = CudaBackend(library, arch)
@@ -205,13 +213,13 @@ def arch_rows(shape: Shape, arch: str, qkv: list[torch.Tensor], expected: torch.
     pieces = Pieces(prepared.run, qkv)
     name = pieces.plan.kernels.attn.name
     cosine = common.check_output(f"{arch} kernel", pieces.checked_output(), expected)
-    yield Row(f"{arch} kernel", shape, time_on_gpu(pieces.attend, repeat), cosine, name)
-    yield Row(f"{arch} quantize", shape, time_on_gpu(pieces.quantize, repeat), None, name,
+    yield Row(f"{arch} kernel", shape, timed(pieces.attend), cosine, name)
+    yield Row(f"{arch} quantize", shape, timed(pieces.quantize), None, name,
               moved_bytes(pieces.plan, expected.element_size()))
     with pipeline.handing(backend):  # the first call prepares it, the others find it
         out = sage_aot.attn(*qkv, is_causal=shape.is_causal, out=common.poisoned(qkv[0]))
         cosine = common.check_output(f"{arch} call", out, expected)
-        timing = time_on_gpu(lambda: sage_aot.attn(*qkv, is_causal=shape.is_causal), repeat)
+        timing = timed(lambda: sage_aot.attn(*qkv, is_causal=shape.is_causal))
     yield Row(f"{arch} call", shape, timing, cosine, name)
 
 
@@ -267,6 +275,21 @@ def time_on_gpu(work: Callable[[], object], repeat: int) -> Timing:
         end.record()
     torch.cuda.synchronize()
     return Timing.of([1e3 * begin.elapsed_time(end) for begin, end in events])
+
+
+def time_by_graph(work: Callable[[], object], repeat: int) -> Timing:
+    """GPU time of a call, from replays of a graph of GRAPH_CALLS of them."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()  # what is done once is not captured
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(GRAPH_CALLS):
+            work()
+    timing = time_on_gpu(graph.replay, repeat)
+    return Timing(*(microseconds / GRAPH_CALLS for microseconds in (timing.median_us, timing.p10_us, timing.p90_us)))
 
 
 def warm_up(work: Callable[[], object]) -> int:
