@@ -37,6 +37,8 @@ from sage_aot._problem.options import Options
 FLASH, CUDNN = common.SDPA
 COLUMNS = ("row", "heads", "headdim", "mask", "N", "µs", "p10–p90", "TOPS", "× cuDNN", "GB/s", "cosine")
 GRAPH_CALLS = 10
+"""Calls that a graph holds: so many that the gap between two replays does not count."""
+
 WARM_UP_S = 0.2
 """Seconds of work before a row is timed: the clock needs some tens of milliseconds to settle."""
 
@@ -81,6 +83,10 @@ class Timing:
         ordered = sorted(samples_us)
         last = len(ordered) - 1
         return cls(median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)])
+
+
+Timed = Callable[[Callable[[], object]], Timing]
+"""How the work of a row is timed."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +176,6 @@ def shapes(arguments: argparse.Namespace) -> list[Shape]:
 
 
 # --- the sweep --------------------------------------------------------------------------------------------------------
-
-
-Timed = Callable[[Callable[[], object]], "Timing"]
-"""How a row's work is timed."""
 
 
 def sweep(shapes: list[Shape], archs: list[str], library: Library, timed: Timed) -> list[dict[str, object]]:
@@ -278,7 +280,7 @@ def time_on_gpu(work: Callable[[], object], repeat: int) -> Timing:
 
 
 def time_by_graph(work: Callable[[], object], repeat: int) -> Timing:
-    """GPU time of a call, from replays of a graph of GRAPH_CALLS of them."""
+    """GPU time of a call, from replays of a graph of GRAPH_CALLS of them; a repeat is a replay."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
