@@ -43,7 +43,7 @@ HADAMARD_SEED = 0
 
 @dataclass(frozen=True)
 class Method:
-    """One way to quantize attention; the default is what the sm89 kernels do at 8 bits."""
+    """One way to quantize attention; the default is the published method at 8 bits, with the sm89 kernels' softmax."""
 
     bits: int = 8  # of Q and K
     granularity: str = "thread"  # which rows of Q and K share a scale: a key of GROUPS
@@ -53,8 +53,13 @@ class Method:
     accumulator: str = "two_level"  # of P·V: a key of ACCUMULATORS
     smooth_v: bool = False
     clip: float = 1.0  # share of a group's largest value of Q or K that the integers reach up to
+    statistics: str = "sequence"  # of means and scales of V: all keys, as published, or the kernels' "sample"
 
     def __post_init__(self) -> None:
+        if self.statistics not in ("sequence", "sample"):
+            raise ArgumentError(f"statistics: expected 'sequence' or 'sample', got {self.statistics!r}")
+        if self.statistics == "sample" and self.pv not in ("e4m3", "f16"):
+            raise ArgumentError(f"pv: no kernel takes samples of a V in {self.pv!r}; expected 'e4m3' or 'f16'")
         if self.pv in ("int8", "f16") and self.accumulator != "f32":
             raise ArgumentError(f"accumulator: P·V in {self.pv} is exact up to f32, got {self.accumulator!r}")
 
@@ -87,9 +92,9 @@ RANGE_F16_ACCUMULATOR = Range(224.0, 4.5)
 class Inputs:
     """Q, K and V as they are quantized, padded to whole tiles, and what smoothing took off them."""
 
-    q: torch.Tensor  # [batch, heads, rows, headdim], softmax scale · log2 e included
+    q: torch.Tensor  # [batch, heads, rows, headdim]
     k: torch.Tensor  # [batch, kv heads, keys, headdim]
-    v: torch.Tensor  # likewise
+    v: torch.Tensor  # likewise; as it came where the kernels' own steps smooth and quantize it
     v_mean: torch.Tensor  # [batch, kv heads, headdim]; zero where V is not smoothed
     delta_s: torch.Tensor | None  # [batch, heads, query tiles, keys], log2 units: mean of Q · K; None: Q not smoothed
 
@@ -101,9 +106,11 @@ class Quantized:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    q_scale: torch.Tensor  # [batch, heads, rows]
+    q_scale: torch.Tensor  # [batch, heads, rows], softmax scale · log2 e included
     k_scale: torch.Tensor  # [batch, heads, keys]
     v_scale: torch.Tensor  # [batch, heads, headdim]
+    v_mean: torch.Tensor  # likewise
+    v_factor: torch.Tensor  # [batch, heads, kv tiles], what P·V of a tile is multiplied by
 
 
 def attention(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
@@ -111,8 +118,9 @@ def attention(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor
     """Output [batch, heads, seq, headdim] f32 of f16 or bf16 tensors, all finite."""
     problem, kernels, inputs = prepare(method, library, q, k, v, is_causal=is_causal)
     softmax = common.kernels_of(F16_ARCH, problem, library).attn if method.pv == "f16" else kernels.attn
+    kernels = replace(kernels, attn=replace(softmax, tile=kernels.attn.tile))
     with q.device:
-        out = attend(method, problem, kernels.attn, softmax, inputs, quantize(method, problem, kernels, inputs))
+        out = attend(method, problem, kernels.attn, inputs, quantize(method, problem, kernels, inputs))
     return out[:, :, : problem.seqlen_q, : problem.headdim]
 
 
@@ -131,7 +139,7 @@ def prepare(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor, 
     problem = check(q, k, v, method.options(is_causal=is_causal))
     kernels = common.kernels_of(ARCH, problem, library)
     with q.device:  # where the factories that the package's functions call put what they make
-        inputs = smooth(problem, kernels, *TRANSFORMS[method.transform](q.float(), k.float()), v.float())
+        inputs = smooth(method, problem, kernels, *TRANSFORMS[method.transform](q.float(), k.float()), v.float())
     return problem, kernels, inputs
 
 
@@ -172,23 +180,36 @@ TRANSFORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor,
     "none": lambda q, k: (q, k), "smooth_attn": smooth_attn, "hadamard": rotate}
 
 
-def smooth(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
-    """Padded inputs less their means, in the order of the kernels, less the row bias, which no softmax sees."""
+def smooth(method: Method, problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor,
+           v: torch.Tensor) -> Inputs:
+    """Padded inputs less their means, less the row bias, which no softmax sees."""
     tile, headdim = kernels.attn.tile, kernels.attn.spec.headdim
-    q = kernel_steps._pad(q, tile.block_m, headdim) * torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
+    q = kernel_steps._pad(q, tile.block_m, headdim)
     k, v = (kernel_steps._pad(x, tile.block_n, headdim) for x in (k, v))
     v_mean = torch.zeros_like(v[:, :, 0])
     delta_s = None
     if problem.options.smooth_k:
-        k = kernel_steps._subtract(k, kernel_steps._mean_over_keys(k, problem, kernels)[:, :, None], problem.seqlen_kv)
-    if problem.options.smooth_v:
-        v_mean = kernel_steps._v_mean(v, problem, kernels)
-        v = kernel_steps._subtract(v, v_mean[:, :, None], problem.seqlen_kv)
+        k = k - _mean_over_keys(method, problem, kernels, k)[:, :, None]
+    if problem.options.smooth_v and method.statistics == "sequence":
+        v_mean = _mean_over_keys(method, problem, kernels, v)
+        v = v - v_mean[:, :, None]
     if problem.options.smooth_q:
         q_mean = kernel_steps._mean_over_rows(q, problem, kernels)
-        q = kernel_steps._subtract(q, q_mean.repeat_interleave(tile.block_m, 2), problem.seqlen_q)
-        delta_s = kernel_steps._delta_s(q_mean, _per_q_head(problem, k))
+        q = q - q_mean.repeat_interleave(tile.block_m, 2)
+        delta_s = kernel_steps._delta_s(q_mean * _softmax_scale(problem), _per_q_head(problem, k))
     return Inputs(q, k, v, v_mean, delta_s)
+
+
+def _mean_over_keys(method: Method, problem: Problem, kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
+    if method.statistics == "sequence":
+        return x[:, :, : problem.seqlen_kv].mean(2)
+    sampled = kernel_steps._sampled_rows(problem.seqlen_kv, kernels["quant"])
+    return kernel_steps._average(x[:, :, sampled], kernels["quant"])
+
+
+def _softmax_scale(problem: Problem) -> torch.Tensor:
+    """In log2 units."""
+    return torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
 
 
 def _per_q_head(problem: Problem, x: torch.Tensor) -> torch.Tensor:
@@ -242,9 +263,14 @@ def quantize(method: Method, problem: Problem, kernels: Kernels, inputs: Inputs)
     q_groups, k_groups = GROUPS[method.granularity]
     q, q_scale = quantize_rows(inputs.q, q_groups(inputs.q.shape[2], sizes), method, quant)
     k_and_scale = quantize_rows(inputs.k, k_groups(inputs.k.shape[2], sizes), method, quant)
-    v_and_scale = quantize_v(inputs.v, method, quant)
-    k, k_scale, v, v_scale = (_per_q_head(problem, x) for x in (*k_and_scale, *v_and_scale))
-    return Quantized(q, k, v, q_scale, k_scale, v_scale)
+    if method.statistics == "sample":
+        sampled = kernel_steps._sampled_rows(problem.seqlen_kv, quant)
+        *of_v, _ = kernel_steps._quantize_v(inputs.v, sampled, problem, kernels)
+    else:
+        of_v = [*quantize_v(inputs.v, method, quant), inputs.v_mean,
+                torch.ones(*inputs.v.shape[:2], inputs.v.shape[2] // sizes.block_n)]
+    k, k_scale, v, v_scale, v_mean, v_factor = (_per_q_head(problem, x) for x in (*k_and_scale, *of_v))
+    return Quantized(q, k, v, q_scale * _softmax_scale(problem), k_scale, v_scale, v_mean, v_factor)
 
 
 def quantize_rows(x: torch.Tensor, groups: torch.Tensor, method: Method,
@@ -293,15 +319,13 @@ class Softmax(MmaSoftmax):
         return rounded, alpha
 
 
-def attend(method: Method, problem: Problem, attn: AttnRecord, like: AttnRecord, inputs: Inputs,
-           quantized: Quantized) -> torch.Tensor:
-    """Attention tile by tile as the kernels' emulation has it, with the tile of one kernel and the softmax of another:
-    output [batch, heads, rows, headdim], rows padded."""
+def attend(method: Method, problem: Problem, attn: AttnRecord, inputs: Inputs, quantized: Quantized) -> torch.Tensor:
+    """Attention tile by tile as the kernels' emulation has it: output [batch, heads, rows, headdim], rows padded."""
     q, k, v, tile = quantized.q, quantized.k, quantized.v, attn.tile
     rows, keys = q.shape[2], k.shape[2]
     limit = _key_limit(problem, rows)
     acc_o = torch.zeros_like(q)
-    softmax = Softmax(method, replace(like, tile=tile), inputs.delta_s is not None, limit,
+    softmax = Softmax(method, attn, inputs.delta_s is not None, limit,
                       torch.zeros_like(quantized.q_scale))
 
     for first in range(0, min(keys, int(limit.max())), tile.block_n):
@@ -313,11 +337,12 @@ def attend(method: Method, problem: Problem, attn: AttnRecord, like: AttnRecord,
             scores, scale = _add_delta(scores, scale, delta), torch.ones_like(scale)
         scores = scores.masked_fill(first + torch.arange(tile.block_n) >= limit[:, None], -torch.inf)
         p, alpha = softmax.step(first, scores, scale)
-        acc_o = accumulate(acc_o * alpha[..., None], p, v[:, :, part], method.accumulator)
+        factor = quantized.v_factor[:, :, first // tile.block_n, None, None]
+        acc_o = accumulate(acc_o * alpha[..., None] / factor, p, v[:, :, part], method.accumulator) * factor
 
     row_sum = softmax.row_sum
     factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0)
-    mean = torch.where(row_sum[..., None] > 0, _per_q_head(problem, inputs.v_mean)[:, :, None], 0.0)
+    mean = torch.where(row_sum[..., None] > 0, quantized.v_mean[:, :, None], 0.0)
     return acc_o * factor[..., None] * (quantized.v_scale / softmax.factor)[:, :, None] + mean
 
 

@@ -239,7 +239,7 @@ class Pieces:
         self._addresses = (*at_qkv_and_out, 0, at_workspace)  # without a log-sum-exp
 
     def quantize(self) -> None:
-        """Statistics of k and v, then quantization of q, k and v."""
+        """Quantization of q, k and v."""
         self._quantizers(self._stream(), *self._addresses)
 
     def attend(self) -> None:
@@ -257,11 +257,11 @@ class Pieces:
 
 
 def moved_bytes(layout: Plan, element_size: int) -> int:
-    """Bytes that the quantizers must move: k and v read for statistics, q, k, v read again, the workspace written."""
+    """Bytes that the quantizers must move: q, k and v read once, the workspace written."""
     problem = layout.problem
     q = problem.batch * problem.num_q_heads * problem.seqlen_q * problem.headdim
     kv = 2 * problem.batch * problem.num_kv_heads * problem.seqlen_kv * problem.headdim
-    return (q + 2 * kv) * element_size + layout.workspace_bytes
+    return (q + kv) * element_size + layout.workspace_bytes
 
 
 # --- clocks -----------------------------------------------------------------------------------------------------------

@@ -74,8 +74,8 @@ def _problems(kernel: PlannedKernel, report: Report, matrix: Matrix) -> list[str
     if kernel.how.threads not in (None, threads):
         return [f"expected the {kernel.how.threads} threads of the family {kernel.family!r}, got a kernel of {threads}"]
     own = [*_spills(kernel, machine), *_registers(kernel, machine, threads)] if machine else []
-    return [*own, *_turns(report), *_shared_memory(kernel, report, matrix), *_tensor_cores(kernel, report),
-            *_driver(kernel, report, matrix)]
+    return [*own, *_turns(report), *_additions(kernel, report), *_shared_memory(kernel, report, matrix),
+            *_tensor_cores(kernel, report), *_driver(kernel, report, matrix)]
 
 
 def _struct_problems(reports: Reports) -> list[str]:
@@ -126,6 +126,15 @@ def _turns(report: Report) -> list[str]:
     return [f"expected a consumer's turn to end before it exponentiates, got {report.exponentials_in_turns} "
             f"exponentials in front of the arrival: make them depend on a load behind it, as attn/mainloop_wgmma.cuh "
             f"does"]
+
+
+def _additions(kernel: PlannedKernel, report: Report) -> list[str]:
+    """A warpgroup's product leaves each thread half a head dim of values to add to O."""
+    least, found = kernel.spec.headdim // 2, report.additions_under_products
+    if kernel.family != "wgmma" or not isinstance(kernel.spec, AttnSpec) or found >= least:
+        return []
+    return [f"expected O + R in front of the wait for the scores, {least} additions, got {found} there: keep them in "
+            f"front by a loop, as attn/mainloop_wgmma.cuh does"]
 
 
 def _tensor_cores(kernel: PlannedKernel, report: Report) -> list[str]:

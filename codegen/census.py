@@ -22,7 +22,8 @@ from sage_aot._kernels.manifest import MainLoop
 MATRIX = frozenset(("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA"))
 """Names of the tensor cores' instructions: f16, integer, FP8; with a G those of a warpgroup."""
 
-_END_OF_TURN, _WAIT_FOR_PRODUCTS, _EXPONENTIAL = "BAR.ARV", "WARPGROUP.DEPBAR", "MUFU.EX2"
+_END_OF_TURN, _WAIT_FOR_PRODUCTS = "BAR.ARV", "WARPGROUP.DEPBAR"
+_EXPONENTIAL, _ADDITION = "MUFU.EX2", "FFMA"
 
 _COPIES = frozenset(("LDGSTS", "UBLKCP", "UTMALDG"))  # asynchronous, from global to shared memory
 
@@ -73,12 +74,22 @@ def ptx_opcodes(text: str) -> dict[str, int]:
 
 def main_loop(functions: Iterable[Code]) -> MainLoop | None:
     """The counts of the main loop; None for a kernel without one."""
-    loops = [loop for code in functions for loop in _loops(_blocks(code))]
-    kinds = set().union(*(loop.kinds for loop in loops))
-    complete = [loop for loop in loops if kinds and loop.kinds == kinds]
-    innermost = [loop for loop in complete if not any(other.blocks.keys() < loop.blocks.keys() for other in complete)]
-    counted = [_counts(loop) for loop in innermost]
-    return min(counted, key=lambda counts: counts.other / counts.matrix, default=None)
+    found = _main_loop(functions)
+    return _counts(found) if found else None
+
+
+def additions_under_products(functions: Iterable[Code]) -> int:
+    """Of Hopper's consumers: the multiply-adds of the main loop between its last two waits for products, of which the
+    first is for P·V and the second for Q·K. O + R is to be there: behind the second wait the tensor cores idle."""
+    loop = _main_loop(functions)
+    blocks = sorted(loop.blocks.items()) if loop else []
+    found = counted = 0
+    for instruction in (instruction for _, block in blocks for instruction in block.code):
+        if instruction.opcode.startswith(_WAIT_FOR_PRODUCTS):
+            found, counted = 0, found
+        elif instruction.name == _ADDITION:
+            found += 1
+    return counted
 
 
 def exponentials_in_turns(functions: Iterable[Code]) -> int:
@@ -96,6 +107,18 @@ def exponentials_in_turns(functions: Iterable[Code]) -> int:
             elif instruction.opcode.startswith(_END_OF_TURN):
                 most = max(most, found)
     return most
+
+
+def _main_loop(functions: Iterable[Code]) -> _Loop | None:
+    loops = [loop for code in functions for loop in _loops(_blocks(code))]
+    kinds = set().union(*(loop.kinds for loop in loops))
+    complete = [loop for loop in loops if kinds and loop.kinds == kinds]
+    innermost = [loop for loop in complete if not any(other.blocks.keys() < loop.blocks.keys() for other in complete)]
+    return min(innermost, key=lambda loop: _others_a_product(_counts(loop)), default=None)
+
+
+def _others_a_product(counts: MainLoop) -> float:
+    return counts.other / counts.matrix
 
 
 def _counts(loop: _Loop) -> MainLoop:

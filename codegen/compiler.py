@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from codegen.census import exponentials_in_turns, main_loop, ptx_opcodes, tensor_opcodes
+from codegen.census import (
+    additions_under_products,
+    exponentials_in_turns,
+    main_loop,
+    ptx_opcodes,
+    tensor_opcodes,
+)
 from codegen.errors import BuildError
 from codegen.files import write_atomic
 from codegen.kernel_info import KernelInfo, of_elf, of_ptx
@@ -50,6 +56,7 @@ class Report:
     opcodes: dict[str, int]  # tensor-core instructions
     main_loop: MainLoop | None  # None for PTX and for a kernel without such instructions in a loop
     exponentials_in_turns: int  # codegen/census.py; 0 for PTX and for kernels whose warps take no turns
+    additions_under_products: int  # the same; 0 for kernels without asynchronous products
     info: KernelInfo  # what the kernel says of itself
 
     @classmethod
@@ -69,7 +76,8 @@ class Report:
         machine = MachineCode(registers=int(_REGISTERS.findall(compiled.log)[0]), elf_abi=abi,
                               spill_bytes=sum(map(int, sum(_SPILLS.findall(compiled.log), ()))))
         return cls(compiler, machine, _known(_FIRST_DRIVER_OF_ABI, abi, "ABI"), tensor_opcodes(functions),
-                   main_loop(functions), exponentials_in_turns(functions), of_elf(compiled.code))
+                   main_loop(functions), exponentials_in_turns(functions), additions_under_products(functions),
+                   of_elf(compiled.code))
 
     @classmethod
     def _of_ptx(cls, compiler: str, kernel: str, compiled: Compiled) -> Report:
@@ -77,7 +85,7 @@ class Report:
         _check_entries(_PTX_ENTRY.findall(text), kernel)
         version, = _PTX_VERSION.findall(text)
         return cls(compiler, None, _known(_FIRST_DRIVER_OF_PTX, version, "version of PTX"), ptx_opcodes(text), None,
-                   0, of_ptx(text))
+                   0, 0, of_ptx(text))
 
     @classmethod
     def read(cls, compiled: Path) -> Report:

@@ -20,7 +20,6 @@ CONTEXT = {
              "smooth_q", "block_m", "block_n", "warp_m", "stages", "min_blocks"),
     "quant": ("name", "template", "row", "headdim", "qk_bits", "pv", "block_m", "block_n", "warp_m", "threads",
               "min_blocks"),
-    "stats": ("name", "template", "row", "headdim", "threads", "min_blocks"),
     "delta": ("name", "template", "row", "headdim", "threads"),
 }
 """What the templates of each kind are given; they use all of it and nothing else."""

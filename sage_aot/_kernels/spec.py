@@ -70,13 +70,6 @@ class KernelSpec:
 
 
 @dataclass(frozen=True)
-class StatsSpec(KernelSpec):
-    """Statistics of K and V over the sequence."""
-
-    kind = "stats"
-
-
-@dataclass(frozen=True)
 class DeltaSpec(KernelSpec):
     """What smoothing Q takes off the scores."""
 
@@ -118,10 +111,10 @@ class AttnSpec(KernelSpec):
         return None
 
 
-KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (StatsSpec, QuantSpec, DeltaSpec, AttnSpec)}
+KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (QuantSpec, DeltaSpec, AttnSpec)}
 """Every kind of kernel, in the order in which a call runs them."""
 
-ALWAYS_RUN = ("stats", "quant", "attn")
+ALWAYS_RUN = ("quant", "attn")
 """The kinds that every call runs, as sage_aot/_launch/plan.py has it; delta only where Q is smoothed."""
 
 

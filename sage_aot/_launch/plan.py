@@ -16,15 +16,16 @@ from sage_aot._launch.structs import DTYPE_CODES, NULL, Params, Tensor
 from sage_aot._problem.check import Problem
 from sage_aot.errors import UnsupportedError
 
-MAX_CHUNKS = 16
-"""At most so many parts in which the statistics of a head are computed: enough to fill a GPU from a few heads."""
-
-CHUNK_ROWS_STEP = 64
-"""Keys of a chunk are a multiple of this, so that every thread of a block has rows to read."""
-
 DELTA_BYTES = 2**28
 """Workspace for delta_s, which takes 4 bytes per query tile, key and head. Heads that do not fit together take turns;
 one head alone may take more."""
+
+BLOCKS_A_ROUND = 12
+"""The quantizer's blocks for K and V take several tiles each, one after another, so that they sample the sequence once
+for all of them, where that leaves so many blocks an SM."""
+
+MOST_ROUNDS = 4
+"""Tiles, or groups of tiles, that such a block takes at most."""
 
 ALIGNMENT = 256
 """Bytes to which every buffer of the workspace is aligned."""
@@ -83,8 +84,6 @@ class Plan:
     kernels: Kernels
     q_tiles: int
     kv_tiles: int
-    num_chunks: int
-    chunk_rows: int
     heads_at_once: int  # query heads, over the batch, whose delta_s the workspace holds
     sizes: dict[str, int]  # of the buffers of the workspace
     offsets: dict[str, int]
@@ -96,9 +95,7 @@ def plan(problem: Problem, kernels: Kernels) -> Plan:
     tile = kernels.attn.tile
     q_tiles = math.ceil(problem.seqlen_q / tile.block_m)
     kv_tiles = math.ceil(problem.seqlen_kv / tile.block_n)
-    chunk_rows = chunk_rows_of(problem.seqlen_kv)
-    num_chunks = math.ceil(problem.seqlen_kv / chunk_rows)
-    sizes = _buffer_bytes(problem, kernels, q_tiles, kv_tiles, num_chunks)
+    sizes = _buffer_bytes(problem, kernels, q_tiles, kv_tiles)
     heads_at_once = problem.batch * problem.num_q_heads
     if problem.options.smooth_q:
         head_bytes = 4 * q_tiles * kv_tiles * tile.block_n
@@ -108,18 +105,13 @@ def plan(problem: Problem, kernels: Kernels) -> Plan:
     for name, size in sizes.items():
         offsets[name] = end
         end += -(-size // ALIGNMENT) * ALIGNMENT
-    return Plan(problem, kernels, q_tiles, kv_tiles, num_chunks, chunk_rows, heads_at_once, sizes, offsets, end)
-
-
-def chunk_rows_of(seqlen_kv: int) -> int:
-    """Keys in a chunk of the statistics: at most MAX_CHUNKS chunks of a multiple of CHUNK_ROWS_STEP keys."""
-    return max(1, math.ceil(seqlen_kv / (MAX_CHUNKS * CHUNK_ROWS_STEP))) * CHUNK_ROWS_STEP
+    return Plan(problem, kernels, q_tiles, kv_tiles, heads_at_once, sizes, offsets, end)
 
 
 def launches(plan: Plan, tensors: Arguments, multiprocessors: int) -> list[Launch]:
     """The launches of one call, in order, on a GPU of so many multiprocessors."""
     known = _known(plan, tensors)
-    result = [*_stats(plan, tensors, known), _quantize(plan, tensors, known)]
+    result = [_quantize(plan, tensors, known, multiprocessors)]
     heads = plan.problem.batch * plan.problem.num_q_heads
     for first in range(0, heads, plan.heads_at_once):
         part = {**known, "first_head": first, "num_heads": min(plan.heads_at_once, heads - first)}
@@ -140,20 +132,17 @@ def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
         "num_kv_heads": problem.num_kv_heads, "seqlen_q": problem.seqlen_q, "seqlen_kv": problem.seqlen_kv,
         "headdim": problem.headdim, "dtype": DTYPE_CODES[problem.dtype], "q_tiles": plan.q_tiles,
         "kv_tiles": plan.kv_tiles, "block_m": attn.tile.block_m, "block_n": attn.tile.block_n,
-        "columns": plan.kv_tiles * attn.tile.block_n, "chunk_rows": plan.chunk_rows, "num_chunks": plan.num_chunks,
-        "softmax_scale_log2": problem.softmax_scale * LOG2_E, "v_limit": attn.facts["v_limit"],
-        "unused": 0,
+        "columns": plan.kv_tiles * attn.tile.block_n, "softmax_scale_log2": problem.softmax_scale * LOG2_E,
+        **{name: attn.facts[name] for name in ("v_typical", "v_least", "v_limit")}, "unused": 0,
     }
 
 
-def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: int, num_chunks: int) -> dict[str, int]:
+def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: int) -> dict[str, int]:
     tile, headdim = kernels.attn.tile, kernels.attn.spec.headdim
-    stats, quant = kernels["stats"], kernels["quant"]
+    quant = kernels["quant"]
     q_heads, kv_heads = problem.batch * problem.num_q_heads, problem.batch * problem.num_kv_heads
     warps = q_heads * q_tiles * tile.block_m // tile.warp_m
     return {
-        "k_stats": kv_heads * num_chunks * stats.fact("chunk_bytes"),
-        "v_stats": kv_heads * num_chunks * stats.fact("chunk_bytes"),
         "q_hat": q_heads * q_tiles * quant.fact("q_tile_bytes"),
         "kv_hat": kv_heads * kv_tiles * quant.fact("kv_tile_bytes"),
         "q_scale": warps * quant.fact("row_groups") * 4,
@@ -161,9 +150,6 @@ def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: in
         "k_mean": kv_heads * headdim * 4,
         "v_scale": kv_heads * headdim * 4,
         "v_mean": kv_heads * headdim * 4,
-        "v_amax": kv_heads * headdim * 4,
-        "k_finite": kv_heads * 4,
-        "v_finite": kv_heads * headdim * 4,
         "row_bias": q_heads * q_tiles * tile.block_m * 4,
         "taken": 4,
     }
@@ -176,21 +162,15 @@ def _launch(record: KernelRecord, blocks: int, params: Params, at_most: int = _M
     return Launch(record, min(blocks, at_most), params)
 
 
-def _stats(plan: Plan, tensors: Arguments, known: Params) -> list[Launch]:
-    """Statistics of every chunk, then of all of them."""
-    problem, record = plan.problem, plan.kernels["stats"]
-    heads, of_chunks = problem.batch * problem.num_kv_heads, 2 if problem.options.smooth_k else 1
-    aligned = tensors.k.aligned(problem.headdim) and tensors.v.aligned(problem.headdim)
-    return [_launch(record, blocks, {**known, "aligned": aligned, "merge": merge})
-            for merge, blocks in ((False, heads * of_chunks * plan.num_chunks), (True, heads * 2))]
-
-
-def _quantize(plan: Plan, tensors: Arguments, known: Params) -> Launch:
+def _quantize(plan: Plan, tensors: Arguments, known: Params, multiprocessors: int) -> Launch:
     problem, record = plan.problem, plan.kernels["quant"]
     q_blocks = problem.batch * problem.num_q_heads * plan.q_tiles
-    kv_blocks = problem.batch * problem.num_kv_heads * math.ceil(plan.kv_tiles / record.fact("kv_tiles_per_block"))
+    kv_heads, at_once = problem.batch * problem.num_kv_heads, record.fact("kv_tiles_per_block")
+    blocks = q_blocks + 2 * kv_heads * math.ceil(plan.kv_tiles / at_once)
+    rounds = max(1, min(MOST_ROUNDS, blocks // (multiprocessors * BLOCKS_A_ROUND)))
+    kv_blocks = kv_heads * math.ceil(plan.kv_tiles / (at_once * rounds))
     aligned = all(tensor.aligned(problem.headdim) for tensor in (tensors.q, tensors.k, tensors.v))
-    return _launch(record, q_blocks + 2 * kv_blocks, {**known, "aligned": aligned})
+    return _launch(record, q_blocks + 2 * kv_blocks, {**known, "aligned": aligned, "rounds": rounds})
 
 
 def _delta(plan: Plan, tensors: Arguments, known: Params) -> Launch:

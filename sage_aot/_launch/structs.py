@@ -52,12 +52,12 @@ NULL: Address = ("", 0)
 """The address zero."""
 
 _TENSORS = ("q", "k", "v", "out")
-_ADDRESSES = ("k_stats", "v_stats", "q_hat", "kv_hat", "q_scale", "q_mean", "k_mean", "v_scale", "v_mean", "v_amax",
-              "k_finite", "v_finite", "row_bias", "taken", "delta_s", "lse")
+_ADDRESSES = ("q_hat", "kv_hat", "q_scale", "q_mean", "k_mean", "v_scale", "v_mean", "row_bias", "taken", "delta_s",
+              "lse")
 _INTEGERS = ("batch", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_kv", "headdim", "dtype", "q_tiles", "kv_tiles",
-             "block_m", "block_n", "columns", "chunk_rows", "num_chunks", "aligned", "merge", "first_head", "num_heads",
-             "unused")
-_FLOATS = ("softmax_scale_log2", "v_limit")
+             "block_m", "block_n", "columns", "aligned", "rounds", "first_head",
+             "num_heads", "unused")
+_FLOATS = ("softmax_scale_log2", "v_typical", "v_least", "v_limit")
 _OF_SCHEMA = {"bool": "i", "int": "i", "float": "f"}
 
 FILLED: dict[str, str] = {

@@ -48,8 +48,8 @@ BOUNDS = {
 LEAST_FLIPPED, FLIPPED = 2, 1 / 200
 """Rows of a call that may lie beyond the tight bound. A wrong scale spoils every eighth row, or all."""
 
-TINY = 1e-37
-"""Keeps a quotient of zeros finite."""
+SMALLEST_NORMAL = 2.0**-126
+"""Of f32."""
 
 UNRESOLVED = 2.0**-50
 """Of V's largest value, with e4m3 P: where the keys that have a row's weight have zeros in V̂, what others add may lie
@@ -96,8 +96,8 @@ def against_emulation(plan: Plan, quantized: Quantized, out: torch.Tensor, lse: 
     bound = _bound(plan)
     got, info = out.float(), torch.finfo(out.dtype)
     rounding = info.eps / 2 * expected.abs() + info.smallest_normal * info.eps
-    # What alpha leaves of an earlier tile flushes to zero below f32's normal range, in units of V̂'s largest.
-    flushed = TINY * max(1.0, E4M3_LIMIT * quantized.v_scale.max().item())
+    # P, and what alpha leaves of an earlier tile, flush to zero below f32's normal range, in units of V̂'s largest.
+    flushed = SMALLEST_NORMAL / bound.tight * max(1.0, (E4M3_LIMIT * _largest_scale(quantized)).max().item())
     error = ((got - expected).abs() - rounding).clamp(min=0.0) / (weight + flushed + _unresolved(plan, quantized))
     error = torch.where((got == expected) | got.isnan() & expected.isnan(), 0.0, error)
     error = error.nan_to_num(nan=math.inf, posinf=math.inf)
@@ -110,9 +110,14 @@ def against_emulation(plan: Plan, quantized: Quantized, out: torch.Tensor, lse: 
 def _unresolved(plan: Plan, quantized: Quantized) -> torch.Tensor:
     """[batch, heads, 1, headdim], in units of the output."""
     problem = plan.problem
-    largest = E4M3_LIMIT * quantized.v_scale.repeat_interleave(problem.num_q_heads // problem.num_kv_heads, 1)
+    largest = E4M3_LIMIT * _largest_scale(quantized).repeat_interleave(problem.num_q_heads // problem.num_kv_heads, 1)
     factor = UNRESOLVED if plan.kernels.attn.spec.pv == "e4m3" else 0.0
     return factor * largest[:, :, None, : problem.headdim]
+
+
+def _largest_scale(quantized: Quantized) -> torch.Tensor:
+    """[batch, kv heads, headdim], of any tile's values."""
+    return quantized.v_scale * quantized.v_factor.amax(-1, keepdim=True)
 
 
 def _bound(plan: Plan) -> Bound:

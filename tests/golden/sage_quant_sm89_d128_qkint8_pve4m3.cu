@@ -20,8 +20,8 @@ using Quantize = sage::Quantize<Config>;
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 sage_quant_sm89_d128_qkint8_pve4m3(const __grid_constant__ sage::QuantParams params) {
-  __shared__ Quantize::Channels channels;
-  Quantize{params, channels}.run();
+  __shared__ Quantize::Shared shared;
+  Quantize{params, shared}.run();
 }
 
 SAGE_KERNEL_INFO(Quantize, QuantParams);

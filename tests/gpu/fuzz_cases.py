@@ -74,7 +74,7 @@ class Case(_SizesAndOptions):
     return_lse: bool = _varied({True: 3, False: 1})
     dtype: str = _varied({"bf16": 1, "f16": 1})
     kind: str = _varied({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
-                         "tiny": 1, "sink": 2, "falling": 1,
+                         "tiny": 1, "sink": 2, "falling": 1, "heavy_v": 1, "sparse_v": 1,
                          "spike": 0})  # spike for tests/sim: to draw it would change a seed's other cases
     planted: str = _varied({"none": 24, "q:nan": 1, "k:nan": 1, "v:nan": 1, "q:inf": 1, "k:inf": 1, "v:inf": 1})
     strides: str = _varied({"contiguous": 4, "transposed": 2, "fused": 3, "misaligned": 2, "sliced": 2,
@@ -220,7 +220,10 @@ def _constant(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
 
 def _biased_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    v += 8.0
+    """Values of one sign, in one KV tile of 64 keys many times larger: with as many tiles as there are strata in a
+    sample, sums of that tile are as large as they can be without a factor."""
+    v.abs_().mul_(0.02).add_(0.5)
+    v[:, :, 128:192] *= 16.0
 
 
 def _zeros(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -271,9 +274,20 @@ def _falling(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> N
     k[..., 0] = torch.arange(k.shape[2], 0, -1, device=k.device) * (0.07 * case.headdim**0.5)
 
 
+def _heavy_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """KV tiles that need factors of their own: one value far larger than all others, and tiles of far smaller ones."""
+    v[:, :, v.shape[2] // 2] *= 3000.0
+    v[:, :, 3 * v.shape[2] // 4:] *= 2.0**-12
+
+
+def _sparse_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Channels of zeros but for few keys, which a sample may miss."""
+    v[..., ::2] *= (torch.arange(v.shape[2], device=v.device) % 37 == 5)[:, None]
+
+
 _CHANGES = {"normal": _unchanged, "outlier": _unchanged, "constant": _constant, "biased_v": _biased_v, "zeros": _zeros,
             "huge": _huge, "wide_v": _wide_v, "tiny": _tiny, "spike": _spike,
-            "sink": _sink, "falling": _falling}
+            "sink": _sink, "falling": _falling, "heavy_v": _heavy_v, "sparse_v": _sparse_v}
 
 
 def _plant(case: Case, tensors: dict[str, torch.Tensor]) -> None:

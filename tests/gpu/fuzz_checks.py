@@ -307,7 +307,8 @@ def _finite(call: Made, spoilt: Spoilt) -> Measure:
 
 def _bits(case: Case, result: Result, quantized: Quantized) -> list[Measure]:
     found = read_back(result)
-    names = ["q", "k", "v", "q_scale", "k_scale", "v_scale", "k_mean", "v_mean", "k_finite", "v_finite", "row_bias"]
+    names = ["q", "k", "v", "q_scale", "k_scale", "v_scale", "k_mean", "v_mean", "v_factor", "k_finite", "v_finite"]
+    names += ["row_bias"] if case.return_lse else []  # else it tells only what is finite
     names += ["q_mean"] if "q_mean" in found else []
     measures = [same(f"bits of {name}", found[name], getattr(quantized, name).cpu()) for name in names]
     if "delta_s" in found:
@@ -381,7 +382,7 @@ def _real(x: torch.Tensor, scale: torch.Tensor, rows: int) -> tuple[torch.Tensor
 def _rounding_of_p_and_v(case: Case, plan: Plan, quantized: Quantized,
                          largest: torch.Tensor) -> tuple[float, torch.Tensor]:
     """By which factor, and by how much besides, rounding P and V moves a sum: half an ulp each, more for subnormals."""
-    v_scale = quantized.v_scale[:, :, None, : case.headdim].double()
+    v_scale = (quantized.v_scale * quantized.v_factor.amax(-1, keepdim=True))[:, :, None, : case.headdim].double()
     v_scale = v_scale.repeat_interleave(case.group, 1)
     if plan.kernels.attn.spec.pv == "f16":
         return (1 + 2.0**-11) ** 2 * (1 + 2.0**-11), 2.0**-31 * case.seqlen_kv * largest + 2.0**-25 * v_scale

@@ -38,7 +38,11 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
     q = buffer("q_hat", *q_heads, layout.q_tiles, tile.block_m * row_bytes)
     kv = buffer("kv_hat", *kv_heads, layout.kv_tiles, quant.fact("kv_tile_bytes"))
     k, v = kv[..., :k_bytes], kv[..., k_bytes: k_bytes + v_bytes]
-    k_scale = kv[..., k_bytes + v_bytes:][..., : 4 * quant.fact("key_groups")].contiguous().view(torch.float32)
+    line = kv[..., k_bytes + v_bytes:].contiguous()
+    words, k_groups = line[..., :64].contiguous(), quant.fact("key_groups")  # 64 bytes hold a KvLine
+    k_scale, v_factor = words.view(torch.float32)[..., : 2 * k_groups].unflatten(-1, (-1, 2)).unbind(-1)
+    v_spoilt = v_factor[..., 0] < 0
+    v_finite = line[..., 128: 128 + 2 * spec.headdim].contiguous().view(torch.int16).int()
     q_scale = buffer("q_scale", *q_heads, layout.q_tiles * tile.block_m // tile.warp_m, quant.fact("row_groups"),
                      dtype=torch.float32)
     keys, rows = torch.arange(tile.block_n), torch.arange(tile.warp_m)
@@ -53,12 +57,13 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
         "k": _integers(_rows(k, tile.block_n, row_bytes), spec.qk).flatten(2, 3),
         "v": _read_v(v, result),
         "q_scale": q_scale[..., rows % 8].flatten(2),
-        "k_scale": k_scale[..., keys % 8 // 2].flatten(2),
+        "k_scale": k_scale.abs()[..., keys % 8 // 2].flatten(2),
         "v_scale": buffer("v_scale", *kv_heads, spec.headdim, dtype=torch.float32),
         "k_mean": buffer("k_mean", *kv_heads, spec.headdim, dtype=torch.float32),
         "v_mean": buffer("v_mean", *kv_heads, spec.headdim, dtype=torch.float32),
-        "k_finite": buffer("k_finite", *kv_heads, dtype=torch.int32),
-        "v_finite": buffer("v_finite", *kv_heads, spec.headdim, dtype=torch.int32),
+        "v_factor": v_factor[..., 0].abs(),
+        "k_finite": words.view(torch.int32)[..., 2 * k_groups],
+        "v_finite": torch.where(v_spoilt[..., None], v_finite, tile.block_n),
         "row_bias": buffer("row_bias", *q_heads, layout.q_tiles * tile.block_m, dtype=torch.float32),
     }
 

@@ -21,7 +21,7 @@ from sage_aot._tools import reference
 CALLS = [
     ("outlier", torch.bfloat16, (1, 2, 150), (1, 1, 200), 0, False),  # grouped heads, more keys than queries, ragged
     ("normal", torch.float16, (1, 2, 70), (1, 2, 70), 7, False),  # rows that are not aligned to 16 bytes
-    ("normal", torch.bfloat16, (1, 2, 150), (1, 2, 200), 0, True),  # statistics read twice, atomics on k_finite
+    ("normal", torch.bfloat16, (1, 2, 150), (1, 2, 200), 0, True),  # rows read again, atomics on shared memory
 ]
 """Input class, dtype, [batch, heads, rows] of q and of k and v, channels fewer than the kernel's, and whether there are
 NaNs in keys of the first head and in values of the second."""

@@ -37,6 +37,10 @@ extern "C" __global__ void scalars(const __grid_constant__ Params params) {
     case 9: result = __float_as_uint(fmaxf(x, y)); break;
     case 10: result = __float_as_uint(fminf(x, y)); break;
     case 11: result = __float_as_uint(x * y + __uint_as_float(c)); break;
+    case 12: result = ptx::max_nan_bf16x2(a, b); break;
+    case 13: result = ptx::min_nan_bf16x2(a, b); break;
+    case 14: result = ptx::max_nan_f16x2(a, b); break;
+    case 15: result = ptx::min_nan_f16x2(a, b); break;
   }
   params.out[i] = result;
 }

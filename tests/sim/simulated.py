@@ -22,6 +22,9 @@ from sage_aot._launch import plan as launch_plan
 DELTA_BYTES = 2047
 """Workspace for delta_s: so little that heads take turns in short calls too, three of the smallest at once."""
 
+BLOCKS_A_ROUND = 1
+"""So few that the quantizer's blocks take several tiles in short calls too."""
+
 
 class Simulated(Subject):
     """The kernels of a build, one seed after the other."""
@@ -34,7 +37,7 @@ class Simulated(Subject):
         """Make the call with the threads in the order of a seed; the verdict, and a digest of all that was written.
         Where the simulator reports a fault, that is what failed, by its kind."""
         spy = Spy(SimulatorBackend(self.build, case.arch, seed))
-        with mock.patch.object(launch_plan, "DELTA_BYTES", DELTA_BYTES):
+        with mock.patch.multiple(launch_plan, DELTA_BYTES=DELTA_BYTES, BLOCKS_A_ROUND=BLOCKS_A_ROUND):
             verdict = self.examine(case, spy)
         reports = _reports(spy)
         if reports:

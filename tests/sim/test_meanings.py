@@ -14,7 +14,8 @@ from simbuild import PROJECT, Build, Source
 from simulator import Simulator, views
 
 PROBES = Path(__file__).parent / "probes.cu"
-SCALARS = ("f16x2", "bf16x2", "e4m3x2", "f32_from_f16", "ex2", "lg2", "rcp", "max_nan", "prmt", "fmaxf", "fminf", "fma")
+SCALARS = ("f16x2", "bf16x2", "e4m3x2", "f32_from_f16", "ex2", "lg2", "rcp", "max_nan", "prmt", "fmaxf", "fminf", "fma",
+           "max_nan_bf16x2", "min_nan_bf16x2", "max_nan_f16x2", "min_nan_f16x2")
 PRODUCTS = ("s8", "s4", "f16", "e4m3_f32", "e4m3_f16")
 BITS = {"s8": 8, "s4": 4, "f16": 16, "e4m3_f32": 8, "e4m3_f16": 8}
 NAN = 0x7FFFFFFF
@@ -130,6 +131,21 @@ def test_largest_and_smallest(probes):
     expected = np.maximum(x, y).view(np.uint32)
     expected[100:102], expected[either_nan] = 0, NAN
     assert (scalar(probes, "max_nan", a, b) == expected).all()
+
+
+@pytest.mark.parametrize(("dtype", "nan"), [(torch.bfloat16, 0x7FFF), (torch.float16, 0x7FFF)], ids=str)
+def test_largest_and_smallest_of_halves(probes, dtype, nan):
+    rng = np.random.default_rng(9)
+    a, b = rng.integers(0, 2**32, (2, 20_000), np.uint32)
+    a[:2], b[:2] = (0x80000000, 0x00008000), (0x00008000, 0x80000000)  # zeros of either sign
+    x, y = (torch.from_numpy(bits.view(np.int16)).view(dtype).float() for bits in (a, b))
+    type_name = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
+    for name, choose in (("max", torch.maximum), ("min", torch.minimum)):
+        found = scalar(probes, f"{name}_nan_{type_name}", a, b).view(np.int16)
+        expected = choose(x, y)  # NaN where one is
+        got = torch.from_numpy(found.copy()).view(dtype).float()
+        assert torch.equal(got.isnan(), expected.isnan()) and (found[got.isnan().numpy()] == nan).all()
+        assert torch.equal(got[~got.isnan()], expected[~got.isnan()])
 
 
 def test_prmt(probes):

@@ -56,14 +56,14 @@ SIMULATED = _simulated()
 
 EXTREMES = (
     {"kind": "huge"},  # references rise by far from tile to tile
-    {"kind": "biased_v", "scale": 0.0},  # sums of a tile as large as they can be
+    {"kind": "biased_v", "scale": 0.0, "seqlen_kv": 14 * 64},  # sums of a tile as large as they can be
     {"kind": "spike"},  # scales of 4 bits are too large to fold
     {"kind": "tiny", "scale": 1e-6},  # products of scales underflow
-    {"kind": "wide_v"},
+    {"kind": "wide_v", "seqlen_kv": 40},  # fewer keys than a sample has
     {"kind": "zeros"},
     {"planted": "q:nan", "seed": 22},  # where causal, in a row that sees no key
     {"planted": "k:inf", "kv_heads": 2},  # in one head, of which the other must hear nothing
-    {"planted": "v:nan"},
+    {"planted": "v:nan", "seed": 25},  # in a key that is not the first that a thread quantizes
 )
 """Values at the ends of their ranges, one a variant by turns: an odd number of them, while archs have powers of two of
 variants, so that each meets every value of the axes."""
@@ -74,8 +74,8 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     heads and batches, K not smoothed, rows of no whole vectors, of which some see nothing where causal, read at odd
     addresses and stored at odd and even ones. The third: one query head a KV head, whole rows stored at odd addresses,
     extreme values; where causal on Hopper query tiles that see no key at all, one of them after another tile. For e4m3
-    P scores behind which references fall, once by far or from tile to tile. On Hopper rows of whole vectors, but of
-    fewer channels than the kernel's."""
+    P scores behind which references fall, once by far or from tile to tile. KV tiles with factors of their own. On
+    Hopper rows of whole vectors, but of fewer channels than the kernel's."""
     on_hopper = KERNELS[spec].family == "wgmma"
     plain = Case(spec.arch, seed=1, group=2, seqlen_q=150, seqlen_kv=_plain_keys(spec), headdim=spec.headdim,
                  read_quantized=True, **vars(Options.of_axes(spec.values)))
@@ -83,10 +83,15 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
                               layout="NHD", dtype="f16", kind="outlier", strides="misaligned", out="given",
                               smooth_k=False)
     blind_rows = KERNELS[spec].tile.block_m if on_hopper and spec.mask == "causal" else 0
-    extreme = dataclasses.replace(plain, batch=2 if blind_rows else 1, group=1, seqlen_q=blind_rows + 100, seqlen_kv=90,
-                                  out="misaligned", **EXTREMES[SPECS.index(spec) % len(EXTREMES)])
+    values = {"seqlen_kv": 90, **EXTREMES[SPECS.index(spec) % len(EXTREMES)]}
+    if blind_rows:
+        values["seqlen_kv"] = 90
+    extreme = dataclasses.replace(plain, batch=2 if blind_rows else 1, group=1, seqlen_q=blind_rows + 100,
+                                  out="misaligned", **values)
     narrow = dataclasses.replace(plain, seqlen_q=70, seqlen_kv=130, headdim=spec.headdim - 24)
     found = {"plain": plain, "odd": odd, "extreme": extreme}
+    tiles = dataclasses.replace(plain, group=1, seqlen_q=70, seqlen_kv=3 * KERNELS[spec].tile.block_n + 42)
+    found["factors"] = dataclasses.replace(tiles, kind="heavy_v" if spec.v == "vraw" else "sparse_v")
     if spec.pv == "e4m3":
         kind, keys = "sink" if spec.v == "vraw" else "falling", 5 * KERNELS[spec].tile.block_n + 42
         found["falling"] = dataclasses.replace(plain, group=1, seqlen_q=70, seqlen_kv=keys, kind=kind)

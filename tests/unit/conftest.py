@@ -49,7 +49,6 @@ families:
   mma:
     attn: {template: attn_mma.cu.jinja}
     quant: {template: quantize.cu.jinja, threads: 256, min_blocks: 2}
-    stats: {template: statistics.cu.jinja, threads: 256, min_blocks: 3}
     delta: {template: delta_s.cu.jinja, threads: 256}
 tiles:
   - {family: mma, arch: [sm80, sm90], headdim: 128, pv: f16,
@@ -105,10 +104,9 @@ __device__ void products(float* x) {  // both products in a loop, as every atten
 _NAMES = {
     "attn_mma": "headdim qk_bits pv pv_accum causal smooth_v smooth_q block_m block_n warp_m stages min_blocks",
     "quantize": "headdim qk_bits pv block_m block_n warp_m threads min_blocks",
-    "statistics": "headdim threads min_blocks",
     "delta_s": "headdim threads",
 }
-_PARAMS = {"attn_mma": "AttnParams", "quantize": "QuantParams", "statistics": "StatsParams", "delta_s": "DeltaParams"}
+_PARAMS = {"attn_mma": "AttnParams", "quantize": "QuantParams", "delta_s": "DeltaParams"}
 _FACTS = {"threads": "32 * Config::block_m / Config::warp_m",
           "shared": "Config::headdim * (Config::block_m + 3 * Config::stages * Config::block_n)"}
 """Of attention kernels; the others have the threads of their family and no such shared memory."""

@@ -16,7 +16,7 @@ from sage_aot._version import __version__
 TILE = Tile(128, 64, 32, 2, 2)
 WGMMA_TILE = Tile(128, 128, 16, 4, 1)
 
-_PARAMS = {"stats": "StatsParams", "quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams"}
+_PARAMS = {"quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams"}
 
 
 def record_of(spec: KernelSpec, tile: Tile = TILE, family: str = "mma", **changes: object) -> KernelRecord:
@@ -35,13 +35,13 @@ def record_of(spec: KernelSpec, tile: Tile = TILE, family: str = "mma", **change
 
 def feeders_of(spec: AttnSpec) -> tuple[str, ...]:
     """The kernels that run before an attention kernel."""
-    kinds = ("stats", "quant", "delta") if spec.q == "qsmooth" else ("stats", "quant")
+    kinds = ("quant", "delta") if spec.q == "qsmooth" else ("quant",)
     return tuple(spec.companion(kind).name for kind in kinds)
 
 
 def facts_of(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
     """What a kernel says of itself; test_kernel_info.py compares it with the real ones."""
-    make = {"stats": _stats, "quant": _quant, "delta": _delta, "attn": _attn}[spec.kind]
+    make = {"quant": _quant, "delta": _delta, "attn": _attn}[spec.kind]
     return {name: float(value) for name, value in make(spec, tile, family).items()}
 
 
@@ -60,10 +60,6 @@ def manifest_of(records: Iterable[KernelRecord], **changes: object) -> Manifest:
     return Manifest(**{**values, "kernels": kernels, **changes})
 
 
-def _stats(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
-    return {"threads": 128, "shared_bytes": 0, "rows_at_once": 1024 // spec.headdim, "chunk_bytes": 16 * spec.headdim}
-
-
 def _delta(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
     return {"threads": 256, "shared_bytes": 0, "tile": 64}
 
@@ -75,7 +71,7 @@ def _quant(spec: QuantSpec, tile: Tile, family: str) -> dict[str, float]:
         "kv_tiles_per_block": 1 if tile.block_n * spec.headdim > 8192 else 2, "rows_at_once": 2048 // spec.headdim,
         "vector": 8, "q_tile_bytes": tile.block_m * row, "kv_tile_bytes": _kv_tile_bytes(spec, tile),
         "row_groups": 8, "key_groups": 4, "limit": 7 if int4 else 127, "clip": 0.800000011920929 if int4 else 1,
-        "smallest_abs_max": 1.0000000180025095e-35, "all_finite": 2**31 - 1}
+        "smallest_abs_max": 1.0000000180025095e-35, "samples": 64, "largest_mean": 2**119}
 
 
 def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
@@ -91,7 +87,9 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
                   "may_fall": not f16, "lazy_fall": 0 if f16 else 6, "largest_sum": 2**100}
     else:
         facts["room"] = 3 if spec.q == "qraw" else 0
-    return {**facts, "v_limit": {"f32": 0, "two_level_f32": 448, "two_level_f16": 4.5}[spec.pv_accum]}
+    limit = {"f32": 2**15, "two_level_f32": 448, "two_level_f16": 4.5}[spec.pv_accum]
+    typical = {"f32": 0, "two_level_f32": 11, "two_level_f16": 0.375}[spec.pv_accum]
+    return {**facts, "v_typical": typical, "v_least": 2**-4 if f16 else limit / 32, "v_limit": limit}
 
 
 def _threads(tile: Tile, family: str) -> int:
@@ -101,12 +99,12 @@ def _threads(tile: Tile, family: str) -> int:
 
 def _shared_bytes(spec: AttnSpec, tile: Tile, family: str) -> int:
     """Q and the stages; in wgmma Q twice with what belongs to it, ones behind V, rows of O, barriers, and a one."""
-    q, slot = tile.block_m * _row_bytes(spec), _kv_tile_bytes(spec, tile)
+    q, slot = tile.block_m * _row_bytes(spec), _kv_tile_bytes(spec, tile) - 2 * spec.headdim
     delta = 4 * tile.block_n if spec.q == "qsmooth" else 0
     if family == "mma":
-        return q + tile.stages * (slot + delta)
+        return q + tile.stages * (slot + delta) + 16 * -(-tile.block_m // tile.warp_m // 4)
     warps = tile.block_m // tile.warp_m
-    query = q + 12 * spec.headdim + 32 * warps + 4 * tile.block_m + 32
+    query = q + 8 * spec.headdim + 32 * warps + 4 * tile.block_m + 36
     rows = 2 * tile.block_m * (spec.headdim + 8)
     one = 16 if spec.q == "qsmooth" else 0
     return 2 * _kib(query) + tile.stages * _kib(slot + 8 * tile.block_n + delta) + rows + 16 * (2 + tile.stages) + one
@@ -117,7 +115,7 @@ def _kib(size: int) -> int:
 
 
 def _kv_tile_bytes(spec: AttnSpec | QuantSpec, tile: Tile) -> int:
-    return tile.block_n * (_row_bytes(spec) + spec.headdim * (2 if spec.pv == "f16" else 1)) + 128
+    return tile.block_n * (_row_bytes(spec) + spec.headdim * (2 if spec.pv == "f16" else 1)) + 128 + 2 * spec.headdim
 
 
 def _row_bytes(spec: AttnSpec | QuantSpec) -> int:

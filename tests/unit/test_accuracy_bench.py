@@ -43,11 +43,11 @@ def error(method, qkv, **flags):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("arch", "method"), [
-    ("sm89", Method()),
-    ("sm89", Method(smoothing="")),
-    ("sm89", Method(bits=4, smoothing="qk", smooth_v=True, clip=accuracy_tables.CLIP)),
-    ("sm80", Method(bits=4, smoothing="qk", clip=accuracy_tables.CLIP, **F16)),
-    ("sm80", Method(smooth_v=True, **F16)),
+    ("sm89", Method(statistics="sample")),
+    ("sm89", Method(smoothing="", statistics="sample")),
+    ("sm89", Method(bits=4, smoothing="qk", smooth_v=True, clip=accuracy_tables.CLIP, statistics="sample")),
+    ("sm80", Method(bits=4, smoothing="qk", clip=accuracy_tables.CLIP, statistics="sample", **F16)),
+    ("sm80", Method(smooth_v=True, statistics="sample", **F16)),
 ], ids=str)
 @pytest.mark.parametrize("headdim", [32, 128])
 def test_equals_the_kernels_emulation(arch, method, headdim, is_causal):
@@ -77,7 +77,8 @@ def test_clipping_is_that_of_the_kernels(qk, clip):
     ("two_level_f16", emulator.RANGE_F16_ACCUMULATOR)])
 def test_ranges_are_those_of_the_kernels(pv_accum, ranges):
     for facts in facts_of("attn", pv_accum=pv_accum):
-        assert 2.0 ** facts["p_top"] == pytest.approx(ranges.p) and facts["v_limit"] == (ranges.v or 0.0)
+        assert 2.0 ** facts["p_top"] == pytest.approx(ranges.p)
+        assert ranges.v in (None, facts["v_limit"])  # in f16 the published method has no range
 
 
 @pytest.mark.parametrize("method", [

@@ -61,7 +61,7 @@ def test_keys_behind_a_sink_count(monkeypatch, arch):
     out, lse = sage_aot.attn(q, k, v, return_lse=True)
     expected, expected_lse = reference.attention(q, k, v)
     assert reference.relative_l2(out, expected) < 0.03
-    assert (lse - expected_lse).abs().max() < 0.05
+    assert (lse - expected_lse).abs().max() < 0.08  # that of one score, the sink's
 
 
 @pytest.mark.parametrize("kind", reference.INPUT_CLASSES)

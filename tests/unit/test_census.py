@@ -11,12 +11,14 @@ from records import STRUCTS
 
 from codegen import nvdisasm
 from codegen.budget import judge, register_budget
-from codegen.census import exponentials_in_turns, main_loop, tensor_opcodes
+from codegen.census import additions_under_products, exponentials_in_turns, main_loop, tensor_opcodes
 from codegen.compilation import Compilation
 from codegen.compiler import Report
 from codegen.errors import BuildError
 from codegen.kernel_info import KernelInfo
+from codegen.matrix import read_matrix
 from codegen.nvdisasm import Instruction
+from codegen.project import ROOT, Project
 from sage_aot._kernels.manifest import MachineCode, MainLoop, Struct
 
 # Addresses count from 0 in steps of 0x10. The first loop has a guarded load, a branch for large scales, a rare one
@@ -193,6 +195,28 @@ def test_exponentials_count_from_the_last_wait_for_products_to_the_end_of_the_tu
     assert turns(exp, exp, "BAR.SYNC.DEFER_BLOCKING") == 0
 
 
+def test_additions_count_between_the_last_two_waits_of_the_main_loop():
+    listing = """
+    FFMA R1,R1,R2,R3
+0x10: FFMA R1,R1,R2,R3
+    QGMMA.64x136x32.F32.E4M3.E4M3 R8,R2
+    FFMA R1,R1,R2,R3
+    IGMMA.64x128x32.S8.S8 R8,R2
+    WARPGROUP.DEPBAR.LE gsb0,0x1
+    FFMA R1,R1,R2,R3
+    FFMA R1,R1,R2,R3
+    FADD R1,R1,R2
+    WARPGROUP.DEPBAR.LE gsb0,0x0
+    FFMA R1,R1,R2,R3
+    @P0 BRA 0x10
+    EXIT
+"""
+    assert additions_under_products(functions_of(listing)) == 2
+    late = listing.replace("gsb0,0x1\n    FFMA R1,R1,R2,R3\n    FFMA R1,R1,R2,R3\n", "gsb0,0x1\n")
+    assert additions_under_products(functions_of(late)) == 0
+    assert additions_under_products(functions_of(TWO_LOOPS)) == 0
+
+
 ATTN = "sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw"
 
 
@@ -203,7 +227,7 @@ def report_of(threads: int = 128, **changes) -> Report:
     params = changes.pop("params", "AttnParams")
     layout = changes.pop("layout", STRUCTS.get(params))
     info = KernelInfo({"threads": threads, "shared_bytes": changes.pop("shared_bytes", 0)}, params, layout)
-    good = Report("c", machine, 525, {"HMMA.16816.F32": 2, "IMMA.16832.S8.S8": 2}, LOOP, 0, info)
+    good = Report("c", machine, 525, {"HMMA.16816.F32": 2, "IMMA.16832.S8.S8": 2}, LOOP, 0, 64, info)
     return dataclasses.replace(good, **changes)
 
 
@@ -226,7 +250,7 @@ def problems(project, matrix):
 
 def test_a_kernel_as_its_row_asks_for_it_has_no_problem(problems):
     assert problems() == []
-    assert problems("sage_stats_sm80_d64", registers=80, opcodes={}, main_loop=None) == []
+    assert problems("sage_delta_sm80_d64", registers=255, opcodes={}, main_loop=None) == []
 
 
 def test_a_quantizers_registers_must_do_for_the_blocks_of_its_family(problems):
@@ -256,6 +280,23 @@ def test_what_a_kernel_lacks_is_one_sentence(problems, changes, message):
     assert found[0].endswith("(row {family: mma, headdim: 64, q: qraw})")
 
 
+@pytest.mark.parametrize(("headdim", "least"), [(64, 32), (128, 64)])
+def test_hopper_adds_to_o_while_products_run(headdim, least):
+    project = Project(ROOT, ROOT / "build")
+    matrix = read_matrix(project.matrix, project.templates)
+    name = f"sage_attn_sm90_d{headdim}_qkint8_pve4m3_acc2f32_full_vraw_qraw"
+    kernel, = (kernel for kernel in matrix.kernels if kernel.spec.name == name)
+
+    def problems(additions: int) -> list[str]:
+        report = report_of(384, additions_under_products=additions,
+                           opcodes={"IGMMA.64x128x32.S8.S8": 1, "QGMMA.64x136x32.F32.E4M3.E4M3": 1})
+        return judge({kernel: report}, matrix, Compilation(project)).failures
+
+    assert problems(least) == []
+    found, = problems(least - 1)
+    assert f"the wait for the scores, {least} additions, got {least - 1} there: keep them in" in found
+
+
 def test_without_tensor_cores_both_products_are_missed(problems):
     assert len(problems(opcodes={}, main_loop=None)) == 2
 
@@ -264,13 +305,18 @@ def test_without_tensor_cores_both_products_are_missed(problems):
     ("sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw", 168),  # 65536 / (3 blocks · 128 threads) = 170, in eights
     ("sage_attn_sm80_d128_qkint8_pvf16_accf32_full_vraw_qraw", 255),  # two blocks: 256, one more than one can name
     ("sage_quant_sm80_d64_qkint8_pvf16", 128),  # the family's two blocks, not the row's three
-    ("sage_stats_sm80_d64", 80),  # three of 256 threads: 85
     ("sage_delta_sm80_d64", 255),  # promises none
 ])
 def test_the_register_budget_lets_the_rows_blocks_fit_an_sm(matrix, name, registers):
     kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
     kernel = kernels[name]
     assert register_budget(kernel, kernel.how.threads or 128) == registers
+
+
+def test_the_register_budget_follows_the_blocks_of_the_family(matrix):
+    quant = next(kernel for kernel in matrix.kernels if kernel.spec.name == "sage_quant_sm80_d64_qkint8_pvf16")
+    three = dataclasses.replace(quant, how=dataclasses.replace(quant.how, min_blocks=3))
+    assert register_budget(three, 256) == 80  # three of 256 threads: 85, in eights
 
 
 def test_a_block_may_have_all_shared_memory_of_its_chip(problems):

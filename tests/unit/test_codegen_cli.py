@@ -25,7 +25,8 @@ from sage_aot._version import __version__
 
 ONE = ["--arch", "sm80", "--only", "sage_attn_*_d64_*_full_*_qraw"]
 ATTN = "sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw"
-THREE = {ATTN, "sage_quant_sm80_d64_qkint8_pvf16", "sage_stats_sm80_d64"}
+QUANT = "sage_quant_sm80_d64_qkint8_pvf16"
+BOTH = {ATTN, QUANT}
 SPILLING = """
 extern "C" __global__ void __launch_bounds__(1024, 2) {{ name }}(float* x) {
   products(x);
@@ -98,7 +99,7 @@ def _files(folder) -> set[str]:
 def test_list_prints_kernels_and_reasons(codegen):
     status, out, _ = codegen("list", "--arch", "sm90")
     assert status == 0
-    assert out.startswith("14 kernels\n")
+    assert out.startswith("12 kernels\n")
     assert ("sage_attn_sm90_d64_qkint8_pvf16_accf32_full_vraw_qraw: 128x64, warp_m 32, 2 stages, 3 blocks, "
             "attn_mma.cu.jinja\n") in out
     assert out.count(": mma.sync emulates FP8 on Hopper\n") == 1
@@ -117,16 +118,16 @@ def test_list_knows_combinations_without_a_kernel(codegen):
 
 def test_render_writes_only_sources(codegen, project):
     assert codegen("render", *ONE)[0] == 0
-    assert {path.stem for path in project.sources.iterdir()} == THREE
+    assert {path.stem for path in project.sources.iterdir()} == BOTH
     assert not project.package.exists()
 
 
 def test_build_makes_a_folder_that_holds_what_its_manifest_says(codegen, project):
     assert codegen("build", *ONE)[0] == 0
     manifest = Manifest.read(project.package)
-    assert manifest.kernels.keys() == THREE
+    assert manifest.kernels.keys() == BOTH
     assert (manifest.version, manifest.compiler, manifest.flags) == (__version__, version(), FLAGS)
-    assert manifest.structs == {name: STRUCTS[name] for name in ("AttnParams", "QuantParams", "StatsParams")}
+    assert manifest.structs == {name: STRUCTS[name] for name in ("AttnParams", "QuantParams")}
     assert manifest.retarget is None
     for name, record in manifest.kernels.items():
         assert hashlib.sha256((project.package / record.file).read_bytes()).hexdigest() == record.sha256, name
@@ -134,12 +135,12 @@ def test_build_makes_a_folder_that_holds_what_its_manifest_says(codegen, project
     attn = manifest.kernels[ATTN]
     assert attn.facts == {"threads": 128, "shared_bytes": 64 * (128 + 3 * 2 * 64)}
     assert attn.tile == Tile(128, 64, 32, 2, 3)
-    assert attn.feeders == ("sage_stats_sm80_d64", "sage_quant_sm80_d64_qkint8_pvf16")
+    assert attn.feeders == (QUANT,)
     assert attn.opcodes == {"HMMA.16816.F32": 1, "IMMA.16832.S8.S8": 1}
     assert (attn.main_loop.matrix, attn.main_loop.rare) == (2, 0)
-    stats = manifest.kernels["sage_stats_sm80_d64"]
-    assert (stats.facts, stats.opcodes) == ({"threads": 256, "shared_bytes": 0}, {})
-    assert (type(attn), type(stats)) == (AttnRecord, KernelRecord)
+    quant = manifest.kernels[QUANT]
+    assert (quant.facts, quant.opcodes) == ({"threads": 256, "shared_bytes": 0}, {})
+    assert (type(attn), type(quant)) == (AttnRecord, KernelRecord)
     assert (attn.params, attn.compiler, attn.machine.elf_abi, attn.least_driver) == ("AttnParams", version(), 7, 525)
     assert (manifest.complete, manifest.archs) == (False, {"sm80": Arch((8, 0), 525, None)})
     assert str(project.root) not in (project.package / "manifest.json").read_text()
@@ -160,7 +161,7 @@ def ptx(project, edit):
 
 def test_ptx_is_an_arch_whose_files_are_text(codegen, project, ptx):
     assert codegen("build", "--only", ptx)[0] == 0
-    assert _files(project.package) == {"manifest.json", *(f"{name.replace('sm80', 'ptx80')}.ptx" for name in THREE)}
+    assert _files(project.package) == {"manifest.json", *(f"{name.replace('sm80', 'ptx80')}.ptx" for name in BOTH)}
     record = Manifest.read(project.package).kernels[ptx]
     assert (record.target, record.is_ptx, record.served) == ("compute_80", True, "8.0 and later")
     assert (record.machine, record.main_loop) == (None, None)
@@ -188,7 +189,7 @@ def test_ptx_is_held_to_its_products_and_its_driver(codegen, project, ptx, edit)
 def test_a_whole_build_says_that_it_is(codegen, project, small):
     assert codegen("build")[0] == 0
     manifest = Manifest.read(project.package)
-    assert manifest.complete and THREE < manifest.kernels.keys() and len(manifest.kernels) == 6
+    assert manifest.complete and BOTH < manifest.kernels.keys() and len(manifest.kernels) == 4
     assert codegen("build", "--arch", "sm80")[0] == 0
     assert not Manifest.read(project.package).complete
 
@@ -208,7 +209,7 @@ def test_an_arch_is_added_by_rows_alone_and_changes_no_others_kernels(codegen, p
     new = [record for record in after.kernels.values() if record.spec.arch == "sm103"]
     assert {(record.target, record.machine.elf_abi, record.served) for record in new} == {
         ("sm_103", 8, "10.3 and later 10.x")}
-    assert len(new) == 3
+    assert len(new) == 2
     assert {path.name: path.stat().st_mtime_ns for path in (project.build / "nvrtc" / "own").glob("*.cubin")
             if "sm103" not in path.name} == times
 
@@ -234,7 +235,7 @@ def test_a_folder_is_compared_with_the_tree_without_compiling(codegen, project, 
     assert (status, "expected the kernels of this source tree in" in err) == (1, True)
     codegen("build")
     status, out, _ = codegen("verify")
-    assert (status, out) == (0, f"6 kernels in {project.package} are those of this source tree\n")
+    assert (status, out) == (0, f"4 kernels in {project.package} are those of this source tree\n")
     cubin = project.package / f"{ATTN}.cubin"
     good = cubin.read_bytes()
     cubin.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
@@ -255,7 +256,7 @@ def test_a_folder_is_compared_with_the_tree_without_compiling(codegen, project, 
     codegen("build", "--arch", "sm80")
     err = codegen("verify")[2]
     assert "manifest.json: expected complete True, got False" in err
-    assert "sage_stats_sm86_d64: expected it in" in err
+    assert f"{QUANT.replace('80', '86')}: expected it in" in err
     codegen("build", "--retarget", "sm_90")
     err = codegen("verify", str(project.build / "retarget_sm_90"))[2]
     assert "expected retarget None, got 'sm_90'" in err and "expected target 'sm_80', got 'sm_90'" in err
@@ -267,7 +268,7 @@ def test_the_source_hash_follows_what_is_compiled(codegen, project, edit):
         return {name: record.source_sha256 for name, record in Manifest.read(project.package).kernels.items()}
 
     before = hashes()
-    assert len(set(before.values())) == len(THREE)
+    assert len(set(before.values())) == len(BOTH)
     edit(project.include / "sage" / "attn.cuh", "x[2] = o[0]", "x[3] = o[0]")
     after = hashes()
     assert {name for name in before if before[name] != after[name]} == {ATTN}
@@ -285,8 +286,8 @@ def test_a_second_build_writes_nothing_and_removes_what_left(codegen, project):
     status, out, err = codegen("build", *ONE)
     assert (status, "no work to do" in err, out.count("\n")) == (0, True, 1)
     assert {name: (project.package / name).stat().st_mtime_ns for name in _files(project.package)} == times
-    assert codegen("build", "--only", "sage_stats_sm80_d64")[0] == 0
-    assert _files(project.package) == {"manifest.json", "sage_stats_sm80_d64.cubin"}
+    assert codegen("build", "--only", QUANT)[0] == 0
+    assert _files(project.package) == {"manifest.json", f"{QUANT}.cubin"}
 
 
 def test_spills_leave_no_package(codegen, project, spilling):
@@ -349,7 +350,7 @@ def test_nvcc_builds_to_debug(codegen, project, nvcc):
     assert status == 0
     assert f"{ATTN}: expected at most 0 bytes of spilt registers, got 24" in out
     manifest = Manifest.read(project.build / "nvcc_kernels")
-    assert (manifest.compiler, manifest.kernels.keys()) == ("nvcc 13.0.88", THREE)
+    assert (manifest.compiler, manifest.kernels.keys()) == ("nvcc 13.0.88", BOTH)
     assert manifest.kernels[ATTN].machine.spill_bytes == 24
     assert not project.package.exists()
     (project.golden / f"{ATTN}.cu").write_text("")
@@ -495,4 +496,4 @@ def test_codegen_runs_where_torch_is_not_installed():
 def test_the_manifest_is_json_with_records_by_name(codegen, project):
     codegen("build", *ONE)
     values = json.loads((project.package / "manifest.json").read_text())
-    assert [record["spec"] for record in values["kernels"]] == sorted(THREE)
+    assert [record["spec"] for record in values["kernels"]] == sorted(BOTH)

@@ -14,7 +14,7 @@ from codegen import nvrtc
 from codegen.project import ROOT, Project
 from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT, to_pv
 from sage_aot._call import api
-from sage_aot._kernels.manifest import AttnRecord, KernelRecord, Manifest
+from sage_aot._kernels.manifest import AttnRecord, Manifest
 from sage_aot._launch import plan
 from sage_aot._launch.structs import DTYPE_CODES
 
@@ -30,10 +30,6 @@ def attention(pv: str, pv_accum: str | None = None) -> list[AttnRecord]:
              if record.spec.pv == pv and pv_accum in (None, record.spec.pv_accum)]
     assert found
     return found
-
-
-def of_kind(kind: str) -> list[KernelRecord]:
-    return [record for record in MANIFEST.kernels.values() if record.spec.kind == kind]
 
 
 def test_no_p_leaves_the_range_of_its_type():
@@ -58,11 +54,6 @@ def test_sums_of_a_tile_stay_within_f16():
 def test_v_takes_the_range_of_its_type():
     assert {record.facts["v_limit"] for record in attention("e4m3", "two_level_f32")} == {E4M3_LIMIT}
     assert torch.finfo(torch.float8_e4m3fn).max == E4M3_LIMIT
-
-
-def test_every_thread_of_the_statistics_has_rows_of_a_chunk():
-    for record in of_kind("stats"):
-        assert plan.CHUNK_ROWS_STEP % record.fact("rows_at_once") == 0
 
 
 def test_dtypes_have_the_numbers_of_the_header():

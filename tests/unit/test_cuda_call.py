@@ -145,7 +145,7 @@ def test_structs_have_the_strides_of_the_layout(driver, layout):
     call = prepare(driver, tensors, Options(layout=layout))
     strides = {"HND": ((4 * 130 * 64, 130 * 64, 64), (2 * 200 * 64, 200 * 64, 64)),
                "NHD": ((4 * 130 * 64, 64, 4 * 64), (2 * 200 * 64, 64, 2 * 64))}[layout]
-    *_, quant, attn = call.launches()
+    quant, attn = call.launches()
     found = quant.params["q"], quant.params["k"], attn.params["out"]
     assert [tensor[1:] for tensor in found] == [strides[0], strides[1], strides[0]]
     addresses = run(call, tensors)
@@ -158,7 +158,7 @@ def test_structs_of_heads_in_turns(driver, monkeypatch):
     call = prepare(driver, tensors, Options(smooth_q=True))
     addresses = run(call, tensors)
     seen = driver.launches()
-    assert call.plan.heads_at_once == 1 and len(seen) == 3 + 2 * 8
+    assert call.plan.heads_at_once == 1 and len(seen) == 1 + 2 * 8
     assert seen == expected_of(call, addresses)
     assert len({each.struct for each in seen}) == len(seen)  # each turn has its own heads
 
@@ -171,7 +171,7 @@ def test_unaligned_tensors_are_said_to_be(driver, offset):
     for _ in range(2):
         addresses = run(call, tensors)
         assert driver.launches() == expected_of(call, addresses, at_16_bytes)
-    assert call.launches(at_16_bytes)[2].params["aligned"] is all(at_16_bytes)
+    assert call.launches(at_16_bytes)[0].params["aligned"] is all(at_16_bytes)
     aligned = draw()
     addresses = run(call, aligned)
     assert driver.launches() == expected_of(call, addresses)
@@ -195,7 +195,7 @@ def test_a_call_allocates_the_workspace_of_its_plan(driver):
 
     call(q.as_subclass(Allocating), k, v, torch.empty_like(q), None)
     assert made == [((call.plan.workspace_bytes,), {"dtype": torch.uint8})]
-    assert len(driver.launches()) == 4
+    assert len(driver.launches()) == 2
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------
@@ -225,17 +225,14 @@ def test_threads_that_meet_in_a_queue_send_their_own_addresses(driver):
     call, count = prepare(driver, draw()), 6
     meet = threading.Barrier(count, timeout=60)
     first = call.launches()[0].record.name
-    waited = threading.local()
 
     def wait(entry):
-        if entry == first and not getattr(waited, "yes", False):
-            waited.yes = True
+        if entry == first:
             meet.wait()
 
     def work(i):
         tensors = draw()
         for _ in range(3):
-            waited.yes = False
             addresses = run(call, tensors, with_lse=i % 2 == 0)
             assert driver.launches() == expected_of(call, addresses)
 
@@ -278,10 +275,10 @@ def test_a_thread_gets_its_context_back(driver, before):
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])
-@pytest.mark.parametrize("position", [0, 2, 3])
+@pytest.mark.parametrize("position", [0, 1, 2])
 def test_a_refused_launch_names_its_kernel_and_the_next_call_works(driver, position, before):
     tensors = draw()
-    call = prepare(driver, tensors)
+    call = prepare(driver, tensors, Options(smooth_q=True))
     name, left = call.launches()[position].record.name, [position]
 
     def refuse(entry):

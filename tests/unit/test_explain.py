@@ -31,7 +31,7 @@ def attn_spec(arch, pv="f16", accumulator="f32", **changes):
 
 def small_manifest(*archs, **changes):
     attn = [attn_spec(arch, mask=mask) for arch in archs for mask in ("full", "causal")]
-    specs = {spec for a in attn for spec in (a, a.companion("stats"), a.companion("quant"))}
+    specs = {spec for a in attn for spec in (a, a.companion("quant"))}
     return manifest_of((record_of(spec) for spec in specs), **changes)
 
 
@@ -168,8 +168,7 @@ def test_the_table(folder_of):
     assert str(sage_aot.explain(capability=(8, 8), headdim=64, driver=535)) == """\
 GPU     compute capability 8.8, driver for CUDA 12.2
 call    headdim=64, is_causal=False, qk='int8', smooth_q=False, smooth_v=False, pv_accum='auto'
-runs    sage_stats_sm80_d64
-        sage_quant_sm80_d64_qkint8_pvf16
+runs    sage_quant_sm80_d64_qkint8_pvf16
         sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw
 
 taken   sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw    sm80 is the nearest that this GPU runs

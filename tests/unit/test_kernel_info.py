@@ -144,7 +144,7 @@ def test_the_records_of_tests_say_what_the_real_kernels_say():
 
 @pytest.mark.parametrize(("threads", "message"), [
     (384, "every thread takes equally many groups"), (1024, "every thread takes equally many keys"),
-    (64, "kTilesPerBlock"),
+    (192, "a block takes whole KV tiles"), (64, "kMostTiles / kTiles"),
 ])
 def test_a_quantizer_whose_threads_do_not_fit_its_tile_does_not_compile(tmp_path, threads, message):
     matrix = read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates")

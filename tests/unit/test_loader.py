@@ -13,10 +13,10 @@ from records import manifest_of, record_of
 from sage_aot._backends.loader import Library
 from sage_aot._call.pipeline import default_library
 from sage_aot._kernels.manifest import FILE_NAME, FORMAT, Struct, records_by_name, sealed_text
-from sage_aot._kernels.spec import AttnSpec, StatsSpec
+from sage_aot._kernels.spec import AttnSpec, DeltaSpec
 from sage_aot.errors import CubinError, LaunchError, UnsupportedError
 
-SPEC = StatsSpec("sm80", 64)
+SPEC = DeltaSpec("sm80", 64)
 CUBIN = b"not really a cubin"
 RECORD = record_of(SPEC, file="it.cubin", sha256=hashlib.sha256(CUBIN).hexdigest())
 
@@ -44,7 +44,7 @@ _ATTN = MANIFEST.structs["AttnParams"]
 @pytest.mark.parametrize(("changes", "message"), [
     ({"version": "0.0.1"}, r"expected version and fields .*, got \('0.0.1', .*; reinstall"),
     ({"vocabulary": "0123456789abcdef"}, "expected version and fields .*, got .*'0123456789abcdef'.*; reinstall"),
-    ({"structs": {"AttnParams": Struct(_ATTN.size, {**_ATTN.fields, "dtype": ("f", 152)})}},
+    ({"structs": {"AttnParams": Struct(_ATTN.size, {**_ATTN.fields, "dtype": ("f", 136)})}},
      "holds kernels of another sage_aot: expected fields of AttnParams .*, got dtype of type 'f';"),
     ({"kernels": records_by_name([RECORD])}, "holds no attention kernel"),
 ])
@@ -216,4 +216,4 @@ def test_an_entry_that_nobody_here_can_read_is_refused_by_its_name(folder):
     with pytest.raises(CubinError, match=f"the manifest's entry of {SPEC.name} is not one of this sage_aot .*split_k"):
         manifest.kernels[SPEC.name]
     with pytest.raises(KeyError):
-        manifest.kernels["sage_stats_sm89_d32"]
+        manifest.kernels["sage_delta_sm89_d32"]

@@ -9,13 +9,13 @@ import pytest
 from records import manifest_of, record_of
 
 from sage_aot._kernels.manifest import FILE_NAME, FORMAT, AttnRecord, KernelRecord, MainLoop, Manifest, sealed_text
-from sage_aot._kernels.spec import AttnSpec, StatsSpec
+from sage_aot._kernels.spec import AttnSpec, DeltaSpec
 
 ATTN = AttnSpec("sm80", 64, "int8", "f16", "f32", "full", "vraw", "qraw")
 PTX = AttnSpec("ptx80", 64, "int8", "f16", "f32", "full", "vraw", "qraw")
 MANIFEST = manifest_of([
     record_of(ATTN, opcodes={"HMMA.16816.F32": 256}, main_loop=MainLoop(192, 513, 420)),
-    record_of(StatsSpec("sm80", 64)), record_of(StatsSpec("sm90", 64)), record_of(PTX)])
+    record_of(DeltaSpec("sm80", 64)), record_of(DeltaSpec("sm90", 64)), record_of(PTX)])
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def test_what_is_written_is_read_back(folder):
     serves = {record["spec"]: record["serves"] for record in values["kernels"]}
     assert serves[ATTN.name] == "8.0 and later 8.x except 8.7"
     assert values["archs"]["sm80"] == {"capability": [8, 0], "least_driver": 525, "run_on": None}
-    assert values["structs"]["AttnParams"]["fields"]["lse"] == ["Q", 104]
-    assert values["structs"]["AttnParams"]["size"] == 160
+    assert values["structs"]["AttnParams"]["fields"]["lse"] == ["Q", 88]
+    assert values["structs"]["AttnParams"]["size"] == 144
     assert MANIFEST.compiler == "nvrtc 12.9.86"
 
 
@@ -48,13 +48,13 @@ def test_a_record_is_made_when_it_is_asked_for_and_only_once(folder):
     assert [name for name, row in kernels._rows.items() if row is not rows[name]] == [ATTN.name]
     assert list(kernels) == sorted(kernels) and len(kernels) == 4
     with pytest.raises(KeyError):
-        kernels["sage_stats_sm75_d64"]
+        kernels["sage_delta_sm75_d64"]
 
 
 def test_what_a_record_is_of_a_kind(folder):
     kernels = Manifest.read(folder).kernels
     assert {type(kernels[spec.name]) for spec in (ATTN, PTX)} == {AttnRecord}
-    assert type(kernels["sage_stats_sm80_d64"]) is KernelRecord
+    assert type(kernels["sage_delta_sm80_d64"]) is KernelRecord
     assert kernels[ATTN.name].main_loop == MainLoop(192, 513, 420)
     assert (kernels[PTX.name].machine, kernels[PTX.name].main_loop) == (None, None)
     assert kernels[ATTN.name].fact("threads") == 128 and type(kernels[ATTN.name].fact("threads")) is int
@@ -63,7 +63,7 @@ def test_what_a_record_is_of_a_kind(folder):
 def test_attention_kernels_are_found_by_arch():
     other = dataclasses.replace(ATTN, arch="sm100")
     manifest = manifest_of(map(record_of, (other, ATTN, PTX, dataclasses.replace(ATTN, mask="causal"),
-                                           StatsSpec("sm90", 64))))
+                                           DeltaSpec("sm90", 64))))
     assert [record.spec.mask for record in manifest.attention("sm80")] == ["causal", "full"]
     assert manifest.attention("sm10") == manifest.attention("sm90") == ()
     assert manifest.attention_archs == ["ptx80", "sm80", "sm100"]

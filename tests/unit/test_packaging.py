@@ -93,7 +93,7 @@ def test_what_is_in_a_wheel(tree, tmp_path):
     root = tree("a").root
     wheel, _ = Tree(root).build("build_wheel")
     manifest = manifest_in(wheel, tmp_path / "unpacked")
-    assert manifest.complete and len(manifest.kernels) == 6
+    assert manifest.complete and len(manifest.kernels) == 4
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         assert {name for name in names if name.startswith("sage_aot/kernels/")} == {
@@ -109,7 +109,7 @@ def test_what_is_in_a_wheel(tree, tmp_path):
 def test_a_narrowed_wheel_says_so(tree, tmp_path, how):
     wheel, _ = tree("a").build("build_wheel", **how)
     manifest = manifest_in(wheel, tmp_path / "unpacked")
-    assert (manifest.complete, set(manifest.archs), len(manifest.kernels)) == (False, {"sm86"}, 3)
+    assert (manifest.complete, set(manifest.archs), len(manifest.kernels)) == (False, {"sm86"}, 2)
 
 
 @pytest.mark.parametrize(("how", "message"), [
@@ -218,19 +218,20 @@ def replace(files: dict[str, bytes], part: str, old: str, new: str) -> None:
 def test_a_wheel_that_is_right_passes(wheel, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["wheels.py", "check", str(wheel)])
     assert wheels.main() == 0
-    assert f"6 kernels for sm80, sm86; payload sha256 {Wheel(wheel).digest()}" in capsys.readouterr().out
+    assert f"4 kernels for sm80, sm86; payload sha256 {Wheel(wheel).digest()}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("edit", "message"), [
     (lambda files: flip(files, "sage_attn_sm80"),
      "sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw.cubin: expected"),
-    (lambda files: files.pop(one(files, "sage_stats_sm86")), "sage_stats_sm86_d64.cubin: expected the file with"),
+    (lambda files: files.pop(one(files, "sage_quant_sm86")),
+     "sage_quant_sm86_d64_qkint8_pvf16.cubin: expected the file with"),
     (lambda files: files.update({"sage_aot/kernels/more.cubin": b""}), "more.cubin: expected the file with sha256"),
     (lambda files: replace(files, "WHEEL", "Purelib: false", "Purelib: true"), "expected 'Root-Is-Purelib: false'"),
     (lambda files: replace(files, "WHEEL", "manylinux_2_17", "linux"), "expected 'Tag: py3-none-"),
     (lambda files: replace(files, "manifest.json", '"complete": true', '"complete": false'), "expected every kernel"),
     (lambda files: replace(files, "manifest.json", '"retarget": null', '"retarget": "sm_90"'), "for their own chips"),
-    (lambda files: replace(files, "manifest.json", '"sage_attn_', '"sage_stats_'), "expected attention kernels, got"),
+    (lambda files: replace(files, "manifest.json", '"sage_attn_', '"sage_quant_'), "expected attention kernels, got"),
     (lambda files: files.update({"sage_aot/noise": os.urandom(wheels.MOST_BYTES)}), "expected less than 20000000"),
 ])
 def test_what_is_wrong_with_a_wheel_is_found(wheel, edit, message):

@@ -12,13 +12,13 @@ from sage_aot._kernels.spec import AttnSpec
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import (
     ALIGNMENT,
+    BLOCKS_A_ROUND,
     DELTA_BYTES,
     LOG2_E,
-    MAX_CHUNKS,
+    MOST_ROUNDS,
     Argument,
     Arguments,
     Strides,
-    chunk_rows_of,
     launches,
     plan,
 )
@@ -29,7 +29,7 @@ from sage_aot.errors import UnsupportedError
 
 PROBLEM = Problem(batch=2, num_q_heads=6, num_kv_heads=3, seqlen_q=130, seqlen_kv=200, headdim=80, dtype="bf16",
                   softmax_scale=0.5, options=Options().resolved)
-KINDS = ("stats", "quant", "delta")
+KINDS = ("quant", "delta")
 
 
 def changed(problem=PROBLEM, **changes):
@@ -46,7 +46,7 @@ def kernels(pv_accum="two_level_f32", problem=PROBLEM, family="mma", tile=TILE):
     attn = AttnSpec("sm89", 128, options.qk, "f16" if pv_accum == "f32" else "e4m3", pv_accum, "full",
                     "vsmooth" if options.smooth_v else "vraw", "qsmooth" if options.smooth_q else "qraw")
     feeders = {kind: record_of(attn.companion(kind), tile, family)
-               for kind in (KINDS if options.smooth_q else KINDS[:2])}
+               for kind in (KINDS if options.smooth_q else KINDS[:1])}
     return Kernels(record_of(attn, tile, family), feeders)
 
 
@@ -61,10 +61,8 @@ def run(problem=PROBLEM, chosen=None, multiprocessors=132, **tensors):
 
 
 def test_grids_cover_every_tile():
-    stats, merged, quant, attn = run()
-    q_tiles, kv_tiles, chunks = 2, 4, 4
-    assert stats.blocks == 2 * 3 * 2 * chunks
-    assert merged.blocks == 2 * 3 * 2
+    quant, attn = run()
+    q_tiles, kv_tiles = 2, 4
     assert quant.blocks == 2 * 6 * q_tiles + 2 * (2 * 3 * kv_tiles // 2)
     assert attn.blocks == 2 * 6 * q_tiles
 
@@ -73,27 +71,21 @@ def test_grids_cover_every_tile():
 def test_blocks_of_the_quantizer_take_as_many_tiles_as_it_says(tiles, blocks):
     chosen = kernels()
     quant = dataclasses.replace(chosen["quant"], facts={**chosen["quant"].facts, "kv_tiles_per_block": float(tiles)})
-    launch = run(chosen=Kernels(chosen.attn, {**chosen.feeders, "quant": quant}))[2]
+    launch = run(chosen=Kernels(chosen.attn, {**chosen.feeders, "quant": quant}))[0]
     assert launch.blocks == 2 * 6 * 2 + 2 * (2 * 3 * blocks)
 
 
-def test_statistics_are_merged_by_a_second_launch_of_the_same_kernel():
-    first, second, *_ = run()
-    assert (first.record, second.record) == (kernels()["stats"], kernels()["stats"])
-    assert (first.params["merge"], second.params["merge"]) == (False, True)
-    assert {**first.params, "merge": True} == second.params
-
-
-def test_k_needs_no_statistics_where_it_is_not_smoothed():
-    stats, merged, *_ = run(changed(smooth_k=False))
-    assert (stats.blocks, merged.blocks) == (2 * 3 * 4, 2 * 3 * 2)  # the mean is written all the same: zeros
-    assert stats.params["smooth_k"] is merged.params["smooth_k"] is False
+@pytest.mark.parametrize(("multiprocessors", "rounds"), [(132, 1), (8, 1), (7, 1), (6, 2), (4, 3), (3, 4), (1, 4)])
+def test_blocks_of_the_quantizer_take_several_tiles_where_that_leaves_enough(multiprocessors, rounds):
+    """Of 6 heads of K and V with 10 pairs of tiles each and 24 query tiles there are 144 blocks."""
+    assert BLOCKS_A_ROUND == 12 and MOST_ROUNDS == 4
+    quant, _ = run(changed(seqlen_kv=20 * 64), multiprocessors=multiprocessors)
+    assert quant.params["rounds"] == rounds
+    assert quant.blocks == 24 + 2 * 6 * math.ceil(10 / rounds)
 
 
 def test_structs_hold_the_problem():
-    stats, _, quant, attn = run()
-    assert (stats.params["num_kv_heads"], stats.params["seqlen_kv"], stats.params["headdim"]) == (3, 200, 80)
-    assert (stats.params["chunk_rows"], stats.params["num_chunks"]) == (64, 4)
+    quant, attn = run()
     found = {name: quant.params[name] for name in (
         "batch", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_kv", "headdim", "q_tiles", "kv_tiles")}
     assert found == {"batch": 2, "num_q_heads": 6, "num_kv_heads": 3, "seqlen_q": 130, "seqlen_kv": 200, "headdim": 80,
@@ -109,12 +101,10 @@ def test_structs_hold_the_problem():
 def test_tensors_are_named_and_have_their_own_strides():
     tensors = {name: argument(name, strides=(i, 10 * i, 100 * i)) for i, name in enumerate(Arguments._fields, 1)}
     expected = {name: Tensor((name, 0), *given.strides) for name, given in tensors.items()}
-    stats, merged, quant, delta, attn = run(SMOOTH_Q, **tensors)
-    for launch in (stats, merged):
-        assert (launch.params["k"], launch.params["v"]) == (expected["k"], expected["v"])
+    quant, delta, attn = run(SMOOTH_Q, **tensors)
     assert [quant.params[name] for name in "qkv"] == [expected[name] for name in "qkv"]
     assert delta.params["k"] == expected["k"] and attn.params["out"] == expected["out"]
-    assert attn.params["lse"] == ("lse", 0)
+    assert attn.params["lse"] == quant.params["lse"] == ("lse", 0)
 
 
 def test_every_launch_fills_the_struct_that_its_kernel_takes():
@@ -131,13 +121,10 @@ def test_buffers_are_aligned_disjoint_and_large_enough(pv_accum, qk, smooth_q):
     problem = changed(qk=qk, smooth_q=smooth_q)
     layout = plan(problem, kernels(pv_accum, problem))
     q_rows, keys = 2 * 6 * 2 * 128, 2 * 3 * 4 * 64
-    chunks, statistics = 4, 4
     qk_row, v_row = 128 * int(qk[3:]) // 8, 128 * (2 if pv_accum == "f32" else 1)
-    least = {"k_stats": 6 * chunks * statistics * 128 * 4, "v_stats": 6 * chunks * statistics * 128 * 4,
-             "q_hat": q_rows * qk_row, "kv_hat": keys * (qk_row + v_row) + 2 * 3 * 4 * 128,
+    least = {"q_hat": q_rows * qk_row, "kv_hat": keys * (qk_row + v_row) + 2 * 3 * 4 * (128 + 2 * 128),
              "q_scale": q_rows // 4 * 4, "q_mean": 12 * 2 * 128 * 4 if smooth_q else 0, "k_mean": 6 * 128 * 4,
-             "v_scale": 6 * 128 * 4, "v_mean": 6 * 128 * 4, "v_amax": 6 * 128 * 4,
-             "k_finite": 6 * 4, "v_finite": 6 * 128 * 4, "row_bias": q_rows * 4, "taken": 4}
+             "v_scale": 6 * 128 * 4, "v_mean": 6 * 128 * 4, "row_bias": q_rows * 4, "taken": 4}
     if smooth_q:
         least["delta_s"] = 12 * 2 * 4 * 64 * 4
     assert set(layout.offsets) == set(least)
@@ -161,19 +148,10 @@ def test_buffers_are_aligned_disjoint_and_large_enough(pv_accum, qk, smooth_q):
 def test_vector_loads_need_aligned_rows_of_what_a_kernel_reads(name, tensor, headdim, aligned):
     assert tensor.aligned(headdim) is aligned
     others = {other: argument(other, strides=(8, 8, 8)) for other in "qkv"}
-    stats, merged, quant, delta, _ = run(changed(SMOOTH_Q, headdim=headdim),
-                                         **{**others, name: tensor._replace(name=name)})
+    quant, delta, _ = run(changed(SMOOTH_Q, headdim=headdim), **{**others, name: tensor._replace(name=name)})
     whole = headdim % 8 == 0
     assert quant.params["aligned"] is aligned
-    assert stats.params["aligned"] is merged.params["aligned"] is (aligned if name in "kv" else whole)
     assert delta.params["aligned"] is (aligned if name == "k" else whole)
-
-
-@pytest.mark.parametrize("seqlen", [1, 63, 64, 65, 1024, 1025, 16384, 118800, 2**20 + 1])
-def test_chunks_cover_the_sequence(seqlen):
-    rows = chunk_rows_of(seqlen)
-    chunks = math.ceil(seqlen / rows)
-    assert rows % 64 == 0 and chunks <= MAX_CHUNKS and (chunks - 1) * rows < seqlen <= chunks * rows
 
 
 def test_a_grid_beyond_the_limit_is_refused():
@@ -201,29 +179,29 @@ def test_tiles_are_those_of_the_attention_kernel():
 @pytest.mark.parametrize("smooth_v", [False, True])
 def test_structs_say_what_is_smoothed(smooth_q, smooth_k, smooth_v):
     problem = changed(smooth_q=smooth_q, smooth_k=smooth_k, smooth_v=smooth_v)
-    *stats, quant, _ = (launch for launch in run(problem) if launch.record.spec.kind != "delta")
-    for launch in stats:
-        assert (launch.params["smooth_k"], launch.params["smooth_v"]) == (smooth_k, smooth_v)
-    assert (quant.params["smooth_q"], quant.params["smooth_v"]) == (smooth_q, smooth_v)
+    quant = run(problem)[0]
+    assert [quant.params[f"smooth_{name}"] for name in "qkv"] == [smooth_q, smooth_k, smooth_v]
 
 
 def test_without_smoothing_of_q_there_is_no_delta():
-    assert [launch.record.spec.kind for launch in run()] == ["stats", "stats", "quant", "attn"]
+    assert [launch.record.spec.kind for launch in run()] == ["quant", "attn"]
     attn = run()[-1]
     assert (attn.params["delta_s"], attn.params["first_head"]) == (NULL, 0)
     assert "delta_s" not in plan(PROBLEM, kernels()).offsets
 
 
-@pytest.mark.parametrize(("pv_accum", "limit"), [("two_level_f32", 448.0), ("two_level_f16", 4.5), ("f32", 0.0)])
-def test_v_is_scaled_to_what_the_accumulator_holds(pv_accum, limit):
-    assert run(chosen=kernels(pv_accum))[2].params["v_limit"] == limit
+@pytest.mark.parametrize(("pv_accum", "least", "limit"), [
+    ("two_level_f32", 14.0, 448.0), ("two_level_f16", 4.5 / 32, 4.5), ("f32", 2.0**-4, 2.0**15)])
+def test_v_is_scaled_to_what_the_accumulator_holds(pv_accum, least, limit):
+    quant = run(chosen=kernels(pv_accum))[0]
+    assert (quant.params["v_least"], quant.params["v_limit"]) == (least, limit)
 
 
 def test_delta_precedes_attention_and_holds_the_problem():
     causal = changed(SMOOTH_Q, is_causal=True)
     *before, delta, attn = run(causal)
     kinds = [launch.record.spec.kind for launch in (*before, delta, attn)]
-    assert kinds == ["stats", "stats", "quant", "delta", "attn"]
+    assert kinds == ["quant", "delta", "attn"]
     assert delta.blocks == 2 * 6 * 1 * 4  # 2 query tiles, 4 * 64 keys, in blocks of 64 x 64
     fields = STRUCTS["DeltaParams"].fields
     values = {name: delta.params[name] for name, (code, _) in fields.items() if code == "i"}
@@ -236,7 +214,7 @@ def test_delta_precedes_attention_and_holds_the_problem():
 def test_delta_has_blocks_for_the_edge_that_it_says(edge, blocks):
     chosen = kernels(problem=SMOOTH_Q)
     delta = dataclasses.replace(chosen["delta"], facts={**chosen["delta"].facts, "tile": float(edge)})
-    assert run(SMOOTH_Q, Kernels(chosen.attn, {**chosen.feeders, "delta": delta}))[3].blocks == blocks
+    assert run(SMOOTH_Q, Kernels(chosen.attn, {**chosen.feeders, "delta": delta}))[1].blocks == blocks
 
 
 def test_kernels_agree_on_addresses():
@@ -263,7 +241,7 @@ def test_heads_take_turns_and_each_is_covered_once(batch, num_q_heads, seqlen, t
     layout = plan(problem, kernels(problem=problem))
     head_bytes = 4 * layout.q_tiles * layout.kv_tiles * 64
     assert layout.workspace_bytes - layout.offsets["delta_s"] <= max(DELTA_BYTES, head_bytes) + ALIGNMENT
-    _, _, _, *rest = run(problem)
+    _, *rest = run(problem)
     deltas, attns = rest[::2], rest[1::2]
     assert len(deltas) == len(attns) == turns
     covered = []

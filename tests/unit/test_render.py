@@ -115,10 +115,10 @@ def test_rendering_is_deterministic_and_writes_only_changes(project, matrix, edi
     render_all(matrix.kernels, matrix, project)
     first = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in project.sources.iterdir()}
     assert {path.stem for path in first} == {kernel.spec.name for kernel in matrix.kernels}
-    edit(project.templates / "statistics.cu.jinja", "x[0] = kValue", "x[1] = kValue")
+    edit(project.templates / "delta_s.cu.jinja", "x[0] = kValue", "x[1] = kValue")
     render_all(reversed(matrix.kernels), matrix, project)
     for path, (data, time) in first.items():
-        changed = path.name.startswith("sage_stats")
+        changed = path.name.startswith("sage_delta")
         assert (path.read_bytes() != data) == changed, path
         assert (path.stat().st_mtime_ns != time) == changed, path
 

@@ -43,7 +43,7 @@ def manifest(archs=PV, without=(), targets=None):
                                                          ("vraw", "vsmooth"), ("qraw", "qsmooth"))
             if arch != "sm90" or qk == "int8"
             for pv in (archs[arch] if isinstance(archs, dict) else PV.get(arch, F16))]
-    kinds = ("stats", "quant", "delta")
+    kinds = ("quant", "delta")
     specs = {spec for a in attn for spec in (a, *map(a.companion, kinds))}
     return manifest_of(record_of(spec, **{"target": targets[spec.arch]} if spec.arch in (targets or {}) else {})
                        for spec in specs if spec.name not in without)
@@ -184,7 +184,7 @@ def test_reasons_are_those_of_the_choice():
 
 def test_kernels_of_an_arch_need_no_gpu_of_it():
     chosen = kernels_of("sm86", wanted_axes(PROBLEM), manifest(PTX))
-    assert [record.spec.arch for record in chosen.records] == ["sm86"] * 3
+    assert [record.spec.arch for record in chosen.records] == ["sm86"] * 2
 
 
 # --- the kernel -------------------------------------------------------------------------------------------------------
@@ -202,7 +202,9 @@ def test_head_dim_is_the_least_that_holds_the_problem(headdim, kernel):
     chosen = select(Gpu((8, 9)), changed(headdim=headdim), manifest())
     assert chosen.attn.spec == AttnSpec("sm89", kernel, "int8", "e4m3", "two_level_f32", "full", "vraw", "qraw")
     assert chosen["quant"].spec == chosen.attn.spec.companion("quant")
-    assert chosen["stats"].spec == chosen.attn.spec.companion("stats")
+    smoothed = select(Gpu((8, 9)), changed(headdim=headdim, smooth_q=True), manifest())
+    assert smoothed.attn.spec == dataclasses.replace(chosen.attn.spec, q="qsmooth")
+    assert smoothed["delta"].spec == chosen.attn.spec.companion("delta")
 
 
 @pytest.mark.parametrize(("changes", "axes"), [
@@ -248,9 +250,9 @@ def test_accumulators_that_an_arch_lacks_are_refused(capability, arch, asked, in
 
 def test_the_delta_kernel_is_chosen_only_where_q_is_smoothed():
     for built in (manifest(), manifest(without=["sage_delta_sm80_d128"])):
-        assert list(select(Gpu((8, 0)), PROBLEM, built).feeders) == ["stats", "quant"]
+        assert list(select(Gpu((8, 0)), PROBLEM, built).feeders) == ["quant"]
     smoothed = select(Gpu((8, 0)), changed(smooth_q=True), manifest())
-    assert list(smoothed.feeders) == ["stats", "quant", "delta"]
+    assert list(smoothed.feeders) == ["quant", "delta"]
     assert smoothed["delta"].name == "sage_delta_sm80_d128"
     assert smoothed.records == (*smoothed.feeders.values(), smoothed.attn)
 
@@ -258,7 +260,7 @@ def test_the_delta_kernel_is_chosen_only_where_q_is_smoothed():
 def test_feeders_are_those_that_the_record_names():
     """And none that its name would suggest."""
     built, plain = manifest(), select(Gpu((8, 6)), PROBLEM, manifest()).attn
-    feeders = ("sage_stats_sm80_d128", "sage_quant_sm80_d128_qkint8_pvf16")
+    feeders = ("sage_delta_sm80_d128", "sage_quant_sm80_d128_qkint8_pvf16")
     other = in_order([*built.kernels.values(), dataclasses.replace(plain, feeders=feeders)], built)
     assert tuple(record.name for record in select(Gpu((8, 6)), PROBLEM, other).records) == (*feeders, plain.name)
 
@@ -278,7 +280,7 @@ def test_a_narrowed_build_says_so(left, changes):
         select(Gpu((8, 9)), changed(**changes), narrowed)
 
 
-@pytest.mark.parametrize("kind", ["quant", "stats", "delta"])
+@pytest.mark.parametrize("kind", ["quant", "delta"])
 def test_a_missing_feeder_is_an_incomplete_folder(kind):
     name = AttnSpec("sm90", 128, "int8", "f16", "f32", "full", "vraw", "qsmooth").companion(kind).name
     with pytest.raises(CubinError, match=f"but not {name}"):

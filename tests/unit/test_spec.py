@@ -78,9 +78,9 @@ def test_names_of_the_accumulators(pv, accumulator, spelt):
 
 def test_companions_share_axes():
     assert ATTN.companion("quant").name == "sage_quant_sm89_d128_qkint8_pve4m3"
-    assert ATTN.companion("stats").name == "sage_stats_sm89_d128"
+    assert ATTN.companion("delta").name == "sage_delta_sm89_d128"
     with pytest.raises(ValueError, match="does not determine"):
-        ATTN.companion("stats").companion("attn")
+        ATTN.companion("delta").companion("attn")
 
 
 def test_names_of_the_other_kinds():
@@ -93,12 +93,12 @@ def test_names_of_the_other_kinds():
 def test_values_are_by_axis_in_the_order_of_the_name():
     assert ATTN.values == {"arch": "sm89", "headdim": 128, "qk": "int8", "pv": "e4m3", "pv_accum": "two_level_f32",
                            "mask": "causal", "v": "vraw", "q": "qraw"}
-    assert ATTN.companion("stats").values == {"arch": "sm89", "headdim": 128}
+    assert ATTN.companion("delta").values == {"arch": "sm89", "headdim": 128}
     assert tuple(ATTN.values) == ATTN.axes() == ("arch", *AXES)
 
 
 def test_the_order_of_the_kinds_is_that_in_which_a_call_runs_them():
-    assert list(KINDS) == ["stats", "quant", "delta", "attn"]
+    assert list(KINDS) == ["quant", "delta", "attn"]
 
 
 @pytest.mark.parametrize(("headdim", "kernel"), [(1, 64), (64, 64), (65, 128), (128, 128)])

@@ -28,7 +28,7 @@ from sage_aot._launch.structs import (
 from sage_aot._problem.options import OPTIONS
 
 FOLDER = Project(ROOT, ROOT / "build").package
-KINDS = {"stats": "StatsParams", "quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams"}
+KINDS = {"quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams"}
 
 
 @pytest.fixture(scope="module")
@@ -150,22 +150,22 @@ def test_an_address_that_is_not_wanted_stays_zero():
 
 
 def changed(**fields: tuple[str, int] | None) -> dict[str, Struct]:
-    layout = STRUCTS["StatsParams"]
+    layout = STRUCTS["QuantParams"]
     both = {**layout.fields, **fields}
-    return {"StatsParams": layout._replace(fields={name: entry for name, entry in both.items() if entry})}
+    return {"QuantParams": layout._replace(fields={name: entry for name, entry in both.items() if entry})}
 
 
 def refused(field: str, code: str) -> str:
-    return f"expected fields of StatsParams that sage_aot fills in, got {field} of type {code!r}"
+    return f"expected fields of QuantParams that sage_aot fills in, got {field} of type {code!r}"
 
 
 @pytest.mark.parametrize(("structs", "problems"), [
     (changed(), []),
-    (changed(more=("i", 168)), [refused("more", "i")]),
-    (changed(merge=("f", 164)), [refused("merge", "f")]),
-    (changed(more=("i", 168), k=("Q", 0)), [refused("k", "Q"), refused("more", "i")]),
-    (changed(layout=("i", 168)), [refused("layout", "i")]),  # an option, but no number
-    (changed(is_causal=("i", 168)), []),
+    (changed(more=("i", 248)), [refused("more", "i")]),
+    (changed(rounds=("f", 244)), [refused("rounds", "f")]),
+    (changed(more=("i", 248), k=("Q", 32)), [refused("k", "Q"), refused("more", "i")]),
+    (changed(layout=("i", 248)), [refused("layout", "i")]),  # an option, but no number
+    (changed(is_causal=("i", 248)), []),
 ])
 def test_what_the_runtime_cannot_fill_in_is_a_sentence(structs, problems):
     assert layout_problems(structs) == problems

@@ -8,11 +8,11 @@ import variants
 from records import manifest_of, record_of
 
 from sage_aot._call.pipeline import default_library
-from sage_aot._kernels.spec import AttnSpec, StatsSpec
+from sage_aot._kernels.spec import AttnSpec, DeltaSpec
 from sage_aot._launch.choose import Gpu
 
 ATTN = [AttnSpec(arch, 64, "int8", "f16", "f32", "full", "vraw", "qraw") for arch in ("sm80", "sm90", "ptx80")]
-MANIFEST = manifest_of([*map(record_of, ATTN), record_of(StatsSpec("sm90", 64))])
+MANIFEST = manifest_of([*map(record_of, ATTN), record_of(DeltaSpec("sm90", 64))])
 
 
 @pytest.mark.parametrize(("gpu", "archs"), [

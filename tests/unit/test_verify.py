@@ -39,7 +39,7 @@ def write_folder(folder, *archs, **changes):
     records = []
     for arch in archs:
         attn = dataclasses.replace(ATTN, arch=arch)
-        for spec in (attn, attn.companion("stats"), attn.companion("quant")):
+        for spec in (attn, attn.companion("quant")):
             image = spec.name.encode()
             records.append(record_of(spec, sha256=hashlib.sha256(image).hexdigest()))
             (folder / records[-1].file).write_bytes(image)
@@ -71,7 +71,7 @@ def verify(capsys, *arguments):
 def test_a_folder_as_it_was_built(folder, capsys):
     code, text = verify(capsys, "--files")
     assert code == 0
-    assert f"kernels  ok     {folder}: the manifest's seal holds, 6 files as in it\n" in text
+    assert f"kernels  ok     {folder}: the manifest's seal holds, 4 files as in it\n" in text
     assert text.endswith("verified: the files are right; no kernel was run, as asked\n")
 
 
@@ -218,9 +218,9 @@ def test_every_kernel_that_a_gpu_takes_is_loaded_and_run(folder, gpu, capsys):
     loaded = []
     gpu.loads = lambda record: loaded.append(record.name)
     code, text = verify(capsys, "--seed", "5")
-    assert code == 0 and len(loaded) == 6
+    assert code == 0 and len(loaded) == 4
     assert "cuda:0   NVIDIA L4, compute capability 8.9, driver for CUDA 13.0\n" in text
-    assert "ok     cupy 14.2.0 (driver for CUDA 13.0) loads all 6 files that this GPU can take\n" in text
+    assert "ok     cupy 14.2.0 (driver for CUDA 13.0) loads all 4 files that this GPU can take\n" in text
     assert "seed 5; " in text
     for arch in ("sm80", "sm89"):
         assert f"ok     {dataclasses.replace(ATTN, arch=arch).name}  0.00\n" in text

@@ -54,7 +54,9 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
     group, block_n = problem.num_q_heads // problem.num_kv_heads, attn.tile.block_n
     k, v, k_scale, v_scale, v_mean = (x.repeat_interleave(group, 1) for x in (
         quantized.k, quantized.v, quantized.k_scale, quantized.v_scale, quantized.v_mean))
-    k_finite, v_finite = (x.repeat_interleave(group, 1) for x in (quantized.k_finite, quantized.v_finite))
+    k_finite, v_finite = (_first_spoilt(finite, block_n).repeat_interleave(group, 1)
+                          for finite in (quantized.k_finite, quantized.v_finite))
+    v_factor = quantized.v_factor.repeat_interleave(group, 1)
     batch, heads, rows, headdim = quantized.q.shape
     limit = _key_limit(problem, rows)
     last = min(k.shape[2], int(limit.max()))
@@ -71,7 +73,8 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
             scale = torch.ones_like(scale)
         scores = scores.masked_fill(first + torch.arange(block_n, device=k.device) >= limit[:, None], -math.inf)
         p, alpha = softmax.step(first, scores, scale)
-        acc_o = acc_o * alpha[..., None] + _pv_tile(p, v[:, :, keys], attn.spec.pv_accum)
+        factor = v_factor[:, :, first // block_n, None, None]
+        acc_o = acc_o * alpha[..., None] + factor * _pv_tile(p, v[:, :, keys], attn.spec.pv_accum)
 
     spoilt = ~quantized.row_bias.isfinite() | (limit > k_finite[..., None])
     row_bias = quantized.row_bias.masked_fill(spoilt, math.nan).masked_fill(limit == 0, 0.0)
@@ -81,6 +84,13 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
     mean = torch.where(row_sum[..., None] > 0, v_mean[:, :, None], 0.0)
     out = acc_o * factor[..., None] * v_scale[:, :, None] + mean
     return torch.where(limit[:, None] > v_finite[:, :, None], math.nan, out), lse
+
+
+def _first_spoilt(finite: torch.Tensor, block_n: int) -> torch.Tensor:
+    """The first key that is not finite, over the tiles; beyond any key where there is none."""
+    tiles = finite.shape[2]
+    first = torch.arange(tiles, device=finite.device).view(-1, *[1] * (finite.dim() - 3)) * block_n + finite
+    return torch.where(finite < block_n, first, tiles * block_n).amin(2)
 
 
 def _key_limit(problem: Problem, rows: int) -> torch.Tensor:

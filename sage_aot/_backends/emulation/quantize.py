@@ -1,4 +1,4 @@
-"""The kernels before attention, in torch: statistics, quantization, and what smoothing Q takes off the scores.
+"""The kernels before attention, in torch: quantization, and what smoothing Q takes off the scores.
 
 Equal to those of templates/include/sage/quant/ bit for bit, the order of every sum included: what their sums and scales
 depend on, the kernels' records say (facts).
@@ -14,8 +14,14 @@ import torch
 from sage_aot._backends.emulation.arithmetic import add_in_order, divide, finite_or_zero, fma, to_pv
 from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._launch.choose import Kernels
-from sage_aot._launch.plan import LOG2_E, chunk_rows_of
+from sage_aot._launch.plan import LOG2_E
 from sage_aot._problem.check import Problem
+
+SCALED_MAGNITUDES = (2.0**-90, 2.0**120)
+"""Of channels of V: what scales go by, quant/quantize_v.cuh."""
+
+LEAST_FACTOR = -30
+"""Of a tile of V, log2: numerics/scale.cuh."""
 
 
 @dataclass(frozen=True)
@@ -29,75 +35,83 @@ class Quantized:
     k_scale: torch.Tensor  # [batch, kv heads, keys], likewise
     v_scale: torch.Tensor  # [batch, kv heads, headdim]
     q_mean: torch.Tensor  # [batch, q heads, q tiles, headdim]; zero where q is not smoothed
-    k_mean: torch.Tensor  # [batch, kv heads, headdim]; zero where k is not smoothed
-    v_mean: torch.Tensor  # [batch, kv heads, headdim]; zero where v is not smoothed
-    k_finite: torch.Tensor  # [batch, kv heads] i32, keys before the first that is not finite, or 2^31 − 1
-    v_finite: torch.Tensor  # [batch, kv heads, headdim] i32, likewise per channel
+    k_mean: torch.Tensor  # [batch, kv heads, headdim], of a sample; zero where k is not smoothed
+    v_mean: torch.Tensor  # likewise
+    v_factor: torch.Tensor  # [batch, kv heads, kv tiles]: v less its mean is v · v_factor · v_scale
+    k_finite: torch.Tensor  # [batch, kv heads, kv tiles] i32, keys of a tile before the first not finite, or all
+    v_finite: torch.Tensor  # [batch, kv heads, kv tiles, headdim] i32, likewise per channel
     row_bias: torch.Tensor  # [batch, q heads, rows], log2 units: q · mean of k
     delta_s: torch.Tensor | None  # [batch, q heads, q tiles, keys], log2 units: q_mean · smoothed k
 
 
 def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Quantized:
-    """The kernels before attention: statistics, quantization, and what smoothing Q takes off the scores."""
+    """The kernels before attention: quantization, and what smoothing Q takes off the scores."""
     spec, tile, quant = kernels.attn.spec, kernels.attn.tile, kernels["quant"]
-    all_finite = quant.fact("all_finite")
-    k, v = (_pad(tensor.float(), tile.block_n, spec.headdim) for tensor in (k, v))
-    q = _pad(q.float(), tile.block_m, spec.headdim)
+    k, v, q = (_pad(x.float(), rows, spec.headdim)
+               for x, rows in ((k, tile.block_n), (v, tile.block_n), (q, tile.block_m)))
+    sampled = _sampled_rows(problem.seqlen_kv, quant).to(k.device)
 
-    k_mean = _mean_over_keys(k, problem, kernels) if problem.options.smooth_k else torch.zeros_like(k[:, :, 0])
-    v_mean = _v_mean(v, problem, kernels) if problem.options.smooth_v else torch.zeros_like(v[:, :, 0])
-    v_finite = _leading(v.isfinite(), 2, all_finite)
-    k, v = _subtract(k, k_mean[:, :, None], problem.seqlen_kv), _subtract(v, v_mean[:, :, None], problem.seqlen_kv)
-    k_finite = _leading(k.isfinite().all(-1), -1, all_finite)
-    k, v = finite_or_zero(k), finite_or_zero(v)
+    k_mean = torch.zeros_like(k[:, :, 0])
+    if problem.options.smooth_k:
+        k_mean = _subtractable(_average(k[:, :, sampled], quant), quant)
+    k = k - k_mean[:, :, None]
+    k_finite = _leading(torch.unflatten(k.isfinite().all(-1), 2, (-1, tile.block_n)), 3)
+    k = finite_or_zero(k)
+    v_hat, v_scale, v_mean, v_factor, v_finite = _quantize_v(v, sampled, problem, kernels)
 
-    q = q * torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
+    softmax_scale = torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
     group = problem.num_q_heads // problem.num_kv_heads
-    row_bias = _row_bias(q, quant, k_mean.repeat_interleave(group, 1)[:, :, None])
+    row_bias = _row_bias(q * softmax_scale, quant, k_mean.repeat_interleave(group, 1)[:, :, None])
     q_mean = _mean_over_rows(q, problem, kernels)
-    q = _subtract(q, q_mean.repeat_interleave(tile.block_m, 2), problem.seqlen_q)
+    q = finite_or_zero(q - q_mean.repeat_interleave(tile.block_m, 2))
+    q_mean = q_mean * softmax_scale
     delta_s = _delta_s(q_mean, k.repeat_interleave(group, 1)) if problem.options.smooth_q else None
 
     q_groups = _row_groups(q.shape[2], tile.warp_m, quant.fact("row_groups"))
-    q_hat, q_scale = _quantize_rows(finite_or_zero(q), q_groups, quant)
+    q_hat, q_scale = _quantize_rows(q, q_groups, quant, -1.0 if softmax_scale < 0 else 1.0)
+    q_scale = q_scale * softmax_scale.abs()
     k_hat, k_scale = _quantize_rows(k, _key_groups(k.shape[2], tile.block_n, quant.fact("key_groups")), quant)
-    v_hat, v_scale = _quantize_v(v, spec.pv, kernels.attn.facts["v_limit"], quant)
-    return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, k_mean, v_mean, k_finite, v_finite,
-                     row_bias, delta_s)
+    return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, k_mean, v_mean, v_factor, k_finite,
+                     v_finite, row_bias, delta_s)
 
 
-def _leading(finite: torch.Tensor, dim: int, all_finite: int) -> torch.Tensor:
-    """How many are finite before the first that is not, as i32; `all_finite` where all are."""
-    count = finite.int().cumprod(dim).sum(dim)
-    return torch.where(finite.all(dim), all_finite, count).int()
-
-
-def _subtract(x: torch.Tensor, mean: torch.Tensor, count: int) -> torch.Tensor:
-    """x less a mean in its first `count` rows; the padding stays zero."""
-    smooth = x - mean
-    smooth[:, :, count:] = 0.0
-    return smooth
+def _leading(finite: torch.Tensor, dim: int) -> torch.Tensor:
+    """How many are finite before the first that is not, as i32."""
+    return finite.int().cumprod(dim).sum(dim).int()
 
 
 def _pad(x: torch.Tensor, rows: int, headdim: int) -> torch.Tensor:
-    return torch.nn.functional.pad(x, (0, headdim - x.shape[-1], 0, -x.shape[2] % rows))
+    """Whole tiles of so many rows: copies of the last row, which nobody sees; and channels of zeros."""
+    x = torch.nn.functional.pad(x, (0, headdim - x.shape[-1]))
+    return x[:, :, torch.arange(-(-x.shape[2] // rows) * rows).clamp(max=x.shape[2] - 1)]
 
 
-def _mean_over_keys(x: torch.Tensor, problem: Problem, kernels: Kernels) -> torch.Tensor:
-    """Mean over the sequence in the order of quant/statistics.cuh: a thread's rows, then threads, then chunks."""
-    rows_at_once = kernels["stats"].fact("rows_at_once")
-    x = finite_or_zero(x)[:, :, : problem.seqlen_kv]
-    batch, heads, keys, headdim = x.shape
-    chunk_rows = chunk_rows_of(keys)
-    x = torch.nn.functional.pad(x, (0, 0, 0, -keys % chunk_rows))
-    parts = add_in_order(x.view(batch, heads, -1, chunk_rows // rows_at_once, rows_at_once, headdim), 3)
-    return finite_or_zero(divide(add_in_order(add_in_order(parts, 3), 2), float(keys)))
+def _sampled_rows(rows: int, quant: KernelRecord) -> torch.Tensor:
+    """The rows of a sample, as in quant/sample.cuh: one of every stratum at a hashed place; of few rows all."""
+    samples = quant.fact("samples")
+    if rows <= samples:
+        return torch.arange(rows)
+    ends = torch.arange(samples + 1) * rows // samples
+    mixed = (torch.arange(1, samples + 1) * 0x9E3779B9) & 0xFFFFFFFF
+    mixed = ((mixed ^ mixed >> 16) * 0x85EBCA6B) & 0xFFFFFFFF
+    mixed = mixed ^ mixed >> 13
+    return ends[:-1] + (mixed * ends.diff() >> 32)
 
 
-def _v_mean(v: torch.Tensor, problem: Problem, kernels: Kernels) -> torch.Tensor:
-    """The mean of V, or zero where less the mean some value is beyond f32."""
-    mean = _mean_over_keys(v, problem, kernels)
-    return torch.where((finite_or_zero(v) - mean[:, :, None]).isfinite().all(2), mean, 0.0)
+def _average(x: torch.Tensor, quant: KernelRecord) -> torch.Tensor:
+    """Mean over the rows of a sample in the order of quant/sample.cuh: a thread's rows, then threads."""
+    samples, slots = quant.fact("samples"), quant.fact("rows_at_once")
+    count = x.shape[2]
+    x = torch.nn.functional.pad(finite_or_zero(x), (0, 0, 0, samples - count))
+    parts = torch.zeros_like(x[:, :, :slots])
+    for step in torch.split(x, slots, 2):
+        parts = fma(step, torch.full_like(step, 1 / samples), parts)
+    return divide(add_in_order(parts, 2), count / samples)
+
+
+def _subtractable(mean: torch.Tensor, quant: KernelRecord) -> torch.Tensor:
+    """A mean, or zero where less that a value might be beyond f32."""
+    return torch.where(mean.abs() < quant.facts["largest_mean"], mean, 0.0)
 
 
 def _mean_over_rows(q: torch.Tensor, problem: Problem, kernels: Kernels) -> torch.Tensor:
@@ -106,7 +120,9 @@ def _mean_over_rows(q: torch.Tensor, problem: Problem, kernels: Kernels) -> torc
     batch, heads, rows, headdim = q.shape
     if not problem.options.smooth_q:
         return q.new_zeros(batch, heads, rows // block_m, headdim)
-    tiles = finite_or_zero(q).view(batch, heads, -1, block_m // rows_at_once, rows_at_once, headdim)
+    there = (torch.arange(rows, device=q.device) < problem.seqlen_q)[:, None]
+    tiles = torch.where(there, finite_or_zero(q), 0.0)
+    tiles = tiles.view(batch, heads, -1, block_m // rows_at_once, rows_at_once, headdim)
     count = (problem.seqlen_q - torch.arange(0, rows, block_m, device=q.device)).clamp(max=block_m).float()
     return finite_or_zero(add_in_order(add_in_order(tiles, 3), 3) / count[:, None])
 
@@ -143,15 +159,16 @@ def _key_groups(keys: int, block_n: int, groups: int) -> torch.Tensor:
     return key // block_n * groups + key % (2 * groups) // 2
 
 
-def _quantize_rows(x: torch.Tensor, groups: torch.Tensor, quant: KernelRecord) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers with a scale per group of rows; the scales come back per row."""
+def _quantize_rows(x: torch.Tensor, groups: torch.Tensor, quant: KernelRecord,
+                   sign: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers, times a sign, with a scale per group of rows; the scales come back per row."""
     limit, clip = quant.facts["limit"], quant.facts["clip"]
     amax = x.abs().amax(-1)
     group_amax = x.new_zeros(*x.shape[:2], int(groups.max()) + 1)
     groups = groups.to(x.device)
     group_amax.scatter_reduce_(2, groups.expand_as(amax), amax, "amax")
     scale, inv_scale = (s[:, :, groups] for s in _scale_to(limit, group_amax * clip, quant))
-    rounded = (x.double() * inv_scale[..., None].double()).round().float()  # once, as an FMA does
+    rounded = (x.double() * (sign * inv_scale[..., None].double())).round().float()  # once, as an FMA does
     return rounded.clamp(-limit - 1.0, limit), scale
 
 
@@ -162,17 +179,54 @@ def _scale_to(limit: float, amax: torch.Tensor, quant: KernelRecord) -> tuple[to
     return torch.where(zeros, 1.0, divide(amax, limit)), torch.where(zeros, 0.0, inv_scale)
 
 
-def _power_of_two_scale(amax: torch.Tensor, quant: KernelRecord) -> tuple[torch.Tensor, torch.Tensor]:
-    """Power of two that takes amax into [2^14, 2^15), and its reciprocal."""
-    exponent = torch.frexp(amax)[1] - 1
-    exponent = exponent.clamp(min=-112) - 14
-    scale = ((exponent + 127) << 23).view(torch.float32)  # torch.ldexp is pow(2, ·), which a GPU may round
-    zeros = amax < quant.facts["smallest_abs_max"]
+def _power_of_two_scale(magnitude: torch.Tensor, quant: KernelRecord) -> tuple[torch.Tensor, torch.Tensor]:
+    """Power of two that takes a magnitude into [2^4, 2^5), and its reciprocal."""
+    exponent = torch.frexp(magnitude)[1] - 1
+    scale = _power_of_two(exponent.clamp(min=-122) - 4)
+    zeros = magnitude < quant.facts["smallest_abs_max"]
     return torch.where(zeros, 1.0, scale), torch.where(zeros, 0.0, 1.0 / scale)
 
 
-def _quantize_v(v: torch.Tensor, pv: str, limit: float, quant: KernelRecord) -> tuple[torch.Tensor, torch.Tensor]:
-    """V in the PV type with a scale per channel, which takes the largest value to `limit` for e4m3."""
-    amax = v.abs().amax(2)  # equals that of the largest and the smallest value
-    scale, inv_scale = _scale_to(limit, amax, quant) if pv == "e4m3" else _power_of_two_scale(amax, quant)
-    return to_pv(v * inv_scale[:, :, None], pv), scale
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    return ((exponent.int() + 127) << 23).view(torch.float32)  # torch.ldexp is pow(2, ·), which a GPU may round
+
+
+def _quantize_v(v: torch.Tensor, sampled: torch.Tensor, problem: Problem, kernels: Kernels) -> tuple[torch.Tensor, ...]:
+    """V in the PV type, v_scale, v_mean, v_factor and v_finite, as in quant/quantize_v.cuh."""
+    attn, quant, block_n = kernels.attn, kernels["quant"], kernels.attn.tile.block_n
+    sample = v[:, :, sampled]
+    mean = torch.zeros_like(v[:, :, 0])
+    if problem.options.smooth_v:
+        mean = _subtractable(_average(sample, quant), quant)
+    scale, inv_scale = _channel_scale(_average((sample - mean[:, :, None]).abs(), quant), mean, kernels)
+    shift = -mean * inv_scale
+    v = torch.unflatten(v, 2, (-1, block_n))
+    scaled = fma(v, inv_scale[:, :, None, None], shift[:, :, None, None])
+    finite = _leading(scaled.isfinite(), 3)
+    factor = _tile_factor(finite_or_zero(scaled).abs().amax((-2, -1)), attn.facts["v_least"], attn.facts["v_limit"])
+    inv_factor = (1.0 / factor)[..., None, None]
+    scaled = fma(v, inv_scale[:, :, None, None] * inv_factor, shift[:, :, None, None] * inv_factor)
+    return to_pv(finite_or_zero(scaled), attn.spec.pv).flatten(2, 3), scale, mean, factor, finite
+
+
+def _channel_scale(magnitude: torch.Tensor, mean: torch.Tensor,
+                   kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale of a channel of V, by what its sample is worth, and its reciprocal."""
+    attn, quant = kernels.attn, kernels["quant"]
+    smallest = quant.facts["smallest_abs_max"]
+    largest = torch.maximum(mean.abs(), magnitude.amax(-1, keepdim=True))
+    magnitude = torch.where(magnitude < smallest, largest, magnitude)
+    clamped = magnitude.clamp(*SCALED_MAGNITUDES)
+    if attn.spec.pv == "e4m3":
+        scale, inv_scale = _scale_to(attn.facts["v_typical"], clamped, quant)
+    else:
+        scale, inv_scale = _power_of_two_scale(clamped, quant)
+    zeros = magnitude < smallest
+    return torch.where(zeros, 1.0, scale), torch.where(zeros, 1.0, inv_scale)
+
+
+def _tile_factor(largest: torch.Tensor, least: float, limit: float) -> torch.Tensor:
+    """The power of two that brings a tile's largest magnitude into (limit / 2, limit], or one where it need not."""
+    exponent = torch.frexp(divide(largest, limit))[1].clamp(min=LEAST_FACTOR)
+    fits = (largest == 0) | (largest >= least) & (largest <= limit)
+    return torch.where(fits, 1.0, _power_of_two(exponent))

@@ -24,58 +24,18 @@ struct FieldType<Tensor> {
   static constexpr i32 kCode = 'T';
 };
 
-// Per channel of a tensor: the sum of its finite values, the largest and the smallest of them, and the first key that is
-// not finite (an i32 in the bits of a float): [4][kHeadDim] for every part of the sequence. Of K only the sum.
-constexpr i32 kStatistics = 4;
-
-// As the first key that is not finite: there is none.
-constexpr i32 kAllFinite = 0x7fffffff;
-
-// Statistics over the sequence, in two launches: of `num_chunks` parts of `chunk_rows` keys, then of all of them.
-struct StatsParams {
-  Tensor k, v;
-  float* k_stats;  // [batch * num_kv_heads][num_chunks][kStatistics][kHeadDim], from the first launch to the second
-  float* v_stats;  // likewise
-  float* k_mean;   // [batch * num_kv_heads][kHeadDim], this and what follows by the second launch; zero if not smoothed
-  float* v_mean;   // likewise
-  float* v_amax;   // likewise, the largest magnitude of V less its mean
-  i32* v_finite;   // likewise, keys before the first that is not finite, or kAllFinite
-  i32* k_finite;   // [batch * num_kv_heads], set to kAllFinite for the quantizer
-  u32* taken;      // [1], set to zero for the attention kernel
-  i32 num_kv_heads;
-  i32 seqlen_kv;
-  i32 headdim;
-  i32 chunk_rows;
-  i32 num_chunks;
-  Dtype dtype;
-  i32 aligned;   // every row of k and v starts at a multiple of 16 bytes
-  i32 smooth_k;  // 0: no block of the first launch is for K
-  i32 smooth_v;
-  i32 merge;  // whether this is the second launch
-};
-
-constexpr auto fields_of(const StatsParams*) {
-  using Params = StatsParams;
-  return fields(SAGE_STRUCT(StatsParams), SAGE_FIELD(k), SAGE_FIELD(v), SAGE_FIELD(k_stats), SAGE_FIELD(v_stats),
-                SAGE_FIELD(k_mean), SAGE_FIELD(v_mean), SAGE_FIELD(v_amax), SAGE_FIELD(v_finite), SAGE_FIELD(k_finite),
-                SAGE_FIELD(taken), SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_kv), SAGE_FIELD(headdim),
-                SAGE_FIELD(chunk_rows), SAGE_FIELD(num_chunks), SAGE_FIELD(dtype), SAGE_FIELD(aligned),
-                SAGE_FIELD(smooth_k), SAGE_FIELD(smooth_v), SAGE_FIELD(merge));
-}
-
 struct QuantParams {
   Tensor q, k, v;
-  const float* k_mean;  // these four as StatsParams
-  const float* v_mean;
-  const float* v_amax;
-  const i32* v_finite;
   u8* q_hat;        // [batch * num_q_heads][q_tiles] tiles of block_m rows
-  u8* kv_hat;       // [batch * num_kv_heads][kv_tiles] tiles of block_n keys: K, its scales, V
+  u8* kv_hat;       // [batch * num_kv_heads][kv_tiles] tiles of block_n keys: K, V, and what is known of them
   float* q_scale;   // [batch * num_q_heads][q_tiles][block_m / warp_m][8], times softmax_scale · log2 e
   float* q_mean;    // [batch * num_q_heads][q_tiles][kHeadDim], of a tile's rows in the units of q_hat · q_scale
-  float* v_scale;   // [batch * num_kv_heads][kHeadDim]
-  i32* k_finite;    // [batch * num_kv_heads], keys before the first that is not finite, or kAllFinite
+  float* k_mean;    // [batch * num_kv_heads][kHeadDim], of a sample; zero where K is not smoothed
+  float* v_scale;   // likewise
+  float* v_mean;    // likewise, as k_mean
   float* row_bias;  // [batch * num_q_heads][q_tiles * block_m], log2 units: what smoothing K took off a row's scores
+  float* lse;       // null: no log-sum-exp is wanted, and row_bias is zero where a row is finite
+  u32* taken;       // [1], set to zero for the attention kernel
   i32 batch;
   i32 num_q_heads;
   i32 num_kv_heads;
@@ -88,19 +48,24 @@ struct QuantParams {
   Dtype dtype;
   i32 aligned;   // every row of q, k and v starts at a multiple of 16 bytes
   i32 smooth_q;  // whether the mean of each tile's rows is subtracted
+  i32 smooth_k;
   i32 smooth_v;
-  float v_limit;  // largest magnitude of V̂ in e4m3
+  float v_typical;  // what the scale takes a channel's mean magnitude to, in e4m3
+  float v_least;    // largest magnitude of V̂ in a tile that needs no factor: from here
+  float v_limit;    // to here
+  i32 rounds;       // how often a block takes as many tiles of K or V as its threads can at once
 };
 
 constexpr auto fields_of(const QuantParams*) {
   using Params = QuantParams;
-  return fields(SAGE_STRUCT(QuantParams), SAGE_FIELD(q), SAGE_FIELD(k), SAGE_FIELD(v), SAGE_FIELD(k_mean),
-                SAGE_FIELD(v_mean), SAGE_FIELD(v_amax), SAGE_FIELD(v_finite), SAGE_FIELD(q_hat), SAGE_FIELD(kv_hat),
-                SAGE_FIELD(q_scale), SAGE_FIELD(q_mean), SAGE_FIELD(v_scale), SAGE_FIELD(k_finite),
-                SAGE_FIELD(row_bias), SAGE_FIELD(batch), SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads),
-                SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv), SAGE_FIELD(headdim), SAGE_FIELD(q_tiles),
-                SAGE_FIELD(kv_tiles), SAGE_FIELD(softmax_scale_log2), SAGE_FIELD(dtype), SAGE_FIELD(aligned),
-                SAGE_FIELD(smooth_q), SAGE_FIELD(smooth_v), SAGE_FIELD(v_limit));
+  return fields(SAGE_STRUCT(QuantParams), SAGE_FIELD(q), SAGE_FIELD(k), SAGE_FIELD(v), SAGE_FIELD(q_hat),
+                SAGE_FIELD(kv_hat), SAGE_FIELD(q_scale), SAGE_FIELD(q_mean), SAGE_FIELD(k_mean), SAGE_FIELD(v_scale),
+                SAGE_FIELD(v_mean), SAGE_FIELD(row_bias), SAGE_FIELD(lse), SAGE_FIELD(taken), SAGE_FIELD(batch),
+                SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
+                SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles), SAGE_FIELD(softmax_scale_log2),
+                SAGE_FIELD(dtype), SAGE_FIELD(aligned), SAGE_FIELD(smooth_q), SAGE_FIELD(smooth_k),
+                SAGE_FIELD(smooth_v), SAGE_FIELD(v_typical), SAGE_FIELD(v_least), SAGE_FIELD(v_limit),
+                SAGE_FIELD(rounds));
 }
 
 // What smoothing Q took off the scores: delta_s = mean of a query tile's rows · (K less its mean), in log2 units.
@@ -135,13 +100,11 @@ constexpr auto fields_of(const DeltaParams*) {
 }
 
 struct AttnParams {
-  const u8* q_hat;  // these eight as QuantParams
+  const u8* q_hat;  // these six as QuantParams
   const u8* kv_hat;
   const float* q_scale;
   const float* v_scale;
   const float* v_mean;
-  const i32* k_finite;
-  const i32* v_finite;
   const float* row_bias;
   const float* delta_s;  // as DeltaParams, for the heads of this launch; read where Q is smoothed
   Tensor out;            // like q
@@ -162,11 +125,10 @@ struct AttnParams {
 constexpr auto fields_of(const AttnParams*) {
   using Params = AttnParams;
   return fields(SAGE_STRUCT(AttnParams), SAGE_FIELD(q_hat), SAGE_FIELD(kv_hat), SAGE_FIELD(q_scale),
-                SAGE_FIELD(v_scale), SAGE_FIELD(v_mean), SAGE_FIELD(k_finite), SAGE_FIELD(v_finite),
-                SAGE_FIELD(row_bias), SAGE_FIELD(delta_s), SAGE_FIELD(out), SAGE_FIELD(lse), SAGE_FIELD(taken),
-                SAGE_FIELD(first_head), SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_q),
-                SAGE_FIELD(seqlen_kv), SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles),
-                SAGE_FIELD(dtype), SAGE_FIELD(num_heads));
+                SAGE_FIELD(v_scale), SAGE_FIELD(v_mean), SAGE_FIELD(row_bias), SAGE_FIELD(delta_s), SAGE_FIELD(out),
+                SAGE_FIELD(lse), SAGE_FIELD(taken), SAGE_FIELD(first_head), SAGE_FIELD(num_q_heads),
+                SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv), SAGE_FIELD(headdim),
+                SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles), SAGE_FIELD(dtype), SAGE_FIELD(num_heads));
 }
 
 }  // namespace sage

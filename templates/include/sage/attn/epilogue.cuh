@@ -17,24 +17,18 @@ template <class Config>
 struct ConstantsInMemory {
   const AttnParams& params;
   i64 channels, rows;  // of the KV head and of the query tile: their first
-  i32 k_finite;
 
   __device__ __forceinline__ ConstantsInMemory(const AttnParams& params_, const Work& work)
       : params(params_),
         channels(static_cast<i64>(work.kv_head) * Config::kHeadDim),
-        rows((static_cast<i64>(work.q_head) * params_.q_tiles + work.q_tile) * Config::kBlockM),
-        k_finite(params_.k_finite[work.kv_head]) {}
+        rows((static_cast<i64>(work.q_head) * params_.q_tiles + work.q_tile) * Config::kBlockM) {}
 
   __device__ __forceinline__ float row_bias(i32 row) const { return params.row_bias[rows + row]; }
-  __device__ __forceinline__ ptx::F32x2 v_scale(i32 channel) const { return pair<ptx::F32x2>(params.v_scale, channel); }
-  __device__ __forceinline__ ptx::F32x2 v_mean(i32 channel) const { return pair<ptx::F32x2>(params.v_mean, channel); }
-  __device__ __forceinline__ ptx::I32x2 v_finite(i32 channel) const {
-    return pair<ptx::I32x2>(params.v_finite, channel);
-  }
+  __device__ __forceinline__ ptx::F32x2 v_scale(i32 channel) const { return pair(params.v_scale, channel); }
+  __device__ __forceinline__ ptx::F32x2 v_mean(i32 channel) const { return pair(params.v_mean, channel); }
 
  private:
-  template <class Pair, class T>
-  __device__ __forceinline__ Pair pair(const T* of_channels, i32 channel) const {
+  __device__ __forceinline__ ptx::F32x2 pair(const float* of_channels, i32 channel) const {
     return {of_channels[channels + channel], of_channels[channels + channel + 1]};
   }
 };
@@ -146,28 +140,64 @@ __device__ __forceinline__ void round_output(const Accumulator& acc_o, u32 (&pai
   }
 }
 
+// What keys and values that are not finite spoil: a key the rows that see it, a value its channel of the rows that see it.
+// keys: that a row sees. Tile after tile, since few calls come here.
+template <class Config, i32 kRows, class Accumulator>
+__device__ __forceinline__ void spoil(const AttnParams& params, const Work& work, i32 lane, const i32 (&keys)[kRows],
+                                      bool (&row_spoilt)[kRows], Accumulator& acc_o) {
+#pragma unroll 1
+  for (i32 tile = 0; tile < work.tiles; ++tile) {
+    const KvLine& line = work.template line<Config>(params, tile);
+    const i32 first_key = tile * Config::kBlockN;
+    if (line.k_finite < Config::kBlockN) {
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) row_spoilt[r] |= keys[r] - first_key > line.k_finite;
+    }
+    if (line.group[0].v_factor < 0.0f) {
+      const u16* v_finite = work.template v_finite<Config>(params, tile) + 2 * (lane % 4);
+#pragma unroll
+      for (i32 n = 0; n < Config::kHeadDim / 8; ++n) {
+#pragma unroll
+        for (i32 c = 0; c < 2; ++c) {
+          const i32 finite = v_finite[8 * n + c];
+#pragma unroll
+          for (i32 r = 0; r < kRows; ++r) {
+            if (min(keys[r] - first_key, Config::kBlockN) > finite) acc_o[r / 2][n][2 * (r % 2) + c] = ptx::quiet_nan();
+          }
+        }
+      }
+    }
+  }
+}
+
 // rows.row_sum holds whole rows, and so does lse_sum, the sums of P for log-sum-exps; acc_o is finished in place. A row
-// that saw no key is zero, its log-sum-exp -inf.
+// that saw no key is zero, its log-sum-exp -inf. `spoilt`: whether a KV tile in sight holds what is not finite.
 template <class Config, class Rows, class Accumulator, class Constants, class Store>
 __device__ __forceinline__ void store_output(const AttnParams& params, const Work& work, i32 warp, i32 lane,
-                                             Accumulator& acc_o, const Rows& rows,
+                                             bool spoilt, Accumulator& acc_o, const Rows& rows,
                                              const float (&lse_sum)[Config::kWarpM / 8], const Constants& constants,
                                              const Store& store) {
   constexpr i32 kRows = Config::kWarpM / 8, kOTiles = Config::kHeadDim / 8;
   const i32 first = warp * Config::kWarpM;  // row of the query tile
 
+  i32 keys[kRows];  // that the row sees
+#pragma unroll
+  for (i32 r = 0; r < kRows; ++r) {
+    keys[r] = Work::key_limit<Config::kCausal>(params, work.first_row + first + lane / 4 + 8 * r);
+  }
+  bool row_spoilt[kRows] = {};
+  if (spoilt) spoil<Config>(params, work, lane, keys, row_spoilt, acc_o);
+
   // A query that is not finite, as row_bias tells, turns its row into NaN, and so does a key in sight; one that sees no key
   // has nothing to spoil.
   float factor[kRows];        // of O
   float unless_empty[kRows];  // of the mean of V: 1 where the row saw a key, since P sums to that
-  i32 keys[kRows];            // that the row sees
 #pragma unroll
   for (i32 r = 0; r < kRows; ++r) {
     const i32 own = first + lane / 4 + 8 * r, row = work.first_row + own;
-    keys[r] = Work::key_limit<Config::kCausal>(params, row);
     const float sum = rows.row_sum[r];
     float bias = constants.row_bias(own);
-    if (keys[r] > constants.k_finite || !(fabsf(bias) < ptx::infinity())) bias = ptx::quiet_nan();
+    if (row_spoilt[r] || !(fabsf(bias) < ptx::infinity())) bias = ptx::quiet_nan();
     if (keys[r] == 0) bias = 0.0f;
     factor[r] = (sum > 0.0f ? 1.0f / sum : 0.0f) + 0.0f * bias;
     unless_empty[r] = sum > 0.0f ? 1.0f : 0.0f;
@@ -188,26 +218,6 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
       float* value = &acc_o[r / 2][n][2 * (r % 2)];
       value[0] = value[0] * factor[r] * scale.x + mean.x * unless_empty[r];
       value[1] = value[1] * factor[r] * scale.y + mean.y * unless_empty[r];
-    }
-  }
-
-  // Channels of V that are not finite spoil the rows that see them. The lanes look at all channels together first.
-  i32 finite = kAllFinite;
-#pragma unroll
-  for (i32 channel = 2 * lane; channel < Config::kHeadDim; channel += 2 * kWarpSize) {
-    const ptx::I32x2 pair = constants.v_finite(channel);
-    finite = min(finite, min(pair.x, pair.y));
-  }
-  if (ptx::any(Work::key_limit<Config::kCausal>(params, work.first_row + first + Config::kWarpM - 1) > finite)) {
-#pragma unroll
-    for (i32 n = 0; n < kOTiles; ++n) {
-      const ptx::I32x2 pair = constants.v_finite(8 * n + 2 * (lane % 4));
-#pragma unroll
-      for (i32 r = 0; r < kRows; ++r) {
-        float* value = &acc_o[r / 2][n][2 * (r % 2)];
-        if (keys[r] > pair.x) value[0] = ptx::quiet_nan();
-        if (keys[r] > pair.y) value[1] = ptx::quiet_nan();
-      }
     }
   }
 

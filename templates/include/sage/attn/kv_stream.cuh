@@ -1,10 +1,12 @@
 // The KV tiles of one head on their way into shared memory, in order, each into the next of kStages slots.
-//   [kStages] KV tiles, laid out as tile/layout.cuh says
+//   [kStages] KV tiles up to their lines, laid out as tile/layout.cuh says
 //   sDelta [kStages][kBlockN] f32, delta_s of the query tile, where Q is smoothed
+//   for every warp whether it met a tile with something that is not finite, u32
 #pragma once
 
 #include "sage/attn/work.cuh"
 #include "sage/ptx/cp_async.cuh"
+#include "sage/ptx/shared.cuh"
 #include "sage/tile/layout.cuh"
 
 namespace sage {
@@ -22,7 +24,9 @@ class KvStream {
  public:
   using Layout = TileLayout<Config>;
   static constexpr i32 kDeltaBytes = Config::kSmoothQ ? Config::kBlockN * 4 : 0;
-  static constexpr i32 kBytes = Config::kStages * (Layout::kKvBytes + kDeltaBytes);  // of shared memory
+  static constexpr i32 kSlotBytes = Layout::kVFinite;
+  static constexpr i32 kSpoilt = Config::kStages * (kSlotBytes + kDeltaBytes);
+  static constexpr i32 kBytes = kSpoilt + ceil_div(kThreads / kWarpSize, 4) * 16;  // of shared memory
 
   __device__ __forceinline__ KvStream(const AttnParams& params, const Work& work, u32 shared) : first_(shared) {
     next_ =
@@ -31,6 +35,7 @@ class KvStream {
       const i64 row = static_cast<i64>(work.q_head - params.first_head) * params.q_tiles + work.q_tile;
       delta_ = params.delta_s + row * params.kv_tiles * Config::kBlockN + ptx::thread_index() * 4;
     }
+    if (ptx::thread_index() % kWarpSize == 0) ptx::store_shared_u32(own_spoilt(), 0);
   }
 
   // Issues the loads of the next tile and closes their group, which is empty where no such tile exists.
@@ -38,7 +43,7 @@ class KvStream {
     if (exists) {
       const u32 stage = stage_of(tile);
       copy_async<Layout::kKBytes, kThreads>(k(stage), next_);
-      if (threadIdx.x == 0) ptx::cp_async_16(k_scales(stage), next_ + Layout::kKScales);
+      if (threadIdx.x < KvLine::kLoaded / 16) ptx::cp_async_16(line(stage) + threadIdx.x * 16, next_ + Layout::kLine);
       copy_async<Layout::kVBytes, kThreads>(v(stage), next_ + Layout::kV);
       if constexpr (Config::kSmoothQ) {
         const float* delta_from = delta_ + static_cast<i64>(tile) * Config::kBlockN;
@@ -49,16 +54,27 @@ class KvStream {
     ptx::cp_async_commit();
   }
 
+  // By all lanes of a warp together. No register holds it.
+  __device__ __forceinline__ void note_spoilt() const {
+    if (ptx::thread_index() % kWarpSize == 0) ptx::store_shared_u32(own_spoilt(), 1);
+  }
+  __device__ __forceinline__ bool met_spoilt() const {
+    __syncwarp();
+    return ptx::load_shared_u32(own_spoilt()) != 0;
+  }
+
   __device__ __forceinline__ static u32 stage_of(i32 tile) { return static_cast<u32>(tile) % Config::kStages; }
 
-  __device__ __forceinline__ u32 k(u32 stage) const { return first_ + stage * Layout::kKvBytes; }
-  __device__ __forceinline__ u32 k_scales(u32 stage) const { return k(stage) + Layout::kKScales; }
+  __device__ __forceinline__ u32 k(u32 stage) const { return first_ + stage * kSlotBytes; }
+  __device__ __forceinline__ u32 line(u32 stage) const { return k(stage) + Layout::kLine; }
   __device__ __forceinline__ u32 v(u32 stage) const { return k(stage) + Layout::kV; }
   __device__ __forceinline__ u32 delta(u32 stage) const {
-    return first_ + Config::kStages * Layout::kKvBytes + stage * kDeltaBytes;
+    return first_ + Config::kStages * kSlotBytes + stage * kDeltaBytes;
   }
 
  private:
+  __device__ __forceinline__ u32 own_spoilt() const { return first_ + kSpoilt + ptx::thread_index() / kWarpSize * 4; }
+
   u32 first_;
   const u8* next_;      // this thread's bytes of the tile to load next
   const float* delta_;  // and of the first tile of delta_s

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "sage/attn/epilogue.cuh"
+#include "sage/attn/kv_facts.cuh"
 #include "sage/attn/kv_stream.cuh"
 #include "sage/attn/pv_mma.cuh"
 #include "sage/attn/scores.cuh"
@@ -29,7 +30,8 @@ class AttentionMma {
                        Fact{"largest_sum", kLargestSum}, Fact{"no_reference", kNoReference},
                        Fact{"smallest_scale", kSmallestScale}, Fact{"largest_folded", Product::kLargestFolded},
                        Fact{"score_bias", Softmax::kFolds ? kScoreBias : 0},
-                       Fact{"sums_rounded", !Product::kSumsInThreads}, Fact{"v_limit", Product::kVLimit});
+                       Fact{"sums_rounded", !Product::kSumsInThreads}, Fact{"v_typical", Product::kVTypical},
+                       Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit});
   }
 
   // Shared memory: sQ [kBlockM] rows, then the stages of the KV stream.
@@ -54,8 +56,8 @@ class AttentionMma {
     state.softmax.finish();
     const Work done = locate<Config>(params, ptx::block_index());
     const ConstantsInMemory<Config> constants(params, done);
-    store_output<Config>(params, done, warp, lane, state.acc_o, state.softmax, state.softmax.row_sum, constants,
-                         StoreFragments<Config>{});
+    store_output<Config>(params, done, warp, lane, stream.met_spoilt(), state.acc_o, state.softmax,
+                         state.softmax.row_sum, constants, StoreFragments<Config>{});
   }
 
  private:
@@ -90,7 +92,7 @@ class AttentionMma {
       typename Scores<Config>::Accumulator acc_s;
       scores.multiply(acc_s, stream.k(stage));
       // One scale of K too: that of its keys 8j + 2t and 8j + 2t + 1.
-      float scale = score_scale(q_scale, ptx::load_shared_f32(stream.k_scales(stage) + lane % 4 * 4));
+      float scale = score_scale(q_scale, fabsf(KvTileFacts(stream.line(stage), lane).k_scale));
       if constexpr (Config::kSmoothQ) {
         Scores<Config>::add_delta(acc_s, scale, stream.delta(stage), lane);
         scale = 1.0f;
@@ -106,7 +108,9 @@ class AttentionMma {
         rescale<Config>(acc_o, alpha);
         softmax.template exponentiate<false>(acc_s, scale, offset, p);
       }
-      Product::accumulate(acc_o, softmax.row_sum, p, stream.v(stage) + v_offset);
+      const KvTileFacts facts(stream.line(stage), lane);  // again: no register held them
+      if (facts.spoilt()) stream.note_spoilt();
+      Product::accumulate(acc_o, softmax.row_sum, p, stream.v(stage) + v_offset, fabsf(facts.v_factor));
     }
 
     __device__ __forceinline__ void mask(const AttnParams& params, i32 tile,

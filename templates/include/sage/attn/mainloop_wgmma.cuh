@@ -8,12 +8,14 @@
 // second runs, and exponentiates with neither of its own in flight: while products of FP8 read and write their registers,
 // other instructions run at a quarter of their rate. P·V of two tiles go into the same R, so that O takes every other one.
 // Where registers are short it waits for P·V before it issues Q·K (three consumers), or R takes one tile (a smoothed Q).
+// O and R count in v_factor of the last tile: a tile with another one, which few have, brings both to it.
 // V has eight more channels, of ones: their output is the sum of P as it was multiplied, rounded, by which O is divided. A
 // log-sum-exp, where it is wanted, takes the sum of P before that.
 // Source: SageAttention2, Algorithm 1; "FlashAttention-3", section 3.1, for warps with roles.
 #pragma once
 
 #include "sage/attn/epilogue.cuh"
+#include "sage/attn/kv_facts.cuh"
 #include "sage/attn/pv_mma.cuh"
 #include "sage/attn/scores.cuh"
 #include "sage/attn/softmax_wgmma.cuh"
@@ -33,19 +35,13 @@ namespace sage {
 
 constexpr i32 kWarpgroup = 4 * kWarpSize;
 
-// What the producer tells the consumers of a query tile.
-struct QueryTile {
-  Work work;
-  i32 k_finite;  // as in AttnParams, of the KV head
-};
-
 // In place of a query tile's number of KV tiles: there is no query tile any more, nor anything else in the buffer.
 constexpr i32 kNoMoreTiles = -1;
 
 // Shared memory of a block; every matrix starts at a multiple of 1024 bytes.
-//   [2] query buffers: sQ [kBlockM] rows of s8; v_scale, v_mean f32 and v_finite i32 of its KV head, [kHeadDim] each; then
-//     q_scale [kBlockM / kWarpM][8] and row_bias [kBlockM] f32; a QueryTile
-//   [kStages] slots: K̂ and V̂ of a KV tile (tile/layout.cuh), [8][kBlockN] ones, the scales of K, and where Q is smoothed
+//   [2] query buffers: sQ [kBlockM] rows of s8; v_scale and v_mean of its KV head, f32, [kHeadDim] each; then q_scale
+//     [kBlockM / kWarpM][8] and row_bias [kBlockM] f32; where the query tile is
+//   [kStages] slots: K̂ and V̂ of a KV tile (tile/layout.cuh), [8][kBlockN] ones, the tile's line, and where Q is smoothed
 //     delta_s of the query tile for these keys
 //   for every warp its rows of O, on their way to memory
 //   barriers, 8 bytes each: full and empty of every query buffer, then of every slot
@@ -55,15 +51,15 @@ struct WgmmaShared {
   using Layout = TileLayout<Config>;
   static constexpr i32 kChannels = Layout::kQBytes;  // in a query buffer
   static constexpr i32 kChannelBytes = Config::kHeadDim * 4;
-  static constexpr i32 kQScales = kChannels + 3 * kChannelBytes;
+  static constexpr i32 kQScales = kChannels + 2 * kChannelBytes;
   static constexpr i32 kQScalesBytes = Config::kBlockM / Config::kWarpM * kRowGroups * 4;
   static constexpr i32 kRowBias = kQScales + kQScalesBytes, kRowBiasBytes = Config::kBlockM * 4;
   static constexpr i32 kQueryTile = kRowBias + kRowBiasBytes;
-  static constexpr i32 kQueryBytes = ceil_div<i32>(kQueryTile + sizeof(QueryTile), 1024) * 1024;
+  static constexpr i32 kQueryBytes = ceil_div<i32>(kQueryTile + sizeof(Work), 1024) * 1024;
   static constexpr i32 kOnes = Layout::kV + Layout::kVBytes;  // in a slot: as eight more rows of V
   static constexpr i32 kOnesBytes = 8 * Config::kBlockN;
-  static constexpr i32 kKScales = kOnes + kOnesBytes, kKScalesBytes = kKeyGroups * 4;
-  static constexpr i32 kDelta = kKScales + kScalesLine, kDeltaBytes = Config::kSmoothQ ? Config::kBlockN * 4 : 0;
+  static constexpr i32 kLine = kOnes + kOnesBytes;
+  static constexpr i32 kDelta = kLine + KvLine::kBytes, kDeltaBytes = Config::kSmoothQ ? Config::kBlockN * 4 : 0;
   static constexpr i32 kSlotBytes = ceil_div(kDelta + kDeltaBytes, 1024) * 1024;
   static constexpr i32 kSlots = 2 * kQueryBytes, kOutputRows = kSlots + Config::kStages * kSlotBytes;
   static constexpr i32 kBarriers = kOutputRows + Config::kBlockM / Config::kWarpM * StoreWholeRows<Config>::kBytes;
@@ -76,8 +72,8 @@ struct WgmmaShared {
 
   __device__ __forceinline__ explicit WgmmaShared(u8* bytes_) : bytes(bytes_), first(ptx::shared_address(bytes_)) {}
 
-  __device__ __forceinline__ QueryTile& query_tile(i32 buffer) const {
-    return *reinterpret_cast<QueryTile*>(bytes + buffer * kQueryBytes + kQueryTile);
+  __device__ __forceinline__ Work& query_tile(i32 buffer) const {
+    return *reinterpret_cast<Work*>(bytes + buffer * kQueryBytes + kQueryTile);
   }
   __device__ __forceinline__ float& one() const { return *reinterpret_cast<float*>(bytes + kOne); }
   __device__ __forceinline__ StoreWholeRows<Config> rows(i32 warp) const {
@@ -110,7 +106,6 @@ struct RingPlace {
 template <class Shared>
 struct ConstantsInShared {
   u32 query;
-  i32 k_finite;
 
   __device__ __forceinline__ float row_bias(i32 row) const {
     return ptx::load_shared_f32(query + Shared::kRowBias + row * 4);
@@ -120,9 +115,6 @@ struct ConstantsInShared {
   }
   __device__ __forceinline__ ptx::F32x2 v_mean(i32 channel) const {
     return ptx::load_shared_f32x2(query + Shared::kChannels + Shared::kChannelBytes + channel * 4);
-  }
-  __device__ __forceinline__ ptx::I32x2 v_finite(i32 channel) const {
-    return ptx::load_shared_i32x2(query + Shared::kChannels + 2 * Shared::kChannelBytes + channel * 4);
   }
 };
 
@@ -140,7 +132,8 @@ class AttentionWgmma {
     return sage::facts(Fact{"threads", kThreads}, Fact{"shared_bytes", Shared::kBytes}, Fact{"p_top", Product::kTop},
                        Fact{"lazy_rise", Product::kLazyRise}, Fact{"whole_reference", Product::kWholeReference},
                        Fact{"room", kRoom}, Fact{"most_fall", kMostFall}, Fact{"no_reference", kNoReference},
-                       Fact{"smallest_scale", kSmallestScale}, Fact{"v_limit", Product::kVLimit});
+                       Fact{"smallest_scale", kSmallestScale}, Fact{"v_typical", Product::kVTypical},
+                       Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit});
   }
 
   __device__ __forceinline__ static void run(const AttnParams& params, u8* shared_bytes) {
@@ -217,10 +210,8 @@ class AttentionWgmma {
 #pragma unroll 1
     while (!queue.ended()) {
       const Work work = locate<Config>(params, queue.index());
-      const i32 k_finite = params.k_finite[work.kv_head];
       ptx::mbarrier_wait(shared.query_empty(query.index), query.phase ^ 1);  // at once in the first round
-      shared.query_tile(query.index).work = work;
-      shared.query_tile(query.index).k_finite = k_finite;
+      shared.query_tile(query.index) = work;
       load_query(params, shared, work, query.index);
       query.advance();
       queue.advance();
@@ -232,7 +223,7 @@ class AttentionWgmma {
     }
     queue.close();
     ptx::mbarrier_wait(shared.query_empty(query.index), query.phase ^ 1);
-    shared.query_tile(query.index).work.tiles = kNoMoreTiles;
+    shared.query_tile(query.index).tiles = kNoMoreTiles;
     ptx::mbarrier_arrive(shared.query_full(query.index));
   }
 
@@ -241,14 +232,13 @@ class AttentionWgmma {
     const i64 q_tile = static_cast<i64>(work.q_head) * params.q_tiles + work.q_tile;
     const i64 channel = static_cast<i64>(work.kv_head) * Config::kHeadDim;
     const u32 full = shared.query_full(buffer), to = shared.query(buffer), channels = to + Shared::kChannels;
-    ptx::mbarrier_arrive_expect_tx(full, Layout::kQBytes + (Config::kSmoothV ? 3 : 2) * Shared::kChannelBytes +
+    ptx::mbarrier_arrive_expect_tx(full, Layout::kQBytes + (Config::kSmoothV ? 2 : 1) * Shared::kChannelBytes +
                                              Shared::kQScalesBytes + Shared::kRowBiasBytes);
     ptx::bulk_copy(to, params.q_hat + q_tile * Layout::kQBytes, Layout::kQBytes, full);
     ptx::bulk_copy(channels, params.v_scale + channel, Shared::kChannelBytes, full);
     if constexpr (Config::kSmoothV) {
       ptx::bulk_copy(channels + Shared::kChannelBytes, params.v_mean + channel, Shared::kChannelBytes, full);
     }
-    ptx::bulk_copy(channels + 2 * Shared::kChannelBytes, params.v_finite + channel, Shared::kChannelBytes, full);
     ptx::bulk_copy(to + Shared::kQScales, params.q_scale + q_tile * (Shared::kQScalesBytes / 4), Shared::kQScalesBytes,
                    full);
     ptx::bulk_copy(to + Shared::kRowBias, params.row_bias + q_tile * Config::kBlockM, Shared::kRowBiasBytes, full);
@@ -258,9 +248,9 @@ class AttentionWgmma {
                                                    i32 tile, i32 stage) {
     const u8* from = params.kv_hat + (static_cast<i64>(work.kv_head) * params.kv_tiles + tile) * Layout::kKvBytes;
     const u32 slot = shared.slot(stage), full = shared.full(stage);
-    ptx::mbarrier_arrive_expect_tx(full, Layout::kKScales + Shared::kKScalesBytes + Shared::kDeltaBytes);
-    ptx::bulk_copy(slot, from, Layout::kKScales, full);
-    ptx::bulk_copy(slot + Shared::kKScales, from + Layout::kKScales, Shared::kKScalesBytes, full);
+    ptx::mbarrier_arrive_expect_tx(full, Layout::kLine + KvLine::kLoaded + Shared::kDeltaBytes);
+    ptx::bulk_copy(slot, from, Layout::kLine, full);
+    ptx::bulk_copy(slot + Shared::kLine, from + Layout::kLine, KvLine::kLoaded, full);
     if constexpr (Config::kSmoothQ) {
       const i64 row = static_cast<i64>(work.q_head - params.first_head) * params.q_tiles + work.q_tile;
       const float* delta = params.delta_s + (row * params.kv_tiles + tile) * Config::kBlockN;
@@ -290,6 +280,13 @@ class AttentionWgmma {
     give_turn(consumer, never);
   }
 
+  // What was written in front of this is executed in front of it: a wait for a slot that is full already is a loop, and the
+  // compiler moves no arithmetic behind one. It would move the additions to O behind the scores' wait, from where the tensor
+  // cores work to where they wait. Only where it does: the loop itself costs 2 % where consumers take turns.
+  __device__ __forceinline__ static void keep_in_front(const Shared& shared, const Place& place) {
+    ptx::mbarrier_wait(shared.full(place.index), place.phase);
+  }
+
   // What a warp carries from KV tile to KV tile.
   struct State {
     i32 consumer;
@@ -302,7 +299,10 @@ class AttentionWgmma {
     float exact_sum[kRows] = {};  // of this thread's P before it is rounded; only where a log-sum-exp is wanted
     typename Softmax::Scores acc_s;
     typename Product::Operand p;
-    i32 previous;  // slot of the tile whose P this is
+    i32 previous;    // slot of the tile whose P this is
+    float v_factor;  // of that tile
+    float o_factor;  // in which O counts: v_factor when R is added
+    u32 signs = 0;   // of the tiles' facts, in the sign bit: whether one held what is not finite
   };
 
   __device__ __forceinline__ static void consume(const AttnParams& params, const Shared& shared, i32 consumer) {
@@ -313,8 +313,7 @@ class AttentionWgmma {
 #pragma unroll 1
     while (true) {
       ptx::mbarrier_wait(shared.query_full(query.index), query.phase);
-      const QueryTile& query_tile = shared.query_tile(query.index);
-      const Work& work = query_tile.work;
+      const Work& work = shared.query_tile(query.index);
       if (work.tiles == kNoMoreTiles) break;
       const u32 from = shared.query(query.index);
       State state;
@@ -331,8 +330,9 @@ class AttentionWgmma {
       for (i32 r = 0; r < kRows; ++r) lse_sum[r] = ptx::sum_over_lanes<4>(state.exact_sum[r]);
       // Read anew: no register holds what follows from it till here.
       const i32 thread = ptx::thread_index() - kWarpgroup;
-      store_output<Config>(params, work, thread / kWarpSize, thread % kWarpSize, state.acc_o, state.softmax, lse_sum,
-                           ConstantsInShared<Shared>{from, query_tile.k_finite}, shared.rows(thread / kWarpSize));
+      store_output<Config>(params, work, thread / kWarpSize, thread % kWarpSize, static_cast<i32>(state.signs) < 0,
+                           state.acc_o, state.softmax, lse_sum, ConstantsInShared<Shared>{from},
+                           shared.rows(thread / kWarpSize));
       ptx::mbarrier_arrive(shared.query_empty(query.index));
       query.advance();
     }
@@ -344,16 +344,19 @@ class AttentionWgmma {
   __device__ __forceinline__ static void attend(const AttnParams& params, const Shared& shared, const Work& work,
                                                 i32 warp, i32 lane, Place& place, State& state) {
     start_scores(shared, place, state);
-    const float scale = read_scale(shared, lane, place, state);
+    const Place here = place;
+    place.advance();
+    const float scale = score_scale(facts_of(shared, lane, here), state);
     ptx::wgmma_wait<0>();
     float own_largest[kRows];
     if (work.full_tiles > 0) {
-      finish_scores<false>(params, shared, work, warp, lane, 0, scale, place, state, own_largest);
-      exponentiate<kLse, false, true>(shared, lane, scale, own_largest, place, state);
+      finish_scores<false>(params, shared, work, warp, lane, 0, scale, here, state, own_largest);
+      exponentiate<kLse, false, true>(shared, lane, scale, own_largest, here, state);
     } else {
-      finish_scores<true>(params, shared, work, warp, lane, 0, scale, place, state, own_largest);
-      exponentiate<kLse, true, true>(shared, lane, scale, own_largest, place, state);
+      finish_scores<true>(params, shared, work, warp, lane, 0, scale, here, state, own_largest);
+      exponentiate<kLse, true, true>(shared, lane, scale, own_largest, here, state);
     }
+    state.o_factor = state.v_factor;
     const i32 full_tiles = ptx::uniform(work.full_tiles), tiles = ptx::uniform(work.tiles);
     i32 tile = 1;
     if constexpr (kPairs) {
@@ -366,11 +369,13 @@ class AttentionWgmma {
 #pragma unroll 1
       for (; tile < full_tiles; ++tile) step<kLse, false, kAlone>(params, shared, work, warp, lane, tile, place, state);
     }
+    if constexpr (kPairs) change_factor(state);
 #pragma unroll 1
     for (; tile < tiles; ++tile) step<kLse, true, kAlone>(params, shared, work, warp, lane, tile, place, state);
     start_output<kAlone>(shared, state);
     finish_output<0>(shared, state);
     add_output(state);
+    scale_output(state.o_factor, state);
   }
 
   // The output of the tile before, and P of this one.
@@ -381,19 +386,24 @@ class AttentionWgmma {
     start_output<kSum>(shared, state);
     if constexpr (!kTogether) finish_output<0>(shared, state);
     start_scores(shared, place, state);
-    const float scale = read_scale(shared, lane, place, state);
+    const Place here = place;
+    place.advance();
+    const float scale = score_scale(facts_of(shared, lane, here), state);
     if constexpr (kTogether) finish_output<1>(shared, state);
+    const float r_factor = state.v_factor;
     float pending[kRows];
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) pending[r] = state.alpha[r];
     if constexpr (kSum != kOpens) add_output(state);
+    if constexpr (kSum == kCloses && !kTogether && !kLse) keep_in_front(shared, here);
     ptx::wgmma_wait<0>();
     float own_largest[kRows];
-    finish_scores<kMasked>(params, shared, work, warp, lane, tile, scale, place, state, own_largest);
+    finish_scores<kMasked>(params, shared, work, warp, lane, tile, scale, here, state, own_largest);
     end_turn(state.consumer, own_largest);
     // Where the P·V above opened R, R takes this tile too: references may rise, and do not restart.
-    exponentiate<kLse, kMasked, kSum != kOpens>(shared, lane, scale, own_largest, place, state);
-    if constexpr (kSum == kOpens) rescale_sum(pending, state);
+    exponentiate<kLse, kMasked, kSum != kOpens>(shared, lane, scale, own_largest, here, state);
+    if constexpr (kSum == kOpens) rescale_sum(pending, r_factor, state);
+    if constexpr (kSum == kAlone) change_factor(state);
   }
 
   // Issues Q·K of the next tile.
@@ -410,24 +420,47 @@ class AttentionWgmma {
     ptx::wgmma_commit();
   }
 
-  // The scale of this thread's scores in the next tile.
-  __device__ __forceinline__ static float read_scale(const Shared& shared, i32 lane, const Place& place,
-                                                     const State& state) {
-    const float k_scale = ptx::load_shared_f32(shared.slot(place.index) + Shared::kKScales + lane % 4 * 4);
-    return fmaxf(state.q_scale * k_scale, kSmallestScale);
+  // What the line of the next tile says. Read twice, since no register holds it over a turn.
+  __device__ __forceinline__ static KvTileFacts facts_of(const Shared& shared, i32 lane, const Place& place) {
+    return {shared.slot(place.index) + Shared::kLine, lane};
   }
 
-  // R outlives the next tile: brings it to the references that the softmax of that tile raised, which it seldom does.
-  __device__ __forceinline__ static void rescale_sum(const float (&pending)[kRows], State& state) {
-    bool raised = false;
+  // The scale of this thread's scores in that tile.
+  __device__ __forceinline__ static float score_scale(const KvTileFacts& facts, const State& state) {
+    return fmaxf(state.q_scale * fabsf(facts.k_scale), kSmallestScale);
+  }
+
+  // R outlives the next tile: brings it to the references that the softmax of that tile raised, and with O to the factor of
+  // its V; both seldom change. r_factor: in which R counts.
+  __device__ __forceinline__ static void rescale_sum(const float (&pending)[kRows], float r_factor, State& state) {
+    bool moved = state.v_factor != r_factor || state.v_factor != state.o_factor;
 #pragma unroll
-    for (i32 r = 0; r < kRows; ++r) raised |= state.alpha[r] != 1.0f;
-    if (ptx::any(raised)) {
+    for (i32 r = 0; r < kRows; ++r) moved |= state.alpha[r] != 1.0f;
+    if (ptx::any(moved)) {
+      const float ratio = r_factor * reciprocal_of_power_of_two(state.v_factor);
 #pragma unroll
-      for (i32 i = 0; i < kOutputs + 4; ++i) state.acc_r[i] *= state.alpha[i % 4 / 2];
+      for (i32 i = 0; i < kOutputs; ++i) state.acc_r[i] *= state.alpha[i % 4 / 2] * ratio;
+#pragma unroll
+      for (i32 i = kOutputs; i < kOutputs + 4; ++i) state.acc_r[i] *= state.alpha[i % 4 / 2];
+      change_factor(state);
     }
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) state.alpha[r] *= pending[r];
+  }
+
+  // Brings O to the factor of the tile whose P this is.
+  __device__ __forceinline__ static void change_factor(State& state) {
+    if (state.o_factor == state.v_factor) return;
+    scale_output(state.o_factor * reciprocal_of_power_of_two(state.v_factor), state);
+    state.o_factor = state.v_factor;
+  }
+
+  __device__ __forceinline__ static void scale_output(float factor, State& state) {
+#pragma unroll
+    for (i32 n = 0; n < Config::kHeadDim / 8; ++n) {
+#pragma unroll
+      for (i32 c = 0; c < 4; ++c) state.acc_o[0][n][c] *= factor;
+    }
   }
 
   // Issues P·V, ones included.
@@ -485,17 +518,20 @@ class AttentionWgmma {
   // in front of the end of the turn, and so no exponential does.
   template <bool kLse, bool kMasked, bool kRestart>
   __device__ __forceinline__ static void exponentiate(const Shared& shared, i32 lane, float scale,
-                                                      const float (&own_largest)[kRows], Place& place, State& state) {
+                                                      const float (&own_largest)[kRows], const Place& place,
+                                                      State& state) {
     constexpr bool kFinished = kMasked || Config::kSmoothQ;
     state.softmax.template move_references<kRestart>(own_largest, Config::kSmoothQ ? 1.0f : scale, state.alpha);
-    if constexpr (!Config::kSmoothQ) scale = read_scale(shared, lane, place, state);
+    const KvTileFacts facts = facts_of(shared, lane, place);
+    state.v_factor = fabsf(facts.v_factor);
+    state.signs |= facts.signs();
+    if constexpr (!Config::kSmoothQ) scale = score_scale(facts, state);
     else if constexpr (kTogether) scale = ptx::load_shared_f32(shared.first + Shared::kOne);
     else scale = 1.0f;
     state.softmax.template exponentiate<kFinished>(state.acc_s, scale);
     if constexpr (kLse) state.softmax.add(state.acc_s, state.alpha, state.exact_sum);
     state.softmax.pack(state.acc_s, state.p);
     state.previous = place.index;
-    place.advance();
   }
 
   // Scores as f32: where Q is smoothed, with delta_s added and in log2 units, so that their scale is one from there on.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sage/attn/softmax.cuh"
+#include "sage/numerics/scale.cuh"
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/math.cuh"
 #include "sage/ptx/mma.cuh"
@@ -49,7 +50,8 @@ struct PvF16 {
   static constexpr float kLazyFall = 0.0f;
   static constexpr float kLargestFolded = 1.0f;
   static constexpr bool kSumsInThreads = false;
-  static constexpr float kVLimit = 0.0f;  // V̂ has a power of two for its scale, whatever its values
+  // V̂ has powers of two for its scales, and all bits of a bf16 down to 2^-14: few tiles need a factor of their own.
+  static constexpr float kVTypical = 0.0f, kVLeast = 0x1p-4f, kVLimit = 0x1p15f;
 
   using Operand = u32[kMTiles][kSteps][4];
 
@@ -62,8 +64,10 @@ struct PvF16 {
   // 16 keys by two chunks of 8 channels, keys first.
   __device__ __forceinline__ static u32 offset(i32 lane) { return Rows::offset(lane % 16, lane / 16); }
 
+  // v_factor: of the tile; O persists in the accumulators of the products, which are brought to the tile's unit and back.
   __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>& row_sum,
-                                                    const Operand& p, u32 v_row) {
+                                                    const Operand& p, u32 v_row, float v_factor) {
+    if (v_factor != 1.0f) rescale_all(acc_o, reciprocal_of_power_of_two(v_factor));
 #pragma unroll
     for (i32 m = 0; m < kMTiles; ++m) {
       const float zero[4] = {};
@@ -88,13 +92,21 @@ struct PvF16 {
         }
       }
     }
+    if (v_factor != 1.0f) rescale_all(acc_o, v_factor);
   }
 
  private:
   static constexpr u32 kOnes = 0x3c003c00;  // twice 1.0
+
+  __device__ __forceinline__ static void rescale_all(OutputAccumulator<Config>& acc_o, float factor) {
+    float of_rows[Config::kWarpM / 8];
+#pragma unroll
+    for (float& of_row : of_rows) of_row = factor;
+    rescale<Config>(acc_o, of_rows);
+  }
 };
 
-// P and V in e4m3, two-level accumulation: the product of one tile in a fresh accumulator R, then O += R in f32. R in f32
+// P and V in e4m3, two-level accumulation: the product of one tile in a fresh accumulator R, then O += v_factor · R in f32. R in f32
 // keeps 13 mantissa bits. R in f16 runs at twice the rate on some chips; V̂ is scaled to 4.5 then, so that no sum of a
 // tile leaves f16. Keys of V̂ are ordered as key_of_column() says, channels are its rows.
 // Source: SageAttention2, section 3.4; SageAttention2++.
@@ -114,8 +126,10 @@ struct PvE4m3 {
   static constexpr float kLazyFall = 6.0f;
   static constexpr float kLargestFolded = 0.015625f;
   static constexpr bool kSumsInThreads = true;
-  // The largest V̂: that of e4m3, or with P up to 224, a tile of 64 keys and sums in f16, what no sum leaves f16 with.
-  static constexpr float kVLimit = kF16Accum ? 4.5f : 448.0f;
+  // The largest V̂: that of e4m3, or with P up to 224, a tile of 64 keys and sums in f16, what no sum leaves f16 with. Above the
+  // mean magnitude there is room for 40 times that, or 12.
+  static constexpr float kVLimit = kF16Accum ? 4.5f : 448.0f, kVLeast = kVLimit / 32;
+  static constexpr float kVTypical = kF16Accum ? 0.375f : 11.0f;  // e4m3 holds both: a constant channel stays exact
 
   using Operand = u32[kMTiles][kSteps][4];
 
@@ -127,7 +141,7 @@ struct PvE4m3 {
   __device__ __forceinline__ static u32 offset(i32 lane) { return Rows::offset(lane % 8, lane / 8); }
 
   __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>&,
-                                                    const Operand& p, u32 v_row) {
+                                                    const Operand& p, u32 v_row, float v_factor) {
 #pragma unroll
     for (i32 n = 0; n < kOTiles; ++n) {
       u32 v[2 * kSteps];
@@ -141,7 +155,7 @@ struct PvE4m3 {
         float r[4];
         multiply(r, p[m], v);
 #pragma unroll
-        for (i32 c = 0; c < 4; ++c) acc_o[m][n][c] += r[c];
+        for (i32 c = 0; c < 4; ++c) acc_o[m][n][c] = fmaf(r[c], v_factor, acc_o[m][n][c]);
       }
     }
   }

@@ -4,6 +4,7 @@
 
 #include "sage/params.cuh"
 #include "sage/ptx/special.cuh"
+#include "sage/tile/layout.cuh"
 
 namespace sage {
 
@@ -19,6 +20,20 @@ struct Work {
   __device__ __forceinline__ u16* output_row(const AttnParams& params, i32 row) const {
     const Strides& stride = params.out.stride;
     return static_cast<u16*>(params.out.data) + batch * stride.batch + head * stride.head + row * stride.row;
+  }
+
+  // A KV tile as the quantizer left it.
+  template <class Config>
+  __device__ __forceinline__ const u8* kv_tile(const AttnParams& params, i32 tile) const {
+    return params.kv_hat + (static_cast<i64>(kv_head) * params.kv_tiles + tile) * TileLayout<Config>::kKvBytes;
+  }
+  template <class Config>
+  __device__ __forceinline__ const KvLine& line(const AttnParams& params, i32 tile) const {
+    return *reinterpret_cast<const KvLine*>(kv_tile<Config>(params, tile) + TileLayout<Config>::kLine);
+  }
+  template <class Config>
+  __device__ __forceinline__ const u16* v_finite(const AttnParams& params, i32 tile) const {
+    return reinterpret_cast<const u16*>(kv_tile<Config>(params, tile) + TileLayout<Config>::kVFinite);
   }
 
   // Keys that a query row sees: those below the limit. Full attention is a diagonal that lies beyond the last key.

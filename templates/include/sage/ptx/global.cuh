@@ -1,10 +1,28 @@
-// Global memory, 16 bytes at once: the compiler splits what it stores under a predicate.
-// Source: PTX ISA, "st".
+// Global memory, 16 bytes at once, under a predicate: the compiler would branch around a load, and split a store.
+// Source: PTX ISA, "ld" and "st".
 #pragma once
 
 #include "sage/ptx/shared.cuh"
 
 namespace sage::ptx {
+
+// `address`: a multiple of 16. Zeros where `exists` is false.
+__device__ __forceinline__ U32x4 load_global_u32x4(const void* address, bool exists) {
+  U32x4 x;
+  asm volatile(
+      "{\n"
+      "  .reg .pred exists;\n"
+      "  setp.ne.s32 exists, %5, 0;\n"
+      "  mov.b32 %0, 0;\n"
+      "  mov.b32 %1, 0;\n"
+      "  mov.b32 %2, 0;\n"
+      "  mov.b32 %3, 0;\n"
+      "  @exists ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+      : "l"(address), "r"(static_cast<i32>(exists)));
+  return x;
+}
 
 // `address`: a multiple of 16.
 __device__ __forceinline__ void store_global_u32x4(void* address, const U32x4& x) {

@@ -71,6 +71,31 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return y;
 }
 
+// The larger, or the smaller, of two pairs, each; NaN where one of two is.
+__device__ __forceinline__ u32 max_nan_bf16x2(u32 a, u32 b) {
+  u32 y;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+__device__ __forceinline__ u32 max_nan_f16x2(u32 a, u32 b) {
+  u32 y;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+__device__ __forceinline__ u32 min_nan_bf16x2(u32 a, u32 b) {
+  u32 y;
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+__device__ __forceinline__ u32 min_nan_f16x2(u32 a, u32 b) {
+  u32 y;
+  asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
 // Bytes of two words: byte i of the result is the byte that hexadecimal digit i of the selector names, 0-3 of a, 4-7 of b.
 __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 selector) {
   u32 y;

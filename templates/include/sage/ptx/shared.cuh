@@ -1,5 +1,5 @@
 // Shared memory by the 32-bit addresses that instructions take.
-// Source: PTX ISA, "ld"; CUDA programming guide, "Address Space Conversion Functions".
+// Source: PTX ISA, "ld" and "st"; CUDA programming guide, "Address Space Conversion Functions".
 #pragma once
 
 #include "sage/types.cuh"
@@ -17,14 +17,14 @@ __device__ __forceinline__ float load_shared_f32(u32 shared) {
   return x;
 }
 
-struct I32x2 {
-  i32 x, y;
-};
+__device__ __forceinline__ u32 load_shared_u32(u32 shared) {
+  u32 x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(shared) : "memory");
+  return x;
+}
 
-__device__ __forceinline__ I32x2 load_shared_i32x2(u32 shared) {
-  I32x2 pair;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(pair.x), "=r"(pair.y) : "r"(shared));
-  return pair;
+__device__ __forceinline__ void store_shared_u32(u32 shared, u32 x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
 }
 
 struct F32x2 {

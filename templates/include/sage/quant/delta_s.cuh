@@ -4,7 +4,7 @@
 // Source: SageAttention2, section 3.1.
 #pragma once
 
-#include "sage/quant/arithmetic.cuh"
+#include "sage/numerics/arithmetic.cuh"
 #include "sage/quant/source.cuh"
 
 namespace sage {
@@ -34,13 +34,10 @@ struct DeltaS {
   const DeltaParams& params;
   Operands& operands;  // shared
 
-  __device__ __forceinline__ void run() const {
-    if (params.aligned) run<true>();
-    else run<false>();
-  }
+  __device__ __forceinline__ void run() const { run_with_rows(*this, params.aligned, params.dtype); }
 
   // blockIdx.x: keys fastest, then query tiles, then query heads.
-  template <bool kAligned>
+  template <Rows kSource>
   __device__ __forceinline__ void run() const {
     const i32 key_blocks = ceil_div(params.columns, kTile), tile_blocks = ceil_div(params.q_tiles, kTile);
     const i32 first_key = blockIdx.x % key_blocks * kTile;
@@ -51,7 +48,7 @@ struct DeltaS {
     const i32 q_head = params.first_head + head;
     const i32 batch = q_head / params.num_q_heads;
     const i32 kv_head = q_head % params.num_q_heads / (params.num_q_heads / params.num_kv_heads);
-    const Source<kAligned> source(params.k, batch, kv_head, params.seqlen_kv, params.headdim, params.dtype);
+    const Source<kSource> source(params.k, batch, kv_head, params.seqlen_kv, params.headdim, params.dtype);
     const float* q_mean = params.q_mean + static_cast<i64>(q_head) * params.q_tiles * Config::kHeadDim;
     const float* k_mean = params.k_mean + (static_cast<i64>(batch) * params.num_kv_heads + kv_head) * Config::kHeadDim;
 

@@ -1,7 +1,8 @@
-// Reading the caller's tensors: eight channels of a row at a time, in f32, with zeros for what does not exist.
+// Reading the caller's tensors: eight channels of a row at a time, in f32.
 #pragma once
 
 #include "sage/params.cuh"
+#include "sage/ptx/global.cuh"
 #include "sage/ptx/math.cuh"
 
 namespace sage {
@@ -12,48 +13,136 @@ struct alignas(16) Raw {
   u32 word[kVector / 2];
 };
 
-// kAligned: every row starts at a multiple of 16 bytes and headdim is a multiple of kVector, so one load takes it all.
-template <bool kAligned>
+// What is known of a tensor's rows when a kernel is compiled: that each starts at a multiple of 16 bytes and holds whole
+// vectors, of which type, so that one load takes eight channels and nothing branches; or nothing.
+enum class Rows { kBf16, kF16, kAny };
+
+template <Rows kSource>
 struct Source {
-  const u16* head;  // first row of one head
-  i64 row_stride;
+  const u8* head;  // first row of one head
+  i64 row_bytes;   // from row to row
   i32 rows;
   i32 headdim;
   Dtype dtype;
 
   __device__ __forceinline__ Source(const Tensor& tensor, i32 batch, i32 head_index, i32 rows_, i32 headdim_,
                                     Dtype dtype_)
-      : head(static_cast<const u16*>(tensor.data) + batch * tensor.stride.batch + head_index * tensor.stride.head),
-        row_stride(tensor.stride.row),
+      : head(static_cast<const u8*>(tensor.data) +
+             (batch * tensor.stride.batch + head_index * tensor.stride.head) * sizeof(u16)),
+        row_bytes(tensor.stride.row * sizeof(u16)),
         rows(rows_),
         headdim(headdim_),
         dtype(dtype_) {}
 
+  // Zeros for channels that do not exist. In place of a row that does not exist the last that does: nobody sees it, and it
+  // changes no maximum of a whole tile.
   __device__ __forceinline__ Raw load(i32 row, i32 channel) const {
+    const u8* from = head + channel * sizeof(u16) + min(row, rows - 1) * row_bytes;
+    if constexpr (kSource != Rows::kAny) {
+      const ptx::U32x4 words = ptx::load_global_u32x4(from, channel < headdim);
+      return {words.x, words.y, words.z, words.w};
+    }
     Raw raw = {};
-    if (row >= rows) return raw;
-    const u16* from = head + row * row_stride + channel;
-    if constexpr (kAligned) {
-      if (channel < headdim) raw = *reinterpret_cast<const Raw*>(from);
-    } else {
 #pragma unroll
-      for (i32 i = 0; i < kVector; ++i) {
-        if (channel + i < headdim) raw.word[i / 2] |= static_cast<u32>(from[i]) << 16 * (i % 2);
+    for (i32 i = 0; i < kVector; ++i) {
+      if (channel + i < headdim) {
+        raw.word[i / 2] |= static_cast<u32>(reinterpret_cast<const u16*>(from)[i]) << 16 * (i % 2);
       }
     }
     return raw;
   }
 
-  // The branch is uniform over the grid.
+  // A branch on it is uniform over the grid, where one is left.
+  __device__ __forceinline__ bool is_bf16() const {
+    return kSource == Rows::kBf16 || (kSource == Rows::kAny && dtype == Dtype::kBf16);
+  }
+
   __device__ __forceinline__ void convert(const Raw& raw, float (&x)[kVector]) const {
-    if (dtype == Dtype::kBf16) {
 #pragma unroll
-      for (i32 i = 0; i < kVector; ++i) x[i] = ptx::f32_from_bf16(static_cast<u16>(raw.word[i / 2] >> 16 * (i % 2)));
+    for (i32 w = 0; w < kVector / 2; ++w) convert(raw.word[w], x[2 * w], x[2 * w + 1]);
+  }
+
+  // Two channels.
+  __device__ __forceinline__ void convert(u32 word, float& x, float& y) const {
+    if (is_bf16()) {
+      x = ptx::f32_from_bf16(static_cast<u16>(word));
+      y = ptx::f32_from_bf16(static_cast<u16>(word >> 16));
     } else {
-#pragma unroll
-      for (i32 i = 0; i < kVector; ++i) x[i] = ptx::f32_from_f16(static_cast<u16>(raw.word[i / 2] >> 16 * (i % 2)));
+      x = ptx::f32_from_f16(static_cast<u16>(word));
+      y = ptx::f32_from_f16(static_cast<u16>(word >> 16));
     }
   }
 };
+
+// Of each channel the largest and the smallest of a thread's values, two channels a word. NaN where one is NaN.
+template <Rows kSource>
+struct Extremes {
+  const Source<kSource>& source;
+  Raw largest, smallest;
+
+  __device__ __forceinline__ Extremes(const Source<kSource>& source_, const Raw& first)
+      : source(source_), largest(first), smallest(first) {}
+
+  __device__ __forceinline__ void add(const Raw& raw) {
+#pragma unroll
+    for (i32 w = 0; w < kVector / 2; ++w) {
+      if (source.is_bf16()) {
+        largest.word[w] = ptx::max_nan_bf16x2(largest.word[w], raw.word[w]);
+        smallest.word[w] = ptx::min_nan_bf16x2(smallest.word[w], raw.word[w]);
+      } else {
+        largest.word[w] = ptx::max_nan_f16x2(largest.word[w], raw.word[w]);
+        smallest.word[w] = ptx::min_nan_f16x2(smallest.word[w], raw.word[w]);
+      }
+    }
+  }
+
+  // The largest magnitude of map(x, i) over the values x of channels i: map() is monotonous, so that it is that of one of the
+  // two. NaN or infinity where a value is such.
+  template <class Map>
+  __device__ __forceinline__ float abs_max(Map map) const {
+    float amax = 0.0f;
+#pragma unroll
+    for (i32 w = 0; w < kVector / 2; ++w) {
+      float x[4];
+      source.convert(largest.word[w], x[0], x[1]);
+      source.convert(smallest.word[w], x[2], x[3]);
+#pragma unroll
+      for (i32 i = 0; i < 4; ++i) amax = ptx::max_nan(amax, fabsf(map(x[i], 2 * w + i % 2)));
+    }
+    return amax;
+  }
+};
+
+// Rows of a tile that a thread reads more than once: loads all of them at once into registers, so that their latencies overlap.
+// Where nothing is known of rows, eight loads a row, each row is loaded when it is asked for: the loops over such rows are
+// not unrolled, or their addresses would take too many registers.
+template <Rows kSource, i32 kCount>
+struct HeldRows {
+  static constexpr i32 kUnroll = kSource == Rows::kAny ? 1 : kCount;
+
+  Raw held[kUnroll];
+
+  template <class Load>
+  __device__ __forceinline__ void load(Load load_row) {
+    if constexpr (kSource != Rows::kAny) {
+#pragma unroll
+      for (i32 i = 0; i < kCount; ++i) held[i] = load_row(i);
+    }
+  }
+
+  template <class Load>
+  __device__ __forceinline__ Raw get(i32 i, Load load_row) const {
+    if constexpr (kSource == Rows::kAny) return load_row(i);
+    else return held[i];
+  }
+};
+
+// Calls work.run<kSource>() with what is known; the branches are uniform over the grid.
+template <class Work>
+__device__ __forceinline__ void run_with_rows(const Work& work, bool aligned, Dtype dtype) {
+  if (!aligned) work.template run<Rows::kAny>();
+  else if (dtype == Dtype::kBf16) work.template run<Rows::kBf16>();
+  else work.template run<Rows::kF16>();
+}
 
 }  // namespace sage

@@ -6,7 +6,7 @@
 //   K̂        [kBlockN][kHeadDim] s8 or s4, rows of keys
 //   V̂ f16    [kBlockN][kHeadDim] f16, rows of keys
 //   V̂ e4m3   [kHeadDim][kBlockN] e4m3, rows of channels, its columns in the order of key_of_column()
-// A KV tile is K̂, V̂, then the scales of K̂, [kKeyGroups] f32 in a line of 128 bytes: one run of bytes brings all of it.
+// A KV tile is K̂, V̂, a KvLine in 128 bytes, and v_finite: one run of bytes brings all that attention reads of every tile.
 #pragma once
 
 #include "sage/types.cuh"
@@ -45,8 +45,24 @@ __device__ constexpr i32 key_of_column(i32 column) {
   return column / 32 * 32 + 16 * half + 8 * (e / 2) + 2 * t + e % 2;
 }
 
-// Bytes behind a KV tile for the scales of K: a whole line, so that tiles stay aligned.
-constexpr i32 kScalesLine = 128;
+// Which keys of a tile share a scale: group t holds the keys n with n % 8 / 2 == t, those of the lanes t of a warp.
+constexpr i32 kKeyGroups = 4;
+
+// Which rows of a warp share a scale: group g holds the rows m with m % 8 == g, those of the lanes 4g..4g+3.
+constexpr i32 kRowGroups = 8;
+
+// What is known of a KV tile; the first kLoaded bytes come to shared memory with it.
+struct KvLine {
+  // By the thread that multiplies with the scale. A sign is set where something of K, or of V, is not finite.
+  struct Factors {
+    float k_scale;
+    float v_factor;  // V less its mean is V̂ · v_factor · v_scale; a power of two, equal in all groups
+  } group[kKeyGroups];
+  i32 k_finite;  // keys before the first that is not finite, or kBlockN
+
+  static constexpr i32 kLoaded = kKeyGroups * sizeof(Factors);
+  static constexpr i32 kBytes = 128;  // tiles stay aligned to whole lines
+};
 
 // Rows and bytes of one tile of each quantized tensor.
 template <class Config>
@@ -62,14 +78,10 @@ struct TileLayout {
   static constexpr i32 kKBytes = Config::kBlockN * kQkRowBytes;
   static constexpr i32 kVBytes = (kTransposedV ? Config::kHeadDim : Config::kBlockN) * VRows::kRowBytes;
 
-  // A KV tile: offsets of its parts, and its size.
-  static constexpr i32 kV = kKBytes, kKScales = kV + kVBytes, kKvBytes = kKScales + kScalesLine;
+  // A KV tile: offsets of its parts, and its size. v_finite: u16 per channel, of a tile whose v_factor says so by its sign; keys
+  // before the first that is not finite, or kBlockN.
+  static constexpr i32 kV = kKBytes, kLine = kV + kVBytes, kVFinite = kLine + KvLine::kBytes;
+  static constexpr i32 kKvBytes = kVFinite + Config::kHeadDim * 2;
 };
-
-// Which keys of a tile share a scale: group t holds the keys n with n % 8 / 2 == t, those of the lanes t of a warp.
-constexpr i32 kKeyGroups = 4;
-
-// Which rows of a warp share a scale: group g holds the rows m with m % 8 == g, those of the lanes 4g..4g+3.
-constexpr i32 kRowGroups = 8;
 
 }  // namespace sage

@@ -5,6 +5,10 @@
 
 namespace sage::ptx {
 
+inline U32x4 load_global_u32x4(const void* address, bool exists) {
+  return exists ? *static_cast<const U32x4*>(address) : U32x4{};
+}
+
 inline void store_global_u32x4(void* address, const U32x4& x, sim::Site site = sim::Site::here()) {
   sim::store_global("st.global.v4.b32", address, &x, sizeof x, site);
 }

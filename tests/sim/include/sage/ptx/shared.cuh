@@ -15,14 +15,14 @@ inline float load_shared_f32(u32 shared, sim::Site site = sim::Site::here()) {
   return x;
 }
 
-struct I32x2 {
-  i32 x, y;
-};
+inline u32 load_shared_u32(u32 shared, sim::Site site = sim::Site::here()) {
+  u32 x;
+  sim::load_shared("ld.shared.b32", &x, shared, sizeof x, site);
+  return x;
+}
 
-inline I32x2 load_shared_i32x2(u32 shared, sim::Site site = sim::Site::here()) {
-  I32x2 pair;
-  sim::load_shared("ld.shared.v2.b32", &pair, shared, sizeof pair, site);
-  return pair;
+inline void store_shared_u32(u32 shared, u32 x, sim::Site site = sim::Site::here()) {
+  sim::store_shared("st.shared.b32", shared, &x, sizeof x, site);
 }
 
 struct F32x2 {

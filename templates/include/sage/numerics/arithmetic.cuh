@@ -1,4 +1,4 @@
-// Arithmetic that the statistics and the quantizers share.
+// Arithmetic that quantizers and attention share.
 #pragma once
 
 #include "sage/ptx/math.cuh"

@@ -1,0 +1,24 @@
+// What the line of a KV tile tells a thread.
+#pragma once
+
+#include "sage/ptx/shared.cuh"
+#include "sage/tile/layout.cuh"
+
+namespace sage {
+
+struct KvTileFacts {
+  float k_scale, v_factor;  // as in KvLine: with signs
+
+  // line: the tile's KvLine in shared memory.
+  __device__ __forceinline__ KvTileFacts(u32 line, i32 lane) {
+    const ptx::F32x2 factors = ptx::load_shared_f32x2(line + lane % 4 * sizeof(KvLine::Factors));
+    k_scale = factors.x;
+    v_factor = factors.y;
+  }
+
+  // Its sign bit says whether a key or a value of the tile is not finite.
+  __device__ __forceinline__ u32 signs() const { return __float_as_uint(k_scale) | __float_as_uint(v_factor); }
+  __device__ __forceinline__ bool spoilt() const { return static_cast<i32>(signs()) < 0; }
+};
+
+}  // namespace sage

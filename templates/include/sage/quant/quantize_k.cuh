@@ -1,0 +1,110 @@
+// K as s8 or s4 with a scale per thread of the attention kernel: keys n of a tile with equal n % 8 / 2. Smoothed: less the
+// mean per channel of a sample.
+// Source: SageAttention2, sections 3.1 and 3.2.
+#pragma once
+
+#include "sage/ptx/warp.cuh"
+#include "sage/quant/rows.cuh"
+
+namespace sage {
+
+template <class Config>
+struct QuantizeK {
+  using Block = QuantBlock<Config>;
+  using Layout = typename Block::Layout;
+  static constexpr i32 kVectors = Block::kVectors;
+  static constexpr i32 kWarpsPerGroup = Block::kWarpsPerGroup, kWarpsPerTile = kKeyGroups * kWarpsPerGroup;
+  static constexpr i32 kKeys = Config::kBlockN / kKeyGroups;  // keys that share a scale
+  static constexpr i32 kKeysAtOnce = kWarpSize / kVectors;    // rows that a warp reads side by side
+  static constexpr i32 kSteps = kKeys / kKeysAtOnce / kWarpsPerGroup;
+
+  const QuantParams& params;
+  typename Block::Shared& shared;
+
+  // The tiles of one head from first_tile on, kTiles at a time.
+  template <Rows kSource>
+  __device__ __forceinline__ void run(i32 head, i32 first_tile) const {
+    const Source<kSource> source = Block::template kv_source<kSource>(params, params.k, head);
+    float* k_mean = first_tile == 0 ? params.k_mean + static_cast<i64>(head) * Config::kHeadDim : nullptr;
+    if (params.smooth_k) prepare_k_mean<Config>(source, shared, k_mean);
+    else prepare_no_mean<Config>(shared, k_mean);
+#pragma unroll 1
+    for (i32 round = 0; round < params.rounds; ++round) {
+      if (round > 0) __syncthreads();  // what the block shares of the tiles before has been read
+      quantize(source, head, first_tile + round * Block::kTiles);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
+
+  // kWarpsPerGroup warps quantize the keys of one scale group.
+  template <Rows kSource>
+  __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 head, i32 first_tile) const {
+    const i32 warp = ptx::thread_index() / kWarpSize, lane = ptx::thread_index() % kWarpSize;
+    const i32 own_tile = warp / kWarpsPerTile, tile = first_tile + own_tile;  // of the block's, and of the head's
+    const i32 group = warp / kWarpsPerGroup % kKeyGroups;
+    const i32 n = warp % kWarpsPerGroup * (kSteps * kKeysAtOnce) + lane / kVectors;  // of the group's keys the first
+    const i32 first_key = n / 2 * 8 + group * 2 + n % 2;                             // of the tile's
+    const auto key_of_step = [&](i32 step) { return first_key + step * (kKeysAtOnce / 2 * 8); };
+
+    const auto load = [&](i32 s) { return source.load(tile * Config::kBlockN + key_of_step(s), first_channel()); };
+    using Held = HeldRows<kSource, kSteps>;
+    Held rows;
+    rows.load(load);
+    if (ptx::thread_index() < Block::kTiles) shared.finite[ptx::thread_index()][0] = Config::kBlockN;
+    const float* mean = shared.mean + first_channel();
+    const auto smooth = [&](float x, i32 i) { return x - mean[i]; };
+    Extremes extremes(source, rows.get(0, load));
+#pragma unroll Held::kUnroll
+    for (i32 s = 1; s < kSteps; ++s) extremes.add(rows.get(s, load));
+    float amax = extremes.abs_max(smooth);
+    __syncthreads();  // shared.finite is set
+    const bool finite = !ptx::any(!(amax < ptx::infinity()));
+    const auto convert = [&](const Raw& row, float (&x)[1][kVector]) {
+      source.convert(row, x[0]);
+#pragma unroll
+      for (i32 i = 0; i < kVector; ++i) x[0][i] = smooth(x[0][i], i);
+    };
+    if (!finite) {  // rows are loaded once more: it is rare, and what it computed would be kept in too many registers
+      amax = 0.0f;
+#pragma unroll 1
+      for (i32 s = 0; s < kSteps; ++s) {
+        float x[1][kVector];
+        convert(load(s), x);
+        if (!(abs_max(x) < ptx::infinity())) atomicMin(&shared.finite[own_tile][0], key_of_step(s));
+        amax = fmaxf(amax, make_finite(x));
+      }
+      rows.load(load);
+    }
+    amax = ptx::max_over_lanes<kWarpSize>(amax);
+    if (lane == 0) shared.amax[own_tile][warp] = amax;
+    __syncthreads();
+    const float* of_group = shared.amax[own_tile] + warp / kWarpsPerGroup * kWarpsPerGroup;
+#pragma unroll
+    for (i32 w = 0; w < kWarpsPerGroup; ++w) amax = fmaxf(amax, of_group[w]);
+    if (tile >= params.kv_tiles) return;
+    const Scale scale = QuantizedRows<Config>::scale(amax);
+    u8* tile_data = Block::kv_tile(params, head, tile);
+    u8* first_row =
+        tile_data + QuantizedRows<Config>::template offset<typename Layout::KRows>(first_key, first_channel());
+#pragma unroll Held::kUnroll
+    for (i32 s = 0; s < kSteps; ++s) {
+      float x[1][kVector];
+      convert(rows.get(s, load), x);
+      if (!finite) make_finite(x);
+      constexpr i32 kStepBytes = kKeysAtOnce / 2 * 8 * Layout::kQkRowBytes;  // whole periods of the swizzle
+      QuantizedRows<Config>::store(first_row + s * kStepBytes, x[0], scale.inv_scale);
+    }
+    auto& line = *reinterpret_cast<KvLine*>(tile_data + Layout::kLine);
+    const i32 again = ptx::thread_index() / kWarpSize;  // no register holds what follows from it till here
+    const i32 tile_finite = shared.finite[again / kWarpsPerTile][0];
+    if (ptx::thread_index() % (kWarpsPerGroup * kWarpSize) == 0) {
+      line.group[again / kWarpsPerGroup % kKeyGroups].k_scale =
+          tile_finite < Config::kBlockN ? -scale.scale : scale.scale;
+    }
+    if (ptx::thread_index() % (kWarpsPerTile * kWarpSize) == 0) line.k_finite = tile_finite;
+  }
+};
+
+}  // namespace sage

@@ -1,0 +1,164 @@
+// Q as s8 or s4 with a scale per thread of the attention kernel: rows m of a warp with equal m % 8. The scale holds
+// softmax_scale · log2 e, so that scores come out in log2 units; Q̂ has its sign. Smoothed: less the mean of its tile's rows.
+// Source: SageAttention2, sections 3.1 and 3.2.
+#pragma once
+
+#include "sage/ptx/warp.cuh"
+#include "sage/quant/rows.cuh"
+
+namespace sage {
+
+template <class Config>
+struct QuantizeQ {
+  using Block = QuantBlock<Config>;
+  using Layout = typename Block::Layout;
+  static constexpr i32 kVectors = Block::kVectors;
+  static constexpr i32 kRows = Config::kWarpM / kRowGroups;  // rows that share a scale
+  static constexpr i32 kGroups = Config::kBlockM / kRows, kGroupsAtOnce = Config::kThreads / kVectors;
+  static constexpr i32 kSteps = kGroups / kGroupsAtOnce;
+  static constexpr i32 kStepRows = kGroupsAtOnce / kRowGroups * Config::kWarpM;  // from step to step
+  static constexpr i32 kStepBytes = kStepRows * Layout::kQkRowBytes;             // whole periods of the swizzle
+  static constexpr i32 kStepsAtOnce = kSteps * kRows <= Block::kInFlight ? kSteps : Block::kInFlight / kRows;
+  static_assert(kSteps % kStepsAtOnce == 0);
+  static_assert(kGroups % kGroupsAtOnce == 0 && kGroupsAtOnce % kRowGroups == 0,
+                "every thread takes equally many groups, and whole warps of the attention kernel a step");
+
+  const QuantParams& params;
+  typename Block::Shared& shared;
+
+  template <Rows kSource>
+  __device__ __forceinline__ void run(i32 batch, i32 q_head, i32 tile) const {
+    const i32 head = batch * params.num_q_heads + q_head;
+    const Source<kSource> source(params.q, batch, q_head, params.seqlen_q, params.headdim, params.dtype);
+    const bool biased = params.smooth_k && params.lse != nullptr;
+    if (biased) {
+      const i32 kv_head = batch * params.num_kv_heads + q_head / (params.num_q_heads / params.num_kv_heads);
+      prepare_k_mean<Config>(Block::template kv_source<kSource>(params, params.k, kv_head), shared, nullptr);
+    }
+    const i64 tile_index = static_cast<i64>(head) * params.q_tiles + tile;
+    if (params.smooth_q) {
+      prepare_mean(source, tile, params.q_mean + tile_index * Config::kHeadDim);
+      quantize<true>(source, tile, tile_index, biased);
+    } else {
+      quantize<false>(source, tile, tile_index, biased);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
+
+  // kVectors lanes quantize the rows of one scale group.
+  template <bool kSmooth, Rows kSource>
+  __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 tile, i64 tile_index, bool biased) const {
+    const i32 group = ptx::thread_index() / kVectors;  // of the first step
+    const i32 first_row = group / kRowGroups * Config::kWarpM + group % kRowGroups;
+    const auto row_of = [&](i32 step, i32 r) { return first_row + step * kStepRows + r * kRowGroups; };
+    const auto load = [&](i32 i) {
+      return source.load(tile * Config::kBlockM + row_of(i / kRows, i % kRows), first_channel());
+    };
+    u8* first = params.q_hat + tile_index * Layout::kQBytes +
+                QuantizedRows<Config>::template offset<typename Layout::QRows>(first_row, first_channel());
+    float* q_scale = params.q_scale + tile_index * kGroups + group;
+    bool finite = true;
+#pragma unroll 1
+    for (i32 done = 0; done < kSteps; done += kStepsAtOnce) {
+      const auto load_step = [&](i32 i) { return load(done * kRows + i); };
+      finite &= quantize_steps<kSmooth>(source, load_step, first + done * kStepBytes, q_scale + done * kGroupsAtOnce);
+    }
+    float* row_bias = params.row_bias + tile_index * Config::kBlockM;
+    if (biased ||
+        !finite) {  // rows are loaded once more: what was computed of them would be kept in too many registers
+#pragma unroll 2
+      for (i32 i = 0; i < kSteps * kRows; ++i) {
+        store_bias(source, load(i), biased, row_bias + row_of(i / kRows, i % kRows));
+      }
+    } else {
+      const i32 own = ptx::thread_index() % kVectors;
+      static_assert(kSteps * kRows <= kVectors, "a lane for each row of the group's");
+      if (own < kSteps * kRows) row_bias[row_of(own / kRows, own % kRows)] = 0.0f;
+    }
+  }
+
+  // As many steps as there are registers for their rows. `first`: where this thread's first vector goes; `q_scale`: where its
+  // group's scale goes. Returns whether the rows of the warp are finite.
+  template <bool kSmooth, Rows kSource, class Load>
+  __device__ __forceinline__ bool quantize_steps(const Source<kSource>& source, Load load, u8* first,
+                                                 float* q_scale) const {
+    using Held = HeldRows<kSource, kStepsAtOnce * kRows>;
+    Held rows;
+    rows.load(load);
+    const float sign = params.softmax_scale_log2 < 0.0f ? -1.0f : 1.0f;
+    bool finite = true;
+#pragma unroll Held::kUnroll
+    for (i32 s = 0; s < kStepsAtOnce; ++s) {
+      float x[kRows][kVector];
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        source.convert(rows.get(s * kRows + r, load), x[r]);
+        if constexpr (kSmooth) {
+#pragma unroll
+          for (i32 i = 0; i < kVector; ++i) x[r][i] -= shared.q_mean[first_channel() + i];
+        }
+      }
+      float amax = abs_max(x);
+      const bool step_finite = !ptx::any(!(amax < ptx::infinity()));
+      if (!step_finite) amax = make_finite(x);
+      finite &= step_finite;
+      const Scale scale = QuantizedRows<Config>::scale(ptx::max_over_lanes<kVectors>(amax));
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        QuantizedRows<Config>::store(first + s * kStepBytes + r * kRowGroups * Layout::kQkRowBytes, x[r],
+                                     sign * scale.inv_scale);
+      }
+      if (first_channel() == 0) {
+        q_scale[s * kGroupsAtOnce] = scale.scale * fabsf(params.softmax_scale_log2);
+      }
+    }
+    return finite;
+  }
+
+  // q · mean of k, in log2 units: what smoothing K takes off a row's scores, which its log-sum-exp alone wants. Where it is not
+  // wanted, zero times the row, which tells whether the row is finite. By all lanes of a row.
+  template <class Source>
+  __device__ __forceinline__ void store_bias(const Source& source, const Raw& raw, bool biased, float* to) const {
+    float x[kVector], bias = 0.0f;
+    source.convert(raw, x);
+#pragma unroll
+    for (i32 i = 0; i < kVector; ++i) {
+      const float mean = biased ? shared.mean[first_channel() + i] : 0.0f;
+      bias = fmaf(x[i] * params.softmax_scale_log2, mean, bias);
+    }
+    bias = ptx::sum_over_lanes<kVectors>(bias);
+    if (first_channel() == 0) *to = bias;
+  }
+
+  // q_mean = softmax_scale · log2 e · mean of the tile's rows, a thread's rows ascending, then the threads. In shared memory, not
+  // scaled, behind a barrier.
+  template <class Source>
+  __device__ __forceinline__ void prepare_mean(const Source& source, i32 tile, float* q_mean) const {
+    constexpr i32 kRowsAtOnce = Config::kThreads / kVectors;
+    const i32 own_row = ptx::thread_index() / kVectors;
+    const i32 rows = min(Config::kBlockM, params.seqlen_q - tile * Config::kBlockM);
+    float sum[kVector] = {};
+#pragma unroll 4
+    for (i32 row = own_row; row < Config::kBlockM; row += kRowsAtOnce) {
+      float x[kVector];
+      source.convert(source.load(tile * Config::kBlockM + row, first_channel()), x);
+#pragma unroll
+      for (i32 i = 0; i < kVector; ++i) sum[i] += row < rows ? finite_or_zero(x[i]) : 0.0f;
+    }
+#pragma unroll
+    for (i32 i = 0; i < kVector; ++i) shared.parts[own_row][first_channel() + i] = sum[i];
+    __syncthreads();
+    for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
+      float total = shared.parts[0][c];
+      for (i32 r = 1; r < kRowsAtOnce; ++r) total += shared.parts[r][c];
+      const float mean = finite_or_zero(divide(total, static_cast<float>(rows)));
+      shared.q_mean[c] = mean;
+      q_mean[c] = mean * params.softmax_scale_log2;
+    }
+    __syncthreads();
+  }
+};
+
+}  // namespace sage

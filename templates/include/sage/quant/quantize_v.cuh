@@ -1,0 +1,313 @@
+// V as e4m3 or f16, with a scale per channel and a factor per KV tile. Smoothed: less the mean per channel of a sample.
+//
+// The scale takes the mean magnitude of a sample to a value that leaves room above it: v_typical for e4m3, which is a floating
+// format and needs no tight scale; for f16 a power of two, so that a bf16 keeps all its bits. Where a tile's largest
+// value lies beyond that room, or far below, the tile is divided by a power of two of its own, by which attention multiplies
+// what it adds to O: no value overflows however small the sample was, and a huge one costs its own tile alone.
+// What is not finite is quantized as zero; the tile's line says that it was there, and v_finite where.
+// Source: SageAttention2, sections 3.3 and 3.4.
+#pragma once
+
+#include "sage/ptx/warp.cuh"
+#include "sage/quant/rows.cuh"
+
+namespace sage {
+
+// What a thread transposes in one step: four neighbouring columns of the P operand, that is four keys, in kVector channels. A
+// warp takes 32 columns of 32 channels, so that it reads 64 bytes of a row of V and writes 32 of a row of V̂: whole sectors.
+template <class Config>
+struct SquareOfV {
+  using Block = QuantBlock<Config>;
+  using Rows = typename Block::Layout::VRows;
+  static constexpr i32 kEdge = 32, kKeys = 4;
+  static constexpr i32 kAcross = Config::kBlockN / kEdge, kDown = Config::kHeadDim / kEdge;  // squares of a tile
+  static constexpr i32 kAcrossAtOnce = Block::kWarps / kDown, kSteps = Block::kTiles * kAcross / kAcrossAtOnce;
+  static_assert(Block::kTiles * kAcross % kAcrossAtOnce == 0, "every warp takes equally many squares");
+
+  i32 tile, column, channel;  // tile: of the block's; channel: the first of eight, of every step
+
+  __device__ __forceinline__ explicit SquareOfV(i32 step) {
+    const i32 across = step * kAcrossAtOnce + ptx::thread_index() / kWarpSize / kDown;
+    tile = across / kAcross;
+    column = across % kAcross * kEdge + ptx::thread_index() % 8 * 4;
+    channel = first_channel();
+  }
+
+  __device__ __forceinline__ i32 key(i32 e) const { return key_of_column(column + e); }  // of the tile's
+
+  __device__ __forceinline__ static i32 first_channel() {
+    return ptx::thread_index() / kWarpSize % kDown * kEdge + ptx::thread_index() % kWarpSize / 8 * kVector;
+  }
+
+  // read(e, w, x): channels 2w and 2w + 1 of key e. Two channels at a time: more would take too many registers.
+  template <class Read>
+  __device__ __forceinline__ void store(u8* v_hat, Read read) const {
+#pragma unroll
+    for (i32 w = 0; w < kVector / 2; ++w) {
+      float x[kKeys][2];
+#pragma unroll
+      for (i32 e = 0; e < kKeys; ++e) read(e, w, x[e]);
+#pragma unroll
+      for (i32 c = 0; c < 2; ++c) {
+        u8* to = v_hat + Rows::offset(channel + 2 * w + c, column / 16) + column % 16;
+        *reinterpret_cast<u32*>(to) = ptx::e4m3x4(x[0][c], x[1][c], x[2][c], x[3][c]);
+      }
+    }
+  }
+};
+
+// Eight channels of one key.
+template <class Config>
+struct RowOfV {
+  using Block = QuantBlock<Config>;
+  using Rows = typename Block::Layout::VRows;
+  static constexpr i32 kKeys = 1, kKeysAtOnce = Config::kThreads / Block::kVectors;
+  static constexpr i32 kStepsOfTile = Config::kBlockN / kKeysAtOnce, kSteps = Block::kTiles * kStepsOfTile;
+  static_assert(Config::kBlockN % kKeysAtOnce == 0, "every thread takes equally many keys");
+
+  i32 tile, row, channel;  // tile: of the block's; channel: the first of eight, of every step
+
+  __device__ __forceinline__ explicit RowOfV(i32 step)
+      : tile(step / kStepsOfTile),
+        row(ptx::thread_index() / Block::kVectors + step % kStepsOfTile * kKeysAtOnce),
+        channel(first_channel()) {}
+
+  __device__ __forceinline__ i32 key(i32) const { return row; }  // of the tile's
+
+  __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % Block::kVectors * kVector; }
+
+  template <class Read>
+  __device__ __forceinline__ void store(u8* v_hat, Read read) const {
+    Raw out;
+#pragma unroll
+    for (i32 w = 0; w < kVector / 2; ++w) {
+      float x[2];
+      read(0, w, x);
+      out.word[w] = ptx::f16x2(x[0], x[1]);
+    }
+    *reinterpret_cast<Raw*>(v_hat + Rows::offset(row, channel / kVector)) = out;
+  }
+};
+
+template <class Config, Pv kPv = Config::kPv>
+struct SelectPiece;
+template <class Config>
+struct SelectPiece<Config, Pv::kF16> {
+  using Type = RowOfV<Config>;
+};
+template <class Config>
+struct SelectPiece<Config, Pv::kE4m3> {
+  using Type = SquareOfV<Config>;
+};
+
+template <class Config>
+struct QuantizeV {
+  using Block = QuantBlock<Config>;
+  using Layout = typename Block::Layout;
+  using Piece = typename SelectPiece<Config>::Type;
+  static constexpr i32 kTiles = Block::kTiles;
+
+  const QuantParams& params;
+  typename Block::Shared& shared;
+
+  // The tiles of one head from first_tile on, kTiles at a time.
+  template <Rows kSource>
+  __device__ __forceinline__ void run(i32 head, i32 first_tile) const {
+    const Source<kSource> source = Block::template kv_source<kSource>(params, params.v, head);
+    prepare_scales(source, head, first_tile == 0);
+#pragma unroll 1
+    for (i32 round = 0; round < params.rounds; ++round) {
+      if (round > 0) __syncthreads();  // what the block shares of the tiles before has been read
+      quantize(source, head, first_tile + round * kTiles);
+    }
+  }
+
+ private:
+  // (V less its mean) / v_scale / v_factor, for this thread's channels.
+  struct Map {
+    float factor[kVector], shift[kVector];
+
+    __device__ __forceinline__ Map(const typename Block::Shared& shared, float inv_v_factor) {
+#pragma unroll
+      for (i32 i = 0; i < kVector; ++i) {
+        factor[i] = shared.inv_v_scale[Piece::first_channel() + i] * inv_v_factor;
+        shift[i] = shared.v_shift[Piece::first_channel() + i] * inv_v_factor;
+      }
+    }
+    __device__ __forceinline__ float operator()(float x, i32 i) const { return fmaf(x, factor[i], shift[i]); }
+  };
+
+  template <Rows kSource>
+  __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 head, i32 first_tile) const {
+    const auto load = [&](i32 i) {
+      const Piece piece(i / Piece::kKeys);
+      const i32 key = (first_tile + piece.tile) * Config::kBlockN + piece.key(i % Piece::kKeys);
+      return source.load(key, Piece::first_channel());
+    };
+    using Held = HeldRows<kSource, Piece::kSteps * Piece::kKeys>;
+    Held rows;
+    rows.load(load);
+    const Map map(shared, 1.0f);
+    float largest[kTiles] = {};
+#pragma unroll Held::kUnroll
+    for (i32 s = 0; s < Piece::kSteps; ++s) {
+      Extremes extremes(source, rows.get(s * Piece::kKeys, load));
+#pragma unroll Held::kUnroll
+      for (i32 e = 1; e < Piece::kKeys; ++e) extremes.add(rows.get(s * Piece::kKeys + e, load));
+      note_largest(Piece(s).tile, extremes.abs_max(map), largest);
+    }
+    const bool finite = share_largest(largest);
+    if (!finite) {  // rows are loaded once more: it is rare, and what it computed would be kept in too many registers
+      find_spoilt(source, load, map, largest);
+      rows.load(load);
+    }
+    float inv_factor[kTiles];
+#pragma unroll
+    for (i32 t = 0; t < kTiles; ++t) {
+      const Scale factor = tile_factor(largest[t], params.v_least, params.v_limit);
+      inv_factor[t] = factor.inv_scale;
+      if (first_tile + t < params.kv_tiles) store_line(head, first_tile, t, factor.scale, finite);
+    }
+#pragma unroll Held::kUnroll
+    for (i32 s = 0; s < Piece::kSteps; ++s) {
+      const Piece piece(s);
+      if (first_tile + piece.tile >= params.kv_tiles) continue;
+      float inv = inv_factor[0];
+#pragma unroll
+      for (i32 t = 1; t < kTiles; ++t) inv = piece.tile == t ? inv_factor[t] : inv;
+      const Map in_tile(shared, inv);
+      Raw own[Piece::kKeys];
+#pragma unroll
+      for (i32 e = 0; e < Piece::kKeys; ++e) own[e] = rows.get(s * Piece::kKeys + e, load);
+      const auto read = [&](i32 e, i32 w, float (&x)[2]) {
+        source.convert(own[e].word[w], x[0], x[1]);
+#pragma unroll
+        for (i32 c = 0; c < 2; ++c) {
+          x[c] = in_tile(x[c], 2 * w + c);
+          if (!finite) x[c] = finite_or_zero(x[c]);
+        }
+      };
+      piece.store(Block::kv_tile(params, head, first_tile + piece.tile) + Layout::kV, read);
+    }
+  }
+
+  // What a channel is multiplied by and what is added then, from the sample, in shared memory behind a barrier. `store`: one
+  // block of each head leaves scale and mean for the epilogue.
+  template <class Source>
+  __device__ __forceinline__ void prepare_scales(const Source& source, i32 head, bool store) const {
+    const i64 first = static_cast<i64>(head) * Config::kHeadDim;
+    Sample<Config> sample;
+    sample.load(source);
+    float own_mean[kVector] = {};
+    if (params.smooth_v) {
+      sample.average(
+          source, shared.parts, [](float x, i32) { return x; },
+          [&](i32 channel, float mean) { shared.mean[channel] = subtractable(mean); });
+      __syncthreads();
+#pragma unroll
+      for (i32 i = 0; i < kVector; ++i) own_mean[i] = shared.mean[Sample<Config>::first_channel() + i];
+    }
+    sample.average(
+        source, shared.parts, [&](float x, i32 i) { return fabsf(x - own_mean[i]); },
+        [&](i32 channel, float average) { shared.magnitude[channel] = average; });
+    __syncthreads();
+    for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
+      const float mean = params.smooth_v ? shared.mean[c] : 0.0f;
+      const Scale scale = channel_scale(shared.magnitude[c], mean);
+      shared.inv_v_scale[c] = scale.inv_scale;
+      shared.v_shift[c] = -mean * scale.inv_scale;
+      if (store) params.v_scale[first + c] = scale.scale, params.v_mean[first + c] = mean;
+    }
+    __syncthreads();
+  }
+
+  // Where a channel's sample is all one value, the magnitude is that of the value, or the largest of the head if that is more;
+  // one if that is zero.
+  __device__ __forceinline__ Scale channel_scale(float magnitude, float mean) const {
+    if (magnitude < kSmallestAbsMax) {
+      magnitude = fabsf(mean);
+#pragma unroll 1
+      for (i32 c = 0; c < Config::kHeadDim; ++c) magnitude = fmaxf(magnitude, shared.magnitude[c]);
+      if (magnitude < kSmallestAbsMax) return {1.0f, 1.0f};
+    }
+    const float clamped = fminf(fmaxf(magnitude, kSmallestMagnitude), kLargestMagnitude);
+    if constexpr (Config::kPv == Pv::kE4m3) return scale_to(params.v_typical, clamped);
+    else return power_of_two_scale(clamped);
+  }
+
+  __device__ __forceinline__ static void note_largest(i32 tile, float amax, float (&largest)[kTiles]) {
+#pragma unroll
+    for (i32 t = 0; t < kTiles; ++t) largest[t] = tile == t ? ptx::max_nan(largest[t], amax) : largest[t];
+  }
+
+  // From what each thread found to what the block found; whether that is finite. By all threads.
+  __device__ __forceinline__ bool share_largest(float (&largest)[kTiles]) const {
+    bool finite = true;
+#pragma unroll
+    for (i32 t = 0; t < kTiles; ++t) {
+      finite &= largest[t] < ptx::infinity();
+      largest[t] = ptx::max_over_lanes<kWarpSize>(largest[t]);
+      if (ptx::thread_index() % kWarpSize == 0) shared.amax[t][ptx::thread_index() / kWarpSize] = largest[t];
+    }
+    finite = __syncthreads_and(finite);
+#pragma unroll
+    for (i32 t = 0; t < kTiles; ++t) {
+      largest[t] = shared.amax[t][0];
+#pragma unroll
+      for (i32 w = 1; w < Block::kWarps; ++w) largest[t] = fmaxf(largest[t], shared.amax[t][w]);
+    }
+    return finite;
+  }
+
+  // Where something is not finite: in which keys, by channel, and the largest magnitude of the rest. By all threads.
+  template <class Source, class Load>
+  __device__ __forceinline__ void find_spoilt(const Source& source, Load load, const Map& map,
+                                              float (&largest)[kTiles]) const {
+    for (i32 i = ptx::thread_index(); i < kTiles * Config::kHeadDim; i += Config::kThreads) {
+      shared.finite[i / Config::kHeadDim][i % Config::kHeadDim] = Config::kBlockN;
+    }
+    __syncthreads();
+#pragma unroll
+    for (i32 t = 0; t < kTiles; ++t) largest[t] = 0.0f;
+#pragma unroll 1
+    for (i32 s = 0; s < Piece::kSteps; ++s) {
+      const Piece piece(s);
+#pragma unroll 1
+      for (i32 e = 0; e < Piece::kKeys; ++e) {
+        float x[1][kVector];
+        source.convert(load(s * Piece::kKeys + e), x[0]);
+#pragma unroll
+        for (i32 i = 0; i < kVector; ++i) {
+          x[0][i] = map(x[0][i], i);
+          if (!(fabsf(x[0][i]) < ptx::infinity())) {
+            atomicMin(&shared.finite[piece.tile][Piece::first_channel() + i], piece.key(e));
+          }
+        }
+        note_largest(piece.tile, make_finite(x), largest);
+      }
+    }
+    share_largest(largest);
+  }
+
+  // V's part of a tile's line, and where something was not finite, the keys before that.
+  __device__ __forceinline__ void store_line(i32 head, i32 first_tile, i32 own_tile, float factor, bool finite) const {
+    u8* tile_data = Block::kv_tile(params, head, first_tile + own_tile);
+    bool spoilt = false;
+    if (!finite) {
+      u16* v_finite = reinterpret_cast<u16*>(tile_data + Layout::kVFinite);
+      for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
+        v_finite[c] = static_cast<u16>(shared.finite[own_tile][c]);
+      }
+      for (i32 c = 0; c < Config::kHeadDim; ++c) spoilt |= shared.finite[own_tile][c] < Config::kBlockN;
+    }
+    if (ptx::thread_index() < kKeyGroups) {
+      auto& line = *reinterpret_cast<KvLine*>(tile_data + Layout::kLine);
+      line.group[ptx::thread_index()].v_factor = spoilt ? -factor : factor;
+    }
+  }
+
+  // Beyond these the reciprocal of a scale, or that times the reciprocal of a tile's factor, would leave f32's normal range.
+  static constexpr float kSmallestMagnitude = 0x1p-90f, kLargestMagnitude = 0x1p120f;
+};
+
+}  // namespace sage

@@ -1,0 +1,107 @@
+// What the quantizers of Q and K share: the mean of K, the largest magnitude of a row, rounded rows.
+#pragma once
+
+#include "sage/numerics/scale.cuh"
+#include "sage/ptx/math.cuh"
+#include "sage/quant/block.cuh"
+
+namespace sage {
+
+// Added to a number below 2^22 it leaves, rounded to the nearest even, an integer in the low bits of the sum: 1.5 · 2^23.
+constexpr float kIntegerBias = 12582912.0f;
+
+// Largest magnitude; NaN or infinity where an element is not finite.
+template <i32 kRows>
+__device__ __forceinline__ float abs_max(const float (&x)[kRows][kVector]) {
+  float amax = 0.0f;
+#pragma unroll
+  for (i32 r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (i32 i = 0; i < kVector; ++i) amax = ptx::max_nan(amax, fabsf(x[r][i]));
+  }
+  return amax;
+}
+
+// Zeros for what is not finite; returns the largest magnitude left.
+template <i32 kRows>
+__device__ __forceinline__ float make_finite(float (&x)[kRows][kVector]) {
+#pragma unroll
+  for (i32 r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (i32 i = 0; i < kVector; ++i) x[r][i] = finite_or_zero(x[r][i]);
+  }
+  return abs_max(x);
+}
+
+// The mean of K over a sample, in shared memory behind a barrier. `store`: where it goes for other kernels, or null.
+template <class Config, class Source>
+__device__ __forceinline__ void prepare_k_mean(const Source& source, typename QuantBlock<Config>::Shared& shared,
+                                               float* store) {
+  Sample<Config> sample;
+  sample.load(source);
+  sample.average(
+      source, shared.parts, [](float x, i32) { return x; },
+      [&](i32 channel, float mean) {
+        shared.mean[channel] = subtractable(mean);
+        if (store != nullptr) store[channel] = subtractable(mean);
+      });
+  __syncthreads();
+}
+
+// Zero as the mean of K, likewise.
+template <class Config>
+__device__ __forceinline__ void prepare_no_mean(typename QuantBlock<Config>::Shared& shared, float* store) {
+  for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
+    shared.mean[c] = 0.0f;
+    if (store != nullptr) store[c] = 0.0f;
+  }
+  __syncthreads();
+}
+
+// Integers of kQkBits bits. Values are divided by amax / kLimit and rounded to the nearest, ties to even. s4 has so few
+// steps that finer ones are worth losing the largest values: what lies beyond 0.8 · amax is cut off at [-8, 7].
+template <class Config>
+struct QuantizedRows {
+  static constexpr float kLimit = Config::kQkBits == 8 ? 127.0f : 7.0f;
+  static constexpr float kClip = Config::kQkBits == 8 ? 1.0f : 0.8f;  // share of amax that kLimit stands for
+  static_assert(Config::kQkBits == 8 || Config::kQkBits == 4);
+
+  // Of a scale group.
+  __device__ __forceinline__ static Scale scale(float amax) { return scale_to(kLimit, kClip * amax); }
+
+  // Where eight channels of a row lie in a tile, as part of a chunk; eight rows further by eight rows' bytes.
+  template <class Rows>
+  __device__ __forceinline__ static i32 offset(i32 row, i32 first_channel) {
+    const i32 byte = first_channel * Config::kQkBits / 8;
+    return Rows::offset(row, byte / 16) + byte % 16;
+  }
+
+  // Rounds eight channels and stores them.
+  __device__ __forceinline__ static void store(u8* to, const float (&x)[kVector], float inv_scale) {
+    const u32 lo = rounded<0>(x, inv_scale), hi = rounded<4>(x, inv_scale);
+    if constexpr (Config::kQkBits == 8) *reinterpret_cast<u64*>(to) = static_cast<u64>(hi) << 32 | lo;
+    else *reinterpret_cast<u32*>(to) = nibbles(hi) << 16 | nibbles(lo);
+  }
+
+ private:
+  // x[kFirst..kFirst+3] · inv_scale as four bytes, the first the lowest.
+  template <i32 kFirst>
+  __device__ __forceinline__ static u32 rounded(const float (&x)[kVector], float inv_scale) {
+    u32 bits[4];
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) {
+      float y = fmaf(x[kFirst + i], inv_scale, kIntegerBias);
+      if constexpr (kClip < 1.0f) y = fminf(fmaxf(y, kIntegerBias - kLimit - 1.0f), kIntegerBias + kLimit);
+      bits[i] = __float_as_uint(y);
+    }
+    return ptx::prmt(ptx::prmt(bits[0], bits[1], 0x0040), ptx::prmt(bits[2], bits[3], 0x0040), 0x5410);
+  }
+
+  // The low halves of four bytes, side by side.
+  __device__ __forceinline__ static u32 nibbles(u32 bytes) {
+    const u32 pairs = (bytes & 0x000f000f) | (bytes >> 4 & 0x00f000f0);
+    return (pairs | pairs >> 8) & 0xffff;
+  }
+};
+
+}  // namespace sage

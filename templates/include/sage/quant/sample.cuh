@@ -1,0 +1,116 @@
+// Statistics of the channels of K and V from a sample of the sequence, which every block takes for itself: the sampled rows
+// are few enough to stay in L2, and no launch has to come before.
+//
+// Softmax does not change when one vector is subtracted from all keys: a mean over 64 keys takes a channel's offset off as
+// well as the mean over all. The scale of a channel of V needs no maximum: a KV tile that exceeds it has a factor of its own
+// (quant/quantize_v.cuh). A sample is of one row per stratum of the sequence, at a hashed place, so that it cannot beat
+// with a period of the rows, such as the width of an image.
+// Every sum has one fixed order: a thread adds its samples in ascending order, then the threads of a channel are added in
+// ascending order. All blocks of a head thus know the same. What is not finite counts as zero.
+#pragma once
+
+#include "sage/numerics/arithmetic.cuh"
+#include "sage/ptx/special.cuh"
+#include "sage/quant/source.cuh"
+
+namespace sage {
+
+constexpr i32 kSamples = 64;
+
+// The bits of a counter, mixed: murmur3's finalizer, shortened.
+__device__ constexpr u32 hashed(u32 x) {
+  x = (x + 1) * 0x9e3779b9u;
+  x = (x ^ x >> 16) * 0x85ebca6bu;
+  return x ^ x >> 13;
+}
+
+// The first row of a stratum.
+__device__ constexpr i32 stratum_begin(i32 sample, i32 rows) {
+  return sample * (rows / kSamples) + sample * (rows % kSamples) / kSamples;
+}
+
+// The row that a sample takes: any of its stratum, or where there are no more rows than samples, row for row. Such a row may
+// not exist.
+__device__ constexpr i32 sampled_row(i32 sample, i32 rows) {
+  if (rows <= kSamples) return sample;
+  const i32 begin = stratum_begin(sample, rows), length = stratum_begin(sample + 1, rows) - begin;
+  return begin + static_cast<i32>(static_cast<u64>(hashed(sample)) * static_cast<u32>(length) >> 32);
+}
+
+// A thread's part of the sample of one head: eight channels of every kThreads / kVectors-th sampled row.
+// Config: kHeadDim, kThreads.
+template <class Config>
+struct Sample {
+  static constexpr i32 kVectors = Config::kHeadDim / kVector;  // threads side by side on a row
+  static constexpr i32 kSlots = Config::kThreads / kVectors;   // rows read at once
+  static constexpr i32 kSteps = kSamples / kSlots;
+  static constexpr float kWeight = 1.0f / kSamples;  // of a sample: sums stay within f32
+  static_assert(kSamples % kSlots == 0, "every thread reads equally many rows");
+
+  using Parts = float[kSlots][Config::kHeadDim];  // the sums of each thread, shared memory, at a multiple of 16 bytes
+
+  Raw raw[kSteps];
+
+  template <class Source>
+  __device__ __forceinline__ void load(const Source& source) {
+#pragma unroll
+    for (i32 s = 0; s < kSteps; ++s) raw[s] = source.load(sampled_row(sample_of_step(s), source.rows), first_channel());
+  }
+
+  // Of value(x, i), for channel i of this thread's eight, the mean over the sampled rows: on_mean(channel, mean) is called for
+  // every channel of the head, by one thread each, behind a barrier.
+  template <class Source, class Value, class OnMean>
+  __device__ __forceinline__ void average(const Source& source, Parts& parts, Value value, OnMean on_mean) const {
+    const i32 slot = ptx::thread_index() / kVectors;
+    float sum[kVector];
+    add_up(source, value, sum);
+    bool finite = true;
+#pragma unroll
+    for (i32 i = 0; i < kVector; ++i) finite &= fabsf(sum[i]) < ptx::infinity();
+    if (!finite) add_up(source, [&](float x, i32 i) { return finite_or_zero(value(x, i)); }, sum);
+#pragma unroll
+    for (i32 i = 0; i < kVector; i += 4) {
+      *reinterpret_cast<Four*>(parts[slot] + first_channel() + i) = {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]};
+    }
+    __syncthreads();
+    const float weights = min(source.rows, kSamples) * kWeight;
+    for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
+      float total = parts[0][c];
+#pragma unroll
+      for (i32 t = 1; t < kSlots; ++t) total += parts[t][c];
+      on_mean(c, divide(total, weights));
+    }
+  }
+
+  __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
+
+ private:
+  struct alignas(16) Four {
+    float x, y, z, w;
+  };
+
+  template <class Source, class Value>
+  __device__ __forceinline__ void add_up(const Source& source, Value value, float (&sum)[kVector]) const {
+#pragma unroll
+    for (i32 i = 0; i < kVector; ++i) sum[i] = 0.0f;
+#pragma unroll
+    for (i32 s = 0; s < kSteps; ++s) {
+      float x[kVector];
+      source.convert(raw[s], x);
+      const float weight = sample_of_step(s) < source.rows ? kWeight : 0.0f;
+#pragma unroll
+      for (i32 i = 0; i < kVector; ++i) sum[i] = fmaf(value(x[i], i), weight, sum[i]);
+    }
+  }
+
+  __device__ __forceinline__ static i32 sample_of_step(i32 step) {
+    return step * kSlots + ptx::thread_index() / kVectors;
+  }
+};
+
+// A mean that can be subtracted from any f16 or bf16 within f32, or zero: what is subtracted is a choice.
+constexpr float kLargestMean = 0x1p119f;
+
+__device__ __forceinline__ float subtractable(float mean) { return fabsf(mean) < kLargestMean ? mean : 0.0f; }
+
+}  // namespace sage
