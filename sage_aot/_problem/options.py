@@ -98,10 +98,10 @@ class Options:
         help="subtract the mean of each tile of q before quantizing; `\"auto\"` does so for int4")
     smooth_k: bool = _option(
         True, schema="bool", expected="True or False", valid=_is_bool, samples=(True, False), refused=1,
-        help="subtract the mean of k over the sequence before quantizing")
+        help="subtract the mean of k over a sample of 64 keys before quantizing")
     smooth_v: bool = _flag(
         False, axis="v", false="vraw", true="vsmooth",
-        help="subtract the mean of v over the sequence before quantizing, and add it to the output")
+        help="subtract the mean of v over a sample of 64 keys before quantizing, and add it to the output")
     pv_accum: str = _option(
         "auto", schema="str", valid=_is_one_of("auto", *map(str, AXES["pv_accum"])),
         samples=("auto", "two_level_f32", "two_level_f16"), refused="f16",

@@ -381,7 +381,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "kVLimit = 0x1p15f",
      "kVLimit = 0x1p20f",
      _S8_FULL, "what is not finite"),
-    # --- quant/statistics.cuh, quant/delta_s.cuh, quant/source.cuh
+    # --- quant/sample.cuh, quant/delta_s.cuh, quant/source.cuh
     ("barrier before the parts are merged dropped", "quant/sample.cuh",
      "    __syncthreads();\n",
      "",

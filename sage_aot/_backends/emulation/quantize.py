@@ -115,7 +115,7 @@ def _subtractable(mean: torch.Tensor, quant: KernelRecord) -> torch.Tensor:
 
 
 def _mean_over_rows(q: torch.Tensor, problem: Problem, kernels: Kernels) -> torch.Tensor:
-    """Mean of each query tile in the order of quant/quantize.cuh, or zero: a thread's rows, then threads."""
+    """Mean of each query tile in the order of quant/quantize_q.cuh, or zero: a thread's rows, then threads."""
     block_m, rows_at_once = kernels.attn.tile.block_m, kernels["quant"].fact("rows_at_once")
     batch, heads, rows, headdim = q.shape
     if not problem.options.smooth_q:
@@ -128,7 +128,7 @@ def _mean_over_rows(q: torch.Tensor, problem: Problem, kernels: Kernels) -> torc
 
 
 def _row_bias(q: torch.Tensor, quant: KernelRecord, k_mean: torch.Tensor) -> torch.Tensor:
-    """q · k_mean per row in the order of quant/quantize.cuh: a lane's channels in FMAs, then halves of the lanes."""
+    """q · k_mean per row in the order of quant/quantize_q.cuh: a lane's channels in FMAs, then halves of the lanes."""
     vector = quant.fact("vector")
     total = q.new_zeros(*q.shape[:-1], q.shape[-1] // vector)
     for q_channel, k_channel in zip(*(torch.unflatten(x, -1, (-1, vector)).unbind(-1) for x in (q, k_mean))):
@@ -226,7 +226,7 @@ def _channel_scale(magnitude: torch.Tensor, mean: torch.Tensor,
 
 
 def _tile_factor(largest: torch.Tensor, least: float, limit: float) -> torch.Tensor:
-    """The power of two that brings a tile's largest magnitude into (limit / 2, limit], or one where it need not."""
+    """The power of two that brings a tile's largest magnitude into [limit / 2, limit), or one where it need not."""
     exponent = torch.frexp(divide(largest, limit))[1].clamp(min=LEAST_FACTOR)
     fits = (largest == 0) | (largest >= least) & (largest <= limit)
     return torch.where(fits, 1.0, _power_of_two(exponent))

@@ -43,8 +43,8 @@ __device__ __forceinline__ Scale power_of_two_scale(float magnitude) {
 // Least tile_factor(), 2^-30, by its biased exponent: what is smaller still rounds more coarsely.
 constexpr u32 kLeastFactor = kExponentBias - 30;
 
-// The power of two by which a tile is divided so that its largest magnitude lies within (limit / 2, limit]; one where that
-// lies within [least, limit] already, or is zero.
+// The power of two by which a tile is divided so that its largest magnitude lies within [limit / 2, limit), or below where
+// that takes less than 2^-30; one where it lies within [least, limit] already, or is zero.
 __device__ __forceinline__ Scale tile_factor(float largest, float least, float limit) {
   if (largest == 0.0f || (largest >= least && largest <= limit)) return {1.0f, 1.0f};
   const u32 exponent = (__float_as_uint(divide(largest, limit)) >> kMantissaBits) + 1;  // biased

@@ -35,7 +35,7 @@ struct Source {
         dtype(dtype_) {}
 
   // Zeros for channels that do not exist. In place of a row that does not exist the last that does: nobody sees it, and it
-  // changes no maximum of a whole tile.
+  // changes no maximum of a whole tile, though in a ragged tile that of a scale group to which the last row does not belong.
   __device__ __forceinline__ Raw load(i32 row, i32 channel) const {
     const u8* from = head + channel * sizeof(u16) + min(row, rows - 1) * row_bytes;
     if constexpr (kSource != Rows::kAny) {
