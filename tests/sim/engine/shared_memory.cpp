@@ -134,6 +134,13 @@ void SharedMemory::write(u32 address, u32 bytes, const Where& where) {
   for (u32 i = address; i < address + bytes; ++i) bytes_[i].unfenced = block_.proxy_fences(where.thread);
 }
 
+void SharedMemory::update(u32 address, u32 bytes, const Where& where) {
+  require("atomic", address, bytes, where);
+  check_written(address, bytes, where);
+  claim(address, bytes, where, kWritten, true);
+  for (u32 i = address; i < address + bytes; ++i) bytes_[i].unfenced = block_.proxy_fences(where.thread);
+}
+
 void SharedMemory::begin_copy(u32 address, u32 bytes, const Where& where) {
   require("asynchronous copy", address, bytes, where);
   claim(address, bytes, where, kPending);
@@ -148,7 +155,7 @@ void SharedMemory::end_copy(u32 address, u32 bytes, u32 thread) {
 }
 
 // The bytes take a new value: all who wrote or read the old one must be done.
-void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state) {
+void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state, bool atomic) {
   const Epoch now = block_.order.now(where.thread);
   Epoch ordered = now;
   u32 ordered_readers = ReaderSets::kEmpty;
@@ -166,7 +173,8 @@ void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state
       block_.report("buffer overwritten while a pending instruction reads it", where,
                     text("%u bytes at shared address 0x%x", bytes, address));
     }
-    if (!faulty && state_[i] == kWritten && byte.writer != ordered && !block_.order.before(byte.writer, where.thread)) {
+    if (!faulty && state_[i] == kWritten && !(atomic && byte.atomic) && byte.writer != ordered &&
+        !block_.order.before(byte.writer, where.thread)) {
       faulty = true;
       race("write", i, "written", thread_of(byte.writer), where);
     }
@@ -179,7 +187,7 @@ void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state
       ordered_readers = byte.readers;
     }
     if (state_[i] == kWritten) ordered = byte.writer;
-    byte = {now, ReaderSets::kEmpty, kFenced, byte.held};
+    byte = {now, ReaderSets::kEmpty, kFenced, byte.held, atomic};
     state_[i] = state;
   }
 }

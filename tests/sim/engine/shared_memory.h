@@ -32,6 +32,8 @@ class SharedMemory {
   // memory stops the block.
   void read(u32 address, u32 bytes, const Where& where);
   void write(u32 address, u32 bytes, const Where& where);
+  // An atomic access: atomics need no order among themselves.
+  void update(u32 address, u32 bytes, const Where& where);
   void begin_copy(u32 address, u32 bytes, const Where& where);
   void end_copy(u32 address, u32 bytes, u32 thread);
 
@@ -51,6 +53,7 @@ class SharedMemory {
     u32 readers;   // since then
     u32 unfenced;  // fences of the proxy that its writer had executed; kFenced where none is needed
     u32 held;      // instructions that read it and still run
+    bool atomic;   // its writer is the last of those whose atomics changed it
   };
   static constexpr u32 kFenced = 0;
 
@@ -58,7 +61,7 @@ class SharedMemory {
   bool check_written(u32 address, u32 bytes, const Where& where);
   bool check_ordered(u32 address, u32 bytes, const Where& where);
   void add_reader(u32 address, u32 bytes, u32 reader);
-  void claim(u32 address, u32 bytes, const Where& where, State state);
+  void claim(u32 address, u32 bytes, const Where& where, State state, bool atomic = false);
   void race(const char* access, u32 address, const char* earlier, u32 thread, const Where& where);
 
   Block& block_;

@@ -76,7 +76,9 @@ namespace {
 template <class T, class Operation>
 T atomic(const char* name, T* address, Operation operation, Site site) {
   block->check_alignment(name, reinterpret_cast<u64>(address), sizeof(T), block->here(site));
-  if (block->shared.address_of(address) == SharedMemory::kNone) {  // atomics on shared memory race with nobody
+  if (const u32 shared = block->shared.address_of(address); shared != SharedMemory::kNone) {
+    block->shared.update(shared, sizeof(T), block->here(site));
+  } else {
     block->read_global(address, sizeof(T), block->here(site));
     block->write_global(address, sizeof(T), block->here(site));
   }
