@@ -49,8 +49,8 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
         smooth_q: subtract the mean of each tile of q before quantizing, and add what that takes off the scores;
             ``"auto"`` does so for int4. Takes a workspace of 4 bytes per 128 queries, key and head, 256 MB at a time
             or one head's.
-        smooth_k: subtract the mean of k over a sample of 64 keys before quantizing. The exact result does not change by it,
-            the error of the quantized one falls with every channel of k that has an offset. Off only to see that.
+        smooth_k: subtract the mean of k over a sample of 64 keys before quantizing. The exact result does not change by
+            it, the error of the quantized one falls with every channel of k that has an offset. Off only to see that.
         smooth_v: subtract the mean of v over a sample of 64 keys before quantizing and add it to the output; pays with
             FP8 P·V where channels of v have offsets. (f16 V holds a biased bf16 v as it is: there it gains nothing.)
         pv_accum: how P·V adds up over the keys. ``"auto"``: as the GPU's kernels do it best, ``"f32"`` where P and V
