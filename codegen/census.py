@@ -114,10 +114,11 @@ def _main_loop(functions: Iterable[Code]) -> _Loop | None:
     kinds = set().union(*(loop.kinds for loop in loops))
     complete = [loop for loop in loops if kinds and loop.kinds == kinds]
     innermost = [loop for loop in complete if not any(other.blocks.keys() < loop.blocks.keys() for other in complete)]
-    return min(innermost, key=lambda loop: _others_a_product(_counts(loop)), default=None)
+    return min(innermost, key=_others_a_product, default=None)
 
 
-def _others_a_product(counts: MainLoop) -> float:
+def _others_a_product(loop: _Loop) -> float:
+    counts = _counts(loop)
     return counts.other / counts.matrix
 
 

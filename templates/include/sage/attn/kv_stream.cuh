@@ -29,8 +29,7 @@ class KvStream {
   static constexpr i32 kBytes = kSpoilt + ceil_div(kThreads / kWarpSize, 4) * 16;  // of shared memory
 
   __device__ __forceinline__ KvStream(const AttnParams& params, const Work& work, u32 shared) : first_(shared) {
-    next_ =
-        params.kv_hat + static_cast<i64>(work.kv_head) * params.kv_tiles * Layout::kKvBytes + ptx::thread_index() * 16;
+    next_ = work.template kv_tile<Config>(params, 0) + ptx::thread_index() * 16;
     if constexpr (Config::kSmoothQ) {
       const i64 row = static_cast<i64>(work.q_head - params.first_head) * params.q_tiles + work.q_tile;
       delta_ = params.delta_s + row * params.kv_tiles * Config::kBlockN + ptx::thread_index() * 4;

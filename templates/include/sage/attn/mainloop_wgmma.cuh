@@ -246,7 +246,7 @@ class AttentionWgmma {
 
   __device__ __forceinline__ static void load_tile(const AttnParams& params, const Shared& shared, const Work& work,
                                                    i32 tile, i32 stage) {
-    const u8* from = params.kv_hat + (static_cast<i64>(work.kv_head) * params.kv_tiles + tile) * Layout::kKvBytes;
+    const u8* from = work.template kv_tile<Config>(params, tile);
     const u32 slot = shared.slot(stage), full = shared.full(stage);
     ptx::mbarrier_arrive_expect_tx(full, Layout::kLine + KvLine::kLoaded + Shared::kDeltaBytes);
     ptx::bulk_copy(slot, from, Layout::kLine, full);

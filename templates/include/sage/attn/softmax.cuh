@@ -43,7 +43,7 @@ __device__ __forceinline__ float score_scale(float q_scale, float k_scale) {
 }
 
 // How far references may fall, in whose smaller unit everything summed so far counts: O, at most 448 times as large as the
-// sum of P, stays finite. Below the highest reference of a row by so much, in log2 units, where that is kept in a register;
+// sum of P, stays finite, unless V has tiles whose factors exceed those of others by what room that leaves, 2^19 at the least. Below the highest reference of a row by so much, in log2 units, where that is kept in a register;
 // else until the sum of P would exceed this. What lies further below weighs less than rounding.
 constexpr float kMostFall = 60.0f;
 constexpr float kLargestSum = 0x1p100f;
