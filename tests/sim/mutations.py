@@ -847,8 +847,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "static_cast<i64>(work.q_head) * Config::kHeadDim;",
      _HOPPER_WIDE, "access outside an allocation"),
     ("lines of the other head", "attn/work.cuh",
-     "(static_cast<i64>(kv_head) * params.kv_tiles + tile)",
-     "(static_cast<i64>(kv_head ^ 1) * params.kv_tiles + tile)",
+     "kv_tile<Config>(params, tile) + TileLayout<Config>::kLine",
+     "kv_tile<Config>(params, tile + (kv_head ? -1 : 1) * params.kv_tiles) + TileLayout<Config>::kLine",
      _HOPPER_K_INF, "what is not finite"),
     # --- attn/work.cuh, attn/mainloop_wgmma.cuh: the queue of query tiles, turns
     ("one query tile a block", "attn/mainloop_wgmma.cuh",

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock
 from hostcc import ENGINE_FLAGS, compiler, kernel_flags
 from ninja import BIN_DIR
 from ninja.ninja_syntax import Writer, escape
@@ -131,10 +132,13 @@ def build_engine() -> Path:
 
 
 def _run_ninja(folder: Path, text: str) -> None:
+    """By one process at a time: the tests' own and each of the workers bring the engine up to date."""
     ninja_file = folder / "build.ninja"
-    write_if_changed(ninja_file, text.encode())
-    found = subprocess.run([str(Path(BIN_DIR, "ninja")), "-k", "0", "-f", str(ninja_file)], capture_output=True,
-                           text=True, check=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        write_if_changed(ninja_file, text.encode())
+        found = subprocess.run([str(Path(BIN_DIR, "ninja")), "-k", "0", "-f", str(ninja_file)], capture_output=True,
+                               text=True, check=False)
     if found.returncode:
         raise HostBuildError(found.stdout + found.stderr)
 
