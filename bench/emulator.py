@@ -71,7 +71,7 @@ class Method:
     def options(self, *, is_causal: bool) -> Options:
         """The call that comes nearest."""
         return Options(is_causal=is_causal, qk=f"int{self.bits}", smooth_q="q" in self.smoothing,
-                       smooth_k="k" in self.smoothing, smooth_v=self.smooth_v)
+                       smooth_k="k" in self.smoothing, smooth_v=self.smooth_v, rotate=False)
 
 
 @dataclass(frozen=True)

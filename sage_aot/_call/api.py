@@ -14,19 +14,19 @@ from sage_aot._problem.options import for_schema, for_tracer
 @overload
 def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = ..., scale: float | None = ...,
          layout: str = ..., qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
-         pv_accum: str = ..., return_lse: Literal[False] = ..., out: torch.Tensor | None = ...) -> torch.Tensor: ...
+         rotate: bool | str = ..., pv_accum: str = ..., return_lse: Literal[False] = ..., out: torch.Tensor | None = ...) -> torch.Tensor: ...
 
 
 @overload
 def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = ..., scale: float | None = ...,
          layout: str = ..., qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
-         pv_accum: str = ..., return_lse: Literal[True],
+         rotate: bool | str = ..., pv_accum: str = ..., return_lse: Literal[True],
          out: torch.Tensor | None = ...) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, scale: float | None = None,
          layout: str = "HND", qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
-         smooth_v: bool = False, pv_accum: str = "auto", return_lse: bool = False,
+         smooth_v: bool = False, rotate: bool | str = "auto", pv_accum: str = "auto", return_lse: bool = False,
          out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention with 8- or 4-bit Q and K and FP8 or f16 P and V: softmax(q·kᵀ·scale)·v, inference only.
 
@@ -53,6 +53,9 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
             it, the error of the quantized one falls with every channel of k that has an offset. Off only to see that.
         smooth_v: subtract the mean of v over a sample of 64 keys before quantizing and add it to the output; pays with
             FP8 P·V where channels of v have offsets. (f16 V holds a biased bf16 v as it is: there it gains nothing.)
+        rotate: multiply q and k by the Hadamard matrix before quantizing. The exact result does not change by it; a
+            channel of k or q that is much larger than the others, not by an offset, no longer takes the steps of its
+            row. ``"auto"`` does so for int4; for int8 it takes the quantizers 1.5 to 1.8 times as long.
         pv_accum: how P·V adds up over the keys. ``"auto"``: as the GPU's kernels do it best, ``"f32"`` where P and V
             are f16, ``"two_level_f32"`` where they are FP8 (each tile of keys in accumulators of its own, then in f32).
             ``"two_level_f16"`` (sm89): accumulators of the first level in f16, of twice the rate on GeForce cards, P
@@ -89,7 +92,8 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
     if not (q.is_cuda or q.is_cpu):
         check_device(q)  # raises
     flatten = for_tracer if torch.compiler.is_dynamo_compiling() else for_schema
-    options = flatten(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, pv_accum)
+    options = flatten(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate,
+                      pv_accum)
     if not isinstance(return_lse, bool):
         check_return_lse(return_lse)  # raises
     if out is None:

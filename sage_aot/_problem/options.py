@@ -102,6 +102,12 @@ class Options:
     smooth_v: bool = _flag(
         False, axis="v", false="vraw", true="vsmooth",
         help="subtract the mean of v over a sample of 64 keys before quantizing, and add it to the output")
+    rotate: bool | str = _option(
+        "auto", schema="bool?", valid=_is_bool_or_auto, samples=("auto", False, True), refused="no",
+        expected="'auto', True or False",
+        resolve=lambda options: options.qk == "int4",  # at 8 bits few models need it, and quantizers take longer
+        help="multiply q and k by the Hadamard matrix before quantizing, so that no channel sets the scale of its row; "
+             "`\"auto\"` does so for int4")
     pv_accum: str = _option(
         "auto", schema="str", valid=_is_one_of("auto", *map(str, AXES["pv_accum"])),
         samples=("auto", "two_level_f32", "two_level_f16"), refused="f16",

@@ -129,6 +129,16 @@ def test_scale_and_smoothing(spec):
 
 
 @each_variant
+def test_rotation_takes_off_what_a_large_channel_costs(spec):
+    q, k, v = draw(spec, (1, 2, 200), (1, 2, 700), seed=8)
+    q[..., 3] *= 12.0
+    k[..., 3] *= 12.0
+    reference, _ = expect(spec, q, k, v)
+    rotated, plain = (measure(run(spec, q, k, v, rotate=rotate).out, reference).relative_l1 for rotate in (True, False))
+    assert rotated < 0.85 * plain
+
+
+@each_variant
 def test_v_of_zeros_constants_and_any_size(spec):
     q, k, v = draw(spec, (1, 2, 100), (1, 2, 300), seed=7)
     v[..., 0], v[..., 1] = 0.0, 3.0

@@ -72,7 +72,8 @@ variants, so that each meets every value of the axes."""
 def cases_of(spec: AttnSpec) -> dict[str, Case]:
     """Ragged calls. The first: grouped heads, contiguous, several KV tiles. The second as unlike as can be: several
     heads and batches, K not smoothed, rows of no whole vectors, of which some see nothing where causal, read at odd
-    addresses and stored at odd and even ones. The third: one query head a KV head, whole rows stored at odd addresses,
+    addresses and stored at odd and even ones, rotated where the
+    default is not to. The third: one query head a KV head, whole rows stored at odd addresses,
     extreme values; where causal on Hopper query tiles that see no key at all, one of them after another tile. For e4m3
     P scores behind which references fall, once by far or from tile to tile. KV tiles with factors of their own. On
     Hopper rows of whole vectors, but of fewer channels than the kernel's."""
@@ -81,7 +82,7 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
                  read_quantized=True, **vars(Options.of_axes(spec.values)))
     odd = dataclasses.replace(plain, seed=2, batch=2, kv_heads=2, seqlen_q=100, seqlen_kv=70, headdim=spec.headdim - 3,
                               layout="NHD", dtype="f16", kind="outlier", strides="misaligned", out="given",
-                              smooth_k=False)
+                              smooth_k=False, rotate=spec.qk == "int8")
     blind_rows = KERNELS[spec].tile.block_m if on_hopper and spec.mask == "causal" else 0
     values = {"seqlen_kv": 90, **EXTREMES[SPECS.index(spec) % len(EXTREMES)]}
     if blind_rows:

@@ -200,8 +200,8 @@ def test_a_query_that_is_not_finite_spoils_its_own_row_only(pv, value):
     assert torch.equal(out[0, 0, unshared], clean[0, 0, unshared])
 
 
-@pytest.mark.parametrize("options", [{}, {"qk": "int4"}, {"smooth_q": True}, {"smooth_k": False}, {"smooth_v": True}],
-                         ids=str)
+@pytest.mark.parametrize("options", [{}, {"qk": "int4"}, {"smooth_q": True}, {"smooth_k": False}, {"smooth_v": True},
+                                     {"rotate": True}], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("arch", "pv_accum"), ACCUMULATORS)
@@ -415,6 +415,20 @@ def test_smoothing_pays_where_it_should(monkeypatch, arch, qk, smooth_v):
         assert error(smooth_q=True) < 0.7 * error(smooth_q=False, smooth_k=False)
     if arch == "sm89" and qk == "int8":
         assert error(smooth_v=True) < 0.5 * error(smooth_v=False)
+
+
+@pytest.mark.parametrize(("arch", "qk"), [
+    ("sm80", "int8"), ("sm80", "int4"), ("sm89", "int8"), ("sm89", "int4"), ("sm90", "int8")])
+def test_rotation_takes_off_what_a_large_channel_costs(monkeypatch, arch, qk):
+    """8 bits: what is left is P and V; 4 bits: scores of a large channel leave few of their steps to others."""
+    monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
+    for kind in ("heavy1", "heavy4"):
+        q, k, v = draw((1, 1, 128, 128), (1, 1, 700, 128), kind)
+        expected, _ = reference.attention(q, k, v)
+        error, without = (reference.measure(sage_aot.attn(q, k, v, qk=qk, rotate=rotate), expected).relative_l1
+                          for rotate in (True, False))
+        assert error < 0.75 * without
+        assert torch.equal(sage_aot.attn(q, k, v, qk=qk), sage_aot.attn(q, k, v, qk=qk, rotate=qk == "int4"))
 
 
 def test_4_bits_on_hopper_says_what_to_use(monkeypatch):

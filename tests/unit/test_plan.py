@@ -183,6 +183,12 @@ def test_structs_say_what_is_smoothed(smooth_q, smooth_k, smooth_v):
     assert [quant.params[f"smooth_{name}"] for name in "qkv"] == [smooth_q, smooth_k, smooth_v]
 
 
+@pytest.mark.parametrize(("options", "rotate"), [
+    ({}, False), ({"rotate": True}, True), ({"rotate": False}, False)])
+def test_structs_say_whether_rows_are_rotated(options, rotate):
+    assert run(changed(**options))[0].params["rotate"] == rotate
+
+
 def test_without_smoothing_of_q_there_is_no_delta():
     assert [launch.record.spec.kind for launch in run()] == ["quant", "attn"]
     attn = run()[-1]

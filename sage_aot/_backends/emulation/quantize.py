@@ -68,8 +68,10 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
     delta_s = _delta_s(q_mean, k.repeat_interleave(group, 1)) if problem.options.smooth_q else None
 
     q_groups = _row_groups(q.shape[2], tile.warp_m, quant.fact("row_groups"))
+    rotated = bool(problem.options.rotate)
+    q, k = (_rotate(x) if rotated else x for x in (q, k))
     q_hat, q_scale = _quantize_rows(q, q_groups, quant, -1.0 if softmax_scale < 0 else 1.0)
-    q_scale = q_scale * softmax_scale.abs()
+    q_scale = q_scale * softmax_scale.abs() * (spec.headdim if rotated else 1)
     k_hat, k_scale = _quantize_rows(k, _key_groups(k.shape[2], tile.block_n, quant.fact("key_groups")), quant)
     return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, k_mean, v_mean, v_factor, k_finite,
                      v_finite, row_bias, delta_s)
@@ -145,6 +147,17 @@ def _delta_s(q_mean: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     for q_channel, k_channel in zip(q_mean.unbind(-1), k.unbind(-1)):
         total = fma(q_channel[..., None], k_channel[:, :, None], total)
     return total
+
+
+def _rotate(x: torch.Tensor) -> torch.Tensor:
+    """Rows times the Hadamard matrix, divided by their length, in the order of numerics/rotation.cuh."""
+    headdim, stride = x.shape[-1], 1
+    x = x * (1 / headdim)
+    while stride < headdim:
+        a, b = torch.unflatten(x, -1, (-1, 2, stride)).unbind(-2)
+        x = torch.stack([a + b, a - b], -2).flatten(-3)
+        stride *= 2
+    return x
 
 
 def _row_groups(rows: int, warp_m: int, groups: int) -> torch.Tensor:

@@ -43,10 +43,11 @@ __device__ __forceinline__ float score_scale(float q_scale, float k_scale) {
 }
 
 // How far references may fall, in whose smaller unit everything summed so far counts: O, at most 448 times as large as the
-// sum of P, stays finite, unless V has tiles whose factors exceed those of others by what room that leaves, 2^19 at the least. Below the highest reference of a row by so much, in log2 units, where that is kept in a register;
-// else until the sum of P would exceed this. What lies further below weighs less than rounding.
-constexpr float kMostFall = 60.0f;
-constexpr float kLargestSum = 0x1p100f;
+// sum of P, times the factors of V, stays finite where those differ by less than 2^50. Below the highest reference of a row
+// by so much, in log2 units, where that is kept in a register; else until the sum of P would exceed this. What lies further
+// below weighs less than rounding, of 2^17 keys as well.
+constexpr float kMostFall = 40.0f;
+constexpr float kLargestSum = 0x1p66f;
 
 // The references of a thread's rows, and their sums of P. Product: how P enters the second product (attn/pv_mma.cuh).
 // Every function that moves a reference takes the thread's largest score of a tile, in log2 units, and returns the factor

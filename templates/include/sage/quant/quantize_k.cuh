@@ -1,5 +1,6 @@
 // K as s8 or s4 with a scale per thread of the attention kernel: keys n of a tile with equal n % 8 / 2. Smoothed: less the
 // mean per channel of a sample.
+// Rotated: times the Hadamard matrix.
 // Source: SageAttention2, sections 3.1 and 3.2.
 #pragma once
 
@@ -31,15 +32,17 @@ struct QuantizeK {
 #pragma unroll 1
     for (i32 round = 0; round < params.rounds; ++round) {
       if (round > 0) __syncthreads();  // what the block shares of the tiles before has been read
-      quantize(source, head, first_tile + round * Block::kTiles);
+      if (kSource == Rows::kAny || params.rotate) quantize<true>(source, head, first_tile + round * Block::kTiles);
+      else quantize<false>(source, head, first_tile + round * Block::kTiles);
     }
   }
 
  private:
   __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
 
-  // kWarpsPerGroup warps quantize the keys of one scale group.
-  template <Rows kSource>
+  // kWarpsPerGroup warps quantize the keys of one scale group. kRotatable: rows are rotated if the call asks for that. Such rows are
+  // read again: to rotate all of them at once would take as long to compile as everything else.
+  template <bool kRotatable, Rows kSource>
   __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 head, i32 first_tile) const {
     const i32 warp = ptx::thread_index() / kWarpSize, lane = ptx::thread_index() % kWarpSize;
     const i32 own_tile = warp / kWarpsPerTile, tile = first_tile + own_tile;  // of the block's, and of the head's
@@ -49,23 +52,35 @@ struct QuantizeK {
     const auto key_of_step = [&](i32 step) { return first_key + step * (kKeysAtOnce / 2 * 8); };
 
     const auto load = [&](i32 s) { return source.load(tile * Config::kBlockN + key_of_step(s), first_channel()); };
-    using Held = HeldRows<kSource, kSteps>;
+    using Held = HeldRows<!kRotatable, kSteps>;
+    constexpr i32 kUnroll = kRotatable && kSource != Rows::kAny ? 2 : Held::kUnroll;
     Held rows;
     rows.load(load);
     if (ptx::thread_index() < Block::kTiles) shared.finite[ptx::thread_index()][0] = Config::kBlockN;
     const float* mean = shared.mean + first_channel();
     const auto smooth = [&](float x, i32 i) { return x - mean[i]; };
-    Extremes extremes(source, rows.get(0, load));
-#pragma unroll Held::kUnroll
-    for (i32 s = 1; s < kSteps; ++s) extremes.add(rows.get(s, load));
-    float amax = extremes.abs_max(smooth);
-    __syncthreads();  // shared.finite is set
-    const bool finite = !ptx::any(!(amax < ptx::infinity()));
     const auto convert = [&](const Raw& row, float (&x)[1][kVector]) {
       source.convert(row, x[0]);
 #pragma unroll
       for (i32 i = 0; i < kVector; ++i) x[0][i] = smooth(x[0][i], i);
     };
+    float amax = 0.0f;
+    if constexpr (kRotatable) {
+#pragma unroll kUnroll
+      for (i32 s = 0; s < kSteps; ++s) {
+        float x[1][kVector];
+        convert(rows.get(s, load), x);
+        if (params.rotate) rotate<kVectors>(x[0]);
+        amax = ptx::max_nan(amax, abs_max(x));
+      }
+    } else {
+      Extremes extremes(source, rows.get(0, load));
+#pragma unroll Held::kUnroll
+      for (i32 s = 1; s < kSteps; ++s) extremes.add(rows.get(s, load));
+      amax = extremes.abs_max(smooth);
+    }
+    __syncthreads();  // shared.finite is set
+    const bool finite = !ptx::any(!(amax < ptx::infinity()));
     if (!finite) {  // rows are loaded once more: it is rare, and what it computed would be kept in too many registers
       amax = 0.0f;
 #pragma unroll 1
@@ -73,7 +88,9 @@ struct QuantizeK {
         float x[1][kVector];
         convert(load(s), x);
         if (!(abs_max(x) < ptx::infinity())) atomicMin(&shared.finite[own_tile][0], key_of_step(s));
-        amax = fmaxf(amax, make_finite(x));
+        const float largest = make_finite(x);
+        if (kRotatable && params.rotate) rotate<kVectors>(x[0]);
+        amax = fmaxf(amax, kRotatable ? abs_max(x) : largest);
       }
       rows.load(load);
     }
@@ -88,11 +105,12 @@ struct QuantizeK {
     u8* tile_data = Block::kv_tile(params, head, tile);
     u8* first_row =
         tile_data + QuantizedRows<Config>::template offset<typename Layout::KRows>(first_key, first_channel());
-#pragma unroll Held::kUnroll
+#pragma unroll kUnroll
     for (i32 s = 0; s < kSteps; ++s) {
       float x[1][kVector];
       convert(rows.get(s, load), x);
       if (!finite) make_finite(x);
+      if (kRotatable && params.rotate) rotate<kVectors>(x[0]);
       constexpr i32 kStepBytes = kKeysAtOnce / 2 * 8 * Layout::kQkRowBytes;  // whole periods of the swizzle
       QuantizedRows<Config>::store(first_row + s * kStepBytes, x[0], scale.inv_scale);
     }

@@ -1,5 +1,6 @@
 // Q as s8 or s4 with a scale per thread of the attention kernel: rows m of a warp with equal m % 8. The scale holds
 // softmax_scale · log2 e, so that scores come out in log2 units; Q̂ has its sign. Smoothed: less the mean of its tile's rows.
+// Rotated: times the Hadamard matrix.
 // Source: SageAttention2, sections 3.1 and 3.2.
 #pragma once
 
@@ -38,17 +39,19 @@ struct QuantizeQ {
     const i64 tile_index = static_cast<i64>(head) * params.q_tiles + tile;
     if (params.smooth_q) {
       prepare_mean(source, tile, params.q_mean + tile_index * Config::kHeadDim);
-      quantize<true>(source, tile, tile_index, biased);
-    } else {
-      quantize<false>(source, tile, tile_index, biased);
+    } else if (kSource == Rows::kAny || params.rotate) {
+      prepare_no_mean();
     }
+    if (kSource == Rows::kAny || params.smooth_q || params.rotate) quantize<true>(source, tile, tile_index, biased);
+    else quantize<false>(source, tile, tile_index, biased);
   }
 
  private:
   __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
 
-  // kVectors lanes quantize the rows of one scale group.
-  template <bool kSmooth, Rows kSource>
+  // kVectors lanes quantize the rows of one scale group. kChanged: less a mean, which may be zero, and rotated if the call asks for
+  // that. Such groups are read one after another: unrolled, they would take as long to compile as everything else.
+  template <bool kChanged, Rows kSource>
   __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 tile, i64 tile_index, bool biased) const {
     const i32 group = ptx::thread_index() / kVectors;  // of the first step
     const i32 first_row = group / kRowGroups * Config::kWarpM + group % kRowGroups;
@@ -63,7 +66,7 @@ struct QuantizeQ {
 #pragma unroll 1
     for (i32 done = 0; done < kSteps; done += kStepsAtOnce) {
       const auto load_step = [&](i32 i) { return load(done * kRows + i); };
-      finite &= quantize_steps<kSmooth>(source, load_step, first + done * kStepBytes, q_scale + done * kGroupsAtOnce);
+      finite &= quantize_steps<kChanged>(source, load_step, first + done * kStepBytes, q_scale + done * kGroupsAtOnce);
     }
     float* row_bias = params.row_bias + tile_index * Config::kBlockM;
     if (biased ||
@@ -81,10 +84,10 @@ struct QuantizeQ {
 
   // As many steps as there are registers for their rows. `first`: where this thread's first vector goes; `q_scale`: where its
   // group's scale goes. Returns whether the rows of the warp are finite.
-  template <bool kSmooth, Rows kSource, class Load>
+  template <bool kChanged, Rows kSource, class Load>
   __device__ __forceinline__ bool quantize_steps(const Source<kSource>& source, Load load, u8* first,
                                                  float* q_scale) const {
-    using Held = HeldRows<kSource, kStepsAtOnce * kRows>;
+    using Held = HeldRows<!kChanged, kStepsAtOnce * kRows>;
     Held rows;
     rows.load(load);
     const float sign = params.softmax_scale_log2 < 0.0f ? -1.0f : 1.0f;
@@ -95,7 +98,7 @@ struct QuantizeQ {
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
         source.convert(rows.get(s * kRows + r, load), x[r]);
-        if constexpr (kSmooth) {
+        if constexpr (kChanged) {
 #pragma unroll
           for (i32 i = 0; i < kVector; ++i) x[r][i] -= shared.q_mean[first_channel() + i];
         }
@@ -104,6 +107,11 @@ struct QuantizeQ {
       const bool step_finite = !ptx::any(!(amax < ptx::infinity()));
       if (!step_finite) amax = make_finite(x);
       finite &= step_finite;
+      if (kChanged && params.rotate) {
+#pragma unroll
+        for (i32 r = 0; r < kRows; ++r) rotate<kVectors>(x[r]);
+        amax = abs_max(x);
+      }
       const Scale scale = QuantizedRows<Config>::scale(ptx::max_over_lanes<kVectors>(amax));
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
@@ -111,7 +119,8 @@ struct QuantizeQ {
                                      sign * scale.inv_scale);
       }
       if (first_channel() == 0) {
-        q_scale[s * kGroupsAtOnce] = scale.scale * fabsf(params.softmax_scale_log2);
+        const float length = kChanged && params.rotate ? Config::kHeadDim : 1.0f;
+        q_scale[s * kGroupsAtOnce] = scale.scale * fabsf(params.softmax_scale_log2) * length;
       }
     }
     return finite;
@@ -130,6 +139,11 @@ struct QuantizeQ {
     }
     bias = ptx::sum_over_lanes<kVectors>(bias);
     if (first_channel() == 0) *to = bias;
+  }
+
+  __device__ __forceinline__ void prepare_no_mean() const {
+    for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) shared.q_mean[c] = 0.0f;
+    __syncthreads();
   }
 
   // q_mean = softmax_scale · log2 e · mean of the tile's rows, a thread's rows ascending, then the threads. In shared memory, not

@@ -144,7 +144,7 @@ struct QuantizeV {
       const i32 key = (first_tile + piece.tile) * Config::kBlockN + piece.key(i % Piece::kKeys);
       return source.load(key, Piece::first_channel());
     };
-    using Held = HeldRows<kSource, Piece::kSteps * Piece::kKeys>;
+    using Held = HeldRows<kSource != Rows::kAny, Piece::kSteps * Piece::kKeys>;
     Held rows;
     rows.load(load);
     const Map map(shared, 1.0f);

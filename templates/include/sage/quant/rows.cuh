@@ -1,6 +1,7 @@
 // What the quantizers of Q and K share: the mean of K, the largest magnitude of a row, rounded rows.
 #pragma once
 
+#include "sage/numerics/rotation.cuh"
 #include "sage/numerics/scale.cuh"
 #include "sage/ptx/math.cuh"
 #include "sage/quant/block.cuh"

@@ -114,17 +114,17 @@ struct Extremes {
 };
 
 // Rows of a tile that a thread reads more than once: loads all of them at once into registers, so that their latencies overlap.
-// Where nothing is known of rows, eight loads a row, each row is loaded when it is asked for: the loops over such rows are
-// not unrolled, or their addresses would take too many registers.
-template <Rows kSource, i32 kCount>
+// Not held, as where nothing is known of rows, eight loads a row, each row is loaded when it is asked for: the loops over such
+// rows are not unrolled, or their addresses would take too many registers.
+template <bool kHeld, i32 kCount>
 struct HeldRows {
-  static constexpr i32 kUnroll = kSource == Rows::kAny ? 1 : kCount;
+  static constexpr i32 kUnroll = kHeld ? kCount : 1;
 
   Raw held[kUnroll];
 
   template <class Load>
   __device__ __forceinline__ void load(Load load_row) {
-    if constexpr (kSource != Rows::kAny) {
+    if constexpr (kHeld) {
 #pragma unroll
       for (i32 i = 0; i < kCount; ++i) held[i] = load_row(i);
     }
@@ -132,8 +132,8 @@ struct HeldRows {
 
   template <class Load>
   __device__ __forceinline__ Raw get(i32 i, Load load_row) const {
-    if constexpr (kSource == Rows::kAny) return load_row(i);
-    else return held[i];
+    if constexpr (kHeld) return held[i];
+    else return load_row(i);
   }
 };
 
