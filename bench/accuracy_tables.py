@@ -56,7 +56,7 @@ class Table:
 
 
 DEFAULT = {8: Method(bits=8, smoothing="k"), 4: Method(bits=4, smoothing="qk")}
-"""By bits: the paper's method, and what sage_aot.attn does on sm89, but that it clips at 4 bits."""
+"""By bits: the paper's method, and what sage_aot.attn does on sm89 at 8 bits."""
 
 WORDS = {8: "8 bits", 4: "4 bits not clipped"}
 """DEFAULT, for titles."""
@@ -73,14 +73,16 @@ def exact_pv(method: Method) -> Method:
     return replace(method, pv="f16", accumulator="f32")
 
 
-AS_SHIPPED = [replace(method, clip=CLIP if bits == 4 else 1.0) for bits, default in DEFAULT.items()
-              for method in (exact_pv(default), default)]
-"""What sage_aot.attn does by default: with P and V in f16, and with E4M3 (sm89)."""
+OURS = {8: DEFAULT[8], 4: replace(DEFAULT[4], granularity="kernel", clip=None, rotate=True)}
+"""By bits: how sage_aot.attn quantizes Q and K by default, with statistics of the whole sequence."""
+
+AS_SHIPPED = [method for default in OURS.values() for method in (exact_pv(default), default)]
+"""With P and V in f16, and with E4M3 (sm89)."""
 
 
 def granularity(bits: int) -> Table:
     base = exact_pv(DEFAULT[bits])
-    methods = {f"per {name}": replace(base, granularity=name) for name in emulator.GROUPS}
+    methods = {f"per {name}": replace(base, granularity=name) for name in emulator.GROUPS if name != "kernel"}
     return Table(f"granularity-{bits}", f"Granularity of the scales of Q and K, {WORDS[bits]}, P and V in f16", methods)
 
 
@@ -131,6 +133,7 @@ def bits_and_pv() -> Table:
     methods = {f"{bits} bits, {words}": change(DEFAULT[bits]) for bits in (8, 4)
                for words, change in (("f16", exact_pv), ("E4M3", lambda method: method))}
     methods["4 bits, E4M3, clipped"] = replace(DEFAULT[4], clip=CLIP)
+    methods["4 bits, E4M3, ours"] = OURS[4]
     return Table("bits", "8 and 4 bits with all smoothing that is on by default, P and V in f16 or E4M3", methods)
 
 
@@ -283,7 +286,8 @@ def bits_per_byte(model: ModuleType, windows: int, library: Library, device: tor
 
     methods = bits_and_pv().methods | {
         "4 bits, E4M3, not smoothed": replace(DEFAULT[4], smoothing=""),
-        "4 bits, E4M3, rotated and clipped": replace(DEFAULT[4], transform="hadamard", clip=CLIP)}
+        "4 bits, E4M3, rotated and clipped": replace(DEFAULT[4], transform="hadamard", clip=CLIP),
+        "4 bits, E4M3, ours": OURS[4]}
     base = model.bits_per_byte(exact, windows, device)
     return {"exact": base} | {words: model.bits_per_byte(quantized(method), windows, device) - base
                               for words, method in methods.items()}

@@ -52,7 +52,8 @@ class Method:
     pv: str = "e4m3"  # type of P and V: a key of ROUNDING
     accumulator: str = "two_level"  # of P·V: a key of ACCUMULATORS
     smooth_v: bool = False
-    clip: float = 1.0  # share of a group's largest value of Q or K that the integers reach up to
+    clip: float | None = 1.0  # share of a group's largest value of Q or K that the integers reach up to; None: searched
+    rotate: bool = False  # as the kernels do, behind smoothing
     statistics: str = "sequence"  # of means and scales of V: all keys, as published, or the kernels' "sample"
 
     def __post_init__(self) -> None:
@@ -71,7 +72,7 @@ class Method:
     def options(self, *, is_causal: bool) -> Options:
         """The call that comes nearest."""
         return Options(is_causal=is_causal, qk=f"int{self.bits}", smooth_q="q" in self.smoothing,
-                       smooth_k="k" in self.smoothing, smooth_v=self.smooth_v, rotate=False)
+                       smooth_k="k" in self.smoothing, smooth_v=self.smooth_v, rotate=self.rotate)
 
 
 @dataclass(frozen=True)
@@ -233,16 +234,22 @@ class Sizes(NamedTuple):
         return cls(*kernels.attn.tile.quantized, quant.fact("row_groups"), quant.fact("key_groups"))
 
 
+THREAD_ROW_GROUPS, THREAD_KEY_GROUPS = 8, 4
+"""Of a warp's rows and of a tile's keys: those of a thread of an m16n8 product."""
+
 GROUPS: dict[str, tuple[Callable[[int, Sizes], torch.Tensor], Callable[[int, Sizes], torch.Tensor]]] = {
     "token": (lambda rows, sizes: torch.arange(rows), lambda keys, sizes: torch.arange(keys)),
-    "thread": (lambda rows, sizes: kernel_steps._row_groups(rows, sizes.warp_m, sizes.row_groups),
+    "kernel": (lambda rows, sizes: kernel_steps._row_groups(rows, sizes.warp_m, sizes.row_groups),
                lambda keys, sizes: kernel_steps._key_groups(keys, sizes.block_n, sizes.key_groups)),
+    "thread": (lambda rows, sizes: kernel_steps._row_groups(rows, sizes.warp_m, THREAD_ROW_GROUPS),
+               lambda keys, sizes: kernel_steps._key_groups(keys, sizes.block_n, THREAD_KEY_GROUPS)),
     "block": (lambda rows, sizes: torch.arange(rows) // sizes.block_m,
               lambda keys, sizes: torch.arange(keys) // sizes.block_n),
     "tensor": (lambda rows, sizes: torch.zeros(rows, dtype=torch.int64),
                lambda keys, sizes: torch.zeros(keys, dtype=torch.int64)),
 }
-"""By granularity: the scale group of each row of Q, and of each key. ``"tensor"``: a head's whole Q or K."""
+"""By granularity: the scale group of each row of Q, and of each key. ``"thread"``: as published; ``"kernel"``: as our
+kernels have it, at 4 bits each row of Q by itself; ``"tensor"``: a head's whole Q or K."""
 
 ROUNDING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "int8": lambda x: x.round().clamp(-127.0, 127.0),
@@ -261,8 +268,10 @@ def quantize(method: Method, problem: Problem, kernels: Kernels, inputs: Inputs)
     """Q, K and V by the method."""
     quant, sizes = kernels["quant"], Sizes.of(kernels)
     q_groups, k_groups = GROUPS[method.granularity]
-    q, q_scale = quantize_rows(inputs.q, q_groups(inputs.q.shape[2], sizes), method, quant)
-    k_and_scale = quantize_rows(inputs.k, k_groups(inputs.k.shape[2], sizes), method, quant)
+    q, k = (kernel_steps._rotate(x) if method.rotate else x for x in (inputs.q, inputs.k))
+    q, q_scale = quantize_rows(q, q_groups(q.shape[2], sizes), method, quant)
+    q_scale = q_scale * _softmax_scale(problem) * (q.shape[-1] if method.rotate else 1)
+    k_and_scale = quantize_rows(k, k_groups(k.shape[2], sizes), method, quant)
     if method.statistics == "sample":
         sampled = kernel_steps._sampled_rows(problem.seqlen_kv, quant)
         *of_v, _ = kernel_steps._quantize_v(inputs.v, sampled, problem, kernels)
@@ -270,14 +279,18 @@ def quantize(method: Method, problem: Problem, kernels: Kernels, inputs: Inputs)
         of_v = [*quantize_v(inputs.v, method, quant), inputs.v_mean,
                 torch.ones(*inputs.v.shape[:2], inputs.v.shape[2] // sizes.block_n)]
     k, k_scale, v, v_scale, v_mean, v_factor = (_per_q_head(problem, x) for x in (*k_and_scale, *of_v))
-    return Quantized(q, k, v, q_scale * _softmax_scale(problem), k_scale, v_scale, v_mean, v_factor)
+    return Quantized(q, k, v, q_scale, k_scale, v_scale, v_mean, v_factor)
 
 
 def quantize_rows(x: torch.Tensor, groups: torch.Tensor, method: Method,
                   quant: KernelRecord) -> tuple[torch.Tensor, torch.Tensor]:
     """Q or K as integers, and a scale per row, equal within a group."""
-    facts = quant.facts | {"limit": method.largest_integer, "clip": method.clip}
-    return kernel_steps._quantize_rows(x, groups, replace(quant, facts=facts))
+    if method.clip is None:
+        return kernel_steps._quantize_rows(x, groups, quant, clip=True)
+    limit, largest = method.largest_integer, kernel_steps._over_groups(x.abs().amax(-1), groups, "amax")
+    of_groups = kernel_steps._scale_to(limit, largest * method.clip, quant)
+    scale, inv_scale = (values[:, :, groups] for values in of_groups)
+    return kernel_steps._rounded(x, inv_scale, limit), scale
 
 
 def quantize_v(v: torch.Tensor, method: Method, quant: KernelRecord) -> tuple[torch.Tensor, torch.Tensor]:

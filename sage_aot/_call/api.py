@@ -14,19 +14,21 @@ from sage_aot._problem.options import for_schema, for_tracer
 @overload
 def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = ..., scale: float | None = ...,
          layout: str = ..., qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
-         rotate: bool | str = ..., pv_accum: str = ..., return_lse: Literal[False] = ..., out: torch.Tensor | None = ...) -> torch.Tensor: ...
+         rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ..., return_lse: Literal[False] = ...,
+         out: torch.Tensor | None = ...) -> torch.Tensor: ...
 
 
 @overload
 def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = ..., scale: float | None = ...,
          layout: str = ..., qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
-         rotate: bool | str = ..., pv_accum: str = ..., return_lse: Literal[True],
+         rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ..., return_lse: Literal[True],
          out: torch.Tensor | None = ...) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, scale: float | None = None,
          layout: str = "HND", qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
-         smooth_v: bool = False, rotate: bool | str = "auto", pv_accum: str = "auto", return_lse: bool = False,
+         smooth_v: bool = False, rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto",
+         return_lse: bool = False,
          out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention with 8- or 4-bit Q and K and FP8 or f16 P and V: softmax(q·kᵀ·scale)·v, inference only.
 
@@ -56,6 +58,8 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
         rotate: multiply q and k by the Hadamard matrix before quantizing. The exact result does not change by it; a
             channel of k or q that is much larger than the others, not by an offset, no longer takes the steps of its
             row. ``"auto"`` does so for int4; for int8 it takes the quantizers 1.5 to 1.8 times as long.
+        clip: at 4 bits, let the largest values of a row of q, or of 16 keys, be cut off where smaller steps for all
+            others lower the squared error; each group takes the best of six steps. Nothing is clipped at 8 bits.
         pv_accum: how P·V adds up over the keys. ``"auto"``: as the GPU's kernels do it best, ``"f32"`` where P and V
             are f16, ``"two_level_f32"`` where they are FP8 (each tile of keys in accumulators of its own, then in f32).
             ``"two_level_f16"`` (sm89): accumulators of the first level in f16, of twice the rate on GeForce cards, P
@@ -92,8 +96,7 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
     if not (q.is_cuda or q.is_cpu):
         check_device(q)  # raises
     flatten = for_tracer if torch.compiler.is_dynamo_compiling() else for_schema
-    options = flatten(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate,
-                      pv_accum)
+    options = flatten(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum)
     if not isinstance(return_lse, bool):
         check_return_lse(return_lse)  # raises
     if out is None:

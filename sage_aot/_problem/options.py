@@ -108,6 +108,9 @@ class Options:
         resolve=lambda options: options.qk == "int4",  # at 8 bits few models need it, and quantizers take longer
         help="multiply q and k by the Hadamard matrix before quantizing, so that no channel sets the scale of its row; "
              "`\"auto\"` does so for int4")
+    clip: bool = _option(
+        True, schema="bool", expected="True or False", valid=_is_bool, samples=(True, False), refused="no",
+        help="for int4, cut off the largest values of a scale group of q or k where that lowers the group's error")
     pv_accum: str = _option(
         "auto", schema="str", valid=_is_one_of("auto", *map(str, AXES["pv_accum"])),
         samples=("auto", "two_level_f32", "two_level_f16"), refused="f16",

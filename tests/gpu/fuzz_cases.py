@@ -33,6 +33,7 @@ OPTION_WEIGHTS = {
     "smooth_q": (2, 1, 2),
     "smooth_k": (3, 1),
     "smooth_v": (3, 2),
+    "clip": (3, 1),
     "pv_accum": (8, 1, 3),
 }
 """How often the samples of an option are drawn, where they are not drawn alike."""

@@ -56,7 +56,7 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
         "q": _integers(_rows(q, tile.block_m, row_bytes), spec.qk).flatten(2, 3),
         "k": _integers(_rows(k, tile.block_n, row_bytes), spec.qk).flatten(2, 3),
         "v": _read_v(v, result),
-        "q_scale": q_scale[..., rows % 8].flatten(2),
+        "q_scale": q_scale[..., rows % quant.fact("row_groups")].flatten(2),
         "k_scale": k_scale.abs()[..., keys % 8 // 2].flatten(2),
         "v_scale": buffer("v_scale", *kv_heads, spec.headdim, dtype=torch.float32),
         "k_mean": buffer("k_mean", *kv_heads, spec.headdim, dtype=torch.float32),

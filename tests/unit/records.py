@@ -70,7 +70,8 @@ def _quant(spec: QuantSpec, tile: Tile, family: str) -> dict[str, float]:
         "threads": 256, "shared_bytes": 0,
         "kv_tiles_per_block": 1 if tile.block_n * spec.headdim > 8192 else 2, "rows_at_once": 2048 // spec.headdim,
         "vector": 8, "q_tile_bytes": tile.block_m * row, "kv_tile_bytes": _kv_tile_bytes(spec, tile),
-        "row_groups": 8, "key_groups": 4, "limit": 7 if int4 else 127, "clip": 0.800000011920929 if int4 else 1,
+        "row_groups": tile.warp_m if int4 else 8, "key_groups": 4, "limit": 7 if int4 else 127,
+        "clips": 6 if int4 else 1, "clip_step": 0.8999999761581421,
         "smallest_abs_max": 1.0000000180025095e-35, "samples": 64, "largest_mean": 2**119}
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from sage_aot._tools import demo, reference
 from sage_aot._tools.reference import Accuracy
 from sage_aot.errors import ArgumentError, UnsupportedError
 
-SIZES = Sizes(block_m=128, block_n=64, warp_m=32, row_groups=8, key_groups=4)
+SIZES = Sizes(block_m=128, block_n=64, warp_m=32, row_groups=32, key_groups=4)
 QUANT = default_library().manifest.kernels["sage_quant_sm89_d64_qkint8_pve4m3"]
 F16 = {"pv": "f16", "accumulator": "f32"}
 
@@ -45,8 +46,10 @@ def error(method, qkv, **flags):
 @pytest.mark.parametrize(("arch", "method"), [
     ("sm89", Method(statistics="sample")),
     ("sm89", Method(smoothing="", statistics="sample")),
-    ("sm89", Method(bits=4, smoothing="qk", smooth_v=True, clip=accuracy_tables.CLIP, statistics="sample")),
-    ("sm80", Method(bits=4, smoothing="qk", clip=accuracy_tables.CLIP, statistics="sample", **F16)),
+    ("sm89", replace(accuracy_tables.OURS[4], smooth_v=True, statistics="sample")),
+    ("sm80", replace(accuracy_tables.OURS[4], statistics="sample", **F16)),
+    ("sm80", replace(accuracy_tables.OURS[4], smoothing="k", rotate=False, statistics="sample", **F16)),
+    ("sm89", replace(accuracy_tables.OURS[8], rotate=True, statistics="sample")),
     ("sm80", Method(smooth_v=True, statistics="sample", **F16)),
 ], ids=str)
 @pytest.mark.parametrize("headdim", [32, 128])
@@ -65,11 +68,6 @@ def facts_of(kind, **axes):
              if record.spec.kind == kind and axes.items() <= record.spec.values.items()]
     assert found
     return found
-
-
-@pytest.mark.parametrize(("qk", "clip"), [("int8", 1.0), ("int4", accuracy_tables.CLIP)])
-def test_clipping_is_that_of_the_kernels(qk, clip):
-    assert all(facts["clip"] == pytest.approx(clip) for facts in facts_of("quant", qk=qk))
 
 
 @pytest.mark.parametrize(("pv_accum", "ranges"), [
@@ -143,7 +141,7 @@ def quantized(x, side, granularity, bits=4):
 
 def test_groups_of_each_granularity():
     counts = {name: tuple(len(groups(256, SIZES).unique()) for groups in GROUPS[name]) for name in GROUPS}
-    assert counts == {"token": (256, 256), "thread": (64, 16), "block": (2, 4), "tensor": (1, 1)}
+    assert counts == {"token": (256, 256), "kernel": (256, 16), "thread": (64, 16), "block": (2, 4), "tensor": (1, 1)}
     q_groups, k_groups = (groups(256, SIZES) for groups in GROUPS["thread"])
     assert (q_groups == q_groups[41]).nonzero().flatten().tolist() == [33, 41, 49, 57]
     assert (k_groups == k_groups[66]).nonzero().flatten().tolist() == sorted([*range(66, 128, 8), *range(67, 128, 8)])
@@ -174,7 +172,7 @@ def test_finer_granularity_is_never_worse_on_outliers():
     q, k, _ = (x.float() for x in draw(q_shape=(1, 2, 512, 64), kv_shape=(1, 2, 512, 64)))
     for side, x in enumerate((q, k)):
         for bits in (4, 8):
-            results = [quantized(x, side, name, bits) for name in ("token", "thread", "block", "tensor")]
+            results = [quantized(x, side, name, bits) for name in GROUPS]
             for (fine, fine_scale, _), (coarse, coarse_scale, _) in itertools.pairwise(results):
                 assert (fine_scale <= coarse_scale).all() and (fine_scale < coarse_scale).any()
                 finer, coarser = ((integers * scale[..., None] - x).square().mean()
@@ -185,7 +183,7 @@ def test_finer_granularity_is_never_worse_on_outliers():
 def test_granularity_reaches_the_output():
     qkv = draw(q_shape=(1, 2, 512, 64), kv_shape=(1, 2, 512, 64))
     errors = [error(Method(bits=4, smoothing="qk", granularity=name, **F16), qkv) for name in GROUPS]
-    assert errors[0] < errors[1] < errors[2] < errors[3]
+    assert all(finer < coarser for finer, coarser in itertools.pairwise(errors))
 
 
 @pytest.mark.parametrize(("pv", "values"), [
@@ -441,7 +439,7 @@ def test_summaries_take_the_average_and_the_worst_of_each_measure():
 
 def test_overview_is_in_percent_and_marks_what_the_kernels_do():
     (table,) = [table for table in accuracy_tables.tables() if table.name == "bits"]
-    errors = {"8 bits, f16": 0.00004, "4 bits, E4M3": 0.2, "4 bits, E4M3, clipped": 0.0125}
+    errors = {"8 bits, f16": 0.00004, "4 bits, E4M3": 0.2, "4 bits, E4M3, ours": 0.0125}
     results = [accuracy_tables.Result(source, "c", words, Accuracy(1.0, errors.get(words, 0.001) * factor, 0.0))
                for words in table.methods for source, factor in (("s", 1), ("t", 1), ("t", 3))]
     lines = accuracy_tables.overview(table, accuracy_tables.summaries(results)).splitlines()
@@ -449,4 +447,4 @@ def test_overview_is_in_percent_and_marks_what_the_kernels_do():
     assert "| **8 bits, f16** | 0.004 (0.004) | 0.008 (0.012) |" in lines
     assert "| **8 bits, E4M3** | 0.100 (0.100) | 0.200 (0.300) |" in lines
     assert "| 4 bits, E4M3 | 20.0 (20.0) | 40.0 (60.0) |" in lines
-    assert "| **4 bits, E4M3, clipped** | 1.25 (1.25) | 2.50 (3.75) |" in lines
+    assert "| **4 bits, E4M3, ours** | 1.25 (1.25) | 2.50 (3.75) |" in lines

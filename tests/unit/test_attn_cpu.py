@@ -431,6 +431,17 @@ def test_rotation_takes_off_what_a_large_channel_costs(monkeypatch, arch, qk):
         assert torch.equal(sage_aot.attn(q, k, v, qk=qk), sage_aot.attn(q, k, v, qk=qk, rotate=qk == "int4"))
 
 
+@pytest.mark.parametrize("arch", ["sm80", "sm89"])
+def test_clipping_pays_at_4_bits_alone(monkeypatch, arch):
+    monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
+    q, k, v = draw((1, 1, 256, 128), (1, 1, 1024, 128))
+    expected, _ = reference.attention(q, k, v)
+    clipped, whole = (reference.measure(sage_aot.attn(q, k, v, qk="int4", clip=clip), expected).relative_l1
+                      for clip in (True, False))
+    assert clipped < 0.9 * whole
+    assert torch.equal(sage_aot.attn(q, k, v, clip=True), sage_aot.attn(q, k, v, clip=False))
+
+
 def test_4_bits_on_hopper_says_what_to_use(monkeypatch):
     monkeypatch.setenv("SAGE_AOT_EMULATE", "sm90")
     with pytest.raises(UnsupportedError, match="no kernel for sm90, .*qk='int4', .*; use qk='int8'"):

@@ -71,6 +71,8 @@ def test_the_refused_value_is_refused_by_name(name, refuse):
     ({"smooth_q": None}, "smooth_q: expected 'auto', True or False, got None"),
     ({"rotate": 1}, "rotate: expected 'auto', True or False, got 1"),
     ({"rotate": None}, "rotate: expected 'auto', True or False, got None"),
+    ({"clip": "auto"}, "clip: expected True or False, got 'auto'"),
+    ({"clip": 1}, "clip: expected True or False, got 1"),
     ({"smooth_v": "yes"}, "smooth_v: expected True or False, got 'yes'"),
     ({"smooth_v": "auto"}, "smooth_v: expected True or False, got 'auto'"),
     ({"pv_accum": "f16"}, "pv_accum: expected 'auto' or one of 'f32', 'two_level_f32', 'two_level_f16', got 'f16'"),

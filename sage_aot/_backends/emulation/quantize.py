@@ -7,8 +7,10 @@ Source: SageAttention2, Algorithm 1, sections 3.1 to 3.4 and appendix A.6.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sage_aot._backends.emulation.arithmetic import add_in_order, divide, finite_or_zero, fma, to_pv
@@ -22,6 +24,9 @@ SCALED_MAGNITUDES = (2.0**-90, 2.0**120)
 
 LEAST_FACTOR = -30
 """Of a tile of V, log2: numerics/scale.cuh."""
+
+_ERROR_BIAS = 192.0
+"""Added to a squared error it leaves that in units of 2^-16: quant/clip.cuh."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,12 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
     delta_s = _delta_s(q_mean, k.repeat_interleave(group, 1)) if problem.options.smooth_q else None
 
     q_groups = _row_groups(q.shape[2], tile.warp_m, quant.fact("row_groups"))
-    rotated = bool(problem.options.rotate)
+    k_groups = _key_groups(k.shape[2], tile.block_n, quant.fact("key_groups"))
+    rotated, clip = bool(problem.options.rotate), problem.options.clip
     q, k = (_rotate(x) if rotated else x for x in (q, k))
-    q_hat, q_scale = _quantize_rows(q, q_groups, quant, -1.0 if softmax_scale < 0 else 1.0)
+    q_hat, q_scale = _quantize_rows(q, q_groups, quant, clip, -1.0 if softmax_scale < 0 else 1.0)
     q_scale = q_scale * softmax_scale.abs() * (spec.headdim if rotated else 1)
-    k_hat, k_scale = _quantize_rows(k, _key_groups(k.shape[2], tile.block_n, quant.fact("key_groups")), quant)
+    k_hat, k_scale = _quantize_rows(k, k_groups, quant, clip)
     return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, k_mean, v_mean, v_factor, k_finite,
                      v_finite, row_bias, delta_s)
 
@@ -172,17 +178,44 @@ def _key_groups(keys: int, block_n: int, groups: int) -> torch.Tensor:
     return key // block_n * groups + key % (2 * groups) // 2
 
 
-def _quantize_rows(x: torch.Tensor, groups: torch.Tensor, quant: KernelRecord,
+def _quantize_rows(x: torch.Tensor, groups: torch.Tensor, quant: KernelRecord, clip: bool,
                    sign: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Integers, times a sign, with a scale per group of rows; the scales come back per row."""
-    limit, clip = quant.facts["limit"], quant.facts["clip"]
-    amax = x.abs().amax(-1)
-    group_amax = x.new_zeros(*x.shape[:2], int(groups.max()) + 1)
-    groups = groups.to(x.device)
-    group_amax.scatter_reduce_(2, groups.expand_as(amax), amax, "amax")
-    scale, inv_scale = (s[:, :, groups] for s in _scale_to(limit, group_amax * clip, quant))
-    rounded = (x.double() * (sign * inv_scale[..., None].double())).round().float()  # once, as an FMA does
-    return rounded.clamp(-limit - 1.0, limit), scale
+    groups, limit = groups.to(x.device), quant.facts["limit"]
+    scale, inv_scale = _scale_to(limit, _over_groups(x.abs().amax(-1), groups, "amax"), quant)
+    if clip and quant.fact("clips") > 1:
+        scale, inv_scale = _clipped(x * sign, groups, scale, inv_scale, quant)
+    scale, inv_scale = scale[:, :, groups], inv_scale[:, :, groups]
+    return _rounded(x, sign * inv_scale, limit), scale
+
+
+def _over_groups(of_rows: torch.Tensor, groups: torch.Tensor, reduce: str) -> torch.Tensor:
+    """The sum, or the largest, of what the rows of each group have."""
+    zeros = of_rows.new_zeros(*of_rows.shape[:2], int(groups.max()) + 1)
+    return zeros.scatter_reduce_(2, groups.expand_as(of_rows), of_rows, reduce)
+
+
+def _rounded(x: torch.Tensor, inv_scale: torch.Tensor, limit: float) -> torch.Tensor:
+    """Integers of x times a factor per row, to the nearest even."""
+    rounded = (x.double() * inv_scale[..., None].double()).round().float()  # once, as an FMA does
+    return rounded.clamp(-limit - 1.0, limit)
+
+
+def _clipped(x: torch.Tensor, groups: torch.Tensor, scale: torch.Tensor, inv_scale: torch.Tensor,
+             quant: KernelRecord) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each group the candidate with the least squared error, as in quant/clip.cuh, and its reciprocal."""
+    share, least = np.float32(1.0), torch.full_like(scale, math.inf)
+    best, inv_best = scale, inv_scale
+    for _ in range(quant.fact("clips")):
+        candidate, inv_candidate = scale * float(share), inv_scale * float(np.float32(1.0) / share)
+        of_rows = inv_candidate[:, :, groups]
+        lost = fma(x, of_rows[..., None].expand_as(x), -_rounded(x, of_rows, quant.facts["limit"]))
+        squares = (fma(lost, lost, torch.full_like(lost, _ERROR_BIAS)).double() - _ERROR_BIAS) * 2.0**16
+        error = _over_groups(squares.sum(-1), groups, "sum")  # of integers, exact
+        cost = error.float() * float(share * share)
+        best, inv_best = (torch.where(cost < least, a, b) for a, b in ((candidate, best), (inv_candidate, inv_best)))
+        least, share = torch.minimum(cost, least), share * np.float32(quant.facts["clip_step"])
+    return best, inv_best
 
 
 def _scale_to(limit: float, amax: torch.Tensor, quant: KernelRecord) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,7 @@ struct QuantParams {
   Tensor q, k, v;
   u8* q_hat;        // [batch * num_q_heads][q_tiles] tiles of block_m rows
   u8* kv_hat;       // [batch * num_kv_heads][kv_tiles] tiles of block_n keys: K, V, and what is known of them
-  float* q_scale;   // [batch * num_q_heads][q_tiles][block_m / warp_m][8], times softmax_scale · log2 e
+  float* q_scale;   // [batch * num_q_heads][q_tiles][block_m / warp_m][kRowGroups], times softmax_scale · log2 e
   float* q_mean;    // [batch * num_q_heads][q_tiles][kHeadDim], of a tile's rows in the units of q_scale; not rotated
   float* k_mean;    // [batch * num_kv_heads][kHeadDim], of a sample; zero where K is not smoothed; not rotated
   float* v_scale;   // likewise
@@ -51,11 +51,11 @@ struct QuantParams {
   i32 smooth_k;
   i32 smooth_v;
   i32 rotate;       // whether Q̂ and K̂ are of rows times the Hadamard matrix
+  i32 clip;         // whether scale groups of s4 may lose their largest values
   float v_typical;  // what the scale takes a channel's mean magnitude to, in e4m3
   float v_least;    // largest magnitude of V̂ in a tile that needs no factor: from here
   float v_limit;    // to here
   i32 rounds;       // how often a block takes as many tiles of K or V as its threads can at once
-  i32 unused;
 };
 
 constexpr auto fields_of(const QuantParams*) {
@@ -66,8 +66,8 @@ constexpr auto fields_of(const QuantParams*) {
                 SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
                 SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles), SAGE_FIELD(softmax_scale_log2),
                 SAGE_FIELD(dtype), SAGE_FIELD(aligned), SAGE_FIELD(smooth_q), SAGE_FIELD(smooth_k),
-                SAGE_FIELD(smooth_v), SAGE_FIELD(rotate), SAGE_FIELD(v_typical), SAGE_FIELD(v_least),
-                SAGE_FIELD(v_limit), SAGE_FIELD(rounds), SAGE_FIELD(unused));
+                SAGE_FIELD(smooth_v), SAGE_FIELD(rotate), SAGE_FIELD(clip), SAGE_FIELD(v_typical), SAGE_FIELD(v_least),
+                SAGE_FIELD(v_limit), SAGE_FIELD(rounds));
 }
 
 // What smoothing Q took off the scores: delta_s = mean of a query tile's rows · (K less its mean), in log2 units.

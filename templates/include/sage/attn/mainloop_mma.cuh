@@ -45,9 +45,8 @@ class AttentionMma {
 #pragma unroll
     for (i32 tile = 0; tile < Config::kStages - 1; ++tile) stream.load(tile, tile < work.tiles);
 
-    // A thread meets one scale of Q: its rows g, g + 8, ... share it.
     const i64 warp_index = q_tile * (Config::kBlockM / Config::kWarpM) + warp;
-    Tile state(sQ, warp, lane, params.q_scale[warp_index * kRowGroups + lane / 4]);
+    Tile state(sQ, warp, lane, params.q_scale + warp_index * kRowGroups<Config> + lane / 4);
     i32 tile = 0;
 #pragma unroll 1
     for (; tile < work.full_tiles; ++tile) state.template step<false>(params, work, stream, tile);
@@ -74,11 +73,13 @@ class AttentionMma {
     const Scores<Config> scores;
     const i32 warp, lane;
     const u32 v_offset;
-    const float q_scale;
+    ScoreScales<Config> q_scale;  // of this thread's rows g, g + 8, ...
 
-    __device__ __forceinline__ Tile(u32 sQ, i32 warp_, i32 lane_, float q_scale_)
-        : scores(sQ, warp_, lane_), warp(warp_), lane(lane_), v_offset(Product::offset(lane_)), q_scale(q_scale_) {
+    __device__ __forceinline__ Tile(u32 sQ, i32 warp_, i32 lane_, const float* q_scale_)
+        : scores(sQ, warp_, lane_), warp(warp_), lane(lane_), v_offset(Product::offset(lane_)) {
       softmax.clear();
+#pragma unroll
+      for (i32 r = 0; r < q_scale.kCount; ++r) q_scale.of[r] = q_scale_[8 * r];
     }
 
     template <bool kMasked>
@@ -91,11 +92,11 @@ class AttentionMma {
 
       typename Scores<Config>::Accumulator acc_s;
       scores.multiply(acc_s, stream.k(stage));
-      // One scale of K too: that of its keys 8j + 2t and 8j + 2t + 1.
-      float scale = score_scale(q_scale, fabsf(KvTileFacts(stream.line(stage), lane).k_scale));
+      // A thread meets one scale of K: that of its keys 8j + 2t and 8j + 2t + 1.
+      ScoreScales<Config> scale = q_scale.times(fabsf(KvTileFacts(stream.line(stage), lane).k_scale));
       if constexpr (Config::kSmoothQ) {
         Scores<Config>::add_delta(acc_s, scale, stream.delta(stage), lane);
-        scale = 1.0f;
+        scale = ScoreScales<Config>::ones();
       }
       if constexpr (kMasked) mask(params, tile, acc_s);
       float offset[kRows];

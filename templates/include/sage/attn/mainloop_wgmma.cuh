@@ -52,7 +52,7 @@ struct WgmmaShared {
   static constexpr i32 kChannels = Layout::kQBytes;  // in a query buffer
   static constexpr i32 kChannelBytes = Config::kHeadDim * 4;
   static constexpr i32 kQScales = kChannels + 2 * kChannelBytes;
-  static constexpr i32 kQScalesBytes = Config::kBlockM / Config::kWarpM * kRowGroups * 4;
+  static constexpr i32 kQScalesBytes = Config::kBlockM / Config::kWarpM * kRowGroups<Config> * 4;
   static constexpr i32 kRowBias = kQScales + kQScalesBytes, kRowBiasBytes = Config::kBlockM * 4;
   static constexpr i32 kQueryTile = kRowBias + kRowBiasBytes;
   static constexpr i32 kQueryBytes = ceil_div<i32>(kQueryTile + sizeof(Work), 1024) * 1024;
@@ -320,7 +320,7 @@ class AttentionWgmma {
       state.consumer = consumer;
       state.softmax.clear();
       state.q = from + consumer * 64 * Layout::kQkRowBytes;
-      state.q_scale = ptx::load_shared_f32(from + Shared::kQScales + (warp * kRowGroups + lane / 4) * 4);
+      state.q_scale = ptx::load_shared_f32(from + Shared::kQScales + (warp * kRowGroups<Config> + lane / 4) * 4);
       if (work.tiles > 0) {
         if (params.lse != nullptr) attend<true>(params, shared, work, warp, lane, place, state);
         else attend<false>(params, shared, work, warp, lane, place, state);

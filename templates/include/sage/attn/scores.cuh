@@ -54,7 +54,8 @@ struct Scores {
 
   // Where Q is smoothed every column has a term of its own: finishes the scores here, in f32 and in log2 units, and leaves
   // their bits in the accumulators. sDelta: delta_s of the tile's keys.
-  __device__ __forceinline__ static void add_delta(Accumulator& acc_s, float scale, u32 sDelta, i32 lane) {
+  __device__ __forceinline__ static void add_delta(Accumulator& acc_s, const ScoreScales<Config>& scale, u32 sDelta,
+                                                   i32 lane) {
 #pragma unroll
     for (i32 n = 0; n < kNTiles; ++n) {
       const ptx::F32x2 delta = ptx::load_shared_f32x2(sDelta + (8 * n + lane % 4 * 2) * 4);
@@ -63,7 +64,7 @@ struct Scores {
 #pragma unroll
         for (i32 c = 0; c < 4; ++c) {
           const float score = __int_as_float(acc_s[m][n][c]) - kScoreBias;
-          acc_s[m][n][c] = __float_as_int(fmaf(score, scale, c % 2 ? delta.y : delta.x));
+          acc_s[m][n][c] = __float_as_int(fmaf(score, scale[2 * m + c / 2], c % 2 ? delta.y : delta.x));
         }
       }
     }

@@ -1,7 +1,7 @@
 // Online softmax over the KV tiles, in the log2 domain: what every kernel keeps of its rows, and the softmax of the mma
 // family; attn/softmax_wgmma.cuh has the other.
 //
-// Scores arrive as biased integers (attn/scores.cuh), all of a thread's in a tile with one scale c: the largest is found
+// Scores arrive as biased integers (attn/scores.cuh), those of a row in a thread with one scale c: the largest is found
 // on integers, and bias, scale and reference fold into one FMA, P = 2^(c·x + offset), offset = -c·kScoreBias - row_ref.
 // For f16 P that constant is exact where c < 1: c keeps 22 bits, so that c·kScoreBias = 3·2^22·c fits into the 24 of an f32,
 // in units no coarser than one, and row_ref is a whole number: anything near the maximum will do, as long as a row has one.
@@ -19,6 +19,7 @@
 
 #include "sage/ptx/math.cuh"
 #include "sage/ptx/warp.cuh"
+#include "sage/tile/layout.cuh"
 
 namespace sage {
 
@@ -37,10 +38,32 @@ constexpr i32 kMaskedScore = static_cast<i32>(0xff800000);
 // A masked score must stay -inf when scaled: scales may not underflow to zero.
 constexpr float kSmallestScale = 1e-37f;
 
-// The scale of a thread's scores in a tile: the product of two, cut to 22 bits of mantissa.
+// The scale of a row's scores in a thread: the product of two, cut to 22 bits of mantissa.
 __device__ __forceinline__ float score_scale(float q_scale, float k_scale) {
   return __int_as_float(__float_as_int(fmaxf(q_scale * k_scale, kSmallestScale)) & ~3);
 }
+
+// The scales of a thread's rows in a tile: one where its rows share a scale of Q, else one a row.
+template <class Config>
+struct ScoreScales {
+  static constexpr i32 kCount = kRowGroups<Config> / 8;
+
+  float of[kCount];
+
+  __device__ __forceinline__ float operator[](i32 row) const { return of[row % kCount]; }
+  __device__ __forceinline__ ScoreScales times(float k_scale) const {
+    ScoreScales scales;
+#pragma unroll
+    for (i32 r = 0; r < kCount; ++r) scales.of[r] = score_scale(of[r], k_scale);
+    return scales;
+  }
+  __device__ __forceinline__ static ScoreScales ones() {
+    ScoreScales scales;
+#pragma unroll
+    for (float& scale : scales.of) scale = 1.0f;
+    return scales;
+  }
+};
 
 // How far references may fall, in whose smaller unit everything summed so far counts: O, at most 448 times as large as the
 // sum of P, times the factors of V, stays finite where those differ by less than 2^50. Below the highest reference of a row
@@ -109,16 +132,17 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   static constexpr bool kFolds = !Config::kSmoothQ && (Config::kQkBits == 8 || Product::kLargestFolded >= 1.0f);
 
   using Scores = i32[kMTiles][kNTiles][4];
+  using Scales = ScoreScales<Config>;
 
   // The constants of P's FMA, and whether they will do for every thread of the warp: P stays within what its type holds,
   // does not lie far below that, and the bias folds.
-  __device__ __forceinline__ bool fits(const Scores& acc_s, float scale, float (&offset)[kRows]) const {
+  __device__ __forceinline__ bool fits(const Scores& acc_s, const Scales& scale, float (&offset)[kRows]) const {
     float top = -ptx::infinity();
     bool far_below = false;
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
-      offset[r] = fmaf(-scale, kFolds ? kBias : 0.0f, -this->row_ref[r]);
-      const float x = fmaf(largest(acc_s[r / 2], r % 2) - (kFolds ? 0.0f : kBias), scale, offset[r]);
+      offset[r] = fmaf(-scale[r], kFolds ? kBias : 0.0f, -this->row_ref[r]);
+      const float x = fmaf(largest(acc_s[r / 2], r % 2) - (kFolds ? 0.0f : kBias), scale[r], offset[r]);
       top = fmaxf(top, x);
       if constexpr (Product::kMayFall)
         far_below |= x < Product::kTop - Product::kLazyFall && x > Product::kTop - kMostFall;
@@ -127,11 +151,11 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   }
 
   // Where they will not: moves references. `alpha`: what everything summed so far must be multiplied by.
-  __device__ __forceinline__ void move_references(const Scores& acc_s, float scale, float (&offset)[kRows],
+  __device__ __forceinline__ void move_references(const Scores& acc_s, const Scales& scale, float (&offset)[kRows],
                                                   float (&alpha)[kRows]) {
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
-      const float own_largest = scale * (largest(acc_s[r / 2], r % 2) - kBias);
+      const float own_largest = scale[r] * (largest(acc_s[r / 2], r % 2) - kBias);
       if constexpr (Product::kMayFall) alpha[r] = this->follow_tile(own_largest, r);
       else alpha[r] = this->raise_reference(own_largest, r);
       this->row_sum[r] *= alpha[r];
@@ -142,7 +166,7 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   // P = 2^(score - row_ref), packed as the A operand of the second product. kAsFits: by the constants of fits() in
   // place of those of move_references(), into which nothing is folded.
   template <bool kAsFits>
-  __device__ __forceinline__ void exponentiate(const Scores& acc_s, float scale, const float (&offset)[kRows],
+  __device__ __forceinline__ void exponentiate(const Scores& acc_s, const Scales& scale, const float (&offset)[kRows],
                                                typename Product::Operand& p) {
     constexpr float kUnfolded = kAsFits && kFolds ? 0.0f : kBias;
 #pragma unroll
@@ -153,7 +177,7 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
 #pragma unroll
         for (i32 e = 0; e < 4; ++e) {
           const float score = __int_as_float(acc_s[r / 2][j + e / 2][2 * (r % 2) + e % 2]) - kUnfolded;
-          x[e] = ptx::ex2(fmaf(score, scale, offset[r]));
+          x[e] = ptx::ex2(fmaf(score, scale[r], offset[r]));
           if constexpr (Product::kSumsInThreads) this->row_sum[r] += x[e];
         }
         Product::pack(p, r, j, x);
@@ -170,7 +194,12 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   }
 
  private:
-  __device__ __forceinline__ static bool foldable(float scale) { return !kFolds || scale < Product::kLargestFolded; }
+  __device__ __forceinline__ static bool foldable(const Scales& scale) {
+    bool all = true;
+#pragma unroll
+    for (float of_row : scale.of) all &= !kFolds || of_row < Product::kLargestFolded;
+    return all;
+  }
 
   // Of one row's scores in this thread, still biased.
   __device__ __forceinline__ static float largest(const i32 (&acc_s)[kNTiles][4], i32 half) {

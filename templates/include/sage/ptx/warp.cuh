@@ -12,6 +12,8 @@ __device__ __forceinline__ float shuffle_xor(float x, i32 lane_mask) {
   return __shfl_xor_sync(kAllLanes, x, lane_mask);
 }
 
+__device__ __forceinline__ u32 shuffle_xor(u32 x, i32 lane_mask) { return __shfl_xor_sync(kAllLanes, x, lane_mask); }
+
 // A value that all lanes have: afterwards the compiler knows it, and computes with it once a warp.
 __device__ __forceinline__ i32 uniform(i32 x) { return __shfl_sync(kAllLanes, x, 0); }
 
@@ -26,8 +28,8 @@ __device__ __forceinline__ float max_over_lanes(float x) {
   return x;
 }
 
-template <i32 kLanes>
-__device__ __forceinline__ float sum_over_lanes(float x) {
+template <i32 kLanes, class T>
+__device__ __forceinline__ T sum_over_lanes(T x) {
 #pragma unroll
   for (i32 mask = kLanes / 2; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
   return x;

@@ -23,10 +23,11 @@ struct Quantize {
     return sage::facts(Fact{"threads", Config::kThreads}, Fact{"shared_bytes", 0},
                        Fact{"kv_tiles_per_block", Block::kTiles}, Fact{"rows_at_once", Sample<Config>::kSlots},
                        Fact{"vector", kVector}, Fact{"q_tile_bytes", Layout::kQBytes},
-                       Fact{"kv_tile_bytes", Layout::kKvBytes}, Fact{"row_groups", kRowGroups},
+                       Fact{"kv_tile_bytes", Layout::kKvBytes}, Fact{"row_groups", kRowGroups<Config>},
                        Fact{"key_groups", kKeyGroups}, Fact{"limit", QuantizedRows<Config>::kLimit},
-                       Fact{"clip", QuantizedRows<Config>::kClip}, Fact{"smallest_abs_max", kSmallestAbsMax},
-                       Fact{"samples", kSamples}, Fact{"largest_mean", kLargestMean});
+                       Fact{"clips", ClipSearch<Config>::kCount}, Fact{"clip_step", ClipSearch<Config>::kStep},
+                       Fact{"smallest_abs_max", kSmallestAbsMax}, Fact{"samples", kSamples},
+                       Fact{"largest_mean", kLargestMean});
   }
 
   const QuantParams& params;

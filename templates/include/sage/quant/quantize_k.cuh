@@ -1,10 +1,10 @@
 // K as s8 or s4 with a scale per thread of the attention kernel: keys n of a tile with equal n % 8 / 2. Smoothed: less the
-// mean per channel of a sample.
-// Rotated: times the Hadamard matrix.
+// mean per channel of a sample. Rotated: times the Hadamard matrix.
 // Source: SageAttention2, sections 3.1 and 3.2.
 #pragma once
 
 #include "sage/ptx/warp.cuh"
+#include "sage/quant/clip.cuh"
 #include "sage/quant/rows.cuh"
 
 namespace sage {
@@ -32,7 +32,8 @@ struct QuantizeK {
 #pragma unroll 1
     for (i32 round = 0; round < params.rounds; ++round) {
       if (round > 0) __syncthreads();  // what the block shares of the tiles before has been read
-      if (kSource == Rows::kAny || params.rotate) quantize<true>(source, head, first_tile + round * Block::kTiles);
+      if (kAlwaysChanged<Config, kSource> || params.rotate)
+        quantize<true>(source, head, first_tile + round * Block::kTiles);
       else quantize<false>(source, head, first_tile + round * Block::kTiles);
     }
   }
@@ -40,8 +41,8 @@ struct QuantizeK {
  private:
   __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
 
-  // kWarpsPerGroup warps quantize the keys of one scale group. kRotatable: rows are rotated if the call asks for that. Such rows are
-  // read again: to rotate all of them at once would take as long to compile as everything else.
+  // kWarpsPerGroup warps quantize the keys of one scale group. kRotatable: rows are rotated if the call asks for that. Such
+  // rows are read again: to rotate all of them at once would take as long to compile as everything else.
   template <bool kRotatable, Rows kSource>
   __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 head, i32 first_tile) const {
     const i32 warp = ptx::thread_index() / kWarpSize, lane = ptx::thread_index() % kWarpSize;
@@ -53,7 +54,7 @@ struct QuantizeK {
 
     const auto load = [&](i32 s) { return source.load(tile * Config::kBlockN + key_of_step(s), first_channel()); };
     using Held = HeldRows<!kRotatable, kSteps>;
-    constexpr i32 kUnroll = kRotatable && kSource != Rows::kAny ? 2 : Held::kUnroll;
+    [[maybe_unused]] constexpr i32 kUnroll = kRotatable && kSource != Rows::kAny ? 2 : Held::kUnroll;
     Held rows;
     rows.load(load);
     if (ptx::thread_index() < Block::kTiles) shared.finite[ptx::thread_index()][0] = Config::kBlockN;
@@ -100,17 +101,34 @@ struct QuantizeK {
     const float* of_group = shared.amax[own_tile] + warp / kWarpsPerGroup * kWarpsPerGroup;
 #pragma unroll
     for (i32 w = 0; w < kWarpsPerGroup; ++w) amax = fmaxf(amax, of_group[w]);
+    const auto prepare = [&](i32 s, float (&x)[1][kVector]) {
+      convert(rows.get(s, load), x);
+      if (!finite) make_finite(x);
+      if (kRotatable && params.rotate) rotate<kVectors>(x[0]);
+    };
+    Scale scale = QuantizedRows<Config>::scale(amax);
+    if constexpr (kClips<Config> > 1) {
+      static_assert(kWarpsPerGroup == 1, "a warp knows the errors of its group");
+      if (params.clip) {
+        ClipSearch<Config> search(scale);
+#pragma unroll 1
+        for (i32 s = 0; s < kSteps; ++s) {
+          float x[1][kVector];
+          prepare(s, x);
+          search.add(x[0]);
+        }
+        search.template sum_over_lanes<kWarpSize>();
+        scale = search.best();
+      }
+    }
     if (tile >= params.kv_tiles) return;
-    const Scale scale = QuantizedRows<Config>::scale(amax);
     u8* tile_data = Block::kv_tile(params, head, tile);
     u8* first_row =
         tile_data + QuantizedRows<Config>::template offset<typename Layout::KRows>(first_key, first_channel());
 #pragma unroll kUnroll
     for (i32 s = 0; s < kSteps; ++s) {
       float x[1][kVector];
-      convert(rows.get(s, load), x);
-      if (!finite) make_finite(x);
-      if (kRotatable && params.rotate) rotate<kVectors>(x[0]);
+      prepare(s, x);
       constexpr i32 kStepBytes = kKeysAtOnce / 2 * 8 * Layout::kQkRowBytes;  // whole periods of the swizzle
       QuantizedRows<Config>::store(first_row + s * kStepBytes, x[0], scale.inv_scale);
     }

@@ -1,10 +1,11 @@
-// Q as s8 or s4 with a scale per thread of the attention kernel: rows m of a warp with equal m % 8. The scale holds
-// softmax_scale · log2 e, so that scores come out in log2 units; Q̂ has its sign. Smoothed: less the mean of its tile's rows.
-// Rotated: times the Hadamard matrix.
+// Q as s8 with a scale per thread of the attention kernel, rows m of a warp with equal m % 8, or as s4 with a scale per
+// row. The scale holds softmax_scale · log2 e, so that scores come out in log2 units; Q̂ has its sign. Smoothed: less the mean
+// of its tile's rows. Rotated: times the Hadamard matrix.
 // Source: SageAttention2, sections 3.1 and 3.2.
 #pragma once
 
 #include "sage/ptx/warp.cuh"
+#include "sage/quant/clip.cuh"
 #include "sage/quant/rows.cuh"
 
 namespace sage {
@@ -14,15 +15,16 @@ struct QuantizeQ {
   using Block = QuantBlock<Config>;
   using Layout = typename Block::Layout;
   static constexpr i32 kVectors = Block::kVectors;
-  static constexpr i32 kRows = Config::kWarpM / kRowGroups;  // rows that share a scale
+  static constexpr i32 kGroupsOfWarp = kRowGroups<Config>;
+  static constexpr i32 kRows = Config::kWarpM / kGroupsOfWarp;  // rows that share a scale
   static constexpr i32 kGroups = Config::kBlockM / kRows, kGroupsAtOnce = Config::kThreads / kVectors;
   static constexpr i32 kSteps = kGroups / kGroupsAtOnce;
-  static constexpr i32 kStepRows = kGroupsAtOnce / kRowGroups * Config::kWarpM;  // from step to step
-  static constexpr i32 kStepBytes = kStepRows * Layout::kQkRowBytes;             // whole periods of the swizzle
+  static constexpr i32 kStepRows = kGroupsAtOnce * kRows;             // from step to step
+  static constexpr i32 kStepBytes = kStepRows * Layout::kQkRowBytes;  // whole periods of the swizzle
   static constexpr i32 kStepsAtOnce = kSteps * kRows <= Block::kInFlight ? kSteps : Block::kInFlight / kRows;
   static_assert(kSteps % kStepsAtOnce == 0);
-  static_assert(kGroups % kGroupsAtOnce == 0 && kGroupsAtOnce % kRowGroups == 0,
-                "every thread takes equally many groups, and whole warps of the attention kernel a step");
+  static_assert(kGroups % kGroupsAtOnce == 0 && (kGroupsAtOnce % kGroupsOfWarp == 0 || kRows == 1),
+                "every thread takes equally many groups, and the rows of a step are neighbours");
 
   const QuantParams& params;
   typename Block::Shared& shared;
@@ -39,23 +41,24 @@ struct QuantizeQ {
     const i64 tile_index = static_cast<i64>(head) * params.q_tiles + tile;
     if (params.smooth_q) {
       prepare_mean(source, tile, params.q_mean + tile_index * Config::kHeadDim);
-    } else if (kSource == Rows::kAny || params.rotate) {
+    } else if (kAlwaysChanged<Config, kSource> || params.rotate) {
       prepare_no_mean();
     }
-    if (kSource == Rows::kAny || params.smooth_q || params.rotate) quantize<true>(source, tile, tile_index, biased);
+    if (kAlwaysChanged<Config, kSource> || params.smooth_q || params.rotate)
+      quantize<true>(source, tile, tile_index, biased);
     else quantize<false>(source, tile, tile_index, biased);
   }
 
  private:
   __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
 
-  // kVectors lanes quantize the rows of one scale group. kChanged: less a mean, which may be zero, and rotated if the call asks for
-  // that. Such groups are read one after another: unrolled, they would take as long to compile as everything else.
+  // kVectors lanes quantize the rows of one scale group. kChanged: less a mean, which may be zero, and rotated if the call
+  // asks for that. Such groups are read one after another: unrolled, they would take as long to compile as everything else.
   template <bool kChanged, Rows kSource>
   __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 tile, i64 tile_index, bool biased) const {
     const i32 group = ptx::thread_index() / kVectors;  // of the first step
-    const i32 first_row = group / kRowGroups * Config::kWarpM + group % kRowGroups;
-    const auto row_of = [&](i32 step, i32 r) { return first_row + step * kStepRows + r * kRowGroups; };
+    const i32 first_row = group / kGroupsOfWarp * Config::kWarpM + group % kGroupsOfWarp;
+    const auto row_of = [&](i32 step, i32 r) { return first_row + step * kStepRows + r * kGroupsOfWarp; };
     const auto load = [&](i32 i) {
       return source.load(tile * Config::kBlockM + row_of(i / kRows, i % kRows), first_channel());
     };
@@ -112,11 +115,21 @@ struct QuantizeQ {
         for (i32 r = 0; r < kRows; ++r) rotate<kVectors>(x[r]);
         amax = abs_max(x);
       }
-      const Scale scale = QuantizedRows<Config>::scale(ptx::max_over_lanes<kVectors>(amax));
+      Scale scale = QuantizedRows<Config>::scale(ptx::max_over_lanes<kVectors>(amax));
+      scale.inv_scale *= sign;
+      if constexpr (kClips<Config> > 1) {
+        if (params.clip) {
+          ClipSearch<Config> search(scale);
+#pragma unroll
+          for (i32 r = 0; r < kRows; ++r) search.add(x[r]);
+          search.template sum_over_lanes<kVectors>();
+          scale = search.best();
+        }
+      }
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
-        QuantizedRows<Config>::store(first + s * kStepBytes + r * kRowGroups * Layout::kQkRowBytes, x[r],
-                                     sign * scale.inv_scale);
+        QuantizedRows<Config>::store(first + s * kStepBytes + r * kGroupsOfWarp * Layout::kQkRowBytes, x[r],
+                                     scale.inv_scale);
       }
       if (first_channel() == 0) {
         const float length = kChanged && params.rotate ? Config::kHeadDim : 1.0f;

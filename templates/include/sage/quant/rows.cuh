@@ -11,6 +11,11 @@ namespace sage {
 // Added to a number below 2^22 it leaves, rounded to the nearest even, an integer in the low bits of the sum: 1.5 · 2^23.
 constexpr float kIntegerBias = 12582912.0f;
 
+// Whether rows take the path of those that are smoothed or rotated even if they are neither: where nothing is known of them,
+// and at 4 bits, where nearly all are. A second path would take as long to compile again.
+template <class Config, Rows kSource>
+constexpr bool kAlwaysChanged = kSource == Rows::kAny || Config::kQkBits == 4;
+
 // Largest magnitude; NaN or infinity where an element is not finite.
 template <i32 kRows>
 __device__ __forceinline__ float abs_max(const float (&x)[kRows][kVector]) {
@@ -59,16 +64,22 @@ __device__ __forceinline__ void prepare_no_mean(typename QuantBlock<Config>::Sha
   __syncthreads();
 }
 
-// Integers of kQkBits bits. Values are divided by amax / kLimit and rounded to the nearest, ties to even. s4 has so few
-// steps that finer ones are worth losing the largest values: what lies beyond 0.8 · amax is cut off at [-8, 7].
+// Integers of kQkBits bits. Values are divided by a scale and rounded to the nearest, ties to even; those of s4 beyond
+// [-8, 7], of a scale that clips, are cut off (quant/clip.cuh).
 template <class Config>
 struct QuantizedRows {
   static constexpr float kLimit = Config::kQkBits == 8 ? 127.0f : 7.0f;
-  static constexpr float kClip = Config::kQkBits == 8 ? 1.0f : 0.8f;  // share of amax that kLimit stands for
   static_assert(Config::kQkBits == 8 || Config::kQkBits == 4);
 
-  // Of a scale group.
-  __device__ __forceinline__ static Scale scale(float amax) { return scale_to(kLimit, kClip * amax); }
+  // Of a scale group, without a clip.
+  __device__ __forceinline__ static Scale scale(float amax) { return scale_to(kLimit, amax); }
+
+  // x · inv_scale as an integer, plus kIntegerBias.
+  __device__ __forceinline__ static float rounded(float x, float inv_scale) {
+    const float y = fmaf(x, inv_scale, kIntegerBias);
+    if constexpr (Config::kQkBits == 8) return y;
+    return fminf(fmaxf(y, kIntegerBias - kLimit - 1.0f), kIntegerBias + kLimit);
+  }
 
   // Where eight channels of a row lie in a tile, as part of a chunk; eight rows further by eight rows' bytes.
   template <class Rows>
@@ -79,7 +90,7 @@ struct QuantizedRows {
 
   // Rounds eight channels and stores them.
   __device__ __forceinline__ static void store(u8* to, const float (&x)[kVector], float inv_scale) {
-    const u32 lo = rounded<0>(x, inv_scale), hi = rounded<4>(x, inv_scale);
+    const u32 lo = bytes<0>(x, inv_scale), hi = bytes<4>(x, inv_scale);
     if constexpr (Config::kQkBits == 8) *reinterpret_cast<u64*>(to) = static_cast<u64>(hi) << 32 | lo;
     else *reinterpret_cast<u32*>(to) = nibbles(hi) << 16 | nibbles(lo);
   }
@@ -87,14 +98,10 @@ struct QuantizedRows {
  private:
   // x[kFirst..kFirst+3] · inv_scale as four bytes, the first the lowest.
   template <i32 kFirst>
-  __device__ __forceinline__ static u32 rounded(const float (&x)[kVector], float inv_scale) {
+  __device__ __forceinline__ static u32 bytes(const float (&x)[kVector], float inv_scale) {
     u32 bits[4];
 #pragma unroll
-    for (i32 i = 0; i < 4; ++i) {
-      float y = fmaf(x[kFirst + i], inv_scale, kIntegerBias);
-      if constexpr (kClip < 1.0f) y = fminf(fmaxf(y, kIntegerBias - kLimit - 1.0f), kIntegerBias + kLimit);
-      bits[i] = __float_as_uint(y);
-    }
+    for (i32 i = 0; i < 4; ++i) bits[i] = __float_as_uint(rounded(x[kFirst + i], inv_scale));
     return ptx::prmt(ptx::prmt(bits[0], bits[1], 0x0040), ptx::prmt(bits[2], bits[3], 0x0040), 0x5410);
   }
 

@@ -48,8 +48,10 @@ __device__ constexpr i32 key_of_column(i32 column) {
 // Which keys of a tile share a scale: group t holds the keys n with n % 8 / 2 == t, those of the lanes t of a warp.
 constexpr i32 kKeyGroups = 4;
 
-// Which rows of a warp share a scale: group g holds the rows m with m % 8 == g, those of the lanes 4g..4g+3.
-constexpr i32 kRowGroups = 8;
+// Which rows of a warp share a scale: group g holds the rows m with m % kRowGroups == g. At 8 bits those of the lanes
+// 4g..4g+3; at 4 bits, whose steps are coarse, every row has its own.
+template <class Config>
+constexpr i32 kRowGroups = Config::kQkBits == 4 ? Config::kWarpM : 8;
 
 // What is known of a KV tile; the first kLoaded bytes come to shared memory with it.
 struct KvLine {

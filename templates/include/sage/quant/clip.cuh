@@ -1,0 +1,84 @@
+// The clip of a scale group of s4: the share of its largest magnitude that the largest integer stands for. s4 has so few
+// steps that finer ones are worth cutting off a group's largest values; how many depends on how its values are spread, so
+// that each group takes the candidate with the least squared error.
+#pragma once
+
+#include "sage/numerics/scale.cuh"
+#include "sage/ptx/warp.cuh"
+#include "sage/quant/rows.cuh"
+
+namespace sage {
+
+// Candidates. The 127 steps of s8 are fine enough without.
+template <class Config>
+constexpr i32 kClips = Config::kQkBits == 4 ? 6 : 1;
+
+template <class Config>
+class ClipSearch {
+ public:
+  static constexpr i32 kCount = kClips<Config>;
+  static constexpr float kStep = 0.9f;  // from candidate to candidate, the first of which cuts off nothing
+
+  // Of a thread's values, later of a group's: squared errors in steps of a candidate, times 2^16. Integers, so that their
+  // sum depends on no order.
+  u32 error[kCount] = {};
+
+  // scale: of the group's largest magnitude.
+  __device__ __forceinline__ explicit ClipSearch(const Scale& scale) : whole_(scale) {}
+
+  __device__ __forceinline__ void add(const float (&x)[kVector]) {
+#pragma unroll
+    for (i32 c = 0; c < kCount; ++c) {
+      const float inv_scale = clipped(c).inv_scale;
+#pragma unroll
+      for (i32 i = 0; i < kVector; ++i) {
+        const float rounded = QuantizedRows<Config>::rounded(x[i], inv_scale) - kIntegerBias;
+        const float lost = fmaf(x[i], inv_scale, -rounded);
+        error[c] += __float_as_uint(fmaf(lost, lost, kErrorBias)) - __float_as_uint(kErrorBias);
+      }
+    }
+  }
+
+  template <i32 kLanes>
+  __device__ __forceinline__ void sum_over_lanes() {
+#pragma unroll
+    for (u32& of_candidate : error) of_candidate = ptx::sum_over_lanes<kLanes>(of_candidate);
+  }
+
+  // The scale with the least error; of equal ones the largest.
+  __device__ __forceinline__ Scale best() const {
+    i32 found = 0;
+    float least = cost(0);
+#pragma unroll
+    for (i32 c = 1; c < kCount; ++c) {
+      if (cost(c) < least) found = c, least = cost(c);
+    }
+    Scale scale = whole_;
+#pragma unroll
+    for (i32 c = 1; c < kCount; ++c) {
+      if (found == c) scale = clipped(c);
+    }
+    return scale;
+  }
+
+ private:
+  // Added to a square below 64 it leaves that in units of 2^-16 in the low bits of the sum: 1.5 · 2^7.
+  static constexpr float kErrorBias = 192.0f;
+  // The last candidate takes the largest value to 11.9 steps, 4.9 of which are cut off.
+  static_assert(kCount == 1 || Config::kBlockN / kKeyGroups * Config::kHeadDim <= 2048,
+                "the errors of a group fit into 32 bits");
+
+  const Scale whole_;
+
+  __device__ constexpr static float share(i32 candidate) {
+    float share = 1.0f;
+    for (i32 c = 0; c < candidate; ++c) share *= kStep;
+    return share;
+  }
+  __device__ __forceinline__ Scale clipped(i32 c) const {
+    return {whole_.scale * share(c), whole_.inv_scale * (1.0f / share(c))};
+  }
+  __device__ __forceinline__ float cost(i32 c) const { return static_cast<float>(error[c]) * (share(c) * share(c)); }
+};
+
+}  // namespace sage
