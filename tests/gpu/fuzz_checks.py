@@ -357,14 +357,17 @@ def _quantization_error(case: Case, plan: Plan, quantized: Quantized, q: torch.T
     """How far quantization may move any score of a row, log2 units, [batch, q heads, queries].
 
     An element of Q is off by half its scale at most, which a score sees times an element of K, and the other way round;
-    at 4 bits, where the largest are cut off, by up to 1.75 times its scale.
+    at 4 bits, where a clip takes the largest to 0.9⁻⁵ · 7 steps and 7 are left, by up to 4.9 times its scale. Rotated
+    rows of fewer channels than the kernel's repeat values, and errors with them, in all of its channels.
     """
+    headdim = plan.kernels.attn.spec.headdim if plan.problem.options.rotate else case.headdim
     q_hat, q_scale = _real(quantized.q, quantized.q_scale, case.seqlen_q)
     k_hat, k_scale = (x.repeat_interleave(case.group, 1) for x in _real(quantized.k, quantized.k_scale, case.seqlen_kv))
-    order = 2 if case.kind in INDEPENDENT else 1
-    clipped = case.qk == "int4"
-    steps = (12 if clipped else 6) / math.sqrt(12) if order == 2 else 1.75 if clipped else 0.5
-    edge = (1.75 if clipped else 0.5) * case.headdim ** (1 / order)
+    order = 2 if case.kind in INDEPENDENT and headdim == case.headdim else 1
+    clipped = case.qk == "int4" and case.clip
+    worst = 4.9 if clipped else 0.5
+    steps = (12 if clipped else 6) / math.sqrt(12) if order == 2 else worst
+    edge = worst * headdim ** (1 / order)
     q_size = q_scale * (q_hat.norm(order, -1) + edge)
     k_size = (k_scale * (k_hat.norm(order, -1) + edge)).amax(-1, keepdim=True)
     largest_scale = k_scale.amax(-1, keepdim=True)

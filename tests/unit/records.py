@@ -81,11 +81,11 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
     facts = {
         "threads": _threads(tile, family), "shared_bytes": _shared_bytes(spec, tile, family),
         "p_top": _float32(math.log2(largest)), "lazy_rise": 8 if f16 else 0, "whole_reference": f16,
-        "most_fall": 60, "no_reference": -1.0000000150474662e+30, "smallest_scale": 9.99999991097579e-38}
+        "most_fall": 40, "no_reference": -1.0000000150474662e+30, "smallest_scale": 9.99999991097579e-38}
     if family == "mma":
         folds = spec.q == "qraw" and (spec.qk == "int8" or f16)
         facts |= {"largest_folded": 1 if f16 else 2**-6, "score_bias": 12582912 if folds else 0, "sums_rounded": f16,
-                  "may_fall": not f16, "lazy_fall": 0 if f16 else 6, "largest_sum": 2**100}
+                  "may_fall": not f16, "lazy_fall": 0 if f16 else 6, "largest_sum": 2**66}
     else:
         facts["room"] = 3 if spec.q == "qraw" else 0
     limit = {"f32": 2**15, "two_level_f32": 448, "two_level_f16": 4.5}[spec.pv_accum]

@@ -36,7 +36,7 @@ def test_the_scale_is_a_float_whatever_was_given(scale, expected):
 
 
 def test_a_problem_holds_resolved_options():
-    assert check(*tensors(), Options(qk="int4")).options == Options(qk="int4", smooth_q=True)
+    assert check(*tensors(), Options(qk="int4")).options == Options(qk="int4", smooth_q=True, rotate=True)
 
 
 @pytest.mark.parametrize(("changes", "empty"), [
