@@ -1,10 +1,10 @@
 """Builds the wheel twice and compares the bytes: from the kernels of this tree, and from its sdist, elsewhere, anew.
 
-    python ci/reproduce.py dist [--archs sm90,sm100,ptx80]
+    python ci/reproduce.py dist [--only 'sage_attn_sm90_d64_*']
 
 leaves the wheel and the sdist in dist/. The kernels of this tree must be built (python -m codegen build). Elsewhere all
-are compiled again, or those of some archs, to save time: then just their bytes are new, and the second wheel is packed
-there from the kernels of this tree. This Python's environment must have the extra `codegen`.
+are compiled again, or those that `--only` names and their feeders, to save time: then just their bytes are new, and the
+second wheel is packed there from the kernels of this tree. This Python's environment must have the extra `codegen`.
 """
 
 from __future__ import annotations
@@ -37,33 +37,39 @@ def make(what: str, tree: Path, out: Path, **environment: str) -> Path:
     return made.pop()
 
 
-def rebuilt(sdist: Path, wheel: Path, archs: str | None, folder: Path) -> int:
-    """Compile the kernels of an sdist, all or those of some archs, and pack them; how many were the same as a wheel's.
-    WheelError where one differs, or the wheel that is packed from them."""
+def rebuilt(sdist: Path, wheel: Path, only: list[str], folder: Path) -> int:
+    """Compile the kernels of an sdist, all or those that patterns name, and pack them; how many were the same as a
+    wheel's. WheelError where one differs, or the wheel that is packed from them."""
     with tarfile.open(sdist) as archive:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)  # which Python has since 3.10.12 and 3.11.4
         archive.extractall(folder)
     tree = folder / sdist.name.removesuffix(".tar.gz")
-    anew = make("build_wheel", tree, folder / "anew", **({"SAGE_AOT_ARCHS": archs} if archs else {}))
-    check([anew], narrowed=bool(archs))
-    expected, found = Wheel(wheel).kernels(), Wheel(anew).kernels()
+    expected, found = Wheel(wheel).kernels(), compiled(tree, only, folder / "kernels")
     differing = [name for name, data in found.items() if expected[name] != data]
     if differing:
         raise WheelError(f"expected the bytes of {wheel}, got others compiled anew: {', '.join(differing)}")
-    if archs:
-        shutil.rmtree(tree / "sage_aot" / "kernels")
-        shutil.copytree(ROOT / "sage_aot" / "kernels", tree / "sage_aot" / "kernels")
-        anew = make("build_wheel", tree, folder / "packed", SAGE_AOT_PREBUILT="1")
+    kernels = tree / "sage_aot" / "kernels"
+    shutil.rmtree(kernels, ignore_errors=True)
+    shutil.copytree(ROOT / "sage_aot" / "kernels" if only else folder / "kernels", kernels)
+    anew = make("build_wheel", tree, folder / "anew", SAGE_AOT_PREBUILT="1")
     check([wheel, anew])
     if wheel.read_bytes() != anew.read_bytes():
         raise WheelError(f"expected {wheel} and the wheel of {sdist} to be equal: their files are, their zips are not")
     return len(found)
 
 
+def compiled(tree: Path, only: list[str], out: Path) -> dict[str, bytes]:
+    """Cubins and PTX of a source tree, compiled there into a folder, by their file names."""
+    patterns = [argument for pattern in only for argument in ("--only", pattern)]
+    subprocess.run([sys.executable, "-m", "codegen", "build", "--out", str(out), *patterns], cwd=tree, check=True)
+    return {path.name: path.read_bytes() for path in out.iterdir() if path.name != "manifest.json"}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build the wheel twice, in two folders, and compare the bytes.")
     parser.add_argument("out", type=Path, help="a folder for the wheel and the sdist; what is in it is removed")
-    parser.add_argument("--archs", metavar="sm90,ptx80", help="compile only kernels for these again")
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN",
+                        help="compile only kernels of such names again, and their feeders")
     args = parser.parse_args()
     for old in (*args.out.glob("sage_aot-*.whl"), *args.out.glob("sage_aot-*.tar.gz")):
         old.unlink()
@@ -71,7 +77,7 @@ def main() -> int:
         wheel = make("build_wheel", ROOT, args.out, SAGE_AOT_PREBUILT="1")
         sdist = make("build_sdist", ROOT, args.out)
         with tempfile.TemporaryDirectory() as folder:
-            count = rebuilt(sdist, wheel, args.archs, Path(folder))
+            count = rebuilt(sdist, wheel, args.only, Path(folder))
     except (WheelError, subprocess.CalledProcessError) as error:
         print(error, file=sys.stderr)
         return 1

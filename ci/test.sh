@@ -12,8 +12,9 @@ eval "${command% && *}"
 PYTHON=.venv-test/bin/python bash ci/lint.sh
 .venv-test/bin/python -m codegen build
 .venv-test/bin/python -m codegen check
-# A cubin of each ABI, and PTX; a release compiles all of them again (ci/kernels.sh).
-.venv-test/bin/python ci/reproduce.py dist --archs sm90,sm100,ptx80
+# A kernel of each kind as a cubin of each ABI, and as PTX; a release compiles all of them again (ci/kernels.sh).
+.venv-test/bin/python ci/reproduce.py dist --only 'sage_attn_sm90_d64_*_causal_vsmooth_qsmooth' \
+  --only 'sage_attn_sm100_d64_*_causal_vsmooth_qsmooth' --only 'sage_attn_ptx80_d64_*_causal_vsmooth_qsmooth'
 .venv-test/bin/python ci/wheels.py check dist/*.whl
 .venv-test/bin/python ci/test_wheel.py dist/*.whl --borrow \
   --tests tests/unit/test_loader.py tests/unit/test_manifest.py tests/unit/test_select.py

@@ -1,5 +1,6 @@
 #include "block.h"
 
+#include <cstring>
 #include <map>
 
 namespace {
@@ -148,7 +149,8 @@ void Block::give_up(const Where& where) {
 bool Block::arrive(Meeting& meeting, const char* instruction, Site site, u32 expected) {
   if (meeting.arrived == 0) {
     meeting = {instruction, site, thread_, 0};
-  } else if (meeting.site.line != site.line || std::string(meeting.site.file) != site.file) {
+  } else if (meeting.site.line != site.line ||
+             (meeting.site.file != site.file && std::strcmp(meeting.site.file, site.file) != 0)) {
     report("threads diverge", here(site),
            text("%s, while thread %u waits at %s in %s:%d", instruction, meeting.first, meeting.instruction,
                 meeting.site.file, meeting.site.line));

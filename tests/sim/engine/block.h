@@ -102,7 +102,7 @@ class Block {
   };
 
   // Loops that never end: every one that compilers keep accesses memory or waits for others.
-  static constexpr u32 kMostSteps = 1u << 26;  // a second or two; the kernels of the matrix take less than 2^22
+  static constexpr u32 kMostSteps = 1u << 24;  // under a second; the kernels of the matrix take less than 2^22
   [[noreturn]] void give_up(const Where& where);
 
   static void body();  // of every fiber

@@ -6,6 +6,8 @@
 // Source: PTX ISA, "Matrix Fragments for mma.m16n8k16", "... k32", "... k64".
 
 #include <bit>
+#include <iterator>
+#include <vector>
 
 #include "sim/engine.h"
 #include "sums.h"
@@ -72,12 +74,13 @@ void store_d(const Product& lane, int i, u32 value, F16) {
 }
 
 // d = sum(row of A, column of B, c), for all of them.
-template <class Accumulator, int kBits, class Sum>
-void float_product(void* const (&lanes)[kLanes], Sum sum) {
-  const Operands<kBits> operands(lanes);
+template <class Format, class Accumulator, int kDepth, class Sum>
+void float_product(void* const (&lanes)[kLanes], const u32 (&a)[kRows][kDepth], const u32 (&b)[kColumns][kDepth],
+                   Sum sum) {
+  const std::vector<Vector<Format, kDepth>> rows(std::begin(a), std::end(a)), columns(std::begin(b), std::end(b));
   each_result([&](int lane, int i, int row, int column) {
     const u32 c = load_c(of_lane(lanes, lane), i, Accumulator{});
-    store_d(of_lane(lanes, lane), i, sum(operands.a[row], operands.b[column], c), Accumulator{});
+    store_d(of_lane(lanes, lane), i, sum(rows[row], columns[column], c), Accumulator{});
   });
 }
 
@@ -106,18 +109,21 @@ u32 added(u32 x, u32 y, F16) { return F16::from(F16::value(x) + F16::value(y)); 
 // What the compiler makes of the instruction: two f16 products from zero, to which C is added.
 // Source: the machine code of NVRTC 12.9 for sm_90 (F2FP, HMMA, HMMA, FADD or HADD2).
 template <class Accumulator>
-u32 add_as_f16(const u32 (&a)[kE4m3Depth], const u32 (&b)[kE4m3Depth], u32 c) {
-  u32 row[kE4m3Depth], column[kE4m3Depth];
-  unpack_halves(a, row);
-  unpack_halves(b, column);
-  return added(add_product<F16, Accumulator>(chip().f16, row, column, 0), c, Accumulator{});
+void product_as_f16(void* const (&lanes)[kLanes], const Operands<8>& operands) {
+  u32 a[kRows][kE4m3Depth], b[kColumns][kE4m3Depth];
+  for (int row = 0; row < kRows; ++row) unpack_halves(operands.a[row], a[row]);
+  for (int column = 0; column < kColumns; ++column) unpack_halves(operands.b[column], b[column]);
+  float_product<F16, Accumulator>(lanes, a, b, [](const auto& row, const auto& column, u32 c) {
+    return added(add_product<Accumulator>(chip().f16, row, column, 0), c, Accumulator{});
+  });
 }
 
 template <class Accumulator>
 void e4m3_product(void* const (&lanes)[kLanes]) {
-  if (chip().e4m3_as_f16) return float_product<Accumulator, 8>(lanes, add_as_f16<Accumulator>);
-  float_product<Accumulator, 8>(lanes, [](const auto& a, const auto& b, u32 c) {
-    return add_product<E4m3, Accumulator>(chip().e4m3, a, b, c);
+  const Operands<8> operands(lanes);
+  if (chip().e4m3_as_f16) return product_as_f16<Accumulator>(lanes, operands);
+  float_product<E4m3, Accumulator>(lanes, operands.a, operands.b, [](const auto& row, const auto& column, u32 c) {
+    return add_product<Accumulator>(chip().e4m3, row, column, c);
   });
 }
 
@@ -126,8 +132,9 @@ void e4m3_product(void* const (&lanes)[kLanes]) {
 void mma_s8(void* const (&lanes)[kLanes]) { integer_product<8>(lanes); }
 void mma_s4(void* const (&lanes)[kLanes]) { integer_product<4>(lanes); }
 void mma_f16(void* const (&lanes)[kLanes]) {
-  float_product<F32, 16>(lanes, [](const auto& a, const auto& b, u32 c) {
-    return add_product<F16, F32>(chip().f16, a, b, c);
+  const Operands<16> operands(lanes);
+  float_product<F16, F32>(lanes, operands.a, operands.b, [](const auto& row, const auto& column, u32 c) {
+    return add_product<F32>(chip().f16, row, column, c);
   });
 }
 void mma_e4m3_f32(void* const (&lanes)[kLanes]) { e4m3_product<F32>(lanes); }

@@ -1,5 +1,6 @@
 #include "shared_memory.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "block.h"
@@ -20,11 +21,18 @@ static_assert(kDynamicBase + kMostDynamicBytes <= kStaticBase);
 void SharedMemory::start(u32 dynamic_bytes, const Image& kernel) {
   dynamic_ = shared, dynamic_bytes_ = dynamic_bytes;
   static_ = kernel.thread_local_begin, static_bytes_ = kernel.thread_local_bytes;
-  std::memset(dynamic_, 0xff, dynamic_bytes_);
-  std::memset(static_, 0xff, static_bytes_);
-  state_.assign(kStaticBase + kMostStaticBytes, kUnwritten);
-  bytes_.assign(state_.size(), {});
+  state_.resize(kStaticBase + kMostStaticBytes);
+  bytes_.resize(state_.size());
+  forget(kDynamicBase, dynamic_bytes_);
+  forget(kStaticBase, static_bytes_);
   readers_.start();
+}
+
+// Beyond what a block has nothing is ever looked up: to clear all addresses would take longer than most blocks run.
+void SharedMemory::forget(u32 address, u32 bytes) {
+  std::memset(pointer_to(address), 0xff, bytes);
+  std::fill_n(state_.begin() + address, bytes, kUnwritten);
+  std::fill_n(bytes_.begin() + address, bytes, Byte{});
 }
 
 u32 SharedMemory::address_of(const void* pointer) const {

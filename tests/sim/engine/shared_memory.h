@@ -57,6 +57,7 @@ class SharedMemory {
   };
   static constexpr u32 kFenced = 0;
 
+  void forget(u32 address, u32 bytes);
   void require(const char* access, u32 address, u32 bytes, const Where& where);
   bool check_written(u32 address, u32 bytes, const Where& where);
   bool check_ordered(u32 address, u32 bytes, const Where& where);

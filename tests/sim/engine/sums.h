@@ -6,32 +6,35 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <iterator>
 
 #include "chip.h"
 #include "numbers.h"
 
 namespace sim {
 
-// Elements of one operand along k, taken apart.
-template <int kDepth>
-struct Vector {
-  i32 significand[kDepth];
-  i32 exponent[kDepth];
-};
-
 // The exponent of zero, which must not count as the largest.
 constexpr int kOfZero = -10000;
 
-template <class Format, int kDepth>
-Vector<kDepth> taken_apart(const u32 (&codes)[kDepth]) {
-  Vector<kDepth> result;
-  for (int k = 0; k < kDepth; ++k) {
-    result.significand[k] = Format::significand(codes[k]);
-    result.exponent[k] = result.significand[k] ? Format::exponent(codes[k]) : kOfZero;
+// A row or a column of an operand, elements along k, taken apart: once for all sums that it has a part in.
+template <class Format_, int kDepth_>
+struct Vector {
+  using Format = Format_;
+  static constexpr int kDepth = kDepth_;
+
+  u32 code[kDepth];
+  i32 significand[kDepth];
+  i32 exponent[kDepth];
+  bool special = false;  // infinity or NaN among them
+
+  explicit Vector(const u32 (&codes)[kDepth]) {
+    for (int k = 0; k < kDepth; ++k) {
+      code[k] = codes[k];
+      significand[k] = Format::significand(codes[k]);
+      exponent[k] = significand[k] ? Format::exponent(codes[k]) : kOfZero;
+      special |= Format::special(codes[k]);
+    }
   }
-  return result;
-}
+};
 
 // x · 2^shift, cut off towards zero.
 inline i64 shifted(i64 x, int shift) {
@@ -41,8 +44,8 @@ inline i64 shifted(i64 x, int shift) {
 }
 
 // One step's sum, before it is rounded to the accumulator's format.
-template <class Format, class Accumulator, int kDepth>
-double step_sum(const Step& step, const Vector<kDepth>& a, const Vector<kDepth>& b, int first, u32 c) {
+template <class Accumulator, class Vector>
+double step_sum(const Step& step, const Vector& a, const Vector& b, int first, u32 c) {
   const i64 c_significand = Accumulator::significand(c);
   const int c_exponent = c_significand ? Accumulator::exponent(c) : kOfZero;
   int largest = c_exponent;
@@ -52,9 +55,9 @@ double step_sum(const Step& step, const Vector<kDepth>& a, const Vector<kDepth>&
   for (int k = first; k < first + step.products; ++k) {
     const int exponent = a.exponent[k] + b.exponent[k];
     sum += shifted(static_cast<i64>(a.significand[k]) * b.significand[k],
-                   exponent - largest + step.fraction_bits - 2 * Format::kMantissaBits);
+                   exponent - largest + step.fraction_bits - 2 * Vector::Format::kMantissaBits);
   }
-  return std::ldexp(static_cast<double>(sum), largest - step.fraction_bits);
+  return static_cast<double>(sum) * power_of_two(largest - step.fraction_bits);
 }
 
 // f32 with kept_bits of mantissa, the others cut off.
@@ -67,28 +70,20 @@ inline u32 cut_to_f32(double x, int kept_bits) {
 inline u32 rounded(const Step& step, double sum, F32) { return cut_to_f32(sum, step.kept_bits); }
 inline u32 rounded(const Step&, double sum, F16) { return F16::from(sum); }
 
-template <class Format, int kDepth>
-bool any_special(const u32 (&codes)[kDepth]) {
-  return std::any_of(std::begin(codes), std::end(codes), [](u32 code) { return Format::special(code); });
-}
-
 // With infinity or NaN among the operands: that is what the sum is.
-template <class Format, class Accumulator, int kDepth>
-u32 special_sum(const u32 (&a)[kDepth], const u32 (&b)[kDepth], u32 c) {
+template <class Accumulator, class Vector>
+u32 special_sum(const Vector& a, const Vector& b, u32 c) {
   double sum = Accumulator::value(c);
-  for (int k = 0; k < kDepth; ++k) sum += Format::value(a[k]) * Format::value(b[k]);
+  for (int k = 0; k < Vector::kDepth; ++k) sum += Vector::Format::value(a.code[k]) * Vector::Format::value(b.code[k]);
   return Accumulator::from(sum);
 }
 
 // c plus row times column, step by step.
-template <class Format, class Accumulator, int kDepth>
-u32 add_product(const Step& step, const u32 (&a)[kDepth], const u32 (&b)[kDepth], u32 c) {
-  if (Accumulator::special(c) || any_special<Format>(a) || any_special<Format>(b)) {
-    return special_sum<Format, Accumulator>(a, b, c);
-  }
-  const Vector<kDepth> a_parts = taken_apart<Format>(a), b_parts = taken_apart<Format>(b);
-  for (int k = 0; k < kDepth && !Accumulator::special(c); k += step.products) {  // an infinite sum stays one
-    c = rounded(step, step_sum<Format, Accumulator>(step, a_parts, b_parts, k, c), Accumulator{});
+template <class Accumulator, class Vector>
+u32 add_product(const Step& step, const Vector& a, const Vector& b, u32 c) {
+  if (Accumulator::special(c) || a.special || b.special) return special_sum<Accumulator>(a, b, c);
+  for (int k = 0; k < Vector::kDepth && !Accumulator::special(c); k += step.products) {  // an infinite sum stays one
+    c = rounded(step, step_sum<Accumulator>(step, a, b, k, c), Accumulator{});
   }
   return c;
 }

@@ -115,16 +115,18 @@ void WarpProducts::issue(Block& block, u32 warp, void* const (&lanes)[kLanes], b
   }
   read_rows(block, Matrix(block, first.b_matrix, product.where), 0, first.columns, b, product.ranges, product.where);
 
+  using Vectors = std::vector<Vector<E4m3, kDepth>>;
+  const Vectors rows = integers ? Vectors() : Vectors(a, a + kRows);
+  const Vectors columns = integers ? Vectors() : Vectors(b, b + first.columns);
   start_accumulator(first, lanes);
   Accumulator& d = accumulators_[first.d];
   ++d.pending;
   for (u32 lane = 0; lane < kLanes; ++lane) {
     for (u32 i = 0; i < first.columns / 2; ++i) {  // element i: row g + 8 (i / 2 % 2), column 8 (i / 4) + 2t + i % 2
-      const Codes& row = a[lane / 4 + 8 * (i / 2 % 2)];
-      const Codes& column = b[8 * (i / 4) + lane % 4 * 2 + i % 2];
+      const u32 row = lane / 4 + 8 * (i / 2 % 2), column = 8 * (i / 4) + lane % 4 * 2 + i % 2;
       const u32 c = first.accumulate ? d.values[lane][i] : 0;
-      d.values[lane][i] =
-          integers ? integer_sum(row, column, c) : add_product<E4m3, F32>(chip().wgmma_e4m3, row, column, c);
+      d.values[lane][i] = integers ? integer_sum(a[row], b[column], c)
+                                   : add_product<F32>(chip().wgmma_e4m3, rows[row], columns[column], c);
     }
   }
   open_.push_back(std::move(product));
