@@ -55,9 +55,10 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
             it, the error of the quantized one falls with every channel of k that has an offset. Off only to see that.
         smooth_v: subtract the mean of v over a sample of 64 keys before quantizing and add it to the output; pays with
             FP8 P·V where channels of v have offsets. (f16 V holds a biased bf16 v as it is: there it gains nothing.)
-        rotate: multiply q and k by the Hadamard matrix before quantizing. The exact result does not change by it; a
-            channel of k or q that is much larger than the others, not by an offset, no longer takes the steps of its
-            row. ``"auto"`` does so for int4; for int8 it takes the quantizers 1.5 to 1.8 times as long.
+        rotate: multiply q and k by the Hadamard matrix before quantizing; the exact result does not change. A channel
+            of q or k with values much larger than the others' (not by an offset, which smoothing takes off) then no
+            longer sets the scale of its row. ``"auto"`` does so for int4; for int8 quantization takes 1.5 to 1.8 times
+            as long.
         clip: at 4 bits, let the largest values of a row of q, or of 16 keys, be cut off where smaller steps for all
             others lower the squared error; each group takes the best of six steps. Nothing is clipped at 8 bits.
         pv_accum: how P·V adds up over the keys. ``"auto"``: as the GPU's kernels do it best, ``"f32"`` where P and V

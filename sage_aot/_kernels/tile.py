@@ -10,7 +10,7 @@ class Tile(NamedTuple):
 
     block_m: int  # query rows of a thread block
     block_n: int  # keys of a KV tile
-    warp_m: int  # query rows of a warp; rows of a warp share scales of Q
+    warp_m: int  # query rows of a warp; at 8 bits warp_m / 8 of them share a scale of Q
     stages: int  # KV tiles in shared memory
     min_blocks: int  # resident blocks an SM that the registers must allow
 

@@ -85,8 +85,8 @@ LEAST_COSINE = {
 """Per type of Q and K, PV type and input class, with K smoothed, at the sizes of the accuracy tests."""
 
 LSE_ERROR = {("int8", "normal"): 0.05, ("int8", "outlier"): 0.8, ("int4", "normal"): 1.0, ("int4", "outlier"): 8.0}
-"""Largest error of the log-sum-exp: that of the scores, which quantization spoils by amax / 127, or 0.8 · amax / 7 and
-what that cuts off."""
+"""Largest error of the log-sum-exp: that of the scores, which quantization spoils by amax / 127, or by amax / 7 at most
+and what a clip cuts off."""
 
 
 @functools.cache

@@ -72,11 +72,11 @@ variants, so that each meets every value of the axes."""
 def cases_of(spec: AttnSpec) -> dict[str, Case]:
     """Ragged calls. The first: grouped heads, contiguous, several KV tiles. The second as unlike as can be: several
     heads and batches, K not smoothed, rows of no whole vectors, of which some see nothing where causal, read at odd
-    addresses and stored at odd and even ones, rotated where the
-    default is not to. The third: one query head a KV head, whole rows stored at odd addresses,
-    extreme values; where causal on Hopper query tiles that see no key at all, one of them after another tile. For e4m3
-    P scores behind which references fall, once by far or from tile to tile. KV tiles with factors of their own. On
-    Hopper rows of whole vectors, but of fewer channels than the kernel's."""
+    addresses and stored at odd and even ones, rotated where that is not the default, never clipped. The third: one
+    query head a KV head, whole rows stored at odd addresses, extreme values; where causal on Hopper query tiles that
+    see no key at all, one of them after another tile. KV tiles with factors of their own, a negative softmax scale,
+    whole rows rotated at 8 bits too. For e4m3 P scores behind which references fall, once by far or from tile to tile.
+    On Hopper rows of whole vectors, but of fewer channels than the kernel's."""
     on_hopper = KERNELS[spec].family == "wgmma"
     plain = Case(spec.arch, seed=1, group=2, seqlen_q=150, seqlen_kv=_plain_keys(spec), headdim=spec.headdim,
                  read_quantized=True, **vars(Options.of_axes(spec.values)))
@@ -91,7 +91,8 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
                                   out="misaligned", **values)
     narrow = dataclasses.replace(plain, seqlen_q=70, seqlen_kv=130, headdim=spec.headdim - 24)
     found = {"plain": plain, "odd": odd, "extreme": extreme}
-    tiles = dataclasses.replace(plain, group=1, seqlen_q=70, seqlen_kv=3 * KERNELS[spec].tile.block_n + 42)
+    tiles = dataclasses.replace(plain, scale=-0.1, rotate=True, group=1, seqlen_q=70,
+                                seqlen_kv=3 * KERNELS[spec].tile.block_n + 42)
     found["factors"] = dataclasses.replace(tiles, kind="heavy_v" if spec.v == "vraw" else "sparse_v")
     if spec.pv == "e4m3":
         kind, keys = "sink" if spec.v == "vraw" else "falling", 5 * KERNELS[spec].tile.block_n + 42

@@ -420,7 +420,7 @@ def test_smoothing_pays_where_it_should(monkeypatch, arch, qk, smooth_v):
 @pytest.mark.parametrize(("arch", "qk"), [
     ("sm80", "int8"), ("sm80", "int4"), ("sm89", "int8"), ("sm89", "int4"), ("sm90", "int8")])
 def test_rotation_takes_off_what_a_large_channel_costs(monkeypatch, arch, qk):
-    """8 bits: what is left is P and V; 4 bits: scores of a large channel leave few of their steps to others."""
+    """What is left is P and V at 8 bits, and at 4 bits rounding."""
     monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
     for kind in ("heavy1", "heavy4"):
         q, k, v = draw((1, 1, 128, 128), (1, 1, 700, 128), kind)

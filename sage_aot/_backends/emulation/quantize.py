@@ -156,7 +156,7 @@ def _delta_s(q_mean: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def _rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rows times the Hadamard matrix, divided by their length, in the order of numerics/rotation.cuh."""
+    """Rows times the Hadamard matrix, divided by its size, in the order of numerics/rotation.cuh."""
     headdim, stride = x.shape[-1], 1
     x = x * (1 / headdim)
     while stride < headdim:

@@ -24,13 +24,14 @@ struct FieldType<Tensor> {
   static constexpr i32 kCode = 'T';
 };
 
+// q_scale is times kHeadDim where rows are rotated; means are of rows that are not.
 struct QuantParams {
   Tensor q, k, v;
   u8* q_hat;        // [batch * num_q_heads][q_tiles] tiles of block_m rows
   u8* kv_hat;       // [batch * num_kv_heads][kv_tiles] tiles of block_n keys: K, V, and what is known of them
   float* q_scale;   // [batch * num_q_heads][q_tiles][block_m / warp_m][kRowGroups], times softmax_scale · log2 e
-  float* q_mean;    // [batch * num_q_heads][q_tiles][kHeadDim], of a tile's rows in the units of q_scale; not rotated
-  float* k_mean;    // [batch * num_kv_heads][kHeadDim], of a sample; zero where K is not smoothed; not rotated
+  float* q_mean;    // [batch * num_q_heads][q_tiles][kHeadDim], of a tile's rows, times softmax_scale · log2 e
+  float* k_mean;    // [batch * num_kv_heads][kHeadDim], of a sample; zero where K is not smoothed
   float* v_scale;   // likewise
   float* v_mean;    // likewise, as k_mean
   float* row_bias;  // [batch * num_q_heads][q_tiles * block_m], log2 units: what smoothing K took off a row's scores

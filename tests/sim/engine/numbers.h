@@ -10,7 +10,8 @@
 
 namespace sim {
 
-// Of f64 that are normal, as all numbers of smaller formats and their products are: faster than the library's.
+// Of f64 that are normal, as all numbers of smaller formats and their products are, faster than the library's; the exponent
+// of zero is -1023, that of infinity 1024.
 inline double power_of_two(int exponent) { return std::bit_cast<double>(static_cast<u64>(exponent + 1023) << 52); }
 inline int exponent_of(double x) { return static_cast<int>(std::bit_cast<u64>(x) >> 52 & 0x7ff) - 1023; }
 

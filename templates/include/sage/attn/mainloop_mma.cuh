@@ -73,7 +73,7 @@ class AttentionMma {
     const Scores<Config> scores;
     const i32 warp, lane;
     const u32 v_offset;
-    ScoreScales<Config> q_scale;  // of this thread's rows g, g + 8, ...
+    RowScales<Config> q_scale;  // of this thread's rows g, g + 8, ...
 
     __device__ __forceinline__ Tile(u32 sQ, i32 warp_, i32 lane_, const float* q_scale_)
         : scores(sQ, warp_, lane_), warp(warp_), lane(lane_), v_offset(Product::offset(lane_)) {
@@ -93,10 +93,10 @@ class AttentionMma {
       typename Scores<Config>::Accumulator acc_s;
       scores.multiply(acc_s, stream.k(stage));
       // A thread meets one scale of K: that of its keys 8j + 2t and 8j + 2t + 1.
-      ScoreScales<Config> scale = q_scale.times(fabsf(KvTileFacts(stream.line(stage), lane).k_scale));
+      RowScales<Config> scale = q_scale.score_scales(fabsf(KvTileFacts(stream.line(stage), lane).k_scale));
       if constexpr (Config::kSmoothQ) {
         Scores<Config>::add_delta(acc_s, scale, stream.delta(stage), lane);
-        scale = ScoreScales<Config>::ones();
+        scale = RowScales<Config>::ones();
       }
       if constexpr (kMasked) mask(params, tile, acc_s);
       float offset[kRows];

@@ -54,7 +54,7 @@ struct Scores {
 
   // Where Q is smoothed every column has a term of its own: finishes the scores here, in f32 and in log2 units, and leaves
   // their bits in the accumulators. sDelta: delta_s of the tile's keys.
-  __device__ __forceinline__ static void add_delta(Accumulator& acc_s, const ScoreScales<Config>& scale, u32 sDelta,
+  __device__ __forceinline__ static void add_delta(Accumulator& acc_s, const RowScales<Config>& scale, u32 sDelta,
                                                    i32 lane) {
 #pragma unroll
     for (i32 n = 0; n < kNTiles; ++n) {

@@ -43,22 +43,23 @@ __device__ __forceinline__ float score_scale(float q_scale, float k_scale) {
   return __int_as_float(__float_as_int(fmaxf(q_scale * k_scale, kSmallestScale)) & ~3);
 }
 
-// The scales of a thread's rows in a tile: one where its rows share a scale of Q, else one a row.
+// One value per scale of Q that a thread meets: one for all of its rows at 8 bits, one per row at 4.
 template <class Config>
-struct ScoreScales {
+struct RowScales {
   static constexpr i32 kCount = kRowGroups<Config> / 8;
 
   float of[kCount];
 
   __device__ __forceinline__ float operator[](i32 row) const { return of[row % kCount]; }
-  __device__ __forceinline__ ScoreScales times(float k_scale) const {
-    ScoreScales scales;
+  // Those of the thread's scores in a tile, where these are scales of Q.
+  __device__ __forceinline__ RowScales score_scales(float k_scale) const {
+    RowScales scales;
 #pragma unroll
     for (i32 r = 0; r < kCount; ++r) scales.of[r] = score_scale(of[r], k_scale);
     return scales;
   }
-  __device__ __forceinline__ static ScoreScales ones() {
-    ScoreScales scales;
+  __device__ __forceinline__ static RowScales ones() {
+    RowScales scales;
 #pragma unroll
     for (float& scale : scales.of) scale = 1.0f;
     return scales;
@@ -66,9 +67,9 @@ struct ScoreScales {
 };
 
 // How far references may fall, in whose smaller unit everything summed so far counts: O, at most 448 times as large as the
-// sum of P, times the factors of V, stays finite where those differ by less than 2^50. Below the highest reference of a row
-// by so much, in log2 units, where that is kept in a register; else until the sum of P would exceed this. What lies further
-// below weighs less than rounding, of 2^17 keys as well.
+// sum of P, times the factors of V, stays finite where those differ by less than 2^50. kMostFall: below the highest
+// reference of a row, in log2 units, where that is kept in a register; kLargestSum: elsewhere, of P. What lies further below
+// weighs less than rounding, of 2^17 keys as well.
 constexpr float kMostFall = 40.0f;
 constexpr float kLargestSum = 0x1p66f;
 
@@ -132,7 +133,7 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   static constexpr bool kFolds = !Config::kSmoothQ && (Config::kQkBits == 8 || Product::kLargestFolded >= 1.0f);
 
   using Scores = i32[kMTiles][kNTiles][4];
-  using Scales = ScoreScales<Config>;
+  using Scales = RowScales<Config>;
 
   // The constants of P's FMA, and whether they will do for every thread of the warp: P stays within what its type holds,
   // does not lie far below that, and the bias folds.

@@ -1,5 +1,6 @@
-// Rows of Q and K times the Hadamard matrix: every channel of the result is a sum of all, with signs, so that no channel that
-// is larger than the others sets the scale of its row. A product of two such rows is that of the rows before, times a constant.
+// Rows of Q and K times the Hadamard matrix: every channel of the result is a sum of all, with signs, so that no channel
+// with larger values than the others sets the scale of its row. The product of two such rows is that of the rows before,
+// times a constant.
 #pragma once
 
 #include "sage/ptx/special.cuh"
@@ -7,10 +8,11 @@
 
 namespace sage {
 
-// A row of kLanes · kChannels values, kChannels of which a lane holds, kLanes neighbours side by side; a warp rotates as many rows at
-// once as it has such lanes, by all of them. Divided by the length of the row: no value overflows. Both are powers of two.
+// Rotates one row per kLanes neighbouring lanes, each of which holds kChannels channels; every lane of the warp must call
+// this. Divides by the number of channels first, so that no value overflows.
 template <i32 kLanes, i32 kChannels>
 __device__ __forceinline__ void rotate(float (&x)[kChannels]) {
+  static_assert((kLanes & (kLanes - 1)) == 0 && (kChannels & (kChannels - 1)) == 0, "a Hadamard matrix of 2^n");
 #pragma unroll
   for (i32 i = 0; i < kChannels; ++i) x[i] *= 1.0f / (kLanes * kChannels);
 #pragma unroll

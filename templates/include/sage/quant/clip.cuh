@@ -64,7 +64,7 @@ class ClipSearch {
  private:
   // Added to a square below 64 it leaves that in units of 2^-16 in the low bits of the sum: 1.5 · 2^7.
   static constexpr float kErrorBias = 192.0f;
-  // The last candidate takes the largest value to 11.9 steps, 4.9 of which are cut off.
+  // The last candidate takes the largest value to 11.9 steps, 4.9 of which are cut off: 2048 · 4.9² · 2^16 < 2^32.
   static_assert(kCount == 1 || Config::kBlockN / kKeyGroups * Config::kHeadDim <= 2048,
                 "the errors of a group fit into 32 bits");
 

@@ -1,5 +1,6 @@
 // Quantization of Q, K and V in one launch, into the tiles of tile/layout.cuh: all that comes before attention, but for what
-// smoothing Q takes off the scores. Every tensor is read once, and 64 rows of K and V by every block (quant/sample.cuh).
+// smoothing Q takes off the scores. Every tensor is read from memory once, and 64 rows of K and V by every block
+// (quant/sample.cuh); rows of K that are rotated or clipped are loaded two or three times, from caches.
 // What is not finite is quantized as zero, so that it leaves the scale it would share alone. The attention kernel puts NaN
 // where it belongs: in the rows that see such a key or value, which the line of its KV tile tells, and in a row whose row_bias is
 // not finite.

@@ -11,8 +11,8 @@ namespace sage {
 // Added to a number below 2^22 it leaves, rounded to the nearest even, an integer in the low bits of the sum: 1.5 · 2^23.
 constexpr float kIntegerBias = 12582912.0f;
 
-// Whether rows take the path of those that are smoothed or rotated even if they are neither: where nothing is known of them,
-// and at 4 bits, where nearly all are. A second path would take as long to compile again.
+// Whether rows take the path of those that are smoothed or rotated even if they are neither: where nothing is known of
+// them, and at 4 bits, where nearly all are. A second path would take as long to compile again.
 template <class Config, Rows kSource>
 constexpr bool kAlwaysChanged = kSource == Rows::kAny || Config::kQkBits == 4;
 

@@ -114,8 +114,8 @@ struct Extremes {
 };
 
 // Rows of a tile that a thread reads more than once: loads all of them at once into registers, so that their latencies overlap.
-// Not held, as where nothing is known of rows, eight loads a row, each row is loaded when it is asked for: the loops over such
-// rows are not unrolled, or their addresses would take too many registers.
+// Where they are not held, each row is loaded when it is asked for, and loops over such rows are not unrolled: where nothing
+// is known of rows, a row takes eight loads, whose addresses would fill the registers.
 template <bool kHeld, i32 kCount>
 struct HeldRows {
   static constexpr i32 kUnroll = kHeld ? kCount : 1;
