@@ -28,8 +28,7 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
 def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, scale: float | None = None,
          layout: str = "HND", qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
          smooth_v: bool = False, rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto",
-         return_lse: bool = False,
-         out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+         return_lse: bool = False, out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention with 8- or 4-bit Q and K and FP8 or f16 P and V: softmax(q·kᵀ·scale)·v, inference only.
 
     CUDA tensors run precompiled kernels on torch's current stream; nothing synchronizes and no input changes. CPU
