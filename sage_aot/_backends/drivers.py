@@ -37,9 +37,11 @@ class Driver(Protocol):
     version: str  # of the package
     cuda: int  # that the driver is for: 12090 is 12.9
 
-    def load(self, device: int, image: bytes, entry: str, threads: int, shared_bytes: int) -> Function:
+    def load(self, device: int, image: bytes, entry: str, threads: int, shared_bytes: int,
+             programmatic: bool = False) -> Function:
         """The kernel `entry` of a cubin or of PTX, on a device, which must be torch's current one; for blocks of so
-        many threads and so much dynamic shared memory."""
+        many threads and so much dynamic shared memory. `programmatic`: its launches may start before the kernel in
+        front of them on the stream has ended, where the driver can do that."""
         ...
 
     def context(self, device: int) -> int:
@@ -78,7 +80,9 @@ class CupyDriver:
         self._api, self._runtime, self._module = driver, cupy.cuda.runtime, cupy.cuda.function.Module
         self.current: Callable[[], int] = driver.ctxGetCurrent
 
-    def load(self, device: int, image: bytes, entry: str, threads: int, shared_bytes: int) -> Function:
+    def load(self, device: int, image: bytes, entry: str, threads: int, shared_bytes: int,
+             programmatic: bool = False) -> Function:
+        """cupy's launches take no attributes: each starts when the kernel in front of it has ended."""
         module = self._module()
         module.load(image)
         function = module.get_function(entry)  # keeps its module
@@ -119,6 +123,10 @@ class _CupyFunction(NamedTuple):
 # --- cuda-bindings ----------------------------------------------------------------------------------------------------
 
 
+_PROGRAMMATIC = 12030
+"""The CUDA from which on CUDA graphs hold programmatic dependent launches."""
+
+
 class BindingsDriver:
     """Through cuda-bindings; UnsupportedError where it is missing, or a driver is."""
 
@@ -141,13 +149,14 @@ class BindingsDriver:
                                    f"driver") from error
         self._contexts: dict[int, int] = {}  # by device
 
-    def load(self, device: int, image: bytes, entry: str, threads: int, shared_bytes: int) -> Function:
+    def load(self, device: int, image: bytes, entry: str, threads: int, shared_bytes: int,
+             programmatic: bool = False) -> Function:
         with self.entered(self.context(device)):
             module = self._call(self._api.cuModuleLoadData, image)
             function = self._call(self._api.cuModuleGetFunction, module, entry.encode())
             self._call(self._api.cuFuncSetAttribute, function,
                        self._api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-        return _BindingsFunction(self, function, threads, shared_bytes)
+        return _BindingsFunction(self, function, threads, shared_bytes, programmatic and self.cuda >= _PROGRAMMATIC)
 
     def context(self, device: int) -> int:
         """Retained for the life of the process."""
@@ -169,7 +178,8 @@ class BindingsDriver:
         finally:
             self._call(self._api.cuCtxPopCurrent)
 
-    def launcher(self, function: Any, blocks: int, threads: int, shared_bytes: int, pointers: int) -> Launcher:
+    def launcher(self, function: Any, blocks: int, threads: int, shared_bytes: int, pointers: int,
+                 programmatic: bool) -> Launcher:
         """Launches of one function. A configuration, of which only the stream changes, makes them faster, but takes
         longer than it saves where a call is made once, as those of growing lengths are: the second launch makes it."""
         plain, by_config, stream_type = self._api.cuLaunchKernel, self._api.cuLaunchKernelEx, self._api.CUstream
@@ -182,7 +192,7 @@ class BindingsDriver:
                 status, = plain(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream_type(stream), pointers, 0)
             else:
                 if stream != last_stream:
-                    config = config or self._config(blocks, threads, shared_bytes)
+                    config = config or self._config(blocks, threads, shared_bytes, programmatic)
                     config.hStream = stream_type(stream)
                     last_stream = stream
                 status, = by_config(config, function, pointers, 0)
@@ -191,12 +201,17 @@ class BindingsDriver:
 
         return launch
 
-    def _config(self, blocks: int, threads: int, shared_bytes: int) -> Any:
+    def _config(self, blocks: int, threads: int, shared_bytes: int, programmatic: bool) -> Any:
         """Of a launch on no stream yet."""
         config = self._api.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes, config.numAttrs = shared_bytes, 0
+        config.sharedMemBytes, config.numAttrs = shared_bytes, int(programmatic)
+        if programmatic:
+            attribute = self._api.CUlaunchAttribute()
+            attribute.id = self._api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs = [attribute]
         return config
 
     def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
@@ -217,9 +232,11 @@ class _BindingsFunction(NamedTuple):
     function: Any
     threads: int
     shared_bytes: int
+    programmatic: bool
 
     def bind(self, blocks: int, pointers: int) -> Launcher:
-        return self.driver.launcher(self.function, blocks, self.threads, self.shared_bytes, pointers)
+        return self.driver.launcher(self.function, blocks, self.threads, self.shared_bytes, pointers,
+                                    self.programmatic)
 
 
 # --- which of them ----------------------------------------------------------------------------------------------------

@@ -86,7 +86,8 @@ class Library:
             raise UnsupportedError(f"the driver of device {device} is too old for {record.name}: {reason}; update it")
         image = self.read(record)
         try:
-            return driver.load(device, image, record.name, record.fact("threads"), record.fact("shared_bytes"))
+            return driver.load(device, image, record.name, record.fact("threads"), record.fact("shared_bytes"),
+                               record.programmatic_launch)
         except Exception as error:  # those of cupy have no common base: whatever it is, name the kernel
             raise LaunchError(f"the driver does not load {record.name} (built for {record.target}) on device "
                               f"{device}: {error}") from error

@@ -78,6 +78,11 @@ class KernelRecord:
         """A fact that is a whole number."""
         return int(self.facts[name])
 
+    @property
+    def programmatic_launch(self) -> bool:
+        """Whether it waits for the grids in front of it itself, so that a launch may let it start before they end."""
+        return bool(self.facts.get("programmatic_launch", 0))
+
     def serves(self, capability: tuple[int, int]) -> bool:
         """Whether a GPU of this compute capability can run the file: PTX, by the driver's compiler, from its own on;
         a cubin on its own and later minors of the same major; with the suffix `a`, or for Tegra, on its own alone.

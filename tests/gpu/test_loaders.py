@@ -106,6 +106,34 @@ def test_a_loader_gives_the_bits_of_the_call(expected, handed):
 
 
 @each_loader
+@pytest.mark.parametrize("captured", [False, True])
+def test_calls_behind_one_another_on_a_stream(handed, captured):
+    """An attention kernel may start while its quantizers run: it must not read what they have not written, nor the
+    workspace of the call in front. Two inputs in turns, so that each call finds the other's in the workspace."""
+    inputs = [reference.inputs("normal", (2, 16, 1500, 64), (2, 16, 1500, 64), torch.bfloat16,
+                               torch.Generator("cuda").manual_seed(seed)) for seed in (28, 29)]
+    wanted = []
+    for qkv in inputs:
+        wanted.append(sage_aot.attn(*qkv))
+        torch.cuda.synchronize()
+    out = [torch.empty_like(qkv[0]) for qkv in inputs for _ in range(10)]
+
+    def queue() -> None:
+        for number, own in enumerate(out):
+            sage_aot.attn(*inputs[number % 2], out=own)
+
+    queue()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            queue()
+        for own in out:
+            own.fill_(torch.nan)
+        graph.replay()
+    assert all(torch.equal(own, wanted[number % 2]) for number, own in enumerate(out))
+
+
+@each_loader
 @pytest.mark.parametrize("made_before", [False, True])
 def test_a_thread_that_used_no_gpu_yet(expected, handed, made_before):
     """torch has bound no context to it: everything it needs is there already. Where the call was made before, only the

@@ -15,6 +15,12 @@ from sage_aot._tools import reference
 pytestmark = pytest.mark.gpu
 
 
+def ways(spec):
+    """Options that decide what is done to rows before they are rounded, and how."""
+    found = [{"rotate": False}, {"rotate": True}]
+    return [*found, {"rotate": True, "clip": False}] if spec.qk == "int4" else found
+
+
 def draw(spec, q_shape, kv_shape, seed):
     """N(0, 1) in bf16; shapes are (batch, heads, seq)."""
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -43,16 +49,16 @@ def compare(spec, q, k, v, **options):
 def test_bits_of_every_quantizer(spec, kind, dtype):
     generator = torch.Generator("cuda").manual_seed(1)
     q, k, v = reference.inputs(kind, (2, 4, 300, spec.headdim), (2, 2, 1100, spec.headdim), dtype, generator)
-    for rotate in (False, True):
-        compare(spec, q, k, v, rotate=rotate)
+    for options in ways(spec):
+        compare(spec, q, k, v, **options)
 
 
 @each_padded_quantizer(1, 33, 40, 80, 100)
 def test_bits_of_padded_head_dims(spec, headdim):
     generator = torch.Generator("cuda").manual_seed(2)
     q, k, v = reference.inputs("outlier", (1, 2, 65, headdim), (1, 1, 130, headdim), torch.bfloat16, generator)
-    for rotate in (False, True):
-        compare(spec, q, k, v, rotate=rotate)
+    for options in ways(spec):
+        compare(spec, q, k, v, **options)
 
 
 @pytest.mark.parametrize("spec", QUANTIZERS, ids=[spec.name for spec in QUANTIZERS])
@@ -73,8 +79,8 @@ def test_bits_beside_what_is_not_finite(spec, value):
     """Nothing of it reaches a mean or a scale; where it was is remembered."""
     q, k, v = draw(spec, (1, 2, 200), (1, 2, 700), seed=4)
     q[0, 0, 150, 3] = k[0, 0, 411, 7] = k[0, 0, 600, 1] = v[0, 1, 333, 9] = v[0, 1, 20, 9] = v[0, 1, 650, 30] = value
-    for rotate in (False, True):
-        compare(spec, q, k, v, rotate=rotate)
+    for options in ways(spec):
+        compare(spec, q, k, v, **options)
 
 
 @pytest.mark.parametrize("spec", QUANTIZERS, ids=[spec.name for spec in QUANTIZERS])

@@ -118,9 +118,10 @@ def own_specs() -> list[AttnSpec]:
 
 def run(spec: AttnSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout: str = "HND",
         out: torch.Tensor | None = None, scale: float | None = None, smooth_k: bool = True,
-        rotate: bool | str = "auto", poison: bool = True) -> Result:
+        rotate: bool | str = "auto", clip: bool = True, poison: bool = True) -> Result:
     """One call of one variant, with its outputs and its workspace poisoned before, or else left as they come."""
-    options = Options.of_axes(spec.values, scale=scale, layout=layout, smooth_k=smooth_k, rotate=rotate)
+    options = Options.of_axes(spec.values, scale=scale, layout=layout, smooth_k=smooth_k, rotate=rotate,
+                              clip=clip)
     out = torch.empty_like(q) if out is None else out
     call = prepare(backend_of(spec.arch), q, k, v, options, out)
     lse = call.empty_lse(q)

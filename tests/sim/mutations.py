@@ -23,17 +23,30 @@ class Mutation:
     variant: str  # an attention kernel, less "sage_attn_", that shows it
     caught: str  # what variants_on_cpu.failure_of says first
 
-    def plant(self, folder: Path) -> Project:
-        """A copy of the sources with the bug in it."""
+    def plant(self, folder: Path, *, plain_rows: bool = False) -> Project:
+        """A copy of the sources with the bug in it. `plain_rows`: its quantizers know aligned rows of bf16 alone, and
+        compile in half the time."""
         shutil.copytree(ROOT / "templates", folder / "templates")
         shutil.copy(ROOT / "build_matrix.yaml", folder)
         project = Project(folder, folder / "build")
-        path = project.include / "sage" / self.header
-        text = path.read_text()
-        if text.count(self.there) != 1:
-            raise ValueError(f"{self.name}: found {text.count(self.there)} times in {self.header}: {self.there!r}")
-        path.write_text(text.replace(self.there, self.instead))
+        _replace(project.include / "sage" / self.header, self.there, self.instead, self.name)
+        if plain_rows:
+            _replace(project.include / "sage" / "quant/source.cuh", *_PLAIN_ROWS, self.name)
         return project
+
+
+_PLAIN_ROWS = (
+    "  if (!aligned) work.template run<Rows::kAny>();\n"
+    "  else if (dtype == Dtype::kBf16) work.template run<Rows::kBf16>();\n"
+    "  else work.template run<Rows::kF16>();\n",
+    "  work.template run<Rows::kBf16>();\n")
+
+
+def _replace(path: Path, there: str, instead: str, name: str) -> None:
+    text = path.read_text()
+    if text.count(there) != 1:
+        raise ValueError(f"{name}: found {text.count(there)} times in {path.name}: {there!r}")
+    path.write_text(text.replace(there, instead))
 
 
 _S8_FULL = "sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw"
@@ -661,13 +674,29 @@ MUTATIONS = [Mutation(*fields) for fields in (
      _HOPPER, "what is not finite"),
     # --- attn/mainloop_wgmma.cuh: R, O and their factors
     ("R of the second tile in place of both", "attn/mainloop_wgmma.cuh",
-     "const bool accumulate = kSum == kCloses || step > 0;",
+     "const bool accumulate = open || step > 0;",
      "const bool accumulate = step > 0;",
      _HOPPER_WIDE, "output, emulation"),
     ("R of a tile alone added to the last", "attn/mainloop_wgmma.cuh",
-     "const bool accumulate = kSum == kCloses || step > 0;",
-     "const bool accumulate = kSum != kOpens || step > 0;",
+     "lane, tile, place, open, state);",
+     "lane, tile, place, true, state);",
      _HOPPER, "output, emulation"),
+    ("R open behind the last full tile not closed by the last P·V", "attn/mainloop_wgmma.cuh",
+     "    start_output(shared, open, state);\n    finish_output<0>(shared, state);\n    add_output",
+     "    start_output(shared, false, state);\n    finish_output<0>(shared, state);\n    add_output",
+     _HOPPER_WIDE, "output, emulation"),
+    ("R open behind the last full tile not closed by a masked step", "attn/mainloop_wgmma.cuh",
+     "lane, tile, place, open, state);",
+     "lane, tile, place, false, state);",
+     _HOPPER_WIDE, "rows beyond the tight bound"),
+    ("R open behind the last full tile and no tile further", "attn/mainloop_wgmma.cuh",
+     "++tile, open = true;",
+     "open = true;",
+     _HOPPER_WIDE, "deadlock"),
+    ("the end of the quantizer not waited for", "attn/mainloop_wgmma.cuh",
+     "    ptx::grid_dependency_wait();  // the quantizer's end\n",
+     "",
+     _HOPPER, "access to global memory before griddepcontrol.wait"),
     ("the first half of R added twice", "attn/mainloop_wgmma.cuh",
      "if constexpr (kSum != kOpens) add_output(state);",
      "add_output(state);",
@@ -768,16 +797,16 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "work.first_row + warp % 4 * Config::kWarpM + lane / 4",
      _HOPPER_NARROW_CAUSAL, "rows beyond the tight bound"),
     ("a pair that ends in the ragged tile not masked", "attn/mainloop_wgmma.cuh",
-     "tile + 1 < full_tiles;",
+     "tile + !kOpenEnd < full_tiles;",
      "tile < work.full_tiles;",
      _HOPPER, "output, emulation"),
     ("a pair that ends on the diagonal not masked", "attn/mainloop_wgmma.cuh",
-     "tile + 1 < full_tiles;",
-     "tile < work.full_tiles;",
+     "if (kOpenEnd && tile + 1 == full_tiles) {",
+     "if (false) {",
      _HOPPER_WIDE_CAUSAL, "output, emulation"),
     ("last tile of keys left out, Hopper", "attn/mainloop_wgmma.cuh",
-     "tile < tiles; ++tile) step<kLse, true",
-     "tile + 1 < tiles; ++tile) step<kLse, true",
+     "tile < tiles; ++tile, open = false) {",
+     "tile + 1 < tiles; ++tile, open = false) {",
      _HOPPER, "rows beyond the tight bound"),
     ("a masked first tile taken for whole", "attn/mainloop_wgmma.cuh",
      "finish_scores<true>(",
@@ -984,8 +1013,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "for (i32 i = kOutputs; i < kOutputs + 4; ++i) state.acc_r[i] *= state.alpha[i % 4 / 2] * ratio;",
      _HOPPER, "output, emulation"),
     ("O left in the factor of the last pair", "attn/mainloop_wgmma.cuh",
-     "    if constexpr (kPairs) change_factor(state);\n",
-     "",
+     "      change_factor(state);\n    } else {\n",
+     "    } else {\n",
      _HOPPER, "output, emulation"),
     ("O left in a factor of V", "attn/mainloop_wgmma.cuh",
      "    scale_output(state.o_factor, state);\n",
@@ -996,13 +1025,21 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "state.signs |= 0;",
      _HOPPER_K_INF, "what is not finite"),
     ("tiles of K over those before", "quant/quantize_k.cuh",
-     "      if (round > 0) __syncthreads();  // what the block shares of the tiles before has been read\n",
+     "        __syncthreads();  // what the block shares of the tiles before has been read\n",
      "",
      _HOPPER_WIDE, "data race"),
     ("tiles of V over those before", "quant/quantize_v.cuh",
-     "      if (round > 0) __syncthreads();  // what the block shares of the tiles before has been read\n",
+     "        __syncthreads();  // what the block shares of the tiles before has been read\n",
      "",
      _HOPPER_WIDE, "data race"),
+    ("K of a block's first tiles in all of its tiles", "quant/quantize_k.cuh",
+     "        load(tile);\n",
+     "",
+     _HOPPER_WIDE, "output, emulation"),
+    ("V of a block's first tiles in all of its tiles", "quant/quantize_v.cuh",
+     "        load(tile);\n",
+     "",
+     _HOPPER_WIDE, "output, emulation"),
     ("keys noted before there is room for them", "quant/quantize_k.cuh",
      "    __syncthreads();  // shared.finite is set\n",
      "",
@@ -1041,8 +1078,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "        amax = ptx::max_nan",
      _S4_FULL, "output, emulation"),
     ("infinities rotated into the row", "quant/quantize_k.cuh",
-     "const float largest = make_finite(x);",
-     "const float largest = abs_max(x);",
+     "        make_finite(x);\n        if (kRotatable",
+     "        if (kRotatable",
      _K_INF, "what is not finite"),
     # --- quant/clip.cuh
     ("the worst clip", "quant/clip.cuh",
@@ -1054,8 +1091,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "",
      _E4M3_S4, "output, emulation"),
     ("Q rounded by the scale before its clip", "quant/clip.cuh",
-     "if (found == c) scale = clipped(c);",
-     "if (found == c) scale.scale = clipped(c).scale;",
+     "scale = clipped(c), least",
+     "scale.scale = clipped(c).scale, least",
      _S4_FULL, "output, emulation"),
     ("the sign of the softmax scale left out", "quant/quantize_q.cuh",
      "scale.inv_scale *= sign;",
@@ -1072,6 +1109,10 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("the clip left on", "quant/quantize_k.cuh",
      "if (params.clip) {",
      "if (true) {",
+     _S4_FULL, "output, emulation"),
+    ("errors of rows that do not exist", "quant/quantize_k.cuh",
+     "if (tile * Config::kBlockN + key_of_step(s) < params.seqlen_kv) search",
+     "search",
      _S4_FULL, "output, emulation"),
     # --- what kernels say of themselves: the workspace, the launch and the emulation follow it
     ("too little shared memory asked for", "attn/mainloop_mma.cuh",
@@ -1091,7 +1132,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "Fact{\"kv_tiles_per_block\", 2 * Block::kTiles}",
      _S8_FULL, "read of memory that nothing wrote"),
     ("one clip too few known of", "quant/quantize.cuh",
-     "Fact{\"clips\", ClipSearch<Config>::kCount}",
-     "Fact{\"clips\", ClipSearch<Config>::kCount - 1}",
+     "Fact{\"clips\", kClips<Config>}",
+     "Fact{\"clips\", kClips<Config> - 1}",
      _S4_FULL, "output, emulation"),
 )]

@@ -93,6 +93,11 @@ def _is_known(source: Path, project: Project) -> bool:
     return all((project.include / name).read_bytes() == (PROJECT.include / name).read_bytes() for name in names)
 
 
+def is_included(template: str, header: str) -> bool:
+    """Whether the kernels of a template include a header of templates/include/sage."""
+    return f"sage/{header}" in _included(PROJECT.templates / template, PROJECT.include)
+
+
 def _included(path: Path, include: Path) -> set[str]:
     """The headers that a file includes, and what those do."""
     names = set(re.findall(r'^#include "(.*)"', path.read_text(), re.MULTILINE))

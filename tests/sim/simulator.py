@@ -77,12 +77,13 @@ class Simulator:
         _, (major, minor), _ = read_target(record.target)
         arch = self.arch or 10 * major + minor
         self.launch_kernel(record.name, Packer(layout).pack(launch.params).at(addresses), launch.blocks,
-                           record.fact("threads"), record.fact("shared_bytes"), arch)
+                           record.fact("threads"), record.fact("shared_bytes"), arch, record.programmatic_launch)
 
     def launch_kernel(self, name: str, params: bytes, blocks: int, threads: int, shared_bytes: int = 0,
-                      arch: int = 80) -> None:
-        """Run a kernel that need not be one of the matrix."""
-        self._engine.launch(self.build.library(name), name, params, blocks, threads, shared_bytes, arch, self.seed)
+                      arch: int = 80, programmatic: bool = False) -> None:
+        """Run a kernel that need not be one of the matrix. `programmatic`: by a programmatic dependent launch."""
+        self._engine.launch(self.build.library(name), name, params, blocks, threads, shared_bytes, arch, self.seed,
+                            programmatic)
 
     def know(self, *buffers: Buffer) -> None:
         """From now on launches may touch these buffers and no others."""
@@ -181,7 +182,7 @@ def _buffers_of(laid_out: Plan, workspace: torch.Tensor) -> list[Buffer]:
 class _Launch(ctypes.Structure):
     _fields_ = [("call", ctypes.c_void_p), ("params", ctypes.c_char_p), ("blocks", ctypes.c_uint32),
                 ("threads", ctypes.c_uint32), ("dynamic_bytes", ctypes.c_uint32), ("arch", ctypes.c_uint32),
-                ("seed", ctypes.c_uint64)]
+                ("seed", ctypes.c_uint64), ("programmatic", ctypes.c_bool)]
 
 
 class _Report(ctypes.Structure):
@@ -217,12 +218,12 @@ class _Engine:
                 buffer.state.ctypes.data_as(ctypes.c_char_p))
 
     def launch(self, path: Path, name: str, params: bytes, blocks: int, threads: int, shared_bytes: int, arch: int,
-               seed: int) -> None:
+               seed: int, programmatic: bool) -> None:
         kernel = self._kernel(path)
         expected = kernel.sim_params_bytes()
         assert len(params) == expected, f"{name}: its struct has {expected} bytes, got {len(params)}"
         call = ctypes.cast(kernel.sim_call, ctypes.c_void_p)
-        launch = _Launch(call, params, blocks, threads, shared_bytes, arch, seed)
+        launch = _Launch(call, params, blocks, threads, shared_bytes, arch, seed, programmatic)
         assert self._library.sim_launch(ctypes.byref(launch)), f"no chip model for sm_{arch}: engine/chip.h"
         reports = [self._report(i, path, name) for i in range(self._library.sim_report_count())]
         if reports:

@@ -7,20 +7,32 @@ from pathlib import Path
 
 import pytest
 import simbuild
+from fuzz_cases import Case
 from mutations import MUTATIONS, Mutation
 from simbuild import Build
 from simulated import Simulated
 from tables import DOCUMENT, with_tables
-from variants_on_cpu import SEEDS, cases_of, failure_of, variant
+from variants_on_cpu import SEEDS, cases_of, failure_of, has_plain_rows, variant
 
 
 def caught_by(base: Build, mutation: Mutation) -> str | None:
     """The check that fails first where this bug is planted; what every kernel must pass is what counts. `base`: kernels
     without it."""
-    spec = variant(mutation.variant)
+    cases = cases_of(variant(mutation.variant))
+    in_quantizers = simbuild.is_included("quantize.cu.jinja", mutation.header)
+    plain = {name: case for name, case in cases.items() if in_quantizers and has_plain_rows(case)}
+    return (caught_in(plain, base, mutation, plain_rows=True)
+            or caught_in({name: case for name, case in cases.items() if name not in plain}, base, mutation))
+
+
+def caught_in(cases: dict[str, Case], base: Build, mutation: Mutation, **how: bool) -> str | None:
+    """The same for some of the kernel's cases."""
+    if not cases:
+        return None
     with tempfile.TemporaryDirectory() as folder:
-        subject = Simulated(simbuild.build_matrix([spec], mutation.plant(Path(folder)), base))
-        for case in cases_of(spec).values():
+        project = mutation.plant(Path(folder), **how)
+        subject = Simulated(simbuild.build_matrix([variant(mutation.variant)], project, base))
+        for case in cases.values():
             if failure := failure_of(subject.check(case, seed) for seed in SEEDS):
                 return failure[0]
     return None

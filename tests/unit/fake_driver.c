@@ -8,13 +8,14 @@
 #define MAX_PARAMS 512
 #define MAX_LAUNCHES 64
 enum { SUCCESS = 0, INVALID_VALUE = 1, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500 };
-enum { MAX_DYNAMIC_SHARED = 8 };
+enum { MAX_DYNAMIC_SHARED = 8, PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
 
-// CUlaunchConfig of cuda.h.
+// CUlaunchAttribute and CUlaunchConfig of cuda.h.
+typedef struct { int id, unused, value[16]; } Attribute;
 typedef struct {
   unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
   void* stream;
-  void* attributes;
+  Attribute* attributes;
   unsigned num_attributes;
 } Config;
 typedef struct { int device; } Context;
@@ -93,17 +94,23 @@ int cuFuncSetAttribute(Function* function, int attribute, int value) {
   return SUCCESS;
 }
 
+static int is_programmatic(const Attribute* attribute) {
+  return attribute->id == PROGRAMMATIC_STREAM_SERIALIZATION && attribute->value[0] == 1;
+}
+
 int cuLaunchKernelEx(const Config* config, Function* function, void** params, void** extra) {
   if (!current()) return INVALID_CONTEXT;
   if (function->context != current()) return INVALID_HANDLE;
-  if (extra || config->num_attributes || config->shared_bytes > (unsigned)function->shared_limit) return INVALID_VALUE;
+  if (extra || config->shared_bytes > (unsigned)function->shared_limit) return INVALID_VALUE;
+  if (config->num_attributes > 1 || (config->num_attributes && !is_programmatic(config->attributes))) return INVALID_VALUE;
   if (fake_launches == MAX_LAUNCHES) return INVALID_VALUE;
   if (fake_status && (!*fake_refused || !strcmp(fake_refused, function->entry))) return fake_status;
   memcpy(fake_params[fake_launches], params[0], fake_params_bytes);
   snprintf(fake_words[fake_launches++], sizeof *fake_words,
-           "%.100s on %d: grid %u %u %u, block %u %u %u, %u bytes, stream %#lx", function->entry,
+           "%.100s on %d: grid %u %u %u, block %u %u %u, %u bytes, stream %#lx%s", function->entry,
            function->context->device, config->grid_x, config->grid_y, config->grid_z, config->block_x, config->block_y,
-           config->block_z, config->shared_bytes, (unsigned long)(uintptr_t)config->stream);
+           config->block_z, config->shared_bytes, (unsigned long)(uintptr_t)config->stream,
+           config->num_attributes ? ", programmatic" : "");
   return SUCCESS;
 }
 

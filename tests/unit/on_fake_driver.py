@@ -92,6 +92,15 @@ def of_launchers(driver: BindingsDriver, first: Function, second: Function) -> d
             "bound to another": within(driver, 1, lambda: raised(lambda: launch(0)))}
 
 
+def of_programmatic_launches(cuda: int) -> list[str]:
+    """Three launches of a kernel that may start early, on a driver for this CUDA."""
+    number("fake_version").value = cuda
+    driver, held = BindingsDriver(), Struct(PARAMS)
+    launch = driver.load(0, IMAGE, "early", 32, 0, programmatic=True).bind(5, held.pointers)
+    within(driver, 0, lambda: [launch(stream) for stream in (0, 7, 7)])
+    return [words.rpartition("stream ")[2] for words in launches()]
+
+
 def of_queues(driver: BindingsDriver, first: Function, again: Function) -> dict[str, object]:
     """What a queue of two launches says to it, on threads with a context and without."""
     packed = [Packed(struct.pack("<QQQ", 16, i, 32),
@@ -136,6 +145,7 @@ def main() -> None:
         "bad image": raised(lambda: driver.load(0, b"imago", "first", 128, 0)),
         "bad entry": raised(lambda: driver.load(0, IMAGE, "nothing", 128, 0)),
         "no such device": raised(lambda: driver.load(2, IMAGE, "first", 128, 0)),
+        "programmatic launches": {cuda: of_programmatic_launches(cuda) for cuda in (12020, 12030)},
         "contexts left": fake.fake_depth(),
     }, sys.stdout)
 

@@ -299,6 +299,12 @@ def test_bindings_launch_on_the_stream_of_each_launch(seen):
     assert seen["launchers"]["streams"] == ["0", "0x5", "0x5", "0x8000000000000000", "0"]
 
 
+def test_bindings_let_a_kernel_start_early_where_graphs_can_hold_that(seen):
+    """From its second launch on: the first is made without a configuration."""
+    assert seen["programmatic launches"] == {"12020": ["0", "0x7", "0x7"],
+                                             "12030": ["0", "0x7, programmatic", "0x7, programmatic"]}
+
+
 def test_bindings_launch_in_the_current_context_alone(seen):
     assert seen["launchers"]["unbound"] == "CUDA_ERROR_INVALID_CONTEXT"
     assert seen["launchers"]["bound to another"] == ["CUDA_ERROR_INVALID_HANDLE", True, 1]

@@ -151,15 +151,22 @@ def test_a_kernel_is_loaded_once_a_device(folder, driver):
     library = Library(folder, driver)
     functions = [library.load(RECORD, device) for device in (0, 0, 1, 1)]
     assert functions[0] is functions[1] and functions[2] is functions[3] and functions[0] is not functions[2]
-    assert driver.loaded == [(device, CUBIN, SPEC.name, RECORD.fact("threads"), RECORD.fact("shared_bytes"))
+    assert driver.loaded == [(device, CUBIN, SPEC.name, RECORD.fact("threads"), RECORD.fact("shared_bytes"), False)
                              for device in (0, 1)]
 
 
 def test_a_kernel_is_loaded_for_the_threads_and_the_memory_that_it_says(folder, driver):
     record = dataclasses.replace(RECORD, facts={"threads": 384.0, "shared_bytes": 213088.0})
     Library(folder, driver).load(record, 0)
-    assert driver.loaded == [(0, CUBIN, SPEC.name, 384, 213088)]
-    assert [type(number) for number in driver.loaded[0][3:]] == [int, int]
+    assert driver.loaded == [(0, CUBIN, SPEC.name, 384, 213088, False)]
+    assert [type(number) for number in driver.loaded[0][3:]] == [int, int, bool]
+
+
+@pytest.mark.parametrize("says", [0.0, 1.0])
+def test_a_kernel_that_waits_for_the_grids_before_it_may_start_early(folder, driver, says):
+    record = dataclasses.replace(RECORD, facts={**RECORD.facts, "programmatic_launch": says})
+    Library(folder, driver).load(record, 0)
+    assert driver.loaded[0][5] is bool(says)
 
 
 def test_threads_load_a_kernel_once(folder, driver):

@@ -76,9 +76,9 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
     k_groups = _key_groups(k.shape[2], tile.block_n, quant.fact("key_groups"))
     rotated, clip = bool(problem.options.rotate), problem.options.clip
     q, k = (_rotate(x) if rotated else x for x in (q, k))
-    q_hat, q_scale = _quantize_rows(q, q_groups, quant, clip, -1.0 if softmax_scale < 0 else 1.0)
+    q_hat, q_scale = _quantize_rows(q, q_groups, quant, clip, q.shape[2], -1.0 if softmax_scale < 0 else 1.0)
     q_scale = q_scale * softmax_scale.abs() * (spec.headdim if rotated else 1)
-    k_hat, k_scale = _quantize_rows(k, k_groups, quant, clip)
+    k_hat, k_scale = _quantize_rows(k, k_groups, quant, clip, problem.seqlen_kv)
     return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, k_mean, v_mean, v_factor, k_finite,
                      v_finite, row_bias, delta_s)
 
@@ -178,13 +178,14 @@ def _key_groups(keys: int, block_n: int, groups: int) -> torch.Tensor:
     return key // block_n * groups + key % (2 * groups) // 2
 
 
-def _quantize_rows(x: torch.Tensor, groups: torch.Tensor, quant: KernelRecord, clip: bool,
+def _quantize_rows(x: torch.Tensor, groups: torch.Tensor, quant: KernelRecord, clip: bool, counted: int,
                    sign: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers, times a sign, with a scale per group of rows; the scales come back per row."""
+    """Integers, times a sign, with a scale per group of rows; the scales come back per row. `counted`: the leading rows
+    whose errors decide about a clip."""
     groups, limit = groups.to(x.device), quant.facts["limit"]
     scale, inv_scale = _scale_to(limit, _over_groups(x.abs().amax(-1), groups, "amax"), quant)
     if clip and quant.fact("clips") > 1:
-        scale, inv_scale = _clipped(x * sign, groups, scale, inv_scale, quant)
+        scale, inv_scale = _clipped(x * sign, groups, scale, inv_scale, quant, counted)
     scale, inv_scale = scale[:, :, groups], inv_scale[:, :, groups]
     return _rounded(x, sign * inv_scale, limit), scale
 
@@ -202,8 +203,9 @@ def _rounded(x: torch.Tensor, inv_scale: torch.Tensor, limit: float) -> torch.Te
 
 
 def _clipped(x: torch.Tensor, groups: torch.Tensor, scale: torch.Tensor, inv_scale: torch.Tensor,
-             quant: KernelRecord) -> tuple[torch.Tensor, torch.Tensor]:
+             quant: KernelRecord, counted: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each group the candidate with the least squared error, as in quant/clip.cuh, and its reciprocal."""
+    of_counted = torch.arange(x.shape[2], device=x.device) < counted
     share, least = np.float32(1.0), torch.full_like(scale, math.inf)
     best, inv_best = scale, inv_scale
     for _ in range(quant.fact("clips")):
@@ -211,7 +213,7 @@ def _clipped(x: torch.Tensor, groups: torch.Tensor, scale: torch.Tensor, inv_sca
         of_rows = inv_candidate[:, :, groups]
         lost = fma(x, of_rows[..., None].expand_as(x), -_rounded(x, of_rows, quant.facts["limit"]))
         squares = (fma(lost, lost, torch.full_like(lost, _ERROR_BIAS)).double() - _ERROR_BIAS) * 2.0**16
-        error = _over_groups(squares.sum(-1), groups, "sum")  # of integers, exact
+        error = _over_groups(squares.sum(-1) * of_counted, groups, "sum")  # of integers, exact
         cost = error.float() * float(share * share)
         best, inv_best = (torch.where(cost < least, a, b) for a, b in ((candidate, best), (inv_candidate, inv_best)))
         least, share = torch.minimum(cost, least), share * np.float32(quant.facts["clip_step"])

@@ -23,6 +23,7 @@ class WgmmaSoftmax(RowReferences):
         self.lse_sum = self._in_r = zeros
         self._highest = self.row_ref
         self._pv, self._block_n = record.spec.pv, tile.block_n
+        self._behind = 0 if self.facts["open_end"] else tile.block_n  # full keys that the second of two needs behind it
         first_row = torch.arange(len(limit), device=limit.device) // tile.block_m * tile.block_m
         self._full_keys = limit[first_row] // tile.block_n * tile.block_n * (not smooth_q)
 
@@ -32,7 +33,7 @@ class WgmmaSoftmax(RowReferences):
 
     def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """R takes the tile alone, or as the first or the second of two."""
-        second = (first // self._block_n % 2 == 1) & (first + 2 * self._block_n <= self._full_keys)
+        second = (first // self._block_n % 2 == 1) & (first + self._block_n + self._behind <= self._full_keys)
         largest = largest_of(scores, scale)
         restarted = self.needed(largest, self.facts["room"]).maximum(self._highest - self.facts["most_fall"])
         row_ref = torch.where(second, self.needed(largest).maximum(self.row_ref), restarted)

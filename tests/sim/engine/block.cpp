@@ -88,6 +88,7 @@ void Block::start() {
   for (u32 t = 0; t < count; ++t) {
     threads_[t]->copies.clear();
     threads_[t]->proxy_fences = 1;
+    threads_[t]->grids_ended = !launch_.programmatic;
     threads_[t]->fiber.start(body);
     make_ready(t);
   }
@@ -228,7 +229,15 @@ bool Block::is_constant(const void* address) const {
   return (address >= &indices && address < &indices + 1) || image_.holds(address);
 }
 
+// A dependent grid must not even read what the grid in front of it leaves alone: the host does not say which that is.
+void Block::check_grids(const Where& where) {
+  if (threads_[thread_]->grids_ended) return;
+  report("access to global memory before griddepcontrol.wait", where, "the grid in front may still run");
+  stop();
+}
+
 void Block::read_global(const void* address, u32 bytes, const Where& where) {
+  check_grids(where);
   if (global_.read(*this, address, bytes, where)) return;
   report("access outside an allocation", where,
          text("read of %u bytes at %s", bytes, global_.nearest(address).c_str()));
@@ -236,6 +245,7 @@ void Block::read_global(const void* address, u32 bytes, const Where& where) {
 }
 
 void Block::write_global(const void* address, u32 bytes, const Where& where) {
+  check_grids(where);
   if (global_.write(*this, address, bytes, where)) return;
   report("access outside an allocation", where,
          text("write of %u bytes at %s", bytes, global_.nearest(address).c_str()));

@@ -31,6 +31,7 @@ struct Launch {
   const void* params;
   u32 blocks, threads, dynamic_bytes, arch;
   u64 seed;
+  bool programmatic;  // it may start before the grid in front of it has ended
 };
 
 struct Thread {
@@ -40,7 +41,8 @@ struct Thread {
   Copies copies;
   Status status = kDone;
   Meeting* waits_in = nullptr;
-  u32 proxy_fences = 1;  // executed, and one
+  u32 proxy_fences = 1;     // executed, and one
+  bool grids_ended = true;  // those in front of this one, as far as the thread knows
 };
 
 // The blocks of a launch run one after another in one object.
@@ -62,6 +64,7 @@ class Block {
 
   void fence_proxy() { ++threads_[thread_]->proxy_fences; }
   void set_registers(u32 registers);
+  void wait_for_grids() { threads_[thread_]->grids_ended = true; }
   void count_step(const Where& where) {
     if (++steps_ > kMostSteps) give_up(where);
   }
@@ -105,6 +108,7 @@ class Block {
   static constexpr u32 kMostSteps = 1u << 24;  // under a second; the kernels of the matrix take less than 2^22
   [[noreturn]] void give_up(const Where& where);
 
+  void check_grids(const Where& where);
   static void body();  // of every fiber
   void start();
   u32 next_thread();

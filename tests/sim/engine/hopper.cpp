@@ -1,5 +1,5 @@
 // Instructions of sm_90: what the wrappers call, for the thread or the warp that runs.
-// Source: PTX ISA, "wgmma", "mbarrier", "cp.async.bulk", "barrier", "fence", "setmaxnreg".
+// Source: PTX ISA, "wgmma", "mbarrier", "cp.async.bulk", "barrier", "fence", "setmaxnreg", "griddepcontrol".
 
 #include "block.h"
 
@@ -57,6 +57,8 @@ void fence_proxy_async() {
   block->fence_proxy();
   block->memory_barriers.fence(block->thread());
 }
+
+void grid_dependency_wait() { block->wait_for_grids(); }
 
 void set_registers(unsigned registers, Site site) { block->together("setmaxnreg", &registers, take_registers, site); }
 

@@ -79,7 +79,7 @@ class AttentionMma {
         : scores(sQ, warp_, lane_), warp(warp_), lane(lane_), v_offset(Product::offset(lane_)) {
       softmax.clear();
 #pragma unroll
-      for (i32 r = 0; r < q_scale.kCount; ++r) q_scale.of[r] = q_scale_[8 * r];
+      for (i32 r = 0; r < RowScales<Config>::kCount; ++r) q_scale.of[r] = q_scale_[8 * r];
     }
 
     template <bool kMasked>

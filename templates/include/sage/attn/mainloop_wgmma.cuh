@@ -22,6 +22,7 @@
 #include "sage/attn/work.cuh"
 #include "sage/ptx/barrier.cuh"
 #include "sage/ptx/bulk_copy.cuh"
+#include "sage/ptx/grid_dependency.cuh"
 #include "sage/ptx/mbarrier.cuh"
 #include "sage/ptx/proxy.cuh"
 #include "sage/ptx/setmaxnreg.cuh"
@@ -133,7 +134,8 @@ class AttentionWgmma {
                        Fact{"lazy_rise", Product::kLazyRise}, Fact{"whole_reference", Product::kWholeReference},
                        Fact{"room", kRoom}, Fact{"most_fall", kMostFall}, Fact{"no_reference", kNoReference},
                        Fact{"smallest_scale", kSmallestScale}, Fact{"v_typical", Product::kVTypical},
-                       Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit});
+                       Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit}, Fact{"open_end", kOpenEnd},
+                       Fact{"programmatic_launch", 1});
   }
 
   __device__ __forceinline__ static void run(const AttnParams& params, u8* shared_bytes) {
@@ -142,6 +144,7 @@ class AttentionWgmma {
     fill_ones(shared);
     if (Config::kSmoothQ && kTogether && ptx::thread_index() == 0) shared.one() = 1.0f;
     __syncthreads();
+    ptx::grid_dependency_wait();  // the quantizer's end
     const i32 warpgroup = ptx::uniform(ptx::thread_index() / kWarpgroup);
     if (warpgroup == 0) {
       ptx::setmaxnreg_dec<kProducerRegisters>();
@@ -164,7 +167,7 @@ class AttentionWgmma {
   static constexpr u32 kFourOnes = 0x38383838;           // e4m3
   static constexpr i32 kSignallingNan = 0x7fa00000;
 
-  // Which P·V of those that R sums up: one alone, or the first or the second of two, for which a smoothed Q leaves no
+  // Which P·V a step issues: one that R takes alone, or the first or the second of two, for which a smoothed Q leaves no
   // registers.
   enum Sum { kAlone, kOpens, kCloses };
   static constexpr bool kPairs = !Config::kSmoothQ;
@@ -174,6 +177,10 @@ class AttentionWgmma {
   // Where registers hold both, P·V and Q·K are in flight together: one piece, and consumers take turns. Else the registers
   // of P and the scores are the same.
   static constexpr bool kTogether = kConsumers == 2;
+
+  // Whether the last full tile opens R where it is the first of two: the masked step or the last P·V closes it. The masked
+  // step's instructions are fetched seldom then; three consumers pay for that by a dozen moves in the loop.
+  static constexpr bool kOpenEnd = kPairs && kTogether;
 
   __device__ __forceinline__ static void init_barriers(const Shared& shared) {
 #pragma unroll
@@ -359,31 +366,41 @@ class AttentionWgmma {
     state.o_factor = state.v_factor;
     const i32 full_tiles = ptx::uniform(work.full_tiles), tiles = ptx::uniform(work.tiles);
     i32 tile = 1;
+    bool open = false;  // R holds P·V of one tile of two
     if constexpr (kPairs) {
 #pragma unroll 1
-      for (; tile + 1 < full_tiles; tile += 2) {
-        step<kLse, false, kOpens>(params, shared, work, warp, lane, tile, place, state);
-        step<kLse, false, kCloses>(params, shared, work, warp, lane, tile + 1, place, state);
+      for (; tile + !kOpenEnd < full_tiles; tile += 2) {
+        step<kLse, false, kOpens>(params, shared, work, warp, lane, tile, place, false, state);
+        if (kOpenEnd && tile + 1 == full_tiles) {
+          ++tile, open = true;
+          __syncwarp();  // an instruction, so that the moves that this exit takes need not stand in front of it
+          break;
+        }
+        step<kLse, false, kCloses>(params, shared, work, warp, lane, tile + 1, place, true, state);
       }
+      change_factor(state);
     } else {
 #pragma unroll 1
-      for (; tile < full_tiles; ++tile) step<kLse, false, kAlone>(params, shared, work, warp, lane, tile, place, state);
+      for (; tile < full_tiles; ++tile) {
+        step<kLse, false, kAlone>(params, shared, work, warp, lane, tile, place, false, state);
+      }
     }
-    if constexpr (kPairs) change_factor(state);
 #pragma unroll 1
-    for (; tile < tiles; ++tile) step<kLse, true, kAlone>(params, shared, work, warp, lane, tile, place, state);
-    start_output<kAlone>(shared, state);
+    for (; tile < tiles; ++tile, open = false) {
+      step<kLse, true, kAlone>(params, shared, work, warp, lane, tile, place, open, state);
+    }
+    start_output(shared, open, state);
     finish_output<0>(shared, state);
     add_output(state);
     scale_output(state.o_factor, state);
   }
 
-  // The output of the tile before, and P of this one.
+  // The output of the tile before, and P of this one. `open`: R holds P·V of one tile of two.
   template <bool kLse, bool kMasked, Sum kSum>
   __device__ __forceinline__ static void step(const AttnParams& params, const Shared& shared, const Work& work,
-                                              i32 warp, i32 lane, i32 tile, Place& place, State& state) {
+                                              i32 warp, i32 lane, i32 tile, Place& place, bool open, State& state) {
     await_turn(state.consumer);
-    start_output<kSum>(shared, state);
+    start_output(shared, open, state);
     if constexpr (!kTogether) finish_output<0>(shared, state);
     start_scores(shared, place, state);
     const Place here = place;
@@ -463,15 +480,14 @@ class AttentionWgmma {
     }
   }
 
-  // Issues P·V, ones included.
-  template <Sum kSum>
-  __device__ __forceinline__ static void start_output(const Shared& shared, State& state) {
+  // Issues P·V, ones included, which R takes beside what it holds where it is open.
+  __device__ __forceinline__ static void start_output(const Shared& shared, bool open, State& state) {
     const u64 v = matrix_descriptor<Config::kBlockN>(shared.slot(state.previous) + Layout::kV);
     ptx::wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < Config::kBlockN / 32; ++step) {
       const u64 keys = v + step * kNextK;
-      const bool accumulate = kSum == kCloses || step > 0;
+      const bool accumulate = open || step > 0;
       if constexpr (Config::kHeadDim == 128) {
         ptx::wgmma_m64n136k32_e4m3e4m3f32(state.acc_r, state.p[0][step], keys, accumulate);
       } else {

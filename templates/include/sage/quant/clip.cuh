@@ -16,25 +16,20 @@ constexpr i32 kClips = Config::kQkBits == 4 ? 6 : 1;
 template <class Config>
 class ClipSearch {
  public:
-  static constexpr i32 kCount = kClips<Config>;
   static constexpr float kStep = 0.9f;  // from candidate to candidate, the first of which cuts off nothing
-
-  // Of a thread's values, later of a group's: squared errors in steps of a candidate, times 2^16. Integers, so that their
-  // sum depends on no order.
-  u32 error[kCount] = {};
 
   // scale: of the group's largest magnitude.
   __device__ __forceinline__ explicit ClipSearch(const Scale& scale) : whole_(scale) {}
 
   __device__ __forceinline__ void add(const float (&x)[kVector]) {
 #pragma unroll
-    for (i32 c = 0; c < kCount; ++c) {
+    for (i32 c = 0; c < kClips<Config>; ++c) {
       const float inv_scale = clipped(c).inv_scale;
 #pragma unroll
       for (i32 i = 0; i < kVector; ++i) {
         const float rounded = QuantizedRows<Config>::rounded(x[i], inv_scale) - kIntegerBias;
         const float lost = fmaf(x[i], inv_scale, -rounded);
-        error[c] += __float_as_uint(fmaf(lost, lost, kErrorBias)) - __float_as_uint(kErrorBias);
+        error_[c] += __float_as_uint(fmaf(lost, lost, kErrorBias)) - __float_as_uint(kErrorBias);
       }
     }
   }
@@ -42,21 +37,16 @@ class ClipSearch {
   template <i32 kLanes>
   __device__ __forceinline__ void sum_over_lanes() {
 #pragma unroll
-    for (u32& of_candidate : error) of_candidate = ptx::sum_over_lanes<kLanes>(of_candidate);
+    for (u32& of_candidate : error_) of_candidate = ptx::sum_over_lanes<kLanes>(of_candidate);
   }
 
   // The scale with the least error; of equal ones the largest.
   __device__ __forceinline__ Scale best() const {
-    i32 found = 0;
+    Scale scale = whole_;
     float least = cost(0);
 #pragma unroll
-    for (i32 c = 1; c < kCount; ++c) {
-      if (cost(c) < least) found = c, least = cost(c);
-    }
-    Scale scale = whole_;
-#pragma unroll
-    for (i32 c = 1; c < kCount; ++c) {
-      if (found == c) scale = clipped(c);
+    for (i32 c = 1; c < kClips<Config>; ++c) {
+      if (cost(c) < least) scale = clipped(c), least = cost(c);
     }
     return scale;
   }
@@ -65,10 +55,13 @@ class ClipSearch {
   // Added to a square below 64 it leaves that in units of 2^-16 in the low bits of the sum: 1.5 · 2^7.
   static constexpr float kErrorBias = 192.0f;
   // The last candidate takes the largest value to 11.9 steps, 4.9 of which are cut off: 2048 · 4.9² · 2^16 < 2^32.
-  static_assert(kCount == 1 || Config::kBlockN / kKeyGroups * Config::kHeadDim <= 2048,
+  static_assert(kClips<Config> == 1 || Config::kBlockN / kKeyGroups * Config::kHeadDim <= 2048,
                 "the errors of a group fit into 32 bits");
 
   const Scale whole_;
+  // Of a thread's values, later of a group's: squared errors in steps of a candidate, times 2^16. Integers, so that their
+  // sum depends on no order.
+  u32 error_[kClips<Config>] = {};
 
   __device__ constexpr static float share(i32 candidate) {
     float share = 1.0f;
@@ -78,7 +71,7 @@ class ClipSearch {
   __device__ __forceinline__ Scale clipped(i32 c) const {
     return {whole_.scale * share(c), whole_.inv_scale * (1.0f / share(c))};
   }
-  __device__ __forceinline__ float cost(i32 c) const { return static_cast<float>(error[c]) * (share(c) * share(c)); }
+  __device__ __forceinline__ float cost(i32 c) const { return static_cast<float>(error_[c]) * (share(c) * share(c)); }
 };
 
 }  // namespace sage

@@ -6,6 +6,7 @@
 // not finite.
 #pragma once
 
+#include "sage/ptx/grid_dependency.cuh"
 #include "sage/quant/quantize_k.cuh"
 #include "sage/quant/quantize_q.cuh"
 #include "sage/quant/quantize_v.cuh"
@@ -26,7 +27,7 @@ struct Quantize {
                        Fact{"vector", kVector}, Fact{"q_tile_bytes", Layout::kQBytes},
                        Fact{"kv_tile_bytes", Layout::kKvBytes}, Fact{"row_groups", kRowGroups<Config>},
                        Fact{"key_groups", kKeyGroups}, Fact{"limit", QuantizedRows<Config>::kLimit},
-                       Fact{"clips", ClipSearch<Config>::kCount}, Fact{"clip_step", ClipSearch<Config>::kStep},
+                       Fact{"clips", kClips<Config>}, Fact{"clip_step", ClipSearch<Config>::kStep},
                        Fact{"smallest_abs_max", kSmallestAbsMax}, Fact{"samples", kSamples},
                        Fact{"largest_mean", kLargestMean});
   }
@@ -36,6 +37,7 @@ struct Quantize {
 
   // The branch is uniform over the grid.
   __device__ __forceinline__ void run() const {
+    ptx::launch_dependents();
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.taken = 0;
     run_with_rows(*this, params.aligned, params.dtype);
   }

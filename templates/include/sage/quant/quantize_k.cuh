@@ -3,6 +3,7 @@
 // Source: SageAttention2, sections 3.1 and 3.2.
 #pragma once
 
+#include "sage/numerics/rotation.cuh"
 #include "sage/ptx/warp.cuh"
 #include "sage/quant/clip.cuh"
 #include "sage/quant/rows.cuh"
@@ -26,37 +27,63 @@ struct QuantizeK {
   template <Rows kSource>
   __device__ __forceinline__ void run(i32 head, i32 first_tile) const {
     const Source<kSource> source = Block::template kv_source<kSource>(params, params.k, head);
-    float* k_mean = first_tile == 0 ? params.k_mean + static_cast<i64>(head) * Config::kHeadDim : nullptr;
-    if (params.smooth_k) prepare_k_mean<Config>(source, shared, k_mean);
-    else prepare_no_mean<Config>(shared, k_mean);
-#pragma unroll 1
-    for (i32 round = 0; round < params.rounds; ++round) {
-      if (round > 0) __syncthreads();  // what the block shares of the tiles before has been read
-      if (kAlwaysChanged<Config, kSource> || params.rotate)
-        quantize<true>(source, head, first_tile + round * Block::kTiles);
-      else quantize<false>(source, head, first_tile + round * Block::kTiles);
-    }
+    if (kAlwaysChanged<Config, kSource> || params.rotate) quantize_tiles<true>(source, head, first_tile);
+    else quantize_tiles<false>(source, head, first_tile);
   }
 
  private:
   __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
 
-  // kWarpsPerGroup warps quantize the keys of one scale group. kRotatable: rows are rotated if the call asks for that. Such
-  // rows are read again: to rotate all of them at once would take as long to compile as everything else.
+  // kRotatable: rows are rotated if the call asks for that. Such rows are read again: to rotate all of them at once would
+  // take as long to compile as everything else.
+  template <bool kRotatable>
+  using Held = HeldRows<!kRotatable, kSteps>;
+
   template <bool kRotatable, Rows kSource>
-  __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 head, i32 first_tile) const {
+  __device__ __forceinline__ void quantize_tiles(const Source<kSource>& source, i32 head, i32 first_tile) const {
+    Held<kRotatable> rows;
+    const auto load = [&](i32 tile) { rows.load([&](i32 s) { return load_row(source, tile, s); }); };
+    float* k_mean = first_tile == 0 ? params.k_mean + static_cast<i64>(head) * Config::kHeadDim : nullptr;
+    if (params.smooth_k) {
+      prepare_k_mean<Config>(source, shared, k_mean, [&] { load(first_tile); });
+    } else {
+      load(first_tile);
+      prepare_no_mean<Config>(shared.mean, k_mean);
+    }
+#pragma unroll 1
+    for (i32 round = 0; round < params.rounds; ++round) {
+      const i32 tile = first_tile + round * Block::kTiles;
+      if (round > 0) {
+        __syncthreads();  // what the block shares of the tiles before has been read
+        load(tile);
+      }
+      quantize<kRotatable>(source, head, tile, rows);
+    }
+  }
+
+  // This thread's key of a tile in a step: kWarpsPerGroup warps quantize the keys of one scale group.
+  __device__ __forceinline__ static i32 key_of_step(i32 step) {
+    const i32 warp = ptx::thread_index() / kWarpSize, lane = ptx::thread_index() % kWarpSize;
+    const i32 group = warp / kWarpsPerGroup % kKeyGroups;
+    const i32 n = warp % kWarpsPerGroup * (kSteps * kKeysAtOnce) + lane / kVectors;  // of the group's keys, in step 0
+    return n / 2 * 8 + group * 2 + n % 2 + step * (kKeysAtOnce / 2 * 8);
+  }
+
+  // That key's row, in the one of the block's tiles that this thread's warp quantizes.
+  template <class Source>
+  __device__ __forceinline__ Raw load_row(const Source& source, i32 first_tile, i32 step) const {
+    const i32 tile = first_tile + static_cast<i32>(ptx::thread_index()) / kWarpSize / kWarpsPerTile;
+    return source.load(tile * Config::kBlockN + key_of_step(step), first_channel());
+  }
+
+  // The block's tiles from first_tile on, whose rows are loaded.
+  template <bool kRotatable, Rows kSource>
+  __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 head, i32 first_tile,
+                                           Held<kRotatable>& rows) const {
     const i32 warp = ptx::thread_index() / kWarpSize, lane = ptx::thread_index() % kWarpSize;
     const i32 own_tile = warp / kWarpsPerTile, tile = first_tile + own_tile;  // of the block's, and of the head's
-    const i32 group = warp / kWarpsPerGroup % kKeyGroups;
-    const i32 n = warp % kWarpsPerGroup * (kSteps * kKeysAtOnce) + lane / kVectors;  // of the group's keys the first
-    const i32 first_key = n / 2 * 8 + group * 2 + n % 2;                             // of the tile's
-    const auto key_of_step = [&](i32 step) { return first_key + step * (kKeysAtOnce / 2 * 8); };
-
-    const auto load = [&](i32 s) { return source.load(tile * Config::kBlockN + key_of_step(s), first_channel()); };
-    using Held = HeldRows<!kRotatable, kSteps>;
-    [[maybe_unused]] constexpr i32 kUnroll = kRotatable && kSource != Rows::kAny ? 2 : Held::kUnroll;
-    Held rows;
-    rows.load(load);
+    const auto load = [&](i32 s) { return load_row(source, first_tile, s); };
+    [[maybe_unused]] constexpr i32 kUnroll = kRotatable && kSource != Rows::kAny ? 2 : Held<kRotatable>::kUnroll;
     if (ptx::thread_index() < Block::kTiles) shared.finite[ptx::thread_index()][0] = Config::kBlockN;
     const float* mean = shared.mean + first_channel();
     const auto smooth = [&](float x, i32 i) { return x - mean[i]; };
@@ -76,7 +103,7 @@ struct QuantizeK {
       }
     } else {
       Extremes extremes(source, rows.get(0, load));
-#pragma unroll Held::kUnroll
+#pragma unroll
       for (i32 s = 1; s < kSteps; ++s) extremes.add(rows.get(s, load));
       amax = extremes.abs_max(smooth);
     }
@@ -89,9 +116,9 @@ struct QuantizeK {
         float x[1][kVector];
         convert(load(s), x);
         if (!(abs_max(x) < ptx::infinity())) atomicMin(&shared.finite[own_tile][0], key_of_step(s));
-        const float largest = make_finite(x);
+        make_finite(x);
         if (kRotatable && params.rotate) rotate<kVectors>(x[0]);
-        amax = fmaxf(amax, kRotatable ? abs_max(x) : largest);
+        amax = fmaxf(amax, abs_max(x));
       }
       rows.load(load);
     }
@@ -115,7 +142,7 @@ struct QuantizeK {
         for (i32 s = 0; s < kSteps; ++s) {
           float x[1][kVector];
           prepare(s, x);
-          search.add(x[0]);
+          if (tile * Config::kBlockN + key_of_step(s) < params.seqlen_kv) search.add(x[0]);
         }
         search.template sum_over_lanes<kWarpSize>();
         scale = search.best();
@@ -124,7 +151,7 @@ struct QuantizeK {
     if (tile >= params.kv_tiles) return;
     u8* tile_data = Block::kv_tile(params, head, tile);
     u8* first_row =
-        tile_data + QuantizedRows<Config>::template offset<typename Layout::KRows>(first_key, first_channel());
+        tile_data + QuantizedRows<Config>::template offset<typename Layout::KRows>(key_of_step(0), first_channel());
 #pragma unroll kUnroll
     for (i32 s = 0; s < kSteps; ++s) {
       float x[1][kVector];

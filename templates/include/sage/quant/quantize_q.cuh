@@ -4,6 +4,7 @@
 // Source: SageAttention2, sections 3.1 and 3.2.
 #pragma once
 
+#include "sage/numerics/rotation.cuh"
 #include "sage/ptx/warp.cuh"
 #include "sage/quant/clip.cuh"
 #include "sage/quant/rows.cuh"
@@ -36,16 +37,13 @@ struct QuantizeQ {
     const bool biased = params.smooth_k && params.lse != nullptr;
     if (biased) {
       const i32 kv_head = batch * params.num_kv_heads + q_head / (params.num_q_heads / params.num_kv_heads);
-      prepare_k_mean<Config>(Block::template kv_source<kSource>(params, params.k, kv_head), shared, nullptr);
+      prepare_k_mean<Config>(Block::template kv_source<kSource>(params, params.k, kv_head), shared, nullptr, [] {});
     }
     const i64 tile_index = static_cast<i64>(head) * params.q_tiles + tile;
-    if (params.smooth_q) {
-      prepare_mean(source, tile, params.q_mean + tile_index * Config::kHeadDim);
-    } else if (kAlwaysChanged<Config, kSource> || params.rotate) {
-      prepare_no_mean();
-    }
-    if (kAlwaysChanged<Config, kSource> || params.smooth_q || params.rotate)
-      quantize<true>(source, tile, tile_index, biased);
+    const bool changed = kAlwaysChanged<Config, kSource> || params.smooth_q || params.rotate;
+    if (params.smooth_q) prepare_mean(source, tile, params.q_mean + tile_index * Config::kHeadDim);
+    else if (changed) prepare_no_mean<Config>(shared.q_mean, nullptr);
+    if (changed) quantize<true>(source, tile, tile_index, biased);
     else quantize<false>(source, tile, tile_index, biased);
   }
 
@@ -152,11 +150,6 @@ struct QuantizeQ {
     }
     bias = ptx::sum_over_lanes<kVectors>(bias);
     if (first_channel() == 0) *to = bias;
-  }
-
-  __device__ __forceinline__ void prepare_no_mean() const {
-    for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) shared.q_mean[c] = 0.0f;
-    __syncthreads();
   }
 
   // q_mean = softmax_scale · log2 e · mean of the tile's rows, a thread's rows ascending, then the threads. In shared memory, not

@@ -114,15 +114,32 @@ struct QuantizeV {
   template <Rows kSource>
   __device__ __forceinline__ void run(i32 head, i32 first_tile) const {
     const Source<kSource> source = Block::template kv_source<kSource>(params, params.v, head);
-    prepare_scales(source, head, first_tile == 0);
+    Held<kSource> rows;
+    const auto load = [&](i32 tile) { rows.load([&](i32 i) { return load_row(source, tile, i); }); };
+    prepare_scales(source, head, first_tile == 0, [&] { load(first_tile); });
 #pragma unroll 1
     for (i32 round = 0; round < params.rounds; ++round) {
-      if (round > 0) __syncthreads();  // what the block shares of the tiles before has been read
-      quantize(source, head, first_tile + round * kTiles);
+      const i32 tile = first_tile + round * kTiles;
+      if (round > 0) {
+        __syncthreads();  // what the block shares of the tiles before has been read
+        load(tile);
+      }
+      quantize(source, head, tile, rows);
     }
   }
 
  private:
+  // Rows of the block's tiles.
+  template <Rows kSource>
+  using Held = HeldRows<kSource != Rows::kAny, Piece::kSteps * Piece::kKeys>;
+
+  template <class Source>
+  __device__ __forceinline__ static Raw load_row(const Source& source, i32 first_tile, i32 i) {
+    const Piece piece(i / Piece::kKeys);
+    const i32 key = (first_tile + piece.tile) * Config::kBlockN + piece.key(i % Piece::kKeys);
+    return source.load(key, Piece::first_channel());
+  }
+
   // (V less its mean) / v_scale / v_factor, for this thread's channels.
   struct Map {
     float factor[kVector], shift[kVector];
@@ -137,22 +154,18 @@ struct QuantizeV {
     __device__ __forceinline__ float operator()(float x, i32 i) const { return fmaf(x, factor[i], shift[i]); }
   };
 
+  // The block's tiles from first_tile on, whose rows are loaded.
   template <Rows kSource>
-  __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 head, i32 first_tile) const {
-    const auto load = [&](i32 i) {
-      const Piece piece(i / Piece::kKeys);
-      const i32 key = (first_tile + piece.tile) * Config::kBlockN + piece.key(i % Piece::kKeys);
-      return source.load(key, Piece::first_channel());
-    };
-    using Held = HeldRows<kSource != Rows::kAny, Piece::kSteps * Piece::kKeys>;
-    Held rows;
-    rows.load(load);
+  __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 head, i32 first_tile,
+                                           Held<kSource>& rows) const {
+    const auto load = [&](i32 i) { return load_row(source, first_tile, i); };
+    [[maybe_unused]] constexpr i32 kUnroll = Held<kSource>::kUnroll;
     const Map map(shared, 1.0f);
     float largest[kTiles] = {};
-#pragma unroll Held::kUnroll
+#pragma unroll kUnroll
     for (i32 s = 0; s < Piece::kSteps; ++s) {
       Extremes extremes(source, rows.get(s * Piece::kKeys, load));
-#pragma unroll Held::kUnroll
+#pragma unroll kUnroll
       for (i32 e = 1; e < Piece::kKeys; ++e) extremes.add(rows.get(s * Piece::kKeys + e, load));
       note_largest(Piece(s).tile, extremes.abs_max(map), largest);
     }
@@ -168,7 +181,7 @@ struct QuantizeV {
       inv_factor[t] = factor.inv_scale;
       if (first_tile + t < params.kv_tiles) store_line(head, first_tile, t, factor.scale, finite);
     }
-#pragma unroll Held::kUnroll
+#pragma unroll kUnroll
     for (i32 s = 0; s < Piece::kSteps; ++s) {
       const Piece piece(s);
       if (first_tile + piece.tile >= params.kv_tiles) continue;
@@ -192,12 +205,13 @@ struct QuantizeV {
   }
 
   // What a channel is multiplied by and what is added then, from the sample, in shared memory behind a barrier. `store`: one
-  // block of each head leaves scale and mean for the epilogue.
-  template <class Source>
-  __device__ __forceinline__ void prepare_scales(const Source& source, i32 head, bool store) const {
+  // block of each head leaves scale and mean for the epilogue. load_rows(): as prepare_k_mean() has it.
+  template <class Source, class Load>
+  __device__ __forceinline__ void prepare_scales(const Source& source, i32 head, bool store, Load load_rows) const {
     const i64 first = static_cast<i64>(head) * Config::kHeadDim;
     Sample<Config> sample;
     sample.load(source);
+    load_rows();
     float own_mean[kVector] = {};
     if (params.smooth_v) {
       sample.average(

@@ -1,7 +1,6 @@
 // What the quantizers of Q and K share: the mean of K, the largest magnitude of a row, rounded rows.
 #pragma once
 
-#include "sage/numerics/rotation.cuh"
 #include "sage/numerics/scale.cuh"
 #include "sage/ptx/math.cuh"
 #include "sage/quant/block.cuh"
@@ -40,11 +39,13 @@ __device__ __forceinline__ float make_finite(float (&x)[kRows][kVector]) {
 }
 
 // The mean of K over a sample, in shared memory behind a barrier. `store`: where it goes for other kernels, or null.
-template <class Config, class Source>
+// load_rows() issues loads behind those of the sample, whose sums would keep them waiting.
+template <class Config, class Source, class Load>
 __device__ __forceinline__ void prepare_k_mean(const Source& source, typename QuantBlock<Config>::Shared& shared,
-                                               float* store) {
+                                               float* store, Load load_rows) {
   Sample<Config> sample;
   sample.load(source);
+  load_rows();
   sample.average(
       source, shared.parts, [](float x, i32) { return x; },
       [&](i32 channel, float mean) {
@@ -54,11 +55,11 @@ __device__ __forceinline__ void prepare_k_mean(const Source& source, typename Qu
   __syncthreads();
 }
 
-// Zero as the mean of K, likewise.
+// Zero as a mean, likewise; `mean`: in shared memory.
 template <class Config>
-__device__ __forceinline__ void prepare_no_mean(typename QuantBlock<Config>::Shared& shared, float* store) {
+__device__ __forceinline__ void prepare_no_mean(float (&mean)[Config::kHeadDim], float* store) {
   for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
-    shared.mean[c] = 0.0f;
+    mean[c] = 0.0f;
     if (store != nullptr) store[c] = 0.0f;
   }
   __syncthreads();

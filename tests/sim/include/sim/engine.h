@@ -80,6 +80,10 @@ void wgmma_fence(Site site);
 void wgmma_commit(Site site);
 void wgmma_wait(unsigned pending_groups, Site site);
 
+// --- grids -----------------------------------------------------------------------------------------------------------
+
+void grid_dependency_wait();
+
 // --- barriers and the copy engine ------------------------------------------------------------------------------------
 
 void barrier_arrive(unsigned barrier, unsigned threads, bool waits, Site site);
