@@ -271,7 +271,7 @@ def quantize(method: Method, problem: Problem, kernels: Kernels, inputs: Inputs)
     q, k = (kernel_steps._rotate(x) if method.rotate else x for x in (inputs.q, inputs.k))
     q, q_scale = quantize_rows(q, q_groups(q.shape[2], sizes), method, quant)
     q_scale = q_scale * _softmax_scale(problem) * (q.shape[-1] if method.rotate else 1)
-    k_and_scale = quantize_rows(k, k_groups(k.shape[2], sizes), method, quant)
+    k_and_scale = quantize_rows(k, k_groups(k.shape[2], sizes), method, quant, problem.seqlen_kv)
     if method.statistics == "sample":
         sampled = kernel_steps._sampled_rows(problem.seqlen_kv, quant)
         *of_v, _ = kernel_steps._quantize_v(inputs.v, sampled, problem, kernels)
@@ -282,11 +282,12 @@ def quantize(method: Method, problem: Problem, kernels: Kernels, inputs: Inputs)
     return Quantized(q, k, v, q_scale, k_scale, v_scale, v_mean, v_factor)
 
 
-def quantize_rows(x: torch.Tensor, groups: torch.Tensor, method: Method,
-                  quant: KernelRecord) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q or K as integers, and a scale per row, equal within a group."""
+def quantize_rows(x: torch.Tensor, groups: torch.Tensor, method: Method, quant: KernelRecord,
+                  counted: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q or K as integers, and a scale per row, equal within a group. `counted`: the leading rows whose errors decide
+    about a clip that is searched, None: all."""
     if method.clip is None:
-        return kernel_steps._quantize_rows(x, groups, quant, clip=True)
+        return kernel_steps._quantize_rows(x, groups, quant, True, counted or x.shape[2])
     limit, largest = method.largest_integer, kernel_steps._over_groups(x.abs().amax(-1), groups, "amax")
     of_groups = kernel_steps._scale_to(limit, largest * method.clip, quant)
     scale, inv_scale = (values[:, :, groups] for values in of_groups)

@@ -45,8 +45,10 @@ BOUNDS = {
 }
 """Per accumulator of P·V."""
 
-LEAST_FLIPPED, FLIPPED = 2, 1 / 200
-"""Rows of a call that may lie beyond the tight bound. A wrong scale spoils every eighth row, or all."""
+LEAST_FLIPPED, FLIPPED = 2, 1 / 100
+"""Rows of a call that may lie beyond the tight bound: a P that rounds the other way, or, in FP8's sums, a channel where
+one key outweighs the others, whose products then lose their last bits. A wrong scale spoils every eighth row, or
+all."""
 
 SMALLEST_NORMAL = 2.0**-126
 """Of f32."""

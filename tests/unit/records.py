@@ -87,7 +87,8 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
         facts |= {"largest_folded": 1 if f16 else 2**-6, "score_bias": 12582912 if folds else 0, "sums_rounded": f16,
                   "may_fall": not f16, "lazy_fall": 0 if f16 else 6, "largest_sum": 2**66}
     else:
-        facts["room"] = 3 if spec.q == "qraw" else 0
+        pairs = spec.q == "qraw"
+        facts |= {"room": 3 if pairs else 0, "open_end": pairs and tile.block_m == 128, "programmatic_launch": 1}
     limit = {"f32": 2**15, "two_level_f32": 448, "two_level_f16": 4.5}[spec.pv_accum]
     typical = {"f32": 0, "two_level_f32": 11, "two_level_f16": 0.375}[spec.pv_accum]
     return {**facts, "v_typical": typical, "v_least": 2**-4 if f16 else limit / 32, "v_limit": limit}

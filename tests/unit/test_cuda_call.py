@@ -40,7 +40,7 @@ class Driver:
         self.seen, self.contexts = {}, {}
         self.before_launch = lambda entry: None
 
-    def load(self, device, image, entry, threads, shared_bytes):
+    def load(self, device, image, entry, threads, shared_bytes, programmatic):
         return Function(self, entry)
 
     def context(self, device):
