@@ -15,7 +15,7 @@ import sage_aot
 
 ROOT = Path(__file__).parents[2]
 HEADERS = ROOT / "templates/include/sage"
-LAYERS = ("types.cuh", "kernel_info.cuh", "params.cuh", "ptx", "numerics", "tile", "attn", "quant")
+LAYERS = ("types.cuh", "kernel_info.cuh", "params.cuh", "ptx", "numerics", "tile", "problem", "attn", "quant")
 MAY_INCLUDE = {
     "types.cuh": (),
     "kernel_info.cuh": ("types.cuh",),
@@ -23,8 +23,9 @@ MAY_INCLUDE = {
     "ptx": ("types.cuh",),
     "numerics": ("types.cuh", "ptx"),
     "tile": ("types.cuh", "ptx"),
-    "attn": ("types.cuh", "params.cuh", "ptx", "numerics", "tile"),
-    "quant": ("types.cuh", "params.cuh", "ptx", "numerics", "tile"),
+    "problem": ("types.cuh", "params.cuh", "ptx", "tile"),
+    "attn": ("types.cuh", "params.cuh", "ptx", "numerics", "tile", "problem"),
+    "quant": ("types.cuh", "params.cuh", "ptx", "numerics", "tile", "problem"),
 }
 
 

@@ -1,6 +1,6 @@
-// The query tiles that each block of a grid takes from the queue, in its order (attn/work.cuh).
+// The query tiles that each block of a grid takes from the tile scheduler, in its order (problem/tile_scheduler.cuh).
 
-#include "sage/attn/work.cuh"
+#include "sage/problem/tile_scheduler.cuh"
 #include "sage/ptx/special.cuh"
 
 using namespace sage;
@@ -24,9 +24,9 @@ __device__ __forceinline__ void list(const QueueParams& of) {
   params.num_heads = of.num_q_heads, params.num_q_heads = of.num_q_heads, params.num_kv_heads = of.num_kv_heads;
   params.q_tiles = of.q_tiles, params.kv_tiles = of.kv_tiles;
   i32* to = of.list + ptx::block_index() * of.most;
-  TileQueue<Config> queue{params};
-  for (; !queue.ended(); queue.advance()) *to++ = static_cast<i32>(queue.index());
-  queue.close();
+  TileScheduler<Config> scheduler{params};
+  for (; !scheduler.ended(); scheduler.advance()) *to++ = static_cast<i32>(scheduler.index());
+  scheduler.close();
 }
 
 extern "C" __global__ void queue(const __grid_constant__ QueueParams params) {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "sage/attn/softmax.cuh"
-#include "sage/attn/work.cuh"
+#include "sage/problem/work_tile.cuh"
 #include "sage/ptx/global.cuh"
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/shared.cuh"
@@ -18,7 +18,7 @@ struct ConstantsInMemory {
   const AttnParams& params;
   i64 channels, rows;  // of the KV head and of the query tile: their first
 
-  __device__ __forceinline__ ConstantsInMemory(const AttnParams& params_, const Work& work)
+  __device__ __forceinline__ ConstantsInMemory(const AttnParams& params_, const WorkTile& work)
       : params(params_),
         channels(static_cast<i64>(work.kv_head) * Config::kHeadDim),
         rows((static_cast<i64>(work.q_head) * params_.q_tiles + work.q_tile) * Config::kBlockM) {}
@@ -39,7 +39,7 @@ struct StoreFragments {
   static constexpr i32 kRows = Config::kWarpM / 8, kOTiles = Config::kHeadDim / 8;
 
   // pairs: of channels, of the rows first_row, first_row + 8, ...
-  __device__ __forceinline__ void operator()(const AttnParams& params, const Work& work, i32 first_row, i32 lane,
+  __device__ __forceinline__ void operator()(const AttnParams& params, const WorkTile& work, i32 first_row, i32 lane,
                                              const u32 (&pairs)[kRows][kOTiles]) const {
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
@@ -77,7 +77,7 @@ struct StoreWholeRows {
 
   u8* staged;  // [kWarpM][kPitch]
 
-  __device__ __forceinline__ void operator()(const AttnParams& params, const Work& work, i32 first_row, i32 lane,
+  __device__ __forceinline__ void operator()(const AttnParams& params, const WorkTile& work, i32 first_row, i32 lane,
                                              const u32 (&pairs)[2][kOTiles]) const {
     const u32 fragments = ptx::shared_address(staged) + lane % 8 * kPitch + lane / 8 * 16;
     __syncwarp();  // the rows of the query tile before have been read
@@ -143,10 +143,10 @@ __device__ __forceinline__ void round_output(const Accumulator& acc_o, u32 (&pai
 // What keys and values that are not finite spoil: a key the rows that see it, a value its channel of the rows that see it.
 // keys: that a row sees. Tile after tile, since few calls come here.
 template <class Config, i32 kRows, class Accumulator>
-__device__ __forceinline__ void spoil(const AttnParams& params, const Work& work, i32 lane, const i32 (&keys)[kRows],
-                                      bool (&row_spoilt)[kRows], Accumulator& acc_o) {
+__device__ __forceinline__ void spoil(const AttnParams& params, const WorkTile& work, i32 lane,
+                                      const i32 (&keys)[kRows], bool (&row_spoilt)[kRows], Accumulator& acc_o) {
 #pragma unroll 1
-  for (i32 tile = 0; tile < work.tiles; ++tile) {
+  for (i32 tile = 0; tile < work.kv.tiles; ++tile) {
     const KvLine& line = work.template line<Config>(params, tile);
     const i32 first_key = tile * Config::kBlockN;
     if (line.k_finite < Config::kBlockN) {
@@ -173,7 +173,7 @@ __device__ __forceinline__ void spoil(const AttnParams& params, const Work& work
 // rows.row_sum holds whole rows, and so does lse_sum, the sums of P for log-sum-exps; acc_o is finished in place. A row
 // that saw no key is zero, its log-sum-exp -inf. `spoilt`: whether a KV tile in sight holds what is not finite.
 template <class Config, class Rows, class Accumulator, class Constants, class Store>
-__device__ __forceinline__ void store_output(const AttnParams& params, const Work& work, i32 warp, i32 lane,
+__device__ __forceinline__ void store_output(const AttnParams& params, const WorkTile& work, i32 warp, i32 lane,
                                              bool spoilt, Accumulator& acc_o, const Rows& rows,
                                              const float (&lse_sum)[Config::kWarpM / 8], const Constants& constants,
                                              const Store& store) {
@@ -183,7 +183,7 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
   i32 keys[kRows];  // that the row sees
 #pragma unroll
   for (i32 r = 0; r < kRows; ++r) {
-    keys[r] = Work::key_limit<Config::kCausal>(params, work.first_row + first + lane / 4 + 8 * r);
+    keys[r] = visible_keys<Config::kCausal>(seqlen_of(params), work.first_row + first + lane / 4 + 8 * r);
   }
   bool row_spoilt[kRows] = {};
   if (spoilt) spoil<Config>(params, work, lane, keys, row_spoilt, acc_o);

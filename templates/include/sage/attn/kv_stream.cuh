@@ -4,9 +4,10 @@
 //   for every warp whether it met a tile with something that is not finite, u32
 #pragma once
 
-#include "sage/attn/work.cuh"
+#include "sage/problem/work_tile.cuh"
 #include "sage/ptx/cp_async.cuh"
 #include "sage/ptx/shared.cuh"
+#include "sage/ptx/special.cuh"
 #include "sage/tile/layout.cuh"
 
 namespace sage {
@@ -28,10 +29,10 @@ class KvStream {
   static constexpr i32 kSpoilt = Config::kStages * (kSlotBytes + kDeltaBytes);
   static constexpr i32 kBytes = kSpoilt + ceil_div(kThreads / kWarpSize, 4) * 16;  // of shared memory
 
-  __device__ __forceinline__ KvStream(const AttnParams& params, const Work& work, u32 shared) : first_(shared) {
+  __device__ __forceinline__ KvStream(const AttnParams& params, const WorkTile& work, u32 shared) : first_(shared) {
     next_ = work.template kv_tile<Config>(params, 0) + ptx::thread_index() * 16;
     if constexpr (Config::kSmoothQ) {
-      const i64 row = static_cast<i64>(work.q_head - params.first_head) * params.q_tiles + work.q_tile;
+      const i64 row = q_tile_index(work.q_head - params.first_head, params.q_tiles, work.q_tile);
       delta_ = params.delta_s + row * params.kv_tiles * Config::kBlockN + ptx::thread_index() * 4;
     }
     if (ptx::thread_index() % kWarpSize == 0) ptx::store_shared_u32(own_spoilt(), 0);

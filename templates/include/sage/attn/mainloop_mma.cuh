@@ -10,8 +10,9 @@
 #include "sage/attn/kv_stream.cuh"
 #include "sage/attn/pv_mma.cuh"
 #include "sage/attn/scores.cuh"
-#include "sage/attn/work.cuh"
+#include "sage/problem/work_tile.cuh"
 #include "sage/ptx/shared.cuh"
+#include "sage/ptx/special.cuh"
 
 namespace sage {
 
@@ -37,23 +38,23 @@ class AttentionMma {
   // Shared memory: sQ [kBlockM] rows, then the stages of the KV stream.
   __device__ __forceinline__ static void run(const AttnParams& params, const u8* shared) {
     const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const Work work = locate<Config>(params, ptx::block_index());
-    const i64 q_tile = static_cast<i64>(work.q_head) * params.q_tiles + work.q_tile;
+    const WorkTile work = work_tile<Config>(params, ptx::block_index());
+    const i64 q_tile = q_tile_index(work.q_head, params.q_tiles, work.q_tile);
     const u32 sQ = ptx::shared_address(shared);
     copy_async<Layout::kQBytes, kThreads>(sQ, params.q_hat + q_tile * Layout::kQBytes + threadIdx.x * 16);
     Stream stream(params, work, sQ + Layout::kQBytes);
 #pragma unroll
-    for (i32 tile = 0; tile < Config::kStages - 1; ++tile) stream.load(tile, tile < work.tiles);
+    for (i32 tile = 0; tile < Config::kStages - 1; ++tile) stream.load(tile, tile < work.kv.tiles);
 
     const i64 warp_index = q_tile * (Config::kBlockM / Config::kWarpM) + warp;
     Tile state(sQ, warp, lane, params.q_scale + warp_index * kRowGroups<Config> + lane / 4);
     i32 tile = 0;
 #pragma unroll 1
-    for (; tile < work.full_tiles; ++tile) state.template step<false>(params, work, stream, tile);
+    for (; tile < work.kv.full_tiles; ++tile) state.template step<false>(params, work, stream, tile);
 #pragma unroll 1
-    for (; tile < work.tiles; ++tile) state.template step<true>(params, work, stream, tile);
+    for (; tile < work.kv.tiles; ++tile) state.template step<true>(params, work, stream, tile);
     state.softmax.finish();
-    const Work done = locate<Config>(params, ptx::block_index());
+    const WorkTile done = work_tile<Config>(params, ptx::block_index());
     const ConstantsInMemory<Config> constants(params, done);
     store_output<Config>(params, done, warp, lane, stream.met_spoilt(), state.acc_o, state.softmax,
                          state.softmax.row_sum, constants, StoreFragments<Config>{});
@@ -83,12 +84,12 @@ class AttentionMma {
     }
 
     template <bool kMasked>
-    __device__ __forceinline__ void step(const AttnParams& params, const Work& work, Stream& stream, i32 tile) {
+    __device__ __forceinline__ void step(const AttnParams& params, const WorkTile& work, Stream& stream, i32 tile) {
       const u32 stage = Stream::stage_of(tile);
       ptx::cp_async_wait<Config::kStages - 2>();
       __syncthreads();  // every thread's part of this tile is there, and every warp is done with the tile before
       const i32 ahead = tile + Config::kStages - 1;
-      stream.load(ahead, ahead < work.tiles);
+      stream.load(ahead, ahead < work.kv.tiles);
 
       typename Scores<Config>::Accumulator acc_s;
       scores.multiply(acc_s, stream.k(stage));
@@ -116,11 +117,12 @@ class AttentionMma {
 
     __device__ __forceinline__ void mask(const AttnParams& params, i32 tile,
                                          typename Scores<Config>::Accumulator& acc_s) const {
-      const i32 row = locate<Config>(params, ptx::block_index()).first_row + warp * Config::kWarpM + lane / 4;
+      const i32 row = work_tile<Config>(params, ptx::block_index()).first_row + warp * Config::kWarpM + lane / 4;
       const i32 first_key = tile * Config::kBlockN + lane % 4 * 2;
       i32 limit[kRows];
 #pragma unroll
-      for (i32 r = 0; r < kRows; ++r) limit[r] = Work::key_limit<Config::kCausal>(params, row + 8 * r) - first_key;
+      for (i32 r = 0; r < kRows; ++r)
+        limit[r] = visible_keys<Config::kCausal>(seqlen_of(params), row + 8 * r) - first_key;
       Scores<Config>::mask(acc_s, limit);
     }
   };

@@ -4,7 +4,7 @@
 #include "sage/params.cuh"
 #include "sage/quant/sample.cuh"
 #include "sage/quant/source.cuh"
-#include "sage/tile/layout.cuh"
+#include "sage/tile/address.cuh"
 
 namespace sage {
 
@@ -38,7 +38,7 @@ struct QuantBlock {
   };
 
   __device__ __forceinline__ static u8* kv_tile(const QuantParams& params, i32 head, i32 tile) {
-    return params.kv_hat + (static_cast<i64>(head) * params.kv_tiles + tile) * Layout::kKvBytes;
+    return kv_tile_address<Config>(params.kv_hat, head, params.kv_tiles, tile);
   }
 
   template <Rows kSource>

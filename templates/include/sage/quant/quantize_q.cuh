@@ -39,7 +39,7 @@ struct QuantizeQ {
       const i32 kv_head = batch * params.num_kv_heads + q_head / (params.num_q_heads / params.num_kv_heads);
       prepare_k_mean<Config>(Block::template kv_source<kSource>(params, params.k, kv_head), shared, nullptr, [] {});
     }
-    const i64 tile_index = static_cast<i64>(head) * params.q_tiles + tile;
+    const i64 tile_index = q_tile_index(head, params.q_tiles, tile);
     const bool changed = kAlwaysChanged<Config, kSource> || params.smooth_q || params.rotate;
     if (params.smooth_q) prepare_mean(source, tile, params.q_mean + tile_index * Config::kHeadDim);
     else if (changed) prepare_no_mean<Config>(shared.q_mean, nullptr);

@@ -1,0 +1,47 @@
+// Which query tiles a block takes, and in which order: a dynamic persistent tile scheduler.
+#pragma once
+
+#include "sage/problem/work_tile.cuh"
+#include "sage/ptx/special.cuh"
+
+namespace sage {
+
+// A block starts with the work tile of its own index and then draws the next that no block has, so that all blocks end
+// together however they were held up.
+template <class Config>
+struct TileScheduler {
+  const AttnParams& params;
+  u32 work_index = ptx::block_index();  // in the order in which work tiles are drawn
+
+  __device__ __forceinline__ bool ended() const { return work_index >= work_tiles(); }
+
+  // Index of the query tile, for work_tile(). Full attention draws query tiles in the order of their indices. Causal
+  // interleaves the tiles of several heads, those with the most keys first, so that short tiles come last: of as many heads as
+  // have K and V in kCachedBytes.
+  __device__ __forceinline__ u32 index() const {
+    if constexpr (!Config::kCausal) return work_index;
+    const u32 q_tiles = params.q_tiles, cached = kCachedTiles / max(params.kv_tiles, 1);
+    const u32 heads =
+        min(max(cached, 1u) * (params.num_q_heads / params.num_kv_heads), static_cast<u32>(params.num_heads));
+    const u32 first_head = work_index / (heads * q_tiles) * heads, within = work_index % (heads * q_tiles);
+    const u32 interleaved = min(heads, params.num_heads - first_head);
+    return (first_head + within % interleaved) * q_tiles + within / interleaved;
+  }
+
+  // Draws the next work tile. Latency of a global atomic: call well before index() is needed.
+  __device__ __forceinline__ void advance() { work_index = ptx::grid_blocks() + atomicAdd(params.taken, 1u); }
+
+  // At the end: the block that drew the highest index, the last to draw, resets the counter for the next launch.
+  __device__ __forceinline__ void close() const {
+    if (work_index == ptx::grid_blocks() + work_tiles() - 1) *params.taken = 0;
+  }
+
+ private:
+  // Of L2, which has 50 MB; 8 MB measured slower below 32K keys, 32 MB always.
+  static constexpr u32 kCachedBytes = 16 << 20;
+  static constexpr u32 kCachedTiles = kCachedBytes / (2 * Config::kBlockN * Config::kHeadDim);
+
+  __device__ __forceinline__ u32 work_tiles() const { return params.num_heads * params.q_tiles; }
+};
+
+}  // namespace sage

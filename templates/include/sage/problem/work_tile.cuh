@@ -1,0 +1,56 @@
+// A query tile, which is what a block works on at a time: its heads, its rows and the KV tiles that they see.
+#pragma once
+
+#include "sage/params.cuh"
+#include "sage/problem/kv_range.cuh"
+#include "sage/tile/address.cuh"
+
+namespace sage {
+
+struct WorkTile {
+  i32 q_head;       // index into [batch * num_q_heads]
+  i32 kv_head;      // index into [batch * num_kv_heads]
+  i32 batch, head;  // of the output
+  i32 q_tile;
+  i32 first_row;  // of the query tile
+  KvRange kv;
+
+  __device__ __forceinline__ u16* output_row(const AttnParams& params, i32 row) const {
+    const Strides& stride = params.out.stride;
+    return static_cast<u16*>(params.out.data) + batch * stride.batch + head * stride.head + row * stride.row;
+  }
+
+  // A KV tile as the quantizer left it.
+  template <class Config>
+  __device__ __forceinline__ const u8* kv_tile(const AttnParams& params, i32 tile) const {
+    return kv_tile_address<Config>(params.kv_hat, kv_head, params.kv_tiles, tile);
+  }
+  template <class Config>
+  __device__ __forceinline__ const KvLine& line(const AttnParams& params, i32 tile) const {
+    return *reinterpret_cast<const KvLine*>(kv_tile<Config>(params, tile) + TileLayout<Config>::kLine);
+  }
+  template <class Config>
+  __device__ __forceinline__ const u16* v_finite(const AttnParams& params, i32 tile) const {
+    return reinterpret_cast<const u16*>(kv_tile<Config>(params, tile) + TileLayout<Config>::kVFinite);
+  }
+};
+
+// index: the query tiles of a head are neighbours, so that blocks which run together read the same K and V from L2.
+// Causal takes the tiles of a head from the last, which has the most keys, so that a grid of a block a tile ends with short
+// blocks.
+// Cheap: the epilogue computes it again rather than keep it in registers across the main loop.
+template <class Config>
+__device__ __forceinline__ WorkTile work_tile(const AttnParams& params, u32 index) {
+  WorkTile work;
+  const i32 tile = index % params.q_tiles;
+  work.q_tile = Config::kCausal ? params.q_tiles - 1 - tile : tile;
+  work.q_head = params.first_head + index / params.q_tiles;
+  work.batch = work.q_head / params.num_q_heads;
+  work.head = work.q_head % params.num_q_heads;
+  work.kv_head = work.batch * params.num_kv_heads + work.head / (params.num_q_heads / params.num_kv_heads);
+  work.first_row = work.q_tile * Config::kBlockM;
+  work.kv = kv_range<Config>(seqlen_of(params), work.first_row);
+  return work;
+}
+
+}  // namespace sage

@@ -1,0 +1,19 @@
+// Where the tiles of a head lie in the workspace.
+#pragma once
+
+#include "sage/tile/layout.cuh"
+
+namespace sage {
+
+// Of a query tile among those of all heads: an index of q_hat, q_scale, row_bias and q_mean, in tiles.
+__device__ __forceinline__ i64 q_tile_index(i32 q_head, i32 q_tiles, i32 tile) {
+  return static_cast<i64>(q_head) * q_tiles + tile;
+}
+
+// K̂, V̂ and the KvLine of a KV tile. Byte: u8, const for readers.
+template <class Config, class Byte>
+__device__ __forceinline__ Byte* kv_tile_address(Byte* kv_hat, i32 kv_head, i32 kv_tiles, i32 tile) {
+  return kv_hat + (static_cast<i64>(kv_head) * kv_tiles + tile) * TileLayout<Config>::kKvBytes;
+}
+
+}  // namespace sage
