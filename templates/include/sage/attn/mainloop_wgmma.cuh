@@ -173,7 +173,7 @@ class AttentionWgmma {
 
   // Which P·V a step issues: of a KV tile that R takes alone, or of the first or the second of two. A smoothed Q leaves no
   // registers for two.
-  enum Sum { kAlone, kOpens, kCloses };
+  enum Sum { kAlone, kOpens, kCloses };  // kAlone in a masked step: or the second of two, where R is open
   static constexpr bool kPairs = !Config::kSmoothQ;
   static constexpr i32 kRoom = kPairs ? 3 : 0;  // of the first tile's P, for the second
   using Softmax = TileSoftmax<Config, Product, kRoom>;
@@ -182,9 +182,10 @@ class AttentionWgmma {
   // Otherwise P and the scores share registers.
   static constexpr bool kTogether = kConsumers == 2;
 
-  // Whether the last full tile may open R: the masked step or the last P·V then closes it. Calls without masked tiles never
-  // fetch the masked step's instructions. Three consumers would pay for that with a dozen moves in the loop.
+  // Whether the last full tile may open R: the masked step or the last P·V then closes it. Calls whose keys are
+  // whole tiles never fetch the masked step's instructions. Three consumers would pay for that with a dozen moves in the loop.
   static constexpr bool kOpenEnd = kPairs && kTogether;
+  static constexpr i32 kFullBehindPair = kOpenEnd ? 0 : 1;  // full tiles behind the first of two that the loop asks for
 
   __device__ __forceinline__ static void init_barriers(const Shared& shared) {
 #pragma unroll
@@ -374,11 +375,11 @@ class AttentionWgmma {
     bool open = false;  // R holds P·V of one tile of two
     if constexpr (kPairs) {
 #pragma unroll 1
-      for (; tile + !kOpenEnd < full_tiles; tile += 2) {
+      for (; tile + kFullBehindPair < full_tiles; tile += 2) {
         step<kLse, false, kOpens>(params, shared, work, warp, lane, tile, stage, false, state);
         if (kOpenEnd && tile + 1 == full_tiles) {
           ++tile, open = true;
-          __syncwarp();  // an instruction, so that the moves that this exit takes need not stand in front of it
+          __syncwarp();  // an instruction on this exit alone: its moves stand here, and not in the loop
           break;
         }
         step<kLse, false, kCloses>(params, shared, work, warp, lane, tile + 1, stage, true, state);

@@ -42,7 +42,10 @@ struct QuantizeK {
   template <bool kRotatable, Rows kSource>
   __device__ __forceinline__ void quantize_tiles(const Source<kSource>& source, i32 head, i32 first_tile) const {
     Held<kRotatable> rows;
-    const auto load = [&](i32 tile) { rows.load([&](i32 s) { return load_row(source, tile, s); }); };
+    const auto load = [&](i32 tile) {
+      const Keys keys;
+      rows.load([&](i32 s) { return load_row(source, tile, keys, s); });
+    };
     float* k_mean = first_tile == 0 ? params.k_mean + static_cast<i64>(head) * Config::kHeadDim : nullptr;
     if (params.smooth_k) {
       prepare_k_mean<Config>(source, shared, k_mean, [&] { load(first_tile); });
@@ -61,19 +64,24 @@ struct QuantizeK {
     }
   }
 
-  // This thread's key of a tile in a step: kWarpsPerGroup warps quantize the keys of one scale group.
-  __device__ __forceinline__ static i32 key_of_step(i32 step) {
-    const i32 warp = ptx::thread_index() / kWarpSize, lane = ptx::thread_index() % kWarpSize;
-    const i32 group = warp / kWarpsPerGroup % kKeyGroups;
-    const i32 n = warp % kWarpsPerGroup * (kSteps * kKeysAtOnce) + lane / kVectors;  // of the group's keys, in step 0
-    return n / 2 * 8 + group * 2 + n % 2 + step * (kKeysAtOnce / 2 * 8);
-  }
+  // The keys that this thread quantizes: kWarpsPerGroup warps take those of one scale group.
+  struct Keys {
+    i32 tile;   // of the block's tiles
+    i32 first;  // of the tile's keys, that of step 0
 
-  // That key's row, in the one of the block's tiles that this thread's warp quantizes.
+    __device__ __forceinline__ Keys() {
+      const i32 warp = ptx::thread_index() / kWarpSize, lane = ptx::thread_index() % kWarpSize;
+      const i32 group = warp / kWarpsPerGroup % kKeyGroups;
+      const i32 n = warp % kWarpsPerGroup * (kSteps * kKeysAtOnce) + lane / kVectors;  // of the group's keys
+      tile = warp / kWarpsPerTile;
+      first = n / 2 * 8 + group * 2 + n % 2;
+    }
+    __device__ __forceinline__ i32 of_step(i32 step) const { return first + step * (kKeysAtOnce / 2 * 8); }
+  };
+
   template <class Source>
-  __device__ __forceinline__ Raw load_row(const Source& source, i32 first_tile, i32 step) const {
-    const i32 tile = first_tile + static_cast<i32>(ptx::thread_index()) / kWarpSize / kWarpsPerTile;
-    return source.load(tile * Config::kBlockN + key_of_step(step), first_channel());
+  __device__ __forceinline__ static Raw load_row(const Source& source, i32 first_tile, const Keys& keys, i32 step) {
+    return source.load((first_tile + keys.tile) * Config::kBlockN + keys.of_step(step), first_channel());
   }
 
   // The block's tiles from first_tile on, whose rows are loaded.
@@ -81,8 +89,9 @@ struct QuantizeK {
   __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 head, i32 first_tile,
                                            Held<kRotatable>& rows) const {
     const i32 warp = ptx::thread_index() / kWarpSize, lane = ptx::thread_index() % kWarpSize;
-    const i32 own_tile = warp / kWarpsPerTile, tile = first_tile + own_tile;  // of the block's, and of the head's
-    const auto load = [&](i32 s) { return load_row(source, first_tile, s); };
+    const Keys keys;
+    const i32 tile = first_tile + keys.tile;
+    const auto load = [&](i32 s) { return load_row(source, first_tile, keys, s); };
     [[maybe_unused]] constexpr i32 kUnroll = kRotatable && kSource != Rows::kAny ? 2 : Held<kRotatable>::kUnroll;
     if (ptx::thread_index() < Block::kTiles) shared.finite[ptx::thread_index()][0] = Config::kBlockN;
     const float* mean = shared.mean + first_channel();
@@ -115,7 +124,7 @@ struct QuantizeK {
       for (i32 s = 0; s < kSteps; ++s) {
         float x[1][kVector];
         convert(load(s), x);
-        if (!(abs_max(x) < ptx::infinity())) atomicMin(&shared.finite[own_tile][0], key_of_step(s));
+        if (!(abs_max(x) < ptx::infinity())) atomicMin(&shared.finite[keys.tile][0], keys.of_step(s));
         make_finite(x);
         if (kRotatable && params.rotate) rotate<kVectors>(x[0]);
         amax = fmaxf(amax, abs_max(x));
@@ -123,9 +132,9 @@ struct QuantizeK {
       rows.load(load);
     }
     amax = ptx::max_over_lanes<kWarpSize>(amax);
-    if (lane == 0) shared.amax[own_tile][warp] = amax;
+    if (lane == 0) shared.amax[keys.tile][warp] = amax;
     __syncthreads();
-    const float* of_group = shared.amax[own_tile] + warp / kWarpsPerGroup * kWarpsPerGroup;
+    const float* of_group = shared.amax[keys.tile] + warp / kWarpsPerGroup * kWarpsPerGroup;
 #pragma unroll
     for (i32 w = 0; w < kWarpsPerGroup; ++w) amax = fmaxf(amax, of_group[w]);
     const auto prepare = [&](i32 s, float (&x)[1][kVector]) {
@@ -142,7 +151,7 @@ struct QuantizeK {
         for (i32 s = 0; s < kSteps; ++s) {
           float x[1][kVector];
           prepare(s, x);
-          if (tile * Config::kBlockN + key_of_step(s) < params.seqlen_kv) search.add(x[0]);
+          if (tile * Config::kBlockN + keys.of_step(s) < params.seqlen_kv) search.add(x[0]);
         }
         search.template sum_over_lanes<kWarpSize>();
         scale = search.best();
@@ -151,7 +160,7 @@ struct QuantizeK {
     if (tile >= params.kv_tiles) return;
     u8* tile_data = Block::kv_tile(params, head, tile);
     u8* first_row =
-        tile_data + QuantizedRows<Config>::template offset<typename Layout::KRows>(key_of_step(0), first_channel());
+        tile_data + QuantizedRows<Config>::template offset<typename Layout::KRows>(keys.first, first_channel());
 #pragma unroll kUnroll
     for (i32 s = 0; s < kSteps; ++s) {
       float x[1][kVector];
