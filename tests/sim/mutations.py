@@ -375,9 +375,9 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "amax = of_group[0];",
      _HOPPER_WIDE, "rows beyond the tight bound"),
     ("barrier before a group's largest value dropped", "quant/quantize_k.cuh",
-     "shared.amax[own_tile][warp] = amax;\n"
+     "shared.amax[keys.tile][warp] = amax;\n"
      "    __syncthreads();",
-     "shared.amax[own_tile][warp] = amax;",
+     "shared.amax[keys.tile][warp] = amax;",
      _HOPPER_WIDE, "read of memory that nothing wrote"),
     ("four bits cut off at -7", "quant/rows.cuh",
      "kIntegerBias - kLimit - 1.0f",
@@ -396,8 +396,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "sum_over_lanes<kVectors / 2>(bias)",
      _S8_FULL, "lse, emulation"),
     ("a key that is not finite counted from its tile on", "quant/quantize_k.cuh",
-     "atomicMin(&shared.finite[own_tile][0], key_of_step(s))",
-     "atomicMin(&shared.finite[own_tile][0], 0)",
+     "atomicMin(&shared.finite[keys.tile][0], keys.of_step(s))",
+     "atomicMin(&shared.finite[keys.tile][0], 0)",
      _K_INF, "what is not finite"),
     ("f16 V beyond f16's range", "attn/pv_mma.cuh",
      "kVLimit = 0x1p15f",
@@ -1112,7 +1112,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "if (true) {",
      _S4_FULL, "output, emulation"),
     ("errors of rows that do not exist", "quant/quantize_k.cuh",
-     "if (tile * Config::kBlockN + key_of_step(s) < params.seqlen_kv) search",
+     "if (tile * Config::kBlockN + keys.of_step(s) < params.seqlen_kv) search",
      "search",
      _S4_FULL, "output, emulation"),
     # --- what kernels say of themselves: the workspace, the launch and the emulation follow it

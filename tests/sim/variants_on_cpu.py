@@ -76,7 +76,7 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     query head a KV head, whole rows stored at odd addresses, extreme values; where causal on Hopper query tiles that
     see no key at all, one of them after another tile. KV tiles with factors of their own, a negative softmax scale,
     whole rows rotated at 8 bits too. For e4m3 P scores behind which references fall, once by far or from tile to tile.
-    On Hopper rows of whole vectors, but of fewer channels than the kernel's; and one query that sees whole KV tiles, an
+    On Hopper rows of whole vectors, but of fewer channels than the kernel's; and queries that see whole KV tiles, an
     even number of them."""
     on_hopper = KERNELS[spec].family == "wgmma"
     plain = Case(spec.arch, seed=1, group=2, seqlen_q=150, seqlen_kv=_plain_keys(spec), headdim=spec.headdim,
@@ -91,7 +91,8 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     extreme = dataclasses.replace(plain, batch=2 if blind_rows else 1, group=1, seqlen_q=blind_rows + 100,
                                   out="misaligned", **values)
     narrow = dataclasses.replace(plain, seqlen_q=70, seqlen_kv=130, headdim=spec.headdim - 24)
-    even = dataclasses.replace(plain, seqlen_q=1, seqlen_kv=2 * KERNELS[spec].tile.block_n)
+    even = dataclasses.replace(plain, seqlen_q=1 if spec.mask == "causal" else 70,
+                               seqlen_kv=2 * KERNELS[spec].tile.block_n)
     found = {"plain": plain, "odd": odd, "extreme": extreme}
     tiles = dataclasses.replace(plain, scale=-0.1, rotate=True, group=1, seqlen_q=70,
                                 seqlen_kv=3 * KERNELS[spec].tile.block_n + 42)
