@@ -11,9 +11,9 @@ struct KvRange {
 };
 
 // Config: kCausal, kBlockM, kBlockN. first_row: of the query tile.
-template <class Config>
-__device__ __forceinline__ KvRange kv_range(const Seqlen& seqlen, i32 first_row) {
-  const i32 last_row = min(first_row + Config::kBlockM, seqlen.q) - 1;
+template <class Config, class Params>
+__device__ __forceinline__ KvRange kv_range(const Seqlen<Params>& seqlen, i32 first_row) {
+  const i32 last_row = min(first_row + Config::kBlockM, seqlen.q()) - 1;
   return {visible_keys<Config::kCausal>(seqlen, first_row) / Config::kBlockN,
           ceil_div(visible_keys<Config::kCausal>(seqlen, last_row), Config::kBlockN)};
 }

@@ -5,14 +5,18 @@
 
 namespace sage {
 
+// A view of Params, AttnParams or DeltaParams: lengths held in registers cost kernels some.
+template <class Params>
 struct Seqlen {
-  i32 q, kv;
+  const Params& params;
+
+  __device__ __forceinline__ i32 q() const { return params.seqlen_q; }
+  __device__ __forceinline__ i32 kv() const { return params.seqlen_kv; }
 };
 
-// Params: AttnParams or DeltaParams.
 template <class Params>
-__device__ __forceinline__ Seqlen seqlen_of(const Params& params) {
-  return {params.seqlen_q, params.seqlen_kv};
+__device__ __forceinline__ Seqlen<Params> seqlen_of(const Params& params) {
+  return {params};
 }
 
 }  // namespace sage

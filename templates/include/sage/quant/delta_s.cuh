@@ -90,8 +90,8 @@ struct DeltaS {
 
   // Whether the last row of the last of these query tiles sees anything of the first key's tile.
   __device__ __forceinline__ bool visible(i32 first_tile, i32 first_key) const {
-    const Seqlen seqlen = seqlen_of(params);
-    const i32 last_row = min((first_tile + kTile) * params.block_m, seqlen.q) - 1;
+    const auto seqlen = seqlen_of(params);
+    const i32 last_row = min((first_tile + kTile) * params.block_m, seqlen.q()) - 1;
     return first_key / params.block_n * params.block_n < visible_keys<true>(seqlen, last_row);
   }
 };
