@@ -1,7 +1,7 @@
 """The CUDA driver, through cupy or through cuda-bindings: a cubin becomes a function, a function is launched.
 
 The only module that imports either, and only when a GPU is first asked about. Which of the two makes no difference to
-a kernel; cupy is taken first, cuda-bindings (which torch brings along on Linux) where cupy cannot be used.
+results; cupy is taken first, cuda-bindings (which torch brings along on Linux) where cupy cannot be used.
 """
 
 from __future__ import annotations

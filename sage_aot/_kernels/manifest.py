@@ -16,7 +16,7 @@ from sage_aot._kernels.tile import Tile
 from sage_aot.errors import CubinError
 
 FILE_NAME = "manifest.json"
-FORMAT = 8
+FORMAT = 9
 """Raised by every change that an older reader would misunderstand."""
 
 _TARGET = re.compile(r"(sm|compute)_(\d+)(\d)(a?)")

@@ -1,7 +1,7 @@
 // sage_attn_sm90_d64_qkint8_pve4m3_acc2f32_causal_vsmooth_qsmooth
 // Written by codegen from templates/attn_wgmma.cu.jinja and this row of build_matrix.yaml:
 //   {family: wgmma, arch: sm90, headdim: 64}
-// Attention on quantized Q, K and V with wgmma and the copy engine.
+// Attention on quantized Q, K and V with wgmma and TMA bulk copies.
 
 #include "sage/attn/mainloop_wgmma.cuh"
 

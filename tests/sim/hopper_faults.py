@@ -99,7 +99,7 @@ FAULTS = [Fault(name, there, instead, tuple(kinds)) for name, there, instead, *k
     ("initialization not fenced",
      "    ptx::fence_mbarrier_init();\n",
      "",
-     "barrier initialized without a fence for the copy engine"),
+     "barrier initialized without a fence for the async proxy"),
     ("too many arrivals",
      "if (thread == 0) ptx::mbarrier_arrive(",
      "if (thread < 2) ptx::mbarrier_arrive(",
@@ -139,7 +139,7 @@ FAULTS = [Fault(name, there, instead, tuple(kinds)) for name, there, instead, *k
 )]
 
 HARMLESS = [
-    Fault("either fence makes a barrier known to the copy engine",
+    Fault("either fence makes a barrier known to the async proxy",
           "ptx::fence_mbarrier_init()", "ptx::fence_proxy_async()", (NOTHING,)),
 ]
 """Changes that break nothing, and of which nothing may be reported."""

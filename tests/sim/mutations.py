@@ -39,6 +39,7 @@ _PLAIN_ROWS = (
     "  if (!aligned) work.template run<Rows::kAny>();\n"
     "  else if (dtype == Dtype::kBf16) work.template run<Rows::kBf16>();\n"
     "  else work.template run<Rows::kF16>();\n",
+    "  if (!aligned || dtype != Dtype::kBf16) __builtin_trap();\n"
     "  work.template run<Rows::kBf16>();\n")
 
 
@@ -1119,6 +1120,10 @@ MUTATIONS = [Mutation(*fields) for fields in (
      'Fact{"shared_bytes", Layout::kQBytes + Stream::kBytes}',
      'Fact{"shared_bytes", Stream::kBytes}',
      _S8_FULL, "access outside an allocation"),
+    ("an open end not told of", "attn/mainloop_wgmma.cuh",
+     'Fact{"open_end", kOpenEnd}',
+     'Fact{"open_end", 0}',
+     _HOPPER_WIDE, "rows beyond the tight bound"),
     ("half of the threads asked for", "attn/mainloop_mma.cuh",
      'Fact{"threads", kThreads}',
      'Fact{"threads", kThreads / 2}',

@@ -45,7 +45,7 @@ class Problem:
                        torch.full((blocks, ROWS, CHANNELS), torch.nan))
 
     def packed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """b and v as the copy engine brings them."""
+        """b and v as the TMA unit brings them."""
         return _swizzled(self.b), _swizzled(self.v.view(torch.int8)[..., _key_of_column(KEYS)])
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -76,7 +76,8 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     query head a KV head, whole rows stored at odd addresses, extreme values; where causal on Hopper query tiles that
     see no key at all, one of them after another tile. KV tiles with factors of their own, a negative softmax scale,
     whole rows rotated at 8 bits too. For e4m3 P scores behind which references fall, once by far or from tile to tile.
-    On Hopper whole KV tiles, an even number of them, of rows of whole vectors but fewer channels than the kernel's."""
+    On Hopper rows of whole vectors, but of fewer channels than the kernel's; and queries that see whole KV tiles, an
+    even number of them."""
     on_hopper = KERNELS[spec].family == "wgmma"
     plain = Case(spec.arch, seed=1, group=2, seqlen_q=150, seqlen_kv=_plain_keys(spec), headdim=spec.headdim,
                  read_quantized=True, **vars(Options.of_axes(spec.values)))
@@ -89,8 +90,9 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
         values["seqlen_kv"] = 90
     extreme = dataclasses.replace(plain, batch=2 if blind_rows else 1, group=1, seqlen_q=blind_rows + 100,
                                   out="misaligned", **values)
-    narrow = dataclasses.replace(plain, seqlen_q=70, seqlen_kv=2 * KERNELS[spec].tile.block_n,
-                                 headdim=spec.headdim - 24)
+    narrow = dataclasses.replace(plain, seqlen_q=70, seqlen_kv=130, headdim=spec.headdim - 24)
+    even = dataclasses.replace(plain, seqlen_q=1 if spec.mask == "causal" else 70,
+                               seqlen_kv=2 * KERNELS[spec].tile.block_n)
     found = {"plain": plain, "odd": odd, "extreme": extreme}
     tiles = dataclasses.replace(plain, scale=-0.1, rotate=True, group=1, seqlen_q=70,
                                 seqlen_kv=3 * KERNELS[spec].tile.block_n + 42)
@@ -98,7 +100,7 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     if spec.pv == "e4m3":
         kind, keys = "sink" if spec.v == "vraw" else "falling", 5 * KERNELS[spec].tile.block_n + 42
         found["falling"] = dataclasses.replace(plain, group=1, seqlen_q=70, seqlen_kv=keys, kind=kind)
-    return {**found, "narrow": narrow} if on_hopper else found
+    return {**found, "narrow": narrow, "even": even} if on_hopper else found
 
 
 def has_plain_rows(case: Case) -> bool:
@@ -107,7 +109,7 @@ def has_plain_rows(case: Case) -> bool:
 
 
 def _plain_keys(spec: AttnSpec) -> int:
-    """Three ragged KV tiles; of a ring of slots with barriers two rounds, the last tile begins the third."""
+    """Three ragged KV tiles; of a pipeline of stages with barriers two rounds, the last tile begins the third."""
     tile = KERNELS[spec].tile
     return 2 * tile.stages * tile.block_n + 42 if KERNELS[spec].family == "wgmma" else 170
 

@@ -112,7 +112,7 @@ void MemoryBarriers::wait(Block& block, u32 address, u32 parity, const Where& wh
 u32 MemoryBarriers::agent(Block& block, u32 address, const Where& where) {
   const Barrier& barrier = require(block, "cp.async.bulk", address, where);
   if (!barrier.fenced) {
-    block.report("barrier initialized without a fence for the copy engine", where,
+    block.report("barrier initialized without a fence for the async proxy", where,
                  text("at shared address 0x%x", address));
   }
   return barrier.agent;

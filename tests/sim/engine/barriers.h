@@ -42,11 +42,11 @@ class MemoryBarriers {
 
   void start() { all_.clear(); }
   void init(Block& block, u32 address, u32 arrivals, const Where& where);
-  void fence(u32 thread);  // what the thread initialized is known to the copy engine
+  void fence(u32 thread);  // what the thread initialized is known to the async proxy
   void arrive(Block& block, u32 address, u32 bytes, const Where& where);
   void wait(Block& block, u32 address, u32 parity, const Where& where);
 
-  // Of the copy engine: the agent that writes for a barrier, and bytes that are in.
+  // Of the TMA unit: the agent that writes for a barrier, and bytes that are in.
   u32 agent(Block& block, u32 address, const Where& where);
   void complete(Block& block, u32 address, u32 bytes);
 

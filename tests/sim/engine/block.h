@@ -84,7 +84,7 @@ class Block {
   u32 threads() const { return launch_.threads; }
   void make_ready(u32 thread);
 
-  // Agents that access shared memory: the copy engine, one for each barrier, and the tensor cores, one for each warp.
+  // Agents that access shared memory: the TMA unit, one for each barrier, and the tensor cores, one for each warp.
   u32 agent_of_warp(u32 warp) const { return launch_.threads + MemoryBarriers::kMost + warp; }
   std::string name_of(u32 thread) const;
   u32 proxy_fences(u32 thread) const { return thread < launch_.threads ? threads_[thread]->proxy_fences : 0; }

@@ -1,5 +1,5 @@
 // Which accesses are ordered before which: a vector clock per thread, as race detectors keep them. Agents are what
-// accesses memory beside the threads: copy engines and tensor cores; they only have a time of their own.
+// accesses memory beside the threads: TMA units and tensor cores; they only have a time of their own.
 // Source: Flanagan & Freund, "FastTrack: Efficient and Precise Dynamic Race Detection", PLDI 2009.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Copies of consecutive bytes by the copy engine, which writes shared memory through the async proxy.
+// TMA bulk copies of consecutive bytes. They write shared memory through the async proxy.
 // Source: PTX ISA, "cp.async.bulk".
 #pragma once
 

@@ -84,7 +84,7 @@ void wgmma_wait(unsigned pending_groups, Site site);
 
 void grid_dependency_wait();
 
-// --- barriers and the copy engine ------------------------------------------------------------------------------------
+// --- barriers and the TMA unit ------------------------------------------------------------------------------------
 
 void barrier_arrive(unsigned barrier, unsigned threads, bool waits, Site site);
 void mbarrier_init(unsigned barrier, unsigned arrivals, Site site);
