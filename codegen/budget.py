@@ -21,7 +21,7 @@ _REGISTERS_OF_SM = 65536
 _REGISTER_UNIT = 8  # a thread's registers are given out in these
 _REGISTERS_OF_THREAD = 255
 
-_EXPONENTIALS_BEFORE_ARRIVAL = 4
+_EXPONENTIALS_IN_TURN = 4
 """More than those of the factors for what was summed, two rows a thread; a tile has 64."""
 
 _PRODUCTS = {
@@ -74,7 +74,7 @@ def _problems(kernel: PlannedKernel, report: Report, matrix: Matrix) -> list[str
     if kernel.how.threads not in (None, threads):
         return [f"expected the {kernel.how.threads} threads of the family {kernel.family!r}, got a kernel of {threads}"]
     own = [*_spills(kernel, machine), *_registers(kernel, machine, threads)] if machine else []
-    return [*own, *_pingpong(report), *_additions(kernel, report), *_shared_memory(kernel, report, matrix),
+    return [*own, *_turns(report), *_additions(kernel, report), *_shared_memory(kernel, report, matrix),
             *_tensor_cores(kernel, report), *_driver(kernel, report, matrix)]
 
 
@@ -120,11 +120,12 @@ def _registers(kernel: PlannedKernel, machine: MachineCode, threads: int) -> lis
             "__launch_bounds__ the threads and min_blocks of the row"]
 
 
-def _pingpong(report: Report) -> list[str]:
-    if report.exponentials_in_turns <= _EXPONENTIALS_BEFORE_ARRIVAL:
+def _turns(report: Report) -> list[str]:
+    if report.exponentials_in_turns <= _EXPONENTIALS_IN_TURN:
         return []
-    return [f"expected a consumer's ping-pong arrival in front of its exponentials, got {report.exponentials_in_turns} "
-            "of them in front of it: make them depend on a load behind the arrival, as attn/mainloop_wgmma.cuh does"]
+    return [f"expected a consumer's turn to end before it exponentiates, got {report.exponentials_in_turns} "
+            f"exponentials in front of the arrival: make them depend on a load behind it, as attn/mainloop_wgmma.cuh "
+            f"does"]
 
 
 def _additions(kernel: PlannedKernel, report: Report) -> list[str]:

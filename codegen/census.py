@@ -22,7 +22,7 @@ from sage_aot._kernels.manifest import MainLoop
 MATRIX = frozenset(("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA"))
 """Names of the tensor cores' instructions: f16, integer, FP8; with a G those of a warpgroup."""
 
-_ARRIVAL, _WAIT_FOR_PRODUCTS = "BAR.ARV", "WARPGROUP.DEPBAR"
+_END_OF_TURN, _WAIT_FOR_PRODUCTS = "BAR.ARV", "WARPGROUP.DEPBAR"
 _EXPONENTIAL, _ADDITION = "MUFU.EX2", "FFMA"
 
 _COPIES = frozenset(("LDGSTS", "UBLKCP", "UTMALDG"))  # asynchronous, from global to shared memory
@@ -93,9 +93,9 @@ def additions_under_products(functions: Iterable[Code]) -> int:
 
 
 def exponentials_in_turns(functions: Iterable[Code]) -> int:
-    """Of Hopper's consumers that ping-pong: the most exponentials between a wait for products and the arrival for the
-    other consumer. The compiler may move the arrival behind the exponentials of a whole tile; then both consumers run
-    their softmax at once, and the tensor cores idle."""
+    """Of Hopper's consumers, which take turns at the tensor cores: the most exponentials that stand between a wait for
+    products and the end of the turn. The compiler may move the end behind those of a whole tile; then both consumers
+    exponentiate at once, and the tensor cores idle."""
     most = 0
     for code in functions:
         found = 0
@@ -104,7 +104,7 @@ def exponentials_in_turns(functions: Iterable[Code]) -> int:
                 found = 0
             elif instruction.opcode.startswith(_EXPONENTIAL):
                 found += 1
-            elif instruction.opcode.startswith(_ARRIVAL):
+            elif instruction.opcode.startswith(_END_OF_TURN):
                 most = max(most, found)
     return most
 

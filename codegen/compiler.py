@@ -55,7 +55,7 @@ class Report:
     first_driver: int  # that reads this ABI or this version of PTX
     opcodes: dict[str, int]  # tensor-core instructions
     main_loop: MainLoop | None  # None for PTX and for a kernel without such instructions in a loop
-    exponentials_in_turns: int  # codegen/census.py; 0 for PTX and for kernels whose consumers do not ping-pong
+    exponentials_in_turns: int  # codegen/census.py; 0 for PTX and for kernels whose warps take no turns
     additions_under_products: int  # the same; 0 for kernels without asynchronous products
     info: KernelInfo  # what the kernel says of itself
 

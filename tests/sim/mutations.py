@@ -798,7 +798,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "work.first_row + warp % 4 * Config::kWarpM + lane / 4",
      _HOPPER_NARROW_CAUSAL, "rows beyond the tight bound"),
     ("a pair that ends in the ragged tile not masked", "attn/mainloop_wgmma.cuh",
-     "tile + !kOpenEnd < full_tiles;",
+     "tile + kFullBehindPair < full_tiles;",
      "tile < work.full_tiles;",
      _HOPPER, "output, emulation"),
     ("a pair that ends on the diagonal not masked", "attn/mainloop_wgmma.cuh",

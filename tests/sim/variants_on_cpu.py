@@ -109,7 +109,7 @@ def has_plain_rows(case: Case) -> bool:
 
 
 def _plain_keys(spec: AttnSpec) -> int:
-    """Three ragged KV tiles; of a pipeline of stages with barriers two rounds, the last tile begins the third."""
+    """Three ragged KV tiles; of a ring of slots with barriers two rounds, the last tile begins the third."""
     tile = KERNELS[spec].tile
     return 2 * tile.stages * tile.block_n + 42 if KERNELS[spec].family == "wgmma" else 170
 

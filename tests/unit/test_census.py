@@ -269,8 +269,7 @@ def test_a_quantizers_registers_must_do_for_the_blocks_of_its_family(problems):
     ({"spill_bytes": 4}, "expected at most 0 bytes of spilt registers, got 4: "),
     ({"elf_abi": 8, "first_driver": 570}, "expected a file for drivers from 525 on, got one that 570 is the first to "
                                           "read: raise least_driver of sm80"),
-    ({"exponentials_in_turns": 5}, "expected a consumer's ping-pong arrival in front of its exponentials, got 5 "
-                                   "of them in front of it: "),
+    ({"exponentials_in_turns": 5}, "expected a consumer's turn to end before it exponentiates, got 5 exponentials in "),
     ({"shared_bytes": 166913}, "expected at most the 166912 bytes of shared memory that a block has on sm80, got "
                                "166913: fewer stages, or a smaller tile"),
 ])

@@ -1,7 +1,7 @@
 // Attention of query tiles with Hopper's asynchronous instructions, in a grid of as many blocks as the GPU holds at once.
 //
-// Each block takes query tiles from a queue. One thread of its first warpgroup, the producer, has the copy engine bring Q
-// into one of two buffers, and the KV tiles into a ring of kStages slots; it runs ahead into the next query tile while the
+// Each block takes query tiles from a queue. One thread of its first warpgroup, the producer, issues TMA bulk copies, of Q
+// into one of two buffers and of KV tiles into a ring of kStages slots; it runs ahead into the next query tile while the
 // last one ends. The other warpgroups, the consumers, own 64 query rows each. Two of them take turns at the tensor cores:
 // products of both side by side would be as slow, and leave both exponentiating side by side. Three meet nowhere.
 // What a consumer does at a KV tile: it issues P·V of the tile before, then Q·K of this one, adds the first to O while the
@@ -167,8 +167,8 @@ class AttentionWgmma {
   static constexpr u32 kFourOnes = 0x38383838;           // e4m3
   static constexpr i32 kSignallingNan = 0x7fa00000;
 
-  // Which P·V a step issues: one that R takes alone, or the first or the second of two, for which a smoothed Q leaves no
-  // registers.
+  // Which P·V a step issues: one that R takes alone, or in a masked step the second of two where R is open; the first of two;
+  // the second. A smoothed Q leaves no registers for two.
   enum Sum { kAlone, kOpens, kCloses };
   static constexpr bool kPairs = !Config::kSmoothQ;
   static constexpr i32 kRoom = kPairs ? 3 : 0;  // of the first tile's P, for the second
@@ -178,9 +178,10 @@ class AttentionWgmma {
   // of P and the scores are the same.
   static constexpr bool kTogether = kConsumers == 2;
 
-  // Whether the last full tile opens R where it is the first of two: the masked step or the last P·V closes it. The masked
-  // step's instructions are fetched seldom then; three consumers pay for that by a dozen moves in the loop.
+  // Whether the last full tile may open R: the masked step or the last P·V then closes it. A call whose keys are whole tiles
+  // executes no masked step then. Three consumers would pay for that with a dozen moves in the loop.
   static constexpr bool kOpenEnd = kPairs && kTogether;
+  static constexpr i32 kFullBehindPair = kOpenEnd ? 0 : 1;  // full tiles behind the first of two that the loop asks for
 
   __device__ __forceinline__ static void init_barriers(const Shared& shared) {
 #pragma unroll
@@ -369,11 +370,11 @@ class AttentionWgmma {
     bool open = false;  // R holds P·V of one tile of two
     if constexpr (kPairs) {
 #pragma unroll 1
-      for (; tile + !kOpenEnd < full_tiles; tile += 2) {
+      for (; tile + kFullBehindPair < full_tiles; tile += 2) {
         step<kLse, false, kOpens>(params, shared, work, warp, lane, tile, place, false, state);
         if (kOpenEnd && tile + 1 == full_tiles) {
           ++tile, open = true;
-          __syncwarp();  // an instruction, so that the moves that this exit takes need not stand in front of it
+          __syncwarp();  // an instruction on this exit alone: the exit's moves then stand here, and not in the loop
           break;
         }
         step<kLse, false, kCloses>(params, shared, work, warp, lane, tile + 1, place, true, state);
