@@ -287,7 +287,7 @@ def quantize_rows(x: torch.Tensor, groups: torch.Tensor, method: Method, quant: 
     """Q or K as integers, and a scale per row, equal within a group. `counted`: the leading rows whose errors decide
     about a clip that is searched, None: all."""
     if method.clip is None:
-        return kernel_steps._quantize_rows(x, groups, quant, True, counted or x.shape[2])
+        return kernel_steps._quantize_rows(x, groups, quant, True, x.shape[2] if counted is None else counted)
     limit, largest = method.largest_integer, kernel_steps._over_groups(x.abs().amax(-1), groups, "amax")
     of_groups = kernel_steps._scale_to(limit, largest * method.clip, quant)
     scale, inv_scale = (values[:, :, groups] for values in of_groups)

@@ -242,7 +242,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("nobody votes for a fall", "attn/softmax.cuh",
      " || far_below);",
      ");",
-     _E4M3_F32, "rows beyond the tight bound"),
+     _E4M3_F32, "output, emulation"),
     ("references that fall without end", "attn/softmax.cuh",
      " && largest_sum * ptx::ex2(fall) < kLargestSum;",
      ";",
@@ -834,7 +834,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "  }",
      "largest<kFinished>(acc_s[r / 2], 0);\n"
      "  }",
-     _HOPPER, "rows beyond the tight bound"),
+     _HOPPER, "output, emulation"),
     ("references that only rise, Hopper", "attn/softmax.cuh",
      "fmaxf(needed, highest[r] - kMostFall)",
      "fmaxf(needed, row_ref[r])",

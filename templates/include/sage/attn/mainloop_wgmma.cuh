@@ -171,9 +171,9 @@ class AttentionWgmma {
   static constexpr u32 kFourOnes = 0x38383838;           // e4m3
   static constexpr i32 kSignallingNan = 0x7fa00000;
 
-  // Which P·V a step issues: of a KV tile that R takes alone, or of the first or the second of two. A smoothed Q leaves no
-  // registers for two.
-  enum Sum { kAlone, kOpens, kCloses };  // kAlone in a masked step: or the second of two, where R is open
+  // Which P·V a step issues: one that R takes alone, or in a masked step the second of two where R is open; the first of two;
+  // the second. A smoothed Q leaves no registers for two.
+  enum Sum { kAlone, kOpens, kCloses };
   static constexpr bool kPairs = !Config::kSmoothQ;
   static constexpr i32 kRoom = kPairs ? 3 : 0;  // of the first tile's P, for the second
   using Softmax = TileSoftmax<Config, Product, kRoom>;
@@ -182,8 +182,8 @@ class AttentionWgmma {
   // Otherwise P and the scores share registers.
   static constexpr bool kTogether = kConsumers == 2;
 
-  // Whether the last full tile may open R: the masked step or the last P·V then closes it. Calls whose keys are
-  // whole tiles never fetch the masked step's instructions. Three consumers would pay for that with a dozen moves in the loop.
+  // Whether the last full tile may open R: the masked step or the last P·V then closes it. A call whose keys are whole tiles
+  // executes no masked step then. Three consumers would pay for that with a dozen moves in the loop.
   static constexpr bool kOpenEnd = kPairs && kTogether;
   static constexpr i32 kFullBehindPair = kOpenEnd ? 0 : 1;  // full tiles behind the first of two that the loop asks for
 
@@ -379,7 +379,7 @@ class AttentionWgmma {
         step<kLse, false, kOpens>(params, shared, work, warp, lane, tile, stage, false, state);
         if (kOpenEnd && tile + 1 == full_tiles) {
           ++tile, open = true;
-          __syncwarp();  // an instruction on this exit alone: its moves stand here, and not in the loop
+          __syncwarp();  // an instruction on this exit alone: the exit's moves then stand here, and not in the loop
           break;
         }
         step<kLse, false, kCloses>(params, shared, work, warp, lane, tile + 1, stage, true, state);

@@ -7,9 +7,9 @@
 
 namespace sage::ptx {
 
-// The next grid may start when every block of this one has called this or has ended. It must then wait before it touches
-// global memory: of what this grid writes nothing need be written yet. A grid that calls this is itself an ordinary launch,
-// or it would write what the grid before still reads. Nothing on chips before sm_90.
+// The next grid may start when every block of this one has called this or has ended, whatever this grid has written by then:
+// the next grid must call grid_dependency_wait() before it touches global memory. A grid that calls this without waiting must
+// itself be an ordinary launch: else it would overwrite what the grid before still reads. Nothing on chips before sm_90.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

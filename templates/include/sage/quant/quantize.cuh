@@ -37,7 +37,7 @@ struct Quantize {
 
   // The branch is uniform over the grid.
   __device__ __forceinline__ void run() const {
-    ptx::launch_dependents();
+    ptx::launch_dependents();  // of use on Hopper, whose attention kernels alone are launched so
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.taken = 0;
     run_with_rows(*this, params.aligned, params.dtype);
   }
