@@ -27,6 +27,7 @@ from codegen.files import write_atomic
 from codegen.kernel_info import KernelInfo, of_elf, of_ptx
 from codegen.nvdisasm import disassemble
 from sage_aot._kernels.manifest import MachineCode, MainLoop, Struct
+from sage_aot._kernels.spec import spec_of
 
 _Key = TypeVar("_Key", int, str)
 
@@ -51,7 +52,7 @@ class Report:
     """What the compiler made of one kernel."""
 
     compiler: str  # name and full version
-    machine: MachineCode | None  # None for PTX, which is not machine code yet; spills of functions it calls, too
+    machine: MachineCode | None  # of the entry point with most registers, and all spills; None for PTX
     first_driver: int  # that reads this ABI or this version of PTX
     opcodes: dict[str, int]  # tensor-core instructions
     main_loop: MainLoop | None  # None for PTX and for a kernel without such instructions in a loop
@@ -60,29 +61,29 @@ class Report:
     info: KernelInfo  # what the kernel says of itself
 
     @classmethod
-    def of(cls, compiler: str, kernel: str, compiled: Compiled) -> Report:
-        """Read the log and the code; BuildError for warnings and for anything but this one kernel."""
+    def of(cls, compiler: str, entries: tuple[str, ...], compiled: Compiled) -> Report:
+        """Read the log and the code; BuildError for warnings and for anything but these entry points."""
         if _WARNING.search(compiled.log):
             raise BuildError("expected no warnings")  # NVRTC has no option for it
         if loss := _LOSS.search(compiled.log):
             raise BuildError(f"expected Hopper's instructions as they are written, got {loss[0]}")
-        return (cls._of_ptx if compiled.is_ptx else cls._of_cubin)(compiler, kernel, compiled)
+        return (cls._of_ptx if compiled.is_ptx else cls._of_cubin)(compiler, entries, compiled)
 
     @classmethod
-    def _of_cubin(cls, compiler: str, kernel: str, compiled: Compiled) -> Report:
+    def _of_cubin(cls, compiler: str, entries: tuple[str, ...], compiled: Compiled) -> Report:
         """From the log of ptxas -v and the machine code."""
-        _check_entries(_ENTRY.findall(compiled.log), kernel)
+        _check_entries(_ENTRY.findall(compiled.log), entries)
         functions, abi = disassemble(compiled.code), compiled.code[_ABI_BYTE]
-        machine = MachineCode(registers=int(_REGISTERS.findall(compiled.log)[0]), elf_abi=abi,
+        machine = MachineCode(registers=max(map(int, _REGISTERS.findall(compiled.log))), elf_abi=abi,
                               spill_bytes=sum(map(int, sum(_SPILLS.findall(compiled.log), ()))))
         return cls(compiler, machine, _known(_FIRST_DRIVER_OF_ABI, abi, "ABI"), tensor_opcodes(functions),
                    main_loop(functions), exponentials_in_turns(functions), additions_under_products(functions),
                    of_elf(compiled.code))
 
     @classmethod
-    def _of_ptx(cls, compiler: str, kernel: str, compiled: Compiled) -> Report:
+    def _of_ptx(cls, compiler: str, entries: tuple[str, ...], compiled: Compiled) -> Report:
         text = compiled.code.decode()
-        _check_entries(_PTX_ENTRY.findall(text), kernel)
+        _check_entries(_PTX_ENTRY.findall(text), entries)
         version, = _PTX_VERSION.findall(text)
         return cls(compiler, None, _known(_FIRST_DRIVER_OF_PTX, version, "version of PTX"), ptx_opcodes(text), None,
                    0, 0, of_ptx(text))
@@ -106,9 +107,9 @@ class Compiled:
     is_ptx: bool = False
 
 
-def _check_entries(entries: list[str], kernel: str) -> None:
-    if entries != [kernel]:
-        raise BuildError(f"expected one __global__ function, named {kernel} as its file, got {entries}")
+def _check_entries(found: list[str], expected: tuple[str, ...]) -> None:
+    if sorted(found) != sorted(expected):
+        raise BuildError(f"expected the __global__ functions {', '.join(expected)}, got {', '.join(found) or 'none'}")
 
 
 def _known(first_drivers: dict[_Key, int], found: _Key, what: str) -> int:
@@ -134,7 +135,7 @@ def main(compile_kernel: Callable[[Path, str, Path], Compiled], version: Callabl
     try:
         compiled = compile_kernel(args.source, args.target, args.include)
         log = compiled.log
-        report = Report.of(version(), args.source.stem, compiled)
+        report = Report.of(version(), spec_of(args.source.stem).entries, compiled)
     except (BuildError, OSError) as error:
         print(f"{log}{args.source}: {error}", file=sys.stderr)
         return 1

@@ -18,9 +18,9 @@ from codegen.project import Project
 CONTEXT = {
     "attn": ("name", "template", "row", "headdim", "qk_bits", "pv", "pv_accum", "causal", "smooth_v",
              "smooth_q", "block_m", "block_n", "warp_m", "stages", "min_blocks"),
-    "quant": ("name", "template", "row", "headdim", "qk_bits", "pv", "block_m", "block_n", "warp_m", "threads",
-              "min_blocks"),
-    "delta": ("name", "template", "row", "headdim", "threads"),
+    "quant": ("name", "template", "row", "entries", "headdim", "qk_bits", "pv", "block_m", "block_n", "warp_m",
+              "threads", "min_blocks"),
+    "delta": ("name", "template", "row", "entries", "headdim", "threads"),
 }
 """What the templates of each kind are given; they use all of it and nothing else."""
 
@@ -28,6 +28,7 @@ _QK_BITS = {"int8": 8, "int4": 4}
 _PV_ENUMERATOR = {"f16": "Pv::kF16", "e4m3": "Pv::kE4m3"}
 _PV_ACCUM_ENUMERATOR = {"f32": "PvAccum::kF32", "two_level_f32": "PvAccum::kTwoLevelF32",
                         "two_level_f16": "PvAccum::kTwoLevelF16"}
+_ROWS_ENUMERATOR = {"bf16": "Rows::kBf16", "f16": "Rows::kF16", "any": "Rows::kAny"}
 _CPP_NAME = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*", re.ASCII)
 
 
@@ -51,6 +52,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "name": kernel.spec.name,
         "template": kernel.how.template,
         "row": kernel.row,
+        "entries": [*zip(kernel.spec.entries, map(_ROWS_ENUMERATOR.get, kernel.spec.rows))],
         "headdim": kernel.spec.headdim,
         "qk_bits": _QK_BITS.get(axes.get("qk", "")),
         "pv": _PV_ENUMERATOR.get(axes.get("pv", "")),

@@ -151,7 +151,7 @@ class CudaCall:
         """Some launches, to be queued together; their kernels are loaded."""
         load, packers = self._backend.library.load, self._backend.packers
         with _device(self._device):
-            bound = [_Bound(launch.record, load(launch.record, self._device), launch.blocks,
+            bound = [_Bound(launch.record, load(launch.record, launch.entry, self._device), launch.blocks,
                             packers[launch.record.params].pack(launch.params)) for launch in wanted]
             return Queue(bound, self._driver, self._device, self._backend.context(self._device))
 

@@ -31,7 +31,7 @@ class Library:
         """`driver`: None for what this process loads kernels with."""
         self.folder = folder
         self._driver = driver
-        self._functions: dict[tuple[int, str], Function] = {}  # by device and file
+        self._functions: dict[tuple[int, str], Function] = {}  # by device and entry point
         self._lock = threading.Lock()
 
     @property
@@ -72,24 +72,24 @@ class Library:
                              f"says {record.sha256}; {_REBUILD}")
         return image
 
-    def load(self, record: KernelRecord, device: int) -> Function:
-        """A kernel on a device, which must be torch's current one; loaded at most once."""
-        driver, key = self.driver, (device, record.file)
+    def load(self, record: KernelRecord, entry: str, device: int) -> Function:
+        """One of a kernel's entry points on a device, which must be torch's current one; loaded at most once."""
+        driver, key = self.driver, (device, entry)
         with self._lock:
             if key not in self._functions:
-                self._functions[key] = self._loaded(driver, record, device)
+                self._functions[key] = self._loaded(driver, record, entry, device)
             return self._functions[key]
 
-    def _loaded(self, driver: Driver, record: KernelRecord, device: int) -> Function:
+    def _loaded(self, driver: Driver, record: KernelRecord, entry: str, device: int) -> Function:
         reason = too_old(driver.cuda, record.least_driver)
         if reason:
             raise UnsupportedError(f"the driver of device {device} is too old for {record.name}: {reason}; update it")
         image = self.read(record)
         try:
-            return driver.load(device, image, record.name, record.fact("threads"), record.fact("shared_bytes"),
+            return driver.load(device, image, entry, record.fact("threads"), record.fact("shared_bytes"),
                                record.programmatic_launch)
         except Exception as error:  # those of cupy have no common base: whatever it is, name the kernel
-            raise LaunchError(f"the driver does not load {record.name} (built for {record.target}) on device "
+            raise LaunchError(f"the driver does not load {entry} (built for {record.target}) on device "
                               f"{device}: {error}") from error
 
 

@@ -14,6 +14,10 @@ AXES: dict[str, tuple[int | str, ...]] = {
 """Every axis but the arch, with its values. Archs are open: any ``sm<major><minor>`` may stand in the matrix, and
 ``ptx<major><minor>``, PTX that a driver compiles for GPUs from that capability on."""
 
+ROWS = ("bf16", "f16", "any")
+"""What an entry point of a quantizer knows of the rows that it reads: their type, and that each begins at a multiple of
+16 bytes and holds whole 16-byte vectors; or nothing."""
+
 HEADDIMS = tuple(value for value in AXES["headdim"] if isinstance(value, int))
 MAX_HEADDIM = max(HEADDIMS)
 

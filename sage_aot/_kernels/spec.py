@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from sage_aot._kernels.axes import AXES
+from sage_aot._kernels.axes import AXES, ROWS
 
 _PREFIX = {"headdim": "d", "qk": "qk", "pv": "pv", "pv_accum": "acc"}
 _SHORT: dict[int | str, str] = {"two_level_f32": "2f32", "two_level_f16": "2f16"}
@@ -42,6 +42,7 @@ class KernelSpec:
     """One specialized kernel; a subclass per kind, whose fields are the axes that the kind depends on."""
 
     kind: ClassVar[str]
+    rows: ClassVar[tuple[str, ...]] = ()  # of ROWS, those that it has an entry point for; none: it reads no rows
     arch: str
     headdim: int
 
@@ -57,8 +58,13 @@ class KernelSpec:
 
     @property
     def name(self) -> str:
-        """Entry point, file stem, manifest key, test id and bench row of this kernel."""
+        """File stem, manifest key, test id and bench row of this kernel."""
         return "_".join(["sage", self.kind, *(_spell(axis, value) for axis, value in self.values.items())])
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The entry points: one for each of :attr:`rows`, or one with the kernel's name."""
+        return tuple(f"{self.name}_{rows}" for rows in self.rows) or (self.name,)
 
     def companion(self, kind: str) -> KernelSpec:
         """The kernel of another kind that works beside this one: same values on the axes that both have."""
@@ -74,6 +80,7 @@ class DeltaSpec(KernelSpec):
     """What smoothing Q takes off the scores."""
 
     kind = "delta"
+    rows = ROWS
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ class QuantSpec(KernelSpec):
     """Quantization of Q, K and V."""
 
     kind = "quant"
+    rows = ROWS
     qk: str
     pv: str
 

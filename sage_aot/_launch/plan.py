@@ -38,6 +38,7 @@ class Launch(NamedTuple):
     """One kernel launch; grids are one-dimensional."""
 
     record: KernelRecord
+    entry: str  # of the kernel's entry points
     blocks: int
     params: Params  # what is known of it, of which the kernel's struct takes its fields
 
@@ -155,11 +156,19 @@ def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: in
     }
 
 
-def _launch(record: KernelRecord, blocks: int, params: Params, at_most: int = _MAX_GRID) -> Launch:
-    """A launch of so many blocks; where there are more than `at_most`, these share the work of the others."""
+def _launch(record: KernelRecord, blocks: int, params: Params, rows: str | None = None,
+            at_most: int = _MAX_GRID) -> Launch:
+    """A launch of so many blocks; where there are more than `at_most`, these share the work of the others. `rows`: what
+    is known of the rows that the kernel reads, where it reads rows."""
     if blocks > _MAX_GRID:
         raise UnsupportedError(f"{record.name} would need {blocks} blocks, a launch takes {_MAX_GRID}; split the batch")
-    return Launch(record, min(blocks, at_most), params)
+    spec = record.spec
+    return Launch(record, spec.entries[spec.rows.index(rows) if rows else 0], min(blocks, at_most), params)
+
+
+def _rows(problem: Problem, *tensors: Argument) -> str:
+    """What holds for the rows of all of these tensors."""
+    return problem.dtype if all(tensor.aligned(problem.headdim) for tensor in tensors) else "any"
 
 
 def _quantize(plan: Plan, tensors: Arguments, known: Params, multiprocessors: int) -> Launch:
@@ -169,19 +178,19 @@ def _quantize(plan: Plan, tensors: Arguments, known: Params, multiprocessors: in
     blocks = q_blocks + 2 * kv_heads * math.ceil(plan.kv_tiles / at_once)
     rounds = max(1, min(MOST_ROUNDS, blocks // (multiprocessors * BLOCKS_A_ROUND)))
     kv_blocks = kv_heads * math.ceil(plan.kv_tiles / (at_once * rounds))
-    aligned = all(tensor.aligned(problem.headdim) for tensor in (tensors.q, tensors.k, tensors.v))
-    return _launch(record, q_blocks + 2 * kv_blocks, {**known, "aligned": aligned, "rounds": rounds})
+    return _launch(record, q_blocks + 2 * kv_blocks, {**known, "rounds": rounds},
+                   _rows(problem, tensors.q, tensors.k, tensors.v))
 
 
 def _delta(plan: Plan, tensors: Arguments, known: Params) -> Launch:
     record = plan.kernels["delta"]
     edge = record.fact("tile")
     blocks = known["num_heads"] * math.ceil(plan.q_tiles / edge) * math.ceil(known["columns"] / edge)
-    return _launch(record, blocks, {**known, "aligned": tensors.k.aligned(plan.problem.headdim)})
+    return _launch(record, blocks, known, _rows(plan.problem, tensors.k))
 
 
 def _attention(plan: Plan, known: Params, multiprocessors: int) -> Launch:
     """A block per query tile, or where blocks take several, as many as the GPU holds at once."""
     record = plan.kernels.attn
     resident = multiprocessors * record.tile.min_blocks if FAMILIES[record.family].persistent else _MAX_GRID
-    return _launch(record, known["num_heads"] * plan.q_tiles, known, resident)
+    return _launch(record, known["num_heads"] * plan.q_tiles, known, at_most=resident)

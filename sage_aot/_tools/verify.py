@@ -194,7 +194,8 @@ def _load(library: Library, records: list[KernelRecord], device: int) -> tuple[l
     loaded, problems = [], []
     for record in records:
         try:
-            library.load(record, device)
+            for entry in record.spec.entries:
+                library.load(record, entry, device)
             loaded.append(record)
         except SageAotError as error:
             problems.append(str(error))

@@ -25,6 +25,7 @@ from codegen.kernel_info import KernelInfo, of_elf
 from codegen.matrix import Matrix, PlannedKernel, read_matrix
 from codegen.project import ROOT, Project
 from codegen.render import render_all, source_path
+from sage_aot._kernels.axes import ROWS
 from sage_aot._kernels.manifest import FILE_NAME, AttnRecord, KernelRecord, Manifest, records_by_name
 from sage_aot._kernels.spec import AttnSpec, target_of
 from sage_aot._launch.structs import vocabulary
@@ -43,10 +44,11 @@ class HostBuildError(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    """One kernel: its entry point, and the file that defines it."""
+    """A library of kernels, and the file that defines them."""
 
     name: str
     path: Path
+    entries: tuple[str, ...] = ()  # of the entry points those to compile; none: the one with the library's name
 
 
 @dataclass(frozen=True)
@@ -65,22 +67,29 @@ def matrix() -> Matrix:
     return read_matrix(PROJECT.matrix, PROJECT.templates)
 
 
-def build_matrix(specs: Iterable[AttnSpec], project: Project = PROJECT, base: Build | None = None) -> Build:
+def build_matrix(specs: Iterable[AttnSpec], project: Project = PROJECT, base: Build | None = None,
+                 rows: tuple[str, ...] = ROWS) -> Build:
     """These attention kernels of build_matrix.yaml and those that feed them, rendered as codegen renders them, with a
     manifest of them and of what this process built in the same folder before. `base`: a build of PROJECT to take those
-    from whose headers are equal."""
+    from whose headers are equal. `rows`: of kernels with an entry point for each of ROWS, those to compile."""
     asked = _asked.setdefault(project.build, set())
     asked |= {spec.name for spec in specs}
     asked |= {name for kernel in matrix().kernels if kernel.spec.name in asked for name in kernel.feeders}
     kernels = [kernel for kernel in matrix().kernels if kernel.spec.name in asked]
     render_all(kernels, matrix(), project)
-    sources = [Source(kernel.spec.name, source_path(kernel, project)) for kernel in kernels]
+    sources = [_source(kernel, project, rows) for kernel in kernels]
     known = [source for source in sources if base and _is_known(source.path, project)]
     made = build([source for source in sources if source not in known], project.build, project.include)
     for source in known:
         _link(made.library(source.name), base.library(source.name))
     write_if_changed(made.folder / FILE_NAME, _manifest(kernels, made).to_text().encode())
     return made
+
+
+def _source(kernel: PlannedKernel, project: Project, rows: tuple[str, ...]) -> Source:
+    spec = kernel.spec
+    entries = tuple(entry for entry, known in zip(spec.entries, spec.rows) if known in rows)
+    return Source(spec.name, source_path(kernel, project), entries)
 
 
 _asked: dict[Path, set[str]] = {}
@@ -186,13 +195,14 @@ def _kernels_text(sources: Iterable[Source], folder: Path) -> str:
     ninja = Writer(text, width=120)
     ninja.variable("builddir", str(folder))
     ninja.rule("kernel", _command(*compiler(), *kernel_flags(), f"-I{folder / 'include'}", f"-I{MEANINGS}")
-               + " -DSIM_KERNEL=$name $source -MMD -MF $out.d -MT $out -c $in -o $out.o"
+               + " $defines -MMD -MF $out.d -MT $out -c $in -o $out.o"
                + f" && {_link_command()} $out.o -o $out",
                depfile="$out.d", deps="gcc", description="$name")
     for source in sources:
-        define = f'-DSIM_SOURCE="{source.path}"'
+        entries = " ".join(f"SIM_ENTRY({entry})" for entry in source.entries or (source.name,))
+        defines = _command(f'-DSIM_SOURCE="{source.path}"', f"-DSIM_ENTRIES={entries}")
         ninja.build(str(folder / f"{source.name}.so"), "kernel", str(_ENTRY),
-                    variables={"name": source.name, "source": _command(define)})
+                    variables={"name": source.name, "defines": defines})
     return text.getvalue()
 
 

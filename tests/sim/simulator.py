@@ -77,13 +77,15 @@ class Simulator:
         _, (major, minor), _ = read_target(record.target)
         arch = self.arch or 10 * major + minor
         self.launch_kernel(record.name, Packer(layout).pack(launch.params).at(addresses), launch.blocks,
-                           record.fact("threads"), record.fact("shared_bytes"), arch, record.programmatic_launch)
+                           record.fact("threads"), record.fact("shared_bytes"), arch, record.programmatic_launch,
+                           launch.entry)
 
     def launch_kernel(self, name: str, params: bytes, blocks: int, threads: int, shared_bytes: int = 0,
-                      arch: int = 80, programmatic: bool = False) -> None:
-        """Run a kernel that need not be one of the matrix. `programmatic`: by a programmatic dependent launch."""
-        self._engine.launch(self.build.library(name), name, params, blocks, threads, shared_bytes, arch, self.seed,
-                            programmatic)
+                      arch: int = 80, programmatic: bool = False, entry: str = "") -> None:
+        """Run a kernel that need not be one of the matrix. `programmatic`: by a programmatic dependent launch; `entry`:
+        the entry point, where its name is not the library's."""
+        self._engine.launch(self.build.library(name), entry or name, params, blocks, threads, shared_bytes, arch,
+                            self.seed, programmatic)
 
     def know(self, *buffers: Buffer) -> None:
         """From now on launches may touch these buffers and no others."""
@@ -220,9 +222,9 @@ class _Engine:
     def launch(self, path: Path, name: str, params: bytes, blocks: int, threads: int, shared_bytes: int, arch: int,
                seed: int, programmatic: bool) -> None:
         kernel = self._kernel(path)
-        expected = kernel.sim_params_bytes()
+        expected = kernel[f"sim_params_bytes_{name}"]()
         assert len(params) == expected, f"{name}: its struct has {expected} bytes, got {len(params)}"
-        call = ctypes.cast(kernel.sim_call, ctypes.c_void_p)
+        call = ctypes.cast(kernel[f"sim_call_{name}"], ctypes.c_void_p)
         launch = _Launch(call, params, blocks, threads, shared_bytes, arch, seed, programmatic)
         assert self._library.sim_launch(ctypes.byref(launch)), f"no chip model for sm_{arch}: engine/chip.h"
         reports = [self._report(i, path, name) for i in range(self._library.sim_report_count())]

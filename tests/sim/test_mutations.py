@@ -14,6 +14,8 @@ from simulated import Simulated
 from tables import DOCUMENT, with_tables
 from variants_on_cpu import SEEDS, cases_of, failure_of, has_plain_rows, variant
 
+from sage_aot._kernels.axes import ROWS
+
 
 def caught_by(base: Build, mutation: Mutation) -> str | None:
     """The check that fails first where this bug is planted; what every kernel must pass is what counts. `base`: kernels
@@ -21,17 +23,18 @@ def caught_by(base: Build, mutation: Mutation) -> str | None:
     cases = cases_of(variant(mutation.variant))
     in_quantizers = simbuild.is_included("quantize.cu.jinja", mutation.header)
     plain = {name: case for name, case in cases.items() if in_quantizers and has_plain_rows(case)}
-    return (caught_in(plain, base, mutation, plain_rows=True)
+    return (caught_in(plain, base, mutation, ("bf16",))
             or caught_in({name: case for name, case in cases.items() if name not in plain}, base, mutation))
 
 
-def caught_in(cases: dict[str, Case], base: Build, mutation: Mutation, **how: bool) -> str | None:
-    """The same for some of the kernel's cases."""
+def caught_in(cases: dict[str, Case], base: Build, mutation: Mutation,
+              rows: tuple[str, ...] = ROWS) -> str | None:
+    """The same for some of the kernel's cases. `rows`: what the quantizers are compiled for."""
     if not cases:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        project = mutation.plant(Path(folder), **how)
-        subject = Simulated(simbuild.build_matrix([variant(mutation.variant)], project, base))
+        project = mutation.plant(Path(folder))
+        subject = Simulated(simbuild.build_matrix([variant(mutation.variant)], project, base, rows))
         for case in cases.values():
             if failure := failure_of(subject.check(case, seed) for seed in SEEDS):
                 return failure[0]

@@ -47,7 +47,6 @@ struct QuantParams {
   i32 kv_tiles;
   float softmax_scale_log2;  // softmax scale times log2 e
   Dtype dtype;
-  i32 aligned;   // every row of q, k and v starts at a multiple of 16 bytes
   i32 smooth_q;  // whether the mean of each tile's rows is subtracted
   i32 smooth_k;
   i32 smooth_v;
@@ -57,6 +56,7 @@ struct QuantParams {
   float v_least;    // largest magnitude of V̂ in a tile that needs no factor: from here
   float v_limit;    // to here
   i32 rounds;       // how often a block takes as many tiles of K or V as its threads can at once
+  i32 unused;       // a struct has no gaps
 };
 
 constexpr auto fields_of(const QuantParams*) {
@@ -66,9 +66,9 @@ constexpr auto fields_of(const QuantParams*) {
                 SAGE_FIELD(v_mean), SAGE_FIELD(row_bias), SAGE_FIELD(lse), SAGE_FIELD(taken), SAGE_FIELD(batch),
                 SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
                 SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles), SAGE_FIELD(softmax_scale_log2),
-                SAGE_FIELD(dtype), SAGE_FIELD(aligned), SAGE_FIELD(smooth_q), SAGE_FIELD(smooth_k),
-                SAGE_FIELD(smooth_v), SAGE_FIELD(rotate), SAGE_FIELD(clip), SAGE_FIELD(v_typical), SAGE_FIELD(v_least),
-                SAGE_FIELD(v_limit), SAGE_FIELD(rounds));
+                SAGE_FIELD(dtype), SAGE_FIELD(smooth_q), SAGE_FIELD(smooth_k), SAGE_FIELD(smooth_v), SAGE_FIELD(rotate),
+                SAGE_FIELD(clip), SAGE_FIELD(v_typical), SAGE_FIELD(v_least), SAGE_FIELD(v_limit), SAGE_FIELD(rounds),
+                SAGE_FIELD(unused));
 }
 
 // What smoothing Q took off the scores: delta_s = mean of a query tile's rows · (K less its mean), in log2 units.
@@ -87,10 +87,10 @@ struct DeltaParams {
   i32 q_tiles;
   i32 columns;  // kv_tiles * block_n
   Dtype dtype;
-  i32 aligned;    // every row of k starts at a multiple of 16 bytes
   i32 block_m;    // query rows of a tile
   i32 block_n;    // keys of a KV tile
   i32 is_causal;  // columns of KV tiles that no row of a query tile sees are left unwritten
+  i32 unused;     // a struct has no gaps
 };
 
 constexpr auto fields_of(const DeltaParams*) {
@@ -98,8 +98,8 @@ constexpr auto fields_of(const DeltaParams*) {
   return fields(SAGE_STRUCT(DeltaParams), SAGE_FIELD(k), SAGE_FIELD(q_mean), SAGE_FIELD(k_mean), SAGE_FIELD(delta_s),
                 SAGE_FIELD(first_head), SAGE_FIELD(num_heads), SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads),
                 SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv), SAGE_FIELD(headdim), SAGE_FIELD(q_tiles),
-                SAGE_FIELD(columns), SAGE_FIELD(dtype), SAGE_FIELD(aligned), SAGE_FIELD(block_m), SAGE_FIELD(block_n),
-                SAGE_FIELD(is_causal));
+                SAGE_FIELD(columns), SAGE_FIELD(dtype), SAGE_FIELD(block_m), SAGE_FIELD(block_n), SAGE_FIELD(is_causal),
+                SAGE_FIELD(unused));
 }
 
 struct AttnParams {

@@ -1,5 +1,5 @@
-// Compiled once per kernel: the rendered source as it stands, SIM_SOURCE, and how the engine starts its entry point,
-// SIM_KERNEL.
+// Compiled once per library: the rendered source as it stands, SIM_SOURCE, and how the engine starts its entry points.
+// SIM_ENTRIES names these: SIM_ENTRY(first) SIM_ENTRY(second). Others of the source are not compiled.
 
 #include SIM_SOURCE
 
@@ -18,8 +18,10 @@ __attribute__((no_sanitize("thread"))) void call(void (*kernel)(Params), const v
 
 }  // namespace
 
-extern "C" unsigned sim_params_bytes() { return params_bytes(SIM_KERNEL); }
-extern "C" void sim_call(const void* params) { call(SIM_KERNEL, params); }
+#define SIM_ENTRY(kernel) \
+  extern "C" unsigned sim_params_bytes_##kernel() { return params_bytes(kernel); } \
+  extern "C" void sim_call_##kernel(const void* params) { call(kernel, params); }
+SIM_ENTRIES
 
 // The loader makes thread-local storage when it is first used.
 static thread_local volatile char touched;

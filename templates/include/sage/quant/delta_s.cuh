@@ -35,8 +35,6 @@ struct DeltaS {
   const DeltaParams& params;
   Operands& operands;  // shared
 
-  __device__ __forceinline__ void run() const { run_with_rows(*this, params.aligned, params.dtype); }
-
   // blockIdx.x: keys fastest, then query tiles, then query heads.
   template <Rows kSource>
   __device__ __forceinline__ void run() const {

@@ -35,17 +35,12 @@ struct Quantize {
   const QuantParams& params;
   Shared& shared;
 
-  // The branch is uniform over the grid.
-  __device__ __forceinline__ void run() const {
-    ptx::launch_dependents();  // of use on Hopper, whose attention kernels alone are launched so
-    if (blockIdx.x == 0 && threadIdx.x == 0) *params.taken = 0;
-    run_with_rows(*this, params.aligned, params.dtype);
-  }
-
   // blockIdx.x: per KV head, the last first, its tiles of K, of V, and of Q in all of its query heads. Attention begins with the
   // first heads, whose tiles are then in L2.
   template <Rows kSource>
   __device__ __forceinline__ void run() const {
+    ptx::launch_dependents();  // of use on Hopper, whose attention kernels alone are launched so
+    if (blockIdx.x == 0 && threadIdx.x == 0) *params.taken = 0;
     const i32 kv_blocks = ceil_div(params.kv_tiles, params.rounds * Block::kTiles);
     const i32 group = params.num_q_heads / params.num_kv_heads;
     const i32 blocks_per_head = 2 * kv_blocks + group * params.q_tiles, index = ptx::block_index();

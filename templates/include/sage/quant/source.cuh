@@ -13,8 +13,8 @@ struct alignas(16) Raw {
   u32 word[kVector / 2];
 };
 
-// What is known of a tensor's rows when a kernel is compiled: that each starts at a multiple of 16 bytes and holds whole
-// vectors, of which type, so that one load takes eight channels and nothing branches; or nothing.
+// What an entry point knows of the rows it reads: their type, and that each starts at a multiple of 16 bytes and holds
+// whole vectors, so that one load takes eight channels and nothing branches; or nothing. The host picks the entry point.
 enum class Rows { kBf16, kF16, kAny };
 
 template <Rows kSource>
@@ -52,7 +52,7 @@ struct Source {
     return raw;
   }
 
-  // A branch on it is uniform over the grid, where one is left.
+  // A branch on it is uniform over the grid.
   __device__ __forceinline__ bool is_bf16() const {
     return kSource == Rows::kBf16 || (kSource == Rows::kAny && dtype == Dtype::kBf16);
   }
@@ -136,13 +136,5 @@ struct HeldRows {
     else return load_row(i);
   }
 };
-
-// Calls work.run<kSource>() with what is known; the branches are uniform over the grid.
-template <class Work>
-__device__ __forceinline__ void run_with_rows(const Work& work, bool aligned, Dtype dtype) {
-  if (!aligned) work.template run<Rows::kAny>();
-  else if (dtype == Dtype::kBf16) work.template run<Rows::kBf16>();
-  else work.template run<Rows::kF16>();
-}
 
 }  // namespace sage
