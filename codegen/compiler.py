@@ -27,7 +27,6 @@ from codegen.files import write_atomic
 from codegen.kernel_info import KernelInfo, of_elf, of_ptx
 from codegen.nvdisasm import disassemble
 from sage_aot._kernels.manifest import MachineCode, MainLoop, Struct
-from sage_aot._kernels.spec import spec_of
 
 _Key = TypeVar("_Key", int, str)
 
@@ -125,6 +124,8 @@ def main(compile_kernel: Callable[[Path, str, Path], Compiled], version: Callabl
     parser = argparse.ArgumentParser(description="Compile one kernel to a cubin or PTX, and a report beside it.")
     parser.add_argument("source", type=Path)
     parser.add_argument("--target", required=True, metavar="sm_80")
+    parser.add_argument("--entry", action="append", default=[], metavar="NAME",
+                        help="one of the entry points; without any: one with the source's name")
     parser.add_argument("--include", required=True, type=Path, metavar="DIR")
     parser.add_argument("-o", dest="out", required=True, type=Path, metavar="OUT")
     args = parser.parse_args()
@@ -135,7 +136,7 @@ def main(compile_kernel: Callable[[Path, str, Path], Compiled], version: Callabl
     try:
         compiled = compile_kernel(args.source, args.target, args.include)
         log = compiled.log
-        report = Report.of(version(), spec_of(args.source.stem).entries, compiled)
+        report = Report.of(version(), tuple(args.entry) or (args.source.stem,), compiled)
     except (BuildError, OSError) as error:
         print(f"{log}{args.source}: {error}", file=sys.stderr)
         return 1

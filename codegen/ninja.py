@@ -46,7 +46,7 @@ def ninja_text(kernels: tuple[PlannedKernel, ...], compilation: Compilation) -> 
     ninja = Writer(text, width=120)  # type: ignore[arg-type]  # its stub says a string; it writes to a file
     ninja.variable("ninja_required_version", "1.5")
     ninja.variable("builddir", str(compilation.folder))  # of ninja's log
-    ninja.rule("compile", f"{_quoted(_interpreter())} -m codegen.{toolchain} $in --target $target "
+    ninja.rule("compile", f"{_quoted(_interpreter())} -m codegen.{toolchain} $in --target $target $entries "
                           f"--include {_quoted(project.include)} -o $out", description=f"{toolchain} $target $name")
     # The flags stand in the toolchain's module, so a change of them rebuilds as a change of that file.
     commands = [Path(__file__).with_name(name) for name in (f"{toolchain}.py", *_COMMAND_FILES)]
@@ -55,7 +55,8 @@ def ninja_text(kernels: tuple[PlannedKernel, ...], compilation: Compilation) -> 
         headers = sorted(headers_of(source, project.include))
         ninja.build([str(compiled)], "compile", [str(source)], implicit_outputs=[str(compiled.with_suffix(".json"))],
                     implicit=[str(path) for path in (*headers, *commands, compilation.folder / "compiler.txt")],
-                    variables={"target": compilation.target(kernel), "name": kernel.spec.name})
+                    variables={"target": compilation.target(kernel), "name": kernel.spec.name,
+                               "entries": " ".join(f"--entry {entry}" for entry in kernel.spec.entries)})
     return text.getvalue()
 
 

@@ -221,7 +221,7 @@ def test_what_the_driver_refuses_has_its_name(library, monkeypatch):
     record = library.manifest.kernels[OWN[0].name]
     monkeypatch.setattr(library, "read", lambda record: b"no cubin, and no PTX")
     with pytest.raises(LaunchError, match=f"does not load {record.name} .*CUDA_ERROR_"):
-        library.load(record, torch.cuda.current_device())
+        library.load(record, record.spec.entries[0], torch.cuda.current_device())
 
 
 def test_another_kernel_folder_between_calls(expected, monkeypatch, tmp_path):

@@ -79,7 +79,7 @@ using namespace sage;
 struct Config {{
 {constants}
 }};
-extern "C" __global__ void {{{{ name }}}}(float* x) {{ x[0] = kValue; {body} }}
+{functions}
 struct Kernel {{
   static constexpr auto facts() {{
     return sage::facts(Fact{{"threads", {threads}}}, Fact{{"shared_bytes", {shared}}});
@@ -87,6 +87,12 @@ struct Kernel {{
 }};
 SAGE_KERNEL_INFO(Kernel, {params});
 """
+_FUNCTION = """\
+extern "C" __global__ void {{ name }}(float* x) { x[0] = kValue; products(x); }"""
+_FUNCTIONS = """\
+{% for entry, rows in entries %}
+extern "C" __global__ void {{ entry }}(float* x) { x[0] = kValue; x[1] = float({{ rows | cpp }}); }
+{% endfor %}"""
 _PRODUCTS = """
 __device__ void products(float* x) {  // both products in a loop, as every attention kernel has them
   int s[4] = {};
@@ -127,12 +133,13 @@ def project(tmp_path: Path) -> Project:
         attn = template == "attn_mma"
         text = _TEMPLATE.format(
             name="{{ name }}", header="attn" if attn else "quant", params=_PARAMS[template],
-            body="products(x);" if attn else "", constants="\n".join(map(_constant, names.split())),
+            functions=_FUNCTION if attn else _FUNCTIONS, constants="\n".join(map(_constant, names.split())),
             **(_FACTS if attn else {"threads": "Config::threads", "shared": 0}))
         (made.templates / f"{template}.cu.jinja").write_text(text)
     for header in _REAL_HEADERS:
         shutil.copy(ROOT / "templates/include/sage" / header, include)
-    (include / "base.cuh").write_text('#pragma once\n#include "sage/params.cuh"\nconstexpr float kValue = 1.f;\n')
+    (include / "base.cuh").write_text('#pragma once\n#include "sage/params.cuh"\nconstexpr float kValue = 1.f;\n'
+                                     'enum Rows { kBf16, kF16, kAny };\n')
     for header, text in {"attn": _PRODUCTS, "quant": ""}.items():
         (include / f"{header}.cuh").write_text(f'#pragma once\n#include "sage/base.cuh"\n{text}')
     made.golden.mkdir(parents=True)

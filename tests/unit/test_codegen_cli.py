@@ -50,7 +50,9 @@ else:
     target, include, *_, source, _, out = sys.argv[2:]
     compiled = compile_kernel(Path(source), target.removeprefix("-arch="), Path(include.removeprefix("-I")))
     Path(out).write_bytes(compiled.code)
-    print(f"ptxas info    : Compiling entry function '{Path(source).stem}' for 'sm_80'")
+    from sage_aot._kernels.spec import spec_of
+    for entry in spec_of(Path(source).stem).entries:
+        print(f"ptxas info    : Compiling entry function '{entry}' for 'sm_80'")
     print("    32 bytes stack frame, 16 bytes spill stores, 8 bytes spill loads")
     print("ptxas info    : Used 128 registers")
 """.replace("ROOT", str(ROOT))

@@ -112,7 +112,7 @@ def test_files_of_two_versions_are_refused(folder):
     other = dataclasses.replace(RECORD, sha256=hashlib.sha256(b"another kernel").hexdigest())
     (folder / RECORD.file).write_bytes(b"another kernel")
     with pytest.raises(CubinError, match=f"the cubin of {SPEC.name} is damaged"):
-        Library(folder, Driver()).load(RECORD, 0)
+        Library(folder, Driver()).load(RECORD, SPEC.name, 0)
     (folder / FILE_NAME).write_text(newer.to_text())
     with pytest.raises(CubinError, match=r"holds kernels of another sage_aot: .*got \('9.9.9'"):
         Library(folder).manifest
@@ -121,7 +121,7 @@ def test_files_of_two_versions_are_refused(folder):
     (folder / FILE_NAME).write_text(mixed.to_text())
     library = Library(folder, Driver())
     with pytest.raises(CubinError, match="is damaged"):
-        library.load(library.manifest.kernels[SPEC.name], 0)
+        library.load(library.manifest.kernels[SPEC.name], SPEC.name, 0)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def driver():
 
 def test_a_kernel_is_loaded_once_a_device(folder, driver):
     library = Library(folder, driver)
-    functions = [library.load(RECORD, device) for device in (0, 0, 1, 1)]
+    functions = [library.load(RECORD, SPEC.name, device) for device in (0, 0, 1, 1)]
     assert functions[0] is functions[1] and functions[2] is functions[3] and functions[0] is not functions[2]
     assert driver.loaded == [(device, CUBIN, SPEC.name, RECORD.fact("threads"), RECORD.fact("shared_bytes"), False)
                              for device in (0, 1)]
@@ -157,7 +157,7 @@ def test_a_kernel_is_loaded_once_a_device(folder, driver):
 
 def test_a_kernel_is_loaded_for_the_threads_and_the_memory_that_it_says(folder, driver):
     record = dataclasses.replace(RECORD, facts={"threads": 384.0, "shared_bytes": 213088.0})
-    Library(folder, driver).load(record, 0)
+    Library(folder, driver).load(record, SPEC.name, 0)
     assert driver.loaded == [(0, CUBIN, SPEC.name, 384, 213088, False)]
     assert [type(number) for number in driver.loaded[0][3:]] == [int, int, bool]
 
@@ -165,7 +165,7 @@ def test_a_kernel_is_loaded_for_the_threads_and_the_memory_that_it_says(folder, 
 @pytest.mark.parametrize("says", [0.0, 1.0])
 def test_a_kernel_that_waits_for_the_grids_before_it_may_start_early(folder, driver, says):
     record = dataclasses.replace(RECORD, facts={**RECORD.facts, "programmatic_launch": says})
-    Library(folder, driver).load(record, 0)
+    Library(folder, driver).load(record, SPEC.name, 0)
     assert driver.loaded[0][5] is bool(says)
 
 
@@ -175,7 +175,7 @@ def test_threads_load_a_kernel_once(folder, driver):
 
     def work():
         meet.wait()
-        found.append(library.load(RECORD, 0))
+        found.append(library.load(RECORD, SPEC.name, 0))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
@@ -190,25 +190,25 @@ def test_what_the_driver_refuses_names_the_kernel(folder, driver):
     driver.failing = True
     with pytest.raises(LaunchError, match=rf"does not load {SPEC.name} \(built for sm_80\) on device 3: "
                                           "CUDA_ERROR_INVALID_IMAGE"):
-        library.load(RECORD, 3)
+        library.load(RECORD, SPEC.name, 3)
     driver.failing = False
-    library.load(RECORD, 3)  # a failure is not kept
+    library.load(RECORD, SPEC.name, 3)  # a failure is not kept
 
 
 def test_a_driver_below_a_kernels_floor_is_refused_before_it_sees_the_file(folder, driver):
     library, demanding = Library(folder, driver), dataclasses.replace(RECORD, least_driver=570, file="not there.cubin")
     with pytest.raises(UnsupportedError, match=rf"the driver of device 0 is too old for {SPEC.name}: it needs a driver "
                                                r"from 570 on \(CUDA 12.8\), this one is for CUDA 12.0; update it"):
-        library.load(demanding, 0)
+        library.load(demanding, SPEC.name, 0)
     driver.cuda = 12080
     with pytest.raises(CubinError, match="is missing"):
-        library.load(demanding, 0)
+        library.load(demanding, SPEC.name, 0)
 
 
 def test_a_library_without_a_driver_of_its_own_takes_that_of_the_process(folder, monkeypatch):
     monkeypatch.setenv("SAGE_AOT_LOADER", "none of them")
     with pytest.raises(UnsupportedError, match="SAGE_AOT_LOADER: expected one of"):
-        Library(folder).load(RECORD, 0)
+        Library(folder).load(RECORD, SPEC.name, 0)
     assert Library(folder, driver := Driver()).driver is driver
 
 

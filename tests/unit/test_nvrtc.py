@@ -62,7 +62,8 @@ extern "C" __global__ void k(float* x, const char** file, int i) {
 def compile(tmp_path):
     """Compile a source named k.cu in a folder of its own; the finished process and where its cubin should be."""
 
-    def run(text: str, folder: str = "a", toolchain: str = "nvrtc", target: str = "sm_80"):
+    def run(text: str, folder: str = "a", toolchain: str = "nvrtc", target: str = "sm_80",
+            entries: tuple[str, ...] = ()):
         here = tmp_path / folder
         (here / "include" / "sage").mkdir(parents=True, exist_ok=True)
         (here / "include" / "sage" / "one.cuh").write_text("constexpr float kOne = 1.f;\n")
@@ -70,7 +71,8 @@ def compile(tmp_path):
             shutil.copy(ROOT / "templates/include/sage" / header, here / "include" / "sage")
         (here / "k.cu").write_text(text)
         command = [sys.executable, "-m", f"codegen.{toolchain}", str(here / "k.cu"), "--target", target,
-                   "--include", str(here / "include"), "-o", str(here / "k.cubin")]
+                   "--include", str(here / "include"), "-o", str(here / "k.cubin"),
+                   *(f"--entry={entry}" for entry in entries)]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False), here / "k.cubin"
 
     return run
@@ -101,6 +103,19 @@ def test_the_report_counts_registers_and_spills(compile):
     assert machine.spill_bytes > 0
 
 
+def test_of_several_entry_points_the_largest_counts(compile):
+    """And the spills of all."""
+    plain = 'extern "C" __global__ void k_{}(float* x) {{ x[0] = 1; }}\n'
+    text = plain.format("first") + SPILLS.replace(" k(", " k_middle(") + plain.format("last")
+    spills = Report.read(compile(SPILLS)[1]).machine
+    done, cubin = compile(text, "several", entries=("k_first", "k_middle", "k_last"))
+    assert done.returncode == 0, done.stderr
+    assert Report.read(cubin).machine == spills
+    done, cubin = compile(text, "several", entries=("k_first", "k_middle"))
+    assert done.returncode == 1 and not cubin.exists()
+    assert "expected the __global__ functions k_first, k_middle, got " in done.stderr
+
+
 def test_a_plain_kernel_spills_nothing(compile):
     assert Report.read(compile(TABLE)[1]).machine.spill_bytes == 0
 
@@ -114,8 +129,9 @@ def test_the_report_holds_what_the_kernel_says_of_itself(compile):
 @pytest.mark.parametrize("text, target, message", [
     ('extern "C" __global__ void k(float* x) { x[0] = y; }', "sm_80", 'k.cu(1): error: identifier "y" is undefined'),
     ('extern "C" __global__ void k(float* x) { int unused; }', "sm_80", "expected no warnings"),
-    ('extern "C" __global__ void other(float* x) {}', "sm_80", "named k as its file, got ['other']"),
-    ('extern "C" __global__ void k() {} extern "C" __global__ void l() {}', "sm_80", "expected one __global__"),
+    ('extern "C" __global__ void other(float* x) {}', "sm_80", "functions k, got other"),
+    ('extern "C" __global__ void k() {} extern "C" __global__ void l() {}', "sm_80", "functions k, got l, k"),
+    ("", "sm_80", "functions k, got none"),
     ('extern "C" __global__ void k() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); }', "sm_90a",
      "as they are written, got (C7508)"),
     ('extern "C" __global__ void k(float* x) { x[0] = 1; }', "sm_80",
@@ -151,7 +167,7 @@ ptxas info    : Used 32 registers, used 1 barriers, 264 bytes cumulative stack s
 """
     monkeypatch.setattr(compiler, "disassemble", lambda code: ())
     monkeypatch.setattr(compiler, "of_elf", lambda code: None)
-    found = Report.of("c", "k", Compiled(b"\x7fELF\x02\x01\x01\x33\x07", log))
+    found = Report.of("c", ("k",), Compiled(b"\x7fELF\x02\x01\x01\x33\x07", log))
     assert found.machine == MachineCode(registers=32, spill_bytes=616, elf_abi=7)
 
 

@@ -151,8 +151,8 @@ def test_vector_loads_need_aligned_rows_of_what_a_kernel_reads(name, tensor, hea
     others = {other: argument(other, strides=(8, 8, 8)) for other in "qkv"}
     quant, delta, _ = run(changed(SMOOTH_Q, headdim=headdim), **{**others, name: tensor._replace(name=name)})
     whole = headdim % 8 == 0
-    assert quant.params["aligned"] is aligned
-    assert delta.params["aligned"] is (aligned if name == "k" else whole)
+    assert quant.entry == f"{quant.record.name}_{'bf16' if aligned else 'any'}"
+    assert delta.entry == f"{delta.record.name}_{'bf16' if (aligned if name == 'k' else whole) else 'any'}"
 
 
 def test_a_grid_beyond_the_limit_is_refused():
@@ -218,8 +218,8 @@ def test_delta_precedes_attention_and_holds_the_problem():
     fields = STRUCTS["DeltaParams"].fields
     values = {name: delta.params[name] for name, (code, _) in fields.items() if code == "i"}
     assert values == {"first_head": 0, "num_heads": 12, "num_q_heads": 6, "num_kv_heads": 3, "seqlen_q": 130,
-                      "seqlen_kv": 200, "headdim": 80, "q_tiles": 2, "columns": 256, "dtype": 1, "aligned": 0,
-                      "block_m": 128, "block_n": 64, "is_causal": 1}
+                      "seqlen_kv": 200, "headdim": 80, "q_tiles": 2, "columns": 256, "dtype": 1,
+                      "block_m": 128, "block_n": 64, "is_causal": 1, "unused": 0}
 
 
 @pytest.mark.parametrize(("edge", "blocks"), [(64, 12 * 1 * 4), (128, 12 * 1 * 2), (2, 12 * 1 * 128)])

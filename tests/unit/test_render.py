@@ -43,7 +43,9 @@ def test_templates_use_exactly_the_names_of_their_kind(kind, template):
 @pytest.mark.parametrize("kernel", REAL.kernels, ids=lambda kernel: kernel.spec.name)
 def test_real_sources_name_kernel_template_and_row(kernel):
     text = Renderer(ROOT / "templates").render(kernel)
-    assert all(part in text for part in (f"{kernel.spec.name}(", f"templates/{kernel.how.template}", kernel.row))
+    assert [text.count(f"\n{entry}(const __grid_constant__") for entry in kernel.spec.entries] == [1] * len(
+        kernel.spec.entries)
+    assert all(part in text for part in (kernel.spec.name, f"templates/{kernel.how.template}", kernel.row))
     assert str(ROOT) not in text
     assert text.endswith("\n")
 

@@ -83,6 +83,13 @@ def test_companions_share_axes():
         ATTN.companion("delta").companion("attn")
 
 
+def test_quantizers_have_an_entry_point_for_each_kind_of_rows():
+    assert ATTN.entries == (ATTN.name,)
+    for kind in ("quant", "delta"):
+        name = ATTN.companion(kind).name
+        assert ATTN.companion(kind).entries == (f"{name}_bf16", f"{name}_f16", f"{name}_any")
+
+
 def test_names_of_the_other_kinds():
     smoothed = dataclasses.replace(ATTN, qk="int4", v="vsmooth", q="qsmooth")
     assert smoothed.name == "sage_attn_sm89_d128_qkint4_pve4m3_acc2f32_causal_vsmooth_qsmooth"
