@@ -10,6 +10,7 @@
 #pragma once
 
 #include "sage/numerics/arithmetic.cuh"
+#include "sage/ptx/opaque.cuh"
 #include "sage/ptx/special.cuh"
 #include "sage/quant/source.cuh"
 
@@ -95,8 +96,11 @@ struct Sample {
     for (i32 i = 0; i < kVector; ++i) sum[i] = 0.0f;
 #pragma unroll
     for (i32 s = 0; s < kSteps; ++s) {
+      Raw row = raw[s];  // opaque: the rows as f32, kept for the next average(), would take too many registers
+#pragma unroll
+      for (i32 w = 0; w < kVector / 2; ++w) row.word[w] = ptx::opaque(row.word[w]);
       float x[kVector];
-      source.convert(raw[s], x);
+      source.convert(row, x);
       const float weight = sample_of_step(s) < source.rows ? kWeight : 0.0f;
 #pragma unroll
       for (i32 i = 0; i < kVector; ++i) sum[i] = fmaf(value(x[i], i), weight, sum[i]);
