@@ -47,7 +47,7 @@ struct Mainloop {
   u32 q_rows;      // shared address of the warpgroup's rows of Q
   float q_scale;
   PingPong<kTogether> pingpong;
-  KvStage stage;   // of the next KV tile
+  KvStage stage;  // of the next KV tile
 
   // What the epilogue reads.
   Softmax softmax = {};
@@ -65,7 +65,8 @@ struct Mainloop {
   float o_factor;  // in which O counts: v_factor when R is added
 
   __device__ __forceinline__ Mainloop(const AttnParams& params_, const Shared& shared_, const WorkTile& work_,
-                                      i32 warp_, i32 lane_, u32 q_rows_, float q_scale_, i32 consumer, const KvStage& stage_)
+                                      i32 warp_, i32 lane_, u32 q_rows_, float q_scale_, i32 consumer,
+                                      const KvStage& stage_)
       : params(params_),
         shared(shared_),
         work(work_),
