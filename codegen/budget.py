@@ -124,7 +124,7 @@ def _pingpong(report: Report) -> list[str]:
     if report.exponentials_in_turns <= _EXPONENTIALS_BEFORE_ARRIVAL:
         return []
     return [f"expected a consumer's ping-pong arrival in front of its exponentials, got {report.exponentials_in_turns} "
-            "of them in front of it: make them depend on a load behind the arrival, as attn/mainloop_wgmma.cuh does"]
+            "of them in front of it: make them depend on a load behind the arrival, as attn/wgmma/mainloop.cuh does"]
 
 
 def _additions(kernel: PlannedKernel, report: Report) -> list[str]:
@@ -133,7 +133,7 @@ def _additions(kernel: PlannedKernel, report: Report) -> list[str]:
     if kernel.family != "wgmma" or not isinstance(kernel.spec, AttnSpec) or found >= least:
         return []
     return [f"expected O + R in front of the wait for the scores, {least} additions, got {found} there: keep them in "
-            f"front by a loop, as attn/mainloop_wgmma.cuh does"]
+            f"front by a loop, as attn/wgmma/mainloop.cuh does"]
 
 
 def _tensor_cores(kernel: PlannedKernel, report: Report) -> list[str]:

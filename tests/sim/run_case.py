@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python tests/sim/run_case.py sm89_d64_qkint8_pve4m3_acc2f32_full_vraw_qraw '{"seqlen_kv": 65}'
 
-A call that fails on a GPU so runs on a CPU, with every access checked: the fuzzer prints the kernel and the case of each
-failure. The exit code is 1 where the simulator reports a fault, a result is out of its bounds, or two orders of threads
-write different bytes.
+A call that fails on a GPU so runs on a CPU, with every access checked: the fuzzer prints the kernel and the case of
+each failure. The exit code is 1 where the simulator reports a fault, a result is out of its bounds, or two orders of
+threads write different bytes.
 """
 
 from __future__ import annotations

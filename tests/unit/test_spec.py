@@ -136,7 +136,7 @@ def test_impossible_kernels(changes, reason):
     assert found is None if reason is None else reason in found
 
 
-WGMMA_RULE = "warp_m must be 16, block_m 128 or 192 and block_n 128, got "
+WGMMA_RULE = "warp_m must be 16, block_m 128 or 192 and block_n 64 or 128, got "
 
 
 @pytest.mark.parametrize(("family", "changes", "message"), [
@@ -158,7 +158,8 @@ WGMMA_RULE = "warp_m must be 16, block_m 128 or 192 and block_n 128, got "
     ("wgmma", {"block_m": 192}, None),
     ("wgmma", {"block_m": 256}, WGMMA_RULE + "16, 256 and 128"),
     ("wgmma", {"block_m": 64}, WGMMA_RULE + "16, 64 and 128"),
-    ("wgmma", {"block_n": 64}, WGMMA_RULE + "16, 128 and 64"),
+    ("wgmma", {"block_n": 64}, None),
+    ("wgmma", {"block_n": 32}, WGMMA_RULE + "16, 128 and 32"),
     ("wgmma", {"warp_m": 32}, WGMMA_RULE + "32, 128 and 128"),
     ("wgmma", {"block_m": "wide"}, "block_m must be a positive integer, got 'wide'"),
     ("wgmma", {"stages": 1}, "stages must be at least 2"),

@@ -49,7 +49,7 @@ def to_pv(x: torch.Tensor, pv: str) -> torch.Tensor:
 
 def tensor_core_sum(p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """P times ones and a total, as Hopper adds products of FP8: 32 and the sum so far, each cut off 13 bits below the
-    largest. The wgmma family's sums of P are such: V has a channel of ones there (attn/mainloop_wgmma.cuh)."""
+    largest. The wgmma family's sums of P are such: V has a channel of ones there (attn/wgmma/mainloop.cuh)."""
     for part in torch.split(p, 32, -1):
         terms = torch.cat([total[..., None], part], -1)
         exponent = torch.frexp(terms.amax(-1))[1].clamp(min=-100)  # a sum that alpha left next to nothing of

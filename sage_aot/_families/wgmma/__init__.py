@@ -1,4 +1,4 @@
-"""wgmma with TMA bulk copies, on Hopper alone: templates/include/sage/attn/mainloop_wgmma.cuh.
+"""wgmma with TMA bulk copies, on Hopper alone: templates/include/sage/attn/wgmma.
 
 A producer warpgroup loads; each consumer warpgroup multiplies 64 query rows.
 """
@@ -10,9 +10,10 @@ from sage_aot._kernels.tile import Tile
 
 
 def _rules(tile: Tile) -> list[str]:
-    if tile.warp_m != 16 or tile.block_m not in (128, 192) or tile.block_n != 128:
-        return [f"two or three consumer warpgroups of the wgmma family multiply 64 rows each by 128 keys: warp_m must "
-                f"be 16, block_m 128 or 192 and block_n 128, got {tile.warp_m}, {tile.block_m} and {tile.block_n}"]
+    if tile.warp_m != 16 or tile.block_m not in (128, 192) or tile.block_n not in (64, 128):
+        return [f"two or three consumer warpgroups of the wgmma family multiply 64 rows each by 64 or 128 keys: warp_m "
+                f"must be 16, block_m 128 or 192 and block_n 64 or 128, got {tile.warp_m}, {tile.block_m} and "
+                f"{tile.block_n}"]
     return []
 
 

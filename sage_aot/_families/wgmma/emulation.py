@@ -1,4 +1,4 @@
-"""The softmax of the wgmma family in torch, as attn/softmax_wgmma.cuh and attn/mainloop_wgmma.cuh have it."""
+"""The softmax of the wgmma family in torch, as attn/wgmma/softmax.cuh and attn/wgmma/mainloop.cuh have it."""
 
 from __future__ import annotations
 

@@ -23,31 +23,6 @@ struct ProductParams {
 
 constexpr i32 kRows = 64, kThreads = 128;
 
-__device__ __forceinline__ void product(i32 (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
-  ptx::wgmma_m64n64k32_s8s8s32(d, a, b, accumulate);
-}
-__device__ __forceinline__ void product(i32 (&d)[32], u64 a, u64 b, bool accumulate) {
-  ptx::wgmma_m64n64k32_s8s8s32(d, a, b, accumulate);
-}
-__device__ __forceinline__ void product(i32 (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
-  ptx::wgmma_m64n128k32_s8s8s32(d, a, b, accumulate);
-}
-__device__ __forceinline__ void product(i32 (&d)[64], u64 a, u64 b, bool accumulate) {
-  ptx::wgmma_m64n128k32_s8s8s32(d, a, b, accumulate);
-}
-__device__ __forceinline__ void product(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
-  ptx::wgmma_m64n64k32_e4m3e4m3f32(d, a, b, accumulate);
-}
-__device__ __forceinline__ void product(float (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
-  ptx::wgmma_m64n128k32_e4m3e4m3f32(d, a, b, accumulate);
-}
-__device__ __forceinline__ void product(float (&d)[36], const u32 (&a)[4], u64 b, bool accumulate) {
-  ptx::wgmma_m64n72k32_e4m3e4m3f32(d, a, b, accumulate);
-}
-__device__ __forceinline__ void product(float (&d)[68], const u32 (&a)[4], u64 b, bool accumulate) {
-  ptx::wgmma_m64n136k32_e4m3e4m3f32(d, a, b, accumulate);
-}
-
 // kRowBytes of k for kRows rows of A, from registers or shared memory, and 2 · kSize columns.
 template <class T, i32 kSize, i32 kRowBytes, bool kInRegisters>
 __device__ __forceinline__ void multiply(const ProductParams& params, u8* shared) {
@@ -78,8 +53,8 @@ __device__ __forceinline__ void multiply(const ProductParams& params, u8* shared
   ptx::wgmma_fence();
 #pragma unroll
   for (i32 k = 0; k < kSteps; ++k) {
-    if constexpr (kInRegisters) product(d, a[k], b_tile + k * kNextK, k > 0);
-    else product(d, a_tile + k * kNextK, b_tile + k * kNextK, k > 0);
+    if constexpr (kInRegisters) ptx::wgmma_m64k32(d, a[k], b_tile + k * kNextK, k > 0);
+    else ptx::wgmma_m64k32(d, a_tile + k * kNextK, b_tile + k * kNextK, k > 0);
   }
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();

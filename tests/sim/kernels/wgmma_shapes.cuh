@@ -21,7 +21,7 @@ namespace sage::ptx {
       SAGE_WGMMA_OPERANDS_8(c, d, i + 24)
 #define SAGE_WGMMA_OPERANDS_64(c, d, i) SAGE_WGMMA_OPERANDS_32(c, d, i), SAGE_WGMMA_OPERANDS_32(c, d, i + 32)
 
-__device__ __forceinline__ void wgmma_m64n64k32_s8s8s32(i32 (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
+__device__ __forceinline__ void wgmma_m64k32(i32 (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 " SAGE_WGMMA_D32 "{%32, %33, %34, %35}, %36, p;}"
@@ -29,15 +29,7 @@ __device__ __forceinline__ void wgmma_m64n64k32_s8s8s32(i32 (&d)[32], const u32 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
-__device__ __forceinline__ void wgmma_m64n64k32_s8s8s32(i32 (&d)[32], u64 a, u64 b, bool accumulate) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 " SAGE_WGMMA_D32 "%32, %33, p;}"
-      : SAGE_WGMMA_OPERANDS_32("+r", d, 0)
-      : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
-}
-
-__device__ __forceinline__ void wgmma_m64n128k32_s8s8s32(i32 (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
+__device__ __forceinline__ void wgmma_m64k32(i32 (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %69, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 " SAGE_WGMMA_D64 "{%64, %65, %66, %67}, %68, p;}"
@@ -45,7 +37,7 @@ __device__ __forceinline__ void wgmma_m64n128k32_s8s8s32(i32 (&d)[64], const u32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
-__device__ __forceinline__ void wgmma_m64n64k32_e4m3e4m3f32(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
+__device__ __forceinline__ void wgmma_m64k32(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " SAGE_WGMMA_D32 "{%32, %33, %34, %35}, %36, p, 1, 1;}"
@@ -53,8 +45,7 @@ __device__ __forceinline__ void wgmma_m64n64k32_e4m3e4m3f32(float (&d)[32], cons
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
-__device__ __forceinline__ void wgmma_m64n128k32_e4m3e4m3f32(float (&d)[64], const u32 (&a)[4], u64 b,
-                                                             bool accumulate) {
+__device__ __forceinline__ void wgmma_m64k32(float (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %69, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " SAGE_WGMMA_D64 "{%64, %65, %66, %67}, %68, p, 1, 1;}"

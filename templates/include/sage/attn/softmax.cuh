@@ -1,5 +1,5 @@
 // Online softmax over the KV tiles, in the log2 domain: what every kernel keeps of its rows, and the softmax of the mma
-// family; attn/softmax_wgmma.cuh has the other.
+// family; attn/wgmma/softmax.cuh has the other.
 //
 // Scores arrive as biased integers (attn/scores.cuh), those of a row in a thread with one scale c: the largest is found
 // on integers, and bias, scale and reference fold into one FMA, P = 2^(c·x + offset), offset = -c·kScoreBias - row_ref.

@@ -24,7 +24,11 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The registers of D in an instruction, and as operands of the assembler's statement.
+// The registers of D in an instruction, and as operands of the assembler's statement. D's size says how many columns N has:
+// two for each register.
+#define SAGE_WGMMA_D32 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
 #define SAGE_WGMMA_D64 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -37,8 +41,16 @@ __device__ __forceinline__ void wgmma_wait() {
       SAGE_WGMMA_OPERANDS_8(c, d, i + 24)
 #define SAGE_WGMMA_OPERANDS_64(c, d, i) SAGE_WGMMA_OPERANDS_32(c, d, i), SAGE_WGMMA_OPERANDS_32(c, d, i + 32)
 
-// accumulate: false takes D for zero.
-__device__ __forceinline__ void wgmma_m64n128k32_s8s8s32(i32 (&d)[64], u64 a, u64 b, bool accumulate) {
+// s8 · s8 in s32. accumulate: false takes D for zero.
+__device__ __forceinline__ void wgmma_m64k32(i32 (&d)[32], u64 a, u64 b, bool accumulate) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 " SAGE_WGMMA_D32 "%32, %33, p;}"
+      : SAGE_WGMMA_OPERANDS_32("+r", d, 0)
+      : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+
+__device__ __forceinline__ void wgmma_m64k32(i32 (&d)[64], u64 a, u64 b, bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 " SAGE_WGMMA_D64 "%64, %65, p;}"
@@ -57,7 +69,8 @@ __device__ __forceinline__ void wgmma_m64n128k32_s8s8s32(i32 (&d)[64], u64 a, u6
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67}, "
 #define SAGE_WGMMA_OPERANDS_4(c, d, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
 
-__device__ __forceinline__ void wgmma_m64n72k32_e4m3e4m3f32(float (&d)[36], const u32 (&a)[4], u64 b, bool accumulate) {
+// e4m3 · e4m3 in f32.
+__device__ __forceinline__ void wgmma_m64k32(float (&d)[36], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %41, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n72k32.f32.e4m3.e4m3 " SAGE_WGMMA_D36 "{%36, %37, %38, %39}, %40, p, 1, 1;}"
@@ -65,8 +78,7 @@ __device__ __forceinline__ void wgmma_m64n72k32_e4m3e4m3f32(float (&d)[36], cons
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
-__device__ __forceinline__ void wgmma_m64n136k32_e4m3e4m3f32(float (&d)[68], const u32 (&a)[4], u64 b,
-                                                             bool accumulate) {
+__device__ __forceinline__ void wgmma_m64k32(float (&d)[68], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %73, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n136k32.f32.e4m3.e4m3 " SAGE_WGMMA_D68 "{%68, %69, %70, %71}, %72, p, 1, 1;}"
@@ -74,6 +86,7 @@ __device__ __forceinline__ void wgmma_m64n136k32_e4m3e4m3f32(float (&d)[68], con
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
+#undef SAGE_WGMMA_D32
 #undef SAGE_WGMMA_D64
 #undef SAGE_WGMMA_D36
 #undef SAGE_WGMMA_D68

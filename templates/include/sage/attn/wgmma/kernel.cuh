@@ -1,0 +1,122 @@
+// Attention on Hopper: a persistent, warp-specialized kernel of wgmma and TMA bulk copies.
+//
+// A dynamic tile scheduler hands query tiles to the blocks. Warpgroup 0 is the producer (producer.cuh): one of its threads
+// issues the TMA loads, of Q into one of two buffers and of KV tiles into a pipeline of kStages stages, and runs ahead into
+// the next query tile. The other warpgroups are consumers of 64 query rows each (mainloop.cuh).
+// Two consumers ping-pong (pingpong.cuh): one issues its products while the other runs its softmax. Products of both at a time
+// would be no faster, and would leave both in softmax at a time. Three consumers have no order among themselves: each waits
+// for P·V before it issues Q·K, since P and the scores share registers.
+// Source: "FlashAttention-3", section 3.1.
+#pragma once
+
+#include "sage/attn/epilogue.cuh"
+#include "sage/attn/wgmma/mainloop.cuh"
+#include "sage/attn/wgmma/producer.cuh"
+#include "sage/ptx/grid_dependency.cuh"
+#include "sage/ptx/proxy.cuh"
+#include "sage/ptx/setmaxnreg.cuh"
+
+namespace sage {
+
+// Config: kHeadDim, kQkBits, kPv, kPvAccum, kCausal, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
+template <class Config>
+struct AttentionWgmma {
+  using Traits = WgmmaTraits<Config>;
+  using Shared = SharedStorage<Config>;
+  using Product = PvE4m3<Config>;
+  static constexpr i32 kConsumers = Traits::kConsumers, kThreads = Traits::kThreads;
+  static constexpr bool kTogether = Traits::kTogether;
+
+  const AttnParams& params;
+  const Shared shared;
+
+  // What the host needs to launch the kernel and to emulate it.
+  static constexpr auto facts() {
+    return sage::facts(Fact{"threads", kThreads}, Fact{"shared_bytes", Shared::kBytes}, Fact{"p_top", Product::kTop},
+                       Fact{"lazy_rise", Product::kLazyRise}, Fact{"whole_reference", Product::kWholeReference},
+                       Fact{"room", Traits::kRoom}, Fact{"most_fall", kMostFall}, Fact{"no_reference", kNoReference},
+                       Fact{"smallest_scale", kSmallestScale}, Fact{"v_typical", Product::kVTypical},
+                       Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit},
+                       Fact{"open_end", Traits::kOpenEnd}, Fact{"programmatic_launch", 1});
+  }
+
+  __device__ __forceinline__ void run() const {
+    if (ptx::thread_index() == 0) init_barriers();
+    fill_ones();
+    if (Config::kSmoothQ && kTogether && ptx::thread_index() == 0) shared.one() = 1.0f;
+    __syncthreads();
+    ptx::grid_dependency_wait();  // the quantizer's end
+    const i32 warpgroup = ptx::uniform(ptx::thread_index() / kWarpgroup);
+    if (warpgroup == 0) {
+      ptx::setmaxnreg_dec<Traits::kProducerRegisters>();
+      if (ptx::thread_index() == 0) Producer<Config>{params, shared}.run();
+    } else {
+      ptx::setmaxnreg_inc<Traits::kConsumerRegisters>();
+      consume(warpgroup - 1);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void init_barriers() const {
+#pragma unroll
+    for (i32 buffer = 0; buffer < 2; ++buffer) {
+      ptx::mbarrier_init(shared.query_full(buffer), 1);
+      ptx::mbarrier_init(shared.query_empty(buffer), kConsumers * kWarpgroup);
+    }
+#pragma unroll
+    for (i32 stage = 0; stage < Config::kStages; ++stage) {
+      ptx::mbarrier_init(shared.full(stage), 1);
+      ptx::mbarrier_init(shared.empty(stage), kConsumers * kWarpgroup);
+    }
+    ptx::fence_mbarrier_init();
+  }
+
+  // Ordinary stores, which products read: each thread's fence and the barrier that follows order them.
+  __device__ __forceinline__ void fill_ones() const {
+    constexpr u32 kFourOnes = 0x38383838;  // e4m3
+#pragma unroll
+    for (i32 stage = 0; stage < Config::kStages; ++stage) {
+      u8* ones = shared.bytes + Shared::kKvStages + stage * Shared::kStageBytes + Shared::kOnes;
+      for (i32 i = 4 * ptx::thread_index(); i < Shared::kOnesBytes; i += 4 * kThreads) {
+        *reinterpret_cast<u32*>(ones + i) = kFourOnes;
+      }
+    }
+    ptx::fence_proxy_async();
+  }
+
+  __device__ __forceinline__ void consume(i32 consumer) const {
+    const i32 warp = ptx::thread_index() / kWarpSize - kWarpgroup / kWarpSize, lane = ptx::thread_index() % kWarpSize;
+    PipelineState<2> query;
+    PipelineState<Config::kStages> stage;
+    const PingPong<kTogether> pingpong{consumer};
+    if (consumer == 1) pingpong.arrive();
+#pragma unroll 1
+    while (true) {
+      ptx::mbarrier_wait(shared.query_full(query.index), query.phase);
+      const WorkTile& work = shared.query_tile(query.index);
+      if (work.kv.tiles == kNoMoreTiles) break;
+      const u32 from = shared.query(query.index);
+      const u32 q_rows = from + consumer * 64 * TileLayout<Config>::kQkRowBytes;
+      const float q_scale = ptx::load_shared_f32(from + Shared::kQScales + (warp * kRowGroups<Config> + lane / 4) * 4);
+      Mainloop<Config> loop(params, shared, work, warp, lane, q_rows, q_scale, consumer, stage);
+      if (work.kv.tiles > 0) {
+        if (params.lse != nullptr) loop.template attend<true>();
+        else loop.template attend<false>();
+      }
+      stage = loop.stage;
+      float lse_sum[Mainloop<Config>::kRows];  // of whole rows
+#pragma unroll
+      for (i32 r = 0; r < Mainloop<Config>::kRows; ++r) lse_sum[r] = ptx::sum_over_lanes<4>(loop.exact_sum[r]);
+      // Read again: keeping warp and lane across the main loop would cost registers.
+      const i32 thread = ptx::thread_index() - kWarpgroup;
+      store_output<Config>(params, work, thread / kWarpSize, thread % kWarpSize, static_cast<i32>(loop.signs) < 0,
+                           loop.acc_o, loop.softmax, lse_sum, ConstantsInShared<Shared>{from},
+                           shared.rows(thread / kWarpSize));
+      ptx::mbarrier_arrive(shared.query_empty(query.index));
+      query.advance();
+    }
+    if (consumer == 0) pingpong.wait();  // the last arrival of consumer 1
+  }
+};
+
+}  // namespace sage

@@ -1,0 +1,313 @@
+// The main loop of a consumer warpgroup: 64 rows of a query tile over all KV tiles that they see.
+//
+// A step at KV tile t:
+//   issue P·V of tile t - 1, then Q·K of tile t;
+//   promote: O = alpha · O + R, while Q·K runs;
+//   softmax of tile t, with no product of its own in flight: beside a product of FP8 that reads or writes its registers, other
+//   instructions run at a quarter of their rate.
+// R is the accumulator of P·V. R takes two KV tiles where registers allow, so that every other step promotes.
+// O and R count in v_factor of the last KV tile. A tile with another v_factor, which few have, rescales both.
+// V has eight channels of ones behind its own: their output is the sum of P as it was multiplied, rounded; O is divided by
+// that. A log-sum-exp, where the call asks for it, takes the sum of P before rounding.
+// Source: SageAttention2, Algorithm 1; "FlashAttention-3", section 3.2.
+#pragma once
+
+#include "sage/attn/pv_mma.cuh"
+#include "sage/attn/scores.cuh"
+#include "sage/attn/wgmma/pingpong.cuh"
+#include "sage/attn/wgmma/shared_storage.cuh"
+#include "sage/attn/wgmma/softmax.cuh"
+#include "sage/attn/wgmma/traits.cuh"
+#include "sage/ptx/mbarrier.cuh"
+#include "sage/ptx/warp.cuh"
+#include "sage/ptx/wgmma.cuh"
+#include "sage/tile/matrix_descriptor.cuh"
+
+namespace sage {
+
+// Config: kHeadDim, kQkBits, kPv, kPvAccum, kCausal, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
+template <class Config>
+struct Mainloop {
+  using Traits = WgmmaTraits<Config>;
+  using Layout = TileLayout<Config>;
+  using Shared = SharedStorage<Config>;
+  using KvStage = PipelineState<Config::kStages>;
+  using Product = PvE4m3<Config>;
+  using Softmax = TileSoftmax<Config, Product, Traits::kRoom>;
+  static constexpr bool kTogether = Traits::kTogether, kPairs = Traits::kPairs, kOpenEnd = Traits::kOpenEnd;
+  static constexpr i32 kFullBehindPair = kOpenEnd ? 0 : 1;  // full tiles behind the first of two that the loop asks for
+  static constexpr i32 kRows = Config::kWarpM / 8;          // of a thread
+  static constexpr i32 kNTiles = Config::kBlockN / 8;
+  static constexpr i32 kOutputs = Config::kHeadDim / 2;  // registers of a thread for O
+
+  const AttnParams& params;
+  const Shared shared;
+  const WorkTile& work;
+  i32 warp, lane;  // warp of the consumers
+  u32 q_rows;      // shared address of the warpgroup's rows of Q
+  float q_scale;
+  PingPong<kTogether> pingpong;
+  KvStage stage;  // of the next KV tile
+
+  // What the epilogue reads.
+  Softmax softmax = {};
+  OutputAccumulator<Config> acc_o = {};
+  float exact_sum[kRows] = {};  // of this thread's P before it is rounded; only where a log-sum-exp is wanted
+  u32 signs = 0;                // of the tiles' facts, in the sign bit: whether one held what is not finite
+
+  // What one step leaves to the next.
+  float acc_r[kOutputs + 4];  // R: P·V and the sums of P of one tile or two, as a wgmma's D
+  float alpha[kRows] = {};    // what O must be multiplied by before R is added
+  typename Softmax::Scores acc_s;
+  typename Product::Operand p;
+  i32 previous;    // stage of the tile whose P this is
+  float v_factor;  // of that tile
+  float o_factor;  // in which O counts: v_factor when R is added
+
+  __device__ __forceinline__ Mainloop(const AttnParams& params_, const Shared& shared_, const WorkTile& work_,
+                                      i32 warp_, i32 lane_, u32 q_rows_, float q_scale_, i32 consumer,
+                                      const KvStage& stage_)
+      : params(params_),
+        shared(shared_),
+        work(work_),
+        warp(warp_),
+        lane(lane_),
+        q_rows(q_rows_),
+        q_scale(q_scale_),
+        pingpong{consumer},
+        stage(stage_) {
+    softmax.clear();
+  }
+
+  // Which P·V a step issues: one that R takes alone, or in a masked step the second of two where R is open; the first of two;
+  // the second.
+  enum Sum { kAlone, kOpens, kCloses };
+
+  // All KV tiles of the query tile.
+  template <bool kLse>
+  __device__ __forceinline__ void attend() {
+    issue_qk();
+    const KvStage here = stage;
+    stage.advance();
+    const float scale = score_scale(facts_of(here));
+    ptx::wgmma_wait<0>();
+    float own_largest[kRows];
+    if (work.kv.full_tiles > 0) {
+      finish_scores<false>(0, scale, here, own_largest);
+      exponentiate<kLse, false, true>(scale, own_largest, here);
+    } else {
+      finish_scores<true>(0, scale, here, own_largest);
+      exponentiate<kLse, true, true>(scale, own_largest, here);
+    }
+    o_factor = v_factor;
+    const i32 full_tiles = ptx::uniform(work.kv.full_tiles), tiles = ptx::uniform(work.kv.tiles);
+    i32 tile = 1;
+    bool open = false;  // R holds P·V of one tile of two
+    if constexpr (kPairs) {
+#pragma unroll 1
+      for (; tile + kFullBehindPair < full_tiles; tile += 2) {
+        step<kLse, false, kOpens>(tile, false);
+        if (kOpenEnd && tile + 1 == full_tiles) {
+          ++tile, open = true;
+          __syncwarp();  // an instruction on this exit alone: the exit's moves then stand here, and not in the loop
+          break;
+        }
+        step<kLse, false, kCloses>(tile + 1, true);
+      }
+      change_factor();
+    } else {
+#pragma unroll 1
+      for (; tile < full_tiles; ++tile) {
+        step<kLse, false, kAlone>(tile, false);
+      }
+    }
+#pragma unroll 1
+    for (; tile < tiles; ++tile, open = false) {
+      step<kLse, true, kAlone>(tile, open);
+    }
+    issue_pv(open);
+    wait_pv<0>();
+    promote();
+    scale_output(o_factor);
+  }
+
+  // P·V of the tile before, and P of this one. `open`: R holds P·V of one tile of two.
+  template <bool kLse, bool kMasked, Sum kSum>
+  __device__ __forceinline__ void step(i32 tile, bool open) {
+    pingpong.wait();
+    issue_pv(open);
+    if constexpr (!kTogether) wait_pv<0>();
+    issue_qk();
+    const KvStage here = stage;
+    stage.advance();
+    const float scale = score_scale(facts_of(here));
+    if constexpr (kTogether) wait_pv<1>();
+    const float r_factor = v_factor;
+    float pending[kRows];
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) pending[r] = alpha[r];
+    if constexpr (kSum != kOpens) promote();
+    if constexpr (kSum == kCloses && !kTogether && !kLse) keep_in_front(here);
+    ptx::wgmma_wait<0>();
+    float own_largest[kRows];
+    finish_scores<kMasked>(tile, scale, here, own_largest);
+    pingpong.arrive_behind(own_largest);
+    // Where the P·V above opened R, R takes this tile too: references may rise, and do not restart.
+    exponentiate<kLse, kMasked, kSum != kOpens>(scale, own_largest, here);
+    if constexpr (kSum == kOpens) rescale_r(pending, r_factor);
+    if constexpr (kSum == kAlone) change_factor();
+  }
+
+  // Issues Q·K of the tile that the stage holds.
+  __device__ __forceinline__ void issue_qk() {
+    ptx::mbarrier_wait(shared.full(stage.index), stage.phase);
+    i32 (&s)[Config::kBlockN / 2] = reinterpret_cast<i32 (&)[Config::kBlockN / 2]>(acc_s);
+    const u64 q = matrix_descriptor<Layout::kQkRowBytes>(q_rows);
+    const u64 k = matrix_descriptor<Layout::kQkRowBytes>(shared.kv_stage(stage.index));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (i32 i = 0; i < Layout::kQkRowBytes / 32; ++i) {
+      ptx::wgmma_m64k32(s, q + i * kNextK, k + i * kNextK, i > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // The KvLine's facts for this thread. Read twice a step: keeping them across the ping-pong would cost registers.
+  __device__ __forceinline__ KvTileFacts facts_of(const KvStage& here) const {
+    return {shared.kv_stage(here.index) + Shared::kLine, lane};
+  }
+
+  // The scale of this thread's scores in that tile.
+  __device__ __forceinline__ float score_scale(const KvTileFacts& facts) const {
+    return fmaxf(q_scale * fabsf(facts.k_scale), kSmallestScale);
+  }
+
+  // R also takes the next tile's P·V. If that tile's softmax raised a row's reference, or its V has another v_factor, both
+  // rare, rescale R, and O for the latter. r_factor: in which R counts.
+  __device__ __forceinline__ void rescale_r(const float (&pending)[kRows], float r_factor) {
+    bool moved = v_factor != r_factor || v_factor != o_factor;
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) moved |= alpha[r] != 1.0f;
+    if (ptx::any(moved)) {
+      const float ratio = r_factor * reciprocal_of_power_of_two(v_factor);
+#pragma unroll
+      for (i32 i = 0; i < kOutputs; ++i) acc_r[i] *= alpha[i % 4 / 2] * ratio;
+#pragma unroll
+      for (i32 i = kOutputs; i < kOutputs + 4; ++i) acc_r[i] *= alpha[i % 4 / 2];
+      change_factor();
+    }
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) alpha[r] *= pending[r];
+  }
+
+  // Brings O to the factor of the tile whose P this is.
+  __device__ __forceinline__ void change_factor() {
+    if (o_factor == v_factor) return;
+    scale_output(o_factor * reciprocal_of_power_of_two(v_factor));
+    o_factor = v_factor;
+  }
+
+  __device__ __forceinline__ void scale_output(float factor) {
+#pragma unroll
+    for (i32 n = 0; n < Config::kHeadDim / 8; ++n) {
+#pragma unroll
+      for (i32 c = 0; c < 4; ++c) acc_o[0][n][c] *= factor;
+    }
+  }
+
+  // Issues P·V, ones included: R += P·V where R is open, else R = P·V.
+  __device__ __forceinline__ void issue_pv(bool open) {
+    const u64 v = matrix_descriptor<Config::kBlockN>(shared.kv_stage(previous) + Layout::kV);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (i32 i = 0; i < Config::kBlockN / 32; ++i) {
+      ptx::wgmma_m64k32(acc_r, p[0][i], v + i * kNextK, open || i > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // Waits until no more than kPending groups of products are in flight, P·V not among them, and frees its stage.
+  template <i32 kPending>
+  __device__ __forceinline__ void wait_pv() const {
+    ptx::wgmma_wait<kPending>();
+    ptx::mbarrier_arrive(shared.empty(previous));
+  }
+
+  // Promotion: O = alpha · O + R, and the row sums likewise.
+  __device__ __forceinline__ void promote() {
+#pragma unroll
+    for (i32 n = 0; n < Config::kHeadDim / 8; ++n) {
+#pragma unroll
+      for (i32 c = 0; c < 4; ++c) {
+        acc_o[0][n][c] = fmaf(acc_o[0][n][c], alpha[c / 2], acc_r[4 * n + c]);
+      }
+    }
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+      softmax.row_sum[r] = fmaf(softmax.row_sum[r], alpha[r], acc_r[kOutputs + 2 * r]);
+    }
+  }
+
+  // The scores that are there, with all terms added and masked, and the largest of them.
+  template <bool kMasked>
+  __device__ __forceinline__ void finish_scores(i32 tile, float scale, const KvStage& here,
+                                                float (&own_largest)[kRows]) {
+    constexpr bool kFinished = kMasked || Config::kSmoothQ;
+    if constexpr (kFinished) convert_scores(shared.kv_stage(here.index), scale);
+    if constexpr (kMasked) mask(tile);
+    Softmax::template find_largest<kFinished>(acc_s, own_largest);
+  }
+
+  // Row references and P of the tile whose scores are finished. Loads the scale of the scores again, even where it is one: a
+  // load does not move across the ping-pong arrival, and so no exponential does.
+  template <bool kLse, bool kMasked, bool kRestart>
+  __device__ __forceinline__ void exponentiate(float scale, const float (&own_largest)[kRows], const KvStage& here) {
+    constexpr bool kFinished = kMasked || Config::kSmoothQ;
+    softmax.template move_references<kRestart>(own_largest, Config::kSmoothQ ? 1.0f : scale, alpha);
+    const KvTileFacts facts = facts_of(here);
+    v_factor = fabsf(facts.v_factor);
+    signs |= facts.signs();
+    if constexpr (!Config::kSmoothQ) scale = score_scale(facts);
+    else if constexpr (kTogether) scale = ptx::load_shared_f32(shared.first + Shared::kOne);
+    else scale = 1.0f;
+    softmax.template exponentiate<kFinished>(acc_s, scale);
+    if constexpr (kLse) softmax.add(acc_s, alpha, exact_sum);
+    softmax.pack(acc_s, p);
+    previous = here.index;
+  }
+
+  // Scores as f32: where Q is smoothed, with delta_s added and in log2 units, so that their scale is one from there on.
+  __device__ __forceinline__ void convert_scores(u32 slot, float scale) {
+#pragma unroll
+    for (i32 n = 0; n < kNTiles; ++n) {
+      ptx::F32x2 delta;
+      if constexpr (Config::kSmoothQ)
+        delta = ptx::load_shared_f32x2(slot + Shared::kDelta + (8 * n + lane % 4 * 2) * 4);
+#pragma unroll
+      for (i32 c = 0; c < 4; ++c) {
+        float score = static_cast<float>(acc_s[0][n][c]);
+        if constexpr (Config::kSmoothQ) score = fmaf(score, scale, c % 2 ? delta.y : delta.x);
+        acc_s[0][n][c] = __float_as_int(score);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void mask(i32 tile) {
+    const i32 row = work.first_row + warp * Config::kWarpM + lane / 4;
+    const i32 first_key = tile * Config::kBlockN + lane % 4 * 2;
+    i32 limit[kRows];
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r)
+      limit[r] = visible_keys<Config::kCausal>(seqlen_of(params), row + 8 * r) - first_key;
+    Scores<Config>::mask(acc_s, limit);
+  }
+
+  // A fence for the compiler, which moves no arithmetic across a loop: this loop waits for a stage that is full already.
+  // Without it the compiler moves the promotion behind the wait for the scores, where the tensor cores idle. Called only
+  // where the compiler does that: the loop costs 2 % where consumers ping-pong.
+  __device__ __forceinline__ void keep_in_front(const KvStage& here) const {
+    ptx::mbarrier_wait(shared.full(here.index), here.phase);
+  }
+};
+
+}  // namespace sage

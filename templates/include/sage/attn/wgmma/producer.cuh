@@ -1,0 +1,80 @@
+// The producer: one thread that issues the TMA loads of all query tiles that the tile scheduler hands to its block.
+#pragma once
+
+#include "sage/attn/wgmma/pipeline.cuh"
+#include "sage/attn/wgmma/shared_storage.cuh"
+#include "sage/problem/tile_scheduler.cuh"
+#include "sage/ptx/bulk_copy.cuh"
+#include "sage/ptx/mbarrier.cuh"
+
+namespace sage {
+
+// Sentinel in WorkTile::kv.tiles: the tile scheduler is exhausted, and the rest of the query buffer is undefined.
+constexpr i32 kNoMoreTiles = -1;
+
+template <class Config>
+struct Producer {
+  using KvStage = PipelineState<Config::kStages>;
+
+  const AttnParams& params;
+  const SharedStorage<Config>& shared;
+
+  __device__ __forceinline__ void run() const {
+    PipelineState<2> query;
+    KvStage stage;
+    TileScheduler<Config> scheduler{params};
+#pragma unroll 1
+    while (!scheduler.ended()) {
+      const WorkTile work = work_tile<Config>(params, scheduler.index());
+      ptx::mbarrier_wait(shared.query_empty(query.index), query.phase ^ 1);  // at once in the first round
+      shared.query_tile(query.index) = work;
+      load_query(work, query.index);
+      query.advance();
+      scheduler.advance();
+#pragma unroll 1
+      for (i32 tile = 0; tile < work.kv.tiles; ++tile, stage.advance()) {
+        ptx::mbarrier_wait(shared.empty(stage.index), stage.phase ^ 1);  // at once in the first round
+        load_tile(work, tile, stage.index);
+      }
+    }
+    scheduler.close();
+    ptx::mbarrier_wait(shared.query_empty(query.index), query.phase ^ 1);
+    shared.query_tile(query.index).kv.tiles = kNoMoreTiles;
+    ptx::mbarrier_arrive(shared.query_full(query.index));
+  }
+
+ private:
+  using Layout = TileLayout<Config>;
+  using Shared = SharedStorage<Config>;
+
+  __device__ __forceinline__ void load_query(const WorkTile& work, i32 buffer) const {
+    const i64 q_tile = q_tile_index(work.q_head, params.q_tiles, work.q_tile);
+    const i64 channel = static_cast<i64>(work.kv_head) * Config::kHeadDim;
+    const u32 full = shared.query_full(buffer), to = shared.query(buffer), channels = to + Shared::kChannels;
+    ptx::mbarrier_arrive_expect_tx(full, Layout::kQBytes + (Config::kSmoothV ? 2 : 1) * Shared::kChannelBytes +
+                                             Shared::kQScalesBytes + Shared::kRowBiasBytes);
+    ptx::bulk_copy(to, params.q_hat + q_tile * Layout::kQBytes, Layout::kQBytes, full);
+    ptx::bulk_copy(channels, params.v_scale + channel, Shared::kChannelBytes, full);
+    if constexpr (Config::kSmoothV) {
+      ptx::bulk_copy(channels + Shared::kChannelBytes, params.v_mean + channel, Shared::kChannelBytes, full);
+    }
+    ptx::bulk_copy(to + Shared::kQScales, params.q_scale + q_tile * (Shared::kQScalesBytes / 4), Shared::kQScalesBytes,
+                   full);
+    ptx::bulk_copy(to + Shared::kRowBias, params.row_bias + q_tile * Config::kBlockM, Shared::kRowBiasBytes, full);
+  }
+
+  __device__ __forceinline__ void load_tile(const WorkTile& work, i32 tile, i32 stage) const {
+    const u8* from = work.template kv_tile<Config>(params, tile);
+    const u32 slot = shared.kv_stage(stage), full = shared.full(stage);
+    ptx::mbarrier_arrive_expect_tx(full, Layout::kLine + KvLine::kLoaded + Shared::kDeltaBytes);
+    ptx::bulk_copy(slot, from, Layout::kLine, full);
+    ptx::bulk_copy(slot + Shared::kLine, from + Layout::kLine, KvLine::kLoaded, full);
+    if constexpr (Config::kSmoothQ) {
+      const i64 row = q_tile_index(work.q_head - params.first_head, params.q_tiles, work.q_tile);
+      const float* delta = params.delta_s + (row * params.kv_tiles + tile) * Config::kBlockN;
+      ptx::bulk_copy(slot + Shared::kDelta, delta, Shared::kDeltaBytes, full);
+    }
+  }
+};
+
+}  // namespace sage

@@ -1,0 +1,81 @@
+// Where everything lies in a block's shared memory.
+#pragma once
+
+#include "sage/attn/epilogue.cuh"
+#include "sage/attn/kv_facts.cuh"
+#include "sage/problem/work_tile.cuh"
+#include "sage/ptx/shared.cuh"
+#include "sage/tile/layout.cuh"
+
+namespace sage {
+
+// Shared memory of a block; every matrix starts at a multiple of 1024 bytes.
+//   [2] query buffers: sQ [kBlockM] rows of s8; v_scale and v_mean of its KV head, f32, [kHeadDim] each; then q_scale
+//     [kBlockM / kWarpM][8] and row_bias [kBlockM] f32; the WorkTile
+//   [kStages] stages: K̂ and V̂ of a KV tile (tile/layout.cuh), [8][kBlockN] ones, the KvLine, and where Q is smoothed
+//     delta_s of the query tile for these keys
+//   for every warp its rows of O, on their way to global memory
+//   mbarriers, 8 bytes each: full and empty of every query buffer, then of every stage
+//   where Q is smoothed a one, f32: the scale of finished scores, for consumers that ping-pong
+template <class Config>
+struct SharedStorage {
+  using Layout = TileLayout<Config>;
+  static constexpr i32 kChannels = Layout::kQBytes;  // in a query buffer
+  static constexpr i32 kChannelBytes = Config::kHeadDim * 4;
+  static constexpr i32 kQScales = kChannels + 2 * kChannelBytes;
+  static constexpr i32 kQScalesBytes = Config::kBlockM / Config::kWarpM * kRowGroups<Config> * 4;
+  static constexpr i32 kRowBias = kQScales + kQScalesBytes, kRowBiasBytes = Config::kBlockM * 4;
+  static constexpr i32 kQueryTile = kRowBias + kRowBiasBytes;
+  static constexpr i32 kQueryBytes = ceil_div<i32>(kQueryTile + sizeof(WorkTile), 1024) * 1024;
+  static constexpr i32 kOnes = Layout::kV + Layout::kVBytes;  // in a stage: as eight more rows of V
+  static constexpr i32 kOnesBytes = 8 * Config::kBlockN;
+  static constexpr i32 kLine = kOnes + kOnesBytes;
+  static constexpr i32 kDelta = kLine + KvLine::kBytes, kDeltaBytes = Config::kSmoothQ ? Config::kBlockN * 4 : 0;
+  static constexpr i32 kStageBytes = ceil_div(kDelta + kDeltaBytes, 1024) * 1024;
+  static constexpr i32 kKvStages = 2 * kQueryBytes, kOutputRows = kKvStages + Config::kStages * kStageBytes;
+  static constexpr i32 kBarriers = kOutputRows + Config::kBlockM / Config::kWarpM * StoreWholeRows<Config>::kBytes;
+  static constexpr i32 kOne = kBarriers + 2 * 8 * (2 + Config::kStages);
+  static constexpr i32 kBytes = kOne + (Config::kSmoothQ ? 16 : 0);
+  static_assert(Layout::kQBytes % 1024 == 0 && Layout::kV % 1024 == 0 && kOnes % 1024 == 0);
+
+  u8* bytes;
+  u32 first;
+
+  __device__ __forceinline__ explicit SharedStorage(u8* bytes_) : bytes(bytes_), first(ptx::shared_address(bytes_)) {}
+
+  __device__ __forceinline__ WorkTile& query_tile(i32 buffer) const {
+    return *reinterpret_cast<WorkTile*>(bytes + buffer * kQueryBytes + kQueryTile);
+  }
+  __device__ __forceinline__ float& one() const { return *reinterpret_cast<float*>(bytes + kOne); }
+  __device__ __forceinline__ StoreWholeRows<Config> rows(i32 warp) const {
+    return {bytes + kOutputRows + warp * StoreWholeRows<Config>::kBytes};
+  }
+  __device__ __forceinline__ u32 query(i32 buffer) const { return first + buffer * kQueryBytes; }
+  __device__ __forceinline__ u32 kv_stage(i32 stage) const { return first + kKvStages + stage * kStageBytes; }
+  // The producer arrives, with the buffer's bytes; consumers wait.
+  __device__ __forceinline__ u32 query_full(i32 buffer) const { return first + kBarriers + buffer * 16; }
+  // Every consumer thread arrives when it has read Q and the rest of the buffer; the producer waits.
+  __device__ __forceinline__ u32 query_empty(i32 buffer) const { return query_full(buffer) + 8; }
+  // The producer arrives, with the stage's bytes; consumers wait.
+  __device__ __forceinline__ u32 full(i32 stage) const { return query_full(2) + stage * 16; }
+  // Every consumer thread arrives when it and its products have read the stage; the producer waits.
+  __device__ __forceinline__ u32 empty(i32 stage) const { return full(stage) + 8; }
+};
+
+// What store_output() needs of a query tile, from a query buffer.
+template <class Shared>
+struct ConstantsInShared {
+  u32 query;
+
+  __device__ __forceinline__ float row_bias(i32 row) const {
+    return ptx::load_shared_f32(query + Shared::kRowBias + row * 4);
+  }
+  __device__ __forceinline__ ptx::F32x2 v_scale(i32 channel) const {
+    return ptx::load_shared_f32x2(query + Shared::kChannels + channel * 4);
+  }
+  __device__ __forceinline__ ptx::F32x2 v_mean(i32 channel) const {
+    return ptx::load_shared_f32x2(query + Shared::kChannels + Shared::kChannelBytes + channel * 4);
+  }
+};
+
+}  // namespace sage

@@ -1,0 +1,31 @@
+// What follows from the shape of a Hopper kernel: warpgroups, registers, and how its consumers' products overlap.
+#pragma once
+
+#include "sage/attn/wgmma/pipeline.cuh"
+
+namespace sage {
+
+// Config: kHeadDim, kQkBits, kPv, kSmoothQ, kBlockM, kBlockN, kWarpM.
+template <class Config>
+struct WgmmaTraits {
+  static constexpr i32 kConsumers = Config::kBlockM / 64;  // warpgroups
+  static constexpr i32 kThreads = (1 + kConsumers) * kWarpgroup;
+  static constexpr i32 kProducerRegisters = 24, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static_assert(kConsumers == 2 || kConsumers == 3, "that many have the registers");
+  static_assert(Config::kWarpM == 16 && Config::kQkBits == 8 && Config::kPv == Pv::kE4m3);
+  static_assert(Config::kBlockN == 64 || Config::kBlockN == 128, "the rows of V are the swizzle's span");
+
+  // Enough registers to keep P·V and Q·K in flight at once: products are one phase of a step, and consumers ping-pong.
+  // Otherwise P and the scores share registers.
+  static constexpr bool kTogether = kConsumers == 2;
+
+  // R takes the P·V of two KV tiles. A smoothed Q leaves no registers for that.
+  static constexpr bool kPairs = !Config::kSmoothQ;
+  static constexpr i32 kRoom = kPairs ? 3 : 0;  // of the first tile's P, for the second
+
+  // Whether the last full tile may open R: the masked step or the last P·V then closes it. A call whose keys are whole tiles
+  // executes no masked step then. Three consumers would pay for that with a dozen moves in the loop.
+  static constexpr bool kOpenEnd = kPairs && kTogether;
+};
+
+}  // namespace sage
