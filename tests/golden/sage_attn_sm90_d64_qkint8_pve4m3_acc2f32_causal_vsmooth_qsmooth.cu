@@ -3,7 +3,7 @@
 //   {family: wgmma, arch: sm90, headdim: 64}
 // Attention on quantized Q, K and V with wgmma and TMA bulk copies.
 
-#include "sage/attn/mainloop_wgmma.cuh"
+#include "sage/attn/wgmma/kernel.cuh"
 
 struct Config {
   static constexpr int kHeadDim = 64;  // channels
@@ -25,7 +25,7 @@ using Attention = sage::AttentionWgmma<Config>;
 extern "C" __global__ void __launch_bounds__(Attention::kThreads, Config::kMinBlocks)
 sage_attn_sm90_d64_qkint8_pve4m3_acc2f32_causal_vsmooth_qsmooth(const __grid_constant__ sage::AttnParams params) {
   extern __shared__ __align__(1024) sage::u8 shared[];
-  Attention::run(params, shared);
+  Attention{params, Attention::Shared(shared)}.run();
 }
 
 SAGE_KERNEL_INFO(Attention, AttnParams);

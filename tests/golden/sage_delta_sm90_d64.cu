@@ -13,9 +13,21 @@ struct Config {
 using DeltaS = sage::DeltaS<Config>;
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
-sage_delta_sm90_d64(const __grid_constant__ sage::DeltaParams params) {
+sage_delta_sm90_d64_bf16(const __grid_constant__ sage::DeltaParams params) {
   __shared__ DeltaS::Operands operands;
-  DeltaS{params, operands}.run();
+  DeltaS{params, operands}.run<sage::Rows::kBf16>();
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads)
+sage_delta_sm90_d64_f16(const __grid_constant__ sage::DeltaParams params) {
+  __shared__ DeltaS::Operands operands;
+  DeltaS{params, operands}.run<sage::Rows::kF16>();
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads)
+sage_delta_sm90_d64_any(const __grid_constant__ sage::DeltaParams params) {
+  __shared__ DeltaS::Operands operands;
+  DeltaS{params, operands}.run<sage::Rows::kAny>();
 }
 
 SAGE_KERNEL_INFO(DeltaS, DeltaParams);

@@ -19,9 +19,21 @@ struct Config {
 using Quantize = sage::Quantize<Config>;
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-sage_quant_sm89_d128_qkint8_pve4m3(const __grid_constant__ sage::QuantParams params) {
+sage_quant_sm89_d128_qkint8_pve4m3_bf16(const __grid_constant__ sage::QuantParams params) {
   __shared__ Quantize::Shared shared;
-  Quantize{params, shared}.run();
+  Quantize{params, shared}.run<sage::Rows::kBf16>();
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+sage_quant_sm89_d128_qkint8_pve4m3_f16(const __grid_constant__ sage::QuantParams params) {
+  __shared__ Quantize::Shared shared;
+  Quantize{params, shared}.run<sage::Rows::kF16>();
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+sage_quant_sm89_d128_qkint8_pve4m3_any(const __grid_constant__ sage::QuantParams params) {
+  __shared__ Quantize::Shared shared;
+  Quantize{params, shared}.run<sage::Rows::kAny>();
 }
 
 SAGE_KERNEL_INFO(Quantize, QuantParams);

@@ -422,9 +422,9 @@ MUTATIONS = [Mutation(*fields) for fields in (
      _S8_WIDE, "output, emulation"),
     ("last samples of a thread left out of the mean", "quant/sample.cuh",
      "for (i32 s = 0; s < kSteps; ++s) {\n"
-     "      float x",
+     "      Raw row",
      "for (i32 s = 0; s < kSteps - 1; ++s) {\n"
-     "      float x",
+     "      Raw row",
      _S8_FULL, "output, emulation"),
     ("K's mean where it is not smoothed", "quant/quantize_k.cuh",
      "if (params.smooth_k)",
