@@ -538,12 +538,12 @@ MUTATIONS = [Mutation(*fields) for fields in (
      _HOPPER, "data race"),
     ("scales of K freed by lane 0 for lanes still at them", "attn/wgmma/mainloop.cuh",
      "    ptx::mbarrier_arrive(shared.empty(previous));\n",
-     "    if (ptx::thread_index() % kWarpSize == 0) {\n"
+     "    if (lane == 0) {\n"
      "      for (i32 i = 0; i < kWarpSize; ++i) ptx::mbarrier_arrive(shared.empty(previous));\n    }\n",
      _HOPPER, "data race"),
     ("delta_s freed by lane 0 for lanes still at it", "attn/wgmma/mainloop.cuh",
      "    ptx::mbarrier_arrive(shared.empty(previous));\n",
-     "    if (ptx::thread_index() % kWarpSize == 0) {\n"
+     "    if (lane == 0) {\n"
      "      for (i32 i = 0; i < kWarpSize; ++i) ptx::mbarrier_arrive(shared.empty(previous));\n    }\n",
      _HOPPER_SCORES, "data race"),
     ("a stage freed by the first of its readers", "attn/wgmma/kernel.cuh",
@@ -642,7 +642,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("the last P·V not waited for", "attn/wgmma/mainloop.cuh",
      "    wait_pv<0>();\n"
      "    promote",
-     "    wait_pv<1>(shared, state);\n"
+     "    wait_pv<1>();\n"
      "    promote",
      _HOPPER, "wgmma that nobody waits for"),
     ("output's fence left out", "attn/wgmma/mainloop.cuh",

@@ -111,7 +111,7 @@ def expected_of(call, addresses, at_16_bytes=(True, True, True), stream=STREAM, 
     """What a call's launches come to by `pack` and `at` alone."""
     structs = default_library().manifest.structs
     named = dict(zip(SOURCES, addresses))
-    return [Seen(launch.record.name, launch.blocks, Packer(structs[launch.record.params]).pack(launch.params).at(named),
+    return [Seen(launch.entry, launch.blocks, Packer(structs[launch.record.params]).pack(launch.params).at(named),
                  stream, context) for launch in call.launches(at_16_bytes)]
 
 
@@ -225,7 +225,7 @@ def test_threads_that_meet_in_a_queue_send_their_own_addresses(driver):
     """They wait for each other in the first launch: all have filled in their structs before any is read."""
     call, count = prepare(driver, draw()), 6
     meet = threading.Barrier(count, timeout=60)
-    first = call.launches()[0].record.name
+    first = call.launches()[0].entry
 
     def wait(entry):
         if entry == first:

@@ -159,7 +159,7 @@ WGMMA_RULE = "warp_m must be 16, block_m 128 or 192 and block_n 64 or 128, got "
     ("wgmma", {"block_m": 256}, WGMMA_RULE + "16, 256 and 128"),
     ("wgmma", {"block_m": 64}, WGMMA_RULE + "16, 64 and 128"),
     ("wgmma", {"block_n": 64}, None),
-    ("wgmma", {"block_n": 32}, WGMMA_RULE + "16, 128 and 32"),
+    ("wgmma", {"block_n": 256}, WGMMA_RULE + "16, 128 and 256"),
     ("wgmma", {"warp_m": 32}, WGMMA_RULE + "32, 128 and 128"),
     ("wgmma", {"block_m": "wide"}, "block_m must be a positive integer, got 'wide'"),
     ("wgmma", {"stages": 1}, "stages must be at least 2"),

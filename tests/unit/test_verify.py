@@ -192,7 +192,8 @@ class Emulated:
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU that runs the emulation; `run` is what it runs."""
-    found = SimpleNamespace(gpus=[Gpu((8, 9), 13000, "NVIDIA L4")], run=emulate, loads=lambda record: None)
+    found = SimpleNamespace(gpus=[Gpu((8, 9), 13000, "NVIDIA L4")], run=emulate,
+                            loads=lambda record, entry: None)
     driver = SimpleNamespace(name="cupy", version="14.2.0", cuda=13000)
     on_device = verifying.self_test
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found.gpus))
@@ -203,7 +204,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(verifying, "default_driver", lambda: driver)
     monkeypatch.setattr(verifying, "CudaBackend", lambda library, arch: Emulated(
         library, arch, lambda *arguments: found.run(*arguments)))
-    monkeypatch.setattr(Library, "load", lambda library, record, device: found.loads(record))
+    monkeypatch.setattr(Library, "load", lambda library, record, entry, device: found.loads(record, entry))
     return found
 
 
@@ -214,11 +215,13 @@ def emulate(plan, manifest, q, k, v, out, lse, workspace):
 
 
 def test_every_kernel_that_a_gpu_takes_is_loaded_and_run(folder, gpu, capsys):
-    """Those of older chips, which a call would not choose, too."""
+    """By every entry point, those of older chips, which a call would not choose, too."""
     loaded = []
-    gpu.loads = lambda record: loaded.append(record.name)
+    gpu.loads = lambda record, entry: loaded.append(entry)
     code, text = verify(capsys, "--seed", "5")
-    assert code == 0 and len(loaded) == 4
+    specs = [spec for arch in ("sm80", "sm89") for attn in [dataclasses.replace(ATTN, arch=arch)]
+             for spec in (attn, attn.companion("quant"))]
+    assert code == 0 and sorted(loaded) == sorted(entry for spec in specs for entry in spec.entries)
     assert "cuda:0   NVIDIA L4, compute capability 8.9, driver for CUDA 13.0\n" in text
     assert "ok     cupy 14.2.0 (driver for CUDA 13.0) loads all 4 files that this GPU can take\n" in text
     assert "seed 5; " in text
@@ -257,7 +260,7 @@ def test_a_gpu_without_a_loader_fails(folder, gpu, capsys, monkeypatch):
 
 
 def test_a_file_that_does_not_load_fails_and_the_others_are_tested(folder, gpu, capsys):
-    def load(record):
+    def load(record, entry):
         if record.spec == ATTN:
             raise LaunchError("CUDA_ERROR_INVALID_IMAGE")
 

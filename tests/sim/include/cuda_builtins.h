@@ -14,7 +14,8 @@
 
 #define __host__
 #define __device__
-#define __global__ inline  // and so not compiled where nobody calls it
+// Not compiled where nobody calls it; hidden, or libraries of one name for their shared memory would share it.
+#define __global__ inline __attribute__((visibility("hidden")))
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__

@@ -66,7 +66,7 @@ struct DeltaS {
             first_tile + column < params.q_tiles ? q_mean[(first_tile + column) * Config::kHeadDim + c] : 0.0f;
       }
       __syncthreads();
-#pragma unroll 8
+#pragma unroll
       for (i32 d = 0; d < kDepth; ++d) {
 #pragma unroll
         for (i32 i = 0; i < kEdge; ++i) {
