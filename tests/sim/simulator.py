@@ -139,6 +139,11 @@ def set_exp2(up: np.ndarray, down: np.ndarray) -> None:
     _engine().set_exp2(up, down)
 
 
+def plant(number: int) -> None:
+    """From now on kernels that were compiled with switches (schemata.py) have this bug; 0: none."""
+    _engine().plant(number)
+
+
 @dataclass(frozen=True)
 class Buffer:
     """Memory that launches may touch, and the state of each byte."""
@@ -211,6 +216,9 @@ class _Engine:
     def set_exp2(self, *tables: np.ndarray) -> None:
         self._tables = tables  # the engine keeps their addresses
         self._library.sim_set_exp2(*(ctypes.c_void_p(table.ctypes.data) for table in tables))
+
+    def plant(self, number: int) -> None:
+        self._library.sim_plant(number)
 
     def know(self, buffers: tuple[Buffer, ...]) -> None:
         self._library.sim_clear_buffers()

@@ -14,6 +14,7 @@ namespace {
 GlobalMemory memory;
 Reports reports;
 Chip running_chip;
+int bug = 0;
 
 std::vector<u32> shuffled(u32 count, u64 seed) {
   std::vector<u32> order(count);
@@ -26,6 +27,7 @@ std::vector<u32> shuffled(u32 count, u64 seed) {
 }  // namespace
 
 const Chip& chip() { return running_chip; }
+int planted_bug() { return bug; }
 
 }  // namespace sim
 
@@ -39,6 +41,9 @@ void sim_add_buffer(const char* name, void* base, sim::u64 bytes, const sim::u8*
 }
 
 void sim_set_exp2(const sim::u32* up, const sim::u32* down) { sim::set_exp2(up, down); }
+
+// From now on kernels have this bug, by its number; 0: none.
+void sim_plant(sim::i32 number) { sim::bug = number; }
 
 // Runs blocks in an order that the seed determines until one ends early. False for an arch before all known ones.
 bool sim_launch(const sim::Launch* launch) {

@@ -15,6 +15,12 @@ struct Index {
   unsigned x, y, z;
 };
 
+// --- planted bugs (schemata.py) ---------------------------------------------------------------------------------------
+
+// The number of the bug that is there; the same throughout a launch.
+__attribute__((const)) int planted_bug();
+inline bool planted(int number) { return planted_bug() == number; }
+
 // --- exchange --------------------------------------------------------------------------------------------------------
 
 constexpr int kLanes = 32;

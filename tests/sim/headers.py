@@ -1,0 +1,100 @@
+"""The kernels' headers as trees of C++: functions and constants by their names, and the code in them by its words.
+
+Code is compared by its words: where a line is broken and what comments say make no difference.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tree_sitter_cpp
+from tree_sitter import Language, Node, Parser
+
+STATEMENTS = ("expression_statement", "return_statement", "if_statement", "for_statement", "while_statement",
+              "do_statement", "break_statement")
+
+_PARSER = Parser(Language(tree_sitter_cpp.language()))
+_CUDA = re.compile(rb"__(?:device|host|global|shared|forceinline|grid_constant)__\b"
+                   rb"|__launch_bounds__\((?:[^()]|\([^()]*\))*\)|__align__\(\d+\)")
+_NAMED = {"function_definition": "declarator", "struct_specifier": "name", "class_specifier": "name",
+          "declaration": "declarator", "field_declaration": "declarator"}
+_CLASSES = ("struct_specifier", "class_specifier")
+_NAMES = ("identifier", "field_identifier", "type_identifier", "qualified_identifier", "operator_name",
+          "operator_cast", "destructor_name")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A function, or a constant of a class or of a namespace."""
+
+    name: str  # with its classes: "Mainloop::step"
+    node: Node
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether compilers may evaluate it."""
+        return self.node.type != "function_definition" or any(
+            child.type == "type_qualifier" and child.text == b"constexpr" for child in self.node.children)
+
+
+@functools.cache
+def tree_of(path: Path) -> Node:
+    """CUDA's keywords, which the grammar does not know, are blanked out."""
+    return _PARSER.parse(_CUDA.sub(lambda found: b" " * len(found[0]), path.read_bytes())).root_node
+
+
+def places_in(path: Path) -> list[Place]:
+    """Every function of a header, and every constant that is not a function's own."""
+    return [Place(name, node) for name, node in _named(tree_of(path), ())]
+
+
+def _named(node: Node, classes: tuple[str, ...]) -> Iterator[tuple[str, Node]]:
+    for child in node.children:
+        inner = classes
+        if child.type in _NAMED and (name := _name(child)):
+            inner = (*classes, name)
+            if child.type not in _CLASSES:
+                yield "::".join(inner), child
+        if child.type != "function_definition":
+            yield from _named(child, inner if child.type in _CLASSES else classes)
+
+
+def _name(node: Node) -> str:
+    found = node.child_by_field_name(_NAMED[node.type])
+    while found is not None and found.type not in _NAMES:
+        found = found.child_by_field_name("declarator") or next(iter(found.named_children), None)
+    return found.text.decode() if found else ""
+
+
+def inside(node: Node) -> Iterator[Node]:
+    """A node's descendants and itself, outer ones first."""
+    yield node
+    for child in node.named_children:
+        yield from inside(child)
+
+
+def field(node: Node, name: str) -> Node:
+    """A part of a node that the grammar says it has."""
+    found = node.child_by_field_name(name)
+    assert found is not None, f"{node.type} without {name}"
+    return found
+
+
+def words(code: str) -> str:
+    """Code as it is compared: without comments, and without spaces but between words."""
+    code = re.sub(r"//[^\n]*|/\*.*?\*/", " ", code, flags=re.DOTALL)
+    return re.sub(r"\s+", " ", re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", code)).strip()
+
+
+def code_of(node: Node) -> str:
+    """A node's code on one line."""
+    return on_one_line(node.text.decode())
+
+
+def on_one_line(code: str) -> str:
+    """Without comments and directives to the compiler."""
+    return re.sub(r"\s+", " ", re.sub(r"//[^\n]*|^#[^\n]*", "", code, flags=re.MULTILINE)).strip()

@@ -1,0 +1,178 @@
+"""What a planted bug does to a piece of code: operators of mutation testing, each for one form of code.
+
+Source: Jia & Harman, "An Analysis and Survey of the Development of Mutation Testing", IEEE TSE 37 (5), 2011.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from headers import STATEMENTS, code_of, field, words
+from tree_sitter import Node
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Other code in a node's place."""
+
+    node: Node
+    code: str
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A change of the piece of code that reads `what`: the only one in its place, or the `which`-th, from 1 on."""
+
+    what: str
+    which: int = 0
+
+    def code_for(self, node: Node) -> str | None:
+        """What takes a node's place; None where the operation does not apply."""
+        raise NotImplementedError
+
+
+class Drop(Operation):
+    """Leave a statement out."""
+
+    def code_for(self, node: Node) -> str | None:
+        return ";" if node.type in STATEMENTS else None
+
+
+class Always(Operation):
+    """Execute a statement whatever its condition."""
+
+    def code_for(self, node: Node) -> str | None:
+        if node.type != "if_statement" or node.child_by_field_name("alternative"):
+            return None
+        return code_of(field(node, "consequence"))
+
+
+class Left(Operation):
+    """Of an operator's two operands keep the first."""
+
+    def code_for(self, node: Node) -> str | None:
+        return code_of(field(node, "left")) if node.type == "binary_expression" else None
+
+
+class Right(Operation):
+    """Of an operator's two operands keep the second."""
+
+    def code_for(self, node: Node) -> str | None:
+        return code_of(field(node, "right")) if node.type == "binary_expression" else None
+
+
+class First(Operation):
+    """Of a conditional expression's two values take the first."""
+
+    def code_for(self, node: Node) -> str | None:
+        return code_of(field(node, "consequence")) if node.type == "conditional_expression" else None
+
+
+class Second(Operation):
+    """Of a conditional expression's two values take the second."""
+
+    def code_for(self, node: Node) -> str | None:
+        return code_of(field(node, "alternative")) if node.type == "conditional_expression" else None
+
+
+class _Exchange(Operation):
+    """Another operator."""
+
+    operators: ClassVar[dict[str, str]]
+
+    def code_for(self, node: Node) -> str | None:
+        if node.type not in ("binary_expression", "assignment_expression"):
+            return None
+        operator = field(node, "operator")
+        other = self.operators.get(operator.text.decode())
+        return other and _with(node, (operator, other))
+
+
+class OffByOne(_Exchange):
+    """Compare with the end included, or no longer."""
+
+    operators = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
+
+
+class Opposite(_Exchange):
+    """Compare the other way round."""
+
+    operators = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
+
+
+class Sign(_Exchange):
+    """Subtract in place of adding, or the other way round."""
+
+    operators = {"+": "-", "-": "+", "+=": "-=", "-=": "+="}
+
+
+class Remainder(_Exchange):
+    """Take the remainder in place of the quotient, or the other way round."""
+
+    operators = {"/": "%", "%": "/"}
+
+
+class Swap(Operation):
+    """Swap the last two arguments of a call, elements of a list or values of a conditional expression."""
+
+    def code_for(self, node: Node) -> str | None:
+        first, second = _pair(node)
+        if not first or not second or words(first.text.decode()) == words(second.text.decode()):
+            return None
+        return _with(node, (first, code_of(second)), (second, code_of(first)))
+
+
+class Phase(Operation):
+    """Wait for the other phase of a barrier."""
+
+    def code_for(self, node: Node) -> str | None:
+        if node.type == "binary_expression" and words(node.text.decode()).endswith("phase^1"):
+            return code_of(field(node, "left"))
+        return None
+
+
+@dataclass(frozen=True)
+class Put(Operation):
+    """Put other code in its place."""
+
+    instead: str = ""
+
+    def code_for(self, node: Node) -> str | None:
+        return self.instead
+
+
+@dataclass(frozen=True)
+class Before(Operation):
+    """Execute one more statement in front of a statement."""
+
+    more: str = ""
+
+    def code_for(self, node: Node) -> str | None:
+        return f"{self.more} {code_of(node)}" if node.type in STATEMENTS else None
+
+
+@dataclass(frozen=True)
+class Behind(Drop):
+    """Execute a statement behind a later one."""
+
+    later: str = ""
+
+
+def _pair(node: Node) -> tuple[Node | None, Node | None]:
+    if node.type == "conditional_expression":
+        return field(node, "consequence"), field(node, "alternative")
+    if node.type == "call_expression":
+        node = field(node, "arguments")
+    elif node.type != "initializer_list":
+        return None, None
+    return tuple(node.named_children[-2:]) if node.named_child_count > 1 else (None, None)
+
+
+def _with(node: Node, *changes: tuple[Node, str]) -> str:
+    """A node's code with other code in the place of some of its parts, named in their order."""
+    code = node.text
+    for part, instead in reversed(changes):
+        first, end = part.start_byte - node.start_byte, part.end_byte - node.start_byte
+        code = code[:first] + instead.encode() + code[end:]
+    return code.decode()
