@@ -17,6 +17,7 @@ const sim::Index &threadIdx = indices.thread, &blockIdx = indices.block, &blockD
 namespace sim {
 
 Block* block = nullptr;
+Running running;
 
 Block::Block(const Launch& launch, GlobalMemory& global, Reports& reports)
     : shared(*this),
@@ -33,7 +34,7 @@ bool Block::run(u32 index) {
   block = this;
   index_ = index;
   start();
-  u32 running = launch_.threads;
+  u32 left = launch_.threads;
   const u32 late = 16u << random_.below(12);  // turns that a copy takes on average: blocks differ
   while (ready_warps_ != 0 || bulk_copies.any()) {
     if (bulk_copies.any() && (ready_warps_ == 0 || random_.below(late) == 0)) {
@@ -43,14 +44,15 @@ bool Block::run(u32 index) {
     thread_ = next_thread();
     Thread& thread = *threads_[thread_];
     indices.thread.x = thread_;
+    running.stack = thread.fiber.stack();
     thread.fiber.resume();
     if (stopped_) return false;
-    running -= thread.status == Thread::kDone;
-    if (running == 0) break;
+    left -= thread.status == Thread::kDone;
+    if (left == 0) break;
   }
-  if (running > 0) report_stuck();
+  if (left > 0) report_stuck();
   else check_end();
-  return running == 0;
+  return left == 0;
 }
 
 // What may not be left over.
@@ -78,7 +80,7 @@ void Block::start() {
   const u32 count = launch_.threads;
   indices = {{}, {index_, 0, 0}, {count, 1, 1}, {launch_.blocks, 1, 1}};
   stopped_ = false;
-  steps_ = 0;
+  running.steps = 0;
   barrier_ = {}, barrier_predicate_ = true;
   order.start(count, MemoryBarriers::kMost + (count + kLanes - 1) / kLanes);
   named_barriers.start(), memory_barriers.start(), bulk_copies.start();
@@ -165,7 +167,8 @@ bool Block::arrive(Meeting& meeting, const char* instruction, Site site, u32 exp
 }
 
 void Block::wait(Meeting& place) {
-  count_step(here(place.site));
+  ++running.steps;
+  check_steps(here(place.site));
   threads_[thread_]->status = Thread::kWaiting;
   threads_[thread_]->waits_in = &place;
   leave();

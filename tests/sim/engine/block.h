@@ -34,6 +34,21 @@ struct Launch {
   bool programmatic;  // it may start before the grid in front of it has ended
 };
 
+// Loops that never end: every one that compilers keep accesses memory or waits for others.
+constexpr u32 kMostSteps = 1u << 24;  // under a second; the kernels of the matrix take less than 2^22
+
+// What every access looks at: hidden, so that it is found without a table of addresses.
+struct Running {
+  const u8* stack = nullptr;  // of the thread that runs
+  u32 steps = 0;              // accesses and waits of the block
+
+  bool holds(const void* address) const {
+    return static_cast<size_t>(static_cast<const u8*>(address) - stack) < Fiber::kStackBytes;
+  }
+};
+
+[[gnu::visibility("hidden")]] extern Running running;
+
 struct Thread {
   enum Status { kReady, kWaiting, kDone };
 
@@ -59,14 +74,13 @@ class Block {
   WarpProducts& products() { return warps_[warp()].products; }
   Where here(Site site) const { return {thread_, site, nullptr}; }
   Copies& copies() { return threads_[thread_]->copies; }
-  bool on_stack(const void* address) const { return threads_[thread_]->fiber.holds(address); }
   bool is_constant(const void* address) const;  // a built-in variable, or a table of the kernel's
 
   void fence_proxy() { ++threads_[thread_]->proxy_fences; }
   void set_registers(u32 registers);
   void wait_for_grids() { threads_[thread_]->grids_ended = true; }
-  void count_step(const Where& where) {
-    if (++steps_ > kMostSteps) give_up(where);
+  void check_steps(const Where& where) {
+    if (running.steps > kMostSteps) give_up(where);
   }
   void wait(Meeting& place);  // until another makes the thread ready
   void together(const char* instruction, void* lane, Meaning meaning, Site site);
@@ -104,8 +118,6 @@ class Block {
     u32 registers = 0;  // of setmaxnreg; 0: none yet
   };
 
-  // Loops that never end: every one that compilers keep accesses memory or waits for others.
-  static constexpr u32 kMostSteps = 1u << 24;  // under a second; the kernels of the matrix take less than 2^22
   [[noreturn]] void give_up(const Where& where);
 
   void check_grids(const Where& where);
@@ -126,7 +138,6 @@ class Block {
   Random random_;
   u32 index_ = 0;
   u32 thread_ = 0;
-  u32 steps_ = 0;  // accesses and waits
   bool stopped_ = false;
   std::vector<std::unique_ptr<Thread>> threads_;
   std::vector<Warp> warps_;

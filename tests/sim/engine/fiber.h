@@ -21,9 +21,7 @@ class Fiber {
   void resume();               // from outside: runs until the fiber suspends
   void suspend();              // from inside: back to resume()
 
-  bool holds(const void* address) const {
-    return static_cast<size_t>(static_cast<const u8*>(address) - stack_) < kStackBytes;
-  }
+  const u8* stack() const { return stack_; }  // kStackBytes
 
  private:
   u8* stack_;
