@@ -76,7 +76,7 @@ class Case(_SizesAndOptions):
     dtype: str = _varied({"bf16": 1, "f16": 1})
     kind: str = _varied({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
                          "tiny": 1, "sink": 2, "falling": 1, "heavy_v": 1, "sparse_v": 1,
-                         "spike": 0})  # spike for tests/sim: to draw it would change a seed's other cases
+                         "spike": 0, "stepped_v": 0})  # for tests/sim: to draw them would change a seed's other cases
     planted: str = _varied({"none": 24, "q:nan": 1, "k:nan": 1, "v:nan": 1, "q:inf": 1, "k:inf": 1, "v:inf": 1})
     strides: str = _varied({"contiguous": 4, "transposed": 2, "fused": 3, "misaligned": 2, "sliced": 2,
                             "expanded_heads": 1, "expanded_batch": 1})
@@ -286,9 +286,15 @@ def _sparse_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     v[..., ::2] *= (torch.arange(v.shape[2], device=v.device) % 37 == 5)[:, None]
 
 
+def _stepped_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The third and the fourth KV tile of 128 keys need another factor than those around them."""
+    v[:, :, 256:512] *= 2.0**-12
+
+
 _CHANGES = {"normal": _unchanged, "outlier": _unchanged, "constant": _constant, "biased_v": _biased_v, "zeros": _zeros,
             "huge": _huge, "wide_v": _wide_v, "tiny": _tiny, "spike": _spike,
-            "sink": _sink, "falling": _falling, "heavy_v": _heavy_v, "sparse_v": _sparse_v}
+            "sink": _sink, "falling": _falling, "heavy_v": _heavy_v, "sparse_v": _sparse_v,
+            "stepped_v": _stepped_v}
 
 
 def _plant(case: Case, tensors: dict[str, torch.Tensor]) -> None:

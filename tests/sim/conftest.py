@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from drawn import variants_of
 from simbuild import Build
 from variants_on_cpu import SIMULATED, variant
 from workers import Workers
@@ -60,6 +61,10 @@ def _specs(item: pytest.Item) -> Iterator[AttnSpec]:
         yield parameters["spec"]
     elif "mutation" in parameters:
         yield variant(parameters["mutation"].variant)
+    elif "bug" in parameters:
+        yield from map(variant, variants_of(parameters["bug"]))
+    elif "name" in parameters:
+        yield variant(parameters["name"])
     else:
         yield from SIMULATED
 

@@ -5,10 +5,10 @@ Code is compared by its words: where a line is broken and what comments say make
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import tree_sitter_cpp
@@ -41,7 +41,7 @@ class Place:
             child.type == "type_qualifier" and child.text == b"constexpr" for child in self.node.children)
 
 
-@functools.cache
+@cache
 def tree_of(path: Path) -> Node:
     """CUDA's keywords, which the grammar does not know, are blanked out."""
     return _PARSER.parse(_CUDA.sub(lambda found: b" " * len(found[0]), path.read_bytes())).root_node
@@ -77,6 +77,16 @@ def inside(node: Node) -> Iterator[Node]:
         yield from inside(child)
 
 
+def by_words(places: Iterable[Place]) -> dict[str, list[tuple[Place, Node]]]:
+    """All code in these places, by its words; of nodes that hold the same code the outermost."""
+    found = {(node.start_byte, node.end_byte): (place, node)
+             for place in places for node in reversed(list(inside(place.node)))}
+    result: dict[str, list[tuple[Place, Node]]] = {}
+    for _, (place, node) in sorted(found.items(), key=lambda item: item[0]):
+        result.setdefault(words(node.text.decode()), []).append((place, node))
+    return result
+
+
 def field(node: Node, name: str) -> Node:
     """A part of a node that the grammar says it has."""
     found = node.child_by_field_name(name)
@@ -85,9 +95,8 @@ def field(node: Node, name: str) -> Node:
 
 
 def words(code: str) -> str:
-    """Code as it is compared: without comments, and without spaces but between words."""
-    code = re.sub(r"//[^\n]*|/\*.*?\*/", " ", code, flags=re.DOTALL)
-    return re.sub(r"\s+", " ", re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", code)).strip()
+    """Code as it is compared: on one line, without spaces but between words."""
+    return re.sub(r"(?<!\w) | (?!\w)", "", on_one_line(code))
 
 
 def code_of(node: Node) -> str:

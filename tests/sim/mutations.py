@@ -5,6 +5,8 @@ test_mutations.py plants each and holds the suite to what it says here; docs/sim
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from operations import (
     Always,
     Before,
@@ -20,7 +22,18 @@ from operations import (
     Second,
     Swap,
 )
-from schemata import Mutation
+from schemata import Bug
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A bug with a name, and what becomes of it."""
+
+    name: str
+    bug: Bug
+    variant: str  # an attention kernel, less "sage_attn_", that shows it
+    caught: str  # what variants_on_cpu.failure_of says first
+
 
 _S8_FULL = "sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw"
 _S8_CAUSAL = "sm80_d64_qkint8_pvf16_accf32_causal_vraw_qraw"
@@ -53,7 +66,8 @@ _HOPPER_TINY = "sm90_d64_qkint8_pve4m3_acc2f32_causal_vsmooth_qraw"
 _HOPPER_K_INF = "sm90_d64_qkint8_pve4m3_acc2f32_full_vsmooth_qraw"
 _HOPPER_V_NAN = "sm90_d64_qkint8_pve4m3_acc2f32_full_vsmooth_qsmooth"
 
-MUTATIONS = [Mutation(*fields) for fields in (
+MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
+             for name, header, place, operation, variant, caught in (
     # --- attn/kv_stream.cuh, attn/mainloop_mma.cuh: barriers, phases, scales
     ("a group of copies never closed", "attn/kv_stream.cuh", "KvStream::load",
      Drop("ptx::cp_async_commit();"),

@@ -27,6 +27,9 @@ class Operation:
     what: str
     which: int = 0
 
+    def __str__(self) -> str:
+        return f"{type(self).__name__} {self.what}" + (f", number {self.which}" if self.which else "")
+
     def code_for(self, node: Node) -> str | None:
         """What takes a node's place; None where the operation does not apply."""
         raise NotImplementedError
@@ -119,6 +122,19 @@ class Swap(Operation):
     def code_for(self, node: Node) -> str | None:
         first, second = _pair(node)
         if not first or not second or words(first.text.decode()) == words(second.text.decode()):
+            return None
+        return _with(node, (first, code_of(second)), (second, code_of(first)))
+
+
+class Indices(Operation):
+    """Swap the last two indices of an array's element."""
+
+    def code_for(self, node: Node) -> str | None:
+        inner = node.named_children[0] if node.type == "subscript_expression" else node
+        if inner.type != "subscript_expression":
+            return None
+        first, second = field(inner, "indices"), field(node, "indices")
+        if words(first.text.decode()) == words(second.text.decode()):
             return None
         return _with(node, (first, code_of(second)), (second, code_of(first)))
 

@@ -1,8 +1,8 @@
 """Bugs planted many at once: headers in which a number that the engine holds says which of the bugs is there.
 
-A changed statement S becomes `if (sim::planted(7)) { S' } else { S }`, a changed value v `(sim::planted(7) ? v' : v)`. One
-compilation so serves all bugs that a kernel shows. What compilers may evaluate, such as a constant of a class, cannot be
-switched: such a bug gets a copy of the headers of its own.
+A changed statement S becomes `if (sim::planted(7)) { S' } else { S }`, a changed value v `(sim::planted(7) ? v' : v)`.
+So one compilation serves all bugs that a kernel shows. What compilers may evaluate, such as a constant of a class, has
+no switch: a bug there gets a copy of the headers of its own.
 
 Source: Untch, Offutt & Harrold, "Mutation Analysis Using Mutant Schemata", ISSTA 1993.
 """
@@ -13,11 +13,11 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 
 from filelock import FileLock
-from headers import STATEMENTS, Place, code_of, inside, on_one_line, places_in, words
+from headers import STATEMENTS, Place, by_words, code_of, on_one_line, places_in, words
 from operations import Behind, Edit, Operation
 from simbuild import PROJECT, ROOT, Project
 from tree_sitter import Node
@@ -26,15 +26,15 @@ from codegen.files import write_if_changed
 
 
 @dataclass(frozen=True)
-class Mutation:
-    """One bug, and what becomes of it."""
+class Bug:
+    """A place in a header, and what goes wrong there."""
 
-    name: str
     header: str  # below templates/include/sage
     place: str  # the function or the constant: "Mainloop::step"
     operation: Operation
-    variant: str  # an attention kernel, less "sage_attn_", that shows it
-    caught: str  # what variants_on_cpu.failure_of says first
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.operation}"
 
     @property
     def path(self) -> Path:
@@ -45,42 +45,44 @@ class Mutation:
         place, node = self._find(self.operation.what, self.operation.which)
         code = self.operation.code_for(node)
         if code is None:
-            raise ValueError(f"{self.name}: {type(self.operation).__name__} does not apply to {node.type}")
+            raise ValueError(f"{self}: does not apply to {node.type}")
         edits = [(place, Edit(node, code))]
         if isinstance(self.operation, Behind):
             place, later = self._find(self.operation.later)
             edits.append((place, Edit(later, f"{code_of(later)} {code_of(node)}")))
         return edits
 
+    @cached_property
+    def can_be_switched(self) -> bool:
+        """Whether it can be planted beside others."""
+        return all(can_be_switched(place, edit.node) for place, edit in self.edits())
+
     def _find(self, what: str, which: int = 0) -> tuple[Place, Node]:
-        found = {(node.start_byte, node.end_byte): (place, node)
-                 for place in places_in(self.path) if place.name == self.place
-                 for node in inside(place.node) if words(node.text.decode()) == words(what)}
+        found = by_words(place for place in places_in(self.path) if place.name == self.place).get(words(what), [])
         if which > len(found) or (not which and len(found) != 1):
-            raise ValueError(f"{self.name}: found {len(found)} times in {self.place} of {self.header}: {what!r}")
-        return list(found.values())[max(which - 1, 0)]
+            raise ValueError(f"{self}: found {len(found)} times in {self.header}: {what!r}")
+        return found[max(which - 1, 0)]
 
 
-@cache
-def can_be_switched(mutation: Mutation) -> bool:
-    """Whether a bug can be planted beside others."""
-    return all(_switch(place, edit.node) for place, edit in mutation.edits())
+def can_be_switched(place: Place, node: Node) -> bool:
+    """Whether other code can stand there beside it."""
+    return _switch(place, node) is not None
 
 
-def plant(mutation: Mutation, folder: Path) -> Project:
+def plant(bug: Bug, folder: Path) -> Project:
     """A copy of the sources with one bug in it."""
-    text = mutation.path.read_bytes()
-    for _, edit in sorted(mutation.edits(), key=lambda found: -found[1].node.start_byte):
+    text = bug.path.read_bytes()
+    for _, edit in sorted(bug.edits(), key=lambda found: -found[1].node.start_byte):
         text = text[:edit.node.start_byte] + edit.code.encode() + text[edit.node.end_byte:]
-    return _copy({mutation.path: text}, folder)
+    return _copy({bug.path: text}, folder)
 
 
-def plant_switched(mutations: Sequence[Mutation], folder: Path) -> Project:
-    """A copy of the sources with all of these bugs; the engine's number says which is there, from 1 on, or 0 for none."""
+def plant_switched(bugs: Sequence[Bug], folder: Path) -> Project:
+    """A copy of the sources with all of these bugs. The engine's number says which is there: from 1 on; 0 is none."""
     switches: dict[Path, dict[_Switch, list[tuple[int, Edit]]]] = defaultdict(lambda: defaultdict(list))
-    for number, mutation in enumerate(mutations, 1):
-        for place, edit in mutation.edits():
-            switches[mutation.path][_switch(place, edit.node)].append((number, edit))
+    for number, bug in enumerate(bugs, 1):
+        for place, edit in bug.edits():
+            switches[bug.path][_switch(place, edit.node)].append((number, edit))
     return _copy({path: _with_switches(path.read_bytes(), found) for path, found in switches.items()}, folder)
 
 

@@ -1,27 +1,32 @@
-"""The suite catches every bug of mutations.py, by the check that the list names."""
+"""The suite catches every bug of mutations.py, by the check that the list names, and every bug of drawn.py."""
 
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
 import pytest
 import simbuild
 import simulator
-from mutations import MUTATIONS
-from schemata import Mutation, can_be_switched, plant, plant_switched
+from drawn import DRAWN, HARMLESS, candidates, variants_of
+from mutations import MUTATIONS, Mutation
+from schemata import Bug, plant, plant_switched
 from simbuild import PROJECT, Build
 from simulated import Simulated
 from tables import DOCUMENT, with_tables
 from variants_on_cpu import SEEDS, cases_of, failure_of, variant
 
-SWITCHED: dict[str, list[Mutation]] = {}
+SWITCHED: dict[str, list[Bug]] = defaultdict(list)
 """Per variant the bugs that its kernels are compiled with, all at once."""
 
 for _mutation in MUTATIONS:
-    if can_be_switched(_mutation):
-        SWITCHED.setdefault(_mutation.variant, []).append(_mutation)
+    if _mutation.bug.can_be_switched:
+        SWITCHED[_mutation.variant].append(_mutation.bug)
+for _bug in DRAWN:
+    for _name in variants_of(_bug):
+        SWITCHED[_name].append(_bug)
 
 IN_TURN = sorted(MUTATIONS, key=lambda mutation: [
     other for other in MUTATIONS if other.variant == mutation.variant].index(mutation))
@@ -31,16 +36,25 @@ IN_TURN = sorted(MUTATIONS, key=lambda mutation: [
 def caught_by(base: Build, mutation: Mutation) -> str | None:
     """The check that fails first where this bug is planted; what every kernel must pass is what counts. `base`: kernels
     without it."""
-    if can_be_switched(mutation):
-        simulator.plant(SWITCHED[mutation.variant].index(mutation) + 1)
-        try:
-            return first_failure(_switched(base, mutation.variant), mutation.variant)
-        finally:
-            simulator.plant(0)
+    if mutation.bug.can_be_switched:
+        return _caught_in(base, mutation.variant, mutation.bug)
     with tempfile.TemporaryDirectory() as folder:
-        project = plant(mutation, Path(folder))
-        return first_failure(Simulated(simbuild.build_matrix([variant(mutation.variant)], project, base)),
-                             mutation.variant)
+        project = plant(mutation.bug, Path(folder))
+        return _first_failure(Simulated(simbuild.build_matrix([variant(mutation.variant)], project, base)),
+                              mutation.variant)
+
+
+def caught_by_any(base: Build, bug: Bug) -> str | None:
+    """The same for the first of a drawn bug's variants that fails, with the threads in one order alone."""
+    return next(filter(None, (_caught_in(base, name, bug, SEEDS[:1]) for name in variants_of(bug))), None)
+
+
+def _caught_in(base: Build, name: str, bug: Bug, seeds: tuple[int, ...] = SEEDS) -> str | None:
+    simulator.plant(SWITCHED[name].index(bug) + 1)
+    try:
+        return _first_failure(_switched(base, name), name, seeds)
+    finally:
+        simulator.plant(0)
 
 
 @cache
@@ -49,9 +63,9 @@ def _switched(base: Build, name: str) -> Simulated:
     return Simulated(simbuild.build_matrix([variant(name)], project, base))
 
 
-def first_failure(subject: Simulated, name: str) -> str | None:
+def _first_failure(subject: Simulated, name: str, seeds: tuple[int, ...] = SEEDS) -> str | None:
     for case in cases_of(variant(name)).values():
-        if failure := failure_of(subject.check(case, seed) for seed in SEEDS):
+        if failure := failure_of(subject.check(case, seed) for seed in seeds):
             return failure[0]
     return None
 
@@ -67,10 +81,22 @@ def test_bug_is_caught(outcome, mutation):
     assert outcome == mutation.caught
 
 
+@pytest.mark.by_workers(does=caught_by_any)
+@pytest.mark.parametrize("bug", DRAWN, ids=str)
+def test_drawn_bug_is_caught(outcome, bug):
+    assert outcome, (f"nothing shows it in {', '.join(variants_of(bug))}: add a case to variants_on_cpu.py, or say in "
+                     "HARMLESS of drawn.py why it does no harm")
+
+
 @pytest.mark.by_workers(does=failure_without_bugs)
 @pytest.mark.parametrize("name", SWITCHED)
 def test_switches_alone_change_nothing(outcome, name):
     assert outcome is None
+
+
+def test_what_is_harmless_could_be_drawn():
+    known = {(bug.place, bug.operation) for bug in candidates()}
+    assert [bug for bug in HARMLESS if bug not in known] == []
 
 
 def test_tables_of_the_document_are_up_to_date():

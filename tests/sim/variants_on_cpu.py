@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable
+from dataclasses import replace
 
 from fuzz_cases import Case
 from fuzz_checks import Verdict
@@ -62,7 +62,7 @@ EXTREMES = (
     {"kind": "wide_v", "seqlen_kv": 40},  # fewer keys than a sample has
     {"kind": "zeros"},
     {"planted": "q:nan", "seed": 22},  # where causal, in a row that sees no key
-    {"planted": "k:inf", "kv_heads": 2},  # in one head, of which the other must hear nothing
+    {"planted": "k:inf", "kv_heads": 2, "seed": 5},  # in one head's last tile; the other must hear nothing
     {"planted": "v:nan", "seed": 25},  # in a key that is not the first that a thread quantizes
 )
 """Values at the ends of their ranges, one a variant by turns: an odd number of them, while archs have powers of two of
@@ -70,42 +70,55 @@ variants, so that each meets every value of the axes."""
 
 
 def cases_of(spec: AttnSpec) -> dict[str, Case]:
-    """Ragged calls. The first: grouped heads, contiguous, several KV tiles. The second as unlike as can be: several
-    heads and batches, K not smoothed, rows of no whole vectors, of which some see nothing where causal, read at odd
-    addresses and stored at odd and even ones, rotated where that is not the default, never clipped. The third: one
-    query head a KV head, whole rows stored at odd addresses, extreme values; where causal on Hopper query tiles that
-    see no key at all, one of them after another tile. KV tiles with factors of their own, a negative softmax scale,
-    whole rows rotated at 8 bits too. For e4m3 P scores behind which references fall, once by far or from tile to tile.
-    On Hopper rows of whole vectors, but of fewer channels than the kernel's; and queries that see whole KV tiles, an
-    even number of them."""
-    on_hopper = KERNELS[spec].family == "wgmma"
-    plain = Case(spec.arch, seed=1, group=2, seqlen_q=150, seqlen_kv=_plain_keys(spec), headdim=spec.headdim,
-                 read_quantized=True, **vars(Options.of_axes(spec.values)))
-    odd = dataclasses.replace(plain, seed=2, batch=2, kv_heads=2, seqlen_q=100, seqlen_kv=70, headdim=spec.headdim - 3,
-                              layout="NHD", dtype="f16", kind="outlier", strides="misaligned", out="given",
-                              smooth_k=False, rotate=spec.qk == "int8", clip=False)
-    blind_rows = KERNELS[spec].tile.block_m if on_hopper and spec.mask == "causal" else 0
+    """Ragged calls, of bf16 and of f16 by turns.
+
+    plain: grouped heads, contiguous, several KV tiles.
+    odd: as unlike as can be. Several heads and batches, K not smoothed, rows of no whole vectors, of which some see
+        nothing where causal, read at odd addresses and stored at odd and even ones, rotated where that is not the
+        default, never clipped.
+    extreme: one query head a KV head, whole rows stored at odd addresses, extreme values; where causal on Hopper query
+        tiles that see no key at all, one of them after another tile.
+    factors: KV tiles with factors of their own, a negative softmax scale; whole rows rotated at 8 bits too, or where
+        causal K not smoothed.
+    falling, for e4m3 P: scores behind which references fall, once by far or from tile to tile.
+
+    On Hopper also
+    narrow: rows of whole vectors, but of fewer channels than the kernel's.
+    even: queries that see whole KV tiles, an even number of them.
+    heads, where Q is smoothed: heads of more query tiles than there are blocks, in launches of their own.
+    pairs, where all keys are seen: two pairs of KV tiles, each with one factor.
+    """
+    tile, on_hopper = KERNELS[spec].tile, KERNELS[spec].family == "wgmma"
+    dtype = "f16" if (spec.mask, spec.v) == ("full", "vsmooth") else "bf16"
+    plain = Case(spec.arch, seed=1, dtype=dtype, group=2, seqlen_q=150, seqlen_kv=_plain_keys(spec),
+                 headdim=spec.headdim, read_quantized=True, **vars(Options.of_axes(spec.values)))
+    odd = replace(plain, seed=2, dtype="bf16" if spec.q == "qsmooth" else "f16", batch=2, kv_heads=2, seqlen_q=100,
+                  seqlen_kv=70, headdim=spec.headdim - 3, layout="NHD", kind="outlier", strides="misaligned",
+                  out="given", smooth_k=False, rotate=spec.qk == "int8", clip=False)
+    blind_rows = tile.block_m if on_hopper and spec.mask == "causal" else 0
     values = {"seqlen_kv": 90, **EXTREMES[SPECS.index(spec) % len(EXTREMES)]}
     if blind_rows:
         values["seqlen_kv"] = 90
-    extreme = dataclasses.replace(plain, batch=2 if blind_rows else 1, group=1, seqlen_q=blind_rows + 100,
-                                  out="misaligned", **values)
-    narrow = dataclasses.replace(plain, seqlen_q=70, seqlen_kv=130, headdim=spec.headdim - 24)
-    even = dataclasses.replace(plain, seqlen_q=1 if spec.mask == "causal" else 70,
-                               seqlen_kv=2 * KERNELS[spec].tile.block_n)
+    if values.get("planted") == "v:nan" and spec.pv == "e4m3":
+        values["planted"] = "v:inf"
+    extreme = replace(plain, batch=2 if blind_rows else 1, group=1, seqlen_q=blind_rows + 100, out="misaligned",
+                      **values)
     found = {"plain": plain, "odd": odd, "extreme": extreme}
-    tiles = dataclasses.replace(plain, scale=-0.1, rotate=True, group=1, seqlen_q=70,
-                                seqlen_kv=3 * KERNELS[spec].tile.block_n + 42)
-    found["factors"] = dataclasses.replace(tiles, kind="heavy_v" if spec.v == "vraw" else "sparse_v")
+    few = replace(plain, group=1, seqlen_q=70)
+    found["factors"] = replace(few, scale=-0.1, **({"rotate": True} if spec.mask == "full" else {"smooth_k": False}),
+                               seqlen_kv=3 * tile.block_n + 42, kind="heavy_v" if spec.v == "vraw" else "sparse_v")
     if spec.pv == "e4m3":
-        kind, keys = "sink" if spec.v == "vraw" else "falling", 5 * KERNELS[spec].tile.block_n + 42
-        found["falling"] = dataclasses.replace(plain, group=1, seqlen_q=70, seqlen_kv=keys, kind=kind)
-    return {**found, "narrow": narrow, "even": even} if on_hopper else found
-
-
-def has_plain_rows(case: Case) -> bool:
-    """Whether every row of Q, K and V is of bf16, begins at a multiple of 16 bytes and holds whole vectors."""
-    return (case.dtype, case.strides, case.headdim % 8) == ("bf16", "contiguous", 0)
+        found["falling"] = replace(few, seqlen_kv=5 * tile.block_n + 42,
+                                   kind="sink" if spec.v == "vraw" else "falling")
+    if not on_hopper:
+        return found
+    found["narrow"] = replace(plain, seqlen_q=70, seqlen_kv=130, headdim=spec.headdim - 24)
+    found["even"] = replace(plain, seqlen_q=1 if spec.mask == "causal" else 70, seqlen_kv=2 * tile.block_n)
+    if spec.q == "qsmooth":
+        found["heads"] = replace(plain, seqlen_q=4 * tile.block_m + 6, seqlen_kv=40)
+    if spec.mask == "full":
+        found["pairs"] = replace(few, seqlen_kv=5 * tile.block_n + 42, kind="stepped_v")
+    return found
 
 
 def _plain_keys(spec: AttnSpec) -> int:

@@ -1,0 +1,111 @@
+"""Bugs drawn by chance, one for each function of the kernels' headers, beside those that mutations.py names.
+
+What is drawn for a function depends on its own code alone. A bug that nothing shows is either a gap of the suite, to be
+closed by a case, or does no harm, which HARMLESS then says; the function's next bug takes its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+
+from headers import Place, by_words, code_of, places_in
+from operations import Always, Drop, First, Indices, OffByOne, Operation, Phase, Second, Sign
+from schemata import Bug, can_be_switched
+from simbuild import PROJECT
+from tree_sitter import Node
+
+OPERATIONS: tuple[type[Operation], ...] = (Drop, Always, OffByOne, Sign, First, Second, Indices, Phase)
+"""Those whose results compile wherever they apply."""
+
+_INT8 = "sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw"
+_INT4 = "sm80_d64_qkint4_pvf16_accf32_full_vraw_qraw"
+_K_INF = "sm80_d64_qkint4_pvf16_accf32_causal_vraw_qraw"
+_V_NAN = "sm80_d64_qkint8_pvf16_accf32_causal_vsmooth_qraw"
+_V_INF = "sm89_d128_qkint8_pve4m3_acc2f16_causal_vraw_qraw"
+_SMOOTH = "sm86_d64_qkint8_pvf16_accf32_causal_vsmooth_qsmooth"
+_E4M3 = "sm89_d64_qkint8_pve4m3_acc2f32_full_vraw_qraw"
+_E4M3_INT4 = "sm89_d64_qkint4_pve4m3_acc2f16_causal_vraw_qsmooth"
+_E4M3_INT4_RAW = "sm89_d64_qkint4_pve4m3_acc2f16_full_vraw_qraw"
+_HOPPER = "sm90_d64_qkint8_pve4m3_acc2f32_full_vraw_qraw"
+_HOPPER_WIDE = "sm90_d128_qkint8_pve4m3_acc2f32_full_vraw_qraw"
+_HOPPER_SMOOTH = "sm90_d128_qkint8_pve4m3_acc2f32_causal_vsmooth_qsmooth"
+
+SHOWN_BY = {
+    "attn/wgmma/": (_HOPPER, _HOPPER_WIDE, _HOPPER_SMOOTH),
+    "problem/tile_scheduler.cuh": (_HOPPER_WIDE, _HOPPER_SMOOTH),
+    "tile/": (_HOPPER_WIDE, _INT8),
+    "attn/epilogue.cuh": (_HOPPER_WIDE, _INT8, _HOPPER_SMOOTH, _K_INF, _V_NAN),
+    "attn/softmax.cuh": (_E4M3, _INT8, _HOPPER, _INT4, _E4M3_INT4, _E4M3_INT4_RAW),
+    "attn/": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN),
+    "problem/": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN),
+    "quant/delta_s.cuh": (_SMOOTH, _E4M3_INT4, _HOPPER_SMOOTH),
+    "quant/quantize_v.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _V_NAN, _V_INF),
+    "": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF),
+}
+"""By what a header's path begins with, the first entry that fits: kernels that show its bugs, tried in this order."""
+
+HARMLESS: dict[tuple[str, Operation], str] = {
+    ("AttentionWgmma::fill_ones", OffByOne("i < Shared::kOnesBytes")): "what stands behind the ones is loaded later",
+    ("Mainloop::rescale_r", OffByOne("v_factor != r_factor")): "R is multiplied by one where it could stay",
+    ("Mainloop::keep_in_front", Drop("ptx::mbarrier_wait(shared.full(here.index), here.phase);")):
+        "a fence for the compiler",
+    ("PingPong::arrive", Sign("barrier(1 - consumer) + never")): "`never` is zero",
+    ("SharedStorage::query_empty", Sign("query_full(buffer) + 8")):
+        "in front of the barriers stands the padding of a staged row",
+    ("KvTileFacts::spoilt", OffByOne("static_cast<i32>(signs()) < 0")): "the epilogue looks again, key by key",
+    ("OnlineSoftmax::fits", Sign("Product::kTop + Product::kLazyRise")): "the branch looks again, row by row",
+    ("QuantizeV::find_spoilt", OffByOne("i < kTiles * Config::kHeadDim")): "the word behind is written later",
+    ("kv_range", Sign("min(first_row + Config::kBlockM, seqlen.q()) - 1")): "one KV tile more, masked as a whole",
+    ("DeltaS::visible", Sign("min((first_tile + kTile) * params.block_m, seqlen.q()) - 1")):
+        "delta_s that nothing reads",
+    ("divide", Drop("r = fmaf(fmaf(-b, r, 1.0f), r, r);")): "the simulator's rcp is the nearest; a chip's is not",
+    ("divide", Drop("q = fmaf(fmaf(-b, q, a), r, q);")): "the simulator's rcp is the nearest; a chip's is not",
+    ("scale_to", Sign("(__float_as_uint(magnitude) >> kMantissaBits) - kExponentBias")):
+        "the exponent is added and subtracted again, modulo 2^9",
+    ("scale_to", OffByOne("magnitude < kSmallestAbsMax")): "of one value alone, for which either scale is right",
+    ("tile_factor", OffByOne("largest <= limit")): "of one value alone, for which either scale is right",
+    ("QuantizeK::quantize_tiles", OffByOne("round < params.rounds")): "one round more finds no tile",
+    ("subtractable", OffByOne("fabsf(mean) < kLargestMean")): "of one value alone, for which either answer is right",
+}
+"""Bugs that change nothing anybody could see in a simulated call, and why."""
+
+
+def variants_of(bug: Bug) -> tuple[str, ...]:
+    return next(variants for prefix, variants in SHOWN_BY.items() if bug.header.startswith(prefix))
+
+
+def candidates() -> Iterator[Bug]:
+    """All that the operations make of all functions, function by function."""
+    root = PROJECT.include / "sage"
+    for path in sorted(root.rglob("*.cuh")):
+        if path.parent.name == "ptx":
+            continue  # the simulator has its own
+        functions = [place for place in places_in(path) if not place.is_constant]
+        for name in dict.fromkeys(place.name for place in functions):
+            yield from _of_function(path.relative_to(root).as_posix(), name,
+                                    [place for place in functions if place.name == name])
+
+
+def _of_function(header: str, name: str, places: list[Place]) -> Iterator[Bug]:
+    for found in by_words(places).values():
+        for which, (place, node) in enumerate(found, 1):
+            for operation in OPERATIONS:
+                bug = Bug(header, name, operation(code_of(node), which if len(found) > 1 else 0))
+                if bug.operation.code_for(node) and _is_of_interest(operation, node) and can_be_switched(place, node):
+                    yield bug
+
+
+def _is_of_interest(operation: type[Operation], node: Node) -> bool:
+    """To drop a loop or a return tells little; `u32 (&pair)[4] = ...` the grammar takes for an assignment."""
+    return operation is not Drop or (node.type == "expression_statement" and "(&" not in code_of(node).split("=")[0])
+
+
+def _drawn() -> Iterator[Bug]:
+    for _, bugs in itertools.groupby(candidates(), key=lambda bug: (bug.header, bug.place)):
+        harmful = [bug for bug in bugs if (bug.place, bug.operation) not in HARMLESS]
+        yield from sorted(harmful, key=lambda bug: hashlib.sha256(str(bug).encode()).digest())[:1]
+
+
+DRAWN = tuple(_drawn())
