@@ -99,7 +99,10 @@ class AttentionMma {
         Scores<Config>::add_delta(acc_s, scale, stream.delta(stage), lane);
         scale = RowScales<Config>::ones();
       }
-      if constexpr (kMasked) mask(params, tile, acc_s);
+      if constexpr (kMasked) {
+        const i32 first_row = work_tile<Config>(params, ptx::block_index()).first_row;  // again: no register held it
+        Scores<Config>::mask(acc_s, params, first_row + warp * Config::kWarpM, lane, tile);
+      }
       float offset[kRows];
       typename Product::Operand p;
       if (softmax.fits(acc_s, scale, offset)) {
@@ -113,17 +116,6 @@ class AttentionMma {
       const KvTileFacts facts(stream.line(stage), lane);  // again: no register held them
       if (facts.spoilt()) stream.note_spoilt();
       Product::accumulate(acc_o, softmax.row_sum, p, stream.v(stage) + v_offset, fabsf(facts.v_factor));
-    }
-
-    __device__ __forceinline__ void mask(const AttnParams& params, i32 tile,
-                                         typename Scores<Config>::Accumulator& acc_s) const {
-      const i32 row = work_tile<Config>(params, ptx::block_index()).first_row + warp * Config::kWarpM + lane / 4;
-      const i32 first_key = tile * Config::kBlockN + lane % 4 * 2;
-      i32 limit[kRows];
-#pragma unroll
-      for (i32 r = 0; r < kRows; ++r)
-        limit[r] = visible_keys<Config::kCausal>(seqlen_of(params), row + 8 * r) - first_key;
-      Scores<Config>::mask(acc_s, limit);
     }
   };
 };

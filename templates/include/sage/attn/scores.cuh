@@ -7,6 +7,8 @@
 #pragma once
 
 #include "sage/attn/softmax.cuh"
+#include "sage/params.cuh"
+#include "sage/problem/mask.cuh"
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/mma.cuh"
 #include "sage/ptx/shared.cuh"
@@ -70,9 +72,14 @@ struct Scores {
     }
   }
 
-  // Replaces the scores of the keys that a row does not see: of this thread's keys 8n and 8n + 1, counted from its
-  // first, those not below the row's limit.
-  __device__ __forceinline__ static void mask(Accumulator& acc_s, const i32 (&limit)[Config::kWarpM / 8]) {
+  // Replaces the scores of the keys that a row does not see. first_row: of the warp; tile: of keys.
+  __device__ __forceinline__ static void mask(Accumulator& acc_s, const AttnParams& params, i32 first_row, i32 lane,
+                                              i32 tile) {
+    const i32 row = first_row + lane / 4, first_key = tile * Config::kBlockN + lane % 4 * 2;
+    i32 limit[Config::kWarpM / 8];  // keys that a row sees from this thread's first on, which has keys 8n and 8n + 1
+#pragma unroll
+    for (i32 r = 0; r < Config::kWarpM / 8; ++r)
+      limit[r] = visible_keys<Config::kCausal>(seqlen_of(params), row + 8 * r) - first_key;
 #pragma unroll
     for (i32 m = 0; m < kMTiles; ++m) {
 #pragma unroll

@@ -3,7 +3,7 @@
 // that each group takes the candidate with the least squared error.
 #pragma once
 
-#include "sage/numerics/scale.cuh"
+#include "sage/numerics/integers.cuh"
 #include "sage/ptx/warp.cuh"
 #include "sage/quant/rows.cuh"
 

@@ -1,14 +1,11 @@
 // What the quantizers of Q and K share: the mean of K, the largest magnitude of a row, rounded rows.
 #pragma once
 
-#include "sage/numerics/scale.cuh"
+#include "sage/numerics/integers.cuh"
 #include "sage/ptx/math.cuh"
 #include "sage/quant/block.cuh"
 
 namespace sage {
-
-// Added to a number below 2^22 it leaves, rounded to the nearest even, an integer in the low bits of the sum: 1.5 · 2^23.
-constexpr float kIntegerBias = 12582912.0f;
 
 // Whether rows take the path of those that are smoothed or rotated even if they are neither: where nothing is known of
 // them, and at 4 bits, where nearly all are. A second path would take as long to compile again.
@@ -65,51 +62,14 @@ __device__ __forceinline__ void prepare_no_mean(float (&mean)[Config::kHeadDim],
   __syncthreads();
 }
 
-// Integers of kQkBits bits. Values are divided by a scale and rounded to the nearest, ties to even; those of s4 beyond
-// [-8, 7], of a scale that clips, are cut off (quant/clip.cuh).
+// Quantized rows of Q and K, and where they lie in a tile.
 template <class Config>
-struct QuantizedRows {
-  static constexpr float kLimit = Config::kQkBits == 8 ? 127.0f : 7.0f;
-  static_assert(Config::kQkBits == 8 || Config::kQkBits == 4);
-
-  // Of a scale group, without a clip.
-  __device__ __forceinline__ static Scale scale(float amax) { return scale_to(kLimit, amax); }
-
-  // x · inv_scale as an integer, plus kIntegerBias.
-  __device__ __forceinline__ static float rounded(float x, float inv_scale) {
-    const float y = fmaf(x, inv_scale, kIntegerBias);
-    if constexpr (Config::kQkBits == 8) return y;
-    return fminf(fmaxf(y, kIntegerBias - kLimit - 1.0f), kIntegerBias + kLimit);
-  }
-
+struct QuantizedRows : Integers<Config::kQkBits> {
   // Where eight channels of a row lie in a tile, as part of a chunk; eight rows further by eight rows' bytes.
   template <class Rows>
   __device__ __forceinline__ static i32 offset(i32 row, i32 first_channel) {
     const i32 byte = first_channel * Config::kQkBits / 8;
     return Rows::offset(row, byte / 16) + byte % 16;
-  }
-
-  // Rounds eight channels and stores them.
-  __device__ __forceinline__ static void store(u8* to, const float (&x)[kVector], float inv_scale) {
-    const u32 lo = bytes<0>(x, inv_scale), hi = bytes<4>(x, inv_scale);
-    if constexpr (Config::kQkBits == 8) *reinterpret_cast<u64*>(to) = static_cast<u64>(hi) << 32 | lo;
-    else *reinterpret_cast<u32*>(to) = nibbles(hi) << 16 | nibbles(lo);
-  }
-
- private:
-  // x[kFirst..kFirst+3] · inv_scale as four bytes, the first the lowest.
-  template <i32 kFirst>
-  __device__ __forceinline__ static u32 bytes(const float (&x)[kVector], float inv_scale) {
-    u32 bits[4];
-#pragma unroll
-    for (i32 i = 0; i < 4; ++i) bits[i] = __float_as_uint(rounded(x[kFirst + i], inv_scale));
-    return ptx::prmt(ptx::prmt(bits[0], bits[1], 0x0040), ptx::prmt(bits[2], bits[3], 0x0040), 0x5410);
-  }
-
-  // The low halves of four bytes, side by side.
-  __device__ __forceinline__ static u32 nibbles(u32 bytes) {
-    const u32 pairs = (bytes & 0x000f000f) | (bytes >> 4 & 0x00f000f0);
-    return (pairs | pairs >> 8) & 0xffff;
   }
 };
 

@@ -254,7 +254,7 @@ struct Mainloop {
                                                 float (&own_largest)[kRows]) {
     constexpr bool kFinished = kMasked || Config::kSmoothQ;
     if constexpr (kFinished) convert_scores(shared.kv_stage(here.index), scale);
-    if constexpr (kMasked) mask(tile);
+    if constexpr (kMasked) Scores<Config>::mask(acc_s, params, work.first_row + warp * Config::kWarpM, lane, tile);
     Softmax::template find_largest<kFinished>(acc_s, own_largest);
   }
 
@@ -290,16 +290,6 @@ struct Mainloop {
         acc_s[0][n][c] = __float_as_int(score);
       }
     }
-  }
-
-  __device__ __forceinline__ void mask(i32 tile) {
-    const i32 row = work.first_row + warp * Config::kWarpM + lane / 4;
-    const i32 first_key = tile * Config::kBlockN + lane % 4 * 2;
-    i32 limit[kRows];
-#pragma unroll
-    for (i32 r = 0; r < kRows; ++r)
-      limit[r] = visible_keys<Config::kCausal>(seqlen_of(params), row + 8 * r) - first_key;
-    Scores<Config>::mask(acc_s, limit);
   }
 
   // A fence for the compiler, which moves no arithmetic across a loop: this loop waits for a stage that is full already.
