@@ -25,7 +25,6 @@ from codegen.kernel_info import KernelInfo, of_elf
 from codegen.matrix import Matrix, PlannedKernel, read_matrix
 from codegen.project import ROOT, Project
 from codegen.render import render_all, source_path
-from sage_aot._kernels.axes import ROWS
 from sage_aot._kernels.manifest import FILE_NAME, AttnRecord, KernelRecord, Manifest, records_by_name
 from sage_aot._kernels.spec import AttnSpec, target_of
 from sage_aot._launch.structs import vocabulary
@@ -67,29 +66,22 @@ def matrix() -> Matrix:
     return read_matrix(PROJECT.matrix, PROJECT.templates)
 
 
-def build_matrix(specs: Iterable[AttnSpec], project: Project = PROJECT, base: Build | None = None,
-                 rows: tuple[str, ...] = ROWS) -> Build:
+def build_matrix(specs: Iterable[AttnSpec], project: Project = PROJECT, base: Build | None = None) -> Build:
     """These attention kernels of build_matrix.yaml and those that feed them, rendered as codegen renders them, with a
     manifest of them and of what this process built in the same folder before. `base`: a build of PROJECT to take those
-    from whose headers are equal. `rows`: of kernels with an entry point for each of ROWS, those to compile."""
+    from whose headers are equal."""
     asked = _asked.setdefault(project.build, set())
     asked |= {spec.name for spec in specs}
     asked |= {name for kernel in matrix().kernels if kernel.spec.name in asked for name in kernel.feeders}
     kernels = [kernel for kernel in matrix().kernels if kernel.spec.name in asked]
     render_all(kernels, matrix(), project)
-    sources = [_source(kernel, project, rows) for kernel in kernels]
+    sources = [Source(kernel.spec.name, source_path(kernel, project), kernel.spec.entries) for kernel in kernels]
     known = [source for source in sources if base and _is_known(source.path, project)]
     made = build([source for source in sources if source not in known], project.build, project.include)
     for source in known:
         _link(made.library(source.name), base.library(source.name))
     write_if_changed(made.folder / FILE_NAME, _manifest(kernels, made).to_text().encode())
     return made
-
-
-def _source(kernel: PlannedKernel, project: Project, rows: tuple[str, ...]) -> Source:
-    spec = kernel.spec
-    entries = tuple(entry for entry, known in zip(spec.entries, spec.rows) if known in rows)
-    return Source(spec.name, source_path(kernel, project), entries)
 
 
 _asked: dict[Path, set[str]] = {}
@@ -100,11 +92,6 @@ def _is_known(source: Path, project: Project) -> bool:
     """Whether a kernel's headers are those of PROJECT."""
     names = _included(source, project.include)
     return all((project.include / name).read_bytes() == (PROJECT.include / name).read_bytes() for name in names)
-
-
-def is_included(template: str, header: str) -> bool:
-    """Whether the kernels of a template include a header of templates/include/sage."""
-    return f"sage/{header}" in _included(PROJECT.templates / template, PROJECT.include)
 
 
 def _included(path: Path, include: Path) -> set[str]:
