@@ -121,9 +121,9 @@ def _registers(kernel: PlannedKernel, machine: MachineCode, threads: int) -> lis
 
 
 def _pingpong(report: Report) -> list[str]:
-    if report.exponentials_in_turns <= _EXPONENTIALS_BEFORE_ARRIVAL:
+    if report.exponentials_before_arrival <= _EXPONENTIALS_BEFORE_ARRIVAL:
         return []
-    return [f"expected a consumer's ping-pong arrival in front of its exponentials, got {report.exponentials_in_turns} "
+    return [f"expected a consumer's ping-pong arrival in front of its exponentials, got {report.exponentials_before_arrival} "
             "of them in front of it: make them depend on a load behind the arrival, as attn/wgmma/mainloop.cuh does"]
 
 

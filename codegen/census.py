@@ -92,7 +92,7 @@ def additions_under_products(functions: Iterable[Code]) -> int:
     return counted
 
 
-def exponentials_in_turns(functions: Iterable[Code]) -> int:
+def exponentials_before_arrival(functions: Iterable[Code]) -> int:
     """Of Hopper's consumers that ping-pong: the most exponentials between a wait for products and the arrival for the
     other consumer. The compiler may move the arrival behind the exponentials of a whole tile; then both consumers run
     their softmax at once, and the tensor cores idle."""

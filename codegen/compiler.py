@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from codegen.census import (
     additions_under_products,
-    exponentials_in_turns,
+    exponentials_before_arrival,
     main_loop,
     ptx_opcodes,
     tensor_opcodes,
@@ -55,7 +55,7 @@ class Report:
     first_driver: int  # that reads this ABI or this version of PTX
     opcodes: dict[str, int]  # tensor-core instructions
     main_loop: MainLoop | None  # None for PTX and for a kernel without such instructions in a loop
-    exponentials_in_turns: int  # codegen/census.py; 0 for PTX and for kernels whose consumers do not ping-pong
+    exponentials_before_arrival: int  # codegen/census.py; 0 for PTX and for kernels whose consumers do not ping-pong
     additions_under_products: int  # the same; 0 for kernels without asynchronous products
     info: KernelInfo  # what the kernel says of itself
 
@@ -76,7 +76,7 @@ class Report:
         machine = MachineCode(registers=max(map(int, _REGISTERS.findall(compiled.log))), elf_abi=abi,
                               spill_bytes=sum(map(int, sum(_SPILLS.findall(compiled.log), ()))))
         return cls(compiler, machine, _known(_FIRST_DRIVER_OF_ABI, abi, "ABI"), tensor_opcodes(functions),
-                   main_loop(functions), exponentials_in_turns(functions), additions_under_products(functions),
+                   main_loop(functions), exponentials_before_arrival(functions), additions_under_products(functions),
                    of_elf(compiled.code))
 
     @classmethod

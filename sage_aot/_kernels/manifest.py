@@ -27,7 +27,7 @@ code by NVIDIA's word, and whose own no other runs."""
 
 
 class MainLoop(NamedTuple):
-    """Instructions of one turn of an attention kernel's loop over the full tiles; codegen/census.py says which."""
+    """Instructions of one pass of an attention kernel's loop over the full tiles; codegen/census.py says which."""
 
     matrix: int  # of the tensor cores
     other: int  # beside them on the straight path

@@ -11,7 +11,7 @@ from records import STRUCTS
 
 from codegen import nvdisasm
 from codegen.budget import judge, register_budget
-from codegen.census import additions_under_products, exponentials_in_turns, main_loop, tensor_opcodes
+from codegen.census import additions_under_products, exponentials_before_arrival, main_loop, tensor_opcodes
 from codegen.compilation import Compilation
 from codegen.compiler import Report
 from codegen.errors import BuildError
@@ -183,16 +183,16 @@ def test_another_form_of_output_is_refused(text):
         nvdisasm.read_json(text)
 
 
-def turns(*opcodes: str) -> int:
-    return exponentials_in_turns([tuple(Instruction(16 * i, opcode) for i, opcode in enumerate(opcodes))])
+def before_arrival(*opcodes: str) -> int:
+    return exponentials_before_arrival([tuple(Instruction(16 * i, opcode) for i, opcode in enumerate(opcodes))])
 
 
-def test_exponentials_count_from_the_last_wait_for_products_to_the_end_of_the_turn():
+def test_exponentials_count_from_the_last_wait_for_products_to_the_arrival():
     wait, exp, end = "WARPGROUP.DEPBAR.LE", "MUFU.EX2", "BAR.ARV"
-    assert turns(end, wait, wait, "FMNMX", end, exp, exp) == 0
-    assert turns(exp, wait, exp, "MUFU.RCP", exp, end, exp) == 2
-    assert turns(wait, exp, end, wait, exp, exp, exp, end, wait, exp) == 3
-    assert turns(exp, exp, "BAR.SYNC.DEFER_BLOCKING") == 0
+    assert before_arrival(end, wait, wait, "FMNMX", end, exp, exp) == 0
+    assert before_arrival(exp, wait, exp, "MUFU.RCP", exp, end, exp) == 2
+    assert before_arrival(wait, exp, end, wait, exp, exp, exp, end, wait, exp) == 3
+    assert before_arrival(exp, exp, "BAR.SYNC.DEFER_BLOCKING") == 0
 
 
 def test_additions_count_between_the_last_two_waits_of_the_main_loop():
@@ -269,7 +269,7 @@ def test_a_quantizers_registers_must_do_for_the_blocks_of_its_family(problems):
     ({"spill_bytes": 4}, "expected at most 0 bytes of spilt registers, got 4: "),
     ({"elf_abi": 8, "first_driver": 570}, "expected a file for drivers from 525 on, got one that 570 is the first to "
                                           "read: raise least_driver of sm80"),
-    ({"exponentials_in_turns": 5}, "expected a consumer's ping-pong arrival in front of its exponentials, got 5 "
+    ({"exponentials_before_arrival": 5}, "expected a consumer's ping-pong arrival in front of its exponentials, got 5 "
                                    "of them in front of it: "),
     ({"shared_bytes": 166913}, "expected at most the 166912 bytes of shared memory that a block has on sm80, got "
                                "166913: fewer stages, or a smaller tile"),

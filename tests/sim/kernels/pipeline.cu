@@ -1,5 +1,5 @@
 // Hopper's instructions as an attention kernel uses them: one thread of a producer warpgroup copies tiles into a ring,
-// two consumer warpgroups of 64 rows multiply, S = A·Bᵀ in s8 and O += e4m3(S · scale)·V, and take turns.
+// two consumer warpgroups of 64 rows multiply, S = A·Bᵀ in s8 and O += e4m3(S · scale)·V, and ping-pong.
 
 #include "sage/ptx/barrier.cuh"
 #include "sage/ptx/bulk_copy.cuh"
@@ -38,8 +38,8 @@ struct Shared {
   u64 empty[kStages];  // each consumer warpgroup's first thread arrives; the producer waits
 };
 
-// Turn of a consumer warpgroup at its products; the other one hands it over.
-__device__ __forceinline__ u32 turn_of(i32 consumer) { return 1 + consumer; }
+// Ping-pong: where a consumer warpgroup waits to issue its products; the other one arrives there.
+__device__ __forceinline__ u32 barrier_of(i32 consumer) { return 1 + consumer; }
 
 __device__ __forceinline__ void produce(const PipelineParams& params, Shared& shared) {
   for (i32 tile = 0; tile < params.tiles; ++tile) {
@@ -86,10 +86,10 @@ __device__ __forceinline__ void consume(const PipelineParams& params, Shared& sh
   for (i32 tile = 0; tile < params.tiles; ++tile) {
     const i32 stage = tile % kStages;
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[stage]), tile / kStages % 2);
-    ptx::barrier_sync(turn_of(consumer), 2 * kWarpgroup);
+    ptx::barrier_sync(barrier_of(consumer), 2 * kWarpgroup);
     i32 s[64];
     multiply(s, a, a_tile, matrix_descriptor<kDepth>(ptx::shared_address(shared.b[stage])), tile % 2);
-    if (consumer == 0 || tile + 1 < params.tiles) ptx::barrier_arrive(turn_of(1 - consumer), 2 * kWarpgroup);
+    if (consumer == 0 || tile + 1 < params.tiles) ptx::barrier_arrive(barrier_of(1 - consumer), 2 * kWarpgroup);
 
     u32 p[kKeys / 32][4];
 #pragma unroll
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) pipeline(const __grid_
   __syncthreads();
   if (thread < kWarpgroup) {
     ptx::setmaxnreg_dec<40>();
-    ptx::barrier_arrive(turn_of(0), 2 * kWarpgroup);
+    ptx::barrier_arrive(barrier_of(0), 2 * kWarpgroup);
     if (thread == 0) produce(params, memory);
   } else {
     ptx::setmaxnreg_inc<232>();
