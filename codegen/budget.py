@@ -1,7 +1,8 @@
-"""What a compiled kernel must be before a wheel may hold it: no spills, registers for its blocks, shared memory that
-its chip has, the structs that the runtime fills in, tensor cores at work.
+"""The rules that a compiled kernel must keep before a wheel may hold it: no spills but those that its row allows,
+registers for its blocks, shared memory that its chip has, the structs that the runtime fills in, tensor cores at work.
 
-Each rule holds on a kernel's own chip, where its row of the matrix was chosen, and not on one it is retargeted to.
+The rules hold on a kernel's own chip, for which its row of the matrix was chosen, and not on a chip that the kernel is
+retargeted to.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _shared_memory(kernel: PlannedKernel, report: Report, matrix: Matrix) -> lis
 
 
 def _driver(kernel: PlannedKernel, report: Report, matrix: Matrix) -> list[str]:
-    """What a matrix promises of drivers must hold for what the compiler wrote."""
+    """Compares the drivers that the matrix promises with those that the compiler's output needs."""
     promised = matrix.archs[kernel.spec.arch].least_driver
     if promised >= report.first_driver:
         return []
@@ -123,12 +124,13 @@ def _registers(kernel: PlannedKernel, machine: MachineCode, threads: int) -> lis
 def _pingpong(report: Report) -> list[str]:
     if report.exponentials_before_arrival <= _EXPONENTIALS_BEFORE_ARRIVAL:
         return []
-    return [f"expected a consumer's ping-pong arrival in front of its exponentials, got {report.exponentials_before_arrival} "
-            "of them in front of it: make them depend on a load behind the arrival, as attn/wgmma/mainloop.cuh does"]
+    return [f"expected a consumer's ping-pong arrival in front of its exponentials, got "
+            f"{report.exponentials_before_arrival} of them in front of it: make them depend on a load behind the arrival, "
+            "as attn/wgmma/mainloop.cuh does"]
 
 
 def _additions(kernel: PlannedKernel, report: Report) -> list[str]:
-    """A warpgroup's product leaves each thread half a head dim of values to add to O."""
+    """Checks that promotion stands in front of the wait for the scores: half a head dim of values for each thread."""
     least, found = kernel.spec.headdim // 2, report.additions_under_products
     if kernel.family != "wgmma" or not isinstance(kernel.spec, AttnSpec) or found >= least:
         return []

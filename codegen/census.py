@@ -1,12 +1,13 @@
-"""What a kernel's machine code holds: its tensor-core instructions, and what its main loop executes beside them.
+"""Counts of a kernel's machine code: its tensor-core instructions, and the other instructions of its main loop.
 
-The main loop of an attention kernel is, of the innermost loops with every kind of matrix instruction that the kernel
-holds, the one with the fewest other instructions a matrix instruction: that over the full tiles, as masking only adds.
+The main loop of an attention kernel is one of the innermost loops with every kind of matrix instruction that the kernel
+holds: the one with the fewest other instructions a matrix instruction. That is the loop over the full tiles, since
+masking only adds instructions.
 
-Of that loop, the instructions on its straight path are counted, each once, executed or predicated off: from the head
-of the loop forward to its back edge, through every matrix instruction and every asynchronous copy, and beyond that the
-shortest way. So the next tile's load counts, and what a tile does rarely does not: rescaling O, scales too large for
-the fast softmax. That remainder of the loop is counted apart.
+Instructions on the straight path of the loop are counted, each once, executed or predicated off. The path leads from
+the head of the loop forward to its back edge, through every matrix instruction and every asynchronous copy, and
+otherwise the shortest way. The next tile's load counts; instructions off the path (rescaling O, scales too large for
+the fast softmax) are counted apart, as rare.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def main_loop(functions: Iterable[Code]) -> MainLoop | None:
 
 
 def additions_under_products(functions: Iterable[Code]) -> int:
-    """Of Hopper's consumers: the multiply-adds of the main loop between its last two waits for products, of which the
-    first is for P·V and the second for Q·K. O + R is to be there: behind the second wait the tensor cores idle."""
+    """The multiply-adds of a Hopper consumer's main loop between its last two waits for products, the first for P·V,
+    the second for Q·K. Promotion must stand there: behind the second wait the tensor cores idle."""
     loop = _main_loop(functions)
     blocks = sorted(loop.blocks.items()) if loop else []
     found = counted = 0
@@ -93,8 +94,8 @@ def additions_under_products(functions: Iterable[Code]) -> int:
 
 
 def exponentials_before_arrival(functions: Iterable[Code]) -> int:
-    """Of Hopper's consumers that ping-pong: the most exponentials between a wait for products and the arrival for the
-    other consumer. The compiler may move the arrival behind the exponentials of a whole tile; then both consumers run
+    """The most exponentials between a wait for products and the ping-pong arrival for the other consumer, on Hopper.
+    The compiler may move the arrival behind the exponentials of a whole tile; then both consumers run
     their softmax at once, and the tensor cores idle."""
     most = 0
     for code in functions:
@@ -130,7 +131,7 @@ def _counts(loop: _Loop) -> MainLoop:
 def _straight_path(loop: _Loop) -> _Weight:
     """The greatest weight of a way from the head forward to a back edge.
 
-    Forward alone: what lies out of line comes back by a jump to a lower address, and is rare for that reason.
+    Only forward branches count: code out of line returns by a jump to a lower address, and is therefore rare.
     """
     best = {loop.head: loop.blocks[loop.head].weight}
     for address in sorted(loop.blocks):

@@ -1,4 +1,4 @@
-"""What ``python -m codegen check`` looks at, apart from what compiling finds: goldens and template names."""
+"""The checks of ``python -m codegen check`` that need no compiled kernel: goldens and template names."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is compiled for whom: one folder of cubins, for their own targets or for a foreign one, by one toolchain.
+"""One compilation: a folder of cubins, for their own targets or for a foreign target, by one toolchain.
 
-Which headers belong to a source is found here, by reading its #include lines: NVRTC writes no dependency files.
+This module finds the headers of a source by its #include lines, since NVRTC writes no dependency files.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Compilation:
         return Report.read(self.compiled(kernel))
 
     def source_sha256(self, kernel: PlannedKernel) -> str:
-        """Of all that the compiler is given for a rendered kernel: each file by its name, the target and the flags."""
+        """Hash of all input of the compiler for a rendered kernel: each file by its name, the target and the flags."""
         source, include = source_path(kernel, self.project), self.project.include
         files = {source.name: source, **{path.relative_to(include).as_posix(): path
                                          for path in headers_of(source, include)}}

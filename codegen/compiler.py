@@ -1,4 +1,4 @@
-"""What the two compile commands share: arguments, the log's meaning, and outputs that appear complete or not at all.
+"""Code that the two compile commands share: arguments, the log's meaning, and outputs that are complete or absent.
 
 ninja runs a command once per kernel. It writes OUT.cubin, or OUT.ptx where the target is PTX, and, beside it, OUT.json:
 a :class:`Report` of what the compiler made of the kernel, from its log and from the cubin's machine code, or the PTX.

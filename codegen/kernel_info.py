@@ -1,5 +1,5 @@
-"""What a compiled kernel says of itself: the tables of templates/include/sage/kernel_info.cuh, read from a cubin, from
-the text of PTX, or from any other ELF file that the same source was compiled to."""
+"""The facts and the struct that a compiled kernel carries: the tables of templates/include/sage/kernel_info.cuh, read
+from a cubin, from the text of PTX, or from any other ELF file that the same source was compiled to."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from codegen.project import ROOT
 from codegen.render import source_path
 
 _COMMAND_FILES = ("compiler.py", "census.py", "nvdisasm.py", "kernel_info.py", "targets.py")
-"""What decides about the outputs of a compile command beside the toolchain's own file."""
+"""The files on which the outputs of a compile command depend beside the toolchain's own file."""
 
 
 def compile_all(kernels: tuple[PlannedKernel, ...], compilation: Compilation, jobs: int | None = None) -> None:

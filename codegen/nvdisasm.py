@@ -1,6 +1,6 @@
 """The disassembler, from PyPI as the compiler is: a cubin → its instructions, with the targets of its branches.
 
-Only its JSON output is read: there predicates, opcodes and branches stand apart, and addresses are resolved.
+Only the JSON output of nvdisasm is read, which separates predicates, opcodes and branches, and resolves addresses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The compiler of the wheels: NVRTC 12.9, from PyPI, without nvcc, gcc or a GPU.
 
-12.9 and no other: cubins of the 12.x compilers load on every driver from 525 on, those of 13.x only from 580 on; and
-12.9 is the first with --frandom-seed, which keeps names of internal symbols the same from one process to the next.
+The version is fixed for two reasons. Cubins of the 12.x compilers load on every driver from 525 on, those of 13.x only
+from 580 on. And 12.9 is the first version with --frandom-seed, which keeps names of internal symbols the same from one
+process to the next.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def write_package(reports: Reports, matrix: Matrix, compilation: Compilation, ou
 
 
 def package_problems(matrix: Matrix, compilation: Compilation, folder: Path) -> list[str]:
-    """How a folder differs from what building the whole matrix would make of it, a sentence each; nothing is compiled,
-    the sources must be rendered. What the compiler makes of a source is trusted to be always the same."""
+    """How a folder differs from the result of building the whole matrix, a sentence each. Compiles nothing, but needs
+    the rendered sources. Trusts the compiler to write the same file for the same source."""
     try:
         manifest = Manifest.read(folder)
     except (OSError, ValueError) as error:
@@ -58,7 +58,7 @@ def package_problems(matrix: Matrix, compilation: Compilation, folder: Path) -> 
 
 
 def _record_problems(record: KernelRecord, kernel: PlannedKernel, compilation: Compilation, folder: Path) -> list[str]:
-    """What of a record does not follow from this source tree and the file that it names."""
+    """The entries of a record that do not follow from this source tree and the file that the record names."""
     path = folder / record.file
     found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no such file"
     expected: dict[str, object] = {

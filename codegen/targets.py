@@ -1,6 +1,6 @@
 """What compilers compile for, as they spell it: ``"sm_90"``, ``"sm_90a"``, of PTX ``"compute_80"``.
 
-A target is a chip and a suffix. Which kernels need a suffix is the matrix's business, which states it per family.
+A target is a chip and a suffix. The matrix states the suffix, per family.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Calls of CUDA tensors: which kernels a device runs, workspace from torch's allocator, launches on torch's current
 stream.
 
-What a call costs the host is spent once per kind of call: its structs are packed and its kernels bound to them when it
-is prepared. Afterwards a call adds the addresses of its tensors to the structs and queues the launches.
+A kind of call is prepared once: its structs are packed, and its kernels bound to them. Every call of the kind then adds
+the addresses of its tensors to the structs and queues the launches.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class CudaCall:
         return self._queue_for((at_q & 15 == 0, at_k & 15 == 0, at_v & 15 == 0))
 
     def launches(self, at_16_bytes: tuple[bool, ...] = ALIGNED) -> list[Launch]:
-        """What is queued, for q, k and v that begin at a multiple of 16 bytes or not."""
+        """The launches, for q, k and v that begin at a multiple of 16 bytes or not."""
         arguments = [Argument(name, strides, at) for name, strides, at in
                      zip(Tensors._fields, self._strides, (*at_16_bytes, True))]
         return launches(self.plan, Arguments(*arguments), multiprocessors(self._device))

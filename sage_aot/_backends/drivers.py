@@ -1,7 +1,7 @@
 """The CUDA driver, through cupy or through cuda-bindings: a cubin becomes a function, a function is launched.
 
-The only module that imports either, and only when a GPU is first asked about. Which of the two makes no difference to
-results; cupy is taken first, cuda-bindings (which torch brings along on Linux) where cupy cannot be used.
+No other module imports either package, and this one does so only when a GPU is first asked about. The results are the
+same through both. cupy is taken first, cuda-bindings (which torch installs on Linux) where cupy cannot be used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The one place where a call is put together: arguments → problem → kernels → plan → what a backend makes of it.
+"""The one place where a call is put together: arguments → problem → kernels → plan → a backend's prepared call.
 
-Whatever does not depend on values and addresses is done once per kind of call: :func:`prepared` keeps the last calls by
-the shapes, strides, types and devices of their tensors, their options, and the environment. torch's operators,
-``sage-aot verify``, the tests' simulator and the bench programs all come here, each with a backend of its own.
+Everything that does not depend on values and addresses is done once per kind of call: :func:`prepared` keeps the last
+kinds by the shapes, strides, types and devices of their tensors, their options, and the environment. torch's operators,
+``sage-aot verify``, the tests' simulator and the bench programs all use the pipeline, each with a backend of its own.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from sage_aot._problem.check import Problem
 
 MOST_PREPARED = 256
-"""Calls that are kept. The oldest goes: to move a call that is met again would take a lock on every call. One takes
-some 12 KB, and as much again for every turn that heads take."""
+"""Kinds of calls that are kept. The oldest is dropped first: to keep the last used instead would take a lock on every
+call. A kind of call takes some 12 KB, and as much again for each further part of its heads (delta_s)."""
 
 
 class Prepared:

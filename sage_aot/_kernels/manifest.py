@@ -17,7 +17,7 @@ from sage_aot.errors import CubinError
 
 FILE_NAME = "manifest.json"
 FORMAT = 9
-"""Raised by every change that an older reader would misunderstand."""
+"""Version of the format; every change that an older reader would misunderstand takes the next number."""
 
 _TARGET = re.compile(r"(sm|compute)_(\d+)(\d)(a?)")
 
@@ -27,7 +27,7 @@ code by NVIDIA's word, and whose own no other runs."""
 
 
 class MainLoop(NamedTuple):
-    """Instructions of one pass of an attention kernel's loop over the full tiles; codegen/census.py says which."""
+    """Instructions of one iteration of an attention kernel's loop over the full tiles; codegen/census.py says which."""
 
     matrix: int  # of the tensor cores
     other: int  # beside them on the straight path

@@ -77,7 +77,7 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class DeltaSpec(KernelSpec):
-    """What smoothing Q takes off the scores."""
+    """delta_s, the term of the scores that smoothing Q takes off."""
 
     kind = "delta"
     rows = ROWS

@@ -1,7 +1,7 @@
 """Which kernels answer a problem on a GPU, and why the others do not. Pure: manifests in, records and reasons out.
 
-First the arch is chosen, by the GPU and its driver (:func:`choose_arch`), then among its kernels the one that the call
-asks for (:func:`kernels_of`). :func:`candidates` tells the same choice with every reason; a call and
+:func:`choose_arch` first chooses the arch, by the GPU and its driver. :func:`kernels_of` then chooses the kernel of
+that arch which the call asks for. :func:`candidates` gives the same choice with every reason, so a call and
 :func:`sage_aot.explain` cannot differ.
 """
 

@@ -1,6 +1,6 @@
 """How a problem is laid out and launched: workspace, grids and structs. Pure: strides in, launches out.
 
-What runs the launches is none of its business.
+A backend runs the launches (sage_aot/_backends).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sage_aot._problem.check import Problem
 from sage_aot.errors import UnsupportedError
 
 DELTA_BYTES = 2**28
-"""Workspace for delta_s, which takes 4 bytes per query tile, key and head. Heads that do not fit together take turns;
-one head alone may take more."""
+"""Limit in bytes on the workspace of delta_s, which takes 4 bytes per query tile, key and head. Heads that do not fit
+together are computed in several launches; one head alone may exceed the limit."""
 
 BLOCKS_A_ROUND = 12
 """The quantizer's blocks for K and V take several tiles each, one after another, so that they sample the sequence once

@@ -1,9 +1,9 @@
 """The structs that kernels take by value, filled in by name.
 
-A struct of templates/include/sage/params.cuh, which documents its fields, takes from what :mod:`sage_aot._launch.plan`
-knows of a launch the values that its fields are named after; an option of the call is among them by its own name. Where
-each field lies, its type and the struct's size the manifest says, as the kernels' compiler laid them out. An address
-names the tensor that it belongs to, so that a struct is packed once and only its addresses change from call to call.
+templates/include/sage/params.cuh documents the fields. :mod:`sage_aot._launch.plan` hands over a launch's values by
+name, options of the call among them; each field of a struct takes the value of its name. The manifest has the offset
+and type of each field and the size of each struct, as the kernels' compiler laid them out. An address names the tensor
+that it belongs to, so that a struct is packed once and only its addresses change from call to call.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ FILLED: dict[str, str] = {
 values are numbers, once "auto" is resolved."""
 
 def vocabulary() -> str:
-    """All that a manifest is written in, in 16 hex digits: fields of structs, axes, kinds, families and tile sizes. A
-    folder that was built beside another vocabulary may lack a field of an option, or name what nobody here knows."""
+    """A hash, in 16 hex digits, of every name that a manifest uses: fields of structs, axes, kinds, families and tile
+    sizes. A folder with another vocabulary may lack the field of an option, or use a name that is unknown here."""
     words = sorted(FILLED.items()), AXES, sorted(KINDS), sorted(FAMILIES), Tile._fields
     return hashlib.sha256(repr(words).encode()).hexdigest()[:16]
 

@@ -23,10 +23,10 @@ from sage_aot._launch.plan import Plan
 class Bound:
     """How far an output may lie from the emulation's, relative to Σ p·|v| / Σ p, after rounding to its dtype.
 
-    Kernel and emulation compute the same exponents bit for bit, those of a smoothed Q too: delta_s and the FMA that
-    adds it round in one order. What differs is ex2.approx (2^-22), the order and the precision of the sums of P and of
-    P·V, and so, where a P lies that close to the middle of two values of its type, which of them it becomes. `tight`
-    covers all but the last, which happens to few rows. `loose` is one such flip of the heaviest key that can flip.
+    Kernel and emulation compute the same exponents bit for bit, also of a smoothed Q: delta_s and the FMA that adds it
+    round in one order. Three things differ: ex2.approx (2^-22), the order and the precision of the sums of P and of
+    P·V, and thereby the rounding of a P that lies close to the middle of two values of its type (a flip). `tight`
+    covers all but flips, which happen to few rows. `loose` is one flip of the heaviest key that can flip.
     """
 
     tight: float

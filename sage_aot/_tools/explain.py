@@ -1,4 +1,4 @@
-"""Which kernels a call would run on a GPU, and what is against each of the others. Needs no GPU, launches nothing."""
+"""Which kernels a call would run on a GPU, and why no other kernel would. Needs no GPU, launches nothing."""
 
 from __future__ import annotations
 

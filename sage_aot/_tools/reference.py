@@ -1,6 +1,6 @@
-"""What quantized attention is compared with: attention in float64, input classes, and three measures of the difference.
+"""References for quantized attention: attention in float64, input classes, and three measures of the difference.
 
-Used by the demo, the tests and the bench programs; nothing that users call runs it.
+The demo, the tests and the bench programs use this module; `attn` does not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``sage-aot verify``: whether what is installed is what was built, and whether it computes right on the GPUs here.
 
-First the files: those of the installed wheel against its RECORD, the manifest against its own seal, every kernel
-against the sha256 in the manifest. Then, on every GPU: all files that it can take are loaded, and each attention kernel
-among them runs on random inputs into poisoned memory and is held against the emulation (compare.py says how close).
+The files come first: the installed wheel is compared with its RECORD, the manifest with its own seal, every kernel with
+the sha256 in the manifest. Then every GPU loads all files that it can take, and runs each attention kernel among them
+on random inputs into poisoned memory. The outputs are compared with the emulation's, within the bounds of compare.py.
 """
 
 from __future__ import annotations

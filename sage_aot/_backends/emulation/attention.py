@@ -1,9 +1,9 @@
-"""The attention kernels in torch, on what the quantizers leave.
+"""The attention kernels in torch, on the quantizers' outputs.
 
-Tile by tile as the kernels do it, up to the order in which a matrix product adds and to ex2.approx; FP8 accumulators
-keep the 13 mantissa bits that sm89 keeps. What a family does of its own, scales, softmax and sums of P, is its
-:class:`Softmax` in sage_aot/_families. Tensors are [batch, heads, seq, headdim]; all arithmetic is f32 unless a cast
-says otherwise.
+The emulation goes tile by tile, as the kernels do, and differs from them in the order of the sums of a matrix product
+and in ex2.approx. FP8 accumulators keep 13 mantissa bits, as on sm89. The parts that differ between families (scales,
+softmax, sums of P) are each family's :class:`Softmax` in sage_aot/_families. Tensors are [batch, heads, seq, headdim];
+all arithmetic is f32 unless a cast says otherwise.
 Source: SageAttention2, Algorithm 1, sections 3.1 to 3.4 and appendix A.6.
 """
 

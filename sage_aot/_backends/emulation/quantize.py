@@ -1,7 +1,7 @@
-"""The kernels before attention, in torch: quantization, and what smoothing Q takes off the scores.
+"""The kernels before attention, in torch: quantization, and delta_s, the term of the scores that smoothing Q takes off.
 
-Equal to those of templates/include/sage/quant/ bit for bit, the order of every sum included: what their sums and scales
-depend on, the kernels' records say (facts).
+Results equal those of templates/include/sage/quant/ bit for bit, since every sum has the same order. The facts in the
+kernels' records hold the sizes and limits on which sums and scales depend.
 Source: SageAttention2, Algorithm 1, sections 3.1 to 3.4 and appendix A.6.
 """
 
@@ -50,7 +50,7 @@ class Quantized:
 
 
 def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Quantized:
-    """The kernels before attention: quantization, and what smoothing Q takes off the scores."""
+    """The kernels before attention: quantization, and delta_s."""
     spec, tile, quant = kernels.attn.spec, kernels.attn.tile, kernels["quant"]
     k, v, q = (_pad(x.float(), rows, spec.headdim)
                for x, rows in ((k, tile.block_n), (v, tile.block_n), (q, tile.block_m)))

@@ -10,8 +10,9 @@ from sage_aot._kernels.manifest import AttnRecord
 
 
 class MmaSoftmax(RowReferences):
-    """A warp whose scores fit takes the FMA that the bias of the scores is folded into; the others move references and
-    fold nothing. O and the log-sum-exp share one sum, in f32, of P before or after it is rounded."""
+    """A warp whose scores fit uses the FMA into which the bias of the scores is folded. Any other warp moves
+    references, and folds nothing. O and the log-sum-exp share one sum of P in f32: of f16 P after rounding, of e4m3 P
+    before."""
 
     def __init__(self, record: AttnRecord, smooth_q: bool, limit: torch.Tensor, zeros: torch.Tensor) -> None:
         super().__init__(record, zeros)

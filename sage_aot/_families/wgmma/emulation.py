@@ -10,11 +10,10 @@ from sage_aot._kernels.manifest import AttnRecord
 
 
 class WgmmaSoftmax(RowReferences):
-    """References follow every tile up and down; for the second of two tiles that R takes they rise only. Scores have no
-    bias.
+    """References follow every tile up and down; at the second tile of a pair they only rise. Scores have no bias.
 
-    R takes two tiles where every row of the query tile sees them whole and Q is not smoothed. O is divided by P times
-    V's channel of ones; the log-sum-exp has the sum of P before it is rounded.
+    R takes a pair of tiles where every row of the query tile sees both whole and Q is not smoothed. O is divided by the
+    product of P and V's channel of ones; the log-sum-exp takes the sum of P before rounding.
     """
 
     def __init__(self, record: AttnRecord, smooth_q: bool, limit: torch.Tensor, zeros: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
-// What a kernel tells the host: tables of constants in its cubin, which no device code reads. The build copies them into
-// the manifest (codegen/kernel_info.py), so that the host repeats no figure of the device code.
+// The facts that a kernel carries for the host: tables of constants in its cubin, which no device code reads. The build
+// copies them into the manifest (codegen/kernel_info.py), so that the host repeats no figure of the device code.
 //   sage_facts   figures by name, such as {"shared_bytes", 213088}
 //   sage_fields  the struct that the kernel takes by value, and its fields
 #pragma once

@@ -1,7 +1,7 @@
 // The structs that the host passes by value, one per kind of kernel.
-// sage_aot/_launch/structs.py fills them in by name: fields_of() tells the host, through the cubin, where each field lies.
-// Strides are in elements. Layouts in brackets are contiguous, outermost index first; "tile" layouts are explained in
-// tile/layout.cuh. `headdim` is the caller's, kHeadDim the kernel's: channels from headdim on are zeros.
+// sage_aot/_launch/structs.py fills them in by name. fields_of() puts the offset of each field into the cubin for the
+// host. Strides are in elements. Layouts in brackets are contiguous, outermost index first; "tile" layouts are
+// explained in tile/layout.cuh. `headdim` is the caller's, kHeadDim the kernel's: channels from headdim on are zeros.
 #pragma once
 
 #include "sage/kernel_info.cuh"
@@ -71,7 +71,8 @@ constexpr auto fields_of(const QuantParams*) {
                 SAGE_FIELD(unused));
 }
 
-// What smoothing Q took off the scores: delta_s = mean of a query tile's rows · (K less its mean), in log2 units.
+// delta_s, the term of the scores that smoothing Q took off: mean of a query tile's rows · (K less its mean), in log2
+// units.
 struct DeltaParams {
   Tensor k;
   const float* q_mean;  // as QuantParams

@@ -1,5 +1,5 @@
-// The end of a query tile: O / row_sum · v_scale, plus the mean that smoothing took off V, in the caller's dtype; and the
-// log-sum-exp.
+// The end of a query tile: O / row_sum · v_scale, plus the mean that smoothing took off V, in the caller's dtype; and
+// the log-sum-exp.
 #pragma once
 
 #include "sage/attn/softmax.cuh"
@@ -12,7 +12,7 @@ namespace sage {
 
 constexpr float kLn2 = 0.693147180559945f;
 
-// What store_output() needs of a query tile, as the quantizer left it in memory; of channels two neighbours at a time.
+// The constants that store_output() needs of a query tile, read from global memory; channels in pairs of neighbours.
 template <class Config>
 struct ConstantsInMemory {
   const AttnParams& params;
@@ -33,7 +33,7 @@ struct ConstantsInMemory {
   }
 };
 
-// Fragments straight to the caller's rows: a lane's channels are two of every eight.
+// Stores fragments directly to the caller's rows: a lane has two of every eight channels.
 template <class Config>
 struct StoreFragments {
   static constexpr i32 kRows = Config::kWarpM / 8, kOTiles = Config::kHeadDim / 8;
@@ -66,8 +66,8 @@ struct StoreFragments {
   }
 };
 
-// Through shared memory of the warp's own, so that a lane stores 16 bytes and a warp whole rows: a quarter of the stores,
-// each of full sectors.
+// Stores through shared memory of the warp's own. A lane then stores 16 bytes and a warp whole rows: a quarter of the
+// stores, each of full sectors.
 template <class Config>
 struct StoreWholeRows {
   static_assert(Config::kWarpM == 16);
@@ -140,8 +140,8 @@ __device__ __forceinline__ void round_output(const Accumulator& acc_o, u32 (&pai
   }
 }
 
-// What keys and values that are not finite spoil: a key the rows that see it, a value its channel of the rows that see it.
-// keys: that a row sees. Tile after tile, since few calls come here.
+// Marks the rows that see a key that is not finite. Where a value is not finite, writes NaN to its channel in the rows
+// that see it. keys: how many a row sees. Runs off the fast path, so tiles are read one after another.
 template <class Config, i32 kRows, class Accumulator>
 __device__ __forceinline__ void spoil(const AttnParams& params, const WorkTile& work, i32 lane,
                                       const i32 (&keys)[kRows], bool (&row_spoilt)[kRows], Accumulator& acc_o) {
@@ -170,8 +170,9 @@ __device__ __forceinline__ void spoil(const AttnParams& params, const WorkTile& 
   }
 }
 
-// rows.row_sum holds whole rows, and so does lse_sum, the sums of P for log-sum-exps; acc_o is finished in place. A row
-// that saw no key is zero, its log-sum-exp -inf. `spoilt`: whether a KV tile in sight holds what is not finite.
+// Finishes acc_o in place and stores it. rows.row_sum and lse_sum, the sums of P for the log-sum-exp, are of whole
+// rows. A row that saw no key is zero, its log-sum-exp -inf. `spoilt`: whether a visible KV tile has keys or values
+// that are not finite.
 template <class Config, class Rows, class Accumulator, class Constants, class Store>
 __device__ __forceinline__ void store_output(const AttnParams& params, const WorkTile& work, i32 warp, i32 lane,
                                              bool spoilt, Accumulator& acc_o, const Rows& rows,
@@ -188,8 +189,8 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
   bool row_spoilt[kRows] = {};
   if (spoilt) spoil<Config>(params, work, lane, keys, row_spoilt, acc_o);
 
-  // A query that is not finite, as row_bias tells, turns its row into NaN, and so does a key in sight; one that sees no key
-  // has nothing to spoil.
+  // A query that is not finite (row_bias is then not finite either) or a visible key that is not finite makes the row
+  // NaN. Rows that see no key stay zero.
   float factor[kRows];        // of O
   float unless_empty[kRows];  // of the mean of V: 1 where the row saw a key, since P sums to that
 #pragma unroll

@@ -1,4 +1,4 @@
-// What the line of a KV tile tells a thread.
+// The facts of a KV tile that a thread reads from the tile's line.
 #pragma once
 
 #include "sage/ptx/shared.cuh"
@@ -16,7 +16,7 @@ struct KvTileFacts {
     v_factor = factors.y;
   }
 
-  // Its sign bit says whether a key or a value of the tile is not finite.
+  // The sign bit of the result is set where a key or a value of the tile is not finite.
   __device__ __forceinline__ u32 signs() const { return __float_as_uint(k_scale) | __float_as_uint(v_factor); }
   __device__ __forceinline__ bool spoilt() const { return static_cast<i32>(signs()) < 0; }
 };

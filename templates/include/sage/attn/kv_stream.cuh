@@ -1,7 +1,8 @@
-// The KV tiles of one head on their way into shared memory, in order, each into the next of kStages slots.
+// The loads of one head's KV tiles into shared memory by cp.async, in order: a pipeline of kStages stages. Shared
+// memory:
 //   [kStages] KV tiles up to their lines, laid out as tile/layout.cuh says
 //   sDelta [kStages][kBlockN] f32, delta_s of the query tile, where Q is smoothed
-//   for every warp whether it met a tile with something that is not finite, u32
+//   [warps] u32, whether the warp met a spoilt KV tile, which holds keys or values that are not finite
 #pragma once
 
 #include "sage/problem/work_tile.cuh"
@@ -54,7 +55,7 @@ class KvStream {
     ptx::cp_async_commit();
   }
 
-  // By all lanes of a warp together. No register holds it.
+  // Stores in shared memory that the warp met a spoilt KV tile, which saves a register. Call with all lanes of a warp.
   __device__ __forceinline__ void note_spoilt() const {
     if (ptx::thread_index() % kWarpSize == 0) ptx::store_shared_u32(own_spoilt(), 1);
   }

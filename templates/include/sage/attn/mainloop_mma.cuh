@@ -1,7 +1,7 @@
 // Attention of one query tile with mma.sync and cp.async.
 //
-// A warp owns kWarpM query rows and walks all KV tiles its block sees. Loads run kStages - 1 tiles ahead of the
-// products; one barrier a tile both publishes the tile that arrived and frees the one that was used last.
+// A warp owns kWarpM query rows, and iterates over all KV tiles that its block sees. Loads run kStages - 1 tiles ahead
+// of the products. One barrier a tile publishes the stage that arrived and frees the stage that was used last.
 // Source: SageAttention2, Algorithm 1.
 #pragma once
 

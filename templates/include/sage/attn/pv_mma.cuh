@@ -13,15 +13,13 @@ namespace sage {
 template <class Config>
 using OutputAccumulator = float[Config::kWarpM / 16][Config::kHeadDim / 8][4];
 
-// Sums of P over its rows, with mma.sync. f16 P is summed by a product with ones, which takes an addition a score off the
-// other pipes.
-// Rounding e4m3 P moves such a sum, and the log-sum-exp with it, by as much as 6 % where one key dominates: there each thread
-// adds up P before it is rounded (attn/softmax.cuh).
+// Row sums of P, with mma.sync. A product with ones sums f16 P, which saves an addition a score. Rounding e4m3 P would
+// move the sum, and the log-sum-exp with it, by as much as 6 % where one key dominates. For e4m3 P each thread
+// therefore adds up P before rounding (attn/softmax.cuh).
 template <class Config>
 using RowSums = float[Config::kWarpM / 8];
 
-// Brings what was summed so far to new references. A branch of its own, and rarely taken: once a row has seen a few tiles
-// its maximum hardly moves.
+// Rescales O to new row references. Runs off the fast path: once a row has seen a few tiles, its maximum rarely moves.
 template <class Config>
 __device__ __forceinline__ void rescale(OutputAccumulator<Config>& acc_o, const float (&alpha)[Config::kWarpM / 8]) {
 #pragma unroll
@@ -41,8 +39,8 @@ struct PvF16 {
   static constexpr i32 kSteps = Config::kBlockN / 16;  // keys a product: 16
   using Rows = typename TileLayout<Config>::VRows;
 
-  // f16 reaches from 2^-24 to 2^16: P tops at 2^7, so that all down to 2^-21 of the largest stays normal, and may
-  // outgrow that by 2^8 before sums must be rescaled.
+  // f16 reaches from 2^-24 to 2^16. When a reference is set, the largest P is 2^7, so that P down to 2^-21 of that
+  // stays normal. P may exceed 2^7 by a factor of 2^8 before sums are rescaled.
   static constexpr float kTop = 7.0f;
   static constexpr float kLazyRise = 8.0f;
   static constexpr bool kWholeReference = true;
@@ -50,7 +48,7 @@ struct PvF16 {
   static constexpr float kLazyFall = 0.0f;
   static constexpr float kLargestFolded = 1.0f;
   static constexpr bool kSumsInThreads = false;
-  // V̂ has powers of two for its scales, and all bits of a bf16 down to 2^-14: few tiles need a factor of their own.
+  // The scales of V̂ are powers of two, so that V̂ keeps all bits of a bf16 down to 2^-14. Few tiles need a v_factor.
   static constexpr float kVTypical = 0.0f, kVLeast = 0x1p-4f, kVLimit = 0x1p15f;
 
   using Operand = u32[kMTiles][kSteps][4];
@@ -64,7 +62,8 @@ struct PvF16 {
   // 16 keys by two chunks of 8 channels, keys first.
   __device__ __forceinline__ static u32 offset(i32 lane) { return Rows::offset(lane % 16, lane / 16); }
 
-  // v_factor: of the tile; O persists in the accumulators of the products, which are brought to the tile's unit and back.
+  // v_factor: of the tile. O stays in the accumulators of the products: where v_factor is not one, rescale O to it and
+  // back.
   __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>& row_sum,
                                                     const Operand& p, u32 v_row, float v_factor) {
     if (v_factor != 1.0f) rescale_all(acc_o, reciprocal_of_power_of_two(v_factor));
@@ -106,9 +105,10 @@ struct PvF16 {
   }
 };
 
-// P and V in e4m3, two-level accumulation: the product of one tile in a fresh accumulator R, then O += v_factor · R in f32. R in f32
-// keeps 13 mantissa bits. R in f16 runs at twice the rate on some chips; V̂ is scaled to 4.5 then, so that no sum of a
-// tile leaves f16. Keys of V̂ are ordered as key_of_column() says, channels are its rows.
+// P and V in e4m3, two-level accumulation: the product of one tile in a fresh accumulator R, then promotion, O +=
+// v_factor · R, in f32. R in f32 keeps 13 mantissa bits. R in f16 runs at twice the rate on some chips; V̂ is then
+// scaled to 4.5, so that no sum of a tile leaves f16. The rows of V̂ are channels; its columns are keys in the order of
+// key_of_column().
 // Source: SageAttention2, section 3.4; SageAttention2++.
 template <class Config>
 struct PvE4m3 {
@@ -126,8 +126,8 @@ struct PvE4m3 {
   static constexpr float kLazyFall = 6.0f;
   static constexpr float kLargestFolded = 0.015625f;
   static constexpr bool kSumsInThreads = true;
-  // The largest V̂: that of e4m3, or with P up to 224, a tile of 64 keys and sums in f16, what no sum leaves f16 with. Above the
-  // mean magnitude there is room for 40 times that, or 12.
+  // The largest V̂. For sums in f32 it is the largest e4m3. For sums in f16, P up to 224 and a tile of 64 keys, it is
+  // the value with which no sum leaves f16. There is room for 40 times, or 12 times, the mean magnitude.
   static constexpr float kVLimit = kF16Accum ? 4.5f : 448.0f, kVLeast = kVLimit / 32;
   static constexpr float kVTypical = kF16Accum ? 0.375f : 11.0f;  // e4m3 holds both: a constant channel stays exact
 

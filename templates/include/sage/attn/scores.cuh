@@ -1,8 +1,8 @@
 // The first product: integer scores of the query rows of a warp against one KV tile, and the mask.
 //
-// With mma.sync the accumulators start at kScoreBiasBits instead of zero, so that each finished score, read as a float, is
-// already kScoreBias + score: no integer is ever converted. The start value lives in one fragment that all products read.
-// The wgmma family uses the mask alone.
+// With mma.sync the accumulators start at kScoreBiasBits instead of zero, so that the bits of each finished score are
+// the float kScoreBias + score: no integer is converted. All products read the start value from one fragment. The wgmma
+// family uses the mask alone.
 // Source: SageAttention2, section 3.2 and appendix A.6.
 #pragma once
 
@@ -54,8 +54,8 @@ struct Scores {
     }
   }
 
-  // Where Q is smoothed every column has a term of its own: finishes the scores here, in f32 and in log2 units, and leaves
-  // their bits in the accumulators. sDelta: delta_s of the tile's keys.
+  // Where Q is smoothed: adds the term of each key to its scores, in f32 and in log2 units, and leaves the bits of the
+  // finished scores in the accumulators. sDelta: delta_s of the tile's keys.
   __device__ __forceinline__ static void add_delta(Accumulator& acc_s, const RowScales<Config>& scale, u32 sDelta,
                                                    i32 lane) {
 #pragma unroll

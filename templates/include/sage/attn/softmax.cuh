@@ -1,19 +1,20 @@
-// Online softmax over the KV tiles, in the log2 domain: what every kernel keeps of its rows, and the softmax of the mma
-// family; attn/wgmma/softmax.cuh has the other.
+// Online softmax over the KV tiles, in the log2 domain: the row references and sums of all families, and the softmax of
+// the mma family. attn/wgmma/softmax.cuh has the softmax of the wgmma family.
 //
-// Scores arrive as biased integers (attn/scores.cuh), those of a row in a thread with one scale c: the largest is found
-// on integers, and bias, scale and reference fold into one FMA, P = 2^(c·x + offset), offset = -c·kScoreBias - row_ref.
-// For f16 P that constant is exact where c < 1: c keeps 22 bits, so that c·kScoreBias = 3·2^22·c fits into the 24 of an f32,
-// in units no coarser than one, and row_ref is a whole number: anything near the maximum will do, as long as a row has one.
-// For e4m3 P the reference must make the largest P 448, which e4m3 holds exactly: it dominates many rows. The constant then
-// rounds, by at most 2^-7 in log2 where c < 2^-6; P itself is rounded by up to 2^-3.5.
-// Where Q is smoothed the scores arrive finished, as f32.
+// Scores arrive as biased integers (attn/scores.cuh). The scores of a row in a thread share one scale c. The largest
+// score is found on integers; bias, scale and reference fold into one FMA, P = 2^(c·x + offset), offset = -c·kScoreBias
+// - row_ref. For f16 P the offset is exact where c < 1: c keeps 22 bits, so that c·kScoreBias = 3·2^22·c fits into the
+// 24 bits of an f32, in units no coarser than one, and row_ref is a whole number. Any whole number near the maximum
+// will do. For e4m3 P the reference must make the largest P 448, which e4m3 holds exactly, since the largest P
+// dominates many rows. The offset then rounds, by at most 2^-7 in log2 where c < 2^-6; P itself is rounded by up to
+// 2^-3.5. Where Q is smoothed the scores arrive finished, as f32.
 //
-// A reference stands until a score outgrows it, and for e4m3 P until all scores of a tile lie far below it: P below 2^-9 is
-// zero in e4m3, and in a long row the keys behind such a P can carry much of the weight. To see either, a thread looks at its
-// own scores and the warp votes: no row maximum crosses lanes but in the branch that moves references, and scales too large
-// to fold take their bias off in that branch too: for f16 P those of logits in the tens of thousands at 8 bits, of about a
-// hundred at 4. For e4m3 P nearly all scales of 4 bits are: there nothing folds.
+// A reference stands until a score outgrows it, and for e4m3 P until all scores of a tile lie far below it. P below
+// 2^-9 is zero in e4m3, and in a long row the keys of such a P can carry much of the weight. To detect both, each
+// thread compares its own scores and the warp votes. The row maximum over lanes is computed only in the branch that
+// moves references. Scales too large to fold take that branch as well, which subtracts the bias: for f16 P the scales
+// of logits in the tens of thousands at 8 bits, of about a hundred at 4. For e4m3 P nearly all scales of 4 bits are too
+// large, so nothing folds there.
 // Source: SageAttention2, Algorithm 1; Milakov & Gimelshein, "Online normalizer calculation for softmax".
 #pragma once
 
@@ -66,16 +67,16 @@ struct RowScales {
   }
 };
 
-// How far references may fall, in whose smaller unit everything summed so far counts: O, at most 448 times as large as the
-// sum of P, times the factors of V, stays finite where those differ by less than 2^50. kMostFall: below the highest
-// reference of a row, in log2 units, where that is kept in a register; kLargestSum: elsewhere, of P. What lies further below
-// weighs less than rounding, of 2^17 keys as well.
+// Bounds on the fall of a reference. A fall makes O and the sum of P larger, and they must stay finite: O is at most
+// 448 times the sum of P, times v_factor, and is finite where the factors of V differ by less than 2^50. kMostFall, in
+// log2 units, bounds the fall below the highest reference of a row, where a register keeps that. kLargestSum bounds the
+// sum of P elsewhere. Keys that lie further below weigh less than rounding, even 2^17 of them.
 constexpr float kMostFall = 40.0f;
 constexpr float kLargestSum = 0x1p66f;
 
 // The references of a thread's rows, and their sums of P. Product: how P enters the second product (attn/pv_mma.cuh).
-// Every function that moves a reference takes the thread's largest score of a tile, in log2 units, and returns the factor
-// for all that was summed relative to the old reference.
+// Every function that moves a reference takes the thread's largest score of a tile, in log2 units, and returns the
+// factor for all that was summed relative to the old reference.
 template <class Product, i32 kRows>
 struct RowReferences {
   float row_ref[kRows];  // log2 units: P is 2^(score - row_ref)
@@ -87,16 +88,16 @@ struct RowReferences {
     for (i32 r = 0; r < kRows; ++r) row_ref[r] = highest[r] = kNoReference, row_sum[r] = 0.0f;
   }
 
-  // Moves the reference so that the largest P of the row is at most 2^kTop, if it would exceed 2^(kTop + kLazyRise): a rise
-  // within kLazyRise, for which the product leaves room, needs no rescaling.
+  // Raises the reference to make the largest P of the row at most 2^kTop, if that P would exceed 2^(kTop + kLazyRise).
+  // A rise within kLazyRise, for which P's type has room, needs no rescaling.
   __device__ __forceinline__ float raise_reference(float own_largest, i32 r) {
     const float exact = row_largest(own_largest) - Product::kTop;
     const float needed = Product::kWholeReference ? ceilf(exact) : exact;
     return set_reference(needed > row_ref[r] + Product::kLazyRise ? needed : row_ref[r], r);
   }
 
-  // Moves the reference to this tile, up or down: its largest P becomes 2^(kTop - room). All exponentials wait for it, so
-  // that it takes no exponential itself.
+  // Moves the reference up or down to make this tile's largest P 2^(kTop - room). Uses no exponential for the bound on
+  // a fall: all exponentials of the tile wait for the reference.
   __device__ __forceinline__ float restart_reference(float own_largest, float room, i32 r) {
     const float needed = row_largest(own_largest) - (Product::kTop - room);
     return set_reference(fmaxf(needed, highest[r] - kMostFall), r);
@@ -129,14 +130,15 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   static constexpr i32 kMTiles = Config::kWarpM / 16, kNTiles = Config::kBlockN / 8;
   static constexpr float kBias = Config::kSmoothQ ? 0.0f : kScoreBias;  // of the scores as they arrive
 
-  // Whether P's FMA takes the bias off where the scale allows; else every score has it subtracted, or has none.
+  // Whether P's FMA subtracts the bias where the scale allows. Else the bias is subtracted from every score, or is
+  // zero.
   static constexpr bool kFolds = !Config::kSmoothQ && (Config::kQkBits == 8 || Product::kLargestFolded >= 1.0f);
 
   using Scores = i32[kMTiles][kNTiles][4];
   using Scales = RowScales<Config>;
 
-  // The constants of P's FMA, and whether they will do for every thread of the warp: P stays within what its type holds,
-  // does not lie far below that, and the bias folds.
+  // Computes the offsets of P's FMA. Returns whether they serve every thread of the warp: P stays within its type's
+  // range and not far below it, and the bias folds.
   __device__ __forceinline__ bool fits(const Scores& acc_s, const Scales& scale, float (&offset)[kRows]) const {
     float top = -ptx::infinity();
     bool far_below = false;
@@ -151,7 +153,7 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
     return !ptx::any(!(foldable(scale) && top <= Product::kTop + Product::kLazyRise) || far_below);
   }
 
-  // Where they will not: moves references. `alpha`: what everything summed so far must be multiplied by.
+  // Moves references where fits() is false. `alpha`: the factor for all that was summed so far.
   __device__ __forceinline__ void move_references(const Scores& acc_s, const Scales& scale, float (&offset)[kRows],
                                                   float (&alpha)[kRows]) {
 #pragma unroll
@@ -164,8 +166,8 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
     }
   }
 
-  // P = 2^(score - row_ref), packed as the A operand of the second product. kAsFits: by the constants of fits() in
-  // place of those of move_references(), into which nothing is folded.
+  // P = 2^(score - row_ref), packed as the A operand of the second product. kAsFits: the offsets are those of fits();
+  // else those of move_references(), into which no bias is folded.
   template <bool kAsFits>
   __device__ __forceinline__ void exponentiate(const Scores& acc_s, const Scales& scale, const float (&offset)[kRows],
                                                typename Product::Operand& p) {

@@ -5,7 +5,7 @@
 
 namespace sage {
 
-// A view of Params, AttnParams or DeltaParams: lengths held in registers cost kernels some.
+// A view of AttnParams or DeltaParams. Copies of the lengths would cost registers.
 template <class Params>
 struct Seqlen {
   const Params& params;

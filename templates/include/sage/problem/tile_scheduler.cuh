@@ -6,8 +6,8 @@
 
 namespace sage {
 
-// A block starts with the work tile of its own index and then draws the next that no block has, so that all blocks end
-// together however they were held up.
+// A block starts with the work tile of its own index, and then draws the next work tile that no block has drawn. All
+// blocks thus end at about the same time.
 template <class Config>
 struct TileScheduler {
   const AttnParams& params;
@@ -16,8 +16,8 @@ struct TileScheduler {
   __device__ __forceinline__ bool ended() const { return work_index >= work_tiles(); }
 
   // Index of the query tile, for work_tile(). Full attention draws query tiles in the order of their indices. Causal
-  // interleaves the tiles of several heads, those with the most keys first, so that short tiles come last: of as many heads as
-  // have K and V in kCachedBytes.
+  // attention interleaves the query tiles of several heads, as many as have K and V in kCachedBytes. Tiles with the
+  // most keys come first, so that short tiles come last.
   __device__ __forceinline__ u32 index() const {
     if constexpr (!Config::kCausal) return work_index;
     const u32 q_tiles = params.q_tiles, cached = kCachedTiles / max(params.kv_tiles, 1);

@@ -35,10 +35,10 @@ struct WorkTile {
   }
 };
 
-// index: the query tiles of a head are neighbours, so that blocks which run together read the same K and V from L2.
-// Causal takes the tiles of a head from the last, which has the most keys, so that a grid of a block a tile ends with short
-// blocks.
-// Cheap: the epilogue computes it again rather than keep it in registers across the main loop.
+// index: query tiles of one head have neighbouring indices, so that blocks which run together read the same K and V
+// from L2. Causal takes the query tiles of a head from the last, which has the most keys, so that a grid with one block
+// a query tile ends with short blocks.
+// A WorkTile is cheap to compute: the epilogue computes it again, which saves registers across the main loop.
 template <class Config>
 __device__ __forceinline__ WorkTile work_tile(const AttnParams& params, u32 index) {
   WorkTile work;

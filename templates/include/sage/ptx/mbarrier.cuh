@@ -1,5 +1,5 @@
-// Barriers in shared memory. A phase ends when all arrivals that it expects, and all bytes that were announced for it, are
-// in; phases count from zero, and a wait names the parity of the phase whose end it waits for.
+// Barriers in shared memory. A phase ends when all arrivals that it expects, and all bytes that were announced for it,
+// are in; phases count from zero, and a wait names the parity of the phase whose end it waits for.
 // Source: PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
 #pragma once
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Returns once the phase of this parity has ended; at once where the barrier is in the phase after it.
+// Waits until the phase of this parity has ended. Returns at once where the barrier is in the next phase already.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n"

@@ -6,7 +6,8 @@
 
 namespace sage::ptx {
 
-// x, but what is computed from it is computed anew at every call, and not kept in registers from one use to the next.
+// Returns x. The compiler computes anew what follows from the result of each call, and keeps nothing of it in registers
+// between calls.
 __device__ __forceinline__ u32 opaque(u32 x) {
   asm volatile("" : "+r"(x));
   return x;

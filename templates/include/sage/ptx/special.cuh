@@ -6,7 +6,7 @@
 
 namespace sage::ptx {
 
-// blockIdx.x, read anew at every call: what is computed from it need not stay in registers in between.
+// blockIdx.x, read again at every call: values computed from it need no registers between calls.
 __device__ __forceinline__ u32 block_index() {
   u32 x;
   asm volatile("mov.u32 %0, %ctaid.x;" : "=r"(x));

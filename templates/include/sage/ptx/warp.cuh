@@ -14,7 +14,7 @@ __device__ __forceinline__ float shuffle_xor(float x, i32 lane_mask) {
 
 __device__ __forceinline__ u32 shuffle_xor(u32 x, i32 lane_mask) { return __shfl_xor_sync(kAllLanes, x, lane_mask); }
 
-// A value that all lanes have: afterwards the compiler knows it, and computes with it once a warp.
+// Declares to the compiler that all lanes have the same value, so that it computes with the value once a warp.
 __device__ __forceinline__ i32 uniform(i32 x) { return __shfl_sync(kAllLanes, x, 0); }
 
 // Whether the predicate holds in any lane.

@@ -1,4 +1,4 @@
-// What a block of the quantizer takes, and what its threads share.
+// The tiles that a block of the quantizer takes, and the shared memory of its threads.
 #pragma once
 
 #include "sage/params.cuh"
@@ -15,8 +15,8 @@ struct QuantBlock {
   static constexpr i32 kVectors = Config::kHeadDim / kVector;  // lanes side by side on a row
   static constexpr i32 kWarps = Config::kThreads / kWarpSize;
 
-  // Tiles of K or V that a block takes: at most kInFlight loads a thread, all issued before the first is used, since only
-  // loads in flight hide the memory's latency; and at least a warp for each scale group of K.
+  // Tiles of K or V that a block takes at once: at most kInFlight loads a thread, all issued before the first is used,
+  // since only loads in flight hide the memory's latency; and at least one warp for each scale group of K.
   static constexpr i32 kInFlight = 8;
   static constexpr i32 kMostTiles = kWarps / kKeyGroups;
   static constexpr i32 kTilesInFlight = kInFlight * Config::kThreads / (Config::kBlockN * kVectors);

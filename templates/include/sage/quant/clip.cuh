@@ -1,6 +1,6 @@
-// The clip of a scale group of s4: the share of its largest magnitude that the largest integer stands for. s4 has so few
-// steps that finer ones are worth cutting off a group's largest values; how many depends on how its values are spread, so
-// that each group takes the candidate with the least squared error.
+// The clip of a scale group of s4: the share of the group's largest magnitude that the largest integer stands for. s4
+// has few steps, and smaller steps can be worth cutting off a group's largest values. The best clip depends on the
+// spread of the values, so each group takes the candidate with the least squared error.
 #pragma once
 
 #include "sage/numerics/integers.cuh"
@@ -59,8 +59,8 @@ class ClipSearch {
                 "the errors of a group fit into 32 bits");
 
   const Scale whole_;
-  // Of a thread's values, later of a group's: squared errors in steps of a candidate, times 2^16. Integers, so that their
-  // sum depends on no order.
+  // Of a thread's values, later of a group's: squared errors in steps of a candidate, times 2^16. Integers, so that
+  // their sum depends on no order.
   u32 error_[kClips<Config>] = {};
 
   __device__ constexpr static float share(i32 candidate) {

@@ -1,6 +1,7 @@
-// What smoothing Q took off the scores: per query tile and key, the mean of the tile's rows times the smoothed key,
-// delta_s = q̄ · (k − k̄), from K as it came: from the quantized K it would put back the error that smoothing removes.
-// A matrix product of [q_tiles][headdim] and [keys][headdim] per query head, in f32, a block of 64 x 64 at a time.
+// delta_s, the term of the scores that smoothing Q takes off: per query tile and key, delta_s = q̄ · (k − k̄), the mean
+// of the tile's rows times the smoothed key. K is the caller's: the quantized K would put back the error that smoothing
+// removes. delta_s is a matrix product of [q_tiles][headdim] and [keys][headdim] per query head, in f32, 64 x 64 values
+// a block.
 // Source: SageAttention2, section 3.1.
 #pragma once
 

@@ -1,9 +1,9 @@
-// Quantization of Q, K and V in one launch, into the tiles of tile/layout.cuh: all that comes before attention, but for what
-// smoothing Q takes off the scores. Every tensor is read from memory once, and 64 rows of K and V by every block
-// (quant/sample.cuh); rows of K that are rotated or clipped are loaded two or three times, from caches.
-// What is not finite is quantized as zero, so that it leaves the scale it would share alone. The attention kernel puts NaN
-// where it belongs: in the rows that see such a key or value, which the line of its KV tile tells, and in a row whose row_bias is
-// not finite.
+// Quantization of Q, K and V in one launch, into the tiles of tile/layout.cuh: all that comes before attention but
+// delta_s. Every tensor is read from memory once. Every block also reads 64 rows of K or V (quant/sample.cuh), and rows
+// of K that are rotated or clipped are loaded two or three times; these loads hit caches.
+// Values that are not finite are quantized as zero, so that they do not change a scale that others share. The attention
+// kernel writes NaN to the rows that see such a key or value, which the line of the KV tile marks, and to rows whose
+// row_bias is not finite.
 #pragma once
 
 #include "sage/ptx/grid_dependency.cuh"
@@ -35,8 +35,8 @@ struct Quantize {
   const QuantParams& params;
   Shared& shared;
 
-  // blockIdx.x: per KV head, the last first, its tiles of K, of V, and of Q in all of its query heads. Attention begins with the
-  // first heads, whose tiles are then in L2.
+  // blockIdx.x: KV heads from the last to the first; within a KV head the tiles of K, of V, and of Q of all its query
+  // heads. Attention begins with the first heads, whose tiles are then in L2.
   template <Rows kSource>
   __device__ __forceinline__ void run() const {
     ptx::launch_dependents();  // of use on Hopper, whose attention kernels alone are launched so

@@ -1,5 +1,5 @@
-// K as s8 or s4 with a scale per thread of the attention kernel: keys n of a tile with equal n % 8 / 2. Smoothed: less the
-// mean per channel of a sample. Rotated: times the Hadamard matrix.
+// K as s8 or s4 with a scale per thread of the attention kernel: keys n of a tile with equal n % 8 / 2. Smoothed: less
+// the mean per channel of a sample. Rotated: times the Hadamard matrix.
 // Source: SageAttention2, sections 3.1 and 3.2.
 #pragma once
 
@@ -34,8 +34,8 @@ struct QuantizeK {
  private:
   __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
 
-  // kRotatable: rows are rotated if the call asks for that. Such rows are read again: to rotate all of them at once would
-  // take as long to compile as everything else.
+  // kRotatable: rows are rotated if the call asks for rotation. Rotated rows are read again: code that rotates all rows
+  // at once would take as long to compile as everything else.
   template <bool kRotatable>
   using Held = HeldRows<!kRotatable, kSteps>;
 

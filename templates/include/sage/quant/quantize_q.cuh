@@ -1,6 +1,6 @@
 // Q as s8 with a scale per thread of the attention kernel, rows m of a warp with equal m % 8, or as s4 with a scale per
-// row. The scale holds softmax_scale · log2 e, so that scores come out in log2 units; Q̂ has its sign. Smoothed: less the mean
-// of its tile's rows. Rotated: times the Hadamard matrix.
+// row. The scale holds softmax_scale · log2 e, so that scores come out in log2 units; Q̂ has its sign. Smoothed: less
+// the mean of its tile's rows. Rotated: times the Hadamard matrix.
 // Source: SageAttention2, sections 3.1 and 3.2.
 #pragma once
 
@@ -50,8 +50,9 @@ struct QuantizeQ {
  private:
   __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
 
-  // kVectors lanes quantize the rows of one scale group. kChanged: less a mean, which may be zero, and rotated if the call
-  // asks for that. Such groups are read one after another: unrolled, they would take as long to compile as everything else.
+  // kVectors lanes quantize the rows of one scale group. kChanged: a mean, which may be zero, is subtracted, and rows
+  // are rotated if the call asks for rotation. Such groups are read one after another: unrolled code for them would
+  // take as long to compile as everything else.
   template <bool kChanged, Rows kSource>
   __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 tile, i64 tile_index, bool biased) const {
     const i32 group = ptx::thread_index() / kVectors;  // of the first step
@@ -83,8 +84,8 @@ struct QuantizeQ {
     }
   }
 
-  // As many steps as there are registers for their rows. `first`: where this thread's first vector goes; `q_scale`: where its
-  // group's scale goes. Returns whether the rows of the warp are finite.
+  // As many steps as there are registers for their rows. `first`: where this thread's first vector goes; `q_scale`:
+  // where its group's scale goes. Returns whether the rows of the warp are finite.
   template <bool kChanged, Rows kSource, class Load>
   __device__ __forceinline__ bool quantize_steps(const Source<kSource>& source, Load load, u8* first,
                                                  float* q_scale) const {
@@ -137,8 +138,9 @@ struct QuantizeQ {
     return finite;
   }
 
-  // q · mean of k, in log2 units: what smoothing K takes off a row's scores, which its log-sum-exp alone wants. Where it is not
-  // wanted, zero times the row, which tells whether the row is finite. By all lanes of a row.
+  // row_bias = q · mean of k, in log2 units: the term of a row's scores that smoothing K takes off, for the
+  // log-sum-exp. Without a log-sum-exp row_bias is zero times the row: zero or, where the row is not finite, NaN. Call
+  // with all lanes of a row.
   template <class Source>
   __device__ __forceinline__ void store_bias(const Source& source, const Raw& raw, bool biased, float* to) const {
     float x[kVector], bias = 0.0f;
@@ -152,8 +154,8 @@ struct QuantizeQ {
     if (first_channel() == 0) *to = bias;
   }
 
-  // q_mean = softmax_scale · log2 e · mean of the tile's rows, a thread's rows ascending, then the threads. In shared memory, not
-  // scaled, behind a barrier.
+  // q_mean = softmax_scale · log2 e · mean of the tile's rows. The sum takes a thread's rows in ascending order, then
+  // the threads. Shared memory has the mean without the factors, behind a barrier.
   template <class Source>
   __device__ __forceinline__ void prepare_mean(const Source& source, i32 tile, float* q_mean) const {
     constexpr i32 kRowsAtOnce = Config::kThreads / kVectors;

@@ -1,10 +1,11 @@
 // V as e4m3 or f16, with a scale per channel and a factor per KV tile. Smoothed: less the mean per channel of a sample.
 //
-// The scale takes the mean magnitude of a sample to a value that leaves room above it: v_typical for e4m3, which is a floating
-// format and needs no tight scale; for f16 a power of two, so that a bf16 keeps all its bits. Where a tile's largest
-// value lies beyond that room, or far below, the tile is divided by a power of two of its own, by which attention multiplies
-// what it adds to O: no value overflows however small the sample was, and a huge one costs its own tile alone.
-// What is not finite is quantized as zero; the tile's line says that it was there, and v_finite where.
+// The scale takes the mean magnitude of a sample to a value that leaves room above. For e4m3, a floating-point format
+// that needs no tight scale, that value is v_typical. For f16 the scale is a power of two, so that a bf16 keeps all its
+// bits. Where a tile's largest value lies beyond the room, or far below, the tile is divided by v_factor, a power of
+// two, by which attention multiplies the tile's P·V. No value overflows however small the sample was, and a huge value
+// costs precision in its own tile. Values that are not finite are quantized as zero. The tile's line marks the tile,
+// and v_finite has their keys.
 // Source: SageAttention2, sections 3.3 and 3.4.
 #pragma once
 
@@ -13,8 +14,9 @@
 
 namespace sage {
 
-// What a thread transposes in one step: four neighbouring columns of the P operand, that is four keys, in kVector channels. A
-// warp takes 32 columns of 32 channels, so that it reads 64 bytes of a row of V and writes 32 of a row of V̂: whole sectors.
+// The square that a thread transposes in one step: four neighbouring columns of the P operand, which are four keys, of
+// kVector channels. A warp takes 32 columns of 32 channels, so that it reads 64 bytes of a row of V and writes 32 bytes
+// of a row of V̂: whole sectors.
 template <class Config>
 struct SquareOfV {
   using Block = QuantBlock<Config>;
@@ -204,8 +206,9 @@ struct QuantizeV {
     }
   }
 
-  // What a channel is multiplied by and what is added then, from the sample, in shared memory behind a barrier. `store`: one
-  // block of each head leaves scale and mean for the epilogue. load_rows(): as prepare_k_mean() has it.
+  // Computes the factor and the shift of each channel from the sample, into shared memory, behind a barrier. `store`:
+  // whether this block stores scale and mean for the epilogue, as one block of each head does. load_rows(): as in
+  // prepare_k_mean().
   template <class Source, class Load>
   __device__ __forceinline__ void prepare_scales(const Source& source, i32 head, bool store, Load load_rows) const {
     const i64 first = static_cast<i64>(head) * Config::kHeadDim;
@@ -235,8 +238,8 @@ struct QuantizeV {
     __syncthreads();
   }
 
-  // Where a channel's sample is all one value, the magnitude is that of the value, or the largest of the head if that is more;
-  // one if that is zero.
+  // The scale of a channel. Where the channel's sample is all one value, its magnitude is that of the value, or the
+  // largest magnitude of the head's channels if that is more. Where that is zero, the scale is one.
   __device__ __forceinline__ Scale channel_scale(float magnitude, float mean) const {
     if (magnitude < kSmallestAbsMax) {
       magnitude = fabsf(mean);
@@ -254,7 +257,8 @@ struct QuantizeV {
     for (i32 t = 0; t < kTiles; ++t) largest[t] = tile == t ? ptx::max_nan(largest[t], amax) : largest[t];
   }
 
-  // From what each thread found to what the block found; whether that is finite. By all threads.
+  // Reduces the largest magnitudes of each thread to those of the block. Returns whether all are finite. Call with all
+  // threads.
   __device__ __forceinline__ bool share_largest(float (&largest)[kTiles]) const {
     bool finite = true;
 #pragma unroll
@@ -273,7 +277,8 @@ struct QuantizeV {
     return finite;
   }
 
-  // Where something is not finite: in which keys, by channel, and the largest magnitude of the rest. By all threads.
+  // Runs where a value is not finite: finds, by channel, the first key that is not finite, and the largest magnitude of
+  // the finite values. Call with all threads.
   template <class Source, class Load>
   __device__ __forceinline__ void find_spoilt(const Source& source, Load load, const Map& map,
                                               float (&largest)[kTiles]) const {
@@ -303,7 +308,7 @@ struct QuantizeV {
     share_largest(largest);
   }
 
-  // V's part of a tile's line, and where something was not finite, the keys before that.
+  // Stores V's part of a tile's line, and, where a value is not finite, v_finite: the keys before the first such value.
   __device__ __forceinline__ void store_line(i32 head, i32 first_tile, i32 own_tile, float factor, bool finite) const {
     u8* tile_data = Block::kv_tile(params, head, first_tile + own_tile);
     bool spoilt = false;
@@ -320,7 +325,8 @@ struct QuantizeV {
     }
   }
 
-  // Beyond these the reciprocal of a scale, or that times the reciprocal of a tile's factor, would leave f32's normal range.
+  // Beyond these the reciprocal of a scale, or that times the reciprocal of a tile's factor, would leave f32's normal
+  // range.
   static constexpr float kSmallestMagnitude = 0x1p-90f, kLargestMagnitude = 0x1p120f;
 };
 

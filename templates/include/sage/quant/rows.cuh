@@ -1,4 +1,4 @@
-// What the quantizers of Q and K share: the mean of K, the largest magnitude of a row, rounded rows.
+// Functions that the quantizers of Q and K share: the mean of K, the largest magnitude of a row, rounding of rows.
 #pragma once
 
 #include "sage/numerics/integers.cuh"
@@ -7,8 +7,9 @@
 
 namespace sage {
 
-// Whether rows take the path of those that are smoothed or rotated even if they are neither: where nothing is known of
-// them, and at 4 bits, where nearly all are. A second path would take as long to compile again.
+// Whether all rows take the path of smoothed or rotated rows, even rows that are neither: in the entry point for all
+// other rows (Rows::kAny), and at 4 bits, where nearly all rows are smoothed or rotated. A second path would double the
+// compile time.
 template <class Config, Rows kSource>
 constexpr bool kAlwaysChanged = kSource == Rows::kAny || Config::kQkBits == 4;
 
@@ -35,8 +36,9 @@ __device__ __forceinline__ float make_finite(float (&x)[kRows][kVector]) {
   return abs_max(x);
 }
 
-// The mean of K over a sample, in shared memory behind a barrier. `store`: where it goes for other kernels, or null.
-// load_rows() issues loads behind those of the sample, whose sums would keep them waiting.
+// Computes the mean of K over a sample, into shared memory, behind a barrier. `store`: where the mean is stored for
+// other kernels, or null. load_rows() issues the loads of the block's own rows behind the sample's loads, in front of
+// its sums.
 template <class Config, class Source, class Load>
 __device__ __forceinline__ void prepare_k_mean(const Source& source, typename QuantBlock<Config>::Shared& shared,
                                                float* store, Load load_rows) {

@@ -1,12 +1,12 @@
-// Statistics of the channels of K and V from a sample of the sequence, which every block takes for itself: the sampled rows
-// are few enough to stay in L2, and no launch has to come before.
+// Statistics of the channels of K and V from a sample of the sequence. Every block reads the sample for itself: the
+// sampled rows are few enough to stay in L2, and no launch has to come before.
 //
-// Softmax does not change when one vector is subtracted from all keys: a mean over 64 keys takes a channel's offset off as
-// well as the mean over all. The scale of a channel of V needs no maximum: a KV tile that exceeds it has a factor of its own
-// (quant/quantize_v.cuh). A sample is of one row per stratum of the sequence, at a hashed place, so that it cannot beat
-// with a period of the rows, such as the width of an image.
-// Every sum has one fixed order: a thread adds its samples in ascending order, then the threads of a channel are added in
-// ascending order. All blocks of a head thus know the same. What is not finite counts as zero.
+// Softmax does not change when one vector is subtracted from all keys. A mean over 64 keys therefore removes a
+// channel's offset as well as the mean over all keys. The scale of a channel of V needs no maximum: a KV tile that
+// exceeds it has a v_factor (quant/quantize_v.cuh). A sample has one row per stratum of the sequence, at a hashed
+// position, so that it cannot beat with a period of the rows, such as the width of an image.
+// Every sum has one fixed order: a thread adds its samples in ascending order, then the threads of a channel are added
+// in ascending order. All blocks of a head thus have the same statistics. Values that are not finite count as zero.
 #pragma once
 
 #include "sage/numerics/arithmetic.cuh"
@@ -30,8 +30,8 @@ __device__ constexpr i32 stratum_begin(i32 sample, i32 rows) {
   return sample * (rows / kSamples) + sample * (rows % kSamples) / kSamples;
 }
 
-// The row that a sample takes: any of its stratum, or where there are no more rows than samples, row for row. Such a row may
-// not exist.
+// The row of a sample: one of its stratum. Where there are no more rows than samples, sample i is row i, which may not
+// exist.
 __device__ constexpr i32 sampled_row(i32 sample, i32 rows) {
   if (rows <= kSamples) return sample;
   const i32 begin = stratum_begin(sample, rows), length = stratum_begin(sample + 1, rows) - begin;
@@ -58,8 +58,8 @@ struct Sample {
     for (i32 s = 0; s < kSteps; ++s) raw[s] = source.load(sampled_row(sample_of_step(s), source.rows), first_channel());
   }
 
-  // Of value(x, i), for channel i of this thread's eight, the mean over the sampled rows: on_mean(channel, mean) is called for
-  // every channel of the head, by one thread each, behind a barrier.
+  // Of value(x, i), for channel i of this thread's eight, the mean over the sampled rows: on_mean(channel, mean) is
+  // called for every channel of the head, by one thread each, behind a barrier.
   template <class Source, class Value, class OnMean>
   __device__ __forceinline__ void average(const Source& source, Parts& parts, Value value, OnMean on_mean) const {
     const i32 slot = ptx::thread_index() / kVectors;
@@ -112,7 +112,7 @@ struct Sample {
   }
 };
 
-// A mean that can be subtracted from any f16 or bf16 within f32, or zero: what is subtracted is a choice.
+// The mean if it can be subtracted from any f16 or bf16 within f32, else zero. Any offset is valid.
 constexpr float kLargestMean = 0x1p119f;
 
 __device__ __forceinline__ float subtractable(float mean) { return fabsf(mean) < kLargestMean ? mean : 0.0f; }

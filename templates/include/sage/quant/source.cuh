@@ -13,8 +13,9 @@ struct alignas(16) Raw {
   u32 word[kVector / 2];
 };
 
-// What an entry point knows of the rows it reads: their type, and that each starts at a multiple of 16 bytes and holds
-// whole vectors, so that one load takes eight channels and nothing branches; or nothing. The host picks the entry point.
+// The rows that an entry point takes. kBf16, kF16: rows of that type which start at multiples of 16 bytes and hold
+// whole vectors, so that one load takes eight channels without a branch. kAny: all rows. The host picks the entry
+// point.
 enum class Rows { kBf16, kF16, kAny };
 
 template <Rows kSource>
@@ -34,8 +35,9 @@ struct Source {
         headdim(headdim_),
         dtype(dtype_) {}
 
-  // Zeros for channels that do not exist. In place of a row that does not exist the last that does: nobody sees it, and it
-  // changes no maximum of a whole tile, though in a ragged tile that of a scale group to which the last row does not belong.
+  // Loads zeros for channels that do not exist, and the last row in place of rows that do not exist. No query sees such
+  // a copy. A copy changes no maximum of a whole tile; in a ragged tile it may change that of a scale group without the
+  // last row.
   __device__ __forceinline__ Raw load(i32 row, i32 channel) const {
     const u8* from = head + channel * sizeof(u16) + min(row, rows - 1) * row_bytes;
     if constexpr (kSource != Rows::kAny) {
@@ -96,8 +98,8 @@ struct Extremes {
     }
   }
 
-  // The largest magnitude of map(x, i) over the values x of channels i: map() is monotonous, so that it is that of one of the
-  // two. NaN or infinity where a value is such.
+  // The largest magnitude of map(x, i) over the values x of channels i. map() is monotonic, so that the largest or the
+  // smallest value has it. NaN or infinity where a value is NaN or infinite.
   template <class Map>
   __device__ __forceinline__ float abs_max(Map map) const {
     float amax = 0.0f;
@@ -113,9 +115,9 @@ struct Extremes {
   }
 };
 
-// Rows of a tile that a thread reads more than once: loads all of them at once into registers, so that their latencies overlap.
-// Where they are not held, each row is loaded when it is asked for, and loops over such rows are not unrolled: where nothing
-// is known of rows, a row takes eight loads, whose addresses would fill the registers.
+// Rows of a tile that a thread reads more than once. Held: all rows are loaded into registers at once, so that their
+// latencies overlap. Not held (Rows::kAny): each row is loaded when it is read, and loops over rows are not unrolled,
+// since a row then takes eight loads, whose addresses would fill the registers.
 template <bool kHeld, i32 kCount>
 struct HeldRows {
   static constexpr i32 kUnroll = kHeld ? kCount : 1;

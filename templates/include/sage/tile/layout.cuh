@@ -6,22 +6,23 @@
 //   K̂        [kBlockN][kHeadDim] s8 or s4, rows of keys
 //   V̂ f16    [kBlockN][kHeadDim] f16, rows of keys
 //   V̂ e4m3   [kHeadDim][kBlockN] e4m3, rows of channels, its columns in the order of key_of_column()
-// A KV tile is K̂, V̂, a KvLine in 128 bytes, and v_finite: one run of bytes brings all that attention reads of every tile.
+// A KV tile is K̂, V̂, a KvLine in 128 bytes, and v_finite, in one run of bytes.
 #pragma once
 
 #include "sage/types.cuh"
 
 namespace sage {
 
-// Rows of kRowBytes in chunks of 16 bytes; the position of a chunk in its row is XORed with a key of the row. ldmatrix
-// reads the same chunk of eight consecutive rows at once: the key spreads those over all 32 banks (8 x 16 bytes).
+// Rows of kRowBytes in chunks of 16 bytes; the position of a chunk is XORed with a value of its row, the row's XOR.
+// ldmatrix reads the same chunk of eight consecutive rows at once: the XOR spreads these over all 32 banks (8 x 16
+// bytes).
 template <i32 kRowBytes_>
 struct SwizzledRows {
   static constexpr i32 kRowBytes = kRowBytes_;
   static constexpr i32 kChunks = kRowBytes / 16;
   static_assert(kRowBytes >= 32 && (kRowBytes & (kRowBytes - 1)) == 0, "moved() takes additions for XORs");
 
-  // Rows that share 128 bytes need no key to differ from one another.
+  // Rows that share 128 bytes lie in different banks without an XOR.
   static constexpr i32 kRowsPerLine = kRowBytes < 128 ? 128 / kRowBytes : 1;
   static constexpr i32 kKeys = kChunks < 8 ? kChunks : 8;
 
@@ -29,17 +30,17 @@ struct SwizzledRows {
     return row * kRowBytes + (chunk ^ row / kRowsPerLine % kKeys) * 16;
   }
 
-  // The address of (row + lane_row, chunk + lane_chunk) from that of (lane_row, lane_chunk). row is a multiple of 8, which
-  // leaves the key alone, and chunk shares no bit with lane_chunk, so that adding what is in the key's reach is an XOR;
-  // tiles start at multiples of 128 bytes, which keeps those bits zero in their addresses.
+  // The address of (row + lane_row, chunk + lane_chunk) from that of (lane_row, lane_chunk). row is a multiple of 8,
+  // which does not change the row's XOR. chunk shares no bit with lane_chunk, so that adding its bits within the XOR's
+  // reach is an XOR. Tiles start at multiples of 128 bytes, which keeps those bits zero in their addresses.
   __device__ static constexpr u32 moved(u32 lane_address, i32 row, i32 chunk) {
     return (lane_address ^ chunk % 8 * 16) + chunk / 8 * 128 + row * kRowBytes;
   }
 };
 
-// The key whose probability column `column` of the P operand holds. A thread owns in the score accumulators of 32 keys
-// the keys 8j + 2t and 8j + 2t + 1 (j = 0..3), and in the 8-bit A operand the columns 4t..4t+3 and 16 + 4t..16 + 4t+3:
-// ordering the keys of V̂ like this makes the one the other, with nothing to exchange between threads.
+// The key whose P stands in column `column` of the P operand. In the score accumulators of 32 keys a thread owns the
+// keys 8j + 2t and 8j + 2t + 1 (j = 0..3); in the 8-bit A operand it owns the columns 4t..4t+3 and 16 + 4t..16 + 4t+3.
+// This order of V̂'s keys makes the accumulators the operand, with no exchange between threads.
 __device__ constexpr i32 key_of_column(i32 column) {
   const i32 half = column / 16 % 2, t = column / 4 % 4, e = column % 4;
   return column / 32 * 32 + 16 * half + 8 * (e / 2) + 2 * t + e % 2;
@@ -48,14 +49,15 @@ __device__ constexpr i32 key_of_column(i32 column) {
 // Which keys of a tile share a scale: group t holds the keys n with n % 8 / 2 == t, those of the lanes t of a warp.
 constexpr i32 kKeyGroups = 4;
 
-// Which rows of a warp share a scale: group g holds the rows m with m % kRowGroups == g. At 8 bits those of the lanes
-// 4g..4g+3; at 4 bits, whose steps are coarse, every row has its own.
+// Which rows of a warp share a scale: group g holds the rows m with m % kRowGroups == g. At 8 bits these are the rows
+// of the lanes 4g..4g+3. At 4 bits, whose steps are coarse, every row has a scale of its own.
 template <class Config>
 constexpr i32 kRowGroups = Config::kQkBits == 4 ? Config::kWarpM : 8;
 
-// What is known of a KV tile; the first kLoaded bytes come to shared memory with it.
+// The line of a KV tile: its scales, and marks of keys and values that are not finite. The first kLoaded bytes are
+// loaded to shared memory with the tile.
 struct KvLine {
-  // By the thread that multiplies with the scale. A sign is set where something of K, or of V, is not finite.
+  // Index: lane % 4 of the threads that multiply with the scale. A sign is set where a key, or a value, is not finite.
   struct Factors {
     float k_scale;
     float v_factor;  // V less its mean is V̂ · v_factor · v_scale; a power of two, equal in all groups
@@ -80,8 +82,8 @@ struct TileLayout {
   static constexpr i32 kKBytes = Config::kBlockN * kQkRowBytes;
   static constexpr i32 kVBytes = (kTransposedV ? Config::kHeadDim : Config::kBlockN) * VRows::kRowBytes;
 
-  // A KV tile: offsets of its parts, and its size. v_finite: u16 per channel, of a tile whose v_factor says so by its sign; keys
-  // before the first that is not finite, or kBlockN.
+  // A KV tile: offsets of its parts, and its size. v_finite: u16 per channel, of a tile whose v_factor says so by its
+  // sign; keys before the first that is not finite, or kBlockN.
   static constexpr i32 kV = kKBytes, kLine = kV + kVBytes, kVFinite = kLine + KvLine::kBytes;
   static constexpr i32 kKvBytes = kVFinite + Config::kHeadDim * 2;
 };

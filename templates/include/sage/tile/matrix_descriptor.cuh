@@ -1,4 +1,4 @@
-// How wgmma finds an operand in shared memory.
+// The matrix descriptor by which wgmma finds an operand in shared memory.
 // Source: PTX ISA, "Matrix-Descriptor", "Swizzling Modes".
 #pragma once
 
@@ -6,8 +6,8 @@
 
 namespace sage {
 
-// The operand in shared memory that starts at an address: rows of kRowBytes, swizzled as SwizzledRows swizzles them, eight
-// after eight. A tile starts at a multiple of 8 · kRowBytes. The next elements of the same rows are at kNextK more.
+// The descriptor of the operand that starts at a shared address: rows of kRowBytes in the swizzle of SwizzledRows, in
+// groups of eight. A tile starts at a multiple of 8 · kRowBytes. Add kNextK for the next 32 bytes of the same rows.
 template <i32 kRowBytes>
 __device__ __forceinline__ u64 matrix_descriptor(u32 shared) {
   static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32, "the row is the swizzle's span");

@@ -1,11 +1,11 @@
 // Attention on Hopper: a persistent, warp-specialized kernel of wgmma and TMA bulk copies.
 //
-// A dynamic tile scheduler hands query tiles to the blocks. Warpgroup 0 is the producer (producer.cuh): one of its threads
-// issues the TMA loads, of Q into one of two buffers and of KV tiles into a pipeline of kStages stages, and runs ahead into
-// the next query tile. The other warpgroups are consumers of 64 query rows each (mainloop.cuh).
-// Two consumers ping-pong (pingpong.cuh): one issues its products while the other runs its softmax. Products of both at a time
-// would be no faster, and would leave both in softmax at a time. Three consumers have no order among themselves: each waits
-// for P·V before it issues Q·K, since P and the scores share registers.
+// A dynamic tile scheduler hands query tiles to the blocks. Warpgroup 0 is the producer (producer.cuh): one of its
+// threads issues the TMA loads, of Q into one of two buffers and of KV tiles into a pipeline of kStages stages, and
+// runs ahead into the next query tile. The other warpgroups are consumers of 64 query rows each (mainloop.cuh). Two
+// consumers ping-pong (pingpong.cuh): one issues its products while the other runs its softmax. Products of both at a
+// time would be no faster, and would leave both in softmax at a time. Three consumers have no order among themselves:
+// each waits for P·V before it issues Q·K, since P and the scores share registers.
 // Source: "FlashAttention-3", section 3.1.
 #pragma once
 
@@ -71,7 +71,8 @@ struct AttentionWgmma {
     ptx::fence_mbarrier_init();
   }
 
-  // Ordinary stores, which products read: each thread's fence and the barrier that follows order them.
+  // Ordinary stores of the ones that wgmma reads: the fence of each thread and the barrier behind this call order the
+  // two.
   __device__ __forceinline__ void fill_ones() const {
     constexpr u32 kFourOnes = 0x38383838;  // e4m3
 #pragma unroll

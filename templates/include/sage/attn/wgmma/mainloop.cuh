@@ -3,12 +3,12 @@
 // A step at KV tile t:
 //   issue P·V of tile t - 1, then Q·K of tile t;
 //   promote: O = alpha · O + R, while Q·K runs;
-//   softmax of tile t, with no product of its own in flight: beside a product of FP8 that reads or writes its registers, other
-//   instructions run at a quarter of their rate.
+//   softmax of tile t, with no product of this consumer in flight: under an FP8 product, which works on registers,
+//   other instructions run at a quarter of their rate.
 // R is the accumulator of P·V. R takes two KV tiles where registers allow, so that every other step promotes.
 // O and R count in v_factor of the last KV tile. A tile with another v_factor, which few have, rescales both.
-// V has eight channels of ones behind its own: their output is the sum of P as it was multiplied, rounded; O is divided by
-// that. A log-sum-exp, where the call asks for it, takes the sum of P before rounding.
+// V has eight channels of ones behind its own. Their output is the sum of the rounded P, by which O is divided. The
+// log-sum-exp, where the call asks for one, takes the sum of P before rounding.
 // Source: SageAttention2, Algorithm 1; "FlashAttention-3", section 3.2.
 #pragma once
 
@@ -79,8 +79,8 @@ struct Mainloop {
     softmax.clear();
   }
 
-  // Which P·V a step issues: one that R takes alone, or in a masked step the second of two where R is open; the first of two;
-  // the second.
+  // Which P·V a step issues. kAlone: the only one of R, or in a masked step the second of a pair where R is open.
+  // kOpens: the first of a pair. kCloses: the second.
   enum Sum { kAlone, kOpens, kCloses };
 
   // All KV tiles of the query tile.
@@ -131,7 +131,7 @@ struct Mainloop {
     scale_output(o_factor);
   }
 
-  // P·V of the tile before, and P of this one. `open`: R holds P·V of one tile of two.
+  // P·V of the tile before, and P of this tile. `open`: R holds P·V of the first tile of a pair.
   template <bool kLse, bool kMasked, Sum kSum>
   __device__ __forceinline__ void step(i32 tile, bool open) {
     pingpong.wait();
@@ -182,8 +182,8 @@ struct Mainloop {
     return fmaxf(q_scale * fabsf(facts.k_scale), kSmallestScale);
   }
 
-  // R also takes the next tile's P·V. If that tile's softmax raised a row's reference, or its V has another v_factor, both
-  // rare, rescale R, and O for the latter. r_factor: in which R counts.
+  // R also takes the next tile's P·V. If that tile's softmax raised a row's reference, or its V has another v_factor,
+  // both rare, rescale R, and O for the latter. r_factor: in which R counts.
   __device__ __forceinline__ void rescale_r(const float (&pending)[kRows], float r_factor) {
     bool moved = v_factor != r_factor || v_factor != o_factor;
 #pragma unroll
@@ -226,7 +226,7 @@ struct Mainloop {
     ptx::wgmma_commit();
   }
 
-  // Waits until no more than kPending groups of products are in flight, P·V not among them, and frees its stage.
+  // Waits until at most kPending groups of products are in flight, and frees the stage of P·V, which is then done.
   template <i32 kPending>
   __device__ __forceinline__ void wait_pv() const {
     ptx::wgmma_wait<kPending>();
@@ -248,7 +248,7 @@ struct Mainloop {
     }
   }
 
-  // The scores that are there, with all terms added and masked, and the largest of them.
+  // Finishes the scores in acc_s: adds all terms and masks. Finds the largest score of each row.
   template <bool kMasked>
   __device__ __forceinline__ void finish_scores(i32 tile, float scale, const KvStage& here,
                                                 float (&own_largest)[kRows]) {
@@ -258,8 +258,8 @@ struct Mainloop {
     Softmax::template find_largest<kFinished>(acc_s, own_largest);
   }
 
-  // Row references and P of the tile whose scores are finished. Loads the scale of the scores again, even where it is one: a
-  // load does not move across the ping-pong arrival, and so no exponential does.
+  // Row references and P of the tile whose scores are finished. Loads the scale of the scores again, even where it is
+  // one: a load does not move across the ping-pong arrival, and so no exponential does.
   template <bool kLse, bool kMasked, bool kRestart>
   __device__ __forceinline__ void exponentiate(float scale, const float (&own_largest)[kRows], const KvStage& here) {
     constexpr bool kFinished = kMasked || Config::kSmoothQ;
@@ -292,9 +292,9 @@ struct Mainloop {
     }
   }
 
-  // A fence for the compiler, which moves no arithmetic across a loop: this loop waits for a stage that is full already.
-  // Without it the compiler moves the promotion behind the wait for the scores, where the tensor cores idle. Called only
-  // where the compiler does that: the loop costs 2 % where consumers ping-pong.
+  // A fence for the compiler, which moves no arithmetic across a loop: this loop waits for a stage that is full
+  // already. Without it the compiler moves the promotion behind the wait for the scores, where the tensor cores idle.
+  // Called only where the compiler does that: the loop costs 2 % where consumers ping-pong.
   __device__ __forceinline__ void keep_in_front(const KvStage& here) const {
     ptx::mbarrier_wait(shared.full(here.index), here.phase);
   }

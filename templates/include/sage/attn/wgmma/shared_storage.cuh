@@ -62,7 +62,7 @@ struct SharedStorage {
   __device__ __forceinline__ u32 empty(i32 stage) const { return full(stage) + 8; }
 };
 
-// What store_output() needs of a query tile, from a query buffer.
+// The constants that store_output() needs of a query tile, read from a query buffer.
 template <class Shared>
 struct ConstantsInShared {
   u32 query;

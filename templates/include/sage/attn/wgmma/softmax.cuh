@@ -1,9 +1,9 @@
 // Online softmax over the KV tiles for integer scores that start at zero, as a wgmma leaves them.
 //
-// A score becomes a float by a conversion, which costs an instruction a score but none before the product: the exponentials
-// leave issue slots free, the time before a product none. References follow the maxima at every tile, since O is multiplied
-// by alpha where R is added anyway: up and down, as e4m3 holds P above 2^-9 only and the keys of a whole tile below that
-// can carry much of a long row's weight.
+// Scores are converted from s32 to f32. A bias preset in the accumulators, as in the mma family, would save the
+// conversion but delay the product; the conversion is hidden under the exponentials, which leave issue slots free.
+// References follow the maxima at every tile, since promotion multiplies O by alpha anyway. They fall as well as rise:
+// e4m3 holds P above 2^-9 only, and a whole tile of keys below that can carry much of a long row's weight.
 // Source: SageAttention2, Algorithm 1.
 #pragma once
 
@@ -11,8 +11,8 @@
 
 namespace sage {
 
-// kRoom: how far below kTop, in log2 units, a restarted reference puts the largest P of its tile, so that another tile of the
-// same R seldom raises the reference. A whole number: 448 · 2^-kRoom is e4m3 too.
+// kRoom: a restarted reference makes the largest P of its tile 2^(kTop - kRoom), so that the second tile of the same R
+// seldom raises the reference. A whole number, since e4m3 then holds 448 · 2^-kRoom exactly.
 // kFinished: the scores are f32, masked or with all terms added; else integers.
 template <class Config, class Product, i32 kRoom>
 struct TileSoftmax : RowReferences<Product, Config::kWarpM / 8> {
@@ -28,8 +28,8 @@ struct TileSoftmax : RowReferences<Product, Config::kWarpM / 8> {
     for (i32 r = 0; r < kRows; ++r) own_largest[r] = largest<kFinished>(acc_s[r / 2], r % 2);
   }
 
-  // Moves the references to the largest scores of the tile: with kRestart up or down, else up only. `alpha`: what everything
-  // summed so far must be multiplied by.
+  // Moves the references to the largest scores of the tile: with kRestart up or down, else up only. `alpha`: the factor
+  // for all that was summed so far.
   template <bool kRestart>
   __device__ __forceinline__ void move_references(const float (&own_largest)[kRows], float scale,
                                                   float (&alpha)[kRows]) {

@@ -23,8 +23,8 @@ struct WgmmaTraits {
   static constexpr bool kPairs = !Config::kSmoothQ;
   static constexpr i32 kRoom = kPairs ? 3 : 0;  // of the first tile's P, for the second
 
-  // Whether the last full tile may open R: the masked step or the last P·V then closes it. A call whose keys are whole tiles
-  // executes no masked step then. Three consumers would pay for that with a dozen moves in the loop.
+  // Whether the last full tile may open R, which a masked step or the last P·V then closes. A call whose keys are whole
+  // tiles then executes no masked step. With three consumers this would cost a dozen register moves in the loop.
   static constexpr bool kOpenEnd = kPairs && kTogether;
 };
 
