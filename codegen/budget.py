@@ -125,8 +125,8 @@ def _pingpong(report: Report) -> list[str]:
     if report.exponentials_before_arrival <= _EXPONENTIALS_BEFORE_ARRIVAL:
         return []
     return [f"expected a consumer's ping-pong arrival in front of its exponentials, got "
-            f"{report.exponentials_before_arrival} of them in front of it: make them depend on a load behind the arrival, "
-            "as attn/wgmma/mainloop.cuh does"]
+            f"{report.exponentials_before_arrival} of them in front of it: make them depend on a load behind the "
+            "arrival, as attn/wgmma/mainloop.cuh does"]
 
 
 def _additions(kernel: PlannedKernel, report: Report) -> list[str]:
