@@ -51,32 +51,38 @@ class Always(Operation):
         return code_of(field(node, "consequence"))
 
 
-class Left(Operation):
+class _Part(Operation):
+    """A part of an expression in the place of the whole."""
+
+    of: ClassVar[str]
+    part: ClassVar[str]
+
+    def code_for(self, node: Node) -> str | None:
+        return code_of(field(node, self.part)) if node.type == self.of else None
+
+
+class Left(_Part):
     """Of an operator's two operands keep the first."""
 
-    def code_for(self, node: Node) -> str | None:
-        return code_of(field(node, "left")) if node.type == "binary_expression" else None
+    of, part = "binary_expression", "left"
 
 
-class Right(Operation):
+class Right(_Part):
     """Of an operator's two operands keep the second."""
 
-    def code_for(self, node: Node) -> str | None:
-        return code_of(field(node, "right")) if node.type == "binary_expression" else None
+    of, part = "binary_expression", "right"
 
 
-class First(Operation):
+class First(_Part):
     """Of a conditional expression's two values take the first."""
 
-    def code_for(self, node: Node) -> str | None:
-        return code_of(field(node, "consequence")) if node.type == "conditional_expression" else None
+    of, part = "conditional_expression", "consequence"
 
 
-class Second(Operation):
+class Second(_Part):
     """Of a conditional expression's two values take the second."""
 
-    def code_for(self, node: Node) -> str | None:
-        return code_of(field(node, "alternative")) if node.type == "conditional_expression" else None
+    of, part = "conditional_expression", "alternative"
 
 
 class _Exchange(Operation):
