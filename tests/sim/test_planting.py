@@ -124,7 +124,8 @@ def test_switches_one_inside_the_other(sources, tmp_path):
             bug(OffByOne("i < kEnd")), bug(operations.First("first ? 1 : 2")), bug(operations.Sign("kEnd + 1"))]
     text = words(planted(schemata.plant_switched(bugs, tmp_path / "all")))
     assert words("{ if (sim::planted(1)) { ; } else { "
-                 "for (int i = 0; (sim::planted(2) ? (i <= kEnd) : (i < kEnd)); ++i) { if (sim::planted(3)) { x[i][i + 1] += i / 2 * weight(1); } "
+                 "for (int i = 0; (sim::planted(2) ? (i <= kEnd) : (i < kEnd)); ++i) "
+                 "{ if (sim::planted(3)) { x[i][i + 1] += i / 2 * weight(1); } "
                  "else { x[i][i + 1] += i / 2 * weight(first ? 1 : 2); } } } }") in text
     assert [text.count(f"planted({number})") for number in (1, 2, 3, 4)] == [1, 1, 1, 1]
     assert words("const int end = (sim::planted(4) ? (kEnd - 1) : (kEnd + 1));") in text
