@@ -47,6 +47,10 @@ SHOWN_BY = {
 """By what a header's path begins with, the first entry that fits: kernels that show its bugs, tried in this order."""
 
 HARMLESS: dict[tuple[str, Operation], str] = {
+    ("AttentionMma::Tile::step", Always(
+        "if constexpr (kMasked) { const i32 first_row = work_tile<Config>(params, ptx::block_index()).first_row; "
+        "Scores<Config>::mask(acc_s, params, first_row + warp * Config::kWarpM, lane, tile); }")):
+            "masks KV tiles too of which rows see every key",
     ("AttentionWgmma::fill_ones", OffByOne("i < Shared::kOnesBytes")): "what stands behind the ones is loaded later",
     ("Mainloop::rescale_r", OffByOne("v_factor != r_factor")): "R is multiplied by one where it could stay",
     ("Mainloop::keep_in_front", Drop("ptx::mbarrier_wait(shared.full(here.index), here.phase);")):
