@@ -3,8 +3,9 @@
     python bench/speed.py --json speed.json
     python bench/speed.py --arch sm80,sm89 --kernels build/retarget_sm_90 --headdim 128 --mask full
 
-Per shape and arch three rows: `kernel`, the attention launch alone on quantized inputs; `quantize`, the launches
-before it; `call`, what a user calls, checks and allocations included. TOPS count 4·B·H·N²·D operations, half of them
+Per shape and arch four rows: `kernel`, the attention launch alone on quantized inputs; `quantize`, the launches
+before it; `quantize kv`, the same for a call of one query row, which leaves one tile of Q a head; `call`, what a user
+calls, checks and allocations included. TOPS count 4·B·H·N²·D operations, half of them
 when causal. Every output is checked before it is timed; a wrong one ends the program with exit code 1.
 
 Launches are queued back to back as a model would queue them, each repeat between two CUDA events: what the L2 cache
@@ -218,6 +219,10 @@ def arch_rows(shape: Shape, arch: str, qkv: list[torch.Tensor], expected: torch.
     yield Row(f"{arch} kernel", shape, timed(pieces.attend), cosine, name)
     yield Row(f"{arch} quantize", shape, timed(pieces.quantize), None, name,
               moved_bytes(pieces.plan, expected.element_size()))
+    kv = [qkv[0][:, :, :1].contiguous(), *qkv[1:]]
+    few = Pieces(pipeline.prepare(backend, *kv, Options(is_causal=shape.is_causal)).run, kv)
+    yield Row(f"{arch} quantize kv", shape, timed(few.quantize), None, name,
+              moved_bytes(few.plan, expected.element_size()))
     with pipeline.handing(backend):  # the first call prepares it, the others find it
         out = sage_aot.attn(*qkv, is_causal=shape.is_causal, out=common.poisoned(qkv[0]))
         cosine = common.check_output(f"{arch} call", out, expected)

@@ -105,5 +105,6 @@ def code_of(node: Node) -> str:
 
 
 def on_one_line(code: str) -> str:
-    """Without comments and directives to the compiler."""
-    return re.sub(r"\s+", " ", re.sub(r"//[^\n]*|^#[^\n]*", "", code, flags=re.MULTILINE)).strip()
+    """Without comments, directives to the compiler, and line breaks behind a bracket."""
+    code = re.sub(r"//[^\n]*|^#[^\n]*", "", code, flags=re.MULTILINE)
+    return re.sub(r"(?<=[(\[]) ", "", re.sub(r"\s+", " ", code)).strip()

@@ -5,6 +5,7 @@ Source: Jia & Harman, "An Analysis and Survey of the Development of Mutation Tes
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class Operation:
+class Operation(ABC):
     """A change of the piece of code that reads `what`: the only one in its place, or the `which`-th, from 1 on."""
 
     what: str
@@ -30,9 +31,9 @@ class Operation:
     def __str__(self) -> str:
         return f"{type(self).__name__} {self.what}" + (f", number {self.which}" if self.which else "")
 
+    @abstractmethod
     def code_for(self, node: Node) -> str | None:
         """What takes a node's place; None where the operation does not apply."""
-        raise NotImplementedError
 
 
 class Drop(Operation):
@@ -126,10 +127,7 @@ class Swap(Operation):
     """Swap the last two arguments of a call, elements of a list or values of a conditional expression."""
 
     def code_for(self, node: Node) -> str | None:
-        first, second = _pair(node)
-        if not first or not second or words(first.text.decode()) == words(second.text.decode()):
-            return None
-        return _with(node, (first, code_of(second)), (second, code_of(first)))
+        return _swapped(node, *_last_two(node))
 
 
 class Indices(Operation):
@@ -139,10 +137,7 @@ class Indices(Operation):
         inner = node.named_children[0] if node.type == "subscript_expression" else node
         if inner.type != "subscript_expression":
             return None
-        first, second = field(inner, "indices"), field(node, "indices")
-        if words(first.text.decode()) == words(second.text.decode()):
-            return None
-        return _with(node, (first, code_of(second)), (second, code_of(first)))
+        return _swapped(node, field(inner, "indices"), field(node, "indices"))
 
 
 class Phase(Operation):
@@ -171,7 +166,7 @@ class Before(Operation):
     more: str = ""
 
     def code_for(self, node: Node) -> str | None:
-        return f"{self.more} {code_of(node)}" if node.type in STATEMENTS else None
+        return f"{{ {self.more} {code_of(node)} }}" if node.type in STATEMENTS else None
 
 
 @dataclass(frozen=True)
@@ -180,15 +175,26 @@ class Behind(Drop):
 
     later: str = ""
 
+    def code_behind(self, later: Node, node: Node) -> str:
+        """What takes the later statement's place."""
+        return f"{{ {code_of(later)} {code_of(node)} }}"
 
-def _pair(node: Node) -> tuple[Node | None, Node | None]:
+
+def _last_two(node: Node) -> list[Node]:
+    """Arguments, elements or values; fewer where a node has no two."""
     if node.type == "conditional_expression":
-        return field(node, "consequence"), field(node, "alternative")
+        return [field(node, "consequence"), field(node, "alternative")]
     if node.type == "call_expression":
         node = field(node, "arguments")
-    elif node.type != "initializer_list":
-        return None, None
-    return tuple(node.named_children[-2:]) if node.named_child_count > 1 else (None, None)
+    return node.named_children[-2:] if node.type in ("argument_list", "initializer_list") else []
+
+
+def _swapped(node: Node, *pair: Node) -> str | None:
+    """A node's code with two of its parts in each other's place; None without two that differ."""
+    if len({words(part.text.decode()) for part in pair}) < 2:
+        return None
+    first, second = pair
+    return _with(node, (first, code_of(second)), (second, code_of(first)))
 
 
 def _with(node: Node, *changes: tuple[Node, str]) -> str:

@@ -1,7 +1,7 @@
 """Bugs planted many at once: headers in which a number that the engine holds says which of the bugs is there.
 
 A changed statement S becomes `if (sim::planted(7)) { S' } else { S }`, a changed value v `(sim::planted(7) ? v' : v)`.
-So one compilation serves all bugs that a kernel shows. What compilers may evaluate, such as a constant of a class, has
+So one compilation serves all bugs that a kernel shows. Constants, constexpr functions and initializers of members have
 no switch: a bug there gets a copy of the headers of its own.
 
 Source: Untch, Offutt & Harrold, "Mutation Analysis Using Mutant Schemata", ISSTA 1993.
@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from filelock import FileLock
-from headers import STATEMENTS, Place, by_words, code_of, on_one_line, places_in, words
+from headers import STATEMENTS, Place, by_words, on_one_line, places_in, words
 from operations import Behind, Edit, Operation
 from simbuild import PROJECT, ROOT, Project
 from tree_sitter import Node
@@ -49,7 +48,9 @@ class Bug:
         edits = [(place, Edit(node, code))]
         if isinstance(self.operation, Behind):
             place, later = self._find(self.operation.later)
-            edits.append((place, Edit(later, f"{code_of(later)} {code_of(node)}")))
+            if later.start_byte < node.end_byte:
+                raise ValueError(f"{self}: {self.operation.later!r} does not stand behind it")
+            edits.append((place, Edit(later, self.operation.code_behind(later, node))))
         return edits
 
     @cached_property
@@ -87,15 +88,13 @@ def plant_switched(bugs: Sequence[Bug], folder: Path) -> Project:
 
 
 def _copy(changed: dict[Path, bytes], folder: Path) -> Project:
-    """The sources with some of them changed; only what differs from an earlier copy is written again."""
+    """The sources with some of them changed. Files that are as in an earlier copy keep their times, for ninja."""
     project = Project(folder, folder / "build")
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "lock"):
-        shutil.copytree(ROOT / "templates", project.templates, dirs_exist_ok=True, ignore=lambda parent, names: [
-            name for name in names if Path(parent, name) in changed])
-        shutil.copy2(PROJECT.matrix, folder)
-        for path, text in changed.items():
-            write_if_changed(project.include / path.relative_to(PROJECT.include), text)
+    shutil.copytree(ROOT / "templates", project.templates, dirs_exist_ok=True, ignore=lambda parent, names: [
+        name for name in names if Path(parent, name) in changed])
+    shutil.copy2(PROJECT.matrix, folder)
+    for path, text in changed.items():
+        write_if_changed(project.include / path.relative_to(PROJECT.include), text)
     return project
 
 
@@ -125,7 +124,7 @@ class _Switch:
 
 
 def _switch(place: Place, node: Node) -> _Switch | None:
-    """The smallest around a node; None where compilers may evaluate the code."""
+    """The smallest around a node; None where none can stand."""
     if place.is_constant:
         return None
     if node.type in STATEMENTS:
@@ -133,6 +132,8 @@ def _switch(place: Place, node: Node) -> _Switch | None:
     element = node  # of the list that initializes a variable
     while node.id != place.node.id:
         parent = node.parent
+        if parent.type == "compound_statement":
+            return None  # a declaration without a value
         element = node if parent.type in ("argument_list", "initializer_list") else element
         if parent.type in ("expression_statement", "return_statement"):
             return _Switch.at(parent, "statement")
@@ -147,8 +148,6 @@ def _switch(place: Place, node: Node) -> _Switch | None:
             constant = any(child.text == b"constexpr" for child in parent.parent.children)
             in_list = node.type in ("argument_list", "initializer_list")
             return None if constant else _Switch.at(element if in_list else node, "value")
-        if parent.type == "field_initializer_list":
-            return None
         node = parent
     return None
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import simbuild
 import simulator
-from drawn import DRAWN, HARMLESS, candidates, variants_of
+from drawn import HARMLESS, candidates, drawn, variants_of
 from filelock import FileLock
 from mutations import MUTATIONS, Mutation
 from schemata import Bug, plant, plant_switched
@@ -25,7 +25,7 @@ SWITCHED: dict[str, list[Bug]] = defaultdict(list)
 for _mutation in MUTATIONS:
     if _mutation.bug.can_be_switched:
         SWITCHED[_mutation.variant].append(_mutation.bug)
-for _bug in DRAWN:
+for _bug in drawn():
     for _name in variants_of(_bug):
         SWITCHED[_name].append(_bug)
 
@@ -35,7 +35,7 @@ IN_TURN = sorted(MUTATIONS, key=lambda mutation: [
 
 
 def caught_by(base: Build, mutation: Mutation) -> str | None:
-    """The check that fails first where this bug is planted; what every kernel must pass is what counts. `base`: kernels
+    """The check that fails first where this bug is planted, of those that every kernel must pass. `base`: kernels
     without it."""
     if mutation.bug.can_be_switched:
         return _caught_in(base, mutation.variant, mutation.bug)
@@ -90,10 +90,10 @@ def test_bug_is_caught(outcome, mutation):
 
 
 @pytest.mark.by_workers(does=caught_by_any)
-@pytest.mark.parametrize("bug", DRAWN, ids=str)
+@pytest.mark.parametrize("bug", drawn(), ids=str)
 def test_drawn_bug_is_caught(outcome, bug):
-    assert outcome, (f"nothing shows it in {', '.join(variants_of(bug))}: add a case to variants_on_cpu.py, or say in "
-                     "HARMLESS of drawn.py why it does no harm")
+    assert outcome, (f"nothing shows it in {', '.join(variants_of(bug))}: add a case to variants_on_cpu.py or a "
+                     "kernel to SHOWN_BY, or say in HARMLESS of drawn.py why it does no harm")
 
 
 @pytest.mark.by_workers(does=failure_without_bugs)

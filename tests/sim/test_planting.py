@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import operations
 import pytest
@@ -31,7 +30,11 @@ struct Loop {
   __device__ void inner(bool first) const {
     if (first) {  // why
 #pragma unroll
-      for (int i = 0; i < 4; ++i) step(i);
+      for (int i = 0; i < 4; ++i) {
+        int own[kEnd - 1];
+        step(i,
+             own);
+      }
     }
   }
   static constexpr int half() { return kEnd / 2; }
@@ -72,7 +75,7 @@ def planted(project: Project) -> str:
     ("Second", "first ? 1 : 2", "2"),
     ("Swap", "first ? 1 : 2", "first ? 2 : 1"),
     ("Indices", "x[i][i + 1]", "x[i + 1][i]"),
-    ("Before", "arrive(end);", " arrive(end);"),
+    ("Before", "arrive(end);", "{ arrive(end); }"),
 ])
 def test_operation(sources, operation, what, code):
     _, edit = bug(getattr(operations, operation)(what)).edits()[0]
@@ -97,11 +100,16 @@ def test_code_that_is_not_there_once_is_refused(sources, change, message):
         bug(change).edits()
 
 
+def test_a_statement_is_not_moved_in_front(sources):
+    with pytest.raises(ValueError, match="does not stand behind it"):
+        bug(Behind("arrive(end);", later="if (first) clear();")).edits()
+
+
 def test_line_breaks_and_comments_make_no_difference(sources):
     found = by_words(places_in(bug(Drop("")).path))
     assert "i/2*weight(first?1:2)" in found
     assert len(found["wait(phase^1);"]) == 2
-    assert "if(first){for(int i=0;i<4;++i)step(i);}" in found
+    assert "if(first){for(int i=0;i<4;++i){int own[kEnd-1];step(i,own);}}" in found
 
 
 @pytest.mark.parametrize(("change", "place", "switched"), [
@@ -109,6 +117,7 @@ def test_line_breaks_and_comments_make_no_difference(sources):
     (Put("kEnd + 1", instead="kEnd"), "Loop::run", True),
     (Put("4", instead="8"), "Loop::kEnd", False),
     (Put("kEnd / 2", instead="kEnd"), "Loop::half", False),
+    (Put("kEnd - 1", instead="kEnd"), "Loop::inner", False),
 ])
 def test_what_a_compiler_may_evaluate_has_no_switch(sources, change, place, switched):
     assert bug(change, place).can_be_switched is switched
@@ -116,7 +125,8 @@ def test_what_a_compiler_may_evaluate_has_no_switch(sources, change, place, swit
 
 def test_one_bug_in_a_copy(sources, tmp_path):
     text = planted(schemata.plant(bug(Behind("wait(phase ^ 1);", which=1, later="arrive(end);")), tmp_path / "one"))
-    assert text == HEADER.replace("wait(phase ^ 1);", ";", 1).replace("arrive(end);", "arrive(end); wait(phase ^ 1);")
+    assert text == HEADER.replace("wait(phase ^ 1);", ";", 1).replace("arrive(end);",
+                                                                      "{ arrive(end); wait(phase ^ 1); }")
 
 
 def test_switches_one_inside_the_other(sources, tmp_path):
@@ -139,4 +149,3 @@ def test_a_second_copy_writes_what_changed_alone(sources, tmp_path):
     assert path.stat().st_mtime_ns == before
     schemata.plant_switched([bug(Drop("arrive(end);"))], tmp_path / "all")
     assert "planted(1)) { ; }" in planted(first)
-    assert Path(PROJECT.include, "sage", "loop.cuh").exists() is False

@@ -37,7 +37,7 @@ struct Launch {
 // Loops that never end: every one that compilers keep accesses memory or waits for others.
 constexpr u32 kMostSteps = 1u << 24;  // under a second; the kernels of the matrix take less than 2^22
 
-// What every access looks at: hidden, so that it is found without a table of addresses.
+// State that every access reads. Hidden, so that its address needs no look-up in the global offset table.
 struct Running {
   const u8* stack = nullptr;  // of the thread that runs
   u32 steps = 0;              // accesses and waits of the block

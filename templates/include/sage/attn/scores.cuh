@@ -76,7 +76,7 @@ struct Scores {
   __device__ __forceinline__ static void mask(Accumulator& acc_s, const AttnParams& params, i32 first_row, i32 lane,
                                               i32 tile) {
     const i32 row = first_row + lane / 4, first_key = tile * Config::kBlockN + lane % 4 * 2;
-    i32 limit[Config::kWarpM / 8];  // keys that a row sees from this thread's first on, which has keys 8n and 8n + 1
+    i32 limit[Config::kWarpM / 8];  // by row: this thread's keys 8n and 8n + 1, from first_key on, are seen below it
 #pragma unroll
     for (i32 r = 0; r < Config::kWarpM / 8; ++r)
       limit[r] = visible_keys<Config::kCausal>(seqlen_of(params), row + 8 * r) - first_key;

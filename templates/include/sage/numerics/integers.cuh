@@ -6,11 +6,11 @@
 
 namespace sage {
 
-// Added to a number below 2^22 it leaves, rounded to the nearest even, an integer in the low bits of the sum: 1.5 · 2^23.
+// 1.5 · 2^23. The sum of it and a number below 2^22 has that number, rounded to the nearest even integer, in its low bits.
 constexpr float kIntegerBias = 12582912.0f;
 
-// Values are divided by a scale and rounded to the nearest, ties to even; those of s4 beyond [-8, 7], of a scale that clips,
-// are cut off (quant/clip.cuh).
+// Values are divided by a scale and rounded to the nearest, ties to even. Values of s4 beyond [-8, 7], which a scale that
+// clips leaves (quant/clip.cuh), are cut off.
 template <i32 kBits>
 struct Integers {
   static constexpr float kLimit = kBits == 8 ? 127.0f : 7.0f;
