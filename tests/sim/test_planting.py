@@ -23,6 +23,8 @@ struct Loop {
     for (int i = 0; i < kEnd; ++i) x[i][i + 1] += i / 2 *
         weight(first ? 1 : 2);
     const int end = kEnd + 1;
+    const Pair pair(first, kEnd + 2);
+    const int both[2] = {end, end};
     wait(phase ^ 1);
     wait(phase ^ 1);
     arrive(end);
@@ -94,6 +96,7 @@ def test_the_other_phase(sources):
     (Drop("wait(phase ^ 1);", which=3), "found 2 times"),
     (OffByOne("kEnd + 1"), "does not apply"),
     (Drop("first ? 1 : 2"), "does not apply"),
+    (operations.Swap("{end, end}"), "does not apply"),
 ])
 def test_code_that_is_not_there_once_is_refused(sources, change, message):
     with pytest.raises(ValueError, match=message):
@@ -131,14 +134,16 @@ def test_one_bug_in_a_copy(sources, tmp_path):
 
 def test_switches_one_inside_the_other(sources, tmp_path):
     bugs = [bug(Drop("for (int i = 0; i < kEnd; ++i) x[i][i + 1] += i / 2 * weight(first ? 1 : 2);")),
-            bug(OffByOne("i < kEnd")), bug(operations.First("first ? 1 : 2")), bug(operations.Sign("kEnd + 1"))]
+            bug(OffByOne("i < kEnd")), bug(operations.First("first ? 1 : 2")), bug(operations.Sign("kEnd + 1")),
+            bug(operations.Left("kEnd + 2"))]
     text = words(planted(schemata.plant_switched(bugs, tmp_path / "all")))
     assert words("{ if (sim::planted(1)) { ; } else { "
                  "for (int i = 0; (sim::planted(2) ? (i <= kEnd) : (i < kEnd)); ++i) "
                  "{ if (sim::planted(3)) { x[i][i + 1] += i / 2 * weight(1); } "
                  "else { x[i][i + 1] += i / 2 * weight(first ? 1 : 2); } } } }") in text
-    assert [text.count(f"planted({number})") for number in (1, 2, 3, 4)] == [1, 1, 1, 1]
+    assert [text.count(f"planted({number})") for number in (1, 2, 3, 4, 5)] == [1, 1, 1, 1, 1]
     assert words("const int end = (sim::planted(4) ? (kEnd - 1) : (kEnd + 1));") in text
+    assert words("const Pair pair(first, (sim::planted(5) ? (kEnd) : (kEnd + 2)));") in text
 
 
 def test_a_second_copy_writes_what_changed_alone(sources, tmp_path):
