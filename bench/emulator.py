@@ -18,13 +18,14 @@ import torch
 import common
 from sage_aot._backends.emulation import quantize as kernel_steps
 from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT, keep_13_bits, to_pv
-from sage_aot._backends.emulation.attention import _add_delta, _key_limit
+from sage_aot._backends.emulation.attention import _add_delta, visible_keys
 from sage_aot._backends.loader import Library
 from sage_aot._families.mma.emulation import MmaSoftmax
 from sage_aot._kernels.manifest import AttnRecord, KernelRecord
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import LOG2_E
 from sage_aot._problem.check import Problem, check
+from sage_aot._problem.mask import VisibleKeys
 from sage_aot._problem.options import Options
 from sage_aot.errors import ArgumentError
 
@@ -317,9 +318,9 @@ fresh one per tile; or f16, in a fresh one per tile."""
 class Softmax(MmaSoftmax):
     """The online softmax of the mma family with P in the method's type and range."""
 
-    def __init__(self, method: Method, record: AttnRecord, smooth_q: bool, limit: torch.Tensor,
+    def __init__(self, method: Method, record: AttnRecord, smooth_q: bool, visible: VisibleKeys,
                  zeros: torch.Tensor) -> None:
-        super().__init__(record, smooth_q, limit, zeros)
+        super().__init__(record, smooth_q, visible, zeros)
         own = RANGES["f16" if method.pv == "f16" else "e4m3"].p
         self.factor = range_of(method).p / own  # from the family's largest P to the method's
         self._round = ROUNDING[method.pv]
@@ -336,20 +337,20 @@ class Softmax(MmaSoftmax):
 def attend(method: Method, problem: Problem, attn: AttnRecord, inputs: Inputs, quantized: Quantized) -> torch.Tensor:
     """Attention tile by tile as the kernels' emulation has it: output [batch, heads, rows, headdim], rows padded."""
     q, k, v, tile = quantized.q, quantized.k, quantized.v, attn.tile
-    rows, keys = q.shape[2], k.shape[2]
-    limit = _key_limit(problem, rows)
+    rows = q.shape[2]
+    visible = visible_keys(problem, rows)
     acc_o = torch.zeros_like(q)
-    softmax = Softmax(method, attn, inputs.delta_s is not None, limit,
+    softmax = Softmax(method, attn, inputs.delta_s is not None, visible,
                       torch.zeros_like(quantized.q_scale))
 
-    for first in range(0, min(keys, int(limit.max())), tile.block_n):
+    for first in range(int(visible.begin.min()) // tile.block_n * tile.block_n, int(visible.end.max()), tile.block_n):
         part = slice(first, first + tile.block_n)
         scores = q @ k[:, :, part].transpose(2, 3)  # exact: integers below 2^24
         scale = softmax.score_scale(quantized.q_scale[..., None] * quantized.k_scale[:, :, None, part])
         if inputs.delta_s is not None:
             delta = inputs.delta_s[..., part].repeat_interleave(tile.block_m, 2)
             scores, scale = _add_delta(scores, scale, delta), torch.ones_like(scale)
-        scores = scores.masked_fill(first + torch.arange(tile.block_n) >= limit[:, None], -torch.inf)
+        scores = scores.masked_fill(~visible.contains(first + torch.arange(tile.block_n)), -torch.inf)
         p, alpha = softmax.step(first, scores, scale)
         factor = quantized.v_factor[:, :, first // tile.block_n, None, None]
         acc_o = accumulate(acc_o * alpha[..., None] / factor, p, v[:, :, part], method.accumulator) * factor

@@ -16,7 +16,7 @@ from codegen.matrix import Matrix, PlannedKernel
 from codegen.project import Project
 
 CONTEXT = {
-    "attn": ("name", "template", "row", "headdim", "qk_bits", "pv", "pv_accum", "causal", "smooth_v",
+    "attn": ("name", "template", "row", "headdim", "qk_bits", "pv", "pv_accum", "mask", "smooth_v",
              "smooth_q", "block_m", "block_n", "warp_m", "stages", "min_blocks"),
     "quant": ("name", "template", "row", "entries", "headdim", "qk_bits", "pv", "block_m", "block_n", "warp_m",
               "threads", "min_blocks"),
@@ -28,6 +28,7 @@ _QK_BITS = {"int8": 8, "int4": 4}
 _PV_ENUMERATOR = {"f16": "Pv::kF16", "e4m3": "Pv::kE4m3"}
 _PV_ACCUM_ENUMERATOR = {"f32": "PvAccum::kF32", "two_level_f32": "PvAccum::kTwoLevelF32",
                         "two_level_f16": "PvAccum::kTwoLevelF16"}
+_MASK_ENUMERATOR = {"full": "Mask::kFull", "causal": "Mask::kCausal"}
 _ROWS_ENUMERATOR = {"bf16": "Rows::kBf16", "f16": "Rows::kF16", "any": "Rows::kAny"}
 _CPP_NAME = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*", re.ASCII)
 
@@ -57,7 +58,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "qk_bits": _QK_BITS.get(axes.get("qk", "")),
         "pv": _PV_ENUMERATOR.get(axes.get("pv", "")),
         "pv_accum": _PV_ACCUM_ENUMERATOR.get(axes.get("pv_accum", "")),
-        "causal": axes.get("mask") == "causal",
+        "mask": _MASK_ENUMERATOR.get(axes.get("mask", "")),
         "smooth_v": axes.get("v") == "vsmooth",
         "smooth_q": axes.get("q") == "qsmooth",
         "threads": kernel.how.threads,

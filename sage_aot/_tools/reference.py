@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sage_aot._problem.mask import Mask
+
 INPUT_CLASSES = ("normal", "outlier")
 """Those that most tests and tables take."""
 
@@ -32,17 +34,18 @@ class Accuracy:
     rmse: float  # √mean (o − r)²
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False,
-              scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None,
+              **mask: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of [batch, heads, seq, headdim] tensors in float64: output and log-sum-exp.
 
-    Grouped heads and bottom-right causal as :func:`sage_aot.attn`; a row that sees no key gives zeros and −inf.
+    Grouped heads as :func:`sage_aot.attn`; a row that sees no key gives zeros and −inf. `mask`: fields of :class:`Mask`.
     """
+    seen = Mask(**mask)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     rows = max(1, _SCORES_AT_ONCE // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
-    parts = [_rows(q, k, v, first, min(first + rows, q.shape[2]), is_causal, scale)
+    parts = [_rows(q, k, v, first, min(first + rows, q.shape[2]), seen, scale)
              for first in range(0, q.shape[2], rows)]
     return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
 
@@ -102,11 +105,10 @@ def _make_sink(nats: float, normal: Callable[..., torch.Tensor], q: torch.Tensor
     v[:, :, 0] *= 0.05
 
 
-def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, end: int, is_causal: bool,
+def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, end: int, mask: Mask,
           scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     scores = q[:, :, first:end].double() @ k.transpose(2, 3) * scale
-    if is_causal:
-        last_key = torch.arange(first, end, device=q.device)[:, None] + k.shape[2] - q.shape[2]
-        scores.masked_fill_(torch.arange(k.shape[2], device=q.device) > last_key, -math.inf)
+    visible = mask.visible_keys(torch.arange(first, end, device=q.device), q.shape[2], k.shape[2])
+    scores.masked_fill_(~visible.contains(torch.arange(k.shape[2], device=q.device)), -math.inf)
     lse = scores.logsumexp(-1)
     return (scores - lse.clamp(min=-1e300)[..., None]).exp() @ v, lse

@@ -298,12 +298,16 @@ _CHANGES = {"normal": _unchanged, "outlier": _unchanged, "constant": _constant, 
 
 
 def _plant(case: Case, tensors: dict[str, torch.Tensor]) -> None:
-    """One value that is not finite, somewhere."""
+    """One value that is not finite, somewhere. In V the key before has a minus zero, which is how V̂ marks such values.
+    """
     if case.planted == "none":
         return
     name, value = case.planted.split(":")
     rng = random.Random(case.seed)
-    tensors[name][tuple(rng.randrange(size) for size in tensors[name].shape)] = float(value)
+    batch, head, row, channel = (rng.randrange(size) for size in tensors[name].shape)
+    tensors[name][batch, head, row, channel] = float(value)
+    if name == "v" and row > 0:
+        tensors[name][batch, head, row - 1, channel] = -0.0
 
 
 def _arrange(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:

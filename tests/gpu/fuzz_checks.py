@@ -30,6 +30,7 @@ from sage_aot._kernels.manifest import Manifest
 from sage_aot._launch.choose import built_archs
 from sage_aot._launch.plan import LOG2_E, Plan
 from sage_aot._problem.check import check, heads_first
+from sage_aot._problem.mask import Mask
 from sage_aot._problem.options import OPTIONS
 from sage_aot._tools import reference
 from sage_aot._tools.compare import Measure, against_emulation, close, same
@@ -292,8 +293,8 @@ def _spoilt(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Sp
 
 def _seen(case: Case, device: torch.device) -> torch.Tensor:
     """[queries, keys] f32: 1 where a query sees a key."""
-    seen = torch.ones(case.seqlen_q, case.seqlen_kv, device=device)
-    return seen.tril(case.seqlen_kv - case.seqlen_q) if case.is_causal else seen
+    visible = Mask.of(case).visible_keys(torch.arange(case.seqlen_q, device=device), case.seqlen_q, case.seqlen_kv)
+    return visible.contains(torch.arange(case.seqlen_kv, device=device)).float()
 
 
 def _finite(call: Made, spoilt: Spoilt) -> Measure:
@@ -307,7 +308,7 @@ def _finite(call: Made, spoilt: Spoilt) -> Measure:
 
 def _bits(case: Case, result: Result, quantized: Quantized) -> list[Measure]:
     found = read_back(result)
-    names = ["q", "k", "v", "q_scale", "k_scale", "v_scale", "k_mean", "v_mean", "v_factor", "k_finite", "v_finite"]
+    names = ["q", "k", "v", "q_scale", "k_scale", "v_scale", "k_mean", "v_mean", "v_factor", "k_spoilt", "v_spoilt"]
     names += ["row_bias"] if case.return_lse else []  # else it tells only what is finite
     names += ["q_mean"] if "q_mean" in found else []
     measures = [same(f"bits of {name}", found[name], getattr(quantized, name).cpu()) for name in names]
@@ -334,7 +335,7 @@ def _against_float64(case: Case, call: Made, plan: Plan, quantized: Quantized, s
     q, k, v = (torch.where(x.isfinite(), x, 0.0).double() for x in (q, k, v))
     rest = (v - quantized.v_mean[:, :, None, : case.headdim]).abs()  # what is quantized of V
     both, lse = reference.attention(torch.cat([q, q]), torch.cat([k, k]), torch.cat([v, rest]),
-                                     is_causal=case.is_causal, scale=case.scale)
+                                     scale=case.scale, **vars(Mask.of(case)))
     expected, weight, lse = both[: case.batch], both[case.batch:], lse[: case.batch]
     moved = math.log(2.0) * _quantization_error(case, plan, quantized, q, k)
     largest = rest.amax(2).repeat_interleave(case.group, 1)[:, :, None]

@@ -41,11 +41,13 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
     line = kv[..., k_bytes + v_bytes:].contiguous()
     words, k_groups = line[..., :64].contiguous(), quant.fact("key_groups")  # 64 bytes hold a KvLine
     k_scale, v_factor = words.view(torch.float32)[..., : 2 * k_groups].unflatten(-1, (-1, 2)).unbind(-1)
-    v_spoilt = v_factor[..., 0] < 0
-    v_finite = line[..., 128: 128 + 2 * spec.headdim].contiguous().view(torch.int16).int()
+    k_spoilt, channels = _bits(words.view(torch.int32)[..., 2 * k_groups: 2 * k_groups + 8]).chunk(2, -1)
+    k_spoilt = k_spoilt[..., : tile.block_n] & (k_scale[..., :1] < 0)
+    channels = channels[..., : spec.headdim] & (v_factor[..., :1] < 0)
     q_scale = buffer("q_scale", *q_heads, layout.q_tiles * tile.block_m // tile.warp_m, quant.fact("row_groups"),
                      dtype=torch.float32)
     keys, rows = torch.arange(tile.block_n), torch.arange(tile.warp_m)
+    v_hat = _read_v(v, result)
     smoothed = {}
     if problem.options.smooth_q:
         smoothed["q_mean"] = buffer("q_mean", *q_heads, layout.q_tiles, spec.headdim, dtype=torch.float32)
@@ -55,15 +57,15 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
     return smoothed | {
         "q": _integers(_rows(q, tile.block_m, row_bytes), spec.qk).flatten(2, 3),
         "k": _integers(_rows(k, tile.block_n, row_bytes), spec.qk).flatten(2, 3),
-        "v": _read_v(v, result),
+        "v": v_hat,
         "q_scale": q_scale[..., rows % quant.fact("row_groups")].flatten(2),
         "k_scale": k_scale.abs()[..., keys % 8 // 2].flatten(2),
         "v_scale": buffer("v_scale", *kv_heads, spec.headdim, dtype=torch.float32),
         "k_mean": buffer("k_mean", *kv_heads, spec.headdim, dtype=torch.float32),
         "v_mean": buffer("v_mean", *kv_heads, spec.headdim, dtype=torch.float32),
         "v_factor": v_factor[..., 0].abs(),
-        "k_finite": words.view(torch.int32)[..., 2 * k_groups],
-        "v_finite": torch.where(v_spoilt[..., None], v_finite, tile.block_n),
+        "k_spoilt": k_spoilt.flatten(2),
+        "v_spoilt": (v_hat == 0) & v_hat.signbit() & channels.repeat_interleave(tile.block_n, 2),
         "row_bias": buffer("row_bias", *q_heads, layout.q_tiles * tile.block_m, dtype=torch.float32),
     }
 
@@ -74,6 +76,11 @@ def _integers(data: torch.Tensor, qk: str) -> torch.Tensor:
         return data.view(torch.int8).float()
     halves = torch.stack([data & 15, data >> 4], -1).flatten(-2).float()
     return torch.where(halves < 8, halves, halves - 16)
+
+
+def _bits(words: torch.Tensor) -> torch.Tensor:
+    """[..., words] i32 to [..., 32 * words] bool, the lowest bit first."""
+    return (words[..., None] >> torch.arange(32) & 1).bool().flatten(-2)
 
 
 def _read_v(v: torch.Tensor, result: Result) -> torch.Tensor:

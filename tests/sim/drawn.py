@@ -50,8 +50,8 @@ SHOWN_BY = {
 
 HARMLESS: dict[tuple[str, Operation], str] = {
     ("AttentionMma::Tile::step", Always(
-        "if constexpr (kMasked) { const i32 first_row = work_tile<Config>(params, ptx::block_index()).first_row; "
-        "Scores<Config>::mask(acc_s, params, first_row + warp * Config::kWarpM, lane, tile); }")):
+        "if constexpr (kMasked) { const WorkTile again = work_tile<Config>(params, ptx::block_index()); "
+        "Scores<Config>::mask(acc_s, params, again, warp, lane, tile); }")):
             "masks KV tiles too of which rows see every key",
     ("AttentionWgmma::fill_ones", OffByOne("i < Shared::kOnesBytes")): "what stands behind the ones is loaded later",
     ("Mainloop::rescale_r", OffByOne("v_factor != r_factor")): "R is multiplied by one where it could stay",
@@ -64,7 +64,6 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("OnlineSoftmax::fits", Sign("Product::kTop + Product::kLazyRise")): "the branch looks again, row by row",
     ("OnlineSoftmax::foldable", OffByOne("of_row < Product::kLargestFolded")):
         "of one value alone, for which either way is right",
-    ("QuantizeV::find_spoilt", OffByOne("i < kTiles * Config::kHeadDim")): "the word behind is written later",
     ("kv_range", Sign("min(first_row + Config::kBlockM, seqlen.q()) - 1")): "one KV tile more, masked as a whole",
     ("DeltaS::visible", Sign("min((first_tile + kTile) * params.block_m, seqlen.q()) - 1")):
         "delta_s that nothing reads",

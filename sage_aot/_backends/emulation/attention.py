@@ -21,6 +21,7 @@ from sage_aot._families.wgmma.emulation import WgmmaSoftmax
 from sage_aot._kernels.manifest import AttnRecord
 from sage_aot._launch.choose import Kernels
 from sage_aot._problem.check import Problem
+from sage_aot._problem.mask import Mask, VisibleKeys
 
 
 class Softmax(Protocol):
@@ -30,8 +31,8 @@ class Softmax(Protocol):
     row_sum: torch.Tensor  # likewise, the sum of P by which O is divided
     lse_sum: torch.Tensor  # likewise, that of the log-sum-exp
 
-    def __init__(self, record: AttnRecord, smooth_q: bool, limit: torch.Tensor, zeros: torch.Tensor) -> None:
-        """`limit`: keys that each row sees; `zeros`: [batch, heads, rows]."""
+    def __init__(self, record: AttnRecord, smooth_q: bool, visible: VisibleKeys, zeros: torch.Tensor) -> None:
+        """`visible`: of all rows; `zeros`: [batch, heads, rows]."""
         ...
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
@@ -52,53 +53,50 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
     """The attention kernel on quantized inputs: output f32 and log-sum-exp, both with padded rows."""
     attn, smooth_q = kernels.attn, bool(problem.options.smooth_q)
     group, block_n = problem.num_q_heads // problem.num_kv_heads, attn.tile.block_n
-    k, v, k_scale, v_scale, v_mean = (x.repeat_interleave(group, 1) for x in (
-        quantized.k, quantized.v, quantized.k_scale, quantized.v_scale, quantized.v_mean))
-    k_finite, v_finite = (_first_spoilt(finite, block_n).repeat_interleave(group, 1)
-                          for finite in (quantized.k_finite, quantized.v_finite))
-    v_factor = quantized.v_factor.repeat_interleave(group, 1)
+    k, v, k_scale, v_scale, v_mean, v_factor, k_spoilt, v_spoilt = (x.repeat_interleave(group, 1) for x in (
+        quantized.k, quantized.v, quantized.k_scale, quantized.v_scale, quantized.v_mean, quantized.v_factor,
+        quantized.k_spoilt, quantized.v_spoilt))
     batch, heads, rows, headdim = quantized.q.shape
-    limit = _key_limit(problem, rows)
-    last = min(k.shape[2], int(limit.max()))
-    limit = limit.to(k.device)
+    visible = visible_keys(problem, rows)
+    begin, end = int(visible.begin.min()) // block_n * block_n, int(visible.end.max())
+    visible = VisibleKeys(*(of_rows.to(k.device) for of_rows in visible))
     acc_o = k.new_zeros(batch, heads, rows, headdim)
-    softmax = SOFTMAX[attn.family](attn, smooth_q, limit, k.new_zeros(batch, heads, rows))
+    spoilt_rows, spoilt = ~quantized.row_bias.isfinite(), torch.zeros_like(acc_o, dtype=torch.bool)
+    softmax = SOFTMAX[attn.family](attn, smooth_q, visible, k.new_zeros(batch, heads, rows))
 
-    for first in range(0, last, block_n):
+    for first in range(begin, end, block_n):
         keys = slice(first, first + block_n)
+        seen = visible.contains(first + torch.arange(block_n, device=k.device))
+        spoilt_rows |= _sees_any(seen, k_spoilt[:, :, keys, None])[..., 0]
+        spoilt |= _sees_any(seen, v_spoilt[:, :, keys])
         scores = quantized.q @ k[:, :, keys].transpose(2, 3)  # exact: integers below 2^24
         scale = softmax.score_scale(quantized.q_scale[..., None] * k_scale[:, :, None, keys])
         if quantized.delta_s is not None:
             scores = _add_delta(scores, scale, quantized.delta_s[..., keys].repeat_interleave(attn.tile.block_m, 2))
             scale = torch.ones_like(scale)
-        scores = scores.masked_fill(first + torch.arange(block_n, device=k.device) >= limit[:, None], -math.inf)
+        scores = scores.masked_fill(~seen, -math.inf)
         p, alpha = softmax.step(first, scores, scale)
         factor = v_factor[:, :, first // block_n, None, None]
         acc_o = acc_o * alpha[..., None] + factor * _pv_tile(p, v[:, :, keys], attn.spec.pv_accum)
 
-    spoilt = ~quantized.row_bias.isfinite() | (limit > k_finite[..., None])
-    row_bias = quantized.row_bias.masked_fill(spoilt, math.nan).masked_fill(limit == 0, 0.0)
+    row_bias = quantized.row_bias.masked_fill(spoilt_rows, math.nan).masked_fill(visible.none, 0.0)
     row_sum = softmax.row_sum
     factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0) + 0.0 * row_bias
     lse = (softmax.row_ref + softmax.lse_sum.log2() + row_bias) * math.log(2.0)
     mean = torch.where(row_sum[..., None] > 0, v_mean[:, :, None], 0.0)
     out = acc_o * factor[..., None] * v_scale[:, :, None] + mean
-    return torch.where(limit[:, None] > v_finite[:, :, None], math.nan, out), lse
+    return out.masked_fill(spoilt, math.nan), lse
 
 
-def _first_spoilt(finite: torch.Tensor, block_n: int) -> torch.Tensor:
-    """The first key that is not finite, over the tiles; beyond any key where there is none."""
-    tiles = finite.shape[2]
-    first = torch.arange(tiles, device=finite.device).view(-1, *[1] * (finite.dim() - 3)) * block_n + finite
-    return torch.where(finite < block_n, first, tiles * block_n).amin(2)
+def visible_keys(problem: Problem, rows: int) -> VisibleKeys:
+    """What `rows` rows see; rows behind the last query see what it sees."""
+    queries = torch.arange(rows).clamp(max=problem.seqlen_q - 1)
+    return Mask.of(problem.options).visible_keys(queries, problem.seqlen_q, problem.seqlen_kv)
 
 
-def _key_limit(problem: Problem, rows: int) -> torch.Tensor:
-    """Keys that each row sees; causal is aligned bottom-right."""
-    if not problem.options.is_causal:
-        return torch.full((rows,), problem.seqlen_kv)
-    last_row = torch.arange(rows).clamp(max=problem.seqlen_q - 1)
-    return (last_row + 1 + problem.seqlen_kv - problem.seqlen_q).clamp(0, problem.seqlen_kv)
+def _sees_any(seen: torch.Tensor, spoilt: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, rows, n]: whether a row sees a key of which something is spoilt, [batch, heads, keys, n]."""
+    return seen.float() @ spoilt.float() > 0
 
 
 def _add_delta(scores: torch.Tensor, scale: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

@@ -43,8 +43,8 @@ class Quantized:
     k_mean: torch.Tensor  # [batch, kv heads, headdim], of a sample; zero where k is not smoothed
     v_mean: torch.Tensor  # likewise
     v_factor: torch.Tensor  # [batch, kv heads, kv tiles]: v less its mean is v · v_factor · v_scale
-    k_finite: torch.Tensor  # [batch, kv heads, kv tiles] i32, keys of a tile before the first not finite, or all
-    v_finite: torch.Tensor  # [batch, kv heads, kv tiles, headdim] i32, likewise per channel
+    k_spoilt: torch.Tensor  # [batch, kv heads, keys] bool: the key is not finite
+    v_spoilt: torch.Tensor  # [batch, kv heads, keys, headdim] bool: the value is not finite
     row_bias: torch.Tensor  # [batch, q heads, rows], log2 units: q · mean of k
     delta_s: torch.Tensor | None  # [batch, q heads, q tiles, keys], log2 units: q_mean · smoothed k
 
@@ -60,9 +60,9 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
     if problem.options.smooth_k:
         k_mean = _subtractable(_average(k[:, :, sampled], quant), quant)
     k = k - k_mean[:, :, None]
-    k_finite = _leading(torch.unflatten(k.isfinite().all(-1), 2, (-1, tile.block_n)), 3)
+    k_spoilt = ~k.isfinite().all(-1)
     k = finite_or_zero(k)
-    v_hat, v_scale, v_mean, v_factor, v_finite = _quantize_v(v, sampled, problem, kernels)
+    v_hat, v_scale, v_mean, v_factor, v_spoilt = _quantize_v(v, sampled, problem, kernels)
 
     softmax_scale = torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
     group = problem.num_q_heads // problem.num_kv_heads
@@ -79,13 +79,8 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
     q_hat, q_scale = _quantize_rows(q, q_groups, quant, clip, q.shape[2], -1.0 if softmax_scale < 0 else 1.0)
     q_scale = q_scale * softmax_scale.abs() * (spec.headdim if rotated else 1)
     k_hat, k_scale = _quantize_rows(k, k_groups, quant, clip, problem.seqlen_kv)
-    return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, k_mean, v_mean, v_factor, k_finite,
-                     v_finite, row_bias, delta_s)
-
-
-def _leading(finite: torch.Tensor, dim: int) -> torch.Tensor:
-    """How many are finite before the first that is not, as i32."""
-    return finite.int().cumprod(dim).sum(dim).int()
+    return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, k_mean, v_mean, v_factor, k_spoilt,
+                     v_spoilt, row_bias, delta_s)
 
 
 def _pad(x: torch.Tensor, rows: int, headdim: int) -> torch.Tensor:
@@ -240,7 +235,7 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize_v(v: torch.Tensor, sampled: torch.Tensor, problem: Problem, kernels: Kernels) -> tuple[torch.Tensor, ...]:
-    """V in the PV type, v_scale, v_mean, v_factor and v_finite, as in quant/quantize_v.cuh."""
+    """V in the PV type, v_scale, v_mean, v_factor and v_spoilt, as in quant/quantize_v.cuh."""
     attn, quant, block_n = kernels.attn, kernels["quant"], kernels.attn.tile.block_n
     sample = v[:, :, sampled]
     mean = torch.zeros_like(v[:, :, 0])
@@ -250,11 +245,11 @@ def _quantize_v(v: torch.Tensor, sampled: torch.Tensor, problem: Problem, kernel
     shift = -mean * inv_scale
     v = torch.unflatten(v, 2, (-1, block_n))
     scaled = fma(v, inv_scale[:, :, None, None], shift[:, :, None, None])
-    finite = _leading(scaled.isfinite(), 3)
+    spoilt = ~scaled.isfinite().flatten(2, 3)
     factor = _tile_factor(finite_or_zero(scaled).abs().amax((-2, -1)), attn.facts["v_least"], attn.facts["v_limit"])
     inv_factor = (1.0 / factor)[..., None, None]
     scaled = fma(v, inv_scale[:, :, None, None] * inv_factor, shift[:, :, None, None] * inv_factor)
-    return to_pv(finite_or_zero(scaled), attn.spec.pv).flatten(2, 3), scale, mean, factor, finite
+    return to_pv(finite_or_zero(scaled), attn.spec.pv).flatten(2, 3), scale, mean, factor, spoilt
 
 
 def _channel_scale(magnitude: torch.Tensor, mean: torch.Tensor,

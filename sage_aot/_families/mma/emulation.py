@@ -7,6 +7,7 @@ import torch
 from sage_aot._backends.emulation.arithmetic import to_pv
 from sage_aot._backends.emulation.online import RowReferences, exponents, largest_of
 from sage_aot._kernels.manifest import AttnRecord
+from sage_aot._problem.mask import VisibleKeys
 
 
 class MmaSoftmax(RowReferences):
@@ -14,7 +15,7 @@ class MmaSoftmax(RowReferences):
     references, and folds nothing. O and the log-sum-exp share one sum of P in f32: of f16 P after rounding, of e4m3 P
     before."""
 
-    def __init__(self, record: AttnRecord, smooth_q: bool, limit: torch.Tensor, zeros: torch.Tensor) -> None:
+    def __init__(self, record: AttnRecord, smooth_q: bool, visible: VisibleKeys, zeros: torch.Tensor) -> None:
         super().__init__(record, zeros)
         self.lse_sum = zeros
         self._pv, self._warp_m = record.spec.pv, record.tile.warp_m

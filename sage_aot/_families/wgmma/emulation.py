@@ -7,6 +7,7 @@ import torch
 from sage_aot._backends.emulation.arithmetic import tensor_core_sum, to_pv
 from sage_aot._backends.emulation.online import RowReferences, exponents, largest_of
 from sage_aot._kernels.manifest import AttnRecord
+from sage_aot._problem.mask import VisibleKeys
 
 
 class WgmmaSoftmax(RowReferences):
@@ -16,15 +17,15 @@ class WgmmaSoftmax(RowReferences):
     product of P and V's channel of ones; the log-sum-exp takes the sum of P before rounding.
     """
 
-    def __init__(self, record: AttnRecord, smooth_q: bool, limit: torch.Tensor, zeros: torch.Tensor) -> None:
+    def __init__(self, record: AttnRecord, smooth_q: bool, visible: VisibleKeys, zeros: torch.Tensor) -> None:
         super().__init__(record, zeros)
         tile = record.tile
         self.lse_sum = self._in_r = zeros
         self._highest = self.row_ref
         self._pv, self._block_n = record.spec.pv, tile.block_n
         self._behind = 0 if self.facts["open_end"] else tile.block_n  # full keys that the second of two needs behind it
-        first_row = torch.arange(len(limit), device=limit.device) // tile.block_m * tile.block_m
-        self._full_keys = limit[first_row] // tile.block_n * tile.block_n * (not smooth_q)
+        first_row = torch.arange(zeros.shape[2], device=zeros.device) // tile.block_m * tile.block_m
+        self._full_keys = visible.end[first_row] // tile.block_n * tile.block_n * (not smooth_q)
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """As it is."""

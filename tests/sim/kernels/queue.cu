@@ -11,9 +11,9 @@ struct QueueParams {
   i32 num_q_heads, num_kv_heads, q_tiles, kv_tiles, causal, most;
 };
 
-template <bool kCausal_>
+template <Mask kMask_>
 struct OfMask {
-  static constexpr bool kCausal = kCausal_;
+  static constexpr Mask kMask = kMask_;
   static constexpr i32 kBlockN = 128, kHeadDim = 128;
 };
 
@@ -31,6 +31,6 @@ __device__ __forceinline__ void list(const QueueParams& of) {
 
 extern "C" __global__ void queue(const __grid_constant__ QueueParams params) {
   if (ptx::thread_index() > 0) return;
-  if (params.causal) list<OfMask<true>>(params);
-  else list<OfMask<false>>(params);
+  if (params.causal) list<OfMask<Mask::kCausal>>(params);
+  else list<OfMask<Mask::kFull>>(params);
 }

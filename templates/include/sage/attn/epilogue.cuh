@@ -140,57 +140,24 @@ __device__ __forceinline__ void round_output(const Accumulator& acc_o, u32 (&pai
   }
 }
 
-// Marks the rows that see a key that is not finite. Where a value is not finite, writes NaN to its channel in the rows
-// that see it. keys: how many a row sees. Runs off the fast path, so tiles are read one after another.
-template <class Config, i32 kRows, class Accumulator>
-__device__ __forceinline__ void spoil(const AttnParams& params, const WorkTile& work, i32 lane,
-                                      const i32 (&keys)[kRows], bool (&row_spoilt)[kRows], Accumulator& acc_o) {
-#pragma unroll 1
-  for (i32 tile = 0; tile < work.kv.tiles; ++tile) {
-    const KvLine& line = work.template line<Config>(params, tile);
-    const i32 first_key = tile * Config::kBlockN;
-    if (line.k_finite < Config::kBlockN) {
-#pragma unroll
-      for (i32 r = 0; r < kRows; ++r) row_spoilt[r] |= keys[r] - first_key > line.k_finite;
-    }
-    if (line.group[0].v_factor < 0.0f) {
-      const u16* v_finite = work.template v_finite<Config>(params, tile) + 2 * (lane % 4);
-#pragma unroll
-      for (i32 n = 0; n < Config::kHeadDim / 8; ++n) {
-#pragma unroll
-        for (i32 c = 0; c < 2; ++c) {
-          const i32 finite = v_finite[8 * n + c];
-#pragma unroll
-          for (i32 r = 0; r < kRows; ++r) {
-            if (min(keys[r] - first_key, Config::kBlockN) > finite) acc_o[r / 2][n][2 * (r % 2) + c] = ptx::quiet_nan();
-          }
-        }
-      }
-    }
-  }
-}
-
 // Finishes acc_o in place and stores it. rows.row_sum and lse_sum, the sums of P for the log-sum-exp, are of whole
-// rows. A row that saw no key is zero, its log-sum-exp -inf. `spoilt`: whether a visible KV tile has keys or values
-// that are not finite.
+// rows. A row that saw no key is zero, its log-sum-exp -inf.
 template <class Config, class Rows, class Accumulator, class Constants, class Store>
 __device__ __forceinline__ void store_output(const AttnParams& params, const WorkTile& work, i32 warp, i32 lane,
-                                             bool spoilt, Accumulator& acc_o, const Rows& rows,
+                                             Accumulator& acc_o, const Rows& rows,
                                              const float (&lse_sum)[Config::kWarpM / 8], const Constants& constants,
                                              const Store& store) {
   constexpr i32 kRows = Config::kWarpM / 8, kOTiles = Config::kHeadDim / 8;
   const i32 first = warp * Config::kWarpM;  // row of the query tile
 
-  i32 keys[kRows];  // that the row sees
+  VisibleKeys<Config::kMask> keys[kRows];
 #pragma unroll
   for (i32 r = 0; r < kRows; ++r) {
-    keys[r] = visible_keys<Config::kCausal>(seqlen_of(params), work.first_row + first + lane / 4 + 8 * r);
+    const i32 row = work.first_row + first + lane / 4 + 8 * r;
+    keys[r] = visible_keys<Config::kMask>(seqlen_of(params, work.batch), row);
   }
-  bool row_spoilt[kRows] = {};
-  if (spoilt) spoil<Config>(params, work, lane, keys, row_spoilt, acc_o);
 
-  // A query that is not finite (row_bias is then not finite either) or a visible key that is not finite makes the row
-  // NaN. Rows that see no key stay zero.
+  // A query that is not finite, of which row_bias is not finite either, makes the row NaN. Rows that see no key stay zero.
   float factor[kRows];        // of O
   float unless_empty[kRows];  // of the mean of V: 1 where the row saw a key, since P sums to that
 #pragma unroll
@@ -198,8 +165,8 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
     const i32 own = first + lane / 4 + 8 * r, row = work.first_row + own;
     const float sum = rows.row_sum[r];
     float bias = constants.row_bias(own);
-    if (row_spoilt[r] || !(fabsf(bias) < ptx::infinity())) bias = ptx::quiet_nan();
-    if (keys[r] == 0) bias = 0.0f;
+    if (!(fabsf(bias) < ptx::infinity())) bias = ptx::quiet_nan();
+    if (keys[r].empty()) bias = 0.0f;
     factor[r] = (sum > 0.0f ? 1.0f / sum : 0.0f) + 0.0f * bias;
     unless_empty[r] = sum > 0.0f ? 1.0f : 0.0f;
     if (params.lse != nullptr && lane % 4 == 0 && row < params.seqlen_q) {

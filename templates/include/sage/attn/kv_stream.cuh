@@ -1,6 +1,6 @@
 // The loads of one head's KV tiles into shared memory by cp.async, in order: a pipeline of kStages stages. Shared
 // memory:
-//   [kStages] KV tiles up to their lines, laid out as tile/layout.cuh says
+//   [kStages] KV tiles, laid out as tile/layout.cuh says
 //   sDelta [kStages][kBlockN] f32, delta_s of the query tile, where Q is smoothed
 //   [warps] u32, whether the warp met a spoilt KV tile, which holds keys or values that are not finite
 #pragma once
@@ -26,12 +26,12 @@ class KvStream {
  public:
   using Layout = TileLayout<Config>;
   static constexpr i32 kDeltaBytes = Config::kSmoothQ ? Config::kBlockN * 4 : 0;
-  static constexpr i32 kSlotBytes = Layout::kVFinite;
+  static constexpr i32 kSlotBytes = Layout::kKvBytes;
   static constexpr i32 kSpoilt = Config::kStages * (kSlotBytes + kDeltaBytes);
   static constexpr i32 kBytes = kSpoilt + ceil_div(kThreads / kWarpSize, 4) * 16;  // of shared memory
 
   __device__ __forceinline__ KvStream(const AttnParams& params, const WorkTile& work, u32 shared) : first_(shared) {
-    next_ = work.template kv_tile<Config>(params, 0) + ptx::thread_index() * 16;
+    next_ = work.template kv_tile<Config>(params, work.kv.begin) + ptx::thread_index() * 16;
     if constexpr (Config::kSmoothQ) {
       const i64 row = q_tile_index(work.q_head - params.first_head, params.q_tiles, work.q_tile);
       delta_ = params.delta_s + row * params.kv_tiles * Config::kBlockN + ptx::thread_index() * 4;

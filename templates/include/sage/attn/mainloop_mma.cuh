@@ -10,13 +10,14 @@
 #include "sage/attn/kv_stream.cuh"
 #include "sage/attn/pv_mma.cuh"
 #include "sage/attn/scores.cuh"
+#include "sage/attn/spoilt.cuh"
 #include "sage/problem/work_tile.cuh"
 #include "sage/ptx/shared.cuh"
 #include "sage/ptx/special.cuh"
 
 namespace sage {
 
-// Config: kHeadDim, kQkBits, kPv, kPvAccum, kCausal, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
+// Config: kHeadDim, kQkBits, kPv, kPvAccum, kMask, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
 template <class Config>
 class AttentionMma {
  public:
@@ -44,20 +45,23 @@ class AttentionMma {
     copy_async<Layout::kQBytes, kThreads>(sQ, params.q_hat + q_tile * Layout::kQBytes + threadIdx.x * 16);
     Stream stream(params, work, sQ + Layout::kQBytes);
 #pragma unroll
-    for (i32 tile = 0; tile < Config::kStages - 1; ++tile) stream.load(tile, tile < work.kv.tiles);
+    for (i32 i = 0; i < Config::kStages - 1; ++i) stream.load(work.kv.begin + i, work.kv.begin + i < work.kv.end);
 
     const i64 warp_index = q_tile * (Config::kBlockM / Config::kWarpM) + warp;
     Tile state(sQ, warp, lane, params.q_scale + warp_index * kRowGroups<Config> + lane / 4);
-    i32 tile = 0;
+    i32 tile = work.kv.begin;
 #pragma unroll 1
-    for (; tile < work.kv.full_tiles; ++tile) state.template step<false>(params, work, stream, tile);
+    for (; tile < work.kv.full_begin; ++tile) state.template step<true>(params, work, stream, tile);
 #pragma unroll 1
-    for (; tile < work.kv.tiles; ++tile) state.template step<true>(params, work, stream, tile);
+    for (; tile < work.kv.full_end; ++tile) state.template step<false>(params, work, stream, tile);
+#pragma unroll 1
+    for (; tile < work.kv.end; ++tile) state.template step<true>(params, work, stream, tile);
     state.softmax.finish();
     const WorkTile done = work_tile<Config>(params, ptx::block_index());
     const ConstantsInMemory<Config> constants(params, done);
-    store_output<Config>(params, done, warp, lane, stream.met_spoilt(), state.acc_o, state.softmax,
-                         state.softmax.row_sum, constants, StoreFragments<Config>{});
+    store_output<Config>(params, done, warp, lane, state.acc_o, state.softmax, state.softmax.row_sum, constants,
+                         StoreFragments<Config>{});
+    SpoilRows<Config>(params, done, warp, lane).run(stream.met_spoilt());
   }
 
  private:
@@ -89,7 +93,7 @@ class AttentionMma {
       ptx::cp_async_wait<Config::kStages - 2>();
       __syncthreads();  // every thread's part of this tile is there, and every warp is done with the tile before
       const i32 ahead = tile + Config::kStages - 1;
-      stream.load(ahead, ahead < work.kv.tiles);
+      stream.load(ahead, ahead < work.kv.end);
 
       typename Scores<Config>::Accumulator acc_s;
       scores.multiply(acc_s, stream.k(stage));
@@ -100,8 +104,8 @@ class AttentionMma {
         scale = RowScales<Config>::ones();
       }
       if constexpr (kMasked) {
-        const i32 first_row = work_tile<Config>(params, ptx::block_index()).first_row;  // again: no register held it
-        Scores<Config>::mask(acc_s, params, first_row + warp * Config::kWarpM, lane, tile);
+        const WorkTile again = work_tile<Config>(params, ptx::block_index());  // no register held its rows
+        Scores<Config>::mask(acc_s, params, again, warp, lane, tile);
       }
       float offset[kRows];
       typename Product::Operand p;

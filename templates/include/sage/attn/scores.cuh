@@ -7,8 +7,7 @@
 #pragma once
 
 #include "sage/attn/softmax.cuh"
-#include "sage/params.cuh"
-#include "sage/problem/mask.cuh"
+#include "sage/problem/work_tile.cuh"
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/mma.cuh"
 #include "sage/ptx/shared.cuh"
@@ -72,21 +71,23 @@ struct Scores {
     }
   }
 
-  // Replaces the scores of the keys that a row does not see. first_row: of the warp; tile: of keys.
-  __device__ __forceinline__ static void mask(Accumulator& acc_s, const AttnParams& params, i32 first_row, i32 lane,
-                                              i32 tile) {
-    const i32 row = first_row + lane / 4, first_key = tile * Config::kBlockN + lane % 4 * 2;
-    i32 limit[Config::kWarpM / 8];  // by row: this thread's keys 8n and 8n + 1, from first_key on, are seen below it
+  // Replaces the scores of the keys that a row does not see.
+  __device__ __forceinline__ static void mask(Accumulator& acc_s, const AttnParams& params, const WorkTile& work,
+                                              i32 warp, i32 lane, i32 tile) {
+    const i32 row = work.first_row + warp * Config::kWarpM + lane / 4;
+    const i32 first_key = tile * Config::kBlockN + lane % 4 * 2;
+    VisibleKeys<Config::kMask> keys[Config::kWarpM / 8];  // by row, from first_key on: this thread's are 8n and 8n + 1
 #pragma unroll
-    for (i32 r = 0; r < Config::kWarpM / 8; ++r)
-      limit[r] = visible_keys<Config::kCausal>(seqlen_of(params), row + 8 * r) - first_key;
+    for (i32 r = 0; r < Config::kWarpM / 8; ++r) {
+      keys[r] = visible_keys<Config::kMask>(seqlen_of(params, work.batch), row + 8 * r).from(first_key);
+    }
 #pragma unroll
     for (i32 m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (i32 n = 0; n < kNTiles; ++n) {
 #pragma unroll
         for (i32 c = 0; c < 4; ++c) {
-          if (8 * n + c % 2 >= limit[2 * m + c / 2]) acc_s[m][n][c] = kMaskedScore;
+          if (!keys[2 * m + c / 2].contains(8 * n + c % 2)) acc_s[m][n][c] = kMaskedScore;
         }
       }
     }

@@ -6,16 +6,18 @@
 namespace sage {
 
 struct KvRange {
-  i32 full_tiles;  // leading KV tiles that every row of the query tile sees whole
-  i32 tiles;       // leading KV tiles that any row sees
+  i32 begin, end;            // KV tiles that any row of the query tile sees
+  i32 full_begin, full_end;  // of these the KV tiles that every row sees whole; none where full_begin >= full_end
 };
 
-// Config: kCausal, kBlockM, kBlockN. first_row: of the query tile.
+// Config: kMask, kBlockM, kBlockN. first_row: of the query tile.
 template <class Config, class Params>
 __device__ __forceinline__ KvRange kv_range(const Seqlen<Params>& seqlen, i32 first_row) {
   const i32 last_row = min(first_row + Config::kBlockM, seqlen.q()) - 1;
-  return {visible_keys<Config::kCausal>(seqlen, first_row) / Config::kBlockN,
-          ceil_div(visible_keys<Config::kCausal>(seqlen, last_row), Config::kBlockN)};
+  const auto first = visible_keys<Config::kMask>(seqlen, first_row);
+  const auto last = visible_keys<Config::kMask>(seqlen, last_row);
+  return {first.begin / Config::kBlockN, ceil_div(last.end, Config::kBlockN), ceil_div(last.begin, Config::kBlockN),
+          first.end / Config::kBlockN};
 }
 
 }  // namespace sage

@@ -1,16 +1,38 @@
-// What a query row sees: a prefix of the keys. Causal is aligned bottom-right: query i sees the keys
-// j <= i + seqlen_kv - seqlen_q.
+// Which keys a query row sees. Every other header asks visible_keys(), and takes from its answer nothing but begin, end,
+// from(), contains(), word() and empty().
 #pragma once
 
 #include "sage/problem/seqlen.cuh"
 
 namespace sage {
 
-// How many keys a query row sees. Full attention is a diagonal that lies beyond the last key.
-template <bool kCausal, class Params>
-__device__ __forceinline__ i32 visible_keys(const Seqlen<Params>& seqlen, i32 row) {
-  const i32 diagonal = seqlen.kv() - (kCausal ? seqlen.q() : 0);
-  return min(seqlen.kv(), max(0, row + 1 + diagonal));
+// The keys before an end.
+struct KeyPrefix {
+  static constexpr i32 begin = 0;
+  i32 end;
+
+  __device__ __forceinline__ bool contains(i32 key) const { return key < end; }
+  __device__ __forceinline__ bool empty() const { return end == 0; }
+
+  // The same keys, counted from the key `first` on.
+  __device__ __forceinline__ KeyPrefix from(i32 first) const { return {end - first}; }
+
+  // Of the keys 0 to 31 a bit each.
+  __device__ __forceinline__ u32 word() const {
+    const u32 below = (1u << (end & 31)) - 1;
+    return end >= 32 ? ~0u : end <= 0 ? 0u : below;
+  }
+};
+
+// Causal is aligned bottom-right: query i sees the keys j <= i + seqlen_kv - seqlen_q. Full attention is a diagonal that
+// lies beyond the last key. begin and end never fall from one row to the next.
+template <Mask kMask, class Params>
+__device__ __forceinline__ KeyPrefix visible_keys(const Seqlen<Params>& seqlen, i32 row) {
+  const i32 diagonal = seqlen.kv() - (kMask == Mask::kCausal ? seqlen.q() : 0);
+  return {min(seqlen.kv(), max(0, row + 1 + diagonal))};
 }
+
+template <Mask kMask>
+using VisibleKeys = KeyPrefix;
 
 }  // namespace sage

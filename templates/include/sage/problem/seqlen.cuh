@@ -1,4 +1,4 @@
-// How many queries and keys there are: of every batch entry the same.
+// How many queries and keys a batch entry has: today all entries the same.
 #pragma once
 
 #include "sage/types.cuh"
@@ -15,7 +15,7 @@ struct Seqlen {
 };
 
 template <class Params>
-__device__ __forceinline__ Seqlen<Params> seqlen_of(const Params& params) {
+__device__ __forceinline__ Seqlen<Params> seqlen_of(const Params& params, [[maybe_unused]] i32 batch) {
   return {params};
 }
 

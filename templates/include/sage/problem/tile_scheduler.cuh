@@ -19,7 +19,7 @@ struct TileScheduler {
   // attention interleaves the query tiles of several heads, as many as have K and V in kCachedBytes. Tiles with the
   // most keys come first, so that short tiles come last.
   __device__ __forceinline__ u32 index() const {
-    if constexpr (!Config::kCausal) return work_index;
+    if constexpr (Config::kMask == Mask::kFull) return work_index;
     const u32 q_tiles = params.q_tiles, cached = kCachedTiles / max(params.kv_tiles, 1);
     const u32 heads =
         min(max(cached, 1u) * (params.num_q_heads / params.num_kv_heads), static_cast<u32>(params.num_heads));

@@ -29,10 +29,6 @@ struct WorkTile {
   __device__ __forceinline__ const KvLine& line(const AttnParams& params, i32 tile) const {
     return *reinterpret_cast<const KvLine*>(kv_tile<Config>(params, tile) + TileLayout<Config>::kLine);
   }
-  template <class Config>
-  __device__ __forceinline__ const u16* v_finite(const AttnParams& params, i32 tile) const {
-    return reinterpret_cast<const u16*>(kv_tile<Config>(params, tile) + TileLayout<Config>::kVFinite);
-  }
 };
 
 // index: query tiles of one head have neighbouring indices, so that blocks which run together read the same K and V
@@ -43,13 +39,13 @@ template <class Config>
 __device__ __forceinline__ WorkTile work_tile(const AttnParams& params, u32 index) {
   WorkTile work;
   const i32 tile = index % params.q_tiles;
-  work.q_tile = Config::kCausal ? params.q_tiles - 1 - tile : tile;
+  work.q_tile = Config::kMask == Mask::kFull ? tile : params.q_tiles - 1 - tile;
   work.q_head = params.first_head + index / params.q_tiles;
   work.batch = work.q_head / params.num_q_heads;
   work.head = work.q_head % params.num_q_heads;
   work.kv_head = work.batch * params.num_kv_heads + work.head / (params.num_q_heads / params.num_kv_heads);
   work.first_row = work.q_tile * Config::kBlockM;
-  work.kv = kv_range<Config>(seqlen_of(params), work.first_row);
+  work.kv = kv_range<Config>(seqlen_of(params, work.batch), work.first_row);
   return work;
 }
 

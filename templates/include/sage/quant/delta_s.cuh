@@ -43,10 +43,10 @@ struct DeltaS {
     const i32 first_key = blockIdx.x % key_blocks * kTile;
     const i32 first_tile = blockIdx.x / key_blocks % tile_blocks * kTile;
     const i32 head = blockIdx.x / key_blocks / tile_blocks;  // of this launch
-    if (params.is_causal && !visible(first_tile, first_key)) return;
 
     const i32 q_head = params.first_head + head;
     const i32 batch = q_head / params.num_q_heads;
+    if (params.is_causal && !visible(batch, first_tile, first_key)) return;
     const i32 kv_head = q_head % params.num_q_heads / (params.num_q_heads / params.num_kv_heads);
     const Source<kSource> source(params.k, batch, kv_head, params.seqlen_kv, params.headdim, params.dtype);
     const float* q_mean = params.q_mean + static_cast<i64>(q_head) * params.q_tiles * Config::kHeadDim;
@@ -88,10 +88,10 @@ struct DeltaS {
   }
 
   // Whether the last row of the last of these query tiles sees anything of the first key's tile.
-  __device__ __forceinline__ bool visible(i32 first_tile, i32 first_key) const {
-    const auto seqlen = seqlen_of(params);
+  __device__ __forceinline__ bool visible(i32 batch, i32 first_tile, i32 first_key) const {
+    const auto seqlen = seqlen_of(params, batch);
     const i32 last_row = min((first_tile + kTile) * params.block_m, seqlen.q()) - 1;
-    return first_key / params.block_n * params.block_n < visible_keys<true>(seqlen, last_row);
+    return visible_keys<Mask::kCausal>(seqlen, last_row).contains(first_key / params.block_n * params.block_n);
   }
 };
 

@@ -93,7 +93,7 @@ struct QuantizeK {
     const i32 tile = first_tile + keys.tile;
     const auto load = [&](i32 s) { return load_row(source, first_tile, keys, s); };
     [[maybe_unused]] constexpr i32 kUnroll = kRotatable && kSource != Rows::kAny ? 2 : Held<kRotatable>::kUnroll;
-    if (ptx::thread_index() < Block::kTiles) shared.finite[ptx::thread_index()][0] = Config::kBlockN;
+    Block::clear_spoilt(shared);
     const float* mean = shared.mean + first_channel();
     const auto smooth = [&](float x, i32 i) { return x - mean[i]; };
     const auto convert = [&](const Raw& row, float (&x)[1][kVector]) {
@@ -116,7 +116,7 @@ struct QuantizeK {
       for (i32 s = 1; s < kSteps; ++s) extremes.add(rows.get(s, load));
       amax = extremes.abs_max(smooth);
     }
-    __syncthreads();  // shared.finite is set
+    __syncthreads();  // shared.spoilt is clear
     const bool finite = !ptx::any(!(amax < ptx::infinity()));
     if (!finite) {  // rows are loaded once more: it is rare, and what it computed would be kept in too many registers
       amax = 0.0f;
@@ -124,7 +124,7 @@ struct QuantizeK {
       for (i32 s = 0; s < kSteps; ++s) {
         float x[1][kVector];
         convert(load(s), x);
-        if (!(abs_max(x) < ptx::infinity())) atomicMin(&shared.finite[keys.tile][0], keys.of_step(s));
+        if (!(abs_max(x) < ptx::infinity())) Block::mark_spoilt(shared, keys.tile, keys.of_step(s));
         make_finite(x);
         if (kRotatable && params.rotate) rotate<kVectors>(x[0]);
         amax = fmaxf(amax, abs_max(x));
@@ -170,12 +170,11 @@ struct QuantizeK {
     }
     auto& line = *reinterpret_cast<KvLine*>(tile_data + Layout::kLine);
     const i32 again = ptx::thread_index() / kWarpSize;  // no register holds what follows from it till here
-    const i32 tile_finite = shared.finite[again / kWarpsPerTile][0];
+    const bool spoilt = Block::template store_spoilt<Config::kBlockN>(
+        shared, again / kWarpsPerTile, ptx::thread_index() % (kWarpsPerTile * kWarpSize), line.k_spoilt);
     if (ptx::thread_index() % (kWarpsPerGroup * kWarpSize) == 0) {
-      line.group[again / kWarpsPerGroup % kKeyGroups].k_scale =
-          tile_finite < Config::kBlockN ? -scale.scale : scale.scale;
+      line.group[again / kWarpsPerGroup % kKeyGroups].k_scale = spoilt ? -scale.scale : scale.scale;
     }
-    if (ptx::thread_index() % (kWarpsPerTile * kWarpSize) == 0) line.k_finite = tile_finite;
   }
 };
 

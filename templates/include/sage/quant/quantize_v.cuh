@@ -4,8 +4,8 @@
 // that needs no tight scale, that value is v_typical. For f16 the scale is a power of two, so that a bf16 keeps all its
 // bits. Where a tile's largest value lies beyond the room, or far below, the tile is divided by v_factor, a power of
 // two, by which attention multiplies the tile's P·V. No value overflows however small the sample was, and a huge value
-// costs precision in its own tile. Values that are not finite are quantized as zero. The tile's line marks the tile,
-// and v_finite has their keys.
+// costs precision in its own tile. Values that are not finite are quantized as minus zero, which marks them. The tile's
+// line has their channels.
 // Source: SageAttention2, sections 3.3 and 3.4.
 #pragma once
 
@@ -199,7 +199,7 @@ struct QuantizeV {
 #pragma unroll
         for (i32 c = 0; c < 2; ++c) {
           x[c] = in_tile(x[c], 2 * w + c);
-          if (!finite) x[c] = finite_or_zero(x[c]);
+          if (!finite) x[c] = finite_or_mark(x[c], reciprocal_of_power_of_two(inv));
         }
       };
       piece.store(Block::kv_tile(params, head, first_tile + piece.tile) + Layout::kV, read);
@@ -277,14 +277,12 @@ struct QuantizeV {
     return finite;
   }
 
-  // Runs where a value is not finite: finds, by channel, the first key that is not finite, and the largest magnitude of
-  // the finite values. Call with all threads.
+  // Runs where a value is not finite: finds the channels of such values, and the largest magnitude of the finite values.
+  // Call with all threads.
   template <class Source, class Load>
   __device__ __forceinline__ void find_spoilt(const Source& source, Load load, const Map& map,
                                               float (&largest)[kTiles]) const {
-    for (i32 i = ptx::thread_index(); i < kTiles * Config::kHeadDim; i += Config::kThreads) {
-      shared.finite[i / Config::kHeadDim][i % Config::kHeadDim] = Config::kBlockN;
-    }
+    Block::clear_spoilt(shared);
     __syncthreads();
 #pragma unroll
     for (i32 t = 0; t < kTiles; ++t) largest[t] = 0.0f;
@@ -299,7 +297,7 @@ struct QuantizeV {
         for (i32 i = 0; i < kVector; ++i) {
           x[0][i] = map(x[0][i], i);
           if (!(fabsf(x[0][i]) < ptx::infinity())) {
-            atomicMin(&shared.finite[piece.tile][Piece::first_channel() + i], piece.key(e));
+            Block::mark_spoilt(shared, piece.tile, Piece::first_channel() + i);
           }
         }
         note_largest(piece.tile, make_finite(x), largest);
@@ -308,21 +306,22 @@ struct QuantizeV {
     share_largest(largest);
   }
 
-  // Stores V's part of a tile's line, and, where a value is not finite, v_finite: the keys before the first such value.
+  // x, or minus zero where x times the tile's factor is not finite, as find_spoilt() judges too. Every other x that
+  // rounds to minus zero becomes zero.
+  __device__ __forceinline__ static float finite_or_mark(float x, float v_factor) {
+    constexpr float kVanishes = Config::kPv == Pv::kE4m3 ? 0x1p-10f : 0x1p-25f;  // half of the smallest magnitude
+    if (!(fabsf(x * v_factor) < ptx::infinity())) return -0.0f;
+    return fabsf(x) <= kVanishes ? 0.0f : x;
+  }
+
+  // Stores V's part of a tile's line.
   __device__ __forceinline__ void store_line(i32 head, i32 first_tile, i32 own_tile, float factor, bool finite) const {
-    u8* tile_data = Block::kv_tile(params, head, first_tile + own_tile);
+    auto& line = *reinterpret_cast<KvLine*>(Block::kv_tile(params, head, first_tile + own_tile) + Layout::kLine);
     bool spoilt = false;
     if (!finite) {
-      u16* v_finite = reinterpret_cast<u16*>(tile_data + Layout::kVFinite);
-      for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
-        v_finite[c] = static_cast<u16>(shared.finite[own_tile][c]);
-      }
-      for (i32 c = 0; c < Config::kHeadDim; ++c) spoilt |= shared.finite[own_tile][c] < Config::kBlockN;
+      spoilt = Block::template store_spoilt<Config::kHeadDim>(shared, own_tile, ptx::thread_index(), line.v_spoilt);
     }
-    if (ptx::thread_index() < kKeyGroups) {
-      auto& line = *reinterpret_cast<KvLine*>(tile_data + Layout::kLine);
-      line.group[ptx::thread_index()].v_factor = spoilt ? -factor : factor;
-    }
+    if (ptx::thread_index() < kKeyGroups) line.group[ptx::thread_index()].v_factor = spoilt ? -factor : factor;
   }
 
   // Beyond these the reciprocal of a scale, or that times the reciprocal of a tile's factor, would leave f32's normal

@@ -6,7 +6,7 @@
 //   K̂        [kBlockN][kHeadDim] s8 or s4, rows of keys
 //   V̂ f16    [kBlockN][kHeadDim] f16, rows of keys
 //   V̂ e4m3   [kHeadDim][kBlockN] e4m3, rows of channels, its columns in the order of key_of_column()
-// A KV tile is K̂, V̂, a KvLine in 128 bytes, and v_finite, in one run of bytes.
+// A KV tile is K̂, V̂ and a KvLine in 128 bytes, in one run of bytes.
 #pragma once
 
 #include "sage/types.cuh"
@@ -46,6 +46,11 @@ __device__ constexpr i32 key_of_column(i32 column) {
   return column / 32 * 32 + 16 * half + 8 * (e / 2) + 2 * t + e % 2;
 }
 
+// The bits of V̂ in place of a value that is not finite: minus zero, which adds nothing to P·V. Where the line of a KV
+// tile says that the tile has such values, no other value of the tile is minus zero.
+template <Pv kPv>
+constexpr u32 kSpoiltValue = kPv == Pv::kE4m3 ? 0x80 : 0x8000;
+
 // Which keys of a tile share a scale: group t holds the keys n with n % 8 / 2 == t, those of the lanes t of a warp.
 constexpr i32 kKeyGroups = 4;
 
@@ -54,15 +59,18 @@ constexpr i32 kKeyGroups = 4;
 template <class Config>
 constexpr i32 kRowGroups = Config::kQkBits == 4 ? Config::kWarpM : 8;
 
-// The line of a KV tile: its scales, and marks of keys and values that are not finite. The first kLoaded bytes are
+// The line of a KV tile: its scales, and which keys and channels hold what is not finite. The first kLoaded bytes are
 // loaded to shared memory with the tile.
 struct KvLine {
+  static constexpr i32 kMost = 128;  // keys of a tile, or channels
+
   // Index: lane % 4 of the threads that multiply with the scale. A sign is set where a key, or a value, is not finite.
   struct Factors {
     float k_scale;
     float v_factor;  // V less its mean is V̂ · v_factor · v_scale; a power of two, equal in all groups
   } group[kKeyGroups];
-  i32 k_finite;  // keys before the first that is not finite, or kBlockN
+  u32 k_spoilt[kMost / 32];  // written where a k_scale has its sign set: a bit for each key that is not finite
+  u32 v_spoilt[kMost / 32];  // written where a v_factor has its sign set: a bit for each channel with such a value
 
   static constexpr i32 kLoaded = kKeyGroups * sizeof(Factors);
   static constexpr i32 kBytes = 128;  // tiles stay aligned to whole lines
@@ -78,14 +86,19 @@ struct TileLayout {
   using KRows = SwizzledRows<kQkRowBytes>;
   using VRows = SwizzledRows<kTransposedV ? Config::kBlockN : Config::kHeadDim * 2>;
 
+  // Where the value of a row and a column of V̂ lies in it.
+  __device__ static constexpr i32 v_offset(i32 row, i32 column) {
+    const i32 byte = column * (kTransposedV ? 1 : 2);
+    return VRows::offset(row, byte / 16) + byte % 16;
+  }
+
   static constexpr i32 kQBytes = Config::kBlockM * kQkRowBytes;
   static constexpr i32 kKBytes = Config::kBlockN * kQkRowBytes;
   static constexpr i32 kVBytes = (kTransposedV ? Config::kHeadDim : Config::kBlockN) * VRows::kRowBytes;
 
-  // A KV tile: offsets of its parts, and its size. v_finite: u16 per channel, of a tile whose v_factor says so by its
-  // sign; keys before the first that is not finite, or kBlockN.
-  static constexpr i32 kV = kKBytes, kLine = kV + kVBytes, kVFinite = kLine + KvLine::kBytes;
-  static constexpr i32 kKvBytes = kVFinite + Config::kHeadDim * 2;
+  // A KV tile: offsets of its parts, and its size.
+  static constexpr i32 kV = kKBytes, kLine = kV + kVBytes, kKvBytes = kLine + KvLine::kBytes;
+  static_assert(Config::kBlockN <= KvLine::kMost && Config::kHeadDim <= KvLine::kMost);
 };
 
 }  // namespace sage

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "sage/attn/epilogue.cuh"
+#include "sage/attn/spoilt.cuh"
 #include "sage/attn/wgmma/mainloop.cuh"
 #include "sage/attn/wgmma/producer.cuh"
 #include "sage/ptx/grid_dependency.cuh"
@@ -18,7 +19,7 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQkBits, kPv, kPvAccum, kCausal, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
+// Config: kHeadDim, kQkBits, kPv, kPvAccum, kMask, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
 template <class Config>
 struct AttentionWgmma {
   using Traits = WgmmaTraits<Config>;
@@ -95,12 +96,12 @@ struct AttentionWgmma {
     while (true) {
       ptx::mbarrier_wait(shared.query_full(query.index), query.phase);
       const WorkTile& work = shared.query_tile(query.index);
-      if (work.kv.tiles == kNoMoreTiles) break;
+      if (work.kv.end == kNoMoreTiles) break;
       const u32 from = shared.query(query.index);
       const u32 q_rows = from + consumer * 64 * TileLayout<Config>::kQkRowBytes;
       const float q_scale = ptx::load_shared_f32(from + Shared::kQScales + (warp * kRowGroups<Config> + lane / 4) * 4);
       Mainloop<Config> loop(params, shared, work, warp, lane, q_rows, q_scale, consumer, stage);
-      if (work.kv.tiles > 0) {
+      if (work.kv.end > 0) {
         if (params.lse != nullptr) loop.template attend<true>();
         else loop.template attend<false>();
       }
@@ -109,10 +110,10 @@ struct AttentionWgmma {
 #pragma unroll
       for (i32 r = 0; r < Mainloop<Config>::kRows; ++r) lse_sum[r] = ptx::sum_over_lanes<4>(loop.exact_sum[r]);
       // Read again: keeping warp and lane across the main loop would cost registers.
-      const i32 thread = ptx::thread_index() - kWarpgroup;
-      store_output<Config>(params, work, thread / kWarpSize, thread % kWarpSize, static_cast<i32>(loop.signs) < 0,
-                           loop.acc_o, loop.softmax, lse_sum, ConstantsInShared<Shared>{from},
-                           shared.rows(thread / kWarpSize));
+      const i32 thread = ptx::thread_index() - kWarpgroup, own_warp = thread / kWarpSize, own_lane = thread % kWarpSize;
+      store_output<Config>(params, work, own_warp, own_lane, loop.acc_o, loop.softmax, lse_sum,
+                           ConstantsInShared<Shared>{from}, shared.rows(own_warp));
+      SpoilRows<Config>(params, work, own_warp, own_lane).run(static_cast<i32>(loop.signs) < 0);
       ptx::mbarrier_arrive(shared.query_empty(query.index));
       query.advance();
     }

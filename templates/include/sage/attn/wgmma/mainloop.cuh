@@ -25,7 +25,7 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQkBits, kPv, kPvAccum, kCausal, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
+// Config: kHeadDim, kQkBits, kPv, kPvAccum, kMask, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
 template <class Config>
 struct Mainloop {
   using Traits = WgmmaTraits<Config>;
@@ -92,7 +92,7 @@ struct Mainloop {
     const float scale = score_scale(facts_of(here));
     ptx::wgmma_wait<0>();
     float own_largest[kRows];
-    if (work.kv.full_tiles > 0) {
+    if (work.kv.full_end > 0) {
       finish_scores<false>(0, scale, here, own_largest);
       exponentiate<kLse, false, true>(scale, own_largest, here);
     } else {
@@ -100,7 +100,7 @@ struct Mainloop {
       exponentiate<kLse, true, true>(scale, own_largest, here);
     }
     o_factor = v_factor;
-    const i32 full_tiles = ptx::uniform(work.kv.full_tiles), tiles = ptx::uniform(work.kv.tiles);
+    const i32 full_tiles = ptx::uniform(work.kv.full_end), tiles = ptx::uniform(work.kv.end);
     i32 tile = 1;
     bool open = false;  // R holds P·V of one tile of two
     if constexpr (kPairs) {
@@ -254,7 +254,7 @@ struct Mainloop {
                                                 float (&own_largest)[kRows]) {
     constexpr bool kFinished = kMasked || Config::kSmoothQ;
     if constexpr (kFinished) convert_scores(shared.kv_stage(here.index), scale);
-    if constexpr (kMasked) Scores<Config>::mask(acc_s, params, work.first_row + warp * Config::kWarpM, lane, tile);
+    if constexpr (kMasked) Scores<Config>::mask(acc_s, params, work, warp, lane, tile);
     Softmax::template find_largest<kFinished>(acc_s, own_largest);
   }
 

@@ -9,7 +9,7 @@
 
 namespace sage {
 
-// Sentinel in WorkTile::kv.tiles: the tile scheduler is exhausted, and the rest of the query buffer is undefined.
+// Sentinel in WorkTile::kv.end: the tile scheduler is exhausted, and the rest of the query buffer is undefined.
 constexpr i32 kNoMoreTiles = -1;
 
 template <class Config>
@@ -32,14 +32,14 @@ struct Producer {
       query.advance();
       scheduler.advance();
 #pragma unroll 1
-      for (i32 tile = 0; tile < work.kv.tiles; ++tile, stage.advance()) {
+      for (i32 tile = 0; tile < work.kv.end; ++tile, stage.advance()) {
         ptx::mbarrier_wait(shared.empty(stage.index), stage.phase ^ 1);  // at once in the first round
         load_tile(work, tile, stage.index);
       }
     }
     scheduler.close();
     ptx::mbarrier_wait(shared.query_empty(query.index), query.phase ^ 1);
-    shared.query_tile(query.index).kv.tiles = kNoMoreTiles;
+    shared.query_tile(query.index).kv.end = kNoMoreTiles;
     ptx::mbarrier_arrive(shared.query_full(query.index));
   }
 

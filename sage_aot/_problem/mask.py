@@ -1,0 +1,44 @@
+"""Which keys a query row sees: templates/include/sage/problem/mask.cuh in torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class VisibleKeys(NamedTuple):
+    """The keys that each row sees: from `begin` on, before `end`."""
+
+    begin: torch.Tensor  # [rows] i64
+    end: torch.Tensor  # likewise; equal to begin where a row sees no key
+
+    @property
+    def none(self) -> torch.Tensor:
+        """[rows] bool: the row sees no key."""
+        return self.begin >= self.end
+
+    def contains(self, keys: torch.Tensor) -> torch.Tensor:
+        """[rows, keys] bool, of keys by index: the row sees the key."""
+        return (keys >= self.begin[:, None]) & (keys < self.end[:, None])
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The options of a call that decide which keys a query row sees."""
+
+    is_causal: bool = False
+
+    @classmethod
+    def of(cls, call: object) -> Mask:
+        """From an object that has the options as attributes."""
+        return cls(**{field.name: getattr(call, field.name) for field in dataclasses.fields(cls)})
+
+    def visible_keys(self, rows: torch.Tensor, seqlen_q: int, seqlen_kv: int) -> VisibleKeys:
+        """The keys of rows by index. Causal is aligned bottom-right: row i sees the keys j <= i + seqlen_kv − seqlen_q.
+        """
+        begin = torch.zeros_like(rows)
+        diagonal = rows + 1 + seqlen_kv - seqlen_q if self.is_causal else torch.full_like(rows, seqlen_kv)
+        return VisibleKeys(begin, diagonal.clamp(0, seqlen_kv))

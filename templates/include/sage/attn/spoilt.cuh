@@ -1,0 +1,101 @@
+// NaN for what keys and values that are not finite spoil: the rows that see such a key, and the channels of such a value
+// in the rows that see it. Runs behind the store of a warp's rows, off the fast path: only where a KV tile that the query
+// tile sees is spoilt.
+#pragma once
+
+#include "sage/problem/work_tile.cuh"
+#include "sage/ptx/math.cuh"
+#include "sage/tile/layout.cuh"
+
+namespace sage {
+
+template <class Config>
+struct SpoilRows {
+  using Layout = TileLayout<Config>;
+  using Keys = VisibleKeys<Config::kMask>;
+  static constexpr u16 kNan = 0x7FFF;  // in f16 and in bf16
+  static constexpr i32 kKeyWords = Config::kBlockN / 32;
+  static_assert(Config::kWarpM <= kWarpSize);
+
+  const AttnParams& params;
+  const WorkTile& work;
+  i32 first_row, rows, lane;  // rows of the warp, as many as there are
+
+  __device__ __forceinline__ SpoilRows(const AttnParams& params_, const WorkTile& work_, i32 warp, i32 lane_)
+      : params(params_), work(work_), first_row(work_.first_row + warp * Config::kWarpM), lane(lane_) {
+    rows = min(Config::kWarpM, seqlen_of(params, work.batch).q() - first_row);
+  }
+
+  // Call with all lanes of the warp, whether a tile is spoilt or not: behind a barrier in a branch the compiler would
+  // take no warp for converged, and spill registers in the main loop.
+  __device__ __forceinline__ void run(bool spoilt) const {
+    __syncwarp();  // the stores of the rows come before those of NaN
+    if (!spoilt) return;
+    u32 done = 0;
+#pragma unroll 1
+    for (i32 tile = work.kv.begin; tile < work.kv.end; ++tile) {
+      const u8* data = work.template kv_tile<Config>(params, tile);
+      const auto& line = *reinterpret_cast<const KvLine*>(data + Layout::kLine);
+      if (line.group[0].k_scale < 0.0f) spoil_rows(line, tile * Config::kBlockN);
+      if (line.group[0].v_factor < 0.0f) spoil_channels(line, data + Layout::kV, tile * Config::kBlockN, done);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ Keys keys_of(i32 row, i32 from) const {
+    return visible_keys<Config::kMask>(seqlen_of(params, work.batch), first_row + row).from(from);
+  }
+
+  // A lane looks at one row.
+  __device__ __forceinline__ void spoil_rows(const KvLine& line, i32 first_key) const {
+    u32 seen = 0;
+#pragma unroll 1
+    for (i32 w = 0; w < kKeyWords; ++w) seen |= line.k_spoilt[w] & keys_of(lane, first_key + 32 * w).word();
+    if (lane >= rows || seen == 0) return;
+    u16* to = work.output_row(params, first_row + lane);
+#pragma unroll 1
+    for (i32 c = 0; c < params.headdim; ++c) to[c] = kNan;
+    if (params.lse != nullptr) {
+      params.lse[static_cast<i64>(work.q_head) * params.seqlen_q + first_row + lane] = ptx::quiet_nan();
+    }
+  }
+
+  // A lane looks at every 32nd channel. done: a bit for each of these that is spoilt in all rows.
+  __device__ __forceinline__ void spoil_channels(const KvLine& line, const u8* v_hat, i32 first_key, u32& done) const {
+#pragma unroll 1
+    for (i32 i = 0; i < Config::kHeadDim / kWarpSize; ++i) {
+      const i32 channel = i * kWarpSize + lane;
+      if (!(line.v_spoilt[i] >> lane & 1) || (done >> i & 1) || channel >= params.headdim) continue;
+      i32 spoilt_rows = 0;
+#pragma unroll 1
+      for (i32 w = 0; w < kKeyWords; ++w) {
+        const u32 spoilt = spoilt_keys(v_hat, channel, w);
+        if (spoilt == 0) continue;
+        i32 seen = 0;
+#pragma unroll 1
+        for (i32 row = 0; row < rows; ++row) {
+          if (!(spoilt & keys_of(row, first_key + 32 * w).word())) continue;
+          work.output_row(params, first_row + row)[channel] = kNan;
+          ++seen;
+        }
+        spoilt_rows = max(spoilt_rows, seen);
+      }
+      if (spoilt_rows == rows) done |= 1u << i;
+    }
+  }
+
+  // Of the values of one channel, for the tile's keys 32w to 32w + 31, a bit where the value is not finite.
+  __device__ __forceinline__ static u32 spoilt_keys(const u8* v_hat, i32 channel, i32 w) {
+    u32 spoilt = 0;
+#pragma unroll 8
+    for (i32 i = 0; i < 32; ++i) {  // a column where V̂ is transposed, else a key
+      const u8* at = v_hat + Layout::v_offset(Layout::kTransposedV ? channel : 32 * w + i,
+                                              Layout::kTransposedV ? 32 * w + i : channel);
+      const u32 value = Layout::kTransposedV ? *at : *reinterpret_cast<const u16*>(at);
+      if (value == kSpoiltValue<Config::kPv>) spoilt |= 1u << (Layout::kTransposedV ? key_of_column(i) : i);
+    }
+    return spoilt;
+  }
+};
+
+}  // namespace sage
