@@ -28,7 +28,6 @@ _QK_BITS = {"int8": 8, "int4": 4}
 _PV_ENUMERATOR = {"f16": "Pv::kF16", "e4m3": "Pv::kE4m3"}
 _PV_ACCUM_ENUMERATOR = {"f32": "PvAccum::kF32", "two_level_f32": "PvAccum::kTwoLevelF32",
                         "two_level_f16": "PvAccum::kTwoLevelF16"}
-_MASK_ENUMERATOR = {"full": "Mask::kFull", "causal": "Mask::kCausal"}
 _ROWS_ENUMERATOR = {"bf16": "Rows::kBf16", "f16": "Rows::kF16", "any": "Rows::kAny"}
 _CPP_NAME = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*", re.ASCII)
 
@@ -58,7 +57,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "qk_bits": _QK_BITS.get(axes.get("qk", "")),
         "pv": _PV_ENUMERATOR.get(axes.get("pv", "")),
         "pv_accum": _PV_ACCUM_ENUMERATOR.get(axes.get("pv_accum", "")),
-        "mask": _MASK_ENUMERATOR.get(axes.get("mask", "")),
+        "mask": f"Mask::k{axes.get('mask', '').capitalize()}",
         "smooth_v": axes.get("v") == "vsmooth",
         "smooth_q": axes.get("q") == "qsmooth",
         "threads": kernel.how.threads,

@@ -41,9 +41,9 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
     line = kv[..., k_bytes + v_bytes:].contiguous()
     words, k_groups = line[..., :64].contiguous(), quant.fact("key_groups")  # 64 bytes hold a KvLine
     k_scale, v_factor = words.view(torch.float32)[..., : 2 * k_groups].unflatten(-1, (-1, 2)).unbind(-1)
-    k_spoilt, channels = _bits(words.view(torch.int32)[..., 2 * k_groups: 2 * k_groups + 8]).chunk(2, -1)
-    k_spoilt = k_spoilt[..., : tile.block_n] & (k_scale[..., :1] < 0)
-    channels = channels[..., : spec.headdim] & (v_factor[..., :1] < 0)
+    marks = _bits(words.view(torch.int32)[..., 2 * k_groups: 2 * k_groups + 5])
+    k_spoilt = marks[..., : tile.block_n] & (k_scale[..., :1] < 0)
+    channels = marks[..., 128:].repeat_interleave(8, -1)[..., : spec.headdim] & (v_factor[..., :1] < 0)
     q_scale = buffer("q_scale", *q_heads, layout.q_tiles * tile.block_m // tile.warp_m, quant.fact("row_groups"),
                      dtype=torch.float32)
     keys, rows = torch.arange(tile.block_n), torch.arange(tile.warp_m)

@@ -687,9 +687,9 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
     ("V's scale of the query's head", "attn/wgmma/producer.cuh", "Producer::load_query",
      Put("kv_head", instead="q_head"),
      _HOPPER_WIDE, "access outside an allocation"),
-    ("lines of the other head", "problem/work_tile.cuh", "WorkTile::line",
-     Put("kv_tile<Config>(params, tile)",
-         instead="kv_tile<Config>(params, tile + (kv_head ? -1 : 1) * params.kv_tiles)"),
+    ("marks of the other head", "attn/spoilt.cuh", "SpoilRows::run",
+     Put("work.template kv_tile<Config>(params, tile)",
+         instead="work.template kv_tile<Config>(params, tile + (work.kv_head ? -1 : 1) * params.kv_tiles)"),
      _HOPPER_K_INF, "what is not finite"),
     # --- problem/tile_scheduler.cuh, attn/wgmma: the tile scheduler, ping-pong
     ("one query tile a block", "attn/wgmma/producer.cuh", "Producer::run",

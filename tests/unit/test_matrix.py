@@ -11,6 +11,7 @@ from codegen.errors import MatrixError, UsageError
 from codegen.matrix import read_matrix
 from codegen.project import ROOT
 from codegen.selection import Selection
+from sage_aot._kernels.axes import AXES
 from sage_aot._kernels.manifest import Arch
 from sage_aot._kernels.spec import KINDS, AttnSpec, capability_of, is_ptx, spec_of, target_of
 from sage_aot._kernels.tile import Tile
@@ -343,7 +344,7 @@ def test_a_combination_that_no_kernel_can_compute_is_one_sentence_when_its_exclu
     with pytest.raises(MatrixError) as error:
         read_matrix(path, ROOT / "templates")
     kernels = {f"sage_attn_sm120_d{headdim}_qkint8_pve4m3_accf32_{mask}_{v}_{q}" for headdim, mask, v, q in product(
-        (64, 128), ("full", "causal"), ("vraw", "vsmooth"), ("qraw", "qsmooth"))}
+        *(AXES[axis] for axis in ("headdim", "mask", "v", "q")))}
     assert {problem.split(": ", 1)[1] for problem in error.value.problems} == {
         f"expected an exclusion of {name}, got tiles: no main loop adds FP8 products up without a second level"
         for name in kernels}

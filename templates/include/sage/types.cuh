@@ -20,9 +20,6 @@ enum class Pv { kF16, kE4m3 };
 // fresh accumulators of the type named, which are then added to O in f32.
 enum class PvAccum { kF32, kTwoLevelF32, kTwoLevelF16 };
 
-// Which keys a query row sees: problem/mask.cuh.
-enum class Mask { kFull, kCausal };
-
 // Type of the caller's tensors; a run-time value, equal for all of them.
 enum class Dtype : i32 { kF16 = 0, kBf16 = 1 };
 

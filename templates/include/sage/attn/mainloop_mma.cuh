@@ -59,9 +59,11 @@ class AttentionMma {
     state.softmax.finish();
     const WorkTile done = work_tile<Config>(params, ptx::block_index());
     const ConstantsInMemory<Config> constants(params, done);
+    const bool spoilt = stream.met_spoilt();
     store_output<Config>(params, done, warp, lane, state.acc_o, state.softmax, state.softmax.row_sum, constants,
                          StoreFragments<Config>{});
-    SpoilRows<Config>(params, done, warp, lane).run(stream.met_spoilt());
+    const i32 thread = ptx::thread_index();  // again: keeping warp and lane would cost registers
+    SpoilRows<Config>(params, done, thread / kWarpSize, thread % kWarpSize).run(spoilt);
   }
 
  private:

@@ -65,7 +65,8 @@ struct SpoilRows {
 #pragma unroll 1
     for (i32 i = 0; i < Config::kHeadDim / kWarpSize; ++i) {
       const i32 channel = i * kWarpSize + lane;
-      if (!(line.v_spoilt[i] >> lane & 1) || (done >> i & 1) || channel >= params.headdim) continue;
+      if (!(line.v_spoilt[0] >> channel / KvLine::kChannels & 1) || (done >> i & 1) || channel >= params.headdim)
+        continue;
       i32 spoilt_rows = 0;
 #pragma unroll 1
       for (i32 w = 0; w < kKeyWords; ++w) {

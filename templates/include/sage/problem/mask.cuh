@@ -6,6 +6,8 @@
 
 namespace sage {
 
+enum class Mask { kFull, kCausal };
+
 // The keys before an end.
 struct KeyPrefix {
   static constexpr i32 begin = 0;

@@ -25,10 +25,6 @@ struct WorkTile {
   __device__ __forceinline__ const u8* kv_tile(const AttnParams& params, i32 tile) const {
     return kv_tile_address<Config>(params.kv_hat, kv_head, params.kv_tiles, tile);
   }
-  template <class Config>
-  __device__ __forceinline__ const KvLine& line(const AttnParams& params, i32 tile) const {
-    return *reinterpret_cast<const KvLine*>(kv_tile<Config>(params, tile) + TileLayout<Config>::kLine);
-  }
 };
 
 // index: query tiles of one head have neighbouring indices, so that blocks which run together read the same K and V

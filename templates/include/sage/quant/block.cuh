@@ -33,28 +33,29 @@ struct QuantBlock {
     float v_shift[Config::kHeadDim];      // blocks of V
     typename Sample<Config>::Parts parts;
     u32 spoilt[kTiles][KvLine::kMost / 32];  // blocks of K and V: k_spoilt or v_spoilt of the tiles
-    float amax[kTiles][kWarps];  // blocks of K and V: what a warp found in a tile
+    float amax[kTiles][kWarps];              // blocks of K and V: what a warp found in a tile
   };
 
   // Call with all threads, and put a barrier behind it.
   __device__ __forceinline__ static void clear_spoilt(Shared& shared) {
     constexpr i32 kWords = KvLine::kMost / 32;
-    if (ptx::thread_index() < kTiles * kWords) shared.spoilt[ptx::thread_index() / kWords][ptx::thread_index() % kWords] = 0;
+    if (ptx::thread_index() < kTiles * kWords)
+      shared.spoilt[ptx::thread_index() / kWords][ptx::thread_index() % kWords] = 0;
   }
 
-  // Marks a key or a channel of a tile.
+  // Marks a key of a tile, or a vector of channels.
   __device__ __forceinline__ static void mark_spoilt(Shared& shared, i32 tile, i32 which) {
     atomicOr(&shared.spoilt[tile][which / 32], 1u << which % 32);
   }
 
   // Returns whether the tile has marks, and then stores them to its line. thread: of those that share the tile.
-  template <i32 kCount>
+  template <i32 kWords>
   __device__ __forceinline__ static bool store_spoilt(const Shared& shared, i32 tile, i32 thread,
-                                                      u32 (&of_line)[KvLine::kMost / 32]) {
+                                                      u32 (&of_line)[kWords]) {
     u32 any = 0;
 #pragma unroll
-    for (i32 w = 0; w < kCount / 32; ++w) any |= shared.spoilt[tile][w];
-    if (any != 0 && thread < kCount / 32) of_line[thread] = shared.spoilt[tile][thread];
+    for (i32 w = 0; w < kWords; ++w) any |= shared.spoilt[tile][w];
+    if (any != 0 && thread < kWords) of_line[thread] = shared.spoilt[tile][thread];
     return any != 0;
   }
 

@@ -170,8 +170,8 @@ struct QuantizeK {
     }
     auto& line = *reinterpret_cast<KvLine*>(tile_data + Layout::kLine);
     const i32 again = ptx::thread_index() / kWarpSize;  // no register holds what follows from it till here
-    const bool spoilt = Block::template store_spoilt<Config::kBlockN>(
-        shared, again / kWarpsPerTile, ptx::thread_index() % (kWarpsPerTile * kWarpSize), line.k_spoilt);
+    const bool spoilt = Block::store_spoilt(shared, again / kWarpsPerTile,
+                                            ptx::thread_index() % (kWarpsPerTile * kWarpSize), line.k_spoilt);
     if (ptx::thread_index() % (kWarpsPerGroup * kWarpSize) == 0) {
       line.group[again / kWarpsPerGroup % kKeyGroups].k_scale = spoilt ? -scale.scale : scale.scale;
     }

@@ -108,6 +108,7 @@ struct QuantizeV {
   using Layout = typename Block::Layout;
   using Piece = typename SelectPiece<Config>::Type;
   static constexpr i32 kTiles = Block::kTiles;
+  static_assert(KvLine::kChannels == kVector, "a thread marks the channels that it takes of a key");
 
   const QuantParams& params;
   typename Block::Shared& shared;
@@ -215,21 +216,21 @@ struct QuantizeV {
     Sample<Config> sample;
     sample.load(source);
     load_rows();
-    float own_mean[kVector] = {};
     if (params.smooth_v) {
       sample.average(
           source, shared.parts, [](float x, i32) { return x; },
           [&](i32 channel, float mean) { shared.mean[channel] = subtractable(mean); });
       __syncthreads();
-#pragma unroll
-      for (i32 i = 0; i < kVector; ++i) own_mean[i] = shared.mean[Sample<Config>::first_channel() + i];
+    } else {
+      prepare_no_mean<Config>(shared.mean, nullptr);
     }
+    const float* own_mean = shared.mean + Sample<Config>::first_channel();
     sample.average(
         source, shared.parts, [&](float x, i32 i) { return fabsf(x - own_mean[i]); },
         [&](i32 channel, float average) { shared.magnitude[channel] = average; });
     __syncthreads();
     for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
-      const float mean = params.smooth_v ? shared.mean[c] : 0.0f;
+      const float mean = shared.mean[c];
       const Scale scale = channel_scale(shared.magnitude[c], mean);
       shared.inv_v_scale[c] = scale.inv_scale;
       shared.v_shift[c] = -mean * scale.inv_scale;
@@ -294,11 +295,9 @@ struct QuantizeV {
         float x[1][kVector];
         source.convert(load(s * Piece::kKeys + e), x[0]);
 #pragma unroll
-        for (i32 i = 0; i < kVector; ++i) {
-          x[0][i] = map(x[0][i], i);
-          if (!(fabsf(x[0][i]) < ptx::infinity())) {
-            Block::mark_spoilt(shared, piece.tile, Piece::first_channel() + i);
-          }
+        for (i32 i = 0; i < kVector; ++i) x[0][i] = map(x[0][i], i);
+        if (!(abs_max(x) < ptx::infinity())) {
+          Block::mark_spoilt(shared, piece.tile, Piece::first_channel() / KvLine::kChannels);
         }
         note_largest(piece.tile, make_finite(x), largest);
       }
@@ -318,9 +317,7 @@ struct QuantizeV {
   __device__ __forceinline__ void store_line(i32 head, i32 first_tile, i32 own_tile, float factor, bool finite) const {
     auto& line = *reinterpret_cast<KvLine*>(Block::kv_tile(params, head, first_tile + own_tile) + Layout::kLine);
     bool spoilt = false;
-    if (!finite) {
-      spoilt = Block::template store_spoilt<Config::kHeadDim>(shared, own_tile, ptx::thread_index(), line.v_spoilt);
-    }
+    if (!finite) spoilt = Block::store_spoilt(shared, own_tile, ptx::thread_index(), line.v_spoilt);
     if (ptx::thread_index() < kKeyGroups) line.group[ptx::thread_index()].v_factor = spoilt ? -factor : factor;
   }
 

@@ -62,7 +62,8 @@ constexpr i32 kRowGroups = Config::kQkBits == 4 ? Config::kWarpM : 8;
 // The line of a KV tile: its scales, and which keys and channels hold what is not finite. The first kLoaded bytes are
 // loaded to shared memory with the tile.
 struct KvLine {
-  static constexpr i32 kMost = 128;  // keys of a tile, or channels
+  static constexpr i32 kMost = 128;  // keys of a tile
+  static constexpr i32 kChannels = 8;
 
   // Index: lane % 4 of the threads that multiply with the scale. A sign is set where a key, or a value, is not finite.
   struct Factors {
@@ -70,7 +71,7 @@ struct KvLine {
     float v_factor;  // V less its mean is V̂ · v_factor · v_scale; a power of two, equal in all groups
   } group[kKeyGroups];
   u32 k_spoilt[kMost / 32];  // written where a k_scale has its sign set: a bit for each key that is not finite
-  u32 v_spoilt[kMost / 32];  // written where a v_factor has its sign set: a bit for each channel with such a value
+  u32 v_spoilt[1];  // written where a v_factor has its sign set: a bit for each kChannels channels with such a value
 
   static constexpr i32 kLoaded = kKeyGroups * sizeof(Factors);
   static constexpr i32 kBytes = 128;  // tiles stay aligned to whole lines
@@ -98,7 +99,7 @@ struct TileLayout {
 
   // A KV tile: offsets of its parts, and its size.
   static constexpr i32 kV = kKBytes, kLine = kV + kVBytes, kKvBytes = kLine + KvLine::kBytes;
-  static_assert(Config::kBlockN <= KvLine::kMost && Config::kHeadDim <= KvLine::kMost);
+  static_assert(Config::kBlockN <= KvLine::kMost && Config::kHeadDim <= 32 * KvLine::kChannels);
 };
 
 }  // namespace sage
