@@ -55,7 +55,7 @@ bool Block::run(u32 index) {
   return left == 0;
 }
 
-// What may not be left over.
+// Reports what a block must not leave at its end: copies, arrivals, products, and registers that it cannot have.
 void Block::check_end() {
   bulk_copies.check_left(*this);
   named_barriers.check_left(*this);
@@ -148,7 +148,7 @@ void Block::give_up(const Where& where) {
 
 // --- where threads meet ----------------------------------------------------------------------------------------------
 
-// Whether this thread is the last; the others wait until it makes them ready.
+// Whether this thread is the last to arrive. All others wait until the last one makes them ready.
 bool Block::arrive(Meeting& meeting, const char* instruction, Site site, u32 expected) {
   if (meeting.arrived == 0) {
     meeting = {instruction, site, thread_, 0};
@@ -232,7 +232,8 @@ bool Block::is_constant(const void* address) const {
   return (address >= &indices && address < &indices + 1) || image_.holds(address);
 }
 
-// A dependent grid must not even read what the grid in front of it leaves alone: the host does not say which that is.
+// Before its wait, a dependent grid must not even read memory that the grid in front leaves alone: the simulator does
+// not know which memory that is.
 void Block::check_grids(const Where& where) {
   if (threads_[thread_]->grids_ended) return;
   report("access to global memory before griddepcontrol.wait", where, "the grid in front may still run");
