@@ -66,9 +66,10 @@ def _quoted(path: object) -> str:
 
 
 def _interpreter() -> str:
-    """This Python as the command names it: `python`, so that the command is the same in all environments, since ninja
-    rebuilds where a command changed. :func:`_environment` lets ninja find it. Where the folder of this Python has no
-    such `python`, the path of this Python.
+    """The name of this Python in commands: `python` in all environments, since ninja rebuilds where a command changed.
+
+    :func:`_environment` lets ninja find `python`. Where the folder of this Python has no such file, the name is the path
+    of this Python.
     """
     plain = shutil.which("python", path=str(Path(sys.executable).parent))
     return "python" if plain and Path(plain).samefile(sys.executable) else sys.executable

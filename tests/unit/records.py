@@ -100,8 +100,8 @@ def _threads(tile: Tile, family: str) -> int:
 
 
 def _shared_bytes(spec: AttnSpec, tile: Tile, family: str) -> int:
-    """Shared memory of a block: Q and the stages. In wgmma: Q twice with its scales and biases, ones behind V, rows of
-    O, barriers, and a one."""
+    """Shared memory of a block in bytes: Q and the stages. In wgmma: two query buffers (Q, its scales and biases, V's
+    scales and means, a work tile), stages with ones behind V, rows of O, barriers, and a one."""
     q, slot = tile.block_m * _row_bytes(spec), _kv_tile_bytes(spec, tile) - 2 * spec.headdim
     delta = 4 * tile.block_n if spec.q == "qsmooth" else 0
     if family == "mma":

@@ -35,7 +35,7 @@ bool Block::run(u32 index) {
   index_ = index;
   start();
   u32 left = launch_.threads;
-  const u32 late = 16u << random_.below(12);  // turns that a copy takes on average: blocks differ
+  const u32 late = 16u << random_.below(12);  // thread switches before a copy lands, on average; drawn per block
   while (ready_warps_ != 0 || bulk_copies.any()) {
     if (bulk_copies.any() && (ready_warps_ == 0 || random_.below(late) == 0)) {
       bulk_copies.land_one(*this, random_);
@@ -116,7 +116,7 @@ u32 random_bit(u32 bits, Random& random) {
 }  // namespace
 
 u32 Block::next_thread() {
-  constexpr u32 kStay = 256;  // turns that a favourite has on average
+  constexpr u32 kStay = 256;  // thread switches between two choices of a favourite, on average
   if (random_.below(kStay) == 0) favourite_ = random_.below(static_cast<u32>(warps_.size()));
   const bool favour = favourite_ < warps_.size() && warps_[favourite_].ready && random_.below(8) != 0;
   const u32 warp = favour ? favourite_ : random_bit(ready_warps_, random_);
