@@ -68,9 +68,8 @@ def _quoted(path: object) -> str:
 def _interpreter() -> str:
     """The name of this Python in commands: `python` in all environments, since ninja rebuilds where a command changed.
 
-    :func:`_environment` lets ninja find `python`. Where the folder of this Python has no such file, the name is the path
-    of this Python.
-    """
+    :func:`_environment` lets ninja find `python`. Where the folder of this Python has no such file, the name is the
+    path of this Python."""
     plain = shutil.which("python", path=str(Path(sys.executable).parent))
     return "python" if plain and Path(plain).samefile(sys.executable) else sys.executable
 
