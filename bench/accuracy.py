@@ -3,13 +3,13 @@
     python bench/accuracy.py kernels --arch sm80,sm89 --kernels build/retarget_sm_90 --json accuracy.json
     python bench/accuracy.py tables --markdown tables.md --json tables.json --plot tables.svg
 
-`kernels` runs the kernels on a GPU, beside torch's flash attention in bf16, with --emulate their emulation, too; with
---device cpu the emulation alone. Its exit code is 1 where an output is so far off that its kernel must be broken.
+`kernels` runs the kernels on a GPU, beside torch's flash attention in bf16. With --emulate it runs their emulation too,
+with --device cpu the emulation alone. The exit code is 1 where an output is so far off that its kernel must be broken.
 
-`tables` runs emulations of what the kernels do and of the alternatives (bench/emulator.py), on the CPU or with --device
-cuda on a GPU: on the input classes, on the activations of the model of `python -m sage_aot demo` where its packages are
-installed, and on those of other models (--activations). The kernel folder only gives the tiles. Inputs are seeded.
-"""
+`tables` runs emulations of the kernels' method and of its alternatives (bench/emulator.py), on the CPU, or on a GPU
+with --device cuda. The inputs are the input classes; the activations of the demo's model (`python -m sage_aot demo`)
+where its packages are installed; and those of other models (--activations). The kernel folder gives only the tiles.
+Inputs are seeded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What one implementation made of a case."""
+    """The accuracy of one implementation on a case."""
 
     row: str
     case: Case
@@ -122,7 +122,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
 
 
 def classes(text: str) -> list[str]:
-    """``"normal,sink15"`` → ``["normal", "sink15"]``; argparse reports what is no class."""
+    """``"normal,sink15"`` → ``["normal", "sink15"]``; argparse reports a word that is not a class."""
     names, known = common.words(text), reference.INPUT_CLASSES + reference.HARD_CLASSES
     if not set(names) <= set(known):
         raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {text!r}")
@@ -184,7 +184,7 @@ def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def table_names(text: str) -> list[str]:
-    """``"bits,pv-4"`` → ``["bits", "pv-4"]``; argparse reports what is no table."""
+    """``"bits,pv-4"`` → ``["bits", "pv-4"]``; argparse reports a word that is not a table."""
     names, known = common.words(text), [table.name for table in accuracy_tables.tables()]
     if not set(names) <= set(known):
         raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {text!r}")
@@ -200,7 +200,7 @@ def named_file(text: str) -> tuple[str, Path]:
 
 
 def measure_tables(arguments: argparse.Namespace, library: Library) -> int:
-    plot = import_plot() if arguments.plot else None  # before the long part
+    plot = import_plot() if arguments.plot else None  # fails before the measurements, which take long
     chosen = [table for table in accuracy_tables.tables() if table.name in arguments.only]
     lines, device = header(arguments, library), torch.device(arguments.device)
     models = {name: accuracy_tables.load_model(name, file) for name, file in arguments.activations}
@@ -234,7 +234,7 @@ def import_plot() -> object:
 
 
 def table_cases(arguments: argparse.Namespace, models: dict[str, ModuleType]) -> list[accuracy_tables.Case]:
-    """Input classes, demo model, other models; then the cases of many keys."""
+    """The cases, in order: input classes, demo model, other models, many keys."""
     kinds, headdims = reference.INPUT_CLASSES, arguments.headdim
     found = accuracy_tables.class_cases(kinds, headdims, arguments.mask, arguments.seqlen, arguments.batch,
                                         arguments.heads, arguments.seed)

@@ -1,8 +1,8 @@
-"""The tables of the SageAttention2 paper on our inputs: what is varied, on what, and how the results are summed up.
+"""The tables of the SageAttention2 paper on our inputs: the methods they compare, the inputs, and their averages.
 
-A table holds every other setting at what the kernels do and varies one. Its figures are those of bench/emulator.py
-against attention in float64, average and worst over the cases of a source of inputs, as the paper gives them over the
-layers of a model.
+A table varies one setting and holds all others at the kernels' own. Its figures are errors of bench/emulator.py against
+attention in float64: average and worst over the cases of a source of inputs, as the paper gives them over the layers of
+a model.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v, each [batch, heads, seq, headdim], f16 or bf16."""
 
 V_BIAS = 8.0
-"""What video models add to V in every channel, about. Source: SageAttention2, appendix A.3."""
+"""Offset that is added to every channel of V, about as large as in video models. Source: SageAttention2, appendix
+A.3."""
 
 CLIP = 0.8
-"""One clip for all groups, as the kernels had it before they searched one for each. 0.8 was the best of 1, 0.95, 0.9,
-... 0.7 on N(0, 1) at head dim 64."""
+"""One clip for all groups, as in earlier kernels; today's search a clip for each group. 0.8 was the best of 1, 0.95,
+0.9, ... 0.7 on N(0, 1) at head dim 64."""
 
 LONG_QUERIES = 256
-"""Queries of a case that is about the number of keys."""
+"""Queries of a case with many keys."""
 
 DEMO = "demo model"
 COLUMNS = ("inputs", "method", "cosine", "relative L1", "RMSE", "worst cosine", "worst relative L1", "worst RMSE")
@@ -47,20 +48,20 @@ COLUMNS = ("inputs", "method", "cosine", "relative L1", "RMSE", "worst cosine", 
 
 @dataclass(frozen=True)
 class Table:
-    """One table: methods that differ in one thing, by the words for it."""
+    """One table: methods that differ in one setting, by the words for their values of it."""
 
     name: str
     title: str
     methods: dict[str, Method]
     v_bias: float = 0.0  # added to V
-    long: bool = False  # on the cases of few queries and many keys, instead of the others
+    long: bool = False  # True: measured on the cases of few queries and many keys alone; False: on all others
 
 
 DEFAULT = {8: Method(bits=8, smoothing="k"), 4: Method(bits=4, smoothing="qk")}
-"""By bits: the paper's method, and what sage_aot.attn does on sm89 at 8 bits."""
+"""By bits: the paper's method. At 8 bits sage_aot.attn on sm89 does the same."""
 
 WORDS = {8: "8 bits", 4: "4 bits not clipped"}
-"""DEFAULT, for titles."""
+"""By bits: words for DEFAULT in titles."""
 
 
 def tables() -> list[Table]:
@@ -70,7 +71,7 @@ def tables() -> list[Table]:
 
 
 def exact_pv(method: Method) -> Method:
-    """The method with P and V in f16: what is left is the error of Q·K."""
+    """The method with P and V in f16, which leaves the error of Q·K."""
     return replace(method, pv="f16", accumulator="f32")
 
 
@@ -78,7 +79,7 @@ OURS = {8: DEFAULT[8], 4: replace(DEFAULT[4], granularity="kernel", clip=None, r
 """By bits: how sage_aot.attn quantizes Q and K by default, with statistics of the whole sequence."""
 
 AS_SHIPPED = [method for default in OURS.values() for method in (exact_pv(default), default)]
-"""With P and V in f16, and with E4M3 (sm89)."""
+"""OURS with P and V in f16, and in E4M3 (sm89)."""
 
 
 def granularity(bits: int) -> Table:
@@ -103,7 +104,7 @@ def smoothing(bits: int) -> Table:
 
 
 PV_TYPES = {"INT8": "int8", "E5M2": "e5m2", "E4M3": "e4m3", "f16": "f16"}
-"""By the paper's words for them."""
+"""Types of P and V, by the paper's words for them."""
 
 
 def pv_types(bits: int) -> Table:
@@ -147,7 +148,7 @@ def _biased(name: str, title: str, v_bias: float) -> tuple[str, str]:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Inputs that are measured together."""
+    """Inputs on which a method gets one result."""
 
     source: str
     name: str
@@ -168,7 +169,8 @@ def class_cases(kinds: Iterable[str], headdims: list[int], masks: list[str], seq
 
 
 def long_cases(kinds: Iterable[str], headdims: list[int], seqlens: list[int], heads: int, seed: int) -> list[Case]:
-    """Few queries of many keys, so that what accumulates shows at a small price; each length is a source."""
+    """Cases of few queries and many keys: they show errors that accumulate over keys, in little time. Each number of
+    keys is a source of its own."""
     return [Case(f"{kind}, {seqlen} keys", f"head dim {headdim}, {LONG_QUERIES} queries", False,
                  [_draw(kind, (1, heads, LONG_QUERIES, headdim), (1, heads, seqlen, headdim), seed)], long=True)
             for kind, seqlen, headdim in itertools.product(kinds, seqlens, headdims)]
@@ -208,7 +210,8 @@ def model_cases(name: str, model: ModuleType) -> list[Case]:
 
 @dataclass(frozen=True)
 class Traits:
-    """What decides the order of the methods on a case. A step is what one unit of the 4-bit integer scores is worth."""
+    """Properties of a case that decide the order of the methods. A step is one unit of the 4-bit integer scores, in
+    log2 units."""
 
     q_offset: float  # share of Q's energy (sum of squares) that the means of its tiles hold: what smoothing Q removes
     k_offset: float  # likewise K's, in its mean over the sequence
@@ -233,7 +236,7 @@ P's sum that is lost when P is rounded to INT8. Averages over the cases.
 
 
 def traits(case: Case, library: Library, device: torch.device) -> Traits:
-    """Of the last draw of a case: for the demo model that is its long text."""
+    """The traits of the last draw of a case; for the demo model that draw is its long text."""
     q, k, v = (x.to(device) for x in case.draws[-1])
     base = Method(bits=4, smoothing="")
     smooth = replace(base, smoothing="qk")
@@ -252,14 +255,15 @@ def traits(case: Case, library: Library, device: torch.device) -> Traits:
 
 
 def int8_loss(case: Case, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
-    """What is missing from an output of ones: with V all ones it is P's rounded sum over its sum."""
+    """The share of P's sum that rounding to INT8 loses. With V all ones, an output is the sum of the rounded P over the
+    sum of P; the share is what it lacks to one."""
     ones = torch.ones_like(v)
     out = emulator.attention(pv_types(8).methods["INT8"], library, q, k, ones, is_causal=case.is_causal)
     return 1 - out.mean().item()
 
 
 def traits_markdown(rows: list[dict]) -> str:
-    """Title, explanation, and the averages by source; rows: as in the JSON."""
+    """The Markdown of traits: title, explanation, and the averages by source. `rows`: as in the JSON."""
     lines = []
     for source in dict.fromkeys(row["source"] for row in rows):
         columns = ([row[field.name] for row in rows if row["source"] == source] for field in fields(Traits))
@@ -275,9 +279,9 @@ BITS_PER_BYTE_TEXT = """### Bits per byte of a model, above those with exact att
 
 
 def bits_per_byte(model: ModuleType, windows: int, library: Library, device: torch.device) -> dict[str, float]:
-    """Of the model's own test text with exact attention, then what each method of the table of bits adds.
+    """Bits per byte of the model's own test text: with exact attention, and what each method of the table of bits adds.
 
-    The model's bits_per_byte(attend, windows, device) takes a causal attention of f16 or bf16 tensors.
+    The model's function bits_per_byte(attend, windows, device) takes a causal attention of f16 or bf16 tensors.
     """
     def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return reference.attention(q, k, v, is_causal=True)[0].to(q.dtype)
@@ -294,7 +298,7 @@ def bits_per_byte(model: ModuleType, windows: int, library: Library, device: tor
 
 
 def bits_per_byte_markdown(found: dict[str, dict[str, float]]) -> str:
-    """One row per model and method; found: by the model's name."""
+    """The Markdown of bits per byte, a row per model and method. `found`: by the model's name."""
     rows = [common.table_row([name, words, f"{value:.4f}" if words == "exact" else f"{value:+.4f}"])
             for name, values in found.items() for words, value in values.items()]
     return "\n".join([BITS_PER_BYTE_TEXT + common.table_head(("model", "method", "bits per byte"), texts=2), *rows, ""])
@@ -305,7 +309,7 @@ def bits_per_byte_markdown(found: dict[str, dict[str, float]]) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """What one method made of one case."""
+    """The accuracy of one method on one case."""
 
     source: str
     case: str
@@ -324,12 +328,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Summary:
-    """One method on all cases of one source."""
+    """The accuracy of one method over all cases of one source."""
 
     source: str
     method: str
     average: Accuracy
-    worst: Accuracy  # of each measure, not of one case
+    worst: Accuracy  # the worst value of each measure; they may be of different cases
 
     def cells(self) -> list[str]:
         return [self.source, self.method, *_cells(self.average), *_cells(self.worst)]
@@ -337,7 +341,7 @@ class Summary:
 
 def measure(chosen: list[Table], cases: Iterable[Case], library: Library, device: torch.device,
             report: Callable[[str], None]) -> dict[str, list[Result]]:
-    """Results by table name; `report` hears of every case that is done."""
+    """Results by table name. `report` is called after every case."""
     results: dict[str, list[Result]] = {table.name: [] for table in chosen}
     for case in cases:
         for v_bias in dict.fromkeys(table.v_bias for table in chosen if table.long == case.long):
@@ -353,7 +357,7 @@ def measure(chosen: list[Table], cases: Iterable[Case], library: Library, device
 
 def measure_case(case: Case, v_bias: float, methods: Iterable[Method], library: Library,
                  device: torch.device) -> dict[Method, Accuracy]:
-    """Every method on one case, all its draws taken together."""
+    """The accuracy of every method on one case, over all its draws together."""
     draws = [tuple(x.to(device) for x in (q, k, v + v_bias)) for q, k, v in case.draws]
     exact = _flat(reference.attention(*qkv, is_causal=case.is_causal)[0] for qkv in draws)
 
@@ -364,7 +368,7 @@ def measure_case(case: Case, v_bias: float, methods: Iterable[Method], library: 
 
 
 def summaries(results: list[Result]) -> list[Summary]:
-    """Average and worst by source, then method, both in the order in which they come."""
+    """Summaries by source, then by method, both in the order of the results."""
     pairs = dict.fromkeys((result.source, result.method) for result in results)
     order = list(dict.fromkeys(source for source, _ in pairs))
     return [_summary(source, method, [r.accuracy for r in results if (r.source, r.method) == (source, method)])
@@ -383,7 +387,7 @@ kind of inputs; then every measure. Bold is what sage_aot.attn does by default.
 
 
 def document(values: dict) -> str:
-    """The Markdown of all that the JSON holds."""
+    """The Markdown of everything in the JSON."""
     by_name = {table.name: table for table in tables()}
     measured = [markdown(by_name[table["name"]], [Result.from_json(row) for row in table["rows"]])
                 for table in values["tables"]]
@@ -393,7 +397,7 @@ def document(values: dict) -> str:
 
 
 def markdown(table: Table, results: list[Result]) -> str:
-    """Title, overview and table."""
+    """The Markdown of a table: title, overview and rows."""
     found = summaries(results)
     rows = [common.table_row(summary.cells()) for summary in found]
     head = common.table_head(COLUMNS, texts=2)

@@ -46,7 +46,7 @@ def integers(text: str) -> list[int]:
 
 
 def masks(text: str) -> list[str]:
-    """``"full,causal"`` → ``["full", "causal"]``; argparse reports anything else."""
+    """``"full,causal"`` → ``["full", "causal"]``; argparse reports any other word."""
     names = words(text)
     if not set(names) <= {"full", "causal"}:
         raise argparse.ArgumentTypeError(f"expected full, causal or both with a comma between, got {text!r}")
@@ -83,21 +83,21 @@ def require_cuda() -> None:
 
 
 def use_kernels(folder: str | None) -> Library:
-    """The kernels of a folder, in this process and those that it starts; None: the package's."""
+    """The kernels of a folder; None: the package's. Sets SAGE_AOT_KERNELS, for the processes that this one starts."""
     if folder is not None:
         os.environ["SAGE_AOT_KERNELS"] = folder
     return default_library()
 
 
 def default_archs(library: Library) -> list[str]:
-    """All archs where every kernel runs (emulated, or built for one chip), else the one that this GPU would run."""
+    """All archs where every kernel runs (on the CPU, or built for one chip); else the arch that this GPU runs."""
     if library.manifest.retarget or not torch.cuda.is_available():
         return built_archs(library.manifest)
     return [arch_of(library, torch.cuda.current_device())]
 
 
 def kernels_of(arch: str, problem: Problem, library: Library) -> Kernels:
-    """The kernels of just this arch, whatever the GPU; the driver refuses what cannot run on it."""
+    """The kernels of this arch for a problem, whatever the GPU. The driver refuses kernels that the GPU cannot run."""
     check_arch(arch, library)
     return choose.kernels_of(arch, wanted_axes(problem), library.manifest)
 
@@ -110,13 +110,13 @@ def check_arch(arch: str, library: Library) -> None:
 
 
 def sdpa(row: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """torch's attention by the backend that the row's name stands for; RuntimeError where there is none."""
+    """torch's attention by the backend of a row's name; RuntimeError where the backend does not take the inputs."""
     with sdpa_kernel(SDPA[row]):
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def poisoned(like: torch.Tensor) -> torch.Tensor:
-    """An output that is wrong wherever nothing gets written."""
+    """An output filled with NaN, so that elements that no kernel writes are wrong."""
     return torch.full_like(like, float("nan"))
 
 
@@ -134,7 +134,7 @@ def check_output(row: str, out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def header(library: Library) -> dict[str, str]:
-    """What the figures hold for: chip, versions, kernels, commit, date."""
+    """The conditions of the figures: date, GPU, versions, kernels, commit."""
     lines = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")}
     if torch.cuda.is_available():
         lines["GPU"] = torch.cuda.get_device_name()

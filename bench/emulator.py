@@ -1,9 +1,9 @@
-"""Quantized attention with every choice of the method open: what the kernels do, and what they could have done instead.
+"""Quantized attention with every choice of the method open: the kernels' own choices and their alternatives.
 
-sage_aot._backends.emulation computes what the kernels compute. This computes the alternatives of the paper's tables,
-too: other granularities of the scales, other ways to smooth, other types of P and V, other accumulators. Steps that
-both have are the package's own functions, so that the kernels' own method gives its bits. All arithmetic is f32 unless
-a cast says otherwise; tensors are [batch, heads, seq, headdim] on any device.
+sage_aot._backends.emulation computes what the kernels compute. This module also computes the alternatives in the
+paper's tables: other granularities of the scales, other ways to smooth, other types of P and V, other accumulators. It
+calls the emulation's functions for the steps that both have, so that the kernels' own method gives the emulation's
+bits. All arithmetic is f32 unless a cast says otherwise; tensors are [batch, heads, seq, headdim] on any device.
 Source: SageAttention2, sections 3.1 to 3.4 and appendix A.6; SageAttention2++ for the accumulators in f16.
 """
 
@@ -30,10 +30,10 @@ from sage_aot._problem.options import Options
 from sage_aot.errors import ArgumentError
 
 ARCH = "sm89"
-"""Whose tiles and orders of summation the emulation follows: the arch of FP8 P and V."""
+"""The arch whose tiles and orders of summation this emulator follows; its P and V are FP8."""
 
 F16_ARCH = "sm80"
-"""Whose softmax it follows where P is f16."""
+"""The arch whose softmax this emulator follows where P is f16."""
 
 PRODUCT_KEYS = 32
 """Keys of one FP8 or INT8 matrix product; the accumulator is rounded after each."""
@@ -49,13 +49,13 @@ class Method:
     bits: int = 8  # of Q and K
     granularity: str = "thread"  # which rows of Q and K share a scale: a key of GROUPS
     transform: str = "none"  # what comes before smoothing: a key of TRANSFORMS
-    smoothing: str = "k"  # "", "k", "q" or "qk": which have their mean subtracted
+    smoothing: str = "k"  # "", "k", "q" or "qk": the tensors whose mean is subtracted
     pv: str = "e4m3"  # type of P and V: a key of ROUNDING
     accumulator: str = "two_level"  # of P·V: a key of ACCUMULATORS
     smooth_v: bool = False
-    clip: float | None = 1.0  # share of a group's largest value of Q or K that the integers reach up to; None: searched
-    rotate: bool = False  # as the kernels do, behind smoothing
-    statistics: str = "sequence"  # of means and scales of V: all keys, as published, or the kernels' "sample"
+    clip: float | None = 1.0  # share of a group's largest magnitude that the largest integer stands for; None: searched
+    rotate: bool = False  # after smoothing, as the kernels do
+    statistics: str = "sequence"  # keys for means and for V's scales: all, as published, or the kernels' "sample"
 
     def __post_init__(self) -> None:
         if self.statistics not in ("sequence", "sample"):
@@ -67,18 +67,18 @@ class Method:
 
     @property
     def largest_integer(self) -> float:
-        """Of Q and K."""
+        """Largest integer of the quantized Q and K."""
         return 2.0 ** (self.bits - 1) - 1
 
     def options(self, *, is_causal: bool) -> Options:
-        """The call that comes nearest."""
+        """Options of the call that comes nearest to the method."""
         return Options(is_causal=is_causal, qk=f"int{self.bits}", smooth_q="q" in self.smoothing,
                        smooth_k="k" in self.smoothing, smooth_v=self.smooth_v, rotate=self.rotate)
 
 
 @dataclass(frozen=True)
 class Range:
-    """What P and V are scaled to before they are rounded."""
+    """Largest values to which P and V are scaled before they are rounded."""
 
     p: float  # of the largest P of a row
     v: float | None  # of the largest V of a channel; None: a power of two that fits f16
@@ -92,11 +92,11 @@ RANGE_F16_ACCUMULATOR = Range(224.0, 4.5)
 
 @dataclass(frozen=True)
 class Inputs:
-    """Q, K and V as they are quantized, padded to whole tiles, and what smoothing took off them."""
+    """Q, K and V just before quantization, padded to whole tiles, and the terms that smoothing took off."""
 
     q: torch.Tensor  # [batch, heads, rows, headdim]
     k: torch.Tensor  # [batch, kv heads, keys, headdim]
-    v: torch.Tensor  # likewise; as it came where the kernels' own steps smooth and quantize it
+    v: torch.Tensor  # likewise; not yet smoothed where statistics is "sample": the emulation's own step does that
     v_mean: torch.Tensor  # [batch, kv heads, headdim]; zero where V is not smoothed
     delta_s: torch.Tensor | None  # [batch, heads, query tiles, keys], log2 units: mean of Q · K; None: Q not smoothed
 
@@ -112,12 +112,12 @@ class Quantized:
     k_scale: torch.Tensor  # [batch, heads, keys]
     v_scale: torch.Tensor  # [batch, heads, headdim]
     v_mean: torch.Tensor  # likewise
-    v_factor: torch.Tensor  # [batch, heads, kv tiles], what P·V of a tile is multiplied by
+    v_factor: torch.Tensor  # [batch, heads, kv tiles], factor on P·V of a tile
 
 
 def attention(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
               is_causal: bool = False) -> torch.Tensor:
-    """Output [batch, heads, seq, headdim] f32 of f16 or bf16 tensors, all finite."""
+    """Attention by a method: f16 or bf16 tensors, all finite, to [batch, heads, seq, headdim] f32."""
     problem, kernels, inputs = prepare(method, library, q, k, v, is_causal=is_causal)
     softmax = common.kernels_of(F16_ARCH, problem, library).attn if method.pv == "f16" else kernels.attn
     kernels = replace(kernels, attn=replace(softmax, tile=kernels.attn.tile))
@@ -127,7 +127,8 @@ def attention(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor
 
 
 def score_step(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
-    """What one unit of the integer scores is worth, in log2 units: geometric mean over rows times that over keys."""
+    """One unit of the integer scores in log2 units: the geometric mean of q_scale over rows times that of k_scale over
+    keys."""
     problem, kernels, inputs = prepare(method, library, q, k, v)
     with q.device:
         quantized = quantize(method, problem, kernels, inputs)
@@ -137,10 +138,10 @@ def score_step(method: Method, library: Library, q: torch.Tensor, k: torch.Tenso
 
 def prepare(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
             is_causal: bool = False) -> tuple[Problem, Kernels, Inputs]:
-    """All that comes before quantization."""
+    """The problem, its kernels, and the inputs just before quantization."""
     problem = check(q, k, v, method.options(is_causal=is_causal))
     kernels = common.kernels_of(ARCH, problem, library)
-    with q.device:  # where the factories that the package's functions call put what they make
+    with q.device:  # the package's functions make tensors on the default device
         inputs = smooth(method, problem, kernels, *TRANSFORMS[method.transform](q.float(), k.float()), v.float())
     return problem, kernels, inputs
 
@@ -149,7 +150,7 @@ def prepare(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor, 
 
 
 def smooth_attn(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """SmoothQuant between Q and K: each channel's range is split evenly between them (smoothing factor 0.5).
+    """SmoothQuant between Q and K: each channel's range is split evenly between Q and K (smoothing factor 0.5).
 
     q / s and k · s with s = √(max |q| / max |k|) per head and channel, so that q·k stays. Source: Xiao et al., 2023.
     """
@@ -184,7 +185,7 @@ TRANSFORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor,
 
 def smooth(method: Method, problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor,
            v: torch.Tensor) -> Inputs:
-    """Padded inputs less their means, less the row bias, which no softmax sees."""
+    """The inputs, padded, less their means. The row bias is left out: it changes no softmax."""
     tile, headdim = kernels.attn.tile, kernels.attn.spec.headdim
     q = kernel_steps._pad(q, tile.block_m, headdim)
     k, v = (kernel_steps._pad(x, tile.block_n, headdim) for x in (k, v))
@@ -210,7 +211,7 @@ def _mean_over_keys(method: Method, problem: Problem, kernels: Kernels, x: torch
 
 
 def _softmax_scale(problem: Problem) -> torch.Tensor:
-    """In log2 units."""
+    """softmax_scale · log2 e, as f32."""
     return torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
 
 
@@ -221,7 +222,7 @@ def _per_q_head(problem: Problem, x: torch.Tensor) -> torch.Tensor:
 # --- quantization -----------------------------------------------------------------------------------------------------
 
 class Sizes(NamedTuple):
-    """What the kernels' scale groups depend on."""
+    """Sizes on which the kernels' scale groups depend."""
 
     block_m: int
     block_n: int
@@ -236,7 +237,8 @@ class Sizes(NamedTuple):
 
 
 THREAD_ROW_GROUPS, THREAD_KEY_GROUPS = 8, 4
-"""Of a warp's rows and of a tile's keys: those of a thread of an m16n8 product."""
+"""Scale groups of a warp's rows and of a tile's keys, as published: the rows and keys of a thread of an m16n8
+product."""
 
 GROUPS: dict[str, tuple[Callable[[int, Sizes], torch.Tensor], Callable[[int, Sizes], torch.Tensor]]] = {
     "token": (lambda rows, sizes: torch.arange(rows), lambda keys, sizes: torch.arange(keys)),
@@ -266,7 +268,7 @@ def range_of(method: Method) -> Range:
 
 
 def quantize(method: Method, problem: Problem, kernels: Kernels, inputs: Inputs) -> Quantized:
-    """Q, K and V by the method."""
+    """Q, K and V quantized by the method."""
     quant, sizes = kernels["quant"], Sizes.of(kernels)
     q_groups, k_groups = GROUPS[method.granularity]
     q, k = (kernel_steps._rotate(x) if method.rotate else x for x in (inputs.q, inputs.k))
@@ -285,8 +287,8 @@ def quantize(method: Method, problem: Problem, kernels: Kernels, inputs: Inputs)
 
 def quantize_rows(x: torch.Tensor, groups: torch.Tensor, method: Method, quant: KernelRecord,
                   counted: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q or K as integers, and a scale per row, equal within a group. `counted`: the leading rows whose errors decide
-    about a clip that is searched, None: all."""
+    """Q or K as integers, and a scale per row, equal within a group. `counted`: number of leading rows whose errors
+    count where a clip is searched; None: all."""
     if method.clip is None:
         return kernel_steps._quantize_rows(x, groups, quant, True, x.shape[2] if counted is None else counted)
     limit, largest = method.largest_integer, kernel_steps._over_groups(x.abs().amax(-1), groups, "amax")
@@ -311,8 +313,8 @@ ACCUMULATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "two_level": keep_13_bits,
     "two_level_f16": lambda x: x.half().float(),
 }
-"""What the accumulator of P·V keeps after each product: all; 13 mantissa bits, in one accumulator for all keys or in a
-fresh one per tile; or f16, in a fresh one per tile."""
+"""By accumulator of P·V, the rounding after each product. "f32": none. 13 mantissa bits: in one accumulator for all
+keys ("single"), or in a fresh one per tile ("two_level"). f16: in a fresh one per tile."""
 
 
 class Softmax(MmaSoftmax):
@@ -326,7 +328,7 @@ class Softmax(MmaSoftmax):
         self._round = ROUNDING[method.pv]
 
     def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As that of the family, but for how P is rounded."""
+        """As the family's step, but P is rounded to the method's type."""
         p, alpha = self.exponentiate(scores, scale)
         rounded = self._round(p * self.factor)
         summed = rounded / self.factor if self.facts["sums_rounded"] else p
@@ -335,7 +337,7 @@ class Softmax(MmaSoftmax):
 
 
 def attend(method: Method, problem: Problem, attn: AttnRecord, inputs: Inputs, quantized: Quantized) -> torch.Tensor:
-    """Attention tile by tile as the kernels' emulation has it: output [batch, heads, rows, headdim], rows padded."""
+    """Attention tile by tile, as in the kernels' emulation. Output: [batch, heads, rows, headdim] f32, rows padded."""
     q, k, v, tile = quantized.q, quantized.k, quantized.v, attn.tile
     rows = q.shape[2]
     visible = visible_keys(problem, rows)
@@ -367,7 +369,7 @@ def accumulate(acc_o: torch.Tensor, p: torch.Tensor, v: torch.Tensor, accumulato
     if accumulator == "f32":
         return acc_o + p @ v
     if accumulator == "single":
-        return _add_products(keep(acc_o), p, v, keep)  # what the product reads of its accumulator is cut as well
+        return _add_products(keep(acc_o), p, v, keep)  # the product cuts the accumulator that it reads as well
     return acc_o + _add_products(torch.zeros_like(acc_o), p, v, keep)
 
 

@@ -1,12 +1,12 @@
-"""What a call costs the host: until it returns, in its parts, at the first call of a process, at import.
+"""Host time of a call until it returns, of its parts, of the first call of a process, and of the import.
 
     python bench/latency.py --json latency.json
     python bench/latency.py --beside ../another-tree
 
-Tiny tensors, so that a call returns after its launches are queued. Calls are timed in batches with a synchronization
-between two of them: the queue of a stream holds about a thousand launches, and a call that finds it full waits for the
-GPU. Every figure comes from processes of its own, one per way to the driver, where all rows take turns. `--beside`
-measures the package of another source tree too, which holds its own kernels, in turns with this one's.
+Tensors are tiny, so that a call returns as soon as its launches are queued. Calls are timed in batches, with a
+synchronization between batches: the queue of a stream holds about a thousand launches, and a call that finds the queue
+full waits for the GPU. Every figure comes from processes of its own, one per loader, in which the rows run alternately.
+`--beside` also measures the package of another source tree, with that tree's kernels, alternately with this package.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ print(1e3 * (time.perf_counter() - begin))
 
 
 def main() -> int:
-    import common  # not in a worker, whose tree may have another package than this one's
+    import common  # not at the top: a worker's tree may have another package, which common does not fit
 
     arguments = parse()
     common.require_cuda()
@@ -103,7 +103,7 @@ def measured(trees: list[Path]) -> dict[str, Any]:
 
 
 def in_process(tree: Path, loader: str, *command: str) -> Any:
-    """What a worker of this program, or another program, prints with the package of a tree."""
+    """The JSON that a worker of this program, or another program, prints with the package of a tree."""
     program = command if command[0] == "-c" else (__file__, "--worker", *command)
     environment = {**os.environ, "PYTHONPATH": str(tree), "SAGE_AOT_LOADER": loader}
     done = subprocess.run([sys.executable, *program], stdout=subprocess.PIPE, text=True, check=True, env=environment)
@@ -111,7 +111,7 @@ def in_process(tree: Path, loader: str, *command: str) -> Any:
 
 
 def show_calls(title: str, figures: dict[str, tuple[float, float]]) -> None:
-    """Each row with its ratio to SDPA's minimum in the same process."""
+    """Print each row with its ratio to SDPA's minimum in the same process."""
     print(f"{title}:")
     for name, (least, middle) in figures.items():
         print(f"- {name}: {least:.1f} ({middle:.1f}), {least / figures[SDPA][0]:.2f} x SDPA", flush=True)
@@ -132,7 +132,7 @@ def inputs(tokens: int = SHAPE[2]) -> list[torch.Tensor]:
 
 
 def calls() -> dict[str, tuple[float, float]]:
-    """Per kind of call the minimum and the median over the batches."""
+    """Per kind of call, the minimum and the median of its microseconds over the batches."""
     import sage_aot
 
     q, k, v = inputs()
@@ -150,7 +150,8 @@ def calls() -> dict[str, tuple[float, float]]:
 
 
 def parts() -> dict[str, float]:
-    """The minimum of what a call is made of; the dispatcher is what is left of the operator."""
+    """Per part of a call, the minimum of its microseconds. The dispatcher's time is the operator's less all other
+    parts."""
     import sage_aot
     from sage_aot._call import ops, pipeline
     from sage_aot._problem.options import OPTIONS, for_schema
@@ -190,7 +191,7 @@ def parts() -> dict[str, float]:
 
 
 def new_lengths() -> dict[str, float]:
-    """Calls of as many lengths, each for the first time, after one call of another length."""
+    """Calls of BATCH lengths, each length for the first time, after one call of another length."""
     import sage_aot
 
     tensors = [inputs(tokens) for tokens in range(65, 65 + BATCH)]
@@ -209,7 +210,7 @@ WORKERS: dict[str, Callable[[], Any]] = {"calls": calls, "parts": parts, "new_le
 
 
 def timed(works: Works) -> dict[str, tuple[float, float]]:
-    """Microseconds of one repeat of each, minimum and median over the batches; all take turns."""
+    """Per work, microseconds of one repeat: minimum and median over the batches. The works run alternately."""
     samples: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
         batch_us(work, WARM_UP_CALLS)

@@ -2,7 +2,7 @@
 
     python bench/plot.py speed.json other.json --out speed.png
 
-Where two files hold the same row of the same shape, the later file counts.
+Where two files hold the same row of the same shape, the later file's row is drawn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SDPA_STYLES = {
     "sdpa_cudnn_bf16": {"color": "#4d525a", "linestyle": "--", "label": "SDPA cuDNN, bf16"},
 }
 ARCH_COLORS = ("#2a6fbb", "#d1495b", "#2f9e6e", "#e0912f", "#7b5ea7")
-"""By the order in which the archs come; `call` is solid, `kernel` dotted."""
+"""Colors of the archs, in the order in which the archs come. Lines of `call` are solid, of `kernel` dotted."""
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from matplotlib.ticker import NullFormatter, PercentFormatter
 from accuracy_tables import Result, Summary, summaries
 
 COLORS = ("#2a6fbb", "#d1495b", "#2f9e6e", "#e0912f", "#7b5ea7", "#4d525a")
-"""By the order in which the sources of a table come."""
+"""Colors of a table's sources, in the order in which the sources come."""
 
 PANELS_PER_ROW = 2
 LEGEND_COLUMNS = 4
@@ -65,7 +65,7 @@ def draw_table(axes: object, title: str, rows: list[Summary]) -> None:
     axes.set_title(title, fontsize=9, pad=30)
     legend = axes.legend(frameon=False, fontsize=7, ncols=LEGEND_COLUMNS, loc="lower center",
                          bbox_to_anchor=(0.5, 0.98))
-    legend.set_in_layout(False)  # it may be wider than its panel, which must not make the panel narrower
+    legend.set_in_layout(False)  # a legend wider than its panel must not make the panel narrower
     axes.grid(axis="y", color="#e6e6e6")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

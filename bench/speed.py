@@ -3,15 +3,15 @@
     python bench/speed.py --json speed.json
     python bench/speed.py --arch sm80,sm89 --kernels build/retarget_sm_90 --headdim 128 --mask full
 
-Per shape and arch four rows: `kernel`, the attention launch alone on quantized inputs; `quantize`, the launches
-before it; `quantize kv`, the same for a call of one query row, which leaves one tile of Q a head; `call`, what a user
-calls, checks and allocations included. TOPS count 4·B·H·N²·D operations, half of them
-when causal. Every output is checked before it is timed; a wrong one ends the program with exit code 1.
+Each shape and arch has four rows. `kernel` is the attention launch alone, on quantized inputs; `quantize`, the launches
+before it; `quantize kv`, these launches for a call of one query row, which has one tile of Q a head; `call`, the public
+call with checks and allocations. TOPS count 4·B·H·N²·D operations, half of them when causal. Every output is checked
+before it is timed; a wrong output ends the program with exit code 1.
 
-Launches are queued back to back as a model would queue them, each repeat between two CUDA events: what the L2 cache
-keeps from one repeat to the next is kept, and a host that is slower than the GPU shows in `call`. With --graph a repeat
-is the replay of a CUDA graph of GRAPH_CALLS of them: the GPU's time alone, gaps between launches included.
-With --host or --first-call those are measured in place of the sweep (see latency.py).
+Launches are queued back to back as a model would queue them, each repeat between two CUDA events. The L2 cache is not
+flushed between repeats. Where the host is slower than the GPU, `call` has the host's time. With --graph, a repeat is a
+replay of a CUDA graph of GRAPH_CALLS calls: it has the GPU's time alone, gaps between launches included.
+--host and --first-call measure a call's host time and a process's first call in place of the sweep (see latency.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sage_aot._problem.options import Options
 FLASH, CUDNN = common.SDPA
 COLUMNS = ("row", "heads", "headdim", "mask", "N", "µs", "p10–p90", "TOPS", "× cuDNN", "GB/s", "cosine")
 GRAPH_CALLS = 10
-"""Calls that a graph holds: so many that the gap between two replays does not count."""
+"""Calls that a graph holds: enough that the gap between two replays does not count."""
 
 WARM_UP_S = 0.2
 """Seconds of work before a row is timed: the clock needs some tens of milliseconds to settle."""
@@ -87,19 +87,19 @@ class Timing:
 
 
 Timed = Callable[[Callable[[], object]], Timing]
-"""How the work of a row is timed."""
+"""A function that times the work of a row."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. What does not apply is None."""
+    """One line of the table; None stands for figures that the row does not have."""
 
     row: str
     shape: Shape
     timing: Timing
     cosine: float | None  # with flash attention
     kernel: str | None = None  # name of the attention kernel
-    moved_bytes: int | None = None  # that the quantizers must read and write
+    moved_bytes: int | None = None  # bytes that the quantizers must read and write
 
     @property
     def tops(self) -> float | None:
@@ -197,7 +197,7 @@ def sweep(shapes: list[Shape], archs: list[str], library: Library, timed: Timed)
 
 
 def rows(shape: Shape, qkv: list[torch.Tensor], archs: list[str], library: Library, timed: Timed) -> Iterator[Row]:
-    """Every row of a shape, flash first: it is what the others are checked against."""
+    """Every row of a shape: flash attention first, whose output the other rows are checked against."""
     expected = common.sdpa(FLASH, *qkv, shape.is_causal)
     yield Row(FLASH, shape, timed(lambda: common.sdpa(FLASH, *qkv, shape.is_causal)), None)
     if torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled():
@@ -209,7 +209,7 @@ def rows(shape: Shape, qkv: list[torch.Tensor], archs: list[str], library: Libra
 
 def arch_rows(shape: Shape, arch: str, qkv: list[torch.Tensor], expected: torch.Tensor, library: Library,
               timed: Timed) -> Iterator[Row]:
-    """The pieces of a call, then the call."""
+    """The rows of an arch: the pieces of a call, then the whole call."""
     common.check_arch(arch, library)
     backend = CudaBackend(library, arch)
     prepared = pipeline.prepare(backend, *qkv, Options(is_causal=shape.is_causal))
@@ -223,7 +223,7 @@ def arch_rows(shape: Shape, arch: str, qkv: list[torch.Tensor], expected: torch.
     few = Pieces(pipeline.prepare(backend, *kv, Options(is_causal=shape.is_causal)).run, kv)
     yield Row(f"{arch} quantize kv", shape, timed(few.quantize), None, name,
               moved_bytes(few.plan, expected.element_size()))
-    with pipeline.handing(backend):  # the first call prepares it, the others find it
+    with pipeline.handing(backend):  # the first call prepares the kind of call for all others
         out = sage_aot.attn(*qkv, is_causal=shape.is_causal, out=common.poisoned(qkv[0]))
         cosine = common.check_output(f"{arch} call", out, expected)
         timing = timed(lambda: sage_aot.attn(*qkv, is_causal=shape.is_causal))
@@ -231,13 +231,13 @@ def arch_rows(shape: Shape, arch: str, qkv: list[torch.Tensor], expected: torch.
 
 
 class Pieces:
-    """The launches of one call, to run apart, on a workspace that stays."""
+    """The launches of one call, to run one by one, on a workspace that they share."""
 
     def __init__(self, call: CudaCall, qkv: list[torch.Tensor]) -> None:
         self.plan = call.plan
         self._out = common.poisoned(qkv[0])
         workspace = torch.full((self.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")  # NaNs
-        self._tensors = (*qkv, self._out, workspace)  # the queues take addresses only
+        self._tensors = (*qkv, self._out, workspace)  # keeps them alive: the queues hold addresses only
         *quantizers, attention = call.launches()  # torch.randn aligns q, k and v
         self._quantizers, self._attention = call.queue_of(quantizers), call.queue_of([attention])
         *at_qkv_and_out, at_workspace = (tensor.data_ptr() for tensor in self._tensors)
@@ -248,11 +248,11 @@ class Pieces:
         self._quantizers(self._stream(), *self._addresses)
 
     def attend(self) -> None:
-        """Attention on what :meth:`quantize` left."""
+        """Attention on the workspace that :meth:`quantize` wrote."""
         self._attention(self._stream(), *self._addresses)
 
     def checked_output(self) -> torch.Tensor:
-        """The output of all pieces in order; nothing but the kernels has written to it."""
+        """The output of all pieces in order; it held NaN before."""
         self.quantize()
         self.attend()
         return self._out
@@ -273,7 +273,7 @@ def moved_bytes(layout: Plan, element_size: int) -> int:
 
 
 def time_on_gpu(work: Callable[[], object], repeat: int) -> Timing:
-    """Time on the current stream between events around each repeat, all of them queued at once."""
+    """GPU time between two events around each repeat; all repeats are queued on the current stream at once."""
     warm_up(work)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeat)]
     for begin, end in events:
@@ -285,11 +285,11 @@ def time_on_gpu(work: Callable[[], object], repeat: int) -> Timing:
 
 
 def time_by_graph(work: Callable[[], object], repeat: int) -> Timing:
-    """GPU time of a call, from replays of a graph of GRAPH_CALLS of them; a repeat is a replay."""
+    """GPU time of a call, from replays of a CUDA graph of GRAPH_CALLS calls; a repeat is a replay."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        work()  # what is done once is not captured
+        work()  # the first call loads kernels, which a capture cannot
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -300,7 +300,7 @@ def time_by_graph(work: Callable[[], object], repeat: int) -> Timing:
 
 
 def warm_up(work: Callable[[], object]) -> int:
-    """Run `work` for WARM_UP_S seconds, at least once; how often it ran."""
+    """Run `work` for WARM_UP_S seconds, at least once. Returns how often it ran."""
     deadline = time.perf_counter() + WARM_UP_S
     for count in itertools.count(1):
         work()

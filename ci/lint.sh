@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What ruff, mypy and clang-format have to say, by the Python that $PYTHON names, or python3. Installs nothing: that
-# Python's environment holds these tools, and torch, numpy and the extra `codegen`, whose types mypy reads.
+# Runs ruff, mypy and clang-format with the Python that $PYTHON names, or python3. Installs nothing: the environment of
+# that Python must hold these tools, and torch, numpy and the extra `codegen`, whose types mypy reads.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What must hold before anything is uploaded: the tag is that of this commit and of its version, and dist/ has the sdist
-# and every platform's wheel, whole, right in every file and all with the same payload.
+# Checks what is to be uploaded. The tag must name this commit and its version. dist/ must hold the sdist and every
+# platform's wheel; each wheel must be complete and right in every file, and all wheels must hold the same payload.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tag=$1

@@ -1,11 +1,11 @@
-"""Builds the wheel twice and compares the bytes: from the kernels of this tree, and from its sdist, elsewhere, anew.
+"""Builds the wheel twice and compares the bytes: once from this tree, once from its sdist, unpacked in another folder.
 
     python ci/reproduce.py dist [--only 'sage_attn_sm90_d64_*']
 
-leaves the wheel and the sdist in dist/. The kernels of this tree must be built (python -m codegen build). Elsewhere all
-are compiled again, or those that `--only` names and their feeders, to save time: then just their bytes are new, and the
-second wheel is packed there from the kernels of this tree. This Python's environment must have the extra `codegen`.
-"""
+leaves the wheel and the sdist in dist/. Build the kernels of this tree first (python -m codegen build). The other
+folder compiles all kernels again. With `--only` it compiles the kernels of that name and their feeders alone, which
+saves time; the second wheel is then packed from the kernels of this tree. This Python's environment must have the extra
+`codegen`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HOOK = "import sys; from codegen import backend; getattr(backend, sys.argv[1])(
 
 
 def make(what: str, tree: Path, out: Path, **environment: str) -> Path:
-    """Call a hook of the build backend in a source tree; the file that it makes."""
+    """Call a hook of the build backend in a source tree; return the path of the file that the hook makes."""
     out.mkdir(parents=True, exist_ok=True)
     before = set(out.iterdir())
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SAGE_AOT", "PYTHONPATH"))}
@@ -38,10 +38,10 @@ def make(what: str, tree: Path, out: Path, **environment: str) -> Path:
 
 
 def rebuilt(sdist: Path, wheel: Path, only: list[str], folder: Path) -> int:
-    """Compile the kernels of an sdist, all or those that patterns name, and pack them; how many were the same as a
-    wheel's. WheelError where one differs, or the wheel that is packed from them."""
+    """Compile the kernels of an sdist, all or those that patterns name, and pack a wheel in its tree. Return how many
+    kernels were compiled. WheelError where one differs from the kernel in `wheel`, or the packed wheel from `wheel`."""
     with tarfile.open(sdist) as archive:
-        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # which Python has since 3.10.12 and 3.11.4
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # since Python 3.10.12 and 3.11.4
         archive.extractall(folder)
     tree = folder / sdist.name.removesuffix(".tar.gz")
     expected, found = Wheel(wheel).kernels(), compiled(tree, only, folder / "kernels")
@@ -59,7 +59,7 @@ def rebuilt(sdist: Path, wheel: Path, only: list[str], folder: Path) -> int:
 
 
 def compiled(tree: Path, only: list[str], out: Path) -> dict[str, bytes]:
-    """Cubins and PTX of a source tree, compiled there into a folder, by their file names."""
+    """Compile kernels in a source tree into a folder; return the bytes of the cubins and PTX by file name."""
     patterns = [argument for pattern in only for argument in ("--only", pattern)]
     subprocess.run([sys.executable, "-m", "codegen", "build", "--out", str(out), *patterns], cwd=tree, check=True)
     return {path.name: path.read_bytes() for path in out.iterdir() if path.name != "manifest.json"}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs the README's test command as it stands there, in a fresh environment: between its install and its tests it lints,
-# builds and checks every kernel, and the wheel: equal to that of the sdist in another folder, right in every file, and
-# at work without the source tree.
+# Runs the README's test command in a fresh environment. Between the install and the tests of that command, this script
+# lints, and builds and checks every kernel. It then checks that the wheel equals the sdist's wheel from another folder,
+# is right in every file, and works without the source tree.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf .venv-test dist

@@ -1,13 +1,13 @@
-"""Installs a wheel into a fresh environment and runs there what needs no source tree, with the tree out of reach.
+"""Installs a wheel into a fresh environment, away from the source tree, and runs the tests that need no source tree.
 
     python ci/test_wheel.py dist/X.whl                      torch and pytest as ci/constraints.txt has them
     python ci/test_wheel.py dist/X.whl torch==2.4.1         another torch
     python ci/test_wheel.py dist/X.whl --borrow             this Python's torch and pytest: seconds, and no network
     python ci/test_wheel.py dist/X.whl --borrow --gpu       on a machine with a GPU, its tests too
 
-The PATH holds the new environment's Python and no compiler, so torch's inductor, which needs one, is left out. Of the
-GPU tests those of kernels that only a source tree could build for this GPU are. `--tests` runs just some.
-"""
+The PATH holds the new environment's Python and no compiler, so tests of torch's inductor, which needs one, are left
+out. GPU tests of kernels that only a source tree could build for this GPU are skipped. `--tests` names the test files
+to run."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def python_of(folder: Path) -> Path:
 
 
 def environment(wheel: Path, requirements: list[str], borrow: bool, folder: Path) -> Path:
-    """Make a virtual environment with the wheel and what its tests need; its Python."""
+    """Make a virtual environment with the wheel and what its tests need; return the path of its Python."""
     venv.create(folder, symlinks=os.name != "nt")
     python = python_of(folder)
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]  # this one: there may be no other
-    if borrow:  # by a .pth file, which stands behind the environment's own packages: the wheel is found first
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]  # the new one has no pip
+    if borrow:  # by a .pth file: its folders come after the environment's own packages, so the wheel is found first
         subprocess.run([*pip, "--no-index", "--no-deps", str(wheel)], check=True)
         site = subprocess.run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True,
                               capture_output=True, text=True).stdout.strip()
@@ -44,14 +44,15 @@ def environment(wheel: Path, requirements: list[str], borrow: bool, folder: Path
 
 
 def package_folders() -> list[Path]:
-    """Where this Python finds packages: in its environment, the user's folder, PYTHONPATH; not in the source tree,
-    which an editable install names. Python's own folders among them are another environment's anyway."""
+    """The folders where this Python finds packages (its environment, the user's folder, PYTHONPATH) without the source
+    tree, which an editable install adds. Folders of Python's own library are among them and do no harm: the new
+    environment has them already."""
     folders = [Path(path).resolve() for path in sys.path if Path(path).is_dir()]
     return [folder for folder in folders if folder not in (ROOT, ROOT / "ci")]
 
 
 def run(python: Path, folder: Path, gpu: bool, tests: list[str]) -> None:
-    """Run the package's own check, and its tests, from a folder that holds nothing but them."""
+    """Run the package's own check, and its tests, from a folder that holds only the tests and what they need."""
     for name in ("tests", "ci"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)  # pytest's settings

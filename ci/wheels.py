@@ -4,7 +4,7 @@
     python ci/wheels.py retag dist/X.whl PLATFORM FOLDER   the same wheel for another platform
     python ci/wheels.py release dist v0.1.0                a folder for upload: a wheel per platform and the sdist
 
-The standard library alone, and nothing of the package: what checks a wheel shares no code with what made it.
+This script imports the standard library alone: the code that checks a wheel is independent of the code that made it.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class Wheel:
         return f"{self.project}.dist-info/"
 
     def payload(self) -> dict[str, str]:
-        """The sha256 of every file but those that name the platform."""
+        """The sha256 of every file by its name, without the files that name the platform."""
         return {name: hashlib.sha256(data).hexdigest() for name, data in sorted(self.files.items())
                 if name not in (f"{self.info}WHEEL", f"{self.info}RECORD")}
 
     def digest(self) -> str:
-        """Of the payload."""
+        """The sha256 of the payload."""
         return hashlib.sha256(json.dumps(self.payload()).encode()).hexdigest()
 
     def kernels(self) -> dict[str, bytes]:
-        """The cubins and PTX."""
+        """The bytes of the cubins and PTX by file name."""
         return {name.removeprefix(_KERNELS): data for name, data in self.files.items()
                 if name.startswith(_KERNELS) and not name.endswith("manifest.json")}
 
@@ -67,7 +67,7 @@ class Wheel:
         return values
 
     def problems(self, narrowed: bool) -> list[str]:
-        """Everything that is wrong, as sentences; `narrowed`: it may lack kernels."""
+        """Everything that is wrong with the wheel, as sentences; `narrowed`: the wheel may lack kernels."""
         return [f"{self.path.name}: {problem}" for problem in (
             *self._metadata_problems(), *self._record_problems(), *self._kernel_problems(narrowed))]
 
@@ -82,7 +82,7 @@ class Wheel:
         return problems
 
     def _record_problems(self) -> list[str]:
-        """RECORD names every file with its hash, itself without one."""
+        """Files that RECORD does not name as they are: every file with its hash, RECORD itself without one."""
         expected, found = _record(self.files, self.info), self.files[f"{self.info}RECORD"].decode()
         return [f"expected RECORD to name {name!r} as it is" for name in sorted(
             set(expected.splitlines()) ^ set(found.splitlines()))]
@@ -116,7 +116,7 @@ def check(paths: list[Path], narrowed: bool = False) -> None:
 
 
 def release(folder: Path, tag: str) -> None:
-    """WheelError unless a folder holds what a tag promises and nothing else, all of it right."""
+    """WheelError unless a folder holds exactly the sdist and the wheels of a tag, and the wheels are right."""
     project = f"sage_aot-{tag.removeprefix('v')}"
     expected = {f"{project}.tar.gz", *(f"{project}-py3-none-{platform}.whl" for platform in PLATFORMS)}
     found = {path.name for path in folder.iterdir()}

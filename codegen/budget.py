@@ -1,8 +1,8 @@
-"""The rules that a compiled kernel must keep before a wheel may hold it: no spills but those that its row allows,
-registers for its blocks, shared memory that its chip has, the structs that the runtime fills in, tensor cores at work.
+"""The rules that a compiled kernel must keep before a wheel may hold it. They limit its spills, its registers and its
+shared memory, and require the structs that the runtime fills in, and tensor-core instructions for both products.
 
-The rules hold on a kernel's own chip, for which its row of the matrix was chosen, and not on a chip that the kernel is
-retargeted to.
+The rules hold on a kernel's own chip, for which its row of the matrix was chosen, and not on a chip to which the kernel
+is retargeted.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from sage_aot._launch.structs import layout_problems
 Reports = dict[PlannedKernel, Report]
 
 _REGISTERS_OF_SM = 65536
-_REGISTER_UNIT = 8  # a thread's registers are given out in these
+_REGISTER_UNIT = 8  # granularity of a thread's registers
 _REGISTERS_OF_THREAD = 255
 
 _EXPONENTIALS_BEFORE_ARRIVAL = 4
-"""More than those of the factors for what was summed, two rows a thread; a tile has 64."""
+"""Most exponentials allowed there. The rescale factors alpha of a thread's two rows take fewer; P of a tile takes
+64."""
 
 _PRODUCTS = {
     "qkint8": (("IMMA", "IGMMA"), "S8.S8"),
     "qkint4": (("IMMA",), "S4.S4"),
-    "pvf16": (("HMMA", "HGMMA"), ""),  # f16 is not spelt
+    "pvf16": (("HMMA", "HGMMA"), ""),  # the opcode does not name f16
     "pve4m3": (("QMMA", "QGMMA"), "E4M3.E4M3"),
 }
-"""Per product, as kernels' names spell it: the instructions that may compute it, and what their modifiers hold."""
+"""Per product, as kernels' names spell it: the instructions that may compute it, and a part of their modifiers."""
 
 _PTX_PRODUCTS = {
     "qkint8": (("mma",), "s32.s8.s8.s32"),
@@ -39,22 +40,22 @@ _PTX_PRODUCTS = {
     "pvf16": (("mma",), "f32.f16.f16.f32"),
     "pve4m3": (("mma",), "e4m3.e4m3"),
 }
-"""The same in PTX."""
+"""As _PRODUCTS, in PTX."""
 
 
 class Verdict(NamedTuple):
-    """What kernels lack, a sentence each."""
+    """The rules that kernels break, a sentence each."""
 
-    failures: list[str]  # that no kernel folder may have
-    remarks: list[str]  # what would be a failure in a folder that a wheel could ship
+    failures: list[str]  # no kernel folder may have these
+    remarks: list[str]  # these would be failures in a folder that a wheel could ship
 
 
 def judge(reports: Reports, matrix: Matrix, compilation: Compilation) -> Verdict:
-    """All that is wrong with compiled kernels.
+    """All rules that compiled kernels break.
 
-    The rules of a kernel's own chip hold where it was compiled for it; those of nvcc's kernels are remarks, as they are
-    to debug, and kernels that are retargeted have none. Every runtime needs the structs.
-    """
+    For kernels that a wheel may hold, every broken rule is a failure. For kernels by nvcc, which are for debugging,
+    broken rules are remarks. Retargeted kernels are not judged by the rules of a chip. Structs that the runtime does
+    not fill in are failures for all."""
     poor = [f"{kernel.spec.name}: {problem} (row {kernel.row})" for kernel, report in reports.items()
             for problem in _problems(kernel, report, matrix)]
     structs = _struct_problems(reports)
@@ -64,7 +65,7 @@ def judge(reports: Reports, matrix: Matrix, compilation: Compilation) -> Verdict
 
 
 def register_budget(kernel: PlannedKernel, threads: int) -> int:
-    """The registers of a thread with which the blocks that the kernel's row or family promises an SM fit one."""
+    """The most registers a thread with which min_blocks blocks of the kernel fit on an SM."""
     share = _REGISTERS_OF_SM // (kernel.min_blocks * threads)
     return min(share // _REGISTER_UNIT * _REGISTER_UNIT, _REGISTERS_OF_THREAD)
 
@@ -80,7 +81,7 @@ def _problems(kernel: PlannedKernel, report: Report, matrix: Matrix) -> list[str
 
 
 def _struct_problems(reports: Reports) -> list[str]:
-    """Kernels that share a struct must agree on it, and the runtime must fill it in as they read it."""
+    """Structs whose layout differs between kernels, and fields that the runtime does not fill in."""
     layouts: dict[str, Struct] = {}
     for report in reports.values():
         layouts.setdefault(report.info.params, report.info.layout)
@@ -130,7 +131,8 @@ def _pingpong(report: Report) -> list[str]:
 
 
 def _additions(kernel: PlannedKernel, report: Report) -> list[str]:
-    """Checks that promotion stands in front of the wait for the scores: half a head dim of values for each thread."""
+    """Checks that promotion comes before the wait for the scores. It takes headdim / 2 additions a thread: 64 rows
+    times headdim over 128 threads."""
     least, found = kernel.spec.headdim // 2, report.additions_under_products
     if kernel.family != "wgmma" or not isinstance(kernel.spec, AttnSpec) or found >= least:
         return []
@@ -139,7 +141,8 @@ def _additions(kernel: PlannedKernel, report: Report) -> list[str]:
 
 
 def _tensor_cores(kernel: PlannedKernel, report: Report) -> list[str]:
-    """An attention kernel's products, in the instructions that its axes name and in a loop."""
+    """Checks that an attention kernel computes both products by tensor-core instructions of its axes' types, in a loop.
+    """
     if not isinstance(kernel.spec, AttnSpec):
         return []
     spellings = _PTX_PRODUCTS if is_ptx(kernel.spec.arch) else _PRODUCTS

@@ -1,13 +1,13 @@
 """Counts of a kernel's machine code: its tensor-core instructions, and the other instructions of its main loop.
 
-The main loop of an attention kernel is one of the innermost loops with every kind of matrix instruction that the kernel
-holds: the one with the fewest other instructions a matrix instruction. That is the loop over the full tiles, since
-masking only adds instructions.
+The main loop of an attention kernel is the loop over the full tiles. Among the innermost loops with every kind of
+matrix instruction that the kernel holds, it has the fewest other instructions a matrix instruction, since masking only
+adds instructions.
 
-Instructions on the straight path of the loop are counted, each once, executed or predicated off. The path leads from
+Each instruction on the straight path of the loop counts once, executed or predicated off. The straight path leads from
 the head of the loop forward to its back edge, through every matrix instruction and every asynchronous copy, and
-otherwise the shortest way. The next tile's load counts; instructions off the path (rescaling O, scales too large for
-the fast softmax) are counted apart, as rare.
+otherwise the shortest way. It includes the next tile's load. Instructions off the path (rescaling O, scales too large
+to fold into the softmax's FMA) are counted apart, as rare.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from codegen.nvdisasm import Instruction
 from sage_aot._kernels.manifest import MainLoop
 
 MATRIX = frozenset(("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA"))
-"""Names of the tensor cores' instructions: f16, integer, FP8; with a G those of a warpgroup."""
+"""Names of the tensor cores' instructions: H for f16, I for integers, Q for FP8; with a G, of a warpgroup."""
 
 _ARRIVAL, _WAIT_FOR_PRODUCTS = "BAR.ARV", "WARPGROUP.DEPBAR"
 _EXPONENTIAL, _ADDITION = "MUFU.EX2", "FFMA"
@@ -31,15 +31,16 @@ _COPIES = frozenset(("LDGSTS", "UBLKCP", "UTMALDG"))  # asynchronous, from globa
 _PTX_MATRIX = re.compile(r"^\s*(?:@!?%p\d+ )?(w?mma\.[\w.:]+)", re.MULTILINE)
 
 Code = tuple[Instruction, ...]
-"""Of one function."""
+"""The instructions of one function or block."""
 
 _Weight = tuple[int, int, int]
-"""What a path must hold, in order of importance: matrix instructions, copies, and few instructions, thus negative."""
+"""Weight by which the straight path is the greatest: matrix instructions, then copies, then minus all instructions."""
 
 
 @dataclass(frozen=True)
 class _Loop:
-    """A natural loop: blocks from whose every one the head is reached again, and into which only the head leads."""
+    """A natural loop: from each of its blocks the head can be reached again, and the loop is entered at its head alone.
+    """
 
     head: int
     blocks: dict[int, _Block]
@@ -51,10 +52,10 @@ class _Loop:
 
 @dataclass(frozen=True)
 class _Block:
-    """Instructions that are executed together."""
+    """A basic block."""
 
     code: Code
-    successors: tuple[int, ...]  # addresses of blocks
+    successors: tuple[int, ...]  # addresses of the blocks that may follow
 
     @property
     def weight(self) -> _Weight:
@@ -63,18 +64,19 @@ class _Block:
 
 
 def tensor_opcodes(functions: Iterable[Code]) -> dict[str, int]:
-    """How often each tensor-core instruction stands in a kernel, by opcode with its modifiers."""
+    """The number of each tensor-core instruction in a kernel's SASS, by opcode with its modifiers."""
     found = Counter(instruction.opcode for code in functions for instruction in code if instruction.name in MATRIX)
     return dict(sorted(found.items()))
 
 
 def ptx_opcodes(text: str) -> dict[str, int]:
-    """The same of a text in PTX, by its own names: ``"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32"``."""
+    """The number of each tensor-core instruction in PTX, by names such as
+    ``"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32"``."""
     return dict(sorted(Counter(_PTX_MATRIX.findall(text)).items()))
 
 
 def main_loop(functions: Iterable[Code]) -> MainLoop | None:
-    """The counts of the main loop; None for a kernel without one."""
+    """The counts of the main loop; None for a kernel without a loop that holds all its kinds of matrix instructions."""
     found = _main_loop(functions)
     return _counts(found) if found else None
 
@@ -129,9 +131,9 @@ def _counts(loop: _Loop) -> MainLoop:
 
 
 def _straight_path(loop: _Loop) -> _Weight:
-    """The greatest weight of a way from the head forward to a back edge.
+    """The weight of the straight path: the greatest of all paths from the head forward to a back edge.
 
-    Only forward branches count: code out of line returns by a jump to a lower address, and is therefore rare.
+    A path has forward branches only. Code out of line returns by a jump to a lower address, and is therefore rare.
     """
     best = {loop.head: loop.blocks[loop.head].weight}
     for address in sorted(loop.blocks):
@@ -147,7 +149,7 @@ def _sum(first: _Weight, second: _Weight) -> _Weight:
 
 
 def _loops(blocks: dict[int, _Block]) -> list[_Loop]:
-    """Every natural loop; those of one head are one loop."""
+    """Every natural loop; loops with the same head count as one."""
     entry = min(blocks, default=0)
     heads = sorted({successor for address, block in blocks.items() for successor in block.successors
                     if successor <= address})
@@ -157,7 +159,7 @@ def _loops(blocks: dict[int, _Block]) -> list[_Loop]:
 
 
 def _body(head: int, blocks: dict[int, _Block]) -> set[int]:
-    """The blocks that lead to a back edge of a head without passing it, and the head."""
+    """A head, and the blocks from which a back edge of the head is reached without passing the head."""
     before: dict[int, list[int]] = {}
     for address, block in blocks.items():
         for successor in block.successors:

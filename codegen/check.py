@@ -13,14 +13,14 @@ from codegen.render import Renderer
 
 
 def variable_problems(matrix: Matrix, project: Project) -> list[str]:
-    """Every template that uses other names than its kind is given."""
+    """Names that a template uses but its kind is not given, or is given but does not use, a sentence each."""
     renderer = Renderer(project.templates)
     used = sorted({(kernel.spec.kind, kernel.how.template) for kernel in matrix.kernels})
     return [problem for kind, template in used for problem in renderer.variable_problems(kind, template)]
 
 
 def golden_problems(matrix: Matrix, project: Project) -> list[str]:
-    """Every golden that differs from what its kernel renders to now, and their absence."""
+    """Every golden that differs from what its kernel renders to now, or that there are no goldens."""
     goldens = list(_goldens(matrix, project))
     if not goldens:
         return [f"{project.golden.relative_to(project.root)}: expected goldens, got none: add an empty file "
@@ -31,7 +31,7 @@ def golden_problems(matrix: Matrix, project: Project) -> list[str]:
 
 
 def update_goldens(matrix: Matrix, project: Project) -> None:
-    """Rewrite the goldens. An empty file named after a kernel becomes one."""
+    """Rewrite the goldens. An empty file named after a kernel becomes that kernel's golden."""
     for path, text in _goldens(matrix, project):
         write_if_changed(path, text)
 

@@ -25,7 +25,7 @@ Command = Callable[[argparse.Namespace, Matrix, Project], None]
 
 
 def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
-    """Run a command; 0, or 1 where the build or the check failed, or 2 where the request or the matrix is wrong."""
+    """Run a command and return its exit code: 0; 1 where build or check failed; 2 where request or matrix is wrong."""
     args = _parser().parse_args(argv)
     project = Project(root, (args.build_dir or root / "build").resolve())
     try:
@@ -52,7 +52,7 @@ def _list(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
 
 
 def _sizes(kernel: PlannedKernel) -> str:
-    """What the matrix says of a kernel's sizes."""
+    """A kernel's sizes in the matrix, as text."""
     if not isinstance(kernel.spec, AttnSpec):
         return f"{kernel.how.threads} threads"
     tile = kernel.tile
@@ -127,7 +127,7 @@ def _compile(args: argparse.Namespace, kernels: tuple[PlannedKernel, ...], matri
 
 
 def _out(args: argparse.Namespace, compilation: Compilation) -> Path:
-    """Where the kernels go. Those that are not for wheels never go where a wheel would ship them."""
+    """The folder for the kernels. UsageError for a folder inside sage_aot where the kernels are not for wheels."""
     project = compilation.project
     out = (args.out or _default_out(compilation)).resolve()
     shipped = project.package.parent.resolve()
@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))  # an empty one is no arch: none at all would mean every one
+    return tuple(name.strip() for name in text.split(","))  # "" gives ("",), no arch: () would ask for every arch
 
 
 def _positive(text: str) -> int:

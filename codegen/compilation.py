@@ -1,6 +1,6 @@
 """One compilation: a folder of cubins, for their own targets or for a foreign target, by one toolchain.
 
-This module finds the headers of a source by its #include lines, since NVRTC writes no dependency files.
+The headers of a source are found by its #include lines, since NVRTC writes no dependency files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sage_aot._kernels.spec import is_ptx, target_of
 
 
 class Toolchain(Protocol):
-    """A module around one compiler, whose command line compiles one source."""
+    """A module around one compiler; its command line compiles one source."""
 
     FLAGS: tuple[str, ...]
 
@@ -36,7 +36,7 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(["<])([^">]+)[">]', re.MULTI
 
 @dataclass(frozen=True)
 class Compilation:
-    """Which compiler, for which chip, in which project."""
+    """A compiler, its targets, and the project whose kernels it compiles."""
 
     project: Project
     toolchain: str = "nvrtc"
@@ -57,25 +57,26 @@ class Compilation:
 
     @property
     def shippable(self) -> bool:
-        """Whether a wheel may hold these cubins. Those for a foreign chip are for tests, those of nvcc to debug."""
+        """Whether a wheel may hold these cubins. Retargeted cubins are for tests, cubins by nvcc for debugging."""
         return self.toolchain == "nvrtc" and self.retarget is None
 
     def target(self, kernel: PlannedKernel) -> str:
-        """What a kernel is compiled for, as compilers spell it. PTX is for every chip as it is."""
+        """The target of a kernel, as compilers spell it: "sm_90a". PTX is never retargeted."""
         if is_ptx(kernel.spec.arch):
             return target_of(kernel.spec.arch)
         return (self.retarget or target_of(kernel.spec.arch)) + kernel.how.suffix
 
     def compiled(self, kernel: PlannedKernel) -> Path:
-        """The cubin, or the PTX."""
+        """Path of a kernel's cubin or PTX."""
         return self.folder / f"{kernel.spec.name}.{'ptx' if is_ptx(kernel.spec.arch) else 'cubin'}"
 
     def report(self, kernel: PlannedKernel) -> Report:
-        """What the compiler made of a kernel that is built."""
+        """The report on a kernel, which must be compiled."""
         return Report.read(self.compiled(kernel))
 
     def source_sha256(self, kernel: PlannedKernel) -> str:
-        """Hash of all input of the compiler for a rendered kernel: each file by its name, the target and the flags."""
+        """sha256 of the compiler's whole input for a rendered kernel: each file with its name, the target, the
+        flags."""
         source, include = source_path(kernel, self.project), self.project.include
         files = {source.name: source, **{path.relative_to(include).as_posix(): path
                                          for path in headers_of(source, include)}}
@@ -87,7 +88,7 @@ class Compilation:
 
 
 def headers_of(source: Path, include: Path) -> set[Path]:
-    """Every header of the include folder that a source includes, directly or not; BuildError for unknown ones."""
+    """Every header of the include folder that a source includes, directly or not; BuildError for an unknown header."""
     found: set[Path] = set()
     pending = [source]
     while pending:

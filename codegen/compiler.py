@@ -1,7 +1,8 @@
-"""Code that the two compile commands share: arguments, the log's meaning, and outputs that are complete or absent.
+"""Code that the two compile commands share: arguments, reading the log, and outputs that are complete or absent.
 
-ninja runs a command once per kernel. It writes OUT.cubin, or OUT.ptx where the target is PTX, and, beside it, OUT.json:
-a :class:`Report` of what the compiler made of the kernel, from its log and from the cubin's machine code, or the PTX.
+ninja runs a compile command once per kernel. The command writes OUT.cubin, or OUT.ptx where the target is PTX, and
+OUT.json beside it: a :class:`Report` of what the compiler made of the kernel, read from the log and from the cubin's
+machine code, or from the PTX.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ _Key = TypeVar("_Key", int, str)
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
-_WARNING = re.compile(r"\bwarning( #|\s*:)")  # not the remark on how to suppress them
-_LOSS = re.compile(r"\(C75\d\d\).*")  # a wgmma serialized, a setmaxnreg ignored: to ptxas a remark
+_WARNING = re.compile(r"\bwarning( #|\s*:)")  # does not match the remark on how to suppress warnings
+_LOSS = re.compile(r"\(C75\d\d\).*")  # ptxas only remarks that it serialized a wgmma or ignored a setmaxnreg
 _PTX_ENTRY = re.compile(r"^\.visible \.entry (\w+)\(", re.MULTILINE)
 _PTX_VERSION = re.compile(r"^\.version (\d+\.\d+)$", re.MULTILINE)
 
-_ABI_BYTE = 8  # of a cubin's header
+_ABI_BYTE = 8  # offset of the ABI version in a cubin's ELF header
 _FIRST_DRIVER_OF_ABI = {7: 525, 8: 570}
 _FIRST_DRIVER_OF_PTX = {"8.7": 570, "8.8": 575, "9.0": 580}
-"""Drivers of the CUDA versions that brought these: within a major version of CUDA an older driver loads the cubins of a
-newer compiler, as far as it knows the chip and the ABI; PTX it reads up to its own version only.
+"""The first driver of an ABI, and of a version of PTX. Within a major version of CUDA, an older driver loads the cubins
+of a newer compiler if it knows the chip and the ABI. It reads PTX up to its own version only.
 Source: CUDA compatibility guide, "Minor Version Compatibility"; PTX ISA, "Release Notes"."""
 
 
@@ -51,19 +52,19 @@ class Report:
     """What the compiler made of one kernel."""
 
     compiler: str  # name and full version
-    machine: MachineCode | None  # of the entry point with most registers, and all spills; None for PTX
-    first_driver: int  # that reads this ABI or this version of PTX
+    machine: MachineCode | None  # most registers of any entry point, spills of all together; None for PTX
+    first_driver: int  # first branch of the driver that reads this ABI or this version of PTX
     opcodes: dict[str, int]  # tensor-core instructions
     main_loop: MainLoop | None  # None for PTX and for a kernel without such instructions in a loop
     exponentials_before_arrival: int  # codegen/census.py; 0 for PTX and for kernels whose consumers do not ping-pong
-    additions_under_products: int  # the same; 0 for kernels without asynchronous products
+    additions_under_products: int  # codegen/census.py; 0 for kernels without asynchronous products
     info: KernelInfo  # what the kernel says of itself
 
     @classmethod
     def of(cls, compiler: str, entries: tuple[str, ...], compiled: Compiled) -> Report:
         """Read the log and the code; BuildError for warnings and for anything but these entry points."""
         if _WARNING.search(compiled.log):
-            raise BuildError("expected no warnings")  # NVRTC has no option for it
+            raise BuildError("expected no warnings")  # NVRTC has no option that makes warnings errors
         if loss := _LOSS.search(compiled.log):
             raise BuildError(f"expected Hopper's instructions as they are written, got {loss[0]}")
         return (cls._of_ptx if compiled.is_ptx else cls._of_cubin)(compiler, entries, compiled)
@@ -112,7 +113,8 @@ def _check_entries(found: list[str], expected: tuple[str, ...]) -> None:
 
 
 def _known(first_drivers: dict[_Key, int], found: _Key, what: str) -> int:
-    """The driver that brought what a compiler writes; one that is not known here is no ground to promise drivers."""
+    """The first driver that reads what a compiler wrote. BuildError for an ABI or version that the table lacks: no
+    driver can be promised for it."""
     if found not in first_drivers:
         raise BuildError(f"expected the {what} {' or '.join(map(str, first_drivers))}, got {found}: look up which "
                          f"driver brought it and add it to {Path(__file__).name}")
@@ -131,7 +133,7 @@ def main(compile_kernel: Callable[[Path, str, Path], Compiled], version: Callabl
     args = parser.parse_args()
     outputs = (args.out, args.out.with_suffix(".json"))
     for path in outputs:
-        path.unlink(missing_ok=True)  # a failure must not leave the last success behind
+        path.unlink(missing_ok=True)  # a failure must not leave the outputs of an earlier success
     log = ""
     try:
         compiled = compile_kernel(args.source, args.target, args.include)

@@ -1,4 +1,4 @@
-"""What stops code generation. :mod:`codegen.cli` prints these as they are; anything else is a bug and a traceback."""
+"""Errors that stop code generation. :mod:`codegen.cli` prints their messages; any other exception is a bug."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Builds the kernels whenever a wheel, editable or not, is built; hatchling loads this file by its path.
 
-The build runs as a command: hatchling's process stays free of codegen's modules, and what a user sees of a failure is
+The build runs as a command, so hatchling's process does not import codegen's modules, and after a failure the user sees
 what ``python -m codegen`` prints. No wheel is made without its kernels.
 """
 
@@ -18,13 +18,13 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 _TAGS = {
     "linux-x86_64": "manylinux_2_17_x86_64", "linux-aarch64": "manylinux_2_17_aarch64", "win-amd64": "win_amd64",
 }
-"""Per platform of this Python, the tag of its wheels. They hold no host code: nothing in them needs more of a Linux
-than the oldest that pip knows by its glibc."""
+"""Per platform of this Python, the platform tag of its wheels. Wheels hold no host code, so they run on the oldest
+glibc that a manylinux tag names."""
 
 
 class KernelBuildHook(BuildHookInterface[BuilderConfig]):
-    """``SAGE_AOT_ARCHS=sm89,sm90`` narrows what is built; ``SAGE_AOT_PREBUILT=1`` packs kernels that were built before,
-    after comparing them with this source tree. pyproject.toml says where the wheel takes them from."""
+    """``SAGE_AOT_ARCHS=sm89,sm90`` builds kernels for these archs alone. ``SAGE_AOT_PREBUILT=1`` packs kernels that
+    were built before, after comparing them with this source tree. pyproject.toml names the kernels' folder."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         command = [sys.executable, "-m", "codegen", *_request()]

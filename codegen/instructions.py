@@ -1,6 +1,7 @@
-"""The table of docs/instructions.md: what each attention kernel's main loop executes. ``codegen check`` compares it.
+"""The table of docs/instructions.md: the instruction counts of each attention kernel's main loop. ``codegen check``
+compares the table with the kernels.
 
-Rows stand between two comments; the text around them is written by hand. A narrowed build knows only its own rows and
+The rows stand between two comments; the text around these is written by hand. A narrowed build updates its own rows and
 leaves the others as they are.
 """
 
@@ -29,7 +30,7 @@ def table(reports: Mapping[PlannedKernel, Report]) -> str:
 
 
 def instructions_problems(reports: Mapping[PlannedKernel, Report], matrix: Matrix, project: Project) -> list[str]:
-    """What is wrong with the page, in a list of one sentence or none."""
+    """One sentence where the page's table is not up to date, in a list; else an empty list."""
     if _read(project) == _updated(reports, matrix, project):
         return []
     return [f"{project.instructions.relative_to(project.root)}: expected the counts of these kernels, got others: "
@@ -42,7 +43,7 @@ def update_instructions(reports: Mapping[PlannedKernel, Report], matrix: Matrix,
 
 
 def _updated(reports: Mapping[PlannedKernel, Report], matrix: Matrix, project: Project) -> str:
-    """The page with the rows of these kernels, the rows that it has of others, and none of kernels that are no more."""
+    """The page with new rows for these kernels, its rows of other kernels, and no rows of kernels not in the matrix."""
     text = _read(project)
     found = _TABLE.search(text)
     if found is None:

@@ -1,5 +1,5 @@
-"""The facts and the struct that a compiled kernel carries: the tables of templates/include/sage/kernel_info.cuh, read
-from a cubin, from the text of PTX, or from any other ELF file that the same source was compiled to."""
+"""The facts and the struct layout that a compiled kernel carries: the tables of templates/include/sage/kernel_info.cuh,
+read from a cubin, from the text of PTX, or from any other ELF file of the same source."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _FACT, _FIELD = struct.Struct("<24sd"), struct.Struct("<24sii")
 _FACTS, _FIELDS = "sage_facts", "sage_fields"
 _PTX_TABLE = re.compile(rf"\.b8 ({_FACTS}|{_FIELDS})\[(\d+)\] = \{{([\d, ]*)\}}")
 _BYTES = {"Q": 8, "T": 32, "i": 4, "f": 4}
-"""Per type of a field, by its character."""
+"""Bytes of a field, by the character of its type."""
 
 _REMEDY = "fields_of() must name all fields in order, and an i32 `unused` what a compiler would leave as a gap"
 
 
 class KernelInfo(NamedTuple):
-    """What a kernel says of itself."""
+    """The facts of a kernel, and its struct."""
 
     facts: dict[str, float]
-    params: str  # name of the struct that it takes by value
+    params: str  # name of the struct that the kernel takes by value
     layout: Struct
 
 
 def of_elf(image: bytes) -> KernelInfo:
-    """Of a cubin or a shared library; BuildError where it has no such tables."""
+    """Read the tables of a cubin or a shared library; BuildError where it has none."""
     try:
         elf = ELFFile(io.BytesIO(image))
         symbols: Any = elf.get_section_by_name(".symtab")  # pyelftools has types for some of what it returns
@@ -44,7 +44,7 @@ def of_elf(image: bytes) -> KernelInfo:
 
 
 def of_ptx(text: str) -> KernelInfo:
-    """Of the text of PTX, which leaves out zeros at the end of a table."""
+    """Read the tables of PTX, which leaves out zeros at the end of a table; BuildError where it has none."""
     return _read({name: bytes(map(int, values.split(","))).ljust(int(size), b"\0")
                   for name, size, values in _PTX_TABLE.findall(text)})
 
@@ -70,7 +70,7 @@ def _read(tables: dict[str, bytes]) -> KernelInfo:
 
 
 def _check_complete(name: str, layout: Struct) -> None:
-    """BuildError unless the fields fill the struct: one that fields_of() leaves out would be sent as zeros."""
+    """BuildError unless the fields fill the struct: a field that fields_of() leaves out would be sent as zeros."""
     end = 0
     for field, (code, offset) in layout.fields.items():
         if offset != end:

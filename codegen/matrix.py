@@ -1,7 +1,7 @@
-"""build_matrix.yaml → the kernels to build, and for every combination of the axes without one, the reason.
+"""build_matrix.yaml → the kernels to build, and per combination of the axes without a kernel, the reason.
 
-Each combination is excluded or covered by exactly one row of tiles, and each attention kernel brings the kernels of
-the other kinds that feed it. Whatever is wrong comes in one :class:`~codegen.errors.MatrixError`.
+Each combination is excluded, or covered by exactly one row of tiles. Each attention kernel brings its feeders. One
+:class:`~codegen.errors.MatrixError` reports everything that is wrong.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class PlannedKernel:
     spec: KernelSpec
     family: str
     how: FamilyKind  # template, threads, ...
-    tile: Tile  # of an attention kernel; of another the first that it feeds
+    tile: Tile  # of the attention kernel; for a feeder, of the first attention kernel that it feeds
     allowed_spill_bytes: int
-    row: str  # selector of the tile row it follows from; that of its first attention kernel for the other kinds
-    feeders: tuple[str, ...]  # names of the kernels that run before an attention kernel, in their order
+    row: str  # selector of the tile row of the attention kernel; for a feeder, of the first that it feeds
+    feeders: tuple[str, ...]  # names of an attention kernel's feeders, in the order in which they run
 
     @property
     def min_blocks(self) -> int:
-        """Resident blocks an SM, for which the registers must do."""
+        """Resident blocks an SM that the registers must allow."""
         return self.tile.min_blocks if isinstance(self.spec, AttnSpec) else self.how.min_blocks or 1
 
 
@@ -43,7 +43,7 @@ class Matrix:
     archs: dict[str, Arch]
     shared_bytes: dict[str, int]  # by arch: shared memory that a block can have
     kernels: tuple[PlannedKernel, ...]  # by name
-    missing: tuple[tuple[str, str], ...]  # name of the attention kernel, why there is none
+    missing: tuple[tuple[str, str], ...]  # per combination without a kernel, the name it would have and the reason
 
 
 def read_matrix(path: Path, templates: Path) -> Matrix:
@@ -69,7 +69,7 @@ def _text(path: Path) -> str:
 
 
 class _Planning:
-    """Rows → kernels: every combination excluded or covered once, nothing superfluous."""
+    """Rows → kernels. Complains unless every combination is excluded or covered once, and every row matches one."""
 
     def __init__(self, reader: YamlReader, rows: Rows) -> None:
         self.reader = reader
@@ -80,7 +80,7 @@ class _Planning:
         """The kernels of all kinds, and the combinations without one; None after a complaint."""
         covered, missing = self._decide()
         self._complain_about_unused()
-        if self.reader.problems:  # then a row may lack what a kernel is made of
+        if self.reader.problems:  # a row may lack what its kernels need
             return None
         attention = [(self._attention(spec, row), row) for spec, row in covered]
         kernels = [kernel for kernel, _ in attention] + self._feeders(attention)
@@ -91,7 +91,7 @@ class _Planning:
         return Matrix(archs, shared_bytes, by_name, tuple(sorted(missing)))
 
     def _decide(self) -> tuple[list[tuple[AttnSpec, TileRow]], list[tuple[str, str]]]:
-        """Every combination that is built, with its row, and every other with the reason."""
+        """Every combination that is built, with its row; and the name of every other combination, with the reason."""
         covered, missing = [], []
         for values in product(*(self.rows.axes[axis] for axis in AXIS_NAMES)):
             spec = AttnSpec(**dict(zip(AXIS_NAMES, values)))
@@ -149,12 +149,12 @@ class _Planning:
                 feeders: tuple[str, ...] = ()) -> PlannedKernel:
         """The kernel of any kind that follows from a row; only attention kernels may spill."""
         if row.tile is None:
-            raise ValueError(f"line {row.selector.line}: expected sizes")  # the reader complained: nothing is planned
+            raise ValueError(f"line {row.selector.line}: expected sizes")  # not reached: plan() stops after complaints
         return PlannedKernel(spec, row.family, self.rows.families[row.family][spec.kind], row.tile, allowed_spill_bytes,
                              row.selector.text(row.family, spec.arch), feeders)
 
     def _feeders(self, attention: list[tuple[PlannedKernel, TileRow]]) -> list[PlannedKernel]:
-        """The kernels that feed the attention kernels; those that share one must ask for the same."""
+        """The feeders of the attention kernels. Attention kernels that share a feeder must agree on its template."""
         found: dict[str, tuple[PlannedKernel, TileRow]] = {}
         for kernel, row in attention:
             for name in kernel.feeders:
@@ -172,5 +172,5 @@ def _needs_delta(spec: AttnSpec) -> bool:
 
 
 def _layout(kernel: PlannedKernel) -> tuple[object, ...]:
-    """What attention kernels that share a feeder must agree on: all that its template is given."""
+    """What attention kernels that share a feeder must agree on: everything that the feeder's template is given."""
     return kernel.how, kernel.tile.quantized if isinstance(kernel.spec, QuantSpec) else None

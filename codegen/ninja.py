@@ -1,4 +1,4 @@
-"""Sources → cubins with ninja: in parallel, and only what changed. :mod:`codegen.compilation` says what is compiled."""
+"""Sources → cubins with ninja: in parallel, and only what changed. :mod:`codegen.compilation` defines the inputs."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from codegen.project import ROOT
 from codegen.render import source_path
 
 _COMMAND_FILES = ("compiler.py", "census.py", "nvdisasm.py", "kernel_info.py", "targets.py")
-"""The files on which the outputs of a compile command depend beside the toolchain's own file."""
+"""Files of codegen, beside the toolchain's own, on which the outputs of a compile command depend."""
 
 
 def compile_all(kernels: tuple[PlannedKernel, ...], compilation: Compilation, jobs: int | None = None) -> None:
     """Bring the cubins of rendered kernels up to date; BuildError where one does not compile."""
     ninja_file = compilation.folder / "build.ninja"
-    # A file, so that another version of a tool rebuilds: ninja compares times, and the flags stay the same.
+    # The versions go into a file, so that another version of a tool rebuilds: ninja compares the times of files.
     versions = f"{compilation.version}\n{nvdisasm.version()}\n"
     write_if_changed(compilation.folder / "compiler.txt", versions.encode())
     write_if_changed(ninja_file, ninja_text(kernels, compilation).encode())
     command = [str(Path(BIN_DIR, "ninja")), "-f", str(ninja_file), *(["-j", str(jobs)] if jobs else [])]
-    # In ROOT python -m finds codegen; progress is no part of what a command prints.
+    # In ROOT python -m finds codegen. ninja's progress goes to stderr: stdout is for the command's result.
     status = subprocess.run(command, cwd=ROOT, env=_environment(), stdout=sys.stderr, check=False).returncode
     if status != 0:
         raise BuildError(f"expected every kernel to compile, ninja exited with {status}: its output is above")
@@ -45,10 +45,10 @@ def ninja_text(kernels: tuple[PlannedKernel, ...], compilation: Compilation) -> 
     text = io.StringIO()
     ninja = Writer(text, width=120)  # type: ignore[arg-type]  # its stub says a string; it writes to a file
     ninja.variable("ninja_required_version", "1.5")
-    ninja.variable("builddir", str(compilation.folder))  # of ninja's log
+    ninja.variable("builddir", str(compilation.folder))  # where ninja keeps its log
     ninja.rule("compile", f"{_quoted(_interpreter())} -m codegen.{toolchain} $in --target $target $entries "
                           f"--include {_quoted(project.include)} -o $out", description=f"{toolchain} $target $name")
-    # The flags stand in the toolchain's module, so a change of them rebuilds as a change of that file.
+    # The flags stand in the toolchain's module, whose file is an input: a change of the flags rebuilds.
     commands = [Path(__file__).with_name(name) for name in (f"{toolchain}.py", *_COMMAND_FILES)]
     for kernel in kernels:
         source, compiled = source_path(kernel, project), compilation.compiled(kernel)
@@ -66,14 +66,14 @@ def _quoted(path: object) -> str:
 
 
 def _interpreter() -> str:
-    """This Python in a command: by a name that all environments have, as ninja rebuilds what another command made.
+    """The name of this Python in commands: `python` in all environments, since ninja rebuilds where a command changed.
 
-    :func:`_environment` lets ninja find it; where no `python` stands beside this one it is named by its path.
-    """
+    :func:`_environment` lets ninja find `python`. Where the folder of this Python has no such file, the name is the
+    path of this Python."""
     plain = shutil.which("python", path=str(Path(sys.executable).parent))
     return "python" if plain and Path(plain).samefile(sys.executable) else sys.executable
 
 
 def _environment() -> dict[str, str]:
-    """Of ninja: the folder of this Python comes first on the PATH."""
+    """The environment of ninja: the folder of this Python comes first on the PATH."""
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}

@@ -1,6 +1,6 @@
-"""The compiler of second resort: nvcc from the PATH, to tell a bug of the kernel from one of NVRTC, or to debug.
+"""The second compiler: nvcc from the PATH, to debug, or to tell a bug of a kernel from a bug of NVRTC.
 
-Its cubins are not for wheels: 13.x ones need driver 580, and the result depends on the host compiler's headers.
+nvcc's cubins are not for wheels: cubins by 13.x need driver 580, and they depend on the host compiler's headers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from codegen.errors import BuildError
 from codegen.targets import is_ptx_target
 
 FLAGS: tuple[str, ...] = ("-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v")
-"""-default-device exists in NVRTC only; for constexpr functions, which is where it matters, this is its equal."""
+"""--expt-relaxed-constexpr stands for -default-device, which only NVRTC has: the sources need it for constexpr
+functions."""
 
 
 @cache
 def version() -> str:
-    """``"nvcc 13.0.88"``; BuildError where there is none."""
+    """Name and version, ``"nvcc 13.0.88"``; BuildError where no nvcc is on the PATH."""
     if shutil.which("nvcc") is None:
         raise BuildError("expected nvcc on the PATH, got none: install a CUDA toolkit or use --toolchain nvrtc")
     text = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout

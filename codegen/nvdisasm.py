@@ -1,6 +1,6 @@
-"""The disassembler, from PyPI as the compiler is: a cubin → its instructions, with the targets of its branches.
+"""The disassembler nvdisasm, from PyPI: a cubin → its instructions, with the targets of branches.
 
-Only the JSON output of nvdisasm is read, which separates predicates, opcodes and branches, and resolves addresses.
+This module reads nvdisasm's JSON output, which separates predicates, opcodes and branches, and resolves addresses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from codegen.errors import INSTALL, BuildError
 _DISTRIBUTION = "nvidia-cuda-nvdisasm"
 _EXECUTABLES = ("nvdisasm", "nvdisasm.exe")
 _INSTRUCTION_BYTES = 16  # of every chip since sm_70
-_JUMPS = ("BRA", "CALL", "JMP")  # CALL reaches farther than BRA; a jump unless it is marked as a subroutine call
+_JUMPS = ("BRA", "CALL", "JMP")  # CALL, a jump that reaches farther than BRA unless marked as a subroutine call
 _ENDS = ("EXIT", "RET", "BRX", "JMX", "KILL")
 
 
@@ -28,8 +28,8 @@ class Instruction:
 
     address: int
     opcode: str  # with its modifiers: "HMMA.16816.F32"
-    target: int | None = None  # address that it may jump to
-    falls_through: bool = True  # whether a thread may go on behind it
+    target: int | None = None  # address to which the instruction may jump
+    falls_through: bool = True  # whether a thread may go on to the next instruction
 
     @property
     def name(self) -> str:
@@ -38,22 +38,22 @@ class Instruction:
 
 
 def version() -> str:
-    """``"nvdisasm 13.5.37"``; BuildError where another major version or none is installed."""
+    """Name and version, ``"nvdisasm 13.5.37"``; BuildError where another major version or none is installed."""
     try:
         installed = distribution(_DISTRIBUTION).version
     except PackageNotFoundError:
         installed = "none"
-    if not installed.startswith("13."):  # the first with JSON; a later one may change it
+    if not installed.startswith("13."):  # the first major version with JSON; a later one may change its form
         raise BuildError(f"expected nvdisasm 13, got {installed}: {INSTALL}")
     return f"nvdisasm {installed}"
 
 
 def disassemble(cubin: bytes) -> tuple[tuple[Instruction, ...], ...]:
-    """The instructions of each function of a cubin; BuildError where it is none."""
+    """The instructions of each function of a cubin; BuildError where nvdisasm reads no cubin."""
     with TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
-        # No dataflow analysis: it resolves indirect branches, which are not followed here, and takes time.
+        # -ndf: no dataflow analysis. It takes time, and resolves indirect branches, which are not followed here.
         command = [str(_executable()), "-json", "-ndf", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -73,7 +73,8 @@ def read_json(text: str) -> tuple[tuple[Instruction, ...], ...]:
 
 
 def _instruction(address: int, values: dict[str, Any]) -> Instruction:
-    """A jump's address is its last operand; it is conditional with a predicate before it or an operand more."""
+    """One instruction from its JSON. A jump's address is its last operand. A jump is conditional where it has a
+    predicate or further operands."""
     opcode = values["opcode"]
     name = opcode.split(".")[0]
     *conditions, last = values.get("operands", "").split(",")

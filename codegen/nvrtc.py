@@ -1,9 +1,8 @@
 """The compiler of the wheels: NVRTC 12.9, from PyPI, without nvcc, gcc or a GPU.
 
-The version is fixed for two reasons. Cubins of the 12.x compilers load on every driver from 525 on, those of 13.x only
-from 580 on. And 12.9 is the first version with --frandom-seed, which keeps names of internal symbols the same from one
-process to the next.
-"""
+The version is fixed for two reasons. Cubins by 12.x compilers load on every driver from 525 on, cubins by 13.x only
+from 580 on. 12.9 is the first version with --frandom-seed, which keeps the names of internal symbols the same from
+process to process."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _LIBRARY = "libnvrtc.so.12"
 
 
 def version() -> str:
-    """``"nvrtc 12.9.86"``; BuildError where another or none is installed."""
+    """Name and version, ``"nvrtc 12.9.86"``; BuildError where another version or none is installed."""
     try:
         installed = distribution(_DISTRIBUTION).version
     except PackageNotFoundError:
@@ -38,7 +37,7 @@ def version() -> str:
 def compile_kernel(source: Path, target: str, include: Path) -> Compiled:
     """Compile one source; BuildError with the compiler's log where it does not compile."""
     nvrtc = _load()
-    # Only the file's name: a path would end up in the cubin, which has to be the same from every folder.
+    # Give only the file's name: a path would end up in the cubin, which must be the same from every folder.
     program = _checked(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], []))
     options = [f"--gpu-architecture={target}", f"--include-path={include}", *FLAGS]
     status, = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
@@ -53,8 +52,8 @@ def compile_kernel(source: Path, target: str, include: Path) -> Compiled:
 def _load() -> Any:  # the bindings have no types
     """cuda.bindings.nvrtc on top of the library of _DISTRIBUTION.
 
-    cuda.pathfinder prefers a library that is already loaded to those it would find, among which may be the 13.x
-    that comes with torch.
+    The library is loaded first, since cuda.pathfinder takes a library that is already loaded. It might otherwise find
+    the 13.x that comes with torch.
     """
     version()
     files = distribution(_DISTRIBUTION).files or ()
@@ -72,7 +71,7 @@ def _load() -> Any:  # the bindings have no types
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """The values of a call, which come after its status."""
+    """The values that a call returns beside its status; BuildError for a status that is an error."""
     status, *values = result
     if status != 0:
         raise BuildError(f"expected NVRTC_SUCCESS, got {status.name}")
@@ -80,7 +79,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 
 def _read(size_of: Callable[..., Any], fill: Callable[..., Any], program: object) -> bytes:
-    """NVRTC hands out bytes in two calls: their number, then a copy into a buffer."""
+    """Read bytes from NVRTC by two calls: `size_of` gives their number, `fill` copies them into a buffer."""
     buffer = bytes(_checked(size_of(program)))
     _checked(fill(program, buffer))
     return buffer

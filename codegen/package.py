@@ -1,6 +1,6 @@
 """Compiled kernels → a folder that the runtime reads: the cubins and PTX, manifest.json, and nothing else.
 
-Everything that can go wrong is checked before the first write, so a build that may not be shipped leaves no folder.
+All checks come before the first write, so a build that fails them leaves no folder.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from sage_aot._version import __version__
 
 
 def write_package(reports: Reports, matrix: Matrix, compilation: Compilation, out: Path) -> Manifest:
-    """Make a folder hold exactly these compiled kernels, which were judged."""
+    """Make a folder hold exactly these compiled kernels; the caller has judged them. Return the folder's manifest."""
     codes = {kernel: compilation.compiled(kernel).read_bytes() for kernel in reports}
     records = [_record(kernel, matrix, compilation, reports[kernel], code) for kernel, code in codes.items()]
     manifest = _manifest(records, reports, matrix, compilation)
     for record, code in zip(records, codes.values()):
         write_if_changed(out / record.file, code)
-    write_if_changed(out / FILE_NAME, manifest.to_text().encode())  # last: it vouches for the files it names
+    write_if_changed(out / FILE_NAME, manifest.to_text().encode())  # after the files, whose hashes it names
     _remove_others(out, {FILE_NAME, *(record.file for record in records)})
     return manifest
 
 
 def package_problems(matrix: Matrix, compilation: Compilation, folder: Path) -> list[str]:
-    """How a folder differs from the result of building the whole matrix, a sentence each. Compiles nothing, but needs
-    the rendered sources. Trusts the compiler to write the same file for the same source."""
+    """How a folder differs from the result of building the whole matrix, a sentence each. Nothing is compiled, but the
+    sources must be rendered. The same source is taken to compile to the same file."""
     try:
         manifest = Manifest.read(folder)
     except (OSError, ValueError) as error:
@@ -66,7 +66,7 @@ def _record_problems(record: KernelRecord, kernel: PlannedKernel, compilation: C
         "target": compilation.target(kernel), "file": compilation.compiled(kernel).name, "family": kernel.family}
     if isinstance(kernel.spec, AttnSpec):
         expected |= {"tile": kernel.tile, "feeders": kernel.feeders}
-    if found == record.sha256:  # then the file can be asked
+    if found == record.sha256:  # else the file may be damaged, and is not read
         info = of_ptx(path.read_text()) if record.is_ptx else of_elf(path.read_bytes())
         expected |= {"params": info.params, "facts": info.facts}
     return [f"expected {field} {value!r}, got {getattr(record, field, None)!r}"
@@ -74,7 +74,7 @@ def _record_problems(record: KernelRecord, kernel: PlannedKernel, compilation: C
 
 
 def check_out(out: Path) -> None:
-    """UsageError for a folder with someone's files in it, which :func:`write_package` would remove."""
+    """UsageError for a folder with other files than kernels, which :func:`write_package` would remove."""
     if not out.exists() or (out / FILE_NAME).is_file():
         return
     if not out.is_dir():

@@ -1,4 +1,4 @@
-"""Where things lie. The functions of codegen take a Project, so that tests can build another one."""
+"""The folders and files of a source tree. The functions of codegen take a Project, so that tests can make their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Project:
-    """The folders of one source tree, all absolute, and the one that intermediate files go to."""
+    """The folders of one source tree, and the folder for intermediate files; all paths are absolute."""
 
     root: Path
     build: Path
@@ -38,10 +38,10 @@ class Project:
 
     @property
     def package(self) -> Path:
-        """The kernels that the wheel ships."""
+        """Folder of the kernels that the wheel ships."""
         return self.root / "sage_aot" / "kernels"
 
     @property
     def sources(self) -> Path:
-        """The rendered kernels."""
+        """Folder of the rendered sources."""
         return self.build / "gen"

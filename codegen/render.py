@@ -1,4 +1,5 @@
-"""Templates → CUDA sources, one per kernel. Owns which names a template may use and how values are spelt in C++."""
+"""Templates → CUDA sources, one per kernel. Defines the names that a template may use and how C++ spells their
+values."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ CONTEXT = {
               "threads", "min_blocks"),
     "delta": ("name", "template", "row", "entries", "headdim", "threads"),
 }
-"""What the templates of each kind are given; they use all of it and nothing else."""
+"""The names that the templates of each kind are given. A template uses all of them and no others."""
 
 _QK_BITS = {"int8": 8, "int4": 4}
 _PV_ENUMERATOR = {"f16": "Pv::kF16", "e4m3": "Pv::kE4m3"}
@@ -62,7 +63,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "smooth_q": axes.get("q") == "qsmooth",
         "threads": kernel.how.threads,
         **kernel.tile._asdict(),
-        "min_blocks": kernel.min_blocks,  # in place of the tile's, which are those of the attention kernel
+        "min_blocks": kernel.min_blocks,  # replaces the tile's, which holds for the attention kernel
     }
     return {name: values[name] for name in CONTEXT[kernel.spec.kind]}
 
@@ -111,5 +112,5 @@ def render_all(kernels: Iterable[PlannedKernel], matrix: Matrix, project: Projec
 
 
 def source_path(kernel: PlannedKernel, project: Project) -> Path:
-    """Where a kernel's rendered source lies."""
+    """Path of a kernel's rendered source."""
     return project.sources / f"{kernel.spec.name}.cu"

@@ -1,6 +1,6 @@
-"""build_matrix.yaml → rows that are right, each by itself; :mod:`codegen.matrix` judges them together.
+"""build_matrix.yaml → rows, each checked by itself; :mod:`codegen.matrix` checks them together.
 
-Reading goes on after a problem, so that every one of them is reported at once.
+Reading goes on after a problem, so that all problems are reported at once.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ AXIS_NAMES = AttnSpec.axes()
 """Attention kernels depend on every axis."""
 
 OTHER_AXES = AXIS_NAMES[1:]
-"""Those whose values stand under 'axes'; archs have facts of their own."""
+"""Axes whose values stand under 'axes' in the matrix. Archs stand under 'archs', with their figures."""
 
 Values = tuple[Any, ...]
-"""Of an axis, as YAML has them."""
+"""Values of an axis, as YAML has them."""
 
 _MAX_THREADS = 1024  # of a block, on every GPU
 
 
 @dataclass(frozen=True)
 class ArchRow:
-    """What is known of an arch; None only where the reader has complained."""
+    """An entry of 'archs'. Numbers are None only where the reader has complained."""
 
     line: int
     shared_bytes: int | None  # shared memory that a block can have
-    least_driver: int | None  # the first that loads what the compiler makes for it
-    run_on: str | None  # GPU that ran its files as they are
+    least_driver: int | None  # first branch of the driver that loads the arch's kernels
+    run_on: str | None  # GPU on which the arch's files ran as they are; None where no GPU ran them
 
 
 @dataclass(frozen=True)
 class Selector:
-    """The combinations that a row is about; an axis it leaves out matches all of them."""
+    """The combinations that a row selects: by values per axis. An axis without values selects all of its values."""
 
     line: int
     values: dict[str, Values]
@@ -51,8 +51,8 @@ class Selector:
         return all(getattr(spec, axis) in values for axis, values in self.values.items())
 
     def text(self, family: str, arch: str) -> str:
-        """One canonical line of YAML, which generated sources quote. Of the archs that the row lists it has the
-        kernel's own, so that a row for one more arch changes no source of another."""
+        """One canonical line of YAML, which generated sources quote. It names the kernel's own arch alone, so that
+        sources stay the same when the row lists one more arch."""
         parts = [f"family: {family}"]
         for axis in AXIS_NAMES:
             values = [str(value) for value in self.values.get(axis, ()) if axis != "arch" or value == arch]
@@ -85,7 +85,7 @@ class FamilyKind:
 
     template: str
     threads: int | None  # of a block; those of attention kernels follow from their tiles
-    min_blocks: int | None  # an SM; those of attention kernels are their tiles', a delta kernel promises none
+    min_blocks: int | None  # resident blocks an SM, of quantizers; attention kernels have their tiles', delta none
     suffix: str  # of the target: "a" for instructions that one chip alone has
 
 
@@ -94,7 +94,7 @@ class Rows:
     """All rows of a matrix."""
 
     archs: dict[str, ArchRow]
-    axes: dict[str, Values]  # with the archs
+    axes: dict[str, Values]  # every axis, the arch included
     families: dict[str, dict[str, FamilyKind]]  # by family and kind
     tiles: tuple[TileRow, ...]
     exclude: tuple[Exclusion, ...]
@@ -102,7 +102,7 @@ class Rows:
 
 
 class RowReader:
-    """Reads one matrix. ``selectors_sound`` says whether it is known which combinations every row is about."""
+    """Reads one matrix. ``selectors_sound``: whether no problem was found in any row's selector."""
 
     def __init__(self, reader: YamlReader, templates: Path) -> None:
         self.reader = reader
@@ -113,7 +113,7 @@ class RowReader:
         self.families: dict[str, dict[str, FamilyKind]] = {}
 
     def read(self, text: str) -> Rows | None:
-        """The rows, or None where it is not known what they cover: each combination would repeat that problem."""
+        """The rows, or None where a selector is wrong: each combination would report that problem again."""
         root = self.reader.document(text)
         if root is None:
             if not self.reader.problems:
@@ -147,7 +147,7 @@ class RowReader:
 
     def _integer(self, entries: dict[str, yaml.Node], key: str, expected: str = "a positive number",
                  valid: Callable[[int], bool] = lambda value: value > 0) -> int | None:
-        """The value of a key; None without one, and after a complaint."""
+        """The integer of a key; None where the key is missing, and after a complaint."""
         value = self.reader.scalar(entries[key]) if key in entries else None
         if value is None or (isinstance(value, int) and not isinstance(value, bool) and valid(value)):
             return value
@@ -168,7 +168,7 @@ class RowReader:
         return tuple(value for _, value in found)
 
     def _families(self, node: yaml.Node) -> dict[str, dict[str, FamilyKind]]:
-        """Each family with the kinds of kernels that it has; those that every call runs it must have."""
+        """Each family with its kinds of kernels. A family must have every kind in ALWAYS_RUN."""
         entries = self.reader.mapping(node, "'families'", (), tuple(FAMILIES))
         others = tuple(kind for kind in KINDS if kind not in ALWAYS_RUN)
         return {name: {kind: self._family_kind(name, kind, values) for kind, values in self.reader.mapping(
@@ -246,7 +246,7 @@ def _unknown_value(axis: str, value: object) -> str | None:
 
 
 def _among(value: object, values: Iterable[object]) -> bool:
-    """Membership that tells 8 from 8.0 and 1 from true."""
+    """Membership by type and value: 8 is not 8.0, 1 is not true."""
     return any(type(value) is type(other) and value == other for other in values)
 
 

@@ -12,13 +12,13 @@ from sage_aot._kernels.spec import spec_of
 
 @dataclass(frozen=True)
 class Selection:
-    """What was asked for; empty means all."""
+    """The kernels that a command asks for; an empty tuple asks for all."""
 
     archs: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()  # of names, as fnmatch reads them
 
     def names(self, names: list[str]) -> set[str]:
-        """The names that are asked for; UsageError for an arch or a pattern that none of them fits."""
+        """The names that the selection asks for; UsageError for an arch or a pattern that no name fits."""
         archs = {spec_of(name).arch for name in names}
         unknown = [arch for arch in self.archs if arch not in archs]
         if unknown:
@@ -33,7 +33,7 @@ class Selection:
                 if not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)}
 
     def kernels(self, matrix: Matrix) -> tuple[PlannedKernel, ...]:
-        """The kernels that are asked for and those that feed them: what is built together can run."""
+        """The kernels that the selection asks for, and their feeders, so that every attention kernel built can run."""
         names = self.names([kernel.spec.name for kernel in matrix.kernels])
         names.update(feeder for kernel in matrix.kernels if kernel.spec.name in names for feeder in kernel.feeders)
         return tuple(kernel for kernel in matrix.kernels if kernel.spec.name in names)

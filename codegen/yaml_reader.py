@@ -1,7 +1,7 @@
-"""Reading YAML such that every complaint has its line and none hides the others.
+"""Reading YAML such that every complaint has its line, and all complaints are reported.
 
-yaml.compose keeps the line of every node, which yaml.safe_load forgets, and shows a key that stands twice, of which
-safe_load silently takes the last.
+yaml.compose keeps the line of every node, and both entries of a key that stands twice. yaml.safe_load drops the lines
+and takes the last entry silently.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import yaml
 
 
 class YamlReader:
-    """Takes nodes apart and collects what is wrong with them; what cannot be read comes back empty or None."""
+    """Reads nodes and collects complaints. A node that cannot be read gives an empty result or None."""
 
     def __init__(self, file_name: str) -> None:
         self.file_name = file_name
@@ -36,7 +36,7 @@ class YamlReader:
 
     def mapping(self, node: yaml.Node, what: str, required: tuple[str, ...],
                 optional: tuple[str, ...] = ()) -> dict[str, yaml.Node]:
-        """The known entries of a mapping."""
+        """The entries of a mapping with known keys. Complains about unknown, repeated and missing keys."""
         if not isinstance(node, yaml.MappingNode):
             self.complain(line_of(node), f"expected {what} as a mapping, got {_show(node)}")
             return {}
@@ -56,7 +56,7 @@ class YamlReader:
         return entries
 
     def named_mappings(self, node: yaml.Node, what: str) -> dict[str, yaml.Node]:
-        """A mapping whose keys are free names."""
+        """The entries of a mapping whose keys may be any names."""
         names = tuple(str(key.value) for key, _ in node.value) if isinstance(node, yaml.MappingNode) else ()
         return self.mapping(node, what, (), tuple(dict.fromkeys(names)))
 

@@ -1,8 +1,8 @@
 """Quantized attention from precompiled kernels: SageAttention2 without a compiler.
 
-What the package exports is imported when it is first used, so that code generation, which needs the standard library
-only, can import the modules that it shares. ``from sage_aot import attn`` registers the operators
-``torch.ops.sage_aot``.
+Exports that need torch (`attn`, `explain`, `info`) are imported at their first use. Code generation, which has the
+standard library only, can therefore import the modules that it shares with the runtime. ``from sage_aot import attn``
+registers the operators ``torch.ops.sage_aot``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What can go wrong, as types.
+"""The types of errors and warnings.
 
     SageAotError                        base of every error that sage_aot raises on purpose
     ├── ArgumentError (ValueError)      an argument is not what the call takes
     ├── UnsupportedError (RuntimeError) the call is valid, but this machine or this build has no kernel for it
     ├── CubinError (RuntimeError)       a kernel folder or a file in it is missing, damaged or of another version
     └── LaunchError (RuntimeError)      the driver refused to load or to launch a kernel
-    PtxWarning (UserWarning)            the driver has to compile the kernels: the GPU is newer than this sage_aot
+    PtxWarning (UserWarning)            the GPU is newer than this sage_aot: its driver has to compile PTX
 
 Every message says what was expected and what came, and what to do where that does not follow from the two.
 """
@@ -29,7 +29,8 @@ class UnsupportedError(SageAotError, RuntimeError):
     def __init__(self, message: str, *, reasons: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.reasons = dict(reasons or {})
-        """Per arch of the kernel folder why the GPU cannot run it; empty where something else is unsupported."""
+        """Per arch of the kernel folder, why the GPU cannot run its kernels; empty where something else is unsupported.
+        """
 
 
 class CubinError(SageAotError, RuntimeError):
@@ -41,4 +42,4 @@ class LaunchError(SageAotError, RuntimeError):
 
 
 class PtxWarning(UserWarning):
-    """The kernels for this GPU are PTX, which its driver has to compile: it is newer than this sage_aot."""
+    """The GPU is newer than this sage_aot: its kernels are PTX, which the driver has to compile."""

@@ -1,1 +1,1 @@
-"""What runs a plan: the CUDA driver, or the emulation in torch. base.py has what a backend is."""
+"""What runs a plan: the CUDA driver, or the emulation in torch. base.py has the interface of a backend."""

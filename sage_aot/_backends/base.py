@@ -11,7 +11,8 @@ from sage_aot._launch.plan import Plan
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call that its preparation looks at: shapes, strides and devices, never values or addresses."""
+    """The tensors from which a call is prepared. Preparation reads shapes, strides and devices, no values or addresses.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -20,11 +21,12 @@ class Tensors(NamedTuple):
 
 
 class Call(Protocol):
-    """A call that is prepared for tensors of given shapes, strides and devices, as often as it is made."""
+    """A call prepared for tensors of given shapes, strides and devices. It may be made any number of times."""
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
                  lse: torch.Tensor | None) -> None:
-        """Write `out`, in the layout of q, and the log-sum-exp where it is wanted, [batch, heads, queries] float32."""
+        """Write `out`, in the layout of q, and the log-sum-exp to `lse`, [batch, heads, queries] float32, unless
+        None."""
         ...
 
 
@@ -35,10 +37,10 @@ class Backend(Protocol):
     def manifest(self) -> Manifest: ...
 
     def arch(self, device: int) -> str:
-        """The arch whose kernels run the calls of a CUDA device, or of CPU tensors, whose device is −1.
-        UnsupportedError where there is none."""
+        """The arch whose kernels run the calls of a CUDA device; −1 stands for CPU tensors. UnsupportedError where no
+        arch does."""
         ...
 
     def bind(self, plan: Plan, tensors: Tensors) -> Call:
-        """Prepare the calls of a plan. Neither queries nor keys are missing."""
+        """Prepare the calls of a plan, which has at least one query and one key."""
         ...

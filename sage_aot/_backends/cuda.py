@@ -37,7 +37,7 @@ class CudaBackend:
     """The kernels of a folder on CUDA devices."""
 
     def __init__(self, library: Library, arch: str | None = None) -> None:
-        """`arch`: whose kernels run, whatever the device; None for those that the device's capability asks for."""
+        """`arch`: run this arch's kernels on every device; None chooses the arch by the device's compute capability."""
         self.library = library
         self._arch = arch
         self._archs: dict[int, str] = {}  # device → arch
@@ -49,11 +49,12 @@ class CudaBackend:
 
     @cached_property
     def packers(self) -> dict[str, Packer]:
-        """What fills in the structs of the kernels, by the names of the structs."""
+        """A packer per struct that kernels take, by the name of the struct."""
         return {name: Packer(layout) for name, layout in self.manifest.structs.items()}
 
     def arch(self, device: int) -> str:
-        """Warns once where the kernels are PTX; asking torch and the driver each time would cost microseconds."""
+        """The arch of a device, looked up once: torch and the driver take microseconds to answer. The look-up warns
+        where the kernels are PTX."""
         if device not in self._archs:
             self._archs[device] = self._arch or arch_of(self.library, device)
         return self._archs[device]
@@ -63,7 +64,7 @@ class CudaBackend:
         if device not in self._contexts:
             try:
                 self._contexts[device] = self.library.driver.context(device)
-            except Exception as error:  # those of cupy have no common base
+            except Exception as error:  # cupy's errors have no common base
                 raise LaunchError(f"the driver has no context for device {device}: {error}") from error
         return self._contexts[device]
 
@@ -72,8 +73,8 @@ class CudaBackend:
 
 
 def arch_of(library: Library, device: int) -> str:
-    """The arch whose kernels a CUDA device runs. Raises UnsupportedError where none does, or nothing can load them."""
-    gpu = gpu_here(device, library.driver)  # or say what is missing
+    """The arch whose kernels a CUDA device runs. UnsupportedError where no arch fits, or no loader works here."""
+    gpu = gpu_here(device, library.driver)  # library.driver raises where no loader works, and says what is missing
     arch = nearest_arch(gpu, library.manifest)
     if is_ptx(arch) and os.environ.get("SAGE_AOT_PTX_WARNING") != "0":
         warnings.warn(f"this sage-aot has no machine code for this GPU ({gpu}): the driver compiles the PTX of {arch}, "
@@ -83,7 +84,8 @@ def arch_of(library: Library, device: int) -> str:
 
 
 def gpu_here(device: int, driver: Driver | None = None) -> Gpu:
-    """A CUDA device; nothing is known of its driver where no loader can ask it. `driver`: None for the default."""
+    """A CUDA device's capability, driver and name. `driver`: None for the default; the CUDA of the device's driver is
+    None where no loader works."""
     try:
         cuda = (driver or default_driver()).cuda
     except UnsupportedError:
@@ -93,7 +95,7 @@ def gpu_here(device: int, driver: Driver | None = None) -> Gpu:
 
 @cache
 def multiprocessors(device: int) -> int:
-    """Of a CUDA device."""
+    """Number of SMs of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -115,22 +117,23 @@ class CudaCall:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
                  lse: torch.Tensor | None) -> None:
-        if self._current() != self._context:  # a thread on which nothing used the device yet, or one on another
+        if self._current() != self._context:  # this thread did not use the device yet, or is on another device
             self.run(q, k, v, out, lse, q.new_empty(self._workspace_bytes, dtype=torch.uint8))
             return
-        # The device is torch's current one. Its allocator is asked for memory alone: a tensor takes as long again.
+        # The device is torch's current one. Ask torch's allocator for raw memory: a tensor around it doubles the time.
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         workspace = torch._C._cuda_cudaCachingAllocator_raw_alloc(self._workspace_bytes, stream)
         try:
             self._queue_at(at_q, at_k, at_v).launch(stream, at_q, at_k, at_v, out.data_ptr(),
                                                     0 if lse is None else lse.data_ptr(), workspace)
-        finally:  # what is queued on the stream still has it: the allocator hands it on in the order of the stream
+        finally:  # queued kernels may still use the memory: the allocator reuses it in the order of the stream
             torch._C._cuda_cudaCachingAllocator_raw_delete(workspace)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
             workspace: torch.Tensor) -> None:
-        """The call with a workspace of the caller's, which keeps what the quantizers leave."""
+        """Make the call with a workspace of the caller's: uint8, plan.workspace_bytes. Afterwards the workspace holds
+        the quantized tensors."""
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         self._queue_at(at_q, at_k, at_v)(
             torch._C._cuda_getCurrentRawStream(self._device), at_q, at_k, at_v, out.data_ptr(),
@@ -148,7 +151,7 @@ class CudaCall:
         return launches(self.plan, Arguments(*arguments), multiprocessors(self._device))
 
     def queue_of(self, wanted: Sequence[Launch]) -> Queue:
-        """Some launches, to be queued together; their kernels are loaded."""
+        """Load the kernels of some launches and bind them to a queue."""
         load, packers = self._backend.library.load, self._backend.packers
         with _device(self._device):
             bound = [_Bound(launch.record, load(launch.record, launch.entry, self._device), launch.blocks,
@@ -162,12 +165,12 @@ class CudaCall:
 
 
 def _device(device: int) -> AbstractContextManager[object]:
-    """Makes a device torch's current one where it is not."""
+    """Makes a device torch's current one, unless it already is."""
     return nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device)
 
 
 def strides_of(tensor: torch.Tensor, layout: str) -> Strides:
-    """Of a tensor in the caller's layout."""
+    """Strides, in elements, of a tensor in the caller's layout ("HND" or "NHD")."""
     batch, first, second, _ = tensor.stride()
     return Strides(batch, first, second) if layout == "HND" else Strides(batch, second, first)
 
@@ -189,21 +192,21 @@ class Queue:
         self._begins = np.array([*accumulate(map(len, data[:-1]), initial=0)], np.uint64)  # of the structs, in bytes
         sources = b"".join([launch.packed.sources for launch in bound])
         self._sources = np.frombuffer(sources, np.uint8).astype(np.intp)
-        self._free: list[_Structs] = []  # as many as threads ever met here; pop and append are atomic
+        self._free: list[_Structs] = []  # grows to the most threads that were here at once; pop, append are atomic
 
     def __call__(self, stream: int, *addresses: int) -> None:
-        """Queue the launches, in order, on a raw stream handle, for tensors at these addresses, in the order of
-        SOURCES. LaunchError, with the kernel's name, where the driver refuses one."""
+        """Queue the launches, in order, on a raw stream handle. `addresses`: of the call's tensors, in the order of
+        SOURCES. LaunchError, with the kernel's name, where the driver refuses a launch."""
         try:
             with self._driver.entered(self._context):
                 self.launch(stream, *addresses)
         except LaunchError:
             raise
-        except Exception as error:  # of entering the context
+        except Exception as error:  # raised by entering the context
             raise LaunchError(f"the driver does not enter the context of device {self._device}: {error}") from error
 
     def launch(self, stream: int, *addresses: int) -> None:
-        """The same where the launches' context is known to be the current one."""
+        """As calling the queue does, where the launches' context is already the current one."""
         try:
             structs = self._free.pop()
         except IndexError:
@@ -215,26 +218,26 @@ class Queue:
         try:
             for launcher in structs.launchers:
                 launcher(stream)
-        except Exception as error:  # those of cupy have no common base: whatever it is, name the kernel
+        except Exception as error:  # cupy's errors have no common base: name the kernel, whatever the error
             refused = self._bound[structs.launchers.index(launcher)] if launcher else self._bound[0]
             raise LaunchError(f"the driver does not launch {refused.record.name} on device {self._device}: "
                               f"{error}") from error
-        self._free.append(structs)  # an error drops them
+        self._free.append(structs)  # not reached after an error, which drops these structs
 
 
 _ADDRESSES = struct.Struct(f"<{len(SOURCES)}Q")
 
 
 class _Structs:
-    """The structs of a call's launches, and launchers that read them; of one thread at a time."""
+    """The structs of a call's launches, and the launchers that read them. Used by one thread at a time."""
 
     __slots__ = ("address_bytes", "addresses", "gathered", "launchers", "words")
 
     def __init__(self, num_words: int, begins: np.ndarray, bound: list[_Bound]) -> None:
-        self.addresses = np.zeros(len(SOURCES) + 1, np.uint64)  # the last stays zero, that of NO_SOURCE
+        self.addresses = np.zeros(len(SOURCES) + 1, np.uint64)  # the last, of NO_SOURCE, stays zero
         self.address_bytes = self.addresses.data
         self.gathered = np.empty(num_words, np.uint64)
-        memory = np.empty(num_words + len(bound), np.uint64)  # the structs, and one pointer to each
+        memory = np.empty(num_words + len(bound), np.uint64)  # the structs, then a pointer to each
         self.words = memory[:num_words]
         begin = memory.ctypes.data
         np.add(begins, begin, memory[num_words:])

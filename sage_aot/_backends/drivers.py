@@ -1,7 +1,7 @@
 """The CUDA driver, through cupy or through cuda-bindings: a cubin becomes a function, a function is launched.
 
-No other module imports either package, and this one does so only when a GPU is first asked about. The results are the
-same through both. cupy is taken first, cuda-bindings (which torch installs on Linux) where cupy cannot be used.
+No other module imports cupy or cuda-bindings. This module imports one when a GPU is first asked about: cupy, or
+cuda-bindings (which torch installs on Linux) where cupy cannot be used. The results are the same through both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sage_aot._kernels.drivers import cuda_text
 from sage_aot.errors import UnsupportedError
 
 Launcher = Callable[[int], None]
-"""Queues one launch on a raw stream handle, in the current context. Threads must not share one."""
+"""Queues one launch on a raw stream handle, in the current context. Threads must not share a launcher."""
 
 _CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
@@ -25,8 +25,8 @@ class Function(Protocol):
     """A kernel on a device."""
 
     def bind(self, blocks: int, pointers: int) -> Launcher:
-        """Launches of so many blocks with a struct that the driver reads in each of them. `pointers`: the address of
-        one pointer to that struct; the caller keeps both alive as long as the launcher."""
+        """A launcher of grids of so many blocks with a struct, which the driver reads at each launch. `pointers`: the
+        address of one pointer to that struct. Keep pointer and struct alive as long as the launcher."""
         ...
 
 
@@ -35,13 +35,13 @@ class Driver(Protocol):
 
     name: str  # as SAGE_AOT_LOADER spells it
     version: str  # of the package
-    cuda: int  # that the driver is for: 12090 is 12.9
+    cuda: int  # CUDA version of the GPU's driver: 12090 is 12.9
 
     def load(self, device: int, image: bytes, entry: str, threads: int, shared_bytes: int,
              programmatic: bool = False) -> Function:
-        """The kernel `entry` of a cubin or of PTX, on a device, which must be torch's current one; for blocks of so
-        many threads and so much dynamic shared memory. `programmatic`: its launches may start before the kernel in
-        front of them on the stream has ended, where the driver can do that."""
+        """Load the kernel `entry` of a cubin or of PTX on a device, which must be torch's current one, for blocks of so
+        many threads and so much dynamic shared memory. `programmatic`: launch with programmatic stream serialization
+        where the driver supports it, so that the kernel may start before the kernel in front of it has ended."""
         ...
 
     def context(self, device: int) -> int:
@@ -53,7 +53,7 @@ class Driver(Protocol):
         ...
 
     def entered(self, context: int) -> AbstractContextManager[None]:
-        """Makes a context current on this thread, and afterwards the one that was."""
+        """Makes a context current on this thread; on exit, makes the earlier context current again."""
         ...
 
 
@@ -82,7 +82,7 @@ class CupyDriver:
 
     def load(self, device: int, image: bytes, entry: str, threads: int, shared_bytes: int,
              programmatic: bool = False) -> Function:
-        """cupy's launches take no attributes: each starts when the kernel in front of it has ended."""
+        """As :meth:`Driver.load`, but `programmatic` has no effect: cupy's launches take no attributes."""
         module = self._module()
         module.load(image)
         function = module.get_function(entry)  # keeps its module
@@ -91,7 +91,7 @@ class CupyDriver:
         return _CupyFunction(self._api.launchKernel, function, threads, shared_bytes)
 
     def context(self, device: int) -> int:
-        self._runtime.setDevice(device)  # as torch has it; makes the primary context current where none is yet
+        self._runtime.setDevice(device)  # torch's current one; makes its primary context current where none is yet
         return self.current()
 
     @contextmanager
@@ -124,11 +124,11 @@ class _CupyFunction(NamedTuple):
 
 
 _PROGRAMMATIC = 12030
-"""The CUDA from which on CUDA graphs hold programmatic dependent launches."""
+"""The first CUDA whose graphs capture programmatic dependent launches: 12.3."""
 
 
 class BindingsDriver:
-    """Through cuda-bindings; UnsupportedError where it is missing, or a driver is."""
+    """Through cuda-bindings; UnsupportedError where cuda-bindings or the driver is missing."""
 
     name = "cuda-bindings"
 
@@ -144,7 +144,7 @@ class BindingsDriver:
         self.version: str = bindings.__version__
         try:
             self.cuda: int = self._call(driver.cuDriverGetVersion)
-        except RuntimeError as error:  # of cuda-bindings itself, where there is no library of a driver to call
+        except RuntimeError as error:  # raised by cuda-bindings itself where libcuda is missing
             raise UnsupportedError(f"cuda-bindings finds no driver ({error}): install or update the NVIDIA "
                                    f"driver") from error
         self._contexts: dict[int, int] = {}  # by device
@@ -159,7 +159,7 @@ class BindingsDriver:
         return _BindingsFunction(self, function, threads, shared_bytes, programmatic and self.cuda >= _PROGRAMMATIC)
 
     def context(self, device: int) -> int:
-        """Retained for the life of the process."""
+        """As :meth:`Driver.context`; the context is retained for the life of the process."""
         if device not in self._contexts:
             self._call(self._api.cuInit, 0)
             handle = self._call(self._api.cuDeviceGet, device)
@@ -168,7 +168,7 @@ class BindingsDriver:
 
     def current(self) -> int:
         status, context = self._get_current()
-        return 0 if status else int(context)  # then the context is entered, which says what is wrong
+        return 0 if status else int(context)  # after 0 the caller enters the context, whose error says what is wrong
 
     @contextmanager
     def entered(self, context: int) -> Iterator[None]:
@@ -180,8 +180,9 @@ class BindingsDriver:
 
     def launcher(self, function: Any, blocks: int, threads: int, shared_bytes: int, pointers: int,
                  programmatic: bool) -> Launcher:
-        """Launches of one function. A configuration, of which only the stream changes, makes them faster, but takes
-        longer than it saves where a call is made once, as those of growing lengths are: the second launch makes it."""
+        """A launcher of one function. The first launch passes its arguments one by one. The second launch makes a
+        CUlaunchConfig, of which later launches change only the stream. For a call that is made once, as with lengths
+        that grow from call to call, a CUlaunchConfig takes longer than it saves."""
         plain, by_config, stream_type = self._api.cuLaunchKernel, self._api.cuLaunchKernelEx, self._api.CUstream
         described, config, launched, last_stream = self._describe, None, False, -1
 
@@ -202,7 +203,7 @@ class BindingsDriver:
         return launch
 
     def _config(self, blocks: int, threads: int, shared_bytes: int, programmatic: bool) -> Any:
-        """Of a launch on no stream yet."""
+        """The configuration of a launch, less its stream."""
         config = self._api.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
@@ -215,14 +216,15 @@ class BindingsDriver:
         return config
 
     def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
-        """What a function of the driver returns beside its status; RuntimeError for a status that is an error."""
+        """Call a function of the driver; return its value beside the status. RuntimeError for a status that is an
+        error."""
         status, *values = function(*arguments)
         if status:
             raise RuntimeError(self._describe(status))
         return values[0] if values else None
 
     def _describe(self, status: Any) -> str:
-        """An error by its name and in words, as cupy spells them."""
+        """An error's name and text, in cupy's format."""
         _, text = self._api.cuGetErrorString(status)
         return f"{status.name}: {text.decode()}" if text else str(status.name)
 
@@ -245,9 +247,9 @@ DRIVERS: dict[str, Callable[[], Driver]] = {"cupy": CupyDriver, "cuda-bindings":
 
 
 def default_driver() -> Driver:
-    """What loads kernels in this process: what SAGE_AOT_LOADER names, else the first of DRIVERS that works here.
+    """What loads kernels in this process: the driver that SAGE_AOT_LOADER names, else the first of DRIVERS that works.
 
-    UnsupportedError says why where none does, and what to install.
+    UnsupportedError where none works; the message says why, and what to install.
     """
     return _driver(os.environ.get("SAGE_AOT_LOADER") or None)
 
@@ -267,7 +269,7 @@ def _driver(asked: str | None) -> Driver:
 
 
 def _too_old(cuda: int) -> str:
-    """What a driver older than cupy's CUDA is for, and what to install in place of either."""
+    """For a driver older than cupy's CUDA: the CUDA that the driver is for, and what to install."""
     if cuda == 0:
         return "there is no driver: install or update the NVIDIA driver"
     found = f"the driver is for CUDA {cuda_text(cuda)}"

@@ -1,7 +1,7 @@
 """A kernel folder and its kernels on devices.
 
-A cubin is read and its sha256 compared with the manifest's when it is loaded, once per device; the loaded function is
-kept for the life of the process.
+An entry point is loaded once per device and kept for the life of the process. Loading reads the kernel's file and
+compares its sha256 with the manifest's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sage_aot._version import __version__
 from sage_aot.errors import CubinError, LaunchError, UnsupportedError
 
 KERNEL_FOLDER = Path(__file__).parents[1] / "kernels"
-"""Where a build puts the cubins that the package ships."""
+"""Folder of the kernels that the package ships."""
 
 _REBUILD = "reinstall sage-aot, or in a source tree run `python -m codegen build`"
 
@@ -28,7 +28,7 @@ class Library:
     """The kernels of one folder, loaded through one driver. Safe under threads."""
 
     def __init__(self, folder: Path, driver: Driver | None = None) -> None:
-        """`driver`: None for what this process loads kernels with."""
+        """`driver`: None for :func:`default_driver`."""
         self.folder = folder
         self._driver = driver
         self._functions: dict[tuple[int, str], Function] = {}  # by device and entry point
@@ -36,7 +36,7 @@ class Library:
 
     @property
     def driver(self) -> Driver:
-        """What loads the kernels; UnsupportedError where nothing here does."""
+        """What loads the kernels; UnsupportedError where no loader works here."""
         return self._driver or default_driver()
 
     @cached_property
@@ -60,7 +60,7 @@ class Library:
         return manifest
 
     def read(self, record: KernelRecord) -> bytes:
-        """A file's bytes; CubinError where they are not those that the manifest names."""
+        """The bytes of a kernel's file; CubinError where it is missing or its sha256 is not the manifest's."""
         path = self.folder / record.file
         try:
             image = path.read_bytes()
@@ -73,7 +73,11 @@ class Library:
         return image
 
     def load(self, record: KernelRecord, entry: str, device: int) -> Function:
-        """One of a kernel's entry points on a device, which must be torch's current one; loaded at most once."""
+        """Load an entry point of a kernel on a device, which must be torch's current one; a second time is a look-up.
+
+        UnsupportedError where the driver is too old, CubinError where the file is damaged, LaunchError where the driver
+        refuses it.
+        """
         driver, key = self.driver, (device, entry)
         with self._lock:
             if key not in self._functions:
@@ -88,7 +92,7 @@ class Library:
         try:
             return driver.load(device, image, entry, record.fact("threads"), record.fact("shared_bytes"),
                                record.programmatic_launch)
-        except Exception as error:  # those of cupy have no common base: whatever it is, name the kernel
+        except Exception as error:  # cupy's errors have no common base: name the kernel, whatever the error
             raise LaunchError(f"the driver does not load {entry} (built for {record.target}) on device "
                               f"{device}: {error}") from error
 

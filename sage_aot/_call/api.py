@@ -1,4 +1,4 @@
-"""The call."""
+"""The public call, :func:`attn`."""
 
 from __future__ import annotations
 
@@ -32,50 +32,51 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
     """Attention with 8- or 4-bit Q and K and FP8 or f16 P and V: softmax(q·kᵀ·scale)·v, inference only.
 
     CUDA tensors run precompiled kernels on torch's current stream; nothing synchronizes and no input changes. CPU
-    tensors run the same arithmetic in torch, that of the sm89 kernels, or of those that the environment variable
-    SAGE_AOT_EMULATE names. A registered operator, ``torch.ops.sage_aot.attn`` from the first use of this function on:
-    torch.compile, CUDA graphs and autocast take it.
+    tensors run an emulation in torch: the arithmetic of the sm89 kernels, or of the arch that the environment variable
+    SAGE_AOT_EMULATE names. The first use of this function registers the operator ``torch.ops.sage_aot.attn``, which
+    torch.compile, CUDA graphs and autocast take.
 
     Args:
         q: ``[batch, q heads, queries, headdim]`` for layout ``"HND"``, ``[batch, queries, q heads, headdim]`` for
             ``"NHD"``; float16 or bfloat16. Any strides with a contiguous last dimension; headdim from 1 to 128.
         k, v: likewise with ``kv heads`` and ``keys``; same dtype and device as q. q heads must be a multiple of kv
             heads: q head h reads kv head ``h // (q heads // kv heads)``.
-        is_causal: query i sees the keys ``j <= i + keys - queries``: aligned bottom-right, as FlashAttention does.
-            (torch's SDPA aligns top-left, which differs when keys and queries are not equally many.)
+        is_causal: query i sees the keys ``j <= i + keys - queries``: the mask is aligned bottom-right, as in
+            FlashAttention. (torch's SDPA aligns top-left, which differs where keys and queries are not equally many.)
         scale: factor on q·kᵀ before the softmax; None means ``1 / sqrt(headdim)``.
         layout: ``"HND"`` or ``"NHD"``, of q, k, v and the output.
         qk: type of the quantized q and k: ``"int8"``, ``"int4"`` (before sm90 only, and visibly worse for some models),
             or ``"auto"``, which is int8.
-        smooth_q: subtract the mean of each tile of q before quantizing, and add what that takes off the scores;
-            ``"auto"`` does so for int4. Takes a workspace of 4 bytes per 128 queries, key and head, 256 MB at a time
-            or one head's.
-        smooth_k: subtract the mean of k over a sample of 64 keys before quantizing. The exact result does not change by
-            it, the error of the quantized one falls with every channel of k that has an offset. Off only to see that.
-        smooth_v: subtract the mean of v over a sample of 64 keys before quantizing and add it to the output; pays with
-            FP8 P·V where channels of v have offsets. (f16 V holds a biased bf16 v as it is: there it gains nothing.)
+        smooth_q: subtract the mean of each tile of q before quantizing, and add its product with k to the scores;
+            ``"auto"`` does so for int4. The workspace grows by 4 bytes per key, head and tile of q (128 to 256
+            queries), up to 256 MiB, or one head's share where that is more.
+        smooth_k: subtract the mean of k over a sample of 64 keys before quantizing. The exact result does not change;
+            the quantization error falls where channels of k have offsets. Switch it off only to compare.
+        smooth_v: subtract the mean of v over a sample of 64 keys before quantizing, and add it to the output. It pays
+            with FP8 P·V where channels of v have offsets. With f16 P·V it gains nothing: f16 holds such a v as it is.
         rotate: multiply q and k by the Hadamard matrix before quantizing; the exact result does not change. A channel
-            of q or k with values much larger than the others' (not by an offset, which smoothing takes off) then no
-            longer sets the scale of its row. ``"auto"`` does so for int4; for int8 quantization takes 1.5 to 1.8 times
-            as long.
-        clip: at 4 bits, let the largest values of a row of q, or of 16 keys, be cut off where smaller steps for all
-            others lower the squared error; each group takes the best of six steps. Nothing is clipped at 8 bits.
-        pv_accum: how P·V adds up over the keys. ``"auto"``: as the GPU's kernels do it best, ``"f32"`` where P and V
-            are f16, ``"two_level_f32"`` where they are FP8 (each tile of keys in accumulators of its own, then in f32).
-            ``"two_level_f16"`` (sm89): accumulators of the first level in f16, of twice the rate on GeForce cards, P
-            and V in narrower ranges for it.
+            of q or k whose values are much larger than the others' then no longer sets the scale of its row. (Where a
+            channel is large by an offset, smoothing takes the offset off.) ``"auto"`` does so for int4. For int8,
+            quantization takes 1.5 to 1.8 times as long.
+        clip: at 4 bits, cut off the largest values of a row of q, or of 16 keys, where smaller steps for all other
+            values lower the squared error; each such group takes the best of six steps. Nothing is clipped at 8 bits.
+        pv_accum: how P·V adds up over the keys. ``"auto"``: the best of the GPU's kernels, ``"f32"`` where P and V are
+            f16, ``"two_level_f32"`` where they are FP8 (each tile of keys in accumulators of its own, then in f32).
+            ``"two_level_f16"`` (sm89): the first level's accumulators are f16, with which GeForce cards multiply at
+            twice the rate; P and V are scaled to narrower ranges.
         return_lse: also return the log-sum-exp of each row of q·kᵀ·scale.
-        out: tensor like q to write the output to; None makes one.
+        out: tensor to write the output to, of q's shape, dtype and device; None makes one.
 
     Returns:
-        The output, like q in shape and dtype; with `return_lse` a pair of it and the log-sum-exp, float32 natural log,
-        ``[batch, q heads, queries]`` in both layouts. A query that sees no key gives zeros and −inf. NaN or infinity in
-        a query or in a key gives NaN in the rows that see it, in v in its channel of them, and nowhere else.
+        The output, like q in shape and dtype. With `return_lse`, a pair of the output and the log-sum-exp: float32,
+        natural log, ``[batch, q heads, queries]`` in both layouts. A query that sees no key gives an output of zeros
+        and a log-sum-exp of −inf. NaN or infinity in a query makes its row NaN. In a key it makes the rows NaN that see
+        the key; in v, its channel of the rows that see its key. All other values stay as they are.
 
     Raises:
         ArgumentError: an argument is not as described; the message says what came.
-        UnsupportedError: no kernel for this GPU, its driver or these options (:func:`sage_aot.explain` tells why), or
-            neither cupy nor cuda-bindings to load one with.
+        UnsupportedError: no kernel fits this GPU, its driver and these options (:func:`sage_aot.explain` tells why), or
+            neither cupy nor cuda-bindings can load one.
         CubinError: a kernel's file is missing or damaged.
         LaunchError: the driver refused a kernel.
 
@@ -90,7 +91,7 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
     >>> sage_aot.attn(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 100, 64])
     """
-    # What must hold for the arguments to fit the operators' schemas; the operators check the tensors.
+    # Check what the operators' schemas would refuse with torch's own errors; the operators check the rest.
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         check_tensors_are(q=q, k=k, v=v)  # raises
     if not (q.is_cuda or q.is_cpu):

@@ -1,9 +1,9 @@
-"""The torch operators behind the public call: schemas, what runs them, what they look like to a tracer.
+"""The torch operators behind the public call: schemas, implementations, and fake implementations for tracers.
 
 `sage_aot::attn` and its three forms (with the log-sum-exp, into a given tensor, both) run the kernels for CUDA tensors
 and the emulation for CPU tensors. Everything that a tracer cannot follow (the environment, the manifest, caches,
-addresses) happens inside them. All forms take the options of the table by position, in its order.
-Source: torch.library.Library, whose dispatch costs a third of that of torch.library.custom_op.
+addresses) happens inside the operators. All forms take the options by position, in the order of the table OPTIONS.
+Registered through torch.library.Library, whose dispatch takes a third of the time of torch.library.custom_op.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _attn_lse_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.
 
 
 def _count_write(out: torch.Tensor) -> None:
-    """Let autograd notice where it had saved the old values for a backward pass."""
+    """Count a write to `out`, so that a backward pass that saved the old values raises."""
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
 
@@ -110,7 +110,7 @@ def _register(name: str, written: str, returns: str, run: Callable[..., Any],
 
 
 def _autocasting(op: torch._ops.OpOverload[..., Any], device: str) -> Callable[..., Any]:
-    """Under torch.autocast q, k and v take its dtype, as those of scaled_dot_product_attention do."""
+    """Casts q, k and v to the dtype of torch.autocast, as scaled_dot_product_attention does, and calls the operator."""
     kind = device.lower()
     autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
 

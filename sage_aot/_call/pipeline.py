@@ -1,8 +1,9 @@
 """The one place where a call is put together: arguments → problem → kernels → plan → a backend's prepared call.
 
-Everything that does not depend on values and addresses is done once per kind of call: :func:`prepared` keeps the last
-kinds by the shapes, strides, types and devices of their tensors, their options, and the environment. torch's operators,
-``sage-aot verify``, the tests' simulator and the bench programs all use the pipeline, each with a backend of its own.
+Everything that does not depend on values and addresses is done once per kind of call. :func:`prepared` keeps the last
+kinds; their key is the shapes, strides, dtypes and devices of the tensors, the options, and the environment. torch's
+operators, ``sage-aot verify``, the tests' simulator and the bench programs all use the pipeline, each with a backend of
+its own.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from sage_aot._problem.check import Problem
 
 MOST_PREPARED = 256
-"""Kinds of calls that are kept. The oldest is dropped first: to keep the last used instead would take a lock on every
-call. A kind of call takes some 12 KB, and as much again for each further part of its heads (delta_s)."""
+"""Most kinds of calls that are kept. The oldest is dropped first; to drop the least recently used instead would take a
+lock on every call. A kind of call takes some 12 KB, and as much again for each further group of heads whose delta_s the
+workspace holds at once."""
 
 
 class Prepared:
@@ -44,15 +46,16 @@ class Prepared:
 
 
 _prepared: dict[tuple[Any, ...], Prepared] = {}
-_lock = threading.Lock()  # of what changes the dictionary; it is read without
+_lock = threading.Lock()  # held while _prepared changes; reads take no lock
 _handed: Backend | None = None
 
 
 def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None,
              options: tuple[Any, ...]) -> Prepared:
-    """A call, as an operator is handed it, ready to be made; ArgumentError and UnsupportedError as the call has them.
+    """The prepared call for an operator's arguments: kept from an earlier call of the kind, or prepared now.
 
-    The options of an operator have their schema's types, so that equal keys mean equal calls.
+    Raises as :func:`sage_aot.attn` does. Options from an operator have their schema's types, so equal keys mean equal
+    calls.
     """
     if q.requires_grad or k.requires_grad or v.requires_grad or out is not None and out.requires_grad:
         check_no_grad(q=q, k=k, v=v, out=out)  # on every call: grad mode changes
@@ -63,14 +66,14 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     call = _prepared.get(key)
     if call is None:
         call = prepare(handed or backend_of(q), q, k, v, Options.from_schema(*options), out)
-        if (handed, variables) == (_handed, environment()):  # else another thread changed what the key says
+        if (handed, variables) == (_handed, environment()):  # else another thread changed them, and the key is wrong
             _keep(key, call)
     return call
 
 
 def prepare(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options,
             out: torch.Tensor | None = None) -> Prepared:
-    """Check a call and prepare it on a backend."""
+    """Check a call and prepare it on a backend; raises as :func:`sage_aot.attn` does."""
     problem = check(q, k, v, options)
     if out is not None:
         check_out(out, q)
@@ -79,7 +82,7 @@ def prepare(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         return Prepared(problem, _nothing_to_see)
     from sage_aot._backends.base import Tensors
 
-    if out is None:  # the output is contiguous: its strides are asked for
+    if out is None:  # the output will be contiguous: bind() needs a tensor with its strides
         out = q if q.is_contiguous() else torch.empty_like(q, memory_format=torch.contiguous_format)
     return Prepared(problem, backend.bind(plan, Tensors(q, k, v, out)))
 
@@ -94,7 +97,7 @@ def plan_of(backend: Backend, problem: Problem, device: int) -> Plan:
 
 def _nothing_to_see(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
                     lse: torch.Tensor | None) -> None:
-    """No queries, or none that sees a key."""
+    """The call where there are no queries or no keys."""
     out.zero_()
     if lse is not None:
         lse.fill_(float("-inf"))
@@ -111,7 +114,7 @@ def _keep(key: tuple[Any, ...], call: Prepared) -> None:
 
 
 def backend_of(tensor: torch.Tensor) -> Backend:
-    """What runs the calls of a tensor's device: the kernels of :func:`default_library`, or their emulation."""
+    """The backend for a tensor's device: the kernels of :func:`default_library` on CUDA, their emulation on the CPU."""
     if _handed is not None:
         return _handed
     folder = default_library().folder
@@ -120,15 +123,15 @@ def backend_of(tensor: torch.Tensor) -> Backend:
 
 @contextmanager
 def handing(backend: Backend) -> Iterator[None]:
-    """Run all calls of the process on this backend, those of other threads too: for tests, and for benches of other
-    archs' kernels."""
+    """Run all calls of the process, other threads' too, on this backend: for tests, and for benches of the kernels of
+    another arch."""
     global _handed
     before, _handed = _handed, backend
     try:
         yield
     finally:
         _handed = before
-        with _lock:  # what it prepared holds its memory
+        with _lock:  # drop the calls that the backend prepared: they keep it alive
             for key in [key for key in _prepared if backend in key]:
                 del _prepared[key]
 
@@ -162,8 +165,9 @@ _VARIABLES = ("SAGE_AOT_KERNELS", "SAGE_AOT_EMULATE")
 
 
 def _reader() -> Any:
-    """Reads the dictionary behind os.environ, whose own get() raises and catches where a variable is missing: that
-    takes longer than all else of a look-up. A Python that keeps no such dictionary is asked through os.environ."""
+    """A function that reads _VARIABLES from the dictionary behind os.environ. os.environ.get() raises and catches an
+    exception where a variable is missing, which takes longer than the rest of a look-up. Where Python has no such
+    dictionary, the function reads os.environ."""
     data, encode = getattr(os.environ, "_data", None), getattr(os.environ, "encodekey", None)
     if not isinstance(data, dict) or encode is None:
         return lambda: tuple(map(os.environ.get, _VARIABLES))
@@ -173,4 +177,4 @@ def _reader() -> Any:
 
 
 environment = _reader()
-"""What the variables that decide about a call hold just now."""
+"""The current values of _VARIABLES, on which the preparation of a call depends."""

@@ -1,4 +1,4 @@
-"""The axes that kernels are specialized on, and their values. A call imports this module at once."""
+"""The axes that kernels are specialized on, and their values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ AXES: dict[str, tuple[int | str, ...]] = {
     "v": ("vraw", "vsmooth"),
     "q": ("qraw", "qsmooth"),
 }
-"""Every axis but the arch, with its values. Archs are open: any ``sm<major><minor>`` may stand in the matrix, and
-``ptx<major><minor>``, PTX that a driver compiles for GPUs from that capability on."""
+"""Every axis but the arch, with its values. The arch may be any ``sm<major><minor>``, or ``ptx<major><minor>``: PTX
+that a driver compiles for GPUs from that compute capability on."""
 
 ROWS = ("bf16", "f16", "any")
-"""What an entry point of a quantizer knows of the rows that it reads: their type, and that each begins at a multiple of
-16 bytes and holds whole 16-byte vectors; or nothing."""
+"""The rows that an entry point of a feeder reads. "bf16" and "f16": rows of this type, each of which begins at a
+multiple of 16 bytes and holds whole 16-byte vectors. "any": all other rows."""
 
 HEADDIMS = tuple(value for value in AXES["headdim"] if isinstance(value, int))
 MAX_HEADDIM = max(HEADDIMS)

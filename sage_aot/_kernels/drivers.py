@@ -4,12 +4,12 @@ from __future__ import annotations
 
 CUDA_OF_DRIVER = {525: 12000, 530: 12010, 535: 12020, 545: 12030, 550: 12040, 555: 12050, 560: 12060, 565: 12070,
                   570: 12080, 575: 12090, 580: 13000, 590: 13010}
-"""Per branch of the driver the CUDA that it is for, which is all that a process can ask the driver itself: 12090 is
-12.9. Source: CUDA toolkit release notes, "CUDA Toolkit and Corresponding Driver Versions"."""
+"""Per branch of the driver, its CUDA version: 12090 is 12.9. A process can ask the driver for its CUDA version alone,
+not for its branch. Source: CUDA toolkit release notes, "CUDA Toolkit and Corresponding Driver Versions"."""
 
 
 def too_old(cuda: int, least_driver: int) -> str | None:
-    """Why a driver for this CUDA is too old for a floor such as 525, or None where it is not."""
+    """Why a driver for `cuda` (12090 is 12.9) is too old where a branch such as 525 is needed; None where it is not."""
     needed = cuda_of(least_driver)
     if cuda >= needed:
         return None
@@ -18,7 +18,7 @@ def too_old(cuda: int, least_driver: int) -> str | None:
 
 
 def cuda_of(driver: int) -> int:
-    """The CUDA of the newest branch in CUDA_OF_DRIVER up to this one; 0 for a driver older than all of them."""
+    """The CUDA of a driver's branch: that of the newest branch in CUDA_OF_DRIVER up to it, 0 where all are newer."""
     return max((cuda for branch, cuda in CUDA_OF_DRIVER.items() if branch <= driver), default=0)
 
 

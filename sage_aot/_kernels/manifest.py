@@ -22,8 +22,8 @@ FORMAT = 9
 _TARGET = re.compile(r"(sm|compute)_(\d+)(\d)(a?)")
 
 _TEGRA = ((8, 7), (10, 1), (11, 0))
-"""Orin, and Thor by the number that it had before CUDA 13 and the one since: chips that run no other chip's machine
-code by NVIDIA's word, and whose own no other runs."""
+"""Compute capabilities of Tegra: Orin, then Thor before CUDA 13 (10.1) and since (11.0). By NVIDIA's documentation
+these chips run no other chip's machine code, and no other chip runs theirs."""
 
 
 class MainLoop(NamedTuple):
@@ -35,15 +35,15 @@ class MainLoop(NamedTuple):
 
 
 class MachineCode(NamedTuple):
-    """What only machine code has: PTX becomes that in the user's driver."""
+    """What a cubin says of its machine code. PTX has none: the user's driver compiles it."""
 
     registers: int  # of a thread
     spill_bytes: int  # stores and loads that the compiler spilt to local memory
-    elf_abi: int  # ABI version in the cubin's header: 7, or 8 of newer chips and compilers
+    elf_abi: int  # ABI version in the cubin's ELF header: 7; 8 for newer chips and compilers
 
 
 class Struct(NamedTuple):
-    """The struct that kernels take by value, as their compiler laid it out."""
+    """A struct that kernels take by value, as their compiler laid it out."""
 
     size: int  # bytes
     fields: dict[str, tuple[str, int]]  # by name: a character for the type (kernel_info.cuh) and the offset in bytes
@@ -58,10 +58,10 @@ class KernelRecord:
     file: str  # relative to the manifest; .cubin or .ptx
     sha256: str  # of the file, lower-case hex
     target: str  # what the file is for, as the compiler spells it: "sm_80", "sm_90a", of PTX "compute_80"
-    least_driver: int  # the first that loads the file: 525
+    least_driver: int  # first branch of the driver that loads the file: 525
     params: str  # name of the struct that the kernel takes by value: a key of Manifest.structs
     facts: dict[str, float]  # what the kernel says of itself, kernel_info.cuh: threads, shared_bytes, ...
-    opcodes: dict[str, int]  # tensor-core instructions of the whole kernel: {"IMMA.16832.S8.S8": 128, ...}; PTX's own
+    opcodes: dict[str, int]  # tensor-core instructions of the whole kernel, of SASS or PTX: {"IMMA.16832.S8.S8": 128}
     machine: MachineCode | None  # None for PTX
     compiler: str  # name and full version: "nvrtc 12.9.86"
     source_sha256: str  # of all the compiler was given: source, headers, target, flags
@@ -80,12 +80,14 @@ class KernelRecord:
 
     @property
     def programmatic_launch(self) -> bool:
-        """Whether it waits for the grids in front of it itself, so that a launch may let it start before they end."""
+        """Whether the kernel itself waits for the grids in front of it, by griddepcontrol.wait. It may then be launched
+        before they end."""
         return bool(self.facts.get("programmatic_launch", 0))
 
     def serves(self, capability: tuple[int, int]) -> bool:
-        """Whether a GPU of this compute capability can run the file: PTX, by the driver's compiler, from its own on;
-        a cubin on its own and later minors of the same major; with the suffix `a`, or for Tegra, on its own alone.
+        """Whether a GPU of this compute capability can run the file. PTX runs on its target's capability and all later
+        ones. A cubin runs on its target's capability and on later minors of the same major; with the suffix `a`, or for
+        Tegra, on its target's alone.
 
         Source: CUDA C++ programming guide, "Binary compatibility" and "Application compatibility".
         """
@@ -98,7 +100,7 @@ class KernelRecord:
 
     @property
     def served(self) -> str:
-        """The compute capabilities that it serves, in words."""
+        """The compute capabilities that the file serves, in words."""
         kind, own, suffix = read_target(self.target)
         major, minor = own
         if kind == "compute":
@@ -151,12 +153,12 @@ class Arch(NamedTuple):
     """An arch that a folder has kernels for."""
 
     capability: tuple[int, int]
-    least_driver: int  # the first that loads its kernels
-    run_on: str | None  # GPU that ran its files as they are; None where they were not run on hardware
+    least_driver: int  # first branch of the driver that loads the arch's kernels
+    run_on: str | None  # GPU on which these very files ran; None where no GPU ran them
 
 
 class Records(Mapping[str, KernelRecord]):
-    """Records by name, each made when it is first asked for: a call needs those of one arch, and few of them."""
+    """Records by name. Each is made when it is first asked for: a call needs few records, of one arch."""
 
     def __init__(self, rows: Mapping[str, KernelRecord | Mapping[str, Any]]) -> None:
         self._rows = dict(sorted(rows.items()))
@@ -187,16 +189,16 @@ class Manifest:
 
     version: str  # of sage_aot
     flags: tuple[str, ...]  # given to the compiler, less target and include folders
-    retarget: str | None  # chip that every kernel was built for in place of its own; such folders are for tests
-    vocabulary: str  # sage_aot._launch.structs.vocabulary() beside which the kernels were built
-    complete: bool  # False where the build was narrowed, and other kernels could have been made
+    retarget: str | None  # target that every kernel was built for in place of its own; such folders are for tests
+    vocabulary: str  # sage_aot._launch.structs.vocabulary() when the kernels were built
+    complete: bool  # False where the build left out kernels that the matrix has
     archs: dict[str, Arch]
     structs: dict[str, Struct]  # by the name of the struct
     kernels: Records  # by name
 
     @property
     def compiler(self) -> str:
-        """Of all kernels: "nvrtc 12.9.86"."""
+        """Name and version of the kernels' compiler: "nvrtc 12.9.86"."""
         return ", ".join(sorted({record.compiler for record in self.kernels.values()}))
 
     def attention(self, arch: str) -> tuple[AttnRecord, ...]:
@@ -206,7 +208,7 @@ class Manifest:
                      if isinstance(record, AttnRecord))
 
     def any_attention(self, arch: str) -> KernelRecord:
-        """One of an arch's attention kernels, which share target and floor of the driver."""
+        """One of an arch's attention kernels. All of them share target and least driver."""
         return self.kernels[self._names(f"sage_attn_{arch}_")[0]]
 
     def every_attention(self) -> tuple[AttnRecord, ...]:
@@ -248,7 +250,7 @@ class Manifest:
 
 
 def arch_rank(arch: str) -> tuple[bool, tuple[int, int]]:
-    """Of the archs that run on a GPU the one with the highest rank is the best."""
+    """A key to sort archs by. Of the archs that a GPU runs, take the one with the highest rank."""
     return not is_ptx(arch), capability_of(arch)
 
 
@@ -259,7 +261,7 @@ def records_by_name(records: Iterable[KernelRecord]) -> Records:
 def sealed_text(values: dict[str, Any]) -> str:
     """Values as the text of a manifest, whose last entry is the sha256 of all bytes before it.
 
-    It tells a manifest that was edited or damaged; one that was forged is told by the wheel's own signature.
+    The sha256 shows that a manifest was edited or damaged. It does not show a forgery, which can have a new sha256.
     """
     body = json.dumps(values, indent=1).removesuffix("\n}") + ",\n"
     return f'{body}{_seal(body)}'

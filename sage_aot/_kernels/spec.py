@@ -39,10 +39,10 @@ def target_of(arch: str) -> str:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One specialized kernel; a subclass per kind, whose fields are the axes that the kind depends on."""
+    """One specialized kernel. Each kind is a subclass, whose fields are the axes that the kind depends on."""
 
     kind: ClassVar[str]
-    rows: ClassVar[tuple[str, ...]] = ()  # of ROWS, those that it has an entry point for; none: it reads no rows
+    rows: ClassVar[tuple[str, ...]] = ()  # members of ROWS with an entry point each; empty where it reads no rows
     arch: str
     headdim: int
 
@@ -67,7 +67,7 @@ class KernelSpec:
         return tuple(f"{self.name}_{rows}" for rows in self.rows) or (self.name,)
 
     def companion(self, kind: str) -> KernelSpec:
-        """The kernel of another kind that works beside this one: same values on the axes that both have."""
+        """The kernel of another kind that runs in the same call: same values on the axes that both have."""
         values, other = self.values, KINDS[kind]
         missing = [axis for axis in other.axes() if axis not in values]
         if missing:
@@ -106,7 +106,7 @@ class AttnSpec(KernelSpec):
     q: str
 
     def impossible(self) -> str | None:
-        """Why no such kernel can exist on this arch, or None. The matrix may exclude more, never less."""
+        """Why no such kernel can exist on this arch, or None. The matrix may exclude more kernels, never fewer."""
         capability = capability_of(self.arch)
         if self.pv == "e4m3" and capability < (8, 9):
             return "no FP8 tensor cores before sm89"
@@ -123,7 +123,7 @@ KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (QuantSpec, De
 """Every kind of kernel, in the order in which a call runs them."""
 
 ALWAYS_RUN = ("quant", "attn")
-"""The kinds that every call runs, as sage_aot/_launch/plan.py has it; delta only where Q is smoothed."""
+"""The kinds that every call runs (sage_aot/_launch/plan.py); delta runs only where Q is smoothed."""
 
 
 def spec_of(name: str) -> KernelSpec:

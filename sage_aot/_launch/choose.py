@@ -1,8 +1,8 @@
 """Which kernels answer a problem on a GPU, and why the others do not. Pure: manifests in, records and reasons out.
 
 :func:`choose_arch` first chooses the arch, by the GPU and its driver. :func:`kernels_of` then chooses the kernel of
-that arch which the call asks for. :func:`candidates` gives the same choice with every reason, so a call and
-:func:`sage_aot.explain` cannot differ.
+that arch which the call asks for. :func:`candidates` makes the same choice for :func:`sage_aot.explain`, with a reason
+per kernel, from the same functions, so that a call and its explanation agree.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sage_aot._problem.options import OPTION_OF_AXIS, OPTIONS, spelt
 from sage_aot.errors import CubinError, UnsupportedError
 
 _FIXED = {"headdim", *(option.axis for option in OPTIONS.values() if option.fixed)}
-"""Axes whose values the problem fixes: another value would be another result, and is never advised."""
+"""Axes whose values the problem fixes: another value would give another result, so no message advises one."""
 
 _FOLDER = "This folder holds what was built; `python -m codegen list` in a source tree says what can be and what not"
 
@@ -32,7 +32,7 @@ class Gpu(NamedTuple):
     """A GPU as far as the choice of kernels depends on it; str() describes it."""
 
     capability: tuple[int, int]
-    cuda: int | None = None  # that its driver is for: 12090 is 12.9; None where no driver is known
+    cuda: int | None = None  # CUDA version of its driver: 12090 is 12.9; None where no driver is known
     name: str = ""
 
     def __str__(self) -> str:
@@ -42,24 +42,24 @@ class Gpu(NamedTuple):
 
 
 class ArchChoice(NamedTuple):
-    """The arch that was chosen, None where there is none, and about every arch why or why not."""
+    """The arch that was chosen, or None, and per arch the reason why it was chosen or was not."""
 
     arch: str | None
     reasons: dict[str, str]
 
 
 class Candidate(NamedTuple):
-    """An attention kernel and what became of it."""
+    """An attention kernel, and whether and why a call takes it."""
 
     record: AttnRecord
     taken: bool
     reason: str  # why it was taken, or why not
-    differing: tuple[str, ...] = ()  # what of the call it does not compute: options, or "headdim"
+    differing: tuple[str, ...] = ()  # options of the call that the kernel does not compute, or "headdim"
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a call: the attention kernel, and by kind those that run before it."""
+    """The kernels of a call: the attention kernel, and its feeders by kind."""
 
     attn: AttnRecord
     feeders: dict[str, KernelRecord]
@@ -69,12 +69,12 @@ class Kernels:
 
     @property
     def records(self) -> tuple[KernelRecord, ...]:
-        """All of them, in the order in which they run."""
+        """All kernels of the call, in the order in which they run."""
         return (*self.feeders.values(), self.attn)
 
 
 def candidates(choice: ArchChoice, problem: Problem, manifest: Manifest) -> tuple[Candidate, ...]:
-    """Every attention kernel with its reason: first those of the chosen arch, nearest to the call first."""
+    """Every attention kernel with its reason: the chosen arch's kernels, nearest to the call first, then all others."""
     found = []
     if choice.arch:
         wanted = wanted_axes(problem)
@@ -93,7 +93,7 @@ def candidates(choice: ArchChoice, problem: Problem, manifest: Manifest) -> tupl
 
 
 def nearest_arch(gpu: Gpu, manifest: Manifest) -> str:
-    """The arch whose kernels a GPU runs; UnsupportedError, with the GPU, what there is and what to do, where none."""
+    """The arch whose kernels a GPU runs. UnsupportedError where there is none; the message says what to do."""
     choice = choose_arch(gpu, manifest)
     if choice.arch is None:
         raise UnsupportedError(unsupported(gpu, manifest), reasons=choice.reasons)
@@ -101,7 +101,7 @@ def nearest_arch(gpu: Gpu, manifest: Manifest) -> str:
 
 
 def unsupported(gpu: Gpu, manifest: Manifest) -> str:
-    """What is said of a GPU for which there is no arch."""
+    """The message for a GPU that runs no arch's kernels: the GPU, why each arch does not fit, and what to do."""
     reasons = "; ".join(f"{arch}: {reason}" for arch, reason in choose_arch(gpu, manifest).reasons.items())
     return f"no kernels for this GPU ({gpu}). There are {reasons}. {_remedy(gpu, manifest)}"
 
@@ -161,7 +161,7 @@ def wanted_axes(problem: Problem) -> Wanted:
 
 @lru_cache(maxsize=256)
 def kernels_of(arch: str, wanted: Wanted, manifest: Manifest) -> Kernels:
-    """The kernels of just this arch, whatever GPU there is: the least head dim that holds the problem's.
+    """The kernels of this arch, whatever the GPU, that have the wanted values on their axes.
 
     Raises UnsupportedError where the manifest has no such kernel, CubinError where it has an attention kernel without
     its feeders.
@@ -173,7 +173,7 @@ def kernels_of(arch: str, wanted: Wanted, manifest: Manifest) -> Kernels:
 
 
 def with_feeders(attn: AttnRecord, manifest: Manifest) -> Kernels:
-    """An attention kernel with those that run before it; CubinError where one of them is missing."""
+    """An attention kernel with its feeders; CubinError where a feeder is missing."""
     missing = [name for name in attn.feeders if name not in manifest.kernels]
     if missing:
         raise CubinError(f"the kernel folder has {attn.name} but not {missing[0]}, which it needs; rebuild it with "
@@ -183,13 +183,15 @@ def with_feeders(attn: AttnRecord, manifest: Manifest) -> Kernels:
 
 
 def _ordered(arch: str, wanted: Wanted, manifest: Manifest) -> list[AttnRecord]:
-    """An arch's attention kernels, nearest to the call first: of axes that it leaves open, the first value in AXES."""
+    """An arch's attention kernels, nearest to the call first; on axes that the call leaves open, in the order of
+    AXES."""
     return sorted(manifest.attention(arch), key=lambda record: (
         _distance(wanted, record.spec), [values.index(record.spec.values[axis]) for axis, values in AXES.items()]))
 
 
 def _reason(wanted: Wanted, spec: AttnSpec, first: AttnSpec) -> str | None:
-    """Why a kernel is not the one for a call, in the words of the call; `first` is the nearest of its arch."""
+    """Why a call does not take a kernel, in terms of the call's options, or None. `first`: the arch's nearest
+    kernel."""
     differing = _differing(wanted, spec)
     if differing:
         return "for " + ", ".join(spelt(axis, spec.values[axis]) for axis in differing)
@@ -209,7 +211,7 @@ def _distance(wanted: Wanted, spec: AttnSpec) -> tuple[int, int]:
 
 
 def _missing(arch: str, wanted: Wanted, nearest: AttnSpec) -> str:
-    """What the call could ask for instead, in its own words."""
+    """The message for a call without a kernel: what it asked for, and options that have one."""
     asked = ", ".join(spelt(axis, value) for axis, value in wanted if axis in OPTION_OF_AXIS)
     head = f"no kernel for {arch}, head dim {dict(wanted)['headdim']}, {asked}"
     differing = _differing(wanted, nearest)

@@ -17,15 +17,16 @@ from sage_aot._problem.check import Problem
 from sage_aot.errors import UnsupportedError
 
 DELTA_BYTES = 2**28
-"""Limit in bytes on the workspace of delta_s, which takes 4 bytes per query tile, key and head. Heads that do not fit
-together are computed in several launches; one head alone may exceed the limit."""
+"""Limit in bytes on the workspace of delta_s, which takes 4 bytes per query tile, key and head. Where the heads do not
+all fit, several launches compute them, a group of heads each. One head alone may exceed the limit."""
 
 BLOCKS_A_ROUND = 12
-"""The quantizer's blocks for K and V take several tiles each, one after another, so that they sample the sequence once
-for all of them, where that leaves so many blocks an SM."""
+"""Blocks an SM for each round of the quantizer's blocks for K and V. In a round, such a block quantizes
+kv_tiles_per_block tiles. It samples the sequence once for all its rounds, so it takes as many rounds as leave this
+many blocks an SM."""
 
 MOST_ROUNDS = 4
-"""Tiles, or groups of tiles, that such a block takes at most."""
+"""Most rounds of one block."""
 
 ALIGNMENT = 256
 """Bytes to which every buffer of the workspace is aligned."""
@@ -40,11 +41,11 @@ class Launch(NamedTuple):
     record: KernelRecord
     entry: str  # of the kernel's entry points
     blocks: int
-    params: Params  # what is known of it, of which the kernel's struct takes its fields
+    params: Params  # values by field name; the kernel's struct takes those of its own fields
 
 
 class Strides(NamedTuple):
-    """Of a [batch, heads, seq, headdim] tensor, in elements; those of the last dimension are one."""
+    """Strides of a [batch, heads, seq, headdim] tensor, in elements; that of the last dimension is 1."""
 
     batch: int
     head: int
@@ -79,15 +80,15 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes that follow from a problem and its kernels. Those of the workspace are in bytes."""
+    """Sizes that follow from a problem and its kernels; sizes and offsets of the workspace in bytes."""
 
     problem: Problem
     kernels: Kernels
     q_tiles: int
     kv_tiles: int
-    heads_at_once: int  # query heads, over the batch, whose delta_s the workspace holds
-    sizes: dict[str, int]  # of the buffers of the workspace
-    offsets: dict[str, int]
+    heads_at_once: int  # of batch · q heads, those whose delta_s the workspace holds at once
+    sizes: dict[str, int]  # bytes per buffer of the workspace
+    offsets: dict[str, int]  # bytes from the workspace's beginning, per buffer
     workspace_bytes: int
 
 
@@ -100,7 +101,7 @@ def plan(problem: Problem, kernels: Kernels) -> Plan:
     heads_at_once = problem.batch * problem.num_q_heads
     if problem.options.smooth_q:
         head_bytes = 4 * q_tiles * kv_tiles * tile.block_n
-        heads_at_once = max(1, min(heads_at_once, DELTA_BYTES // max(1, head_bytes)))  # nothing without queries or keys
+        heads_at_once = max(1, min(heads_at_once, DELTA_BYTES // max(1, head_bytes)))  # 0 bytes without queries or keys
         sizes["delta_s"] = heads_at_once * head_bytes
     offsets, end = {}, 0
     for name, size in sizes.items():
@@ -110,7 +111,7 @@ def plan(problem: Problem, kernels: Kernels) -> Plan:
 
 
 def launches(plan: Plan, tensors: Arguments, multiprocessors: int) -> list[Launch]:
-    """The launches of one call, in order, on a GPU of so many multiprocessors."""
+    """The launches of one call, in order, on a GPU of so many SMs (`multiprocessors`)."""
     known = _known(plan, tensors)
     result = [_quantize(plan, tensors, known, multiprocessors)]
     heads = plan.problem.batch * plan.problem.num_q_heads
@@ -123,7 +124,7 @@ def launches(plan: Plan, tensors: Arguments, multiprocessors: int) -> list[Launc
 
 
 def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
-    """What all launches of a call share, by the names of the structs' fields."""
+    """The values that all launches of a call share, by the names of the structs' fields."""
     problem, attn = plan.problem, plan.kernels.attn
     buffers = {name: ("workspace", offset) for name, offset in plan.offsets.items()}
     return {
@@ -158,8 +159,8 @@ def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: in
 
 def _launch(record: KernelRecord, blocks: int, params: Params, rows: str | None = None,
             at_most: int = _MAX_GRID) -> Launch:
-    """A launch of so many blocks; where there are more than `at_most`, these share the work of the others. `rows`: what
-    is known of the rows that the kernel reads, where it reads rows."""
+    """A launch of so many blocks, or of `at_most` blocks that share the work where there is more. `rows`: the entry
+    point's member of ROWS, where the kernel reads rows."""
     if blocks > _MAX_GRID:
         raise UnsupportedError(f"{record.name} would need {blocks} blocks, a launch takes {_MAX_GRID}; split the batch")
     spec = record.spec
@@ -167,7 +168,7 @@ def _launch(record: KernelRecord, blocks: int, params: Params, rows: str | None 
 
 
 def _rows(problem: Problem, *tensors: Argument) -> str:
-    """What holds for the rows of all of these tensors."""
+    """The member of ROWS that holds for the rows of all of these tensors."""
     return problem.dtype if all(tensor.aligned(problem.headdim) for tensor in tensors) else "any"
 
 
@@ -190,7 +191,7 @@ def _delta(plan: Plan, tensors: Arguments, known: Params) -> Launch:
 
 
 def _attention(plan: Plan, known: Params, multiprocessors: int) -> Launch:
-    """A block per query tile, or where blocks take several, as many as the GPU holds at once."""
+    """A launch of a block per query tile; of persistent blocks, at most as many as the GPU holds at once."""
     record = plan.kernels.attn
     resident = multiprocessors * record.tile.min_blocks if FAMILIES[record.family].persistent else _MAX_GRID
     return _launch(record, known["num_heads"] * plan.q_tiles, known, at_most=resident)

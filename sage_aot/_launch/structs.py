@@ -1,9 +1,9 @@
 """The structs that kernels take by value, filled in by name.
 
-templates/include/sage/params.cuh documents the fields. :mod:`sage_aot._launch.plan` hands over a launch's values by
-name, options of the call among them; each field of a struct takes the value of its name. The manifest has the offset
-and type of each field and the size of each struct, as the kernels' compiler laid them out. An address names the tensor
-that it belongs to, so that a struct is packed once and only its addresses change from call to call.
+templates/include/sage/params.cuh documents the fields. :mod:`sage_aot._launch.plan` passes a launch's values by name,
+options of the call among them; each field of a struct takes the value of its name. The manifest has the offset and type
+of each field and the size of each struct, as the kernels' compiler laid them out. An address here is a tensor's name
+and an offset. A struct is therefore packed once; each call adds only the addresses of its tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sage_aot._kernels.tile import Tile
 from sage_aot._problem.options import OPTIONS
 
 SOURCES = ("q", "k", "v", "out", "lse", "workspace")
-"""What an address may lie in: tensors of a call. The log-sum-exp's address is zero where it is not wanted."""
+"""Tensors of a call in which an address may lie. The address of `lse` is zero where no log-sum-exp is wanted."""
 
 NO_SOURCE = len(SOURCES)
 
@@ -32,11 +32,12 @@ DTYPE_CODES = {"f16": 0, "bf16": 1}
 WORD = 8  # bytes of an address
 
 Params = Mapping[str, Any]
-"""What is known of a launch, by the names of the structs' fields: addresses, tensors, numbers, and options."""
+"""Values of a launch by the names of the structs' fields: addresses, tensors, numbers, and options."""
 
 
 Address = tuple[str, int]
-"""One of SOURCES, and so many bytes behind its beginning. A plain tuple: a call of a new kind makes dozens."""
+"""One of SOURCES, and an offset from its beginning in bytes. A plain tuple is fast: a call of a new kind makes dozens.
+"""
 
 
 class Tensor(NamedTuple):
@@ -65,28 +66,28 @@ FILLED: dict[str, str] = {
     **{name: _OF_SCHEMA[option.schema.rstrip("?")] for name, option in OPTIONS.items()
        if option.schema in _OF_SCHEMA or option.resolve and option.schema.rstrip("?") in _OF_SCHEMA},
 }
-"""Every field that a struct may have, with the character that kernel_info.cuh has for its type. Of options those whose
-values are numbers, once "auto" is resolved."""
+"""Every field that a struct may have, with the character that kernel_info.cuh has for its type. An option is among them
+where its values, with "auto" resolved, are numbers."""
 
 def vocabulary() -> str:
-    """A hash, in 16 hex digits, of every name that a manifest uses: fields of structs, axes, kinds, families and tile
-    sizes. A folder with another vocabulary may lack the field of an option, or use a name that is unknown here."""
+    """A hash, in 16 hex digits, of every name that a manifest uses: fields of structs, axes with their values, kinds,
+    families and tile sizes. Kernels of another vocabulary may lack an option's field or have a field unknown here."""
     words = sorted(FILLED.items()), AXES, sorted(KINDS), sorted(FAMILIES), Tile._fields
     return hashlib.sha256(repr(words).encode()).hexdigest()[:16]
 
 
 _FORMATS = {"Q": "Q", "T": "Qqqq", "i": "i", "f": "f"}
-"""Per type how the module struct spells it."""
+"""Per type of a field, its format in Python's module struct."""
 
 
 class Packed(NamedTuple):
-    """A struct whose addresses hold offsets only."""
+    """A struct as bytes, in which each address is still the offset from its source's beginning."""
 
     data: bytes
-    sources: bytes  # per word of it the index in SOURCES of the address that is still to be added, or NO_SOURCE
+    sources: bytes  # per 8-byte word of data: the index in SOURCES whose address is to be added, or NO_SOURCE
 
     def at(self, addresses: Mapping[str, int]) -> bytes:
-        """The struct for tensors that lie at these addresses, by their names in SOURCES."""
+        """The struct with the addresses added. `addresses`: of the tensors, by their names in SOURCES."""
         added = [*(addresses[name] for name in SOURCES), 0]
         words = struct.unpack(f"<{len(self.sources)}Q", self.data)
         return struct.pack(f"<{len(words)}Q", *(word + added[source] for word, source in zip(words, self.sources)))
@@ -96,12 +97,13 @@ class Packer:
     """Fills in one struct as the kernels' compiler laid it out."""
 
     def __init__(self, layout: Struct) -> None:
-        """The layout has no :func:`layout_problems`."""
+        """`layout`: must have no :func:`layout_problems`."""
         fields = sorted((offset, name, code) for name, (code, offset) in layout.fields.items())
         self._struct = struct.Struct("<" + "".join(_FORMATS[code] for _, _, code in fields))  # without gaps
         self._values = itemgetter(*(name for _, name, _ in fields))
         self._no_sources = bytes([NO_SOURCE]) * (layout.size // WORD)
-        # Per kind of value its places in that order, with words; tensors, which become four values, last first.
+        # Index in the order of `fields`, and word in the struct. pack() makes four values of each tensor: last first,
+        # so that the indices before it stay right.
         self._addresses = [(i, offset // WORD) for i, (offset, _, code) in enumerate(fields) if code == "Q"]
         self._tensors = [(i, offset // WORD) for i, (offset, _, code) in enumerate(fields) if code == "T"][::-1]
 
@@ -119,7 +121,7 @@ class Packer:
 
 
 def layout_problems(structs: Mapping[str, Struct]) -> list[str]:
-    """What nothing here fills in of the structs of a kernel folder, a sentence each."""
+    """Fields of a kernel folder's structs that sage_aot does not fill in, a sentence each."""
     problems = []
     for name, layout in structs.items():
         problems += [f"expected fields of {name} that sage_aot fills in, got {field} of type {code!r}"

@@ -35,7 +35,8 @@ class Problem:
 
 
 def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Problem:
-    """The problem that these arguments pose; ArgumentError where they pose none."""
+    """Check a call's tensors (shapes, dtypes, devices, strides) and return its problem; ArgumentError says what is
+    wrong."""
     layout = options.layout
     check_tensors_are(q=q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -77,7 +78,7 @@ def check_out(out: object, q: torch.Tensor) -> None:
 
 
 def check_no_grad(**tensors: torch.Tensor | None) -> None:
-    """ArgumentError for a tensor that autograd would follow; asked on every call, since grad mode may change."""
+    """ArgumentError for a tensor that autograd would track. Call it on every call, since grad mode may change."""
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
@@ -99,7 +100,7 @@ def check_return_lse(return_lse: object) -> None:
 
 
 def check_tensors_are(**tensors: object) -> None:
-    """ArgumentError for what is no tensor at all."""
+    """ArgumentError for an argument that is not a tensor."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; make one with "

@@ -1,7 +1,7 @@
 """A kernel's output against the emulation's, within bounds that only rounding explains.
 
-The one rule by which the fuzzer and ``sage-aot verify`` judge. A check yields its error in units of its bound, element
-by element.
+The fuzzer and ``sage-aot verify`` both judge by this module. A check yields, element by element, the error in units of
+its bound.
 """
 
 from __future__ import annotations
@@ -36,30 +36,32 @@ class Bound:
 BOUNDS = {
     # Sums in f32, which a tensor core cuts off; a flip moves P by 2^-11 to 2^-10.
     "f32": Bound(2**-13, 2**-9),
-    # FP8 products are added 16 or 32 at a time, aligned to the largest of them and the accumulator, each cut off 13
-    # bits below that: up to 2^-9 of it a step, some steps a tile. Where few keys have values in a channel, the
-    # accumulator is the largest in most steps. The emulation takes 32 products and cuts their sum. A flip moves P by up
-    # to 2/17, and the heaviest key's P, 448, cannot flip.
+    # Tensor cores add FP8 products 16 or 32 at a time. They align the products and the accumulator to the largest of
+    # them, and cut each off 13 bits below it: an error of up to 2^-9 of the largest a step, some steps a tile. Where
+    # few keys have values in a channel, the accumulator is the largest in most steps. The emulation takes 32 products
+    # and cuts their sum. A flip moves P by up to 2/17. The heaviest key's P, 448, cannot flip.
     "two_level_f32": Bound(1.5 * 2**-8, 0.13),
-    # Sums in f16 are rounded besides, by 2^-11 a step.
+    # As above, and sums in f16 are rounded by 2^-11 a step.
     "two_level_f16": Bound(2**-8, 0.13),
 }
 """Per accumulator of P·V."""
 
 LEAST_FLIPPED, FLIPPED = 2, 1 / 200
-"""Rows of a call that may lie beyond the tight bound. A wrong scale spoils every eighth row, or all."""
+"""Rows of a call that may lie beyond the tight bound: this number, and this share of all. A wrong scale puts every
+eighth row beyond it, or all rows."""
 
 SMALLEST_NORMAL = 2.0**-126
-"""Of f32."""
+"""The smallest normal f32."""
 
 UNRESOLVED = 2.0**-50
-"""Of V's largest value, with e4m3 P: where the keys that have a row's weight have zeros in V̂, what others add may lie
-further below than references fall, and tensor cores drop it beside larger products."""
+"""Error allowed with e4m3 P, as a share of V's largest value. Where the keys with nearly all of a row's weight have
+zeros in a channel of V̂, only the other keys contribute to the output. A row reference may not fall far enough for
+their P, and tensor cores drop their products beside larger ones."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One check: errors in units of their bound, each where `got` and `expected` are compared."""
+    """One check: an error in units of its bound for each element of `got` and `expected`."""
 
     name: str
     excess: torch.Tensor  # f32, of any shape; at most 1 where nothing is wrong
@@ -67,11 +69,11 @@ class Measure:
     expected: torch.Tensor
 
     def without(self, mask: torch.Tensor) -> Measure:
-        """The same check, less the places of a mask."""
+        """The same check without the elements of a mask."""
         return dataclasses.replace(self, excess=self.excess.masked_fill(mask, 0.0))
 
     def describe(self) -> str:
-        """The worst place."""
+        """The worst element: its index, both values, its error, and how many elements are beyond the bound."""
         position = torch.unravel_index(self.excess.argmax(), self.excess.shape)
         place = [int(i) for i in position]
         return (f"at {place} of {list(self.excess.shape)}: got {self.got[position].item():.9g}, expected "
@@ -91,13 +93,13 @@ def close(name: str, got: torch.Tensor, expected: torch.Tensor, bound: torch.Ten
 
 
 def against_emulation(plan: Plan, quantized: Quantized, out: torch.Tensor, lse: torch.Tensor | None) -> list[Measure]:
-    """How far a kernel's output, [batch, heads, seq, headdim], and log-sum-exp are from those of the emulation, given
-    what the emulation quantized: every error in units of its bound."""
+    """Compare a kernel's output, [batch, heads, seq, headdim], and log-sum-exp, [batch, heads, seq] float32 or None,
+    with the emulation's. `quantized`: the inputs as the emulation quantized them."""
     expected, expected_lse, weight = _emulated(plan, quantized)
     bound = _bound(plan)
     got, info = out.float(), torch.finfo(out.dtype)
     rounding = info.eps / 2 * expected.abs() + info.smallest_normal * info.eps
-    # P, and what alpha leaves of an earlier tile, flush to zero below f32's normal range, in units of V̂'s largest.
+    # P, and alpha · O, flush to zero below f32's normal range: an error in units of V's largest value.
     flushed = SMALLEST_NORMAL / bound.tight * max(1.0, (E4M3_LIMIT * _largest_scale(quantized)).max().item())
     error = ((got - expected).abs() - rounding).clamp(min=0.0) / (weight + flushed + _unresolved(plan, quantized))
     error = torch.where((got == expected) | got.isnan() & expected.isnan(), 0.0, error)
@@ -109,7 +111,7 @@ def against_emulation(plan: Plan, quantized: Quantized, out: torch.Tensor, lse: 
 
 
 def _unresolved(plan: Plan, quantized: Quantized) -> torch.Tensor:
-    """[batch, heads, 1, headdim], in units of the output."""
+    """The error that UNRESOLVED allows: [batch, heads, 1, headdim], in units of the output."""
     problem = plan.problem
     largest = E4M3_LIMIT * _largest_scale(quantized).repeat_interleave(problem.num_q_heads // problem.num_kv_heads, 1)
     factor = UNRESOLVED if plan.kernels.attn.spec.pv == "e4m3" else 0.0
@@ -117,40 +119,41 @@ def _unresolved(plan: Plan, quantized: Quantized) -> torch.Tensor:
 
 
 def _largest_scale(quantized: Quantized) -> torch.Tensor:
-    """[batch, kv heads, headdim], of any tile's values."""
+    """Largest scale of V over all KV tiles: [batch, kv heads, headdim]."""
     return quantized.v_scale * quantized.v_factor.amax(-1, keepdim=True)
 
 
 def _bound(plan: Plan) -> Bound:
     attn = plan.kernels.attn
-    bound = BOUNDS[attn.spec.pv_accum]  # of a tile; as many more steps as tiles add up before they are promoted
+    bound = BOUNDS[attn.spec.pv_accum]  # of one KV tile; the steps grow with the tiles that add up before a promotion
     return dataclasses.replace(bound, tight=FAMILIES[attn.family].tiles_a_promotion * bound.tight)
 
 
 def _lse_measure(plan: Plan, quantized: Quantized, lse: torch.Tensor, expected: torch.Tensor) -> Measure:
-    flip = 2.0**-10 if plan.kernels.attn.spec.pv == "f16" else 0.0  # there P is summed as rounded
-    # row_bias, bit for bit the same, may cancel nearly all of the rest; then that rest's last bits stay.
+    flip = 2.0**-10 if plan.kernels.attn.spec.pv == "f16" else 0.0  # f16 P is summed after rounding
+    # row_bias, the same bit for bit on both sides, may cancel nearly all of the log-sum-exp: its last bits then remain.
     rest = 2.0**-22 * quantized.row_bias[:, :, : plan.problem.seqlen_q].abs()
     bound = 1e-4 + flip + 2.0**-20 * expected.abs() + rest
     return close("lse, emulation", lse, expected, bound).without(lse.isnan() & expected.isnan())
 
 
 def _few(name: str, beyond: torch.Tensor) -> Measure:
-    """Rows that lie beyond a tight bound, of those that may."""
+    """Number of rows beyond the tight bound, in units of the number allowed."""
     count = beyond.sum()
     allowed = torch.full_like(count[None], LEAST_FLIPPED + FLIPPED * beyond.numel(), dtype=torch.float32)
     return Measure(name, count / allowed, count[None], allowed)
 
 
 def _channel_means(error: torch.Tensor, bound: Bound) -> Measure:
-    """The mean error of each channel of a head, of whose rows few may have flipped."""
+    """The mean error of each channel of a head; the limit allows for a few flipped rows."""
     mean = error.mean(2)
     limit = torch.full_like(mean, bound.tight + bound.loose * (LEAST_FLIPPED / error.shape[2] + FLIPPED))
     return Measure("channel means, emulation", mean / limit, mean, limit)
 
 
 def _emulated(plan: Plan, quantized: Quantized) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, log-sum-exp, and Σ p·|v| / Σ p; one run of twice the batch, the second half with |v|."""
+    """The emulation's output, log-sum-exp, and Σ p·|v| / Σ p, from one run of twice the batch: the second half has |v|.
+    """
     twice = {f.name: getattr(quantized, f.name) for f in dataclasses.fields(Quantized)}
     twice = {name: torch.cat([x, x]) if isinstance(x, torch.Tensor) else x for name, x in twice.items()}
     twice["v"] = torch.cat([quantized.v, quantized.v.abs()])

@@ -1,7 +1,7 @@
 """``python -m sage_aot demo``: attention on the activations of a pretrained transformer, measured against float64.
 
-Runs on the GPU where there is one that has kernels, else by emulation. Without the packages of the extra ``demo`` it
-measures outlier tensors instead, and says so. Exact attention, outliers and measures of the error are reference.py's.
+The demo runs on the GPU where kernels for it exist, else by emulation. Without the packages of the extra ``demo`` it
+measures outlier tensors instead, and says so. reference.py has exact attention, outlier tensors and error measures.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from sage_aot._version import __version__
 from sage_aot.errors import UnsupportedError
 
 MIN_COSINE = 0.998
-"""Below this something is broken: FP8 attention reaches 0.999 on normal input, and no bf16 rounding costs as much."""
+"""Least cosine of a result that is not broken: FP8 attention reaches 0.999 on normal input, and bf16 rounding costs
+less than the difference."""
 
 EXTRA = "pip install 'sage-aot[demo]'"
 
@@ -41,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "full, K not smoothed": {"is_causal": False, "smooth_k": False},
     "causal": {"is_causal": True, "smooth_k": True},
 }
-"""What every layer is measured with, as arguments of :func:`sage_aot.attn`."""
+"""Variants in which every layer is measured, as arguments of :func:`sage_aot.attn`."""
 
 SENTENCES = (
     "The ferry leaves the harbour at six in the morning, fog or no fog.",
@@ -89,7 +90,7 @@ OUTLIER_DRAWS, OUTLIER_SHAPE = 4, (1, 8, 1024, 64)
 
 
 def main(png: str) -> int:
-    """Measure, print, draw to the file `png`; the exit code: 1 where the accuracy is not what it must be."""
+    """Measure, print, and draw to the file `png`. Returns the exit code: 1 where a cosine is below MIN_COSINE."""
     device, arch, backend = _backend()
     print(f"sage_aot {__version__}, {backend}")
     with torch.inference_mode():
@@ -111,7 +112,7 @@ def main(png: str) -> int:
 
 
 def _backend() -> tuple[torch.device, str, str]:
-    """Device of the tensors, arch of the kernels, and both in words."""
+    """Device of the tensors, arch of the kernels, and a text that names where they run."""
     library = default_library()
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -124,7 +125,7 @@ def _backend() -> tuple[torch.device, str, str]:
 
 
 def _kernel_names(arch: str, inputs: QKV) -> list[str]:
-    """The attention kernels that the variants run on such inputs."""
+    """Names of the attention kernels that the variants run on these inputs."""
     problems = [check(*inputs, Options(**flags)) for flags in VARIANTS.values()]
     kernels = [kernels_of(arch, wanted_axes(problem), default_library().manifest) for problem in problems]
     return list(dict.fromkeys(choice.attn.spec.name for choice in kernels))
@@ -135,7 +136,7 @@ def _kernel_names(arch: str, inputs: QKV) -> list[str]:
 
 @dataclass(frozen=True)
 class Workload:
-    """Attention inputs per layer, and what the attention did to the model's answer."""
+    """Attention inputs per layer, and the model's embeddings with our attention against full precision."""
 
     text: str
     row: str  # what a row of the report is: "layer", or "draw" without a model
@@ -166,7 +167,7 @@ def _transformer_workload(device: torch.device) -> Workload:
     def exact(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
               attention_mask: torch.Tensor | None, scaling: float | None = None,
               **_: object) -> tuple[torch.Tensor, None]:
-        """float32 attention that keeps its inputs; transformers wants ``[batch, seq, heads, headdim]`` back."""
+        """float32 attention that keeps its inputs, ``[batch, heads, seq, headdim]``; returns heads behind seq."""
         layers.setdefault(str(module.layer_idx), []).append((q, k, v))
         out = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attention_mask, scale=scaling)
         return out.to(q.dtype).transpose(1, 2), None
@@ -174,7 +175,7 @@ def _transformer_workload(device: torch.device) -> Workload:
     def ours(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
              attention_mask: torch.Tensor | None, scaling: float | None = None,
              **_: object) -> tuple[torch.Tensor, None]:
-        """One text at a time needs no padding, hence no mask."""
+        """Quantized attention. A batch of one text has no padding, so `attention_mask` masks nothing."""
         return attn(q, k, v, scale=scaling).transpose(1, 2), None
 
     texts = (*SENTENCES, " ".join(LONG_TEXT.split()))
@@ -242,7 +243,7 @@ def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _broken(workload: Workload, layers: list[Layer]) -> str | None:
-    """What is off, as a sentence, or None. Without smooth K anything may come out: that is what smoothing is for."""
+    """What is wrong, as a sentence, or None. Variants without smoothed K may have any error and are not judged."""
     found = {f"{workload.row} {layer.name}, {variant}": result.cosine for layer in layers
              for variant, result in layer.accuracies.items() if VARIANTS[variant]["smooth_k"]}
     found |= {f"embedding of text {i}": cosine for i, cosine in enumerate(workload.embedding_cosines)}
@@ -275,7 +276,7 @@ def _report(workload: Workload, layers: list[Layer]) -> str:
 
 
 def _draw(png: str, backend: str, workload: Workload, layers: list[Layer]) -> None:
-    """The picture of it: the error per layer, and every output against the exact one."""
+    """Draw the error per layer, and every output against the exact one."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

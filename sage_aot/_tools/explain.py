@@ -34,13 +34,13 @@ from sage_aot.errors import ArgumentError, UnsupportedError
 
 @dataclass(frozen=True)
 class Explanation:
-    """A choice and its reasons; str() is a table."""
+    """The choice of kernels for a call, and its reasons; str() is a table."""
 
     gpu: Gpu | None  # None for CPU tensors, which are emulated
     problem: Problem
     candidates: tuple[Candidate, ...]  # every attention kernel, with its reason: first those of the chosen arch
-    kernels: Kernels | None  # that the call runs; None where it raises
-    error: str | None  # what it raises then
+    kernels: Kernels | None  # the kernels that the call runs; None where it raises
+    error: str | None  # message of the error where the call raises
 
     def __str__(self) -> str:
         where = f"GPU     {self.gpu}" if self.gpu else "CPU     tensors are emulated"
@@ -52,7 +52,7 @@ class Explanation:
         return "\n".join([where, f"call    {call}", taken, "", *self._table()])
 
     def _table(self) -> list[str]:
-        """A line per kernel that differs from the call in one thing at most; the others of an arch share theirs."""
+        """A line per kernel that differs from the call in at most one option; an arch's other kernels share a line."""
         rows = []
         for (arch, reason), group in groupby(self.candidates, lambda c: (c.record.spec.arch, _summary(c))):
             of_group = list(group)
@@ -74,26 +74,27 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
     """Which kernels :func:`sage_aot.attn` would run for these arguments, and why none of the others.
 
     Nothing is loaded or launched, and no GPU is needed: ``explain(capability=(8, 9), headdim=128)`` tells what an L4
-    would run. The choice is the call's own: first the arch (the GPU's; else the nearest lower minor of its major
-    version, but code for a chip with the suffix ``a``, or of Tegra, only on that chip; else PTX, which the driver
-    compiles), then its kernel with the options of the call.
+    would run. The call makes the same choice. The arch comes first: the GPU's own; else the nearest lower minor of its
+    major version; else PTX, which the driver compiles. Machine code for a target with the suffix ``a``, or for Tegra,
+    runs on that chip alone. Then comes the arch's kernel with the options of the call.
 
     Args:
-        q, k, v: as for the call; in place of them `headdim`.
-        capability: compute capability, ``(major, minor)``, of the GPU to explain for; None for that of q's device, and
-            without q for the current device.
+        q, k, v: as for the call; or leave them out and give `headdim`.
+        capability: compute capability, ``(major, minor)``, of the GPU to explain for. None: that of q's device; without
+            tensors, that of the current device.
         headdim: channels of a head where there are no tensors.
-        driver: branch of that GPU's driver, such as 535; None for that of this machine where `capability` is None too,
-            else the driver is left out of account.
+        driver: branch of that GPU's driver, such as 535. None: the driver of this machine, or any driver where
+            `capability` is given.
         return_lse, out, options: those of the call.
 
     Returns:
-        An :class:`Explanation`: ``print`` shows it as a table; ``candidates`` has every attention kernel with its
-        reason, ``kernels`` the manifest's records of those that run, None where the call would raise `error`.
+        An :class:`Explanation`, which ``print`` shows as a table. ``candidates`` has every attention kernel with its
+        reason. ``kernels`` has the manifest's records of the kernels that run; None where the call would raise, with
+        the message in ``error``.
 
     Raises:
         ArgumentError: an argument is not as described.
-        TypeError: an option is none of the call.
+        TypeError: the call has no option of this name.
         CubinError: the kernel folder is missing or damaged.
 
     >>> import sage_aot
@@ -124,12 +125,13 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
 
 
 def _explained(gpu: Gpu | None, device: int, problem: Problem, manifest: Manifest) -> Explanation:
-    """For a GPU, or for the emulation; `device` is that GPU's number where it is this machine's, else −1."""
+    """The explanation for a GPU, or for the emulation where `gpu` is None. `device`: the GPU's number on this machine,
+    −1 for a GPU that is not here."""
     choice = choose_arch(gpu, manifest) if gpu else _choice_of_emulation(manifest)
     kernels = error = None
     try:
         if gpu and device >= 0:
-            default_driver()  # that something can load kernels; of another machine's GPU nobody knows
+            default_driver()  # raises where nothing here loads kernels; unknown for a GPU that is not here
         arch = nearest_arch(gpu, manifest) if gpu else emulated_arch(manifest)
         kernels = kernels_of(arch, wanted_axes(problem), manifest)
     except UnsupportedError as refused:
@@ -144,7 +146,7 @@ def _choice_of_emulation(manifest: Manifest) -> ArchChoice:
 
 
 def _gpu(device: int, capability: tuple[int, int] | None, driver: int | None) -> Gpu | None:
-    """The GPU to explain for; None where that is the emulation."""
+    """The GPU to explain for; None for the emulation."""
     if driver is not None and (not isinstance(driver, int) or driver < min(CUDA_OF_DRIVER)):
         raise ArgumentError(f"driver: expected the branch of a driver, {min(CUDA_OF_DRIVER)} or later, got {driver!r}")
     cuda = None if driver is None else cuda_of(driver)
@@ -174,7 +176,7 @@ def _stand_in(headdim: int | None) -> torch.Tensor:
 
 
 def _signature() -> inspect.Signature:
-    """Of :func:`explain`, with the options of the call by name."""
+    """The signature of :func:`explain` with the options of the call by name."""
     plain = inspect.signature(explain)
     own = [parameter for parameter in plain.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default)

@@ -21,10 +21,10 @@ from sage_aot.errors import CubinError, SageAotError, UnsupportedError
 
 
 def info() -> str:
-    """A report in plain text: versions, what the build holds and whether that is all, what loads it, per device the
-    kernels it would run or why it has none.
+    """A report in plain text: versions; the loader; the kernels of the build, and whether the build is complete; per
+    device the kernels that it would run, or why it has none.
 
-    Nothing is launched. What is missing stands in lines that begin with ``missing:`` and say what to do.
+    Nothing is launched. Lines that begin with ``missing:`` say what is missing and what to do.
     """
     library = default_library()
     lines = _versions()
@@ -50,7 +50,7 @@ def _versions() -> list[str]:
 
 
 def _without_device(loaders: list[str]) -> str:
-    """No defect on a machine without a GPU; on one with a GPU, what it lacks."""
+    """The line where torch sees no CUDA device: what a GPU would need. Without a GPU nothing is missing."""
     if torch.version.cuda is None:
         needs = "a CUDA build of torch (this one is for CPUs)" + ("" if loaders else " and cupy or cuda-bindings")
     else:
@@ -59,7 +59,7 @@ def _without_device(loaders: list[str]) -> str:
 
 
 def loaders_installed() -> list[str]:
-    """Name and version of every package that can launch kernels, whether it works here or not."""
+    """Name and version of every installed package that launches kernels, whether the package works here or not."""
     names = {dist.metadata["Name"] for dist in importlib.metadata.distributions()}
     return [f"{name} {importlib.metadata.version(name)}" for loader in DRIVERS
             for name in sorted(filter(None, names)) if name.startswith(loader)]

@@ -1,8 +1,9 @@
-"""``sage-aot verify``: whether what is installed is what was built, and whether it computes right on the GPUs here.
+"""``sage-aot verify``: whether the installed files are those that were built, and compute right on the GPUs here.
 
-The files come first: the installed wheel is compared with its RECORD, the manifest with its own seal, every kernel with
-the sha256 in the manifest. Then every GPU loads all files that it can take, and runs each attention kernel among them
-on random inputs into poisoned memory. The outputs are compared with the emulation's, within the bounds of compare.py.
+The files come first: the installed wheel is compared with its RECORD, the manifest with its own sha256 (its seal), and
+every kernel with the sha256 in the manifest. Then every GPU loads all files that it can take, and runs each attention
+kernel among them on random inputs. The memory that the kernels write is filled with NaN before. The outputs are
+compared with the emulation's, within the bounds of compare.py.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ VERIFIED, FAILED, NOT_RUN = 0, 1, 3
 """Exit codes; 2 is that of a wrong command line."""
 
 SHAPES = ((1, 4, 2, 150, 333, 0, torch.bfloat16), (2, 2, 1, 129, 65, 7, torch.float16))
-"""Calls of a self-test: batch, heads of q, of k and v, queries, keys, channels fewer than the kernel's, dtype. Ragged
-tiles, grouped heads, rows that are not aligned; where causal, queries of the second see no key."""
+"""Calls of a self-test: batch, heads of q, heads of k and v, queries, keys, channels fewer than the kernel's, dtype.
+They have ragged tiles, grouped heads, and rows that are not aligned. With a causal mask, queries of the second call see
+no key."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one self-test: the worst error in units of its bound, and what failed, or None."""
+    """The result of one self-test: the worst error in units of its bound, and what failed, or None."""
 
     worst: float
     failure: str | None
@@ -53,8 +55,8 @@ class Outcome:
 def main(*, files_only: bool = False, seed: int | None = None) -> int:
     """Check, print a table and a verdict, and return the exit code.
 
-    VERIFIED where nothing is wrong (with `files_only`: with the files), FAILED where something is, NOT_RUN where the
-    files are right but no GPU ran a kernel.
+    VERIFIED: nothing is wrong (with `files_only`, nothing with the files). FAILED: something is wrong. NOT_RUN: the
+    files are right, but no GPU ran a kernel. `seed`: of the random inputs; None draws one.
     """
     library = default_library()
     problems = _check_files(library)
@@ -103,8 +105,8 @@ def _row(what: str, passed: str, problems: list[str]) -> None:
 
 
 def recorded_files(package: Path) -> dict[Path, str]:
-    """The files of the wheel that this package was installed from, with their hashes, by its RECORD; none for a source
-    tree. Read here: what importlib.metadata makes of it leaves out the files that are missing, from Python 3.12 on.
+    """The files of the wheel that this package was installed from, with their hashes in its RECORD; none for a source
+    tree. The RECORD is read here, since importlib.metadata leaves out missing files from Python 3.12 on.
     """
     for found in importlib.metadata.distributions(name="sage-aot"):
         rows = csv.reader((found.read_text("RECORD") or "").splitlines())
@@ -116,7 +118,7 @@ def recorded_files(package: Path) -> dict[Path, str]:
 
 
 def record_problems(files: dict[Path, str]) -> Iterator[str]:
-    """What is missing of a wheel's files, or not as its RECORD says."""
+    """Files of a wheel that are missing or differ from its RECORD, a sentence each."""
     for path, digest in files.items():
         mode, expected = digest.split("=", 1)
         if not path.is_file():
@@ -128,7 +130,8 @@ def record_problems(files: dict[Path, str]) -> Iterator[str]:
 
 
 def kernel_problems(library: Library) -> Iterator[str]:
-    """What is wrong with a kernel folder: its manifest, files that differ from it, files that are not of it."""
+    """What is wrong with a kernel folder, a sentence each: a manifest that cannot be read, files that are missing or
+    differ from the manifest, files that are not in it."""
     problem = _unreadable(library)
     if problem:
         yield problem
@@ -157,7 +160,7 @@ def _unreadable(library: Library) -> str | None:
 
 
 def _check_device(library: Library, device: int, seed: int) -> tuple[int, list[str]]:
-    """Load and run what a GPU can take: how many self-tests ran, and what failed."""
+    """Load and run the files that a GPU can take. Returns how many self-tests ran, and what failed."""
     gpu = gpu_here(device)
     print(f"cuda:{device}   {gpu}")
     records = takes(gpu, library.manifest)
@@ -185,7 +188,7 @@ def _check_device(library: Library, device: int, seed: int) -> tuple[int, list[s
 
 
 def takes(gpu: Gpu, manifest: Manifest) -> list[KernelRecord]:
-    """All files that a GPU can take, whether a call would choose them or not."""
+    """Records of all files that a GPU can load, whether a call would choose them or not."""
     return [record for record in manifest.kernels.values()
             if record.serves(gpu.capability) and not (gpu.cuda and too_old(gpu.cuda, record.least_driver))]
 
@@ -203,7 +206,7 @@ def _load(library: Library, records: list[KernelRecord], device: int) -> tuple[l
 
 
 def self_test(library: Library, record: AttnRecord, device: str, seed: int) -> Outcome:
-    """Run an attention kernel with its companions on small ragged inputs and hold it against the emulation."""
+    """Run an attention kernel with its feeders on the inputs of SHAPES, and compare it with the emulation."""
     worst = 0.0
     try:
         for shape in SHAPES:
@@ -212,7 +215,7 @@ def self_test(library: Library, record: AttnRecord, device: str, seed: int) -> O
                 if not largest <= 1:
                     return Outcome(largest, f"{measure.name} {measure.describe()}")
                 worst = max(worst, largest)
-    except (SageAotError, RuntimeError) as error:  # RuntimeError: torch's, of what a kernel did to the device
+    except (SageAotError, RuntimeError) as error:  # torch raises RuntimeError where a kernel failed on the device
         return Outcome(float("inf"), str(error).splitlines()[0])
     return Outcome(worst, None)
 
@@ -223,14 +226,14 @@ def _measures(library: Library, record: AttnRecord, device: str, seed: int, batc
     q, k, v = reference.inputs("outlier", (batch, q_heads, queries, headdim), (batch, kv_heads, keys, headdim), dtype,
                                 torch.Generator().manual_seed(seed))
     backend = CudaBackend(library, record.spec.arch)
-    problem = check(q, k, v, Options.of_axes(record.spec.values))  # which ask for just this kernel
+    problem = check(q, k, v, Options.of_axes(record.spec.values))  # these options ask for just this kernel
     plan = plan_of(backend, problem, torch.device(device).index)
     out, lse = _run(backend, plan, device, q, k, v)
     return against_emulation(plan, quantize(problem, plan.kernels, q, k, v), out, lse)
 
 
 def _run(backend: CudaBackend, plan: Plan, device: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp, on the CPU; all that the kernels write is poisoned with NaN before."""
+    """Output and log-sum-exp, on the CPU. Memory that the kernels write is filled with NaN before."""
     q, k, v = (tensor.to(device) for tensor in tensors)
     out = torch.full_like(q, torch.nan)
     lse = torch.full(q.shape[:3], torch.nan, device=device)

@@ -1,11 +1,10 @@
-"""A digest of what every attention kernel that runs here makes of fixed inputs, a line a call.
+"""A digest of the output of every attention kernel that runs here, on fixed inputs, a line a call.
 
     PYTHONPATH=. python tests/gpu/bits.py --kernels sage_aot/kernels build/retarget_sm_90 > bits.txt
 
-Two source trees whose files are equal give kernels that compute the same bits: `diff` of what they print is empty. So
-that it can be compared with trees from before the runtime was divided by concept, it runs in those as well (this file,
-with such a tree as the working directory and in PYTHONPATH) and prints the names of kernels as they are spelt now.
-`--device cpu` takes the emulation of the same kernels.
+Where the kernels of two source trees compute the same bits, `diff` of the two outputs is empty. This file also runs in
+trees from before the runtime was divided by concept: make such a tree the working directory, and name it in PYTHONPATH.
+It prints kernels' names as they are spelt now. `--device cpu` runs the emulation of the same kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ try:
     def records_of(library: Library) -> list[Any]:
         return list(library.manifest.every_attention())
 
-except ImportError:  # a tree from before
+except ImportError:  # a tree from before the runtime was divided by concept
     from sage_aot._cuda import gpu_here
     from sage_aot._loader import KERNEL_FOLDER, Library
     from sage_aot._plan import plan
@@ -61,7 +60,7 @@ except ImportError:  # a tree from before
 
 
 class Shape(NamedTuple):
-    """A call of every kernel."""
+    """The inputs of one call of every kernel."""
 
     name: str
     batch: int
@@ -69,10 +68,10 @@ class Shape(NamedTuple):
     kv_heads: int
     queries: int
     keys: int
-    fewer: int = 0  # channels than the kernel's
+    fewer: int = 0  # channels less than the kernel's
     dtype: torch.dtype = torch.bfloat16
-    odd: bool = False  # rows at odd addresses, those of the output too
-    planted: bool = False  # values that are not finite
+    odd: bool = False  # rows, the output's too, at addresses that are not multiples of 16 bytes
+    planted: bool = False  # some values are not finite
     options: dict[str, Any] = {}
 
 
@@ -89,7 +88,7 @@ SHAPES = (
     Shape("narrow", 1, 2, 2, 150, 200, fewer=24),
     Shape("not_finite", 1, 4, 2, 200, 300, planted=True),
     Shape("raw_k_and_scale", 1, 2, 2, 150, 200, options={"smooth_k": False, "scale": 0.21}),
-    Shape("many_tiles", 1, 40, 8, 700, 700),  # more query tiles than any GPU has multiprocessors
+    Shape("many_tiles", 1, 40, 8, 700, 700),  # more query tiles than any GPU has SMs
     Shape("long", 1, 2, 1, 300, 5000),  # quantizers take several rounds of KV tiles
 )
 
@@ -129,12 +128,12 @@ def digest_of(library: Library, spec: Any, shape: Shape, device: str) -> str:
 
 
 def spelt(name: str) -> str:
-    """A kernel's name as it is now."""
+    """A kernel's name as it is spelt now."""
     return name.replace("_qk8_", "_qkint8_").replace("_qk4_", "_qkint4_")
 
 
 def lines(folder: Path, only: str, device: str) -> Iterator[str]:
-    """A line per variant of a folder that runs here, and shape."""
+    """A line per shape and per variant of a folder that runs here."""
     library = Library(folder)
     records = records_of(library)
     if device != "cpu":

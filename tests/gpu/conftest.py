@@ -1,4 +1,4 @@
-"""Says which variants the tests of this folder leave out: never silently."""
+"""The head of the tests' report: the variants that the tests of this folder leave out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a run of the kernels leaves behind, and reading the quantizers' tiles back into logical order, straight from
-what tile/layout.cuh says of them."""
+"""The tensors of one run of the kernels, and a reader of the quantizers' tiles, independent of the kernels' code: it
+brings them into logical order by the comments of tile/layout.cuh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from sage_aot._launch.plan import Plan
 
 BITS = {"int8": 8, "int4": 4}
-"""Of an element of the quantized Q and K."""
+"""Bits of an element of the quantized Q and K."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Result:
 
 
 def read_back(result: Result) -> dict[str, torch.Tensor]:
-    """q, k, v as [batch, heads, rows, headdim] f32, their scales, and all else that attention reads, on the CPU."""
+    """The quantized q, k and v as [batch, heads, rows, headdim] f32, their scales, and everything else that attention
+    reads, on the CPU."""
     layout = result.plan
     problem, spec, tile = layout.problem, layout.kernels.attn.spec, layout.kernels.attn.tile
     quant = layout.kernels["quant"]
@@ -51,7 +52,7 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
     smoothed = {}
     if problem.options.smooth_q:
         smoothed["q_mean"] = buffer("q_mean", *q_heads, layout.q_tiles, spec.headdim, dtype=torch.float32)
-        if layout.heads_at_once == problem.batch * problem.num_q_heads:  # else those of the last turn are left
+        if layout.heads_at_once == problem.batch * problem.num_q_heads:  # else only the last launch's heads are left
             smoothed["delta_s"] = buffer("delta_s", *q_heads, layout.q_tiles, layout.kv_tiles * tile.block_n,
                                          dtype=torch.float32)
     return smoothed | {
@@ -71,7 +72,7 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
 
 
 def _integers(data: torch.Tensor, qk: str) -> torch.Tensor:
-    """Bytes of s8, or of two s4 each, the first in the lower half."""
+    """Values of bytes that hold one s8 each, or two s4 each, the first in the lower half."""
     if qk == "int8":
         return data.view(torch.int8).float()
     halves = torch.stack([data & 15, data >> 4], -1).flatten(-2).float()
@@ -94,7 +95,8 @@ def _read_v(v: torch.Tensor, result: Result) -> torch.Tensor:
 
 
 def _key_of_column(block_n: int) -> torch.Tensor:
-    """Columns 4t + e of the P operand hold the keys 8·(e div 2) + 2t + e mod 2, per half of 16 columns."""
+    """The key of each column of the P operand: in each 16 columns, column 4t + e holds key 8·(e div 2) + 2t + e mod
+    2."""
     column = torch.arange(block_n)
     half, t, e = column // 16 % 2, column // 4 % 4, column % 4
     return column // 32 * 32 + half * 16 + 8 * (e // 2) + 2 * t + e % 2

@@ -2,9 +2,9 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
-and the same with the tools racecheck and initcheck; names of archs after it leave out the others' variants. Without
-torch's cache an access beyond a tensor is one beyond its allocation, and memory starts uninitialized.
-"""
+Run it with the tools racecheck and initcheck, too. Archs named after the file limit the run to their variants. Without
+torch's caching allocator, an access beyond a tensor is an access beyond its allocation, and memory starts
+uninitialized."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from sage_aot._tools import reference
 CALLS = [
     ("outlier", torch.bfloat16, (1, 2, 150), (1, 1, 200), 0, False),  # grouped heads, more keys than queries, ragged
     ("normal", torch.float16, (1, 2, 70), (1, 2, 70), 7, False),  # rows that are not aligned to 16 bytes
-    ("normal", torch.bfloat16, (1, 2, 150), (1, 2, 200), 0, True),  # rows read again, atomics on shared memory
+    ("normal", torch.bfloat16, (1, 2, 150), (1, 2, 200), 0, True),  # NaNs: rows read again, atomics on shared memory
 ]
 """Input class, dtype, [batch, heads, rows] of q and of k and v, channels fewer than the kernel's, and whether there are
 NaNs in keys of the first head and in values of the second."""
 
 QUEUE_CALL = ("normal", torch.bfloat16, (1, 150, 150), (1, 150, 700), 0, False)
-"""Besides, where blocks take several query tiles: more of those than any GPU has multiprocessors, and more KV tiles
-than a ring has slots."""
+"""One more call for kernels of persistent blocks: more query tiles than any GPU has SMs, and more KV tiles than the
+pipeline has stages."""
 
 
 def main() -> None:
@@ -55,7 +55,8 @@ def calls_of(spec: AttnSpec) -> list[tuple]:
 
 
 def _spoilt(spec: AttnSpec, out: torch.Tensor) -> torch.Tensor:
-    """Rows that see key 70 of the first head; of the second, all of whose rows see key 3, channel 9."""
+    """A mask of the elements of `out` that must be NaN: in the first head, rows that see key 70; in the second head,
+    all of whose rows see key 3, channel 9."""
     spoilt = torch.zeros_like(out, dtype=torch.bool)
     spoilt[0, 0, 20 if spec.mask == "causal" else 0:] = True  # causal: row i sees the keys up to i + 200 - 150
     spoilt[0, 1, :, 9] = True

@@ -1,4 +1,4 @@
-"""Every attention kernel against float64, and everything a caller may vary."""
+"""Every attention kernel against float64, over everything that a caller may vary."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def expect(spec, q, k, v, **options):
 
 
 def check(spec, result, reference, kind="normal", slack=1.0, lse_slack=1.0):
-    """`slack`: how many times further than the bound from 1 the cosine may be, for problems too small to average;
-    `lse_slack`: how many times larger than usual the error of the log-sum-exp."""
+    """Assert that a result is close to `reference`. `slack`: factor on 1 - cosine, for problems too small to average.
+    `lse_slack`: factor on the allowed error of the log-sum-exp."""
     out, lse = reference
     bound = 1 - slack * (1 - LEAST_COSINE[spec.qk, spec.pv, kind])
     assert result.out.isfinite().all()
@@ -73,7 +73,7 @@ def test_error_is_that_of_the_emulation(spec):
     emulation_error = measure(emulated[:, :, :700].bfloat16().cuda(), reference).relative_l1
     assert kernel_error <= 1.05 * emulation_error + 1e-4
     assert measure(result.out, emulated[:, :, :700].cuda()).relative_l1 < 0.5 * emulation_error + 1e-3
-    # Of the same scores; f16 P is summed as rounded, and ex2.approx may round it the other way.
+    # The scores are the same. f16 P is summed after rounding, and by ex2.approx it may round the other way.
     bound = 5e-4 if spec.pv == "f16" else 1e-4
     assert (result.lse.cpu() - emulated_lse[:, :, :700]).abs().max() < bound
 
@@ -95,7 +95,7 @@ def test_grouped_heads(spec, group):
 @each_padded(1, 32, 33, 40, 63, 65, 80, 96, 127)
 def test_head_dims_are_padded(spec, headdim):
     q, k, v = draw(spec, (1, 2, 150), (1, 2, 150), seed=headdim, headdim=headdim)
-    # What 4 bits cut off of the largest channel is much where there is one.
+    # At 4 bits a clip cuts off the largest channel, which is the whole row where there is one channel.
     slack, lse_slack = (18.0, 3.0) if spec.qk == "int4" and headdim == 1 else (6.0 if spec.qk == "int4" else 4.0, 1.0)
     check(spec, run(spec, q, k, v), expect(spec, q, k, v), slack=slack, lse_slack=lse_slack)
 
@@ -125,7 +125,7 @@ def test_scale_and_smoothing(spec):
     reference, _ = expect(spec, q, k, v)
     smooth, raw = (measure(run(spec, q, k, v, smooth_k=flag).out, reference).relative_l1
                    for flag in (True, False))
-    assert smooth < (0.8 if spec.q == "qraw" else 1.0) * raw  # smoothing Q alone gains most of it already
+    assert smooth < (0.8 if spec.q == "qraw" else 1.0) * raw  # smoothing Q alone has most of the gain
 
 
 @each_variant
@@ -162,7 +162,7 @@ def test_values_whose_sum_is_beyond_f32(spec):
 
 @each_variant
 def test_equal_keys_leave_the_log_sum_exp_exact(spec):
-    """Smoothing takes all of K away: what is left of a score is the query times the mean, in f32."""
+    """Smoothing leaves zeros of K: a score is then row_bias alone, the query times K's mean, in f32."""
     q, k, v = draw(spec, (2, 4, 300), (2, 2, 300), seed=22)
     k = (5 * k[:, :, :1]).expand_as(k).contiguous()
     result, (_, lse) = run(spec, q, k, v), expect(spec, q, k, v)
@@ -196,7 +196,7 @@ def test_a_query_that_is_not_finite_and_sees_no_key_is_as_any_other(spec):
 def test_logits_of_any_size(spec, size):
     """Queries that equal their keys, far apart: each row picks one value, at its full size.
 
-    Up to scores of a million; f32 keeps those to a sixteenth.
+    Scores reach a million, where f32 has steps of a sixteenth.
     """
     q, _, v = draw(spec, (1, 2, 200), (1, 2, 200), seed=16)
     q = (q.float() * size).bfloat16()
@@ -315,7 +315,7 @@ def test_a_side_stream_is_honoured(spec):
 
 @each_variant
 def test_other_threads_get_the_same(spec):
-    """On streams of their own, at once."""
+    """Threads call at the same time, each on its own stream."""
     q, k, v = draw(spec, (1, 4, 500), (1, 4, 500), seed=13)
     expected = run(spec, q, k, v).out
     found: list[torch.Tensor] = []
@@ -341,7 +341,7 @@ each_own = pytest.mark.parametrize("spec", OWN, ids=[spec.name for spec in OWN])
 
 
 def options(spec):
-    """The call's arguments that make it run a variant."""
+    """Arguments with which the call runs a variant."""
     return vars(Options.of_axes(spec.values))
 
 
@@ -383,7 +383,8 @@ def test_offsets_beyond_32_bits():
 
 
 def test_quantized_tensors_beyond_32_bits():
-    """q_hat alone is more than 2^31 bytes, and so are K and V; the last heads must be as if they were alone."""
+    """q_hat alone has more than 2^31 bytes, and so have K and V. The last heads must come out as in a call of their
+    own."""
     heads, last = 2**14 + 24, slice(2**14 - 8, None)
     q, k, v = (torch.empty(1, heads, 1024, 128, dtype=torch.bfloat16, device="cuda").normal_(
         generator=torch.Generator("cuda").manual_seed(seed)) for seed in range(3))
@@ -393,7 +394,8 @@ def test_quantized_tensors_beyond_32_bits():
 
 
 def test_delta_s_beyond_32_bits():
-    """One head whose delta_s has more than 2^31 elements; the last query tiles must be as if they were alone."""
+    """One head whose delta_s has more than 2^31 elements. The last query tiles must come out as in a call of their own.
+    """
     seqlen, last = 2**19 + 2048, slice(-2048, None)
     q, k, v = draw(OWN[0], (1, 1, seqlen), (1, 1, seqlen), seed=26, headdim=128)
     out, lse = sage_aot.attn(q, k, v, smooth_q=True, return_lse=True)

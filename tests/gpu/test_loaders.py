@@ -1,5 +1,5 @@
-"""Every way to the driver that is installed here gives the same, whatever thread and device a call is made on; the rest
-of the GPU tests run with the one that SAGE_AOT_LOADER names, or the first."""
+"""Every loader that is installed here gives the same bits, whatever thread and device a call is made on. All other GPU
+tests run with the loader that SAGE_AOT_LOADER names, or the first that works."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEVICES = torch.cuda.device_count()
 
 
 def usable() -> dict[str, Driver]:
-    """Those that work here, by name."""
+    """The loaders that work here, by name."""
     found = {}
     for name, driver in DRIVERS.items() if OWN else ():
         with contextlib.suppress(UnsupportedError):
@@ -45,13 +45,13 @@ several_devices = pytest.mark.skipif(DEVICES < 2, reason="needs two GPUs")
 
 @pytest.fixture
 def library(loader) -> Library:
-    """The package's kernels, loaded anew through one of them."""
+    """The package's kernels, loaded anew through one loader."""
     return Library(default_library().folder, USABLE[loader])
 
 
 @pytest.fixture
 def handed(library):
-    """All calls of the process go through that library."""
+    """All calls of the process go through `library`."""
     with pipeline.handing(CudaBackend(library)):
         yield library
 
@@ -64,14 +64,14 @@ def draw(device: str = "cuda:0") -> list[torch.Tensor]:
 
 
 def attn(*qkv: torch.Tensor, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every kind of kernel, on the CPU."""
+    """Output and log-sum-exp, on the CPU, of a call that runs every kind of kernel."""
     out, lse = sage_aot.attn(*qkv, smooth_q=True, return_lse=True, **options)
     return out.cpu(), lse.cpu()
 
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[torch.Tensor, torch.Tensor]:
-    """By the library and the loader of every call."""
+    """The results with the default library and loader."""
     return attn(*draw())
 
 
@@ -80,7 +80,7 @@ def equal(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -
 
 
 def in_a_thread(work: Callable[[], object]) -> object:
-    """What a function returns, or raises, on a thread that has used no GPU yet."""
+    """Call a function on a thread that has used no GPU yet; return what it returns, or raise what it raises."""
     found: dict[str, object] = {}
 
     def run() -> None:
@@ -108,8 +108,9 @@ def test_a_loader_gives_the_bits_of_the_call(expected, handed):
 @each_loader
 @pytest.mark.parametrize("captured", [False, True])
 def test_calls_behind_one_another_on_a_stream(handed, captured):
-    """An attention kernel may start while its quantizers run: it must not read what they have not written, nor the
-    workspace of the call in front. Two inputs in turns, so that each call finds the other's in the workspace."""
+    """An attention kernel may start while its quantizers run. It must not read what they have not written yet, nor the
+    workspace of the call before. Calls of two inputs alternate, so that each finds the other's data in the
+    workspace."""
     inputs = [reference.inputs("normal", (2, 16, 1500, 64), (2, 16, 1500, 64), torch.bfloat16,
                                torch.Generator("cuda").manual_seed(seed)) for seed in (28, 29)]
     wanted = []
@@ -136,8 +137,8 @@ def test_calls_behind_one_another_on_a_stream(handed, captured):
 @each_loader
 @pytest.mark.parametrize("made_before", [False, True])
 def test_a_thread_that_used_no_gpu_yet(expected, handed, made_before):
-    """torch has bound no context to it: everything it needs is there already. Where the call was made before, only the
-    launches are left."""
+    """torch has bound no context to the thread: everything that the thread needs is there already. Where the call was
+    made before, only its launches are left."""
     qkv = draw()
     torch.cuda.synchronize()
     if made_before:
@@ -148,7 +149,8 @@ def test_a_thread_that_used_no_gpu_yet(expected, handed, made_before):
 
 @each_loader
 def test_a_thread_whose_first_call_allocates_nothing_before_its_launches(handed):
-    """Output and workspace of the caller: not even torch's allocator has made a context current before the launch."""
+    """Output and workspace are the caller's, so not even torch's allocator makes a context current before the
+    launch."""
     q, k, v = draw()
     call = pipeline.prepare(pipeline.backend_of(q), q, k, v, Options(smooth_q=True))
     out, lse, workspace = torch.empty_like(q), call.empty_lse(q), q.new_empty(call.run.plan.workspace_bytes,
@@ -164,7 +166,7 @@ def test_a_thread_whose_first_call_allocates_nothing_before_its_launches(handed)
 
 @each_loader
 def test_many_threads_share_a_prepared_call(expected, handed):
-    """Each with structs of its own: a thread that took another's would read that thread's tensors."""
+    """Each thread must have its own structs: with another thread's structs it would read that thread's tensors."""
     tensors = [draw() for _ in range(4)]
     for _, _, v in tensors[1::2]:
         v.neg_()
@@ -191,7 +193,7 @@ def test_many_threads_share_a_prepared_call(expected, handed):
 
 @each_loader
 def test_grad_is_refused_after_a_call_of_the_same_kind(expected, handed):
-    """What is prepared does not depend on requires_grad; the check is made on every call."""
+    """A prepared call does not depend on requires_grad, so every call must check it."""
     q, k, v = draw()
     assert equal(attn(q, k, v), expected)
     k.requires_grad_()
@@ -204,7 +206,7 @@ def test_grad_is_refused_after_a_call_of_the_same_kind(expected, handed):
 
 @each_loader
 def test_addresses_of_another_alignment_after_a_call_of_the_same_kind(expected, handed):
-    """The same strides, at odd addresses and back."""
+    """The same strides, at addresses that are not multiples of 16 bytes, and back."""
     def moved(elements: int) -> list[torch.Tensor]:
         flat = [torch.empty(tensor.numel() + 8, dtype=tensor.dtype, device="cuda") for tensor in draw()]
         return [memory[elements:elements + tensor.numel()].view(tensor.shape).copy_(tensor)
@@ -225,7 +227,7 @@ def test_what_the_driver_refuses_has_its_name(library, monkeypatch):
 
 
 def test_another_kernel_folder_between_calls(expected, monkeypatch, tmp_path):
-    """SAGE_AOT_KERNELS counts at every call, one of a kind that was made before included."""
+    """SAGE_AOT_KERNELS is read at every call, also of a kind that was prepared before."""
     qkv, package = draw(), default_library().folder
     assert equal(attn(*qkv), expected)
     copy = tmp_path / "kernels"
@@ -248,7 +250,7 @@ def test_another_kernel_folder_between_calls(expected, monkeypatch, tmp_path):
 @several_devices
 @each_loader
 def test_each_device_has_its_own_functions(expected, handed):
-    """Calls on tensors of either, while the other is current and stays so."""
+    """Calls on tensors of each device, while either device is current. The current device must not change."""
     tensors = [draw(f"cuda:{device}") for device in range(2)]
     for current in (0, 1, 1, 0):
         with torch.cuda.device(current):
@@ -263,7 +265,7 @@ def test_each_device_has_its_own_functions(expected, handed):
 @pytest.mark.parametrize("made_before", [False, True])
 @pytest.mark.parametrize("current", [None, 0, 1])
 def test_a_fresh_thread_on_the_second_device(expected, handed, current, made_before):
-    """Whose current device is none yet, the other, or that of the tensors."""
+    """The thread's current device is none yet, the other device, or that of the tensors."""
     qkv = draw("cuda:1")
     torch.cuda.synchronize(1)
     if made_before:
@@ -283,7 +285,7 @@ def test_a_fresh_thread_on_the_second_device(expected, handed, current, made_bef
 @several_devices
 @each_loader
 def test_a_stream_of_the_device_of_the_tensors_is_honoured(expected, handed):
-    """While another device is current, whose stream is not it."""
+    """Another device is current, with a stream of its own."""
     qkv = draw("cuda:1")
     attn(*qkv)
     torch.cuda.synchronize(1)

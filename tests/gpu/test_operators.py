@@ -1,4 +1,4 @@
-"""The torch operators on CUDA tensors: what tests/unit/testops.py checks on the CPU, and CUDA graphs."""
+"""The torch operators on CUDA tensors: the checks of tests/unit/test_ops.py, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CALLS = [{}, {"is_causal": True, "scale": 0.1, "smooth_k": False}]
 
 
 def draw(seed=0, dtype=torch.bfloat16, queries=200, keys=300):
-    """Shapes [2, 4, queries, 64] and [2, 2, keys, 64]."""
+    """q of shape [2, 4, queries, 64], k and v of [2, 2, keys, 64]."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return reference.inputs("normal", (2, 4, queries, 64), (2, 2, keys, 64), dtype, generator)
 
 
 def options(**changes):
-    """Values of an operator's options, in order, as the call hands them over."""
+    """Values of an operator's options, in order, as the public call passes them."""
     return for_schema(*vars(Options(**changes)).values())
 
 
@@ -50,7 +50,7 @@ def test_opcheck(op, changes):
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_compiled_equals_eager(compiled, call):
     work = compiled(lambda q, k, v: sage_aot.attn(q, k, v, return_lse=True, **call))
-    for seed in range(6):  # with reduce-overhead: warm-up, recording, replays; each from other addresses
+    for seed in range(6):  # with reduce-overhead: warm-up, recording, replays; each with new addresses
         q, k, v = draw(seed)
         out, lse = (t.clone() for t in work(q, k, v))
         expected = sage_aot.attn(q, k, v, return_lse=True, **call)
@@ -115,7 +115,7 @@ def test_capture_and_replay(call):
 
 
 def test_calls_at_old_addresses_see_new_strides_and_options():
-    """One memory, read in several ways, in any order: nothing is remembered by its address."""
+    """One memory, read with several strides and options, in any order: nothing may be kept by address."""
     storage = torch.randn(3, 2, 128, 2, 64, device="cuda").bfloat16()
     expected = {}
     for _ in range(3):

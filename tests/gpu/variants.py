@@ -1,10 +1,9 @@
 """The attention kernels under test: each variant of the package, on whatever GPU there is.
 
 A kernel whose arch this GPU does not run is taken from a folder that `python -m codegen build --retarget` made for this
-GPU from the same generated source: its arithmetic is the same, only its speed means nothing. Where sage_aot is
-installed from a wheel and there is no source tree, those kernels are left out, and the report's head says so
-(conftest.py).
-"""
+GPU from the same generated source. Its arithmetic is the same; its speed means nothing. Where sage_aot is installed
+from a wheel, without a source tree, those kernels are left out, and the report's head names their archs
+(conftest.py)."""
 
 from __future__ import annotations
 
@@ -32,7 +31,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def native_archs(manifest: Manifest) -> set[str]:
-    """The archs whose kernels run here as they are; all where there is no GPU, and no test runs anyway."""
+    """The archs whose kernels run on this GPU as they are. All archs where there is no GPU: the tests are then skipped.
+    """
     if not torch.cuda.is_available():
         return set(manifest.archs)
     return {record.spec.arch for record in takes(gpu_here(torch.cuda.current_device()), manifest)}
@@ -45,27 +45,28 @@ def variants_of(manifest: Manifest, archs: Container[str]) -> tuple[AttnSpec, ..
 
 _PACKAGE = default_library().manifest
 _NATIVE = native_archs(_PACKAGE)
-_TESTED = set(_PACKAGE.archs) if importlib.util.find_spec("codegen") else _NATIVE  # codegen builds the others for here
+_TESTED = set(_PACKAGE.archs) if importlib.util.find_spec("codegen") else _NATIVE  # codegen retargets the other archs
 
 SPECS = variants_of(_PACKAGE, _TESTED)
 
 LEFT_OUT = sorted(_PACKAGE.archs.keys() - _TESTED)
-"""The archs of which nothing is tested."""
+"""The archs whose kernels are not tested."""
 
 each_variant = pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
 
 
 QUANTIZERS = [spec for spec in SPECS if spec.mask == "full"]
-"""Each way of quantizing, by an attention kernel that wants it."""
+"""Each quantizer, by an attention kernel that it feeds."""
 
 
 def each_padded_quantizer(*headdims: int) -> pytest.MarkDecorator:
-    """Each way of quantizing with those of these head dims that it is chosen for."""
+    """Each quantizer, with those of these head dims for which it is chosen."""
     return _padded(QUANTIZERS, headdims)
 
 
 def each_padded(*headdims: int) -> pytest.MarkDecorator:
-    """Every variant with those of these head dims that it is chosen for: the least kernel that holds them."""
+    """Every variant, with those of these head dims for which it is chosen: it has the least head dim that holds
+    them."""
     return _padded(SPECS, headdims)
 
 
@@ -82,16 +83,17 @@ LEAST_COSINE = {
     ("int4", "f16", "normal"): 0.985, ("int4", "f16", "outlier"): 0.99,
     ("int4", "e4m3", "normal"): 0.985, ("int4", "e4m3", "outlier"): 0.99,
 }
-"""Per type of Q and K, PV type and input class, with K smoothed, at the sizes of the accuracy tests."""
+"""Per type of Q and K, type of P and V, and input class: least cosine with float64, K smoothed, at the sizes of the
+accuracy tests."""
 
 LSE_ERROR = {("int8", "normal"): 0.05, ("int8", "outlier"): 0.8, ("int4", "normal"): 1.0, ("int4", "outlier"): 8.0}
-"""Largest error of the log-sum-exp: that of the scores, which quantization spoils by amax / 127, or by amax / 7 at most
-and what a clip cuts off."""
+"""Largest error of the log-sum-exp, by type of Q and K and input class. It is the error of the scores, which come from
+steps of amax / 127, or at 4 bits of at most amax / 7, and from what a clip cuts off."""
 
 
 @functools.cache
 def library_of(arch: str) -> Library:
-    """The folder whose kernels of this arch run here: the package's own where it has such."""
+    """The folder with kernels of this arch that run here: the package's own, else the retargeted one."""
     if arch in _NATIVE:
         return default_library()
     target = "sm_{}{}".format(*torch.cuda.get_device_capability())
@@ -103,7 +105,7 @@ def library_of(arch: str) -> Library:
 
 @functools.cache
 def backend_of(arch: str) -> CudaBackend:
-    """What runs an arch's kernels here."""
+    """The backend that runs an arch's kernels here."""
     return CudaBackend(library_of(arch), arch)
 
 
@@ -119,7 +121,7 @@ def own_specs() -> list[AttnSpec]:
 def run(spec: AttnSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout: str = "HND",
         out: torch.Tensor | None = None, scale: float | None = None, smooth_k: bool = True,
         rotate: bool | str = "auto", clip: bool = True, poison: bool = True) -> Result:
-    """One call of one variant, with its outputs and its workspace poisoned before, or else left as they come."""
+    """One call of one variant. `poison`: fill outputs and workspace with NaN before."""
     options = Options.of_axes(spec.values, scale=scale, layout=layout, smooth_k=smooth_k, rotate=rotate,
                               clip=clip)
     out = torch.empty_like(q) if out is None else out

@@ -1,8 +1,8 @@
 """A small project in a temporary folder: a matrix of its own, templates of a few lines, headers to touch.
 
-The matrix is not the real one, so that tuning a tile there breaks no test here. Where sage_aot is installed from a
-wheel and there is no source tree, the tests of what makes one are left out, and the report's head says so.
-"""
+The matrix is not the real one, so that tuning a tile of the real matrix breaks no test here. Where sage_aot is
+installed from a wheel, without a source tree, the tests of the source tree are left out, and the report's head says
+so."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from codegen.project import Project
 
 _OF_THE_TREE = re.compile(r"^(from|import) codegen\b|^\S.*parents\[2\]", re.MULTILINE)
-"""What a module of tests has in it where it reads the source tree."""
+"""Matches a test module that reads the source tree: it imports codegen or names the tree's root."""
 
 collect_ignore = [] if importlib.util.find_spec("codegen") else sorted(
     path.name for path in Path(__file__).parent.glob("test_*.py") if _OF_THE_TREE.search(path.read_text("utf-8")))
@@ -115,10 +115,11 @@ _NAMES = {
 _PARAMS = {"attn_mma": "AttnParams", "quantize": "QuantParams", "delta_s": "DeltaParams"}
 _FACTS = {"threads": "32 * Config::block_m / Config::warp_m",
           "shared": "Config::headdim * (Config::block_m + 3 * Config::stages * Config::block_n)"}
-"""Of attention kernels; the others have the threads of their family and no such shared memory."""
+"""Facts of attention kernels as C++ expressions. Kernels of other kinds have their family's threads, and no such shared
+memory."""
 
 _REAL_HEADERS = ("kernel_info.cuh", "params.cuh", "types.cuh")
-"""What makes the tables in which a kernel tells the host about itself."""
+"""Headers of the project that are copied: they define the tables of a kernel's facts and fields."""
 
 
 @pytest.fixture
@@ -176,7 +177,7 @@ def small(project: Project) -> None:
 
 @pytest.fixture
 def edit() -> Callable[[Path, str, str], None]:
-    """Replace a text that stands exactly once in a file."""
+    """Replace a text that must stand exactly once in a file."""
 
     def replace(path: Path, old: str, new: str) -> None:
         text = path.read_text()

@@ -1,5 +1,5 @@
-"""What cuda-bindings does with what it is told, on a driver that remembers it: a program for tests, in a process of its
-own, where libcuda.so.1 is fake_driver.c. It prints what it saw as JSON.
+"""The calls of the driver that BindingsDriver makes through cuda-bindings. A program that test_driver.py runs in a
+process of its own, where libcuda.so.1 is fake_driver.c, which records calls. It prints the recorded calls as JSON.
 
     LD_LIBRARY_PATH=FOLDER_OF_LIBCUDA python tests/unit/on_fake_driver.py
 """
@@ -19,7 +19,7 @@ from sage_aot._launch.structs import NO_SOURCE, SOURCES, Packed
 from sage_aot.errors import LaunchError
 
 PARAMS = struct.pack("<QiifI", 2**63 + 5, -1, 0, 1.5, 7)
-"""Zero bytes too, which end no struct."""
+"""A struct with zero bytes, which must not end it."""
 
 IMAGE = b"image of a kernel"
 ADDRESSES = {"q": 0x1000, "k": 0x2000, "v": 0x3000, "out": 0x4000, "lse": 0, "workspace": 2**63}
@@ -28,7 +28,7 @@ fake = ctypes.CDLL("libcuda.so.1")
 
 
 class Struct:
-    """A struct, and one pointer to it, as a function is bound to."""
+    """A struct and one pointer to it, to which a function is bound."""
 
     def __init__(self, data: bytes) -> None:
         self.data = ctypes.create_string_buffer(data, len(data))
@@ -41,7 +41,7 @@ def number(name: str) -> ctypes.c_int:
 
 
 def launches() -> list[str]:
-    """All launches since the last look, in words."""
+    """All launches since the last call of this function, in words."""
     words = (ctypes.c_char * 256 * 64).in_dll(fake, "fake_words")
     found = [bytes(words[i]).split(b"\0")[0].decode() for i in range(number("fake_launches").value)]
     number("fake_launches").value = 0
@@ -49,7 +49,7 @@ def launches() -> list[str]:
 
 
 def params(launch: int) -> bytes:
-    """The struct of a launch; looked at before its words."""
+    """The struct of a launch. Call this before launches(), which forgets the launches."""
     return bytes((ctypes.c_char * 512 * 64).in_dll(fake, "fake_params")[launch])[:number("fake_params_bytes").value]
 
 
@@ -70,14 +70,14 @@ def in_a_thread(work: object) -> object:
 
 
 def within(driver: BindingsDriver, device: int, work: object) -> object:
-    """`work()` on a thread whose current context is that of a device, as torch leaves it; and the context and how many
-    are on the stack afterwards."""
+    """`work()` on a thread whose current context is a device's, as torch leaves it. Returns its result, whether the
+    context is still current, and how many contexts are on the stack."""
     with driver.entered(driver.context(device)):
         return [work(), driver.current() == driver.context(device), fake.fake_depth()]
 
 
 def of_launchers(driver: BindingsDriver, first: Function, second: Function) -> dict[str, object]:
-    """What a bound function says to the driver."""
+    """The calls of the driver by bound functions."""
     held = Struct(PARAMS)
     launch, other = first.bind(77, held.pointers), second.bind(2**31 - 1, held.pointers)
     within(driver, 0, lambda: launch(0xDEAD))
@@ -102,7 +102,7 @@ def of_programmatic_launches(cuda: int) -> list[str]:
 
 
 def of_queues(driver: BindingsDriver, first: Function, again: Function) -> dict[str, object]:
-    """What a queue of two launches says to it, on threads with a context and without."""
+    """The calls of the driver by a queue of two launches, on threads with a context and without."""
     packed = [Packed(struct.pack("<QQQ", 16, i, 32),
                      bytes([SOURCES.index("workspace"), NO_SOURCE, SOURCES.index(source)]))
               for i, source in enumerate(("q", "lse"))]

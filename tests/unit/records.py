@@ -1,4 +1,4 @@
-"""Manifests for tests: what a test is not about has a value here, as the real kernels have it."""
+"""Manifests for tests. Entries that a test does not set have the values of the real kernels."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PARAMS = {"quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams"}
 
 
 def record_of(spec: KernelSpec, tile: Tile = TILE, family: str = "mma", **changes: object) -> KernelRecord:
-    """A kernel's record. `tile` is that of the attention kernel, for kernels that feed one, too; `facts` adds to
-    those that follow from it."""
+    """A kernel's record. `tile`: of the attention kernel; for a feeder, of the one that it feeds. `facts`: added to
+    those that follow from the tile."""
     ptx = is_ptx(spec.arch)
     values = {
         "spec": spec, "family": family, "file": f"{spec.name}.{'ptx' if ptx else 'cubin'}", "sha256": "",
@@ -34,23 +34,23 @@ def record_of(spec: KernelSpec, tile: Tile = TILE, family: str = "mma", **change
 
 
 def feeders_of(spec: AttnSpec) -> tuple[str, ...]:
-    """The kernels that run before an attention kernel."""
+    """Names of an attention kernel's feeders."""
     kinds = ("quant", "delta") if spec.q == "qsmooth" else ("quant",)
     return tuple(spec.companion(kind).name for kind in kinds)
 
 
 def facts_of(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
-    """What a kernel says of itself; test_kernel_info.py compares it with the real ones."""
+    """The facts of a kernel; test_kernel_info.py compares them with the real kernels' facts."""
     make = {"quant": _quant, "delta": _delta, "attn": _attn}[spec.kind]
     return {name: float(value) for name, value in make(spec, tile, family).items()}
 
 
 STRUCTS = Manifest.read(KERNEL_FOLDER).structs
-"""Those of the kernels that are built."""
+"""The structs of the kernels that are built, by name."""
 
 
 def manifest_of(records: Iterable[KernelRecord], **changes: object) -> Manifest:
-    """The manifest of some kernels; of the archs only sm90 was run."""
+    """The manifest of some kernels; sm90 is the only arch with a GPU in `run_on`."""
     kernels = records_by_name(records)
     archs = {record.spec.arch: Arch(capability_of(record.spec.arch), record.least_driver,
                                     "NVIDIA H200" if record.spec.arch == "sm90" else None)
@@ -100,7 +100,8 @@ def _threads(tile: Tile, family: str) -> int:
 
 
 def _shared_bytes(spec: AttnSpec, tile: Tile, family: str) -> int:
-    """Q and the stages; in wgmma Q twice with what belongs to it, ones behind V, rows of O, barriers, and a one."""
+    """Shared memory of a block in bytes: Q and the stages. In wgmma: two query buffers (Q, its scales and biases, V's
+    scales and means, a work tile), stages with ones behind V, rows of O, barriers, and a one."""
     q, slot = tile.block_m * _row_bytes(spec), _kv_tile_bytes(spec, tile) - 2 * spec.headdim
     delta = 4 * tile.block_n if spec.q == "qsmooth" else 0
     if family == "mma":
@@ -125,5 +126,5 @@ def _row_bytes(spec: AttnSpec | QuantSpec) -> int:
 
 
 def _float32(value: float) -> float:
-    """What a kernel keeps of a number."""
+    """A number rounded to f32, as kernels keep it."""
     return struct.unpack("<f", struct.pack("<f", value))[0]

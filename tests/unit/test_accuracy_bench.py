@@ -1,4 +1,5 @@
-"""The emulator of bench/, which the accuracy tables come from: it is the kernels' emulation where the two meet."""
+"""The emulator of bench/, from which the accuracy tables come. For the kernels' own methods it must equal their
+emulation."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def test_equals_the_kernels_emulation(arch, method, headdim, is_causal):
 
 
 def facts_of(kind, **axes):
-    """What the package's kernels with these values on their axes say of themselves."""
+    """The facts of the package's kernels with these values on their axes."""
     records = default_library().manifest.kernels.values()
     found = [record.facts for record in records
              if record.spec.kind == kind and axes.items() <= record.spec.values.items()]

@@ -1,4 +1,4 @@
-"""The call on CPU tensors: the emulation against float64, and everything a caller may vary."""
+"""The call on CPU tensors: the emulation against float64, over everything that a caller may vary."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pv(request, monkeypatch):
 
 
 def test_a_sink_has_the_weight_that_its_class_says():
-    """Of 4096 keys, each other with e^(0.5 + N(0, 1)) on average."""
+    """The sink's mean score is that of its class; the scores of the other 4095 keys are N(0, 1)."""
     for kind, nats in (("sink13", 13.0), ("sink15", 15.0)):
         q, k, v = (x.double() for x in draw((1, 2, 64, 128), (1, 2, 4096, 128), kind))
         scores = q @ k.transpose(2, 3) / 128**0.5
@@ -55,7 +55,7 @@ def test_heavy_channels_are_those_that_the_class_says():
 
 @pytest.mark.parametrize("arch", ["sm89", "sm90"])
 def test_keys_behind_a_sink_count(monkeypatch, arch):
-    """P relative to the maximum of the row so far would lose them: more than 0.04 of relative L2 at 8K keys."""
+    """P relative to the row's maximum so far would lose these keys: a relative L2 above 0.04 at 8K keys."""
     monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
     q, k, v = draw((1, 1, 64, 128), (1, 1, 8192, 128), "sink15")
     out, lse = sage_aot.attn(q, k, v, return_lse=True)
@@ -91,7 +91,7 @@ def test_f16_accumulators_are_another_way_to_the_same(monkeypatch, headdim, is_c
 
 
 def test_f16_accumulators_hold_the_largest_tile(monkeypatch):
-    """Every P of a tile and every V at its largest, of one sign: the sum is the most that there is, 224 · 4.5 · 64."""
+    """Every P of a tile and every V at its largest, with one sign: the sum is the largest possible, 224 · 4.5 · 64."""
     monkeypatch.delenv("SAGE_AOT_EMULATE", raising=False)
     q, k = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16), torch.ones(1, 1, 256, 64, dtype=torch.bfloat16)
     for value in (3.0, -3.0):
@@ -103,7 +103,8 @@ def test_f16_accumulators_hold_the_largest_tile(monkeypatch):
     ("f32", [2049.0, 2051.0, -16385.0]), ("two_level_f32", [2049.0, 2051.0, -16384.0]),
     ("two_level_f16", [2048.0, 2052.0, -16384.0])])
 def test_what_an_accumulator_keeps_of_a_tile(pv_accum, kept):
-    """All; 13 mantissa bits, the rest cut off; or the ten of f16, rounded. After each product of 32 keys."""
+    """After each product of 32 keys, an accumulator keeps all bits, or 13 mantissa bits with the rest cut off, or
+    rounds to f16's ten."""
     p = torch.zeros(1, 1, 3, 64)
     p[..., 0], p[..., 32] = torch.tensor([2048.0, 2050.0, -16384.0]), torch.tensor([1.0, 1.0, -1.0])
     assert _pv_tile(p, torch.ones(1, 1, 64, 1), pv_accum).flatten().tolist() == kept
@@ -259,7 +260,7 @@ def test_values_whose_sum_is_beyond_f32(pv, smooth_v):
 
 
 def test_values_that_less_their_mean_are_beyond_f32(pv):
-    """Such a mean counts as zero, and the other channels keep theirs."""
+    """A mean beyond f32 counts as zero; the other channels keep their means."""
     q, k, v = draw((1, 1, 64, 64), (1, 1, 3, 64))
     v[0, 0, :, 2] = torch.tensor([3e38, -3e38, -3e38])
     v[..., 3] += 8.0
@@ -285,7 +286,7 @@ def test_fma_rounds_once():
 
 
 def test_equal_keys_leave_the_log_sum_exp_exact(pv):
-    """Smoothing takes all of K away: what is left of a score is the query times the mean, in f32."""
+    """Smoothing leaves zeros of K: a score is then row_bias alone, the query times K's mean, in f32."""
     q, k, v = draw((1, 2, 100, 64), (1, 2, 130, 64))
     k = (5 * k[:, :, :1]).expand_as(k)
     (_, lse), (_, expected) = sage_aot.attn(q, k, v, return_lse=True), reference.attention(q, k, v)
@@ -362,7 +363,7 @@ def test_info_of_a_machine_without_a_gpu_names_no_defect(monkeypatch):
 
 
 def test_info_of_a_gpu(monkeypatch):
-    """Its loader, its driver, the kernels it would run; or what it lacks."""
+    """info() names the loader, the driver and the kernels that the GPU would run, or what is missing."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(info, "default_driver", lambda: SimpleNamespace(name="cupy", version="14.2.0", cuda=12080))
@@ -420,7 +421,7 @@ def test_smoothing_pays_where_it_should(monkeypatch, arch, qk, smooth_v):
 @pytest.mark.parametrize(("arch", "qk"), [
     ("sm80", "int8"), ("sm80", "int4"), ("sm89", "int8"), ("sm89", "int4"), ("sm90", "int8")])
 def test_rotation_takes_off_what_a_large_channel_costs(monkeypatch, arch, qk):
-    """What is left is P and V at 8 bits, and at 4 bits rounding."""
+    """With rotation, the error that remains is P and V's at 8 bits, and at 4 bits also the rounding of Q and K."""
     monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
     for kind in ("heavy1", "heavy4"):
         q, k, v = draw((1, 1, 128, 128), (1, 1, 700, 128), kind)

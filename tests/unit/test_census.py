@@ -1,4 +1,4 @@
-"""The census: what of a disassembly is counted, and what a kernel must hold to be shipped."""
+"""The census: which instructions of a disassembly are counted, and the rules that a kernel must keep to be shipped."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ ATTN = "sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw"
 
 
 def report_of(threads: int = 128, **changes) -> Report:
-    """What the compiler makes of a kernel that is as it should be but for some changes."""
+    """The compiler's report on a kernel that keeps all rules, with some changes."""
     machine = MachineCode(**{"registers": 168, "spill_bytes": 0, "elf_abi": 7,
                              **{name: changes.pop(name) for name in MachineCode._fields if name in changes}})
     params = changes.pop("params", "AttnParams")
@@ -233,7 +233,7 @@ def report_of(threads: int = 128, **changes) -> Report:
 
 @pytest.fixture
 def problems(project, matrix):
-    """What is wrong with a kernel that is as it should be but for some changes."""
+    """The broken rules of a kernel that keeps all of them, with some changes."""
     kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
 
     def found(name: str = ATTN, **changes) -> list[str]:
@@ -325,7 +325,7 @@ def test_a_block_may_have_all_shared_memory_of_its_chip(problems):
 
 
 def test_registers_are_judged_by_the_threads_that_the_kernel_has(project, matrix):
-    """Which it says itself; the matrix does not know those of an attention kernel."""
+    """The kernel's facts have its threads; the matrix does not know the threads of an attention kernel."""
     kernel = next(kernel for kernel in matrix.kernels if kernel.spec.name == ATTN)
     found, = judge({kernel: report_of(256, registers=81)}, matrix, Compilation(project)).failures
     assert "expected at most 80 registers a thread, got 81" in found
@@ -347,7 +347,7 @@ def two_kernels(matrix, other: Struct) -> dict:
 
 @pytest.mark.parametrize("how", [{}, {"retarget": "sm_90"}, {"toolchain": "nvcc"}])
 def test_kernels_that_share_a_struct_agree_on_it_wherever_they_are_for(project, matrix, how):
-    """The runtime could fill in either, but it has one layout for all of them."""
+    """The runtime could fill in either layout, but it has one layout of a struct for all kernels."""
     layout = STRUCTS["AttnParams"]
     swapped = layout._replace(fields={**layout.fields, "lse": layout.fields["taken"], "taken": layout.fields["lse"]})
     failure, = judge(two_kernels(matrix, swapped), matrix, Compilation(project, **how)).failures

@@ -60,7 +60,7 @@ else:
 
 @pytest.fixture
 def codegen(project, capfd):
-    """Run a command; its exit status, what it printed, and its complaints."""
+    """A function that runs a command and returns its exit status, stdout and stderr."""
 
     def run(*argv: str) -> tuple[int, str, str]:
         capfd.readouterr()
@@ -73,7 +73,7 @@ def codegen(project, capfd):
 
 @pytest.fixture
 def spilling(project):
-    """A template of attention kernels that spill, whatever the target."""
+    """Changes the template of attention kernels: they spill, whatever the target."""
     path = project.templates / "attn_mma.cu.jinja"
     text, count = re.subn(r'^extern "C" __global__ .*$', SPILLING, path.read_text(), flags=re.MULTILINE)
     assert count == 1
@@ -154,7 +154,7 @@ axes:"""
 
 @pytest.fixture
 def ptx(project, edit):
-    """The project with PTX of what sm80 has; the name of a kernel."""
+    """Adds PTX of sm80's kernels to the project; returns the name of a kernel."""
     edit(project.matrix, "axes:", PTX80)
     edit(project.matrix, "arch: [sm80, sm90], headdim", "arch: [sm80, ptx80, sm90], headdim")
     edit(project.matrix, "[sm80, sm86], pv: e4m3", "[sm80, ptx80, sm86], pv: e4m3")
@@ -197,7 +197,7 @@ def test_a_whole_build_says_that_it_is(codegen, project, small):
 
 
 def test_an_arch_is_added_by_rows_alone_and_changes_no_others_kernels(codegen, project, small, edit):
-    """Neither a byte of them nor a word of their records, and none is compiled again."""
+    """The other archs' files and records stay the same, and none of their kernels is compiled again."""
     codegen("build")
     before = Manifest.read(project.package)
     times = {path.name: path.stat().st_mtime_ns for path in (project.build / "nvrtc" / "own").glob("*.cubin")}
@@ -217,7 +217,7 @@ def test_an_arch_is_added_by_rows_alone_and_changes_no_others_kernels(codegen, p
 
 
 def test_an_arch_in_the_rows_of_others_changes_none_of_their_sources(tmp_path, edit):
-    """In the matrix of this project, whose rows list several archs; a source quotes its own alone."""
+    """Rows of the real matrix list several archs; a source quotes its own arch alone."""
     def sources(text: str) -> dict[str, str]:
         path = tmp_path / "build_matrix.yaml"
         path.write_text(text)

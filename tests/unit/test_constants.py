@@ -1,4 +1,4 @@
-"""What Python still assumes of the kernels, by what they say of themselves; documented calls; headers by themselves."""
+"""Python's assumptions about the kernels, against the kernels' facts; documented calls; headers compiled alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LARGEST_F16 = 65504.0
 
 
 def attention(pv: str, pv_accum: str | None = None) -> list[AttnRecord]:
-    """The attention kernels with these products; some, or the test would say nothing."""
+    """The attention kernels with these products; fails where there are none, since a test would then pass unchecked."""
     found = [record for record in MANIFEST.every_attention()
              if record.spec.pv == pv and pv_accum in (None, record.spec.pv_accum)]
     assert found
@@ -33,7 +33,7 @@ def attention(pv: str, pv_accum: str | None = None) -> list[AttnRecord]:
 
 
 def test_no_p_leaves_the_range_of_its_type():
-    """A row's largest P is 2 to `p_top`, and as much more as a reference may lag behind."""
+    """A row's largest P is 2^`p_top`, times 2^`lazy_rise` where the row reference lags behind."""
     for record in attention("e4m3"):
         largest = np.exp2(np.float64(record.facts["p_top"] + record.facts["lazy_rise"]))
         rounded = to_pv(torch.tensor([largest]), "e4m3").item()

@@ -1,6 +1,6 @@
-"""A prepared call of CUDA tensors: the structs that reach the driver, under threads, and when a launch is refused.
+"""A prepared call of CUDA tensors: the structs that reach the driver, also under threads and after a refused launch.
 
-The driver is a stand-in that reads the structs as a real one does, in each launch; the tensors are on the CPU.
+The driver is a stand-in that reads the structs at each launch, as a real driver does; the tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STRUCT_BYTES = {entry: SIZES[record.params] for record in default_library().mani
 
 
 class Driver:
-    """Remembers what it is told to launch, by thread; a context a device, 1 and on. `before_launch` is called in each
+    """Records launches by thread. Contexts are numbers from 1 on, one a device. `before_launch` is called at each
     launch before the struct is read."""
 
     name, version, cuda = "stand-in", "1", 99990
@@ -60,7 +60,7 @@ class Driver:
             self.contexts[me] = before
 
     def launches(self):
-        """Those of this thread since it last asked."""
+        """The launches of this thread since it last called this."""
         return self.seen.pop(threading.get_ident(), [])
 
 
@@ -82,7 +82,7 @@ class Function:
 
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch):
-    """What is asked of torch about a device."""
+    """Replaces the functions of torch that need a device."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cuda, "multiprocessors", lambda device: 132)
@@ -102,13 +102,13 @@ def prepare(driver, tensors, options=Options(), arch="sm89", device=0):  # noqa:
 
 
 def draw(q_shape=(2, 4, 130, 64), kv_shape=(2, 2, 200, 64), offset=(0, 0, 0)):
-    """q, k and v that begin so many elements behind a multiple of 16 bytes."""
+    """q, k and v that begin `offset` elements behind a multiple of 16 bytes."""
     return [torch.zeros(shape).new_zeros(torch.Size(shape).numel() + by, dtype=torch.bfloat16)[by:].view(shape)
             for shape, by in zip((q_shape, kv_shape, kv_shape), offset)]
 
 
 def expected_of(call, addresses, at_16_bytes=(True, True, True), stream=STREAM, context=1):
-    """What a call's launches come to by `pack` and `at` alone."""
+    """The launches of a call, with structs by Packer.pack() and Packed.at() alone."""
     structs = default_library().manifest.structs
     named = dict(zip(SOURCES, addresses))
     return [Seen(launch.entry, launch.blocks, Packer(structs[launch.record.params]).pack(launch.params).at(named),
@@ -116,7 +116,7 @@ def expected_of(call, addresses, at_16_bytes=(True, True, True), stream=STREAM, 
 
 
 def run(call, tensors, with_lse=True):
-    """Call with an output and a workspace of its own; comes back as the addresses that the call was made with."""
+    """Make a call with a new output and workspace; return the addresses of its tensors."""
     q, k, v = tensors
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3]) if with_lse else None
     workspace = torch.empty(call.plan.workspace_bytes, dtype=torch.uint8)
@@ -166,7 +166,7 @@ def test_structs_of_heads_in_turns(driver, monkeypatch):
 
 @pytest.mark.parametrize("offset", [(1, 0, 0), (0, 4, 0), (0, 0, 7), (1, 1, 1), (8, 8, 8), (0, 8, 1)], ids=str)
 def test_unaligned_tensors_are_said_to_be(driver, offset):
-    """Whatever the tensors were that the call was prepared with."""
+    """The alignment counts at each call, whatever the alignment when the call was prepared."""
     call, tensors = prepare(driver, draw()), draw(offset=offset)
     at_16_bytes = tuple(by % 8 == 0 for by in offset)
     for _ in range(2):
@@ -222,7 +222,7 @@ def together(count, work):
 
 
 def test_threads_that_meet_in_a_queue_send_their_own_addresses(driver):
-    """They wait for each other in the first launch: all have filled in their structs before any is read."""
+    """Threads wait for each other in the first launch: all have filled in their structs before any struct is read."""
     call, count = prepare(driver, draw()), 6
     meet = threading.Barrier(count, timeout=60)
     first = call.launches()[0].entry
@@ -298,7 +298,7 @@ def test_a_refused_launch_names_its_kernel_and_the_next_call_works(driver, posit
 
 
 def test_what_the_driver_says_of_a_context_is_a_launch_error(driver, monkeypatch):
-    """A thread whose context is another's enters the call's own; and the first call asks for it."""
+    """The driver may refuse a context when a thread enters the call's context, or when the call is prepared."""
     call = prepare(driver, draw())
     driver.contexts[threading.get_ident()] = 7
 

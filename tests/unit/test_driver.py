@@ -1,5 +1,5 @@
-"""Both ways to the driver: cupy as a stand-in that remembers what it is told; cuda-bindings itself, on a library that
-stands in for the driver's (fake_driver.c)."""
+"""Both loaders: cupy is a stand-in that records calls; cuda-bindings is the real package, on a library that stands in
+for the driver's (fake_driver.c)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(autouse=True)
 def asked_again(monkeypatch):
-    """Each test finds a process that has asked for no driver yet, and an environment that names none."""
+    """Each test runs as in a process that has asked for no driver yet, with an environment that names none."""
     monkeypatch.delenv("SAGE_AOT_LOADER", raising=False)
     drivers._driver.cache_clear()
     yield
@@ -37,14 +37,14 @@ def asked_again(monkeypatch):
 
 
 USED_OF_CUPY = {"launchKernel", "ctxGetCurrent", "ctxSetCurrent"}
-"""Functions of cupy's own that are called once a kernel is loaded; cupy's documentation names none of them."""
+"""Functions of cupy that are called after a kernel is loaded; cupy's documentation names none of them."""
 
 STRUCT_BYTES = 16
 
 
 def install_cupy(monkeypatch, built=12090, driver=13000, refused=""):
-    """A cupy that launches nothing, with a context a device, 100 and on; comes back as what it is told, in order, and
-    as a dictionary of what each thread's context is. `refused` is a kernel that it does not launch."""
+    """Install a cupy that launches nothing. Contexts are numbers from 100 on, one a device. Returns the list of its
+    calls, in order, and a dictionary of each thread's context. `refused`: a kernel that it does not launch."""
     told, entries, contexts = [], [], {}
 
     class Module:
@@ -87,7 +87,7 @@ def in_a_thread(work):
 
 
 class Bindings:
-    """In the place of cuda-bindings where a test is about the choice."""
+    """Replaces BindingsDriver in tests of the choice between loaders."""
 
     name, version, cuda = "cuda-bindings", "13.0.3", 12080
 
@@ -204,7 +204,7 @@ def test_cupy_loads_bytes_and_reads_the_struct_in_each_launch(monkeypatch):
 
 
 def cupy_queue(monkeypatch, refused=""):
-    """A queue of two launches for device 1, that of its driver, and what cupy is told and its threads' contexts."""
+    """A queue of two launches for device 1 on cupy's driver, the list of cupy's calls, and the threads' contexts."""
     told, contexts = install_cupy(monkeypatch, refused=refused)
     driver = CupyDriver()
     bound = [_Bound(SimpleNamespace(name=name), driver.load(1, b"", name, 32, 0), blocks,
@@ -216,7 +216,7 @@ def cupy_queue(monkeypatch, refused=""):
 
 
 def launched(told):
-    """Kernels, blocks, and contexts in which they were launched."""
+    """Kernel, blocks and context of each launch."""
     return [(entry, blocks, context) for entry, blocks, *_, context in told]
 
 
@@ -249,7 +249,7 @@ def test_what_cupy_refuses_names_the_kernel_and_gives_the_context_back(monkeypat
 
 
 def test_the_installed_cupy_has_what_is_used_of_it(monkeypatch):
-    """And the stand-in has these and no others, so that no test passes by a function that cupy lacks."""
+    """The stand-in has just the functions that are used, so that no test passes by a function that cupy lacks."""
     install_cupy(monkeypatch)
     stand_in = vars(sys.modules["cupy_backends.cuda.api"].driver)
     assert set(stand_in) == {*USED_OF_CUPY, "funcSetAttribute"}
@@ -266,7 +266,7 @@ def test_the_installed_cupy_has_what_is_used_of_it(monkeypatch):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """What on_fake_driver.py saw."""
+    """The output of on_fake_driver.py: the calls that the fake driver recorded."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if sys.platform != "linux" or compiler is None:
         pytest.skip("the library that stands in for the driver's needs Linux and a C compiler")
@@ -300,7 +300,7 @@ def test_bindings_launch_on_the_stream_of_each_launch(seen):
 
 
 def test_bindings_let_a_kernel_start_early_where_graphs_can_hold_that(seen):
-    """From its second launch on: the first is made without a configuration."""
+    """A kernel starts early from its second launch on: the first launch has no CUlaunchConfig."""
     assert seen["programmatic launches"] == {"12020": ["0", "0x7", "0x7"],
                                              "12030": ["0", "0x7, programmatic", "0x7, programmatic"]}
 

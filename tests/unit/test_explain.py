@@ -1,4 +1,4 @@
-"""explain(): the same choice as the call's, told; and the one-time word about PTX."""
+"""explain(): the choice that the call makes, with its reasons; and the warning about PTX, which comes once."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_gpu_here_is_asked_for_its_capability_and_driver(monkeypatch):
 
 
 def test_the_order_of_kinds(folder_of):
-    """Own arch, lower minor, PTX, and then an error in the words of the call's."""
+    """The GPU's own arch, a lower minor, PTX, and last an error with the call's message."""
     manifest = folder_of(small_manifest("sm80", "sm89", "ptx80"))
     for capability, arch in [((8, 9), "sm89"), ((8, 6), "sm80"), ((12, 0), "ptx80")]:
         assert sage_aot.explain(capability=capability, headdim=64).kernels.attn.spec.arch == arch

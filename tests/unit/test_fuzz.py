@@ -116,7 +116,7 @@ def test_shrinking_keeps_remainders():
 
 @pytest.fixture
 def defect(monkeypatch):
-    """Wrong only for causal calls whose last tile, not the first, holds one key."""
+    """A backend that is wrong only for causal calls whose last tile, not the first, holds one key."""
     class Defective(EmulationBackend):
         def bind(self, plan, tensors):
             right, problem = super().bind(plan, tensors), plan.problem
@@ -176,7 +176,7 @@ def test_bad_arguments_must_be_refused(subject):
 
 
 def emulated_as_kernel(subject, case, change):
-    """The worst excess of a call whose kernel is the emulation of other quantized tensors."""
+    """The worst excess of a call whose kernel is the emulation on quantized tensors that `change` altered."""
     tensors = make_tensors(case, "cpu")
     plan = fuzz_checks.plan_of(case, subject.backend(case), tensors)
     q, k, v = (heads_first(tensor, case.layout) for tensor in tensors)
@@ -187,7 +187,7 @@ def emulated_as_kernel(subject, case, change):
 
 
 def scaled(name, group, factor):
-    """One scale of the last head, less or more than it should be."""
+    """A change that multiplies one scale of the last head by `factor`."""
     def change(quantized):
         scale = getattr(quantized, name).clone()
         scale[-1, -1, group] *= factor

@@ -1,4 +1,4 @@
-"""What a kernel says of itself: the tables in a cubin and in PTX, and what is wrong where they are not whole."""
+"""The facts and fields of a kernel: reading the tables of a cubin and of PTX, and errors where they are incomplete."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_ptx_tells_the_same(compiled):
 
 
 def test_ptx_leaves_out_zeros_at_the_end_of_a_table(compiled):
-    """The last fact is zero, so that its value is not written."""
+    """The last fact is zero, so PTX does not write its value."""
     text = compiled("compute_80").decode()
     size, values = re.search(r"\.b8 sage_facts\[(\d+)\] = \{([\d, ]*)\}", text).groups()
     assert len(values.split(",")) < int(size) == 32 * len(INFO.facts)
@@ -105,7 +105,7 @@ def test_a_kernel_without_its_tables_is_told_how_to_have_them(compiled, tables, 
     (("t", "x", "scale", "dtype", "a", "b"), "scale of SmallParams at byte 40, right behind .*, got 44"),
 ])
 def test_a_field_that_is_left_out_is_found(compiled, fields, message):
-    """It would be sent as zeros."""
+    """The host would send such a field as zeros."""
     with pytest.raises(BuildError, match=f"expected {message}: fields_of.. must name all"):
         of_elf(compiled(fields=fields))
 
@@ -133,7 +133,7 @@ def test_a_cubin_without_symbols_has_no_tables(compiled):
 
 
 def test_the_records_of_tests_say_what_the_real_kernels_say():
-    """What records.py repeats from the device code, so that tests of the runtime run on real sizes."""
+    """records.py repeats facts of the device code, so that tests of the runtime run on real sizes: compare them."""
     manifest = Manifest.read(Project(ROOT, ROOT / "build").package)
     tiles = {feeder: record.tile for record in manifest.every_attention() for feeder in record.feeders}
     for name, record in manifest.kernels.items():

@@ -1,4 +1,4 @@
-"""Who may import whom, and what a plain import brings along."""
+"""Which modules and headers may import which, and which modules a plain import loads."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ MAY_IMPORT = {
     "_call": {"_kernels", "_families", "_problem", "_launch", "_backends"},
     "_tools": {"_kernels", "_families", "_problem", "_launch", "_backends", "_call"},
 }
-"""Per package those below it; each may import itself, too, and all but the families LEAVES."""
+"""Per package, the packages that it may import. Each may also import itself, and each but the families LEAVES."""
 
 OF_THE_STANDARD_LIBRARY = ("_kernels", "_families", "_problem.options", "_launch.structs", "_version", "errors")
-"""What needs nothing else, and so what code generation may share."""
+"""Modules that need the standard library alone, and that code generation may therefore share."""
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def imports_of(path: Path) -> set[str]:
-    """Every module and name that a file imports, wherever in it, with dots."""
+    """The dotted name of every module and name that a file imports, at any place in it."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -88,7 +88,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def own_imports_of(path: Path) -> set[str]:
-    """Those of the package, without its name."""
+    """The imports of modules of sage_aot, without the prefix "sage_aot."."""
     return {name.removeprefix("sage_aot.") for name in imports_of(path) if name.split(".")[0] == "sage_aot"}
 
 
@@ -154,7 +154,7 @@ def test_what_codegen_shares_needs_the_standard_library_alone(path):
 
 
 def loaded(program: str, names: Iterable[str]) -> list[str]:
-    """Which of these modules a program brings along."""
+    """Those of these modules that a program loads."""
     found = subprocess.run([sys.executable, "-c", f"import sys\n{program}\nprint(*[n for n in {tuple(names)} "
                                                   "if n in sys.modules])"],
                            capture_output=True, text=True, check=True, cwd=ROOT)

@@ -107,7 +107,7 @@ def test_a_cubin_of_another_length_is_refused(folder, length):
 
 
 def test_files_of_two_versions_are_refused(folder):
-    """Another version's kernel under this one's manifest, and the other way round."""
+    """A kernel of another version under this version's manifest, and the other way round."""
     newer = dataclasses.replace(MANIFEST, version="9.9.9")
     other = dataclasses.replace(RECORD, sha256=hashlib.sha256(b"another kernel").hexdigest())
     (folder / RECORD.file).write_bytes(b"another kernel")
@@ -128,7 +128,7 @@ def test_files_of_two_versions_are_refused(folder):
 
 
 class Driver:
-    """Loads anything, unless it is told to fail; knows what it was told."""
+    """Loads anything unless `failing`; records its calls."""
 
     name, version, cuda = "fake", "1", 12000
 
@@ -213,7 +213,7 @@ def test_a_library_without_a_driver_of_its_own_takes_that_of_the_process(folder,
 
 
 def test_an_entry_that_nobody_here_can_read_is_refused_by_its_name(folder):
-    """As one with a size that another sage_aot knows: entries are read when they are asked for."""
+    """Such as an entry with a size that only another sage_aot knows. Entries are read when they are asked for."""
     values = json.loads((folder / FILE_NAME).read_text())
     values.pop("sha256")
     entry = next(row for row in values["kernels"] if row["spec"] == SPEC.name)

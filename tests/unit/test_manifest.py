@@ -71,7 +71,7 @@ def test_attention_kernels_are_found_by_arch():
 
 
 def test_every_byte_is_sealed(folder):
-    """Whatever byte is changed, added or missing."""
+    """A manifest is refused, whichever byte is changed, added or missing."""
     good = MANIFEST.to_text().encode()
     assert good.endswith(b'"\n}\n')
     for i in range(0, len(good), 7):

@@ -1,4 +1,4 @@
-"""build_matrix.yaml: what it says, and the sentence for every way to get it wrong."""
+"""build_matrix.yaml: the kernels that follow from it, and the message for every kind of mistake in it."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_the_delta_kernel_is_planned_only_where_q_is_smoothed(project, edit):
 
 
 def without_smooth_q(project, edit) -> None:
-    """The project's matrix with Q as it is, and a family without the kernel for what smoothing takes off."""
+    """Changes the project's matrix: Q is never smoothed, and the family has no delta kernel."""
     edit(project.matrix, "  q: [qraw, qsmooth]", "  q: qraw")
     text = project.matrix.read_text()
     row = text[text.index(f"  - {D64_SMOOTH_ROW}"):text.index("\nexclude:")]
@@ -319,8 +319,9 @@ def test_the_matrix_of_this_project_is_right():
 
 
 def test_every_kernel_fits_every_gpu_that_may_take_it():
-    """Where a wheel was narrowed, a GPU takes kernels of an older chip: sm80's on 8.6, and PTX anywhere. They are
-    chosen whatever shared memory they need, so it must be there; the build has compared it with their own chip's."""
+    """Where a wheel was narrowed, a GPU takes kernels of an older chip: sm80's on 8.6, and PTX anywhere. The choice
+    does not look at shared memory, so every such GPU must have what the kernels need. The build checks only their own
+    chip."""
     matrix = read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates")
     blocks = {capability_of(arch): most for arch, most in matrix.shared_bytes.items() if not is_ptx(arch)}
     excessive, judged = [], 0
@@ -336,7 +337,7 @@ def test_every_kernel_fits_every_gpu_that_may_take_it():
 
 
 def test_a_combination_that_no_kernel_can_compute_is_one_sentence_when_its_exclusion_goes(tmp_path):
-    """sm120's FP8 products with sums in f32 alone: rows of 'tiles' cover them, and no main loop has them."""
+    """FP8 products of sm120 with sums in f32 alone: rows of 'tiles' cover them, but no main loop computes them."""
     text = (ROOT / "build_matrix.yaml").read_text()
     row = next(line for line in text.splitlines() if line.startswith("  - {pv: e4m3, pv_accum: f32, why: "))
     path = tmp_path / "build_matrix.yaml"

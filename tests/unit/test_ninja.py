@@ -27,7 +27,7 @@ def kernels(project, matrix):
 
 @pytest.fixture
 def build(project, kernels, capfd):
-    """Build with NVRTC; the kinds that were compiled, and what ninja said."""
+    """A function that builds with NVRTC and returns the kinds that were compiled, and ninja's output."""
 
     def run(**how) -> tuple[set[str], str]:
         compilation = Compilation(project, **how)
@@ -78,7 +78,7 @@ def test_another_version_of_a_tool_rebuilds(project, build):
 
 
 def test_another_environment_rebuilds_nothing(project, kernels, build, tmp_path, monkeypatch):
-    """Its Python stands in another folder, and may be started by another name."""
+    """The other environment's Python lies in another folder, and may be started by another name."""
     build()
     other = tmp_path / "venv" / "bin"
     other.mkdir(parents=True)
@@ -99,7 +99,7 @@ def test_a_python_without_that_name_beside_it_is_named_by_its_path(project, kern
 
 
 def test_commands_run_the_python_that_builds(build, tmp_path, monkeypatch):
-    """Whatever `python` the PATH begins with."""
+    """The commands do so whatever `python` comes first on the PATH."""
     (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")

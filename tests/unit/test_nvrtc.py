@@ -60,7 +60,8 @@ extern "C" __global__ void k(float* x, const char** file, int i) {
 
 @pytest.fixture
 def compile(tmp_path):
-    """Compile a source named k.cu in a folder of its own; the finished process and where its cubin should be."""
+    """A function that compiles a source named k.cu in a folder of its own, and returns the finished process and the
+    path of its cubin."""
 
     def run(text: str, folder: str = "a", toolchain: str = "nvrtc", target: str = "sm_80",
             entries: tuple[str, ...] = ()):
@@ -87,7 +88,7 @@ def test_a_cubin_does_not_depend_on_its_folder(compile):
 
 
 def test_the_seed_is_fixed():
-    """No kernel here needs it; globals with internal linkage have been seen to get another name in every process."""
+    """No kernel here needs the seed; without it, globals with internal linkage got another name in every process."""
     assert "--frandom-seed=sage_aot" in nvrtc.FLAGS
 
 
@@ -104,7 +105,7 @@ def test_the_report_counts_registers_and_spills(compile):
 
 
 def test_of_several_entry_points_the_largest_counts(compile):
-    """And the spills of all."""
+    """The report has the registers of the largest entry point, and the spills of all of them."""
     plain = 'extern "C" __global__ void k_{}(float* x) {{ x[0] = 1; }}\n'
     text = plain.format("first") + SPILLS.replace(" k(", " k_middle(") + plain.format("last")
     spills = Report.read(compile(SPILLS)[1]).machine

@@ -198,7 +198,7 @@ def test_defaults_at_the_end_are_left_out():
 @pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if isinstance(option.samples[1], bool)])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_flag_is_told_from_the_number_that_equals_it(name, first):
-    """Whichever of the two the cache of for_schema has seen first."""
+    """The flag and the number are told apart whichever of them the cache of for_schema has seen first."""
     flag = values_of(Options(**{name: True}))
     for look_alike in (1, 1.0, "1"):
         number = tuple(look_alike if other == name else value for other, value in zip(NAMES, flag))
@@ -223,5 +223,5 @@ def test_what_a_tracer_takes_says_the_same_options():
 
 
 def test_one_option_is_a_float():
-    """for_tracer() hands no other to a tracer that does not know it."""
+    """for_tracer() lets `scale` alone be a number that the tracer does not know."""
     assert [name for name, option in OPTIONS.items() if option.schema.startswith("float")] == ["scale"]

@@ -1,4 +1,4 @@
-"""The table of options against what else tells of them: the docs, the call's signatures and its docstring."""
+"""The table of options against other descriptions of the options: the docs, the call's signatures and its docstring."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sage_aot._problem.options import OPTIONS, Options, markdown_table
 
 ROOT = Path(__file__).parents[2]
 BESIDE = ("return_lse", "out")
-"""What the call takes and no kernel computes otherwise for."""
+"""Keyword arguments of the call that are not options: they change no kernel."""
 
 
 def keywords() -> dict[str, inspect.Parameter]:

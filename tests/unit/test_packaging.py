@@ -1,5 +1,5 @@
-"""Wheels and sdists of a small project, by the project's own backend: what is in them, that two are equal, and that
-none is made without its kernels."""
+"""Wheels and sdists of a small project, by the project's own backend: their contents, that two builds are equal, and
+that no wheel is made without its kernels."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_kernels_that_do_not_compile_leave_no_wheel(tree):
 
 
 def test_prebuilt_kernels_are_packed_where_they_are_those_of_the_tree(tree, tmp_path):
-    """As on platforms that only pack what one has built: no compiler runs."""
+    """This is how platforms pack kernels that one platform has built: no compiler runs."""
     first, second = tree("first"), tree("second")
     wheel, _ = first.build("build_wheel")
     data = wheel.read_bytes()
@@ -167,7 +167,7 @@ def test_the_extras_name_the_build_systems_tools():
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> dict[str, bytes]:
-    """The files of a wheel, by name; of the whole matrix of the small project."""
+    """The files of a wheel of the small project's whole matrix, by name; filled by the fixture `wheel`."""
     return {}
 
 
@@ -186,7 +186,7 @@ def wheel(built, tree) -> Path:
 
 
 def changed(wheel: Path, edit: Callable[[dict[str, bytes]], None], sealed: bool = True) -> Path:
-    """Another wheel of that name, whose files are edited, with a RECORD that fits them."""
+    """Another wheel of that name with edited files, and with a RECORD that fits them if `sealed`."""
     whole = Wheel(wheel)
     files = dict(whole.files)
     edit(files)
@@ -280,7 +280,7 @@ def test_a_release_is_a_wheel_for_every_platform_and_the_sdist(wheel, tmp_path):
 
 
 def test_a_borrowing_environment_sees_all_packages_and_not_the_tree(tmp_path, monkeypatch):
-    """Whether they are the environment's, the user's or PYTHONPATH's; an editable install names the tree."""
+    """Packages may be the environment's, the user's or PYTHONPATH's. The tree is on the path of an editable install."""
     theirs = [tmp_path / "dist-packages", tmp_path / "carried"]
     for folder in theirs:
         folder.mkdir()

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 
 
 class Recording(EmulationBackend):
-    """The emulation, which remembers what it was asked for and what it ran."""
+    """The emulation; records the archs that it was asked for, the plans that it bound and the calls that it ran."""
 
     def __init__(self, arch=None):
         super().__init__(default_library().manifest, arch)
@@ -237,7 +237,7 @@ def test_a_wrong_out_is_refused_whatever_was_prepared(backend, out, message, ret
 
 
 class Refusing(Recording):
-    """Prepares nothing while it is told not to."""
+    """A backend that raises instead of preparing while it is told to."""
 
     refusing = True
 
@@ -297,7 +297,7 @@ def test_the_oldest_of_too_many_goes():
 
 @pytest.mark.parametrize("most", [MOST_PREPARED, 2])
 def test_threads_that_prepare_and_call_at_once_get_their_own_results(monkeypatch, most):
-    """Also where what one has prepared another throws out at once."""
+    """Also where another thread drops at once what one thread has prepared."""
     monkeypatch.setattr(pipeline, "MOST_PREPARED", most)
     tensors = draw()
     expected = {scale: emulated(*tensors, scale=scale) for scale in (0.1, 0.2, 0.5, 1.0, 2.0, 3.0)}
@@ -350,7 +350,7 @@ def fresh():
 @pytest.mark.parametrize("dynamic", [None, False, True])
 @pytest.mark.parametrize("scales", [(0.5, 0.25, 0.125), (1, 2, 3), (None, 0.5, 2)], ids=str)
 def test_compiling_prepares_nothing_and_running_does(backend, fresh, scales, dynamic):
-    """With a scale that is an argument of the compiled code, too, which is symbolic from its second value on."""
+    """Also with a scale that is an argument of the compiled code, which is symbolic from its second value on."""
     before_run = []
 
     def compiler(graph, inputs):
@@ -426,7 +426,7 @@ def test_nothing_is_kept_of_a_backend_that_was_handed_in():
 
 
 def test_the_plan_of_a_call_is_that_of_its_arch_with_heads_in_turns(monkeypatch):
-    """The emulation has no workspace, the plan has."""
+    """The emulation uses no workspace, but the plan has its sizes."""
     problem = check(*draw((2, 4, 300, 64), (2, 2, 300, 64)), Options(qk="int4"))
     backend = EmulationBackend(default_library().manifest, "sm80")
     assert plan_of(backend, problem, -1).heads_at_once == 8
@@ -464,7 +464,7 @@ print(*made)
 
 
 def test_a_kept_call_needs_no_look_at_its_options(backend, monkeypatch):
-    """What the operators hand over is the key as it is."""
+    """The options that an operator passes are the key, unchanged."""
     q, k, v = draw()
     options = for_schema(*vars(Options(scale=0.5)).values())
     call = pipeline.prepared(q, k, v, None, options)
@@ -473,7 +473,7 @@ def test_a_kept_call_needs_no_look_at_its_options(backend, monkeypatch):
 
 
 def test_a_tensor_that_requires_grad_is_refused_before_kernels_are_looked_for():
-    """Though there is none either: the argument is the caller's to mend first."""
+    """There are no kernels either, but the caller must mend the argument first."""
     q, k, v = (torch.zeros(1, 2, 40, 64, dtype=torch.bfloat16) for _ in range(3))
     with handing(Recording("sm100")):
         with pytest.raises(UnsupportedError, match="no kernel for sm100"):

@@ -55,7 +55,7 @@ def argument(name, at_16_bytes=True, strides=(1, 2, 3)):
 
 
 def run(problem=PROBLEM, chosen=None, multiprocessors=132, **tensors):
-    """The launches of a problem; of tensors that are not given, rows are not aligned."""
+    """The launches of a problem. Tensors that are not given have rows that are not aligned."""
     arguments = {name: argument(name) for name in Arguments._fields} | tensors
     return launches(plan(problem, chosen or kernels(problem=problem)), Arguments(**arguments), multiprocessors)
 
@@ -77,7 +77,7 @@ def test_blocks_of_the_quantizer_take_as_many_tiles_as_it_says(tiles, blocks):
 
 @pytest.mark.parametrize(("multiprocessors", "rounds"), [(132, 1), (8, 1), (7, 1), (6, 2), (4, 3), (3, 4), (1, 4)])
 def test_blocks_of_the_quantizer_take_several_tiles_where_that_leaves_enough(multiprocessors, rounds):
-    """Of 6 heads of K and V with 10 pairs of tiles each and 24 query tiles there are 144 blocks."""
+    """There are 144 blocks: 24 query tiles, and 10 pairs of tiles for each of 6 heads of K and of V."""
     assert BLOCKS_A_ROUND == 12 and MOST_ROUNDS == 4
     quant, _ = run(changed(seqlen_kv=20 * 64), multiprocessors=multiprocessors)
     assert quant.params["rounds"] == rounds
@@ -230,7 +230,7 @@ def test_delta_has_blocks_for_the_edge_that_it_says(edge, blocks):
 
 
 def test_kernels_agree_on_addresses():
-    """What one kernel calls q_hat, another finds under that name at the same place of the workspace."""
+    """Fields of one name, such as q_hat, have the same address in the structs of all kernels."""
     problem = changed(SMOOTH_Q, smooth_v=True)
     offsets, met = plan(problem, kernels(problem=problem)).offsets, set()
     for launch in run(problem):

@@ -1,4 +1,4 @@
-"""Every check of a call's tensors: what was expected, what came. Those of options are in test_options.py."""
+"""Every check of a call's tensors. test_options.py has the checks of options."""
 
 from __future__ import annotations
 

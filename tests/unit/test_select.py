@@ -37,7 +37,7 @@ def changed(*, headdim=128, **options):
 
 
 def manifest(archs=PV, without=(), targets=None):
-    """Kernels of these archs, which PTX too may be; `targets` are other than theirs."""
+    """A manifest with kernels of these archs, which may be PTX. `targets`: per arch, a target in place of its own."""
     attn = [AttnSpec(arch, headdim, qk, *pv, mask, v, q)
             for arch, headdim, qk, mask, v, q in product(archs, (64, 128), ("int8", "int4"), ("full", "causal"),
                                                          ("vraw", "vsmooth"), ("qraw", "qsmooth"))
@@ -50,7 +50,7 @@ def manifest(archs=PV, without=(), targets=None):
 
 
 def select(gpu, problem, built):
-    """As a call chooses: the arch by the GPU, then the kernels by the problem."""
+    """The kernels that a call chooses: the arch by the GPU, then the kernels by the problem."""
     return kernels_of(nearest_arch(gpu, built), wanted_axes(problem), built)
 
 
@@ -258,7 +258,7 @@ def test_the_delta_kernel_is_chosen_only_where_q_is_smoothed():
 
 
 def test_feeders_are_those_that_the_record_names():
-    """And none that its name would suggest."""
+    """The record's feeders count, not those that the kernel's name suggests."""
     built, plain = manifest(), select(Gpu((8, 6)), PROBLEM, manifest()).attn
     feeders = ("sage_delta_sm80_d128", "sage_quant_sm80_d128_qkint8_pvf16")
     other = in_order([*built.kernels.values(), dataclasses.replace(plain, feeders=feeders)], built)
@@ -274,7 +274,7 @@ def test_bits_that_an_arch_lacks_are_refused_in_the_words_of_the_call(changes):
 
 @pytest.mark.parametrize(("left", "changes"), [("d64", {"headdim": 65}), ("causal", {}), ("d64", {"qk": "int4"})])
 def test_a_narrowed_build_says_so(left, changes):
-    """No other head dim or mask is proposed: that would be another problem."""
+    """The message proposes no other head dim or mask: these would be another problem."""
     narrowed = in_order([record for name, record in manifest().kernels.items() if f"_{left}_" in name], manifest())
     with pytest.raises(UnsupportedError, match="nor with any other options. This folder holds what was built"):
         select(Gpu((8, 9)), changed(**changes), narrowed)

@@ -1,4 +1,5 @@
-"""The structs that kernels take by value: what the runtime fills in, against what the kernels' compiler laid out."""
+"""The structs that kernels take by value: the bytes that the runtime fills in, against the kernels' compiler's
+layout."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ C_TYPES = {"Q": ctypes.c_uint64, "T": Strided, "i": ctypes.c_int32, "f": ctypes.
 
 
 def every_value() -> dict[str, object]:
-    """All that a field may be named after, each with another value, and every address in another place."""
+    """A value for every field that a struct may have. All values and addresses differ."""
     values = {}
     for i, (name, code) in enumerate(FILLED.items(), 1):
         address = SOURCES[i % len(SOURCES)], 16 * i
@@ -96,7 +97,7 @@ def test_the_runtime_fills_in_every_struct_of_the_kernels(manifest):
 
 
 def test_nothing_is_known_that_no_struct_takes():
-    """But options, which are known by their names whether a kernel takes them or not."""
+    """Options are an exception: FILLED has them whether a kernel takes them or not."""
     taken = {field for layout in STRUCTS.values() for field in layout.fields}
     assert FILLED.keys() - taken <= {"unused", *OPTIONS}
 
@@ -133,7 +134,7 @@ def test_a_struct_whose_fields_were_moved_is_still_filled_in_right(name):
 
 
 def test_a_struct_is_packed_once_for_all_addresses():
-    """Of which the offset takes all 8 bytes, as a workspace may be larger than 4 GiB."""
+    """An offset may take all 8 bytes of an address: a workspace may be larger than 4 GiB."""
     packed = Packed((2**33 + 24).to_bytes(8, "little") + (7).to_bytes(8, "little") + bytes(8),
                     bytes([SOURCES.index("q"), NO_SOURCE, SOURCES.index("out")]))
     for q, out in ((4096, 8192), (2**47, 2**47 + 256)):
@@ -172,7 +173,7 @@ def test_what_the_runtime_cannot_fill_in_is_a_sentence(structs, problems):
 
 
 def test_the_vocabulary_follows_what_is_filled_in(monkeypatch):
-    """As a folder of before has no field for what is new."""
+    """A folder that was built before a field was added lacks the field."""
     before = vocabulary()
     assert len(before) == 16 and vocabulary() == before
     monkeypatch.setitem(structs.FILLED, "window", "i")
@@ -185,7 +186,7 @@ def test_no_option_takes_the_name_of_what_is_known_of_a_launch_otherwise():
 
 
 def test_every_option_reaches_a_kernel_or_is_the_hosts():
-    """One that does neither would be taken and ignored."""
+    """An option that does neither would be accepted and ignored."""
     fields = {field for layout in STRUCTS.values() for field in layout.fields}
     hosts = {"scale", "layout"}  # softmax_scale_log2, and the strides
     assert {name for name, option in OPTIONS.items() if not option.axis and name not in fields} == hosts

@@ -1,4 +1,5 @@
-"""Which kernels the GPU tests run: those that the GPU takes from the package, others where something can build them."""
+"""The kernels that the GPU tests run: the package's own where the GPU runs them, others where codegen can build
+them."""
 
 from __future__ import annotations
 

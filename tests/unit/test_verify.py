@@ -1,6 +1,6 @@
-"""``sage-aot verify``: each way of damaging an installation is found, and a wrong kernel is.
+"""``sage-aot verify`` finds every kind of damage to an installation, and wrong kernels.
 
-Where a GPU would run the kernels the emulation does, on the CPU; it is made wrong for the tests that must fail.
+The emulation on the CPU runs in place of a GPU's kernels. Tests that must fail make the emulation wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ATTN = AttnSpec("sm80", 64, "int8", "f16", "f32", "causal", "vraw", "qraw")
 
 
 def write_folder(folder, *archs, **changes):
-    """A folder with one attention kernel an arch, and what it needs."""
+    """Write a folder with one attention kernel an arch, and its feeders."""
     folder.mkdir(exist_ok=True)
     records = []
     for arch in archs:
@@ -131,7 +131,7 @@ def test_damage_is_found(folder, capsys, damage, arguments):
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """A site-packages folder with this package in it as a wheel leaves it; comes back as the package's folder."""
+    """Makes a site-packages folder with this package as a wheel installs it; returns the package's folder."""
     site = tmp_path / "site"
     package = site / "sage_aot"
     package.mkdir(parents=True)
@@ -177,7 +177,7 @@ def test_another_copy_of_the_package_is_not_the_wheels(installed, tmp_path):
 
 
 class Emulated:
-    """In place of CudaBackend: what it prepares runs `run` on the CPU."""
+    """Replaces CudaBackend: the calls that it prepares run `run` on the CPU."""
 
     def __init__(self, library, arch, run):
         self.manifest, self._arch, self._run = library.manifest, arch, run
@@ -215,7 +215,7 @@ def emulate(plan, manifest, q, k, v, out, lse, workspace):
 
 
 def test_every_kernel_that_a_gpu_takes_is_loaded_and_run(folder, gpu, capsys):
-    """By every entry point, those of older chips, which a call would not choose, too."""
+    """Every entry point is loaded, also of kernels of older chips, which a call would not choose."""
     loaded = []
     gpu.loads = lambda record, entry: loaded.append(entry)
     code, text = verify(capsys, "--seed", "5")
@@ -324,7 +324,7 @@ def test_inputs_are_new_in_every_run_and_again_those_of_a_seed(folder, gpu, caps
 
 
 def test_every_variant_passes_its_own_emulation(gpu):
-    """Shapes and bounds of the self-test fit every variant; a sample, as each takes half a second."""
+    """Shapes and bounds of the self-test fit every variant. The test runs a sample, as each takes half a second."""
     library = default_library()
     for record in library.manifest.every_attention()[::23]:
         assert verifying.self_test(library, record, "cpu", 3) == verifying.Outcome(0.0, None)

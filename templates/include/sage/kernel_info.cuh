@@ -1,12 +1,12 @@
 // The facts that a kernel carries for the host: tables of constants in its cubin, which no device code reads. The build
-// copies them into the manifest (codegen/kernel_info.py), so that the host repeats no figure of the device code.
+// copies the tables into the manifest (codegen/kernel_info.py), so that the host repeats no figure of the device code.
 //   sage_facts   figures by name, such as {"shared_bytes", 213088}
 //   sage_fields  the struct that the kernel takes by value, and its fields
 #pragma once
 
 #include "sage/types.cuh"
 
-// The run-time compiler has no <stddef.h>; this is what its front end makes of offsetof.
+// NVRTC has no <stddef.h>; its front end expands offsetof to __INTADDR__.
 #ifdef __CUDACC_RTC__
 #define SAGE_OFFSET(type, member) __INTADDR__(&((type*)0)->member)
 #else
@@ -23,7 +23,7 @@ struct Fact {
 struct Field {
   char name[24];
   i32 type;    // one character: Q address, i i32, f float, T sage::Tensor; S the struct itself
-  i32 offset;  // in bytes; of the struct its size
+  i32 offset;  // in bytes; for type S, the size of the struct
 };
 
 template <class Row, i32 kRows>
@@ -41,7 +41,7 @@ constexpr Table<Field, sizeof...(Rows)> fields(Rows... rows) {
   return {{rows...}};
 }
 
-// The character of a field's type; params.cuh adds that of its Tensor.
+// The character of a field's type; params.cuh adds the character of Tensor.
 template <class T>
 struct FieldType;
 template <class T>
@@ -61,7 +61,7 @@ struct FieldType<float> {
   static constexpr i32 kCode = 'f';
 };
 
-// The rows of fields_of(), where `Params` is the struct.
+// Rows for fields_of(): the struct itself, and a member of the struct, which the function names `Params`.
 #define SAGE_STRUCT(name) \
   Field { #name, 'S', sizeof(name) }
 #define SAGE_FIELD(member) \
@@ -69,7 +69,7 @@ struct FieldType<float> {
 
 }  // namespace sage
 
-// Defines both tables of a translation unit, for its kernel and the struct that the kernel takes.
+// Defines both tables of a translation unit: for its kernel, and for the struct that the kernel takes.
 #define SAGE_KERNEL_INFO(Kernel, Params) \
   extern "C" __device__ constexpr auto sage_facts = Kernel::facts(); \
   extern "C" __device__ constexpr auto sage_fields = sage::fields_of(static_cast<const sage::Params*>(nullptr))

@@ -1,7 +1,7 @@
 // The structs that the host passes by value, one per kind of kernel.
 // sage_aot/_launch/structs.py fills them in by name. fields_of() puts the offset of each field into the cubin for the
-// host. Strides are in elements. Layouts in brackets are contiguous, outermost index first; "tile" layouts are
-// explained in tile/layout.cuh. `headdim` is the caller's, kHeadDim the kernel's: channels from headdim on are zeros.
+// host. Strides are in elements. Layouts in brackets are contiguous, outermost index first; tile/layout.cuh explains
+// "tile" layouts. `headdim` counts the caller's channels, kHeadDim the kernel's: channels from headdim on are zeros.
 #pragma once
 
 #include "sage/kernel_info.cuh"
@@ -13,7 +13,7 @@ struct Strides {
   i64 batch, head, row;
 };
 
-// One tensor of the caller's: [batch, heads, rows, headdim] in any order but the last.
+// One tensor of the caller's: [batch, heads, rows, headdim], of any strides but that of the last dimension, which is 1.
 struct Tensor {
   void* data;  // f16 or bf16
   Strides stride;
@@ -24,19 +24,19 @@ struct FieldType<Tensor> {
   static constexpr i32 kCode = 'T';
 };
 
-// q_scale is times kHeadDim where rows are rotated; means are of rows that are not.
+// Where rows are rotated, q_scale has the factor kHeadDim besides. Means are of rows as they came, before a rotation.
 struct QuantParams {
   Tensor q, k, v;
   u8* q_hat;        // [batch * num_q_heads][q_tiles] tiles of block_m rows
-  u8* kv_hat;       // [batch * num_kv_heads][kv_tiles] tiles of block_n keys: K, V, and what is known of them
+  u8* kv_hat;       // [batch * num_kv_heads][kv_tiles] tiles of block_n keys: K̂, V̂, and their scales and flags
   float* q_scale;   // [batch * num_q_heads][q_tiles][block_m / warp_m][kRowGroups], times softmax_scale · log2 e
   float* q_mean;    // [batch * num_q_heads][q_tiles][kHeadDim], of a tile's rows, times softmax_scale · log2 e
   float* k_mean;    // [batch * num_kv_heads][kHeadDim], of a sample; zero where K is not smoothed
   float* v_scale;   // likewise
   float* v_mean;    // likewise, as k_mean
   float* row_bias;  // [batch * num_q_heads][q_tiles * block_m], log2 units: what smoothing K took off a row's scores
-  float* lse;       // null: no log-sum-exp is wanted, and row_bias is zero where a row is finite
-  u32* taken;       // [1], set to zero for the attention kernel
+  float* lse;       // not written; null: no log-sum-exp is wanted, and row_bias is zero where a row is finite
+  u32* taken;       // [1], zeroed for the attention kernel's tile scheduler
   i32 batch;
   i32 num_q_heads;
   i32 num_kv_heads;
@@ -51,12 +51,12 @@ struct QuantParams {
   i32 smooth_k;
   i32 smooth_v;
   i32 rotate;       // whether Q̂ and K̂ are of rows times the Hadamard matrix
-  i32 clip;         // whether scale groups of s4 may lose their largest values
-  float v_typical;  // what the scale takes a channel's mean magnitude to, in e4m3
-  float v_least;    // largest magnitude of V̂ in a tile that needs no factor: from here
-  float v_limit;    // to here
-  i32 rounds;       // how often a block takes as many tiles of K or V as its threads can at once
-  i32 unused;       // a struct has no gaps
+  i32 clip;         // whether the largest values of scale groups of s4 may be cut off
+  float v_typical;  // mean magnitude that a channel of V has in V̂, in e4m3
+  float v_least;    // a tile of V needs no factor where the largest magnitude in V̂ is from v_least
+  float v_limit;    // to v_limit
+  i32 rounds;       // groups of tiles of K or V that a block takes, one after another; a group fills its threads
+  i32 unused;       // fills a gap: fields_of() must cover the struct
 };
 
 constexpr auto fields_of(const QuantParams*) {
@@ -71,8 +71,8 @@ constexpr auto fields_of(const QuantParams*) {
                 SAGE_FIELD(unused));
 }
 
-// delta_s, the term of the scores that smoothing Q took off: mean of a query tile's rows · (K less its mean), in log2
-// units.
+// For delta_s, the term of the scores that smoothing Q took off: the mean of a query tile's rows · (K less its mean),
+// in log2 units.
 struct DeltaParams {
   Tensor k;
   const float* q_mean;  // as QuantParams
@@ -90,8 +90,8 @@ struct DeltaParams {
   Dtype dtype;
   i32 block_m;    // query rows of a tile
   i32 block_n;    // keys of a KV tile
-  i32 is_causal;  // columns of KV tiles that no row of a query tile sees are left unwritten
-  i32 unused;     // a struct has no gaps
+  i32 is_causal;  // if so, columns of KV tiles that no row of a query tile sees are left unwritten
+  i32 unused;     // fills a gap, as in QuantParams
 };
 
 constexpr auto fields_of(const DeltaParams*) {
@@ -113,7 +113,7 @@ struct AttnParams {
   const float* delta_s;  // as DeltaParams, for the heads of this launch; read where Q is smoothed
   Tensor out;            // like q
   float* lse;            // [batch][num_q_heads][seqlen_q], natural log; null: not wanted
-  u32* taken;            // [1], how often blocks asked for one more query tile; zero before a launch and after it
+  u32* taken;            // [1], how often blocks asked the tile scheduler for more work; zero before and after a launch
   i32 first_head;        // index into [batch * num_q_heads] of the first query head of this launch
   i32 num_q_heads;
   i32 num_kv_heads;

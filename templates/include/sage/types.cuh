@@ -1,6 +1,6 @@
 // Fixed-width scalar names and the enumerations that kernels are specialized on.
-// No header of a toolkit or a standard library is included anywhere: every compiler sees the same text, and the run-time
-// compiler needs nothing beside itself.
+// No header of a toolkit or a standard library is included anywhere: every compiler sees the same text, and NVRTC needs
+// no further files.
 #pragma once
 
 namespace sage {
@@ -16,8 +16,8 @@ using i64 = long long;
 // Type of P and V in the second matrix product.
 enum class Pv { kF16, kE4m3 };
 
-// How O = P·V adds up over the KV tiles. kF32: in the accumulators of the product. kTwoLevel...: each tile's product in
-// fresh accumulators of the type named, which are then added to O in f32.
+// How O = P·V adds up over the KV tiles. kF32: in the accumulators of the product. kTwoLevel...: in fresh accumulators
+// of the type named, for one KV tile or a pair, which a promotion then adds to O in f32.
 enum class PvAccum { kF32, kTwoLevelF32, kTwoLevelF16 };
 
 // Type of the caller's tensors; a run-time value, equal for all of them.

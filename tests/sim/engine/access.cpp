@@ -1,6 +1,6 @@
-// What compilers call before every access to memory: `-fsanitize=thread` names reads and writes, and the engine takes
-// the place of its run-time library. `-fsanitize=alignment,bounds` calls where an access is misaligned for its type, or
-// an index leaves a register array.
+// The functions that compiled code calls at accesses to memory. With `-fsanitize=thread` it calls one before every read
+// and write; the engine replaces the sanitizer's run-time library. With `-fsanitize=alignment,bounds` it calls one
+// where an access is misaligned for its type, or an index lies outside an array.
 // Source: gcc/sanitizer.def; compiler-rt/lib/ubsan/ubsan_handlers.h.
 
 #include <cstddef>
@@ -28,7 +28,7 @@ enum Access { kRead, kWrite };
 
 inline void check(const void* address, u32 bytes, Access access, const void* pc) {
   if (++running.steps <= kMostSteps && running.holds(address)) [[likely]]
-    return;  // nearly all: a thread's own variables
+    return;  // a thread's own variables, as nearly all accesses
   check_beyond_stack(address, bytes, access, pc);
 }
 
@@ -70,7 +70,7 @@ void* __tsan_memset(void* to, int value, size_t bytes) {
   return std::memset(to, value, bytes);
 }
 
-// What the compiler knows of a faulty place; both kinds begin so.
+// The compiler's data on a faulty access; the structs of both handlers begin so.
 struct FaultyPlace {
   const char* file;
   unsigned line, column;

@@ -1,4 +1,4 @@
-// Barriers among some of a block's threads: those with a number, and those in shared memory.
+// Barriers among some of a block's threads: named barriers, and mbarriers in shared memory.
 // Source: PTX ISA, "barrier", "mbarrier".
 #pragma once
 
@@ -14,7 +14,7 @@ namespace sim {
 
 class Block;
 
-// barrier.sync and barrier.arrive. Number 0 is that of __syncthreads, which does not come here: kernels leave it alone.
+// barrier.sync and barrier.arrive. Number 0 belongs to __syncthreads, which Block::synchronize() simulates.
 class NamedBarriers {
  public:
   static constexpr u32 kCount = 16;
@@ -42,22 +42,22 @@ class MemoryBarriers {
 
   void start() { all_.clear(); }
   void init(Block& block, u32 address, u32 arrivals, const Where& where);
-  void fence(u32 thread);  // what the thread initialized is known to the async proxy
+  void fence(u32 thread);  // makes the mbarriers that the thread initialized visible to the async proxy
   void arrive(Block& block, u32 address, u32 bytes, const Where& where);
   void wait(Block& block, u32 address, u32 parity, const Where& where);
 
-  // Of the TMA unit: the agent that writes for a barrier, and bytes that are in.
+  // For the TMA unit: the agent that writes on behalf of a barrier, and the arrival of bytes.
   u32 agent(Block& block, u32 address, const Where& where);
   void complete(Block& block, u32 address, u32 bytes);
 
  private:
   struct Barrier {
     u32 arrivals, missing;  // of a phase
-    i64 bytes;              // announced and not in
+    i64 bytes;              // announced and not yet in
     u32 phase;
-    Order::Clock coming, last;  // of the arrivals of this phase, and of the one that ended last
+    Order::Clock coming, last;  // of the arrivals of the current phase, and of the last phase that ended
     std::vector<u32> waiting;
-    Meeting place[2];  // of those that wait for either parity
+    Meeting place[2];  // where threads wait, by the parity that they wait for
     u32 agent;
     u32 initializer;
     bool fenced;

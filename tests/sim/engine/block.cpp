@@ -35,7 +35,7 @@ bool Block::run(u32 index) {
   index_ = index;
   start();
   u32 left = launch_.threads;
-  const u32 late = 16u << random_.below(12);  // turns that a copy takes on average: blocks differ
+  const u32 late = 16u << random_.below(12);  // thread switches before a copy lands, on average; drawn per block
   while (ready_warps_ != 0 || bulk_copies.any()) {
     if (bulk_copies.any() && (ready_warps_ == 0 || random_.below(late) == 0)) {
       bulk_copies.land_one(*this, random_);
@@ -55,7 +55,7 @@ bool Block::run(u32 index) {
   return left == 0;
 }
 
-// What may not be left over.
+// Reports what a block must not leave at its end: copies, arrivals, products, and registers that it cannot have.
 void Block::check_end() {
   bulk_copies.check_left(*this);
   named_barriers.check_left(*this);
@@ -116,7 +116,7 @@ u32 random_bit(u32 bits, Random& random) {
 }  // namespace
 
 u32 Block::next_thread() {
-  constexpr u32 kStay = 256;  // turns that a favourite has on average
+  constexpr u32 kStay = 256;  // thread switches between two choices of a favourite, on average
   if (random_.below(kStay) == 0) favourite_ = random_.below(static_cast<u32>(warps_.size()));
   const bool favour = favourite_ < warps_.size() && warps_[favourite_].ready && random_.below(8) != 0;
   const u32 warp = favour ? favourite_ : random_bit(ready_warps_, random_);
@@ -148,7 +148,7 @@ void Block::give_up(const Where& where) {
 
 // --- where threads meet ----------------------------------------------------------------------------------------------
 
-// Whether this thread is the last; the others wait until it makes them ready.
+// Whether this thread is the last to arrive. All others wait until the last one makes them ready.
 bool Block::arrive(Meeting& meeting, const char* instruction, Site site, u32 expected) {
   if (meeting.arrived == 0) {
     meeting = {instruction, site, thread_, 0};
@@ -232,7 +232,8 @@ bool Block::is_constant(const void* address) const {
   return (address >= &indices && address < &indices + 1) || image_.holds(address);
 }
 
-// A dependent grid must not even read what the grid in front of it leaves alone: the host does not say which that is.
+// Before its wait, a dependent grid must not even read memory that the grid in front leaves alone: the simulator does
+// not know which memory that is.
 void Block::check_grids(const Where& where) {
   if (threads_[thread_]->grids_ended) return;
   report("access to global memory before griddepcontrol.wait", where, "the grid in front may still run");

@@ -1,7 +1,7 @@
-// A thread block: its fibers, who runs next, and the places where threads meet.
+// A thread block: its fibers, the choice of the fiber that runs next, and the places where threads meet.
 //
-// The scheduler picks at random by the seed, and favours one warp for a while, so that warps drift apart as far as
-// barriers let them.
+// The scheduler picks threads at random, by the seed. It favours one warp for a while, so that warps drift apart as far
+// as barriers let them.
 // Source: CUDA C++ programming guide, "Synchronization Functions" and "SIMT Architecture".
 #pragma once
 
@@ -25,19 +25,21 @@
 
 namespace sim {
 
-// What Python asks for; it has the same fields (simulator.py).
+// A launch that Python asks for; simulator.py has a struct with the same fields.
 struct Launch {
   void (*call)(const void* params);
   const void* params;
   u32 blocks, threads, dynamic_bytes, arch;
   u64 seed;
-  bool programmatic;  // it may start before the grid in front of it has ended
+  bool programmatic;  // the grid may start before the grid in front of it has ended
 };
 
-// Loops that never end: every one that compilers keep accesses memory or waits for others.
+// Bound on the accesses and waits of a block, which ends loops that never end: any loop that compilers keep accesses
+// memory or waits.
 constexpr u32 kMostSteps = 1u << 24;  // under a second; the kernels of the matrix take less than 2^22
 
-// State that every access reads. Hidden, so that its address needs no look-up in the global offset table.
+// State that every access reads. Its visibility is hidden, so that its address needs no look-up in the global offset
+// table.
 struct Running {
   const u8* stack = nullptr;  // of the thread that runs
   u32 steps = 0;              // accesses and waits of the block
@@ -56,8 +58,8 @@ struct Thread {
   Copies copies;
   Status status = kDone;
   Meeting* waits_in = nullptr;
-  u32 proxy_fences = 1;     // executed, and one
-  bool grids_ended = true;  // those in front of this one, as far as the thread knows
+  u32 proxy_fences = 1;     // number executed, plus one
+  bool grids_ended = true;  // whether the thread has waited for the grids in front
 };
 
 // The blocks of a launch run one after another in one object.
@@ -82,11 +84,11 @@ class Block {
   void check_steps(const Where& where) {
     if (running.steps > kMostSteps) give_up(where);
   }
-  void wait(Meeting& place);  // until another makes the thread ready
+  void wait(Meeting& place);  // until another thread makes this one ready
   void together(const char* instruction, void* lane, Meaning meaning, Site site);
   bool synchronize(const char* name, bool predicate, Site site);
 
-  // Memory by generic addresses; what no buffer holds stops the block.
+  // Accesses by generic addresses; an access outside all buffers stops the block.
   void read_global(const void* address, u32 bytes, const Where& where);
   void write_global(const void* address, u32 bytes, const Where& where);
   void check_alignment(const char* instruction, u64 address, u32 alignment, const Where& where);
@@ -147,6 +149,6 @@ class Block {
   bool barrier_predicate_ = true, barrier_result_ = true;
 };
 
-extern Block* block;  // the one that runs
+extern Block* block;  // the block that runs
 
 }  // namespace sim

@@ -1,5 +1,5 @@
-// Bulk copies under way. One lands at a random time: late, so that nothing that happens not to wait for it gets away
-// with it.
+// Bulk copies in flight. A copy lands at a random time, late on average, so that code that does not wait for it is
+// caught.
 // Source: PTX ISA, "cp.async.bulk".
 #pragma once
 

@@ -1,4 +1,4 @@
-// How the tensor cores of each arch add up floating-point products. The ISA leaves it open; what stands here was
+// How the tensor cores of each arch add up floating-point products. The ISA leaves this open; the values here were
 // measured.
 // Source: "MMA-Sim: Bit-Accurate Reference Model of Tensor Cores and Matrix Cores" (arXiv:2511.10909); Fasi et al.,
 // "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021; SageAttention2, section 3.4 for the 13 bits of FP8.
@@ -8,8 +8,8 @@
 
 namespace sim {
 
-// A step adds this many products to the accumulator at once: exact, aligned to the largest exponent among them, and cut
-// off this many bits below its unit. Sums in f32 are cut to `kept_bits` of mantissa.
+// A step adds `products` exact products to the accumulator at once. All terms are aligned to the largest exponent among
+// them and cut off `fraction_bits` below its unit. Sums in f32 are cut to `kept_bits` of mantissa.
 struct Step {
   int products;
   int fraction_bits;
@@ -17,10 +17,10 @@ struct Step {
 };
 
 struct Chip {
-  u32 arch;  // 89: sm_89; later ones that are not here are like the last before them
+  u32 arch;  // 89: sm_89; an arch that the table lacks is like the last one before it
   Step f16;
   Step e4m3;
-  bool e4m3_as_f16;  // no FP8 in mma.sync: the compiler makes f16 products of it
+  bool e4m3_as_f16;  // mma.sync has no FP8: the compiler makes f16 products of FP8 ones
   Step wgmma_e4m3;
 };
 

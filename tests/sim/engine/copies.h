@@ -1,4 +1,4 @@
-// A thread's asynchronous copies. One lands as late as its group lets it, when the thread waits for it: until then its
+// A thread's asynchronous copies. A copy lands as late as it may: when the thread waits for its group. Until then its
 // bytes are pending, and reading or writing them is a fault.
 // Source: PTX ISA, "cp.async", "cp.async.commit_group", "cp.async.wait_group".
 #pragma once

@@ -5,7 +5,8 @@
 
 #include <cstdlib>
 
-// void sim_switch(void** from, void* to): leaves one stack for another, on which an earlier call returns.
+// void sim_switch(void** from, void* to): saves this stack's pointer in *from and switches to the stack `to`, where an
+// earlier call of sim_switch then returns.
 extern "C" void sim_switch(void** from, void* to);
 
 #if defined(__x86_64__)
@@ -31,8 +32,9 @@ sim_switch:
   ret
 .size sim_switch, . - sim_switch
 )");
-// Words on a stack that does not run, and which of them the switch returns to. 6 registers and the return address,
-// above which body finds the stack as after a call: 8 bytes off a multiple of 16.
+// kFrame: words at the top of a stack that does not run yet. kReturn: the one that holds the return address. 6
+// registers lie below the return address; with it taken off, the stack is 8 bytes off a multiple of 16, as after a
+// call.
 constexpr int kFrame = 8, kReturn = 6;
 #elif defined(__aarch64__)
 asm(R"(

@@ -1,5 +1,5 @@
-// Fibers: stacks that take turns on one thread of the host. A switch saves the registers that a call preserves, nothing
-// else, and makes no system call.
+// Fibers: stacks that run alternately on one thread of the host. A switch saves only the registers that a call
+// preserves, and makes no system call.
 // Source: System V AMD64 ABI, "Registers"; AAPCS64, "Parameter passing".
 #pragma once
 
@@ -21,7 +21,7 @@ class Fiber {
   void resume();               // from outside: runs until the fiber suspends
   void suspend();              // from inside: back to resume()
 
-  const u8* stack() const { return stack_; }  // kStackBytes
+  const u8* stack() const { return stack_; }  // lowest address; the stack has kStackBytes
 
  private:
   u8* stack_;

@@ -1,4 +1,4 @@
-// Device memory: the buffers that a launch may touch, and for each byte whether it may be written and whether it was.
+// Device memory: the buffers that a launch may touch, and for each byte whether it may be written and was written.
 #pragma once
 
 #include <string>
@@ -18,8 +18,8 @@ class GlobalMemory {
   void clear() { buffers_.clear(), last_ = nullptr; }
   void add(std::string name, u8* base, u64 bytes, const u8* state);
 
-  // Whether the bytes are known here; if so, they are checked, and noted as written. A write that would spoil foreign
-  // memory stops the block.
+  // Whether a buffer has the bytes. If so, checks the access; a write marks its bytes as written. An access that a
+  // buffer does not allow stops the block.
   bool read(Block& block, const void* address, u32 bytes, const Where& where);
   bool write(Block& block, const void* address, u32 bytes, const Where& where);
 
@@ -36,7 +36,7 @@ class GlobalMemory {
   static long long offset_in(const Buffer& buffer, const void* address) {
     return static_cast<const u8*>(address) - buffer.base;
   }
-  // The states of the bytes, all of which have the needed bits.
+  // The states of the bytes. Stops the block unless all of them have the needed bits.
   static u8* require(Block& block, const char* access, u8 needed, Buffer& buffer, const void* address, u32 bytes,
                      const Where& where);
 

@@ -1,4 +1,4 @@
-// Instructions of sm_90: what the wrappers call, for the thread or the warp that runs.
+// Instructions of sm_90, which the wrappers of sage/ptx call, for the thread or the warp that runs.
 // Source: PTX ISA, "wgmma", "mbarrier", "cp.async.bulk", "barrier", "fence", "setmaxnreg", "griddepcontrol".
 
 #include "block.h"
@@ -9,7 +9,7 @@ namespace {
 
 Where here(Site site) { return block->here(site); }
 
-// What a warp does with the arguments that its lanes brought.
+// The effect of each instruction of a whole warp, given the arguments of its lanes.
 void fence(void* const (&)[kLanes]) { block->products().fence(); }
 void commit(void* const (&)[kLanes]) { block->products().commit(); }
 void wait(void* const (&lanes)[kLanes]) {

@@ -1,4 +1,4 @@
-// Where the loader put a kernel: its code and constants, and its thread-local storage, which is its static shared
+// Addresses of a loaded kernel: its code and constants, and its thread-local storage, which serves as its static shared
 // memory.
 #pragma once
 

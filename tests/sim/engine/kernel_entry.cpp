@@ -1,5 +1,5 @@
-// Compiled once per library: the rendered source as it stands, SIM_SOURCE, and how the engine starts its entry points.
-// SIM_ENTRIES names these: SIM_ENTRY(first) SIM_ENTRY(second). Others of the source are not compiled.
+// Compiled once per library: the rendered source, SIM_SOURCE, unchanged, and functions by which the engine starts its
+// entry points. SIM_ENTRIES names the entry points: SIM_ENTRY(first) SIM_ENTRY(second). No others are compiled.
 
 #include SIM_SOURCE
 
@@ -10,7 +10,7 @@ unsigned params_bytes(void (*)(Params)) {
   return sizeof(Params);
 }
 
-// Not checked: the struct comes from the host.
+// Accesses are not checked here: the struct comes from the host.
 template <class Params>
 __attribute__((no_sanitize("thread"))) void call(void (*kernel)(Params), const void* params) {
   kernel(*static_cast<const Params*>(params));
@@ -23,6 +23,6 @@ __attribute__((no_sanitize("thread"))) void call(void (*kernel)(Params), const v
   extern "C" void sim_call_##kernel(const void* params) { call(kernel, params); }
 SIM_ENTRIES
 
-// The loader makes thread-local storage when it is first used.
+// Touches thread-local storage: the loader makes it at its first use.
 static thread_local volatile char touched;
 extern "C" __attribute__((no_sanitize("thread"))) void sim_make_static_shared_memory() { touched = 0; }

@@ -45,7 +45,8 @@ void sim_set_exp2(const sim::u32* up, const sim::u32* down) { sim::set_exp2(up, 
 // From now on kernels have this bug, by its number; 0: none.
 void sim_plant(sim::i32 number) { sim::bug = number; }
 
-// Runs blocks in an order that the seed determines until one ends early. False for an arch before all known ones.
+// Runs the blocks in an order that the seed determines, until a fault ends one early. False for an arch older than all
+// of kChips.
 bool sim_launch(const sim::Launch* launch) {
   const auto later = std::find_if(std::begin(sim::kChips), std::end(sim::kChips),
                                   [&](const sim::Chip& chip) { return chip.arch > launch->arch; });

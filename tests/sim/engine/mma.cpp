@@ -1,4 +1,4 @@
-// mma.sync: operands out of the fragments of 32 lanes, the product, and its result back.
+// mma.sync: reads the operands from the fragments of 32 lanes, multiplies, and writes the result to the fragments.
 // Fragments of m16n8 with words of w elements (4 of 8 bits, 8 of 4, 2 of 16), lane = 4g + t:
 //   A  word i: row g + 8 (i % 2), elements w t .. w t + w - 1 of k, in the second half of them where i >= 2
 //   B  word i: column g, likewise, in the second half where i = 1
@@ -41,7 +41,7 @@ struct Operands {
   }
 };
 
-// Calls visit(lane, element of its C and D, row, column) for all of them.
+// Calls visit(lane, i, row, column) for every element i of C and D of every lane.
 template <class Visit>
 void each_result(Visit visit) {
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -73,7 +73,7 @@ void store_d(const Product& lane, int i, u32 value, F16) {
   lane.d[i / 2] = (lane.d[i / 2] & ~(0xffffu << shift)) | value << shift;
 }
 
-// d = sum(row of A, column of B, c), for all of them.
+// d = sum(row of A, column of B, c), for every element of D.
 template <class Format, class Accumulator, int kDepth, class Sum>
 void float_product(void* const (&lanes)[kLanes], const u32 (&a)[kRows][kDepth], const u32 (&b)[kColumns][kDepth],
                    Sum sum) {
@@ -95,7 +95,7 @@ u32 f16_of_e4m3(u32 code) {
   return F16::bits(std::fabs(E4m3::value(code))) | sign;
 }
 
-// As f16, the lower halves of all words before the upper ones.
+// Codes of e4m3 as f16. The elements of the words' lower halves come before those of the upper halves.
 void unpack_halves(const u32 (&codes)[kE4m3Depth], u32 (&halves)[kE4m3Depth]) {
   for (int k = 0; k < kE4m3Depth; ++k) halves[k / 2 % 2 * (kE4m3Depth / 2) + k / 4 * 2 + k % 2] = f16_of_e4m3(codes[k]);
 }

@@ -10,17 +10,18 @@
 
 namespace sim {
 
-// Of f64 that are normal, as all numbers of smaller formats and their products are, faster than the library's; the exponent
-// of zero is -1023, that of infinity 1024.
+// Powers of two and exponents of normal f64, faster than the library's. All numbers of smaller formats and their
+// products are normal f64. The exponent of zero is -1023, that of infinity 1024.
 inline double power_of_two(int exponent) { return std::bit_cast<double>(static_cast<u64>(exponent + 1023) << 52); }
 inline int exponent_of(double x) { return static_cast<int>(std::bit_cast<u64>(x) >> 52 & 0x7ff) - 1023; }
 
-// kExponentBits of exponent, biased by 2^(kExponentBits - 1) - 1, and kMantissaBits of mantissa; a sign above.
+// From the highest bit: a sign, kExponentBits of exponent, biased by 2^(kExponentBits - 1) - 1, kMantissaBits of
+// mantissa.
 template <int kExponentBits_, int kMantissaBits_>
 struct Format {
   static constexpr int kMantissaBits = kMantissaBits_;
   static constexpr int kBias = (1 << (kExponentBits_ - 1)) - 1;
-  static constexpr int kLeast = 1 - kBias;  // exponent of the least normal number, and of what lies below
+  static constexpr int kLeast = 1 - kBias;  // exponent of the least normal number, and of subnormal ones
   static constexpr u32 kMantissa = (1u << kMantissaBits) - 1;
   static constexpr u32 kExponents = (1u << kExponentBits_) - 1;
   static constexpr u32 kSign = 1u << (kExponentBits_ + kMantissaBits);
@@ -36,7 +37,7 @@ struct Format {
     return bits & kSign ? -magnitude : magnitude;
   }
 
-  // Of what is no special code.
+  // The value of bits that are neither infinity nor NaN.
   static double finite_value(u32 bits) { return significand(bits) * power_of_two(exponent(bits) - kMantissaBits); }
 
   // The nearest of the format's numbers, ties to even, as if exponents had no upper end.
@@ -58,11 +59,11 @@ struct Format {
   }
 };
 
-// The highest exponent means infinity and NaN.
+// Formats whose highest exponent stands for infinity and NaN.
 template <int kExponentBits, int kMantissaBits>
 struct Ieee : Format<kExponentBits, kMantissaBits> {
   using Base = Format<kExponentBits, kMantissaBits>;
-  static constexpr u32 kNan = Base::kSign - 1;  // the only one that instructions make
+  static constexpr u32 kNan = Base::kSign - 1;  // the only NaN that instructions make
   static constexpr u32 kInfinity = Base::kExponents << kMantissaBits;
 
   static constexpr bool special(u32 bits) { return (bits & kInfinity) == kInfinity; }
@@ -83,7 +84,7 @@ using F16 = Ieee<5, 10>;
 using Bf16 = Ieee<8, 7>;
 using F32 = Ieee<8, 23>;
 
-// One NaN and no infinity; what is too large becomes the largest number.
+// One NaN and no infinity; numbers that are too large become the largest number.
 struct E4m3 : Format<4, 3> {
   static constexpr u32 kNan = kSign - 1;
   static constexpr double kLargest = 448;

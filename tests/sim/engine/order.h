@@ -1,5 +1,5 @@
-// Which accesses are ordered before which: a vector clock per thread, as race detectors keep them. Agents are what
-// accesses memory beside the threads: TMA units and tensor cores; they only have a time of their own.
+// The order of accesses: a vector clock per thread, as race detectors keep them. Beside threads, agents access memory:
+// the TMA unit, one agent for each barrier, and the tensor cores, one for each warp.
 // Source: Flanagan & Freund, "FastTrack: Efficient and Precise Dynamic Race Detection", PLDI 2009.
 #pragma once
 
@@ -12,7 +12,8 @@
 
 namespace sim {
 
-// A stretch of one thread between two of its synchronizations: the thread above, its clock below.
+// A stretch of one thread between two of its synchronizations: the thread in the upper bits, its clock in the lower
+// ones.
 using Epoch = u32;
 constexpr u32 kClockBits = 22;
 constexpr u32 thread_of(Epoch epoch) { return epoch >> kClockBits; }
@@ -20,7 +21,7 @@ constexpr u32 clock_of(Epoch epoch) { return epoch & ((1u << kClockBits) - 1); }
 
 class Order {
  public:
-  // What a thread or an agent knew at some time.
+  // A vector clock: per thread and agent, the time up to which its accesses are ordered before.
   using Clock = std::vector<u32>;
 
   void start(u32 threads, u32 agents) {
@@ -31,10 +32,10 @@ class Order {
 
   Epoch now(u32 thread) const { return thread << kClockBits | clocks_[thread * all_ + thread]; }
 
-  // Whether all that the epoch's thread did in it is ordered before what `thread` does now.
+  // Whether all accesses of an epoch are ordered before the next access of `thread`.
   bool before(Epoch epoch, u32 thread) const { return clock_of(epoch) <= clocks_[thread * all_ + thread_of(epoch)]; }
 
-  // A barrier of all threads: what each did before it is ordered before what any does after.
+  // A barrier of all threads: every access before it is ordered before every access after it.
   void join_all() {
     Clock joined(all_);
     for (u32 t = 0; t < threads_; ++t) {
@@ -46,14 +47,14 @@ class Order {
     }
   }
 
-  // Leaves in a clock what a thread or an agent has done up to now.
+  // Adds the accesses of a thread or an agent up to now to a clock.
   void release(u32 thread, Clock& to) {
     to.resize(all_);
     for (u32 u = 0; u < all_; ++u) to[u] = std::max(to[u], clock(thread, u));
     ++clock(thread, thread);
   }
 
-  // Orders what a thread does from now on after all that a clock holds.
+  // Orders the accesses of a thread from now on after all accesses of a clock.
   void acquire(u32 thread, const Clock& from) {
     for (u32 u = 0; u < from.size(); ++u) clock(thread, u) = std::max(clock(thread, u), from[u]);
   }
@@ -62,11 +63,11 @@ class Order {
   u32& clock(u32 thread, u32 of) { return clocks_[thread * all_ + of]; }
 
   u32 threads_ = 0, all_ = 0;
-  std::vector<u32> clocks_;  // [all][all]: up to where each is ordered after each other
+  std::vector<u32> clocks_;  // [all][all]: row t is the vector clock of thread or agent t
 };
 
-// Sets of readers, each kept once however many bytes have it. A reader takes the place of those ordered before it:
-// whatever is ordered after the one is ordered after the others.
+// Sets of readers. A set is kept once, however many bytes have it. A new reader replaces the readers ordered before it:
+// an access that is ordered after the new reader is ordered after those, too.
 class ReaderSets {
  public:
   static constexpr u32 kEmpty = 0;
@@ -112,7 +113,7 @@ class ReaderSets {
 
   std::vector<std::vector<Epoch>> sets_;
   std::unordered_map<u64, u32> larger_;  // by set and reader
-  Union recent_[kRecent];                // most accesses are like one shortly before
+  Union recent_[kRecent];                // a cache: most accesses are like one shortly before
 };
 
 }  // namespace sim

@@ -1,4 +1,5 @@
-// What the checks find. A fault is kept once for each kind and place, with the first block and thread that showed it.
+// The faults that the checks find. A fault is kept once for each kind and place, with the first block and thread that
+// showed it.
 #pragma once
 
 #include <string>
@@ -9,7 +10,8 @@
 
 namespace sim {
 
-// Who does something, and where in the kernel: wrappers know their site, plain memory accesses their program counter.
+// The thread of an event and its place in the kernel: a site for the wrappers of sage/ptx, a program counter for plain
+// memory accesses.
 struct Where {
   u32 thread;
   Site site;
@@ -19,7 +21,7 @@ struct Where {
 struct Report {
   std::string kind, detail, file;
   int line;
-  u64 pc;  // 0, or where no file is known: in the kernel's image
+  u64 pc;  // offset in the kernel's image where no file is known, else 0
   u32 block, thread, count;
 };
 

@@ -1,4 +1,5 @@
-// Scalar instructions. Where the ISA bounds the error and leaves the bits open (ex2, lg2, rcp), the nearest number.
+// Scalar instructions. Where the ISA bounds the error and leaves the bits open (ex2, lg2, rcp), the result is the
+// nearest number.
 // Source: PTX ISA, "ex2", "lg2", "rcp", "max", "prmt", "cvt".
 
 #include <bit>
@@ -15,12 +16,13 @@ constexpr float kLeastNormal = 0x1p-126f;
 
 float flush(float x) { return std::fabs(x) < kLeastNormal ? std::copysign(0.0f, x) : x; }
 
-// The bits of 2^x and of 2^-x for the x in [1, 2) of each mantissa, where a chip's were measured.
+// Tables measured on a chip, or null: by mantissa of x in [1, 2), the bits of 2^x and of 2^-x.
 const u32 *measured_up = nullptr, *measured_down = nullptr;
 
 constexpr int kMantissaBits = 23;
 
-// As the chip that was measured: |x| is cut off to a multiple of 2^-23, and the fraction alone determines the mantissa.
+// 2^x as the measured chip computes it: |x| is cut off to a multiple of 2^-23, whose fraction alone determines the
+// mantissa of the result.
 float exp2_as_measured(float x) {
   if (!(std::fabs(x) < 256.0f)) return std::exp2(x);
   const u32 units = static_cast<u32>(std::ldexp(std::fabs(x), kMantissaBits));

@@ -5,7 +5,7 @@
 
 #include "block.h"
 
-// What `extern __shared__ ... shared[]` of a kernel refers to, as large as the largest chip's.
+// The memory of a kernel's `extern __shared__ ... shared[]`, as large as the largest chip's.
 constexpr sim::u32 kMostDynamicBytes = 232448;
 alignas(1024) thread_local unsigned char shared[kMostDynamicBytes];
 
@@ -28,7 +28,8 @@ void SharedMemory::start(u32 dynamic_bytes, const Image& kernel) {
   readers_.start();
 }
 
-// Beyond what a block has nothing is ever looked up: to clear all addresses would take longer than most blocks run.
+// Clears the block's own addresses alone: nothing beyond them is ever looked up, and to clear all would take longer
+// than most blocks run.
 void SharedMemory::forget(u32 address, u32 bytes) {
   std::memset(pointer_to(address), 0xff, bytes);
   std::fill_n(state_.begin() + address, bytes, kUnwritten);
@@ -58,9 +59,9 @@ void SharedMemory::require(const char* access, u32 address, u32 bytes, const Whe
 
 void SharedMemory::read(u32 address, u32 bytes, const Where& where) {
   require("read", address, bytes, where);
-  // One pass over what is as it should be, which nearly all reads are; a fault is looked up again to report it.
+  // One pass finds that a read is right, as nearly all are. A second pass finds the fault of a wrong one.
   const Epoch now = block_.order.now(where.thread);
-  Epoch ordered = now;  // a writer that was found to be
+  Epoch ordered = now;  // a writer that was found to be ordered before
   u32 before = bytes_[address].readers;
   u32 after = readers_.with(before, now, block_.order);
   for (u32 i = address; i < address + bytes; ++i) {
@@ -102,7 +103,7 @@ bool SharedMemory::check_written(u32 address, u32 bytes, const Where& where) {
 }
 
 bool SharedMemory::check_ordered(u32 address, u32 bytes, const Where& where) {
-  Epoch ordered = block_.order.now(where.thread);  // of the last writer that was found to be
+  Epoch ordered = block_.order.now(where.thread);  // the last writer that was found to be ordered before
   for (u32 i = address; i < address + bytes; ++i) {
     const Epoch writer = bytes_[i].writer;
     if (state_[i] == kWritten && writer != ordered && !block_.order.before(writer, where.thread)) {
@@ -162,7 +163,7 @@ void SharedMemory::end_copy(u32 address, u32 bytes, u32 thread) {
   }
 }
 
-// The bytes take a new value: all who wrote or read the old one must be done.
+// The bytes take a new value: all writes and reads of the old value must be ordered before.
 void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state, bool atomic) {
   const Epoch now = block_.order.now(where.thread);
   Epoch ordered = now;

@@ -1,8 +1,8 @@
-// A block's shared memory and what is known of each byte: written or not, by whom last, read by whom since, and whether
-// an asynchronous copy into it is under way.
+// A block's shared memory, and a state for each byte: whether it was written, its last writer, the readers since, and
+// whether an asynchronous copy into it is in flight.
 //
-// Shared addresses: dynamic memory from 1024 on, where chips put it behind the kilobyte that the system takes; static
-// memory, which is the kernel's thread-local storage, far above.
+// Shared addresses: dynamic memory begins at 1024, as on chips, where the system takes the first kilobyte. Static
+// memory, which is the kernel's thread-local storage, lies far above.
 #pragma once
 
 #include <vector>
@@ -28,7 +28,7 @@ class SharedMemory {
   u32 address_of(const void* pointer) const;  // kNone where it points elsewhere
   u8* pointer_to(u32 address) const;
 
-  // Each checks that the bytes exist and that the access is ordered after others; a faulty one that would touch foreign
+  // Each checks that the bytes exist and that the access is ordered after other accesses. An access outside the block's
   // memory stops the block.
   void read(u32 address, u32 bytes, const Where& where);
   void write(u32 address, u32 bytes, const Where& where);
@@ -37,11 +37,11 @@ class SharedMemory {
   void begin_copy(u32 address, u32 bytes, const Where& where);
   void end_copy(u32 address, u32 bytes, u32 thread);
 
-  // That what ordinary stores wrote has passed the fence between the proxies.
+  // Checks that a proxy fence followed the ordinary stores to the bytes.
   void check_fenced(u32 address, u32 bytes, const Where& where);
 
-  // Reads of an instruction of the async proxy, which runs on behind its thread: until the end nobody may write the
-  // bytes.
+  // Reads of an instruction of the async proxy, which runs while its thread goes on: until the end no thread may write
+  // the bytes.
   void begin_read(u32 address, u32 bytes, const Where& where);
   void end_read(u32 address, u32 bytes, u32 agent);
 
@@ -53,7 +53,7 @@ class SharedMemory {
     u32 readers;   // since then
     u32 unfenced;  // fences of the proxy that its writer had executed; kFenced where none is needed
     u32 held;      // instructions that read it and still run
-    bool atomic;   // its writer is the last of those whose atomics changed it
+    bool atomic;   // whether the writer wrote by an atomic; it is then the last of several
   };
   static constexpr u32 kFenced = 0;
 

@@ -1,5 +1,5 @@
-// What a tensor core makes of a row times a column and an accumulator: exact products, a step of them aligned and cut
-// off at once, as the chip's table says.
+// The sum of an accumulator and a row times a column, as a tensor core computes it: products are exact; those of a step
+// are aligned and cut off together, by the chip's table.
 // Source: chip.h.
 #pragma once
 
@@ -12,10 +12,10 @@
 
 namespace sim {
 
-// The exponent of zero, which must not count as the largest.
+// Stands for the exponent of zero, which must not count as the largest.
 constexpr int kOfZero = -10000;
 
-// A row or a column of an operand, elements along k, taken apart: once for all sums that it has a part in.
+// A row or a column of an operand, elements along k, split into significands and exponents once for all its sums.
 template <class Format_, int kDepth_>
 struct Vector {
   using Format = Format_;
@@ -60,7 +60,7 @@ double step_sum(const Step& step, const Vector& a, const Vector& b, int first, u
   return static_cast<double>(sum) * power_of_two(largest - step.fraction_bits);
 }
 
-// f32 with kept_bits of mantissa, the others cut off.
+// f32 with kept_bits of mantissa; the lower bits are cut off.
 inline u32 cut_to_f32(double x, int kept_bits) {
   float y = static_cast<float>(x);
   if (std::fabs(y) > std::fabs(x)) y = std::nextafter(y, 0.0f);
@@ -70,7 +70,7 @@ inline u32 cut_to_f32(double x, int kept_bits) {
 inline u32 rounded(const Step& step, double sum, F32) { return cut_to_f32(sum, step.kept_bits); }
 inline u32 rounded(const Step&, double sum, F16) { return F16::from(sum); }
 
-// With infinity or NaN among the operands: that is what the sum is.
+// A sum with infinity or NaN among the operands, which is infinity or NaN.
 template <class Accumulator, class Vector>
 u32 special_sum(const Vector& a, const Vector& b, u32 c) {
   double sum = Accumulator::value(c);

@@ -1,4 +1,4 @@
-// Instructions of a thread or a warp that are no arithmetic: exchange among lanes, atomics, loads and stores.
+// Instructions of a thread or a warp other than arithmetic: exchange among lanes, atomics, loads and stores.
 // Source: PTX ISA, "shfl.sync", "vote.sync", "ldmatrix", "stmatrix", "ld", "st"; CUDA C++ programming guide, "Atomic
 // Functions".
 
@@ -28,7 +28,7 @@ void shuffle(void* const (&lanes)[kLanes]) {
   for (int lane = 0; lane < kLanes; ++lane) of_lane(lane).result = of_lane((lane ^ of_lane(lane).lane_mask) % kLanes).x;
 }
 
-// What each lane did is ordered before what any of them does from now on.
+// Orders the accesses of every lane so far before those of every lane from now on.
 void order_lanes(void* const (&lanes)[kLanes]) {
   Order::Clock joined;
   for (void* lane : lanes) block->order.release(*static_cast<u32*>(lane), joined);
@@ -174,7 +174,7 @@ struct MatrixStore {
   u16 row[8];
 };
 
-// The way back: lane 8i + g gets row g of matrix i, whose words the lanes 4g to 4g + 3 hold.
+// stmatrix, the reverse: lane 8i + g gets row g of matrix i, whose words the lanes 4g to 4g + 3 hold.
 void gather_rows(void* const (&lanes)[kLanes]) {
   const auto of_lane = [&](int lane) -> MatrixStore& { return *static_cast<MatrixStore*>(lanes[lane]); };
   for (int lane = 0; lane < kLanes; ++lane) {

@@ -48,7 +48,7 @@ class Matrix {
 
 using Codes = u32[kDepth];
 
-// Reads rows of a matrix, as a pending instruction does.
+// Reads rows of a matrix for an instruction that stays in flight.
 template <class Range>
 void read_rows(Block& block, const Matrix& matrix, u32 first, u32 count, Codes* rows, std::vector<Range>& ranges,
                const Where& where) {
@@ -132,7 +132,7 @@ void WarpProducts::issue(Block& block, u32 warp, void* const (&lanes)[kLanes], b
   open_.push_back(std::move(product));
 }
 
-// Takes D from its registers, unless an earlier product still has it, and poisons them.
+// Takes D from its registers, unless an earlier product in flight has it, and poisons the registers.
 void WarpProducts::start_accumulator(const WarpgroupProduct& first, void* const (&lanes)[kLanes]) {
   const auto [entry, is_new] = accumulators_.try_emplace(first.d);
   if (!is_new) return;

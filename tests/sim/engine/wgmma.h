@@ -1,6 +1,6 @@
-// A warp's part of its warpgroup's products, 16 rows of 64, which run on behind it until it waits for them. Results are
-// computed at once, from operands that nobody may touch, and come to light as late as they may: until then the
-// registers of D hold a poison.
+// A warp's part of its warpgroup's asynchronous products, 16 rows of 64. Results are computed at once, from operands
+// that no thread may touch until the warp waits. They appear as late as they may: until then the registers of D hold a
+// poison.
 // Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
@@ -31,7 +31,7 @@ class WarpProducts {
     u32 address, bytes;
   };
 
-  // The registers that the lanes gave for a D: what they will hold, and how many products add to them.
+  // The registers of a D: the values that they will hold, and how many products in flight add to them.
   struct Accumulator {
     std::vector<u32> values[kLanes];
     u32 pending;

@@ -1,5 +1,6 @@
-// Hopper's instructions as an attention kernel uses them: one thread of a producer warpgroup copies tiles into a ring,
-// two consumer warpgroups of 64 rows multiply, S = A·Bᵀ in s8 and O += e4m3(S · scale)·V, and ping-pong.
+// Hopper's instructions as an attention kernel uses them. One thread of a producer warpgroup copies tiles into the
+// stages of a pipeline. Two consumer warpgroups of 64 rows multiply, S = A·Bᵀ in s8 and O += e4m3(S · scale)·V, and
+// ping-pong.
 
 #include "sage/ptx/barrier.cuh"
 #include "sage/ptx/bulk_copy.cuh"
@@ -38,7 +39,7 @@ struct Shared {
   u64 empty[kStages];  // each consumer warpgroup's first thread arrives; the producer waits
 };
 
-// Ping-pong: where a consumer warpgroup waits to issue its products; the other one arrives there.
+// Ping-pong: the named barrier where a consumer warpgroup waits to issue its products, and where the other one arrives.
 __device__ __forceinline__ u32 barrier_of(i32 consumer) { return 1 + consumer; }
 
 __device__ __forceinline__ void produce(const PipelineParams& params, Shared& shared) {

@@ -65,7 +65,7 @@ __device__ __forceinline__ void multiply(const ProductParams& params, u8* shared
   }
 }
 
-// The wrappers, by type, columns and the place of A.
+// The wrappers, by type, number of columns, and whether A is in registers or in shared memory.
 template <i32 kRowBytes>
 __device__ __forceinline__ void multiply(const ProductParams& params, u8* shared) {
   switch (params.which % 8) {

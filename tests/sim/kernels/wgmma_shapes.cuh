@@ -1,4 +1,4 @@
-// Shapes of wgmma that no kernel uses, for compare.py, which holds the simulator's meaning of them against a GPU.
+// Shapes of wgmma that no kernel uses, for compare.py, which compares the simulator's results with a GPU's.
 #pragma once
 
 #include "sage/types.cuh"

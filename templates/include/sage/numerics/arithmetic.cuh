@@ -8,8 +8,8 @@ namespace sage {
 // x, or zero where x is not finite: such a value must not spoil a mean or a scale that other rows share.
 __device__ __forceinline__ float finite_or_zero(float x) { return fabsf(x) < ptx::infinity() ? x : 0.0f; }
 
-// a / b to the nearest, for b and 1 / b well inside the normal range. What the compiler makes of a division, less the
-// call for the other operands, which would cost registers.
+// a / b to the nearest, for b and 1 / b well inside the normal range. The compiler's own division has the same fast
+// path, and a call for all other operands, which would cost registers.
 __device__ __forceinline__ float divide(float a, float b) {
   float r = ptx::rcp(b);
   r = fmaf(fmaf(-b, r, 1.0f), r, r);

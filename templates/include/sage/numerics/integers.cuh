@@ -6,17 +6,18 @@
 
 namespace sage {
 
-// 1.5 · 2^23. The sum of it and a number below 2^22 has that number, rounded to the nearest even integer, in its low bits.
+// 1.5 · 2^23. Added to a number of magnitude below 2^22, it leaves that number in the low bits of the sum, rounded to
+// the nearest integer, ties to even.
 constexpr float kIntegerBias = 12582912.0f;
 
-// Values are divided by a scale and rounded to the nearest, ties to even. Values of s4 beyond [-8, 7], which a scale that
-// clips leaves (quant/clip.cuh), are cut off.
+// Values are divided by a scale and rounded to the nearest, ties to even. At 4 bits, values beyond [-8, 7] are cut off;
+// only a scale that clips (quant/clip.cuh) leaves such values.
 template <i32 kBits>
 struct Integers {
   static constexpr float kLimit = kBits == 8 ? 127.0f : 7.0f;
   static_assert(kBits == 8 || kBits == 4);
 
-  // Of a scale group, without a clip.
+  // The scale of a group whose largest magnitude is amax, without a clip.
   __device__ __forceinline__ static Scale scale(float amax) { return scale_to(kLimit, amax); }
 
   // x · inv_scale as an integer, plus kIntegerBias.
@@ -26,7 +27,7 @@ struct Integers {
     return fminf(fmaxf(y, kIntegerBias - kLimit - 1.0f), kIntegerBias + kLimit);
   }
 
-  // Rounds eight values and stores them side by side, the first lowest.
+  // Rounds eight values and stores them side by side, the first in the lowest bits.
   __device__ __forceinline__ static void store(u8* to, const float (&x)[8], float inv_scale) {
     const u32 lo = bytes<0>(x, inv_scale), hi = bytes<4>(x, inv_scale);
     if constexpr (kBits == 8) *reinterpret_cast<u64*>(to) = static_cast<u64>(hi) << 32 | lo;
@@ -34,7 +35,7 @@ struct Integers {
   }
 
  private:
-  // x[kFirst..kFirst+3] · inv_scale as four bytes, the first the lowest.
+  // x[kFirst..kFirst+3] · inv_scale as four bytes, the first in the lowest byte.
   template <i32 kFirst>
   __device__ __forceinline__ static u32 bytes(const float (&x)[8], float inv_scale) {
     u32 bits[4];
@@ -43,7 +44,7 @@ struct Integers {
     return ptx::prmt(ptx::prmt(bits[0], bits[1], 0x0040), ptx::prmt(bits[2], bits[3], 0x0040), 0x5410);
   }
 
-  // The low halves of four bytes, side by side.
+  // The low nibbles of four bytes, side by side.
   __device__ __forceinline__ static u32 nibbles(u32 bytes) {
     const u32 pairs = (bytes & 0x000f000f) | (bytes >> 4 & 0x00f000f0);
     return (pairs | pairs >> 8) & 0xffff;

@@ -1,6 +1,6 @@
-// Rows of Q and K times the Hadamard matrix: every channel of the result is a sum of all, with signs, so that no channel
-// with larger values than the others sets the scale of its row. The product of two such rows is that of the rows before,
-// times a constant.
+// Rows of Q and K times the Hadamard matrix. Every channel of the result is a sum of all channels, with signs, so that
+// no channel with larger values than the others sets the scale of its row. The dot product of two rotated rows is the
+// dot product of the rows as they came, times a constant.
 #pragma once
 
 #include "sage/ptx/special.cuh"
@@ -8,8 +8,8 @@
 
 namespace sage {
 
-// Rotates one row per kLanes neighbouring lanes, each of which holds kChannels channels; every lane of the warp must call
-// this. Divides by the number of channels first, so that no value overflows.
+// Rotates one row per kLanes neighbouring lanes, each of which holds kChannels channels. Every lane of the warp must
+// call this. Divides by the number of channels first, so that no sum overflows.
 template <i32 kLanes, i32 kChannels>
 __device__ __forceinline__ void rotate(float (&x)[kChannels]) {
   static_assert((kLanes & (kLanes - 1)) == 0 && (kChannels & (kChannels - 1)) == 0, "a Hadamard matrix of 2^n");

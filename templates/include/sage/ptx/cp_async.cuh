@@ -6,7 +6,7 @@
 
 namespace sage::ptx {
 
-// Both addresses are multiples of 16; .cg keeps the line out of L1, where nothing would read it again.
+// Both addresses must be multiples of 16. .cg caches in L2 alone: nothing would read the line again from L1.
 __device__ __forceinline__ void cp_async_16(u32 shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
@@ -14,7 +14,7 @@ __device__ __forceinline__ void cp_async_16(u32 shared, const void* global) {
 // Ends a group: all copies of this thread since the last commit.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most kPending of this thread's groups are in flight. Other threads' copies need a barrier besides.
+// Waits until at most kPending of this thread's groups are in flight. To read other threads' copies, add a barrier.
 template <i32 kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -1,4 +1,4 @@
-// Global memory, 16 bytes at once, under a predicate: the compiler would branch around a load, and split a store.
+// Accesses of 16 bytes to global memory. In C++, the compiler would branch around a predicated load, and split a store.
 // Source: PTX ISA, "ld" and "st".
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace sage::ptx {
 
-// `address`: a multiple of 16. Zeros where `exists` is false.
+// `address`: a multiple of 16. Returns zeros, and reads nothing, where `exists` is false.
 __device__ __forceinline__ U32x4 load_global_u32x4(const void* address, bool exists) {
   U32x4 x;
   asm volatile(

@@ -1,6 +1,6 @@
 // Four 8x8 matrices of 16-bit elements (8 rows of 16 bytes each) between shared memory and the fragments of a warp.
-// Lane 8i + r gives the address of row r of matrix i; lane 4g + t holds of each matrix the word t of row g, or with .trans
-// the elements (2t, g) and (2t + 1, g).
+// Lane 8i + r gives the address of row r of matrix i. Of each matrix, lane 4g + t holds word t of row g; with .trans,
+// it holds the elements (2t, g) and (2t + 1, g).
 // Source: PTX ISA, "ldmatrix", "stmatrix".
 #pragma once
 

@@ -1,4 +1,4 @@
-// Scalar instructions: conversions with the rounding they are named after, exp2, log2 and reciprocal.
+// Scalar instructions: conversions, exp2, log2, reciprocal, maximum and minimum, and byte permutation.
 // Source: PTX ISA, "Floating Point Instructions" (ex2) and "Data Movement and Conversion Instructions" (cvt).
 #pragma once
 
@@ -64,14 +64,14 @@ __device__ __forceinline__ u32 e4m3x4(float a, float b, float c, float d) {
   return static_cast<u32>(e4m3x2(a, b)) | static_cast<u32>(e4m3x2(c, d)) << 16;
 }
 
-// The larger of two, NaN where one of them is.
+// The larger of a and b; NaN where a or b is NaN.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
 
-// The larger, or the smaller, of two pairs, each; NaN where one of two is.
+// The larger, or the smaller, of a and b in each half of the word; NaN where either is NaN.
 __device__ __forceinline__ u32 max_nan_bf16x2(u32 a, u32 b) {
   u32 y;
   asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
@@ -96,7 +96,7 @@ __device__ __forceinline__ u32 min_nan_f16x2(u32 a, u32 b) {
   return y;
 }
 
-// Bytes of two words: byte i of the result is the byte that hexadecimal digit i of the selector names, 0-3 of a, 4-7 of b.
+// Permutes the bytes of two words. Hexadecimal digit i of the selector names byte i of the result: 0-3 of a, 4-7 of b.
 __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 selector) {
   u32 y;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector));

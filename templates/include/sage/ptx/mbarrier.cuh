@@ -1,5 +1,5 @@
-// Barriers in shared memory. A phase ends when all arrivals that it expects, and all bytes that were announced for it,
-// are in; phases count from zero, and a wait names the parity of the phase whose end it waits for.
+// mbarriers, barriers in shared memory. A phase ends when all arrivals that it expects, and all bytes that were
+// announced for it, are in. Phases count from zero. A wait names the parity of the phase whose end it waits for.
 // Source: PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace sage::ptx {
 
-// By one thread, before any other touches it; the others need a barrier of the block after that.
+// One thread must initialize an mbarrier before any other thread touches it. A barrier of the block must come between.
 __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -21,12 +21,12 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Announces bytes that copies will bring, and arrives.
+// Announces bytes that bulk copies will bring in this phase, and arrives.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits until the phase of this parity has ended. Returns at once where the barrier is in the next phase already.
+// Waits until the phase of this parity has ended. Returns at once where the mbarrier is in the next phase already.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n"

@@ -15,7 +15,7 @@ namespace sage::ptx {
 template <class T, i32 kSize>
 using Array = T[kSize];
 
-// The C operand of the step-th product of a chain: what the chain starts from, then its own result.
+// The C operand of the step-th product of a chain: `start` for the first product, the chain's result for all others.
 template <class T, i32 kSize>
 __device__ __forceinline__ const Array<T, kSize>& chain(i32 step, const T (&start)[kSize], const T (&result)[kSize]) {
   return step == 0 ? start : result;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void mma_m16n8k16_f16f16f32(float (&d)[4], const u32 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// sm89 and later. The accumulator keeps 13 mantissa bits there.
+// sm89 and later, where the accumulator keeps 13 mantissa bits.
 __device__ __forceinline__ void mma_m16n8k32_e4m3e4m3f32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
                                                          const float (&c)[4]) {
   asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -54,7 +54,8 @@ __device__ __forceinline__ void mma_m16n8k32_e4m3e4m3f32(float (&d)[4], const u3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// The same with accumulators in f16: c[0] of the f32 fragment is the lower half of c[0], c[1] the upper half, and so on.
+// As above, with accumulators in f16: c[0] here holds c[0] and c[1] of the f32 fragment, c[0] in the lower half; c[1]
+// here holds c[2] and c[3].
 __device__ __forceinline__ void mma_m16n8k32_e4m3e4m3f16(u32 (&d)[2], const u32 (&a)[4], u32 b0, u32 b1,
                                                          const u32 (&c)[2]) {
   asm("mma.sync.aligned.m16n8k32.row.col.f16.e4m3.e4m3.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%8, %9};"

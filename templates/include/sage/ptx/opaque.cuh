@@ -1,4 +1,4 @@
-// A copy that the compiler knows nothing of.
+// A copy of a value, of which the compiler cannot tell that it equals the value.
 // Source: "Inline PTX Assembly in CUDA", "Incorrect Optimization".
 #pragma once
 
@@ -6,8 +6,8 @@
 
 namespace sage::ptx {
 
-// Returns x. The compiler computes anew what follows from the result of each call, and keeps nothing of it in registers
-// between calls.
+// Returns x. The compiler takes each call's result for a new value: it computes anew what follows from the result, and
+// keeps nothing computed from an earlier call in registers.
 __device__ __forceinline__ u32 opaque(u32 x) {
   asm volatile("" : "+r"(x));
   return x;

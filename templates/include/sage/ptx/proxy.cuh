@@ -7,7 +7,7 @@
 
 namespace sage::ptx {
 
-// After this thread's ordinary writes, before the barrier behind which the async proxy accesses the same bytes.
+// Call this after the thread's ordinary writes, and before the barrier after which the async proxy accesses the bytes.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace sage::ptx

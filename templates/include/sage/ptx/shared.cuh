@@ -6,7 +6,7 @@
 
 namespace sage::ptx {
 
-// Shared-memory address of a generic pointer, as instructions take it.
+// Shared-memory address of a generic pointer.
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }

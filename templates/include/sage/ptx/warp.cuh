@@ -14,13 +14,13 @@ __device__ __forceinline__ float shuffle_xor(float x, i32 lane_mask) {
 
 __device__ __forceinline__ u32 shuffle_xor(u32 x, i32 lane_mask) { return __shfl_xor_sync(kAllLanes, x, lane_mask); }
 
-// Declares to the compiler that all lanes have the same value, so that it computes with the value once a warp.
+// Tells the compiler that all lanes have the same value: it then computes with the value once a warp.
 __device__ __forceinline__ i32 uniform(i32 x) { return __shfl_sync(kAllLanes, x, 0); }
 
 // Whether the predicate holds in any lane.
 __device__ __forceinline__ bool any(bool predicate) { return __any_sync(kAllLanes, predicate); }
 
-// The largest x, or the sum, over the kLanes neighbours that differ in the low bits of the lane; equal in all of them.
+// The largest x, or the sum of x, over groups of kLanes neighbouring lanes. All lanes of a group get the same result.
 template <i32 kLanes>
 __device__ __forceinline__ float max_over_lanes(float x) {
 #pragma unroll

@@ -1,10 +1,11 @@
-// Matrix products of a warpgroup, four warps side by side, D = A·B + D, that run while the threads go on: D of 64 x N, A and
-// B of 32 elements of 8 bits in k, all rows of A and of B along k ("K-major").
-//   D  warp w has the rows 16w + i; its lanes hold of each 8 columns what a lane of mma.m16n8 holds of C
+// Asynchronous matrix products D = A·B + D of a warpgroup, four neighbouring warps: D has 64 x N elements, A and B have
+// 32 elements of 8 bits in k, and both are K-major.
+//   D  warp w has the rows 16w + i; of each 8 columns, its lanes hold what a lane of mma.m16n8 holds of C
 //   A  in registers, as A of mma.m16n8k32 for the warp's 16 rows, or in shared memory
 //   B  in shared memory
-// From issue to wgmma_wait, D and A in registers belong to the product: nobody reads or writes them. Shared memory belongs
-// to it likewise, and what ordinary stores wrote there needs fence_proxy_async() and a barrier before.
+// From issue to wgmma_wait, D, A in registers, and operands in shared memory belong to the product. No thread may touch
+// D or A, or write the shared memory. Between ordinary stores to the operands and the issue, fence_proxy_async() and a
+// barrier must stand.
 // Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
@@ -12,20 +13,20 @@
 
 namespace sage::ptx {
 
-// Before the first product, and after the threads touched registers of D or A: orders that before the products to come.
+// Call this before the first product, and after the threads touched registers of D or A: it orders these accesses
+// before the products to come.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Ends a group: all products since the last commit.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most kPending groups run.
+// Waits until at most kPending groups are in flight.
 template <i32 kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The registers of D in an instruction, and as operands of the assembler's statement. D's size says how many columns N has:
-// two for each register.
+// The registers of D in an instruction, and as operands of the asm statement. D has N / 2 registers a thread.
 #define SAGE_WGMMA_D32 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
@@ -41,7 +42,7 @@ __device__ __forceinline__ void wgmma_wait() {
       SAGE_WGMMA_OPERANDS_8(c, d, i + 24)
 #define SAGE_WGMMA_OPERANDS_64(c, d, i) SAGE_WGMMA_OPERANDS_32(c, d, i), SAGE_WGMMA_OPERANDS_32(c, d, i + 32)
 
-// s8 · s8 in s32. accumulate: false takes D for zero.
+// s8 · s8 in s32; a, b: matrix descriptors of shared memory. Where accumulate is false, D = A·B.
 __device__ __forceinline__ void wgmma_m64k32(i32 (&d)[32], u64 a, u64 b, bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
@@ -58,7 +59,7 @@ __device__ __forceinline__ void wgmma_m64k32(i32 (&d)[64], u64 a, u64 b, bool ac
       : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
-// Eight columns more than the others.
+// Registers of D for N = 72 and N = 136: eight columns more than D32 and D64.
 #define SAGE_WGMMA_D36 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35}, "
@@ -69,7 +70,7 @@ __device__ __forceinline__ void wgmma_m64k32(i32 (&d)[64], u64 a, u64 b, bool ac
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67}, "
 #define SAGE_WGMMA_OPERANDS_4(c, d, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
 
-// e4m3 · e4m3 in f32.
+// e4m3 · e4m3 in f32; a: registers, b: matrix descriptor of shared memory.
 __device__ __forceinline__ void wgmma_m64k32(float (&d)[36], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %41, 0;\n"
