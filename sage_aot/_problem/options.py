@@ -159,9 +159,12 @@ OPTIONS: dict[str, Option] = {field.name: Option(field.default, **field.metadata
                               for field in dataclasses.fields(Options)}
 """Every option by name, in the order of the operators' schemas."""
 
-_SCALE = list(OPTIONS).index("scale")  # the one option that is a float
+_NUMBERS = {index: option for index, option in enumerate(OPTIONS.values()) if option.schema.rstrip("?") in ("int", "float")}
+"""By their places: the options whose value may be a number that a tracer does not know."""
 
-OPTION_OF_AXIS = {option.axis: name for name, option in OPTIONS.items() if option.axis}
+OPTION_OF_AXIS = {axis: next(name for name, option in OPTIONS.items() if option.axis == axis)
+                  for axis in dict.fromkeys(option.axis for option in OPTIONS.values() if option.axis)}
+"""Per axis the option that decides about it; of several the first, which has a value for each call."""
 
 
 def for_schema(*values: Any) -> tuple[Any, ...]:
@@ -181,13 +184,18 @@ for_schema._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def for_tracer(*values: Any) -> tuple[Any, ...]:
-    """What :func:`for_schema` says, for a tracer to which the scale may be a number that it does not know yet, as a
+    """What :func:`for_schema` says, for a tracer to which an option may be a number that it does not know yet, as a
     float argument of compiled code is from its second value on. Such a number is no constant: it is checked here."""
-    scale = values[_SCALE]
-    if scale is None or not _is_scale(scale):
+    numbers = {i: option for i, option in _NUMBERS.items() if values[i] != option.default and option.valid(values[i])}
+    if not numbers:
         return for_schema(*values)
-    known = for_schema(*values[:_SCALE], 1.0, *values[_SCALE + 1:])  # none that is left out as a default
-    return (*known[:_SCALE], float(scale), *known[_SCALE + 1:])
+    known = list(values)
+    for i in numbers:
+        known[i] = 1  # a number that is known, and valid, and no default, which for_schema() may leave out
+    known = list(for_schema(*known))
+    for i, option in numbers.items():
+        known[i] = float(values[i]) if option.schema.startswith("float") else values[i]
+    return tuple(known)
 
 
 @lru_cache(maxsize=256, typed=True)  # typed: True is not 1
@@ -209,9 +217,11 @@ def schema() -> str:
 
 def spelt(axis: str, value: object) -> str:
     """An axis's value as the call takes it: ``smooth_v=True``."""
-    name = OPTION_OF_AXIS.get(axis, axis)
-    options = {of_axis: of_option for of_option, of_axis in OPTIONS[name].values.items()} if name in OPTIONS else {}
-    return f"{name}={options.get(value, value)!r}"  # type: ignore[call-overload]  # an axis's value is a key
+    for name, option in OPTIONS.items():
+        for of_option, of_axis in option.values.items():
+            if (option.axis, of_axis) == (axis, value):
+                return f"{name}={of_option!r}"
+    return f"{axis}={value!r}"
 
 
 def markdown_table() -> str:

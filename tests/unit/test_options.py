@@ -139,11 +139,10 @@ def test_resolving_changes_nothing_but_auto_and_is_done_once():
 
 def test_every_axis_but_the_type_of_p_is_an_options_or_the_head_dims():
     assert set(AXES) - set(OPTION_OF_AXIS) == {"headdim", "pv"}
-    for name, option in OPTIONS.items():
-        if option.axis:
-            assert sorted(map(str, option.values.values())) == sorted(map(str, AXES[option.axis])), name
-            assert set(option.samples) <= {*option.values, "auto"}
-            assert option.default in (*option.values, "auto")
+    for axis, name in OPTION_OF_AXIS.items():
+        values = [value for option in OPTIONS.values() if option.axis == axis for value in option.values.values()]
+        assert sorted(map(str, values)) == sorted(map(str, AXES[axis])), name
+        assert {OPTIONS[name].default, *OPTIONS[name].samples} <= {*OPTIONS[name].values, "auto"}
 
 
 @pytest.mark.parametrize("values", list(product(*(AXES[axis] for axis in OPTION_OF_AXIS))), ids=str)

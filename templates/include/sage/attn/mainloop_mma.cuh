@@ -62,7 +62,8 @@ class AttentionMma {
     const bool spoilt = stream.met_spoilt();
     store_output<Config>(params, done, warp, lane, state.acc_o, state.softmax, state.softmax.row_sum, constants,
                          StoreFragments<Config>{});
-    const i32 thread = ptx::thread_index();  // again: keeping warp and lane would cost registers
+    // Where Q is smoothed, warp and lane would be spilt if they were kept till here; elsewhere reading them again spills.
+    const i32 thread = Config::kSmoothQ ? ptx::thread_index() : threadIdx.x;
     SpoilRows<Config>(params, done, thread / kWarpSize, thread % kWarpSize).run(spoilt);
   }
 
