@@ -10,7 +10,7 @@ struct Config {
   static constexpr int kQkBits = 8;  // of the quantized Q and K
   static constexpr sage::Pv kPv = sage::Pv::kE4m3;  // type of P and V
   static constexpr sage::PvAccum kPvAccum = sage::PvAccum::kTwoLevelF32;  // how P·V adds up
-  static constexpr bool kCausal = true;  // aligned bottom-right
+  static constexpr sage::Mask kMask = sage::Mask::kCausal;  // keys that a query row sees
   static constexpr bool kSmoothV = true;  // V less its mean
   static constexpr bool kSmoothQ = true;  // Q less the mean of each tile's rows
   static constexpr int kBlockM = 192;  // query rows of a block

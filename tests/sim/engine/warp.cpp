@@ -89,8 +89,8 @@ T atomic(const char* name, T* address, Operation operation, Site site) {
 
 }  // namespace
 
-int atomic_min(int* address, int value, Site site) {
-  return atomic("atomicMin", address, [&](int old) { return std::min(old, value); }, site);
+unsigned atomic_or(unsigned* address, unsigned value, Site site) {
+  return atomic("atomicOr", address, [&](unsigned old) { return old | value; }, site);
 }
 
 unsigned atomic_add(unsigned* address, unsigned value, Site site) {

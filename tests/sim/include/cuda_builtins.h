@@ -29,8 +29,8 @@ inline void __syncwarp(sim::Site site = sim::Site::here()) { sim::synchronize_wa
 inline int __syncthreads_and(int predicate, sim::Site site = sim::Site::here()) {
   return sim::synchronize("__syncthreads_and", predicate != 0, site);
 }
-inline int atomicMin(int* address, int value, sim::Site site = sim::Site::here()) {
-  return sim::atomic_min(address, value, site);
+inline unsigned atomicOr(unsigned* address, unsigned value, sim::Site site = sim::Site::here()) {
+  return sim::atomic_or(address, value, site);
 }
 inline unsigned atomicAdd(unsigned* address, unsigned value, sim::Site site = sim::Site::here()) {
   return sim::atomic_add(address, value, site);

@@ -37,7 +37,7 @@ void synchronize_warp(Site site);
 float shuffle_xor(float x, int lane_mask, Site site);
 int uniform(int x, Site site);
 bool any(bool predicate, Site site);
-int atomic_min(int* address, int value, Site site);
+unsigned atomic_or(unsigned* address, unsigned value, Site site);
 unsigned atomic_add(unsigned* address, unsigned value, Site site);
 
 // --- shared memory by its 32-bit addresses ---------------------------------------------------------------------------
