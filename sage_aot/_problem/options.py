@@ -159,7 +159,8 @@ OPTIONS: dict[str, Option] = {field.name: Option(field.default, **field.metadata
                               for field in dataclasses.fields(Options)}
 """Every option by name, in the order of the operators' schemas."""
 
-_NUMBERS = {index: option for index, option in enumerate(OPTIONS.values()) if option.schema.rstrip("?") in ("int", "float")}
+_NUMBERS = {index: option for index, option in enumerate(OPTIONS.values())
+            if option.schema.rstrip("?") in ("int", "float")}
 """By their places: the options whose value may be a number that a tracer does not know."""
 
 OPTION_OF_AXIS = {axis: next(name for name, option in OPTIONS.items() if option.axis == axis)

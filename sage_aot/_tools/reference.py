@@ -38,7 +38,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
               **mask: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of [batch, heads, seq, headdim] tensors in float64: output and log-sum-exp.
 
-    Grouped heads as :func:`sage_aot.attn`; a row that sees no key gives zeros and −inf. `mask`: fields of :class:`Mask`.
+    Grouped heads as :func:`sage_aot.attn`; a row that sees no key gives zeros and −inf. `mask`: the fields of
+    :class:`sage_aot._problem.mask.Mask`, for example ``is_causal=True``.
     """
     seen = Mask(**mask)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -54,7 +54,8 @@ def test_values_reach_their_names(attn):
     assert context(attn) == {
         "name": "sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw", "template": "attn_mma.cu.jinja",
         "row": "{family: mma, arch: sm89, headdim: 128, pv: e4m3}", "headdim": 128, "qk_bits": 8,
-        "pv": "Pv::kE4m3", "pv_accum": "PvAccum::kTwoLevelF32", "mask": "Mask::kCausal", "smooth_v": False, "smooth_q": False,
+        "pv": "Pv::kE4m3", "pv_accum": "PvAccum::kTwoLevelF32", "mask": "Mask::kCausal", "smooth_v": False,
+        "smooth_q": False,
         "block_m": 128, "block_n": 64, "warp_m": 32, "stages": 2, "min_blocks": 2,
     }
 
@@ -109,7 +110,7 @@ def test_a_template_that_does_not_render_is_named(project, edit, attn, old, new,
 
 
 def test_blocks_leave_no_blank_lines_and_the_last_newline_stays(project, attn):
-    (project.templates / "attn_mma.cu.jinja").write_text("a\n  {% if smooth_q %}\nb < c\n  {% endif %}\nd\n")
+    (project.templates / "attn_mma.cu.jinja").write_text("a\n  {% if headdim %}\nb < c\n  {% endif %}\nd\n")
     assert Renderer(project.templates).render(attn) == "a\nb < c\nd\n"
 
 

@@ -173,10 +173,7 @@ struct QuantizeV {
       note_largest(Piece(s).tile, extremes.abs_max(map), largest);
     }
     const bool finite = share_largest(largest);
-    if (!finite) {  // rows are loaded once more: it is rare, and what it computed would be kept in too many registers
-      find_spoilt(source, load, map, largest);
-      rows.load(load);
-    }
+    if (!finite) find_spoilt(source, load, map, largest);
     float inv_factor[kTiles];
 #pragma unroll
     for (i32 t = 0; t < kTiles; ++t) {
@@ -184,27 +181,40 @@ struct QuantizeV {
       inv_factor[t] = factor.inv_scale;
       if (first_tile + t < params.kv_tiles) store_line(head, first_tile, t, factor.scale, finite);
     }
+    if (finite) {
 #pragma unroll kUnroll
-    for (i32 s = 0; s < Piece::kSteps; ++s) {
-      const Piece piece(s);
-      if (first_tile + piece.tile >= params.kv_tiles) continue;
-      float inv = inv_factor[0];
-#pragma unroll
-      for (i32 t = 1; t < kTiles; ++t) inv = piece.tile == t ? inv_factor[t] : inv;
-      const Map in_tile(shared, inv);
-      Raw own[Piece::kKeys];
-#pragma unroll
-      for (i32 e = 0; e < Piece::kKeys; ++e) own[e] = rows.get(s * Piece::kKeys + e, load);
-      const auto read = [&](i32 e, i32 w, float (&x)[2]) {
-        source.convert(own[e].word[w], x[0], x[1]);
-#pragma unroll
-        for (i32 c = 0; c < 2; ++c) {
-          x[c] = in_tile(x[c], 2 * w + c);
-          if (!finite) x[c] = finite_or_mark(x[c], reciprocal_of_power_of_two(inv));
-        }
-      };
-      piece.store(Block::kv_tile(params, head, first_tile + piece.tile) + Layout::kV, read);
+      for (i32 s = 0; s < Piece::kSteps; ++s) {
+        const auto row = [&](i32 e) { return rows.get(s * Piece::kKeys + e, load); };
+        store_piece(source, head, first_tile, Piece(s), inv_factor, row, [](float x, float) { return x; });
+      }
+    } else {  // with its rows loaded once more: code for values that are rare takes no registers from the usual ones
+#pragma unroll 1
+      for (i32 s = 0; s < Piece::kSteps; ++s) {
+        const auto row = [&](i32 e) { return load(s * Piece::kKeys + e); };
+        store_piece(source, head, first_tile, Piece(s), inv_factor, row, finite_or_mark);
+      }
     }
+  }
+
+  // row(e): key e of the piece. finish(x, inv): what is rounded, given a value that the tile's factor divides already, and
+  // the reciprocal of that factor.
+  template <class Source, class Row, class Finish>
+  __device__ __forceinline__ void store_piece(const Source& source, i32 head, i32 first_tile, const Piece& piece,
+                                              const float (&inv_factor)[kTiles], Row row, Finish finish) const {
+    if (first_tile + piece.tile >= params.kv_tiles) return;
+    float inv = inv_factor[0];
+#pragma unroll
+    for (i32 t = 1; t < kTiles; ++t) inv = piece.tile == t ? inv_factor[t] : inv;
+    const Map in_tile(shared, inv);
+    Raw own[Piece::kKeys];
+#pragma unroll
+    for (i32 e = 0; e < Piece::kKeys; ++e) own[e] = row(e);
+    const auto read = [&](i32 e, i32 w, float (&x)[2]) {
+      source.convert(own[e].word[w], x[0], x[1]);
+#pragma unroll
+      for (i32 c = 0; c < 2; ++c) x[c] = finish(in_tile(x[c], 2 * w + c), inv);
+    };
+    piece.store(Block::kv_tile(params, head, first_tile + piece.tile) + Layout::kV, read);
   }
 
   // Computes the factor and the shift of each channel from the sample, into shared memory, behind a barrier. `store`:
@@ -307,9 +317,9 @@ struct QuantizeV {
 
   // x, or minus zero where x times the tile's factor is not finite, as find_spoilt() judges too. Every other x that
   // rounds to minus zero becomes zero.
-  __device__ __forceinline__ static float finite_or_mark(float x, float v_factor) {
+  __device__ __forceinline__ static float finite_or_mark(float x, float inv_factor) {
     constexpr float kVanishes = Config::kPv == Pv::kE4m3 ? 0x1p-10f : 0x1p-25f;  // half of the smallest magnitude
-    if (!(fabsf(x * v_factor) < ptx::infinity())) return -0.0f;
+    if (!(fabsf(x * reciprocal_of_power_of_two(inv_factor)) < ptx::infinity())) return -0.0f;
     return fabsf(x) <= kVanishes ? 0.0f : x;
   }
 
