@@ -173,7 +173,10 @@ struct QuantizeV {
       note_largest(Piece(s).tile, extremes.abs_max(map), largest);
     }
     const bool finite = share_largest(largest);
-    if (!finite) find_spoilt(source, load, map, largest);
+    if (!finite) {
+      find_spoilt(source, load, map, largest);
+      rows.load(load);  // not read again on this path; but so no register holds rows across find_spoilt()
+    }
     float inv_factor[kTiles];
 #pragma unroll
     for (i32 t = 0; t < kTiles; ++t) {
