@@ -65,6 +65,10 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("OnlineSoftmax::foldable", OffByOne("of_row < Product::kLargestFolded")):
         "of one value alone, for which either way is right",
     ("kv_range", Sign("min(first_row + Config::kBlockM, seqlen.q()) - 1")): "one KV tile more, masked as a whole",
+    ("KeyPrefix::word", OffByOne("end <= 0")): "of no key the word is zero either way",
+    ("TileScheduler::index", Always("if constexpr (Config::kMask == Mask::kFull) return work_index;")):
+        "another order of the query tiles",
+    ("QuantizeV::finite_or_mark", OffByOne("fabsf(x) <= kVanishes")): "of one value alone, which rounds to zero too",
     ("DeltaS::visible", Sign("min((first_tile + kTile) * params.block_m, seqlen.q()) - 1")):
         "delta_s that nothing reads",
     ("divide", Drop("r = fmaf(fmaf(-b, r, 1.0f), r, r);")): "the simulator's rcp is the nearest; a chip's is not",

@@ -176,7 +176,7 @@ def test_the_vocabulary_follows_what_is_filled_in(monkeypatch):
     """A folder that was built before a field was added lacks the field."""
     before = vocabulary()
     assert len(before) == 16 and vocabulary() == before
-    monkeypatch.setitem(structs.FILLED, "window", "i")
+    monkeypatch.setitem(structs.FILLED, "gate", "i")
     assert vocabulary() != before
 
 
