@@ -122,7 +122,7 @@ def test_buffers_are_aligned_disjoint_and_large_enough(pv_accum, qk, smooth_q):
     layout = plan(problem, kernels(pv_accum, problem))
     q_rows, keys = 2 * 6 * 2 * 128, 2 * 3 * 4 * 64
     qk_row, v_row = 128 * int(qk[3:]) // 8, 128 * (2 if pv_accum == "f32" else 1)
-    least = {"q_hat": q_rows * qk_row, "kv_hat": keys * (qk_row + v_row) + 2 * 3 * 4 * (128 + 2 * 128),
+    least = {"q_hat": q_rows * qk_row, "kv_hat": keys * (qk_row + v_row) + 2 * 3 * 4 * 128,
              "q_scale": q_rows // (1 if qk == "int4" else 4) * 4,
              "q_mean": 12 * 2 * 128 * 4 if smooth_q else 0, "k_mean": 6 * 128 * 4,
              "v_scale": 6 * 128 * 4, "v_mean": 6 * 128 * 4, "row_bias": q_rows * 4, "taken": 4}
