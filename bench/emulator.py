@@ -20,7 +20,7 @@ from sage_aot._backends.emulation import quantize as kernel_steps
 from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT, keep_13_bits, to_pv
 from sage_aot._backends.emulation.attention import _add_delta, visible_keys
 from sage_aot._backends.loader import Library
-from sage_aot._families.mma.emulation import MmaSoftmax
+from sage_aot._families.mma.emulation import Softmax as MmaSoftmax
 from sage_aot._kernels.manifest import AttnRecord, KernelRecord
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import LOG2_E

@@ -6,18 +6,23 @@
 Tensors are tiny, so that a call returns as soon as its launches are queued. Calls are timed in batches, with a
 synchronization between batches: the queue of a stream holds about a thousand launches, and a call that finds the queue
 full waits for the GPU. Every figure comes from processes of its own, one per loader, in which the rows run alternately.
-`--beside` also measures the package of another source tree, with that tree's kernels, alternately with this package.
+Fresh processes find bytecode, as those of an installed package do: pip writes it. `--beside` also measures the package
+of another source tree, with that tree's kernels, alternately with this package.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -95,6 +100,7 @@ def measured(trees: list[Path]) -> dict[str, Any]:
             show(f"calls of a kind not seen before, µs: {name}", lengths)
     for tree in trees:
         name = tree.name if tree != TREE else "this tree"
+        in_process(tree, "", "-c", FIRST_CALL)  # writes the bytecode
         results[f"fresh processes, {name}"] = fresh = {
             "first call, with synchronize": [in_process(tree, "", "-c", FIRST_CALL) for _ in range(PROCESSES)],
             "import after torch": [in_process(tree, "", "-c", IMPORT) for _ in range(PROCESSES)]}
@@ -105,9 +111,18 @@ def measured(trees: list[Path]) -> dict[str, Any]:
 def in_process(tree: Path, loader: str, *command: str) -> Any:
     """The JSON that a worker of this program, or another program, prints with the package of a tree."""
     program = command if command[0] == "-c" else (__file__, "--worker", *command)
-    environment = {**os.environ, "PYTHONPATH": str(tree), "SAGE_AOT_LOADER": loader}
+    environment = {**os.environ, "PYTHONPATH": str(tree), "SAGE_AOT_LOADER": loader, "PYTHONDONTWRITEBYTECODE": "",
+                   "PYTHONPYCACHEPREFIX": bytecode()}
     done = subprocess.run([sys.executable, *program], stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return json.loads(done.stdout)
+
+
+@cache
+def bytecode() -> str:
+    """The folder of this run's bytecode, removed at the end."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    return folder
 
 
 def show_calls(title: str, figures: dict[str, tuple[float, float]]) -> None:

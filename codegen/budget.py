@@ -12,6 +12,7 @@ from typing import NamedTuple
 from codegen.compilation import Compilation
 from codegen.compiler import Report
 from codegen.matrix import Matrix, PlannedKernel
+from sage_aot._families import FAMILIES
 from sage_aot._kernels.manifest import MachineCode, Struct
 from sage_aot._kernels.spec import AttnSpec, is_ptx
 from sage_aot._launch.structs import layout_problems
@@ -76,7 +77,7 @@ def _problems(kernel: PlannedKernel, report: Report, matrix: Matrix) -> list[str
     if kernel.how.threads not in (None, threads):
         return [f"expected the {kernel.how.threads} threads of the family {kernel.family!r}, got a kernel of {threads}"]
     own = [*_spills(kernel, machine), *_registers(kernel, machine, threads)] if machine else []
-    return [*own, *_pingpong(report), *_additions(kernel, report), *_shared_memory(kernel, report, matrix),
+    return [*own, *_pingpong(report), *_promotion(kernel, report), *_shared_memory(kernel, report, matrix),
             *_tensor_cores(kernel, report), *_driver(kernel, report, matrix)]
 
 
@@ -130,14 +131,15 @@ def _pingpong(report: Report) -> list[str]:
             "arrival, as attn/wgmma/mainloop.cuh does"]
 
 
-def _additions(kernel: PlannedKernel, report: Report) -> list[str]:
+def _promotion(kernel: PlannedKernel, report: Report) -> list[str]:
     """Checks that promotion comes before the wait for the scores. It takes headdim / 2 additions a thread: 64 rows
     times headdim over 128 threads."""
     least, found = kernel.spec.headdim // 2, report.additions_under_products
-    if kernel.family != "wgmma" or not isinstance(kernel.spec, AttnSpec) or found >= least:
+    promotes = isinstance(kernel.spec, AttnSpec) and FAMILIES[kernel.family].promotes_under_products
+    if not promotes or found >= least:
         return []
-    return [f"expected O + R in front of the wait for the scores, {least} additions, got {found} there: keep them in "
-            f"front by a loop, as attn/wgmma/mainloop.cuh does"]
+    return [f"expected the promotion in front of the wait for the scores, {least} additions, got {found} there: keep "
+            "them in front by a loop, as attn/wgmma/mainloop.cuh does"]
 
 
 def _tensor_cores(kernel: PlannedKernel, report: Report) -> list[str]:

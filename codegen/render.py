@@ -17,19 +17,19 @@ from codegen.matrix import Matrix, PlannedKernel
 from codegen.project import Project
 
 CONTEXT = {
-    "attn": ("name", "template", "row", "headdim", "qk_bits", "pv", "pv_accum", "mask", "smooth_v",
+    "attn": ("name", "template", "row", "headdim", "qk", "pv", "pv_accum", "mask", "smooth_v",
              "smooth_q", "block_m", "block_n", "warp_m", "stages", "min_blocks"),
-    "quant": ("name", "template", "row", "entries", "headdim", "qk_bits", "pv", "block_m", "block_n", "warp_m",
+    "quant": ("name", "template", "row", "entries", "headdim", "qk", "pv", "block_m", "block_n", "warp_m",
               "threads", "min_blocks"),
     "delta": ("name", "template", "row", "entries", "headdim", "threads"),
 }
 """The names that the templates of each kind are given. A template uses all of them and no others."""
 
-_QK_BITS = {"int8": 8, "int4": 4}
+_QK_ENUMERATOR = {"int8": "Qk::kInt8", "int4": "Qk::kInt4"}
 _PV_ENUMERATOR = {"f16": "Pv::kF16", "e4m3": "Pv::kE4m3"}
 _PV_ACCUM_ENUMERATOR = {"f32": "PvAccum::kF32", "two_level_f32": "PvAccum::kTwoLevelF32",
                         "two_level_f16": "PvAccum::kTwoLevelF16"}
-_ROWS_ENUMERATOR = {"bf16": "Rows::kBf16", "f16": "Rows::kF16", "any": "Rows::kAny"}
+_ROWS_ENUMERATOR = {"bf16": "SourceRows::kBf16", "f16": "SourceRows::kF16", "any": "SourceRows::kAny"}
 _CPP_NAME = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*", re.ASCII)
 
 
@@ -55,7 +55,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "row": kernel.row,
         "entries": [*zip(kernel.spec.entries, map(_ROWS_ENUMERATOR.get, kernel.spec.rows))],
         "headdim": kernel.spec.headdim,
-        "qk_bits": _QK_BITS.get(axes.get("qk", "")),
+        "qk": _QK_ENUMERATOR.get(axes.get("qk", "")),
         "pv": _PV_ENUMERATOR.get(axes.get("pv", "")),
         "pv_accum": _PV_ACCUM_ENUMERATOR.get(axes.get("pv_accum", "")),
         "mask": f"Mask::k{axes.get('mask', '').capitalize()}",

@@ -94,7 +94,7 @@ def gpu_here(device: int, driver: Driver | None = None) -> Gpu:
 
 
 @cache
-def multiprocessors(device: int) -> int:
+def sm_count(device: int) -> int:
     """Number of SMs of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -148,7 +148,7 @@ class CudaCall:
         """The launches, for q, k and v that begin at a multiple of 16 bytes or not."""
         arguments = [Argument(name, strides, at) for name, strides, at in
                      zip(Tensors._fields, self._strides, (*at_16_bytes, True))]
-        return launches(self.plan, Arguments(*arguments), multiprocessors(self._device))
+        return launches(self.plan, Arguments(*arguments), sm_count(self._device))
 
     def queue_of(self, wanted: Sequence[Launch]) -> Queue:
         """Load the kernels of some launches and bind them to a queue."""

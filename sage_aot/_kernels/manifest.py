@@ -16,7 +16,7 @@ from sage_aot._kernels.tile import Tile
 from sage_aot.errors import CubinError
 
 FILE_NAME = "manifest.json"
-FORMAT = 9
+FORMAT = 10
 """Version of the format; every change that an older reader would misunderstand takes the next number."""
 
 _TARGET = re.compile(r"(sm|compute)_(\d+)(\d)(a?)")

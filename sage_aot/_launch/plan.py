@@ -110,16 +110,16 @@ def plan(problem: Problem, kernels: Kernels) -> Plan:
     return Plan(problem, kernels, q_tiles, kv_tiles, heads_at_once, sizes, offsets, end)
 
 
-def launches(plan: Plan, tensors: Arguments, multiprocessors: int) -> list[Launch]:
-    """The launches of one call, in order, on a GPU of so many SMs (`multiprocessors`)."""
+def launches(plan: Plan, tensors: Arguments, sm_count: int) -> list[Launch]:
+    """The launches of one call, in order, on a GPU of `sm_count` SMs."""
     known = _known(plan, tensors)
-    result = [_quantize(plan, tensors, known, multiprocessors)]
+    result = [_quantize(plan, tensors, known, sm_count)]
     heads = plan.problem.batch * plan.problem.num_q_heads
     for first in range(0, heads, plan.heads_at_once):
         part = {**known, "first_head": first, "num_heads": min(plan.heads_at_once, heads - first)}
         if plan.problem.options.smooth_q:
             result.append(_delta(plan, tensors, part))
-        result.append(_attention(plan, part, multiprocessors))
+        result.append(_attention(plan, part, sm_count))
     return result
 
 
@@ -153,7 +153,7 @@ def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: in
         "v_scale": kv_heads * headdim * 4,
         "v_mean": kv_heads * headdim * 4,
         "row_bias": q_heads * q_tiles * tile.block_m * 4,
-        "taken": 4,
+        "tile_counter": 4,
     }
 
 
@@ -172,12 +172,12 @@ def _rows(problem: Problem, *tensors: Argument) -> str:
     return problem.dtype if all(tensor.aligned(problem.headdim) for tensor in tensors) else "any"
 
 
-def _quantize(plan: Plan, tensors: Arguments, known: Params, multiprocessors: int) -> Launch:
+def _quantize(plan: Plan, tensors: Arguments, known: Params, sm_count: int) -> Launch:
     problem, record = plan.problem, plan.kernels["quant"]
     q_blocks = problem.batch * problem.num_q_heads * plan.q_tiles
     kv_heads, at_once = problem.batch * problem.num_kv_heads, record.fact("kv_tiles_per_block")
     blocks = q_blocks + 2 * kv_heads * math.ceil(plan.kv_tiles / at_once)
-    rounds = max(1, min(MOST_ROUNDS, blocks // (multiprocessors * BLOCKS_A_ROUND)))
+    rounds = max(1, min(MOST_ROUNDS, blocks // (sm_count * BLOCKS_A_ROUND)))
     kv_blocks = kv_heads * math.ceil(plan.kv_tiles / (at_once * rounds))
     return _launch(record, q_blocks + 2 * kv_blocks, {**known, "rounds": rounds},
                    _rows(problem, tensors.q, tensors.k, tensors.v))
@@ -190,8 +190,8 @@ def _delta(plan: Plan, tensors: Arguments, known: Params) -> Launch:
     return _launch(record, blocks, known, _rows(plan.problem, tensors.k))
 
 
-def _attention(plan: Plan, known: Params, multiprocessors: int) -> Launch:
+def _attention(plan: Plan, known: Params, sm_count: int) -> Launch:
     """A launch of a block per query tile; of persistent blocks, at most as many as the GPU holds at once."""
     record = plan.kernels.attn
-    resident = multiprocessors * record.tile.min_blocks if FAMILIES[record.family].persistent else _MAX_GRID
+    resident = sm_count * record.tile.min_blocks if FAMILIES[record.family].persistent else _MAX_GRID
     return _launch(record, known["num_heads"] * plan.q_tiles, known, at_most=resident)

@@ -53,8 +53,8 @@ NULL: Address = ("", 0)
 """The address zero."""
 
 _TENSORS = ("q", "k", "v", "out")
-_ADDRESSES = ("q_hat", "kv_hat", "q_scale", "q_mean", "k_mean", "v_scale", "v_mean", "row_bias", "taken", "delta_s",
-              "lse")
+_ADDRESSES = ("q_hat", "kv_hat", "q_scale", "q_mean", "k_mean", "v_scale", "v_mean", "row_bias",
+              "tile_counter", "delta_s", "lse")
 _INTEGERS = ("batch", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_kv", "headdim", "dtype", "q_tiles", "kv_tiles",
              "block_m", "block_n", "columns", "rounds", "first_head", "num_heads", "unused")
 _FLOATS = ("softmax_scale_log2", "v_typical", "v_least", "v_limit")

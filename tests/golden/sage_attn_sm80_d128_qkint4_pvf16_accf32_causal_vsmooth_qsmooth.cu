@@ -3,11 +3,11 @@
 //   {family: mma, arch: sm80, headdim: 128, pv: f16}
 // Attention on quantized Q, K and V with mma.sync.
 
-#include "sage/attn/mainloop_mma.cuh"
+#include "sage/attn/mma/mainloop.cuh"
 
 struct Config {
   static constexpr int kHeadDim = 128;  // channels
-  static constexpr int kQkBits = 4;  // of the quantized Q and K
+  static constexpr sage::Qk kQk = sage::Qk::kInt4;  // type of the quantized Q and K
   static constexpr sage::Pv kPv = sage::Pv::kF16;  // type of P and V
   static constexpr sage::PvAccum kPvAccum = sage::PvAccum::kF32;  // how P·V adds up
   static constexpr sage::Mask kMask = sage::Mask::kCausal;  // keys that a query row sees

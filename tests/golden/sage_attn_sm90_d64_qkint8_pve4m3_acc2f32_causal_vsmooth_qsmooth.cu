@@ -7,7 +7,7 @@
 
 struct Config {
   static constexpr int kHeadDim = 64;  // channels
-  static constexpr int kQkBits = 8;  // of the quantized Q and K
+  static constexpr sage::Qk kQk = sage::Qk::kInt8;  // type of the quantized Q and K
   static constexpr sage::Pv kPv = sage::Pv::kE4m3;  // type of P and V
   static constexpr sage::PvAccum kPvAccum = sage::PvAccum::kTwoLevelF32;  // how P·V adds up
   static constexpr sage::Mask kMask = sage::Mask::kCausal;  // keys that a query row sees

@@ -15,19 +15,19 @@ using DeltaS = sage::DeltaS<Config>;
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
 sage_delta_sm90_d64_bf16(const __grid_constant__ sage::DeltaParams params) {
   __shared__ DeltaS::Operands operands;
-  DeltaS{params, operands}.run<sage::Rows::kBf16>();
+  DeltaS{params, operands}.run<sage::SourceRows::kBf16>();
 }
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
 sage_delta_sm90_d64_f16(const __grid_constant__ sage::DeltaParams params) {
   __shared__ DeltaS::Operands operands;
-  DeltaS{params, operands}.run<sage::Rows::kF16>();
+  DeltaS{params, operands}.run<sage::SourceRows::kF16>();
 }
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
 sage_delta_sm90_d64_any(const __grid_constant__ sage::DeltaParams params) {
   __shared__ DeltaS::Operands operands;
-  DeltaS{params, operands}.run<sage::Rows::kAny>();
+  DeltaS{params, operands}.run<sage::SourceRows::kAny>();
 }
 
 SAGE_KERNEL_INFO(DeltaS, DeltaParams);

@@ -7,7 +7,7 @@
 
 struct Config {
   static constexpr int kHeadDim = 128;  // channels
-  static constexpr int kQkBits = 8;  // of the quantized Q and K
+  static constexpr sage::Qk kQk = sage::Qk::kInt8;  // type of the quantized Q and K
   static constexpr sage::Pv kPv = sage::Pv::kE4m3;  // type of the quantized V
   static constexpr int kBlockM = 128;  // query rows of a tile
   static constexpr int kBlockN = 64;  // keys of a tile
@@ -21,19 +21,19 @@ using Quantize = sage::Quantize<Config>;
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 sage_quant_sm89_d128_qkint8_pve4m3_bf16(const __grid_constant__ sage::QuantParams params) {
   __shared__ Quantize::Shared shared;
-  Quantize{params, shared}.run<sage::Rows::kBf16>();
+  Quantize{params, shared}.run<sage::SourceRows::kBf16>();
 }
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 sage_quant_sm89_d128_qkint8_pve4m3_f16(const __grid_constant__ sage::QuantParams params) {
   __shared__ Quantize::Shared shared;
-  Quantize{params, shared}.run<sage::Rows::kF16>();
+  Quantize{params, shared}.run<sage::SourceRows::kF16>();
 }
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 sage_quant_sm89_d128_qkint8_pve4m3_any(const __grid_constant__ sage::QuantParams params) {
   __shared__ Quantize::Shared shared;
-  Quantize{params, shared}.run<sage::Rows::kAny>();
+  Quantize{params, shared}.run<sage::SourceRows::kAny>();
 }
 
 SAGE_KERNEL_INFO(Quantize, QuantParams);

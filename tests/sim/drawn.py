@@ -49,9 +49,9 @@ SHOWN_BY = {
 """By what a header's path begins with, the first entry that fits: kernels that show its bugs, tried in this order."""
 
 HARMLESS: dict[tuple[str, Operation], str] = {
-    ("AttentionMma::Tile::step", Always(
+    ("AttentionMma::WarpState::step", Always(
         "if constexpr (kMasked) { const WorkTile again = work_tile<Config>(params, ptx::block_index()); "
-        "Scores<Config>::mask(acc_s, params, again, warp, lane, tile); }")):
+        "apply_mask<Config>(acc_s, params, again, warp, lane, tile); }")):
             "masks KV tiles too of which rows see every key",
     ("AttentionWgmma::fill_ones", OffByOne("i < Shared::kOnesBytes")): "what stands behind the ones is loaded later",
     ("Mainloop::rescale_r", OffByOne("v_factor != r_factor")): "R is multiplied by one where it could stay",
@@ -60,11 +60,13 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("PingPong::arrive", Sign("barrier(1 - consumer) + never")): "`never` is zero",
     ("SharedStorage::query_empty", Sign("query_full(buffer) + 8")):
         "in front of the barriers stands the padding of a staged row",
-    ("KvTileFacts::spoilt", OffByOne("static_cast<i32>(signs()) < 0")): "the epilogue looks again, key by key",
+    ("KvTileScales::spoilt", OffByOne("static_cast<i32>(signs()) < 0")): "v_factor is never zero, so signs() is not",
     ("OnlineSoftmax::fits", Sign("Product::kTop + Product::kLazyRise")): "the branch looks again, row by row",
     ("OnlineSoftmax::foldable", OffByOne("of_row < Product::kLargestFolded")):
         "of one value alone, for which either way is right",
     ("kv_range", Sign("min(first_row + Config::kBlockM, seqlen.q()) - 1")): "one KV tile more, masked as a whole",
+    ("rows_see", OffByOne("visible_keys<kMask>(seqlen, first_row).begin < end_key")): "end_key is never zero",
+    ("rows_see", OffByOne("first_key < visible_keys<kMask>(seqlen, last_row).end")): "delta_s that nothing reads",
     ("KeyPrefix::word", OffByOne("end <= 0")): "of no key the word is zero either way",
     ("TileScheduler::index", Always("if constexpr (Config::kMask == Mask::kFull) return work_index;")):
         "another order of the query tiles",

@@ -20,7 +20,8 @@ from simulator import Report, SimulatorBackend, SimulatorError
 from sage_aot._launch import plan as launch_plan
 
 DELTA_BYTES = 2047
-"""Workspace for delta_s: so little that heads take turns in short calls too, three of the smallest at once."""
+"""Workspace for delta_s: so little that short calls too compute heads in several launches, three of the smallest
+at once."""
 
 BLOCKS_A_ROUND = 1
 """So few that the quantizer's blocks take several tiles in short calls too."""

@@ -65,12 +65,12 @@ EXTREMES = (
     {"planted": "k:inf", "kv_heads": 2, "seed": 5},  # in one head's last tile; the other must hear nothing
     {"planted": "v:nan", "seed": 25},  # in a key that is not the first that a thread quantizes
 )
-"""Values at the ends of their ranges, one a variant by turns: an odd number of them, while archs have powers of two of
-variants, so that each meets every value of the axes."""
+"""Values at the ends of their ranges, one a variant, alternately: an odd number of them, while archs have powers of two
+of variants, so that each meets every value of the axes."""
 
 
 def cases_of(spec: AttnSpec) -> dict[str, Case]:
-    """Ragged calls, of bf16 and of f16 by turns.
+    """Ragged calls, of bf16 and of f16 alternately.
 
     plain: grouped heads, contiguous, several KV tiles.
     odd: as unlike as can be. Several heads and batches, K not smoothed, rows of no whole vectors, of which some see

@@ -108,8 +108,8 @@ __device__ void products(float* x) {  // both products in a loop, as every atten
 }
 """
 _NAMES = {
-    "attn_mma": "headdim qk_bits pv pv_accum mask smooth_v smooth_q block_m block_n warp_m stages min_blocks",
-    "quantize": "headdim qk_bits pv block_m block_n warp_m threads min_blocks",
+    "attn_mma": "headdim qk pv pv_accum mask smooth_v smooth_q block_m block_n warp_m stages min_blocks",
+    "quantize": "headdim qk pv block_m block_n warp_m threads min_blocks",
     "delta_s": "headdim threads",
 }
 _PARAMS = {"attn_mma": "AttnParams", "quantize": "QuantParams", "delta_s": "DeltaParams"}

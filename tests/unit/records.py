@@ -102,15 +102,16 @@ def _threads(tile: Tile, family: str) -> int:
 def _shared_bytes(spec: AttnSpec, tile: Tile, family: str) -> int:
     """Shared memory of a block in bytes: Q and the stages. In wgmma: two query buffers (Q, its scales and biases, V's
     scales and means, a work tile), stages with ones behind V, rows of O, barriers, and a one."""
-    q, slot = tile.block_m * _row_bytes(spec), _kv_tile_bytes(spec, tile)
+    q, kv_tile = tile.block_m * _row_bytes(spec), _kv_tile_bytes(spec, tile)
     delta = 4 * tile.block_n if spec.q == "qsmooth" else 0
     if family == "mma":
-        return q + tile.stages * (slot + delta) + 16 * -(-tile.block_m // tile.warp_m // 4)
+        return q + tile.stages * (kv_tile + delta) + 16 * -(-tile.block_m // tile.warp_m // 4)
     warps = tile.block_m // tile.warp_m
     query = q + 8 * spec.headdim + 32 * warps + 4 * tile.block_m + 40
     rows = 2 * tile.block_m * (spec.headdim + 8)
     one = 16 if spec.q == "qsmooth" else 0
-    return 2 * _kib(query) + tile.stages * _kib(slot + 8 * tile.block_n + delta) + rows + 16 * (2 + tile.stages) + one
+    stage = _kib(kv_tile + 8 * tile.block_n + delta)
+    return 2 * _kib(query) + tile.stages * stage + rows + 16 * (2 + tile.stages) + one
 
 
 def _kib(size: int) -> int:

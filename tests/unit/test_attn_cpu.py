@@ -460,7 +460,7 @@ def test_logits_of_any_size(pv, size):
 
 
 def test_every_family_has_a_softmax_in_the_emulation():
-    from sage_aot._backends.emulation.attention import SOFTMAX
+    from sage_aot._backends.emulation.attention import softmax_of
     from sage_aot._families import FAMILIES
 
-    assert SOFTMAX.keys() == FAMILIES.keys()
+    assert all(callable(softmax_of(family).step) for family in FAMILIES)

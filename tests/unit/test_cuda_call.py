@@ -85,7 +85,7 @@ def without_a_gpu(monkeypatch):
     """Replaces the functions of torch that need a device."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cuda, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(cuda, "sm_count", lambda device: 132)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False)
 
 
@@ -161,7 +161,7 @@ def test_structs_of_heads_in_turns(driver, monkeypatch):
     seen = driver.launches()
     assert call.plan.heads_at_once == 1 and len(seen) == 1 + 2 * 8
     assert seen == expected_of(call, addresses)
-    assert len({each.struct for each in seen}) == len(seen)  # each turn has its own heads
+    assert len({each.struct for each in seen}) == len(seen)  # each launch has its own heads
 
 
 @pytest.mark.parametrize("offset", [(1, 0, 0), (0, 4, 0), (0, 0, 7), (1, 1, 1), (8, 8, 8), (0, 8, 1)], ids=str)

@@ -54,10 +54,10 @@ def argument(name, at_16_bytes=True, strides=(1, 2, 3)):
     return Argument(name, Strides(*strides), at_16_bytes)
 
 
-def run(problem=PROBLEM, chosen=None, multiprocessors=132, **tensors):
+def run(problem=PROBLEM, chosen=None, sm_count=132, **tensors):
     """The launches of a problem. Tensors that are not given have rows that are not aligned."""
     arguments = {name: argument(name) for name in Arguments._fields} | tensors
-    return launches(plan(problem, chosen or kernels(problem=problem)), Arguments(**arguments), multiprocessors)
+    return launches(plan(problem, chosen or kernels(problem=problem)), Arguments(**arguments), sm_count)
 
 
 def test_grids_cover_every_tile():
@@ -75,11 +75,11 @@ def test_blocks_of_the_quantizer_take_as_many_tiles_as_it_says(tiles, blocks):
     assert launch.blocks == 2 * 6 * 2 + 2 * (2 * 3 * blocks)
 
 
-@pytest.mark.parametrize(("multiprocessors", "rounds"), [(132, 1), (8, 1), (7, 1), (6, 2), (4, 3), (3, 4), (1, 4)])
-def test_blocks_of_the_quantizer_take_several_tiles_where_that_leaves_enough(multiprocessors, rounds):
+@pytest.mark.parametrize(("sm_count", "rounds"), [(132, 1), (8, 1), (7, 1), (6, 2), (4, 3), (3, 4), (1, 4)])
+def test_blocks_of_the_quantizer_take_several_tiles_where_that_leaves_enough(sm_count, rounds):
     """There are 144 blocks: 24 query tiles, and 10 pairs of tiles for each of 6 heads of K and of V."""
     assert BLOCKS_A_ROUND == 12 and MOST_ROUNDS == 4
-    quant, _ = run(changed(seqlen_kv=20 * 64), multiprocessors=multiprocessors)
+    quant, _ = run(changed(seqlen_kv=20 * 64), sm_count=sm_count)
     assert quant.params["rounds"] == rounds
     assert quant.blocks == 24 + 2 * 6 * math.ceil(10 / rounds)
 
@@ -160,10 +160,10 @@ def test_a_grid_beyond_the_limit_is_refused():
         run(changed(batch=2**30))
 
 
-@pytest.mark.parametrize(("family", "multiprocessors", "blocks"), [
+@pytest.mark.parametrize(("family", "sm_count", "blocks"), [
     ("mma", 5, 24), ("wgmma", 5, 10), ("wgmma", 132, 24)])
-def test_blocks_of_a_persistent_family_share_the_query_tiles(family, multiprocessors, blocks):
-    *_, attn = run(chosen=kernels(family=family, tile=TILE), multiprocessors=multiprocessors)
+def test_blocks_of_a_persistent_family_share_the_query_tiles(family, sm_count, blocks):
+    *_, attn = run(chosen=kernels(family=family, tile=TILE), sm_count=sm_count)
     assert (attn.blocks, attn.params["num_heads"]) == (blocks, 12)
 
 
@@ -241,13 +241,13 @@ def test_kernels_agree_on_addresses():
     assert met == set(offsets)
 
 
-@pytest.mark.parametrize(("batch", "num_q_heads", "seqlen", "turns"), [
+@pytest.mark.parametrize(("batch", "num_q_heads", "seqlen", "launched"), [
     (2, 6, 1000, 1),  # everything fits
     (2, 6, 32768, 2),  # 32 MiB a head: eight at once, then four
     (3, 7, 65536, 11),  # 128 MiB a head: two at once, the last one alone
     (1, 3, 100_000, 3),  # more than DELTA_BYTES a head: one at a time
 ])
-def test_heads_take_turns_and_each_is_covered_once(batch, num_q_heads, seqlen, turns):
+def test_heads_are_computed_in_several_launches_and_each_is_covered_once(batch, num_q_heads, seqlen, launched):
     problem = changed(SMOOTH_Q, batch=batch, num_q_heads=num_q_heads, num_kv_heads=1, seqlen_q=seqlen,
                       seqlen_kv=seqlen)
     layout = plan(problem, kernels(problem=problem))
@@ -255,7 +255,7 @@ def test_heads_take_turns_and_each_is_covered_once(batch, num_q_heads, seqlen, t
     assert layout.workspace_bytes - layout.offsets["delta_s"] <= max(DELTA_BYTES, head_bytes) + ALIGNMENT
     _, *rest = run(problem)
     deltas, attns = rest[::2], rest[1::2]
-    assert len(deltas) == len(attns) == turns
+    assert len(deltas) == len(attns) == launched
     covered = []
     for delta, attn in zip(deltas, attns):
         assert (delta.record.spec.kind, attn.record.spec.kind) == ("delta", "attn")

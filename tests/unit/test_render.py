@@ -53,7 +53,7 @@ def test_real_sources_name_kernel_template_and_row(kernel):
 def test_values_reach_their_names(attn):
     assert context(attn) == {
         "name": "sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw", "template": "attn_mma.cu.jinja",
-        "row": "{family: mma, arch: sm89, headdim: 128, pv: e4m3}", "headdim": 128, "qk_bits": 8,
+        "row": "{family: mma, arch: sm89, headdim: 128, pv: e4m3}", "headdim": 128, "qk": "Qk::kInt8",
         "pv": "Pv::kE4m3", "pv_accum": "PvAccum::kTwoLevelF32", "mask": "Mask::kCausal", "smooth_v": False,
         "smooth_q": False,
         "block_m": 128, "block_n": 64, "warp_m": 32, "stages": 2, "min_blocks": 2,
@@ -68,7 +68,7 @@ def test_a_quantizer_has_the_blocks_of_its_family_and_not_of_its_tile(matrix):
 def test_smoothing_reaches_its_name(attn):
     smoothed = replace(attn, spec=replace(attn.spec, q="qsmooth", v="vsmooth", qk="int4"))
     values = context(smoothed)
-    assert (values["smooth_q"], values["smooth_v"], values["qk_bits"]) == (True, True, 4)
+    assert (values["smooth_q"], values["smooth_v"], values["qk"]) == (True, True, "Qk::kInt4")
 
 
 @pytest.mark.parametrize(("accumulator", "spelt"), [

@@ -10,14 +10,13 @@ Source: SageAttention2, Algorithm 1, sections 3.1 to 3.4 and appendix A.6.
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from typing import Protocol
 
 import torch
 
 from sage_aot._backends.emulation.arithmetic import keep_13_bits
 from sage_aot._backends.emulation.quantize import Quantized
-from sage_aot._families.mma.emulation import MmaSoftmax
-from sage_aot._families.wgmma.emulation import WgmmaSoftmax
 from sage_aot._kernels.manifest import AttnRecord
 from sage_aot._launch.choose import Kernels
 from sage_aot._problem.check import Problem
@@ -45,8 +44,10 @@ class Softmax(Protocol):
         ...
 
 
-SOFTMAX: dict[str, type[Softmax]] = {"mma": MmaSoftmax, "wgmma": WgmmaSoftmax}
-"""By family."""
+def softmax_of(family: str) -> type[Softmax]:
+    """The class `Softmax` of a family's module ``emulation``."""
+    found: type[Softmax] = import_module(f"sage_aot._families.{family}.emulation").Softmax
+    return found
 
 
 def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +63,7 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
     visible = VisibleKeys(*(of_rows.to(k.device) for of_rows in visible))
     acc_o = k.new_zeros(batch, heads, rows, headdim)
     spoilt_rows, spoilt = ~quantized.row_bias.isfinite(), torch.zeros_like(acc_o, dtype=torch.bool)
-    softmax = SOFTMAX[attn.family](attn, smooth_q, visible, k.new_zeros(batch, heads, rows))
+    softmax = softmax_of(attn.family)(attn, smooth_q, visible, k.new_zeros(batch, heads, rows))
 
     for first in range(begin, end, block_n):
         keys = slice(first, first + block_n)
@@ -100,7 +101,7 @@ def _sees_any(seen: torch.Tensor, spoilt: torch.Tensor) -> torch.Tensor:
 
 
 def _add_delta(scores: torch.Tensor, scale: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """Finished scores in log2 units: one FMA, as in attn/scores.cuh."""
+    """Finished scores in log2 units: one FMA, as in attn/mma/scores.cuh."""
     return (scores.double() * scale.double() + delta.double()).float()
 
 

@@ -90,7 +90,7 @@ def _pad(x: torch.Tensor, rows: int, headdim: int) -> torch.Tensor:
 
 
 def _sampled_rows(rows: int, quant: KernelRecord) -> torch.Tensor:
-    """The rows of a sample, as in quant/sample.cuh: one of every stratum at a hashed place; of few rows all."""
+    """The rows of a sample, as in quant/sample.cuh: one of every stratum at a hashed position; of few rows all."""
     samples = quant.fact("samples")
     if rows <= samples:
         return torch.arange(rows)
@@ -103,11 +103,11 @@ def _sampled_rows(rows: int, quant: KernelRecord) -> torch.Tensor:
 
 def _average(x: torch.Tensor, quant: KernelRecord) -> torch.Tensor:
     """Mean over the rows of a sample in the order of quant/sample.cuh: a thread's rows, then threads."""
-    samples, slots = quant.fact("samples"), quant.fact("rows_at_once")
+    samples, rows_at_once = quant.fact("samples"), quant.fact("rows_at_once")
     count = x.shape[2]
     x = torch.nn.functional.pad(finite_or_zero(x), (0, 0, 0, samples - count))
-    parts = torch.zeros_like(x[:, :, :slots])
-    for step in torch.split(x, slots, 2):
+    parts = torch.zeros_like(x[:, :, :rows_at_once])
+    for step in torch.split(x, rows_at_once, 2):
         parts = fma(step, torch.full_like(step, 1 / samples), parts)
     return divide(add_in_order(parts, 2), count / samples)
 

@@ -1,4 +1,4 @@
-"""mma.sync with cp.async, on every GPU from sm80 on: templates/include/sage/attn/mainloop_mma.cuh."""
+"""mma.sync with cp.async, on every GPU from sm80 on: templates/include/sage/attn/mma."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ def _rules(tile: Tile) -> list[str]:
     return []
 
 
-MMA = Family("mma", _rules, persistent=False, tiles_a_promotion=1)
+MMA = Family("mma", _rules, persistent=False, tiles_a_promotion=1, promotes_under_products=False)

@@ -10,7 +10,7 @@ from sage_aot._kernels.manifest import AttnRecord
 from sage_aot._problem.mask import VisibleKeys
 
 
-class MmaSoftmax(RowReferences):
+class Softmax(RowReferences):
     """A warp whose scores fit uses the FMA into which the bias of the scores is folded. Any other warp moves
     references, and folds nothing. O and the log-sum-exp share one sum of P in f32: of f16 P after rounding, of e4m3 P
     before."""

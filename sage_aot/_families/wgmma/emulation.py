@@ -10,7 +10,7 @@ from sage_aot._kernels.manifest import AttnRecord
 from sage_aot._problem.mask import VisibleKeys
 
 
-class WgmmaSoftmax(RowReferences):
+class Softmax(RowReferences):
     """References follow every tile up and down; at the second tile of a pair they only rise. Scores have no bias.
 
     R takes a pair of tiles where every row of the query tile sees both whole and Q is not smoothed. O is divided by the

@@ -27,16 +27,16 @@ struct FieldType<Tensor> {
 // Where rows are rotated, q_scale has the factor kHeadDim besides. Means are of rows as they came, before a rotation.
 struct QuantParams {
   Tensor q, k, v;
-  u8* q_hat;        // [batch * num_q_heads][q_tiles] tiles of block_m rows
-  u8* kv_hat;       // [batch * num_kv_heads][kv_tiles] tiles of block_n keys: K̂, V̂, and their scales and flags
-  float* q_scale;   // [batch * num_q_heads][q_tiles][block_m / warp_m][kRowGroups], times softmax_scale · log2 e
-  float* q_mean;    // [batch * num_q_heads][q_tiles][kHeadDim], of a tile's rows, times softmax_scale · log2 e
-  float* k_mean;    // [batch * num_kv_heads][kHeadDim], of a sample; zero where K is not smoothed
-  float* v_scale;   // likewise
-  float* v_mean;    // likewise, as k_mean
-  float* row_bias;  // [batch * num_q_heads][q_tiles * block_m], log2 units: what smoothing K took off a row's scores
-  float* lse;       // not written; null: no log-sum-exp is wanted, and row_bias is zero where a row is finite
-  u32* taken;       // [1], zeroed for the attention kernel's tile scheduler
+  u8* q_hat;          // [batch * num_q_heads][q_tiles] tiles of block_m rows
+  u8* kv_hat;         // [batch * num_kv_heads][kv_tiles] tiles of block_n keys: K̂, V̂ and their KvLine
+  float* q_scale;     // [batch * num_q_heads][q_tiles][block_m / warp_m][kRowGroups], times softmax_scale · log2 e
+  float* q_mean;      // [batch * num_q_heads][q_tiles][kHeadDim], of a tile's rows, times softmax_scale · log2 e
+  float* k_mean;      // [batch * num_kv_heads][kHeadDim], of a sample; zero where K is not smoothed
+  float* v_scale;     // likewise
+  float* v_mean;      // likewise, as k_mean
+  float* row_bias;    // [batch * num_q_heads][q_tiles * block_m], log2 units: what smoothing K took off a row's scores
+  float* lse;         // not written; null: no log-sum-exp is wanted, and row_bias is zero where a row is finite
+  u32* tile_counter;  // [1], zeroed for the attention kernel's tile scheduler
   i32 batch;
   i32 num_q_heads;
   i32 num_kv_heads;
@@ -63,7 +63,7 @@ constexpr auto fields_of(const QuantParams*) {
   using Params = QuantParams;
   return fields(SAGE_STRUCT(QuantParams), SAGE_FIELD(q), SAGE_FIELD(k), SAGE_FIELD(v), SAGE_FIELD(q_hat),
                 SAGE_FIELD(kv_hat), SAGE_FIELD(q_scale), SAGE_FIELD(q_mean), SAGE_FIELD(k_mean), SAGE_FIELD(v_scale),
-                SAGE_FIELD(v_mean), SAGE_FIELD(row_bias), SAGE_FIELD(lse), SAGE_FIELD(taken), SAGE_FIELD(batch),
+                SAGE_FIELD(v_mean), SAGE_FIELD(row_bias), SAGE_FIELD(lse), SAGE_FIELD(tile_counter), SAGE_FIELD(batch),
                 SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
                 SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles), SAGE_FIELD(softmax_scale_log2),
                 SAGE_FIELD(dtype), SAGE_FIELD(smooth_q), SAGE_FIELD(smooth_k), SAGE_FIELD(smooth_v), SAGE_FIELD(rotate),
@@ -113,7 +113,7 @@ struct AttnParams {
   const float* delta_s;  // as DeltaParams, for the heads of this launch; read where Q is smoothed
   Tensor out;            // like q
   float* lse;            // [batch][num_q_heads][seqlen_q], natural log; null: not wanted
-  u32* taken;            // [1], how often blocks asked the tile scheduler for more work; zero before and after a launch
+  u32* tile_counter;     // [1], work tiles drawn beyond the first of each block; zero before and after a launch
   i32 first_head;        // index into [batch * num_q_heads] of the first query head of this launch
   i32 num_q_heads;
   i32 num_kv_heads;
@@ -130,7 +130,7 @@ constexpr auto fields_of(const AttnParams*) {
   using Params = AttnParams;
   return fields(SAGE_STRUCT(AttnParams), SAGE_FIELD(q_hat), SAGE_FIELD(kv_hat), SAGE_FIELD(q_scale),
                 SAGE_FIELD(v_scale), SAGE_FIELD(v_mean), SAGE_FIELD(row_bias), SAGE_FIELD(delta_s), SAGE_FIELD(out),
-                SAGE_FIELD(lse), SAGE_FIELD(taken), SAGE_FIELD(first_head), SAGE_FIELD(num_q_heads),
+                SAGE_FIELD(lse), SAGE_FIELD(tile_counter), SAGE_FIELD(first_head), SAGE_FIELD(num_q_heads),
                 SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv), SAGE_FIELD(headdim),
                 SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles), SAGE_FIELD(dtype), SAGE_FIELD(num_heads));
 }

@@ -13,6 +13,11 @@ using i8 = signed char;
 using i32 = int;
 using i64 = long long;
 
+// Type of the quantized Q and K in the first matrix product.
+enum class Qk { kInt8, kInt4 };
+
+constexpr i32 bits_of(Qk qk) { return qk == Qk::kInt8 ? 8 : 4; }
+
 // Type of P and V in the second matrix product.
 enum class Pv { kF16, kE4m3 };
 

@@ -20,8 +20,8 @@ struct ConstantsInMemory {
 
   __device__ __forceinline__ ConstantsInMemory(const AttnParams& params_, const WorkTile& work)
       : params(params_),
-        channels(static_cast<i64>(work.kv_head) * Config::kHeadDim),
-        rows((static_cast<i64>(work.q_head) * params_.q_tiles + work.q_tile) * Config::kBlockM) {}
+        channels(channel_index<Config>(work.kv_head)),
+        rows(q_tile_index(work.q_head, params_.q_tiles, work.q_tile) * Config::kBlockM) {}
 
   __device__ __forceinline__ float row_bias(i32 row) const { return params.row_bias[rows + row]; }
   __device__ __forceinline__ ptx::F32x2 v_scale(i32 channel) const { return pair(params.v_scale, channel); }
@@ -44,7 +44,8 @@ struct StoreFragments {
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
       const i32 row = first_row + lane / 4 + 8 * r;
-      if (row < params.seqlen_q) store_row(work.output_row(params, row), lane, params.headdim, pairs[r]);
+      if (row < seqlen_of(params, work.batch).q())
+        store_row(work.output_row(params, row), lane, params.headdim, pairs[r]);
     }
   }
 
@@ -90,11 +91,12 @@ struct StoreWholeRows {
     }
     __syncwarp();
     const i32 own = lane / kOTiles, channel = lane % kOTiles * 8;
-    const i32 rows = params.seqlen_q - (first_row + own);  // that are there, from this lane's first on
+    const i32 rows =
+        seqlen_of(params, work.batch).q() - (first_row + own);  // that are there, from this lane's first on
     u16* to = work.output_row(params, first_row + own) + channel;
     const u8* from = staged + own * kPitch + channel * sizeof(u16);
-    const u64 places = reinterpret_cast<u64>(work.output_row(params, 0)) | params.out.stride.row * sizeof(u16);
-    if (params.headdim % 8 == 0 && places % 16 == 0) {
+    const u64 alignment = reinterpret_cast<u64>(work.output_row(params, 0)) | params.out.stride.row * sizeof(u16);
+    if (params.headdim % 8 == 0 && alignment % 16 == 0) {
       copy_chunks(to, params.out.stride.row, from, channel < params.headdim ? rows : 0);
     } else {
       copy_elements(to, params.out.stride.row, from, rows, min(8, params.headdim - channel));
@@ -140,11 +142,11 @@ __device__ __forceinline__ void round_output(const Accumulator& acc_o, u32 (&pai
   }
 }
 
-// Finishes acc_o in place and stores it. rows.row_sum and lse_sum, the sums of P for the log-sum-exp, are of whole
+// Finishes acc_o in place and stores it. references.row_sum and lse_sum, the sums of P for the log-sum-exp, are of whole
 // rows. A row that saw no key is zero, its log-sum-exp -inf.
-template <class Config, class Rows, class Accumulator, class Constants, class Store>
+template <class Config, class References, class Accumulator, class Constants, class Store>
 __device__ __forceinline__ void store_output(const AttnParams& params, const WorkTile& work, i32 warp, i32 lane,
-                                             Accumulator& acc_o, const Rows& rows,
+                                             Accumulator& acc_o, const References& references,
                                              const float (&lse_sum)[Config::kWarpM / 8], const Constants& constants,
                                              const Store& store) {
   constexpr i32 kRows = Config::kWarpM / 8, kOTiles = Config::kHeadDim / 8;
@@ -157,21 +159,22 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
     keys[r] = visible_keys<Config::kMask>(seqlen_of(params, work.batch), row);
   }
 
-  // A query that is not finite, of which row_bias is not finite either, makes the row NaN. Rows that see no key stay zero.
+  // A query that is not finite, of which row_bias is not finite either, makes the row NaN. Rows that see no key stay
+  // zero.
   float factor[kRows];        // of O
   float unless_empty[kRows];  // of the mean of V: 1 where the row saw a key, since P sums to that
 #pragma unroll
   for (i32 r = 0; r < kRows; ++r) {
     const i32 own = first + lane / 4 + 8 * r, row = work.first_row + own;
-    const float sum = rows.row_sum[r];
+    const float sum = references.row_sum[r];
     float bias = constants.row_bias(own);
     if (!(fabsf(bias) < ptx::infinity())) bias = ptx::quiet_nan();
     if (keys[r].empty()) bias = 0.0f;
     factor[r] = (sum > 0.0f ? 1.0f / sum : 0.0f) + 0.0f * bias;
     unless_empty[r] = sum > 0.0f ? 1.0f : 0.0f;
-    if (params.lse != nullptr && lane % 4 == 0 && row < params.seqlen_q) {
-      const float lse_log2 = rows.row_ref[r] + ptx::lg2(lse_sum[r]) + bias;
-      params.lse[static_cast<i64>(work.q_head) * params.seqlen_q + row] = lse_log2 * kLn2;
+    if (params.lse != nullptr && lane % 4 == 0 && row < seqlen_of(params, work.batch).q()) {
+      const float lse_log2 = references.row_ref[r] + ptx::lg2(lse_sum[r]) + bias;
+      *work.lse_row(params, row) = lse_log2 * kLn2;
     }
   }
 

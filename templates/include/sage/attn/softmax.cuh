@@ -1,7 +1,7 @@
 // Online softmax over the KV tiles, in the log2 domain: the row references and sums of all families, and the softmax of
 // the mma family. attn/wgmma/softmax.cuh has the softmax of the wgmma family.
 //
-// Scores arrive as biased integers (attn/scores.cuh). The scores of a row in a thread share one scale c. The largest
+// Scores arrive as biased integers (attn/mma/scores.cuh). The scores of a row in a thread share one scale c. The largest
 // score is found on integers; bias, scale and reference fold into one FMA, P = 2^(c·x + offset), offset = -c·kScoreBias
 // - row_ref. For f16 P the offset is exact where c < 1: c keeps 22 bits, so that c·kScoreBias = 3·2^22·c fits into the
 // 24 bits of an f32, in units no coarser than one, and row_ref is a whole number. Any whole number near the maximum
@@ -18,6 +18,7 @@
 // Source: SageAttention2, Algorithm 1; Milakov & Gimelshein, "Online normalizer calculation for softmax".
 #pragma once
 
+#include "sage/numerics/integers.cuh"
 #include "sage/ptx/math.cuh"
 #include "sage/ptx/warp.cuh"
 #include "sage/tile/layout.cuh"
@@ -30,7 +31,7 @@ constexpr float kNoReference = -1e30f;
 
 // Added to every integer score: 1.5 * 2^23, whose bits read as an integer are 0x4b400000. An f32 of this size has units
 // of one, so the bits of `score + bias` as an integer and as a float are the same word for |score| < 2^22.
-constexpr float kScoreBias = 12582912.0f;
+constexpr float kScoreBias = kIntegerBias;
 constexpr i32 kScoreBiasBits = 0x4b400000;
 
 // A masked score: -inf as a float, below every biased score as an integer.
@@ -52,7 +53,7 @@ struct RowScales {
   float of[kCount];
 
   __device__ __forceinline__ float operator[](i32 row) const { return of[row % kCount]; }
-  // Those of the thread's scores in a tile, where these are scales of Q.
+  // Scales of the thread's scores in a KV tile, from scales of Q.
   __device__ __forceinline__ RowScales score_scales(float k_scale) const {
     RowScales scales;
 #pragma unroll
@@ -74,7 +75,7 @@ struct RowScales {
 constexpr float kMostFall = 40.0f;
 constexpr float kLargestSum = 0x1p66f;
 
-// The references of a thread's rows, and their sums of P. Product: how P enters the second product (attn/pv_mma.cuh).
+// The references of a thread's rows, and their sums of P. Product: how P enters the second product (attn/mma/pv.cuh).
 // Every function that moves a reference takes the thread's largest score of a tile, in log2 units, and returns the
 // factor for all that was summed relative to the old reference.
 template <class Product, i32 kRows>
@@ -132,7 +133,7 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
 
   // Whether P's FMA subtracts the bias where the scale allows. Else the bias is subtracted from every score, or is
   // zero.
-  static constexpr bool kFolds = !Config::kSmoothQ && (Config::kQkBits == 8 || Product::kLargestFolded >= 1.0f);
+  static constexpr bool kFolds = !Config::kSmoothQ && (Config::kQk == Qk::kInt8 || Product::kLargestFolded >= 1.0f);
 
   using Scores = i32[kMTiles][kNTiles][4];
   using Scales = RowScales<Config>;

@@ -1,6 +1,6 @@
-// NaN for what keys and values that are not finite spoil: the rows that see such a key, and the channels of such a value
-// in the rows that see it. Runs behind the store of a warp's rows, off the fast path: only where a KV tile that the query
-// tile sees is spoilt.
+// NaN for what keys and values that are not finite spoil: the rows that see such a key, and the channels of such a
+// value in the rows that see it. Runs behind the store of a warp's rows, off the fast path: only where a KV tile that
+// the query tile sees is spoilt.
 #pragma once
 
 #include "sage/problem/work_tile.cuh"
@@ -56,7 +56,7 @@ struct SpoilRows {
 #pragma unroll 1
     for (i32 c = 0; c < params.headdim; ++c) to[c] = kNan;
     if (params.lse != nullptr) {
-      params.lse[static_cast<i64>(work.q_head) * params.seqlen_q + first_row + lane] = ptx::quiet_nan();
+      *work.lse_row(params, first_row + lane) = ptx::quiet_nan();
     }
   }
 
@@ -65,7 +65,7 @@ struct SpoilRows {
 #pragma unroll 1
     for (i32 i = 0; i < Config::kHeadDim / kWarpSize; ++i) {
       const i32 channel = i * kWarpSize + lane;
-      if (!(line.v_spoilt[0] >> channel / KvLine::kChannels & 1) || (done >> i & 1) || channel >= params.headdim)
+      if (!(line.v_spoilt[0] >> channel / KvLine::kChannelsOfMark & 1) || (done >> i & 1) || channel >= params.headdim)
         continue;
       i32 spoilt_rows = 0;
 #pragma unroll 1

@@ -20,4 +20,12 @@ __device__ __forceinline__ KvRange kv_range(const Seqlen<Params>& seqlen, i32 fi
           first.end / Config::kBlockN};
 }
 
+// Whether any of these query rows sees any of the keys from first_key to end_key - 1.
+template <Mask kMask, class Params>
+__device__ __forceinline__ bool rows_see(const Seqlen<Params>& seqlen, i32 first_row, i32 last_row, i32 first_key,
+                                         i32 end_key) {
+  return visible_keys<kMask>(seqlen, first_row).begin < end_key &&
+         first_key < visible_keys<kMask>(seqlen, last_row).end;
+}
+
 }  // namespace sage

@@ -5,7 +5,7 @@
 
 namespace sage {
 
-// A view of AttnParams or DeltaParams. Copies of the lengths would cost registers.
+// A view of the params of any kernel. Copies of the lengths would cost registers.
 template <class Params>
 struct Seqlen {
   const Params& params;

@@ -1,4 +1,4 @@
-// Which query tiles a block takes, and in which order: a dynamic persistent tile scheduler.
+// Which work tiles a block draws, and in which order: a dynamic persistent tile scheduler.
 #pragma once
 
 #include "sage/problem/work_tile.cuh"
@@ -21,19 +21,18 @@ struct TileScheduler {
   __device__ __forceinline__ u32 index() const {
     if constexpr (Config::kMask == Mask::kFull) return work_index;
     const u32 q_tiles = params.q_tiles, cached = kCachedTiles / max(params.kv_tiles, 1);
-    const u32 heads =
-        min(max(cached, 1u) * (params.num_q_heads / params.num_kv_heads), static_cast<u32>(params.num_heads));
+    const u32 heads = min(max(cached, 1u) * q_heads_per_kv_head(params), static_cast<u32>(params.num_heads));
     const u32 first_head = work_index / (heads * q_tiles) * heads, within = work_index % (heads * q_tiles);
     const u32 interleaved = min(heads, params.num_heads - first_head);
     return (first_head + within % interleaved) * q_tiles + within / interleaved;
   }
 
   // Draws the next work tile. Latency of a global atomic: call well before index() is needed.
-  __device__ __forceinline__ void advance() { work_index = ptx::grid_blocks() + atomicAdd(params.taken, 1u); }
+  __device__ __forceinline__ void advance() { work_index = ptx::grid_blocks() + atomicAdd(params.tile_counter, 1u); }
 
   // At the end: the block that drew the highest index, the last to draw, resets the counter for the next launch.
   __device__ __forceinline__ void close() const {
-    if (work_index == ptx::grid_blocks() + work_tiles() - 1) *params.taken = 0;
+    if (work_index == ptx::grid_blocks() + work_tiles() - 1) *params.tile_counter = 0;
   }
 
  private:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sage/params.cuh"
+#include "sage/problem/heads.cuh"
 #include "sage/problem/kv_range.cuh"
 #include "sage/tile/address.cuh"
 
@@ -18,6 +19,11 @@ struct WorkTile {
   __device__ __forceinline__ u16* output_row(const AttnParams& params, i32 row) const {
     const Strides& stride = params.out.stride;
     return static_cast<u16*>(params.out.data) + batch * stride.batch + head * stride.head + row * stride.row;
+  }
+
+  // Of the log-sum-exp, which is contiguous.
+  __device__ __forceinline__ float* lse_row(const AttnParams& params, i32 row) const {
+    return params.lse + static_cast<i64>(q_head) * seqlen_of(params, batch).q() + row;
   }
 
   // A KV tile as the quantizer left it.
@@ -39,7 +45,7 @@ __device__ __forceinline__ WorkTile work_tile(const AttnParams& params, u32 inde
   work.q_head = params.first_head + index / params.q_tiles;
   work.batch = work.q_head / params.num_q_heads;
   work.head = work.q_head % params.num_q_heads;
-  work.kv_head = work.batch * params.num_kv_heads + work.head / (params.num_q_heads / params.num_kv_heads);
+  work.kv_head = kv_head_of(params, work.batch, work.head);
   work.first_row = work.q_tile * Config::kBlockM;
   work.kv = kv_range<Config>(seqlen_of(params, work.batch), work.first_row);
   return work;

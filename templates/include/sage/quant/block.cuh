@@ -2,13 +2,15 @@
 #pragma once
 
 #include "sage/params.cuh"
+#include "sage/problem/heads.cuh"
+#include "sage/problem/seqlen.cuh"
 #include "sage/quant/sample.cuh"
 #include "sage/quant/source.cuh"
 #include "sage/tile/address.cuh"
 
 namespace sage {
 
-// Config: kHeadDim, kQkBits, kPv, kBlockM, kBlockN, kWarpM, kThreads.
+// Config: kHeadDim, kQk, kPv, kBlockM, kBlockN, kWarpM, kThreads.
 template <class Config>
 struct QuantBlock {
   using Layout = TileLayout<Config>;
@@ -63,11 +65,11 @@ struct QuantBlock {
     return kv_tile_address<Config>(params.kv_hat, head, params.kv_tiles, tile);
   }
 
-  template <Rows kSource>
+  template <SourceRows kSource>
   __device__ __forceinline__ static Source<kSource> kv_source(const QuantParams& params, const Tensor& tensor,
                                                               i32 head) {
-    return Source<kSource>(tensor, head / params.num_kv_heads, head % params.num_kv_heads, params.seqlen_kv,
-                           params.headdim, params.dtype);
+    return Source<kSource>(tensor, head / params.num_kv_heads, head % params.num_kv_heads,
+                           seqlen_of(params, head / params.num_kv_heads).kv(), params.headdim, params.dtype);
   }
 };
 

@@ -11,7 +11,7 @@ namespace sage {
 
 // Candidates. The 127 steps of s8 are fine enough without.
 template <class Config>
-constexpr i32 kClips = Config::kQkBits == 4 ? 6 : 1;
+constexpr i32 kClips = Config::kQk == Qk::kInt4 ? 6 : 1;
 
 template <class Config>
 class ClipSearch {

@@ -1,13 +1,15 @@
-// delta_s, the term of the scores that smoothing Q takes off: per query tile and key, delta_s = q̄ · (k − k̄), the mean
-// of the tile's rows times the smoothed key. K is the caller's: the quantized K would put back the error that smoothing
+// delta_s, the term of the scores that smoothing Q takes off: per query tile and key, delta_s = q_mean · (k − k̄), the
+// mean of the tile's rows, in log2 units, times the smoothed key. K is the caller's: the quantized K would put back the error that smoothing
 // removes. delta_s is a matrix product of [q_tiles][headdim] and [keys][headdim] per query head, in f32, 64 x 64 values
 // a block.
 // Source: SageAttention2, section 3.1.
 #pragma once
 
 #include "sage/numerics/arithmetic.cuh"
-#include "sage/problem/mask.cuh"
+#include "sage/problem/heads.cuh"
+#include "sage/problem/kv_range.cuh"
 #include "sage/quant/source.cuh"
+#include "sage/tile/address.cuh"
 
 namespace sage {
 
@@ -37,7 +39,7 @@ struct DeltaS {
   Operands& operands;  // shared
 
   // blockIdx.x: keys fastest, then query tiles, then query heads.
-  template <Rows kSource>
+  template <SourceRows kSource>
   __device__ __forceinline__ void run() const {
     const i32 key_blocks = ceil_div(params.columns, kTile), tile_blocks = ceil_div(params.q_tiles, kTile);
     const i32 first_key = blockIdx.x % key_blocks * kTile;
@@ -47,10 +49,10 @@ struct DeltaS {
     const i32 q_head = params.first_head + head;
     const i32 batch = q_head / params.num_q_heads;
     if (params.is_causal && !visible(batch, first_tile, first_key)) return;
-    const i32 kv_head = q_head % params.num_q_heads / (params.num_q_heads / params.num_kv_heads);
-    const Source<kSource> source(params.k, batch, kv_head, params.seqlen_kv, params.headdim, params.dtype);
-    const float* q_mean = params.q_mean + static_cast<i64>(q_head) * params.q_tiles * Config::kHeadDim;
-    const float* k_mean = params.k_mean + (static_cast<i64>(batch) * params.num_kv_heads + kv_head) * Config::kHeadDim;
+    const i32 kv_head = q_head % params.num_q_heads / q_heads_per_kv_head(params);
+    const Source<kSource> source(params.k, batch, kv_head, seqlen_of(params, batch).kv(), params.headdim, params.dtype);
+    const float* q_mean = params.q_mean + q_tile_index(q_head, params.q_tiles, 0) * Config::kHeadDim;
+    const float* k_mean = params.k_mean + channel_index<Config>(batch * params.num_kv_heads + kv_head);
 
     const i32 row = threadIdx.x / kTile * kVector, column = threadIdx.x % kTile;  // of the operands: channel, and which
     const i32 tile = threadIdx.x / (kTile / kEdge) * kEdge, key = threadIdx.x % (kTile / kEdge) * kEdge;
@@ -79,7 +81,7 @@ struct DeltaS {
 #pragma unroll
     for (i32 i = 0; i < kEdge; ++i) {
       if (first_tile + tile + i >= params.q_tiles) break;
-      float* out = params.delta_s + (static_cast<i64>(head) * params.q_tiles + first_tile + tile + i) * params.columns;
+      float* out = params.delta_s + delta_s_index(head, params.q_tiles, first_tile + tile + i, params.columns, 1);
 #pragma unroll
       for (i32 j = 0; j < kEdge; ++j) {
         if (first_key + key + j < params.columns) out[first_key + key + j] = sum[i][j];
@@ -87,11 +89,13 @@ struct DeltaS {
     }
   }
 
-  // Whether the last row of the last of these query tiles sees anything of the first key's tile.
+  // Whether any row of these query tiles sees anything of the KV tiles of these keys.
   __device__ __forceinline__ bool visible(i32 batch, i32 first_tile, i32 first_key) const {
     const auto seqlen = seqlen_of(params, batch);
     const i32 last_row = min((first_tile + kTile) * params.block_m, seqlen.q()) - 1;
-    return visible_keys<Mask::kCausal>(seqlen, last_row).contains(first_key / params.block_n * params.block_n);
+    const i32 first_column = first_key / params.block_n * params.block_n;
+    const i32 end_column = ceil_div(first_key + kTile, params.block_n) * params.block_n;
+    return rows_see<Mask::kCausal>(seqlen, first_tile * params.block_m, last_row, first_column, end_column);
   }
 };
 

@@ -1,7 +1,8 @@
 // Quantization of Q, K and V in one launch, into the tiles of tile/layout.cuh: all that comes before attention but
 // delta_s. Every tensor is read from memory once. Every block also reads 64 rows of K or V (quant/sample.cuh), and rows
 // of K that are rotated or clipped are loaded two or three times; these loads hit caches.
-// Values that are not finite are quantized as zero, so that they do not change a scale that others share. The attention
+// Values that are not finite are quantized as zero, in V̂ as minus zero, so that they do not change a scale that others
+// share. The attention
 // kernel writes NaN to the rows that see such a key or value, as the marks of the KV tile say (attn/spoilt.cuh), and to
 // rows whose row_bias is not finite.
 #pragma once
@@ -13,7 +14,7 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQkBits, kPv, kBlockM, kBlockN, kWarpM, kThreads.
+// Config: kHeadDim, kQk, kPv, kBlockM, kBlockN, kWarpM, kThreads.
 template <class Config>
 struct Quantize {
   using Block = QuantBlock<Config>;
@@ -23,7 +24,7 @@ struct Quantize {
   // What the host needs to launch the kernel, to lay out what it writes, and to emulate it.
   static constexpr auto facts() {
     return sage::facts(Fact{"threads", Config::kThreads}, Fact{"shared_bytes", 0},
-                       Fact{"kv_tiles_per_block", Block::kTiles}, Fact{"rows_at_once", Sample<Config>::kSlots},
+                       Fact{"kv_tiles_per_block", Block::kTiles}, Fact{"rows_at_once", Sample<Config>::kRowsAtOnce},
                        Fact{"vector", kVector}, Fact{"q_tile_bytes", Layout::kQBytes},
                        Fact{"kv_tile_bytes", Layout::kKvBytes}, Fact{"row_groups", kRowGroups<Config>},
                        Fact{"key_groups", kKeyGroups}, Fact{"limit", QuantizedRows<Config>::kLimit},
@@ -37,12 +38,12 @@ struct Quantize {
 
   // blockIdx.x: KV heads from the last to the first; within a KV head the tiles of K, of V, and of Q of all its query
   // heads. Attention begins with the first heads, whose tiles are then in L2.
-  template <Rows kSource>
+  template <SourceRows kSource>
   __device__ __forceinline__ void run() const {
     ptx::launch_dependents();  // of use on Hopper, whose attention kernels alone are launched so
-    if (blockIdx.x == 0 && threadIdx.x == 0) *params.taken = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *params.tile_counter = 0;
     const i32 kv_blocks = ceil_div(params.kv_tiles, params.rounds * Block::kTiles);
-    const i32 group = params.num_q_heads / params.num_kv_heads;
+    const i32 group = q_heads_per_kv_head(params);
     const i32 blocks_per_head = 2 * kv_blocks + group * params.q_tiles, index = ptx::block_index();
     const i32 head = params.batch * params.num_kv_heads - 1 - index / blocks_per_head;
     const i32 block = index % blocks_per_head;

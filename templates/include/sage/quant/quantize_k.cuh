@@ -24,7 +24,7 @@ struct QuantizeK {
   typename Block::Shared& shared;
 
   // The tiles of one head from first_tile on, kTiles at a time.
-  template <Rows kSource>
+  template <SourceRows kSource>
   __device__ __forceinline__ void run(i32 head, i32 first_tile) const {
     const Source<kSource> source = Block::template kv_source<kSource>(params, params.k, head);
     if (kAlwaysChanged<Config, kSource> || params.rotate) quantize_tiles<true>(source, head, first_tile);
@@ -39,14 +39,14 @@ struct QuantizeK {
   template <bool kRotatable>
   using Held = HeldRows<!kRotatable, kSteps>;
 
-  template <bool kRotatable, Rows kSource>
+  template <bool kRotatable, SourceRows kSource>
   __device__ __forceinline__ void quantize_tiles(const Source<kSource>& source, i32 head, i32 first_tile) const {
     Held<kRotatable> rows;
     const auto load = [&](i32 tile) {
       const Keys keys;
       rows.load([&](i32 s) { return load_row(source, tile, keys, s); });
     };
-    float* k_mean = first_tile == 0 ? params.k_mean + static_cast<i64>(head) * Config::kHeadDim : nullptr;
+    float* k_mean = first_tile == 0 ? params.k_mean + channel_index<Config>(head) : nullptr;
     if (params.smooth_k) {
       prepare_k_mean<Config>(source, shared, k_mean, [&] { load(first_tile); });
     } else {
@@ -85,14 +85,14 @@ struct QuantizeK {
   }
 
   // The block's tiles from first_tile on, whose rows are loaded.
-  template <bool kRotatable, Rows kSource>
+  template <bool kRotatable, SourceRows kSource>
   __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 head, i32 first_tile,
                                            Held<kRotatable>& rows) const {
     const i32 warp = ptx::thread_index() / kWarpSize, lane = ptx::thread_index() % kWarpSize;
     const Keys keys;
     const i32 tile = first_tile + keys.tile;
     const auto load = [&](i32 s) { return load_row(source, first_tile, keys, s); };
-    [[maybe_unused]] constexpr i32 kUnroll = kRotatable && kSource != Rows::kAny ? 2 : Held<kRotatable>::kUnroll;
+    [[maybe_unused]] constexpr i32 kUnroll = kRotatable && kSource != SourceRows::kAny ? 2 : Held<kRotatable>::kUnroll;
     Block::clear_spoilt(shared);
     const float* mean = shared.mean + first_channel();
     const auto smooth = [&](float x, i32 i) { return x - mean[i]; };
@@ -118,7 +118,7 @@ struct QuantizeK {
     }
     __syncthreads();  // shared.spoilt is clear
     const bool finite = !ptx::any(!(amax < ptx::infinity()));
-    if (!finite) {  // rows are loaded once more: it is rare, and what it computed would be kept in too many registers
+    if (!finite) {  // rare: reloads the rows, which keeps its temporaries out of the common path's registers
       amax = 0.0f;
 #pragma unroll 1
       for (i32 s = 0; s < kSteps; ++s) {
@@ -147,11 +147,12 @@ struct QuantizeK {
       static_assert(kWarpsPerGroup == 1, "a warp knows the errors of its group");
       if (params.clip) {
         ClipSearch<Config> search(scale);
+        const i32 seqlen_kv = seqlen_of(params, head / params.num_kv_heads).kv();
 #pragma unroll 1
         for (i32 s = 0; s < kSteps; ++s) {
           float x[1][kVector];
           prepare(s, x);
-          if (tile * Config::kBlockN + keys.of_step(s) < params.seqlen_kv) search.add(x[0]);
+          if (tile * Config::kBlockN + keys.of_step(s) < seqlen_kv) search.add(x[0]);
         }
         search.template sum_over_lanes<kWarpSize>();
         scale = search.best();
@@ -169,7 +170,8 @@ struct QuantizeK {
       QuantizedRows<Config>::store(first_row + s * kStepBytes, x[0], scale.inv_scale);
     }
     auto& line = *reinterpret_cast<KvLine*>(tile_data + Layout::kLine);
-    const i32 again = ptx::thread_index() / kWarpSize;  // no register holds what follows from it till here
+    // Re-read the thread's index: keeping the warp live across the loops costs registers.
+    const i32 again = ptx::thread_index() / kWarpSize;
     const bool spoilt = Block::store_spoilt(shared, again / kWarpsPerTile,
                                             ptx::thread_index() % (kWarpsPerTile * kWarpSize), line.k_spoilt);
     if (ptx::thread_index() % (kWarpsPerGroup * kWarpSize) == 0) {

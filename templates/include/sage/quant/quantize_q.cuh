@@ -30,18 +30,18 @@ struct QuantizeQ {
   const QuantParams& params;
   typename Block::Shared& shared;
 
-  template <Rows kSource>
+  template <SourceRows kSource>
   __device__ __forceinline__ void run(i32 batch, i32 q_head, i32 tile) const {
     const i32 head = batch * params.num_q_heads + q_head;
-    const Source<kSource> source(params.q, batch, q_head, params.seqlen_q, params.headdim, params.dtype);
+    const Source<kSource> source(params.q, batch, q_head, seqlen_of(params, batch).q(), params.headdim, params.dtype);
     const bool biased = params.smooth_k && params.lse != nullptr;
     if (biased) {
-      const i32 kv_head = batch * params.num_kv_heads + q_head / (params.num_q_heads / params.num_kv_heads);
+      const i32 kv_head = kv_head_of(params, batch, q_head);
       prepare_k_mean<Config>(Block::template kv_source<kSource>(params, params.k, kv_head), shared, nullptr, [] {});
     }
     const i64 tile_index = q_tile_index(head, params.q_tiles, tile);
     const bool changed = kAlwaysChanged<Config, kSource> || params.smooth_q || params.rotate;
-    if (params.smooth_q) prepare_mean(source, tile, params.q_mean + tile_index * Config::kHeadDim);
+    if (params.smooth_q) prepare_mean(source, batch, tile, params.q_mean + tile_index * Config::kHeadDim);
     else if (changed) prepare_no_mean<Config>(shared.q_mean, nullptr);
     if (changed) quantize<true>(source, tile, tile_index, biased);
     else quantize<false>(source, tile, tile_index, biased);
@@ -53,7 +53,7 @@ struct QuantizeQ {
   // kVectors lanes quantize the rows of one scale group. kChanged: a mean, which may be zero, is subtracted, and rows
   // are rotated if the call asks for rotation. Such groups are read one after another: unrolled code for them would
   // take as long to compile as everything else.
-  template <bool kChanged, Rows kSource>
+  template <bool kChanged, SourceRows kSource>
   __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 tile, i64 tile_index, bool biased) const {
     const i32 group = ptx::thread_index() / kVectors;  // of the first step
     const i32 first_row = group / kGroupsOfWarp * Config::kWarpM + group % kGroupsOfWarp;
@@ -71,8 +71,7 @@ struct QuantizeQ {
       finite &= quantize_steps<kChanged>(source, load_step, first + done * kStepBytes, q_scale + done * kGroupsAtOnce);
     }
     float* row_bias = params.row_bias + tile_index * Config::kBlockM;
-    if (biased ||
-        !finite) {  // rows are loaded once more: what was computed of them would be kept in too many registers
+    if (biased || !finite) {  // reloads the rows: keeping their products live costs registers
 #pragma unroll 2
       for (i32 i = 0; i < kSteps * kRows; ++i) {
         store_bias(source, load(i), biased, row_bias + row_of(i / kRows, i % kRows));
@@ -86,7 +85,7 @@ struct QuantizeQ {
 
   // As many steps as there are registers for their rows. `first`: where this thread's first vector goes; `q_scale`:
   // where its group's scale goes. Returns whether the rows of the warp are finite.
-  template <bool kChanged, Rows kSource, class Load>
+  template <bool kChanged, SourceRows kSource, class Load>
   __device__ __forceinline__ bool quantize_steps(const Source<kSource>& source, Load load, u8* first,
                                                  float* q_scale) const {
     using Held = HeldRows<!kChanged, kStepsAtOnce * kRows>;
@@ -157,10 +156,10 @@ struct QuantizeQ {
   // q_mean = softmax_scale · log2 e · mean of the tile's rows. The sum takes a thread's rows in ascending order, then
   // the threads. Shared memory has the mean without the factors, behind a barrier.
   template <class Source>
-  __device__ __forceinline__ void prepare_mean(const Source& source, i32 tile, float* q_mean) const {
+  __device__ __forceinline__ void prepare_mean(const Source& source, i32 batch, i32 tile, float* q_mean) const {
     constexpr i32 kRowsAtOnce = Config::kThreads / kVectors;
     const i32 own_row = ptx::thread_index() / kVectors;
-    const i32 rows = min(Config::kBlockM, params.seqlen_q - tile * Config::kBlockM);
+    const i32 rows = min(Config::kBlockM, seqlen_of(params, batch).q() - tile * Config::kBlockM);
     float sum[kVector] = {};
 #pragma unroll 4
     for (i32 row = own_row; row < Config::kBlockM; row += kRowsAtOnce) {

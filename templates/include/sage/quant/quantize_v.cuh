@@ -20,7 +20,7 @@ namespace sage {
 template <class Config>
 struct SquareOfV {
   using Block = QuantBlock<Config>;
-  using Rows = typename Block::Layout::VRows;
+  using Swizzle = typename Block::Layout::VRows;
   static constexpr i32 kEdge = 32, kKeys = 4;
   static constexpr i32 kAcross = Config::kBlockN / kEdge, kDown = Config::kHeadDim / kEdge;  // squares of a tile
   static constexpr i32 kAcrossAtOnce = Block::kWarps / kDown, kSteps = Block::kTiles * kAcross / kAcrossAtOnce;
@@ -51,7 +51,7 @@ struct SquareOfV {
       for (i32 e = 0; e < kKeys; ++e) read(e, w, x[e]);
 #pragma unroll
       for (i32 c = 0; c < 2; ++c) {
-        u8* to = v_hat + Rows::offset(channel + 2 * w + c, column / 16) + column % 16;
+        u8* to = v_hat + Swizzle::offset(channel + 2 * w + c, column / 16) + column % 16;
         *reinterpret_cast<u32*>(to) = ptx::e4m3x4(x[0][c], x[1][c], x[2][c], x[3][c]);
       }
     }
@@ -62,7 +62,7 @@ struct SquareOfV {
 template <class Config>
 struct RowOfV {
   using Block = QuantBlock<Config>;
-  using Rows = typename Block::Layout::VRows;
+  using Swizzle = typename Block::Layout::VRows;
   static constexpr i32 kKeys = 1, kKeysAtOnce = Config::kThreads / Block::kVectors;
   static constexpr i32 kStepsOfTile = Config::kBlockN / kKeysAtOnce, kSteps = Block::kTiles * kStepsOfTile;
   static_assert(Config::kBlockN % kKeysAtOnce == 0, "every thread takes equally many keys");
@@ -87,7 +87,7 @@ struct RowOfV {
       read(0, w, x);
       out.word[w] = ptx::f16x2(x[0], x[1]);
     }
-    *reinterpret_cast<Raw*>(v_hat + Rows::offset(row, channel / kVector)) = out;
+    *reinterpret_cast<Raw*>(v_hat + Swizzle::offset(row, channel / kVector)) = out;
   }
 };
 
@@ -108,13 +108,13 @@ struct QuantizeV {
   using Layout = typename Block::Layout;
   using Piece = typename SelectPiece<Config>::Type;
   static constexpr i32 kTiles = Block::kTiles;
-  static_assert(KvLine::kChannels == kVector, "a thread marks the channels that it takes of a key");
+  static_assert(KvLine::kChannelsOfMark == kVector, "a thread marks the channels that it takes of a key");
 
   const QuantParams& params;
   typename Block::Shared& shared;
 
   // The tiles of one head from first_tile on, kTiles at a time.
-  template <Rows kSource>
+  template <SourceRows kSource>
   __device__ __forceinline__ void run(i32 head, i32 first_tile) const {
     const Source<kSource> source = Block::template kv_source<kSource>(params, params.v, head);
     Held<kSource> rows;
@@ -133,8 +133,8 @@ struct QuantizeV {
 
  private:
   // Rows of the block's tiles.
-  template <Rows kSource>
-  using Held = HeldRows<kSource != Rows::kAny, Piece::kSteps * Piece::kKeys>;
+  template <SourceRows kSource>
+  using Held = HeldRows<kSource != SourceRows::kAny, Piece::kSteps * Piece::kKeys>;
 
   template <class Source>
   __device__ __forceinline__ static Raw load_row(const Source& source, i32 first_tile, i32 i) {
@@ -158,7 +158,7 @@ struct QuantizeV {
   };
 
   // The block's tiles from first_tile on, whose rows are loaded.
-  template <Rows kSource>
+  template <SourceRows kSource>
   __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 head, i32 first_tile,
                                            Held<kSource>& rows) const {
     const auto load = [&](i32 i) { return load_row(source, first_tile, i); };
@@ -175,7 +175,7 @@ struct QuantizeV {
     const bool finite = share_largest(largest);
     if (!finite) {
       find_spoilt(source, load, map, largest);
-      rows.load(load);  // not read again on this path; but so no register holds rows across find_spoilt()
+      rows.load(load);  // ends the rows' live range in front of find_spoilt(); this path does not read them
     }
     float inv_factor[kTiles];
 #pragma unroll
@@ -190,7 +190,7 @@ struct QuantizeV {
         const auto row = [&](i32 e) { return rows.get(s * Piece::kKeys + e, load); };
         store_piece(source, head, first_tile, Piece(s), inv_factor, row, [](float x, float) { return x; });
       }
-    } else {  // with its rows loaded once more: code for values that are rare takes no registers from the usual ones
+    } else {  // rare: reloads the rows, which keeps its temporaries out of the common path's registers
 #pragma unroll 1
       for (i32 s = 0; s < Piece::kSteps; ++s) {
         const auto row = [&](i32 e) { return load(s * Piece::kKeys + e); };
@@ -225,7 +225,7 @@ struct QuantizeV {
   // prepare_k_mean().
   template <class Source, class Load>
   __device__ __forceinline__ void prepare_scales(const Source& source, i32 head, bool store, Load load_rows) const {
-    const i64 first = static_cast<i64>(head) * Config::kHeadDim;
+    const i64 first = channel_index<Config>(head);
     Sample<Config> sample;
     sample.load(source);
     load_rows();
@@ -310,7 +310,7 @@ struct QuantizeV {
 #pragma unroll
         for (i32 i = 0; i < kVector; ++i) x[0][i] = map(x[0][i], i);
         if (!(abs_max(x) < ptx::infinity())) {
-          Block::mark_spoilt(shared, piece.tile, Piece::first_channel() / KvLine::kChannels);
+          Block::mark_spoilt(shared, piece.tile, Piece::first_channel() / KvLine::kChannelsOfMark);
         }
         note_largest(piece.tile, make_finite(x), largest);
       }

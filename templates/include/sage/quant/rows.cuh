@@ -8,10 +8,10 @@
 namespace sage {
 
 // Whether all rows take the path of smoothed or rotated rows, even rows that are neither: in the entry point for all
-// other rows (Rows::kAny), and at 4 bits, where nearly all rows are smoothed or rotated. A second path would double the
+// other rows (SourceRows::kAny), and at 4 bits, where nearly all rows are smoothed or rotated. A second path would double the
 // compile time.
-template <class Config, Rows kSource>
-constexpr bool kAlwaysChanged = kSource == Rows::kAny || Config::kQkBits == 4;
+template <class Config, SourceRows kSource>
+constexpr bool kAlwaysChanged = kSource == SourceRows::kAny || Config::kQk == Qk::kInt4;
 
 // Largest magnitude; NaN or infinity where an element is not finite.
 template <i32 kRows>
@@ -66,12 +66,12 @@ __device__ __forceinline__ void prepare_no_mean(float (&mean)[Config::kHeadDim],
 
 // Quantized rows of Q and K, and where they lie in a tile.
 template <class Config>
-struct QuantizedRows : Integers<Config::kQkBits> {
+struct QuantizedRows : Integers<bits_of(Config::kQk)> {
   // Where eight channels of a row lie in a tile, as part of a chunk; eight rows further by eight rows' bytes.
-  template <class Rows>
+  template <class Swizzle>
   __device__ __forceinline__ static i32 offset(i32 row, i32 first_channel) {
-    const i32 byte = first_channel * Config::kQkBits / 8;
-    return Rows::offset(row, byte / 16) + byte % 16;
+    const i32 byte = first_channel * bits_of(Config::kQk) / 8;
+    return Swizzle::offset(row, byte / 16) + byte % 16;
   }
 };
 

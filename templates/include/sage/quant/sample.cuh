@@ -42,13 +42,14 @@ __device__ constexpr i32 sampled_row(i32 sample, i32 rows) {
 // Config: kHeadDim, kThreads.
 template <class Config>
 struct Sample {
-  static constexpr i32 kVectors = Config::kHeadDim / kVector;  // threads side by side on a row
-  static constexpr i32 kSlots = Config::kThreads / kVectors;   // rows read at once
-  static constexpr i32 kSteps = kSamples / kSlots;
+  static constexpr i32 kVectors = Config::kHeadDim / kVector;      // threads side by side on a row
+  static constexpr i32 kRowsAtOnce = Config::kThreads / kVectors;  // rows read at once
+  static constexpr i32 kSteps = kSamples / kRowsAtOnce;
   static constexpr float kWeight = 1.0f / kSamples;  // of a sample: sums stay within f32
-  static_assert(kSamples % kSlots == 0, "every thread reads equally many rows");
+  static_assert(kSamples % kRowsAtOnce == 0, "every thread reads equally many rows");
 
-  using Parts = float[kSlots][Config::kHeadDim];  // the sums of each thread, shared memory, at a multiple of 16 bytes
+  using Parts =
+      float[kRowsAtOnce][Config::kHeadDim];  // the sums of each thread, shared memory, at a multiple of 16 bytes
 
   Raw raw[kSteps];
 
@@ -62,7 +63,7 @@ struct Sample {
   // called for every channel of the head, by one thread each, behind a barrier.
   template <class Source, class Value, class OnMean>
   __device__ __forceinline__ void average(const Source& source, Parts& parts, Value value, OnMean on_mean) const {
-    const i32 slot = ptx::thread_index() / kVectors;
+    const i32 row_slice = ptx::thread_index() / kVectors;
     float sum[kVector];
     add_up(source, value, sum);
     bool finite = true;
@@ -71,14 +72,14 @@ struct Sample {
     if (!finite) add_up(source, [&](float x, i32 i) { return finite_or_zero(value(x, i)); }, sum);
 #pragma unroll
     for (i32 i = 0; i < kVector; i += 4) {
-      *reinterpret_cast<Four*>(parts[slot] + first_channel() + i) = {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]};
+      *reinterpret_cast<Four*>(parts[row_slice] + first_channel() + i) = {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]};
     }
     __syncthreads();
     const float weights = min(source.rows, kSamples) * kWeight;
     for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
       float total = parts[0][c];
 #pragma unroll
-      for (i32 t = 1; t < kSlots; ++t) total += parts[t][c];
+      for (i32 t = 1; t < kRowsAtOnce; ++t) total += parts[t][c];
       on_mean(c, divide(total, weights));
     }
   }
@@ -108,7 +109,7 @@ struct Sample {
   }
 
   __device__ __forceinline__ static i32 sample_of_step(i32 step) {
-    return step * kSlots + ptx::thread_index() / kVectors;
+    return step * kRowsAtOnce + ptx::thread_index() / kVectors;
   }
 };
 

@@ -16,9 +16,9 @@ struct alignas(16) Raw {
 // The rows that an entry point takes. kBf16, kF16: rows of that type which start at multiples of 16 bytes and hold
 // whole vectors, so that one load takes eight channels without a branch. kAny: all rows. The host picks the entry
 // point.
-enum class Rows { kBf16, kF16, kAny };
+enum class SourceRows { kBf16, kF16, kAny };
 
-template <Rows kSource>
+template <SourceRows kSource>
 struct Source {
   const u8* head;  // first row of one head
   i64 row_bytes;   // from row to row
@@ -40,7 +40,7 @@ struct Source {
   // last row.
   __device__ __forceinline__ Raw load(i32 row, i32 channel) const {
     const u8* from = head + channel * sizeof(u16) + min(row, rows - 1) * row_bytes;
-    if constexpr (kSource != Rows::kAny) {
+    if constexpr (kSource != SourceRows::kAny) {
       const ptx::U32x4 words = ptx::load_global_u32x4(from, channel < headdim);
       return {words.x, words.y, words.z, words.w};
     }
@@ -56,7 +56,7 @@ struct Source {
 
   // A branch on it is uniform over the grid.
   __device__ __forceinline__ bool is_bf16() const {
-    return kSource == Rows::kBf16 || (kSource == Rows::kAny && dtype == Dtype::kBf16);
+    return kSource == SourceRows::kBf16 || (kSource == SourceRows::kAny && dtype == Dtype::kBf16);
   }
 
   __device__ __forceinline__ void convert(const Raw& raw, float (&x)[kVector]) const {
@@ -77,7 +77,7 @@ struct Source {
 };
 
 // Of each channel the largest and the smallest of a thread's values, two channels a word. NaN where one is NaN.
-template <Rows kSource>
+template <SourceRows kSource>
 struct Extremes {
   const Source<kSource>& source;
   Raw largest, smallest;
@@ -116,7 +116,7 @@ struct Extremes {
 };
 
 // Rows of a tile that a thread reads more than once. Held: all rows are loaded into registers at once, so that their
-// latencies overlap. Not held (Rows::kAny): each row is loaded when it is read, and loops over rows are not unrolled,
+// latencies overlap. Not held (SourceRows::kAny): each row is loaded when it is read, and loops over rows are not unrolled,
 // since a row then takes eight loads, whose addresses would fill the registers.
 template <bool kHeld, i32 kCount>
 struct HeldRows {

@@ -57,13 +57,13 @@ constexpr i32 kKeyGroups = 4;
 // Which rows of a warp share a scale: group g holds the rows m with m % kRowGroups == g. At 8 bits these are the rows
 // of the lanes 4g..4g+3. At 4 bits, whose steps are coarse, every row has a scale of its own.
 template <class Config>
-constexpr i32 kRowGroups = Config::kQkBits == 4 ? Config::kWarpM : 8;
+constexpr i32 kRowGroups = Config::kQk == Qk::kInt4 ? Config::kWarpM : 8;
 
 // The line of a KV tile: its scales, and which keys and channels hold what is not finite. The first kLoaded bytes are
 // loaded to shared memory with the tile.
 struct KvLine {
   static constexpr i32 kMost = 128;  // keys of a tile
-  static constexpr i32 kChannels = 8;
+  static constexpr i32 kChannelsOfMark = 8;
 
   // Index: lane % 4 of the threads that multiply with the scale. A sign is set where a key, or a value, is not finite.
   struct Factors {
@@ -71,7 +71,8 @@ struct KvLine {
     float v_factor;  // V less its mean is V̂ · v_factor · v_scale; a power of two, equal in all groups
   } group[kKeyGroups];
   u32 k_spoilt[kMost / 32];  // written where a k_scale has its sign set: a bit for each key that is not finite
-  u32 v_spoilt[1];  // written where a v_factor has its sign set: a bit for each kChannels channels with such a value
+  u32 v_spoilt
+      [1];  // written where a v_factor has its sign set: a bit for each kChannelsOfMark channels with such a value
 
   static constexpr i32 kLoaded = kKeyGroups * sizeof(Factors);
   static constexpr i32 kBytes = 128;  // tiles stay aligned to whole lines
@@ -80,7 +81,7 @@ struct KvLine {
 // Rows and bytes of one tile of each quantized tensor.
 template <class Config>
 struct TileLayout {
-  static constexpr i32 kQkRowBytes = Config::kHeadDim * Config::kQkBits / 8;
+  static constexpr i32 kQkRowBytes = Config::kHeadDim * bits_of(Config::kQk) / 8;
   static constexpr bool kTransposedV = Config::kPv == Pv::kE4m3;
 
   using QRows = SwizzledRows<kQkRowBytes>;
@@ -99,7 +100,7 @@ struct TileLayout {
 
   // A KV tile: offsets of its parts, and its size.
   static constexpr i32 kV = kKBytes, kLine = kV + kVBytes, kKvBytes = kLine + KvLine::kBytes;
-  static_assert(Config::kBlockN <= KvLine::kMost && Config::kHeadDim <= 32 * KvLine::kChannels);
+  static_assert(Config::kBlockN <= KvLine::kMost && Config::kHeadDim <= 32 * KvLine::kChannelsOfMark);
 };
 
 }  // namespace sage

@@ -1,6 +1,6 @@
 // Attention on Hopper: a persistent, warp-specialized kernel of wgmma and TMA bulk copies.
 //
-// A dynamic tile scheduler hands query tiles to the blocks. Warpgroup 0 is the producer (producer.cuh): one of its
+// A dynamic tile scheduler hands work tiles to the blocks. Warpgroup 0 is the producer (producer.cuh): one of its
 // threads issues the TMA loads, of Q into one of two buffers and of KV tiles into a pipeline of kStages stages, and
 // runs ahead into the next query tile. The other warpgroups are consumers of 64 query rows each (mainloop.cuh). Two
 // consumers ping-pong (pingpong.cuh): one issues its products while the other runs its softmax. Products of both at a
@@ -19,12 +19,12 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQkBits, kPv, kPvAccum, kMask, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
+// Config: kHeadDim, kQk, kPv, kPvAccum, kMask, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
 template <class Config>
 struct AttentionWgmma {
   using Traits = WgmmaTraits<Config>;
   using Shared = SharedStorage<Config>;
-  using Product = PvE4m3<Config>;
+  using Product = E4m3Operand<Config>;
   static constexpr i32 kConsumers = Traits::kConsumers, kThreads = Traits::kThreads;
   static constexpr bool kTogether = Traits::kTogether;
 

@@ -12,8 +12,9 @@
 // Source: SageAttention2, Algorithm 1; "FlashAttention-3", section 3.2.
 #pragma once
 
-#include "sage/attn/pv_mma.cuh"
-#include "sage/attn/scores.cuh"
+#include "sage/attn/apply_mask.cuh"
+#include "sage/attn/kv_scales.cuh"
+#include "sage/attn/p_operand.cuh"
 #include "sage/attn/wgmma/pingpong.cuh"
 #include "sage/attn/wgmma/shared_storage.cuh"
 #include "sage/attn/wgmma/softmax.cuh"
@@ -25,20 +26,22 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQkBits, kPv, kPvAccum, kMask, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
+// Config: kHeadDim, kQk, kPv, kPvAccum, kMask, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
 template <class Config>
 struct Mainloop {
   using Traits = WgmmaTraits<Config>;
   using Layout = TileLayout<Config>;
   using Shared = SharedStorage<Config>;
   using KvStage = PipelineState<Config::kStages>;
-  using Product = PvE4m3<Config>;
+  using Product = E4m3Operand<Config>;
   using Softmax = TileSoftmax<Config, Product, Traits::kRoom>;
   static constexpr bool kTogether = Traits::kTogether, kPairs = Traits::kPairs, kOpenEnd = Traits::kOpenEnd;
-  static constexpr i32 kFullBehindPair = kOpenEnd ? 0 : 1;  // full tiles behind the first of two that the loop asks for
+  static constexpr i32 kFullBehindPair = kOpenEnd ? 0 : 1;  // full tiles that must follow a pair's first tile
   static constexpr i32 kRows = Config::kWarpM / 8;          // of a thread
   static constexpr i32 kNTiles = Config::kBlockN / 8;
   static constexpr i32 kOutputs = Config::kHeadDim / 2;  // registers of a thread for O
+  // attend() starts at KV tile 0, and masks behind the full tiles alone.
+  static_assert(VisibleKeys<Config::kMask>::begin == 0, "a mask with a first key needs masked tiles in front");
 
   const AttnParams& params;
   const Shared shared;
@@ -53,16 +56,16 @@ struct Mainloop {
   Softmax softmax = {};
   OutputAccumulator<Config> acc_o = {};
   float exact_sum[kRows] = {};  // of this thread's P before it is rounded; only where a log-sum-exp is wanted
-  u32 signs = 0;                // of the tiles' facts, in the sign bit: whether one held what is not finite
+  u32 signs = 0;                // of the tiles' scales, in the sign bit: whether one held what is not finite
 
   // What one step leaves to the next.
   float acc_r[kOutputs + 4];  // R: P·V and the sums of P of one tile or two, as a wgmma's D
-  float alpha[kRows] = {};    // what O must be multiplied by before R is added
+  float alpha[kRows] = {};    // rescales O at the next promotion
   typename Softmax::Scores acc_s;
   typename Product::Operand p;
   i32 previous;    // stage of the tile whose P this is
   float v_factor;  // of that tile
-  float o_factor;  // in which O counts: v_factor when R is added
+  float o_factor;  // unit of O; equals v_factor at every promotion
 
   __device__ __forceinline__ Mainloop(const AttnParams& params_, const Shared& shared_, const WorkTile& work_,
                                       i32 warp_, i32 lane_, u32 q_rows_, float q_scale_, i32 consumer,
@@ -89,7 +92,7 @@ struct Mainloop {
     issue_qk();
     const KvStage here = stage;
     stage.advance();
-    const float scale = score_scale(facts_of(here));
+    const float scale = score_scale(scales_of(here));
     ptx::wgmma_wait<0>();
     float own_largest[kRows];
     if (work.kv.full_end > 0) {
@@ -134,24 +137,24 @@ struct Mainloop {
   // P·V of the tile before, and P of this tile. `open`: R holds P·V of the first tile of a pair.
   template <bool kLse, bool kMasked, Sum kSum>
   __device__ __forceinline__ void step(i32 tile, bool open) {
-    pingpong.wait();
-    issue_pv(open);
+    pingpong.wait();  // the other consumer has issued its products and reduced its scores
+    issue_pv(open);   // R (+)= P · V of the tile before
     if constexpr (!kTogether) wait_pv<0>();
-    issue_qk();
+    issue_qk();  // S = Q · K of this tile
     const KvStage here = stage;
     stage.advance();
-    const float scale = score_scale(facts_of(here));
-    if constexpr (kTogether) wait_pv<1>();
+    const float scale = score_scale(scales_of(here));
+    if constexpr (kTogether) wait_pv<1>();  // R is done, and its stage free
     const float r_factor = v_factor;
     float pending[kRows];
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) pending[r] = alpha[r];
-    if constexpr (kSum != kOpens) promote();
+    if constexpr (kSum != kOpens) promote();  // O = alpha · O + R, under Q · K
     if constexpr (kSum == kCloses && !kTogether && !kLse) keep_in_front(here);
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<0>();  // S is done
     float own_largest[kRows];
-    finish_scores<kMasked>(tile, scale, here, own_largest);
-    pingpong.arrive_behind(own_largest);
+    finish_scores<kMasked>(tile, scale, here, own_largest);  // delta_s, mask, largest scores
+    pingpong.arrive_behind(own_largest);                     // the other consumer may issue its products
     // Where the P·V above opened R, R takes this tile too: references may rise, and do not restart.
     exponentiate<kLse, kMasked, kSum != kOpens>(scale, own_largest, here);
     if constexpr (kSum == kOpens) rescale_r(pending, r_factor);
@@ -172,14 +175,14 @@ struct Mainloop {
     ptx::wgmma_commit();
   }
 
-  // The KvLine's facts for this thread. Read twice a step: keeping them across the ping-pong would cost registers.
-  __device__ __forceinline__ KvTileFacts facts_of(const KvStage& here) const {
+  // The KvLine's scales for this thread. Read twice a step: keeping them across the ping-pong would cost registers.
+  __device__ __forceinline__ KvTileScales scales_of(const KvStage& here) const {
     return {shared.kv_stage(here.index) + Shared::kLine, lane};
   }
 
   // The scale of this thread's scores in that tile.
-  __device__ __forceinline__ float score_scale(const KvTileFacts& facts) const {
-    return fmaxf(q_scale * fabsf(facts.k_scale), kSmallestScale);
+  __device__ __forceinline__ float score_scale(const KvTileScales& scales) const {
+    return fmaxf(q_scale * fabsf(scales.k_scale), kSmallestScale);
   }
 
   // R also takes the next tile's P·V. If that tile's softmax raised a row's reference, or its V has another v_factor,
@@ -200,7 +203,7 @@ struct Mainloop {
     for (i32 r = 0; r < kRows; ++r) alpha[r] *= pending[r];
   }
 
-  // Brings O to the factor of the tile whose P this is.
+  // Rescales O to v_factor of the tile whose P is in registers.
   __device__ __forceinline__ void change_factor() {
     if (o_factor == v_factor) return;
     scale_output(o_factor * reciprocal_of_power_of_two(v_factor));
@@ -254,7 +257,7 @@ struct Mainloop {
                                                 float (&own_largest)[kRows]) {
     constexpr bool kFinished = kMasked || Config::kSmoothQ;
     if constexpr (kFinished) convert_scores(shared.kv_stage(here.index), scale);
-    if constexpr (kMasked) Scores<Config>::mask(acc_s, params, work, warp, lane, tile);
+    if constexpr (kMasked) apply_mask<Config>(acc_s, params, work, warp, lane, tile);
     Softmax::template find_largest<kFinished>(acc_s, own_largest);
   }
 
@@ -264,10 +267,10 @@ struct Mainloop {
   __device__ __forceinline__ void exponentiate(float scale, const float (&own_largest)[kRows], const KvStage& here) {
     constexpr bool kFinished = kMasked || Config::kSmoothQ;
     softmax.template move_references<kRestart>(own_largest, Config::kSmoothQ ? 1.0f : scale, alpha);
-    const KvTileFacts facts = facts_of(here);
-    v_factor = fabsf(facts.v_factor);
-    signs |= facts.signs();
-    if constexpr (!Config::kSmoothQ) scale = score_scale(facts);
+    const KvTileScales scales = scales_of(here);
+    v_factor = fabsf(scales.v_factor);
+    signs |= scales.signs();
+    if constexpr (!Config::kSmoothQ) scale = score_scale(scales);
     else if constexpr (kTogether) scale = ptx::load_shared_f32(shared.first + Shared::kOne);
     else scale = 1.0f;
     softmax.template exponentiate<kFinished>(acc_s, scale);
@@ -277,12 +280,12 @@ struct Mainloop {
   }
 
   // Scores as f32: where Q is smoothed, with delta_s added and in log2 units, so that their scale is one from there on.
-  __device__ __forceinline__ void convert_scores(u32 slot, float scale) {
+  __device__ __forceinline__ void convert_scores(u32 stage_address, float scale) {
 #pragma unroll
     for (i32 n = 0; n < kNTiles; ++n) {
       ptx::F32x2 delta;
       if constexpr (Config::kSmoothQ)
-        delta = ptx::load_shared_f32x2(slot + Shared::kDelta + (8 * n + lane % 4 * 2) * 4);
+        delta = ptx::load_shared_f32x2(stage_address + Shared::kDelta + (8 * n + lane % 4 * 2) * 4);
 #pragma unroll
       for (i32 c = 0; c < 4; ++c) {
         float score = static_cast<float>(acc_s[0][n][c]);
@@ -294,7 +297,7 @@ struct Mainloop {
 
   // A fence for the compiler, which moves no arithmetic across a loop: this loop waits for a stage that is full
   // already. Without it the compiler moves the promotion behind the wait for the scores, where the tensor cores idle.
-  // Called only where the compiler does that: the loop costs 2 % where consumers ping-pong.
+  // Called only where the compiler moves it: where consumers ping-pong, the loop saves nothing (docs/decisions.md).
   __device__ __forceinline__ void keep_in_front(const KvStage& here) const {
     ptx::mbarrier_wait(shared.full(here.index), here.phase);
   }

@@ -20,10 +20,10 @@ struct PingPong {
   __device__ __forceinline__ void arrive(u32 never = 0) const {
     if constexpr (kActive) ptx::barrier_arrive(barrier(1 - consumer) + never, 2 * kWarpgroup);
   }
-  // Arrives behind the row maxima and in front of the exponentials: sooner or later is slower (docs/decisions.md), and the
-  // compiler would move the arrival to either place. Behind the maxima: they select the barrier, though always the same
-  // one, for no arithmetic makes a signalling NaN. In front of the exponentials: these wait for a load that is issued behind
-  // the arrival (Mainloop::exponentiate()).
+  // Arrives between the row maxima and the exponentials; earlier or later is slower (docs/decisions.md). The compiler
+  // would move the arrival, so two dependences pin it. The barrier's number depends on the maxima, by a comparison with
+  // a signalling NaN, which no arithmetic produces. The exponentials depend on a load that is issued behind the arrival
+  // (Mainloop::exponentiate()).
   template <i32 kRows>
   __device__ __forceinline__ void arrive_behind(const float (&own_largest)[kRows]) const {
     bool never = false;

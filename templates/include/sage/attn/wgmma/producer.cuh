@@ -1,4 +1,5 @@
-// The producer: one thread that issues the TMA loads of all query tiles that the tile scheduler hands to its block.
+// The producer's one working thread: it issues the TMA loads of all work tiles that the tile scheduler hands to its
+// block.
 #pragma once
 
 #include "sage/attn/wgmma/pipeline.cuh"
@@ -32,7 +33,7 @@ struct Producer {
       query.advance();
       scheduler.advance();
 #pragma unroll 1
-      for (i32 tile = 0; tile < work.kv.end; ++tile, stage.advance()) {
+      for (i32 tile = work.kv.begin; tile < work.kv.end; ++tile, stage.advance()) {
         ptx::mbarrier_wait(shared.empty(stage.index), stage.phase ^ 1);  // at once in the first round
         load_tile(work, tile, stage.index);
       }
@@ -49,14 +50,14 @@ struct Producer {
 
   __device__ __forceinline__ void load_query(const WorkTile& work, i32 buffer) const {
     const i64 q_tile = q_tile_index(work.q_head, params.q_tiles, work.q_tile);
-    const i64 channel = static_cast<i64>(work.kv_head) * Config::kHeadDim;
-    const u32 full = shared.query_full(buffer), to = shared.query(buffer), channels = to + Shared::kChannels;
+    const i64 channel = channel_index<Config>(work.kv_head);
+    const u32 full = shared.query_full(buffer), to = shared.query(buffer), constants = to + Shared::kChannelConstants;
     ptx::mbarrier_arrive_expect_tx(full, Layout::kQBytes + (Config::kSmoothV ? 2 : 1) * Shared::kChannelBytes +
                                              Shared::kQScalesBytes + Shared::kRowBiasBytes);
     ptx::bulk_copy(to, params.q_hat + q_tile * Layout::kQBytes, Layout::kQBytes, full);
-    ptx::bulk_copy(channels, params.v_scale + channel, Shared::kChannelBytes, full);
+    ptx::bulk_copy(constants, params.v_scale + channel, Shared::kChannelBytes, full);
     if constexpr (Config::kSmoothV) {
-      ptx::bulk_copy(channels + Shared::kChannelBytes, params.v_mean + channel, Shared::kChannelBytes, full);
+      ptx::bulk_copy(constants + Shared::kChannelBytes, params.v_mean + channel, Shared::kChannelBytes, full);
     }
     ptx::bulk_copy(to + Shared::kQScales, params.q_scale + q_tile * (Shared::kQScalesBytes / 4), Shared::kQScalesBytes,
                    full);
@@ -65,14 +66,14 @@ struct Producer {
 
   __device__ __forceinline__ void load_tile(const WorkTile& work, i32 tile, i32 stage) const {
     const u8* from = work.template kv_tile<Config>(params, tile);
-    const u32 slot = shared.kv_stage(stage), full = shared.full(stage);
+    const u32 to = shared.kv_stage(stage), full = shared.full(stage);
     ptx::mbarrier_arrive_expect_tx(full, Layout::kLine + KvLine::kLoaded + Shared::kDeltaBytes);
-    ptx::bulk_copy(slot, from, Layout::kLine, full);
-    ptx::bulk_copy(slot + Shared::kLine, from + Layout::kLine, KvLine::kLoaded, full);
+    ptx::bulk_copy(to, from, Layout::kLine, full);
+    ptx::bulk_copy(to + Shared::kLine, from + Layout::kLine, KvLine::kLoaded, full);
     if constexpr (Config::kSmoothQ) {
-      const i64 row = q_tile_index(work.q_head - params.first_head, params.q_tiles, work.q_tile);
-      const float* delta = params.delta_s + (row * params.kv_tiles + tile) * Config::kBlockN;
-      ptx::bulk_copy(slot + Shared::kDelta, delta, Shared::kDeltaBytes, full);
+      const i64 row =
+          delta_s_index(work.q_head - params.first_head, params.q_tiles, work.q_tile, params.kv_tiles, Config::kBlockN);
+      ptx::bulk_copy(to + Shared::kDelta, params.delta_s + row + tile * Config::kBlockN, Shared::kDeltaBytes, full);
     }
   }
 };

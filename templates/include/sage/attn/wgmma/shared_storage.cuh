@@ -2,7 +2,7 @@
 #pragma once
 
 #include "sage/attn/epilogue.cuh"
-#include "sage/attn/kv_facts.cuh"
+#include "sage/attn/kv_scales.cuh"
 #include "sage/problem/work_tile.cuh"
 #include "sage/ptx/shared.cuh"
 #include "sage/tile/layout.cuh"
@@ -20,9 +20,9 @@ namespace sage {
 template <class Config>
 struct SharedStorage {
   using Layout = TileLayout<Config>;
-  static constexpr i32 kChannels = Layout::kQBytes;  // in a query buffer
+  static constexpr i32 kChannelConstants = Layout::kQBytes;  // in a query buffer
   static constexpr i32 kChannelBytes = Config::kHeadDim * 4;
-  static constexpr i32 kQScales = kChannels + 2 * kChannelBytes;
+  static constexpr i32 kQScales = kChannelConstants + 2 * kChannelBytes;
   static constexpr i32 kQScalesBytes = Config::kBlockM / Config::kWarpM * kRowGroups<Config> * 4;
   static constexpr i32 kRowBias = kQScales + kQScalesBytes, kRowBiasBytes = Config::kBlockM * 4;
   static constexpr i32 kQueryTile = kRowBias + kRowBiasBytes;
@@ -71,10 +71,10 @@ struct ConstantsInShared {
     return ptx::load_shared_f32(query + Shared::kRowBias + row * 4);
   }
   __device__ __forceinline__ ptx::F32x2 v_scale(i32 channel) const {
-    return ptx::load_shared_f32x2(query + Shared::kChannels + channel * 4);
+    return ptx::load_shared_f32x2(query + Shared::kChannelConstants + channel * 4);
   }
   __device__ __forceinline__ ptx::F32x2 v_mean(i32 channel) const {
-    return ptx::load_shared_f32x2(query + Shared::kChannels + Shared::kChannelBytes + channel * 4);
+    return ptx::load_shared_f32x2(query + Shared::kChannelConstants + Shared::kChannelBytes + channel * 4);
   }
 };
 

@@ -56,7 +56,7 @@ struct TileSoftmax : RowReferences<Product, Config::kWarpM / 8> {
     }
   }
 
-  // Adds P to sums that alpha brings to the new references.
+  // sum = alpha · sum + P.
   __device__ __forceinline__ static void add(const Scores& acc_s, const float (&alpha)[kRows], float (&sum)[kRows]) {
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {

@@ -1,4 +1,4 @@
-// The facts of a KV tile that a thread reads from the tile's line.
+// What a thread reads of a KV tile's line: the scale of its keys, and v_factor.
 #pragma once
 
 #include "sage/ptx/shared.cuh"
@@ -6,11 +6,11 @@
 
 namespace sage {
 
-struct KvTileFacts {
+struct KvTileScales {
   float k_scale, v_factor;  // as in KvLine: with signs
 
   // line: the tile's KvLine in shared memory.
-  __device__ __forceinline__ KvTileFacts(u32 line, i32 lane) {
+  __device__ __forceinline__ KvTileScales(u32 line, i32 lane) {
     const ptx::F32x2 factors = ptx::load_shared_f32x2(line + lane % 4 * sizeof(KvLine::Factors));
     k_scale = factors.x;
     v_factor = factors.y;

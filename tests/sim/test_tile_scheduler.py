@@ -1,4 +1,5 @@
-"""Blocks that take query tiles from a queue, kernels/queue.cu: each once, in which order, what count they leave."""
+"""The tile scheduler (kernels/tile_scheduler.cu): each work tile is drawn once, in which order, and what the counter
+holds afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from simbuild import PROJECT, Build, Source
 from simulator import Simulator, views
 
-KERNEL = Path(__file__).parent / "kernels" / "queue.cu"
+KERNEL = Path(__file__).parent / "kernels" / "tile_scheduler.cu"
 CACHED_TILES = 512  # KV tiles of 128 keys and 128 channels in 16 MB
 SHAPES = [(heads, q_tiles, kv_tiles) for heads in (1, 2, 6) for q_tiles in (1, 2, 5)
           for kv_tiles in (0, 1, 100, CACHED_TILES // 2, CACHED_TILES, 10 * CACHED_TILES)]
@@ -19,41 +20,42 @@ SHAPES = [(heads, q_tiles, kv_tiles) for heads in (1, 2, 6) for q_tiles in (1, 2
 
 @pytest.fixture(scope="module")
 def build() -> Build:
-    return simbuild.build([Source("queue", KERNEL)], PROJECT.build / "queue")
+    return simbuild.build([Source("tile_scheduler", KERNEL)], PROJECT.build / "tile_scheduler")
 
 
-def taken(build: Build, heads: int, q_tiles: int, kv_tiles: int, *, blocks: int, causal: bool, q_per_kv: int = 1,
+def drawn(build: Build, heads: int, q_tiles: int, kv_tiles: int, *, blocks: int, causal: bool, q_per_kv: int = 1,
           seed: int = 0) -> list[list[int]]:
-    """By block the query tiles that it takes, as head * q_tiles + tile; blocks run one after another in any order."""
+    """By block the work tiles that it draws, as head * q_tiles + tile; blocks run one after another in any order."""
     most = heads * q_tiles + 1
     tiles, count = torch.full((blocks, most), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     simulator = Simulator(build, seed)
-    simulator.know(*views({"taken": count}, {"list": tiles, "taken": count}))
-    simulator.launch_kernel("queue", struct.pack("<2Q6i", tiles.data_ptr(), count.data_ptr(), heads, heads // q_per_kv,
-                                                 q_tiles, kv_tiles, causal, most), blocks, 32)
+    simulator.know(*views({"tile_counter": count}, {"list": tiles, "tile_counter": count}))
+    params = struct.pack("<2Q6i", tiles.data_ptr(), count.data_ptr(), heads, heads // q_per_kv, q_tiles, kv_tiles,
+                         causal, most)
+    simulator.launch_kernel("tile_scheduler", params, blocks, 32)
     assert count.item() == 0, "the next launch starts from zero"
     return [row[:row.index(-1)] for row in tiles.tolist()]
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_every_query_tile_is_taken_once(build, causal):
+def test_every_work_tile_is_drawn_once(build, causal):
     for shape in SHAPES:
         for blocks in {1, min(3, shape[0] * shape[1]), shape[0] * shape[1]}:
-            lists = taken(build, *shape, blocks=blocks, causal=causal, seed=blocks)
+            lists = drawn(build, *shape, blocks=blocks, causal=causal, seed=blocks)
             assert sorted(sum(lists, [])) == list(range(shape[0] * shape[1])), shape
             assert all(lists), "every block has one"
 
 
-def test_full_attention_takes_tiles_in_order(build):
-    assert taken(build, 3, 4, 1000, blocks=1, causal=False) == [list(range(12))]
+def test_full_attention_draws_tiles_in_order(build):
+    assert drawn(build, 3, 4, 1000, blocks=1, causal=False) == [list(range(12))]
 
 
 @pytest.mark.parametrize(("kv_tiles", "q_per_kv", "heads_at_once"), [
     (1, 1, 6), (CACHED_TILES // 6, 1, 6), (CACHED_TILES // 4, 1, 4), (CACHED_TILES // 2, 1, 2), (CACHED_TILES, 1, 1),
     (10 * CACHED_TILES, 1, 1), (CACHED_TILES, 2, 2), (CACHED_TILES // 2, 2, 4), (10 * CACHED_TILES, 3, 3)])
-def test_causal_takes_long_tiles_first_of_as_many_heads_as_the_cache_holds(build, kv_tiles, q_per_kv, heads_at_once):
+def test_causal_draws_long_tiles_first_of_as_many_heads_as_the_cache_holds(build, kv_tiles, q_per_kv, heads_at_once):
     """Indices count the tiles of a head from the longest."""
     heads, q_tiles = 6, 3
-    order, = taken(build, heads, q_tiles, kv_tiles, blocks=1, causal=True, q_per_kv=q_per_kv)
+    order, = drawn(build, heads, q_tiles, kv_tiles, blocks=1, causal=True, q_per_kv=q_per_kv)
     assert order == [head * q_tiles + tile for first in range(0, heads, heads_at_once) for tile in range(q_tiles)
                      for head in range(first, min(first + heads_at_once, heads))]

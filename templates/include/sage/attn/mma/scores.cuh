@@ -1,13 +1,11 @@
-// The first product: integer scores of the query rows of a warp against one KV tile, and the mask.
+// The first product with mma.sync: integer scores of the query rows of a warp against one KV tile.
 //
-// With mma.sync the accumulators start at kScoreBiasBits instead of zero, so that the bits of each finished score are
-// the float kScoreBias + score: no integer is converted. All products read the start value from one fragment. The wgmma
-// family uses the mask alone.
+// The accumulators start at kScoreBiasBits instead of zero, so that the bits of each finished score are the float
+// kScoreBias + score: no integer is converted. All products read the start value from one fragment.
 // Source: SageAttention2, section 3.2 and appendix A.6.
 #pragma once
 
 #include "sage/attn/softmax.cuh"
-#include "sage/problem/work_tile.cuh"
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/mma.cuh"
 #include "sage/ptx/shared.cuh"
@@ -17,7 +15,7 @@ namespace sage {
 
 template <class Config>
 struct Scores {
-  using Rows = typename TileLayout<Config>::KRows;  // those of Q are the same
+  using Swizzle = typename TileLayout<Config>::KRows;  // those of Q are the same
   static constexpr i32 kMTiles = Config::kWarpM / 16, kNTiles = Config::kBlockN / 8;
   static constexpr i32 kSteps = TileLayout<Config>::kQkRowBytes / 32;  // 32 bytes of a row a product
   static_assert(kNTiles % 2 == 0, "one ldmatrix feeds two products");
@@ -29,8 +27,8 @@ struct Scores {
   u32 q_row, k_offset;
 
   __device__ __forceinline__ Scores(u32 sQ, i32 warp, i32 lane)
-      : q_row(sQ + warp * Config::kWarpM * Rows::kRowBytes + Rows::offset(lane % 16, lane / 16)),
-        k_offset(Rows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2)) {}
+      : q_row(sQ + warp * Config::kWarpM * Swizzle::kRowBytes + Swizzle::offset(lane % 16, lane / 16)),
+        k_offset(Swizzle::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2)) {}
 
   __device__ __forceinline__ void multiply(Accumulator& acc_s, u32 sK) const {
     const u32 k_row = sK + k_offset;
@@ -39,11 +37,11 @@ struct Scores {
     for (i32 step = 0; step < kSteps; ++step) {
       u32 q[kMTiles][4];
 #pragma unroll
-      for (i32 m = 0; m < kMTiles; ++m) ptx::ldmatrix_x4(q[m], Rows::moved(q_row, 16 * m, 2 * step));
+      for (i32 m = 0; m < kMTiles; ++m) ptx::ldmatrix_x4(q[m], Swizzle::moved(q_row, 16 * m, 2 * step));
 #pragma unroll
       for (i32 n = 0; n < kNTiles; n += 2) {
         u32 k[4];
-        ptx::ldmatrix_x4(k, Rows::moved(k_row, 8 * n, 2 * step));
+        ptx::ldmatrix_x4(k, Swizzle::moved(k_row, 8 * n, 2 * step));
 #pragma unroll
         for (i32 m = 0; m < kMTiles; ++m) {
           mma(acc_s[m][n], q[m], k[0], k[1], ptx::chain(step, bias, acc_s[m][n]));
@@ -71,31 +69,9 @@ struct Scores {
     }
   }
 
-  // Replaces the scores of the keys that a row does not see.
-  __device__ __forceinline__ static void mask(Accumulator& acc_s, const AttnParams& params, const WorkTile& work,
-                                              i32 warp, i32 lane, i32 tile) {
-    const i32 row = work.first_row + warp * Config::kWarpM + lane / 4;
-    const i32 first_key = tile * Config::kBlockN + lane % 4 * 2;
-    VisibleKeys<Config::kMask> keys[Config::kWarpM / 8];  // by row, from first_key on: this thread's are 8n and 8n + 1
-#pragma unroll
-    for (i32 r = 0; r < Config::kWarpM / 8; ++r) {
-      keys[r] = visible_keys<Config::kMask>(seqlen_of(params, work.batch), row + 8 * r).from(first_key);
-    }
-#pragma unroll
-    for (i32 m = 0; m < kMTiles; ++m) {
-#pragma unroll
-      for (i32 n = 0; n < kNTiles; ++n) {
-#pragma unroll
-        for (i32 c = 0; c < 4; ++c) {
-          if (!keys[2 * m + c / 2].contains(8 * n + c % 2)) acc_s[m][n][c] = kMaskedScore;
-        }
-      }
-    }
-  }
-
  private:
   __device__ __forceinline__ static void mma(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const i32 (&c)[4]) {
-    if constexpr (Config::kQkBits == 8) ptx::mma_m16n8k32_s8s8s32(d, a, b0, b1, c);
+    if constexpr (Config::kQk == Qk::kInt8) ptx::mma_m16n8k32_s8s8s32(d, a, b0, b1, c);
     else ptx::mma_m16n8k64_s4s4s32(d, a, b0, b1, c);
   }
 };

@@ -5,11 +5,12 @@
 // Source: SageAttention2, Algorithm 1.
 #pragma once
 
+#include "sage/attn/apply_mask.cuh"
 #include "sage/attn/epilogue.cuh"
-#include "sage/attn/kv_facts.cuh"
-#include "sage/attn/kv_stream.cuh"
-#include "sage/attn/pv_mma.cuh"
-#include "sage/attn/scores.cuh"
+#include "sage/attn/kv_scales.cuh"
+#include "sage/attn/mma/kv_stream.cuh"
+#include "sage/attn/mma/pv.cuh"
+#include "sage/attn/mma/scores.cuh"
 #include "sage/attn/spoilt.cuh"
 #include "sage/problem/work_tile.cuh"
 #include "sage/ptx/shared.cuh"
@@ -17,7 +18,7 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQkBits, kPv, kPvAccum, kMask, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
+// Config: kHeadDim, kQk, kPv, kPvAccum, kMask, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
 template <class Config>
 class AttentionMma {
  public:
@@ -48,7 +49,7 @@ class AttentionMma {
     for (i32 i = 0; i < Config::kStages - 1; ++i) stream.load(work.kv.begin + i, work.kv.begin + i < work.kv.end);
 
     const i64 warp_index = q_tile * (Config::kBlockM / Config::kWarpM) + warp;
-    Tile state(sQ, warp, lane, params.q_scale + warp_index * kRowGroups<Config> + lane / 4);
+    WarpState state(sQ, warp, lane, params.q_scale + warp_index * kRowGroups<Config> + lane / 4);
     i32 tile = work.kv.begin;
 #pragma unroll 1
     for (; tile < work.kv.full_begin; ++tile) state.template step<true>(params, work, stream, tile);
@@ -62,7 +63,8 @@ class AttentionMma {
     const bool spoilt = stream.met_spoilt();
     store_output<Config>(params, done, warp, lane, state.acc_o, state.softmax, state.softmax.row_sum, constants,
                          StoreFragments<Config>{});
-    // Where Q is smoothed, warp and lane would be spilt if they were kept till here; elsewhere reading them again spills.
+    // Where Q is smoothed, warp and lane would be spilt if they were kept till here; elsewhere reading them again
+    // spills.
     const i32 thread = Config::kSmoothQ ? ptx::thread_index() : threadIdx.x;
     SpoilRows<Config>(params, done, thread / kWarpSize, thread % kWarpSize).run(spoilt);
   }
@@ -75,7 +77,7 @@ class AttentionMma {
   static constexpr i32 kRows = Config::kWarpM / 8;  // of a thread
 
   // What a warp carries from tile to tile.
-  struct Tile {
+  struct WarpState {
     Softmax softmax;
     OutputAccumulator<Config> acc_o = {};
     const Scores<Config> scores;
@@ -83,7 +85,7 @@ class AttentionMma {
     const u32 v_offset;
     RowScales<Config> q_scale;  // of this thread's rows g, g + 8, ...
 
-    __device__ __forceinline__ Tile(u32 sQ, i32 warp_, i32 lane_, const float* q_scale_)
+    __device__ __forceinline__ WarpState(u32 sQ, i32 warp_, i32 lane_, const float* q_scale_)
         : scores(sQ, warp_, lane_), warp(warp_), lane(lane_), v_offset(Product::offset(lane_)) {
       softmax.clear();
 #pragma unroll
@@ -92,24 +94,28 @@ class AttentionMma {
 
     template <bool kMasked>
     __device__ __forceinline__ void step(const AttnParams& params, const WorkTile& work, Stream& stream, i32 tile) {
+      // Wait for the stage.
       const u32 stage = Stream::stage_of(tile);
       ptx::cp_async_wait<Config::kStages - 2>();
       __syncthreads();  // every thread's part of this tile is there, and every warp is done with the tile before
+      // Load ahead.
       const i32 ahead = tile + Config::kStages - 1;
       stream.load(ahead, ahead < work.kv.end);
 
+      // S = Q · K, delta_s, mask.
       typename Scores<Config>::Accumulator acc_s;
       scores.multiply(acc_s, stream.k(stage));
       // A thread meets one scale of K: that of its keys 8j + 2t and 8j + 2t + 1.
-      RowScales<Config> scale = q_scale.score_scales(fabsf(KvTileFacts(stream.line(stage), lane).k_scale));
+      RowScales<Config> scale = q_scale.score_scales(fabsf(KvTileScales(stream.line(stage), lane).k_scale));
       if constexpr (Config::kSmoothQ) {
         Scores<Config>::add_delta(acc_s, scale, stream.delta(stage), lane);
         scale = RowScales<Config>::ones();
       }
       if constexpr (kMasked) {
-        const WorkTile again = work_tile<Config>(params, ptx::block_index());  // no register held its rows
-        Scores<Config>::mask(acc_s, params, again, warp, lane, tile);
+        const WorkTile again = work_tile<Config>(params, ptx::block_index());  // recomputed: keeping it costs registers
+        apply_mask<Config>(acc_s, params, again, warp, lane, tile);
       }
+      // P, relative to references that rarely move.
       float offset[kRows];
       typename Product::Operand p;
       if (softmax.fits(acc_s, scale, offset)) {
@@ -120,9 +126,10 @@ class AttentionMma {
         rescale<Config>(acc_o, alpha);
         softmax.template exponentiate<false>(acc_s, scale, offset, p);
       }
-      const KvTileFacts facts(stream.line(stage), lane);  // again: no register held them
-      if (facts.spoilt()) stream.note_spoilt();
-      Product::accumulate(acc_o, softmax.row_sum, p, stream.v(stage) + v_offset, fabsf(facts.v_factor));
+      // O += P · V.
+      const KvTileScales scales(stream.line(stage), lane);  // reloaded: keeping them costs registers
+      if (scales.spoilt()) stream.note_spoilt();
+      Product::accumulate(acc_o, softmax.row_sum, p, stream.v(stage) + v_offset, fabsf(scales.v_factor));
     }
   };
 };

@@ -26,15 +26,16 @@ class KvStream {
  public:
   using Layout = TileLayout<Config>;
   static constexpr i32 kDeltaBytes = Config::kSmoothQ ? Config::kBlockN * 4 : 0;
-  static constexpr i32 kSlotBytes = Layout::kKvBytes;
-  static constexpr i32 kSpoilt = Config::kStages * (kSlotBytes + kDeltaBytes);
+  static constexpr i32 kStageBytes = Layout::kKvBytes;
+  static constexpr i32 kSpoilt = Config::kStages * (kStageBytes + kDeltaBytes);
   static constexpr i32 kBytes = kSpoilt + ceil_div(kThreads / kWarpSize, 4) * 16;  // of shared memory
 
   __device__ __forceinline__ KvStream(const AttnParams& params, const WorkTile& work, u32 shared) : first_(shared) {
     next_ = work.template kv_tile<Config>(params, work.kv.begin) + ptx::thread_index() * 16;
     if constexpr (Config::kSmoothQ) {
-      const i64 row = q_tile_index(work.q_head - params.first_head, params.q_tiles, work.q_tile);
-      delta_ = params.delta_s + row * params.kv_tiles * Config::kBlockN + ptx::thread_index() * 4;
+      const i64 row =
+          delta_s_index(work.q_head - params.first_head, params.q_tiles, work.q_tile, params.kv_tiles, Config::kBlockN);
+      delta_ = params.delta_s + row + ptx::thread_index() * 4;
     }
     if (ptx::thread_index() % kWarpSize == 0) ptx::store_shared_u32(own_spoilt(), 0);
   }
@@ -66,11 +67,11 @@ class KvStream {
 
   __device__ __forceinline__ static u32 stage_of(i32 tile) { return static_cast<u32>(tile) % Config::kStages; }
 
-  __device__ __forceinline__ u32 k(u32 stage) const { return first_ + stage * kSlotBytes; }
+  __device__ __forceinline__ u32 k(u32 stage) const { return first_ + stage * kStageBytes; }
   __device__ __forceinline__ u32 line(u32 stage) const { return k(stage) + Layout::kLine; }
   __device__ __forceinline__ u32 v(u32 stage) const { return k(stage) + Layout::kV; }
   __device__ __forceinline__ u32 delta(u32 stage) const {
-    return first_ + Config::kStages * kSlotBytes + stage * kDeltaBytes;
+    return first_ + Config::kStages * kStageBytes + stage * kDeltaBytes;
   }
 
  private:

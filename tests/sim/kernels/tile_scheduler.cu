@@ -1,13 +1,13 @@
-// The query tiles that each block of a grid takes from the tile scheduler, in its order (problem/tile_scheduler.cuh).
+// The work tiles that each block of a grid draws from the tile scheduler, in its order (problem/tile_scheduler.cuh).
 
 #include "sage/problem/tile_scheduler.cuh"
 #include "sage/ptx/special.cuh"
 
 using namespace sage;
 
-struct QueueParams {
-  i32* list;   // [blocks][most] indices
-  u32* taken;  // as in AttnParams
+struct SchedulerParams {
+  i32* list;          // [blocks][most] indices
+  u32* tile_counter;  // as in AttnParams
   i32 num_q_heads, num_kv_heads, q_tiles, kv_tiles, causal, most;
 };
 
@@ -18,9 +18,9 @@ struct OfMask {
 };
 
 template <class Config>
-__device__ __forceinline__ void list(const QueueParams& of) {
+__device__ __forceinline__ void list(const SchedulerParams& of) {
   AttnParams params = {};
-  params.taken = of.taken;
+  params.tile_counter = of.tile_counter;
   params.num_heads = of.num_q_heads, params.num_q_heads = of.num_q_heads, params.num_kv_heads = of.num_kv_heads;
   params.q_tiles = of.q_tiles, params.kv_tiles = of.kv_tiles;
   i32* to = of.list + ptx::block_index() * of.most;
@@ -29,7 +29,7 @@ __device__ __forceinline__ void list(const QueueParams& of) {
   scheduler.close();
 }
 
-extern "C" __global__ void queue(const __grid_constant__ QueueParams params) {
+extern "C" __global__ void tile_scheduler(const __grid_constant__ SchedulerParams params) {
   if (ptx::thread_index() > 0) return;
   if (params.causal) list<OfMask<Mask::kCausal>>(params);
   else list<OfMask<Mask::kFull>>(params);

@@ -1,6 +1,7 @@
-// The second product, O += P·V: how P is packed, and with mma.sync how the sum over tiles is kept.
+// The second product with mma.sync, O += P·V: how P is packed, and how the sum over tiles is kept.
 #pragma once
 
+#include "sage/attn/p_operand.cuh"
 #include "sage/attn/softmax.cuh"
 #include "sage/numerics/scale.cuh"
 #include "sage/ptx/ldmatrix.cuh"
@@ -10,10 +11,7 @@
 
 namespace sage {
 
-template <class Config>
-using OutputAccumulator = float[Config::kWarpM / 16][Config::kHeadDim / 8][4];
-
-// Row sums of P, with mma.sync. A product with ones sums f16 P, which saves an addition a score. Rounding e4m3 P would
+// Row sums of P. A product with ones sums f16 P, which saves an addition a score. Rounding e4m3 P would
 // move the sum, and the log-sum-exp with it, by as much as 6 % where one key dominates. For e4m3 P each thread
 // therefore adds up P before rounding (attn/softmax.cuh).
 template <class Config>
@@ -37,7 +35,7 @@ template <class Config>
 struct PvF16 {
   static constexpr i32 kMTiles = Config::kWarpM / 16, kOTiles = Config::kHeadDim / 8;
   static constexpr i32 kSteps = Config::kBlockN / 16;  // keys a product: 16
-  using Rows = typename TileLayout<Config>::VRows;
+  using Swizzle = typename TileLayout<Config>::VRows;
 
   // f16 reaches from 2^-24 to 2^16. When a reference is set, the largest P is 2^7, so that P down to 2^-21 of that
   // stays normal. P may exceed 2^7 by a factor of 2^8 before sums are rescaled.
@@ -60,7 +58,7 @@ struct PvF16 {
   }
 
   // 16 keys by two chunks of 8 channels, keys first.
-  __device__ __forceinline__ static u32 offset(i32 lane) { return Rows::offset(lane % 16, lane / 16); }
+  __device__ __forceinline__ static u32 offset(i32 lane) { return Swizzle::offset(lane % 16, lane / 16); }
 
   // v_factor: of the tile. O stays in the accumulators of the products: where v_factor is not one, rescale O to it and
   // back.
@@ -83,7 +81,7 @@ struct PvF16 {
 #pragma unroll
       for (i32 n = 0; n < kOTiles; n += 2) {
         u32 v[4];
-        ptx::ldmatrix_x4_trans(v, Rows::moved(v_row, 16 * step, n));
+        ptx::ldmatrix_x4_trans(v, Swizzle::moved(v_row, 16 * step, n));
 #pragma unroll
         for (i32 m = 0; m < kMTiles; ++m) {
           ptx::mma_m16n8k16_f16f16f32(acc_o[m][n], p[m][step], v[0], v[1], acc_o[m][n]);
@@ -111,34 +109,15 @@ struct PvF16 {
 // key_of_column().
 // Source: SageAttention2, section 3.4; SageAttention2++.
 template <class Config>
-struct PvE4m3 {
-  static constexpr i32 kMTiles = Config::kWarpM / 16, kOTiles = Config::kHeadDim / 8;
-  static constexpr i32 kSteps = Config::kBlockN / 32;  // keys a product: 32
-  static constexpr bool kF16Accum = Config::kPvAccum == PvAccum::kTwoLevelF16;
-  using Rows = typename TileLayout<Config>::VRows;
+struct PvE4m3 : E4m3Operand<Config> {
+  using E4m3Operand<Config>::kMTiles, E4m3Operand<Config>::kSteps, E4m3Operand<Config>::kF16Accum;
+  using typename E4m3Operand<Config>::Operand;
+  static constexpr i32 kOTiles = Config::kHeadDim / 8;
+  using Swizzle = typename TileLayout<Config>::VRows;
   static_assert(Config::kPvAccum != PvAccum::kF32, "13 bits are too few for a whole sequence");
-  static_assert(!kF16Accum || Config::kBlockN == 64, "224 · 4.5 · 64 is the most that f16 holds");
-
-  static constexpr float kTop = kF16Accum ? 7.807355f : 8.807355f;  // log2 of 224, and of 448, the largest e4m3
-  static constexpr float kLazyRise = 0.0f;                          // P fills its range: no room for more
-  static constexpr bool kWholeReference = false;
-  static constexpr bool kMayFall = true;  // below 2^-9 P is zero
-  static constexpr float kLazyFall = 6.0f;
-  static constexpr float kLargestFolded = 0.015625f;
-  static constexpr bool kSumsInThreads = true;
-  // The largest V̂. For sums in f32 it is the largest e4m3. For sums in f16, P up to 224 and a tile of 64 keys, it is
-  // the value with which no sum leaves f16. There is room for 40 times, or 12 times, the mean magnitude.
-  static constexpr float kVLimit = kF16Accum ? 4.5f : 448.0f, kVLeast = kVLimit / 32;
-  static constexpr float kVTypical = kF16Accum ? 0.375f : 11.0f;  // e4m3 holds both: a constant channel stays exact
-
-  using Operand = u32[kMTiles][kSteps][4];
-
-  __device__ __forceinline__ static void pack(Operand& p, i32 r, i32 j, const float (&x)[4]) {
-    p[r / 2][j / 4][r % 2 + 2 * (j / 2 % 2)] = ptx::e4m3x4(x[0], x[1], x[2], x[3]);
-  }
 
   // 8 channels by four chunks of 16 keys, chunks last.
-  __device__ __forceinline__ static u32 offset(i32 lane) { return Rows::offset(lane % 8, lane / 8); }
+  __device__ __forceinline__ static u32 offset(i32 lane) { return Swizzle::offset(lane % 8, lane / 8); }
 
   __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>&,
                                                     const Operand& p, u32 v_row, float v_factor) {
@@ -148,7 +127,7 @@ struct PvE4m3 {
 #pragma unroll
       for (i32 step = 0; step < kSteps; step += 2) {
         u32 (&pair)[4] = reinterpret_cast<u32 (&)[4]>(v[2 * step]);
-        ptx::ldmatrix_x4(pair, Rows::moved(v_row, 8 * n, 2 * step));
+        ptx::ldmatrix_x4(pair, Swizzle::moved(v_row, 8 * n, 2 * step));
       }
 #pragma unroll
       for (i32 m = 0; m < kMTiles; ++m) {
