@@ -140,7 +140,7 @@ def project(tmp_path: Path) -> Project:
     for header in _REAL_HEADERS:
         shutil.copy(ROOT / "templates/include/sage" / header, include)
     (include / "base.cuh").write_text('#pragma once\n#include "sage/params.cuh"\nconstexpr float kValue = 1.f;\n'
-                                     'enum Rows { kBf16, kF16, kAny };\nenum class Mask { kFull, kCausal };\n')
+                                     'enum SourceRows { kBf16, kF16, kAny };\nenum class Mask { kFull, kCausal };\n')
     for header, text in {"attn": _PRODUCTS, "quant": ""}.items():
         (include / f"{header}.cuh").write_text(f'#pragma once\n#include "sage/base.cuh"\n{text}')
     made.golden.mkdir(parents=True)

@@ -349,7 +349,8 @@ def two_kernels(matrix, other: Struct) -> dict:
 def test_kernels_that_share_a_struct_agree_on_it_wherever_they_are_for(project, matrix, how):
     """The runtime could fill in either layout, but it has one layout of a struct for all kernels."""
     layout = STRUCTS["AttnParams"]
-    swapped = layout._replace(fields={**layout.fields, "lse": layout.fields["taken"], "taken": layout.fields["lse"]})
+    fields = {**layout.fields, "lse": layout.fields["tile_counter"], "tile_counter": layout.fields["lse"]}
+    swapped = layout._replace(fields=fields)
     failure, = judge(two_kernels(matrix, swapped), matrix, Compilation(project, **how)).failures
     assert failure.endswith(": expected AttnParams as other kernels have it, got another layout")
     assert judge(two_kernels(matrix, STRUCTS["AttnParams"]), matrix, Compilation(project, **how)).failures == []

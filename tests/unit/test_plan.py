@@ -125,7 +125,7 @@ def test_buffers_are_aligned_disjoint_and_large_enough(pv_accum, qk, smooth_q):
     least = {"q_hat": q_rows * qk_row, "kv_hat": keys * (qk_row + v_row) + 2 * 3 * 4 * 128,
              "q_scale": q_rows // (1 if qk == "int4" else 4) * 4,
              "q_mean": 12 * 2 * 128 * 4 if smooth_q else 0, "k_mean": 6 * 128 * 4,
-             "v_scale": 6 * 128 * 4, "v_mean": 6 * 128 * 4, "row_bias": q_rows * 4, "taken": 4}
+             "v_scale": 6 * 128 * 4, "v_mean": 6 * 128 * 4, "row_bias": q_rows * 4, "tile_counter": 4}
     if smooth_q:
         least["delta_s"] = 12 * 2 * 4 * 64 * 4
     assert set(layout.offsets) == set(least)
