@@ -132,14 +132,14 @@ def _pingpong(report: Report) -> list[str]:
 
 
 def _promotion(kernel: PlannedKernel, report: Report) -> list[str]:
-    """Checks that promotion comes before the wait for the scores. It takes headdim / 2 additions a thread: 64 rows
+    """Checks that promotion comes before the wait for the scores. It takes headdim / 2 multiply-adds a thread: 64 rows
     times headdim over 128 threads."""
-    least, found = kernel.spec.headdim // 2, report.additions_under_products
+    least, found = kernel.spec.headdim // 2, report.promotion_under_products
     promotes = isinstance(kernel.spec, AttnSpec) and FAMILIES[kernel.family].promotes_under_products
     if not promotes or found >= least:
         return []
-    return [f"expected the promotion in front of the wait for the scores, {least} additions, got {found} there: keep "
-            "them in front by a loop, as attn/wgmma/mainloop.cuh does"]
+    return [f"expected the promotion in front of the wait for the scores, {least} multiply-adds, got {found} there: "
+            "keep them in front by a loop, as attn/wgmma/mainloop.cuh does"]
 
 
 def _tensor_cores(kernel: PlannedKernel, report: Report) -> list[str]:

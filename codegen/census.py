@@ -24,7 +24,7 @@ MATRIX = frozenset(("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA"))
 """Names of the tensor cores' instructions: H for f16, I for integers, Q for FP8; with a G, of a warpgroup."""
 
 _ARRIVAL, _WAIT_FOR_PRODUCTS = "BAR.ARV", "WARPGROUP.DEPBAR"
-_EXPONENTIAL, _ADDITION = "MUFU.EX2", "FFMA"
+_EXPONENTIAL, _MULTIPLY_ADD = "MUFU.EX2", "FFMA"
 
 _COPIES = frozenset(("LDGSTS", "UBLKCP", "UTMALDG"))  # asynchronous, from global to shared memory
 
@@ -81,7 +81,7 @@ def main_loop(functions: Iterable[Code]) -> MainLoop | None:
     return _counts(found) if found else None
 
 
-def additions_under_products(functions: Iterable[Code]) -> int:
+def promotion_under_products(functions: Iterable[Code]) -> int:
     """The multiply-adds of a Hopper consumer's main loop between its last two waits for products, the first for P·V,
     the second for Q·K. Promotion must stand there: behind the second wait the tensor cores idle."""
     loop = _main_loop(functions)
@@ -90,7 +90,7 @@ def additions_under_products(functions: Iterable[Code]) -> int:
     for instruction in (instruction for _, block in blocks for instruction in block.code):
         if instruction.opcode.startswith(_WAIT_FOR_PRODUCTS):
             found, counted = 0, found
-        elif instruction.name == _ADDITION:
+        elif instruction.name == _MULTIPLY_ADD:
             found += 1
     return counted
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from codegen.census import (
-    additions_under_products,
     exponentials_before_arrival,
     main_loop,
+    promotion_under_products,
     ptx_opcodes,
     tensor_opcodes,
 )
@@ -57,7 +57,7 @@ class Report:
     opcodes: dict[str, int]  # tensor-core instructions
     main_loop: MainLoop | None  # None for PTX and for a kernel without such instructions in a loop
     exponentials_before_arrival: int  # codegen/census.py; 0 for PTX and for kernels whose consumers do not ping-pong
-    additions_under_products: int  # codegen/census.py; 0 for kernels without asynchronous products
+    promotion_under_products: int  # its multiply-adds, codegen/census.py; 0 for kernels without asynchronous products
     info: KernelInfo  # what the kernel says of itself
 
     @classmethod
@@ -77,7 +77,7 @@ class Report:
         machine = MachineCode(registers=max(map(int, _REGISTERS.findall(compiled.log))), elf_abi=abi,
                               spill_bytes=sum(map(int, sum(_SPILLS.findall(compiled.log), ()))))
         return cls(compiler, machine, _known(_FIRST_DRIVER_OF_ABI, abi, "ABI"), tensor_opcodes(functions),
-                   main_loop(functions), exponentials_before_arrival(functions), additions_under_products(functions),
+                   main_loop(functions), exponentials_before_arrival(functions), promotion_under_products(functions),
                    of_elf(compiled.code))
 
     @classmethod

@@ -11,7 +11,7 @@ from records import STRUCTS
 
 from codegen import nvdisasm
 from codegen.budget import judge, register_budget
-from codegen.census import additions_under_products, exponentials_before_arrival, main_loop, tensor_opcodes
+from codegen.census import exponentials_before_arrival, main_loop, promotion_under_products, tensor_opcodes
 from codegen.compilation import Compilation
 from codegen.compiler import Report
 from codegen.errors import BuildError
@@ -195,7 +195,7 @@ def test_exponentials_count_from_the_last_wait_for_products_to_the_arrival():
     assert before_arrival(exp, exp, "BAR.SYNC.DEFER_BLOCKING") == 0
 
 
-def test_additions_count_between_the_last_two_waits_of_the_main_loop():
+def test_promotion_counts_between_the_last_two_waits_of_the_main_loop():
     listing = """
     FFMA R1,R1,R2,R3
 0x10: FFMA R1,R1,R2,R3
@@ -211,10 +211,10 @@ def test_additions_count_between_the_last_two_waits_of_the_main_loop():
     @P0 BRA 0x10
     EXIT
 """
-    assert additions_under_products(functions_of(listing)) == 2
+    assert promotion_under_products(functions_of(listing)) == 2
     late = listing.replace("gsb0,0x1\n    FFMA R1,R1,R2,R3\n    FFMA R1,R1,R2,R3\n", "gsb0,0x1\n")
-    assert additions_under_products(functions_of(late)) == 0
-    assert additions_under_products(functions_of(TWO_LOOPS)) == 0
+    assert promotion_under_products(functions_of(late)) == 0
+    assert promotion_under_products(functions_of(TWO_LOOPS)) == 0
 
 
 ATTN = "sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw"
@@ -282,20 +282,20 @@ def test_what_a_kernel_lacks_is_one_sentence(problems, changes, message):
 
 
 @pytest.mark.parametrize(("headdim", "least"), [(64, 32), (128, 64)])
-def test_hopper_adds_to_o_while_products_run(headdim, least):
+def test_hopper_promotes_while_products_run(headdim, least):
     project = Project(ROOT, ROOT / "build")
     matrix = read_matrix(project.matrix, project.templates)
     name = f"sage_attn_sm90_d{headdim}_qkint8_pve4m3_acc2f32_full_vraw_qraw"
     kernel, = (kernel for kernel in matrix.kernels if kernel.spec.name == name)
 
-    def problems(additions: int) -> list[str]:
-        report = report_of(384, additions_under_products=additions,
+    def problems(promotion: int) -> list[str]:
+        report = report_of(384, promotion_under_products=promotion,
                            opcodes={"IGMMA.64x128x32.S8.S8": 1, "QGMMA.64x136x32.F32.E4M3.E4M3": 1})
         return judge({kernel: report}, matrix, Compilation(project)).failures
 
     assert problems(least) == []
     found, = problems(least - 1)
-    assert f"the wait for the scores, {least} additions, got {least - 1} there: keep them in" in found
+    assert f"the wait for the scores, {least} multiply-adds, got {least - 1} there: keep them in" in found
 
 
 def test_without_tensor_cores_both_products_are_missed(problems):

@@ -97,7 +97,7 @@ def test_the_report_counts_registers_and_spills(compile):
     assert done.returncode == 0, done.stderr
     report = json.loads(cubin.with_suffix(".json").read_text())
     assert report.keys() == {"compiler", "machine", "first_driver", "opcodes", "main_loop",
-                             "exponentials_before_arrival", "additions_under_products", "info"}
+                             "exponentials_before_arrival", "promotion_under_products", "info"}
     assert (report["compiler"], report["first_driver"]) == (nvrtc.version(), 525)
     machine = Report.read(cubin).machine
     assert (machine.registers, machine.elf_abi) == (32, 7)
