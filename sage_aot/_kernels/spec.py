@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sage_aot._kernels.axes import AXES, ROWS
 
@@ -68,11 +68,12 @@ class KernelSpec:
 
     def companion(self, kind: str) -> KernelSpec:
         """The kernel of another kind that runs in the same call: same values on the axes that both have."""
-        values, other = self.values, KINDS[kind]
+        values: dict[str, Any] = self.values
+        other = KINDS[kind]
         missing = [axis for axis in other.axes() if axis not in values]
         if missing:
             raise ValueError(f"{self.name} does not determine {missing} of its {kind} kernel")
-        return other(**{axis: values[axis] for axis in other.axes()})  # type: ignore[arg-type]  # each axis has its type
+        return other(**{axis: values[axis] for axis in other.axes()})
 
 
 @dataclass(frozen=True)

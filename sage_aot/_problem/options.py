@@ -161,7 +161,7 @@ OPTIONS: dict[str, Option] = {field.name: Option(field.default, **field.metadata
 
 _NUMBERS = {index: option for index, option in enumerate(OPTIONS.values())
             if option.schema.rstrip("?") in ("int", "float")}
-"""By their places: the options whose value may be a number that a tracer does not know."""
+"""By index: the options whose value may be a number that a tracer does not know."""
 
 OPTION_OF_AXIS = {axis: next(name for name, option in OPTIONS.items() if option.axis == axis)
                   for axis in dict.fromkeys(option.axis for option in OPTIONS.values() if option.axis)}

@@ -14,13 +14,13 @@ import torch
 from sage_aot._problem.mask import Mask
 
 INPUT_CLASSES = ("normal", "outlier")
-"""Those that most tests and tables take."""
+"""Input classes of most tests and tables."""
 
 _SINK_NATS = {"sink13": 13.0, "sink15": 15.0}
 _HEAVY = {"heavy1": (12.0, 12.0, 1), "heavy4": (1.0, 30.0, 4)}  # factors of q and k, channels
 
 HARD_CLASSES = (*_SINK_NATS, *_HEAVY)
-"""Those that break 8-bit attention most."""
+"""Input classes that break 8-bit attention most."""
 
 _SCORES_AT_ONCE = 2**27  # elements of a float64 score matrix: 1 GB
 

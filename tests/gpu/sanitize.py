@@ -26,7 +26,7 @@ CALLS = [
 """Input class, dtype, [batch, heads, rows] of q and of k and v, channels fewer than the kernel's, and whether there are
 NaNs in keys of the first head and in values of the second."""
 
-QUEUE_CALL = ("normal", torch.bfloat16, (1, 150, 150), (1, 150, 700), 0, False)
+SCHEDULER_CALL = ("normal", torch.bfloat16, (1, 150, 150), (1, 150, 700), 0, False)
 """One more call for kernels of persistent blocks: more query tiles than any GPU has SMs, and more KV tiles than the
 pipeline has stages."""
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 def calls_of(spec: AttnSpec) -> list[tuple]:
     family = default_library().manifest.kernels[spec.name].family
-    return [*CALLS, QUEUE_CALL] if FAMILIES[family].persistent else CALLS
+    return [*CALLS, SCHEDULER_CALL] if FAMILIES[family].persistent else CALLS
 
 
 def _spoilt(spec: AttnSpec, out: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Sources of kernels, and the engine, → shared libraries, with ninja: in parallel, and only what changed.
 
 The include folder that kernels see is made of links: the headers of templates/include/sage, but for those of ptx/.
-Their place take the meanings in include/sage/ptx, so a wrapper without one is unknown to the compiler.
+The meanings in include/sage/ptx replace these, so a wrapper without one is unknown to the compiler.
 """
 
 from __future__ import annotations

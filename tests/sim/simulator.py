@@ -58,7 +58,7 @@ class Report:
                 f"{self.thread % 32} ({self.count} times): {self.detail}")
 
 
-MULTIPROCESSORS = 3
+SM_COUNT = 3
 """Of the GPU that is simulated: so few that a block of a grid which fits it takes several query tiles, and so that the
 last round of them is not whole."""
 
@@ -129,7 +129,7 @@ class SimulatedCall:
         layout = self.plan.problem.options.layout
         arguments = Arguments(*(Argument(name, strides_of(tensor, layout), addresses[name] % 16 == 0)
                                 for name, tensor in tensors.items()))
-        for launch in launches(self.plan, arguments, MULTIPROCESSORS):
+        for launch in launches(self.plan, arguments, SM_COUNT):
             self._simulator.launch(launch, self._manifest.structs[launch.record.params], addresses)
 
 

@@ -23,7 +23,7 @@ _MATRIX = matrix()
 KERNELS = {kernel.spec: kernel for kernel in _MATRIX.kernels if isinstance(kernel.spec, AttnSpec)}
 
 SPECS = tuple(sorted(KERNELS, key=lambda spec: (list(_MATRIX.archs).index(spec.arch), spec.name)))
-"""Every attention kernel of the matrix, those of an arch that was added last: their place decides about their cases."""
+"""Every attention kernel of the matrix, in the order of archs: a kernel's index selects its extreme case."""
 
 
 def variant(name: str) -> AttnSpec:

@@ -62,7 +62,7 @@ def _built(specs: tuple[AttnSpec, ...], lock: Lock) -> Build:
 
 @functools.cache
 def _build_or_error(specs: tuple[AttnSpec, ...], lock: Lock) -> Build | HostBuildError:
-    """The error too is found once: every work would compile all that does not compile."""
+    """Caches the error too: else each task would compile the failing kernels again."""
     with lock:
         try:
             simbuild.build_engine()

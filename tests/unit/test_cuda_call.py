@@ -153,7 +153,7 @@ def test_structs_have_the_strides_of_the_layout(driver, layout):
     assert driver.launches() == expected_of(call, addresses)
 
 
-def test_structs_of_heads_in_turns(driver, monkeypatch):
+def test_structs_of_heads_in_several_launches(driver, monkeypatch):
     monkeypatch.setattr(planning, "DELTA_BYTES", 1)
     tensors = draw()
     call = prepare(driver, tensors, Options(smooth_q=True))
