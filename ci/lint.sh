@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs ruff, mypy and clang-format with the Python that $PYTHON names, or python3. Installs nothing: the environment of
-# that Python must hold these tools, and torch, numpy and the extra `codegen`, whose types mypy reads.
+# Runs ruff, mypy, clang-format and ci/columns.py with the Python that $PYTHON names, or python3. Installs nothing: the
+# environment of that Python must hold these tools, and torch, numpy and the extra `codegen`, whose types mypy reads.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -8,3 +8,4 @@ python=${PYTHON:-python3}
 "$python" -m mypy
 find templates/include tests/sim \( -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' -o -name '*.h' \) -print0 |
   xargs -0 "$python" -c 'from clang_format import clang_format; clang_format()' --dry-run -Werror
+"$python" ci/columns.py

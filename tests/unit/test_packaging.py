@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import columns
 import pytest
 import test_wheel
 import wheels
@@ -287,3 +288,13 @@ def test_a_borrowing_environment_sees_all_packages_and_not_the_tree(tmp_path, mo
     path = [ROOT / "ci", theirs[0], tmp_path / "python311.zip", ROOT, theirs[1]]
     monkeypatch.setattr(sys, "path", [str(folder) for folder in path])
     assert test_wheel.package_folders() == theirs
+
+
+# --- ci/columns.py ----------------------------------------------------------------------------------------------------
+
+
+def test_wide_lines_are_named_but_for_tables_commands_and_addresses():
+    line = "x" * 121
+    document = f"{line}\n| {line}\n```sh\n{line}\n```\nhttps://{line}\n{line[1:]}\n{line}\n"
+    assert [found.split(": ")[0] for found in columns.wide_lines("a.md", document)] == ["a.md:1", "a.md:8"]
+    assert list(columns.wide_lines("a.cuh", f"| {line}")) == ["a.cuh:1: expected at most 120 columns, got 123"]
