@@ -20,7 +20,7 @@ from sage_aot._backends.drivers import default_driver
 from sage_aot._backends.loader import Library
 from sage_aot._call.pipeline import default_library
 from sage_aot._launch import choose
-from sage_aot._launch.choose import Kernels, built_archs, wanted_axes
+from sage_aot._launch.choose import Kernels, built_archs, wanted_values
 from sage_aot._problem.check import Problem
 from sage_aot._tools import reference
 from sage_aot.errors import ArgumentError, SageAotError, UnsupportedError
@@ -99,7 +99,7 @@ def default_archs(library: Library) -> list[str]:
 def kernels_of(arch: str, problem: Problem, library: Library) -> Kernels:
     """The kernels of this arch for a problem, whatever the GPU. The driver refuses kernels that the GPU cannot run."""
     check_arch(arch, library)
-    return choose.kernels_of(arch, wanted_axes(problem), library.manifest)
+    return choose.kernels_of(arch, wanted_values(problem), library.manifest)
 
 
 def check_arch(arch: str, library: Library) -> None:

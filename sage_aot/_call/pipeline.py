@@ -89,10 +89,10 @@ def prepare(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 
 def plan_of(backend: Backend, problem: Problem, device: int) -> Plan:
     """The kernels that a backend has for a problem, with the sizes that follow."""
-    from sage_aot._launch.choose import kernels_of, wanted_axes
+    from sage_aot._launch.choose import kernels_of, wanted_values
     from sage_aot._launch.plan import plan
 
-    return plan(problem, kernels_of(backend.arch(device), wanted_axes(problem), backend.manifest))
+    return plan(problem, kernels_of(backend.arch(device), wanted_values(problem), backend.manifest))
 
 
 def _nothing_to_see(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sage_aot._kernels.axes import AXES, least_headdim
 from sage_aot._kernels.drivers import cuda_text, too_old
 from sage_aot._kernels.manifest import AttnRecord, KernelRecord, Manifest, arch_rank
-from sage_aot._kernels.spec import AttnSpec, capability_of, is_ptx
+from sage_aot._kernels.spec import capability_of, is_ptx
 from sage_aot._problem.check import Problem
-from sage_aot._problem.options import OPTION_OF_AXIS, OPTIONS, spelt
+from sage_aot._problem.options import OPTION_OF_AXIS, OPTIONS, Options, spelt
 from sage_aot.errors import CubinError, UnsupportedError
 
-_FIXED = {"headdim", *(option.axis for option in OPTIONS.values() if option.fixed)}
-"""Axes whose values the problem fixes: another value would give another result, so no message advises one."""
+_FIXED = {"headdim", *(option.axis or name for name, option in OPTIONS.items() if option.fixed)}
+"""Axes, and options that no axis decides about, whose values the problem fixes: another value would give another
+result, so no message advises one."""
+
+_DEFAULTS = {name: getattr(Options().resolved, name) for name, option in OPTIONS.items() if option.kinds}
+"""The options that kernels take at run time, with the values that a kernel without such a field computes."""
 
 _FOLDER = "This folder holds what was built; `python -m codegen list` in a source tree says what can be and what not"
 
-Wanted = tuple[tuple[str, str | int], ...]
-"""Axes with the values that a problem asks for; an axis that it leaves open is missing."""
+Wanted = tuple[tuple[str, Any], ...]
+"""Axes with the values that a problem asks for, then the same of run-time options; an axis that the problem leaves
+open, and an option at its default, are missing."""
 
 
 class Gpu(NamedTuple):
@@ -77,11 +82,11 @@ def candidates(choice: ArchChoice, problem: Problem, manifest: Manifest) -> tupl
     """Every attention kernel with its reason: the chosen arch's kernels, nearest to the call first, then all others."""
     found = []
     if choice.arch:
-        wanted = wanted_axes(problem)
+        wanted = wanted_values(problem)
         ordered = _ordered(choice.arch, wanted, manifest)
         for record in ordered:
-            reason = _reason(wanted, record.spec, ordered[0].spec)
-            differing = tuple(OPTION_OF_AXIS.get(axis, axis) for axis in _differing(wanted, record.spec))
+            reason = _reason(wanted, record, ordered[0], manifest)
+            differing = tuple(OPTION_OF_AXIS.get(axis, axis) for axis in _differing(wanted, record, manifest))
             found.append(Candidate(record, reason is None, reason or choice.reasons[choice.arch], differing))
     for arch, reason in choice.reasons.items():
         if arch != choice.arch:
@@ -154,21 +159,23 @@ def _remedy(gpu: Gpu, manifest: Manifest) -> str:
 # --- the kernel -------------------------------------------------------------------------------------------------------
 
 
-def wanted_axes(problem: Problem) -> Wanted:
+def wanted_values(problem: Problem) -> Wanted:
     """The values that a problem asks for."""
-    return ("headdim", least_headdim(problem.headdim)), *problem.options.axes.items()
+    at_run_time = [(name, getattr(problem.options, name)) for name in _DEFAULTS]
+    return (("headdim", least_headdim(problem.headdim)), *problem.options.axes.items(),
+            *((name, value) for name, value in at_run_time if value != _DEFAULTS[name]))
 
 
 @lru_cache(maxsize=256)
 def kernels_of(arch: str, wanted: Wanted, manifest: Manifest) -> Kernels:
-    """The kernels of this arch, whatever the GPU, that have the wanted values on their axes.
+    """The kernels of this arch, whatever the GPU, that compute the wanted values.
 
     Raises UnsupportedError where the manifest has no such kernel, CubinError where it has an attention kernel without
     its feeders.
     """
     nearest = _ordered(arch, wanted, manifest)[0]
-    if _reason(wanted, nearest.spec, nearest.spec):
-        raise UnsupportedError(_missing(arch, wanted, nearest.spec))
+    if instead := _differing(wanted, nearest, manifest):
+        raise UnsupportedError(_missing(arch, wanted, instead))
     return with_feeders(nearest, manifest)
 
 
@@ -186,36 +193,49 @@ def _ordered(arch: str, wanted: Wanted, manifest: Manifest) -> list[AttnRecord]:
     """An arch's attention kernels, nearest to the call first; on axes that the call leaves open, in the order of
     AXES."""
     return sorted(manifest.attention(arch), key=lambda record: (
-        _distance(wanted, record.spec), [values.index(record.spec.values[axis]) for axis, values in AXES.items()]))
+        _distance(wanted, record, manifest), [values.index(record.spec.values[axis]) for axis, values in AXES.items()]))
 
 
-def _reason(wanted: Wanted, spec: AttnSpec, first: AttnSpec) -> str | None:
+def _reason(wanted: Wanted, record: AttnRecord, first: AttnRecord, manifest: Manifest) -> str | None:
     """Why a call does not take a kernel, in terms of the call's options, or None. `first`: the arch's nearest
     kernel."""
-    differing = _differing(wanted, spec)
-    if differing:
-        return "for " + ", ".join(spelt(axis, spec.values[axis]) for axis in differing)
-    if spec != first:
-        return (f"for {spelt('pv_accum', spec.pv_accum)}, on request: 'auto' takes "
-                f"{spelt('pv_accum', first.pv_accum)}")
+    if differing := _differing(wanted, record, manifest):
+        return "for " + _spelt(differing)
+    if record.spec != first.spec:
+        return (f"for {spelt('pv_accum', record.spec.pv_accum)}, on request: 'auto' takes "
+                f"{spelt('pv_accum', first.spec.pv_accum)}")
     return None
 
 
-def _differing(wanted: Wanted, spec: AttnSpec) -> list[str]:
-    return [axis for axis, value in wanted if getattr(spec, axis) != value]
+def _differing(wanted: Wanted, record: AttnRecord, manifest: Manifest) -> dict[str, Any]:
+    """What a kernel and its feeders compute in place of the wanted values, where they differ."""
+    own = {name: getattr(record.spec, name) if name in AXES else value if _takes(record, name, manifest)
+           else _DEFAULTS[name] for name, value in wanted}
+    return {name: own[name] for name, value in wanted if own[name] != value}
 
 
-def _distance(wanted: Wanted, spec: AttnSpec) -> tuple[int, int]:
-    differing = _differing(wanted, spec)
+def _takes(record: AttnRecord, name: str, manifest: Manifest) -> bool:
+    """Whether a kernel and its feeders take an option at run time: the structs of its kinds have a field for it."""
+    feeders = [manifest.kernels[feeder] for feeder in record.feeders if feeder in manifest.kernels]
+    return all(name in manifest.structs[kernel.params].fields for kernel in (record, *feeders)
+               if kernel.spec.kind in OPTIONS[name].kinds)
+
+
+def _distance(wanted: Wanted, record: AttnRecord, manifest: Manifest) -> tuple[int, int]:
+    differing = _differing(wanted, record, manifest)
     return len(_FIXED.intersection(differing)), len(differing)
 
 
-def _missing(arch: str, wanted: Wanted, nearest: AttnSpec) -> str:
-    """The message for a call without a kernel: what it asked for, and options that have one."""
-    asked = ", ".join(spelt(axis, value) for axis, value in wanted if axis in OPTION_OF_AXIS)
-    head = f"no kernel for {arch}, head dim {dict(wanted)['headdim']}, {asked}"
-    differing = _differing(wanted, nearest)
-    if _FIXED.intersection(differing):
+def _missing(arch: str, wanted: Wanted, instead: dict[str, Any]) -> str:
+    """The message for a call without a kernel: what it asked for, and options that have one. `instead`: what the
+    nearest kernel computes in place of wanted values."""
+    asked = {name: value for name, value in wanted if name in OPTION_OF_AXIS or name in _DEFAULTS and name in instead}
+    head = f"no kernel for {arch}, head dim {dict(wanted)['headdim']}, {_spelt(asked)}"
+    if _FIXED.intersection(instead):
         return f"{head}, nor with any other options. {_FOLDER}"
-    instead = ", ".join(spelt(axis, nearest.values[axis]) for axis in differing)
-    return f"{head}; use {instead}. {_FOLDER}"
+    return f"{head}; use {_spelt(instead)}. {_FOLDER}"
+
+
+def _spelt(values: dict[str, Any]) -> str:
+    """As the call takes them: ``qk='int8', smooth_v=True``."""
+    return ", ".join(spelt(name, value) for name, value in values.items())

@@ -2,8 +2,9 @@
 
 From an entry of :class:`Options` follow the check of the value, its type in the operators' schemas, the axis of the
 kernels that it decides about, what ``explain`` and messages say of it, its row in docs/options.md, and the values that
-the fuzzer draws. An option that reaches kernels at run time is an entry here and a parameter of
-:func:`sage_aot._call.api.attn`: a field of its name in a kernel's struct takes its value.
+the fuzzer draws. An option that reaches kernels at run time is an entry here, with their kinds, and a parameter of
+:func:`sage_aot._call.api.attn`: a field of its name in a kernel's struct takes its value. A kernel of these kinds whose
+struct lacks the field computes the option's default, and a call that asks for another value is refused.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Option(NamedTuple):
     help: str  # one sentence for docs/options.md; the docstring of attn() says more
     samples: tuple[Any, ...]  # valid values, the simplest first, which the fuzzer draws and reduces to
     refused: Any  # a value that is not valid, for tests
+    kinds: tuple[str, ...] = ()  # of the kernels that take the option at run time
     axis: str = ""  # of the kernels, that the option decides about
     values: Mapping[Any, str | int] = {}  # per value of the option, that of the axis; "auto" is not among them
     fixed: bool = False  # a part of the problem: another value is no advice, it would be another result
@@ -98,18 +100,20 @@ class Options:
         help="subtract the mean of each tile of q before quantizing; `\"auto\"` does so for int4")
     smooth_k: bool = _option(
         True, schema="bool", expected="True or False", valid=_is_bool, samples=(True, False), refused=1,
+        kinds=("quant",),
         help="subtract the mean of k over a sample of 64 keys before quantizing")
     smooth_v: bool = _flag(
         False, axis="v", false="vraw", true="vsmooth",
         help="subtract the mean of v over a sample of 64 keys before quantizing, and add it to the output")
     rotate: bool | str = _option(
         "auto", schema="bool?", valid=_is_bool_or_auto, samples=("auto", False, True), refused="no",
-        expected="'auto', True or False",
+        expected="'auto', True or False", kinds=("quant",),
         resolve=lambda options: options.qk == "int4",  # at 8 bits few models need it, and quantizers take longer
         help="multiply q and k by the Hadamard matrix before quantizing, so that no channel sets the scale of its row; "
              "`\"auto\"` does so for int4")
     clip: bool = _option(
         True, schema="bool", expected="True or False", valid=_is_bool, samples=(True, False), refused="no",
+        kinds=("quant",),
         help="for int4, cut off the largest values of a scale group of q or k where that lowers the group's error")
     pv_accum: str = _option(
         "auto", schema="str", valid=_is_one_of("auto", *map(str, AXES["pv_accum"])),

@@ -20,7 +20,7 @@ from sage_aot._backends.cuda import arch_of
 from sage_aot._backends.emulation.backend import emulated_arch
 from sage_aot._call.api import attn
 from sage_aot._call.pipeline import default_library
-from sage_aot._launch.choose import kernels_of, wanted_axes
+from sage_aot._launch.choose import kernels_of, wanted_values
 from sage_aot._problem.check import check
 from sage_aot._problem.options import Options
 from sage_aot._tools import reference
@@ -127,7 +127,7 @@ def _backend() -> tuple[torch.device, str, str]:
 def _kernel_names(arch: str, inputs: QKV) -> list[str]:
     """Names of the attention kernels that the variants run on these inputs."""
     problems = [check(*inputs, Options(**flags)) for flags in VARIANTS.values()]
-    kernels = [kernels_of(arch, wanted_axes(problem), default_library().manifest) for problem in problems]
+    kernels = [kernels_of(arch, wanted_values(problem), default_library().manifest) for problem in problems]
     return list(dict.fromkeys(choice.attn.spec.name for choice in kernels))
 
 

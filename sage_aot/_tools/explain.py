@@ -25,7 +25,7 @@ from sage_aot._launch.choose import (
     choose_arch,
     kernels_of,
     nearest_arch,
-    wanted_axes,
+    wanted_values,
 )
 from sage_aot._problem.check import Problem, check, check_out, check_return_lse, check_tensors_are
 from sage_aot._problem.options import OPTIONS, Options
@@ -133,7 +133,7 @@ def _explained(gpu: Gpu | None, device: int, problem: Problem, manifest: Manifes
         if gpu and device >= 0:
             default_driver()  # raises where nothing here loads kernels; unknown for a GPU that is not here
         arch = nearest_arch(gpu, manifest) if gpu else emulated_arch(manifest)
-        kernels = kernels_of(arch, wanted_axes(problem), manifest)
+        kernels = kernels_of(arch, wanted_values(problem), manifest)
     except UnsupportedError as refused:
         error = str(refused)
     return Explanation(gpu, problem, candidates(choice, problem, manifest), kernels, error)

@@ -6,11 +6,12 @@ import dataclasses
 from itertools import product
 
 import pytest
-from records import manifest_of, record_of
+from records import STRUCTS, manifest_of, record_of
 
 from sage_aot._backends.loader import KERNEL_FOLDER
 from sage_aot._kernels.manifest import KernelRecord, Manifest, records_by_name
 from sage_aot._kernels.spec import AttnSpec
+from sage_aot._launch import choose
 from sage_aot._launch.choose import (
     Gpu,
     built_archs,
@@ -19,7 +20,7 @@ from sage_aot._launch.choose import (
     kernels_of,
     nearest_arch,
     unsupported,
-    wanted_axes,
+    wanted_values,
 )
 from sage_aot._problem.check import Problem
 from sage_aot._problem.options import Options
@@ -51,7 +52,7 @@ def manifest(archs=PV, without=(), targets=None):
 
 def select(gpu, problem, built):
     """The kernels that a call chooses: the arch by the GPU, then the kernels by the problem."""
-    return kernels_of(nearest_arch(gpu, built), wanted_axes(problem), built)
+    return kernels_of(nearest_arch(gpu, built), wanted_values(problem), built)
 
 
 def in_order(records, built):
@@ -183,7 +184,7 @@ def test_reasons_are_those_of_the_choice():
 
 
 def test_kernels_of_an_arch_need_no_gpu_of_it():
-    chosen = kernels_of("sm86", wanted_axes(PROBLEM), manifest(PTX))
+    chosen = kernels_of("sm86", wanted_values(PROBLEM), manifest(PTX))
     assert [record.spec.arch for record in chosen.records] == ["sm86"] * 2
 
 
@@ -246,6 +247,34 @@ def test_accumulators_that_an_arch_lacks_are_refused(capability, arch, asked, in
     message = f"no kernel for {arch}, head dim 128, .*pv_accum='{asked}'; use pv_accum='{instead}'\\. This folder holds"
     with pytest.raises(UnsupportedError, match=message):
         select(Gpu(capability), changed(pv_accum=asked), manifest())
+
+
+def without_smooth_k(*archs):
+    """A manifest in which the quantizers of some archs take a struct of their own, which lacks the field `smooth_k`."""
+    built, layout = manifest(), STRUCTS["QuantParams"]
+    fields = {name: field for name, field in layout.fields.items() if name != "smooth_k"}
+    prefixes = tuple(f"sage_quant_{arch}_" for arch in archs)
+    records = [dataclasses.replace(record, params="OwnParams") if record.name.startswith(prefixes) else record
+               for record in built.kernels.values()]
+    return dataclasses.replace(in_order(records, built),
+                               structs={**STRUCTS, "OwnParams": layout._replace(fields=fields)})
+
+
+def test_an_option_that_kernels_do_not_take_at_run_time_is_refused():
+    built, asked = without_smooth_k("sm80"), changed(smooth_k=False)
+    with pytest.raises(UnsupportedError, match="no kernel for sm80, .*, smooth_k=False; use smooth_k=True\\. This"):
+        select(Gpu((8, 0)), asked, built)
+    assert select(Gpu((8, 0)), PROBLEM, built).attn == select(Gpu((8, 0)), PROBLEM, manifest()).attn
+    assert select(Gpu((8, 6)), asked, built).attn == select(Gpu((8, 6)), asked, manifest()).attn
+    found = candidates(choose_arch(Gpu((8, 0)), built), asked, built)
+    assert not any(candidate.taken for candidate in found)
+    assert (found[0].reason, found[0].differing) == ("for smooth_k=True", ("smooth_k",))
+
+
+def test_of_an_option_that_is_part_of_the_problem_no_other_value_is_advised(monkeypatch):
+    monkeypatch.setattr(choose, "_FIXED", {*choose._FIXED, "smooth_k"})
+    with pytest.raises(UnsupportedError, match="smooth_k=False, nor with any other options"):
+        select(Gpu((8, 0)), changed(smooth_k=False), without_smooth_k("sm80"))
 
 
 def test_the_delta_kernel_is_chosen_only_where_q_is_smoothed():

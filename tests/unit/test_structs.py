@@ -102,6 +102,14 @@ def test_nothing_is_known_that_no_struct_takes():
     assert FILLED.keys() - taken <= {"unused", *OPTIONS}
 
 
+def test_options_at_run_time_name_the_kinds_whose_structs_have_them():
+    at_run_time = {name: option.kinds for name, option in OPTIONS.items() if name in FILLED and not option.axis}
+    assert all(at_run_time.values())
+    assert at_run_time == {name: option.kinds for name, option in OPTIONS.items() if option.kinds}
+    assert all(name in STRUCTS[f"{kind.capitalize()}Params"].fields for name, kinds in at_run_time.items()
+               for kind in kinds)
+
+
 @pytest.mark.parametrize("name", STRUCTS)
 def test_fields_lie_where_a_c_compiler_puts_them(manifest, name):
     layout = manifest.structs[name]
