@@ -199,6 +199,7 @@ def parts() -> dict[str, float]:
         "of these the launches": launch,
         "operator": lambda: ops.attn(q, k, v),
         "call": lambda: sage_aot.attn(q, k, v),
+        "beside the call: supports": lambda: sage_aot.supports(q, k, v),
     }).items()}
     inside = ("look-up of the prepared call", "output", "prepared call")
     return found | {"torch's dispatcher, and freeing the output":

@@ -1,8 +1,8 @@
 """Quantized attention from precompiled kernels: SageAttention2 without a compiler.
 
-Exports that need torch (`attn`, `explain`, `info`) are imported at their first use. Code generation, which has the
-standard library only, can therefore import the modules that it shares with the runtime. ``from sage_aot import attn``
-registers the operators ``torch.ops.sage_aot``.
+Exports that need torch (`attn`, `explain`, `info`, `supports`) are imported at their first use. Code generation, which
+has the standard library only, can therefore import the modules that it shares with the runtime. ``from sage_aot import
+attn`` registers the operators ``torch.ops.sage_aot``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from sage_aot.errors import ArgumentError, CubinError, LaunchError, PtxWarning, 
 
 if TYPE_CHECKING:
     from sage_aot._call.api import attn
+    from sage_aot._call.supports import supports
     from sage_aot._tools.explain import explain
     from sage_aot._tools.info import info
 
@@ -29,9 +30,11 @@ __all__ = [
     "attn",
     "explain",
     "info",
+    "supports",
 ]
 
-_HOMES = {"attn": "sage_aot._call.api", "explain": "sage_aot._tools.explain", "info": "sage_aot._tools.info"}
+_HOMES = {"attn": "sage_aot._call.api", "explain": "sage_aot._tools.explain", "info": "sage_aot._tools.info",
+          "supports": "sage_aot._call.supports"}
 
 
 def __getattr__(name: str) -> object:

@@ -109,19 +109,21 @@ def _register(name: str, written: str, returns: str, run: Callable[..., Any],
     return op
 
 
+def cast_for_autocast(tensor: torch.Tensor, dtype: torch.dtype, kind: str) -> torch.Tensor:
+    """The tensor as torch.autocast hands it over on devices of a kind."""
+    castable = tensor.is_floating_point() and tensor.dtype != torch.float64 and tensor.device.type == kind
+    return tensor.to(dtype) if castable else tensor
+
+
 def _autocasting(op: torch._ops.OpOverload[..., Any], device: str) -> Callable[..., Any]:
     """Casts q, k and v to the dtype of torch.autocast, as scaled_dot_product_attention does, and calls the operator."""
     kind = device.lower()
     autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
 
-    def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        castable = tensor.is_floating_point() and tensor.dtype != torch.float64 and tensor.device.type == kind
-        return tensor.to(dtype) if castable else tensor
-
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
         dtype = torch.get_autocast_dtype(kind)
         with torch._C._ExcludeDispatchKeyGuard(autocast):
-            return op(cast(q, dtype), cast(k, dtype), cast(v, dtype), *others)
+            return op(*(cast_for_autocast(tensor, dtype, kind) for tensor in (q, k, v)), *others)
 
     return run
 

@@ -60,15 +60,21 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     if q.requires_grad or k.requires_grad or v.requires_grad or out is not None and out.requires_grad:
         check_no_grad(q=q, k=k, v=v, out=out)  # on every call: grad mode changes
     handed, variables = _handed, environment()
-    key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
-           v.device, options, variables, handed,
-           None if out is None else (out.shape, out.stride(), out.dtype, out.device))
+    key = kind_of_call(q, k, v, out, options, variables, handed)
     call = _prepared.get(key)
     if call is None:
         call = prepare(handed or backend_of(q), q, k, v, Options.from_schema(*options), out)
         if (handed, variables) == (_handed, environment()):  # else another thread changed them, and the key is wrong
             _keep(key, call)
     return call
+
+
+def kind_of_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, options: tuple[Any, ...],
+                 variables: tuple[Any, ...], handed: Backend | None) -> tuple[Any, ...]:
+    """Equal for calls that one preparation serves."""
+    return (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device,
+            k.device, v.device, options, variables, handed,
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device))
 
 
 def prepare(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options,
@@ -119,6 +125,11 @@ def backend_of(tensor: torch.Tensor) -> Backend:
         return _handed
     folder = default_library().folder
     return _cuda_backend(str(folder)) if tensor.is_cuda else _emulation_backend(str(folder))
+
+
+def handed_backend() -> Backend | None:
+    """The backend of :func:`handing`, where one is handed."""
+    return _handed
 
 
 @contextmanager

@@ -94,6 +94,14 @@ def check_device(q: torch.Tensor) -> None:
                             f"q.to('cuda') or q.to('cpu')")
 
 
+def check_not_nested(**tensors: torch.Tensor) -> None:
+    """ArgumentError for a nested tensor, which has no strides."""
+    for name, tensor in tensors.items():
+        if tensor.is_nested:
+            raise ArgumentError(f"{name}: expected a dense tensor, got a nested one; pad it with "
+                                f"{name}.to_padded_tensor(0.0), or call attn for each of {name}.unbind()")
+
+
 def check_return_lse(return_lse: object) -> None:
     if not isinstance(return_lse, bool):
         raise ArgumentError(f"return_lse: expected True or False, got {return_lse!r}")
@@ -114,6 +122,8 @@ def heads_first(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 def _check_tensor(name: str, tensor: torch.Tensor, layout: str) -> None:
     shape = tensor.shape
+    if tensor.layout != torch.strided:
+        raise ArgumentError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()")
     if len(shape) != 4:
         raise ArgumentError(f"{name}: expected four dimensions {LAYOUTS[layout]}, got shape {tuple(shape)}; add "
                             f"those of size one with {name}.unsqueeze(dim), split a fused one with {name}.unflatten")

@@ -171,3 +171,19 @@ def test_writing_out_is_noticed_by_autograd(return_lse):
     sage_aot.attn(q, k, v, out=out, return_lse=return_lse)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
+
+
+def test_supports_answers_for_this_gpu():
+    q, k, v = draw()
+    full = [tensor.float() for tensor in (q, k, v)]
+    elsewhere = k.cpu()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    assert sage_aot.supports(q, k, v) is None
+    assert "on one device" in sage_aot.supports(q, elsewhere, v)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert sage_aot.supports(*full) is None
+    wrong = sage_aot.supports(*full)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, "it allocates nothing"
+    with pytest.raises(sage_aot.ArgumentError) as raised:
+        sage_aot.attn(*full)
+    assert wrong == str(raised.value)
