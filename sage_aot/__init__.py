@@ -14,8 +14,7 @@ from sage_aot._version import __version__
 from sage_aot.errors import ArgumentError, CubinError, LaunchError, PtxWarning, SageAotError, UnsupportedError
 
 if TYPE_CHECKING:
-    from sage_aot._call.api import attn
-    from sage_aot._call.supports import supports
+    from sage_aot._call.api import attn, supports
     from sage_aot._tools.explain import explain
     from sage_aot._tools.info import info
 
@@ -34,7 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {"attn": "sage_aot._call.api", "explain": "sage_aot._tools.explain", "info": "sage_aot._tools.info",
-          "supports": "sage_aot._call.supports"}
+          "supports": "sage_aot._call.api"}
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The public call, :func:`attn`."""
+"""The public calls: :func:`attn`, and :func:`supports`, which says whether attn would take a call."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Literal, overload
 import torch
 
 from sage_aot._call import ops
+from sage_aot._call.refusal import refusal
 from sage_aot._problem.check import check_device, check_out, check_return_lse, check_tensors_are
 from sage_aot._problem.options import for_schema, for_tracer
+from sage_aot.errors import SageAotError
 
 
 @overload
@@ -110,3 +112,44 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
         return out, ops.attn_lse_out(q, k, v, out, *options)
     ops.attn_out(q, k, v, out, *options)
     return out
+
+
+def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, scale: float | None = None,
+             layout: str = "HND", qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
+             smooth_v: bool = False, rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto",
+             return_lse: bool = False, out: torch.Tensor | None = None) -> str | None:
+    """Why :func:`sage_aot.attn` would refuse this call here, or None where it would take it.
+
+    The answer is that of the checks and of the choice of kernels. It launches nothing, loads no kernel, and reads no
+    value of a tensor, so a damaged file or a refusal by the driver shows in the call alone. The answer for a kind of
+    call (shapes, strides, dtypes, devices, options, autocast) is remembered: asked again, it takes a few microseconds.
+    Inside of torch.compile the question breaks the graph; ask it outside.
+
+    Args:
+        q, k, v, is_causal, ...: as :func:`sage_aot.attn` takes them, of any type and value.
+
+    Returns:
+        None, or the message of the error that the call would raise.
+
+    Raises:
+        TypeError: a keyword that :func:`sage_aot.attn` does not have.
+
+    Warns:
+        PtxWarning: as :func:`sage_aot.attn`.
+
+    Source: none; integrations ask it before they replace a model's attention.
+
+    >>> import torch, sage_aot
+    >>> q, k, v = torch.randn(3, 1, 2, 100, 64)
+    >>> sage_aot.supports(q, k, v)
+    'q: expected torch.float16 or torch.bfloat16, got torch.float32; convert it with q.to(torch.bfloat16)'
+    >>> sage_aot.supports(q.bfloat16(), k.bfloat16(), v.bfloat16()) is None
+    True
+    """
+    try:
+        options = for_schema(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum)
+        if not isinstance(return_lse, bool):
+            check_return_lse(return_lse)  # raises
+        return refusal(q, k, v, out, options)
+    except SageAotError as error:
+        return str(error)

@@ -53,6 +53,13 @@ HARMLESS: dict[tuple[str, Operation], str] = {
         "if constexpr (kMasked) { const WorkTile again = work_tile<Config>(params, ptx::block_index()); "
         "apply_mask<Config>(acc_s, params, again, warp, lane, tile); }")):
             "masks KV tiles too of which rows see every key",
+    ("Mainloop::finish_scores", Always(
+        "if constexpr (kMasked) apply_mask<Config>(acc_s, params, work, warp, lane, tile);")):
+            "masks KV tiles too of which rows see every key",
+    ("KvStream::KvStream", Always(
+        "if constexpr (Config::kSmoothQ) { const i64 row = delta_s_index(work.q_head - params.first_head, "
+        "params.q_tiles, work.q_tile, params.kv_tiles, Config::kBlockN); delta_ = params.delta_s + row + "
+        "ptx::thread_index() * 4; }")): "an address that nothing reads",
     ("AttentionWgmma::fill_ones", OffByOne("i < Shared::kOnesBytes")): "what stands behind the ones is loaded later",
     ("Mainloop::rescale_r", OffByOne("v_factor != r_factor")): "R is multiplied by one where it could stay",
     ("Mainloop::keep_in_front", Drop("ptx::mbarrier_wait(shared.full(here.index), here.phase);")):

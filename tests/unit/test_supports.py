@@ -11,7 +11,7 @@ import torch
 import sage_aot
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._backends.loader import KERNEL_FOLDER, library_in
-from sage_aot._call import supports as module
+from sage_aot._call import refusal as module
 from sage_aot._call.pipeline import handing
 
 

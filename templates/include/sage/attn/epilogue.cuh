@@ -142,8 +142,8 @@ __device__ __forceinline__ void round_output(const Accumulator& acc_o, u32 (&pai
   }
 }
 
-// Finishes acc_o in place and stores it. references.row_sum and lse_sum, the sums of P for the log-sum-exp, are of whole
-// rows. A row that saw no key is zero, its log-sum-exp -inf.
+// Finishes acc_o in place and stores it. references.row_sum and lse_sum, the sums of P for the log-sum-exp, are of
+// whole rows. A row that saw no key is zero, its log-sum-exp -inf.
 template <class Config, class References, class Accumulator, class Constants, class Store>
 __device__ __forceinline__ void store_output(const AttnParams& params, const WorkTile& work, i32 warp, i32 lane,
                                              Accumulator& acc_o, const References& references,

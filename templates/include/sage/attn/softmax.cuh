@@ -1,13 +1,13 @@
 // Online softmax over the KV tiles, in the log2 domain: the row references and sums of all families, and the softmax of
 // the mma family. attn/wgmma/softmax.cuh has the softmax of the wgmma family.
 //
-// Scores arrive as biased integers (attn/mma/scores.cuh). The scores of a row in a thread share one scale c. The largest
-// score is found on integers; bias, scale and reference fold into one FMA, P = 2^(c·x + offset), offset = -c·kScoreBias
-// - row_ref. For f16 P the offset is exact where c < 1: c keeps 22 bits, so that c·kScoreBias = 3·2^22·c fits into the
-// 24 bits of an f32, in units no coarser than one, and row_ref is a whole number. Any whole number near the maximum
-// will do. For e4m3 P the reference must make the largest P 448, which e4m3 holds exactly, since the largest P
-// dominates many rows. The offset then rounds, by at most 2^-7 in log2 where c < 2^-6; P itself is rounded by up to
-// 2^-3.5. Where Q is smoothed the scores arrive finished, as f32.
+// Scores arrive as biased integers (attn/mma/scores.cuh). The scores of a row in a thread share one scale c. The
+// largest score is found on integers; bias, scale and reference fold into one FMA, P = 2^(c·x + offset), with offset
+// = -c·kScoreBias - row_ref. For f16 P the offset is exact where c < 1: c keeps 22 bits, so that c·kScoreBias =
+// 3·2^22·c fits into the 24 bits of an f32, in units no coarser than one, and row_ref is a whole number. Any whole
+// number near the maximum will do. For e4m3 P the reference must make the largest P 448, which e4m3 holds exactly,
+// since the largest P dominates many rows. The offset then rounds, by at most 2^-7 in log2 where c < 2^-6; P itself is
+// rounded by up to 2^-3.5. Where Q is smoothed the scores arrive finished, as f32.
 //
 // A reference stands until a score outgrows it, and for e4m3 P until all scores of a tile lie far below it. P below
 // 2^-9 is zero in e4m3, and in a long row the keys of such a P can carry much of the weight. To detect both, each

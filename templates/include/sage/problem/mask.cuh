@@ -1,5 +1,5 @@
-// Which keys a query row sees. Every other header asks visible_keys(), and takes from its answer nothing but begin, end,
-// from(), contains(), word() and empty().
+// Which keys a query row sees. Every other header asks visible_keys(), and takes from its answer nothing but begin,
+// end, from(), contains(), word() and empty().
 #pragma once
 
 #include "sage/problem/seqlen.cuh"
@@ -26,8 +26,8 @@ struct KeyPrefix {
   }
 };
 
-// Causal is aligned bottom-right: query i sees the keys j <= i + seqlen_kv - seqlen_q. Full attention is a diagonal that
-// lies beyond the last key. begin and end never fall from one row to the next.
+// Causal is aligned bottom-right: query i sees the keys j <= i + seqlen_kv - seqlen_q. Full attention is a diagonal
+// that lies beyond the last key. begin and end never fall from one row to the next.
 template <Mask kMask, class Params>
 __device__ __forceinline__ KeyPrefix visible_keys(const Seqlen<Params>& seqlen, i32 row) {
   const i32 diagonal = seqlen.kv() - (kMask == Mask::kCausal ? seqlen.q() : 0);

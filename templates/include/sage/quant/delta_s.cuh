@@ -1,7 +1,7 @@
 // delta_s, the term of the scores that smoothing Q takes off: per query tile and key, delta_s = q_mean · (k − k̄), the
-// mean of the tile's rows, in log2 units, times the smoothed key. K is the caller's: the quantized K would put back the error that smoothing
-// removes. delta_s is a matrix product of [q_tiles][headdim] and [keys][headdim] per query head, in f32, 64 x 64 values
-// a block.
+// mean of the tile's rows, in log2 units, times the smoothed key. K is the caller's: the quantized K would put back the
+// error that smoothing removes. delta_s is a matrix product of [q_tiles][headdim] and [keys][headdim] per query head,
+// in f32, 64 x 64 values a block.
 // Source: SageAttention2, section 3.1.
 #pragma once
 

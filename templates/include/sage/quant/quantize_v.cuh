@@ -199,8 +199,8 @@ struct QuantizeV {
     }
   }
 
-  // row(e): key e of the piece. finish(x, inv): what is rounded, given a value that the tile's factor divides already, and
-  // the reciprocal of that factor.
+  // row(e): key e of the piece. finish(x, inv): what is rounded, given a value that the tile's factor divides already,
+  // and the reciprocal of that factor.
   template <class Source, class Row, class Finish>
   __device__ __forceinline__ void store_piece(const Source& source, i32 head, i32 first_tile, const Piece& piece,
                                               const float (&inv_factor)[kTiles], Row row, Finish finish) const {
@@ -291,8 +291,8 @@ struct QuantizeV {
     return finite;
   }
 
-  // Runs where a value is not finite: finds the channels of such values, and the largest magnitude of the finite values.
-  // Call with all threads.
+  // Runs where a value is not finite: finds the channels of such values, and the largest magnitude of the finite
+  // values. Call with all threads.
   template <class Source, class Load>
   __device__ __forceinline__ void find_spoilt(const Source& source, Load load, const Map& map,
                                               float (&largest)[kTiles]) const {

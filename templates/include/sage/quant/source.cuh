@@ -116,8 +116,8 @@ struct Extremes {
 };
 
 // Rows of a tile that a thread reads more than once. Held: all rows are loaded into registers at once, so that their
-// latencies overlap. Not held (SourceRows::kAny): each row is loaded when it is read, and loops over rows are not unrolled,
-// since a row then takes eight loads, whose addresses would fill the registers.
+// latencies overlap. Not held (SourceRows::kAny): each row is loaded when it is read, and loops over rows are not
+// unrolled, since a row then takes eight loads, whose addresses would fill the registers.
 template <bool kHeld, i32 kCount>
 struct HeldRows {
   static constexpr i32 kUnroll = kHeld ? kCount : 1;

@@ -10,7 +10,8 @@ __device__ __forceinline__ i64 q_tile_index(i32 q_head, i32 q_tiles, i32 tile) {
   return static_cast<i64>(q_head) * q_tiles + tile;
 }
 
-// Of a query tile's first key in delta_s, which holds the heads of one launch: kv_tiles times block_n keys a query tile.
+// Of a query tile's first key in delta_s, which holds the heads of one launch, and kv_tiles times block_n keys a query
+// tile.
 __device__ __forceinline__ i64 delta_s_index(i32 head_of_launch, i32 q_tiles, i32 tile, i32 kv_tiles, i32 block_n) {
   return q_tile_index(head_of_launch, q_tiles, tile) * kv_tiles * block_n;
 }
