@@ -123,7 +123,7 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bo
     The answer is that of the checks and of the choice of kernels. It launches nothing, loads no kernel, and reads no
     value of a tensor, so a damaged file or a refusal by the driver shows in the call alone. The answer for a kind of
     call (shapes, strides, dtypes, devices, options, autocast) is remembered: asked again, it takes a few microseconds.
-    Inside of torch.compile the question breaks the graph; ask it outside.
+    Inside of torch.compile an answer that is not remembered yet breaks the graph: ask outside.
 
     Args:
         q, k, v, is_causal, ...: as :func:`sage_aot.attn` takes them, of any type and value.
