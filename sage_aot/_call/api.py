@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -93,21 +93,12 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
     >>> sage_aot.attn(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 100, 64])
     """
-    # Check what the operators' schemas would refuse with torch's own errors; the operators check the rest.
-    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
-        check_tensors_are(q=q, k=k, v=v)  # raises
-    if not (q.is_cuda or q.is_cpu):
-        check_device(q)  # raises
-    flatten = for_tracer if torch.compiler.is_dynamo_compiling() else for_schema
-    options = flatten(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum)
-    if not isinstance(return_lse, bool):
-        check_return_lse(return_lse)  # raises
+    options = _operator_options(q, k, v, out, return_lse, is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v,
+                                rotate, clip, pv_accum)
     if out is None:
         made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = (ops.attn_lse if return_lse else ops.attn)(
             q, k, v, *options)
         return made
-    if not isinstance(out, torch.Tensor):
-        check_out(out, q)  # raises
     if return_lse:
         return out, ops.attn_lse_out(q, k, v, out, *options)
     ops.attn_out(q, k, v, out, *options)
@@ -123,21 +114,21 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bo
     The answer is that of the checks and of the choice of kernels. It launches nothing, loads no kernel, and reads no
     value of a tensor, so a damaged file or a refusal by the driver shows in the call alone. The answer for a kind of
     call (shapes, strides, dtypes, devices, options, autocast) is remembered: asked again, it takes a few microseconds.
-    Inside of torch.compile an answer that is not remembered yet breaks the graph: ask outside.
+    Ask outside of compiled code: inside, torch.compile breaks the graph at an answer that is not remembered yet (under
+    ``fullgraph=True`` it raises), and compiles anew for each new shape.
 
     Args:
         q, k, v, is_causal, ...: as :func:`sage_aot.attn` takes them, of any type and value.
 
     Returns:
-        None, or the message of the error that the call would raise.
+        None, or the message of the error that the call would raise. A sparse or nested tensor, or one that wraps others
+        (a DTensor), which torch's dispatcher refuses before attn sees it, gets a message of its own.
 
     Raises:
         TypeError: a keyword that :func:`sage_aot.attn` does not have.
 
     Warns:
         PtxWarning: as :func:`sage_aot.attn`.
-
-    Source: none; integrations ask it before they replace a model's attention.
 
     >>> import torch, sage_aot
     >>> q, k, v = torch.randn(3, 1, 2, 100, 64)
@@ -147,9 +138,23 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bo
     True
     """
     try:
-        options = for_schema(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum)
-        if not isinstance(return_lse, bool):
-            check_return_lse(return_lse)  # raises
-        return refusal(q, k, v, out, options)
+        return refusal(q, k, v, out, _operator_options(q, k, v, out, return_lse, is_causal, scale, layout, qk, smooth_q,
+                                                       smooth_k, smooth_v, rotate, clip, pv_accum))
     except SageAotError as error:
         return str(error)
+
+
+def _operator_options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, return_lse: bool,
+                      *options: Any) -> tuple[Any, ...]:
+    """The options as the operators take them. Raises for what the operators' schemas would refuse with torch's own
+    errors; the operators check the rest."""
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        check_tensors_are(q=q, k=k, v=v)  # raises
+    if not (q.is_cuda or q.is_cpu):
+        check_device(q)  # raises
+    given = for_tracer(*options) if torch.compiler.is_dynamo_compiling() else for_schema(*options)
+    if not isinstance(return_lse, bool):
+        check_return_lse(return_lse)  # raises
+    if out is not None and not isinstance(out, torch.Tensor):
+        check_out(out, q)  # raises
+    return given

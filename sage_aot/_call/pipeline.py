@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -26,10 +26,27 @@ if TYPE_CHECKING:
     from sage_aot._launch.plan import Plan
     from sage_aot._problem.check import Problem
 
-MOST_PREPARED = 256
-"""Most kinds of calls that are kept. The oldest is dropped first; to drop the least recently used instead would take a
-lock on every call. A kind of call takes some 12 KB, and as much again for each further group of heads whose delta_s the
-workspace holds at once."""
+MOST_KEPT = 256
+"""Most kinds of calls of which something is kept. The oldest is dropped first; to drop the least recently used instead
+would take a lock on every call. A prepared call takes some 12 KB, and as much again for each further group of heads
+whose delta_s the workspace holds at once."""
+_T = TypeVar("_T")
+
+
+class ByKind(dict[tuple[Any, ...], _T]):
+    """What is kept of the last kinds of calls, by :func:`kind_of_call`. Reads take no lock."""
+
+    def keep(self, key: tuple[Any, ...], value: _T) -> None:
+        with _lock:
+            while len(self) >= MOST_KEPT:
+                del self[next(iter(self))]
+            self[key] = value
+
+    def forget(self, backend: Backend) -> None:
+        """Drop what was kept for a handed backend, which each key keeps alive."""
+        with _lock:
+            for key in [key for key in self if backend in key]:
+                del self[key]
 
 
 class Prepared:
@@ -45,8 +62,10 @@ class Prepared:
         return q.new_empty(self._lse_shape, dtype=torch.float32)
 
 
-_prepared: dict[tuple[Any, ...], Prepared] = {}
-_lock = threading.Lock()  # held while _prepared changes; reads take no lock
+_prepared: ByKind[Prepared] = ByKind()
+answers: ByKind[str | None] = ByKind()
+"""What :func:`sage_aot._call.refusal.refusal` said; its keys begin with autocast's dtype."""
+_lock = threading.Lock()  # held while either changes
 _handed: Backend | None = None
 
 
@@ -65,7 +84,7 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     if call is None:
         call = prepare(handed or backend_of(q), q, k, v, Options.from_schema(*options), out)
         if (handed, variables) == (_handed, environment()):  # else another thread changed them, and the key is wrong
-            _keep(key, call)
+            _prepared.keep(key, call)
     return call
 
 
@@ -109,13 +128,6 @@ def _nothing_to_see(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torc
         lse.fill_(float("-inf"))
 
 
-def _keep(key: tuple[Any, ...], call: Prepared) -> None:
-    with _lock:
-        while len(_prepared) >= MOST_PREPARED:
-            del _prepared[next(iter(_prepared))]
-        _prepared[key] = call
-
-
 # --- which backend ----------------------------------------------------------------------------------------------------
 
 
@@ -142,9 +154,8 @@ def handing(backend: Backend) -> Iterator[None]:
         yield
     finally:
         _handed = before
-        with _lock:  # drop the calls that the backend prepared: they keep it alive
-            for key in [key for key in _prepared if backend in key]:
-                del _prepared[key]
+        for kept in (_prepared, answers):
+            kept.forget(backend)
 
 
 def default_library() -> Library:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sage_aot._kernels.axes import MAX_HEADDIM
 from sage_aot._problem.options import LAYOUTS, Options
@@ -94,12 +95,19 @@ def check_device(q: torch.Tensor) -> None:
                             f"q.to('cuda') or q.to('cpu')")
 
 
-def check_not_nested(**tensors: torch.Tensor) -> None:
-    """ArgumentError for a nested tensor, which has no strides."""
+def check_dense(**tensors: torch.Tensor | None) -> None:
+    """ArgumentError for a tensor without strides, or with a Python dispatch of its own that has no rule for attn."""
     for name, tensor in tensors.items():
+        if tensor is None:
+            continue
         if tensor.is_nested:
             raise ArgumentError(f"{name}: expected a dense tensor, got a nested one; pad it with "
                                 f"{name}.to_padded_tensor(0.0), or call attn for each of {name}.unbind()")
+        if tensor.layout is not torch.strided:
+            raise ArgumentError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()")
+        if is_traceable_wrapper_subclass(tensor):
+            raise ArgumentError(f"{name}: expected a plain tensor, got a {type(tensor).__name__}, which wraps others; "
+                                f"pass the tensor within (of a DTensor: {name}.to_local())")
 
 
 def check_return_lse(return_lse: object) -> None:
@@ -122,8 +130,6 @@ def heads_first(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 def _check_tensor(name: str, tensor: torch.Tensor, layout: str) -> None:
     shape = tensor.shape
-    if tensor.layout != torch.strided:
-        raise ArgumentError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()")
     if len(shape) != 4:
         raise ArgumentError(f"{name}: expected four dimensions {LAYOUTS[layout]}, got shape {tuple(shape)}; add "
                             f"those of size one with {name}.unsqueeze(dim), split a fused one with {name}.unflatten")

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import sage_aot
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._call import pipeline
-from sage_aot._call.pipeline import MOST_PREPARED, default_library, handing, plan_of
+from sage_aot._call.pipeline import MOST_KEPT, default_library, handing, plan_of
 from sage_aot._launch import plan as planning
 from sage_aot._problem.check import check
 from sage_aot._problem.options import OPTIONS, Options, for_schema
@@ -64,7 +64,7 @@ def nothing_prepared(monkeypatch):
     """A cache of the test's own, and an environment that names nothing."""
     for name in ("SAGE_AOT_EMULATE", "SAGE_AOT_KERNELS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pipeline, "_prepared", {})
+    monkeypatch.setattr(pipeline, "_prepared", pipeline.ByKind())
 
 
 @pytest.fixture
@@ -279,11 +279,11 @@ def test_no_backend_is_asked_to_run_what_has_no_queries_or_keys(backend, shapes)
 def test_the_oldest_of_too_many_goes():
     q, k, v = draw()
     with handing(Idle()):
-        backend, scales = pipeline._handed, [1 + i / 1000 for i in range(MOST_PREPARED + 40)]
+        backend, scales = pipeline._handed, [1 + i / 1000 for i in range(MOST_KEPT + 40)]
         for scale in scales:
             sage_aot.attn(q, k, v, scale=scale)
-            assert len(pipeline._prepared) <= MOST_PREPARED
-        assert len(pipeline._prepared) == MOST_PREPARED and len(backend.bound) == len(scales)
+            assert len(pipeline._prepared) <= MOST_KEPT
+        assert len(pipeline._prepared) == MOST_KEPT and len(backend.bound) == len(scales)
         for scale in scales[40:]:
             sage_aot.attn(q, k, v, scale=scale)
         assert len(backend.bound) == len(scales)
@@ -295,10 +295,10 @@ def test_the_oldest_of_too_many_goes():
         assert len(backend.bound) == len(scales) + 2
 
 
-@pytest.mark.parametrize("most", [MOST_PREPARED, 2])
+@pytest.mark.parametrize("most", [MOST_KEPT, 2])
 def test_threads_that_prepare_and_call_at_once_get_their_own_results(monkeypatch, most):
     """Also where another thread drops at once what one thread has prepared."""
-    monkeypatch.setattr(pipeline, "MOST_PREPARED", most)
+    monkeypatch.setattr(pipeline, "MOST_KEPT", most)
     tensors = draw()
     expected = {scale: emulated(*tensors, scale=scale) for scale in (0.1, 0.2, 0.5, 1.0, 2.0, 3.0)}
     assert len({out.double().sum().item() for out in expected.values()}) == len(expected)

@@ -113,7 +113,7 @@ struct AttnParams {
   const float* delta_s;  // as DeltaParams, for the heads of this launch; read where Q is smoothed
   Tensor out;            // like q
   float* lse;            // [batch][num_q_heads][seqlen_q], natural log; null: not wanted
-  u32* tile_counter;     // [1], work tiles drawn beyond the first of each block; zero before and after a launch
+  u32* tile_counter;     // [1], draws from the tile scheduler; zero before and after a launch
   i32 first_head;        // index into [batch * num_q_heads] of the first query head of this launch
   i32 num_q_heads;
   i32 num_kv_heads;

@@ -91,8 +91,8 @@ struct StoreWholeRows {
     }
     __syncwarp();
     const i32 own = lane / kOTiles, channel = lane % kOTiles * 8;
-    const i32 rows =
-        seqlen_of(params, work.batch).q() - (first_row + own);  // that are there, from this lane's first on
+    // Rows that are there, from this lane's first on.
+    const i32 rows = seqlen_of(params, work.batch).q() - (first_row + own);
     u16* to = work.output_row(params, first_row + own) + channel;
     const u8* from = staged + own * kPitch + channel * sizeof(u16);
     const u64 alignment = reinterpret_cast<u64>(work.output_row(params, 0)) | params.out.stride.row * sizeof(u16);

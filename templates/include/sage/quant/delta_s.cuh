@@ -81,6 +81,7 @@ struct DeltaS {
 #pragma unroll
     for (i32 i = 0; i < kEdge; ++i) {
       if (first_tile + tile + i >= params.q_tiles) break;
+      // A query tile has `columns` keys: kv_tiles times block_n.
       float* out = params.delta_s + delta_s_index(head, params.q_tiles, first_tile + tile + i, params.columns, 1);
 #pragma unroll
       for (i32 j = 0; j < kEdge; ++j) {

@@ -48,8 +48,8 @@ struct Sample {
   static constexpr float kWeight = 1.0f / kSamples;  // of a sample: sums stay within f32
   static_assert(kSamples % kRowsAtOnce == 0, "every thread reads equally many rows");
 
-  using Parts =
-      float[kRowsAtOnce][Config::kHeadDim];  // the sums of each thread, shared memory, at a multiple of 16 bytes
+  // The sums of each thread, in shared memory, at a multiple of 16 bytes.
+  using Parts = float[kRowsAtOnce][Config::kHeadDim];
 
   Raw raw[kSteps];
 

@@ -70,9 +70,10 @@ struct KvLine {
     float k_scale;
     float v_factor;  // V less its mean is V̂ · v_factor · v_scale; a power of two, equal in all groups
   } group[kKeyGroups];
-  u32 k_spoilt[kMost / 32];  // written where a k_scale has its sign set: a bit for each key that is not finite
-  u32 v_spoilt
-      [1];  // written where a v_factor has its sign set: a bit for each kChannelsOfMark channels with such a value
+  // Written where a k_scale has its sign set: a bit for each key that is not finite.
+  u32 k_spoilt[kMost / 32];
+  // Written where a v_factor has its sign set: a bit for each kChannelsOfMark channels with such a value.
+  u32 v_spoilt[1];
 
   static constexpr i32 kLoaded = kKeyGroups * sizeof(Factors);
   static constexpr i32 kBytes = 128;  // tiles stay aligned to whole lines

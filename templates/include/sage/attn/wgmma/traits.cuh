@@ -5,7 +5,7 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQk, kPv, kSmoothQ, kBlockM, kBlockN, kWarpM.
+// Config: kHeadDim, kQk, kPv, kPvAccum, kSmoothQ, kBlockM, kBlockN, kWarpM.
 template <class Config>
 struct WgmmaTraits {
   static constexpr i32 kConsumers = Config::kBlockM / 64;  // warpgroups
@@ -13,6 +13,7 @@ struct WgmmaTraits {
   static constexpr i32 kProducerRegisters = 24, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   static_assert(kConsumers == 2 || kConsumers == 3, "that many have the registers");
   static_assert(Config::kWarpM == 16 && Config::kQk == Qk::kInt8 && Config::kPv == Pv::kE4m3);
+  static_assert(Config::kPvAccum == PvAccum::kTwoLevelF32);
   static_assert(Config::kBlockN == 64 || Config::kBlockN == 128, "the rows of V are the swizzle's span");
 
   // Enough registers to keep P·V and Q·K in flight at once: products are one phase of a step, and consumers ping-pong.
