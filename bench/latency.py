@@ -174,7 +174,7 @@ def parts() -> dict[str, float]:
     q, k, v = inputs()
     options = [option.default for option in OPTIONS.values()]
     sage_aot.attn(q, k, v)
-    out, call = torch.empty_like(q), pipeline.prepared(q, k, v, None, ()).run
+    out, call = torch.empty_like(q), pipeline.prepared(q, k, v, None, None, ()).run
     workspace = q.new_empty(call.plan.workspace_bytes, dtype=torch.uint8)
     stream = torch.cuda.current_stream().cuda_stream
     addresses = [tensor.data_ptr() for tensor in (q, k, v, out)] + [0, workspace.data_ptr()]
@@ -191,7 +191,7 @@ def parts() -> dict[str, float]:
 
     found = {name: least for name, (least, _) in timed({
         "options, checked": lambda: for_schema(*options),
-        "look-up of the prepared call": lambda: pipeline.prepared(q, k, v, None, ()),
+        "look-up of the prepared call": lambda: pipeline.prepared(q, k, v, None, None, ()),
         "output": lambda: torch.empty_like(q, memory_format=torch.contiguous_format),
         "prepared call": lambda: call(q, k, v, out, None),
         "of it the workspace": allocate,

@@ -241,7 +241,7 @@ class Pieces:
         *quantizers, attention = call.launches()  # torch.randn aligns q, k and v
         self._quantizers, self._attention = call.queue_of(quantizers), call.queue_of([attention])
         *at_qkv_and_out, at_workspace = (tensor.data_ptr() for tensor in self._tensors)
-        self._addresses = (*at_qkv_and_out, 0, at_workspace)  # without a log-sum-exp
+        self._addresses = (*at_qkv_and_out, 0, 0, at_workspace)  # without a log-sum-exp, without a key mask
 
     def quantize(self) -> None:
         """Quantization of q, k and v."""

@@ -21,6 +21,7 @@ CONTEXT = {
              "smooth_q", "block_m", "block_n", "warp_m", "stages", "min_blocks"),
     "quant": ("name", "template", "row", "entries", "headdim", "qk", "pv", "block_m", "block_n", "warp_m",
               "threads", "min_blocks"),
+    "pack": ("name", "template", "row", "threads"),
     "delta": ("name", "template", "row", "entries", "headdim", "threads"),
 }
 """The names that the templates of each kind are given. A template uses all of them and no others."""
@@ -54,7 +55,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "template": kernel.how.template,
         "row": kernel.row,
         "entries": [*zip(kernel.spec.entries, map(_ROWS_ENUMERATOR.get, kernel.spec.rows))],
-        "headdim": kernel.spec.headdim,
+        "headdim": axes.get("headdim"),
         "qk": _QK_ENUMERATOR.get(axes.get("qk", "")),
         "pv": _PV_ENUMERATOR.get(axes.get("pv", "")),
         "pv_accum": _PV_ACCUM_ENUMERATOR.get(axes.get("pv_accum", "")),

@@ -15,7 +15,7 @@ import yaml
 from codegen.yaml_reader import YamlReader, line_of
 from sage_aot._families import FAMILIES
 from sage_aot._kernels.axes import AXES
-from sage_aot._kernels.spec import ALWAYS_RUN, KINDS, AttnSpec, capability_of
+from sage_aot._kernels.spec import IN_EVERY_FAMILY, KINDS, AttnSpec, capability_of
 from sage_aot._kernels.tile import Tile
 
 AXIS_NAMES = AttnSpec.axes()
@@ -168,16 +168,17 @@ class RowReader:
         return tuple(value for _, value in found)
 
     def _families(self, node: yaml.Node) -> dict[str, dict[str, FamilyKind]]:
-        """Each family with its kinds of kernels. A family must have every kind in ALWAYS_RUN."""
+        """Each family with its kinds of kernels. A family must have every kind in IN_EVERY_FAMILY."""
         entries = self.reader.mapping(node, "'families'", (), tuple(FAMILIES))
-        others = tuple(kind for kind in KINDS if kind not in ALWAYS_RUN)
+        others = tuple(kind for kind in KINDS if kind not in IN_EVERY_FAMILY)
         return {name: {kind: self._family_kind(name, kind, values) for kind, values in self.reader.mapping(
-                           kinds, f"the family {name!r}", ALWAYS_RUN, others).items()}
+                           kinds, f"the family {name!r}", IN_EVERY_FAMILY, others).items()}
                 for name, kinds in entries.items()}
 
     def _family_kind(self, family: str, kind: str, node: yaml.Node) -> FamilyKind:
-        keys, optional = {"attn": (("template",), ("suffix",)), "delta": (("template", "threads"), ())}.get(
-            kind, (("template", "threads", "min_blocks"), ()))
+        quantizer = ("template", "threads", "min_blocks")
+        keys, optional = {"attn": (("template",), ("suffix",)), "quant": (quantizer, ())}.get(
+            kind, (("template", "threads"), ()))
         entries = self.reader.mapping(node, f"{kind!r} of the family {family!r}", keys, optional)
         template = self.reader.scalar(entries["template"]) if "template" in entries else None
         if template is not None and not (self.templates / str(template)).is_file():

@@ -18,13 +18,19 @@ class Tensors(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     out: torch.Tensor
+    key_mask: torch.Tensor | None = None
+
+    @property
+    def of_rows(self) -> tuple[torch.Tensor, ...]:
+        """Those of [batch, heads, rows, headdim]."""
+        return self.q, self.k, self.v, self.out
 
 
 class Call(Protocol):
     """A call prepared for tensors of given shapes, strides and devices. It may be made any number of times."""
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                 lse: torch.Tensor | None) -> None:
+                 lse: torch.Tensor | None, key_mask: torch.Tensor | None = None) -> None:
         """Write `out`, in the layout of q, and the log-sum-exp to `lse`, [batch, heads, queries] float32, unless
         None."""
         ...

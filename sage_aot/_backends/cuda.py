@@ -108,7 +108,8 @@ class CudaCall:
     def __init__(self, plan: Plan, tensors: Tensors, backend: CudaBackend, device: int) -> None:
         self.plan = plan
         self._workspace_bytes = plan.workspace_bytes
-        self._strides = [strides_of(tensor, plan.problem.options.layout) for tensor in tensors]
+        self._strides = [strides_of(tensor, plan.problem.options.layout) for tensor in tensors.of_rows]
+        self._key_mask = None if tensors.key_mask is None else mask_argument(tensors.key_mask)
         self._backend, self._device, self._driver = backend, device, backend.library.driver
         self._queues: dict[tuple[bool, ...], Queue] = {}  # by which of q, k, v begin at a multiple of 16 bytes
         self._aligned = self._queue_for(ALIGNED)
@@ -116,9 +117,9 @@ class CudaCall:
             self._context, self._current = backend.context(device), self._driver.current
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                 lse: torch.Tensor | None) -> None:
+                 lse: torch.Tensor | None, key_mask: torch.Tensor | None = None) -> None:
         if self._current() != self._context:  # this thread did not use the device yet, or is on another device
-            self.run(q, k, v, out, lse, q.new_empty(self._workspace_bytes, dtype=torch.uint8))
+            self.run(q, k, v, out, lse, q.new_empty(self._workspace_bytes, dtype=torch.uint8), key_mask)
             return
         # The device is torch's current one. Ask torch's allocator for raw memory: a tensor around it doubles the time.
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -126,18 +127,20 @@ class CudaCall:
         workspace = torch._C._cuda_cudaCachingAllocator_raw_alloc(self._workspace_bytes, stream)
         try:
             self._queue_at(at_q, at_k, at_v).launch(stream, at_q, at_k, at_v, out.data_ptr(),
-                                                    0 if lse is None else lse.data_ptr(), workspace)
+                                                    0 if lse is None else lse.data_ptr(),
+                                                    0 if key_mask is None else key_mask.data_ptr(), workspace)
         finally:  # queued kernels may still use the memory: the allocator reuses it in the order of the stream
             torch._C._cuda_cudaCachingAllocator_raw_delete(workspace)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-            workspace: torch.Tensor) -> None:
+            workspace: torch.Tensor, key_mask: torch.Tensor | None = None) -> None:
         """Make the call with a workspace of the caller's: uint8, plan.workspace_bytes. Afterwards the workspace holds
         the quantized tensors."""
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         self._queue_at(at_q, at_k, at_v)(
             torch._C._cuda_getCurrentRawStream(self._device), at_q, at_k, at_v, out.data_ptr(),
-            0 if lse is None else lse.data_ptr(), workspace.data_ptr())
+            0 if lse is None else lse.data_ptr(), 0 if key_mask is None else key_mask.data_ptr(),
+            workspace.data_ptr())
 
     def _queue_at(self, at_q: int, at_k: int, at_v: int) -> Queue:
         if (at_q | at_k | at_v) & 15 == 0:
@@ -146,9 +149,9 @@ class CudaCall:
 
     def launches(self, at_16_bytes: tuple[bool, ...] = ALIGNED) -> list[Launch]:
         """The launches, for q, k and v that begin at a multiple of 16 bytes or not."""
-        arguments = [Argument(name, strides, at) for name, strides, at in
-                     zip(Tensors._fields, self._strides, (*at_16_bytes, True))]
-        return launches(self.plan, Arguments(*arguments), sm_count(self._device))
+        q, k, v, out = (Argument(name, strides, at) for name, strides, at in
+                        zip(Tensors._fields, self._strides, (*at_16_bytes, True)))
+        return launches(self.plan, Arguments(q, k, v, out, self._key_mask), sm_count(self._device))
 
     def queue_of(self, wanted: Sequence[Launch]) -> Queue:
         """Load the kernels of some launches and bind them to a queue."""
@@ -173,6 +176,12 @@ def strides_of(tensor: torch.Tensor, layout: str) -> Strides:
     """Strides, in elements, of a tensor in the caller's layout ("HND" or "NHD")."""
     batch, first, second, _ = tensor.stride()
     return Strides(batch, first, second) if layout == "HND" else Strides(batch, second, first)
+
+
+def mask_argument(key_mask: torch.Tensor) -> Argument:
+    """A call's key mask, [batch, keys] of any strides."""
+    batch, key = key_mask.stride()
+    return Argument("key_mask", Strides(batch, 0, key), at_16_bytes=False)
 
 
 class _Bound(NamedTuple):

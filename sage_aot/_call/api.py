@@ -8,29 +8,38 @@ import torch
 
 from sage_aot._call import ops
 from sage_aot._call.refusal import refusal
-from sage_aot._problem.check import check_device, check_out, check_return_lse, check_tensors_are
+from sage_aot._problem.check import (
+    check_device,
+    check_key_mask_is_tensor,
+    check_out,
+    check_return_lse,
+    check_tensors_are,
+)
 from sage_aot._problem.options import for_schema, for_tracer
 from sage_aot.errors import SageAotError
 
 
 @overload
-def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = ..., scale: float | None = ...,
-         layout: str = ..., qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
-         rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ..., return_lse: Literal[False] = ...,
+def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | None = ...,
+         is_causal: bool = ..., scale: float | None = ..., layout: str = ..., qk: str = ...,
+         smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ..., rotate: bool | str = ...,
+         clip: bool = ..., pv_accum: str = ..., return_lse: Literal[False] = ...,
          out: torch.Tensor | None = ...) -> torch.Tensor: ...
 
 
 @overload
-def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = ..., scale: float | None = ...,
-         layout: str = ..., qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
-         rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ..., return_lse: Literal[True],
+def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | None = ...,
+         is_causal: bool = ..., scale: float | None = ..., layout: str = ..., qk: str = ...,
+         smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ..., rotate: bool | str = ...,
+         clip: bool = ..., pv_accum: str = ..., return_lse: Literal[True],
          out: torch.Tensor | None = ...) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, scale: float | None = None,
-         layout: str = "HND", qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
-         smooth_v: bool = False, rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto",
-         return_lse: bool = False, out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | None = None,
+         is_causal: bool = False, scale: float | None = None, layout: str = "HND", qk: str = "auto",
+         smooth_q: bool | str = "auto", smooth_k: bool = True, smooth_v: bool = False, rotate: bool | str = "auto",
+         clip: bool = True, pv_accum: str = "auto", return_lse: bool = False,
+         out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention with 8- or 4-bit Q and K and FP8 or f16 P and V: softmax(q·kᵀ·scale)·v, inference only.
 
     CUDA tensors run precompiled kernels on torch's current stream; nothing synchronizes and no input changes. CPU
@@ -43,8 +52,12 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
             ``"NHD"``; float16 or bfloat16. Any strides with a contiguous last dimension; headdim from 1 to 128.
         k, v: likewise with ``kv heads`` and ``keys``; same dtype and device as q. q heads must be a multiple of kv
             heads: q head h reads kv head ``h // (q heads // kv heads)``.
+        key_mask: bool ``[batch, keys]``, True where a key may be seen, for all queries and heads alike; any strides.
+            None: every key may be seen. The call drops all other keys before it quantizes, so that a mask saves their
+            work, and nothing depends on what they hold. The output is that of a call on the keys that are left.
         is_causal: query i sees the keys ``j <= i + keys - queries``: the mask is aligned bottom-right, as in
             FlashAttention. (torch's SDPA aligns top-left, which differs where keys and queries are not equally many.)
+            With `key_mask`, keys and queries count as they came, and a query sees what both masks leave.
         scale: factor on q·kᵀ before the softmax; None means ``1 / sqrt(headdim)``.
         layout: ``"HND"`` or ``"NHD"``, of q, k, v and the output.
         qk: type of the quantized q and k: ``"int8"``, ``"int4"`` (before sm90 only, and visibly worse for some models),
@@ -93,22 +106,23 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool =
     >>> sage_aot.attn(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 100, 64])
     """
-    options = _operator_options(q, k, v, out, return_lse, is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v,
-                                rotate, clip, pv_accum)
+    options = _operator_options(q, k, v, key_mask, out, return_lse, is_causal, scale, layout, qk, smooth_q, smooth_k,
+                                smooth_v, rotate, clip, pv_accum)
     if out is None:
         made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = (ops.attn_lse if return_lse else ops.attn)(
-            q, k, v, *options)
+            q, k, v, key_mask, *options)
         return made
     if return_lse:
-        return out, ops.attn_lse_out(q, k, v, out, *options)
-    ops.attn_out(q, k, v, out, *options)
+        return out, ops.attn_lse_out(q, k, v, key_mask, out, *options)
+    ops.attn_out(q, k, v, key_mask, out, *options)
     return out
 
 
-def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False, scale: float | None = None,
-             layout: str = "HND", qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
-             smooth_v: bool = False, rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto",
-             return_lse: bool = False, out: torch.Tensor | None = None) -> str | None:
+def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | None = None,
+             is_causal: bool = False, scale: float | None = None, layout: str = "HND", qk: str = "auto",
+             smooth_q: bool | str = "auto", smooth_k: bool = True, smooth_v: bool = False, rotate: bool | str = "auto",
+             clip: bool = True, pv_accum: str = "auto", return_lse: bool = False,
+             out: torch.Tensor | None = None) -> str | None:
     """Why :func:`sage_aot.attn` would refuse this call here, or None where it would take it.
 
     The answer is that of the checks and of the choice of kernels. It launches nothing, loads no kernel, and reads no
@@ -118,7 +132,7 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bo
     ``fullgraph=True`` it raises), and compiles anew for each new shape.
 
     Args:
-        q, k, v, is_causal, ...: as :func:`sage_aot.attn` takes them, of any type and value.
+        q, k, v, key_mask, ...: as :func:`sage_aot.attn` takes them, of any type and value.
 
     Returns:
         None, or the message of the error that the call would raise. A sparse or nested tensor, or one that wraps others
@@ -138,20 +152,23 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bo
     True
     """
     try:
-        return refusal(q, k, v, out, _operator_options(q, k, v, out, return_lse, is_causal, scale, layout, qk, smooth_q,
-                                                       smooth_k, smooth_v, rotate, clip, pv_accum))
+        return refusal(q, k, v, key_mask, out,
+                       _operator_options(q, k, v, key_mask, out, return_lse, is_causal, scale, layout, qk, smooth_q,
+                                         smooth_k, smooth_v, rotate, clip, pv_accum))
     except SageAotError as error:
         return str(error)
 
 
-def _operator_options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, return_lse: bool,
-                      *options: Any) -> tuple[Any, ...]:
+def _operator_options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
+                      out: torch.Tensor | None, return_lse: bool, *options: Any) -> tuple[Any, ...]:
     """The options as the operators take them. Raises for what the operators' schemas would refuse with torch's own
     errors; the operators check the rest."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         check_tensors_are(q=q, k=k, v=v)  # raises
     if not (q.is_cuda or q.is_cpu):
         check_device(q)  # raises
+    if key_mask is not None and not isinstance(key_mask, torch.Tensor):
+        check_key_mask_is_tensor(key_mask)  # raises
     given = for_tracer(*options) if torch.compiler.is_dynamo_compiling() else for_schema(*options)
     if not isinstance(return_lse, bool):
         check_return_lse(return_lse)  # raises

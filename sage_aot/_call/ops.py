@@ -24,29 +24,33 @@ _CONTIGUOUS = torch.contiguous_format
 # --- what runs --------------------------------------------------------------------------------------------------------
 
 
-def _attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> torch.Tensor:
-    call = prepared(q, k, v, None, options)
+def _attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
+          *options: Any) -> torch.Tensor:
+    call = prepared(q, k, v, key_mask, None, options)
     out = torch.empty_like(q, memory_format=_CONTIGUOUS)
-    call.run(q, k, v, out, None)
+    call.run(q, k, v, out, None, key_mask)
     return out
 
 
-def _attn_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = prepared(q, k, v, None, options)
+def _attn_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
+              *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = prepared(q, k, v, key_mask, None, options)
     out, lse = torch.empty_like(q, memory_format=_CONTIGUOUS), call.empty_lse(q)
-    call.run(q, k, v, out, lse)
+    call.run(q, k, v, out, lse, key_mask)
     return out, lse
 
 
-def _attn_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *options: Any) -> None:
-    prepared(q, k, v, out, options).run(q, k, v, out, None)
+def _attn_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, out: torch.Tensor,
+              *options: Any) -> None:
+    prepared(q, k, v, key_mask, out, options).run(q, k, v, out, None, key_mask)
     _count_write(out)
 
 
-def _attn_lse_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *options: Any) -> torch.Tensor:
-    call = prepared(q, k, v, out, options)
+def _attn_lse_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, out: torch.Tensor,
+                  *options: Any) -> torch.Tensor:
+    call = prepared(q, k, v, key_mask, out, options)
     lse = call.empty_lse(q)
-    call.run(q, k, v, out, lse)
+    call.run(q, k, v, out, lse, key_mask)
     _count_write(out)
     return lse
 
@@ -60,33 +64,35 @@ def _count_write(out: torch.Tensor) -> None:
 # --- what a tracer sees: shapes, and the same errors ------------------------------------------------------------------
 
 
-def _fake_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> torch.Tensor:
-    _check(q, k, v, None, options)
+def _fake_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
+               *options: Any) -> torch.Tensor:
+    _check(q, k, v, key_mask, None, options)
     return torch.empty_like(q, memory_format=_CONTIGUOUS)
 
 
-def _fake_attn_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+def _fake_attn_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
                    *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    problem = _check(q, k, v, None, options)
+    problem = _check(q, k, v, key_mask, None, options)
     return torch.empty_like(q, memory_format=_CONTIGUOUS), _fake_lse(problem, q)
 
 
-def _fake_attn_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *options: Any) -> None:
-    _check(q, k, v, out, options)
+def _fake_attn_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, out: torch.Tensor,
+                   *options: Any) -> None:
+    _check(q, k, v, key_mask, out, options)
 
 
-def _fake_attn_lse_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                       *options: Any) -> torch.Tensor:
-    return _fake_lse(_check(q, k, v, out, options), q)
+def _fake_attn_lse_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
+                       out: torch.Tensor, *options: Any) -> torch.Tensor:
+    return _fake_lse(_check(q, k, v, key_mask, out, options), q)
 
 
 def _fake_lse(problem: Problem, q: torch.Tensor) -> torch.Tensor:
     return q.new_empty((problem.batch, problem.num_q_heads, problem.seqlen_q), dtype=torch.float32)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None,
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, out: torch.Tensor | None,
            options: tuple[Any, ...]) -> Problem:
-    problem = check(q, k, v, Options.from_schema(*options))
+    problem = check(q, k, v, Options.from_schema(*options), key_mask)
     if out is not None:
         check_out(out, q)
     check_no_grad(q=q, k=k, v=v, out=out)
@@ -99,7 +105,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor 
 def _register(name: str, written: str, returns: str, run: Callable[..., Any],
               fake: Callable[..., Any]) -> torch._ops.OpOverload[..., Any]:
     # The stride order is fixed, so that a compiler keeps the last dimension contiguous.
-    _LIBRARY.define(f"{name}(Tensor q, Tensor k, Tensor v, {written}{schema()}) -> {returns}",
+    _LIBRARY.define(f"{name}(Tensor q, Tensor k, Tensor v, Tensor? key_mask, {written}{schema()}) -> {returns}",
                     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     op: torch._ops.OpOverload[..., Any] = getattr(torch.ops.sage_aot, name).default
     for device in ("CUDA", "CPU"):

@@ -69,8 +69,8 @@ _lock = threading.Lock()  # held while either changes
 _handed: Backend | None = None
 
 
-def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None,
-             options: tuple[Any, ...]) -> Prepared:
+def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
+             out: torch.Tensor | None, options: tuple[Any, ...]) -> Prepared:
     """The prepared call for an operator's arguments: kept from an earlier call of the kind, or prepared now.
 
     Raises as :func:`sage_aot.attn` does. Options from an operator have their schema's types, so equal keys mean equal
@@ -79,27 +79,29 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     if q.requires_grad or k.requires_grad or v.requires_grad or out is not None and out.requires_grad:
         check_no_grad(q=q, k=k, v=v, out=out)  # on every call: grad mode changes
     handed, variables = _handed, environment()
-    key = kind_of_call(q, k, v, out, options, variables, handed)
+    key = kind_of_call(q, k, v, key_mask, out, options, variables, handed)
     call = _prepared.get(key)
     if call is None:
-        call = prepare(handed or backend_of(q), q, k, v, Options.from_schema(*options), out)
+        call = prepare(handed or backend_of(q), q, k, v, Options.from_schema(*options), out, key_mask)
         if (handed, variables) == (_handed, environment()):  # else another thread changed them, and the key is wrong
             _prepared.keep(key, call)
     return call
 
 
-def kind_of_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, options: tuple[Any, ...],
-                 variables: tuple[Any, ...], handed: Backend | None) -> tuple[Any, ...]:
+def kind_of_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
+                 out: torch.Tensor | None, options: tuple[Any, ...], variables: tuple[Any, ...],
+                 handed: Backend | None) -> tuple[Any, ...]:
     """Equal for calls that one preparation serves."""
     return (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device,
             k.device, v.device, options, variables, handed,
+            None if key_mask is None else (key_mask.shape, key_mask.stride(), key_mask.dtype, key_mask.device),
             None if out is None else (out.shape, out.stride(), out.dtype, out.device))
 
 
 def prepare(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options,
-            out: torch.Tensor | None = None) -> Prepared:
+            out: torch.Tensor | None = None, key_mask: torch.Tensor | None = None) -> Prepared:
     """Check a call and prepare it on a backend; raises as :func:`sage_aot.attn` does."""
-    problem = check(q, k, v, options)
+    problem = check(q, k, v, options, key_mask)
     if out is not None:
         check_out(out, q)
     plan = plan_of(backend, problem, q.get_device())
@@ -109,7 +111,7 @@ def prepare(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 
     if out is None:  # the output will be contiguous: bind() needs a tensor with its strides
         out = q if q.is_contiguous() else torch.empty_like(q, memory_format=torch.contiguous_format)
-    return Prepared(problem, backend.bind(plan, Tensors(q, k, v, out)))
+    return Prepared(problem, backend.bind(plan, Tensors(q, k, v, out, key_mask)))
 
 
 def plan_of(backend: Backend, problem: Problem, device: int) -> Plan:
@@ -117,11 +119,11 @@ def plan_of(backend: Backend, problem: Problem, device: int) -> Plan:
     from sage_aot._launch.choose import kernels_of, wanted_values
     from sage_aot._launch.plan import plan
 
-    return plan(problem, kernels_of(backend.arch(device), wanted_values(problem), backend.manifest))
+    return plan(problem, kernels_of(backend.arch(device), wanted_values(problem), backend.manifest, problem.key_mask))
 
 
 def _nothing_to_see(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                    lse: torch.Tensor | None) -> None:
+                    lse: torch.Tensor | None, key_mask: torch.Tensor | None = None) -> None:
     """The call where there are no queries or no keys."""
     out.zero_()
     if lse is not None:

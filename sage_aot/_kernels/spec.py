@@ -44,7 +44,6 @@ class KernelSpec:
     kind: ClassVar[str]
     rows: ClassVar[tuple[str, ...]] = ()  # members of ROWS with an entry point each; empty where it reads no rows
     arch: str
-    headdim: int
 
     @classmethod
     def axes(cls) -> tuple[str, ...]:
@@ -77,11 +76,19 @@ class KernelSpec:
 
 
 @dataclass(frozen=True)
+class PackSpec(KernelSpec):
+    """The keys that a key mask leaves, numbered."""
+
+    kind = "pack"
+
+
+@dataclass(frozen=True)
 class DeltaSpec(KernelSpec):
     """delta_s, the term of the scores that smoothing Q takes off."""
 
     kind = "delta"
     rows = ROWS
+    headdim: int
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ class QuantSpec(KernelSpec):
 
     kind = "quant"
     rows = ROWS
+    headdim: int
     qk: str
     pv: str
 
@@ -99,6 +107,7 @@ class AttnSpec(KernelSpec):
     """Attention on quantized inputs; depends on every axis."""
 
     kind = "attn"
+    headdim: int
     qk: str
     pv: str
     pv_accum: str
@@ -120,11 +129,12 @@ class AttnSpec(KernelSpec):
         return None
 
 
-KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (QuantSpec, DeltaSpec, AttnSpec)}
+KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (PackSpec, QuantSpec, DeltaSpec, AttnSpec)}
 """Every kind of kernel, in the order in which a call runs them."""
 
-ALWAYS_RUN = ("quant", "attn")
-"""The kinds that every call runs (sage_aot/_launch/plan.py); delta runs only where Q is smoothed."""
+IN_EVERY_FAMILY = ("pack", "quant", "attn")
+"""The kinds that every family has. Every call runs quant and attn; pack runs where a call has a key mask, delta where Q
+is smoothed (sage_aot/_launch/plan.py)."""
 
 
 def spec_of(name: str) -> KernelSpec:

@@ -76,6 +76,7 @@ class Arguments(NamedTuple):
     k: Argument
     v: Argument
     out: Argument
+    key_mask: Argument | None = None  # Strides: of batch entries, 0, and of keys
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,9 @@ def plan(problem: Problem, kernels: Kernels) -> Plan:
     kv_tiles = math.ceil(problem.seqlen_kv / tile.block_n)
     sizes = _buffer_bytes(problem, kernels, q_tiles, kv_tiles)
     heads_at_once = problem.batch * problem.num_q_heads
+    if problem.key_mask and problem.batch * (problem.seqlen_kv + 1) >= 2**31:
+        raise UnsupportedError(f"key_mask: its kernel takes less than 2^31 keys of all batch entries, got "
+                               f"{problem.batch} times {problem.seqlen_kv}; split the batch")
     if problem.options.smooth_q:
         head_bytes = 4 * q_tiles * kv_tiles * tile.block_n
         heads_at_once = max(1, min(heads_at_once, DELTA_BYTES // max(1, head_bytes)))  # 0 bytes without queries or keys
@@ -113,7 +117,8 @@ def plan(problem: Problem, kernels: Kernels) -> Plan:
 def launches(plan: Plan, tensors: Arguments, sm_count: int) -> list[Launch]:
     """The launches of one call, in order, on a GPU of `sm_count` SMs."""
     known = _known(plan, tensors)
-    result = [_quantize(plan, tensors, known, sm_count)]
+    result = [_pack(plan, known)] if plan.problem.key_mask else []
+    result.append(_quantize(plan, tensors, known, sm_count))
     heads = plan.problem.batch * plan.problem.num_q_heads
     for first in range(0, heads, plan.heads_at_once):
         part = {**known, "first_head": first, "num_heads": min(plan.heads_at_once, heads - first)}
@@ -128,9 +133,10 @@ def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
     problem, attn = plan.problem, plan.kernels.attn
     buffers = {name: ("workspace", offset) for name, offset in plan.offsets.items()}
     return {
-        **vars(problem.options), "delta_s": NULL, **buffers,
+        **vars(problem.options), "delta_s": NULL, "key_rank": NULL, "key_index": NULL, **buffers,
         "q": tensors.q.tensor, "k": tensors.k.tensor, "v": tensors.v.tensor, "out": tensors.out.tensor,
-        "lse": ("lse", 0), "batch": problem.batch, "num_q_heads": problem.num_q_heads,
+        "key_mask": tensors.key_mask.tensor if tensors.key_mask else None, "lse": ("lse", 0),
+        "batch": problem.batch, "num_q_heads": problem.num_q_heads,
         "num_kv_heads": problem.num_kv_heads, "seqlen_q": problem.seqlen_q, "seqlen_kv": problem.seqlen_kv,
         "headdim": problem.headdim, "dtype": DTYPE_CODES[problem.dtype], "q_tiles": plan.q_tiles,
         "kv_tiles": plan.kv_tiles, "block_m": attn.tile.block_m, "block_n": attn.tile.block_n,
@@ -154,6 +160,8 @@ def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: in
         "v_mean": kv_heads * headdim * 4,
         "row_bias": q_heads * q_tiles * tile.block_m * 4,
         "tile_counter": 4,
+        **({"key_rank": problem.batch * (problem.seqlen_kv + 1) * 4, "key_index": problem.batch * problem.seqlen_kv * 4}
+           if problem.key_mask else {}),
     }
 
 
@@ -170,6 +178,10 @@ def _launch(record: KernelRecord, blocks: int, params: Params, rows: str | None 
 def _rows(problem: Problem, *tensors: Argument) -> str:
     """The member of ROWS that holds for the rows of all of these tensors."""
     return problem.dtype if all(tensor.aligned(problem.headdim) for tensor in tensors) else "any"
+
+
+def _pack(plan: Plan, known: Params) -> Launch:
+    return _launch(plan.kernels["pack"], plan.problem.batch, known)
 
 
 def _quantize(plan: Plan, tensors: Arguments, known: Params, sm_count: int) -> Launch:

@@ -21,8 +21,8 @@ from sage_aot._kernels.spec import KINDS
 from sage_aot._kernels.tile import Tile
 from sage_aot._problem.options import OPTIONS
 
-SOURCES = ("q", "k", "v", "out", "lse", "workspace")
-"""Tensors of a call in which an address may lie. The address of `lse` is zero where no log-sum-exp is wanted."""
+SOURCES = ("q", "k", "v", "out", "lse", "key_mask", "workspace")
+"""Tensors of a call in which an address may lie. The addresses of `lse` and `key_mask` are zero in calls without."""
 
 NO_SOURCE = len(SOURCES)
 
@@ -52,9 +52,9 @@ class Tensor(NamedTuple):
 NULL: Address = ("", 0)
 """The address zero."""
 
-_TENSORS = ("q", "k", "v", "out")
-_ADDRESSES = ("q_hat", "kv_hat", "q_scale", "q_mean", "k_mean", "v_scale", "v_mean", "row_bias",
-              "tile_counter", "delta_s", "lse")
+_TENSORS = ("q", "k", "v", "out", "key_mask")
+_ADDRESSES = ("key_rank", "key_index", "q_hat", "kv_hat", "q_scale", "q_mean", "k_mean", "v_scale", "v_mean",
+              "row_bias", "tile_counter", "delta_s", "lse")
 _INTEGERS = ("batch", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_kv", "headdim", "dtype", "q_tiles", "kv_tiles",
              "block_m", "block_n", "columns", "rounds", "first_head", "num_heads", "unused")
 _FLOATS = ("softmax_scale_log2", "v_typical", "v_least", "v_limit")

@@ -28,6 +28,7 @@ class Problem:
     dtype: str  # "f16" or "bf16", of q, k, v and the output
     softmax_scale: float
     options: Options  # resolved: "auto" is left only where the chosen kernels decide
+    key_mask: bool = False  # whether the call has one
 
     @property
     def is_empty(self) -> bool:
@@ -35,7 +36,8 @@ class Problem:
         return 0 in (self.batch, self.num_q_heads, self.num_kv_heads, self.seqlen_q, self.seqlen_kv)
 
 
-def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Problem:
+def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options,
+          key_mask: torch.Tensor | None = None) -> Problem:
     """Check a call's tensors (shapes, dtypes, devices, strides) and return its problem; ArgumentError says what is
     wrong."""
     layout = options.layout
@@ -60,8 +62,10 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -
                             f"{num_kv_heads} in layout {layout!r}; for tensors {LAYOUTS[other]} pass layout={other!r}, "
                             f"else repeat heads of k and v")
     scale = 1.0 / math.sqrt(headdim) if options.scale is None else float(options.scale)
+    if key_mask is not None:
+        _check_key_mask(key_mask, batch, seqlen_kv, q.device)
     return Problem(batch, num_q_heads, num_kv_heads, seqlen_q, seqlen_kv, headdim, DTYPES[q.dtype], scale,
-                   options.resolved)
+                   options.resolved, key_mask is not None)
 
 
 def check_out(out: object, q: torch.Tensor) -> None:
@@ -110,6 +114,13 @@ def check_dense(**tensors: torch.Tensor | None) -> None:
                                 f"pass the tensor within (of a DTensor: {name}.to_local())")
 
 
+def check_key_mask_is_tensor(key_mask: object) -> None:
+    """ArgumentError unless `key_mask` is a tensor or None."""
+    if key_mask is not None and not isinstance(key_mask, torch.Tensor):
+        raise ArgumentError(f"key_mask: expected a torch.Tensor or None, got {type(key_mask).__name__}; make one with "
+                            f"torch.as_tensor(key_mask)")
+
+
 def check_return_lse(return_lse: object) -> None:
     if not isinstance(return_lse, bool):
         raise ArgumentError(f"return_lse: expected True or False, got {return_lse!r}")
@@ -140,6 +151,18 @@ def _check_tensor(name: str, tensor: torch.Tensor, layout: str) -> None:
         raise ArgumentError(f"{name}: expected a head dim from 1 to {MAX_HEADDIM}, got {shape[-1]}; for others "
                             f"call torch.nn.functional.scaled_dot_product_attention")
     _check_last_stride(name, tensor)
+
+
+def _check_key_mask(key_mask: torch.Tensor, batch: int, seqlen_kv: int, device: torch.device) -> None:
+    if key_mask.dtype != torch.bool:
+        raise ArgumentError(f"key_mask: expected torch.bool, True where a key may be seen, got {key_mask.dtype}; pass "
+                            f"key_mask.bool() for ones and zeros, key_mask == 0 for zeros and −inf")
+    if key_mask.shape != (batch, seqlen_kv):
+        raise ArgumentError(f"key_mask: expected shape [batch, keys], {(batch, seqlen_kv)}, got "
+                            f"{tuple(key_mask.shape)}; a mask that also differs by query or head has no kernel")
+    if key_mask.device != device:
+        raise ArgumentError(f"key_mask: expected the device of q, {device}, got {key_mask.device}; pass "
+                            f"key_mask.to(q.device)")
 
 
 def _check_last_stride(name: str, tensor: torch.Tensor) -> None:

@@ -15,6 +15,13 @@ class VisibleKeys(NamedTuple):
     begin: torch.Tensor  # [rows] i64
     end: torch.Tensor  # likewise; equal to begin where a row sees no key
 
+    def of_rows(self, rows: slice) -> VisibleKeys:
+        return VisibleKeys(self.begin[rows], self.end[rows])
+
+    def packed(self, key_ranks: torch.Tensor) -> VisibleKeys:
+        """The same among the keys that a key mask leaves, of whose first n keys it leaves key_ranks[n]."""
+        return VisibleKeys(*(key_ranks[of_caller.to(key_ranks.device)] for of_caller in self))
+
     @property
     def none(self) -> torch.Tensor:
         """[rows] bool: the row sees no key."""

@@ -27,7 +27,14 @@ from sage_aot._launch.choose import (
     nearest_arch,
     wanted_values,
 )
-from sage_aot._problem.check import Problem, check, check_out, check_return_lse, check_tensors_are
+from sage_aot._problem.check import (
+    Problem,
+    check,
+    check_key_mask_is_tensor,
+    check_out,
+    check_return_lse,
+    check_tensors_are,
+)
 from sage_aot._problem.options import OPTIONS, Options
 from sage_aot.errors import ArgumentError, UnsupportedError
 
@@ -70,7 +77,8 @@ def _summary(candidate: Candidate) -> str:
 
 def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: torch.Tensor | None = None, *,
             capability: tuple[int, int] | None = None, headdim: int | None = None, driver: int | None = None,
-            return_lse: bool = False, out: torch.Tensor | None = None, **options: Any) -> Explanation:
+            key_mask: torch.Tensor | None = None, return_lse: bool = False, out: torch.Tensor | None = None,
+            **options: Any) -> Explanation:
     """Which kernels :func:`sage_aot.attn` would run for these arguments, and why none of the others.
 
     Nothing is loaded or launched, and no GPU is needed: ``explain(capability=(8, 9), headdim=128)`` tells what an L4
@@ -85,7 +93,7 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
         headdim: channels of a head where there are no tensors.
         driver: branch of that GPU's driver, such as 535. None: the driver of this machine, or any driver where
             `capability` is given.
-        return_lse, out, options: those of the call.
+        key_mask, return_lse, out, options: those of the call.
 
     Returns:
         An :class:`Explanation`, which ``print`` shows as a table. ``candidates`` has every attention kernel with its
@@ -115,7 +123,8 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
         device = q.get_device() if isinstance(q, torch.Tensor) else -1
     check_tensors_are(q=q, k=k, v=v)
     q, k, v = (cast(torch.Tensor, tensor) for tensor in (q, k, v))
-    problem = check(q, k, v, asked)
+    check_key_mask_is_tensor(key_mask)
+    problem = check(q, k, v, asked, key_mask)
     check_return_lse(return_lse)
     if out is not None:
         check_out(out, q)
@@ -133,7 +142,7 @@ def _explained(gpu: Gpu | None, device: int, problem: Problem, manifest: Manifes
         if gpu and device >= 0:
             default_driver()  # raises where nothing here loads kernels; unknown for a GPU that is not here
         arch = nearest_arch(gpu, manifest) if gpu else emulated_arch(manifest)
-        kernels = kernels_of(arch, wanted_values(problem), manifest)
+        kernels = kernels_of(arch, wanted_values(problem), manifest, problem.key_mask)
     except UnsupportedError as refused:
         error = str(refused)
     return Explanation(gpu, problem, candidates(choice, problem, manifest), kernels, error)

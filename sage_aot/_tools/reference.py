@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sage_aot._problem.mask import Mask
+from sage_aot._problem.mask import Mask, VisibleKeys
 
 INPUT_CLASSES = ("normal", "outlier")
 """Input classes of most tests and tables."""
@@ -35,18 +35,20 @@ class Accuracy:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None,
-              **mask: bool) -> tuple[torch.Tensor, torch.Tensor]:
+              visible: VisibleKeys | None = None, **mask: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of [batch, heads, seq, headdim] tensors in float64: output and log-sum-exp.
 
     Grouped heads as :func:`sage_aot.attn`; a row that sees no key gives zeros and −inf. `mask`: the fields of
-    :class:`sage_aot._problem.mask.Mask`, for example ``is_causal=True``.
+    :class:`sage_aot._problem.mask.Mask`, for example ``is_causal=True``; `visible`: the keys that rows see, in place of
+    what these fields say.
     """
-    seen = Mask(**mask)
+    if visible is None:
+        visible = Mask(**mask).visible_keys(torch.arange(q.shape[2], device=q.device), q.shape[2], k.shape[2])
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     rows = max(1, _SCORES_AT_ONCE // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
-    parts = [_rows(q, k, v, first, min(first + rows, q.shape[2]), seen, scale)
+    parts = [_rows(q[:, :, first: first + rows], k, v, visible.of_rows(slice(first, first + rows)), scale)
              for first in range(0, q.shape[2], rows)]
     return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
 
@@ -106,10 +108,9 @@ def _make_sink(nats: float, normal: Callable[..., torch.Tensor], q: torch.Tensor
     v[:, :, 0] *= 0.05
 
 
-def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, end: int, mask: Mask,
+def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: VisibleKeys,
           scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = q[:, :, first:end].double() @ k.transpose(2, 3) * scale
-    visible = mask.visible_keys(torch.arange(first, end, device=q.device), q.shape[2], k.shape[2])
+    scores = q.double() @ k.transpose(2, 3) * scale
     scores.masked_fill_(~visible.contains(torch.arange(k.shape[2], device=q.device)), -math.inf)
     lse = scores.logsumexp(-1)
     return (scores - lse.clamp(min=-1e300)[..., None]).exp() @ v, lse

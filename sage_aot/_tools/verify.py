@@ -14,7 +14,7 @@ import hashlib
 import importlib.metadata
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ import torch
 from sage_aot._backends.base import Tensors
 from sage_aot._backends.cuda import CudaBackend, gpu_here
 from sage_aot._backends.drivers import default_driver
+from sage_aot._backends.emulation.backend import packed_entries
 from sage_aot._backends.emulation.quantize import quantize
 from sage_aot._backends.loader import Library
 from sage_aot._call.pipeline import default_library, plan_of
@@ -38,10 +39,11 @@ from sage_aot.errors import CubinError, SageAotError, UnsupportedError
 VERIFIED, FAILED, NOT_RUN = 0, 1, 3
 """Exit codes; 2 is that of a wrong command line."""
 
-SHAPES = ((1, 4, 2, 150, 333, 0, torch.bfloat16), (2, 2, 1, 129, 65, 7, torch.float16))
-"""Calls of a self-test: batch, heads of q, heads of k and v, queries, keys, channels fewer than the kernel's, dtype.
-They have ragged tiles, grouped heads, and rows that are not aligned. With a causal mask, queries of the second call see
-no key."""
+SHAPES = ((1, 4, 2, 150, 333, 0, torch.bfloat16, False), (2, 2, 1, 129, 65, 7, torch.float16, False),
+          (2, 2, 1, 70, 300, 0, torch.bfloat16, True))
+"""Calls of a self-test: batch, heads of q, heads of k and v, queries, keys, channels fewer than the kernel's, dtype,
+whether there is a key mask. They have ragged tiles, grouped heads, and rows that are not aligned. With a causal mask,
+queries of the second call see no key."""
 
 
 @dataclass(frozen=True)
@@ -221,22 +223,29 @@ def self_test(library: Library, record: AttnRecord, device: str, seed: int) -> O
 
 
 def _measures(library: Library, record: AttnRecord, device: str, seed: int, batch: int, q_heads: int,
-              kv_heads: int, queries: int, keys: int, fewer: int, dtype: torch.dtype) -> list[Measure]:
-    headdim = record.spec.headdim - fewer
+              kv_heads: int, queries: int, keys: int, fewer: int, dtype: torch.dtype, masked: bool) -> list[Measure]:
+    headdim, generator = record.spec.headdim - fewer, torch.Generator().manual_seed(seed)
     q, k, v = reference.inputs("outlier", (batch, q_heads, queries, headdim), (batch, kv_heads, keys, headdim), dtype,
-                                torch.Generator().manual_seed(seed))
+                                generator)
+    key_mask = torch.rand(batch, keys, generator=generator) < 0.7 if masked else None
     backend = CudaBackend(library, record.spec.arch)
-    problem = check(q, k, v, Options.of_axes(record.spec.values))  # these options ask for just this kernel
+    problem = check(q, k, v, Options.of_axes(record.spec.values), key_mask)  # these options ask for just this kernel
     plan = plan_of(backend, problem, torch.device(device).index)
-    out, lse = _run(backend, plan, device, q, k, v)
-    return against_emulation(plan, quantize(problem, plan.kernels, q, k, v), out, lse)
+    out, lse = _run(backend, plan, device, q, k, v, key_mask)
+    if key_mask is None:
+        return against_emulation(plan, quantize(problem, plan.kernels, q, k, v), out, lse)
+    return [measure for b, entry in enumerate(packed_entries(problem, q, k, v, key_mask))
+            for measure in against_emulation(replace(plan, problem=entry.problem), entry.quantize(plan.kernels),
+                                             out[b:b + 1], lse[b:b + 1], entry.key_ranks)]
 
 
-def _run(backend: CudaBackend, plan: Plan, device: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(backend: CudaBackend, plan: Plan, device: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+         key_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp, on the CPU. Memory that the kernels write is filled with NaN before."""
-    q, k, v = (tensor.to(device) for tensor in tensors)
+    q, k, v = (tensor.to(device) for tensor in (q, k, v))
+    key_mask = None if key_mask is None else key_mask.to(device)
     out = torch.full_like(q, torch.nan)
     lse = torch.full(q.shape[:3], torch.nan, device=device)
     workspace = torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=device)
-    backend.bind(plan, Tensors(q, k, v, out)).run(q, k, v, out, lse, workspace)
+    backend.bind(plan, Tensors(q, k, v, out, key_mask)).run(q, k, v, out, lse, workspace, key_mask)
     return out.cpu(), lse.cpu()

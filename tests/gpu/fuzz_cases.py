@@ -78,12 +78,13 @@ class Case(_SizesAndOptions):
                          "tiny": 1, "sink": 2, "falling": 1, "heavy_v": 1, "sparse_v": 1,
                          "spike": 0, "stepped_v": 0})  # for tests/sim: to draw them would change a seed's other cases
     planted: str = _varied({"none": 24, "q:nan": 1, "k:nan": 1, "v:nan": 1, "q:inf": 1, "k:inf": 1, "v:inf": 1})
+    key_mask: str = _varied({"none": 8, "random": 2, "left": 1, "right": 1, "few": 1, "nothing": 1})
     strides: str = _varied({"contiguous": 4, "transposed": 2, "fused": 3, "misaligned": 2, "sliced": 2,
                             "expanded_heads": 1, "expanded_batch": 1})
     out: str = _varied({"made": 2, "given": 1, "misaligned": 1})
     stream: str = _varied({"default": 3, "side": 1})
     read_quantized: bool = _varied({False: 2, True: 1})  # compare the quantizers' outputs bit for bit
-    wrong: str = _varied({"nothing": 300, "dimensions": 1, "dtype": 1, "keys": 1, "out": 1, "grad": 1,
+    wrong: str = _varied({"nothing": 300, "dimensions": 1, "dtype": 1, "keys": 1, "out": 1, "grad": 1, "key_mask": 1,
                           **dict.fromkeys(OPTIONS, 1)})  # an option: a value that it refuses
 
     @property
@@ -101,7 +102,7 @@ class Case(_SizesAndOptions):
 
     @property
     def arguments(self) -> dict[str, object]:
-        """What the call is given by keyword, less `out`."""
+        """What the call is given by keyword, less `key_mask` and `out`."""
         return {name: getattr(self, name) for name in (*OPTIONS, "return_lse")}
 
     def to_json(self) -> str:
@@ -210,6 +211,24 @@ def make_tensors(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, t
         _CHANGES[case.kind](case, *tensors)
         _plant(case, dict(zip("qkv", tensors)))
     return _arrange(case, *tensors)
+
+
+def make_key_mask(case: Case, device: str) -> torch.Tensor | None:
+    """The key mask of a case; in calls of sliced tensors it is sliced too."""
+    if case.key_mask == "none":
+        return None
+    generator = torch.Generator(device).manual_seed(case.seed)
+    lengths = torch.randint(case.seqlen_kv + 1, (case.batch, 1), generator=generator, device=device)
+    keys = torch.arange(case.seqlen_kv, device=device)
+    masks = {
+        "random": lambda: torch.rand(case.batch, case.seqlen_kv, generator=generator, device=device) < 0.6,
+        "left": lambda: keys >= lengths,
+        "right": lambda: keys < lengths,
+        "few": lambda: keys % 113 == lengths % 113,
+        "nothing": lambda: (keys < lengths) & (torch.arange(case.batch, device=device) > 0)[:, None],
+    }
+    mask = masks[case.key_mask]()
+    return torch.stack([mask, ~mask], -1)[..., 0] if case.strides == "sliced" else mask
 
 
 def _unchanged(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -361,5 +380,6 @@ def spoil(case: Case, call: dict[str, object]) -> dict[str, object]:
         "keys": lambda: {"v": torch.nn.functional.pad(v, (0, 0, 0, 1))},
         "out": lambda: {"out": torch.empty_like(q, dtype=torch.float32)},
         "grad": lambda: {"q": q.detach().requires_grad_()},
+        "key_mask": lambda: {"key_mask": torch.ones(case.batch, case.seqlen_kv, device=q.device)},
     }
     return {**call, **changes[case.wrong]()}

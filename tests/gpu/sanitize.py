@@ -22,9 +22,11 @@ CALLS = [
     ("outlier", torch.bfloat16, (1, 2, 150), (1, 1, 200), 0, False),  # grouped heads, more keys than queries, ragged
     ("normal", torch.float16, (1, 2, 70), (1, 2, 70), 7, False),  # rows that are not aligned to 16 bytes
     ("normal", torch.bfloat16, (1, 2, 150), (1, 2, 200), 0, True),  # NaNs: rows read again, atomics on shared memory
+    ("normal", torch.bfloat16, (3, 2, 150), (3, 1, 300), 0, False),  # a key mask
 ]
 """Input class, dtype, [batch, heads, rows] of q and of k and v, channels fewer than the kernel's, and whether there are
-NaNs in keys of the first head and in values of the second."""
+NaNs in keys of the first head and in values of the second. Calls of three batch entries have a key mask, which leaves
+the last entry no key."""
 
 SCHEDULER_CALL = ("normal", torch.bfloat16, (1, 150, 150), (1, 150, 700), 0, False)
 """One more call for kernels of persistent blocks: more query tiles than any GPU has SMs, and more KV tiles than the
@@ -42,7 +44,9 @@ def main() -> None:
                                         torch.Generator("cuda").manual_seed(4))
             if plant:
                 k[0, 0, [70, 131, 132], 5] = v[0, 1, [3, 131], 9] = torch.nan
-            result = run(spec, q, k, v, poison=False)
+            keys = torch.arange(kv_shape[2], device="cuda")
+            key_mask = keys >= torch.tensor([[0], [170], [300]], device="cuda") if q_shape[0] == 3 else None
+            result = run(spec, q, k, v, key_mask=key_mask, poison=False)
             torch.cuda.synchronize()
             expected = _spoilt(spec, result.out) if plant else torch.zeros_like(result.out, dtype=torch.bool)
             assert torch.equal(~result.out.isfinite(), expected), spec.name

@@ -16,6 +16,7 @@ from sage_aot._backends.emulation.attention import attend
 from sage_aot._backends.emulation.quantize import quantize
 from sage_aot._call.pipeline import default_library
 from sage_aot._launch import plan as launch_plan
+from sage_aot._problem.mask import Mask
 from sage_aot._problem.options import Options
 from sage_aot._tools.reference import INPUT_CLASSES, attention, inputs, measure
 
@@ -90,6 +91,40 @@ def test_lengths(spec, queries, keys):
 def test_grouped_heads(spec, group):
     q, k, v = draw(spec, (2, 8, 200), (2, 8 // group, 333), seed=group)
     check(spec, run(spec, q, k, v), expect(spec, q, k, v), slack=2.0)
+
+
+@pytest.mark.parametrize("keys", [60, 700, 9000])  # of the last, the mask's kernel takes several rounds
+@each_variant
+def test_a_key_mask_is_the_call_on_the_keys_that_are_left(spec, keys):
+    q, k, v = draw(spec, (4, 4, 200), (4, 2, keys), "outlier", seed=keys)
+    generator = torch.Generator("cuda").manual_seed(keys)
+    mask = torch.rand(4, keys, generator=generator, device="cuda") < 0.5
+    mask[1], mask[2], mask[2, keys // 2] = True, False, True
+    mask[3, : keys // 3] = False
+    found = run(spec, q, k, v, key_mask=mask)
+    for b in range(4):
+        own = [x[b:b + 1] for x in (q, k[:, :, mask[b]], v[:, :, mask[b]])]
+        out, lse = found.out[b:b + 1], found.lse[b:b + 1]
+        if spec.mask == "full":
+            alone = run(spec, *own)
+            assert torch.equal(out, alone.out) and torch.equal(lse, alone.lse)
+            continue
+        ranks = torch.nn.functional.pad(mask[b].cumsum(0), (1, 0))
+        visible = Mask(is_causal=True).visible_keys(torch.arange(200, device="cuda"), 200, keys).packed(ranks)
+        of_entry = dataclasses.replace(found, out=out, lse=lse)
+        check(spec, of_entry, attention(*own, visible=visible), "outlier", slack=4.0)
+
+
+@each_variant
+def test_a_mask_without_keys_and_junk_behind_a_mask(spec):
+    q, k, v = draw(spec, (2, 2, 300), (2, 2, 300), seed=1)
+    mask = torch.zeros(2, 300, dtype=torch.bool, device="cuda")
+    mask[1, 50:170] = True
+    found = run(spec, q, k, v, key_mask=mask)
+    assert not found.out[0].any() and (found.lse[0] == -math.inf).all()
+    gone = ~mask[:, None, :, None]
+    junk = run(spec, q, k.masked_fill(gone, math.nan), v.masked_fill(gone, math.inf), key_mask=mask)
+    assert torch.equal(junk.out, found.out) and torch.equal(junk.lse, found.lse) and junk.out.isfinite().all()
 
 
 @each_padded(1, 32, 33, 40, 63, 65, 80, 96, 127)

@@ -18,6 +18,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 CALLS = [{}, {"is_causal": True, "scale": 0.1, "smooth_k": False}]
 
 
+def padded(lengths, keys=300):
+    """A key mask of right-padded keys."""
+    return torch.arange(keys, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
+
+
 def draw(seed=0, dtype=torch.bfloat16, queries=200, keys=300):
     """q of shape [2, 4, queries, 64], k and v of [2, 2, keys, 64]."""
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -37,14 +42,16 @@ def compiled(request):
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("changes", [{}, {"layout": "NHD"}, CALLS[1]], ids=str)
 @pytest.mark.parametrize("op", [ops.attn, ops.attn_lse, ops.attn_out, ops.attn_lse_out], ids=str)
-def test_opcheck(op, changes):
+def test_opcheck(op, changes, masked):
     q, k, v = draw()
+    key_mask = torch.arange(k.shape[2], device="cuda").expand(2, -1) % 3 > 0 if masked else None
     if changes.get("layout") == "NHD":
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     written = (torch.empty_like(q),) if "out" in str(op) else ()
-    torch.library.opcheck(op, (q, k, v, *written, *options(**changes)))
+    torch.library.opcheck(op, (q, k, v, key_mask, *written, *options(**changes)))
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
@@ -112,6 +119,34 @@ def test_capture_and_replay(call):
         graph.replay()
         expected = sage_aot.attn(*fresh, return_lse=True, **call)
         assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mask_in_a_graph_is_read_at_each_replay_and_never_on_the_host(is_causal):
+    q, k, v = draw()
+    mask = padded([300, 300])
+    sage_aot.attn(q, k, v, key_mask=mask, is_causal=is_causal)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sage_aot.attn(q, k, v, key_mask=mask, is_causal=is_causal)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = sage_aot.attn(q, k, v, key_mask=mask, is_causal=is_causal)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for lengths in ([120, 7], [0, 299], [64, 300]):
+        mask.copy_(padded(lengths))
+        graph.replay()
+        assert torch.equal(out, sage_aot.attn(q, k, v, key_mask=padded(lengths), is_causal=is_causal))
+
+
+def test_a_mask_in_compiled_code(compiled):
+    work = compiled(lambda q, k, v, mask: sage_aot.attn(q, k, v, key_mask=mask))
+    for seed in range(5):
+        q, k, v = draw(seed)
+        mask = padded([50 * seed, 300 - seed])
+        assert torch.equal(work(q, k, v, mask).clone(), sage_aot.attn(q, k, v, key_mask=mask))
 
 
 def test_calls_at_old_addresses_see_new_strides_and_options():

@@ -41,6 +41,7 @@ extern "C" __global__ void scalars(const __grid_constant__ Params params) {
     case 13: result = ptx::min_nan_bf16x2(a, b); break;
     case 14: result = ptx::max_nan_f16x2(a, b); break;
     case 15: result = ptx::min_nan_f16x2(a, b); break;
+    case 16: result = ptx::popcount(a); break;
   }
   params.out[i] = result;
 }
@@ -91,13 +92,15 @@ extern "C" __global__ void matrices_back(const __grid_constant__ Params params) 
 }
 
 // [64] f32 of two warps to [64]; which: the lanes that differ, or -1 for a vote on x > 0, -2 and -3 for sum and maximum
-// over 8 neighbours.
+// over 8 neighbours, -4 for the bits of all lanes' votes, -5 for x of the lane that x names.
 extern "C" __global__ void exchanges(const __grid_constant__ Params params) {
   const float x = __uint_as_float(params.in[threadIdx.x]);
   float y = 0.0f;
   if (params.which >= 0) y = ptx::shuffle_xor(x, params.which);
   else if (params.which == -1) y = ptx::any(x > 0.0f) ? 1.0f : 0.0f;
   else if (params.which == -2) y = ptx::sum_over_lanes<8>(x);
-  else y = ptx::max_over_lanes<8>(x);
+  else if (params.which == -3) y = ptx::max_over_lanes<8>(x);
+  else if (params.which == -4) y = __uint_as_float(ptx::ballot(x > 0.0f));
+  else y = static_cast<float>(ptx::shuffle(static_cast<i32>(x), static_cast<i32>(x)));
   params.out[threadIdx.x] = __float_as_uint(y);
 }

@@ -18,7 +18,7 @@ from simbuild import Build, build_engine
 from symbols import line_of
 
 from sage_aot._backends.base import Tensors
-from sage_aot._backends.cuda import strides_of
+from sage_aot._backends.cuda import mask_argument, strides_of
 from sage_aot._kernels.manifest import Manifest, Struct, read_target
 from sage_aot._launch.plan import Argument, Arguments, Launch, Plan, launches
 from sage_aot._launch.structs import Packer
@@ -115,20 +115,23 @@ class SimulatedCall:
         self.plan, self._manifest, self._simulator = plan, manifest, simulator
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                 lse: torch.Tensor | None) -> None:
-        self.run(q, k, v, out, lse, torch.empty(self.plan.workspace_bytes, dtype=torch.uint8))
+                 lse: torch.Tensor | None, key_mask: torch.Tensor | None = None) -> None:
+        self.run(q, k, v, out, lse, torch.empty(self.plan.workspace_bytes, dtype=torch.uint8), key_mask)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-            workspace: torch.Tensor) -> None:
+            workspace: torch.Tensor, key_mask: torch.Tensor | None = None) -> None:
         """The call with a workspace of the caller's, which keeps what the quantizers leave."""
         tensors = {"q": q, "k": k, "v": v, "out": out}
+        inputs = {"q": q, "k": k, "v": v} if key_mask is None else {"q": q, "k": k, "v": v, "key_mask": key_mask}
         results = {"out": out} if lse is None else {"out": out, "lse": lse}
-        self._simulator.know(*views({"q": q, "k": k, "v": v}, results), *_buffers_of(self.plan, workspace))
+        self._simulator.know(*views(inputs, results), *_buffers_of(self.plan, workspace))
         addresses = {name: tensor.data_ptr() for name, tensor in {**tensors, "workspace": workspace}.items()}
-        addresses["lse"] = 0 if lse is None else lse.data_ptr()
+        addresses |= {name: 0 if tensor is None else tensor.data_ptr()
+                      for name, tensor in (("lse", lse), ("key_mask", key_mask))}
         layout = self.plan.problem.options.layout
         arguments = Arguments(*(Argument(name, strides_of(tensor, layout), addresses[name] % 16 == 0)
-                                for name, tensor in tensors.items()))
+                                for name, tensor in tensors.items()),
+                              None if key_mask is None else mask_argument(key_mask))
         for launch in launches(self.plan, arguments, SM_COUNT):
             self._simulator.launch(launch, self._manifest.structs[launch.record.params], addresses)
 

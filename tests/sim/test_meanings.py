@@ -15,7 +15,7 @@ from simulator import Simulator, views
 
 PROBES = Path(__file__).parent / "probes.cu"
 SCALARS = ("f16x2", "bf16x2", "e4m3x2", "f32_from_f16", "ex2", "lg2", "rcp", "max_nan", "prmt", "fmaxf", "fminf", "fma",
-           "max_nan_bf16x2", "min_nan_bf16x2", "max_nan_f16x2", "min_nan_f16x2")
+           "max_nan_bf16x2", "min_nan_bf16x2", "max_nan_f16x2", "min_nan_f16x2", "popcount")
 PRODUCTS = ("s8", "s4", "f16", "e4m3_f32", "e4m3_f16")
 BITS = {"s8": 8, "s4": 4, "f16": 16, "e4m3_f32": 8, "e4m3_f16": 8}
 NAN = 0x7FFFFFFF
@@ -387,6 +387,26 @@ def test_vote_sum_and_maximum(probes):
                             for which in (-1, -2, -3))
     assert (vote == np.repeat([0, 1], 32)).all()
     assert (total == largest).all() and (total == np.where(np.arange(64) // 8 == 5, 3, 0)).all()
+
+
+def test_bits_of_all_votes(probes):
+    x = np.random.default_rng(0).standard_normal(64).astype(np.float32)
+    x[32:] = [1.0] * 31 + [-1.0]
+    got = launch(probes, "exchanges", -4, x.view(np.uint32), 64, threads=64)
+    expected = [int(sum(1 << lane for lane in range(32) if x[warp * 32 + lane] > 0)) for warp in range(2)]
+    assert (got == np.repeat(np.array(expected, np.uint32), 32)).all() and expected[1] == 0x7FFFFFFF
+
+
+def test_read_of_a_lane(probes):
+    x = np.random.default_rng(0).integers(0, 32, 64).astype(np.float32)
+    got = as_f32(launch(probes, "exchanges", -5, x.view(np.uint32), 64, threads=64))
+    assert (got == x[np.arange(64) // 32 * 32 + x.astype(int)]).all()
+
+
+def test_popcount(probes):
+    a = patterns()
+    expected = [bin(x).count("1") for x in a]
+    assert (scalar(probes, "popcount", a) == np.array(expected, np.uint32)).all()
 
 
 # --- completeness -----------------------------------------------------------------------------------------------------

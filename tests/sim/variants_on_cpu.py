@@ -80,6 +80,8 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
         tiles that see no key at all, one of them after another tile.
     factors: KV tiles with factors of their own, a negative softmax scale; whole rows rotated at 8 bits too, or where
         causal K not smoothed.
+    masked: a key mask. Where full, few keys of so many that the mask's kernel takes two rounds, or any keys; where
+        causal, a batch entry without keys, or prompts that are padded on the left.
     falling, for e4m3 P: scores behind which references fall, once by far or from tile to tile.
 
     On Hopper also
@@ -107,6 +109,12 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     few = replace(plain, group=1, seqlen_q=70)
     found["factors"] = replace(few, scale=-0.1, **({"rotate": True} if spec.mask == "full" else {"smooth_k": False}),
                                seqlen_kv=3 * tile.block_n + 42, kind="heavy_v" if spec.v == "vraw" else "sparse_v")
+    kinds = {("full", "vraw"): "few", ("full", "vsmooth"): "random", ("causal", "vraw"): "nothing",
+             ("causal", "vsmooth"): "left"}
+    key_mask = kinds[spec.mask, spec.v]
+    found["masked"] = replace(plain, seed=6, batch=3, group=1, seqlen_q=tile.block_m + 20, key_mask=key_mask,
+                              seqlen_kv=5000 if key_mask == "few" else 2 * tile.block_n + 100,
+                              strides="sliced" if key_mask == "few" else "contiguous")
     if spec.pv == "e4m3":
         found["falling"] = replace(few, seqlen_kv=5 * tile.block_n + 42,
                                    kind="sink" if spec.v == "vraw" else "falling")

@@ -467,9 +467,9 @@ def test_a_kept_call_needs_no_look_at_its_options(backend, monkeypatch):
     """The options that an operator passes are the key, unchanged."""
     q, k, v = draw()
     options = for_schema(*vars(Options(scale=0.5)).values())
-    call = pipeline.prepared(q, k, v, None, options)
+    call = pipeline.prepared(q, k, v, None, None, options)
     monkeypatch.setattr(Options, "from_schema", None)
-    assert pipeline.prepared(*draw(seed=1), None, options) is call
+    assert pipeline.prepared(*draw(seed=1), None, None, options) is call
 
 
 def test_a_tensor_that_requires_grad_is_refused_before_kernels_are_looked_for():

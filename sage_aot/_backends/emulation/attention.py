@@ -50,15 +50,17 @@ def softmax_of(family: str) -> type[Softmax]:
     return found
 
 
-def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention kernel on quantized inputs: output f32 and log-sum-exp, both with padded rows."""
+def attend(problem: Problem, kernels: Kernels, quantized: Quantized,
+           key_ranks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention kernel on quantized inputs: output f32 and log-sum-exp, both with padded rows. `key_ranks`: how
+    many of the caller's first keys are among the quantized ones, [keys + 1]; None: all."""
     attn, smooth_q = kernels.attn, bool(problem.options.smooth_q)
     group, block_n = problem.num_q_heads // problem.num_kv_heads, attn.tile.block_n
     k, v, k_scale, v_scale, v_mean, v_factor, k_spoilt, v_spoilt = (x.repeat_interleave(group, 1) for x in (
         quantized.k, quantized.v, quantized.k_scale, quantized.v_scale, quantized.v_mean, quantized.v_factor,
         quantized.k_spoilt, quantized.v_spoilt))
     batch, heads, rows, headdim = quantized.q.shape
-    visible = visible_keys(problem, rows)
+    visible = visible_keys(problem, rows, key_ranks)
     begin, end = int(visible.begin.min()) // block_n * block_n, int(visible.end.max())
     visible = VisibleKeys(*(of_rows.to(k.device) for of_rows in visible))
     acc_o = k.new_zeros(batch, heads, rows, headdim)
@@ -89,10 +91,11 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized) -> tuple[to
     return out.masked_fill(spoilt, math.nan), lse
 
 
-def visible_keys(problem: Problem, rows: int) -> VisibleKeys:
-    """What `rows` rows see; rows behind the last query see what it sees."""
+def visible_keys(problem: Problem, rows: int, key_ranks: torch.Tensor | None = None) -> VisibleKeys:
+    """What `rows` rows see; rows behind the last query see what it sees. `key_ranks` as in :func:`attend`."""
     queries = torch.arange(rows).clamp(max=problem.seqlen_q - 1)
-    return Mask.of(problem.options).visible_keys(queries, problem.seqlen_q, problem.seqlen_kv)
+    visible = Mask.of(problem.options).visible_keys(queries, problem.seqlen_q, problem.seqlen_kv)
+    return visible if key_ranks is None else visible.packed(key_ranks)
 
 
 def _sees_any(seen: torch.Tensor, spoilt: torch.Tensor) -> torch.Tensor:

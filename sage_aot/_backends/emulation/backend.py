@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from sage_aot._backends.base import Call, Tensors
 from sage_aot._backends.emulation.attention import attend
-from sage_aot._backends.emulation.quantize import quantize
+from sage_aot._backends.emulation.quantize import Quantized, quantize
 from sage_aot._kernels.manifest import Manifest
+from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import Plan
-from sage_aot._problem.check import heads_first
+from sage_aot._problem.check import Problem, heads_first
 from sage_aot.errors import UnsupportedError
 
 
@@ -33,15 +37,43 @@ class EmulationBackend:
     def bind(self, plan: Plan, tensors: Tensors) -> Call:
         problem, kernels, layout = plan.problem, plan.kernels, plan.problem.options.layout
 
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                 lse: torch.Tensor | None) -> None:
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
+                 key_mask: torch.Tensor | None = None) -> None:
             q, k, v, out = (heads_first(tensor, layout) for tensor in (q, k, v, out))
-            result, result_lse = attend(problem, kernels, quantize(problem, kernels, q, k, v))
+            if key_mask is None:
+                result, result_lse = attend(problem, kernels, quantize(problem, kernels, q, k, v))
+            else:
+                parts = [attend(entry.problem, kernels, entry.quantize(kernels), entry.key_ranks)
+                         for entry in packed_entries(problem, q, k, v, key_mask)]
+                result, result_lse = map(torch.cat, zip(*parts))
             out.copy_(result[:, :, : problem.seqlen_q, : problem.headdim])
             if lse is not None:
                 lse.copy_(result_lse[:, :, : problem.seqlen_q])
 
         return call
+
+
+class PackedEntry(NamedTuple):
+    """One batch entry of a call with a key mask: the keys that the mask leaves, one where it leaves none."""
+
+    problem: Problem  # of the entry, as it came
+    q: torch.Tensor  # [1, heads, seq, headdim], as k and v
+    k: torch.Tensor
+    v: torch.Tensor
+    key_ranks: torch.Tensor  # [keys + 1]: how many of the caller's first keys are left
+
+    def quantize(self, kernels: Kernels) -> Quantized:
+        return quantize(replace(self.problem, seqlen_kv=self.k.shape[2]), kernels, self.q, self.k, self.v)
+
+
+def packed_entries(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                   key_mask: torch.Tensor) -> Iterator[PackedEntry]:
+    """The batch entries of a call with a key mask."""
+    for entry, mask in enumerate(key_mask):
+        left = mask.nonzero()[:, 0] if mask.any() else torch.zeros(1, dtype=torch.int64, device=mask.device)
+        ranks = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+        own = slice(entry, entry + 1)
+        yield PackedEntry(replace(problem, batch=1), q[own], k[own][:, :, left], v[own][:, :, left], ranks)
 
 
 def emulated_arch(manifest: Manifest) -> str:

@@ -15,7 +15,7 @@ struct Strides {
 
 // One tensor of the caller's: [batch, heads, rows, headdim], of any strides but that of the last dimension, which is 1.
 struct Tensor {
-  void* data;  // f16 or bf16
+  void* data;  // f16 or bf16, or as a struct says
   Strides stride;
 };
 
@@ -23,6 +23,21 @@ template <>
 struct FieldType<Tensor> {
   static constexpr i32 kCode = 'T';
 };
+
+// For the key mask of a call that has one.
+struct PackParams {
+  Tensor key_mask;  // u8 [batch, 1, seqlen_kv, 1]: not zero where a key may be seen
+  i32* key_rank;    // [batch][seqlen_kv + 1]: how many of the first keys may be seen
+  i32* key_index;   // [batch][seqlen_kv]: the keys that may be seen, in their order; the first is 0 where none may
+  i32 seqlen_kv;
+  i32 unused;  // fills a gap: fields_of() must cover the struct
+};
+
+constexpr auto fields_of(const PackParams*) {
+  using Params = PackParams;
+  return fields(SAGE_STRUCT(PackParams), SAGE_FIELD(key_mask), SAGE_FIELD(key_rank), SAGE_FIELD(key_index),
+                SAGE_FIELD(seqlen_kv), SAGE_FIELD(unused));
+}
 
 // Where rows are rotated, q_scale has the factor kHeadDim besides. Means are of rows as they came, before a rotation.
 struct QuantParams {
@@ -37,6 +52,8 @@ struct QuantParams {
   float* row_bias;    // [batch * num_q_heads][q_tiles * block_m], log2 units: what smoothing K took off a row's scores
   float* lse;         // not written; null: no log-sum-exp is wanted, and row_bias is zero where a row is finite
   u32* tile_counter;  // [1], zeroed for the attention kernel's tile scheduler
+  const i32* key_rank;   // as PackParams; null: no key mask
+  const i32* key_index;  // likewise
   i32 batch;
   i32 num_q_heads;
   i32 num_kv_heads;
@@ -56,18 +73,19 @@ struct QuantParams {
   float v_least;    // a tile of V needs no factor where the largest magnitude in V̂ is from v_least
   float v_limit;    // to v_limit
   i32 rounds;       // groups of tiles of K or V that a block takes, one after another; a group fills its threads
-  i32 unused;       // fills a gap: fields_of() must cover the struct
+  i32 unused;       // fills a gap, as in PackParams
 };
 
 constexpr auto fields_of(const QuantParams*) {
   using Params = QuantParams;
   return fields(SAGE_STRUCT(QuantParams), SAGE_FIELD(q), SAGE_FIELD(k), SAGE_FIELD(v), SAGE_FIELD(q_hat),
                 SAGE_FIELD(kv_hat), SAGE_FIELD(q_scale), SAGE_FIELD(q_mean), SAGE_FIELD(k_mean), SAGE_FIELD(v_scale),
-                SAGE_FIELD(v_mean), SAGE_FIELD(row_bias), SAGE_FIELD(lse), SAGE_FIELD(tile_counter), SAGE_FIELD(batch),
-                SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
-                SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles), SAGE_FIELD(softmax_scale_log2),
-                SAGE_FIELD(dtype), SAGE_FIELD(smooth_q), SAGE_FIELD(smooth_k), SAGE_FIELD(smooth_v), SAGE_FIELD(rotate),
-                SAGE_FIELD(clip), SAGE_FIELD(v_typical), SAGE_FIELD(v_least), SAGE_FIELD(v_limit), SAGE_FIELD(rounds),
+                SAGE_FIELD(v_mean), SAGE_FIELD(row_bias), SAGE_FIELD(lse), SAGE_FIELD(tile_counter),
+                SAGE_FIELD(key_rank), SAGE_FIELD(key_index), SAGE_FIELD(batch), SAGE_FIELD(num_q_heads),
+                SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv), SAGE_FIELD(headdim),
+                SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles), SAGE_FIELD(softmax_scale_log2), SAGE_FIELD(dtype),
+                SAGE_FIELD(smooth_q), SAGE_FIELD(smooth_k), SAGE_FIELD(smooth_v), SAGE_FIELD(rotate), SAGE_FIELD(clip),
+                SAGE_FIELD(v_typical), SAGE_FIELD(v_least), SAGE_FIELD(v_limit), SAGE_FIELD(rounds),
                 SAGE_FIELD(unused));
 }
 
@@ -77,8 +95,10 @@ struct DeltaParams {
   Tensor k;
   const float* q_mean;  // as QuantParams
   const float* k_mean;
-  float* delta_s;  // [num_heads][q_tiles][kv_tiles * block_n]
-  i32 first_head;  // index into [batch * num_q_heads] of the first of num_heads query heads
+  float* delta_s;        // [num_heads][q_tiles][kv_tiles * block_n]
+  const i32* key_rank;   // as PackParams; null: no key mask
+  const i32* key_index;  // likewise
+  i32 first_head;        // index into [batch * num_q_heads] of the first of num_heads query heads
   i32 num_heads;
   i32 num_q_heads;
   i32 num_kv_heads;
@@ -90,17 +110,17 @@ struct DeltaParams {
   Dtype dtype;
   i32 block_m;    // query rows of a tile
   i32 block_n;    // keys of a KV tile
-  i32 is_causal;  // if so, columns of KV tiles that no row of a query tile sees are left unwritten
-  i32 unused;     // fills a gap, as in QuantParams
+  i32 is_causal;  // columns of KV tiles that no row of a query tile sees are left unwritten
+  i32 unused;     // fills a gap, as in PackParams
 };
 
 constexpr auto fields_of(const DeltaParams*) {
   using Params = DeltaParams;
   return fields(SAGE_STRUCT(DeltaParams), SAGE_FIELD(k), SAGE_FIELD(q_mean), SAGE_FIELD(k_mean), SAGE_FIELD(delta_s),
-                SAGE_FIELD(first_head), SAGE_FIELD(num_heads), SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads),
-                SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv), SAGE_FIELD(headdim), SAGE_FIELD(q_tiles),
-                SAGE_FIELD(columns), SAGE_FIELD(dtype), SAGE_FIELD(block_m), SAGE_FIELD(block_n), SAGE_FIELD(is_causal),
-                SAGE_FIELD(unused));
+                SAGE_FIELD(key_rank), SAGE_FIELD(key_index), SAGE_FIELD(first_head), SAGE_FIELD(num_heads),
+                SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
+                SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(columns), SAGE_FIELD(dtype), SAGE_FIELD(block_m),
+                SAGE_FIELD(block_n), SAGE_FIELD(is_causal), SAGE_FIELD(unused));
 }
 
 struct AttnParams {
@@ -114,6 +134,7 @@ struct AttnParams {
   Tensor out;            // like q
   float* lse;            // [batch][num_q_heads][seqlen_q], natural log; null: not wanted
   u32* tile_counter;     // [1], draws from the tile scheduler; zero before and after a launch
+  const i32* key_rank;   // as PackParams; null: no key mask
   i32 first_head;        // index into [batch * num_q_heads] of the first query head of this launch
   i32 num_q_heads;
   i32 num_kv_heads;
@@ -130,9 +151,10 @@ constexpr auto fields_of(const AttnParams*) {
   using Params = AttnParams;
   return fields(SAGE_STRUCT(AttnParams), SAGE_FIELD(q_hat), SAGE_FIELD(kv_hat), SAGE_FIELD(q_scale),
                 SAGE_FIELD(v_scale), SAGE_FIELD(v_mean), SAGE_FIELD(row_bias), SAGE_FIELD(delta_s), SAGE_FIELD(out),
-                SAGE_FIELD(lse), SAGE_FIELD(tile_counter), SAGE_FIELD(first_head), SAGE_FIELD(num_q_heads),
-                SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv), SAGE_FIELD(headdim),
-                SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles), SAGE_FIELD(dtype), SAGE_FIELD(num_heads));
+                SAGE_FIELD(lse), SAGE_FIELD(tile_counter), SAGE_FIELD(key_rank), SAGE_FIELD(first_head),
+                SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
+                SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles), SAGE_FIELD(dtype),
+                SAGE_FIELD(num_heads));
 }
 
 }  // namespace sage

@@ -28,6 +28,15 @@ void shuffle(void* const (&lanes)[kLanes]) {
   for (int lane = 0; lane < kLanes; ++lane) of_lane(lane).result = of_lane((lane ^ of_lane(lane).lane_mask) % kLanes).x;
 }
 
+struct Read {
+  int x, lane, result;
+};
+
+void read_lane(void* const (&lanes)[kLanes]) {
+  const auto of_lane = [&](int lane) -> Read& { return *static_cast<Read*>(lanes[lane]); };
+  for (int lane = 0; lane < kLanes; ++lane) of_lane(lane).result = of_lane(of_lane(lane).lane & (kLanes - 1)).x;
+}
+
 // Orders the accesses of every lane so far before those of every lane from now on.
 void order_lanes(void* const (&lanes)[kLanes]) {
   Order::Clock joined;
@@ -46,6 +55,12 @@ void vote(void* const (&lanes)[kLanes]) {
   for (void* lane : lanes) *static_cast<bool*>(lane) = result;
 }
 
+void collect_votes(void* const (&lanes)[kLanes]) {
+  u32 bits = 0;
+  for (u32 lane = 0; lane < kLanes; ++lane) bits |= (*static_cast<u32*>(lanes[lane]) & 1) << lane;
+  for (void* lane : lanes) *static_cast<u32*>(lane) = bits;
+}
+
 }  // namespace
 
 float shuffle_xor(float x, int lane_mask, Site site) {
@@ -59,6 +74,12 @@ void synchronize_warp(Site site) {
   block->together("bar.warp.sync", &thread, order_lanes, site);
 }
 
+int shuffle(int x, int lane, Site site) {
+  Read read{x, lane, 0};
+  block->together("shfl.sync.idx", &read, read_lane, site);
+  return read.result;
+}
+
 int uniform(int x, Site site) {
   int first = x;
   block->together("shfl.sync.idx", &first, take_first, site);
@@ -69,6 +90,12 @@ int uniform(int x, Site site) {
 bool any(bool predicate, Site site) {
   block->together("vote.sync.any", &predicate, vote, site);
   return predicate;
+}
+
+u32 ballot(bool predicate, Site site) {
+  u32 vote = predicate;
+  block->together("vote.sync.ballot", &vote, collect_votes, site);
+  return vote;
 }
 
 namespace {

@@ -11,20 +11,18 @@ namespace sage {
 template <class Config, class Scores>
 __device__ __forceinline__ void apply_mask(Scores& acc_s, const AttnParams& params, const WorkTile& work, i32 warp,
                                            i32 lane, i32 tile) {
-  const i32 row = work.first_row + warp * Config::kWarpM + lane / 4;
-  const i32 first_key = tile * Config::kBlockN + lane % 4 * 2;
-  VisibleKeys<Config::kMask> keys[Config::kWarpM / 8];  // by row, from first_key on: this thread's are 8n and 8n + 1
+  // A lane looks one row of the warp up: a key mask is in memory, and each row's address would take registers.
+  const i32 row = work.first_row + warp * Config::kWarpM + lane % Config::kWarpM;
+  const auto of_row = visible_keys<Config::kMask>(seqlen_of(params, work.batch), row);
+  const i32 first_key = tile * Config::kBlockN + lane % 4 * 2;  // this thread has the keys 8n and 8n + 1 from there on
 #pragma unroll
   for (i32 r = 0; r < Config::kWarpM / 8; ++r) {
-    keys[r] = visible_keys<Config::kMask>(seqlen_of(params, work.batch), row + 8 * r).from(first_key);
-  }
-#pragma unroll
-  for (i32 m = 0; m < Config::kWarpM / 16; ++m) {
+    const auto keys = of_row.of_lane(lane / 4 + 8 * r).from(first_key);
 #pragma unroll
     for (i32 n = 0; n < Config::kBlockN / 8; ++n) {
 #pragma unroll
-      for (i32 c = 0; c < 4; ++c) {
-        if (!keys[2 * m + c / 2].contains(8 * n + c % 2)) acc_s[m][n][c] = kMaskedScore;
+      for (i32 c = 0; c < 2; ++c) {
+        if (!keys.contains(8 * n + c)) acc_s[r / 2][n][2 * (r % 2) + c] = kMaskedScore;
       }
     }
   }

@@ -1,8 +1,9 @@
 // Which keys a query row sees. Every other header asks visible_keys(), and takes from its answer nothing but begin,
-// end, from(), contains(), word() and empty().
+// end, of_lane(), from(), contains(), word() and empty().
 #pragma once
 
 #include "sage/problem/seqlen.cuh"
+#include "sage/ptx/warp.cuh"
 
 namespace sage {
 
@@ -16,6 +17,9 @@ struct KeyPrefix {
   __device__ __forceinline__ bool contains(i32 key) const { return key < end; }
   __device__ __forceinline__ bool empty() const { return end == 0; }
 
+  // The keys that another lane has. Call with all lanes of the warp.
+  __device__ __forceinline__ KeyPrefix of_lane(i32 lane) const { return {ptx::shuffle(end, lane)}; }
+
   // The same keys, counted from the key `first` on.
   __device__ __forceinline__ KeyPrefix from(i32 first) const { return {end - first}; }
 
@@ -26,12 +30,13 @@ struct KeyPrefix {
   }
 };
 
-// Causal is aligned bottom-right: query i sees the keys j <= i + seqlen_kv - seqlen_q. Full attention is a diagonal
-// that lies beyond the last key. begin and end never fall from one row to the next.
+// Causal is aligned bottom-right: query i sees the caller's keys j <= i + seqlen_kv - seqlen_q. Full attention is a
+// diagonal that lies beyond the last key. begin and end count packed keys, and never fall from one row to the next.
 template <Mask kMask, class Params>
 __device__ __forceinline__ KeyPrefix visible_keys(const Seqlen<Params>& seqlen, i32 row) {
-  const i32 diagonal = seqlen.kv() - (kMask == Mask::kCausal ? seqlen.q() : 0);
-  return {min(seqlen.kv(), max(0, row + 1 + diagonal))};
+  if constexpr (kMask == Mask::kFull) return {seqlen.kv()};
+  const i32 diagonal = seqlen.kv_of_caller() - seqlen.q();
+  return {seqlen.packed(min(seqlen.kv_of_caller(), max(0, row + 1 + diagonal)))};
 }
 
 template <Mask kMask>

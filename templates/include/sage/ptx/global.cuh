@@ -1,4 +1,5 @@
-// Accesses of 16 bytes to global memory. In C++, the compiler would branch around a predicated load, and split a store.
+// Predicated loads from global memory, around which the compiler would branch in C++, and stores of 16 bytes, which it
+// would split.
 // Source: PTX ISA, "ld" and "st".
 #pragma once
 
@@ -21,6 +22,22 @@ __device__ __forceinline__ U32x4 load_global_u32x4(const void* address, bool exi
       "}"
       : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
       : "l"(address), "r"(static_cast<i32>(exists)));
+  return x;
+}
+
+// Returns `otherwise`, and reads nothing, where `exists` is false. Not volatile, so that a load whose result nobody uses
+// costs nothing. Behind grid_dependency_wait() the address must follow from what is computed behind it, or the compiler
+// may read before the wait.
+__device__ __forceinline__ i32 load_global_i32(const i32* address, bool exists, i32 otherwise) {
+  i32 x;
+  asm("{\n"
+      "  .reg .pred exists;\n"
+      "  setp.ne.s32 exists, %2, 0;\n"
+      "  mov.b32 %0, %3;\n"
+      "  @exists ld.global.b32 %0, [%1];\n"
+      "}"
+      : "=&r"(x)
+      : "l"(address), "r"(static_cast<i32>(exists)), "r"(otherwise));
   return x;
 }
 

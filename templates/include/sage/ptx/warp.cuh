@@ -14,11 +14,19 @@ __device__ __forceinline__ float shuffle_xor(float x, i32 lane_mask) {
 
 __device__ __forceinline__ u32 shuffle_xor(u32 x, i32 lane_mask) { return __shfl_xor_sync(kAllLanes, x, lane_mask); }
 
+// x of another lane.
+__device__ __forceinline__ i32 shuffle(i32 x, i32 lane) { return __shfl_sync(kAllLanes, x, lane); }
+
 // Tells the compiler that all lanes have the same value: it then computes with the value once a warp.
 __device__ __forceinline__ i32 uniform(i32 x) { return __shfl_sync(kAllLanes, x, 0); }
 
 // Whether the predicate holds in any lane.
 __device__ __forceinline__ bool any(bool predicate) { return __any_sync(kAllLanes, predicate); }
+
+// Of every lane a bit: whether the predicate holds there.
+__device__ __forceinline__ u32 ballot(bool predicate) { return __ballot_sync(kAllLanes, predicate); }
+
+__device__ __forceinline__ i32 popcount(u32 bits) { return __popc(bits); }
 
 // The largest x, or the sum of x, over groups of kLanes neighbouring lanes. All lanes of a group get the same result.
 template <i32 kLanes>

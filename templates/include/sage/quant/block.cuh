@@ -68,8 +68,15 @@ struct QuantBlock {
   template <SourceRows kSource>
   __device__ __forceinline__ static Source<kSource> kv_source(const QuantParams& params, const Tensor& tensor,
                                                               i32 head) {
-    return Source<kSource>(tensor, head / params.num_kv_heads, head % params.num_kv_heads,
-                           seqlen_of(params, head / params.num_kv_heads).kv(), params.headdim, params.dtype);
+    const i32 batch = head / params.num_kv_heads;
+    const i32 rows = max(seqlen_of(params, batch).kv(), 1);  // where a key mask leaves no key, one that no row sees
+    return Source<kSource>(tensor, batch, head % params.num_kv_heads, rows, params.headdim, params.dtype,
+                           key_index_of(params, batch));
+  }
+
+  // Whether keys of a block's tiles are left by the key mask; a block of other tiles has nothing to do.
+  __device__ __forceinline__ static bool has_keys(i32 rows, i32 first_tile) {
+    return first_tile * Config::kBlockN < rows;
   }
 };
 

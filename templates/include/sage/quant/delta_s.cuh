@@ -48,9 +48,10 @@ struct DeltaS {
 
     const i32 q_head = params.first_head + head;
     const i32 batch = q_head / params.num_q_heads;
-    if (params.is_causal && !visible(batch, first_tile, first_key)) return;
+    if (!visible(batch, first_tile, first_key)) return;
     const i32 kv_head = q_head % params.num_q_heads / q_heads_per_kv_head(params);
-    const Source<kSource> source(params.k, batch, kv_head, seqlen_of(params, batch).kv(), params.headdim, params.dtype);
+    const Source<kSource> source(params.k, batch, kv_head, seqlen_of(params, batch).kv(), params.headdim, params.dtype,
+                                 key_index_of(params, batch));
     const float* q_mean = params.q_mean + q_tile_index(q_head, params.q_tiles, 0) * Config::kHeadDim;
     const float* k_mean = params.k_mean + channel_index<Config>(batch * params.num_kv_heads + kv_head);
 
@@ -96,7 +97,9 @@ struct DeltaS {
     const i32 last_row = min((first_tile + kTile) * params.block_m, seqlen.q()) - 1;
     const i32 first_column = first_key / params.block_n * params.block_n;
     const i32 end_column = ceil_div(first_key + kTile, params.block_n) * params.block_n;
-    return rows_see<Mask::kCausal>(seqlen, first_tile * params.block_m, last_row, first_column, end_column);
+    const i32 first_row = first_tile * params.block_m;
+    return params.is_causal ? rows_see<Mask::kCausal>(seqlen, first_row, last_row, first_column, end_column)
+                            : rows_see<Mask::kFull>(seqlen, first_row, last_row, first_column, end_column);
   }
 };
 

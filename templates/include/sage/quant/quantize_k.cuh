@@ -27,6 +27,7 @@ struct QuantizeK {
   template <SourceRows kSource>
   __device__ __forceinline__ void run(i32 head, i32 first_tile) const {
     const Source<kSource> source = Block::template kv_source<kSource>(params, params.k, head);
+    if (!Block::has_keys(source.rows, first_tile)) return;
     if (kAlwaysChanged<Config, kSource> || params.rotate) quantize_tiles<true>(source, head, first_tile);
     else quantize_tiles<false>(source, head, first_tile);
   }
@@ -147,12 +148,11 @@ struct QuantizeK {
       static_assert(kWarpsPerGroup == 1, "a warp knows the errors of its group");
       if (params.clip) {
         ClipSearch<Config> search(scale);
-        const i32 seqlen_kv = seqlen_of(params, head / params.num_kv_heads).kv();
 #pragma unroll 1
         for (i32 s = 0; s < kSteps; ++s) {
           float x[1][kVector];
           prepare(s, x);
-          if (tile * Config::kBlockN + keys.of_step(s) < seqlen_kv) search.add(x[0]);
+          if (tile * Config::kBlockN + keys.of_step(s) < source.rows) search.add(x[0]);
         }
         search.template sum_over_lanes<kWarpSize>();
         scale = search.best();

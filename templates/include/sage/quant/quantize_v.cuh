@@ -117,6 +117,7 @@ struct QuantizeV {
   template <SourceRows kSource>
   __device__ __forceinline__ void run(i32 head, i32 first_tile) const {
     const Source<kSource> source = Block::template kv_source<kSource>(params, params.v, head);
+    if (!Block::has_keys(source.rows, first_tile)) return;
     Held<kSource> rows;
     const auto load = [&](i32 tile) { rows.load([&](i32 i) { return load_row(source, tile, i); }); };
     prepare_scales(source, head, first_tile == 0, [&] { load(first_tile); });

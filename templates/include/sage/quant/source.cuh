@@ -25,21 +25,25 @@ struct Source {
   i32 rows;
   i32 headdim;
   Dtype dtype;
+  const i32* index;  // rows of the tensor by the rows that are read; null: the same rows
 
   __device__ __forceinline__ Source(const Tensor& tensor, i32 batch, i32 head_index, i32 rows_, i32 headdim_,
-                                    Dtype dtype_)
+                                    Dtype dtype_, const i32* index_ = nullptr)
       : head(static_cast<const u8*>(tensor.data) +
              (batch * tensor.stride.batch + head_index * tensor.stride.head) * sizeof(u16)),
         row_bytes(tensor.stride.row * sizeof(u16)),
         rows(rows_),
         headdim(headdim_),
-        dtype(dtype_) {}
+        dtype(dtype_),
+        index(index_) {}
 
   // Loads zeros for channels that do not exist, and the last row in place of rows that do not exist. No query sees such
   // a copy. A copy changes no maximum of a whole tile; in a ragged tile it may change that of a scale group without the
   // last row.
   __device__ __forceinline__ Raw load(i32 row, i32 channel) const {
-    const u8* from = head + channel * sizeof(u16) + min(row, rows - 1) * row_bytes;
+    i32 at = min(row, rows - 1);
+    if (index != nullptr) at = index[at];
+    const u8* from = head + channel * sizeof(u16) + at * row_bytes;
     if constexpr (kSource != SourceRows::kAny) {
       const ptx::U32x4 words = ptx::load_global_u32x4(from, channel < headdim);
       return {words.x, words.y, words.z, words.w};

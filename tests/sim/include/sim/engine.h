@@ -35,8 +35,10 @@ bool synchronize(const char* name, bool predicate, Site site);
 void synchronize_warp(Site site);
 
 float shuffle_xor(float x, int lane_mask, Site site);
+int shuffle(int x, int lane, Site site);
 int uniform(int x, Site site);
 bool any(bool predicate, Site site);
+unsigned ballot(bool predicate, Site site);
 unsigned atomic_or(unsigned* address, unsigned value, Site site);
 unsigned atomic_add(unsigned* address, unsigned value, Site site);
 

@@ -9,6 +9,8 @@ inline U32x4 load_global_u32x4(const void* address, bool exists) {
   return exists ? *static_cast<const U32x4*>(address) : U32x4{};
 }
 
+inline i32 load_global_i32(const i32* address, bool exists, i32 otherwise) { return exists ? *address : otherwise; }
+
 inline void store_global_u32x4(void* address, const U32x4& x, sim::Site site = sim::Site::here()) {
   sim::store_global("st.global.v4.b32", address, &x, sizeof x, site);
 }
