@@ -77,6 +77,7 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("KeyPrefix::word", OffByOne("end <= 0")): "of no key the word is zero either way",
     ("TileScheduler::index", Always("if constexpr (Config::kMask == Mask::kFull) return work_index;")):
         "another order of the query tiles",
+    ("QuantBlock::has_keys", OffByOne("first_tile * Config::kBlockN < rows")): "quantizes tiles that nothing reads",
     ("QuantizeV::finite_or_mark", OffByOne("fabsf(x) <= kVanishes")): "of one value alone, which rounds to zero too",
     ("DeltaS::visible", Sign("min((first_tile + kTile) * params.block_m, seqlen.q()) - 1")):
         "delta_s that nothing reads",

@@ -50,6 +50,7 @@ families:
     attn: {template: attn_mma.cu.jinja}
     quant: {template: quantize.cu.jinja, threads: 256, min_blocks: 2}
     delta: {template: delta_s.cu.jinja, threads: 256}
+    pack: {template: pack_keys.cu.jinja, threads: 1024}
 tiles:
   - {family: mma, arch: [sm80, sm90], headdim: 128, pv: f16,
      block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 2}
@@ -87,8 +88,6 @@ struct Kernel {{
 }};
 SAGE_KERNEL_INFO(Kernel, {params});
 """
-_FUNCTION = """\
-extern "C" __global__ void {{ name }}(float* x) { x[0] = kValue; products(x); }"""
 _FUNCTIONS = """\
 {% for entry, rows in entries %}
 extern "C" __global__ void {{ entry }}(float* x) { x[0] = kValue; x[1] = float({{ rows | cpp }}); }
@@ -111,8 +110,13 @@ _NAMES = {
     "attn_mma": "headdim qk pv pv_accum mask smooth_v smooth_q block_m block_n warp_m stages min_blocks",
     "quantize": "headdim qk pv block_m block_n warp_m threads min_blocks",
     "delta_s": "headdim threads",
+    "pack_keys": "threads",
 }
-_PARAMS = {"attn_mma": "AttnParams", "quantize": "QuantParams", "delta_s": "DeltaParams"}
+_PARAMS = {"attn_mma": "AttnParams", "quantize": "QuantParams", "delta_s": "DeltaParams", "pack_keys": "PackParams"}
+_FUNCTION_OF = {"attn_mma": """\
+extern "C" __global__ void {{ name }}(float* x) { x[0] = kValue; products(x); }""", "pack_keys": """\
+extern "C" __global__ void {{ name }}(float* x) { x[0] = kValue; }"""}
+"""Of kernels with one entry point."""
 _FACTS = {"threads": "32 * Config::block_m / Config::warp_m",
           "shared": "Config::headdim * (Config::block_m + 3 * Config::stages * Config::block_n)"}
 """Facts of attention kernels as C++ expressions. Kernels of other kinds have their family's threads, and no such shared
@@ -134,7 +138,7 @@ def project(tmp_path: Path) -> Project:
         attn = template == "attn_mma"
         text = _TEMPLATE.format(
             name="{{ name }}", header="attn" if attn else "quant", params=_PARAMS[template],
-            functions=_FUNCTION if attn else _FUNCTIONS, constants="\n".join(map(_constant, names.split())),
+            functions=_FUNCTION_OF.get(template, _FUNCTIONS), constants="\n".join(map(_constant, names.split())),
             **(_FACTS if attn else {"threads": "Config::threads", "shared": 0}))
         (made.templates / f"{template}.cu.jinja").write_text(text)
     for header in _REAL_HEADERS:

@@ -16,7 +16,7 @@ from sage_aot._version import __version__
 TILE = Tile(128, 64, 32, 2, 2)
 WGMMA_TILE = Tile(128, 128, 16, 4, 1)
 
-_PARAMS = {"quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams"}
+_PARAMS = {"pack": "PackParams", "quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams"}
 
 
 def record_of(spec: KernelSpec, tile: Tile = TILE, family: str = "mma", **changes: object) -> KernelRecord:
@@ -35,13 +35,13 @@ def record_of(spec: KernelSpec, tile: Tile = TILE, family: str = "mma", **change
 
 def feeders_of(spec: AttnSpec) -> tuple[str, ...]:
     """Names of an attention kernel's feeders."""
-    kinds = ("quant", "delta") if spec.q == "qsmooth" else ("quant",)
+    kinds = ("pack", "quant", "delta") if spec.q == "qsmooth" else ("pack", "quant")
     return tuple(spec.companion(kind).name for kind in kinds)
 
 
 def facts_of(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
     """The facts of a kernel; test_kernel_info.py compares them with the real kernels' facts."""
-    make = {"quant": _quant, "delta": _delta, "attn": _attn}[spec.kind]
+    make = {"pack": _pack, "quant": _quant, "delta": _delta, "attn": _attn}[spec.kind]
     return {name: float(value) for name, value in make(spec, tile, family).items()}
 
 
@@ -58,6 +58,10 @@ def manifest_of(records: Iterable[KernelRecord], **changes: object) -> Manifest:
     values = {"version": __version__, "flags": ("-x",), "retarget": None, "complete": True, "archs": archs,
               "structs": STRUCTS, "vocabulary": vocabulary()}
     return Manifest(**{**values, "kernels": kernels, **changes})
+
+
+def _pack(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
+    return {"threads": 1024, "shared_bytes": 0}
 
 
 def _delta(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:

@@ -26,7 +26,8 @@ from sage_aot._version import __version__
 ONE = ["--arch", "sm80", "--only", "sage_attn_*_d64_*_full_*_qraw"]
 ATTN = "sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw"
 QUANT = "sage_quant_sm80_d64_qkint8_pvf16"
-BOTH = {ATTN, QUANT}
+PACK = "sage_pack_sm80"
+ALL = {ATTN, QUANT, PACK}
 SPILLING = """
 extern "C" __global__ void __launch_bounds__(1024, 2) {{ name }}(float* x) {
   products(x);
@@ -101,7 +102,7 @@ def _files(folder) -> set[str]:
 def test_list_prints_kernels_and_reasons(codegen):
     status, out, _ = codegen("list", "--arch", "sm90")
     assert status == 0
-    assert out.startswith("12 kernels\n")
+    assert out.startswith("13 kernels\n")
     assert ("sage_attn_sm90_d64_qkint8_pvf16_accf32_full_vraw_qraw: 128x64, warp_m 32, 2 stages, 3 blocks, "
             "attn_mma.cu.jinja\n") in out
     assert out.count(": mma.sync emulates FP8 on Hopper\n") == 1
@@ -120,16 +121,16 @@ def test_list_knows_combinations_without_a_kernel(codegen):
 
 def test_render_writes_only_sources(codegen, project):
     assert codegen("render", *ONE)[0] == 0
-    assert {path.stem for path in project.sources.iterdir()} == BOTH
+    assert {path.stem for path in project.sources.iterdir()} == ALL
     assert not project.package.exists()
 
 
 def test_build_makes_a_folder_that_holds_what_its_manifest_says(codegen, project):
     assert codegen("build", *ONE)[0] == 0
     manifest = Manifest.read(project.package)
-    assert manifest.kernels.keys() == BOTH
+    assert manifest.kernels.keys() == ALL
     assert (manifest.version, manifest.compiler, manifest.flags) == (__version__, version(), FLAGS)
-    assert manifest.structs == {name: STRUCTS[name] for name in ("AttnParams", "QuantParams")}
+    assert manifest.structs == {name: STRUCTS[name] for name in ("AttnParams", "PackParams", "QuantParams")}
     assert manifest.retarget is None
     for name, record in manifest.kernels.items():
         assert hashlib.sha256((project.package / record.file).read_bytes()).hexdigest() == record.sha256, name
@@ -137,7 +138,7 @@ def test_build_makes_a_folder_that_holds_what_its_manifest_says(codegen, project
     attn = manifest.kernels[ATTN]
     assert attn.facts == {"threads": 128, "shared_bytes": 64 * (128 + 3 * 2 * 64)}
     assert attn.tile == Tile(128, 64, 32, 2, 3)
-    assert attn.feeders == (QUANT,)
+    assert attn.feeders == (PACK, QUANT)
     assert attn.opcodes == {"HMMA.16816.F32": 1, "IMMA.16832.S8.S8": 1}
     assert (attn.main_loop.matrix, attn.main_loop.rare) == (2, 0)
     quant = manifest.kernels[QUANT]
@@ -163,7 +164,7 @@ def ptx(project, edit):
 
 def test_ptx_is_an_arch_whose_files_are_text(codegen, project, ptx):
     assert codegen("build", "--only", ptx)[0] == 0
-    assert _files(project.package) == {"manifest.json", *(f"{name.replace('sm80', 'ptx80')}.ptx" for name in BOTH)}
+    assert _files(project.package) == {"manifest.json", *(f"{name.replace('sm80', 'ptx80')}.ptx" for name in ALL)}
     record = Manifest.read(project.package).kernels[ptx]
     assert (record.target, record.is_ptx, record.served) == ("compute_80", True, "8.0 and later")
     assert (record.machine, record.main_loop) == (None, None)
@@ -191,7 +192,7 @@ def test_ptx_is_held_to_its_products_and_its_driver(codegen, project, ptx, edit)
 def test_a_whole_build_says_that_it_is(codegen, project, small):
     assert codegen("build")[0] == 0
     manifest = Manifest.read(project.package)
-    assert manifest.complete and BOTH < manifest.kernels.keys() and len(manifest.kernels) == 4
+    assert manifest.complete and ALL < manifest.kernels.keys() and len(manifest.kernels) == 6
     assert codegen("build", "--arch", "sm80")[0] == 0
     assert not Manifest.read(project.package).complete
 
@@ -211,7 +212,7 @@ def test_an_arch_is_added_by_rows_alone_and_changes_no_others_kernels(codegen, p
     new = [record for record in after.kernels.values() if record.spec.arch == "sm103"]
     assert {(record.target, record.machine.elf_abi, record.served) for record in new} == {
         ("sm_103", 8, "10.3 and later 10.x")}
-    assert len(new) == 2
+    assert len(new) == 3
     assert {path.name: path.stat().st_mtime_ns for path in (project.build / "nvrtc" / "own").glob("*.cubin")
             if "sm103" not in path.name} == times
 
@@ -237,7 +238,7 @@ def test_a_folder_is_compared_with_the_tree_without_compiling(codegen, project, 
     assert (status, "expected the kernels of this source tree in" in err) == (1, True)
     codegen("build")
     status, out, _ = codegen("verify")
-    assert (status, out) == (0, f"4 kernels in {project.package} are those of this source tree\n")
+    assert (status, out) == (0, f"6 kernels in {project.package} are those of this source tree\n")
     cubin = project.package / f"{ATTN}.cubin"
     good = cubin.read_bytes()
     cubin.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
@@ -270,7 +271,7 @@ def test_the_source_hash_follows_what_is_compiled(codegen, project, edit):
         return {name: record.source_sha256 for name, record in Manifest.read(project.package).kernels.items()}
 
     before = hashes()
-    assert len(set(before.values())) == len(BOTH)
+    assert len(set(before.values())) == len(ALL)
     edit(project.include / "sage" / "attn.cuh", "x[2] = o[0]", "x[3] = o[0]")
     after = hashes()
     assert {name for name in before if before[name] != after[name]} == {ATTN}
@@ -352,7 +353,7 @@ def test_nvcc_builds_to_debug(codegen, project, nvcc):
     assert status == 0
     assert f"{ATTN}: expected at most 0 bytes of spilt registers, got 24" in out
     manifest = Manifest.read(project.build / "nvcc_kernels")
-    assert (manifest.compiler, manifest.kernels.keys()) == ("nvcc 13.0.88", BOTH)
+    assert (manifest.compiler, manifest.kernels.keys()) == ("nvcc 13.0.88", ALL)
     assert manifest.kernels[ATTN].machine.spill_bytes == 24
     assert not project.package.exists()
     (project.golden / f"{ATTN}.cu").write_text("")
@@ -498,4 +499,4 @@ def test_codegen_runs_where_torch_is_not_installed():
 def test_the_manifest_is_json_with_records_by_name(codegen, project):
     codegen("build", *ONE)
     values = json.loads((project.package / "manifest.json").read_text())
-    assert [record["spec"] for record in values["kernels"]] == sorted(BOTH)
+    assert [record["spec"] for record in values["kernels"]] == sorted(ALL)

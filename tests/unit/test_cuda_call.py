@@ -6,6 +6,7 @@ The driver is a stand-in that reads the structs at each launch, as a real driver
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from collections import namedtuple
 from contextlib import contextmanager, nullcontext
@@ -94,11 +95,11 @@ def driver():
     return Driver()
 
 
-def prepare(driver, tensors, options=Options(), arch="sm89", device=0):  # noqa: B008 - frozen
+def prepare(driver, tensors, options=Options(), arch="sm89", device=0, key_mask=None):  # noqa: B008 - frozen
     backend = CudaBackend(Library(KERNEL_FOLDER, driver), arch)
     q, k, v = tensors
-    layout = plan_of(backend, check(q, k, v, options), device)
-    return CudaCall(layout, Tensors(q, k, v, torch.empty_like(q)), backend, device)
+    layout = plan_of(backend, check(q, k, v, options, key_mask), device)
+    return CudaCall(layout, Tensors(q, k, v, torch.empty_like(q), key_mask), backend, device)
 
 
 def draw(q_shape=(2, 4, 130, 64), kv_shape=(2, 2, 200, 64), offset=(0, 0, 0)):
@@ -115,13 +116,14 @@ def expected_of(call, addresses, at_16_bytes=(True, True, True), stream=STREAM, 
                  stream, context) for launch in call.launches(at_16_bytes)]
 
 
-def run(call, tensors, with_lse=True):
+def run(call, tensors, with_lse=True, key_mask=None):
     """Make a call with a new output and workspace; return the addresses of its tensors."""
     q, k, v = tensors
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3]) if with_lse else None
     workspace = torch.empty(call.plan.workspace_bytes, dtype=torch.uint8)
-    call.run(q, k, v, out, lse, workspace)
-    return [*(tensor.data_ptr() for tensor in (q, k, v, out)), lse.data_ptr() if with_lse else 0, workspace.data_ptr()]
+    call.run(q, k, v, out, lse, workspace, key_mask)
+    return [*(tensor.data_ptr() for tensor in (q, k, v, out)),
+            *(0 if tensor is None else tensor.data_ptr() for tensor in (lse, key_mask)), workspace.data_ptr()]
 
 
 # --- structs ----------------------------------------------------------------------------------------------------------
@@ -138,6 +140,19 @@ def test_structs_reach_the_driver_as_they_are_packed(driver, arch, options, with
         tensors = draw()  # at other addresses, the same strides
         addresses = run(call, tensors, with_lse)
         assert driver.launches() == expected_of(call, addresses)
+
+
+@pytest.mark.parametrize("with_lse", [True, False])
+def test_a_key_mask_reaches_the_kernel_that_packs(driver, with_lse):
+    tensors, masks = draw(), [torch.zeros(2, 600, dtype=torch.bool)[:, ::3] for _ in range(2)]
+    call = prepare(driver, tensors, key_mask=masks[0])
+    for mask in masks:  # at another address, the same strides
+        addresses = run(call, tensors, with_lse, mask)
+        seen = driver.launches()
+        assert seen == expected_of(call, addresses) and [each.entry for each in seen][0] == "sage_pack_sm89"
+        layout = default_library().manifest.structs["PackParams"].fields["key_mask"][1]
+        data, batch, _, row = struct.unpack_from("<Qqqq", seen[0].struct, layout)
+        assert (data, batch, row) == (mask.data_ptr(), 600, 3)
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])

@@ -31,7 +31,7 @@ def attn_spec(arch, pv="f16", accumulator="f32", **changes):
 
 def small_manifest(*archs, **changes):
     attn = [attn_spec(arch, mask=mask) for arch in archs for mask in ("full", "causal")]
-    specs = {spec for a in attn for spec in (a, a.companion("quant"))}
+    specs = {spec for a in attn for spec in (a, a.companion("pack"), a.companion("quant"))}
     return manifest_of((record_of(spec) for spec in specs), **changes)
 
 

@@ -121,8 +121,8 @@ def defect(monkeypatch):
         def bind(self, plan, tensors):
             right, problem = super().bind(plan, tensors), plan.problem
 
-            def wrong(q, k, v, out, lse):
-                right(q, k, v, out, lse)
+            def wrong(q, k, v, out, lse, key_mask):
+                right(q, k, v, out, lse, key_mask)
                 if problem.options.is_causal and problem.seqlen_kv % 64 == 1 and problem.seqlen_kv > 1:
                     heads_first(out, problem.options.layout)[:, :, -1] += 100.0
 

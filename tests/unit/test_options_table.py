@@ -13,8 +13,9 @@ from sage_aot._call import api
 from sage_aot._problem.options import OPTIONS, Options, markdown_table
 
 ROOT = Path(__file__).parents[2]
-BESIDE = ("return_lse", "out")
-"""Keyword arguments of the call that are not options: they change no kernel."""
+BEFORE, BEHIND = ("key_mask",), ("return_lse", "out")
+BESIDE = (*BEFORE, *BEHIND)
+"""Keyword arguments of the call that are not options: they are tensors, or change no kernel."""
 
 
 def keywords() -> dict[str, inspect.Parameter]:
@@ -37,7 +38,7 @@ def test_the_table_has_a_row_for_every_option_with_as_many_cells():
 def test_the_call_takes_the_options_of_the_table():
     """Their names, in its order, with its defaults."""
     found = keywords()
-    assert tuple(found) == (*OPTIONS, *BESIDE)
+    assert tuple(found) == (*BEFORE, *OPTIONS, *BEHIND)
     for name, option in OPTIONS.items():
         default = found[name].default
         assert (type(default), default) == (type(option.default), option.default), name
@@ -52,7 +53,8 @@ def test_every_overload_takes_the_same():
     definitions = [node for node in ast.parse(Path(api.__file__).read_text("utf-8")).body
                    if isinstance(node, ast.FunctionDef) and node.name == "attn"]
     assert len(definitions) == 3
-    assert {tuple(keyword.arg for keyword in node.args.kwonlyargs) for node in definitions} == {(*OPTIONS, *BESIDE)}
+    expected = (*BEFORE, *OPTIONS, *BEHIND)
+    assert {tuple(keyword.arg for keyword in node.args.kwonlyargs) for node in definitions} == {expected}
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, *BESIDE])
@@ -64,4 +66,4 @@ def test_the_docstring_tells_of_nothing_else():
     arguments = inspect.getdoc(api.attn).split("Args:\n")[1].split("\n\n")[0]
     named = [name.strip() for names in re.findall(r"^ {4}(\w[\w, ]*): ", arguments, re.MULTILINE)
              for name in names.split(",")]
-    assert named == ["q", "k", "v", *OPTIONS, *BESIDE]
+    assert named == ["q", "k", "v", *BEFORE, *OPTIONS, *BEHIND]

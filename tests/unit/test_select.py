@@ -44,7 +44,7 @@ def manifest(archs=PV, without=(), targets=None):
                                                          ("vraw", "vsmooth"), ("qraw", "qsmooth"))
             if arch != "sm90" or qk == "int8"
             for pv in (archs[arch] if isinstance(archs, dict) else PV.get(arch, F16))]
-    kinds = ("quant", "delta")
+    kinds = ("pack", "quant", "delta")
     specs = {spec for a in attn for spec in (a, *map(a.companion, kinds))}
     return manifest_of(record_of(spec, **{"target": targets[spec.arch]} if spec.arch in (targets or {}) else {})
                        for spec in specs if spec.name not in without)

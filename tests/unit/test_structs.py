@@ -29,7 +29,7 @@ from sage_aot._launch.structs import (
 from sage_aot._problem.options import OPTIONS
 
 FOLDER = Project(ROOT, ROOT / "build").package
-KINDS = {"quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams"}
+KINDS = {"pack": "PackParams", "quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams"}
 
 
 @pytest.fixture(scope="module")

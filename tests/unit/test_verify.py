@@ -39,7 +39,7 @@ def write_folder(folder, *archs, **changes):
     records = []
     for arch in archs:
         attn = dataclasses.replace(ATTN, arch=arch)
-        for spec in (attn, attn.companion("quant")):
+        for spec in (attn, attn.companion("pack"), attn.companion("quant")):
             image = spec.name.encode()
             records.append(record_of(spec, sha256=hashlib.sha256(image).hexdigest()))
             (folder / records[-1].file).write_bytes(image)
@@ -71,7 +71,7 @@ def verify(capsys, *arguments):
 def test_a_folder_as_it_was_built(folder, capsys):
     code, text = verify(capsys, "--files")
     assert code == 0
-    assert f"kernels  ok     {folder}: the manifest's seal holds, 4 files as in it\n" in text
+    assert f"kernels  ok     {folder}: the manifest's seal holds, 6 files as in it\n" in text
     assert text.endswith("verified: the files are right; no kernel was run, as asked\n")
 
 
@@ -208,10 +208,10 @@ def gpu(monkeypatch):
     return found
 
 
-def emulate(plan, manifest, q, k, v, out, lse, workspace):
+def emulate(plan, manifest, q, k, v, out, lse, workspace, key_mask):
     assert out.isnan().all() and lse.isnan().all() and (workspace == 0xFF).all()
     assert workspace.numel() == plan.workspace_bytes
-    EmulationBackend(manifest).bind(plan, None)(q, k, v, out, lse)
+    EmulationBackend(manifest).bind(plan, None)(q, k, v, out, lse, key_mask)
 
 
 def test_every_kernel_that_a_gpu_takes_is_loaded_and_run(folder, gpu, capsys):
@@ -220,10 +220,10 @@ def test_every_kernel_that_a_gpu_takes_is_loaded_and_run(folder, gpu, capsys):
     gpu.loads = lambda record, entry: loaded.append(entry)
     code, text = verify(capsys, "--seed", "5")
     specs = [spec for arch in ("sm80", "sm89") for attn in [dataclasses.replace(ATTN, arch=arch)]
-             for spec in (attn, attn.companion("quant"))]
+             for spec in (attn, attn.companion("pack"), attn.companion("quant"))]
     assert code == 0 and sorted(loaded) == sorted(entry for spec in specs for entry in spec.entries)
     assert "cuda:0   NVIDIA L4, compute capability 8.9, driver for CUDA 13.0\n" in text
-    assert "ok     cupy 14.2.0 (driver for CUDA 13.0) loads all 4 files that this GPU can take\n" in text
+    assert "ok     cupy 14.2.0 (driver for CUDA 13.0) loads all 6 files that this GPU can take\n" in text
     assert "seed 5; " in text
     for arch in ("sm80", "sm89"):
         assert f"ok     {dataclasses.replace(ATTN, arch=arch).name}  0.00\n" in text
@@ -270,25 +270,25 @@ def test_a_file_that_does_not_load_fails_and_the_others_are_tested(folder, gpu, 
     assert f"ok     {dataclasses.replace(ATTN, arch='sm89').name}" in text
 
 
-def scaled(plan, manifest, q, k, v, out, lse, workspace):
-    emulate(plan, manifest, q, k, v, out, lse, workspace)
+def scaled(plan, manifest, q, k, v, out, lse, workspace, key_mask):
+    emulate(plan, manifest, q, k, v, out, lse, workspace, key_mask)
     out[..., 3, :] *= 1.05
 
 
-def unwritten(plan, manifest, q, k, v, out, lse, workspace):
-    emulate(plan, manifest, q, k, v, out, lse, workspace)
+def unwritten(plan, manifest, q, k, v, out, lse, workspace, key_mask):
+    emulate(plan, manifest, q, k, v, out, lse, workspace, key_mask)
     out[:, :, -1] = torch.nan
 
 
-def wrong_lse(plan, manifest, q, k, v, out, lse, workspace):
-    emulate(plan, manifest, q, k, v, out, lse, workspace)
+def wrong_lse(plan, manifest, q, k, v, out, lse, workspace, key_mask):
+    emulate(plan, manifest, q, k, v, out, lse, workspace, key_mask)
     lse += 0.01
 
 
-def not_causal(plan, manifest, q, k, v, out, lse, workspace):
+def not_causal(plan, manifest, q, k, v, out, lse, workspace, key_mask):
     options = dataclasses.replace(plan.problem.options, is_causal=False)
     other = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, options=options))
-    emulate(other, manifest, q, k, v, out, lse, workspace)
+    emulate(other, manifest, q, k, v, out, lse, workspace, key_mask)
 
 
 def raises(*arguments):

@@ -1,5 +1,5 @@
-// How many queries and keys a batch entry has. A key mask leaves some of the caller's keys; quantizers and attention see
-// these alone, packed: in their order, without gaps.
+// How many queries and keys a batch entry has. A key mask leaves some of the caller's keys. Quantizers and attention
+// see these alone, packed: in their order, without gaps.
 #pragma once
 
 #include "sage/ptx/global.cuh"

@@ -25,9 +25,9 @@ __device__ __forceinline__ U32x4 load_global_u32x4(const void* address, bool exi
   return x;
 }
 
-// Returns `otherwise`, and reads nothing, where `exists` is false. Not volatile, so that a load whose result nobody uses
-// costs nothing. Behind grid_dependency_wait() the address must follow from what is computed behind it, or the compiler
-// may read before the wait.
+// Returns `otherwise`, and reads nothing, where `exists` is false. Not volatile, so that a load whose result nobody
+// uses costs nothing. Behind grid_dependency_wait() the address must follow from what is computed behind it, or the
+// compiler may read before the wait.
 __device__ __forceinline__ i32 load_global_i32(const i32* address, bool exists, i32 otherwise) {
   i32 x;
   asm("{\n"
