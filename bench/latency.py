@@ -168,6 +168,7 @@ def parts() -> dict[str, float]:
     """Per part of a call, the minimum of its microseconds. The dispatcher's time is the operator's less all other
     parts."""
     import sage_aot
+    from sage_aot._backends.cuda import addresses_of
     from sage_aot._call import ops, pipeline
     from sage_aot._problem.options import OPTIONS, for_schema
 
@@ -177,7 +178,7 @@ def parts() -> dict[str, float]:
     out, call = torch.empty_like(q), pipeline.prepared(q, k, v, None, None, ()).run
     workspace = q.new_empty(call.plan.workspace_bytes, dtype=torch.uint8)
     stream = torch.cuda.current_stream().cuda_stream
-    addresses = [tensor.data_ptr() for tensor in (q, k, v, out)] + [0, workspace.data_ptr()]
+    addresses = addresses_of(q, k, v, out, None, None, workspace)
     queue, size = call.queue_of(call.launches()), call.plan.workspace_bytes
     queue.launch(stream, *addresses)
     launchers = queue._free[0].launchers
@@ -197,7 +198,7 @@ def parts() -> dict[str, float]:
         "of it the workspace": allocate,
         "of it structs and launches": lambda: queue.launch(stream, *addresses),
         "of these the launches": launch,
-        "operator": lambda: ops.attn(q, k, v),
+        "operator": lambda: ops.attn(q, k, v, None),
         "call": lambda: sage_aot.attn(q, k, v),
         "beside the call: supports": lambda: sage_aot.supports(q, k, v),
     }).items()}

@@ -1,11 +1,12 @@
 """Speed of calls with a key mask, beside the call without one and torch's attention with the same mask.
 
     python bench/masks.py --seqlen 4096,16384
+    python bench/masks.py --causal --pad left
 
-Each batch entry is padded on the right to the same share of keys. `sdpa` is scaled_dot_product_attention with a bool
-mask [batch, 1, 1, keys], by the kernel that torch chooses; `call` is sage_aot.attn. A row's time is the GPU's alone, by
-replaying CUDA graphs, quantization and the mask's own kernel included. Every output is checked before it is timed: the
-masked call against the call on the keys that are left, and that against sdpa.
+Each batch entry is padded to the same share of keys. `sdpa` is scaled_dot_product_attention with the whole mask as a
+bool tensor, by the kernel that torch chooses; `call` is sage_aot.attn. A row's time is the GPU's alone, by replaying
+CUDA graphs, quantization and the mask's own kernel included. Every output is checked against sdpa before it is timed;
+that of full attention must also have the bits of the call on the keys that are left.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import common
 import sage_aot
 from speed import Timing, time_by_graph
 
-COLUMNS = ("row", "heads", "headdim", "keys", "seen", "µs", "p10–p90", "× sdpa", "cosine")
+COLUMNS = ("row", "mask", "heads", "headdim", "keys", "seen", "µs", "p10–p90", "× sdpa", "cosine")
 
 
 def main() -> int:
@@ -31,7 +32,7 @@ def main() -> int:
     print(common.table_head(COLUMNS))
     for headdim in arguments.headdim:
         for seqlen in arguments.seqlen:
-            for row in rows(arguments.batch, arguments.heads, seqlen, headdim, arguments.repeat):
+            for row in rows(arguments, seqlen, headdim):
                 print(common.table_row(row), flush=True)
     return 0
 
@@ -43,42 +44,45 @@ def parse() -> argparse.Namespace:
                         help="queries and keys (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--heads", type=int, default=24, help="of q, k and v (default: %(default)s)")
+    parser.add_argument("--causal", action="store_true", help="causal attention (default: full)")
+    parser.add_argument("--pad", choices=("left", "right"), default="right", help="(default: %(default)s)")
     parser.add_argument("--kernels", metavar="FOLDER", help="built kernels (default: those of the package)")
     parser.add_argument("--repeat", type=int, default=10, help="timed repeats of a row (default: %(default)s)")
     return parser.parse_args()
 
 
-def rows(batch: int, heads: int, seqlen: int, headdim: int, repeat: int) -> Iterator[list[object]]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = torch.randn(3, batch, heads, seqlen, headdim, device="cuda", dtype=torch.bfloat16, generator=generator)
-    timed = functools.partial(time_by_graph, repeat=repeat)
-    plain = timed(lambda: sage_aot.attn(q, k, v))
-    yield cells("call, no mask", batch, heads, headdim, seqlen, 1.0, plain, None, None)
+def rows(arguments: argparse.Namespace, seqlen: int, headdim: int) -> Iterator[list[object]]:
+    shape, causal = (arguments.batch, arguments.heads, seqlen, headdim), arguments.causal
+    q, k, v = torch.randn(3, *shape, device="cuda", dtype=torch.bfloat16,
+                          generator=torch.Generator("cuda").manual_seed(0))
+    timed = functools.partial(time_by_graph, repeat=arguments.repeat)
+
+    def cells(row: str, seen: str, timing: Timing, sdpa: Timing | None, cosine: float | None) -> list[object]:
+        return [row, "causal" if causal else "full", f"{arguments.batch}×{arguments.heads}", headdim, seqlen, seen,
+                f"{timing.median_us:.1f}", f"{timing.p10_us:.1f}–{timing.p90_us:.1f}",
+                sdpa and f"{sdpa.median_us / timing.median_us:.2f}", cosine and f"{cosine:.6f}"]
+
+    yield cells("call, no mask", "100%", timed(lambda: sage_aot.attn(q, k, v, is_causal=causal)), None, None)
+    keys = torch.arange(seqlen, device="cuda")
     for share in (1.0, 0.75, 0.5, 0.25):
         left = round(share * seqlen)
-        mask = (torch.arange(seqlen, device="cuda") < left).expand(batch, -1).contiguous()
-        of_sdpa = mask[:, None, None, :].expand(-1, 1, seqlen, -1)
+        mask = (keys < left if arguments.pad == "right" else keys >= seqlen - left).expand(arguments.batch, -1).contiguous()
+        whole = mask[:, None, None, :].expand(-1, 1, seqlen, -1)
+        whole = whole & (keys <= keys[:, None]) if causal else whole
 
-        def sdpa(of_sdpa: torch.Tensor = of_sdpa) -> torch.Tensor:
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=of_sdpa)
+        def sdpa(whole: torch.Tensor = whole) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=whole)
 
         def call(mask: torch.Tensor = mask) -> torch.Tensor:
-            return sage_aot.attn(q, k, v, key_mask=mask)
+            return sage_aot.attn(q, k, v, key_mask=mask, is_causal=causal)
 
-        alone = sage_aot.attn(q, k[:, :, :left], v[:, :, :left])
-        if not torch.equal(sage_aot.attn(q, k, v, key_mask=mask, out=common.poisoned(q)), alone):
+        out = sage_aot.attn(q, k, v, key_mask=mask, is_causal=causal, out=common.poisoned(q))
+        if not causal and not torch.equal(out, sage_aot.attn(q, k[:, :, mask[0]], v[:, :, mask[0]])):
             raise SystemExit(f"{left} of {seqlen} keys: the masked call differs from that on the keys that are left")
-        cosine = common.check_output("call", alone, sdpa())
+        cosine = common.check_output("call", out, sdpa().nan_to_num())  # rows that see no key
         theirs, ours = timed(sdpa), timed(call)
-        yield cells("sdpa", batch, heads, headdim, seqlen, share, theirs, theirs, None)
-        yield cells("call", batch, heads, headdim, seqlen, share, ours, theirs, cosine)
-
-
-def cells(row: str, batch: int, heads: int, headdim: int, seqlen: int, share: float, timing: Timing,
-          sdpa: Timing | None, cosine: float | None) -> list[object]:
-    return [row, f"{batch}×{heads}", headdim, seqlen, f"{share:.0%}", f"{timing.median_us:.1f}",
-            f"{timing.p10_us:.1f}–{timing.p90_us:.1f}", sdpa and f"{sdpa.median_us / timing.median_us:.2f}",
-            cosine and f"{cosine:.6f}"]
+        yield cells("sdpa", f"{share:.0%}", theirs, theirs, None)
+        yield cells("call", f"{share:.0%}", ours, theirs, cosine)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import torch
 import common
 import latency
 import sage_aot
-from sage_aot._backends.cuda import CudaBackend, CudaCall
+from sage_aot._backends.cuda import CudaBackend, CudaCall, addresses_of
 from sage_aot._backends.loader import Library
 from sage_aot._call import pipeline
 from sage_aot._launch.plan import Plan
@@ -240,8 +240,7 @@ class Pieces:
         self._tensors = (*qkv, self._out, workspace)  # keeps them alive: the queues hold addresses only
         *quantizers, attention = call.launches()  # torch.randn aligns q, k and v
         self._quantizers, self._attention = call.queue_of(quantizers), call.queue_of([attention])
-        *at_qkv_and_out, at_workspace = (tensor.data_ptr() for tensor in self._tensors)
-        self._addresses = (*at_qkv_and_out, 0, 0, at_workspace)  # without a log-sum-exp, without a key mask
+        self._addresses = addresses_of(*qkv, self._out, None, None, workspace)
 
     def quantize(self) -> None:
         """Quantization of q, k and v."""

@@ -136,11 +136,8 @@ class CudaCall:
             workspace: torch.Tensor, key_mask: torch.Tensor | None = None) -> None:
         """Make the call with a workspace of the caller's: uint8, plan.workspace_bytes. Afterwards the workspace holds
         the quantized tensors."""
-        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        self._queue_at(at_q, at_k, at_v)(
-            torch._C._cuda_getCurrentRawStream(self._device), at_q, at_k, at_v, out.data_ptr(),
-            0 if lse is None else lse.data_ptr(), 0 if key_mask is None else key_mask.data_ptr(),
-            workspace.data_ptr())
+        addresses = addresses_of(q, k, v, out, lse, key_mask, workspace)
+        self._queue_at(*addresses[:3])(torch._C._cuda_getCurrentRawStream(self._device), *addresses)
 
     def _queue_at(self, at_q: int, at_k: int, at_v: int) -> Queue:
         if (at_q | at_k | at_v) & 15 == 0:
@@ -170,6 +167,12 @@ class CudaCall:
 def _device(device: int) -> AbstractContextManager[object]:
     """Makes a device torch's current one, unless it already is."""
     return nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device)
+
+
+def addresses_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
+                 key_mask: torch.Tensor | None, workspace: torch.Tensor) -> list[int]:
+    """The addresses that a :class:`Queue` takes."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in (q, k, v, out, lse, key_mask, workspace)]
 
 
 def strides_of(tensor: torch.Tensor, layout: str) -> Strides:

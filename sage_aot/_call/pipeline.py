@@ -119,7 +119,8 @@ def plan_of(backend: Backend, problem: Problem, device: int) -> Plan:
     from sage_aot._launch.choose import kernels_of, wanted_values
     from sage_aot._launch.plan import plan
 
-    return plan(problem, kernels_of(backend.arch(device), wanted_values(problem), backend.manifest, problem.key_mask))
+    return plan(problem, kernels_of(backend.arch(device), wanted_values(problem), backend.manifest,
+                                    problem.has_key_mask))
 
 
 def _nothing_to_see(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,

@@ -167,8 +167,8 @@ def wanted_values(problem: Problem) -> Wanted:
 
 
 @lru_cache(maxsize=256)
-def kernels_of(arch: str, wanted: Wanted, manifest: Manifest, key_mask: bool = False) -> Kernels:
-    """The kernels of this arch, whatever the GPU, that compute the wanted values. `key_mask`: whether the call has one.
+def kernels_of(arch: str, wanted: Wanted, manifest: Manifest, has_key_mask: bool = False) -> Kernels:
+    """The kernels of this arch, whatever the GPU, that compute the wanted values.
 
     Raises UnsupportedError where the manifest has no such kernel, CubinError where it has an attention kernel without
     its feeders.
@@ -176,17 +176,17 @@ def kernels_of(arch: str, wanted: Wanted, manifest: Manifest, key_mask: bool = F
     nearest = _ordered(arch, wanted, manifest)[0]
     if instead := _differing(wanted, nearest, manifest):
         raise UnsupportedError(_missing(arch, wanted, instead))
-    return with_feeders(nearest, manifest, key_mask)
+    return with_feeders(nearest, manifest, has_key_mask)
 
 
-def with_feeders(attn: AttnRecord, manifest: Manifest, key_mask: bool = False) -> Kernels:
+def with_feeders(attn: AttnRecord, manifest: Manifest, has_key_mask: bool = False) -> Kernels:
     """An attention kernel with the feeders of a call with or without a key mask; CubinError where one is missing."""
     missing = [name for name in attn.feeders if name not in manifest.kernels]
     if missing:
         raise CubinError(f"the kernel folder has {attn.name} but not {missing[0]}, which it needs; rebuild it with "
                          f"`python -m codegen build`, or reinstall sage-aot")
     feeders = [manifest.kernels[name] for name in attn.feeders]
-    return Kernels(attn, {record.spec.kind: record for record in feeders if key_mask or record.spec.kind != "pack"})
+    return Kernels(attn, {record.spec.kind: record for record in feeders if has_key_mask or record.spec.kind != "pack"})
 
 
 def _ordered(arch: str, wanted: Wanted, manifest: Manifest) -> list[AttnRecord]:

@@ -100,9 +100,6 @@ def plan(problem: Problem, kernels: Kernels) -> Plan:
     kv_tiles = math.ceil(problem.seqlen_kv / tile.block_n)
     sizes = _buffer_bytes(problem, kernels, q_tiles, kv_tiles)
     heads_at_once = problem.batch * problem.num_q_heads
-    if problem.key_mask and problem.batch * (problem.seqlen_kv + 1) >= 2**31:
-        raise UnsupportedError(f"key_mask: its kernel takes less than 2^31 keys of all batch entries, got "
-                               f"{problem.batch} times {problem.seqlen_kv}; split the batch")
     if problem.options.smooth_q:
         head_bytes = 4 * q_tiles * kv_tiles * tile.block_n
         heads_at_once = max(1, min(heads_at_once, DELTA_BYTES // max(1, head_bytes)))  # 0 bytes without queries or keys
@@ -117,7 +114,7 @@ def plan(problem: Problem, kernels: Kernels) -> Plan:
 def launches(plan: Plan, tensors: Arguments, sm_count: int) -> list[Launch]:
     """The launches of one call, in order, on a GPU of `sm_count` SMs."""
     known = _known(plan, tensors)
-    result = [_pack(plan, known)] if plan.problem.key_mask else []
+    result = [_pack(plan, known)] if plan.problem.has_key_mask else []
     result.append(_quantize(plan, tensors, known, sm_count))
     heads = plan.problem.batch * plan.problem.num_q_heads
     for first in range(0, heads, plan.heads_at_once):
@@ -161,7 +158,7 @@ def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: in
         "row_bias": q_heads * q_tiles * tile.block_m * 4,
         "tile_counter": 4,
         **({"key_rank": problem.batch * (problem.seqlen_kv + 1) * 4, "key_index": problem.batch * problem.seqlen_kv * 4}
-           if problem.key_mask else {}),
+           if problem.has_key_mask else {}),
     }
 
 

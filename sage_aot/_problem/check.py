@@ -14,6 +14,8 @@ from sage_aot.errors import ArgumentError
 
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
+_MOST_RANKS = 2**31  # what key_rank_index() in problem/seqlen.cuh can count
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -28,7 +30,7 @@ class Problem:
     dtype: str  # "f16" or "bf16", of q, k, v and the output
     softmax_scale: float
     options: Options  # resolved: "auto" is left only where the chosen kernels decide
-    key_mask: bool = False  # whether the call has one
+    has_key_mask: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -163,6 +165,10 @@ def _check_key_mask(key_mask: torch.Tensor, batch: int, seqlen_kv: int, device: 
     if key_mask.device != device:
         raise ArgumentError(f"key_mask: expected the device of q, {device}, got {key_mask.device}; pass "
                             f"key_mask.to(q.device)")
+    if batch * (seqlen_kv + 1) >= _MOST_RANKS:
+        remedy = "split the batch" if batch > 1 else "pass k and v of the keys that it leaves, and no mask"
+        raise ArgumentError(f"key_mask: expected batch · (keys + 1) below {_MOST_RANKS}, got {batch} · "
+                            f"{seqlen_kv + 1}; {remedy}")
 
 
 def _check_last_stride(name: str, tensor: torch.Tensor) -> None:

@@ -116,6 +116,9 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
     asked = Options(**options)
     if q is None and k is None and v is None:
         q = k = v = _stand_in(headdim)
+        if key_mask is not None:
+            raise ArgumentError("key_mask: expected none where there are no tensors, whose keys it would have; pass q, "
+                                "k and v too")
         device = -1 if capability else _current_device()
     elif headdim is not None:
         raise ArgumentError(f"headdim: that of q holds, got {headdim!r} beside tensors; pass one or the other")
@@ -142,7 +145,7 @@ def _explained(gpu: Gpu | None, device: int, problem: Problem, manifest: Manifes
         if gpu and device >= 0:
             default_driver()  # raises where nothing here loads kernels; unknown for a GPU that is not here
         arch = nearest_arch(gpu, manifest) if gpu else emulated_arch(manifest)
-        kernels = kernels_of(arch, wanted_values(problem), manifest, problem.key_mask)
+        kernels = kernels_of(arch, wanted_values(problem), manifest, problem.has_key_mask)
     except UnsupportedError as refused:
         error = str(refused)
     return Explanation(gpu, problem, candidates(choice, problem, manifest), kernels, error)

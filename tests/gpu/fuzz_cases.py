@@ -78,7 +78,8 @@ class Case(_SizesAndOptions):
                          "tiny": 1, "sink": 2, "falling": 1, "heavy_v": 1, "sparse_v": 1,
                          "spike": 0, "stepped_v": 0})  # for tests/sim: to draw them would change a seed's other cases
     planted: str = _varied({"none": 24, "q:nan": 1, "k:nan": 1, "v:nan": 1, "q:inf": 1, "k:inf": 1, "v:inf": 1})
-    key_mask: str = _varied({"none": 8, "random": 2, "left": 1, "right": 1, "few": 1, "nothing": 1})
+    mask_kind: str = _varied({"none": 8, "random": 2, "left": 1, "right": 1, "few": 1, "one": 1, "nothing": 1,
+                              "all": 1})
     strides: str = _varied({"contiguous": 4, "transposed": 2, "fused": 3, "misaligned": 2, "sliced": 2,
                             "expanded_heads": 1, "expanded_batch": 1})
     out: str = _varied({"made": 2, "given": 1, "misaligned": 1})
@@ -215,7 +216,7 @@ def make_tensors(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, t
 
 def make_key_mask(case: Case, device: str) -> torch.Tensor | None:
     """The key mask of a case; in calls of sliced tensors it is sliced too."""
-    if case.key_mask == "none":
+    if case.mask_kind == "none":
         return None
     generator = torch.Generator(device).manual_seed(case.seed)
     lengths = torch.randint(case.seqlen_kv + 1, (case.batch, 1), generator=generator, device=device)
@@ -225,9 +226,11 @@ def make_key_mask(case: Case, device: str) -> torch.Tensor | None:
         "left": lambda: keys >= lengths,
         "right": lambda: keys < lengths,
         "few": lambda: keys % 113 == lengths % 113,
+        "one": lambda: keys == lengths - 1,
         "nothing": lambda: (keys < lengths) & (torch.arange(case.batch, device=device) > 0)[:, None],
+        "all": lambda: keys.expand(case.batch, -1) >= 0,
     }
-    mask = masks[case.key_mask]()
+    mask = masks[case.mask_kind]()
     return torch.stack([mask, ~mask], -1)[..., 0] if case.strides == "sliced" else mask
 
 

@@ -95,11 +95,13 @@ class Subject:
         expected_error = self._expected_error(case)
         if expected_error:
             return _refused(case, backend, tensors, expected_error)
-        before = [tensor.clone() for tensor in tensors]
         key_mask = make_key_mask(case, self.device)
+        before, mask_before = [tensor.clone() for tensor in tensors], None if key_mask is None else key_mask.clone()
         call = _call(case, backend, tensors, key_mask)
         measures = [same(f"input {name}", *(t.view(torch.int16) for t in pair))
                     for name, *pair in zip("qkv", tensors, before)]
+        if key_mask is not None:
+            measures.append(same("input key_mask", key_mask, mask_before))
         if call.guard is not None:
             edges = torch.cat([call.guard[..., :1], call.guard[..., -2:]], -1)
             measures.append(same("memory around out", edges.isnan(), torch.ones_like(edges, dtype=torch.bool)))
@@ -262,12 +264,19 @@ def _compare(case: Case, call: Made, plan: Plan, q: torch.Tensor, k: torch.Tenso
         if not entry.key_ranks[-1]:
             measures += _empty(of_entry)
             continue
+        quantized = entry.quantize(plan.kernels)
         measures += _compare_visible(
             dataclasses.replace(case, batch=1, seqlen_kv=entry.k.shape[2]), of_entry,
-            dataclasses.replace(plan, problem=entry.problem), entry.quantize(plan.kernels),
-            visible.packed(entry.key_ranks), entry.key_ranks, found and {name: x[own] for name, x in found.items()},
-            entry.q, entry.k, entry.v)
+            dataclasses.replace(plan, problem=entry.problem), quantized, visible.packed(entry.key_ranks),
+            entry.key_ranks, found and _of_entry(found, own, quantized), entry.q, entry.k, entry.v)
     return measures
+
+
+def _of_entry(found: dict[str, torch.Tensor], own: slice, quantized: Quantized) -> dict[str, torch.Tensor]:
+    """What the kernels left of one batch entry, without the room for keys that the mask takes away."""
+    room = {name: getattr(quantized, name).shape[2]
+            for name in ("k", "v", "k_scale", "v_factor", "k_spoilt", "v_spoilt")}
+    return {name: x[own][:, :, : room.get(name)] for name, x in found.items()}
 
 
 def _compare_visible(case: Case, call: Made, plan: Plan, quantized: Quantized, visible: VisibleKeys,
@@ -291,7 +300,8 @@ def _worst(measures: list[Measure]) -> dict[str, float]:
     worst: dict[str, float] = {}
     for m, x in zip(measures, largest):  # not max(): a NaN must stay
         value = x.item() if x.device.type == "cpu" else next(values)
-        worst[m.name] = value if not value <= worst.get(m.name, -1.0) else worst[m.name]
+        old = worst.get(m.name, -1.0)
+        worst[m.name] = value if math.isnan(value) or value > old else old
     return worst
 
 
@@ -338,7 +348,7 @@ def _bits(case: Case, plan: Plan, found: dict[str, torch.Tensor], quantized: Qua
     names += ["row_bias"] if case.return_lse else []  # else it tells only what is finite
     names += ["q_mean"] if "q_mean" in found else []
     expected = {name: getattr(quantized, name).cpu() for name in names}
-    measures = [same(f"bits of {name}", found[name][:, :, : x.shape[2]], x) for name, x in expected.items()]
+    measures = [same(f"bits of {name}", found[name], x) for name, x in expected.items()]
     if "delta_s" in found:
         measures.append(_bits_of_delta_s(case, plan, found["delta_s"], quantized.delta_s.cpu(), visible))
     return measures

@@ -115,6 +115,21 @@ def test_a_key_mask_is_the_call_on_the_keys_that_are_left(spec, keys):
         check(spec, of_entry, attention(*own, visible=visible), "outlier", slack=4.0)
 
 
+@pytest.mark.parametrize("fewer", [0, 5])
+@each_variant
+def test_a_mask_of_the_first_keys_is_the_call_on_these(spec, fewer):
+    """Where causal also on as many fewer queries; of these, whole query tiles have the same bits."""
+    q, k, v = draw(spec, (2, 4, 400), (2, 2, 700), seed=fewer)
+    mask = torch.arange(700, device="cuda").expand(2, -1) < 700 - fewer
+    found = run(spec, q, k, v, key_mask=mask)
+    rows, block_m = 400, found.plan.kernels.attn.tile.block_m
+    if spec.mask == "causal" and fewer:
+        q, rows = q[:, :, :-fewer], (400 - fewer) // block_m * block_m
+    alone = run(spec, q, k[:, :, : 700 - fewer], v[:, :, : 700 - fewer])
+    assert rows and torch.equal(found.out[:, :, :rows], alone.out[:, :, :rows])
+    assert torch.equal(found.lse[:, :, :rows], alone.lse[:, :, :rows])
+
+
 @each_variant
 def test_a_mask_without_keys_and_junk_behind_a_mask(spec):
     q, k, v = draw(spec, (2, 2, 300), (2, 2, 300), seed=1)

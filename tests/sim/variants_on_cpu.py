@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from fuzz_cases import Case
 from fuzz_checks import Verdict
@@ -69,6 +70,19 @@ EXTREMES = (
 of variants, so that each meets every value of the axes."""
 
 
+MASKED: dict[tuple[str, str, str], dict[str, Any]] = {
+    ("full", "vraw", "qraw"): {"mask_kind": "few", "seqlen_kv": 5000, "strides": "sliced"},  # two rounds of packing
+    ("full", "vraw", "qsmooth"): {"mask_kind": "one", "group": 2},
+    ("full", "vsmooth", "qraw"): {"mask_kind": "random", "group": 2, "layout": "NHD", "strides": "misaligned"},
+    ("full", "vsmooth", "qsmooth"): {"mask_kind": "random", "planted": "v:inf"},
+    ("causal", "vraw", "qraw"): {"mask_kind": "nothing"},
+    ("causal", "vraw", "qsmooth"): {"mask_kind": "right", "planted": "k:nan"},
+    ("causal", "vsmooth", "qraw"): {"mask_kind": "left", "group": 2},
+    ("causal", "vsmooth", "qsmooth"): {"mask_kind": "right", "layout": "NHD", "strides": "misaligned"},
+}
+"""What the case with a key mask has, by the kernel's mask, V and Q."""
+
+
 def cases_of(spec: AttnSpec) -> dict[str, Case]:
     """Ragged calls, of bf16 and of f16 alternately.
 
@@ -80,8 +94,7 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
         tiles that see no key at all, one of them after another tile.
     factors: KV tiles with factors of their own, a negative softmax scale; whole rows rotated at 8 bits too, or where
         causal K not smoothed.
-    masked: a key mask. Where full, few keys of so many that the mask's kernel takes two rounds, or any keys; where
-        causal, a batch entry without keys, or prompts that are padded on the left.
+    masked: a key mask, MASKED.
     falling, for e4m3 P: scores behind which references fall, once by far or from tile to tile.
 
     On Hopper also
@@ -109,12 +122,8 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     few = replace(plain, group=1, seqlen_q=70)
     found["factors"] = replace(few, scale=-0.1, **({"rotate": True} if spec.mask == "full" else {"smooth_k": False}),
                                seqlen_kv=3 * tile.block_n + 42, kind="heavy_v" if spec.v == "vraw" else "sparse_v")
-    kinds = {("full", "vraw"): "few", ("full", "vsmooth"): "random", ("causal", "vraw"): "nothing",
-             ("causal", "vsmooth"): "left"}
-    key_mask = kinds[spec.mask, spec.v]
-    found["masked"] = replace(plain, seed=6, batch=3, group=1, seqlen_q=tile.block_m + 20, key_mask=key_mask,
-                              seqlen_kv=5000 if key_mask == "few" else 2 * tile.block_n + 100,
-                              strides="sliced" if key_mask == "few" else "contiguous")
+    found["masked"] = replace(plain, **{"seed": 6, "batch": 3, "group": 1, "seqlen_q": tile.block_m + 20,
+                                        "seqlen_kv": 2 * tile.block_n + 100, **MASKED[spec.mask, spec.v, spec.q]})
     if spec.pv == "e4m3":
         found["falling"] = replace(few, seqlen_kv=5 * tile.block_n + 42,
                                    kind="sink" if spec.v == "vraw" else "falling")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import fuzz
 import fuzz_checks
@@ -17,7 +18,7 @@ from sage_aot._backends.emulation.quantize import quantize
 from sage_aot._call.pipeline import default_library
 from sage_aot._problem.check import heads_first
 from sage_aot._problem.options import OPTIONS
-from sage_aot._tools.compare import against_emulation
+from sage_aot._tools.compare import Measure, against_emulation
 
 BUILT = {"sm80": {"qk": {"int4", "int8"}, "pv_accum": {"f32"}},
          "sm89": {"qk": {"int4", "int8"}, "pv_accum": {"two_level_f32", "two_level_f16"}},
@@ -197,6 +198,14 @@ def scaled(name, group, factor):
 
 def unchanged(quantized):
     return quantized
+
+
+@pytest.mark.parametrize("excesses", [(0.5, math.nan, 0.75), (math.nan, 2.0), (0.0, math.nan)])
+def test_the_worst_of_several_entries_keeps_nan(excesses):
+    nan, largest = (fuzz_checks._worst([Measure("output", torch.tensor([x]), torch.zeros(1), torch.zeros(1))
+                                        for x in found])["output"]
+                    for found in (excesses, [x for x in excesses if x == x]))
+    assert math.isnan(nan) and largest == max(x for x in excesses if x == x)
 
 
 def without_delta_s_of_a_tile(quantized):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -143,6 +145,29 @@ def test_a_wrong_mask_is_refused(what):
         sage_aot.attn(q, k, v, key_mask=edit(mask))
     if what != "device":
         assert sage_aot.supports(q, k, v, key_mask=edit(mask)) == str(raised.value)
+
+
+@pytest.mark.parametrize(("batch", "keys", "message"), [
+    (2**11, 2**20 - 2, None),
+    (2**11, 2**20 - 1, r"expected batch · \(keys \+ 1\) below 2147483648, got 2048 · 1048576; split the batch"),
+    (1, 2**31 - 2, None),
+    (1, 2**31 - 1, "got 1 · 2147483648; pass k and v of the keys that it leaves, and no mask"),
+])
+def test_a_mask_of_too_many_keys_is_refused(batch, keys, message):
+    one = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
+    kv, mask = one.expand(batch, 1, keys, 8), torch.ones(1, 1, dtype=torch.bool).expand(batch, keys)
+    given = one.expand(batch, 1, 1, 8), kv, kv
+    found = sage_aot.supports(*given, key_mask=mask)
+    assert found is None if message is None else re.search(message, found)
+    assert sage_aot.supports(*given) is None
+    if message:
+        with pytest.raises(sage_aot.ArgumentError, match=message):
+            sage_aot.explain(*given, key_mask=mask)
+
+
+def test_explain_takes_a_mask_with_tensors_only():
+    with pytest.raises(sage_aot.ArgumentError, match="key_mask: expected none where there are no tensors"):
+        sage_aot.explain(capability=(9, 0), headdim=64, key_mask=torch.ones(1, 1, dtype=torch.bool))
 
 
 def test_a_masked_call_is_of_another_kind():

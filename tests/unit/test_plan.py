@@ -44,7 +44,7 @@ def kernels(pv_accum="two_level_f32", problem=PROBLEM, family="mma", tile=TILE):
     options = problem.options
     attn = AttnSpec("sm89", 128, options.qk, "f16" if pv_accum == "f32" else "e4m3", pv_accum, "full",
                     "vsmooth" if options.smooth_v else "vraw", "qsmooth" if options.smooth_q else "qraw")
-    kinds = ["quant"] + ["pack"] * problem.key_mask + ["delta"] * bool(options.smooth_q)
+    kinds = ["quant"] + ["pack"] * problem.has_key_mask + ["delta"] * bool(options.smooth_q)
     feeders = {kind: record_of(attn.companion(kind), tile, family) for kind in kinds}
     return Kernels(record_of(attn, tile, family), feeders)
 
@@ -230,7 +230,7 @@ def test_delta_has_blocks_for_the_edge_that_it_says(edge, blocks):
 
 def test_kernels_agree_on_addresses():
     """Fields of one name, such as q_hat, have the same address in the structs of all kernels."""
-    problem = changed(SMOOTH_Q, smooth_v=True, key_mask=True)
+    problem = changed(SMOOTH_Q, smooth_v=True, has_key_mask=True)
     offsets, met = plan(problem, kernels(problem=problem)).offsets, set()
     for launch in run(problem):
         fields = STRUCTS[launch.record.params].fields
@@ -241,7 +241,7 @@ def test_kernels_agree_on_addresses():
 
 
 def test_a_key_mask_is_packed_first_by_a_block_a_batch_entry():
-    masked = changed(key_mask=True)
+    masked = changed(has_key_mask=True)
     strides = Argument("key_mask", Strides(700, 0, 3), False)
     pack, quant, attn = run(masked, key_mask=strides)
     assert (pack.record.spec.kind, pack.blocks, pack.entry) == ("pack", 2, pack.record.name)
@@ -252,16 +252,6 @@ def test_a_key_mask_is_packed_first_by_a_block_a_batch_entry():
         assert launch.params["key_rank"][0] == "workspace" and launch.params["key_rank"] == pack.params["key_rank"]
     for launch in run():
         assert launch.record.spec.kind != "pack" and launch.params["key_rank"] == launch.params["key_index"] == NULL
-
-
-@pytest.mark.parametrize("rest", [0, 1])
-def test_a_mask_of_too_many_keys_is_refused(rest):
-    masked = changed(batch=2**11, seqlen_kv=2**20 - 2 + rest, key_mask=True)
-    if not rest:
-        plan(masked, kernels(problem=masked))
-        return
-    with pytest.raises(UnsupportedError, match="less than 2.31 keys .*, got 2048 times 1048575; split the batch"):
-        plan(masked, kernels(problem=masked))
 
 
 @pytest.mark.parametrize(("batch", "num_q_heads", "seqlen", "launched"), [
