@@ -32,11 +32,12 @@ struct KeyPrefix {
 
 // Causal is aligned bottom-right: query i sees the caller's keys j <= i + seqlen_kv - seqlen_q. Full attention is a
 // diagonal that lies beyond the last key. begin and end count packed keys, and never fall from one row to the next.
-template <Mask kMask, class Params>
+// kBranch: as Seqlen::packed() has it.
+template <Mask kMask, bool kBranch = false, class Params>
 __device__ __forceinline__ KeyPrefix visible_keys(const Seqlen<Params>& seqlen, i32 row) {
-  if constexpr (kMask == Mask::kFull) return {seqlen.kv()};
+  if constexpr (kMask == Mask::kFull) return {seqlen.template kv<kBranch>()};
   const i32 diagonal = seqlen.kv_of_caller() - seqlen.q();
-  return {seqlen.packed(min(seqlen.kv_of_caller(), max(0, row + 1 + diagonal)))};
+  return {seqlen.template packed<kBranch>(min(seqlen.kv_of_caller(), max(0, row + 1 + diagonal)))};
 }
 
 template <Mask kMask>

@@ -21,16 +21,22 @@ struct Seqlen {
 
   __device__ __forceinline__ i32 q() const { return params.seqlen_q; }
 
-  // Packed keys.
-  __device__ __forceinline__ i32 kv() const { return packed(params.seqlen_kv); }
+  // Packed keys. kBranch: as packed() has it.
+  template <bool kBranch = false>
+  __device__ __forceinline__ i32 kv() const {
+    return packed<kBranch>(params.seqlen_kv);
+  }
 
   // The caller's keys. Causal masks count in these.
   __device__ __forceinline__ i32 kv_of_caller() const { return params.seqlen_kv; }
 
-  // How many of the caller's first `keys` keys the key mask leaves.
+  // How many of the caller's first `keys` keys the key mask leaves. kBranch: where there is no key mask, branch around
+  // the load in place of predicating it, which costs registers.
+  template <bool kBranch = false>
   __device__ __forceinline__ i32 packed(i32 keys) const {
-    return ptx::load_global_i32(params.key_rank + (key_rank_index(params, batch) + keys), params.key_rank != nullptr,
-                                keys);
+    const i32* rank = params.key_rank + (key_rank_index(params, batch) + keys);
+    if constexpr (kBranch) return params.key_rank == nullptr ? keys : *rank;
+    else return ptx::load_global_i32(rank, params.key_rank != nullptr, keys);
   }
 };
 
