@@ -66,7 +66,8 @@ def rows(arguments: argparse.Namespace, seqlen: int, headdim: int) -> Iterator[l
     keys = torch.arange(seqlen, device="cuda")
     for share in (1.0, 0.75, 0.5, 0.25):
         left = round(share * seqlen)
-        mask = (keys < left if arguments.pad == "right" else keys >= seqlen - left).expand(arguments.batch, -1).contiguous()
+        seen = keys < left if arguments.pad == "right" else keys >= seqlen - left
+        mask = seen.expand(arguments.batch, -1).contiguous()
         whole = mask[:, None, None, :].expand(-1, 1, seqlen, -1)
         whole = whole & (keys <= keys[:, None]) if causal else whole
 
@@ -77,7 +78,7 @@ def rows(arguments: argparse.Namespace, seqlen: int, headdim: int) -> Iterator[l
             return sage_aot.attn(q, k, v, key_mask=mask, is_causal=causal)
 
         out = sage_aot.attn(q, k, v, key_mask=mask, is_causal=causal, out=common.poisoned(q))
-        if not causal and not torch.equal(out, sage_aot.attn(q, k[:, :, mask[0]], v[:, :, mask[0]])):
+        if not causal and not torch.equal(out, sage_aot.attn(q, k[:, :, seen], v[:, :, seen])):
             raise SystemExit(f"{left} of {seqlen} keys: the masked call differs from that on the keys that are left")
         cosine = common.check_output("call", out, sdpa().nan_to_num())  # rows that see no key
         theirs, ours = timed(sdpa), timed(call)
