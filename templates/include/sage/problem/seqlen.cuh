@@ -34,9 +34,13 @@ struct Seqlen {
   // the load in place of predicating it, which costs registers.
   template <bool kBranch = false>
   __device__ __forceinline__ i32 packed(i32 keys) const {
-    const i32* rank = params.key_rank + (key_rank_index(params, batch) + keys);
-    if constexpr (kBranch) return params.key_rank == nullptr ? keys : *rank;
-    else return ptx::load_global_i32(rank, params.key_rank != nullptr, keys);
+    if constexpr (kBranch) {
+      if (params.key_rank == nullptr) return keys;
+      return params.key_rank[key_rank_index(params, batch) + keys];
+    } else {
+      const i32* rank = params.key_rank + (key_rank_index(params, batch) + keys);
+      return ptx::load_global_i32(rank, params.key_rank != nullptr, keys);
+    }
   }
 };
 
