@@ -13,8 +13,8 @@ __device__ __forceinline__ void apply_mask(Scores& acc_s, const AttnParams& para
                                            i32 lane, i32 tile) {
   // A lane looks one row of the warp up: a key mask is in memory, and each row's address would take registers.
   const i32 row = work.first_row + warp * Config::kWarpM + lane % Config::kWarpM;
-  // On Hopper, whose warps have 16 rows, a branch keeps the look-up out of the main loop's schedule: 1.5 % of the time at
-  // head dim 128. Elsewhere, or where Q is smoothed, the branch would spill registers.
+  // On Hopper, whose warps have 16 rows, a branch keeps the look-up out of the main loop's schedule: 1.5 % of the time
+  // at head dim 128. Elsewhere, or where Q is smoothed, the branch would spill registers.
   constexpr bool kBranch = Config::kWarpM == 16 && !Config::kSmoothQ;
   const auto of_row = visible_keys<Config::kMask, kBranch>(seqlen_of(params, work.batch), row);
   const i32 first_key = tile * Config::kBlockN + lane % 4 * 2;  // this thread has the keys 8n and 8n + 1 from there on
