@@ -161,7 +161,9 @@ def _check_key_mask(key_mask: torch.Tensor, batch: int, seqlen_kv: int, device: 
                             f"key_mask.bool() for ones and zeros, key_mask == 0 for zeros and −inf")
     if key_mask.shape != (batch, seqlen_kv):
         raise ArgumentError(f"key_mask: expected shape [batch, keys], {(batch, seqlen_kv)}, got "
-                            f"{tuple(key_mask.shape)}; a mask that also differs by query or head has no kernel")
+                            f"{tuple(key_mask.shape)}; of a mask that all entries share pass "
+                            f"key_mask.expand(batch, -1), of one [batch, 1, 1, keys] pass key_mask[:, 0, 0]; a mask "
+                            f"that differs by query or head has no kernel")
     if key_mask.device != device:
         raise ArgumentError(f"key_mask: expected the device of q, {device}, got {key_mask.device}; pass "
                             f"key_mask.to(q.device)")

@@ -117,8 +117,7 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
     if q is None and k is None and v is None:
         q = k = v = _stand_in(headdim)
         if key_mask is not None:
-            raise ArgumentError("key_mask: expected none where there are no tensors, whose keys it would have; pass q, "
-                                "k and v too")
+            raise ArgumentError("key_mask: expected None without q, k and v, got a mask; pass the tensors too")
         device = -1 if capability else _current_device()
     elif headdim is not None:
         raise ArgumentError(f"headdim: that of q holds, got {headdim!r} beside tensors; pass one or the other")

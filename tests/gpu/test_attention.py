@@ -118,7 +118,8 @@ def test_a_key_mask_is_the_call_on_the_keys_that_are_left(spec, keys):
 @pytest.mark.parametrize("fewer", [0, 5])
 @each_variant
 def test_a_mask_of_the_first_keys_is_the_call_on_these(spec, fewer):
-    """Where causal also on as many fewer queries; of these, whole query tiles have the same bits."""
+    """Causal calls are compared with a call that has as many fewer queries too. Only query tiles that are whole in both
+    have the same bits."""
     q, k, v = draw(spec, (2, 4, 400), (2, 2, 700), seed=fewer)
     mask = torch.arange(700, device="cuda").expand(2, -1) < 700 - fewer
     found = run(spec, q, k, v, key_mask=mask)

@@ -95,7 +95,7 @@ struct DeltaParams {
   Tensor k;
   const float* q_mean;  // as QuantParams
   const float* k_mean;
-  float* delta_s;        // [num_heads][q_tiles][kv_tiles * block_n]
+  float* delta_s;        // [num_heads][q_tiles][kv_tiles * block_n]; not written of KV tiles that no row of a tile sees
   const i32* key_rank;   // as PackParams; null: no key mask
   const i32* key_index;  // likewise
   i32 first_head;        // index into [batch * num_q_heads] of the first of num_heads query heads
@@ -110,7 +110,7 @@ struct DeltaParams {
   Dtype dtype;
   i32 block_m;    // query rows of a tile
   i32 block_n;    // keys of a KV tile
-  i32 is_causal;  // columns of KV tiles that no row of a query tile sees are left unwritten
+  i32 is_causal;  // which keys a row sees
   i32 unused;     // fills a gap, as in PackParams
 };
 

@@ -30,8 +30,8 @@ struct KeyPrefix {
   }
 };
 
-// Causal is aligned bottom-right: query i sees the caller's keys j <= i + seqlen_kv - seqlen_q. Full attention is a
-// diagonal that lies beyond the last key. begin and end count packed keys, and never fall from one row to the next.
+// Causal is aligned bottom-right: query i sees the caller's keys j <= i + seqlen_kv - seqlen_q. Full attention sees all
+// packed keys. begin and end count packed keys, and never fall from one row to the next.
 // kBranch: as Seqlen::packed() has it.
 template <Mask kMask, bool kBranch = false, class Params>
 __device__ __forceinline__ KeyPrefix visible_keys(const Seqlen<Params>& seqlen, i32 row) {

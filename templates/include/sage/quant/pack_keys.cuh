@@ -1,6 +1,6 @@
 // The keys that a key mask leaves, numbered in their order. Quantizers read the keys by these numbers, so that a mask
-// costs attention nothing and saves the work of the keys that it takes away. A causal query sees the caller's first
-// keys, which are the first of the numbered keys: key_rank has how many.
+// saves the work of the keys that it takes away. Of the caller's first n keys, those that are left are the first
+// key_rank[n] of the numbered keys: a causal query sees these.
 #pragma once
 
 #include "sage/params.cuh"
