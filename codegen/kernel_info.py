@@ -17,7 +17,7 @@ from sage_aot._kernels.manifest import Struct
 _FACT, _FIELD = struct.Struct("<24sd"), struct.Struct("<24sii")
 _FACTS, _FIELDS = "sage_facts", "sage_fields"
 _PTX_TABLE = re.compile(rf"\.b8 ({_FACTS}|{_FIELDS})\[(\d+)\] = \{{([\d, ]*)\}}")
-_BYTES = {"Q": 8, "T": 32, "i": 4, "f": 4}
+_BYTES = {"Q": 8, "T": 32, "D": 12, "i": 4, "f": 4}
 """Bytes of a field, by the character of its type."""
 
 _REMEDY = "fields_of() must name all fields in order, and an i32 `unused` what a compiler would leave as a gap"

@@ -1,8 +1,8 @@
 """Quantized attention from precompiled kernels: SageAttention2 without a compiler.
 
-Exports that need torch (`attn`, `explain`, `info`, `supports`) are imported at their first use. Code generation, which
-has the standard library only, can therefore import the modules that it shares with the runtime. ``from sage_aot import
-attn`` registers the operators ``torch.ops.sage_aot``.
+Exports that need torch (`attn`, `attn_varlen`, `explain`, `info`, `supports`) are imported at their first use. Code
+generation, which has the standard library only, can therefore import the modules that it shares with the runtime.
+``from sage_aot import attn`` registers the operators ``torch.ops.sage_aot``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from sage_aot.errors import ArgumentError, CubinError, LaunchError, PtxWarning, 
 
 if TYPE_CHECKING:
     from sage_aot._call.api import attn, supports
+    from sage_aot._call.varlen import attn_varlen
     from sage_aot._tools.explain import explain
     from sage_aot._tools.info import info
 
@@ -27,13 +28,14 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attn",
+    "attn_varlen",
     "explain",
     "info",
     "supports",
 ]
 
-_HOMES = {"attn": "sage_aot._call.api", "explain": "sage_aot._tools.explain", "info": "sage_aot._tools.info",
-          "supports": "sage_aot._call.api"}
+_HOMES = {"attn": "sage_aot._call.api", "attn_varlen": "sage_aot._call.varlen",
+          "explain": "sage_aot._tools.explain", "info": "sage_aot._tools.info", "supports": "sage_aot._call.api"}
 
 
 def __getattr__(name: str) -> object:

@@ -8,6 +8,7 @@ import torch
 
 from sage_aot._kernels.manifest import Manifest
 from sage_aot._launch.plan import Plan
+from sage_aot._problem.check import Sequences
 
 
 class Tensors(NamedTuple):
@@ -22,7 +23,7 @@ class Tensors(NamedTuple):
 
     @property
     def of_rows(self) -> tuple[torch.Tensor, ...]:
-        """Those of [batch, heads, rows, headdim]."""
+        """Those of [batch, heads, rows, headdim] or [tokens, heads, headdim]."""
         return self.q, self.k, self.v, self.out
 
 
@@ -30,9 +31,10 @@ class Call(Protocol):
     """A call prepared for tensors of given shapes, strides and devices. It may be made any number of times."""
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                 lse: torch.Tensor | None, key_mask: torch.Tensor | None = None) -> None:
-        """Write `out`, in the layout of q, and the log-sum-exp to `lse`, [batch, heads, queries] float32, unless
-        None."""
+                 lse: torch.Tensor | None, key_mask: torch.Tensor | None = None,
+                 sequences: Sequences | None = None) -> None:
+        """Write `out`, in the layout of q, and the log-sum-exp to `lse`, [batch, heads, queries] or [heads, tokens]
+        float32, unless None."""
         ...
 
 

@@ -27,6 +27,7 @@ from sage_aot._kernels.spec import is_ptx
 from sage_aot._launch.choose import Gpu, nearest_arch
 from sage_aot._launch.plan import Argument, Arguments, Launch, Plan, Strides, launches
 from sage_aot._launch.structs import SOURCES, WORD, Packed, Packer
+from sage_aot._problem.check import Sequences
 from sage_aot.errors import LaunchError, PtxWarning, UnsupportedError
 
 ALIGNED = (True, True, True)
@@ -117,9 +118,10 @@ class CudaCall:
             self._context, self._current = backend.context(device), self._driver.current
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                 lse: torch.Tensor | None, key_mask: torch.Tensor | None = None) -> None:
+                 lse: torch.Tensor | None, key_mask: torch.Tensor | None = None,
+                 sequences: Sequences | None = None) -> None:
         if self._current() != self._context:  # this thread did not use the device yet, or is on another device
-            self.run(q, k, v, out, lse, q.new_empty(self._workspace_bytes, dtype=torch.uint8), key_mask)
+            self.run(q, k, v, out, lse, q.new_empty(self._workspace_bytes, dtype=torch.uint8), key_mask, sequences)
             return
         # The device is torch's current one. Ask torch's allocator for raw memory: a tensor around it doubles the time.
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -128,15 +130,18 @@ class CudaCall:
         try:
             self._queue_at(at_q, at_k, at_v).launch(stream, at_q, at_k, at_v, out.data_ptr(),
                                                     0 if lse is None else lse.data_ptr(),
-                                                    0 if key_mask is None else key_mask.data_ptr(), workspace)
+                                                    0 if key_mask is None else key_mask.data_ptr(),
+                                                    0 if sequences is None else sequences.cu_seqlens_q.data_ptr(),
+                                                    0 if sequences is None else sequences.cu_seqlens_k.data_ptr(),
+                                                    workspace)
         finally:  # queued kernels may still use the memory: the allocator reuses it in the order of the stream
             torch._C._cuda_cudaCachingAllocator_raw_delete(workspace)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-            workspace: torch.Tensor, key_mask: torch.Tensor | None = None) -> None:
+            workspace: torch.Tensor, key_mask: torch.Tensor | None = None, sequences: Sequences | None = None) -> None:
         """Make the call with a workspace of the caller's: uint8, plan.workspace_bytes. Afterwards the workspace holds
         the quantized tensors."""
-        addresses = addresses_of(q, k, v, out, lse, key_mask, workspace)
+        addresses = addresses_of(q, k, v, out, workspace, lse, key_mask, sequences)
         self._queue_at(*addresses[:3])(torch._C._cuda_getCurrentRawStream(self._device), *addresses)
 
     def _queue_at(self, at_q: int, at_k: int, at_v: int) -> Queue:
@@ -169,14 +174,20 @@ def _device(device: int) -> AbstractContextManager[object]:
     return nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device)
 
 
-def addresses_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-                 key_mask: torch.Tensor | None, workspace: torch.Tensor) -> list[int]:
-    """The addresses that a :class:`Queue` takes."""
-    return [0 if tensor is None else tensor.data_ptr() for tensor in (q, k, v, out, lse, key_mask, workspace)]
+def addresses_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor,
+                 lse: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
+                 sequences: Sequences | None = None) -> list[int]:
+    """The addresses that a :class:`Queue` takes, in the order of SOURCES."""
+    cu_seqlens = sequences[:2] if sequences else (None, None)
+    return [0 if tensor is None else tensor.data_ptr() for tensor in (q, k, v, out, lse, key_mask, *cu_seqlens,
+                                                                      workspace)]
 
 
 def strides_of(tensor: torch.Tensor, layout: str) -> Strides:
-    """Strides, in elements, of a tensor in the caller's layout ("HND" or "NHD")."""
+    """Strides, in elements, of a tensor in the caller's layout ("HND" or "NHD"), or of [tokens, heads, headdim]."""
+    if tensor.dim() == 3:
+        row, head, _ = tensor.stride()
+        return Strides(0, head, row)
     batch, first, second, _ = tensor.stride()
     return Strides(batch, first, second) if layout == "HND" else Strides(batch, second, first)
 

@@ -14,6 +14,7 @@ from sage_aot._problem.check import (
     check_out,
     check_return_lse,
     check_tensors_are,
+    sequences_of,
 )
 from sage_aot._problem.options import for_schema, for_tracer
 from sage_aot.errors import SageAotError
@@ -106,8 +107,8 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.T
     >>> sage_aot.attn(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 100, 64])
     """
-    options = _operator_options(q, k, v, key_mask, out, return_lse, is_causal, scale, layout, qk, smooth_q, smooth_k,
-                                smooth_v, rotate, clip, pv_accum)
+    options = operator_options(q, k, v, key_mask, out, return_lse, is_causal, scale, layout, qk, smooth_q, smooth_k,
+                               smooth_v, rotate, clip, pv_accum)
     if out is None:
         made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = (ops.attn_lse if return_lse else ops.attn)(
             q, k, v, key_mask, *options)
@@ -121,9 +122,11 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.T
 def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | None = None,
              is_causal: bool = False, scale: float | None = None, layout: str = "HND", qk: str = "auto",
              smooth_q: bool | str = "auto", smooth_k: bool = True, smooth_v: bool = False, rotate: bool | str = "auto",
-             clip: bool = True, pv_accum: str = "auto", return_lse: bool = False,
-             out: torch.Tensor | None = None) -> str | None:
-    """Why :func:`sage_aot.attn` would refuse this call here, or None where it would take it.
+             clip: bool = True, pv_accum: str = "auto", return_lse: bool = False, out: torch.Tensor | None = None,
+             cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
+             max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> str | None:
+    """Why :func:`sage_aot.attn` would refuse this call here, or None where it would take it; with `cu_seqlens_q` and
+    the three arguments behind it, the same of :func:`sage_aot.attn_varlen`.
 
     The answer is that of the checks and of the choice of kernels. It launches nothing, loads no kernel, and reads no
     value of a tensor, so a damaged file or a refusal by the driver shows in the call alone. The answer for a kind of
@@ -133,13 +136,15 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: tor
 
     Args:
         q, k, v, key_mask, ...: as :func:`sage_aot.attn` takes them, of any type and value.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: likewise as :func:`sage_aot.attn_varlen`, which has no
+            `layout` and no `key_mask`; all of them or none.
 
     Returns:
         None, or the message of the error that the call would raise. A sparse or nested tensor, or one that wraps others
         (a DTensor), which torch's dispatcher refuses before attn sees it, gets a message of its own.
 
     Raises:
-        TypeError: a keyword that :func:`sage_aot.attn` does not have.
+        TypeError: a keyword that neither call has.
 
     Warns:
         PtxWarning: as :func:`sage_aot.attn`.
@@ -152,15 +157,16 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: tor
     True
     """
     try:
+        sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, layout)
         return refusal(q, k, v, key_mask, out,
-                       _operator_options(q, k, v, key_mask, out, return_lse, is_causal, scale, layout, qk, smooth_q,
-                                         smooth_k, smooth_v, rotate, clip, pv_accum))
+                       operator_options(q, k, v, key_mask, out, return_lse, is_causal, scale, layout, qk, smooth_q,
+                                        smooth_k, smooth_v, rotate, clip, pv_accum), sequences)
     except SageAotError as error:
         return str(error)
 
 
-def _operator_options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
-                      out: torch.Tensor | None, return_lse: bool, *options: Any) -> tuple[Any, ...]:
+def operator_options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
+                     out: torch.Tensor | None, return_lse: bool, *options: Any) -> tuple[Any, ...]:
     """The options as the operators take them. Raises for what the operators' schemas would refuse with torch's own
     errors; the operators check the rest."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sage_aot._backends.base import Backend, Call
     from sage_aot._backends.loader import Library
     from sage_aot._launch.plan import Plan
-    from sage_aot._problem.check import Problem
+    from sage_aot._problem.check import Problem, Sequences
 
 MOST_KEPT = 256
 """Most kinds of calls of which something is kept. The oldest is dropped first; to drop the least recently used instead
@@ -56,7 +56,7 @@ class Prepared:
 
     def __init__(self, problem: Problem, run: Call) -> None:
         self.problem, self.run = problem, run
-        self._lse_shape = (problem.batch, problem.num_q_heads, problem.seqlen_q)
+        self._lse_shape = lse_shape(problem)
 
     def empty_lse(self, q: torch.Tensor) -> torch.Tensor:
         return q.new_empty(self._lse_shape, dtype=torch.float32)
@@ -70,7 +70,7 @@ _handed: Backend | None = None
 
 
 def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
-             out: torch.Tensor | None, options: tuple[Any, ...]) -> Prepared:
+             out: torch.Tensor | None, options: tuple[Any, ...], sequences: Sequences | None = None) -> Prepared:
     """The prepared call for an operator's arguments: kept from an earlier call of the kind, or prepared now.
 
     Raises as :func:`sage_aot.attn` does. Options from an operator have their schema's types, so equal keys mean equal
@@ -79,10 +79,11 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.
     if q.requires_grad or k.requires_grad or v.requires_grad or out is not None and out.requires_grad:
         check_no_grad(q=q, k=k, v=v, out=out)  # on every call: grad mode changes
     handed, variables = _handed, environment()
-    key = kind_of_call(q, k, v, key_mask, out, options, variables, handed)
+    key = kind_of_call(q, k, v, key_mask, out, options, variables, handed, sequences)
     call = _prepared.get(key)
     if call is None:
-        call = prepare(handed or backend_of(q), q, k, v, Options.from_schema(*options), out, key_mask)
+        call = prepare(handed or backend_of(q), q, k, v, Options.from_schema(*options), out, key_mask,
+                       sequences)
         if (handed, variables) == (_handed, environment()):  # else another thread changed them, and the key is wrong
             _prepared.keep(key, call)
     return call
@@ -90,18 +91,21 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.
 
 def kind_of_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
                  out: torch.Tensor | None, options: tuple[Any, ...], variables: tuple[Any, ...],
-                 handed: Backend | None) -> tuple[Any, ...]:
+                 handed: Backend | None, sequences: Sequences | None = None) -> tuple[Any, ...]:
     """Equal for calls that one preparation serves."""
     return (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device,
             k.device, v.device, options, variables, handed,
             None if key_mask is None else (key_mask.shape, key_mask.stride(), key_mask.dtype, key_mask.device),
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device))
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+            None if sequences is None else (
+                *((x.shape, x.stride(), x.dtype, x.device) for x in sequences[:2]), *sequences[2:]))
 
 
 def prepare(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options,
-            out: torch.Tensor | None = None, key_mask: torch.Tensor | None = None) -> Prepared:
+            out: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
+            sequences: Sequences | None = None) -> Prepared:
     """Check a call and prepare it on a backend; raises as :func:`sage_aot.attn` does."""
-    problem = check(q, k, v, options, key_mask)
+    problem = check(q, k, v, options, key_mask, sequences)
     if out is not None:
         check_out(out, q)
     plan = plan_of(backend, problem, q.get_device())
@@ -123,8 +127,14 @@ def plan_of(backend: Backend, problem: Problem, device: int) -> Plan:
                                     problem.has_key_mask))
 
 
-def _nothing_to_see(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                    lse: torch.Tensor | None, key_mask: torch.Tensor | None = None) -> None:
+def lse_shape(problem: Problem) -> tuple[int, ...]:
+    """Of the log-sum-exp: [batch, q heads, queries], or [q heads, tokens]."""
+    heads_and_rows = problem.num_q_heads, problem.q_rows
+    return heads_and_rows if problem.tokens else (problem.batch, *heads_and_rows)
+
+
+def _nothing_to_see(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
+                    key_mask: torch.Tensor | None = None, sequences: Sequences | None = None) -> None:
     """The call where there are no queries or no keys."""
     out.zero_()
     if lse is not None:

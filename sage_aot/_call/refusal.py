@@ -14,12 +14,13 @@ from sage_aot.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from sage_aot._backends.base import Backend
+    from sage_aot._problem.check import Sequences
 
 _UNKNOWN = "no answer yet"
 
 
 def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
-            out: torch.Tensor | None, options: tuple[Any, ...]) -> str | None:
+            out: torch.Tensor | None, options: tuple[Any, ...], sequences: Sequences | None = None) -> str | None:
     """The message of the error that an operator's call would raise, or None. Launches nothing and loads no kernel.
 
     Raises the error instead where the next call of the same kind may get another answer: for grad mode, for a tensor
@@ -28,18 +29,20 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.T
     if not (_is_plain(q) and _is_plain(k) and _is_plain(v) and (key_mask is None or _is_plain(key_mask))
             and (out is None or _is_plain(out))):
         check_dense(q=q, k=k, v=v, key_mask=key_mask, out=out)
+    if sequences is not None:
+        check_dense(cu_seqlens_q=sequences.cu_seqlens_q, cu_seqlens_k=sequences.cu_seqlens_k)
     if q.requires_grad or k.requires_grad or v.requires_grad or out is not None and out.requires_grad:
         check_no_grad(q=q, k=k, v=v, out=out)
     kind = q.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     handed, variables = handed_backend(), environment()
-    key = autocast, *kind_of_call(q, k, v, key_mask, out, options, variables, handed)
+    key = autocast, *kind_of_call(q, k, v, key_mask, out, options, variables, handed, sequences)
     try:
         answer = answers.get(key, _UNKNOWN)
     except TypeError:  # a size that a tracer does not know yet cannot be hashed
-        return _asked(handed or backend_of(q), q, k, v, key_mask, out, options, autocast)
+        return _asked(handed or backend_of(q), q, k, v, key_mask, out, options, sequences, autocast)
     if answer is _UNKNOWN:
-        answer = _asked(handed or backend_of(q), q, k, v, key_mask, out, options, autocast)
+        answer = _asked(handed or backend_of(q), q, k, v, key_mask, out, options, sequences, autocast)
         if (handed, variables) == (handed_backend(), environment()):  # else another thread changed them
             answers.keep(key, answer)
     return answer
@@ -51,13 +54,14 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _asked(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
-           out: torch.Tensor | None, options: tuple[Any, ...], autocast: torch.dtype | None) -> str | None:
+           out: torch.Tensor | None, options: tuple[Any, ...], sequences: Sequences | None,
+           autocast: torch.dtype | None) -> str | None:
     """The message of what the pipeline would raise now."""
     device = q.get_device()
     if autocast is not None:
         q, k, v = (_as_cast(tensor, autocast, q.device.type) for tensor in (q, k, v))
     try:
-        problem = check(q, k, v, Options.from_schema(*options), key_mask)
+        problem = check(q, k, v, Options.from_schema(*options), key_mask, sequences)
         if out is not None:
             check_out(out, q)
         plan_of(backend, problem, device)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from sage_aot._families import FAMILIES
 from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._launch.choose import Kernels
-from sage_aot._launch.structs import DTYPE_CODES, NULL, Params, Tensor
+from sage_aot._launch.structs import DTYPE_CODES, NULL, FastDivmod, Params, Tensor
 from sage_aot._problem.check import Problem
 from sage_aot.errors import UnsupportedError
 
@@ -85,9 +85,10 @@ class Plan:
 
     problem: Problem
     kernels: Kernels
-    q_tiles: int
-    kv_tiles: int
-    heads_at_once: int  # of batch · q heads, those whose delta_s the workspace holds at once
+    q_tiles: int  # of a run of tiles, Problem.runs
+    kv_tiles: int  # likewise
+    columns: int  # keys of a row of delta_s
+    heads_at_once: int  # of runs · q heads, those whose delta_s the workspace holds at once
     sizes: dict[str, int]  # bytes per buffer of the workspace
     offsets: dict[str, int]  # bytes from the workspace's beginning, per buffer
     workspace_bytes: int
@@ -96,19 +97,29 @@ class Plan:
 def plan(problem: Problem, kernels: Kernels) -> Plan:
     """Lay out the workspace of a problem."""
     tile = kernels.attn.tile
-    q_tiles = math.ceil(problem.seqlen_q / tile.block_m)
-    kv_tiles = math.ceil(problem.seqlen_kv / tile.block_n)
+    q_tiles, kv_tiles = _q_blocks(problem, tile.block_m), _kv_blocks(problem, tile.block_n)
+    columns = math.ceil(problem.seqlen_kv / tile.block_n) * tile.block_n
     sizes = _buffer_bytes(problem, kernels, q_tiles, kv_tiles)
-    heads_at_once = problem.batch * problem.num_q_heads
+    heads_at_once = problem.runs * problem.num_q_heads
     if problem.options.smooth_q:
-        head_bytes = 4 * q_tiles * kv_tiles * tile.block_n
+        head_bytes = 4 * q_tiles * columns
         heads_at_once = max(1, min(heads_at_once, DELTA_BYTES // max(1, head_bytes)))  # 0 bytes without queries or keys
         sizes["delta_s"] = heads_at_once * head_bytes
     offsets, end = {}, 0
     for name, size in sizes.items():
         offsets[name] = end
         end += -(-size // ALIGNMENT) * ALIGNMENT
-    return Plan(problem, kernels, q_tiles, kv_tiles, heads_at_once, sizes, offsets, end)
+    return Plan(problem, kernels, q_tiles, kv_tiles, columns, heads_at_once, sizes, offsets, end)
+
+
+def _q_blocks(problem: Problem, rows: int) -> int:
+    """Blocks of so many queries in a run; of sequences the slots, problem/sequences.cuh."""
+    return problem.q_rows // rows + problem.batch if problem.tokens else math.ceil(problem.seqlen_q / rows)
+
+
+def _kv_blocks(problem: Problem, keys: int) -> int:
+    """Blocks of so many keys, likewise."""
+    return problem.kv_rows // keys + problem.batch if problem.tokens else math.ceil(problem.seqlen_kv / keys)
 
 
 def launches(plan: Plan, tensors: Arguments, sm_count: int) -> list[Launch]:
@@ -116,7 +127,7 @@ def launches(plan: Plan, tensors: Arguments, sm_count: int) -> list[Launch]:
     known = _known(plan, tensors)
     result = [_pack(plan, known)] if plan.problem.has_key_mask else []
     result.append(_quantize(plan, tensors, known, sm_count))
-    heads = plan.problem.batch * plan.problem.num_q_heads
+    heads = plan.problem.runs * plan.problem.num_q_heads
     for first in range(0, heads, plan.heads_at_once):
         part = {**known, "first_head": first, "num_heads": min(plan.heads_at_once, heads - first)}
         if plan.problem.options.smooth_q:
@@ -131,13 +142,16 @@ def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
     buffers = {name: ("workspace", offset) for name, offset in plan.offsets.items()}
     return {
         **vars(problem.options), "delta_s": NULL, "key_rank": NULL, "key_index": NULL, **buffers,
+        **{name: (name, 0) if problem.tokens else NULL for name in ("cu_seqlens_q", "cu_seqlens_k")},
         "q": tensors.q.tensor, "k": tensors.k.tensor, "v": tensors.v.tensor, "out": tensors.out.tensor,
         "key_mask": tensors.key_mask.tensor if tensors.key_mask else None, "lse": ("lse", 0),
-        "batch": problem.batch, "num_q_heads": problem.num_q_heads,
-        "num_kv_heads": problem.num_kv_heads, "seqlen_q": problem.seqlen_q, "seqlen_kv": problem.seqlen_kv,
-        "headdim": problem.headdim, "dtype": DTYPE_CODES[problem.dtype], "q_tiles": plan.q_tiles,
-        "kv_tiles": plan.kv_tiles, "block_m": attn.tile.block_m, "block_n": attn.tile.block_n,
-        "columns": plan.kv_tiles * attn.tile.block_n, "softmax_scale_log2": problem.softmax_scale * LOG2_E,
+        "batch": problem.batch, "num_q_heads": FastDivmod.of(problem.num_q_heads),
+        "num_kv_heads": FastDivmod.of(problem.num_kv_heads),
+        "q_heads_per_kv_head": FastDivmod.of(problem.num_q_heads // problem.num_kv_heads),
+        "seqlen_q": problem.seqlen_q, "seqlen_kv": problem.seqlen_kv, "q_rows": problem.q_rows,
+        "kv_rows": problem.kv_rows, "headdim": problem.headdim, "dtype": DTYPE_CODES[problem.dtype],
+        "q_tiles": FastDivmod.of(plan.q_tiles), "kv_tiles": plan.kv_tiles, "block_m": attn.tile.block_m,
+        "block_n": attn.tile.block_n, "columns": plan.columns, "softmax_scale_log2": problem.softmax_scale * LOG2_E,
         **{name: attn.facts[name] for name in ("v_typical", "v_least", "v_limit")}, "unused": 0,
     }
 
@@ -145,16 +159,17 @@ def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
 def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: int) -> dict[str, int]:
     tile, headdim = kernels.attn.tile, kernels.attn.spec.headdim
     quant = kernels["quant"]
-    q_heads, kv_heads = problem.batch * problem.num_q_heads, problem.batch * problem.num_kv_heads
+    q_heads, kv_heads = problem.runs * problem.num_q_heads, problem.runs * problem.num_kv_heads
+    channels = problem.batch * problem.num_kv_heads * headdim
     warps = q_heads * q_tiles * tile.block_m // tile.warp_m
     return {
         "q_hat": q_heads * q_tiles * quant.fact("q_tile_bytes"),
         "kv_hat": kv_heads * kv_tiles * quant.fact("kv_tile_bytes"),
         "q_scale": warps * quant.fact("row_groups") * 4,
         "q_mean": q_heads * q_tiles * headdim * 4 if problem.options.smooth_q else 0,
-        "k_mean": kv_heads * headdim * 4,
-        "v_scale": kv_heads * headdim * 4,
-        "v_mean": kv_heads * headdim * 4,
+        "k_mean": channels * 4,
+        "v_scale": channels * 4,
+        "v_mean": channels * 4,
         "row_bias": q_heads * q_tiles * tile.block_m * 4,
         "tile_counter": 4,
         **({"key_rank": problem.batch * (problem.seqlen_kv + 1) * 4, "key_index": problem.batch * problem.seqlen_kv * 4}
@@ -183,20 +198,25 @@ def _pack(plan: Plan, known: Params) -> Launch:
 
 def _quantize(plan: Plan, tensors: Arguments, known: Params, sm_count: int) -> Launch:
     problem, record = plan.problem, plan.kernels["quant"]
-    q_blocks = problem.batch * problem.num_q_heads * plan.q_tiles
-    kv_heads, at_once = problem.batch * problem.num_kv_heads, record.fact("kv_tiles_per_block")
-    blocks = q_blocks + 2 * kv_heads * math.ceil(plan.kv_tiles / at_once)
+    kv_heads = problem.runs * problem.num_kv_heads
+    q_blocks = problem.num_q_heads // problem.num_kv_heads * plan.q_tiles  # of a KV head
+    keys = record.fact("kv_tiles_per_block") * plan.kernels.attn.tile.block_n  # that a block takes in a round
+    blocks = kv_heads * (2 * _kv_blocks(problem, keys) + q_blocks)
     rounds = max(1, min(MOST_ROUNDS, blocks // (sm_count * BLOCKS_A_ROUND)))
-    kv_blocks = kv_heads * math.ceil(plan.kv_tiles / (at_once * rounds))
-    return _launch(record, q_blocks + 2 * kv_blocks, {**known, "rounds": rounds},
-                   _rows(problem, tensors.q, tensors.k, tensors.v))
+    kv_blocks = _kv_blocks(problem, keys * rounds)
+    per_kv_head = 2 * kv_blocks + q_blocks
+    own = {"rounds": rounds, "kv_blocks": kv_blocks, "blocks_per_kv_head": FastDivmod.of(per_kv_head)}
+    return _launch(record, kv_heads * per_kv_head, {**known, **own}, _rows(problem, tensors.q, tensors.k, tensors.v))
 
 
 def _delta(plan: Plan, tensors: Arguments, known: Params) -> Launch:
     record = plan.kernels["delta"]
     edge = record.fact("tile")
-    blocks = known["num_heads"] * math.ceil(plan.q_tiles / edge) * math.ceil(known["columns"] / edge)
-    return _launch(record, blocks, known, _rows(plan.problem, tensors.k))
+    tile_blocks = _q_blocks(plan.problem, edge * plan.kernels.attn.tile.block_m)
+    key_blocks = math.ceil(plan.columns / edge)
+    own = {"key_blocks": FastDivmod.of(key_blocks), "tile_blocks": FastDivmod.of(tile_blocks)}
+    return _launch(record, known["num_heads"] * tile_blocks * key_blocks, {**known, **own},
+                   _rows(plan.problem, tensors.k))
 
 
 def _attention(plan: Plan, known: Params, sm_count: int) -> Launch:

@@ -21,8 +21,9 @@ from sage_aot._kernels.spec import KINDS
 from sage_aot._kernels.tile import Tile
 from sage_aot._problem.options import OPTIONS
 
-SOURCES = ("q", "k", "v", "out", "lse", "key_mask", "workspace")
-"""Tensors of a call in which an address may lie. The addresses of `lse` and `key_mask` are zero in calls without."""
+SOURCES = ("q", "k", "v", "out", "lse", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "workspace")
+"""Tensors of a call in which an address may lie. The addresses from `lse` to `cu_seqlens_k` are zero in calls without.
+"""
 
 NO_SOURCE = len(SOURCES)
 
@@ -40,6 +41,20 @@ Address = tuple[str, int]
 """
 
 
+class FastDivmod(NamedTuple):
+    """A divisor, and the factor and the shift by which fast_divmod.cuh divides."""
+
+    divisor: int
+    multiplier: int
+    shift: int
+
+    @classmethod
+    def of(cls, divisor: int) -> FastDivmod:
+        """`divisor`: from 1 to 2^31 - 1."""
+        shift = (divisor - 1).bit_length()
+        return cls(divisor, -(-(1 << 31 + shift) // divisor), shift)
+
+
 class Tensor(NamedTuple):
     """A [batch, heads, seq, headdim] tensor: where it begins, and its strides in elements."""
 
@@ -53,21 +68,24 @@ NULL: Address = ("", 0)
 """The address zero."""
 
 _TENSORS = ("q", "k", "v", "out", "key_mask")
-_ADDRESSES = ("key_rank", "key_index", "q_hat", "kv_hat", "q_scale", "q_mean", "k_mean", "v_scale", "v_mean",
-              "row_bias", "tile_counter", "delta_s", "lse")
-_INTEGERS = ("batch", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_kv", "headdim", "dtype", "q_tiles", "kv_tiles",
-             "block_m", "block_n", "columns", "rounds", "first_head", "num_heads", "unused")
+_ADDRESSES = ("cu_seqlens_q", "cu_seqlens_k", "key_rank", "key_index", "q_hat", "kv_hat", "q_scale", "q_mean", "k_mean",
+              "v_scale", "v_mean", "row_bias", "tile_counter", "delta_s", "lse")
+_INTEGERS = ("batch", "seqlen_q", "seqlen_kv", "q_rows", "kv_rows", "headdim", "dtype", "kv_tiles", "block_m",
+             "block_n", "columns", "rounds", "kv_blocks", "first_head", "num_heads", "unused")
+_DIVISORS = ("num_q_heads", "num_kv_heads", "q_heads_per_kv_head", "q_tiles", "blocks_per_kv_head", "key_blocks",
+             "tile_blocks")
 _FLOATS = ("softmax_scale_log2", "v_typical", "v_least", "v_limit")
 _OF_SCHEMA = {"bool": "i", "int": "i", "float": "f"}
 
 FILLED: dict[str, str] = {
     **dict.fromkeys(_TENSORS, "T"), **dict.fromkeys(_ADDRESSES, "Q"), **dict.fromkeys(_INTEGERS, "i"),
-    **dict.fromkeys(_FLOATS, "f"),
+    **dict.fromkeys(_FLOATS, "f"), **dict.fromkeys(_DIVISORS, "D"),
     **{name: _OF_SCHEMA[option.schema.rstrip("?")] for name, option in OPTIONS.items()
        if option.schema in _OF_SCHEMA or option.resolve and option.schema.rstrip("?") in _OF_SCHEMA},
 }
 """Every field that a struct may have, with the character that kernel_info.cuh has for its type. An option is among them
 where its values, with "auto" resolved, are numbers."""
+
 
 def vocabulary() -> str:
     """A hash, in 16 hex digits, of every name that a manifest uses: fields of structs, axes with their values, kinds,
@@ -76,7 +94,7 @@ def vocabulary() -> str:
     return hashlib.sha256(repr(words).encode()).hexdigest()[:16]
 
 
-_FORMATS = {"Q": "Q", "T": "Qqqq", "i": "i", "f": "f"}
+_FORMATS = {"Q": "Q", "T": "Qqqq", "D": "iIi", "i": "i", "f": "f"}
 """Per type of a field, its format in Python's module struct."""
 
 
@@ -102,10 +120,11 @@ class Packer:
         self._struct = struct.Struct("<" + "".join(_FORMATS[code] for _, _, code in fields))  # without gaps
         self._values = itemgetter(*(name for _, name, _ in fields))
         self._no_sources = bytes([NO_SOURCE]) * (layout.size // WORD)
-        # Index in the order of `fields`, and word in the struct. pack() makes four values of each tensor: last first,
-        # so that the indices before it stay right.
         self._addresses = [(i, offset // WORD) for i, (offset, _, code) in enumerate(fields) if code == "Q"]
-        self._tensors = [(i, offset // WORD) for i, (offset, _, code) in enumerate(fields) if code == "T"][::-1]
+        # Index in the order of `fields`, and word in the struct, of values that pack() replaces by several: last first,
+        # so that the indices before it stay right. A divisor has no address, and no word.
+        self._several = [(i, offset // WORD if code == "T" else None) for i, (offset, _, code) in enumerate(fields)
+                         if code in "TD"][::-1]
 
     def pack(self, params: Params) -> Packed:
         """Put every field where the kernels' compiler has it."""
@@ -113,10 +132,12 @@ class Packer:
         for i, word in self._addresses:
             source, values[i] = values[i]
             sources[word] = _INDEX[source]
-        for i, word in self._tensors:
-            (source, begin), *strides = values[i]
-            values[i:i + 1] = begin, *strides
-            sources[word] = _INDEX[source]
+        for i, word_or_none in self._several:
+            several = values[i]
+            if word_or_none is not None:
+                (source, begin), *strides = several
+                sources[word_or_none], several = _INDEX[source], (begin, *strides)
+            values[i:i + 1] = several
         return Packed(self._struct.pack(*values), bytes(sources))
 
 

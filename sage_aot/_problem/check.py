@@ -3,52 +3,95 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sage_aot._kernels.axes import MAX_HEADDIM
-from sage_aot._problem.options import LAYOUTS, Options
+from sage_aot._problem.options import LAYOUTS, OPTIONS, Options
 from sage_aot.errors import ArgumentError
+
+TOKENS = "[tokens, heads, headdim]"
+"""Dimensions of tensors that hold sequences."""
 
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
+_NUMBERS = {3: "three", 4: "four"}
 _MOST_RANKS = 2**31  # what key_rank_index() in problem/seqlen.cuh can count
+
+
+class Sequences(NamedTuple):
+    """The sequences of a call, in tensors [tokens, heads, headdim]: sequence b is the rows from cu_seqlens[b] to
+    cu_seqlens[b + 1] - 1."""
+
+    cu_seqlens_q: torch.Tensor  # [sequences + 1] int32, on the device of q, the first zero
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int  # the most queries of a sequence
+    max_seqlen_k: int
+
+    @classmethod
+    def of_lengths(cls, queries: Sequence[int], keys: Sequence[int]) -> Sequences:
+        """Sequences of these lengths, on the CPU."""
+        cu_seqlens_q, cu_seqlens_k = (
+            torch.nn.functional.pad(torch.tensor(lengths).cumsum(0, dtype=torch.int32), (1, 0))
+            for lengths in (queries, keys))
+        return cls(cu_seqlens_q, cu_seqlens_k, max(queries), max(keys))
+
+    def to(self, device: str | torch.device) -> Sequences:
+        return self._replace(cu_seqlens_q=self.cu_seqlens_q.to(device), cu_seqlens_k=self.cu_seqlens_k.to(device))
 
 
 @dataclass(frozen=True)
 class Problem:
     """What one call computes, apart from the tensors themselves."""
 
-    batch: int
+    batch: int  # batch entries, or sequences
     num_q_heads: int
     num_kv_heads: int
-    seqlen_q: int
-    seqlen_kv: int
+    seqlen_q: int  # of sequences the most
+    seqlen_kv: int  # likewise
     headdim: int  # of the tensors; kernels pad it to one of theirs
     dtype: str  # "f16" or "bf16", of q, k, v and the output
     softmax_scale: float
     options: Options  # resolved: "auto" is left only where the chosen kernels decide
     has_key_mask: bool = False
+    tokens: tuple[int, int] | None = None  # of q, and of k and v: rows of all sequences; None: batch entries
+
+    @property
+    def runs(self) -> int:
+        """Runs of tiles for each head: one of each batch entry, or one of all sequences."""
+        return 1 if self.tokens else self.batch
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of q in a batch entry; of sequences all tokens."""
+        return self.tokens[0] if self.tokens else self.seqlen_q
+
+    @property
+    def kv_rows(self) -> int:
+        return self.tokens[1] if self.tokens else self.seqlen_kv
 
     @property
     def is_empty(self) -> bool:
         """Whether there are no queries, or no keys for them to see."""
-        return 0 in (self.batch, self.num_q_heads, self.num_kv_heads, self.seqlen_q, self.seqlen_kv)
+        return 0 in (self.batch, self.num_q_heads, self.num_kv_heads, self.q_rows, self.kv_rows, self.seqlen_q,
+                     self.seqlen_kv)
 
 
 def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options,
-          key_mask: torch.Tensor | None = None) -> Problem:
+          key_mask: torch.Tensor | None = None, sequences: Sequences | None = None) -> Problem:
     """Check a call's tensors (shapes, dtypes, devices, strides) and return its problem; ArgumentError says what is
-    wrong."""
-    layout = options.layout
+    wrong. With `sequences` the tensors are [tokens, heads, headdim]."""
+    dimensions = TOKENS if sequences else LAYOUTS[options.layout]
     check_tensors_are(q=q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, tensor, layout)
+        _check_tensor(name, tensor, dimensions)
     _check_alike(q, k, v)
-    batch, num_q_heads, seqlen_q, headdim = heads_first(q, layout).shape
-    kv_batch, num_kv_heads, seqlen_kv, _ = heads_first(k, layout).shape
+    batch, num_q_heads, q_rows, headdim = _sizes(q, options.layout)
+    kv_batch, num_kv_heads, kv_rows, _ = _sizes(k, options.layout)
     if k.shape != v.shape:
         raise ArgumentError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}; each key has one "
                             f"value, and where head dims differ, pad the smaller with zeros")
@@ -59,15 +102,37 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options,
         raise ArgumentError(f"q, k and v must have one head dim, got {headdim} for q and {k.shape[-1]} for k and v; "
                             f"pad the smaller with zeros and pass the scale, which depends on it")
     if num_q_heads and (not num_kv_heads or num_q_heads % num_kv_heads):
-        other = next(name for name in LAYOUTS if name != layout)
         raise ArgumentError(f"the heads of q must be a multiple of those of k and v, got {num_q_heads} and "
-                            f"{num_kv_heads} in layout {layout!r}; for tensors {LAYOUTS[other]} pass layout={other!r}, "
-                            f"else repeat heads of k and v")
+                            f"{num_kv_heads} in {dimensions}; {_remedy_of_heads(options.layout, sequences)}")
     scale = 1.0 / math.sqrt(headdim) if options.scale is None else float(options.scale)
     if key_mask is not None:
-        _check_key_mask(key_mask, batch, seqlen_kv, q.device)
-    return Problem(batch, num_q_heads, num_kv_heads, seqlen_q, seqlen_kv, headdim, DTYPES[q.dtype], scale,
-                   options.resolved, key_mask is not None)
+        if sequences is not None:
+            raise ArgumentError("key_mask: expected None with sequences, got a mask; leave the keys that it masks out "
+                                "of k and v, and out of cu_seqlens_k")
+        _check_key_mask(key_mask, batch, kv_rows, q.device)
+    seqlens, tokens = (q_rows, kv_rows), None
+    if sequences is not None:
+        _check_sequences(sequences, q.device)
+        batch, tokens = sequences.cu_seqlens_q.shape[0] - 1, seqlens
+        sym_min: Callable[[int, int], int] = torch.sym_min  # min() would compare a tracer's numbers
+        seqlens = sym_min(q_rows, sequences.max_seqlen_q), sym_min(kv_rows, sequences.max_seqlen_k)
+    return Problem(batch, num_q_heads, num_kv_heads, *seqlens, headdim, DTYPES[q.dtype], scale, options.resolved,
+                   key_mask is not None, tokens)
+
+
+def _sizes(tensor: torch.Tensor, layout: str) -> tuple[int, ...]:
+    """Batch, heads, rows and head dim; the batch of [tokens, heads, headdim] is one."""
+    if tensor.dim() == 3:
+        tokens, heads, headdim = tensor.shape
+        return 1, heads, tokens, headdim
+    return heads_first(tensor, layout).shape
+
+
+def _remedy_of_heads(layout: str, sequences: Sequences | None) -> str:
+    if sequences:
+        return "repeat heads of k and v"
+    other = next(name for name in LAYOUTS if name != layout)
+    return f"for tensors {LAYOUTS[other]} pass layout={other!r}, else repeat heads of k and v"
 
 
 def check_out(out: object, q: torch.Tensor) -> None:
@@ -123,6 +188,28 @@ def check_key_mask_is_tensor(key_mask: object) -> None:
                             f"torch.as_tensor(key_mask)")
 
 
+def sequences_of(cu_seqlens_q: object, cu_seqlens_k: object, max_seqlen_q: object, max_seqlen_k: object,
+                 layout: object) -> Sequences | None:
+    """The arguments of attn_varlen as a whole, or None where all are None. ArgumentError for what the operators'
+    schemas would refuse with torch's own errors."""
+    if cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None:
+        return None
+    check_tensors_are(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    if layout != OPTIONS["layout"].default:
+        raise ArgumentError(f"layout: sequences have {TOKENS}, got {layout!r}; leave the layout out")
+    return Sequences(cast(torch.Tensor, cu_seqlens_q), cast(torch.Tensor, cu_seqlens_k), cast(int, max_seqlen_q),
+                     cast(int, max_seqlen_k))
+
+
+def check_lengths(**lengths: object) -> None:
+    """ArgumentError for a length that is no integer."""
+    for name, length in lengths.items():
+        if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
+            raise ArgumentError(f"{name}: expected the length of the longest sequence, an integer, got {length!r}; of "
+                                f"a tensor pass {name}.item()")
+
+
 def check_return_lse(return_lse: object) -> None:
     if not isinstance(return_lse, bool):
         raise ArgumentError(f"return_lse: expected True or False, got {return_lse!r}")
@@ -141,11 +228,15 @@ def heads_first(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     return tensor if layout == "HND" else tensor.transpose(1, 2)
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, layout: str) -> None:
-    shape = tensor.shape
-    if len(shape) != 4:
-        raise ArgumentError(f"{name}: expected four dimensions {LAYOUTS[layout]}, got shape {tuple(shape)}; add "
-                            f"those of size one with {name}.unsqueeze(dim), split a fused one with {name}.unflatten")
+def _check_tensor(name: str, tensor: torch.Tensor, dimensions: str) -> None:
+    shape, expected = tensor.shape, dimensions.count(",") + 1
+    if len(shape) != expected:
+        remedy = f"of {TOKENS} call attn_varlen"
+        if dimensions == TOKENS:
+            remedy = f"of [batch, seq, heads, headdim] pass {name}.flatten(0, 1)"
+        raise ArgumentError(f"{name}: expected {_NUMBERS[expected]} dimensions {dimensions}, got shape {tuple(shape)}; "
+                            f"add those of size one with {name}.unsqueeze(dim), split a fused one with "
+                            f"{name}.unflatten; {remedy}")
     if tensor.dtype not in DTYPES:
         raise ArgumentError(f"{name}: expected torch.float16 or torch.bfloat16, got {tensor.dtype}; convert it with "
                             f"{name}.to(torch.bfloat16)")
@@ -171,6 +262,27 @@ def _check_key_mask(key_mask: torch.Tensor, batch: int, seqlen_kv: int, device: 
         remedy = "split the batch" if batch > 1 else "pass k and v of the keys that it leaves, and no mask"
         raise ArgumentError(f"key_mask: expected batch · (keys + 1) below {_MOST_RANKS}, got {batch} · "
                             f"{seqlen_kv + 1}; {remedy}")
+
+
+def _check_sequences(sequences: Sequences, device: torch.device) -> None:
+    cu_seqlens_q, cu_seqlens_k, *longest = sequences
+    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if tensor.dtype != torch.int32 or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ArgumentError(f"{name}: expected a contiguous torch.int32 tensor [sequences + 1], got "
+                                f"{tuple(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}; pass "
+                                f"{name}.to(torch.int32).contiguous(), or make it of the lengths of sequences with "
+                                f"torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))")
+        if tensor.device != device:
+            raise ArgumentError(f"{name}: expected the device of q, {device}, got {tensor.device}; pass "
+                                f"{name}.to(q.device)")
+    sizes = cu_seqlens_q.shape[0], cu_seqlens_k.shape[0]  # len() would have a tracer take them for constants
+    if sizes[0] != sizes[1] or sizes[0] == 0:
+        raise ArgumentError(f"cu_seqlens_q and cu_seqlens_k must have one length, sequences + 1, got {sizes[0]} and "
+                            f"{sizes[1]}; a sequence without keys has its beginning as its end")
+    for name, length in zip(("max_seqlen_q", "max_seqlen_k"), longest):
+        if type(length) is int and not 0 <= length < 2**31:  # a tracer's number may be unknown yet
+            raise ArgumentError(f"{name}: expected the length of the longest sequence, from 0 to 2^31 - 1, got "
+                                f"{length}; pass at most the number of tokens")
 
 
 def _check_last_stride(name: str, tensor: torch.Tensor) -> None:

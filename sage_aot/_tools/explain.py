@@ -34,6 +34,7 @@ from sage_aot._problem.check import (
     check_out,
     check_return_lse,
     check_tensors_are,
+    sequences_of,
 )
 from sage_aot._problem.options import OPTIONS, Options
 from sage_aot.errors import ArgumentError, UnsupportedError
@@ -53,6 +54,9 @@ class Explanation:
         where = f"GPU     {self.gpu}" if self.gpu else "CPU     tensors are emulated"
         decisive = {name: getattr(self.problem.options, name) for name, option in OPTIONS.items() if option.axis}
         call = ", ".join(f"{name}={value!r}" for name, value in {"headdim": self.problem.headdim, **decisive}.items())
+        if self.problem.tokens:
+            call += f", {self.problem.batch} sequences in {self.problem.tokens[0]} tokens of q and " \
+                    f"{self.problem.tokens[1]} of k and v"
         taken = f"refused {self.error}"
         if self.kernels:
             taken = "\n".join(f"{'' if i else 'runs':8}{record.name}" for i, record in enumerate(self.kernels.records))
@@ -78,8 +82,10 @@ def _summary(candidate: Candidate) -> str:
 def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: torch.Tensor | None = None, *,
             capability: tuple[int, int] | None = None, headdim: int | None = None, driver: int | None = None,
             key_mask: torch.Tensor | None = None, return_lse: bool = False, out: torch.Tensor | None = None,
-            **options: Any) -> Explanation:
-    """Which kernels :func:`sage_aot.attn` would run for these arguments, and why none of the others.
+            cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
+            max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **options: Any) -> Explanation:
+    """Which kernels :func:`sage_aot.attn` would run for these arguments, and why none of the others; with
+    `cu_seqlens_q` and the three arguments behind it, the same of :func:`sage_aot.attn_varlen`.
 
     Nothing is loaded or launched, and no GPU is needed: ``explain(capability=(8, 9), headdim=128)`` tells what an L4
     would run. The call makes the same choice. The arch comes first: the GPU's own; else the nearest lower minor of its
@@ -93,7 +99,7 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
         headdim: channels of a head where there are no tensors.
         driver: branch of that GPU's driver, such as 535. None: the driver of this machine, or any driver where
             `capability` is given.
-        key_mask, return_lse, out, options: those of the call.
+        key_mask, return_lse, out, cu_seqlens_q, ..., options: those of the call.
 
     Returns:
         An :class:`Explanation`, which ``print`` shows as a table. ``candidates`` has every attention kernel with its
@@ -116,8 +122,10 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
     asked = Options(**options)
     if q is None and k is None and v is None:
         q = k = v = _stand_in(headdim)
-        if key_mask is not None:
-            raise ArgumentError("key_mask: expected None without q, k and v, got a mask; pass the tensors too")
+        for name, given in (("key_mask", key_mask), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if given is not None:
+                raise ArgumentError(f"{name}: expected None without q, k and v, got {type(given).__name__}; pass the "
+                                    f"tensors too")
         device = -1 if capability else _current_device()
     elif headdim is not None:
         raise ArgumentError(f"headdim: that of q holds, got {headdim!r} beside tensors; pass one or the other")
@@ -126,7 +134,8 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
     check_tensors_are(q=q, k=k, v=v)
     q, k, v = (cast(torch.Tensor, tensor) for tensor in (q, k, v))
     check_key_mask_is_tensor(key_mask)
-    problem = check(q, k, v, asked, key_mask)
+    sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, asked.layout)
+    problem = check(q, k, v, asked, key_mask, sequences)
     check_return_lse(return_lse)
     if out is not None:
         check_out(out, q)

@@ -16,34 +16,49 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from sage_aot._backends.base import Tensors
 from sage_aot._backends.cuda import CudaBackend, gpu_here
 from sage_aot._backends.drivers import default_driver
-from sage_aot._backends.emulation.backend import packed_entries
+from sage_aot._backends.emulation.backend import packed_entries, sequence_entries
 from sage_aot._backends.emulation.quantize import quantize
 from sage_aot._backends.loader import Library
-from sage_aot._call.pipeline import default_library, plan_of
+from sage_aot._call.pipeline import default_library, lse_shape, plan_of
 from sage_aot._kernels.drivers import cuda_text, too_old
 from sage_aot._kernels.manifest import FILE_NAME, AttnRecord, KernelRecord, Manifest
 from sage_aot._launch.choose import Gpu, unsupported
 from sage_aot._launch.plan import Plan
-from sage_aot._problem.check import check
+from sage_aot._problem.check import Sequences, check
 from sage_aot._problem.options import Options
 from sage_aot._tools import reference
-from sage_aot._tools.compare import Measure, against_emulation
+from sage_aot._tools.compare import Measure, against_emulation, same
 from sage_aot.errors import CubinError, SageAotError, UnsupportedError
 
 VERIFIED, FAILED, NOT_RUN = 0, 1, 3
 """Exit codes; 2 is that of a wrong command line."""
 
-SHAPES = ((1, 4, 2, 150, 333, 0, torch.bfloat16, False), (2, 2, 1, 129, 65, 7, torch.float16, False),
-          (2, 2, 1, 70, 300, 0, torch.bfloat16, True))
-"""Calls of a self-test: batch, heads of q, heads of k and v, queries, keys, channels fewer than the kernel's, dtype,
-whether there is a key mask. They have ragged tiles, grouped heads, and rows that are not aligned. With a causal mask,
-queries of the second call see no key."""
+class Shape(NamedTuple):
+    """A call of a self-test."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    fewer: int  # channels fewer than the kernel's
+    dtype: torch.dtype
+    has_key_mask: bool = False
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of sequences: queries, and keys, of each
+
+
+SHAPES = (Shape(1, 4, 2, 150, 333, 0, torch.bfloat16), Shape(2, 2, 1, 129, 65, 7, torch.float16),
+          Shape(2, 2, 1, 70, 300, 0, torch.bfloat16, has_key_mask=True),
+          Shape(1, 2, 1, 221, 310, 0, torch.float16, lengths=((150, 1, 0, 70), (40, 200, 70, 0))))
+"""They have ragged tiles, grouped heads, rows that are not aligned, sequences without queries or without keys. With a
+causal mask, queries of the second and the fourth call see no key."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +227,7 @@ def self_test(library: Library, record: AttnRecord, device: str, seed: int) -> O
     worst = 0.0
     try:
         for shape in SHAPES:
-            for measure in _measures(library, record, device, seed, *shape):
+            for measure in _measures(library, record, device, seed, shape):
                 largest = measure.excess.max().item() if measure.excess.numel() else 0.0
                 if not largest <= 1:
                     return Outcome(largest, f"{measure.name} {measure.describe()}")
@@ -222,30 +237,46 @@ def self_test(library: Library, record: AttnRecord, device: str, seed: int) -> O
     return Outcome(worst, None)
 
 
-def _measures(library: Library, record: AttnRecord, device: str, seed: int, batch: int, q_heads: int,
-              kv_heads: int, queries: int, keys: int, fewer: int, dtype: torch.dtype, masked: bool) -> list[Measure]:
-    headdim, generator = record.spec.headdim - fewer, torch.Generator().manual_seed(seed)
-    q, k, v = reference.inputs("outlier", (batch, q_heads, queries, headdim), (batch, kv_heads, keys, headdim), dtype,
-                                generator)
-    key_mask = torch.rand(batch, keys, generator=generator) < 0.7 if masked else None
+def _measures(library: Library, record: AttnRecord, device: str, seed: int, shape: Shape) -> Iterator[Measure]:
+    headdim, generator = record.spec.headdim - shape.fewer, torch.Generator().manual_seed(seed)
+    q, k, v = reference.inputs("outlier", (shape.batch, shape.q_heads, shape.queries, headdim),
+                                (shape.batch, shape.kv_heads, shape.keys, headdim), shape.dtype, generator)
+    key_mask = torch.rand(shape.batch, shape.keys, generator=generator) < 0.7 if shape.has_key_mask else None
+    sequences = None
+    if shape.lengths:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        sequences = Sequences.of_lengths(*shape.lengths)
     backend = CudaBackend(library, record.spec.arch)
-    problem = check(q, k, v, Options.of_axes(record.spec.values), key_mask)  # these options ask for just this kernel
+    options = Options.of_axes(record.spec.values)  # these ask for just this kernel
+    problem = check(q, k, v, options, key_mask, sequences)
     plan = plan_of(backend, problem, torch.device(device).index)
-    out, lse = _run(backend, plan, device, q, k, v, key_mask)
-    if key_mask is None:
-        return against_emulation(plan, quantize(problem, plan.kernels, q, k, v), out, lse)
-    return [measure for b, entry in enumerate(packed_entries(problem, q, k, v, key_mask))
-            for measure in against_emulation(replace(plan, problem=entry.problem), entry.quantize(plan.kernels),
-                                             out[b:b + 1], lse[b:b + 1], entry.key_ranks)]
+    out, lse = _run(backend, plan, device, q, k, v, key_mask, sequences)
+    if key_mask is not None:
+        for b, entry in enumerate(packed_entries(problem, q, k, v, key_mask)):
+            yield from against_emulation(replace(plan, problem=entry.problem), entry.quantize(plan.kernels),
+                                         out[b:b + 1], lse[b:b + 1], entry.key_ranks)
+    elif sequences:
+        for own in sequence_entries(problem, q, k, v, sequences):
+            of_entry = out[own.rows].transpose(0, 1)[None], lse[None, :, own.rows]
+            if own.problem.is_empty:
+                yield from (same(name, got, torch.full_like(got, value)) for name, got, value in zip(
+                    ("zeros without keys", "log-sum-exp without keys"), of_entry, (0.0, -torch.inf)))
+            else:
+                yield from against_emulation(replace(plan, problem=own.problem),
+                                             quantize(own.problem, plan.kernels, own.q, own.k, own.v), *of_entry)
+    else:
+        yield from against_emulation(plan, quantize(problem, plan.kernels, q, k, v), out, lse)
 
 
 def _run(backend: CudaBackend, plan: Plan, device: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-         key_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+         key_mask: torch.Tensor | None, sequences: Sequences | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp, on the CPU. Memory that the kernels write is filled with NaN before."""
     q, k, v = (tensor.to(device) for tensor in (q, k, v))
     key_mask = None if key_mask is None else key_mask.to(device)
-    out = torch.full_like(q, torch.nan)
-    lse = torch.full(q.shape[:3], torch.nan, device=device)
+    sequences = None if sequences is None else sequences.to(device)
+    out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
+    lse = torch.full(lse_shape(plan.problem), torch.nan, device=device)
     workspace = torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=device)
-    backend.bind(plan, Tensors(q, k, v, out, key_mask)).run(q, k, v, out, lse, workspace, key_mask)
+    backend.bind(plan, Tensors(q, k, v, out, key_mask)).run(q, k, v, out, lse, workspace, key_mask,
+                                                                 sequences)
     return out.cpu(), lse.cpu()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from sage_aot._backends.emulation.quantize import Quantized, quantize
 from sage_aot._kernels.manifest import Manifest
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import Plan
-from sage_aot._problem.check import Problem, heads_first
+from sage_aot._problem.check import Problem, Sequences, heads_first
 from sage_aot.errors import UnsupportedError
 
 
@@ -38,7 +39,10 @@ class EmulationBackend:
         problem, kernels, layout = plan.problem, plan.kernels, plan.problem.options.layout
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-                 key_mask: torch.Tensor | None = None) -> None:
+                 key_mask: torch.Tensor | None = None, sequences: Sequences | None = None) -> None:
+            if sequences is not None:
+                _attend_sequences(problem, kernels, q, k, v, out, lse, sequences)
+                return
             q, k, v, out = (heads_first(tensor, layout) for tensor in (q, k, v, out))
             if key_mask is None:
                 result, result_lse = attend(problem, kernels, quantize(problem, kernels, q, k, v))
@@ -51,6 +55,48 @@ class EmulationBackend:
                 lse.copy_(result_lse[:, :, : problem.seqlen_q])
 
         return call
+
+
+class SequenceEntry(NamedTuple):
+    """One sequence of a call."""
+
+    problem: Problem  # of the sequence as a batch of one
+    q: torch.Tensor  # [1, heads, seq, headdim], as k and v; its queries and keys may be none
+    k: torch.Tensor
+    v: torch.Tensor
+    rows: slice  # of the call's queries
+
+
+def sequence_entries(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                     sequences: Sequences) -> Iterator[SequenceEntry]:
+    """The sequences of a call, each of the lengths that the kernels see."""
+    ends = (pairwise(cu_seqlens.tolist()) for cu_seqlens in (sequences.cu_seqlens_q, sequences.cu_seqlens_k))
+    for (q_begin, q_end), (k_begin, k_end) in zip(*ends):
+        queries, keys = min(q_end - q_begin, problem.seqlen_q), min(k_end - k_begin, problem.seqlen_kv)
+        rows, columns = slice(q_begin, q_begin + queries), slice(k_begin, k_begin + keys)
+        own = replace(problem, batch=1, seqlen_q=queries, seqlen_kv=keys, tokens=None)
+        yield SequenceEntry(own, _entry(q[rows]), _entry(k[columns]), _entry(v[columns]), rows)
+
+
+def _entry(of_sequence: torch.Tensor) -> torch.Tensor:
+    """[rows, heads, headdim] as [1, heads, rows, headdim]."""
+    return of_sequence.transpose(0, 1)[None]
+
+
+def _attend_sequences(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                      out: torch.Tensor, lse: torch.Tensor | None, sequences: Sequences) -> None:
+    for own in sequence_entries(problem, q, k, v, sequences):
+        if own.problem.seqlen_q == 0:
+            continue
+        if own.problem.seqlen_kv == 0:
+            out[own.rows] = 0.0
+            if lse is not None:
+                lse[:, own.rows] = float("-inf")
+            continue
+        result, result_lse = attend(own.problem, kernels, quantize(own.problem, kernels, own.q, own.k, own.v))
+        out[own.rows] = result[0, :, : own.problem.seqlen_q, : problem.headdim].transpose(0, 1).to(out.dtype)
+        if lse is not None:
+            lse[:, own.rows] = result_lse[0, :, : own.problem.seqlen_q]
 
 
 class PackedEntry(NamedTuple):

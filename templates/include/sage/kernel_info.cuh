@@ -22,7 +22,7 @@ struct Fact {
 
 struct Field {
   char name[24];
-  i32 type;    // one character: Q address, i i32, f float, T sage::Tensor; S the struct itself
+  i32 type;    // one character: Q address, i i32, f float, T sage::Tensor, D sage::FastDivmod; S the struct
   i32 offset;  // in bytes; for type S, the size of the struct
 };
 
@@ -41,7 +41,7 @@ constexpr Table<Field, sizeof...(Rows)> fields(Rows... rows) {
   return {{rows...}};
 }
 
-// The character of a field's type; params.cuh adds the character of Tensor.
+// The character of a field's type; Tensor and FastDivmod add theirs.
 template <class T>
 struct FieldType;
 template <class T>

@@ -4,6 +4,7 @@
 // "tile" layouts. `headdim` counts the caller's channels, kHeadDim the kernel's: channels from headdim on are zeros.
 #pragma once
 
+#include "sage/fast_divmod.cuh"
 #include "sage/kernel_info.cuh"
 #include "sage/types.cuh"
 
@@ -14,6 +15,7 @@ struct Strides {
 };
 
 // One tensor of the caller's: [batch, heads, rows, headdim], of any strides but that of the last dimension, which is 1.
+// Of sequences in one tensor, [tokens, heads, headdim], stride.batch is 0.
 struct Tensor {
   void* data;  // f16 or bf16, or as a struct says
   Strides stride;
@@ -40,6 +42,7 @@ constexpr auto fields_of(const PackParams*) {
 }
 
 // Where rows are rotated, q_scale has the factor kHeadDim besides. Means are of rows as they came, before a rotation.
+// Of sequences in one tensor, arrays of tiles begin with [num_q_heads] or [num_kv_heads] alone: problem/sequences.cuh.
 struct QuantParams {
   Tensor q, k, v;
   u8* q_hat;          // [batch * num_q_heads][q_tiles] tiles of block_m rows
@@ -52,15 +55,19 @@ struct QuantParams {
   float* row_bias;    // [batch * num_q_heads][q_tiles * block_m], log2 units: what smoothing K took off a row's scores
   float* lse;         // not written; null: no log-sum-exp is wanted, and row_bias is zero where a row is finite
   u32* tile_counter;  // [1], zeroed for the attention kernel's tile scheduler
-  const i32* key_rank;   // as PackParams; null: no key mask
-  const i32* key_index;  // likewise
+  const i32* key_rank;      // as PackParams; null: no key mask
+  const i32* key_index;     // likewise
+  const i32* cu_seqlens_q;  // as AttnParams
+  const i32* cu_seqlens_k;
   i32 batch;
-  i32 num_q_heads;
-  i32 num_kv_heads;
+  FastDivmod num_q_heads;
+  FastDivmod num_kv_heads;
+  FastDivmod q_heads_per_kv_head;
   i32 seqlen_q;
   i32 seqlen_kv;
+  i32 kv_rows;  // keys of a batch entry; of sequences, all tokens of k
   i32 headdim;
-  i32 q_tiles;
+  FastDivmod q_tiles;
   i32 kv_tiles;
   float softmax_scale_log2;  // softmax scale times log2 e
   Dtype dtype;
@@ -73,7 +80,9 @@ struct QuantParams {
   float v_least;    // a tile of V needs no factor where the largest magnitude in V̂ is from v_least
   float v_limit;    // to v_limit
   i32 rounds;       // groups of tiles of K or V that a block takes, one after another; a group fills its threads
-  i32 unused;       // fills a gap, as in PackParams
+  i32 kv_blocks;    // blocks for K of a KV head, and as many for V
+  FastDivmod blocks_per_kv_head;
+  i32 unused;  // fills a gap, as in PackParams
 };
 
 constexpr auto fields_of(const QuantParams*) {
@@ -81,12 +90,13 @@ constexpr auto fields_of(const QuantParams*) {
   return fields(SAGE_STRUCT(QuantParams), SAGE_FIELD(q), SAGE_FIELD(k), SAGE_FIELD(v), SAGE_FIELD(q_hat),
                 SAGE_FIELD(kv_hat), SAGE_FIELD(q_scale), SAGE_FIELD(q_mean), SAGE_FIELD(k_mean), SAGE_FIELD(v_scale),
                 SAGE_FIELD(v_mean), SAGE_FIELD(row_bias), SAGE_FIELD(lse), SAGE_FIELD(tile_counter),
-                SAGE_FIELD(key_rank), SAGE_FIELD(key_index), SAGE_FIELD(batch), SAGE_FIELD(num_q_heads),
-                SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv), SAGE_FIELD(headdim),
+                SAGE_FIELD(key_rank), SAGE_FIELD(key_index), SAGE_FIELD(cu_seqlens_q), SAGE_FIELD(cu_seqlens_k),
+                SAGE_FIELD(batch), SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads), SAGE_FIELD(q_heads_per_kv_head),
+                SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv), SAGE_FIELD(kv_rows), SAGE_FIELD(headdim),
                 SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles), SAGE_FIELD(softmax_scale_log2), SAGE_FIELD(dtype),
                 SAGE_FIELD(smooth_q), SAGE_FIELD(smooth_k), SAGE_FIELD(smooth_v), SAGE_FIELD(rotate), SAGE_FIELD(clip),
                 SAGE_FIELD(v_typical), SAGE_FIELD(v_least), SAGE_FIELD(v_limit), SAGE_FIELD(rounds),
-                SAGE_FIELD(unused));
+                SAGE_FIELD(kv_blocks), SAGE_FIELD(blocks_per_kv_head), SAGE_FIELD(unused));
 }
 
 // For delta_s, the term of the scores that smoothing Q took off: the mean of a query tile's rows · (K less its mean),
@@ -95,18 +105,24 @@ struct DeltaParams {
   Tensor k;
   const float* q_mean;  // as QuantParams
   const float* k_mean;
-  float* delta_s;        // [num_heads][q_tiles][kv_tiles * block_n]; not written of KV tiles that no row of a tile sees
-  const i32* key_rank;   // as PackParams; null: no key mask
-  const i32* key_index;  // likewise
-  i32 first_head;        // index into [batch * num_q_heads] of the first of num_heads query heads
+  float* delta_s;           // [num_heads][q_tiles][columns]; not written of KV tiles that no row of a tile sees
+  const i32* key_rank;      // as PackParams; null: no key mask
+  const i32* key_index;     // likewise
+  const i32* cu_seqlens_q;  // as AttnParams
+  const i32* cu_seqlens_k;
+  i32 batch;
+  i32 first_head;  // index into [batch * num_q_heads] of the first of num_heads query heads
   i32 num_heads;
-  i32 num_q_heads;
-  i32 num_kv_heads;
+  FastDivmod num_q_heads;
+  FastDivmod num_kv_heads;
+  FastDivmod q_heads_per_kv_head;
   i32 seqlen_q;
   i32 seqlen_kv;
   i32 headdim;
-  i32 q_tiles;
-  i32 columns;  // kv_tiles * block_n
+  FastDivmod q_tiles;
+  i32 columns;             // kv_tiles * block_n
+  FastDivmod key_blocks;   // of the launch's blocks: columns of blocks
+  FastDivmod tile_blocks;  // rows of blocks of a query head
   Dtype dtype;
   i32 block_m;    // query rows of a tile
   i32 block_n;    // keys of a KV tile
@@ -117,10 +133,12 @@ struct DeltaParams {
 constexpr auto fields_of(const DeltaParams*) {
   using Params = DeltaParams;
   return fields(SAGE_STRUCT(DeltaParams), SAGE_FIELD(k), SAGE_FIELD(q_mean), SAGE_FIELD(k_mean), SAGE_FIELD(delta_s),
-                SAGE_FIELD(key_rank), SAGE_FIELD(key_index), SAGE_FIELD(first_head), SAGE_FIELD(num_heads),
-                SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
-                SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(columns), SAGE_FIELD(dtype), SAGE_FIELD(block_m),
-                SAGE_FIELD(block_n), SAGE_FIELD(is_causal), SAGE_FIELD(unused));
+                SAGE_FIELD(key_rank), SAGE_FIELD(key_index), SAGE_FIELD(cu_seqlens_q), SAGE_FIELD(cu_seqlens_k),
+                SAGE_FIELD(batch), SAGE_FIELD(first_head), SAGE_FIELD(num_heads), SAGE_FIELD(num_q_heads),
+                SAGE_FIELD(num_kv_heads), SAGE_FIELD(q_heads_per_kv_head), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
+                SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(columns), SAGE_FIELD(key_blocks),
+                SAGE_FIELD(tile_blocks), SAGE_FIELD(dtype), SAGE_FIELD(block_m), SAGE_FIELD(block_n),
+                SAGE_FIELD(is_causal), SAGE_FIELD(unused));
 }
 
 struct AttnParams {
@@ -130,18 +148,24 @@ struct AttnParams {
   const float* v_scale;
   const float* v_mean;
   const float* row_bias;
-  const float* delta_s;  // as DeltaParams, for the heads of this launch; read where Q is smoothed
-  Tensor out;            // like q
-  float* lse;            // [batch][num_q_heads][seqlen_q], natural log; null: not wanted
-  u32* tile_counter;     // [1], draws from the tile scheduler; zero before and after a launch
-  const i32* key_rank;   // as PackParams; null: no key mask
-  i32 first_head;        // index into [batch * num_q_heads] of the first query head of this launch
-  i32 num_q_heads;
-  i32 num_kv_heads;
-  i32 seqlen_q;
-  i32 seqlen_kv;
+  const float* delta_s;     // as DeltaParams, for the heads of this launch; read where Q is smoothed
+  Tensor out;               // like q
+  float* lse;               // [batch][num_q_heads][q_rows], natural log; of sequences without [batch]; null: not wanted
+  u32* tile_counter;        // [1], draws from the tile scheduler; zero before and after a launch
+  const i32* key_rank;      // as PackParams; null: no key mask
+  const i32* cu_seqlens_q;  // [batch + 1]: sequences in one tensor, problem/sequences.cuh; null: batch entries
+  const i32* cu_seqlens_k;  // likewise
+  i32 batch;
+  i32 first_head;  // index into [batch * num_q_heads] of the first query head of this launch
+  FastDivmod num_q_heads;
+  FastDivmod num_kv_heads;
+  FastDivmod q_heads_per_kv_head;
+  i32 seqlen_q;   // of sequences the most
+  i32 seqlen_kv;  // likewise
+  i32 q_rows;     // queries of a batch entry; of sequences, all tokens of q
+  i32 columns;    // of delta_s
   i32 headdim;
-  i32 q_tiles;
+  FastDivmod q_tiles;
   i32 kv_tiles;
   Dtype dtype;
   i32 num_heads;  // query heads of this launch
@@ -151,10 +175,11 @@ constexpr auto fields_of(const AttnParams*) {
   using Params = AttnParams;
   return fields(SAGE_STRUCT(AttnParams), SAGE_FIELD(q_hat), SAGE_FIELD(kv_hat), SAGE_FIELD(q_scale),
                 SAGE_FIELD(v_scale), SAGE_FIELD(v_mean), SAGE_FIELD(row_bias), SAGE_FIELD(delta_s), SAGE_FIELD(out),
-                SAGE_FIELD(lse), SAGE_FIELD(tile_counter), SAGE_FIELD(key_rank), SAGE_FIELD(first_head),
-                SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
-                SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles), SAGE_FIELD(dtype),
-                SAGE_FIELD(num_heads));
+                SAGE_FIELD(lse), SAGE_FIELD(tile_counter), SAGE_FIELD(key_rank), SAGE_FIELD(cu_seqlens_q),
+                SAGE_FIELD(cu_seqlens_k), SAGE_FIELD(batch), SAGE_FIELD(first_head), SAGE_FIELD(num_q_heads),
+                SAGE_FIELD(num_kv_heads), SAGE_FIELD(q_heads_per_kv_head), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
+                SAGE_FIELD(q_rows), SAGE_FIELD(columns), SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles),
+                SAGE_FIELD(dtype), SAGE_FIELD(num_heads));
 }
 
 }  // namespace sage

@@ -44,8 +44,7 @@ struct StoreFragments {
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
       const i32 row = first_row + lane / 4 + 8 * r;
-      if (row < seqlen_of(params, work.batch).q())
-        store_row(work.output_row(params, row), lane, params.headdim, pairs[r]);
+      if (row < work.lengths.q) store_row(work.output_row(params, row), lane, params.headdim, pairs[r]);
     }
   }
 
@@ -92,7 +91,7 @@ struct StoreWholeRows {
     __syncwarp();
     const i32 own = lane / kOTiles, channel = lane % kOTiles * 8;
     // Rows that are there, from this lane's first on.
-    const i32 rows = seqlen_of(params, work.batch).q() - (first_row + own);
+    const i32 rows = work.lengths.q - (first_row + own);
     u16* to = work.output_row(params, first_row + own) + channel;
     const u8* from = staged + own * kPitch + channel * sizeof(u16);
     const u64 alignment = reinterpret_cast<u64>(work.output_row(params, 0)) | params.out.stride.row * sizeof(u16);
@@ -156,7 +155,7 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
 #pragma unroll
   for (i32 r = 0; r < kRows; ++r) {
     const i32 row = work.first_row + first + lane / 4 + 8 * r;
-    keys[r] = visible_keys<Config::kMask>(seqlen_of(params, work.batch), row);
+    keys[r] = visible_keys<Config::kMask>(work.seqlen(params), row);
   }
 
   // A query that is not finite, of which row_bias is not finite either, makes the row NaN. Rows that see no key stay
@@ -172,7 +171,7 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
     if (keys[r].empty()) bias = 0.0f;
     factor[r] = (sum > 0.0f ? 1.0f / sum : 0.0f) + 0.0f * bias;
     unless_empty[r] = sum > 0.0f ? 1.0f : 0.0f;
-    if (params.lse != nullptr && lane % 4 == 0 && row < seqlen_of(params, work.batch).q()) {
+    if (params.lse != nullptr && lane % 4 == 0 && row < work.lengths.q) {
       const float lse_log2 = references.row_ref[r] + ptx::lg2(lse_sum[r]) + bias;
       *work.lse_row(params, row) = lse_log2 * kLn2;
     }

@@ -23,7 +23,7 @@ struct SpoilRows {
 
   __device__ __forceinline__ SpoilRows(const AttnParams& params_, const WorkTile& work_, i32 warp, i32 lane_)
       : params(params_), work(work_), first_row(work_.first_row + warp * Config::kWarpM), lane(lane_) {
-    rows = min(Config::kWarpM, seqlen_of(params, work.batch).q() - first_row);
+    rows = min(Config::kWarpM, work.lengths.q - first_row);
   }
 
   // Call with all lanes of the warp, whether a tile is spoilt or not: behind a barrier in a branch the compiler would
@@ -43,7 +43,7 @@ struct SpoilRows {
 
  private:
   __device__ __forceinline__ Keys keys_of(i32 row, i32 from) const {
-    return visible_keys<Config::kMask>(seqlen_of(params, work.batch), first_row + row).from(from);
+    return visible_keys<Config::kMask>(work.seqlen(params), first_row + row).from(from);
   }
 
   // A lane looks at one row.

@@ -11,8 +11,8 @@ struct KvRange {
 };
 
 // Config: kMask, kBlockM, kBlockN. first_row: of the query tile.
-template <class Config, class Params>
-__device__ __forceinline__ KvRange kv_range(const Seqlen<Params>& seqlen, i32 first_row) {
+template <class Config, class Seqlen>
+__device__ __forceinline__ KvRange kv_range(const Seqlen& seqlen, i32 first_row) {
   const i32 last_row = min(first_row + Config::kBlockM, seqlen.q()) - 1;
   const auto first = visible_keys<Config::kMask>(seqlen, first_row);
   const auto last = visible_keys<Config::kMask>(seqlen, last_row);
@@ -21,8 +21,8 @@ __device__ __forceinline__ KvRange kv_range(const Seqlen<Params>& seqlen, i32 fi
 }
 
 // Whether any of these query rows sees any of the keys from first_key to end_key - 1.
-template <Mask kMask, class Params>
-__device__ __forceinline__ bool rows_see(const Seqlen<Params>& seqlen, i32 first_row, i32 last_row, i32 first_key,
+template <Mask kMask, class Seqlen>
+__device__ __forceinline__ bool rows_see(const Seqlen& seqlen, i32 first_row, i32 last_row, i32 first_key,
                                          i32 end_key) {
   return visible_keys<kMask>(seqlen, first_row).begin < end_key &&
          first_key < visible_keys<kMask>(seqlen, last_row).end;

@@ -33,8 +33,8 @@ struct KeyPrefix {
 // Causal is aligned bottom-right: query i sees the caller's keys j <= i + seqlen_kv - seqlen_q. Full attention sees all
 // packed keys. begin and end count packed keys, and never fall from one row to the next.
 // kBranch: as Seqlen::packed() has it.
-template <Mask kMask, bool kBranch = false, class Params>
-__device__ __forceinline__ KeyPrefix visible_keys(const Seqlen<Params>& seqlen, i32 row) {
+template <Mask kMask, bool kBranch = false, class Seqlen>
+__device__ __forceinline__ KeyPrefix visible_keys(const Seqlen& seqlen, i32 row) {
   if constexpr (kMask == Mask::kFull) return {seqlen.template kv<kBranch>()};
   const i32 diagonal = seqlen.kv_of_caller() - seqlen.q();
   return {seqlen.template packed<kBranch>(min(seqlen.kv_of_caller(), max(0, row + 1 + diagonal)))};

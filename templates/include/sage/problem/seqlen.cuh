@@ -2,6 +2,7 @@
 // see these alone, packed: in their order, without gaps.
 #pragma once
 
+#include "sage/problem/sequences.cuh"
 #include "sage/ptx/global.cuh"
 #include "sage/types.cuh"
 
@@ -13,22 +14,40 @@ __device__ __forceinline__ i32 key_rank_index(const Params& params, i32 batch) {
   return batch * (params.seqlen_kv + 1);
 }
 
-// A view of the params of any kernel. Copies of the lengths would cost registers.
-template <class Params>
+// Of a batch entry, looked up.
+struct Lengths {
+  i32 q, kv_of_caller;
+};
+
+// A view of the params of any kernel. kStored: of looked-up lengths, too. Copies of them would cost registers.
+template <class Params, bool kStored = false>
 struct Seqlen {
   const Params& params;
   const i32 batch;
+  const Lengths* const stored = nullptr;
 
-  __device__ __forceinline__ i32 q() const { return params.seqlen_q; }
+  __device__ __forceinline__ i32 q() const {
+    if constexpr (kStored) return stored->q;
+    else return rows(params.cu_seqlens_q, params.seqlen_q);
+  }
+
+  __device__ __forceinline__ Lengths lengths() const { return {q(), kv_of_caller()}; }
+
+  // The first query's row in the caller's tensor.
+  __device__ __forceinline__ i32 q_begin() const { return begin(params.cu_seqlens_q); }
+  __device__ __forceinline__ i32 kv_begin() const { return begin(params.cu_seqlens_k); }
 
   // Packed keys. kBranch: as packed() has it.
   template <bool kBranch = false>
   __device__ __forceinline__ i32 kv() const {
-    return packed<kBranch>(params.seqlen_kv);
+    return packed<kBranch>(kv_of_caller());
   }
 
   // The caller's keys. Causal masks count in these.
-  __device__ __forceinline__ i32 kv_of_caller() const { return params.seqlen_kv; }
+  __device__ __forceinline__ i32 kv_of_caller() const {
+    if constexpr (kStored) return stored->kv_of_caller;
+    else return rows(params.cu_seqlens_k, params.seqlen_kv);
+  }
 
   // How many of the caller's first `keys` keys the key mask leaves. kBranch: where there is no key mask, branch around
   // the load in place of predicating it, which costs registers.
@@ -41,6 +60,16 @@ struct Seqlen {
       const i32* rank = params.key_rank + (key_rank_index(params, batch) + keys);
       return ptx::load_global_i32(rank, params.key_rank != nullptr, keys);
     }
+  }
+
+ private:
+  __device__ __forceinline__ i32 rows(const i32* cu_seqlens, i32 most) const {
+    const bool exists = cu_seqlens != nullptr;
+    const i32 end = ptx::load_global_i32(cu_seqlens + batch + 1, exists, most);
+    return min(most, end - begin(cu_seqlens));
+  }
+  __device__ __forceinline__ i32 begin(const i32* cu_seqlens) const {
+    return ptx::load_global_i32(cu_seqlens + batch, cu_seqlens != nullptr, 0);
   }
 };
 

@@ -20,8 +20,9 @@ struct TileScheduler {
   // most keys come first, so that short tiles come last.
   __device__ __forceinline__ u32 index() const {
     if constexpr (Config::kMask == Mask::kFull) return work_index;
-    const u32 q_tiles = params.q_tiles, cached = kCachedTiles / max(params.kv_tiles, 1);
-    const u32 heads = min(max(cached, 1u) * q_heads_per_kv_head(params), static_cast<u32>(params.num_heads));
+    const u32 q_tiles = params.q_tiles.divisor;
+    const u32 cached = kCachedTiles / max(ceil_div(params.seqlen_kv, Config::kBlockN), 1);  // heads' K and V
+    const u32 heads = min(max(cached, 1u) * params.q_heads_per_kv_head, static_cast<u32>(params.num_heads));
     const u32 first_head = work_index / (heads * q_tiles) * heads, within = work_index % (heads * q_tiles);
     const u32 interleaved = min(heads, params.num_heads - first_head);
     return (first_head + within % interleaved) * q_tiles + within / interleaved;

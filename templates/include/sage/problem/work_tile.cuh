@@ -9,45 +9,66 @@
 namespace sage {
 
 struct WorkTile {
-  i32 q_head;       // index into [batch * num_q_heads]
-  i32 kv_head;      // index into [batch * num_kv_heads]
-  i32 batch, head;  // of the output
-  i32 q_tile;
-  i32 first_row;  // of the query tile
+  i32 q_head;         // index into [batch * num_q_heads]; of sequences into [num_q_heads]
+  i32 kv_head;        // index into [batch * num_kv_heads]
+  i32 batch, head;    // of the output
+  i32 q_tile;         // of the head; of sequences its slot
+  i32 first_row;      // of the query tile, in its batch entry
+  i32 first_kv_tile;  // index into kv_hat
+  i32 q_begin;        // row of the batch entry's first query in the caller's tensor
+  Lengths lengths;    // of the batch entry
   KvRange kv;
+
+  __device__ __forceinline__ Seqlen<AttnParams, true> seqlen(const AttnParams& params) const {
+    return {params, batch, &lengths};
+  }
+
+  // A slot of sequences may be empty.
+  __device__ __forceinline__ bool has_queries() const { return first_row < lengths.q; }
 
   __device__ __forceinline__ u16* output_row(const AttnParams& params, i32 row) const {
     const Strides& stride = params.out.stride;
-    return static_cast<u16*>(params.out.data) + batch * stride.batch + head * stride.head + row * stride.row;
+    return static_cast<u16*>(params.out.data) + batch * stride.batch + head * stride.head +
+           (q_begin + row) * stride.row;
   }
 
   // Of the log-sum-exp, which is contiguous.
   __device__ __forceinline__ float* lse_row(const AttnParams& params, i32 row) const {
-    return params.lse + static_cast<i64>(q_head) * seqlen_of(params, batch).q() + row;
+    return params.lse + static_cast<i64>(q_head) * params.q_rows + q_begin + row;
   }
 
   // A KV tile as the quantizer left it.
   template <class Config>
   __device__ __forceinline__ const u8* kv_tile(const AttnParams& params, i32 tile) const {
-    return kv_tile_address<Config>(params.kv_hat, kv_head, params.kv_tiles, tile);
+    return kv_tile_address<Config>(params.kv_hat, first_kv_tile + tile);
   }
 };
 
 // index: query tiles of one head have neighbouring indices, so that blocks which run together read the same K and V
 // from L2. Causal takes the query tiles of a head from the last, which has the most keys, so that a grid with one block
 // a query tile ends with short blocks.
-// A WorkTile is cheap to compute: the epilogue computes it again, which saves registers across the main loop.
+// The epilogue of the mma family computes the WorkTile again, which saves registers across the main loop.
 template <class Config>
-__device__ __forceinline__ WorkTile work_tile(const AttnParams& params, u32 index) {
+__device__ __forceinline__ WorkTile work_tile(const AttnParams& params, i32 index) {
   WorkTile work;
   const i32 tile = index % params.q_tiles;
   work.q_tile = Config::kMask == Mask::kFull ? tile : params.q_tiles - 1 - tile;
   work.q_head = params.first_head + index / params.q_tiles;
-  work.batch = work.q_head / params.num_q_heads;
-  work.head = work.q_head % params.num_q_heads;
+  i32 first_tile = 0;  // of the batch entry
+  if (params.cu_seqlens_q == nullptr) {
+    work.batch = work.q_head / params.num_q_heads;
+    work.head = work.q_head % params.num_q_heads;
+  } else {
+    work.batch = sequence_of_slot(params.cu_seqlens_q, params.batch, Config::kBlockM, work.q_tile);
+    work.head = work.q_head;
+    first_tile = first_slot(params.cu_seqlens_q, work.batch, Config::kBlockM);
+  }
   work.kv_head = kv_head_of(params, work.batch, work.head);
-  work.first_row = work.q_tile * Config::kBlockM;
-  work.kv = kv_range<Config>(seqlen_of(params, work.batch), work.first_row);
+  work.first_row = (work.q_tile - first_tile) * Config::kBlockM;
+  work.first_kv_tile = first_kv_tile_of(params, work.batch, work.head / params.q_heads_per_kv_head, Config::kBlockN);
+  work.q_begin = seqlen_of(params, work.batch).q_begin();
+  work.lengths = seqlen_of(params, work.batch).lengths();
+  work.kv = kv_range<Config>(work.seqlen(params), work.first_row);
   return work;
 }
 

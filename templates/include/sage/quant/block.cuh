@@ -61,20 +61,17 @@ struct QuantBlock {
     return any != 0;
   }
 
-  __device__ __forceinline__ static u8* kv_tile(const QuantParams& params, i32 head, i32 tile) {
-    return kv_tile_address<Config>(params.kv_hat, head, params.kv_tiles, tile);
-  }
-
   template <SourceRows kSource>
   __device__ __forceinline__ static Source<kSource> kv_source(const QuantParams& params, const Tensor& tensor,
-                                                              i32 head) {
-    const i32 batch = head / params.num_kv_heads;
-    const i32 rows = max(seqlen_of(params, batch).kv(), 1);  // where a key mask leaves no key, one that no row sees
-    return Source<kSource>(tensor, batch, head % params.num_kv_heads, rows, params.headdim, params.dtype,
+                                                              i32 batch, i32 head) {
+    const auto seqlen = seqlen_of(params, batch);
+    // Of a batch entry without keys one that no row sees; of an empty sequence at the end, another sequence's.
+    const i32 rows = max(seqlen.kv(), 1), first_row = min(seqlen.kv_begin(), params.kv_rows - 1);
+    return Source<kSource>(tensor, batch, head, first_row, rows, params.headdim, params.dtype,
                            key_index_of(params, batch));
   }
 
-  // Whether keys of a block's tiles are left by the key mask; a block of other tiles has nothing to do.
+  // Whether there are keys from a tile on.
   __device__ __forceinline__ static bool has_keys(i32 rows, i32 first_tile) {
     return first_tile * Config::kBlockN < rows;
   }

@@ -8,6 +8,7 @@
 #include "sage/numerics/arithmetic.cuh"
 #include "sage/problem/heads.cuh"
 #include "sage/problem/kv_range.cuh"
+#include "sage/ptx/special.cuh"
 #include "sage/quant/source.cuh"
 #include "sage/tile/address.cuh"
 
@@ -41,18 +42,28 @@ struct DeltaS {
   // blockIdx.x: keys fastest, then query tiles, then query heads.
   template <SourceRows kSource>
   __device__ __forceinline__ void run() const {
-    const i32 key_blocks = ceil_div(params.columns, kTile), tile_blocks = ceil_div(params.q_tiles, kTile);
-    const i32 first_key = blockIdx.x % key_blocks * kTile;
-    const i32 first_tile = blockIdx.x / key_blocks % tile_blocks * kTile;
-    const i32 head = blockIdx.x / key_blocks / tile_blocks;  // of this launch
-
-    const i32 q_head = params.first_head + head;
-    const i32 batch = q_head / params.num_q_heads;
-    if (!visible(batch, first_tile, first_key)) return;
-    const i32 kv_head = q_head % params.num_q_heads / q_heads_per_kv_head(params);
-    const Source<kSource> source(params.k, batch, kv_head, seqlen_of(params, batch).kv(), params.headdim, params.dtype,
+    const bool sequences = params.cu_seqlens_q != nullptr;
+    const i32 block_rows = kTile * params.block_m;
+    const i32 index = ptx::block_index(), tiles_and_head = index / params.key_blocks;
+    const i32 first_key = index % params.key_blocks * kTile;
+    i32 tile_block = tiles_and_head % params.tile_blocks;  // of the batch entry
+    const i32 entry_and_head = params.first_head + tiles_and_head / params.tile_blocks;
+    i32 batch = entry_and_head / params.num_q_heads;
+    const i32 q_head = entry_and_head % params.num_q_heads;
+    if (sequences) {
+      batch = sequence_of_slot(params.cu_seqlens_q, params.batch, block_rows, tile_block);
+      tile_block -= first_slot(params.cu_seqlens_q, batch, block_rows);
+    }
+    const auto seqlen = seqlen_of(params, batch);
+    const i32 first_tile = tile_block * kTile, tiles = ceil_div(seqlen.q(), params.block_m);
+    if (first_tile >= tiles || !visible(batch, first_tile, first_key)) return;
+    const i32 kv_head = q_head / params.q_heads_per_kv_head;
+    const Source<kSource> source(params.k, batch, kv_head, seqlen.kv_begin(), seqlen.kv(), params.headdim, params.dtype,
                                  key_index_of(params, batch));
-    const float* q_mean = params.q_mean + q_tile_index(q_head, params.q_tiles, 0) * Config::kHeadDim;
+    // Of the first query tile of the batch entry; in q_mean among those of all heads, in delta_s of the launch's.
+    const i64 first_of_all = first_q_tile_of(params, batch, q_head, params.block_m);
+    const i64 first_of_launch = first_of_all - static_cast<i64>(params.first_head) * params.q_tiles;
+    const float* q_mean = params.q_mean + first_of_all * Config::kHeadDim;
     const float* k_mean = params.k_mean + channel_index<Config>(batch * params.num_kv_heads + kv_head);
 
     const i32 row = threadIdx.x / kTile * kVector, column = threadIdx.x % kTile;  // of the operands: channel, and which
@@ -67,7 +78,7 @@ struct DeltaS {
         const i32 c = depth + row + i;
         operands.k[row + i][column] = finite_or_zero(x[i] - k_mean[c]);
         operands.q[row + i][column] =
-            first_tile + column < params.q_tiles ? q_mean[(first_tile + column) * Config::kHeadDim + c] : 0.0f;
+            first_tile + column < tiles ? q_mean[(first_tile + column) * Config::kHeadDim + c] : 0.0f;
       }
       __syncthreads();
 #pragma unroll
@@ -81,9 +92,8 @@ struct DeltaS {
     }
 #pragma unroll
     for (i32 i = 0; i < kEdge; ++i) {
-      if (first_tile + tile + i >= params.q_tiles) break;
-      // A query tile has `columns` keys: kv_tiles times block_n.
-      float* out = params.delta_s + delta_s_index(head, params.q_tiles, first_tile + tile + i, params.columns, 1);
+      if (first_tile + tile + i >= tiles) break;
+      float* out = params.delta_s + (first_of_launch + first_tile + tile + i) * params.columns;
 #pragma unroll
       for (i32 j = 0; j < kEdge; ++j) {
         if (first_key + key + j < params.columns) out[first_key + key + j] = sum[i][j];

@@ -41,21 +41,30 @@ struct Quantize {
   __device__ __forceinline__ void run() const {
     ptx::launch_dependents();  // of use on Hopper, whose attention kernels alone are launched so
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.tile_counter = 0;
-    const i32 kv_blocks = ceil_div(params.kv_tiles, params.rounds * Block::kTiles);
-    const i32 group = q_heads_per_kv_head(params);
-    const i32 blocks_per_head = 2 * kv_blocks + group * params.q_tiles, index = ptx::block_index();
-    const i32 head = params.batch * params.num_kv_heads - 1 - index / blocks_per_head;
-    const i32 block = index % blocks_per_head;
-    if (block < kv_blocks) {
-      QuantizeK<Config>{params, shared}.template run<kSource>(head, block * params.rounds * Block::kTiles);
-    } else if (block < 2 * kv_blocks) {
-      QuantizeV<Config>{params, shared}.template run<kSource>(head,
-                                                              (block - kv_blocks) * params.rounds * Block::kTiles);
+    const bool sequences = params.cu_seqlens_k != nullptr;
+    const i32 index = ptx::block_index(), block = index % params.blocks_per_kv_head, v_block = block - params.kv_blocks;
+    const i32 entry_and_head = params.batch * params.num_kv_heads - 1 - index / params.blocks_per_kv_head;
+    i32 batch = entry_and_head / params.num_kv_heads;  // of sequences found below
+    const i32 head = entry_and_head % params.num_kv_heads, q_block = v_block - params.kv_blocks;
+    if (q_block < 0) {
+      const i32 block_tiles = params.rounds * Block::kTiles;
+      i32 own = v_block < 0 ? block : v_block;  // of the batch entry's blocks for K, or for V
+      if (sequences) {
+        const i32 block_keys = block_tiles * Config::kBlockN;
+        batch = sequence_of_slot(params.cu_seqlens_k, params.batch, block_keys, own);
+        own -= first_slot(params.cu_seqlens_k, batch, block_keys);
+      }
+      const i32 first_tile = own * block_tiles;
+      if (v_block < 0) QuantizeK<Config>{params, shared}.template run<kSource>(batch, head, first_tile);
+      else QuantizeV<Config>{params, shared}.template run<kSource>(batch, head, first_tile);
     } else {
-      const i32 q_block = block - 2 * kv_blocks;
-      const i32 q_head = head % params.num_kv_heads * group + q_block / params.q_tiles;
-      QuantizeQ<Config>{params, shared}.template run<kSource>(head / params.num_kv_heads, q_head,
-                                                              q_block % params.q_tiles);
+      const i32 q_head = head * params.q_heads_per_kv_head + q_block / params.q_tiles;
+      i32 tile = q_block % params.q_tiles;
+      if (sequences) {
+        batch = sequence_of_slot(params.cu_seqlens_q, params.batch, Config::kBlockM, tile);
+        tile -= first_slot(params.cu_seqlens_q, batch, Config::kBlockM);
+      }
+      QuantizeQ<Config>{params, shared}.template run<kSource>(batch, q_head, tile);
     }
   }
 };

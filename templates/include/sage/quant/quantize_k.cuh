@@ -25,11 +25,11 @@ struct QuantizeK {
 
   // The tiles of one head from first_tile on, kTiles at a time.
   template <SourceRows kSource>
-  __device__ __forceinline__ void run(i32 head, i32 first_tile) const {
-    const Source<kSource> source = Block::template kv_source<kSource>(params, params.k, head);
+  __device__ __forceinline__ void run(i32 batch, i32 head, i32 first_tile) const {
+    const Source<kSource> source = Block::template kv_source<kSource>(params, params.k, batch, head);
     if (!Block::has_keys(source.rows, first_tile)) return;
-    if (kAlwaysChanged<Config, kSource> || params.rotate) quantize_tiles<true>(source, head, first_tile);
-    else quantize_tiles<false>(source, head, first_tile);
+    if (kAlwaysChanged<Config, kSource> || params.rotate) quantize_tiles<true>(source, batch, head, first_tile);
+    else quantize_tiles<false>(source, batch, head, first_tile);
   }
 
  private:
@@ -41,13 +41,15 @@ struct QuantizeK {
   using Held = HeldRows<!kRotatable, kSteps>;
 
   template <bool kRotatable, SourceRows kSource>
-  __device__ __forceinline__ void quantize_tiles(const Source<kSource>& source, i32 head, i32 first_tile) const {
+  __device__ __forceinline__ void quantize_tiles(const Source<kSource>& source, i32 batch, i32 head,
+                                                 i32 first_tile) const {
     Held<kRotatable> rows;
     const auto load = [&](i32 tile) {
       const Keys keys;
       rows.load([&](i32 s) { return load_row(source, tile, keys, s); });
     };
-    float* k_mean = first_tile == 0 ? params.k_mean + channel_index<Config>(head) : nullptr;
+    const i64 channels = channel_index<Config>(batch * params.num_kv_heads + head);
+    float* k_mean = first_tile == 0 ? params.k_mean + channels : nullptr;
     if (params.smooth_k) {
       prepare_k_mean<Config>(source, shared, k_mean, [&] { load(first_tile); });
     } else {
@@ -57,11 +59,12 @@ struct QuantizeK {
 #pragma unroll 1
     for (i32 round = 0; round < params.rounds; ++round) {
       const i32 tile = first_tile + round * Block::kTiles;
+      if (!Block::has_keys(source.rows, tile)) return;
       if (round > 0) {
         __syncthreads();  // what the block shares of the tiles before has been read
         load(tile);
       }
-      quantize<kRotatable>(source, head, tile, rows);
+      quantize<kRotatable>(source, first_kv_tile_of(params, batch, head, Config::kBlockN), tile, rows);
     }
   }
 
@@ -87,7 +90,7 @@ struct QuantizeK {
 
   // The block's tiles from first_tile on, whose rows are loaded.
   template <bool kRotatable, SourceRows kSource>
-  __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 head, i32 first_tile,
+  __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 first_kv_tile, i32 first_tile,
                                            Held<kRotatable>& rows) const {
     const i32 warp = ptx::thread_index() / kWarpSize, lane = ptx::thread_index() % kWarpSize;
     const Keys keys;
@@ -158,8 +161,8 @@ struct QuantizeK {
         scale = search.best();
       }
     }
-    if (tile >= params.kv_tiles) return;
-    u8* tile_data = Block::kv_tile(params, head, tile);
+    if (!Block::has_keys(source.rows, tile)) return;
+    u8* tile_data = kv_tile_address<Config>(params.kv_hat, first_kv_tile + tile);
     u8* first_row =
         tile_data + QuantizedRows<Config>::template offset<typename Layout::KRows>(keys.first, first_channel());
 #pragma unroll kUnroll

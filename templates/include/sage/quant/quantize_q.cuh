@@ -32,14 +32,17 @@ struct QuantizeQ {
 
   template <SourceRows kSource>
   __device__ __forceinline__ void run(i32 batch, i32 q_head, i32 tile) const {
-    const i32 head = batch * params.num_q_heads + q_head;
-    const Source<kSource> source(params.q, batch, q_head, seqlen_of(params, batch).q(), params.headdim, params.dtype);
+    const auto seqlen = seqlen_of(params, batch);
+    const i32 rows = seqlen.q();
+    if (tile * Config::kBlockM >= rows) return;  // an empty slot
+    const Source<kSource> source(params.q, batch, q_head, seqlen.q_begin(), rows, params.headdim, params.dtype);
     const bool biased = params.smooth_k && params.lse != nullptr;
     if (biased) {
-      const i32 kv_head = kv_head_of(params, batch, q_head);
-      prepare_k_mean<Config>(Block::template kv_source<kSource>(params, params.k, kv_head), shared, nullptr, [] {});
+      const i32 kv_head = q_head / params.q_heads_per_kv_head;
+      prepare_k_mean<Config>(Block::template kv_source<kSource>(params, params.k, batch, kv_head), shared, nullptr,
+                             [] {});
     }
-    const i64 tile_index = q_tile_index(head, params.q_tiles, tile);
+    const i64 tile_index = first_q_tile_of(params, batch, q_head, Config::kBlockM) + tile;
     const bool changed = kAlwaysChanged<Config, kSource> || params.smooth_q || params.rotate;
     if (params.smooth_q) prepare_mean(source, batch, tile, params.q_mean + tile_index * Config::kHeadDim);
     else if (changed) prepare_no_mean<Config>(shared.q_mean, nullptr);

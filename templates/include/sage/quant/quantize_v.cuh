@@ -115,20 +115,22 @@ struct QuantizeV {
 
   // The tiles of one head from first_tile on, kTiles at a time.
   template <SourceRows kSource>
-  __device__ __forceinline__ void run(i32 head, i32 first_tile) const {
-    const Source<kSource> source = Block::template kv_source<kSource>(params, params.v, head);
+  __device__ __forceinline__ void run(i32 batch, i32 head, i32 first_tile) const {
+    const Source<kSource> source = Block::template kv_source<kSource>(params, params.v, batch, head);
     if (!Block::has_keys(source.rows, first_tile)) return;
     Held<kSource> rows;
     const auto load = [&](i32 tile) { rows.load([&](i32 i) { return load_row(source, tile, i); }); };
-    prepare_scales(source, head, first_tile == 0, [&] { load(first_tile); });
+    prepare_scales(source, channel_index<Config>(batch * params.num_kv_heads + head), first_tile == 0,
+                   [&] { load(first_tile); });
 #pragma unroll 1
     for (i32 round = 0; round < params.rounds; ++round) {
       const i32 tile = first_tile + round * kTiles;
+      if (!Block::has_keys(source.rows, tile)) return;
       if (round > 0) {
         __syncthreads();  // what the block shares of the tiles before has been read
         load(tile);
       }
-      quantize(source, head, tile, rows);
+      quantize(source, first_kv_tile_of(params, batch, head, Config::kBlockN), tile, rows);
     }
   }
 
@@ -160,7 +162,7 @@ struct QuantizeV {
 
   // The block's tiles from first_tile on, whose rows are loaded.
   template <SourceRows kSource>
-  __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 head, i32 first_tile,
+  __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 first_kv_tile, i32 first_tile,
                                            Held<kSource>& rows) const {
     const auto load = [&](i32 i) { return load_row(source, first_tile, i); };
     [[maybe_unused]] constexpr i32 kUnroll = Held<kSource>::kUnroll;
@@ -183,19 +185,21 @@ struct QuantizeV {
     for (i32 t = 0; t < kTiles; ++t) {
       const Scale factor = tile_factor(largest[t], params.v_least, params.v_limit);
       inv_factor[t] = factor.inv_scale;
-      if (first_tile + t < params.kv_tiles) store_line(head, first_tile, t, factor.scale, finite);
+      if (Block::has_keys(source.rows, first_tile + t)) {
+        store_line(first_kv_tile + first_tile + t, t, factor.scale, finite);
+      }
     }
     if (finite) {
 #pragma unroll kUnroll
       for (i32 s = 0; s < Piece::kSteps; ++s) {
         const auto row = [&](i32 e) { return rows.get(s * Piece::kKeys + e, load); };
-        store_piece(source, head, first_tile, Piece(s), inv_factor, row, [](float x, float) { return x; });
+        store_piece(source, first_kv_tile, first_tile, Piece(s), inv_factor, row, [](float x, float) { return x; });
       }
     } else {  // rare: reloads the rows, which keeps its temporaries out of the common path's registers
 #pragma unroll 1
       for (i32 s = 0; s < Piece::kSteps; ++s) {
         const auto row = [&](i32 e) { return load(s * Piece::kKeys + e); };
-        store_piece(source, head, first_tile, Piece(s), inv_factor, row, finite_or_mark);
+        store_piece(source, first_kv_tile, first_tile, Piece(s), inv_factor, row, finite_or_mark);
       }
     }
   }
@@ -203,9 +207,10 @@ struct QuantizeV {
   // row(e): key e of the piece. finish(x, inv): what is rounded, given a value that the tile's factor divides already,
   // and the reciprocal of that factor.
   template <class Source, class Row, class Finish>
-  __device__ __forceinline__ void store_piece(const Source& source, i32 head, i32 first_tile, const Piece& piece,
-                                              const float (&inv_factor)[kTiles], Row row, Finish finish) const {
-    if (first_tile + piece.tile >= params.kv_tiles) return;
+  __device__ __forceinline__ void store_piece(const Source& source, i32 first_kv_tile, i32 first_tile,
+                                              const Piece& piece, const float (&inv_factor)[kTiles], Row row,
+                                              Finish finish) const {
+    if (!Block::has_keys(source.rows, first_tile + piece.tile)) return;
     float inv = inv_factor[0];
 #pragma unroll
     for (i32 t = 1; t < kTiles; ++t) inv = piece.tile == t ? inv_factor[t] : inv;
@@ -218,15 +223,15 @@ struct QuantizeV {
 #pragma unroll
       for (i32 c = 0; c < 2; ++c) x[c] = finish(in_tile(x[c], 2 * w + c), inv);
     };
-    piece.store(Block::kv_tile(params, head, first_tile + piece.tile) + Layout::kV, read);
+    u8* tile = kv_tile_address<Config>(params.kv_hat, first_kv_tile + first_tile + piece.tile);
+    piece.store(tile + Layout::kV, read);
   }
 
-  // Computes the factor and the shift of each channel from the sample, into shared memory, behind a barrier. `store`:
-  // whether this block stores scale and mean for the epilogue, as one block of each head does. load_rows(): as in
-  // prepare_k_mean().
+  // Computes the factor and the shift of each channel from the sample, into shared memory, behind a barrier. `first`:
+  // index of the head's first channel. `store`: whether this block stores scale and mean for the epilogue, as one block
+  // of each head does. load_rows(): as in prepare_k_mean().
   template <class Source, class Load>
-  __device__ __forceinline__ void prepare_scales(const Source& source, i32 head, bool store, Load load_rows) const {
-    const i64 first = channel_index<Config>(head);
+  __device__ __forceinline__ void prepare_scales(const Source& source, i64 first, bool store, Load load_rows) const {
     Sample<Config> sample;
     sample.load(source);
     load_rows();
@@ -327,9 +332,9 @@ struct QuantizeV {
     return fabsf(x) <= kVanishes ? 0.0f : x;
   }
 
-  // Stores V's part of a tile's line.
-  __device__ __forceinline__ void store_line(i32 head, i32 first_tile, i32 own_tile, float factor, bool finite) const {
-    auto& line = *reinterpret_cast<KvLine*>(Block::kv_tile(params, head, first_tile + own_tile) + Layout::kLine);
+  // Stores V's part of a tile's line. index: of kv_hat; own_tile: of the block's tiles.
+  __device__ __forceinline__ void store_line(i32 index, i32 own_tile, float factor, bool finite) const {
+    auto& line = *reinterpret_cast<KvLine*>(kv_tile_address<Config>(params.kv_hat, index) + Layout::kLine);
     bool spoilt = false;
     if (!finite) spoilt = Block::store_spoilt(shared, own_tile, ptx::thread_index(), line.v_spoilt);
     if (ptx::thread_index() < kKeyGroups) line.group[ptx::thread_index()].v_factor = spoilt ? -factor : factor;

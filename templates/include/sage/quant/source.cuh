@@ -20,17 +20,18 @@ enum class SourceRows { kBf16, kF16, kAny };
 
 template <SourceRows kSource>
 struct Source {
-  const u8* head;  // first row of one head
+  const u8* head;  // first row of one head of a batch entry
   i64 row_bytes;   // from row to row
   i32 rows;
   i32 headdim;
   Dtype dtype;
   const i32* index;  // rows of the tensor by the rows that are read; null: the same rows
 
-  __device__ __forceinline__ Source(const Tensor& tensor, i32 batch, i32 head_index, i32 rows_, i32 headdim_,
-                                    Dtype dtype_, const i32* index_ = nullptr)
+  __device__ __forceinline__ Source(const Tensor& tensor, i32 batch, i32 head_index, i32 first_row, i32 rows_,
+                                    i32 headdim_, Dtype dtype_, const i32* index_ = nullptr)
       : head(static_cast<const u8*>(tensor.data) +
-             (batch * tensor.stride.batch + head_index * tensor.stride.head) * sizeof(u16)),
+             (batch * tensor.stride.batch + head_index * tensor.stride.head + first_row * tensor.stride.row) *
+                 sizeof(u16)),
         row_bytes(tensor.stride.row * sizeof(u16)),
         rows(rows_),
         headdim(headdim_),

@@ -10,10 +10,9 @@ __device__ __forceinline__ i64 q_tile_index(i32 q_head, i32 q_tiles, i32 tile) {
   return static_cast<i64>(q_head) * q_tiles + tile;
 }
 
-// Of a query tile's first key in delta_s, which holds the heads of one launch, and kv_tiles times block_n keys a query
-// tile.
-__device__ __forceinline__ i64 delta_s_index(i32 head_of_launch, i32 q_tiles, i32 tile, i32 kv_tiles, i32 block_n) {
-  return q_tile_index(head_of_launch, q_tiles, tile) * kv_tiles * block_n;
+// Of a query tile's first key in delta_s, which holds the heads of one launch, and `columns` keys a query tile.
+__device__ __forceinline__ i64 delta_s_index(i32 head_of_launch, i32 q_tiles, i32 tile, i32 columns) {
+  return q_tile_index(head_of_launch, q_tiles, tile) * columns;
 }
 
 // Of the first channel of a KV head in v_scale, v_mean and k_mean.
@@ -24,8 +23,8 @@ __device__ __forceinline__ i64 channel_index(i32 kv_head) {
 
 // K̂, V̂ and the KvLine of a KV tile. Byte: u8, const for readers.
 template <class Config, class Byte>
-__device__ __forceinline__ Byte* kv_tile_address(Byte* kv_hat, i32 kv_head, i32 kv_tiles, i32 tile) {
-  return kv_hat + (static_cast<i64>(kv_head) * kv_tiles + tile) * TileLayout<Config>::kKvBytes;
+__device__ __forceinline__ Byte* kv_tile_address(Byte* kv_hat, i32 index) {
+  return kv_hat + static_cast<i64>(index) * TileLayout<Config>::kKvBytes;
 }
 
 }  // namespace sage

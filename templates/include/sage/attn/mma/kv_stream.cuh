@@ -33,8 +33,7 @@ class KvStream {
   __device__ __forceinline__ KvStream(const AttnParams& params, const WorkTile& work, u32 shared) : first_(shared) {
     next_ = work.template kv_tile<Config>(params, work.kv.begin) + ptx::thread_index() * 16;
     if constexpr (Config::kSmoothQ) {
-      const i64 row =
-          delta_s_index(work.q_head - params.first_head, params.q_tiles, work.q_tile, params.kv_tiles, Config::kBlockN);
+      const i64 row = delta_s_index(work.q_head - params.first_head, params.q_tiles, work.q_tile, params.columns);
       delta_ = params.delta_s + row + ptx::thread_index() * 4;
     }
     if (ptx::thread_index() % kWarpSize == 0) ptx::store_shared_u32(own_spoilt(), 0);

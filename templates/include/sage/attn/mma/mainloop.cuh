@@ -26,7 +26,8 @@ class AttentionMma {
 
   // What the host needs to launch the kernel and to emulate it.
   static constexpr auto facts() {
-    return sage::facts(Fact{"threads", kThreads}, Fact{"shared_bytes", Layout::kQBytes + Stream::kBytes},
+    return sage::facts(Fact{"threads", kThreads},
+                       Fact{"shared_bytes", kOwnRows + kThreads * sizeof(VisibleKeys<Config::kMask>)},
                        Fact{"p_top", Product::kTop}, Fact{"lazy_rise", Product::kLazyRise},
                        Fact{"whole_reference", Product::kWholeReference}, Fact{"may_fall", Product::kMayFall},
                        Fact{"lazy_fall", Product::kLazyFall}, Fact{"most_fall", kMostFall},
@@ -37,10 +38,13 @@ class AttentionMma {
                        Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit});
   }
 
-  // Shared memory: sQ [kBlockM] rows, then the stages of the KV stream.
-  __device__ __forceinline__ static void run(const AttnParams& params, const u8* shared) {
+  // Shared memory: sQ [kBlockM] rows, the stages of the KV stream, then a VisibleKeys a thread.
+  __device__ __forceinline__ static void run(const AttnParams& params, u8* shared) {
     const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     const WorkTile work = work_tile<Config>(params, ptx::block_index());
+    if (!work.has_queries()) return;
+    const i32 row = work.first_row + warp * Config::kWarpM + lane % Config::kWarpM;
+    own_row(shared) = visible_keys<Config::kMask>(work.seqlen(params), row);
     const i64 q_tile = q_tile_index(work.q_head, params.q_tiles, work.q_tile);
     const u32 sQ = ptx::shared_address(shared);
     copy_async<Layout::kQBytes, kThreads>(sQ, params.q_hat + q_tile * Layout::kQBytes + threadIdx.x * 16);
@@ -49,7 +53,7 @@ class AttentionMma {
     for (i32 i = 0; i < Config::kStages - 1; ++i) stream.load(work.kv.begin + i, work.kv.begin + i < work.kv.end);
 
     const i64 warp_index = q_tile * (Config::kBlockM / Config::kWarpM) + warp;
-    WarpState state(sQ, warp, lane, params.q_scale + warp_index * kRowGroups<Config> + lane / 4);
+    WarpState state(shared, warp, lane, params.q_scale + warp_index * kRowGroups<Config> + lane / 4);
     i32 tile = work.kv.begin;
 #pragma unroll 1
     for (; tile < work.kv.full_begin; ++tile) state.template step<true>(params, work, stream, tile);
@@ -75,18 +79,28 @@ class AttentionMma {
   using Softmax = OnlineSoftmax<Config, Product>;
   using Stream = KvStream<Config, kThreads>;
   static constexpr i32 kRows = Config::kWarpM / 8;  // of a thread
+  static constexpr i32 kOwnRows = Layout::kQBytes + Stream::kBytes;
+
+  // As apply_mask() takes it. In registers it would be spilt through the main loop.
+  __device__ __forceinline__ static VisibleKeys<Config::kMask>& own_row(u8* shared) {
+    return reinterpret_cast<VisibleKeys<Config::kMask>*>(shared + kOwnRows)[ptx::thread_index()];
+  }
 
   // What a warp carries from tile to tile.
   struct WarpState {
     Softmax softmax;
     OutputAccumulator<Config> acc_o = {};
     const Scores<Config> scores;
-    const i32 warp, lane;
+    u8* const shared;
+    const i32 lane;
     const u32 v_offset;
     RowScales<Config> q_scale;  // of this thread's rows g, g + 8, ...
 
-    __device__ __forceinline__ WarpState(u32 sQ, i32 warp_, i32 lane_, const float* q_scale_)
-        : scores(sQ, warp_, lane_), warp(warp_), lane(lane_), v_offset(Product::offset(lane_)) {
+    __device__ __forceinline__ WarpState(u8* shared_, i32 warp, i32 lane_, const float* q_scale_)
+        : scores(ptx::shared_address(shared_), warp, lane_),
+          shared(shared_),
+          lane(lane_),
+          v_offset(Product::offset(lane_)) {
       softmax.clear();
 #pragma unroll
       for (i32 r = 0; r < RowScales<Config>::kCount; ++r) q_scale.of[r] = q_scale_[8 * r];
@@ -111,10 +125,7 @@ class AttentionMma {
         Scores<Config>::add_delta(acc_s, scale, stream.delta(stage), lane);
         scale = RowScales<Config>::ones();
       }
-      if constexpr (kMasked) {
-        const WorkTile again = work_tile<Config>(params, ptx::block_index());  // recomputed: keeping it costs registers
-        apply_mask<Config>(acc_s, params, again, warp, lane, tile);
-      }
+      if constexpr (kMasked) apply_mask<Config>(acc_s, own_row(shared), lane, tile);
       // P, relative to references that rarely move.
       float offset[kRows];
       typename Product::Operand p;

@@ -26,8 +26,12 @@ struct Producer {
     TileScheduler<Config> scheduler{params};
 #pragma unroll 1
     while (!scheduler.ended()) {
-      const WorkTile work = work_tile<Config>(params, scheduler.index());
       ptx::mbarrier_wait(shared.query_empty(query.index), query.phase ^ 1);  // at once in the first round
+      const WorkTile work = work_tile<Config>(params, scheduler.index());
+      if (!work.has_queries()) {
+        scheduler.advance();
+        continue;
+      }
       shared.query_tile(query.index) = work;
       load_query(work, query.index);
       query.advance();
@@ -71,8 +75,7 @@ struct Producer {
     ptx::bulk_copy(to, from, Layout::kLine, full);
     ptx::bulk_copy(to + Shared::kLine, from + Layout::kLine, KvLine::kLoaded, full);
     if constexpr (Config::kSmoothQ) {
-      const i64 row =
-          delta_s_index(work.q_head - params.first_head, params.q_tiles, work.q_tile, params.kv_tiles, Config::kBlockN);
+      const i64 row = delta_s_index(work.q_head - params.first_head, params.q_tiles, work.q_tile, params.columns);
       ptx::bulk_copy(to + Shared::kDelta, params.delta_s + row + tile * Config::kBlockN, Shared::kDeltaBytes, full);
     }
   }

@@ -10,7 +10,8 @@ template <class Config>
 struct WgmmaTraits {
   static constexpr i32 kConsumers = Config::kBlockM / 64;  // warpgroups
   static constexpr i32 kThreads = (1 + kConsumers) * kWarpgroup;
-  static constexpr i32 kProducerRegisters = 24, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static constexpr i32 kProducerRegisters = kConsumers == 2 ? 24 : 32;
+  static constexpr i32 kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   static_assert(kConsumers == 2 || kConsumers == 3, "that many have the registers");
   static_assert(Config::kWarpM == 16 && Config::kQk == Qk::kInt8 && Config::kPv == Pv::kE4m3);
   static_assert(Config::kPvAccum == PvAccum::kTwoLevelF32);

@@ -1,0 +1,85 @@
+"""The public call on sequences of several lengths in one tensor: :func:`attn_varlen`."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from sage_aot._call import ops
+from sage_aot._call.api import operator_options
+from sage_aot._problem.check import check_lengths, check_tensors_are
+
+
+@overload
+def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+                cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *, is_causal: bool = ...,
+                scale: float | None = ..., qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ...,
+                smooth_v: bool = ..., rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ...,
+                return_lse: Literal[False] = ..., out: torch.Tensor | None = ...) -> torch.Tensor: ...
+
+
+@overload
+def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+                cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *, is_causal: bool = ...,
+                scale: float | None = ..., qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ...,
+                smooth_v: bool = ..., rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ...,
+                return_lse: Literal[True], out: torch.Tensor | None = ...) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+                cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *, is_causal: bool = False,
+                scale: float | None = None, qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
+                smooth_v: bool = False, rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto",
+                return_lse: bool = False,
+                out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """:func:`sage_aot.attn` on sequences of several lengths in one tensor, without padding.
+
+    Sequence b of q is the rows from ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1] - 1``, and sees sequence b of k and v
+    alone. The result is that of :func:`sage_aot.attn` on each sequence by itself, bit for bit. Calls with equal numbers
+    of tokens and sequences, and equal longest lengths, are prepared once; the first of such a kind takes a few hundred
+    microseconds more, so round these numbers up where they change from call to call.
+
+    Args:
+        q: ``[tokens, q heads, headdim]``, float16 or bfloat16. Any strides with a contiguous last dimension; headdim
+            from 1 to 128.
+        k, v: likewise with ``kv heads`` and their own number of tokens; same dtype and device as q.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[sequences + 1]`` on the device of q: where sequences begin, and where the
+            last ends. They are read on the device, so nothing checks their values: the first must be 0, no value may be
+            less than the one before it, and none more than the number of tokens. A sequence may have no queries, or no
+            keys: its output is then zeros. Rows behind the last sequence are not written.
+        max_seqlen_q, max_seqlen_k: at least the length of the longest sequence. A longer one is cut: the call sees that
+            many of its first queries and keys, causal masks count these alone, and rows of other queries are not
+            written. Where either is 0, all of the output is zeros.
+        is_causal: query i of a sequence sees the keys ``j <= i + keys - queries`` of it, aligned bottom-right.
+        scale, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum: as :func:`sage_aot.attn`.
+        return_lse: also return the log-sum-exp, float32 ``[q heads, tokens]``.
+        out: tensor like q to write to.
+
+    Returns:
+        Attention ``[tokens, q heads, headdim]``, contiguous, in the dtype of q; with `return_lse` the log-sum-exp too.
+
+    Raises:
+        ArgumentError, UnsupportedError, CubinError, LaunchError: as :func:`sage_aot.attn`.
+
+    Source: the conventions of FlashAttention's ``flash_attn_varlen_func``.
+
+    >>> import torch, sage_aot
+    >>> q, k, v = torch.randn(3, 100, 2, 64, dtype=torch.bfloat16)
+    >>> begins = torch.tensor([0, 70, 100], dtype=torch.int32)
+    >>> sage_aot.attn_varlen(q, k, v, begins, begins, 70, 70, is_causal=True).shape
+    torch.Size([100, 2, 64])
+    """
+    check_tensors_are(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    options = operator_options(q, k, v, None, out, return_lse, is_causal, scale, "NHD", qk, smooth_q, smooth_k,
+                               smooth_v, rotate, clip, pv_accum)
+    given = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    if out is None:
+        made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = (
+            ops.attn_varlen_lse if return_lse else ops.attn_varlen)(*given, *options)
+        return made
+    if return_lse:
+        return out, ops.attn_varlen_lse_out(*given, out, *options)
+    ops.attn_varlen_out(*given, out, *options)
+    return out
