@@ -19,7 +19,7 @@ from itertools import zip_longest
 import torch
 
 from sage_aot._kernels.axes import MAX_HEADDIM
-from sage_aot._problem.check import DTYPES, heads_first
+from sage_aot._problem.check import DTYPES, Sequences, heads_first
 from sage_aot._problem.options import OPTIONS, Options
 from sage_aot._tools import reference
 
@@ -80,6 +80,7 @@ class Case(_SizesAndOptions):
     planted: str = _varied({"none": 24, "q:nan": 1, "k:nan": 1, "v:nan": 1, "q:inf": 1, "k:inf": 1, "v:inf": 1})
     mask_kind: str = _varied({"none": 8, "random": 2, "left": 1, "right": 1, "few": 1, "one": 1, "nothing": 1,
                               "all": 1})
+    lengths: str = _varied({"one": 9, "mixed": 2, "cut": 1})  # not one: of sequences, by attn_varlen
     strides: str = _varied({"contiguous": 4, "transposed": 2, "fused": 3, "misaligned": 2, "sliced": 2,
                             "expanded_heads": 1, "expanded_batch": 1})
     out: str = _varied({"made": 2, "given": 1, "misaligned": 1})
@@ -91,6 +92,10 @@ class Case(_SizesAndOptions):
     @property
     def q_heads(self) -> int:
         return self.kv_heads * self.group
+
+    @property
+    def has_sequences(self) -> bool:
+        return self.lengths != "one" and self.wrong == "nothing" and not self.is_empty
 
     @property
     def is_empty(self) -> bool:
@@ -202,7 +207,7 @@ def _smaller(size: int) -> list[int]:
 
 
 def make_tensors(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v of a case, in its layout and strides."""
+    """q, k and v of a case, in its layout and strides; of sequences [tokens, heads, headdim]."""
     generator = torch.Generator(device).manual_seed(case.seed)
     base = case.kind if case.kind in reference.INPUT_CLASSES else "normal"
     q_shape = (case.batch, case.q_heads, case.seqlen_q, case.headdim)
@@ -211,12 +216,40 @@ def make_tensors(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, t
     if not case.is_empty:
         _CHANGES[case.kind](case, *tensors)
         _plant(case, dict(zip("qkv", tensors)))
-    return _arrange(case, *tensors)
+    if not case.has_sequences:
+        return _arrange(case, *tensors)
+    lengths_q, lengths_k = lengths_of(case)
+    in_a_row = (_one_after_another(x, lengths) for x, lengths in zip(tensors, (lengths_q, lengths_k, lengths_k)))
+    return tuple(x[0] for x in _arrange(dataclasses.replace(case, layout="NHD"), *in_a_row))
+
+
+def lengths_of(case: Case) -> tuple[list[int], list[int]]:
+    """Of queries and of keys, by sequence."""
+    rng = random.Random(case.seed)
+    q, k = ([longest, *(rng.choice((0, 1, longest, rng.randint(0, longest))) for _ in range(case.batch - 1))]
+            for longest in (case.seqlen_q, case.seqlen_kv))
+    rng.shuffle(q), rng.shuffle(k)
+    return q, k
+
+
+def make_sequences(case: Case, device: str) -> Sequences | None:
+    """What attn_varlen takes beside the tensors."""
+    if not case.has_sequences:
+        return None
+    made = Sequences.of_lengths(*lengths_of(case)).to(device)
+    if case.lengths == "cut":
+        made = made._replace(max_seqlen_q=max(1, case.seqlen_q * 3 // 4), max_seqlen_k=max(1, case.seqlen_kv * 3 // 4))
+    return made
+
+
+def _one_after_another(x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """The first rows of each batch entry, [1, heads, tokens, headdim]."""
+    return torch.cat([entry[:, :length] for entry, length in zip(x, lengths)], 1)[None]
 
 
 def make_key_mask(case: Case, device: str) -> torch.Tensor | None:
-    """The key mask of a case; in calls of sliced tensors it is sliced too."""
-    if case.mask_kind == "none":
+    """The key mask of a case; in calls of sliced tensors it is sliced too, in those of an expanded batch expanded."""
+    if case.mask_kind == "none" or case.has_sequences:
         return None
     generator = torch.Generator(device).manual_seed(case.seed)
     lengths = torch.randint(case.seqlen_kv + 1, (case.batch, 1), generator=generator, device=device)
@@ -231,6 +264,8 @@ def make_key_mask(case: Case, device: str) -> torch.Tensor | None:
         "all": lambda: keys.expand(case.batch, -1) >= 0,
     }
     mask = masks[case.mask_kind]()
+    if case.strides == "expanded_batch":
+        return mask[:1].expand(case.batch, -1)
     return torch.stack([mask, ~mask], -1)[..., 0] if case.strides == "sliced" else mask
 
 

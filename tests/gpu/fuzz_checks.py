@@ -15,22 +15,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from fuzz_cases import Case, make_key_mask, make_tensors, spoil
+from fuzz_cases import Case, make_key_mask, make_sequences, make_tensors, spoil
 from layout import Result, read_back
 
 import sage_aot
 from sage_aot._backends.base import Backend, Call, Tensors
 from sage_aot._backends.cuda import CudaBackend, arch_of
-from sage_aot._backends.emulation.backend import EmulationBackend, packed_entries
+from sage_aot._backends.emulation.backend import EmulationBackend, packed_entries, sequence_entries
 from sage_aot._backends.emulation.quantize import Quantized, quantize
 from sage_aot._backends.loader import Library
 from sage_aot._call import pipeline
 from sage_aot._kernels.manifest import Manifest
 from sage_aot._launch.choose import built_archs
 from sage_aot._launch.plan import LOG2_E, Plan
-from sage_aot._problem.check import check, heads_first
+from sage_aot._problem.check import Sequences, check, heads_first
 from sage_aot._problem.mask import Mask, VisibleKeys
 from sage_aot._problem.options import OPTIONS
 from sage_aot._tools import reference
@@ -94,10 +95,11 @@ class Subject:
         tensors = make_tensors(case, self.device)
         expected_error = self._expected_error(case)
         if expected_error:
-            return _refused(case, backend, tensors, expected_error)
+            return _refused(case, backend, tensors, make_sequences(case, self.device), expected_error)
         key_mask = make_key_mask(case, self.device)
         before, mask_before = [tensor.clone() for tensor in tensors], None if key_mask is None else key_mask.clone()
-        call = _call(case, backend, tensors, key_mask)
+        sequences = make_sequences(case, self.device)
+        call = _call(case, backend, tensors, key_mask, sequences)
         measures = [same(f"input {name}", *(t.view(torch.int16) for t in pair))
                     for name, *pair in zip("qkv", tensors, before)]
         if key_mask is not None:
@@ -107,8 +109,10 @@ class Subject:
             measures.append(same("memory around out", edges.isnan(), torch.ones_like(edges, dtype=torch.bool)))
         if case.is_empty:
             return "empty", measures + _empty(call)
+        plan = plan_of(case, backend, tensors, key_mask, sequences)
+        if sequences:
+            return plan.kernels.attn.name, measures + _compare_sequences(case, call, plan, *tensors, sequences)
         views = [heads_first(tensor, case.layout) for tensor in tensors]
-        plan = plan_of(case, backend, tensors, key_mask)
         return plan.kernels.attn.name, measures + _compare(case, call, plan, *views, key_mask)
 
     def _expected_error(self, case: Case) -> type | None:
@@ -161,13 +165,13 @@ class Spy:
         call = self._backend.bind(plan, tensors)
 
         def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-                    key_mask: torch.Tensor | None = None) -> None:
+                    *others: torch.Tensor | None) -> None:
             out.fill_(math.nan)
             if lse is not None:
                 lse.fill_(math.nan)
             workspace = torch.full((call.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=q.device)  # NaNs
             try:
-                call.run(q, k, v, out, lse, workspace, key_mask)
+                call.run(q, k, v, out, lse, workspace, *others)
             except Exception as error:
                 self.error = error
                 raise
@@ -177,27 +181,37 @@ class Spy:
 
 
 def plan_of(case: Case, backend: Backend, tensors: tuple[torch.Tensor, ...],
-            key_mask: torch.Tensor | None = None) -> Plan:
-    return pipeline.plan_of(backend, check(*tensors, case.options, key_mask), tensors[0].get_device())
+            key_mask: torch.Tensor | None = None, sequences: Sequences | None = None) -> Plan:
+    return pipeline.plan_of(backend, check(*tensors, case.options, key_mask, sequences), tensors[0].get_device())
 
 
-def _call(case: Case, backend: Backend, tensors: tuple[torch.Tensor, ...], key_mask: torch.Tensor | None) -> Made:
+def _call(case: Case, backend: Backend, tensors: tuple[torch.Tensor, ...], key_mask: torch.Tensor | None,
+          sequences: Sequences | None) -> Made:
     out, guard = _make_out(case, tensors[0])
     with pipeline.handing(backend):
-        returned = sage_aot.attn(*tensors, key_mask=key_mask, **case.arguments, out=out)
+        returned = _public_call({**dict(zip("qkv", tensors)), "key_mask": key_mask, **case.arguments, "out": out},
+                                sequences)
     written, lse = returned if case.return_lse else (returned, None)
     if out is not None and written is not out:
         raise AssertionError("the call did not return the tensor given as out")
     result = backend.result if isinstance(backend, Spy) else None
-    return Made(heads_first(written, case.layout), lse, guard, result)
+    return Made(written if sequences else heads_first(written, case.layout), lse, guard, result)
 
 
-def _refused(case: Case, backend: Backend, tensors: tuple[torch.Tensor, ...],
+def _public_call(arguments: dict[str, Any], sequences: Sequences | None) -> Any:
+    """attn, or attn_varlen, which has no layout and no key mask."""
+    if sequences is None:
+        return sage_aot.attn(**arguments)
+    own = {name: value for name, value in arguments.items() if name not in ("layout", "key_mask")}
+    return sage_aot.attn_varlen(**own, **sequences._asdict())
+
+
+def _refused(case: Case, backend: Backend, tensors: tuple[torch.Tensor, ...], sequences: Sequences | None,
              expected: type) -> tuple[str, list[Measure]]:
     call = {**dict(zip("qkv", tensors)), **case.arguments}
     try:
         with pipeline.handing(backend), torch.enable_grad():
-            sage_aot.attn(**(spoil(case, call) if case.wrong != "nothing" else call))
+            _public_call(spoil(case, call) if case.wrong != "nothing" else call, sequences)
     except expected:
         return expected.__name__, []
     raise AssertionError(f"the call raised no {expected.__name__}")
@@ -279,6 +293,41 @@ def _of_entry(found: dict[str, torch.Tensor], own: slice, quantized: Quantized) 
     return {name: x[own][:, :, : room.get(name)] for name, x in found.items()}
 
 
+def _compare_sequences(case: Case, call: Made, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                       sequences: Sequences) -> list[Measure]:
+    """Sequence by sequence."""
+    found = read_back(call.result) if call.result is not None and case.read_quantized else None
+    begins_q, begins_k = (x.tolist() for x in sequences[:2])
+    measures = []
+    for b, own in enumerate(sequence_entries(plan.problem, q, k, v, sequences)):
+        queries, keys = own.problem.seqlen_q, own.problem.seqlen_kv
+        of_entry = dataclasses.replace(call, out=call.out[own.rows].transpose(0, 1)[None],
+                                       lse=None if call.lse is None else call.lse[:, own.rows][None])
+        if 0 in (queries, keys):
+            measures += _empty(of_entry)
+            continue
+        visible = Mask.of(case).visible_keys(torch.arange(queries, device=q.device), queries, keys)
+        quantized = quantize(own.problem, plan.kernels, own.q, own.k, own.v)
+        of_case = dataclasses.replace(case, batch=1, seqlen_q=queries, seqlen_kv=keys)
+        measures += _compare_visible(
+            of_case, of_entry, dataclasses.replace(plan, problem=own.problem), quantized, visible, None,
+            found and _of_sequence(found, plan, b, begins_q[b], begins_k[b], quantized), own.q, own.k, own.v)
+    return measures
+
+
+def _of_sequence(found: dict[str, torch.Tensor], plan: Plan, b: int, q_begin: int, k_begin: int,
+                 quantized: Quantized) -> dict[str, torch.Tensor]:
+    """What the kernels left of one sequence: its slots of the tiles, and its channels."""
+    tile = plan.kernels.attn.tile
+    q_tile, kv_tile = q_begin // tile.block_m + b, k_begin // tile.block_n + b
+    first = {**dict.fromkeys(("q", "q_scale", "row_bias"), q_tile * tile.block_m),
+             **dict.fromkeys(("q_mean", "delta_s"), q_tile), "v_factor": kv_tile,
+             **dict.fromkeys(("k", "v", "k_scale", "k_spoilt", "v_spoilt"), kv_tile * tile.block_n)}
+    slots = {name: x[:, :, first[name]: first[name] + getattr(quantized, name).shape[2]]
+             for name, x in found.items() if name in first}
+    return {**{name: x[b: b + 1] for name, x in found.items() if name not in first}, **slots}
+
+
 def _compare_visible(case: Case, call: Made, plan: Plan, quantized: Quantized, visible: VisibleKeys,
                      key_ranks: torch.Tensor | None, found: dict[str, torch.Tensor] | None, q: torch.Tensor,
                      k: torch.Tensor, v: torch.Tensor) -> list[Measure]:
@@ -358,7 +407,7 @@ def _bits_of_delta_s(case: Case, plan: Plan, got: torch.Tensor, expected: torch.
                      visible: VisibleKeys) -> Measure:
     """Of the keys that a tile's last row sees: the kernel leaves out blocks that no row sees, and nobody reads them."""
     block_m = plan.kernels.attn.tile.block_m
-    last_row = (torch.arange(1, plan.q_tiles + 1) * block_m).clamp(max=case.seqlen_q) - 1
+    last_row = (torch.arange(1, got.shape[2] + 1) * block_m).clamp(max=case.seqlen_q) - 1
     seen = VisibleKeys(*(x.cpu()[last_row] for x in visible)).contains(torch.arange(case.seqlen_kv))
     got, expected = (x[..., : case.seqlen_kv] for x in (got, expected))
     return same("bits of delta_s", got, expected).without(~seen)

@@ -23,11 +23,12 @@ class Result:
 
 def read_back(result: Result) -> dict[str, torch.Tensor]:
     """The quantized q, k and v as [batch, heads, rows, headdim] f32, their scales, and everything else that attention
-    reads, on the CPU."""
+    reads, on the CPU. Of sequences the tiles are in slots, in a batch of one."""
     layout = result.plan
     problem, spec, tile = layout.problem, layout.kernels.attn.spec, layout.kernels.attn.tile
     quant = layout.kernels["quant"]
-    q_heads, kv_heads = (problem.batch, problem.num_q_heads), (problem.batch, problem.num_kv_heads)
+    q_heads, kv_heads = (problem.runs, problem.num_q_heads), (problem.runs, problem.num_kv_heads)
+    of_channels = problem.batch, problem.num_kv_heads, spec.headdim
     data = result.workspace.cpu()
 
     def buffer(name: str, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -52,8 +53,8 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
     smoothed = {}
     if problem.options.smooth_q:
         smoothed["q_mean"] = buffer("q_mean", *q_heads, layout.q_tiles, spec.headdim, dtype=torch.float32)
-        if layout.heads_at_once == problem.batch * problem.num_q_heads:  # else only the last launch's heads are left
-            smoothed["delta_s"] = buffer("delta_s", *q_heads, layout.q_tiles, layout.kv_tiles * tile.block_n,
+        if layout.heads_at_once == problem.runs * problem.num_q_heads:  # else only the last launch's heads are left
+            smoothed["delta_s"] = buffer("delta_s", *q_heads, layout.q_tiles, layout.columns,
                                          dtype=torch.float32)
     return smoothed | {
         "q": _integers(_rows(q, tile.block_m, row_bytes), spec.qk).flatten(2, 3),
@@ -61,9 +62,9 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
         "v": v_hat,
         "q_scale": q_scale[..., rows % quant.fact("row_groups")].flatten(2),
         "k_scale": k_scale.abs()[..., keys % 8 // 2].flatten(2),
-        "v_scale": buffer("v_scale", *kv_heads, spec.headdim, dtype=torch.float32),
-        "k_mean": buffer("k_mean", *kv_heads, spec.headdim, dtype=torch.float32),
-        "v_mean": buffer("v_mean", *kv_heads, spec.headdim, dtype=torch.float32),
+        "v_scale": buffer("v_scale", *of_channels, dtype=torch.float32),
+        "k_mean": buffer("k_mean", *of_channels, dtype=torch.float32),
+        "v_mean": buffer("v_mean", *of_channels, dtype=torch.float32),
         "v_factor": v_factor[..., 0].abs(),
         "k_spoilt": k_spoilt.flatten(2),
         "v_spoilt": (v_hat == 0) & v_hat.signbit() & channels.repeat_interleave(tile.block_n, 2),

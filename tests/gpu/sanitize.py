@@ -1,4 +1,4 @@
-"""Three or four small calls of every attention variant, for compute-sanitizer to watch.
+"""Five or six small calls of every attention variant, for compute-sanitizer to watch.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
@@ -9,6 +9,7 @@ uninitialized."""
 from __future__ import annotations
 
 import sys
+from typing import NamedTuple
 
 import torch
 from variants import SPECS, run
@@ -16,19 +17,32 @@ from variants import SPECS, run
 from sage_aot._call.pipeline import default_library
 from sage_aot._families import FAMILIES
 from sage_aot._kernels.spec import AttnSpec
+from sage_aot._problem.check import Sequences
 from sage_aot._tools import reference
 
-CALLS = [
-    ("outlier", torch.bfloat16, (1, 2, 150), (1, 1, 200), 0, False),  # grouped heads, more keys than queries, ragged
-    ("normal", torch.float16, (1, 2, 70), (1, 2, 70), 7, False),  # rows that are not aligned to 16 bytes
-    ("normal", torch.bfloat16, (1, 2, 150), (1, 2, 200), 0, True),  # NaNs: rows read again, atomics on shared memory
-    ("normal", torch.bfloat16, (3, 2, 150), (3, 1, 300), 0, False),  # a key mask
-]
-"""Input class, dtype, [batch, heads, rows] of q and of k and v, channels fewer than the kernel's, and whether there are
-NaNs in keys of the first head and in values of the second. Calls of three batch entries have a key mask, which leaves
-the last entry no key."""
 
-SCHEDULER_CALL = ("normal", torch.bfloat16, (1, 150, 150), (1, 150, 700), 0, False)
+class Call(NamedTuple):
+    """One small call."""
+
+    kind: str  # of the inputs
+    dtype: torch.dtype
+    q_shape: tuple[int, int, int]  # batch, heads, rows
+    kv_shape: tuple[int, int, int]
+    fewer: int = 0  # channels fewer than the kernel's
+    has_nans: bool = False  # in keys of the first head and in values of the second
+    has_key_mask: bool = False  # which leaves the last of three batch entries no key
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of sequences: queries, and keys, of each
+
+
+CALLS = [
+    Call("outlier", torch.bfloat16, (1, 2, 150), (1, 1, 200)),  # grouped heads, more keys than queries, ragged
+    Call("normal", torch.float16, (1, 2, 70), (1, 2, 70), fewer=7),  # rows that are not aligned to 16 bytes
+    Call("normal", torch.bfloat16, (1, 2, 150), (1, 2, 200), has_nans=True),  # rows read again, shared atomics
+    Call("normal", torch.bfloat16, (3, 2, 150), (3, 1, 300), has_key_mask=True),
+    Call("normal", torch.bfloat16, (1, 2, 350), (1, 1, 330), lengths=((200, 0, 1, 149), (70, 130, 130, 0))),
+]
+
+SCHEDULER_CALL = Call("normal", torch.bfloat16, (1, 150, 150), (1, 150, 700))
 """One more call for kernels of persistent blocks: more query tiles than any GPU has SMs, and more KV tiles than the
 pipeline has stages."""
 
@@ -37,23 +51,29 @@ def main() -> None:
     specs = [spec for spec in SPECS if spec.arch in sys.argv[1:] or not sys.argv[1:]]
     count = 0
     for spec in specs:
-        for kind, dtype, q_shape, kv_shape, missing, plant in calls_of(spec):
+        for call in calls_of(spec):
             count += 1
-            headdim = spec.headdim - missing
-            q, k, v = reference.inputs(kind, (*q_shape, headdim), (*kv_shape, headdim), dtype,
+            headdim = spec.headdim - call.fewer
+            q, k, v = reference.inputs(call.kind, (*call.q_shape, headdim), (*call.kv_shape, headdim), call.dtype,
                                         torch.Generator("cuda").manual_seed(4))
-            if plant:
+            if call.has_nans:
                 k[0, 0, [70, 131, 132], 5] = v[0, 1, [3, 131], 9] = torch.nan
-            keys = torch.arange(kv_shape[2], device="cuda")
-            key_mask = keys >= torch.tensor([[0], [170], [300]], device="cuda") if q_shape[0] == 3 else None
-            result = run(spec, q, k, v, key_mask=key_mask, poison=False)
+            key_mask = sequences = None
+            if call.has_key_mask:
+                key_mask = torch.arange(k.shape[2], device="cuda") >= torch.tensor([[0], [170], [300]], device="cuda")
+            if call.lengths:
+                q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+                sequences = Sequences.of_lengths(*call.lengths).to("cuda")
+            result = run(spec, q, k, v, key_mask=key_mask, sequences=sequences, poison=False)
             torch.cuda.synchronize()
-            expected = _spoilt(spec, result.out) if plant else torch.zeros_like(result.out, dtype=torch.bool)
+            expected = torch.zeros_like(result.out, dtype=torch.bool)
+            if call.has_nans:
+                expected = _spoilt(spec, result.out)
             assert torch.equal(~result.out.isfinite(), expected), spec.name
     print(f"{count} calls of {len(specs)} variants")
 
 
-def calls_of(spec: AttnSpec) -> list[tuple]:
+def calls_of(spec: AttnSpec) -> list[Call]:
     family = default_library().manifest.kernels[spec.name].family
     return [*CALLS, SCHEDULER_CALL] if FAMILIES[family].persistent else CALLS
 

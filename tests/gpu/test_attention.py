@@ -16,6 +16,7 @@ from sage_aot._backends.emulation.attention import attend
 from sage_aot._backends.emulation.quantize import quantize
 from sage_aot._call.pipeline import default_library
 from sage_aot._launch import plan as launch_plan
+from sage_aot._problem.check import Sequences
 from sage_aot._problem.mask import Mask
 from sage_aot._problem.options import Options
 from sage_aot._tools.reference import INPUT_CLASSES, attention, inputs, measure
@@ -141,6 +142,45 @@ def test_a_mask_without_keys_and_junk_behind_a_mask(spec):
     gone = ~mask[:, None, :, None]
     junk = run(spec, q, k.masked_fill(gone, math.nan), v.masked_fill(gone, math.inf), key_mask=mask)
     assert torch.equal(junk.out, found.out) and torch.equal(junk.lse, found.lse) and junk.out.isfinite().all()
+
+
+QUERIES, KEYS = (200, 0, 1, 500, 64, 130, 0, 3), (130, 40, 0, 433, 700, 1, 0, 64)
+"""Of sequences. Some are shorter than a tile, some have no queries or no keys."""
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@each_variant
+def test_a_sequence_is_the_call_on_it_alone(spec, group):
+    qkv = draw(spec, (1, 4, sum(QUERIES)), (1, 4 // group, sum(KEYS)), "outlier", seed=group)
+    q, k, v = (x[0].transpose(0, 1) for x in qkv)  # of strides that are not those of whole rows
+    found = run(spec, q, k, v, sequences=Sequences.of_lengths(QUERIES, KEYS).to("cuda"))
+    for out, lse, *own in zip(found.out.split(QUERIES), found.lse.split(QUERIES, 1), q.split(QUERIES), k.split(KEYS),
+                              v.split(KEYS)):
+        if not len(own[1]):
+            assert not out.any() and (lse == -math.inf).all()
+        elif len(out):
+            alone = run(spec, *(x[None] for x in own), layout="NHD")
+            assert torch.equal(out, alone.out[0]) and torch.equal(lse, alone.lse[0])
+
+
+@each_variant
+def test_sequences_are_cut_at_the_longest_said(spec):
+    q, k, v = (x[0].transpose(0, 1) for x in draw(spec, (1, 2, 500), (1, 2, 700)))
+    sequences = Sequences.of_lengths((300, 200), (400, 300)).to("cuda")
+    found = run(spec, q, k, v, sequences=sequences._replace(max_seqlen_q=250, max_seqlen_k=350))
+    for first_q, first_k, queries, keys in ((0, 0, 250, 350), (300, 400, 200, 300)):
+        own = q[first_q: first_q + queries], k[first_k: first_k + keys], v[first_k: first_k + keys]
+        alone = run(spec, *(x[None] for x in own), layout="NHD")
+        assert torch.equal(found.out[first_q: first_q + queries], alone.out[0])
+    assert found.out[250:300].isnan().all() and found.lse[:, 250:300].isnan().all()
+
+
+@each_variant
+def test_a_mask_that_batch_entries_share(spec):
+    q, k, v = draw(spec, (3, 2, 200), (3, 2, 300), seed=3)
+    mask = torch.rand(1, 300, device="cuda", generator=torch.Generator("cuda").manual_seed(3)) < 0.5
+    shared, copied = (run(spec, q, k, v, key_mask=x) for x in (mask.expand(3, -1), mask.repeat(3, 1)))
+    assert torch.equal(shared.out, copied.out) and torch.equal(shared.lse, copied.lse)
 
 
 @each_padded(1, 32, 33, 40, 63, 65, 80, 96, 127)

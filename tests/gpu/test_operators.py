@@ -9,6 +9,7 @@ import torch
 
 import sage_aot
 from sage_aot._call import ops
+from sage_aot._problem.check import Sequences
 from sage_aot._problem.options import Options, for_schema
 from sage_aot._tools import reference
 
@@ -139,6 +140,50 @@ def test_a_mask_in_a_graph_is_read_at_each_replay_and_never_on_the_host(is_causa
         mask.copy_(padded(lengths))
         graph.replay()
         assert torch.equal(out, sage_aot.attn(q, k, v, key_mask=padded(lengths), is_causal=is_causal))
+
+
+def sequences_of(queries, keys, seed=0, heads=4):
+    """q, k and v [tokens, heads, 64] and the other arguments of attn_varlen."""
+    qkv = reference.inputs("normal", (1, heads, sum(queries), 64), (1, heads, sum(keys), 64), torch.bfloat16,
+                           torch.Generator("cuda").manual_seed(seed))
+    return [x[0].transpose(0, 1).contiguous() for x in qkv] + list(Sequences.of_lengths(queries, keys).to("cuda"))
+
+
+@pytest.mark.parametrize("op", [ops.attn_varlen, ops.attn_varlen_lse, ops.attn_varlen_out, ops.attn_varlen_lse_out],
+                         ids=str)
+def test_opcheck_of_sequences(op):
+    given = sequences_of((40, 0, 160), (100, 20, 180))
+    written = (torch.empty_like(given[0]),) if "out" in str(op) else ()
+    torch.library.opcheck(op, (*given, *written, *options(layout="NHD")))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lengths_in_a_graph_are_read_at_each_replay_and_never_on_the_host(is_causal):
+    q, k, v, begins_q, begins_k, *_ = sequences_of((100, 100, 100), (200, 200, 200))
+    sage_aot.attn_varlen(q, k, v, begins_q, begins_k, 300, 600, is_causal=is_causal)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sage_aot.attn_varlen(q, k, v, begins_q, begins_k, 300, 600, is_causal=is_causal)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = sage_aot.attn_varlen(q, k, v, begins_q, begins_k, 300, 600, is_causal=is_causal)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for queries, keys in (((300, 0, 0), (0, 600, 0)), ((1, 298, 1), (5, 500, 95)), ((0, 150, 150), (1, 1, 598))):
+        own = Sequences.of_lengths(queries, keys).to("cuda")
+        begins_q.copy_(own.cu_seqlens_q), begins_k.copy_(own.cu_seqlens_k)
+        graph.replay()
+        assert torch.equal(out, sage_aot.attn_varlen(q, k, v, *own, is_causal=is_causal))
+
+
+def test_sequences_in_compiled_code(compiled):
+    work = compiled(lambda *given: sage_aot.attn_varlen(*given, 200, 300, is_causal=True, return_lse=True))
+    for seed in range(5):
+        given = sequences_of((50, 150 - seed, seed), (100, 100, 100), seed)[:5]
+        found = [x.clone() for x in work(*given)]
+        expected = sage_aot.attn_varlen(*given, 200, 300, is_causal=True, return_lse=True)
+        assert all(map(torch.equal, found, expected))
 
 
 def test_a_mask_in_compiled_code(compiled):

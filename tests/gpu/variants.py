@@ -24,6 +24,7 @@ from sage_aot._call.pipeline import default_library, prepare
 from sage_aot._kernels.axes import least_headdim
 from sage_aot._kernels.manifest import FILE_NAME, Manifest
 from sage_aot._kernels.spec import AttnSpec
+from sage_aot._problem.check import Sequences
 from sage_aot._problem.options import Options
 from sage_aot._tools.verify import takes
 
@@ -121,15 +122,15 @@ def own_specs() -> list[AttnSpec]:
 def run(spec: AttnSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout: str = "HND",
         out: torch.Tensor | None = None, scale: float | None = None, smooth_k: bool = True,
         rotate: bool | str = "auto", clip: bool = True, key_mask: torch.Tensor | None = None,
-        poison: bool = True) -> Result:
+        sequences: Sequences | None = None, poison: bool = True) -> Result:
     """One call of one variant. `poison`: fill outputs and workspace with NaN before."""
     options = Options.of_axes(spec.values, scale=scale, layout=layout, smooth_k=smooth_k, rotate=rotate,
                               clip=clip)
     out = torch.empty_like(q) if out is None else out
-    call = prepare(backend_of(spec.arch), q, k, v, options, out, key_mask)
+    call = prepare(backend_of(spec.arch), q, k, v, options, out, key_mask, sequences)
     lse = call.empty_lse(q)
     workspace = torch.empty(call.run.plan.workspace_bytes, dtype=torch.uint8, device=q.device)
     if poison:
         out.fill_(torch.nan), lse.fill_(torch.nan), workspace.fill_(0xFF)  # NaNs too
-    call.run.run(q, k, v, out, lse, workspace, key_mask)
+    call.run.run(q, k, v, out, lse, workspace, key_mask, sequences)
     return Result(out, lse, workspace, call.run.plan)

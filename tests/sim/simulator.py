@@ -22,6 +22,7 @@ from sage_aot._backends.cuda import mask_argument, strides_of
 from sage_aot._kernels.manifest import Manifest, Struct, read_target
 from sage_aot._launch.plan import Argument, Arguments, Launch, Plan, launches
 from sage_aot._launch.structs import Packer
+from sage_aot._problem.check import Sequences
 
 INSIDE, WRITTEN, WRITABLE = 1, 2, 4
 """Bits of a byte's state, engine/global_memory.h."""
@@ -115,19 +116,23 @@ class SimulatedCall:
         self.plan, self._manifest, self._simulator = plan, manifest, simulator
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                 lse: torch.Tensor | None, key_mask: torch.Tensor | None = None) -> None:
-        self.run(q, k, v, out, lse, torch.empty(self.plan.workspace_bytes, dtype=torch.uint8), key_mask)
+                 lse: torch.Tensor | None, key_mask: torch.Tensor | None = None,
+                 sequences: Sequences | None = None) -> None:
+        workspace = torch.empty(self.plan.workspace_bytes, dtype=torch.uint8)
+        self.run(q, k, v, out, lse, workspace, key_mask, sequences)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-            workspace: torch.Tensor, key_mask: torch.Tensor | None = None) -> None:
+            workspace: torch.Tensor, key_mask: torch.Tensor | None = None, sequences: Sequences | None = None) -> None:
         """The call with a workspace of the caller's, which keeps what the quantizers leave."""
         tensors = {"q": q, "k": k, "v": v, "out": out}
-        inputs = {"q": q, "k": k, "v": v} if key_mask is None else {"q": q, "k": k, "v": v, "key_mask": key_mask}
+        cu_seqlens_q, cu_seqlens_k = sequences[:2] if sequences else (None, None)
+        others = {"key_mask": key_mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        inputs = {"q": q, "k": k, "v": v, **{name: x for name, x in others.items() if x is not None}}
         results = {"out": out} if lse is None else {"out": out, "lse": lse}
         self._simulator.know(*views(inputs, results), *_buffers_of(self.plan, workspace))
         addresses = {name: tensor.data_ptr() for name, tensor in {**tensors, "workspace": workspace}.items()}
         addresses |= {name: 0 if tensor is None else tensor.data_ptr()
-                      for name, tensor in (("lse", lse), ("key_mask", key_mask))}
+                      for name, tensor in {"lse": lse, **others}.items()}
         layout = self.plan.problem.options.layout
         arguments = Arguments(*(Argument(name, strides_of(tensor, layout), addresses[name] % 16 == 0)
                                 for name, tensor in tensors.items()),

@@ -83,6 +83,15 @@ MASKED: dict[tuple[str, str, str], dict[str, Any]] = {
 """What the case with a key mask has, by the kernel's mask, V and Q."""
 
 
+SEQUENCES: dict[tuple[str, str], dict[str, Any]] = {
+    ("full", "vraw"): {"seed": 1, "kv_heads": 2},  # the first sequence is empty, the last has queries and no keys
+    ("full", "vsmooth"): {"seed": 39, "strides": "misaligned", "out": "misaligned", "lengths": "cut"},
+    ("causal", "vraw"): {"seed": 11, "group": 2, "planted": "v:inf"},
+    ("causal", "vsmooth"): {"seed": 14, "strides": "fused", "planted": "k:nan"},
+}
+"""What the case with sequences has, by the kernel's mask and V."""
+
+
 def cases_of(spec: AttnSpec) -> dict[str, Case]:
     """Ragged calls, of bf16 and of f16 alternately.
 
@@ -95,6 +104,7 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     factors: KV tiles with factors of their own, a negative softmax scale; whole rows rotated at 8 bits too, or where
         causal K not smoothed.
     masked: a key mask, MASKED.
+    sequences: of several lengths in one tensor, SEQUENCES.
     falling, for e4m3 P: scores behind which references fall, once by far or from tile to tile.
 
     On Hopper also
@@ -124,6 +134,9 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
                                seqlen_kv=3 * tile.block_n + 42, kind="heavy_v" if spec.v == "vraw" else "sparse_v")
     found["masked"] = replace(plain, **{"seed": 6, "batch": 3, "group": 1, "seqlen_q": tile.block_m + 20,
                                         "seqlen_kv": 2 * tile.block_n + 100, **MASKED[spec.mask, spec.v, spec.q]})
+    found["sequences"] = replace(plain, **{"batch": 4, "group": 1, "seqlen_q": tile.block_m + 20,
+                                           "seqlen_kv": 2 * tile.block_n + 50, "lengths": "mixed",
+                                           **SEQUENCES[spec.mask, spec.v]})
     if spec.pv == "e4m3":
         found["falling"] = replace(few, seqlen_kv=5 * tile.block_n + 42,
                                    kind="sink" if spec.v == "vraw" else "falling")

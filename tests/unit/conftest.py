@@ -122,7 +122,7 @@ _FACTS = {"threads": "32 * Config::block_m / Config::warp_m",
 """Facts of attention kernels as C++ expressions. Kernels of other kinds have their family's threads, and no such shared
 memory."""
 
-_REAL_HEADERS = ("kernel_info.cuh", "params.cuh", "types.cuh")
+_REAL_HEADERS = ("fast_divmod.cuh", "kernel_info.cuh", "params.cuh", "types.cuh")
 """Headers of the project that are copied: they define the tables of a kernel's facts and fields."""
 
 

@@ -21,7 +21,7 @@ from sage_aot._backends.loader import KERNEL_FOLDER, Library
 from sage_aot._call.pipeline import default_library, plan_of
 from sage_aot._launch import plan as planning
 from sage_aot._launch.structs import SOURCES, Packer
-from sage_aot._problem.check import check
+from sage_aot._problem.check import Sequences, check
 from sage_aot._problem.options import Options
 from sage_aot.errors import LaunchError
 
@@ -95,10 +95,11 @@ def driver():
     return Driver()
 
 
-def prepare(driver, tensors, options=Options(), arch="sm89", device=0, key_mask=None):  # noqa: B008 - frozen
+def prepare(driver, tensors, options=Options(), arch="sm89", device=0, key_mask=None,  # noqa: B008 - frozen
+            sequences=None):
     backend = CudaBackend(Library(KERNEL_FOLDER, driver), arch)
     q, k, v = tensors
-    layout = plan_of(backend, check(q, k, v, options, key_mask), device)
+    layout = plan_of(backend, check(q, k, v, options, key_mask, sequences), device)
     return CudaCall(layout, Tensors(q, k, v, torch.empty_like(q), key_mask), backend, device)
 
 
@@ -116,14 +117,15 @@ def expected_of(call, addresses, at_16_bytes=(True, True, True), stream=STREAM, 
                  stream, context) for launch in call.launches(at_16_bytes)]
 
 
-def run(call, tensors, with_lse=True, key_mask=None):
+def run(call, tensors, with_lse=True, key_mask=None, sequences=None):
     """Make a call with a new output and workspace; return the addresses of its tensors."""
     q, k, v = tensors
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3]) if with_lse else None
     workspace = torch.empty(call.plan.workspace_bytes, dtype=torch.uint8)
-    call.run(q, k, v, out, lse, workspace, key_mask)
+    call.run(q, k, v, out, lse, workspace, key_mask, sequences)
+    optional = lse, key_mask, *(sequences[:2] if sequences else (None, None))
     return [*(tensor.data_ptr() for tensor in (q, k, v, out)),
-            *(0 if tensor is None else tensor.data_ptr() for tensor in (lse, key_mask)), workspace.data_ptr()]
+            *(0 if tensor is None else tensor.data_ptr() for tensor in optional), workspace.data_ptr()]
 
 
 # --- structs ----------------------------------------------------------------------------------------------------------
@@ -153,6 +155,25 @@ def test_a_key_mask_reaches_the_kernel_that_packs(driver, with_lse):
         layout = default_library().manifest.structs["PackParams"].fields["key_mask"][1]
         data, batch, _, row = struct.unpack_from("<Qqqq", seen[0].struct, layout)
         assert (data, batch, row) == (mask.data_ptr(), 600, 3)
+
+
+@pytest.mark.parametrize("with_lse", [True, False])
+def test_sequences_reach_the_kernels(driver, with_lse):
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in draw())
+    several = [Sequences.of_lengths((100, 30), (50, 150)) for _ in range(2)]
+    call = prepare(driver, (q, k, v), sequences=several[0])
+    for sequences in several:  # at other addresses
+        addresses = run(call, (q, k, v), with_lse, sequences=sequences)
+        seen = driver.launches()
+        assert seen == expected_of(call, addresses) and [each.entry for each in seen][0].startswith("sage_quant_sm89")
+        for launched, name in zip(seen, ("QuantParams", "AttnParams")):
+            fields = default_library().manifest.structs[name].fields
+            found = [struct.unpack_from("<Q", launched.struct, fields[field][1])[0]
+                     for field in ("cu_seqlens_q", "cu_seqlens_k")]
+            assert found == [sequences.cu_seqlens_q.data_ptr(), sequences.cu_seqlens_k.data_ptr()]
+        layout = default_library().manifest.structs["QuantParams"].fields["q"][1]
+        of_q = struct.unpack_from("<Qqqq", seen[0].struct, layout)
+        assert of_q == (q.data_ptr(), 0, q.stride(1), q.stride(0))
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])

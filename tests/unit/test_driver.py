@@ -212,7 +212,7 @@ def cupy_queue(monkeypatch, refused=""):
              for blocks, name in ((1, "first"), (2, "second"))]
     queue = Queue(bound, driver, 1, driver.context(1))
     told.clear()
-    return lambda: queue(9, 1, 2, 3, 4, 5, 6, 7), told, contexts
+    return lambda: queue(9, *range(1, len(SOURCES) + 1)), told, contexts
 
 
 def launched(told):

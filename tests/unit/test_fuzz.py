@@ -122,8 +122,8 @@ def defect(monkeypatch):
         def bind(self, plan, tensors):
             right, problem = super().bind(plan, tensors), plan.problem
 
-            def wrong(q, k, v, out, lse, key_mask):
-                right(q, k, v, out, lse, key_mask)
+            def wrong(q, k, v, out, lse, *others):
+                right(q, k, v, out, lse, *others)
                 if problem.options.is_causal and problem.seqlen_kv % 64 == 1 and problem.seqlen_kv > 1:
                     heads_first(out, problem.options.layout)[:, :, -1] += 100.0
 
@@ -134,7 +134,7 @@ def defect(monkeypatch):
 
 def test_a_planted_defect_is_found_and_reduced(defect, capsys, tmp_path):
     log = tmp_path / "fuzz.log"
-    fixed = json.dumps({"planted": "none", "seqlen_kv": 129, "wrong": "nothing", "headdim": 64})
+    fixed = json.dumps({"planted": "none", "seqlen_kv": 129, "wrong": "nothing", "headdim": 64, "lengths": "one"})
     assert fuzz.main(["--device", "cpu", "--calls", "4", "--longest", "130", "--fixed", fixed, "--log", str(log)]) == 1
     text = capsys.readouterr().out
     assert text == log.read_text() and "FAILED output, float64\n" in text
@@ -171,7 +171,8 @@ def test_bad_arguments_must_be_refused(subject):
     for wrong in WEIGHTS["wrong"]:
         verdict = subject.examine(Case("sm80", wrong=wrong))
         assert verdict.failure is None and (wrong == "nothing" or verdict.variant == "ArgumentError")
-    assert subject.examine(Case("sm90", qk="int4")).variant == "UnsupportedError"
+    for lengths in WEIGHTS["lengths"]:
+        assert subject.examine(Case("sm90", qk="int4", lengths=lengths)).variant == "UnsupportedError"
     assert subject.examine(Case("sm80", pv_accum="two_level_f16")).variant == "UnsupportedError"
     assert "_acc2f16_" in subject.examine(Case("sm89", pv_accum="two_level_f16")).variant
 

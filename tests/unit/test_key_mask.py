@@ -166,7 +166,7 @@ def test_a_mask_of_too_many_keys_is_refused(batch, keys, message):
 
 
 def test_explain_takes_a_mask_with_tensors_only():
-    with pytest.raises(sage_aot.ArgumentError, match="key_mask: expected None without q, k and v, got a mask"):
+    with pytest.raises(sage_aot.ArgumentError, match="key_mask: expected None without q, k and v, got Tensor"):
         sage_aot.explain(capability=(9, 0), headdim=64, key_mask=torch.ones(1, 1, dtype=torch.bool))
 
 

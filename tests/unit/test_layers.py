@@ -15,11 +15,13 @@ import sage_aot
 
 ROOT = Path(__file__).parents[2]
 HEADERS = ROOT / "templates/include/sage"
-LAYERS = ("types.cuh", "kernel_info.cuh", "params.cuh", "ptx", "numerics", "tile", "problem", "attn", "quant")
+LAYERS = ("types.cuh", "kernel_info.cuh", "fast_divmod.cuh", "params.cuh", "ptx", "numerics", "tile", "problem", "attn",
+          "quant")
 MAY_INCLUDE = {
     "types.cuh": (),
     "kernel_info.cuh": ("types.cuh",),
-    "params.cuh": ("types.cuh", "kernel_info.cuh"),
+    "fast_divmod.cuh": ("types.cuh", "kernel_info.cuh"),
+    "params.cuh": ("types.cuh", "kernel_info.cuh", "fast_divmod.cuh"),
     "ptx": ("types.cuh",),
     "numerics": ("types.cuh", "ptx"),
     "tile": ("types.cuh", "ptx"),

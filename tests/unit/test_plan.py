@@ -22,7 +22,7 @@ from sage_aot._launch.plan import (
     launches,
     plan,
 )
-from sage_aot._launch.structs import NULL, WORD, Packer, Tensor
+from sage_aot._launch.structs import NULL, WORD, FastDivmod, Packer, Tensor
 from sage_aot._problem.check import Problem
 from sage_aot._problem.options import Options
 from sage_aot.errors import UnsupportedError
@@ -59,6 +59,11 @@ def run(problem=PROBLEM, chosen=None, sm_count=132, **tensors):
     return launches(plan(problem, chosen or kernels(problem=problem)), Arguments(**arguments), sm_count)
 
 
+def number(value):
+    """The value of a field; of a divisor the divisor."""
+    return value.divisor if isinstance(value, FastDivmod) else value
+
+
 def test_grids_cover_every_tile():
     quant, attn = run()
     q_tiles, kv_tiles = 2, 4
@@ -85,13 +90,13 @@ def test_blocks_of_the_quantizer_take_several_tiles_where_that_leaves_enough(sm_
 
 def test_structs_hold_the_problem():
     quant, attn = run()
-    found = {name: quant.params[name] for name in (
+    found = {name: number(quant.params[name]) for name in (
         "batch", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_kv", "headdim", "q_tiles", "kv_tiles")}
     assert found == {"batch": 2, "num_q_heads": 6, "num_kv_heads": 3, "seqlen_q": 130, "seqlen_kv": 200, "headdim": 80,
                      "q_tiles": 2, "kv_tiles": 4}
     assert quant.params["softmax_scale_log2"] == pytest.approx(0.5 / math.log(2)) and LOG2_E == 1 / math.log(2)
-    assert {name: attn.params[name] for name in found if name != "batch"} == {
-        name: value for name, value in found.items() if name != "batch"}
+    assert {name: number(attn.params[name]) for name in found} == found
+    assert attn.params["q_heads_per_kv_head"] == FastDivmod.of(2)
     assert attn.params["num_heads"] == 12
     assert {launch.params["dtype"] for launch in run()} == {1}
     assert {launch.params["dtype"] for launch in run(changed(dtype="f16"))} == {0}
@@ -215,10 +220,11 @@ def test_delta_precedes_attention_and_holds_the_problem():
     assert kinds == ["quant", "delta", "attn"]
     assert delta.blocks == 2 * 6 * 1 * 4  # 2 query tiles, 4 * 64 keys, in blocks of 64 x 64
     fields = STRUCTS["DeltaParams"].fields
-    values = {name: delta.params[name] for name, (code, _) in fields.items() if code == "i"}
-    assert values == {"first_head": 0, "num_heads": 12, "num_q_heads": 6, "num_kv_heads": 3, "seqlen_q": 130,
-                      "seqlen_kv": 200, "headdim": 80, "q_tiles": 2, "columns": 256, "dtype": 1,
-                      "block_m": 128, "block_n": 64, "is_causal": 1, "unused": 0}
+    values = {name: number(delta.params[name]) for name, (code, _) in fields.items() if code in "iD"}
+    assert values == {"batch": 2, "first_head": 0, "num_heads": 12, "num_q_heads": 6, "num_kv_heads": 3,
+                      "q_heads_per_kv_head": 2, "seqlen_q": 130, "seqlen_kv": 200, "headdim": 80, "q_tiles": 2,
+                      "columns": 256, "key_blocks": 4, "tile_blocks": 1, "dtype": 1, "block_m": 128, "block_n": 64,
+                      "is_causal": 1, "unused": 0}
 
 
 @pytest.mark.parametrize(("edge", "blocks"), [(64, 12 * 1 * 4), (128, 12 * 1 * 2), (2, 12 * 1 * 128)])
@@ -234,7 +240,8 @@ def test_kernels_agree_on_addresses():
     offsets, met = plan(problem, kernels(problem=problem)).offsets, set()
     for launch in run(problem):
         fields = STRUCTS[launch.record.params].fields
-        pointers = {name: launch.params[name] for name, (code, _) in fields.items() if code == "Q" and name != "lse"}
+        pointers = {name: launch.params[name] for name, (code, _) in fields.items()
+                    if code == "Q" and name not in ("lse", "cu_seqlens_q", "cu_seqlens_k")}
         assert pointers == {name: ("workspace", offsets[name]) for name in pointers}
         met |= set(pointers)
     assert met == set(offsets)
@@ -286,3 +293,47 @@ def test_the_workspace_of_delta_is_bounded_whatever_the_batch():
     layout = plan(many, kernels(problem=many))
     assert layout.workspace_bytes - layout.offsets["delta_s"] <= DELTA_BYTES
     assert 1 < layout.heads_at_once < 64 * 24
+
+
+# --- sequences in one tensor ------------------------------------------------------------------------------------------
+
+
+def first_slot(begin, sequence, block):
+    """As problem/sequences.cuh has it."""
+    return begin // block + sequence
+
+
+@pytest.mark.parametrize("lengths", [(130,), (1, 1, 1), (0, 129, 0, 128, 127), (64, 65, 0, 0), (500, 0, 1)], ids=str)
+@pytest.mark.parametrize("block", [1, 64, 128, 192])
+def test_slots_of_sequences_do_not_overlap_and_are_no_more_than_planned(lengths, block):
+    tokens, begin, end = sum(lengths), 0, 0
+    for sequence, length in enumerate(lengths):
+        first = first_slot(begin, sequence, block)
+        assert first >= end
+        begin, end = begin + length, first + math.ceil(length / block)
+    problem = changed(batch=len(lengths), tokens=(tokens, tokens))
+    tile = TILE._replace(block_m=block, block_n=block)
+    layout = plan(problem, kernels(tile=tile))
+    assert end <= layout.q_tiles == layout.kv_tiles == tokens // block + len(lengths)
+
+
+def test_sequences_share_heads_and_have_channels_of_their_own():
+    problem = changed(batch=5, seqlen_q=130, seqlen_kv=200, tokens=(400, 700))
+    layout = plan(problem, kernels())
+    q_tiles, kv_tiles = 400 // 128 + 5, 700 // 64 + 5
+    assert (layout.q_tiles, layout.kv_tiles, layout.columns) == (q_tiles, kv_tiles, 256)
+    assert layout.sizes["row_bias"] == 6 * q_tiles * 128 * 4
+    assert layout.sizes["k_mean"] == layout.sizes["v_scale"] == 5 * 3 * 128 * 4
+    quant, attn = run(problem)
+    assert quant.blocks == 3 * (2 * (700 // 128 + 5) + 2 * q_tiles) and attn.blocks == 6 * q_tiles
+    assert quant.params["kv_blocks"] == 700 // 128 + 5
+    assert quant.params["blocks_per_kv_head"].divisor == quant.blocks / 3
+    assert attn.params["cu_seqlens_q"] == ("cu_seqlens_q", 0) and run()[1].params["cu_seqlens_q"] == NULL
+    assert (attn.params["q_rows"], quant.params["kv_rows"]) == (400, 700)
+
+
+def test_delta_of_sequences_has_blocks_for_the_slots_of_its_rows():
+    problem = changed(SMOOTH_Q, batch=5, seqlen_q=130, seqlen_kv=200, tokens=(20_000, 700))
+    _, delta, _ = run(problem)
+    assert delta.params["tile_blocks"].divisor == 20_000 // (64 * 128) + 5 and delta.params["key_blocks"].divisor == 4
+    assert delta.blocks == 6 * 4 * (20_000 // (64 * 128) + 5)

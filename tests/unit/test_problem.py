@@ -69,7 +69,7 @@ def test_layout_says_which_dimension_is_which():
     ({"q": bf16(3, 4, 10, 64)}, "one batch size, got 3 for q and 2 for k and v; expand"),
     ({"q": bf16(2, 4, 10, 32)}, "one head dim, got 32 for q and 64 for k and v; pad the smaller"),
     ({"q": bf16(2, 3, 10, 64)},
-     "must be a multiple of those of k and v, got 3 and 2 in layout 'HND'; .*pass layout='NHD'"),
+     r"must be a multiple of those of k and v, got 3 and 2 in \[batch, heads, seq, headdim\]; .*pass layout='NHD'"),
     ({"k": bf16(2, 0, 12, 64), "v": bf16(2, 0, 12, 64)}, "must be a multiple of those of k and v, got 4 and 0"),
 ])
 def test_bad_tensors(changes, message):

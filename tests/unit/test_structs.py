@@ -4,6 +4,7 @@ layout."""
 from __future__ import annotations
 
 import ctypes
+import random
 import struct
 
 import pytest
@@ -20,6 +21,7 @@ from sage_aot._launch.structs import (
     SOURCES,
     WORD,
     Address,
+    FastDivmod,
     Packed,
     Packer,
     Tensor,
@@ -43,7 +45,14 @@ class Strided(ctypes.Structure):
     _fields_ = [("data", ctypes.c_uint64), ("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64)]
 
 
-C_TYPES = {"Q": ctypes.c_uint64, "T": Strided, "i": ctypes.c_int32, "f": ctypes.c_float}
+class Divided(ctypes.Structure):
+    """A divisor, in C."""
+
+    _fields_ = [("divisor", ctypes.c_int32), ("multiplier", ctypes.c_uint32), ("shift", ctypes.c_int32)]
+
+
+C_TYPES = {"Q": ctypes.c_uint64, "T": Strided, "D": Divided, "i": ctypes.c_int32, "f": ctypes.c_float}
+FORMATS = {"Q": "<Q", "T": "<Qqqq", "D": "<iIi", "i": "<i", "f": "<f"}
 
 
 def every_value() -> dict[str, object]:
@@ -51,13 +60,14 @@ def every_value() -> dict[str, object]:
     values = {}
     for i, (name, code) in enumerate(FILLED.items(), 1):
         address = SOURCES[i % len(SOURCES)], 16 * i
-        values[name] = {"Q": address, "T": Tensor(address, 1000 + i, 2000 + i, 3000 + i), "i": i, "f": i + 0.5}[code]
+        values[name] = {"Q": address, "T": Tensor(address, 1000 + i, 2000 + i, 3000 + i), "i": i, "f": i + 0.5,
+                        "D": FastDivmod(4000 + i, 2**32 - i, i)}[code]
     return values
 
 
 def read(data: bytes, layout: Struct) -> dict[str, object]:
     """The fields of a struct, as a kernel reads them."""
-    return {name: struct.unpack_from({"Q": "<Q", "T": "<Qqqq", "i": "<i", "f": "<f"}[code], data, offset)
+    return {name: struct.unpack_from(FORMATS[code], data, offset)
             for name, (code, offset) in layout.fields.items()}
 
 
@@ -69,6 +79,8 @@ def expected(layout: Struct, addresses: dict[str, int]) -> dict[str, object]:
     def field(value: object) -> tuple:
         if isinstance(value, Tensor):
             return (word(value.data), *value[1:])
+        if isinstance(value, FastDivmod):
+            return tuple(value)
         return (word(value),) if isinstance(value, tuple) else (value,)
 
     return {name: field(value) for name, value in every_value().items() if name in layout.fields}
@@ -133,12 +145,23 @@ def test_a_struct_whose_fields_were_moved_is_still_filled_in_right(name):
     """Fields go by their names."""
     fields, end = {}, 0
     for field, (code, _) in reversed(STRUCTS[name].fields.items()):
-        fields[field], end = (code, end), end + {"Q": 8, "T": 32, "i": 4, "f": 4}[code]
+        fields[field], end = (code, end), end + struct.calcsize(FORMATS[code])
     moved = Struct(end, fields)
     assert layout_problems({name: moved}) == []
     data = Packer(moved).pack(every_value()).at(ADDRESSES)
     assert len(data) == moved.size
     assert read(data, moved) == expected(moved, ADDRESSES)
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 8, 24, 86, 641, 2**16 - 1, 2**16 + 1, 2**30, 2**31 - 1])
+def test_the_multiplier_of_a_divisor_gives_every_quotient(divisor):
+    by = FastDivmod.of(divisor)
+    assert by.divisor == divisor and 0 <= by.multiplier < 2**32
+    rng = random.Random(divisor)
+    numbers = {0, 1, 2**31 - 1, *(rng.randrange(2**31) for _ in range(2000))}
+    numbers |= {n + d for n in (rng.randrange(2**31 // divisor) * divisor for _ in range(1000)) for d in (-1, 0)}
+    for n in numbers - {-1}:
+        assert (n * by.multiplier >> 31) % 2**32 >> by.shift == n // divisor, n
 
 
 def test_a_struct_is_packed_once_for_all_addresses():
@@ -189,7 +212,7 @@ def test_the_vocabulary_follows_what_is_filled_in(monkeypatch):
 
 
 def test_no_option_takes_the_name_of_what_is_known_of_a_launch_otherwise():
-    others = {*structs._TENSORS, *structs._ADDRESSES, *structs._INTEGERS, *structs._FLOATS}
+    others = {*structs._TENSORS, *structs._ADDRESSES, *structs._INTEGERS, *structs._FLOATS, *structs._DIVISORS}
     assert not others & OPTIONS.keys()
 
 

@@ -250,7 +250,13 @@ def test_no_answer_keeps_a_handed_backend_alive(unbound, answers):
 
 
 def test_it_takes_what_attn_takes():
-    parameters = inspect.signature(sage_aot.supports).parameters
-    assert list(parameters.values()) == list(inspect.signature(sage_aot.attn).parameters.values())
+    """And what attn_varlen takes; sequences are no arguments of attn."""
+    parameters, *calls = (inspect.signature(call).parameters for call in (
+        sage_aot.supports, sage_aot.attn, sage_aot.attn_varlen))
+    of_attn, of_varlen = calls
+    assert [parameters[name] for name in of_attn] == list(of_attn.values())
+    assert parameters.keys() - of_attn.keys() == of_varlen.keys() - of_attn.keys()
+    assert of_attn.keys() - of_varlen.keys() == {"layout", "key_mask"}
+    assert all(of_varlen[name] == of_attn[name] for name in of_varlen.keys() & of_attn.keys())
     with pytest.raises(TypeError, match="smooth_w"):
         sage_aot.supports(*qkv(), smooth_w=True)

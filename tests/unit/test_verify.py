@@ -208,10 +208,10 @@ def gpu(monkeypatch):
     return found
 
 
-def emulate(plan, manifest, q, k, v, out, lse, workspace, key_mask):
+def emulate(plan, manifest, q, k, v, out, lse, workspace, key_mask, sequences):
     assert out.isnan().all() and lse.isnan().all() and (workspace == 0xFF).all()
     assert workspace.numel() == plan.workspace_bytes
-    EmulationBackend(manifest).bind(plan, None)(q, k, v, out, lse, key_mask)
+    EmulationBackend(manifest).bind(plan, None)(q, k, v, out, lse, key_mask, sequences)
 
 
 def test_every_kernel_that_a_gpu_takes_is_loaded_and_run(folder, gpu, capsys):
@@ -270,25 +270,25 @@ def test_a_file_that_does_not_load_fails_and_the_others_are_tested(folder, gpu, 
     assert f"ok     {dataclasses.replace(ATTN, arch='sm89').name}" in text
 
 
-def scaled(plan, manifest, q, k, v, out, lse, workspace, key_mask):
-    emulate(plan, manifest, q, k, v, out, lse, workspace, key_mask)
+def scaled(plan, manifest, q, k, v, out, lse, workspace, *others):
+    emulate(plan, manifest, q, k, v, out, lse, workspace, *others)
     out[..., 3, :] *= 1.05
 
 
-def unwritten(plan, manifest, q, k, v, out, lse, workspace, key_mask):
-    emulate(plan, manifest, q, k, v, out, lse, workspace, key_mask)
+def unwritten(plan, manifest, q, k, v, out, lse, workspace, *others):
+    emulate(plan, manifest, q, k, v, out, lse, workspace, *others)
     out[:, :, -1] = torch.nan
 
 
-def wrong_lse(plan, manifest, q, k, v, out, lse, workspace, key_mask):
-    emulate(plan, manifest, q, k, v, out, lse, workspace, key_mask)
+def wrong_lse(plan, manifest, q, k, v, out, lse, workspace, *others):
+    emulate(plan, manifest, q, k, v, out, lse, workspace, *others)
     lse += 0.01
 
 
-def not_causal(plan, manifest, q, k, v, out, lse, workspace, key_mask):
+def not_causal(plan, manifest, q, k, v, out, lse, workspace, *others):
     options = dataclasses.replace(plan.problem.options, is_causal=False)
     other = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, options=options))
-    emulate(other, manifest, q, k, v, out, lse, workspace, key_mask)
+    emulate(other, manifest, q, k, v, out, lse, workspace, *others)
 
 
 def raises(*arguments):

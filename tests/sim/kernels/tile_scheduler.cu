@@ -21,8 +21,8 @@ template <class Config>
 __device__ __forceinline__ void list(const SchedulerParams& of) {
   AttnParams params = {};
   params.tile_counter = of.tile_counter;
-  params.num_heads = of.num_q_heads, params.num_q_heads = of.num_q_heads, params.num_kv_heads = of.num_kv_heads;
-  params.q_tiles = of.q_tiles, params.kv_tiles = of.kv_tiles;
+  params.num_heads = of.num_q_heads, params.q_heads_per_kv_head.divisor = of.num_q_heads / of.num_kv_heads;
+  params.q_tiles.divisor = of.q_tiles, params.seqlen_kv = of.kv_tiles * Config::kBlockN;
   i32* to = of.list + ptx::block_index() * of.most;
   TileScheduler<Config> scheduler{params};
   for (; !scheduler.ended(); scheduler.advance()) *to++ = static_cast<i32>(scheduler.index());
