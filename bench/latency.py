@@ -178,7 +178,7 @@ def parts() -> dict[str, float]:
     out, call = torch.empty_like(q), pipeline.prepared(q, k, v, None, None, ()).run
     workspace = q.new_empty(call.plan.workspace_bytes, dtype=torch.uint8)
     stream = torch.cuda.current_stream().cuda_stream
-    addresses = addresses_of(q, k, v, out, None, None, workspace)
+    addresses = addresses_of(q, k, v, out, workspace)
     queue, size = call.queue_of(call.launches()), call.plan.workspace_bytes
     queue.launch(stream, *addresses)
     launchers = queue._free[0].launchers

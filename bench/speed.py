@@ -240,7 +240,7 @@ class Pieces:
         self._tensors = (*qkv, self._out, workspace)  # keeps them alive: the queues hold addresses only
         *quantizers, attention = call.launches()  # torch.randn aligns q, k and v
         self._quantizers, self._attention = call.queue_of(quantizers), call.queue_of([attention])
-        self._addresses = addresses_of(*qkv, self._out, None, None, workspace)
+        self._addresses = addresses_of(*qkv, self._out, workspace)
 
     def quantize(self) -> None:
         """Quantization of q, k and v."""
