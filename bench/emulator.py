@@ -320,9 +320,8 @@ keys ("single"), or in a fresh one per tile ("two_level"). f16: in a fresh one p
 class Softmax(MmaSoftmax):
     """The online softmax of the mma family with P in the method's type and range."""
 
-    def __init__(self, method: Method, record: AttnRecord, smooth_q: bool, visible: VisibleKeys,
-                 zeros: torch.Tensor) -> None:
-        super().__init__(record, smooth_q, visible, zeros)
+    def __init__(self, method: Method, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor) -> None:
+        super().__init__(record, visible, zeros)
         own = RANGES["f16" if method.pv == "f16" else "e4m3"].p
         self.factor = range_of(method).p / own  # from the family's largest P to the method's
         self._round = ROUNDING[method.pv]
@@ -342,8 +341,7 @@ def attend(method: Method, problem: Problem, attn: AttnRecord, inputs: Inputs, q
     rows = q.shape[2]
     visible = visible_keys(problem, rows)
     acc_o = torch.zeros_like(q)
-    softmax = Softmax(method, attn, inputs.delta_s is not None, visible,
-                      torch.zeros_like(quantized.q_scale))
+    softmax = Softmax(method, attn, visible, torch.zeros_like(quantized.q_scale))
 
     for first in range(int(visible.begin.min()) // tile.block_n * tile.block_n, int(visible.end.max()), tile.block_n):
         part = slice(first, first + tile.block_n)

@@ -50,7 +50,7 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.T
 
     Args:
         q: ``[batch, q heads, queries, headdim]`` for layout ``"HND"``, ``[batch, queries, q heads, headdim]`` for
-            ``"NHD"``; float16 or bfloat16. Any strides with a contiguous last dimension; headdim from 1 to 128.
+            ``"NHD"``; float16 or bfloat16. Any strides with a contiguous last dimension; headdim from 1 to 256.
         k, v: likewise with ``kv heads`` and ``keys``; same dtype and device as q. q heads must be a multiple of kv
             heads: q head h reads kv head ``h // (q heads // kv heads)``.
         key_mask: bool ``[batch, keys]``, True where a key may be seen, for all queries and heads alike; any strides.

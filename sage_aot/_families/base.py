@@ -26,8 +26,8 @@ class Family(NamedTuple):
 
 def _common_rules(tile: Tile) -> list[str]:
     problems = []
-    if tile.block_n not in (64, 128, 256):
-        problems.append(f"block_n must be 64, 128 or 256, got {tile.block_n}")
+    if tile.block_n not in (32, 64, 128):
+        problems.append(f"block_n must be 32, 64 or 128, got {tile.block_n}")
     if tile.stages < 2:
         problems.append(f"stages must be at least 2 (loads run one tile ahead), got {tile.stages}")
     return problems

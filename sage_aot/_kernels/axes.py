@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 AXES: dict[str, tuple[int | str, ...]] = {
-    "headdim": (64, 128),
+    "headdim": (64, 128, 256),
     "qk": ("int8", "int4"),
     "pv": ("f16", "e4m3"),
     "pv_accum": ("f32", "two_level_f32", "two_level_f16"),

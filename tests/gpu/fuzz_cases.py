@@ -131,7 +131,7 @@ SIZES = [f.name for f in dataclasses.fields(Case) if "size" in f.metadata]
 # --- drawing cases ----------------------------------------------------------------------------------------------------
 
 EDGES = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)
-HEADDIMS = (1, 2, 7, 8, 16, 31, 32, 33, 40, 63, 65, 72, 80, 96, 100, 127)
+HEADDIMS = (1, 2, 7, 8, 16, 31, 32, 33, 40, 63, 65, 72, 80, 96, 100, 127, 129, 136, 160, 192, 200, 224, 255)
 MOST_SCORES = 2**23
 """Scores of a case, over all heads; a single head may have more."""
 
@@ -166,7 +166,7 @@ def _draw_length(rng: random.Random, longest: int) -> int:
 
 
 def _draw_headdim(rng: random.Random) -> int:
-    return rng.choices((64, 128, rng.choice(HEADDIMS), rng.randint(1, MAX_HEADDIM)), (30, 30, 25, 15))[0]
+    return rng.choices((64, 128, 256, rng.choice(HEADDIMS), rng.randint(1, MAX_HEADDIM)), (22, 22, 18, 25, 13))[0]
 
 
 # --- making a case smaller --------------------------------------------------------------------------------------------

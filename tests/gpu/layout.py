@@ -104,8 +104,9 @@ def _key_of_column(block_n: int) -> torch.Tensor:
 
 
 def _rows(tiles: torch.Tensor, rows: int, row_bytes: int) -> torch.Tensor:
-    """[..., rows * row_bytes] swizzled bytes to [..., rows, row_bytes]."""
-    chunks = tiles.reshape(*tiles.shape[:-1], rows, row_bytes // 16, 16)
-    row, chunk = torch.arange(rows)[:, None], torch.arange(row_bytes // 16)
-    key = row // max(1, 128 // row_bytes) % min(8, row_bytes // 16)
-    return chunks[..., row, chunk ^ key, :].flatten(-2).contiguous()
+    """[..., rows * row_bytes] swizzled bytes, in panels of at most 128 bytes of every row, to [..., rows, row_bytes]."""
+    pitch = min(128, row_bytes)
+    panels = tiles.reshape(*tiles.shape[:-1], row_bytes // pitch, rows, pitch // 16, 16)
+    row, chunk = torch.arange(rows)[:, None], torch.arange(pitch // 16)
+    xor = row // (128 // pitch) % (pitch // 16)
+    return panels[..., row, chunk ^ xor, :].flatten(-2).transpose(-3, -2).flatten(-2)

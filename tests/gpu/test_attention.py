@@ -183,7 +183,7 @@ def test_a_mask_that_batch_entries_share(spec):
     assert torch.equal(shared.out, copied.out) and torch.equal(shared.lse, copied.lse)
 
 
-@each_padded(1, 32, 33, 40, 63, 65, 80, 96, 127)
+@each_padded(1, 32, 33, 40, 63, 65, 80, 96, 127, 129, 160, 192, 255)
 def test_head_dims_are_padded(spec, headdim):
     q, k, v = draw(spec, (1, 2, 150), (1, 2, 150), seed=headdim, headdim=headdim)
     # At 4 bits a clip cuts off the largest channel, which is the whole row where there is one channel.

@@ -53,7 +53,7 @@ def test_bits_of_every_quantizer(spec, kind, dtype):
         compare(spec, q, k, v, **options)
 
 
-@each_padded_quantizer(1, 33, 40, 80, 100)
+@each_padded_quantizer(1, 33, 40, 80, 100, 129, 160, 200)
 def test_bits_of_padded_head_dims(spec, headdim):
     generator = torch.Generator("cuda").manual_seed(2)
     q, k, v = reference.inputs("outlier", (1, 2, 65, headdim), (1, 1, 130, headdim), torch.bfloat16, generator)

@@ -33,18 +33,20 @@ _E4M3_INT4_RAW = "sm89_d64_qkint4_pve4m3_acc2f16_full_vraw_qraw"
 _HOPPER = "sm90_d64_qkint8_pve4m3_acc2f32_full_vraw_qraw"
 _HOPPER_WIDE = "sm90_d128_qkint8_pve4m3_acc2f32_full_vraw_qraw"
 _HOPPER_SMOOTH = "sm90_d128_qkint8_pve4m3_acc2f32_causal_vsmooth_qsmooth"
+_INT8_256 = "sm80_d256_qkint8_pvf16_accf32_full_vraw_qraw"
+_HOPPER_256 = "sm90_d256_qkint8_pve4m3_acc2f32_full_vraw_qraw"
 
 SHOWN_BY = {
-    "attn/wgmma/": (_HOPPER, _HOPPER_WIDE, _HOPPER_SMOOTH),
+    "attn/wgmma/": (_HOPPER, _HOPPER_WIDE, _HOPPER_SMOOTH, _HOPPER_256),
     "problem/tile_scheduler.cuh": (_HOPPER_WIDE, _HOPPER_SMOOTH),
-    "tile/": (_HOPPER_WIDE, _INT8),
-    "attn/epilogue.cuh": (_HOPPER_WIDE, _INT8, _HOPPER_SMOOTH, _K_INF, _V_NAN),
+    "tile/": (_HOPPER_WIDE, _INT8, _HOPPER_256),
+    "attn/epilogue.cuh": (_HOPPER_WIDE, _INT8, _HOPPER_SMOOTH, _K_INF, _V_NAN, _INT8_256),
     "attn/softmax.cuh": (_E4M3, _INT8, _HOPPER, _INT4, _E4M3_INT4, _E4M3_INT4_RAW),
     "attn/": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN),
     "problem/": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN),
     "quant/delta_s.cuh": (_SMOOTH, _E4M3_INT4, _HOPPER_SMOOTH),
-    "quant/quantize_v.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _V_NAN, _V_INF),
-    "": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF),
+    "quant/quantize_v.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _V_NAN, _V_INF, _INT8_256),
+    "": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256),
 }
 """By what a header's path begins with, the first entry that fits: kernels that show its bugs, tried in this order."""
 
@@ -61,6 +63,14 @@ HARMLESS: dict[tuple[str, Operation], str] = {
             "an address that nothing reads",
     ("AttentionWgmma::fill_ones", OffByOne("i < Shared::kOnesBytes")): "what stands behind the ones is loaded later",
     ("Mainloop::rescale_r", OffByOne("v_factor != r_factor")): "R is multiplied by one where it could stay",
+    ("Mainloop::rescale_r", Always(
+        "if (ptx::any(moved)) { const float ratio = r_factor * reciprocal_of_power_of_two(v_factor); for (i32 i = 0; "
+        "i < kOutputs + 4; ++i) { const float factor = i < kOutputs ? alpha[i % 4 / 2] * ratio : alpha[i % 4 / 2]; "
+        "acc_r[i] = __float_as_uint(__uint_as_float(acc_r[i]) * factor); } change_factor(); }")):
+            "R is multiplied by one where it could stay",
+    ("prepare_k_mean", Always("if constexpr (Sample<Config>::kLeavesRegisters) load_rows();")): "rows are loaded twice",
+    ("QuantizeV::prepare_scales", Always("if constexpr (Sample<Config>::kLeavesRegisters) load_rows();")):
+        "rows are loaded twice",
     ("Mainloop::keep_in_front", Drop("ptx::mbarrier_wait(shared.full(here.index), here.phase);")):
         "a fence for the compiler",
     ("PingPong::arrive", Sign("barrier(1 - consumer) + never")): "`never` is zero",

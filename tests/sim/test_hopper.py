@@ -105,11 +105,11 @@ class Product:
     b: torch.Tensor  # [columns, row bytes]
     d: torch.Tensor  # [64, columns] s32 or f32
 
-    ROW_BYTES = (128, 64, 32)
+    ROW_BYTES = (128, 64, 32, 256)
     WRAPPERS = (("s8", 64, "registers"), ("s8", 64, "shared memory"), ("s8", 128, "registers"),
                 ("s8", 128, "shared memory"), ("e4m3", 64, "registers"), ("e4m3", 128, "registers"),
                 ("e4m3", 72, "registers"), ("e4m3", 136, "registers"))
-    SHARED_BYTES = (64 + 136) * 128
+    SHARED_BYTES = (64 + 136) * 256
     THREADS = 128
     COUNT = len(ROW_BYTES) * len(WRAPPERS)
 

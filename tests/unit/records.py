@@ -72,10 +72,11 @@ def _quant(spec: QuantSpec, tile: Tile, family: str) -> dict[str, float]:
     row, int4 = _row_bytes(spec), spec.qk == "int4"
     return {
         "threads": 256, "shared_bytes": 0,
-        "kv_tiles_per_block": 1 if tile.block_n * spec.headdim > 8192 else 2, "rows_at_once": 2048 // spec.headdim,
+        "kv_tiles_per_block": 2 if int4 or tile.block_n * spec.headdim <= 8192 else 1, "rows_at_once": 2048 // spec.headdim,
         "vector": 8, "q_tile_bytes": tile.block_m * row, "kv_tile_bytes": _kv_tile_bytes(spec, tile),
         "row_groups": tile.warp_m if int4 else 8, "key_groups": 4, "limit": 7 if int4 else 127,
         "clips": 6 if int4 else 1, "clip_step": 0.8999999761581421,
+        "clip_error_bias": 192 if tile.block_n * spec.headdim <= 8192 else 384,
         "smallest_abs_max": 1.0000000180025095e-35, "samples": 64, "largest_mean": 2**119}
 
 
@@ -91,8 +92,9 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
         facts |= {"largest_folded": 1 if f16 else 2**-6, "score_bias": 12582912 if folds else 0, "sums_rounded": f16,
                   "may_fall": not f16, "lazy_fall": 0 if f16 else 6, "largest_sum": 2**66}
     else:
-        pairs = spec.q == "qraw"
-        facts |= {"room": 3 if pairs else 0, "open_end": pairs and tile.block_m == 128, "programmatic_launch": 1}
+        pairs = spec.q == "qraw" and spec.headdim <= 128
+        facts |= {"slices": 4 if spec.headdim == 256 else 1, "pairs": pairs, "room": 3 if pairs else 0,
+                  "open_end": pairs and tile.block_m == 128, "programmatic_launch": 1}
     limit = {"f32": 2**15, "two_level_f32": 448, "two_level_f16": 4.5}[spec.pv_accum]
     typical = {"f32": 0, "two_level_f32": 11, "two_level_f16": 0.375}[spec.pv_accum]
     return {**facts, "v_typical": typical, "v_least": 2**-4 if f16 else limit / 32, "v_limit": limit}
@@ -113,7 +115,7 @@ def _shared_bytes(spec: AttnSpec, tile: Tile, family: str) -> int:
             + 4 * _threads(tile, family)
     warps = tile.block_m // tile.warp_m
     query = q + 8 * spec.headdim + 32 * warps + 4 * tile.block_m + 56
-    rows = 2 * tile.block_m * (spec.headdim + 8)
+    rows = 2 * tile.block_m * ((spec.headdim if spec.headdim <= 128 else 64) + 8)
     one = 16 if spec.q == "qsmooth" else 0
     stage = _kib(kv_tile + 8 * tile.block_n + delta)
     return 2 * _kib(query) + tile.stages * stage + rows + 16 * (2 + tile.stages) + one

@@ -226,7 +226,8 @@ def report_of(threads: int = 128, **changes) -> Report:
                              **{name: changes.pop(name) for name in MachineCode._fields if name in changes}})
     params = changes.pop("params", "AttnParams")
     layout = changes.pop("layout", STRUCTS.get(params))
-    info = KernelInfo({"threads": threads, "shared_bytes": changes.pop("shared_bytes", 0)}, params, layout)
+    facts = {"threads": threads, **{name: changes.pop(name, least) for name, least in (("shared_bytes", 0), ("slices", 1))}}
+    info = KernelInfo(facts, params, layout)
     good = Report("c", machine, 525, {"HMMA.16816.F32": 2, "IMMA.16832.S8.S8": 2}, LOOP, 0, 64, info)
     return dataclasses.replace(good, **changes)
 
@@ -281,7 +282,7 @@ def test_what_a_kernel_lacks_is_one_sentence(problems, changes, message):
     assert found[0].endswith("(row {family: mma, headdim: 64, q: qraw})")
 
 
-@pytest.mark.parametrize(("headdim", "least"), [(64, 32), (128, 64)])
+@pytest.mark.parametrize(("headdim", "least"), [(64, 32), (128, 64), (256, 32)])
 def test_hopper_promotes_while_products_run(headdim, least):
     project = Project(ROOT, ROOT / "build")
     matrix = read_matrix(project.matrix, project.templates)
@@ -289,7 +290,7 @@ def test_hopper_promotes_while_products_run(headdim, least):
     kernel, = (kernel for kernel in matrix.kernels if kernel.spec.name == name)
 
     def problems(promotion: int) -> list[str]:
-        report = report_of(384, promotion_under_products=promotion,
+        report = report_of(384, promotion_under_products=promotion, slices=4 if headdim == 256 else 1,
                            opcodes={"IGMMA.64x128x32.S8.S8": 1, "QGMMA.64x136x32.F32.E4M3.E4M3": 1})
         return judge({kernel: report}, matrix, Compilation(project)).failures
 

@@ -136,9 +136,9 @@ def test_what_is_told_is_what_runs(changes):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"capability": (8, 9)}, "headdim: expected an integer from 1 to 128 where no tensors are given, got None"),
-    ({"capability": (8, 9), "headdim": 0}, "headdim: expected an integer from 1 to 128"),
-    ({"capability": (8, 9), "headdim": 129}, "expected a head dim from 1 to 128, got 129"),
+    ({"capability": (8, 9)}, "headdim: expected an integer from 1 to 256 where no tensors are given, got None"),
+    ({"capability": (8, 9), "headdim": 0}, "headdim: expected an integer from 1 to 256"),
+    ({"capability": (8, 9), "headdim": 257}, "expected a head dim from 1 to 256, got 257"),
     ({"capability": 89, "headdim": 64}, r"capability: expected two integers such as \(8, 9\), got 89"),
     ({"capability": (8, 9.0), "headdim": 64}, "capability: expected two integers"),
     ({"capability": (8, 9), "headdim": 64, "driver": 12.4}, "driver: expected the branch of a driver, 525 or later"),

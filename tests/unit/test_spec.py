@@ -58,7 +58,7 @@ def test_name_spells_every_axis_in_order():
     ("sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw_more", "expected a name such as"),
     ("sage_attn_ada_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw", "expected an arch such as 'sm89', got 'ada'"),
     ("sage_attn_sm89_d96_qkint8_pve4m3_acc2f32_causal_vraw_qraw",
-     r"expected one of \['d128', 'd64'\] for the axis 'headdim', got 'd96'"),
+     r"expected one of \['d128', 'd256', 'd64'\] for the axis 'headdim', got 'd96'"),
 ])
 def test_bad_names_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
@@ -109,7 +109,7 @@ def test_the_order_of_the_kinds_is_that_in_which_a_call_runs_them():
     assert list(KINDS) == ["pack", "quant", "delta", "attn"]
 
 
-@pytest.mark.parametrize(("headdim", "kernel"), [(1, 64), (64, 64), (65, 128), (128, 128)])
+@pytest.mark.parametrize(("headdim", "kernel"), [(1, 64), (64, 64), (65, 128), (128, 128), (129, 256), (256, 256)])
 def test_the_least_head_dim_that_holds_a_calls(headdim, kernel):
     assert least_headdim(headdim) == kernel
 
@@ -150,17 +150,17 @@ WGMMA_RULE = "warp_m must be 16, block_m 128 or 192 and block_n 64 or 128, got "
     ("mma", {"block_m": 192}, None),
     ("mma", {"block_m": 1024}, None),
     ("mma", {"block_m": 1056}, "1 to 32 warps, got 33"),
-    ("mma", {"block_n": 96}, "block_n must be 64, 128 or 256, got 96"),
-    ("mma", {"block_n": 192}, "block_n must be 64, 128 or 256, got 192"),
-    ("mma", {"block_n": 512}, "block_n must be 64, 128 or 256, got 512"),
-    ("mma", {"block_n": 256}, None),
+    ("mma", {"block_n": 96}, "block_n must be 32, 64 or 128, got 96"),
+    ("mma", {"block_n": 192}, "block_n must be 32, 64 or 128, got 192"),
+    ("mma", {"block_n": 512}, "block_n must be 32, 64 or 128, got 512"),
+    ("mma", {"block_n": 32}, None),
     ("mma", {"stages": 1}, "stages must be at least 2"),
     ("wgmma", {}, None),
     ("wgmma", {"block_m": 192}, None),
     ("wgmma", {"block_m": 256}, WGMMA_RULE + "16, 256 and 128"),
     ("wgmma", {"block_m": 64}, WGMMA_RULE + "16, 64 and 128"),
     ("wgmma", {"block_n": 64}, None),
-    ("wgmma", {"block_n": 256}, WGMMA_RULE + "16, 128 and 256"),
+    ("wgmma", {"block_n": 32}, WGMMA_RULE + "16, 128 and 32"),
     ("wgmma", {"warp_m": 32}, WGMMA_RULE + "32, 128 and 128"),
     ("wgmma", {"block_m": "wide"}, "block_m must be a positive integer, got 'wide'"),
     ("wgmma", {"stages": 1}, "stages must be at least 2"),

@@ -30,7 +30,7 @@ class Softmax(Protocol):
     row_sum: torch.Tensor  # likewise, the sum of P by which O is divided
     lse_sum: torch.Tensor  # likewise, that of the log-sum-exp
 
-    def __init__(self, record: AttnRecord, smooth_q: bool, visible: VisibleKeys, zeros: torch.Tensor) -> None:
+    def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor) -> None:
         """`visible`: of all rows; `zeros`: [batch, heads, rows]."""
         ...
 
@@ -54,7 +54,7 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized,
            key_ranks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention kernel on quantized inputs: output f32 and log-sum-exp, both with padded rows. `key_ranks`: how
     many of the caller's first keys are among the quantized ones, [keys + 1]; None: all."""
-    attn, smooth_q = kernels.attn, bool(problem.options.smooth_q)
+    attn = kernels.attn
     group, block_n = problem.num_q_heads // problem.num_kv_heads, attn.tile.block_n
     k, v, k_scale, v_scale, v_mean, v_factor, k_spoilt, v_spoilt = (x.repeat_interleave(group, 1) for x in (
         quantized.k, quantized.v, quantized.k_scale, quantized.v_scale, quantized.v_mean, quantized.v_factor,
@@ -65,7 +65,7 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized,
     visible = VisibleKeys(*(of_rows.to(k.device) for of_rows in visible))
     acc_o = k.new_zeros(batch, heads, rows, headdim)
     spoilt_rows, spoilt = ~quantized.row_bias.isfinite(), torch.zeros_like(acc_o, dtype=torch.bool)
-    softmax = softmax_of(attn.family)(attn, smooth_q, visible, k.new_zeros(batch, heads, rows))
+    softmax = softmax_of(attn.family)(attn, visible, k.new_zeros(batch, heads, rows))
 
     for first in range(begin, end, block_n):
         keys = slice(first, first + block_n)

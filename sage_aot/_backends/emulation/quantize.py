@@ -25,9 +25,6 @@ SCALED_MAGNITUDES = (2.0**-90, 2.0**120)
 LEAST_FACTOR = -30
 """Of a tile of V, log2: numerics/scale.cuh."""
 
-_ERROR_BIAS = 192.0
-"""Added to a squared error it leaves that in units of 2^-16: quant/clip.cuh."""
-
 
 @dataclass(frozen=True)
 class Quantized:
@@ -202,12 +199,14 @@ def _clipped(x: torch.Tensor, groups: torch.Tensor, scale: torch.Tensor, inv_sca
     """Of each group the candidate with the least squared error, as in quant/clip.cuh, and its reciprocal."""
     of_counted = torch.arange(x.shape[2], device=x.device) < counted
     share, least = np.float32(1.0), torch.full_like(scale, math.inf)
+    bias = quant.facts["clip_error_bias"]  # added to a squared error it leaves that in units of its last bit
+    unit = float(np.spacing(np.float32(bias)))
     best, inv_best = scale, inv_scale
     for _ in range(quant.fact("clips")):
         candidate, inv_candidate = scale * float(share), inv_scale * float(np.float32(1.0) / share)
         of_rows = inv_candidate[:, :, groups]
         lost = fma(x, of_rows[..., None].expand_as(x), -_rounded(x, of_rows, quant.facts["limit"]))
-        squares = (fma(lost, lost, torch.full_like(lost, _ERROR_BIAS)).double() - _ERROR_BIAS) * 2.0**16
+        squares = (fma(lost, lost, torch.full_like(lost, bias)).double() - bias) / unit
         error = _over_groups(squares.sum(-1) * of_counted, groups, "sum")  # of integers, exact
         cost = error.float() * float(share * share)
         best, inv_best = (torch.where(cost < least, a, b) for a, b in ((candidate, best), (inv_candidate, inv_best)))

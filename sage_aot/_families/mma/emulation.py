@@ -15,7 +15,7 @@ class Softmax(RowReferences):
     references, and folds nothing. O and the log-sum-exp share one sum of P in f32: of f16 P after rounding, of e4m3 P
     before."""
 
-    def __init__(self, record: AttnRecord, smooth_q: bool, visible: VisibleKeys, zeros: torch.Tensor) -> None:
+    def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor) -> None:
         super().__init__(record, zeros)
         self.lse_sum = zeros
         self._pv, self._warp_m = record.spec.pv, record.tile.warp_m

@@ -13,11 +13,11 @@ from sage_aot._problem.mask import VisibleKeys
 class Softmax(RowReferences):
     """References follow every tile up and down; at the second tile of a pair they only rise. Scores have no bias.
 
-    R takes a pair of tiles where every row of the query tile sees both whole and Q is not smoothed. O is divided by the
-    product of P and V's channel of ones; the log-sum-exp takes the sum of P before rounding.
+    R takes a pair of tiles where every row of the query tile sees both whole, in kernels with pairs. O is divided by
+    the product of P and V's channel of ones; the log-sum-exp takes the sum of P before rounding.
     """
 
-    def __init__(self, record: AttnRecord, smooth_q: bool, visible: VisibleKeys, zeros: torch.Tensor) -> None:
+    def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor) -> None:
         super().__init__(record, zeros)
         tile = record.tile
         self.lse_sum = self._in_r = zeros
@@ -25,7 +25,7 @@ class Softmax(RowReferences):
         self._pv, self._block_n = record.spec.pv, tile.block_n
         self._behind = 0 if self.facts["open_end"] else tile.block_n  # full keys that the second of two needs behind it
         first_row = torch.arange(zeros.shape[2], device=zeros.device) // tile.block_m * tile.block_m
-        self._full_keys = visible.end[first_row] // tile.block_n * tile.block_n * (not smooth_q)
+        self._full_keys = visible.end[first_row] // tile.block_n * tile.block_n * bool(self.facts["pairs"])
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """As it is."""

@@ -118,7 +118,7 @@ void WarpProducts::issue(Block& block, u32 warp, void* const (&lanes)[kLanes], b
   using Vectors = std::vector<Vector<E4m3, kDepth>>;
   const Vectors rows = integers ? Vectors() : Vectors(a, a + kRows);
   const Vectors columns = integers ? Vectors() : Vectors(b, b + first.columns);
-  start_accumulator(first, lanes);
+  start_accumulator(block, first, lanes, product.where);
   Accumulator& d = accumulators_[first.d];
   ++d.pending;
   for (u32 lane = 0; lane < kLanes; ++lane) {
@@ -133,9 +133,14 @@ void WarpProducts::issue(Block& block, u32 warp, void* const (&lanes)[kLanes], b
 }
 
 // Takes D from its registers, unless an earlier product in flight has it, and poisons the registers.
-void WarpProducts::start_accumulator(const WarpgroupProduct& first, void* const (&lanes)[kLanes]) {
+void WarpProducts::start_accumulator(Block& block, const WarpgroupProduct& first, void* const (&lanes)[kLanes],
+                                     const Where& where) {
   const auto [entry, is_new] = accumulators_.try_emplace(first.d);
-  if (!is_new) return;
+  if (!is_new) {
+    if (entry->second.values[0].size() == first.columns / 2) return;
+    block.report("registers of a pending instruction written", where, "by a product of another shape");
+    block.stop();
+  }
   for (int lane = 0; lane < kLanes; ++lane) {
     u32* registers = of_lane(lanes, lane).d;
     if (first.accumulate) entry->second.values[lane].assign(registers, registers + first.columns / 2);

@@ -45,7 +45,7 @@ class WarpProducts {
     Where where;
   };
 
-  void start_accumulator(const WarpgroupProduct& first, void* const (&lanes)[kLanes]);
+  void start_accumulator(Block& block, const WarpgroupProduct& first, void* const (&lanes)[kLanes], const Where& where);
   void finish(Block& block, u32 agent, const Running& product);
 
   bool fenced_ = false;        // since the warp last committed or waited

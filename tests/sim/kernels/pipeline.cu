@@ -29,7 +29,9 @@ struct PipelineParams {
 constexpr i32 kRows = 64, kConsumers = 2, kDepth = 128, kKeys = 128, kChannels = 64, kStages = 2;
 constexpr i32 kWarpgroup = 128, kThreads = (1 + kConsumers) * kWarpgroup;
 
-using Rows = SwizzledRows<kDepth>;
+using Rows = SwizzledRows<kRows, kDepth>;
+using KeyRows = SwizzledRows<kKeys, kDepth>;
+using ChannelRows = SwizzledRows<kChannels, kKeys>;
 
 struct Shared {
   alignas(1024) u8 a[kConsumers * kRows * kDepth];
@@ -61,8 +63,8 @@ __device__ __forceinline__ void multiply(i32 (&s)[64], const u32 (&a)[kDepth / 3
   ptx::wgmma_fence();
 #pragma unroll
   for (i32 k = 0; k < kDepth / 32; ++k) {
-    if (registers) ptx::wgmma_m64k32(s, a[k], b_tile + k * kNextK, k > 0);
-    else ptx::wgmma_m64k32(s, a_tile + k * kNextK, b_tile + k * kNextK, k > 0);
+    if (registers) ptx::wgmma_m64k32(s, a[k], b_tile + next_k<KeyRows>(k), k > 0);
+    else ptx::wgmma_m64k32(s, a_tile + next_k<Rows>(k), b_tile + next_k<KeyRows>(k), k > 0);
   }
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
@@ -81,7 +83,7 @@ __device__ __forceinline__ void consume(const PipelineParams& params, Shared& sh
       a[k][i] = *reinterpret_cast<const u32*>(own + Rows::offset(r, column / 16) + column % 16);
     }
   }
-  const u64 a_tile = matrix_descriptor<kDepth>(ptx::shared_address(own));
+  const u64 a_tile = matrix_descriptor<Rows>(ptx::shared_address(own));
   i32 total[64] = {};
   float o[32] = {};
   for (i32 tile = 0; tile < params.tiles; ++tile) {
@@ -89,7 +91,7 @@ __device__ __forceinline__ void consume(const PipelineParams& params, Shared& sh
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[stage]), tile / kStages % 2);
     ptx::barrier_sync(barrier_of(consumer), 2 * kWarpgroup);
     i32 s[64];
-    multiply(s, a, a_tile, matrix_descriptor<kDepth>(ptx::shared_address(shared.b[stage])), tile % 2);
+    multiply(s, a, a_tile, matrix_descriptor<KeyRows>(ptx::shared_address(shared.b[stage])), tile % 2);
     if (consumer == 0 || tile + 1 < params.tiles) ptx::barrier_arrive(barrier_of(1 - consumer), 2 * kWarpgroup);
 
     u32 p[kKeys / 32][4];
@@ -102,11 +104,11 @@ __device__ __forceinline__ void consume(const PipelineParams& params, Shared& sh
                               s[first + 5] * params.scale);
       }
     }
-    float r[32];
-    const u64 v_tile = matrix_descriptor<kKeys>(ptx::shared_address(shared.v[stage]));
+    u32 r[32];
+    const u64 v_tile = matrix_descriptor<ChannelRows>(ptx::shared_address(shared.v[stage]));
     ptx::wgmma_fence();
 #pragma unroll
-    for (i32 k = 0; k < kKeys / 32; ++k) ptx::wgmma_m64k32(r, p[k], v_tile + k * kNextK, k > 0);
+    for (i32 k = 0; k < kKeys / 32; ++k) ptx::wgmma_m64k32(r, p[k], v_tile + next_k<ChannelRows>(k), k > 0);
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     ptx::barrier_sync(3 + consumer, kWarpgroup);  // all four warps have read the stage
@@ -114,7 +116,7 @@ __device__ __forceinline__ void consume(const PipelineParams& params, Shared& sh
 #pragma unroll
     for (i32 i = 0; i < 64; ++i) total[i] += s[i];
 #pragma unroll
-    for (i32 i = 0; i < 32; ++i) o[i] += r[i];
+    for (i32 i = 0; i < 32; ++i) o[i] += __uint_as_float(r[i]);
   }
   const i64 first = static_cast<i64>(blockIdx.x) * kConsumers * kRows;
 #pragma unroll

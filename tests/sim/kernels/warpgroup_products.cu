@@ -1,4 +1,4 @@
-// One product of a warpgroup by every wrapper of wgmma, from rows of 128, 64 and 32 bytes.
+// One product of a warpgroup by every wrapper of wgmma, from rows of 128, 64, 32 and 256 bytes.
 
 #include "sage/ptx/proxy.cuh"
 #include "sage/ptx/shared.cuh"
@@ -16,8 +16,8 @@ using namespace sage;
 struct ProductParams {
   const u8* a;  // [64][row bytes], plain rows
   const u8* b;  // [columns][row bytes], plain rows
-  u32* d;       // [64][columns] i32 or f32
-  i32 which;    // the wrapper, by the cases of multiply() below, plus 8 for rows of 64 bytes, 16 for those of 32
+  u32* d;       // [64][columns] i32, or the bits of f32
+  i32 which;    // the wrapper, by the cases of multiply() below, plus 8 for rows of 64 bytes, 16 for 32, 24 for 256
   i32 padding;
 };
 
@@ -26,15 +26,16 @@ constexpr i32 kRows = 64, kThreads = 128;
 // kRowBytes of k for kRows rows of A, from registers or shared memory, and 2 · kSize columns.
 template <class T, i32 kSize, i32 kRowBytes, bool kInRegisters>
 __device__ __forceinline__ void multiply(const ProductParams& params, u8* shared) {
-  using Rows = SwizzledRows<kRowBytes>;
   constexpr i32 kColumns = 2 * kSize, kSteps = kRowBytes / 32;
+  using ARows = SwizzledRows<kRows, kRowBytes>;
+  using BRows = SwizzledRows<kColumns, kRowBytes>;
   const i32 thread = ptx::thread_index(), warp = thread / kWarpSize, lane = thread % kWarpSize;
   u8 *sA = shared, *sB = shared + kRows * kRowBytes;
   for (i32 i = thread; i < kRows * kRowBytes; i += kThreads) {
-    sA[Rows::offset(i / kRowBytes, i % kRowBytes / 16) + i % 16] = params.a[i];
+    sA[ARows::offset(i / kRowBytes, i % kRowBytes / 16) + i % 16] = params.a[i];
   }
   for (i32 i = thread; i < kColumns * kRowBytes; i += kThreads) {
-    sB[Rows::offset(i / kRowBytes, i % kRowBytes / 16) + i % 16] = params.b[i];
+    sB[BRows::offset(i / kRowBytes, i % kRowBytes / 16) + i % 16] = params.b[i];
   }
   u32 a[kSteps][4];
 #pragma unroll
@@ -47,14 +48,14 @@ __device__ __forceinline__ void multiply(const ProductParams& params, u8* shared
   }
   ptx::fence_proxy_async();
   __syncthreads();
-  const u64 a_tile = matrix_descriptor<kRowBytes>(ptx::shared_address(sA));
-  const u64 b_tile = matrix_descriptor<kRowBytes>(ptx::shared_address(sB));
+  const u64 a_tile = matrix_descriptor<ARows>(ptx::shared_address(sA));
+  const u64 b_tile = matrix_descriptor<BRows>(ptx::shared_address(sB));
   T d[kSize];
   ptx::wgmma_fence();
 #pragma unroll
   for (i32 k = 0; k < kSteps; ++k) {
-    if constexpr (kInRegisters) ptx::wgmma_m64k32(d, a[k], b_tile + k * kNextK, k > 0);
-    else ptx::wgmma_m64k32(d, a_tile + k * kNextK, b_tile + k * kNextK, k > 0);
+    if constexpr (kInRegisters) ptx::wgmma_m64k32(d, a[k], b_tile + next_k<BRows>(k), k > 0);
+    else ptx::wgmma_m64k32(d, a_tile + next_k<ARows>(k), b_tile + next_k<BRows>(k), k > 0);
   }
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
@@ -73,10 +74,10 @@ __device__ __forceinline__ void multiply(const ProductParams& params, u8* shared
     case 1: return multiply<i32, 32, kRowBytes, false>(params, shared);
     case 2: return multiply<i32, 64, kRowBytes, true>(params, shared);
     case 3: return multiply<i32, 64, kRowBytes, false>(params, shared);
-    case 4: return multiply<float, 32, kRowBytes, true>(params, shared);
-    case 5: return multiply<float, 64, kRowBytes, true>(params, shared);
-    case 6: return multiply<float, 36, kRowBytes, true>(params, shared);
-    case 7: return multiply<float, 68, kRowBytes, true>(params, shared);
+    case 4: return multiply<u32, 32, kRowBytes, true>(params, shared);
+    case 5: return multiply<u32, 64, kRowBytes, true>(params, shared);
+    case 6: return multiply<u32, 36, kRowBytes, true>(params, shared);
+    case 7: return multiply<u32, 68, kRowBytes, true>(params, shared);
   }
 }
 
@@ -87,5 +88,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     case 0: return multiply<128>(params, shared);
     case 1: return multiply<64>(params, shared);
     case 2: return multiply<32>(params, shared);
+    case 3: return multiply<256>(params, shared);
   }
 }

@@ -37,19 +37,11 @@ __device__ __forceinline__ void wgmma_m64k32(i32 (&d)[64], const u32 (&a)[4], u6
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
-__device__ __forceinline__ void wgmma_m64k32(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " SAGE_WGMMA_D32 "{%32, %33, %34, %35}, %36, p, 1, 1;}"
-      : SAGE_WGMMA_OPERANDS_32("+f", d, 0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
-}
-
-__device__ __forceinline__ void wgmma_m64k32(float (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
+__device__ __forceinline__ void wgmma_m64k32(u32 (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %69, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " SAGE_WGMMA_D64 "{%64, %65, %66, %67}, %68, p, 1, 1;}"
-      : SAGE_WGMMA_OPERANDS_64("+f", d, 0)
+      : SAGE_WGMMA_OPERANDS_64("+r", d, 0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 

@@ -33,32 +33,41 @@ struct ConstantsInMemory {
   }
 };
 
+// Channels that are finished and stored at once: the registers of a thread bound them.
+template <class Config>
+constexpr i32 kStoredChannels = Config::kHeadDim <= 128 ? Config::kHeadDim : 64;
+
+// Two neighbouring channels a word, in f16 or bf16: of kStoredChannels of the rows first_row, first_row + 8, ... of a
+// warp, as a lane has them in an accumulator.
+template <class Config>
+using RoundedOutput = u32[Config::kWarpM / 8][kStoredChannels<Config> / 8];
+
 // Stores fragments directly to the caller's rows: a lane has two of every eight channels.
 template <class Config>
 struct StoreFragments {
-  static constexpr i32 kRows = Config::kWarpM / 8, kOTiles = Config::kHeadDim / 8;
+  static constexpr i32 kTiles = kStoredChannels<Config> / 8;
 
-  // pairs: of channels, of the rows first_row, first_row + 8, ...
   __device__ __forceinline__ void operator()(const AttnParams& params, const WorkTile& work, i32 first_row, i32 lane,
-                                             const u32 (&pairs)[kRows][kOTiles]) const {
+                                             i32 first_channel, const RoundedOutput<Config>& pairs) const {
 #pragma unroll
-    for (i32 r = 0; r < kRows; ++r) {
+    for (i32 r = 0; r < Config::kWarpM / 8; ++r) {
       const i32 row = first_row + lane / 4 + 8 * r;
-      if (row < work.lengths.q) store_row(work.output_row(params, row), lane, params.headdim, pairs[r]);
+      if (row >= work.lengths.q) continue;
+      store_row(work.output_row(params, row) + first_channel, lane, params.headdim - first_channel, pairs[r]);
     }
   }
 
  private:
-  // `row` may lie on any multiple of 2 bytes.
-  __device__ __forceinline__ static void store_row(u16* row, i32 lane, i32 headdim, const u32 (&pairs)[kOTiles]) {
+  // `row`: the first channel of pairs[0], on any multiple of 2 bytes. headdim: channels of the row from there on.
+  __device__ __forceinline__ static void store_row(u16* row, i32 lane, i32 headdim, const u32 (&pairs)[kTiles]) {
     u16* to = row + 2 * (lane % 4);
-    if (headdim == Config::kHeadDim && reinterpret_cast<u64>(row) % 4 == 0) {
+    if (headdim >= kStoredChannels<Config> && reinterpret_cast<u64>(row) % 4 == 0) {
 #pragma unroll
-      for (i32 n = 0; n < kOTiles; ++n) *reinterpret_cast<u32*>(to + 8 * n) = pairs[n];
+      for (i32 n = 0; n < kTiles; ++n) *reinterpret_cast<u32*>(to + 8 * n) = pairs[n];
       return;
     }
 #pragma unroll
-    for (i32 n = 0; n < kOTiles; ++n) {
+    for (i32 n = 0; n < kTiles; ++n) {
       const i32 channel = 8 * n + 2 * (lane % 4);
       if (channel < headdim) to[8 * n] = static_cast<u16>(pairs[n]);
       if (channel + 1 < headdim) to[8 * n + 1] = static_cast<u16>(pairs[n] >> 16);
@@ -66,34 +75,34 @@ struct StoreFragments {
   }
 };
 
-// Stores through shared memory of the warp's own. A lane then stores 16 bytes and a warp whole rows: a quarter of the
-// stores, each of full sectors.
+// Stores through shared memory of the warp's own. A lane then stores 16 bytes and a warp whole rows, or halves of them:
+// a quarter of the stores, each of full sectors.
 template <class Config>
 struct StoreWholeRows {
   static_assert(Config::kWarpM == 16);
-  static constexpr i32 kOTiles = Config::kHeadDim / 8;
-  static constexpr i32 kPitch = Config::kHeadDim * 2 + 16;  // bytes; a channel of eight rows lies in different banks
+  static constexpr i32 kTiles = kStoredChannels<Config> / 8;
+  static constexpr i32 kPitch = kTiles * 16 + 16;  // bytes; a channel of eight rows lies in different banks
   static constexpr i32 kBytes = Config::kWarpM * kPitch;
 
   u8* staged;  // [kWarpM][kPitch]
 
   __device__ __forceinline__ void operator()(const AttnParams& params, const WorkTile& work, i32 first_row, i32 lane,
-                                             const u32 (&pairs)[2][kOTiles]) const {
+                                             i32 first_channel, const RoundedOutput<Config>& pairs) const {
     const u32 fragments = ptx::shared_address(staged) + lane % 8 * kPitch + lane / 8 * 16;
-    __syncwarp();  // the rows of the query tile before have been read
+    __syncwarp();  // what was staged before has been read
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
 #pragma unroll
-      for (i32 n = 0; n < kOTiles; n += 4) {
+      for (i32 n = 0; n < kTiles; n += 4) {
         ptx::stmatrix_x4(fragments + 8 * r * kPitch + n * 16, reinterpret_cast<const u32 (&)[4]>(pairs[r][n]));
       }
     }
     __syncwarp();
-    const i32 own = lane / kOTiles, channel = lane % kOTiles * 8;
+    const i32 own = lane / kTiles, own_channel = lane % kTiles * 8, channel = first_channel + own_channel;
     // Rows that are there, from this lane's first on.
     const i32 rows = work.lengths.q - (first_row + own);
     u16* to = work.output_row(params, first_row + own) + channel;
-    const u8* from = staged + own * kPitch + channel * sizeof(u16);
+    const u8* from = staged + own * kPitch + own_channel * sizeof(u16);
     const u64 alignment = reinterpret_cast<u64>(work.output_row(params, 0)) | params.out.stride.row * sizeof(u16);
     if (params.headdim % 8 == 0 && alignment % 16 == 0) {
       copy_chunks(to, params.out.stride.row, from, channel < params.headdim ? rows : 0);
@@ -103,7 +112,7 @@ struct StoreWholeRows {
   }
 
  private:
-  static constexpr i32 kRowsAtOnce = kWarpSize / kOTiles;
+  static constexpr i32 kRowsAtOnce = kWarpSize / kTiles;
 
   __device__ __forceinline__ static void copy_chunks(u16* to, i64 stride, const u8* from, i32 rows) {
     const u32 chunks = ptx::shared_address(from);
@@ -128,13 +137,13 @@ struct StoreWholeRows {
   }
 };
 
-template <Dtype kDtype, i32 kRows, i32 kOTiles, class Accumulator>
-__device__ __forceinline__ void round_output(const Accumulator& acc_o, u32 (&pairs)[kRows][kOTiles]) {
+template <Dtype kDtype, class Config, class Accumulator>
+__device__ __forceinline__ void round_output(const Accumulator& acc_o, i32 first_tile, RoundedOutput<Config>& pairs) {
 #pragma unroll
-  for (i32 r = 0; r < kRows; ++r) {
+  for (i32 r = 0; r < Config::kWarpM / 8; ++r) {
 #pragma unroll
-    for (i32 n = 0; n < kOTiles; ++n) {
-      const float* value = &acc_o[r / 2][n][2 * (r % 2)];
+    for (i32 n = 0; n < kStoredChannels<Config> / 8; ++n) {
+      const float* value = &acc_o[r / 2][first_tile + n][2 * (r % 2)];
       if constexpr (kDtype == Dtype::kBf16) pairs[r][n] = ptx::bf16x2(value[0], value[1]);
       else pairs[r][n] = ptx::f16x2(value[0], value[1]);
     }
@@ -148,7 +157,7 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
                                              Accumulator& acc_o, const References& references,
                                              const float (&lse_sum)[Config::kWarpM / 8], const Constants& constants,
                                              const Store& store) {
-  constexpr i32 kRows = Config::kWarpM / 8, kOTiles = Config::kHeadDim / 8;
+  constexpr i32 kRows = Config::kWarpM / 8, kTiles = kStoredChannels<Config> / 8;
   const i32 first = warp * Config::kWarpM;  // row of the query tile
 
   VisibleKeys<Config::kMask> keys[kRows];
@@ -178,23 +187,25 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
   }
 
 #pragma unroll
-  for (i32 n = 0; n < kOTiles; ++n) {
-    const i32 channel = 8 * n + 2 * (lane % 4);
-    const ptx::F32x2 scale = constants.v_scale(channel);
-    ptx::F32x2 mean = {};
-    if constexpr (Config::kSmoothV) mean = constants.v_mean(channel);
+  for (i32 first_tile = 0; first_tile < Config::kHeadDim / 8; first_tile += kTiles) {
 #pragma unroll
-    for (i32 r = 0; r < kRows; ++r) {
-      float* value = &acc_o[r / 2][n][2 * (r % 2)];
-      value[0] = value[0] * factor[r] * scale.x + mean.x * unless_empty[r];
-      value[1] = value[1] * factor[r] * scale.y + mean.y * unless_empty[r];
+    for (i32 n = first_tile; n < first_tile + kTiles; ++n) {
+      const i32 channel = 8 * n + 2 * (lane % 4);
+      const ptx::F32x2 scale = constants.v_scale(channel);
+      ptx::F32x2 mean = {};
+      if constexpr (Config::kSmoothV) mean = constants.v_mean(channel);
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        float* value = &acc_o[r / 2][n][2 * (r % 2)];
+        value[0] = value[0] * factor[r] * scale.x + mean.x * unless_empty[r];
+        value[1] = value[1] * factor[r] * scale.y + mean.y * unless_empty[r];
+      }
     }
+    RoundedOutput<Config> pairs;
+    if (params.dtype == Dtype::kBf16) round_output<Dtype::kBf16, Config>(acc_o, first_tile, pairs);
+    else round_output<Dtype::kF16, Config>(acc_o, first_tile, pairs);
+    store(params, work, work.first_row + first, lane, 8 * first_tile, pairs);
   }
-
-  u32 pairs[kRows][kOTiles];  // of channels
-  if (params.dtype == Dtype::kBf16) round_output<Dtype::kBf16>(acc_o, pairs);
-  else round_output<Dtype::kF16>(acc_o, pairs);
-  store(params, work, work.first_row + first, lane, pairs);
 }
 
 }  // namespace sage

@@ -70,20 +70,28 @@ __device__ __forceinline__ void wgmma_m64k32(i32 (&d)[64], u64 a, u64 b, bool ac
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67}, "
 #define SAGE_WGMMA_OPERANDS_4(c, d, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
 
-// e4m3 · e4m3 in f32; a: registers, b: matrix descriptor of shared memory.
-__device__ __forceinline__ void wgmma_m64k32(float (&d)[36], const u32 (&a)[4], u64 b, bool accumulate) {
+// e4m3 · e4m3 in f32; d: the bits of f32, a: registers, b: matrix descriptor of shared memory.
+__device__ __forceinline__ void wgmma_m64k32(u32 (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %41, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n72k32.f32.e4m3.e4m3 " SAGE_WGMMA_D36 "{%36, %37, %38, %39}, %40, p, 1, 1;}"
-      : SAGE_WGMMA_OPERANDS_32("+f", d, 0), SAGE_WGMMA_OPERANDS_4("+f", d, 32)
+      "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " SAGE_WGMMA_D32 "{%32, %33, %34, %35}, %36, p, 1, 1;}"
+      : SAGE_WGMMA_OPERANDS_32("+r", d, 0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
-__device__ __forceinline__ void wgmma_m64k32(float (&d)[68], const u32 (&a)[4], u64 b, bool accumulate) {
+__device__ __forceinline__ void wgmma_m64k32(u32 (&d)[36], const u32 (&a)[4], u64 b, bool accumulate) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %41, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n72k32.f32.e4m3.e4m3 " SAGE_WGMMA_D36 "{%36, %37, %38, %39}, %40, p, 1, 1;}"
+      : SAGE_WGMMA_OPERANDS_32("+r", d, 0), SAGE_WGMMA_OPERANDS_4("+r", d, 32)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+
+__device__ __forceinline__ void wgmma_m64k32(u32 (&d)[68], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %73, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n136k32.f32.e4m3.e4m3 " SAGE_WGMMA_D68 "{%68, %69, %70, %71}, %72, p, 1, 1;}"
-      : SAGE_WGMMA_OPERANDS_64("+f", d, 0), SAGE_WGMMA_OPERANDS_4("+f", d, 64)
+      : SAGE_WGMMA_OPERANDS_64("+r", d, 0), SAGE_WGMMA_OPERANDS_4("+r", d, 64)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 

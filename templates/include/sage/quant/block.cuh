@@ -18,13 +18,17 @@ struct QuantBlock {
   static constexpr i32 kWarps = Config::kThreads / kWarpSize;
 
   // Tiles of K or V that a block takes at once: at most kInFlight loads a thread, all issued before the first is used,
-  // since only loads in flight hide the memory's latency; and at least one warp for each scale group of K.
+  // since only loads in flight hide the memory's latency; and at least one warp for each scale group of K, at 4 bits
+  // exactly one, which knows the errors of a clip.
   static constexpr i32 kInFlight = 8;
   static constexpr i32 kMostTiles = kWarps / kKeyGroups;
   static constexpr i32 kTilesInFlight = kInFlight * Config::kThreads / (Config::kBlockN * kVectors);
-  static constexpr i32 kTiles = kTilesInFlight < kMostTiles ? kTilesInFlight : kMostTiles;
+  static constexpr bool kOneWarpAGroup = Config::kQk == Qk::kInt4 || kTilesInFlight > kMostTiles;
+  static constexpr i32 kTiles = kOneWarpAGroup ? kMostTiles : kTilesInFlight;
+  static constexpr i32 kTilesOfV = kTiles < kTilesInFlight ? kTiles : kTilesInFlight;  // V's at once
   static constexpr i32 kWarpsPerGroup = kMostTiles / kTiles;  // of keys that share a scale
   static_assert(kTiles >= 1 && kWarpsPerGroup * kTiles * kKeyGroups == kWarps, "a block takes whole KV tiles");
+  static_assert(kTilesOfV >= 1 && kTiles % kTilesOfV == 0, "a block takes as many tiles of V as of K");
 
   // Shared memory; of channels four are read at once.
   struct alignas(16) Shared {

@@ -18,6 +18,11 @@ class ClipSearch {
  public:
   static constexpr float kStep = 0.9f;  // from candidate to candidate, the first of which cuts off nothing
 
+  // Added to a square below 64 it leaves that in the low bits of the sum: in units of 2^-16 (1.5 · 2^7), or of 2^-15
+  // (1.5 · 2^8) where the errors of a group would not fit into 32 bits.
+  static constexpr i32 kMostValues = Config::kBlockN / kKeyGroups * Config::kHeadDim;  // of a group
+  static constexpr float kErrorBias = kMostValues <= 2048 ? 192.0f : 384.0f;
+
   // scale: of the group's largest magnitude.
   __device__ __forceinline__ explicit ClipSearch(const Scale& scale) : whole_(scale) {}
 
@@ -52,15 +57,12 @@ class ClipSearch {
   }
 
  private:
-  // Added to a square below 64 it leaves that in units of 2^-16 in the low bits of the sum: 1.5 · 2^7.
-  static constexpr float kErrorBias = 192.0f;
   // The last candidate takes the largest value to 11.9 steps, 4.9 of which are cut off: 2048 · 4.9² · 2^16 < 2^32.
-  static_assert(kClips<Config> == 1 || Config::kBlockN / kKeyGroups * Config::kHeadDim <= 2048,
-                "the errors of a group fit into 32 bits");
+  static_assert(kClips<Config> == 1 || kMostValues <= 4096, "the errors of a group fit into 32 bits");
 
   const Scale whole_;
-  // Of a thread's values, later of a group's: squared errors in steps of a candidate, times 2^16. Integers, so that
-  // their sum depends on no order.
+  // Of a thread's values, later of a group's: squared errors in steps of a candidate, in units of kErrorBias's last bit.
+  // Integers, so that their sum depends on no order.
   u32 error_[kClips<Config>] = {};
 
   __device__ constexpr static float share(i32 candidate) {

@@ -28,6 +28,7 @@ struct Quantize {
                        Fact{"kv_tile_bytes", Layout::kKvBytes}, Fact{"row_groups", kRowGroups<Config>},
                        Fact{"key_groups", kKeyGroups}, Fact{"limit", QuantizedRows<Config>::kLimit},
                        Fact{"clips", kClips<Config>}, Fact{"clip_step", ClipSearch<Config>::kStep},
+                       Fact{"clip_error_bias", ClipSearch<Config>::kErrorBias},
                        Fact{"smallest_abs_max", kSmallestAbsMax}, Fact{"samples", kSamples},
                        Fact{"largest_mean", kLargestMean});
   }

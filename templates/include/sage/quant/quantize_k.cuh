@@ -68,6 +68,9 @@ struct QuantizeK {
     }
   }
 
+  // Of the keys of a scale group, key n as an offset from key 0.
+  __device__ __forceinline__ static constexpr i32 kth_key(i32 n) { return n / 2 * 8 + n % 2; }
+
   // The keys that this thread quantizes: kWarpsPerGroup warps take those of one scale group.
   struct Keys {
     i32 tile;   // of the block's tiles
@@ -78,9 +81,9 @@ struct QuantizeK {
       const i32 group = warp / kWarpsPerGroup % kKeyGroups;
       const i32 n = warp % kWarpsPerGroup * (kSteps * kKeysAtOnce) + lane / kVectors;  // of the group's keys
       tile = warp / kWarpsPerTile;
-      first = n / 2 * 8 + group * 2 + n % 2;
+      first = kth_key(n) + group * 2;
     }
-    __device__ __forceinline__ i32 of_step(i32 step) const { return first + step * (kKeysAtOnce / 2 * 8); }
+    __device__ __forceinline__ i32 of_step(i32 step) const { return first + kth_key(step * kKeysAtOnce); }
   };
 
   template <class Source>
@@ -163,14 +166,18 @@ struct QuantizeK {
     }
     if (!Block::has_keys(source.rows, tile)) return;
     u8* tile_data = kv_tile_address<Config>(params.kv_hat, first_kv_tile + tile);
-    u8* first_row =
-        tile_data + QuantizedRows<Config>::template offset<typename Layout::KRows>(keys.first, first_channel());
+    const auto offset = [&](i32 key) {
+      return QuantizedRows<Config>::template offset<typename Layout::KRows>(key, first_channel());
+    };
+    // Where a warp reads one row at a time, the rows of odd steps have another XOR than those of even steps.
+    u8* const even = tile_data + offset(keys.first);
+    u8* const odd = tile_data + offset(keys.first + 1);
 #pragma unroll kUnroll
     for (i32 s = 0; s < kSteps; ++s) {
       float x[1][kVector];
       prepare(s, x);
-      constexpr i32 kStepBytes = kKeysAtOnce / 2 * 8 * Layout::kQkRowBytes;  // whole periods of the swizzle
-      QuantizedRows<Config>::store(first_row + s * kStepBytes, x[0], scale.inv_scale);
+      const i32 n = s * kKeysAtOnce, period = n / 2 * 8 * Layout::KRows::kPitch;  // of the swizzle: whole ones
+      QuantizedRows<Config>::store((n % 2 ? odd : even) + period, x[0], scale.inv_scale);
     }
     auto& line = *reinterpret_cast<KvLine*>(tile_data + Layout::kLine);
     // Re-read the thread's index: keeping the warp live across the loops costs registers.

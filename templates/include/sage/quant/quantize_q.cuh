@@ -21,7 +21,7 @@ struct QuantizeQ {
   static constexpr i32 kGroups = Config::kBlockM / kRows, kGroupsAtOnce = Config::kThreads / kVectors;
   static constexpr i32 kSteps = kGroups / kGroupsAtOnce;
   static constexpr i32 kStepRows = kGroupsAtOnce * kRows;             // from step to step
-  static constexpr i32 kStepBytes = kStepRows * Layout::kQkRowBytes;  // whole periods of the swizzle
+  static constexpr i32 kStepBytes = kStepRows * Layout::QRows::kPitch;  // whole periods of the swizzle
   static constexpr i32 kStepsAtOnce = kSteps * kRows <= Block::kInFlight ? kSteps : Block::kInFlight / kRows;
   static_assert(kSteps % kStepsAtOnce == 0);
   static_assert(kGroups % kGroupsAtOnce == 0 && (kGroupsAtOnce % kGroupsOfWarp == 0 || kRows == 1),
@@ -129,7 +129,7 @@ struct QuantizeQ {
       }
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
-        QuantizedRows<Config>::store(first + s * kStepBytes + r * kGroupsOfWarp * Layout::kQkRowBytes, x[r],
+        QuantizedRows<Config>::store(first + s * kStepBytes + r * kGroupsOfWarp * Layout::QRows::kPitch, x[r],
                                      scale.inv_scale);
       }
       if (first_channel() == 0) {

@@ -23,8 +23,10 @@ struct SquareOfV {
   using Swizzle = typename Block::Layout::VRows;
   static constexpr i32 kEdge = 32, kKeys = 4;
   static constexpr i32 kAcross = Config::kBlockN / kEdge, kDown = Config::kHeadDim / kEdge;  // squares of a tile
-  static constexpr i32 kAcrossAtOnce = Block::kWarps / kDown, kSteps = Block::kTiles * kAcross / kAcrossAtOnce;
-  static_assert(Block::kTiles * kAcross % kAcrossAtOnce == 0, "every warp takes equally many squares");
+  static constexpr i32 kAcrossAtOnce = Block::kWarps / kDown, kSteps = Block::kTilesOfV * kAcross / kAcrossAtOnce;
+  static constexpr i32 kStepsOfTile = kAcross > kAcrossAtOnce ? kAcross / kAcrossAtOnce : 1;  // neighbouring steps
+  static_assert(Block::kTilesOfV * kAcross % kAcrossAtOnce == 0, "every warp takes equally many squares");
+  static_assert(kAcross % kAcrossAtOnce == 0 || kAcrossAtOnce % kAcross == 0, "a warp's squares of a tile are neighbours");
 
   i32 tile, column, channel;  // tile: of the block's; channel: the first of eight, of every step
 
@@ -64,7 +66,7 @@ struct RowOfV {
   using Block = QuantBlock<Config>;
   using Swizzle = typename Block::Layout::VRows;
   static constexpr i32 kKeys = 1, kKeysAtOnce = Config::kThreads / Block::kVectors;
-  static constexpr i32 kStepsOfTile = Config::kBlockN / kKeysAtOnce, kSteps = Block::kTiles * kStepsOfTile;
+  static constexpr i32 kStepsOfTile = Config::kBlockN / kKeysAtOnce, kSteps = Block::kTilesOfV * kStepsOfTile;
   static_assert(Config::kBlockN % kKeysAtOnce == 0, "every thread takes equally many keys");
 
   i32 tile, row, channel;  // tile: of the block's; channel: the first of eight, of every step
@@ -107,7 +109,7 @@ struct QuantizeV {
   using Block = QuantBlock<Config>;
   using Layout = typename Block::Layout;
   using Piece = typename SelectPiece<Config>::Type;
-  static constexpr i32 kTiles = Block::kTiles;
+  static constexpr i32 kTiles = Block::kTilesOfV;
   static_assert(KvLine::kChannelsOfMark == kVector, "a thread marks the channels that it takes of a key");
 
   const QuantParams& params;
@@ -123,7 +125,7 @@ struct QuantizeV {
     prepare_scales(source, channel_index<Config>(batch * params.num_kv_heads + head), first_tile == 0,
                    [&] { load(first_tile); });
 #pragma unroll 1
-    for (i32 round = 0; round < params.rounds; ++round) {
+    for (i32 round = 0; round < params.rounds * (Block::kTiles / kTiles); ++round) {
       const i32 tile = first_tile + round * kTiles;
       if (!Block::has_keys(source.rows, tile)) return;
       if (round > 0) {
@@ -169,10 +171,10 @@ struct QuantizeV {
     const Map map(shared, 1.0f);
     float largest[kTiles] = {};
 #pragma unroll kUnroll
-    for (i32 s = 0; s < Piece::kSteps; ++s) {
+    for (i32 s = 0; s < Piece::kSteps; s += Piece::kStepsOfTile) {
       Extremes extremes(source, rows.get(s * Piece::kKeys, load));
 #pragma unroll kUnroll
-      for (i32 e = 1; e < Piece::kKeys; ++e) extremes.add(rows.get(s * Piece::kKeys + e, load));
+      for (i32 i = 1; i < Piece::kStepsOfTile * Piece::kKeys; ++i) extremes.add(rows.get(s * Piece::kKeys + i, load));
       note_largest(Piece(s).tile, extremes.abs_max(map), largest);
     }
     const bool finite = share_largest(largest);
@@ -234,7 +236,7 @@ struct QuantizeV {
   __device__ __forceinline__ void prepare_scales(const Source& source, i64 first, bool store, Load load_rows) const {
     Sample<Config> sample;
     sample.load(source);
-    load_rows();
+    if constexpr (Sample<Config>::kLeavesRegisters) load_rows();
     if (params.smooth_v) {
       sample.average(
           source, shared.parts, [](float x, i32) { return x; },
@@ -255,6 +257,7 @@ struct QuantizeV {
       shared.v_shift[c] = -mean * scale.inv_scale;
       if (store) params.v_scale[first + c] = scale.scale, params.v_mean[first + c] = mean;
     }
+    if constexpr (!Sample<Config>::kLeavesRegisters) load_rows();
     __syncthreads();
   }
 

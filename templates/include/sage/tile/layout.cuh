@@ -13,28 +13,28 @@
 
 namespace sage {
 
-// Rows of kRowBytes in chunks of 16 bytes; the position of a chunk is XORed with a value of its row, the row's XOR.
-// ldmatrix reads the same chunk of eight consecutive rows at once: the XOR spreads these over all 32 banks (8 x 16
-// bytes).
-template <i32 kRowBytes_>
+// kRows rows of kRowBytes in panels: a panel holds at most 128 bytes of every row, the widest swizzle of wgmma. A panel's
+// rows are chunks of 16 bytes; the position of a chunk is XORed with a value of its row, the row's XOR. ldmatrix reads
+// the same chunk of eight consecutive rows at once: the XOR spreads these over all 32 banks (8 x 16 bytes).
+template <i32 kRows, i32 kRowBytes>
 struct SwizzledRows {
-  static constexpr i32 kRowBytes = kRowBytes_;
-  static constexpr i32 kChunks = kRowBytes / 16;
+  static constexpr i32 kPitch = kRowBytes < 128 ? kRowBytes : 128;  // bytes from row to row of a panel
+  static constexpr i32 kPanelBytes = kRows * kPitch;
   static_assert(kRowBytes >= 32 && (kRowBytes & (kRowBytes - 1)) == 0, "moved() takes additions for XORs");
 
   // Rows that share 128 bytes lie in different banks without an XOR.
-  static constexpr i32 kRowsPerLine = kRowBytes < 128 ? 128 / kRowBytes : 1;
-  static constexpr i32 kKeys = kChunks < 8 ? kChunks : 8;
+  static constexpr i32 kRowsPerLine = 128 / kPitch;
+  static constexpr i32 kKeys = kPitch / 16;
 
   __device__ static constexpr i32 offset(i32 row, i32 chunk) {
-    return row * kRowBytes + (chunk ^ row / kRowsPerLine % kKeys) * 16;
+    return chunk / 8 * kPanelBytes + row * kPitch + (chunk % 8 ^ row / kRowsPerLine % kKeys) * 16;
   }
 
   // The address of (row + lane_row, chunk + lane_chunk) from that of (lane_row, lane_chunk). row is a multiple of 8,
   // which does not change the row's XOR. chunk shares no bit with lane_chunk, so that adding its bits within the XOR's
   // reach is an XOR. Tiles start at multiples of 128 bytes, which keeps those bits zero in their addresses.
   __device__ static constexpr u32 moved(u32 lane_address, i32 row, i32 chunk) {
-    return (lane_address ^ chunk % 8 * 16) + chunk / 8 * 128 + row * kRowBytes;
+    return (lane_address ^ chunk % 8 * 16) + chunk / 8 * kPanelBytes + row * kPitch;
   }
 };
 
@@ -85,9 +85,12 @@ struct TileLayout {
   static constexpr i32 kQkRowBytes = Config::kHeadDim * bits_of(Config::kQk) / 8;
   static constexpr bool kTransposedV = Config::kPv == Pv::kE4m3;
 
-  using QRows = SwizzledRows<kQkRowBytes>;
-  using KRows = SwizzledRows<kQkRowBytes>;
-  using VRows = SwizzledRows<kTransposedV ? Config::kBlockN : Config::kHeadDim * 2>;
+  static constexpr i32 kVRowCount = kTransposedV ? Config::kHeadDim : Config::kBlockN;
+  static constexpr i32 kVRowBytes = kTransposedV ? Config::kBlockN : Config::kHeadDim * 2;
+
+  using QRows = SwizzledRows<Config::kBlockM, kQkRowBytes>;
+  using KRows = SwizzledRows<Config::kBlockN, kQkRowBytes>;
+  using VRows = SwizzledRows<kVRowCount, kVRowBytes>;
 
   // Where the value of a row and a column of V̂ lies in it.
   __device__ static constexpr i32 v_offset(i32 row, i32 column) {
@@ -97,7 +100,7 @@ struct TileLayout {
 
   static constexpr i32 kQBytes = Config::kBlockM * kQkRowBytes;
   static constexpr i32 kKBytes = Config::kBlockN * kQkRowBytes;
-  static constexpr i32 kVBytes = (kTransposedV ? Config::kHeadDim : Config::kBlockN) * VRows::kRowBytes;
+  static constexpr i32 kVBytes = kVRowCount * kVRowBytes;
 
   // A KV tile: offsets of its parts, and its size.
   static constexpr i32 kV = kKBytes, kLine = kV + kVBytes, kKvBytes = kLine + KvLine::kBytes;

@@ -15,7 +15,8 @@ namespace sage {
 
 template <class Config>
 struct Scores {
-  using Swizzle = typename TileLayout<Config>::KRows;  // those of Q are the same
+  using QRows = typename TileLayout<Config>::QRows;
+  using KRows = typename TileLayout<Config>::KRows;
   static constexpr i32 kMTiles = Config::kWarpM / 16, kNTiles = Config::kBlockN / 8;
   static constexpr i32 kSteps = TileLayout<Config>::kQkRowBytes / 32;  // 32 bytes of a row a product
   static_assert(kNTiles % 2 == 0, "one ldmatrix feeds two products");
@@ -27,8 +28,8 @@ struct Scores {
   u32 q_row, k_offset;
 
   __device__ __forceinline__ Scores(u32 sQ, i32 warp, i32 lane)
-      : q_row(sQ + warp * Config::kWarpM * Swizzle::kRowBytes + Swizzle::offset(lane % 16, lane / 16)),
-        k_offset(Swizzle::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2)) {}
+      : q_row(sQ + warp * Config::kWarpM * QRows::kPitch + QRows::offset(lane % 16, lane / 16)),
+        k_offset(KRows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2)) {}
 
   __device__ __forceinline__ void multiply(Accumulator& acc_s, u32 sK) const {
     const u32 k_row = sK + k_offset;
@@ -37,11 +38,11 @@ struct Scores {
     for (i32 step = 0; step < kSteps; ++step) {
       u32 q[kMTiles][4];
 #pragma unroll
-      for (i32 m = 0; m < kMTiles; ++m) ptx::ldmatrix_x4(q[m], Swizzle::moved(q_row, 16 * m, 2 * step));
+      for (i32 m = 0; m < kMTiles; ++m) ptx::ldmatrix_x4(q[m], QRows::moved(q_row, 16 * m, 2 * step));
 #pragma unroll
       for (i32 n = 0; n < kNTiles; n += 2) {
         u32 k[4];
-        ptx::ldmatrix_x4(k, Swizzle::moved(k_row, 8 * n, 2 * step));
+        ptx::ldmatrix_x4(k, KRows::moved(k_row, 8 * n, 2 * step));
 #pragma unroll
         for (i32 m = 0; m < kMTiles; ++m) {
           mma(acc_s[m][n], q[m], k[0], k[1], ptx::chain(step, bias, acc_s[m][n]));

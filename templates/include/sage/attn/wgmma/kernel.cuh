@@ -38,6 +38,7 @@ struct AttentionWgmma {
                        Fact{"room", Traits::kRoom}, Fact{"most_fall", kMostFall}, Fact{"no_reference", kNoReference},
                        Fact{"smallest_scale", kSmallestScale}, Fact{"v_typical", Product::kVTypical},
                        Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit},
+                       Fact{"slices", Traits::kSlices}, Fact{"pairs", Traits::kPairs},
                        Fact{"open_end", Traits::kOpenEnd}, Fact{"programmatic_launch", 1});
   }
 
@@ -98,7 +99,7 @@ struct AttentionWgmma {
       const WorkTile& work = shared.query_tile(query.index);
       if (work.kv.end == kNoMoreTiles) break;
       const u32 from = shared.query(query.index);
-      const u32 q_rows = from + consumer * 64 * TileLayout<Config>::kQkRowBytes;
+      const u32 q_rows = from + consumer * 64 * TileLayout<Config>::QRows::kPitch;
       const float q_scale = ptx::load_shared_f32(from + Shared::kQScales + (warp * kRowGroups<Config> + lane / 4) * 4);
       Mainloop<Config> loop(params, shared, work, warp, lane, q_rows, q_scale, consumer, stage);
       if (work.kv.end > 0) {

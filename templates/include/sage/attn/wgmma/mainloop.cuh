@@ -2,7 +2,8 @@
 //
 // A step at KV tile t:
 //   issue P·V of tile t - 1, then Q·K of tile t;
-//   promote: O = alpha · O + R, while Q·K runs;
+//   promote: O = alpha · O + R, while Q·K runs; where P·V is computed in slices, the slices but the last were promoted
+//     before, each while the next was multiplied;
 //   softmax of tile t, with no product of this consumer in flight: under an FP8 product, which works on registers,
 //   other instructions run at a quarter of their rate.
 // R is the accumulator of P·V. R takes two KV tiles where registers allow, so that every other step promotes.
@@ -39,7 +40,9 @@ struct Mainloop {
   static constexpr i32 kFullBehindPair = kOpenEnd ? 0 : 1;  // full tiles that must follow a pair's first tile
   static constexpr i32 kRows = Config::kWarpM / 8;          // of a thread
   static constexpr i32 kNTiles = Config::kBlockN / 8;
-  static constexpr i32 kOutputs = Config::kHeadDim / 2;  // registers of a thread for O
+  static constexpr i32 kSlices = Traits::kSlices, kSliceChannels = Config::kHeadDim / kSlices;
+  static constexpr i32 kOutputs = kSliceChannels / 2;  // registers of a thread for the outputs of a slice
+  static_assert(kSlices == 1 || (kSlices % 2 == 0 && kOutputs == Config::kBlockN / 2), "a slice in place of the scores");
   // attend() starts at KV tile 0, and masks behind the full tiles alone.
   static_assert(VisibleKeys<Config::kMask>::begin == 0, "a mask with a first key needs masked tiles in front");
 
@@ -59,8 +62,10 @@ struct Mainloop {
   u32 signs = 0;                // of the tiles' scales, in the sign bit: whether one held what is not finite
 
   // What one step leaves to the next.
-  float acc_r[kOutputs + 4];  // R: P·V and the sums of P of one tile or two, as a wgmma's D
-  float alpha[kRows] = {};    // rescales O at the next promotion
+  // R: the bits of P·V of one tile or two, as a wgmma's D; of slices every other one (r_of()). Behind the outputs the
+  // sums of P.
+  u32 acc_r[kOutputs + 4];
+  float alpha[kRows] = {};  // rescales O at the next promotion
   typename Softmax::Scores acc_s;
   typename Product::Operand p;
   i32 previous;    // stage of the tile whose P this is
@@ -165,12 +170,13 @@ struct Mainloop {
   __device__ __forceinline__ void issue_qk() {
     ptx::mbarrier_wait(shared.full(stage.index), stage.phase);
     i32 (&s)[Config::kBlockN / 2] = reinterpret_cast<i32 (&)[Config::kBlockN / 2]>(acc_s);
-    const u64 q = matrix_descriptor<Layout::kQkRowBytes>(q_rows);
-    const u64 k = matrix_descriptor<Layout::kQkRowBytes>(shared.kv_stage(stage.index));
+    using QRows = typename Layout::QRows;
+    using KRows = typename Layout::KRows;
+    const u64 q = matrix_descriptor<QRows>(q_rows), k = matrix_descriptor<KRows>(shared.kv_stage(stage.index));
     ptx::wgmma_fence();
 #pragma unroll
     for (i32 i = 0; i < Layout::kQkRowBytes / 32; ++i) {
-      ptx::wgmma_m64k32(s, q + i * kNextK, k + i * kNextK, i > 0);
+      ptx::wgmma_m64k32(s, q + next_k<QRows>(i), k + next_k<KRows>(i), i > 0);
     }
     ptx::wgmma_commit();
   }
@@ -194,9 +200,10 @@ struct Mainloop {
     if (ptx::any(moved)) {
       const float ratio = r_factor * reciprocal_of_power_of_two(v_factor);
 #pragma unroll
-      for (i32 i = 0; i < kOutputs; ++i) acc_r[i] *= alpha[i % 4 / 2] * ratio;
-#pragma unroll
-      for (i32 i = kOutputs; i < kOutputs + 4; ++i) acc_r[i] *= alpha[i % 4 / 2];
+      for (i32 i = 0; i < kOutputs + 4; ++i) {  // the sums of P have no v_factor
+        const float factor = i < kOutputs ? alpha[i % 4 / 2] * ratio : alpha[i % 4 / 2];
+        acc_r[i] = __float_as_uint(__uint_as_float(acc_r[i]) * factor);
+      }
       change_factor();
     }
 #pragma unroll
@@ -218,13 +225,36 @@ struct Mainloop {
     }
   }
 
-  // Issues P·V, ones included: R += P·V where R is open, else R = P·V.
+  // Issues P·V, ones included: R += P·V where R is open, else R = P·V. The last slice is left in flight, those before it
+  // are promoted.
+  template <i32 kSlice = 0>
   __device__ __forceinline__ void issue_pv(bool open) {
-    const u64 v = matrix_descriptor<Config::kBlockN>(shared.kv_stage(previous) + Layout::kV);
+    issue_slice<kSlice>(open);
+    if constexpr (kSlice > 0) {
+      ptx::wgmma_wait<1>();
+      promote_slice<kSlice - 1>();
+    }
+    if constexpr (kSlice + 1 < kSlices) issue_pv<kSlice + 1>(open);
+  }
+
+  // R of a slice, with the sums of P if the slice is the last, behind whose channels the ones lie. The last slice is in
+  // acc_r, its neighbour in the registers of the scores, and so on alternately.
+  template <i32 kSlice>
+  using R = u32[kSlice == kSlices - 1 ? kOutputs + 4 : kOutputs];
+  template <i32 kSlice>
+  __device__ __forceinline__ R<kSlice>& r_of() {
+    constexpr bool kOwnRegisters = (kSlices - 1 - kSlice) % 2 == 0;
+    return reinterpret_cast<R<kSlice>&>(kOwnRegisters ? acc_r[0] : reinterpret_cast<u32&>(acc_s[0][0][0]));
+  }
+
+  template <i32 kSlice>
+  __device__ __forceinline__ void issue_slice(bool open) {
+    const u32 rows = shared.kv_stage(previous) + Layout::kV + kSlice * kSliceChannels * Config::kBlockN;
+    const u64 v = matrix_descriptor<typename Layout::VRows>(rows);
     ptx::wgmma_fence();
 #pragma unroll
     for (i32 i = 0; i < Config::kBlockN / 32; ++i) {
-      ptx::wgmma_m64k32(acc_r, p[0][i], v + i * kNextK, open || i > 0);
+      ptx::wgmma_m64k32(r_of<kSlice>(), p[0][i], v + next_k<typename Layout::VRows>(i), open || i > 0);
     }
     ptx::wgmma_commit();
   }
@@ -236,18 +266,26 @@ struct Mainloop {
     ptx::mbarrier_arrive(shared.empty(previous));
   }
 
-  // Promotion: O = alpha · O + R, and the row sums likewise.
+  // Promotion of the last slice and of the row sums.
   __device__ __forceinline__ void promote() {
-#pragma unroll
-    for (i32 n = 0; n < Config::kHeadDim / 8; ++n) {
-#pragma unroll
-      for (i32 c = 0; c < 4; ++c) {
-        acc_o[0][n][c] = fmaf(acc_o[0][n][c], alpha[c / 2], acc_r[4 * n + c]);
-      }
-    }
+    promote_slice<kSlices - 1>();
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
-      softmax.row_sum[r] = fmaf(softmax.row_sum[r], alpha[r], acc_r[kOutputs + 2 * r]);
+      softmax.row_sum[r] = fmaf(softmax.row_sum[r], alpha[r], __uint_as_float(acc_r[kOutputs + 2 * r]));
+    }
+  }
+
+  // O = alpha · O + R.
+  template <i32 kSlice>
+  __device__ __forceinline__ void promote_slice() {
+    constexpr i32 kFirst = kSlice * kSliceChannels / 8;
+#pragma unroll
+    for (i32 n = 0; n < kSliceChannels / 8; ++n) {
+#pragma unroll
+      for (i32 c = 0; c < 4; ++c) {
+        const float r = __uint_as_float(r_of<kSlice>()[4 * n + c]);
+        acc_o[0][kFirst + n][c] = fmaf(acc_o[0][kFirst + n][c], alpha[c / 2], r);
+      }
     }
   }
 
@@ -262,10 +300,10 @@ struct Mainloop {
   }
 
   // As apply_mask() takes it. A branch keeps the look-up out of the main loop's schedule: 1.5 % of the time at head dim
-  // 128. Where Q is smoothed, the branch would spill registers.
+  // 128. Where Q is smoothed, the branch would spill registers at head dims 64 and 128.
   __device__ __forceinline__ VisibleKeys<Config::kMask> own_row() const {
     const i32 row = work.first_row + warp * Config::kWarpM + lane % Config::kWarpM;
-    return visible_keys<Config::kMask, !Config::kSmoothQ>(work.seqlen(params), row);
+    return visible_keys<Config::kMask, kSlices != 1 || !Config::kSmoothQ>(work.seqlen(params), row);
   }
 
   // Row references and P of the tile whose scores are finished. Loads the scale of the scores again, even where it is

@@ -17,12 +17,17 @@ struct WgmmaTraits {
   static_assert(Config::kPvAccum == PvAccum::kTwoLevelF32);
   static_assert(Config::kBlockN == 64 || Config::kBlockN == 128, "the rows of V are the swizzle's span");
 
+  // P·V is computed for one slice of the channels after another where O leaves R too few registers for all channels.
+  static constexpr i32 kSlices = Config::kHeadDim == 256 ? 4 : 1;
+  static_assert(kSlices == 1 || kConsumers == 2, "O of 256 channels alone takes 128 registers");
+
   // Enough registers to keep P·V and Q·K in flight at once: products are one phase of a step, and consumers ping-pong.
   // Otherwise P and the scores share registers.
   static constexpr bool kTogether = kConsumers == 2;
 
-  // R takes the P·V of two KV tiles. A smoothed Q leaves no registers for that.
-  static constexpr bool kPairs = !Config::kSmoothQ;
+  // R takes the P·V of two KV tiles. A smoothed Q leaves no registers for that. An R of slices is promoted before the
+  // next slice but one takes its registers.
+  static constexpr bool kPairs = !Config::kSmoothQ && kSlices == 1;
   static constexpr i32 kRoom = kPairs ? 3 : 0;  // of the first tile's P, for the second
 
   // Whether the last full tile may open R, which a masked step or the last P·V then closes. A call whose keys are whole

@@ -1,6 +1,8 @@
 // Meanings of templates/include/sage/ptx/wgmma.cuh; products run in engine/wgmma.h.
 #pragma once
 
+#include <type_traits>
+
 #include "sage/types.cuh"
 
 namespace sage::ptx {
@@ -13,11 +15,11 @@ inline void wgmma_wait(sim::Site site = sim::Site::here()) {
   sim::wgmma_wait(kPending, site);
 }
 
-// D crosses as words; its size says how many columns there are.
+// D crosses as words: s32 as i32, the bits of f32 as u32. Its size says how many columns there are.
 template <class T, i32 kSize>
 inline void warpgroup_product(T (&d)[kSize], const u32* a, u64 a_matrix, u64 b, bool accumulate, sim::Site site) {
   static_assert(kSize == 32 || kSize == 36 || kSize == 64 || kSize == 68, "the shapes that have a wrapper");
-  const bool integers = T(0.5f) == 0;
+  constexpr bool integers = std::is_same_v<T, i32>;
   sim::wgmma(integers ? "wgmma.m64k32.s8" : "wgmma.m64k32.e4m3",
              {reinterpret_cast<u32*>(d), a, a_matrix, b, 2 * kSize, accumulate, site}, integers);
 }
