@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ class Workers:
     """One process for each processor. The first that is asked for anything compiles these kernels for all of them."""
 
     def __init__(self, specs: Iterable[AttnSpec]) -> None:
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the processes to come: idle threads of numpy's would spin
         context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads as dead ones
         self._kernels = tuple(specs), context.Lock()
         self._executor = ProcessPoolExecutor(os.cpu_count(), context, _start, self._kernels)
@@ -44,6 +46,7 @@ def _start(specs: tuple[AttnSpec, ...], lock: Lock) -> None:
     global _kernels
     _kernels = specs, lock
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays; the collector would go through it again and again
 
 
 _kernels: tuple[tuple[AttnSpec, ...], Lock]
