@@ -50,7 +50,8 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.T
 
     Args:
         q: ``[batch, q heads, queries, headdim]`` for layout ``"HND"``, ``[batch, queries, q heads, headdim]`` for
-            ``"NHD"``; float16 or bfloat16. Any strides with a contiguous last dimension; headdim from 1 to 256.
+            ``"NHD"``; float16, bfloat16 or float32. Any strides with a contiguous last dimension; headdim from 1 to
+            256.
         k, v: likewise with ``kv heads`` and ``keys``; same dtype and device as q. q heads must be a multiple of kv
             heads: q head h reads kv head ``h // (q heads // kv heads)``.
         key_mask: bool ``[batch, keys]``, True where a key may be seen, for all queries and heads alike; any strides.
@@ -151,9 +152,9 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: tor
 
     >>> import torch, sage_aot
     >>> q, k, v = torch.randn(3, 1, 2, 100, 64)
-    >>> sage_aot.supports(q, k, v)
-    'q: expected torch.float16 or torch.bfloat16, got torch.float32; convert it with q.to(torch.bfloat16)'
-    >>> sage_aot.supports(q.bfloat16(), k.bfloat16(), v.bfloat16()) is None
+    >>> sage_aot.supports(q, k.bfloat16(), v)
+    'q, k and v must have one dtype, got torch.float32 for q and torch.bfloat16 for k; pass k.to(q.dtype)'
+    >>> sage_aot.supports(q, k, v) is None
     True
     """
     try:

@@ -41,8 +41,8 @@ def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q:
     microseconds more, so round these numbers up where they change from call to call.
 
     Args:
-        q: ``[tokens, q heads, headdim]``, float16 or bfloat16. Any strides with a contiguous last dimension; headdim
-            from 1 to 256.
+        q: ``[tokens, q heads, headdim]``, float16, bfloat16 or float32. Any strides with a contiguous last dimension;
+            headdim from 1 to 256.
         k, v: likewise with ``kv heads`` and their own number of tokens; same dtype and device as q.
         cu_seqlens_q, cu_seqlens_k: int32 ``[sequences + 1]`` on the device of q: where sequences begin, and where the
             last ends. They are read on the device, so nothing checks their values: the first must be 0, no value may be

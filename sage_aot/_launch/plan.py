@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sage_aot._families import FAMILIES
+from sage_aot._kernels.axes import ROWS
 from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.structs import DTYPE_CODES, NULL, FastDivmod, Params, Tensor
@@ -189,7 +190,8 @@ def _launch(record: KernelRecord, blocks: int, params: Params, rows: str | None 
 
 def _rows(problem: Problem, *tensors: Argument) -> str:
     """The member of ROWS that holds for the rows of all of these tensors."""
-    return problem.dtype if all(tensor.aligned(problem.headdim) for tensor in tensors) else "any"
+    aligned = all(tensor.aligned(problem.headdim) for tensor in tensors)
+    return problem.dtype if aligned and problem.dtype in ROWS else "any"
 
 
 def _pack(plan: Plan, known: Params) -> Launch:

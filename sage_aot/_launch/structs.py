@@ -29,7 +29,7 @@ NO_SOURCE = len(SOURCES)
 
 _INDEX = {source: index for index, source in enumerate((*SOURCES, ""))}
 
-DTYPE_CODES = {"f16": 0, "bf16": 1}
+DTYPE_CODES = {"f16": 0, "bf16": 1, "f32": 2}
 WORD = 8  # bytes of an address
 
 Params = Mapping[str, Any]

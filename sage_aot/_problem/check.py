@@ -17,7 +17,7 @@ from sage_aot.errors import ArgumentError
 TOKENS = "[tokens, heads, headdim]"
 """Dimensions of tensors that hold sequences."""
 
-DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
 _NUMBERS = {3: "three", 4: "four"}
 _MOST_RANKS = 2**31  # what key_rank_index() in problem/seqlen.cuh can count
@@ -54,7 +54,7 @@ class Problem:
     seqlen_q: int  # of sequences the most
     seqlen_kv: int  # likewise
     headdim: int  # of the tensors; kernels pad it to one of theirs
-    dtype: str  # "f16" or "bf16", of q, k, v and the output
+    dtype: str  # "f16", "bf16" or "f32", of q, k, v and the output
     softmax_scale: float
     options: Options  # resolved: "auto" is left only where the chosen kernels decide
     has_key_mask: bool = False
@@ -238,8 +238,8 @@ def _check_tensor(name: str, tensor: torch.Tensor, dimensions: str) -> None:
                             f"add those of size one with {name}.unsqueeze(dim), split a fused one with "
                             f"{name}.unflatten; {remedy}")
     if tensor.dtype not in DTYPES:
-        raise ArgumentError(f"{name}: expected torch.float16 or torch.bfloat16, got {tensor.dtype}; convert it with "
-                            f"{name}.to(torch.bfloat16)")
+        raise ArgumentError(f"{name}: expected torch.float16, torch.bfloat16 or torch.float32, got {tensor.dtype}; "
+                            f"convert it with {name}.to(torch.bfloat16)")
     if not 1 <= shape[-1] <= MAX_HEADDIM:
         raise ArgumentError(f"{name}: expected a head dim from 1 to {MAX_HEADDIM}, got {shape[-1]}; for others "
                             f"call torch.nn.functional.scaled_dot_product_attention")

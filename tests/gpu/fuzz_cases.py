@@ -73,7 +73,7 @@ class Case(_SizesAndOptions):
     """One call. Every field but the arch has the value of the simplest call as its default."""
 
     return_lse: bool = _varied({True: 3, False: 1})
-    dtype: str = _varied({"bf16": 1, "f16": 1})
+    dtype: str = _varied({"bf16": 2, "f16": 2, "f32": 1})
     kind: str = _varied({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
                          "tiny": 1, "sink": 2, "falling": 1, "heavy_v": 1, "sparse_v": 1,
                          "spike": 0, "stepped_v": 0})  # for tests/sim: to draw them would change a seed's other cases
@@ -297,14 +297,14 @@ def _huge(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None
 
 def _wide_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Channels of very different sizes, in bf16 beyond what f16 holds."""
-    large, small = (1e25, 1e-20) if case.dtype == "bf16" else (5e3, 1e-3)
+    large, small = (5e3, 1e-3) if case.dtype == "f16" else (1e25, 1e-20)
     v[..., ::2] *= large
     v[..., 1::4] *= small
 
 
 def _tiny(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for tensor in (q, k, v):
-        tensor *= 1e-20 if case.dtype == "bf16" else 1e-6
+        tensor *= 1e-6 if case.dtype == "f16" else 1e-20
 
 
 def _spike(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -414,9 +414,9 @@ def spoil(case: Case, call: dict[str, object]) -> dict[str, object]:
         return {**call, case.wrong: OPTIONS[case.wrong].refused}
     changes = {
         "dimensions": lambda: {"q": q.unsqueeze(0)},
-        "dtype": lambda: {"k": k.float()},
+        "dtype": lambda: {"k": k.double()},
         "keys": lambda: {"v": torch.nn.functional.pad(v, (0, 0, 0, 1))},
-        "out": lambda: {"out": torch.empty_like(q, dtype=torch.float32)},
+        "out": lambda: {"out": torch.empty_like(q, dtype=torch.float64)},
         "grad": lambda: {"q": q.detach().requires_grad_()},
         "key_mask": lambda: {"key_mask": torch.ones(case.batch, case.seqlen_kv, device=q.device)},
     }

@@ -104,7 +104,7 @@ def _key_of_column(block_n: int) -> torch.Tensor:
 
 
 def _rows(tiles: torch.Tensor, rows: int, row_bytes: int) -> torch.Tensor:
-    """[..., rows * row_bytes] swizzled bytes, in panels of at most 128 bytes of every row, to [..., rows, row_bytes]."""
+    """[..., rows * row_bytes] swizzled bytes, in panels of at most 128 bytes a row, to [..., rows, row_bytes]."""
     pitch = min(128, row_bytes)
     panels = tiles.reshape(*tiles.shape[:-1], row_bytes // pitch, rows, pitch // 16, 16)
     row, chunk = torch.arange(rows)[:, None], torch.arange(pitch // 16)

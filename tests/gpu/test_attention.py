@@ -191,6 +191,16 @@ def test_head_dims_are_padded(spec, headdim):
     check(spec, run(spec, q, k, v), expect(spec, q, k, v), slack=slack, lse_slack=lse_slack)
 
 
+@pytest.mark.parametrize("headdim", ["whole", "odd"])
+@each_variant
+def test_f32_of_bf16_values_gives_the_same(spec, headdim):
+    headdim = spec.headdim - (3 if headdim == "odd" else 0)
+    q, k, v = draw(spec, (2, 4, 150), (2, 2, 333), "outlier", seed=7, headdim=headdim)
+    expected, found = run(spec, q, k, v), run(spec, q.float(), k.float(), v.float())
+    assert found.out.dtype == torch.float32 and torch.equal(found.out.bfloat16(), expected.out)
+    assert torch.equal(found.lse, expected.lse)
+
+
 @each_variant
 def test_layouts_and_strides_agree_bit_for_bit(spec):
     q, k, v = draw(spec, (2, 4, 130), (2, 4, 130), seed=5)

@@ -68,8 +68,9 @@ HARMLESS: dict[tuple[str, Operation], str] = {
         "i < kOutputs + 4; ++i) { const float factor = i < kOutputs ? alpha[i % 4 / 2] * ratio : alpha[i % 4 / 2]; "
         "acc_r[i] = __float_as_uint(__uint_as_float(acc_r[i]) * factor); } change_factor(); }")):
             "R is multiplied by one where it could stay",
-    ("prepare_k_mean", Always("if constexpr (Sample<Config>::kLeavesRegisters) load_rows();")): "rows are loaded twice",
-    ("QuantizeV::prepare_scales", Always("if constexpr (Sample<Config>::kLeavesRegisters) load_rows();")):
+    ("prepare_k_mean", Always("if constexpr (SampleParts<Config>::kLeavesRegisters) load_rows();")):
+        "rows are loaded twice",
+    ("QuantizeV::prepare_scales", Always("if constexpr (SampleParts<Config>::kLeavesRegisters) load_rows();")):
         "rows are loaded twice",
     ("Mainloop::keep_in_front", Drop("ptx::mbarrier_wait(shared.full(here.index), here.phase);")):
         "a fence for the compiler",

@@ -96,6 +96,15 @@ SEQUENCES: dict[tuple[str, str], dict[str, Any]] = {
 """What the case with sequences has, by the kernel's mask and V."""
 
 
+FLOATS: dict[tuple[str, str], dict[str, Any]] = {
+    ("full", "vraw"): {},
+    ("full", "vsmooth"): {"strides": "misaligned", "planted": "k:nan"},
+    ("causal", "vraw"): {"smooth_k": False, "planted": "v:inf"},
+    ("causal", "vsmooth"): {"out": "misaligned", "planted": "q:nan"},
+}
+"""What the case of f32 has, by the kernel's mask and V."""
+
+
 def cases_of(spec: AttnSpec) -> dict[str, Case]:
     """Ragged calls, of bf16 and of f16 alternately.
 
@@ -109,6 +118,7 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
         causal K not smoothed.
     masked: a key mask, MASKED.
     sequences: of several lengths in one tensor, SEQUENCES.
+    floats: f32, FLOATS.
     falling, for e4m3 P: scores behind which references fall, once by far or from tile to tile.
 
     On Hopper also
@@ -142,6 +152,9 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     found["sequences"] = replace(plain, **{"batch": 4, "group": 1, "seqlen_q": tile.block_m + 20,
                                            "seqlen_kv": 2 * tile.block_n + 50, "lengths": "mixed",
                                            **SEQUENCES[spec.mask, spec.v]})
+    found["floats"] = replace(few, **{"seed": 3, "dtype": "f32", "seqlen_q": 40, "seqlen_kv": 70,
+                                      "headdim": spec.headdim - (3 if spec.v == "vsmooth" else 0),
+                                      **FLOATS[spec.mask, spec.v]})
     if spec.pv == "e4m3":
         found["falling"] = replace(few, seqlen_kv=5 * tile.block_n + 42,
                                    kind="sink" if spec.v == "vraw" else "falling")

@@ -72,8 +72,9 @@ def _quant(spec: QuantSpec, tile: Tile, family: str) -> dict[str, float]:
     row, int4 = _row_bytes(spec), spec.qk == "int4"
     return {
         "threads": 256, "shared_bytes": 0,
-        "kv_tiles_per_block": 2 if int4 or tile.block_n * spec.headdim <= 8192 else 1, "rows_at_once": 2048 // spec.headdim,
-        "vector": 8, "q_tile_bytes": tile.block_m * row, "kv_tile_bytes": _kv_tile_bytes(spec, tile),
+        "kv_tiles_per_block": 2 if int4 or tile.block_n * spec.headdim <= 8192 else 1,
+        "rows_at_once": 2048 // spec.headdim, "vector": 8, "q_tile_bytes": tile.block_m * row,
+        "kv_tile_bytes": _kv_tile_bytes(spec, tile),
         "row_groups": tile.warp_m if int4 else 8, "key_groups": 4, "limit": 7 if int4 else 127,
         "clips": 6 if int4 else 1, "clip_step": 0.8999999761581421,
         "clip_error_bias": 192 if tile.block_n * spec.headdim <= 8192 else 384,

@@ -170,6 +170,13 @@ def test_output_has_the_dtype_of_the_inputs(dtype):
     assert sage_aot.attn(q, k, v).dtype == dtype
 
 
+def test_f32_of_bf16_values_gives_the_same(pv):
+    q, k, v = draw((1, 2, 70, 40), (1, 1, 90, 40), "outlier")
+    expected = sage_aot.attn(q, k, v, return_lse=True)
+    out, lse = sage_aot.attn(q.float(), k.float(), v.float(), return_lse=True)
+    assert out.dtype == torch.float32 and torch.equal(out.bfloat16(), expected[0]) and torch.equal(lse, expected[1])
+
+
 def test_v_beyond_f16_and_below_its_least_normal(pv):
     q, k, v = draw((1, 1, 64, 64), (1, 1, 64, 64))
     for size in (1e6, 1e-12):

@@ -226,7 +226,7 @@ def report_of(threads: int = 128, **changes) -> Report:
                              **{name: changes.pop(name) for name in MachineCode._fields if name in changes}})
     params = changes.pop("params", "AttnParams")
     layout = changes.pop("layout", STRUCTS.get(params))
-    facts = {"threads": threads, **{name: changes.pop(name, least) for name, least in (("shared_bytes", 0), ("slices", 1))}}
+    facts = {"threads": threads, "shared_bytes": changes.pop("shared_bytes", 0), "slices": changes.pop("slices", 1)}
     info = KernelInfo(facts, params, layout)
     good = Report("c", machine, 525, {"HMMA.16816.F32": 2, "IMMA.16832.S8.S8": 2}, LOOP, 0, 64, info)
     return dataclasses.replace(good, **changes)

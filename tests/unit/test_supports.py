@@ -37,7 +37,7 @@ def with_last_stride(x):
 
 REFUSED = {
     "no tensor": lambda q, k, v: ((1, k, v), {}),
-    "dtype": lambda q, k, v: ((q.float(), k.float(), v.float()), {}),
+    "dtype": lambda q, k, v: ((q.double(), k.double(), v.double()), {}),
     "dtypes": lambda q, k, v: ((q, k.half(), v), {}),
     "head dim": lambda q, k, v: (torch.randn(3, 1, 2, 40, 257).half(), {}),
     "dimensions": lambda q, k, v: ((q[0], k, v), {}),
@@ -159,6 +159,7 @@ def test_grad_mode_is_asked_on_every_call():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_counted(dtype):
     q, k, v = qkv(torch.float32)
+    k = k.to(dtype)
     assert "got torch.float32" in sage_aot.supports(q, k, v)
     with torch.autocast("cpu", dtype):
         assert sage_aot.supports(q, k, v) is None
@@ -198,12 +199,12 @@ def test_no_value_is_read(autocast):
 def test_sizes_that_a_tracer_does_not_know_yet_are_not_remembered(answers):
     def asks(q, k, v):
         assert isinstance(q.shape[2], torch.SymInt)
-        said.extend([sage_aot.supports(q, k, v), sage_aot.supports(q.float(), k.float(), v.float())])
+        said.extend([sage_aot.supports(q, k, v), sage_aot.supports(q.double(), k.double(), v.double())])
         return q
 
     said = []
     make_fx(asks, tracing_mode="symbolic")(*qkv())
-    assert said[0] is None and "torch.float32" in said[1] and answers == {}
+    assert said[0] is None and "torch.float64" in said[1] and answers == {}
 
 
 def test_an_answer_is_remembered(monkeypatch):

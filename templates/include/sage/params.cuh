@@ -17,7 +17,7 @@ struct Strides {
 // One tensor of the caller's: [batch, heads, rows, headdim], of any strides but that of the last dimension, which is 1.
 // Of sequences in one tensor, [tokens, heads, headdim], stride.batch is 0.
 struct Tensor {
-  void* data;  // f16 or bf16, or as a struct says
+  void* data;  // f16, bf16 or f32, or as a struct says
   Strides stride;
 };
 

@@ -26,7 +26,9 @@ enum class Pv { kF16, kE4m3 };
 enum class PvAccum { kF32, kTwoLevelF32, kTwoLevelF16 };
 
 // Type of the caller's tensors; a run-time value, equal for all of them.
-enum class Dtype : i32 { kF16 = 0, kBf16 = 1 };
+enum class Dtype : i32 { kF16 = 0, kBf16 = 1, kF32 = 2 };
+
+__device__ constexpr i32 bytes_of(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
 
 constexpr i32 kWarpSize = 32;
 

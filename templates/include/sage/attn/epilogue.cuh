@@ -53,7 +53,8 @@ struct StoreFragments {
     for (i32 r = 0; r < Config::kWarpM / 8; ++r) {
       const i32 row = first_row + lane / 4 + 8 * r;
       if (row >= work.lengths.q) continue;
-      store_row(work.output_row(params, row) + first_channel, lane, params.headdim - first_channel, pairs[r]);
+      store_row(work.template output_row<u16>(params, row) + first_channel, lane, params.headdim - first_channel,
+                pairs[r]);
     }
   }
 
@@ -101,9 +102,10 @@ struct StoreWholeRows {
     const i32 own = lane / kTiles, own_channel = lane % kTiles * 8, channel = first_channel + own_channel;
     // Rows that are there, from this lane's first on.
     const i32 rows = work.lengths.q - (first_row + own);
-    u16* to = work.output_row(params, first_row + own) + channel;
+    u16* to = work.template output_row<u16>(params, first_row + own) + channel;
     const u8* from = staged + own * kPitch + own_channel * sizeof(u16);
-    const u64 alignment = reinterpret_cast<u64>(work.output_row(params, 0)) | params.out.stride.row * sizeof(u16);
+    const u64 first = reinterpret_cast<u64>(work.template output_row<u16>(params, 0));
+    const u64 alignment = first | params.out.stride.row * sizeof(u16);
     if (params.headdim % 8 == 0 && alignment % 16 == 0) {
       copy_chunks(to, params.out.stride.row, from, channel < params.headdim ? rows : 0);
     } else {
@@ -136,6 +138,31 @@ struct StoreWholeRows {
     }
   }
 };
+
+// Stores the channels from 8 · first_tile on, kStoredChannels of them, as f32. A lane has two of every eight; four
+// lanes side by side store a whole sector.
+template <class Config, class Accumulator>
+__device__ __forceinline__ void store_floats(const AttnParams& params, const WorkTile& work, i32 first_row, i32 lane,
+                                             const Accumulator& acc_o, i32 first_tile) {
+#pragma unroll
+  for (i32 r = 0; r < Config::kWarpM / 8; ++r) {
+    const i32 row = first_row + lane / 4 + 8 * r;
+    if (row >= work.lengths.q) continue;
+    float* to = work.template output_row<float>(params, row);
+    const bool pairs = reinterpret_cast<u64>(to) % 8 == 0;
+#pragma unroll
+    for (i32 n = first_tile; n < first_tile + kStoredChannels<Config> / 8; ++n) {
+      const i32 channel = 8 * n + 2 * (lane % 4);
+      const float* value = &acc_o[r / 2][n][2 * (r % 2)];
+      if (pairs && channel + 1 < params.headdim) {
+        ptx::store_global_f32x2(to + channel, {value[0], value[1]});
+        continue;
+      }
+      if (channel < params.headdim) to[channel] = value[0];
+      if (channel + 1 < params.headdim) to[channel + 1] = value[1];
+    }
+  }
+}
 
 template <Dtype kDtype, class Config, class Accumulator>
 __device__ __forceinline__ void round_output(const Accumulator& acc_o, i32 first_tile, RoundedOutput<Config>& pairs) {
@@ -200,6 +227,10 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
         value[0] = value[0] * factor[r] * scale.x + mean.x * unless_empty[r];
         value[1] = value[1] * factor[r] * scale.y + mean.y * unless_empty[r];
       }
+    }
+    if (params.dtype == Dtype::kF32) {
+      store_floats<Config>(params, work, work.first_row + first, lane, acc_o, first_tile);
+      continue;
     }
     RoundedOutput<Config> pairs;
     if (params.dtype == Dtype::kBf16) round_output<Dtype::kBf16, Config>(acc_o, first_tile, pairs);

@@ -13,7 +13,6 @@ template <class Config>
 struct SpoilRows {
   using Layout = TileLayout<Config>;
   using Keys = VisibleKeys<Config::kMask>;
-  static constexpr u16 kNan = 0x7FFF;  // in f16 and in bf16
   static constexpr i32 kKeyWords = Config::kBlockN / 32;
   static_assert(Config::kWarpM <= kWarpSize);
 
@@ -46,15 +45,20 @@ struct SpoilRows {
     return visible_keys<Config::kMask>(work.seqlen(params), first_row + row).from(from);
   }
 
+  __device__ __forceinline__ void store_nan(i32 row, i32 channel) const {
+    constexpr u16 kNan = 0x7fff;  // in f16 and in bf16
+    if (params.dtype == Dtype::kF32) work.template output_row<float>(params, row)[channel] = ptx::quiet_nan();
+    else work.template output_row<u16>(params, row)[channel] = kNan;
+  }
+
   // A lane looks at one row.
   __device__ __forceinline__ void spoil_rows(const KvLine& line, i32 first_key) const {
     u32 seen = 0;
 #pragma unroll 1
     for (i32 w = 0; w < kKeyWords; ++w) seen |= line.k_spoilt[w] & keys_of(lane, first_key + 32 * w).word();
     if (lane >= rows || seen == 0) return;
-    u16* to = work.output_row(params, first_row + lane);
 #pragma unroll 1
-    for (i32 c = 0; c < params.headdim; ++c) to[c] = kNan;
+    for (i32 c = 0; c < params.headdim; ++c) store_nan(first_row + lane, c);
     if (params.lse != nullptr) {
       *work.lse_row(params, first_row + lane) = ptx::quiet_nan();
     }
@@ -76,7 +80,7 @@ struct SpoilRows {
 #pragma unroll 1
         for (i32 row = 0; row < rows; ++row) {
           if (!(spoilt & keys_of(row, first_key + 32 * w).word())) continue;
-          work.output_row(params, first_row + row)[channel] = kNan;
+          store_nan(first_row + row, channel);
           ++seen;
         }
         spoilt_rows = max(spoilt_rows, seen);

@@ -26,9 +26,11 @@ struct WorkTile {
   // A slot of sequences may be empty.
   __device__ __forceinline__ bool has_queries() const { return first_row < lengths.q; }
 
-  __device__ __forceinline__ u16* output_row(const AttnParams& params, i32 row) const {
+  // Element: of params.dtype's size.
+  template <class Element>
+  __device__ __forceinline__ Element* output_row(const AttnParams& params, i32 row) const {
     const Strides& stride = params.out.stride;
-    return static_cast<u16*>(params.out.data) + batch * stride.batch + head * stride.head +
+    return static_cast<Element*>(params.out.data) + batch * stride.batch + head * stride.head +
            (q_begin + row) * stride.row;
   }
 

@@ -1,5 +1,5 @@
-// Predicated loads from global memory, around which the compiler would branch in C++, and stores of 16 bytes, which it
-// would split.
+// Predicated loads from global memory, around which the compiler would branch in C++, and stores of 8 and 16 bytes,
+// which it would split.
 // Source: PTX ISA, "ld" and "st".
 #pragma once
 
@@ -39,6 +39,11 @@ __device__ __forceinline__ i32 load_global_i32(const i32* address, bool exists, 
       : "=&r"(x)
       : "l"(address), "r"(static_cast<i32>(exists)), "r"(otherwise));
   return x;
+}
+
+// `address`: a multiple of 8.
+__device__ __forceinline__ void store_global_f32x2(float* address, const F32x2& x) {
+  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(x.x), "f"(x.y) : "memory");
 }
 
 // `address`: a multiple of 16.

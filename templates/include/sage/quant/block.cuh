@@ -26,7 +26,7 @@ struct QuantBlock {
   static constexpr bool kOneWarpAGroup = Config::kQk == Qk::kInt4 || kTilesInFlight > kMostTiles;
   static constexpr i32 kTiles = kOneWarpAGroup ? kMostTiles : kTilesInFlight;
   static constexpr i32 kTilesOfV = kTiles < kTilesInFlight ? kTiles : kTilesInFlight;  // V's at once
-  static constexpr i32 kWarpsPerGroup = kMostTiles / kTiles;  // of keys that share a scale
+  static constexpr i32 kWarpsPerGroup = kMostTiles / kTiles;                           // of keys that share a scale
   static_assert(kTiles >= 1 && kWarpsPerGroup * kTiles * kKeyGroups == kWarps, "a block takes whole KV tiles");
   static_assert(kTilesOfV >= 1 && kTiles % kTilesOfV == 0, "a block takes as many tiles of V as of K");
 
@@ -37,7 +37,7 @@ struct QuantBlock {
     float magnitude[Config::kHeadDim];    // blocks of V
     float inv_v_scale[Config::kHeadDim];  // blocks of V
     float v_shift[Config::kHeadDim];      // blocks of V
-    typename Sample<Config>::Parts parts;
+    typename SampleParts<Config>::Sums parts;
     u32 spoilt[kTiles][KvLine::kMost / 32];  // blocks of K and V: k_spoilt or v_spoilt of the tiles
     float amax[kTiles][kWarps];              // blocks of K and V: what a warp found in a tile
   };

@@ -61,8 +61,8 @@ class ClipSearch {
   static_assert(kClips<Config> == 1 || kMostValues <= 4096, "the errors of a group fit into 32 bits");
 
   const Scale whole_;
-  // Of a thread's values, later of a group's: squared errors in steps of a candidate, in units of kErrorBias's last bit.
-  // Integers, so that their sum depends on no order.
+  // Of a thread's values, later of a group's: squared errors in steps of a candidate, in units of the last bit of
+  // kErrorBias. Integers, so that their sum depends on no order.
   u32 error_[kClips<Config>] = {};
 
   __device__ constexpr static float share(i32 candidate) {

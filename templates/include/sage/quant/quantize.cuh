@@ -22,15 +22,14 @@ struct Quantize {
 
   // What the host needs to launch the kernel, to lay out what it writes, and to emulate it.
   static constexpr auto facts() {
-    return sage::facts(Fact{"threads", Config::kThreads}, Fact{"shared_bytes", 0},
-                       Fact{"kv_tiles_per_block", Block::kTiles}, Fact{"rows_at_once", Sample<Config>::kRowsAtOnce},
-                       Fact{"vector", kVector}, Fact{"q_tile_bytes", Layout::kQBytes},
-                       Fact{"kv_tile_bytes", Layout::kKvBytes}, Fact{"row_groups", kRowGroups<Config>},
-                       Fact{"key_groups", kKeyGroups}, Fact{"limit", QuantizedRows<Config>::kLimit},
-                       Fact{"clips", kClips<Config>}, Fact{"clip_step", ClipSearch<Config>::kStep},
-                       Fact{"clip_error_bias", ClipSearch<Config>::kErrorBias},
-                       Fact{"smallest_abs_max", kSmallestAbsMax}, Fact{"samples", kSamples},
-                       Fact{"largest_mean", kLargestMean});
+    return sage::facts(
+        Fact{"threads", Config::kThreads}, Fact{"shared_bytes", 0}, Fact{"kv_tiles_per_block", Block::kTiles},
+        Fact{"rows_at_once", SampleParts<Config>::kRowsAtOnce}, Fact{"vector", kVector},
+        Fact{"q_tile_bytes", Layout::kQBytes}, Fact{"kv_tile_bytes", Layout::kKvBytes},
+        Fact{"row_groups", kRowGroups<Config>}, Fact{"key_groups", kKeyGroups},
+        Fact{"limit", QuantizedRows<Config>::kLimit}, Fact{"clips", kClips<Config>},
+        Fact{"clip_step", ClipSearch<Config>::kStep}, Fact{"clip_error_bias", ClipSearch<Config>::kErrorBias},
+        Fact{"smallest_abs_max", kSmallestAbsMax}, Fact{"samples", kSamples}, Fact{"largest_mean", kLargestMean});
   }
 
   const QuantParams& params;

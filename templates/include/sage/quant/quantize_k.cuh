@@ -37,13 +37,13 @@ struct QuantizeK {
 
   // kRotatable: rows are rotated if the call asks for rotation. Rotated rows are read again: code that rotates all rows
   // at once would take as long to compile as everything else.
-  template <bool kRotatable>
-  using Held = HeldRows<!kRotatable, kSteps>;
+  template <bool kRotatable, SourceRows kSource>
+  using Held = HeldRows<kSource, !kRotatable, kSteps>;
 
   template <bool kRotatable, SourceRows kSource>
   __device__ __forceinline__ void quantize_tiles(const Source<kSource>& source, i32 batch, i32 head,
                                                  i32 first_tile) const {
-    Held<kRotatable> rows;
+    Held<kRotatable, kSource> rows;
     const auto load = [&](i32 tile) {
       const Keys keys;
       rows.load([&](i32 s) { return load_row(source, tile, keys, s); });
@@ -87,23 +87,24 @@ struct QuantizeK {
   };
 
   template <class Source>
-  __device__ __forceinline__ static Raw load_row(const Source& source, i32 first_tile, const Keys& keys, i32 step) {
+  __device__ __forceinline__ static auto load_row(const Source& source, i32 first_tile, const Keys& keys, i32 step) {
     return source.load((first_tile + keys.tile) * Config::kBlockN + keys.of_step(step), first_channel());
   }
 
   // The block's tiles from first_tile on, whose rows are loaded.
   template <bool kRotatable, SourceRows kSource>
   __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 first_kv_tile, i32 first_tile,
-                                           Held<kRotatable>& rows) const {
+                                           Held<kRotatable, kSource>& rows) const {
     const i32 warp = ptx::thread_index() / kWarpSize, lane = ptx::thread_index() % kWarpSize;
     const Keys keys;
     const i32 tile = first_tile + keys.tile;
     const auto load = [&](i32 s) { return load_row(source, first_tile, keys, s); };
-    [[maybe_unused]] constexpr i32 kUnroll = kRotatable && kSource != SourceRows::kAny ? 2 : Held<kRotatable>::kUnroll;
+    [[maybe_unused]] constexpr i32 kUnroll =
+        kRotatable && kSource != SourceRows::kAny ? 2 : Held<kRotatable, kSource>::kUnroll;
     Block::clear_spoilt(shared);
     const float* mean = shared.mean + first_channel();
     const auto smooth = [&](float x, i32 i) { return x - mean[i]; };
-    const auto convert = [&](const Raw& row, float (&x)[1][kVector]) {
+    const auto convert = [&](const auto& row, float (&x)[1][kVector]) {
       source.convert(row, x[0]);
 #pragma unroll
       for (i32 i = 0; i < kVector; ++i) x[0][i] = smooth(x[0][i], i);

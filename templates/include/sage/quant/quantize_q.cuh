@@ -20,7 +20,7 @@ struct QuantizeQ {
   static constexpr i32 kRows = Config::kWarpM / kGroupsOfWarp;  // rows that share a scale
   static constexpr i32 kGroups = Config::kBlockM / kRows, kGroupsAtOnce = Config::kThreads / kVectors;
   static constexpr i32 kSteps = kGroups / kGroupsAtOnce;
-  static constexpr i32 kStepRows = kGroupsAtOnce * kRows;             // from step to step
+  static constexpr i32 kStepRows = kGroupsAtOnce * kRows;               // from step to step
   static constexpr i32 kStepBytes = kStepRows * Layout::QRows::kPitch;  // whole periods of the swizzle
   static constexpr i32 kStepsAtOnce = kSteps * kRows <= Block::kInFlight ? kSteps : Block::kInFlight / kRows;
   static_assert(kSteps % kStepsAtOnce == 0);
@@ -91,7 +91,7 @@ struct QuantizeQ {
   template <bool kChanged, SourceRows kSource, class Load>
   __device__ __forceinline__ bool quantize_steps(const Source<kSource>& source, Load load, u8* first,
                                                  float* q_scale) const {
-    using Held = HeldRows<!kChanged, kStepsAtOnce * kRows>;
+    using Held = HeldRows<kSource, !kChanged, kStepsAtOnce * kRows>;
     Held rows;
     rows.load(load);
     const float sign = params.softmax_scale_log2 < 0.0f ? -1.0f : 1.0f;
@@ -144,7 +144,8 @@ struct QuantizeQ {
   // log-sum-exp. Without a log-sum-exp row_bias is zero times the row: zero or, where the row is not finite, NaN. Call
   // with all lanes of a row.
   template <class Source>
-  __device__ __forceinline__ void store_bias(const Source& source, const Raw& raw, bool biased, float* to) const {
+  __device__ __forceinline__ void store_bias(const Source& source, const typename Source::Raw& raw, bool biased,
+                                             float* to) const {
     float x[kVector], bias = 0.0f;
     source.convert(raw, x);
 #pragma unroll

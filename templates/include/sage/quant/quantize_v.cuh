@@ -26,7 +26,8 @@ struct SquareOfV {
   static constexpr i32 kAcrossAtOnce = Block::kWarps / kDown, kSteps = Block::kTilesOfV * kAcross / kAcrossAtOnce;
   static constexpr i32 kStepsOfTile = kAcross > kAcrossAtOnce ? kAcross / kAcrossAtOnce : 1;  // neighbouring steps
   static_assert(Block::kTilesOfV * kAcross % kAcrossAtOnce == 0, "every warp takes equally many squares");
-  static_assert(kAcross % kAcrossAtOnce == 0 || kAcrossAtOnce % kAcross == 0, "a warp's squares of a tile are neighbours");
+  static_assert(kAcross % kAcrossAtOnce == 0 || kAcrossAtOnce % kAcross == 0,
+                "a warp's squares of a tile are neighbours");
 
   i32 tile, column, channel;  // tile: of the block's; channel: the first of eight, of every step
 
@@ -82,14 +83,14 @@ struct RowOfV {
 
   template <class Read>
   __device__ __forceinline__ void store(u8* v_hat, Read read) const {
-    Raw out;
+    Halves out;
 #pragma unroll
     for (i32 w = 0; w < kVector / 2; ++w) {
       float x[2];
       read(0, w, x);
       out.word[w] = ptx::f16x2(x[0], x[1]);
     }
-    *reinterpret_cast<Raw*>(v_hat + Swizzle::offset(row, channel / kVector)) = out;
+    *reinterpret_cast<Halves*>(v_hat + Swizzle::offset(row, channel / kVector)) = out;
   }
 };
 
@@ -139,27 +140,44 @@ struct QuantizeV {
  private:
   // Rows of the block's tiles.
   template <SourceRows kSource>
-  using Held = HeldRows<kSource != SourceRows::kAny, Piece::kSteps * Piece::kKeys>;
+  using Held = HeldRows<kSource, kSource != SourceRows::kAny, Piece::kSteps * Piece::kKeys>;
 
   template <class Source>
-  __device__ __forceinline__ static Raw load_row(const Source& source, i32 first_tile, i32 i) {
+  __device__ __forceinline__ static auto load_row(const Source& source, i32 first_tile, i32 i) {
     const Piece piece(i / Piece::kKeys);
     const i32 key = (first_tile + piece.tile) * Config::kBlockN + piece.key(i % Piece::kKeys);
     return source.load(key, Piece::first_channel());
   }
 
-  // (V less its mean) / v_scale / v_factor, for this thread's channels.
+  // (V less its mean) / v_scale / v_factor, for this thread's channels. SourceRows::kAny, whose rows are f32, leaves no
+  // registers for factors and shifts: they are read from shared memory each time.
+  template <SourceRows kSource>
   struct Map {
-    float factor[kVector], shift[kVector];
+    static constexpr bool kHeld = kSource != SourceRows::kAny;
 
-    __device__ __forceinline__ Map(const typename Block::Shared& shared, float inv_v_factor) {
+    const typename Block::Shared& shared;
+    float inv_v_factor;
+    float factors[kHeld ? kVector : 1], shifts[kHeld ? kVector : 1];
+
+    __device__ __forceinline__ Map(const typename Block::Shared& shared_, float inv_v_factor_)
+        : shared(shared_), inv_v_factor(inv_v_factor_) {
+      if constexpr (kHeld) {
 #pragma unroll
-      for (i32 i = 0; i < kVector; ++i) {
-        factor[i] = shared.inv_v_scale[Piece::first_channel() + i] * inv_v_factor;
-        shift[i] = shared.v_shift[Piece::first_channel() + i] * inv_v_factor;
+        for (i32 i = 0; i < kVector; ++i) factors[i] = factor(i), shifts[i] = shift(i);
       }
     }
-    __device__ __forceinline__ float operator()(float x, i32 i) const { return fmaf(x, factor[i], shift[i]); }
+    __device__ __forceinline__ float operator()(float x, i32 i) const {
+      if constexpr (kHeld) return fmaf(x, factors[i], shifts[i]);
+      else return fmaf(x, factor(i), shift(i));
+    }
+
+   private:
+    __device__ __forceinline__ float factor(i32 i) const {
+      return shared.inv_v_scale[Piece::first_channel() + i] * inv_v_factor;
+    }
+    __device__ __forceinline__ float shift(i32 i) const {
+      return shared.v_shift[Piece::first_channel() + i] * inv_v_factor;
+    }
   };
 
   // The block's tiles from first_tile on, whose rows are loaded.
@@ -168,7 +186,7 @@ struct QuantizeV {
                                            Held<kSource>& rows) const {
     const auto load = [&](i32 i) { return load_row(source, first_tile, i); };
     [[maybe_unused]] constexpr i32 kUnroll = Held<kSource>::kUnroll;
-    const Map map(shared, 1.0f);
+    const Map<kSource> map(shared, 1.0f);
     float largest[kTiles] = {};
 #pragma unroll kUnroll
     for (i32 s = 0; s < Piece::kSteps; s += Piece::kStepsOfTile) {
@@ -208,20 +226,20 @@ struct QuantizeV {
 
   // row(e): key e of the piece. finish(x, inv): what is rounded, given a value that the tile's factor divides already,
   // and the reciprocal of that factor.
-  template <class Source, class Row, class Finish>
-  __device__ __forceinline__ void store_piece(const Source& source, i32 first_kv_tile, i32 first_tile,
+  template <SourceRows kSource, class Row, class Finish>
+  __device__ __forceinline__ void store_piece(const Source<kSource>& source, i32 first_kv_tile, i32 first_tile,
                                               const Piece& piece, const float (&inv_factor)[kTiles], Row row,
                                               Finish finish) const {
     if (!Block::has_keys(source.rows, first_tile + piece.tile)) return;
     float inv = inv_factor[0];
 #pragma unroll
     for (i32 t = 1; t < kTiles; ++t) inv = piece.tile == t ? inv_factor[t] : inv;
-    const Map in_tile(shared, inv);
-    Raw own[Piece::kKeys];
+    const Map<kSource> in_tile(shared, inv);
+    typename Source<kSource>::Raw own[Piece::kKeys];
 #pragma unroll
     for (i32 e = 0; e < Piece::kKeys; ++e) own[e] = row(e);
     const auto read = [&](i32 e, i32 w, float (&x)[2]) {
-      source.convert(own[e].word[w], x[0], x[1]);
+      source.convert(own[e], w, x[0], x[1]);
 #pragma unroll
       for (i32 c = 0; c < 2; ++c) x[c] = finish(in_tile(x[c], 2 * w + c), inv);
     };
@@ -232,22 +250,22 @@ struct QuantizeV {
   // Computes the factor and the shift of each channel from the sample, into shared memory, behind a barrier. `first`:
   // index of the head's first channel. `store`: whether this block stores scale and mean for the epilogue, as one block
   // of each head does. load_rows(): as in prepare_k_mean().
-  template <class Source, class Load>
-  __device__ __forceinline__ void prepare_scales(const Source& source, i64 first, bool store, Load load_rows) const {
-    Sample<Config> sample;
-    sample.load(source);
-    if constexpr (Sample<Config>::kLeavesRegisters) load_rows();
+  template <SourceRows kSource, class Load>
+  __device__ __forceinline__ void prepare_scales(const Source<kSource>& source, i64 first, bool store,
+                                                 Load load_rows) const {
+    const Sample<Config, kSource> sample(source);
+    if constexpr (SampleParts<Config>::kLeavesRegisters) load_rows();
     if (params.smooth_v) {
       sample.average(
-          source, shared.parts, [](float x, i32) { return x; },
+          shared.parts, [](float x, i32) { return x; },
           [&](i32 channel, float mean) { shared.mean[channel] = subtractable(mean); });
       __syncthreads();
     } else {
       prepare_no_mean<Config>(shared.mean, nullptr);
     }
-    const float* own_mean = shared.mean + Sample<Config>::first_channel();
+    const float* own_mean = shared.mean + SampleParts<Config>::first_channel();
     sample.average(
-        source, shared.parts, [&](float x, i32 i) { return fabsf(x - own_mean[i]); },
+        shared.parts, [&](float x, i32 i) { return fabsf(x - own_mean[i]); },
         [&](i32 channel, float average) { shared.magnitude[channel] = average; });
     __syncthreads();
     for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
@@ -257,7 +275,7 @@ struct QuantizeV {
       shared.v_shift[c] = -mean * scale.inv_scale;
       if (store) params.v_scale[first + c] = scale.scale, params.v_mean[first + c] = mean;
     }
-    if constexpr (!Sample<Config>::kLeavesRegisters) load_rows();
+    if constexpr (!SampleParts<Config>::kLeavesRegisters) load_rows();
     __syncthreads();
   }
 
@@ -302,7 +320,7 @@ struct QuantizeV {
 
   // Runs where a value is not finite: finds the channels of such values, and the largest magnitude of the finite
   // values. Call with all threads.
-  template <class Source, class Load>
+  template <class Source, class Load, class Map>
   __device__ __forceinline__ void find_spoilt(const Source& source, Load load, const Map& map,
                                               float (&largest)[kTiles]) const {
     Block::clear_spoilt(shared);

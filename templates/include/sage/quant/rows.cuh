@@ -39,19 +39,18 @@ __device__ __forceinline__ float make_finite(float (&x)[kRows][kVector]) {
 // Computes the mean of K over a sample, into shared memory, behind a barrier. `store`: where the mean is stored for
 // other kernels, or null. load_rows() issues the loads of the block's own rows: behind the sample's loads, in front of
 // its sums, where there are registers for both.
-template <class Config, class Source, class Load>
-__device__ __forceinline__ void prepare_k_mean(const Source& source, typename QuantBlock<Config>::Shared& shared,
-                                               float* store, Load load_rows) {
-  Sample<Config> sample;
-  sample.load(source);
-  if constexpr (Sample<Config>::kLeavesRegisters) load_rows();
+template <class Config, SourceRows kSource, class Load>
+__device__ __forceinline__ void prepare_k_mean(
+    const Source<kSource>& source, typename QuantBlock<Config>::Shared& shared, float* store, Load load_rows) {
+  const Sample<Config, kSource> sample(source);
+  if constexpr (SampleParts<Config>::kLeavesRegisters) load_rows();
   sample.average(
-      source, shared.parts, [](float x, i32) { return x; },
+      shared.parts, [](float x, i32) { return x; },
       [&](i32 channel, float mean) {
         shared.mean[channel] = subtractable(mean);
         if (store != nullptr) store[channel] = subtractable(mean);
       });
-  if constexpr (!Sample<Config>::kLeavesRegisters) load_rows();
+  if constexpr (!SampleParts<Config>::kLeavesRegisters) load_rows();
   __syncthreads();
 }
 

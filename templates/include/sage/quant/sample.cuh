@@ -38,10 +38,10 @@ __device__ constexpr i32 sampled_row(i32 sample, i32 rows) {
   return begin + static_cast<i32>(static_cast<u64>(hashed(sample)) * static_cast<u32>(length) >> 32);
 }
 
-// A thread's part of the sample of one head: eight channels of every kThreads / kVectors-th sampled row.
-// Config: kHeadDim, kThreads.
+// How the threads of a block share the sample of one head. A thread has eight channels of every kThreads / kVectors-th
+// sampled row. Config: kHeadDim, kThreads.
 template <class Config>
-struct Sample {
+struct SampleParts {
   static constexpr i32 kVectors = Config::kHeadDim / kVector;      // threads side by side on a row
   static constexpr i32 kRowsAtOnce = Config::kThreads / kVectors;  // rows read at once
   static constexpr i32 kSteps = kSamples / kRowsAtOnce;
@@ -52,27 +52,35 @@ struct Sample {
   static constexpr bool kLeavesRegisters = kSteps <= 4;
 
   // The sums of each thread, in shared memory, at a multiple of 16 bytes.
-  using Parts = float[kRowsAtOnce][Config::kHeadDim];
+  using Sums = float[kRowsAtOnce][Config::kHeadDim];
 
-  Raw raw[kSteps];
+  __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
+};
 
-  template <class Source>
-  __device__ __forceinline__ void load(const Source& source) {
-#pragma unroll
-    for (i32 s = 0; s < kSteps; ++s) raw[s] = source.load(sampled_row(sample_of_step(s), source.rows), first_channel());
+// A thread's part of a sample.
+template <class Config, SourceRows kSource>
+struct Sample : SampleParts<Config> {
+  using Parts = SampleParts<Config>;
+  using Parts::kRowsAtOnce, Parts::kSteps, Parts::kVectors, Parts::kWeight, Parts::first_channel;
+
+  const Source<kSource>& source;
+  HeldRows<kSource, kSource != SourceRows::kAny, kSteps> rows = {};
+
+  __device__ __forceinline__ explicit Sample(const Source<kSource>& source_) : source(source_) {
+    rows.load([&](i32 s) { return load_step(s); });
   }
 
   // Of value(x, i), for channel i of this thread's eight, the mean over the sampled rows: on_mean(channel, mean) is
   // called for every channel of the head, by one thread each, behind a barrier.
-  template <class Source, class Value, class OnMean>
-  __device__ __forceinline__ void average(const Source& source, Parts& parts, Value value, OnMean on_mean) const {
+  template <class Value, class OnMean>
+  __device__ __forceinline__ void average(typename Parts::Sums& parts, Value value, OnMean on_mean) const {
     const i32 row_slice = ptx::thread_index() / kVectors;
     float sum[kVector];
-    add_up(source, value, sum);
+    add_up(value, sum);
     bool finite = true;
 #pragma unroll
     for (i32 i = 0; i < kVector; ++i) finite &= fabsf(sum[i]) < ptx::infinity();
-    if (!finite) add_up(source, [&](float x, i32 i) { return finite_or_zero(value(x, i)); }, sum);
+    if (!finite) add_up([&](float x, i32 i) { return finite_or_zero(value(x, i)); }, sum);
 #pragma unroll
     for (i32 i = 0; i < kVector; i += 4) {
       *reinterpret_cast<Four*>(parts[row_slice] + first_channel() + i) = {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]};
@@ -87,29 +95,37 @@ struct Sample {
     }
   }
 
-  __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
-
  private:
   struct alignas(16) Four {
     float x, y, z, w;
   };
 
-  template <class Source, class Value>
-  __device__ __forceinline__ void add_up(const Source& source, Value value, float (&sum)[kVector]) const {
+  template <class Value>
+  __device__ __forceinline__ void add_up(Value value, float (&sum)[kVector]) const {
+    [[maybe_unused]] constexpr i32 kUnroll = decltype(rows)::kUnroll;
 #pragma unroll
     for (i32 i = 0; i < kVector; ++i) sum[i] = 0.0f;
-#pragma unroll
+#pragma unroll kUnroll
     for (i32 s = 0; s < kSteps; ++s) {
-      Raw row = raw[s];  // opaque: the rows as f32, kept for the next average(), would take too many registers
-#pragma unroll
-      for (i32 w = 0; w < kVector / 2; ++w) row.word[w] = ptx::opaque(row.word[w]);
       float x[kVector];
-      source.convert(row, x);
+      // Opaque: the rows as f32, kept for the next average(), would take too many registers.
+      source.convert(opaque(rows.get(s, [&](i32 step) { return load_step(step); })), x);
       const float weight = sample_of_step(s) < source.rows ? kWeight : 0.0f;
 #pragma unroll
       for (i32 i = 0; i < kVector; ++i) sum[i] = fmaf(value(x[i], i), weight, sum[i]);
     }
   }
+
+  __device__ __forceinline__ auto load_step(i32 step) const {
+    return source.load(sampled_row(sample_of_step(step), source.rows), first_channel());
+  }
+
+  __device__ __forceinline__ static Halves opaque(Halves row) {
+#pragma unroll
+    for (u32& word : row.word) word = ptx::opaque(word);
+    return row;
+  }
+  __device__ __forceinline__ static Floats opaque(const Floats& row) { return row; }
 
   __device__ __forceinline__ static i32 sample_of_step(i32 step) {
     return step * kRowsAtOnce + ptx::thread_index() / kVectors;

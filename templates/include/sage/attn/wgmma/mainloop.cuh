@@ -21,6 +21,7 @@
 #include "sage/attn/wgmma/softmax.cuh"
 #include "sage/attn/wgmma/traits.cuh"
 #include "sage/ptx/mbarrier.cuh"
+#include "sage/ptx/special.cuh"
 #include "sage/ptx/warp.cuh"
 #include "sage/ptx/wgmma.cuh"
 #include "sage/tile/matrix_descriptor.cuh"
@@ -42,7 +43,8 @@ struct Mainloop {
   static constexpr i32 kNTiles = Config::kBlockN / 8;
   static constexpr i32 kSlices = Traits::kSlices, kSliceChannels = Config::kHeadDim / kSlices;
   static constexpr i32 kOutputs = kSliceChannels / 2;  // registers of a thread for the outputs of a slice
-  static_assert(kSlices == 1 || (kSlices % 2 == 0 && kOutputs == Config::kBlockN / 2), "a slice in place of the scores");
+  static_assert(kSlices == 1 || (kSlices % 2 == 0 && kOutputs == Config::kBlockN / 2),
+                "a slice in place of the scores");
   // attend() starts at KV tile 0, and masks behind the full tiles alone.
   static_assert(VisibleKeys<Config::kMask>::begin == 0, "a mask with a first key needs masked tiles in front");
 
@@ -181,9 +183,11 @@ struct Mainloop {
     ptx::wgmma_commit();
   }
 
-  // The KvLine's scales for this thread. Read twice a step: keeping them across the ping-pong would cost registers.
+  // The KvLine's scales for this thread. Read twice a step: keeping them across the ping-pong would cost registers. So
+  // would keeping the lane, where O takes 128 of them.
   __device__ __forceinline__ KvTileScales scales_of(const KvStage& here) const {
-    return {shared.kv_stage(here.index) + Shared::kLine, lane};
+    const i32 own_lane = kSlices == 1 ? lane : static_cast<i32>(ptx::thread_index());
+    return {shared.kv_stage(here.index) + Shared::kLine, own_lane};
   }
 
   // The scale of this thread's scores in that tile.
@@ -225,8 +229,8 @@ struct Mainloop {
     }
   }
 
-  // Issues P·V, ones included: R += P·V where R is open, else R = P·V. The last slice is left in flight, those before it
-  // are promoted.
+  // Issues P·V, ones included: R += P·V where R is open, else R = P·V. Leaves the last slice in flight, and promotes
+  // those before it.
   template <i32 kSlice = 0>
   __device__ __forceinline__ void issue_pv(bool open) {
     issue_slice<kSlice>(open);
@@ -303,7 +307,7 @@ struct Mainloop {
   // 128. Where Q is smoothed, the branch would spill registers at head dims 64 and 128.
   __device__ __forceinline__ VisibleKeys<Config::kMask> own_row() const {
     const i32 row = work.first_row + warp * Config::kWarpM + lane % Config::kWarpM;
-    return visible_keys<Config::kMask, kSlices != 1 || !Config::kSmoothQ>(work.seqlen(params), row);
+    return visible_keys < Config::kMask, kSlices != 1 || !Config::kSmoothQ > (work.seqlen(params), row);
   }
 
   // Row references and P of the tile whose scores are finished. Loads the scale of the scores again, even where it is
