@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = (Shape(1, 4, 2, 150, 333, 0, torch.bfloat16), Shape(2, 2, 1, 129, 65, 7, torch.float16),
-          Shape(1, 2, 1, 70, 130, 0, torch.float32),
+          Shape(1, 2, 1, 70, 130, 3, torch.float32),
           Shape(2, 2, 1, 70, 300, 0, torch.bfloat16, has_key_mask=True),
           Shape(1, 2, 1, 221, 310, 0, torch.float16, lengths=((150, 1, 0, 70), (40, 200, 70, 0))))
 """They have ragged tiles, grouped heads, rows that are not aligned, sequences without queries or without keys. With a

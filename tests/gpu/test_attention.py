@@ -55,7 +55,7 @@ def check(spec, result, reference, kind="normal", slack=1.0, lse_slack=1.0):
     assert (rows_without_keys == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", INPUT_CLASSES)
 @each_variant
 def test_accuracy_against_float64(spec, kind, dtype):
@@ -198,6 +198,7 @@ def test_f32_of_bf16_values_gives_the_same(spec, headdim):
     q, k, v = draw(spec, (2, 4, 150), (2, 2, 333), "outlier", seed=7, headdim=headdim)
     expected, found = run(spec, q, k, v), run(spec, q.float(), k.float(), v.float())
     assert found.out.dtype == torch.float32 and torch.equal(found.out.bfloat16(), expected.out)
+    assert not torch.equal(found.out, expected.out.float())
     assert torch.equal(found.lse, expected.lse)
 
 

@@ -41,9 +41,10 @@ def compare(spec, q, k, v, **options):
         assert torch.equal(found["q_mean"], expected.q_mean)
         keys = slice(result.plan.problem.seqlen_kv)  # the padding is never seen
         assert torch.equal(found["delta_s"][..., keys], expected.delta_s[..., keys])
+    return result
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", reference.INPUT_CLASSES)
 @pytest.mark.parametrize("spec", QUANTIZERS, ids=[spec.name for spec in QUANTIZERS])
 def test_bits_of_every_quantizer(spec, kind, dtype):
@@ -91,3 +92,12 @@ def test_bits_where_sums_are_beyond_f32(spec):
     few = v[:, :, :3].clone()
     few[0, 0, :, 5] = few.new_tensor([3e38, -3e38, -3e38])  # less their mean, these are beyond f32
     compare(spec, q, k[:, :, :3], few)
+
+
+@pytest.mark.parametrize("spec", QUANTIZERS, ids=[spec.name for spec in QUANTIZERS])
+def test_f32_that_less_its_mean_would_be_beyond_f32_stays_finite(spec):
+    q, k, v = (x.float() for x in draw(spec, (1, 1, 100), (1, 1, 300), seed=6))
+    q[..., 7], k[..., 7], v[..., 8] = 0.0, -1e35, -1e35
+    k[0, 0, 250, 7] = v[0, 0, 250, 8] = torch.finfo(torch.float32).max
+    result = compare(spec, q, k, v)
+    assert result.out.isfinite().all() and result.lse.isfinite().all()

@@ -714,8 +714,8 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
      _HOPPER, "output, emulation"),
     # --- attn/wgmma/mainloop.cuh, softmax.cuh: scores, tiles, masks
     ("K's scale of the neighbouring lanes, Hopper", "attn/wgmma/mainloop.cuh", "Mainloop::scales_of",
-     Put("{shared.kv_stage(here.index) + Shared::kLine, lane}",
-         instead="{shared.kv_stage(here.index) + Shared::kLine, lane + 1}"),
+     Put("{shared.kv_stage(here.index) + Shared::kLine, own_lane}",
+         instead="{shared.kv_stage(here.index) + Shared::kLine, own_lane + 1}"),
      _HOPPER, "rows beyond the tight bound"),
     ("Q's scale of other rows, Hopper", "attn/wgmma/kernel.cuh", "AttentionWgmma::consume",
      Put("lane / 4", instead="lane % 8"),

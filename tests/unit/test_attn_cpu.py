@@ -65,7 +65,7 @@ def test_keys_behind_a_sink_count(monkeypatch, arch):
 
 
 @pytest.mark.parametrize("kind", reference.INPUT_CLASSES)
-@pytest.mark.parametrize("headdim", [32, 64, 96, 128])
+@pytest.mark.parametrize("headdim", [32, 64, 96, 128, 200, 256])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_accuracy_against_float64(pv, kind, headdim, is_causal):
     q, k, v = draw((1, 4, 150, headdim), (1, 2, 190, headdim), kind)
@@ -76,7 +76,7 @@ def test_accuracy_against_float64(pv, kind, headdim, is_causal):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", [64, 128, 256])
 def test_f16_accumulators_are_another_way_to_the_same(monkeypatch, headdim, is_causal):
     monkeypatch.delenv("SAGE_AOT_EMULATE", raising=False)
     q, k, v = draw((1, 4, 150, headdim), (1, 2, 700, headdim))
@@ -175,6 +175,7 @@ def test_f32_of_bf16_values_gives_the_same(pv):
     expected = sage_aot.attn(q, k, v, return_lse=True)
     out, lse = sage_aot.attn(q.float(), k.float(), v.float(), return_lse=True)
     assert out.dtype == torch.float32 and torch.equal(out.bfloat16(), expected[0]) and torch.equal(lse, expected[1])
+    assert not torch.equal(out, expected[0].float())
 
 
 def test_v_beyond_f16_and_below_its_least_normal(pv):

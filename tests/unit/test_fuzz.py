@@ -45,7 +45,7 @@ def test_every_value_of_every_option_is_drawn():
     for name, weights in WEIGHTS.items():
         assert {getattr(case, name) for case in drawn} == {value for value, weight in weights.items() if weight}, name
     assert {case.arch for case in drawn} == set(BUILT)
-    assert {1, 2, 63, 64, 65, 127, 128} < {case.headdim for case in drawn}
+    assert {1, 2, 63, 64, 65, 127, 128, 129, 255, 256} < {case.headdim for case in drawn}
     for length in ("seqlen_q", "seqlen_kv"):
         assert {0, *EDGES} < {getattr(case, length) for case in drawn}
         assert max(getattr(case, length) for case in drawn) > 3000

@@ -100,6 +100,7 @@ def test_structs_hold_the_problem():
     assert attn.params["num_heads"] == 12
     assert {launch.params["dtype"] for launch in run()} == {1}
     assert {launch.params["dtype"] for launch in run(changed(dtype="f16"))} == {0}
+    assert {launch.params["dtype"] for launch in run(changed(dtype="f32"))} == {2}
 
 
 def test_tensors_are_named_and_have_their_own_strides():
@@ -153,7 +154,10 @@ def test_buffers_are_aligned_disjoint_and_large_enough(pv_accum, qk, smooth_q):
 def test_vector_loads_need_aligned_rows_of_what_a_kernel_reads(name, tensor, headdim, aligned):
     assert tensor.aligned(headdim) is aligned
     others = {other: argument(other, strides=(8, 8, 8)) for other in "qkv"}
-    quant, delta, _ = run(changed(SMOOTH_Q, headdim=headdim), **{**others, name: tensor._replace(name=name)})
+    tensors = {**others, name: tensor._replace(name=name)}
+    quant, delta, _ = run(changed(SMOOTH_Q, headdim=headdim, dtype="f32"), **tensors)
+    assert quant.entry.endswith("_any") and delta.entry.endswith("_any")
+    quant, delta, _ = run(changed(SMOOTH_Q, headdim=headdim), **tensors)
     whole = headdim % 8 == 0
     assert quant.entry == f"{quant.record.name}_{'bf16' if aligned else 'any'}"
     assert delta.entry == f"{delta.record.name}_{'bf16' if (aligned if name == 'k' else whole) else 'any'}"

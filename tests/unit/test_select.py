@@ -40,7 +40,7 @@ def changed(*, headdim=128, **options):
 def manifest(archs=PV, without=(), targets=None):
     """A manifest with kernels of these archs, which may be PTX. `targets`: per arch, a target in place of its own."""
     attn = [AttnSpec(arch, headdim, qk, *pv, mask, v, q)
-            for arch, headdim, qk, mask, v, q in product(archs, (64, 128), ("int8", "int4"), ("full", "causal"),
+            for arch, headdim, qk, mask, v, q in product(archs, (64, 128, 256), ("int8", "int4"), ("full", "causal"),
                                                          ("vraw", "vsmooth"), ("qraw", "qsmooth"))
             if arch != "sm90" or qk == "int8"
             for pv in (archs[arch] if isinstance(archs, dict) else PV.get(arch, F16))]
@@ -198,7 +198,7 @@ def test_archs_are_ordered_by_capability():
     assert built_archs(several) == several.attention_archs[1:]
 
 
-@pytest.mark.parametrize(("headdim", "kernel"), [(1, 64), (64, 64), (65, 128), (96, 128), (128, 128)])
+@pytest.mark.parametrize(("headdim", "kernel"), [(1, 64), (64, 64), (65, 128), (128, 128), (129, 256), (256, 256)])
 def test_head_dim_is_the_least_that_holds_the_problem(headdim, kernel):
     chosen = select(Gpu((8, 9)), changed(headdim=headdim), manifest())
     assert chosen.attn.spec == AttnSpec("sm89", kernel, "int8", "e4m3", "two_level_f32", "full", "vraw", "qraw")
