@@ -15,7 +15,6 @@ import torch
 from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT
 from sage_aot._backends.emulation.attention import attend
 from sage_aot._backends.emulation.quantize import Quantized
-from sage_aot._families import FAMILIES
 from sage_aot._launch.plan import Plan
 
 
@@ -128,7 +127,7 @@ def _largest_scale(quantized: Quantized) -> torch.Tensor:
 def _bound(plan: Plan) -> Bound:
     attn = plan.kernels.attn
     bound = BOUNDS[attn.spec.pv_accum]  # of one KV tile; the steps grow with the tiles that add up before a promotion
-    return dataclasses.replace(bound, tight=FAMILIES[attn.family].tiles_a_promotion * bound.tight)
+    return dataclasses.replace(bound, tight=(2 if attn.facts.get("pairs") else 1) * bound.tight)
 
 
 def _lse_measure(plan: Plan, quantized: Quantized, lse: torch.Tensor, expected: torch.Tensor) -> Measure:

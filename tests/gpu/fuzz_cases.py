@@ -81,8 +81,8 @@ class Case(_SizesAndOptions):
     mask_kind: str = _varied({"none": 8, "random": 2, "left": 1, "right": 1, "few": 1, "one": 1, "nothing": 1,
                               "all": 1})
     lengths: str = _varied({"one": 9, "mixed": 2, "cut": 1})  # not one: of sequences, by attn_varlen
-    strides: str = _varied({"contiguous": 4, "transposed": 2, "fused": 3, "misaligned": 2, "sliced": 2,
-                            "expanded_heads": 1, "expanded_batch": 1})
+    strides: str = _varied({"contiguous": 4, "transposed": 2, "fused": 3, "misaligned": 2, "padded": 1,
+                            "sliced": 2, "expanded_heads": 1, "expanded_batch": 1})
     out: str = _varied({"made": 2, "given": 1, "misaligned": 1})
     stream: str = _varied({"default": 3, "side": 1})
     read_quantized: bool = _varied({False: 2, True: 1})  # compare the quantizers' outputs bit for bit
@@ -296,7 +296,7 @@ def _huge(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None
 
 
 def _wide_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Channels of very different sizes, in bf16 beyond what f16 holds."""
+    """Channels of very different sizes, in bf16 and f32 beyond what f16 holds."""
     large, small = (5e3, 1e-3) if case.dtype == "f16" else (1e25, 1e-20)
     v[..., ::2] *= large
     v[..., 1::4] *= small
@@ -392,6 +392,11 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (1, 2), value=math.nan)[..., 1:-2]
 
 
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in rows of whole vectors, filled up with NaN."""
+    return torch.nn.functional.pad(tensor, (0, 8 - tensor.shape[-1] % 8), value=math.nan)[..., : tensor.shape[-1]]
+
+
 def _sliced(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (8, 8, 3, 2), value=math.nan)[..., 3:-2, 8:-8]
 
@@ -400,6 +405,7 @@ _STRIDES = {
     "contiguous": torch.Tensor.contiguous,
     "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),  # the memory of the other layout
     "misaligned": misaligned,
+    "padded": _padded,
     "sliced": _sliced,
 }
 

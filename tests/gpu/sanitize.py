@@ -37,7 +37,7 @@ class Call(NamedTuple):
 CALLS = [
     Call("outlier", torch.bfloat16, (1, 2, 150), (1, 1, 200)),  # grouped heads, more keys than queries, ragged
     Call("normal", torch.float16, (1, 2, 70), (1, 2, 70), fewer=7),  # rows that are not aligned to 16 bytes
-    Call("normal", torch.float32, (1, 2, 70), (1, 2, 90), fewer=3),  # rows of odd addresses, read and stored by elements
+    Call("normal", torch.float32, (1, 2, 70), (1, 2, 90), fewer=3),  # read and stored by elements
     Call("normal", torch.bfloat16, (1, 2, 150), (1, 2, 200), has_nans=True),  # rows read again, shared atomics
     Call("normal", torch.bfloat16, (3, 2, 150), (3, 1, 300), has_key_mask=True),
     Call("normal", torch.bfloat16, (1, 2, 350), (1, 1, 330), lengths=((200, 0, 1, 149), (70, 130, 130, 0))),

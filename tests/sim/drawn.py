@@ -62,15 +62,16 @@ HARMLESS: dict[tuple[str, Operation], str] = {
         "params.q_tiles, work.q_tile, params.columns); delta_ = params.delta_s + row + ptx::thread_index() * 4; }")):
             "an address that nothing reads",
     ("AttentionWgmma::fill_ones", OffByOne("i < Shared::kOnesBytes")): "what stands behind the ones is loaded later",
+    ("Mainloop::scales_of", OffByOne("kSlices == 1")): "the index of the thread for that of the lane",
     ("Mainloop::rescale_r", OffByOne("v_factor != r_factor")): "R is multiplied by one where it could stay",
     ("Mainloop::rescale_r", Always(
         "if (ptx::any(moved)) { const float ratio = r_factor * reciprocal_of_power_of_two(v_factor); for (i32 i = 0; "
         "i < kOutputs + 4; ++i) { const float factor = i < kOutputs ? alpha[i % 4 / 2] * ratio : alpha[i % 4 / 2]; "
         "acc_r[i] = __float_as_uint(__uint_as_float(acc_r[i]) * factor); } change_factor(); }")):
             "R is multiplied by one where it could stay",
-    ("prepare_k_mean", Always("if constexpr (SampleParts<Config>::kLeavesRegisters) load_rows();")):
+    ("prepare_k_mean", Always("if constexpr (SampleLayout<Config>::kLeavesRegisters) load_rows();")):
         "rows are loaded twice",
-    ("QuantizeV::prepare_scales", Always("if constexpr (SampleParts<Config>::kLeavesRegisters) load_rows();")):
+    ("QuantizeV::prepare_scales", Always("if constexpr (SampleLayout<Config>::kLeavesRegisters) load_rows();")):
         "rows are loaded twice",
     ("Mainloop::keep_in_front", Drop("ptx::mbarrier_wait(shared.full(here.index), here.phase);")):
         "a fence for the compiler",

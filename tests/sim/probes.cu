@@ -42,6 +42,7 @@ extern "C" __global__ void scalars(const __grid_constant__ Params params) {
     case 14: result = ptx::max_nan_f16x2(a, b); break;
     case 15: result = ptx::min_nan_f16x2(a, b); break;
     case 16: result = ptx::popcount(a); break;
+    case 17: result = __float_as_uint(ptx::min_nan(x, y)); break;
   }
   params.out[i] = result;
 }

@@ -15,7 +15,8 @@ from simulator import Simulator, views
 
 PROBES = Path(__file__).parent / "probes.cu"
 SCALARS = ("f16x2", "bf16x2", "e4m3x2", "f32_from_f16", "ex2", "lg2", "rcp", "max_nan", "prmt", "fmaxf", "fminf", "fma",
-           "max_nan_bf16x2", "min_nan_bf16x2", "max_nan_f16x2", "min_nan_f16x2", "popcount")
+           "max_nan_bf16x2", "min_nan_bf16x2", "max_nan_f16x2", "min_nan_f16x2", "popcount",
+           "min_nan")
 PRODUCTS = ("s8", "s4", "f16", "e4m3_f32", "e4m3_f16")
 BITS = {"s8": 8, "s4": 4, "f16": 16, "e4m3_f32": 8, "e4m3_f16": 8}
 NAN = 0x7FFFFFFF
@@ -128,9 +129,10 @@ def test_largest_and_smallest(probes):
         expected = np.where(np.isnan(x), y, np.where(np.isnan(y), x, choose(x, y))).view(np.uint32)
         expected[100:102] = zero
         same_floats(scalar(probes, name, a, b), expected)
-    expected = np.maximum(x, y).view(np.uint32)
-    expected[100:102], expected[either_nan] = 0, NAN
-    assert (scalar(probes, "max_nan", a, b) == expected).all()
+    for name, choose, zero in (("max_nan", np.maximum, 0), ("min_nan", np.minimum, 0x80000000)):
+        expected = choose(x, y).view(np.uint32)
+        expected[100:102], expected[either_nan] = zero, NAN
+        assert (scalar(probes, name, a, b) == expected).all()
 
 
 @pytest.mark.parametrize(("dtype", "nan"), [(torch.bfloat16, 0x7FFF), (torch.float16, 0x7FFF)], ids=str)

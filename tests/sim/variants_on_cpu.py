@@ -96,13 +96,13 @@ SEQUENCES: dict[tuple[str, str], dict[str, Any]] = {
 """What the case with sequences has, by the kernel's mask and V."""
 
 
-FLOATS: dict[tuple[str, str], dict[str, Any]] = {
-    ("full", "vraw"): {},
-    ("full", "vsmooth"): {"strides": "misaligned", "planted": "k:nan"},
-    ("causal", "vraw"): {"smooth_k": False, "planted": "v:inf"},
-    ("causal", "vsmooth"): {"out": "misaligned", "planted": "q:nan"},
+FLOATS: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {
+    ("full", "vraw"): (0, {}),
+    ("full", "vsmooth"): (0, {"strides": "misaligned", "out": "misaligned", "planted": "k:nan"}),
+    ("causal", "vraw"): (12, {"smooth_k": False, "planted": "v:inf"}),
+    ("causal", "vsmooth"): (3, {"strides": "padded", "planted": "q:nan"}),
 }
-"""What the case of f32 has, by the kernel's mask and V."""
+"""How many channels fewer than the kernel the case of f32 has, and what else it has, by the kernel's mask and V."""
 
 
 def cases_of(spec: AttnSpec) -> dict[str, Case]:
@@ -152,9 +152,9 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     found["sequences"] = replace(plain, **{"batch": 4, "group": 1, "seqlen_q": tile.block_m + 20,
                                            "seqlen_kv": 2 * tile.block_n + 50, "lengths": "mixed",
                                            **SEQUENCES[spec.mask, spec.v]})
-    found["floats"] = replace(few, **{"seed": 3, "dtype": "f32", "seqlen_q": 40, "seqlen_kv": 70,
-                                      "headdim": spec.headdim - (3 if spec.v == "vsmooth" else 0),
-                                      **FLOATS[spec.mask, spec.v]})
+    fewer_channels, others = FLOATS[spec.mask, spec.v]
+    found["floats"] = replace(few, **{"seed": 3, "dtype": "f32", "seqlen_q": 41, "seqlen_kv": 70,
+                                      "headdim": spec.headdim - fewer_channels, **others})
     if spec.pv == "e4m3":
         found["falling"] = replace(few, seqlen_kv=5 * tile.block_n + 42,
                                    kind="sink" if spec.v == "vraw" else "falling")

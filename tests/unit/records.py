@@ -78,7 +78,7 @@ def _quant(spec: QuantSpec, tile: Tile, family: str) -> dict[str, float]:
         "row_groups": tile.warp_m if int4 else 8, "key_groups": 4, "limit": 7 if int4 else 127,
         "clips": 6 if int4 else 1, "clip_step": 0.8999999761581421,
         "clip_error_bias": 192 if tile.block_n * spec.headdim <= 8192 else 384,
-        "smallest_abs_max": 1.0000000180025095e-35, "samples": 64, "largest_mean": 2**119}
+        "smallest_abs_max": 1.0000000180025095e-35, "samples": 64, "largest_mean": 2**103}
 
 
 def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:

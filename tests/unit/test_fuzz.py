@@ -99,6 +99,8 @@ def test_strides_are_what_they_are_called(layout, strides):
         assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
     if strides == "misaligned":
         assert q.data_ptr() % 16
+    if strides == "padded":
+        assert all(step % 8 == 0 for step in q.stride()[:-1])
 
 
 # --- reducing a failure -----------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def _average(x: torch.Tensor, quant: KernelRecord) -> torch.Tensor:
 
 
 def _subtractable(mean: torch.Tensor, quant: KernelRecord) -> torch.Tensor:
-    """A mean, or zero where less that a value might be beyond f32."""
+    """A mean, or zero where a value less the mean might lie beyond f32."""
     return torch.where(mean.abs() < quant.facts["largest_mean"], mean, 0.0)
 
 

@@ -16,4 +16,4 @@ def _rules(tile: Tile) -> list[str]:
     return []
 
 
-MMA = Family("mma", _rules, persistent=False, tiles_a_promotion=1, promotes_under_products=False)
+MMA = Family("mma", _rules, persistent=False, promotes_under_products=False)

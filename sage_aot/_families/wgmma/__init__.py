@@ -17,4 +17,4 @@ def _rules(tile: Tile) -> list[str]:
     return []
 
 
-WGMMA = Family("wgmma", _rules, persistent=True, tiles_a_promotion=2, promotes_under_products=True)
+WGMMA = Family("wgmma", _rules, persistent=True, promotes_under_products=True)

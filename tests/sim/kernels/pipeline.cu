@@ -63,8 +63,8 @@ __device__ __forceinline__ void multiply(i32 (&s)[64], const u32 (&a)[kDepth / 3
   ptx::wgmma_fence();
 #pragma unroll
   for (i32 k = 0; k < kDepth / 32; ++k) {
-    if (registers) ptx::wgmma_m64k32(s, a[k], b_tile + next_k<KeyRows>(k), k > 0);
-    else ptx::wgmma_m64k32(s, a_tile + next_k<Rows>(k), b_tile + next_k<KeyRows>(k), k > 0);
+    if (registers) ptx::wgmma_m64k32(s, a[k], b_tile + descriptor_offset<KeyRows>(k), k > 0);
+    else ptx::wgmma_m64k32(s, a_tile + descriptor_offset<Rows>(k), b_tile + descriptor_offset<KeyRows>(k), k > 0);
   }
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
@@ -108,7 +108,7 @@ __device__ __forceinline__ void consume(const PipelineParams& params, Shared& sh
     const u64 v_tile = matrix_descriptor<ChannelRows>(ptx::shared_address(shared.v[stage]));
     ptx::wgmma_fence();
 #pragma unroll
-    for (i32 k = 0; k < kKeys / 32; ++k) ptx::wgmma_m64k32(r, p[k], v_tile + next_k<ChannelRows>(k), k > 0);
+    for (i32 k = 0; k < kKeys / 32; ++k) ptx::wgmma_m64k32(r, p[k], v_tile + descriptor_offset<ChannelRows>(k), k > 0);
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     ptx::barrier_sync(3 + consumer, kWarpgroup);  // all four warps have read the stage

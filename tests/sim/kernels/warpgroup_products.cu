@@ -54,8 +54,8 @@ __device__ __forceinline__ void multiply(const ProductParams& params, u8* shared
   ptx::wgmma_fence();
 #pragma unroll
   for (i32 k = 0; k < kSteps; ++k) {
-    if constexpr (kInRegisters) ptx::wgmma_m64k32(d, a[k], b_tile + next_k<BRows>(k), k > 0);
-    else ptx::wgmma_m64k32(d, a_tile + next_k<ARows>(k), b_tile + next_k<BRows>(k), k > 0);
+    if constexpr (kInRegisters) ptx::wgmma_m64k32(d, a[k], b_tile + descriptor_offset<BRows>(k), k > 0);
+    else ptx::wgmma_m64k32(d, a_tile + descriptor_offset<ARows>(k), b_tile + descriptor_offset<BRows>(k), k > 0);
   }
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();

@@ -76,7 +76,7 @@ struct StoreFragments {
   }
 };
 
-// Stores through shared memory of the warp's own. A lane then stores 16 bytes and a warp whole rows, or halves of them:
+// Stores through shared memory of the warp's own. A lane then stores 16 bytes, a warp kStoredChannels of whole rows:
 // a quarter of the stores, each of full sectors.
 template <class Config>
 struct StoreWholeRows {

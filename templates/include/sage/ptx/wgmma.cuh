@@ -70,7 +70,8 @@ __device__ __forceinline__ void wgmma_m64k32(i32 (&d)[64], u64 a, u64 b, bool ac
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67}, "
 #define SAGE_WGMMA_OPERANDS_4(c, d, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
 
-// e4m3 · e4m3 in f32; d: the bits of f32, a: registers, b: matrix descriptor of shared memory.
+// e4m3 · e4m3 in f32; a: registers, b: matrix descriptor of shared memory, d: f32 as bits, so that it may share
+// registers with a product of integers.
 __device__ __forceinline__ void wgmma_m64k32(u32 (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"

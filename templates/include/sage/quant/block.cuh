@@ -17,9 +17,9 @@ struct QuantBlock {
   static constexpr i32 kVectors = Config::kHeadDim / kVector;  // lanes side by side on a row
   static constexpr i32 kWarps = Config::kThreads / kWarpSize;
 
-  // Tiles of K or V that a block takes at once: at most kInFlight loads a thread, all issued before the first is used,
-  // since only loads in flight hide the memory's latency; and at least one warp for each scale group of K, at 4 bits
-  // exactly one, which knows the errors of a clip.
+  // KV tiles that a block takes at once. A thread issues the loads of all of its rows before it uses the first, since
+  // only loads in flight hide the memory's latency: kInFlight loads, thus kTilesInFlight tiles. A scale group of K has
+  // at least one warp, thus at most kMostTiles tiles; at 4 bits it has exactly one, within which ClipSearch sums.
   static constexpr i32 kInFlight = 8;
   static constexpr i32 kMostTiles = kWarps / kKeyGroups;
   static constexpr i32 kTilesInFlight = kInFlight * Config::kThreads / (Config::kBlockN * kVectors);
@@ -37,7 +37,7 @@ struct QuantBlock {
     float magnitude[Config::kHeadDim];    // blocks of V
     float inv_v_scale[Config::kHeadDim];  // blocks of V
     float v_shift[Config::kHeadDim];      // blocks of V
-    typename SampleParts<Config>::Sums parts;
+    typename SampleLayout<Config>::Sums sums;
     u32 spoilt[kTiles][KvLine::kMost / 32];  // blocks of K and V: k_spoilt or v_spoilt of the tiles
     float amax[kTiles][kWarps];              // blocks of K and V: what a warp found in a tile
   };

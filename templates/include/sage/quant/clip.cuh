@@ -18,8 +18,8 @@ class ClipSearch {
  public:
   static constexpr float kStep = 0.9f;  // from candidate to candidate, the first of which cuts off nothing
 
-  // Added to a square below 64 it leaves that in the low bits of the sum: in units of 2^-16 (1.5 · 2^7), or of 2^-15
-  // (1.5 · 2^8) where the errors of a group would not fit into 32 bits.
+  // 1.5 · 2^7 or 1.5 · 2^8. A square below 64, added to kErrorBias, stands in the low bits of the sum, in units of
+  // 2^-16 or 2^-15. The coarser unit is for groups whose errors would not fit into 32 bits in the finer.
   static constexpr i32 kMostValues = Config::kBlockN / kKeyGroups * Config::kHeadDim;  // of a group
   static constexpr float kErrorBias = kMostValues <= 2048 ? 192.0f : 384.0f;
 
@@ -57,7 +57,8 @@ class ClipSearch {
   }
 
  private:
-  // The last candidate takes the largest value to 11.9 steps, 4.9 of which are cut off: 2048 · 4.9² · 2^16 < 2^32.
+  // The last candidate takes the largest value to 11.9 steps, 4.9 of which are cut off: 2048 · 4.9² · 2^16 < 2^32,
+  // and as much for 4096 values in units of 2^-15.
   static_assert(kClips<Config> == 1 || kMostValues <= 4096, "the errors of a group fit into 32 bits");
 
   const Scale whole_;

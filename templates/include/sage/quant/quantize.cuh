@@ -24,7 +24,7 @@ struct Quantize {
   static constexpr auto facts() {
     return sage::facts(
         Fact{"threads", Config::kThreads}, Fact{"shared_bytes", 0}, Fact{"kv_tiles_per_block", Block::kTiles},
-        Fact{"rows_at_once", SampleParts<Config>::kRowsAtOnce}, Fact{"vector", kVector},
+        Fact{"rows_at_once", SampleLayout<Config>::kRowsAtOnce}, Fact{"vector", kVector},
         Fact{"q_tile_bytes", Layout::kQBytes}, Fact{"kv_tile_bytes", Layout::kKvBytes},
         Fact{"row_groups", kRowGroups<Config>}, Fact{"key_groups", kKeyGroups},
         Fact{"limit", QuantizedRows<Config>::kLimit}, Fact{"clips", kClips<Config>},

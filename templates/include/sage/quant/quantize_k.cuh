@@ -19,6 +19,7 @@ struct QuantizeK {
   static constexpr i32 kKeys = Config::kBlockN / kKeyGroups;  // keys that share a scale
   static constexpr i32 kKeysAtOnce = kWarpSize / kVectors;    // rows that a warp reads side by side
   static constexpr i32 kSteps = kKeys / kKeysAtOnce / kWarpsPerGroup;
+  static_assert(kKeysAtOnce > 1 || kSteps % 2 == 0, "the first key of a warp is an even one of its group");
 
   const QuantParams& params;
   typename Block::Shared& shared;

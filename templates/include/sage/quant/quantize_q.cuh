@@ -173,11 +173,11 @@ struct QuantizeQ {
       for (i32 i = 0; i < kVector; ++i) sum[i] += row < rows ? finite_or_zero(x[i]) : 0.0f;
     }
 #pragma unroll
-    for (i32 i = 0; i < kVector; ++i) shared.parts[own_row][first_channel() + i] = sum[i];
+    for (i32 i = 0; i < kVector; ++i) shared.sums[own_row][first_channel() + i] = sum[i];
     __syncthreads();
     for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
-      float total = shared.parts[0][c];
-      for (i32 r = 1; r < kRowsAtOnce; ++r) total += shared.parts[r][c];
+      float total = shared.sums[0][c];
+      for (i32 r = 1; r < kRowsAtOnce; ++r) total += shared.sums[r][c];
       const float mean = finite_or_zero(divide(total, static_cast<float>(rows)));
       shared.q_mean[c] = mean;
       q_mean[c] = mean * params.softmax_scale_log2;

@@ -110,13 +110,13 @@ struct QuantizeV {
   using Block = QuantBlock<Config>;
   using Layout = typename Block::Layout;
   using Piece = typename SelectPiece<Config>::Type;
-  static constexpr i32 kTiles = Block::kTilesOfV;
+  static constexpr i32 kTilesAtOnce = Block::kTilesOfV;
   static_assert(KvLine::kChannelsOfMark == kVector, "a thread marks the channels that it takes of a key");
 
   const QuantParams& params;
   typename Block::Shared& shared;
 
-  // The tiles of one head from first_tile on, kTiles at a time.
+  // The tiles of one head from first_tile on, kTilesAtOnce at a time.
   template <SourceRows kSource>
   __device__ __forceinline__ void run(i32 batch, i32 head, i32 first_tile) const {
     const Source<kSource> source = Block::template kv_source<kSource>(params, params.v, batch, head);
@@ -126,8 +126,8 @@ struct QuantizeV {
     prepare_scales(source, channel_index<Config>(batch * params.num_kv_heads + head), first_tile == 0,
                    [&] { load(first_tile); });
 #pragma unroll 1
-    for (i32 round = 0; round < params.rounds * (Block::kTiles / kTiles); ++round) {
-      const i32 tile = first_tile + round * kTiles;
+    for (i32 round = 0; round < params.rounds * (Block::kTiles / kTilesAtOnce); ++round) {
+      const i32 tile = first_tile + round * kTilesAtOnce;
       if (!Block::has_keys(source.rows, tile)) return;
       if (round > 0) {
         __syncthreads();  // what the block shares of the tiles before has been read
@@ -187,7 +187,7 @@ struct QuantizeV {
     const auto load = [&](i32 i) { return load_row(source, first_tile, i); };
     [[maybe_unused]] constexpr i32 kUnroll = Held<kSource>::kUnroll;
     const Map<kSource> map(shared, 1.0f);
-    float largest[kTiles] = {};
+    float largest[kTilesAtOnce] = {};
 #pragma unroll kUnroll
     for (i32 s = 0; s < Piece::kSteps; s += Piece::kStepsOfTile) {
       Extremes extremes(source, rows.get(s * Piece::kKeys, load));
@@ -200,9 +200,9 @@ struct QuantizeV {
       find_spoilt(source, load, map, largest);
       rows.load(load);  // ends the rows' live range in front of find_spoilt(); this path does not read them
     }
-    float inv_factor[kTiles];
+    float inv_factor[kTilesAtOnce];
 #pragma unroll
-    for (i32 t = 0; t < kTiles; ++t) {
+    for (i32 t = 0; t < kTilesAtOnce; ++t) {
       const Scale factor = tile_factor(largest[t], params.v_least, params.v_limit);
       inv_factor[t] = factor.inv_scale;
       if (Block::has_keys(source.rows, first_tile + t)) {
@@ -228,12 +228,12 @@ struct QuantizeV {
   // and the reciprocal of that factor.
   template <SourceRows kSource, class Row, class Finish>
   __device__ __forceinline__ void store_piece(const Source<kSource>& source, i32 first_kv_tile, i32 first_tile,
-                                              const Piece& piece, const float (&inv_factor)[kTiles], Row row,
+                                              const Piece& piece, const float (&inv_factor)[kTilesAtOnce], Row row,
                                               Finish finish) const {
     if (!Block::has_keys(source.rows, first_tile + piece.tile)) return;
     float inv = inv_factor[0];
 #pragma unroll
-    for (i32 t = 1; t < kTiles; ++t) inv = piece.tile == t ? inv_factor[t] : inv;
+    for (i32 t = 1; t < kTilesAtOnce; ++t) inv = piece.tile == t ? inv_factor[t] : inv;
     const Map<kSource> in_tile(shared, inv);
     typename Source<kSource>::Raw own[Piece::kKeys];
 #pragma unroll
@@ -254,18 +254,18 @@ struct QuantizeV {
   __device__ __forceinline__ void prepare_scales(const Source<kSource>& source, i64 first, bool store,
                                                  Load load_rows) const {
     const Sample<Config, kSource> sample(source);
-    if constexpr (SampleParts<Config>::kLeavesRegisters) load_rows();
+    if constexpr (SampleLayout<Config>::kLeavesRegisters) load_rows();
     if (params.smooth_v) {
       sample.average(
-          shared.parts, [](float x, i32) { return x; },
+          shared.sums, [](float x, i32) { return x; },
           [&](i32 channel, float mean) { shared.mean[channel] = subtractable(mean); });
       __syncthreads();
     } else {
       prepare_no_mean<Config>(shared.mean, nullptr);
     }
-    const float* own_mean = shared.mean + SampleParts<Config>::first_channel();
+    const float* own_mean = shared.mean + SampleLayout<Config>::first_channel();
     sample.average(
-        shared.parts, [&](float x, i32 i) { return fabsf(x - own_mean[i]); },
+        shared.sums, [&](float x, i32 i) { return fabsf(x - own_mean[i]); },
         [&](i32 channel, float average) { shared.magnitude[channel] = average; });
     __syncthreads();
     for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
@@ -275,7 +275,7 @@ struct QuantizeV {
       shared.v_shift[c] = -mean * scale.inv_scale;
       if (store) params.v_scale[first + c] = scale.scale, params.v_mean[first + c] = mean;
     }
-    if constexpr (!SampleParts<Config>::kLeavesRegisters) load_rows();
+    if constexpr (!SampleLayout<Config>::kLeavesRegisters) load_rows();
     __syncthreads();
   }
 
@@ -293,24 +293,24 @@ struct QuantizeV {
     else return power_of_two_scale(clamped);
   }
 
-  __device__ __forceinline__ static void note_largest(i32 tile, float amax, float (&largest)[kTiles]) {
+  __device__ __forceinline__ static void note_largest(i32 tile, float amax, float (&largest)[kTilesAtOnce]) {
 #pragma unroll
-    for (i32 t = 0; t < kTiles; ++t) largest[t] = tile == t ? ptx::max_nan(largest[t], amax) : largest[t];
+    for (i32 t = 0; t < kTilesAtOnce; ++t) largest[t] = tile == t ? ptx::max_nan(largest[t], amax) : largest[t];
   }
 
   // Reduces the largest magnitudes of each thread to those of the block. Returns whether all are finite. Call with all
   // threads.
-  __device__ __forceinline__ bool share_largest(float (&largest)[kTiles]) const {
+  __device__ __forceinline__ bool share_largest(float (&largest)[kTilesAtOnce]) const {
     bool finite = true;
 #pragma unroll
-    for (i32 t = 0; t < kTiles; ++t) {
+    for (i32 t = 0; t < kTilesAtOnce; ++t) {
       finite &= largest[t] < ptx::infinity();
       largest[t] = ptx::max_over_lanes<kWarpSize>(largest[t]);
       if (ptx::thread_index() % kWarpSize == 0) shared.amax[t][ptx::thread_index() / kWarpSize] = largest[t];
     }
     finite = __syncthreads_and(finite);
 #pragma unroll
-    for (i32 t = 0; t < kTiles; ++t) {
+    for (i32 t = 0; t < kTilesAtOnce; ++t) {
       largest[t] = shared.amax[t][0];
 #pragma unroll
       for (i32 w = 1; w < Block::kWarps; ++w) largest[t] = fmaxf(largest[t], shared.amax[t][w]);
@@ -322,11 +322,11 @@ struct QuantizeV {
   // values. Call with all threads.
   template <class Source, class Load, class Map>
   __device__ __forceinline__ void find_spoilt(const Source& source, Load load, const Map& map,
-                                              float (&largest)[kTiles]) const {
+                                              float (&largest)[kTilesAtOnce]) const {
     Block::clear_spoilt(shared);
     __syncthreads();
 #pragma unroll
-    for (i32 t = 0; t < kTiles; ++t) largest[t] = 0.0f;
+    for (i32 t = 0; t < kTilesAtOnce; ++t) largest[t] = 0.0f;
 #pragma unroll 1
     for (i32 s = 0; s < Piece::kSteps; ++s) {
       const Piece piece(s);

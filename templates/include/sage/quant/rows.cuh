@@ -43,14 +43,14 @@ template <class Config, SourceRows kSource, class Load>
 __device__ __forceinline__ void prepare_k_mean(
     const Source<kSource>& source, typename QuantBlock<Config>::Shared& shared, float* store, Load load_rows) {
   const Sample<Config, kSource> sample(source);
-  if constexpr (SampleParts<Config>::kLeavesRegisters) load_rows();
+  if constexpr (SampleLayout<Config>::kLeavesRegisters) load_rows();
   sample.average(
-      shared.parts, [](float x, i32) { return x; },
+      shared.sums, [](float x, i32) { return x; },
       [&](i32 channel, float mean) {
         shared.mean[channel] = subtractable(mean);
         if (store != nullptr) store[channel] = subtractable(mean);
       });
-  if constexpr (!SampleParts<Config>::kLeavesRegisters) load_rows();
+  if constexpr (!SampleLayout<Config>::kLeavesRegisters) load_rows();
   __syncthreads();
 }
 

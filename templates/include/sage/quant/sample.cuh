@@ -41,7 +41,7 @@ __device__ constexpr i32 sampled_row(i32 sample, i32 rows) {
 // How the threads of a block share the sample of one head. A thread has eight channels of every kThreads / kVectors-th
 // sampled row. Config: kHeadDim, kThreads.
 template <class Config>
-struct SampleParts {
+struct SampleLayout {
   static constexpr i32 kVectors = Config::kHeadDim / kVector;      // threads side by side on a row
   static constexpr i32 kRowsAtOnce = Config::kThreads / kVectors;  // rows read at once
   static constexpr i32 kSteps = kSamples / kRowsAtOnce;
@@ -59,9 +59,9 @@ struct SampleParts {
 
 // A thread's part of a sample.
 template <class Config, SourceRows kSource>
-struct Sample : SampleParts<Config> {
-  using Parts = SampleParts<Config>;
-  using Parts::kRowsAtOnce, Parts::kSteps, Parts::kVectors, Parts::kWeight, Parts::first_channel;
+struct Sample : SampleLayout<Config> {
+  using Layout = SampleLayout<Config>;
+  using Layout::kRowsAtOnce, Layout::kSteps, Layout::kVectors, Layout::kWeight, Layout::first_channel;
 
   const Source<kSource>& source;
   HeldRows<kSource, kSource != SourceRows::kAny, kSteps> rows = {};
@@ -73,7 +73,7 @@ struct Sample : SampleParts<Config> {
   // Of value(x, i), for channel i of this thread's eight, the mean over the sampled rows: on_mean(channel, mean) is
   // called for every channel of the head, by one thread each, behind a barrier.
   template <class Value, class OnMean>
-  __device__ __forceinline__ void average(typename Parts::Sums& parts, Value value, OnMean on_mean) const {
+  __device__ __forceinline__ void average(typename Layout::Sums& sums, Value value, OnMean on_mean) const {
     const i32 row_slice = ptx::thread_index() / kVectors;
     float sum[kVector];
     add_up(value, sum);
@@ -83,14 +83,14 @@ struct Sample : SampleParts<Config> {
     if (!finite) add_up([&](float x, i32 i) { return finite_or_zero(value(x, i)); }, sum);
 #pragma unroll
     for (i32 i = 0; i < kVector; i += 4) {
-      *reinterpret_cast<Four*>(parts[row_slice] + first_channel() + i) = {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]};
+      *reinterpret_cast<Four*>(sums[row_slice] + first_channel() + i) = {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]};
     }
     __syncthreads();
     const float weights = min(source.rows, kSamples) * kWeight;
     for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
-      float total = parts[0][c];
+      float total = sums[0][c];
 #pragma unroll
-      for (i32 t = 1; t < kRowsAtOnce; ++t) total += parts[t][c];
+      for (i32 t = 1; t < kRowsAtOnce; ++t) total += sums[t][c];
       on_mean(c, divide(total, weights));
     }
   }
@@ -132,8 +132,8 @@ struct Sample : SampleParts<Config> {
   }
 };
 
-// The mean if it can be subtracted from any f16 or bf16 within f32, else zero. Any offset is valid.
-constexpr float kLargestMean = 0x1p119f;
+// The mean if the difference from any finite value is finite in f32, else zero. Any offset is valid.
+constexpr float kLargestMean = 0x1p103f;
 
 __device__ __forceinline__ float subtractable(float mean) { return fabsf(mean) < kLargestMean ? mean : 0.0f; }
 

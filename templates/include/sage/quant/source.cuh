@@ -19,7 +19,7 @@ struct alignas(16) Halves {
   u32 word[kVector / 2];
 };
 
-// The same of an entry point that learns the type at run time, as f32.
+// Eight channels of a row as f32, of SourceRows::kAny, whose type is known at run time only.
 struct Floats {
   float of[kVector];
 };
@@ -87,7 +87,8 @@ struct Source {
     return kSource == SourceRows::kAny ? bytes_of(dtype) : static_cast<i32>(sizeof(u16));
   }
 
-  // Of a type that is known at run time, uniform over the grid. channels: how many there are, at least.
+  // Loads eight elements of `dtype`, which is uniform over the grid. channels: of the row, from `from` on; the others
+  // are zero.
   __device__ __forceinline__ Floats load_elements(const u8* from, i32 channels) const {
     Floats x = {};
     if (dtype == Dtype::kF32 && headdim % 4 == 0 && (reinterpret_cast<u64>(head) | row_bytes) % 16 == 0) {

@@ -24,10 +24,10 @@ struct SwizzledRows {
 
   // Rows that share 128 bytes lie in different banks without an XOR.
   static constexpr i32 kRowsPerLine = 128 / kPitch;
-  static constexpr i32 kKeys = kPitch / 16;
+  static constexpr i32 kXors = kPitch / 16;
 
   __device__ static constexpr i32 offset(i32 row, i32 chunk) {
-    return chunk / 8 * kPanelBytes + row * kPitch + (chunk % 8 ^ row / kRowsPerLine % kKeys) * 16;
+    return chunk / 8 * kPanelBytes + row * kPitch + (chunk % 8 ^ row / kRowsPerLine % kXors) * 16;
   }
 
   // The address of (row + lane_row, chunk + lane_chunk) from that of (lane_row, lane_chunk). row is a multiple of 8,

@@ -27,6 +27,9 @@ struct Scores {
   // Q: 16 rows by two chunks, rows first. K: two groups of 8 keys by two chunks, chunks first.
   u32 q_row, k_offset;
 
+  static constexpr float kLimit = Integers<bits_of(Config::kQk)>::kLimit;
+  static_assert(Config::kHeadDim * kLimit * kLimit < 0x1p22f, "scores leave the upper bits of kScoreBias as they are");
+
   __device__ __forceinline__ Scores(u32 sQ, i32 warp, i32 lane)
       : q_row(sQ + warp * Config::kWarpM * QRows::kPitch + QRows::offset(lane % 16, lane / 16)),
         k_offset(KRows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2)) {}

@@ -43,8 +43,7 @@ struct Mainloop {
   static constexpr i32 kNTiles = Config::kBlockN / 8;
   static constexpr i32 kSlices = Traits::kSlices, kSliceChannels = Config::kHeadDim / kSlices;
   static constexpr i32 kOutputs = kSliceChannels / 2;  // registers of a thread for the outputs of a slice
-  static_assert(kSlices == 1 || (kSlices % 2 == 0 && kOutputs == Config::kBlockN / 2),
-                "a slice in place of the scores");
+  static_assert(kSlices == 1 || kOutputs == Config::kBlockN / 2, "a slice takes the registers of the scores");
   // attend() starts at KV tile 0, and masks behind the full tiles alone.
   static_assert(VisibleKeys<Config::kMask>::begin == 0, "a mask with a first key needs masked tiles in front");
 
@@ -64,8 +63,7 @@ struct Mainloop {
   u32 signs = 0;                // of the tiles' scales, in the sign bit: whether one held what is not finite
 
   // What one step leaves to the next.
-  // R: the bits of P·V of one tile or two, as a wgmma's D; of slices every other one (r_of()). Behind the outputs the
-  // sums of P.
+  // R as the bits of f32: P·V of one KV tile or two, then the sums of P. With slices, every other slice (r_of()).
   u32 acc_r[kOutputs + 4];
   float alpha[kRows] = {};  // rescales O at the next promotion
   typename Softmax::Scores acc_s;
@@ -178,7 +176,7 @@ struct Mainloop {
     ptx::wgmma_fence();
 #pragma unroll
     for (i32 i = 0; i < Layout::kQkRowBytes / 32; ++i) {
-      ptx::wgmma_m64k32(s, q + next_k<QRows>(i), k + next_k<KRows>(i), i > 0);
+      ptx::wgmma_m64k32(s, q + descriptor_offset<QRows>(i), k + descriptor_offset<KRows>(i), i > 0);
     }
     ptx::wgmma_commit();
   }
@@ -258,7 +256,7 @@ struct Mainloop {
     ptx::wgmma_fence();
 #pragma unroll
     for (i32 i = 0; i < Config::kBlockN / 32; ++i) {
-      ptx::wgmma_m64k32(r_of<kSlice>(), p[0][i], v + next_k<typename Layout::VRows>(i), open || i > 0);
+      ptx::wgmma_m64k32(r_of<kSlice>(), p[0][i], v + descriptor_offset<typename Layout::VRows>(i), open || i > 0);
     }
     ptx::wgmma_commit();
   }
@@ -307,7 +305,8 @@ struct Mainloop {
   // 128. Where Q is smoothed, the branch would spill registers at head dims 64 and 128.
   __device__ __forceinline__ VisibleKeys<Config::kMask> own_row() const {
     const i32 row = work.first_row + warp * Config::kWarpM + lane % Config::kWarpM;
-    return visible_keys < Config::kMask, kSlices != 1 || !Config::kSmoothQ > (work.seqlen(params), row);
+    constexpr bool kBranch = kSlices > 1 || !Config::kSmoothQ;
+    return visible_keys<Config::kMask, kBranch>(work.seqlen(params), row);
   }
 
   // Row references and P of the tile whose scores are finished. Loads the scale of the scores again, even where it is

@@ -17,7 +17,7 @@ struct WgmmaTraits {
   static_assert(Config::kPvAccum == PvAccum::kTwoLevelF32);
   static_assert(Config::kBlockN == 64 || Config::kBlockN == 128, "the rows of V are the swizzle's span");
 
-  // P·V is computed for one slice of the channels after another where O leaves R too few registers for all channels.
+  // O of 256 channels leaves R the registers of 64. P·V is then computed for one slice of the channels after another.
   static constexpr i32 kSlices = Config::kHeadDim == 256 ? 4 : 1;
   static_assert(kSlices == 1 || kConsumers == 2, "O of 256 channels alone takes 128 registers");
 

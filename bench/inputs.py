@@ -1,0 +1,71 @@
+"""What a call costs by dtype and alignment of its inputs, beside torch's attention on the same tensors.
+
+    python bench/inputs.py --headdim 128,256 --seqlen 1024,4096
+
+`sdpa` is scaled_dot_product_attention by the kernel that torch chooses for that dtype; `call` is sage_aot.attn.
+`unaligned`: rows that do not start at multiples of 16 bytes. A row's time is the GPU's alone, by replaying CUDA graphs,
+quantization included. Every output is checked against sdpa before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterator
+
+import torch
+
+import common
+import sage_aot
+from speed import time_by_graph
+
+COLUMNS = ("inputs", "heads", "headdim", "N", "sdpa, µs", "call, µs", "× sdpa", "× call, bf16", "cosine")
+
+KINDS = {"bf16": (torch.bfloat16, 0), "bf16, unaligned": (torch.bfloat16, 1), "f32": (torch.float32, 0),
+         "f32, unaligned": (torch.float32, 1)}
+"""Dtype, and the elements by which rows miss the alignment."""
+
+
+def main() -> int:
+    arguments = parse()
+    common.require_cuda()
+    library = common.use_kernels(arguments.kernels)
+    common.print_header(common.header(library) | {"inputs": f"N(0, 1), full; median of {arguments.repeat}"})
+    print(common.table_head(COLUMNS))
+    for headdim in arguments.headdim:
+        for seqlen in arguments.seqlen:
+            for row in rows(arguments, seqlen, headdim):
+                print(common.table_row(row), flush=True)
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--headdim", type=common.integers, default="64,128,256", help="(default: %(default)s)")
+    parser.add_argument("--seqlen", type=common.integers, default="1024,4096", help="(default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=16, help="of q, k and v (default: %(default)s)")
+    parser.add_argument("--kernels", metavar="FOLDER", help="built kernels (default: those of the package)")
+    parser.add_argument("--repeat", type=int, default=10, help="timed repeats of a row (default: %(default)s)")
+    return parser.parse_args()
+
+
+def rows(arguments: argparse.Namespace, seqlen: int, headdim: int) -> Iterator[list[object]]:
+    shape = (3, arguments.batch, arguments.heads, seqlen, headdim)
+    values = torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    timed = functools.partial(time_by_graph, repeat=arguments.repeat)
+    of_bf16 = None
+    for kind, (dtype, missed) in KINDS.items():
+        padded = torch.nn.functional.pad(values.to(dtype), (missed, missed))
+        q, k, v = padded[..., missed:missed + headdim]
+        sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v)
+        call = functools.partial(sage_aot.attn, q, k, v)
+        cosine = common.check_output("call", call(out=common.poisoned(q)), sdpa())
+        theirs, ours = timed(sdpa).median_us, timed(call).median_us
+        of_bf16 = of_bf16 or ours
+        yield [kind, f"{arguments.batch}×{arguments.heads}", headdim, seqlen, f"{theirs:.1f}", f"{ours:.1f}",
+               f"{theirs / ours:.2f}", f"{ours / of_bf16:.2f}", f"{cosine:.6f}"]
+
+
+if __name__ == "__main__":
+    common.run(main)
