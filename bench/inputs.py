@@ -1,10 +1,10 @@
-"""What a call costs by dtype and alignment of its inputs, beside torch's attention on the same tensors.
+"""What a call costs by dtype and alignment of its inputs, beside torch's attention.
 
     python bench/inputs.py --headdim 128,256 --seqlen 1024,4096
 
-`sdpa` is scaled_dot_product_attention by the kernel that torch chooses for that dtype; `call` is sage_aot.attn.
-`unaligned`: rows that do not start at multiples of 16 bytes. A row's time is the GPU's alone, by replaying CUDA graphs,
-quantization included. Every output is checked against sdpa before it is timed.
+`sdpa` is scaled_dot_product_attention by the kernel that torch chooses for that dtype, of contiguous tensors; `call` is
+sage_aot.attn. `unaligned`: rows that do not start at multiples of 16 bytes. A row's time is the GPU's alone, by
+replaying CUDA graphs, quantization included. Every output is checked against sdpa before it is timed.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def rows(arguments: argparse.Namespace, seqlen: int, headdim: int) -> Iterator[l
     timed = functools.partial(time_by_graph, repeat=arguments.repeat)
     of_bf16 = None
     for kind, (dtype, missed) in KINDS.items():
-        padded = torch.nn.functional.pad(values.to(dtype), (missed, missed))
-        q, k, v = padded[..., missed:missed + headdim]
-        sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v)
+        contiguous = values.to(dtype)
+        sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, *contiguous)
+        q, k, v = torch.nn.functional.pad(contiguous, (missed, missed))[..., missed:missed + headdim]
         call = functools.partial(sage_aot.attn, q, k, v)
         cosine = common.check_output("call", call(out=common.poisoned(q)), sdpa())
         theirs, ours = timed(sdpa).median_us, timed(call).median_us

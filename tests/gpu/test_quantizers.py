@@ -99,5 +99,5 @@ def test_f32_that_less_its_mean_would_be_beyond_f32_stays_finite(spec):
     q, k, v = (x.float() for x in draw(spec, (1, 1, 100), (1, 1, 300), seed=6))
     q[..., 7], k[..., 7], v[..., 8] = 0.0, -1e35, -1e35
     k[0, 0, 250, 7] = v[0, 0, 250, 8] = torch.finfo(torch.float32).max
-    result = compare(spec, q, k, v)
+    result = compare(spec, q, k, v, rotate=False)  # of rotated rows the error of 4 bits takes a score beyond f32
     assert result.out.isfinite().all() and result.lse.isfinite().all()

@@ -63,16 +63,24 @@ HARMLESS: dict[tuple[str, Operation], str] = {
             "an address that nothing reads",
     ("AttentionWgmma::fill_ones", OffByOne("i < Shared::kOnesBytes")): "what stands behind the ones is loaded later",
     ("Mainloop::scales_of", OffByOne("kSlices == 1")): "the index of the thread for that of the lane",
+    ("Mainloop::scales_of", First("kSlices == 1 ? lane : static_cast<i32>(ptx::thread_index())")):
+        "the index of the lane for that of the thread",
+    ("Mainloop::scales_of", Second("kSlices == 1 ? lane : static_cast<i32>(ptx::thread_index())")):
+        "the index of the thread for that of the lane",
+    ("Source::element_bytes", First("kSource == SourceRows::kAny ? bytes_of(dtype) : static_cast<i32>(sizeof(u16))")):
+        "the same of f16 and bf16",
+    ("HeldRows::load", Always("if constexpr (kHeld) { for (i32 i = 0; i < kUnroll; ++i) held[i] = load_row(i); }")):
+        "loads a row that get() loads again",
+    ("Sample::opaque", Drop("word = ptx::opaque(word);")): "a fence for the compiler",
     ("Mainloop::rescale_r", OffByOne("v_factor != r_factor")): "R is multiplied by one where it could stay",
     ("Mainloop::rescale_r", Always(
         "if (ptx::any(moved)) { const float ratio = r_factor * reciprocal_of_power_of_two(v_factor); for (i32 i = 0; "
         "i < kOutputs + 4; ++i) { const float factor = i < kOutputs ? alpha[i % 4 / 2] * ratio : alpha[i % 4 / 2]; "
         "acc_r[i] = __float_as_uint(__uint_as_float(acc_r[i]) * factor); } change_factor(); }")):
             "R is multiplied by one where it could stay",
-    ("prepare_k_mean", Always("if constexpr (SampleLayout<Config>::kLeavesRegisters) load_rows();")):
-        "rows are loaded twice",
-    ("QuantizeV::prepare_scales", Always("if constexpr (SampleLayout<Config>::kLeavesRegisters) load_rows();")):
-        "rows are loaded twice",
+    **{(function, Always(f"if constexpr ({condition}SampleLayout<Config>::kLeavesRegisters) load_rows();")):
+       "rows are loaded twice"
+       for function in ("prepare_k_mean", "QuantizeV::prepare_scales") for condition in ("", "!")},
     ("Mainloop::keep_in_front", Drop("ptx::mbarrier_wait(shared.full(here.index), here.phase);")):
         "a fence for the compiler",
     ("PingPong::arrive", Sign("barrier(1 - consumer) + never")): "`never` is zero",

@@ -174,7 +174,7 @@ struct HeldRows {
   __device__ __forceinline__ void load(Load load_row) {
     if constexpr (kHeld) {
 #pragma unroll
-      for (i32 i = 0; i < kCount; ++i) held[i] = load_row(i);
+      for (i32 i = 0; i < kUnroll; ++i) held[i] = load_row(i);
     }
   }
 
