@@ -1,7 +1,7 @@
 """Quantized attention from precompiled kernels: SageAttention2 without a compiler.
 
-Exports that need torch (`attn`, `attn_varlen`, `explain`, `info`, `supports`) are imported at their first use. Code
-generation, which has the standard library only, can therefore import the modules that it shares with the runtime.
+Exports that need torch (those in _HOMES) are imported at their first use. Code generation, which has the standard
+library only, can therefore import the modules that it shares with the runtime.
 ``from sage_aot import attn`` registers the operators ``torch.ops.sage_aot``.
 """
 
@@ -15,6 +15,7 @@ from sage_aot.errors import ArgumentError, CubinError, LaunchError, PtxWarning, 
 
 if TYPE_CHECKING:
     from sage_aot._call.api import attn, supports
+    from sage_aot._call.kv import QuantizedKV, quantize_kv
     from sage_aot._call.varlen import attn_varlen
     from sage_aot._tools.explain import explain
     from sage_aot._tools.info import info
@@ -24,6 +25,7 @@ __all__ = [
     "CubinError",
     "LaunchError",
     "PtxWarning",
+    "QuantizedKV",
     "SageAotError",
     "UnsupportedError",
     "__version__",
@@ -31,10 +33,12 @@ __all__ = [
     "attn_varlen",
     "explain",
     "info",
+    "quantize_kv",
     "supports",
 ]
 
-_HOMES = {"attn": "sage_aot._call.api", "attn_varlen": "sage_aot._call.varlen",
+_HOMES = {"QuantizedKV": "sage_aot._call.kv", "quantize_kv": "sage_aot._call.kv",
+          "attn": "sage_aot._call.api", "attn_varlen": "sage_aot._call.varlen",
           "explain": "sage_aot._tools.explain", "info": "sage_aot._tools.info", "supports": "sage_aot._call.api"}
 
 

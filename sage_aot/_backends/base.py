@@ -12,29 +12,35 @@ from sage_aot._problem.check import Sequences
 
 
 class Tensors(NamedTuple):
-    """The tensors from which a call is prepared. Preparation reads shapes, strides and devices, no values or addresses.
-    """
+    """The tensors from which a call is prepared; None for one that the problem's part does not take. Preparation reads
+    shapes, strides and devices, no values or addresses."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
+    q: torch.Tensor | None
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    out: torch.Tensor | None
     key_mask: torch.Tensor | None = None
 
     @property
-    def of_rows(self) -> tuple[torch.Tensor, ...]:
+    def of_rows(self) -> tuple[torch.Tensor | None, ...]:
         """Those of [batch, heads, rows, headdim] or [tokens, heads, headdim]."""
         return self.q, self.k, self.v, self.out
+
+    @property
+    def device(self) -> int:
+        """The index of the CUDA device; −1 for CPU tensors."""
+        return next(tensor for tensor in self.of_rows if tensor is not None).get_device()
 
 
 class Call(Protocol):
     """A call prepared for tensors of given shapes, strides and devices. It may be made any number of times."""
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                 lse: torch.Tensor | None, key_mask: torch.Tensor | None = None,
-                 sequences: Sequences | None = None) -> None:
+    def __call__(self, q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None,
+                 out: torch.Tensor | None, lse: torch.Tensor | None, key_mask: torch.Tensor | None = None,
+                 sequences: Sequences | None = None, kv: torch.Tensor | None = None) -> None:
         """Write `out`, in the layout of q, and the log-sum-exp to `lse`, [batch, heads, queries] or [heads, tokens]
-        float32, unless None."""
+        float32, unless None. Of a problem's part "kv", write what is kept of k and v to `kv`, uint8 of
+        :meth:`Backend.kv_bytes`; of its part "q", read it there."""
         ...
 
 
@@ -51,4 +57,8 @@ class Backend(Protocol):
 
     def bind(self, plan: Plan, tensors: Tensors) -> Call:
         """Prepare the calls of a plan, which has at least one query and one key."""
+        ...
+
+    def kv_bytes(self, plan: Plan) -> int:
+        """Bytes of what is kept of k and v, where they are quantized by a call of their own."""
         ...

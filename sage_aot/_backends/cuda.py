@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from sage_aot._backends.loader import Library
 from sage_aot._kernels.manifest import KernelRecord, Manifest
 from sage_aot._kernels.spec import is_ptx
 from sage_aot._launch.choose import Gpu, nearest_arch
-from sage_aot._launch.plan import Argument, Arguments, Launch, Plan, Strides, launches
+from sage_aot._launch.plan import MISSING, Argument, Arguments, Launch, Plan, Strides, launches
 from sage_aot._launch.structs import SOURCES, WORD, Packed, Packer
 from sage_aot._problem.check import Sequences
 from sage_aot.errors import LaunchError, PtxWarning, UnsupportedError
@@ -70,7 +70,10 @@ class CudaBackend:
         return self._contexts[device]
 
     def bind(self, plan: Plan, tensors: Tensors) -> CudaCall:
-        return CudaCall(plan, tensors, self, tensors.q.get_device())
+        return CudaCall(plan, tensors, self, tensors.device)
+
+    def kv_bytes(self, plan: Plan) -> int:
+        return plan.kv_bytes
 
 
 def arch_of(library: Library, device: int) -> str:
@@ -109,7 +112,8 @@ class CudaCall:
     def __init__(self, plan: Plan, tensors: Tensors, backend: CudaBackend, device: int) -> None:
         self.plan = plan
         self._workspace_bytes = plan.workspace_bytes
-        self._strides = [strides_of(tensor, plan.problem.options.layout) for tensor in tensors.of_rows]
+        self._strides = [MISSING if tensor is None else strides_of(tensor, plan.problem.options.layout)
+                         for tensor in tensors.of_rows]
         self._key_mask = None if tensors.key_mask is None else mask_argument(tensors.key_mask)
         self._backend, self._device, self._driver = backend, device, backend.library.driver
         self._queues: dict[tuple[bool, ...], Queue] = {}  # by which of q, k, v begin at a multiple of 16 bytes
@@ -117,31 +121,33 @@ class CudaCall:
         with _device(device):
             self._context, self._current = backend.context(device), self._driver.current
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                 lse: torch.Tensor | None, key_mask: torch.Tensor | None = None,
-                 sequences: Sequences | None = None) -> None:
+    def __call__(self, q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None,
+                 out: torch.Tensor | None, lse: torch.Tensor | None, key_mask: torch.Tensor | None = None,
+                 sequences: Sequences | None = None, kv: torch.Tensor | None = None) -> None:
         if self._current() != self._context:  # this thread did not use the device yet, or is on another device
-            self.run(q, k, v, out, lse, q.new_empty(self._workspace_bytes, dtype=torch.uint8), key_mask, sequences)
+            like = cast(torch.Tensor, k if q is None else q)
+            made = like.new_empty(self._workspace_bytes, dtype=torch.uint8)
+            self.run(q, k, v, out, lse, made, key_mask, sequences, kv)
             return
         # The device is torch's current one. Ask torch's allocator for raw memory: a tensor around it doubles the time.
-        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        at_q, at_k, at_v = _address(q), _address(k), _address(v)
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         workspace = torch._C._cuda_cudaCachingAllocator_raw_alloc(self._workspace_bytes, stream)
         try:
-            self._queue_at(at_q, at_k, at_v).launch(stream, at_q, at_k, at_v, out.data_ptr(),
-                                                    0 if lse is None else lse.data_ptr(),
-                                                    0 if key_mask is None else key_mask.data_ptr(),
+            self._queue_at(at_q, at_k, at_v).launch(stream, at_q, at_k, at_v, _address(out), _address(lse),
+                                                    _address(key_mask),
                                                     0 if sequences is None else sequences.cu_seqlens_q.data_ptr(),
                                                     0 if sequences is None else sequences.cu_seqlens_k.data_ptr(),
-                                                    workspace)
+                                                    _address(kv), workspace)
         finally:  # queued kernels may still use the memory: the allocator reuses it in the order of the stream
             torch._C._cuda_cudaCachingAllocator_raw_delete(workspace)
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-            workspace: torch.Tensor, key_mask: torch.Tensor | None = None, sequences: Sequences | None = None) -> None:
+    def run(self, q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, out: torch.Tensor | None,
+            lse: torch.Tensor | None, workspace: torch.Tensor, key_mask: torch.Tensor | None = None,
+            sequences: Sequences | None = None, kv: torch.Tensor | None = None) -> None:
         """Make the call with a workspace of the caller's: uint8, plan.workspace_bytes. Afterwards the workspace holds
         the quantized tensors."""
-        addresses = addresses_of(q, k, v, out, workspace, lse, key_mask, sequences)
+        addresses = addresses_of(q, k, v, out, workspace, lse, key_mask, sequences, kv)
         self._queue_at(*addresses[:3])(torch._C._cuda_getCurrentRawStream(self._device), *addresses)
 
     def _queue_at(self, at_q: int, at_k: int, at_v: int) -> Queue:
@@ -174,13 +180,16 @@ def _device(device: int) -> AbstractContextManager[object]:
     return nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device)
 
 
-def addresses_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor,
-                 lse: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
-                 sequences: Sequences | None = None) -> list[int]:
+def addresses_of(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, out: torch.Tensor | None,
+                 workspace: torch.Tensor, lse: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
+                 sequences: Sequences | None = None, kv: torch.Tensor | None = None) -> list[int]:
     """The addresses that a :class:`Queue` takes, in the order of SOURCES."""
     cu_seqlens = sequences[:2] if sequences else (None, None)
-    return [0 if tensor is None else tensor.data_ptr() for tensor in (q, k, v, out, lse, key_mask, *cu_seqlens,
-                                                                      workspace)]
+    return [*map(_address, (q, k, v, out, lse, key_mask, *cu_seqlens, kv, workspace))]
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def strides_of(tensor: torch.Tensor, layout: str) -> Strides:

@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 
 from sage_aot._call import ops
-from sage_aot._call.refusal import refusal
+from sage_aot._call.kv import QuantizedKV, options_with
+from sage_aot._call.refusal import refusal, refusal_stored
 from sage_aot._problem.check import (
     check_device,
     check_key_mask_is_tensor,
     check_out,
     check_return_lse,
     check_tensors_are,
+    heads_first,
     sequences_of,
 )
 from sage_aot._problem.options import for_schema, for_tracer
-from sage_aot.errors import SageAotError
+from sage_aot.errors import ArgumentError, SageAotError
 
 
 @overload
-def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | None = ...,
-         is_causal: bool = ..., scale: float | None = ..., layout: str = ..., qk: str = ...,
-         smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ..., rotate: bool | str = ...,
-         clip: bool = ..., pv_accum: str = ..., return_lse: Literal[False] = ...,
+def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = ..., *,
+         key_mask: torch.Tensor | None = ..., is_causal: bool = ..., scale: float | None = ..., layout: str = ...,
+         qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
+         rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ..., return_lse: Literal[False] = ...,
          out: torch.Tensor | None = ...) -> torch.Tensor: ...
 
 
 @overload
-def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | None = ...,
-         is_causal: bool = ..., scale: float | None = ..., layout: str = ..., qk: str = ...,
-         smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ..., rotate: bool | str = ...,
-         clip: bool = ..., pv_accum: str = ..., return_lse: Literal[True],
+def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = ..., *,
+         key_mask: torch.Tensor | None = ..., is_causal: bool = ..., scale: float | None = ..., layout: str = ...,
+         qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
+         rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ..., return_lse: Literal[True],
          out: torch.Tensor | None = ...) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | None = None,
-         is_causal: bool = False, scale: float | None = None, layout: str = "HND", qk: str = "auto",
-         smooth_q: bool | str = "auto", smooth_k: bool = True, smooth_v: bool = False, rotate: bool | str = "auto",
-         clip: bool = True, pv_accum: str = "auto", return_lse: bool = False,
+def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = None, *,
+         key_mask: torch.Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+         layout: str = "HND", qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
+         smooth_v: bool = False, rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto",
+         return_lse: bool = False,
          out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention with 8- or 4-bit Q and K and FP8 or f16 P and V: softmax(q·kᵀ·scale)·v, inference only.
 
@@ -53,7 +56,8 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.T
             ``"NHD"``; float16, bfloat16 or float32. Any strides with a contiguous last dimension; headdim from 1 to
             256.
         k, v: likewise with ``kv heads`` and ``keys``; same dtype and device as q. q heads must be a multiple of kv
-            heads: q head h reads kv head ``h // (q heads // kv heads)``.
+            heads: q head h reads kv head ``h // (q heads // kv heads)``. Or, in place of both, a
+            :class:`QuantizedKV`.
         key_mask: bool ``[batch, keys]``, True where a key may be seen, for all queries and heads alike; any strides.
             None: every key may be seen. The call drops all other keys before it quantizes, so that a mask saves their
             work, and nothing depends on what they hold. The output is that of a call on the keys that are left.
@@ -108,24 +112,78 @@ def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.T
     >>> sage_aot.attn(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 100, 64])
     """
-    options = operator_options(q, k, v, key_mask, out, return_lse, is_causal, scale, layout, qk, smooth_q, smooth_k,
-                               smooth_v, rotate, clip, pv_accum)
+    options = is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum
+    if isinstance(k, QuantizedKV):
+        checked_options(q, out, return_lse, *options)
+        options = options_with(k, v, key_mask, options)
+        given = checked_options(q, out, return_lse, *options)
+    else:
+        given = operator_options(q, k, v, key_mask, out, return_lse, *options)
+    if not is_causal and _groups_share_rows(q, k, layout):
+        return _attend_by_group(q, k, v, key_mask, out, return_lse, options)
+    return _attend(q, k, v, key_mask, out, return_lse, given)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None, key_mask: torch.Tensor | None,
+            out: torch.Tensor | None, return_lse: bool,
+            options: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The call by its operator; `options` as operators take them."""
+    if isinstance(k, QuantizedKV):
+        forms = ops.attn_kv, ops.attn_kv_lse, ops.attn_kv_out, ops.attn_kv_lse_out
+        inputs: tuple[Any, ...] = q, *k.stored
+    else:
+        forms = ops.attn, ops.attn_lse, ops.attn_out, ops.attn_lse_out
+        inputs = q, k, v, key_mask
     if out is None:
-        made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = (ops.attn_lse if return_lse else ops.attn)(
-            q, k, v, key_mask, *options)
+        made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = forms[return_lse](*inputs, *options)
         return made
-    if return_lse:
-        return out, ops.attn_lse_out(q, k, v, key_mask, out, *options)
-    ops.attn_out(q, k, v, key_mask, out, *options)
-    return out
+    written = forms[2 + return_lse](*inputs, out, *options)
+    return (out, written) if return_lse else out
 
 
-def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | None = None,
-             is_causal: bool = False, scale: float | None = None, layout: str = "HND", qk: str = "auto",
-             smooth_q: bool | str = "auto", smooth_k: bool = True, smooth_v: bool = False, rotate: bool | str = "auto",
-             clip: bool = True, pv_accum: str = "auto", return_lse: bool = False, out: torch.Tensor | None = None,
-             cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
-             max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> str | None:
+# --- one query a head -------------------------------------------------------------------------------------------------
+
+
+def _groups_share_rows(q: torch.Tensor, k: torch.Tensor | QuantizedKV, layout: str) -> bool:
+    """Whether the q heads of a KV head become rows of one head: they have one query each. The kernels then read k and v
+    once a KV head, and not once a q head."""
+    heads_at = 1 if layout == "HND" else 2
+    if q.dim() != 4 or q.shape[3 - heads_at] != 1 or len(k.shape) != 4:
+        return False
+    heads, kv_heads = q.shape[heads_at], k.shape[1 if isinstance(k, QuantizedKV) else heads_at]
+    return heads > kv_heads > 0 and heads % kv_heads == 0
+
+
+def _attend_by_group(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None,
+                     key_mask: torch.Tensor | None, out: torch.Tensor | None, return_lse: bool,
+                     options: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """:func:`_attend` with the q heads of each KV head as rows of one head."""
+    _, scale, layout, *others = options
+    if out is not None:
+        check_out(out, q)
+    given = checked_options(q, out, return_lse, False, scale, "HND", *others)
+    kv_heads = k.shape[1]
+    if isinstance(k, torch.Tensor) and layout == "NHD":
+        kv_heads = k.shape[2]
+        k, v = k.transpose(1, 2), v if v is None or v.dim() != 4 else v.transpose(1, 2)
+
+    def by_group(of_heads: torch.Tensor) -> torch.Tensor:
+        rows = heads_first(of_heads, layout).squeeze(2)
+        return rows.view(rows.shape[0], kv_heads, -1, rows.shape[2])
+
+    made = _attend(by_group(q), k, v, key_mask, None if out is None else by_group(out), return_lse, given)
+    written, lse = made if isinstance(made, tuple) else (made, None)
+    result = written.reshape(q.shape) if out is None else out
+    return result if lse is None else (result, lse.reshape(q.shape[0], -1, 1))
+
+
+def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = None, *,
+             key_mask: torch.Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+             layout: str = "HND", qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
+             smooth_v: bool = False, rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto",
+             return_lse: bool = False, out: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
+             cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | None = None,
+             max_seqlen_k: int | None = None) -> str | None:
     """Why :func:`sage_aot.attn` would refuse this call here, or None where it would take it; with `cu_seqlens_q` and
     the three arguments behind it, the same of :func:`sage_aot.attn_varlen`.
 
@@ -159,23 +217,36 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: tor
     """
     try:
         sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, layout)
-        return refusal(q, k, v, key_mask, out,
-                       operator_options(q, k, v, key_mask, out, return_lse, is_causal, scale, layout, qk, smooth_q,
-                                        smooth_k, smooth_v, rotate, clip, pv_accum), sequences)
+        options = is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum
+        if isinstance(k, QuantizedKV):
+            if sequences is not None:
+                raise ArgumentError("k: expected a tensor with sequences, got a QuantizedKV; call attn_varlen with k "
+                                    "and v")
+            options = options_with(k, v, key_mask, options)
+            return refusal_stored(q, k.stored, out, checked_options(q, out, return_lse, *options))
+        given = operator_options(q, k, v, key_mask, out, return_lse, *options)
+        return refusal(q, k, cast(torch.Tensor, v), key_mask, out, given, sequences)
     except SageAotError as error:
         return str(error)
 
 
-def operator_options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
+def operator_options(q: torch.Tensor, k: object, v: object, key_mask: torch.Tensor | None,
                      out: torch.Tensor | None, return_lse: bool, *options: Any) -> tuple[Any, ...]:
     """The options as the operators take them. Raises for what the operators' schemas would refuse with torch's own
     errors; the operators check the rest."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         check_tensors_are(q=q, k=k, v=v)  # raises
-    if not (q.is_cuda or q.is_cpu):
-        check_device(q)  # raises
     if key_mask is not None and not isinstance(key_mask, torch.Tensor):
         check_key_mask_is_tensor(key_mask)  # raises
+    return checked_options(q, out, return_lse, *options)
+
+
+def checked_options(q: torch.Tensor, out: torch.Tensor | None, return_lse: bool, *options: Any) -> tuple[Any, ...]:
+    """As :func:`operator_options`, of a call whose other tensors are checked."""
+    if not isinstance(q, torch.Tensor):
+        check_tensors_are(q=q)  # raises
+    if not (q.is_cuda or q.is_cpu):
+        check_device(q=q)  # raises
     given = for_tracer(*options) if torch.compiler.is_dynamo_compiling() else for_schema(*options)
     if not isinstance(return_lse, bool):
         check_return_lse(return_lse)  # raises

@@ -1,58 +1,109 @@
 """The torch operators behind the public call: schemas, implementations, and fake implementations for tracers.
 
-`sage_aot::attn` and its three forms (with the log-sum-exp, into a given tensor, both), and `sage_aot::attn_varlen` and
-its three, run the kernels for CUDA tensors and the emulation for CPU tensors. Everything that a tracer cannot follow
-(the environment, the manifest, caches, addresses) happens inside the operators. All forms take the options by position,
-in the order of the table OPTIONS.
+`sage_aot::attn` and its three forms (with the log-sum-exp, into a given tensor, both), likewise `sage_aot::attn_varlen`
+and `sage_aot::attn_kv`, and `sage_aot::quantize_kv` run the kernels for CUDA tensors and the emulation for CPU tensors.
+Everything that a tracer cannot follow (the environment, the manifest, caches, addresses) happens inside the operators.
+All forms take the options by position, in the order of the table OPTIONS.
 Registered through torch.library.Library, whose dispatch takes a third of the time of torch.library.custom_op.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from sage_aot._call.pipeline import lse_shape, prepared
-from sage_aot._problem.check import Problem, Sequences, check, check_no_grad, check_out
+from sage_aot._call.pipeline import (
+    Prepared,
+    backend_of,
+    lse_shape,
+    plan_of,
+    prepared,
+    prepared_kv,
+    prepared_stored,
+)
+from sage_aot._problem.check import (
+    Problem,
+    Sequences,
+    Stored,
+    check,
+    check_kv,
+    check_no_grad,
+    check_out,
+    check_stored,
+    heads_first,
+)
 from sage_aot._problem.options import Options, schema
 
 _LIBRARY: Any = torch.library.Library("sage_aot", "DEF")  # type: ignore[no-untyped-call]  # keeps the operators alive
-_CONTIGUOUS = torch.contiguous_format
 _T = TypeVar("_T")
+
+
+# --- the arguments ----------------------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """What a form of an operator computes from."""
+
+    q: torch.Tensor
+    k: torch.Tensor | None  # with `stored` the copy that it keeps for a smoothed q
+    v: torch.Tensor | None
+    key_mask: torch.Tensor | None = None
+    sequences: Sequences | None = None
+    stored: Stored | None = None
+
+    def prepared(self, out: torch.Tensor | None, options: tuple[Any, ...]) -> Prepared:
+        if self.stored is not None:
+            return prepared_stored(self.q, self.stored, out, options)
+        return prepared(self.q, cast(torch.Tensor, self.k), cast(torch.Tensor, self.v), self.key_mask, out, options,
+                        self.sequences)
+
+    def run(self, call: Prepared, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        kv = None if self.stored is None else self.stored.data
+        call.run(self.q, self.k, self.v, out, lse, self.key_mask, self.sequences, kv)
+
+    def check(self, out: torch.Tensor | None, options: tuple[Any, ...]) -> Problem:
+        if self.stored is not None:
+            problem = check_stored(self.q, self.stored, Options.from_schema(*options))
+        else:
+            problem = check(self.q, cast(torch.Tensor, self.k), cast(torch.Tensor, self.v),
+                            Options.from_schema(*options), self.key_mask, self.sequences)
+        if out is not None:
+            check_out(out, self.q)
+        check_no_grad(q=self.q, k=self.k, v=self.v, out=out)
+        return problem
+
+    def empty_out(self) -> torch.Tensor:
+        return torch.empty_like(self.q, memory_format=torch.contiguous_format)
 
 
 # --- what runs --------------------------------------------------------------------------------------------------------
 
 
-def _attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, *options: Any,
-          sequences: Sequences | None = None) -> torch.Tensor:
-    call = prepared(q, k, v, key_mask, None, options, sequences)
-    out = torch.empty_like(q, memory_format=_CONTIGUOUS)
-    call.run(q, k, v, out, None, key_mask, sequences)
+def _attn(inputs: Inputs, *options: Any) -> torch.Tensor:
+    call = inputs.prepared(None, options)
+    out = inputs.empty_out()
+    inputs.run(call, out, None)
     return out
 
 
-def _attn_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, *options: Any,
-              sequences: Sequences | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    call = prepared(q, k, v, key_mask, None, options, sequences)
-    out, lse = torch.empty_like(q, memory_format=_CONTIGUOUS), call.empty_lse(q)
-    call.run(q, k, v, out, lse, key_mask, sequences)
+def _attn_lse(inputs: Inputs, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = inputs.prepared(None, options)
+    out, lse = inputs.empty_out(), call.empty_lse(inputs.q)
+    inputs.run(call, out, lse)
     return out, lse
 
 
-def _attn_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, out: torch.Tensor,
-              *options: Any, sequences: Sequences | None = None) -> None:
-    prepared(q, k, v, key_mask, out, options, sequences).run(q, k, v, out, None, key_mask, sequences)
+def _attn_out(inputs: Inputs, out: torch.Tensor, *options: Any) -> None:
+    inputs.run(inputs.prepared(out, options), out, None)
     _count_write(out)
 
 
-def _attn_lse_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, out: torch.Tensor,
-                  *options: Any, sequences: Sequences | None = None) -> torch.Tensor:
-    call = prepared(q, k, v, key_mask, out, options, sequences)
-    lse = call.empty_lse(q)
-    call.run(q, k, v, out, lse, key_mask, sequences)
+def _attn_lse_out(inputs: Inputs, out: torch.Tensor, *options: Any) -> torch.Tensor:
+    call = inputs.prepared(out, options)
+    lse = call.empty_lse(inputs.q)
+    inputs.run(call, out, lse)
     _count_write(out)
     return lse
 
@@ -63,50 +114,72 @@ def _count_write(out: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(out)
 
 
+def _quantize_kv(k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
+                 *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = prepared_kv(k, v, key_mask, options)
+    data = k.new_empty(call.kv_bytes, dtype=torch.uint8)
+    call.run(None, k, v, None, None, key_mask, None, data)
+    return data, _copied(k, call.problem)
+
+
+def _copied(k: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """k heads first where a call with the quantized k will need it; else no elements."""
+    if not problem.options.smooth_q:
+        return k.new_empty(0)
+    return heads_first(k, problem.options.layout).clone(memory_format=torch.contiguous_format)
+
+
 # --- what a tracer sees: shapes, and the same errors ------------------------------------------------------------------
 
 
-def _fake_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, *options: Any,
-               sequences: Sequences | None = None) -> torch.Tensor:
-    _check(q, k, v, key_mask, None, options, sequences)
-    return torch.empty_like(q, memory_format=_CONTIGUOUS)
+def _fake_attn(inputs: Inputs, *options: Any) -> torch.Tensor:
+    inputs.check(None, options)
+    return inputs.empty_out()
 
 
-def _fake_attn_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, *options: Any,
-                   sequences: Sequences | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    problem = _check(q, k, v, key_mask, None, options, sequences)
-    return torch.empty_like(q, memory_format=_CONTIGUOUS), _fake_lse(problem, q)
+def _fake_attn_lse(inputs: Inputs, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    problem = inputs.check(None, options)
+    return inputs.empty_out(), _fake_lse(problem, inputs.q)
 
 
-def _fake_attn_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, out: torch.Tensor,
-                   *options: Any, sequences: Sequences | None = None) -> None:
-    _check(q, k, v, key_mask, out, options, sequences)
+def _fake_attn_out(inputs: Inputs, out: torch.Tensor, *options: Any) -> None:
+    inputs.check(out, options)
 
 
-def _fake_attn_lse_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
-                       out: torch.Tensor, *options: Any, sequences: Sequences | None = None) -> torch.Tensor:
-    return _fake_lse(_check(q, k, v, key_mask, out, options, sequences), q)
+def _fake_attn_lse_out(inputs: Inputs, out: torch.Tensor, *options: Any) -> torch.Tensor:
+    return _fake_lse(inputs.check(out, options), inputs.q)
 
 
 def _fake_lse(problem: Problem, q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(lse_shape(problem), dtype=torch.float32)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, out: torch.Tensor | None,
-           options: tuple[Any, ...], sequences: Sequences | None = None) -> Problem:
-    problem = check(q, k, v, Options.from_schema(*options), key_mask, sequences)
-    if out is not None:
-        check_out(out, q)
-    check_no_grad(q=q, k=k, v=v, out=out)
-    return problem
+def _fake_quantize_kv(k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
+                      *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Asks for the kernels in use: the size of what they keep of k and v is theirs to say."""
+    check_no_grad(k=k, v=v)
+    problem, backend = check_kv(k, v, Options.from_schema(*options), key_mask), backend_of(k)
+    size = 0 if problem.is_empty else backend.kv_bytes(plan_of(backend, problem, k.get_device()))
+    return k.new_empty(size, dtype=torch.uint8), _copied(k, problem)
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
-_DENSE = "Tensor? key_mask, "
-_VARLEN = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+_TENSORS = "Tensor q, Tensor k, Tensor v, "
+_DENSE = _TENSORS + "Tensor? key_mask, "
+_VARLEN = _TENSORS + "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+_STORED = "Tensor q, Tensor kv, Tensor? k, SymInt[] shape, ScalarType dtype, bool has_key_mask, str arch, "
 _OUT = "Tensor(a!) out, "
+
+
+def _dense(form: Callable[..., _T]) -> Callable[..., _T]:
+    """A form of the operator that takes a key mask."""
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, *others: Any) -> _T:
+        return form(Inputs(q, k, v, key_mask), *others)
+
+    return run
 
 
 def _varlen(form: Callable[..., _T]) -> Callable[..., _T]:
@@ -114,8 +187,18 @@ def _varlen(form: Callable[..., _T]) -> Callable[..., _T]:
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
             max_seqlen_q: int, max_seqlen_k: int, *others: Any) -> _T:
-        return form(q, k, v, None, *others,
-                    sequences=Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return form(Inputs(q, k, v, None, sequences), *others)
+
+    return run
+
+
+def _stored(form: Callable[..., _T]) -> Callable[..., _T]:
+    """A form of the operator that takes q and the arguments of _STORED."""
+
+    def run(q: torch.Tensor, data: torch.Tensor, k: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype,
+            has_key_mask: bool, arch: str, *others: Any) -> _T:
+        return form(Inputs(q, k, None, stored=Stored(data, k, shape, dtype, has_key_mask, arch)), *others)
 
     return run
 
@@ -123,7 +206,7 @@ def _varlen(form: Callable[..., _T]) -> Callable[..., _T]:
 def _register(name: str, given: str, returns: str, run: Callable[..., Any],
               fake: Callable[..., Any]) -> torch._ops.OpOverload[..., Any]:
     # The stride order is fixed, so that a compiler keeps the last dimension contiguous.
-    _LIBRARY.define(f"{name}(Tensor q, Tensor k, Tensor v, {given}{schema()}) -> {returns}",
+    _LIBRARY.define(f"{name}({given}{schema()}) -> {returns}",
                     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     op: torch._ops.OpOverload[..., Any] = getattr(torch.ops.sage_aot, name).default
     for device in ("CUDA", "CPU"):
@@ -140,25 +223,34 @@ def cast_for_autocast(tensor: torch.Tensor, dtype: torch.dtype, kind: str) -> to
 
 
 def _autocasting(op: torch._ops.OpOverload[..., Any], device: str) -> Callable[..., Any]:
-    """Casts q, k and v to the dtype of torch.autocast, as scaled_dot_product_attention does, and calls the operator."""
+    """Casts q, k and v to the dtype of torch.autocast, as scaled_dot_product_attention does, and calls the operator.
+    What was quantized before stays as it is, and the copy of k that belongs to it."""
     kind = device.lower()
+    casts = sum(argument.name in ("q", "k", "v") for argument in op._schema.arguments[:3])  # the first arguments
     autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
+    def run(*arguments: Any) -> Any:
         dtype = torch.get_autocast_dtype(kind)
         with torch._C._ExcludeDispatchKeyGuard(autocast):
-            return op(*(cast_for_autocast(tensor, dtype, kind) for tensor in (q, k, v)), *others)
+            return op(*(cast_for_autocast(tensor, dtype, kind) for tensor in arguments[:casts]), *arguments[casts:])
 
     return run
 
 
-attn = _register("attn", _DENSE, "Tensor", _attn, _fake_attn)
-attn_lse = _register("attn_lse", _DENSE, "(Tensor, Tensor)", _attn_lse, _fake_attn_lse)
-attn_out = _register("attn_out", _DENSE + _OUT, "()", _attn_out, _fake_attn_out)
-attn_lse_out = _register("attn_lse_out", _DENSE + _OUT, "Tensor", _attn_lse_out, _fake_attn_lse_out)
+attn = _register("attn", _DENSE, "Tensor", _dense(_attn), _dense(_fake_attn))
+attn_lse = _register("attn_lse", _DENSE, "(Tensor, Tensor)", _dense(_attn_lse), _dense(_fake_attn_lse))
+attn_out = _register("attn_out", _DENSE + _OUT, "()", _dense(_attn_out), _dense(_fake_attn_out))
+attn_lse_out = _register("attn_lse_out", _DENSE + _OUT, "Tensor", _dense(_attn_lse_out), _dense(_fake_attn_lse_out))
 attn_varlen = _register("attn_varlen", _VARLEN, "Tensor", _varlen(_attn), _varlen(_fake_attn))
 attn_varlen_lse = _register("attn_varlen_lse", _VARLEN, "(Tensor, Tensor)", _varlen(_attn_lse),
                             _varlen(_fake_attn_lse))
 attn_varlen_out = _register("attn_varlen_out", _VARLEN + _OUT, "()", _varlen(_attn_out), _varlen(_fake_attn_out))
 attn_varlen_lse_out = _register("attn_varlen_lse_out", _VARLEN + _OUT, "Tensor", _varlen(_attn_lse_out),
                                 _varlen(_fake_attn_lse_out))
+quantize_kv = _register("quantize_kv", "Tensor k, Tensor v, Tensor? key_mask, ", "(Tensor, Tensor)", _quantize_kv,
+                        _fake_quantize_kv)
+attn_kv = _register("attn_kv", _STORED, "Tensor", _stored(_attn), _stored(_fake_attn))
+attn_kv_lse = _register("attn_kv_lse", _STORED, "(Tensor, Tensor)", _stored(_attn_lse), _stored(_fake_attn_lse))
+attn_kv_out = _register("attn_kv_out", _STORED + _OUT, "()", _stored(_attn_out), _stored(_fake_attn_out))
+attn_kv_lse_out = _register("attn_kv_lse_out", _STORED + _OUT, "Tensor", _stored(_attn_lse_out),
+                            _stored(_fake_attn_lse_out))

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from sage_aot._problem.check import check, check_no_grad, check_out
+from sage_aot._problem.check import check, check_kv, check_no_grad, check_out, check_stored, heads_first
 from sage_aot._problem.options import Options
+from sage_aot.errors import ArgumentError
 
 if TYPE_CHECKING:
     from sage_aot._backends.base import Backend, Call
     from sage_aot._backends.loader import Library
     from sage_aot._launch.plan import Plan
-    from sage_aot._problem.check import Problem, Sequences
+    from sage_aot._problem.check import Problem, Sequences, Stored
 
 MOST_KEPT = 256
 """Most kinds of calls of which something is kept. The oldest is dropped first; to drop the least recently used instead
@@ -52,10 +53,11 @@ class ByKind(dict[tuple[Any, ...], _T]):
 class Prepared:
     """A call that is ready to be made: a problem, and what a backend runs for it."""
 
-    __slots__ = ("_lse_shape", "problem", "run")
+    __slots__ = ("_lse_shape", "kv_bytes", "problem", "run")
 
-    def __init__(self, problem: Problem, run: Call) -> None:
-        self.problem, self.run = problem, run
+    def __init__(self, problem: Problem, run: Call, kv_bytes: int = 0) -> None:
+        """`kv_bytes`: of what the call keeps of k and v, where it quantizes these alone."""
+        self.problem, self.run, self.kv_bytes = problem, run, kv_bytes
         self._lse_shape = lse_shape(problem)
 
     def empty_lse(self, q: torch.Tensor) -> torch.Tensor:
@@ -87,6 +89,82 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.
         if (handed, variables) == (_handed, environment()):  # else another thread changed them, and the key is wrong
             _prepared.keep(key, call)
     return call
+
+
+def prepared_kv(k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
+                options: tuple[Any, ...]) -> Prepared:
+    """As :func:`prepared`, of a call that quantizes k and v alone."""
+    check_no_grad(k=k, v=v)
+    handed, variables = _handed, environment()
+    key = "kv", *kind_of_call(k, k, v, key_mask, None, options, variables, handed)
+    call = _prepared.get(key)
+    if call is None:
+        call = prepare_kv(handed or backend_of(k), k, v, Options.from_schema(*options), key_mask)
+        if (handed, variables) == (_handed, environment()):
+            _prepared.keep(key, call)
+    return call
+
+
+def prepare_kv(backend: Backend, k: torch.Tensor, v: torch.Tensor, options: Options,
+               key_mask: torch.Tensor | None = None) -> Prepared:
+    """Check a call of :func:`sage_aot.quantize_kv` and prepare it on a backend."""
+    problem = check_kv(k, v, options, key_mask)
+    plan = plan_of(backend, problem, k.get_device())
+    if problem.is_empty:
+        return Prepared(problem, _nothing_to_keep)
+    from sage_aot._backends.base import Tensors
+
+    return Prepared(problem, backend.bind(plan, Tensors(None, k, v, None, key_mask)), backend.kv_bytes(plan))
+
+
+def prepared_stored(q: torch.Tensor, stored: Stored, out: torch.Tensor | None, options: tuple[Any, ...]) -> Prepared:
+    """As :func:`prepared`, of a call with k and v that were quantized before."""
+    check_no_grad(q=q, out=out)
+    handed, variables = _handed, environment()
+    key = kind_of_stored(q, stored, out, options, variables, handed)
+    call = _prepared.get(key)
+    if call is None:
+        call = prepare_stored(handed or backend_of(q), q, stored, Options.from_schema(*options), out)
+        if (handed, variables) == (_handed, environment()):
+            _prepared.keep(key, call)
+    return call
+
+
+def kind_of_stored(q: torch.Tensor, stored: Stored, out: torch.Tensor | None, options: tuple[Any, ...],
+                   variables: tuple[Any, ...], handed: Backend | None) -> tuple[Any, ...]:
+    """Equal for calls with quantized k and v that one preparation serves."""
+    return ("stored", q.shape, q.stride(), q.dtype, q.device, options, variables, handed, tuple(stored.shape),
+            stored.data.shape, stored.data.device, stored.dtype, stored.has_key_mask, stored.arch, stored.k is None,
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device))
+
+
+def prepare_stored(backend: Backend, q: torch.Tensor, stored: Stored, options: Options,
+                   out: torch.Tensor | None = None) -> Prepared:
+    """Check a call with quantized k and v and prepare it on a backend."""
+    problem = check_stored(q, stored, options)
+    if out is not None:
+        check_out(out, q)
+    plan = plan_of_stored(backend, problem, stored)
+    if problem.is_empty:
+        return Prepared(problem, _nothing_to_see)
+    from sage_aot._backends.base import Tensors
+
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    k = None if stored.k is None else heads_first(stored.k, options.layout)
+    return Prepared(problem, backend.bind(plan, Tensors(q, k, None, out)))
+
+
+def plan_of_stored(backend: Backend, problem: Problem, stored: Stored) -> Plan:
+    """The plan of a call with quantized k and v; ArgumentError where other kernels quantized them."""
+    device = stored.data.get_device()
+    plan = plan_of(backend, problem, device)
+    expected = stored.data.numel() if problem.is_empty else backend.kv_bytes(plan)
+    if (stored.arch, stored.data.numel()) != (backend.arch(device), expected):
+        raise ArgumentError(f"the quantized k and v must be of the kernels in use, {backend.arch(device)} with "
+                            f"{expected} bytes, got {stored.arch} with {stored.data.numel()} bytes; quantize k and v "
+                            f"again")
+    return plan
 
 
 def kind_of_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
@@ -133,9 +211,17 @@ def lse_shape(problem: Problem) -> tuple[int, ...]:
     return heads_and_rows if problem.tokens else (problem.batch, *heads_and_rows)
 
 
-def _nothing_to_see(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-                    key_mask: torch.Tensor | None = None, sequences: Sequences | None = None) -> None:
+def _nothing_to_keep(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, out: torch.Tensor | None,
+                     lse: torch.Tensor | None, key_mask: torch.Tensor | None = None,
+                     sequences: Sequences | None = None, kv: torch.Tensor | None = None) -> None:
+    """The call that quantizes k and v where there are none."""
+
+
+def _nothing_to_see(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, out: torch.Tensor | None,
+                    lse: torch.Tensor | None, key_mask: torch.Tensor | None = None, sequences: Sequences | None = None,
+                    kv: torch.Tensor | None = None) -> None:
     """The call where there are no queries or no keys."""
+    assert out is not None
     out.zero_()
     if lse is not None:
         lse.fill_(float("-inf"))
@@ -150,6 +236,16 @@ def backend_of(tensor: torch.Tensor) -> Backend:
         return _handed
     folder = default_library().folder
     return _cuda_backend(str(folder)) if tensor.is_cuda else _emulation_backend(str(folder))
+
+
+def arch_in_use(device: torch.device) -> str:
+    """The arch whose kernels run the calls of a device's tensors now."""
+    like = torch.empty(0, device=device)
+    return backend_of(like).arch(like.get_device())
+
+
+# A tracer takes the answer for a constant, as the fake implementations take the kernels for given.
+arch_in_use._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def handed_backend() -> Backend | None:

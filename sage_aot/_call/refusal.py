@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sage_aot._call.ops import cast_for_autocast
-from sage_aot._call.pipeline import answers, backend_of, environment, handed_backend, kind_of_call, plan_of
-from sage_aot._problem.check import check, check_dense, check_no_grad, check_out
+from sage_aot._call.pipeline import (
+    answers,
+    backend_of,
+    environment,
+    handed_backend,
+    kind_of_call,
+    kind_of_stored,
+    plan_of,
+    plan_of_stored,
+)
+from sage_aot._problem.check import check, check_dense, check_no_grad, check_out, check_stored
 from sage_aot._problem.options import Options
 from sage_aot.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from sage_aot._backends.base import Backend
-    from sage_aot._problem.check import Sequences
+    from sage_aot._problem.check import Sequences, Stored
 
 _UNKNOWN = "no answer yet"
 
@@ -33,16 +43,38 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.T
         check_dense(cu_seqlens_q=sequences.cu_seqlens_q, cu_seqlens_k=sequences.cu_seqlens_k)
     if q.requires_grad or k.requires_grad or v.requires_grad or out is not None and out.requires_grad:
         check_no_grad(q=q, k=k, v=v, out=out)
-    kind = q.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    autocast = _autocast_dtype(q)
     handed, variables = handed_backend(), environment()
     key = autocast, *kind_of_call(q, k, v, key_mask, out, options, variables, handed, sequences)
+    return _remembered(key, handed, variables, lambda: _asked(handed or backend_of(q), q, k, v, key_mask, out, options,
+                                                              sequences, autocast))
+
+
+def refusal_stored(q: torch.Tensor, stored: Stored, out: torch.Tensor | None, options: tuple[Any, ...]) -> str | None:
+    """As :func:`refusal`, of a call with k and v that were quantized before."""
+    check_dense(q=q, out=out)
+    check_no_grad(q=q, out=out)
+    autocast = _autocast_dtype(q)
+    handed, variables = handed_backend(), environment()
+    key = autocast, *kind_of_stored(q, stored, out, options, variables, handed)
+    return _remembered(key, handed, variables, lambda: _asked_stored(handed or backend_of(q), q, stored, out, options,
+                                                                     autocast))
+
+
+def _autocast_dtype(q: torch.Tensor) -> torch.dtype | None:
+    kind = q.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _remembered(key: tuple[Any, ...], handed: Backend | None, variables: tuple[Any, ...],
+                ask: Callable[[], str | None]) -> str | None:
+    """The answer of before for calls of a kind, or what `ask` says now."""
     try:
         answer = answers.get(key, _UNKNOWN)
     except TypeError:  # a size that a tracer does not know yet cannot be hashed
-        return _asked(handed or backend_of(q), q, k, v, key_mask, out, options, sequences, autocast)
+        return ask()
     if answer is _UNKNOWN:
-        answer = _asked(handed or backend_of(q), q, k, v, key_mask, out, options, sequences, autocast)
+        answer = ask()
         if (handed, variables) == (handed_backend(), environment()):  # else another thread changed them
             answers.keep(key, answer)
     return answer
@@ -65,6 +97,19 @@ def _asked(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
         if out is not None:
             check_out(out, q)
         plan_of(backend, problem, device)
+    except (ArgumentError, UnsupportedError) as error:
+        return str(error)
+    return None
+
+
+def _asked_stored(backend: Backend, q: torch.Tensor, stored: Stored, out: torch.Tensor | None,
+                  options: tuple[Any, ...], autocast: torch.dtype | None) -> str | None:
+    q = q if autocast is None else _as_cast(q, autocast, q.device.type)
+    try:
+        problem = check_stored(q, stored, Options.from_schema(*options))
+        if out is not None:
+            check_out(out, q)
+        plan_of_stored(backend, problem, stored)
     except (ArgumentError, UnsupportedError) as error:
         return str(error)
     return None

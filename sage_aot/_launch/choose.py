@@ -162,7 +162,9 @@ def _remedy(gpu: Gpu, manifest: Manifest) -> str:
 def wanted_values(problem: Problem) -> Wanted:
     """The values that a problem asks for."""
     at_run_time = [(name, getattr(problem.options, name)) for name in _DEFAULTS]
-    return (("headdim", least_headdim(problem.headdim)), *problem.options.axes.items(),
+    any_mask = problem.part == "kv"  # k and v are quantized alike for each
+    axes = {axis: value for axis, value in problem.options.axes.items() if not (any_mask and axis == "mask")}
+    return (("headdim", least_headdim(problem.headdim)), *axes.items(),
             *((name, value) for name, value in at_run_time if value != _DEFAULTS[name]))
 
 

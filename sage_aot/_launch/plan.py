@@ -5,7 +5,6 @@ A backend runs the launches (sage_aot/_backends).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,7 +29,10 @@ MOST_ROUNDS = 4
 """Most rounds of one block."""
 
 ALIGNMENT = 256
-"""Bytes to which every buffer of the workspace is aligned."""
+"""Bytes to which every buffer is aligned."""
+
+OF_KV = ("kv_hat", "k_mean", "v_scale", "v_mean", "key_rank", "key_index")
+"""Buffers that depend on k and v alone. Where k and v are quantized by a call of their own, they lie in its result."""
 
 _MAX_GRID = 2**31 - 1
 LOG2_E = 1.4426950408889634
@@ -80,9 +82,13 @@ class Arguments(NamedTuple):
     key_mask: Argument | None = None  # Strides: of batch entries, 0, and of keys
 
 
+MISSING = Strides(0, 0, 0)
+"""Of a tensor that a part of a call does not take."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Sizes that follow from a problem and its kernels; sizes and offsets of the workspace in bytes."""
+    """Sizes that follow from a problem and its kernels; sizes and offsets in bytes."""
 
     problem: Problem
     kernels: Kernels
@@ -90,50 +96,63 @@ class Plan:
     kv_tiles: int  # likewise
     columns: int  # keys of a row of delta_s
     heads_at_once: int  # of runs · q heads, those whose delta_s the workspace holds at once
-    sizes: dict[str, int]  # bytes per buffer of the workspace
-    offsets: dict[str, int]  # bytes from the workspace's beginning, per buffer
+    sizes: dict[str, int]  # per buffer
+    offsets: dict[str, int]  # from the workspace's beginning, per buffer in it
     workspace_bytes: int
+    kv_offsets: dict[str, int]  # from the beginning of the quantized k and v, per buffer in them
+    kv_bytes: int
 
 
 def plan(problem: Problem, kernels: Kernels) -> Plan:
-    """Lay out the workspace of a problem."""
+    """Lay out the workspace of a problem, and where k and v are quantized apart, what is kept of them."""
     tile = kernels.attn.tile
     q_tiles, kv_tiles = _q_blocks(problem, tile.block_m), _kv_blocks(problem, tile.block_n)
-    columns = math.ceil(problem.seqlen_kv / tile.block_n) * tile.block_n
+    columns = -(-problem.seqlen_kv // tile.block_n) * tile.block_n
     sizes = _buffer_bytes(problem, kernels, q_tiles, kv_tiles)
     heads_at_once = problem.runs * problem.num_q_heads
-    if problem.options.smooth_q:
+    if problem.options.smooth_q and problem.part != "kv":
         head_bytes = 4 * q_tiles * columns
         heads_at_once = max(1, min(heads_at_once, DELTA_BYTES // max(1, head_bytes)))  # 0 bytes without queries or keys
         sizes["delta_s"] = heads_at_once * head_bytes
+    apart = OF_KV if problem.part != "all" else ()
+    offsets, workspace_bytes = _lay_out({name: size for name, size in sizes.items() if name not in apart})
+    kv_offsets, kv_bytes = _lay_out({name: size for name, size in sizes.items() if name in apart})
+    return Plan(problem, kernels, q_tiles, kv_tiles, columns, heads_at_once, sizes, offsets, workspace_bytes,
+                kv_offsets, kv_bytes)
+
+
+def _lay_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+    """Offsets of buffers one behind the other, and the end of the last."""
     offsets, end = {}, 0
     for name, size in sizes.items():
         offsets[name] = end
         end += -(-size // ALIGNMENT) * ALIGNMENT
-    return Plan(problem, kernels, q_tiles, kv_tiles, columns, heads_at_once, sizes, offsets, end)
+    return offsets, end
 
 
 def _q_blocks(problem: Problem, rows: int) -> int:
     """Blocks of so many queries in a run; of sequences the slots, problem/sequences.cuh."""
-    return problem.q_rows // rows + problem.batch if problem.tokens else math.ceil(problem.seqlen_q / rows)
+    return problem.q_rows // rows + problem.batch if problem.tokens else -(-problem.seqlen_q // rows)
 
 
 def _kv_blocks(problem: Problem, keys: int) -> int:
     """Blocks of so many keys, likewise."""
-    return problem.kv_rows // keys + problem.batch if problem.tokens else math.ceil(problem.seqlen_kv / keys)
+    return problem.kv_rows // keys + problem.batch if problem.tokens else -(-problem.seqlen_kv // keys)
 
 
 def launches(plan: Plan, tensors: Arguments, sm_count: int) -> list[Launch]:
     """The launches of one call, in order, on a GPU of `sm_count` SMs."""
-    known = _known(plan, tensors)
-    result = [_pack(plan, known)] if plan.problem.has_key_mask else []
+    known, part = _known(plan, tensors), plan.problem.part
+    result = [_pack(plan, known)] if plan.problem.has_key_mask and part != "q" else []
     result.append(_quantize(plan, tensors, known, sm_count))
+    if part == "kv":
+        return result
     heads = plan.problem.runs * plan.problem.num_q_heads
     for first in range(0, heads, plan.heads_at_once):
-        part = {**known, "first_head": first, "num_heads": min(plan.heads_at_once, heads - first)}
+        own = {**known, "first_head": first, "num_heads": min(plan.heads_at_once, heads - first)}
         if plan.problem.options.smooth_q:
-            result.append(_delta(plan, tensors, part))
-        result.append(_attention(plan, part, sm_count))
+            result.append(_delta(plan, tensors, own))
+        result.append(_attention(plan, own, sm_count))
     return result
 
 
@@ -141,6 +160,7 @@ def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
     """The values that all launches of a call share, by the names of the structs' fields."""
     problem, attn = plan.problem, plan.kernels.attn
     buffers = {name: ("workspace", offset) for name, offset in plan.offsets.items()}
+    buffers |= {name: ("kv", offset) for name, offset in plan.kv_offsets.items()}
     return {
         **vars(problem.options), "delta_s": NULL, "key_rank": NULL, "key_index": NULL, **buffers,
         **{name: (name, 0) if problem.tokens else NULL for name in ("cu_seqlens_q", "cu_seqlens_k")},
@@ -161,6 +181,8 @@ def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: in
     tile, headdim = kernels.attn.tile, kernels.attn.spec.headdim
     quant = kernels["quant"]
     q_heads, kv_heads = problem.runs * problem.num_q_heads, problem.runs * problem.num_kv_heads
+    if problem.part == "kv":
+        q_heads = 0
     channels = problem.batch * problem.num_kv_heads * headdim
     warps = q_heads * q_tiles * tile.block_m // tile.warp_m
     return {
@@ -199,23 +221,30 @@ def _pack(plan: Plan, known: Params) -> Launch:
 
 
 def _quantize(plan: Plan, tensors: Arguments, known: Params, sm_count: int) -> Launch:
+    """A launch that quantizes what the problem's part says; kv_blocks = 0 tells the kernel that K and V are quantized.
+    """
     problem, record = plan.problem, plan.kernels["quant"]
     kv_heads = problem.runs * problem.num_kv_heads
     q_blocks = problem.num_q_heads // problem.num_kv_heads * plan.q_tiles  # of a KV head
     keys = record.fact("kv_tiles_per_block") * plan.kernels.attn.tile.block_n  # that a block takes in a round
-    blocks = kv_heads * (2 * _kv_blocks(problem, keys) + q_blocks)
-    rounds = max(1, min(MOST_ROUNDS, blocks // (sm_count * BLOCKS_A_ROUND)))
-    kv_blocks = _kv_blocks(problem, keys * rounds)
+    rounds = kv_blocks = 0
+    if problem.part == "kv":
+        q_blocks = 0
+    if problem.part != "q":
+        blocks = kv_heads * (2 * _kv_blocks(problem, keys) + q_blocks)
+        rounds = max(1, min(MOST_ROUNDS, blocks // (sm_count * BLOCKS_A_ROUND)))
+        kv_blocks = _kv_blocks(problem, keys * rounds)
     per_kv_head = 2 * kv_blocks + q_blocks
     own = {"rounds": rounds, "kv_blocks": kv_blocks, "blocks_per_kv_head": FastDivmod.of(per_kv_head)}
-    return _launch(record, kv_heads * per_kv_head, {**known, **own}, _rows(problem, tensors.q, tensors.k, tensors.v))
+    read = {"all": (tensors.q, tensors.k, tensors.v), "kv": (tensors.k, tensors.v), "q": (tensors.q,)}[problem.part]
+    return _launch(record, kv_heads * per_kv_head, {**known, **own}, _rows(problem, *read))
 
 
 def _delta(plan: Plan, tensors: Arguments, known: Params) -> Launch:
     record = plan.kernels["delta"]
     edge = record.fact("tile")
     tile_blocks = _q_blocks(plan.problem, edge * plan.kernels.attn.tile.block_m)
-    key_blocks = math.ceil(plan.columns / edge)
+    key_blocks = -(-plan.columns // edge)
     own = {"key_blocks": FastDivmod.of(key_blocks), "tile_blocks": FastDivmod.of(tile_blocks)}
     return _launch(record, known["num_heads"] * tile_blocks * key_blocks, {**known, **own},
                    _rows(plan.problem, tensors.k))

@@ -21,8 +21,9 @@ from sage_aot._kernels.spec import KINDS
 from sage_aot._kernels.tile import Tile
 from sage_aot._problem.options import OPTIONS
 
-SOURCES = ("q", "k", "v", "out", "lse", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "workspace")
-"""Tensors of a call in which an address may lie. The addresses from `lse` to `cu_seqlens_k` are zero in calls without.
+SOURCES = ("q", "k", "v", "out", "lse", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "kv", "workspace")
+"""Tensors of a call in which an address may lie; "kv": what a call of its own keeps of k and v. The address of a tensor
+that a call does not have is zero.
 """
 
 NO_SOURCE = len(SOURCES)

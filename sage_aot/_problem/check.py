@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -44,6 +44,21 @@ class Sequences(NamedTuple):
         return self._replace(cu_seqlens_q=self.cu_seqlens_q.to(device), cu_seqlens_k=self.cu_seqlens_k.to(device))
 
 
+class Stored(NamedTuple):
+    """K and V that an earlier call quantized."""
+
+    data: torch.Tensor  # uint8: what the backend keeps of them
+    k: torch.Tensor | None  # a copy of k where q is smoothed, whose term of the scores needs k as it came
+    shape: Sequence[int]  # of k and v: batch, heads, keys, head dim
+    dtype: torch.dtype  # likewise
+    has_key_mask: bool
+    arch: str  # whose kernels quantized them
+
+
+Part = Literal["all", "kv", "q"]
+"""What a call computes: all; the quantized k and v alone; or the attention of q to k and v quantized before."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """What one call computes, apart from the tensors themselves."""
@@ -59,6 +74,7 @@ class Problem:
     options: Options  # resolved: "auto" is left only where the chosen kernels decide
     has_key_mask: bool = False
     tokens: tuple[int, int] | None = None  # of q, and of k and v: rows of all sequences; None: batch entries
+    part: Part = "all"
 
     @property
     def runs(self) -> int:
@@ -101,10 +117,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options,
     if k.shape[-1] != headdim:
         raise ArgumentError(f"q, k and v must have one head dim, got {headdim} for q and {k.shape[-1]} for k and v; "
                             f"pad the smaller with zeros and pass the scale, which depends on it")
-    if num_q_heads and (not num_kv_heads or num_q_heads % num_kv_heads):
-        raise ArgumentError(f"the heads of q must be a multiple of those of k and v, got {num_q_heads} and "
-                            f"{num_kv_heads} in {dimensions}; {_remedy_of_heads(options.layout, sequences)}")
-    scale = 1.0 / math.sqrt(headdim) if options.scale is None else float(options.scale)
+    _check_heads(num_q_heads, num_kv_heads, dimensions, _remedy_of_heads(options.layout, sequences))
     if key_mask is not None:
         if sequences is not None:
             raise ArgumentError("key_mask: expected None with sequences, got a mask; leave the keys that it masks out "
@@ -116,8 +129,52 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options,
         batch, tokens = sequences.cu_seqlens_q.shape[0] - 1, seqlens
         sym_min: Callable[[int, int], int] = torch.sym_min  # min() would compare a tracer's numbers
         seqlens = sym_min(q_rows, sequences.max_seqlen_q), sym_min(kv_rows, sequences.max_seqlen_k)
-    return Problem(batch, num_q_heads, num_kv_heads, *seqlens, headdim, DTYPES[q.dtype], scale, options.resolved,
-                   key_mask is not None, tokens)
+    return Problem(batch, num_q_heads, num_kv_heads, *seqlens, headdim, DTYPES[q.dtype], _scale(options, headdim),
+                   options.resolved, key_mask is not None, tokens)
+
+
+def check_kv(k: torch.Tensor, v: torch.Tensor, options: Options, key_mask: torch.Tensor | None = None) -> Problem:
+    """Check the tensors of :func:`sage_aot.quantize_kv` and return its problem. Of queries, which it has not, the
+    problem counts one a head."""
+    for name, tensor in (("k", k), ("v", v)):
+        _check_tensor(name, tensor, LAYOUTS[options.layout])
+    if v.dtype != k.dtype or v.device != k.device:
+        raise ArgumentError(f"k and v must have one dtype and one device, got {_describe(k)} and {_describe(v)}; pass "
+                            f"v.to(k)")
+    if k.shape != v.shape:
+        raise ArgumentError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}; each key has one "
+                            f"value, and where head dims differ, pad the smaller with zeros")
+    batch, heads, keys, headdim = _sizes(k, options.layout)
+    if key_mask is not None:
+        _check_key_mask(key_mask, batch, keys, k.device, of="k")
+    return Problem(batch, heads, heads, 1, keys, headdim, DTYPES[k.dtype], _scale(options, headdim), options.resolved,
+                   key_mask is not None, part="kv")
+
+
+def check_stored(q: torch.Tensor, stored: Stored, options: Options) -> Problem:
+    """Check a call with k and v that were quantized before, and return its problem."""
+    dimensions, (kv_batch, num_kv_heads, keys, kv_headdim) = LAYOUTS[options.layout], stored.shape
+    _check_tensor("q", q, dimensions)
+    if q.dtype != stored.dtype or q.device != stored.data.device:
+        raise ArgumentError(f"q must have the dtype and the device that k and v had, {stored.dtype} on "
+                            f"{stored.data.device}, got {q.dtype} on {q.device}; convert q, or quantize k and v again")
+    batch, num_q_heads, queries, headdim = _sizes(q, options.layout)
+    if (batch, headdim) != (kv_batch, kv_headdim):
+        raise ArgumentError(f"q must have the batch size and the head dim of the quantized k and v, {kv_batch} and "
+                            f"{kv_headdim}, got {batch} and {headdim} in {dimensions}")
+    _check_heads(num_q_heads, num_kv_heads, dimensions, "the quantized k and v have heads of their own")
+    return Problem(batch, num_q_heads, num_kv_heads, queries, keys, headdim, DTYPES[q.dtype], _scale(options, headdim),
+                   options.resolved, stored.has_key_mask, part="q")
+
+
+def _scale(options: Options, headdim: int) -> float:
+    return 1.0 / math.sqrt(headdim) if options.scale is None else float(options.scale)
+
+
+def _check_heads(num_q_heads: int, num_kv_heads: int, dimensions: str, remedy: str) -> None:
+    if num_q_heads and (not num_kv_heads or num_q_heads % num_kv_heads):
+        raise ArgumentError(f"the heads of q must be a multiple of those of k and v, got {num_q_heads} and "
+                            f"{num_kv_heads} in {dimensions}; {remedy}")
 
 
 def _sizes(tensor: torch.Tensor, layout: str) -> tuple[int, ...]:
@@ -159,11 +216,12 @@ def check_no_grad(**tensors: torch.Tensor | None) -> None:
                                 f"or torch.inference_mode(), or pass {name}.detach()")
 
 
-def check_device(q: torch.Tensor) -> None:
-    """ArgumentError unless kernels or their emulation run where q is."""
-    if not (q.is_cuda or q.is_cpu):
-        raise ArgumentError(f"q, k and v must be CUDA or CPU tensors, got device {q.device}; move them with "
-                            f"q.to('cuda') or q.to('cpu')")
+def check_device(**tensors: torch.Tensor) -> None:
+    """ArgumentError unless kernels or their emulation run where a tensor is."""
+    for name, tensor in tensors.items():
+        if not (tensor.is_cuda or tensor.is_cpu):
+            raise ArgumentError(f"q, k and v must be CUDA or CPU tensors, got device {tensor.device}; move them with "
+                                f"{name}.to('cuda') or {name}.to('cpu')")
 
 
 def check_dense(**tensors: torch.Tensor | None) -> None:
@@ -246,7 +304,7 @@ def _check_tensor(name: str, tensor: torch.Tensor, dimensions: str) -> None:
     _check_last_stride(name, tensor)
 
 
-def _check_key_mask(key_mask: torch.Tensor, batch: int, seqlen_kv: int, device: torch.device) -> None:
+def _check_key_mask(key_mask: torch.Tensor, batch: int, seqlen_kv: int, device: torch.device, of: str = "q") -> None:
     if key_mask.dtype != torch.bool:
         raise ArgumentError(f"key_mask: expected torch.bool, True where a key may be seen, got {key_mask.dtype}; pass "
                             f"key_mask.bool() for ones and zeros, key_mask == 0 for zeros and −inf")
@@ -256,8 +314,8 @@ def _check_key_mask(key_mask: torch.Tensor, batch: int, seqlen_kv: int, device: 
                             f"key_mask.expand(batch, -1), of one [batch, 1, 1, keys] pass key_mask[:, 0, 0]; a mask "
                             f"that differs by query or head has no kernel")
     if key_mask.device != device:
-        raise ArgumentError(f"key_mask: expected the device of q, {device}, got {key_mask.device}; pass "
-                            f"key_mask.to(q.device)")
+        raise ArgumentError(f"key_mask: expected the device of {of}, {device}, got {key_mask.device}; pass "
+                            f"key_mask.to({of}.device)")
     if batch * (seqlen_kv + 1) >= _MOST_RANKS:
         remedy = "split the batch" if batch > 1 else "pass k and v of the keys that it leaves, and no mask"
         raise ArgumentError(f"key_mask: expected batch · (keys + 1) below {_MOST_RANKS}, got {batch} · "

@@ -16,22 +16,22 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from sage_aot._backends.base import Tensors
-from sage_aot._backends.cuda import CudaBackend, gpu_here
+from sage_aot._backends.cuda import CudaBackend, CudaCall, gpu_here
 from sage_aot._backends.drivers import default_driver
 from sage_aot._backends.emulation.backend import packed_entries, sequence_entries
 from sage_aot._backends.emulation.quantize import quantize
 from sage_aot._backends.loader import Library
-from sage_aot._call.pipeline import default_library, lse_shape, plan_of
+from sage_aot._call.pipeline import Prepared, default_library, lse_shape, plan_of, prepare_kv, prepare_stored
 from sage_aot._kernels.drivers import cuda_text, too_old
 from sage_aot._kernels.manifest import FILE_NAME, AttnRecord, KernelRecord, Manifest
 from sage_aot._launch.choose import Gpu, unsupported
 from sage_aot._launch.plan import Plan
-from sage_aot._problem.check import Sequences, check
+from sage_aot._problem.check import Sequences, Stored, check
 from sage_aot._problem.options import Options
 from sage_aot._tools import reference
 from sage_aot._tools.compare import Measure, against_emulation, same
@@ -52,14 +52,15 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     has_key_mask: bool = False
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of sequences: queries, and keys, of each
+    is_stored: bool = False  # k and v are quantized before
 
 
 SHAPES = (Shape(1, 4, 2, 150, 333, 0, torch.bfloat16), Shape(2, 2, 1, 129, 65, 7, torch.float16),
-          Shape(1, 2, 1, 70, 130, 3, torch.float32),
+          Shape(1, 2, 1, 70, 130, 3, torch.float32), Shape(2, 2, 1, 20, 200, 0, torch.bfloat16, is_stored=True),
           Shape(2, 2, 1, 70, 300, 0, torch.bfloat16, has_key_mask=True),
           Shape(1, 2, 1, 221, 310, 0, torch.float16, lengths=((150, 1, 0, 70), (40, 200, 70, 0))))
-"""They have ragged tiles, grouped heads, rows that are not aligned, sequences without queries or without keys. With a
-causal mask, queries of the second and the last call see no key."""
+"""They have ragged tiles, grouped heads, rows that are not aligned, k and v that are quantized before, and sequences
+without queries or without keys. With a causal mask, queries of the second and the last call see no key."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,10 @@ def _measures(library: Library, record: AttnRecord, device: str, seed: int, shap
     options = Options.of_axes(record.spec.values)  # these ask for just this kernel
     problem = check(q, k, v, options, key_mask, sequences)
     plan = plan_of(backend, problem, torch.device(device).index)
-    out, lse = _run(backend, plan, device, q, k, v, key_mask, sequences)
+    if shape.is_stored:
+        out, lse = run_stored(backend, options, device, q, k, v)
+    else:
+        out, lse = _run(backend, plan, device, q, k, v, key_mask, sequences)
     if key_mask is not None:
         for b, entry in enumerate(packed_entries(problem, q, k, v, key_mask)):
             yield from against_emulation(replace(plan, problem=entry.problem), entry.quantize(plan.kernels),
@@ -277,7 +281,28 @@ def _run(backend: CudaBackend, plan: Plan, device: str, q: torch.Tensor, k: torc
     sequences = None if sequences is None else sequences.to(device)
     out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
     lse = torch.full(lse_shape(plan.problem), torch.nan, device=device)
-    workspace = torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=device)
-    backend.bind(plan, Tensors(q, k, v, out, key_mask)).run(q, k, v, out, lse, workspace, key_mask,
-                                                                 sequences)
+    _call(Prepared(plan.problem, backend.bind(plan, Tensors(q, k, v, out, key_mask))), device, q, k, v, out, lse,
+          key_mask, sequences)
+    return out.cpu(), lse.cpu()
+
+
+def _call(prepared: Prepared, device: str, q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None,
+          out: torch.Tensor | None, lse: torch.Tensor | None, *others: Any) -> None:
+    """Make a prepared call on a workspace of NaN."""
+    call = cast(CudaCall, prepared.run)
+    workspace = torch.full((call.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=device)
+    call.run(q, k, v, out, lse, workspace, *others)
+
+
+def run_stored(backend: CudaBackend, options: Options, device: str, q: torch.Tensor, k: torch.Tensor,
+                v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp, on the CPU, by two calls, the first of which quantizes k and v."""
+    q, k, v = (tensor.to(device) for tensor in (q, k, v))
+    quantizing = prepare_kv(backend, k, v, options)
+    kv = torch.full((quantizing.kv_bytes,), 0xFF, dtype=torch.uint8, device=device)
+    _call(quantizing, device, None, k, v, None, None, None, None, kv)
+    stored = Stored(kv, k if options.resolved.smooth_q else None, k.shape, k.dtype, False, backend.arch(k.get_device()))
+    attending = prepare_stored(backend, q, stored, options)
+    out, lse = torch.full_like(q, torch.nan), torch.full(lse_shape(attending.problem), torch.nan, device=device)
+    _call(attending, device, q, stored.k, None, out, lse, None, None, kv)
     return out.cpu(), lse.cpu()

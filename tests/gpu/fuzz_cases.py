@@ -85,6 +85,7 @@ class Case(_SizesAndOptions):
                             "sliced": 2, "expanded_heads": 1, "expanded_batch": 1})
     out: str = _varied({"made": 2, "given": 1, "misaligned": 1})
     stream: str = _varied({"default": 3, "side": 1})
+    stored: bool = _varied({False: 4, True: 1})  # also with k and v quantized before; not of sequences
     read_quantized: bool = _varied({False: 2, True: 1})  # compare the quantizers' outputs bit for bit
     wrong: str = _varied({"nothing": 300, "dimensions": 1, "dtype": 1, "keys": 1, "out": 1, "grad": 1, "key_mask": 1,
                           **dict.fromkeys(OPTIONS, 1)})  # an option: a value that it refuses

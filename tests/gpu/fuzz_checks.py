@@ -28,6 +28,7 @@ from sage_aot._backends.emulation.backend import EmulationBackend, packed_entrie
 from sage_aot._backends.emulation.quantize import Quantized, quantize
 from sage_aot._backends.loader import Library
 from sage_aot._call import pipeline
+from sage_aot._call.kv import OF_CALL
 from sage_aot._kernels.manifest import Manifest
 from sage_aot._launch.choose import built_archs
 from sage_aot._launch.plan import LOG2_E, Plan
@@ -107,8 +108,12 @@ class Subject:
         if call.guard is not None:
             edges = torch.cat([call.guard[..., :1], call.guard[..., -2:]], -1)
             measures.append(same("memory around out", edges.isnan(), torch.ones_like(edges, dtype=torch.bool)))
+        if case.stored and sequences is None:
+            measures += _compare_stored(case, backend, tensors, key_mask, call)
         if case.is_empty:
             return "empty", measures + _empty(call)
+        if sequences is None and case.seqlen_q == 1 and case.group > 1 and not case.is_causal:
+            case, tensors, call = _by_group(case, tensors, call)
         plan = plan_of(case, backend, tensors, key_mask, sequences)
         if sequences:
             return plan.kernels.attn.name, measures + _compare_sequences(case, call, plan, *tensors, sequences)
@@ -164,20 +169,28 @@ class Spy:
     def bind(self, plan: Plan, tensors: Tensors) -> Call:
         call = self._backend.bind(plan, tensors)
 
-        def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-                    *others: torch.Tensor | None) -> None:
-            out.fill_(math.nan)
-            if lse is not None:
-                lse.fill_(math.nan)
-            workspace = torch.full((call.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=q.device)  # NaNs
+        def watched(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, out: torch.Tensor | None,
+                    lse: torch.Tensor | None, key_mask: torch.Tensor | None, sequences: Sequences | None,
+                    kv: torch.Tensor | None) -> None:
+            for written in (out, lse):
+                if written is not None:
+                    written.fill_(math.nan)
+            if kv is not None and plan.problem.part == "kv":
+                kv.fill_(0xFF)
+            device = next(tensor.device for tensor in (q, k) if tensor is not None)
+            workspace = torch.full((call.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=device)  # NaNs
             try:
-                call.run(q, k, v, out, lse, workspace, *others)
+                call.run(q, k, v, out, lse, workspace, key_mask, sequences, kv)
             except Exception as error:
                 self.error = error
                 raise
-            self.result = Result(out, lse, workspace, call.plan)
+            if out is not None:
+                self.result = Result(out, lse, workspace, call.plan)
 
         return watched
+
+    def kv_bytes(self, plan: Plan) -> int:
+        return self._backend.kv_bytes(plan)
 
 
 def plan_of(case: Case, backend: Backend, tensors: tuple[torch.Tensor, ...],
@@ -196,6 +209,32 @@ def _call(case: Case, backend: Backend, tensors: tuple[torch.Tensor, ...], key_m
         raise AssertionError("the call did not return the tensor given as out")
     result = backend.result if isinstance(backend, Spy) else None
     return Made(written if sequences else heads_first(written, case.layout), lse, guard, result)
+
+
+def _compare_stored(case: Case, backend: Backend, tensors: tuple[torch.Tensor, ...], key_mask: torch.Tensor | None,
+                    direct: Made) -> list[Measure]:
+    """The same call with k and v quantized before has the same bits."""
+    own = {name: case.arguments[name] for name in (*OF_CALL, "return_lse")}
+    others = {name: value for name, value in case.arguments.items() if name not in own}
+    q, k, v = tensors
+    with pipeline.handing(backend):
+        kv = sage_aot.quantize_kv(k, v, key_mask=key_mask, layout=case.layout, **others)
+        returned = sage_aot.attn(q, kv, **own)
+    if isinstance(backend, Spy):
+        backend.result = direct.result
+    out, lse = returned if case.return_lse else (returned, None)
+    measures = [same("output, quantized k and v", heads_first(out, case.layout), direct.out)]
+    return measures + ([] if lse is None else [same("lse, quantized k and v", lse, direct.lse)])
+
+
+def _by_group(case: Case, tensors: tuple[torch.Tensor, ...], call: Made) -> tuple[Case, tuple[torch.Tensor, ...], Made]:
+    """A call of one query a head as the kernels see it: the q heads of each KV head as rows of one head."""
+    q, k, v = (heads_first(tensor, case.layout) for tensor in tensors)
+    rows = case.batch, case.kv_heads, case.group
+    case = dataclasses.replace(case, group=1, seqlen_q=case.group, layout="HND")
+    made = dataclasses.replace(call, out=call.out.reshape(*rows, -1),
+                               lse=None if call.lse is None else call.lse.reshape(rows))
+    return case, (q.reshape(*rows, -1), k, v), made
 
 
 def _public_call(arguments: dict[str, Any], sequences: Sequences | None) -> Any:

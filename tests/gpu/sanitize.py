@@ -1,4 +1,4 @@
-"""Six or seven small calls of every attention variant, for compute-sanitizer to watch.
+"""Seven or eight small calls of every attention variant, for compute-sanitizer to watch.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
@@ -14,11 +14,14 @@ from typing import NamedTuple
 import torch
 from variants import SPECS, run
 
+from sage_aot._backends.cuda import CudaBackend
 from sage_aot._call.pipeline import default_library
 from sage_aot._families import FAMILIES
 from sage_aot._kernels.spec import AttnSpec
 from sage_aot._problem.check import Sequences
+from sage_aot._problem.options import Options
 from sage_aot._tools import reference
+from sage_aot._tools.verify import run_stored
 
 
 class Call(NamedTuple):
@@ -32,6 +35,7 @@ class Call(NamedTuple):
     has_nans: bool = False  # in keys of the first head and in values of the second
     has_key_mask: bool = False  # which leaves the last of three batch entries no key
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of sequences: queries, and keys, of each
+    is_stored: bool = False  # k and v are quantized before
 
 
 CALLS = [
@@ -40,6 +44,7 @@ CALLS = [
     Call("normal", torch.float32, (1, 2, 70), (1, 2, 90), fewer=3),  # read and stored by elements
     Call("normal", torch.bfloat16, (1, 2, 150), (1, 2, 200), has_nans=True),  # rows read again, shared atomics
     Call("normal", torch.bfloat16, (3, 2, 150), (3, 1, 300), has_key_mask=True),
+    Call("normal", torch.bfloat16, (1, 2, 150), (1, 1, 200), is_stored=True),
     Call("normal", torch.bfloat16, (1, 2, 350), (1, 1, 330), lengths=((200, 0, 1, 149), (70, 130, 130, 0))),
 ]
 
@@ -65,6 +70,11 @@ def main() -> None:
             if call.lengths:
                 q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
                 sequences = Sequences.of_lengths(*call.lengths).to("cuda")
+            if call.is_stored:
+                backend = CudaBackend(default_library(), spec.arch)
+                out, _ = run_stored(backend, Options.of_axes(spec.values), "cuda", q, k, v)
+                assert out.isfinite().all(), spec.name
+                continue
             result = run(spec, q, k, v, key_mask=key_mask, sequences=sequences, poison=False)
             torch.cuda.synchronize()
             expected = torch.zeros_like(result.out, dtype=torch.bool)

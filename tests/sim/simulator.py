@@ -20,7 +20,7 @@ from symbols import line_of
 from sage_aot._backends.base import Tensors
 from sage_aot._backends.cuda import mask_argument, strides_of
 from sage_aot._kernels.manifest import Manifest, Struct, read_target
-from sage_aot._launch.plan import Argument, Arguments, Launch, Plan, launches
+from sage_aot._launch.plan import MISSING, Argument, Arguments, Launch, Plan, launches
 from sage_aot._launch.structs import Packer
 from sage_aot._problem.check import Sequences
 
@@ -106,36 +106,39 @@ class SimulatorBackend:
         return self._arch
 
     def bind(self, plan: Plan, tensors: Tensors) -> SimulatedCall:
-        return SimulatedCall(_spread(plan), self.manifest, self.simulator)
+        return SimulatedCall(_spread(plan), tensors, self.manifest, self.simulator)
+
+    def kv_bytes(self, plan: Plan) -> int:
+        return _spread(plan).kv_bytes
 
 
 class SimulatedCall:
     """The launches of a plan whose buffers lie apart."""
 
-    def __init__(self, plan: Plan, manifest: Manifest, simulator: Simulator) -> None:
-        self.plan, self._manifest, self._simulator = plan, manifest, simulator
+    def __init__(self, plan: Plan, tensors: Tensors, manifest: Manifest, simulator: Simulator) -> None:
+        self.plan, self._tensors, self._manifest, self._simulator = plan, tensors, manifest, simulator
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                 lse: torch.Tensor | None, key_mask: torch.Tensor | None = None,
-                 sequences: Sequences | None = None) -> None:
+    def __call__(self, q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None,
+                 out: torch.Tensor | None, lse: torch.Tensor | None, key_mask: torch.Tensor | None = None,
+                 sequences: Sequences | None = None, kv: torch.Tensor | None = None) -> None:
         workspace = torch.empty(self.plan.workspace_bytes, dtype=torch.uint8)
-        self.run(q, k, v, out, lse, workspace, key_mask, sequences)
+        self.run(q, k, v, out, lse, workspace, key_mask, sequences, kv)
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-            workspace: torch.Tensor, key_mask: torch.Tensor | None = None, sequences: Sequences | None = None) -> None:
+    def run(self, q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, out: torch.Tensor | None,
+            lse: torch.Tensor | None, workspace: torch.Tensor, key_mask: torch.Tensor | None = None,
+            sequences: Sequences | None = None, kv: torch.Tensor | None = None) -> None:
         """The call with a workspace of the caller's, which keeps what the quantizers leave."""
-        tensors = {"q": q, "k": k, "v": v, "out": out}
         cu_seqlens_q, cu_seqlens_k = sequences[:2] if sequences else (None, None)
-        others = {"key_mask": key_mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        inputs = {"q": q, "k": k, "v": v, **{name: x for name, x in others.items() if x is not None}}
-        results = {"out": out} if lse is None else {"out": out, "lse": lse}
-        self._simulator.know(*views(inputs, results), *_buffers_of(self.plan, workspace))
-        addresses = {name: tensor.data_ptr() for name, tensor in {**tensors, "workspace": workspace}.items()}
-        addresses |= {name: 0 if tensor is None else tensor.data_ptr()
-                      for name, tensor in {"lse": lse, **others}.items()}
+        inputs = {"q": q, "k": k, "v": v, "key_mask": key_mask, "cu_seqlens_q": cu_seqlens_q,
+                  "cu_seqlens_k": cu_seqlens_k}
+        results = {"out": out, "lse": lse}
+        self._simulator.know(*views(inputs, results), *_buffers_of(self.plan, workspace, kv))
+        tensors = {**inputs, **results, "kv": kv, "workspace": workspace}
+        addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
         layout = self.plan.problem.options.layout
-        arguments = Arguments(*(Argument(name, strides_of(tensor, layout), addresses[name] % 16 == 0)
-                                for name, tensor in tensors.items()),
+        arguments = Arguments(*(Argument(name, MISSING if x is None else strides_of(x, layout),
+                                         addresses[name] % 16 == 0)
+                                for name, x in zip(Tensors._fields, self._tensors.of_rows)),
                               None if key_mask is None else mask_argument(key_mask))
         for launch in launches(self.plan, arguments, SM_COUNT):
             self._simulator.launch(launch, self._manifest.structs[launch.record.params], addresses)
@@ -161,11 +164,14 @@ class Buffer:
     state: np.ndarray  # u8
 
 
-def views(inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> list[Buffer]:
-    """The bytes that belong to tensors, and no others of their storages: inputs hold values, outputs none yet."""
+def views(inputs: dict[str, torch.Tensor | None], outputs: dict[str, torch.Tensor | None]) -> list[Buffer]:
+    """The bytes that belong to tensors, and no others of their storages: inputs hold values, outputs none yet. None: a
+    tensor that the call does not have."""
     by_storage: dict[int, list[tuple[str, torch.Tensor, int]]] = defaultdict(list)
     for tensors, state in ((inputs, INSIDE | WRITTEN), (outputs, INSIDE | WRITABLE)):
         for name, tensor in tensors.items():
+            if tensor is None:
+                continue
             by_storage[tensor.untyped_storage().data_ptr()].append((name, tensor, state))
     return [_storage_buffer(address, parts) for address, parts in by_storage.items() if address]
 
@@ -182,13 +188,20 @@ def _storage_buffer(address: int, parts: list[tuple[str, torch.Tensor, int]]) ->
 
 def _spread(laid_out: Plan) -> Plan:
     """The same plan with redzones around every buffer."""
-    offsets = {name: offset + REDZONE * (i + 1) for i, (name, offset) in enumerate(laid_out.offsets.items())}
-    return replace(laid_out, offsets=offsets, workspace_bytes=laid_out.workspace_bytes + REDZONE * (len(offsets) + 1))
+    offsets, kv_offsets = (
+        {name: offset + REDZONE * (i + 1) for i, (name, offset) in enumerate(of_memory.items())}
+        for of_memory in (laid_out.offsets, laid_out.kv_offsets))
+    return replace(laid_out, offsets=offsets, workspace_bytes=laid_out.workspace_bytes + REDZONE * (len(offsets) + 1),
+                   kv_offsets=kv_offsets, kv_bytes=laid_out.kv_bytes + REDZONE * (len(kv_offsets) + 1))
 
 
-def _buffers_of(laid_out: Plan, workspace: torch.Tensor) -> list[Buffer]:
-    return [Buffer(name, workspace.data_ptr() + laid_out.offsets[name], np.full(size, INSIDE | WRITABLE, np.uint8))
-            for name, size in laid_out.sizes.items()]
+def _buffers_of(laid_out: Plan, workspace: torch.Tensor, kv: torch.Tensor | None) -> list[Buffer]:
+    """Of the workspace, to be written; of the quantized k and v, to be written by the call that quantizes them, and
+    read by the others."""
+    states = (workspace, laid_out.offsets, WRITABLE), (
+        kv, laid_out.kv_offsets, WRITABLE if laid_out.problem.part == "kv" else WRITTEN)
+    return [Buffer(name, memory.data_ptr() + offset, np.full(laid_out.sizes[name], INSIDE | state, np.uint8))
+            for memory, offsets, state in states if memory is not None for name, offset in offsets.items()]
 
 
 # --- the engine, engine/launch.cpp ------------------------------------------------------------------------------------

@@ -116,9 +116,9 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
         tiles that see no key at all, one of them after another tile.
     factors: KV tiles with factors of their own, a negative softmax scale; whole rows rotated at 8 bits too, or where
         causal K not smoothed.
-    masked: a key mask, MASKED.
+    masked: a key mask, MASKED; where V is smoothed, also with K and V quantized before.
     sequences: of several lengths in one tensor, SEQUENCES.
-    floats: f32, FLOATS.
+    floats: f32, also with K and V quantized before, FLOATS.
     falling, for e4m3 P: scores behind which references fall, once by far or from tile to tile.
 
     On Hopper also
@@ -148,13 +148,14 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     found["factors"] = replace(few, scale=-0.1, **({"rotate": True} if spec.mask == "full" else {"smooth_k": False}),
                                seqlen_kv=3 * tile.block_n + 42, kind="heavy_v" if spec.v == "vraw" else "sparse_v")
     found["masked"] = replace(plain, **{"seed": 6, "batch": 3, "group": 1, "seqlen_q": tile.block_m + 20,
-                                        "seqlen_kv": 2 * tile.block_n + 100, **MASKED[spec.mask, spec.v, spec.q]})
+                                        "seqlen_kv": 2 * tile.block_n + 100, "stored": spec.v == "vsmooth",
+                                        **MASKED[spec.mask, spec.v, spec.q]})
     found["sequences"] = replace(plain, **{"batch": 4, "group": 1, "seqlen_q": tile.block_m + 20,
                                            "seqlen_kv": 2 * tile.block_n + 50, "lengths": "mixed",
                                            **SEQUENCES[spec.mask, spec.v]})
     fewer_channels, others = FLOATS[spec.mask, spec.v]
     found["floats"] = replace(few, **{"seed": 3, "dtype": "f32", "seqlen_q": 41, "seqlen_kv": 70,
-                                      "headdim": spec.headdim - fewer_channels, **others})
+                                      "headdim": spec.headdim - fewer_channels, "stored": True, **others})
     if spec.pv == "e4m3":
         found["falling"] = replace(few, seqlen_kv=5 * tile.block_n + 42,
                                    kind="sink" if spec.v == "vraw" else "falling")

@@ -23,7 +23,7 @@ PARAMS = struct.pack("<QiifI", 2**63 + 5, -1, 0, 1.5, 7)
 
 IMAGE = b"image of a kernel"
 ADDRESSES = {"q": 0x1000, "k": 0x2000, "v": 0x3000, "out": 0x4000, "lse": 0, "key_mask": 0,
-             "cu_seqlens_q": 0, "cu_seqlens_k": 0, "workspace": 2**63}
+             "cu_seqlens_q": 0, "cu_seqlens_k": 0, "kv": 0, "workspace": 2**63}
 
 fake = ctypes.CDLL("libcuda.so.1")
 

@@ -21,7 +21,7 @@ from sage_aot._backends.loader import KERNEL_FOLDER, Library
 from sage_aot._call.pipeline import default_library, plan_of
 from sage_aot._launch import plan as planning
 from sage_aot._launch.structs import SOURCES, Packer
-from sage_aot._problem.check import Sequences, check
+from sage_aot._problem.check import Sequences, Stored, check, check_kv, check_stored
 from sage_aot._problem.options import Options
 from sage_aot.errors import LaunchError
 
@@ -123,7 +123,7 @@ def run(call, tensors, with_lse=True, key_mask=None, sequences=None):
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3]) if with_lse else None
     workspace = torch.empty(call.plan.workspace_bytes, dtype=torch.uint8)
     call.run(q, k, v, out, lse, workspace, key_mask, sequences)
-    optional = lse, key_mask, *(sequences[:2] if sequences else (None, None))
+    optional = lse, key_mask, *(sequences[:2] if sequences else (None, None)), None
     return [*(tensor.data_ptr() for tensor in (q, k, v, out)),
             *(0 if tensor is None else tensor.data_ptr() for tensor in optional), workspace.data_ptr()]
 
@@ -142,6 +142,35 @@ def test_structs_reach_the_driver_as_they_are_packed(driver, arch, options, with
         tensors = draw()  # at other addresses, the same strides
         addresses = run(call, tensors, with_lse)
         assert driver.launches() == expected_of(call, addresses)
+
+
+@pytest.mark.parametrize("smooth_q", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_structs_of_quantized_k_and_v_reach_the_driver(driver, smooth_q, masked):
+    """The call that quantizes k and v writes what the other reads, and neither gets an address that is not its own."""
+    backend, options = CudaBackend(Library(KERNEL_FOLDER, driver), "sm89"), Options(smooth_q=smooth_q)
+    q, k, v = draw()
+    key_mask = torch.ones(2, 200, dtype=torch.bool) if masked else None
+    quantizing = plan_of(backend, check_kv(k, v, options, key_mask), 0)
+    call = CudaCall(quantizing, Tensors(None, k, v, None, key_mask), backend, 0)
+    kv = torch.empty(backend.kv_bytes(quantizing), dtype=torch.uint8)
+    workspace = torch.empty(quantizing.workspace_bytes, dtype=torch.uint8)
+    call.run(None, k, v, None, None, workspace, key_mask, None, kv)
+    addresses = [0, k.data_ptr(), v.data_ptr(), 0, 0, key_mask.data_ptr() if masked else 0, 0, 0, kv.data_ptr(),
+                 workspace.data_ptr()]
+    assert len(call.launches()) == 1 + masked
+    assert driver.launches() == expected_of(call, addresses)
+
+    stored = Stored(kv, k if smooth_q else None, k.shape, k.dtype, masked, "sm89")
+    attending = plan_of(backend, check_stored(q, stored, options), 0)
+    call = CudaCall(attending, Tensors(q, stored.k, None, torch.empty_like(q)), backend, 0)
+    assert backend.kv_bytes(attending) == kv.numel()
+    out, workspace = torch.empty_like(q), torch.empty(attending.workspace_bytes, dtype=torch.uint8)
+    call.run(q, stored.k, None, out, None, workspace, kv=kv)
+    addresses = [q.data_ptr(), k.data_ptr() if smooth_q else 0, 0, out.data_ptr(), 0, 0, 0, 0, kv.data_ptr(),
+                 workspace.data_ptr()]
+    assert len(call.launches()) == 2 + smooth_q
+    assert driver.launches() == expected_of(call, addresses)
 
 
 @pytest.mark.parametrize("with_lse", [True, False])

@@ -186,7 +186,10 @@ class Emulated:
         return self._arch
 
     def bind(self, plan, tensors):
-        return SimpleNamespace(run=lambda *arguments: self._run(plan, self.manifest, *arguments))
+        return SimpleNamespace(plan=plan, run=lambda *arguments: self._run(plan, self.manifest, *arguments))
+
+    def kv_bytes(self, plan):
+        return EmulationBackend(self.manifest).kv_bytes(plan)
 
 
 @pytest.fixture
@@ -208,10 +211,11 @@ def gpu(monkeypatch):
     return found
 
 
-def emulate(plan, manifest, q, k, v, out, lse, workspace, key_mask, sequences):
-    assert out.isnan().all() and lse.isnan().all() and (workspace == 0xFF).all()
+def emulate(plan, manifest, q, k, v, out, lse, workspace, key_mask, sequences, kv=None):
+    assert all(written is None or written.isnan().all() for written in (out, lse)) and (workspace == 0xFF).all()
     assert workspace.numel() == plan.workspace_bytes
-    EmulationBackend(manifest).bind(plan, None)(q, k, v, out, lse, key_mask, sequences)
+    assert plan.problem.part != "kv" or (kv == 0xFF).all()
+    EmulationBackend(manifest).bind(plan, None)(q, k, v, out, lse, key_mask, sequences, kv)
 
 
 def test_every_kernel_that_a_gpu_takes_is_loaded_and_run(folder, gpu, capsys):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -39,22 +40,58 @@ class EmulationBackend:
         problem, kernels, layout = plan.problem, plan.kernels, plan.problem.options.layout
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-                 key_mask: torch.Tensor | None = None, sequences: Sequences | None = None) -> None:
+                 key_mask: torch.Tensor | None = None, sequences: Sequences | None = None,
+                 kv: torch.Tensor | None = None) -> None:
+            if kv is not None and problem.part == "kv":
+                _keep(problem, k, v, key_mask, kv)
+                return
+            if kv is not None:
+                q, out = (heads_first(tensor, layout) for tensor in (q, out))
+                k, v, key_mask = _kept(problem, kv)
+                _attend(problem, kernels, q, k, v, out, lse, key_mask)
+                return
             if sequences is not None:
                 _attend_sequences(problem, kernels, q, k, v, out, lse, sequences)
                 return
             q, k, v, out = (heads_first(tensor, layout) for tensor in (q, k, v, out))
-            if key_mask is None:
-                result, result_lse = attend(problem, kernels, quantize(problem, kernels, q, k, v))
-            else:
-                parts = [attend(entry.problem, kernels, entry.quantize(kernels), entry.key_ranks)
-                         for entry in packed_entries(problem, q, k, v, key_mask)]
-                result, result_lse = map(torch.cat, zip(*parts))
-            out.copy_(result[:, :, : problem.seqlen_q, : problem.headdim])
-            if lse is not None:
-                lse.copy_(result_lse[:, :, : problem.seqlen_q])
+            _attend(problem, kernels, q, k, v, out, lse, key_mask)
 
-        return call
+        return cast(Call, call)
+
+    def kv_bytes(self, plan: Plan) -> int:
+        """Room for k and v as they came, in f32, and for the key mask: the emulation quantizes them in every call."""
+        problem = plan.problem
+        keys = problem.batch * problem.seqlen_kv
+        return 8 * keys * problem.num_kv_heads * problem.headdim + keys * problem.has_key_mask
+
+
+def _keep(problem: Problem, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, kv: torch.Tensor) -> None:
+    parts = [heads_first(tensor, problem.options.layout).float() for tensor in (k, v)]
+    parts += [] if key_mask is None else [key_mask]
+    kv.copy_(torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]))
+
+
+def _kept(problem: Problem, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """k and v, [batch, heads, keys, headdim], and the key mask."""
+    shape = problem.batch, problem.num_kv_heads, problem.seqlen_kv, problem.headdim
+    size = 4 * math.prod(shape)
+    k, v = (kv[begin: begin + size].view(torch.float32).view(shape) for begin in (0, size))
+    key_mask = kv[2 * size:].view(torch.bool).view(problem.batch, problem.seqlen_kv) if problem.has_key_mask else None
+    return k, v, key_mask
+
+
+def _attend(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+            lse: torch.Tensor | None, key_mask: torch.Tensor | None) -> None:
+    """Tensors [batch, heads, seq, headdim]."""
+    if key_mask is None:
+        result, result_lse = attend(problem, kernels, quantize(problem, kernels, q, k, v))
+    else:
+        parts = [attend(entry.problem, kernels, entry.quantize(kernels), entry.key_ranks)
+                 for entry in packed_entries(problem, q, k, v, key_mask)]
+        result, result_lse = map(torch.cat, zip(*parts))
+    out.copy_(result[:, :, : problem.seqlen_q, : problem.headdim])
+    if lse is not None:
+        lse.copy_(result_lse[:, :, : problem.seqlen_q])
 
 
 class SequenceEntry(NamedTuple):

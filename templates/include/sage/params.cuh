@@ -80,7 +80,7 @@ struct QuantParams {
   float v_least;    // a tile of V needs no factor where the largest magnitude in V̂ is from v_least
   float v_limit;    // to v_limit
   i32 rounds;       // groups of tiles of K or V that a block takes, one after another; a group fills its threads
-  i32 kv_blocks;    // blocks for K of a KV head, and as many for V
+  i32 kv_blocks;    // blocks for K of a KV head, and as many for V; 0: an earlier launch quantized K and V
   FastDivmod blocks_per_kv_head;
   i32 unused;  // fills a gap, as in PackParams
 };

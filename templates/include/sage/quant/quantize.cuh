@@ -1,6 +1,7 @@
-// Quantization of Q, K and V in one launch, into the tiles of tile/layout.cuh: all that comes before attention but
-// delta_s. Every tensor is read from memory once. Every block also reads 64 rows of K or V (quant/sample.cuh), and rows
-// of K that are rotated or clipped are loaded two or three times; these loads hit caches.
+// Quantization of Q, K and V in one launch, or of K and V in one and of Q in another, into the tiles of
+// tile/layout.cuh: all that comes before attention but delta_s. Every tensor is read from memory once. Every block also
+// reads 64 rows of K or V (quant/sample.cuh), and rows of K that are rotated or clipped are loaded two or three times;
+// these loads hit caches.
 // Values that are not finite are quantized as zero, in V̂ as minus zero, so that they do not change a scale that others
 // share. The attention kernel writes NaN to the rows that see such a key or value, as the marks of the KV tile say
 // (attn/spoilt.cuh), and to rows whose row_bias is not finite.

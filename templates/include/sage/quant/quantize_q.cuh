@@ -39,8 +39,12 @@ struct QuantizeQ {
     const bool biased = params.smooth_k && params.lse != nullptr;
     if (biased) {
       const i32 kv_head = q_head / params.q_heads_per_kv_head;
-      prepare_k_mean<Config>(Block::template kv_source<kSource>(params, params.k, batch, kv_head), shared, nullptr,
-                             [] {});
+      if (params.kv_blocks == 0) {
+        load_k_mean<Config>(params.k_mean + channel_index<Config>(batch * params.num_kv_heads + kv_head), shared.mean);
+      } else {
+        prepare_k_mean<Config>(Block::template kv_source<kSource>(params, params.k, batch, kv_head), shared, nullptr,
+                               [] {});
+      }
     }
     const i64 tile_index = first_q_tile_of(params, batch, q_head, Config::kBlockM) + tile;
     const bool changed = kAlwaysChanged<Config, kSource> || params.smooth_q || params.rotate;

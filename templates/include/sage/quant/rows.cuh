@@ -54,7 +54,14 @@ __device__ __forceinline__ void prepare_k_mean(
   __syncthreads();
 }
 
-// Zero as a mean, likewise; `mean`: in shared memory.
+// The mean of K that an earlier launch stored, likewise; `mean`: in shared memory.
+template <class Config>
+__device__ __forceinline__ void load_k_mean(const float* stored, float (&mean)[Config::kHeadDim]) {
+  for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) mean[c] = stored[c];
+  __syncthreads();
+}
+
+// Zero as a mean, likewise.
 template <class Config>
 __device__ __forceinline__ void prepare_no_mean(float (&mean)[Config::kHeadDim], float* store) {
   for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {

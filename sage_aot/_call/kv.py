@@ -1,0 +1,122 @@
+"""K and V that are quantized once: :func:`quantize_kv`, and what it returns, which :func:`sage_aot.attn` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from sage_aot._call import ops
+from sage_aot._call.pipeline import arch_in_use
+from sage_aot._problem.check import (
+    Stored,
+    check_device,
+    check_key_mask_is_tensor,
+    check_tensors_are,
+    heads_first,
+)
+from sage_aot._problem.options import OPTIONS, Options, for_schema
+from sage_aot.errors import ArgumentError
+
+OF_CALL = ("is_causal", "scale", "layout")
+"""The options that each call of attn with a QuantizedKV has of its own; all others are those of quantize_kv."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantizedKV:
+    """K and V as the kernels of one arch quantized them, made by :func:`quantize_kv`. Frozen; bound to its device."""
+
+    shape: tuple[int, int, int, int]
+    """Batch, kv heads, keys and head dim of k and v."""
+    dtype: torch.dtype
+    """Of k and v, and thus of every q."""
+    arch: str
+    """Whose kernels quantized k and v, and compute attention to them."""
+    has_key_mask: bool
+    options: Options
+    """Those of quantize_kv, as they were given."""
+    _data: torch.Tensor
+    _k: torch.Tensor | None
+
+    @property
+    def device(self) -> torch.device:
+        return self._data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that this object holds."""
+        return self._data.nbytes + (0 if self._k is None else self._k.nbytes)
+
+    @property
+    def stored(self) -> Stored:
+        """As the operators take it."""
+        return Stored(self._data, self._k, self.shape, self.dtype, self.has_key_mask, self.arch)
+
+    def __repr__(self) -> str:
+        return (f"QuantizedKV({list(self.shape)} {self.dtype} on {self.device}, {self.arch}, {self.nbytes} bytes"
+                f"{', key mask' if self.has_key_mask else ''})")
+
+    def to(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raises ArgumentError: the layout of the quantized tensors is that of one arch's kernels."""
+        raise ArgumentError(f"a QuantizedKV stays on its device, {self.device}: its layout is that of the kernels of "
+                            f"{self.arch}; move k and v, and quantize them there")
+
+    def __reduce__(self) -> NoReturn:
+        raise ArgumentError(f"a QuantizedKV cannot be pickled or copied: its layout is that of these kernels of "
+                            f"{self.arch}, which another version may change; keep k and v, and quantize them again")
+
+
+def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | None = None, layout: str = "HND",
+                qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True, smooth_v: bool = False,
+                rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto") -> QuantizedKV:
+    """Quantize k and v once for any number of calls ``attn(q, kv)``: cross-attention, cached conditioning, several
+    steps of a sampler.
+
+    ``attn(q, quantize_kv(k, v, ...), ...)`` gives the bits of ``attn(q, k, v, ...)`` with the same options. The result
+    takes 2.0 bytes per key, head and channel with FP8 P·V and 8-bit K (sm89, sm90, sm120), 3.0 with f16 P·V, at 4 bits
+    half a byte less; and one 128-byte line per tile of keys. Where q is smoothed, as at 4 bits by default, it also
+    keeps a copy of k. Later writes to k, v and key_mask do not reach it.
+
+    CPU tensors are kept as they are, in float32: the emulation quantizes them in every call.
+
+    Args:
+        k, v: as :func:`sage_aot.attn` takes them. The q of a call must have their dtype and device.
+        key_mask: likewise; calls with the result have none of their own.
+        layout: of k and v alone; a call has a layout for its q.
+        qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum: as :func:`sage_aot.attn`, for all calls with the
+            result.
+
+    Raises:
+        ArgumentError, UnsupportedError, CubinError, LaunchError: as :func:`sage_aot.attn`.
+
+    >>> import torch, sage_aot
+    >>> q, k, v = torch.randn(3, 1, 2, 100, 64)
+    >>> kv = sage_aot.quantize_kv(k, v)
+    >>> torch.equal(sage_aot.attn(q, kv), sage_aot.attn(q, k, v))
+    True
+    """
+    check_tensors_are(k=k, v=v)
+    check_device(k=k)
+    check_key_mask_is_tensor(key_mask)
+    options = False, None, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum
+    data, copied = ops.quantize_kv(k, v, key_mask, *for_schema(*options))
+    batch, heads, keys, headdim = heads_first(k, layout).shape
+    return QuantizedKV((batch, heads, keys, headdim), copied.dtype, arch_in_use(data.device), key_mask is not None,
+                       Options(*options), data, copied if copied.dim() == 4 else None)
+
+
+def options_with(kv: QuantizedKV, v: object, key_mask: object, options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The options, in order, of a call of attn with a QuantizedKV and these arguments. ArgumentError for an argument
+    that quantize_kv takes, and that differs from what it got."""
+    for name, value in (("v", v), ("key_mask", key_mask)):
+        if value is not None:
+            raise ArgumentError(f"{name}: expected None with a QuantizedKV, got {type(value).__name__}; pass it to "
+                                f"quantize_kv")
+    found = []
+    for name, given in zip(OPTIONS, options):
+        value = given if name in OF_CALL else getattr(kv.options, name)
+        if given not in (value, OPTIONS[name].default):
+            raise ArgumentError(f"{name}: k and v were quantized with {value!r}, got {given!r}; pass it to quantize_kv")
+        found.append(value)
+    return tuple(found)

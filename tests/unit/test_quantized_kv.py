@@ -1,0 +1,220 @@
+"""K and V that are quantized once, on the CPU: the public calls, the operators, and their errors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import sage_aot
+from sage_aot._backends.emulation.backend import EmulationBackend
+from sage_aot._call import ops, pipeline
+from sage_aot._problem.options import OPTIONS
+
+CHANGES = [{}, {"qk": "int4"}, {"smooth_q": True, "smooth_v": True}, {"rotate": True, "smooth_k": False},
+           {"qk": "int4", "clip": False, "smooth_q": False}, {"pv_accum": "two_level_f16"}]
+
+
+def draw(q_heads=4, kv_heads=2, queries=5, keys=70, layout="HND", dtype=torch.bfloat16, headdim=40):
+    generator = torch.Generator().manual_seed(0)
+    tensors = (torch.randn(2, heads, rows, headdim, generator=generator, dtype=dtype)
+               for heads, rows in ((q_heads, queries), (kv_heads, keys), (kv_heads, keys)))
+    return [x if layout == "HND" else x.transpose(1, 2).contiguous() for x in tensors]
+
+
+def mask_of(has_mask, keys=70):
+    return torch.rand(2, keys, generator=torch.Generator().manual_seed(1)) > 0.4 if has_mask else None
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("options", CHANGES, ids=str)
+def test_bits_of_the_direct_call(options, layout, has_mask, is_causal, queries):
+    q, k, v = draw(queries=queries, layout=layout)
+    of_call = {"layout": layout, "is_causal": is_causal, "scale": 0.3, "return_lse": True}
+    key_mask = mask_of(has_mask)
+    out, lse = sage_aot.attn(q, k, v, key_mask=key_mask, **of_call, **options)
+    kv = sage_aot.quantize_kv(k, v, key_mask=key_mask, layout=layout, **options)
+    for tensor in (k, v, key_mask):
+        if tensor is not None:
+            tensor.zero_()  # later writes do not reach what was quantized
+    given = torch.full_like(q, float("nan"))
+    for result, of_rows in (sage_aot.attn(q, kv, **of_call), sage_aot.attn(q, kv, out=given, **of_call)):
+        assert torch.equal(result, out) and torch.equal(of_rows, lse)
+    assert torch.equal(given, out)
+    del of_call["return_lse"]
+    assert torch.equal(sage_aot.attn(q, kv, **of_call), out)
+
+
+def test_the_layouts_of_kv_and_of_q_may_differ():
+    q, k, v = draw()
+    kv = sage_aot.quantize_kv(k.transpose(1, 2), v.transpose(1, 2), layout="NHD", smooth_q=True)
+    assert torch.equal(sage_aot.attn(q, kv), sage_aot.attn(q, k, v, smooth_q=True))
+
+
+def test_no_keys_and_no_queries():
+    q, k, v = draw(keys=0)
+    out, lse = sage_aot.attn(q, sage_aot.quantize_kv(k, v), return_lse=True)
+    assert not out.any() and (lse == -torch.inf).all()
+    q, k, v = draw(queries=0)
+    assert sage_aot.attn(q, sage_aot.quantize_kv(k, v)).shape == q.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_other_dtypes(dtype):
+    q, k, v = draw(dtype=dtype)
+    kv = sage_aot.quantize_kv(k, v)
+    assert kv.dtype == dtype
+    assert torch.equal(sage_aot.attn(q, kv), sage_aot.attn(q, k, v))
+
+
+def test_what_it_knows():
+    _, k, v = draw()
+    kv = sage_aot.quantize_kv(k, v, key_mask=mask_of(True), qk="int4")
+    assert (kv.shape, kv.dtype, kv.arch, kv.has_key_mask) == ((2, 2, 70, 40), torch.bfloat16, "sm89", True)
+    assert kv.options.qk == "int4" and kv.device == k.device
+    assert kv.nbytes == 2 * 4 * k.numel() + 2 * 70 + k.nbytes  # f32 on the CPU, the mask, a copy for a smoothed q
+    assert repr(kv) == f"QuantizedKV([2, 2, 70, 40] torch.bfloat16 on cpu, sm89, {kv.nbytes} bytes, key mask)"
+    assert sage_aot.quantize_kv(k, v, qk="int4", smooth_q=False).nbytes == 2 * 4 * k.numel()
+    with pytest.raises(AttributeError):
+        kv.arch = "sm90"
+
+
+def test_autocast_casts_q_as_it_cast_k_and_v():
+    q, k, v = draw(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        kv = sage_aot.quantize_kv(k, v, smooth_q=True)
+        out = sage_aot.attn(q, kv)
+        assert torch.equal(out, sage_aot.attn(q, k, v, smooth_q=True))
+    assert (kv.dtype, out.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert torch.equal(sage_aot.attn(q.bfloat16(), kv), out)
+
+
+# --- one query a head -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_one_query_takes_the_heads_of_a_group_as_rows(layout):
+    q, k, v = draw(q_heads=6, queries=1, layout=layout)
+    key_mask = mask_of(True)
+    out, lse = sage_aot.attn(q, k, v, layout=layout, key_mask=key_mask, smooth_q=True, return_lse=True)
+    heads_first = [x if layout == "HND" else x.transpose(1, 2) for x in (q, k, v)]
+    by_group = heads_first[0].reshape(2, 2, 3, 40)
+    expected, expected_lse = sage_aot.attn(by_group, *heads_first[1:], key_mask=key_mask, smooth_q=True,
+                                           return_lse=True)
+    assert torch.equal(out, expected.reshape(q.shape)) and torch.equal(lse, expected_lse.reshape(2, 6, 1))
+    assert out.is_contiguous()
+    given = torch.empty(2, *q.shape[1:3], 43, dtype=q.dtype)[..., 1:-2]
+    assert sage_aot.attn(q, k, v, layout=layout, key_mask=key_mask, smooth_q=True, out=given) is given
+    assert torch.equal(given, out)
+
+
+def test_one_query_with_wrong_tensors_gets_the_errors_of_others():
+    q, k, v = draw(queries=1)
+    with pytest.raises(sage_aot.ArgumentError, match="out: expected shape"):
+        sage_aot.attn(q, k, v, out=q[:, :2].clone())
+    with pytest.raises(sage_aot.ArgumentError, match="one batch size, got 2 for q and 1 for k"):
+        sage_aot.attn(q, k[:1], v[:1])
+    with pytest.raises(sage_aot.ArgumentError, match="four dimensions"):
+        sage_aot.attn(q, k[0], v[0])
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smooth_q", [False, True])
+def test_opcheck(smooth_q):
+    q, k, v = draw()
+    torch.library.opcheck(ops.quantize_kv, (k, v, mask_of(True)), {"smooth_q": smooth_q})
+    stored = sage_aot.quantize_kv(k, v, key_mask=mask_of(True), smooth_q=smooth_q).stored
+    for op in (ops.attn_kv, ops.attn_kv_lse):
+        torch.library.opcheck(op, (q, *stored), {"smooth_q": smooth_q})
+    for op in (ops.attn_kv_out, ops.attn_kv_lse_out):
+        torch.library.opcheck(op, (q, *stored, torch.empty_like(q)), {"smooth_q": smooth_q})
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_compiled_without_a_graph_break(queries):
+    def call(q, k, v, kv):
+        return sage_aot.attn(q, kv) + sage_aot.attn(q, sage_aot.quantize_kv(k, v, smooth_q=True))
+
+    q, k, v = draw(queries=queries)
+    kv = sage_aot.quantize_kv(k, v)
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v, kv), call(q, k, v, kv))
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda q, k, v, kv: sage_aot.attn(q, kv, v), "v: expected None with a QuantizedKV, got Tensor"),
+    (lambda q, k, v, kv: sage_aot.attn(q, kv, key_mask=mask_of(True)), "key_mask: expected None"),
+    (lambda q, k, v, kv: sage_aot.attn(q, kv, qk="int4"), "qk: k and v were quantized with 'auto', got 'int4'"),
+    (lambda q, k, v, kv: sage_aot.attn(q, kv, smooth_k=1), "smooth_k: expected True or False, got 1"),
+    (lambda q, k, v, kv: sage_aot.attn(q, kv, smooth_k=False), "smooth_k: k and v were quantized with True"),
+    (lambda q, k, v, kv: sage_aot.attn(q.half(), kv), "q must have the dtype"),
+    (lambda q, k, v, kv: sage_aot.attn(q[:1], kv), "q must have the batch size"),
+    (lambda q, k, v, kv: sage_aot.attn(q[..., :8], kv), "q must have the batch size and the head dim"),
+    (lambda q, k, v, kv: sage_aot.attn(q[:, :3], kv), "the heads of q must be a multiple .* got 3 and 2"),
+    (lambda q, k, v, kv: sage_aot.attn(q[0], kv), "q: expected four dimensions"),
+    (lambda q, k, v, kv: sage_aot.attn(q, kv, out=q[:1]), "out: expected shape"),
+    (lambda q, k, v, kv: sage_aot.attn(q, k), "v: expected a torch.Tensor, got NoneType"),
+    (lambda q, k, v, kv: sage_aot.attn(q.requires_grad_(), kv), "q requires grad"),
+    (lambda q, k, v, kv: sage_aot.quantize_kv(k, v[:, :1]), "k and v must have one shape"),
+    (lambda q, k, v, kv: sage_aot.quantize_kv(k, v.half()), "k and v must have one dtype and one device"),
+    (lambda q, k, v, kv: sage_aot.quantize_kv(k[0], v[0]), "k: expected four dimensions"),
+    (lambda q, k, v, kv: sage_aot.quantize_kv(k.double(), v.double()), "k: expected torch.float16"),
+    (lambda q, k, v, kv: sage_aot.quantize_kv(k, None), "v: expected a torch.Tensor"),
+    (lambda q, k, v, kv: sage_aot.quantize_kv(k.to("meta"), v), "must be CUDA or CPU tensors, got device meta"),
+    (lambda q, k, v, kv: sage_aot.quantize_kv(k, v, qk="int5"), "qk: expected"),
+    (lambda q, k, v, kv: sage_aot.quantize_kv(k, v, key_mask=[True]), "key_mask: expected a torch.Tensor"),
+    (lambda q, k, v, kv: sage_aot.quantize_kv(k, v, key_mask=mask_of(True, 69)), "key_mask: expected shape"),
+    (lambda q, k, v, kv: sage_aot.quantize_kv(k.requires_grad_(), v), "k requires grad"),
+    (lambda q, k, v, kv: kv.to("cuda"), "stays on its device, cpu"),
+    (lambda q, k, v, kv: pickle.dumps(kv), "cannot be pickled or copied"),
+    (lambda q, k, v, kv: copy.deepcopy(kv), "cannot be pickled or copied"),
+])
+def test_errors(change, message):
+    q, k, v = draw()
+    kv = sage_aot.quantize_kv(k, v)
+    with pytest.raises(sage_aot.ArgumentError, match=message):
+        change(q, k, v, kv)
+
+
+def test_kernels_of_another_arch_do_not_read_it():
+    q, k, v = draw()
+    kv = sage_aot.quantize_kv(k, v)
+    with (pipeline.handing(EmulationBackend(pipeline.default_library().manifest, "sm80")),
+          pytest.raises(sage_aot.ArgumentError, match="of the kernels in use, sm80 .*, got sm89")):
+        sage_aot.attn(q, kv)
+
+
+def test_supports():
+    q, k, v = draw()
+    kv = sage_aot.quantize_kv(k, v)
+    assert sage_aot.supports(q, kv) is None
+    assert "q must have the dtype" in sage_aot.supports(q.half(), kv)
+    assert "v: expected None" in sage_aot.supports(q, kv, v)
+    assert "k: expected a tensor with sequences" in sage_aot.supports(
+        q[0], kv, cu_seqlens_q=torch.zeros(2, dtype=torch.int32), cu_seqlens_k=torch.zeros(2, dtype=torch.int32),
+        max_seqlen_q=1, max_seqlen_k=1)
+    assert "out: expected shape" in sage_aot.supports(q, kv, out=q[:1])
+    with torch.autocast("cpu", torch.float16):
+        assert "q must have the dtype" in sage_aot.supports(q, kv)
+
+
+def test_every_option_belongs_to_one_of_the_two_calls():
+    import inspect
+
+    from sage_aot._call.kv import OF_CALL
+
+    parameters = inspect.signature(sage_aot.quantize_kv).parameters
+    assert set(OPTIONS) - set(OF_CALL) == set(parameters) - {"k", "v", "key_mask", "layout"}
+    assert all(parameters[name].default == OPTIONS[name].default for name in set(OPTIONS) & set(parameters))
