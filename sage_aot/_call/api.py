@@ -49,7 +49,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
     CUDA tensors run precompiled kernels on torch's current stream; nothing synchronizes and no input changes. CPU
     tensors run an emulation in torch: the arithmetic of the sm89 kernels, or of the arch that the environment variable
     SAGE_AOT_EMULATE names. The first use of this function registers the operator ``torch.ops.sage_aot.attn``, which
-    torch.compile, CUDA graphs and autocast take.
+    torch.compile, CUDA graphs and autocast take. For a single query pass ``is_causal=False``: it sees the same keys,
+    and the kernels then read k and v once for all q heads of a kv head.
 
     Args:
         q: ``[batch, q heads, queries, headdim]`` for layout ``"HND"``, ``[batch, queries, q heads, headdim]`` for
@@ -128,17 +129,18 @@ def _attend(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | No
             out: torch.Tensor | None, return_lse: bool,
             options: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The call by its operator; `options` as operators take them."""
-    if isinstance(k, QuantizedKV):
-        forms = ops.attn_kv, ops.attn_kv_lse, ops.attn_kv_out, ops.attn_kv_lse_out
-        inputs: tuple[Any, ...] = q, *k.stored
-    else:
-        forms = ops.attn, ops.attn_lse, ops.attn_out, ops.attn_lse_out
-        inputs = q, k, v, key_mask
+    forms, inputs = (_OF_KV, (q, *k.stored)) if isinstance(k, QuantizedKV) else (_OF_TENSORS, (q, k, v, key_mask))
     if out is None:
-        made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = forms[return_lse](*inputs, *options)
+        made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = forms[1 if return_lse else 0](*inputs, *options)
         return made
-    written = forms[2 + return_lse](*inputs, out, *options)
-    return (out, written) if return_lse else out
+    if return_lse:
+        return out, forms[3](*inputs, out, *options)
+    forms[2](*inputs, out, *options)
+    return out
+
+
+_OF_TENSORS = ops.attn, ops.attn_lse, ops.attn_out, ops.attn_lse_out
+_OF_KV = ops.attn_kv, ops.attn_kv_lse, ops.attn_kv_out, ops.attn_kv_lse_out
 
 
 # --- one query a head -------------------------------------------------------------------------------------------------
@@ -148,7 +150,7 @@ def _groups_share_rows(q: torch.Tensor, k: torch.Tensor | QuantizedKV, layout: s
     """Whether the q heads of a KV head become rows of one head: they have one query each. The kernels then read k and v
     once a KV head, and not once a q head."""
     heads_at = 1 if layout == "HND" else 2
-    if q.dim() != 4 or q.shape[3 - heads_at] != 1 or len(k.shape) != 4:
+    if q.dim() != 4 or q.size(3 - heads_at) != 1 or len(k.shape) != 4:
         return False
     heads, kv_heads = q.shape[heads_at], k.shape[1 if isinstance(k, QuantizedKV) else heads_at]
     return heads > kv_heads > 0 and heads % kv_heads == 0

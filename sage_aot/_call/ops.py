@@ -10,7 +10,7 @@ Registered through torch.library.Library, whose dispatch takes a third of the ti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,75 +37,54 @@ from sage_aot._problem.check import (
 from sage_aot._problem.options import Options, schema
 
 _LIBRARY: Any = torch.library.Library("sage_aot", "DEF")  # type: ignore[no-untyped-call]  # keeps the operators alive
+_CONTIGUOUS = torch.contiguous_format
+_Maybe = torch.Tensor | None
 _T = TypeVar("_T")
-
-
-# --- the arguments ----------------------------------------------------------------------------------------------------
-
-
-class Inputs(NamedTuple):
-    """What a form of an operator computes from."""
-
-    q: torch.Tensor
-    k: torch.Tensor | None  # with `stored` the copy that it keeps for a smoothed q
-    v: torch.Tensor | None
-    key_mask: torch.Tensor | None = None
-    sequences: Sequences | None = None
-    stored: Stored | None = None
-
-    def prepared(self, out: torch.Tensor | None, options: tuple[Any, ...]) -> Prepared:
-        if self.stored is not None:
-            return prepared_stored(self.q, self.stored, out, options)
-        return prepared(self.q, cast(torch.Tensor, self.k), cast(torch.Tensor, self.v), self.key_mask, out, options,
-                        self.sequences)
-
-    def run(self, call: Prepared, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        kv = None if self.stored is None else self.stored.data
-        call.run(self.q, self.k, self.v, out, lse, self.key_mask, self.sequences, kv)
-
-    def check(self, out: torch.Tensor | None, options: tuple[Any, ...]) -> Problem:
-        if self.stored is not None:
-            problem = check_stored(self.q, self.stored, Options.from_schema(*options))
-        else:
-            problem = check(self.q, cast(torch.Tensor, self.k), cast(torch.Tensor, self.v),
-                            Options.from_schema(*options), self.key_mask, self.sequences)
-        if out is not None:
-            check_out(out, self.q)
-        check_no_grad(q=self.q, k=self.k, v=self.v, out=out)
-        return problem
-
-    def empty_out(self) -> torch.Tensor:
-        return torch.empty_like(self.q, memory_format=torch.contiguous_format)
 
 
 # --- what runs --------------------------------------------------------------------------------------------------------
 
+# Each form takes the tensors one by one: an object around them would cost a call a microsecond.
 
-def _attn(inputs: Inputs, *options: Any) -> torch.Tensor:
-    call = inputs.prepared(None, options)
-    out = inputs.empty_out()
-    inputs.run(call, out, None)
+
+def _attn(q: torch.Tensor, k: _Maybe, v: _Maybe, key_mask: _Maybe, *options: Any,
+          sequences: Sequences | None = None, stored: Stored | None = None) -> torch.Tensor:
+    call = _prepared(q, k, v, key_mask, None, options, sequences, stored)
+    out = torch.empty_like(q, memory_format=_CONTIGUOUS)
+    call.run(q, k, v, out, None, key_mask, sequences, None if stored is None else stored.data)
     return out
 
 
-def _attn_lse(inputs: Inputs, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = inputs.prepared(None, options)
-    out, lse = inputs.empty_out(), call.empty_lse(inputs.q)
-    inputs.run(call, out, lse)
+def _attn_lse(q: torch.Tensor, k: _Maybe, v: _Maybe, key_mask: _Maybe, *options: Any,
+              sequences: Sequences | None = None, stored: Stored | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _prepared(q, k, v, key_mask, None, options, sequences, stored)
+    out, lse = torch.empty_like(q, memory_format=_CONTIGUOUS), call.empty_lse(q)
+    call.run(q, k, v, out, lse, key_mask, sequences, None if stored is None else stored.data)
     return out, lse
 
 
-def _attn_out(inputs: Inputs, out: torch.Tensor, *options: Any) -> None:
-    inputs.run(inputs.prepared(out, options), out, None)
+def _attn_out(q: torch.Tensor, k: _Maybe, v: _Maybe, key_mask: _Maybe, out: torch.Tensor, *options: Any,
+              sequences: Sequences | None = None, stored: Stored | None = None) -> None:
+    call = _prepared(q, k, v, key_mask, out, options, sequences, stored)
+    call.run(q, k, v, out, None, key_mask, sequences, None if stored is None else stored.data)
     _count_write(out)
 
 
-def _attn_lse_out(inputs: Inputs, out: torch.Tensor, *options: Any) -> torch.Tensor:
-    call = inputs.prepared(out, options)
-    lse = call.empty_lse(inputs.q)
-    inputs.run(call, out, lse)
+def _attn_lse_out(q: torch.Tensor, k: _Maybe, v: _Maybe, key_mask: _Maybe, out: torch.Tensor, *options: Any,
+                  sequences: Sequences | None = None, stored: Stored | None = None) -> torch.Tensor:
+    call = _prepared(q, k, v, key_mask, out, options, sequences, stored)
+    lse = call.empty_lse(q)
+    call.run(q, k, v, out, lse, key_mask, sequences, None if stored is None else stored.data)
     _count_write(out)
     return lse
+
+
+def _prepared(q: torch.Tensor, k: _Maybe, v: _Maybe, key_mask: _Maybe, out: _Maybe, options: tuple[Any, ...],
+              sequences: Sequences | None, stored: Stored | None) -> Prepared:
+    if stored is not None:
+        return prepared_stored(q, stored, out, options)
+    assert k is not None and v is not None
+    return prepared(q, k, v, key_mask, out, options, sequences)
 
 
 def _count_write(out: torch.Tensor) -> None:
@@ -132,22 +111,40 @@ def _copied(k: torch.Tensor, problem: Problem) -> torch.Tensor:
 # --- what a tracer sees: shapes, and the same errors ------------------------------------------------------------------
 
 
-def _fake_attn(inputs: Inputs, *options: Any) -> torch.Tensor:
-    inputs.check(None, options)
-    return inputs.empty_out()
+def _fake_attn(q: torch.Tensor, k: _Maybe, v: _Maybe, key_mask: _Maybe, *options: Any,
+               sequences: Sequences | None = None, stored: Stored | None = None) -> torch.Tensor:
+    _check(q, k, v, key_mask, None, options, sequences, stored)
+    return torch.empty_like(q, memory_format=_CONTIGUOUS)
 
 
-def _fake_attn_lse(inputs: Inputs, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    problem = inputs.check(None, options)
-    return inputs.empty_out(), _fake_lse(problem, inputs.q)
+def _fake_attn_lse(q: torch.Tensor, k: _Maybe, v: _Maybe, key_mask: _Maybe, *options: Any,
+                   sequences: Sequences | None = None,
+                   stored: Stored | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    problem = _check(q, k, v, key_mask, None, options, sequences, stored)
+    return torch.empty_like(q, memory_format=_CONTIGUOUS), _fake_lse(problem, q)
 
 
-def _fake_attn_out(inputs: Inputs, out: torch.Tensor, *options: Any) -> None:
-    inputs.check(out, options)
+def _fake_attn_out(q: torch.Tensor, k: _Maybe, v: _Maybe, key_mask: _Maybe, out: torch.Tensor, *options: Any,
+                   sequences: Sequences | None = None, stored: Stored | None = None) -> None:
+    _check(q, k, v, key_mask, out, options, sequences, stored)
 
 
-def _fake_attn_lse_out(inputs: Inputs, out: torch.Tensor, *options: Any) -> torch.Tensor:
-    return _fake_lse(inputs.check(out, options), inputs.q)
+def _fake_attn_lse_out(q: torch.Tensor, k: _Maybe, v: _Maybe, key_mask: _Maybe, out: torch.Tensor, *options: Any,
+                       sequences: Sequences | None = None, stored: Stored | None = None) -> torch.Tensor:
+    return _fake_lse(_check(q, k, v, key_mask, out, options, sequences, stored), q)
+
+
+def _check(q: torch.Tensor, k: _Maybe, v: _Maybe, key_mask: _Maybe, out: _Maybe, options: tuple[Any, ...],
+           sequences: Sequences | None, stored: Stored | None) -> Problem:
+    if stored is not None:
+        problem = check_stored(q, stored, Options.from_schema(*options))
+    else:
+        assert k is not None and v is not None
+        problem = check(q, k, v, Options.from_schema(*options), key_mask, sequences)
+    if out is not None:
+        check_out(out, q)
+    check_no_grad(q=q, k=k, v=v, out=out)
+    return problem
 
 
 def _fake_lse(problem: Problem, q: torch.Tensor) -> torch.Tensor:
@@ -173,22 +170,13 @@ _STORED = "Tensor q, Tensor kv, Tensor? k, SymInt[] shape, ScalarType dtype, boo
 _OUT = "Tensor(a!) out, "
 
 
-def _dense(form: Callable[..., _T]) -> Callable[..., _T]:
-    """A form of the operator that takes a key mask."""
-
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, *others: Any) -> _T:
-        return form(Inputs(q, k, v, key_mask), *others)
-
-    return run
-
-
 def _varlen(form: Callable[..., _T]) -> Callable[..., _T]:
     """A form of the operator that takes the arguments of _VARLEN in place of a key mask."""
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
             max_seqlen_q: int, max_seqlen_k: int, *others: Any) -> _T:
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return form(Inputs(q, k, v, None, sequences), *others)
+        return form(q, k, v, None, *others, sequences=sequences)
 
     return run
 
@@ -198,7 +186,7 @@ def _stored(form: Callable[..., _T]) -> Callable[..., _T]:
 
     def run(q: torch.Tensor, data: torch.Tensor, k: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype,
             has_key_mask: bool, arch: str, *others: Any) -> _T:
-        return form(Inputs(q, k, None, stored=Stored(data, k, shape, dtype, has_key_mask, arch)), *others)
+        return form(q, k, None, None, *others, stored=Stored(data, k, shape, dtype, has_key_mask, arch))
 
     return run
 
@@ -237,10 +225,10 @@ def _autocasting(op: torch._ops.OpOverload[..., Any], device: str) -> Callable[.
     return run
 
 
-attn = _register("attn", _DENSE, "Tensor", _dense(_attn), _dense(_fake_attn))
-attn_lse = _register("attn_lse", _DENSE, "(Tensor, Tensor)", _dense(_attn_lse), _dense(_fake_attn_lse))
-attn_out = _register("attn_out", _DENSE + _OUT, "()", _dense(_attn_out), _dense(_fake_attn_out))
-attn_lse_out = _register("attn_lse_out", _DENSE + _OUT, "Tensor", _dense(_attn_lse_out), _dense(_fake_attn_lse_out))
+attn = _register("attn", _DENSE, "Tensor", _attn, _fake_attn)
+attn_lse = _register("attn_lse", _DENSE, "(Tensor, Tensor)", _attn_lse, _fake_attn_lse)
+attn_out = _register("attn_out", _DENSE + _OUT, "()", _attn_out, _fake_attn_out)
+attn_lse_out = _register("attn_lse_out", _DENSE + _OUT, "Tensor", _attn_lse_out, _fake_attn_lse_out)
 attn_varlen = _register("attn_varlen", _VARLEN, "Tensor", _varlen(_attn), _varlen(_fake_attn))
 attn_varlen_lse = _register("attn_varlen_lse", _VARLEN, "(Tensor, Tensor)", _varlen(_attn_lse),
                             _varlen(_fake_attn_lse))

@@ -62,7 +62,7 @@ class EmulationBackend:
         """Room for k and v as they came, in f32, and for the key mask: the emulation quantizes them in every call."""
         problem = plan.problem
         keys = problem.batch * problem.seqlen_kv
-        return 8 * keys * problem.num_kv_heads * problem.headdim + keys * problem.has_key_mask
+        return 8 * keys * problem.num_kv_heads * problem.headdim + (keys if problem.has_key_mask else 0)
 
 
 def _keep(problem: Problem, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, kv: torch.Tensor) -> None:
