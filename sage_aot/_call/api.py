@@ -7,7 +7,7 @@ from typing import Any, Literal, cast, overload
 import torch
 
 from sage_aot._call import ops
-from sage_aot._call.kv import QuantizedKV, options_with
+from sage_aot._call.kv import QuantizedKV, check_not_with_sequences, options_with
 from sage_aot._call.refusal import refusal, refusal_stored
 from sage_aot._problem.check import (
     check_device,
@@ -18,7 +18,7 @@ from sage_aot._problem.check import (
     heads_first,
     sequences_of,
 )
-from sage_aot._problem.options import for_schema, for_tracer
+from sage_aot._problem.options import for_schema, for_tracer, smooths_q
 from sage_aot.errors import ArgumentError, SageAotError
 
 
@@ -50,15 +50,16 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
     tensors run an emulation in torch: the arithmetic of the sm89 kernels, or of the arch that the environment variable
     SAGE_AOT_EMULATE names. The first use of this function registers the operator ``torch.ops.sage_aot.attn``, which
     torch.compile, CUDA graphs and autocast take. For a single query pass ``is_causal=False``: it sees the same keys,
-    and the kernels then read k and v once for all q heads of a kv head.
+    and where q is not smoothed the kernels then read k and v once for all q heads of a kv head.
 
     Args:
         q: ``[batch, q heads, queries, headdim]`` for layout ``"HND"``, ``[batch, queries, q heads, headdim]`` for
             ``"NHD"``; float16, bfloat16 or float32. Any strides with a contiguous last dimension; headdim from 1 to
             256.
         k, v: likewise with ``kv heads`` and ``keys``; same dtype and device as q. q heads must be a multiple of kv
-            heads: q head h reads kv head ``h // (q heads // kv heads)``. Or, in place of both, a
-            :class:`QuantizedKV`.
+            heads: q head h reads kv head ``h // (q heads // kv heads)``. Or, in place of both, what
+            :func:`sage_aot.quantize_kv` made of them, with no `key_mask`; `layout` is then that of q and the output,
+            and all options but `is_causal` and `scale` are those of quantize_kv, for which defaults stand here.
         key_mask: bool ``[batch, keys]``, True where a key may be seen, for all queries and heads alike; any strides.
             None: every key may be seen. The call drops all other keys before it quantizes, so that a mask saves their
             work, and nothing depends on what they hold. The output is that of a call on the keys that are left.
@@ -115,12 +116,11 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
     """
     options = is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum
     if isinstance(k, QuantizedKV):
-        checked_options(q, out, return_lse, *options)
         options = options_with(k, v, key_mask, options)
         given = checked_options(q, out, return_lse, *options)
     else:
         given = operator_options(q, k, v, key_mask, out, return_lse, *options)
-    if not is_causal and _groups_share_rows(q, k, layout):
+    if not is_causal and _groups_share_rows(q, k, v, out, layout) and not smooths_q(*options[3:5]):
         return _attend_by_group(q, k, v, key_mask, out, return_lse, options)
     return _attend(q, k, v, key_mask, out, return_lse, given)
 
@@ -146,37 +146,41 @@ _OF_KV = ops.attn_kv, ops.attn_kv_lse, ops.attn_kv_out, ops.attn_kv_lse_out
 # --- one query a head -------------------------------------------------------------------------------------------------
 
 
-def _groups_share_rows(q: torch.Tensor, k: torch.Tensor | QuantizedKV, layout: str) -> bool:
-    """Whether the q heads of a KV head become rows of one head: they have one query each. The kernels then read k and v
-    once a KV head, and not once a q head."""
+def _groups_share_rows(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None,
+                       out: torch.Tensor | None, layout: str) -> bool:
+    """Whether the q heads of a KV head become rows of one head (PackGQA): they have one query each, and nothing is
+    wrong with the tensors, whose errors are those of the ordinary call. The kernels then read k and v once a KV head,
+    and not once a q head. Not where q is smoothed: the mean over heads that have nothing in common smooths nothing."""
     heads_at = 1 if layout == "HND" else 2
     if q.dim() != 4 or q.size(3 - heads_at) != 1 or len(k.shape) != 4:
         return False
     heads, kv_heads = q.shape[heads_at], k.shape[1 if isinstance(k, QuantizedKV) else heads_at]
-    return heads > kv_heads > 0 and heads % kv_heads == 0
+    return (heads > kv_heads > 0 and heads % kv_heads == 0 and k.shape[0] == q.shape[0] and q.shape[0] > 0
+            and 0 < k.shape[3] == q.shape[3] and (v is None or v.shape == k.shape)
+            and (out is None or (out.shape, out.device) == (q.shape, q.device)))
 
 
 def _attend_by_group(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None,
                      key_mask: torch.Tensor | None, out: torch.Tensor | None, return_lse: bool,
                      options: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`_attend` with the q heads of each KV head as rows of one head."""
-    _, scale, layout, *others = options
-    if out is not None:
-        check_out(out, q)
-    given = checked_options(q, out, return_lse, False, scale, "HND", *others)
-    kv_heads = k.shape[1]
-    if isinstance(k, torch.Tensor) and layout == "NHD":
-        kv_heads = k.shape[2]
-        k, v = k.transpose(1, 2), v if v is None or v.dim() != 4 else v.transpose(1, 2)
+    is_causal, scale, layout, *others = options
+    given = checked_options(q, out, return_lse, is_causal, scale, "HND", *others)
+    heads = heads_first(q, layout).shape[1]
+    if isinstance(k, QuantizedKV):
+        kv_heads = k.shape[1]
+    else:
+        k, v = heads_first(k, layout), heads_first(cast(torch.Tensor, v), layout)
+        kv_heads = k.shape[1]
 
     def by_group(of_heads: torch.Tensor) -> torch.Tensor:
         rows = heads_first(of_heads, layout).squeeze(2)
-        return rows.view(rows.shape[0], kv_heads, -1, rows.shape[2])
+        return rows.view(rows.shape[0], kv_heads, heads // kv_heads, rows.shape[2])
 
     made = _attend(by_group(q), k, v, key_mask, None if out is None else by_group(out), return_lse, given)
     written, lse = made if isinstance(made, tuple) else (made, None)
     result = written.reshape(q.shape) if out is None else out
-    return result if lse is None else (result, lse.reshape(q.shape[0], -1, 1))
+    return result if lse is None else (result, lse.reshape(q.shape[0], heads, 1))
 
 
 def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = None, *,
@@ -220,10 +224,9 @@ def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | N
     try:
         sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, layout)
         options = is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum
+        if sequences is not None:
+            check_not_with_sequences(k)
         if isinstance(k, QuantizedKV):
-            if sequences is not None:
-                raise ArgumentError("k: expected a tensor with sequences, got a QuantizedKV; call attn_varlen with k "
-                                    "and v")
             options = options_with(k, v, key_mask, options)
             return refusal_stored(q, k.stored, out, checked_options(q, out, return_lse, *options))
         given = operator_options(q, k, v, key_mask, out, return_lse, *options)
@@ -237,7 +240,11 @@ def operator_options(q: torch.Tensor, k: object, v: object, key_mask: torch.Tens
     """The options as the operators take them. Raises for what the operators' schemas would refuse with torch's own
     errors; the operators check the rest."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
-        check_tensors_are(q=q, k=k, v=v)  # raises
+        check_tensors_are(q=q, k=k)  # may raise
+        if v is None:
+            raise ArgumentError("v: expected a tensor beside k, got None; pass v, or in place of k and v what "
+                                "quantize_kv made of them")
+        check_tensors_are(v=v)  # raises
     if key_mask is not None and not isinstance(key_mask, torch.Tensor):
         check_key_mask_is_tensor(key_mask)  # raises
     return checked_options(q, out, return_lse, *options)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from sage_aot._call import ops
-from sage_aot._call.pipeline import arch_in_use
+from sage_aot._call.pipeline import kernels_for_kv
 from sage_aot._problem.check import (
     Stored,
     check_device,
@@ -33,9 +33,11 @@ class QuantizedKV:
     """Of k and v, and thus of every q."""
     arch: str
     """Whose kernels quantized k and v, and compute attention to them."""
+    quantizer: str
+    """The kernel that quantized k and v."""
     has_key_mask: bool
     options: Options
-    """Those of quantize_kv, as they were given."""
+    """Those of quantize_kv, "auto" resolved."""
     _data: torch.Tensor
     _k: torch.Tensor | None
 
@@ -51,11 +53,18 @@ class QuantizedKV:
     @property
     def stored(self) -> Stored:
         """As the operators take it."""
-        return Stored(self._data, self._k, self.shape, self.dtype, self.has_key_mask, self.arch)
+        return Stored(self._data, self._k, self.shape, self.dtype, self.has_key_mask, self.quantizer)
 
     def __repr__(self) -> str:
         return (f"QuantizedKV({list(self.shape)} {self.dtype} on {self.device}, {self.arch}, {self.nbytes} bytes"
                 f"{', key mask' if self.has_key_mask else ''})")
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """As torch.Tensor.record_stream: the memory is not reused before the work queued on `stream` is done. Call it
+        for each other stream than that of quantize_kv on which attn takes this object."""
+        for tensor in (self._data, self._k):
+            if tensor is not None:
+                tensor.record_stream(stream)
 
     def to(self, *args: object, **kwargs: object) -> NoReturn:
         """Raises ArgumentError: the layout of the quantized tensors is that of one arch's kernels."""
@@ -74,11 +83,12 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
     steps of a sampler.
 
     ``attn(q, quantize_kv(k, v, ...), ...)`` gives the bits of ``attn(q, k, v, ...)`` with the same options. The result
-    takes 2.0 bytes per key, head and channel with FP8 P·V and 8-bit K (sm89, sm90, sm120), 3.0 with f16 P·V, at 4 bits
-    half a byte less; and one 128-byte line per tile of keys. Where q is smoothed, as at 4 bits by default, it also
-    keeps a copy of k. Later writes to k, v and key_mask do not reach it.
+    takes 2 bytes per key, kv head and channel with FP8 P·V and 8-bit K (sm89, sm90, sm120), 3 with f16 P·V, at 4 bits
+    half a byte less, of whole tiles of keys and of channels padded to 64, 128 or 256. Each tile has 128 bytes more,
+    each channel of a kv head 12, and each key 8 where there is a key mask. Where q is smoothed, as at 4 bits by
+    default, the result also keeps a copy of k. Later writes to k, v and key_mask do not reach it.
 
-    CPU tensors are kept as they are, in float32: the emulation quantizes them in every call.
+    CPU tensors are kept in float32: the emulation quantizes them in every call.
 
     Args:
         k, v: as :func:`sage_aot.attn` takes them. The q of a call must have their dtype and device.
@@ -96,27 +106,39 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
     >>> torch.equal(sage_aot.attn(q, kv), sage_aot.attn(q, k, v))
     True
     """
+    if isinstance(k, QuantizedKV):
+        raise ArgumentError("k: expected a torch.Tensor, got a QuantizedKV, which is quantized already; pass it to "
+                            "attn")
     check_tensors_are(k=k, v=v)
     check_device(k=k)
     check_key_mask_is_tensor(key_mask)
     options = False, None, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum
     data, copied = ops.quantize_kv(k, v, key_mask, *for_schema(*options))
     batch, heads, keys, headdim = heads_first(k, layout).shape
-    return QuantizedKV((batch, heads, keys, headdim), copied.dtype, arch_in_use(data.device), key_mask is not None,
-                       Options(*options), data, copied if copied.dim() == 4 else None)
+    arch, quantizer, *resolved = kernels_for_kv(data.device, headdim, *options)
+    return QuantizedKV((batch, heads, keys, headdim), copied.dtype, arch, quantizer, key_mask is not None,
+                       Options(*resolved), data, copied if copied.dim() == 4 else None)
+
+
+def check_not_with_sequences(k: object) -> None:
+    """ArgumentError for a QuantizedKV in a call with sequences."""
+    if isinstance(k, QuantizedKV):
+        raise ArgumentError("k: expected a tensor with sequences, got a QuantizedKV; call attn_varlen with k and v")
 
 
 def options_with(kv: QuantizedKV, v: object, key_mask: object, options: tuple[Any, ...]) -> tuple[Any, ...]:
     """The options, in order, of a call of attn with a QuantizedKV and these arguments. ArgumentError for an argument
-    that quantize_kv takes, and that differs from what it got."""
+    that quantize_kv takes and that has another value than it got; a default stands for that value."""
     for name, value in (("v", v), ("key_mask", key_mask)):
         if value is not None:
             raise ArgumentError(f"{name}: expected None with a QuantizedKV, got {type(value).__name__}; pass it to "
                                 f"quantize_kv")
     found = []
-    for name, given in zip(OPTIONS, options):
+    for (name, option), given in zip(OPTIONS.items(), options):
         value = given if name in OF_CALL else getattr(kv.options, name)
-        if given not in (value, OPTIONS[name].default):
+        if not option.valid(given):
+            Options(**{name: given})  # raises
+        if given != value and given != option.default:
             raise ArgumentError(f"{name}: k and v were quantized with {value!r}, got {given!r}; pass it to quantize_kv")
         found.append(value)
     return tuple(found)

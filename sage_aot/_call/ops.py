@@ -10,6 +10,7 @@ Registered through torch.library.Library, whose dispatch takes a third of the ti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -166,7 +167,7 @@ def _fake_quantize_kv(k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor |
 _TENSORS = "Tensor q, Tensor k, Tensor v, "
 _DENSE = _TENSORS + "Tensor? key_mask, "
 _VARLEN = _TENSORS + "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-_STORED = "Tensor q, Tensor kv, Tensor? k, SymInt[] shape, ScalarType dtype, bool has_key_mask, str arch, "
+_STORED = "Tensor q, Tensor kv, Tensor? k, SymInt[] shape, ScalarType dtype, bool has_key_mask, str quantizer, "
 _OUT = "Tensor(a!) out, "
 
 
@@ -185,8 +186,8 @@ def _stored(form: Callable[..., _T]) -> Callable[..., _T]:
     """A form of the operator that takes q and the arguments of _STORED."""
 
     def run(q: torch.Tensor, data: torch.Tensor, k: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype,
-            has_key_mask: bool, arch: str, *others: Any) -> _T:
-        return form(q, k, None, None, *others, stored=Stored(data, k, shape, dtype, has_key_mask, arch))
+            has_key_mask: bool, quantizer: str, *others: Any) -> _T:
+        return form(q, k, None, None, *others, stored=Stored(data, k, shape, dtype, has_key_mask, quantizer))
 
     return run
 
@@ -214,7 +215,7 @@ def _autocasting(op: torch._ops.OpOverload[..., Any], device: str) -> Callable[.
     """Casts q, k and v to the dtype of torch.autocast, as scaled_dot_product_attention does, and calls the operator.
     What was quantized before stays as it is, and the copy of k that belongs to it."""
     kind = device.lower()
-    casts = sum(argument.name in ("q", "k", "v") for argument in op._schema.arguments[:3])  # the first arguments
+    casts = len([*takewhile(lambda argument: argument.name in ("q", "k", "v"), op._schema.arguments)])
     autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
 
     def run(*arguments: Any) -> Any:

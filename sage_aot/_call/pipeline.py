@@ -12,18 +12,20 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from sage_aot._problem.check import check, check_kv, check_no_grad, check_out, check_stored, heads_first
-from sage_aot._problem.options import Options
+from sage_aot._problem.options import OPTIONS, Options
 from sage_aot.errors import ArgumentError
 
 if TYPE_CHECKING:
     from sage_aot._backends.base import Backend, Call
     from sage_aot._backends.loader import Library
+    from sage_aot._launch.choose import Kernels
     from sage_aot._launch.plan import Plan
     from sage_aot._problem.check import Problem, Sequences, Stored
 
@@ -134,7 +136,9 @@ def kind_of_stored(q: torch.Tensor, stored: Stored, out: torch.Tensor | None, op
                    variables: tuple[Any, ...], handed: Backend | None) -> tuple[Any, ...]:
     """Equal for calls with quantized k and v that one preparation serves."""
     return ("stored", q.shape, q.stride(), q.dtype, q.device, options, variables, handed, tuple(stored.shape),
-            stored.data.shape, stored.data.device, stored.dtype, stored.has_key_mask, stored.arch, stored.k is None,
+            stored.data.shape, stored.data.stride(), stored.data.dtype, stored.data.device, stored.dtype,
+            stored.has_key_mask, stored.quantizer,
+            None if stored.k is None else (stored.k.shape, stored.k.stride(), stored.k.dtype, stored.k.device),
             None if out is None else (out.shape, out.stride(), out.dtype, out.device))
 
 
@@ -151,20 +155,32 @@ def prepare_stored(backend: Backend, q: torch.Tensor, stored: Stored, options: O
 
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    k = None if stored.k is None else heads_first(stored.k, options.layout)
+    k = None if stored.k is None else heads_first(stored.k, options.layout)  # from heads first to the call's layout
     return Prepared(problem, backend.bind(plan, Tensors(q, k, None, out)))
 
 
 def plan_of_stored(backend: Backend, problem: Problem, stored: Stored) -> Plan:
-    """The plan of a call with quantized k and v; ArgumentError where other kernels quantized them."""
-    device = stored.data.get_device()
-    plan = plan_of(backend, problem, device)
-    expected = stored.data.numel() if problem.is_empty else backend.kv_bytes(plan)
-    if (stored.arch, stored.data.numel()) != (backend.arch(device), expected):
-        raise ArgumentError(f"the quantized k and v must be of the kernels in use, {backend.arch(device)} with "
-                            f"{expected} bytes, got {stored.arch} with {stored.data.numel()} bytes; quantize k and v "
-                            f"again")
+    """The plan of a call with quantized k and v; ArgumentError where another kernel quantized them."""
+    plan = plan_of(backend, problem, stored.data.get_device())
+    check_quantizer(plan.kernels, stored)
+    kv_bytes = 0 if problem.is_empty else backend.kv_bytes(plan)
+    if not problem.is_empty and stored.data.numel() != kv_bytes:
+        raise ArgumentError(f"the operators attn_kv take what quantize_kv returned, {kv_bytes} bytes for these shapes, "
+                            f"got {stored.data.numel()}; call sage_aot.attn with a QuantizedKV")
     return plan
+
+
+def check_quantizer(kernels: Kernels, stored: Stored) -> None:
+    """ArgumentError where other kernels than these quantized k and v."""
+    expected = quantizer_of(kernels)
+    if stored.quantizer != expected:
+        raise ArgumentError(f"k and v must be quantized by the kernel in use, {expected}, got {stored.quantizer}; "
+                            f"quantize k and v again")
+
+
+def quantizer_of(kernels: Kernels) -> str:
+    """The quantizer of some kernels, in words that no other kernel has."""
+    return f"{kernels['quant'].name} ({kernels['quant'].sha256[:12]})"
 
 
 def kind_of_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
@@ -238,14 +254,18 @@ def backend_of(tensor: torch.Tensor) -> Backend:
     return _cuda_backend(str(folder)) if tensor.is_cuda else _emulation_backend(str(folder))
 
 
-def arch_in_use(device: torch.device) -> str:
-    """The arch whose kernels run the calls of a device's tensors now."""
-    like = torch.empty(0, device=device)
-    return backend_of(like).arch(like.get_device())
+def kernels_for_kv(device: torch.device, headdim: int, *options: Any) -> tuple[Any, ...]:
+    """Of the kernels that quantize k and v on a device now, given a call's options: the arch, quantizer_of(), and the
+    values of all options with "auto" resolved."""
+    like = torch.empty(1, 1, 1, headdim, device=device, dtype=torch.float16)
+    backend = backend_of(like)
+    kernels = plan_of(backend, check_kv(like, like, Options(*options)), like.get_device()).kernels
+    resolved = replace(Options(*options).resolved, pv_accum=str(kernels.attn.spec.pv_accum))
+    return kernels.attn.spec.arch, quantizer_of(kernels), *(getattr(resolved, name) for name in OPTIONS)
 
 
 # A tracer takes the answer for a constant, as the fake implementations take the kernels for given.
-arch_in_use._dynamo_marked_constant = True  # type: ignore[attr-defined]
+kernels_for_kv._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def handed_backend() -> Backend | None:

@@ -52,8 +52,10 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.T
 
 def refusal_stored(q: torch.Tensor, stored: Stored, out: torch.Tensor | None, options: tuple[Any, ...]) -> str | None:
     """As :func:`refusal`, of a call with k and v that were quantized before."""
-    check_dense(q=q, out=out)
-    check_no_grad(q=q, out=out)
+    if not (_is_plain(q) and (out is None or _is_plain(out))):
+        check_dense(q=q, out=out)
+    if q.requires_grad or out is not None and out.requires_grad:
+        check_no_grad(q=q, out=out)
     autocast = _autocast_dtype(q)
     handed, variables = handed_backend(), environment()
     key = autocast, *kind_of_stored(q, stored, out, options, variables, handed)

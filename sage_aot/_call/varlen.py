@@ -8,6 +8,7 @@ import torch
 
 from sage_aot._call import ops
 from sage_aot._call.api import operator_options
+from sage_aot._call.kv import check_not_with_sequences
 from sage_aot._problem.check import check_lengths, check_tensors_are
 
 
@@ -71,6 +72,7 @@ def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q:
     >>> sage_aot.attn_varlen(q, k, v, begins, begins, 70, 70, is_causal=True).shape
     torch.Size([100, 2, 64])
     """
+    check_not_with_sequences(k)
     check_tensors_are(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     options = operator_options(q, k, v, None, out, return_lse, is_causal, scale, "NHD", qk, smooth_q, smooth_k,

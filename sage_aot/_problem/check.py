@@ -48,11 +48,11 @@ class Stored(NamedTuple):
     """K and V that an earlier call quantized."""
 
     data: torch.Tensor  # uint8: what the backend keeps of them
-    k: torch.Tensor | None  # a copy of k where q is smoothed, whose term of the scores needs k as it came
+    k: torch.Tensor | None  # where q is smoothed, whose term of the scores needs k as it came: a copy, heads first
     shape: Sequence[int]  # of k and v: batch, heads, keys, head dim
-    dtype: torch.dtype  # likewise
+    dtype: torch.dtype  # of k and v
     has_key_mask: bool
-    arch: str  # whose kernels quantized them
+    quantizer: str  # pipeline.quantizer_of(): the kernel that wrote `data`
 
 
 Part = Literal["all", "kv", "q"]
@@ -134,8 +134,8 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options,
 
 
 def check_kv(k: torch.Tensor, v: torch.Tensor, options: Options, key_mask: torch.Tensor | None = None) -> Problem:
-    """Check the tensors of :func:`sage_aot.quantize_kv` and return its problem. Of queries, which it has not, the
-    problem counts one a head."""
+    """Check the tensors of :func:`sage_aot.quantize_kv` and return its problem, with one query a head in place of
+    queries that are not known."""
     for name, tensor in (("k", k), ("v", v)):
         _check_tensor(name, tensor, LAYOUTS[options.layout])
     if v.dtype != k.dtype or v.device != k.device:
@@ -155,14 +155,20 @@ def check_stored(q: torch.Tensor, stored: Stored, options: Options) -> Problem:
     """Check a call with k and v that were quantized before, and return its problem."""
     dimensions, (kv_batch, num_kv_heads, keys, kv_headdim) = LAYOUTS[options.layout], stored.shape
     _check_tensor("q", q, dimensions)
+    if stored.data.dtype != torch.uint8 or not stored.data.is_contiguous() or (
+            (stored.k is None) == options.resolved.smooth_q) or stored.k is not None and (
+            tuple(stored.k.shape), stored.k.dtype, stored.k.device, stored.k.is_contiguous()) != (
+            tuple(stored.shape), stored.dtype, stored.data.device, True):
+        raise ArgumentError("the operators attn_kv take what quantize_kv returned, with its options, got something "
+                            "else; call sage_aot.attn with a QuantizedKV")
     if q.dtype != stored.dtype or q.device != stored.data.device:
         raise ArgumentError(f"q must have the dtype and the device that k and v had, {stored.dtype} on "
                             f"{stored.data.device}, got {q.dtype} on {q.device}; convert q, or quantize k and v again")
     batch, num_q_heads, queries, headdim = _sizes(q, options.layout)
     if (batch, headdim) != (kv_batch, kv_headdim):
         raise ArgumentError(f"q must have the batch size and the head dim of the quantized k and v, {kv_batch} and "
-                            f"{kv_headdim}, got {batch} and {headdim} in {dimensions}")
-    _check_heads(num_q_heads, num_kv_heads, dimensions, "the quantized k and v have heads of their own")
+                            f"{kv_headdim}, got {batch} and {headdim} in {dimensions}; quantize k and v that fit q")
+    _check_heads(num_q_heads, num_kv_heads, dimensions, "quantize k and v whose heads divide those of q")
     return Problem(batch, num_q_heads, num_kv_heads, queries, keys, headdim, DTYPES[q.dtype], _scale(options, headdim),
                    options.resolved, stored.has_key_mask, part="q")
 

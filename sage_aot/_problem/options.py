@@ -203,6 +203,19 @@ def for_tracer(*values: Any) -> tuple[Any, ...]:
     return tuple(known)
 
 
+def smooths_q(qk: str, smooth_q: bool | str) -> bool:
+    """Whether q is smoothed, given these options; constant to a tracer as :func:`for_schema` is."""
+    return _smooths_q(qk, smooth_q)
+
+
+smooths_q._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache
+def _smooths_q(qk: str, smooth_q: bool | str) -> bool:
+    return bool(Options(qk=qk, smooth_q=smooth_q).resolved.smooth_q)
+
+
 @lru_cache(maxsize=256, typed=True)  # typed: True is not 1
 def _for_schema(*values: Any) -> tuple[Any, ...]:
     options = Options(*values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, cast
 
@@ -12,7 +12,8 @@ import torch
 from sage_aot._backends.cuda import gpu_here
 from sage_aot._backends.drivers import default_driver
 from sage_aot._backends.emulation.backend import emulated_arch
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.kv import QuantizedKV, check_not_with_sequences, options_with
+from sage_aot._call.pipeline import check_quantizer, default_library
 from sage_aot._kernels.axes import MAX_HEADDIM
 from sage_aot._kernels.drivers import CUDA_OF_DRIVER, cuda_of
 from sage_aot._kernels.manifest import Manifest
@@ -33,6 +34,7 @@ from sage_aot._problem.check import (
     check_key_mask_is_tensor,
     check_out,
     check_return_lse,
+    check_stored,
     check_tensors_are,
     sequences_of,
 )
@@ -79,11 +81,12 @@ def _summary(candidate: Candidate) -> str:
     return candidate.reason if len(candidate.differing) < 2 else "differ from the call in several of these"
 
 
-def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: torch.Tensor | None = None, *,
-            capability: tuple[int, int] | None = None, headdim: int | None = None, driver: int | None = None,
-            key_mask: torch.Tensor | None = None, return_lse: bool = False, out: torch.Tensor | None = None,
-            cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
-            max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **options: Any) -> Explanation:
+def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None = None,
+            v: torch.Tensor | None = None, *, capability: tuple[int, int] | None = None, headdim: int | None = None,
+            driver: int | None = None, key_mask: torch.Tensor | None = None, return_lse: bool = False,
+            out: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
+            cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | None = None,
+            max_seqlen_k: int | None = None, **options: Any) -> Explanation:
     """Which kernels :func:`sage_aot.attn` would run for these arguments, and why none of the others; with
     `cu_seqlens_q` and the three arguments behind it, the same of :func:`sage_aot.attn_varlen`.
 
@@ -93,7 +96,7 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
     runs on that chip alone. Then comes the arch's kernel with the options of the call.
 
     Args:
-        q, k, v: as for the call; or leave them out and give `headdim`.
+        q, k, v: as for the call, k a QuantizedKV too; or leave them out and give `headdim`.
         capability: compute capability, ``(major, minor)``, of the GPU to explain for. None: that of q's device; without
             tensors, that of the current device.
         headdim: channels of a head where there are no tensors.
@@ -131,17 +134,31 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: tor
         raise ArgumentError(f"headdim: that of q holds, got {headdim!r} beside tensors; pass one or the other")
     else:
         device = q.get_device() if isinstance(q, torch.Tensor) else -1
-    check_tensors_are(q=q, k=k, v=v)
-    q, k, v = (cast(torch.Tensor, tensor) for tensor in (q, k, v))
-    check_key_mask_is_tensor(key_mask)
     sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, asked.layout)
-    problem = check(q, k, v, asked, key_mask, sequences)
+    if isinstance(k, QuantizedKV):
+        check_tensors_are(q=q)
+        if sequences is not None:
+            check_not_with_sequences(k)
+        q = cast(torch.Tensor, q)
+        in_order = tuple(getattr(asked, name) for name in OPTIONS)
+        problem = check_stored(q, k.stored, Options(*options_with(k, v, key_mask, in_order)))
+    else:
+        check_tensors_are(q=q, k=k, v=v)
+        q, k, v = (cast(torch.Tensor, tensor) for tensor in (q, k, v))
+        check_key_mask_is_tensor(key_mask)
+        problem = check(q, k, v, asked, key_mask, sequences)
     check_return_lse(return_lse)
     if out is not None:
         check_out(out, q)
     manifest = default_library().manifest
     gpu = _gpu(device, capability, driver)
-    return _explained(gpu, -1 if capability else device, problem, manifest)
+    found = _explained(gpu, -1 if capability else device, problem, manifest)
+    if isinstance(k, QuantizedKV) and found.kernels is not None:
+        try:
+            check_quantizer(found.kernels, k.stored)
+        except ArgumentError as refused:
+            return replace(found, kernels=None, error=str(refused))
+    return found
 
 
 def _explained(gpu: Gpu | None, device: int, problem: Problem, manifest: Manifest) -> Explanation:

@@ -26,7 +26,15 @@ from sage_aot._backends.drivers import default_driver
 from sage_aot._backends.emulation.backend import packed_entries, sequence_entries
 from sage_aot._backends.emulation.quantize import quantize
 from sage_aot._backends.loader import Library
-from sage_aot._call.pipeline import Prepared, default_library, lse_shape, plan_of, prepare_kv, prepare_stored
+from sage_aot._call.pipeline import (
+    Prepared,
+    default_library,
+    lse_shape,
+    plan_of,
+    prepare_kv,
+    prepare_stored,
+    quantizer_of,
+)
 from sage_aot._kernels.drivers import cuda_text, too_old
 from sage_aot._kernels.manifest import FILE_NAME, AttnRecord, KernelRecord, Manifest
 from sage_aot._launch.choose import Gpu, unsupported
@@ -301,7 +309,8 @@ def run_stored(backend: CudaBackend, options: Options, device: str, q: torch.Ten
     quantizing = prepare_kv(backend, k, v, options)
     kv = torch.full((quantizing.kv_bytes,), 0xFF, dtype=torch.uint8, device=device)
     _call(quantizing, device, None, k, v, None, None, None, None, kv)
-    stored = Stored(kv, k if options.resolved.smooth_q else None, k.shape, k.dtype, False, backend.arch(k.get_device()))
+    quantizer = quantizer_of(plan_of(backend, quantizing.problem, k.get_device()).kernels)
+    stored = Stored(kv, k if options.resolved.smooth_q else None, k.shape, k.dtype, False, quantizer)
     attending = prepare_stored(backend, q, stored, options)
     out, lse = torch.full_like(q, torch.nan), torch.full(lse_shape(attending.problem), torch.nan, device=device)
     _call(attending, device, q, stored.k, None, out, lse, None, None, kv)

@@ -112,7 +112,8 @@ class Subject:
             measures += _compare_stored(case, backend, tensors, key_mask, call)
         if case.is_empty:
             return "empty", measures + _empty(call)
-        if sequences is None and case.seqlen_q == 1 and case.group > 1 and not case.is_causal:
+        if (sequences is None and case.seqlen_q == 1 and case.group > 1
+                and not (case.is_causal or case.options.resolved.smooth_q)):
             case, tensors, call = _by_group(case, tensors, call)
         plan = plan_of(case, backend, tensors, key_mask, sequences)
         if sequences:

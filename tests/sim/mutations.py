@@ -1035,7 +1035,7 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
      _HOPPER_WIDE, "access outside an allocation"),
     ("stored mean of the first head for all", "quant/quantize_q.cuh", "QuantizeQ::run",
      Left("params.k_mean + channel_index<Config>(batch * params.num_kv_heads + kv_head)"),
-     _HOPPER_SMOOTH, "lse, quantized k and v"),
+     _HOPPER_K_INF, "lse, quantized k and v"),
     ("barrier behind the stored mean dropped", "quant/rows.cuh", "load_k_mean",
      Drop("__syncthreads();"),
      _HOPPER_TINY, "read of memory that nothing wrote"),

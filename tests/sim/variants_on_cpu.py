@@ -116,7 +116,7 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
         tiles that see no key at all, one of them after another tile.
     factors: KV tiles with factors of their own, a negative softmax scale; whole rows rotated at 8 bits too, or where
         causal K not smoothed.
-    masked: a key mask, MASKED; where V is smoothed, also with K and V quantized before.
+    masked: a key mask, MASKED; where V is smoothed and Q is not, also with K and V quantized before.
     sequences: of several lengths in one tensor, SEQUENCES.
     floats: f32, also with K and V quantized before, FLOATS.
     falling, for e4m3 P: scores behind which references fall, once by far or from tile to tile.
@@ -147,8 +147,10 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     few = replace(plain, group=1, seqlen_q=70)
     found["factors"] = replace(few, scale=-0.1, **({"rotate": True} if spec.mask == "full" else {"smooth_k": False}),
                                seqlen_kv=3 * tile.block_n + 42, kind="heavy_v" if spec.v == "vraw" else "sparse_v")
-    found["masked"] = replace(plain, **{"seed": 6, "batch": 3, "group": 1, "seqlen_q": tile.block_m + 20,
-                                        "seqlen_kv": 2 * tile.block_n + 100, "stored": spec.v == "vsmooth",
+    found["masked"] = replace(plain, **{"seed": 6, "batch": 3, "group": 1,
+                                        "seqlen_q": 40 if spec.mask == "full" else tile.block_m + 20,
+                                        "seqlen_kv": 2 * tile.block_n + 100,
+                                        "stored": (spec.v, spec.q) == ("vsmooth", "qraw"),
                                         **MASKED[spec.mask, spec.v, spec.q]})
     found["sequences"] = replace(plain, **{"batch": 4, "group": 1, "seqlen_q": tile.block_m + 20,
                                            "seqlen_kv": 2 * tile.block_n + 50, "lengths": "mixed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -12,6 +13,7 @@ import sage_aot
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._call import ops, pipeline
 from sage_aot._problem.options import OPTIONS
+from sage_aot._tools import reference
 
 CHANGES = [{}, {"qk": "int4"}, {"smooth_q": True, "smooth_v": True}, {"rotate": True, "smooth_k": False},
            {"qk": "int4", "clip": False, "smooth_q": False}, {"pv_accum": "two_level_f16"}]
@@ -79,7 +81,8 @@ def test_what_it_knows():
     _, k, v = draw()
     kv = sage_aot.quantize_kv(k, v, key_mask=mask_of(True), qk="int4")
     assert (kv.shape, kv.dtype, kv.arch, kv.has_key_mask) == ((2, 2, 70, 40), torch.bfloat16, "sm89", True)
-    assert kv.options.qk == "int4" and kv.device == k.device
+    assert (kv.options.qk, kv.options.smooth_q, kv.options.pv_accum) == ("int4", True, "two_level_f32")
+    assert kv.quantizer.startswith("sage_quant_sm89_d64_qkint4_pve4m3 (") and kv.device == k.device
     assert kv.nbytes == 2 * 4 * k.numel() + 2 * 70 + k.nbytes  # f32 on the CPU, the mask, a copy for a smoothed q
     assert repr(kv) == f"QuantizedKV([2, 2, 70, 40] torch.bfloat16 on cpu, sm89, {kv.nbytes} bytes, key mask)"
     assert sage_aot.quantize_kv(k, v, qk="int4", smooth_q=False).nbytes == 2 * 4 * k.numel()
@@ -104,16 +107,44 @@ def test_autocast_casts_q_as_it_cast_k_and_v():
 def test_one_query_takes_the_heads_of_a_group_as_rows(layout):
     q, k, v = draw(q_heads=6, queries=1, layout=layout)
     key_mask = mask_of(True)
-    out, lse = sage_aot.attn(q, k, v, layout=layout, key_mask=key_mask, smooth_q=True, return_lse=True)
+    out, lse = sage_aot.attn(q, k, v, layout=layout, key_mask=key_mask, return_lse=True)
     heads_first = [x if layout == "HND" else x.transpose(1, 2) for x in (q, k, v)]
     by_group = heads_first[0].reshape(2, 2, 3, 40)
-    expected, expected_lse = sage_aot.attn(by_group, *heads_first[1:], key_mask=key_mask, smooth_q=True,
-                                           return_lse=True)
+    expected, expected_lse = sage_aot.attn(by_group, *heads_first[1:], key_mask=key_mask, return_lse=True)
     assert torch.equal(out, expected.reshape(q.shape)) and torch.equal(lse, expected_lse.reshape(2, 6, 1))
     assert out.is_contiguous()
     given = torch.empty(2, *q.shape[1:3], 43, dtype=q.dtype)[..., 1:-2]
-    assert sage_aot.attn(q, k, v, layout=layout, key_mask=key_mask, smooth_q=True, out=given) is given
+    assert sage_aot.attn(q, k, v, layout=layout, key_mask=key_mask, out=given) is given
     assert torch.equal(given, out)
+
+
+@pytest.mark.parametrize("options", [{}, {"rotate": True}, {"smooth_q": True}, {"qk": "int4"}], ids=str)
+def test_one_query_is_as_exact_as_with_a_head_of_its_own(options):
+    """Where q is smoothed, heads are no rows of one: what is left of a row less its own mean is nothing to round."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, heads, rows, 128, generator=generator) for heads, rows in ((8, 1), (1, 512), (1, 512)))
+    q *= 2
+    expected, _ = reference.attention(q, k, v)
+
+    def error(out):
+        return reference.measure(out, expected).relative_l1
+
+    own_head = torch.cat([sage_aot.attn(q[:, h:h + 1], k, v, **options) for h in range(8)], 1)
+    assert error(sage_aot.attn(q, k, v, **options)) < 1.15 * error(own_head)
+
+
+def test_one_query_of_no_batch_entries():
+    q, k, v = (x[:0] for x in draw(queries=1))
+    out, lse = sage_aot.attn(q, k, v, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (0, 4, 1)
+
+
+def test_one_query_under_autocast_with_an_output():
+    q, k, v = draw(queries=1, dtype=torch.float32)
+    out = torch.empty_like(q, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sage_aot.attn(q, k, v, out=out) is out
+        assert torch.equal(out, sage_aot.attn(q, k, v))
 
 
 def test_one_query_with_wrong_tensors_gets_the_errors_of_others():
@@ -156,7 +187,7 @@ def test_compiled_without_a_graph_break(queries):
 @pytest.mark.parametrize(("change", "message"), [
     (lambda q, k, v, kv: sage_aot.attn(q, kv, v), "v: expected None with a QuantizedKV, got Tensor"),
     (lambda q, k, v, kv: sage_aot.attn(q, kv, key_mask=mask_of(True)), "key_mask: expected None"),
-    (lambda q, k, v, kv: sage_aot.attn(q, kv, qk="int4"), "qk: k and v were quantized with 'auto', got 'int4'"),
+    (lambda q, k, v, kv: sage_aot.attn(q, kv, qk="int4"), "qk: k and v were quantized with 'int8', got 'int4'"),
     (lambda q, k, v, kv: sage_aot.attn(q, kv, smooth_k=1), "smooth_k: expected True or False, got 1"),
     (lambda q, k, v, kv: sage_aot.attn(q, kv, smooth_k=False), "smooth_k: k and v were quantized with True"),
     (lambda q, k, v, kv: sage_aot.attn(q.half(), kv), "q must have the dtype"),
@@ -165,7 +196,10 @@ def test_compiled_without_a_graph_break(queries):
     (lambda q, k, v, kv: sage_aot.attn(q[:, :3], kv), "the heads of q must be a multiple .* got 3 and 2"),
     (lambda q, k, v, kv: sage_aot.attn(q[0], kv), "q: expected four dimensions"),
     (lambda q, k, v, kv: sage_aot.attn(q, kv, out=q[:1]), "out: expected shape"),
-    (lambda q, k, v, kv: sage_aot.attn(q, k), "v: expected a torch.Tensor, got NoneType"),
+    (lambda q, k, v, kv: sage_aot.attn(q, k), "v: expected a tensor beside k, got None"),
+    (lambda q, k, v, kv: sage_aot.quantize_kv(kv, v), "k: expected a torch.Tensor, got a QuantizedKV"),
+    (lambda q, k, v, kv: sage_aot.attn_varlen(q[0], kv, None, *[torch.zeros(2, dtype=torch.int32)] * 2, 1, 1),
+     "k: expected a tensor with sequences"),
     (lambda q, k, v, kv: sage_aot.attn(q.requires_grad_(), kv), "q requires grad"),
     (lambda q, k, v, kv: sage_aot.quantize_kv(k, v[:, :1]), "k and v must have one shape"),
     (lambda q, k, v, kv: sage_aot.quantize_kv(k, v.half()), "k and v must have one dtype and one device"),
@@ -191,9 +225,20 @@ def test_errors(change, message):
 def test_kernels_of_another_arch_do_not_read_it():
     q, k, v = draw()
     kv = sage_aot.quantize_kv(k, v)
-    with (pipeline.handing(EmulationBackend(pipeline.default_library().manifest, "sm80")),
-          pytest.raises(sage_aot.ArgumentError, match="of the kernels in use, sm80 .*, got sm89")):
+    other = EmulationBackend(pipeline.default_library().manifest, "sm120")
+    message = "by the kernel in use, sage_quant_sm120_.*, got sage_quant_sm89_"
+    with pipeline.handing(other), pytest.raises(sage_aot.ArgumentError, match=message):
         sage_aot.attn(q, kv)
+
+
+@pytest.mark.parametrize("change", [
+    lambda stored: stored._replace(k=None), lambda stored: stored._replace(k=stored.k[..., :3]),
+    lambda stored: stored._replace(data=stored.data[1:]), lambda stored: stored._replace(data=stored.data.float())])
+def test_operators_refuse_what_quantize_kv_did_not_return(change):
+    q, k, v = draw()
+    stored = sage_aot.quantize_kv(k, v, smooth_q=True).stored
+    with pytest.raises(sage_aot.ArgumentError, match="the operators attn_kv take what quantize_kv returned"):
+        ops.attn_kv(q, *change(stored), smooth_q=True)
 
 
 def test_supports():
@@ -208,6 +253,53 @@ def test_supports():
     assert "out: expected shape" in sage_aot.supports(q, kv, out=q[:1])
     with torch.autocast("cpu", torch.float16):
         assert "q must have the dtype" in sage_aot.supports(q, kv)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_supports_and_attn_refuse_the_same_options(name):
+    q, k, v = draw()
+    kv = sage_aot.quantize_kv(k, v)
+    for refused in (OPTIONS[name].refused, torch.ones(3), [1]):
+        with pytest.raises(sage_aot.ArgumentError) as error:
+            sage_aot.attn(q, kv, **{name: refused})
+        assert sage_aot.supports(q, kv, **{name: refused}) == str(error.value)
+        assert str(error.value).startswith(f"{name}: expected")
+
+
+@pytest.mark.parametrize(("of_kv", "of_call"), [({}, {"qk": "int8"}), ({"qk": "int4"}, {"smooth_q": True}),
+                                                ({"smooth_k": False}, {"smooth_k": False}),
+                                                ({}, {"pv_accum": "two_level_f32"})], ids=str)
+def test_options_that_say_what_auto_said(of_kv, of_call):
+    q, k, v = draw()
+    kv = sage_aot.quantize_kv(k, v, **of_kv)
+    assert torch.equal(sage_aot.attn(q, kv, **of_call), sage_aot.attn(q, kv))
+
+
+def test_record_stream_reaches_every_tensor():
+    class Recording(torch.Tensor):
+        def record_stream(self, stream):
+            streams.append(stream)
+
+    streams = []
+    _, k, v = draw()
+    kv = dataclasses.replace(sage_aot.quantize_kv(k, v), _data=torch.empty(3).as_subclass(Recording),
+                             _k=torch.empty(3).as_subclass(Recording))
+    kv.record_stream("side")
+    assert streams == ["side", "side"]
+
+
+@pytest.mark.parametrize("options", [{}, {"smooth_q": True, "smooth_v": True}], ids=str)
+def test_explain(options):
+    q, k, v = draw()
+    kv = sage_aot.quantize_kv(k, v, key_mask=mask_of(True), **options)
+    direct = sage_aot.explain(q, k, v, key_mask=mask_of(True), is_causal=True, **options)
+    found = sage_aot.explain(q, kv, is_causal=True)
+    assert found.kernels == direct.kernels is not None and found.error is None
+    with pytest.raises(sage_aot.ArgumentError, match="q must have the dtype"):
+        sage_aot.explain(q.half(), kv)
+    with pytest.raises(sage_aot.ArgumentError, match="v: expected None"):
+        sage_aot.explain(q, kv, v)
+    assert "by the kernel in use, sage_quant_sm90_" in sage_aot.explain(q, kv, capability=(9, 0)).error
 
 
 def test_every_option_belongs_to_one_of_the_two_calls():
