@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -84,12 +84,16 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.
         check_no_grad(q=q, k=k, v=v, out=out)  # on every call: grad mode changes
     handed, variables = _handed, environment()
     key = kind_of_call(q, k, v, key_mask, out, options, variables, handed, sequences)
-    call = _prepared.get(key)
-    if call is None:
-        call = prepare(handed or backend_of(q), q, k, v, Options.from_schema(*options), out, key_mask,
-                       sequences)
-        if (handed, variables) == (_handed, environment()):  # else another thread changed them, and the key is wrong
-            _prepared.keep(key, call)
+    return _prepared.get(key) or _kept(key, handed, variables, lambda: prepare(
+        handed or backend_of(q), q, k, v, Options.from_schema(*options), out, key_mask, sequences))
+
+
+def _kept(key: tuple[Any, ...], handed: Backend | None, variables: tuple[Any, ...],
+          prepare_it: Callable[[], Prepared]) -> Prepared:
+    """A call that is prepared now, kept for others of its kind."""
+    call = prepare_it()
+    if (handed, variables) == (_handed, environment()):  # else another thread changed them, and the key is wrong
+        _prepared.keep(key, call)
     return call
 
 
@@ -99,12 +103,8 @@ def prepared_kv(k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
     check_no_grad(k=k, v=v)
     handed, variables = _handed, environment()
     key = "kv", *kind_of_call(k, k, v, key_mask, None, options, variables, handed)
-    call = _prepared.get(key)
-    if call is None:
-        call = prepare_kv(handed or backend_of(k), k, v, Options.from_schema(*options), key_mask)
-        if (handed, variables) == (_handed, environment()):
-            _prepared.keep(key, call)
-    return call
+    return _prepared.get(key) or _kept(key, handed, variables, lambda: prepare_kv(
+        handed or backend_of(k), k, v, Options.from_schema(*options), key_mask))
 
 
 def prepare_kv(backend: Backend, k: torch.Tensor, v: torch.Tensor, options: Options,
@@ -124,12 +124,8 @@ def prepared_stored(q: torch.Tensor, stored: Stored, out: torch.Tensor | None, o
     check_no_grad(q=q, out=out)
     handed, variables = _handed, environment()
     key = kind_of_stored(q, stored, out, options, variables, handed)
-    call = _prepared.get(key)
-    if call is None:
-        call = prepare_stored(handed or backend_of(q), q, stored, Options.from_schema(*options), out)
-        if (handed, variables) == (_handed, environment()):
-            _prepared.keep(key, call)
-    return call
+    return _prepared.get(key) or _kept(key, handed, variables, lambda: prepare_stored(
+        handed or backend_of(q), q, stored, Options.from_schema(*options), out))
 
 
 def kind_of_stored(q: torch.Tensor, stored: Stored, out: torch.Tensor | None, options: tuple[Any, ...],

@@ -200,7 +200,7 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
      _HOPPER_NARROW_CAUSAL, "read of memory that nothing wrote"),
     ("delta_s of keys read as they came", "quant/delta_s.cuh", "DeltaS::run",
      Put("key_index_of(params, batch)", instead="nullptr"),
-     _HOPPER_SMOOTH, "output, emulation"),
+     _HOPPER_SMOOTH, "rows beyond the tight bound"),
     ("KV range of the first entry, Hopper", "problem/work_tile.cuh", "work_tile",
      Put("kv_range<Config>(work.seqlen(params), work.first_row)",
          instead="kv_range<Config>(seqlen_of(params, 0), work.first_row)"),

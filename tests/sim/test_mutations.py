@@ -17,7 +17,7 @@ from schemata import Bug, plant, plant_switched
 from simbuild import PROJECT, Build
 from simulated import Simulated
 from tables import DOCUMENT, with_tables
-from variants_on_cpu import SEEDS, cases_of, failure_of, variant
+from variants_on_cpu import SEEDS, cases_of, failure_of, in_orders, variant
 
 SWITCHED: dict[str, list[Bug]] = defaultdict(list)
 """Per variant the bugs that its kernels are compiled with, all at once."""
@@ -70,7 +70,7 @@ def _switched(base: Build, name: str) -> Simulated:
 
 def _first_failure(subject: Simulated, name: str, seeds: tuple[int, ...] = SEEDS) -> str | None:
     for case in cases_of(variant(name)).values():
-        if failure := failure_of(subject.check(case, seed) for seed in seeds):
+        if failure := failure_of(subject.check(*each) for each in in_orders(case, seeds)):
             return failure[0]
     return None
 

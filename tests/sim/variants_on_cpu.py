@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -75,7 +75,7 @@ of the axes."""
 
 
 MASKED: dict[tuple[str, str, str], dict[str, Any]] = {
-    ("full", "vraw", "qraw"): {"mask_kind": "few", "seqlen_kv": 5000, "strides": "sliced"},  # two rounds of packing
+    ("full", "vraw", "qraw"): {"mask_kind": "few", "seqlen_kv": 5000, "batch": 2, "strides": "sliced"},  # two rounds
     ("full", "vraw", "qsmooth"): {"mask_kind": "one", "group": 2},
     ("full", "vsmooth", "qraw"): {"mask_kind": "random", "group": 2, "layout": "NHD", "strides": "misaligned"},
     ("full", "vsmooth", "qsmooth"): {"mask_kind": "random", "planted": "v:inf"},
@@ -190,7 +190,13 @@ def failure_of(results: Iterable[tuple[Verdict, str]]) -> tuple[str, str] | None
 
 def check_variant(build: Build, spec: AttnSpec, name: str) -> list[tuple[Verdict, str]]:
     """Per seed the verdict of one of its cases, and a digest of all that was written."""
-    return [_subject(build).check(cases_of(spec)[name], seed) for seed in SEEDS]
+    return [_subject(build).check(case, seed) for case, seed in in_orders(cases_of(spec)[name])]
+
+
+def in_orders(case: Case, seeds: tuple[int, ...] = SEEDS) -> Iterator[tuple[Case, int]]:
+    """A case with every order of threads; with K and V quantized before in the first order alone, to save time."""
+    for seed in seeds:
+        yield replace(case, stored=case.stored and seed == seeds[0]), seed
 
 
 @functools.cache
