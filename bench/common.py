@@ -54,15 +54,20 @@ def masks(text: str) -> list[str]:
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser, *, seqlen: str, batch: int, heads: int) -> None:
-    """The options that every program takes, with this program's defaults."""
-    parser.add_argument("--headdim", type=integers, default="64,128", help="channels of a head (default: %(default)s)")
+    """The options of programs for both masks, with this program's defaults."""
+    add_size_arguments(parser, headdim="64,128", seqlen=seqlen, batch=batch, heads=heads)
     parser.add_argument("--mask", type=masks, default="full,causal", help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
+
+
+def add_size_arguments(parser: argparse.ArgumentParser, *, headdim: str, seqlen: str, batch: int, heads: int) -> None:
+    """The sizes of inputs with as many keys as queries, and the kernels, with this program's defaults."""
+    parser.add_argument("--headdim", type=integers, default=headdim, help="channels of a head (default: %(default)s)")
     parser.add_argument("--seqlen", type=integers, default=seqlen, help="queries and keys (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=batch, help="(default: %(default)s)")
     parser.add_argument("--heads", type=int, default=heads, help="of q, k and v (default: %(default)s)")
     parser.add_argument("--kernels", metavar="FOLDER", help="built kernels (default: those of the package); `python -m "
                         "codegen build --retarget sm_90` makes a folder that runs other archs' kernels on an H200")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
 
 
 def run(main: Callable[[], int]) -> None:

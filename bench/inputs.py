@@ -41,11 +41,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--headdim", type=common.integers, default="64,128,256", help="(default: %(default)s)")
-    parser.add_argument("--seqlen", type=common.integers, default="1024,4096", help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=16, help="of q, k and v (default: %(default)s)")
-    parser.add_argument("--kernels", metavar="FOLDER", help="built kernels (default: those of the package)")
+    common.add_size_arguments(parser, headdim="64,128,256", seqlen="1024,4096", batch=2, heads=16)
     parser.add_argument("--repeat", type=int, default=10, help="timed repeats of a row (default: %(default)s)")
     return parser.parse_args()
 

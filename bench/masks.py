@@ -39,14 +39,9 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--headdim", type=common.integers, default="64,128", help="(default: %(default)s)")
-    parser.add_argument("--seqlen", type=common.integers, default="1024,4096,16384",
-                        help="queries and keys (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=24, help="of q, k and v (default: %(default)s)")
+    common.add_size_arguments(parser, headdim="64,128", seqlen="1024,4096,16384", batch=4, heads=24)
     parser.add_argument("--causal", action="store_true", help="causal attention (default: full)")
     parser.add_argument("--pad", choices=("left", "right"), default="right", help="(default: %(default)s)")
-    parser.add_argument("--kernels", metavar="FOLDER", help="built kernels (default: those of the package)")
     parser.add_argument("--repeat", type=int, default=10, help="timed repeats of a row (default: %(default)s)")
     return parser.parse_args()
 

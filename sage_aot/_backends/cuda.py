@@ -146,7 +146,7 @@ class CudaCall:
             lse: torch.Tensor | None, workspace: torch.Tensor, key_mask: torch.Tensor | None = None,
             sequences: Sequences | None = None, kv: torch.Tensor | None = None) -> None:
         """Make the call with a workspace of the caller's: uint8, plan.workspace_bytes. Afterwards the workspace holds
-        the quantized tensors."""
+        the quantized tensors, but for those that `kv` holds."""
         addresses = addresses_of(q, k, v, out, workspace, lse, key_mask, sequences, kv)
         self._queue_at(*addresses[:3])(torch._C._cuda_getCurrentRawStream(self._device), *addresses)
 

@@ -120,8 +120,10 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         given = checked_options(q, out, return_lse, *options)
     else:
         given = operator_options(q, k, v, key_mask, out, return_lse, *options)
-    if not is_causal and _groups_share_rows(q, k, v, out, layout) and not smooths_q(*options[3:5]):
-        return _attend_by_group(q, k, v, key_mask, out, return_lse, options)
+    if _groups_share_rows(q, k, v, out, options):
+        if layout == "NHD":
+            given = checked_options(q, out, return_lse, is_causal, scale, "HND", *options[3:])
+        return _attend_by_group(q, k, v, key_mask, out, return_lse, layout, given)
     return _attend(q, k, v, key_mask, out, return_lse, given)
 
 
@@ -147,12 +149,14 @@ _OF_KV = ops.attn_kv, ops.attn_kv_lse, ops.attn_kv_out, ops.attn_kv_lse_out
 
 
 def _groups_share_rows(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None,
-                       out: torch.Tensor | None, layout: str) -> bool:
-    """Whether the q heads of a KV head become rows of one head (PackGQA): they have one query each, and nothing is
-    wrong with the tensors, whose errors are those of the ordinary call. The kernels then read k and v once a KV head,
-    and not once a q head. Not where q is smoothed: the mean over heads that have nothing in common smooths nothing."""
+                       out: torch.Tensor | None, options: tuple[Any, ...]) -> bool:
+    """Whether the q heads of a KV head become rows of one head (PackGQA), so that the kernels read k and v once a KV
+    head, and not once a q head. They do where each has one query. Not under a causal mask, by which the rows of a head
+    see different keys. Not where q is smoothed: a mean over heads that have nothing in common smooths nothing. And not
+    where shapes do not fit, so that the error is that of the ordinary call."""
+    is_causal, _, layout, qk, smooth_q = options[:5]
     heads_at = 1 if layout == "HND" else 2
-    if q.dim() != 4 or q.size(3 - heads_at) != 1 or len(k.shape) != 4:
+    if is_causal or q.dim() != 4 or q.size(3 - heads_at) != 1 or len(k.shape) != 4 or smooths_q(qk, smooth_q):
         return False
     heads, kv_heads = q.shape[heads_at], k.shape[1 if isinstance(k, QuantizedKV) else heads_at]
     return (heads > kv_heads > 0 and heads % kv_heads == 0 and k.shape[0] == q.shape[0] and q.shape[0] > 0
@@ -161,23 +165,20 @@ def _groups_share_rows(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.
 
 
 def _attend_by_group(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None,
-                     key_mask: torch.Tensor | None, out: torch.Tensor | None, return_lse: bool,
+                     key_mask: torch.Tensor | None, out: torch.Tensor | None, return_lse: bool, layout: str,
                      options: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`_attend` with the q heads of each KV head as rows of one head."""
-    is_causal, scale, layout, *others = options
-    given = checked_options(q, out, return_lse, is_causal, scale, "HND", *others)
+    """:func:`_attend` with the q heads of each KV head as rows of one head. `layout`: of the tensors that are given;
+    that of `options` is "HND"."""
     heads = heads_first(q, layout).shape[1]
-    if isinstance(k, QuantizedKV):
-        kv_heads = k.shape[1]
-    else:
+    if not isinstance(k, QuantizedKV):
         k, v = heads_first(k, layout), heads_first(cast(torch.Tensor, v), layout)
-        kv_heads = k.shape[1]
+    kv_heads = k.shape[1]
 
     def by_group(of_heads: torch.Tensor) -> torch.Tensor:
         rows = heads_first(of_heads, layout).squeeze(2)
         return rows.view(rows.shape[0], kv_heads, heads // kv_heads, rows.shape[2])
 
-    made = _attend(by_group(q), k, v, key_mask, None if out is None else by_group(out), return_lse, given)
+    made = _attend(by_group(q), k, v, key_mask, None if out is None else by_group(out), return_lse, options)
     written, lse = made if isinstance(made, tuple) else (made, None)
     result = written.reshape(q.shape) if out is None else out
     return result if lse is None else (result, lse.reshape(q.shape[0], heads, 1))

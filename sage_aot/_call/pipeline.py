@@ -159,10 +159,9 @@ def plan_of_stored(backend: Backend, problem: Problem, stored: Stored) -> Plan:
     """The plan of a call with quantized k and v; ArgumentError where another kernel quantized them."""
     plan = plan_of(backend, problem, stored.data.get_device())
     check_quantizer(plan.kernels, stored)
-    kv_bytes = 0 if problem.is_empty else backend.kv_bytes(plan)
-    if not problem.is_empty and stored.data.numel() != kv_bytes:
-        raise ArgumentError(f"the operators attn_kv take what quantize_kv returned, {kv_bytes} bytes for these shapes, "
-                            f"got {stored.data.numel()}; call sage_aot.attn with a QuantizedKV")
+    if not problem.is_empty and stored.data.numel() != backend.kv_bytes(plan):
+        raise ArgumentError(f"the operators attn_kv take what quantize_kv returned, {backend.kv_bytes(plan)} bytes for "
+                            f"these shapes, got {stored.data.numel()}; call sage_aot.attn with a QuantizedKV")
     return plan
 
 

@@ -108,9 +108,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options,
     _check_alike(q, k, v)
     batch, num_q_heads, q_rows, headdim = _sizes(q, options.layout)
     kv_batch, num_kv_heads, kv_rows, _ = _sizes(k, options.layout)
-    if k.shape != v.shape:
-        raise ArgumentError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}; each key has one "
-                            f"value, and where head dims differ, pad the smaller with zeros")
+    _check_one_shape(k, v)
     if kv_batch != batch:
         raise ArgumentError(f"q, k and v must have one batch size, got {batch} for q and {kv_batch} for k and v; "
                             f"expand a batch of one, which copies nothing")
@@ -141,9 +139,7 @@ def check_kv(k: torch.Tensor, v: torch.Tensor, options: Options, key_mask: torch
     if v.dtype != k.dtype or v.device != k.device:
         raise ArgumentError(f"k and v must have one dtype and one device, got {_describe(k)} and {_describe(v)}; pass "
                             f"v.to(k)")
-    if k.shape != v.shape:
-        raise ArgumentError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}; each key has one "
-                            f"value, and where head dims differ, pad the smaller with zeros")
+    _check_one_shape(k, v)
     batch, heads, keys, headdim = _sizes(k, options.layout)
     if key_mask is not None:
         _check_key_mask(key_mask, batch, keys, k.device, of="k")
@@ -155,12 +151,7 @@ def check_stored(q: torch.Tensor, stored: Stored, options: Options) -> Problem:
     """Check a call with k and v that were quantized before, and return its problem."""
     dimensions, (kv_batch, num_kv_heads, keys, kv_headdim) = LAYOUTS[options.layout], stored.shape
     _check_tensor("q", q, dimensions)
-    if stored.data.dtype != torch.uint8 or not stored.data.is_contiguous() or (
-            (stored.k is None) == options.resolved.smooth_q) or stored.k is not None and (
-            tuple(stored.k.shape), stored.k.dtype, stored.k.device, stored.k.is_contiguous()) != (
-            tuple(stored.shape), stored.dtype, stored.data.device, True):
-        raise ArgumentError("the operators attn_kv take what quantize_kv returned, with its options, got something "
-                            "else; call sage_aot.attn with a QuantizedKV")
+    _check_returned(stored, options)
     if q.dtype != stored.dtype or q.device != stored.data.device:
         raise ArgumentError(f"q must have the dtype and the device that k and v had, {stored.dtype} on "
                             f"{stored.data.device}, got {q.dtype} on {q.device}; convert q, or quantize k and v again")
@@ -171,6 +162,24 @@ def check_stored(q: torch.Tensor, stored: Stored, options: Options) -> Problem:
     _check_heads(num_q_heads, num_kv_heads, dimensions, "quantize k and v whose heads divide those of q")
     return Problem(batch, num_q_heads, num_kv_heads, queries, keys, headdim, DTYPES[q.dtype], _scale(options, headdim),
                    options.resolved, stored.has_key_mask, part="q")
+
+
+def _check_returned(stored: Stored, options: Options) -> None:
+    """ArgumentError for tensors that quantize_kv did not return, on which the kernels would read what is not there."""
+    data, k = stored.data, stored.k
+    as_returned = data.dtype == torch.uint8 and data.is_contiguous() and (k is not None) == options.resolved.smooth_q
+    if as_returned and k is not None:
+        as_returned = k.is_contiguous() and (tuple(k.shape), k.dtype, k.device) == (
+            tuple(stored.shape), stored.dtype, data.device)
+    if not as_returned:
+        raise ArgumentError("the operators attn_kv take what quantize_kv returned, with its options, got something "
+                            "else; call sage_aot.attn with a QuantizedKV")
+
+
+def _check_one_shape(k: torch.Tensor, v: torch.Tensor) -> None:
+    if k.shape != v.shape:
+        raise ArgumentError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}; each key has one "
+                            f"value, and where head dims differ, pad the smaller with zeros")
 
 
 def _scale(options: Options, headdim: int) -> float:

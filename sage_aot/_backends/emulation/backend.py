@@ -42,19 +42,17 @@ class EmulationBackend:
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
                  key_mask: torch.Tensor | None = None, sequences: Sequences | None = None,
                  kv: torch.Tensor | None = None) -> None:
-            if kv is not None and problem.part == "kv":
-                _keep(problem, k, v, key_mask, kv)
-                return
-            if kv is not None:
-                q, out = (heads_first(tensor, layout) for tensor in (q, out))
-                k, v, key_mask = _kept(problem, kv)
-                _attend(problem, kernels, q, k, v, out, lse, key_mask)
-                return
             if sequences is not None:
                 _attend_sequences(problem, kernels, q, k, v, out, lse, sequences)
                 return
-            q, k, v, out = (heads_first(tensor, layout) for tensor in (q, k, v, out))
-            _attend(problem, kernels, q, k, v, out, lse, key_mask)
+            if problem.part == "q":
+                k, v, key_mask = _kept(problem, cast(torch.Tensor, kv))
+            else:
+                k, v = heads_first(k, layout), heads_first(v, layout)
+            if problem.part == "kv":
+                _keep(k, v, key_mask, cast(torch.Tensor, kv))
+            else:
+                _attend(problem, kernels, heads_first(q, layout), k, v, heads_first(out, layout), lse, key_mask)
 
         return cast(Call, call)
 
@@ -65,14 +63,14 @@ class EmulationBackend:
         return 8 * keys * problem.num_kv_heads * problem.headdim + (keys if problem.has_key_mask else 0)
 
 
-def _keep(problem: Problem, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, kv: torch.Tensor) -> None:
-    parts = [heads_first(tensor, problem.options.layout).float() for tensor in (k, v)]
-    parts += [] if key_mask is None else [key_mask]
+def _keep(k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, kv: torch.Tensor) -> None:
+    """Write k and v, [batch, heads, keys, headdim], and the key mask to `kv`."""
+    parts = [k.float(), v.float()] + ([] if key_mask is None else [key_mask])
     kv.copy_(torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]))
 
 
 def _kept(problem: Problem, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """k and v, [batch, heads, keys, headdim], and the key mask."""
+    """What :func:`_keep` wrote."""
     shape = problem.batch, problem.num_kv_heads, problem.seqlen_kv, problem.headdim
     size = 4 * math.prod(shape)
     k, v = (kv[begin: begin + size].view(torch.float32).view(shape) for begin in (0, size))
