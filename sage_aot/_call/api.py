@@ -159,7 +159,7 @@ def _groups_share_rows(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.
     if is_causal or q.dim() != 4 or q.size(3 - heads_at) != 1 or len(k.shape) != 4 or smooths_q(qk, smooth_q):
         return False
     heads, kv_heads = q.shape[heads_at], k.shape[1 if isinstance(k, QuantizedKV) else heads_at]
-    return (heads > kv_heads > 0 and heads % kv_heads == 0 and k.shape[0] == q.shape[0] and q.shape[0] > 0
+    return (heads > kv_heads > 0 and heads % kv_heads == 0 and k.shape[0] == q.shape[0]
             and 0 < k.shape[3] == q.shape[3] and (v is None or v.shape == k.shape)
             and (out is None or (out.shape, out.device) == (q.shape, q.device)))
 

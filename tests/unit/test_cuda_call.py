@@ -146,7 +146,7 @@ def test_structs_reach_the_driver_as_they_are_packed(driver, arch, options, with
 
 @pytest.mark.parametrize("smooth_q", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_structs_of_quantized_k_and_v_reach_the_driver(driver, smooth_q, masked):
+def test_structs_of_quantized_k_and_v_reach_the_driver(driver, monkeypatch, smooth_q, masked):
     """The call that quantizes k and v writes what the other reads, and neither gets an address that is not its own."""
     backend, options = CudaBackend(Library(KERNEL_FOLDER, driver), "sm89"), Options(smooth_q=smooth_q)
     q, k, v = draw()
@@ -170,6 +170,13 @@ def test_structs_of_quantized_k_and_v_reach_the_driver(driver, smooth_q, masked)
     addresses = [q.data_ptr(), k.data_ptr() if smooth_q else 0, 0, out.data_ptr(), 0, 0, 0, 0, kv.data_ptr(),
                  workspace.data_ptr()]
     assert len(call.launches()) == 2 + smooth_q
+    assert driver.launches() == expected_of(call, addresses)
+
+    monkeypatch.setattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", lambda *_: workspace.data_ptr(),
+                        raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", lambda _: None, raising=False)
+    with driver.entered(1):  # the device's context: the call asks torch's allocator for raw memory
+        call(q, stored.k, None, out, None, None, None, kv)
     assert driver.launches() == expected_of(call, addresses)
 
 

@@ -15,7 +15,9 @@ from sage_aot._launch.plan import (
     BLOCKS_A_ROUND,
     DELTA_BYTES,
     LOG2_E,
+    MISSING,
     MOST_ROUNDS,
+    OF_KV,
     Argument,
     Arguments,
     Strides,
@@ -341,3 +343,46 @@ def test_delta_of_sequences_has_blocks_for_the_slots_of_its_rows():
     _, delta, _ = run(problem)
     assert delta.params["tile_blocks"].divisor == 20_000 // (64 * 128) + 5 and delta.params["key_blocks"].divisor == 4
     assert delta.blocks == 6 * 4 * (20_000 // (64 * 128) + 5)
+
+
+# --- k and v quantized by a call of their own -------------------------------------------------------------------------
+
+
+MISSES = {name: Argument(name, MISSING, at_16_bytes=True) for name in ("q", "k", "v", "out")}
+ALIGNED = Strides(0, 8 * 1024, 80)
+
+
+@pytest.mark.parametrize("has_key_mask", [False, True])
+def test_the_call_that_quantizes_k_and_v_has_no_blocks_and_no_memory_for_q(has_key_mask):
+    problem = changed(SMOOTH_Q, part="kv", num_q_heads=3, seqlen_q=1, has_key_mask=has_key_mask)
+    own = {name: argument(name) for name in ("k", "v", "key_mask")}
+    *packs, quantizer = run(problem, **{**MISSES, **own})
+    assert [launch.record.spec.kind for launch in (*packs, quantizer)] == ["pack"] * has_key_mask + ["quant"]
+    assert quantizer.blocks == 2 * 3 * 2 * quantizer.params["kv_blocks"] > 0  # batch entries, heads, K and V
+    layout = plan(problem, kernels(problem=problem))
+    assert [name for name in layout.offsets if layout.sizes[name]] == ["tile_counter"]
+    kept = {name for name in OF_KV if has_key_mask or not name.startswith("key_")}
+    assert layout.kv_offsets.keys() == kept
+    assert all(quantizer.params[name] == ("kv", layout.kv_offsets[name]) for name in kept)
+
+
+def test_the_call_with_quantized_k_and_v_reads_them_where_the_other_call_wrote_them():
+    written = plan(changed(part="kv", num_q_heads=3, seqlen_q=1), kernels())
+    problem = changed(part="q")
+    layout = plan(problem, kernels())
+    assert (layout.kv_offsets, layout.kv_bytes) == (written.kv_offsets, written.kv_bytes)
+    assert not layout.offsets.keys() & layout.kv_offsets.keys()
+    quantizer, attention = run(problem, **{**MISSES, "q": argument("q"), "out": argument("out")})
+    assert quantizer.params["kv_blocks"] == 0 and quantizer.blocks == 2 * 6 * layout.q_tiles
+    assert attention.params["kv_hat"] == ("kv", layout.kv_offsets["kv_hat"])
+    assert attention.params["q_hat"] == ("workspace", layout.offsets["q_hat"])
+
+
+@pytest.mark.parametrize("part", ["kv", "q"])
+def test_each_call_asks_for_aligned_rows_of_the_tensors_that_it_reads(part):
+    problem = changed(part=part, **({"num_q_heads": 3, "seqlen_q": 1} if part == "kv" else {}))
+    read = {"kv": ("k", "v"), "q": ("q",)}[part]
+    aligned = MISSES | {name: argument(name, strides=ALIGNED) for name in read}
+    assert run(problem, **aligned)[0].entry.endswith("_bf16")
+    for name in read:
+        assert run(problem, **aligned | {name: argument(name, False, ALIGNED)})[0].entry.endswith("_any")

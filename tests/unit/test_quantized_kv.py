@@ -133,6 +133,15 @@ def test_one_query_is_as_exact_as_with_a_head_of_its_own(options):
     assert error(sage_aot.attn(q, k, v, **options)) < 1.15 * error(own_head)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_one_query_sees_every_key(is_causal):
+    """Also the last key, by whose value alone the output is large."""
+    q, k, v = draw(queries=1)
+    v[:, :, -1] = 100.0
+    expected, _ = reference.attention(q, k, v)
+    assert reference.measure(sage_aot.attn(q, k, v, is_causal=is_causal), expected).relative_l1 < 0.06
+
+
 def test_one_query_of_no_batch_entries():
     q, k, v = (x[:0] for x in draw(queries=1))
     out, lse = sage_aot.attn(q, k, v, return_lse=True)
@@ -229,6 +238,16 @@ def test_kernels_of_another_arch_do_not_read_it():
     message = "by the kernel in use, sage_quant_sm120_.*, got sage_quant_sm89_"
     with pipeline.handing(other), pytest.raises(sage_aot.ArgumentError, match=message):
         sage_aot.attn(q, kv)
+
+
+def test_kernels_of_one_mask_alone():
+    """As a user builds them who needs no other."""
+    manifest = pipeline.default_library().manifest
+    causal = {name: record for name, record in manifest.kernels.items() if "_full_" not in name}
+    q, k, v = draw()
+    with pipeline.handing(EmulationBackend(dataclasses.replace(manifest, kernels=causal), "sm89")):
+        out = sage_aot.attn(q, sage_aot.quantize_kv(k, v), is_causal=True)
+    assert torch.equal(out, sage_aot.attn(q, k, v, is_causal=True))
 
 
 @pytest.mark.parametrize("change", [
