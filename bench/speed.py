@@ -238,8 +238,10 @@ class Pieces:
         self._out = common.poisoned(qkv[0])
         workspace = torch.full((self.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")  # NaNs
         self._tensors = (*qkv, self._out, workspace)  # keeps them alive: the queues hold addresses only
-        *quantizers, attention = call.launches()  # torch.randn aligns q, k and v
-        self._quantizers, self._attention = call.queue_of(quantizers), call.queue_of([attention])
+        quantizers, attention = [], []
+        for launch in call.launches():  # torch.randn aligns q, k and v
+            (attention if launch.record.spec.kind in ("attn", "merge") else quantizers).append(launch)
+        self._quantizers, self._attention = call.queue_of(quantizers), call.queue_of(attention)
         self._addresses = addresses_of(*qkv, self._out, workspace)
 
     def quantize(self) -> None:
@@ -265,7 +267,8 @@ def moved_bytes(layout: Plan, element_size: int) -> int:
     problem = layout.problem
     q = problem.batch * problem.num_q_heads * problem.seqlen_q * problem.headdim
     kv = 2 * problem.batch * problem.num_kv_heads * problem.seqlen_kv * problem.headdim
-    return (q + kv) * element_size + layout.workspace_bytes
+    written = sum(size for name, size in layout.sizes.items() if not name.startswith("partial_"))
+    return (q + kv) * element_size + written
 
 
 # --- clocks -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
     python ci/reproduce.py dist [--only 'sage_attn_sm90_d64_*']
 
 leaves the wheel and the sdist in dist/. Build the kernels of this tree first (python -m codegen build). The other
-folder compiles all kernels again. With `--only` it compiles the kernels of that name and their feeders alone, which
+folder compiles all kernels again. With `--only` it compiles the kernels of that name and their companions alone, which
 saves time; the second wheel is then packed from the kernels of this tree. This Python's environment must have the extra
 `codegen`."""
 
@@ -69,7 +69,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Build the wheel twice, in two folders, and compare the bytes.")
     parser.add_argument("out", type=Path, help="a folder for the wheel and the sdist; what is in it is removed")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN",
-                        help="compile only kernels of such names again, and their feeders")
+                        help="compile only kernels of such names again, and their companions")
     args = parser.parse_args()
     for old in (*args.out.glob("sage_aot-*.whl"), *args.out.glob("sage_aot-*.tar.gz")):
         old.unlink()

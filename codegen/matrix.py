@@ -1,6 +1,6 @@
 """build_matrix.yaml → the kernels to build, and per combination of the axes without a kernel, the reason.
 
-Each combination is excluded, or covered by exactly one row of tiles. Each attention kernel brings its feeders. One
+Each combination is excluded, or covered by exactly one row of tiles. Each attention kernel brings its companions. One
 :class:`~codegen.errors.MatrixError` reports everything that is wrong.
 """
 
@@ -25,10 +25,10 @@ class PlannedKernel:
     spec: KernelSpec
     family: str
     how: FamilyKind  # template, threads, ...
-    tile: Tile  # of the attention kernel; for a feeder, of the first attention kernel that it feeds
+    tile: Tile  # of the attention kernel; for a companion, of the first that names it
     allowed_spill_bytes: int
-    row: str  # selector of the tile row of the attention kernel; for a feeder, of the first that it feeds
-    feeders: tuple[str, ...]  # names of an attention kernel's feeders, in the order in which they run
+    row: str  # selector of that attention kernel's tile row
+    companions: tuple[str, ...]  # names of an attention kernel's companions, in the order in which they run
 
     @property
     def min_blocks(self) -> int:
@@ -83,7 +83,7 @@ class _Planning:
         if self.reader.problems:  # a row may lack what its kernels need
             return None
         attention = [(self._attention(spec, row), row) for spec, row in covered]
-        kernels = [kernel for kernel, _ in attention] + self._feeders(attention)
+        kernels = [kernel for kernel, _ in attention] + self._companions(attention)
         archs = {name: Arch(capability_of(name), row.least_driver or 0, row.run_on)
                  for name, row in self.rows.archs.items()}
         shared_bytes = {name: row.shared_bytes or 0 for name, row in self.rows.archs.items()}
@@ -142,22 +142,22 @@ class _Planning:
         if _needs_delta(spec) and "delta" not in kinds:
             self.reader.complain(row.selector.line, f"expected the kind delta in the family {row.family!r}, which "
                                                     f"{spec.name} needs, got none")
-        feeders = tuple(spec.companion(kind).name for kind in wanted)
-        return self._kernel(spec, row, row.allowed_spill_bytes, feeders)
+        companions = tuple(spec.companion(kind).name for kind in wanted)
+        return self._kernel(spec, row, row.allowed_spill_bytes, companions)
 
     def _kernel(self, spec: KernelSpec, row: TileRow, allowed_spill_bytes: int = 0,
-                feeders: tuple[str, ...] = ()) -> PlannedKernel:
+                companions: tuple[str, ...] = ()) -> PlannedKernel:
         """The kernel of any kind that follows from a row; only attention kernels may spill."""
         if row.tile is None:
             raise ValueError(f"line {row.selector.line}: expected sizes")  # not reached: plan() stops after complaints
         return PlannedKernel(spec, row.family, self.rows.families[row.family][spec.kind], row.tile, allowed_spill_bytes,
-                             row.selector.text(row.family, spec.arch), feeders)
+                             row.selector.text(row.family, spec.arch), companions)
 
-    def _feeders(self, attention: list[tuple[PlannedKernel, TileRow]]) -> list[PlannedKernel]:
-        """The feeders of the attention kernels. Attention kernels that share a feeder must agree on its template."""
+    def _companions(self, attention: list[tuple[PlannedKernel, TileRow]]) -> list[PlannedKernel]:
+        """The companions of the attention kernels, which must agree on the template of a companion that they share."""
         found: dict[str, tuple[PlannedKernel, TileRow]] = {}
         for kernel, row in attention:
-            for name in kernel.feeders:
+            for name in kernel.companions:
                 wanted = self._kernel(spec_of(name), row)
                 first, first_row = found.setdefault(name, (wanted, row))
                 if _layout(wanted) != _layout(first):
@@ -172,5 +172,5 @@ def _needs_delta(spec: AttnSpec) -> bool:
 
 
 def _layout(kernel: PlannedKernel) -> tuple[object, ...]:
-    """What attention kernels that share a feeder must agree on: everything that the feeder's template is given."""
+    """What attention kernels that share a companion must agree on: all that the companion's template is given."""
     return kernel.how, kernel.tile.quantized if isinstance(kernel.spec, QuantSpec) else None

@@ -65,7 +65,7 @@ def _record_problems(record: KernelRecord, kernel: PlannedKernel, compilation: C
         "compiler": compilation.version, "source_sha256": compilation.source_sha256(kernel), "sha256": found,
         "target": compilation.target(kernel), "file": compilation.compiled(kernel).name, "family": kernel.family}
     if isinstance(kernel.spec, AttnSpec):
-        expected |= {"tile": kernel.tile, "feeders": kernel.feeders}
+        expected |= {"tile": kernel.tile, "companions": kernel.companions}
     if found == record.sha256:  # else the file may be damaged, and is not read
         info = of_ptx(path.read_text()) if record.is_ptx else of_elf(path.read_bytes())
         expected |= {"params": info.params, "facts": info.facts}
@@ -116,7 +116,7 @@ def _record(kernel: PlannedKernel, matrix: Matrix, compilation: Compilation, rep
     )
     if not isinstance(kernel.spec, AttnSpec):
         return record
-    return AttnRecord(**{**vars(record), "spec": kernel.spec, "tile": kernel.tile, "feeders": kernel.feeders,
+    return AttnRecord(**{**vars(record), "spec": kernel.spec, "tile": kernel.tile, "companions": kernel.companions,
                          "main_loop": report.main_loop})
 
 

@@ -15,6 +15,7 @@ from codegen.errors import BuildError
 from codegen.files import write_if_changed
 from codegen.matrix import Matrix, PlannedKernel
 from codegen.project import Project
+from sage_aot._kernels.spec import capability_of
 
 CONTEXT = {
     "attn": ("name", "template", "row", "headdim", "qk", "pv", "pv_accum", "mask", "smooth_v",
@@ -22,9 +23,13 @@ CONTEXT = {
     "quant": ("name", "template", "row", "entries", "headdim", "qk", "pv", "block_m", "block_n", "warp_m",
               "threads", "min_blocks"),
     "pack": ("name", "template", "row", "threads"),
+    "merge": ("name", "template", "row", "threads", "programmatic"),
     "delta": ("name", "template", "row", "entries", "headdim", "threads"),
 }
 """The names that the templates of each kind are given. A template uses all of them and no others."""
+
+PROGRAMMATIC = 9, 0
+"""The first compute capability with programmatic dependent launch."""
 
 _QK_ENUMERATOR = {"int8": "Qk::kInt8", "int4": "Qk::kInt4"}
 _PV_ENUMERATOR = {"f16": "Pv::kF16", "e4m3": "Pv::kE4m3"}
@@ -63,6 +68,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "smooth_v": axes.get("v") == "vsmooth",
         "smooth_q": axes.get("q") == "qsmooth",
         "threads": kernel.how.threads,
+        "programmatic": capability_of(kernel.spec.arch) >= PROGRAMMATIC,
         **kernel.tile._asdict(),
         "min_blocks": kernel.min_blocks,  # replaces the tile's, which holds for the attention kernel
     }

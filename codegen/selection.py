@@ -33,7 +33,8 @@ class Selection:
                 if not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)}
 
     def kernels(self, matrix: Matrix) -> tuple[PlannedKernel, ...]:
-        """The kernels that the selection asks for, and their feeders, so that every attention kernel built can run."""
+        """The kernels that the selection asks for, and their companions: every attention kernel built can run."""
         names = self.names([kernel.spec.name for kernel in matrix.kernels])
-        names.update(feeder for kernel in matrix.kernels if kernel.spec.name in names for feeder in kernel.feeders)
+        asked = [kernel for kernel in matrix.kernels if kernel.spec.name in names]
+        names.update(companion for kernel in asked for companion in kernel.companions)
         return tuple(kernel for kernel in matrix.kernels if kernel.spec.name in names)

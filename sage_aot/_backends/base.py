@@ -7,8 +7,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from sage_aot._kernels.manifest import Manifest
+from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import Plan
-from sage_aot._problem.check import Sequences
+from sage_aot._problem.check import Problem, Sequences
 
 
 class Tensors(NamedTuple):
@@ -53,6 +54,10 @@ class Backend(Protocol):
     def arch(self, device: int) -> str:
         """The arch whose kernels run the calls of a CUDA device; −1 stands for CPU tensors. UnsupportedError where no
         arch does."""
+        ...
+
+    def splits(self, problem: Problem, kernels: Kernels, device: int) -> int:
+        """How many blocks share the keys of a query tile."""
         ...
 
     def bind(self, plan: Plan, tensors: Tensors) -> Call:

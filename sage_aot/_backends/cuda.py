@@ -24,10 +24,10 @@ from sage_aot._backends.drivers import Driver, Function, Launcher, default_drive
 from sage_aot._backends.loader import Library
 from sage_aot._kernels.manifest import KernelRecord, Manifest
 from sage_aot._kernels.spec import is_ptx
-from sage_aot._launch.choose import Gpu, nearest_arch
-from sage_aot._launch.plan import MISSING, Argument, Arguments, Launch, Plan, Strides, launches
+from sage_aot._launch.choose import Gpu, Kernels, nearest_arch
+from sage_aot._launch.plan import MISSING, Argument, Arguments, Launch, Plan, Strides, launches, splits_of
 from sage_aot._launch.structs import SOURCES, WORD, Packed, Packer
-from sage_aot._problem.check import Sequences
+from sage_aot._problem.check import Problem, Sequences
 from sage_aot.errors import LaunchError, PtxWarning, UnsupportedError
 
 ALIGNED = (True, True, True)
@@ -37,10 +37,11 @@ ALIGNED = (True, True, True)
 class CudaBackend:
     """The kernels of a folder on CUDA devices."""
 
-    def __init__(self, library: Library, arch: str | None = None) -> None:
-        """`arch`: run this arch's kernels on every device; None chooses the arch by the device's compute capability."""
+    def __init__(self, library: Library, arch: str | None = None, splits: int | None = None) -> None:
+        """`arch`: run this arch's kernels on every device; None chooses the arch by the device's compute capability.
+        `splits`: so many blocks share the keys of every query tile; None chooses by the device's number of SMs."""
         self.library = library
-        self._arch = arch
+        self._arch, self._splits = arch, splits
         self._archs: dict[int, str] = {}  # device → arch
         self._contexts: dict[int, int] = {}  # device → context
 
@@ -68,6 +69,9 @@ class CudaBackend:
             except Exception as error:  # cupy's errors have no common base
                 raise LaunchError(f"the driver has no context for device {device}: {error}") from error
         return self._contexts[device]
+
+    def splits(self, problem: Problem, kernels: Kernels, device: int) -> int:
+        return self._splits or splits_of(problem, kernels, sm_count(device))
 
     def bind(self, plan: Plan, tensors: Tensors) -> CudaCall:
         return CudaCall(plan, tensors, self, tensors.device)

@@ -52,6 +52,10 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
     torch.compile, CUDA graphs and autocast take. For a single query pass ``is_causal=False``: it sees the same keys,
     and where q is not smoothed the kernels then read k and v once for all q heads of a kv head.
 
+    Where the queries of a call are too few to fill the GPU, several blocks share the keys of a query. The shapes
+    and the GPU's number of SMs decide how many blocks. Their number changes the last bits of the result. Equal calls on
+    one GPU give equal bits.
+
     Args:
         q: ``[batch, q heads, queries, headdim]`` for layout ``"HND"``, ``[batch, queries, q heads, headdim]`` for
             ``"NHD"``; float16, bfloat16 or float32. Any strides with a contiguous last dimension; headdim from 1 to
@@ -120,7 +124,7 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         given = checked_options(q, out, return_lse, *options)
     else:
         given = operator_options(q, k, v, key_mask, out, return_lse, *options)
-    if _groups_share_rows(q, k, v, out, options):
+    if groups_share_rows(q, k, v, out, options):
         if layout == "NHD":
             given = checked_options(q, out, return_lse, is_causal, scale, "HND", *options[3:])
         return _attend_by_group(q, k, v, key_mask, out, return_lse, layout, given)
@@ -148,8 +152,8 @@ _OF_KV = ops.attn_kv, ops.attn_kv_lse, ops.attn_kv_out, ops.attn_kv_lse_out
 # --- one query a head -------------------------------------------------------------------------------------------------
 
 
-def _groups_share_rows(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None,
-                       out: torch.Tensor | None, options: tuple[Any, ...]) -> bool:
+def groups_share_rows(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None,
+                      out: torch.Tensor | None, options: tuple[Any, ...]) -> bool:
     """Whether the q heads of a KV head become rows of one head (PackGQA), so that the kernels read k and v once a KV
     head, and not once a q head. They do where each has one query. Not under a causal mask, by which the rows of a head
     see different keys. Not where q is smoothed: a mean over heads that have nothing in common smooths nothing. And not

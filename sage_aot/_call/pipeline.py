@@ -209,11 +209,17 @@ def prepare(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 
 def plan_of(backend: Backend, problem: Problem, device: int) -> Plan:
     """The kernels that a backend has for a problem, with the sizes that follow."""
-    from sage_aot._launch.choose import kernels_of, wanted_values
     from sage_aot._launch.plan import plan
 
-    return plan(problem, kernels_of(backend.arch(device), wanted_values(problem), backend.manifest,
-                                    problem.has_key_mask))
+    kernels = kernels_on(backend, problem, device)
+    return plan(problem, kernels, backend.splits(problem, kernels, device))
+
+
+def kernels_on(backend: Backend, problem: Problem, device: int) -> Kernels:
+    """The kernels that a backend has for a problem; UnsupportedError where it has none."""
+    from sage_aot._launch.choose import kernels_of, wanted_values
+
+    return kernels_of(backend.arch(device), wanted_values(problem), backend.manifest, problem.has_key_mask)
 
 
 def lse_shape(problem: Problem) -> tuple[int, ...]:

@@ -13,9 +13,9 @@ from sage_aot._call.pipeline import (
     backend_of,
     environment,
     handed_backend,
+    kernels_on,
     kind_of_call,
     kind_of_stored,
-    plan_of,
     plan_of_stored,
 )
 from sage_aot._problem.check import check, check_dense, check_no_grad, check_out, check_stored
@@ -98,7 +98,7 @@ def _asked(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
         problem = check(q, k, v, Options.from_schema(*options), key_mask, sequences)
         if out is not None:
             check_out(out, q)
-        plan_of(backend, problem, device)
+        kernels_on(backend, problem, device)
     except (ArgumentError, UnsupportedError) as error:
         return str(error)
     return None

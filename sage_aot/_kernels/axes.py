@@ -15,7 +15,7 @@ AXES: dict[str, tuple[int | str, ...]] = {
 that a driver compiles for GPUs from that compute capability on."""
 
 ROWS = ("bf16", "f16", "any")
-"""The rows that an entry point of a feeder reads. "bf16" and "f16": rows of this type, each of which begins at a
+"""What an entry point of a kernel that reads rows takes. "bf16" and "f16": rows of this type, each of which begins at a
 multiple of 16 bytes and holds whole 16-byte vectors. "any": all other rows, and all of f32."""
 
 HEADDIMS = tuple(value for value in AXES["headdim"] if isinstance(value, int))

@@ -16,7 +16,7 @@ from sage_aot._kernels.tile import Tile
 from sage_aot.errors import CubinError
 
 FILE_NAME = "manifest.json"
-FORMAT = 10
+FORMAT = 11
 """Version of the format; every change that an older reader would misunderstand takes the next number."""
 
 _TARGET = re.compile(r"(sm|compute)_(\d+)(\d)(a?)")
@@ -121,11 +121,11 @@ class AttnRecord(KernelRecord):
 
     spec: AttnSpec
     tile: Tile
-    feeders: tuple[str, ...]  # names of the kernels that run before it
+    companions: tuple[str, ...]  # names of the other kernels of its calls, in the order in which they run
     main_loop: MainLoop | None  # None for PTX, and for a kernel that was built for another chip and has none
 
     def to_json(self) -> dict[str, Any]:
-        return {**super().to_json(), "tile": self.tile._asdict(), "feeders": list(self.feeders),
+        return {**super().to_json(), "tile": self.tile._asdict(), "companions": list(self.companions),
                 "main_loop": self.main_loop and self.main_loop._asdict()}
 
 
@@ -137,7 +137,7 @@ def _record(values: Mapping[str, Any]) -> KernelRecord:
     if not isinstance(spec, AttnSpec):
         return KernelRecord(**fields)
     loop = values["main_loop"]
-    return AttnRecord(**{**fields, "tile": Tile(**values["tile"]), "feeders": tuple(values["feeders"]),
+    return AttnRecord(**{**fields, "tile": Tile(**values["tile"]), "companions": tuple(values["companions"]),
                          "main_loop": MainLoop(**loop) if loop else None})
 
 

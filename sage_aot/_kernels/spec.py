@@ -83,6 +83,13 @@ class PackSpec(KernelSpec):
 
 
 @dataclass(frozen=True)
+class MergeSpec(KernelSpec):
+    """The attention of a call whose keys are split over blocks."""
+
+    kind = "merge"
+
+
+@dataclass(frozen=True)
 class DeltaSpec(KernelSpec):
     """delta_s, the term of the scores that smoothing Q takes off."""
 
@@ -129,12 +136,12 @@ class AttnSpec(KernelSpec):
         return None
 
 
-KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (PackSpec, QuantSpec, DeltaSpec, AttnSpec)}
+KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (PackSpec, QuantSpec, DeltaSpec, AttnSpec, MergeSpec)}
 """Every kind of kernel, in the order in which a call runs them."""
 
-IN_EVERY_FAMILY = ("pack", "quant", "attn")
+IN_EVERY_FAMILY = ("pack", "quant", "attn", "merge")
 """The kinds that every family has. Every call runs quant and attn; pack runs where a call has a key mask, delta where Q
-is smoothed (sage_aot/_launch/plan.py)."""
+is smoothed, merge where keys are split (sage_aot/_launch/plan.py)."""
 
 
 def spec_of(name: str) -> KernelSpec:

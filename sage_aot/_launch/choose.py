@@ -7,14 +7,14 @@ per kernel, from the same functions, so that a call and its explanation agree.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from sage_aot._kernels.axes import AXES, least_headdim
 from sage_aot._kernels.drivers import cuda_text, too_old
 from sage_aot._kernels.manifest import AttnRecord, KernelRecord, Manifest, arch_rank
-from sage_aot._kernels.spec import capability_of, is_ptx
+from sage_aot._kernels.spec import KINDS, capability_of, is_ptx
 from sage_aot._problem.check import Problem
 from sage_aot._problem.options import OPTION_OF_AXIS, OPTIONS, Options, spelt
 from sage_aot.errors import CubinError, UnsupportedError
@@ -64,18 +64,22 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a call: the attention kernel, and its feeders by kind."""
+    """The kernels of a call: the attention kernel, and its companions by kind."""
 
     attn: AttnRecord
-    feeders: dict[str, KernelRecord]
+    companions: dict[str, KernelRecord]
 
     def __getitem__(self, kind: str) -> KernelRecord:
-        return self.feeders[kind]
+        return self.companions[kind]
 
     @property
     def records(self) -> tuple[KernelRecord, ...]:
         """All kernels of the call, in the order in which they run."""
-        return (*self.feeders.values(), self.attn)
+        by_kind: dict[str, KernelRecord] = {**self.companions, "attn": self.attn}
+        return tuple(by_kind[kind] for kind in KINDS if kind in by_kind)
+
+    def without(self, kind: str) -> Kernels:
+        return replace(self, companions={name: record for name, record in self.companions.items() if name != kind})
 
 
 def candidates(choice: ArchChoice, problem: Problem, manifest: Manifest) -> tuple[Candidate, ...]:
@@ -173,22 +177,22 @@ def kernels_of(arch: str, wanted: Wanted, manifest: Manifest, has_key_mask: bool
     """The kernels of this arch, whatever the GPU, that compute the wanted values.
 
     Raises UnsupportedError where the manifest has no such kernel, CubinError where it has an attention kernel without
-    its feeders.
+    its companions.
     """
     nearest = _ordered(arch, wanted, manifest)[0]
     if instead := _differing(wanted, nearest, manifest):
         raise UnsupportedError(_missing(arch, wanted, instead))
-    return with_feeders(nearest, manifest, has_key_mask)
+    return with_companions(nearest, manifest, has_key_mask)
 
 
-def with_feeders(attn: AttnRecord, manifest: Manifest, has_key_mask: bool = False) -> Kernels:
-    """An attention kernel with the feeders of a call with or without a key mask; CubinError where one is missing."""
-    missing = [name for name in attn.feeders if name not in manifest.kernels]
+def with_companions(attn: AttnRecord, manifest: Manifest, has_key_mask: bool = False) -> Kernels:
+    """An attention kernel with the companions of a call with or without a key mask; CubinError where one is missing."""
+    missing = [name for name in attn.companions if name not in manifest.kernels]
     if missing:
         raise CubinError(f"the kernel folder has {attn.name} but not {missing[0]}, which it needs; rebuild it with "
                          f"`python -m codegen build`, or reinstall sage-aot")
-    feeders = [manifest.kernels[name] for name in attn.feeders]
-    return Kernels(attn, {record.spec.kind: record for record in feeders if has_key_mask or record.spec.kind != "pack"})
+    kernels = Kernels(attn, {record.spec.kind: record for record in map(manifest.kernels.__getitem__, attn.companions)})
+    return kernels if has_key_mask else kernels.without("pack")
 
 
 def _ordered(arch: str, wanted: Wanted, manifest: Manifest) -> list[AttnRecord]:
@@ -210,16 +214,16 @@ def _reason(wanted: Wanted, record: AttnRecord, first: AttnRecord, manifest: Man
 
 
 def _differing(wanted: Wanted, record: AttnRecord, manifest: Manifest) -> dict[str, Any]:
-    """What a kernel and its feeders compute in place of the wanted values, where they differ."""
+    """What a kernel and its companions compute in place of the wanted values, where they differ."""
     own = {name: getattr(record.spec, name) if name in AXES else value if _takes(record, name, manifest)
            else _DEFAULTS[name] for name, value in wanted}
     return {name: own[name] for name, value in wanted if own[name] != value}
 
 
 def _takes(record: AttnRecord, name: str, manifest: Manifest) -> bool:
-    """Whether a kernel and its feeders take an option at run time: the structs of its kinds have a field for it."""
-    feeders = [manifest.kernels[feeder] for feeder in record.feeders if feeder in manifest.kernels]
-    return all(name in manifest.structs[kernel.params].fields for kernel in (record, *feeders)
+    """Whether a kernel and its companions take an option at run time: the structs of its kinds have a field for it."""
+    companions = [manifest.kernels[companion] for companion in record.companions if companion in manifest.kernels]
+    return all(name in manifest.structs[kernel.params].fields for kernel in (record, *companions)
                if kernel.spec.kind in OPTIONS[name].kinds)
 
 

@@ -14,7 +14,7 @@ from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.structs import DTYPE_CODES, NULL, FastDivmod, Params, Tensor
 from sage_aot._problem.check import Problem
-from sage_aot.errors import UnsupportedError
+from sage_aot.errors import ArgumentError, UnsupportedError
 
 DELTA_BYTES = 2**28
 """Limit in bytes on the workspace of delta_s, which takes 4 bytes per query tile, key and head. Where the heads do not
@@ -27,6 +27,11 @@ many blocks an SM."""
 
 MOST_ROUNDS = 4
 """Most rounds of one block."""
+
+START, MERGE, MERGE_PARTIAL = 4.0, 5.0, 2.0
+"""Costs of splits, in units of the time that a block takes for 128 keys of 128 channels. START: beginning and end of a
+block. MERGE: the launch that merges. MERGE_PARTIAL: what merging adds per block of an SM, if all rows of the query tile
+have queries. Measured on an H200 alone, whose SMs hold one block each: bench/results/h200-2026-11-25-split-keys."""
 
 ALIGNMENT = 256
 """Bytes to which every buffer is aligned."""
@@ -96,6 +101,7 @@ class Plan:
     kv_tiles: int  # likewise
     columns: int  # keys of a row of delta_s
     heads_at_once: int  # of runs · q heads, those whose delta_s the workspace holds at once
+    splits: int  # blocks that share the keys of a query tile
     sizes: dict[str, int]  # per buffer
     offsets: dict[str, int]  # from the workspace's beginning, per buffer in it
     workspace_bytes: int
@@ -103,12 +109,20 @@ class Plan:
     kv_bytes: int
 
 
-def plan(problem: Problem, kernels: Kernels) -> Plan:
-    """Lay out the workspace of a problem, and where k and v are quantized apart, what is kept of them."""
+def plan(problem: Problem, kernels: Kernels, splits: int = 1) -> Plan:
+    """Lay out the workspace of a problem, and where k and v are quantized apart, what is kept of them. `splits`: blocks
+    that share the keys of a query tile; ArgumentError for more than the merge kernel takes."""
     tile = kernels.attn.tile
+    if splits == 1:
+        kernels = kernels.without("merge")
+    else:
+        _check_splits(splits, kernels["merge"])
     q_tiles, kv_tiles = _q_blocks(problem, tile.block_m), _kv_blocks(problem, tile.block_n)
     columns = -(-problem.seqlen_kv // tile.block_n) * tile.block_n
     sizes = _buffer_bytes(problem, kernels, q_tiles, kv_tiles)
+    if splits > 1:
+        sizes |= {"partial_out": 4 * splits * _rows_of_heads(problem) * _partial_headdim(problem),
+                  "partial_lse": 4 * splits * _rows_of_heads(problem)}
     heads_at_once = problem.runs * problem.num_q_heads
     if problem.options.smooth_q and problem.part != "kv":
         head_bytes = 4 * q_tiles * columns
@@ -117,8 +131,43 @@ def plan(problem: Problem, kernels: Kernels) -> Plan:
     apart = OF_KV if problem.part != "all" else ()
     offsets, workspace_bytes = _lay_out({name: size for name, size in sizes.items() if name not in apart})
     kv_offsets, kv_bytes = _lay_out({name: size for name, size in sizes.items() if name in apart})
-    return Plan(problem, kernels, q_tiles, kv_tiles, columns, heads_at_once, sizes, offsets, workspace_bytes,
+    return Plan(problem, kernels, q_tiles, kv_tiles, columns, heads_at_once, splits, sizes, offsets, workspace_bytes,
                 kv_offsets, kv_bytes)
+
+
+def _check_splits(splits: int, merge: KernelRecord) -> None:
+    most = merge.fact("most_splits")
+    if not 1 <= splits <= most:
+        raise ArgumentError(f"splits: expected 1 to {most}, got {splits}; pass as many as {merge.name} takes")
+
+
+def splits_of(problem: Problem, kernels: Kernels, sm_count: int) -> int:
+    """How many blocks share the keys of a query tile on a GPU of `sm_count` SMs. One where the query tiles fill the
+    GPU; else as many as make the call shortest, by START and its neighbours."""
+    tile, headdim = kernels.attn.tile, kernels.attn.spec.headdim
+    tiles = problem.runs * problem.num_q_heads * _q_blocks(problem, tile.block_m)
+    at_once = sm_count * tile.min_blocks
+    if problem.part == "kv" or problem.is_empty or tiles >= at_once:
+        return 1
+    kv_tiles, rows = -(-problem.seqlen_kv // tile.block_n), min(1.0, problem.seqlen_q / tile.block_m)
+    time_of_tile = tile.block_n / 128 * max(1.0, headdim / 128)
+
+    def time_of(splits: int) -> float:
+        blocks = tiles * splits
+        attention = -(-blocks // at_once) * (START + -(-kv_tiles // splits) * time_of_tile)
+        return attention if splits == 1 else attention + MERGE + MERGE_PARTIAL * rows * blocks / at_once
+
+    return min(range(1, min(kv_tiles, kernels["merge"].fact("most_splits")) + 1), key=time_of)
+
+
+def _rows_of_heads(problem: Problem) -> int:
+    """Rows of the output, of all heads."""
+    return problem.runs * problem.num_q_heads * problem.q_rows
+
+
+def _partial_headdim(problem: Problem) -> int:
+    """Channels of a row of partial_out: whole vectors of 16 bytes."""
+    return -(-problem.headdim // 4) * 4
 
 
 def _lay_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
@@ -153,7 +202,7 @@ def launches(plan: Plan, tensors: Arguments, sm_count: int) -> list[Launch]:
         if plan.problem.options.smooth_q:
             result.append(_delta(plan, tensors, own))
         result.append(_attention(plan, own, sm_count))
-    return result
+    return result if plan.splits == 1 else [*result, _merge(plan, known)]
 
 
 def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
@@ -174,6 +223,7 @@ def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
         "q_tiles": FastDivmod.of(plan.q_tiles), "kv_tiles": plan.kv_tiles, "block_m": attn.tile.block_m,
         "block_n": attn.tile.block_n, "columns": plan.columns, "softmax_scale_log2": problem.softmax_scale * LOG2_E,
         **{name: attn.facts[name] for name in ("v_typical", "v_least", "v_limit")}, "unused": 0,
+        "splits": FastDivmod.of(plan.splits), "split_rows": _rows_of_heads(problem),
     }
 
 
@@ -236,6 +286,8 @@ def _quantize(plan: Plan, tensors: Arguments, known: Params, sm_count: int) -> L
         kv_blocks = _kv_blocks(problem, keys * rounds)
     per_kv_head = 2 * kv_blocks + q_blocks
     own = {"rounds": rounds, "kv_blocks": kv_blocks, "blocks_per_kv_head": FastDivmod.of(per_kv_head)}
+    if plan.splits > 1:  # the log-sum-exp of each split is its weight, wanted or not
+        own["lse"] = ("workspace", plan.offsets["partial_lse"])
     read = {"all": (tensors.q, tensors.k, tensors.v), "kv": (tensors.k, tensors.v), "q": (tensors.q,)}[problem.part]
     return _launch(record, kv_heads * per_kv_head, {**known, **own}, _rows(problem, *read))
 
@@ -251,7 +303,26 @@ def _delta(plan: Plan, tensors: Arguments, known: Params) -> Launch:
 
 
 def _attention(plan: Plan, known: Params, sm_count: int) -> Launch:
-    """A launch of a block per query tile; of persistent blocks, at most as many as the GPU holds at once."""
+    """A launch of a block per work tile; of persistent blocks, at most as many as the GPU holds at once."""
     record = plan.kernels.attn
+    if plan.splits > 1:
+        known = {**known, **_partial(plan)}
     resident = sm_count * record.tile.min_blocks if FAMILIES[record.family].persistent else _MAX_GRID
-    return _launch(record, known["num_heads"] * plan.q_tiles, known, at_most=resident)
+    return _launch(record, known["num_heads"] * plan.q_tiles * plan.splits, known, at_most=resident)
+
+
+def _partial(plan: Plan) -> Params:
+    """Where blocks that share a row's keys store it, in place of the output and the log-sum-exp."""
+    problem, headdim = plan.problem, _partial_headdim(plan.problem)
+    head = problem.q_rows * headdim
+    out = Tensor(("workspace", plan.offsets["partial_out"]), 0 if problem.tokens else problem.num_q_heads * head, head,
+                 headdim)
+    return {"out": out, "lse": ("workspace", plan.offsets["partial_lse"]), "headdim": headdim,
+            "dtype": DTYPE_CODES["f32"]}
+
+
+def _merge(plan: Plan, known: Params) -> Launch:
+    record, problem = plan.kernels["merge"], plan.problem
+    row_blocks = _q_blocks(problem, record.fact("rows"))
+    own = {"partial_headdim": _partial_headdim(problem), "row_blocks": FastDivmod.of(row_blocks)}
+    return _launch(record, problem.runs * problem.num_q_heads * row_blocks, {**known, **own})

@@ -70,11 +70,12 @@ NULL: Address = ("", 0)
 
 _TENSORS = ("q", "k", "v", "out", "key_mask")
 _ADDRESSES = ("cu_seqlens_q", "cu_seqlens_k", "key_rank", "key_index", "q_hat", "kv_hat", "q_scale", "q_mean", "k_mean",
-              "v_scale", "v_mean", "row_bias", "tile_counter", "delta_s", "lse")
+              "v_scale", "v_mean", "row_bias", "tile_counter", "delta_s", "lse", "partial_out", "partial_lse")
 _INTEGERS = ("batch", "seqlen_q", "seqlen_kv", "q_rows", "kv_rows", "headdim", "dtype", "kv_tiles", "block_m",
-             "block_n", "columns", "rounds", "kv_blocks", "first_head", "num_heads", "unused")
+             "block_n", "columns", "rounds", "kv_blocks", "first_head", "num_heads", "split_rows", "partial_headdim",
+             "unused")
 _DIVISORS = ("num_q_heads", "num_kv_heads", "q_heads_per_kv_head", "q_tiles", "blocks_per_kv_head", "key_blocks",
-             "tile_blocks")
+             "tile_blocks", "splits", "row_blocks")
 _FLOATS = ("softmax_scale_log2", "v_typical", "v_least", "v_limit")
 _OF_SCHEMA = {"bool": "i", "int": "i", "float": "f"}
 

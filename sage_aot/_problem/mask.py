@@ -18,6 +18,9 @@ class VisibleKeys(NamedTuple):
     def of_rows(self, rows: slice) -> VisibleKeys:
         return VisibleKeys(self.begin[rows], self.end[rows])
 
+    def to(self, device: torch.device) -> VisibleKeys:
+        return VisibleKeys(self.begin.to(device), self.end.to(device))
+
     def packed(self, key_ranks: torch.Tensor) -> VisibleKeys:
         """The same among the keys that a key mask leaves, of whose first n keys it leaves key_ranks[n]."""
         return VisibleKeys(*(key_ranks[of_caller.to(key_ranks.device)] for of_caller in self))

@@ -99,7 +99,8 @@ def against_emulation(plan: Plan, quantized: Quantized, out: torch.Tensor, lse: 
     expected, expected_lse, weight = _emulated(plan, quantized, key_ranks)
     bound = _bound(plan)
     got, info = out.float(), torch.finfo(out.dtype)
-    rounding = info.eps / 2 * expected.abs() + info.smallest_normal * info.eps
+    rounding = info.eps / 2 * expected.abs() + info.smallest_normal * info.eps + rounding_of_merge(
+        plan, quantized, expected)
     # P, and alpha · O, flush to zero below f32's normal range: an error in units of V's largest value.
     flushed = SMALLEST_NORMAL / bound.tight * max(1.0, (E4M3_LIMIT * _largest_scale(quantized)).max().item())
     error = ((got - expected).abs() - rounding).clamp(min=0.0) / (weight + flushed + _unresolved(plan, quantized))
@@ -109,6 +110,15 @@ def against_emulation(plan: Plan, quantized: Quantized, out: torch.Tensor, lse: 
                 _few("rows beyond the tight bound", (error > bound.tight).any(-1)),
                 _channel_means(error, bound)]
     return measures + ([] if lse is None else [_lse_measure(plan, quantized, lse, expected_lse)])
+
+
+def rounding_of_merge(plan: Plan, quantized: Quantized, expected: torch.Tensor) -> torch.Tensor:
+    """Rounding of the merge of splits: a few units in the last place of f32, of an output and of V's mean, which each
+    split's output contains. `expected`: [batch, heads, seq, headdim]."""
+    problem = plan.problem
+    mean = quantized.v_mean.repeat_interleave(problem.num_q_heads // problem.num_kv_heads, 1)
+    parts = expected.abs() + mean[:, :, None, : problem.headdim].abs()
+    return 2.0**-21 * parts if plan.splits > 1 else torch.zeros_like(parts)
 
 
 def _unresolved(plan: Plan, quantized: Quantized) -> torch.Tensor:
@@ -160,7 +170,7 @@ def _emulated(plan: Plan, quantized: Quantized,
     twice = {name: torch.cat([x, x]) if isinstance(x, torch.Tensor) else x for name, x in twice.items()}
     twice["v"] = torch.cat([quantized.v, quantized.v.abs()])
     twice["v_mean"] = torch.cat([quantized.v_mean, torch.zeros_like(quantized.v_mean)])
-    out, lse = attend(plan.problem, plan.kernels, Quantized(**twice), key_ranks)
+    out, lse = attend(plan, Quantized(**twice), key_ranks)
     batch, rows, headdim = plan.problem.batch, plan.problem.seqlen_q, plan.problem.headdim
     out = out[:, :, :rows, :headdim]
     return out[:batch], lse[:batch, :, :rows], out[batch:]

@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import torch
 
-from sage_aot._backends.cuda import gpu_here
+from sage_aot._backends.cuda import gpu_here, sm_count
 from sage_aot._backends.drivers import default_driver
 from sage_aot._backends.emulation.backend import emulated_arch
+from sage_aot._call.api import groups_share_rows
 from sage_aot._call.kv import QuantizedKV, check_not_with_sequences, options_with
 from sage_aot._call.pipeline import check_quantizer, default_library
 from sage_aot._kernels.axes import MAX_HEADDIM
@@ -28,6 +29,7 @@ from sage_aot._launch.choose import (
     nearest_arch,
     wanted_values,
 )
+from sage_aot._launch.plan import plan, splits_of
 from sage_aot._problem.check import (
     Problem,
     check,
@@ -51,6 +53,7 @@ class Explanation:
     candidates: tuple[Candidate, ...]  # every attention kernel, with its reason: first those of the chosen arch
     kernels: Kernels | None  # the kernels that the call runs; None where it raises
     error: str | None  # message of the error where the call raises
+    splits: int | None = 1  # blocks that share the keys of a query tile; None for a GPU that is not here
 
     def __str__(self) -> str:
         where = f"GPU     {self.gpu}" if self.gpu else "CPU     tensors are emulated"
@@ -62,6 +65,7 @@ class Explanation:
         taken = f"refused {self.error}"
         if self.kernels:
             taken = "\n".join(f"{'' if i else 'runs':8}{record.name}" for i, record in enumerate(self.kernels.records))
+            taken += _SPLIT[self.splits is None].format(self.splits) if self.splits != 1 else ""
         return "\n".join([where, f"call    {call}", taken, "", *self._table()])
 
     def _table(self) -> list[str]:
@@ -75,6 +79,10 @@ class Explanation:
             rows.append(("taken" if of_group[0].taken else "", name, reason))
         width = max((len(name) for _, name, _ in rows), default=0)
         return [f"{mark:8}{name:{width}}  {reason}" for mark, name, reason in rows]
+
+
+_SPLIT = ("\nkeys    are split over {} blocks a query tile",
+          "\nkeys    are split, and sage_merge_* runs, where the query tiles do not fill that GPU")
 
 
 def _summary(candidate: Candidate) -> str:
@@ -107,7 +115,8 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
     Returns:
         An :class:`Explanation`, which ``print`` shows as a table. ``candidates`` has every attention kernel with its
         reason. ``kernels`` has the manifest's records of the kernels that run; None where the call would raise, with
-        the message in ``error``.
+        the message in ``error``. ``splits`` says how many blocks share the keys of a query tile; None for a GPU that is
+        not here.
 
     Raises:
         ArgumentError: an argument is not as described.
@@ -135,13 +144,14 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
     else:
         device = q.get_device() if isinstance(q, torch.Tensor) else -1
     sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, asked.layout)
+    in_order = tuple(getattr(asked, name) for name in OPTIONS)
     if isinstance(k, QuantizedKV):
         check_tensors_are(q=q)
         if sequences is not None:
             check_not_with_sequences(k)
         q = cast(torch.Tensor, q)
-        in_order = tuple(getattr(asked, name) for name in OPTIONS)
-        problem = check_stored(q, k.stored, Options(*options_with(k, v, key_mask, in_order)))
+        in_order = options_with(k, v, key_mask, in_order)
+        problem = check_stored(q, k.stored, Options(*in_order))
     else:
         check_tensors_are(q=q, k=k, v=v)
         q, k, v = (cast(torch.Tensor, tensor) for tensor in (q, k, v))
@@ -152,7 +162,11 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
         check_out(out, q)
     manifest = default_library().manifest
     gpu = _gpu(device, capability, driver)
-    found = _explained(gpu, -1 if capability else device, problem, manifest)
+    run_as = problem
+    if sequences is None and groups_share_rows(q, k, v, out, in_order):
+        group = problem.num_q_heads // problem.num_kv_heads
+        run_as = replace(problem, num_q_heads=problem.num_kv_heads, seqlen_q=group)
+    found = _explained(gpu, -1 if capability else device, problem, run_as, manifest)
     if isinstance(k, QuantizedKV) and found.kernels is not None:
         try:
             check_quantizer(found.kernels, k.stored)
@@ -161,19 +175,29 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
     return found
 
 
-def _explained(gpu: Gpu | None, device: int, problem: Problem, manifest: Manifest) -> Explanation:
+def _explained(gpu: Gpu | None, device: int, problem: Problem, run_as: Problem, manifest: Manifest) -> Explanation:
     """The explanation for a GPU, or for the emulation where `gpu` is None. `device`: the GPU's number on this machine,
-    −1 for a GPU that is not here."""
+    −1 for a GPU that is not here. `run_as`: the problem that the kernels get, which differs where q heads share
+    rows."""
     choice = choose_arch(gpu, manifest) if gpu else _choice_of_emulation(manifest)
-    kernels = error = None
+    kernels, error, splits = None, None, cast("int | None", 1)
     try:
         if gpu and device >= 0:
             default_driver()  # raises where nothing here loads kernels; unknown for a GPU that is not here
         arch = nearest_arch(gpu, manifest) if gpu else emulated_arch(manifest)
         kernels = kernels_of(arch, wanted_values(problem), manifest, problem.has_key_mask)
+        splits = _splits(gpu, device, run_as, kernels)
+        kernels = kernels if splits is None else plan(run_as, kernels, splits).kernels
     except UnsupportedError as refused:
         error = str(refused)
-    return Explanation(gpu, problem, candidates(choice, problem, manifest), kernels, error)
+    return Explanation(gpu, problem, candidates(choice, problem, manifest), kernels, error, splits)
+
+
+def _splits(gpu: Gpu | None, device: int, problem: Problem, kernels: Kernels) -> int | None:
+    """Of a call; None where that depends on a number of SMs that is not known."""
+    if gpu is None:
+        return 1
+    return splits_of(problem, kernels, sm_count(device)) if device >= 0 else None
 
 
 def _choice_of_emulation(manifest: Manifest) -> ArchChoice:

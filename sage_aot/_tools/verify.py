@@ -64,11 +64,13 @@ class Shape(NamedTuple):
 
 
 SHAPES = (Shape(1, 4, 2, 150, 333, 0, torch.bfloat16), Shape(2, 2, 1, 129, 65, 7, torch.float16),
-          Shape(1, 2, 1, 70, 130, 3, torch.float32), Shape(2, 2, 1, 20, 200, 0, torch.bfloat16, is_stored=True),
+          Shape(1, 2, 1, 70, 130, 3, torch.float32), Shape(1, 2, 1, 20, 2500, 1, torch.bfloat16),
+          Shape(2, 2, 1, 20, 200, 0, torch.bfloat16, is_stored=True),
           Shape(2, 2, 1, 70, 300, 0, torch.bfloat16, has_key_mask=True),
           Shape(1, 2, 1, 221, 310, 0, torch.float16, lengths=((150, 1, 0, 70), (40, 200, 70, 0))))
-"""They have ragged tiles, grouped heads, rows that are not aligned, k and v that are quantized before, and sequences
-without queries or without keys. With a causal mask, queries of the second and the last call see no key."""
+"""They have ragged tiles, grouped heads, rows that are not aligned, keys that several blocks share, k and v that are
+quantized before, and sequences without queries or without keys. With a causal mask, queries of the second and the last
+call see no key."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,7 @@ def _load(library: Library, records: list[KernelRecord], device: int) -> tuple[l
 
 
 def self_test(library: Library, record: AttnRecord, device: str, seed: int) -> Outcome:
-    """Run an attention kernel with its feeders on the inputs of SHAPES, and compare it with the emulation."""
+    """Run an attention kernel with its companions on the inputs of SHAPES, and compare it with the emulation."""
     worst = 0.0
     try:
         for shape in SHAPES:

@@ -87,6 +87,7 @@ class Case(_SizesAndOptions):
     stream: str = _varied({"default": 3, "side": 1})
     stored: bool = _varied({False: 4, True: 1})  # also with k and v quantized before; not of sequences
     read_quantized: bool = _varied({False: 2, True: 1})  # compare the quantizers' outputs bit for bit
+    splits: int | None = _varied({None: 5, 1: 1, 2: 1, 3: 1, 7: 1})  # of the keys; None: as the call has it
     wrong: str = _varied({"nothing": 300, "dimensions": 1, "dtype": 1, "keys": 1, "out": 1, "grad": 1, "key_mask": 1,
                           **dict.fromkeys(OPTIONS, 1)})  # an option: a value that it refuses
 

@@ -30,13 +30,13 @@ from sage_aot._backends.loader import Library
 from sage_aot._call import pipeline
 from sage_aot._call.kv import OF_CALL
 from sage_aot._kernels.manifest import Manifest
-from sage_aot._launch.choose import built_archs
+from sage_aot._launch.choose import Kernels, built_archs
 from sage_aot._launch.plan import LOG2_E, Plan
-from sage_aot._problem.check import Sequences, check, heads_first
+from sage_aot._problem.check import Problem, Sequences, check, heads_first
 from sage_aot._problem.mask import Mask, VisibleKeys
 from sage_aot._problem.options import OPTIONS
 from sage_aot._tools import reference
-from sage_aot._tools.compare import Measure, against_emulation, close, same
+from sage_aot._tools.compare import Measure, against_emulation, close, rounding_of_merge, same
 
 INDEPENDENT = {"normal", "outlier", "biased_v", "huge", "wide_v", "tiny"}
 """Kinds whose channels are independent, so that the roundings of Q and K add up as a random walk: six times its
@@ -68,8 +68,8 @@ class Subject:
         """What runs the call of a case."""
         library = self.libraries[case.arch]
         if self.device == "cpu":
-            return EmulationBackend(library.manifest, case.arch)
-        return Spy(CudaBackend(library, case.arch))
+            return EmulationBackend(library.manifest, case.arch, case.splits or 1)
+        return Spy(CudaBackend(library, case.arch, case.splits))
 
     def examine(self, case: Case, backend: Backend | None = None) -> Verdict:
         """Make the call, on another backend where one is given, and hold it against everything; whatever is raised is
@@ -166,6 +166,9 @@ class Spy:
 
     def arch(self, device: int) -> str:
         return self._backend.arch(device)
+
+    def splits(self, problem: Problem, kernels: Kernels, device: int) -> int:
+        return self._backend.splits(problem, kernels, device)
 
     def bind(self, plan: Plan, tensors: Tensors) -> Call:
         call = self._backend.bind(plan, tensors)
@@ -468,6 +471,7 @@ def _against_float64(case: Case, call: Made, plan: Plan, quantized: Quantized, v
     largest = rest.amax(2).repeat_interleave(case.group, 1)[:, :, None]
     info = torch.finfo(call.out.dtype)
     floor = info.eps * expected.abs() + 2.0**-20 * largest + info.smallest_normal * info.eps + SMALLEST
+    floor = floor + rounding_of_merge(plan, quantized, expected)
     relative, absolute = _rounding_of_p_and_v(case, plan, quantized, largest)
     factor = (2 * moved).clamp(max=700.0).exp()[..., None]  # still finite in f64
     bound = weight * (factor * relative - 1.0) + factor * absolute

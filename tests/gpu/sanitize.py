@@ -1,4 +1,4 @@
-"""Seven or eight small calls of every attention variant, for compute-sanitizer to watch.
+"""Nine or ten small calls of every attention variant, for compute-sanitizer to watch.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
@@ -36,6 +36,7 @@ class Call(NamedTuple):
     has_key_mask: bool = False  # which leaves the last of three batch entries no key
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of sequences: queries, and keys, of each
     is_stored: bool = False  # k and v are quantized before
+    splits: int = 1  # blocks that share the keys of a query tile
 
 
 CALLS = [
@@ -46,6 +47,9 @@ CALLS = [
     Call("normal", torch.bfloat16, (3, 2, 150), (3, 1, 300), has_key_mask=True),
     Call("normal", torch.bfloat16, (1, 2, 150), (1, 1, 200), is_stored=True),
     Call("normal", torch.bfloat16, (1, 2, 350), (1, 1, 330), lengths=((200, 0, 1, 149), (70, 130, 130, 0))),
+    Call("normal", torch.bfloat16, (1, 2, 150), (1, 2, 200), has_nans=True, splits=3),
+    Call("normal", torch.float16, (1, 2, 350), (1, 1, 330), fewer=7, lengths=((200, 0, 1, 149), (70, 130, 130, 0)),
+         splits=2),
 ]
 
 SCHEDULER_CALL = Call("normal", torch.bfloat16, (1, 150, 150), (1, 150, 700))
@@ -75,7 +79,7 @@ def main() -> None:
                 out, _ = run_stored(backend, Options.of_axes(spec.values), "cuda", q, k, v)
                 assert out.isfinite().all(), spec.name
                 continue
-            result = run(spec, q, k, v, key_mask=key_mask, sequences=sequences, poison=False)
+            result = run(spec, q, k, v, key_mask=key_mask, sequences=sequences, poison=False, splits=call.splits)
             torch.cuda.synchronize()
             expected = torch.zeros_like(result.out, dtype=torch.bool)
             if call.has_nans:

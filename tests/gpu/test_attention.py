@@ -9,12 +9,22 @@ import time
 
 import pytest
 import torch
-from variants import LEAST_COSINE, LSE_ERROR, SPECS, each_padded, each_variant, library_of, own_specs, run
+from variants import (
+    LEAST_COSINE,
+    LSE_ERROR,
+    SPECS,
+    backend_of,
+    each_padded,
+    each_variant,
+    library_of,
+    own_specs,
+    run,
+)
 
 import sage_aot
 from sage_aot._backends.emulation.attention import attend
 from sage_aot._backends.emulation.quantize import quantize
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.pipeline import default_library, handing, prepare
 from sage_aot._launch import plan as launch_plan
 from sage_aot._problem.check import Sequences
 from sage_aot._problem.mask import Mask
@@ -69,7 +79,7 @@ def test_error_is_that_of_the_emulation(spec):
     result = run(spec, q, k, v)
     problem, kernels = result.plan.problem, result.plan.kernels
     quantized = quantize(problem, kernels, q.cpu(), k.cpu(), v.cpu())
-    emulated, emulated_lse = attend(problem, kernels, quantized)
+    emulated, emulated_lse = attend(result.plan, quantized)
     reference, _ = expect(spec, q, k, v)
     kernel_error = measure(result.out, reference).relative_l1
     emulation_error = measure(emulated[:, :, :700].bfloat16().cuda(), reference).relative_l1
@@ -94,20 +104,21 @@ def test_grouped_heads(spec, group):
     check(spec, run(spec, q, k, v), expect(spec, q, k, v), slack=2.0)
 
 
-@pytest.mark.parametrize("keys", [60, 700, 9000])  # of the last, the mask's kernel takes several rounds
+# Of 9,000 keys, the mask's kernel takes several rounds.
+@pytest.mark.parametrize(("keys", "splits"), [(60, 1), (700, 3), (9000, 1)])
 @each_variant
-def test_a_key_mask_is_the_call_on_the_keys_that_are_left(spec, keys):
+def test_a_key_mask_is_the_call_on_the_keys_that_are_left(spec, keys, splits):
     q, k, v = draw(spec, (4, 4, 200), (4, 2, keys), "outlier", seed=keys)
     generator = torch.Generator("cuda").manual_seed(keys)
     mask = torch.rand(4, keys, generator=generator, device="cuda") < 0.5
     mask[1], mask[2], mask[2, keys // 2] = True, False, True
     mask[3, : keys // 3] = False
-    found = run(spec, q, k, v, key_mask=mask)
+    found = run(spec, q, k, v, key_mask=mask, splits=splits)
     for b in range(4):
         own = [x[b:b + 1] for x in (q, k[:, :, mask[b]], v[:, :, mask[b]])]
         out, lse = found.out[b:b + 1], found.lse[b:b + 1]
         if spec.mask == "full":
-            alone = run(spec, *own)
+            alone = run(spec, *own, splits=splits)
             assert torch.equal(out, alone.out) and torch.equal(lse, alone.lse)
             continue
         ranks = torch.nn.functional.pad(mask[b].cumsum(0), (1, 0))
@@ -123,11 +134,11 @@ def test_a_mask_of_the_first_keys_is_the_call_on_these(spec, fewer):
     have the same bits."""
     q, k, v = draw(spec, (2, 4, 400), (2, 2, 700), seed=fewer)
     mask = torch.arange(700, device="cuda").expand(2, -1) < 700 - fewer
-    found = run(spec, q, k, v, key_mask=mask)
+    found = run(spec, q, k, v, key_mask=mask, splits=1)
     rows, block_m = 400, found.plan.kernels.attn.tile.block_m
     if spec.mask == "causal" and fewer:
         q, rows = q[:, :, :-fewer], (400 - fewer) // block_m * block_m
-    alone = run(spec, q, k[:, :, : 700 - fewer], v[:, :, : 700 - fewer])
+    alone = run(spec, q, k[:, :, : 700 - fewer], v[:, :, : 700 - fewer], splits=1)
     assert rows and torch.equal(found.out[:, :, :rows], alone.out[:, :, :rows])
     assert torch.equal(found.lse[:, :, :rows], alone.lse[:, :, :rows])
 
@@ -148,18 +159,18 @@ QUERIES, KEYS = (200, 0, 1, 500, 64, 130, 0, 3), (130, 40, 0, 433, 700, 1, 0, 64
 """Of sequences. Some are shorter than a tile, some have no queries or no keys."""
 
 
-@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize(("group", "splits"), [(1, 1), (2, 3)])
 @each_variant
-def test_a_sequence_is_the_call_on_it_alone(spec, group):
+def test_a_sequence_is_the_call_on_it_alone(spec, group, splits):
     qkv = draw(spec, (1, 4, sum(QUERIES)), (1, 4 // group, sum(KEYS)), "outlier", seed=group)
     q, k, v = (x[0].transpose(0, 1) for x in qkv)  # of strides that are not those of whole rows
-    found = run(spec, q, k, v, sequences=Sequences.of_lengths(QUERIES, KEYS).to("cuda"))
+    found = run(spec, q, k, v, sequences=Sequences.of_lengths(QUERIES, KEYS).to("cuda"), splits=splits)
     for out, lse, *own in zip(found.out.split(QUERIES), found.lse.split(QUERIES, 1), q.split(QUERIES), k.split(KEYS),
                               v.split(KEYS)):
         if not len(own[1]):
             assert not out.any() and (lse == -math.inf).all()
         elif len(out):
-            alone = run(spec, *(x[None] for x in own), layout="NHD")
+            alone = run(spec, *(x[None] for x in own), layout="NHD", splits=splits)
             assert torch.equal(out, alone.out[0]) and torch.equal(lse, alone.lse[0])
 
 
@@ -167,10 +178,10 @@ def test_a_sequence_is_the_call_on_it_alone(spec, group):
 def test_sequences_are_cut_at_the_longest_said(spec):
     q, k, v = (x[0].transpose(0, 1) for x in draw(spec, (1, 2, 500), (1, 2, 700)))
     sequences = Sequences.of_lengths((300, 200), (400, 300)).to("cuda")
-    found = run(spec, q, k, v, sequences=sequences._replace(max_seqlen_q=250, max_seqlen_k=350))
+    found = run(spec, q, k, v, splits=1, sequences=sequences._replace(max_seqlen_q=250, max_seqlen_k=350))
     for first_q, first_k, queries, keys in ((0, 0, 250, 350), (300, 400, 200, 300)):
         own = q[first_q: first_q + queries], k[first_k: first_k + keys], v[first_k: first_k + keys]
-        alone = run(spec, *(x[None] for x in own), layout="NHD")
+        alone = run(spec, *(x[None] for x in own), layout="NHD", splits=1)
         assert torch.equal(found.out[first_q: first_q + queries], alone.out[0])
     assert found.out[250:300].isnan().all() and found.lse[:, 250:300].isnan().all()
 
@@ -334,13 +345,38 @@ def test_a_value_that_is_not_finite_spoils_its_channel_of_the_rows_that_see_it(s
     assert measure(result.out[~spoilt], reference[~spoilt]).cosine > (0.99 if spec.qk == "int8" else 0.95)
 
 
+@pytest.mark.parametrize("splits", [2, 7])
 @each_variant
-def test_runs_are_equal_bit_for_bit_and_inputs_unchanged(spec):
+def test_blocks_share_the_keys_of_a_query_tile(spec, splits):
+    q, k, v = draw(spec, (2, 4, 300), (2, 2, 1100), "outlier", seed=splits)
+    found = run(spec, q, k, v, splits=splits)
+    assert found.plan.splits == splits
+    check(spec, found, expect(spec, q, k, v), "outlier", slack=2.0)
+    without_lse = torch.full_like(q, torch.nan)
+    call = prepare(backend_of(spec.arch, splits), q, k, v, found.plan.problem.options, without_lse)
+    call.run(q, k, v, without_lse, None)
+    assert torch.equal(without_lse, found.out)
+
+
+@pytest.mark.parametrize("queries", [1, 100])
+@each_variant
+def test_the_keys_of_few_queries_are_split(spec, queries):
+    """As this GPU has it; to the error of a call that splits nothing."""
+    q, k, v = draw(spec, (1, 4, queries), (1, 2, 9000))
+    found, reference = run(spec, q, k, v), expect(spec, q, k, v)
+    assert found.plan.splits > 4
+    whole = measure(run(spec, q, k, v, splits=1).out, reference[0]).relative_l1
+    assert measure(found.out, reference[0]).relative_l1 < 1.1 * whole
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+@each_variant
+def test_runs_are_equal_bit_for_bit_and_inputs_unchanged(spec, splits):
     tensors = draw(spec, (2, 4, 777), (2, 2, 1333), "outlier", seed=9)
     before = [t.clone() for t in tensors]
-    first = run(spec, *tensors)
+    first = run(spec, *tensors, splits=splits)
     for _ in range(5):
-        again = run(spec, *tensors)
+        again = run(spec, *tensors, splits=splits)
         assert torch.equal(again.out, first.out) and torch.equal(again.lse, first.lse)
     assert all(torch.equal(t, b) for t, b in zip(tensors, before))
 
@@ -385,47 +421,50 @@ def test_heads_that_take_turns_for_delta_s_come_out_the_same(spec, monkeypatch):
     assert torch.equal(result.out, expected.out) and torch.equal(result.lse, expected.lse)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
 @each_variant
-def test_graph_capture_and_replay(spec):
+def test_graph_capture_and_replay(spec, splits):
     q, k, v = draw(spec, (1, 2, 200), (1, 2, 300), seed=10)
-    expected = run(spec, q, k, v)
+    expected = run(spec, q, k, v, splits=splits)
     out = torch.full_like(q, torch.nan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run(spec, q, k, v, out=out)
+        run(spec, q, k, v, out=out, splits=splits)
     assert out.isnan().all()  # captured, not run
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, expected.out)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
 @each_variant
-def test_a_side_stream_is_honoured(spec):
+def test_a_side_stream_is_honoured(spec, splits):
     q, k, v = draw(spec, (2, 8, 1000), (2, 8, 1000), seed=12)
-    expected = run(spec, q, k, v).out
+    expected = run(spec, q, k, v, splits=splits).out
     stream = torch.cuda.Stream()
     late = torch.zeros_like(q)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(30_000_000)  # anything on another stream would read `late` before it is written
         late.copy_(q)
-        out = run(spec, late, k, v).out
+        out = run(spec, late, k, v, splits=splits).out
         assert torch.cuda.current_stream() == stream
     stream.synchronize()
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
 @each_variant
-def test_other_threads_get_the_same(spec):
+def test_other_threads_get_the_same(spec, splits):
     """Threads call at the same time, each on its own stream."""
     q, k, v = draw(spec, (1, 4, 500), (1, 4, 500), seed=13)
-    expected = run(spec, q, k, v).out
+    expected = run(spec, q, k, v, splits=splits).out
     found: list[torch.Tensor] = []
     torch.cuda.synchronize()
 
     def work() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
-            found.append(run(spec, q, k, v).out)
+            found.append(run(spec, q, k, v, splits=splits).out)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -491,7 +530,8 @@ def test_quantized_tensors_beyond_32_bits():
     q, k, v = (torch.empty(1, heads, 1024, 128, dtype=torch.bfloat16, device="cuda").normal_(
         generator=torch.Generator("cuda").manual_seed(seed)) for seed in range(3))
     out, lse = sage_aot.attn(q, k, v, return_lse=True)
-    expected, expected_lse = sage_aot.attn(q[:, last], k[:, last], v[:, last], return_lse=True)
+    with handing(backend_of(OWN[0].arch, splits=1)):  # as the call with all heads has it
+        expected, expected_lse = sage_aot.attn(q[:, last], k[:, last], v[:, last], return_lse=True)
     assert torch.equal(out[:, last], expected) and torch.equal(lse[:, last], expected_lse)
 
 
@@ -501,7 +541,8 @@ def test_delta_s_beyond_32_bits():
     seqlen, last = 2**19 + 2048, slice(-2048, None)
     q, k, v = draw(OWN[0], (1, 1, seqlen), (1, 1, seqlen), seed=26, headdim=128)
     out, lse = sage_aot.attn(q, k, v, smooth_q=True, return_lse=True)
-    expected, expected_lse = sage_aot.attn(q[:, :, last], k, v, smooth_q=True, return_lse=True)
+    with handing(backend_of(OWN[0].arch, splits=1)):  # as the call with all queries has it
+        expected, expected_lse = sage_aot.attn(q[:, :, last], k, v, smooth_q=True, return_lse=True)
     assert torch.equal(out[:, :, last], expected) and torch.equal(lse[:, :, last], expected_lse)
 
 

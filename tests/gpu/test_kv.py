@@ -42,8 +42,9 @@ def test_bytes_that_it_holds():
     assert kv.nbytes == 2 * 2 * (1024 // keys * quantizer.fact("kv_tile_bytes") + 3 * 128 * 4)
 
 
-def test_nothing_waits_for_the_device():
-    q, k, v = draw()
+@pytest.mark.parametrize("keys", [300, 9000])  # of 9,000, several blocks share the keys of a query tile
+def test_nothing_waits_for_the_device(keys):
+    q, k, v = draw(keys=keys)
     sage_aot.attn(q, sage_aot.quantize_kv(k, v))
     torch.cuda.synchronize()
     try:
@@ -54,10 +55,10 @@ def test_nothing_waits_for_the_device():
 
 
 @pytest.mark.parametrize("smooth_q", [False, True])
-@pytest.mark.parametrize("queries", [1, 130])
-def test_calls_in_a_graph(queries, smooth_q):
+@pytest.mark.parametrize(("queries", "keys"), [(1, 300), (130, 300), (1, 9000), (130, 9000)])
+def test_calls_in_a_graph(queries, keys, smooth_q):
     """A graph of both calls follows k and v; a graph of attention alone keeps what was quantized."""
-    q, k, v = draw(queries)
+    q, k, v = draw(queries, keys)
     kv = sage_aot.quantize_kv(k, v, smooth_q=smooth_q)
     before = sage_aot.attn(q, kv)
     side = torch.cuda.Stream()
@@ -70,15 +71,16 @@ def test_calls_in_a_graph(queries, smooth_q):
         of_both = sage_aot.attn(q, sage_aot.quantize_kv(k, v, smooth_q=smooth_q))
     with torch.cuda.graph(alone):
         of_alone = sage_aot.attn(q, kv)
-    for tensor, other in zip((k, v), draw(queries, seed=1)[1:]):
+    for tensor, other in zip((k, v), draw(queries, keys, seed=1)[1:]):
         tensor.copy_(other)
     both.replay(), alone.replay()
     assert torch.equal(of_alone, before)
     assert torch.equal(of_both, sage_aot.attn(q, k, v, smooth_q=smooth_q)) and not torch.equal(of_both, before)
 
 
-def test_compiled():
-    q, k, v = draw()
+@pytest.mark.parametrize("keys", [300, 9000])
+def test_compiled(keys):
+    q, k, v = draw(keys=keys)
     kv = sage_aot.quantize_kv(k, v)
     compiled = torch.compile(lambda q, kv: sage_aot.attn(q, kv), fullgraph=True)
     assert torch.equal(compiled(q, kv), sage_aot.attn(q, k, v))

@@ -105,9 +105,9 @@ def library_of(arch: str) -> Library:
 
 
 @functools.cache
-def backend_of(arch: str) -> CudaBackend:
-    """The backend that runs an arch's kernels here."""
-    return CudaBackend(library_of(arch), arch)
+def backend_of(arch: str, splits: int | None = None) -> CudaBackend:
+    """The backend that runs an arch's kernels here, with the keys split as it chooses or into `splits`."""
+    return CudaBackend(library_of(arch), arch, splits)
 
 
 def own_specs() -> list[AttnSpec]:
@@ -122,12 +122,12 @@ def own_specs() -> list[AttnSpec]:
 def run(spec: AttnSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout: str = "HND",
         out: torch.Tensor | None = None, scale: float | None = None, smooth_k: bool = True,
         rotate: bool | str = "auto", clip: bool = True, key_mask: torch.Tensor | None = None,
-        sequences: Sequences | None = None, poison: bool = True) -> Result:
+        sequences: Sequences | None = None, poison: bool = True, splits: int | None = None) -> Result:
     """One call of one variant. `poison`: fill outputs and workspace with NaN before."""
     options = Options.of_axes(spec.values, scale=scale, layout=layout, smooth_k=smooth_k, rotate=rotate,
                               clip=clip)
     out = torch.empty_like(q) if out is None else out
-    call = prepare(backend_of(spec.arch), q, k, v, options, out, key_mask, sequences)
+    call = prepare(backend_of(spec.arch, splits), q, k, v, options, out, key_mask, sequences)
     lse = call.empty_lse(q)
     workspace = torch.empty(call.run.plan.workspace_bytes, dtype=torch.uint8, device=q.device)
     if poison:

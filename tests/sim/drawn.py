@@ -33,6 +33,7 @@ _E4M3_INT4_RAW = "sm89_d64_qkint4_pve4m3_acc2f16_full_vraw_qraw"
 _HOPPER = "sm90_d64_qkint8_pve4m3_acc2f32_full_vraw_qraw"
 _HOPPER_WIDE = "sm90_d128_qkint8_pve4m3_acc2f32_full_vraw_qraw"
 _HOPPER_SMOOTH = "sm90_d128_qkint8_pve4m3_acc2f32_causal_vsmooth_qsmooth"
+_MANY_SPLITS = "sm80_d128_qkint8_pvf16_accf32_full_vsmooth_qraw"
 _INT8_256 = "sm80_d256_qkint8_pvf16_accf32_full_vraw_qraw"
 _HOPPER_256 = "sm90_d256_qkint8_pve4m3_acc2f32_full_vraw_qraw"
 
@@ -42,6 +43,7 @@ SHOWN_BY = {
     "tile/": (_HOPPER_WIDE, _INT8, _HOPPER_256),
     "attn/epilogue.cuh": (_HOPPER_WIDE, _INT8, _HOPPER_SMOOTH, _K_INF, _V_NAN, _INT8_256),
     "attn/softmax.cuh": (_E4M3, _INT8, _HOPPER, _INT4, _E4M3_INT4, _E4M3_INT4_RAW),
+    "attn/merge.cuh": (_INT8, _HOPPER_WIDE, _MANY_SPLITS),
     "attn/": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN),
     "problem/": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN),
     "quant/delta_s.cuh": (_SMOOTH, _E4M3_INT4, _HOPPER_SMOOTH),
@@ -59,7 +61,8 @@ HARMLESS: dict[tuple[str, Operation], str] = {
             "masks KV tiles too of which rows see every key",
     ("KvStream::KvStream", Always(
         "if constexpr (Config::kSmoothQ) { const i64 row = delta_s_index(work.q_head - params.first_head, "
-        "params.q_tiles, work.q_tile, params.columns); delta_ = params.delta_s + row + ptx::thread_index() * 4; }")):
+        "params.q_tiles, work.q_tile, params.columns); delta_ = params.delta_s + row + work.first_key + "
+        "ptx::thread_index() * 4; }")):
             "an address that nothing reads",
     ("AttentionWgmma::fill_ones", OffByOne("i < Shared::kOnesBytes")): "what stands behind the ones is loaded later",
     ("Mainloop::scales_of", OffByOne("kSlices == 1")): "the index of the thread for that of the lane",
@@ -93,6 +96,12 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("kv_range", Sign("min(first_row + Config::kBlockM, seqlen.q()) - 1")): "one KV tile more, masked as a whole",
     ("rows_see", OffByOne("visible_keys<kMask>(seqlen, first_row).begin < end_key")): "end_key is never zero",
     ("rows_see", OffByOne("first_key < visible_keys<kMask>(seqlen, last_row).end")): "delta_s that nothing reads",
+    ("KvRange::of_split", OffByOne("full_begin <= begin")): "fewer masked tiles than none are none",
+    ("KvRange::of_split", First("full_begin <= begin ? 0 : full_begin - first")): "every row sees the first key",
+    ("KvRange::of_split", Second("full_begin <= begin ? 0 : full_begin - first")):
+        "fewer masked tiles than none are none",
+    ("KvRange::tiles_of_split", Sign("end - begin + splits.divisor - 1")): "another partition of the KV tiles",
+    ("MergeSplits::store", OffByOne("c < kChannels")): "a lane has no more channels",
     ("KeyPrefix::word", OffByOne("end <= 0")): "of no key the word is zero either way",
     ("TileScheduler::index", Always("if constexpr (Config::kMask == Mask::kFull) return work_index;")):
         "another order of the query tiles",

@@ -72,7 +72,7 @@ def build_matrix(specs: Iterable[AttnSpec], project: Project = PROJECT, base: Bu
     from whose headers are equal."""
     asked = _asked.setdefault(project.build, set())
     asked |= {spec.name for spec in specs}
-    asked |= {name for kernel in matrix().kernels if kernel.spec.name in asked for name in kernel.feeders}
+    asked |= {name for kernel in matrix().kernels if kernel.spec.name in asked for name in kernel.companions}
     kernels = [kernel for kernel in matrix().kernels if kernel.spec.name in asked]
     render_all(kernels, matrix(), project)
     sources = [Source(kernel.spec.name, source_path(kernel, project), kernel.spec.entries) for kernel in kernels]
@@ -115,7 +115,7 @@ def _record(kernel: PlannedKernel, info: KernelInfo) -> KernelRecord:
         machine=None, compiler=" ".join(compiler()), source_sha256="")
     if not isinstance(kernel.spec, AttnSpec):
         return record
-    return AttnRecord(**vars(record), tile=kernel.tile, feeders=kernel.feeders, main_loop=None)
+    return AttnRecord(**vars(record), tile=kernel.tile, companions=kernel.companions, main_loop=None)
 
 
 def build(sources: Iterable[Source], folder: Path, headers: Path = PROJECT.include) -> Build:

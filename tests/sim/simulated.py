@@ -37,7 +37,7 @@ class Simulated(Subject):
     def check(self, case: Case, seed: int) -> tuple[Verdict, str]:
         """Make the call with the threads in the order of a seed; the verdict, and a digest of all that was written.
         Where the simulator reports a fault, that is what failed, by its kind."""
-        spy = Spy(SimulatorBackend(self.build, case.arch, seed))
+        spy = Spy(SimulatorBackend(self.build, case.arch, seed, splits=case.splits or 1))
         with mock.patch.multiple(launch_plan, DELTA_BYTES=DELTA_BYTES, BLOCKS_A_ROUND=BLOCKS_A_ROUND):
             verdict = self.examine(case, spy)
         reports = _reports(spy)

@@ -20,9 +20,10 @@ from symbols import line_of
 from sage_aot._backends.base import Tensors
 from sage_aot._backends.cuda import mask_argument, strides_of
 from sage_aot._kernels.manifest import Manifest, Struct, read_target
+from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import MISSING, Argument, Arguments, Launch, Plan, launches
 from sage_aot._launch.structs import Packer
-from sage_aot._problem.check import Sequences
+from sage_aot._problem.check import Problem, Sequences
 
 INSIDE, WRITTEN, WRITABLE = 1, 2, 4
 """Bits of a byte's state, engine/global_memory.h."""
@@ -96,14 +97,18 @@ class Simulator:
 class SimulatorBackend:
     """The kernels of a build on the simulator: what `sage_aot._call.pipeline` asks of a backend."""
 
-    def __init__(self, build: Build, arch: str, seed: int = 0, chip: int | None = None) -> None:
-        """`arch`: whose kernels run; `chip`: what the simulator is in place of that arch's own, 90 for sm_90."""
+    def __init__(self, build: Build, arch: str, seed: int = 0, chip: int | None = None, splits: int = 1) -> None:
+        """`arch`: whose kernels run; `chip`: what the simulator is in place of that arch's own, 90 for sm_90; `splits`:
+        so many blocks share the keys of every query tile."""
         self.manifest = Manifest.read(build.folder)
         self.simulator = Simulator(build, seed, chip)
-        self._arch = arch
+        self._arch, self._splits = arch, splits
 
     def arch(self, device: int) -> str:
         return self._arch
+
+    def splits(self, problem: Problem, kernels: Kernels, device: int) -> int:
+        return self._splits
 
     def bind(self, plan: Plan, tensors: Tensors) -> SimulatedCall:
         return SimulatedCall(_spread(plan), tensors, self.manifest, self.simulator)

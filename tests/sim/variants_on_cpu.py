@@ -105,6 +105,20 @@ FLOATS: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {
 """How many channels fewer than the kernel the case of f32 has, and what else it has, by the kernel's mask and V."""
 
 
+SPLITS: dict[tuple[str, str, str], dict[str, Any]] = {
+    ("full", "vraw", "qraw"): {"splits": 2, "lengths": "mixed", "seed": 1, "batch": 4, "kv_heads": 2},
+    ("full", "vraw", "qsmooth"): {"splits": 2, "mask_kind": "random", "group": 2},
+    ("full", "vsmooth", "qraw"): {"splits": 34, "layout": "NHD", "out": "misaligned"},  # more than the lanes of a warp
+    ("full", "vsmooth", "qsmooth"): {"splits": 2, "batch": 2, "dtype": "f32", "strides": "misaligned",
+                                     "planted": "v:inf"},
+    ("causal", "vraw", "qraw"): {"splits": 3, "group": 2, "planted": "k:nan"},
+    ("causal", "vraw", "qsmooth"): {"splits": 3, "mask_kind": "right"},
+    ("causal", "vsmooth", "qraw"): {"splits": 2, "planted": "q:nan", "kv_heads": 2, "strides": "misaligned"},
+    ("causal", "vsmooth", "qsmooth"): {"splits": 3, "lengths": "mixed", "seed": 14, "batch": 4},
+}
+"""What the case whose keys are split has, by the kernel's mask, V and Q."""
+
+
 def cases_of(spec: AttnSpec) -> dict[str, Case]:
     """Ragged calls, of bf16 and of f16 alternately.
 
@@ -119,6 +133,7 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     masked: a key mask, MASKED; where V is smoothed and Q is not, also with K and V quantized before.
     sequences: of several lengths in one tensor, SEQUENCES.
     floats: f32, also with K and V quantized before, FLOATS.
+    split: keys that several blocks share, some with a key mask or in sequences, SPLITS.
     falling, for e4m3 P: scores behind which references fall, once by far or from tile to tile.
 
     On Hopper also
@@ -158,6 +173,12 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     fewer_channels, others = FLOATS[spec.mask, spec.v]
     found["floats"] = replace(few, **{"seed": 3, "dtype": "f32", "seqlen_q": 41, "seqlen_kv": 70,
                                       "headdim": spec.headdim - fewer_channels, "stored": True, **others})
+    splits = SPLITS[spec.mask, spec.v, spec.q]
+    found["split"] = replace(plain, **{"seed": 8, "group": 1,
+                                       "seqlen_kv": max(4, splits["splits"] - 1) * tile.block_n + 42,
+                                       "headdim": spec.headdim - (3 if spec.v == "vsmooth" else 0),
+                                       "seqlen_q": 40 if spec.mask == "full" else tile.block_m + 20,
+                                       **splits})
     if spec.pv == "e4m3":
         found["falling"] = replace(few, seqlen_kv=5 * tile.block_n + 42,
                                    kind="sink" if spec.v == "vraw" else "falling")
@@ -194,8 +215,9 @@ def check_variant(build: Build, spec: AttnSpec, name: str) -> list[tuple[Verdict
 
 
 def in_orders(case: Case, seeds: tuple[int, ...] = SEEDS) -> Iterator[tuple[Case, int]]:
-    """A case with every order of threads; with K and V quantized before in the first order alone, to save time."""
-    for seed in seeds:
+    """A case with every order of threads; with K and V quantized before, and with keys that are split, in the first
+    order alone, to save time."""
+    for seed in seeds if case.splits is None else seeds[:1]:
         yield replace(case, stored=case.stored and seed == seeds[0]), seed
 
 

@@ -51,6 +51,7 @@ families:
     quant: {template: quantize.cu.jinja, threads: 256, min_blocks: 2}
     delta: {template: delta_s.cu.jinja, threads: 256}
     pack: {template: pack_keys.cu.jinja, threads: 1024}
+    merge: {template: merge_splits.cu.jinja, threads: 256}
 tiles:
   - {family: mma, arch: [sm80, sm90], headdim: 128, pv: f16,
      block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 2}
@@ -111,10 +112,13 @@ _NAMES = {
     "quantize": "headdim qk pv block_m block_n warp_m threads min_blocks",
     "delta_s": "headdim threads",
     "pack_keys": "threads",
+    "merge_splits": "threads programmatic",
 }
-_PARAMS = {"attn_mma": "AttnParams", "quantize": "QuantParams", "delta_s": "DeltaParams", "pack_keys": "PackParams"}
+_PARAMS = {"attn_mma": "AttnParams", "quantize": "QuantParams", "delta_s": "DeltaParams", "pack_keys": "PackParams",
+           "merge_splits": "MergeParams"}
 _FUNCTION_OF = {"attn_mma": """\
 extern "C" __global__ void {{ name }}(float* x) { x[0] = kValue; products(x); }""", "pack_keys": """\
+extern "C" __global__ void {{ name }}(float* x) { x[0] = kValue; }""", "merge_splits": """\
 extern "C" __global__ void {{ name }}(float* x) { x[0] = kValue; }"""}
 """Of kernels with one entry point."""
 _FACTS = {"threads": "32 * Config::block_m / Config::warp_m",

@@ -16,11 +16,12 @@ from sage_aot._version import __version__
 TILE = Tile(128, 64, 32, 2, 2)
 WGMMA_TILE = Tile(128, 128, 16, 4, 1)
 
-_PARAMS = {"pack": "PackParams", "quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams"}
+_PARAMS = {"pack": "PackParams", "quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams",
+           "merge": "MergeParams"}
 
 
 def record_of(spec: KernelSpec, tile: Tile = TILE, family: str = "mma", **changes: object) -> KernelRecord:
-    """A kernel's record. `tile`: of the attention kernel; for a feeder, of the one that it feeds. `facts`: added to
+    """A kernel's record. `tile`: of the attention kernel; for a companion, of the one that names it. `facts`: added to
     those that follow from the tile."""
     ptx = is_ptx(spec.arch)
     values = {
@@ -30,18 +31,18 @@ def record_of(spec: KernelSpec, tile: Tile = TILE, family: str = "mma", **change
         "source_sha256": "", **changes, "facts": {**facts_of(spec, tile, family), **changes.pop("facts", {})}}
     if not isinstance(spec, AttnSpec):
         return KernelRecord(**values)
-    return AttnRecord(**{"feeders": feeders_of(spec), "main_loop": None, **values, "tile": tile})
+    return AttnRecord(**{"companions": companions_of(spec), "main_loop": None, **values, "tile": tile})
 
 
-def feeders_of(spec: AttnSpec) -> tuple[str, ...]:
-    """Names of an attention kernel's feeders."""
-    kinds = ("pack", "quant", "delta") if spec.q == "qsmooth" else ("pack", "quant")
+def companions_of(spec: AttnSpec) -> tuple[str, ...]:
+    """Names of an attention kernel's companions."""
+    kinds = ("pack", "quant", *(["delta"] if spec.q == "qsmooth" else []), "merge")
     return tuple(spec.companion(kind).name for kind in kinds)
 
 
 def facts_of(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
     """The facts of a kernel; test_kernel_info.py compares them with the real kernels' facts."""
-    make = {"pack": _pack, "quant": _quant, "delta": _delta, "attn": _attn}[spec.kind]
+    make = {"pack": _pack, "quant": _quant, "delta": _delta, "attn": _attn, "merge": _merge}[spec.kind]
     return {name: float(value) for name, value in make(spec, tile, family).items()}
 
 
@@ -62,6 +63,11 @@ def manifest_of(records: Iterable[KernelRecord], **changes: object) -> Manifest:
 
 def _pack(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
     return {"threads": 1024, "shared_bytes": 0}
+
+
+def _merge(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
+    return {"threads": 256, "shared_bytes": 0, "rows": 8, "most_splits": 64,
+            "programmatic_launch": capability_of(spec.arch) >= (9, 0)}
 
 
 def _delta(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
@@ -115,11 +121,11 @@ def _shared_bytes(spec: AttnSpec, tile: Tile, family: str) -> int:
         return q + tile.stages * (kv_tile + delta) + 16 * -(-tile.block_m // tile.warp_m // 4) \
             + 4 * _threads(tile, family)
     warps = tile.block_m // tile.warp_m
-    query = q + 8 * spec.headdim + 32 * warps + 4 * tile.block_m + 56
+    query = q + 8 * spec.headdim + 32 * warps + 4 * tile.block_m + 60
     rows = 2 * tile.block_m * ((spec.headdim if spec.headdim <= 128 else 64) + 8)
     one = 16 if spec.q == "qsmooth" else 0
     stage = _kib(kv_tile + 8 * tile.block_n + delta)
-    return 2 * _kib(query) + tile.stages * stage + rows + 16 * (2 + tile.stages) + one
+    return 2 * _kib(query) + tile.stages * stage + rows + 16 * (3 + tile.stages) + one
 
 
 def _kib(size: int) -> int:

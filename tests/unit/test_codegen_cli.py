@@ -27,7 +27,8 @@ ONE = ["--arch", "sm80", "--only", "sage_attn_*_d64_*_full_*_qraw"]
 ATTN = "sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw"
 QUANT = "sage_quant_sm80_d64_qkint8_pvf16"
 PACK = "sage_pack_sm80"
-ALL = {ATTN, QUANT, PACK}
+MERGE = "sage_merge_sm80"
+ALL = {ATTN, QUANT, PACK, MERGE}
 SPILLING = """
 extern "C" __global__ void __launch_bounds__(1024, 2) {{ name }}(float* x) {
   products(x);
@@ -102,7 +103,7 @@ def _files(folder) -> set[str]:
 def test_list_prints_kernels_and_reasons(codegen):
     status, out, _ = codegen("list", "--arch", "sm90")
     assert status == 0
-    assert out.startswith("13 kernels\n")
+    assert out.startswith("14 kernels\n")
     assert ("sage_attn_sm90_d64_qkint8_pvf16_accf32_full_vraw_qraw: 128x64, warp_m 32, 2 stages, 3 blocks, "
             "attn_mma.cu.jinja\n") in out
     assert out.count(": mma.sync emulates FP8 on Hopper\n") == 1
@@ -130,7 +131,8 @@ def test_build_makes_a_folder_that_holds_what_its_manifest_says(codegen, project
     manifest = Manifest.read(project.package)
     assert manifest.kernels.keys() == ALL
     assert (manifest.version, manifest.compiler, manifest.flags) == (__version__, version(), FLAGS)
-    assert manifest.structs == {name: STRUCTS[name] for name in ("AttnParams", "PackParams", "QuantParams")}
+    taken = ("AttnParams", "MergeParams", "PackParams", "QuantParams")
+    assert manifest.structs == {name: STRUCTS[name] for name in taken}
     assert manifest.retarget is None
     for name, record in manifest.kernels.items():
         assert hashlib.sha256((project.package / record.file).read_bytes()).hexdigest() == record.sha256, name
@@ -138,7 +140,7 @@ def test_build_makes_a_folder_that_holds_what_its_manifest_says(codegen, project
     attn = manifest.kernels[ATTN]
     assert attn.facts == {"threads": 128, "shared_bytes": 64 * (128 + 3 * 2 * 64)}
     assert attn.tile == Tile(128, 64, 32, 2, 3)
-    assert attn.feeders == (PACK, QUANT)
+    assert attn.companions == (PACK, QUANT, MERGE)
     assert attn.opcodes == {"HMMA.16816.F32": 1, "IMMA.16832.S8.S8": 1}
     assert (attn.main_loop.matrix, attn.main_loop.rare) == (2, 0)
     quant = manifest.kernels[QUANT]
@@ -192,7 +194,7 @@ def test_ptx_is_held_to_its_products_and_its_driver(codegen, project, ptx, edit)
 def test_a_whole_build_says_that_it_is(codegen, project, small):
     assert codegen("build")[0] == 0
     manifest = Manifest.read(project.package)
-    assert manifest.complete and ALL < manifest.kernels.keys() and len(manifest.kernels) == 6
+    assert manifest.complete and ALL < manifest.kernels.keys() and len(manifest.kernels) == 8
     assert codegen("build", "--arch", "sm80")[0] == 0
     assert not Manifest.read(project.package).complete
 
@@ -212,7 +214,7 @@ def test_an_arch_is_added_by_rows_alone_and_changes_no_others_kernels(codegen, p
     new = [record for record in after.kernels.values() if record.spec.arch == "sm103"]
     assert {(record.target, record.machine.elf_abi, record.served) for record in new} == {
         ("sm_103", 8, "10.3 and later 10.x")}
-    assert len(new) == 3
+    assert len(new) == 4
     assert {path.name: path.stat().st_mtime_ns for path in (project.build / "nvrtc" / "own").glob("*.cubin")
             if "sm103" not in path.name} == times
 
@@ -238,7 +240,7 @@ def test_a_folder_is_compared_with_the_tree_without_compiling(codegen, project, 
     assert (status, "expected the kernels of this source tree in" in err) == (1, True)
     codegen("build")
     status, out, _ = codegen("verify")
-    assert (status, out) == (0, f"6 kernels in {project.package} are those of this source tree\n")
+    assert (status, out) == (0, f"8 kernels in {project.package} are those of this source tree\n")
     cubin = project.package / f"{ATTN}.cubin"
     good = cubin.read_bytes()
     cubin.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))

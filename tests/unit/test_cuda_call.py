@@ -194,6 +194,25 @@ def test_a_key_mask_reaches_the_kernel_that_packs(driver, with_lse):
 
 
 @pytest.mark.parametrize("with_lse", [True, False])
+@pytest.mark.parametrize(("arch", "splits"), [("sm90", 14), ("sm80", 27)])
+def test_what_blocks_leave_of_split_keys_reaches_the_kernel_that_merges(driver, arch, splits, with_lse):
+    """As many splits as the SMs of the device ask for, or as the backend is told."""
+    tensors = draw((1, 4, 20, 64), (1, 4, 1700, 64))
+    call = prepare(driver, tensors, arch=arch)
+    assert call.plan.splits == splits
+    for _ in range(2):
+        tensors = draw((1, 4, 20, 64), (1, 4, 1700, 64))
+        addresses = run(call, tensors, with_lse)
+        seen = driver.launches()
+        assert seen == expected_of(call, addresses) and [each.entry for each in seen][-1] == f"sage_merge_{arch}"
+        fields = default_library().manifest.structs["MergeParams"].fields
+        lse, = struct.unpack_from("<Q", seen[-1].struct, fields["lse"][1])
+        assert lse == addresses[SOURCES.index("lse")] and (lse != 0) == with_lse
+    backend = CudaBackend(call._backend.library, arch, splits=2)
+    assert plan_of(backend, call.plan.problem, 0).splits == 2
+
+
+@pytest.mark.parametrize("with_lse", [True, False])
 def test_sequences_reach_the_kernels(driver, with_lse):
     q, k, v = (tensor[0].transpose(0, 1) for tensor in draw())
     several = [Sequences.of_lengths((100, 30), (50, 150)) for _ in range(2)]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from records import manifest_of, record_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sage_aot
 from sage_aot._backends import cuda
@@ -31,7 +32,7 @@ def attn_spec(arch, pv="f16", accumulator="f32", **changes):
 
 def small_manifest(*archs, **changes):
     attn = [attn_spec(arch, mask=mask) for arch in archs for mask in ("full", "causal")]
-    specs = {spec for a in attn for spec in (a, a.companion("pack"), a.companion("quant"))}
+    specs = {spec for a in attn for spec in (a, *map(a.companion, ("pack", "quant", "merge")))}
     return manifest_of((record_of(spec) for spec in specs), **changes)
 
 
@@ -64,7 +65,7 @@ def test_tensors_on_the_cpu_are_explained_as_emulated(monkeypatch):
     monkeypatch.setenv("SAGE_AOT_EMULATE", "sm80")
     told = sage_aot.explain(*tensors(), qk="int4")
     assert told.gpu is None and told.kernels.attn.spec == attn_spec("sm80", qk="int4", q="qsmooth")
-    assert "delta" in told.kernels.feeders
+    assert "delta" in told.kernels.companions
     others = {c.reason for c in told.candidates if c.record.spec.arch != "sm80"}
     assert others == {"sm80 is what CPU tensors emulate; SAGE_AOT_EMULATE names another"}
 
@@ -81,6 +82,7 @@ def test_a_gpu_here_is_asked_for_its_capability_and_driver(monkeypatch):
     found = SimpleNamespace(cuda=12080)
     for module in (cuda, explaining):
         monkeypatch.setattr(module, "default_driver", lambda: found)
+    monkeypatch.setattr(explaining, "sm_count", lambda device: (40, 128)[device])
     assert sage_aot.explain(headdim=64).gpu == Gpu((8, 9), 12080, "GPU 1")
     assert sage_aot.explain(headdim=64, driver=535).gpu.cuda == 12020
 
@@ -93,6 +95,25 @@ def test_a_gpu_here_is_asked_for_its_capability_and_driver(monkeypatch):
     assert told.gpu.cuda is None and told.candidates[0].taken
     assert told.kernels is None and told.error == "neither"  # as the call would say
     assert sage_aot.explain(headdim=64, capability=(8, 9)).error is None
+
+
+@pytest.mark.parametrize(("shape", "options", "splits"), [
+    ((32, 1, 8192), {}, 16),  # four q heads are rows of one: 8 query tiles, not 32
+    ((32, 1, 8192), {"is_causal": True}, 4),
+    ((8, 1, 8192), {}, 16),
+    ((32, 4096, 8192), {}, 1)])
+def test_the_splits_of_a_gpu_here_are_told(monkeypatch, shape, options, splits):
+    heads, queries, keys = shape
+    monkeypatch.setattr(explaining, "_gpu", lambda *_: Gpu((9, 0), 13000, "H200"))
+    monkeypatch.setattr(explaining, "default_driver", lambda: None)
+    monkeypatch.setattr(explaining, "sm_count", lambda device: 132)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, own, rows, 128, device="cuda:0", dtype=torch.float16)
+                   for own, rows in ((heads, queries), (8, keys), (8, keys)))
+        told = sage_aot.explain(q, k, v, **options)
+    assert told.splits == splits and ("merge" in told.kernels.companions) == (splits > 1)
+    assert (told.problem.num_q_heads, told.problem.seqlen_q) == (heads, queries)
+    assert ("keys    are split over" in str(told)) == (splits > 1)
 
 
 def test_the_order_of_kinds(folder_of):
@@ -170,6 +191,8 @@ GPU     compute capability 8.8, driver for CUDA 12.2
 call    headdim=64, is_causal=False, qk='int8', smooth_q=False, smooth_v=False, pv_accum='auto'
 runs    sage_quant_sm80_d64_qkint8_pvf16
         sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw
+        sage_merge_sm80
+keys    are split, and sage_merge_* runs, where the query tiles do not fill that GPU
 
 taken   sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw    sm80 is the nearest that this GPU runs
         sage_attn_sm80_d64_qkint8_pvf16_accf32_causal_vraw_qraw  for is_causal=True

@@ -185,7 +185,7 @@ def emulated_as_kernel(subject, case, change):
     plan = fuzz_checks.plan_of(case, subject.backend(case), tensors)
     q, k, v = (heads_first(tensor, case.layout) for tensor in tensors)
     quantized = quantize(plan.problem, plan.kernels, q, k, v)
-    out, lse = emulation.attend(plan.problem, plan.kernels, change(quantized))
+    out, lse = emulation.attend(plan, change(quantized))
     out, lse = out[:, :, : case.seqlen_q, : case.headdim].to(q.dtype), lse[:, :, : case.seqlen_q]
     return max(fuzz_checks._worst(against_emulation(plan, quantized, out, lse)).values())
 

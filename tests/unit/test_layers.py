@@ -15,18 +15,19 @@ import sage_aot
 
 ROOT = Path(__file__).parents[2]
 HEADERS = ROOT / "templates/include/sage"
-LAYERS = ("types.cuh", "kernel_info.cuh", "fast_divmod.cuh", "params.cuh", "ptx", "numerics", "tile", "problem", "attn",
-          "quant")
+LAYERS = ("types.cuh", "constants.cuh", "kernel_info.cuh", "fast_divmod.cuh", "params.cuh", "ptx", "numerics",
+          "tile", "problem", "attn", "quant")
 MAY_INCLUDE = {
     "types.cuh": (),
+    "constants.cuh": ("types.cuh",),
     "kernel_info.cuh": ("types.cuh",),
     "fast_divmod.cuh": ("types.cuh", "kernel_info.cuh"),
     "params.cuh": ("types.cuh", "kernel_info.cuh", "fast_divmod.cuh"),
     "ptx": ("types.cuh",),
     "numerics": ("types.cuh", "ptx"),
     "tile": ("types.cuh", "ptx"),
-    "problem": ("types.cuh", "params.cuh", "ptx", "tile"),
-    "attn": ("types.cuh", "params.cuh", "ptx", "numerics", "tile", "problem"),
+    "problem": ("types.cuh", "fast_divmod.cuh", "params.cuh", "ptx", "tile"),
+    "attn": ("types.cuh", "constants.cuh", "params.cuh", "ptx", "numerics", "tile", "problem"),
     "quant": ("types.cuh", "params.cuh", "ptx", "numerics", "tile", "problem"),
 }
 

@@ -73,7 +73,7 @@ BAD = {
     "no attention": ("    attn: {template: attn_mma.cu.jinja}\n", "", "    quant: {",
                      "expected the key 'attn' in the family 'mma', got none"),
     "unknown kind": ("    delta: {", "    means: {", "    means: {",
-                     "expected a key of the family 'mma' (pack, quant, attn, delta), got 'means'"),
+                     "expected a key of the family 'mma' (pack, quant, attn, merge, delta), got 'means'"),
     "no quantizer": ("    quant: {template: quantize.cu.jinja, threads: 256, min_blocks: 2}\n", "", "    attn: {",
                      "expected the key 'quant' in the family 'mma', got none"),
     "no delta": ("    delta: {template: delta_s.cu.jinja, threads: 256}\n", "", D64_SMOOTH_ROW,
@@ -210,17 +210,17 @@ def test_names_are_unique_sorted_and_round_trip(matrix):
     assert [spec_of(name) for name in names] == [kernel.spec for kernel in matrix.kernels]
 
 
-def test_every_attention_kernel_has_its_feeders(matrix):
+def test_every_attention_kernel_has_its_companions(matrix):
     kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
     needed = set()
     for kernel in matrix.kernels:
         if kernel.spec.kind == "attn":
-            needed |= {kernel.spec.name, *kernel.feeders}
-            kinds = ["pack", "quant", "delta"] if kernel.spec.q == "qsmooth" else ["pack", "quant"]
-            assert kernel.feeders == tuple(kernel.spec.companion(kind).name for kind in kinds)
+            needed |= {kernel.spec.name, *kernel.companions}
+            kinds = ["pack", "quant", *(["delta"] if kernel.spec.q == "qsmooth" else []), "merge"]
+            assert kernel.companions == tuple(kernel.spec.companion(kind).name for kind in kinds)
             assert kernels[kernel.spec.companion("quant").name].tile.quantized == kernel.tile.quantized
         else:
-            assert kernel.feeders == ()
+            assert kernel.companions == ()
     assert needed == kernels.keys()
 
 
@@ -246,7 +246,7 @@ def without_smooth_q(project, edit) -> None:
 def test_a_family_has_the_kinds_that_its_kernels_need(project, edit):
     without_smooth_q(project, edit)
     matrix = read_matrix(project.matrix, project.templates)
-    assert {kernel.spec.kind for kernel in matrix.kernels} == {"attn", "quant", "pack"}
+    assert {kernel.spec.kind for kernel in matrix.kernels} == {"attn", "quant", "pack", "merge"}
 
 
 def test_each_kernel_without_its_delta_is_one_complaint(project, edit):
@@ -352,12 +352,13 @@ def test_a_combination_that_no_kernel_can_compute_is_one_sentence_when_its_exclu
     assert len(error.value.problems) == len(kernels)
 
 
-def test_selection_takes_feeders_along(matrix):
+def test_selection_takes_companions_along(matrix):
     selected = Selection(("sm90",), ("sage_attn_*_d64_*_full_*_qraw",)).kernels(matrix)
     assert [kernel.spec.name for kernel in selected] == [
-        "sage_attn_sm90_d64_qkint8_pvf16_accf32_full_vraw_qraw", "sage_pack_sm90", "sage_quant_sm90_d64_qkint8_pvf16"]
+        "sage_attn_sm90_d64_qkint8_pvf16_accf32_full_vraw_qraw", "sage_merge_sm90", "sage_pack_sm90",
+        "sage_quant_sm90_d64_qkint8_pvf16"]
     smoothed = Selection(("sm90",), ("sage_attn_*_d64_*_full_*_qsmooth",)).kernels(matrix)
-    assert [kernel.spec.kind for kernel in smoothed] == ["attn", "delta", "pack", "quant"]
+    assert [kernel.spec.kind for kernel in smoothed] == ["attn", "delta", "merge", "pack", "quant"]
     assert {kernel.spec.kind for kernel in Selection().kernels(matrix)} == set(KINDS)
     assert len(Selection(patterns=("*quant*sm80_d64*",)).kernels(matrix)) == 1
 

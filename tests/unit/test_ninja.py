@@ -14,7 +14,7 @@ from codegen.ninja import compile_all, ninja_text
 from codegen.render import render_all, source_path
 from codegen.selection import Selection
 
-ALL = {"attn", "quant", "delta", "pack"}
+ALL = {"attn", "quant", "delta", "pack", "merge"}
 
 
 @pytest.fixture

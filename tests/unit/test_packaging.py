@@ -94,7 +94,7 @@ def test_what_is_in_a_wheel(tree, tmp_path):
     root = tree("a").root
     wheel, _ = Tree(root).build("build_wheel")
     manifest = manifest_in(wheel, tmp_path / "unpacked")
-    assert manifest.complete and len(manifest.kernels) == 6
+    assert manifest.complete and len(manifest.kernels) == 8
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         assert {name for name in names if name.startswith("sage_aot/kernels/")} == {
@@ -110,7 +110,7 @@ def test_what_is_in_a_wheel(tree, tmp_path):
 def test_a_narrowed_wheel_says_so(tree, tmp_path, how):
     wheel, _ = tree("a").build("build_wheel", **how)
     manifest = manifest_in(wheel, tmp_path / "unpacked")
-    assert (manifest.complete, set(manifest.archs), len(manifest.kernels)) == (False, {"sm86"}, 3)
+    assert (manifest.complete, set(manifest.archs), len(manifest.kernels)) == (False, {"sm86"}, 4)
 
 
 @pytest.mark.parametrize(("how", "message"), [
@@ -219,7 +219,7 @@ def replace(files: dict[str, bytes], part: str, old: str, new: str) -> None:
 def test_a_wheel_that_is_right_passes(wheel, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["wheels.py", "check", str(wheel)])
     assert wheels.main() == 0
-    assert f"6 kernels for sm80, sm86; payload sha256 {Wheel(wheel).digest()}" in capsys.readouterr().out
+    assert f"8 kernels for sm80, sm86; payload sha256 {Wheel(wheel).digest()}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("edit", "message"), [

@@ -9,6 +9,7 @@ import pytest
 from records import STRUCTS, TILE, WGMMA_TILE, record_of
 
 from sage_aot._kernels.spec import AttnSpec
+from sage_aot._kernels.tile import Tile
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import (
     ALIGNMENT,
@@ -23,11 +24,12 @@ from sage_aot._launch.plan import (
     Strides,
     launches,
     plan,
+    splits_of,
 )
 from sage_aot._launch.structs import NULL, WORD, FastDivmod, Packer, Tensor
 from sage_aot._problem.check import Problem
 from sage_aot._problem.options import Options
-from sage_aot.errors import UnsupportedError
+from sage_aot.errors import ArgumentError, UnsupportedError
 
 PROBLEM = Problem(batch=2, num_q_heads=6, num_kv_heads=3, seqlen_q=130, seqlen_kv=200, headdim=80, dtype="bf16",
                   softmax_scale=0.5, options=Options().resolved)
@@ -46,19 +48,19 @@ def kernels(pv_accum="two_level_f32", problem=PROBLEM, family="mma", tile=TILE):
     options = problem.options
     attn = AttnSpec("sm89", 128, options.qk, "f16" if pv_accum == "f32" else "e4m3", pv_accum, "full",
                     "vsmooth" if options.smooth_v else "vraw", "qsmooth" if options.smooth_q else "qraw")
-    kinds = ["quant"] + ["pack"] * problem.has_key_mask + ["delta"] * bool(options.smooth_q)
-    feeders = {kind: record_of(attn.companion(kind), tile, family) for kind in kinds}
-    return Kernels(record_of(attn, tile, family), feeders)
+    kinds = ["quant", "merge"] + ["pack"] * problem.has_key_mask + ["delta"] * bool(options.smooth_q)
+    companions = {kind: record_of(attn.companion(kind), tile, family) for kind in kinds}
+    return Kernels(record_of(attn, tile, family), companions)
 
 
 def argument(name, at_16_bytes=True, strides=(1, 2, 3)):
     return Argument(name, Strides(*strides), at_16_bytes)
 
 
-def run(problem=PROBLEM, chosen=None, sm_count=132, **tensors):
+def run(problem=PROBLEM, chosen=None, sm_count=132, splits=1, **tensors):
     """The launches of a problem. Tensors that are not given have rows that are not aligned."""
     arguments = {name: argument(name) for name in Arguments._fields} | tensors
-    return launches(plan(problem, chosen or kernels(problem=problem)), Arguments(**arguments), sm_count)
+    return launches(plan(problem, chosen or kernels(problem=problem), splits), Arguments(**arguments), sm_count)
 
 
 def number(value):
@@ -77,7 +79,7 @@ def test_grids_cover_every_tile():
 def test_blocks_of_the_quantizer_take_as_many_tiles_as_it_says(tiles, blocks):
     chosen = kernels()
     quant = dataclasses.replace(chosen["quant"], facts={**chosen["quant"].facts, "kv_tiles_per_block": float(tiles)})
-    launch = run(chosen=Kernels(chosen.attn, {**chosen.feeders, "quant": quant}))[0]
+    launch = run(chosen=Kernels(chosen.attn, {**chosen.companions, "quant": quant}))[0]
     assert launch.blocks == 2 * 6 * 2 + 2 * (2 * 3 * blocks)
 
 
@@ -115,7 +117,7 @@ def test_tensors_are_named_and_have_their_own_strides():
 
 
 def test_every_launch_fills_the_struct_that_its_kernel_takes():
-    for launch in run(SMOOTH_Q):
+    for launch in run(SMOOTH_Q, splits=2):
         layout = STRUCTS[launch.record.params]
         packed = Packer(layout).pack(launch.params)
         assert len(packed.data) == layout.size and WORD * len(packed.sources) == layout.size
@@ -237,7 +239,7 @@ def test_delta_precedes_attention_and_holds_the_problem():
 def test_delta_has_blocks_for_the_edge_that_it_says(edge, blocks):
     chosen = kernels(problem=SMOOTH_Q)
     delta = dataclasses.replace(chosen["delta"], facts={**chosen["delta"].facts, "tile": float(edge)})
-    assert run(SMOOTH_Q, Kernels(chosen.attn, {**chosen.feeders, "delta": delta}))[1].blocks == blocks
+    assert run(SMOOTH_Q, Kernels(chosen.attn, {**chosen.companions, "delta": delta}))[1].blocks == blocks
 
 
 def test_kernels_agree_on_addresses():
@@ -251,6 +253,72 @@ def test_kernels_agree_on_addresses():
         assert pointers == {name: ("workspace", offsets[name]) for name in pointers}
         met |= set(pointers)
     assert met == set(offsets)
+
+
+# One query a head, or a chunk of a prompt, on an H200; kernels of 128 rows and 128 keys a tile.
+@pytest.mark.parametrize(("heads", "queries", "keys", "expected"), [
+    (8, 4, 32768, 16),  # eight tiles, and 132 blocks at once
+    (8, 4, 512, 1),  # too few keys to gain by it
+    (32, 16, 8192, 4), (32, 128, 8192, 4), (64, 128, 8192, 2),
+    (128, 128, 8192, 1),  # nearly as many tiles as blocks at once
+    (132, 128, 10**6, 1), (133, 128, 10**6, 1), (1000, 1, 8192, 1),  # the tiles fill the GPU
+    (1, 1, 10**6, 64),  # no more than the kernel merges
+    (1, 0, 8192, 1), (1, 1, 0, 1),  # nothing to share
+])
+def test_keys_are_split_where_query_tiles_do_not_fill_the_gpu(heads, queries, keys, expected):
+    problem = changed(batch=1, num_q_heads=heads, num_kv_heads=heads, seqlen_q=queries, seqlen_kv=keys)
+    chosen = kernels(family="wgmma", tile=WGMMA_TILE)
+    assert splits_of(problem, chosen, 132) == expected
+    assert splits_of(changed(problem, part="kv"), chosen, 132) == 1
+
+
+# Where a block is not a tile of 128 keys of 128 channels, alone on its SM and full of queries.
+@pytest.mark.parametrize(("block_m", "block_n", "min_blocks", "headdim", "heads", "queries", "keys", "expected"), [
+    (64, 64, 3, 128, 100, 128, 32768, 7),  # several blocks an SM: 200 tiles do not fill the GPU
+    (128, 64, 2, 128, 8, 256, 2048, 11), (128, 64, 3, 128, 100, 256, 32768, 7),  # two query tiles a head, both full
+    (128, 64, 3, 256, 100, 4, 8192, 7), (128, 64, 1, 256, 100, 64, 8192, 5),  # wider rows, few of them
+    (128, 64, 2, 64, 100, 64, 8192, 5),  # narrow rows cost as much as those of 128 channels
+    (64, 64, 3, 256, 64, 256, 2048, 1),  # merging would cost more than it saves
+    (64, 64, 3, 128, 396, 1, 10**6, 1),  # the tiles fill the GPU
+])
+def test_the_number_of_splits_follows_from_tile_and_head_dim(block_m, block_n, min_blocks, headdim, heads, queries,
+                                                             keys, expected):
+    problem = changed(batch=1, num_q_heads=heads, num_kv_heads=heads, seqlen_q=queries, seqlen_kv=keys)
+    chosen = kernels(tile=Tile(block_m, block_n, 16, 2, min_blocks))
+    attn = dataclasses.replace(chosen.attn, spec=dataclasses.replace(chosen.attn.spec, headdim=headdim))
+    assert splits_of(problem, Kernels(attn, chosen.companions), 132) == expected
+
+
+@pytest.mark.parametrize("splits", [-1, 0, 65])
+def test_more_splits_than_the_merge_kernel_takes_are_refused(splits):
+    with pytest.raises(ArgumentError, match=f"splits: expected 1 to 64, got {splits}; pass as many as sage_merge_sm8"):
+        plan(PROBLEM, kernels(), splits)
+
+
+@pytest.mark.parametrize("tokens", [None, (260, 400)])
+def test_blocks_that_share_keys_store_partial_results_which_a_last_launch_merges(tokens):
+    problem = changed(SMOOTH_Q, headdim=78, tokens=tokens)
+    rows = 6 * 260  # of all heads, either way
+    layout = plan(problem, kernels(problem=problem), 3)
+    whole = plan(problem, kernels(problem=problem))
+    assert (layout.sizes["partial_out"], layout.sizes["partial_lse"]) == (3 * rows * 80 * 4, 3 * rows * 4)
+    assert "merge" not in whole.kernels.companions and not {"partial_out", "partial_lse"} & set(whole.sizes)
+    quant, delta, attn, merge = run(problem, splits=3)
+    assert attn.blocks == 3 * 6 * (2 * 2 if tokens is None else 260 // 128 + 2)
+    head = (130 if tokens is None else 260) * 80
+    out = Tensor(("workspace", layout.offsets["partial_out"]), 6 * head if tokens is None else 0, head, 80)
+    assert (attn.params["out"], attn.params["dtype"], attn.params["headdim"]) == (out, 2, 80)
+    assert attn.params["lse"] == merge.params["partial_lse"] == ("workspace", layout.offsets["partial_lse"])
+    assert quant.params["lse"] == merge.params["partial_lse"]  # weights are the same with a log-sum-exp and without
+    assert merge.params["partial_out"] == out.data
+    assert (merge.params["out"], merge.params["lse"], merge.params["dtype"]) == (argument("out").tensor, ("lse", 0), 1)
+    assert (merge.params["headdim"], merge.params["partial_headdim"]) == (78, 80)
+    assert (quant.params["headdim"], delta.params["headdim"]) == (78, 78)
+    assert {number(launch.params["splits"]) for launch in (attn, merge)} == {3}
+    assert {launch.params["split_rows"] for launch in (attn, merge)} == {rows}
+    row_blocks = math.ceil(130 / 8) if tokens is None else 260 // 8 + 2
+    assert number(merge.params["row_blocks"]) == row_blocks
+    assert merge.blocks == row_blocks * (12 if tokens is None else 6)
 
 
 def test_a_key_mask_is_packed_first_by_a_block_a_batch_entry():

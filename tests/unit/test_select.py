@@ -44,7 +44,7 @@ def manifest(archs=PV, without=(), targets=None):
                                                          ("vraw", "vsmooth"), ("qraw", "qsmooth"))
             if arch != "sm90" or qk == "int8"
             for pv in (archs[arch] if isinstance(archs, dict) else PV.get(arch, F16))]
-    kinds = ("pack", "quant", "delta")
+    kinds = ("pack", "quant", "delta", "merge")
     specs = {spec for a in attn for spec in (a, *map(a.companion, kinds))}
     return manifest_of(record_of(spec, **{"target": targets[spec.arch]} if spec.arch in (targets or {}) else {})
                        for spec in specs if spec.name not in without)
@@ -185,7 +185,7 @@ def test_reasons_are_those_of_the_choice():
 
 def test_kernels_of_an_arch_need_no_gpu_of_it():
     chosen = kernels_of("sm86", wanted_values(PROBLEM), manifest(PTX))
-    assert [record.spec.arch for record in chosen.records] == ["sm86"] * 2
+    assert [record.spec.arch for record in chosen.records] == ["sm86"] * 3
 
 
 # --- the kernel -------------------------------------------------------------------------------------------------------
@@ -279,19 +279,20 @@ def test_of_an_option_that_is_part_of_the_problem_no_other_value_is_advised(monk
 
 def test_the_delta_kernel_is_chosen_only_where_q_is_smoothed():
     for built in (manifest(), manifest(without=["sage_delta_sm80_d128"])):
-        assert list(select(Gpu((8, 0)), PROBLEM, built).feeders) == ["quant"]
+        assert list(select(Gpu((8, 0)), PROBLEM, built).companions) == ["quant", "merge"]
     smoothed = select(Gpu((8, 0)), changed(smooth_q=True), manifest())
-    assert list(smoothed.feeders) == ["quant", "delta"]
+    assert list(smoothed.companions) == ["quant", "delta", "merge"]
     assert smoothed["delta"].name == "sage_delta_sm80_d128"
-    assert smoothed.records == (*smoothed.feeders.values(), smoothed.attn)
+    assert smoothed.records == (smoothed["quant"], smoothed["delta"], smoothed.attn, smoothed["merge"])
 
 
-def test_feeders_are_those_that_the_record_names():
-    """The record's feeders count, not those that the kernel's name suggests."""
+def test_companions_are_those_that_the_record_names():
+    """The record's companions count, not those that the kernel's name suggests."""
     built, plain = manifest(), select(Gpu((8, 6)), PROBLEM, manifest()).attn
-    feeders = ("sage_delta_sm80_d128", "sage_quant_sm80_d128_qkint8_pvf16")
-    other = in_order([*built.kernels.values(), dataclasses.replace(plain, feeders=feeders)], built)
-    assert tuple(record.name for record in select(Gpu((8, 6)), PROBLEM, other).records) == (*feeders, plain.name)
+    companions = ("sage_delta_sm80_d128", "sage_quant_sm80_d128_qkint8_pvf16")
+    in_the_order_of_a_call = (*companions[::-1], plain.name)
+    other = in_order([*built.kernels.values(), dataclasses.replace(plain, companions=companions)], built)
+    assert tuple(record.name for record in select(Gpu((8, 6)), PROBLEM, other).records) == in_the_order_of_a_call
 
 
 @pytest.mark.parametrize("changes", [{}, {"smooth_q": True}, {"smooth_v": True, "is_causal": True}])
@@ -309,8 +310,8 @@ def test_a_narrowed_build_says_so(left, changes):
         select(Gpu((8, 9)), changed(**changes), narrowed)
 
 
-@pytest.mark.parametrize("kind", ["quant", "delta"])
-def test_a_missing_feeder_is_an_incomplete_folder(kind):
+@pytest.mark.parametrize("kind", ["quant", "delta", "merge"])
+def test_a_missing_companion_is_an_incomplete_folder(kind):
     name = AttnSpec("sm90", 128, "int8", "f16", "f32", "full", "vraw", "qsmooth").companion(kind).name
     with pytest.raises(CubinError, match=f"but not {name}"):
         select(Gpu((9, 0)), changed(smooth_q=True), manifest(without=[name]))

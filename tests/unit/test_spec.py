@@ -84,7 +84,7 @@ def test_companions_share_axes():
 
 
 def test_quantizers_have_an_entry_point_for_each_kind_of_rows():
-    for spec in (ATTN, ATTN.companion("pack")):
+    for spec in (ATTN, ATTN.companion("pack"), ATTN.companion("merge")):
         assert spec.entries == (spec.name,)
     for kind in ("quant", "delta"):
         name = ATTN.companion(kind).name
@@ -106,7 +106,7 @@ def test_values_are_by_axis_in_the_order_of_the_name():
 
 
 def test_the_order_of_the_kinds_is_that_in_which_a_call_runs_them():
-    assert list(KINDS) == ["pack", "quant", "delta", "attn"]
+    assert list(KINDS) == ["pack", "quant", "delta", "attn", "merge"]
 
 
 @pytest.mark.parametrize(("headdim", "kernel"), [(1, 64), (64, 64), (65, 128), (128, 128), (129, 256), (256, 256)])

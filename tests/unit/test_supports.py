@@ -233,14 +233,14 @@ def test_a_folder_is_asked_again_until_it_has_kernels(monkeypatch, tmp_path):
 
 def test_an_answer_of_another_backend_is_not_remembered(monkeypatch, unbound, answers):
     """Another thread hands a backend while the choice of kernels runs."""
-    taken = refusal.plan_of
+    taken = refusal.kernels_on
 
     def hand(backend, problem, device):
         monkeypatch.setattr(pipeline, "_handed", unbound)
         assert backend is not unbound
         return taken(backend, problem, device)
 
-    monkeypatch.setattr(refusal, "plan_of", hand)
+    monkeypatch.setattr(refusal, "kernels_on", hand)
     assert sage_aot.supports(*qkv()) is None and answers == {}
 
 

@@ -34,12 +34,12 @@ ATTN = AttnSpec("sm80", 64, "int8", "f16", "f32", "causal", "vraw", "qraw")
 
 
 def write_folder(folder, *archs, **changes):
-    """Write a folder with one attention kernel an arch, and its feeders."""
+    """Write a folder with one attention kernel an arch, and its companions."""
     folder.mkdir(exist_ok=True)
     records = []
     for arch in archs:
         attn = dataclasses.replace(ATTN, arch=arch)
-        for spec in (attn, attn.companion("pack"), attn.companion("quant")):
+        for spec in (attn, *map(attn.companion, ("pack", "quant", "merge"))):
             image = spec.name.encode()
             records.append(record_of(spec, sha256=hashlib.sha256(image).hexdigest()))
             (folder / records[-1].file).write_bytes(image)
@@ -71,7 +71,7 @@ def verify(capsys, *arguments):
 def test_a_folder_as_it_was_built(folder, capsys):
     code, text = verify(capsys, "--files")
     assert code == 0
-    assert f"kernels  ok     {folder}: the manifest's seal holds, 6 files as in it\n" in text
+    assert f"kernels  ok     {folder}: the manifest's seal holds, 8 files as in it\n" in text
     assert text.endswith("verified: the files are right; no kernel was run, as asked\n")
 
 
@@ -185,6 +185,9 @@ class Emulated:
     def arch(self, device):
         return self._arch
 
+    def splits(self, problem, kernels, device):
+        return 3 if problem.seqlen_kv > 2000 else 1
+
     def bind(self, plan, tensors):
         return SimpleNamespace(plan=plan, run=lambda *arguments: self._run(plan, self.manifest, *arguments))
 
@@ -224,10 +227,10 @@ def test_every_kernel_that_a_gpu_takes_is_loaded_and_run(folder, gpu, capsys):
     gpu.loads = lambda record, entry: loaded.append(entry)
     code, text = verify(capsys, "--seed", "5")
     specs = [spec for arch in ("sm80", "sm89") for attn in [dataclasses.replace(ATTN, arch=arch)]
-             for spec in (attn, attn.companion("pack"), attn.companion("quant"))]
+             for spec in (attn, *map(attn.companion, ("pack", "quant", "merge")))]
     assert code == 0 and sorted(loaded) == sorted(entry for spec in specs for entry in spec.entries)
     assert "cuda:0   NVIDIA L4, compute capability 8.9, driver for CUDA 13.0\n" in text
-    assert "ok     cupy 14.2.0 (driver for CUDA 13.0) loads all 6 files that this GPU can take\n" in text
+    assert "ok     cupy 14.2.0 (driver for CUDA 13.0) loads all 8 files that this GPU can take\n" in text
     assert "seed 5; " in text
     for arch in ("sm80", "sm89"):
         assert f"ok     {dataclasses.replace(ATTN, arch=arch).name}  0.00\n" in text

@@ -10,6 +10,7 @@ Source: SageAttention2, Algorithm 1, sections 3.1 to 3.4 and appendix A.6.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Protocol
 
@@ -18,7 +19,8 @@ import torch
 from sage_aot._backends.emulation.arithmetic import keep_13_bits
 from sage_aot._backends.emulation.quantize import Quantized
 from sage_aot._kernels.manifest import AttnRecord
-from sage_aot._launch.choose import Kernels
+from sage_aot._kernels.tile import Tile
+from sage_aot._launch.plan import Plan
 from sage_aot._problem.check import Problem
 from sage_aot._problem.mask import Mask, VisibleKeys
 
@@ -50,19 +52,47 @@ def softmax_of(family: str) -> type[Softmax]:
     return found
 
 
-def attend(problem: Problem, kernels: Kernels, quantized: Quantized,
+def attend(plan: Plan, quantized: Quantized,
            key_ranks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention kernel on quantized inputs: output f32 and log-sum-exp, both with padded rows. `key_ranks`: how
-    many of the caller's first keys are among the quantized ones, [keys + 1]; None: all."""
-    attn = kernels.attn
+    """The attention kernel of a plan on quantized inputs: output f32 and log-sum-exp, both with padded rows.
+    `key_ranks`: how many of the caller's first keys are among the quantized ones, [keys + 1]; None: all."""
+    visible = visible_keys(plan.problem, quantized.q.shape[2], key_ranks)
+    of_splits = [_attend(plan.problem, plan.kernels.attn, quantized, visible, own)
+                 for own in _splits(visible, plan.kernels.attn.tile, plan.splits)]
+    return of_splits[0] if plan.splits == 1 else _merge(*map(torch.stack, zip(*of_splits)))
+
+
+def _splits(visible: VisibleKeys, tile: Tile, splits: int) -> Iterator[VisibleKeys]:
+    """What the rows see of the keys of each split, as problem/kv_range.cuh shares the KV tiles of a query tile."""
+    rows = torch.arange(len(visible.end)) // tile.block_m * tile.block_m
+    begin, end = visible.begin[rows] // tile.block_n, -(-visible.end[rows + tile.block_m - 1] // tile.block_n)
+    tiles = -(-(end - begin) // splits)
+    for split in range(splits):
+        own_begin = (begin + split * tiles).minimum(end)
+        own_end = (own_begin + tiles).minimum(end)
+        yield VisibleKeys(visible.begin.maximum(own_begin * tile.block_n), visible.end.minimum(own_end * tile.block_n))
+
+
+def _merge(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """attn/merge.cuh: output and log-sum-exp of all splits, from those of each."""
+    largest = lse.amax(0)
+    largest = largest.masked_fill(largest == -math.inf, 0.0)
+    weights = ((lse - largest) / math.log(2.0)).exp2()
+    total = weights.sum(0)
+    factor = torch.where(total == 0.0, 0.0, 1.0 / total)
+    return (weights[..., None] * out).sum(0) * factor[..., None], largest + total.log2() * math.log(2.0)
+
+
+def _attend(problem: Problem, attn: AttnRecord, quantized: Quantized, visible_of_all: VisibleKeys,
+            visible: VisibleKeys) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention of rows to the keys that are `visible` to them, among all that they see."""
     group, block_n = problem.num_q_heads // problem.num_kv_heads, attn.tile.block_n
     k, v, k_scale, v_scale, v_mean, v_factor, k_spoilt, v_spoilt = (x.repeat_interleave(group, 1) for x in (
         quantized.k, quantized.v, quantized.k_scale, quantized.v_scale, quantized.v_mean, quantized.v_factor,
         quantized.k_spoilt, quantized.v_spoilt))
     batch, heads, rows, headdim = quantized.q.shape
-    visible = visible_keys(problem, rows, key_ranks)
     begin, end = int(visible.begin.min()) // block_n * block_n, int(visible.end.max())
-    visible = VisibleKeys(*(of_rows.to(k.device) for of_rows in visible))
+    visible = visible.to(k.device)
     acc_o = k.new_zeros(batch, heads, rows, headdim)
     spoilt_rows, spoilt = ~quantized.row_bias.isfinite(), torch.zeros_like(acc_o, dtype=torch.bool)
     softmax = softmax_of(attn.family)(attn, visible, k.new_zeros(batch, heads, rows))
@@ -82,7 +112,7 @@ def attend(problem: Problem, kernels: Kernels, quantized: Quantized,
         factor = v_factor[:, :, first // block_n, None, None]
         acc_o = acc_o * alpha[..., None] + factor * _pv_tile(p, v[:, :, keys], attn.spec.pv_accum)
 
-    row_bias = quantized.row_bias.masked_fill(spoilt_rows, math.nan).masked_fill(visible.none, 0.0)
+    row_bias = quantized.row_bias.masked_fill(spoilt_rows, math.nan).masked_fill(visible_of_all.none.to(k.device), 0.0)
     row_sum = softmax.row_sum
     factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0) + 0.0 * row_bias
     lse = (softmax.row_ref + softmax.lse_sum.log2() + row_bias) * math.log(2.0)

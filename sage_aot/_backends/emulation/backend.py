@@ -24,9 +24,10 @@ from sage_aot.errors import UnsupportedError
 class EmulationBackend:
     """The emulation of a folder's kernels."""
 
-    def __init__(self, manifest: Manifest, arch: str | None = None) -> None:
-        """`arch`: whose kernels are emulated; None for those that the environment names, or the default."""
-        self._manifest, self._arch = manifest, arch
+    def __init__(self, manifest: Manifest, arch: str | None = None, splits: int = 1) -> None:
+        """`arch`: whose kernels are emulated; None for those that the environment names, or the default. `splits`: so
+        many blocks share the keys of every query tile."""
+        self._manifest, self._arch, self._splits = manifest, arch, splits
 
     @property
     def manifest(self) -> Manifest:
@@ -36,14 +37,18 @@ class EmulationBackend:
         """The same whatever the device."""
         return self._arch or emulated_arch(self._manifest)
 
+    def splits(self, problem: Problem, kernels: Kernels, device: int) -> int:
+        """The same whatever the problem."""
+        return self._splits
+
     def bind(self, plan: Plan, tensors: Tensors) -> Call:
-        problem, kernels, layout = plan.problem, plan.kernels, plan.problem.options.layout
+        problem, layout = plan.problem, plan.problem.options.layout
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
                  key_mask: torch.Tensor | None = None, sequences: Sequences | None = None,
                  kv: torch.Tensor | None = None) -> None:
             if sequences is not None:
-                _attend_sequences(problem, kernels, q, k, v, out, lse, sequences)
+                _attend_sequences(plan, q, k, v, out, lse, sequences)
                 return
             if problem.part == "q":
                 k, v, key_mask = _kept(problem, cast(torch.Tensor, kv))
@@ -52,7 +57,7 @@ class EmulationBackend:
             if problem.part == "kv":
                 _keep(k, v, key_mask, cast(torch.Tensor, kv))
             else:
-                _attend(problem, kernels, heads_first(q, layout), k, v, heads_first(out, layout), lse, key_mask)
+                _attend(plan, heads_first(q, layout), k, v, heads_first(out, layout), lse, key_mask)
 
         return cast(Call, call)
 
@@ -78,13 +83,14 @@ def _kept(problem: Problem, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return k, v, key_mask
 
 
-def _attend(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+def _attend(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
             lse: torch.Tensor | None, key_mask: torch.Tensor | None) -> None:
     """Tensors [batch, heads, seq, headdim]."""
+    problem, kernels = plan.problem, plan.kernels
     if key_mask is None:
-        result, result_lse = attend(problem, kernels, quantize(problem, kernels, q, k, v))
+        result, result_lse = attend(plan, quantize(problem, kernels, q, k, v))
     else:
-        parts = [attend(entry.problem, kernels, entry.quantize(kernels), entry.key_ranks)
+        parts = [attend(replace(plan, problem=entry.problem), entry.quantize(kernels), entry.key_ranks)
                  for entry in packed_entries(problem, q, k, v, key_mask)]
         result, result_lse = map(torch.cat, zip(*parts))
     out.copy_(result[:, :, : problem.seqlen_q, : problem.headdim])
@@ -118,9 +124,9 @@ def _entry(of_sequence: torch.Tensor) -> torch.Tensor:
     return of_sequence.transpose(0, 1)[None]
 
 
-def _attend_sequences(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                      out: torch.Tensor, lse: torch.Tensor | None, sequences: Sequences) -> None:
-    for own in sequence_entries(problem, q, k, v, sequences):
+def _attend_sequences(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                      lse: torch.Tensor | None, sequences: Sequences) -> None:
+    for own in sequence_entries(plan.problem, q, k, v, sequences):
         if own.problem.seqlen_q == 0:
             continue
         if own.problem.seqlen_kv == 0:
@@ -128,8 +134,9 @@ def _attend_sequences(problem: Problem, kernels: Kernels, q: torch.Tensor, k: to
             if lse is not None:
                 lse[:, own.rows] = float("-inf")
             continue
-        result, result_lse = attend(own.problem, kernels, quantize(own.problem, kernels, own.q, own.k, own.v))
-        out[own.rows] = result[0, :, : own.problem.seqlen_q, : problem.headdim].transpose(0, 1).to(out.dtype)
+        quantized = quantize(own.problem, plan.kernels, own.q, own.k, own.v)
+        result, result_lse = attend(replace(plan, problem=own.problem), quantized)
+        out[own.rows] = result[0, :, : own.problem.seqlen_q, : own.problem.headdim].transpose(0, 1).to(out.dtype)
         if lse is not None:
             lse[:, own.rows] = result_lse[0, :, : own.problem.seqlen_q]
 

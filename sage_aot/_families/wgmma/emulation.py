@@ -26,6 +26,7 @@ class Softmax(RowReferences):
         self._behind = 0 if self.facts["open_end"] else tile.block_n  # full keys that the second of two needs behind it
         first_row = torch.arange(zeros.shape[2], device=zeros.device) // tile.block_m * tile.block_m
         self._full_keys = visible.end[first_row] // tile.block_n * tile.block_n * bool(self.facts["pairs"])
+        self._first_tile = visible.begin[first_row] // tile.block_n
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """As it is."""
@@ -33,7 +34,8 @@ class Softmax(RowReferences):
 
     def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """R takes the tile alone, or as the first or the second of two."""
-        second = (first // self._block_n % 2 == 1) & (first + self._block_n + self._behind <= self._full_keys)
+        second = (first // self._block_n - self._first_tile) % 2 == 1
+        second = second & (first + self._block_n + self._behind <= self._full_keys)
         largest = largest_of(scores, scale)
         restarted = self.needed(largest, self.facts["room"]).maximum(self._highest - self.facts["most_fall"])
         row_ref = torch.where(second, self.needed(largest).maximum(self.row_ref), restarted)

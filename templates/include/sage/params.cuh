@@ -1,7 +1,8 @@
 // The structs that the host passes by value, one per kind of kernel.
 // sage_aot/_launch/structs.py fills them in by name. fields_of() puts the offset of each field into the cubin for the
 // host. Strides are in elements. Layouts in brackets are contiguous, outermost index first; tile/layout.cuh explains
-// "tile" layouts. `headdim` counts the caller's channels, kHeadDim the kernel's: channels from headdim on are zeros.
+// "tile" layouts. `headdim` counts the channels of rows in memory, kHeadDim the kernel's: channels from headdim on are
+// zeros.
 #pragma once
 
 #include "sage/fast_divmod.cuh"
@@ -149,8 +150,9 @@ struct AttnParams {
   const float* v_mean;
   const float* row_bias;
   const float* delta_s;     // as DeltaParams, for the heads of this launch; read where Q is smoothed
-  Tensor out;               // like q
-  float* lse;               // [batch][num_q_heads][q_rows], natural log; of sequences without [batch]; null: not wanted
+  Tensor out;               // like q; where keys are split, partial_out of MergeParams
+  float* lse;               // [batch][num_q_heads][q_rows], natural log; of sequences without [batch]; null: not
+                            // wanted; where keys are split, partial_lse of MergeParams
   u32* tile_counter;        // [1], draws from the tile scheduler; zero before and after a launch
   const i32* key_rank;      // as PackParams; null: no key mask
   const i32* cu_seqlens_q;  // [batch + 1]: sequences in one tensor, problem/sequences.cuh; null: batch entries
@@ -164,11 +166,13 @@ struct AttnParams {
   i32 seqlen_kv;  // likewise
   i32 q_rows;     // queries of a batch entry; of sequences, all tokens of q
   i32 columns;    // of delta_s
-  i32 headdim;
+  i32 headdim;    // of out
   FastDivmod q_tiles;
   i32 kv_tiles;
-  Dtype dtype;
-  i32 num_heads;  // query heads of this launch
+  Dtype dtype;        // of out
+  i32 num_heads;      // query heads of this launch
+  i32 split_rows;     // rows of a split in out and lse
+  FastDivmod splits;  // blocks that share the keys of a query tile
 };
 
 constexpr auto fields_of(const AttnParams*) {
@@ -179,7 +183,35 @@ constexpr auto fields_of(const AttnParams*) {
                 SAGE_FIELD(cu_seqlens_k), SAGE_FIELD(batch), SAGE_FIELD(first_head), SAGE_FIELD(num_q_heads),
                 SAGE_FIELD(num_kv_heads), SAGE_FIELD(q_heads_per_kv_head), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
                 SAGE_FIELD(q_rows), SAGE_FIELD(columns), SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles),
-                SAGE_FIELD(dtype), SAGE_FIELD(num_heads));
+                SAGE_FIELD(dtype), SAGE_FIELD(num_heads), SAGE_FIELD(split_rows), SAGE_FIELD(splits));
+}
+
+// For the attention of a call whose keys are split. A split's rows: [batch][num_q_heads][q_rows], of sequences without
+// [batch]; split_rows in all.
+struct MergeParams {
+  const float* partial_out;  // [splits][split_rows][partial_headdim]
+  const float* partial_lse;  // [splits][split_rows], natural log; -inf where the row sees none of the split's keys
+  Tensor out;                // as AttnParams of a call whose keys are not split
+  float* lse;                // likewise
+  const i32* cu_seqlens_q;   // as AttnParams
+  i32 batch;
+  FastDivmod num_q_heads;
+  i32 seqlen_q;
+  i32 q_rows;
+  i32 headdim;
+  i32 partial_headdim;  // headdim, rounded up to whole 16-byte vectors
+  FastDivmod splits;
+  i32 split_rows;
+  FastDivmod row_blocks;  // of the launch's blocks, those of a query head
+  Dtype dtype;
+};
+
+constexpr auto fields_of(const MergeParams*) {
+  using Params = MergeParams;
+  return fields(SAGE_STRUCT(MergeParams), SAGE_FIELD(partial_out), SAGE_FIELD(partial_lse), SAGE_FIELD(out),
+                SAGE_FIELD(lse), SAGE_FIELD(cu_seqlens_q), SAGE_FIELD(batch), SAGE_FIELD(num_q_heads),
+                SAGE_FIELD(seqlen_q), SAGE_FIELD(q_rows), SAGE_FIELD(headdim), SAGE_FIELD(partial_headdim),
+                SAGE_FIELD(splits), SAGE_FIELD(split_rows), SAGE_FIELD(row_blocks), SAGE_FIELD(dtype));
 }
 
 }  // namespace sage

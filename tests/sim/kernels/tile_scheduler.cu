@@ -8,7 +8,7 @@ using namespace sage;
 struct SchedulerParams {
   i32* list;          // [blocks][most] indices
   u32* tile_counter;  // as in AttnParams
-  i32 num_q_heads, num_kv_heads, q_tiles, kv_tiles, causal, most;
+  i32 num_q_heads, num_kv_heads, q_tiles, kv_tiles, splits, causal, most;
 };
 
 template <Mask kMask_>
@@ -22,7 +22,8 @@ __device__ __forceinline__ void list(const SchedulerParams& of) {
   AttnParams params = {};
   params.tile_counter = of.tile_counter;
   params.num_heads = of.num_q_heads, params.q_heads_per_kv_head.divisor = of.num_q_heads / of.num_kv_heads;
-  params.q_tiles.divisor = of.q_tiles, params.seqlen_kv = of.kv_tiles * Config::kBlockN;
+  params.q_tiles.divisor = of.q_tiles, params.splits.divisor = of.splits;
+  params.seqlen_kv = of.kv_tiles * Config::kBlockN;
   i32* to = of.list + ptx::block_index() * of.most;
   TileScheduler<Config> scheduler{params};
   for (; !scheduler.ended(); scheduler.advance()) *to++ = static_cast<i32>(scheduler.index());

@@ -3,14 +3,13 @@
 #pragma once
 
 #include "sage/attn/softmax.cuh"
+#include "sage/constants.cuh"
 #include "sage/problem/work_tile.cuh"
 #include "sage/ptx/global.cuh"
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/shared.cuh"
 
 namespace sage {
-
-constexpr float kLn2 = 0.693147180559945f;
 
 // The constants that store_output() needs of a query tile, read from global memory; channels in pairs of neighbours.
 template <class Config>

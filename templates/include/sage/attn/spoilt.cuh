@@ -42,7 +42,7 @@ struct SpoilRows {
 
  private:
   __device__ __forceinline__ Keys keys_of(i32 row, i32 from) const {
-    return visible_keys<Config::kMask>(work.seqlen(params), first_row + row).from(from);
+    return visible_keys<Config::kMask>(work.seqlen(params), first_row + row).from(work.first_key + from);
   }
 
   __device__ __forceinline__ void store_nan(i32 row, i32 channel) const {

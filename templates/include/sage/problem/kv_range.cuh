@@ -1,6 +1,7 @@
-// Which KV tiles a query tile sees, and which of them need no mask.
+// Which KV tiles a query tile sees, which of them need no mask, and how blocks share them.
 #pragma once
 
+#include "sage/fast_divmod.cuh"
 #include "sage/problem/mask.cuh"
 
 namespace sage {
@@ -8,6 +9,23 @@ namespace sage {
 struct KvRange {
   i32 begin, end;            // KV tiles that any row of the query tile sees
   i32 full_begin, full_end;  // of these the KV tiles that every row sees whole; none where full_begin >= full_end
+
+  // The first KV tile of a split. The last splits may have no KV tiles.
+  __device__ __forceinline__ i32 begin_of_split(i32 split, const FastDivmod& splits) const {
+    return min(begin + split * tiles_of_split(splits), end);
+  }
+
+  // The KV tiles of the split that begins with the KV tile `first`, counted from there on.
+  __device__ __forceinline__ KvRange of_split(i32 first, const FastDivmod& splits) const {
+    const i32 tiles = min(tiles_of_split(splits), end - first);
+    const i32 masked = full_begin <= begin ? 0 : full_begin - first;  // a constant where no row has a first key
+    return {0, tiles, masked, min(full_end - first, tiles)};
+  }
+
+ private:
+  __device__ __forceinline__ i32 tiles_of_split(const FastDivmod& splits) const {
+    return (end - begin + splits.divisor - 1) / splits;
+  }
 };
 
 // Config: kMask, kBlockM, kBlockN. first_row: of the query tile.

@@ -15,20 +15,22 @@ struct TileScheduler {
 
   __device__ __forceinline__ bool ended() const { return work_index >= work_tiles(); }
 
-  // Index of the query tile, for work_tile(). Full attention draws query tiles in the order of their indices. Causal
-  // attention interleaves the query tiles of several heads, as many as have K and V in kCachedBytes. Tiles with the
-  // most keys come first, so that short tiles come last.
+  // Index for work_tile(). Full attention draws work tiles in the order of their indices. Causal attention interleaves
+  // the query tiles of several heads, as many as have K and V in kCachedBytes. Tiles with the most keys come first, so
+  // that short tiles come last.
   __device__ __forceinline__ u32 index() const {
     if constexpr (Config::kMask == Mask::kFull) return work_index;
     const u32 q_tiles = params.q_tiles.divisor;
     const u32 cached = kCachedTiles / max(ceil_div(params.seqlen_kv, Config::kBlockN), 1);  // heads' K and V
     const u32 heads = min(max(cached, 1u) * params.q_heads_per_kv_head, static_cast<u32>(params.num_heads));
-    const u32 first_head = work_index / (heads * q_tiles) * heads, within = work_index % (heads * q_tiles);
+    const u32 splits = params.splits.divisor, query_tile = work_index / splits;
+    const u32 first_head = query_tile / (heads * q_tiles) * heads, within = query_tile % (heads * q_tiles);
     const u32 interleaved = min(heads, params.num_heads - first_head);
-    return (first_head + within % interleaved) * q_tiles + within / interleaved;
+    const u32 index = (first_head + within % interleaved) * q_tiles + within / interleaved;
+    return index * splits + work_index % splits;
   }
 
-  // Draws the next work tile. Latency of a global atomic: call well before index() is needed.
+  // Draws the next work tile. The second query buffer hides the latency of the global atomic.
   __device__ __forceinline__ void advance() { work_index = ptx::grid_blocks() + atomicAdd(params.tile_counter, 1u); }
 
   // At the end: the block that drew the highest index, the last to draw, resets the counter for the next launch.
@@ -41,7 +43,7 @@ struct TileScheduler {
   static constexpr u32 kCachedBytes = 16 << 20;
   static constexpr u32 kCachedTiles = kCachedBytes / (2 * Config::kBlockN * Config::kHeadDim);
 
-  __device__ __forceinline__ u32 work_tiles() const { return params.num_heads * params.q_tiles; }
+  __device__ __forceinline__ u32 work_tiles() const { return params.num_heads * params.q_tiles * params.splits; }
 };
 
 }  // namespace sage

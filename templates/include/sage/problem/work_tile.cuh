@@ -1,4 +1,5 @@
-// A query tile, which is what a block works on at a time: its heads, its rows and the KV tiles that they see.
+// A work tile, which is what a block works on at a time: a query tile, its heads and rows, and the KV tiles that they
+// see, or a split of these.
 #pragma once
 
 #include "sage/params.cuh"
@@ -14,10 +15,11 @@ struct WorkTile {
   i32 batch, head;    // of the output
   i32 q_tile;         // of the head; of sequences its slot
   i32 first_row;      // of the query tile, in its batch entry
-  i32 first_kv_tile;  // index into kv_hat
-  i32 q_begin;        // row of the batch entry's first query in the caller's tensor
+  i32 first_kv_tile;  // index into kv_hat of the first KV tile that the block may see; kv counts from there on
+  i32 q_begin;        // row of the batch entry's first query in out and lse, behind the rows of earlier splits
   Lengths lengths;    // of the batch entry
   KvRange kv;
+  i32 first_key;  // of the first KV tile that the block sees, in its batch entry; 0 but in later splits
 
   __device__ __forceinline__ Seqlen<AttnParams, true> seqlen(const AttnParams& params) const {
     return {params, batch, &lengths};
@@ -46,16 +48,16 @@ struct WorkTile {
   }
 };
 
-// index: query tiles of one head have neighbouring indices, so that blocks which run together read the same K and V
-// from L2. Causal takes the query tiles of a head from the last, which has the most keys, so that a grid with one block
-// a query tile ends with short blocks.
+// index: splits of one query tile have neighbouring indices, then query tiles of one head, so that blocks which run
+// together read the same K and V from L2. Causal takes the query tiles of a head from the last, which has the most
+// keys, so that a grid with one block a work tile ends with short blocks.
 // The epilogue of the mma family computes the WorkTile again, which saves registers across the main loop.
 template <class Config>
 __device__ __forceinline__ WorkTile work_tile(const AttnParams& params, i32 index) {
   WorkTile work;
-  const i32 tile = index % params.q_tiles;
+  const i32 split = index % params.splits, query_tile = index / params.splits, tile = query_tile % params.q_tiles;
   work.q_tile = Config::kMask == Mask::kFull ? tile : params.q_tiles - 1 - tile;
-  work.q_head = params.first_head + index / params.q_tiles;
+  work.q_head = params.first_head + query_tile / params.q_tiles;
   i32 first_tile = 0;  // of the batch entry
   if (params.cu_seqlens_q == nullptr) {
     work.batch = work.q_head / params.num_q_heads;
@@ -68,9 +70,13 @@ __device__ __forceinline__ WorkTile work_tile(const AttnParams& params, i32 inde
   work.kv_head = kv_head_of(params, work.batch, work.head);
   work.first_row = (work.q_tile - first_tile) * Config::kBlockM;
   work.first_kv_tile = first_kv_tile_of(params, work.batch, work.head / params.q_heads_per_kv_head, Config::kBlockN);
-  work.q_begin = seqlen_of(params, work.batch).q_begin();
+  work.q_begin = seqlen_of(params, work.batch).q_begin() + split * params.split_rows;
   work.lengths = seqlen_of(params, work.batch).lengths();
-  work.kv = kv_range<Config>(work.seqlen(params), work.first_row);
+  const KvRange kv = kv_range<Config>(work.seqlen(params), work.first_row);
+  const i32 begin = kv.begin_of_split(split, params.splits);
+  work.kv = kv.of_split(begin, params.splits);
+  work.first_kv_tile += begin;
+  work.first_key = begin * Config::kBlockN;
   return work;
 }
 

@@ -34,7 +34,7 @@ class KvStream {
     next_ = work.template kv_tile<Config>(params, work.kv.begin) + ptx::thread_index() * 16;
     if constexpr (Config::kSmoothQ) {
       const i64 row = delta_s_index(work.q_head - params.first_head, params.q_tiles, work.q_tile, params.columns);
-      delta_ = params.delta_s + row + ptx::thread_index() * 4;
+      delta_ = params.delta_s + row + work.first_key + ptx::thread_index() * 4;
     }
     if (ptx::thread_index() % kWarpSize == 0) ptx::store_shared_u32(own_spoilt(), 0);
   }

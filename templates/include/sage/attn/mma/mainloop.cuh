@@ -44,7 +44,7 @@ class AttentionMma {
     const WorkTile work = work_tile<Config>(params, ptx::block_index());
     if (!work.has_queries()) return;
     const i32 row = work.first_row + warp * Config::kWarpM + lane % Config::kWarpM;
-    own_row(shared) = visible_keys<Config::kMask>(work.seqlen(params), row);
+    own_row(shared) = visible_keys<Config::kMask>(work.seqlen(params), row).from(work.first_key);
     const i64 q_tile = q_tile_index(work.q_head, params.q_tiles, work.q_tile);
     const u32 sQ = ptx::shared_address(shared);
     copy_async<Layout::kQBytes, kThreads>(sQ, params.q_hat + q_tile * Layout::kQBytes + threadIdx.x * 16);

@@ -1,8 +1,8 @@
 // Attention on Hopper: a persistent, warp-specialized kernel of wgmma and TMA bulk copies.
 //
-// A dynamic tile scheduler hands work tiles to the blocks. Warpgroup 0 is the producer (producer.cuh): one of its
-// threads issues the TMA loads, of Q into one of two buffers and of KV tiles into a pipeline of kStages stages, and
-// runs ahead into the next query tile. The other warpgroups are consumers of 64 query rows each (mainloop.cuh). Two
+// A dynamic tile scheduler hands work tiles to the blocks. Warpgroup 0 is the producer (producer.cuh): two of its
+// threads issue the TMA loads, of Q into one of two buffers and of KV tiles into a pipeline of kStages stages, and
+// run ahead into the next query tile. The other warpgroups are consumers of 64 query rows each (mainloop.cuh). Two
 // consumers ping-pong (pingpong.cuh): one issues its products while the other runs its softmax. Products of both at a
 // time would be no faster, and would leave both in softmax at a time. Three consumers have no order among themselves:
 // each waits for P·V before it issues Q·K, since P and the scores share registers.
@@ -51,7 +51,9 @@ struct AttentionWgmma {
     const i32 warpgroup = ptx::uniform(ptx::thread_index() / kWarpgroup);
     if (warpgroup == 0) {
       ptx::setmaxnreg_dec<Traits::kProducerRegisters>();
-      if (ptx::thread_index() == 0) Producer<Config>{params, shared}.run();
+      const Producer<Config> producer{params, shared};
+      if (ptx::thread_index() == 0) producer.load_queries();
+      if (ptx::thread_index() == kWarpSize) producer.load_tiles();
     } else {
       ptx::setmaxnreg_inc<Traits::kConsumerRegisters>();
       consume(warpgroup - 1);
@@ -62,8 +64,9 @@ struct AttentionWgmma {
   __device__ __forceinline__ void init_barriers() const {
 #pragma unroll
     for (i32 buffer = 0; buffer < 2; ++buffer) {
+      ptx::mbarrier_init(shared.query_tile_full(buffer), 1);
       ptx::mbarrier_init(shared.query_full(buffer), 1);
-      ptx::mbarrier_init(shared.query_empty(buffer), kConsumers * kWarpgroup);
+      ptx::mbarrier_init(shared.query_empty(buffer), kConsumers * kWarpgroup + 1);
     }
 #pragma unroll
     for (i32 stage = 0; stage < Config::kStages; ++stage) {

@@ -9,7 +9,7 @@
 // R is the accumulator of P·V. R takes two KV tiles where registers allow, so that every other step promotes.
 // O and R count in v_factor of the last KV tile. A tile with another v_factor, which few have, rescales both.
 // V has eight channels of ones behind its own. Their output is the sum of the rounded P, by which O is divided. The
-// log-sum-exp, where the call asks for one, takes the sum of P before rounding.
+// log-sum-exp, where the call asks for one, and the weight of a split take the sum of P before rounding.
 // Source: SageAttention2, Algorithm 1; "FlashAttention-3", section 3.2.
 #pragma once
 
@@ -59,7 +59,7 @@ struct Mainloop {
   // What the epilogue reads.
   Softmax softmax = {};
   OutputAccumulator<Config> acc_o = {};
-  float exact_sum[kRows] = {};  // of this thread's P before it is rounded; only where a log-sum-exp is wanted
+  float exact_sum[kRows] = {};  // of this thread's P before it is rounded; only where AttnParams has an lse
   u32 signs = 0;                // of the tiles' scales, in the sign bit: whether one held what is not finite
 
   // What one step leaves to the next.
@@ -306,7 +306,7 @@ struct Mainloop {
   __device__ __forceinline__ VisibleKeys<Config::kMask> own_row() const {
     const i32 row = work.first_row + warp * Config::kWarpM + lane % Config::kWarpM;
     constexpr bool kBranch = kSlices > 1 || !Config::kSmoothQ;
-    return visible_keys<Config::kMask, kBranch>(work.seqlen(params), row);
+    return visible_keys<Config::kMask, kBranch>(work.seqlen(params), row).from(work.first_key);
   }
 
   // Row references and P of the tile whose scores are finished. Loads the scale of the scores again, even where it is

@@ -1,5 +1,5 @@
-// The producer's one working thread: it issues the TMA loads of all work tiles that the tile scheduler hands to its
-// block.
+// The producer's two working threads, of a warp each. One takes work tiles from the tile scheduler and loads their Q;
+// the other loads their KV tiles. What it takes to find a work tile is thus off the path of the KV tiles.
 #pragma once
 
 #include "sage/attn/wgmma/pipeline.cuh"
@@ -20,32 +20,44 @@ struct Producer {
   const AttnParams& params;
   const SharedStorage<Config>& shared;
 
-  __device__ __forceinline__ void run() const {
+  // Call with one thread. Draws a work tile when a query buffer is free for it, and no sooner: a block that drew more
+  // would keep them from blocks that end before it.
+  __device__ __forceinline__ void load_queries() const {
     PipelineState<2> query;
-    KvStage stage;
     TileScheduler<Config> scheduler{params};
 #pragma unroll 1
-    while (!scheduler.ended()) {
-      ptx::mbarrier_wait(shared.query_empty(query.index), query.phase ^ 1);  // at once in the first round
+    for (; !scheduler.ended(); scheduler.advance()) {
       const WorkTile work = work_tile<Config>(params, scheduler.index());
-      if (!work.has_queries()) {
-        scheduler.advance();
-        continue;
-      }
+      if (!work.has_queries()) continue;
       shared.query_tile(query.index) = work;
+      ptx::mbarrier_arrive(shared.query_tile_full(query.index));
       load_query(work, query.index);
       query.advance();
-      scheduler.advance();
+      ptx::mbarrier_wait(shared.query_empty(query.index), query.phase ^ 1);  // at once in the first round
+    }
+    scheduler.close();
+    shared.query_tile(query.index).kv.end = kNoMoreTiles;
+    ptx::mbarrier_arrive(shared.query_tile_full(query.index));
+    ptx::mbarrier_arrive(shared.query_full(query.index));
+  }
+
+  // Call with one thread.
+  __device__ __forceinline__ void load_tiles() const {
+    PipelineState<2> query;
+    KvStage stage;
+#pragma unroll 1
+    while (true) {
+      ptx::mbarrier_wait(shared.query_tile_full(query.index), query.phase);
+      if (shared.query_tile(query.index).kv.end == kNoMoreTiles) break;
+      const WorkTile work = shared.query_tile(query.index);  // a copy: reading it for every KV tile costs 1 %
 #pragma unroll 1
       for (i32 tile = work.kv.begin; tile < work.kv.end; ++tile, stage.advance()) {
         ptx::mbarrier_wait(shared.empty(stage.index), stage.phase ^ 1);  // at once in the first round
         load_tile(work, tile, stage.index);
       }
+      ptx::mbarrier_arrive(shared.query_empty(query.index));
+      query.advance();
     }
-    scheduler.close();
-    ptx::mbarrier_wait(shared.query_empty(query.index), query.phase ^ 1);
-    shared.query_tile(query.index).kv.end = kNoMoreTiles;
-    ptx::mbarrier_arrive(shared.query_full(query.index));
   }
 
  private:
@@ -76,7 +88,8 @@ struct Producer {
     ptx::bulk_copy(to + Shared::kLine, from + Layout::kLine, KvLine::kLoaded, full);
     if constexpr (Config::kSmoothQ) {
       const i64 row = delta_s_index(work.q_head - params.first_head, params.q_tiles, work.q_tile, params.columns);
-      ptx::bulk_copy(to + Shared::kDelta, params.delta_s + row + tile * Config::kBlockN, Shared::kDeltaBytes, full);
+      ptx::bulk_copy(to + Shared::kDelta, params.delta_s + row + work.first_key + tile * Config::kBlockN,
+                     Shared::kDeltaBytes, full);
     }
   }
 };

@@ -15,7 +15,8 @@ namespace sage {
 //   [kStages] stages: K̂ and V̂ of a KV tile (tile/layout.cuh), [8][kBlockN] ones, the KvLine, and where Q is smoothed
 //     delta_s of the query tile for these keys
 //   for every warp its rows of O, on their way to global memory
-//   mbarriers, 8 bytes each: full and empty of every query buffer, then of every stage
+//   mbarriers, 8 bytes each: the WorkTile full, the rest full, and empty of every query buffer; then full and empty of
+//     every stage
 //   where Q is smoothed a one, f32: the scale of finished scores, for consumers that ping-pong
 template <class Config>
 struct SharedStorage {
@@ -34,7 +35,7 @@ struct SharedStorage {
   static constexpr i32 kStageBytes = ceil_div(kDelta + kDeltaBytes, 1024) * 1024;
   static constexpr i32 kKvStages = 2 * kQueryBytes, kOutputRows = kKvStages + Config::kStages * kStageBytes;
   static constexpr i32 kBarriers = kOutputRows + Config::kBlockM / Config::kWarpM * StoreWholeRows<Config>::kBytes;
-  static constexpr i32 kOne = kBarriers + 2 * 8 * (2 + Config::kStages);
+  static constexpr i32 kOne = kBarriers + 8 * (2 * 3 + Config::kStages * 2);
   static constexpr i32 kBytes = kOne + (Config::kSmoothQ ? 16 : 0);
   static_assert(Layout::kQBytes % 1024 == 0 && Layout::kV % 1024 == 0 && kOnes % 1024 == 0);
 
@@ -52,12 +53,14 @@ struct SharedStorage {
   }
   __device__ __forceinline__ u32 query(i32 buffer) const { return first + buffer * kQueryBytes; }
   __device__ __forceinline__ u32 kv_stage(i32 stage) const { return first + kKvStages + stage * kStageBytes; }
+  // The producer's thread for Q arrives, its thread for KV tiles waits.
+  __device__ __forceinline__ u32 query_tile_full(i32 buffer) const { return first + kBarriers + buffer * 24; }
   // The producer arrives, with the buffer's bytes; consumers wait.
-  __device__ __forceinline__ u32 query_full(i32 buffer) const { return first + kBarriers + buffer * 16; }
-  // Every consumer thread arrives when it has read Q and the rest of the buffer; the producer waits.
+  __device__ __forceinline__ u32 query_full(i32 buffer) const { return query_tile_full(buffer) + 8; }
+  // Every consumer thread, and the producer's for KV tiles, arrive when they have read the buffer; that for Q waits.
   __device__ __forceinline__ u32 query_empty(i32 buffer) const { return query_full(buffer) + 8; }
   // The producer arrives, with the stage's bytes; consumers wait.
-  __device__ __forceinline__ u32 full(i32 stage) const { return query_full(2) + stage * 16; }
+  __device__ __forceinline__ u32 full(i32 stage) const { return query_tile_full(2) + stage * 16; }
   // Every consumer thread arrives when it and its products have read the stage; the producer waits.
   __device__ __forceinline__ u32 empty(i32 stage) const { return full(stage) + 8; }
 };
