@@ -39,8 +39,8 @@ def main() -> int:
     library = common.use_kernels(arguments.kernels)
     common.print_header(common.header(library) | {"inputs": f"N(0, 1) bf16, full; median of {arguments.repeat}"})
     print(common.table_head(COLUMNS))
+    timed = functools.partial(time_by_graph, repeat=arguments.repeat)
     for shape in arguments.shape or map(common.integers, SHAPES):
-        timed = functools.partial(time_by_graph, repeat=arguments.repeat)
         for row in rows(shape, arguments.headdim, library, arguments.splits, timed):
             print(common.table_row(row), flush=True)
     return 0

@@ -24,8 +24,9 @@ check_wheel() {
 }
 log=$(mktemp)
 check_wheel > "$log" 2>&1 &
+wheel=$!
+trap 'kill "$wheel" 2> /dev/null || true; cat "$log"; rm -f "$log"' EXIT
 status=0
 eval "${command##* && }" || status=$?
-wait $! || status=$?
-cat "$log"
+wait "$wheel" || status=$?
 exit "$status"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -10,6 +11,7 @@ from sage_aot._call import ops
 from sage_aot._call.kv import QuantizedKV, check_not_with_sequences, options_with
 from sage_aot._call.refusal import refusal, refusal_stored
 from sage_aot._problem.check import (
+    Problem,
     check_device,
     check_key_mask_is_tensor,
     check_out,
@@ -166,6 +168,12 @@ def groups_share_rows(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.T
     return (heads > kv_heads > 0 and heads % kv_heads == 0 and k.shape[0] == q.shape[0]
             and 0 < k.shape[3] == q.shape[3] and (v is None or v.shape == k.shape)
             and (out is None or (out.shape, out.device) == (q.shape, q.device)))
+
+
+def with_shared_rows(problem: Problem) -> Problem:
+    """The problem that kernels get of a call in which :func:`groups_share_rows`."""
+    group = problem.num_q_heads // problem.num_kv_heads
+    return replace(problem, num_q_heads=problem.num_kv_heads, seqlen_q=group)
 
 
 def _attend_by_group(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None,

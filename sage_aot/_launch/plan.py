@@ -143,7 +143,7 @@ def _check_splits(splits: int, merge: KernelRecord) -> None:
 
 def splits_of(problem: Problem, kernels: Kernels, sm_count: int) -> int:
     """How many blocks share the keys of a query tile on a GPU of `sm_count` SMs. One where the query tiles fill the
-    GPU; else as many as make the call shortest, by START and its neighbours."""
+    GPU; else as many as make the call shortest, by the costs START, MERGE and MERGE_PARTIAL."""
     tile, headdim = kernels.attn.tile, kernels.attn.spec.headdim
     tiles = problem.runs * problem.num_q_heads * _q_blocks(problem, tile.block_m)
     at_once = sm_count * tile.min_blocks

@@ -12,7 +12,7 @@ import torch
 from sage_aot._backends.cuda import gpu_here, sm_count
 from sage_aot._backends.drivers import default_driver
 from sage_aot._backends.emulation.backend import emulated_arch
-from sage_aot._call.api import groups_share_rows
+from sage_aot._call.api import groups_share_rows, with_shared_rows
 from sage_aot._call.kv import QuantizedKV, check_not_with_sequences, options_with
 from sage_aot._call.pipeline import check_quantizer, default_library
 from sage_aot._kernels.axes import MAX_HEADDIM
@@ -53,7 +53,7 @@ class Explanation:
     candidates: tuple[Candidate, ...]  # every attention kernel, with its reason: first those of the chosen arch
     kernels: Kernels | None  # the kernels that the call runs; None where it raises
     error: str | None  # message of the error where the call raises
-    splits: int | None = 1  # blocks that share the keys of a query tile; None for a GPU that is not here
+    splits: int | None  # blocks that share the keys of a query tile; None where that is not known
 
     def __str__(self) -> str:
         where = f"GPU     {self.gpu}" if self.gpu else "CPU     tensors are emulated"
@@ -65,7 +65,10 @@ class Explanation:
         taken = f"refused {self.error}"
         if self.kernels:
             taken = "\n".join(f"{'' if i else 'runs':8}{record.name}" for i, record in enumerate(self.kernels.records))
-            taken += _SPLIT[self.splits is None].format(self.splits) if self.splits != 1 else ""
+            if self.splits is None:
+                taken += "\nkeys    are split, and sage_merge_* runs, where the query tiles do not fill the GPU"
+            elif self.splits > 1:
+                taken += f"\nkeys    are split over {self.splits} blocks a query tile"
         return "\n".join([where, f"call    {call}", taken, "", *self._table()])
 
     def _table(self) -> list[str]:
@@ -79,10 +82,6 @@ class Explanation:
             rows.append(("taken" if of_group[0].taken else "", name, reason))
         width = max((len(name) for _, name, _ in rows), default=0)
         return [f"{mark:8}{name:{width}}  {reason}" for mark, name, reason in rows]
-
-
-_SPLIT = ("\nkeys    are split over {} blocks a query tile",
-          "\nkeys    are split, and sage_merge_* runs, where the query tiles do not fill that GPU")
 
 
 def _summary(candidate: Candidate) -> str:
@@ -114,9 +113,10 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
 
     Returns:
         An :class:`Explanation`, which ``print`` shows as a table. ``candidates`` has every attention kernel with its
-        reason. ``kernels`` has the manifest's records of the kernels that run; None where the call would raise, with
-        the message in ``error``. ``splits`` says how many blocks share the keys of a query tile; None for a GPU that is
-        not here.
+        reason. ``kernels.records`` are the manifest's of the kernels that run; ``kernels`` is None where the call would
+        raise, with the message in ``error``. ``splits`` says how many blocks share the keys of a query tile. Without
+        tensors, and for a GPU that is not here, it is None, and ``kernels`` has the kernel that merges splits, which
+        some calls do not run.
 
     Raises:
         ArgumentError: an argument is not as described.
@@ -132,7 +132,8 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; the options of the call are "
                         f"{', '.join(OPTIONS)}")
     asked = Options(**options)
-    if q is None and k is None and v is None:
+    has_shape = not (q is None and k is None and v is None)
+    if not has_shape:
         q = k = v = _stand_in(headdim)
         for name, given in (("key_mask", key_mask), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             if given is not None:
@@ -162,10 +163,9 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
         check_out(out, q)
     manifest = default_library().manifest
     gpu = _gpu(device, capability, driver)
-    run_as = problem
+    run_as = problem if has_shape else None
     if sequences is None and groups_share_rows(q, k, v, out, in_order):
-        group = problem.num_q_heads // problem.num_kv_heads
-        run_as = replace(problem, num_q_heads=problem.num_kv_heads, seqlen_q=group)
+        run_as = with_shared_rows(problem)
     found = _explained(gpu, -1 if capability else device, problem, run_as, manifest)
     if isinstance(k, QuantizedKV) and found.kernels is not None:
         try:
@@ -175,29 +175,31 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
     return found
 
 
-def _explained(gpu: Gpu | None, device: int, problem: Problem, run_as: Problem, manifest: Manifest) -> Explanation:
+def _explained(gpu: Gpu | None, device: int, problem: Problem, run_as: Problem | None,
+               manifest: Manifest) -> Explanation:
     """The explanation for a GPU, or for the emulation where `gpu` is None. `device`: the GPU's number on this machine,
-    −1 for a GPU that is not here. `run_as`: the problem that the kernels get, which differs where q heads share
-    rows."""
+    −1 for a GPU that is not here. `run_as`: the problem that the kernels get, which differs where q heads share rows;
+    None where its shape is not known."""
     choice = choose_arch(gpu, manifest) if gpu else _choice_of_emulation(manifest)
-    kernels, error, splits = None, None, cast("int | None", 1)
+    kernels = error = splits = None
     try:
         if gpu and device >= 0:
             default_driver()  # raises where nothing here loads kernels; unknown for a GPU that is not here
         arch = nearest_arch(gpu, manifest) if gpu else emulated_arch(manifest)
         kernels = kernels_of(arch, wanted_values(problem), manifest, problem.has_key_mask)
         splits = _splits(gpu, device, run_as, kernels)
-        kernels = kernels if splits is None else plan(run_as, kernels, splits).kernels
+        if run_as is not None and splits is not None:
+            kernels = plan(run_as, kernels, splits).kernels
     except UnsupportedError as refused:
         error = str(refused)
     return Explanation(gpu, problem, candidates(choice, problem, manifest), kernels, error, splits)
 
 
-def _splits(gpu: Gpu | None, device: int, problem: Problem, kernels: Kernels) -> int | None:
-    """Of a call; None where that depends on a number of SMs that is not known."""
+def _splits(gpu: Gpu | None, device: int, problem: Problem | None, kernels: Kernels) -> int | None:
+    """Of a call; None where that depends on a shape or a number of SMs that is not known."""
     if gpu is None:
         return 1
-    return splits_of(problem, kernels, sm_count(device)) if device >= 0 else None
+    return splits_of(problem, kernels, sm_count(device)) if problem is not None and device >= 0 else None
 
 
 def _choice_of_emulation(manifest: Manifest) -> ArchChoice:

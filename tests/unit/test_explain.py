@@ -116,6 +116,16 @@ def test_the_splits_of_a_gpu_here_are_told(monkeypatch, shape, options, splits):
     assert ("keys    are split over" in str(told)) == (splits > 1)
 
 
+def test_without_tensors_the_splits_are_not_known(monkeypatch):
+    monkeypatch.setattr(explaining, "_gpu", lambda *_: Gpu((9, 0), 13000, "H200"))
+    monkeypatch.setattr(explaining, "default_driver", lambda: None)
+    monkeypatch.setattr(explaining, "sm_count", lambda device: 132)
+    monkeypatch.setattr(explaining, "_current_device", lambda: 0)
+    told = sage_aot.explain(headdim=128)
+    assert told.splits is None and "merge" in told.kernels.companions
+    assert "keys    are split, and sage_merge_* runs, where the query tiles do not fill the GPU" in str(told)
+
+
 def test_the_order_of_kinds(folder_of):
     """The GPU's own arch, a lower minor, PTX, and last an error with the call's message."""
     manifest = folder_of(small_manifest("sm80", "sm89", "ptx80"))
@@ -192,7 +202,7 @@ call    headdim=64, is_causal=False, qk='int8', smooth_q=False, smooth_v=False, 
 runs    sage_quant_sm80_d64_qkint8_pvf16
         sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw
         sage_merge_sm80
-keys    are split, and sage_merge_* runs, where the query tiles do not fill that GPU
+keys    are split, and sage_merge_* runs, where the query tiles do not fill the GPU
 
 taken   sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw    sm80 is the nearest that this GPU runs
         sage_attn_sm80_d64_qkint8_pvf16_accf32_causal_vraw_qraw  for is_causal=True

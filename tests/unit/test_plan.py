@@ -290,7 +290,7 @@ def test_the_number_of_splits_follows_from_tile_and_head_dim(block_m, block_n, m
 
 
 @pytest.mark.parametrize("splits", [-1, 0, 65])
-def test_more_splits_than_the_merge_kernel_takes_are_refused(splits):
+def test_numbers_of_splits_that_the_merge_kernel_does_not_take_are_refused(splits):
     with pytest.raises(ArgumentError, match=f"splits: expected 1 to 64, got {splits}; pass as many as sage_merge_sm8"):
         plan(PROBLEM, kernels(), splits)
 

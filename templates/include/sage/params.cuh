@@ -54,7 +54,7 @@ struct QuantParams {
   float* v_scale;     // likewise
   float* v_mean;      // likewise, as k_mean
   float* row_bias;    // [batch * num_q_heads][q_tiles * block_m], log2 units: what smoothing K took off a row's scores
-  float* lse;         // not written; null: no log-sum-exp is wanted, and row_bias is zero where a row is finite
+  float* lse;         // not written; null: no log-sum-exp is needed, and row_bias is zero where a row is finite
   u32* tile_counter;  // [1], zeroed for the attention kernel's tile scheduler
   const i32* key_rank;      // as PackParams; null: no key mask
   const i32* key_index;     // likewise

@@ -18,7 +18,7 @@ struct KvRange {
   // The KV tiles of the split that begins with the KV tile `first`, counted from there on.
   __device__ __forceinline__ KvRange of_split(i32 first, const FastDivmod& splits) const {
     const i32 tiles = min(tiles_of_split(splits), end - first);
-    const i32 masked = full_begin <= begin ? 0 : full_begin - first;  // a constant where no row has a first key
+    const i32 masked = full_begin <= begin ? 0 : full_begin - first;  // 0 at compile time where every row sees key 0
     return {0, tiles, masked, min(full_end - first, tiles)};
   }
 

@@ -48,9 +48,9 @@ struct WorkTile {
   }
 };
 
-// index: splits of one query tile have neighbouring indices, then query tiles of one head, so that blocks which run
-// together read the same K and V from L2. Causal takes the query tiles of a head from the last, which has the most
-// keys, so that a grid with one block a work tile ends with short blocks.
+// index: splits of a query tile fastest, then query tiles of a head, then heads. Query tiles of a head are neighbours:
+// blocks that run together read the same K and V from L2. Causal takes the query tiles of a head from the last, which
+// has the most keys, so that a grid with one block a work tile ends with short blocks.
 // The epilogue of the mma family computes the WorkTile again, which saves registers across the main loop.
 template <class Config>
 __device__ __forceinline__ WorkTile work_tile(const AttnParams& params, i32 index) {

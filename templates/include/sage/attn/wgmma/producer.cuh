@@ -1,5 +1,5 @@
 // The producer's two working threads, of a warp each. One takes work tiles from the tile scheduler and loads their Q;
-// the other loads their KV tiles. What it takes to find a work tile is thus off the path of the KV tiles.
+// the other loads their KV tiles. Computing a work tile thus delays no KV tile.
 #pragma once
 
 #include "sage/attn/wgmma/pipeline.cuh"
@@ -20,8 +20,8 @@ struct Producer {
   const AttnParams& params;
   const SharedStorage<Config>& shared;
 
-  // Call with one thread. Draws a work tile when a query buffer is free for it, and no sooner: a block that drew more
-  // would keep them from blocks that end before it.
+  // Call with one thread. Draws a work tile when a query buffer is free for it, and no sooner: a block that drew ahead
+  // would hold back work tiles from blocks that are free earlier.
   __device__ __forceinline__ void load_queries() const {
     PipelineState<2> query;
     TileScheduler<Config> scheduler{params};
@@ -49,7 +49,7 @@ struct Producer {
     while (true) {
       ptx::mbarrier_wait(shared.query_tile_full(query.index), query.phase);
       if (shared.query_tile(query.index).kv.end == kNoMoreTiles) break;
-      const WorkTile work = shared.query_tile(query.index);  // a copy: reading it for every KV tile costs 1 %
+      const WorkTile work = shared.query_tile(query.index);  // a copy: reading it for every KV tile is slower
 #pragma unroll 1
       for (i32 tile = work.kv.begin; tile < work.kv.end; ++tile, stage.advance()) {
         ptx::mbarrier_wait(shared.empty(stage.index), stage.phase ^ 1);  // at once in the first round

@@ -15,7 +15,7 @@ namespace sage {
 //   [kStages] stages: K̂ and V̂ of a KV tile (tile/layout.cuh), [8][kBlockN] ones, the KvLine, and where Q is smoothed
 //     delta_s of the query tile for these keys
 //   for every warp its rows of O, on their way to global memory
-//   mbarriers, 8 bytes each: the WorkTile full, the rest full, and empty of every query buffer; then full and empty of
+//   mbarriers, 8 bytes each: query_tile_full, query_full and query_empty of every query buffer; then full and empty of
 //     every stage
 //   where Q is smoothed a one, f32: the scale of finished scores, for consumers that ping-pong
 template <class Config>
@@ -57,7 +57,8 @@ struct SharedStorage {
   __device__ __forceinline__ u32 query_tile_full(i32 buffer) const { return first + kBarriers + buffer * 24; }
   // The producer arrives, with the buffer's bytes; consumers wait.
   __device__ __forceinline__ u32 query_full(i32 buffer) const { return query_tile_full(buffer) + 8; }
-  // Every consumer thread, and the producer's for KV tiles, arrive when they have read the buffer; that for Q waits.
+  // Every consumer thread arrives when it has read the buffer, the producer's thread for KV tiles when it has issued
+  // all their loads. The producer's thread for Q waits.
   __device__ __forceinline__ u32 query_empty(i32 buffer) const { return query_full(buffer) + 8; }
   // The producer arrives, with the stage's bytes; consumers wait.
   __device__ __forceinline__ u32 full(i32 stage) const { return query_tile_full(2) + stage * 16; }
