@@ -36,8 +36,8 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.T
     Raises the error instead where the next call of the same kind may get another answer: for grad mode, for a tensor
     that is not dense, and where the kernels' folder or a loader is missing.
     """
-    if not (_is_plain(q) and _is_plain(k) and _is_plain(v) and (key_mask is None or _is_plain(key_mask))
-            and (out is None or _is_plain(out))):
+    if not (is_plain(q) and is_plain(k) and is_plain(v) and (key_mask is None or is_plain(key_mask))
+            and (out is None or is_plain(out))):
         check_dense(q=q, k=k, v=v, key_mask=key_mask, out=out)
     if sequences is not None:
         check_dense(cu_seqlens_q=sequences.cu_seqlens_q, cu_seqlens_k=sequences.cu_seqlens_k)
@@ -52,7 +52,7 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.T
 
 def refusal_stored(q: torch.Tensor, stored: Stored, out: torch.Tensor | None, options: tuple[Any, ...]) -> str | None:
     """As :func:`refusal`, of a call with k and v that were quantized before."""
-    if not (_is_plain(q) and (out is None or _is_plain(out))):
+    if not (is_plain(q) and (out is None or is_plain(out))):
         check_dense(q=q, out=out)
     if q.requires_grad or out is not None and out.requires_grad:
         check_no_grad(q=q, out=out)
@@ -82,7 +82,8 @@ def _remembered(key: tuple[Any, ...], handed: Backend | None, variables: tuple[A
     return answer
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is dense and of no subclass."""
     return (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter) and (
         tensor.layout is torch.strided and not tensor.is_nested)
 

@@ -69,6 +69,7 @@ MAY_IMPORT = {
     "_backends": {"_kernels", "_families", "_problem", "_launch"},
     "_call": {"_kernels", "_families", "_problem", "_launch", "_backends"},
     "_tools": {"_kernels", "_families", "_problem", "_launch", "_backends", "_call"},
+    "integrations": {"_kernels", "_problem", "_call", "_tools"},
 }
 """Per package, the packages that it may import. Each may also import itself, and each but the families LEAVES."""
 
@@ -174,6 +175,7 @@ def test_the_plain_import_brings_neither_torch_nor_numpy():
 def test_the_call_needs_no_cupy_and_no_compiler():
     unwanted = ("cupy", "jinja2", "yaml", "ninja", "elftools", "transformers", "matplotlib")
     assert loaded("from sage_aot import attn, explain, info", unwanted) == []
+    assert loaded("import sage_aot.integrations, sage_aot.integrations.torch", unwanted) == []
 
 
 def test_exports():
@@ -181,7 +183,7 @@ def test_exports():
     assert all(getattr(sage_aot, name) for name in sage_aot.__all__)
     assert set(sage_aot.__all__) <= set(dir(sage_aot))
     public = {name for name in vars(sage_aot) if not name.startswith("_")}
-    public -= {"errors", "annotations", "import_module", "TYPE_CHECKING"}
+    public -= {"errors", "integrations", "annotations", "import_module", "TYPE_CHECKING"}
     assert public == set(sage_aot.__all__) - {"__version__"}
     with pytest.raises(AttributeError, match="module 'sage_aot' has no attribute 'atn'"):
         sage_aot.atn

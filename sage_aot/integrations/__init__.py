@@ -1,0 +1,15 @@
+"""sage_aot in the libraries that people run models with. Nothing is registered by an import.
+
+    sage_aot.integrations.torch          scaled_dot_product_attention
+    sage_aot.integrations.transformers   attn_implementation="sage_aot"
+    sage_aot.integrations.distributed    the rings of yunchang and torch
+    sage_aot.integrations.diffusers      models and pipelines, the backend "sage_aot", context parallelism
+
+One policy decides for all of them which calls sage_aot serves; :func:`report` says what it decided and why.
+"""
+
+from __future__ import annotations
+
+from sage_aot.integrations._policy import Policy, report, reset_report, use
+
+__all__ = ["Policy", "report", "reset_report", "use"]

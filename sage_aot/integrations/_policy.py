@@ -1,0 +1,286 @@
+"""Which attention calls of a host sage_aot serves, and what becomes of the others.
+
+An adapter describes a call of its host as a :class:`Call`, and hands it to :func:`attend` with a function that makes
+the host's own call. Decisions follow from shapes, dtypes and options, never from the values of a tensor: they
+synchronize nothing, and tracers follow them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from sage_aot._call.api import attn
+from sage_aot._call.refusal import is_plain
+from sage_aot._kernels.axes import MAX_HEADDIM
+from sage_aot._problem.options import OPTIONS, Options
+from sage_aot._tools.explain import explain
+from sage_aot.errors import ArgumentError, UnsupportedError
+from sage_aot.integrations._gain import is_faster
+
+SERVED = "sage_aot"
+"""The line of the report that counts the calls that sage_aot served."""
+
+DTYPES = torch.float16, torch.bfloat16, torch.float32
+
+_log = logging.getLogger("sage_aot.integrations")
+
+
+# --- the policy -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What hosts hand to sage_aot, and what becomes of other calls.
+
+    Args:
+        when: ``"faster"``: the calls that are expected to be at least as fast as torch's attention, on CUDA tensors.
+            ``"possible"``: every call that sage_aot computes, CPU tensors by the emulation too.
+        otherwise: what becomes of a call that `when` would hand to sage_aot, and that sage_aot does not compute (a mask
+            of other shape, dropout, training). ``"host"``: the host's own attention. ``"raise"``: UnsupportedError.
+        options: options of :func:`sage_aot.attn` that decide about accuracy and speed, such as ``{"smooth_v": True}``.
+
+    Raises:
+        ArgumentError: a value is not one of these.
+    """
+
+    when: str = "faster"
+    otherwise: str = "host"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, choices in (("when", ("faster", "possible")), ("otherwise", ("host", "raise"))):
+            if (value := getattr(self, name)) not in choices:
+                raise ArgumentError(f"{name}: expected one of {choices}, got {value!r}")
+        free = OPTIONS.keys() - {"is_causal", "scale", "layout"}  # a host's call decides about these
+        if unknown := self.options.keys() - free:
+            raise ArgumentError(f"options: expected some of {', '.join(sorted(free))}, got "
+                                f"{', '.join(sorted(unknown))}")
+        Options(**self.options)  # ArgumentError for a value that is none
+
+
+_policy = Policy()
+_lock = threading.Lock()
+
+
+@contextmanager
+def use(policy: Policy) -> Iterator[Policy]:
+    """The policy of all threads of this process while the context is entered; afterwards that of before. Compiled code
+    keeps a guard on it: another policy compiles anew."""
+    global _policy
+    before, _policy = _policy, policy
+    try:
+        yield policy
+    finally:
+        _policy = before
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+_counts: Counter[str] = Counter()
+
+
+def report() -> dict[str, int]:
+    """How many calls sage_aot served, under ``"sage_aot"``, and by its reason how many it did not, since the start of
+    the process or :func:`reset_report`. Calls of compiled code are not counted: it runs no Python."""
+    with _lock:
+        return dict(_counts.most_common())
+
+
+def reset_report() -> None:
+    """Count from zero again; each reason is logged once more."""
+    with _lock:
+        _counts.clear()
+
+
+def count(line: str) -> None:
+    """Count a call in the report; log a reason the first time."""
+    if torch.compiler.is_compiling():
+        return
+    with _lock:
+        _counts[line] += 1
+        is_new = _counts[line] == 1
+    if is_new and line != SERVED:
+        _log.info("not served by sage_aot: %s", line)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """An attention call of a host."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None = None
+    """What broadcasts to [batch, heads, queries, keys]: bool, True = attend, or numbers to add to the scores."""
+    is_causal: bool = False
+    scale: float | None = None
+    dropout: float = 0.0
+    layout: str = "HND"  # of q, k, v and the output, as sage_aot.attn has it
+    grouped: bool = False  # whether k and v may have fewer heads than q
+    bottom_right: bool = False  # where the causal mask is aligned; else top-left
+
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Batch, q heads, kv heads, queries, keys."""
+        heads, rows = (1, 2) if self.layout == "HND" else (2, 1)
+        return self.q.size(0), self.q.size(heads), self.k.size(heads), self.q.size(rows), self.k.size(rows)
+
+
+def attend(call: Call, host: Callable[[], Any], return_lse: bool = False) -> Any:
+    """The call's output, by sage_aot or by the host's own attention; with `return_lse` what sage_aot.attn returns then.
+
+    Raises UnsupportedError where the policy says so, and what :func:`sage_aot.attn` raises.
+    """
+    if reason := better_elsewhere(call):
+        count(reason)
+        return host()
+    if reason := refusal(call):
+        count(reason)
+        if _policy.otherwise == "raise":
+            raise UnsupportedError(f"expected a call that sage_aot computes, got: {reason}; let the host compute it "
+                                   f"with sage_aot.integrations.Policy(otherwise='host')")
+        return host()
+    count(SERVED)
+    return serve(call, return_lse)
+
+
+def serve_with_lse(call: Call, otherwise: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The call's output and log-sum-exp by sage_aot, whatever is faster, for hosts whose own attention returns none.
+    UnsupportedError where sage_aot does not compute it; `otherwise`: what to do then."""
+    call = call._replace(q=_received(call.q), k=_received(call.k), v=_received(call.v))
+    if reason := refusal(call):
+        raise UnsupportedError(f"expected a call that sage_aot computes, got: {reason}; {otherwise}")
+    count(SERVED)
+    out, lse = serve(call, return_lse=True)
+    return out, lse
+
+
+def _received(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, where a ring holds torch's AsyncCollectiveTensor, which stands for one that another process
+    sends. Known by its method: builds of torch without torch.distributed do not have the class."""
+    wait = getattr(tensor, "trigger_wait", None)
+    return wait() if wait is not None else tensor
+
+
+def better_elsewhere(call: Call) -> str | None:
+    """Why the policy leaves a call to the host, whether or not sage_aot computes it; None where it does not."""
+    q, k = call.q, call.k
+    if _policy.when == "possible":
+        return None
+    if not q.is_cuda:
+        return "tensors on the CPU"
+    if not (is_plain(q) and is_plain(k) and q.dim() == k.dim() == 4):
+        return None  # refused
+    batch, q_heads, kv_heads, queries, keys = call.sizes()
+    if call.is_causal and not call.bottom_right:
+        keys = min(keys, queries)  # no query sees the others
+    if is_faster(batch, q_heads, kv_heads, queries, keys, q.size(3), call.is_causal, call.mask is not None):
+        return None
+    return "torch's attention is expected to be faster"
+
+
+def refusal(call: Call) -> str | None:
+    """Why sage_aot does not compute a call; None where it does."""
+    q, k, v = call.q, call.k, call.v
+    if not (is_plain(q) and is_plain(k) and is_plain(v)):
+        return "tensors that are nested, sparse or of a subclass"
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        return "tensors of other than 4 dimensions"
+    if call.dropout > 0:
+        return "dropout"
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return "gradients"
+    return _refusal_of_types(call) or _refusal_of_shapes(call) or _refusal_of_masks(call)
+
+
+def _refusal_of_types(call: Call) -> str | None:
+    q, k, v = call.q, call.k, call.v
+    if not q.device == k.device == v.device or q.device.type not in ("cuda", "cpu"):
+        return "devices that differ" if q.device.type in ("cuda", "cpu") else f"tensors on {q.device.type}"
+    if not q.dtype == k.dtype == v.dtype:
+        return "dtypes that differ"
+    return None if q.dtype in DTYPES else f"dtype {q.dtype}".replace("torch.", "")
+
+
+def _refusal_of_shapes(call: Call) -> str | None:
+    q, k, v = call.q, call.k, call.v
+    _, q_heads, kv_heads, _, _ = call.sizes()
+    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
+        return "empty tensors"
+    if q.size(0) != k.size(0) or k.shape[:3] != v.shape[:3] or q.size(3) != k.size(3):
+        return "shapes that are broadcast"
+    if q_heads != kv_heads and not (call.grouped and q_heads % kv_heads == 0):
+        return "heads that are broadcast"
+    if q.size(3) > MAX_HEADDIM or v.size(3) > MAX_HEADDIM:
+        return f"head dims above {MAX_HEADDIM}"
+    if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
+        return "channels that are not contiguous"
+    return None
+
+
+def _refusal_of_masks(call: Call) -> str | None:
+    batch, heads, _, queries, keys = call.sizes()
+    if call.is_causal:
+        if call.mask is not None and not call.bottom_right:
+            return "a mask beside is_causal"
+        if queries > keys and not call.bottom_right:
+            return "is_causal with more queries than keys"
+    if call.mask is None:
+        return None
+    if call.mask.dtype != torch.bool:
+        return "a mask of numbers"
+    if key_mask_of(call.mask, batch, heads, queries, keys) is None:
+        return "a mask that differs by query or head"
+    return None
+
+
+def key_mask_of(mask: torch.Tensor, batch: int, heads: int, queries: int, keys: int) -> torch.Tensor | None:
+    """The mask as [batch, keys], a view; None where its rows or heads may differ, or it does not broadcast."""
+    if mask.dim() > 4 or any(have not in (1, want) for have, want in zip(reversed(mask.shape),
+                                                                         (keys, queries, heads, batch))):
+        return None
+    whole = mask.expand(batch, heads, queries, keys)
+    if any(whole.size(dim) > 1 and whole.stride(dim) != 0 for dim in (1, 2)):
+        return None
+    return whole[:, 0, 0]
+
+
+def serve(call: Call, return_lse: bool) -> Any:
+    """The call by sage_aot, which :func:`refusal` has allowed."""
+    q, k, v = call.q, call.k, call.v
+    batch, heads, _, queries, keys = call.sizes()
+    is_causal = call.is_causal
+    if is_causal and queries != keys and not call.bottom_right:  # no query sees the keys behind the last query's
+        rows = 2 if call.layout == "HND" else 1
+        k, v = k.narrow(rows, 0, queries), v.narrow(rows, 0, queries)
+    key_mask = None if call.mask is None else key_mask_of(call.mask, batch, heads, queries, keys)
+    scale = call.q.size(3) ** -0.5 if call.scale is None else call.scale
+    channels = v.size(3)
+    if channels != q.size(3):  # zeros change neither scores nor the channels that are there
+        width = max(channels, q.size(3))
+        q, k, v = (F.pad(x, (0, width - x.size(3))) for x in (q, k, v))
+    options: dict[str, Any] = {**_policy.options, "return_lse": return_lse}
+    is_causal = is_causal and queries > 1  # one query sees all keys; without a mask, heads share the reads of k and v
+    result = attn(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale, layout=call.layout, **options)
+    if channels == q.size(3):
+        return result
+    out, lse = result if return_lse else (result, None)
+    out = out[..., :channels]
+    return (out, lse) if return_lse else out
+
+
+def check_gpu() -> None:
+    """UnsupportedError where this machine has a GPU whose calls sage_aot cannot run. Adapters ask when they are
+    switched on, so that no call finds out."""
+    if torch.cuda.is_available() and (error := explain().error):
+        raise UnsupportedError(error)

@@ -1,0 +1,169 @@
+"""diffusers: models and pipelines whose attention sage_aot serves.
+
+    from sage_aot.integrations import diffusers as sage_diffusers
+
+    sage_diffusers.enable(pipeline)             # or a model
+    sage_diffusers.disable(pipeline)
+
+    sage_diffusers.register()                   # or: diffusers' own ways to choose a backend
+    model.set_attention_backend("sage_aot")
+
+Calls that sage_aot does not serve go to diffusers' ``native`` backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from sage_aot.errors import ArgumentError, UnsupportedError
+from sage_aot.integrations._policy import Call, attend, check_gpu, serve_with_lse
+from sage_aot.integrations.torch import replace_sdpa
+
+try:
+    from diffusers import DiffusionPipeline, ModelMixin
+    from diffusers.models import attention_dispatch as dispatch
+    from diffusers.models.attention import AttentionModuleMixin
+    from diffusers.models.attention_processor import Attention, MochiAttention
+except ImportError as error:
+    raise UnsupportedError(f"sage_aot.integrations.diffusers: expected diffusers 0.36 or later, got: {error}; "
+                           f"pip install 'diffusers>=0.36'") from error
+
+NAME = "sage_aot"
+
+
+# --- switching it on --------------------------------------------------------------------------------------------------
+
+
+@cache
+def register() -> dispatch.AttentionBackendName:
+    """Make the attention backend ``"sage_aot"`` known to diffusers; returns its member of diffusers' enumeration.
+    Called again, it changes nothing.
+
+    Raises:
+        UnsupportedError: sage_aot has no kernel for the GPU at hand.
+    """
+    check_gpu()
+    # diffusers offers no way to add a backend: its dispatcher finds backends by the members of this enumeration.
+    names = dispatch.AttentionBackendName
+    member = str.__new__(names, NAME)
+    member._name_, member._value_ = NAME.upper(), NAME
+    names._member_names_.append(member._name_)
+    names._member_map_[member._name_] = names._value2member_map_[NAME] = member
+    dispatch._AttentionBackendRegistry.register(member, supports_context_parallel=True)(attention)
+    return member
+
+
+class _Before(NamedTuple):
+    """What :func:`enable` changed in a model."""
+
+    backends: list[tuple[Any, Any]]  # processors, and their backends of before
+    wrapper: Callable[..., Any] | None  # the model's forward since then
+    forward: Callable[..., Any] | None  # its attribute of before, which hooks of other libraries set
+
+
+_enabled: WeakKeyDictionary[torch.nn.Module, _Before] = WeakKeyDictionary()
+
+
+def enable(target: ModelMixin | DiffusionPipeline) -> int:
+    """Serve the attention of a model, or of all models of a pipeline; returns the number of their attention modules.
+
+    Modules that choose a backend get sage_aot's. Where a model has others, whose attention calls torch directly, as in
+    SD3, SDXL and CogVideoX, its forward runs in :class:`sage_aot.integrations.torch.replace_sdpa`. Other models of the
+    process stay as they are.
+
+    Raises:
+        ArgumentError: `target` is neither, or it has no attention modules.
+        UnsupportedError: sage_aot has no kernel for the GPU at hand.
+    """
+    backend = register()
+    served = 0
+    for model in _models_of(target):
+        modules = [module for module in model.modules()
+                   if isinstance(module, (Attention, MochiAttention, AttentionModuleMixin))]
+        served += len(modules)
+        if not modules or model in _enabled:
+            continue
+        processors = [module.processor for module in modules]
+        chooses = [processor for processor in processors if hasattr(processor, "_attention_backend")]
+        wrapper = replace_sdpa()(model.forward) if len(chooses) < len(modules) else None
+        _enabled[model] = _Before([(processor, processor._attention_backend) for processor in chooses], wrapper,
+                                  vars(model).get("forward"))
+        for processor in chooses:
+            processor._attention_backend = backend
+        if wrapper is not None:
+            model.forward = wrapper
+    if not served:
+        raise ArgumentError(f"expected a model with attention modules of diffusers, got {type(target).__name__} with "
+                            f"none; run it in sage_aot.integrations.torch.replace_sdpa")
+    return served
+
+
+def disable(target: ModelMixin | DiffusionPipeline) -> None:
+    """Undo :func:`enable`; nothing happens to models that it did not change.
+
+    Raises:
+        ArgumentError: something else has replaced the forward of a model since; undo that first.
+    """
+    for model in _models_of(target):
+        if (before := _enabled.get(model)) is None:
+            continue
+        if before.wrapper is not None:
+            if vars(model).get("forward") is not before.wrapper:
+                raise ArgumentError(f"expected the forward that enable gave to {type(model).__name__}, got another, "
+                                    f"such as that of a hook; remove the hook first")
+            if before.forward is None:
+                del model.forward
+            else:
+                model.forward = before.forward
+        for processor, backend in before.backends:
+            processor._attention_backend = backend
+        del _enabled[model]
+
+
+def _models_of(target: Any) -> Iterator[ModelMixin]:
+    parts = target.components.values() if isinstance(target, DiffusionPipeline) else [target]
+    models = [part for part in parts if isinstance(part, ModelMixin)]
+    if not models:
+        raise ArgumentError(f"expected a model or a pipeline of diffusers, got {type(target).__name__}")
+    yield from models
+
+
+# --- the backend ------------------------------------------------------------------------------------------------------
+
+
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+              dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+              return_lse: bool = False, _parallel_config: Any = None) -> Any:
+    """A backend of diffusers' dispatcher: tensors ``[batch, seq, heads, headdim]``, a mask ``[batch, keys]`` or one
+    that broadcasts to ``[batch, heads, queries, keys]``; the log-sum-exp is ``[batch, seq, heads]``."""
+    if _parallel_config is not None:
+        return dispatch._templated_context_parallel_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, forward_op=_forward,
+            backward_op=dispatch._native_attention_backward_op, _parallel_config=_parallel_config)
+    mask = attn_mask[:, None, None, :] if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.shape == (
+        query.size(0), key.size(1)) else attn_mask
+    call = Call(query, key, value, mask, is_causal, scale, dropout_p, "NHD", grouped=enable_gqa)
+    return _with_lse(call) if return_lse else attend(call, lambda: dispatch._native_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+
+
+def _forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+             attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+             scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, _save_ctx: bool = True,
+             _parallel_config: Any = None) -> Any:
+    """The attention of one rank's share: a step of the ring, with `return_lse`, or the heads of Ulysses."""
+    call = Call(query, key, value, attn_mask, is_causal, scale, dropout_p, "NHD", grouped=enable_gqa)
+    return _with_lse(call) if return_lse else attend(call, lambda: dispatch._native_attention_forward_op(
+        ctx, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, _save_ctx,
+        _parallel_config))
+
+
+def _with_lse(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = serve_with_lse(call, "diffusers' native backend returns no log-sum-exp, so choose another backend, or "
+                                    "Ulysses in place of the ring")
+    return out, lse.permute(0, 2, 1)

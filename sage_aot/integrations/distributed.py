@@ -1,0 +1,64 @@
+"""Attention of one step of a ring, for libraries that share the tokens of a sequence among processes.
+
+    yunchang    LongContextAttention(ring_impl_type="basic", attn_type=None, attn_processor=ring_forward)
+    torch       _templated_ring_attention(group, 2, ring_op, q, k, v, is_causal=True)
+
+A step is served also where sage_aot is slower: the steps are merged by their log-sum-exps, and a ring has one
+implementation for all. What sage_aot does not compute raises UnsupportedError. diffusers has context parallelism of its
+own (:mod:`sage_aot.integrations.diffusers`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sage_aot.errors import UnsupportedError
+from sage_aot.integrations._policy import Call, serve_with_lse
+
+_OTHERWISE = "choose the library's own attention for the ring"
+
+
+def ring_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0,
+                 softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+                 softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+                 return_softmax: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """A forward with the arguments of FlashAttention, as yunchang calls it.
+
+    Args:
+        q, k, v: ``[batch, seq, heads, headdim]``; k and v may have fewer heads.
+        dropout_p, window_size, softcap, alibi_slopes, return_softmax: their defaults, which change nothing.
+        softmax_scale: None means ``1 / sqrt(headdim)``.
+        causal: aligned bottom-right.
+
+    Returns:
+        The output, like q, and the log-sum-exp, float32, natural log, ``[batch, heads, seq]``.
+
+    Raises:
+        UnsupportedError: another value of an argument that has to be its default, or tensors that sage_aot does not
+            take.
+    """
+    for name, given, default in (("window_size", tuple(window_size), (-1, -1)), ("softcap", softcap, 0.0),
+                                 ("alibi_slopes", alibi_slopes, None), ("return_softmax", return_softmax, False)):
+        if isinstance(given, torch.Tensor) or given != default:
+            raise UnsupportedError(f"{name}: expected {default}, got {given!r}; {_OTHERWISE}")
+    return serve_with_lse(Call(q, k, v, None, causal, softmax_scale, dropout_p, "NHD", grouped=True, bottom_right=True),
+                          _OTHERWISE)
+
+
+def ring_op(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False,
+            dropout_p: float = 0.0, scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `op` of torch's ring template.
+
+    Args:
+        query, key, value: ``[batch, heads, seq, headdim]``; key and value may have fewer heads.
+        is_causal: aligned top-left.
+        dropout_p: 0.
+        scale: None means ``1 / sqrt(headdim)``.
+
+    Returns:
+        The output, like query, and the log-sum-exp, float32, natural log, ``[batch, heads, seq]``.
+
+    Raises:
+        UnsupportedError: tensors that sage_aot does not take.
+    """
+    return serve_with_lse(Call(query, key, value, None, is_causal, scale, dropout_p, grouped=True), _OTHERWISE)

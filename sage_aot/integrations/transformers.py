@@ -1,0 +1,172 @@
+"""transformers: models with ``attn_implementation="sage_aot"``.
+
+    from sage_aot.integrations import transformers as sage_transformers
+
+    sage_transformers.register()
+    model = AutoModel.from_pretrained(name, attn_implementation="sage_aot")
+
+    sage_transformers.enable(model)     # or: a model that is loaded already
+
+Calls that sage_aot does not serve go to transformers' own ``sdpa`` attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from sage_aot.errors import ArgumentError, UnsupportedError
+from sage_aot.integrations._policy import Call, attend, check_gpu, count
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+except ImportError as error:
+    raise UnsupportedError(f"sage_aot.integrations.transformers: expected transformers 5.0 or later, got: {error}; "
+                           f"pip install 'transformers>=5'") from error
+
+NAME = "sage_aot"
+
+UNKNOWN_TO_SDPA = ("softcap", "s_aux", "sinks", "indices", "block_indices")
+"""Arguments that change the result, and that transformers' sdpa attention refuses or drops."""
+
+
+# --- switching it on --------------------------------------------------------------------------------------------------
+
+
+def register(name: str = NAME) -> None:
+    """Make an attention implementation of this name known to transformers: its attention and its mask function. May be
+    called again.
+
+    Raises:
+        ArgumentError: transformers would take another path for a model with this name.
+        UnsupportedError: sage_aot has no kernel for the GPU at hand.
+    """
+    if any(part in name for part in ("flash", "sdpa", "/", "|")):
+        raise ArgumentError(f"name: expected none with flash, sdpa, / or |, into which transformers reads more, got "
+                            f"{name!r}; pass another name")
+    check_gpu()
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, attention_mask)
+
+
+def enable(model: PreTrainedModel) -> str:
+    """Switch a loaded model to sage_aot. Returns the name of its attention implementation of before, which
+    ``model.set_attn_implementation`` takes to switch back.
+
+    Raises:
+        UnsupportedError: the model's attention has arguments that only its eager implementation computes, or it cannot
+            be switched, or sage_aot has no kernel for the GPU at hand.
+    """
+    if wrong := {type(part).__name__ for part in model.modules()
+                 if isinstance(part, PreTrainedModel) and not part._supports_sdpa}:
+        raise UnsupportedError(f"expected a model that transformers runs with sdpa attention, got "
+                               f"{', '.join(sorted(wrong))}; leave it with its own implementation, "
+                               f"{model.config._attn_implementation!r}")
+    register()
+    before: str = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        raise UnsupportedError(f"expected a model whose attention can be switched, got {type(model).__name__}, which "
+                               f"stays at {model.config._attn_implementation!r}; leave it with that")
+    return before
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+class Meaning(NamedTuple):
+    """What all of a mask says: it is causal, aligned bottom-right, and hides the keys that `key_mask` hides."""
+
+    key_mask: torch.Tensor | None  # [batch, keys]
+    version: int | None  # of the mask, which a model may change in place; None for inference tensors, which have none
+
+    @classmethod
+    def of(cls, mask: torch.Tensor | None) -> Meaning | None:
+        """That of a mask which :func:`attention_mask` made and nobody changed; None for all others."""
+        meaning: Meaning | None = getattr(mask, "sage_aot_meaning", None)
+        return meaning if meaning is None or mask is not None and meaning.version == _version(mask) else None
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
+                   mask_function: Any = causal_mask_function, attention_mask: torch.Tensor | None = None,
+                   local_size: int | None = None, allow_is_causal_skip: bool = True,
+                   allow_is_bidirectional_skip: bool = False, **options: Any) -> torch.Tensor | None:
+    """transformers' mask for one kind of layer: what ``sdpa_mask`` makes of these arguments, or a smaller one that says
+    the same.
+
+    None where no mask is needed, also under torch.compile, for which ``sdpa_mask`` never returns None. A padding mask
+    alone stays ``[batch, 1, 1, keys]``. A causal mask remembers its :class:`Meaning`.
+    """
+    offsets = isinstance(q_offset, int) and isinstance(kv_offset, int) and kv_offset == 0
+    whole = local_size is None or kv_length < local_size  # no window or chunk that hides keys
+    # of windows and chunks transformers allows the skip where nothing is added to the causal mask
+    causal = whole and (mask_function is causal_mask_function or local_size is not None and allow_is_causal_skip)
+    at_end = offsets and kv_length == q_offset + q_length
+    if (causal and allow_is_causal_skip and attention_mask is None and offsets
+            and (q_offset == 0 or q_length == 1 and at_end)):
+        return None
+    padding = attention_mask if attention_mask is not None and attention_mask.shape == (batch_size, kv_length) else None
+    if (mask_function is bidirectional_mask_function and padding is not None and whole
+            and (torch.compiler.is_compiling() or not allow_is_bidirectional_skip)):
+        return padding.bool()[:, None, None, :]
+    mask: torch.Tensor | None = sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **options)
+    if mask is None or torch.compiler.is_compiling():
+        return mask
+    if mask_function is bidirectional_mask_function and padding is not None and whole:
+        return padding.bool()[:, None, None, :]
+    if causal and at_end and (attention_mask is None or padding is not None) and (
+            allow_is_causal_skip or not mask.is_inference()):  # else a model adds to it, in place for all we know
+        mask.sage_aot_meaning = Meaning(  # type: ignore[attr-defined]
+            None if padding is None else padding.bool(), _version(mask))
+    return mask
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                      attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+                      is_causal: bool | None = None, position_bias: torch.Tensor | None = None, cache: Any = None,
+                      **more: Any) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: q, k and v ``[batch, heads, seq, headdim]``; returns the output ``[batch, seq,
+    heads, headdim]`` and None for the weights.
+
+    Raises:
+        NotImplementedError: an argument of UNKNOWN_TO_SDPA, which neither sage_aot nor transformers' sdpa computes.
+    """
+    for name in UNKNOWN_TO_SDPA:
+        if more.get(name) is not None:
+            raise NotImplementedError(f"sage_aot: expected no {name}, which changes the result, got one from "
+                                      f"{type(module).__name__}; load the model with attn_implementation='eager'")
+
+    def host() -> tuple[torch.Tensor, None]:
+        result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
+            position_bias=position_bias, cache=cache, **more)
+        return result
+
+    if position_bias is not None or cache is not None or more.get("output_attentions"):
+        count("position_bias" if position_bias is not None else "a paged cache" if cache is not None else
+              "output_attentions")
+        return host()
+    queries = query.size(2)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    meaning = Meaning.of(attention_mask)
+    mask, causal, at_end = attention_mask, queries > 1 and attention_mask is None and causal, False
+    if meaning is not None:
+        mask = None if meaning.key_mask is None else meaning.key_mask[:, None, None, :]
+        causal = at_end = queries > 1
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # so that the output is as transformers wants it
+    call = Call(q, k, v, mask, causal, scaling, dropout, "NHD", grouped=True, bottom_right=at_end)
+    result = attend(call, host)
+    return result if isinstance(result, tuple) else (result, None)

@@ -1,0 +1,24 @@
+"""What tests of integrations share: a policy that serves CPU tensors, and exact attention in place of the kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact import attention
+
+from sage_aot.integrations import Policy, _policy, reset_report, use
+
+
+@pytest.fixture(autouse=True)
+def served():
+    """Every call that sage_aot computes is served, and the report is empty before a test."""
+    reset_report()
+    with use(Policy(when="possible")):
+        yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """sage_aot.attn without quantization: what differs then from a host's attention is no rounding."""
+    monkeypatch.setattr(_policy, "attn", attention)

@@ -1,0 +1,251 @@
+"""Models of diffusers with random weights: sage_aot in the place of native attention changes no result with exact
+attention in place of the kernels, and little with the kernels' arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact import served_calls
+
+diffusers = pytest.importorskip("diffusers", minversion="0.36")
+
+from diffusers.models import attention_dispatch  # noqa: E402
+
+from sage_aot.errors import ArgumentError, UnsupportedError  # noqa: E402
+from sage_aot.integrations import Policy, report, reset_report, use  # noqa: E402
+from sage_aot.integrations import diffusers as integration  # noqa: E402
+
+
+def model(name, **config):
+    torch.manual_seed(0)
+    return getattr(diffusers, name)(**config).eval()
+
+
+def draw(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+WAN = {"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4,
+       "text_dim": 16, "freq_dim": 256, "ffn_dim": 32, "num_layers": 2, "cross_attn_norm": True,
+       "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 32}
+TIME = torch.tensor([3.0])
+
+
+def wan():
+    return model("WanTransformer3DModel", **WAN), {"hidden_states": draw(1, 4, 2, 16, 16), "timestep": TIME,
+                                                   "encoder_hidden_states": draw(1, 12, 16)}
+
+
+def flux():
+    made = model("FluxTransformer2DModel", patch_size=1, in_channels=4, num_layers=1, num_single_layers=1,
+                 attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
+                 axes_dims_rope=[4, 4, 8])
+    return made, {"hidden_states": draw(1, 16, 4), "encoder_hidden_states": draw(1, 48, 32),
+                  "pooled_projections": draw(1, 32), "timestep": TIME, "img_ids": torch.zeros(16, 3),
+                  "txt_ids": torch.zeros(48, 3)}
+
+
+def qwen_image(lengths=(7, 4)):
+    made = model("QwenImageTransformer2DModel", patch_size=2, in_channels=16, out_channels=4, num_layers=2,
+                 attention_head_dim=16, num_attention_heads=3, joint_attention_dim=16, axes_dims_rope=(8, 4, 4))
+    mask = torch.arange(7) < torch.tensor(lengths)[:, None]
+    return made, {"hidden_states": draw(2, 16, 16), "encoder_hidden_states": draw(2, 7, 16),
+                  "encoder_hidden_states_mask": mask, "timestep": TIME.expand(2), "img_shapes": [(1, 4, 4)] * 2}
+
+
+def hunyuan_video():
+    made = model("HunyuanVideoTransformer3DModel", in_channels=4, out_channels=4, num_attention_heads=2,
+                 attention_head_dim=10, num_layers=1, num_single_layers=1, num_refiner_layers=1, patch_size=1,
+                 patch_size_t=1, guidance_embeds=True, text_embed_dim=16, pooled_projection_dim=8,
+                 rope_axes_dim=(2, 4, 4))
+    return made, {"hidden_states": draw(1, 4, 1, 4, 4), "timestep": TIME.long(), "guidance": TIME * 1000,
+                  "encoder_hidden_states": draw(1, 12, 16), "pooled_projections": draw(1, 8),
+                  "encoder_attention_mask": (torch.arange(12) < 9).long()[None]}
+
+
+def sd3():
+    made = model("SD3Transformer2DModel", sample_size=32, patch_size=1, in_channels=4, num_layers=2,
+                 attention_head_dim=8, num_attention_heads=4, caption_projection_dim=32, joint_attention_dim=32,
+                 pooled_projection_dim=64, out_channels=4)
+    return made, {"hidden_states": draw(1, 4, 8, 8), "encoder_hidden_states": draw(1, 10, 32),
+                  "pooled_projections": draw(1, 64), "timestep": TIME}
+
+
+def cogvideox():
+    made = model("CogVideoXTransformer3DModel", num_attention_heads=2, attention_head_dim=8, in_channels=4,
+                 out_channels=4, time_embed_dim=2, text_embed_dim=8, num_layers=2, sample_width=8, sample_height=8,
+                 sample_frames=8, patch_size=2, temporal_compression_ratio=4, max_text_seq_length=8)
+    return made, {"hidden_states": draw(1, 1, 4, 8, 8), "encoder_hidden_states": draw(1, 8, 8), "timestep": TIME}
+
+
+def unet():
+    made = model("UNet2DConditionModel", block_out_channels=(4, 8), norm_num_groups=4, cross_attention_dim=8,
+                 down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), attention_head_dim=2, layers_per_block=1,
+                 up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), sample_size=16)
+    return made, {"sample": draw(1, 4, 16, 16), "timestep": TIME, "encoder_hidden_states": draw(1, 4, 8)}
+
+
+MODELS = {"wan": wan, "flux": flux, "qwen image": qwen_image, "hunyuan video": hunyuan_video, "sd3": sd3,
+          "cogvideox": cogvideox, "unet": unet}
+PATCHED = {"hunyuan video", "sd3", "cogvideox", "unet"}
+"""Those whose attention calls torch itself, at least some of it."""
+
+
+def sample(made, inputs):
+    with torch.no_grad():
+        return made(**inputs).sample
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_served_and_left_as_it_was(exact, name):
+    made, inputs = MODELS[name]()
+    processors = made.attn_processors if hasattr(made, "attn_processors") else {}
+    before = {key: getattr(p, "_attention_backend", None) for key, p in processors.items()}
+    expected = sample(made, inputs)
+    assert integration.enable(made) == integration.enable(made) > 0
+    assert ("forward" in vars(made)) == (name in PATCHED)
+    torch.testing.assert_close(sample(made, inputs), expected, rtol=0, atol=1e-5)
+    refiner = {"a mask that differs by query or head"} if name == "hunyuan video" else set()
+    assert served_calls() > 0 and set(report()) == {"sage_aot"} | refiner
+    integration.disable(made)
+    integration.disable(made)
+    reset_report()
+    assert torch.equal(sample(made, inputs), expected) and report() == {} and "forward" not in vars(made)
+    assert before == {key: getattr(p, "_attention_backend", None) for key, p in processors.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_kernels_arithmetic_is_close(name):
+    made, inputs = MODELS[name]()
+    expected = sample(made, inputs)
+    integration.enable(made)
+    found = sample(made, inputs)
+    assert 0 < (found - expected).norm() / expected.norm() < 0.05
+
+
+def test_other_models_keep_their_backend(exact):
+    made, inputs = wan()
+    other, _ = wan()
+    active = attention_dispatch._AttentionBackendRegistry._active_backend
+    integration.enable(made)
+    sample(other, inputs)
+    assert report() == {} and attention_dispatch._AttentionBackendRegistry._active_backend is active
+
+
+def test_diffusers_own_ways_to_choose_it(exact):
+    integration.register()
+    made, inputs = wan()
+    with diffusers.attention_backend("sage_aot"):
+        in_context = sample(made, inputs)
+    assert served_calls() == 4
+    try:
+        made.set_attention_backend("sage_aot")
+        assert torch.equal(sample(made, inputs), in_context) and served_calls() == 8
+    finally:
+        attention_dispatch._AttentionBackendRegistry.set_active_backend(attention_dispatch.AttentionBackendName.NATIVE)
+    assert attention_dispatch.AttentionBackendName("sage_aot") is integration.register()
+    assert attention_dispatch._AttentionBackendRegistry._is_context_parallel_available(integration.register())
+    assert [str(x.value) for x in attention_dispatch.AttentionBackendName].count("sage_aot") == 1
+
+
+def test_a_pipeline_is_served_as_a_whole(exact):
+    transformer, _ = wan()
+    vae = diffusers.AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
+                                     temperal_downsample=[False, True, True])
+    torch.manual_seed(0)
+    transformer = diffusers.WanTransformer3DModel(**{**WAN, "in_channels": 16, "out_channels": 16}).eval()
+    pipeline = diffusers.WanPipeline(tokenizer=None, text_encoder=None, transformer=transformer, vae=vae,
+                                     scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0))
+    pipeline.set_progress_bar_config(disable=True)
+
+    def video():
+        return pipeline(prompt_embeds=draw(1, 12, 16), negative_prompt_embeds=torch.zeros(1, 12, 16), height=16,
+                        width=16, num_frames=9, num_inference_steps=2, generator=torch.Generator().manual_seed(0),
+                        output_type="pt").frames
+
+    expected = video()
+    assert integration.enable(pipeline) == 4
+    torch.testing.assert_close(video(), expected, rtol=0, atol=1e-4)
+    assert served_calls() == 16
+    integration.disable(pipeline)
+    assert torch.equal(video(), expected) and served_calls() == 16
+
+
+@pytest.mark.parametrize("name", ["wan", "sd3"])
+def test_compiled(exact, name):
+    made, inputs = MODELS[name]()
+    expected = sample(made, inputs)
+    integration.enable(made)
+    compiled = torch.compile(made, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**inputs).sample, expected, rtol=0, atol=1e-5)
+
+
+def test_compiled_blocks_are_whole_graphs_and_stay(exact):
+    made, inputs = wan()
+    expected = sample(made, inputs)
+    integration.enable(made)
+    made.compile_repeated_blocks(fullgraph=True, backend="eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch.testing.assert_close(sample(made, inputs), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(sample(made, inputs), expected, rtol=0, atol=1e-5)
+
+
+def test_hooks_of_others_stay(exact):
+    made, inputs = sd3()
+    called, own = [], made.forward
+    made.forward = lambda **inputs: called.append(1) or own(**inputs)
+    hooked = made.forward
+    integration.enable(made)
+    sample(made, inputs)
+    assert called == [1] and served_calls() > 0
+    wrapper, made.forward = made.forward, hooked
+    with pytest.raises(ArgumentError, match="the forward that enable gave to SD3Transformer2DModel, got another"):
+        integration.disable(made)
+    made.forward = wrapper
+    integration.disable(made)
+    assert made.forward is hooked
+
+
+@pytest.mark.parametrize("wrong", [torch.nn.Linear(1, 1), None, "model"])
+def test_what_is_no_model_is_refused(wrong):
+    with pytest.raises(ArgumentError, match="expected a model or a pipeline of diffusers, got (Linear|NoneType|str)"):
+        integration.enable(wrong)
+
+
+def test_a_model_without_attention_is_refused():
+    made = diffusers.AutoencoderTiny(encoder_block_out_channels=(4, 4), decoder_block_out_channels=(4, 4),
+                                     num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1))
+    with pytest.raises(ArgumentError, match="got AutoencoderTiny with none; run it in .*replace_sdpa"):
+        integration.enable(made)
+
+
+Q, K = draw(2, 30, 4, 64), draw(2, 40, 4, 64)
+MASK = torch.arange(40) < torch.tensor([[25], [40]])
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"scale": 0.3}, {"attn_mask": MASK}, {"attn_mask": MASK[:, None, None]}, {"attn_mask": torch.randn(30, 40)},
+    {"attn_mask": torch.where(MASK, 0.0, -10000.0)}, {"is_causal": True}, {"dropout_p": 0.0}], ids=str)
+def test_the_backend_is_native_attention(exact, options):
+    expected = attention_dispatch._native_attention(Q, K, K, **options)
+    torch.testing.assert_close(integration.attention(Q, K, K, **options), expected, rtol=0, atol=1e-5)
+    mask = options.get("attn_mask")
+    assert served_calls() == (mask is None or mask.dtype == torch.bool)
+
+
+def test_grouped_heads(exact):
+    k = K[:, :, :2]
+    torch.testing.assert_close(integration.attention(Q, k, k, enable_gqa=True),
+                               attention_dispatch._native_attention(Q, k, k, enable_gqa=True), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("when", ["possible", "faster"])
+def test_the_log_sum_exp(exact, when):
+    with use(Policy(when)):  # only sage_aot has it, also where it is slower
+        out, lse = integration.attention(Q, K, K, return_lse=True)
+    expected = (torch.einsum("bqhd,bkhd->bqhk", Q, K) / 8).logsumexp(-1)
+    torch.testing.assert_close(lse, expected, rtol=0, atol=1e-5)
+    assert served_calls() == 1 and out.shape == Q.shape
+    with pytest.raises(UnsupportedError, match="got: a mask of numbers; .* no log-sum-exp"):
+        integration.attention(Q, K, K, torch.zeros(30, 40), return_lse=True)

@@ -1,0 +1,252 @@
+"""Models of transformers with random weights: sage_aot in the place of sdpa changes no result with exact attention in
+place of the kernels, and little with the kernels' arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact import served_calls
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from sage_aot.errors import ArgumentError, UnsupportedError  # noqa: E402
+from sage_aot.integrations import Policy, report, reset_report, use  # noqa: E402
+from sage_aot.integrations import transformers as integration  # noqa: E402
+
+SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 256}
+VISION = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "image_size": 32, "patch_size": 8}
+
+
+def model(name, **config):
+    torch.manual_seed(0)
+    made = getattr(transformers, name)(getattr(transformers, config.pop("config"))(**config))
+    return made.eval()
+
+
+MODELS = {
+    "llama": lambda: model("LlamaForCausalLM", config="LlamaConfig", **LLAMA),
+    "qwen3": lambda: model("Qwen3ForCausalLM", config="Qwen3Config", head_dim=128, **LLAMA),
+    "mistral, window 8": lambda: model("MistralForCausalLM", config="MistralConfig", sliding_window=8, **LLAMA),
+    "mistral, window 100": lambda: model("MistralForCausalLM", config="MistralConfig", sliding_window=100, **LLAMA),
+    "gemma": lambda: model("GemmaForCausalLM", config="GemmaConfig", head_dim=256, **LLAMA),
+    "bert": lambda: model("BertModel", config="BertConfig", **SMALL),
+    "modernbert": lambda: model("ModernBertModel", config="ModernBertConfig", local_attention=8, pad_token_id=0,
+                                cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2, **SMALL),
+}
+MASKS = {"no mask": None, "ones": [0, 0], "left": [5, 0], "right": [-4, 0]}
+
+
+def mask_of(kind, length=24):
+    if MASKS[kind] is None:
+        return None
+    mask = torch.ones(2, length, dtype=torch.long)
+    for row, cut in zip(mask, MASKS[kind]):
+        row[:cut] = 0 if cut > 0 else row[:cut]
+        if cut < 0:
+            row[cut:] = 0
+    return mask
+
+
+def outputs(of, mask, implementation, **more):
+    """The last hidden states of tokens that are there."""
+    of.set_attn_implementation(implementation)
+    ids = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        out = of(input_ids=ids, attention_mask=mask, **more)
+    hidden = out.logits if hasattr(out, "logits") else out.last_hidden_state
+    return hidden if mask is None else hidden[mask.bool()]
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    integration.register()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_forward_is_that_of_sdpa(exact, name, mask):
+    made, given = MODELS[name](), mask_of(mask)
+    expected = outputs(made, given, "sdpa")
+    reset_report()
+    torch.testing.assert_close(outputs(made, given, "sage_aot"), expected, rtol=0, atol=1e-5)
+    windows = {"mistral, window 8": 2, "modernbert": 1}.get(name, 0)
+    assert report().get("a mask that differs by query or head", 0) == windows
+    assert served_calls() == 2 - windows
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_kernels_arithmetic_is_close(name):
+    made, given = MODELS[name]().bfloat16(), mask_of("left")
+    expected = outputs(made.float(), given, "sdpa").float()
+    found = outputs(made.bfloat16(), given, "sage_aot").float()
+    assert 0 < (found - expected).norm() / expected.norm() < 0.05
+
+
+def test_encoders_and_decoders_and_images(exact):
+    config = {"vocab_size": 64, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+              "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    bart, mask = model("BartModel", config="BartConfig", max_position_embeddings=64, **config), mask_of("right")
+    torch.testing.assert_close(outputs(bart, mask, "sage_aot", decoder_input_ids=torch.ones(2, 24, dtype=torch.long)),
+                               outputs(bart, mask, "sdpa", decoder_input_ids=torch.ones(2, 24, dtype=torch.long)),
+                               rtol=0, atol=1e-5)
+    assert served_calls() == 3, "the encoder, the decoder, the decoder's attention to the encoder"
+    for made in (model("ViTModel", config="ViTConfig", **VISION),
+                 model("SiglipVisionModel", config="SiglipVisionConfig", **{**VISION, "hidden_size": 144,
+                                                                            "num_attention_heads": 2})):
+        made.set_attn_implementation("sdpa")
+        pixels = torch.randn(1, 3, 32, 32)
+        with torch.no_grad():
+            expected = made(pixels).last_hidden_state
+            reset_report()
+            made.set_attn_implementation("sage_aot")
+            torch.testing.assert_close(made(pixels).last_hidden_state, expected, rtol=0, atol=1e-5)
+        assert served_calls() == 2
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"cache_implementation": "static"}, {"prefill_chunk_size": 7}, {"num_beams": 3}, {"use_cache": False}], ids=str)
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "left-padded"])
+@pytest.mark.parametrize("name", ["llama", "mistral, window 8"])
+def test_generated_tokens_are_those_of_sdpa(exact, name, padded, options):
+    made = MODELS[name]()
+    ids = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(1))
+    options = {**options, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "disable_compile": True,
+               "attention_mask": mask_of("left" if padded else "ones"), "return_dict_in_generate": True,
+               "output_logits": True}
+    found = {}
+    for implementation in ("sdpa", "sage_aot"):
+        reset_report()
+        made.set_attn_implementation(implementation)
+        found[implementation] = made.generate(ids, **options)
+    assert torch.equal(found["sdpa"].sequences, found["sage_aot"].sequences)
+    for expected, logits in zip(found["sdpa"].logits, found["sage_aot"].logits):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    if name == "llama":
+        assert served_calls() >= 6 and ("static" in str(options) or len(report()) == 1)
+
+
+def test_a_model_is_loaded_with_it(tmp_path, exact):
+    made = MODELS["llama"]()
+    made.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sage_aot").eval()
+    torch.testing.assert_close(outputs(loaded, None, "sage_aot"), outputs(made, None, "sdpa"), rtol=0, atol=1e-5)
+
+
+def test_a_loaded_model_is_switched_and_switched_back(exact):
+    made = MODELS["llama"]()
+    made.set_attn_implementation("eager")
+    assert integration.enable(made) == "eager" and made.config._attn_implementation == "sage_aot"
+    outputs(made, None, "sage_aot")
+    assert served_calls() == 2
+    made.set_attn_implementation("eager")
+    outputs(made, None, "eager")
+    assert served_calls() == 2
+
+
+def test_a_model_that_needs_eager_attention_is_refused():
+    made = model("GptOssForCausalLM", config="GptOssConfig", head_dim=32, num_local_experts=2, num_experts_per_tok=1,
+                 **LLAMA)
+    with pytest.raises(UnsupportedError, match="with sdpa attention, got .*GptOss.*; leave it with its own"):
+        integration.enable(made)
+    assert made.config._attn_implementation != "sage_aot"
+
+
+@pytest.mark.parametrize("name", integration.UNKNOWN_TO_SDPA)
+def test_arguments_that_sdpa_would_drop_are_refused(name):
+    q = torch.randn(1, 2, 8, 64)
+    with pytest.raises(NotImplementedError, match=f"expected no {name}, .* got one from Linear; .*='eager'"):
+        integration.attention_forward(torch.nn.Linear(1, 1), q, q, q, None, **{name: 1.0})
+
+
+@pytest.mark.parametrize(("more", "reason"), [
+    ({"position_bias": torch.zeros(1, 2, 8, 8)}, "position_bias"), ({"output_attentions": True}, "output_attentions"),
+    ({"dropout": 0.5}, "dropout")])
+def test_what_sdpa_computes_and_sage_aot_does_not(more, reason):
+    q = torch.randn(1, 2, 8, 64)
+    out, weights = integration.attention_forward(torch.nn.Linear(1, 1), q, q, q, None, **more)
+    assert out.shape == (1, 8, 2, 64) and weights is None and report() == {reason: 1}
+
+
+@pytest.mark.parametrize("name", ["my_flash", "sdpa2", "org/kernel", "paged|x"])
+def test_names_that_transformers_reads_something_into_are_refused(name):
+    with pytest.raises(ArgumentError, match="name: expected none with flash, sdpa"):
+        integration.register(name)
+
+
+@pytest.mark.parametrize(("q_length", "kv_length", "q_offset", "expected"), [
+    (24, 24, 0, True), (24, 30, 6, True),  # a chunk at the end of the keys
+    (24, 30, 0, False), (24, 30, 2, False), (24, 30, torch.tensor(6), False)])  # a static cache, with keys behind
+def test_what_a_mask_is_known_to_mean(q_length, kv_length, q_offset, expected):
+    padding = torch.ones(2, kv_length, dtype=torch.bool)
+    padding[0, :5] = False
+    mask = integration.attention_mask(2, q_length, kv_length, q_offset, attention_mask=padding)
+    assert (integration.Meaning.of(mask) is not None) == expected
+    assert mask.shape == (2, 1, q_length, kv_length)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mask_that_a_model_changes_means_no_longer_what_it_meant(exact, mode):
+    q, module = torch.randn(2, 4, 24, 64), torch.nn.Linear(1, 1)
+    with mode():
+        mask = integration.attention_mask(2, 24, 24, attention_mask=mask_of("left").bool())
+        assert mask.shape == (2, 1, 24, 24)
+        integration.attention_forward(module, q, q, q, mask)
+        assert report() == {"sage_aot": 1}
+        again = integration.attention_mask(2, 24, 24, attention_mask=mask_of("left").bool(), allow_is_causal_skip=False)
+        again[:, :, :, 7] = False
+        expected = integration.sdpa_attention_forward(module, q, q, q, again)[0]
+        found, _ = integration.attention_forward(module, q, q, q, again)
+    assert torch.equal(found, expected)
+    assert report() == {"sage_aot": 1, "a mask that differs by query or head": 1}
+
+
+def test_training_is_sdpas():
+    made = MODELS["llama"]()
+    made.set_attn_implementation("sage_aot")
+    made(input_ids=torch.ones(1, 8, dtype=torch.long)).logits.sum().backward()
+    assert report() == {"gradients": 2}
+
+
+@pytest.mark.parametrize("mask", ["no mask", "right"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_compiled(exact, name, mask):
+    made, given = MODELS[name](), mask_of(mask)
+    expected = outputs(made, given, "sdpa")
+    made.set_attn_implementation("sage_aot")
+    graphs = []
+
+    def kept(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(made, backend=kept, fullgraph=True)
+    ids = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = compiled(input_ids=ids, attention_mask=given)
+    hidden = found.logits if name == "llama" else found.last_hidden_state
+    torch.testing.assert_close(hidden if given is None else hidden[given.bool()], expected, rtol=0, atol=1e-5)
+    assert len(graphs) == 1
+
+
+def test_compiled_code_runs_the_operator():
+    made = MODELS["llama"]()
+    made.set_attn_implementation("sage_aot")
+    names = []
+
+    def seen(graph, inputs):
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    ids = torch.randint(0, 64, (2, 24))
+    with torch.no_grad():
+        torch.compile(made, backend=seen, fullgraph=True)(input_ids=ids, past_key_values=transformers.DynamicCache())
+    assert sum("sage_aot" in name for name in names) == 2, "one of each layer"
+
+
+def test_other_policies_leave_the_host_alone():
+    made = MODELS["llama"]()
+    with use(Policy()):
+        assert torch.equal(outputs(made, None, "sage_aot"), outputs(made, None, "sdpa"))
+    assert report() == {"tensors on the CPU": 2}
