@@ -1,8 +1,8 @@
-"""``python -m sage_aot``; see :mod:`sage_aot._tools.cli`."""
+"""``python -m sage_aot``; see :mod:`sage_aot._cli.main`."""
 
 import sys
 
-from sage_aot._tools.cli import main
+from sage_aot._cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

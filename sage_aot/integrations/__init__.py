@@ -5,11 +5,13 @@
     sage_aot.integrations.distributed    the rings of yunchang and torch
     sage_aot.integrations.diffusers      models and pipelines, the backend "sage_aot", context parallelism
 
-One policy decides for all of them which calls sage_aot serves; :func:`report` says what it decided and why.
+One policy decides for all of them which calls sage_aot serves; :func:`report` says what it decided and why, and
+:func:`audit` how far the served calls' outputs are from the hosts'.
 """
 
 from __future__ import annotations
 
+from sage_aot.integrations._audit import Audited, audit
 from sage_aot.integrations._policy import Policy, report, reset_report, use
 
-__all__ = ["Policy", "report", "reset_report", "use"]
+__all__ = ["Audited", "Policy", "audit", "report", "reset_report", "use"]

@@ -7,9 +7,9 @@ synchronize nothing, and tracers follow them.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,10 +24,13 @@ from sage_aot._kernels.axes import MAX_HEADDIM
 from sage_aot._problem.options import OPTIONS, Options
 from sage_aot._tools.explain import explain
 from sage_aot.errors import ArgumentError, UnsupportedError
-from sage_aot.integrations._gain import is_faster
+from sage_aot.integrations._gain import LEAST_OPERATIONS, is_faster
 
 SERVED = "sage_aot"
 """The line of the report that counts the calls that sage_aot served."""
+
+SLOWER = "torch's attention is expected to be faster"
+"""The line of those that the policy leaves to the host by their shape."""
 
 DTYPES = torch.float16, torch.bfloat16, torch.float32
 
@@ -85,31 +88,51 @@ def use(policy: Policy) -> Iterator[Policy]:
 
 # --- the report -------------------------------------------------------------------------------------------------------
 
-_counts: Counter[str] = Counter()
+class _Tally:
+    """How often a line of the report was counted. Threads add without a lock: a step of itertools.count is atomic. A
+    lock would take as long as all else that the policy does with a small call."""
+
+    def __init__(self) -> None:
+        self.add = itertools.count().__next__
+        self._reads = 0
+
+    def read(self) -> int:
+        """To be called under _lock."""
+        self._reads += 1
+        return self.add() - self._reads + 1
+
+
+_tallies: dict[str, _Tally] = {}
 
 
 def report() -> dict[str, int]:
     """How many calls sage_aot served, under ``"sage_aot"``, and by its reason how many it did not, since the start of
     the process or :func:`reset_report`. Calls of compiled code are not counted: it runs no Python."""
     with _lock:
-        return dict(_counts.most_common())
+        counts = {line: tally.read() for line, tally in _tallies.items()}
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
 def reset_report() -> None:
     """Count from zero again; each reason is logged once more."""
     with _lock:
-        _counts.clear()
+        _tallies.clear()
 
 
 def count(line: str) -> None:
     """Count a call in the report; log a reason the first time."""
     if torch.compiler.is_compiling():
         return
+    (_tallies.get(line) or _new_tally(line)).add()
+
+
+def _new_tally(line: str) -> _Tally:
     with _lock:
-        _counts[line] += 1
-        is_new = _counts[line] == 1
-    if is_new and line != SERVED:
-        _log.info("not served by sage_aot: %s", line)
+        if line not in _tallies:
+            if line != SERVED:
+                _log.info("not served by sage_aot: %s", line)
+            _tallies[line] = _Tally()
+        return _tallies[line]
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -136,6 +159,16 @@ class Call(NamedTuple):
         return self.q.size(0), self.q.size(heads), self.k.size(heads), self.q.size(rows), self.k.size(rows)
 
 
+def is_small(q: torch.Tensor, k: torch.Tensor, rows: int = -2) -> bool:
+    """Whether the policy leaves a call to the host for its size, whatever else it asks for; counts it if so. Adapters
+    ask before they make a :class:`Call`, which takes longer than SDPA's launch allows. `rows`: k's dimension of keys.
+    """
+    if _policy.when != "faster" or k.is_nested or 4 * q.numel() * k.size(rows) >= LEAST_OPERATIONS:
+        return False
+    count(SLOWER)
+    return True
+
+
 def attend(call: Call, host: Callable[[], Any], return_lse: bool = False) -> Any:
     """The call's output, by sage_aot or by the host's own attention; with `return_lse` what sage_aot.attn returns then.
 
@@ -151,7 +184,14 @@ def attend(call: Call, host: Callable[[], Any], return_lse: bool = False) -> Any
                                    f"with sage_aot.integrations.Policy(otherwise='host')")
         return host()
     count(SERVED)
-    return serve(call, return_lse)
+    result = serve(call, return_lse)
+    if observer is not None:
+        observer(call, result, host)
+    return result
+
+
+observer: Callable[[Call, Any, Callable[[], Any]], None] | None = None
+"""What is told of every call that :func:`attend` served: the call, its result, and the host's own attention."""
 
 
 def serve_with_lse(call: Call, otherwise: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,7 +226,7 @@ def better_elsewhere(call: Call) -> str | None:
         keys = min(keys, queries)  # no query sees the others
     if is_faster(batch, q_heads, kv_heads, queries, keys, q.size(3), call.is_causal, call.mask is not None):
         return None
-    return "torch's attention is expected to be faster"
+    return SLOWER
 
 
 def refusal(call: Call) -> str | None:
@@ -256,7 +296,10 @@ def key_mask_of(mask: torch.Tensor, batch: int, heads: int, queries: int, keys: 
 
 
 def serve(call: Call, return_lse: bool) -> Any:
-    """The call by sage_aot, which :func:`refusal` has allowed."""
+    """The call by sage_aot, which :func:`refusal` has allowed. The output lies in memory as q does."""
+    turned = call.layout == "HND" and call.q.stride(1) < call.q.stride(2)  # rows of all heads, as a projection makes q
+    if turned:
+        call = call._replace(q=call.q.transpose(1, 2), k=call.k.transpose(1, 2), v=call.v.transpose(1, 2), layout="NHD")
     q, k, v = call.q, call.k, call.v
     batch, heads, _, queries, keys = call.sizes()
     is_causal = call.is_causal
@@ -272,15 +315,16 @@ def serve(call: Call, return_lse: bool) -> Any:
     options: dict[str, Any] = {**_policy.options, "return_lse": return_lse}
     is_causal = is_causal and queries > 1  # one query sees all keys; without a mask, heads share the reads of k and v
     result = attn(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale, layout=call.layout, **options)
-    if channels == q.size(3):
-        return result
     out, lse = result if return_lse else (result, None)
-    out = out[..., :channels]
+    if channels != call.q.size(3):
+        out = out[..., :channels]
+    if turned:
+        out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
 
 
 def check_gpu() -> None:
     """UnsupportedError where this machine has a GPU whose calls sage_aot cannot run. Adapters ask when they are
-    switched on, so that no call finds out."""
-    if torch.cuda.is_available() and (error := explain().error):
+    switched on, so that no call finds out. Compiled code does not ask."""
+    if not torch.compiler.is_compiling() and torch.cuda.is_available() and (error := explain(headdim=128).error):
         raise UnsupportedError(error)

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from sage_aot.errors import ArgumentError, UnsupportedError
-from sage_aot.integrations._policy import Call, attend, check_gpu, serve_with_lse
+from sage_aot.integrations._policy import Call, attend, check_gpu, is_small, serve_with_lse
 from sage_aot.integrations.torch import replace_sdpa
 
 try:
@@ -145,6 +145,8 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_
         return dispatch._templated_context_parallel_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, forward_op=_forward,
             backward_op=dispatch._native_attention_backward_op, _parallel_config=_parallel_config)
+    if not return_lse and is_small(query, key, rows=1):
+        return dispatch._native_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     mask = attn_mask[:, None, None, :] if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.shape == (
         query.size(0), key.size(1)) else attn_mask
     call = Call(query, key, value, mask, is_causal, scale, dropout_p, "NHD", grouped=enable_gqa)

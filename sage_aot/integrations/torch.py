@@ -6,11 +6,15 @@
 
     with replace_sdpa():                      # calls of scaled_dot_product_attention in this block and thread
         out = model(x)
+
+    register_flash()                          # calls that torch sends to its flash backend, C++ callers' too
+    torch.nn.attention.activate_flash_attention_impl("sage_aot")
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -19,7 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from sage_aot.integrations._policy import Call, attend, check_gpu
+from sage_aot.errors import UnsupportedError
+from sage_aot.integrations._gain import LEAST_KEYS_OF_FLASH, prefers_flash
+from sage_aot.integrations._policy import Call, attend, check_gpu, is_small, refusal
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -45,10 +51,36 @@ def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask:
     >>> sdpa(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 100, 64])
     """
+    if is_small(query, key):
+        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = Call(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=enable_gqa)
-    out: torch.Tensor = attend(call, lambda: _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-                                                     enable_gqa=enable_gqa))
+    out: torch.Tensor = attend(call, lambda: _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale,
+                                                     enable_gqa))
     return out
+
+
+def _torchs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None,
+            dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool) -> torch.Tensor:
+    """torch's attention: by its FlashAttention where that is faster than the backend that torch chooses."""
+    if not key.is_nested and key.size(-2) >= LEAST_KEYS_OF_FLASH and attn_mask is None and not is_causal:
+        call = Call(query, key, value, None, False, scale, dropout_p, grouped=enable_gqa)
+        if _runs_faster_by_flash(call):
+            out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention.default(
+                query, key, value, scale=scale)[0]
+            return out
+    return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _runs_faster_by_flash(call: Call) -> bool:
+    """Whether torch's flash backend takes a call without a mask, and is expected to be faster than torch's choice."""
+    if torch.compiler.is_compiling() or not call.q.is_cuda or refusal(call) is not None:
+        return False
+    batch, heads, _, queries, keys = call.sizes()
+    headdim = call.q.size(3)
+    return (prefers_flash(batch, heads, queries, keys) and call.q.dtype != torch.float32
+            and headdim == call.v.size(3) and headdim % 8 == 0
+            and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+            and not torch.is_autocast_enabled("cuda"))
 
 
 class replace_sdpa(TorchFunctionMode):  # noqa: N801  # a context manager, as torch.no_grad is
@@ -92,3 +124,66 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801  # a context manager, as to
             yield
         finally:
             F.scaled_dot_product_attention = before
+
+
+# --- torch's flash attention ------------------------------------------------------------------------------------------
+
+def register_flash(name: str = "sage_aot") -> None:
+    """Offer sage_aot to torch as an implementation of its flash attention. May be called again.
+
+    ``torch.nn.attention.activate_flash_attention_impl(name)`` then serves the calls that torch sends to its flash
+    backend, those of C++ and of ``torch.distributed.tensor.experimental.context_parallel`` among them;
+    ``restore_flash_attention_impl()`` ends it. On Hopper torch prefers cuDNN: choose flash with
+    ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)``. Calls that sage_aot does not serve run torch's own
+    kernel.
+
+    Raises:
+        UnsupportedError: this torch has no such registration. Activating raises it where sage_aot has no kernel for the
+            GPU at hand.
+    """
+    if not (hasattr(torch.nn.attention, "register_flash_attention_impl") and hasattr(torch.library, "get_kernel")):
+        raise UnsupportedError(f"register_flash: expected torch.nn.attention.register_flash_attention_impl and "
+                               f"torch.library.get_kernel, got torch {torch.__version__} without; use replace_sdpa")
+    torch.nn.attention.register_flash_attention_impl(name, register_fn=_Flash)
+
+
+class _Flash:
+    """sage_aot in the place of an operator of torch's flash attention, from its making to :meth:`remove`."""
+
+    OPERATOR, KEY = "_scaled_dot_product_flash_attention", "CUDA"
+
+    def __init__(self) -> None:
+        check_gpu()
+        self._torchs = torch.library.get_kernel(f"aten::{self.OPERATOR}", self.KEY)
+        self._library: torch.library.Library | None = torch.library.Library(  # type: ignore[no-untyped-call]
+            "aten", "IMPL")
+        with warnings.catch_warnings():  # that a kernel is overridden, which is the point
+            warnings.simplefilter("ignore")
+            self._library.impl(  # type: ignore[no-untyped-call]
+                self.OPERATOR, self._attention, self.KEY, with_keyset=True)
+
+    def remove(self) -> None:
+        self._library = None  # its end takes the kernel away
+
+    def _attention(self, keys: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                   dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *,
+                   scale: float | None = None, **more: Any) -> Any:
+        def torchs() -> Any:
+            debug = (return_debug_mask,) if return_debug_mask else ()
+            return self._torchs.call_boxed(keys, query, key, value, dropout_p, is_causal, *debug, scale=scale, **more)
+
+        if return_debug_mask or is_small(query, key):
+            return torchs()
+        call = Call(query, key, value, more.get("attn_mask"), is_causal, scale, dropout_p, grouped=True,
+                    bottom_right=True)
+        result = attend(call, torchs, return_lse=True)
+        return result if len(result) > 2 else self._outputs(query, key, *result)
+
+    @staticmethod
+    def _outputs(query: torch.Tensor, key: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> tuple[Any, ...]:
+        """All outputs of the operator. What only its backward and its dropout read is left undefined: neither runs
+        after a call that sage_aot serves."""
+        seed = torch.empty(2, dtype=torch.uint64, device=query.device)
+        offset = torch.empty((), dtype=torch.uint64, device=query.device)
+        debug_mask = torch.empty(0, dtype=query.dtype, device=query.device)
+        return out, lse, None, None, query.size(2), key.size(2), seed, offset, debug_mask

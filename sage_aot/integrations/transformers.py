@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sage_aot.errors import ArgumentError, UnsupportedError
-from sage_aot.integrations._policy import Call, attend, check_gpu, count
+from sage_aot.integrations._policy import Call, attend, check_gpu, count, is_small
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -158,6 +158,8 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     if position_bias is not None or cache is not None or more.get("output_attentions"):
         count("position_bias" if position_bias is not None else "a paged cache" if cache is not None else
               "output_attentions")
+        return host()
+    if is_small(query, key):
         return host()
     queries = query.size(2)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -14,6 +14,7 @@ from diffusers.models import attention_dispatch  # noqa: E402
 from sage_aot.errors import ArgumentError, UnsupportedError  # noqa: E402
 from sage_aot.integrations import Policy, report, reset_report, use  # noqa: E402
 from sage_aot.integrations import diffusers as integration  # noqa: E402
+from sage_aot.integrations._policy import SLOWER  # noqa: E402
 
 
 def model(name, **config):
@@ -249,3 +250,10 @@ def test_the_log_sum_exp(exact, when):
     assert served_calls() == 1 and out.shape == Q.shape
     with pytest.raises(UnsupportedError, match="got: a mask of numbers; .* no log-sum-exp"):
         integration.attention(Q, K, K, torch.zeros(30, 40), return_lse=True)
+
+
+def test_small_calls_go_to_the_native_backend():
+    with use(Policy()):
+        assert torch.equal(integration.attention(Q, K, K, scale=0.3),
+                           attention_dispatch._native_attention(Q, K, K, scale=0.3))
+    assert report() == {SLOWER: 1}

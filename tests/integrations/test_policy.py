@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -14,8 +15,8 @@ from exact import served_calls
 import sage_aot
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import Policy, _policy, report, reset_report, use
-from sage_aot.integrations._gain import CAUSAL, FULL, MASKED, is_faster
-from sage_aot.integrations._policy import Call, attend, key_mask_of, refusal
+from sage_aot.integrations._gain import CAUSAL, FULL, LEAST_OPERATIONS, MASKED, is_faster, prefers_flash
+from sage_aot.integrations._policy import SLOWER, Call, attend, is_small, key_mask_of, refusal
 
 
 def tensors(q=(2, 4, 30, 64), kv=(2, 4, 40, 64), dtype=torch.bfloat16, v_headdim=None, seed=0):
@@ -218,6 +219,20 @@ def test_what_is_served_was_at_least_as_fast_in_the_log():
     assert (served, missed) == (54, 5)
 
 
+def test_flash_was_faster_in_the_log_where_it_is_preferred():
+    rows = [row for row in json.loads(LOG.read_text())["rows"] if row["kind"] == "full" and prefers_flash(
+        *(row[name] for name in ("batch", "heads", "queries", "keys")))]
+    ratios = [row["sdpa"][clock] / row["flash"][clock] for row in rows for clock in ("gpu", "wall")]
+    assert len(rows) == 30 and 1.04 < min(ratios) and 4.4 < max(ratios) < 4.5
+
+
+@pytest.mark.parametrize(("shape", "expected"), [
+    ((1, 32, 16, 2048), True), ((1, 32, 16, 2047), False), ((1, 33, 16, 2048), False), ((2, 16, 2, 2048), True),
+    ((1, 32, 1, 8192), False), ((1, 32, 128, 8192), True), ((1, 32, 128, 8191), False), ((1, 32, 129, 9000), False)])
+def test_few_queries_prefer_flash(shape, expected):
+    assert prefers_flash(*shape) is expected
+
+
 def test_thresholds_hold_for_head_dims_up_to_their_own():
     def least(headdim, is_causal=False, has_mask=False):
         return next(n for n in range(256, 20000, 16) if is_faster(1, 24, 24, n, n, headdim, is_causal, has_mask))
@@ -234,7 +249,28 @@ def test_calls_on_the_cpu_and_slower_calls_are_the_hosts(monkeypatch):
         assert attend(call(), lambda: 1) == 1
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         assert attend(call(), lambda: 2) == 2
-    assert report() == {"tensors on the CPU": 1, "torch's attention is expected to be faster": 1}
+    assert report() == {"tensors on the CPU": 1, SLOWER: 1}
+
+
+@pytest.mark.parametrize(("q", "k", "rows"), [((3, 4, 8, 64), (3, 2, 5, 64), -2), ((3, 8, 4, 64), (3, 5, 2, 64), 1)])
+def test_small_calls_are_left_to_the_host_at_once(monkeypatch, q, k, rows):
+    q, k = torch.empty(q), torch.empty(k)
+    operations = 4 * 3 * 4 * 8 * 5 * 64  # for each pair of a query and a key and each channel
+    for least, small in ((operations, False), (operations + 1, True)):
+        monkeypatch.setattr(_policy, "LEAST_OPERATIONS", least)
+        with use(Policy()):
+            assert is_small(q, k, rows) is small
+        assert not is_small(q, k, rows), "the policy serves whatever is possible"
+    assert report() == {SLOWER: 1}
+    with use(Policy()):
+        assert not is_small(NESTED, NESTED)
+
+
+def test_no_small_call_is_faster():
+    headdims, causal, masks = (64, 128, 256), (False, True), (False, True)
+    for headdim, is_causal, has_mask in itertools.product(headdims, causal, masks):
+        queries = next(n for n in range(64, 9999, 64) if is_faster(1, 24, 2, n, 4096, headdim, is_causal, has_mask))
+        assert 4 * 24 * queries * 4096 * headdim >= LEAST_OPERATIONS > 1e9
 
 
 def test_keys_that_no_query_sees_do_not_count_as_work(monkeypatch):
@@ -289,4 +325,7 @@ def test_threads_count_together():
         thread.start()
     for thread in threads:
         thread.join()
-    assert report() == {"dropout": 2000}
+    assert report() == report() == {"dropout": 2000}, "reading does not count"
+    attend(call(), lambda: None)
+    attend(REFUSED["dropout"], lambda: None)
+    assert list(report().items()) == [("dropout", 2001), ("sage_aot", 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,13 @@ import torch.nn.functional as F
 from exact import served_calls
 from torch.nn.functional import scaled_dot_product_attention as captured
 
+from sage_aot._backends import cuda
+from sage_aot._tools import explain as explaining
 from sage_aot.errors import UnsupportedError
 from sage_aot.integrations import Policy, _policy, report, use
-from sage_aot.integrations.torch import replace_sdpa, sdpa
+from sage_aot.integrations import torch as integration
+from sage_aot.integrations._policy import SLOWER
+from sage_aot.integrations.torch import _Flash, register_flash, replace_sdpa, sdpa
 
 
 @pytest.fixture
@@ -44,6 +49,16 @@ def test_it_is_torchs_attention(exact, qkv, options):
 def test_a_causal_mask_is_aligned_top_left(exact, queries, keys):
     q, k, v = torch.randn(2, 4, queries, 64), *torch.randn(2, 2, 4, keys, 64)
     torch.testing.assert_close(sdpa(q, k, v, is_causal=True), captured(q, k, v, is_causal=True), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": MASK}], ids=str)
+def test_small_calls_are_torchs(qkv, options):
+    with use(Policy()):
+        assert torch.equal(sdpa(*qkv, **options), captured(*qkv, **options))
+        k, v = (x[:, :2] for x in qkv[1:])
+        assert torch.equal(sdpa(qkv[0], k, v, enable_gqa=True), captured(qkv[0], k, v, enable_gqa=True))
+        assert sdpa(*qkv, dropout_p=1.0).eq(0).all()
+    assert report() == {SLOWER: 3}
 
 
 def test_grouped_heads_with_torchs_option_alone(exact, qkv):
@@ -172,8 +187,121 @@ def test_a_gpu_without_kernels_is_an_error_at_once(monkeypatch, switched_on):
     assert F.scaled_dot_product_attention is captured
 
 
-def test_the_gpu_at_hand_is_asked(monkeypatch):
+def gpu_here(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(_policy, "explain", lambda: type("Explained", (), {"error": "GPU 7.5: too old"}))
-    with pytest.raises(UnsupportedError, match="too old"):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(explaining, "sm_count", lambda device: 132)
+    for module in (cuda, explaining):
+        monkeypatch.setattr(module, "default_driver", lambda: SimpleNamespace(cuda=13000))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_a_gpu_with_kernels_is_no_error(monkeypatch, capability):
+    gpu_here(monkeypatch, capability)
+    with replace_sdpa(), replace_sdpa.globally():
+        pass
+
+
+def test_the_gpu_at_hand_is_asked(monkeypatch):
+    gpu_here(monkeypatch, (7, 5))
+    with pytest.raises(UnsupportedError, match="no kernels for .* compute capability 7.5"):
         _policy.check_gpu()
+
+
+def few_queries(*, keys=2048, headdim=64, v_headdim=64, kv_heads=4, dtype=torch.bfloat16, grad=False):
+    q, k, v = (torch.ones(1, heads, rows, channels, dtype=dtype) for heads, rows, channels in (
+        (4, 16, headdim), (kv_heads, keys, headdim), (kv_heads, keys, v_headdim)))
+    return q.requires_grad_(grad), k, v
+
+
+@pytest.mark.parametrize(("tensors", "options", "torch_says", "by_flash"), [
+    ({}, {}, {}, True), ({"kv_heads": 2}, {"enable_gqa": True}, {}, True),
+    ({"headdim": 32, "v_headdim": 32}, {}, {}, True), ({"kv_heads": 2}, {}, {}, False), ({"keys": 2047}, {}, {}, False),
+    ({"headdim": 60, "v_headdim": 60}, {}, {}, False), ({"v_headdim": 32}, {}, {}, False),
+    ({"grad": True}, {}, {}, False), ({"dtype": torch.float32}, {}, {}, False), ({}, {"is_causal": True}, {}, False),
+    ({}, {"attn_mask": torch.ones(16, 2048).bool()}, {}, False), ({}, {"dropout_p": 0.5}, {}, False),
+    ({}, {}, {"is_cuda": False}, False), ({}, {}, {"flash_sdp_enabled": False}, False),
+    ({}, {}, {"is_autocast_enabled": True}, False)], ids=str)
+def test_few_queries_run_by_flash(monkeypatch, tensors, options, torch_says, by_flash):
+    """What a GPU would do, where torch would choose cuDNN: both ways are stand-ins here."""
+    says = {"is_cuda": True, "flash_sdp_enabled": True, "is_autocast_enabled": False, **torch_says}
+    monkeypatch.setattr(torch.Tensor, "is_cuda", says["is_cuda"])
+    monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: says["flash_sdp_enabled"])
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: says["is_autocast_enabled"])
+    ran = []
+    monkeypatch.setattr(integration, "_TORCHS", lambda *args, **options: ran.append("torch's choice"))
+    operator = SimpleNamespace(default=lambda *args, scale: ran.append(f"flash, {scale}") or (None,))
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", operator)
+    with use(Policy()):
+        sdpa(*few_queries(**tensors), scale=0.3, **options)
+    assert ran == ["flash, 0.3" if by_flash else "torch's choice"]
+
+
+# --- torch's flash attention ------------------------------------------------------------------------------------------
+
+
+class FlashOfTheCpu(_Flash):
+    """The operator that torch sends CPU tensors to. It takes a mask, and returns the output and log-sum-exp alone."""
+
+    OPERATOR, KEY = "_scaled_dot_product_flash_attention_for_cpu", "CPU"
+
+    @staticmethod
+    def _outputs(query, key, out, lse):
+        return out, lse
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """What torch activates and restores, for the CPU's operator."""
+    monkeypatch.setattr("sage_aot.integrations.torch._Flash", FlashOfTheCpu)
+    register_flash("sage_aot of the cpu")
+    torch.nn.attention.activate_flash_attention_impl("sage_aot of the cpu")
+    yield
+    if torch.nn.attention.current_flash_attention_impl():
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": MASK}], ids=str)
+def test_torchs_flash_attention_is_served(exact, flash, qkv, options):
+    out = captured(*qkv, **options)
+    served = served_calls()
+    torch.nn.attention.restore_flash_attention_impl()
+    torch.testing.assert_close(out, captured(*qkv, **options), rtol=0, atol=1e-5)
+    assert served == served_calls() == ("attn_mask" not in options), "torch makes numbers of its mask"
+
+
+def test_the_log_sum_exp_of_torchs_flash_attention(exact, flash, qkv):
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    (out, lse), = [operator(*qkv, 0.0, True, scale=0.3)]
+    torch.nn.attention.restore_flash_attention_impl()
+    expected = operator(*qkv, 0.0, True, scale=0.3)
+    torch.testing.assert_close((out, lse), expected, rtol=0, atol=1e-5)
+
+
+def test_training_with_torchs_flash_attention_is_torchs(flash, qkv):
+    q, k, v = (x.clone().requires_grad_() for x in qkv)
+    captured(q, k, v).square().sum().backward()
+    found = [x.grad for x in (q, k, v)]
+    torch.nn.attention.restore_flash_attention_impl()
+    q, k, v = (x.clone().requires_grad_() for x in qkv)
+    captured(q, k, v).square().sum().backward()
+    assert all(torch.equal(one, x.grad) for one, x in zip(found, (q, k, v)))
+    assert report() == {"gradients": 1}
+
+
+def test_all_outputs_of_the_operator(qkv):
+    """Number, dtypes and sizes as torch's own."""
+    q, k, v = qkv
+    meta = torch.ops.aten._scaled_dot_product_flash_attention(*(x.to("meta") for x in qkv))
+    ours = _Flash._outputs(q, k, torch.empty_like(q), torch.empty(q.shape[:3]))
+    expected, found = ([(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in outputs]
+                       for outputs in (meta, ours))
+    assert found == expected
+
+
+def test_a_torch_without_the_registration(monkeypatch):
+    monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
+    with pytest.raises(UnsupportedError, match="register_flash: expected torch.nn.* without; use replace_sdpa"):
+        register_flash()

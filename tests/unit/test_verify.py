@@ -23,10 +23,10 @@ from records import manifest_of, record_of
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._backends.loader import Library
 from sage_aot._call.pipeline import default_library
+from sage_aot._cli import main as cli
 from sage_aot._kernels.manifest import FILE_NAME
 from sage_aot._kernels.spec import AttnSpec
 from sage_aot._launch.choose import Gpu
-from sage_aot._tools import cli
 from sage_aot._tools import verify as verifying
 from sage_aot.errors import LaunchError, UnsupportedError
 

@@ -1,0 +1,66 @@
+"""``sage-aot audit``: the error of each attention call of a language model, and what it does to the model's output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sage_aot._tools.reference import measure
+from sage_aot.errors import ArgumentError
+from sage_aot.integrations import Policy, audit, use
+from sage_aot.integrations import transformers as integration
+from sage_aot.integrations._audit import Audited
+
+
+def main(name: str, text: str | None, tokens: int) -> int:
+    """Run a model on the text of a file, or on random tokens, with sdpa and with sage_aot; print the errors. `name`: a
+    folder, or a name on the Hugging Face Hub.
+
+    Raises:
+        ArgumentError: the text is empty.
+        UnsupportedError: no transformers, or sage_aot has no kernel for the GPU at hand, or does not serve the model.
+    """
+    import transformers
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = transformers.AutoModel.from_pretrained(name, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = model.to(device).eval()
+    ids = _random_tokens(model.config, tokens) if text is None else _tokens(name, text, tokens)
+    print(f"{type(model).__name__} {name}, {ids.shape[1]} tokens, {device}, bf16\n")
+    with torch.inference_mode():
+        expected = model(input_ids=ids.to(device)).last_hidden_state
+        integration.enable(model)
+        with use(Policy(when="possible")), audit() as calls:
+            out = model(input_ids=ids.to(device)).last_hidden_state
+    print(table(calls))
+    whole = measure(out, expected)
+    print(f"\nlast hidden states: cosine {whole.cosine:.6f}, relative L1 {100 * whole.relative_l1:.2f} %")
+    return 0
+
+
+def _tokens(name: str, text: str, tokens: int) -> torch.Tensor:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    ids: torch.Tensor = tokenizer(Path(text).read_text(), return_tensors="pt")["input_ids"]
+    if ids.shape[1] == 0:
+        raise ArgumentError(f"--text: expected a file with text, got {text} without any")
+    return ids[:, :tokens]
+
+
+def _random_tokens(config: Any, tokens: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(config.get_text_config().vocab_size, (1, tokens), generator=generator)
+
+
+def table(calls: list[Audited]) -> str:
+    """The errors, against the host's own attention on the same inputs, as a Markdown table."""
+    lines = ["| call | q | k | mask | cosine | relative L1, % | RMSE |", "|---:|---|---|---|---:|---:|---:|"]
+    for number, call in enumerate(calls):
+        mask = " and ".join([*(["causal"] if call.is_causal else []), *(["keys"] if call.has_mask else [])]) or "full"
+        shapes = ("×".join(map(str, shape)) for shape in (call.q, call.k))
+        lines.append(f"| {number} | {' | '.join(shapes)} | {mask} | {call.accuracy.cosine:.6f} | "
+                     f"{100 * call.accuracy.relative_l1:.2f} | {call.accuracy.rmse:.2e} |")
+    return "\n".join(lines)

@@ -1,0 +1,338 @@
+"""``sage-aot bench``: attention calls as models make them, by sage_aot and by torch, on this GPU.
+
+Of each shape it takes the fastest of the backends of scaled_dot_product_attention, :func:`sage_aot.attn`, and
+``sage_aot.integrations.torch.sdpa``, which leaves a call to torch where its policy expects it to be faster there.
+Inputs are bf16, N(0, 1); every output is checked before it is timed. Quantization and all else that a call does counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sage_aot._call.api import attn
+from sage_aot._tools.reference import measure
+from sage_aot._version import __version__
+from sage_aot.errors import ArgumentError, UnsupportedError
+from sage_aot.integrations import Policy, report, reset_report, use
+from sage_aot.integrations._policy import SERVED, check_gpu
+from sage_aot.integrations.torch import sdpa
+
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
+            "efficient": SDPBackend.EFFICIENT_ATTENTION}
+"""torch's own implementations; ``"sdpa"`` is the one that torch chooses."""
+
+MIN_COSINE = 0.998
+"""An output below this, against torch's, comes from a broken kernel."""
+
+PADDING = 256
+"""Keys that every second batch entry of a padded call does not have, or a quarter of its keys where that is less."""
+
+ROUNDS = 7
+"""Measurements of each way, of which the shortest counts. The ways take turns, so that all meet the same clocks."""
+
+GRAPH_CALLS, QUEUED_CALLS = 10, 200
+"""Calls of a graph, and of a queue, at most; of the latter so many that the launch of the first does not count."""
+
+ROUND_US = 15e3
+"""Time that a measurement may take; a call that is longer than this is measured alone."""
+
+WARM_UP_S = 0.2
+"""The clock needs some tens of milliseconds of work to settle."""
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+class Shape(NamedTuple):
+    """One call."""
+
+    name: str
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    headdim: int
+    kind: str = "full"  # or causal, or padded: every second entry of the batch has fewer keys
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}/{self.kv_heads}" if self.kv_heads != self.heads else f"{self.heads}"
+        rows = f"{self.queries}/{self.keys}" if self.keys != self.queries else f"{self.queries}"
+        return f"{self.batch},{heads},{rows},{self.headdim}" + (f",{self.kind}" if self.kind != "full" else "")
+
+    @classmethod
+    def of(cls, text: str) -> Shape:
+        """``"1,32/8,512/8192,128"`` → 1 entry, 32 heads of q and 8 of k and v, 512 queries, 8192 keys, headdim 128.
+
+        Raises:
+            ArgumentError: the text is no shape, or attention has none like it.
+        """
+        number = r"([1-9]\d*)"
+        pair = rf"{number}(?:/{number})?"
+        if (found := re.fullmatch(rf"{number},{pair},{pair},{number}(?:,(full|causal|padded))?", text)) is None:
+            raise ArgumentError(f"--shape: expected batch,heads[/kv heads],queries[/keys],headdim[,causal or padded], "
+                                f"such as 1,32/8,512/8192,128, got {text!r}")
+        batch, heads, kv_heads, queries, keys, headdim, kind = found.groups()
+        shape = cls(text, int(batch), int(heads), int(kv_heads or heads), int(queries), int(keys or queries),
+                    int(headdim), kind or "full")
+        if shape.heads % shape.kv_heads:
+            raise ArgumentError(f"--shape: expected heads that are a multiple of kv heads, got {text!r}")
+        if shape.kind == "causal" and shape.queries != shape.keys:
+            raise ArgumentError(f"--shape: expected as many keys as queries of a causal call, got {text!r}: torch and "
+                                f"sage_aot align its mask at different corners")
+        return shape
+
+    @property
+    def operations(self) -> float:
+        """Multiplications and additions of both matrix products, as the papers count them."""
+        total = 4.0 * self.batch * self.heads * self.queries * self.keys * self.headdim
+        return total / 2 if self.kind == "causal" else total
+
+
+USES = (
+    Shape("image: SDXL 1024²", 2, 10, 10, 4096, 4096, 64),
+    Shape("image: SDXL 1024², inner", 2, 20, 20, 1024, 1024, 64),
+    Shape("image: SD3.5 large 1024²", 2, 38, 38, 4429, 4429, 64),
+    Shape("image: Flux 512²", 1, 24, 24, 1536, 1536, 128),
+    Shape("image: Flux 1024²", 1, 24, 24, 4608, 4608, 128),
+    Shape("image: Qwen-Image, 2 prompts", 2, 24, 24, 5120, 5120, 128, "padded"),
+    Shape("video: CogVideoX 2B", 2, 30, 30, 17776, 17776, 64),
+    Shape("video: HunyuanVideo 480p", 1, 24, 24, 33536, 33536, 128, "padded"),
+    Shape("video: Wan 1.3B 480p", 1, 12, 12, 32760, 32760, 128),
+    Shape("video: Wan 14B 480p", 1, 40, 40, 32760, 32760, 128),
+    Shape("video: Wan 14B 720p", 1, 40, 40, 75600, 75600, 128),
+    *(Shape(f"prompt: Llama 3 8B, {n}", 1, 32, 8, n, n, 128, "causal") for n in (2048, 8192, 32768)),
+    *(Shape(f"chunk: Llama 3 8B, 512 of {n}", 1, 32, 8, 512, n, 128) for n in (8192, 32768)),
+    *(Shape(f"decode: Llama 3 8B, {n} × 8192", n, 32, 8, 1, 8192, 128) for n in (1, 16)),
+    Shape("decode: Llama 3 8B, 16 drafts", 1, 32, 8, 16, 8192, 128),
+    Shape("cross: SDXL 1024²", 2, 10, 10, 4096, 77, 64),
+    Shape("cross: Wan 14B 480p", 1, 40, 40, 32760, 512, 128),
+    Shape("cross: Wan 14B 720p", 1, 40, 40, 75600, 512, 128),
+    Shape("encoder: MiniLM, 128", 64, 12, 12, 128, 128, 32),
+    Shape("encoder: ViT, 197", 32, 12, 12, 197, 197, 64),
+    Shape("encoder: BERT, 512", 32, 12, 12, 512, 512, 64),
+    Shape("encoder: BERT, 512, padded", 32, 12, 12, 512, 512, 64, "padded"),
+    Shape("encoder: Whisper, 1500", 8, 20, 20, 1500, 1500, 64),
+)
+"""Calls of models in use: batch, heads, kv heads, queries, keys, headdim."""
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+class Times(NamedTuple):
+    """Microseconds of a call."""
+
+    gpu: float  # the GPU's time alone, by replaying a CUDA graph
+    wall: float  # of a call among calls that are queued back to back; the host's time where that is longer
+
+
+@dataclass(frozen=True)
+class Row:
+    """A shape, and the times of each way to compute it that takes it: sdpa, those of BACKENDS, attn and policy."""
+
+    shape: Shape
+    served: bool  # whether the policy gives the call to sage_aot
+    ways: dict[str, Times]
+
+    def best(self) -> Times:
+        """The fastest of torch's backends."""
+        torchs = [times for way, times in self.ways.items() if way not in ("attn", "policy")]
+        return Times(min(times.gpu for times in torchs), min(times.wall for times in torchs))
+
+    def ratio(self, way: str) -> Times:
+        """How many times as fast as the fastest of torch's backends."""
+        best, times = self.best(), self.ways[way]
+        return Times(best.gpu / times.gpu, best.wall / times.wall)
+
+    def to_json(self) -> dict[str, object]:
+        return {**self.shape._asdict(), "served": self.served,
+                "ways": {way: times._asdict() for way, times in self.ways.items()}}
+
+    def cells(self) -> list[str]:
+        best, call, policy = self.best(), self.ratio("attn"), self.ratio("policy")
+        fastest = min((way for way in self.ways if way in BACKENDS), key=lambda way: self.ways[way].gpu, default="sdpa")
+        return [self.shape.name, str(self.shape), f"{best.gpu:.1f}", fastest, f"{self.ways['attn'].gpu:.1f}",
+                f"{call.gpu:.2f}", "sage_aot" if self.served else "torch", f"{policy.gpu:.2f}", f"{policy.wall:.2f}"]
+
+
+COLUMNS = ("call", "shape", "torch, µs", "backend", "sage_aot.attn, µs", "×", "policy", "× gpu", "× wall")
+
+
+class Way(NamedTuple):
+    """A way to compute a shape."""
+
+    work: Callable[[], torch.Tensor]
+    backend: SDPBackend | None = None  # of torch's, to choose around the work; choosing takes no part of its time
+
+    def chosen(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.backend is None else sdpa_kernel(self.backend)
+
+
+def measured(shape: Shape) -> Row:
+    """Every way to compute a shape, checked and timed.
+
+    Raises:
+        UnsupportedError: no kernel for this GPU or shape, or an output is wrong.
+    """
+    ways = ways_of(shape)
+    expected = ways["sdpa"].work()
+    for way in ("attn", "policy"):
+        _check(f"{way} of {shape}", ways[way].work(), expected)
+    reset_report()
+    ways["policy"].work()
+    return Row(shape, SERVED in report(), timed(ways))
+
+
+def ways_of(shape: Shape) -> dict[str, Way]:
+    """The ways to compute a shape, by name; without those of torch's backends that do not take it."""
+    q, k, v = (torch.randn(shape.batch, heads, rows, shape.headdim, device="cuda", dtype=torch.bfloat16)
+               for heads, rows in ((shape.heads, shape.queries), *[(shape.kv_heads, shape.keys)] * 2))
+    is_causal, grouped = shape.kind == "causal", shape.heads != shape.kv_heads
+    key_mask = mask = None
+    if shape.kind == "padded":
+        key_mask = torch.ones(shape.batch, shape.keys, dtype=torch.bool, device="cuda")
+        key_mask[::2, shape.keys - min(PADDING, shape.keys // 4):] = False
+        mask = key_mask[:, None, None, :]
+
+    def torchs() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=grouped)
+
+    ways = {"sdpa": Way(torchs), **{name: Way(torchs, backend) for name, backend in BACKENDS.items()}}
+    ways = {name: way for name, way in ways.items() if _takes_it(way)}
+    ways["attn"] = Way(lambda: attn(q, k, v, key_mask=key_mask, is_causal=is_causal))
+    ways["policy"] = Way(lambda: sdpa(q, k, v, mask, is_causal=is_causal, enable_gqa=grouped))
+    return ways
+
+
+def _takes_it(way: Way) -> bool:
+    """Whether a backend of torch computes it; torch says why not in warnings."""
+    with way.chosen(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            way.work()
+        except RuntimeError:
+            return False
+    return True
+
+
+def _check(what: str, out: torch.Tensor, expected: torch.Tensor) -> None:
+    cosine = min(measure(ours, theirs).cosine for ours, theirs in zip(out, expected))
+    if not cosine >= MIN_COSINE:  # NaN is wrong, too
+        raise UnsupportedError(f"{what}: expected a cosine of at least {MIN_COSINE} with torch's attention, got "
+                               f"{cosine}; nothing was timed. Run `sage-aot verify`, and report what it prints")
+
+
+def timed(ways: dict[str, Way]) -> dict[str, Times]:
+    """The times of all ways, measured in turns."""
+    timers = {name: _Timer(way) for name, way in ways.items()}
+    least = {name: Times(inf, inf) for name in ways}
+    for _ in range(ROUNDS):
+        for name, timer in timers.items():
+            least[name] = Times(*map(min, least[name], timer.measure()))
+    return least
+
+
+class _Timer:
+    """Measures a way, which it has warmed up."""
+
+    def __init__(self, way: Way) -> None:
+        self._way = way
+        deadline = time.perf_counter() + WARM_UP_S
+        took = inf
+        with way.chosen():
+            while time.perf_counter() < deadline or took == inf:
+                took = min(took, _microseconds(way.work))
+        fit = max(1, int(ROUND_US / took))
+        self._graph_calls, self._queued_calls = min(fit, GRAPH_CALLS), min(fit, QUEUED_CALLS)
+        self._graph = torch.cuda.CUDAGraph()
+        with way.chosen(), torch.cuda.graph(self._graph):
+            for _ in range(self._graph_calls):
+                way.work()
+        self._graph.replay()
+
+    def measure(self) -> Times:
+        with self._way.chosen():
+            return Times(_microseconds(self._graph.replay) / self._graph_calls,
+                         _microseconds(self._queue) / self._queued_calls)
+
+    def _queue(self) -> None:
+        for _ in range(self._queued_calls):
+            self._way.work()
+
+
+def _microseconds(work: Callable[[], object]) -> float:
+    """From an idle GPU to an idle GPU."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return 1e6 * (time.perf_counter() - began)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(shapes: list[str], png: str, file: str | None) -> int:
+    """Measure, print a table, draw to `png`, and write all times to `file`. Without `shapes`, those of USES."""
+    if not torch.cuda.is_available():
+        raise UnsupportedError(f"bench: expected a CUDA GPU, torch {torch.__version__} finds none; run it on a machine "
+                               f"with a GPU and a CUDA build of torch")
+    check_gpu()
+    chosen = [Shape.of(text) for text in shapes] or USES
+    header = {"GPU": torch.cuda.get_device_name(), "sage_aot": __version__,
+              "torch": f"{torch.__version__} (CUDA {torch.version.cuda})", "inputs": "bf16, N(0, 1)"}
+    print("\n".join(f"- {name}: {value}" for name, value in header.items()))
+    print(f"\n| {' | '.join(COLUMNS)} |\n|---|---|---:|---|---:|---:|---|---:|---:|", flush=True)
+    rows = []
+    with torch.inference_mode(), use(Policy()):
+        for shape in chosen:
+            rows.append(measured(shape))
+            print(f"| {' | '.join(rows[-1].cells())} |", flush=True)
+    if file is not None:
+        Path(file).write_text(json.dumps({"header": header, "rows": [row.to_json() for row in rows]}, indent=1,
+                                         ensure_ascii=False) + "\n")
+    draw(png, rows, header["GPU"])
+    return 0
+
+
+def draw(png: str, rows: list[Row], gpu: str) -> None:
+    """Bars: how many times as fast as the fastest of torch's backends, of a call and with the policy."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        print(f"\nno picture: {error}; pip install matplotlib")
+        return
+    figure = Figure(figsize=(8, 1.5 + 0.3 * len(rows)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    places = range(len(rows))
+    axes.barh([place - 0.2 for place in places], [row.ratio("attn").gpu for row in rows], 0.38, color="#c9ccd3",
+              label="sage_aot.attn")
+    bars = axes.barh([place + 0.2 for place in places], [row.ratio("policy").gpu for row in rows], 0.38,
+                     color="#2a6fbb", label="integrations.torch.sdpa: sage_aot or torch, as the policy decides")
+    axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7, color="#444444")
+    axes.axvline(1, color="#444444", linewidth=0.8)
+    axes.set_yticks(places, [row.shape.name for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="speed, as a multiple of the fastest backend of scaled_dot_product_attention",
+             title=f"Attention calls in bf16, quantization included, {gpu}")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.margins(y=0.01)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(png)
+    print(f"\nwrote {png}")

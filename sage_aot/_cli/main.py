@@ -1,0 +1,76 @@
+"""``sage-aot info | verify | demo | bench | audit``, or ``python -m sage_aot`` for ``sage-aot``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from sage_aot._tools import verify
+from sage_aot._tools.info import info
+from sage_aot.errors import SageAotError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="sage-aot", description="Quantized attention from precompiled kernels.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="versions, devices, the kernel each would run, what is missing")
+    _add_verify(commands)
+    of_demo = commands.add_parser("demo", help="attention on a pretrained transformer's activations, beside float64")
+    of_demo.add_argument("--png", default="sage_aot_demo.png", metavar="FILE",
+                         help="picture to write (default: %(default)s)")
+    _add_bench(commands)
+    _add_audit(commands)
+    arguments = parser.parse_args()
+    try:
+        if arguments.command == "info":
+            print(info())
+            return 0
+        if arguments.command == "verify":
+            return verify.main(files_only=arguments.files, seed=arguments.seed)
+        if arguments.command == "bench":
+            from sage_aot._cli import bench
+
+            return bench.main(arguments.shape, arguments.png, arguments.json)
+        if arguments.command == "audit":
+            from sage_aot._cli import audit
+
+            return audit.main(arguments.model, arguments.text, arguments.tokens)
+        from sage_aot._tools import demo  # needs the extra `demo`
+
+        return demo.main(arguments.png)
+    except SageAotError as error:
+        print(f"sage_aot: {error}", file=sys.stderr)
+        return 1
+
+
+def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    of_verify = commands.add_parser(
+        "verify", help="check every file, load and run every kernel that the GPUs here can take",
+        description=f"Exit code {verify.VERIFIED} where nothing is wrong, {verify.FAILED} where something is, "
+                    f"{verify.NOT_RUN} where the files are right but there is no GPU to run a kernel on.")
+    of_verify.add_argument("--files", action="store_true", help="check files only; needs no GPU")
+    of_verify.add_argument("--seed", type=int, help="of the random inputs (default: a new one, which is printed)")
+
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    of_bench = commands.add_parser(
+        "bench", help="speed of attention calls beside torch's, on this GPU",
+        description="Times of attention calls as models make them: torch's fastest backend, sage_aot.attn, and "
+                    "sage_aot.integrations.torch.sdpa, which leaves calls to torch that are faster there.")
+    of_bench.add_argument("--shape", action="append", default=[], metavar="B,H[/HKV],Q[/K],D[,MASK]",
+                          help="a call of batch, heads, queries, keys, headdim, causal or padded, such as "
+                               "1,32/8,8192,128,causal; may be given again (default: calls of models in use)")
+    of_bench.add_argument("--png", default="sage_aot_bench.png", metavar="FILE",
+                          help="picture to write, with matplotlib (default: %(default)s)")
+    of_bench.add_argument("--json", metavar="FILE", help="also write all times here")
+
+
+def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    of_audit = commands.add_parser(
+        "audit", help="error of each attention call of a language model",
+        description="Runs a model of transformers with torch's attention and with sage_aot. Prints the error of each "
+                    "attention call against torch's on the same inputs, and that of the model's output.")
+    of_audit.add_argument("model", help="a folder, or a name on the Hugging Face Hub")
+    of_audit.add_argument("--text", metavar="FILE", help="text to read (default: random tokens)")
+    of_audit.add_argument("--tokens", type=int, default=2048, help="tokens at most (default: %(default)s)")
