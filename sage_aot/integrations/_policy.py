@@ -129,6 +129,8 @@ class Call(NamedTuple):
     layout: str = "HND"  # of q, k, v and the output, as sage_aot.attn has it
     grouped: bool = False  # whether k and v may have fewer heads than q
     bottom_right: bool = False  # where the causal mask is aligned; else top-left
+    beyond: str | None = None
+    """What else the host asks for, and sage_aot does not compute."""
 
     def sizes(self) -> tuple[int, int, int, int, int]:
         """Batch, q heads, kv heads, queries, keys."""
@@ -136,22 +138,24 @@ class Call(NamedTuple):
         return self.q.size(0), self.q.size(heads), self.k.size(heads), self.q.size(rows), self.k.size(rows)
 
 
-def attend(call: Call, host: Callable[[], Any], return_lse: bool = False) -> Any:
+def attend(call: Call, host: Callable[[], Any], return_lse: bool = False, policy: Policy | None = None) -> Any:
     """The call's output, by sage_aot or by the host's own attention; with `return_lse` what sage_aot.attn returns then.
+    `policy`: None means that of the process.
 
     Raises UnsupportedError where the policy says so, and what :func:`sage_aot.attn` raises.
     """
-    if reason := better_elsewhere(call):
+    policy = _policy if policy is None else policy
+    if policy.when == "faster" and (reason := better_elsewhere(call)):
         count(reason)
         return host()
     if reason := refusal(call):
         count(reason)
-        if _policy.otherwise == "raise":
+        if policy.otherwise == "raise":
             raise UnsupportedError(f"expected a call that sage_aot computes, got: {reason}; let the host compute it "
                                    f"with sage_aot.integrations.Policy(otherwise='host')")
         return host()
     count(SERVED)
-    return serve(call, return_lse)
+    return serve(call, return_lse, policy)
 
 
 def serve_with_lse(call: Call, otherwise: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,7 +165,7 @@ def serve_with_lse(call: Call, otherwise: str) -> tuple[torch.Tensor, torch.Tens
     if reason := refusal(call):
         raise UnsupportedError(f"expected a call that sage_aot computes, got: {reason}; {otherwise}")
     count(SERVED)
-    out, lse = serve(call, return_lse=True)
+    out, lse = serve(call, True, _policy)
     return out, lse
 
 
@@ -173,10 +177,9 @@ def _received(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def better_elsewhere(call: Call) -> str | None:
-    """Why the policy leaves a call to the host, whether or not sage_aot computes it; None where it does not."""
+    """Why a policy of faster calls leaves one to the host, whether or not sage_aot computes it; None where it does not.
+    """
     q, k = call.q, call.k
-    if _policy.when == "possible":
-        return None
     if not q.is_cuda:
         return "tensors on the CPU"
     if not (is_plain(q) and is_plain(k) and q.dim() == k.dim() == 4):
@@ -192,6 +195,8 @@ def better_elsewhere(call: Call) -> str | None:
 def refusal(call: Call) -> str | None:
     """Why sage_aot does not compute a call; None where it does."""
     q, k, v = call.q, call.k, call.v
+    if call.beyond is not None:
+        return call.beyond
     if not (is_plain(q) and is_plain(k) and is_plain(v)):
         return "tensors that are nested, sparse or of a subclass"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
@@ -255,8 +260,8 @@ def key_mask_of(mask: torch.Tensor, batch: int, heads: int, queries: int, keys: 
     return whole[:, 0, 0]
 
 
-def serve(call: Call, return_lse: bool) -> Any:
-    """The call by sage_aot, which :func:`refusal` has allowed."""
+def serve(call: Call, return_lse: bool, policy: Policy) -> Any:
+    """The call by sage_aot, which :func:`refusal` has allowed, with the options of the policy."""
     q, k, v = call.q, call.k, call.v
     batch, heads, _, queries, keys = call.sizes()
     is_causal = call.is_causal
@@ -269,7 +274,7 @@ def serve(call: Call, return_lse: bool) -> Any:
     if channels != q.size(3):  # zeros change neither scores nor the channels that are there
         width = max(channels, q.size(3))
         q, k, v = (F.pad(x, (0, width - x.size(3))) for x in (q, k, v))
-    options: dict[str, Any] = {**_policy.options, "return_lse": return_lse}
+    options: dict[str, Any] = {**policy.options, "return_lse": return_lse}
     is_causal = is_causal and queries > 1  # one query sees all keys; without a mask, heads share the reads of k and v
     result = attn(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale, layout=call.layout, **options)
     if channels == q.size(3):

@@ -35,6 +35,7 @@ def mask(*shape):
 NESTED = torch.nested.nested_tensor([torch.ones(2, 3, 64), torch.ones(2, 5, 64)], layout=torch.jagged)
 
 REFUSED = {
+    "an argument of the host's": call(beyond="an argument of the host's"),
     "dropout": call(dropout=0.1),
     "gradients": Call(tensors()[0].requires_grad_(), *tensors()[1:]),
     "dtype float64": call(dtype=torch.float64),
@@ -261,6 +262,17 @@ def test_keys_that_no_query_sees_do_not_count_as_work(monkeypatch):
 def test_policies_are_checked(wrong, message):
     with pytest.raises(ArgumentError, match=message):
         Policy(**wrong)
+
+
+def test_a_call_may_have_a_policy_of_its_own():
+    strict = Policy("possible", "raise", {"smooth_v": True})
+    with use(Policy(options={"qk": "int4"})):
+        out = attend(call(), lambda: pytest.fail("the host was called"), policy=strict)
+        assert torch.equal(out, sage_aot.attn(*tensors(), smooth_v=True))
+        with pytest.raises(UnsupportedError, match="got: dropout"):
+            attend(REFUSED["dropout"], lambda: pytest.fail("the host was called"), policy=strict)
+        assert attend(call(), lambda: 1) == 1
+    assert attend(call(), lambda: 2, policy=Policy()) == 2
 
 
 def test_a_policy_ends_with_its_context():
