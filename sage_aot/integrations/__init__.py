@@ -4,6 +4,7 @@
     sage_aot.integrations.transformers   attn_implementation="sage_aot"
     sage_aot.integrations.distributed    the rings of yunchang and torch
     sage_aot.integrations.diffusers      models and pipelines, the backend "sage_aot", context parallelism
+    sage_aot.integrations.comfyui        a node that serves one model
 
 One policy decides for all of them which calls sage_aot serves; :func:`report` says what it decided and why, and
 :func:`audit` how far the served calls' outputs are from the hosts'.

@@ -152,6 +152,8 @@ class Call(NamedTuple):
     layout: str = "HND"  # of q, k, v and the output, as sage_aot.attn has it
     grouped: bool = False  # whether k and v may have fewer heads than q
     bottom_right: bool = False  # where the causal mask is aligned; else top-left
+    beyond: str | None = None
+    """What else the host asks for, and sage_aot does not compute."""
 
     def sizes(self) -> tuple[int, int, int, int, int]:
         """Batch, q heads, kv heads, queries, keys."""
@@ -169,22 +171,24 @@ def is_small(q: torch.Tensor, k: torch.Tensor, rows: int = -2) -> bool:
     return True
 
 
-def attend(call: Call, host: Callable[[], Any], return_lse: bool = False) -> Any:
+def attend(call: Call, host: Callable[[], Any], return_lse: bool = False, policy: Policy | None = None) -> Any:
     """The call's output, by sage_aot or by the host's own attention; with `return_lse` what sage_aot.attn returns then.
+    `policy`: None means that of the process.
 
     Raises UnsupportedError where the policy says so, and what :func:`sage_aot.attn` raises.
     """
-    if reason := better_elsewhere(call):
+    policy = _policy if policy is None else policy
+    if policy.when == "faster" and (reason := better_elsewhere(call)):
         count(reason)
         return host()
     if reason := refusal(call):
         count(reason)
-        if _policy.otherwise == "raise":
+        if policy.otherwise == "raise":
             raise UnsupportedError(f"expected a call that sage_aot computes, got: {reason}; let the host compute it "
                                    f"with sage_aot.integrations.Policy(otherwise='host')")
         return host()
     count(SERVED)
-    result = serve(call, return_lse)
+    result = serve(call, return_lse, policy)
     if observer is not None:
         observer(call, result, host)
     return result
@@ -201,7 +205,7 @@ def serve_with_lse(call: Call, otherwise: str) -> tuple[torch.Tensor, torch.Tens
     if reason := refusal(call):
         raise UnsupportedError(f"expected a call that sage_aot computes, got: {reason}; {otherwise}")
     count(SERVED)
-    out, lse = serve(call, return_lse=True)
+    out, lse = serve(call, True, _policy)
     return out, lse
 
 
@@ -213,10 +217,9 @@ def _received(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def better_elsewhere(call: Call) -> str | None:
-    """Why the policy leaves a call to the host, whether or not sage_aot computes it; None where it does not."""
+    """Why a policy of faster calls leaves one to the host, whether or not sage_aot computes it; None where it does not.
+    """
     q, k = call.q, call.k
-    if _policy.when == "possible":
-        return None
     if not q.is_cuda:
         return "tensors on the CPU"
     if not (is_plain(q) and is_plain(k) and q.dim() == k.dim() == 4):
@@ -232,6 +235,8 @@ def better_elsewhere(call: Call) -> str | None:
 def refusal(call: Call) -> str | None:
     """Why sage_aot does not compute a call; None where it does."""
     q, k, v = call.q, call.k, call.v
+    if call.beyond is not None:
+        return call.beyond
     if not (is_plain(q) and is_plain(k) and is_plain(v)):
         return "tensors that are nested, sparse or of a subclass"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
@@ -295,8 +300,9 @@ def key_mask_of(mask: torch.Tensor, batch: int, heads: int, queries: int, keys: 
     return whole[:, 0, 0]
 
 
-def serve(call: Call, return_lse: bool) -> Any:
-    """The call by sage_aot, which :func:`refusal` has allowed. The output lies in memory as q does."""
+def serve(call: Call, return_lse: bool, policy: Policy) -> Any:
+    """The call by sage_aot, which :func:`refusal` has allowed, with the options of the policy. The output lies in
+    memory as q does."""
     turned = call.layout == "HND" and call.q.stride(1) < call.q.stride(2)  # rows of all heads, as a projection makes q
     if turned:
         call = call._replace(q=call.q.transpose(1, 2), k=call.k.transpose(1, 2), v=call.v.transpose(1, 2), layout="NHD")
@@ -312,7 +318,7 @@ def serve(call: Call, return_lse: bool) -> Any:
     if channels != q.size(3):  # zeros change neither scores nor the channels that are there
         width = max(channels, q.size(3))
         q, k, v = (F.pad(x, (0, width - x.size(3))) for x in (q, k, v))
-    options: dict[str, Any] = {**_policy.options, "return_lse": return_lse}
+    options: dict[str, Any] = {**policy.options, "return_lse": return_lse}
     is_causal = is_causal and queries > 1  # one query sees all keys; without a mask, heads share the reads of k and v
     result = attn(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale, layout=call.layout, **options)
     out, lse = result if return_lse else (result, None)

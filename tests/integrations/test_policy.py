@@ -36,6 +36,7 @@ def mask(*shape):
 NESTED = torch.nested.nested_tensor([torch.ones(2, 3, 64), torch.ones(2, 5, 64)], layout=torch.jagged)
 
 REFUSED = {
+    "an argument of the host's": call(beyond="an argument of the host's"),
     "dropout": call(dropout=0.1),
     "gradients": Call(tensors()[0].requires_grad_(), *tensors()[1:]),
     "dtype float64": call(dtype=torch.float64),
@@ -180,6 +181,19 @@ def test_masks_of_keys_are_known_by_shape(shape, found):
         assert result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize("v_headdim", [64, 32])
+def test_the_output_lies_in_memory_as_q_does(v_headdim):
+    q, k, v = tensors(v_headdim=v_headdim)
+    expected, expected_lse = attend(Call(q, k, v), lambda: None, return_lse=True)
+    rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    out, lse = attend(Call(*rows), lambda: None, return_lse=True)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    if v_headdim == 64:
+        assert expected.is_contiguous() and out.transpose(1, 2).is_contiguous()
+    causal = attend(Call(*rows, is_causal=True), lambda: None)
+    assert torch.equal(causal, attend(Call(q, k, v, is_causal=True), lambda: None)), "rows are cut, not heads"
+
+
 # --- where it is faster -----------------------------------------------------------------------------------------------
 
 
@@ -297,6 +311,17 @@ def test_keys_that_no_query_sees_do_not_count_as_work(monkeypatch):
 def test_policies_are_checked(wrong, message):
     with pytest.raises(ArgumentError, match=message):
         Policy(**wrong)
+
+
+def test_a_call_may_have_a_policy_of_its_own():
+    strict = Policy("possible", "raise", {"smooth_v": True})
+    with use(Policy(options={"qk": "int4"})):
+        out = attend(call(), lambda: pytest.fail("the host was called"), policy=strict)
+        assert torch.equal(out, sage_aot.attn(*tensors(), smooth_v=True))
+        with pytest.raises(UnsupportedError, match="got: dropout"):
+            attend(REFUSED["dropout"], lambda: pytest.fail("the host was called"), policy=strict)
+        assert attend(call(), lambda: 1) == 1
+    assert attend(call(), lambda: 2, policy=Policy()) == 2
 
 
 def test_a_policy_ends_with_its_context():
