@@ -51,29 +51,29 @@ def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask:
     >>> sdpa(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 100, 64])
     """
-    if is_small(query, key):
-        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    small = is_small(query, key)
+    if small and (key.size(-2) < LEAST_KEYS_OF_FLASH or query.size(-2) == 1):  # the host's time counts
+        return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     call = Call(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=enable_gqa)
-    out: torch.Tensor = attend(call, lambda: _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale,
-                                                     enable_gqa))
+    out: torch.Tensor = _torchs(call) if small else attend(call, lambda: _torchs(call))
     return out
 
 
-def _torchs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None,
-            dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool) -> torch.Tensor:
+def _torchs(call: Call) -> torch.Tensor:
     """torch's attention: by its FlashAttention where that is faster than the backend that torch chooses."""
-    if not key.is_nested and key.size(-2) >= LEAST_KEYS_OF_FLASH and attn_mask is None and not is_causal:
-        call = Call(query, key, value, None, False, scale, dropout_p, grouped=enable_gqa)
-        if _runs_faster_by_flash(call):
-            out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention.default(
-                query, key, value, scale=scale)[0]
-            return out
-    return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    out: torch.Tensor
+    q, k, v, mask, is_causal, scale, dropout = call[:7]
+    if _runs_faster_by_flash(call):
+        out = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, scale=scale)[0]
+    else:
+        out = _TORCHS(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=call.grouped)
+    return out
 
 
 def _runs_faster_by_flash(call: Call) -> bool:
-    """Whether torch's flash backend takes a call without a mask, and is expected to be faster than torch's choice."""
-    if torch.compiler.is_compiling() or not call.q.is_cuda or refusal(call) is not None:
+    """Whether torch's flash backend takes a call, and is expected to be faster than the one that torch chooses."""
+    if (call.mask is not None or call.is_causal or torch.compiler.is_compiling() or not call.q.is_cuda
+            or refusal(call) is not None):
         return False
     batch, heads, _, queries, keys = call.sizes()
     headdim = call.q.size(3)
