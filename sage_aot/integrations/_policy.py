@@ -83,6 +83,11 @@ def use(policy: Policy) -> Iterator[Policy]:
         _policy = before
 
 
+def current() -> Policy:
+    """The policy of this process."""
+    return _policy
+
+
 # --- the report -------------------------------------------------------------------------------------------------------
 
 _counts: Counter[str] = Counter()
@@ -136,32 +141,41 @@ class Call(NamedTuple):
         return self.q.size(0), self.q.size(heads), self.k.size(heads), self.q.size(rows), self.k.size(rows)
 
 
-def attend(call: Call, host: Callable[[], Any], return_lse: bool = False) -> Any:
+def attend(call: Call, host: Callable[[], Any], return_lse: bool = False, policy: Policy | None = None) -> Any:
     """The call's output, by sage_aot or by the host's own attention; with `return_lse` what sage_aot.attn returns then.
+    `policy`: None means that of the process.
 
     Raises UnsupportedError where the policy says so, and what :func:`sage_aot.attn` raises.
     """
-    if reason := better_elsewhere(call):
+    policy = _policy if policy is None else policy
+    if policy.when == "faster" and (reason := better_elsewhere(call)):
         count(reason)
         return host()
     if reason := refusal(call):
         count(reason)
-        if _policy.otherwise == "raise":
+        if policy.otherwise == "raise":
             raise UnsupportedError(f"expected a call that sage_aot computes, got: {reason}; let the host compute it "
                                    f"with sage_aot.integrations.Policy(otherwise='host')")
         return host()
     count(SERVED)
-    return serve(call, return_lse)
+    return serve(call, return_lse, policy)
+
+
+def serve_anyway(call: Call, otherwise: str, return_lse: bool = False, policy: Policy | None = None) -> Any:
+    """The call's output by sage_aot, whatever is faster; with `return_lse` what sage_aot.attn returns then. `policy`:
+    whose options hold; None means that of the process. UnsupportedError where sage_aot does not compute the call;
+    `otherwise`: what to do then."""
+    call = call._replace(q=_received(call.q), k=_received(call.k), v=_received(call.v))
+    if reason := refusal(call):
+        count(reason)  # hosts such as ComfyUI catch the error, and compute the call themselves
+        raise UnsupportedError(f"expected a call that sage_aot computes, got: {reason}; {otherwise}")
+    count(SERVED)
+    return serve(call, return_lse, _policy if policy is None else policy)
 
 
 def serve_with_lse(call: Call, otherwise: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The call's output and log-sum-exp by sage_aot, whatever is faster, for hosts whose own attention returns none.
-    UnsupportedError where sage_aot does not compute it; `otherwise`: what to do then."""
-    call = call._replace(q=_received(call.q), k=_received(call.k), v=_received(call.v))
-    if reason := refusal(call):
-        raise UnsupportedError(f"expected a call that sage_aot computes, got: {reason}; {otherwise}")
-    count(SERVED)
-    out, lse = serve(call, return_lse=True)
+    """:func:`serve_anyway` with the log-sum-exp, for hosts whose own attention returns none."""
+    out, lse = serve_anyway(call, otherwise, return_lse=True)
     return out, lse
 
 
@@ -173,10 +187,9 @@ def _received(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def better_elsewhere(call: Call) -> str | None:
-    """Why the policy leaves a call to the host, whether or not sage_aot computes it; None where it does not."""
+    """Why a policy of faster calls leaves one to the host, whether or not sage_aot computes it; None where it does not.
+    """
     q, k = call.q, call.k
-    if _policy.when == "possible":
-        return None
     if not q.is_cuda:
         return "tensors on the CPU"
     if not (is_plain(q) and is_plain(k) and q.dim() == k.dim() == 4):
@@ -255,8 +268,8 @@ def key_mask_of(mask: torch.Tensor, batch: int, heads: int, queries: int, keys: 
     return whole[:, 0, 0]
 
 
-def serve(call: Call, return_lse: bool) -> Any:
-    """The call by sage_aot, which :func:`refusal` has allowed."""
+def serve(call: Call, return_lse: bool, policy: Policy) -> Any:
+    """The call by sage_aot, which :func:`refusal` has allowed, with the options of a policy."""
     q, k, v = call.q, call.k, call.v
     batch, heads, _, queries, keys = call.sizes()
     is_causal = call.is_causal
@@ -269,7 +282,7 @@ def serve(call: Call, return_lse: bool) -> Any:
     if channels != q.size(3):  # zeros change neither scores nor the channels that are there
         width = max(channels, q.size(3))
         q, k, v = (F.pad(x, (0, width - x.size(3))) for x in (q, k, v))
-    options: dict[str, Any] = {**_policy.options, "return_lse": return_lse}
+    options: dict[str, Any] = {**policy.options, "return_lse": return_lse}
     is_causal = is_causal and queries > 1  # one query sees all keys; without a mask, heads share the reads of k and v
     result = attn(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale, layout=call.layout, **options)
     if channels == q.size(3):
@@ -277,6 +290,18 @@ def serve(call: Call, return_lse: bool) -> Any:
     out, lse = result if return_lse else (result, None)
     out = out[..., :channels]
     return (out, lse) if return_lse else out
+
+
+NEUTRAL: Mapping[str, Any] = {"window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None, "return_softmax": False}
+"""Arguments of FlashAttention that sage_aot does not have, each with the value that changes nothing."""
+
+
+def check_neutral(given: Mapping[str, Any], otherwise: str) -> None:
+    """UnsupportedError where an argument of NEUTRAL has another value; `otherwise`: what to do then."""
+    for name, neutral in NEUTRAL.items():
+        value = given[name]
+        if isinstance(value, torch.Tensor) or (tuple(value) if isinstance(value, list) else value) != neutral:
+            raise UnsupportedError(f"{name}: expected {neutral}, got {value!r}; {otherwise}")
 
 
 def check_gpu() -> None:
