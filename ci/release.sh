@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Checks what is to be uploaded. The tag must name this commit and its version. dist/ must hold the sdist and every
-# platform's wheel; each wheel must be complete and right in every file, and all wheels must hold the same payload.
+# Checks what is to be uploaded. The tag must name this commit and its version. dist/ must hold the sdist, every
+# platform's wheel and that of sage-aot-sageattention; each wheel must be complete and right in every file, and the wheels
+# of platforms must hold the same payload.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tag=$1

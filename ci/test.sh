@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the README's test command in a fresh environment. Between the install and the tests of that command, this script
-# lints, and builds and checks every kernel. Beside the tests it checks that the wheel equals the sdist's wheel from
-# another folder, is right in every file, and works without the source tree.
+# lints, and builds and checks every kernel. Beside the tests it checks that both wheels equal the sdist's wheels from
+# another folder, are right in every file, and work without the source tree.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf .venv-test dist
@@ -19,7 +19,7 @@ check_wheel() {
   .venv-test/bin/python ci/reproduce.py dist --only 'sage_attn_sm90_d64_*_causal_vsmooth_qsmooth' \
     --only 'sage_attn_sm100_d64_*_causal_vsmooth_qsmooth' --only 'sage_attn_ptx80_d64_*_causal_vsmooth_qsmooth'
   .venv-test/bin/python ci/wheels.py check dist/*.whl
-  .venv-test/bin/python ci/test_wheel.py dist/*.whl --borrow \
+  .venv-test/bin/python ci/test_wheel.py dist/sage_aot-*.whl --second dist/sage_aot_sageattention-*.whl --borrow \
     --tests tests/unit/test_loader.py tests/unit/test_manifest.py tests/unit/test_select.py
 }
 log=$(mktemp)

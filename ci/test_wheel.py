@@ -4,6 +4,7 @@
     python ci/test_wheel.py dist/X.whl torch==2.4.1         another torch
     python ci/test_wheel.py dist/X.whl --borrow             this Python's torch and pytest: seconds, and no network
     python ci/test_wheel.py dist/X.whl --borrow --gpu       on a machine with a GPU, its tests too
+    python ci/test_wheel.py dist/X.whl --second dist/Y.whl  with the wheel of sage-aot-sageattention, and tests of it
 
 The PATH holds the new environment's Python and no compiler, so tests of torch's inductor, which needs one, are left
 out. GPU tests of kernels that only a source tree could build for this GPU are skipped. `--tests` names the test files
@@ -21,25 +22,29 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+OF_THE_SECOND = [f"tests/integrations/test_sageattention.py::test_{name}" for name in (
+    "signatures_are_those_of_sageattention", "the_kernels_arithmetic_is_that_of_attn",
+    "packed_sequences_by_the_kernels", "names_that_hosts_look_for")]
+"""Calls of each function as installed, for seconds are dear; the whole file runs on the source tree."""
 
 
 def python_of(folder: Path) -> Path:
     return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
-def environment(wheel: Path, requirements: list[str], borrow: bool, folder: Path) -> Path:
-    """Make a virtual environment with the wheel and what its tests need; return the path of its Python."""
+def environment(wheels: list[Path], requirements: list[str], borrow: bool, folder: Path) -> Path:
+    """Make a virtual environment with the wheels and what their tests need; return the path of its Python."""
     venv.create(folder, symlinks=os.name != "nt")
     python = python_of(folder)
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]  # the new one has no pip
     if borrow:  # by a .pth file: its folders come after the environment's own packages, so the wheel is found first
-        subprocess.run([*pip, "--no-index", "--no-deps", str(wheel)], check=True)
+        subprocess.run([*pip, "--no-index", "--no-deps", *map(str, wheels)], check=True)
         site = subprocess.run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True,
                               capture_output=True, text=True).stdout.strip()
         Path(site, "borrowed.pth").write_text("".join(f"{path}\n" for path in package_folders()))
     else:
         limits = [] if requirements else ["-c", str(ROOT / "ci" / "constraints.txt")]
-        subprocess.run([*pip, *limits, str(wheel), "pytest>=8", *requirements], check=True)
+        subprocess.run([*pip, *limits, *map(str, wheels), "pytest>=8", *requirements], check=True)
     return python
 
 
@@ -51,14 +56,17 @@ def package_folders() -> list[Path]:
     return [folder for folder in folders if folder not in (ROOT, ROOT / "ci")]
 
 
-def run(python: Path, folder: Path, gpu: bool, tests: list[str]) -> None:
-    """Run the package's own check, and its tests, from a folder that holds only the tests and what they need."""
-    for name in ("tests", "ci"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+def run(python: Path, folder: Path, gpu: bool, tests: list[str], packages: list[str]) -> None:
+    """Run the package's own check, and its tests, from a folder that holds only the tests and what they need.
+    `packages`: those that must be the environment's."""
+    for name in ("tests", "ci"):  # without the source of the second wheel
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "sageattention"))
     shutil.copy(ROOT / "pyproject.toml", folder)  # pytest's settings
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("SAGE_AOT", "PYTHONPATH"))}
     variables["PATH"] = str(python.parent)
-    where = "import sage_aot, sys; sys.exit(0 if sage_aot.__file__.startswith(sys.prefix) else sage_aot.__file__)"
+    where = (f"import {', '.join(packages)}, sys\n"
+             f"for package in ({', '.join(packages)},):\n"
+             f"    package.__file__.startswith(sys.prefix) or sys.exit(package.__file__)")
     call = ("import sage_aot, torch; q = torch.randn(1, 2, 100, 64).half(); "
             "print(sage_aot.attn(q, q, q, is_causal=True).shape)")
     for command in (["-c", where], ["-c", call], ["-m", "sage_aot", "info"],
@@ -71,15 +79,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Test a wheel in a fresh environment, without the source tree.")
     parser.add_argument("wheel", type=Path)
     parser.add_argument("requirements", nargs="*", metavar="torch==2.4.1")
+    parser.add_argument("--second", type=Path, metavar="WHEEL", help="the wheel of sage-aot-sageattention")
     parser.add_argument("--borrow", action="store_true", help="use the packages of this Python")
     parser.add_argument("--tests", nargs="+", default=["tests/unit"], metavar="FILE")
     parser.add_argument("--gpu", action="store_true", help="run the tests that need a GPU too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            python = environment(args.wheel.resolve(), args.requirements, args.borrow, Path(folder, "env"))
+            wheels, tests, packages = [args.wheel.resolve()], args.tests, ["sage_aot"]
+            if args.second:
+                wheels.append(args.second.resolve())
+                tests = [*tests, *OF_THE_SECOND]
+                packages.append("sageattention")
+            python = environment(wheels, args.requirements, args.borrow, Path(folder, "env"))
             Path(folder, "away").mkdir()
-            run(python, Path(folder, "away"), args.gpu, args.tests)
+            run(python, Path(folder, "away"), args.gpu, tests, packages)
         except subprocess.CalledProcessError as error:
             print(f"{args.wheel}: {' '.join(map(str, error.cmd))} exited with {error.returncode}", file=sys.stderr)
             return 1

@@ -2,7 +2,8 @@
 
     python ci/wheels.py check dist/*.whl [--narrowed]      every file, the manifest, the size; equal payloads
     python ci/wheels.py retag dist/X.whl PLATFORM FOLDER   the same wheel for another platform
-    python ci/wheels.py release dist v0.1.0                a folder for upload: a wheel per platform and the sdist
+    python ci/wheels.py release dist v0.1.0                a folder for upload: a wheel per platform, the wheel that
+                                                           owns the package sageattention, and the sdist
 
 This script imports the standard library alone: the code that checks a wheel is independent of the code that made it.
 """
@@ -23,7 +24,6 @@ MOST_BYTES = 20_000_000  # of a wheel
 PLATFORMS = ("manylinux_2_17_x86_64", "manylinux_2_17_aarch64", "win_amd64")
 """Where torch has CUDA. A wheel for any of them holds the same files."""
 
-_NAME = re.compile(r"(sage_aot-[0-9][\w.]*)-py3-none-(\w+)\.whl")
 _KERNELS = "sage_aot/kernels/"
 
 
@@ -31,13 +31,16 @@ class WheelError(Exception):
     """What is wrong with a wheel, a sentence a line."""
 
 
-class Wheel:
-    """One wheel, read whole."""
+class AnyWheel:
+    """One wheel of either distribution, read whole."""
+
+    distribution = ""
+    """As it stands in the file's name."""
 
     def __init__(self, path: Path) -> None:
-        match = _NAME.fullmatch(path.name)
+        match = re.fullmatch(rf"({self.distribution}-[0-9][\w.]*)-py3-none-(\w+)\.whl", path.name)
         if match is None:
-            raise WheelError(f"{path}: expected a wheel sage_aot-VERSION-py3-none-PLATFORM.whl")
+            raise WheelError(f"{path}: expected a wheel {self.distribution}-VERSION-py3-none-PLATFORM.whl")
         self.path, self.project, self.platform = path, match[1], match[2]
         with zipfile.ZipFile(path) as archive:
             self.entries = archive.infolist()
@@ -48,6 +51,10 @@ class Wheel:
         """The folder of the metadata."""
         return f"{self.project}.dist-info/"
 
+    @property
+    def version(self) -> str:
+        return self.project.partition("-")[2]
+
     def payload(self) -> dict[str, str]:
         """The sha256 of every file by its name, without the files that name the platform."""
         return {name: hashlib.sha256(data).hexdigest() for name, data in sorted(self.files.items())
@@ -56,6 +63,40 @@ class Wheel:
     def digest(self) -> str:
         """The sha256 of the payload."""
         return hashlib.sha256(json.dumps(self.payload()).encode()).hexdigest()
+
+    def summary(self) -> str:
+        return f"{self.path.name}: {self.path.stat().st_size} bytes, {self._content()}; payload sha256 {self.digest()}"
+
+    def problems(self, narrowed: bool) -> list[str]:
+        """Everything that is wrong with the wheel, as sentences; `narrowed`: the wheel may lack kernels."""
+        return [f"{self.path.name}: {problem}" for problem in (
+            *self._metadata_problems(), *self._record_problems(), *self._content_problems(narrowed))]
+
+    def _content(self) -> str:
+        raise NotImplementedError
+
+    def _metadata_problems(self) -> list[str]:
+        raise NotImplementedError
+
+    def _content_problems(self, narrowed: bool) -> list[str]:
+        raise NotImplementedError
+
+    def _record_problems(self) -> list[str]:
+        """Files that RECORD does not name as they are: every file with its hash, RECORD itself without one."""
+        expected, found = _record(self.files, self.info), self.files[f"{self.info}RECORD"].decode()
+        return [f"expected RECORD to name {name!r} as it is" for name in sorted(
+            set(expected.splitlines()) ^ set(found.splitlines()))]
+
+    def _lacking(self, file: str, *lines: str) -> list[str]:
+        """The lines that a file of the metadata lacks."""
+        found = self.files[f"{self.info}{file}"].decode().splitlines()
+        return [f"expected {line!r} in {file}, got {found}" for line in lines if line not in found]
+
+
+class Wheel(AnyWheel):
+    """A wheel of sage-aot."""
+
+    distribution = "sage_aot"
 
     def kernels(self) -> dict[str, bytes]:
         """The bytes of the cubins and PTX by file name."""
@@ -66,28 +107,17 @@ class Wheel:
         values: dict[str, Any] = json.loads(self.files[f"{_KERNELS}manifest.json"])
         return values
 
-    def problems(self, narrowed: bool) -> list[str]:
-        """Everything that is wrong with the wheel, as sentences; `narrowed`: the wheel may lack kernels."""
-        return [f"{self.path.name}: {problem}" for problem in (
-            *self._metadata_problems(), *self._record_problems(), *self._kernel_problems(narrowed))]
+    def _content(self) -> str:
+        return f"{len(self.manifest()['kernels'])} kernels for {', '.join(self.manifest()['archs'])}"
 
     def _metadata_problems(self) -> list[str]:
-        size, lines = self.path.stat().st_size, self.files[f"{self.info}WHEEL"].decode().splitlines()
+        size = self.path.stat().st_size
         problems = [] if size < MOST_BYTES else [f"expected less than {MOST_BYTES} bytes, got {size}"]
         if self.platform not in PLATFORMS:
             problems.append(f"expected a platform of {', '.join(PLATFORMS)}, got {self.platform}")
-        for line in ("Root-Is-Purelib: false", f"Tag: py3-none-{self.platform}"):
-            if line not in lines:
-                problems.append(f"expected {line!r} in WHEEL, got {lines}")
-        return problems
+        return problems + self._lacking("WHEEL", "Root-Is-Purelib: false", f"Tag: py3-none-{self.platform}")
 
-    def _record_problems(self) -> list[str]:
-        """Files that RECORD does not name as they are: every file with its hash, RECORD itself without one."""
-        expected, found = _record(self.files, self.info), self.files[f"{self.info}RECORD"].decode()
-        return [f"expected RECORD to name {name!r} as it is" for name in sorted(
-            set(expected.splitlines()) ^ set(found.splitlines()))]
-
-    def _kernel_problems(self, narrowed: bool) -> list[str]:
+    def _content_problems(self, narrowed: bool) -> list[str]:
         manifest = self.manifest()
         hashes = {record["file"]: record["sha256"] for record in manifest["kernels"]}
         found = {name: hashlib.sha256(data).hexdigest() for name, data in self.kernels().items()}
@@ -102,12 +132,39 @@ class Wheel:
         return problems
 
 
+class SageattentionWheel(AnyWheel):
+    """The wheel of ci/sageattention, which owns the package sageattention: pure Python, for every platform."""
+
+    distribution = "sage_aot_sageattention"
+
+    def _content(self) -> str:
+        return f"the package sageattention over sage-aot {self.version}"
+
+    def _metadata_problems(self) -> list[str]:
+        return [*self._lacking("WHEEL", "Root-Is-Purelib: true", "Tag: py3-none-any"),
+                *self._lacking("METADATA", "Name: sage-aot-sageattention", f"Version: {self.version}",
+                               f"Requires-Dist: sage-aot=={self.version}")]
+
+    def _content_problems(self, narrowed: bool) -> list[str]:
+        expected = {f"sageattention/{name}.py" for name in ("__init__", "core", "sm90_compile")}
+        expected |= {f"{self.info}{name}" for name in ("METADATA", "RECORD", "WHEEL", "extra_metadata/LICENSE")}
+        return [f"expected the files {', '.join(sorted(expected))}, got {', '.join(sorted(self.files))}"
+                ] if expected != self.files.keys() else []
+
+
+def opened(path: Path) -> AnyWheel:
+    return (SageattentionWheel if path.name.startswith(f"{SageattentionWheel.distribution}-") else Wheel)(path)
+
+
 def check(paths: list[Path], narrowed: bool = False) -> None:
-    """WheelError unless every wheel is right and all hold the same files."""
-    wheels = [Wheel(path) for path in paths]
+    """WheelError unless every wheel is right, all are of one version, and those of sage-aot hold the same files."""
+    wheels = [opened(path) for path in paths]
     problems = [problem for wheel in wheels for problem in wheel.problems(narrowed)]
-    first, *others = wheels
-    for other in others:
+    if len({wheel.version for wheel in wheels}) > 1:
+        problems.append(f"expected wheels of one version, got {', '.join(wheel.path.name for wheel in wheels)}")
+    of_platforms = [wheel for wheel in wheels if isinstance(wheel, Wheel)]
+    for other in of_platforms[1:]:
+        first = of_platforms[0]
         differing = sorted(name for name, _ in first.payload().items() ^ other.payload().items())
         problems += [f"{name}: expected the same in {first.path.name} and {other.path.name}"
                      for name in dict.fromkeys(differing)]
@@ -117,8 +174,9 @@ def check(paths: list[Path], narrowed: bool = False) -> None:
 
 def release(folder: Path, tag: str) -> None:
     """WheelError unless a folder holds exactly the sdist and the wheels of a tag, and the wheels are right."""
-    project = f"sage_aot-{tag.removeprefix('v')}"
-    expected = {f"{project}.tar.gz", *(f"{project}-py3-none-{platform}.whl" for platform in PLATFORMS)}
+    version = tag.removeprefix("v")
+    expected = {f"sage_aot-{version}.tar.gz", f"sage_aot_sageattention-{version}-py3-none-any.whl",
+                *(f"sage_aot-{version}-py3-none-{platform}.whl" for platform in PLATFORMS)}
     found = {path.name for path in folder.iterdir()}
     if found != expected or not tag.startswith("v"):
         raise WheelError(f"expected {', '.join(sorted(expected))} in {folder} for the tag {tag}, got "
@@ -172,9 +230,8 @@ def main() -> int:
     try:
         if args.command == "check":
             check(args.wheels, args.narrowed)
-            for wheel in map(Wheel, args.wheels):
-                print(f"{wheel.path.name}: {wheel.path.stat().st_size} bytes, {len(wheel.manifest()['kernels'])} "
-                      f"kernels for {', '.join(wheel.manifest()['archs'])}; payload sha256 {wheel.digest()}")
+            for wheel in map(opened, args.wheels):
+                print(wheel.summary())
         elif args.command == "release":
             release(args.folder, args.tag)
             print(f"{args.folder}: ready for {args.tag}")

@@ -86,6 +86,11 @@ def use(policy: Policy) -> Iterator[Policy]:
         _policy = before
 
 
+def current() -> Policy:
+    """The policy of this process."""
+    return _policy
+
+
 # --- the report -------------------------------------------------------------------------------------------------------
 
 class _Tally:
@@ -161,6 +166,10 @@ class Call(NamedTuple):
         return self.q.size(0), self.q.size(heads), self.k.size(heads), self.q.size(rows), self.k.size(rows)
 
 
+observer: Callable[[Call, Any, Callable[[], Any]], None] | None = None
+"""What is told of every call that :func:`attend` served: the call, its result, and the host's own attention."""
+
+
 def is_small(q: torch.Tensor, k: torch.Tensor, rows: int = -2) -> bool:
     """Whether the policy leaves a call to the host for its size, whatever else it asks for; counts it if so. Adapters
     ask before they make a :class:`Call`, which takes longer than SDPA's launch allows. `rows`: k's dimension of keys.
@@ -194,18 +203,21 @@ def attend(call: Call, host: Callable[[], Any], return_lse: bool = False, policy
     return result
 
 
-observer: Callable[[Call, Any, Callable[[], Any]], None] | None = None
-"""What is told of every call that :func:`attend` served: the call, its result, and the host's own attention."""
+def serve_anyway(call: Call, otherwise: str, return_lse: bool = False, policy: Policy | None = None) -> Any:
+    """The call's output by sage_aot, whatever is faster; with `return_lse` what sage_aot.attn returns then. `policy`:
+    whose options hold; None means that of the process. UnsupportedError where sage_aot does not compute the call;
+    `otherwise`: what to do then."""
+    call = call._replace(q=_received(call.q), k=_received(call.k), v=_received(call.v))
+    if reason := refusal(call):
+        count(reason)  # hosts such as ComfyUI catch the error, and compute the call themselves
+        raise UnsupportedError(f"expected a call that sage_aot computes, got: {reason}; {otherwise}")
+    count(SERVED)
+    return serve(call, return_lse, _policy if policy is None else policy)
 
 
 def serve_with_lse(call: Call, otherwise: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The call's output and log-sum-exp by sage_aot, whatever is faster, for hosts whose own attention returns none.
-    UnsupportedError where sage_aot does not compute it; `otherwise`: what to do then."""
-    call = call._replace(q=_received(call.q), k=_received(call.k), v=_received(call.v))
-    if reason := refusal(call):
-        raise UnsupportedError(f"expected a call that sage_aot computes, got: {reason}; {otherwise}")
-    count(SERVED)
-    out, lse = serve(call, True, _policy)
+    """:func:`serve_anyway` with the log-sum-exp, for hosts whose own attention returns none."""
+    out, lse = serve_anyway(call, otherwise, return_lse=True)
     return out, lse
 
 
@@ -327,6 +339,18 @@ def serve(call: Call, return_lse: bool, policy: Policy) -> Any:
     if turned:
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
+
+
+NEUTRAL: Mapping[str, Any] = {"window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None, "return_softmax": False}
+"""Arguments of FlashAttention that sage_aot does not have, each with the value that changes nothing."""
+
+
+def check_neutral(given: Mapping[str, Any], otherwise: str) -> None:
+    """UnsupportedError where an argument of NEUTRAL has another value; `otherwise`: what to do then."""
+    for name, neutral in NEUTRAL.items():
+        value = given[name]
+        if isinstance(value, torch.Tensor) or (tuple(value) if isinstance(value, list) else value) != neutral:
+            raise UnsupportedError(f"{name}: expected {neutral}, got {value!r}; {otherwise}")
 
 
 def check_gpu() -> None:

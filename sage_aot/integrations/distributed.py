@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from sage_aot.errors import UnsupportedError
-from sage_aot.integrations._policy import Call, serve_with_lse
+from sage_aot.integrations._policy import Call, check_neutral, serve_with_lse
 
 _OTHERWISE = "choose the library's own attention for the ring"
 
@@ -37,10 +36,8 @@ def ring_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: f
         UnsupportedError: another value of an argument that has to be its default, or tensors that sage_aot does not
             take.
     """
-    for name, given, default in (("window_size", tuple(window_size), (-1, -1)), ("softcap", softcap, 0.0),
-                                 ("alibi_slopes", alibi_slopes, None), ("return_softmax", return_softmax, False)):
-        if isinstance(given, torch.Tensor) or given != default:
-            raise UnsupportedError(f"{name}: expected {default}, got {given!r}; {_OTHERWISE}")
+    check_neutral({"window_size": window_size, "softcap": softcap, "alibi_slopes": alibi_slopes,
+                   "return_softmax": return_softmax}, _OTHERWISE)
     return serve_with_lse(Call(q, k, v, None, causal, softmax_scale, dropout_p, "NHD", grouped=True, bottom_right=True),
                           _OTHERWISE)
 

@@ -9,6 +9,7 @@ for models how far the kernels' arithmetic is from it, and the report.
 from __future__ import annotations
 
 import json
+from functools import partial
 from unittest import mock
 
 import torch
@@ -18,6 +19,7 @@ from diffusers import ContextParallelConfig
 from exact import attention
 from test_diffusers import draw, wan
 from torch.distributed.tensor.experimental import _attention
+from yunchang.kernels import AttnType
 from yunchang.ring.ring_flash_attn import ring_flash_attn_forward
 
 from sage_aot.integrations import Policy, _policy, report, reset_report, use
@@ -65,7 +67,8 @@ def rings() -> None:
     for is_causal in (False, True):
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=0.2)
         own = [x.chunk(2, dim=2)[rank] for x in (q, k, v)]
-        for name, ring in (("torch", torchs_ring), ("yunchang", yunchangs_ring)):
+        for name, ring in (("torch", torchs_ring), ("yunchang", yunchangs_ring),
+                           ("yunchang by sageattention", partial(yunchangs_ring, attn_type=AttnType.SAGE_AUTO))):
             with mock.patch.object(_policy, "attn", attention):
                 reset_report()
                 out = ring(*own, is_causal)
@@ -83,10 +86,12 @@ def torchs_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bo
     return out
 
 
-def yunchangs_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
+def yunchangs_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool,
+                   attn_type: AttnType | None = None) -> torch.Tensor:
+    """With `attn_type` by the package that yunchang imports for it."""
     out, _ = ring_flash_attn_forward(dist.group.WORLD, *(x.transpose(1, 2).contiguous() for x in (q, k, v)),
-                                     softmax_scale=0.2, causal=is_causal, attn_type=None,
-                                     attn_processor=ring_forward)
+                                     softmax_scale=0.2, causal=is_causal, attn_type=attn_type,
+                                     attn_processor=ring_forward if attn_type is None else None)
     made: torch.Tensor = out.transpose(1, 2)
     return made
 

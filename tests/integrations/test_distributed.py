@@ -9,7 +9,7 @@ import torch
 from exact import served_calls
 
 from sage_aot.errors import UnsupportedError
-from sage_aot.integrations import Policy, use
+from sage_aot.integrations import Policy, report, use
 from sage_aot.integrations.distributed import ring_forward, ring_op
 
 
@@ -65,5 +65,6 @@ def test_what_sage_aot_does_not_compute_is_an_error():
     for step in (ring_forward, ring_op):
         with pytest.raises(UnsupportedError, match="got: dropout; choose the library's own attention for the ring"):
             step(q, q, q, dropout_p=0.1)
+    assert report() == {"dropout": 2}
     with pytest.raises(TypeError, match="unexpected keyword argument 'softcap'"):
         ring_op(q, q, q, softcap=1.0)

@@ -18,8 +18,10 @@ import columns
 import pytest
 import test_wheel
 import wheels
-from wheels import Wheel, WheelError
+from reproduce import make_second
+from wheels import SageattentionWheel, Wheel, WheelError
 
+import sage_aot
 from codegen.project import ROOT, Project
 from sage_aot._kernels.manifest import Manifest
 
@@ -188,7 +190,7 @@ def wheel(built, tree) -> Path:
 
 def changed(wheel: Path, edit: Callable[[dict[str, bytes]], None], sealed: bool = True) -> Path:
     """Another wheel of that name with edited files, and with a RECORD that fits them if `sealed`."""
-    whole = Wheel(wheel)
+    whole = wheels.opened(wheel)
     files = dict(whole.files)
     edit(files)
     if sealed:
@@ -259,15 +261,21 @@ def test_wheels_of_platforms_hold_the_same(wheel, tmp_path):
         wheels.retag(wheel, "any", tmp_path)
 
 
-def test_a_release_is_a_wheel_for_every_platform_and_the_sdist(wheel, tmp_path):
+def test_a_release_is_a_wheel_for_every_platform_the_second_wheel_and_the_sdist(wheel, second, tmp_path):
     folder = tmp_path / "release"
     for platform in wheels.PLATFORMS:
         wheels.retag(wheel, platform, folder)
-    version = Wheel(wheel).project.removeprefix("sage_aot-")
-    with pytest.raises(WheelError, match=r"expected .*sage_aot-.*\.tar\.gz.* in .*release for the tag v.*, got sage_"):
+    version = Wheel(wheel).version
+    expected = r"expected .*sage_aot-.*\.tar\.gz.* in .*release for the tag v.*, got sage_"
+    (folder / f"sage_aot-{version}.tar.gz").write_bytes(b"")
+    with pytest.raises(WheelError, match=expected):
+        wheels.release(folder, f"v{version}")
+    shutil.copy(second, folder)
+    wheels.release(folder, f"v{version}")
+    (folder / f"sage_aot-{version}.tar.gz").unlink()
+    with pytest.raises(WheelError, match=expected):
         wheels.release(folder, f"v{version}")
     (folder / f"sage_aot-{version}.tar.gz").write_bytes(b"")
-    wheels.release(folder, f"v{version}")
     for tag in ("v9.9.9", version):
         with pytest.raises(WheelError, match=f"for the tag {tag}"):
             wheels.release(folder, tag)
@@ -275,6 +283,65 @@ def test_a_release_is_a_wheel_for_every_platform_and_the_sdist(wheel, tmp_path):
     shutil.copy(changed(victim, lambda files: flip(files, "sage_attn_sm80")), victim)
     with pytest.raises(WheelError, match="cubin: expected the file with sha256"):
         wheels.release(folder, f"v{version}")
+
+
+# --- the wheel of ci/sageattention ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory) -> Path:
+    """The wheel that owns the package sageattention, from this tree."""
+    return make_second(ROOT, tmp_path_factory.mktemp("second") / "dist")
+
+
+def test_the_second_wheel_holds_the_package_and_needs_sage_aot_of_its_version(second, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["wheels.py", "check", str(second)])
+    assert wheels.main() == 0
+    assert f"{second.name}: {second.stat().st_size} bytes, the package sageattention" in capsys.readouterr().out
+    made = SageattentionWheel(second)
+    assert made.version == sage_aot.__version__ and second.name == f"{made.project}-py3-none-any.whl"
+    source = ROOT / "ci" / "sageattention" / "sageattention"
+    for path in source.glob("*.py"):
+        assert made.files[f"sageattention/{path.name}"] == path.read_bytes()
+    assert made.files[f"{made.info}extra_metadata/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    metadata = made.files[f"{made.info}METADATA"].decode().splitlines()
+    required = [line for line in metadata if line.startswith("Requires-Dist")]
+    assert required == [f"Requires-Dist: sage-aot=={sage_aot.__version__}"]
+
+
+def test_the_second_wheel_of_another_folder_is_equal_byte_for_byte(second, tmp_path):
+    """As the sdist of sage-aot has them: the folder, the version and the licence."""
+    for name in ("ci/sageattention", "sage_aot/_version.py", "LICENSE"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    again = make_second(tmp_path, tmp_path / "dist")
+    assert (again.name, again.read_bytes()) == (second.name, second.read_bytes())
+    (tmp_path / "sage_aot" / "_version.py").write_text('__version__ = "9.8.7"\n')
+    other = SageattentionWheel(make_second(tmp_path, tmp_path / "other"))
+    assert other.version == "9.8.7" and other.problems(narrowed=False) == []
+    with pytest.raises(WheelError, match=r"expected wheels of one version, got sage_aot_.*, sage_aot_.*-9\.8\.7"):
+        wheels.check([second, other.path])
+
+
+@pytest.mark.parametrize(("edit", "message"), [
+    (lambda files: files.pop("sageattention/sm90_compile.py"), "expected the files sage_aot_"),
+    (lambda files: files.update({"sageattention/quant.py": b""}), "expected the files sage_aot_"),
+    (lambda files: replace(files, "WHEEL", "Purelib: true", "Purelib: false"), "expected 'Root-Is-Purelib: true'"),
+    (lambda files: replace(files, "WHEEL", "none-any", "none-win_amd64"), "expected 'Tag: py3-none-any' in WHEEL"),
+    (lambda files: replace(files, "METADATA", "sage-aot==", "sage-aot>="), "expected 'Requires-Dist: sage-aot=="),
+    (lambda files: replace(files, "METADATA", "Version: 0", "Version: 7"), "expected 'Version: 0"),
+    (lambda files: replace(files, "METADATA", "Name: sage-aot-sageattention", "Name: sageattention"),
+     "expected 'Name: sage-aot-sageattention' in METADATA"),
+])
+def test_what_is_wrong_with_a_second_wheel_is_found(second, edit, message):
+    with pytest.raises(WheelError, match=re.escape(message)):
+        wheels.check([changed(second, edit)])
+
+
+def test_a_second_wheels_record_is_compared(second):
+    with pytest.raises(WheelError, match="expected RECORD to name 'sageattention/core.py"):
+        wheels.check([changed(second, lambda files: flip(files, "core.py"), sealed=False)])
 
 
 # --- ci/test_wheel.py -------------------------------------------------------------------------------------------------
