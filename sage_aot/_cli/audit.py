@@ -13,27 +13,32 @@ from sage_aot.integrations import Policy, audit, use
 from sage_aot.integrations import transformers as integration
 from sage_aot.integrations._audit import Audited
 
+import transformers  # isort: skip  # behind the adapter, which says what to install where it is missing
+
 
 def main(name: str, text: str | None, tokens: int) -> int:
     """Run a model on the text of a file, or on random tokens, with sdpa and with sage_aot; print the errors. `name`: a
     folder, or a name on the Hugging Face Hub.
 
     Raises:
-        ArgumentError: the text is empty.
+        ArgumentError: there is no such model or text, or no tokens are left of it.
         UnsupportedError: no transformers, or sage_aot has no kernel for the GPU at hand, or does not serve the model.
     """
-    import transformers
-
+    if tokens < 1:
+        raise ArgumentError(f"--tokens: expected at least 1, got {tokens}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = transformers.AutoModel.from_pretrained(name, dtype=torch.bfloat16, attn_implementation="sdpa")
-    model = model.to(device).eval()
-    ids = _random_tokens(model.config, tokens) if text is None else _tokens(name, text, tokens)
+    try:
+        model = transformers.AutoModel.from_pretrained(name, dtype=torch.bfloat16, attn_implementation="sdpa")
+        ids = _random_tokens(model.config, tokens) if text is None else _tokens(name, text, tokens)
+    except OSError as error:
+        raise ArgumentError(f"audit: expected a model and a text that can be read, got {error}") from error
+    model, ids = model.to(device).eval(), ids.to(device)
     print(f"{type(model).__name__} {name}, {ids.shape[1]} tokens, {device}, bf16\n")
     with torch.inference_mode():
-        expected = model(input_ids=ids.to(device)).last_hidden_state
+        expected = model(input_ids=ids).last_hidden_state
         integration.enable(model)
         with use(Policy(when="possible")), audit() as calls:
-            out = model(input_ids=ids.to(device)).last_hidden_state
+            out = model(input_ids=ids).last_hidden_state
     print(table(calls))
     whole = measure(out, expected)
     print(f"\nlast hidden states: cosine {whole.cosine:.6f}, relative L1 {100 * whole.relative_l1:.2f} %")
@@ -41,10 +46,8 @@ def main(name: str, text: str | None, tokens: int) -> int:
 
 
 def _tokens(name: str, text: str, tokens: int) -> torch.Tensor:
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    ids: torch.Tensor = tokenizer(Path(text).read_text(), return_tensors="pt")["input_ids"]
+    read = Path(text).read_text()
+    ids: torch.Tensor = transformers.AutoTokenizer.from_pretrained(name)(read, return_tensors="pt")["input_ids"]
     if ids.shape[1] == 0:
         raise ArgumentError(f"--text: expected a file with text, got {text} without any")
     return ids[:, :tokens]

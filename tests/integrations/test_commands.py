@@ -1,0 +1,188 @@
+"""``sage-aot bench`` and ``sage-aot audit``: shapes, tables, errors, and an audit of a model of transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_transformers import MODELS
+
+import sage_aot
+from sage_aot._cli import audit as auditing
+from sage_aot._cli import bench
+from sage_aot._cli import main as cli
+from sage_aot._cli.bench import USES, Row, Shape, Times, Way
+from sage_aot._tools import reference
+from sage_aot.errors import ArgumentError
+from sage_aot.integrations import audit, report
+from sage_aot.integrations.torch import sdpa
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["sage-aot", *arguments])
+    return cli.main()
+
+
+# --- bench ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "shape"), [
+    ("2,24,4608,128", (2, 24, 24, 4608, 4608, 128, "full")), ("1,32/8,512/8192,64", (1, 32, 8, 512, 8192, 64, "full")),
+    ("1,32/8,512,128,causal", (1, 32, 8, 512, 512, 128, "causal")), ("8,4,9/7,1,padded", (8, 4, 4, 9, 7, 1, "padded"))])
+def test_shapes_are_read_and_written(text, shape):
+    assert Shape.of(text) == (text, *shape) and str(Shape.of(text)) == text
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    *[(text, "expected batch,heads.*got") for text in (
+        "", "1,2,3", "1,2,3,4,5", "0,2,3,4", "1,2,3,4,windowed", "a,2,3,4", "1,2/0,3,4", " 1,2,3,4", "1,2,3,4\n")],
+    ("1,6/4,3,4", "expected heads that are a multiple of kv heads"),
+    ("1,2,3/4,5,causal", "expected as many keys as queries of a causal call")])
+def test_texts_that_are_no_shapes(text, message):
+    with pytest.raises(ArgumentError, match=f"--shape: {message}"):
+        Shape.of(text)
+
+
+def test_the_shapes_of_use():
+    assert len({shape.name for shape in USES}) == len(USES)
+    for shape in USES:
+        assert Shape.of(str(shape))._replace(name=shape.name) == shape
+    assert {shape.name.split(":")[0] for shape in USES} == {
+        "image", "video", "prompt", "chunk", "decode", "cross", "encoder"}
+    assert {128, 512} <= {shape.keys for shape in USES if shape.name.startswith("encoder")}
+
+
+ROW = Row(Shape("a name", 1, 2, 2, 3, 3, 64), True, {
+    "sdpa": Times(11, 13), "cudnn": Times(12, 10), "flash": Times(20, 25), "attn": Times(5, 8), "policy": Times(20, 8)})
+
+
+def test_a_row_compares_with_the_fastest_of_torchs_backends():
+    assert ROW.best() == (11, 10) and ROW.ratio("attn") == (2.2, 1.25) and ROW.ratio("policy") == (0.55, 1.25)
+    assert ROW.cells() == ["a name", "1,2,3,64", "11.0", "cudnn", "5.0", "2.20", "sage_aot", "0.55", "1.25"]
+    assert json.loads(json.dumps(ROW.to_json()))["ways"]["attn"] == {"gpu": 5, "wall": 8}
+
+
+def test_ways_are_timed_in_turns_and_by_their_shortest_rounds(monkeypatch):
+    order, clock = [], iter(range(1, 10**6))
+    monkeypatch.setattr(bench, "_Timer", lambda way: SimpleNamespace(
+        measure=lambda: order.append(way) or Times(100 - next(clock), next(clock))))
+    assert bench.timed({"a": "A", "b": "B"}) == {"a": Times(100 - 25, 2), "b": Times(100 - 27, 4)}
+    assert order == ["A", "B"] * bench.ROUNDS
+
+
+def test_a_backend_that_refuses_is_left_out():
+    def work():
+        raise RuntimeError("No available kernel")
+
+    assert not bench._takes_it(Way(work)) and bench._takes_it(Way(lambda: None))
+
+
+def test_a_wrong_output_is_not_timed():
+    right = torch.randn(2, 3, 5, 8)
+    bench._check("attn", right, right)
+    for wrong in (right.roll(1, 2), torch.cat([right[:1], -right[1:]]), right * torch.nan):
+        with pytest.raises(sage_aot.UnsupportedError, match="attn: expected a cosine of at least 0.998 .* not|nothing"):
+            bench._check("attn", wrong, right)
+
+
+def test_the_picture(tmp_path, capsys, monkeypatch):
+    bench.draw(str(tmp_path / "bench.png"), [ROW], "a GPU")
+    said = capsys.readouterr().out
+    if "no picture" not in said:
+        assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    bench.draw(str(tmp_path / "none.png"), [ROW], "a GPU")
+    assert "no picture" in capsys.readouterr().out and not (tmp_path / "none.png").exists()
+
+
+def test_the_bench_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(monkeypatch, "bench", "--shape", "1,2,64,64") == 1
+    assert "bench: expected a CUDA GPU, torch" in capsys.readouterr().err
+
+
+# --- audit ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_audit_compares_what_is_served_with_the_host():
+    q, k, v = torch.randn(3, 2, 4, 40, 64, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
+    with audit() as calls:
+        out = sdpa(q, k, v, is_causal=True)
+        sdpa(q, k, v, mask)
+        sdpa(q, k, v, dropout_p=0.5)  # torch's
+    sdpa(q, k, v)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    shapes = q.shape, k.shape, "HND"
+    assert [call[:5] for call in calls] == [(*shapes, True, False), (*shapes, False, True)]
+    assert calls[0].accuracy == reference.measure(out, exact) and 0.99 < calls[0].accuracy.cosine < 1
+
+
+def test_audits_nest():
+    q, k, v = torch.randn(3, 1, 2, 20, 64)
+    with audit() as outer:
+        with pytest.raises(KeyError), audit() as inner:
+            sdpa(q, k, v)
+            raise KeyError
+        sdpa(q, k, v)
+    assert (len(inner), len(outer)) == (1, 1)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A Llama of two layers, and a text."""
+    MODELS["llama"]().save_pretrained(tmp_path / "llama")
+    return tmp_path
+
+
+def test_a_model_is_audited(monkeypatch, capsys, saved):
+    assert run(monkeypatch, "audit", str(saved / "llama"), "--tokens", "50") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "50 tokens, cpu, bf16" in lines[0]
+    rows = [line.split(" | ") for line in lines if line.startswith("| ") and line[2].isdigit()]
+    assert [row[0] for row in rows] == ["| 0", "| 1"] and all(row[3] == "causal" for row in rows)
+    assert all(0.99 < float(row[4]) < 1 and 0 < float(row[5]) < 10 for row in rows)
+    assert lines[-1].startswith("last hidden states: cosine 0.99")
+    assert report()["sage_aot"] == 2
+
+
+def test_a_text_is_read(monkeypatch, capsys, saved):
+    tokenizers = pytest.importorskip("tokenizers")
+    import transformers
+
+    words = {word: index for index, word in enumerate(["<unk>", "one", "two", "three"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(saved / "llama")
+    text = saved / "text"
+    text.write_text("one two three " * 20)
+    seen = []
+    monkeypatch.setattr(auditing, "table", lambda calls: seen.extend(calls) or "")
+    assert run(monkeypatch, "audit", str(saved / "llama"), "--text", str(text), "--tokens", "40") == 0
+    assert "40 tokens" in capsys.readouterr().out and all(call.q[1] == 40 for call in seen) and len(seen) == 2
+    assert auditing._tokens(str(saved / "llama"), str(text), 4).tolist() == [[1, 2, 3, 1]]
+    text.write_text("")
+    assert run(monkeypatch, "audit", str(saved / "llama"), "--text", str(text)) == 1
+    assert "--text: expected a file with text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--tokens", "0"], "--tokens: expected at least 1, got 0"),
+    (["--text", "missing.txt"], "audit: expected a model and a text that can be read, got .*missing.txt")])
+def test_what_an_audit_cannot_read(monkeypatch, capsys, saved, arguments, message):
+    assert run(monkeypatch, "audit", str(saved / "llama"), *arguments) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert run(monkeypatch, "audit", str(saved / "missing")) == 1
+    assert "audit: expected a model and a text that can be read, got" in capsys.readouterr().err
+
+
+def test_the_table_of_an_audit():
+    calls = [SimpleNamespace(q=(1, 2, 3, 4), k=(1, 2, 5, 4), is_causal=causal, has_mask=mask,
+                             accuracy=reference.Accuracy(0.5, 0.25, 0.125)) for causal in (0, 1) for mask in (0, 1)]
+    rows = auditing.table(calls).splitlines()[2:]
+    assert rows[3] == "| 3 | 1×2×3×4 | 1×2×5×4 | causal and keys | 0.500000 | 25.00 | 1.25e-01 |"
+    assert [row.split(" | ")[3] for row in rows] == ["full", "keys", "causal", "causal and keys"]
