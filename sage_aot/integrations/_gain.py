@@ -18,7 +18,7 @@ class Threshold(NamedTuple):
     at_least: float
 
 
-FULL = {64: Threshold(2480, 54e9), 128: Threshold(1840, 45e9), 256: Threshold(1360, 91e9)}
+FULL = {64: Threshold(2480, 54e9), 128: Threshold(2050, 42e9), 256: Threshold(1360, 91e9)}
 CAUSAL = {64: Threshold(0, 54e9), 128: Threshold(1040, 19e9), 256: Threshold(0, 54e9)}
 """By the head dim of the kernel."""
 

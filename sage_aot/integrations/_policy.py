@@ -334,7 +334,7 @@ def serve(call: Call, return_lse: bool, policy: Policy) -> Any:
     is_causal = is_causal and queries > 1  # one query sees all keys; without a mask, heads share the reads of k and v
     result = attn(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale, layout=call.layout, **options)
     out, lse = result if return_lse else (result, None)
-    if channels != call.q.size(3):
+    if channels != q.size(3):
         out = out[..., :channels]
     if turned:
         out = out.transpose(1, 2)

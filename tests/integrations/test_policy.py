@@ -207,7 +207,8 @@ def test_the_output_lies_in_memory_as_q_does(v_headdim):
     ((1, 24, 24, 4096, 4096, 64), True, False, False), ((1, 32, 8, 4096, 4096, 64), True, False, True),
     ((1, 24, 24, 4096, 4096, 256), False, False, True), ((1, 24, 24, 2048, 2048, 256), False, False, False),
     ((1, 32, 8, 1, 32768, 128), False, False, False),  # decoding
-    ((1, 24, 24, 16384, 512, 128), False, False, False),  # cross-attention
+    ((1, 24, 24, 16384, 512, 128), False, False, False),  # cross-attention, of any length
+    ((1, 40, 40, 75600, 512, 128), False, False, False),
     ((1, 12, 12, 512, 512, 64), False, False, False),  # an encoder
     ((8, 32, 8, 512, 512, 128), False, True, True), ((2, 24, 24, 512, 512, 128), False, True, False),
     ((8, 32, 8, 512, 512, 128), False, False, False),
@@ -230,7 +231,7 @@ def test_what_is_served_was_at_least_as_fast_in_the_log():
             served += 1
         else:
             missed += gain > 1
-    assert (served, missed) == (54, 5)
+    assert (served, missed) == (53, 6)
 
 
 def test_flash_was_faster_in_the_log_where_it_is_preferred():
@@ -341,6 +342,12 @@ def test_reasons_are_logged_once(caplog):
     assert report() == {"dropout": 3, "sage_aot": 3}
     reset_report()
     assert report() == {}
+
+
+def test_a_line_that_two_threads_begin_at_once_has_one_tally():
+    first = _policy._new_tally("a reason")
+    first.add()
+    assert _policy._new_tally("a reason") is first and report() == {"a reason": 1}
 
 
 def test_threads_count_together():
