@@ -120,6 +120,23 @@ def test_a_ring_takes_views_of_a_flat_buffer(offset):
         assert torch.equal(one, other)
 
 
+@pytest.mark.inductor
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "sm_scale": 0.1}], ids=str)
+def test_the_package_sageattention(options):
+    sageattn = pytest.importorskip("sageattention").sageattn
+    q, k, v = draw(2, 8, 500, 64)
+    expected = sage_aot.attn(q, k, v, is_causal="is_causal" in options, scale=options.get("sm_scale"))
+    assert torch.equal(sageattn(q, k, v, **options), expected)
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(lambda *qkv: sageattn(*qkv, **options), fullgraph=True)(q, k, v), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sageattn(q, k, v, **options)
+    out.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
 def test_an_audit():
     q, k, v = draw(1, 4, 500, 64)
     with use(Policy("possible")), audit() as calls:
