@@ -95,10 +95,12 @@ def switched(model: torch.nn.Module, attention: str) -> Iterator[None]:
         return
     sage_diffusers.enable(model)
     reset_report()
-    yield
+    try:
+        yield
+    finally:
+        sage_diffusers.disable(model)
     if dist.get_rank() == 0:
         print(f"<!-- report: {report()} -->")
-    sage_diffusers.disable(model)
 
 
 # --- yunchang ---------------------------------------------------------------------------------------------------------

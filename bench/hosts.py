@@ -54,12 +54,16 @@ class Block:
         """The block with sage_aot's attention."""
         if isinstance(self.model, transformers.PreTrainedModel):
             before = sage_transformers.enable(self.model)
-            yield
-            self.model.set_attn_implementation(before)
+            try:
+                yield
+            finally:
+                self.model.set_attn_implementation(before)
         else:
             sage_diffusers.enable(self.model)
-            yield
-            sage_diffusers.disable(self.model)
+            try:
+                yield
+            finally:
+                sage_diffusers.disable(self.model)
 
 
 def wan(latent: tuple[int, int, int] = WAN_480P, layers: int = 1) -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -202,7 +206,7 @@ def row(block: Block, way: str, prepare: Callable[[Block], Callable[[], torch.Te
 
 
 def milliseconds(work: Callable[[], object], runs: int = 3) -> float:
-    """GPU time of a run, of some that are queued at once."""
+    """Of a run, among some that are queued at once, by events of the GPU; the host's time where that is longer."""
     work()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()

@@ -9,7 +9,7 @@ import torch
 
 from sage_aot._tools.reference import measure
 from sage_aot.errors import ArgumentError
-from sage_aot.integrations import Policy, audit, use
+from sage_aot.integrations import Policy, audit, report, reset_report, use
 from sage_aot.integrations import transformers as integration
 from sage_aot.integrations._audit import Audited
 
@@ -18,10 +18,10 @@ import transformers  # isort: skip  # behind the adapter, which says what to ins
 
 def main(name: str, text: str | None, tokens: int) -> int:
     """Run a model on the text of a file, or on random tokens, with sdpa and with sage_aot; print the errors. `name`: a
-    folder, or a name on the Hugging Face Hub.
+    folder, or a name on the Hugging Face Hub. Returns 1 where sage_aot served no call.
 
     Raises:
-        ArgumentError: there is no such model or text, or no tokens are left of it.
+        ArgumentError: there is no such model or text, the model does not read one text, or no tokens are left of it.
         UnsupportedError: no transformers, or sage_aot has no kernel for the GPU at hand, or does not serve the model.
     """
     if tokens < 1:
@@ -29,20 +29,30 @@ def main(name: str, text: str | None, tokens: int) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         model = transformers.AutoModel.from_pretrained(name, dtype=torch.bfloat16, attn_implementation="sdpa")
+        _check_reads_text(model)
+        tokens = min(tokens, getattr(model.config.get_text_config(), "max_position_embeddings", tokens))
         ids = _random_tokens(model.config, tokens) if text is None else _tokens(name, text, tokens)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ArgumentError(f"audit: expected a model and a text that can be read, got {error}") from error
     model, ids = model.to(device).eval(), ids.to(device)
     print(f"{type(model).__name__} {name}, {ids.shape[1]} tokens, {device}, bf16\n")
     with torch.inference_mode():
         expected = model(input_ids=ids).last_hidden_state
         integration.enable(model)
+        reset_report()
         with use(Policy(when="possible")), audit() as calls:
             out = model(input_ids=ids).last_hidden_state
     print(table(calls))
     whole = measure(out, expected)
     print(f"\nlast hidden states: cosine {whole.cosine:.6f}, relative L1 {100 * whole.relative_l1:.2f} %")
-    return 0
+    print(f"calls: {report()}")
+    return 0 if calls else 1
+
+
+def _check_reads_text(model: Any) -> None:
+    if model.main_input_name != "input_ids" or model.config.is_encoder_decoder or hasattr(model.config, "text_config"):
+        raise ArgumentError(f"audit: expected a model that reads one text, got {type(model).__name__}; use "
+                            f"sage_aot.integrations.audit() in a program for others")
 
 
 def _tokens(name: str, text: str, tokens: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from sage_aot._call.api import attn
 from sage_aot._call.refusal import is_plain
@@ -60,6 +61,9 @@ class Policy:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.options, Mapping):
+            raise ArgumentError(f"options: expected a mapping, got {type(self.options).__name__}")
+        object.__setattr__(self, "options", dict(self.options))  # what the caller does with its own changes nothing
         for name, choices in (("when", ("faster", "possible")), ("otherwise", ("host", "raise"))):
             if (value := getattr(self, name)) not in choices:
                 raise ArgumentError(f"{name}: expected one of {choices}, got {value!r}")
@@ -77,8 +81,14 @@ _lock = threading.Lock()
 @contextmanager
 def use(policy: Policy) -> Iterator[Policy]:
     """The policy of all threads of this process while the context is entered; afterwards that of before. Compiled code
-    keeps a guard on it: another policy compiles anew."""
+    keeps a guard on it: another policy compiles anew.
+
+    Raises:
+        ArgumentError: `policy` is none.
+    """
     global _policy
+    if not isinstance(policy, Policy):
+        raise ArgumentError(f"policy: expected a Policy, got {policy!r}; write Policy(when={policy!r})")
     before, _policy = _policy, policy
     try:
         yield policy
@@ -166,10 +176,6 @@ class Call(NamedTuple):
         return self.q.size(0), self.q.size(heads), self.k.size(heads), self.q.size(rows), self.k.size(rows)
 
 
-observer: Callable[[Call, Any, Callable[[], Any]], None] | None = None
-"""What is told of every call that :func:`attend` served: the call, its result, and the host's own attention."""
-
-
 def is_small(q: torch.Tensor, k: torch.Tensor, rows: int = -2) -> bool:
     """Whether the policy leaves a call to the host for its size, whatever else it asks for; counts it if so. Adapters
     ask before they make a :class:`Call`, which takes longer than SDPA's launch allows. `rows`: k's dimension of keys.
@@ -180,27 +186,62 @@ def is_small(q: torch.Tensor, k: torch.Tensor, rows: int = -2) -> bool:
     return True
 
 
-def attend(call: Call, host: Callable[[], Any], return_lse: bool = False, policy: Policy | None = None) -> Any:
-    """The call's output, by sage_aot or by the host's own attention; with `return_lse` what sage_aot.attn returns then.
-    `policy`: None means that of the process.
+def attend(call: Call, host: Callable[[], Any], return_lse: bool = False, policy: Policy | None = None,
+           form: Callable[[Any], Any] | None = None) -> Any:
+    """The call's output, by sage_aot or by the host's own attention.
+
+    Args:
+        host: makes the host's own call.
+        return_lse: sage_aot's result is a pair of the output and the log-sum-exp.
+        policy: None means that of the process.
+        form: makes of sage_aot's result one like the host's.
 
     Raises UnsupportedError where the policy says so, and what :func:`sage_aot.attn` raises.
     """
     policy = _policy if policy is None else policy
     if policy.when == "faster" and (reason := better_elsewhere(call)):
         count(reason)
-        return host()
+        return by_host(host)
     if reason := refusal(call):
         count(reason)
         if policy.otherwise == "raise":
             raise UnsupportedError(f"expected a call that sage_aot computes, got: {reason}; let the host compute it "
                                    f"with sage_aot.integrations.Policy(otherwise='host')")
-        return host()
-    count(SERVED)
+        return by_host(host)
     result = serve(call, return_lse, policy)
-    if observer is not None:
-        observer(call, result, host)
-    return result
+    count(SERVED)
+    if observer is not None and not torch.compiler.is_compiling():
+        observer(call, result, lambda: by_host(host))
+    return result if form is None else form(result)
+
+
+observer: Callable[[Call, Any, Callable[[], Any]], None] | None = None
+"""What is told of every call that :func:`attend` served: the call, sage_aot's result, and the host's own attention."""
+
+
+class _Hosts(threading.local):
+    """Whether this thread runs a host's own attention, whose calls of scaled_dot_product_attention are torch's."""
+
+    busy = False
+
+
+_hosts = _Hosts()
+
+
+def by_host(host: Callable[[], Any]) -> Any:
+    """The host's own attention. Where torch's function is replaced too, it must not get the call a second time."""
+    if torch.compiler.is_compiling():
+        return host()
+    before, _hosts.busy = _hosts.busy, True
+    try:
+        return host()
+    finally:
+        _hosts.busy = before
+
+
+def is_hosts_own() -> bool:
+    """Whether a call of torch's attention comes from within :func:`by_host`."""
+    return not torch.compiler.is_compiling() and _hosts.busy
 
 
 def serve_anyway(call: Call, otherwise: str, return_lse: bool = False, policy: Policy | None = None) -> Any:
@@ -209,10 +250,16 @@ def serve_anyway(call: Call, otherwise: str, return_lse: bool = False, policy: P
     `otherwise`: what to do then."""
     call = call._replace(q=_received(call.q), k=_received(call.k), v=_received(call.v))
     if reason := refusal(call):
-        count(reason)  # hosts such as ComfyUI catch the error, and compute the call themselves
-        raise UnsupportedError(f"expected a call that sage_aot computes, got: {reason}; {otherwise}")
+        raise refused(reason, f"expected a call that sage_aot computes, got: {reason}; {otherwise}")
+    result = serve(call, return_lse, _policy if policy is None else policy)
     count(SERVED)
-    return serve(call, return_lse, _policy if policy is None else policy)
+    return result
+
+
+def refused(reason: str, message: str) -> UnsupportedError:
+    """An error, whose reason is counted: hosts such as ComfyUI catch it, and compute the call themselves."""
+    count(reason)
+    return UnsupportedError(message)
 
 
 def serve_with_lse(call: Call, otherwise: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -253,10 +300,15 @@ def refusal(call: Call) -> str | None:
         return "tensors that are nested, sparse or of a subclass"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         return "tensors of other than 4 dimensions"
-    if call.dropout > 0:
+    if call.dropout != 0:
         return "dropout"
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return "gradients"
+    if not torch.compiler.is_compiling() and (
+            forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None):
+        return "forward gradients, or a transformation of torch.func"
+    if call.scale is not None and not OPTIONS["scale"].valid(call.scale):
+        return "a scale that sage_aot does not take"
     return _refusal_of_types(call) or _refusal_of_shapes(call) or _refusal_of_masks(call)
 
 
@@ -313,8 +365,8 @@ def key_mask_of(mask: torch.Tensor, batch: int, heads: int, queries: int, keys: 
 
 
 def serve(call: Call, return_lse: bool, policy: Policy) -> Any:
-    """The call by sage_aot, which :func:`refusal` has allowed, with the options of the policy. The output lies in
-    memory as q does."""
+    """The call by sage_aot, which :func:`refusal` has allowed, with the options of the policy. The rows of an
+    output hold all heads where those of q do."""
     turned = call.layout == "HND" and call.q.stride(1) < call.q.stride(2)  # rows of all heads, as a projection makes q
     if turned:
         call = call._replace(q=call.q.transpose(1, 2), k=call.k.transpose(1, 2), v=call.v.transpose(1, 2), layout="NHD")
@@ -325,17 +377,17 @@ def serve(call: Call, return_lse: bool, policy: Policy) -> Any:
         rows = 2 if call.layout == "HND" else 1
         k, v = k.narrow(rows, 0, queries), v.narrow(rows, 0, queries)
     key_mask = None if call.mask is None else key_mask_of(call.mask, batch, heads, queries, keys)
-    scale = call.q.size(3) ** -0.5 if call.scale is None else call.scale
-    channels = v.size(3)
+    scale, channels = call.scale, v.size(3)
     if channels != q.size(3):  # zeros change neither scores nor the channels that are there
         width = max(channels, q.size(3))
+        scale = q.size(3) ** -0.5 if scale is None else scale
         q, k, v = (F.pad(x, (0, width - x.size(3))) for x in (q, k, v))
     options: dict[str, Any] = {**policy.options, "return_lse": return_lse}
     is_causal = is_causal and queries > 1  # one query sees all keys; without a mask, heads share the reads of k and v
     result = attn(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale, layout=call.layout, **options)
     out, lse = result if return_lse else (result, None)
     if channels != q.size(3):
-        out = out[..., :channels]
+        out = out[..., :channels].contiguous()
     if turned:
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
@@ -350,7 +402,7 @@ def check_neutral(given: Mapping[str, Any], otherwise: str) -> None:
     for name, neutral in NEUTRAL.items():
         value = given[name]
         if isinstance(value, torch.Tensor) or (tuple(value) if isinstance(value, list) else value) != neutral:
-            raise UnsupportedError(f"{name}: expected {neutral}, got {value!r}; {otherwise}")
+            raise refused(f"the argument {name}", f"{name}: expected {neutral}, got {value!r}; {otherwise}")
 
 
 def check_gpu() -> None:

@@ -14,14 +14,14 @@ Calls that sage_aot does not serve go to diffusers' ``native`` backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 
 from sage_aot.errors import ArgumentError, UnsupportedError
-from sage_aot.integrations._policy import Call, attend, check_gpu, is_small, serve_with_lse
+from sage_aot.integrations._policy import Call, attend, by_host, check_gpu, is_small, serve_with_lse
 from sage_aot.integrations.torch import replace_sdpa
 
 try:
@@ -58,19 +58,33 @@ def register() -> dispatch.AttentionBackendName:
     return member
 
 
-class _Before(NamedTuple):
-    """What :func:`enable` changed in a model."""
-
-    backends: list[tuple[Any, Any]]  # processors, and their backends of before
-    wrapper: Callable[..., Any] | None  # the model's forward since then
-    forward: Callable[..., Any] | None  # its attribute of before, which hooks of other libraries set
+_STATE = "_sage_aot_before"
 
 
-_enabled: WeakKeyDictionary[torch.nn.Module, _Before] = WeakKeyDictionary()
+@dataclass
+class _Before:
+    """What :func:`enable` changed in a model; an attribute of the model, so that both end, and are copied, together."""
+
+    backends: list[tuple[Any, Any]] = field(default_factory=list)  # processors, and their backends of before
+    wrapper: _InReplaceSdpa | None = None  # the model's forward since then
+    forward: Callable[..., Any] | None = None  # its attribute of before, which hooks of other libraries set
+
+
+class _InReplaceSdpa:
+    """A model's forward, in :class:`sage_aot.integrations.torch.replace_sdpa`. An object, and no closure: a copy of the
+    model gets a copy that calls the copied model."""
+
+    def __init__(self, model: ModelMixin) -> None:
+        self.__wrapped__ = model.forward  # where inspect finds the signature, for which pipelines ask
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with replace_sdpa():
+            return self.__wrapped__(*args, **kwargs)
 
 
 def enable(target: ModelMixin | DiffusionPipeline) -> int:
     """Serve the attention of a model, or of all models of a pipeline; returns the number of their attention modules.
+    Again, after a model got other attention processors, it serves those too.
 
     Modules that choose a backend get sage_aot's. Where a model has others, whose attention calls torch directly, as in
     SD3, SDXL and CogVideoX, its forward runs in :class:`sage_aot.integrations.torch.replace_sdpa`. Other models of the
@@ -85,22 +99,25 @@ def enable(target: ModelMixin | DiffusionPipeline) -> int:
     for model in _models_of(target):
         modules = [module for module in model.modules()
                    if isinstance(module, (Attention, MochiAttention, AttentionModuleMixin))]
+        if modules:
+            _serve_model(model, [module.processor for module in modules], backend)
         served += len(modules)
-        if not modules or model in _enabled:
-            continue
-        processors = [module.processor for module in modules]
-        chooses = [processor for processor in processors if hasattr(processor, "_attention_backend")]
-        wrapper = replace_sdpa()(model.forward) if len(chooses) < len(modules) else None
-        _enabled[model] = _Before([(processor, processor._attention_backend) for processor in chooses], wrapper,
-                                  vars(model).get("forward"))
-        for processor in chooses:
-            processor._attention_backend = backend
-        if wrapper is not None:
-            model.forward = wrapper
     if not served:
         raise ArgumentError(f"expected a model with attention modules of diffusers, got {type(target).__name__} with "
                             f"none; run it in sage_aot.integrations.torch.replace_sdpa")
     return served
+
+
+def _serve_model(model: ModelMixin, processors: list[Any], backend: Any) -> None:
+    before: _Before = vars(model).setdefault(_STATE, _Before())
+    for processor in processors:
+        if not hasattr(processor, "_attention_backend"):
+            if before.wrapper is None:
+                before.forward, before.wrapper = vars(model).get("forward"), _InReplaceSdpa(model)
+                model.forward = before.wrapper
+        elif processor._attention_backend is not backend:
+            before.backends.append((processor, processor._attention_backend))
+            processor._attention_backend = backend
 
 
 def disable(target: ModelMixin | DiffusionPipeline) -> None:
@@ -110,7 +127,8 @@ def disable(target: ModelMixin | DiffusionPipeline) -> None:
         ArgumentError: something else has replaced the forward of a model since; undo that first.
     """
     for model in _models_of(target):
-        if (before := _enabled.get(model)) is None:
+        before: _Before | None = vars(model).get(_STATE)
+        if before is None:
             continue
         if before.wrapper is not None:
             if vars(model).get("forward") is not before.wrapper:
@@ -122,7 +140,7 @@ def disable(target: ModelMixin | DiffusionPipeline) -> None:
                 model.forward = before.forward
         for processor, backend in before.backends:
             processor._attention_backend = backend
-        del _enabled[model]
+        delattr(model, _STATE)
 
 
 def _models_of(target: Any) -> Iterator[ModelMixin]:
@@ -145,13 +163,15 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_
         return dispatch._templated_context_parallel_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, forward_op=_forward,
             backward_op=dispatch._native_attention_backward_op, _parallel_config=_parallel_config)
-    if not return_lse and is_small(query, key, rows=1):
+    def native() -> Any:
         return dispatch._native_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    if not return_lse and is_small(query, key, rows=1):
+        return by_host(native)
     mask = attn_mask[:, None, None, :] if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.shape == (
         query.size(0), key.size(1)) else attn_mask
     call = Call(query, key, value, mask, is_causal, scale, dropout_p, "NHD", grouped=enable_gqa)
-    return _with_lse(call) if return_lse else attend(call, lambda: dispatch._native_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+    return _with_lse(call) if return_lse else attend(call, native)
 
 
 def _forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -159,7 +179,9 @@ def _forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
              scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, _save_ctx: bool = True,
              _parallel_config: Any = None) -> Any:
     """The attention of one rank's share: a step of the ring, with `return_lse`, or the heads of Ulysses."""
-    call = Call(query, key, value, attn_mask, is_causal, scale, dropout_p, "NHD", grouped=enable_gqa)
+    trains = any(ctx.needs_input_grad[:3])  # gradients are off in here
+    call = Call(query, key, value, attn_mask, is_causal, scale, dropout_p, "NHD", grouped=enable_gqa,
+                beyond="gradients" if trains else None)
     return _with_lse(call) if return_lse else attend(call, lambda: dispatch._native_attention_forward_op(
         ctx, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, _save_ctx,
         _parallel_config))

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,16 +22,20 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from sage_aot.errors import UnsupportedError
+from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations._gain import LEAST_KEYS_OF_FLASH, prefers_flash
-from sage_aot.integrations._policy import Call, attend, check_gpu, is_small, refusal
+from sage_aot.integrations._policy import Call, attend, check_gpu, count, is_hosts_own, is_small, refusal
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _TORCHS: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
+
+HAS_GQA = "enable_gqa" in (_TORCHS.__doc__ or "")
+"""From torch 2.5 on."""
 
 
 def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
@@ -51,36 +56,54 @@ def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask:
     >>> sdpa(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 100, 64])
     """
+    if attn_mask is not None and type(attn_mask) is not torch.Tensor and has_torch_function((attn_mask,)):
+        count("a mask of a subclass")  # such as torch.nn.attention.bias, which computes the call itself
+        made: torch.Tensor = handle_torch_function(
+            F.scaled_dot_product_attention, (attn_mask,), query, key, value, attn_mask, dropout_p, is_causal,
+            scale=scale, **({"enable_gqa": True} if enable_gqa else {}))
+        return made
     small = is_small(query, key)
     if small and (key.size(-2) < LEAST_KEYS_OF_FLASH or query.size(-2) == 1):  # the host's time counts
-        return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = Call(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=enable_gqa)
-    out: torch.Tensor = _torchs(call) if small else attend(call, lambda: _torchs(call))
+    out: torch.Tensor = _torchs_best(call) if small else attend(call, lambda: _torchs_best(call))
     return out
 
 
-def _torchs(call: Call) -> torch.Tensor:
+def torchs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+           dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+           enable_gqa: bool = False) -> torch.Tensor:
+    """torch's own function, whatever has replaced its attribute."""
+    if enable_gqa:
+        return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
+    return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+
+
+def _torchs_best(call: Call) -> torch.Tensor:
     """torch's attention: by its FlashAttention where that is faster than the backend that torch chooses."""
-    out: torch.Tensor
     q, k, v, mask, is_causal, scale, dropout = call[:7]
-    if _runs_faster_by_flash(call):
-        out = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, scale=scale)[0]
-    else:
-        out = _TORCHS(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=call.grouped)
+    if not _runs_faster_by_flash(call):
+        return torchs(q, k, v, mask, dropout, is_causal, scale, call.grouped)
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, scale=scale)[0]
     return out
 
 
 def _runs_faster_by_flash(call: Call) -> bool:
     """Whether torch's flash backend takes a call, and is expected to be faster than the one that torch chooses."""
-    if (call.mask is not None or call.is_causal or torch.compiler.is_compiling() or not call.q.is_cuda
+    q, k, v = call[:3]
+    if (call.mask is not None or call.is_causal or not HAS_GQA or torch.compiler.is_compiling() or not q.is_cuda
             or refusal(call) is not None):
         return False
     batch, heads, _, queries, keys = call.sizes()
-    headdim = call.q.size(3)
-    return (prefers_flash(batch, heads, queries, keys) and call.q.dtype != torch.float32
-            and headdim == call.v.size(3) and headdim % 8 == 0
-            and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-            and not torch.is_autocast_enabled("cuda"))
+    return (prefers_flash(batch, heads, queries, keys) and q.size(3) % 8 == 0  # torch pads others before
+            and not torch.is_autocast_enabled("cuda")
+            and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, call.grouped)))
+
+
+@functools.wraps(_TORCHS, ("__doc__", "__name__"), ())
+def _from_python(*args: Any, **options: Any) -> torch.Tensor:
+    """What takes the place of torch's function: :func:`sdpa`, but for the calls of a host's own attention."""
+    return (torchs if is_hosts_own() else sdpa)(*args, **options)
 
 
 class replace_sdpa(TorchFunctionMode):  # noqa: N801  # a context manager, as torch.no_grad is
@@ -101,9 +124,13 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801  # a context manager, as to
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
-        return (sdpa if func is _TORCHS else func)(*args, **kwargs or {})
+        return (_from_python if func is _TORCHS else func)(*args, **kwargs or {})
 
     def __call__(self, work: Callable[_P, _T]) -> Callable[_P, _T]:
+        if inspect.isgeneratorfunction(work) or inspect.iscoroutinefunction(work) or inspect.isasyncgenfunction(work):
+            raise ArgumentError(f"replace_sdpa: expected a function that has run when it returns, got "
+                                f"{work.__qualname__}, which runs later; enter replace_sdpa() inside it")
+
         @functools.wraps(work)
         def with_it(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             with type(self)():
@@ -114,12 +141,12 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801  # a context manager, as to
     @staticmethod
     @contextmanager
     def globally() -> Iterator[None]:
-        """The attribute ``torch.nn.functional.scaled_dot_product_attention`` is :func:`sdpa` while the context is
-        entered, for all threads. References that were taken before, with ``from torch.nn.functional import``, stay
-        torch's."""
+        """The attribute ``torch.nn.functional.scaled_dot_product_attention`` does what :func:`sdpa` does while the
+        context is entered, for all threads. References that were taken before, with ``from torch.nn.functional
+        import``, stay torch's."""
         check_gpu()
         before = F.scaled_dot_product_attention
-        F.scaled_dot_product_attention = sdpa
+        F.scaled_dot_product_attention = _from_python
         try:
             yield
         finally:
@@ -135,7 +162,8 @@ def register_flash(name: str = "sage_aot") -> None:
     backend, those of C++ and of ``torch.distributed.tensor.experimental.context_parallel`` among them;
     ``restore_flash_attention_impl()`` ends it. On Hopper torch prefers cuDNN: choose flash with
     ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)``. Calls that sage_aot does not serve run torch's own
-    kernel.
+    kernel. Calls under ``torch.no_grad`` are among them, for compiled code runs the forward of its training so; call
+    models under ``torch.inference_mode``.
 
     Raises:
         UnsupportedError: this torch has no such registration. Activating raises it where sage_aot has no kernel for the
@@ -167,23 +195,36 @@ class _Flash:
 
     def _attention(self, keys: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                    dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *,
-                   scale: float | None = None, **more: Any) -> Any:
-        def torchs() -> Any:
-            debug = (return_debug_mask,) if return_debug_mask else ()
-            return self._torchs.call_boxed(keys, query, key, value, dropout_p, is_causal, *debug, scale=scale, **more)
+                   scale: float | None = None) -> Any:
+        call = Call(query, key, value, None, is_causal, scale, dropout_p, grouped=True, bottom_right=True,
+                    beyond="a debug mask" if return_debug_mask else _training())
+        return self._attend(call, lambda: self._torchs.call_boxed(
+            keys, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale))
 
-        if return_debug_mask or is_small(query, key):
+    def _attend(self, call: Call, torchs: Callable[[], Any]) -> Any:
+        if is_small(call.q, call.k):
             return torchs()
-        call = Call(query, key, value, more.get("attn_mask"), is_causal, scale, dropout_p, grouped=True,
-                    bottom_right=True)
-        result = attend(call, torchs, return_lse=True)
-        return result if len(result) > 2 else self._outputs(query, key, *result)
+        return attend(call, torchs, return_lse=True, form=lambda made: self._outputs(call, *made))
 
-    @staticmethod
-    def _outputs(query: torch.Tensor, key: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> tuple[Any, ...]:
+    def _outputs(self, call: Call, out: torch.Tensor, lse: torch.Tensor) -> tuple[Any, ...]:
         """All outputs of the operator. What only its backward and its dropout read is left undefined: neither runs
         after a call that sage_aot serves."""
-        seed = torch.empty(2, dtype=torch.uint64, device=query.device)
-        offset = torch.empty((), dtype=torch.uint64, device=query.device)
-        debug_mask = torch.empty(0, dtype=query.dtype, device=query.device)
-        return out, lse, None, None, query.size(2), key.size(2), seed, offset, debug_mask
+        q, k = call.q, call.k
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)
+        offset = torch.empty((), dtype=torch.uint64, device=q.device)
+        debug_mask = torch.empty(0, dtype=q.dtype, device=q.device)
+        return _like(q, out), lse, None, None, q.size(2), k.size(2), seed, offset, debug_mask
+
+
+def _training() -> str | None:
+    """Compiled code runs the forward of its training with gradients switched off, as inference may, and its tensors
+    require none there. torch.inference_mode is no training, nor is a call with gradients on and none required."""
+    if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
+        return None
+    return "torch.no_grad, in which compiled training runs too"
+
+
+def _like(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The output in the strides that torch's compiled code relies on."""
+    made = torch.empty_like(q)
+    return out if made.stride() == out.stride() else made.copy_(out)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sage_aot.errors import ArgumentError, UnsupportedError
-from sage_aot.integrations._policy import Call, attend, check_gpu, count, is_small
+from sage_aot.integrations._policy import Call, attend, by_host, check_gpu, count, is_small
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -52,9 +52,9 @@ def register(name: str = NAME) -> None:
     AttentionMaskInterface.register(name, attention_mask)
 
 
-def enable(model: PreTrainedModel) -> str:
-    """Switch a loaded model to sage_aot. Returns the name of its attention implementation of before, which
-    ``model.set_attn_implementation`` takes to switch back.
+def enable(model: PreTrainedModel) -> str | dict[str, str]:
+    """Switch a loaded model to sage_aot. Returns its attention implementation of before, a name or one for each part,
+    which ``model.set_attn_implementation`` takes to switch back.
 
     Raises:
         UnsupportedError: the model's attention has arguments that only its eager implementation computes, or it cannot
@@ -66,12 +66,19 @@ def enable(model: PreTrainedModel) -> str:
                                f"{', '.join(sorted(wrong))}; leave it with its own implementation, "
                                f"{model.config._attn_implementation!r}")
     register()
-    before: str = model.config._attn_implementation
+    before = _implementation(model.config)
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise UnsupportedError(f"expected a model whose attention can be switched, got {type(model).__name__}, which "
                                f"stays at {model.config._attn_implementation!r}; leave it with that")
     return before
+
+
+def _implementation(config: Any) -> str | dict[str, str]:
+    parts = {part: getattr(config, part)._attn_implementation for part in config.sub_configs
+             if getattr(config, part, None) is not None}
+    own: str = config._attn_implementation
+    return own if all(name == own for name in parts.values()) else {"": own, **parts}
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
@@ -137,7 +144,7 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any
 def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                       attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
                       is_causal: bool | None = None, position_bias: torch.Tensor | None = None, cache: Any = None,
-                      **more: Any) -> tuple[torch.Tensor, None]:
+                      **more: Any) -> Any:
     """transformers' attention function: q, k and v ``[batch, heads, seq, headdim]``; returns the output ``[batch, seq,
     heads, headdim]`` and None for the weights.
 
@@ -149,18 +156,16 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
             raise NotImplementedError(f"sage_aot: expected no {name}, which changes the result, got one from "
                                       f"{type(module).__name__}; load the model with attn_implementation='eager'")
 
-    def host() -> tuple[torch.Tensor, None]:
-        result: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
-            position_bias=position_bias, cache=cache, **more)
-        return result
+    def host() -> Any:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+                                      is_causal=is_causal, position_bias=position_bias, cache=cache, **more)
 
     if position_bias is not None or cache is not None or more.get("output_attentions"):
         count("position_bias" if position_bias is not None else "a paged cache" if cache is not None else
               "output_attentions")
-        return host()
+        return by_host(host)
     if is_small(query, key):
-        return host()
+        return by_host(host)
     queries = query.size(2)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     meaning = Meaning.of(attention_mask)
@@ -170,5 +175,4 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         causal = at_end = queries > 1
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # so that the output is as transformers wants it
     call = Call(q, k, v, mask, causal, scaling, dropout, "NHD", grouped=True, bottom_right=at_end)
-    result = attend(call, host)
-    return result if isinstance(result, tuple) else (result, None)
+    return attend(call, host, form=lambda out: (out, None))

@@ -18,7 +18,7 @@ from sage_aot._cli import main as cli
 from sage_aot._cli.bench import USES, Row, Shape, Times, Way
 from sage_aot._tools import reference
 from sage_aot.errors import ArgumentError
-from sage_aot.integrations import audit, report
+from sage_aot.integrations import _policy, audit
 from sage_aot.integrations.torch import sdpa
 
 
@@ -85,7 +85,7 @@ def test_a_wrong_output_is_not_timed():
     right = torch.randn(2, 3, 5, 8)
     bench._check("attn", right, right)
     for wrong in (right.roll(1, 2), torch.cat([right[:1], -right[1:]]), right * torch.nan):
-        with pytest.raises(sage_aot.UnsupportedError, match="attn: expected a cosine of at least 0.998 .* not|nothing"):
+        with pytest.raises(sage_aot.UnsupportedError, match="attn: expected a cosine of at least 0.998 with torch's"):
             bench._check("attn", wrong, right)
 
 
@@ -97,6 +97,14 @@ def test_the_picture(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     bench.draw(str(tmp_path / "none.png"), [ROW], "a GPU")
     assert "no picture" in capsys.readouterr().out and not (tmp_path / "none.png").exists()
+
+
+def test_files_are_looked_at_before_the_work(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "check_gpu", lambda: None)
+    for option in ("--png", "--json"):
+        assert run(monkeypatch, "bench", option, str(tmp_path / "missing" / "file")) == 1
+        assert "bench: expected a file in a folder that exists, got" in capsys.readouterr().err
 
 
 def test_the_bench_needs_a_gpu(monkeypatch, capsys):
@@ -120,6 +128,13 @@ def test_an_audit_compares_what_is_served_with_the_host():
     shapes = q.shape, k.shape, "HND"
     assert [call[:5] for call in calls] == [(*shapes, True, False), (*shapes, False, True)]
     assert calls[0].accuracy == reference.measure(out, exact) and 0.99 < calls[0].accuracy.cosine < 1
+
+
+def test_compiled_calls_are_not_audited():
+    q, k, v = torch.randn(3, 1, 2, 20, 64)
+    with audit() as calls:
+        torch.compile(lambda q, k, v: sdpa(q, k, v), backend="eager", fullgraph=True)(q, k, v)
+    assert calls == []
 
 
 def test_audits_nest():
@@ -146,8 +161,33 @@ def test_a_model_is_audited(monkeypatch, capsys, saved):
     rows = [line.split(" | ") for line in lines if line.startswith("| ") and line[2].isdigit()]
     assert [row[0] for row in rows] == ["| 0", "| 1"] and all(row[3] == "causal" for row in rows)
     assert all(0.99 < float(row[4]) < 1 and 0 < float(row[5]) < 10 for row in rows)
-    assert lines[-1].startswith("last hidden states: cosine 0.99")
-    assert report()["sage_aot"] == 2
+    assert lines[-2].startswith("last hidden states: cosine 0.99")
+    assert lines[-1] == "calls: {'sage_aot': 2}"
+
+
+@pytest.mark.parametrize(("kind", "config"), [
+    ("T5", {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}),
+    ("CLIP", {"text_config": {"num_hidden_layers": 1}, "vision_config": {"num_hidden_layers": 1}}),
+    ("ViT", {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16})])
+def test_a_model_that_reads_no_text_alone_is_refused(monkeypatch, capsys, tmp_path, kind, config):
+    import transformers
+
+    getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**config)).save_pretrained(tmp_path)
+    assert run(monkeypatch, "audit", str(tmp_path)) == 1
+    assert f"audit: expected a model that reads one text, got {kind}Model" in capsys.readouterr().err
+
+
+def test_no_more_tokens_than_a_model_has_positions(monkeypatch, capsys, saved):
+    made = MODELS["bert"]()
+    made.save_pretrained(saved / "bert")
+    assert run(monkeypatch, "audit", str(saved / "bert")) == 0
+    assert f" {made.config.max_position_embeddings} tokens" in capsys.readouterr().out
+
+
+def test_an_audit_without_served_calls_says_so(monkeypatch, capsys, saved):
+    monkeypatch.setattr(_policy, "refusal", lambda call: "a reason")
+    assert run(monkeypatch, "audit", str(saved / "llama"), "--tokens", "50") == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "calls: {'a reason': 2}"
 
 
 def test_a_text_is_read(monkeypatch, capsys, saved):

@@ -3,6 +3,12 @@ attention in place of the kernels, and little with the kernels' arithmetic."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 from exact import served_calls
@@ -10,9 +16,10 @@ from exact import served_calls
 diffusers = pytest.importorskip("diffusers", minversion="0.36")
 
 from diffusers.models import attention_dispatch  # noqa: E402
+from diffusers.models.attention import AttentionModuleMixin  # noqa: E402
 
 from sage_aot.errors import ArgumentError, UnsupportedError  # noqa: E402
-from sage_aot.integrations import Policy, report, reset_report, use  # noqa: E402
+from sage_aot.integrations import Policy, _policy, report, reset_report, use  # noqa: E402
 from sage_aot.integrations import diffusers as integration  # noqa: E402
 from sage_aot.integrations._policy import SLOWER  # noqa: E402
 
@@ -90,6 +97,10 @@ MODELS = {"wan": wan, "flux": flux, "qwen image": qwen_image, "hunyuan video": h
           "cogvideox": cogvideox, "unet": unet}
 PATCHED = {"hunyuan video", "sd3", "cogvideox", "unet"}
 """Those whose attention calls torch itself, at least some of it."""
+
+
+def attention_of(made):
+    return [module for module in made.modules() if isinstance(module, AttentionModuleMixin)]
 
 
 def sample(made, inputs):
@@ -208,6 +219,74 @@ def test_hooks_of_others_stay(exact):
     assert made.forward is hooked
 
 
+def test_hooks_on_models_whose_forward_is_their_own_may_stay(exact):
+    made, _ = wan()
+    before = [module.processor._attention_backend for module in attention_of(made)]
+    integration.enable(made)
+    made.forward = hook = lambda **inputs: None
+    integration.disable(made)
+    assert made.forward is hook and [module.processor._attention_backend for module in attention_of(made)] == before
+
+
+@pytest.mark.parametrize("build", [wan, sd3])
+def test_a_model_ends_when_nobody_has_it(build):
+    made, _ = build()
+    integration.enable(made)
+    gone = weakref.ref(made)
+    del made
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("build", [wan, sd3])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))],
+                         ids=["copy", "pickle"])
+def test_copies_of_a_model_are_served_with_their_own_weights(exact, build, copied):
+    made, inputs = build()
+    expected = sample(made, inputs)
+    integration.enable(made)
+    other = copied(made)
+    for parameter in other.parameters():
+        torch.nn.init.zeros_(parameter)
+    assert sample(other, inputs).eq(0).all() and served_calls() > 0
+    served = served_calls()
+    integration.disable(other)
+    sample(other, inputs)
+    assert served_calls() == served
+    torch.testing.assert_close(sample(made, inputs), expected, rtol=0, atol=1e-5)
+    assert served_calls() > served
+
+
+def test_processors_of_later_are_served_by_enabling_again(exact):
+    made, inputs = wan()
+    number = integration.enable(made)
+    fresh = [type(module.processor)() for module in attention_of(made)]
+    for module, processor in zip(attention_of(made), fresh):
+        module.set_processor(processor)
+    sample(made, inputs)
+    assert report() == {}
+    assert integration.enable(made) == number
+    sample(made, inputs)
+    assert served_calls() == number
+    integration.disable(made)
+    assert all(processor._attention_backend is None for processor in fresh)
+
+
+def test_training_with_context_parallelism_is_the_hosts():
+    """diffusers calls its forward with gradients switched off; its own context says that some are wanted."""
+    ctx = SimpleNamespace(needs_input_grad=(True, False, False), save_for_backward=lambda *saved: None)
+    x = K.clone().requires_grad_()
+    with torch.no_grad():
+        found = integration._forward(ctx, x, K, K)
+        assert report() == {"gradients": 1}
+        assert torch.equal(found, attention_dispatch._native_attention(x, K, K))
+        with pytest.raises(UnsupportedError, match="got: gradients; .* no log-sum-exp"):
+            integration._forward(ctx, x, K, K, return_lse=True)
+        ctx.needs_input_grad = (False,) * 3
+        integration._forward(ctx, K, K, K)
+    assert served_calls() == 1
+
+
 @pytest.mark.parametrize("wrong", [torch.nn.Linear(1, 1), None, "model"])
 def test_what_is_no_model_is_refused(wrong):
     with pytest.raises(ArgumentError, match="expected a model or a pipeline of diffusers, got (Linear|NoneType|str)"):
@@ -257,3 +336,12 @@ def test_small_calls_go_to_the_native_backend():
         assert torch.equal(integration.attention(Q, K, K, scale=0.3),
                            attention_dispatch._native_attention(Q, K, K, scale=0.3))
     assert report() == {SLOWER: 1}
+
+
+@pytest.mark.parametrize(("fewer", "reason"), [(0, "tensors on the CPU"), (1, SLOWER)])
+def test_small_is_a_matter_of_queries_and_keys(monkeypatch, fewer, reason):
+    """And not of heads, which stand where other layouts have the keys."""
+    monkeypatch.setattr(_policy, "LEAST_OPERATIONS", 4 * Q.numel() * 40 + fewer)
+    with use(Policy()):
+        integration.attention(Q, K, K)
+    assert report() == {reason: 1}

@@ -429,6 +429,19 @@ def test_what_packed_sequences_have_not():
 # --- hosts ------------------------------------------------------------------------------------------------------------
 
 
+def test_refusals_are_counted():
+    """Hosts may hide the errors."""
+    qkv, args = tensors(), packed([9, 21])
+    q = args[0].clone().requires_grad_()
+    for refused in (lambda: BY_GPU(*qkv, window_size=(3, 3)), lambda: VARLEN(*args, dropout_p=0.5),
+                    lambda: VARLEN(q, *args[1:]), lambda: VARLEN(*packed([9, 1], keys=[8, 2]), is_causal=True),
+                    lambda: VARLEN(*args, softcap=3.0)):
+        with pytest.raises(UnsupportedError):
+            refused()
+    assert report() == {"the argument window_size": 1, "dropout_p of packed sequences": 1, "gradients": 1,
+                        "is_causal of unequal sequences": 1, "the argument softcap": 1}
+
+
 @pytest.mark.parametrize("kind", ["SAGE_AUTO", "SAGE_FP16", "SAGE_FP16_TRITON", "SAGE_FP8", "SAGE_FP8_SM90"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_yunchangs_own_functions_have_scale_and_causality(exact, kind, is_causal):

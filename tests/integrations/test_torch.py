@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from exact import served_calls
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as captured
 
 from sage_aot._backends import cuda
 from sage_aot._tools import explain as explaining
-from sage_aot.errors import UnsupportedError
-from sage_aot.integrations import Policy, _policy, report, use
+from sage_aot._tools.reference import measure
+from sage_aot.errors import ArgumentError, UnsupportedError
+from sage_aot.integrations import Policy, _policy, audit, report, use
 from sage_aot.integrations import torch as integration
-from sage_aot.integrations._policy import SLOWER
-from sage_aot.integrations.torch import _Flash, register_flash, replace_sdpa, sdpa
+from sage_aot.integrations._policy import SLOWER, Call, attend
+from sage_aot.integrations.torch import _Flash, _training, register_flash, replace_sdpa, sdpa, torchs
 
 
 @pytest.fixture
@@ -122,7 +126,7 @@ def test_a_context_holds_for_its_thread(qkv):
 
 def test_globally(qkv):
     with replace_sdpa.globally():
-        assert F.scaled_dot_product_attention is sdpa
+        assert F.scaled_dot_product_attention is not captured
         in_a_thread(lambda: F.scaled_dot_product_attention(*qkv))
         captured(*qkv)
         assert served_calls() == 1
@@ -135,6 +139,70 @@ def test_both_at_once(qkv):
         captured(*qkv)
         F.scaled_dot_product_attention(*qkv)
     assert report() == {"sage_aot": 2}
+
+
+@pytest.mark.parametrize("replaced", [replace_sdpa, replace_sdpa.globally])
+def test_the_hosts_own_attention_is_torchs(qkv, replaced):
+    """A host's fallback calls torch's function, which is replaced: the call is decided about once."""
+    def host():
+        return F.scaled_dot_product_attention(*qkv)
+
+    expected = torchs(*qkv)
+    with replaced():
+        assert torch.equal(attend(Call(*qkv, dropout=0.5), host), expected)
+        assert report() == {"dropout": 1}
+        with audit() as calls:
+            attend(Call(*qkv), host)
+        assert len(calls) == 1 and calls[0].accuracy == measure(attend(Call(*qkv), host), expected)
+        with pytest.raises(KeyError):
+            attend(Call(*qkv, dropout=0.5), lambda: {}["missing"])
+        F.scaled_dot_product_attention(*qkv)
+    assert report() == {"dropout": 2, "sage_aot": 3}
+
+
+def test_other_threads_are_served_while_a_host_computes(qkv):
+    with replace_sdpa.globally():
+        attend(Call(*qkv, dropout=0.5), lambda: in_a_thread(lambda: F.scaled_dot_product_attention(*qkv)))
+    assert report() == {"dropout": 1, "sage_aot": 1}
+
+
+@pytest.mark.parametrize("replaced", [replace_sdpa, replace_sdpa.globally, nullcontext])
+def test_masks_of_subclasses_compute_themselves(exact, qkv, replaced):
+    q, k, v = qkv[0][:, :, :30], *qkv[1:]
+    bias = causal_lower_right(30, 40)
+    expected = captured(q, k, v, bias, scale=0.3)
+    with replaced():
+        out = F.scaled_dot_product_attention(q, k, v, bias, scale=0.3)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(sdpa(q, k, v, bias, scale=0.3), expected, rtol=0, atol=1e-5)
+    assert report()["a mask of a subclass"] == (1 if replaced is nullcontext else 2)
+
+
+@pytest.mark.parametrize("work", ["def work(): yield", "async def work(): pass", "async def work(): yield"])
+def test_functions_that_run_later_are_refused(work):
+    exec(work, made := {})
+    with pytest.raises(ArgumentError, match="replace_sdpa: .*got work, which runs later; enter replace_sdpa.* inside"):
+        replace_sdpa()(made["work"])
+
+
+def test_torch_before_grouped_heads(monkeypatch, qkv):
+    """torch 2.4 has no enable_gqa."""
+    def of_torch_24(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None):
+        return query + (scale or 0)
+
+    monkeypatch.setattr(integration, "_TORCHS", of_torch_24)
+    monkeypatch.setattr(integration, "HAS_GQA", False)
+    with use(Policy()):
+        assert torch.equal(sdpa(*qkv, scale=2.0), qkv[0] + 2)
+        assert torch.equal(sdpa(*few_queries()), few_queries()[0])
+    assert torch.equal(sdpa(*qkv, dropout_p=0.5), qkv[0])
+
+
+def test_a_traced_call_has_no_number_of_the_trace(exact, qkv):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit, and of branches by shapes
+        traced = torch.jit.trace(lambda *args: sdpa(*args), qkv)
+    torch.testing.assert_close(traced(*qkv), captured(*qkv), rtol=0, atol=1e-5)
 
 
 def test_a_function_of_torch_that_calls_it_is_reached_globally_alone(qkv):
@@ -221,16 +289,17 @@ def few_queries(*, keys=2048, headdim=64, v_headdim=64, kv_heads=4, dtype=torch.
 @pytest.mark.parametrize(("tensors", "options", "torch_says", "by_flash"), [
     ({}, {}, {}, True), ({"kv_heads": 2}, {"enable_gqa": True}, {}, True),
     ({"headdim": 32, "v_headdim": 32}, {}, {}, True), ({"kv_heads": 2}, {}, {}, False), ({"keys": 2047}, {}, {}, False),
-    ({"headdim": 60, "v_headdim": 60}, {}, {}, False), ({"v_headdim": 32}, {}, {}, False),
-    ({"grad": True}, {}, {}, False), ({"dtype": torch.float32}, {}, {}, False), ({}, {"is_causal": True}, {}, False),
+    ({"headdim": 60, "v_headdim": 60}, {}, {}, False), ({"grad": True}, {}, {}, False),
+    ({}, {"is_causal": True}, {}, False),
     ({}, {"attn_mask": torch.ones(1, 1, 1, 2048).bool()}, {}, False), ({}, {"dropout_p": 0.5}, {}, False),
-    ({}, {}, {"is_cuda": False}, False), ({}, {}, {"flash_sdp_enabled": False}, False),
+    ({}, {}, {"is_cuda": False}, False), ({}, {}, {"can_use_flash_attention": False}, False),
     ({}, {}, {"is_autocast_enabled": True}, False)], ids=str)
 def test_few_queries_run_by_flash(monkeypatch, tensors, options, torch_says, by_flash):
     """What a GPU would do, where torch would choose cuDNN: both ways are stand-ins here."""
-    says = {"is_cuda": True, "flash_sdp_enabled": True, "is_autocast_enabled": False, **torch_says}
+    says = {"is_cuda": True, "can_use_flash_attention": True, "is_autocast_enabled": False, **torch_says}
     monkeypatch.setattr(torch.Tensor, "is_cuda", says["is_cuda"])
-    monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: says["flash_sdp_enabled"])
+    monkeypatch.setattr(integration, "can_use_flash_attention", lambda params: (
+        params.enable_gqa is options.get("enable_gqa", False) and says["can_use_flash_attention"]))
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: says["is_autocast_enabled"])
     ran = []
     monkeypatch.setattr(integration, "_TORCHS", lambda *args, **options: ran.append("torch's choice"))
@@ -249,9 +318,14 @@ class FlashOfTheCpu(_Flash):
 
     OPERATOR, KEY = "_scaled_dot_product_flash_attention_for_cpu", "CPU"
 
-    @staticmethod
-    def _outputs(query, key, out, lse):
-        return out, lse
+    def _attention(self, keys, query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+        call = Call(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=True, bottom_right=True,
+                    beyond=_training())
+        return self._attend(call, lambda: self._torchs.call_boxed(
+            keys, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale))
+
+    def _outputs(self, call, out, lse):
+        return super()._outputs(call, out, lse)[:2]
 
 
 @pytest.fixture
@@ -276,28 +350,55 @@ def test_torchs_flash_attention_is_served(exact, flash, qkv, options):
 
 def test_the_log_sum_exp_of_torchs_flash_attention(exact, flash, qkv):
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    (out, lse), = [operator(*qkv, 0.0, True, scale=0.3)]
+    out, lse = operator(*qkv, 0.0, True, scale=0.3)
     torch.nn.attention.restore_flash_attention_impl()
-    expected = operator(*qkv, 0.0, True, scale=0.3)
-    torch.testing.assert_close((out, lse), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close((out, lse), operator(*qkv, 0.0, True, scale=0.3), rtol=0, atol=1e-5)
 
 
-def test_training_with_torchs_flash_attention_is_torchs(flash, qkv):
-    q, k, v = (x.clone().requires_grad_() for x in qkv)
-    captured(q, k, v).square().sum().backward()
-    found = [x.grad for x in (q, k, v)]
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 2, 0, 3), (2, 0, 1, 3), (0, 1, 2, 3, "part")],
+                         ids=str)
+def test_the_output_of_the_operator_has_torchs_strides(exact, flash, order):
+    """As compiled code expects them."""
+    sizes = [(2, 4, 40, 64)[dim] for dim in order[:4]]
+    whole = torch.randn(3, *sizes[:3], 128 if order[4:] else 64)[..., :64]
+    q, k, v = (x.permute([order[:4].index(dim) for dim in range(4)]) for x in whole)
+    assert q.shape == (2, 4, 40, 64)
+    out = captured(q, k, v)
+    assert served_calls() == 1 and out.stride() == torch.empty_like(q).stride()
     torch.nn.attention.restore_flash_attention_impl()
+    torch.testing.assert_close(out, captured(q, k, v), rtol=0, atol=1e-5)
+
+
+def gradients(work, qkv):
     q, k, v = (x.clone().requires_grad_() for x in qkv)
-    captured(q, k, v).square().sum().backward()
-    assert all(torch.equal(one, x.grad) for one, x in zip(found, (q, k, v)))
-    assert report() == {"gradients": 1}
+    work(q, k, v).square().sum().backward()
+    return [x.grad for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_with_torchs_flash_attention_is_torchs(flash, qkv, compiled):
+    def work(q, k, v):
+        return captured(q, k, v, scale=0.3)
+
+    found = gradients(torch.compile(work, backend="aot_eager") if compiled else work, qkv)
+    assert report() == {"torch.no_grad, in which compiled training runs too" if compiled else "gradients": 1}
+    torch.nn.attention.restore_flash_attention_impl()
+    assert all(torch.equal(one, other) for one, other in zip(found, gradients(work, qkv)))
+
+
+def test_inference_with_torchs_flash_attention_is_served(exact, flash, qkv):
+    captured(*qkv)
+    with torch.inference_mode():
+        captured(*qkv)
+        torch.compile(lambda *args: captured(*args), backend="aot_eager")(*qkv)
+    assert report() == {"sage_aot": 3}
 
 
 def test_all_outputs_of_the_operator(qkv):
     """Number, dtypes and sizes as torch's own."""
-    q, k, v = qkv
-    meta = torch.ops.aten._scaled_dot_product_flash_attention(*(x.to("meta") for x in qkv))
-    ours = _Flash._outputs(q, k, torch.empty_like(q), torch.empty(q.shape[:3]))
+    q, k, v = qkv[0][:, :, :30], *qkv[1:]
+    meta = torch.ops.aten._scaled_dot_product_flash_attention(*(x.to("meta") for x in (q, k, v)))
+    ours = _Flash._outputs(None, Call(q, k, v), torch.empty_like(q), torch.empty(q.shape[:3]))
     expected, found = ([(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in outputs]
                        for outputs in (meta, ours))
     assert found == expected

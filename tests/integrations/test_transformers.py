@@ -251,3 +251,21 @@ def test_other_policies_leave_the_host_alone():
     with use(Policy()):
         assert torch.equal(outputs(made, None, "sage_aot"), outputs(made, None, "sdpa"))
     assert report() == {SLOWER: 2}
+
+
+def test_parts_of_a_model_get_their_own_implementation_back():
+    config = transformers.CLIPConfig(
+        text_config={"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16,
+                     "vocab_size": 32, "max_position_embeddings": 8},
+        vision_config={"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16,
+                       "image_size": 8, "patch_size": 4})
+    made = transformers.CLIPModel(config)
+    for implementations in ({"text_config": "eager", "vision_config": "sdpa"}, "sdpa"):
+        made.set_attn_implementation(implementations)
+        parts = made.config, made.config.text_config, made.config.vision_config
+        names = [part._attn_implementation for part in parts]
+        before = integration.enable(made)
+        assert [part._attn_implementation for part in parts] == ["sage_aot"] * 3
+        made.set_attn_implementation(before)
+        assert [part._attn_implementation for part in parts] == names
+    assert before == "sdpa"

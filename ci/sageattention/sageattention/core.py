@@ -24,7 +24,7 @@ import torch
 from sage_aot import attn_varlen, explain
 from sage_aot._problem.check import check_tensors_are
 from sage_aot._problem.options import LAYOUTS, OPTIONS
-from sage_aot.errors import ArgumentError, UnsupportedError
+from sage_aot.errors import ArgumentError
 from sage_aot.integrations._policy import (
     NEUTRAL,
     SERVED,
@@ -34,8 +34,10 @@ from sage_aot.integrations._policy import (
     count,
     current,
     refusal,
+    refused,
     serve_anyway,
 )
+from sage_aot.integrations.torch import torchs
 
 _OTHERWISE = "let another attention of the host compute it, such as torch's scaled_dot_product_attention"
 
@@ -46,9 +48,6 @@ _ALSO: Mapping[str, Any] = {"attn_mask": None, "softmax_scale": None, "scale": N
 _GRANULARITIES = "per_warp", "per_thread"
 _F16_SUMS = "fp32", "fp16", "fp16+fp32"
 _F8_SUMS = "fp32+fp16", "fp32", "fp32+fp32"
-
-# Not the attribute of torch.nn.functional, in whose place some programs put sageattn.
-_torchs = torch._C._nn.scaled_dot_product_attention
 
 
 # --- the functions ----------------------------------------------------------------------------------------------------
@@ -173,14 +172,17 @@ def sageattn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlen
     """
     given = _given("sageattn_varlen", is_causal, sm_scale, kwargs)
     check_tensors_are(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    for name, unsupported in (("attn_mask", given.mask is not None), ("dropout_p", given.dropout > 0)):
+    for name, unsupported in (("attn_mask", given.mask is not None), ("dropout_p", given.dropout != 0)):
         if unsupported:
-            raise UnsupportedError(f"{name}: expected {_ALSO[name]} for packed sequences, got {kwargs[name]!r}; "
-                                   f"{_OTHERWISE}")
+            raise refused(f"{name} of packed sequences", f"{name}: expected {_ALSO[name]} for packed sequences, got "
+                                                         f"{kwargs[name]!r}; {_OTHERWISE}")
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise refused("gradients", f"expected tensors that require no gradients, got some that do; {_OTHERWISE}")
     if given.is_causal and not given.bottom_right and (q.shape[:1], max_seqlen_q) != (k.shape[:1], max_seqlen_k):
-        raise UnsupportedError(f"is_causal: expected sequences with as many queries as keys, got {q.shape[:1].numel()} "
-                               f"and {k.shape[:1].numel()} tokens, the longest of {max_seqlen_q} and {max_seqlen_k}; "
-                               f"for a mask that is aligned bottom-right pass causal=True")
+        raise refused("is_causal of unequal sequences",
+                      f"is_causal: expected sequences with as many queries as keys, got {q.shape[:1].numel()} and "
+                      f"{k.shape[:1].numel()} tokens, the longest of {max_seqlen_q} and {max_seqlen_k}; for a mask "
+                      f"that is aligned bottom-right pass causal=True")
     cu_seqlens_q, cu_seqlens_k = (x.int() if x.dtype == torch.int64 else x for x in (cu_seqlens_q, cu_seqlens_k))
     options = {**current().options, **_changed(smooth_k=smooth_k)}
     out: torch.Tensor = attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -265,8 +267,8 @@ def _torch_serves_the_mask(call: Call, return_lse: bool) -> bool:
 
 def _by_torch(call: Call) -> torch.Tensor:
     q, k, v = call[:3] if call.layout == "HND" else (x.transpose(1, 2) for x in call[:3])
-    grouped = {"enable_gqa": True} if q.size(1) != k.size(1) else {}  # not before torch 2.5
-    out: torch.Tensor = _torchs(q, k, v, call.mask, scale=call.scale, **grouped)
+    # not by the attribute of torch.nn.functional, in whose place some programs put sageattn
+    out = torchs(q, k, v, call.mask, scale=call.scale, enable_gqa=q.size(1) != k.size(1))
     return out if call.layout == "HND" else out.transpose(1, 2).contiguous()
 
 
