@@ -180,7 +180,8 @@ def is_small(q: torch.Tensor, k: torch.Tensor, rows: int = -2) -> bool:
     """Whether the policy leaves a call to the host for its size, whatever else it asks for; counts it if so. Adapters
     ask before they make a :class:`Call`, which takes longer than SDPA's launch allows. `rows`: k's dimension of keys.
     """
-    if _policy.when != "faster" or k.is_nested or 4 * q.numel() * k.size(rows) >= LEAST_OPERATIONS:
+    if (_policy.when != "faster" or type(k) is not torch.Tensor or k.is_nested  # torch.export, whose sizes may be any
+            or 4 * q.numel() * k.size(rows) >= LEAST_OPERATIONS):
         return False
     count(SLOWER)
     return True

@@ -198,6 +198,20 @@ def test_torch_before_grouped_heads(monkeypatch, qkv):
     assert torch.equal(sdpa(*qkv, dropout_p=0.5), qkv[0])
 
 
+@pytest.mark.parametrize("when", ["faster", "possible"])
+def test_exported_for_any_length(when):
+    """torch.export traces with tensors of a subclass: the call is torch's, whatever the policy."""
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return sdpa(q, k, v, scale=0.3)
+
+    length = torch.export.Dim("length", min=2, max=2**20)
+    with use(Policy(when)):
+        exported = torch.export.export(Model(), tuple(torch.randn(3, 1, 2, 50, 64)), dynamic_shapes=({2: length},) * 3)
+    q, k, v = torch.randn(3, 1, 2, 9000, 64)
+    torch.testing.assert_close(exported.module()(q, k, v), captured(q, k, v, scale=0.3), rtol=0, atol=1e-5)
+
+
 def test_a_traced_call_has_no_number_of_the_trace(exact, qkv):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.jit, and of branches by shapes
