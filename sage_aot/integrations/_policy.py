@@ -25,7 +25,7 @@ from sage_aot._kernels.axes import MAX_HEADDIM
 from sage_aot._problem.options import OPTIONS, Options
 from sage_aot._tools.explain import explain
 from sage_aot.errors import ArgumentError, UnsupportedError
-from sage_aot.integrations._gain import LEAST_OPERATIONS, is_faster
+from sage_aot.integrations._gain import LEAST_CAUSAL, LEAST_FULL, LEAST_MASKED, is_faster
 
 SERVED = "sage_aot"
 """The line of the report that counts the calls that sage_aot served."""
@@ -176,12 +176,13 @@ class Call(NamedTuple):
         return self.q.size(0), self.q.size(heads), self.k.size(heads), self.q.size(rows), self.k.size(rows)
 
 
-def is_small(q: torch.Tensor, k: torch.Tensor, rows: int = -2) -> bool:
+def is_small(q: torch.Tensor, k: torch.Tensor, has_mask: bool, is_causal: bool, rows: int = -2) -> bool:
     """Whether the policy leaves a call to the host for its size, whatever else it asks for; counts it if so. Adapters
     ask before they make a :class:`Call`, which takes longer than SDPA's launch allows. `rows`: k's dimension of keys.
     """
-    if (_policy.when != "faster" or type(k) is not torch.Tensor or k.is_nested  # torch.export, whose sizes may be any
-            or 4 * q.numel() * k.size(rows) >= LEAST_OPERATIONS):
+    if _policy.when != "faster" or type(k) is not torch.Tensor or k.is_nested:  # torch.export, whose sizes may be any
+        return False
+    if 4 * q.numel() * k.size(rows) >= (LEAST_MASKED if has_mask else LEAST_CAUSAL if is_causal else LEAST_FULL):
         return False
     count(SLOWER)
     return True

@@ -166,7 +166,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_
     def native() -> Any:
         return dispatch._native_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
-    if not return_lse and is_small(query, key, rows=1):
+    if not return_lse and is_small(query, key, attn_mask is not None, is_causal, rows=1):
         return by_host(native)
     mask = attn_mask[:, None, None, :] if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.shape == (
         query.size(0), key.size(1)) else attn_mask

@@ -62,7 +62,7 @@ def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask:
             F.scaled_dot_product_attention, (attn_mask,), query, key, value, attn_mask, dropout_p, is_causal,
             scale=scale, **({"enable_gqa": True} if enable_gqa else {}))
         return made
-    small = is_small(query, key)
+    small = is_small(query, key, attn_mask is not None, is_causal)
     if small and (key.size(-2) < LEAST_KEYS_OF_FLASH or query.size(-2) == 1):  # the host's time counts
         return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = Call(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=enable_gqa)
@@ -92,10 +92,11 @@ def _runs_faster_by_flash(call: Call) -> bool:
     """Whether torch's flash backend takes a call, and is expected to be faster than the one that torch chooses."""
     q, k, v = call[:3]
     if (call.mask is not None or call.is_causal or not HAS_GQA or torch.compiler.is_compiling() or not q.is_cuda
-            or refusal(call) is not None):
+            or not q.dim() == k.dim() == 4):
         return False
     batch, heads, _, queries, keys = call.sizes()
-    return (prefers_flash(batch, heads, queries, keys) and q.size(3) % 8 == 0  # torch pads others before
+    return (prefers_flash(batch, heads, queries, keys) and refusal(call) is None
+            and q.size(3) % 8 == 0  # torch pads others before
             and not torch.is_autocast_enabled("cuda")
             and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, call.grouped)))
 
@@ -202,7 +203,7 @@ class _Flash:
             keys, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale))
 
     def _attend(self, call: Call, torchs: Callable[[], Any]) -> Any:
-        if is_small(call.q, call.k):
+        if is_small(call.q, call.k, call.mask is not None, call.is_causal):
             return torchs()
         return attend(call, torchs, return_lse=True, form=lambda made: self._outputs(call, *made))
 

@@ -164,7 +164,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         count("position_bias" if position_bias is not None else "a paged cache" if cache is not None else
               "output_attentions")
         return by_host(host)
-    if is_small(query, key):
+    if is_small(query, key, attention_mask is not None, True):
         return by_host(host)
     queries = query.size(2)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -155,6 +155,7 @@ def saved(tmp_path):
 
 
 def test_a_model_is_audited(monkeypatch, capsys, saved):
+    _policy.count("of before")
     assert run(monkeypatch, "audit", str(saved / "llama"), "--tokens", "50") == 0
     lines = capsys.readouterr().out.splitlines()
     assert "50 tokens, cpu, bf16" in lines[0]

@@ -341,7 +341,7 @@ def test_small_calls_go_to_the_native_backend():
 @pytest.mark.parametrize(("fewer", "reason"), [(0, "tensors on the CPU"), (1, SLOWER)])
 def test_small_is_a_matter_of_queries_and_keys(monkeypatch, fewer, reason):
     """And not of heads, which stand where other layouts have the keys."""
-    monkeypatch.setattr(_policy, "LEAST_OPERATIONS", 4 * Q.numel() * 40 + fewer)
+    monkeypatch.setattr(_policy, "LEAST_FULL", 4 * Q.numel() * 40 + fewer)
     with use(Policy()):
         integration.attention(Q, K, K)
     assert report() == {reason: 1}

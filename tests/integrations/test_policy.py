@@ -19,7 +19,16 @@ from torch.autograd import forward_ad
 import sage_aot
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import Policy, _policy, report, reset_report, use
-from sage_aot.integrations._gain import CAUSAL, FULL, LEAST_OPERATIONS, MASKED, is_faster, prefers_flash
+from sage_aot.integrations._gain import (
+    CAUSAL,
+    FULL,
+    LEAST_CAUSAL,
+    LEAST_FULL,
+    LEAST_MASKED,
+    MASKED,
+    is_faster,
+    prefers_flash,
+)
 from sage_aot.integrations._policy import SLOWER, Call, attend, is_small, key_mask_of, refusal
 
 
@@ -273,38 +282,29 @@ def test_calls_on_the_cpu_and_slower_calls_are_the_hosts(monkeypatch):
 
 
 @pytest.mark.parametrize(("q", "k", "rows"), [((3, 4, 8, 64), (3, 2, 5, 64), -2), ((3, 8, 4, 64), (3, 5, 2, 64), 1)])
-def test_small_calls_are_left_to_the_host_at_once(monkeypatch, q, k, rows):
+@pytest.mark.parametrize(("has_mask", "is_causal", "bound"), [
+    (True, False, "LEAST_MASKED"), (True, True, "LEAST_MASKED"), (False, True, "LEAST_CAUSAL"),
+    (False, False, "LEAST_FULL")])
+def test_small_calls_are_left_to_the_host_at_once(monkeypatch, q, k, rows, has_mask, is_causal, bound):
     q, k = torch.empty(q), torch.empty(k)
     operations = 4 * 3 * 4 * 8 * 5 * 64  # for each pair of a query and a key and each channel
     for least, small in ((operations, False), (operations + 1, True)):
-        monkeypatch.setattr(_policy, "LEAST_OPERATIONS", least)
+        monkeypatch.setattr(_policy, bound, least)
         with use(Policy()):
-            assert is_small(q, k, rows) is small
-        assert not is_small(q, k, rows), "the policy serves whatever is possible"
+            assert is_small(q, k, has_mask, is_causal, rows) is small
+        assert not is_small(q, k, has_mask, is_causal, rows), "the policy serves whatever is possible"
     assert report() == {SLOWER: 1}
     with use(Policy()):
-        assert not is_small(NESTED, NESTED)
+        assert not is_small(NESTED, NESTED, has_mask, is_causal)
 
 
 def test_no_small_call_is_faster():
-    headdims, causal, masks = (64, 128, 256), (False, True), (False, True)
-    for headdim, is_causal, has_mask in itertools.product(headdims, causal, masks):
-        queries = next(n for n in range(64, 9999, 64) if is_faster(1, 24, 2, n, 4096, headdim, is_causal, has_mask))
-        assert 4 * 24 * queries * 4096 * headdim >= LEAST_OPERATIONS > 1e9
-
-
-def test_keys_that_no_query_sees_do_not_count_as_work(monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(_policy, "is_faster", lambda *args: asked.append(args))
-    with use(Policy()):
-        for described in (call(is_causal=True), call(is_causal=True, bottom_right=True), call(mask=mask(1, 40))):
-            attend(described, lambda: None)
-    assert asked == [(2, 4, 4, 30, 30, 64, True, False), (2, 4, 4, 30, 40, 64, True, False),
-                     (2, 4, 4, 30, 40, 64, False, True)]
-
-
-# --- policies and the report ------------------------------------------------------------------------------------------
+    masks = (False, False, LEAST_FULL), (True, False, LEAST_CAUSAL), (False, True, LEAST_MASKED)
+    for headdim, (is_causal, has_mask, least) in itertools.product((64, 128, 256), masks):
+        for keys in (4096, 64):  # with 64 the causal mask saves half
+            queries = next(n for n in range(64, 10**7, 64)
+                           if is_faster(1, 24, 2, n, max(n, keys), headdim, is_causal, has_mask))
+            assert 4 * 24 * queries * max(queries, keys) * headdim >= least > 1e9
 
 
 @pytest.mark.parametrize(("wrong", "message"), [

@@ -192,10 +192,12 @@ def test_torch_before_grouped_heads(monkeypatch, qkv):
 
     monkeypatch.setattr(integration, "_TORCHS", of_torch_24)
     monkeypatch.setattr(integration, "HAS_GQA", False)
+    assert torch.equal(sdpa(*qkv, dropout_p=0.5), qkv[0])
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(integration, "SDPAParams", lambda *six: {}["a seventh"])
     with use(Policy()):
         assert torch.equal(sdpa(*qkv, scale=2.0), qkv[0] + 2)
         assert torch.equal(sdpa(*few_queries()), few_queries()[0])
-    assert torch.equal(sdpa(*qkv, dropout_p=0.5), qkv[0])
 
 
 @pytest.mark.parametrize("when", ["faster", "possible"])
@@ -416,6 +418,22 @@ def test_all_outputs_of_the_operator(qkv):
     expected, found = ([(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in outputs]
                        for outputs in (meta, ours))
     assert found == expected
+
+
+def test_the_operator_of_cuda_takes_the_calls_of_inference(exact, qkv):
+    """Its kernel is not called here: a stand-in says what it was called with."""
+    flash = object.__new__(_Flash)
+    flash._torchs = SimpleNamespace(call_boxed=lambda *args, **options: (args, options))
+    keys = object()
+    asked = (keys, *qkv, 0.0, True, True), {"scale": 0.3}
+    assert flash._attention(*asked[0], **asked[1]) == asked
+    with torch.no_grad():
+        args, options = flash._attention(keys, *qkv)
+    assert args[4:] == (0.0, False, False) and options == {"scale": None}
+    assert report() == {"a debug mask": 1, "torch.no_grad, in which compiled training runs too": 1}
+    out, *_, debug_mask = flash._attention(keys, *qkv, 0.0, True, scale=0.3)
+    torch.testing.assert_close(out, captured(*qkv, is_causal=True, scale=0.3), rtol=0, atol=1e-5)
+    assert served_calls() == 1 and debug_mask.numel() == 0
 
 
 def test_a_torch_without_the_registration(monkeypatch):
