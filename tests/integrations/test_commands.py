@@ -67,11 +67,13 @@ def test_a_row_compares_with_the_fastest_of_torchs_backends():
 
 
 def test_ways_are_timed_in_turns_and_by_their_shortest_rounds(monkeypatch):
-    order, clock = [], iter(range(1, 10**6))
+    order, taken = [], {"A": iter(range(20, 0, -1)), "B": iter(range(1, 20))}
     monkeypatch.setattr(bench, "_Timer", lambda way: SimpleNamespace(
-        measure=lambda: order.append(way) or Times(100 - next(clock), next(clock))))
-    assert bench.timed({"a": "A", "b": "B"}) == {"a": Times(100 - 25, 2), "b": Times(100 - 27, 4)}
-    assert order == ["A", "B"] * bench.ROUNDS
+        measure=lambda: order.append(way) or Times(next(taken[way]), 5)))
+    assert bench.timed({"a": "A", "b": "B"}) == {"a": (21 - bench.ROUNDS, 5), "b": (1, 5)}
+    rounds = [order[first:first + 2] for first in range(0, len(order), 2)]
+    assert len(rounds) == bench.ROUNDS and ["A", "B"] in rounds and ["B", "A"] in rounds
+    assert all(sorted(turns) == ["A", "B"] for turns in rounds)
 
 
 def test_a_backend_that_refuses_is_left_out():
