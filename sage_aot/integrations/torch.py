@@ -63,7 +63,9 @@ def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask:
             scale=scale, **({"enable_gqa": True} if enable_gqa else {}))
         return made
     small = is_small(query, key, attn_mask is not None, is_causal)
-    if small and (key.size(-2) < LEAST_KEYS_OF_FLASH or query.size(-2) == 1):  # the host's time counts
+    if small and (key.size(-2) < LEAST_KEYS_OF_FLASH or query.size(-2) == 1):  # here each 0.1 µs of the host counts
+        if scale is None and not enable_gqa:
+            return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal)
         return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = Call(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=enable_gqa)
     out: torch.Tensor = _torchs_best(call) if small else attend(call, lambda: _torchs_best(call))
