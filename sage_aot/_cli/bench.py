@@ -226,13 +226,16 @@ def _takes_it(way: Way) -> bool:
         warnings.simplefilter("ignore")
         try:
             way.work()
+        except torch.cuda.OutOfMemoryError:
+            raise
         except RuntimeError:
             return False
     return True
 
 
 def _check(what: str, out: torch.Tensor, expected: torch.Tensor) -> None:
-    cosine = min(measure(ours, theirs).cosine for ours, theirs in zip(out, expected))
+    heads = zip(out.flatten(0, 1), expected.flatten(0, 1))  # one at a time, in float64, takes little memory
+    cosine = min(measure(ours, theirs).cosine for ours, theirs in heads)
     if not cosine >= MIN_COSINE:  # NaN is wrong, too
         raise UnsupportedError(f"{what}: expected a cosine of at least {MIN_COSINE} with torch's attention, got "
                                f"{cosine}; nothing was timed. Run `sage-aot verify`, and report what it prints")
@@ -314,7 +317,11 @@ def main(shapes: list[str], png: str, file: str | None) -> int:
     rows = []
     with torch.inference_mode(), use(Policy()):
         for shape in chosen:
-            rows.append(measured(shape))
+            try:
+                rows.append(measured(shape))
+            except torch.cuda.OutOfMemoryError:
+                print(f"| {shape.name} | {shape} | more memory than this GPU has |", flush=True)
+                continue
             print(f"| {' | '.join(rows[-1].cells())} |", flush=True)
     if file is not None:
         Path(file).write_text(json.dumps({"header": header, "rows": [row.to_json() for row in rows]}, indent=1,

@@ -83,10 +83,29 @@ def test_a_backend_that_refuses_is_left_out():
     assert not bench._takes_it(Way(work)) and bench._takes_it(Way(lambda: None))
 
 
+def test_a_shape_without_memory_is_left_out(monkeypatch, capsys, tmp_path):
+    def work():
+        raise torch.cuda.OutOfMemoryError
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        bench._takes_it(Way(work))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(bench, "check_gpu", lambda: None)
+    monkeypatch.setattr(bench, "measured", lambda shape: ROW if shape.batch == 1 else work())
+    file = tmp_path / "bench.json"
+    shapes = "--shape", "2,1,1,1", "--shape", "1,1,1,1"
+    assert run(monkeypatch, "bench", *shapes, "--png", str(tmp_path / "bench.png"), "--json", str(file)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "| 2,1,1,1 | 2,1,1,1 | more memory than this GPU has |" in lines
+    assert f"| {' | '.join(ROW.cells())} |" in lines
+    assert [row["name"] for row in json.loads(file.read_text())["rows"]] == ["a name"]
+
+
 def test_a_wrong_output_is_not_timed():
     right = torch.randn(2, 3, 5, 8)
     bench._check("attn", right, right)
-    for wrong in (right.roll(1, 2), torch.cat([right[:1], -right[1:]]), right * torch.nan):
+    for wrong in (right.roll(1, 2), torch.cat([right[:, :2], -right[:, 2:]], 1), right * torch.nan):
         with pytest.raises(sage_aot.UnsupportedError, match="attn: expected a cosine of at least 0.998 with torch's"):
             bench._check("attn", wrong, right)
 
