@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from sage_aot._backends.emulation.backend import emulated_arch
+from sage_aot._call.pipeline import default_library
 from sage_aot._tools.reference import measure
 from sage_aot.errors import ArgumentError
 from sage_aot.integrations import Policy, audit, report, reset_report, use
@@ -35,7 +37,7 @@ def main(name: str, text: str | None, tokens: int) -> int:
     except (OSError, ValueError) as error:
         raise ArgumentError(f"audit: expected a model and a text that can be read, got {error}") from error
     model, ids = model.to(device).eval(), ids.to(device)
-    print(f"{type(model).__name__} {name}, {ids.shape[1]} tokens, {device}, bf16\n")
+    print(f"{type(model).__name__} {name}, {ids.shape[1]} tokens, bf16, {_place(device)}\n")
     with torch.inference_mode():
         expected = model(input_ids=ids).last_hidden_state
         integration.enable(model)
@@ -47,6 +49,12 @@ def main(name: str, text: str | None, tokens: int) -> int:
     print(f"\nlast hidden states: cosine {whole.cosine:.6f}, relative L1 {100 * whole.relative_l1:.2f} %")
     print(f"calls: {report()}")
     return 0 if calls else 1
+
+
+def _place(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"CPU: emulation of the {emulated_arch(default_library().manifest)} kernels"
 
 
 def _check_reads_text(model: Any) -> None:
@@ -70,7 +78,8 @@ def _random_tokens(config: Any, tokens: int) -> torch.Tensor:
 
 def table(calls: list[Audited]) -> str:
     """The errors, against the host's own attention on the same inputs, as a Markdown table."""
-    lines = ["| call | q | k | mask | cosine | relative L1, % | RMSE |", "|---:|---|---|---|---:|---:|---:|"]
+    lines = ["| call | q: batch, seq, heads, headdim | k | mask | cosine | relative L1, % | RMSE |",
+             "|---:|---|---|---|---:|---:|---:|"]
     for number, call in enumerate(calls):
         mask = " and ".join([*(["causal"] if call.is_causal else []), *(["keys"] if call.has_mask else [])]) or "full"
         shapes = ("×".join(map(str, shape)) for shape in (call.q, call.k))

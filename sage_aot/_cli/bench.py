@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -171,7 +172,8 @@ class Row:
                 f"{call.gpu:.2f}", "sage_aot" if self.served else "torch", f"{policy.gpu:.2f}", f"{policy.wall:.2f}"]
 
 
-COLUMNS = ("call", "shape", "torch, µs", "backend", "sage_aot.attn, µs", "×", "policy", "× gpu", "× wall")
+COLUMNS = ("call", "shape", "torch, µs", "backend", "attn, µs", "attn, × gpu", "served by", "policy, × gpu",
+           "policy, × queued")
 
 
 class Way(NamedTuple):
@@ -301,6 +303,7 @@ def _microseconds(work: Callable[[], object]) -> float:
 
 def main(shapes: list[str], png: str, file: str | None) -> int:
     """Measure, print a table, draw to `png`, and write all times to `file`. Without `shapes`, those of USES."""
+    chosen = [Shape.of(text) for text in shapes] or USES
     if not torch.cuda.is_available():
         raise UnsupportedError(f"bench: expected a CUDA GPU, torch {torch.__version__} finds none; run it on a machine "
                                f"with a GPU and a CUDA build of torch")
@@ -308,7 +311,8 @@ def main(shapes: list[str], png: str, file: str | None) -> int:
     for path in (png, *([] if file is None else [file])):
         if not Path(path).absolute().parent.is_dir():
             raise ArgumentError(f"bench: expected a file in a folder that exists, got {path}")
-    chosen = [Shape.of(text) for text in shapes] or USES
+    if find_spec("matplotlib") is None:
+        print("no picture will be written: pip install matplotlib\n")
     header = {"GPU": torch.cuda.get_device_name(), "sage_aot": __version__,
               "torch": f"{torch.__version__} (CUDA {torch.version.cuda})",
               "inputs": "bf16, N(0, 1), in the L2 cache where they fit"}
@@ -336,7 +340,7 @@ def draw(png: str, rows: list[Row], gpu: str) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        print(f"\nno picture: {error}; pip install matplotlib")
+        print(f"\nno picture: {error}")
         return
     figure = Figure(figsize=(8, 1.5 + 0.3 * len(rows)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)

@@ -49,18 +49,22 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description=f"Exit code {verify.VERIFIED} where nothing is wrong, {verify.FAILED} where something is, "
                     f"{verify.NOT_RUN} where the files are right but there is no GPU to run a kernel on.")
     of_verify.add_argument("--files", action="store_true", help="check files only; needs no GPU")
-    of_verify.add_argument("--seed", type=int, help="of the random inputs (default: a new one, which is printed)")
-
+    of_verify.add_argument("--seed", type=int, help="seed of the random inputs (default: a new one, which is printed)")
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     of_bench = commands.add_parser(
         "bench", help="speed of attention calls beside torch's, on this GPU",
-        description="Times of attention calls as models make them: torch's fastest backend, sage_aot.attn, and "
-                    "sage_aot.integrations.torch.sdpa, which leaves calls to torch that are faster there.")
+        description="Times of attention calls as models make them, bf16: torch's fastest backend, sage_aot.attn, and "
+                    "the policy, which is sage_aot.integrations.torch.sdpa and leaves calls to torch that are faster "
+                    "there. 'x gpu' is the speed as a multiple of torch's by the GPU's time, 'x queued' that by the "
+                    "time of calls that are queued, in which the host counts.")
     of_bench.add_argument("--shape", action="append", default=[], metavar="B,H[/HKV],Q[/K],D[,MASK]",
-                          help="a call of batch, heads, queries, keys, headdim, causal or padded, such as "
-                               "1,32/8,8192,128,causal; may be given again (default: calls of models in use)")
+                          help="a call of batch, heads, queries, keys, headdim and mask, such as "
+                               "1,32/8,8192,128,causal; may be given again (default: calls of models in use). Without "
+                               "HKV all heads, without K as many keys as queries. causal takes as many keys as "
+                               "queries. padded: every second batch entry lacks its last 256 keys, or a quarter of "
+                               "them if that is less")
     of_bench.add_argument("--png", default="sage_aot_bench.png", metavar="FILE",
                           help="picture to write, with matplotlib (default: %(default)s)")
     of_bench.add_argument("--json", metavar="FILE", help="also write all times here")
@@ -69,8 +73,11 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     of_audit = commands.add_parser(
         "audit", help="error of each attention call of a language model",
-        description="Runs a model of transformers with torch's attention and with sage_aot. Prints the error of each "
-                    "attention call against torch's on the same inputs, and that of the model's output.")
+        description="Runs a model of transformers in bf16 with torch's attention and with sage_aot, on the GPU if "
+                    "there is one. Prints the error of each attention call that sage_aot computes, whether or not it "
+                    "is faster, against torch's on the same inputs, and that of the model's output. Exit code 1 where "
+                    "sage_aot computes none.")
     of_audit.add_argument("model", help="a folder, or a name on the Hugging Face Hub")
     of_audit.add_argument("--text", metavar="FILE", help="text to read (default: random tokens)")
-    of_audit.add_argument("--tokens", type=int, default=2048, help="tokens at most (default: %(default)s)")
+    of_audit.add_argument("--tokens", type=int, default=2048,
+                          help="tokens at most; no more than the model has positions (default: %(default)s)")

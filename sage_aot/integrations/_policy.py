@@ -180,7 +180,8 @@ def is_small(q: torch.Tensor, k: torch.Tensor, has_mask: bool, is_causal: bool, 
     """Whether the policy leaves a call to the host for its size, whatever else it asks for; counts it if so. Adapters
     ask before they make a :class:`Call`, which takes longer than SDPA's launch allows. `rows`: k's dimension of keys.
     """
-    if _policy.when != "faster" or type(k) is not torch.Tensor or k.is_nested:  # torch.export, whose sizes may be any
+    if (_policy.when != "faster" or not q.is_cuda
+            or type(k) is not torch.Tensor or k.is_nested):  # also those of torch.export, whose sizes may be any
         return False
     if 4 * q.numel() * k.size(rows) >= (LEAST_MASKED if has_mask else LEAST_CAUSAL if is_causal else LEAST_FULL):
         return False
@@ -404,7 +405,8 @@ def check_neutral(given: Mapping[str, Any], otherwise: str) -> None:
     for name, neutral in NEUTRAL.items():
         value = given[name]
         if isinstance(value, torch.Tensor) or (tuple(value) if isinstance(value, list) else value) != neutral:
-            raise refused(f"the argument {name}", f"{name}: expected {neutral}, got {value!r}; {otherwise}")
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise refused(f"the argument {name}", f"{name}: expected {neutral}, got {got}; {otherwise}")
 
 
 def check_gpu() -> None:

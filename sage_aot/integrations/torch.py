@@ -120,6 +120,12 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801  # a context manager, as to
         UnsupportedError: on entering, where sage_aot has no kernel for the GPU at hand.
     """
 
+    def __init__(self, *function: Any) -> None:
+        if function:
+            raise ArgumentError(f"replace_sdpa: expected no argument, got {function[0]!r}; as a decorator write "
+                                f"@replace_sdpa()")
+        super().__init__()
+
     def __enter__(self) -> replace_sdpa:
         check_gpu()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -146,7 +152,8 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801  # a context manager, as to
     def globally() -> Iterator[None]:
         """The attribute ``torch.nn.functional.scaled_dot_product_attention`` does what :func:`sdpa` does while the
         context is entered, for all threads. References that were taken before, with ``from torch.nn.functional
-        import``, stay torch's."""
+        import``, stay torch's. ``torch.nn.MultiheadAttention`` calls the function with ``need_weights=False``, and not
+        on torch's fast path of inference (``torch.backends.mha``)."""
         check_gpu()
         before = F.scaled_dot_product_attention
         F.scaled_dot_product_attention = _from_python
@@ -169,9 +176,11 @@ def register_flash(name: str = "sage_aot") -> None:
     models under ``torch.inference_mode``.
 
     Raises:
-        UnsupportedError: this torch has no such registration. Activating raises it where sage_aot has no kernel for the
-            GPU at hand.
+        UnsupportedError: this torch has no such registration, or no CUDA. Activating raises it where sage_aot has no
+            kernel for the GPU at hand.
     """
+    if torch.version.cuda is None:
+        raise UnsupportedError(f"register_flash: expected a CUDA build of torch, got {torch.__version__}")
     if not (hasattr(torch.nn.attention, "register_flash_attention_impl") and hasattr(torch.library, "get_kernel")):
         raise UnsupportedError(f"register_flash: expected torch.nn.attention.register_flash_attention_impl and "
                                f"torch.library.get_kernel, got torch {torch.__version__} without; use replace_sdpa")

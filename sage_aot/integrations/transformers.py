@@ -57,9 +57,13 @@ def enable(model: PreTrainedModel) -> str | dict[str, str]:
     which ``model.set_attn_implementation`` takes to switch back.
 
     Raises:
+        ArgumentError: `model` is no model of transformers.
         UnsupportedError: the model's attention has arguments that only its eager implementation computes, or it cannot
             be switched, or sage_aot has no kernel for the GPU at hand.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise ArgumentError(f"expected a model of transformers, got {type(model).__name__}; run others in "
+                            f"sage_aot.integrations.torch.replace_sdpa")
     if wrong := {type(part).__name__ for part in model.modules()
                  if isinstance(part, PreTrainedModel) and not part._supports_sdpa}:
         raise UnsupportedError(f"expected a model that transformers runs with sdpa attention, got "

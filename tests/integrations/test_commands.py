@@ -120,6 +120,16 @@ def test_the_picture(tmp_path, capsys, monkeypatch):
     assert "no picture" in capsys.readouterr().out and not (tmp_path / "none.png").exists()
 
 
+def test_a_missing_matplotlib_is_said_before_the_work(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(bench, "check_gpu", lambda: None)
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "measured", lambda shape: ROW)
+    assert run(monkeypatch, "bench", "--shape", "1,1,1,1", "--png", str(tmp_path / "bench.png")) == 0
+    assert capsys.readouterr().out.startswith("no picture will be written: pip install matplotlib")
+
+
 def test_files_are_looked_at_before_the_work(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bench, "check_gpu", lambda: None)
@@ -179,7 +189,7 @@ def test_a_model_is_audited(monkeypatch, capsys, saved):
     _policy.count("of before")
     assert run(monkeypatch, "audit", str(saved / "llama"), "--tokens", "50") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "50 tokens, cpu, bf16" in lines[0]
+    assert "50 tokens, bf16, CPU: emulation of the sm89 kernels" in lines[0]
     rows = [line.split(" | ") for line in lines if line.startswith("| ") and line[2].isdigit()]
     assert [row[0] for row in rows] == ["| 0", "| 1"] and all(row[3] == "causal" for row in rows)
     assert all(0.99 < float(row[4]) < 1 and 0 < float(row[5]) < 10 for row in rows)

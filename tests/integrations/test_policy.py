@@ -287,6 +287,7 @@ def test_calls_on_the_cpu_and_slower_calls_are_the_hosts(monkeypatch):
     (False, False, "LEAST_FULL")])
 def test_small_calls_are_left_to_the_host_at_once(monkeypatch, q, k, rows, has_mask, is_causal, bound):
     q, k = torch.empty(q), torch.empty(k)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     operations = 4 * 3 * 4 * 8 * 5 * 64  # for each pair of a query and a key and each channel
     for least, small in ((operations, False), (operations + 1, True)):
         monkeypatch.setattr(_policy, bound, least)
@@ -296,6 +297,8 @@ def test_small_calls_are_left_to_the_host_at_once(monkeypatch, q, k, rows, has_m
     assert report() == {SLOWER: 1}
     with use(Policy()):
         assert not is_small(NESTED, NESTED, has_mask, is_causal)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", False)
+        assert not is_small(q, k, has_mask, is_causal, rows), "its reason is the device"
 
 
 def test_no_small_call_is_faster():

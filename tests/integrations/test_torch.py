@@ -56,7 +56,8 @@ def test_a_causal_mask_is_aligned_top_left(exact, queries, keys):
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": MASK}], ids=str)
-def test_small_calls_are_torchs(qkv, options):
+def test_small_calls_are_torchs(monkeypatch, qkv, options):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with use(Policy()):
         assert torch.equal(sdpa(*qkv, **options), captured(*qkv, **options))
         k, v = (x[:, :2] for x in qkv[1:])
@@ -176,6 +177,13 @@ def test_masks_of_subclasses_compute_themselves(exact, qkv, replaced):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(sdpa(q, k, v, bias, scale=0.3), expected, rtol=0, atol=1e-5)
     assert report()["a mask of a subclass"] == (1 if replaced is nullcontext else 2)
+
+
+def test_a_decorator_has_parentheses():
+    with pytest.raises(ArgumentError, match="replace_sdpa: expected no argument, got .*; .* write @replace_sdpa"):
+        @replace_sdpa
+        def work():
+            pass
 
 
 @pytest.mark.parametrize("work", ["def work(): yield", "async def work(): pass", "async def work(): yield"])
@@ -348,6 +356,7 @@ class FlashOfTheCpu(_Flash):
 def flash(monkeypatch):
     """What torch activates and restores, for the CPU's operator."""
     monkeypatch.setattr("sage_aot.integrations.torch._Flash", FlashOfTheCpu)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     register_flash("sage_aot of the cpu")
     torch.nn.attention.activate_flash_attention_impl("sage_aot of the cpu")
     yield
@@ -436,7 +445,14 @@ def test_the_operator_of_cuda_takes_the_calls_of_inference(exact, qkv):
     assert served_calls() == 1 and debug_mask.numel() == 0
 
 
+def test_a_torch_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(UnsupportedError, match="register_flash: expected a CUDA build of torch, got"):
+        register_flash()
+
+
 def test_a_torch_without_the_registration(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
     with pytest.raises(UnsupportedError, match="register_flash: expected torch.nn.* without; use replace_sdpa"):
         register_flash()

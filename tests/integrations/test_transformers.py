@@ -246,11 +246,20 @@ def test_compiled_code_runs_the_operator():
     assert sum("sage_aot" in name for name in names) == 2, "one of each layer"
 
 
-def test_other_policies_leave_the_host_alone():
+@pytest.mark.parametrize(("is_cuda", "reason"), [(False, "tensors on the CPU"), (True, SLOWER)])
+def test_other_policies_leave_the_host_alone(monkeypatch, is_cuda, reason):
     made = MODELS["llama"]()
+    expected = outputs(made, None, "sdpa")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", is_cuda)
     with use(Policy()):
-        assert torch.equal(outputs(made, None, "sage_aot"), outputs(made, None, "sdpa"))
-    assert report() == {SLOWER: 2}
+        assert torch.equal(outputs(made, None, "sage_aot"), expected)
+    assert report() == {reason: 2}
+
+
+@pytest.mark.parametrize("wrong", [torch.nn.Linear(1, 1), 3])
+def test_what_is_no_model_of_transformers_is_refused(wrong):
+    with pytest.raises(ArgumentError, match="expected a model of transformers, got (Linear|int); run others in"):
+        integration.enable(wrong)
 
 
 def test_parts_of_a_model_get_their_own_implementation_back():

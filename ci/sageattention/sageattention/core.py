@@ -39,7 +39,7 @@ from sage_aot.integrations._policy import (
 )
 from sage_aot.integrations.torch import torchs
 
-_OTHERWISE = "let another attention of the host compute it, such as torch's scaled_dot_product_attention"
+_OTHERWISE = "let another attention of the host compute it"
 
 _ALSO: Mapping[str, Any] = {"attn_mask": None, "softmax_scale": None, "scale": None, "causal": None, "enable_gqa": True,
                             "dropout_p": 0.0, **NEUTRAL}
@@ -172,10 +172,12 @@ def sageattn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlen
     """
     given = _given("sageattn_varlen", is_causal, sm_scale, kwargs)
     check_tensors_are(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    for name, unsupported in (("attn_mask", given.mask is not None), ("dropout_p", given.dropout != 0)):
-        if unsupported:
-            raise refused(f"{name} of packed sequences", f"{name}: expected {_ALSO[name]} for packed sequences, got "
-                                                         f"{kwargs[name]!r}; {_OTHERWISE}")
+    if given.mask is not None:
+        raise refused("attn_mask of packed sequences", f"attn_mask: expected None for packed sequences, got a tensor "
+                                                       f"of shape {tuple(given.mask.shape)}; {_OTHERWISE}")
+    if given.dropout != 0:
+        raise refused("dropout_p of packed sequences", f"dropout_p: expected 0 for packed sequences, got "
+                                                       f"{given.dropout!r}; {_OTHERWISE}")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise refused("gradients", f"expected tensors that require no gradients, got some that do; {_OTHERWISE}")
     if given.is_causal and not given.bottom_right and (q.shape[:1], max_seqlen_q) != (k.shape[:1], max_seqlen_k):
