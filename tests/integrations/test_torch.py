@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 import threading
 import warnings
 from contextlib import nullcontext
@@ -64,6 +65,49 @@ def test_small_calls_are_torchs(monkeypatch, qkv, options):
         assert torch.equal(sdpa(qkv[0], k, v, enable_gqa=True), captured(qkv[0], k, v, enable_gqa=True))
         assert sdpa(*qkv, dropout_p=1.0).eq(0).all()
     assert report() == {SLOWER: 3}
+
+
+def drawn(dice):
+    """q, k, v in any of some layouts, which torch may refuse, and options of the call."""
+    batch, heads, queries = dice.choice([1, 2, 3]), dice.choice([1, 2, 4, 6]), dice.choice([0, 1, 2, 7, 30])
+    keys, headdim = dice.choice([0, 1, 5, 30, 33]), dice.choice([1, 8, 40, 64, 300])
+    kv_heads, v_headdim = dice.choice([heads, heads, 1, 2, 3]), dice.choice([headdim, headdim, 16, 80])
+    kv_batch = dice.choice([batch, batch, batch, 1])
+    kv = kv_batch, kv_heads, keys
+    shapes = (batch, heads, queries, headdim), (*kv, headdim), (*kv, v_headdim)
+    layouts = (lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+               lambda x: torch.cat([x, x], -1)[..., :x.size(-1)], lambda x: x.mT.contiguous().mT)
+    tensors = [dice.choice(layouts)(torch.randn(shape)) for shape in shapes]
+    if dice.random() < 0.1:
+        tensors = [x[0] for x in tensors]
+    masks = [(queries, keys), (batch, 1, 1, keys), (1, 1, 1, keys), (batch, 1, queries, keys), (1, heads, 1, keys),
+             (batch, 1, 1, 1), (queries, 1), (batch, 1, queries, 1), (keys, queries)]
+    mask = torch.rand(dice.choice(masks)) < 0.7
+    options = {"is_causal": True, "scale": dice.choice([0.1, 1]), "enable_gqa": True,
+               "attn_mask": dice.choice([mask, mask, mask, mask.float()])}
+    return tensors, {name: value for name, value in options.items() if dice.random() < 0.35}
+
+
+def result(attention, tensors, options):
+    """The output; None where it raises."""
+    try:
+        return attention(*tensors, **options)
+    except (RuntimeError, ValueError, IndexError):
+        return None
+
+
+def test_random_calls_are_torchs(exact):
+    seed = random.randrange(2**32)
+    dice = random.Random(seed)
+    torch.manual_seed(seed)
+    for number in range(1500):
+        tensors, options = drawn(dice)
+        call = f"call {number} of seed {seed}: {[(x.shape, x.stride()) for x in tensors]}, {options}"
+        found, expected = (result(attention, tensors, options) for attention in (sdpa, captured))
+        assert (found is None) == (expected is None), call
+        if found is not None:
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-5, equal_nan=True, msg=call)
+    assert served_calls() > 50
 
 
 def test_grouped_heads_with_torchs_option_alone(exact, qkv):
