@@ -10,7 +10,7 @@ import torch
 from sage_aot._backends.emulation.backend import emulated_arch
 from sage_aot._call.pipeline import default_library
 from sage_aot._tools.reference import measure
-from sage_aot.errors import ArgumentError
+from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import Policy, audit, report, reset_report, use
 from sage_aot.integrations import transformers as integration
 from sage_aot.integrations._audit import Audited
@@ -31,11 +31,14 @@ def main(name: str, text: str | None, tokens: int) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         model = transformers.AutoModel.from_pretrained(name, dtype=torch.bfloat16, attn_implementation="sdpa")
-        _check_reads_text(model)
-        tokens = min(tokens, getattr(model.config.get_text_config(), "max_position_embeddings", tokens))
-        ids = _random_tokens(model.config, tokens) if text is None else _tokens(name, text, tokens)
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"audit: expected a model and a text that can be read, got {error}") from error
+    except OSError as error:
+        raise ArgumentError(f"audit: expected a model that can be read, got {error}") from error
+    except ValueError as error:
+        raise UnsupportedError(f"audit: expected a model that transformers runs with sdpa, got {name}: {error}; there "
+                               f"is nothing to compare with") from error
+    _check_reads_text(model)
+    tokens = min(tokens, _positions(model, tokens))
+    ids = _random_tokens(model.config, tokens) if text is None else _tokens(name, text, tokens)
     model, ids = model.to(device).eval(), ids.to(device)
     print(f"{type(model).__name__} {name}, {ids.shape[1]} tokens, bf16, {_place(device)}\n")
     with torch.inference_mode():
@@ -51,6 +54,13 @@ def main(name: str, text: str | None, tokens: int) -> int:
     return 0 if calls else 1
 
 
+def _positions(model: Any, tokens: int) -> int:
+    """How many tokens the model reads at most; those of RoBERTa begin behind the padding."""
+    config = model.config.get_text_config()
+    behind = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
+    return int(getattr(config, "max_position_embeddings", tokens + behind)) - behind
+
+
 def _place(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
@@ -64,8 +74,12 @@ def _check_reads_text(model: Any) -> None:
 
 
 def _tokens(name: str, text: str, tokens: int) -> torch.Tensor:
-    read = Path(text).read_text()
-    ids: torch.Tensor = transformers.AutoTokenizer.from_pretrained(name)(read, return_tensors="pt")["input_ids"]
+    try:
+        read = Path(text).read_text()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"audit: expected a text and a tokenizer that can be read, got {error}") from error
+    ids: torch.Tensor = tokenizer(read, return_tensors="pt")["input_ids"]
     if ids.shape[1] == 0:
         raise ArgumentError(f"--text: expected a file with text, got {text} without any")
     return ids[:, :tokens]

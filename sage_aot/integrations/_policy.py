@@ -233,8 +233,6 @@ _hosts = _Hosts()
 
 def by_host(host: Callable[[], Any]) -> Any:
     """The host's own attention. Where torch's function is replaced too, it must not get the call a second time."""
-    if torch.compiler.is_compiling():
-        return host()
     before, _hosts.busy = _hosts.busy, True
     try:
         return host()
@@ -244,7 +242,7 @@ def by_host(host: Callable[[], Any]) -> Any:
 
 def is_hosts_own() -> bool:
     """Whether a call of torch's attention comes from within :func:`by_host`."""
-    return not torch.compiler.is_compiling() and _hosts.busy
+    return _hosts.busy
 
 
 def serve_anyway(call: Call, otherwise: str, return_lse: bool = False, policy: Policy | None = None) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sage_aot.errors import ArgumentError
-from sage_aot.integrations._policy import Call, Policy, attend, check_gpu, count
+from sage_aot.integrations._policy import Call, Policy, attend, by_host, check_gpu, count
 
 KEY = "optimized_attention_override"
 """Where ComfyUI looks for an override, in the ``transformer_options`` of a model."""
@@ -154,7 +154,8 @@ def override(previous: Override | None = None, *, policy: Policy | None = None,
 
         if reason := _left_to_host(kwargs, dense, in_range):
             count(reason)
-            return host()
+            made: torch.Tensor = by_host(host)
+            return made
         call, keeps_heads = _described(*args, **kwargs)
         out: torch.Tensor = attend(call, host, policy=policy)
         return out if keeps_heads else out.flatten(2)  # which the host's output is already

@@ -13,7 +13,7 @@ Calls that sage_aot does not serve go to diffusers' ``native`` backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -66,20 +66,31 @@ class _Before:
     """What :func:`enable` changed in a model; an attribute of the model, so that both end, and are copied, together."""
 
     backends: list[tuple[Any, Any]] = field(default_factory=list)  # processors, and their backends of before
-    wrapper: _InReplaceSdpa | None = None  # the model's forward since then
-    forward: Callable[..., Any] | None = None  # its attribute of before, which hooks of other libraries set
+    kind: Any = None  # the model's class, where it got another
 
 
-class _InReplaceSdpa:
-    """A model's forward, in :class:`sage_aot.integrations.torch.replace_sdpa`. An object, and no closure: a copy of the
-    model gets a copy that calls the copied model."""
+@cache
+def _in_replace_sdpa(kind: Any) -> Any:
+    """A class of models whose calls run in :class:`sage_aot.integrations.torch.replace_sdpa`, under the name of theirs.
 
-    def __init__(self, model: ModelMixin) -> None:
-        self.__wrapped__ = model.forward  # where inspect finds the signature, for which pipelines ask
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    A class, and no attribute of a model: other libraries hook `forward` before and after, and copies of a model, whole
+    or for several GPUs, are of its class.
+    """
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with replace_sdpa():
-            return self.__wrapped__(*args, **kwargs)
+            return kind.__call__(self, *args, **kwargs)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        _, _, *state = kind.__reduce_ex__(self, protocol)
+        return _new_in_replace_sdpa, (kind,), *state
+
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind,), {**names, "__call__": call, "__reduce_ex__": reduce})
+
+
+def _new_in_replace_sdpa(kind: Any) -> Any:
+    made = _in_replace_sdpa(kind)
+    return made.__new__(made)
 
 
 def enable(target: ModelMixin | DiffusionPipeline) -> int:
@@ -87,7 +98,7 @@ def enable(target: ModelMixin | DiffusionPipeline) -> int:
     Again, after a model got other attention processors, it serves those too.
 
     Modules that choose a backend get sage_aot's. Where a model has others, whose attention calls torch directly, as in
-    SD3, SDXL and CogVideoX, its forward runs in :class:`sage_aot.integrations.torch.replace_sdpa`. Other models of the
+    SD3, SDXL and CogVideoX, its calls run in :class:`sage_aot.integrations.torch.replace_sdpa`. Other models of the
     process stay as they are.
 
     Raises:
@@ -112,39 +123,29 @@ def _serve_model(model: ModelMixin, processors: list[Any], backend: Any) -> None
     before: _Before = vars(model).setdefault(_STATE, _Before())
     for processor in processors:
         if not hasattr(processor, "_attention_backend"):
-            if before.wrapper is None:
-                before.forward, before.wrapper = vars(model).get("forward"), _InReplaceSdpa(model)
-                model.forward = before.wrapper
+            if before.kind is None:
+                before.kind = type(model)
+                model.__class__ = _in_replace_sdpa(before.kind)
         elif processor._attention_backend is not backend:
             before.backends.append((processor, processor._attention_backend))
             processor._attention_backend = backend
 
 
 def disable(target: ModelMixin | DiffusionPipeline) -> None:
-    """Undo :func:`enable`; nothing happens to models that it did not change.
-
-    Raises:
-        ArgumentError: something else has replaced the forward of a model since; undo that first.
-    """
+    """Undo :func:`enable`; nothing happens to models that it did not change."""
     for model in _models_of(target):
-        before: _Before | None = vars(model).get(_STATE)
+        before: _Before | None = vars(model).pop(_STATE, None)
         if before is None:
             continue
-        if before.wrapper is not None:
-            if vars(model).get("forward") is not before.wrapper:
-                raise ArgumentError(f"expected the forward that enable gave to {type(model).__name__}, got another, "
-                                    f"such as that of a hook; remove the hook first")
-            if before.forward is None:
-                del model.forward
-            else:
-                model.forward = before.forward
+        if before.kind is not None:
+            model.__class__ = before.kind
         for processor, backend in before.backends:
             processor._attention_backend = backend
-        delattr(model, _STATE)
 
 
 def _models_of(target: Any) -> Iterator[ModelMixin]:
     parts = target.components.values() if isinstance(target, DiffusionPipeline) else [target]
+    parts = [getattr(part, "_orig_mod", part) for part in parts]  # of torch.compile
     models = [part for part in parts if isinstance(part, ModelMixin)]
     if not models:
         raise ArgumentError(f"expected a model or a pipeline of diffusers, got {type(target).__name__}")

@@ -23,6 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.nn.functional as F
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from sage_aot.errors import ArgumentError, UnsupportedError
@@ -57,11 +58,8 @@ def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask:
     torch.Size([1, 2, 100, 64])
     """
     if attn_mask is not None and type(attn_mask) is not torch.Tensor and has_torch_function((attn_mask,)):
-        count("a mask of a subclass")  # such as torch.nn.attention.bias, which computes the call itself
-        made: torch.Tensor = handle_torch_function(
-            F.scaled_dot_product_attention, (attn_mask,), query, key, value, attn_mask, dropout_p, is_causal,
-            scale=scale, **({"enable_gqa": True} if enable_gqa else {}))
-        return made
+        count("a mask of a subclass")
+        return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     small = is_small(query, key, attn_mask is not None, is_causal)
     if small and (key.size(-2) < LEAST_KEYS_OF_FLASH or query.size(-2) == 1):  # here each 0.1 µs of the host counts
         if scale is None and not enable_gqa:
@@ -76,9 +74,13 @@ def torchs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mas
            dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
            enable_gqa: bool = False) -> torch.Tensor:
     """torch's own function, whatever has replaced its attribute."""
-    if enable_gqa:
-        return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
-    return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+    grouped = {"enable_gqa": True} if enable_gqa else {}
+    if attn_mask is not None and type(attn_mask) is not torch.Tensor and has_torch_function((attn_mask,)):
+        # such as torch.nn.attention.bias, which computes the call itself, and knows the function by the attribute
+        made: torch.Tensor = handle_torch_function(F.scaled_dot_product_attention, (attn_mask,), query, key, value,
+                                                   attn_mask, dropout_p, is_causal, scale=scale, **grouped)
+        return made
+    return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **grouped)
 
 
 def _torchs_best(call: Call) -> torch.Tensor:
@@ -138,7 +140,7 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801  # a context manager, as to
     def __call__(self, work: Callable[_P, _T]) -> Callable[_P, _T]:
         if inspect.isgeneratorfunction(work) or inspect.iscoroutinefunction(work) or inspect.isasyncgenfunction(work):
             raise ArgumentError(f"replace_sdpa: expected a function that has run when it returns, got "
-                                f"{work.__qualname__}, which runs later; enter replace_sdpa() inside it")
+                                f"{work!r}, which runs later; enter replace_sdpa() inside it")
 
         @functools.wraps(work)
         def with_it(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -155,12 +157,20 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801  # a context manager, as to
         import``, stay torch's. ``torch.nn.MultiheadAttention`` calls the function with ``need_weights=False``, and not
         on torch's fast path of inference (``torch.backends.mha``)."""
         check_gpu()
-        before = F.scaled_dot_product_attention
+        before, of_bias = F.scaled_dot_product_attention, CausalBias.__dict__["__torch_function__"]
+
+        def by_attribute(kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            """A bias knows the function by the attribute; references of before hand it torch's."""
+            asked = F.scaled_dot_product_attention if func is _TORCHS else func
+            return of_bias.__get__(None, kind)(asked, types, args, kwargs)
+
         F.scaled_dot_product_attention = _from_python
+        setattr(CausalBias, "__torch_function__", classmethod(by_attribute))  # noqa: B010  # mypy allows no assignment
         try:
             yield
         finally:
             F.scaled_dot_product_attention = before
+            setattr(CausalBias, "__torch_function__", of_bias)  # noqa: B010
 
 
 # --- torch's flash attention ------------------------------------------------------------------------------------------

@@ -54,14 +54,15 @@ def register(name: str = NAME) -> None:
 
 def enable(model: PreTrainedModel) -> str | dict[str, str]:
     """Switch a loaded model to sage_aot. Returns its attention implementation of before, a name or one for each part,
-    which ``model.set_attn_implementation`` takes to switch back.
+    which ``model.set_attn_implementation`` takes to switch back. (Parts of parts get that of their part.)
 
     Raises:
         ArgumentError: `model` is no model of transformers.
         UnsupportedError: the model's attention has arguments that only its eager implementation computes, or it cannot
             be switched, or sage_aot has no kernel for the GPU at hand.
     """
-    if not isinstance(model, PreTrainedModel):
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if not callable(getattr(model, "set_attn_implementation", None)):  # which wrappers of models hand on
         raise ArgumentError(f"expected a model of transformers, got {type(model).__name__}; run others in "
                             f"sage_aot.integrations.torch.replace_sdpa")
     if wrong := {type(part).__name__ for part in model.modules()

@@ -206,7 +206,17 @@ def test_a_model_that_reads_no_text_alone_is_refused(monkeypatch, capsys, tmp_pa
 
     getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**config)).save_pretrained(tmp_path)
     assert run(monkeypatch, "audit", str(tmp_path)) == 1
-    assert f"audit: expected a model that reads one text, got {kind}Model" in capsys.readouterr().err
+    assert f"sage_aot: audit: expected a model that reads one text, got {kind}Model" in capsys.readouterr().err
+
+
+def test_a_model_without_sdpa_is_refused(monkeypatch, capsys, tmp_path):
+    import transformers
+
+    config = transformers.Gemma2Config(hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+                                       num_hidden_layers=1, intermediate_size=16, vocab_size=32)
+    transformers.Gemma2Model(config).save_pretrained(tmp_path)
+    assert run(monkeypatch, "audit", str(tmp_path)) == 1
+    assert "sage_aot: audit: expected a model that transformers runs with sdpa, got" in capsys.readouterr().err
 
 
 def test_no_more_tokens_than_a_model_has_positions(monkeypatch, capsys, saved):
@@ -214,6 +224,16 @@ def test_no_more_tokens_than_a_model_has_positions(monkeypatch, capsys, saved):
     made.save_pretrained(saved / "bert")
     assert run(monkeypatch, "audit", str(saved / "bert")) == 0
     assert f" {made.config.max_position_embeddings} tokens" in capsys.readouterr().out
+
+
+def test_positions_of_roberta_begin_behind_the_padding(monkeypatch, capsys, tmp_path):
+    import transformers
+
+    config = transformers.RobertaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=32,
+                                        intermediate_size=16, max_position_embeddings=34)
+    transformers.RobertaModel(config).save_pretrained(tmp_path)
+    assert run(monkeypatch, "audit", str(tmp_path)) == 0
+    assert " 32 tokens" in capsys.readouterr().out
 
 
 def test_an_audit_without_served_calls_says_so(monkeypatch, capsys, saved):
@@ -244,12 +264,12 @@ def test_a_text_is_read(monkeypatch, capsys, saved):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--tokens", "0"], "--tokens: expected at least 1, got 0"),
-    (["--text", "missing.txt"], "audit: expected a model and a text that can be read, got .*missing.txt")])
+    (["--text", "missing.txt"], "sage_aot: audit: expected a text and a tokenizer .* read, got .*missing.txt")])
 def test_what_an_audit_cannot_read(monkeypatch, capsys, saved, arguments, message):
     assert run(monkeypatch, "audit", str(saved / "llama"), *arguments) == 1
     assert re.search(message, capsys.readouterr().err)
     assert run(monkeypatch, "audit", str(saved / "missing")) == 1
-    assert "audit: expected a model and a text that can be read, got" in capsys.readouterr().err
+    assert "sage_aot: audit: expected a model that can be read, got" in capsys.readouterr().err
 
 
 def test_the_table_of_an_audit():

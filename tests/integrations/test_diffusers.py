@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from sage_aot.errors import ArgumentError, UnsupportedError  # noqa: E402
 from sage_aot.integrations import Policy, _policy, report, reset_report, use  # noqa: E402
 from sage_aot.integrations import diffusers as integration  # noqa: E402
 from sage_aot.integrations._policy import SLOWER  # noqa: E402
+from sage_aot.integrations.torch import replace_sdpa  # noqa: E402
 
 
 def model(name, **config):
@@ -111,18 +114,19 @@ def sample(made, inputs):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_served_and_left_as_it_was(exact, name):
     made, inputs = MODELS[name]()
+    kind = type(made)
     processors = made.attn_processors if hasattr(made, "attn_processors") else {}
     before = {key: getattr(p, "_attention_backend", None) for key, p in processors.items()}
     expected = sample(made, inputs)
     assert integration.enable(made) == integration.enable(made) > 0
-    assert ("forward" in vars(made)) == (name in PATCHED)
+    assert (type(made) is not kind) == (name in PATCHED)
     torch.testing.assert_close(sample(made, inputs), expected, rtol=0, atol=1e-5)
     refiner = {"a mask that differs by query or head"} if name == "hunyuan video" else set()
     assert served_calls() > 0 and set(report()) == {"sage_aot"} | refiner
     integration.disable(made)
     integration.disable(made)
     reset_report()
-    assert torch.equal(sample(made, inputs), expected) and report() == {} and "forward" not in vars(made)
+    assert torch.equal(sample(made, inputs), expected) and report() == {} and type(made) is kind
     assert before == {key: getattr(p, "_attention_backend", None) for key, p in processors.items()}
 
 
@@ -203,29 +207,59 @@ def test_compiled_blocks_are_whole_graphs_and_stay(exact):
         torch.testing.assert_close(sample(made, inputs), expected, rtol=0, atol=1e-5)
 
 
-def test_hooks_of_others_stay(exact):
+def test_hooks_of_others_may_come_and_go(exact):
+    """Libraries that offload models replace their forward before each call, and put it back afterwards."""
     made, inputs = sd3()
-    called, own = [], made.forward
-    made.forward = lambda **inputs: called.append(1) or own(**inputs)
+    called, kind = [], type(made)
+
+    def hook():
+        own = made.forward
+        made.forward = lambda **inputs: called.append(1) or own(**inputs)
+
+    hook()
+    integration.enable(made)
+    number = 0
+    for change in (lambda: None, lambda: delattr(made, "forward"), hook):
+        change()
+        sample(made, inputs)
+        assert served_calls() > number
+        number = served_calls()
+    assert called == [1, 1]
     hooked = made.forward
-    integration.enable(made)
+    integration.disable(made)
     sample(made, inputs)
-    assert called == [1] and served_calls() > 0
-    wrapper, made.forward = made.forward, hooked
-    with pytest.raises(ArgumentError, match="the forward that enable gave to SD3Transformer2DModel, got another"):
-        integration.disable(made)
-    made.forward = wrapper
-    integration.disable(made)
-    assert made.forward is hooked
+    assert served_calls() == number and made.forward is hooked and type(made) is kind
+    assert "_sage_aot_before" not in vars(made)
 
 
-def test_hooks_on_models_whose_forward_is_their_own_may_stay(exact):
-    made, _ = wan()
-    before = [module.processor._attention_backend for module in attention_of(made)]
+@pytest.mark.parametrize("build", [wan, sd3])
+def test_an_enabled_model_is_of_its_class(build):
+    made, inputs = build()
     integration.enable(made)
-    made.forward = hook = lambda **inputs: None
-    integration.disable(made)
-    assert made.forward is hook and [module.processor._attention_backend for module in attention_of(made)] == before
+    assert isinstance(made, type(build()[0])) and type(made).__name__ == type(build()[0]).__name__
+    assert inspect.signature(made.forward) == inspect.signature(build()[0].forward)
+    assert dict(made.config) == dict(build()[0].config)
+    torch.export.export(made, (), kwargs=inputs)
+
+
+@pytest.mark.parametrize("build", [wan, sd3])
+def test_replicas_for_several_gpus_have_their_own_weights(exact, build):
+    made, inputs = build()
+    integration.enable(made)
+    replica = copy.copy(made)
+    replica._modules = {name: copy.deepcopy(module) for name, module in made._modules.items()}
+    for parameter in replica.parameters():
+        torch.nn.init.zeros_(parameter)
+    assert sample(replica, inputs).eq(0).all() and sample(made, inputs).ne(0).any()
+
+
+def test_compiled_models_are_enabled(exact):
+    made, inputs = sd3()
+    compiled = torch.compile(made, backend="eager")
+    number = integration.enable(compiled)
+    assert number == integration.enable(made) > 0
+    with mock.patch.object(_policy, "serve", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
+        sample(made, inputs)
 
 
 @pytest.mark.parametrize("build", [wan, sd3])
@@ -329,6 +363,28 @@ def test_the_log_sum_exp(exact, when):
     assert served_calls() == 1 and out.shape == Q.shape
     with pytest.raises(UnsupportedError, match="got: a mask of numbers; .* no log-sum-exp"):
         integration.attention(Q, K, K, torch.zeros(30, 40), return_lse=True)
+
+
+@pytest.mark.parametrize("mask", [None, MASK])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_small_means_depends_on_the_mask(monkeypatch, mask, is_causal):
+    asked = []
+    monkeypatch.setattr(integration, "is_small", lambda q, k, *mask, rows: asked.append((*mask, rows)))
+    if mask is None or not is_causal:
+        integration.attention(Q, K, K, mask, is_causal=is_causal)
+        assert asked == [(mask is not None, is_causal, 1)]
+
+
+def test_small_calls_and_refused_ones_are_decided_about_once(monkeypatch):
+    """Also where torch's function is replaced, which the native backend calls."""
+    with replace_sdpa.globally():
+        integration.attention(Q, K, K, torch.zeros(30, 40))
+        assert report() == {"a mask of numbers": 1}
+        reset_report()
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        with use(Policy()):
+            integration.attention(Q, K, K)
+    assert report() == {SLOWER: 1}
 
 
 def test_small_calls_go_to_the_native_backend(monkeypatch):

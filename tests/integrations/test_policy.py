@@ -310,6 +310,20 @@ def test_no_small_call_is_faster():
             assert 4 * 24 * queries * max(queries, keys) * headdim >= least > 1e9
 
 
+def test_keys_that_no_query_sees_do_not_count_as_work(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(_policy, "is_faster", lambda *args: asked.append(args))
+    with use(Policy()):
+        for described in (call(is_causal=True), call(is_causal=True, bottom_right=True), call(mask=mask(1, 40))):
+            attend(described, lambda: None)
+    assert asked == [(2, 4, 4, 30, 30, 64, True, False), (2, 4, 4, 30, 40, 64, True, False),
+                     (2, 4, 4, 30, 40, 64, False, True)]
+
+
+# --- policies and the report ------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(("wrong", "message"), [
     ({"when": "always"}, r"when: expected one of \('faster', 'possible'\), got 'always'"),
     ({"otherwise": "sdpa"}, r"otherwise: expected one of \('host', 'raise'\), got 'sdpa'"),

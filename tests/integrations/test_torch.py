@@ -205,6 +205,24 @@ def test_the_hosts_own_attention_is_torchs(qkv, replaced):
     assert report() == {"dropout": 2, "sage_aot": 3}
 
 
+@pytest.mark.parametrize("replaced", [replace_sdpa, replace_sdpa.globally])
+def test_hosts_within_hosts(qkv, replaced):
+    def host():
+        attend(Call(*qkv, dropout=0.5), lambda: None)
+        return F.scaled_dot_product_attention(*qkv)
+
+    with replaced():
+        attend(Call(*qkv, dropout=0.5), host)
+    assert report() == {"dropout": 2}
+
+
+def test_the_hosts_own_attention_in_compiled_code(qkv):
+    refused = Call(*qkv, beyond="a reason")
+    with replace_sdpa.globally():
+        work = torch.compile(lambda: attend(refused, lambda: F.scaled_dot_product_attention(*qkv)), backend="eager")
+        assert torch.equal(work(), captured(*qkv))
+
+
 def test_other_threads_are_served_while_a_host_computes(qkv):
     with replace_sdpa.globally():
         attend(Call(*qkv, dropout=0.5), lambda: in_a_thread(lambda: F.scaled_dot_product_attention(*qkv)))
@@ -221,6 +239,10 @@ def test_masks_of_subclasses_compute_themselves(exact, qkv, replaced):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(sdpa(q, k, v, bias, scale=0.3), expected, rtol=0, atol=1e-5)
     assert report()["a mask of a subclass"] == (1 if replaced is nullcontext else 2)
+    with replaced():
+        torch.testing.assert_close(captured(q, k, v, bias, scale=0.3), expected, rtol=0, atol=1e-5)
+        by_host = attend(Call(q, k, v, dropout=0.5), lambda: F.scaled_dot_product_attention(q, k, v, bias, scale=0.3))
+        torch.testing.assert_close(by_host, expected, rtol=0, atol=1e-5)
 
 
 def test_a_decorator_has_parentheses():
@@ -233,7 +255,7 @@ def test_a_decorator_has_parentheses():
 @pytest.mark.parametrize("work", ["def work(): yield", "async def work(): pass", "async def work(): yield"])
 def test_functions_that_run_later_are_refused(work):
     exec(work, made := {})
-    with pytest.raises(ArgumentError, match="replace_sdpa: .*got work, which runs later; enter replace_sdpa.* inside"):
+    with pytest.raises(ArgumentError, match="replace_sdpa: .*got <function work at .*>, which runs later; enter"):
         replace_sdpa()(made["work"])
 
 
@@ -348,6 +370,15 @@ def test_the_gpu_at_hand_is_asked(monkeypatch):
     _policy.check_gpu()  # a trace cannot ask
 
 
+@pytest.mark.parametrize(("options", "expected"), [
+    ({}, (False, False)), ({"is_causal": True}, (False, True)), ({"attn_mask": MASK}, (True, False))], ids=str)
+def test_what_small_means_depends_on_the_mask(monkeypatch, qkv, options, expected):
+    asked = []
+    monkeypatch.setattr(integration, "is_small", lambda q, k, *mask: asked.append(mask))
+    sdpa(*qkv, **options)
+    assert asked == [expected]
+
+
 def few_queries(*, keys=2048, headdim=64, v_headdim=64, kv_heads=4, dtype=torch.bfloat16, grad=False):
     q, k, v = (torch.ones(1, heads, rows, channels, dtype=dtype) for heads, rows, channels in (
         (4, 16, headdim), (kv_heads, keys, headdim), (kv_heads, keys, v_headdim)))
@@ -453,6 +484,15 @@ def test_training_with_torchs_flash_attention_is_torchs(flash, qkv, compiled):
     assert report() == {"torch.no_grad, in which compiled training runs too" if compiled else "gradients": 1}
     torch.nn.attention.restore_flash_attention_impl()
     assert all(torch.equal(one, other) for one, other in zip(found, gradients(work, qkv)))
+
+
+def test_small_calls_of_torchs_flash_attention_are_torchs(monkeypatch, flash, qkv):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with use(Policy()):
+        out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*qkv, 0.0, True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", False)
+    torch.nn.attention.restore_flash_attention_impl()
+    assert torch.equal(out, captured(*qkv, is_causal=True)) and report() == {SLOWER: 1}
 
 
 def test_inference_with_torchs_flash_attention_is_served(exact, flash, qkv):

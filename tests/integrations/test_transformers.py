@@ -3,6 +3,8 @@ place of the kernels, and little with the kernels' arithmetic."""
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from exact import served_calls
@@ -13,6 +15,7 @@ from sage_aot.errors import ArgumentError, UnsupportedError  # noqa: E402
 from sage_aot.integrations import Policy, report, reset_report, use  # noqa: E402
 from sage_aot.integrations import transformers as integration  # noqa: E402
 from sage_aot.integrations._policy import SLOWER  # noqa: E402
+from sage_aot.integrations.torch import replace_sdpa  # noqa: E402
 
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -278,3 +281,27 @@ def test_parts_of_a_model_get_their_own_implementation_back():
         made.set_attn_implementation(before)
         assert [part._attn_implementation for part in parts] == names
     assert before == "sdpa"
+
+
+def test_small_calls_and_refused_ones_are_decided_about_once(monkeypatch):
+    """Also where torch's function is replaced, which transformers' sdpa calls."""
+    made = MODELS["llama"]()
+    with replace_sdpa.globally():
+        for options in ({"position_bias": torch.zeros(1)}, {"dropout": 0.5}):
+            q = torch.randn(1, 2, 5, 16)
+            with contextlib.suppress(RuntimeError):  # transformers has no use for this bias
+                integration.attention_forward(made.model.layers[0].self_attn, q, q[:, :1], q[:, :1], None, **options)
+        assert report() == {"position_bias": 1, "dropout": 1}
+        reset_report()
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        with use(Policy()):
+            outputs(made, None, "sage_aot")
+    assert report() == {SLOWER: 2}
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 5, 5, dtype=torch.bool)])
+def test_what_small_means_depends_on_the_mask(monkeypatch, mask):
+    asked, q = [], torch.randn(1, 2, 5, 16)
+    monkeypatch.setattr(integration, "is_small", lambda q, k, *mask: asked.append(mask))
+    integration.attention_forward(MODELS["llama"]().model.layers[0].self_attn, q, q[:, :1], q[:, :1], mask)
+    assert asked == [(mask is not None, True)]  # without a mask transformers may mean a causal one
