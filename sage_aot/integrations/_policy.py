@@ -232,7 +232,10 @@ _hosts = _Hosts()
 
 
 def by_host(host: Callable[[], Any]) -> Any:
-    """The host's own attention. Where torch's function is replaced too, it must not get the call a second time."""
+    """The host's own attention. Where torch's function is replaced too, it must not get the call a second time. In
+    compiled code it may: a trace cannot follow what belongs to a thread."""
+    if torch.compiler.is_compiling():
+        return host()
     before, _hosts.busy = _hosts.busy, True
     try:
         return host()
@@ -242,7 +245,7 @@ def by_host(host: Callable[[], Any]) -> Any:
 
 def is_hosts_own() -> bool:
     """Whether a call of torch's attention comes from within :func:`by_host`."""
-    return _hosts.busy
+    return not torch.compiler.is_compiling() and _hosts.busy
 
 
 def serve_anyway(call: Call, otherwise: str, return_lse: bool = False, policy: Policy | None = None) -> Any:

@@ -216,13 +216,6 @@ def test_hosts_within_hosts(qkv, replaced):
     assert report() == {"dropout": 2}
 
 
-def test_the_hosts_own_attention_in_compiled_code(qkv):
-    refused = Call(*qkv, beyond="a reason")
-    with replace_sdpa.globally():
-        work = torch.compile(lambda: attend(refused, lambda: F.scaled_dot_product_attention(*qkv)), backend="eager")
-        assert torch.equal(work(), captured(*qkv))
-
-
 def test_other_threads_are_served_while_a_host_computes(qkv):
     with replace_sdpa.globally():
         attend(Call(*qkv, dropout=0.5), lambda: in_a_thread(lambda: F.scaled_dot_product_attention(*qkv)))
