@@ -61,8 +61,7 @@ def enable(model: PreTrainedModel) -> str | dict[str, str]:
         UnsupportedError: the model's attention has arguments that only its eager implementation computes, or it cannot
             be switched, or sage_aot has no kernel for the GPU at hand.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    if not callable(getattr(model, "set_attn_implementation", None)):  # which wrappers of models hand on
+    if not callable(getattr(model, "set_attn_implementation", None)):  # torch.compile's wrapper hands it on
         raise ArgumentError(f"expected a model of transformers, got {type(model).__name__}; run others in "
                             f"sage_aot.integrations.torch.replace_sdpa")
     if wrong := {type(part).__name__ for part in model.modules()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exact import served_calls
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as captured
 
 from sage_aot._backends import cuda
@@ -170,6 +170,7 @@ def test_a_context_holds_for_its_thread(qkv):
 
 
 def test_globally(qkv):
+    of_bias = CausalBias.__dict__["__torch_function__"]
     with replace_sdpa.globally():
         assert F.scaled_dot_product_attention is not captured
         in_a_thread(lambda: F.scaled_dot_product_attention(*qkv))
@@ -177,6 +178,7 @@ def test_globally(qkv):
         assert served_calls() == 1
         F.scaled_dot_product_attention(*qkv, dropout_p=0.5)  # torch's own, without end
     assert F.scaled_dot_product_attention is captured and report() == {"sage_aot": 1, "dropout": 1}
+    assert CausalBias.__dict__["__torch_function__"] is of_bias
 
 
 def test_both_at_once(qkv):

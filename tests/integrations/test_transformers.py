@@ -259,6 +259,12 @@ def test_other_policies_leave_the_host_alone(monkeypatch, is_cuda, reason):
     assert report() == {reason: 2}
 
 
+def test_a_compiled_model_is_enabled():
+    made = MODELS["llama"]()
+    assert integration.enable(torch.compile(made, backend="eager")) == "sdpa"
+    assert made.config._attn_implementation == "sage_aot"
+
+
 @pytest.mark.parametrize("wrong", [torch.nn.Linear(1, 1), 3])
 def test_what_is_no_model_of_transformers_is_refused(wrong):
     with pytest.raises(ArgumentError, match="expected a model of transformers, got (Linear|int); run others in"):
