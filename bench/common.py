@@ -23,10 +23,8 @@ from sage_aot._launch import choose
 from sage_aot._launch.choose import Kernels, built_archs, wanted_values
 from sage_aot._problem.check import Problem
 from sage_aot._tools import reference
+from sage_aot._tools.reference import MIN_COSINE
 from sage_aot.errors import ArgumentError, SageAotError, UnsupportedError
-
-MIN_COSINE = 0.998
-"""An output below this comes from a broken kernel: FP8 attention reaches 0.999 on the inputs used here."""
 
 SDPA = {"sdpa_flash_bf16": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn_bf16": SDPBackend.CUDNN_ATTENTION}
 """torch's own attention, by row name."""

@@ -32,6 +32,7 @@ import sage_aot
 from sage_aot._backends.cuda import CudaBackend, CudaCall, addresses_of
 from sage_aot._backends.loader import Library
 from sage_aot._call import pipeline
+from sage_aot._cli.bench import USES
 from sage_aot._launch.plan import Plan
 from sage_aot._problem.options import Options
 
@@ -150,7 +151,8 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_shape_arguments(parser, seqlen="1024,4096,16384,32768", batch=4, heads=32)
-    parser.add_argument("--use", action="store_true", help="shapes of real use, in place of those that options give")
+    parser.add_argument("--use", action="store_true", help="the shapes of `sage-aot bench` that have as many keys as "
+                        "queries and no key mask, in place of those that options give")
     parser.add_argument("--arch", type=common.words, help="whose kernels (default: the arch that this GPU would run; "
                         "all of them for a retargeted folder)")
     parser.add_argument("--repeat", type=int, default=20, help="timed repeats of a row (default: %(default)s)")
@@ -160,18 +162,10 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-VIDEO, IMAGE, PREFILL = (16384, 32760, 75600, 118800), (4608,), (8192, 32768, 131072)
-SHAPES_OF_USE = [
-    *(Shape(128, "full", seqlen, 1, heads, heads) for heads in (24, 40) for seqlen in VIDEO),
-    *(Shape(128, "full", seqlen, 2, 24, 24) for seqlen in IMAGE),
-    *(Shape(128, "causal", seqlen, 1, 32, 8) for seqlen in PREFILL),
-]
-"""Diffusion of videos and of images, and a language model reading its prompt."""
-
-
 def shapes(arguments: argparse.Namespace) -> list[Shape]:
     if arguments.use:
-        return SHAPES_OF_USE
+        return [Shape(use.headdim, use.kind, use.keys, use.batch, use.heads, use.kv_heads) for use in USES
+                if use.queries == use.keys and use.kind in ("full", "causal")]
     return [Shape(*values, arguments.batch, arguments.heads, arguments.heads)
             for values in itertools.product(arguments.headdim, arguments.mask, arguments.seqlen)]
 

@@ -17,6 +17,7 @@ import json
 import re
 import sys
 import zipfile
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class WheelError(Exception):
     """What is wrong with a wheel, a sentence a line."""
 
 
-class AnyWheel:
+class AnyWheel(ABC):
     """One wheel of either distribution, read whole."""
 
     distribution = ""
@@ -72,14 +73,14 @@ class AnyWheel:
         return [f"{self.path.name}: {problem}" for problem in (
             *self._metadata_problems(), *self._record_problems(), *self._content_problems(narrowed))]
 
-    def _content(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _content(self) -> str: ...
 
-    def _metadata_problems(self) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def _metadata_problems(self) -> list[str]: ...
 
-    def _content_problems(self, narrowed: bool) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def _content_problems(self, narrowed: bool) -> list[str]: ...
 
     def _record_problems(self) -> list[str]:
         """Files that RECORD does not name as they are: every file with its hash, RECORD itself without one."""

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_aot._call.api import attn
-from sage_aot._tools.reference import measure
+from sage_aot._tools.reference import MIN_COSINE, measure
 from sage_aot._version import __version__
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import Policy, report, reset_report, use
@@ -36,9 +36,6 @@ from sage_aot.integrations.torch import sdpa
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
             "efficient": SDPBackend.EFFICIENT_ATTENTION}
 """torch's own implementations; ``"sdpa"`` is the one that torch chooses."""
-
-MIN_COSINE = 0.998
-"""An output below this, against torch's, comes from a broken kernel."""
 
 PADDING = 256
 """Keys that every second batch entry of a padded call does not have, or a quarter of its keys where that is less."""
@@ -97,12 +94,6 @@ class Shape(NamedTuple):
             raise ArgumentError(f"--shape: expected as many keys as queries of a causal call, got {text!r}: torch and "
                                 f"sage_aot align its mask at different corners")
         return shape
-
-    @property
-    def operations(self) -> float:
-        """Multiplications and additions of both matrix products, as the papers count them."""
-        total = 4.0 * self.batch * self.heads * self.queries * self.keys * self.headdim
-        return total / 2 if self.kind == "causal" else total
 
 
 USES = (

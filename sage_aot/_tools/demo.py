@@ -24,13 +24,9 @@ from sage_aot._launch.choose import kernels_of, wanted_values
 from sage_aot._problem.check import check
 from sage_aot._problem.options import Options
 from sage_aot._tools import reference
-from sage_aot._tools.reference import Accuracy
+from sage_aot._tools.reference import MIN_COSINE, Accuracy
 from sage_aot._version import __version__
 from sage_aot.errors import UnsupportedError
-
-MIN_COSINE = 0.998
-"""Least cosine of a result that is not broken: FP8 attention reaches 0.999 on normal input, and bf16 rounding costs
-less than the difference."""
 
 EXTRA = "pip install 'sage-aot[demo]'"
 

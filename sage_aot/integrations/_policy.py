@@ -103,6 +103,7 @@ def current() -> Policy:
 
 # --- the report -------------------------------------------------------------------------------------------------------
 
+
 class _Tally:
     """How often a line of the report was counted. Threads add without a lock: a step of itertools.count is atomic. A
     lock would take as long as all else that the policy does with a small call."""
@@ -211,7 +212,7 @@ def attend(call: Call, host: Callable[[], Any], return_lse: bool = False, policy
             raise UnsupportedError(f"expected a call that sage_aot computes, got: {reason}; let the host compute it "
                                    f"with sage_aot.integrations.Policy(otherwise='host')")
         return by_host(host)
-    result = serve(call, return_lse, policy)
+    result = serve(call, return_lse, policy.options)
     count(SERVED)
     if observer is not None and not torch.compiler.is_compiling():
         observer(call, result, lambda: by_host(host))
@@ -248,14 +249,14 @@ def is_hosts_own() -> bool:
     return not torch.compiler.is_compiling() and _hosts.busy
 
 
-def serve_anyway(call: Call, otherwise: str, return_lse: bool = False, policy: Policy | None = None) -> Any:
-    """The call's output by sage_aot, whatever is faster; with `return_lse` what sage_aot.attn returns then. `policy`:
-    whose options hold; None means that of the process. UnsupportedError where sage_aot does not compute the call;
-    `otherwise`: what to do then."""
+def serve_anyway(call: Call, otherwise: str, return_lse: bool = False, **options: Any) -> Any:
+    """The call's output by sage_aot, whatever is faster; with `return_lse` what sage_aot.attn returns then. `options`:
+    beside those of the process's policy. UnsupportedError where sage_aot does not compute the call; `otherwise`: what
+    to do then."""
     call = call._replace(q=_received(call.q), k=_received(call.k), v=_received(call.v))
     if reason := refusal(call):
         raise refused(reason, f"expected a call that sage_aot computes, got: {reason}; {otherwise}")
-    result = serve(call, return_lse, _policy if policy is None else policy)
+    result = serve(call, return_lse, {**_policy.options, **options})
     count(SERVED)
     return result
 
@@ -368,8 +369,8 @@ def key_mask_of(mask: torch.Tensor, batch: int, heads: int, queries: int, keys: 
     return whole[:, 0, 0]
 
 
-def serve(call: Call, return_lse: bool, policy: Policy) -> Any:
-    """The call by sage_aot, which :func:`refusal` has allowed, with the options of the policy. The rows of an
+def serve(call: Call, return_lse: bool, options: Mapping[str, Any]) -> Any:
+    """The call by sage_aot, which :func:`refusal` has allowed, with these options of sage_aot.attn. The rows of the
     output hold all heads where those of q do."""
     turned = call.layout == "HND" and call.q.stride(1) < call.q.stride(2)  # rows of all heads, as a projection makes q
     if turned:
@@ -386,9 +387,9 @@ def serve(call: Call, return_lse: bool, policy: Policy) -> Any:
         width = max(channels, q.size(3))
         scale = q.size(3) ** -0.5 if scale is None else scale
         q, k, v = (F.pad(x, (0, width - x.size(3))) for x in (q, k, v))
-    options: dict[str, Any] = {**policy.options, "return_lse": return_lse}
     is_causal = is_causal and queries > 1  # one query sees all keys; without a mask, heads share the reads of k and v
-    result = attn(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale, layout=call.layout, **options)
+    result = attn(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale, layout=call.layout,
+                  **{**options, "return_lse": return_lse})
     out, lse = result if return_lse else (result, None)
     if channels != q.size(3):
         out = out[..., :channels].contiguous()

@@ -175,6 +175,7 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801  # a context manager, as to
 
 # --- torch's flash attention ------------------------------------------------------------------------------------------
 
+
 def register_flash(name: str = "sage_aot") -> None:
     """Offer sage_aot to torch as an implementation of its flash attention. May be called again.
 

@@ -250,13 +250,12 @@ def _attend(function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, te
     _check_choice("tensor_layout", tensor_layout, LAYOUTS)
     call = Call(q, k, v, given.mask, given.is_causal, given.scale, given.dropout, tensor_layout, grouped=True,
                 bottom_right=given.bottom_right)
-    policy, changed = current(), _changed(**options)
-    if changed:
-        policy = replace(policy, options={**policy.options, **changed})
+    changed = _changed(**options)
     if _torch_serves_the_mask(call, return_lse):
-        result = attend(call, lambda: _by_torch(call), policy=replace(policy, when="possible"))
+        policy = replace(current(), when="possible", options={**current().options, **changed})
+        result = attend(call, lambda: _by_torch(call), policy=policy)
     else:
-        result = serve_anyway(call, _OTHERWISE, return_lse, policy)
+        result = serve_anyway(call, _OTHERWISE, return_lse, **changed)
     made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = result
     return made
 
