@@ -143,7 +143,9 @@ def test_smoothing():
         assert options_of(BY_GPU, *qkv, smooth_k=smooth_k) == {}
     with use(Policy(options={"rotate": True, "smooth_v": True})):
         assert options_of(BY_GPU, *qkv) == {"rotate": True, "smooth_v": True}
-        assert options_of(F8, *qkv, smooth_k=False) == {"rotate": True, "smooth_v": True, "smooth_k": False}
+        for masked in ({}, {"attn_mask": mask(2, 1, 1, 30)}):
+            found = options_of(F8, *qkv, smooth_k=False, **masked)
+            assert found == {"rotate": True, "smooth_v": True, "smooth_k": False}
 
 
 def test_smoothing_reaches_the_kernels():
