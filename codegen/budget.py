@@ -32,6 +32,7 @@ _PRODUCTS = {
     "qkint4": (("IMMA",), "S4.S4"),
     "pvf16": (("HMMA", "HGMMA"), ""),  # the opcode does not name f16
     "pve4m3": (("QMMA", "QGMMA"), "E4M3.E4M3"),
+    "pve4m3_accf32": (("QMMA",), "SF.16832.F32.E4M3.E4M3"),  # block-scaled
 }
 """Per product, as kernels' names spell it: the instructions that may compute it, and a part of their modifiers."""
 
@@ -150,7 +151,7 @@ def _tensor_cores(kernel: PlannedKernel, report: Report) -> list[str]:
     if not isinstance(kernel.spec, AttnSpec):
         return []
     spellings = _PTX_PRODUCTS if is_ptx(kernel.spec.arch) else _PRODUCTS
-    products = {name: spellings[name] for name in (f"qk{kernel.spec.qk}", f"pv{kernel.spec.pv}")}
+    products = {name: spellings[name] for name in _products(kernel.spec)}
     missing = [f"instructions for {product}, {_spelt(*spelling)}"
                for product, spelling in products.items() if not _computes(report, *spelling)]
     if not missing and report.main_loop is None and not is_ptx(kernel.spec.arch):
@@ -158,6 +159,12 @@ def _tensor_cores(kernel: PlannedKernel, report: Report) -> list[str]:
     found = ", ".join(f"{count} {opcode}" for opcode, count in report.opcodes.items()) or "none"
     return [f"expected {what}, got tensor-core instructions: {found}; look at the kernel's mma functions and target"
             for what in missing]
+
+
+def _products(spec: AttnSpec) -> tuple[str, str]:
+    """The products of a kernel: keys of _PRODUCTS."""
+    pv = f"pv{spec.pv}"
+    return f"qk{spec.qk}", f"{pv}_accf32" if (spec.pv, spec.pv_accum) == ("e4m3", "f32") else pv
 
 
 def _spelt(names: tuple[str, ...], types: str) -> str:

@@ -19,7 +19,7 @@ from codegen.project import ROOT, Project
 from codegen.render import render_all
 from codegen.selection import Selection
 from codegen.targets import chip_of
-from sage_aot._kernels.spec import AttnSpec
+from sage_aot._kernels.spec import AttnSpec, target_of
 
 Command = Callable[[argparse.Namespace, Matrix, Project], None]
 
@@ -64,9 +64,9 @@ def _render(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
 
 
 def _build(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
-    kernels = _selection(args).kernels(matrix)
     compilation = Compilation(project, args.toolchain, args.retarget)
     out = _out(args, compilation)
+    kernels = _taken(args, matrix, compilation)
     _compile(args, kernels, matrix, compilation)
     reports = {kernel: compilation.report(kernel) for kernel in kernels}
     verdict = judge(reports, matrix, compilation)
@@ -114,10 +114,21 @@ def _print(lines: list[str]) -> None:
 
 
 def _census(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
-    kernels = _selection(args).kernels(matrix)
     compilation = Compilation(project, args.toolchain, args.retarget)
+    kernels = _taken(args, matrix, compilation)
     _compile(args, kernels, matrix, compilation)
     print(table({kernel: compilation.report(kernel) for kernel in kernels}), end="")
+
+
+def _taken(args: argparse.Namespace, matrix: Matrix, compilation: Compilation) -> tuple[PlannedKernel, ...]:
+    """The kernels that a command asks for, less those whose instructions the chip of --retarget lacks, which it prints.
+    """
+    kernels = _selection(args).kernels(matrix)
+    for kernel in kernels:
+        if not compilation.takes(kernel):
+            print(f"not for {args.retarget}, which lacks instructions of "
+                  f"{target_of(kernel.spec.arch)}{kernel.suffix}: {kernel.spec.name}")
+    return tuple(filter(compilation.takes, kernels))
 
 
 def _compile(args: argparse.Namespace, kernels: tuple[PlannedKernel, ...], matrix: Matrix,

@@ -17,7 +17,8 @@ from codegen.errors import BuildError
 from codegen.matrix import PlannedKernel
 from codegen.project import Project
 from codegen.render import source_path
-from sage_aot._kernels.spec import is_ptx, target_of
+from sage_aot._kernels.manifest import read_target, runs
+from sage_aot._kernels.spec import capability_of, is_ptx, target_of
 
 
 class Toolchain(Protocol):
@@ -64,7 +65,14 @@ class Compilation:
         """The target of a kernel, as compilers spell it: "sm_90a". PTX is never retargeted."""
         if is_ptx(kernel.spec.arch):
             return target_of(kernel.spec.arch)
-        return (self.retarget or target_of(kernel.spec.arch)) + kernel.how.suffix
+        return (self.retarget or target_of(kernel.spec.arch)) + kernel.suffix
+
+    def takes(self, kernel: PlannedKernel) -> bool:
+        """Whether the chip to which kernels are retargeted, if any, has the instructions of a kernel's suffix."""
+        if not self.retarget or not kernel.suffix:
+            return True
+        _, chip, _ = read_target(self.retarget)
+        return runs(kernel.suffix, capability_of(kernel.spec.arch), chip)
 
     def compiled(self, kernel: PlannedKernel) -> Path:
         """Path of a kernel's cubin or PTX."""

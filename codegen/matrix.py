@@ -27,6 +27,7 @@ class PlannedKernel:
     how: FamilyKind  # template, threads, ...
     tile: Tile  # of the attention kernel; for a companion, of the first that names it
     allowed_spill_bytes: int
+    suffix: str  # of the target
     row: str  # selector of that attention kernel's tile row
     companions: tuple[str, ...]  # names of an attention kernel's companions, in the order in which they run
 
@@ -143,15 +144,15 @@ class _Planning:
             self.reader.complain(row.selector.line, f"expected the kind delta in the family {row.family!r}, which "
                                                     f"{spec.name} needs, got none")
         companions = tuple(spec.companion(kind).name for kind in wanted)
-        return self._kernel(spec, row, row.allowed_spill_bytes, companions)
+        return self._kernel(spec, row, row.allowed_spill_bytes, row.suffix, companions)
 
-    def _kernel(self, spec: KernelSpec, row: TileRow, allowed_spill_bytes: int = 0,
+    def _kernel(self, spec: KernelSpec, row: TileRow, allowed_spill_bytes: int = 0, suffix: str = "",
                 companions: tuple[str, ...] = ()) -> PlannedKernel:
-        """The kernel of any kind that follows from a row; only attention kernels may spill."""
+        """The kernel of any kind that follows from a row; only attention kernels may spill, or have a suffix."""
         if row.tile is None:
             raise ValueError(f"line {row.selector.line}: expected sizes")  # not reached: plan() stops after complaints
         return PlannedKernel(spec, row.family, self.rows.families[row.family][spec.kind], row.tile, allowed_spill_bytes,
-                             row.selector.text(row.family, spec.arch), companions)
+                             suffix, row.selector.text(row.family, spec.arch), companions)
 
     def _companions(self, attention: list[tuple[PlannedKernel, TileRow]]) -> list[PlannedKernel]:
         """The companions of the attention kernels, which must agree on the template of a companion that they share."""

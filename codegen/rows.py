@@ -15,6 +15,7 @@ import yaml
 from codegen.yaml_reader import YamlReader, line_of
 from sage_aot._families import FAMILIES
 from sage_aot._kernels.axes import AXES
+from sage_aot._kernels.manifest import SUFFIXES
 from sage_aot._kernels.spec import IN_EVERY_FAMILY, KINDS, AttnSpec, capability_of
 from sage_aot._kernels.tile import Tile
 
@@ -77,6 +78,7 @@ class TileRow:
     family: str
     tile: Tile | None  # None only where the reader has complained
     allowed_spill_bytes: int
+    suffix: str  # of the attention kernels' target: "a", "f", or "" for instructions that later chips have too
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,6 @@ class FamilyKind:
     template: str
     threads: int | None  # of a block; those of attention kernels follow from their tiles
     min_blocks: int | None  # resident blocks an SM, of quantizers; attention kernels have their tiles', delta none
-    suffix: str  # of the target: "a" for instructions that one chip alone has
 
 
 @dataclass(frozen=True)
@@ -177,19 +178,15 @@ class RowReader:
 
     def _family_kind(self, family: str, kind: str, node: yaml.Node) -> FamilyKind:
         quantizer = ("template", "threads", "min_blocks")
-        keys, optional = {"attn": (("template",), ("suffix",)), "quant": (quantizer, ())}.get(
-            kind, (("template", "threads"), ()))
-        entries = self.reader.mapping(node, f"{kind!r} of the family {family!r}", keys, optional)
+        keys = {"attn": ("template",), "quant": quantizer}.get(kind, ("template", "threads"))
+        entries = self.reader.mapping(node, f"{kind!r} of the family {family!r}", keys)
         template = self.reader.scalar(entries["template"]) if "template" in entries else None
         if template is not None and not (self.templates / str(template)).is_file():
             self.reader.complain(line_of(entries["template"]), f"expected a file in templates/, got {template!r}")
         threads = self._integer(entries, "threads", f"a multiple of 32, at most {_MAX_THREADS}",
                                 lambda value: value % 32 == 0 and 0 < value <= _MAX_THREADS)
         min_blocks = self._integer(entries, "min_blocks", "a positive integer")
-        suffix = self.reader.scalar(entries["suffix"]) if "suffix" in entries else ""
-        if suffix not in ("", "a"):
-            self.reader.complain(line_of(entries["suffix"]), f"expected 'a' as a suffix of the target, got {suffix!r}")
-        return FamilyKind(str(template), threads, min_blocks, str(suffix))
+        return FamilyKind(str(template), threads, min_blocks)
 
     def _row(self, node: yaml.Node, what: str, required: tuple[str, ...],
              optional: tuple[str, ...] = ()) -> tuple[dict[str, yaml.Node], Selector]:
@@ -209,13 +206,14 @@ class RowReader:
         return tuple(value for _, value in found)
 
     def _tile_row(self, node: yaml.Node) -> TileRow:
-        entries, selector = self._row(node, "a row of 'tiles'", ("family", *Tile._fields), ("allow_spills", "why"))
+        entries, selector = self._row(node, "a row of 'tiles'", ("family", *Tile._fields),
+                                      ("allow_spills", "why", "suffix"))
         family = self.reader.scalar(entries["family"]) if "family" in entries else None
         if family is not None and family not in self.families:
             self.reader.complain(line_of(entries["family"]), f"expected a family {_choices(self.families)}, "
                                                              f"got {family!r}")
         return TileRow(selector, str(family), self._tile(selector.line, str(family), entries),
-                       self._allowed_spills(selector.line, entries))
+                       self._allowed_spills(selector.line, entries), self._suffix(entries))
 
     def _tile(self, line: int, family: str, entries: dict[str, yaml.Node]) -> Tile | None:
         sizes: dict[str, Any] = {size: self.reader.scalar(entries[size]) for size in Tile._fields if size in entries}
@@ -233,6 +231,13 @@ class RowReader:
             got = "allow_spills" if "allow_spills" in entries else "why"
             self.reader.complain(line, f"expected 'allow_spills' and 'why' together, got only {got!r}")
         return self._integer(entries, "allow_spills", "a positive number of bytes") or 0
+
+    def _suffix(self, entries: dict[str, yaml.Node]) -> str:
+        suffix = self.reader.scalar(entries["suffix"]) if "suffix" in entries else ""
+        if suffix not in ("", *SUFFIXES):
+            self.reader.complain(line_of(entries["suffix"]), f"expected a suffix of the target "
+                                                             f"{_choices(SUFFIXES)}, got {suffix!r}")
+        return str(suffix)
 
     def _exclusion(self, node: yaml.Node) -> Exclusion:
         entries, selector = self._row(node, "a row of 'exclude'", ("why",))

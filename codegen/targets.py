@@ -1,6 +1,6 @@
 """Targets, as compilers spell them: ``"sm_90"``, ``"sm_90a"``, for PTX ``"compute_80"``.
 
-A target of machine code is a chip and a suffix. The matrix states the suffix, per family.
+A target of machine code is a chip and a suffix. The matrix states the suffix, per row of tiles.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SUFFIXED = re.compile(rf"({_CHIP.pattern})[a-z]", re.ASCII)
 
 
 def chip_of(text: str) -> str:
-    """The chip that a command names, without a suffix, which the family adds. UsageError for anything else."""
+    """The chip that a command names, without a suffix, which kernels that need one add. UsageError for anything else."""
     if _CHIP.fullmatch(text):
         return text
     suffixed = _SUFFIXED.fullmatch(text)

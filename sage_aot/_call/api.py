@@ -90,7 +90,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         clip: at 4 bits, cut off the largest values of a row of q, or of 16 keys, where smaller steps for all other
             values lower the squared error; each such group takes the best of six steps. Nothing is clipped at 8 bits.
         pv_accum: how P·V adds up over the keys. ``"auto"``: the best of the GPU's kernels, ``"f32"`` where P and V are
-            f16, ``"two_level_f32"`` where they are FP8 (each tile of keys in accumulators of its own, then in f32).
+            f16, and for FP8 on sm120 (block-scaled products, whose accumulators keep f32); ``"two_level_f32"`` for FP8
+            elsewhere (each tile of keys in accumulators of its own, then in f32).
             ``"two_level_f16"`` (sm89): the first level's accumulators are f16, with which GeForce cards multiply at
             twice the rate; P and V are scaled to narrower ranges.
         return_lse: also return the log-sum-exp of each row of q·kᵀ·scale.

@@ -16,10 +16,14 @@ from sage_aot._kernels.tile import Tile
 from sage_aot.errors import CubinError
 
 FILE_NAME = "manifest.json"
-FORMAT = 11
+FORMAT = 12
 """Version of the format; every change that an older reader would misunderstand takes the next number."""
 
-_TARGET = re.compile(r"(sm|compute)_(\d+)(\d)(a?)")
+SUFFIXES = "a", "f"
+"""Suffixes of a target whose instructions not every later chip has. "a": the chip alone has them. "f": the later chips
+of its family, which has its major version, have them too. Source: PTX ISA, ".target"."""
+
+_TARGET = re.compile(rf"(sm|compute)_(\d+)(\d)([{''.join(SUFFIXES)}]?)")
 
 _TEGRA = ((8, 7), (10, 1), (11, 0))
 """Compute capabilities of Tegra: Orin, then Thor before CUDA 13 (10.1) and since (11.0). By NVIDIA's documentation
@@ -86,17 +90,17 @@ class KernelRecord:
 
     def serves(self, capability: tuple[int, int]) -> bool:
         """Whether a GPU of this compute capability can run the file. PTX runs on its target's capability and all later
-        ones. A cubin runs on its target's capability and on later minors of the same major; with the suffix `a`, or for
-        Tegra, on its target's alone.
+        ones. A cubin runs on its target's capability and on later minors of the same major, with the suffix `f` too;
+        with the suffix `a`, or for Tegra, on its target's alone.
 
         Source: CUDA C++ programming guide, "Binary compatibility" and "Application compatibility".
         """
         kind, own, suffix = read_target(self.target)
         if kind == "compute":
             return capability >= own
-        if suffix or capability in _TEGRA or own in _TEGRA:
+        if capability in _TEGRA or own in _TEGRA:
             return capability == own
-        return capability >= own and capability[0] == own[0]
+        return runs(suffix, own, capability)
 
     @property
     def served(self) -> str:
@@ -105,7 +109,7 @@ class KernelRecord:
         major, minor = own
         if kind == "compute":
             return f"{major}.{minor} and later"
-        if suffix or own in _TEGRA:
+        if suffix == "a" or own in _TEGRA:
             return f"{major}.{minor}"
         apart = [f"{other}.{of_other}" for other, of_other in _TEGRA if other == major and of_other > minor]
         return f"{major}.{minor} and later {major}.x" + (f" except {', '.join(apart)}" if apart else "")
@@ -139,6 +143,11 @@ def _record(values: Mapping[str, Any]) -> KernelRecord:
     loop = values["main_loop"]
     return AttnRecord(**{**fields, "tile": Tile(**values["tile"]), "companions": tuple(values["companions"]),
                          "main_loop": MainLoop(**loop) if loop else None})
+
+
+def runs(suffix: str, own: tuple[int, int], capability: tuple[int, int]) -> bool:
+    """Whether a chip has the instructions of another, those that a target's suffix stands for among them."""
+    return capability == own if suffix == "a" else capability >= own and capability[0] == own[0]
 
 
 def read_target(target: str) -> tuple[str, tuple[int, int], str]:

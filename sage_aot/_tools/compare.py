@@ -34,16 +34,18 @@ class Bound:
 
 BOUNDS = {
     # Sums in f32, which a tensor core cuts off; a flip moves P by 2^-11 to 2^-10.
-    "f32": Bound(2**-13, 2**-9),
+    ("f16", "f32"): Bound(2**-13, 2**-9),
     # Tensor cores add FP8 products 16 or 32 at a time. They align the products and the accumulator to the largest of
     # them, and cut each off 13 bits below it: an error of up to 2^-9 of the largest a step, some steps a tile. Where
     # few keys have values in a channel, the accumulator is the largest in most steps. The emulation takes 32 products
     # and cuts their sum. A flip moves P by up to 2/17. The heaviest key's P, 448, cannot flip.
-    "two_level_f32": Bound(1.5 * 2**-8, 0.13),
+    ("e4m3", "two_level_f32"): Bound(1.5 * 2**-8, 0.13),
     # As above, and sums in f16 are rounded by 2^-11 a step.
-    "two_level_f16": Bound(2**-8, 0.13),
+    ("e4m3", "two_level_f16"): Bound(2**-8, 0.13),
+    # Block-scaled products keep f32: what is left are flips of keys of little weight, of which each row has some.
+    ("e4m3", "f32"): Bound(2**-9, 0.13),
 }
-"""Per accumulator of P·V."""
+"""Per type of P and V, and accumulator of P·V."""
 
 LEAST_FLIPPED, FLIPPED = 2, 1 / 200
 """Rows of a call that may lie beyond the tight bound: this number, and this share of all. A wrong scale puts every
@@ -136,7 +138,7 @@ def _largest_scale(quantized: Quantized) -> torch.Tensor:
 
 def _bound(plan: Plan) -> Bound:
     attn = plan.kernels.attn
-    bound = BOUNDS[attn.spec.pv_accum]  # of one KV tile; the steps grow with the tiles that add up before a promotion
+    bound = BOUNDS[attn.spec.pv, attn.spec.pv_accum]  # of one KV tile; the steps grow with the tiles that add up before a promotion
     return dataclasses.replace(bound, tight=(2 if attn.facts.get("pairs") else 1) * bound.tight)
 
 

@@ -67,6 +67,17 @@ extern "C" __global__ void products(const __grid_constant__ Params params) {
   for (i32 i = 0; i < 4; ++i) out[i] = c[i];
 }
 
+// [32 lanes][4 words of A, 2 of B, 4 of C, scales of A and of B] to [32][4]; a block a product.
+extern "C" __global__ void scaled_products(const __grid_constant__ Params params) {
+  const u32* in = params.in + (blockIdx.x * 32 + threadIdx.x) * 12;
+  float* out = reinterpret_cast<float*>(params.out) + (blockIdx.x * 32 + threadIdx.x) * 4;
+  const u32 a[4] = {in[0], in[1], in[2], in[3]};
+  float c[4];
+  for (i32 i = 0; i < 4; ++i) c[i] = __uint_as_float(in[6 + i]);
+  ptx::mma_m16n8k32_mxf8_e4m3e4m3f32(c, a, in[4], in[5], c, in[10], in[11]);
+  for (i32 i = 0; i < 4; ++i) out[i] = c[i];
+}
+
 // [32][4 words] of shared memory, a row of 16 bytes each, to [32][4].
 extern "C" __global__ void matrices(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) unsigned char shared[];

@@ -89,7 +89,7 @@ def _quant(spec: QuantSpec, tile: Tile, family: str) -> dict[str, float]:
 
 def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
     f16 = spec.pv == "f16"
-    largest = {"f32": 128, "two_level_f32": 448, "two_level_f16": 224}[spec.pv_accum]
+    largest = 128 if f16 else 224 if spec.pv_accum == "two_level_f16" else 448
     facts = {
         "threads": _threads(tile, family), "shared_bytes": _shared_bytes(spec, tile, family),
         "p_top": _float32(math.log2(largest)), "lazy_rise": 8 if f16 else 0, "whole_reference": f16,
@@ -102,8 +102,7 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
         pairs = spec.q == "qraw" and spec.headdim <= 128
         facts |= {"slices": 4 if spec.headdim == 256 else 1, "pairs": pairs, "room": 3 if pairs else 0,
                   "open_end": pairs and tile.block_m == 128, "programmatic_launch": 1}
-    limit = {"f32": 2**15, "two_level_f32": 448, "two_level_f16": 4.5}[spec.pv_accum]
-    typical = {"f32": 0, "two_level_f32": 11, "two_level_f16": 0.375}[spec.pv_accum]
+    limit, typical = (2**15, 0) if f16 else (4.5, 0.375) if spec.pv_accum == "two_level_f16" else (448, 11)
     return {**facts, "v_typical": typical, "v_least": 2**-4 if f16 else limit / 32, "v_limit": limit}
 
 

@@ -3,7 +3,10 @@
 //   A  word i: row g + 8 (i % 2), elements w t .. w t + w - 1 of k, in the second half of them where i >= 2
 //   B  word i: column g, likewise, in the second half where i = 1
 //   C, D  element i: row g + 8 (i / 2), column 2t + i % 2
-// Source: PTX ISA, "Matrix Fragments for mma.m16n8k16", "... k32", "... k64".
+// Scales of block-scaled products, with selectors of zero: the lowest byte of the words of some lanes,
+//   A  row g: lane 4g; row g + 8: lane 4g + 1
+//   B  column g: lane 4g
+// Source: PTX ISA, "Matrix Fragments for mma.m16n8k16", "... k32", "... k64", "Block Scaling for mma.sync".
 
 #include <bit>
 #include <iterator>
@@ -18,6 +21,7 @@ namespace {
 
 constexpr int kRows = 16, kColumns = 8;
 
+// Of a ScaledProduct too, whose first member it is.
 const Product& of_lane(void* const (&lanes)[kLanes], int lane) { return *static_cast<const Product*>(lanes[lane]); }
 
 // A and B by rows and columns, as codes of kBits.
@@ -127,6 +131,23 @@ void e4m3_product(void* const (&lanes)[kLanes]) {
   });
 }
 
+// --- block-scaled ----------------------------------------------------------------------------------------------------
+
+u32 lowest_byte(u32 word) { return word & 0xff; }
+
+void mxf8_product(void* const (&lanes)[kLanes]) {
+  const Operands<8> operands(lanes);
+  const auto scales = [&](int lane) -> const ScaledProduct& { return *static_cast<ScaledProduct*>(lanes[lane]); };
+  std::vector<Vector<E4m3, kE4m3Depth>> rows(std::begin(operands.a), std::end(operands.a));
+  std::vector<Vector<E4m3, kE4m3Depth>> columns(std::begin(operands.b), std::end(operands.b));
+  for (int row = 0; row < kRows; ++row) rows[row].scale(lowest_byte(scales(row % 8 * 4 + row / 8).a_scale));
+  for (int column = 0; column < kColumns; ++column) columns[column].scale(lowest_byte(scales(column * 4).b_scale));
+  each_result([&](int lane, int i, int row, int column) {
+    const Product& of = of_lane(lanes, lane);
+    of.d[i] = add_product<F32>(chip().e4m3, rows[row], columns[column], of.c[i]);
+  });
+}
+
 }  // namespace
 
 void mma_s8(void* const (&lanes)[kLanes]) { integer_product<8>(lanes); }
@@ -139,5 +160,6 @@ void mma_f16(void* const (&lanes)[kLanes]) {
 }
 void mma_e4m3_f32(void* const (&lanes)[kLanes]) { e4m3_product<F32>(lanes); }
 void mma_e4m3_f16(void* const (&lanes)[kLanes]) { e4m3_product<F16>(lanes); }
+void mma_mxf8_e4m3(void* const (&lanes)[kLanes]) { mxf8_product(lanes); }
 
 }  // namespace sim

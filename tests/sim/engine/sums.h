@@ -15,6 +15,10 @@ namespace sim {
 // Stands for the exponent of zero, which must not count as the largest.
 constexpr int kOfZero = -10000;
 
+// ue8m0: a power of two, 2^(code - 127).
+constexpr int kUe8m0Bias = 127;
+constexpr u32 kUe8m0Nan = 255;
+
 // A row or a column of an operand, elements along k, split into significands and exponents once for all its sums.
 template <class Format_, int kDepth_>
 struct Vector {
@@ -33,6 +37,15 @@ struct Vector {
       exponent[k] = significand[k] ? Format::exponent(codes[k]) : kOfZero;
       special |= Format::special(codes[k]);
     }
+  }
+
+  // Multiplies all elements by a scale of type ue8m0.
+  void scale(u32 ue8m0) {
+    for (int k = 0; k < kDepth; ++k) {
+      if (exponent[k] != kOfZero) exponent[k] += static_cast<int>(ue8m0) - kUe8m0Bias;
+      if (ue8m0 == kUe8m0Nan) code[k] = Format::kNan;
+    }
+    special |= ue8m0 == kUe8m0Nan;
   }
 };
 
@@ -60,10 +73,10 @@ double step_sum(const Step& step, const Vector& a, const Vector& b, int first, u
   return static_cast<double>(sum) * power_of_two(largest - step.fraction_bits);
 }
 
-// f32 with kept_bits of mantissa; the lower bits are cut off.
+// f32 with kept_bits of mantissa; the lower bits are cut off. Infinity from 2^128 on.
 inline u32 cut_to_f32(double x, int kept_bits) {
   float y = static_cast<float>(x);
-  if (std::fabs(y) > std::fabs(x)) y = std::nextafter(y, 0.0f);
+  if (std::fabs(y) > std::fabs(x) && std::fabs(x) < power_of_two(128)) y = std::nextafter(y, 0.0f);
   return std::bit_cast<u32>(y) & ~0u << (23 - kept_bits);
 }
 

@@ -9,13 +9,12 @@ namespace sage {
 template <class Config>
 using OutputAccumulator = float[Config::kWarpM / 16][Config::kHeadDim / 8][4];
 
-// The mma family's R is in f32 or in f16, the wgmma family's in f32.
+// The mma family's R is in f32 or in f16, the wgmma family's in f32. Block-scaled products of the mma family have no R.
 template <class Config>
 struct E4m3Operand {
   static constexpr i32 kMTiles = Config::kWarpM / 16;
   static constexpr i32 kSteps = Config::kBlockN / 32;  // keys a product: 32
   static constexpr bool kF16Accum = Config::kPvAccum == PvAccum::kTwoLevelF16;
-  static_assert(Config::kPvAccum != PvAccum::kF32, "the tensor core sums e4m3 in 13 bits: too few for a sequence");
   static_assert(!kF16Accum || Config::kBlockN == 64, "224 · 4.5 · 64 is the most that f16 holds");
 
   static constexpr float kTop = kF16Accum ? 7.807355f : 8.807355f;  // log2 of 224, and of 448, the largest e4m3

@@ -63,4 +63,18 @@ __device__ __forceinline__ void mma_m16n8k32_e4m3e4m3f16(u32 (&d)[2], const u32 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]));
 }
 
+// Block-scaled, on sm120 and its family: A times 2^(a_scale - 127), B times 2^(b_scale - 127), both of them scales of
+// type ue8m0. An instruction takes one byte per row of A and column of B, of lanes and a byte that selectors name. All
+// lanes must hand in the same scales: then every row and column has them, whatever the selectors. The accumulator keeps
+// 23 mantissa bits.
+// Source: PTX ISA, "Block Scaling for mma.sync"; tests/sim/engine/chip.h for the bits.
+__device__ __forceinline__ void mma_m16n8k32_mxf8_e4m3e4m3f32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
+                                                              const float (&c)[4], u32 a_scale, u32 b_scale) {
+  asm("mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13}, {%14}, {0, 0}, {%15}, {0, 0};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]),
+        "r"(a_scale), "r"(b_scale));
+}
+
 }  // namespace sage::ptx

@@ -64,11 +64,16 @@ struct Product {
   unsigned b[2];
   const unsigned* c;
 };
+struct ScaledProduct {
+  Product product;
+  unsigned a_scale, b_scale;  // words, of which selectors take bytes
+};
 void mma_s8(void* const (&lanes)[kLanes]);
 void mma_s4(void* const (&lanes)[kLanes]);
 void mma_f16(void* const (&lanes)[kLanes]);
 void mma_e4m3_f32(void* const (&lanes)[kLanes]);
 void mma_e4m3_f16(void* const (&lanes)[kLanes]);
+void mma_mxf8_e4m3(void* const (&lanes)[kLanes]);  // of lanes' ScaledProduct
 
 void ldmatrix_x4(unsigned (&d)[4], unsigned shared, bool transposed, Site site);
 void stmatrix_x4(unsigned shared, const unsigned (&s)[4], Site site);

@@ -161,11 +161,47 @@ struct PvE4m3 : E4m3Operand<Config> {
   }
 };
 
-template <class Config, Pv kPv = Config::kPv>
+// P and V in e4m3, block-scaled products: sums keep all bits of f32, and O stays in the accumulators of the products.
+// The scale of V̂ is v_factor. V̂ is laid out as for PvE4m3.
+template <class Config>
+struct PvMxf8 : E4m3Operand<Config> {
+  using E4m3Operand<Config>::kMTiles, E4m3Operand<Config>::kSteps;
+  using typename E4m3Operand<Config>::Operand;
+  static constexpr i32 kOTiles = Config::kHeadDim / 8;
+  using Swizzle = typename TileLayout<Config>::VRows;
+
+  // Two groups of 8 channels by two chunks of 16 keys, chunks first.
+  __device__ __forceinline__ static u32 offset(i32 lane) {
+    return Swizzle::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  }
+
+  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>&,
+                                                    const Operand& p, u32 v_row, float v_factor) {
+    constexpr u32 kOne = kExponentBias;                               // in ue8m0
+    const u32 v_scale = __float_as_uint(v_factor) >> kMantissaBits;  // a power of two, whose exponent is its ue8m0
+#pragma unroll
+    for (i32 step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (i32 n = 0; n < kOTiles; n += 2) {
+        u32 v[4];
+        ptx::ldmatrix_x4(v, Swizzle::moved(v_row, 8 * n, 2 * step));
+#pragma unroll
+        for (i32 m = 0; m < kMTiles; ++m) {
+          ptx::mma_m16n8k32_mxf8_e4m3e4m3f32(acc_o[m][n], p[m][step], v[0], v[1], acc_o[m][n], kOne, v_scale);
+          ptx::mma_m16n8k32_mxf8_e4m3e4m3f32(acc_o[m][n + 1], p[m][step], v[2], v[3], acc_o[m][n + 1], kOne, v_scale);
+        }
+      }
+    }
+  }
+};
+
+template <class Config, Pv kPv = Config::kPv, bool kTwoLevel = Config::kPvAccum != PvAccum::kF32>
 struct SelectPv;
 template <class Config>
-struct SelectPv<Config, Pv::kF16> : PvF16<Config> {};
+struct SelectPv<Config, Pv::kF16, false> : PvF16<Config> {};
 template <class Config>
-struct SelectPv<Config, Pv::kE4m3> : PvE4m3<Config> {};
+struct SelectPv<Config, Pv::kE4m3, true> : PvE4m3<Config> {};
+template <class Config>
+struct SelectPv<Config, Pv::kE4m3, false> : PvMxf8<Config> {};
 
 }  // namespace sage

@@ -47,4 +47,10 @@ inline void mma_m16n8k32_e4m3e4m3f16(u32 (&d)[2], const u32 (&a)[4], u32 b0, u32
   product("mma.m16n8k32.e4m3.f16", sim::mma_e4m3_f16, d, a, b0, b1, c, site);
 }
 
+inline void mma_m16n8k32_mxf8_e4m3e4m3f32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4],
+                                          u32 a_scale, u32 b_scale, sim::Site site = sim::Site::here()) {
+  sim::ScaledProduct lane{{reinterpret_cast<u32*>(d), a, {b0, b1}, reinterpret_cast<const u32*>(c)}, a_scale, b_scale};
+  sim::together("mma.m16n8k32.mxf8.e4m3", &lane, sim::mma_mxf8_e4m3, site);
+}
+
 }  // namespace sage::ptx
