@@ -30,6 +30,8 @@ _EXPONENTIALS_BEFORE_ARRIVAL = 4
 _PRODUCTS = {
     "qkint8": (("IMMA", "IGMMA"), "S8.S8"),
     "qkint4": (("IMMA",), "S4.S4"),
+    "qknvfp4": (("OMMA",), "SF.16864.F32.E2M1.E2M1.UE4M3.4X"),
+    "pvnvfp4": (("OMMA",), "SF.16864.F32.E2M1.E2M1.UE4M3.4X"),
     "pvf16": (("HMMA", "HGMMA"), ""),  # the opcode does not name f16
     "pve4m3": (("QMMA", "QGMMA"), "E4M3.E4M3"),
     "pve4m3_accf32": (("QMMA",), "SF.16832.F32.E4M3.E4M3"),  # block-scaled

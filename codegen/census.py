@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from codegen.nvdisasm import Instruction
 from sage_aot._kernels.manifest import MainLoop
 
-MATRIX = frozenset(("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA"))
-"""Names of the tensor cores' instructions: H for f16, I for integers, Q for FP8; with a G, of a warpgroup."""
+MATRIX = frozenset(("HMMA", "IMMA", "QMMA", "OMMA", "HGMMA", "IGMMA", "QGMMA"))
+"""Names of the tensor cores' instructions: H for f16, I for integers, Q for FP8, O for FP4; with a G, of a warpgroup."""
 
 _ARRIVAL, _WAIT_FOR_PRODUCTS = "BAR.ARV", "WARPGROUP.DEPBAR"
 _EXPONENTIAL, _MULTIPLY_ADD = "MUFU.EX2", "FFMA"

@@ -31,8 +31,8 @@ CONTEXT = {
 PROGRAMMATIC = 9, 0
 """The first compute capability with programmatic dependent launch."""
 
-_QK_ENUMERATOR = {"int8": "Qk::kInt8", "int4": "Qk::kInt4"}
-_PV_ENUMERATOR = {"f16": "Pv::kF16", "e4m3": "Pv::kE4m3"}
+_QK_ENUMERATOR = {"int8": "Qk::kInt8", "int4": "Qk::kInt4", "nvfp4": "Qk::kNvfp4"}
+_PV_ENUMERATOR = {"f16": "Pv::kF16", "e4m3": "Pv::kE4m3", "nvfp4": "Pv::kNvfp4"}
 _PV_ACCUM_ENUMERATOR = {"f32": "PvAccum::kF32", "two_level_f32": "PvAccum::kTwoLevelF32",
                         "two_level_f16": "PvAccum::kTwoLevelF16"}
 _ROWS_ENUMERATOR = {"bf16": "SourceRows::kBf16", "f16": "SourceRows::kF16", "any": "SourceRows::kAny"}

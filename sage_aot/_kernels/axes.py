@@ -4,8 +4,8 @@ from __future__ import annotations
 
 AXES: dict[str, tuple[int | str, ...]] = {
     "headdim": (64, 128, 256),
-    "qk": ("int8", "int4"),
-    "pv": ("f16", "e4m3"),
+    "qk": ("int8", "int4", "nvfp4"),
+    "pv": ("f16", "e4m3", "nvfp4"),
     "pv_accum": ("f32", "two_level_f32", "two_level_f16"),
     "mask": ("full", "causal"),
     "v": ("vraw", "vsmooth"),

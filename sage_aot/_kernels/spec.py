@@ -127,8 +127,12 @@ class AttnSpec(KernelSpec):
         capability = capability_of(self.arch)
         if self.pv == "e4m3" and capability < (8, 9):
             return "no FP8 tensor cores before sm89"
+        if "nvfp4" in (self.qk, self.pv) and capability < (12, 0):
+            return "no NVFP4 in mma.sync before sm120"
         if self.qk == "int4" and capability >= (9, 0):
             return "no INT4 tensor cores from sm90 on"
+        if self.pv == "nvfp4" and self.pv_accum != "f32":
+            return "block-scaled products add up in f32 as they are, a second level would gain nothing"
         if self.pv == "f16" and self.pv_accum != "f32":
             return "f16 products add up in f32 as they are, a second level would gain nothing"
         if self.pv == "e4m3" and self.pv_accum == "f32" and capability < (12, 0):

@@ -88,16 +88,18 @@ class Options:
         help="order of the dimensions of q, k, v and the output: " + " or ".join(
             f'`"{name}"` {axes}' for name, axes in LAYOUTS.items()))
     qk: str = _option(
-        "auto", schema="str", valid=_is_one_of("auto", *map(str, AXES["qk"])), samples=("auto", "int8", "int4"),
+        "auto", schema="str", valid=_is_one_of("auto", *map(str, AXES["qk"])),
+        samples=("auto", "int8", "int4", "nvfp4"),
         refused="int5", expected="'auto', " + " or ".join(repr(value) for value in AXES["qk"]),
         axis="qk", values={value: value for value in AXES["qk"]},
         resolve=lambda options: "int8",  # 4 bits visibly hurt some models
-        help="type of the quantized q and k; int4 is for GPUs before sm90")
+        help="type of the quantized q and k; int4 is for GPUs before sm90, nvfp4 (of p and v too: SageAttention3) for "
+             "sm120")
     smooth_q: bool | str = _option(
         "auto", schema="bool?", valid=_is_bool_or_auto, samples=("auto", False, True), refused="yes",
         expected="'auto', True or False", axis="q", values={False: "qraw", True: "qsmooth"},
-        resolve=lambda options: options.qk == "int4",  # at 8 bits smoothing Q gains less than it costs
-        help="subtract the mean of each tile of q before quantizing; `\"auto\"` does so for int4")
+        resolve=lambda options: options.qk != "int8",  # at 8 bits smoothing Q gains less than it costs
+        help="subtract the mean of each tile of q before quantizing; `\"auto\"` does so for int4 and nvfp4")
     smooth_k: bool = _option(
         True, schema="bool", expected="True or False", valid=_is_bool, samples=(True, False), refused=1,
         kinds=("quant",),

@@ -44,6 +44,8 @@ BOUNDS = {
     ("e4m3", "two_level_f16"): Bound(2**-8, 0.13),
     # Block-scaled products keep f32: what is left are flips of keys of little weight, of which each row has some.
     ("e4m3", "f32"): Bound(2**-9, 0.13),
+    # As above. A flip moves P by as much as a quarter of itself, and that of a scale 16 keys by up to an eighth.
+    ("nvfp4", "f32"): Bound(2**-8, 0.4),
 }
 """Per type of P and V, and accumulator of P·V."""
 
@@ -127,7 +129,7 @@ def _unresolved(plan: Plan, quantized: Quantized) -> torch.Tensor:
     """The error that UNRESOLVED allows: [batch, heads, 1, headdim], in units of the output."""
     problem = plan.problem
     largest = E4M3_LIMIT * _largest_scale(quantized).repeat_interleave(problem.num_q_heads // problem.num_kv_heads, 1)
-    factor = UNRESOLVED if plan.kernels.attn.spec.pv == "e4m3" else 0.0
+    factor = 0.0 if plan.kernels.attn.spec.pv == "f16" else UNRESOLVED
     return factor * largest[:, :, None, : problem.headdim]
 
 
@@ -138,7 +140,7 @@ def _largest_scale(quantized: Quantized) -> torch.Tensor:
 
 def _bound(plan: Plan) -> Bound:
     attn = plan.kernels.attn
-    bound = BOUNDS[attn.spec.pv, attn.spec.pv_accum]  # of one KV tile; the steps grow with the tiles that add up before a promotion
+    bound = BOUNDS[attn.spec.pv, attn.spec.pv_accum]  # of one KV tile; steps grow with the tiles up to a promotion
     return dataclasses.replace(bound, tight=(2 if attn.facts.get("pairs") else 1) * bound.tight)
 
 

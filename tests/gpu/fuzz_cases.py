@@ -29,7 +29,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 OPTION_WEIGHTS = {
     # Logits stay below 1e7, where f32 has units of one: what lies beyond is a matter of a score's last bits.
     "scale": (10, 1, 2, 1, 2, 1),
-    "qk": (3, 2, 3),
+    "qk": (3, 2, 3, 2),
     "smooth_q": (2, 1, 2),
     "smooth_k": (3, 1),
     "smooth_v": (3, 2),

@@ -481,7 +481,9 @@ def _against_float64(case: Case, call: Made, plan: Plan, quantized: Quantized, v
     measure = close("output, float64", call.out.double(), expected, bound)
     measures = [measure.without(spoilt.elements)]
     if call.lse is not None:
-        measure = close("lse, float64", call.lse.double(), lse, moved + 0.01 + 2.0**-20 * lse.abs())
+        # NVFP4 sums rounded P: two fifths of a group may vanish, and the rest be off by a third.
+        rounded = math.log(5 / 3 * 4 / 3) if plan.kernels.attn.spec.pv == "nvfp4" else 0.0
+        measure = close("lse, float64", call.lse.double(), lse, moved + 0.01 + rounded + 2.0**-20 * lse.abs())
         measures.append(measure.without(spoilt.rows))
     return measures
 
@@ -490,16 +492,18 @@ def _quantization_error(case: Case, plan: Plan, quantized: Quantized, q: torch.T
     """How far quantization may move any score of a row, log2 units, [batch, q heads, queries].
 
     An element of Q is off by half its scale at most, which a score sees times an element of K, and the other way round;
-    at 4 bits, where a clip takes the largest to 0.9⁻⁵ · 7 steps and 7 are left, by up to 4.9 times its scale. Rotated
-    rows of fewer channels than the kernel's repeat values, and errors with them, in all of its channels.
+    at 4 bits, where a clip takes the largest to 0.9⁻⁵ · 7 steps and 7 are left, by up to 4.9 times its scale. NVFP4 is
+    off by up to the scale of the row's largest group, whose rounding adds a sixteenth. Rotated rows of fewer channels
+    than the kernel's repeat values, and errors with them, in all of its channels.
     """
     headdim = plan.kernels.attn.spec.headdim if plan.problem.options.rotate else case.headdim
-    q_hat, q_scale = _real(quantized.q, quantized.q_scale, case.seqlen_q)
-    k_hat, k_scale = (x.repeat_interleave(case.group, 1) for x in _real(quantized.k, quantized.k_scale, case.seqlen_kv))
+    q_hat, q_scale = _real(case, quantized.q, quantized.q_scale, case.seqlen_q)
+    k_hat, k_scale = (x.repeat_interleave(case.group, 1)
+                      for x in _real(case, quantized.k, quantized.k_scale, case.seqlen_kv))
     order = 2 if case.kind in INDEPENDENT and headdim == case.headdim else 1
     clipped = case.qk == "int4" and case.clip
-    worst = 4.9 if clipped else 0.5
-    steps = (12 if clipped else 6) / math.sqrt(12) if order == 2 else worst
+    worst = 4.9 if clipped else 1.07 if case.qk == "nvfp4" else 0.5
+    steps = (12 if worst > 0.5 else 6) / math.sqrt(12) if order == 2 else worst
     edge = worst * headdim ** (1 / order)
     q_size = q_scale * (q_hat.norm(order, -1) + edge)
     k_size = (k_scale * (k_hat.norm(order, -1) + edge)).amax(-1, keepdim=True)
@@ -509,18 +513,28 @@ def _quantization_error(case: Case, plan: Plan, quantized: Quantized, q: torch.T
     return steps * (largest_scale * q_size + q_scale * k_size) + in_f32
 
 
-def _real(x: torch.Tensor, scale: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantized rows without the padding, f64; the scale of a row in a group of zeros, which is one, as zero."""
+def _real(case: Case, x: torch.Tensor, scale: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantized rows without the padding, f64; the scale of a row in a group of zeros, which is one, as zero. Of NVFP4
+    the scale holds that of the largest group of the row, whose largest element is 6."""
     x, scale = x[:, :, :rows].double(), scale[:, :, :rows].double()
+    if case.qk == "nvfp4":
+        of_group = x.abs().amax(-1) / 6
+        x, scale = x / of_group.clamp(min=2.0**-9)[..., None], scale * of_group
     return x, torch.where((scale == 1.0) & (x == 0).all(-1), 0.0, scale)
 
 
 def _rounding_of_p_and_v(case: Case, plan: Plan, quantized: Quantized,
                          largest: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """By which factor, and by how much besides, rounding P and V moves a sum: half an ulp each, more for subnormals."""
+    """By which factor, and by how much besides, rounding P and V moves a sum: half an ulp each, more for subnormals.
+
+    In NVFP4 half an ulp is up to a third. What lies below a 24th of its group's largest element vanishes: of V that, of
+    P at most 16 times that, which is two thirds of a group."""
     v_scale = (quantized.v_scale * quantized.v_factor.amax(-1, keepdim=True))[:, :, None, : case.headdim].double()
     v_scale = v_scale.repeat_interleave(case.group, 1)
     if plan.kernels.attn.spec.pv == "f16":
         return (1 + 2.0**-11) ** 2 * (1 + 2.0**-11), 2.0**-31 * case.seqlen_kv * largest + 2.0**-25 * v_scale
     top = 2.0 ** plan.kernels.attn.facts["p_top"]
+    if plan.kernels.attn.spec.pv == "nvfp4":
+        subnormal = 6 * 2.0**-6 / top * case.seqlen_kv  # scales of P's groups
+        return (4 / 3) ** 2 * (1 + 2.0**-3), (2 / 3 + 1 / 20 + subnormal) * largest + 2.0**-8 * v_scale
     return (1 + 2.0**-4) ** 2 * (1 + 2.0**-9), 2.0**-10 / top * case.seqlen_kv * largest + 2.0**-10 * v_scale

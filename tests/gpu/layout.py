@@ -9,8 +9,10 @@ import torch
 
 from sage_aot._launch.plan import Plan
 
-BITS = {"int8": 8, "int4": 4}
+BITS = {"int8": 8, "int4": 4, "nvfp4": 4}
 """Bits of an element of the quantized Q and K."""
+
+BITS_OF_V = {"f16": 16, "e4m3": 8, "nvfp4": 4}
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,11 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
         count = torch.Size(shape).numel() * dtype.itemsize
         return data[layout.offsets[name]: layout.offsets[name] + count].clone().view(dtype).view(shape)
 
+    scales = spec.headdim // 16 if spec.qk == "nvfp4" else 0  # bytes of a row, behind all rows
     row_bytes = spec.headdim * BITS[spec.qk] // 8
-    k_bytes, v_bytes = tile.block_n * row_bytes, tile.block_n * spec.headdim * (2 if spec.pv == "f16" else 1)
-    q = buffer("q_hat", *q_heads, layout.q_tiles, tile.block_m * row_bytes)
+    k_bytes = tile.block_n * (row_bytes + scales)
+    v_bytes = tile.block_n * (spec.headdim * BITS_OF_V[spec.pv] // 8 + scales)
+    q = buffer("q_hat", *q_heads, layout.q_tiles, tile.block_m * (row_bytes + scales))
     kv = buffer("kv_hat", *kv_heads, layout.kv_tiles, quant.fact("kv_tile_bytes"))
     k, v = kv[..., :k_bytes], kv[..., k_bytes: k_bytes + v_bytes]
     line = kv[..., k_bytes + v_bytes:].contiguous()
@@ -57,8 +61,8 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
             smoothed["delta_s"] = buffer("delta_s", *q_heads, layout.q_tiles, layout.columns,
                                          dtype=torch.float32)
     return smoothed | {
-        "q": _integers(_rows(q, tile.block_m, row_bytes), spec.qk).flatten(2, 3),
-        "k": _integers(_rows(k, tile.block_n, row_bytes), spec.qk).flatten(2, 3),
+        "q": _read_rows(q, tile.block_m, spec.qk, row_bytes).flatten(2, 3),
+        "k": _read_rows(k, tile.block_n, spec.qk, row_bytes).flatten(2, 3),
         "v": v_hat,
         "q_scale": q_scale[..., rows % quant.fact("row_groups")].flatten(2),
         "k_scale": k_scale.abs()[..., keys % 8 // 2].flatten(2),
@@ -70,6 +74,26 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
         "v_spoilt": (v_hat == 0) & v_hat.signbit() & channels.repeat_interleave(tile.block_n, 2),
         "row_bias": buffer("row_bias", *q_heads, layout.q_tiles * tile.block_m, dtype=torch.float32),
     }
+
+
+def _read_rows(tiles: torch.Tensor, rows: int, qk: str, row_bytes: int) -> torch.Tensor:
+    """Rows of tiles of Q or K: [..., rows, headdim]."""
+    elements, scales = tiles[..., : rows * row_bytes], tiles[..., rows * row_bytes:]
+    elements = _rows(elements, rows, row_bytes)
+    if qk != "nvfp4":
+        return _integers(elements, qk)
+    return _e2m1(elements) * _e4m3(scales).unflatten(-1, (rows, -1)).repeat_interleave(16, -1)
+
+
+def _e2m1(data: torch.Tensor) -> torch.Tensor:
+    """Values of bytes that hold two e2m1 each, the first in the lower half; minus zero stays."""
+    halves = torch.stack([data & 15, data >> 4], -1).flatten(-2).long()
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    return torch.cat([numbers, -numbers])[halves]
+
+
+def _e4m3(data: torch.Tensor) -> torch.Tensor:
+    return data.contiguous().view(torch.float8_e4m3fn).float()
 
 
 def _integers(data: torch.Tensor, qk: str) -> torch.Tensor:
@@ -89,18 +113,24 @@ def _read_v(v: torch.Tensor, result: Result) -> torch.Tensor:
     spec, block_n = result.plan.kernels.attn.spec, result.plan.kernels.attn.tile.block_n
     if spec.pv == "f16":
         return _rows(v, block_n, 2 * spec.headdim).view(torch.float16).float().flatten(2, 3)
-    columns = _rows(v, spec.headdim, block_n).view(torch.float8_e4m3fn).float()  # [..., headdim, block_n]
+    row_bytes = block_n * BITS_OF_V[spec.pv] // 8
+    rows = _rows(v[..., : spec.headdim * row_bytes], spec.headdim, row_bytes)
+    if spec.pv == "e4m3":
+        columns = _e4m3(rows)  # [..., headdim, block_n]
+    else:  # scales [block_n / 64][headdim][4]
+        scales = _e4m3(v[..., spec.headdim * row_bytes:]).unflatten(-1, (block_n // 64, spec.headdim, 4))
+        columns = _e2m1(rows) * scales.transpose(-3, -2).flatten(-2).repeat_interleave(16, -1)
     by_key = torch.empty_like(columns)
-    by_key[..., _key_of_column(block_n)] = columns
+    by_key[..., _key_of_column(block_n, 8 if spec.pv == "nvfp4" else 4)] = columns
     return by_key.transpose(3, 4).flatten(2, 3)
 
 
-def _key_of_column(block_n: int) -> torch.Tensor:
-    """The key of each column of the P operand: in each 16 columns, column 4t + e holds key 8·(e div 2) + 2t + e mod
-    2."""
+def _key_of_column(block_n: int, run: int) -> torch.Tensor:
+    """The key of each column of the P operand: in each 4 · `run` columns, column run · t + e holds key 8·(e div 2) + 2t
+    + e mod 2."""
     column = torch.arange(block_n)
-    half, t, e = column // 16 % 2, column // 4 % 4, column % 4
-    return column // 32 * 32 + half * 16 + 8 * (e // 2) + 2 * t + e % 2
+    first, t, e = column // (4 * run) * (4 * run), column // run % 4, column % run
+    return first + 8 * (e // 2) + 2 * t + e % 2
 
 
 def _rows(tiles: torch.Tensor, rows: int, row_bytes: int) -> torch.Tensor:

@@ -1,4 +1,5 @@
 // One instruction at a time, on operands from memory: what test_meanings.py compares with its own arithmetic.
+#include "sage/numerics/nvfp4.cuh"
 #include "sage/ptx/cp_async.cuh"
 #include "sage/ptx/global.cuh"
 #include "sage/ptx/ldmatrix.cuh"
@@ -43,6 +44,10 @@ extern "C" __global__ void scalars(const __grid_constant__ Params params) {
     case 15: result = ptx::min_nan_f16x2(a, b); break;
     case 16: result = ptx::popcount(a); break;
     case 17: result = __float_as_uint(ptx::min_nan(x, y)); break;
+    case 18: result = ptx::e2m1x8({x, y, -x, -y, 0.0f, 1.0f, 2.0f, 3.0f}); break;
+    case 19: result = sage::e2m1(x, y); break;
+    case 20: result = __float_as_uint(sage::f32_from_ue4m3(a)); break;
+    case 21: result = __float_as_uint(sage::inv_nvfp4_scale(a)); break;
   }
   params.out[i] = result;
 }
@@ -67,14 +72,19 @@ extern "C" __global__ void products(const __grid_constant__ Params params) {
   for (i32 i = 0; i < 4; ++i) out[i] = c[i];
 }
 
-// [32 lanes][4 words of A, 2 of B, 4 of C, scales of A and of B] to [32][4]; a block a product.
+// [32 lanes][4 words of A, 2 of B, 4 of C, scales of A and of B] to [32][4]; a block a product. which: 0 for FP8, 1 + the
+// lane with the scales of B for NVFP4.
 extern "C" __global__ void scaled_products(const __grid_constant__ Params params) {
   const u32* in = params.in + (blockIdx.x * 32 + threadIdx.x) * 12;
   float* out = reinterpret_cast<float*>(params.out) + (blockIdx.x * 32 + threadIdx.x) * 4;
   const u32 a[4] = {in[0], in[1], in[2], in[3]};
   float c[4];
   for (i32 i = 0; i < 4; ++i) c[i] = __uint_as_float(in[6 + i]);
-  ptx::mma_m16n8k32_mxf8_e4m3e4m3f32(c, a, in[4], in[5], c, in[10], in[11]);
+  if (params.which == 0) {
+    ptx::mma_m16n8k32_mxf8_e4m3e4m3f32(c, a, in[4], in[5], c, in[10], in[11]);
+  } else {
+    ptx::mma_m16n8k64_nvfp4_e2m1e2m1f32(c, a, in[4], in[5], c, in[10], in[11], static_cast<u16>(params.which - 1));
+  }
   for (i32 i = 0; i < 4; ++i) out[i] = c[i];
 }
 

@@ -30,6 +30,14 @@ def mxf8(a: np.ndarray, b: np.ndarray, a_scale: np.ndarray, b_scale: np.ndarray,
     return _sum(x * y, x_exponent + y_exponent + scale[:, None], 6, c, nan, fraction=25)
 
 
+def nvfp4(a: np.ndarray, b: np.ndarray, a_scales: np.ndarray, b_scales: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """c plus the dot products of e2m1 codes [n, 64], scaled by codes of ue4m3 [n, 4], as bits of f32 [n]."""
+    halves = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+    dots = (halves[a] * halves[b]).reshape(len(a), 4, 16).sum(-1)
+    (x, x_exponent, x_nan), (y, y_exponent, y_nan) = e4m3(a_scales & 127), e4m3(b_scales & 127)
+    return _sum(dots * x * y, x_exponent + y_exponent, 8, c, (x_nan | y_nan).any(-1), fraction=35)
+
+
 def _sum(blocks: np.ndarray, exponents: np.ndarray, below: int, c: np.ndarray, nan: np.ndarray,
          fraction: int) -> np.ndarray:
     """c plus blocks [n, m] in units of 2^(exponent - below)."""

@@ -16,7 +16,7 @@ from simulator import Simulator, views
 PROBES = Path(__file__).parent / "probes.cu"
 SCALARS = ("f16x2", "bf16x2", "e4m3x2", "f32_from_f16", "ex2", "lg2", "rcp", "max_nan", "prmt", "fmaxf", "fminf", "fma",
            "max_nan_bf16x2", "min_nan_bf16x2", "max_nan_f16x2", "min_nan_f16x2", "popcount",
-           "min_nan")
+           "min_nan", "e2m1x8", "e2m1", "f32_from_ue4m3", "inv_nvfp4_scale")
 PRODUCTS = ("s8", "s4", "f16", "e4m3_f32", "e4m3_f16")
 BITS = {"s8": 8, "s4": 4, "f16": 16, "e4m3_f32": 8, "e4m3_f16": 8}
 NAN = 0x7FFFFFFF
@@ -92,6 +92,64 @@ def test_conversion_to_e4m3_saturates(probes):
         clamped = torch.from_numpy(as_f32(x).copy()).clamp(-448, 448)
         expected = clamped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         assert (half == np.where(np.isnan(as_f32(x)), 0x7F, expected)).all()
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+"""The numbers without a sign, by code."""
+
+
+def e2m1_codes(x: np.ndarray) -> np.ndarray:
+    """The nearest e2m1 of f32, by the table: of two as near the even code; with the sign of x."""
+    distance = np.abs(np.minimum(np.abs(x.astype(np.float64)), 6.0)[:, None] - E2M1)
+    even_first = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+    return even_first[distance[:, even_first].argmin(-1)] | np.signbit(x) << 3
+
+
+def ties_and_neighbours() -> np.ndarray:
+    """Every number of e2m1, every midpoint and every boundary beyond them, with the f32 on both sides; both signs."""
+    middles = np.concatenate([E2M1, (E2M1[1:] + E2M1[:-1]) / 2, [5.0, 7.0, 1e30, 1e-30]]).astype(np.float32)
+    around = np.concatenate([middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(np.inf))])
+    return np.concatenate([around, -around])
+
+
+def test_conversion_to_e2m1(probes):
+    x = np.concatenate([ties_and_neighbours(), as_f32(patterns(seed=8))])
+    x = x[~np.isnan(x)]
+    got = scalar(probes, "e2m1x8", x, x[::-1].copy())
+    for place, of in enumerate((x, x[::-1], -x, -x[::-1])):
+        assert ((got >> 4 * place & 15) == e2m1_codes(of)).all()
+    assert (got >> 16 == 0x5420).all()
+    assert scalar(probes, "e2m1x8", np.array([np.nan], np.float32), np.zeros(1, np.float32))[0] & 15 == 7
+
+
+def test_quantizers_round_to_e2m1_as_the_instruction_does(probes):
+    """But for zeros: minus zero marks what is not finite, so that nothing else may become minus zero."""
+    x = np.concatenate([ties_and_neighbours(), np.random.default_rng(0).standard_normal(5000).astype(np.float32) * 3])
+    expected = e2m1_codes(x)
+    expected[(expected == 8) & (x != 0)] = 0
+    assert (scalar(probes, "e2m1", x, np.ones_like(x)) == expected).all()
+    halved = scalar(probes, "e2m1", x, np.full_like(x, 0.5))
+    expected = e2m1_codes(x / 2)
+    expected[(expected == 8) & (x != 0)] = 0
+    assert (halved == expected).all()
+    assert (scalar(probes, "e2m1", x, np.zeros_like(x))[x != 0] == 0).all()  # a group whose scale is zero
+
+
+def test_every_ue4m3(probes):
+    codes = np.arange(127, dtype=np.uint32)
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    same_floats(scalar(probes, "f32_from_ue4m3", codes), values.view(np.uint32))
+    with np.errstate(divide="ignore"):
+        inverse = np.where(values > 0, np.float32(1) / values, np.float32(0)).astype(np.float32)
+    same_floats(scalar(probes, "inv_nvfp4_scale", codes), inverse.view(np.uint32))
+
+
+def test_every_bf16_to_e4m3(probes):
+    """As group scales are rounded: those of bf16 are dense enough to hold every tie."""
+    x = as_f32((np.arange(2**16, dtype=np.uint32) << 16).astype(np.uint32))
+    got = scalar(probes, "e4m3x2", x, np.zeros_like(x)) & 0xFF
+    expected = torch.from_numpy(x.copy()).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    assert (got == np.where(np.isnan(x), 0x7F, expected)).all()
 
 
 def test_every_f16_as_f32(probes):

@@ -58,6 +58,13 @@ def tensor_core_sum(p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def cut_to_f32(x: torch.Tensor) -> torch.Tensor:
+    """f64 to f32, cut off towards zero."""
+    nearest = x.float()
+    beyond = nearest.double().abs() > x.abs()
+    return torch.where(beyond, torch.nextafter(nearest, torch.zeros_like(nearest)), nearest)
+
+
 def keep_13_bits(x: torch.Tensor) -> torch.Tensor:
     """f32 with all but the upper 13 mantissa bits cut off."""
     return (x.view(torch.int32) & ~0x3FF).view(torch.float32)

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from sage_aot._backends.emulation import nvfp4
 from sage_aot._backends.emulation.arithmetic import keep_13_bits
 from sage_aot._backends.emulation.quantize import Quantized
 from sage_aot._kernels.manifest import AttnRecord
@@ -102,11 +103,11 @@ def _attend(problem: Problem, attn: AttnRecord, quantized: Quantized, visible_of
         seen = visible.contains(first + torch.arange(block_n, device=k.device))
         spoilt_rows |= _sees_any(seen, k_spoilt[:, :, keys, None])[..., 0]
         spoilt |= _sees_any(seen, v_spoilt[:, :, keys])
-        scores = quantized.q @ k[:, :, keys].transpose(2, 3)  # exact: integers below 2^24
         scale = softmax.score_scale(quantized.q_scale[..., None] * k_scale[:, :, None, keys])
-        if quantized.delta_s is not None:
-            scores = _add_delta(scores, scale, quantized.delta_s[..., keys].repeat_interleave(attn.tile.block_m, 2))
-            scale = torch.ones_like(scale)
+        delta = quantized.delta_s
+        if delta is not None:
+            delta = delta[..., keys].repeat_interleave(attn.tile.block_m, 2)
+        scores, scale = _scores(attn.spec.qk, quantized.q, k[:, :, keys], scale, delta)
         scores = scores.masked_fill(~seen, -math.inf)
         p, alpha = softmax.step(first, scores, scale)
         factor = v_factor[:, :, first // block_n, None, None]
@@ -133,9 +134,17 @@ def _sees_any(seen: torch.Tensor, spoilt: torch.Tensor) -> torch.Tensor:
     return seen.float() @ spoilt.float() > 0
 
 
-def _add_delta(scores: torch.Tensor, scale: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """Finished scores in log2 units: one FMA, as in attn/mma/scores.cuh."""
-    return (scores.double() * scale.double() + delta.double()).float()
+def _scores(qk: str, q: torch.Tensor, k: torch.Tensor, scale: torch.Tensor,
+            delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores with delta_s, and the scale that takes them to log2 units."""
+    if qk == "nvfp4":
+        assert delta is not None, "kernels of NVFP4 smooth Q"
+        return nvfp4.scores(q, k, delta / scale), scale
+    scores = q @ k.transpose(2, 3)  # exact: integers below 2^24
+    if delta is None:
+        return scores, scale
+    finished = (scores.double() * scale.double() + delta.double()).float()  # one FMA, as in attn/mma/scores.cuh
+    return finished, torch.ones_like(scale)
 
 
 def _pv_tile(p: torch.Tensor, v: torch.Tensor, pv_accum: str) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sage_aot._backends.emulation import nvfp4
 from sage_aot._backends.emulation.arithmetic import add_in_order, divide, finite_or_zero, fma, to_pv
 from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._launch.choose import Kernels
@@ -30,8 +31,8 @@ LEAST_FACTOR = -30
 class Quantized:
     """Quantized inputs in logical order. Rows and keys are padded to whole tiles, channels to the kernel's head dim."""
 
-    q: torch.Tensor  # [batch, q heads, rows, headdim] f32 holding integers
-    k: torch.Tensor  # [batch, kv heads, keys, headdim] f32 holding integers
+    q: torch.Tensor  # [batch, q heads, rows, headdim] f32 holding integers, or NVFP4 times its groups' scales
+    k: torch.Tensor  # [batch, kv heads, keys, headdim] likewise
     v: torch.Tensor  # [batch, kv heads, keys, headdim] f32 holding values of the PV type
     q_scale: torch.Tensor  # [batch, q heads, rows], one value per scale group; scores in log2 units
     k_scale: torch.Tensor  # [batch, kv heads, keys], likewise
@@ -65,7 +66,9 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
     group = problem.num_q_heads // problem.num_kv_heads
     row_bias = _row_bias(q * softmax_scale, quant, k_mean.repeat_interleave(group, 1)[:, :, None])
     q_mean = _mean_over_rows(q, problem, kernels)
-    q = finite_or_zero(q - q_mean.repeat_interleave(tile.block_m, 2))
+    q = q - q_mean.repeat_interleave(tile.block_m, 2)
+    prescaled = spec.qk == "nvfp4"  # rows, in place of their scales
+    q = finite_or_zero(q * softmax_scale if prescaled else q)
     q_mean = q_mean * softmax_scale
     delta_s = _delta_s(q_mean, k.repeat_interleave(group, 1)) if problem.options.smooth_q else None
 
@@ -73,8 +76,9 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
     k_groups = _key_groups(k.shape[2], tile.block_n, quant.fact("key_groups"))
     rotated, clip = bool(problem.options.rotate), problem.options.clip
     q, k = (_rotate(x) if rotated else x for x in (q, k))
-    q_hat, q_scale = _quantize_rows(q, q_groups, quant, clip, q.shape[2], -1.0 if softmax_scale < 0 else 1.0)
-    q_scale = q_scale * softmax_scale.abs() * (spec.headdim if rotated else 1)
+    sign = -1.0 if softmax_scale < 0 and not prescaled else 1.0
+    q_hat, q_scale = _quantize_rows(q, q_groups, quant, clip, q.shape[2], sign)
+    q_scale = q_scale * (1.0 if prescaled else softmax_scale.abs()) * (spec.headdim if rotated else 1)
     k_hat, k_scale = _quantize_rows(k, k_groups, quant, clip, problem.seqlen_kv)
     return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, k_mean, v_mean, v_factor, k_spoilt,
                      v_spoilt, row_bias, delta_s)
@@ -172,10 +176,14 @@ def _key_groups(keys: int, block_n: int, groups: int) -> torch.Tensor:
 
 def _quantize_rows(x: torch.Tensor, groups: torch.Tensor, quant: KernelRecord, clip: bool, counted: int,
                    sign: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers, times a sign, with a scale per group of rows; the scales come back per row. `counted`: the leading rows
-    whose errors decide about a clip."""
+    """Integers, times a sign, or NVFP4, with a scale per group of rows; the scales come back per row. `counted`: the
+    leading rows whose errors decide about a clip."""
     groups, limit = groups.to(x.device), quant.facts["limit"]
-    scale, inv_scale = _scale_to(limit, _over_groups(x.abs().amax(-1), groups, "amax"), quant)
+    amax = _over_groups(x.abs().amax(-1), groups, "amax")
+    if limit == nvfp4.LIMIT:
+        scale, inv_scale = (of_groups[:, :, groups] for of_groups in _power_of_two_scale_below(limit, amax, quant))
+        return nvfp4.to_nvfp4(x * inv_scale[..., None]), scale
+    scale, inv_scale = _scale_to(limit, amax, quant)
     if clip and quant.fact("clips") > 1:
         scale, inv_scale = _clipped(x * sign, groups, scale, inv_scale, quant, counted)
     scale, inv_scale = scale[:, :, groups], inv_scale[:, :, groups]
@@ -229,6 +237,14 @@ def _power_of_two_scale(magnitude: torch.Tensor, quant: KernelRecord) -> tuple[t
     return torch.where(zeros, 1.0, scale), torch.where(zeros, 0.0, 1.0 / scale)
 
 
+def _power_of_two_scale_below(limit: float, magnitude: torch.Tensor,
+                              quant: KernelRecord) -> tuple[torch.Tensor, torch.Tensor]:
+    """Power of two that takes a magnitude into [limit / 2, limit), and its reciprocal."""
+    scale = _power_of_two(torch.frexp(divide(magnitude, limit))[1].clamp(min=-126))
+    zeros = magnitude < quant.facts["smallest_abs_max"]
+    return torch.where(zeros, 1.0, scale), torch.where(zeros, 0.0, 1.0 / scale)
+
+
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     return ((exponent.int() + 127) << 23).view(torch.float32)  # torch.ldexp is pow(2, ·), which a GPU may round
 
@@ -248,7 +264,9 @@ def _quantize_v(v: torch.Tensor, sampled: torch.Tensor, problem: Problem, kernel
     factor = _tile_factor(finite_or_zero(scaled).abs().amax((-2, -1)), attn.facts["v_least"], attn.facts["v_limit"])
     inv_factor = (1.0 / factor)[..., None, None]
     scaled = fma(v, inv_scale[:, :, None, None] * inv_factor, shift[:, :, None, None] * inv_factor)
-    return to_pv(finite_or_zero(scaled), attn.spec.pv).flatten(2, 3), scale, mean, factor, spoilt
+    scaled = finite_or_zero(scaled)
+    v_hat = nvfp4.v_to_nvfp4(scaled) if attn.spec.pv == "nvfp4" else to_pv(scaled, attn.spec.pv)
+    return v_hat.flatten(2, 3), scale, mean, factor, spoilt
 
 
 def _channel_scale(magnitude: torch.Tensor, mean: torch.Tensor,
@@ -259,10 +277,10 @@ def _channel_scale(magnitude: torch.Tensor, mean: torch.Tensor,
     largest = torch.maximum(mean.abs(), magnitude.amax(-1, keepdim=True))
     magnitude = torch.where(magnitude < smallest, largest, magnitude)
     clamped = magnitude.clamp(*SCALED_MAGNITUDES)
-    if attn.spec.pv == "e4m3":
-        scale, inv_scale = _scale_to(attn.facts["v_typical"], clamped, quant)
-    else:
+    if attn.spec.pv == "f16":
         scale, inv_scale = _power_of_two_scale(clamped, quant)
+    else:
+        scale, inv_scale = _scale_to(attn.facts["v_typical"], clamped, quant)
     zeros = magnitude < smallest
     return torch.where(zeros, 1.0, scale), torch.where(zeros, 1.0, inv_scale)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from sage_aot._backends.emulation import nvfp4
 from sage_aot._backends.emulation.arithmetic import to_pv
 from sage_aot._backends.emulation.online import RowReferences, exponents, largest_of
 from sage_aot._kernels.manifest import AttnRecord
@@ -18,30 +21,41 @@ class Softmax(RowReferences):
     def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor) -> None:
         super().__init__(record, zeros)
         self.lse_sum = zeros
-        self._pv, self._warp_m = record.spec.pv, record.tile.warp_m
+        self._qk, self._pv, self._warp_m = record.spec.qk, record.spec.pv, record.tile.warp_m
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """Cut to 22 bits of mantissa, so that the bias may fold; for f16 P subtracting the reference stays exact."""
         smallest = self.facts["smallest_scale"]
         cut = (scale.view(torch.int32) & ~3).view(torch.float32)
-        return torch.where(scale < smallest, smallest, cut)
+        largest = nvfp4.LARGEST_SCALE if self._qk == "nvfp4" else math.inf
+        return torch.where(scale < smallest, smallest, cut).clamp(max=largest)
 
     def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Every key tile alike, whatever its first key."""
-        p, alpha = self.exponentiate(scores, scale)
-        rounded = to_pv(p, self._pv)
+        if self._pv == "nvfp4":
+            row_ref, _, _ = self._references(scores, scale)
+            p = rounded = nvfp4.p_of(scores, scale, row_ref)
+            alpha = self.move_to(row_ref)
+        else:
+            p, alpha = self.exponentiate(scores, scale)
+            rounded = to_pv(p, self._pv)
         self.row_sum = self.lse_sum = self.row_sum * alpha + (rounded if self.facts["sums_rounded"] else p).sum(-1)
         return rounded, alpha
 
     def exponentiate(self, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """P, not rounded, and alpha."""
+        row_ref, folded, folds = self._references(scores, scale)
+        p = torch.exp2(torch.where(folds[..., None], folded, exponents(scores, scale, row_ref)))
+        return p, self.move_to(row_ref)
+
+    def _references(self, scores: torch.Tensor,
+                    scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the tile's P the references, the exponents with the bias folded in, and the rows that take these."""
         bias, largest_p = self.facts["score_bias"], self.facts["p_top"] + self.facts["lazy_rise"]
         foldable = (scale < self.facts["largest_folded"]) if bias else torch.ones_like(scale, dtype=torch.bool)
         folded = _folded(scores, scale, bias, self.row_ref)
         folds = _whole_warps((foldable & (folded <= largest_p)).all(-1) & ~self._far_below(folded), self._warp_m)
-        row_ref = torch.where(folds, self.row_ref, self._moved(scores, scale))
-        p = torch.exp2(torch.where(folds[..., None], folded, exponents(scores, scale, row_ref)))
-        return p, self.move_to(row_ref)
+        return torch.where(folds, self.row_ref, self._moved(scores, scale)), folded, folds
 
     def _far_below(self, folded: torch.Tensor) -> torch.Tensor:
         """Per row, whether one of its four threads has scores that all lie far below the reference."""

@@ -14,12 +14,12 @@ using i32 = int;
 using i64 = long long;
 
 // Type of the quantized Q and K in the first matrix product.
-enum class Qk { kInt8, kInt4 };
+enum class Qk { kInt8, kInt4, kNvfp4 };
 
 constexpr i32 bits_of(Qk qk) { return qk == Qk::kInt8 ? 8 : 4; }
 
 // Type of P and V in the second matrix product.
-enum class Pv { kF16, kE4m3 };
+enum class Pv { kF16, kE4m3, kNvfp4 };
 
 // How O = P·V adds up over the KV tiles. kF32: in the accumulators of the product. kTwoLevel...: in fresh accumulators
 // of the type named, for one KV tile or a pair, which a promotion then adds to O in f32.

@@ -22,16 +22,17 @@ struct Chip {
   Step e4m3;
   bool e4m3_as_f16;  // mma.sync has no FP8: the compiler makes f16 products of FP8 ones
   Step wgmma_e4m3;
+  Step nvfp4;  // products: of groups of 16 elements, each of which is exact
 };
 
 // clang-format off: a chip a line
 constexpr Chip kChips[] = {
-    {80, {8, 24, 23}, {}, false, {}},
-    {86, {8, 24, 23}, {}, false, {}},
-    {89, {8, 24, 23}, {16, 13, 13}, false, {}},
-    {90, {16, 25, 23}, {}, true, {32, 13, 13}},
-    {100, {16, 25, 23}, {}, true, {}},
-    {120, {16, 25, 23}, {32, 25, 23}, false, {}},
+    {80, {8, 24, 23}, {}, false, {}, {}},
+    {86, {8, 24, 23}, {}, false, {}, {}},
+    {89, {8, 24, 23}, {16, 13, 13}, false, {}, {}},
+    {90, {16, 25, 23}, {}, true, {32, 13, 13}, {}},
+    {100, {16, 25, 23}, {}, true, {}, {}},
+    {120, {16, 25, 23}, {32, 25, 23}, false, {}, {4, 35, 23}},
 };
 // clang-format on
 

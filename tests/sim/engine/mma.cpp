@@ -3,9 +3,10 @@
 //   A  word i: row g + 8 (i % 2), elements w t .. w t + w - 1 of k, in the second half of them where i >= 2
 //   B  word i: column g, likewise, in the second half where i = 1
 //   C, D  element i: row g + 8 (i / 2), column 2t + i % 2
-// Scales of block-scaled products, with selectors of zero: the lowest byte of the words of some lanes,
+// Scales of block-scaled products: the words of some lanes. ue8m0 has one scale a word, in the lowest byte; ue4m3 has
+// four, for 16 elements of k each.
 //   A  row g: lane 4g; row g + 8: lane 4g + 1
-//   B  column g: lane 4g
+//   B  column g: lane 4g + the lane that the selector names
 // Source: PTX ISA, "Matrix Fragments for mma.m16n8k16", "... k32", "... k64", "Block Scaling for mma.sync".
 
 #include <bit>
@@ -133,18 +134,79 @@ void e4m3_product(void* const (&lanes)[kLanes]) {
 
 // --- block-scaled ----------------------------------------------------------------------------------------------------
 
-u32 lowest_byte(u32 word) { return word & 0xff; }
+u32 byte_of(u32 word, int i) { return word >> 8 * i & 0xff; }
+
+// The words with the scales of rows and columns.
+struct Scales {
+  u32 a[kRows], b[kColumns];
+
+  explicit Scales(void* const (&lanes)[kLanes]) {
+    const auto of = [&](int lane) -> const ScaledProduct& { return *static_cast<ScaledProduct*>(lanes[lane]); };
+    for (int row = 0; row < kRows; ++row) a[row] = of(row % 8 * 4 + row / 8).a_scale;
+    for (int column = 0; column < kColumns; ++column) b[column] = of(column * 4 + of(0).b_lane).b_scale;
+  }
+};
 
 void mxf8_product(void* const (&lanes)[kLanes]) {
   const Operands<8> operands(lanes);
-  const auto scales = [&](int lane) -> const ScaledProduct& { return *static_cast<ScaledProduct*>(lanes[lane]); };
+  const Scales scales(lanes);
   std::vector<Vector<E4m3, kE4m3Depth>> rows(std::begin(operands.a), std::end(operands.a));
   std::vector<Vector<E4m3, kE4m3Depth>> columns(std::begin(operands.b), std::end(operands.b));
-  for (int row = 0; row < kRows; ++row) rows[row].scale(lowest_byte(scales(row % 8 * 4 + row / 8).a_scale));
-  for (int column = 0; column < kColumns; ++column) columns[column].scale(lowest_byte(scales(column * 4).b_scale));
+  for (int row = 0; row < kRows; ++row) rows[row].scale(byte_of(scales.a[row], 0));
+  for (int column = 0; column < kColumns; ++column) columns[column].scale(byte_of(scales.b[column], 0));
   each_result([&](int lane, int i, int row, int column) {
     const Product& of = of_lane(lanes, lane);
     of.d[i] = add_product<F32>(chip().e4m3, rows[row], columns[column], of.c[i]);
+  });
+}
+
+constexpr int kGroups = 4, kGroupSize = 16;  // of e2m1 that share a scale
+constexpr u32 kE4m3Sign = E4m3::kSign;       // which a ue4m3 ignores
+
+// The dot product of two groups, in units of 2^(exponent of both scales - kUnitBits).
+struct GroupProduct {
+  static constexpr int kUnitBits = 2 * E2m1::kMantissaBits + 2 * E4m3::kMantissaBits;
+  i64 value;
+  int exponent;
+
+  GroupProduct(const u32* a, const u32* b, u32 a_scale, u32 b_scale)
+      : value(dot(a, b) * E4m3::significand(a_scale) * E4m3::significand(b_scale)),
+        exponent(value ? E4m3::exponent(a_scale) + E4m3::exponent(b_scale) : kOfZero) {}
+
+  // Of numbers in units of half.
+  static i64 dot(const u32* a, const u32* b) {
+    i64 sum = 0;
+    for (int k = 0; k < kGroupSize; ++k) sum += halves(a[k]) * halves(b[k]);
+    return sum;
+  }
+  static i64 halves(u32 code) { return E2m1::significand(code) * (1 << E2m1::exponent(code)); }
+};
+
+u32 nvfp4_sum(const u32 (&a)[64], const u32 (&b)[64], u32 a_scales, u32 b_scales, u32 c) {
+  std::vector<GroupProduct> groups;
+  int largest = F32::significand(c) ? F32::exponent(c) : kOfZero;
+  for (int group = 0; group < kGroups; ++group) {
+    const u32 a_scale = byte_of(a_scales, group) & ~kE4m3Sign, b_scale = byte_of(b_scales, group) & ~kE4m3Sign;
+    if (E4m3::special(a_scale) || E4m3::special(b_scale)) return F32::kNan;
+    groups.emplace_back(&a[kGroupSize * group], &b[kGroupSize * group], a_scale, b_scale);
+    largest = std::max(largest, groups.back().exponent);
+  }
+  if (F32::special(c)) return F32::from(F32::value(c));
+  if (largest <= kOfZero / 2) return 0;
+  const Step& step = chip().nvfp4;
+  i64 sum = shifted(F32::significand(c), F32::exponent(c) - largest + step.fraction_bits - F32::kMantissaBits);
+  for (const GroupProduct& group : groups) {
+    sum += shifted(group.value, group.exponent - largest + step.fraction_bits - GroupProduct::kUnitBits);
+  }
+  return cut_to_f32(static_cast<double>(sum) * power_of_two(largest - step.fraction_bits), step.kept_bits);
+}
+
+void nvfp4_product(void* const (&lanes)[kLanes]) {
+  const Operands<4> operands(lanes);
+  const Scales scales(lanes);
+  each_result([&](int lane, int i, int row, int column) {
+    const Product& of = of_lane(lanes, lane);
+    of.d[i] = nvfp4_sum(operands.a[row], operands.b[column], scales.a[row], scales.b[column], of.c[i]);
   });
 }
 
@@ -161,5 +223,6 @@ void mma_f16(void* const (&lanes)[kLanes]) {
 void mma_e4m3_f32(void* const (&lanes)[kLanes]) { e4m3_product<F32>(lanes); }
 void mma_e4m3_f16(void* const (&lanes)[kLanes]) { e4m3_product<F16>(lanes); }
 void mma_mxf8_e4m3(void* const (&lanes)[kLanes]) { mxf8_product(lanes); }
+void mma_nvfp4(void* const (&lanes)[kLanes]) { nvfp4_product(lanes); }
 
 }  // namespace sim

@@ -99,4 +99,14 @@ struct E4m3 : Format<4, 3> {
   }
 };
 
+// Neither NaN nor infinity: numbers that are too large become the largest number, with their sign; NaN becomes 6.
+struct E2m1 : Format<2, 1> {
+  static constexpr double kLargest = 6;
+
+  static u32 from(double x) {
+    if (x != x) return bits(kLargest);
+    return bits(std::copysign(std::fabs(x) < kLargest ? nearest(std::fabs(x)) : kLargest, x));
+  }
+};
+
 }  // namespace sim

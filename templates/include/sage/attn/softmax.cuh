@@ -37,15 +37,18 @@ constexpr i32 kScoreBiasBits = 0x4b400000;
 // A masked score: -inf as a float, below every biased score as an integer.
 constexpr i32 kMaskedScore = static_cast<i32>(0xff800000);
 
-// A masked score must stay -inf when scaled: scales may not underflow to zero.
-constexpr float kSmallestScale = 1e-37f;
+// A masked score must stay -inf when scaled: scales may not underflow to zero. NVFP4 also divides delta_s by a scale;
+// scores of NVFP4 with a smaller scale vanish.
+template <Qk kQk>
+constexpr float kSmallestScale = kQk == Qk::kNvfp4 ? 0x1p-60f : 1e-37f;
 
 // The scale of a row's scores in a thread: the product of two, cut to 22 bits of mantissa.
+template <Qk kQk>
 __device__ __forceinline__ float score_scale(float q_scale, float k_scale) {
-  return __int_as_float(__float_as_int(fmaxf(q_scale * k_scale, kSmallestScale)) & ~3);
+  return __int_as_float(__float_as_int(fmaxf(q_scale * k_scale, kSmallestScale<kQk>)) & ~3);
 }
 
-// One value per scale of Q that a thread meets: one for all of its rows at 8 bits, one per row at 4.
+// One value per scale of Q that a thread meets: one for all of its rows at 8 bits, one per row at 4, NVFP4 included.
 template <class Config>
 struct RowScales {
   static constexpr i32 kCount = kRowGroups<Config> / 8;
@@ -57,7 +60,7 @@ struct RowScales {
   __device__ __forceinline__ RowScales score_scales(float k_scale) const {
     RowScales scales;
 #pragma unroll
-    for (i32 r = 0; r < kCount; ++r) scales.of[r] = score_scale(of[r], k_scale);
+    for (i32 r = 0; r < kCount; ++r) scales.of[r] = score_scale<Config::kQk>(of[r], k_scale);
     return scales;
   }
   __device__ __forceinline__ static RowScales ones() {
@@ -172,7 +175,23 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   template <bool kAsFits>
   __device__ __forceinline__ void exponentiate(const Scores& acc_s, const Scales& scale, const float (&offset)[kRows],
                                                typename Product::Operand& p) {
-    constexpr float kUnfolded = kAsFits && kFolds ? 0.0f : kBias;
+    if constexpr (Product::kScalesGroups) Product::exponentiate(p, acc_s, scale, offset);
+    else exponentiate_one_by_one<kAsFits && kFolds>(acc_s, scale, offset, p);
+  }
+
+  // Sums of whole rows; every lane of a row gets them.
+  __device__ __forceinline__ void finish() {
+    if constexpr (Product::kSumsInThreads) {
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) this->row_sum[r] = ptx::sum_over_lanes<4>(this->row_sum[r]);
+    }
+  }
+
+ private:
+  template <bool kFolded>
+  __device__ __forceinline__ void exponentiate_one_by_one(const Scores& acc_s, const Scales& scale,
+                                                          const float (&offset)[kRows], typename Product::Operand& p) {
+    constexpr float kUnfolded = kFolded ? 0.0f : kBias;
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -189,15 +208,6 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
     }
   }
 
-  // Sums of whole rows; every lane of a row gets them.
-  __device__ __forceinline__ void finish() {
-    if constexpr (Product::kSumsInThreads) {
-#pragma unroll
-      for (i32 r = 0; r < kRows; ++r) this->row_sum[r] = ptx::sum_over_lanes<4>(this->row_sum[r]);
-    }
-  }
-
- private:
   __device__ __forceinline__ static bool foldable(const Scales& scale) {
     bool all = true;
 #pragma unroll

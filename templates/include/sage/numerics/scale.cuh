@@ -41,6 +41,14 @@ __device__ __forceinline__ Scale power_of_two_scale(float magnitude) {
   return {scale, reciprocal_of_power_of_two(scale)};
 }
 
+// The power of two by which a magnitude is stored in [limit / 2, limit). limit: itself no power of two, at most 2^24.
+__device__ __forceinline__ Scale power_of_two_scale_below(float limit, float magnitude) {
+  if (magnitude < kSmallestAbsMax) return {1.0f, 0.0f};
+  const u32 exponent = (__float_as_uint(divide(magnitude, limit)) >> kMantissaBits) + 1;  // biased
+  const float scale = __uint_as_float(exponent << kMantissaBits);
+  return {scale, reciprocal_of_power_of_two(scale)};
+}
+
 // Biased exponent of the least tile_factor(), 2^-30. Tiles that need a smaller factor keep fewer bits.
 constexpr u32 kLeastFactor = kExponentBias - 30;
 

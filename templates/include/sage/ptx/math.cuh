@@ -64,6 +64,20 @@ __device__ __forceinline__ u32 e4m3x4(float a, float b, float c, float d) {
   return static_cast<u32>(e4m3x2(a, b)) | static_cast<u32>(e4m3x2(c, d)) << 16;
 }
 
+// Eight f32 to eight e2m1, nearest even, saturating at 6, the first in the lowest bits; sm120's family alone.
+__device__ __forceinline__ u32 e2m1x8(const float (&x)[8]) {
+  u32 y;
+  asm("{.reg .b8 a, b, c, d;\n"
+      " cvt.rn.satfinite.e2m1x2.f32 a, %2, %1;\n"
+      " cvt.rn.satfinite.e2m1x2.f32 b, %4, %3;\n"
+      " cvt.rn.satfinite.e2m1x2.f32 c, %6, %5;\n"
+      " cvt.rn.satfinite.e2m1x2.f32 d, %8, %7;\n"
+      " mov.b32 %0, {a, b, c, d};}"
+      : "=r"(y)
+      : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "f"(x[4]), "f"(x[5]), "f"(x[6]), "f"(x[7]));
+  return y;
+}
+
 // The larger of a and b; NaN where a or b is NaN.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float y;

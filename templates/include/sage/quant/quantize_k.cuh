@@ -1,4 +1,4 @@
-// K as s8 or s4 with a scale per thread of the attention kernel: keys n of a tile with equal n % 8 / 2. Smoothed: less
+// K as s8, s4 or NVFP4 with a scale per thread of the attention kernel: keys n of a tile with equal n % 8 / 2. Smoothed: less
 // the mean per channel of a sample. Rotated: times the Hadamard matrix.
 // Source: SageAttention2, sections 3.1 and 3.2.
 #pragma once
@@ -179,7 +179,10 @@ struct QuantizeK {
       float x[1][kVector];
       prepare(s, x);
       const i32 n = s * kKeysAtOnce, period = n / 2 * 8 * Layout::KRows::kPitch;  // of the swizzle: whole ones
-      QuantizedRows<Config>::store((n % 2 ? odd : even) + period, x[0], scale.inv_scale);
+      u8* const group_scale = tile_data + Layout::kKScales;
+      QuantizedRows<Config>::store((n % 2 ? odd : even) + period,
+                                   group_scale + QuantizedRows<Config>::group_scale(keys.of_step(s), first_channel()),
+                                   x[0], scale.inv_scale);
     }
     auto& line = *reinterpret_cast<KvLine*>(tile_data + Layout::kLine);
     // Re-read the thread's index: keeping the warp live across the loops costs registers.

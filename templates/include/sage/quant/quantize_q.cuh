@@ -1,6 +1,7 @@
-// Q as s8 with a scale per thread of the attention kernel, rows m of a warp with equal m % 8, or as s4 with a scale per
-// row. The scale holds softmax_scale · log2 e, so that scores come out in log2 units; Q̂ has its sign. Smoothed: less
-// the mean of its tile's rows. Rotated: times the Hadamard matrix.
+// Q as s8 with a scale per thread of the attention kernel, rows m of a warp with equal m % 8, or as s4 or NVFP4 with a
+// scale per row. The scale holds softmax_scale · log2 e, so that scores come out in log2 units; Q̂ has its sign. For
+// NVFP4, whose scales are powers of two, the rows themselves are multiplied by it. Smoothed: less the mean of its
+// tile's rows. Rotated: times the Hadamard matrix.
 // Source: SageAttention2, sections 3.1 and 3.2.
 #pragma once
 
@@ -23,6 +24,7 @@ struct QuantizeQ {
   static constexpr i32 kStepRows = kGroupsAtOnce * kRows;               // from step to step
   static constexpr i32 kStepBytes = kStepRows * Layout::QRows::kPitch;  // whole periods of the swizzle
   static constexpr i32 kStepsAtOnce = kSteps * kRows <= Block::kInFlight ? kSteps : Block::kInFlight / kRows;
+  static constexpr bool kPrescaled = Config::kQk == Qk::kNvfp4;  // rows, by softmax_scale · log2 e
   static_assert(kSteps % kStepsAtOnce == 0);
   static_assert(kGroups % kGroupsAtOnce == 0 && (kGroupsAtOnce % kGroupsOfWarp == 0 || kRows == 1),
                 "every thread takes equally many groups, and the rows of a step are neighbours");
@@ -68,14 +70,17 @@ struct QuantizeQ {
     const auto load = [&](i32 i) {
       return source.load(tile * Config::kBlockM + row_of(i / kRows, i % kRows), first_channel());
     };
-    u8* first = params.q_hat + tile_index * Layout::kQBytes +
-                QuantizedRows<Config>::template offset<typename Layout::QRows>(first_row, first_channel());
+    u8* const tile_data = params.q_hat + tile_index * Layout::kQBytes;
+    u8* first = tile_data + QuantizedRows<Config>::template offset<typename Layout::QRows>(first_row, first_channel());
+    u8* group_scale = tile_data + Layout::kQScales + QuantizedRows<Config>::group_scale(first_row, first_channel());
     float* q_scale = params.q_scale + tile_index * kGroups + group;
     bool finite = true;
 #pragma unroll 1
     for (i32 done = 0; done < kSteps; done += kStepsAtOnce) {
       const auto load_step = [&](i32 i) { return load(done * kRows + i); };
-      finite &= quantize_steps<kChanged>(source, load_step, first + done * kStepBytes, q_scale + done * kGroupsAtOnce);
+      finite &= quantize_steps<kChanged>(source, load_step, first + done * kStepBytes,
+                                         group_scale + done * kStepRows * Layout::kQkRowScales,
+                                         q_scale + done * kGroupsAtOnce);
     }
     float* row_bias = params.row_bias + tile_index * Config::kBlockM;
     if (biased || !finite) {  // reloads the rows: keeping their products live costs registers
@@ -90,15 +95,16 @@ struct QuantizeQ {
     }
   }
 
-  // As many steps as there are registers for their rows. `first`: where this thread's first vector goes; `q_scale`:
-  // where its group's scale goes. Returns whether the rows of the warp are finite.
+  // As many steps as there are registers for their rows. `first`: where this thread's first vector goes; `group_scale`:
+  // where the scale of its NVFP4 group goes; `q_scale`: where its scale group's scale goes. Returns whether the rows of
+  // the warp are finite.
   template <bool kChanged, SourceRows kSource, class Load>
-  __device__ __forceinline__ bool quantize_steps(const Source<kSource>& source, Load load, u8* first,
+  __device__ __forceinline__ bool quantize_steps(const Source<kSource>& source, Load load, u8* first, u8* group_scale,
                                                  float* q_scale) const {
     using Held = HeldRows<kSource, !kChanged, kStepsAtOnce * kRows>;
     Held rows;
     rows.load(load);
-    const float sign = params.softmax_scale_log2 < 0.0f ? -1.0f : 1.0f;
+    const float sign = !kPrescaled && params.softmax_scale_log2 < 0.0f ? -1.0f : 1.0f;
     bool finite = true;
 #pragma unroll Held::kUnroll
     for (i32 s = 0; s < kStepsAtOnce; ++s) {
@@ -109,6 +115,10 @@ struct QuantizeQ {
         if constexpr (kChanged) {
 #pragma unroll
           for (i32 i = 0; i < kVector; ++i) x[r][i] -= shared.q_mean[first_channel() + i];
+        }
+        if constexpr (kPrescaled) {
+#pragma unroll
+          for (i32 i = 0; i < kVector; ++i) x[r][i] *= params.softmax_scale_log2;
         }
       }
       float amax = abs_max(x);
@@ -133,12 +143,14 @@ struct QuantizeQ {
       }
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
-        QuantizedRows<Config>::store(first + s * kStepBytes + r * kGroupsOfWarp * Layout::QRows::kPitch, x[r],
-                                     scale.inv_scale);
+        const i32 row = s * kStepRows + r * kGroupsOfWarp;
+        QuantizedRows<Config>::store(first + s * kStepBytes + r * kGroupsOfWarp * Layout::QRows::kPitch,
+                                     group_scale + row * Layout::kQkRowScales, x[r], scale.inv_scale);
       }
       if (first_channel() == 0) {
         const float length = kChanged && params.rotate ? Config::kHeadDim : 1.0f;
-        q_scale[s * kGroupsAtOnce] = scale.scale * fabsf(params.softmax_scale_log2) * length;
+        const float of_scores = kPrescaled ? 1.0f : fabsf(params.softmax_scale_log2);
+        q_scale[s * kGroupsAtOnce] = scale.scale * of_scores * length;
       }
     }
     return finite;

@@ -1,7 +1,8 @@
-// V as e4m3 or f16, with a scale per channel and a factor per KV tile. Smoothed: less the mean per channel of a sample.
+// V as e4m3, f16 or NVFP4, with a scale per channel and a factor per KV tile. Smoothed: less the mean per channel of a
+// sample.
 //
-// The scale takes the mean magnitude of a sample to a value that leaves room above. For e4m3, a floating-point format
-// that needs no tight scale, that value is v_typical. For f16 the scale is a power of two, so that a bf16 keeps all its
+// The scale takes the mean magnitude of a sample to a value that leaves room above. For e4m3 and NVFP4, floating-point
+// formats that need no tight scale, that value is v_typical. For f16 the scale is a power of two, so that a bf16 keeps all its
 // bits. Where a tile's largest value lies beyond the room, or far below, the tile is divided by v_factor, a power of
 // two, by which attention multiplies the tile's P·V. No value overflows however small the sample was, and a huge value
 // costs precision in its own tile. Values that are not finite are quantized as minus zero, which marks them. The tile's
@@ -9,6 +10,7 @@
 // Source: SageAttention2, sections 3.3 and 3.4.
 #pragma once
 
+#include "sage/numerics/nvfp4.cuh"
 #include "sage/ptx/warp.cuh"
 #include "sage/quant/rows.cuh"
 
@@ -20,7 +22,6 @@ namespace sage {
 template <class Config>
 struct SquareOfV {
   using Block = QuantBlock<Config>;
-  using Swizzle = typename Block::Layout::VRows;
   static constexpr i32 kEdge = 32, kKeys = 4;
   static constexpr i32 kAcross = Config::kBlockN / kEdge, kDown = Config::kHeadDim / kEdge;  // squares of a tile
   static constexpr i32 kAcrossAtOnce = Block::kWarps / kDown, kSteps = Block::kTilesOfV * kAcross / kAcrossAtOnce;
@@ -38,7 +39,7 @@ struct SquareOfV {
     channel = first_channel();
   }
 
-  __device__ __forceinline__ i32 key(i32 e) const { return key_of_column(column + e); }  // of the tile's
+  __device__ __forceinline__ i32 key(i32 e) const { return key_of_column<Config::kPv>(column + e); }  // of the tile's
 
   __device__ __forceinline__ static i32 first_channel() {
     return ptx::thread_index() / kWarpSize % kDown * kEdge + ptx::thread_index() % kWarpSize / 8 * kVector;
@@ -54,9 +55,22 @@ struct SquareOfV {
       for (i32 e = 0; e < kKeys; ++e) read(e, w, x[e]);
 #pragma unroll
       for (i32 c = 0; c < 2; ++c) {
-        u8* to = v_hat + Swizzle::offset(channel + 2 * w + c, column / 16) + column % 16;
-        *reinterpret_cast<u32*>(to) = ptx::e4m3x4(x[0][c], x[1][c], x[2][c], x[3][c]);
+        store_row(v_hat, channel + 2 * w + c, {x[0][c], x[1][c], x[2][c], x[3][c]});
       }
+    }
+  }
+
+ private:
+  // Four columns of one channel.
+  __device__ __forceinline__ void store_row(u8* v_hat, i32 row, const float (&x)[kKeys]) const {
+    u8* const to = v_hat + Block::Layout::v_offset(row, column);
+    if constexpr (Config::kPv == Pv::kE4m3) {
+      *reinterpret_cast<u32*>(to) = ptx::e4m3x4(x[0], x[1], x[2], x[3]);
+    } else {  // four neighbouring lanes have the columns of a group
+      float amax = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
+      const u32 scale = nvfp4_scale(ptx::max_over_lanes<kNvfp4Group / kKeys>(amax));
+      *reinterpret_cast<u16*>(to) = static_cast<u16>(e2m1_word(x, inv_nvfp4_scale(scale)));
+      if (column % kNvfp4Group == 0) v_hat[Block::Layout::kVScales + Block::Layout::v_scale_offset(row, column)] = static_cast<u8>(scale);
     }
   }
 };
@@ -102,6 +116,10 @@ struct SelectPiece<Config, Pv::kF16> {
 };
 template <class Config>
 struct SelectPiece<Config, Pv::kE4m3> {
+  using Type = SquareOfV<Config>;
+};
+template <class Config>
+struct SelectPiece<Config, Pv::kNvfp4> {
   using Type = SquareOfV<Config>;
 };
 
@@ -289,8 +307,8 @@ struct QuantizeV {
       if (magnitude < kSmallestAbsMax) return {1.0f, 1.0f};
     }
     const float clamped = fminf(fmaxf(magnitude, kSmallestMagnitude), kLargestMagnitude);
-    if constexpr (Config::kPv == Pv::kE4m3) return scale_to(params.v_typical, clamped);
-    else return power_of_two_scale(clamped);
+    if constexpr (Config::kPv == Pv::kF16) return power_of_two_scale(clamped);
+    else return scale_to(params.v_typical, clamped);
   }
 
   __device__ __forceinline__ static void note_largest(i32 tile, float amax, float (&largest)[kTilesAtOnce]) {
@@ -348,7 +366,8 @@ struct QuantizeV {
   // x, or minus zero where x times the tile's factor is not finite, as find_spoilt() judges too. Every other x that
   // rounds to minus zero becomes zero.
   __device__ __forceinline__ static float finite_or_mark(float x, float inv_factor) {
-    constexpr float kVanishes = Config::kPv == Pv::kE4m3 ? 0x1p-10f : 0x1p-25f;  // half of the smallest magnitude
+    // Half of the smallest magnitude; e2m1() itself makes minus zero of minus zero alone.
+    constexpr float kVanishes = Config::kPv == Pv::kNvfp4 ? 0.0f : Config::kPv == Pv::kE4m3 ? 0x1p-10f : 0x1p-25f;
     if (!(fabsf(x * reciprocal_of_power_of_two(inv_factor)) < ptx::infinity())) return -0.0f;
     return fabsf(x) <= kVanishes ? 0.0f : x;
   }

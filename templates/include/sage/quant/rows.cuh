@@ -2,7 +2,9 @@
 #pragma once
 
 #include "sage/numerics/integers.cuh"
+#include "sage/numerics/nvfp4.cuh"
 #include "sage/ptx/math.cuh"
+#include "sage/ptx/warp.cuh"
 #include "sage/quant/block.cuh"
 
 namespace sage {
@@ -11,7 +13,7 @@ namespace sage {
 // other rows (SourceRows::kAny), and at 4 bits, where nearly all rows are smoothed or rotated. A second path would
 // double the compile time.
 template <class Config, SourceRows kSource>
-constexpr bool kAlwaysChanged = kSource == SourceRows::kAny || Config::kQk == Qk::kInt4;
+constexpr bool kAlwaysChanged = kSource == SourceRows::kAny || bits_of(Config::kQk) == 4;
 
 // Largest magnitude; NaN or infinity where an element is not finite.
 template <i32 kRows>
@@ -71,9 +73,44 @@ __device__ __forceinline__ void prepare_no_mean(float (&mean)[Config::kHeadDim],
   __syncthreads();
 }
 
+// Rows of NVFP4. The scale of Integers is here a power of two, which lets the scales of groups use their range.
+struct Nvfp4Rows {
+  static constexpr float kLimit = kLargestNvfp4;
+  __device__ __forceinline__ static Scale scale(float amax) { return power_of_two_scale_below(kLimit, amax); }
+};
+
+template <class Config, bool kInteger = Config::kQk != Qk::kNvfp4>
+struct SelectRows {
+  using Type = Integers<bits_of(Config::kQk)>;
+};
+template <class Config>
+struct SelectRows<Config, false> {
+  using Type = Nvfp4Rows;
+};
+
 // Quantized rows of Q and K, and where they lie in a tile.
 template <class Config>
-struct QuantizedRows : Integers<bits_of(Config::kQk)> {
+struct QuantizedRows : SelectRows<Config>::Type {
+  // Stores eight channels of a row. to: where they lie in a tile; group_scale: the place of the scale of their group,
+  // which two neighbouring lanes share, if groups have scales. All lanes of a warp must call this.
+  __device__ __forceinline__ static void store(u8* to, u8* group_scale, const float (&x)[kVector], float inv_scale) {
+    if constexpr (Config::kQk != Qk::kNvfp4) {
+      Integers<bits_of(Config::kQk)>::store(to, x, inv_scale);
+    } else {
+      float scaled[kVector], amax = 0.0f;
+#pragma unroll
+      for (i32 i = 0; i < kVector; ++i) scaled[i] = x[i] * inv_scale, amax = fmaxf(amax, fabsf(scaled[i]));
+      const u32 scale = nvfp4_scale(ptx::max_over_lanes<kNvfp4Group / kVector>(amax));
+      *reinterpret_cast<u32*>(to) = e2m1_word(scaled, inv_nvfp4_scale(scale));
+      if (ptx::thread_index() % (kNvfp4Group / kVector) == 0) *group_scale = static_cast<u8>(scale);
+    }
+  }
+
+  // Where the scale of a row's group lies behind the elements.
+  __device__ __forceinline__ static i32 group_scale(i32 row, i32 first_channel) {
+    return row * QuantBlock<Config>::Layout::kQkRowScales + first_channel / kNvfp4Group;
+  }
+
   // Where eight channels of a row lie in a tile, as part of a chunk; eight rows further by eight rows' bytes.
   template <class Swizzle>
   __device__ __forceinline__ static i32 offset(i32 row, i32 first_channel) {

@@ -2,10 +2,13 @@
 //
 // Quantized tensors are stored tile by tile, each tile contiguous and already swizzled, so that loading one into shared
 // memory is a plain copy of consecutive bytes. With kBlockM query rows and kBlockN keys a tile:
-//   Q̂        [kBlockM][kHeadDim] s8 or s4, rows of queries
-//   K̂        [kBlockN][kHeadDim] s8 or s4, rows of keys
+//   Q̂        [kBlockM][kHeadDim] s8, s4 or e2m1, rows of queries
+//   K̂        [kBlockN][kHeadDim] s8, s4 or e2m1, rows of keys
 //   V̂ f16    [kBlockN][kHeadDim] f16, rows of keys
-//   V̂ e4m3   [kHeadDim][kBlockN] e4m3, rows of channels, its columns in the order of key_of_column()
+//   V̂ e4m3   [kHeadDim][kBlockN] e4m3 or e2m1, rows of channels, its columns in the order of key_of_column()
+// Behind e2m1 stand the scales of its groups, ue4m3, 16 elements of a row a group:
+//   Q̂, K̂     [rows][kHeadDim / 16]
+//   V̂        [kBlockN / 64][kHeadDim][64 / 16], the four groups of 64 columns side by side
 // A KV tile is K̂, V̂ and a KvLine in 128 bytes, in one run of bytes.
 #pragma once
 
@@ -39,17 +42,20 @@ struct SwizzledRows {
 };
 
 // The key whose P stands in column `column` of the P operand. In the score accumulators of 32 keys a thread owns the
-// keys 8j + 2t and 8j + 2t + 1 (j = 0..3); in the 8-bit A operand it owns the columns 4t..4t+3 and 16 + 4t..16 + 4t+3.
-// This order of V̂'s keys makes the accumulators the operand, with no exchange between threads.
+// keys 8j + 2t and 8j + 2t + 1 (j = 0..3); in the 8-bit A operand it owns the columns 4t..4t+3 and 16 + 4t..16 + 4t+3,
+// in the 4-bit A operand 8t..8t+7. This order of V̂'s keys makes the accumulators the operand, with no exchange between
+// threads.
+template <Pv kPv>
 __device__ constexpr i32 key_of_column(i32 column) {
-  const i32 half = column / 16 % 2, t = column / 4 % 4, e = column % 4;
+  constexpr i32 kRun = kPv == Pv::kNvfp4 ? 8 : 4;  // columns that a thread owns side by side
+  const i32 half = column / (4 * kRun) % (8 / kRun), t = column / kRun % 4, e = column % kRun;
   return column / 32 * 32 + 16 * half + 8 * (e / 2) + 2 * t + e % 2;
 }
 
 // The bits of V̂ in place of a value that is not finite: minus zero, which adds nothing to P·V. Where the line of a KV
 // tile says that the tile has such values, no other value of the tile is minus zero.
 template <Pv kPv>
-constexpr u32 kSpoiltValue = kPv == Pv::kE4m3 ? 0x80 : 0x8000;
+constexpr u32 kSpoiltValue = kPv == Pv::kNvfp4 ? 0x8 : kPv == Pv::kE4m3 ? 0x80 : 0x8000;
 
 // Which keys of a tile share a scale: group t holds the keys n with n % 8 / 2 == t, those of the lanes t of a warp.
 constexpr i32 kKeyGroups = 4;
@@ -57,7 +63,7 @@ constexpr i32 kKeyGroups = 4;
 // Which rows of a warp share a scale: group g holds the rows m with m % kRowGroups == g. At 8 bits these are the rows
 // of the lanes 4g..4g+3. At 4 bits, whose steps are coarse, every row has a scale of its own.
 template <class Config>
-constexpr i32 kRowGroups = Config::kQk == Qk::kInt4 ? Config::kWarpM : 8;
+constexpr i32 kRowGroups = Config::kQk == Qk::kInt8 ? 8 : Config::kWarpM;
 
 // The line of a KV tile: its scales, and which keys and channels hold what is not finite. The first kLoaded bytes are
 // loaded to shared memory with the tile.
@@ -83,10 +89,13 @@ struct KvLine {
 template <class Config>
 struct TileLayout {
   static constexpr i32 kQkRowBytes = Config::kHeadDim * bits_of(Config::kQk) / 8;
-  static constexpr bool kTransposedV = Config::kPv == Pv::kE4m3;
+  static constexpr i32 kQkRowScales = Config::kQk == Qk::kNvfp4 ? Config::kHeadDim / 16 : 0;  // bytes of them
+  static constexpr bool kTransposedV = Config::kPv != Pv::kF16;
 
   static constexpr i32 kVRowCount = kTransposedV ? Config::kHeadDim : Config::kBlockN;
-  static constexpr i32 kVRowBytes = kTransposedV ? Config::kBlockN : Config::kHeadDim * 2;
+  static constexpr i32 kVBits = Config::kPv == Pv::kNvfp4 ? 4 : Config::kPv == Pv::kE4m3 ? 8 : 16;
+  static constexpr i32 kVRowBytes = (kTransposedV ? Config::kBlockN : Config::kHeadDim) * kVBits / 8;
+  static constexpr i32 kVRowScales = Config::kPv == Pv::kNvfp4 ? Config::kBlockN / 16 : 0;
 
   using QRows = SwizzledRows<Config::kBlockM, kQkRowBytes>;
   using KRows = SwizzledRows<Config::kBlockN, kQkRowBytes>;
@@ -94,13 +103,20 @@ struct TileLayout {
 
   // Where the value of a row and a column of V̂ lies in it.
   __device__ static constexpr i32 v_offset(i32 row, i32 column) {
-    const i32 byte = column * (kTransposedV ? 1 : 2);
+    const i32 byte = column * kVBits / 8;
     return VRows::offset(row, byte / 16) + byte % 16;
   }
 
-  static constexpr i32 kQBytes = Config::kBlockM * kQkRowBytes;
-  static constexpr i32 kKBytes = Config::kBlockN * kQkRowBytes;
-  static constexpr i32 kVBytes = kVRowCount * kVRowBytes;
+  // Scales of groups in a tile of Q̂, K̂ or V̂: behind the elements.
+  static constexpr i32 kQScales = Config::kBlockM * kQkRowBytes, kKScales = Config::kBlockN * kQkRowBytes;
+  static constexpr i32 kVScales = kVRowCount * kVRowBytes;
+  __device__ static constexpr i32 v_scale_offset(i32 row, i32 column) {
+    return (column / 64 * kVRowCount + row) * 4 + column % 64 / 16;
+  }
+
+  static constexpr i32 kQBytes = kQScales + Config::kBlockM * kQkRowScales;
+  static constexpr i32 kKBytes = kKScales + Config::kBlockN * kQkRowScales;
+  static constexpr i32 kVBytes = kVScales + kVRowCount * kVRowScales;
 
   // A KV tile: offsets of its parts, and its size.
   static constexpr i32 kV = kKBytes, kLine = kV + kVBytes, kKvBytes = kLine + KvLine::kBytes;

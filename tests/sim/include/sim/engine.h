@@ -66,14 +66,16 @@ struct Product {
 };
 struct ScaledProduct {
   Product product;
-  unsigned a_scale, b_scale;  // words, of which selectors take bytes
+  unsigned a_scale, b_scale;  // words of scales, of which selectors name lanes and bytes
+  unsigned b_lane;            // of a quad, the lane whose word has the scales of B
 };
 void mma_s8(void* const (&lanes)[kLanes]);
 void mma_s4(void* const (&lanes)[kLanes]);
 void mma_f16(void* const (&lanes)[kLanes]);
 void mma_e4m3_f32(void* const (&lanes)[kLanes]);
 void mma_e4m3_f16(void* const (&lanes)[kLanes]);
-void mma_mxf8_e4m3(void* const (&lanes)[kLanes]);  // of lanes' ScaledProduct
+void mma_mxf8_e4m3(void* const (&lanes)[kLanes]);  // these two of lanes' ScaledProduct
+void mma_nvfp4(void* const (&lanes)[kLanes]);
 
 void ldmatrix_x4(unsigned (&d)[4], unsigned shared, bool transposed, Site site);
 void stmatrix_x4(unsigned shared, const unsigned (&s)[4], Site site);
@@ -120,5 +122,6 @@ float from_f16(unsigned short x);
 unsigned short to_f16(float x);
 unsigned short to_bf16(float x);
 unsigned char to_e4m3(float x);
+unsigned char to_e2m1(float x);
 
 }  // namespace sim

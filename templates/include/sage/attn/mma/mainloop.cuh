@@ -9,8 +9,7 @@
 #include "sage/attn/epilogue.cuh"
 #include "sage/attn/kv_scales.cuh"
 #include "sage/attn/mma/kv_stream.cuh"
-#include "sage/attn/mma/pv.cuh"
-#include "sage/attn/mma/scores.cuh"
+#include "sage/attn/mma/nvfp4.cuh"
 #include "sage/attn/spoilt.cuh"
 #include "sage/problem/work_tile.cuh"
 #include "sage/ptx/shared.cuh"
@@ -32,7 +31,7 @@ class AttentionMma {
                        Fact{"whole_reference", Product::kWholeReference}, Fact{"may_fall", Product::kMayFall},
                        Fact{"lazy_fall", Product::kLazyFall}, Fact{"most_fall", kMostFall},
                        Fact{"largest_sum", kLargestSum}, Fact{"no_reference", kNoReference},
-                       Fact{"smallest_scale", kSmallestScale}, Fact{"largest_folded", Product::kLargestFolded},
+                       Fact{"smallest_scale", kSmallestScale<Config::kQk>}, Fact{"largest_folded", Product::kLargestFolded},
                        Fact{"score_bias", Softmax::kFolds ? kScoreBias : 0},
                        Fact{"sums_rounded", !Product::kSumsInThreads}, Fact{"v_typical", Product::kVTypical},
                        Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit});
@@ -75,6 +74,7 @@ class AttentionMma {
 
  private:
   using Layout = TileLayout<Config>;
+  using Scores = SelectScores<Config>;
   using Product = SelectPv<Config>;
   using Softmax = OnlineSoftmax<Config, Product>;
   using Stream = KvStream<Config, kThreads>;
@@ -90,7 +90,7 @@ class AttentionMma {
   struct WarpState {
     Softmax softmax;
     OutputAccumulator<Config> acc_o = {};
-    const Scores<Config> scores;
+    const Scores scores;
     u8* const shared;
     const i32 lane;
     const u32 v_offset;
@@ -117,14 +117,8 @@ class AttentionMma {
       stream.load(ahead, ahead < work.kv.end);
 
       // S = Q · K, delta_s, mask.
-      typename Scores<Config>::Accumulator acc_s;
-      scores.multiply(acc_s, stream.k(stage));
-      // A thread meets one scale of K: that of its keys 8j + 2t and 8j + 2t + 1.
-      RowScales<Config> scale = q_scale.score_scales(fabsf(KvTileScales(stream.line(stage), lane).k_scale));
-      if constexpr (Config::kSmoothQ) {
-        Scores<Config>::add_delta(acc_s, scale, stream.delta(stage), lane);
-        scale = RowScales<Config>::ones();
-      }
+      typename Scores::Accumulator acc_s;
+      const auto scale = scores.multiply(acc_s, q_scale, stream.k(stage), stream.line(stage), stream.delta(stage), lane);
       if constexpr (kMasked) apply_mask<Config>(acc_s, own_row(shared), lane, tile);
       // P, relative to references that rarely move.
       float offset[kRows];
@@ -140,7 +134,7 @@ class AttentionMma {
       // O += P · V.
       const KvTileScales scales(stream.line(stage), lane);  // reloaded: keeping them costs registers
       if (scales.spoilt()) stream.note_spoilt();
-      Product::accumulate(acc_o, softmax.row_sum, p, stream.v(stage) + v_offset, fabsf(scales.v_factor));
+      Product::accumulate(acc_o, softmax.row_sum, p, stream.v(stage), v_offset, fabsf(scales.v_factor));
     }
   };
 };

@@ -30,6 +30,14 @@ __device__ __forceinline__ void rescale(OutputAccumulator<Config>& acc_o, const 
   }
 }
 
+template <class Config>
+__device__ __forceinline__ void rescale_all(OutputAccumulator<Config>& acc_o, float factor) {
+  float of_rows[Config::kWarpM / 8];
+#pragma unroll
+  for (float& of_row : of_rows) of_row = factor;
+  rescale<Config>(acc_o, of_rows);
+}
+
 // P and V in f16, f32 accumulators that persist over the tiles. V̂ lies in rows of keys; ldmatrix transposes it.
 template <class Config>
 struct PvF16 {
@@ -46,6 +54,7 @@ struct PvF16 {
   static constexpr float kLazyFall = 0.0f;
   static constexpr float kLargestFolded = 1.0f;
   static constexpr bool kSumsInThreads = false;
+  static constexpr bool kScalesGroups = false;  // of P
   // The scales of V̂ are powers of two, so that V̂ keeps all bits of a bf16 down to 2^-14. Few tiles need a v_factor.
   static constexpr float kVTypical = 0.0f, kVLeast = 0x1p-4f, kVLimit = 0x1p15f;
 
@@ -63,8 +72,9 @@ struct PvF16 {
   // v_factor: of the tile. O stays in the accumulators of the products: where v_factor is not one, rescale O to it and
   // back.
   __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>& row_sum,
-                                                    const Operand& p, u32 v_row, float v_factor) {
-    if (v_factor != 1.0f) rescale_all(acc_o, reciprocal_of_power_of_two(v_factor));
+                                                    const Operand& p, u32 sV, u32 v_offset, float v_factor) {
+    const u32 v_row = sV + v_offset;
+    if (v_factor != 1.0f) rescale_all<Config>(acc_o, reciprocal_of_power_of_two(v_factor));
 #pragma unroll
     for (i32 m = 0; m < kMTiles; ++m) {
       const float zero[4] = {};
@@ -89,18 +99,11 @@ struct PvF16 {
         }
       }
     }
-    if (v_factor != 1.0f) rescale_all(acc_o, v_factor);
+    if (v_factor != 1.0f) rescale_all<Config>(acc_o, v_factor);
   }
 
  private:
   static constexpr u32 kOnes = 0x3c003c00;  // twice 1.0
-
-  __device__ __forceinline__ static void rescale_all(OutputAccumulator<Config>& acc_o, float factor) {
-    float of_rows[Config::kWarpM / 8];
-#pragma unroll
-    for (float& of_row : of_rows) of_row = factor;
-    rescale<Config>(acc_o, of_rows);
-  }
 };
 
 // P and V in e4m3, two-level accumulation: the product of one tile in a fresh accumulator R, then promotion, O +=
@@ -119,7 +122,8 @@ struct PvE4m3 : E4m3Operand<Config> {
   __device__ __forceinline__ static u32 offset(i32 lane) { return Swizzle::offset(lane % 8, lane / 8); }
 
   __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>&,
-                                                    const Operand& p, u32 v_row, float v_factor) {
+                                                    const Operand& p, u32 sV, u32 v_offset, float v_factor) {
+    const u32 v_row = sV + v_offset;
 #pragma unroll
     for (i32 n = 0; n < kOTiles; ++n) {
       u32 v[2 * kSteps];
@@ -176,7 +180,8 @@ struct PvMxf8 : E4m3Operand<Config> {
   }
 
   __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>&,
-                                                    const Operand& p, u32 v_row, float v_factor) {
+                                                    const Operand& p, u32 sV, u32 v_offset, float v_factor) {
+    const u32 v_row = sV + v_offset;
     constexpr u32 kOne = kExponentBias;                               // in ue8m0
     const u32 v_scale = __float_as_uint(v_factor) >> kMantissaBits;  // a power of two, whose exponent is its ue8m0
 #pragma unroll

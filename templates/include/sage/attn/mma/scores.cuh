@@ -5,6 +5,7 @@
 // Source: SageAttention2, section 3.2 and appendix A.6.
 #pragma once
 
+#include "sage/attn/kv_scales.cuh"
 #include "sage/attn/softmax.cuh"
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/mma.cuh"
@@ -14,7 +15,7 @@
 namespace sage {
 
 template <class Config>
-struct Scores {
+struct IntegerScores {
   using QRows = typename TileLayout<Config>::QRows;
   using KRows = typename TileLayout<Config>::KRows;
   static constexpr i32 kMTiles = Config::kWarpM / 16, kNTiles = Config::kBlockN / 8;
@@ -30,10 +31,25 @@ struct Scores {
   static constexpr float kLimit = Integers<bits_of(Config::kQk)>::kLimit;
   static_assert(Config::kHeadDim * kLimit * kLimit < 0x1p22f, "scores leave the upper bits of kScoreBias as they are");
 
-  __device__ __forceinline__ Scores(u32 sQ, i32 warp, i32 lane)
+  __device__ __forceinline__ IntegerScores(u32 sQ, i32 warp, i32 lane)
       : q_row(sQ + warp * Config::kWarpM * QRows::kPitch + QRows::offset(lane % 16, lane / 16)),
         k_offset(KRows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2)) {}
 
+  // The scores of a KV tile, of which the line and delta_s are in shared memory too; returns their scales.
+  __device__ __forceinline__ RowScales<Config> multiply(Accumulator& acc_s, const RowScales<Config>& q_scale, u32 sK,
+                                                        u32 line, u32 sDelta, i32 lane) const {
+    multiply(acc_s, sK);
+    // A thread meets one scale of K: that of its keys 8j + 2t and 8j + 2t + 1.
+    const RowScales<Config> scale = q_scale.score_scales(fabsf(KvTileScales(line, lane).k_scale));
+    if constexpr (Config::kSmoothQ) {
+      add_delta(acc_s, scale, sDelta, lane);
+      return RowScales<Config>::ones();
+    } else {
+      return scale;
+    }
+  }
+
+ private:
   __device__ __forceinline__ void multiply(Accumulator& acc_s, u32 sK) const {
     const u32 k_row = sK + k_offset;
     const i32 bias[4] = {kScoreBiasBits, kScoreBiasBits, kScoreBiasBits, kScoreBiasBits};
@@ -73,11 +89,15 @@ struct Scores {
     }
   }
 
- private:
   __device__ __forceinline__ static void mma(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const i32 (&c)[4]) {
     if constexpr (Config::kQk == Qk::kInt8) ptx::mma_m16n8k32_s8s8s32(d, a, b0, b1, c);
     else ptx::mma_m16n8k64_s4s4s32(d, a, b0, b1, c);
   }
+};
+
+template <class Config, Qk kQk = Config::kQk>
+struct SelectScores : IntegerScores<Config> {
+  using IntegerScores<Config>::IntegerScores;
 };
 
 }  // namespace sage

@@ -36,7 +36,7 @@ struct AttentionWgmma {
     return sage::facts(Fact{"threads", kThreads}, Fact{"shared_bytes", Shared::kBytes}, Fact{"p_top", Product::kTop},
                        Fact{"lazy_rise", Product::kLazyRise}, Fact{"whole_reference", Product::kWholeReference},
                        Fact{"room", Traits::kRoom}, Fact{"most_fall", kMostFall}, Fact{"no_reference", kNoReference},
-                       Fact{"smallest_scale", kSmallestScale}, Fact{"v_typical", Product::kVTypical},
+                       Fact{"smallest_scale", kSmallestScale<Config::kQk>}, Fact{"v_typical", Product::kVTypical},
                        Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit},
                        Fact{"slices", Traits::kSlices}, Fact{"pairs", Traits::kPairs},
                        Fact{"open_end", Traits::kOpenEnd}, Fact{"programmatic_launch", 1});

@@ -190,7 +190,7 @@ struct Mainloop {
 
   // The scale of this thread's scores in that tile.
   __device__ __forceinline__ float score_scale(const KvTileScales& scales) const {
-    return fmaxf(q_scale * fabsf(scales.k_scale), kSmallestScale);
+    return fmaxf(q_scale * fabsf(scales.k_scale), kSmallestScale<Config::kQk>);
   }
 
   // R also takes the next tile's P·V. If that tile's softmax raised a row's reference, or its V has another v_factor,

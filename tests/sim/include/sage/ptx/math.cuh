@@ -23,6 +23,12 @@ inline u32 bf16x2(float lo, float hi) { return sim::to_bf16(lo) | static_cast<u3
 inline u16 e4m3x2(float lo, float hi) { return static_cast<u16>(sim::to_e4m3(lo) | sim::to_e4m3(hi) << 8); }
 inline u32 e4m3x4(float a, float b, float c, float d) { return e4m3x2(a, b) | static_cast<u32>(e4m3x2(c, d)) << 16; }
 
+inline u32 e2m1x8(const float (&x)[8]) {
+  u32 word = 0;
+  for (i32 i = 0; i < 8; ++i) word |= static_cast<u32>(sim::to_e2m1(x[i])) << 4 * i;
+  return word;
+}
+
 inline float max_nan(float a, float b) { return sim::max_nan(a, b); }
 // Of the halves of two words, f16 or bf16.
 template <float (*kFrom)(u16), unsigned (*kTo)(float), float (*kPick)(float, float)>

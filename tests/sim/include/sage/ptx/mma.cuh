@@ -47,10 +47,21 @@ inline void mma_m16n8k32_e4m3e4m3f16(u32 (&d)[2], const u32 (&a)[4], u32 b0, u32
   product("mma.m16n8k32.e4m3.f16", sim::mma_e4m3_f16, d, a, b0, b1, c, site);
 }
 
+inline void scaled_product(const char* instruction, sim::Meaning meaning, float (&d)[4], const u32 (&a)[4], u32 b0,
+                           u32 b1, const float (&c)[4], u32 a_scale, u32 b_scale, u32 b_lane, sim::Site site) {
+  sim::ScaledProduct lane{
+      {reinterpret_cast<u32*>(d), a, {b0, b1}, reinterpret_cast<const u32*>(c)}, a_scale, b_scale, b_lane};
+  sim::together(instruction, &lane, meaning, site);
+}
+
 inline void mma_m16n8k32_mxf8_e4m3e4m3f32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4],
                                           u32 a_scale, u32 b_scale, sim::Site site = sim::Site::here()) {
-  sim::ScaledProduct lane{{reinterpret_cast<u32*>(d), a, {b0, b1}, reinterpret_cast<const u32*>(c)}, a_scale, b_scale};
-  sim::together("mma.m16n8k32.mxf8.e4m3", &lane, sim::mma_mxf8_e4m3, site);
+  scaled_product("mma.m16n8k32.mxf8.e4m3", sim::mma_mxf8_e4m3, d, a, b0, b1, c, a_scale, b_scale, 0, site);
+}
+
+inline void mma_m16n8k64_nvfp4_e2m1e2m1f32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4],
+                                           u32 a_scale, u32 b_scale, u16 b_lane, sim::Site site = sim::Site::here()) {
+  scaled_product("mma.m16n8k64.nvfp4", sim::mma_nvfp4, d, a, b0, b1, c, a_scale, b_scale, b_lane, site);
 }
 
 }  // namespace sage::ptx

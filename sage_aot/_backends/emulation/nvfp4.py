@@ -1,0 +1,81 @@
+"""NVFP4 in torch, as numerics/nvfp4.cuh and attn/mma/nvfp4.cuh have it: e2m1 in groups of 16 that share an e4m3 scale."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT, cut_to_f32
+
+GROUP = 16
+E2M1_LIMIT = 6.0
+LIMIT = E2M1_LIMIT * E4M3_LIMIT
+_SIXTH = float(np.float32(1.0) / np.float32(E2M1_LIMIT))
+_LOG2_E2M1 = float(np.float32(2.5849625))
+_LEAST_LOG2_SCALE = -9.0
+LARGEST_SCALE = 2.0**126
+"""Of scores: delta_s is multiplied by its reciprocal."""
+
+_CHANNELS = 64
+"""Of one product."""
+
+
+def to_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to e2m1 and back: nearest, ties to even, saturating."""
+    magnitude = x.abs().clamp(max=E2M1_LIMIT)
+    unit = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
+    return torch.copysign((magnitude / unit).round() * unit, x)
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to e4m3 and back: nearest even, saturating."""
+    return x.clamp(max=E4M3_LIMIT).to(torch.float8_e4m3fn).float()
+
+
+def to_nvfp4(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to NVFP4 and back; the elements of a group are neighbours in the last dimension."""
+    groups = torch.unflatten(x, -1, (-1, GROUP))
+    scale = to_e4m3(groups.abs().amax(-1, keepdim=True) * _SIXTH)
+    inv_scale = torch.where(scale > 0, 1.0 / scale, 0.0)
+    return (to_e2m1(groups * inv_scale) * scale).flatten(-2)
+
+
+def columns_of_keys(keys: int) -> torch.Tensor:
+    """Per column of the P operand the key whose P stands there: tile/layout.cuh, key_of_column()."""
+    column = torch.arange(keys)
+    t, e = column // 8 % 4, column % 8
+    return column // 32 * 32 + 8 * (e // 2) + 2 * t + e % 2
+
+
+def v_to_nvfp4(v: torch.Tensor) -> torch.Tensor:
+    """V of a KV tile, [..., keys, channels], rounded and back: groups of columns of the P operand, a channel each."""
+    order = columns_of_keys(v.shape[-2]).to(v.device)
+    rounded = torch.empty_like(v)
+    rounded[..., order, :] = to_nvfp4(v[..., order, :].transpose(-1, -2)).transpose(-1, -2)
+    return rounded
+
+
+def scores(q: torch.Tensor, k: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """start + q · kᵀ in accumulators that a product of 64 channels leaves cut off to f32."""
+    total = start
+    for q_part, k_part in zip(q.split(_CHANNELS, -1), k.split(_CHANNELS, -1)):
+        total = cut_to_f32(total.double() + q_part.double() @ k_part.double().transpose(-1, -2))
+    return total
+
+
+def p_of(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:
+    """P relative to the rows' references, rounded to NVFP4: 2^(scores · scale - row_ref)."""
+    order = columns_of_keys(scores.shape[-1]).to(scores.device)
+    offset = -row_ref[..., None]
+    in_groups = [torch.unflatten(x[..., order].double(), -1, (-1, GROUP)) for x in (scores, scale)]
+    x, factor = in_groups
+
+    def exponents(of_groups: torch.Tensor) -> torch.Tensor:
+        """One FMA for each element."""
+        return (x * factor + of_groups.double()[..., None]).float()
+
+    group_scale = to_e4m3(torch.exp2(exponents((offset - _LOG2_E2M1).expand(x.shape[:-1])).amax(-1)))
+    in_group = offset - group_scale.log2().clamp(min=_LEAST_LOG2_SCALE)
+    rounded = torch.empty_like(scores)
+    rounded[..., order] = (to_e2m1(torch.exp2(exponents(in_group))) * group_scale[..., None]).flatten(-2)
+    return rounded
