@@ -18,7 +18,7 @@ import torch
 import common
 from sage_aot._backends.emulation import quantize as kernel_steps
 from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT, keep_13_bits, to_pv
-from sage_aot._backends.emulation.attention import _add_delta, visible_keys
+from sage_aot._backends.emulation.attention import finished_scores, visible_keys
 from sage_aot._backends.loader import Library
 from sage_aot._families.mma.emulation import Softmax as MmaSoftmax
 from sage_aot._kernels.manifest import AttnRecord, KernelRecord
@@ -349,7 +349,7 @@ def attend(method: Method, problem: Problem, attn: AttnRecord, inputs: Inputs, q
         scale = softmax.score_scale(quantized.q_scale[..., None] * quantized.k_scale[:, :, None, part])
         if inputs.delta_s is not None:
             delta = inputs.delta_s[..., part].repeat_interleave(tile.block_m, 2)
-            scores, scale = _add_delta(scores, scale, delta), torch.ones_like(scale)
+            scores, scale = finished_scores(scores, scale, delta), torch.ones_like(scale)
         scores = scores.masked_fill(~visible.contains(first + torch.arange(tile.block_n)), -torch.inf)
         p, alpha = softmax.step(first, scores, scale)
         factor = quantized.v_factor[:, :, first // tile.block_n, None, None]

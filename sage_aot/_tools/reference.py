@@ -91,7 +91,7 @@ def inputs(kind: str, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype
             tensor += size * normal(1, tensor.shape[1], 1, tensor.shape[3])
             tensor[..., channel % tensor.shape[3]] += offset
     elif kind in _SINK_NATS:
-        _make_sink(_SINK_NATS[kind], normal, *tensors)
+        make_sink(_SINK_NATS[kind], normal, *tensors)
     elif kind in _HEAVY:
         of_q, of_k, count = _HEAVY[kind]
         tensors[0][..., 3:3 + count] *= of_q
@@ -100,9 +100,10 @@ def inputs(kind: str, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype
     return q, k, v
 
 
-def _make_sink(nats: float, normal: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor,
+def make_sink(nats: float, normal: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor,
                v: torch.Tensor) -> None:
-    """Queries share a direction, that only the first key has a part in; scores are divided by √headdim."""
+    """Changes N(0, 1): the first key's score lies `nats` above the mean of the others' in every row. Queries share a
+    direction, that only the first key has a part in; scores are divided by √headdim."""
     headdim = q.shape[-1]
     direction = normal(headdim).sign()
     q += direction

@@ -143,8 +143,12 @@ def _scores(qk: str, q: torch.Tensor, k: torch.Tensor, scale: torch.Tensor,
     scores = q @ k.transpose(2, 3)  # exact: integers below 2^24
     if delta is None:
         return scores, scale
-    finished = (scores.double() * scale.double() + delta.double()).float()  # one FMA, as in attn/mma/scores.cuh
-    return finished, torch.ones_like(scale)
+    return finished_scores(scores, scale, delta), torch.ones_like(scale)
+
+
+def finished_scores(scores: torch.Tensor, scale: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """In log2 units: one FMA, as in attn/mma/scores.cuh."""
+    return (scores.double() * scale.double() + delta.double()).float()
 
 
 def _pv_tile(p: torch.Tensor, v: torch.Tensor, pv_accum: str) -> torch.Tensor:

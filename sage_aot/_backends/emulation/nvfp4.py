@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT, cut_to_f32
+from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT, cut_to_f32, fma
 
 GROUP = 16
 E2M1_LIMIT = 6.0
 LIMIT = E2M1_LIMIT * E4M3_LIMIT
+SCALED_LIMIT = 4.0 * E4M3_LIMIT
+"""Of what is quantized by :func:`to_nvfp4`."""
+
 _SIXTH = float(np.float32(1.0) / np.float32(E2M1_LIMIT))
 _LOG2_E2M1 = float(np.float32(2.5849625))
 _LEAST_LOG2_SCALE = -9.0
@@ -32,12 +35,27 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(max=E4M3_LIMIT).to(torch.float8_e4m3fn).float()
 
 
-def to_nvfp4(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to NVFP4 and back; the elements of a group are neighbours in the last dimension."""
+def to_nvfp4(x: torch.Tensor, lanes: int = 2) -> torch.Tensor:
+    """Rounded to NVFP4 and back; the elements of a group are neighbours in the last dimension, of which `lanes` lanes
+    have the same number each. Of the scales that take a group's largest magnitude to 6 and to 4 it takes the better."""
     groups = torch.unflatten(x, -1, (-1, GROUP))
-    scale = to_e4m3(groups.abs().amax(-1, keepdim=True) * _SIXTH)
-    inv_scale = torch.where(scale > 0, 1.0 / scale, 0.0)
-    return (to_e2m1(groups * inv_scale) * scale).flatten(-2)
+    amax = groups.abs().amax(-1, keepdim=True)
+    (to_six, error_of_six), (to_four, error_of_four) = (
+        _with_scale(groups, to_e4m3(amax * factor), lanes) for factor in (_SIXTH, 0.25))
+    return torch.where((error_of_four < error_of_six)[..., None], to_four, to_six).flatten(-2)
+
+
+def _with_scale(groups: torch.Tensor, scale: torch.Tensor, lanes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Groups rounded with a scale each, and their squared errors: a lane's elements in order, then pairs of lanes."""
+    rounded = to_e2m1(groups * torch.where(scale > 0, 1.0 / scale, 0.0)) * scale  # exact
+    lost = torch.unflatten(rounded - groups, -1, (lanes, -1))
+    error = torch.zeros_like(lost[..., 0])
+    for of_element in lost.unbind(-1):
+        error = fma(of_element, of_element, error)
+    while error.shape[-1] > 1:
+        lower, upper = error.chunk(2, -1)
+        error = lower + upper
+    return rounded, error[..., 0]
 
 
 def columns_of_keys(keys: int) -> torch.Tensor:
@@ -51,7 +69,7 @@ def v_to_nvfp4(v: torch.Tensor) -> torch.Tensor:
     """V of a KV tile, [..., keys, channels], rounded and back: groups of columns of the P operand, a channel each."""
     order = columns_of_keys(v.shape[-2]).to(v.device)
     rounded = torch.empty_like(v)
-    rounded[..., order, :] = to_nvfp4(v[..., order, :].transpose(-1, -2)).transpose(-1, -2)
+    rounded[..., order, :] = to_nvfp4(v[..., order, :].transpose(-1, -2), lanes=4).transpose(-1, -2)
     return rounded
 
 

@@ -180,7 +180,7 @@ def _quantize_rows(x: torch.Tensor, groups: torch.Tensor, quant: KernelRecord, c
     leading rows whose errors decide about a clip."""
     groups, limit = groups.to(x.device), quant.facts["limit"]
     amax = _over_groups(x.abs().amax(-1), groups, "amax")
-    if limit == nvfp4.LIMIT:
+    if limit == nvfp4.SCALED_LIMIT:
         scale, inv_scale = (of_groups[:, :, groups] for of_groups in _power_of_two_scale_below(limit, amax, quant))
         return nvfp4.to_nvfp4(x * inv_scale[..., None]), scale
     scale, inv_scale = _scale_to(limit, amax, quant)

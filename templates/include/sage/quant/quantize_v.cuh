@@ -67,8 +67,7 @@ struct SquareOfV {
     if constexpr (Config::kPv == Pv::kE4m3) {
       *reinterpret_cast<u32*>(to) = ptx::e4m3x4(x[0], x[1], x[2], x[3]);
     } else {  // four neighbouring lanes have the columns of a group
-      float amax = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
-      const u32 scale = nvfp4_scale(ptx::max_over_lanes<kNvfp4Group / kKeys>(amax));
+      const u32 scale = nvfp4_scale<kNvfp4Group / kKeys>(x);
       *reinterpret_cast<u16*>(to) = static_cast<u16>(e2m1_word(x, inv_nvfp4_scale(scale)));
       if (column % kNvfp4Group == 0) v_hat[Block::Layout::kVScales + Block::Layout::v_scale_offset(row, column)] = static_cast<u8>(scale);
     }

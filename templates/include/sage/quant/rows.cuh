@@ -75,7 +75,7 @@ __device__ __forceinline__ void prepare_no_mean(float (&mean)[Config::kHeadDim],
 
 // Rows of NVFP4. The scale of Integers is here a power of two, which lets the scales of groups use their range.
 struct Nvfp4Rows {
-  static constexpr float kLimit = kLargestNvfp4;
+  static constexpr float kLimit = kLargestScaled;
   __device__ __forceinline__ static Scale scale(float amax) { return power_of_two_scale_below(kLimit, amax); }
 };
 
@@ -97,10 +97,10 @@ struct QuantizedRows : SelectRows<Config>::Type {
     if constexpr (Config::kQk != Qk::kNvfp4) {
       Integers<bits_of(Config::kQk)>::store(to, x, inv_scale);
     } else {
-      float scaled[kVector], amax = 0.0f;
+      float scaled[kVector];
 #pragma unroll
-      for (i32 i = 0; i < kVector; ++i) scaled[i] = x[i] * inv_scale, amax = fmaxf(amax, fabsf(scaled[i]));
-      const u32 scale = nvfp4_scale(ptx::max_over_lanes<kNvfp4Group / kVector>(amax));
+      for (i32 i = 0; i < kVector; ++i) scaled[i] = x[i] * inv_scale;
+      const u32 scale = nvfp4_scale<kNvfp4Group / kVector>(scaled);
       *reinterpret_cast<u32*>(to) = e2m1_word(scaled, inv_nvfp4_scale(scale));
       if (ptx::thread_index() % (kNvfp4Group / kVector) == 0) *group_scale = static_cast<u8>(scale);
     }

@@ -118,7 +118,7 @@ class AttentionMma {
 
       // S = Q · K, delta_s, mask.
       typename Scores::Accumulator acc_s;
-      const auto scale = scores.multiply(acc_s, q_scale, stream.k(stage), stream.line(stage), stream.delta(stage), lane);
+      const auto scale = scores.multiply(acc_s, q_scale, stream, stage, lane);
       if constexpr (kMasked) apply_mask<Config>(acc_s, own_row(shared), lane, tile);
       // P, relative to references that rarely move.
       float offset[kRows];

@@ -39,9 +39,11 @@ struct SelectScores<Config, Qk::kNvfp4> {
         q_scales(sQ + Layout::kQScales + (warp * Config::kWarpM + lane / 4 + lane % 2 * 8) * Layout::kQkRowScales),
         k_scales(Layout::kKScales + scaled_column(lane) * Layout::kQkRowScales) {}
 
-  __device__ __forceinline__ RowScales<Config> multiply(Accumulator& acc_s, const RowScales<Config>& q_scale, u32 sK,
-                                                        u32 line, u32 sDelta, i32 lane) const {
-    RowScales<Config> scale = q_scale.score_scales(fabsf(KvTileScales(line, lane).k_scale));
+  template <class Stream>
+  __device__ __forceinline__ RowScales<Config> multiply(Accumulator& acc_s, const RowScales<Config>& q_scale,
+                                                        const Stream& stream, u32 stage, i32 lane) const {
+    const u32 sK = stream.k(stage), sDelta = stream.delta(stage);
+    RowScales<Config> scale = q_scale.score_scales(fabsf(KvTileScales(stream.line(stage), lane).k_scale));
 #pragma unroll
     for (float& of_row : scale.of) of_row = fminf(of_row, 0x1p126f);  // has a reciprocal
     float(&acc)[kNTiles][4] = reinterpret_cast<float(&)[kNTiles][4]>(acc_s[0]);
@@ -90,7 +92,7 @@ struct SelectPv<Config, Pv::kNvfp4, false> {
   static constexpr float kLargestFolded = 0.0f;
   static constexpr bool kSumsInThreads = false;
   static constexpr bool kScalesGroups = true;
-  static constexpr float kVTypical = 16.0f, kVLeast = 1.0f, kVLimit = kLargestNvfp4;
+  static constexpr float kVTypical = 16.0f, kVLeast = 1.0f, kVLimit = kLargestScaled;
 
   struct Operand {
     u32 codes[kSteps][4];

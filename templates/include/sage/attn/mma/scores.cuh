@@ -35,18 +35,18 @@ struct IntegerScores {
       : q_row(sQ + warp * Config::kWarpM * QRows::kPitch + QRows::offset(lane % 16, lane / 16)),
         k_offset(KRows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2)) {}
 
-  // The scores of a KV tile, of which the line and delta_s are in shared memory too; returns their scales.
-  __device__ __forceinline__ RowScales<Config> multiply(Accumulator& acc_s, const RowScales<Config>& q_scale, u32 sK,
-                                                        u32 line, u32 sDelta, i32 lane) const {
-    multiply(acc_s, sK);
+  // The scores of the KV tile in a stage; returns their scales.
+  template <class Stream>
+  __device__ __forceinline__ RowScales<Config> multiply(Accumulator& acc_s, const RowScales<Config>& q_scale,
+                                                        const Stream& stream, u32 stage, i32 lane) const {
+    multiply(acc_s, stream.k(stage));
     // A thread meets one scale of K: that of its keys 8j + 2t and 8j + 2t + 1.
-    const RowScales<Config> scale = q_scale.score_scales(fabsf(KvTileScales(line, lane).k_scale));
+    RowScales<Config> scale = q_scale.score_scales(fabsf(KvTileScales(stream.line(stage), lane).k_scale));
     if constexpr (Config::kSmoothQ) {
-      add_delta(acc_s, scale, sDelta, lane);
-      return RowScales<Config>::ones();
-    } else {
-      return scale;
+      add_delta(acc_s, scale, stream.delta(stage), lane);
+      scale = RowScales<Config>::ones();
     }
+    return scale;
   }
 
  private:
