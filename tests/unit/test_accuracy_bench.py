@@ -71,11 +71,11 @@ def facts_of(kind, **axes):
     return found
 
 
-@pytest.mark.parametrize(("pv_accum", "ranges"), [
-    ("f32", emulator.RANGES["f16"]), ("two_level_f32", emulator.RANGES["e4m3"]),
-    ("two_level_f16", emulator.RANGE_F16_ACCUMULATOR)])
-def test_ranges_are_those_of_the_kernels(pv_accum, ranges):
-    for facts in facts_of("attn", pv_accum=pv_accum):
+@pytest.mark.parametrize(("pv", "pv_accum", "ranges"), [
+    ("f16", "f32", emulator.RANGES["f16"]), ("e4m3", "two_level_f32", emulator.RANGES["e4m3"]),
+    ("e4m3", "f32", emulator.RANGES["e4m3"]), ("e4m3", "two_level_f16", emulator.RANGE_F16_ACCUMULATOR)])
+def test_ranges_are_those_of_the_kernels(pv, pv_accum, ranges):
+    for facts in facts_of("attn", pv=pv, pv_accum=pv_accum):
         assert 2.0 ** facts["p_top"] == pytest.approx(ranges.p)
         assert ranges.v in (None, facts["v_limit"])  # in f16 the published method has no range
 

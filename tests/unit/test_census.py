@@ -263,7 +263,9 @@ def test_a_quantizers_registers_must_do_for_the_blocks_of_its_family(problems):
 @pytest.mark.parametrize("changes, message", [
     ({"opcodes": {"HMMA.16816.F32": 2}}, r"for qkint8, IMMA\.\*S8\.S8 or IGMMA\.\*S8\.S8, got .*: 2 HMMA\.16816\.F32;"),
     ({"opcodes": {"IMMA.16832.S8.S8": 2}}, r"for pvf16, HMMA\.\* or HGMMA\.\*, got"),
-    ({"pv": "e4m3"}, r"for pve4m3, QMMA\.\*E4M3\.E4M3 or QGMMA\.\*E4M3\.E4M3, got"),
+    ({"pv": "e4m3", "pv_accum": "two_level_f32"}, r"for pve4m3, QMMA\.\*E4M3\.E4M3 or QGMMA\.\*E4M3\.E4M3, got"),
+    ({"pv": "e4m3", "pv_accum": "f32", "opcodes": {"IMMA.16832.S8.S8": 2, "QMMA.16832.F32.E4M3.E4M3": 2}},
+     r"for pve4m3_accf32, QMMA\.\*SF\.16832\.F32\.E4M3\.E4M3, got .*, 2 QMMA\.16832\.F32\.E4M3\.E4M3;"),
     ({"qk": "int4"}, r"for qkint4, IMMA\.\*S4\.S4, got"),
     ({"main_loop": None}, "expected a loop with the instructions of both products, got"),
     ({"registers": 169}, "expected at most 168 registers a thread, got 169: "),

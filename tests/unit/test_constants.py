@@ -12,6 +12,7 @@ import torch
 
 from codegen import nvrtc
 from codegen.project import ROOT, Project
+from sage_aot._backends.emulation import nvfp4
 from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT, to_pv
 from sage_aot._call import api
 from sage_aot._kernels.manifest import AttnRecord, Manifest
@@ -37,11 +38,13 @@ def test_no_p_leaves_the_range_of_its_type():
     for record in attention("e4m3"):
         largest = np.exp2(np.float64(record.facts["p_top"] + record.facts["lazy_rise"]))
         rounded = to_pv(torch.tensor([largest]), "e4m3").item()
-        assert rounded == {"two_level_f32": 448.0, "two_level_f16": 224.0}[record.spec.pv_accum]
+        assert rounded == {"two_level_f16": 224.0}.get(record.spec.pv_accum, 448.0)
         assert rounded == pytest.approx(largest, rel=1e-6)
         assert rounded <= E4M3_LIMIT
     for record in attention("f16"):
         assert np.exp2(record.facts["p_top"] + record.facts["lazy_rise"]) <= LARGEST_F16
+    for record in attention("nvfp4"):
+        assert np.exp2(record.facts["p_top"] + record.facts["lazy_rise"]) == pytest.approx(nvfp4.LIMIT, rel=1e-6)
 
 
 def test_sums_of_a_tile_stay_within_f16():
@@ -52,7 +55,8 @@ def test_sums_of_a_tile_stay_within_f16():
 
 
 def test_v_takes_the_range_of_its_type():
-    assert {record.facts["v_limit"] for record in attention("e4m3", "two_level_f32")} == {E4M3_LIMIT}
+    for pv_accum in ("two_level_f32", "f32"):
+        assert {record.facts["v_limit"] for record in attention("e4m3", pv_accum)} == {E4M3_LIMIT}
     assert torch.finfo(torch.float8_e4m3fn).max == E4M3_LIMIT
 
 

@@ -112,6 +112,7 @@ def test_a_sealed_manifest_of_another_form_is_refused(folder, edit, message):
     ("sm_90", "9.0 and later 9.x", [(9, 0)], [(8, 9), (10, 0)]),
     ("sm_90a", "9.0", [(9, 0)], [(9, 1), (8, 9), (10, 0)]),
     ("sm_120", "12.0 and later 12.x", [(12, 0), (12, 1)], [(11, 0), (10, 0), (9, 0)]),
+    ("sm_120f", "12.0 and later 12.x", [(12, 0), (12, 1)], [(11, 0), (10, 0), (9, 0), (13, 0)]),
     ("compute_80", "8.0 and later", [(8, 0), (8, 7), (9, 0), (10, 3), (11, 0), (13, 0)], [(7, 5)]),
 ])
 def test_which_gpus_a_file_serves(target, words, served, refused):
@@ -122,5 +123,5 @@ def test_which_gpus_a_file_serves(target, words, served, refused):
 
 
 def test_an_unknown_target_is_refused():
-    with pytest.raises(ValueError, match="expected a target such as 'sm_89', got 'sm_120f'"):
-        record_of(ATTN, target="sm_120f").serves((12, 0))
+    with pytest.raises(ValueError, match="expected a target such as 'sm_89', got 'sm_120x'"):
+        record_of(ATTN, target="sm_120x").serves((12, 0))

@@ -56,7 +56,9 @@ BAD = {
                     "expected a value of the axis 'arch' (sm80, sm86, sm89, sm90), got 'sm87'"),
     "row's key": (D64_ROW, D64_ROW.replace("headdim", "headim"), "headim",
                   ("expected a key of a row of 'tiles' (family, block_m, block_n, warp_m, stages, min_blocks, arch, "
-                   "headdim, qk, pv, pv_accum, mask, v, q, allow_spills, why), got 'headim'")),
+                   "headdim, qk, pv, pv_accum, mask, v, q, allow_spills, why, suffix), got 'headim'")),
+    "suffix": (D64_SIZES, D64_SIZES.replace("stages: 2", "suffix: x, stages: 2"), "suffix: x",
+               "expected a suffix of the target (a, f), got 'x'"),
     "exclusion's key": ("{qk: int4, why", "{bits: 4, why", "{bits",
                         ("expected a key of a row of 'exclude' (why, arch, headdim, qk, pv, pv_accum, mask, v, q), got "
                          "'bits'")),
@@ -80,7 +82,7 @@ BAD = {
                  ("expected the kind delta in the family 'mma', which "
                   "sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qsmooth needs, got none")),
     "template's key": ("{template: attn_mma.cu.jinja}", "{template: attn_mma.cu.jinja, threads: 128}", "threads: 128",
-                       "expected a key of 'attn' of the family 'mma' (template, suffix), got 'threads'"),
+                       "expected a key of 'attn' of the family 'mma' (template), got 'threads'"),
     "lost template": ("template: quantize.cu.jinja", "template: lost.cu.jinja", "lost",
                       "expected a file in templates/, got 'lost.cu.jinja'"),
     "bad threads": ("quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 250", "threads: 250",

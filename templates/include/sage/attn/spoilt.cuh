@@ -96,11 +96,10 @@ struct SpoilRows {
     for (i32 i = 0; i < 32; ++i) {  // a column where V̂ is transposed, else a key
       const u8* at = v_hat + Layout::v_offset(Layout::kTransposedV ? channel : 32 * w + i,
                                               Layout::kTransposedV ? 32 * w + i : channel);
-      const u32 value = Layout::kVBits == 16  ? *reinterpret_cast<const u16*>(at)
-                        : Layout::kVBits == 8 ? *at
-                                              : *at >> 4 * (i % 2) & 15;
-      const i32 key = Layout::kTransposedV ? key_of_column<Config::kPv>(i) : i;
-      if (value == kSpoiltValue<Config::kPv>) spoilt |= 1u << key;
+      u32 value = Layout::kTransposedV ? *at : *reinterpret_cast<const u16*>(at);
+      if constexpr (Layout::kVBits == 4) value = value >> 4 * (i % 2) & 15;
+      if (value == kSpoiltValue<Config::kPv>)
+        spoilt |= 1u << (Layout::kTransposedV ? key_of_column<Config::kPv>(i) : i);
     }
     return spoilt;
   }

@@ -29,7 +29,7 @@ __device__ __forceinline__ float inv_nvfp4_scale(u32 scale) {
 
 // The number of e2m1 that is nearest to |y|, ties to even; magnitudes above 6 become 6.
 __device__ __forceinline__ float nearest_e2m1(float y) {
-  constexpr float kHalves = 0x1.8p22f;           // added to a number below one, it leaves units of 1/2
+  constexpr float kHalves = 0x1.8p22f;             // added to a number below one, it leaves units of 1/2
   constexpr u32 kCut = 1u << (kMantissaBits - 1);  // in units of the last bit that stays, from one on
   y = fminf(fabsf(y), kLargestE2m1);
   const u32 bits = __float_as_uint(y), odd = bits / kCut % 2;
@@ -42,7 +42,8 @@ __device__ __forceinline__ float nearest_e2m1(float y) {
 __device__ __forceinline__ u32 e2m1(float x, float inv_scale) {
   const float y = nearest_e2m1(x * inv_scale);
   const u32 from_one = (__float_as_uint(y) >> (kMantissaBits - 1)) - (2 * kExponentBias - 2);
-  const u32 code = y < 1.0f ? static_cast<u32>(2.0f * y) : from_one, sign = __float_as_uint(x) >> 28 & 8;
+  const u32 code = y < 1.0f ? static_cast<u32>(2.0f * y) : from_one;
+  const u32 sign = __float_as_uint(x) >> 28 & 8;
   return code != 0 || x == 0.0f ? code | sign : 0;
 }
 

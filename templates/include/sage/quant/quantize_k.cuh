@@ -174,15 +174,14 @@ struct QuantizeK {
     // Where a warp reads one row at a time, the rows of odd steps have another XOR than those of even steps.
     u8* const even = tile_data + offset(keys.first);
     u8* const odd = tile_data + offset(keys.first + 1);
+    u8* const group_scale = QuantizedRows<Config>::group_scale(tile_data + Layout::kKScales, keys.first);
 #pragma unroll kUnroll
     for (i32 s = 0; s < kSteps; ++s) {
       float x[1][kVector];
       prepare(s, x);
       const i32 n = s * kKeysAtOnce, period = n / 2 * 8 * Layout::KRows::kPitch;  // of the swizzle: whole ones
-      u8* const group_scale = tile_data + Layout::kKScales;
-      QuantizedRows<Config>::store((n % 2 ? odd : even) + period,
-                                   group_scale + QuantizedRows<Config>::group_scale(keys.of_step(s), first_channel()),
-                                   x[0], scale.inv_scale);
+      QuantizedRows<Config>::store((n % 2 ? odd : even) + period, group_scale + kth_key(n) * Layout::kQkRowScales, x[0],
+                                   scale.inv_scale);
     }
     auto& line = *reinterpret_cast<KvLine*>(tile_data + Layout::kLine);
     // Re-read the thread's index: keeping the warp live across the loops costs registers.

@@ -70,9 +70,10 @@ struct QuantizeQ {
     const auto load = [&](i32 i) {
       return source.load(tile * Config::kBlockM + row_of(i / kRows, i % kRows), first_channel());
     };
-    u8* const tile_data = params.q_hat + tile_index * Layout::kQBytes;
-    u8* first = tile_data + QuantizedRows<Config>::template offset<typename Layout::QRows>(first_row, first_channel());
-    u8* group_scale = tile_data + Layout::kQScales + QuantizedRows<Config>::group_scale(first_row, first_channel());
+    u8* first = params.q_hat + tile_index * Layout::kQBytes +
+                QuantizedRows<Config>::template offset<typename Layout::QRows>(first_row, first_channel());
+    u8* const group_scale =
+        QuantizedRows<Config>::group_scale(params.q_hat + tile_index * Layout::kQBytes + Layout::kQScales, first_row);
     float* q_scale = params.q_scale + tile_index * kGroups + group;
     bool finite = true;
 #pragma unroll 1

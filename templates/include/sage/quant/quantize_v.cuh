@@ -22,6 +22,9 @@ namespace sage {
 template <class Config>
 struct SquareOfV {
   using Block = QuantBlock<Config>;
+  using Layout = typename Block::Layout;
+  using Swizzle = typename Layout::VRows;
+  static constexpr i32 kBits = Layout::kVBits, kInChunk = 128 / kBits;  // columns in a chunk of 16 bytes
   static constexpr i32 kEdge = 32, kKeys = 4;
   static constexpr i32 kAcross = Config::kBlockN / kEdge, kDown = Config::kHeadDim / kEdge;  // squares of a tile
   static constexpr i32 kAcrossAtOnce = Block::kWarps / kDown, kSteps = Block::kTilesOfV * kAcross / kAcrossAtOnce;
@@ -55,21 +58,18 @@ struct SquareOfV {
       for (i32 e = 0; e < kKeys; ++e) read(e, w, x[e]);
 #pragma unroll
       for (i32 c = 0; c < 2; ++c) {
-        store_row(v_hat, channel + 2 * w + c, {x[0][c], x[1][c], x[2][c], x[3][c]});
+        u8* to = v_hat + Swizzle::offset(channel + 2 * w + c, column / kInChunk) + column % kInChunk * kBits / 8;
+        if constexpr (kBits == 8) {
+          *reinterpret_cast<u32*>(to) = ptx::e4m3x4(x[0][c], x[1][c], x[2][c], x[3][c]);
+        } else {  // four neighbouring lanes have the columns of a group
+          const float own[kKeys] = {x[0][c], x[1][c], x[2][c], x[3][c]};
+          const u32 scale = nvfp4_scale<kNvfp4Group / kKeys>(own);
+          *reinterpret_cast<u16*>(to) = static_cast<u16>(e2m1_word(own, inv_nvfp4_scale(scale)));
+          u8* const scales = v_hat + Layout::kVScales;
+          if (column % kNvfp4Group == 0)
+            scales[Layout::v_scale_offset(channel + 2 * w + c, column)] = static_cast<u8>(scale);
+        }
       }
-    }
-  }
-
- private:
-  // Four columns of one channel.
-  __device__ __forceinline__ void store_row(u8* v_hat, i32 row, const float (&x)[kKeys]) const {
-    u8* const to = v_hat + Block::Layout::v_offset(row, column);
-    if constexpr (Config::kPv == Pv::kE4m3) {
-      *reinterpret_cast<u32*>(to) = ptx::e4m3x4(x[0], x[1], x[2], x[3]);
-    } else {  // four neighbouring lanes have the columns of a group
-      const u32 scale = nvfp4_scale<kNvfp4Group / kKeys>(x);
-      *reinterpret_cast<u16*>(to) = static_cast<u16>(e2m1_word(x, inv_nvfp4_scale(scale)));
-      if (column % kNvfp4Group == 0) v_hat[Block::Layout::kVScales + Block::Layout::v_scale_offset(row, column)] = static_cast<u8>(scale);
     }
   }
 };

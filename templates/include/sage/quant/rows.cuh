@@ -106,9 +106,15 @@ struct QuantizedRows : SelectRows<Config>::Type {
     }
   }
 
-  // Where the scale of a row's group lies behind the elements.
-  __device__ __forceinline__ static i32 group_scale(i32 row, i32 first_channel) {
-    return row * QuantBlock<Config>::Layout::kQkRowScales + first_channel / kNvfp4Group;
+  // Where the scale of a row's group lies, for this thread's channels. `scales`: those of the tile. Null where groups
+  // have none.
+  __device__ __forceinline__ static u8* group_scale(u8* scales, i32 row) {
+    if constexpr (Config::kQk != Qk::kNvfp4) {
+      return nullptr;
+    } else {
+      const i32 group = ptx::thread_index() % QuantBlock<Config>::kVectors * kVector / kNvfp4Group;
+      return scales + row * QuantBlock<Config>::Layout::kQkRowScales + group;
+    }
   }
 
   // Where eight channels of a row lie in a tile, as part of a chunk; eight rows further by eight rows' bytes.

@@ -55,7 +55,9 @@ __device__ constexpr i32 key_of_column(i32 column) {
 // The bits of V̂ in place of a value that is not finite: minus zero, which adds nothing to P·V. Where the line of a KV
 // tile says that the tile has such values, no other value of the tile is minus zero.
 template <Pv kPv>
-constexpr u32 kSpoiltValue = kPv == Pv::kNvfp4 ? 0x8 : kPv == Pv::kE4m3 ? 0x80 : 0x8000;
+constexpr u32 kSpoiltValue = kPv == Pv::kNvfp4  ? 0x8
+                             : kPv == Pv::kE4m3 ? 0x80
+                                                : 0x8000;
 
 // Which keys of a tile share a scale: group t holds the keys n with n % 8 / 2 == t, those of the lanes t of a warp.
 constexpr i32 kKeyGroups = 4;
@@ -103,7 +105,7 @@ struct TileLayout {
 
   // Where the value of a row and a column of V̂ lies in it.
   __device__ static constexpr i32 v_offset(i32 row, i32 column) {
-    const i32 byte = column * kVBits / 8;
+    const i32 byte = kVBits < 8 ? column / (8 / kVBits) : column * (kVBits / 8);
     return VRows::offset(row, byte / 16) + byte % 16;
   }
 

@@ -25,16 +25,15 @@ class AttentionMma {
 
   // What the host needs to launch the kernel and to emulate it.
   static constexpr auto facts() {
-    return sage::facts(Fact{"threads", kThreads},
-                       Fact{"shared_bytes", kOwnRows + kThreads * sizeof(VisibleKeys<Config::kMask>)},
-                       Fact{"p_top", Product::kTop}, Fact{"lazy_rise", Product::kLazyRise},
-                       Fact{"whole_reference", Product::kWholeReference}, Fact{"may_fall", Product::kMayFall},
-                       Fact{"lazy_fall", Product::kLazyFall}, Fact{"most_fall", kMostFall},
-                       Fact{"largest_sum", kLargestSum}, Fact{"no_reference", kNoReference},
-                       Fact{"smallest_scale", kSmallestScale<Config::kQk>}, Fact{"largest_folded", Product::kLargestFolded},
-                       Fact{"score_bias", Softmax::kFolds ? kScoreBias : 0},
-                       Fact{"sums_rounded", !Product::kSumsInThreads}, Fact{"v_typical", Product::kVTypical},
-                       Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit});
+    return sage::facts(
+        Fact{"threads", kThreads}, Fact{"shared_bytes", kOwnRows + kThreads * sizeof(VisibleKeys<Config::kMask>)},
+        Fact{"p_top", Product::kTop}, Fact{"lazy_rise", Product::kLazyRise},
+        Fact{"whole_reference", Product::kWholeReference}, Fact{"may_fall", Product::kMayFall},
+        Fact{"lazy_fall", Product::kLazyFall}, Fact{"most_fall", kMostFall}, Fact{"largest_sum", kLargestSum},
+        Fact{"no_reference", kNoReference}, Fact{"smallest_scale", kSmallestScale<Config::kQk>},
+        Fact{"largest_folded", Product::kLargestFolded}, Fact{"score_bias", Softmax::kFolds ? kScoreBias : 0},
+        Fact{"sums_rounded", !Product::kSumsInThreads}, Fact{"v_typical", Product::kVTypical},
+        Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit});
   }
 
   // Shared memory: sQ [kBlockM] rows, the stages of the KV stream, then a VisibleKeys a thread.

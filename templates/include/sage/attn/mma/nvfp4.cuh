@@ -19,7 +19,7 @@ __device__ __forceinline__ i32 scaled_column(i32 lane) { return lane % 4 * 8 + l
 
 // Scores in f32. delta_s starts the accumulators, in their units: scales of scores are powers of two.
 template <class Config>
-struct SelectScores<Config, Qk::kNvfp4> {
+struct Nvfp4Scores {
   using Layout = TileLayout<Config>;
   using QRows = typename Layout::QRows;
   using KRows = typename Layout::KRows;
@@ -30,10 +30,10 @@ struct SelectScores<Config, Qk::kNvfp4> {
 
   using Accumulator = i32[1][kNTiles][4];  // bits of f32
 
-  u32 q_row, k_offset;      // what this lane hands ldmatrix, as in IntegerScores
-  u32 q_scales, k_scales;   // where its scales are: in shared memory, and from the beginning of a tile of K
+  u32 q_row, k_offset;     // what this lane hands ldmatrix, as in IntegerScores
+  u32 q_scales, k_scales;  // where its scales are: in shared memory, and from the beginning of a tile of K
 
-  __device__ __forceinline__ SelectScores(u32 sQ, i32 warp, i32 lane)
+  __device__ __forceinline__ Nvfp4Scores(u32 sQ, i32 warp, i32 lane)
       : q_row(sQ + warp * Config::kWarpM * QRows::kPitch + QRows::offset(lane % 16, lane / 16)),
         k_offset(KRows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2)),
         q_scales(sQ + Layout::kQScales + (warp * Config::kWarpM + lane / 4 + lane % 2 * 8) * Layout::kQkRowScales),
@@ -46,13 +46,12 @@ struct SelectScores<Config, Qk::kNvfp4> {
     RowScales<Config> scale = q_scale.score_scales(fabsf(KvTileScales(stream.line(stage), lane).k_scale));
 #pragma unroll
     for (float& of_row : scale.of) of_row = fminf(of_row, 0x1p126f);  // has a reciprocal
-    float(&acc)[kNTiles][4] = reinterpret_cast<float(&)[kNTiles][4]>(acc_s[0]);
+    float (&acc)[kNTiles][4] = reinterpret_cast<float (&)[kNTiles][4]>(acc_s[0]);
 #pragma unroll
     for (i32 n = 0; n < kNTiles; ++n) {
       const ptx::F32x2 delta = ptx::load_shared_f32x2(sDelta + (8 * n + lane % 4 * 2) * 4);
 #pragma unroll
-      for (i32 c = 0; c < 4; ++c)
-        acc[n][c] = (c % 2 ? delta.y : delta.x) * reciprocal_of_power_of_two(scale[c / 2]);
+      for (i32 c = 0; c < 4; ++c) acc[n][c] = (c % 2 ? delta.y : delta.x) * reciprocal_of_power_of_two(scale[c / 2]);
     }
     const u32 k_row = sK + k_offset;
 #pragma unroll
@@ -77,7 +76,7 @@ struct SelectScores<Config, Qk::kNvfp4> {
 // P in two levels: a row's reference takes its largest P to the largest magnitude of NVFP4, and 16 columns share a
 // scale. Row sums are of rounded P, by a product with ones.
 template <class Config>
-struct SelectPv<Config, Pv::kNvfp4, false> {
+struct PvNvfp4 {
   using Layout = TileLayout<Config>;
   using Swizzle = typename Layout::VRows;
   static constexpr i32 kOTiles = Config::kHeadDim / 8, kNTiles = Config::kBlockN / 8;
@@ -184,5 +183,12 @@ struct SelectPv<Config, Pv::kNvfp4, false> {
     return ptx::e4m3x2(wanted[0], wanted[1]);
   }
 };
+
+template <class Config>
+struct SelectScores<Config, Qk::kNvfp4> : Nvfp4Scores<Config> {
+  using Nvfp4Scores<Config>::Nvfp4Scores;
+};
+template <class Config>
+struct SelectPv<Config, Pv::kNvfp4, false> : PvNvfp4<Config> {};
 
 }  // namespace sage

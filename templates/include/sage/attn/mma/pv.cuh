@@ -182,7 +182,7 @@ struct PvMxf8 : E4m3Operand<Config> {
   __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>&,
                                                     const Operand& p, u32 sV, u32 v_offset, float v_factor) {
     const u32 v_row = sV + v_offset;
-    constexpr u32 kOne = kExponentBias;                               // in ue8m0
+    constexpr u32 kOne = kExponentBias;                              // in ue8m0
     const u32 v_scale = __float_as_uint(v_factor) >> kMantissaBits;  // a power of two, whose exponent is its ue8m0
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {

@@ -49,8 +49,10 @@ inline void mma_m16n8k32_e4m3e4m3f16(u32 (&d)[2], const u32 (&a)[4], u32 b0, u32
 
 inline void scaled_product(const char* instruction, sim::Meaning meaning, float (&d)[4], const u32 (&a)[4], u32 b0,
                            u32 b1, const float (&c)[4], u32 a_scale, u32 b_scale, u32 b_lane, sim::Site site) {
-  sim::ScaledProduct lane{
-      {reinterpret_cast<u32*>(d), a, {b0, b1}, reinterpret_cast<const u32*>(c)}, a_scale, b_scale, b_lane};
+  sim::ScaledProduct lane{{reinterpret_cast<u32*>(d), a, {b0, b1}, reinterpret_cast<const u32*>(c)},
+                          a_scale,
+                          b_scale,
+                          b_lane};
   sim::together(instruction, &lane, meaning, site);
 }
 
