@@ -21,7 +21,7 @@ from codegen.nvdisasm import Instruction
 from sage_aot._kernels.manifest import MainLoop
 
 MATRIX = frozenset(("HMMA", "IMMA", "QMMA", "OMMA", "HGMMA", "IGMMA", "QGMMA"))
-"""Names of the tensor cores' instructions: H for f16, I for integers, Q for FP8, O for FP4; with a G, of a warpgroup."""
+"""Names of the tensor cores' instructions: H for f16, I for integers, Q for FP8, O for FP4; G: of a warpgroup."""
 
 _ARRIVAL, _WAIT_FOR_PRODUCTS = "BAR.ARV", "WARPGROUP.DEPBAR"
 _EXPONENTIAL, _MULTIPLY_ADD = "MUFU.EX2", "FFMA"

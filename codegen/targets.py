@@ -14,7 +14,7 @@ _SUFFIXED = re.compile(rf"({_CHIP.pattern})[a-z]", re.ASCII)
 
 
 def chip_of(text: str) -> str:
-    """The chip that a command names, without a suffix, which kernels that need one add. UsageError for anything else."""
+    """The chip that a command names; kernels that need a suffix add it. UsageError for anything else."""
     if _CHIP.fullmatch(text):
         return text
     suffixed = _SUFFIXED.fullmatch(text)

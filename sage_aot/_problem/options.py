@@ -90,7 +90,7 @@ class Options:
     qk: str = _option(
         "auto", schema="str", valid=_is_one_of("auto", *map(str, AXES["qk"])),
         samples=("auto", "int8", "int4", "nvfp4"),
-        refused="int5", expected="'auto', " + " or ".join(repr(value) for value in AXES["qk"]),
+        refused="int5", expected="'auto', 'int8', 'int4' or 'nvfp4'",
         axis="qk", values={value: value for value in AXES["qk"]},
         resolve=lambda options: "int8",  # 4 bits visibly hurt some models
         help="type of the quantized q and k; int4 is for GPUs before sm90, nvfp4 (of p and v too: SageAttention3) for "

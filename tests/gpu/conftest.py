@@ -8,4 +8,5 @@ from variants import LEFT_OUT
 def pytest_report_header() -> str | None:
     if not LEFT_OUT:
         return None
-    return f"without a source tree to build them for this GPU, left out: kernels of {', '.join(LEFT_OUT)}"
+    return (f"without a source tree to build them for this GPU, or without their instructions here, left out: kernels "
+            f"of {', '.join(LEFT_OUT)}")

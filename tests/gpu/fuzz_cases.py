@@ -147,7 +147,11 @@ def draw_case(seed: int, index: int, built: dict[str, dict[str, set]], longest: 
     for option, values in built[arch].items():
         if chosen[option] not in ("auto", *values) and rng.random() < 0.98:
             chosen[option] = "auto"  # that the kernel is missing need not be seen often
-    return Case(arch, rng.randrange(2**31), **_draw_sizes(rng, longest), **chosen)
+    seed, sizes = rng.randrange(2**31), _draw_sizes(rng, longest)
+    if chosen["qk"] == "nvfp4" and rng.random() < 0.98:  # kernels of which have no other values
+        chosen |= {"smooth_q": "auto", "pv_accum": "auto"}
+        sizes["headdim"] = min(sizes["headdim"], 128)
+    return Case(arch, seed, **sizes, **chosen)
 
 
 def _draw_sizes(rng: random.Random, longest: int) -> dict[str, int]:

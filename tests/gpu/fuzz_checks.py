@@ -29,6 +29,7 @@ from sage_aot._backends.emulation.quantize import Quantized, quantize
 from sage_aot._backends.loader import Library
 from sage_aot._call import pipeline
 from sage_aot._call.kv import OF_CALL
+from sage_aot._kernels.axes import least_headdim
 from sage_aot._kernels.manifest import Manifest
 from sage_aot._launch.choose import Kernels, built_archs
 from sage_aot._launch.plan import LOG2_E, Plan
@@ -124,9 +125,11 @@ class Subject:
     def _expected_error(self, case: Case) -> type | None:
         if case.wrong != "nothing":
             return sage_aot.ArgumentError
-        built = self.built[case.arch].items()
-        missing = any(getattr(case, option) not in ("auto", *values) for option, values in built)
-        return sage_aot.UnsupportedError if missing else None
+        manifest, wanted = self.libraries[case.arch].manifest, case.options.resolved.axes
+        headdim = least_headdim(case.headdim)
+        exists = any(record.spec.headdim == headdim and wanted.items() <= record.spec.values.items()
+                     for record in manifest.attention(case.arch))
+        return None if exists else sage_aot.UnsupportedError
 
     @contextmanager
     def _stream(self, case: Case) -> Iterator[None]:

@@ -72,8 +72,8 @@ extern "C" __global__ void products(const __grid_constant__ Params params) {
   for (i32 i = 0; i < 4; ++i) out[i] = c[i];
 }
 
-// [32 lanes][4 words of A, 2 of B, 4 of C, scales of A and of B] to [32][4]; a block a product. which: 0 for FP8, 1 + the
-// lane with the scales of B for NVFP4.
+// [32 lanes][4 words of A, 2 of B, 4 of C, scales of A and of B] to [32][4]; a block a product. which: 0 for FP8, for
+// NVFP4 one more than the lane with the scales of B.
 extern "C" __global__ void scaled_products(const __grid_constant__ Params params) {
   const u32* in = params.in + (blockIdx.x * 32 + threadIdx.x) * 12;
   float* out = reinterpret_cast<float*>(params.out) + (blockIdx.x * 32 + threadIdx.x) * 4;

@@ -1,7 +1,7 @@
 """Block-scaled products as published, in integers: the oracle of the simulator's, from which it shares no code.
 
-A step multiplies its blocks exactly, aligns the blocks and the accumulator to the largest exponent among them, cuts each
-off `fraction` bits below that exponent's unit, adds, and cuts the sum to f32.
+A step multiplies its blocks exactly, aligns the blocks and the accumulator to the largest exponent among them, cuts
+each off `fraction` bits below that exponent's unit, adds, and cuts the sum to f32.
 Source: "MMA-Sim: Bit-Accurate Reference Model of Tensor Cores and Matrix Cores" (arXiv:2511.10909), Algorithm 9 and
 Table 5, for sm_120.
 """

@@ -75,13 +75,14 @@ def _delta(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
 
 
 def _quant(spec: QuantSpec, tile: Tile, family: str) -> dict[str, float]:
-    row, int4 = _row_bytes(spec), spec.qk == "int4"
+    row, int4, int8 = _row_bytes(spec), spec.qk == "int4", spec.qk == "int8"
     return {
         "threads": 256, "shared_bytes": 0,
         "kv_tiles_per_block": 2 if int4 or tile.block_n * spec.headdim <= 8192 else 1,
         "rows_at_once": 2048 // spec.headdim, "vector": 8, "q_tile_bytes": tile.block_m * row,
         "kv_tile_bytes": _kv_tile_bytes(spec, tile),
-        "row_groups": tile.warp_m if int4 else 8, "key_groups": 4, "limit": 7 if int4 else 127,
+        "row_groups": 8 if int8 else tile.warp_m, "key_groups": 4,
+        "limit": {"int8": 127, "int4": 7, "nvfp4": 4 * 448}[spec.qk],
         "clips": 6 if int4 else 1, "clip_step": 0.8999999761581421,
         "clip_error_bias": 192 if tile.block_n * spec.headdim <= 8192 else 384,
         "smallest_abs_max": 1.0000000180025095e-35, "samples": 64, "largest_mean": 2**103}
@@ -89,21 +90,25 @@ def _quant(spec: QuantSpec, tile: Tile, family: str) -> dict[str, float]:
 
 def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
     f16 = spec.pv == "f16"
-    largest = 128 if f16 else 224 if spec.pv_accum == "two_level_f16" else 448
+    nvfp4 = spec.pv == "nvfp4"
+    largest = 128 if f16 else 6 * 448 if nvfp4 else 224 if spec.pv_accum == "two_level_f16" else 448
     facts = {
         "threads": _threads(tile, family), "shared_bytes": _shared_bytes(spec, tile, family),
         "p_top": _float32(math.log2(largest)), "lazy_rise": 8 if f16 else 0, "whole_reference": f16,
-        "most_fall": 40, "no_reference": -1.0000000150474662e+30, "smallest_scale": 9.99999991097579e-38}
+        "most_fall": 40, "no_reference": -1.0000000150474662e+30,
+        "smallest_scale": 2**-60 if nvfp4 else 9.99999991097579e-38}
     if family == "mma":
         folds = spec.q == "qraw" and (spec.qk == "int8" or f16)
-        facts |= {"largest_folded": 1 if f16 else 2**-6, "score_bias": 12582912 if folds else 0, "sums_rounded": f16,
+        facts |= {"largest_folded": 1 if f16 else 0 if nvfp4 else 2**-6, "score_bias": 12582912 if folds else 0,
+                  "sums_rounded": f16 or nvfp4,
                   "may_fall": not f16, "lazy_fall": 0 if f16 else 6, "largest_sum": 2**66}
     else:
         pairs = spec.q == "qraw" and spec.headdim <= 128
         facts |= {"slices": 4 if spec.headdim == 256 else 1, "pairs": pairs, "room": 3 if pairs else 0,
                   "open_end": pairs and tile.block_m == 128, "programmatic_launch": 1}
     limit, typical = (2**15, 0) if f16 else (4.5, 0.375) if spec.pv_accum == "two_level_f16" else (448, 11)
-    return {**facts, "v_typical": typical, "v_least": 2**-4 if f16 else limit / 32, "v_limit": limit}
+    limit, typical = (4 * 448, 16) if nvfp4 else (limit, typical)
+    return {**facts, "v_typical": typical, "v_least": 2**-4 if f16 else 1 if nvfp4 else limit / 32, "v_limit": limit}
 
 
 def _threads(tile: Tile, family: str) -> int:
@@ -132,11 +137,12 @@ def _kib(size: int) -> int:
 
 
 def _kv_tile_bytes(spec: AttnSpec | QuantSpec, tile: Tile) -> int:
-    return tile.block_n * (_row_bytes(spec) + spec.headdim * (2 if spec.pv == "f16" else 1)) + 128
+    bits_of_v = {"f16": 16, "e4m3": 8, "nvfp4": 4.5}[spec.pv]  # NVFP4 has eight bits more for 16 elements
+    return tile.block_n * (_row_bytes(spec) + int(spec.headdim * bits_of_v / 8)) + 128
 
 
 def _row_bytes(spec: AttnSpec | QuantSpec) -> int:
-    return spec.headdim // (2 if spec.qk == "int4" else 1)
+    return int(spec.headdim * {"int8": 8, "int4": 4, "nvfp4": 4.5}[spec.qk] / 8)
 
 
 def _float32(value: float) -> float:

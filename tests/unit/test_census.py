@@ -238,7 +238,7 @@ def problems(project, matrix):
     kernels = {kernel.spec.name: kernel for kernel in matrix.kernels}
 
     def found(name: str = ATTN, **changes) -> list[str]:
-        spec = {axis: changes.pop(axis) for axis in ("qk", "pv") if axis in changes}
+        spec = {axis: changes.pop(axis) for axis in ("qk", "pv", "pv_accum") if axis in changes}
         kernel = kernels[name]
         kernel = dataclasses.replace(kernel, spec=dataclasses.replace(kernel.spec, **spec))
         report = report_of(128 if kernel.spec.kind == "attn" else kernel.how.threads, **changes)

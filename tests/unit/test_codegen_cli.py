@@ -15,9 +15,10 @@ from records import STRUCTS
 
 from codegen import nvcc as nvcc_module
 from codegen.cli import main
+from codegen.compilation import Compilation
 from codegen.matrix import read_matrix
 from codegen.nvrtc import FLAGS, version
-from codegen.project import ROOT
+from codegen.project import ROOT, Project
 from codegen.render import Renderer
 from sage_aot._kernels.manifest import Arch, AttnRecord, KernelRecord, Manifest
 from sage_aot._kernels.tile import Tile
@@ -334,6 +335,22 @@ def test_retargeted_kernels_go_elsewhere(codegen, project, spilling):
 
 
 @pytest.mark.parametrize("folder", ["kernels", "kernels/deep", "other", "."])
+@pytest.mark.parametrize(("chip", "suffixes"), [("sm_80", {""}), ("sm_90", {"", "a"}), ("sm_120", {"", "f"}),
+                                                ("sm_121", {"", "f"}), ("sm_100", {""})])
+def test_kernels_whose_instructions_a_chip_lacks_are_not_retargeted(chip, suffixes):
+    matrix = read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates")
+    compilation = Compilation(Project(ROOT, ROOT / "build"), retarget=chip)
+    assert {kernel.suffix for kernel in filter(compilation.takes, matrix.kernels)} == suffixes
+    assert all(map(Compilation(compilation.project).takes, matrix.kernels))
+
+
+def test_what_is_not_retargeted_is_said(tmp_path, capsys):
+    only = "sage_attn_sm120_d64_qknvfp4_pvnvfp4_accf32_full_vraw_qsmooth"
+    assert main(["census", "--only", only, "--retarget", "sm_90", "--build-dir", str(tmp_path)]) == 0
+    found = capsys.readouterr().out
+    assert f"not for sm_90, which lacks instructions of sm_120f: {only}\n" in found and f"| `{only}`" not in found
+
+
 @pytest.mark.parametrize("how", [("--retarget", "sm_90"), ("--toolchain", "nvcc")])
 def test_kernels_that_are_not_for_wheels_stay_out_of_the_package(codegen, project, folder, how):
     package = project.root / "sage_aot"

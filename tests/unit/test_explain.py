@@ -174,7 +174,7 @@ def test_what_is_told_is_what_runs(changes):
     ({"capability": (8, 9.0), "headdim": 64}, "capability: expected two integers"),
     ({"capability": (8, 9), "headdim": 64, "driver": 12.4}, "driver: expected the branch of a driver, 525 or later"),
     ({"capability": (8, 9), "headdim": 64, "driver": 470}, "driver: expected the branch of a driver, 525 or later"),
-    ({"capability": (8, 9), "headdim": 64, "qk": "int5"}, "qk: expected 'auto', 'int8' or 'int4', got 'int5'"),
+    ({"capability": (8, 9), "headdim": 64, "qk": "int5"}, "qk: expected 'auto', 'int8', 'int4' or 'nvfp4', got 'int5'"),
     ({"capability": (8, 9), "headdim": 64, "return_lse": 1}, "return_lse: expected True or False, got 1"),
     ({"capability": (8, 9), "headdim": 64, "out": 3}, "out: expected a tensor like q, got int"),
     ({**dict(zip("qkv", tensors())), "headdim": 64}, "headdim: that of q holds, got 64 beside tensors"),

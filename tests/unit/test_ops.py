@@ -99,7 +99,7 @@ def test_operators_raise_the_errors_of_the_call():
     q, k, v = draw()
     with pytest.raises(ArgumentError, match="q, k and v must have one head dim"):
         ops.attn(q[..., :32], k, v, None, *options())
-    with pytest.raises(ArgumentError, match="qk: expected 'auto', 'int8' or 'int4', got 'int5'"):
+    with pytest.raises(ArgumentError, match="qk: expected 'auto', 'int8', 'int4' or 'nvfp4', got 'int5'"):
         ops.attn(q, k, v, None, False, None, "HND", "int5")
     with pytest.raises(ArgumentError, match="q: expected torch.float16, .* or torch.float32, got torch.float64"):
         ops.attn(q.double(), k, v, None, *options())

@@ -54,7 +54,7 @@ def test_name_spells_every_axis_in_order():
     ("sage_attn_sm89_d128", "expected a name such as"),
     ("sage_mean_sm89_d128", "expected a name such as"),
     ("sage_attn_sm89_d128_qk8_pve4m3_acc2f32_causal_vraw_qraw",
-     r"expected one of \['qkint4', 'qkint8'\] for the axis 'qk', got 'qk8'"),
+     r"expected one of \['qkint4', 'qkint8', 'qknvfp4'\] for the axis 'qk', got 'qk8'"),
     ("sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw_more", "expected a name such as"),
     ("sage_attn_ada_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw", "expected an arch such as 'sm89', got 'ada'"),
     ("sage_attn_sm89_d96_qkint8_pve4m3_acc2f32_causal_vraw_qraw",

@@ -25,11 +25,19 @@ def test_what_a_gpu_takes_runs_from_the_package(monkeypatch, gpu, archs):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(variants, "gpu_here", lambda device: gpu)
     assert variants.native_archs(MANIFEST) == archs
-    assert [spec.arch for spec in variants.variants_of(MANIFEST, archs)] == sorted(archs)
+    assert [spec.arch for spec in variants.variants_of(MANIFEST, archs, archs)] == sorted(archs)
     monkeypatch.setattr(variants, "_NATIVE", archs)
     assert all(variants.library_of.__wrapped__(arch) is default_library() for arch in archs)  # which remembers nothing
 
 
 def test_without_a_gpu_every_variant_has_its_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert variants.variants_of(MANIFEST, variants.native_archs(MANIFEST)) == tuple(sorted(ATTN, key=lambda s: s.name))
+    native = variants.native_archs(MANIFEST)
+    assert variants.variants_of(MANIFEST, native, native) == tuple(sorted(ATTN, key=lambda s: s.name))
+
+
+def test_kernels_with_instructions_of_another_chip_are_left_out():
+    manifest = default_library().manifest
+    found = variants.variants_of(manifest, {"sm90", "sm120"}, {"sm90"})
+    assert {(spec.arch, spec.pv_accum) for spec in found} == {("sm90", "two_level_f32"), ("sm120", "two_level_f32")}
+    assert not any(spec.qk == "nvfp4" for spec in found)

@@ -1,4 +1,4 @@
-"""NVFP4 in torch, as numerics/nvfp4.cuh and attn/mma/nvfp4.cuh have it: e2m1 in groups of 16 that share an e4m3 scale."""
+"""NVFP4 in torch, as numerics/nvfp4.cuh and attn/mma/nvfp4.cuh have it: e2m1 in groups of 16 with a scale in e4m3."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCALED_LIMIT = 4.0 * E4M3_LIMIT
 
 _SIXTH = float(np.float32(1.0) / np.float32(E2M1_LIMIT))
 _LOG2_E2M1 = float(np.float32(2.5849625))
-_LEAST_LOG2_SCALE = -9.0
+_LEAST_LOG2_SCALE = -9.0  # of a scale that is not zero
 LARGEST_SCALE = 2.0**126
 """Of scores: delta_s is multiplied by its reciprocal."""
 
@@ -76,7 +76,7 @@ def v_to_nvfp4(v: torch.Tensor) -> torch.Tensor:
 def scores(q: torch.Tensor, k: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     """start + q · kᵀ in accumulators that a product of 64 channels leaves cut off to f32."""
     total = start
-    for q_part, k_part in zip(q.split(_CHANNELS, -1), k.split(_CHANNELS, -1)):
+    for q_part, k_part in zip(torch.split(q, _CHANNELS, -1), torch.split(k, _CHANNELS, -1)):
         total = cut_to_f32(total.double() + q_part.double() @ k_part.double().transpose(-1, -2))
     return total
 
@@ -93,7 +93,7 @@ def p_of(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> to
         return (x * factor + of_groups.double()[..., None]).float()
 
     group_scale = to_e4m3(torch.exp2(exponents((offset - _LOG2_E2M1).expand(x.shape[:-1])).amax(-1)))
-    in_group = offset - group_scale.log2().clamp(min=_LEAST_LOG2_SCALE)
+    in_group = offset - group_scale.log2().clamp(min=_LEAST_LOG2_SCALE)  # zero times NaN would be NaN
     rounded = torch.empty_like(scores)
     rounded[..., order] = (to_e2m1(torch.exp2(exponents(in_group))) * group_scale[..., None]).flatten(-2)
     return rounded

@@ -70,8 +70,8 @@ __device__ __forceinline__ float nvfp4_error(const float (&x)[kCount], u32 scale
   return ptx::sum_over_lanes<kLanes>(error);
 }
 
-// The scale of a group: of the two that take its largest magnitude to 6 and to 4, that with the lesser squared error. To
-// 4, since e2m1 has nothing between 4 and 6. Call with all lanes of a warp.
+// The scale of a group: of the two that take its largest magnitude to 6 and to 4, that with the lesser squared error.
+// To 4, since e2m1 has nothing between 4 and 6. Call with all lanes of a warp.
 template <i32 kLanes, i32 kCount>
 __device__ __forceinline__ u32 nvfp4_scale(const float (&x)[kCount]) {
   static_assert(kLanes * kCount == kNvfp4Group);

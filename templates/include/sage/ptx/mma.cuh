@@ -79,8 +79,8 @@ __device__ __forceinline__ void mma_m16n8k32_mxf8_e4m3e4m3f32(float (&d)[4], con
         "r"(a_scale), "r"(b_scale));
 }
 
-// NVFP4: four scales a row and column, of type ue4m3, for 16 elements of k each, the first in the lowest byte. b_lane: a
-// constant once loops are unrolled.
+// NVFP4: four scales a row and column, of type ue4m3, for 16 elements of k each, the first in the lowest byte. b_lane:
+// a constant once loops are unrolled.
 __device__ __forceinline__ void mma_m16n8k64_nvfp4_e2m1e2m1f32(
     float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4], u32 a_scale, u32 b_scale, u16 b_lane) {
   asm("mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3 "

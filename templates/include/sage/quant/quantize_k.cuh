@@ -1,5 +1,5 @@
-// K as s8, s4 or NVFP4 with a scale per thread of the attention kernel: keys n of a tile with equal n % 8 / 2. Smoothed: less
-// the mean per channel of a sample. Rotated: times the Hadamard matrix.
+// K as s8, s4 or NVFP4 with a scale per thread of the attention kernel: keys n of a tile with equal n % 8 / 2.
+// Smoothed: less the mean per channel of a sample. Rotated: times the Hadamard matrix.
 // Source: SageAttention2, sections 3.1 and 3.2.
 #pragma once
 

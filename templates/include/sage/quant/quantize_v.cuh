@@ -2,11 +2,11 @@
 // sample.
 //
 // The scale takes the mean magnitude of a sample to a value that leaves room above. For e4m3 and NVFP4, floating-point
-// formats that need no tight scale, that value is v_typical. For f16 the scale is a power of two, so that a bf16 keeps all its
-// bits. Where a tile's largest value lies beyond the room, or far below, the tile is divided by v_factor, a power of
-// two, by which attention multiplies the tile's P·V. No value overflows however small the sample was, and a huge value
-// costs precision in its own tile. Values that are not finite are quantized as minus zero, which marks them. The tile's
-// line has their channels.
+// formats that need no tight scale, that value is v_typical. For f16 the scale is a power of two, so that a bf16 keeps
+// all its bits. Where a tile's largest value lies beyond the room, or far below, the tile is divided by v_factor, a
+// power of two, by which attention multiplies the tile's P·V. No value overflows however small the sample was, and a
+// huge value costs precision in its own tile. Values that are not finite are quantized as minus zero, which marks them.
+// The tile's line has their channels.
 // Source: SageAttention2, sections 3.3 and 3.4.
 #pragma once
 

@@ -114,16 +114,15 @@ struct PvNvfp4 {
         own |= pair << 16 * r;
 #pragma unroll
         for (i32 half = 0; half < 2; ++half) {
-          // A scale of zero leaves no product; its logarithm must stay finite.
-          const float log2_scale = ptx::lg2(f32_from_ue4m3(pair >> 8 * half & 0xff));
-          const float in_group = offset[r] - fmaxf(log2_scale, kLeastLog2Scale);
+          // A scale of zero, whose logarithm is not finite, leaves no product: e2m1 holds no NaN.
+          const float in_group = offset[r] - ptx::lg2(f32_from_ue4m3(pair >> 8 * half & 0xff));
           float x[8];
 #pragma unroll
           for (i32 e = 0; e < 8; ++e) x[e] = ptx::ex2(fmaf(score(half, e), scale[r], in_group));
           p.codes[step][r + 2 * half] = ptx::e2m1x8(x);
         }
       }
-      // Columns run through the lanes of a half, then through the halves. Even lanes hand in row g, odd lanes row g + 8.
+      // Columns run through the lanes of a half, then through the halves. Even lanes hand in row g, odd lanes g + 8.
       const u32 other = ptx::shuffle_xor(own, 2);
       p.scales[step] = ptx::prmt(own, other, ptx::thread_index() % 2 == 0 ? 0x5140 : 0x7362);
     }
@@ -165,7 +164,7 @@ struct PvNvfp4 {
   }
 
  private:
-  static constexpr float kLog2E2m1 = 2.5849625f, kLeastLog2Scale = -9.0f;  // of kLargestE2m1, of the least ue4m3
+  static constexpr float kLog2E2m1 = 2.5849625f;  // of kLargestE2m1
   static constexpr u32 kOnes = 0x22222222, kScalesOfOne = 0x38383838;
 
   // The scales of a row's two groups in a step, those of the first half in the lower byte. score(half, e): of the
