@@ -97,8 +97,9 @@ def published(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: b
     delta_s = (means @ k.transpose(2, 3)).repeat_interleave(ROWS, 2)[:, :, : q.shape[2]]
     scores = to_six((q - of_rows).float()) @ to_six(k.float()).transpose(2, 3) + delta_s.float()
     scores *= q.shape[-1] ** -0.5 * math.log2(math.e)
-    visible = Mask(is_causal=is_causal).visible_keys(torch.arange(q.shape[2]), q.shape[2], k.shape[2])
-    scores.masked_fill_(~visible.contains(torch.arange(k.shape[2])), -math.inf)
+    rows, keys = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
+    visible = Mask(is_causal=is_causal).visible_keys(rows, len(rows), len(keys))
+    scores.masked_fill_(~visible.contains(keys), -math.inf)
     top = LOG2_LARGEST if two_level else 0.0
     p = (scores - scores.amax(-1, keepdim=True) + top).exp2()
     order = nvfp4.columns_of_keys(k.shape[2])

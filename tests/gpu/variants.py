@@ -93,8 +93,7 @@ accuracy tests."""
 LSE_ERROR = {("int8", "normal"): 0.05, ("int8", "outlier"): 0.8, ("int4", "normal"): 1.0, ("int4", "outlier"): 8.0,
              ("nvfp4", "normal"): 1.0, ("nvfp4", "outlier"): 8.0}
 """Largest error of the log-sum-exp, by type of Q and K and input class. It is the error of the scores, which come from
-steps of amax / 127, or at 4 bits of at most amax / 7, and from what a clip cuts off. In NVFP4 it is also that of the
-sum of rounded P."""
+steps of amax / 127, or at 4 bits of at most amax / 7, and from what a clip cuts off."""
 
 
 @functools.cache

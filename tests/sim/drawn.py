@@ -34,6 +34,10 @@ _HOPPER = "sm90_d64_qkint8_pve4m3_acc2f32_full_vraw_qraw"
 _HOPPER_WIDE = "sm90_d128_qkint8_pve4m3_acc2f32_full_vraw_qraw"
 _HOPPER_SMOOTH = "sm90_d128_qkint8_pve4m3_acc2f32_causal_vsmooth_qsmooth"
 _MANY_SPLITS = "sm80_d128_qkint8_pvf16_accf32_full_vsmooth_qraw"
+_MXFP8 = "sm120_d64_qkint8_pve4m3_accf32_full_vraw_qraw"
+_NVFP4 = "sm120_d64_qknvfp4_pvnvfp4_accf32_full_vraw_qsmooth"
+_NVFP4_WIDE = "sm120_d128_qknvfp4_pvnvfp4_accf32_full_vraw_qsmooth"
+_NVFP4_CAUSAL = "sm120_d128_qknvfp4_pvnvfp4_accf32_causal_vsmooth_qsmooth"
 _INT8_256 = "sm80_d256_qkint8_pvf16_accf32_full_vraw_qraw"
 _HOPPER_256 = "sm90_d256_qkint8_pve4m3_acc2f32_full_vraw_qraw"
 
@@ -44,10 +48,16 @@ SHOWN_BY = {
     "attn/epilogue.cuh": (_HOPPER_WIDE, _INT8, _HOPPER_SMOOTH, _K_INF, _V_NAN, _INT8_256),
     "attn/softmax.cuh": (_E4M3, _INT8, _HOPPER, _INT4, _E4M3_INT4, _E4M3_INT4_RAW),
     "attn/merge.cuh": (_INT8, _HOPPER_WIDE, _MANY_SPLITS),
+    "attn/mma/nvfp4.cuh": (_NVFP4, _NVFP4_WIDE, _NVFP4_CAUSAL),
+    "attn/mma/pv.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _MXFP8),
+    "attn/mma/kv_stream.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _NVFP4),
     "attn/": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN),
     "problem/": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN),
     "quant/delta_s.cuh": (_SMOOTH, _E4M3_INT4, _HOPPER_SMOOTH),
-    "quant/quantize_v.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _V_NAN, _V_INF, _INT8_256),
+    "quant/quantize_v.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _V_NAN, _V_INF, _INT8_256, _NVFP4),
+    "numerics/nvfp4.cuh": (_NVFP4, _NVFP4_CAUSAL),
+    "numerics/scale.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _NVFP4),
+    "quant/rows.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256, _NVFP4),
     "": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256),
 }
 """By what a header's path begins with, the first entry that fits: kernels that show its bugs, tried in this order."""
@@ -84,6 +94,8 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     **{(function, Always(f"if constexpr ({condition}SampleLayout<Config>::kLeavesRegisters) load_rows();")):
        "rows are loaded twice"
        for function in ("prepare_k_mean", "QuantizeV::prepare_scales") for condition in ("", "!")},
+    **{("QuantizeV::prepare_scales", drop): "registers that nothing wrote: the compiler may load them all the same"
+       for drop in (Drop("load_rows();", 1), Drop("load_rows();", 2))},
     ("Mainloop::keep_in_front", Drop("ptx::mbarrier_wait(shared.full(here.index), here.phase);")):
         "a fence for the compiler",
     ("PingPong::arrive", Sign("barrier(1 - consumer) + never")): "`never` is zero",

@@ -81,8 +81,9 @@ def scores(q: torch.Tensor, k: torch.Tensor, start: torch.Tensor) -> torch.Tenso
     return total
 
 
-def p_of(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:
-    """P relative to the rows' references, rounded to NVFP4: 2^(scores · scale - row_ref)."""
+def p_of(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """P relative to the rows' references, 2^(scores · scale - row_ref), and P rounded to NVFP4. Both are zero in a group
+    whose scale is zero."""
     order = columns_of_keys(scores.shape[-1]).to(scores.device)
     offset = -row_ref[..., None]
     in_groups = [torch.unflatten(x[..., order].double(), -1, (-1, GROUP)) for x in (scores, scale)]
@@ -93,7 +94,8 @@ def p_of(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> to
         return (x * factor + of_groups.double()[..., None]).float()
 
     group_scale = to_e4m3(torch.exp2(exponents((offset - _LOG2_E2M1).expand(x.shape[:-1])).amax(-1)))
-    in_group = offset - group_scale.log2().clamp(min=_LEAST_LOG2_SCALE)  # zero times NaN would be NaN
-    rounded = torch.empty_like(scores)
-    rounded[..., order] = (to_e2m1(torch.exp2(exponents(in_group))) * group_scale[..., None]).flatten(-2)
-    return rounded
+    in_group = torch.exp2(exponents(offset - group_scale.log2().clamp(min=_LEAST_LOG2_SCALE)))  # in units of the scale
+    p, rounded = torch.empty_like(scores), torch.empty_like(scores)
+    p[..., order] = (in_group * group_scale[..., None]).flatten(-2)
+    rounded[..., order] = (to_e2m1(in_group) * group_scale[..., None]).flatten(-2)
+    return p, rounded

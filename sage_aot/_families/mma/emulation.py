@@ -34,7 +34,7 @@ class Softmax(RowReferences):
         """Every key tile alike, whatever its first key."""
         if self._pv == "nvfp4":
             row_ref, _, _ = self._references(scores, scale)
-            p = rounded = nvfp4.p_of(scores, scale, row_ref)
+            p, rounded = nvfp4.p_of(scores, scale, row_ref)
             alpha = self.move_to(row_ref)
         else:
             p, alpha = self.exponentiate(scores, scale)

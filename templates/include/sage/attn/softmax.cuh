@@ -72,7 +72,8 @@ struct RowScales {
 };
 
 // Bounds on the fall of a reference. A fall makes O and the sum of P larger, and they must stay finite: O is at most
-// 448 times the sum of P, times v_factor, and is finite where the factors of V differ by less than 2^50. kMostFall, in
+// kVLimit (1792 or less) times the sum of P, times v_factor, and is finite where the factors of V differ by less than
+// 2^50. kMostFall, in
 // log2 units, bounds the fall below the highest reference of a row, where a register keeps that. kLargestSum bounds the
 // sum of P elsewhere. Keys that lie further below weigh less than rounding, even 2^17 of them.
 constexpr float kMostFall = 40.0f;
@@ -175,7 +176,7 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   template <bool kAsFits>
   __device__ __forceinline__ void exponentiate(const Scores& acc_s, const Scales& scale, const float (&offset)[kRows],
                                                typename Product::Operand& p) {
-    if constexpr (Product::kScalesGroups) Product::exponentiate(p, acc_s, scale, offset);
+    if constexpr (Product::kScalesGroups) Product::exponentiate(p, this->row_sum, acc_s, scale, offset);
     else exponentiate_one_by_one<kAsFits && kFolds>(acc_s, scale, offset, p);
   }
 

@@ -46,7 +46,7 @@ struct Nvfp4Scores {
     RowScales<Config> scale = q_scale.score_scales(fabsf(KvTileScales(stream.line(stage), lane).k_scale));
 #pragma unroll
     for (float& of_row : scale.of) of_row = fminf(of_row, 0x1p126f);  // has a reciprocal
-    float (&acc)[kNTiles][4] = reinterpret_cast<float (&)[kNTiles][4]>(acc_s[0]);
+    float acc[kNTiles][4];
 #pragma unroll
     for (i32 n = 0; n < kNTiles; ++n) {
       const ptx::F32x2 delta = ptx::load_shared_f32x2(sDelta + (8 * n + lane % 4 * 2) * 4);
@@ -69,12 +69,17 @@ struct Nvfp4Scores {
         ptx::mma_m16n8k64_nvfp4_e2m1e2m1f32(acc[n + 1], q, k[2], k[3], acc[n + 1], q_word, k_word, scale_lane(n + 1));
       }
     }
+#pragma unroll
+    for (i32 n = 0; n < kNTiles; ++n) {
+#pragma unroll
+      for (i32 c = 0; c < 4; ++c) acc_s[0][n][c] = __float_as_int(acc[n][c]);
+    }
     return scale;
   }
 };
 
 // P in two levels: a row's reference takes its largest P to the largest magnitude of NVFP4, and 16 columns share a
-// scale. Row sums are of rounded P, by a product with ones.
+// scale. Row sums are of P before rounding.
 template <class Config>
 struct PvNvfp4 {
   using Layout = TileLayout<Config>;
@@ -86,10 +91,10 @@ struct PvNvfp4 {
   static constexpr float kTop = 11.392317f;  // log2 of kLargestNvfp4
   static constexpr float kLazyRise = 0.0f;
   static constexpr bool kWholeReference = false;
-  static constexpr bool kMayFall = true;  // below 2^-10 · 6 a group's scale is zero
+  static constexpr bool kMayFall = true;  // where all P of a group are below 2^-10 · 6, its scale is zero
   static constexpr float kLazyFall = 6.0f;
   static constexpr float kLargestFolded = 0.0f;
-  static constexpr bool kSumsInThreads = false;
+  static constexpr bool kSumsInThreads = true;
   static constexpr bool kScalesGroups = true;
   static constexpr float kVTypical = 16.0f, kVLeast = 1.0f, kVLimit = kLargestScaled;
 
@@ -100,8 +105,9 @@ struct PvNvfp4 {
 
   // A row's keys in a step are those of eight n8 tiles. The first four tiles and the last four make the columns 8t to
   // 8t + 7 of two halves; in each half the columns of two neighbouring lanes are a group.
-  __device__ __forceinline__ static void exponentiate(Operand& p, const i32 (&acc_s)[1][kNTiles][4],
-                                                      const RowScales<Config>& scale, const float (&offset)[2]) {
+  __device__ __forceinline__ static void exponentiate(Operand& p, RowSums<Config>& row_sum,
+                                                      const i32 (&acc_s)[1][kNTiles][4], const RowScales<Config>& scale,
+                                                      const float (&offset)[2]) {
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
       u32 own = 0;  // scales of this lane's groups: of row g in the lower half, of row g + 8 in the upper
@@ -114,11 +120,13 @@ struct PvNvfp4 {
         own |= pair << 16 * r;
 #pragma unroll
         for (i32 half = 0; half < 2; ++half) {
-          // A scale of zero, whose logarithm is not finite, leaves no product: e2m1 holds no NaN.
-          const float in_group = offset[r] - ptx::lg2(f32_from_ue4m3(pair >> 8 * half & 0xff));
-          float x[8];
+          const float group_scale = f32_from_ue4m3(pair >> 8 * half & 0xff);
+          // Where the scale is zero, products and sums are; its logarithm must stay finite.
+          const float in_group = offset[r] - fmaxf(ptx::lg2(group_scale), kLeastLog2Scale);
+          float x[8], sum = 0.0f;  // P in units of the scale
 #pragma unroll
-          for (i32 e = 0; e < 8; ++e) x[e] = ptx::ex2(fmaf(score(half, e), scale[r], in_group));
+          for (i32 e = 0; e < 8; ++e) sum += x[e] = ptx::ex2(fmaf(score(half, e), scale[r], in_group));
+          row_sum[r] = fmaf(sum, group_scale, row_sum[r]);
           p.codes[step][r + 2 * half] = ptx::e2m1x8(x);
         }
       }
@@ -133,18 +141,9 @@ struct PvNvfp4 {
     return Swizzle::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
   }
 
-  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>& row_sum,
+  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>&,
                                                     const Operand& p, u32 sV, u32 v_offset, float v_factor) {
     if (v_factor != 1.0f) rescale_all<Config>(acc_o, reciprocal_of_power_of_two(v_factor));
-    const float zero[4] = {};
-    float sum[4];
-#pragma unroll
-    for (i32 step = 0; step < kSteps; ++step) {
-      ptx::mma_m16n8k64_nvfp4_e2m1e2m1f32(sum, p.codes[step], kOnes, kOnes, ptx::chain(step, zero, sum), p.scales[step],
-                                          kScalesOfOne, 0);
-    }
-    row_sum[0] += sum[0];
-    row_sum[1] += sum[2];
     const u32 v_row = sV + v_offset, v_scales = sV + Layout::kVScales + scaled_column(ptx::thread_index() % 32) * 4;
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
@@ -164,8 +163,7 @@ struct PvNvfp4 {
   }
 
  private:
-  static constexpr float kLog2E2m1 = 2.5849625f;  // of kLargestE2m1
-  static constexpr u32 kOnes = 0x22222222, kScalesOfOne = 0x38383838;
+  static constexpr float kLog2E2m1 = 2.5849625f, kLeastLog2Scale = -9.0f;  // of kLargestE2m1, of the least ue4m3
 
   // The scales of a row's two groups in a step, those of the first half in the lower byte. score(half, e): of the
   // lane's own keys.
