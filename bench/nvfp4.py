@@ -50,29 +50,28 @@ def _small_k(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, normal: Callable
     k *= 0.005
 
 
-def _sink(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, normal: Callable[..., torch.Tensor]) -> None:
-    reference.make_sink(SINK_NATS, normal, q, k, v)
+def _sink(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, normal: Callable[..., torch.Tensor], nats: float) -> None:
+    """The first key has a part of its own too: without one its NVFP4 is exact, or far off, by its scale alone."""
+    reference.make_sink(nats, normal, q, k, v)
+    k[:, :, 0] += 0.5 * normal(*k[:, :, 0].shape)
 
-
-SINK_NATS = 6.0
-"""Of the first key above the mean of the others, thus 6 above the largest of 4,096: the sink has as much weight as all
-others together."""
 
 CLASSES: dict[str, Draw] = {"normal": lambda *_: None, "sharp": _sharp, "channel means": _means, "small K": _small_k,
-                            "sink": _sink}
+                            "sink": partial(_sink, nats=6.0), "strong sink": partial(_sink, nats=8.0)}
 """Input classes: what is done to N(0, 1). "sharp": Q and K twice that. "channel means": an offset per head and channel,
-3·N(0, 1) in Q, 6 in K, 1 in V. "small K": K times 0.005, Q times 200."""
+3·N(0, 1) in Q, 6 in K, 1 in V. "small K": K times 0.005, Q times 200. "sink", "strong sink": the first key's score lies
+6, or 8, above the mean of the others, so that it has a fifteenth, or a third, of the weight."""
 
 
 def inputs(kind: str, headdim: int, *, queries: int = 1024, heads: int = 2, kv_heads: int = 2,
            seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v in bf16; 1,024 keys, with a sink 4,096."""
+    """q, k and v in bf16; 1,024 keys, with a sink 4,096 of them."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    keys = 4096 if kind == "sink" else 1024
+    keys = 4096 if "sink" in kind else 1024
     tensors = [normal(1, *shape, headdim) for shape in ((heads, queries), (kv_heads, keys), (kv_heads, keys))]
     CLASSES[kind](*tensors, normal)
     q, k, v = (x.bfloat16() for x in tensors)

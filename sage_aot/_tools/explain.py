@@ -54,6 +54,7 @@ class Explanation:
     kernels: Kernels | None  # the kernels that the call runs; None where it raises
     error: str | None  # message of the error where the call raises
     splits: int | None  # blocks that share the keys of a query tile; None where that is not known
+    run_on: str | None  # the GPU that the chosen arch's files ran on as they are; None: none
 
     def __str__(self) -> str:
         where = f"GPU     {self.gpu}" if self.gpu else "CPU     tensors are emulated"
@@ -65,6 +66,9 @@ class Explanation:
         taken = f"refused {self.error}"
         if self.kernels:
             taken = "\n".join(f"{'' if i else 'runs':8}{record.name}" for i, record in enumerate(self.kernels.records))
+            if self.gpu and self.run_on is None:
+                taken += f"\nnote    the kernels of {self.kernels.attn.spec.arch} were not run on hardware: only simulated, " \
+                         f"or rebuilt for another GPU"
             if self.splits is None:
                 taken += "\nkeys    are split, and sage_merge_* runs, where the query tiles do not fill the GPU"
             elif self.splits > 1:
@@ -114,7 +118,8 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
     Returns:
         An :class:`Explanation`, which ``print`` shows as a table. ``candidates`` has every attention kernel with its
         reason. ``kernels.records`` are the manifest's of the kernels that run; ``kernels`` is None where the call would
-        raise, with the message in ``error``. ``splits`` says how many blocks share the keys of a query tile. Without
+        raise, with the message in ``error``. ``run_on`` names the GPU that the kernels' files ran on, or is None.
+        ``splits`` says how many blocks share the keys of a query tile. Without
         tensors, and for a GPU that is not here, it is None, and ``kernels`` has the kernel that merges splits, which
         some calls do not run.
 
@@ -192,7 +197,8 @@ def _explained(gpu: Gpu | None, device: int, problem: Problem, run_as: Problem |
             kernels = plan(run_as, kernels, splits).kernels
     except UnsupportedError as refused:
         error = str(refused)
-    return Explanation(gpu, problem, candidates(choice, problem, manifest), kernels, error, splits)
+    run_on = manifest.archs[kernels.attn.spec.arch].run_on if kernels else None
+    return Explanation(gpu, problem, candidates(choice, problem, manifest), kernels, error, splits, run_on)
 
 
 def _splits(gpu: Gpu | None, device: int, problem: Problem | None, kernels: Kernels) -> int | None:

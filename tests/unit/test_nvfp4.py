@@ -124,9 +124,22 @@ def test_other_gpus_have_no_nvfp4(monkeypatch, arch):
     assert sage_aot.supports(*draw(), qk="nvfp4")
 
 
-def test_explain_says_which_kernel_and_that_it_ran_on_no_gpu(on_sm120):
-    found = sage_aot.explain(capability=(12, 0), headdim=128, qk="nvfp4")
-    assert "sage_attn_sm120_d128_qknvfp4_pvnvfp4_accf32_full_vraw_qsmooth" in str(found)
+def test_explain_says_which_kernel_and_that_it_ran_on_no_gpu():
+    found = str(sage_aot.explain(capability=(12, 0), headdim=128, qk="nvfp4"))
+    assert "sage_attn_sm120_d128_qknvfp4_pvnvfp4_accf32_full_vraw_qsmooth\n" in found.split("taken")[0]
+    assert "the kernels of sm120 were not run on hardware" in found
+    assert "not run on hardware" not in str(sage_aot.explain(capability=(9, 0), headdim=128))
+
+
+def test_the_main_loop_has_the_products_of_a_tile_and_no_others():
+    """Of 16 rows and 128 keys: 64 channels or keys a product, 8 columns."""
+    records = [record for record in default_library().manifest.every_attention() if record.spec.qk == "nvfp4"]
+    assert records
+    for record in records:
+        headdim, keys = record.spec.headdim, record.tile.block_n
+        assert record.main_loop.matrix == keys // 8 * (headdim // 64) + headdim // 8 * (keys // 64)
+        assert set(record.opcodes) == {"OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X"}
+        assert record.machine.spill_bytes == 0 and record.fact("shared_bytes") <= 99 * 1024
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -161,7 +174,8 @@ def test_keys_of_several_blocks_and_quantized_before(on_sm120):
 
 # --- accuracy ---------------------------------------------------------------------------------------------------------
 
-LEAST_COSINE = {"normal": 0.980, "sharp": 0.950, "channel means": 0.998, "small K": 0.980, "sink": 0.9995}
+LEAST_COSINE = {"normal": 0.980, "sharp": 0.950, "channel means": 0.998, "small K": 0.980, "sink": 0.9995,
+                "strong sink": 0.995}
 """Of attention in NVFP4 with float64, by class of inputs."""
 
 CAUSAL_COSINE = {**LEAST_COSINE, "channel means": 0.9975}
@@ -174,14 +188,14 @@ CAUSAL_COSINE = {**LEAST_COSINE, "channel means": 0.9975}
 @pytest.mark.parametrize("kind", bench.CLASSES)
 def test_accuracy_is_never_worse_than_as_published(kind, headdim, is_causal, group):
     kv_heads = 12 // group if kind == "channel means" else 2  # the error depends on a head's means
-    shape = {"queries": 1024 if is_causal else 128, "heads": group * kv_heads, "kv_heads": kv_heads}
+    shape = {"queries": 1024 if is_causal and "sink" not in kind else 128, "heads": group * kv_heads, "kv_heads": kv_heads}
     own, published = (bench.accuracy(method, kind, headdim, is_causal=is_causal, **shape)
                       for method in (bench.kernels, bench.published))
     assert own.cosine >= (CAUSAL_COSINE if is_causal else LEAST_COSINE)[kind]
     assert own.cosine >= published.cosine - 1e-5 and own.relative_l1 < published.relative_l1
     if kind == "normal":
         assert own.relative_l1 <= 0.20
-    if kind in ("channel means", "small K", "sink"):
+    if kind in ("small K", "channel means"):
         assert own.relative_l1 < 0.95 * published.relative_l1
 
 

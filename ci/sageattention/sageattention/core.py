@@ -113,8 +113,8 @@ def sageattn_qk_int8_pv_fp16_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Ten
 
     Args:
         qk_quant_gran: ``"per_warp"`` or ``"per_thread"``; changes nothing: the scales of q and k are per thread.
-        pv_accum_dtype: ``"fp32"``, ``"fp16"`` or ``"fp16+fp32"``; changes nothing: f16 products are summed in f32, FP8
-            products in two levels of f32.
+        pv_accum_dtype: ``"fp32"``, ``"fp16"`` or ``"fp16+fp32"``; changes nothing: sums are in f32, those of FP8
+            products before sm120 in two levels.
         smooth_k, smooth_v: subtract a mean from k, or v, before quantizing.
         q, k, v, tensor_layout, is_causal, sm_scale, return_lse, kwargs: as there.
     """

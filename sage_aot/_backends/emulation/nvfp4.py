@@ -94,7 +94,8 @@ def p_of(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> tu
         return (x * factor + of_groups.double()[..., None]).float()
 
     group_scale = to_e4m3(torch.exp2(exponents((offset - _LOG2_E2M1).expand(x.shape[:-1])).amax(-1)))
-    in_group = torch.exp2(exponents(offset - group_scale.log2().clamp(min=_LEAST_LOG2_SCALE)))  # in units of the scale
+    # P in units of its group's scale.
+    in_group = torch.exp2(exponents(offset - group_scale.log2().clamp(min=_LEAST_LOG2_SCALE)))
     p, rounded = torch.empty_like(scores), torch.empty_like(scores)
     p[..., order] = (in_group * group_scale[..., None]).flatten(-2)
     rounded[..., order] = (to_e2m1(in_group) * group_scale[..., None]).flatten(-2)
