@@ -75,8 +75,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         scale: factor on q·kᵀ before the softmax; None means ``1 / sqrt(headdim)``.
         layout: ``"HND"`` or ``"NHD"``, of q, k, v and the output.
         qk: type of the quantized q and k: ``"int8"``, ``"int4"`` (before sm90 only, and visibly worse for some models),
-            ``"nvfp4"`` (sm120 and head dims up to 128 only, the type of p and v too: SageAttention3; five times the
-            error of the default), or ``"auto"``, which is int8.
+            ``"nvfp4"`` (sm120 and head dims up to 128 only, the type of p and v too: SageAttention3; four to
+            seventeen times the error of the default), or ``"auto"``, which is int8.
         smooth_q: subtract the mean of each tile of q before quantizing, and add its product with k to the scores;
             ``"auto"`` does so for int4 and nvfp4. The workspace grows by 4 bytes per key, head and tile of q (64 to 256
             queries), up to 256 MiB, or one head's share where that is more.

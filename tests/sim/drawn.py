@@ -46,7 +46,7 @@ SHOWN_BY = {
     "problem/tile_scheduler.cuh": (_HOPPER_WIDE, _HOPPER_SMOOTH),
     "tile/": (_HOPPER_WIDE, _INT8, _HOPPER_256),
     "attn/epilogue.cuh": (_HOPPER_WIDE, _INT8, _HOPPER_SMOOTH, _K_INF, _V_NAN, _INT8_256),
-    "attn/softmax.cuh": (_E4M3, _INT8, _HOPPER, _INT4, _E4M3_INT4, _E4M3_INT4_RAW),
+    "attn/softmax.cuh": (_E4M3, _INT8, _HOPPER, _INT4, _E4M3_INT4, _E4M3_INT4_RAW, _NVFP4),
     "attn/merge.cuh": (_INT8, _HOPPER_WIDE, _MANY_SPLITS),
     "attn/mma/nvfp4.cuh": (_NVFP4, _NVFP4_WIDE, _NVFP4_CAUSAL),
     "attn/mma/pv.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _MXFP8),

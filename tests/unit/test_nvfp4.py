@@ -188,7 +188,8 @@ CAUSAL_COSINE = {**LEAST_COSINE, "channel means": 0.9975}
 @pytest.mark.parametrize("kind", bench.CLASSES)
 def test_accuracy_is_never_worse_than_as_published(kind, headdim, is_causal, group):
     kv_heads = 12 // group if kind == "channel means" else 2  # the error depends on a head's means
-    shape = {"queries": 1024 if is_causal and "sink" not in kind else 128, "heads": group * kv_heads, "kv_heads": kv_heads}
+    queries = 1024 if is_causal and "sink" not in kind else 128
+    shape = {"queries": queries, "heads": group * kv_heads, "kv_heads": kv_heads}
     own, published = (bench.accuracy(method, kind, headdim, is_causal=is_causal, **shape)
                       for method in (bench.kernels, bench.published))
     assert own.cosine >= (CAUSAL_COSINE if is_causal else LEAST_COSINE)[kind]

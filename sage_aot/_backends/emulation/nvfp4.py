@@ -82,12 +82,11 @@ def scores(q: torch.Tensor, k: torch.Tensor, start: torch.Tensor) -> torch.Tenso
 
 
 def p_of(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """P relative to the rows' references, 2^(scores · scale - row_ref), and P rounded to NVFP4. Both are zero in a group
-    whose scale is zero."""
+    """P relative to the rows' references, 2^(scores · scale - row_ref), and P rounded to NVFP4. Both are zero where the
+    scale of a group is."""
     order = columns_of_keys(scores.shape[-1]).to(scores.device)
     offset = -row_ref[..., None]
-    in_groups = [torch.unflatten(x[..., order].double(), -1, (-1, GROUP)) for x in (scores, scale)]
-    x, factor = in_groups
+    x, factor = (torch.unflatten(x[..., order].double(), -1, (-1, GROUP)) for x in (scores, scale))
 
     def exponents(of_groups: torch.Tensor) -> torch.Tensor:
         """One FMA for each element."""
