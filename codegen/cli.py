@@ -121,14 +121,21 @@ def _census(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:
 
 
 def _taken(args: argparse.Namespace, matrix: Matrix, compilation: Compilation) -> tuple[PlannedKernel, ...]:
-    """The kernels that a command asks for, less those whose instructions the chip of --retarget lacks, which it prints.
-    """
+    """The kernels that a command asks for, less those whose instructions the chip of --retarget lacks, which it prints,
+    and less their companions."""
     kernels = _selection(args).kernels(matrix)
+    kept, left_out = [], []
     for kernel in kernels:
-        if not compilation.takes(kernel):
-            print(f"not for {args.retarget}, which lacks instructions of "
-                  f"{target_of(kernel.spec.arch)}{kernel.suffix}: {kernel.spec.name}")
-    return tuple(filter(compilation.takes, kernels))
+        (kept if compilation.takes(kernel) else left_out).append(kernel)
+    for kernel in left_out:
+        print(f"not for {args.retarget}, which lacks instructions of {target_of(kernel.spec.arch)}{kernel.suffix}: "
+              f"{kernel.spec.name}")
+    orphans = _companions_of(left_out) - _companions_of(kept)
+    return tuple(kernel for kernel in kept if kernel.spec.name not in orphans)
+
+
+def _companions_of(kernels: list[PlannedKernel]) -> set[str]:
+    return {name for kernel in kernels for name in kernel.companions}
 
 
 def _compile(args: argparse.Namespace, kernels: tuple[PlannedKernel, ...], matrix: Matrix,

@@ -67,8 +67,8 @@ class Explanation:
         if self.kernels:
             taken = "\n".join(f"{'' if i else 'runs':8}{record.name}" for i, record in enumerate(self.kernels.records))
             if self.gpu and self.run_on is None:
-                taken += f"\nnote    the kernels of {self.kernels.attn.spec.arch} were not run on hardware: they were " \
-                         f"simulated, or rebuilt for another GPU"
+                arch = self.kernels.attn.spec.arch
+                taken += f"\nnote    the kernels of {arch} were not run on hardware, but simulated or rebuilt"
             if self.splits is None:
                 taken += "\nkeys    are split, and sage_merge_* runs, where the query tiles do not fill the GPU"
             elif self.splits > 1:

@@ -91,10 +91,11 @@ def _quant(spec: QuantSpec, tile: Tile, family: str) -> dict[str, float]:
 def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
     f16 = spec.pv == "f16"
     nvfp4 = spec.pv == "nvfp4"
-    largest = 128 if f16 else 6 * 448 if nvfp4 else 224 if spec.pv_accum == "two_level_f16" else 448
+    largest = 128 if f16 else 224 if spec.pv_accum == "two_level_f16" else 448
     facts = {
         "threads": _threads(tile, family), "shared_bytes": _shared_bytes(spec, tile, family),
-        "p_top": _float32(math.log2(largest)), "lazy_rise": 8 if f16 else 0, "whole_reference": f16,
+        "p_top": _float32(11.392317 if nvfp4 else math.log2(largest)), "lazy_rise": 8 if f16 else 0,
+        "whole_reference": f16,
         "most_fall": 40, "no_reference": -1.0000000150474662e+30,
         "smallest_scale": 2**-60 if nvfp4 else 9.99999991097579e-38}
     if family == "mma":

@@ -202,6 +202,7 @@ call    headdim=64, is_causal=False, qk='int8', smooth_q=False, smooth_v=False, 
 runs    sage_quant_sm80_d64_qkint8_pvf16
         sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw
         sage_merge_sm80
+note    the kernels of sm80 were not run on hardware, but simulated or rebuilt
 keys    are split, and sage_merge_* runs, where the query tiles do not fill the GPU
 
 taken   sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw    sm80 is the nearest that this GPU runs
