@@ -124,9 +124,8 @@ def _taken(args: argparse.Namespace, matrix: Matrix, compilation: Compilation) -
     """The kernels that a command asks for, less those whose instructions the chip of --retarget lacks, which it prints,
     and less their companions."""
     kernels = _selection(args).kernels(matrix)
-    kept, left_out = [], []
-    for kernel in kernels:
-        (kept if compilation.takes(kernel) else left_out).append(kernel)
+    kept = [kernel for kernel in kernels if compilation.takes(kernel)]
+    left_out = [kernel for kernel in kernels if not compilation.takes(kernel)]
     for kernel in left_out:
         print(f"not for {args.retarget}, which lacks instructions of {target_of(kernel.spec.arch)}{kernel.suffix}: "
               f"{kernel.spec.name}")
