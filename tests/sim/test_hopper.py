@@ -46,7 +46,7 @@ class Problem:
 
     def packed(self) -> tuple[torch.Tensor, torch.Tensor]:
         """b and v as the TMA unit brings them."""
-        return _swizzled(self.b), _swizzled(self.v.view(torch.int8)[..., _key_of_column(KEYS)])
+        return _swizzled(self.b), _swizzled(self.v.view(torch.int8)[..., _key_of_column(KEYS, 4)])
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The scores of all tiles together, and the output in f64."""

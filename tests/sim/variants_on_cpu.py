@@ -134,7 +134,7 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     sequences: of several lengths in one tensor, SEQUENCES.
     floats: f32, also with K and V quantized before, FLOATS.
     split: keys that several blocks share, some with a key mask or in sequences, SPLITS.
-    falling, for e4m3 P: scores behind which references fall, once by far or from tile to tile.
+    falling, for P of few bits: scores behind which references fall, once by far or from tile to tile.
 
     On Hopper also
     narrow: rows of whole vectors, but of fewer channels than the kernel's.
@@ -179,7 +179,7 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
                                        "headdim": spec.headdim - (3 if spec.v == "vsmooth" else 0),
                                        "seqlen_q": 40 if spec.mask == "full" else tile.block_m + 20,
                                        **splits})
-    if spec.pv == "e4m3":
+    if spec.pv != "f16":
         found["falling"] = replace(few, seqlen_kv=5 * tile.block_n + 42,
                                    kind="sink" if spec.v == "vraw" else "falling")
     if not on_hopper:
