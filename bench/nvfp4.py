@@ -1,6 +1,6 @@
 """SageAttention3 as published beside the kernels' own NVFP4, in emulation, on inputs that tell them apart.
 
-    PYTHONPATH=. python bench/nvfp4.py [--markdown FILE]
+    python bench/nvfp4.py [--markdown FILE]
 
 `published` follows "SageAttention3" (arXiv:2505.11594), sections 3.1 to 3.3, and the recipe of its authors' kernels:
 scales of groups straight from the largest magnitude, no scale above them; P divided by its group's scale before that is

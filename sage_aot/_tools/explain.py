@@ -119,9 +119,8 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
         An :class:`Explanation`, which ``print`` shows as a table. ``candidates`` has every attention kernel with its
         reason. ``kernels.records`` are the manifest's of the kernels that run; ``kernels`` is None where the call would
         raise, with the message in ``error``. ``run_on`` names the GPU that the kernels' files ran on, or is None.
-        ``splits`` says how many blocks share the keys of a query tile. Without
-        tensors, and for a GPU that is not here, it is None, and ``kernels`` has the kernel that merges splits, which
-        some calls do not run.
+        ``splits`` says how many blocks share the keys of a query tile. Without tensors, and for a GPU that is not
+        here, it is None, and ``kernels`` has the kernel that merges splits, which some calls do not run.
 
     Raises:
         ArgumentError: an argument is not as described.

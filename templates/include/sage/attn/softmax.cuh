@@ -73,9 +73,8 @@ struct RowScales {
 
 // Bounds on the fall of a reference. A fall makes O and the sum of P larger, and they must stay finite: O is at most
 // kVLimit (1792 or less) times the sum of P, times v_factor, and is finite where the factors of V differ by less than
-// 2^50. kMostFall, in
-// log2 units, bounds the fall below the highest reference of a row, where a register keeps that. kLargestSum bounds the
-// sum of P elsewhere. Keys that lie further below weigh less than rounding, even 2^17 of them.
+// 2^50. kMostFall, in log2 units, bounds the fall below the highest reference of a row, where a register keeps that.
+// kLargestSum bounds the sum of P elsewhere. Keys that lie further below weigh less than rounding, even 2^17 of them.
 constexpr float kMostFall = 40.0f;
 constexpr float kLargestSum = 0x1p66f;
 

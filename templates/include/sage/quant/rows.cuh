@@ -73,7 +73,8 @@ __device__ __forceinline__ void prepare_no_mean(float (&mean)[Config::kHeadDim],
   __syncthreads();
 }
 
-// Rows of NVFP4. The scale of Integers is here a power of two, which lets the scales of groups use their range.
+// What Integers is for s8 and s4: the scale above the scales of NVFP4 groups. It is a power of two, and brings the
+// scales of a row's groups to the range of ue4m3.
 struct Nvfp4Rows {
   static constexpr float kLimit = kLargestScaled;
   __device__ __forceinline__ static Scale scale(float amax) { return power_of_two_scale_below(kLimit, amax); }
