@@ -181,7 +181,7 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
                                        **splits})
     if spec.pv != "f16":
         found["falling"] = replace(few, seqlen_kv=5 * tile.block_n + 42,
-                                   kind="sink" if spec.v == "vraw" else "falling")
+                                   kind="falling" if (spec.pv, spec.v) == ("e4m3", "vsmooth") else "sink")
     if not on_hopper:
         return found
     found["narrow"] = replace(plain, seqlen_q=70, seqlen_kv=130, headdim=spec.headdim - 24)
