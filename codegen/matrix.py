@@ -14,7 +14,16 @@ from codegen.errors import MatrixError, UsageError
 from codegen.rows import AXIS_NAMES, FamilyKind, RowReader, Rows, Selector, TileRow
 from codegen.yaml_reader import YamlReader
 from sage_aot._kernels.manifest import Arch
-from sage_aot._kernels.spec import KINDS, AttnSpec, KernelSpec, QuantSpec, capability_of, spec_of
+from sage_aot._kernels.spec import (
+    BACKWARD,
+    KINDS,
+    AttnSpec,
+    BwdPrepSpec,
+    KernelSpec,
+    QuantSpec,
+    capability_of,
+    spec_of,
+)
 from sage_aot._kernels.tile import Tile
 
 
@@ -26,6 +35,7 @@ class PlannedKernel:
     family: str
     how: FamilyKind  # template, threads, ...
     tile: Tile  # of the attention kernel; for a companion, of the first that names it
+    shared_bytes: int  # shared memory that a block can have on the arch
     allowed_spill_bytes: int
     suffix: str  # of the target
     row: str  # selector of that attention kernel's tile row
@@ -84,7 +94,7 @@ class _Planning:
         if self.reader.problems:  # a row may lack what its kernels need
             return None
         attention = [(self._attention(spec, row), row) for spec, row in covered]
-        kernels = [kernel for kernel, _ in attention] + self._companions(attention)
+        kernels = [kernel for kernel, _ in attention] + self._companions(attention) + self._backward(attention)
         archs = {name: Arch(capability_of(name), row.least_driver or 0, row.run_on)
                  for name, row in self.rows.archs.items()}
         shared_bytes = {name: row.shared_bytes or 0 for name, row in self.rows.archs.items()}
@@ -138,7 +148,7 @@ class _Planning:
     def _attention(self, spec: AttnSpec, row: TileRow) -> PlannedKernel:
         """The attention kernel that a row builds for a combination."""
         kinds = self.rows.families[row.family]
-        idle = {spec.kind} if _needs_delta(spec) else {spec.kind, "delta"}
+        idle = {spec.kind, *BACKWARD} if _needs_delta(spec) else {spec.kind, "delta", *BACKWARD}
         wanted = [kind for kind in KINDS if kind in kinds and kind not in idle]
         if _needs_delta(spec) and "delta" not in kinds:
             self.reader.complain(row.selector.line, f"expected the kind delta in the family {row.family!r}, which "
@@ -151,8 +161,9 @@ class _Planning:
         """The kernel of any kind that follows from a row; only attention kernels may spill, or have a suffix."""
         if row.tile is None:
             raise ValueError(f"line {row.selector.line}: expected sizes")  # not reached: plan() stops after complaints
-        return PlannedKernel(spec, row.family, self.rows.families[row.family][spec.kind], row.tile, allowed_spill_bytes,
-                             suffix, row.selector.text(row.family, spec.arch), companions)
+        return PlannedKernel(spec, row.family, self.rows.families[row.family][spec.kind], row.tile,
+                             self.rows.archs[spec.arch].shared_bytes or 0, allowed_spill_bytes, suffix,
+                             row.selector.text(row.family, spec.arch), companions)
 
     def _companions(self, attention: list[tuple[PlannedKernel, TileRow]]) -> list[PlannedKernel]:
         """The companions of the attention kernels, which must agree on the template of a companion that they share."""
@@ -167,6 +178,22 @@ class _Planning:
                                            f"{kernel.spec.name}, got others: both rows share {name}")
         return [kernel for kernel, _ in found.values()]
 
+    def _backward(self, attention: list[tuple[PlannedKernel, TileRow]]) -> list[PlannedKernel]:
+        """The backward kernels of the attention kernels that have a backward pass."""
+        found: dict[str, PlannedKernel] = {}
+        for kernel, row in attention:
+            if not (isinstance(kernel.spec, AttnSpec) and kernel.spec.trains):
+                continue
+            kinds = [kind for kind in BACKWARD if kind in self.rows.families[row.family]]
+            for spec in map(kernel.spec.companion, kinds):
+                how = self.rows.families[row.family][spec.kind]
+                wanted = self._kernel(spec, row, how.allowed_spill_bytes)
+                first = found.setdefault(spec.name, wanted)
+                if _layout(wanted) != _layout(first):
+                    self.reader.complain(row.selector.line, f"expected for {kernel.spec.name} the tiles and family of "
+                                                            f"{first.row}, got others: both rows share {spec.name}")
+        return list(found.values())
+
 
 def _needs_delta(spec: AttnSpec) -> bool:
     return spec.q == "qsmooth"
@@ -174,4 +201,5 @@ def _needs_delta(spec: AttnSpec) -> bool:
 
 def _layout(kernel: PlannedKernel) -> tuple[object, ...]:
     """What attention kernels that share a companion must agree on: all that the companion's template is given."""
-    return kernel.how, kernel.tile.quantized if isinstance(kernel.spec, QuantSpec) else None
+    reads_tiles = isinstance(kernel.spec, (QuantSpec, BwdPrepSpec))
+    return kernel.how, kernel.tile.quantized if reads_tiles else None

@@ -24,6 +24,9 @@ CONTEXT = {
               "threads", "min_blocks"),
     "pack": ("name", "template", "row", "threads"),
     "merge": ("name", "template", "row", "threads", "programmatic"),
+    "bwdprep": ("name", "template", "row", "entries", "headdim", "qk", "pv", "block_m", "block_n", "warp_m", "threads"),
+    "bwdkv": ("name", "template", "row", "entries", "headdim", "shared_bytes"),
+    "bwdq": ("name", "template", "row", "entries", "headdim", "shared_bytes"),
     "delta": ("name", "template", "row", "entries", "headdim", "threads"),
 }
 """The names that the templates of each kind are given. A template uses all of them and no others."""
@@ -68,6 +71,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "smooth_v": axes.get("v") == "vsmooth",
         "smooth_q": axes.get("q") == "qsmooth",
         "threads": kernel.how.threads,
+        "shared_bytes": kernel.shared_bytes,
         "programmatic": capability_of(kernel.spec.arch) >= PROGRAMMATIC,
         **kernel.tile._asdict(),
         "min_blocks": kernel.min_blocks,  # replaces the tile's, which holds for the attention kernel

@@ -16,7 +16,7 @@ from codegen.yaml_reader import YamlReader, line_of
 from sage_aot._families import FAMILIES
 from sage_aot._kernels.axes import AXES
 from sage_aot._kernels.manifest import SUFFIXES
-from sage_aot._kernels.spec import IN_EVERY_FAMILY, KINDS, AttnSpec, capability_of
+from sage_aot._kernels.spec import BACKWARD, IN_EVERY_FAMILY, KINDS, AttnSpec, capability_of
 from sage_aot._kernels.tile import Tile
 
 AXIS_NAMES = AttnSpec.axes()
@@ -88,6 +88,7 @@ class FamilyKind:
     template: str
     threads: int | None  # of a block; those of attention kernels follow from their tiles
     min_blocks: int | None  # resident blocks an SM, of quantizers; attention kernels have their tiles', delta none
+    allowed_spill_bytes: int = 0  # of backward kernels; attention kernels have their rows'
 
 
 @dataclass(frozen=True)
@@ -177,16 +178,17 @@ class RowReader:
                 for name, kinds in entries.items()}
 
     def _family_kind(self, family: str, kind: str, node: yaml.Node) -> FamilyKind:
-        quantizer = ("template", "threads", "min_blocks")
-        keys = {"attn": ("template",), "quant": quantizer}.get(kind, ("template", "threads"))
-        entries = self.reader.mapping(node, f"{kind!r} of the family {family!r}", keys)
+        quantizer, own_threads = ("template", "threads", "min_blocks"), ("template",)  # that follow from a tile
+        keys = {"attn": own_threads, "bwdkv": own_threads, "bwdq": own_threads, "quant": quantizer}
+        entries = self.reader.mapping(node, f"{kind!r} of the family {family!r}", keys.get(kind, ("template", "threads")),
+                                      ("allow_spills", "why") if kind in BACKWARD else ())
         template = self.reader.scalar(entries["template"]) if "template" in entries else None
         if template is not None and not (self.templates / str(template)).is_file():
             self.reader.complain(line_of(entries["template"]), f"expected a file in templates/, got {template!r}")
         threads = self._integer(entries, "threads", f"a multiple of 32, at most {_MAX_THREADS}",
                                 lambda value: value % 32 == 0 and 0 < value <= _MAX_THREADS)
         min_blocks = self._integer(entries, "min_blocks", "a positive integer")
-        return FamilyKind(str(template), threads, min_blocks)
+        return FamilyKind(str(template), threads, min_blocks, self._allowed_spills(line_of(node), entries))
 
     def _row(self, node: yaml.Node, what: str, required: tuple[str, ...],
              optional: tuple[str, ...] = ()) -> tuple[dict[str, yaml.Node], Selector]:

@@ -16,6 +16,7 @@ from sage_aot.errors import ArgumentError, CubinError, LaunchError, PtxWarning, 
 if TYPE_CHECKING:
     from sage_aot._call.api import attn, supports
     from sage_aot._call.kv import QuantizedKV, quantize_kv
+    from sage_aot._call.train import train_attn
     from sage_aot._call.varlen import attn_varlen
     from sage_aot._tools.explain import explain
     from sage_aot._tools.info import info
@@ -35,11 +36,13 @@ __all__ = [
     "info",
     "quantize_kv",
     "supports",
+    "train_attn",
 ]
 
 _HOMES = {"QuantizedKV": "sage_aot._call.kv", "quantize_kv": "sage_aot._call.kv",
           "attn": "sage_aot._call.api", "attn_varlen": "sage_aot._call.varlen",
-          "explain": "sage_aot._tools.explain", "info": "sage_aot._tools.info", "supports": "sage_aot._call.api"}
+          "explain": "sage_aot._tools.explain", "info": "sage_aot._tools.info", "supports": "sage_aot._call.api",
+          "train_attn": "sage_aot._call.train"}
 
 
 def __getattr__(name: str) -> object:

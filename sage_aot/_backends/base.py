@@ -45,6 +45,25 @@ class Call(Protocol):
         ...
 
 
+class BackwardTensors(NamedTuple):
+    """The tensors from which a backward pass is prepared, as :class:`Tensors`."""
+
+    grad_out: torch.Tensor
+    out: torch.Tensor
+    v: torch.Tensor
+    grad_q: torch.Tensor
+    grad_k: torch.Tensor
+    grad_v: torch.Tensor
+
+
+class BackwardCall(Protocol):
+    """A backward pass prepared for tensors of given shapes, strides and devices."""
+
+    def __call__(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor) -> None:
+        """Write grad_q, grad_k and grad_v. `lse`, `saved`: what the forward pass returned."""
+        ...
+
+
 class Backend(Protocol):
     """What runs the kernels of one folder, or their emulation."""
 
@@ -65,5 +84,17 @@ class Backend(Protocol):
         ...
 
     def kv_bytes(self, plan: Plan) -> int:
-        """Bytes of what is kept of k and v, where they are quantized by a call of their own."""
+        """Bytes of what a call keeps of its quantized tensors, by the part of its problem."""
+        ...
+
+    def saved_bytes(self, plan: Plan) -> int:
+        """Bytes of what :meth:`save` returns."""
+        ...
+
+    def save(self, plan: Plan, kept: torch.Tensor) -> torch.Tensor:
+        """What the backward pass reads of what a call of the part "train" kept: uint8."""
+        ...
+
+    def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> BackwardCall:
+        """Prepare the backward pass of a plan of the part "train", which has at least one query and one key."""
         ...

@@ -19,11 +19,18 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from sage_aot._backends.base import Tensors
+from sage_aot._backends.base import BackwardTensors, Tensors
 from sage_aot._backends.drivers import Driver, Function, Launcher, default_driver
 from sage_aot._backends.loader import Library
 from sage_aot._kernels.manifest import KernelRecord, Manifest
 from sage_aot._kernels.spec import is_ptx
+from sage_aot._launch.backward import (
+    BackwardArguments,
+    BackwardPlan,
+    SavedParts,
+    backward_launches,
+    plan_backward,
+)
 from sage_aot._launch.choose import Gpu, Kernels, nearest_arch
 from sage_aot._launch.plan import MISSING, Argument, Arguments, Launch, Plan, Strides, launches, splits_of
 from sage_aot._launch.structs import SOURCES, WORD, Packed, Packer
@@ -78,6 +85,15 @@ class CudaBackend:
 
     def kv_bytes(self, plan: Plan) -> int:
         return plan.kv_bytes
+
+    def saved_bytes(self, plan: Plan) -> int:
+        return plan_backward(plan, self.manifest).saved.total
+
+    def save(self, plan: Plan, kept: torch.Tensor) -> torch.Tensor:
+        return saved_of(plan, plan_backward(plan, self.manifest).saved, kept)
+
+    def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> CudaBackward:
+        return CudaBackward(plan_backward(plan, self.manifest), tensors, self, tensors.v.get_device())
 
 
 def arch_of(library: Library, device: int) -> str:
@@ -167,16 +183,78 @@ class CudaCall:
 
     def queue_of(self, wanted: Sequence[Launch]) -> Queue:
         """Load the kernels of some launches and bind them to a queue."""
-        load, packers = self._backend.library.load, self._backend.packers
-        with _device(self._device):
-            bound = [_Bound(launch.record, load(launch.record, launch.entry, self._device), launch.blocks,
-                            packers[launch.record.params].pack(launch.params)) for launch in wanted]
-            return Queue(bound, self._driver, self._device, self._backend.context(self._device))
+        return queue_of(self._backend, self._device, wanted)
 
     def _queue_for(self, at_16_bytes: tuple[bool, ...]) -> Queue:
         if at_16_bytes not in self._queues:
             self._queues[at_16_bytes] = self.queue_of(self.launches(at_16_bytes))
         return self._queues[at_16_bytes]
+
+
+class CudaBackward:
+    """The launches of a backward pass for tensors of given strides on one device. Safe under threads."""
+
+    def __init__(self, plan: BackwardPlan, tensors: BackwardTensors, backend: CudaBackend, device: int) -> None:
+        self.plan = plan
+        self._strides = [strides_of(tensor, plan.forward.problem.options.layout) for tensor in tensors]
+        self._backend, self._device = backend, device
+        self._queues: dict[tuple[bool, ...], Queue] = {}  # by which tensors begin at a multiple of 16 bytes
+
+    def __call__(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor) -> None:
+        with _device(self._device):
+            workspace = saved.new_empty(self.plan.workspace_bytes)
+            self.run(tensors, lse, saved, workspace)
+
+    def run(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor, workspace: torch.Tensor) -> None:
+        """Make the call with a workspace of the caller's: uint8, plan.workspace_bytes. Afterwards the workspace holds
+        the tiles that the backward kernels read."""
+        self._queue_for(tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors))(
+            torch._C._cuda_getCurrentRawStream(self._device), *self.addresses(tensors, lse, saved, workspace))
+
+    def addresses(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor,
+                  workspace: torch.Tensor) -> list[int]:
+        """The addresses that a :class:`Queue` of the launches takes."""
+        named = {**tensors._asdict(), "lse": lse, "saved": saved, "workspace": workspace}
+        return [_address(named.get(source)) for source in SOURCES]
+
+    def queue_of(self, wanted: Sequence[Launch]) -> Queue:
+        """Load the kernels of some launches and bind them to a queue."""
+        return queue_of(self._backend, self._device, wanted)
+
+    def launches(self, at_16_bytes: tuple[bool, ...]) -> list[Launch]:
+        """The launches, for tensors that begin at a multiple of 16 bytes or not."""
+        arguments = BackwardArguments(*map(Argument, BackwardTensors._fields, self._strides, at_16_bytes))
+        return backward_launches(self.plan, arguments)
+
+    def _queue_for(self, at_16_bytes: tuple[bool, ...]) -> Queue:
+        if at_16_bytes not in self._queues:
+            self._queues[at_16_bytes] = self.queue_of(self.launches(at_16_bytes))
+        return self._queues[at_16_bytes]
+
+
+def saved_of(plan: Plan, parts: SavedParts, kept: torch.Tensor) -> torch.Tensor:
+    """What the backward pass reads of what a forward pass kept: K̂ without the V̂ between its tiles, Q̂ and its scales."""
+    def words(memory: torch.Tensor, begin: int, count: int) -> torch.Tensor:
+        return memory.narrow(0, begin, count).view(torch.int64)  # torch copies strided bytes one by one
+
+    saved, k_bytes, in_k = kept.new_empty(parts.total), parts.k_bytes, parts.k_tile_bytes // 8
+    tiles = words(kept, plan.kv_offsets["kv_hat"], plan.sizes["kv_hat"]).view(parts.kv_tiles, -1)
+    of_k = words(saved, 0, k_bytes).view(parts.kv_tiles, -1)
+    of_k[:, :in_k] = tiles[:, :in_k]
+    of_k[:, in_k:] = tiles[:, tiles.shape[1] - parts.line_bytes // 8:]
+    for name, begin, count in (("q_hat", k_bytes, parts.q_hat_bytes),
+                               ("q_scale", k_bytes + parts.q_hat_bytes, parts.q_scale_bytes)):
+        words(saved, begin, count).copy_(words(kept, plan.kv_offsets[name], count))
+    return saved
+
+
+def queue_of(backend: CudaBackend, device: int, wanted: Sequence[Launch]) -> Queue:
+    """Load the kernels of some launches and bind them to a queue."""
+    load, packers = backend.library.load, backend.packers
+    with _device(device):
+        bound = [_Bound(launch.record, load(launch.record, launch.entry, device), launch.blocks,
+                        packers[launch.record.params].pack(launch.params)) for launch in wanted]
+        return Queue(bound, backend.library.driver, device, backend.context(device))
 
 
 def _device(device: int) -> AbstractContextManager[object]:
@@ -231,8 +309,8 @@ class Queue:
         self._free: list[_Structs] = []  # grows to the most threads that were here at once; pop, append are atomic
 
     def __call__(self, stream: int, *addresses: int) -> None:
-        """Queue the launches, in order, on a raw stream handle. `addresses`: of the call's tensors, in the order of
-        SOURCES. LaunchError, with the kernel's name, where the driver refuses a launch."""
+        """Queue the launches, in order, on a raw stream handle. `addresses`: of the call's tensors, the first ones in
+        the order of SOURCES, always as many. LaunchError, with the kernel's name, where the driver refuses a launch."""
         try:
             with self._driver.entered(self._context):
                 self.launch(stream, *addresses)
@@ -247,7 +325,7 @@ class Queue:
             structs = self._free.pop()
         except IndexError:
             structs = _Structs(len(self._template), self._begins, self._bound)
-        _ADDRESSES.pack_into(structs.address_bytes, 0, *addresses)
+        _ADDRESSES[len(addresses)].pack_into(structs.address_bytes, 0, *addresses)
         structs.addresses.take(self._sources, None, structs.gathered, "clip")
         np.add(self._template, structs.gathered, structs.words)
         launcher = None
@@ -261,7 +339,7 @@ class Queue:
         self._free.append(structs)  # not reached after an error, which drops these structs
 
 
-_ADDRESSES = struct.Struct(f"<{len(SOURCES)}Q")
+_ADDRESSES = [struct.Struct(f"<{count}Q") for count in range(len(SOURCES) + 1)]
 
 
 class _Structs:

@@ -37,7 +37,7 @@ from sage_aot._problem.check import (
 )
 from sage_aot._problem.options import Options, schema
 
-_LIBRARY: Any = torch.library.Library("sage_aot", "DEF")  # type: ignore[no-untyped-call]  # keeps the operators alive
+LIBRARY: Any = torch.library.Library("sage_aot", "DEF")  # type: ignore[no-untyped-call]  # keeps the operators alive
 _CONTIGUOUS = torch.contiguous_format
 _Maybe = torch.Tensor | None
 _T = TypeVar("_T")
@@ -192,16 +192,17 @@ def _stored(form: Callable[..., _T]) -> Callable[..., _T]:
     return run
 
 
-def _register(name: str, given: str, returns: str, run: Callable[..., Any],
-              fake: Callable[..., Any]) -> torch._ops.OpOverload[..., Any]:
+def register(name: str, given: str, returns: str, run: Callable[..., Any],
+             fake: Callable[..., Any]) -> torch._ops.OpOverload[..., Any]:
+    """Define an operator that takes tensors as `given` says and then the options."""
     # The stride order is fixed, so that a compiler keeps the last dimension contiguous.
-    _LIBRARY.define(f"{name}({given}{schema()}) -> {returns}",
+    LIBRARY.define(f"{name}({given}{schema()}) -> {returns}",
                     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     op: torch._ops.OpOverload[..., Any] = getattr(torch.ops.sage_aot, name).default
     for device in ("CUDA", "CPU"):
-        _LIBRARY.impl(name, run, device)
-        _LIBRARY.impl(name, _autocasting(op, device), f"Autocast{device}")
-    torch.library.register_fake(f"sage_aot::{name}", fake, lib=_LIBRARY)
+        LIBRARY.impl(name, run, device)
+        LIBRARY.impl(name, _autocasting(op, device), f"Autocast{device}")
+    torch.library.register_fake(f"sage_aot::{name}", fake, lib=LIBRARY)
     return op
 
 
@@ -226,20 +227,20 @@ def _autocasting(op: torch._ops.OpOverload[..., Any], device: str) -> Callable[.
     return run
 
 
-attn = _register("attn", _DENSE, "Tensor", _attn, _fake_attn)
-attn_lse = _register("attn_lse", _DENSE, "(Tensor, Tensor)", _attn_lse, _fake_attn_lse)
-attn_out = _register("attn_out", _DENSE + _OUT, "()", _attn_out, _fake_attn_out)
-attn_lse_out = _register("attn_lse_out", _DENSE + _OUT, "Tensor", _attn_lse_out, _fake_attn_lse_out)
-attn_varlen = _register("attn_varlen", _VARLEN, "Tensor", _varlen(_attn), _varlen(_fake_attn))
-attn_varlen_lse = _register("attn_varlen_lse", _VARLEN, "(Tensor, Tensor)", _varlen(_attn_lse),
-                            _varlen(_fake_attn_lse))
-attn_varlen_out = _register("attn_varlen_out", _VARLEN + _OUT, "()", _varlen(_attn_out), _varlen(_fake_attn_out))
-attn_varlen_lse_out = _register("attn_varlen_lse_out", _VARLEN + _OUT, "Tensor", _varlen(_attn_lse_out),
-                                _varlen(_fake_attn_lse_out))
-quantize_kv = _register("quantize_kv", "Tensor k, Tensor v, Tensor? key_mask, ", "(Tensor, Tensor)", _quantize_kv,
-                        _fake_quantize_kv)
-attn_kv = _register("attn_kv", _STORED, "Tensor", _stored(_attn), _stored(_fake_attn))
-attn_kv_lse = _register("attn_kv_lse", _STORED, "(Tensor, Tensor)", _stored(_attn_lse), _stored(_fake_attn_lse))
-attn_kv_out = _register("attn_kv_out", _STORED + _OUT, "()", _stored(_attn_out), _stored(_fake_attn_out))
-attn_kv_lse_out = _register("attn_kv_lse_out", _STORED + _OUT, "Tensor", _stored(_attn_lse_out),
-                            _stored(_fake_attn_lse_out))
+attn = register("attn", _DENSE, "Tensor", _attn, _fake_attn)
+attn_lse = register("attn_lse", _DENSE, "(Tensor, Tensor)", _attn_lse, _fake_attn_lse)
+attn_out = register("attn_out", _DENSE + _OUT, "()", _attn_out, _fake_attn_out)
+attn_lse_out = register("attn_lse_out", _DENSE + _OUT, "Tensor", _attn_lse_out, _fake_attn_lse_out)
+attn_varlen = register("attn_varlen", _VARLEN, "Tensor", _varlen(_attn), _varlen(_fake_attn))
+attn_varlen_lse = register("attn_varlen_lse", _VARLEN, "(Tensor, Tensor)", _varlen(_attn_lse),
+                           _varlen(_fake_attn_lse))
+attn_varlen_out = register("attn_varlen_out", _VARLEN + _OUT, "()", _varlen(_attn_out), _varlen(_fake_attn_out))
+attn_varlen_lse_out = register("attn_varlen_lse_out", _VARLEN + _OUT, "Tensor", _varlen(_attn_lse_out),
+                               _varlen(_fake_attn_lse_out))
+quantize_kv = register("quantize_kv", "Tensor k, Tensor v, Tensor? key_mask, ", "(Tensor, Tensor)", _quantize_kv,
+                       _fake_quantize_kv)
+attn_kv = register("attn_kv", _STORED, "Tensor", _stored(_attn), _stored(_fake_attn))
+attn_kv_lse = register("attn_kv_lse", _STORED, "(Tensor, Tensor)", _stored(_attn_lse), _stored(_fake_attn_lse))
+attn_kv_out = register("attn_kv_out", _STORED + _OUT, "()", _stored(_attn_out), _stored(_fake_attn_out))
+attn_kv_lse_out = register("attn_kv_lse_out", _STORED + _OUT, "Tensor", _stored(_attn_lse_out),
+                           _stored(_fake_attn_lse_out))

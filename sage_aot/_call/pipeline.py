@@ -14,16 +14,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from sage_aot._problem.check import check, check_kv, check_no_grad, check_out, check_stored, heads_first
+from sage_aot._problem.check import (
+    check,
+    check_kv,
+    check_no_grad,
+    check_out,
+    check_stored,
+    check_train,
+    heads_first,
+)
 from sage_aot._problem.options import OPTIONS, Options
 from sage_aot.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from sage_aot._backends.base import Backend, Call
+    from sage_aot._backends.base import Backend, BackwardCall, BackwardTensors, Call
     from sage_aot._backends.loader import Library
     from sage_aot._launch.choose import Kernels
     from sage_aot._launch.plan import Plan
@@ -66,7 +74,22 @@ class Prepared:
         return q.new_empty(self._lse_shape, dtype=torch.float32)
 
 
+class PreparedTraining(Prepared):
+    """A forward pass that keeps what its backward pass reads."""
+
+    __slots__ = ("backend", "plan")
+
+    def __init__(self, backend: Backend, plan: Plan, run: Call, kv_bytes: int) -> None:
+        super().__init__(plan.problem, run, kv_bytes)
+        self.backend, self.plan = backend, plan
+
+    def save(self, kept: torch.Tensor) -> torch.Tensor:
+        """What the backward pass reads of what the call kept."""
+        return kept if self.problem.is_empty else self.backend.save(self.plan, kept)
+
+
 _prepared: ByKind[Prepared] = ByKind()
+_backward: ByKind[BackwardCall] = ByKind()
 answers: ByKind[str | None] = ByKind()
 """What :func:`sage_aot._call.refusal.refusal` said; its keys begin with autocast's dtype."""
 _lock = threading.Lock()  # held while either changes
@@ -105,6 +128,47 @@ def prepared_kv(k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
     key = "kv", *kind_of_call(k, k, v, key_mask, None, options, variables, handed)
     return _prepared.get(key) or _kept(key, handed, variables, lambda: prepare_kv(
         handed or backend_of(k), k, v, Options.from_schema(*options), key_mask))
+
+
+def prepared_train(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[Any, ...]) -> PreparedTraining:
+    """As :func:`prepared`, of the forward pass of a call that is trained."""
+    handed, variables = _handed, environment()
+    key = "train", *kind_of_call(q, k, v, None, None, options, variables, handed)
+    return cast("PreparedTraining", _prepared.get(key) or _kept(key, handed, variables, lambda: prepare_train(
+        handed or backend_of(q), q, k, v, Options.from_schema(*options))))
+
+
+def prepare_train(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                  options: Options) -> PreparedTraining:
+    """Check a call of :func:`sage_aot.train_attn` and prepare its forward pass on a backend."""
+    problem = check_train(q, k, v, options)
+    plan = plan_of(backend, problem, q.get_device())
+    if problem.is_empty:
+        return PreparedTraining(backend, plan, _nothing_to_see, 0)
+    from sage_aot._backends.base import Tensors
+
+    backend.saved_bytes(plan)  # raises where there are no kernels for the backward pass
+    out = q if q.is_contiguous() else torch.empty_like(q, memory_format=torch.contiguous_format)
+    return PreparedTraining(backend, plan, backend.bind(plan, Tensors(q, k, v, out)), backend.kv_bytes(plan))
+
+
+def prepared_backward(tensors: BackwardTensors, options: tuple[Any, ...]) -> BackwardCall:
+    """The backward pass of a call, kept from an earlier one of the kind, or prepared now."""
+    handed, variables = _handed, environment()
+    like = tensors.grad_q, tensors.grad_k, tensors.grad_v, None, tensors.out
+    key = "backward", tensors.grad_out.stride(), tensors.v.stride(), *kind_of_call(*like, options, variables, handed)
+    found = _backward.get(key)
+    if found is None:
+        found = prepare_backward(handed or backend_of(tensors.v), tensors, Options.from_schema(*options))
+        if (handed, variables) == (_handed, environment()):
+            _backward.keep(key, found)
+    return found
+
+
+def prepare_backward(backend: Backend, tensors: BackwardTensors, options: Options) -> BackwardCall:
+    """Prepare a backward pass on a backend; the gradients have the shapes of q, k and v."""
+    problem = check_train(tensors.grad_q, tensors.grad_k, tensors.grad_v, options)
+    return backend.bind_backward(plan_of(backend, problem, tensors.v.get_device()), tensors)
 
 
 def prepare_kv(backend: Backend, k: torch.Tensor, v: torch.Tensor, options: Options,
@@ -284,7 +348,7 @@ def handing(backend: Backend) -> Iterator[None]:
         yield
     finally:
         _handed = before
-        for kept in (_prepared, answers):
+        for kept in (_prepared, _backward, answers):
             kept.forget(backend)
 
 

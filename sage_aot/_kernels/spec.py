@@ -10,7 +10,10 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from sage_aot._kernels.axes import AXES, ROWS
+from sage_aot._kernels.axes import AXES, HALVES, ROWS
+
+MOST_TRAINED = 128
+"""Most channels of a head that the backward kernels compute: more would not fit into the registers."""
 
 _PREFIX = {"headdim": "d", "qk": "qk", "pv": "pv", "pv_accum": "acc"}
 _SHORT: dict[int | str, str] = {"two_level_f32": "2f32", "two_level_f16": "2f16"}
@@ -122,6 +125,11 @@ class AttnSpec(KernelSpec):
     v: str
     q: str
 
+    @property
+    def trains(self) -> bool:
+        """Whether the backward pass takes what this kernel read, and the log-sum-exp that it wrote."""
+        return self.qk == "int8" and self.q == "qraw" and self.v == "vraw" and self.headdim <= MOST_TRAINED
+
     def impossible(self) -> str | None:
         """Why no such kernel can exist on this arch, or None. The matrix may exclude more kernels, never fewer."""
         capability = capability_of(self.arch)
@@ -140,8 +148,41 @@ class AttnSpec(KernelSpec):
         return None
 
 
-KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (PackSpec, QuantSpec, DeltaSpec, AttnSpec, MergeSpec)}
-"""Every kind of kernel, in the order in which a call runs them."""
+@dataclass(frozen=True)
+class BwdPrepSpec(KernelSpec):
+    """The tiles that the backward kernels read, in the layouts of the attention kernel's quantizer."""
+
+    kind = "bwdprep"
+    rows = ROWS
+    headdim: int
+    qk: str
+    pv: str
+
+
+@dataclass(frozen=True)
+class BwdKvSpec(KernelSpec):
+    """The gradients of K and V."""
+
+    kind = "bwdkv"
+    rows = HALVES
+    headdim: int
+
+
+@dataclass(frozen=True)
+class BwdQSpec(KernelSpec):
+    """The gradient of Q."""
+
+    kind = "bwdq"
+    rows = HALVES
+    headdim: int
+
+
+KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (
+    PackSpec, QuantSpec, DeltaSpec, AttnSpec, MergeSpec, BwdPrepSpec, BwdKvSpec, BwdQSpec)}
+"""Every kind of kernel, in the order in which a call, and then its backward pass, run them."""
+
+BACKWARD = ("bwdprep", "bwdkv", "bwdq")
+"""The kinds of the backward pass."""
 
 IN_EVERY_FAMILY = ("pack", "quant", "attn", "merge")
 """The kinds that every family has. Every call runs quant and attn; pack runs where a call has a key mask, delta where Q

@@ -39,6 +39,9 @@ ALIGNMENT = 256
 OF_KV = ("kv_hat", "k_mean", "v_scale", "v_mean", "key_rank", "key_index")
 """Buffers that depend on k and v alone. Where k and v are quantized by a call of their own, they lie in its result."""
 
+KEPT = {"all": (), "kv": OF_KV, "q": OF_KV, "train": ("q_hat", "q_scale", "kv_hat")}
+"""By the part of a problem, the buffers that lie in what a call keeps, or an earlier one kept."""
+
 _MAX_GRID = 2**31 - 1
 LOG2_E = 1.4426950408889634
 
@@ -105,13 +108,12 @@ class Plan:
     sizes: dict[str, int]  # per buffer
     offsets: dict[str, int]  # from the workspace's beginning, per buffer in it
     workspace_bytes: int
-    kv_offsets: dict[str, int]  # from the beginning of the quantized k and v, per buffer in them
+    kv_offsets: dict[str, int]  # from the beginning of what is kept, per buffer in it
     kv_bytes: int
 
 
 def plan(problem: Problem, kernels: Kernels, splits: int = 1) -> Plan:
-    """Lay out the workspace of a problem, and where k and v are quantized apart, what is kept of them. `splits`: blocks
-    that share the keys of a query tile; ArgumentError for more than the merge kernel takes."""
+    """Lay out the workspace of a problem, and what its call keeps, or an earlier one kept. `splits`: blocks that share the keys of a query tile; ArgumentError for more than the merge kernel takes."""
     tile = kernels.attn.tile
     if splits == 1:
         kernels = kernels.without("merge")
@@ -128,9 +130,9 @@ def plan(problem: Problem, kernels: Kernels, splits: int = 1) -> Plan:
         head_bytes = 4 * q_tiles * columns
         heads_at_once = max(1, min(heads_at_once, DELTA_BYTES // max(1, head_bytes)))  # 0 bytes without queries or keys
         sizes["delta_s"] = heads_at_once * head_bytes
-    apart = OF_KV if problem.part != "all" else ()
-    offsets, workspace_bytes = _lay_out({name: size for name, size in sizes.items() if name not in apart})
-    kv_offsets, kv_bytes = _lay_out({name: size for name, size in sizes.items() if name in apart})
+    apart = KEPT[problem.part]
+    offsets, workspace_bytes = lay_out({name: size for name, size in sizes.items() if name not in apart})
+    kv_offsets, kv_bytes = lay_out({name: size for name, size in sizes.items() if name in apart})
     return Plan(problem, kernels, q_tiles, kv_tiles, columns, heads_at_once, splits, sizes, offsets, workspace_bytes,
                 kv_offsets, kv_bytes)
 
@@ -170,7 +172,7 @@ def _partial_headdim(problem: Problem) -> int:
     return -(-problem.headdim // 4) * 4
 
 
-def _lay_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+def lay_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
     """Offsets of buffers one behind the other, and the end of the last."""
     offsets, end = {}, 0
     for name, size in sizes.items():
@@ -250,8 +252,8 @@ def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: in
     }
 
 
-def _launch(record: KernelRecord, blocks: int, params: Params, rows: str | None = None,
-            at_most: int = _MAX_GRID) -> Launch:
+def launch_of(record: KernelRecord, blocks: int, params: Params, rows: str | None = None,
+              at_most: int = _MAX_GRID) -> Launch:
     """A launch of so many blocks, or of `at_most` blocks that share the work where there is more. `rows`: the entry
     point's member of ROWS, where the kernel reads rows."""
     if blocks > _MAX_GRID:
@@ -260,14 +262,14 @@ def _launch(record: KernelRecord, blocks: int, params: Params, rows: str | None 
     return Launch(record, spec.entries[spec.rows.index(rows) if rows else 0], min(blocks, at_most), params)
 
 
-def _rows(problem: Problem, *tensors: Argument) -> str:
+def rows_of(problem: Problem, *tensors: Argument) -> str:
     """The member of ROWS that holds for the rows of all of these tensors."""
     aligned = all(tensor.aligned(problem.headdim) for tensor in tensors)
     return problem.dtype if aligned and problem.dtype in ROWS else "any"
 
 
 def _pack(plan: Plan, known: Params) -> Launch:
-    return _launch(plan.kernels["pack"], plan.problem.batch, known)
+    return launch_of(plan.kernels["pack"], plan.problem.batch, known)
 
 
 def _quantize(plan: Plan, tensors: Arguments, known: Params, sm_count: int) -> Launch:
@@ -286,10 +288,12 @@ def _quantize(plan: Plan, tensors: Arguments, known: Params, sm_count: int) -> L
         kv_blocks = _kv_blocks(problem, keys * rounds)
     per_kv_head = 2 * kv_blocks + q_blocks
     own = {"rounds": rounds, "kv_blocks": kv_blocks, "blocks_per_kv_head": FastDivmod.of(per_kv_head)}
-    if plan.splits > 1:  # the log-sum-exp of each split is its weight, wanted or not
+    if problem.part == "train":  # the backward pass recomputes P from scores without a row_bias
+        own["lse"] = NULL
+    elif plan.splits > 1:  # the log-sum-exp of each split is its weight, wanted or not
         own["lse"] = ("workspace", plan.offsets["partial_lse"])
-    read = {"all": (tensors.q, tensors.k, tensors.v), "kv": (tensors.k, tensors.v), "q": (tensors.q,)}[problem.part]
-    return _launch(record, kv_heads * per_kv_head, {**known, **own}, _rows(problem, *read))
+    read = {"kv": (tensors.k, tensors.v), "q": (tensors.q,)}.get(problem.part, (tensors.q, tensors.k, tensors.v))
+    return launch_of(record, kv_heads * per_kv_head, {**known, **own}, rows_of(problem, *read))
 
 
 def _delta(plan: Plan, tensors: Arguments, known: Params) -> Launch:
@@ -298,8 +302,8 @@ def _delta(plan: Plan, tensors: Arguments, known: Params) -> Launch:
     tile_blocks = _q_blocks(plan.problem, edge * plan.kernels.attn.tile.block_m)
     key_blocks = -(-plan.columns // edge)
     own = {"key_blocks": FastDivmod.of(key_blocks), "tile_blocks": FastDivmod.of(tile_blocks)}
-    return _launch(record, known["num_heads"] * tile_blocks * key_blocks, {**known, **own},
-                   _rows(plan.problem, tensors.k))
+    return launch_of(record, known["num_heads"] * tile_blocks * key_blocks, {**known, **own},
+                     rows_of(plan.problem, tensors.k))
 
 
 def _attention(plan: Plan, known: Params, sm_count: int) -> Launch:
@@ -308,7 +312,7 @@ def _attention(plan: Plan, known: Params, sm_count: int) -> Launch:
     if plan.splits > 1:
         known = {**known, **_partial(plan)}
     resident = sm_count * record.tile.min_blocks if FAMILIES[record.family].persistent else _MAX_GRID
-    return _launch(record, known["num_heads"] * plan.q_tiles * plan.splits, known, at_most=resident)
+    return launch_of(record, known["num_heads"] * plan.q_tiles * plan.splits, known, at_most=resident)
 
 
 def _partial(plan: Plan) -> Params:
@@ -325,4 +329,4 @@ def _merge(plan: Plan, known: Params) -> Launch:
     record, problem = plan.kernels["merge"], plan.problem
     row_blocks = _q_blocks(problem, record.fact("rows"))
     own = {"partial_headdim": _partial_headdim(problem), "row_blocks": FastDivmod.of(row_blocks)}
-    return _launch(record, problem.runs * problem.num_q_heads * row_blocks, {**known, **own})
+    return launch_of(record, problem.runs * problem.num_q_heads * row_blocks, {**known, **own})

@@ -21,8 +21,10 @@ from sage_aot._kernels.spec import KINDS
 from sage_aot._kernels.tile import Tile
 from sage_aot._problem.options import OPTIONS
 
-SOURCES = ("q", "k", "v", "out", "lse", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "kv", "workspace")
-"""Tensors of a call in which an address may lie; "kv": what a call of its own keeps of k and v. The address of a tensor
+SOURCES = ("q", "k", "v", "out", "lse", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "kv", "workspace", "saved",
+           "grad_out", "grad_q", "grad_k", "grad_v")
+"""Tensors of a call in which an address may lie; those of a backward pass alone at the end. "kv": what the call keeps of
+its quantized tensors, or an earlier one kept; "saved": what the backward pass reads of them. The address of a tensor
 that a call does not have is zero.
 """
 
@@ -68,15 +70,16 @@ class Tensor(NamedTuple):
 NULL: Address = ("", 0)
 """The address zero."""
 
-_TENSORS = ("q", "k", "v", "out", "key_mask")
+_TENSORS = ("q", "k", "v", "out", "key_mask", "grad_out", "grad_q", "grad_k", "grad_v")
 _ADDRESSES = ("cu_seqlens_q", "cu_seqlens_k", "key_rank", "key_index", "q_hat", "kv_hat", "q_scale", "q_mean", "k_mean",
-              "v_scale", "v_mean", "row_bias", "tile_counter", "delta_s", "lse", "partial_out", "partial_lse")
+              "v_scale", "v_mean", "row_bias", "tile_counter", "delta_s", "lse", "partial_out", "partial_lse", "k_hat",
+              "q_side", "kv_side")
 _INTEGERS = ("batch", "seqlen_q", "seqlen_kv", "q_rows", "kv_rows", "headdim", "dtype", "kv_tiles", "block_m",
              "block_n", "columns", "rounds", "kv_blocks", "first_head", "num_heads", "split_rows", "partial_headdim",
-             "unused")
+             "q_side_blocks", "unused")
 _DIVISORS = ("num_q_heads", "num_kv_heads", "q_heads_per_kv_head", "q_tiles", "blocks_per_kv_head", "key_blocks",
-             "tile_blocks", "splits", "row_blocks")
-_FLOATS = ("softmax_scale_log2", "v_typical", "v_least", "v_limit")
+             "tile_blocks", "splits", "row_blocks", "q_side_tiles", "kv_side_tiles", "q_blocks", "kv_blocks_of_head")
+_FLOATS = ("softmax_scale", "softmax_scale_log2", "v_typical", "v_least", "v_limit")
 _OF_SCHEMA = {"bool": "i", "int": "i", "float": "f"}
 
 FILLED: dict[str, str] = {
@@ -107,8 +110,8 @@ class Packed(NamedTuple):
     sources: bytes  # per 8-byte word of data: the index in SOURCES whose address is to be added, or NO_SOURCE
 
     def at(self, addresses: Mapping[str, int]) -> bytes:
-        """The struct with the addresses added. `addresses`: of the tensors, by their names in SOURCES."""
-        added = [*(addresses[name] for name in SOURCES), 0]
+        """The struct with the addresses added. `addresses`: of the call's tensors, by their names in SOURCES."""
+        added = [*(addresses.get(name, 0) for name in SOURCES), 0]
         words = struct.unpack(f"<{len(self.sources)}Q", self.data)
         return struct.pack(f"<{len(words)}Q", *(word + added[source] for word, source in zip(words, self.sources)))
 

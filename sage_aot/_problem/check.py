@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, cast
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sage_aot._kernels.axes import MAX_HEADDIM
+from sage_aot._kernels.spec import MOST_TRAINED
 from sage_aot._problem.options import LAYOUTS, OPTIONS, Options
 from sage_aot.errors import ArgumentError
 
@@ -55,8 +56,9 @@ class Stored(NamedTuple):
     quantizer: str  # pipeline.quantizer_of(): the kernel that wrote `data`
 
 
-Part = Literal["all", "kv", "q"]
-"""What a call computes: all; the quantized k and v alone; or the attention of q to k and v quantized before."""
+Part = Literal["all", "kv", "q", "train"]
+"""What a call computes: all; the quantized k and v alone; the attention of q to k and v quantized before; or all, of
+which it keeps the quantized tensors for a backward pass."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,25 @@ def check_kv(k: torch.Tensor, v: torch.Tensor, options: Options, key_mask: torch
                    key_mask is not None, part="kv")
 
 
+def check_train(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Problem:
+    """Check the tensors of :func:`sage_aot.train_attn` and return its problem."""
+    problem = check(q, k, v, options)
+    if problem.dtype == "f32":
+        raise ArgumentError(f"q, k and v: expected torch.float16 or torch.bfloat16 to train with, got {q.dtype}; call it "
+                            f"under torch.autocast, or pass q.to(torch.bfloat16)")
+    if problem.headdim > MOST_TRAINED:
+        raise ArgumentError(f"expected a head dim from 1 to {MOST_TRAINED} to train with, got {problem.headdim}; for "
+                            f"others call torch.nn.functional.scaled_dot_product_attention")
+    return replace(problem, part="train")
+
+
+def check_backward(grad_out: torch.Tensor, out: torch.Tensor) -> None:
+    """ArgumentError for a gradient that is not that of `out`."""
+    if (grad_out.shape, grad_out.dtype, grad_out.device) != (out.shape, out.dtype, out.device):
+        raise ArgumentError(f"the gradient of the output: expected {_describe(out)}, got {_describe(grad_out)}; pass "
+                            f"one of the output's shape, dtype and device")
+
+
 def check_stored(q: torch.Tensor, stored: Stored, options: Options) -> Problem:
     """Check a call with k and v that were quantized before, and return its problem."""
     dimensions, (kv_batch, num_kv_heads, keys, kv_headdim) = LAYOUTS[options.layout], stored.shape
@@ -227,8 +248,9 @@ def check_no_grad(**tensors: torch.Tensor | None) -> None:
         return
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad:
-            raise ArgumentError(f"{name} requires grad, and attn has no backward pass; call it under torch.no_grad() "
-                                f"or torch.inference_mode(), or pass {name}.detach()")
+            raise ArgumentError(f"{name} requires grad, and attn has no backward pass; to train call "
+                                f"sage_aot.train_attn, else call attn under torch.no_grad() or "
+                                f"torch.inference_mode(), or pass {name}.detach()")
 
 
 def check_device(**tensors: torch.Tensor) -> None:

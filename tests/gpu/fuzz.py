@@ -1,6 +1,7 @@
 """Random calls against the emulation and float64: a differential fuzzer.
 
     python tests/gpu/fuzz.py --calls 20000 --kernels sage_aot/kernels build/retarget_sm_90 --workers 8 --log fuzz.log
+    python tests/gpu/fuzz.py --calls 2000 --fixed '{"trained": true}'
     python tests/gpu/fuzz.py --case '{"arch": "sm89", "seed": 1, "seqlen_kv": 65}'
 
 Call number i of a seed is the same however many workers share the run. fuzz_cases.py says what is drawn, fuzz_checks.py
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from fuzz_cases import WEIGHTS, Case, draw_case, shrink
+from fuzz_cases import WEIGHTS, Case, as_trained, draw_case, shrink
 from fuzz_checks import Subject, Verdict
 from variants import ROOT
 
@@ -90,6 +91,8 @@ def fuzz(subject: Subject, args: argparse.Namespace, indices: Iterable[int]) -> 
     tally, began, shrunk = Tally(), time.monotonic(), 0
     for index in indices:
         case = dataclasses.replace(draw_case(args.seed, index, subject.built, args.longest), **args.fixed)
+        if case.trained:
+            case = as_trained(case)
         verdict = subject.examine(case)
         tally.add(case, verdict)
         if verdict.failure:

@@ -19,6 +19,7 @@ from itertools import zip_longest
 import torch
 
 from sage_aot._kernels.axes import MAX_HEADDIM
+from sage_aot._kernels.spec import MOST_TRAINED
 from sage_aot._problem.check import DTYPES, Sequences, heads_first
 from sage_aot._problem.options import OPTIONS, Options
 from sage_aot._tools import reference
@@ -90,6 +91,7 @@ class Case(_SizesAndOptions):
     splits: int | None = _varied({None: 5, 1: 1, 2: 1, 3: 1, 7: 1})  # of the keys; None: as the call has it
     wrong: str = _varied({"nothing": 300, "dimensions": 1, "dtype": 1, "keys": 1, "out": 1, "grad": 1, "key_mask": 1,
                           **dict.fromkeys(OPTIONS, 1)})  # an option: a value that it refuses
+    trained: bool = _varied({False: 1, True: 0})  # by train_attn, with a backward pass; last, and 0, as "spike" is
 
     @property
     def q_heads(self) -> int:
@@ -152,6 +154,16 @@ def draw_case(seed: int, index: int, built: dict[str, dict[str, set]], longest: 
         chosen |= {"smooth_q": "auto", "pv_accum": "auto"}
         sizes["headdim"] = min(sizes["headdim"], 128)
     return Case(arch, seed, **sizes, **chosen)
+
+
+def as_trained(case: Case) -> Case:
+    """The same inputs in a call of train_attn: what it does not take has the value of the simplest call."""
+    taken = {name: getattr(case, name) for name in ("arch", "seed", "batch", "kv_heads", "group", "seqlen_q", "seqlen_kv",
+                                                    "is_causal", "scale", "layout", "kind", "planted", "strides",
+                                                    "stream")}
+    sizes = {name: max(1, taken[name]) for name in ("batch", "kv_heads", "group", "seqlen_q", "seqlen_kv")}
+    return Case(**{**taken, **sizes}, headdim=min(case.headdim, MOST_TRAINED), trained=True,
+                dtype=case.dtype if case.dtype != "f32" else "bf16")
 
 
 def _draw_sizes(rng: random.Random, longest: int) -> dict[str, int]:

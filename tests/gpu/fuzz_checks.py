@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from fuzz_cases import Case, make_key_mask, make_sequences, make_tensors, spoil
 from layout import Result, read_back
+from training_checks import measure_training
 
 import sage_aot
-from sage_aot._backends.base import Backend, Call, Tensors
+from sage_aot._backends.base import Backend, BackwardCall, BackwardTensors, Call, Tensors
 from sage_aot._backends.cuda import CudaBackend, arch_of
 from sage_aot._backends.emulation.backend import EmulationBackend, packed_entries, sequence_entries
 from sage_aot._backends.emulation.quantize import Quantized, quantize
@@ -98,6 +99,9 @@ class Subject:
         expected_error = self._expected_error(case)
         if expected_error:
             return _refused(case, backend, tensors, make_sequences(case, self.device), expected_error)
+        if case.trained:
+            variant, measures, _ = measure_training(case, backend, tensors)
+            return variant, measures
         key_mask = make_key_mask(case, self.device)
         before, mask_before = [tensor.clone() for tensor in tensors], None if key_mask is None else key_mask.clone()
         sequences = make_sequences(case, self.device)
@@ -162,6 +166,7 @@ class Spy:
         self._backend = backend
         self.result: Result | None = None
         self.error: Exception | None = None  # that the launches raised
+        self.gradients: tuple[torch.Tensor, ...] = ()  # of a trained call
 
     @property
     def manifest(self) -> Manifest:
@@ -182,7 +187,7 @@ class Spy:
             for written in (out, lse):
                 if written is not None:
                     written.fill_(math.nan)
-            if kv is not None and plan.problem.part == "kv":
+            if kv is not None and plan.problem.part != "q":
                 kv.fill_(0xFF)
             device = next(tensor.device for tensor in (q, k) if tensor is not None)
             workspace = torch.full((call.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=device)  # NaNs
@@ -198,6 +203,28 @@ class Spy:
 
     def kv_bytes(self, plan: Plan) -> int:
         return self._backend.kv_bytes(plan)
+
+    def saved_bytes(self, plan: Plan) -> int:
+        return self._backend.saved_bytes(plan)
+
+    def save(self, plan: Plan, kept: torch.Tensor) -> torch.Tensor:
+        return self._backend.save(plan, kept)
+
+    def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> BackwardCall:
+        call = self._backend.bind_backward(plan, tensors)
+
+        def watched(tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor) -> None:
+            for written in (tensors.grad_q, tensors.grad_k, tensors.grad_v):
+                written.fill_(math.nan)
+            workspace = torch.full((call.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=saved.device)
+            try:
+                call.run(tensors, lse, saved, workspace)
+            except Exception as error:
+                self.error = error
+                raise
+            self.gradients = tensors[3:]
+
+        return watched
 
 
 def plan_of(case: Case, backend: Backend, tensors: tuple[torch.Tensor, ...],

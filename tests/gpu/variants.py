@@ -114,6 +114,11 @@ def backend_of(arch: str, splits: int | None = None) -> CudaBackend:
     return CudaBackend(library_of(arch), arch, splits)
 
 
+def native_specs() -> list[AttnSpec]:
+    """The variants whose kernels run here as they are."""
+    return [spec for spec in SPECS if spec.arch in _NATIVE]
+
+
 def own_specs() -> list[AttnSpec]:
     """The variants that the public call runs here; none where there is no GPU for them."""
     try:

@@ -22,6 +22,8 @@ OPERATIONS: tuple[type[Operation], ...] = (Drop, Always, OffByOne, Sign, First, 
 """Those whose results compile wherever they apply."""
 
 _INT8 = "sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw"
+_INT8_CAUSAL = "sm80_d64_qkint8_pvf16_accf32_causal_vraw_qraw"
+_WIDE_CAUSAL = "sm86_d128_qkint8_pvf16_accf32_causal_vraw_qraw"
 _INT4 = "sm80_d64_qkint4_pvf16_accf32_full_vraw_qraw"
 _K_INF = "sm80_d64_qkint4_pvf16_accf32_causal_vraw_qraw"
 _V_NAN = "sm80_d64_qkint8_pvf16_accf32_causal_vsmooth_qraw"
@@ -58,6 +60,7 @@ SHOWN_BY = {
     "numerics/nvfp4.cuh": (_NVFP4, _NVFP4_CAUSAL),
     "numerics/scale.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _NVFP4),
     "quant/rows.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256, _NVFP4),
+    "bwd/": (_INT8, _INT8_CAUSAL, _HOPPER_WIDE, _WIDE_CAUSAL),
     "": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256),
 }
 """By what a header's path begins with, the first entry that fits: kernels that show its bugs, tried in this order."""

@@ -632,7 +632,7 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
     ("nibbles in reverse", "numerics/integers.cuh", "Integers::store",
      Put("nibbles(hi) << 16 | nibbles(lo)", instead="nibbles(lo) << 16 | nibbles(hi)"),
      _S4_SMOOTH, "bits of q"),
-    ("bytes packed in the wrong order", "numerics/integers.cuh", "Integers::bytes",
+    ("bytes packed in the wrong order", "numerics/integers.cuh", "low_bytes",
      Put("0x5410", instead="0x1054"),
      _S8_WIDE_CAUSAL, "bits of q"),
     ("row bias of half the channels", "quant/quantize_q.cuh", "QuantizeQ::store_bias",

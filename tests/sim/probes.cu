@@ -68,6 +68,8 @@ extern "C" __global__ void products(const __grid_constant__ Params params) {
     case 2: ptx::mma_m16n8k16_f16f16f32(real, a, b0, b1, real); break;
     case 3: ptx::mma_m16n8k32_e4m3e4m3f32(real, a, b0, b1, real); break;
     case 4: ptx::mma_m16n8k32_e4m3e4m3f16(half, a, b0, b1, half); break;
+    case 5: ptx::mma_m16n8k32_u8s8s32(whole, a, b0, b1, whole); break;
+    case 6: ptx::mma_m16n8k16_bf16bf16f32(real, a, b0, b1, real); break;
   }
   for (i32 i = 0; i < 4; ++i) out[i] = c[i];
 }

@@ -26,7 +26,7 @@ from codegen.matrix import Matrix, PlannedKernel, read_matrix
 from codegen.project import ROOT, Project
 from codegen.render import render_all, source_path
 from sage_aot._kernels.manifest import FILE_NAME, AttnRecord, KernelRecord, Manifest, records_by_name
-from sage_aot._kernels.spec import AttnSpec, target_of
+from sage_aot._kernels.spec import BACKWARD, AttnSpec, target_of
 from sage_aot._launch.structs import vocabulary
 from sage_aot._version import __version__
 
@@ -72,7 +72,7 @@ def build_matrix(specs: Iterable[AttnSpec], project: Project = PROJECT, base: Bu
     from whose headers are equal."""
     asked = _asked.setdefault(project.build, set())
     asked |= {spec.name for spec in specs}
-    asked |= {name for kernel in matrix().kernels if kernel.spec.name in asked for name in kernel.companions}
+    asked |= {name for kernel in matrix().kernels if kernel.spec.name in asked for name in _others(kernel)}
     kernels = [kernel for kernel in matrix().kernels if kernel.spec.name in asked]
     render_all(kernels, matrix(), project)
     sources = [Source(kernel.spec.name, source_path(kernel, project), kernel.spec.entries) for kernel in kernels]
@@ -82,6 +82,12 @@ def build_matrix(specs: Iterable[AttnSpec], project: Project = PROJECT, base: Bu
         _link(made.library(source.name), base.library(source.name))
     write_if_changed(made.folder / FILE_NAME, _manifest(kernels, made).to_text().encode())
     return made
+
+
+def _others(kernel: PlannedKernel) -> list[str]:
+    """The kernels of an attention kernel's calls, and of their backward passes."""
+    trains = isinstance(kernel.spec, AttnSpec) and kernel.spec.trains
+    return [*kernel.companions, *(kernel.spec.companion(kind).name for kind in BACKWARD if trains)]
 
 
 _asked: dict[Path, set[str]] = {}

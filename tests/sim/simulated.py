@@ -43,16 +43,16 @@ class Simulated(Subject):
         reports = _reports(spy)
         if reports:
             verdict = dataclasses.replace(verdict, failure=(reports[0].kind, verdict.failure[1]))
-        return verdict, _digest(spy.result) if spy.result else ""
+        return verdict, _digest(spy.result, spy.gradients) if spy.result else ""
 
 
 def _reports(spy: Spy) -> list[Report]:
     return spy.error.reports if isinstance(spy.error, SimulatorError) else []
 
 
-def _digest(result: Result) -> str:
+def _digest(result: Result, gradients: tuple[torch.Tensor, ...]) -> str:
     digest = hashlib.sha256()
-    for tensor in (result.out, result.lse, result.workspace):
+    for tensor in (result.out, result.lse, result.workspace, *gradients):
         if tensor is not None:
             digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

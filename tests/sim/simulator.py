@@ -17,9 +17,10 @@ import torch
 from simbuild import Build, build_engine
 from symbols import line_of
 
-from sage_aot._backends.base import Tensors
-from sage_aot._backends.cuda import mask_argument, strides_of
+from sage_aot._backends.base import BackwardTensors, Tensors
+from sage_aot._backends.cuda import mask_argument, saved_of, strides_of
 from sage_aot._kernels.manifest import Manifest, Struct, read_target
+from sage_aot._launch.backward import BackwardArguments, BackwardPlan, backward_launches, plan_backward
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import MISSING, Argument, Arguments, Launch, Plan, launches
 from sage_aot._launch.structs import Packer
@@ -116,6 +117,15 @@ class SimulatorBackend:
     def kv_bytes(self, plan: Plan) -> int:
         return _spread(plan).kv_bytes
 
+    def saved_bytes(self, plan: Plan) -> int:
+        return plan_backward(plan, self.manifest).saved.total
+
+    def save(self, plan: Plan, kept: torch.Tensor) -> torch.Tensor:
+        return saved_of(_spread(plan), plan_backward(plan, self.manifest).saved, kept)
+
+    def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> SimulatedBackward:
+        return SimulatedBackward(plan_backward(plan, self.manifest), self.manifest, self.simulator)
+
 
 class SimulatedCall:
     """The launches of a plan whose buffers lie apart."""
@@ -146,6 +156,31 @@ class SimulatedCall:
                                 for name, x in zip(Tensors._fields, self._tensors.of_rows)),
                               None if key_mask is None else mask_argument(key_mask))
         for launch in launches(self.plan, arguments, SM_COUNT):
+            self._simulator.launch(launch, self._manifest.structs[launch.record.params], addresses)
+
+
+class SimulatedBackward:
+    """The launches of a backward pass whose buffers lie apart."""
+
+    def __init__(self, plan: BackwardPlan, manifest: Manifest, simulator: Simulator) -> None:
+        self.plan, self._manifest, self._simulator = _spread_backward(plan), manifest, simulator
+
+    def __call__(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor) -> None:
+        self.run(tensors, lse, saved, torch.empty(self.plan.workspace_bytes, dtype=torch.uint8))
+
+    def run(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor, workspace: torch.Tensor) -> None:
+        """The call with a workspace of the caller's, which keeps the tiles that the kernels read."""
+        inputs = {"grad_out": tensors.grad_out, "out": tensors.out, "v": tensors.v, "lse": lse, "saved": saved}
+        results = {"grad_q": tensors.grad_q, "grad_k": tensors.grad_k, "grad_v": tensors.grad_v}
+        buffers = [Buffer(name, workspace.data_ptr() + offset, np.full(self.plan.sizes[name], INSIDE | WRITABLE, np.uint8))
+                   for name, offset in self.plan.offsets.items()]
+        self._simulator.know(*views(inputs, results), *buffers)
+        addresses = {name: tensor.data_ptr() for name, tensor in
+                     {**inputs, **results, "workspace": workspace}.items()}
+        layout = self.plan.forward.problem.options.layout
+        arguments = BackwardArguments(*(Argument(name, strides_of(tensor, layout), addresses[name] % 16 == 0)
+                                        for name, tensor in tensors._asdict().items()))
+        for launch in backward_launches(self.plan, arguments):
             self._simulator.launch(launch, self._manifest.structs[launch.record.params], addresses)
 
 
@@ -200,11 +235,17 @@ def _spread(laid_out: Plan) -> Plan:
                    kv_offsets=kv_offsets, kv_bytes=laid_out.kv_bytes + REDZONE * (len(kv_offsets) + 1))
 
 
+def _spread_backward(laid_out: BackwardPlan) -> BackwardPlan:
+    """Likewise of a backward pass."""
+    offsets = {name: offset + REDZONE * (i + 1) for i, (name, offset) in enumerate(laid_out.offsets.items())}
+    return replace(laid_out, offsets=offsets, workspace_bytes=laid_out.workspace_bytes + REDZONE * (len(offsets) + 1))
+
+
 def _buffers_of(laid_out: Plan, workspace: torch.Tensor, kv: torch.Tensor | None) -> list[Buffer]:
     """Of the workspace, to be written; of the quantized k and v, to be written by the call that quantizes them, and
     read by the others."""
     states = (workspace, laid_out.offsets, WRITABLE), (
-        kv, laid_out.kv_offsets, WRITABLE if laid_out.problem.part == "kv" else WRITTEN)
+        kv, laid_out.kv_offsets, WRITTEN if laid_out.problem.part == "q" else WRITABLE)
     return [Buffer(name, memory.data_ptr() + offset, np.full(laid_out.sizes[name], INSIDE | state, np.uint8))
             for memory, offsets, state in states if memory is not None for name, offset in offsets.items()]
 

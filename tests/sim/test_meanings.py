@@ -17,8 +17,8 @@ PROBES = Path(__file__).parent / "probes.cu"
 SCALARS = ("f16x2", "bf16x2", "e4m3x2", "f32_from_f16", "ex2", "lg2", "rcp", "max_nan", "prmt", "fmaxf", "fminf", "fma",
            "max_nan_bf16x2", "min_nan_bf16x2", "max_nan_f16x2", "min_nan_f16x2", "popcount",
            "min_nan", "e2m1x8", "e2m1", "f32_from_ue4m3", "inv_nvfp4_scale")
-PRODUCTS = ("s8", "s4", "f16", "e4m3_f32", "e4m3_f16")
-BITS = {"s8": 8, "s4": 4, "f16": 16, "e4m3_f32": 8, "e4m3_f16": 8}
+PRODUCTS = ("s8", "s4", "f16", "e4m3_f32", "e4m3_f16", "u8s8", "bf16")
+BITS = {"s8": 8, "s4": 4, "f16": 16, "e4m3_f32": 8, "e4m3_f16": 8, "u8s8": 8, "bf16": 16}
 NAN = 0x7FFFFFFF
 EDGES = np.array([0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000,
                   0xFFC00001, 0x7F800001, 0x477FE000, 0x477FEFFF, 0x477FF000, 0x33000000, 0x33000001, 0x33800000,
@@ -267,14 +267,14 @@ def product(build: Build, name: str, a: np.ndarray, b: np.ndarray, c: np.ndarray
     return d
 
 
-@pytest.mark.parametrize(("name", "depth"), [("s8", 32), ("s4", 64)])
+@pytest.mark.parametrize(("name", "depth"), [("s8", 32), ("s4", 64), ("u8s8", 32)])
 def test_integer_products(probes, name, depth):
     rng, bits = np.random.default_rng(9), BITS[name]
     a, b = rng.integers(0, 2**bits, (16, depth)), rng.integers(0, 2**bits, (depth, 8))
     c = rng.integers(0, 2**32, (16, 8), np.uint32)
     c[0, 0], a[0], b[:, 0] = 0x7FFFFFFF, 2 ** (bits - 1), 2 ** (bits - 1)  # wraps
     signed = [np.where(x < 2 ** (bits - 1), x, x - 2**bits) for x in (a, b)]
-    expected = (signed[0] @ signed[1] + c.astype(np.int64)).astype(np.uint32)
+    expected = ((a if name == "u8s8" else signed[0]) @ signed[1] + c.astype(np.int64)).astype(np.uint32)
     assert (product(probes, name, a, b, c) == expected).all()
 
 
@@ -286,8 +286,12 @@ def e4m3_codes(x: np.ndarray) -> np.ndarray:
     return torch.from_numpy(np.asarray(x, np.float32).copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
-CODES = {"f16": f16_codes, "e4m3_f32": e4m3_codes, "e4m3_f16": e4m3_codes}
-DEPTH = {"f16": 16, "e4m3_f32": 32, "e4m3_f16": 32}
+def bf16_codes(x: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(np.asarray(x, np.float32).copy()).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+
+
+CODES = {"f16": f16_codes, "bf16": bf16_codes, "e4m3_f32": e4m3_codes, "e4m3_f16": e4m3_codes}
+DEPTH = {"f16": 16, "bf16": 16, "e4m3_f32": 32, "e4m3_f16": 32}
 
 
 def real_product(build: Build, name: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, arch: int) -> np.ndarray:
@@ -296,7 +300,7 @@ def real_product(build: Build, name: str, a: np.ndarray, b: np.ndarray, c: np.nd
     return product(build, name, CODES[name](a), CODES[name](b), codes, arch).view(accumulator)
 
 
-REAL = [("f16", 80), ("f16", 86), ("f16", 89), ("f16", 90), ("f16", 120), ("e4m3_f32", 89), ("e4m3_f32", 90),
+REAL = [("bf16", 80), ("bf16", 90), ("f16", 80), ("f16", 86), ("f16", 89), ("f16", 90), ("f16", 120), ("e4m3_f32", 89), ("e4m3_f32", 90),
         ("e4m3_f32", 120), ("e4m3_f16", 89), ("e4m3_f16", 90), ("e4m3_f16", 120)]
 """Floating-point products, and the chips that have them."""
 

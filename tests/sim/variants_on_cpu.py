@@ -119,6 +119,13 @@ SPLITS: dict[tuple[str, str, str], dict[str, Any]] = {
 """What the case whose keys are split has, by the kernel's mask, V and Q."""
 
 
+TRAINED: dict[str, dict[str, Any]] = {
+    "full": {"kv_heads": 2, "group": 1, "layout": "NHD", "strides": "misaligned", "planted": "v:inf", "scale": -0.1},
+    "causal": {"group": 2, "strides": "fused", "planted": "q:nan"},  # rows that see no key
+}
+"""What the second trained case has, by the kernel's mask."""
+
+
 def cases_of(spec: AttnSpec) -> dict[str, Case]:
     """Ragged calls, of bf16 and of f16 alternately.
 
@@ -134,6 +141,8 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     sequences: of several lengths in one tensor, SEQUENCES.
     floats: f32, also with K and V quantized before, FLOATS.
     split: keys that several blocks share, some with a key mask or in sequences, SPLITS.
+    trained, where the kernel is: the gradients of grouped heads, of several tiles.
+    trained oddly: rows of no whole vectors, values that are not finite, TRAINED.
     falling, for P of few bits: scores behind which references fall, once by far or from tile to tile.
 
     On Hopper also
@@ -179,6 +188,11 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
                                        "headdim": spec.headdim - (3 if spec.v == "vsmooth" else 0),
                                        "seqlen_q": 40 if spec.mask == "full" else tile.block_m + 20,
                                        **splits})
+    if spec.trains and spec.pv_accum != "two_level_f16":
+        found["trained"] = replace(plain, group=2, seqlen_kv=200, read_quantized=False, trained=True)
+        found["trained oddly"] = replace(plain, read_quantized=False, trained=True, **{
+            "seed": 9, "dtype": "f16", "batch": 2, "seqlen_q": 100, "seqlen_kv": 70, "headdim": spec.headdim - 3,
+            **TRAINED[spec.mask]})
     if spec.pv != "f16":
         found["falling"] = replace(few, seqlen_kv=5 * tile.block_n + 42,
                                    kind="falling" if (spec.pv, spec.v) == ("e4m3", "vsmooth") else "sink")

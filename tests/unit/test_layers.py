@@ -16,7 +16,7 @@ import sage_aot
 ROOT = Path(__file__).parents[2]
 HEADERS = ROOT / "templates/include/sage"
 LAYERS = ("types.cuh", "constants.cuh", "kernel_info.cuh", "fast_divmod.cuh", "params.cuh", "ptx", "numerics",
-          "tile", "problem", "attn", "quant")
+          "tile", "problem", "attn", "quant", "bwd")
 MAY_INCLUDE = {
     "types.cuh": (),
     "constants.cuh": ("types.cuh",),
@@ -29,6 +29,7 @@ MAY_INCLUDE = {
     "problem": ("types.cuh", "fast_divmod.cuh", "params.cuh", "ptx", "tile"),
     "attn": ("types.cuh", "constants.cuh", "params.cuh", "ptx", "numerics", "tile", "problem"),
     "quant": ("types.cuh", "params.cuh", "ptx", "numerics", "tile", "problem"),
+    "bwd": ("types.cuh", "constants.cuh", "params.cuh", "ptx", "numerics", "tile", "problem", "quant"),
 }
 
 

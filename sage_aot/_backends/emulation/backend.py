@@ -11,8 +11,9 @@ from typing import NamedTuple, cast
 
 import torch
 
-from sage_aot._backends.base import Call, Tensors
+from sage_aot._backends.base import BackwardCall, BackwardTensors, Call, Tensors
 from sage_aot._backends.emulation.attention import attend
+from sage_aot._backends.emulation.backward import gradients, saved_of
 from sage_aot._backends.emulation.quantize import Quantized, quantize
 from sage_aot._kernels.manifest import Manifest
 from sage_aot._launch.choose import Kernels
@@ -58,18 +59,45 @@ class EmulationBackend:
                 _keep(k, v, key_mask, cast(torch.Tensor, kv))
             else:
                 _attend(plan, heads_first(q, layout), k, v, heads_first(out, layout), lse, key_mask)
+            if problem.part == "train":
+                _keep(heads_first(q, layout), k, None, cast(torch.Tensor, kv))
 
         return cast(Call, call)
 
     def kv_bytes(self, plan: Plan) -> int:
-        """Room for k and v as they came, in f32, and for the key mask: the emulation quantizes them in every call."""
+        """Room for k and v, of the part "train" q and k, as they came, in f32, and for the key mask: the emulation
+        quantizes them in every call."""
         problem = plan.problem
+        if problem.part == "train":
+            rows = problem.seqlen_q * problem.num_q_heads + problem.seqlen_kv * problem.num_kv_heads
+            return 4 * problem.batch * rows * problem.headdim
         keys = problem.batch * problem.seqlen_kv
         return 8 * keys * problem.num_kv_heads * problem.headdim + (keys if problem.has_key_mask else 0)
 
 
+    def saved_bytes(self, plan: Plan) -> int:
+        return self.kv_bytes(plan)
+
+    def save(self, plan: Plan, kept: torch.Tensor) -> torch.Tensor:
+        return kept
+
+    def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> BackwardCall:
+        problem, layout = plan.problem, plan.problem.options.layout
+
+        def call(tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor) -> None:
+            grad_out, out, v, *results = (heads_first(tensor, layout) for tensor in tensors)
+            q, k = _kept_to_train(problem, saved)
+            quantized = quantize(problem, plan.kernels, q, k, v)
+            of_forward = saved_of(quantized, v, out, lse)
+            found = gradients(of_forward, grad_out, problem.softmax_scale, problem.options.is_causal)
+            for result, gradient in zip(results, found):
+                result.copy_(gradient)
+
+        return call
+
+
 def _keep(k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, kv: torch.Tensor) -> None:
-    """Write k and v, [batch, heads, keys, headdim], and the key mask to `kv`."""
+    """Write k and v, or others, [batch, heads, rows, headdim], and the key mask to `kv`."""
     parts = [k.float(), v.float()] + ([] if key_mask is None else [key_mask])
     kv.copy_(torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]))
 
@@ -83,12 +111,23 @@ def _kept(problem: Problem, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return k, v, key_mask
 
 
+def _kept_to_train(problem: Problem, saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The q and k that :func:`_keep` wrote."""
+    sizes = (problem.num_q_heads, problem.seqlen_q), (problem.num_kv_heads, problem.seqlen_kv)
+    shapes = [(problem.batch, heads, rows, problem.headdim) for heads, rows in sizes]
+    q, k = saved.view(torch.float32).split([math.prod(shape) for shape in shapes])
+    return q.view(shapes[0]), k.view(shapes[1])
+
+
 def _attend(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
             lse: torch.Tensor | None, key_mask: torch.Tensor | None) -> None:
     """Tensors [batch, heads, seq, headdim]."""
     problem, kernels = plan.problem, plan.kernels
     if key_mask is None:
-        result, result_lse = attend(plan, quantize(problem, kernels, q, k, v))
+        quantized = quantize(problem, kernels, q, k, v)
+        if problem.part == "train":  # the backward pass recomputes P from scores without a row_bias
+            quantized = replace(quantized, row_bias=0.0 * quantized.row_bias)
+        result, result_lse = attend(plan, quantized)
     else:
         parts = [attend(replace(plan, problem=entry.problem), entry.quantize(kernels), entry.key_ranks)
                  for entry in packed_entries(problem, q, k, v, key_mask)]

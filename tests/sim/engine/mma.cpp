@@ -54,15 +54,16 @@ void each_result(Visit visit) {
   }
 }
 
-// Sums wrap, as without .satfinite.
-template <int kBits>
+// Sums wrap, as without .satfinite. kUnsigned: A.
+template <int kBits, bool kUnsigned = false>
 void integer_product(void* const (&lanes)[kLanes]) {
   const Operands<kBits> operands(lanes);
   const auto extended = [](u32 code) { return static_cast<i32>(code << (32 - kBits)) >> (32 - kBits); };
+  const auto of_a = [&](u32 code) { return kUnsigned ? static_cast<i32>(code) : extended(code); };
   each_result([&](int lane, int i, int row, int column) {
     u32 sum = of_lane(lanes, lane).c[i];
     for (int k = 0; k < operands.kDepth; ++k) {
-      sum += static_cast<u32>(extended(operands.a[row][k]) * extended(operands.b[column][k]));
+      sum += static_cast<u32>(of_a(operands.a[row][k]) * extended(operands.b[column][k]));
     }
     of_lane(lanes, lane).d[i] = sum;
   });
@@ -86,6 +87,15 @@ void float_product(void* const (&lanes)[kLanes], const u32 (&a)[kRows][kDepth], 
   each_result([&](int lane, int i, int row, int column) {
     const u32 c = load_c(of_lane(lanes, lane), i, Accumulator{});
     store_d(of_lane(lanes, lane), i, sum(rows[row], columns[column], c), Accumulator{});
+  });
+}
+
+// f16 and bf16, which chips add alike.
+template <class Format>
+void half_product(void* const (&lanes)[kLanes]) {
+  const Operands<16> operands(lanes);
+  float_product<Format, F32>(lanes, operands.a, operands.b, [](const auto& row, const auto& column, u32 c) {
+    return add_product<F32>(chip().f16, row, column, c);
   });
 }
 
@@ -213,13 +223,10 @@ void nvfp4_product(void* const (&lanes)[kLanes]) {
 }  // namespace
 
 void mma_s8(void* const (&lanes)[kLanes]) { integer_product<8>(lanes); }
+void mma_u8s8(void* const (&lanes)[kLanes]) { integer_product<8, true>(lanes); }
 void mma_s4(void* const (&lanes)[kLanes]) { integer_product<4>(lanes); }
-void mma_f16(void* const (&lanes)[kLanes]) {
-  const Operands<16> operands(lanes);
-  float_product<F16, F32>(lanes, operands.a, operands.b, [](const auto& row, const auto& column, u32 c) {
-    return add_product<F32>(chip().f16, row, column, c);
-  });
-}
+void mma_f16(void* const (&lanes)[kLanes]) { half_product<F16>(lanes); }
+void mma_bf16(void* const (&lanes)[kLanes]) { half_product<Bf16>(lanes); }
 void mma_e4m3_f32(void* const (&lanes)[kLanes]) { e4m3_product<F32>(lanes); }
 void mma_e4m3_f16(void* const (&lanes)[kLanes]) { e4m3_product<F16>(lanes); }
 void mma_mxf8_e4m3(void* const (&lanes)[kLanes]) { mxf8_product(lanes); }

@@ -10,6 +10,20 @@ namespace sage {
 // the nearest integer, ties to even.
 constexpr float kIntegerBias = 12582912.0f;
 
+// The low bytes of four words, the first in the lowest byte.
+__device__ __forceinline__ u32 low_bytes(const u32 (&words)[4]) {
+  return ptx::prmt(ptx::prmt(words[0], words[1], 0x0040), ptx::prmt(words[2], words[3], 0x0040), 0x5410);
+}
+
+// x as four integers of 8 bits, the first in the lowest byte; inv_scale: of x[0] and x[2], and of the others. Rounded
+// magnitudes are at most 127, or of unsigned integers 255.
+__device__ __forceinline__ u32 rounded_bytes(const float (&x)[4], const float (&inv_scale)[2]) {
+  u32 bits[4];
+#pragma unroll
+  for (i32 i = 0; i < 4; ++i) bits[i] = __float_as_uint(fmaf(x[i], inv_scale[i % 2], kIntegerBias));
+  return low_bytes(bits);
+}
+
 // Values are divided by a scale and rounded to the nearest, ties to even. At 4 bits, values beyond [-8, 7] are cut off;
 // only a scale that clips (quant/clip.cuh) leaves such values.
 template <i32 kBits>
@@ -41,7 +55,7 @@ struct Integers {
     u32 bits[4];
 #pragma unroll
     for (i32 i = 0; i < 4; ++i) bits[i] = __float_as_uint(rounded(x[kFirst + i], inv_scale));
-    return ptx::prmt(ptx::prmt(bits[0], bits[1], 0x0040), ptx::prmt(bits[2], bits[3], 0x0040), 0x5410);
+    return low_bytes(bits);
   }
 
   // The low nibbles of four bytes, side by side.

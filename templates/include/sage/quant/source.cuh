@@ -14,6 +14,11 @@ constexpr i32 kVector = 8;  // channels a thread handles at once: 16 bytes of f1
 // picks the entry point.
 enum class SourceRows { kBf16, kF16, kAny };
 
+// The type of rows that an entry point takes.
+__device__ constexpr Dtype dtype_of(SourceRows rows) {
+  return rows == SourceRows::kBf16 ? Dtype::kBf16 : rows == SourceRows::kF16 ? Dtype::kF16 : Dtype::kF32;
+}
+
 // Eight channels of a row as they were loaded: two of f16 or bf16 a word.
 struct alignas(16) Halves {
   u32 word[kVector / 2];

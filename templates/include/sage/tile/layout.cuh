@@ -19,8 +19,9 @@ namespace sage {
 // kRows rows of kRowBytes in panels: a panel holds at most 128 bytes of every row, the widest swizzle of wgmma. A row
 // of a panel is chunks of 16 bytes; the position of a chunk is XORed with a value of its row, the row's XOR. ldmatrix
 // reads the same chunk of eight consecutive rows at once: the XOR spreads these over all 32 banks (8 x 16 bytes).
-template <i32 kRows, i32 kRowBytes>
+template <i32 kRows, i32 kOwnRowBytes>
 struct SwizzledRows {
+  static constexpr i32 kRowBytes = kOwnRowBytes;
   static constexpr i32 kPitch = kRowBytes < 128 ? kRowBytes : 128;  // bytes from row to row of a panel
   static constexpr i32 kPanelBytes = kRows * kPitch;
   static_assert(kRowBytes >= 32 && (kRowBytes & (kRowBytes - 1)) == 0, "moved() takes additions for XORs");

@@ -70,8 +70,10 @@ struct ScaledProduct {
   unsigned b_lane;            // of a quad, the lane whose word has the scales of B
 };
 void mma_s8(void* const (&lanes)[kLanes]);
+void mma_u8s8(void* const (&lanes)[kLanes]);
 void mma_s4(void* const (&lanes)[kLanes]);
 void mma_f16(void* const (&lanes)[kLanes]);
+void mma_bf16(void* const (&lanes)[kLanes]);
 void mma_e4m3_f32(void* const (&lanes)[kLanes]);
 void mma_e4m3_f16(void* const (&lanes)[kLanes]);
 void mma_mxf8_e4m3(void* const (&lanes)[kLanes]);  // these two of lanes' ScaledProduct

@@ -27,6 +27,11 @@ inline void mma_m16n8k32_s8s8s32(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
   product("mma.m16n8k32.s8", sim::mma_s8, d, a, b0, b1, c, site);
 }
 
+inline void mma_m16n8k32_u8s8s32(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const i32 (&c)[4],
+                                 sim::Site site = sim::Site::here()) {
+  product("mma.m16n8k32.u8.s8", sim::mma_u8s8, d, a, b0, b1, c, site);
+}
+
 inline void mma_m16n8k64_s4s4s32(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const i32 (&c)[4],
                                  sim::Site site = sim::Site::here()) {
   product("mma.m16n8k64.s4", sim::mma_s4, d, a, b0, b1, c, site);
@@ -35,6 +40,11 @@ inline void mma_m16n8k64_s4s4s32(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
 inline void mma_m16n8k16_f16f16f32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4],
                                    sim::Site site = sim::Site::here()) {
   product("mma.m16n8k16.f16", sim::mma_f16, d, a, b0, b1, c, site);
+}
+
+inline void mma_m16n8k16_bf16bf16f32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4],
+                                     sim::Site site = sim::Site::here()) {
+  product("mma.m16n8k16.bf16", sim::mma_bf16, d, a, b0, b1, c, site);
 }
 
 inline void mma_m16n8k32_e4m3e4m3f32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4],

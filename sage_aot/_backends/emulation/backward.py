@@ -1,0 +1,263 @@
+"""The backward kernels in torch: the gradients of attention whose products but dO·Vᵀ are of 8-bit integers.
+
+The kernels of templates/include/sage/bwd/ differ from the emulation in ex2.approx and rcp.approx, and in the order of
+the sums of dO·Vᵀ. With rounding off, the same formulas give the exact gradients. Tensors are [batch, kv heads, group,
+rows, headdim], with rows padded to whole tiles. The group of a kv head are the q heads that read it; K and V have one
+entry there.
+Source: SageAttention3, Algorithm 3; FlashAttention-2, Algorithm 2, for D.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sage_aot._backends.emulation.arithmetic import divide, finite_or_zero, fma
+from sage_aot._backends.emulation.quantize import Quantized
+from sage_aot._launch.plan import LOG2_E
+from sage_aot._problem.mask import Mask, VisibleKeys
+
+TILE_ROWS = 64
+"""Of a tile of Q and dO, or of K and V: kTileRows of bwd/tile.cuh."""
+
+GRAD_GROUPS = 8
+"""Rows m of a tile of dO with equal m % GRAD_GROUPS share a scale: kGradGroups of bwd/tile.cuh."""
+
+LANE_CHANNELS = 8
+"""Channels of a lane in the sums of dO · O: kVector."""
+
+SMALLEST_ROW, SMALLEST_GROUP = 1e-33, 1e-35
+"""The least magnitudes that scales go by: kSmallestRow of bwd/products.cuh, kSmallestAbsMax of numerics/scale.cuh."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the forward pass leaves for the backward pass, in logical order. Channels of Q̂ and K̂ may be padded."""
+
+    q_hat: torch.Tensor  # [batch, q heads, queries, headdim] f32 holding integers, with the sign of softmax_scale
+    k_hat: torch.Tensor  # [batch, kv heads, keys, headdim] likewise, without a sign
+    q_scale: torch.Tensor  # [batch, q heads, queries], times |softmax_scale| · log2 e
+    k_scale: torch.Tensor  # [batch, kv heads, keys]
+    v: torch.Tensor  # [batch, kv heads, keys, headdim] of the caller
+    out: torch.Tensor  # [batch, q heads, queries, headdim] of the caller
+    lse: torch.Tensor  # [batch, q heads, queries], natural log: of Q̂ · K̂ with their scales, without row_bias
+
+
+def saved_of(quantized: Quantized, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Saved:
+    """What a forward pass on 8-bit integers, neither rotated nor with Q smoothed, leaves. `v` and `out` are the
+    caller's; `lse` has at least the rows of `out`, and no row_bias."""
+    queries, keys = out.shape[2], v.shape[2]
+    return Saved(quantized.q[:, :, :queries], quantized.k[:, :, :keys], quantized.q_scale[:, :, :queries],
+                 quantized.k_scale[:, :, :keys], v, out, lse[:, :, :queries])
+
+
+def gradients(saved: Saved, grad_out: torch.Tensor, softmax_scale: float, is_causal: bool,
+              rounding: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv, in the shapes of out, v and v, f32. Without `rounding` they are in the dtype of what was saved, to
+    be float64, and nothing is rounded to integers.
+
+    grad_out: [batch, q heads, queries, headdim] of the caller. A causal mask is aligned bottom-right.
+    """
+    arithmetic: Arithmetic = Rounded() if rounding else Exact()
+    tiles = _tiles(saved, grad_out, is_causal, arithmetic)
+    grad_q = _grad_q(tiles, arithmetic) * softmax_scale
+    grad_k, grad_v = _grad_kv(tiles, arithmetic)
+    grad_k = grad_k * math.log(2.0)  # q_scale has softmax_scale · log2 e
+    shapes = saved.out.shape, saved.v.shape, saved.v.shape
+    dq, dk, dv = (x.flatten(1, 2)[:, :, : shape[2], : shape[3]] for x, shape in zip((grad_q, grad_k, grad_v), shapes))
+    return dq, dk, dv
+
+
+# --- rounding, or none ------------------------------------------------------------------------------------------------
+
+
+class Arithmetic(Protocol):
+    """What differs between the kernels and the formulas that they follow."""
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        """In the dtype of all that follows."""
+        ...
+
+    def fma(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        """a · b + c."""
+        ...
+
+    def round_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """dÔ of whole tiles of dO, and its scale per row."""
+        ...
+
+    def round_rows(self, x: torch.Tensor, factor: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """x · factor as codes of at most `limit`, times the scale of their row: [..., rows, columns], [..., rows, 1].
+        factor: of columns, [..., 1, columns]."""
+        ...
+
+
+class Exact:
+    """Codes are the values themselves."""
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def fma(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return a * b + c
+
+    def round_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, torch.ones_like(grad[..., 0])
+
+    def round_rows(self, x: torch.Tensor, factor: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * factor, torch.ones_like(x[..., :1])
+
+
+class Rounded:
+    """f32, and codes that are integers."""
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float()
+
+    def fma(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return fma(a, b, c)
+
+    def round_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A scale per group of rows of a tile, as in bwd/prepare.cuh; zero of zeros."""
+        groups = torch.unflatten(grad, -2, (-1, TILE_ROWS // GRAD_GROUPS, GRAD_GROUPS))
+        amax = groups.abs().amax((-3, -1), keepdim=True)
+        zeros = amax < SMALLEST_GROUP
+        scale = torch.where(zeros, 0.0, divide(amax, 127.0))
+        inv_scale = torch.where(zeros, 0.0, torch.full_like(amax, 127.0) / amax)
+        codes = _integers(groups, inv_scale)
+        return codes.flatten(-4, -2), scale.expand_as(groups)[..., 0].flatten(-3)
+
+    def round_rows(self, x: torch.Tensor, factor: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in bwd/products.cuh; the scale of a row with a NaN is NaN."""
+        amax = (x.abs() * factor).amax(-1, keepdim=True)
+        inv_scale = 1.0 / amax.clamp(min=SMALLEST_ROW) * limit
+        return _integers(x, inv_scale * factor), amax * (1.0 / limit)
+
+
+def _integers(x: torch.Tensor, inv_scale: torch.Tensor) -> torch.Tensor:
+    """x · inv_scale to the nearest even, rounded once, as an FMA does. Zero where that is not finite: then the row's
+    scale is not finite either, or next to zero."""
+    return finite_or_zero((x.double() * inv_scale.double()).round()).float()
+
+
+# --- what the kernels read --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What bwd/prepare.cuh writes: whole tiles, on each side."""
+
+    q_hat: torch.Tensor  # [batch, kv heads, group, rows, headdim]
+    q_scale: torch.Tensor  # [batch, kv heads, group, rows]
+    minus_lse: torch.Tensor  # likewise, log2 units; −inf where a query sees no key, or does not exist; NaN where spoilt
+    minus_delta: torch.Tensor  # likewise, D = Σ dO · O
+    grad: torch.Tensor  # [batch, kv heads, group, rows, headdim], dO
+    grad_hat: torch.Tensor  # likewise, dÔ; zeros where dO is not finite
+    grad_scale: torch.Tensor  # [batch, kv heads, group, rows]
+    k_hat: torch.Tensor  # [batch, kv heads, 1, keys, headdim]
+    k_scale: torch.Tensor  # [batch, kv heads, 1, keys]
+    v: torch.Tensor  # [batch, kv heads, 1, keys, headdim]
+    visible: VisibleKeys  # of rows
+
+    @property
+    def rows(self) -> int:
+        return self.q_hat.shape[-2]
+
+    @property
+    def keys(self) -> int:
+        return self.k_hat.shape[-2]
+
+
+def _tiles(saved: Saved, grad_out: torch.Tensor, is_causal: bool, arithmetic: Arithmetic) -> Tiles:
+    (queries, headdim), keys, kv_heads = saved.q_hat.shape[2:], saved.k_hat.shape[2], saved.k_hat.shape[1]
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return torch.unflatten(_pad(arithmetic.values(x), headdim), 1, (kv_heads, -1))
+
+    def of_rows(x: torch.Tensor) -> torch.Tensor:
+        return padded(x[..., None])[..., 0]
+
+    grad, lse = padded(grad_out), of_rows(saved.lse)
+    finite = grad.isfinite().all(-1)  # integers hold no NaN: P is NaN where dO is not finite
+    grad_hat, grad_scale = arithmetic.round_grad(grad.where(finite[..., None], 0.0))
+    minus_lse = torch.where(lse == -math.inf, lse, -(lse * LOG2_E))
+    rows = torch.arange(minus_lse.shape[-1], device=grad.device)
+    return Tiles(
+        q_hat=padded(saved.q_hat), q_scale=of_rows(saved.q_scale),
+        minus_lse=minus_lse.masked_fill(rows >= queries, -math.inf).masked_fill(~finite, math.nan),
+        minus_delta=-_delta(grad, padded(saved.out), arithmetic), grad=grad, grad_hat=grad_hat, grad_scale=grad_scale,
+        k_hat=padded(saved.k_hat), k_scale=of_rows(saved.k_scale), v=padded(saved.v),
+        visible=Mask(is_causal=is_causal).visible_keys(rows, queries, keys))
+
+
+def _pad(x: torch.Tensor, headdim: int) -> torch.Tensor:
+    """Zeros as further channels and as further rows, up to whole tiles."""
+    return torch.nn.functional.pad(x, (0, headdim - x.shape[-1], 0, -x.shape[-2] % TILE_ROWS))
+
+
+def _delta(grad: torch.Tensor, out: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+    """D in the order of bwd/prepare.cuh: a lane's channels in FMAs, then halves of the lanes."""
+    total = torch.zeros_like(grad[..., ::LANE_CHANNELS])
+    for of_grad, of_out in zip(*(torch.unflatten(x, -1, (-1, LANE_CHANNELS)).unbind(-1) for x in (grad, out))):
+        total = arithmetic.fma(of_grad, of_out, total)
+    while total.shape[-1] > 1:
+        lower, upper = total.chunk(2, -1)
+        total = lower + upper
+    return total[..., 0]
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def _grad_q(tiles: Tiles, arithmetic: Arithmetic) -> torch.Tensor:
+    """bwd/grad_q.cuh: dQ less the factor softmax_scale, tile after tile of keys."""
+    total = torch.zeros_like(tiles.q_hat)
+    for first in range(0, tiles.keys, TILE_ROWS):
+        keys = slice(first, first + TILE_ROWS)
+        p, grad_p, seen = _scores(tiles, slice(None), slice(None), keys, arithmetic)
+        grad_s = ((grad_p + tiles.minus_delta[..., None]) * p).where(seen, 0.0)
+        codes, scale = arithmetic.round_rows(grad_s, tiles.k_scale[..., None, keys], 127)
+        total = arithmetic.fma(codes @ tiles.k_hat[..., keys, :], scale, total)
+    return total
+
+
+def _grad_kv(tiles: Tiles, arithmetic: Arithmetic) -> tuple[torch.Tensor, torch.Tensor]:
+    """bwd/grad_kv.cuh: dK less the factor ln 2, and dV; head after head of a group, tile after tile of queries."""
+    grad_k, grad_v = torch.zeros_like(tiles.k_hat), torch.zeros_like(tiles.k_hat)
+    for head in range(tiles.q_hat.shape[2]):
+        for first in range(0, tiles.rows, TILE_ROWS):
+            of_k, of_v = _step(tiles, slice(head, head + 1), slice(first, first + TILE_ROWS), arithmetic)
+            grad_k, grad_v = arithmetic.fma(*of_k, grad_k), arithmetic.fma(*of_v, grad_v)
+    return grad_k, grad_v
+
+
+def _step(tiles: Tiles, head: slice, rows: slice,
+          arithmetic: Arithmetic) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """What a tile of queries of one head adds to dK and dV: each a product of codes, and the scale of its rows."""
+    q_scale, grad_scale = (x[:, :, head, None, rows] for x in (tiles.q_scale, tiles.grad_scale))
+    p, grad_p, seen = (x.transpose(-2, -1) for x in _scores(tiles, head, rows, slice(None), arithmetic))
+    p = p.where(seen, 0.0)
+    p_hat, p_scale = arithmetic.round_rows(p, grad_scale, 255)
+    minus_delta = tiles.minus_delta[:, :, head, None, rows]
+    grad_s = p * arithmetic.fma(grad_p, q_scale, minus_delta * q_scale)
+    grad_s = grad_s.where(seen, 0.0)  # hidden again: dP may be NaN where P is zero
+    grad_s_hat, grad_s_scale = arithmetic.round_rows(grad_s, torch.ones_like(q_scale), 127)
+    return ((grad_s_hat @ tiles.q_hat[:, :, head, rows], grad_s_scale),
+            (p_hat @ tiles.grad_hat[:, :, head, rows], p_scale))
+
+
+def _scores(tiles: Tiles, head: slice, rows: slice, keys: slice,
+            arithmetic: Arithmetic) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """P as the forward pass had it, dP, and whether a row sees a key: the first two [batch, kv heads, group, rows,
+    keys], the last [rows, keys]. Nothing is hidden in the first two. `head`: of each group.
+    """
+    q_hat, k_hat = tiles.q_hat[:, :, head, rows], tiles.k_hat[..., keys, :]
+    scale = tiles.q_scale[:, :, head, rows, None] * tiles.k_scale[..., None, keys]
+    scores = q_hat @ k_hat.transpose(-2, -1)  # exact: integers below 2^24
+    p = arithmetic.fma(scores, scale, tiles.minus_lse[:, :, head, rows, None]).exp2()
+    grad_p = tiles.grad[:, :, head, rows] @ tiles.v[..., keys, :].transpose(-2, -1)
+    columns = torch.arange(tiles.keys, device=p.device)[keys]
+    return p, grad_p, tiles.visible.of_rows(rows).contains(columns)

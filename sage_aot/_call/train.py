@@ -1,0 +1,136 @@
+"""Attention that is trained: :func:`train_attn`, its operators, and its derivative."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sage_aot._call import ops
+from sage_aot._call.api import operator_options
+from sage_aot._call.pipeline import backend_of, lse_shape, plan_of, prepared_backward, prepared_train
+from sage_aot._problem.check import check_backward, check_train
+from sage_aot._problem.options import Options
+from sage_aot.errors import ArgumentError
+
+_CONTIGUOUS = torch.contiguous_format
+_Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def train_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False,
+               scale: float | None = None, layout: str = "HND") -> torch.Tensor:
+    """Attention in 8 bits that is differentiable: softmax(q·kᵀ·scale)·v, and its gradients by SageBwd.
+
+    The forward pass is that of :func:`sage_aot.attn` with its default options. The backward pass recomputes P from the
+    same 8-bit q and k. Of its five products it computes dO·Vᵀ in 16 bits and the others in 8 bits. The gradients are
+    those of the quantized attention's formula: the rounding of q, k, P, dO and dS has none of its own. Equal calls on
+    one GPU give equal bits. docs/training.md says what models train with it.
+
+    For the backward pass a call keeps 8-bit q and k, and v and the output as they are: 6 bytes a channel where bf16
+    attention keeps 8.
+
+    Args:
+        q: as :func:`sage_aot.attn`; float16 or bfloat16, headdim from 1 to 128.
+        k, v: likewise. The gradients of grouped heads are summed over the q heads that share a kv head.
+        is_causal: query i sees the keys ``j <= i + keys - queries``: the mask is aligned bottom-right.
+        scale: factor on q·kᵀ before the softmax; None means ``1 / sqrt(headdim)``.
+        layout: ``"HND"`` or ``"NHD"``, of q, k, v and the output.
+
+    Returns:
+        The output, like q in shape and dtype. A query that sees no key gives zeros, and has a gradient of zeros. It
+        has no second derivative.
+
+    Raises:
+        ArgumentError, UnsupportedError, CubinError, LaunchError: as :func:`sage_aot.attn`. UnsupportedError also where
+            the folder of kernels has none for the backward pass.
+
+    Source: SageAttention3 (arXiv:2505.11594), Algorithms 2 and 3.
+
+    >>> import torch, sage_aot
+    >>> q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    >>> sage_aot.train_attn(q, k, v, is_causal=True).sum().backward()
+    >>> q.grad.shape
+    torch.Size([1, 2, 100, 64])
+    """
+    options = operator_options(q, k, v, None, None, False, is_causal, scale, layout, *_OTHER_DEFAULTS)
+    out: torch.Tensor = _forward_op(q, k, v, *options)[0]
+    return out
+
+
+_OTHER_DEFAULTS = tuple(vars(Options()).values())[3:]
+"""Of the options that :func:`train_attn` does not take."""
+
+
+# --- the operators ----------------------------------------------------------------------------------------------------
+
+
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> _Tensors:
+    call = prepared_train(q, k, v, options)
+    out, lse = torch.empty_like(q, memory_format=_CONTIGUOUS), call.empty_lse(q)
+    kept = q.new_empty(call.kv_bytes, dtype=torch.uint8)
+    call.run(q, k, v, out, lse, None, None, kept)
+    return out, lse, call.save(kept)
+
+
+def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> _Tensors:
+    """Asks for the kernels in use: the size of what they save is theirs to say."""
+    problem, backend = check_train(q, k, v, Options.from_schema(*options)), backend_of(q)
+    size = 0 if problem.is_empty else backend.saved_bytes(plan_of(backend, problem, q.get_device()))
+    return (torch.empty_like(q, memory_format=_CONTIGUOUS), q.new_empty(lse_shape(problem), dtype=torch.float32),
+            q.new_empty(size, dtype=torch.uint8))
+
+
+def _backward(grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, saved: torch.Tensor,
+              *options: Any) -> _Tensors:
+    from sage_aot._backends.base import BackwardTensors
+
+    _check_first_derivative(grad_out, v, out)
+    check_backward(grad_out, out)
+    gradients = _fake_backward(grad_out, v, out, lse, saved)
+    if 0 in (out.numel(), v.numel()):
+        return tuple(gradient.zero_() for gradient in gradients)  # type: ignore[return-value]
+    tensors = BackwardTensors(_with_rows(grad_out), out, v, *gradients)
+    prepared_backward(tensors, options)(tensors, lse, saved)
+    return gradients
+
+
+def _fake_backward(grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, saved: torch.Tensor,
+                   *options: Any) -> _Tensors:
+    return (torch.empty_like(out, memory_format=_CONTIGUOUS), torch.empty_like(v, memory_format=_CONTIGUOUS),
+            torch.empty_like(v, memory_format=_CONTIGUOUS))
+
+
+def _with_rows(grad_out: torch.Tensor) -> torch.Tensor:
+    """The gradient with a contiguous last dimension: that of a sum is one number, expanded."""
+    return grad_out if grad_out.stride(-1) == 1 or grad_out.shape[-1] == 1 else grad_out.contiguous()
+
+
+def _check_first_derivative(*tensors: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ArgumentError("train_attn has no second derivative; call backward without create_graph=True, or take "
+                            "torch.nn.functional.scaled_dot_product_attention with the backend MATH")
+
+
+# --- the derivative ---------------------------------------------------------------------------------------------------
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: _Tensors) -> None:
+    _, _, v, *ctx.options = inputs
+    out, lse, saved = output
+    ctx.mark_non_differentiable(lse, saved)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(v, out, lse, saved)
+
+
+def _differentiate(ctx: Any, grad_out: torch.Tensor | None, *unused: None) -> tuple[torch.Tensor | None, ...]:
+    nothing = [None] * len(ctx.options)
+    if grad_out is None:
+        return None, None, None, *nothing
+    return *_backward_op(grad_out, *ctx.saved_tensors, *ctx.options), *nothing
+
+
+_forward_op = ops.register("train_attn", "Tensor q, Tensor k, Tensor v, ", "(Tensor, Tensor, Tensor)", _forward,
+                           _fake_forward)
+_backward_op = ops.register("train_attn_backward", "Tensor grad_out, Tensor v, Tensor out, Tensor lse, Tensor saved, ",
+                            "(Tensor, Tensor, Tensor)", _backward, _fake_backward)
+torch.library.register_autograd("sage_aot::train_attn", _differentiate, setup_context=_save, lib=ops.LIBRARY)

@@ -1,0 +1,133 @@
+"""How a backward pass is laid out and launched. Pure, as :mod:`sage_aot._launch.plan` is.
+
+A forward pass of the part "train" keeps the quantized Q and K. :func:`saved_parts` says which bytes of what it kept the
+backward pass reads. Three launches follow: one writes the tiles that the others read, one computes the gradients of K
+and V, and one that of Q.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sage_aot._kernels.manifest import KernelRecord, Manifest
+from sage_aot._kernels.spec import BACKWARD
+from sage_aot._launch.plan import Argument, Launch, Plan, launch_of, lay_out, rows_of
+from sage_aot._launch.structs import DTYPE_CODES, FastDivmod
+from sage_aot.errors import UnsupportedError
+
+
+class SavedParts(NamedTuple):
+    """What the backward pass reads of what the forward pass kept, in bytes, in the order in which it is saved."""
+
+    kv_tiles: int  # tiles of K and V, from the beginning of kv_hat on
+    k_tile_bytes: int  # of each tile K̂, at its beginning
+    line_bytes: int  # and its line, at its end
+    q_hat_bytes: int
+    q_scale_bytes: int
+
+    @property
+    def k_bytes(self) -> int:
+        return self.kv_tiles * (self.k_tile_bytes + self.line_bytes)
+
+    @property
+    def total(self) -> int:
+        return self.k_bytes + self.q_hat_bytes + self.q_scale_bytes
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """Sizes that follow from a forward pass and the backward kernels; sizes and offsets in bytes."""
+
+    forward: Plan
+    kernels: dict[str, KernelRecord]  # by kind
+    saved: SavedParts
+    q_side_tiles: int  # tiles of Q and dO, of a head
+    kv_side_tiles: int  # tiles of K and V, likewise
+    offsets: dict[str, int]  # from the workspace's beginning, per buffer
+    sizes: dict[str, int]  # per buffer
+    workspace_bytes: int
+
+
+class BackwardArguments(NamedTuple):
+    """The tensors of a backward pass whose strides a launch depends on."""
+
+    grad_out: Argument
+    out: Argument
+    v: Argument
+    grad_q: Argument
+    grad_k: Argument
+    grad_v: Argument
+
+
+def backward_kernels(forward: Plan, manifest: Manifest) -> dict[str, KernelRecord]:
+    """The backward kernels of a forward pass, by kind. UnsupportedError where the folder lacks one."""
+    spec = forward.kernels.attn.spec
+    wanted = {kind: spec.companion(kind).name for kind in BACKWARD if spec.trains}
+    missing = [name for name in wanted.values() if name not in manifest.kernels]
+    if missing or not wanted:
+        raise UnsupportedError(f"no backward pass for {spec.name}: the folder of kernels lacks "
+                               f"{', '.join(missing) or 'kernels for these options'}; install a wheel that has them, or "
+                               f"train with torch.nn.functional.scaled_dot_product_attention")
+    return {kind: manifest.kernels[name] for kind, name in wanted.items()}
+
+
+def plan_backward(forward: Plan, manifest: Manifest) -> BackwardPlan:
+    """Lay out the workspace of a backward pass."""
+    problem, kernels = forward.problem, backward_kernels(forward, manifest)
+    prepare = kernels["bwdprep"]
+    q_side = _side_tiles(problem.seqlen_q, kernels["bwdq"], prepare)
+    kv_side = _side_tiles(problem.seqlen_kv, kernels["bwdkv"], prepare)
+    sizes = {"q_side": problem.batch * problem.num_q_heads * q_side * prepare.fact("q_side_bytes"),
+             "kv_side": problem.batch * problem.num_kv_heads * kv_side * prepare.fact("kv_side_bytes")}
+    offsets, workspace_bytes = lay_out(sizes)
+    return BackwardPlan(forward, kernels, saved_parts(forward, prepare), q_side, kv_side, offsets, sizes,
+                        workspace_bytes)
+
+
+def saved_parts(forward: Plan, prepare: KernelRecord) -> SavedParts:
+    """What is saved of a forward pass. `prepare`: the kernel that reads it."""
+    tiles = forward.problem.batch * forward.problem.num_kv_heads * forward.kv_tiles
+    return SavedParts(tiles, prepare.fact("k_tile_bytes"), prepare.fact("k_line_bytes"), forward.sizes["q_hat"],
+                      forward.sizes["q_scale"])
+
+
+def _side_tiles(rows: int, gradient: KernelRecord, prepare: KernelRecord) -> int:
+    """Tiles of a head that hold all rows which the blocks of a gradient's kernel read."""
+    return _blocks(rows, gradient) * gradient.fact("block_rows") // prepare.fact("tile_rows")
+
+
+def _blocks(rows: int, gradient: KernelRecord) -> int:
+    return -(-rows // gradient.fact("block_rows"))
+
+
+def backward_launches(plan: BackwardPlan, tensors: BackwardArguments) -> list[Launch]:
+    """The launches of a backward pass, in order."""
+    problem = plan.forward.problem
+    q_heads, kv_heads = problem.batch * problem.num_q_heads, problem.batch * problem.num_kv_heads
+    known = {**_known(plan, tensors), "q_side_blocks": q_heads * plan.q_side_tiles}
+    rows = rows_of(problem, tensors.grad_out, tensors.out, tensors.v)
+    prepare, grad_kv, grad_q = (plan.kernels[kind] for kind in BACKWARD)
+    return [launch_of(prepare, known["q_side_blocks"] + kv_heads * plan.kv_side_tiles, known, rows),
+            launch_of(grad_kv, kv_heads * _blocks(problem.seqlen_kv, grad_kv), known, problem.dtype),
+            launch_of(grad_q, q_heads * _blocks(problem.seqlen_q, grad_q), known, problem.dtype)]
+
+
+def _known(plan: BackwardPlan, tensors: BackwardArguments) -> dict[str, Any]:
+    """The values that all launches share, by the names of the struct's fields."""
+    problem, saved = plan.forward.problem, plan.saved
+    return {
+        **{name: argument.tensor for name, argument in tensors._asdict().items()},
+        **{name: ("workspace", offset) for name, offset in plan.offsets.items()},
+        "k_hat": ("saved", 0), "q_hat": ("saved", saved.k_bytes), "q_scale": ("saved", saved.k_bytes + saved.q_hat_bytes),
+        "lse": ("lse", 0), "batch": problem.batch, "num_q_heads": FastDivmod.of(problem.num_q_heads),
+        "num_kv_heads": FastDivmod.of(problem.num_kv_heads),
+        "q_heads_per_kv_head": FastDivmod.of(problem.num_q_heads // problem.num_kv_heads),
+        "seqlen_q": problem.seqlen_q, "seqlen_kv": problem.seqlen_kv, "headdim": problem.headdim,
+        "q_tiles": FastDivmod.of(plan.forward.q_tiles), "kv_tiles": plan.forward.kv_tiles,
+        "q_side_tiles": FastDivmod.of(plan.q_side_tiles), "kv_side_tiles": FastDivmod.of(plan.kv_side_tiles),
+        "q_blocks": FastDivmod.of(_blocks(problem.seqlen_q, plan.kernels["bwdq"])),
+        "kv_blocks_of_head": FastDivmod.of(_blocks(problem.seqlen_kv, plan.kernels["bwdkv"])),
+        "softmax_scale": problem.softmax_scale, "dtype": DTYPE_CODES[problem.dtype],
+        "is_causal": problem.options.is_causal, "unused": 0,
+    }

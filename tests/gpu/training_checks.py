@@ -1,0 +1,113 @@
+"""One trained call of the fuzzer, sage_aot.train_attn and its backward pass, and all that is expected of it.
+
+The gradients of the kernels are held against those of the emulation, which gets the kernels' own output and
+log-sum-exp. Three things differ: ex2.approx and rcp.approx (2^-22), the order of the sums of dO·Vᵀ, and thereby the
+rounding of a P or dS that lies close to the middle of two integers (a flip). A flip moves a row by a part of its
+quantization error, so bounds are of rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from fuzz_cases import Case
+
+import sage_aot
+from sage_aot._backends.base import Backend
+from sage_aot._backends.emulation.backward import gradients, saved_of
+from sage_aot._backends.emulation.quantize import quantize
+from sage_aot._call import pipeline
+from sage_aot._launch.plan import Plan
+from sage_aot._problem.check import check_train, heads_first
+from sage_aot._tools.compare import Measure, against_emulation, same
+
+ROW_BOUND = 0.02
+"""Most error of a row of a gradient, as a share of the largest row of its head, by L2 norms."""
+
+CANCELLED = 2.0**-18
+"""Error of dS where dO·Vᵀ and D cancel, as a share of |dO|·|V|: both are sums in f32, of D and of dP in other orders."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a trained call made, heads first."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    grad_q: torch.Tensor
+    grad_k: torch.Tensor
+    grad_v: torch.Tensor
+
+
+def measure_training(case: Case, backend: Backend,
+                     tensors: tuple[torch.Tensor, ...]) -> tuple[str, list[Measure], Trained]:
+    """The attention kernel of a trained call, and every check of it."""
+    before = [tensor.clone() for tensor in tensors]
+    grad_out = make_grad_out(case, tensors[0])
+    made = train(case, backend, tensors, grad_out)
+    measures = [same(f"input {name}", *(t.view(torch.int16) for t in pair)) for name, *pair in zip("qkv", tensors, before)]
+    plan = pipeline.plan_of(backend, check_train(*tensors, case.options), tensors[0].get_device())
+    views = [heads_first(tensor, case.layout) for tensor in tensors]
+    measures += _compare(plan, made, heads_first(grad_out, case.layout), *views)
+    return plan.kernels.attn.name, measures, made
+
+
+def make_grad_out(case: Case, q: torch.Tensor) -> torch.Tensor:
+    """The gradient of the output, of a size that grows with the seed, with strides of its own."""
+    generator = torch.Generator(q.device).manual_seed(case.seed + 1)
+    magnitude = 10.0 ** -(case.seed % 4)
+    if case.strides == "expanded_heads":  # as of a sum
+        return torch.full((), magnitude, dtype=q.dtype, device=q.device).expand_as(q)
+    grad = (torch.randn(q.shape, generator=generator, device=q.device) * magnitude).to(q.dtype)
+    if case.planted.startswith("v:"):
+        grad[0, 0, 0, 0] = torch.inf
+    if case.strides in ("transposed", "fused"):
+        return grad.transpose(1, 2).contiguous().transpose(1, 2)
+    if case.strides == "misaligned":
+        return torch.nn.functional.pad(grad, (1, 0))[..., 1:]
+    return grad
+
+
+def train(case: Case, backend: Backend, tensors: tuple[torch.Tensor, ...], grad_out: torch.Tensor) -> Trained:
+    """Make the public call and its backward pass."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    with pipeline.handing(backend), torch.enable_grad():
+        out = sage_aot.train_attn(*leaves, is_causal=case.is_causal, scale=case.scale, layout=case.layout)
+        found = torch.autograd.grad(out, leaves, grad_out)
+    result = getattr(backend, "result", None)
+    return Trained(heads_first(out.detach(), case.layout), None if result is None else result.lse,
+                   *(heads_first(gradient, case.layout) for gradient in found))
+
+
+def _compare(plan: Plan, made: Trained, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+             v: torch.Tensor) -> list[Measure]:
+    problem = plan.problem
+    quantized = quantize(problem, plan.kernels, q, k, v)
+    quantized = dataclasses.replace(quantized, row_bias=0.0 * quantized.row_bias)
+    measures = against_emulation(plan, quantized, made.out, made.lse)
+    assert made.lse is not None
+    saved = saved_of(quantized, v, made.out, made.lse)
+    expected = gradients(saved, grad_out, problem.softmax_scale, problem.options.is_causal)
+    group = problem.num_q_heads // problem.num_kv_heads
+    products = grad_out.float().abs().nan_to_num(0.0, 0.0).amax() * v.float().abs().nan_to_num(0.0, 0.0).amax()
+    cancelled = CANCELLED * problem.headdim**0.5 * products * abs(problem.softmax_scale)
+    noise = {"q": cancelled * k.float().abs().nan_to_num(0.0, 0.0).amax(),
+             "k": cancelled * q.float().abs().nan_to_num(0.0, 0.0).amax() * group, "v": torch.zeros_like(cancelled)}
+    for name, got, wanted in zip("qkv", (made.grad_q, made.grad_k, made.grad_v), expected):
+        measures += _of_gradient(name, got.float(), wanted, noise[name], torch.finfo(got.dtype))
+    return measures
+
+
+def _of_gradient(name: str, got: torch.Tensor, expected: torch.Tensor, noise: torch.Tensor,
+                 info: torch.finfo) -> list[Measure]:
+    """Where the gradient is finite, the error of each row; and where it is."""
+    finite = expected.abs() < info.max
+    holes = same(f"finite elements of grad_{name}", got.isfinite(), finite)
+    error, expected = (torch.where(finite & got.isfinite(), x, 0.0) for x in (got - expected, expected))
+    error, expected = error.double(), expected.double()  # squares of large values are beyond f32
+    norm = expected.norm(dim=-1)
+    rounding = info.eps * norm + info.smallest_normal * info.eps * error.shape[-1]
+    bound = ROW_BOUND * norm.amax(-1, keepdim=True) + rounding + noise * error.shape[-1] ** 0.5
+    return [holes, Measure(f"grad_{name}, emulation", error.norm(dim=-1) / bound, error.norm(dim=-1), norm)]

@@ -1,0 +1,188 @@
+"""The public call sage_aot.train_attn and its operators, on CPU tensors, which the emulation answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sage_aot
+from sage_aot._call import train
+from sage_aot._call.pipeline import plan_of
+from sage_aot._problem.check import check_train
+from sage_aot._problem.options import Options, for_schema
+from sage_aot.errors import ArgumentError, UnsupportedError
+
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+              pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+def draw(queries=70, keys=90, headdim=64, dtype=torch.bfloat16, layout="HND"):
+    """Leaves q, k and v of grouped heads, and a gradient of the output."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (2, 4, queries, headdim), (2, 2, keys, headdim), (2, 2, keys, headdim), (2, 4, queries, headdim)
+    q, k, v, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    if layout == "NHD":
+        q, k, v, grad = (x.transpose(1, 2).contiguous() for x in (q, k, v, grad))
+    return *(x.requires_grad_() for x in (q, k, v)), grad
+
+
+def train_it(q, k, v, grad, **options):
+    out = sage_aot.train_attn(q, k, v, **options)
+    return out, *torch.autograd.grad(out, (q, k, v), grad)
+
+
+def exact(q, k, v, grad, is_causal=False, scale=None):
+    """In float64, by torch."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    hidden = None
+    if is_causal:
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=hidden, scale=scale, enable_gqa=True)
+    return out, *torch.autograd.grad(out, leaves, grad.double())
+
+
+def error(got, expected):
+    return ((got.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": -0.3}], ids=str)
+@pytest.mark.parametrize("headdim", [64, 100])
+def test_gradients_are_close_to_those_of_float64(headdim, options):
+    tensors = draw(headdim=headdim)
+    for got, expected in zip(train_it(*tensors, **options), exact(*tensors, **options)):
+        assert got.shape == expected.shape and got.dtype == torch.bfloat16 and error(got, expected) < 0.06
+
+
+def test_layouts_give_the_same_bits():
+    heads_first, rows_first = train_it(*draw()), train_it(*draw(layout="NHD"), layout="NHD")
+    assert all(torch.equal(a, b.transpose(1, 2)) for a, b in zip(heads_first, rows_first))
+
+
+def test_the_output_is_that_of_attn():
+    q, k, v, _ = draw()
+    with torch.no_grad():
+        assert torch.equal(sage_aot.train_attn(q, k, v), sage_aot.attn(q, k, v))
+
+
+def test_the_gradient_of_a_sum():
+    q, k, v, grad = draw()
+    found = torch.autograd.grad(sage_aot.train_attn(q, k, v).sum(), (q, k, v))
+    assert all(map(torch.equal, found, train_it(q, k, v, torch.ones_like(grad))[1:]))
+
+
+def test_a_tensor_of_which_no_gradient_is_asked():
+    q, k, v, grad = draw()
+    out = sage_aot.train_attn(q.detach(), k, v)
+    assert torch.equal(torch.autograd.grad(out, k, grad)[0], train_it(q, k, v, grad)[2])
+
+
+@pytest.mark.parametrize("sizes", [(0, 90), (70, 0)], ids=str)
+def test_nothing_to_see(sizes):
+    out, *gradients = train_it(*draw(*sizes))
+    assert (out == 0).all() and all((gradient == 0).all() for gradient in gradients)
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+def options(**changes):
+    return for_schema(*vars(Options(**changes)).values())
+
+
+@pytest.mark.parametrize("changes", [{}, {"is_causal": True, "scale": 0.1}, {"layout": "NHD"}], ids=str)
+def test_opcheck(changes):
+    *tensors, _ = draw(layout=changes.get("layout", "HND"))
+    torch.library.opcheck(torch.ops.sage_aot.train_attn.default, (*tensors, *options(**changes)))
+
+
+def test_opcheck_of_the_backward_pass():
+    q, k, v, grad = (x.detach() for x in draw())
+    out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v)
+    torch.library.opcheck(torch.ops.sage_aot.train_attn_backward.default, (grad, v, out, lse, saved))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_compiled_equals_eager(backend):
+    torch.compiler.reset()
+
+    def work(q, k, v):
+        return sage_aot.train_attn(q * 2, k, v, is_causal=True).float().square().sum()
+
+    q, k, v, _ = draw()
+    found = torch.autograd.grad(torch.compile(work, backend=backend, fullgraph=True)(q, k, v), (q, k, v))
+    assert all(map(torch.equal, found, torch.autograd.grad(work(q, k, v), (q, k, v))))
+    torch.compiler.reset()
+
+
+def test_activation_checkpointing():
+    from torch.utils.checkpoint import checkpoint
+
+    q, k, v, grad = draw()
+    out = checkpoint(sage_aot.train_attn, q, k, v, use_reentrant=False)
+    assert all(map(torch.equal, torch.autograd.grad(out, (q, k, v), grad), train_it(q, k, v, grad)[1:]))
+
+
+def test_autocast():
+    q, k, v, grad = draw(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = sage_aot.train_attn(q, k, v)
+    assert out.dtype == torch.bfloat16
+    found = torch.autograd.grad(out, (q, k, v), grad.bfloat16())
+    assert all(gradient.dtype == torch.float32 for gradient in found)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_attn_names_train_attn():
+    q, k, v, _ = draw()
+    with pytest.raises(ArgumentError, match=r"to train call sage_aot\.train_attn"):
+        sage_aot.attn(q, k, v)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"dtype": torch.float32}, r"expected torch.float16 or torch.bfloat16 to train with, got torch.float32"),
+    ({"headdim": 129}, r"expected a head dim from 1 to 128 to train with, got 129")])
+def test_what_cannot_be_trained(change, message):
+    with pytest.raises(ArgumentError, match=message):
+        sage_aot.train_attn(*draw(**change)[:3])
+
+
+def test_options_that_it_does_not_take():
+    q, k, v, _ = draw()
+    with pytest.raises(TypeError):
+        sage_aot.train_attn(q, k, v, qk="int4")
+    with pytest.raises(ArgumentError, match="scale: expected"):
+        sage_aot.train_attn(q, k, v, scale="1")
+    with pytest.raises(ArgumentError, match=r"q: expected a torch\.Tensor"):
+        sage_aot.train_attn(1, k, v)
+
+
+def test_no_second_derivative():
+    q, k, v, grad = draw()
+    with pytest.raises(ArgumentError, match="no second derivative"):
+        torch.autograd.grad(sage_aot.train_attn(q, k, v), q, grad, create_graph=True)
+
+
+def test_a_gradient_of_another_dtype_is_refused():
+    q, k, v, grad = (x.detach() for x in draw())
+    out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v)
+    with pytest.raises(ArgumentError, match="the gradient of the output: expected"):
+        torch.ops.sage_aot.train_attn_backward(grad.float(), v, out, lse, saved)
+
+
+def test_a_folder_without_backward_kernels_says_so():
+    from sage_aot._call.pipeline import backend_of, prepare
+    from sage_aot._kernels.manifest import Manifest
+    from sage_aot._launch.backward import plan_backward
+
+    q, k, v, _ = (x.detach() for x in draw())
+    backend = backend_of(q)
+    forward = plan_of(backend, check_train(q, k, v, Options()), -1)
+    manifest: Manifest = backend.manifest
+    without = {name: record for name, record in manifest.kernels.items() if "_bwd" not in name}
+    import dataclasses
+
+    with pytest.raises(UnsupportedError, match=r"no backward pass for sage_attn_sm89_d64_.*lacks sage_bwdprep_sm89_d64"):
+        plan_backward(forward, dataclasses.replace(manifest, kernels=without))
+    assert prepare and train
