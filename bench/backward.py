@@ -4,7 +4,7 @@
     python bench/backward.py --headdim 64 --seqlen 2048,8192 --mask causal
 
 Rows: `train_attn`, the public call and its backward pass, quantization included; `sdpa_...`, torch's by a backend;
-`kernel ...`, one backward launch alone. The step is what torch.autograd runs: forward, then the gradients of q, k and v.
+`kernel ...`, one backward launch alone. A step is what torch.autograd runs: forward, then the gradients of q, k and v.
 TFLOPS count the products of an exact step, 4·B·H·N²·D operations forward and 10 backward, half of them when causal.
 Inputs are N(0, 1). Gradients are held against those of torch's math backend in float32 before anything is timed; the
 error is the largest of the three, relative, by L2 norms.
@@ -67,7 +67,8 @@ def rows_of(headdim: int, is_causal: bool, seqlen: int, batch: int, heads: int) 
             raise SystemExit(f"{row}: wrong gradients, error {wrong}; nothing was timed with it")
         ms = time_of(step)
         flash_ms = flash_ms or ms
-        yield row, headdim, mask, seqlen, f"{ms:.3f}", round(operations / ms * 1e-9), f"{flash_ms / ms:.2f}", f"{wrong:.4f}"
+        yield (row, headdim, mask, seqlen, f"{ms:.3f}", round(operations / ms * 1e-9), f"{flash_ms / ms:.2f}",
+               f"{wrong:.4f}")
     for name, ms in kernel_times(leaves, grad, is_causal):
         yield f"kernel {name}", headdim, mask, seqlen, f"{ms:.3f}", None, None, None
 

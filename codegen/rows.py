@@ -180,8 +180,9 @@ class RowReader:
     def _family_kind(self, family: str, kind: str, node: yaml.Node) -> FamilyKind:
         quantizer, own_threads = ("template", "threads", "min_blocks"), ("template",)  # that follow from a tile
         keys = {"attn": own_threads, "bwdkv": own_threads, "bwdq": own_threads, "quant": quantizer}
-        entries = self.reader.mapping(node, f"{kind!r} of the family {family!r}", keys.get(kind, ("template", "threads")),
-                                      ("allow_spills", "why") if kind in BACKWARD else ())
+        entries = self.reader.mapping(
+            node, f"{kind!r} of the family {family!r}", keys.get(kind, ("template", "threads")),
+            ("allow_spills", "why") if kind in BACKWARD else ())
         template = self.reader.scalar(entries["template"]) if "template" in entries else None
         if template is not None and not (self.templates / str(template)).is_file():
             self.reader.complain(line_of(entries["template"]), f"expected a file in templates/, got {template!r}")

@@ -66,9 +66,10 @@ def backward_kernels(forward: Plan, manifest: Manifest) -> dict[str, KernelRecor
     wanted = {kind: spec.companion(kind).name for kind in BACKWARD if spec.trains}
     missing = [name for name in wanted.values() if name not in manifest.kernels]
     if missing or not wanted:
-        raise UnsupportedError(f"no backward pass for {spec.name}: the folder of kernels lacks "
-                               f"{', '.join(missing) or 'kernels for these options'}; install a wheel that has them, or "
-                               f"train with torch.nn.functional.scaled_dot_product_attention")
+        lacking = ", ".join(missing) or "kernels for these options"
+        raise UnsupportedError(f"no backward pass for {spec.name}: the folder of kernels lacks {lacking}; install a "
+                               f"wheel that has them, or train with "
+                               f"torch.nn.functional.scaled_dot_product_attention")
     return {kind: manifest.kernels[name] for kind, name in wanted.items()}
 
 
@@ -119,7 +120,8 @@ def _known(plan: BackwardPlan, tensors: BackwardArguments) -> dict[str, Any]:
     return {
         **{name: argument.tensor for name, argument in tensors._asdict().items()},
         **{name: ("workspace", offset) for name, offset in plan.offsets.items()},
-        "k_hat": ("saved", 0), "q_hat": ("saved", saved.k_bytes), "q_scale": ("saved", saved.k_bytes + saved.q_hat_bytes),
+        "k_hat": ("saved", 0), "q_hat": ("saved", saved.k_bytes),
+        "q_scale": ("saved", saved.k_bytes + saved.q_hat_bytes),
         "lse": ("lse", 0), "batch": problem.batch, "num_q_heads": FastDivmod.of(problem.num_q_heads),
         "num_kv_heads": FastDivmod.of(problem.num_kv_heads),
         "q_heads_per_kv_head": FastDivmod.of(problem.num_q_heads // problem.num_kv_heads),

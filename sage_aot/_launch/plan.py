@@ -113,7 +113,8 @@ class Plan:
 
 
 def plan(problem: Problem, kernels: Kernels, splits: int = 1) -> Plan:
-    """Lay out the workspace of a problem, and what its call keeps, or an earlier one kept. `splits`: blocks that share the keys of a query tile; ArgumentError for more than the merge kernel takes."""
+    """Lay out the workspace of a problem, and what its call keeps, or an earlier one kept. `splits`: blocks that share
+    the keys of a query tile; ArgumentError for more than the merge kernel takes."""
     tile = kernels.attn.tile
     if splits == 1:
         kernels = kernels.without("merge")

@@ -153,8 +153,8 @@ def check_train(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Opti
     """Check the tensors of :func:`sage_aot.train_attn` and return its problem."""
     problem = check(q, k, v, options)
     if problem.dtype == "f32":
-        raise ArgumentError(f"q, k and v: expected torch.float16 or torch.bfloat16 to train with, got {q.dtype}; call it "
-                            f"under torch.autocast, or pass q.to(torch.bfloat16)")
+        raise ArgumentError(f"q, k and v: expected torch.float16 or torch.bfloat16 to train with, got {q.dtype}; call "
+                            f"it under torch.autocast, or pass q.to(torch.bfloat16)")
     if problem.headdim > MOST_TRAINED:
         raise ArgumentError(f"expected a head dim from 1 to {MOST_TRAINED} to train with, got {problem.headdim}; for "
                             f"others call torch.nn.functional.scaled_dot_product_attention")

@@ -158,11 +158,10 @@ def draw_case(seed: int, index: int, built: dict[str, dict[str, set]], longest: 
 
 def as_trained(case: Case) -> Case:
     """The same inputs in a call of train_attn: what it does not take has the value of the simplest call."""
-    taken = {name: getattr(case, name) for name in ("arch", "seed", "batch", "kv_heads", "group", "seqlen_q", "seqlen_kv",
-                                                    "is_causal", "scale", "layout", "kind", "planted", "strides",
-                                                    "stream")}
-    sizes = {name: max(1, taken[name]) for name in ("batch", "kv_heads", "group", "seqlen_q", "seqlen_kv")}
-    return Case(**{**taken, **sizes}, headdim=min(case.headdim, MOST_TRAINED), trained=True,
+    sizes = {name: max(1, getattr(case, name)) for name in ("batch", "kv_heads", "group", "seqlen_q", "seqlen_kv")}
+    others = {name: getattr(case, name) for name in ("arch", "seed", "is_causal", "scale", "layout", "kind", "planted",
+                                                     "strides", "stream")}
+    return Case(**sizes, **others, headdim=min(case.headdim, MOST_TRAINED), trained=True,
                 dtype=case.dtype if case.dtype != "f32" else "bf16")
 
 

@@ -27,7 +27,7 @@ ROW_BOUND = 0.02
 """Most error of a row of a gradient, as a share of the largest row of its head, by L2 norms."""
 
 CANCELLED = 2.0**-18
-"""Error of dS where dO·Vᵀ and D cancel, as a share of |dO|·|V|: both are sums in f32, of D and of dP in other orders."""
+"""Error of dS where dO·Vᵀ and D cancel, as a share of |dO|·|V|: both are sums in f32, in other orders."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def measure_training(case: Case, backend: Backend,
     before = [tensor.clone() for tensor in tensors]
     grad_out = make_grad_out(case, tensors[0])
     made = train(case, backend, tensors, grad_out)
-    measures = [same(f"input {name}", *(t.view(torch.int16) for t in pair)) for name, *pair in zip("qkv", tensors, before)]
+    measures = [same(f"input {name}", *(t.view(torch.int16) for t in pair))
+                for name, *pair in zip("qkv", tensors, before)]
     plan = pipeline.plan_of(backend, check_train(*tensors, case.options), tensors[0].get_device())
     views = [heads_first(tensor, case.layout) for tensor in tensors]
     measures += _compare(plan, made, heads_first(grad_out, case.layout), *views)

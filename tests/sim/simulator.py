@@ -172,7 +172,8 @@ class SimulatedBackward:
         """The call with a workspace of the caller's, which keeps the tiles that the kernels read."""
         inputs = {"grad_out": tensors.grad_out, "out": tensors.out, "v": tensors.v, "lse": lse, "saved": saved}
         results = {"grad_q": tensors.grad_q, "grad_k": tensors.grad_k, "grad_v": tensors.grad_v}
-        buffers = [Buffer(name, workspace.data_ptr() + offset, np.full(self.plan.sizes[name], INSIDE | WRITABLE, np.uint8))
+        buffers = [Buffer(name, workspace.data_ptr() + offset,
+                          np.full(self.plan.sizes[name], INSIDE | WRITABLE, np.uint8))
                    for name, offset in self.plan.offsets.items()]
         self._simulator.know(*views(inputs, results), *buffers)
         addresses = {name: tensor.data_ptr() for name, tensor in

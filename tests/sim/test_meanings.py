@@ -287,7 +287,8 @@ def e4m3_codes(x: np.ndarray) -> np.ndarray:
 
 
 def bf16_codes(x: np.ndarray) -> np.ndarray:
-    return torch.from_numpy(np.asarray(x, np.float32).copy()).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    rounded = torch.from_numpy(np.asarray(x, np.float32).copy()).to(torch.bfloat16)
+    return rounded.view(torch.int16).numpy().view(np.uint16)
 
 
 CODES = {"f16": f16_codes, "bf16": bf16_codes, "e4m3_f32": e4m3_codes, "e4m3_f16": e4m3_codes}
@@ -300,8 +301,8 @@ def real_product(build: Build, name: str, a: np.ndarray, b: np.ndarray, c: np.nd
     return product(build, name, CODES[name](a), CODES[name](b), codes, arch).view(accumulator)
 
 
-REAL = [("bf16", 80), ("bf16", 90), ("f16", 80), ("f16", 86), ("f16", 89), ("f16", 90), ("f16", 120), ("e4m3_f32", 89), ("e4m3_f32", 90),
-        ("e4m3_f32", 120), ("e4m3_f16", 89), ("e4m3_f16", 90), ("e4m3_f16", 120)]
+REAL = [("bf16", 80), ("bf16", 90), ("f16", 80), ("f16", 86), ("f16", 89), ("f16", 90), ("f16", 120), ("e4m3_f32", 89),
+        ("e4m3_f32", 90), ("e4m3_f32", 120), ("e4m3_f16", 89), ("e4m3_f16", 90), ("e4m3_f16", 120)]
 """Floating-point products, and the chips that have them."""
 
 

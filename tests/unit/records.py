@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from sage_aot._backends.loader import KERNEL_FOLDER
 from sage_aot._kernels.manifest import Arch, AttnRecord, KernelRecord, MachineCode, Manifest, records_by_name
-from sage_aot._kernels.spec import AttnSpec, KernelSpec, QuantSpec, capability_of, is_ptx, target_of
+from sage_aot._kernels.spec import BACKWARD, AttnSpec, KernelSpec, QuantSpec, capability_of, is_ptx, target_of
 from sage_aot._kernels.tile import Tile
 from sage_aot._launch.structs import vocabulary
 from sage_aot._version import __version__
@@ -17,7 +17,10 @@ TILE = Tile(128, 64, 32, 2, 2)
 WGMMA_TILE = Tile(128, 128, 16, 4, 1)
 
 _PARAMS = {"pack": "PackParams", "quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams",
-           "merge": "MergeParams"}
+           "merge": "MergeParams", **dict.fromkeys(BACKWARD, "BwdParams")}
+
+_SHARED_BYTES = {"sm80": 166912, "sm87": 166912, "sm90": 232448, "sm100": 232448}
+"""Shared memory that a block can have; 101,376 on the other archs."""
 
 
 def record_of(spec: KernelSpec, tile: Tile = TILE, family: str = "mma", **changes: object) -> KernelRecord:
@@ -40,9 +43,15 @@ def companions_of(spec: AttnSpec) -> tuple[str, ...]:
     return tuple(spec.companion(kind).name for kind in kinds)
 
 
+def backward_of(spec: AttnSpec) -> tuple[str, ...]:
+    """Names of the kernels of its backward pass."""
+    return tuple(spec.companion(kind).name for kind in BACKWARD if spec.trains)
+
+
 def facts_of(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
     """The facts of a kernel; test_kernel_info.py compares them with the real kernels' facts."""
-    make = {"pack": _pack, "quant": _quant, "delta": _delta, "attn": _attn, "merge": _merge}[spec.kind]
+    make = {"pack": _pack, "quant": _quant, "delta": _delta, "attn": _attn, "merge": _merge, "bwdprep": _bwdprep,
+            "bwdkv": _bwdkv, "bwdq": _bwdq}[spec.kind]
     return {name: float(value) for name, value in make(spec, tile, family).items()}
 
 
@@ -86,6 +95,34 @@ def _quant(spec: QuantSpec, tile: Tile, family: str) -> dict[str, float]:
         "clips": 6 if int4 else 1, "clip_step": 0.8999999761581421,
         "clip_error_bias": 192 if tile.block_n * spec.headdim <= 8192 else 384,
         "smallest_abs_max": 1.0000000180025095e-35, "samples": 64, "largest_mean": 2**103}
+
+
+def _bwdprep(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
+    return {"threads": 256, "shared_bytes": 0, "tile_rows": 64, "q_side_bytes": _q_side_bytes(spec),
+            "kv_side_bytes": _kv_side_bytes(spec), "k_tile_bytes": tile.block_n * spec.headdim, "k_line_bytes": 128}
+
+
+def _bwdkv(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
+    limit, stage = _SHARED_BYTES.get(spec.arch, 101376), _q_side_bytes(spec)
+    of_keys = 192 * spec.headdim if spec.headdim > 64 else 0  # codes and halves of 64 keys
+    blocks = 2 if 2 * (of_keys + stage) <= limit else 1
+    own = of_keys if blocks == 2 else 2 * of_keys
+    stages = 2 if blocks * (own + 2 * stage) <= limit else 1
+    return {"threads": 256 // blocks, "shared_bytes": own + stages * stage, "block_rows": 128 // blocks}
+
+
+def _bwdq(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
+    stages = 2 if 4 * _kv_side_bytes(spec) <= _SHARED_BYTES.get(spec.arch, 101376) else 1
+    return {"threads": 128, "shared_bytes": stages * _kv_side_bytes(spec), "block_rows": 8192 // spec.headdim}
+
+
+def _q_side_bytes(spec: KernelSpec) -> int:
+    """Codes and their transposes of Q and dO, dO, four f32 a query and eight scales: in whole lines of 128 bytes."""
+    return -(-(64 * (5 * spec.headdim + 4 * 4) + 8 * 4) // 128) * 128
+
+
+def _kv_side_bytes(spec: KernelSpec) -> int:
+    return 64 * (4 * spec.headdim + 4)
 
 
 def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:

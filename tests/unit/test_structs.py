@@ -32,7 +32,7 @@ from sage_aot._problem.options import OPTIONS
 
 FOLDER = Project(ROOT, ROOT / "build").package
 KINDS = {"pack": "PackParams", "quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams",
-         "merge": "MergeParams"}
+         "merge": "MergeParams", "bwdprep": "BwdParams", "bwdkv": "BwdParams", "bwdq": "BwdParams"}
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import sage_aot
-from sage_aot._call import train
-from sage_aot._call.pipeline import plan_of
+import sage_aot._call.train  # registers the operators
+from sage_aot._call.pipeline import backend_of, plan_of
+from sage_aot._launch.backward import plan_backward
 from sage_aot._problem.check import check_train
 from sage_aot._problem.options import Options, for_schema
 from sage_aot.errors import ArgumentError, UnsupportedError
@@ -172,17 +175,9 @@ def test_a_gradient_of_another_dtype_is_refused():
 
 
 def test_a_folder_without_backward_kernels_says_so():
-    from sage_aot._call.pipeline import backend_of, prepare
-    from sage_aot._kernels.manifest import Manifest
-    from sage_aot._launch.backward import plan_backward
-
     q, k, v, _ = (x.detach() for x in draw())
     backend = backend_of(q)
     forward = plan_of(backend, check_train(q, k, v, Options()), -1)
-    manifest: Manifest = backend.manifest
-    without = {name: record for name, record in manifest.kernels.items() if "_bwd" not in name}
-    import dataclasses
-
-    with pytest.raises(UnsupportedError, match=r"no backward pass for sage_attn_sm89_d64_.*lacks sage_bwdprep_sm89_d64"):
-        plan_backward(forward, dataclasses.replace(manifest, kernels=without))
-    assert prepare and train
+    without = {name: record for name, record in backend.manifest.kernels.items() if "_bwd" not in name}
+    with pytest.raises(UnsupportedError, match=r"no backward pass for sage_attn_sm89_.*lacks sage_bwdprep_sm89_d64"):
+        plan_backward(forward, dataclasses.replace(backend.manifest, kernels=without))

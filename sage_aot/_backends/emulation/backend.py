@@ -115,8 +115,8 @@ def _kept_to_train(problem: Problem, saved: torch.Tensor) -> tuple[torch.Tensor,
     """The q and k that :func:`_keep` wrote."""
     sizes = (problem.num_q_heads, problem.seqlen_q), (problem.num_kv_heads, problem.seqlen_kv)
     shapes = [(problem.batch, heads, rows, problem.headdim) for heads, rows in sizes]
-    q, k = saved.view(torch.float32).split([math.prod(shape) for shape in shapes])
-    return q.view(shapes[0]), k.view(shapes[1])
+    values, of_q = saved.view(torch.float32), math.prod(shapes[0])
+    return values[:of_q].view(shapes[0]), values[of_q:].view(shapes[1])
 
 
 def _attend(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,

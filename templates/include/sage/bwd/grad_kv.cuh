@@ -1,7 +1,7 @@
 // The gradients of K and V: dV = Σ Pᵀ · dO and dK = Σ dSᵀ · Q over the tiles of Q and dO of all query heads that read
 // the KV head, dS = P ∘ (dO·Vᵀ - D). A warp has 16 keys. P times the scale of dÔ is rounded to u8, and dS times the
-// scale of Q̂ to s8, each with a scale per key and tile. P is recomputed from the forward pass's own Q̂ and K̂, so that it
-// is the same P.
+// scale of Q̂ to s8, each with a scale per key and tile. P is recomputed from the forward pass's own Q̂ and K̂, so that
+// it is the same P.
 // Source: SageAttention3, Algorithm 3.
 #pragma once
 
@@ -62,7 +62,7 @@ class BwdKv {
       tiles.advance();
       const u8* next = i + 1 < tiles.count ? tiles.address : nullptr;
       const u32 queries = stream.wait(i, next);
-      // Apart, so that a compiler sees one block of instructions without branches, where products overlap with rounding.
+      // Compiled apart: in a block of instructions without a branch the compiler overlaps products with rounding.
       if (params.is_causal && seen_from + kWarpRows > 0) step<kDtype, true>(gradients, keys, queries, lane, seen_from);
       else step<kDtype, false>(gradients, keys, queries, lane, 0);
       stream.finish(i, next);

@@ -1,6 +1,6 @@
 // The gradient of Q: dQ = softmax_scale · Σ dS · K over the tiles of K and V, dS = P ∘ (dO·Vᵀ - D). dS is multiplied by
-// the scales of its keys, and rounded to s8 with a scale per query and tile. P is recomputed from the forward pass's own
-// Q̂ and K̂, so that it is the same P. A kernel of its own, so that no sum depends on the order of blocks.
+// the scales of its keys, and rounded to s8 with a scale per query and tile. P is recomputed from the forward pass's
+// own Q̂ and K̂, so that it is the same P. A kernel of its own, so that no sum depends on the order of blocks.
 // Source: SageAttention3, Algorithm 3.
 #pragma once
 

@@ -1,5 +1,5 @@
-// The matrix products of the backward kernels, and the rounding of P and dS between them. A warp has kM times 16 rows of
-// one side, Q and dO or K and V, against the kTileRows rows of a tile of the other side, which are the columns. Lane
+// The matrix products of the backward kernels, and the rounding of P and dS between them. A warp has kM times 16 rows
+// of one side, Q and dO or K and V, against the kTileRows rows of a tile of the other side, which are the columns. Lane
 // 4g + t has of its rows g, g + 8, ... the columns 8n + 2t and 8n + 2t + 1.
 #pragma once
 
@@ -145,7 +145,8 @@ __device__ __forceinline__ float abs_max(const ColumnTiles<float, kM>& x, i32 m,
 }
 
 // Rounds x · factor; factor: of this thread's columns 8n + 2t and 8n + 2t + 1. kLimit: 127, or of x that are not
-// negative 255. The scale is NaN where an x of the row is NaN, which integers cannot hold. Call with all lanes of a warp.
+// negative 255. The scale is NaN where an x of the row is NaN, which integers cannot hold. Call with all lanes of a
+// warp.
 template <i32 kLimit, i32 kM>
 __device__ __forceinline__ void round_rows(RoundedRows<kM>& rounded, const float (&x)[kM][kColumnTiles][4],
                                            const float (&factor)[2]) {
@@ -230,11 +231,11 @@ struct EqualLengths {
 
   __device__ __forceinline__ i32 q() const { return queries; }
   __device__ __forceinline__ i32 kv_of_caller() const { return keys; }
-  template <bool kBranch>
+  template <bool kBranch = false>
   __device__ __forceinline__ i32 kv() const {
     return keys;
   }
-  template <bool kBranch>
+  template <bool kBranch = false>
   __device__ __forceinline__ i32 packed(i32 first_keys) const {
     return first_keys;
   }

@@ -30,9 +30,9 @@ struct BwdTile {
   static constexpr i32 kKeyScales = kTransposed + kTileRows * Config::kHeadDim;
   static constexpr i32 kKvBytes = kKeyScales + kTileRows * sizeof(float);
 
-  // Behind them, of Q and dO: dÔ by channels, and f32 of every query: the scale of Q̂, times softmax_scale · log2 e; the
-  // log-sum-exp, negated, in log2 units, -inf where the query sees no key, or does not exist; -D, D = sum of dO · O;
-  // and that times the scale of Q̂. Then the scales of dÔ.
+  // Behind them, of Q and dO: dÔ by channels, and f32 of every query: the scale of Q̂, times softmax_scale · log2 e;
+  // the log-sum-exp, negated, in log2 units, -inf where the query sees no key, or does not exist; -D, D = sum of
+  // dO · O; and that times the scale of Q̂. Then the scales of dÔ.
   static constexpr i32 kGrad = kTransposed + kTileRows * Config::kHeadDim;
   static constexpr i32 kQueryScales = kGrad + kTileRows * Config::kHeadDim;
   static constexpr i32 kMinusLse = kQueryScales + kTileRows * sizeof(float);
