@@ -233,7 +233,7 @@ class CudaBackward:
 
 
 def saved_of(plan: Plan, parts: SavedParts, kept: torch.Tensor) -> torch.Tensor:
-    """What the backward pass reads of what a forward pass kept: K̂, less the V̂ between its tiles, and Q̂ with scales."""
+    """What the backward pass reads of what a forward pass kept: K̂ without the V̂ between its tiles, and Q̂."""
     def words(memory: torch.Tensor, begin: int, count: int) -> torch.Tensor:
         return memory.narrow(0, begin, count).view(torch.int64)  # torch copies strided bytes one by one
 

@@ -134,6 +134,10 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("scale_to", OffByOne("magnitude < kSmallestAbsMax")): "of one value alone, for which either scale is right",
     ("tile_factor", OffByOne("largest <= limit")): "of one value alone, for which either scale is right",
     ("QuantizeK::quantize_tiles", OffByOne("round < params.rounds")): "one round more finds no tile",
+    ("BwdKv::QueryTiles::QueryTiles", Second(
+        "params.is_causal ? max(0, first_key + params.seqlen_q - params.seqlen_kv) : 0")):
+            "query tiles more, hidden as a whole",
+    ("TileStream::finish", Sign("index + 1")): "with one stage every tile lies in the same place",
     ("subtractable", OffByOne("fabsf(mean) < kLargestMean")): "of one value alone, for which either answer is right",
 }
 """Bugs that change nothing anybody could see in a simulated call, and why."""

@@ -116,7 +116,7 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
      _S8_FULL, "finite elements of grad_v"),
     ("a tile read before it arrived", "bwd/stream.cuh", "TileStream::wait",
      Drop("__syncthreads();"),
-     _S8_FULL, "asynchronous copy read before it was waited for"),
+     _S8_FULL, "read of memory that nothing wrote"),
     ("the next head's tiles from the same head", "bwd/grad_kv.cuh", "BwdKv::QueryTiles::advance",
      Second("last ? to_next_head_ : Tile::kQBytes"),
      _S8_CAUSAL, "grad_k, emulation"),

@@ -121,11 +121,11 @@ class Rounded:
         return fma(a, b, c)
 
     def round_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A scale per group of rows of a tile, as in bwd/prepare.cuh; zero of zeros."""
+        """A scale per group of rows of a tile, as in bwd/prepare.cuh."""
         groups = torch.unflatten(grad, -2, (-1, TILE_ROWS // GRAD_GROUPS, GRAD_GROUPS))
         amax = groups.abs().amax((-3, -1), keepdim=True)
         zeros = amax < SMALLEST_GROUP
-        scale = torch.where(zeros, 0.0, divide(amax, 127.0))
+        scale = torch.where(zeros, 1.0, divide(amax, 127.0))
         inv_scale = torch.where(zeros, 0.0, torch.full_like(amax, 127.0) / amax)
         codes = _integers(groups, inv_scale)
         return codes.flatten(-4, -2), scale.expand_as(groups)[..., 0].flatten(-3)

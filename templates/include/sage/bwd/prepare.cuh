@@ -148,12 +148,12 @@ struct BwdPrepare {
     return reinterpret_cast<float*>(tile + array)[query];
   }
 
-  // Of a group of rows of dO; of zeros zero, so that P times it is.
+  // Of a group of rows of dO.
   __device__ __forceinline__ Scale grad_scale(i32 group) const {
     float amax = 0.0f;
 #pragma unroll
     for (i32 row = group; row < kTileRows; row += kGradGroups) amax = fmaxf(amax, shared.amax[row]);
-    return amax < kSmallestAbsMax ? Scale{0.0f, 0.0f} : scale_to(127.0f, amax);
+    return scale_to(127.0f, amax);
   }
 
   // Exact: they came from this type.
