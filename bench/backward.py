@@ -98,7 +98,7 @@ def kernel_times(leaves: tuple[torch.Tensor, ...], grad: torch.Tensor, is_causal
     q, k, v = (x.detach() for x in leaves)
     out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v, is_causal)
     tensors = BackwardTensors(grad, out, v, *(torch.empty_like(x) for x in (q, k, v)))
-    call = pipeline.prepare_backward(pipeline.backend_of(q), tensors, Options(is_causal=is_causal))
+    call = pipeline.prepare_backward(pipeline.backend_of(q), tensors, Options(is_causal=is_causal)).run
     assert isinstance(call, CudaBackward)
     workspace = saved.new_empty(call.plan.workspace_bytes)
     call.run(tensors, lse, saved, workspace)

@@ -38,6 +38,12 @@ _PRODUCTS = {
 }
 """Per product, as kernels' names spell it: the instructions that may compute it, and a part of their modifiers."""
 
+_BACKWARD_PRODUCTS = {
+    "bwdkv": ((("IMMA",), "S8.S8"), (("IMMA",), "U8.S8"), (("HMMA",), "F32.BF16"), (("HMMA",), "F32")),
+    "bwdq": ((("IMMA",), "S8.S8"), (("HMMA",), "F32.BF16"), (("HMMA",), "F32")),
+}
+"""The same of the backward kernels, by kind."""
+
 _PTX_PRODUCTS = {
     "qkint8": (("mma",), "s32.s8.s8.s32"),
     "qkint4": (("mma",), "s32.s4.s4.s32"),
@@ -150,6 +156,9 @@ def _promotion(kernel: PlannedKernel, report: Report) -> list[str]:
 def _tensor_cores(kernel: PlannedKernel, report: Report) -> list[str]:
     """Checks that an attention kernel computes both products by tensor-core instructions of its axes' types, in a loop.
     """
+    if kernel.spec.kind in _BACKWARD_PRODUCTS and not is_ptx(kernel.spec.arch):
+        return [f"expected instructions for {_spelt(*product)}, got others; look at bwd/products.cuh"
+                for product in _BACKWARD_PRODUCTS[kernel.spec.kind] if not _computes(report, *product)]
     if not isinstance(kernel.spec, AttnSpec):
         return []
     spellings = _PTX_PRODUCTS if is_ptx(kernel.spec.arch) else _PRODUCTS

@@ -158,7 +158,7 @@ class _Planning:
 
     def _kernel(self, spec: KernelSpec, row: TileRow, allowed_spill_bytes: int = 0, suffix: str = "",
                 companions: tuple[str, ...] = ()) -> PlannedKernel:
-        """The kernel of any kind that follows from a row; only attention kernels may spill, or have a suffix."""
+        """The kernel of any kind that follows from a row; only attention kernels may have a suffix."""
         if row.tile is None:
             raise ValueError(f"line {row.selector.line}: expected sizes")  # not reached: plan() stops after complaints
         return PlannedKernel(spec, row.family, self.rows.families[row.family][spec.kind], row.tile,

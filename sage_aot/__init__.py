@@ -2,7 +2,8 @@
 
 Exports that need torch (those in _HOMES) are imported at their first use. Code generation, which has the standard
 library only, can therefore import the modules that it shares with the runtime.
-``from sage_aot import attn`` registers the operators ``torch.ops.sage_aot``.
+``from sage_aot import attn`` registers the operators ``torch.ops.sage_aot``, ``from sage_aot import train_attn`` those
+of the backward pass too.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -66,7 +66,7 @@ class Prepared:
     __slots__ = ("_lse_shape", "kv_bytes", "problem", "run")
 
     def __init__(self, problem: Problem, run: Call, kv_bytes: int = 0) -> None:
-        """`kv_bytes`: of what the call keeps of k and v, where it quantizes these alone."""
+        """`kv_bytes`: of what the call keeps of its quantized tensors, where it does."""
         self.problem, self.run, self.kv_bytes = problem, run, kv_bytes
         self._lse_shape = lse_shape(problem)
 
@@ -89,7 +89,7 @@ class PreparedTraining(Prepared):
 
 
 _prepared: ByKind[Prepared] = ByKind()
-_backward: ByKind[BackwardCall] = ByKind()
+_backward: ByKind[PreparedBackward] = ByKind()
 answers: ByKind[str | None] = ByKind()
 """What :func:`sage_aot._call.refusal.refusal` said; its keys begin with autocast's dtype."""
 _lock = threading.Lock()  # held while either changes
@@ -152,7 +152,14 @@ def prepare_train(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.T
     return PreparedTraining(backend, plan, backend.bind(plan, Tensors(q, k, v, out)), backend.kv_bytes(plan))
 
 
-def prepared_backward(tensors: BackwardTensors, options: tuple[Any, ...]) -> BackwardCall:
+class PreparedBackward(NamedTuple):
+    """A backward pass that is ready to be made."""
+
+    run: BackwardCall
+    saved_bytes: int  # of what its forward pass saved
+
+
+def prepared_backward(tensors: BackwardTensors, options: tuple[Any, ...]) -> PreparedBackward:
     """The backward pass of a call, kept from an earlier one of the kind, or prepared now."""
     handed, variables = _handed, environment()
     like = tensors.grad_q, tensors.grad_k, tensors.grad_v, None, tensors.out
@@ -165,10 +172,11 @@ def prepared_backward(tensors: BackwardTensors, options: tuple[Any, ...]) -> Bac
     return found
 
 
-def prepare_backward(backend: Backend, tensors: BackwardTensors, options: Options) -> BackwardCall:
+def prepare_backward(backend: Backend, tensors: BackwardTensors, options: Options) -> PreparedBackward:
     """Prepare a backward pass on a backend; the gradients have the shapes of q, k and v."""
     problem = check_train(tensors.grad_q, tensors.grad_k, tensors.grad_v, options)
-    return backend.bind_backward(plan_of(backend, problem, tensors.v.get_device()), tensors)
+    plan = plan_of(backend, problem, tensors.v.get_device())
+    return PreparedBackward(backend.bind_backward(plan, tensors), backend.saved_bytes(plan))
 
 
 def prepare_kv(backend: Backend, k: torch.Tensor, v: torch.Tensor, options: Options,

@@ -10,7 +10,7 @@ from sage_aot._call import ops
 from sage_aot._call.api import operator_options
 from sage_aot._call.pipeline import backend_of, lse_shape, plan_of, prepared_backward, prepared_train
 from sage_aot._problem.check import check_backward, check_train
-from sage_aot._problem.options import Options
+from sage_aot._problem.options import OPTIONS, Options
 from sage_aot.errors import ArgumentError
 
 _CONTIGUOUS = torch.contiguous_format
@@ -26,8 +26,10 @@ def train_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: 
     those of the quantized attention's formula: the rounding of q, k, P, dO and dS has none of its own. Equal calls on
     one GPU give equal bits. docs/training.md says what models train with it.
 
-    For the backward pass a call keeps 8-bit q and k, and v and the output as they are: 6 bytes a channel where bf16
-    attention keeps 8.
+    For the backward pass a call keeps 8-bit q and k, and v and the output as they are: 6 bytes a channel of head dims
+    64 and 128, where bf16 attention keeps 8. Where v is a view, all that it is a view of is kept. The gradients of q, k
+    and v are always computed, whichever are asked for. Under torch.no_grad() call :func:`sage_aot.attn`, which gives
+    the same output.
 
     Args:
         q: as :func:`sage_aot.attn`; float16 or bfloat16, headdim from 1 to 128.
@@ -57,14 +59,17 @@ def train_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: 
     return out
 
 
-_OTHER_DEFAULTS = tuple(vars(Options()).values())[3:]
-"""Of the options that :func:`train_attn` does not take."""
+_TAKEN = ("is_causal", "scale", "layout")
+_OTHER_DEFAULTS = tuple(option.default for name, option in OPTIONS.items() if name not in _TAKEN)
+"""Of the options that :func:`train_attn` does not take; those that it takes come first."""
 
 
 # --- the operators ----------------------------------------------------------------------------------------------------
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> _Tensors:
+    """The output, the log-sum-exp of the scores of smoothed keys, without row_bias, and what the backward pass reads of
+    the quantized q and k."""
     call = prepared_train(q, k, v, options)
     out, lse = torch.empty_like(q, memory_format=_CONTIGUOUS), call.empty_lse(q)
     kept = q.new_empty(call.kv_bytes, dtype=torch.uint8)
@@ -85,17 +90,21 @@ def _backward(grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: t
     from sage_aot._backends.base import BackwardTensors
 
     _check_first_derivative(grad_out, v, out)
-    check_backward(grad_out, out)
-    gradients = _fake_backward(grad_out, v, out, lse, saved)
+    gradients = _fake_backward(grad_out, v, out, lse, saved, *options)
     if 0 in (out.numel(), v.numel()):
         return tuple(gradient.zero_() for gradient in gradients)  # type: ignore[return-value]
     tensors = BackwardTensors(_with_rows(grad_out), out, v, *gradients)
-    prepared_backward(tensors, options)(tensors, lse, saved)
+    call = prepared_backward(tensors, options)
+    if saved.numel() != call.saved_bytes:
+        raise ArgumentError(f"saved: expected the {call.saved_bytes} bytes that the kernels in use keep of such a "
+                            f"forward pass, got {saved.numel()}; run forward and backward pass with the same kernels")
+    call.run(tensors, lse, saved)
     return gradients
 
 
 def _fake_backward(grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, saved: torch.Tensor,
                    *options: Any) -> _Tensors:
+    check_backward(grad_out, v, out, lse, saved, Options.from_schema(*options))
     return (torch.empty_like(out, memory_format=_CONTIGUOUS), torch.empty_like(v, memory_format=_CONTIGUOUS),
             torch.empty_like(v, memory_format=_CONTIGUOUS))
 

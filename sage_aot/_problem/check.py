@@ -161,11 +161,22 @@ def check_train(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Opti
     return replace(problem, part="train")
 
 
-def check_backward(grad_out: torch.Tensor, out: torch.Tensor) -> None:
-    """ArgumentError for a gradient that is not that of `out`."""
+def check_backward(grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+                   saved: torch.Tensor, options: Options) -> Problem:
+    """Check the tensors of a backward pass, and return the problem of its forward pass. How long `saved` is, the
+    kernels say."""
+    problem = check_train(out, v, v, options)
     if (grad_out.shape, grad_out.dtype, grad_out.device) != (out.shape, out.dtype, out.device):
         raise ArgumentError(f"the gradient of the output: expected {_describe(out)}, got {_describe(grad_out)}; pass "
                             f"one of the output's shape, dtype and device")
+    of_lse = (problem.batch, problem.num_q_heads, problem.q_rows)
+    if tuple(lse.shape) != of_lse or lse.dtype != torch.float32 or not lse.is_contiguous() or lse.device != out.device:
+        raise ArgumentError(f"lse: expected what the forward pass returned, {of_lse} torch.float32 on {out.device}, "
+                            f"got {_describe(lse)}; call sage_aot.train_attn")
+    if saved.dtype != torch.uint8 or saved.dim() != 1 or not saved.is_contiguous() or saved.device != out.device:
+        raise ArgumentError(f"saved: expected what the forward pass returned, bytes on {out.device}, got "
+                            f"{_describe(saved)}; call sage_aot.train_attn")
+    return problem
 
 
 def check_stored(q: torch.Tensor, stored: Stored, options: Options) -> Problem:
@@ -248,9 +259,9 @@ def check_no_grad(**tensors: torch.Tensor | None) -> None:
         return
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad:
-            raise ArgumentError(f"{name} requires grad, and attn has no backward pass; to train call "
-                                f"sage_aot.train_attn, else call attn under torch.no_grad() or "
-                                f"torch.inference_mode(), or pass {name}.detach()")
+            raise ArgumentError(f"{name} requires grad, and attn has no backward pass; call it under torch.no_grad() "
+                                f"or torch.inference_mode(), or pass {name}.detach(); to train with f16 or bf16, head "
+                                f"dims up to {MOST_TRAINED} and no key mask call sage_aot.train_attn")
 
 
 def check_device(**tensors: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Nine or ten small calls of every attention variant, for compute-sanitizer to watch.
+"""Nine to twelve small calls of every attention variant, for compute-sanitizer to watch.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from variants import SPECS, run
 
+import sage_aot
 from sage_aot._backends.cuda import CudaBackend
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.pipeline import default_library, handing
 from sage_aot._families import FAMILIES
 from sage_aot._kernels.spec import AttnSpec
 from sage_aot._problem.check import Sequences
@@ -37,6 +38,7 @@ class Call(NamedTuple):
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of sequences: queries, and keys, of each
     is_stored: bool = False  # k and v are quantized before
     splits: int = 1  # blocks that share the keys of a query tile
+    is_trained: bool = False  # with a backward pass
 
 
 CALLS = [
@@ -51,6 +53,12 @@ CALLS = [
     Call("normal", torch.float16, (1, 2, 350), (1, 1, 330), fewer=7, lengths=((200, 0, 1, 149), (70, 130, 130, 0)),
          splits=2),
 ]
+
+TRAINED_CALLS = [
+    Call("outlier", torch.bfloat16, (1, 2, 150), (1, 1, 200), is_trained=True),
+    Call("normal", torch.float16, (1, 2, 130), (1, 2, 70), fewer=7, is_trained=True),
+]
+"""Two more calls for kernels that have a backward pass."""
 
 SCHEDULER_CALL = Call("normal", torch.bfloat16, (1, 150, 150), (1, 150, 700))
 """One more call for kernels of persistent blocks: more query tiles than any GPU has SMs, and more KV tiles than the
@@ -79,6 +87,9 @@ def main() -> None:
                 out, _ = run_stored(backend, Options.of_axes(spec.values), "cuda", q, k, v)
                 assert out.isfinite().all(), spec.name
                 continue
+            if call.is_trained:
+                train(spec, q, k, v)
+                continue
             result = run(spec, q, k, v, key_mask=key_mask, sequences=sequences, poison=False, splits=call.splits)
             torch.cuda.synchronize()
             expected = torch.zeros_like(result.out, dtype=torch.bool)
@@ -90,7 +101,17 @@ def main() -> None:
 
 def calls_of(spec: AttnSpec) -> list[Call]:
     family = default_library().manifest.kernels[spec.name].family
-    return [*CALLS, SCHEDULER_CALL] if FAMILIES[family].persistent else CALLS
+    return [*CALLS, *(TRAINED_CALLS if spec.trains else []),
+            *([SCHEDULER_CALL] if FAMILIES[family].persistent else [])]
+
+
+def train(spec: AttnSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The public call of the kernels of this arch, forward and backward."""
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with handing(CudaBackend(default_library(), spec.arch)):
+        out = sage_aot.train_attn(*leaves, is_causal=spec.mask == "causal")
+        found = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert all(gradient.isfinite().all() for gradient in found), spec.name
 
 
 def _spoilt(spec: AttnSpec, out: torch.Tensor) -> torch.Tensor:

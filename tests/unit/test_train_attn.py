@@ -139,7 +139,7 @@ def test_autocast():
 
 def test_attn_names_train_attn():
     q, k, v, _ = draw()
-    with pytest.raises(ArgumentError, match=r"to train call sage_aot\.train_attn"):
+    with pytest.raises(ArgumentError, match=r"to train .* call sage_aot\.train_attn"):
         sage_aot.attn(q, k, v)
 
 
@@ -172,6 +172,20 @@ def test_a_gradient_of_another_dtype_is_refused():
     out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v)
     with pytest.raises(ArgumentError, match="the gradient of the output: expected"):
         torch.ops.sage_aot.train_attn_backward(grad.float(), v, out, lse, saved)
+
+
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("lse", lambda x: x[:, :, 1:].contiguous(), "lse: expected what the forward pass returned"),
+    ("saved", lambda x: x[1:], r"saved: expected the \d+ bytes that the kernels in use keep"),
+    ("saved", lambda x: x.to(torch.int32), "saved: expected what the forward pass returned, bytes"),
+    ("v", lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), "expected a contiguous last dimension"),
+    ("v", lambda x: x[:, :, :, :60], "q, k and v must have one head dim")])
+def test_what_no_forward_pass_returned_is_refused(name, change, message):
+    q, k, v, grad = (x.detach() for x in draw())
+    given = dict(zip(("out", "lse", "saved"), torch.ops.sage_aot.train_attn(q, k, v)), v=v)
+    given[name] = change(given[name])
+    with pytest.raises(ArgumentError, match=message):
+        torch.ops.sage_aot.train_attn_backward(grad, given["v"], given["out"], given["lse"], given["saved"])
 
 
 def test_a_folder_without_backward_kernels_says_so():

@@ -22,6 +22,9 @@ struct BwdPrepare {
   static constexpr i32 kRowsAtOnce = Config::kThreads / kVectors;
   static constexpr i32 kPitch = Config::kHeadDim / 4 + 1;  // words of a row in shared memory: columns in other banks
   static_assert(kTileRows % kRowsAtOnce == 0);
+  // A lane's keys of a tile, 8n + 2t and 8n + 2t + 1, share a scale, and of 16 queries in a row those 8 apart.
+  static_assert(Config::kQk == Qk::kInt8 && Config::kBlockN % kTileRows == 0 && kKeyGroups == 4);
+  static_assert(Config::kWarpM % 16 == 0 && kRowGroups<Config> == 8);
 
   static constexpr i32 kSteps = kTileRows / kRowsAtOnce;
 

@@ -1,0 +1,27 @@
+// sage_bwdkv_sm89_d128
+// Written by codegen from templates/bwd_kv.cu.jinja and this row of build_matrix.yaml:
+//   {family: mma, arch: sm89, headdim: 128, pv: e4m3}
+// The gradients of K and V.
+
+#include "sage/bwd/grad_kv.cuh"
+
+struct Config {
+  static constexpr int kHeadDim = 128;  // channels
+  static constexpr int kSharedBytes = 101376;  // that a block can have
+};
+
+using Gradient = sage::BwdKv<Config>;
+
+extern "C" __global__ void __launch_bounds__(Gradient::kThreads, Gradient::kMinBlocks)
+sage_bwdkv_sm89_d128_bf16(const __grid_constant__ sage::BwdParams params) {
+  extern __shared__ __align__(128) sage::u8 shared[];
+  Gradient::run<sage::dtype_of(sage::SourceRows::kBf16)>(params, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(Gradient::kThreads, Gradient::kMinBlocks)
+sage_bwdkv_sm89_d128_f16(const __grid_constant__ sage::BwdParams params) {
+  extern __shared__ __align__(128) sage::u8 shared[];
+  Gradient::run<sage::dtype_of(sage::SourceRows::kF16)>(params, shared);
+}
+
+SAGE_KERNEL_INFO(Gradient, BwdParams);
