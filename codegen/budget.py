@@ -14,7 +14,7 @@ from codegen.compiler import Report
 from codegen.matrix import Matrix, PlannedKernel
 from sage_aot._families import FAMILIES
 from sage_aot._kernels.manifest import MachineCode, Struct
-from sage_aot._kernels.spec import AttnSpec, is_ptx
+from sage_aot._kernels.spec import AttnSpec, KernelSpec, is_ptx
 from sage_aot._launch.structs import layout_problems
 
 Reports = dict[PlannedKernel, Report]
@@ -39,10 +39,10 @@ _PRODUCTS = {
 """Per product, as kernels' names spell it: the instructions that may compute it, and a part of their modifiers."""
 
 _BACKWARD_PRODUCTS = {
-    "bwdkv": ((("IMMA",), "S8.S8"), (("IMMA",), "U8.S8"), (("HMMA",), "F32.BF16"), (("HMMA",), "F32")),
-    "bwdq": ((("IMMA",), "S8.S8"), (("HMMA",), "F32.BF16"), (("HMMA",), "F32")),
+    "bwdkv": ("IMMA.16832.S8.S8", "IMMA.16832.U8.S8", "HMMA.16816.F32.BF16", "HMMA.16816.F32"),
+    "bwdq": ("IMMA.16832.S8.S8", "HMMA.16816.F32.BF16", "HMMA.16816.F32"),
 }
-"""The same of the backward kernels, by kind."""
+"""The instructions that the products of the backward kernels take, by kind: those in 16 bits in bf16 and in f16."""
 
 _PTX_PRODUCTS = {
     "qkint8": (("mma",), "s32.s8.s8.s32"),
@@ -154,22 +154,27 @@ def _promotion(kernel: PlannedKernel, report: Report) -> list[str]:
 
 
 def _tensor_cores(kernel: PlannedKernel, report: Report) -> list[str]:
-    """Checks that an attention kernel computes both products by tensor-core instructions of its axes' types, in a loop.
+    """Checks that a kernel computes its products by tensor-core instructions of their types, an attention kernel in a
+    loop.
     """
-    if kernel.spec.kind in _BACKWARD_PRODUCTS and not is_ptx(kernel.spec.arch):
-        return [f"expected instructions for {_spelt(*product)}, got others; look at bwd/products.cuh"
-                for product in _BACKWARD_PRODUCTS[kernel.spec.kind] if not _computes(report, *product)]
-    if not isinstance(kernel.spec, AttnSpec):
-        return []
-    spellings = _PTX_PRODUCTS if is_ptx(kernel.spec.arch) else _PRODUCTS
-    products = {name: spellings[name] for name in _products(kernel.spec)}
-    missing = [f"instructions for {product}, {_spelt(*spelling)}"
-               for product, spelling in products.items() if not _computes(report, *spelling)]
-    if not missing and report.main_loop is None and not is_ptx(kernel.spec.arch):
-        missing = ["a loop with the instructions of both products"]
+    missing = _missing(kernel.spec, report)
     found = ", ".join(f"{count} {opcode}" for opcode, count in report.opcodes.items()) or "none"
     return [f"expected {what}, got tensor-core instructions: {found}; look at the kernel's mma functions and target"
             for what in missing]
+
+
+def _missing(spec: KernelSpec, report: Report) -> list[str]:
+    """What is missing of a kernel's tensor-core instructions."""
+    if not isinstance(spec, AttnSpec):
+        wanted = () if is_ptx(spec.arch) else _BACKWARD_PRODUCTS.get(spec.kind, ())
+        return [opcode for opcode in wanted if opcode not in report.opcodes]
+    spellings = _PTX_PRODUCTS if is_ptx(spec.arch) else _PRODUCTS
+    products = {name: spellings[name] for name in _products(spec)}
+    missing = [f"instructions for {product}, {_spelt(*spelling)}"
+               for product, spelling in products.items() if not _computes(report, *spelling)]
+    if not missing and report.main_loop is None and not is_ptx(spec.arch):
+        missing = ["a loop with the instructions of both products"]
+    return missing
 
 
 def _products(spec: AttnSpec) -> tuple[str, str]:

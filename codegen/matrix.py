@@ -94,7 +94,7 @@ class _Planning:
         if self.reader.problems:  # a row may lack what its kernels need
             return None
         attention = [(self._attention(spec, row), row) for spec, row in covered]
-        kernels = [kernel for kernel, _ in attention] + self._companions(attention) + self._backward(attention)
+        kernels = [kernel for kernel, _ in attention] + self._followers(attention)
         archs = {name: Arch(capability_of(name), row.least_driver or 0, row.run_on)
                  for name, row in self.rows.archs.items()}
         shared_bytes = {name: row.shared_bytes or 0 for name, row in self.rows.archs.items()}
@@ -165,34 +165,25 @@ class _Planning:
                              self.rows.archs[spec.arch].shared_bytes or 0, allowed_spill_bytes, suffix,
                              row.selector.text(row.family, spec.arch), companions)
 
-    def _companions(self, attention: list[tuple[PlannedKernel, TileRow]]) -> list[PlannedKernel]:
-        """The companions of the attention kernels, which must agree on the template of a companion that they share."""
+    def _followers(self, attention: list[tuple[PlannedKernel, TileRow]]) -> list[PlannedKernel]:
+        """The companions and backward kernels of the attention kernels, which agree on the template of a shared one.
+        """
         found: dict[str, tuple[PlannedKernel, TileRow]] = {}
         for kernel, row in attention:
-            for name in kernel.companions:
-                wanted = self._kernel(spec_of(name), row)
-                first, first_row = found.setdefault(name, (wanted, row))
+            for spec in self._specs_after(kernel.spec, kernel.companions, row):
+                wanted = self._kernel(spec, row, self.rows.families[row.family][spec.kind].allowed_spill_bytes)
+                first, first_row = found.setdefault(spec.name, (wanted, row))
                 if _layout(wanted) != _layout(first):
                     self.reader.complain(
                         row.selector.line, f"expected the tiles and family of line {first_row.selector.line} for "
-                                           f"{kernel.spec.name}, got others: both rows share {name}")
+                                           f"{kernel.spec.name}, got others: both rows share {spec.name}")
         return [kernel for kernel, _ in found.values()]
 
-    def _backward(self, attention: list[tuple[PlannedKernel, TileRow]]) -> list[PlannedKernel]:
-        """The backward kernels of the attention kernels that have a backward pass."""
-        found: dict[str, PlannedKernel] = {}
-        for kernel, row in attention:
-            if not (isinstance(kernel.spec, AttnSpec) and kernel.spec.trains):
-                continue
-            kinds = [kind for kind in BACKWARD if kind in self.rows.families[row.family]]
-            for spec in map(kernel.spec.companion, kinds):
-                how = self.rows.families[row.family][spec.kind]
-                wanted = self._kernel(spec, row, how.allowed_spill_bytes)
-                first = found.setdefault(spec.name, wanted)
-                if _layout(wanted) != _layout(first):
-                    self.reader.complain(row.selector.line, f"expected for {kernel.spec.name} the tiles and family of "
-                                                            f"{first.row}, got others: both rows share {spec.name}")
-        return list(found.values())
+    def _specs_after(self, spec: KernelSpec, companions: tuple[str, ...], row: TileRow) -> list[KernelSpec]:
+        """The companions of an attention kernel, and its backward kernels if it has a backward pass."""
+        trains = isinstance(spec, AttnSpec) and spec.trains
+        backward = [kind for kind in BACKWARD if kind in self.rows.families[row.family]] if trains else []
+        return [*map(spec_of, companions), *map(spec.companion, backward)]
 
 
 def _needs_delta(spec: AttnSpec) -> bool:

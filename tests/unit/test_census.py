@@ -305,6 +305,40 @@ def test_without_tensor_cores_both_products_are_missed(problems):
     assert len(problems(opcodes={}, main_loop=None)) == 2
 
 
+BACKWARD_PRODUCTS = ("IMMA.16832.S8.S8", "HMMA.16816.F32.BF16", "HMMA.16816.F32")
+
+
+@pytest.fixture
+def backward_problems(project):
+    """The broken rules of a backward kernel of the package's matrix that spills what its family allows, and more."""
+    matrix = read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates")
+
+    def found(kind: str, products: tuple[str, ...], more_spills: int = 0) -> list[str]:
+        kernel, = (kernel for kernel in matrix.kernels if kernel.spec.name == f"sage_{kind}_sm80_d64")
+        assert kernel.allowed_spill_bytes > 0
+        report = report_of(registers=128, spill_bytes=kernel.allowed_spill_bytes + more_spills,
+                           opcodes=dict.fromkeys(products, 1), main_loop=None)
+        return judge({kernel: report}, matrix, Compilation(project)).failures
+
+    return found
+
+
+@pytest.mark.parametrize("kind, products", [
+    ("bwdkv", (*BACKWARD_PRODUCTS, "IMMA.16832.U8.S8")),
+    ("bwdq", BACKWARD_PRODUCTS),
+])
+def test_a_backward_kernel_takes_the_instructions_of_each_of_its_products(backward_problems, kind, products):
+    assert backward_problems(kind, products) == []
+    for product in products:
+        found, = backward_problems(kind, tuple(other for other in products if other != product))
+        assert f"expected {product}, got tensor-core instructions" in found
+
+
+def test_a_backward_kernel_spills_no_more_than_its_family_allows(backward_problems):
+    found, = backward_problems("bwdq", BACKWARD_PRODUCTS, more_spills=1)
+    assert "bytes of spilt registers" in found
+
+
 @pytest.mark.parametrize("name, registers", [
     ("sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw", 168),  # 65536 / (3 blocks · 128 threads) = 170, in eights
     ("sage_attn_sm80_d128_qkint8_pvf16_accf32_full_vraw_qraw", 255),  # two blocks: 256, one more than one can name
