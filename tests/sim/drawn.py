@@ -65,6 +65,9 @@ SHOWN_BY = {
 }
 """By what a header's path begins with, the first entry that fits: kernels that show its bugs, tried in this order."""
 
+BACKWARD_ALONE = ("copy_async", "rounded_bytes")
+"""Functions outside of bwd/ that the backward kernels alone call, or of which they alone reach the drawn bug."""
+
 HARMLESS: dict[tuple[str, Operation], str] = {
     ("AttentionMma::WarpState::step", Always(
         "if constexpr (kMasked) apply_mask<Config>(acc_s, own_row(shared), lane, tile);")):

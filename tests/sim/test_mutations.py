@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import simbuild
 import simulator
-from drawn import HARMLESS, candidates, drawn, variants_of
+from drawn import BACKWARD_ALONE, HARMLESS, candidates, drawn, variants_of
 from filelock import FileLock
 from mutations import MUTATIONS, Mutation
 from schemata import Bug, plant, plant_switched
@@ -70,7 +70,7 @@ def _switched(base: Build, name: str) -> Simulated:
 
 def _first_failure(subject: Simulated, name: str, bug: Bug, seeds: tuple[int, ...] = SEEDS) -> str | None:
     """A bug of the backward pass shows in trained calls alone; others show without a backward pass."""
-    of_backward = bug.header.startswith("bwd/")
+    of_backward = bug.header.startswith("bwd/") or bug.place in BACKWARD_ALONE
     for case in cases_of(variant(name)).values():
         if case.trained != of_backward:
             continue
