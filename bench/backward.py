@@ -25,6 +25,7 @@ from sage_aot._backends.base import BackwardTensors
 from sage_aot._backends.cuda import CudaBackward
 from sage_aot._call import pipeline
 from sage_aot._problem.options import Options
+from sage_aot._tools.reference import relative_l2
 
 COLUMNS = ("row", "headdim", "mask", "N", "ms", "TFLOPS", "× flash", "error")
 MOST_ERROR = 0.06
@@ -62,7 +63,7 @@ def rows_of(headdim: int, is_causal: bool, seqlen: int, batch: int, heads: int) 
     steps = {row: step_of(lambda row=row: common.sdpa(row, *leaves, is_causal), leaves, grad) for row in common.SDPA}
     steps["train_attn"] = step_of(lambda: sage_aot.train_attn(*leaves, is_causal=is_causal), leaves, grad)
     for row, step in steps.items():
-        wrong = max(error(got[:1, :2], wanted) for got, wanted in zip(step(), expected))
+        wrong = max(relative_l2(got[:1, :2], wanted) for got, wanted in zip(step(), expected))
         if not wrong < MOST_ERROR:
             raise SystemExit(f"{row}: wrong gradients, error {wrong}; nothing was timed with it")
         ms = time_of(step)
@@ -87,10 +88,6 @@ def exact_of_few_heads(leaves: tuple[torch.Tensor, ...], grad: torch.Tensor,
             out = torch.nn.functional.scaled_dot_product_attention(*own, is_causal=is_causal)
         found.append(torch.autograd.grad(out, own, grad[:1, head: head + 1].float()))
     return tuple(torch.cat(of_heads, 1) for of_heads in zip(*found))
-
-
-def error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((got.float() - expected).norm() / expected.norm()).item()
 
 
 def kernel_times(leaves: tuple[torch.Tensor, ...], grad: torch.Tensor, is_causal: bool) -> Iterator[tuple[str, float]]:

@@ -178,8 +178,8 @@ class RowReader:
                 for name, kinds in entries.items()}
 
     def _family_kind(self, family: str, kind: str, node: yaml.Node) -> FamilyKind:
-        quantizer, own_threads = ("template", "threads", "min_blocks"), ("template",)  # that follow from a tile
-        keys = {"attn": own_threads, "bwdkv": own_threads, "bwdq": own_threads, "quant": quantizer}
+        keys = {"quant": ("template", "threads", "min_blocks"),
+                **dict.fromkeys(("attn", "bwdkv", "bwdq"), ("template",))}  # their headers say how many threads
         entries = self.reader.mapping(
             node, f"{kind!r} of the family {family!r}", keys.get(kind, ("template", "threads")),
             ("allow_spills", "why") if kind in BACKWARD else ())

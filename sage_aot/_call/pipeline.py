@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -89,10 +89,11 @@ class PreparedTraining(Prepared):
 
 
 _prepared: ByKind[Prepared] = ByKind()
+_training: ByKind[PreparedTraining] = ByKind()
 _backward: ByKind[PreparedBackward] = ByKind()
 answers: ByKind[str | None] = ByKind()
 """What :func:`sage_aot._call.refusal.refusal` said; its keys begin with autocast's dtype."""
-_lock = threading.Lock()  # held while either changes
+_lock = threading.Lock()  # held while any of them changes
 _handed: Backend | None = None
 
 
@@ -107,16 +108,16 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.
         check_no_grad(q=q, k=k, v=v, out=out)  # on every call: grad mode changes
     handed, variables = _handed, environment()
     key = kind_of_call(q, k, v, key_mask, out, options, variables, handed, sequences)
-    return _prepared.get(key) or _kept(key, handed, variables, lambda: prepare(
+    return _prepared.get(key) or _kept(_prepared, key, handed, variables, lambda: prepare(
         handed or backend_of(q), q, k, v, Options.from_schema(*options), out, key_mask, sequences))
 
 
-def _kept(key: tuple[Any, ...], handed: Backend | None, variables: tuple[Any, ...],
-          prepare_it: Callable[[], Prepared]) -> Prepared:
+def _kept(among: ByKind[_T], key: tuple[Any, ...], handed: Backend | None, variables: tuple[Any, ...],
+          prepare_it: Callable[[], _T]) -> _T:
     """A call that is prepared now, kept for others of its kind."""
     call = prepare_it()
     if (handed, variables) == (_handed, environment()):  # else another thread changed them, and the key is wrong
-        _prepared.keep(key, call)
+        among.keep(key, call)
     return call
 
 
@@ -126,16 +127,16 @@ def prepared_kv(k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
     check_no_grad(k=k, v=v)
     handed, variables = _handed, environment()
     key = "kv", *kind_of_call(k, k, v, key_mask, None, options, variables, handed)
-    return _prepared.get(key) or _kept(key, handed, variables, lambda: prepare_kv(
+    return _prepared.get(key) or _kept(_prepared, key, handed, variables, lambda: prepare_kv(
         handed or backend_of(k), k, v, Options.from_schema(*options), key_mask))
 
 
 def prepared_train(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[Any, ...]) -> PreparedTraining:
     """As :func:`prepared`, of the forward pass of a call that is trained."""
     handed, variables = _handed, environment()
-    key = "train", *kind_of_call(q, k, v, None, None, options, variables, handed)
-    return cast("PreparedTraining", _prepared.get(key) or _kept(key, handed, variables, lambda: prepare_train(
-        handed or backend_of(q), q, k, v, Options.from_schema(*options))))
+    key = kind_of_call(q, k, v, None, None, options, variables, handed)
+    return _training.get(key) or _kept(_training, key, handed, variables, lambda: prepare_train(
+        handed or backend_of(q), q, k, v, Options.from_schema(*options)))
 
 
 def prepare_train(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -163,13 +164,9 @@ def prepared_backward(tensors: BackwardTensors, options: tuple[Any, ...]) -> Pre
     """The backward pass of a call, kept from an earlier one of the kind, or prepared now."""
     handed, variables = _handed, environment()
     like = tensors.grad_q, tensors.grad_k, tensors.grad_v, None, tensors.out
-    key = "backward", tensors.grad_out.stride(), tensors.v.stride(), *kind_of_call(*like, options, variables, handed)
-    found = _backward.get(key)
-    if found is None:
-        found = prepare_backward(handed or backend_of(tensors.v), tensors, Options.from_schema(*options))
-        if (handed, variables) == (_handed, environment()):
-            _backward.keep(key, found)
-    return found
+    key = tensors.grad_out.stride(), tensors.v.stride(), *kind_of_call(*like, options, variables, handed)
+    return _backward.get(key) or _kept(_backward, key, handed, variables, lambda: prepare_backward(
+        handed or backend_of(tensors.v), tensors, Options.from_schema(*options)))
 
 
 def prepare_backward(backend: Backend, tensors: BackwardTensors, options: Options) -> PreparedBackward:
@@ -196,7 +193,7 @@ def prepared_stored(q: torch.Tensor, stored: Stored, out: torch.Tensor | None, o
     check_no_grad(q=q, out=out)
     handed, variables = _handed, environment()
     key = kind_of_stored(q, stored, out, options, variables, handed)
-    return _prepared.get(key) or _kept(key, handed, variables, lambda: prepare_stored(
+    return _prepared.get(key) or _kept(_prepared, key, handed, variables, lambda: prepare_stored(
         handed or backend_of(q), q, stored, Options.from_schema(*options), out))
 
 
@@ -356,7 +353,7 @@ def handing(backend: Backend) -> Iterator[None]:
         yield
     finally:
         _handed = before
-        for kept in (_prepared, _backward, answers):
+        for kept in (_prepared, _training, _backward, answers):
             kept.forget(backend)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,6 +56,14 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
     parts = [_rows(q[:, :, first: first + rows], k, v, visible.of_rows(slice(first, first + rows)), scale)
              for first in range(0, q.shape[2], rows)]
     return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+
+
+def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor,
+              **call: Any) -> tuple[torch.Tensor, ...]:
+    """The output of :func:`attention`, and its gradients with respect to q, k and v, in float64. `call`: of it."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, _ = attention(*leaves, **call)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad_out.double())
 
 
 def measure(out: torch.Tensor, reference: torch.Tensor) -> Accuracy:

@@ -40,13 +40,6 @@ def draw(queries: int, keys: int, heads: tuple[int, int] = (4, 2), headdim: int 
     return Inputs(*(x.to(dtype) for x in (sigma * q, sigma * k, v, grad_out)))
 
 
-def by_autograd(inputs: Inputs, **call) -> tuple[torch.Tensor, ...]:
-    """out, dq, dk and dv in float64."""
-    q, k, v = (x.double().requires_grad_() for x in inputs[:3])
-    out, _ = reference.attention(q, k, v, **call)
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), inputs.grad_out.double())
-
-
 def saved_exactly(q, k, v, out, lse, scale: float) -> Saved:
     """What a forward pass without quantization leaves."""
     q_scale = torch.full_like(lse, abs(scale) * LOG2_E)
@@ -118,7 +111,7 @@ def _attention(scale, is_causal, q, k, v):
 def test_formulas_against_autograd(queries, keys, scale, is_causal):
     """Several tiles on both sides, the last ones with rows that do not exist; two q heads a kv head."""
     inputs = draw(queries, keys, headdim=16, dtype=torch.float64)
-    expected = by_autograd(inputs, scale=scale, is_causal=is_causal)[1:]
+    expected = reference.gradients(*inputs, scale=scale, is_causal=is_causal)[1:]
     for found, gradient in zip(without_rounding(inputs, scale, is_causal), expected):
         assert found.shape == gradient.shape and found.dtype == torch.float64
         torch.testing.assert_close(found, gradient, rtol=1e-11, atol=1e-13)
@@ -147,7 +140,7 @@ ERRORS_FP8 = {1.0: (0.038, 0.020, 0.020, 0.019), 3.0: (0.044, 0.098, 0.094, 0.04
 @cache
 def drawn_with_gradients(sigma: float, seed: int) -> tuple[Inputs, tuple[torch.Tensor, ...]]:
     inputs = draw(1024, 1024, (2, 2), sigma=sigma, seed=seed)
-    return inputs, by_autograd(inputs)
+    return inputs, reference.gradients(*inputs)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -167,7 +160,7 @@ def test_errors_are_those_of_8_bits(sigma, arch):
 def test_errors_of_ragged_calls(queries, keys, headdim, dtype, options, is_causal):
     """Channels of Q̂ and K̂ are padded to those of the kernel."""
     inputs = draw(queries, keys, headdim=headdim, dtype=dtype)
-    expected = by_autograd(inputs, is_causal=is_causal, **options)
+    expected = reference.gradients(*inputs, is_causal=is_causal, **options)
     found = with_rounding(inputs, is_causal=is_causal, **options)
     assert [x.shape for x in found] == [x.shape for x in expected]
     assert (errors(found, expected) < 0.03).all(), errors(found, expected)
@@ -180,7 +173,7 @@ def test_a_mean_of_k_changes_dq_little():
     mean = 5.0 * torch.randn(64, generator=torch.Generator().manual_seed(1))
     shifted = inputs._replace(k=(inputs.k.float() + mean).bfloat16())
     dq, dq_shifted = with_rounding(inputs)[1], with_rounding(shifted)[1]
-    assert reference.relative_l2(dq_shifted, by_autograd(shifted)[1]) < 0.03
+    assert reference.relative_l2(dq_shifted, reference.gradients(*shifted)[1]) < 0.03
     assert reference.relative_l2(dq_shifted, dq) < 0.03
 
 

@@ -74,7 +74,6 @@ class EmulationBackend:
         keys = problem.batch * problem.seqlen_kv
         return 8 * keys * problem.num_kv_heads * problem.headdim + (keys if problem.has_key_mask else 0)
 
-
     def saved_bytes(self, plan: Plan) -> int:
         return self.kv_bytes(plan)
 
