@@ -100,7 +100,7 @@ def kernel_times(leaves: tuple[torch.Tensor, ...], grad: torch.Tensor, is_causal
     workspace = saved.new_empty(call.plan.workspace_bytes)
     call.run(tensors, lse, saved, workspace)
     stream = torch.cuda.current_stream().cuda_stream
-    for launch in call.launches((True,) * len(tensors)):
+    for launch in call.launches(tensors):
         queue = call.queue_of([launch])
         yield launch.record.spec.kind, time_of(lambda queue=queue: queue(stream, *call.addresses(tensors, lse, saved,
                                                                                                   workspace)))

@@ -45,6 +45,16 @@ class Call(Protocol):
         ...
 
 
+class TrainingCall(Protocol):
+    """The forward pass of a trained call, prepared likewise."""
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+                 saved: torch.Tensor, /) -> None:
+        """Write `out`, `lse` as a :class:`Call` does, without row_bias, and to `saved`, uint8 of
+        :meth:`Backend.saved_bytes`, what the backward pass reads of the quantized q and k."""
+        ...
+
+
 class BackwardTensors(NamedTuple):
     """The tensors from which a backward pass is prepared, as :class:`Tensors`."""
 
@@ -54,6 +64,22 @@ class BackwardTensors(NamedTuple):
     grad_q: torch.Tensor
     grad_k: torch.Tensor
     grad_v: torch.Tensor
+
+    def readable(self) -> BackwardTensors:
+        """The same, with copies of those that are read and whose rows are not as kernels read them."""
+        return self._replace(grad_out=with_vectors(self.grad_out), out=with_vectors(self.out), v=with_vectors(self.v))
+
+
+def with_vectors(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, of 16-bit elements, if its rows begin at multiples of 16 bytes and hold whole vectors of 16 bytes;
+    else a copy of which that holds, with zeros behind the last channel."""
+    missing = -tensor.shape[-1] % 8
+    if missing:
+        return torch.nn.functional.pad(tensor, (0, missing))
+    *strides, channel = tensor.stride()
+    if channel == 1 and tensor.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class BackwardCall(Protocol):
@@ -84,15 +110,15 @@ class Backend(Protocol):
         ...
 
     def kv_bytes(self, plan: Plan) -> int:
-        """Bytes of what a call keeps of its quantized tensors, by the part of its problem."""
+        """Bytes of what a call of the part "kv" keeps, or one of the part "q" reads."""
+        ...
+
+    def bind_training(self, plan: Plan, tensors: Tensors) -> TrainingCall:
+        """Prepare the forward pass of a plan of the part "train", which has at least one query and one key."""
         ...
 
     def saved_bytes(self, plan: Plan) -> int:
-        """Bytes of what :meth:`save` returns."""
-        ...
-
-    def save(self, plan: Plan, kept: torch.Tensor) -> torch.Tensor:
-        """What the backward pass reads of what a call of the part "train" kept: uint8."""
+        """Bytes of what such a forward pass saves. UnsupportedError where no kernels can read it."""
         ...
 
     def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> BackwardCall:

@@ -86,14 +86,14 @@ class CudaBackend:
     def kv_bytes(self, plan: Plan) -> int:
         return plan.kv_bytes
 
+    def bind_training(self, plan: Plan, tensors: Tensors) -> CudaTraining:
+        return CudaTraining(plan, plan_backward(plan, self.manifest).saved, self.bind(plan, tensors))
+
     def saved_bytes(self, plan: Plan) -> int:
         return plan_backward(plan, self.manifest).saved.total
 
-    def save(self, plan: Plan, kept: torch.Tensor) -> torch.Tensor:
-        return saved_of(plan, plan_backward(plan, self.manifest).saved, kept)
-
     def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> CudaBackward:
-        return CudaBackward(plan_backward(plan, self.manifest), tensors, self, tensors.v.get_device())
+        return CudaBackward(plan_backward(plan, self.manifest), self, tensors.v.get_device())
 
 
 def arch_of(library: Library, device: int) -> str:
@@ -191,25 +191,58 @@ class CudaCall:
         return self._queues[at_16_bytes]
 
 
+class CudaTraining:
+    """The forward pass of a trained call: the launches of its plan, then a copy of K̂. Safe under threads."""
+
+    def __init__(self, plan: Plan, parts: SavedParts, forward: CudaCall) -> None:
+        self.plan, self._parts, self._forward = plan, parts, forward
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+                 saved: torch.Tensor) -> None:
+        with _device(saved.get_device()):
+            self.run(q, k, v, out, lse, saved, saved.new_empty(self.plan.workspace_bytes))
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+            saved: torch.Tensor, workspace: torch.Tensor) -> None:
+        """Make the call with a workspace of the caller's: uint8, plan.workspace_bytes."""
+        self._forward.run(q, k, v, out, lse, workspace, kv=saved)
+        save_k(self.plan, self._parts, workspace, saved)
+
+
+def save_k(plan: Plan, parts: SavedParts, workspace: torch.Tensor, saved: torch.Tensor) -> None:
+    """Copy the tiles of K̂ and their lines from the workspace, where V̂ lies between them, behind what is saved of Q."""
+    def words_of_tiles(memory: torch.Tensor, begin: int, count: int) -> torch.Tensor:
+        words = memory.narrow(0, begin, count).view(torch.int64)  # torch copies strided bytes one by one
+        return words.view(parts.kv_tiles, -1)
+
+    of_kv = words_of_tiles(workspace, plan.offsets["kv_hat"], plan.sizes["kv_hat"])
+    of_k = words_of_tiles(saved, parts.k_begin, parts.total - parts.k_begin)
+    in_k, in_line = parts.k_tile_bytes // 8, parts.line_bytes // 8
+    of_k[:, :in_k] = of_kv[:, :in_k]
+    of_k[:, in_k:] = of_kv[:, -in_line:]
+
+
 class CudaBackward:
     """The launches of a backward pass for tensors of given strides on one device. Safe under threads."""
 
-    def __init__(self, plan: BackwardPlan, tensors: BackwardTensors, backend: CudaBackend, device: int) -> None:
+    def __init__(self, plan: BackwardPlan, backend: CudaBackend, device: int) -> None:
         self.plan = plan
-        self._strides = [strides_of(tensor, plan.forward.problem.options.layout) for tensor in tensors]
         self._backend, self._device = backend, device
-        self._queues: dict[tuple[bool, ...], Queue] = {}  # by which tensors begin at a multiple of 16 bytes
+        self._queues: dict[tuple[bool, ...], Queue] = {}  # by which tensors are copies
 
     def __call__(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor) -> None:
         with _device(self._device):
-            workspace = saved.new_empty(self.plan.workspace_bytes)
-            self.run(tensors, lse, saved, workspace)
+            self.run(tensors, lse, saved, saved.new_empty(self.plan.workspace_bytes))
 
     def run(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor, workspace: torch.Tensor) -> None:
         """Make the call with a workspace of the caller's: uint8, plan.workspace_bytes. Afterwards the workspace holds
-        the tiles that the backward kernels read."""
-        self._queue_for(tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors))(
-            torch._C._cuda_getCurrentRawStream(self._device), *self.addresses(tensors, lse, saved, workspace))
+        what the first kernel writes for the others."""
+        readable = tensors.readable()
+        copies = tuple(own is not given for own, given in zip(readable, tensors))
+        if copies not in self._queues:
+            self._queues[copies] = self.queue_of(self.launches(readable))
+        self._queues[copies](torch._C._cuda_getCurrentRawStream(self._device),
+                             *self.addresses(readable, lse, saved, workspace))
 
     def addresses(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor,
                   workspace: torch.Tensor) -> list[int]:
@@ -221,31 +254,14 @@ class CudaBackward:
         """Load the kernels of some launches and bind them to a queue."""
         return queue_of(self._backend, self._device, wanted)
 
-    def launches(self, at_16_bytes: tuple[bool, ...]) -> list[Launch]:
-        """The launches, for tensors that begin at a multiple of 16 bytes or not."""
-        arguments = BackwardArguments(*map(Argument, BackwardTensors._fields, self._strides, at_16_bytes))
-        return backward_launches(self.plan, arguments)
-
-    def _queue_for(self, at_16_bytes: tuple[bool, ...]) -> Queue:
-        if at_16_bytes not in self._queues:
-            self._queues[at_16_bytes] = self.queue_of(self.launches(at_16_bytes))
-        return self._queues[at_16_bytes]
+    def launches(self, tensors: BackwardTensors) -> list[Launch]:
+        """The launches for readable tensors of these strides."""
+        return backward_launches(self.plan, backward_arguments(tensors, self.plan.forward.problem.options.layout))
 
 
-def saved_of(plan: Plan, parts: SavedParts, kept: torch.Tensor) -> torch.Tensor:
-    """What the backward pass reads of what a forward pass kept: K̂ without the V̂ between its tiles, and Q̂."""
-    def words(memory: torch.Tensor, begin: int, count: int) -> torch.Tensor:
-        return memory.narrow(0, begin, count).view(torch.int64)  # torch copies strided bytes one by one
-
-    saved, k_bytes, in_k = kept.new_empty(parts.total), parts.k_bytes, parts.k_tile_bytes // 8
-    tiles = words(kept, plan.kv_offsets["kv_hat"], plan.sizes["kv_hat"]).view(parts.kv_tiles, -1)
-    of_k = words(saved, 0, k_bytes).view(parts.kv_tiles, -1)
-    of_k[:, :in_k] = tiles[:, :in_k]
-    of_k[:, in_k:] = tiles[:, tiles.shape[1] - parts.line_bytes // 8:]
-    for name, begin, count in (("q_hat", k_bytes, parts.q_hat_bytes),
-                               ("q_scale", k_bytes + parts.q_hat_bytes, parts.q_scale_bytes)):
-        words(saved, begin, count).copy_(words(kept, plan.kv_offsets[name], count))
-    return saved
+def backward_arguments(tensors: BackwardTensors, layout: str) -> BackwardArguments:
+    return BackwardArguments(*(Argument(name, strides_of(tensor, layout), tensor.data_ptr() % 16 == 0)
+                               for name, tensor in tensors._asdict().items()))
 
 
 def queue_of(backend: CudaBackend, device: int, wanted: Sequence[Launch]) -> Queue:

@@ -31,7 +31,7 @@ from sage_aot._problem.options import OPTIONS, Options
 from sage_aot.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from sage_aot._backends.base import Backend, BackwardCall, BackwardTensors, Call
+    from sage_aot._backends.base import Backend, BackwardCall, BackwardTensors, Call, TrainingCall
     from sage_aot._backends.loader import Library
     from sage_aot._launch.choose import Kernels
     from sage_aot._launch.plan import Plan
@@ -74,18 +74,12 @@ class Prepared:
         return q.new_empty(self._lse_shape, dtype=torch.float32)
 
 
-class PreparedTraining(Prepared):
-    """A forward pass that keeps what its backward pass reads."""
+class PreparedTraining(NamedTuple):
+    """The forward pass of a trained call that is ready to be made."""
 
-    __slots__ = ("backend", "plan")
-
-    def __init__(self, backend: Backend, plan: Plan, run: Call, kv_bytes: int) -> None:
-        super().__init__(plan.problem, run, kv_bytes)
-        self.backend, self.plan = backend, plan
-
-    def save(self, kept: torch.Tensor) -> torch.Tensor:
-        """What the backward pass reads of what the call kept."""
-        return kept if self.problem.is_empty else self.backend.save(self.plan, kept)
+    problem: Problem
+    run: TrainingCall
+    saved_bytes: int  # of what it saves
 
 
 _prepared: ByKind[Prepared] = ByKind()
@@ -145,12 +139,11 @@ def prepare_train(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.T
     problem = check_train(q, k, v, options)
     plan = plan_of(backend, problem, q.get_device())
     if problem.is_empty:
-        return PreparedTraining(backend, plan, _nothing_to_see, 0)
+        return PreparedTraining(problem, _nothing_to_see, 0)
     from sage_aot._backends.base import Tensors
 
-    backend.saved_bytes(plan)  # raises where there are no kernels for the backward pass
     out = q if q.is_contiguous() else torch.empty_like(q, memory_format=torch.contiguous_format)
-    return PreparedTraining(backend, plan, backend.bind(plan, Tensors(q, k, v, out)), backend.kv_bytes(plan))
+    return PreparedTraining(problem, backend.bind_training(plan, Tensors(q, k, v, out)), backend.saved_bytes(plan))
 
 
 class PreparedBackward(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from sage_aot._call import ops
 from sage_aot._call.api import operator_options
 from sage_aot._call.pipeline import backend_of, lse_shape, plan_of, prepared_backward, prepared_train
-from sage_aot._problem.check import check_backward, check_train
+from sage_aot._problem.check import Problem, check_backward, check_train
 from sage_aot._problem.options import OPTIONS, Options
 from sage_aot.errors import ArgumentError
 
@@ -71,18 +71,21 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -
     """The output, the log-sum-exp of the scores of smoothed keys, without row_bias, and what the backward pass reads of
     the quantized q and k."""
     call = prepared_train(q, k, v, options)
-    out, lse = torch.empty_like(q, memory_format=_CONTIGUOUS), call.empty_lse(q)
-    kept = q.new_empty(call.kv_bytes, dtype=torch.uint8)
-    call.run(q, k, v, out, lse, None, None, kept)
-    return out, lse, call.save(kept)
+    out, lse, saved = _results(q, call.problem, call.saved_bytes)
+    call.run(q, k, v, out, lse, saved)
+    return out, lse, saved
 
 
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> _Tensors:
     """Asks for the kernels in use: the size of what they save is theirs to say."""
     problem, backend = check_train(q, k, v, Options.from_schema(*options)), backend_of(q)
     size = 0 if problem.is_empty else backend.saved_bytes(plan_of(backend, problem, q.get_device()))
+    return _results(q, problem, size)
+
+
+def _results(q: torch.Tensor, problem: Problem, saved_bytes: int) -> _Tensors:
     return (torch.empty_like(q, memory_format=_CONTIGUOUS), q.new_empty(lse_shape(problem), dtype=torch.float32),
-            q.new_empty(size, dtype=torch.uint8))
+            q.new_empty(saved_bytes, dtype=torch.uint8))
 
 
 def _backward(grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, saved: torch.Tensor,
@@ -93,7 +96,7 @@ def _backward(grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: t
     gradients = _fake_backward(grad_out, v, out, lse, saved, *options)
     if 0 in (out.numel(), v.numel()):
         return tuple(gradient.zero_() for gradient in gradients)  # type: ignore[return-value]
-    tensors = BackwardTensors(_with_rows(grad_out), out, v, *gradients)
+    tensors = BackwardTensors(grad_out, out, v, *gradients)
     call = prepared_backward(tensors, options)
     if saved.numel() != call.saved_bytes:
         raise ArgumentError(f"saved: expected the {call.saved_bytes} bytes that the kernels in use keep of such a "
@@ -107,11 +110,6 @@ def _fake_backward(grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, l
     check_backward(grad_out, v, out, lse, saved, Options.from_schema(*options))
     return (torch.empty_like(out, memory_format=_CONTIGUOUS), torch.empty_like(v, memory_format=_CONTIGUOUS),
             torch.empty_like(v, memory_format=_CONTIGUOUS))
-
-
-def _with_rows(grad_out: torch.Tensor) -> torch.Tensor:
-    """The gradient with a contiguous last dimension: that of a sum is one number, expanded."""
-    return grad_out if grad_out.stride(-1) == 1 or grad_out.shape[-1] == 1 else grad_out.contiguous()
 
 
 def _check_first_derivative(*tensors: torch.Tensor) -> None:

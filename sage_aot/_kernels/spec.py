@@ -150,10 +150,11 @@ class AttnSpec(KernelSpec):
 
 @dataclass(frozen=True)
 class BwdPrepSpec(KernelSpec):
-    """The tiles that the backward kernels read, in the layouts of the attention kernel's quantizer."""
+    """What the backward kernels read beside the caller's tensors and what is saved, in the layouts of the attention
+    kernel's quantizer."""
 
     kind = "bwdprep"
-    rows = ROWS
+    rows = HALVES
     headdim: int
     qk: str
     pv: str

@@ -1,8 +1,8 @@
 """How a backward pass is laid out and launched. Pure, as :mod:`sage_aot._launch.plan` is.
 
-A forward pass of the part "train" keeps the quantized Q and K. :func:`saved_parts` says which bytes of what it kept the
-backward pass reads. Three launches follow: one writes the tiles that the others read, one computes the gradients of K
-and V, and one that of Q.
+A forward pass of the part "train" writes the quantized Q to what is saved, and K̂ is copied there, :class:`SavedParts`.
+Three launches follow: one writes what the others read beside that and the caller's tensors, one computes the gradients
+of K and V, and one that of Q.
 """
 
 from __future__ import annotations
@@ -12,27 +12,22 @@ from typing import Any, NamedTuple
 
 from sage_aot._kernels.manifest import KernelRecord, Manifest
 from sage_aot._kernels.spec import BACKWARD
-from sage_aot._launch.plan import Argument, Launch, Plan, launch_of, lay_out, rows_of
+from sage_aot._launch.plan import Argument, Launch, Plan, launch_of, lay_out
 from sage_aot._launch.structs import DTYPE_CODES, FastDivmod
 from sage_aot.errors import UnsupportedError
 
 
 class SavedParts(NamedTuple):
-    """What the backward pass reads of what the forward pass kept, in bytes, in the order in which it is saved."""
+    """What a forward pass saves, in bytes: Q̂ and its scales where the plan's kv_offsets say, then K̂."""
 
-    kv_tiles: int  # tiles of K and V, from the beginning of kv_hat on
+    k_begin: int
+    kv_tiles: int
     k_tile_bytes: int  # of each tile K̂, at its beginning
     line_bytes: int  # and its line, at its end
-    q_hat_bytes: int
-    q_scale_bytes: int
-
-    @property
-    def k_bytes(self) -> int:
-        return self.kv_tiles * (self.k_tile_bytes + self.line_bytes)
 
     @property
     def total(self) -> int:
-        return self.k_bytes + self.q_hat_bytes + self.q_scale_bytes
+        return self.k_begin + self.kv_tiles * (self.k_tile_bytes + self.line_bytes)
 
 
 @dataclass(frozen=True)
@@ -42,15 +37,17 @@ class BackwardPlan:
     forward: Plan
     kernels: dict[str, KernelRecord]  # by kind
     saved: SavedParts
-    q_side_tiles: int  # tiles of Q and dO, of a head
-    kv_side_tiles: int  # tiles of K and V, likewise
+    q_side_tiles: int  # tiles of the backward kernels in those of the forward pass, of a head
+    kv_side_tiles: int  # likewise of K and V
+    parts_of_kv_tile: int  # tiles of the backward kernels in a KV tile of the forward pass, a power of two
     offsets: dict[str, int]  # from the workspace's beginning, per buffer
     sizes: dict[str, int]  # per buffer
     workspace_bytes: int
 
 
 class BackwardArguments(NamedTuple):
-    """The tensors of a backward pass whose strides a launch depends on."""
+    """The tensors of a backward pass whose strides a launch depends on. Of the first three, rows begin at multiples of
+    16 bytes and hold whole vectors of 16 bytes."""
 
     grad_out: Argument
     out: Argument
@@ -76,26 +73,20 @@ def backward_kernels(forward: Plan, manifest: Manifest) -> dict[str, KernelRecor
 def plan_backward(forward: Plan, manifest: Manifest) -> BackwardPlan:
     """Lay out the workspace of a backward pass."""
     problem, kernels = forward.problem, backward_kernels(forward, manifest)
-    prepare = kernels["bwdprep"]
-    q_side = _side_tiles(problem.seqlen_q, kernels["bwdq"], prepare)
-    kv_side = _side_tiles(problem.seqlen_kv, kernels["bwdkv"], prepare)
+    prepare, tile = kernels["bwdprep"], forward.kernels.attn.tile
+    rows = prepare.fact("tile_rows")
+    q_side, kv_side = forward.q_tiles * tile.block_m // rows, forward.kv_tiles * tile.block_n // rows
     sizes = {"q_side": problem.batch * problem.num_q_heads * q_side * prepare.fact("q_side_bytes"),
              "kv_side": problem.batch * problem.num_kv_heads * kv_side * prepare.fact("kv_side_bytes")}
     offsets, workspace_bytes = lay_out(sizes)
-    return BackwardPlan(forward, kernels, saved_parts(forward, prepare), q_side, kv_side, offsets, sizes,
-                        workspace_bytes)
+    return BackwardPlan(forward, kernels, saved_parts(forward, prepare), q_side, kv_side, tile.block_n // rows,
+                        offsets, sizes, workspace_bytes)
 
 
 def saved_parts(forward: Plan, prepare: KernelRecord) -> SavedParts:
     """What is saved of a forward pass. `prepare`: the kernel that reads it."""
     tiles = forward.problem.batch * forward.problem.num_kv_heads * forward.kv_tiles
-    return SavedParts(tiles, prepare.fact("k_tile_bytes"), prepare.fact("k_line_bytes"), forward.sizes["q_hat"],
-                      forward.sizes["q_scale"])
-
-
-def _side_tiles(rows: int, gradient: KernelRecord, prepare: KernelRecord) -> int:
-    """Tiles of a head that hold all rows which the blocks of a gradient's kernel read."""
-    return _blocks(rows, gradient) * gradient.fact("block_rows") // prepare.fact("tile_rows")
+    return SavedParts(forward.kv_bytes, tiles, prepare.fact("k_tile_bytes"), prepare.fact("k_line_bytes"))
 
 
 def _blocks(rows: int, gradient: KernelRecord) -> int:
@@ -107,9 +98,9 @@ def backward_launches(plan: BackwardPlan, tensors: BackwardArguments) -> list[La
     problem = plan.forward.problem
     q_heads, kv_heads = problem.batch * problem.num_q_heads, problem.batch * problem.num_kv_heads
     known = {**_known(plan, tensors), "q_side_blocks": q_heads * plan.q_side_tiles}
-    rows = rows_of(problem, tensors.grad_out, tensors.out, tensors.v)
     prepare, grad_kv, grad_q = (plan.kernels[kind] for kind in BACKWARD)
-    return [launch_of(prepare, known["q_side_blocks"] + kv_heads * plan.kv_side_tiles, known, rows),
+    return [launch_of(prepare, known["q_side_blocks"] + kv_heads * plan.kv_side_tiles, known,
+                      problem.dtype),
             launch_of(grad_kv, kv_heads * _blocks(problem.seqlen_kv, grad_kv), known, problem.dtype),
             launch_of(grad_q, q_heads * _blocks(problem.seqlen_q, grad_q), known, problem.dtype)]
 
@@ -120,16 +111,15 @@ def _known(plan: BackwardPlan, tensors: BackwardArguments) -> dict[str, Any]:
     return {
         **{name: argument.tensor for name, argument in tensors._asdict().items()},
         **{name: ("workspace", offset) for name, offset in plan.offsets.items()},
-        "k_hat": ("saved", 0), "q_hat": ("saved", saved.k_bytes),
-        "q_scale": ("saved", saved.k_bytes + saved.q_hat_bytes),
+        **{name: ("saved", offset) for name, offset in plan.forward.kv_offsets.items()}, "k_hat": ("saved", saved.k_begin),
         "lse": ("lse", 0), "batch": problem.batch, "num_q_heads": FastDivmod.of(problem.num_q_heads),
         "num_kv_heads": FastDivmod.of(problem.num_kv_heads),
         "q_heads_per_kv_head": FastDivmod.of(problem.num_q_heads // problem.num_kv_heads),
         "seqlen_q": problem.seqlen_q, "seqlen_kv": problem.seqlen_kv, "headdim": problem.headdim,
-        "q_tiles": FastDivmod.of(plan.forward.q_tiles), "kv_tiles": plan.forward.kv_tiles,
         "q_side_tiles": FastDivmod.of(plan.q_side_tiles), "kv_side_tiles": FastDivmod.of(plan.kv_side_tiles),
+        "log2_parts_of_kv_tile": plan.parts_of_kv_tile.bit_length() - 1,
         "q_blocks": FastDivmod.of(_blocks(problem.seqlen_q, plan.kernels["bwdq"])),
         "kv_blocks_of_head": FastDivmod.of(_blocks(problem.seqlen_kv, plan.kernels["bwdkv"])),
         "softmax_scale": problem.softmax_scale, "dtype": DTYPE_CODES[problem.dtype],
-        "is_causal": problem.options.is_causal, "unused": 0,
+        "is_causal": problem.options.is_causal,
     }

@@ -39,7 +39,7 @@ ALIGNMENT = 256
 OF_KV = ("kv_hat", "k_mean", "v_scale", "v_mean", "key_rank", "key_index")
 """Buffers that depend on k and v alone. Where k and v are quantized by a call of their own, they lie in its result."""
 
-KEPT = {"all": (), "kv": OF_KV, "q": OF_KV, "train": ("q_hat", "q_scale", "kv_hat")}
+KEPT = {"all": (), "kv": OF_KV, "q": OF_KV, "train": ("q_hat", "q_scale")}
 """By the part of a problem, the buffers that lie in what a call keeps, or an earlier one kept."""
 
 _MAX_GRID = 2**31 - 1

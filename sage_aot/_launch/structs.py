@@ -76,7 +76,7 @@ _ADDRESSES = ("cu_seqlens_q", "cu_seqlens_k", "key_rank", "key_index", "q_hat", 
               "q_side", "kv_side")
 _INTEGERS = ("batch", "seqlen_q", "seqlen_kv", "q_rows", "kv_rows", "headdim", "dtype", "kv_tiles", "block_m",
              "block_n", "columns", "rounds", "kv_blocks", "first_head", "num_heads", "split_rows", "partial_headdim",
-             "q_side_blocks", "unused")
+             "q_side_blocks", "log2_parts_of_kv_tile", "unused")
 _DIVISORS = ("num_q_heads", "num_kv_heads", "q_heads_per_kv_head", "q_tiles", "blocks_per_kv_head", "key_blocks",
              "tile_blocks", "splits", "row_blocks", "q_side_tiles", "kv_side_tiles", "q_blocks", "kv_blocks_of_head")
 _FLOATS = ("softmax_scale", "softmax_scale_log2", "v_typical", "v_least", "v_limit")

@@ -23,7 +23,7 @@ from layout import Result, read_back
 from training_checks import measure_training
 
 import sage_aot
-from sage_aot._backends.base import Backend, BackwardCall, BackwardTensors, Call, Tensors
+from sage_aot._backends.base import Backend, BackwardCall, BackwardTensors, Call, Tensors, TrainingCall
 from sage_aot._backends.cuda import CudaBackend, arch_of
 from sage_aot._backends.emulation.backend import EmulationBackend, packed_entries, sequence_entries
 from sage_aot._backends.emulation.quantize import Quantized, quantize
@@ -207,8 +207,23 @@ class Spy:
     def saved_bytes(self, plan: Plan) -> int:
         return self._backend.saved_bytes(plan)
 
-    def save(self, plan: Plan, kept: torch.Tensor) -> torch.Tensor:
-        return self._backend.save(plan, kept)
+    def bind_training(self, plan: Plan, tensors: Tensors) -> TrainingCall:
+        call = self._backend.bind_training(plan, tensors)
+
+        def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+                    saved: torch.Tensor) -> None:
+            workspace = torch.full((call.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=saved.device)
+            for written in (out, lse):
+                written.fill_(math.nan)
+            saved.fill_(0xFF)
+            try:
+                call.run(q, k, v, out, lse, saved, workspace)
+            except Exception as error:
+                self.error = error
+                raise
+            self.result = Result(out, lse, workspace, call.plan)
+
+        return watched
 
     def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> BackwardCall:
         call = self._backend.bind_backward(plan, tensors)

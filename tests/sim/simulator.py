@@ -18,9 +18,9 @@ from simbuild import Build, build_engine
 from symbols import line_of
 
 from sage_aot._backends.base import BackwardTensors, Tensors
-from sage_aot._backends.cuda import mask_argument, saved_of, strides_of
+from sage_aot._backends.cuda import backward_arguments, mask_argument, save_k, strides_of
 from sage_aot._kernels.manifest import Manifest, Struct, read_target
-from sage_aot._launch.backward import BackwardArguments, BackwardPlan, backward_launches, plan_backward
+from sage_aot._launch.backward import BackwardPlan, SavedParts, backward_launches, plan_backward
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import MISSING, Argument, Arguments, Launch, Plan, launches
 from sage_aot._launch.structs import Packer
@@ -117,11 +117,11 @@ class SimulatorBackend:
     def kv_bytes(self, plan: Plan) -> int:
         return _spread(plan).kv_bytes
 
+    def bind_training(self, plan: Plan, tensors: Tensors) -> SimulatedTraining:
+        return SimulatedTraining(plan, plan_backward(plan, self.manifest).saved, self.bind(plan, tensors))
+
     def saved_bytes(self, plan: Plan) -> int:
         return plan_backward(plan, self.manifest).saved.total
-
-    def save(self, plan: Plan, kept: torch.Tensor) -> torch.Tensor:
-        return saved_of(_spread(plan), plan_backward(plan, self.manifest).saved, kept)
 
     def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> SimulatedBackward:
         return SimulatedBackward(plan_backward(plan, self.manifest), self.manifest, self.simulator)
@@ -159,6 +159,27 @@ class SimulatedCall:
             self._simulator.launch(launch, self._manifest.structs[launch.record.params], addresses)
 
 
+class SimulatedTraining:
+    """The forward pass of a trained call, whose buffers lie apart: what is saved of them lies as the plan says."""
+
+    def __init__(self, plan: Plan, parts: SavedParts, forward: SimulatedCall) -> None:
+        self.plan, self._saved, self._parts, self._forward = forward.plan, plan.kv_offsets, parts, forward
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+                 saved: torch.Tensor) -> None:
+        self.run(q, k, v, out, lse, saved, torch.empty(self.plan.workspace_bytes, dtype=torch.uint8))
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+            saved: torch.Tensor, workspace: torch.Tensor) -> None:
+        """The call with a workspace of the caller's."""
+        kept = torch.empty(self.plan.kv_bytes, dtype=torch.uint8)
+        self._forward.run(q, k, v, out, lse, workspace, kv=kept)
+        for name, offset in self.plan.kv_offsets.items():
+            size = self.plan.sizes[name]
+            saved.narrow(0, self._saved[name], size).copy_(kept.narrow(0, offset, size))
+        save_k(self.plan, self._parts, workspace, saved)
+
+
 class SimulatedBackward:
     """The launches of a backward pass whose buffers lie apart."""
 
@@ -170,6 +191,7 @@ class SimulatedBackward:
 
     def run(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor, workspace: torch.Tensor) -> None:
         """The call with a workspace of the caller's, which keeps the tiles that the kernels read."""
+        tensors = tensors.readable()
         inputs = {"grad_out": tensors.grad_out, "out": tensors.out, "v": tensors.v, "lse": lse, "saved": saved}
         results = {"grad_q": tensors.grad_q, "grad_k": tensors.grad_k, "grad_v": tensors.grad_v}
         buffers = [Buffer(name, workspace.data_ptr() + offset,
@@ -178,9 +200,7 @@ class SimulatedBackward:
         self._simulator.know(*views(inputs, results), *buffers)
         addresses = {name: tensor.data_ptr() for name, tensor in
                      {**inputs, **results, "workspace": workspace}.items()}
-        layout = self.plan.forward.problem.options.layout
-        arguments = BackwardArguments(*(Argument(name, strides_of(tensor, layout), addresses[name] % 16 == 0)
-                                        for name, tensor in tensors._asdict().items()))
+        arguments = backward_arguments(tensors, self.plan.forward.problem.options.layout)
         for launch in backward_launches(self.plan, arguments):
             self._simulator.launch(launch, self._manifest.structs[launch.record.params], addresses)
 

@@ -142,7 +142,8 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     floats: f32, also with K and V quantized before, FLOATS.
     split: keys that several blocks share, some with a key mask or in sequences, SPLITS.
     trained, where the kernel is: the gradients of grouped heads, of several tiles.
-    trained oddly: rows of no whole vectors, values that are not finite, TRAINED.
+    trained oddly: values that are not finite, and rows of no whole vectors, which are copied, or of fewer vectors than
+        the kernel's, read where they lie, TRAINED.
     falling, for P of few bits: scores behind which references fall, once by far or from tile to tile.
 
     On Hopper also
@@ -191,8 +192,8 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     if spec.trains and spec.pv_accum != "two_level_f16":
         found["trained"] = replace(plain, group=2, seqlen_kv=200, read_quantized=False, trained=True)
         found["trained oddly"] = replace(plain, read_quantized=False, trained=True, **{
-            "seed": 9, "dtype": "f16", "batch": 2, "seqlen_q": 100, "seqlen_kv": 70, "headdim": spec.headdim - 3,
-            **TRAINED[spec.mask]})
+            "seed": 9, "dtype": "f16", "batch": 2, "seqlen_q": 100, "seqlen_kv": 70,
+            "headdim": spec.headdim - (24 if spec.mask == "causal" else 3), **TRAINED[spec.mask]})
     if spec.pv != "f16":
         found["falling"] = replace(few, seqlen_kv=5 * tile.block_n + 42,
                                    kind="falling" if (spec.pv, spec.v) == ("e4m3", "vsmooth") else "sink")

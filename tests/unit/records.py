@@ -103,8 +103,8 @@ def _bwdprep(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
 
 
 def _bwdkv(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
-    limit, stage = _SHARED_BYTES.get(spec.arch, 101376), _q_side_bytes(spec)
-    of_keys = 192 * spec.headdim if spec.headdim > 64 else 0  # codes and halves of 64 keys
+    limit, stage = _SHARED_BYTES.get(spec.arch, 101376), _rows_bytes(spec) + _q_side_bytes(spec)
+    of_keys = _rows_bytes(spec) if spec.headdim > 64 else 0
     blocks = 2 if 2 * (of_keys + stage) <= limit else 1
     own = of_keys if blocks == 2 else 2 * of_keys
     stages = 2 if blocks * (own + 2 * stage) <= limit else 1
@@ -112,17 +112,24 @@ def _bwdkv(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
 
 
 def _bwdq(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
-    stages = 2 if 4 * _kv_side_bytes(spec) <= _SHARED_BYTES.get(spec.arch, 101376) else 1
-    return {"threads": 128, "shared_bytes": stages * _kv_side_bytes(spec), "block_rows": 8192 // spec.headdim}
+    stage = _rows_bytes(spec) + _kv_side_bytes(spec)
+    stages = 2 if 4 * stage <= _SHARED_BYTES.get(spec.arch, 101376) else 1
+    return {"threads": 128, "shared_bytes": stages * stage, "block_rows": 8192 // spec.headdim}
+
+
+def _rows_bytes(spec: KernelSpec) -> int:
+    """Codes and halves of 64 rows."""
+    return 192 * spec.headdim
 
 
 def _q_side_bytes(spec: KernelSpec) -> int:
-    """Codes and their transposes of Q and dO, dO, four f32 a query and eight scales: in whole lines of 128 bytes."""
-    return -(-(64 * (5 * spec.headdim + 4 * 4) + 8 * 4) // 128) * 128
+    """Transposes of the codes of Q and dO, four f32 a query and eight scales: in whole lines of 128 bytes."""
+    return -(-(64 * (2 * spec.headdim + 4 * 4) + 8 * 4) // 128) * 128
 
 
 def _kv_side_bytes(spec: KernelSpec) -> int:
-    return 64 * (4 * spec.headdim + 4)
+    """Transposes of the codes of K, and an f32 a key."""
+    return 64 * (spec.headdim + 4)
 
 
 def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:

@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from sage_aot._backends import cuda
-from sage_aot._backends.base import Tensors
-from sage_aot._backends.cuda import CudaBackend, CudaCall
+from sage_aot._backends.base import BackwardTensors, Tensors, with_vectors
+from sage_aot._backends.cuda import CudaBackend, CudaCall, CudaTraining
 from sage_aot._backends.loader import KERNEL_FOLDER, Library
 from sage_aot._call.pipeline import default_library, plan_of
 from sage_aot._launch import plan as planning
+from sage_aot._launch.backward import plan_backward
 from sage_aot._launch.structs import SOURCES, Packer
-from sage_aot._problem.check import Sequences, Stored, check, check_kv, check_stored
+from sage_aot._problem.check import Sequences, Stored, check, check_kv, check_stored, check_train
 from sage_aot._problem.options import Options
 from sage_aot.errors import LaunchError
 
@@ -142,6 +143,76 @@ def test_structs_reach_the_driver_as_they_are_packed(driver, arch, options, with
         tensors = draw()  # at other addresses, the same strides
         addresses = run(call, tensors, with_lse)
         assert driver.launches() == expected_of(call, addresses)
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])  # 64 and 128 keys a tile
+def test_a_trained_forward_pass_saves_k_without_v(driver, arch):
+    backend, (q, k, v) = CudaBackend(Library(KERNEL_FOLDER, driver), arch), draw()
+    plan = plan_of(backend, check_train(q, k, v, Options()), 0)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+    forward = CudaCall(plan, Tensors(q, k, v, out), backend, 0)
+    saved = torch.zeros(backend.saved_bytes(plan), dtype=torch.uint8)
+    workspace = torch.randint(256, (plan.workspace_bytes,), dtype=torch.uint8)  # as the kernels might leave it
+    CudaTraining(plan, plan_backward(plan, backend.manifest).saved, forward).run(q, k, v, out, lse, saved, workspace)
+    addresses = [*(x.data_ptr() for x in (q, k, v, out, lse)), 0, 0, 0, saved.data_ptr(), workspace.data_ptr()]
+    assert driver.launches() == expected_of(forward, addresses)
+
+    begin, size, k_bytes = plan.offsets["kv_hat"], plan.sizes["kv_hat"], plan.kernels.attn.tile.block_n * 64
+    tiles = workspace[begin: begin + size].view(2 * 2 * plan.kv_tiles, -1)
+    expected = torch.cat([tiles[:, :k_bytes], tiles[:, -128:]], 1).flatten()
+    assert torch.equal(saved[-expected.numel():], expected)
+    assert not saved[:-expected.numel()].any()  # kernels write Q̂ there
+
+
+def test_structs_of_a_backward_pass_reach_the_driver(driver):
+    backend, (q, k, v) = CudaBackend(Library(KERNEL_FOLDER, driver), "sm90"), draw()
+    plan = plan_of(backend, check_train(q, k, v, Options()), 0)
+    saved, lse = torch.empty(backend.saved_bytes(plan), dtype=torch.uint8), torch.empty(q.shape[:3])
+
+    def made(grad_out):
+        """A backward pass with this gradient: its structs as expected of the tensors, and as seen."""
+        tensors = BackwardTensors(grad_out, torch.empty_like(q), v, *map(torch.empty_like, (q, k, v)))
+        workspace = torch.empty(call.plan.workspace_bytes, dtype=torch.uint8)
+        call.run(tensors, lse, saved, workspace)
+        named = {**{name: x.data_ptr() for name, x in tensors._asdict().items()}, "lse": lse.data_ptr(),
+                 "saved": saved.data_ptr(), "workspace": workspace.data_ptr()}
+        structs = default_library().manifest.structs
+        expected = [Packer(structs[launch.record.params]).pack(launch.params).at(named)
+                    for launch in call.launches(tensors)]
+        return expected, [seen.struct for seen in driver.launches()]
+
+    call = backend.bind_backward(plan, BackwardTensors(q, q, v, q, k, v))
+    for _ in range(2):
+        expected, seen = made(torch.empty_like(q))
+        assert seen == expected
+    misaligned, = draw(offset=(1, 0, 0))[:1]
+    expected, seen = made(misaligned)
+    assert [x[:8] for x in seen] != [x[:8] for x in expected]  # grad_out, the first field: the address of a copy
+    assert int.from_bytes(seen[0][:8], "little") % 16 == 0
+    assert [x[8:] for x in seen] == [x[8:] for x in expected]
+
+
+@pytest.mark.parametrize(("make", "is_copy"), [
+    (lambda: torch.randn(2, 3, 5, 64).bfloat16(), False),
+    (lambda: torch.randn(2, 5, 3, 64).bfloat16().transpose(1, 2), False),
+    (lambda: torch.randn(2, 3, 5, 128).bfloat16()[..., 8:72], False),
+    (lambda: torch.randn(2, 3, 5, 128).bfloat16()[..., 1:65], True),
+    (lambda: torch.randn(2, 3, 5, 65).bfloat16()[..., :64], True),
+    (lambda: torch.randn(2, 3, 64, 5).bfloat16().transpose(2, 3), True),
+    (lambda: torch.randn(1).bfloat16().expand(2, 3, 5, 64), True),
+    (lambda: torch.randn(2, 3, 5, 61).bfloat16(), True), (lambda: torch.randn(2, 3, 5, 1).bfloat16(), True)])
+def test_rows_of_whole_vectors(make, is_copy):
+    """Rows that kernels can read are not copied; of others a copy has zeros behind the last channel."""
+    given = make()
+    rows = with_vectors(given)
+    assert (rows is not given) == is_copy
+    assert rows.data_ptr() % 16 == 0
+    assert rows.stride(-1) == 1
+    assert not any(stride % 8 for stride in rows.stride()[:-1])
+    channels = given.shape[-1]
+    assert torch.equal(rows[..., :channels], given)
+    assert rows.shape == (*given.shape[:-1], -(-channels // 8) * 8)
+    assert not rows[..., channels:].any()
 
 
 @pytest.mark.parametrize("smooth_q", [False, True])

@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from sage_aot._backends.base import BackwardCall, BackwardTensors, Call, Tensors
+from sage_aot._backends.base import BackwardCall, BackwardTensors, Call, Tensors, TrainingCall
 from sage_aot._backends.emulation.attention import attend
 from sage_aot._backends.emulation.backward import gradients, saved_of
 from sage_aot._backends.emulation.quantize import Quantized, quantize
@@ -59,26 +59,31 @@ class EmulationBackend:
                 _keep(k, v, key_mask, cast(torch.Tensor, kv))
             else:
                 _attend(plan, heads_first(q, layout), k, v, heads_first(out, layout), lse, key_mask)
-            if problem.part == "train":
-                _keep(heads_first(q, layout), k, None, cast(torch.Tensor, kv))
 
         return cast(Call, call)
 
     def kv_bytes(self, plan: Plan) -> int:
-        """Room for k and v, of the part "train" q and k, as they came, in f32, and for the key mask: the emulation
-        quantizes them in every call."""
+        """Room for k and v as they came, in f32, and for the key mask: the emulation quantizes them in every call."""
         problem = plan.problem
-        if problem.part == "train":
-            rows = problem.seqlen_q * problem.num_q_heads + problem.seqlen_kv * problem.num_kv_heads
-            return 4 * problem.batch * rows * problem.headdim
         keys = problem.batch * problem.seqlen_kv
         return 8 * keys * problem.num_kv_heads * problem.headdim + (keys if problem.has_key_mask else 0)
 
-    def saved_bytes(self, plan: Plan) -> int:
-        return self.kv_bytes(plan)
+    def bind_training(self, plan: Plan, tensors: Tensors) -> TrainingCall:
+        layout = plan.problem.options.layout
 
-    def save(self, plan: Plan, kept: torch.Tensor) -> torch.Tensor:
-        return kept
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+                 saved: torch.Tensor) -> None:
+            q, k, v = (heads_first(tensor, layout) for tensor in (q, k, v))
+            _attend(plan, q, k, v, heads_first(out, layout), lse, None)
+            _keep(q, k, None, saved)
+
+        return call
+
+    def saved_bytes(self, plan: Plan) -> int:
+        """Room for q and k as they came, in f32."""
+        problem = plan.problem
+        rows = problem.seqlen_q * problem.num_q_heads + problem.seqlen_kv * problem.num_kv_heads
+        return 4 * problem.batch * rows * problem.headdim
 
     def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> BackwardCall:
         problem, layout = plan.problem, plan.problem.options.layout

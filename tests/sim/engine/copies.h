@@ -17,6 +17,7 @@ class Copies {
  public:
   void clear() { open_.clear(), groups_.clear(); }
 
+  // global: null for zeros.
   void begin(Block& block, u32 shared, const void* global, u32 bytes, const Where& where);
   void commit();
   void wait(Block& block, u32 pending_groups, u32 thread);

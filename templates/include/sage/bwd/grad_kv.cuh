@@ -5,11 +5,13 @@
 // Source: SageAttention3, Algorithm 3.
 #pragma once
 
+#include "sage/bwd/half_rows.cuh"
 #include "sage/bwd/products.cuh"
 #include "sage/bwd/stream.cuh"
 #include "sage/constants.cuh"
 #include "sage/ptx/special.cuh"
 #include "sage/quant/source.cuh"
+#include "sage/tile/copy.cuh"
 
 namespace sage {
 
@@ -20,7 +22,7 @@ class BwdKv {
   // Whether registers hold the warp's K̂ and V, and all of dP beside the scores; else shared memory holds K̂ and V.
   static constexpr bool kHeld = Config::kHeadDim <= 64;
   static constexpr i32 kGradTiles = kHeld ? kColumnTiles : kColumnTiles / 2;  // column tiles of dP at once
-  static constexpr i32 kKvBytes = kHeld ? 0 : Tile::kRowBytes;                // of 64 keys, in shared memory
+  static constexpr i32 kKvBytes = kHeld ? 0 : Tile::kSide;                    // of 64 keys, in shared memory
 
  public:
   // Two blocks an SM of four warps, of which one multiplies while the other rounds; or one of eight.
@@ -32,57 +34,76 @@ class BwdKv {
                        Fact{"block_rows", kBlockRows});
   }
 
-  // blockIdx.x: keys of a head fastest, whose blocks then share its queries in the L2 cache. The first keys come first:
-  // under a causal mask the most queries see them.
   template <Dtype kDtype>
   __device__ __forceinline__ static void run(const BwdParams& params, u8* shared) {
-    const i32 block = ptx::block_index(), head_of_all = block / params.kv_blocks_of_head;
-    const i32 first_key = block % params.kv_blocks_of_head * kBlockRows;
-    const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const i64 kv_tile = static_cast<i64>(head_of_all) * params.kv_side_tiles + first_key / kTileRows;
-    const u8* const from = params.kv_side + kv_tile * Tile::kKvBytes;
+    const Position own(params);
+    const i32 lane = threadIdx.x % kWarpSize;
     const u32 sKv = ptx::shared_address(shared);
     if constexpr (!kHeld) {
 #pragma unroll
-      for (i32 i = 0; i < kKvTiles; ++i) {
-        copy_async<kKvBytes, kThreads>(sKv + i * kKvBytes, from + i * Tile::kKvBytes + threadIdx.x * 16);
-      }
+      for (i32 i = 0; i < kKvTiles; ++i) load_keys(params, own, i * kTileRows, sKv + i * kKvBytes);
     }
-    QueryTiles tiles(params, head_of_all, first_key);
+    QueryTiles tiles(params, own);
     const Stream stream(sKv + kKvTiles * kKvBytes);
-    if (tiles.count > 0) stream.load(0, tiles.address);
+    if (tiles.count > 0) stream.load(0, tiles);
 
-    const i32 own = warp * kWarpRows, own_tile = own / kTileRows;  // of the block's keys, the warp's first
-    const Keys keys(sKv + own_tile * kKvBytes, from + own_tile * Tile::kKvBytes, own % kTileRows, lane);
+    const Keys keys(params, own, sKv + own.of_block / kTileRows * kKvBytes, lane);
     Gradients gradients;
 #pragma unroll 1
     for (i32 i = 0; i < tiles.count; ++i) {
       // The first of the tile's columns that sees the warp's first key.
-      const i32 seen_from = first_key + own + params.seqlen_q - params.seqlen_kv - tiles.tile() * kTileRows;
+      const i32 seen_from = own.key() + params.seqlen_q - params.seqlen_kv - tiles.first_query();
       tiles.advance();
-      const u8* next = i + 1 < tiles.count ? tiles.address : nullptr;
-      const u32 queries = stream.wait(i, next);
+      const bool more = i + 1 < tiles.count;
+      const u32 queries = stream.wait(i, more, tiles);
       // Compiled apart: in a block of instructions without a branch the compiler overlaps products with rounding.
-      if (params.is_causal && seen_from + kWarpRows > 0) step<kDtype, true>(gradients, keys, queries, lane, seen_from);
-      else step<kDtype, false>(gradients, keys, queries, lane, 0);
-      stream.finish(i, next);
+      if (!params.is_causal || seen_from + kWarpRows <= 0) step<kDtype, false>(gradients, keys, queries, lane, 0);
+      else if (seen_from < kTileRows) step<kDtype, true>(gradients, keys, queries, lane, seen_from);
+      stream.finish(i, more, tiles);
     }
-    const i32 batch = head_of_all / params.num_kv_heads, head = head_of_all % params.num_kv_heads;
-    gradients.k.template store<kDtype>(params.grad_k, batch, head, first_key + own, params.seqlen_kv, params.headdim,
-                                       lane, kLn2);  // the scale of Q̂ has softmax_scale · log2 e
-    gradients.v.template store<kDtype>(params.grad_v, batch, head, first_key + own, params.seqlen_kv, params.headdim,
-                                       lane, 1.0f);
+    const Position again(params);  // takes no registers over the loop
+    gradients.k.template store<kDtype>(params.grad_k, again.batch(params), again.head(params), again.key(),
+                                       params.seqlen_kv, params.headdim, lane, kLn2);  // the scale of Q̂ has log2 e
+    gradients.v.template store<kDtype>(params.grad_v, again.batch(params), again.head(params), again.key(),
+                                       params.seqlen_kv, params.headdim, lane, 1.0f);
   }
 
  private:
   static constexpr i32 kWarpRows = 16, kBlockRows = kThreads / kWarpSize * kWarpRows;
   static constexpr i32 kKvTiles = kBlockRows / kTileRows;
   static constexpr i32 kLeast = kKvTiles * kKvBytes + 2 * Tile::kQBytes;  // of shared memory, with two stages
-  using Stream =
-      TileStream<Tile::kQBytes, Tile::kQWritten, kMinBlocks * kLeast <= Config::kSharedBytes ? 2 : 1, kThreads>;
+  using Stream = TileStream<Tile::kQBytes, kMinBlocks * kLeast <= Config::kSharedBytes ? 2 : 1>;
+  using Copies = HalfTiles<typename Tile::Halves, kTileRows, kThreads>;
   using Probabilities = ColumnTiles<float, 1>;
   using Scores = ColumnTiles<i32, 1>;
   using GradProbabilities = float[1][kGradTiles][4];
+
+  // blockIdx.x: keys of a head fastest, whose blocks then share its queries in the L2 cache. The first keys come first:
+  // under a causal mask the most queries see them.
+  struct Position {
+    i32 head_of_all;  // KV head, of all batch entries
+    i32 first_key;    // of the block
+    i32 of_block;     // of the block's keys, the warp's first
+
+    __device__ __forceinline__ explicit Position(const BwdParams& params) {
+      const i32 block = ptx::block_index();
+      head_of_all = block / params.kv_blocks_of_head;
+      first_key = block % params.kv_blocks_of_head * kBlockRows;
+      of_block = static_cast<i32>(threadIdx.x / kWarpSize) * kWarpRows;
+    }
+    __device__ __forceinline__ i32 batch(const BwdParams& params) const { return head_of_all / params.num_kv_heads; }
+    __device__ __forceinline__ i32 head(const BwdParams& params) const { return head_of_all % params.num_kv_heads; }
+    __device__ __forceinline__ i32 key() const { return first_key + of_block; }
+
+    // Index of the tile of a key of this head among those of all heads; of the last key, for one that does not exist.
+    __device__ __forceinline__ i32 tile_of(const BwdParams& params, i32 key) const {
+      return head_of_all * params.kv_side_tiles + min(key, params.seqlen_kv - 1) / kTileRows;
+    }
+    // V, from a key on.
+    __device__ __forceinline__ HalfRows values(const BwdParams& params, i32 key) const {
+      return {params.v, batch(params), head(params), key, params.seqlen_kv, params.headdim};
+    }
+  };
 
   struct Gradients {
     Gradient<Config, 1> k, v;
@@ -92,30 +113,44 @@ class BwdKv {
   class QueryTiles {
    public:
     i32 count;
-    const u8* address;  // of the current tile
 
-    __device__ __forceinline__ QueryTiles(const BwdParams& params, i32 kv_head, i32 first_key) {
-      const i32 first_query = params.is_causal ? max(0, first_key + params.seqlen_q - params.seqlen_kv) : 0;
-      begin_ = tile_ = first_query / kTileRows;
-      end_ = ceil_div(params.seqlen_q, kTileRows);
-      count = max(0, end_ - begin_) * params.q_heads_per_kv_head;
-      to_next_head_ = static_cast<i64>(params.q_side_tiles - end_ + begin_ + 1) * Tile::kQBytes;
-      const i64 head = static_cast<i64>(kv_head) * params.q_heads_per_kv_head;
-      address = params.q_side + (head * params.q_side_tiles + begin_) * Tile::kQBytes;
+    __device__ __forceinline__ QueryTiles(const BwdParams& params, const Position& own)
+        : params_(params),
+          head_(own.head_of_all * params.q_heads_per_kv_head),
+          begin_((params.is_causal ? max(0, own.first_key + params.seqlen_q - params.seqlen_kv) : 0) / kTileRows),
+          tile_(begin_),
+          grad_(of_head()) {
+      count = max(0, end() - begin_) * params.q_heads_per_kv_head;
     }
 
-    // The current tile's index in its head.
-    __device__ __forceinline__ i32 tile() const { return tile_; }
+    // Of the current tile, in its head.
+    __device__ __forceinline__ i32 first_query() const { return tile_ * kTileRows; }
 
     __device__ __forceinline__ void advance() {
-      const bool last = ++tile_ == end_;
-      address += last ? to_next_head_ : Tile::kQBytes;
-      if (last) tile_ = begin_;
+      grad_.advance();
+      if (++tile_ < end()) return;
+      tile_ = begin_, ++head_;
+      grad_ = of_head();
+    }
+
+    __device__ __forceinline__ void copy_async(u32 stage) const {
+      const i32 tile = head_ * params_.q_side_tiles + tile_;  // of all heads
+      const u32 own = threadIdx.x * 16;
+      sage::copy_async<Tile::kCodeBytes, kThreads>(stage + Tile::kCodes, Tile::q_codes(params_, tile) + own);
+      grad_.copy_async(stage + Tile::kHalves);
+      sage::copy_async<Tile::kQWritten - Tile::kSide, kThreads>(stage + Tile::kSide, Tile::q_side(params_, tile) + own);
     }
 
    private:
-    i32 begin_, end_, tile_;
-    i64 to_next_head_;  // bytes from a head's last tile to the next head's first
+    __device__ __forceinline__ i32 end() const { return ceil_div(params_.seqlen_q, kTileRows); }
+    __device__ __forceinline__ Copies of_head() const {
+      return Copies({params_.grad_out, head_ / params_.num_q_heads, head_ % params_.num_q_heads, first_query(),
+                     params_.seqlen_q, params_.headdim});
+    }
+
+    const BwdParams& params_;
+    i32 head_, begin_, tile_;  // head_: of all batch entries
+    Copies grad_;
   };
 
   template <bool kInRegisters, class = void>
@@ -125,9 +160,17 @@ class BwdKv {
   };
   template <class Unused>
   struct SelectOperands<true, Unused> {
-    using K = HeldOperand<typename Tile::Codes, 1>;
-    using V = HeldOperand<typename Tile::Halves, 1>;
+    using K = HeldOperand<Config::kHeadDim, 1>;
+    using V = HeldOperand<2 * Config::kHeadDim, 1>;
   };
+
+  // Begins to copy the tile of K and V that is `row` keys behind the block's first.
+  __device__ __forceinline__ static void load_keys(const BwdParams& params, const Position& own, i32 row, u32 tile) {
+    const i32 key = own.first_key + row;
+    copy_async<Tile::kCodeBytes, kThreads>(tile + Tile::kCodes,
+                                           Tile::k_codes(params, own.tile_of(params, key)) + threadIdx.x * 16);
+    Copies(own.values(params, key)).copy_async(tile + Tile::kHalves);
+  }
 
   // What a warp has of its keys.
   struct Keys {
@@ -135,14 +178,29 @@ class BwdKv {
     typename SelectOperands<kHeld>::V v;
     float scale[2];  // of the rows g and g + 8
 
-    // The tile with the keys in shared memory, and in global memory. row: the first of the warp's rows in it.
-    __device__ __forceinline__ Keys(u32 tile, const u8* from, i32 row, i32 lane)
-        : k(tile + Tile::kCodes, from + Tile::kCodes, row, lane),
-          v(tile + Tile::kHalves, from + Tile::kHalves, row, lane) {
+    // shared: the tile in shared memory that has them, where one has.
+    __device__ __forceinline__ Keys(const BwdParams& params, const Position& own, u32 shared, i32 lane)
+        : Keys(params, own.tile_of(params, own.key()), own.of_block % kTileRows, own.values(params, own.key()), shared,
+               lane) {}
+
+   private:
+    // tile: of all heads. row: the warp's first, in it.
+    __device__ __forceinline__ Keys(const BwdParams& params, i32 tile, i32 row, const HalfRows& values, u32 shared,
+                                    i32 lane)
+        : k(operand<typename SelectOperands<kHeld>::K>(CodeRows<typename Tile::Codes>{Tile::k_codes(params, tile), row},
+                                                       shared + Tile::kCodes, row, lane)),
+          v(operand<typename SelectOperands<kHeld>::V>(values, shared + Tile::kHalves, row, lane)) {
+      const u8* const side = Tile::kv_side(params, tile);
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
-        scale[r] = reinterpret_cast<const float*>(from + Tile::kKeyScales)[row + lane / 4 + 8 * r];
+        scale[r] = reinterpret_cast<const float*>(side + (Tile::kKeyScales - Tile::kSide))[row + lane / 4 + 8 * r];
       }
+    }
+
+    template <class Operand, class Source>
+    __device__ __forceinline__ static Operand operand(const Source& source, u32 tile, i32 row, i32 lane) {
+      if constexpr (kHeld) return Operand(source, lane);
+      else return Operand(tile, row, lane);
     }
   };
 

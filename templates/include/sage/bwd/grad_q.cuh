@@ -4,10 +4,12 @@
 // Source: SageAttention3, Algorithm 3.
 #pragma once
 
+#include "sage/bwd/half_rows.cuh"
 #include "sage/bwd/products.cuh"
 #include "sage/bwd/stream.cuh"
 #include "sage/ptx/special.cuh"
 #include "sage/quant/source.cuh"
+#include "sage/tile/copy.cuh"
 
 namespace sage {
 
@@ -25,47 +27,79 @@ class BwdQ {
     return sage::facts(Fact{"threads", kThreads}, Fact{"shared_bytes", Stream::kBytes}, Fact{"block_rows", kBlockRows});
   }
 
-  // blockIdx.x: queries of a head fastest, whose blocks then share its keys in the L2 cache. The last queries come
-  // first: under a causal mask they see the most keys.
   template <Dtype kDtype>
   __device__ __forceinline__ static void run(const BwdParams& params, u8* shared) {
-    const i32 block = ptx::block_index(), head_of_all = block / params.q_blocks;
-    const i32 first_row = (params.q_blocks - 1 - block % params.q_blocks) * kBlockRows;
-    const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const i64 kv_head = head_of_all / params.q_heads_per_kv_head;
-    const u8* kv_tile = params.kv_side + kv_head * params.kv_side_tiles * Tile::kKvBytes;
-    const i32 last_row = min(first_row + kBlockRows, params.seqlen_q) - 1;
+    const Position own(params);
+    const i32 lane = threadIdx.x % kWarpSize, row = own.row;
+    const i32 last_row = min(own.first_row + kBlockRows, params.seqlen_q) - 1;
     const i32 tiles = ceil_div(visible_end(params, last_row), kTileRows);
+    KeyTiles key_tiles(params, own.batch, own.head / params.q_heads_per_kv_head);
     const Stream stream(ptx::shared_address(shared));
-    if (tiles > 0) stream.load(0, kv_tile);
+    if (tiles > 0) stream.load(0, key_tiles);
 
-    const i32 row = first_row + warp * kWarpRows;  // the warp's first
-    const i64 q_tile = static_cast<i64>(head_of_all) * params.q_side_tiles + row / kTileRows;
-    const Queries queries(params, params.q_side + q_tile * Tile::kQBytes, row, lane);
+    const Queries queries(params, own.batch, own.head, row, lane);
     Gradient<Config, kM> gradient;
     const auto step = [&](i32 tile, auto masked) {
-      kv_tile += Tile::kKvBytes;
-      const u8* next = tile + 1 < tiles ? kv_tile : nullptr;
-      const u32 keys = stream.wait(tile, next);
-      RoundedRows<kM> rounded;
-      grad_scores<kDtype, decltype(masked)::kValue>(rounded, queries, keys, lane, tile * kTileRows);
-      gradient.template add<S8>(rounded, keys + Tile::kTransposed, lane);
-      stream.finish(tile, next);
+      const u32 keys = stream.wait(tile, tile + 1 < tiles, key_tiles);
+      // Under a causal mask the first warps see nothing of the block's last tiles.
+      if (!decltype(masked)::kValue || tile * kTileRows < visible_end(params, row + kWarpRows - 1)) {
+        RoundedRows<kM> rounded;
+        grad_scores<kDtype, decltype(masked)::kValue>(rounded, queries, keys, params, lane, row, tile * kTileRows);
+        gradient.template add<S8>(rounded, keys + Tile::kTransposed, lane);
+      }
+      stream.finish(tile, tile + 1 < tiles, key_tiles);
     };
-    const i32 full = visible_end(params, first_row) / kTileRows;  // tiles that all of the block's queries see whole
+    const i32 full = visible_end(params, own.first_row) / kTileRows;  // tiles that all of the block's queries see whole
     i32 tile = 0;
 #pragma unroll 1
     for (; tile < full; ++tile) step(tile, Constant<false>{});
 #pragma unroll 1
     for (; tile < tiles; ++tile) step(tile, Constant<true>{});
-    gradient.template store<kDtype>(params.grad_q, head_of_all / params.num_q_heads, head_of_all % params.num_q_heads,
-                                    row, params.seqlen_q, params.headdim, lane, params.softmax_scale);
+    const Position again(params);  // takes no registers over the loops
+    gradient.template store<kDtype>(params.grad_q, again.batch, again.head, again.row, params.seqlen_q, params.headdim,
+                                    lane, params.softmax_scale);
   }
 
  private:
   static constexpr i32 kBlockRows = kThreads / kWarpSize * kWarpRows;
-  using Stream = TileStream<Tile::kKvBytes, Tile::kKvBytes,
-                            kMinBlocks * 2 * Tile::kKvBytes <= Config::kSharedBytes ? 2 : 1, kThreads>;
+  using Stream = TileStream<Tile::kKvBytes, kMinBlocks * 2 * Tile::kKvBytes <= Config::kSharedBytes ? 2 : 1>;
+
+  // blockIdx.x: queries of a head fastest, whose blocks then share its keys in the L2 cache. The last queries come
+  // first: under a causal mask they see the most keys.
+  struct Position {
+    i32 batch, head;
+    i32 first_row, row;  // of the block and of the warp
+
+    __device__ __forceinline__ explicit Position(const BwdParams& params) {
+      const i32 block = ptx::block_index(), head_of_all = block / params.q_blocks;
+      batch = head_of_all / params.num_q_heads, head = head_of_all % params.num_q_heads;
+      first_row = (params.q_blocks - 1 - block % params.q_blocks) * kBlockRows;
+      row = first_row + static_cast<i32>(threadIdx.x / kWarpSize) * kWarpRows;
+    }
+  };
+
+  // The tiles of K and V of a KV head, from the first on.
+  class KeyTiles {
+   public:
+    __device__ __forceinline__ KeyTiles(const BwdParams& params, i32 batch, i32 kv_head)
+        : params_(params),
+          tile_((batch * params.num_kv_heads + kv_head) * params.kv_side_tiles),
+          v_({params.v, batch, kv_head, 0, params.seqlen_kv, params.headdim}) {}
+
+    __device__ __forceinline__ void copy_async(u32 stage) {
+      const u32 own = threadIdx.x * 16;
+      sage::copy_async<Tile::kCodeBytes, kThreads>(stage + Tile::kCodes, Tile::k_codes(params_, tile_) + own);
+      v_.copy_async(stage + Tile::kHalves);
+      sage::copy_async<Tile::kKvSideBytes, kThreads>(stage + Tile::kSide, Tile::kv_side(params_, tile_) + own);
+      ++tile_;
+      v_.advance();
+    }
+
+   private:
+    const BwdParams& params_;
+    i32 tile_;  // of all heads
+    HalfTiles<typename Tile::Halves, kTileRows, kThreads> v_;
+  };
 
   template <bool kOwn>
   struct Constant {
@@ -74,22 +108,33 @@ class BwdQ {
 
   // What a warp holds of its queries.
   struct Queries {
-    HeldOperand<typename Tile::Codes, kM> q;
-    HeldOperand<typename Tile::Halves, kM> grad;
+    HeldOperand<Config::kHeadDim, kM> q;
+    HeldOperand<2 * Config::kHeadDim, kM> grad;
     float q_scale[kM][2], minus_lse[kM][2], minus_delta[kM][2];  // of the rows 16m + g and 16m + g + 8
-    i32 end[kM][2];                                              // of the keys that they see
 
-    // tile: in global memory. row: the first of the warp's rows.
-    __device__ __forceinline__ Queries(const BwdParams& params, const u8* tile, i32 row, i32 lane)
-        : q(0, tile + Tile::kCodes, row % kTileRows, lane), grad(0, tile + Tile::kHalves, row % kTileRows, lane) {
+    // row: the first of the warp's rows. Rows behind the last query's tile are those of that tile, and not stored.
+    __device__ __forceinline__ Queries(const BwdParams& params, i32 batch, i32 head, i32 row, i32 lane)
+        : Queries(params, tile_of(params, batch, head, row), row,
+                  HalfRows(params.grad_out, batch, head, row, params.seqlen_q, params.headdim), lane) {}
+
+   private:
+    // Of all heads.
+    __device__ __forceinline__ static i32 tile_of(const BwdParams& params, i32 batch, i32 head, i32 row) {
+      return (batch * params.num_q_heads + head) * params.q_side_tiles + min(row, params.seqlen_q - 1) / kTileRows;
+    }
+
+    __device__ __forceinline__ Queries(const BwdParams& params, i32 tile, i32 row, const HalfRows& grad_out, i32 lane)
+        : q(CodeRows<typename Tile::Codes>{Tile::q_codes(params, tile), row % kTileRows}, lane), grad(grad_out, lane) {
+      const u8* const side = Tile::q_side(params, tile);
 #pragma unroll
       for (i32 r = 0; r < 2 * kM; ++r) {
         const i32 own = row + lane / 4 + 8 * r;
-        const auto load = [&](i32 array) { return reinterpret_cast<const float*>(tile + array)[own % kTileRows]; };
+        const auto load = [&](i32 array) {
+          return reinterpret_cast<const float*>(side + (array - Tile::kSide))[own % kTileRows];
+        };
         q_scale[r / 2][r % 2] = load(Tile::kQueryScales);
         minus_lse[r / 2][r % 2] = load(Tile::kMinusLse);
         minus_delta[r / 2][r % 2] = load(Tile::kMinusDelta);
-        end[r / 2][r % 2] = visible_end(params, own);
       }
     }
   };
@@ -97,7 +142,7 @@ class BwdQ {
   // dS times the scales of the keys of a tile in shared memory, rounded.
   template <Dtype kDtype, bool kMasked>
   __device__ __forceinline__ static void grad_scores(RoundedRows<kM>& rounded, const Queries& queries, u32 keys,
-                                                     i32 lane, i32 first_key) {
+                                                     const BwdParams& params, i32 lane, i32 row, i32 first_key) {
     ColumnTiles<i32, kM> scores = {};
     multiply_rows<typename Tile::Codes>(scores, queries.q, keys + Tile::kCodes, lane, S8{});
     ColumnTiles<float, kM> x;  // dP - D, then dS
@@ -128,7 +173,9 @@ class BwdQ {
     if constexpr (kMasked) {
       i32 hidden_from[kM][2];
 #pragma unroll
-      for (i32 r = 0; r < 2 * kM; ++r) hidden_from[r / 2][r % 2] = queries.end[r / 2][r % 2] - first_key;
+      for (i32 r = 0; r < 2 * kM; ++r) {
+        hidden_from[r / 2][r % 2] = visible_end(params, row + lane / 4 + 8 * r) - first_key;
+      }
       hide<false, kM>(x, hidden_from, lane);
     }
     round_rows<127>(rounded, x, {k_scale, k_scale});

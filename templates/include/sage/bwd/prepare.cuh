@@ -1,5 +1,5 @@
-// The tiles that the backward kernels read, bwd/tile.cuh: Q̂ and K̂ from the forward pass, dO and V from the caller,
-// D = sum of dO · O of every query, and dO as s8 with a scale per group of rows.
+// The sides of the tiles that the backward kernels read, bwd/tile.cuh: Q̂ and K̂ transposed, D = sum of dO · O of every
+// query, and dO as s8 with a scale per group of rows.
 // Source: SageAttention3, Algorithm 3; FlashAttention-2, Algorithm 2, for D.
 #pragma once
 
@@ -23,20 +23,22 @@ struct BwdPrepare {
   static constexpr i32 kPitch = Config::kHeadDim / 4 + 1;  // words of a row in shared memory: columns in other banks
   static_assert(kTileRows % kRowsAtOnce == 0);
   // A lane's keys of a tile, 8n + 2t and 8n + 2t + 1, share a scale, and of 16 queries in a row those 8 apart.
-  static_assert(Config::kQk == Qk::kInt8 && Config::kBlockN % kTileRows == 0 && kKeyGroups == 4);
-  static_assert(Config::kWarpM % 16 == 0 && kRowGroups<Config> == 8);
+  static_assert(Config::kQk == Qk::kInt8 && kKeyGroups == 4 && kRowGroups<Config> == 8 && Config::kWarpM % 16 == 0);
+  // A tile of codes is a part of a tile of the forward pass.
+  static_assert(Config::kBlockM % kTileRows == 0 && Config::kBlockN % kTileRows == 0 && Config::kHeadDim <= 128);
 
   static constexpr i32 kSteps = kTileRows / kRowsAtOnce;
 
   using Rows = u32[kTileRows][kPitch];
   struct Shared {
-    Rows codes, grad;
-    float amax[kTileRows];  // of rows of dO
+    Rows rows[2];           // Q̂ and dÔ, or K̂
+    float amax[kTileRows];  // of rows of dO, infinite or NaN where one is not finite
+    float minus_delta[kTileRows];
   };
 
   static constexpr auto facts() {
     return sage::facts(Fact{"threads", Config::kThreads}, Fact{"shared_bytes", 0}, Fact{"tile_rows", kTileRows},
-                       Fact{"q_side_bytes", Tile::kQBytes}, Fact{"kv_side_bytes", Tile::kKvBytes},
+                       Fact{"q_side_bytes", Tile::kQSideBytes}, Fact{"kv_side_bytes", Tile::kKvSideBytes},
                        Fact{"k_tile_bytes", Forward::kKBytes}, Fact{"k_line_bytes", KvLine::kBytes});
   }
 
@@ -48,12 +50,13 @@ struct BwdPrepare {
   __device__ __forceinline__ void run() const {
     const i32 block = ptx::block_index();
     if (block < params.q_side_blocks) prepare_q<kSource>(block / params.q_side_tiles, block % params.q_side_tiles);
-    else
-      prepare_kv<kSource>((block - params.q_side_blocks) / params.kv_side_tiles,
-                          (block - params.q_side_blocks) % params.kv_side_tiles);
+    else prepare_kv(block - params.q_side_blocks);
   }
 
  private:
+  static constexpr i32 kOfCodes = 0, kOfGrad = 1;
+  static_assert(Tile::kGrad - Tile::kTransposed == Tile::kCodeBytes, "dÔ lies behind Q̂, transposed too");
+
   __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
   __device__ __forceinline__ static i32 own_row(i32 step) {
     return step * kRowsAtOnce + ptx::thread_index() / kVectors;
@@ -61,131 +64,127 @@ struct BwdPrepare {
 
   template <SourceRows kSource>
   __device__ __forceinline__ void prepare_q(i32 head_of_all, i32 tile) const {
+    if (tile * kTileRows >= params.seqlen_q) return;
     const i32 batch = head_of_all / params.num_q_heads, head = head_of_all % params.num_q_heads;
     const Source<kSource> grad_out(params.grad_out, batch, head, 0, params.seqlen_q, params.headdim, params.dtype);
     const Source<kSource> out(params.out, batch, head, 0, params.seqlen_q, params.headdim, params.dtype);
-    u8* const to = params.q_side + (static_cast<i64>(head_of_all) * params.q_side_tiles + tile) * Tile::kQBytes;
-    float grad[kSteps][kVector];
+    const i32 tile_of_all = head_of_all * params.q_side_tiles + tile;
+    u8* const to = Tile::q_side(params, tile_of_all);
+    const i32 first_row = tile * kTileRows;
+    // All loads stand in front of all stores, which the compiler does not move them across.
+    typename Source<kSource>::Raw grad[kSteps], o[kSteps];
+    u64 codes[kSteps];
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
-      const i32 own = own_row(step), row = tile * kTileRows + own;
-      float o[kVector];
-      load_or_zeros(grad_out, row, grad[step]);
-      load_or_zeros(out, row, o);
-      store_halves(to + Tile::kHalves, own, grad[step]);
-      const i32 existing = min(row, params.seqlen_q - 1);
-      copy_codes<typename Forward::QRows, Config::kBlockM>(params.q_hat + static_cast<i64>(head_of_all) *
-                                                                              params.q_tiles * Forward::kQBytes,
-                                                           Forward::kQBytes, existing, own, to);
+      grad[step] = grad_out.load(first_row + own_row(step), first_channel());
+      o[step] = out.load(first_row + own_row(step), first_channel());
+      codes[step] = load_codes(Tile::q_codes(params, tile_of_all), own_row(step));
+    }
+    const i32 query = ptx::thread_index() % kTileRows;
+    const float scale = q_scale(tile_of_all, query), lse = minus_lse(head_of_all, first_row + query);
 
-      float amax = 0.0f, delta = 0.0f;
+#pragma unroll
+    for (i32 step = 0; step < kSteps; ++step) {
+      const i32 own = own_row(step);
+      float x[kVector], y[kVector], amax = 0.0f, delta = 0.0f;
+      convert(grad_out, grad[step], first_row + own, x);
+      convert(out, o[step], first_row + own, y);
 #pragma unroll
       for (i32 i = 0; i < kVector; ++i) {
-        amax = ptx::max_nan(amax, fabsf(grad[step][i]));
-        delta = fmaf(grad[step][i], o[i], delta);
+        amax = ptx::max_nan(amax, fabsf(x[i]));
+        delta = fmaf(x[i], y[i], delta);
       }
 #pragma unroll
       for (i32 mask = kVectors / 2; mask > 0; mask /= 2) amax = ptx::max_nan(amax, ptx::shuffle_xor(amax, mask));
       delta = ptx::sum_over_lanes<kVectors>(delta);
-      // Integers hold no NaN. The log-sum-exp of a row of dO that is not finite is NaN, and thereby P of what it sees.
-      const bool finite = amax < ptx::infinity();
-#pragma unroll
-      for (i32 i = 0; i < kVector; ++i) grad[step][i] = finite ? grad[step][i] : 0.0f;
-      if (ptx::thread_index() % kVectors == 0) {
-        shared.amax[own] = finite ? amax : 0.0f;
-        of_query(to, Tile::kQueryScales, own) = q_scale(head_of_all, existing);
-        of_query(to, Tile::kMinusLse, own) = finite ? minus_lse(head_of_all, row) : ptx::quiet_nan();
-        of_query(to, Tile::kMinusDelta, own) = -delta;
-        of_query(to, Tile::kMinusScaledDelta, own) = -delta * q_scale(head_of_all, existing);
-      }
+      if (ptx::thread_index() % kVectors == 0) shared.amax[own] = amax, shared.minus_delta[own] = -delta;
+      put(shared.rows[kOfCodes], own, static_cast<u32>(codes[step]), static_cast<u32>(codes[step] >> 32));
     }
     __syncthreads();
+    if (ptx::thread_index() < kTileRows) {
+      const float minus_delta = shared.minus_delta[query];
+      of_query(to, Tile::kQueryScales, query) = scale;
+      // Integers hold no NaN. The log-sum-exp of a row of dO that is not finite is NaN, and thereby P of what it sees.
+      of_query(to, Tile::kMinusLse, query) = is_finite(query) ? lse : ptx::quiet_nan();
+      of_query(to, Tile::kMinusDelta, query) = minus_delta;
+      of_query(to, Tile::kMinusScaledDelta, query) = minus_delta * scale;
+      if (query < kGradGroups) of_query(to, Tile::kGradScales, query) = grad_scale(query).scale;
+    }
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
       const i32 own = own_row(step);
-      const Scale scale = grad_scale(own % kGradGroups);
-      u32* const codes = &shared.grad[own][first_channel() / 4];
-      const float inv_scale[2] = {scale.inv_scale, scale.inv_scale};
-      codes[0] = rounded_bytes(reinterpret_cast<const float (&)[4]>(grad[step][0]), inv_scale);
-      codes[1] = rounded_bytes(reinterpret_cast<const float (&)[4]>(grad[step][4]), inv_scale);
-      if (own < kGradGroups && ptx::thread_index() % kVectors == 0) of_query(to, Tile::kGradScales, own) = scale.scale;
+      float x[kVector];
+      convert(grad_out, grad[step], first_row + own, x);
+      const float inv = grad_scale(own % kGradGroups).inv_scale, inv_scale[2] = {inv, inv};
+#pragma unroll
+      for (i32 i = 0; i < kVector; ++i) x[i] = is_finite(own) ? x[i] : 0.0f;
+      put(shared.rows[kOfGrad], own, rounded_bytes(reinterpret_cast<const float (&)[4]>(x[0]), inv_scale),
+          rounded_bytes(reinterpret_cast<const float (&)[4]>(x[4]), inv_scale));
     }
     __syncthreads();
-    store_transposed(shared.codes, to + Tile::kTransposed);
-    store_transposed(shared.grad, to + Tile::kGrad);
+    store_transposed<2>(to + (Tile::kTransposed - Tile::kSide));
   }
 
-  template <SourceRows kSource>
-  __device__ __forceinline__ void prepare_kv(i32 head_of_all, i32 tile) const {
-    const i32 batch = head_of_all / params.num_kv_heads, head = head_of_all % params.num_kv_heads;
-    const Source<kSource> v(params.v, batch, head, 0, params.seqlen_kv, params.headdim, params.dtype);
-    u8* const to = params.kv_side + (static_cast<i64>(head_of_all) * params.kv_side_tiles + tile) * Tile::kKvBytes;
-    const u8* const from = params.k_hat + static_cast<i64>(head_of_all) * params.kv_tiles * kKeyTileBytes;
+  // tile_of_all: of all heads.
+  __device__ __forceinline__ void prepare_kv(i32 tile_of_all) const {
+    if (tile_of_all % params.kv_side_tiles * kTileRows >= params.seqlen_kv) return;
+    u8* const to = Tile::kv_side(params, tile_of_all);
+    u64 codes[kSteps];
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
-      const i32 own = own_row(step), row = tile * kTileRows + own;
-      float x[kVector];
-      load_or_zeros(v, row, x);
-      store_halves(to + Tile::kHalves, own, x);
-      const i32 existing = min(row, params.seqlen_kv - 1);
-      copy_codes<typename Forward::KRows, Config::kBlockN>(from, kKeyTileBytes, existing, own, to);
-      if (ptx::thread_index() % kVectors == 0) {
-        reinterpret_cast<float*>(to + Tile::kKeyScales)[own] = key_scale(from, existing);
-      }
+      codes[step] = load_codes(Tile::k_codes(params, tile_of_all), own_row(step));
+    }
+    const i32 key = ptx::thread_index();
+    if (key < kTileRows) {
+      reinterpret_cast<float*>(to + (Tile::kKeyScales - Tile::kSide))[key] = key_scale(tile_of_all, key);
+    }
+#pragma unroll
+    for (i32 step = 0; step < kSteps; ++step) {
+      put(shared.rows[kOfCodes], own_row(step), static_cast<u32>(codes[step]), static_cast<u32>(codes[step] >> 32));
     }
     __syncthreads();
-    store_transposed(shared.codes, to + Tile::kTransposed);
+    store_transposed<1>(to + (Tile::kTransposed - Tile::kSide));
   }
-
-  static constexpr i32 kKeyTileBytes = Forward::kKBytes + KvLine::kBytes;
 
   // Zeros for a row that does not exist.
   template <SourceRows kSource>
-  __device__ __forceinline__ static void load_or_zeros(const Source<kSource>& source, i32 row, float (&x)[kVector]) {
-    source.convert(source.load(row, first_channel()), x);
+  __device__ __forceinline__ static void convert(
+      const Source<kSource>& source, const typename Source<kSource>::Raw& raw, i32 row, float (&x)[kVector]) {
+    source.convert(raw, x);
 #pragma unroll
     for (i32 i = 0; i < kVector; ++i) x[i] = row < source.rows ? x[i] : 0.0f;
   }
 
-  __device__ __forceinline__ static float& of_query(u8* tile, i32 array, i32 query) {
-    return reinterpret_cast<float*>(tile + array)[query];
+  // Whether a row of dO is.
+  __device__ __forceinline__ bool is_finite(i32 row) const { return shared.amax[row] < ptx::infinity(); }
+
+  __device__ __forceinline__ static float& of_query(u8* side, i32 array, i32 query) {
+    return reinterpret_cast<float*>(side + (array - Tile::kSide))[query];
   }
 
   // Of a group of rows of dO.
   __device__ __forceinline__ Scale grad_scale(i32 group) const {
     float amax = 0.0f;
 #pragma unroll
-    for (i32 row = group; row < kTileRows; row += kGradGroups) amax = fmaxf(amax, shared.amax[row]);
+    for (i32 row = group; row < kTileRows; row += kGradGroups) {
+      amax = fmaxf(amax, is_finite(row) ? shared.amax[row] : 0.0f);
+    }
     return scale_to(127.0f, amax);
   }
 
-  // Exact: they came from this type.
-  __device__ __forceinline__ void store_halves(u8* halves, i32 row, const float (&x)[kVector]) const {
-    u32 word[kVector / 2];
-#pragma unroll
-    for (i32 w = 0; w < kVector / 2; ++w) {
-      word[w] = params.dtype == Dtype::kBf16 ? ptx::bf16x2(x[2 * w], x[2 * w + 1]) : ptx::f16x2(x[2 * w], x[2 * w + 1]);
-    }
-    ptx::store_global_u32x4(halves + Tile::Halves::offset(row, first_channel() / kVector),
-                            {word[0], word[1], word[2], word[3]});
-  }
-
-  // Eight channels of a row of the forward pass's tiles of kRows rows, to this tile and to shared memory.
-  template <class Swizzle, i32 kRows>
-  __device__ __forceinline__ void copy_codes(const u8* head, i32 tile_bytes, i32 row, i32 own, u8* to) const {
+  // This thread's eight channels of a row of a tile of codes.
+  __device__ __forceinline__ static u64 load_codes(const u8* tile, i32 row) {
     const i32 chunk = first_channel() / 16, half = first_channel() % 16;
-    const u8* from = head + static_cast<i64>(row / kRows) * tile_bytes + Swizzle::offset(row % kRows, chunk) + half;
-    const u64 codes = *reinterpret_cast<const u64*>(from);
-    *reinterpret_cast<u64*>(to + Tile::kCodes + Tile::Codes::offset(own, chunk) + half) = codes;
-    shared.codes[own][first_channel() / 4] = static_cast<u32>(codes);
-    shared.codes[own][first_channel() / 4 + 1] = static_cast<u32>(codes >> 32);
+    return *reinterpret_cast<const u64*>(tile + Tile::Codes::offset(row, chunk) + half);
+  }
+  __device__ __forceinline__ static void put(Rows& rows, i32 row, u32 first_four, u32 last_four) {
+    rows[row][first_channel() / 4] = first_four, rows[row][first_channel() / 4 + 1] = last_four;
   }
 
-  __device__ __forceinline__ float q_scale(i32 head_of_all, i32 row) const {
-    constexpr i32 kGroups = Config::kBlockM / Config::kWarpM * kRowGroups<Config>;
-    const i32 own = row % Config::kBlockM;
-    const i64 tile = static_cast<i64>(head_of_all) * params.q_tiles + row / Config::kBlockM;
-    return params.q_scale[tile * kGroups + own / Config::kWarpM * kRowGroups<Config> + own % kRowGroups<Config>];
+  // The scales of a tile of the forward pass are those of its warps, one behind the other.
+  __device__ __forceinline__ float q_scale(i32 tile_of_all, i32 row) const {
+    const i64 warp = (static_cast<i64>(tile_of_all) * kTileRows + row) / Config::kWarpM;
+    return params.q_scale[warp * kRowGroups<Config> + row % kRowGroups<Config>];
   }
 
   __device__ __forceinline__ float minus_lse(i32 head_of_all, i32 row) const {
@@ -195,18 +194,22 @@ struct BwdPrepare {
   }
 
   // Its sign says whether the forward pass met a key that is not finite; the log-sum-exp of rows that see it is NaN.
-  __device__ __forceinline__ static float key_scale(const u8* head, i32 key) {
-    const auto* line = reinterpret_cast<const KvLine*>(head + static_cast<i64>(key / Config::kBlockN) * kKeyTileBytes +
-                                                       Forward::kKBytes);
-    return fabsf(line->group[key % (2 * kKeyGroups) / 2].k_scale);
+  __device__ __forceinline__ float key_scale(i32 tile_of_all, i32 key) const {
+    constexpr i32 kParts = Config::kBlockN / kTileRows;
+    const u8* const end_of_part = Tile::k_codes(params, tile_of_all) + Tile::kCodeBytes;
+    const u8* const line = end_of_part + (kParts - 1 - tile_of_all % kParts) * Tile::kCodeBytes;
+    return fabsf(reinterpret_cast<const KvLine*>(line)->group[key % (2 * kKeyGroups) / 2].k_scale);
   }
 
-  // Each thread takes four channels of 16 rows at a time.
-  __device__ __forceinline__ static void store_transposed(const Rows& rows, u8* transposed) {
-    constexpr i32 kWords = Config::kHeadDim / 4, kTasks = kWords * kTileRows / 16;
-    static_assert(kTasks % Config::kThreads == 0 || kTasks < Config::kThreads);
-    for (i32 task = ptx::thread_index(); task < kTasks; task += Config::kThreads) {
-      const i32 word = task % kWords, chunk = task / kWords;
+  // Stores the first kCount of the rows, one transposed array behind the other. Each thread takes four channels of 16
+  // rows at a time; lanes side by side take the same channels, so that a store fills whole sectors.
+  template <i32 kCount>
+  __device__ __forceinline__ void store_transposed(u8* to) const {
+    constexpr i32 kWords = Config::kHeadDim / 4, kChunks = kTileRows / 16, kTasks = kWords * kChunks;
+    for (i32 task = ptx::thread_index(); task < kCount * kTasks; task += Config::kThreads) {
+      const i32 chunk = task % kChunks, word = task / kChunks % kWords;
+      const Rows& rows = shared.rows[task / kTasks];
+      u8* const transposed = to + task / kTasks * Tile::kCodeBytes;
       u32 of_channel[4][4];
 #pragma unroll
       for (i32 w = 0; w < 4; ++w) {

@@ -3,6 +3,7 @@
 // 4g + t has of its rows g, g + 8, ... the columns 8n + 2t and 8n + 2t + 1.
 #pragma once
 
+#include "sage/bwd/half_rows.cuh"
 #include "sage/bwd/tile.cuh"
 #include "sage/numerics/integers.cuh"
 #include "sage/params.cuh"
@@ -21,23 +22,22 @@ constexpr i32 kColumnTiles = kTileRows / 8;
 template <class T, i32 kM>
 using ColumnTiles = T[kM][kColumnTiles][4];
 
-// Rows as the A operand of a product, 32 bytes of every row a step: held in registers, or read from shared memory. Both
-// take the tile in shared memory, the tile in global memory, and the first of the warp's rows in it.
-template <class Swizzle, i32 kM>
+// Rows as the A operand of a product, 32 bytes of every row a step: held in registers, read from global memory by
+// Source::word(row, chunk, thread of a lane quad); or read from a tile in shared memory, of which `row` is the first.
+template <i32 kRowBytes, i32 kM>
 struct HeldOperand {
-  static constexpr i32 kSteps = Swizzle::kRowBytes / 32;
+  static constexpr i32 kSteps = kRowBytes / 32;
   u32 of[kM][kSteps][4];
 
-  __device__ __forceinline__ HeldOperand(u32, const u8* tile, i32 row, i32 lane) {
+  template <class Source>
+  __device__ __forceinline__ HeldOperand(const Source& source, i32 lane) {
 #pragma unroll
     for (i32 m = 0; m < kM; ++m) {
 #pragma unroll
       for (i32 step = 0; step < kSteps; ++step) {
 #pragma unroll
         for (i32 i = 0; i < 4; ++i) {
-          const i32 own = row + 16 * m + lane / 4 + i % 2 * 8;
-          const i32 offset = Swizzle::offset(own, 2 * step + i / 2) + lane % 4 * 4;
-          of[m][step][i] = *reinterpret_cast<const u32*>(tile + offset);
+          of[m][step][i] = source.word(16 * m + lane / 4 + i % 2 * 8, 2 * step + i / 2, lane % 4);
         }
       }
     }
@@ -52,11 +52,22 @@ template <class Swizzle>
 struct SharedOperand {
   u32 address;
 
-  __device__ __forceinline__ SharedOperand(u32 tile, const u8*, i32 row, i32 lane)
+  __device__ __forceinline__ SharedOperand(u32 tile, i32 row, i32 lane)
       : address(Swizzle::moved(tile + Swizzle::offset(lane % 16, lane / 16), row, 0)) {}
 
   __device__ __forceinline__ void get(i32 m, i32 step, u32 (&a)[4]) const {
     ptx::ldmatrix_x4(a, Swizzle::moved(address, 16 * m, 2 * step));
+  }
+};
+
+// Rows of codes in global memory, from the row `first` of a tile on.
+template <class Swizzle>
+struct CodeRows {
+  const u8* tile;
+  i32 first;
+
+  __device__ __forceinline__ u32 word(i32 row, i32 chunk, i32 thread) const {
+    return *reinterpret_cast<const u32*>(tile + Swizzle::offset(first + row, chunk) + thread * sizeof(u32));
   }
 };
 

@@ -3,12 +3,12 @@
 #pragma once
 
 #include "sage/ptx/cp_async.cuh"
-#include "sage/tile/copy.cuh"
+#include "sage/types.cuh"
 
 namespace sage {
 
-// kLoaded: of a tile's bytes those that are read.
-template <i32 kTileBytes, i32 kLoaded, i32 kStages, i32 kThreads>
+// Tiles: has copy_async(shared), by which all threads of the block begin to copy the next tile, and advance.
+template <i32 kTileBytes, i32 kStages>
 class TileStream {
  public:
   static constexpr i32 kBytes = kStages * kTileBytes;
@@ -16,24 +16,26 @@ class TileStream {
 
   __device__ __forceinline__ explicit TileStream(u32 shared) : shared_(shared) {}
 
-  // tile: in global memory.
-  __device__ __forceinline__ void load(i32 index, const u8* tile) const {
-    copy_async<kLoaded, kThreads>(shared_ + index % kStages * kTileBytes, tile + threadIdx.x * 16);
+  template <class Tiles>
+  __device__ __forceinline__ void load(i32 index, Tiles& tiles) const {
+    tiles.copy_async(shared_ + index % kStages * kTileBytes);
     ptx::cp_async_commit();
   }
 
-  // Waits for a tile that was loaded, and returns where it lies. next: the tile behind it in global memory, or null.
-  // Call with all threads, tile after tile, and finish() when the tile was read.
-  __device__ __forceinline__ u32 wait(i32 index, const u8* next) const {
+  // Waits for a tile that was loaded, and returns where it lies. more: whether another one follows. Call with all
+  // threads, tile after tile, and finish() when the tile was read.
+  template <class Tiles>
+  __device__ __forceinline__ u32 wait(i32 index, bool more, Tiles& tiles) const {
     ptx::cp_async_wait<0>();
     __syncthreads();  // of two stages, the other was read
-    if (kStages == 2 && next != nullptr) load(index + 1, next);
+    if (kStages == 2 && more) load(index + 1, tiles);
     return shared_ + index % kStages * kTileBytes;
   }
-  __device__ __forceinline__ void finish(i32 index, const u8* next) const {
+  template <class Tiles>
+  __device__ __forceinline__ void finish(i32 index, bool more, Tiles& tiles) const {
     if constexpr (kStages == 1) {
       __syncthreads();
-      if (next != nullptr) load(index + 1, next);
+      if (more) load(index + 1, tiles);
     }
   }
 

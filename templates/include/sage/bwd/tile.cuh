@@ -1,11 +1,14 @@
-// What the backward kernels read: tiles of kTileRows rows of Q and dO, or of K and V, that bwd/prepare.cuh writes.
-// Each part of a tile is swizzled already, so that loading a tile into shared memory is a plain copy.
-//   codes        [kTileRows][kHeadDim] s8, Q̂ or K̂ as the forward pass quantized it
-//   halves       [kTileRows][kHeadDim] f16 or bf16, dO or V
-//   transposed   [kHeadDim][kTileRows] s8, codes by channels, rows in the order of key_of_column()
-// A tile of Q and dO also has dÔ, dO quantized by rows, transposed likewise.
+// What the backward kernels load into a stage of shared memory: kTileRows rows of Q and dO, or of K and V.
+//   codes        [kTileRows][kHeadDim] s8, Q̂ or K̂ where the forward pass keeps them
+//   halves       [kTileRows][kHeadDim] f16 or bf16, dO or V where the caller has them, bwd/half_rows.cuh
+//   side         what bwd/prepare.cuh writes, in global memory tile by tile:
+//     transposed   [kHeadDim][kTileRows] s8, codes by channels, rows in the order of key_of_column()
+//     grad         of Q and dO: dÔ, dO quantized by rows, transposed likewise
+//     scales and what else a row has, f32
+// Codes and sides are swizzled already, so that loading them is a plain copy.
 #pragma once
 
+#include "sage/params.cuh"
 #include "sage/tile/layout.cuh"
 
 namespace sage {
@@ -22,17 +25,20 @@ struct BwdTile {
   using Halves = SwizzledRows<kTileRows, 2 * Config::kHeadDim>;
   using Transposed = SwizzledRows<Config::kHeadDim, kTileRows>;
 
-  static constexpr i32 kCodes = 0, kHalves = kTileRows * Config::kHeadDim;
-  static constexpr i32 kTransposed = kHalves + kTileRows * 2 * Config::kHeadDim;
-  static constexpr i32 kRowBytes = kTransposed;  // of codes and halves
+  // Offsets in a stage.
+  static constexpr i32 kCodes = 0, kCodeBytes = kTileRows * Config::kHeadDim;
+  static constexpr i32 kHalves = kCodeBytes;
+  static constexpr i32 kSide = kHalves + kTileRows * 2 * Config::kHeadDim;
+  static constexpr i32 kTransposed = kSide;
 
-  // Behind them, of K and V: the scale of every key.
+  // Of K and V: the scale of every key.
   static constexpr i32 kKeyScales = kTransposed + kTileRows * Config::kHeadDim;
   static constexpr i32 kKvBytes = kKeyScales + kTileRows * sizeof(float);
+  static constexpr i32 kKvSideBytes = kKvBytes - kSide;
 
-  // Behind them, of Q and dO: dÔ by channels, and f32 of every query: the scale of Q̂, times softmax_scale · log2 e;
-  // the log-sum-exp, negated, in log2 units, -inf where the query sees no key, or does not exist; -D, D = sum of
-  // dO · O; and that times the scale of Q̂. Then the scales of dÔ.
+  // Of Q and dO, f32 of every query: the scale of Q̂, times softmax_scale · log2 e; the log-sum-exp, negated, in log2
+  // units, -inf where the query sees no key, or does not exist; -D, D = sum of dO · O; and that times the scale of Q̂.
+  // Then the scales of dÔ.
   static constexpr i32 kGrad = kTransposed + kTileRows * Config::kHeadDim;
   static constexpr i32 kQueryScales = kGrad + kTileRows * Config::kHeadDim;
   static constexpr i32 kMinusLse = kQueryScales + kTileRows * sizeof(float);
@@ -41,7 +47,23 @@ struct BwdTile {
   static constexpr i32 kGradScales = kMinusScaledDelta + kTileRows * sizeof(float);
   static constexpr i32 kQWritten = kGradScales + kGradGroups * sizeof(float);
   static constexpr i32 kQBytes = ceil_div(kQWritten, 128) * 128;
-  static_assert(kKvBytes % 128 == 0, "tiles stay aligned to whole lines");
+  static constexpr i32 kQSideBytes = kQBytes - kSide;
+  static_assert(kSide % 128 == 0 && kKvBytes % 128 == 0, "tiles stay aligned to whole lines");
+
+  // Where codes and sides lie. q_tile, kv_tile: of all heads, kTileRows rows each.
+  __device__ __forceinline__ static const u8* q_codes(const BwdParams& params, i32 q_tile) {
+    return params.q_hat + static_cast<i64>(q_tile) * kCodeBytes;
+  }
+  __device__ __forceinline__ static const u8* k_codes(const BwdParams& params, i32 kv_tile) {
+    return params.k_hat + static_cast<i64>(kv_tile) * kCodeBytes +
+           static_cast<i64>(kv_tile >> params.log2_parts_of_kv_tile) * KvLine::kBytes;
+  }
+  __device__ __forceinline__ static u8* q_side(const BwdParams& params, i32 q_tile) {
+    return params.q_side + static_cast<i64>(q_tile) * kQSideBytes;
+  }
+  __device__ __forceinline__ static u8* kv_side(const BwdParams& params, i32 kv_tile) {
+    return params.kv_side + static_cast<i64>(kv_tile) * kKvSideBytes;
+  }
 };
 
 }  // namespace sage

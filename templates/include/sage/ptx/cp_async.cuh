@@ -11,6 +11,12 @@ __device__ __forceinline__ void cp_async_16(u32 shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
+// The same where `exists`; else 16 bytes of zeros, and `global` is not read.
+__device__ __forceinline__ void cp_async_16_or_zeros(u32 shared, const void* global, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(exists ? 16 : 0)
+               : "memory");
+}
+
 // Ends a group: all copies of this thread since the last commit.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

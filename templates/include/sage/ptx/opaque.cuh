@@ -12,5 +12,9 @@ __device__ __forceinline__ u32 opaque(u32 x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+__device__ __forceinline__ i64 opaque(i64 x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
 
 }  // namespace sage::ptx

@@ -1,0 +1,75 @@
+// Rows of dO or V, read where the caller has them. The host sees to it that they begin at multiples of 16 bytes and hold
+// whole vectors of 16 bytes, with zeros behind the last channel.
+#pragma once
+
+#include "sage/params.cuh"
+#include "sage/ptx/cp_async.cuh"
+#include "sage/ptx/opaque.cuh"
+#include "sage/ptx/special.cuh"
+#include "sage/tile/layout.cuh"
+
+namespace sage {
+
+struct HalfRows {
+  const u8* first;
+  i64 row_bytes;  // from row to row
+  i32 rows;       // that exist
+  i32 headdim;
+
+  // The rows of a head from `first_row` on.
+  __device__ __forceinline__ HalfRows(const Tensor& tensor, i32 batch, i32 head, i32 first_row, i32 seqlen,
+                                      i32 headdim_)
+      : row_bytes(tensor.stride.row * static_cast<i64>(sizeof(u16))), rows(seqlen - first_row), headdim(headdim_) {
+    const i64 element = batch * tensor.stride.batch + head * tensor.stride.head + first_row * tensor.stride.row;
+    first = static_cast<const u8*>(tensor.data) + element * static_cast<i64>(sizeof(u16));
+  }
+
+  __device__ __forceinline__ const u8* at(i32 row, i32 chunk) const { return first + row * row_bytes + chunk * 16; }
+  __device__ __forceinline__ bool has_chunk(i32 chunk) const { return chunk * 8 < headdim; }
+
+  // Of a chunk of 16 bytes of a row the word of a lane quad's thread. Zero where the row or the channel does not exist.
+  __device__ __forceinline__ u32 word(i32 row, i32 chunk, i32 thread) const {
+    return row < rows && has_chunk(chunk) ? *reinterpret_cast<const u32*>(at(row, chunk) + thread * sizeof(u32)) : 0;
+  }
+};
+
+// Such rows tile by tile. All threads of the block copy a tile to shared memory, each thread one chunk of every
+// kRowsAtOnce-th row. The stride is opaque: the compiler would keep its multiples in registers, which the sums need.
+template <class Swizzle, i32 kTileRows, i32 kThreads>
+class HalfTiles {
+ public:
+  __device__ __forceinline__ explicit HalfTiles(const HalfRows& rows)
+      : from_(rows.at(own_row(), own_chunk())),
+        row_bytes_(rows.row_bytes),
+        left_(rows.has_chunk(own_chunk()) ? rows.rows - own_row() : 0) {}
+
+  __device__ __forceinline__ void advance() {
+    from_ += kTileRows * ptx::opaque(row_bytes_);
+    left_ -= kTileRows;
+  }
+
+  // Begins to copy the current tile. Zeros for what does not exist.
+  __device__ __forceinline__ void copy_async(u32 shared) const {
+    const u32 to = shared + Swizzle::offset(own_row(), own_chunk());
+    const i64 step_bytes = kRowsAtOnce * ptx::opaque(row_bytes_);
+    const u8* from = from_;
+#pragma unroll
+    for (i32 i = 0; i < kTileRows; i += kRowsAtOnce) {
+      ptx::cp_async_16_or_zeros(Swizzle::moved(to, i, 0), from, i < left_);
+      from += step_bytes;
+    }
+  }
+
+ private:
+  static constexpr u32 kChunks = Swizzle::kRowBytes / 16, kRowsAtOnce = kThreads / kChunks;
+  static_assert(kRowsAtOnce % 8 == 0 && kTileRows % kRowsAtOnce == 0, "moved() takes multiples of 8 rows");
+
+  __device__ __forceinline__ static u32 own_row() { return threadIdx.x / kChunks; }
+  __device__ __forceinline__ static u32 own_chunk() { return threadIdx.x % kChunks; }
+
+  const u8* from_;  // this thread's first chunk of the current tile
+  i64 row_bytes_;
+  i32 left_;  // rows from that chunk's to the last
+};
+
+}  // namespace sage
