@@ -210,7 +210,7 @@ class CudaTraining:
 
 
 def save_k(plan: Plan, parts: SavedParts, workspace: torch.Tensor, saved: torch.Tensor) -> None:
-    """Copy the tiles of K̂ and their lines from the workspace, where V̂ lies between them, behind what is saved of Q."""
+    """Copy K̂ and the lines of its tiles from the workspace, where V̂ lies between them, behind what is saved of Q."""
     def words_of_tiles(memory: torch.Tensor, begin: int, count: int) -> torch.Tensor:
         words = memory.narrow(0, begin, count).view(torch.int64)  # torch copies strided bytes one by one
         return words.view(parts.kv_tiles, -1)

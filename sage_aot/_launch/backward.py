@@ -99,8 +99,7 @@ def backward_launches(plan: BackwardPlan, tensors: BackwardArguments) -> list[La
     q_heads, kv_heads = problem.batch * problem.num_q_heads, problem.batch * problem.num_kv_heads
     known = {**_known(plan, tensors), "q_side_blocks": q_heads * plan.q_side_tiles}
     prepare, grad_kv, grad_q = (plan.kernels[kind] for kind in BACKWARD)
-    return [launch_of(prepare, known["q_side_blocks"] + kv_heads * plan.kv_side_tiles, known,
-                      problem.dtype),
+    return [launch_of(prepare, known["q_side_blocks"] + kv_heads * plan.kv_side_tiles, known, problem.dtype),
             launch_of(grad_kv, kv_heads * _blocks(problem.seqlen_kv, grad_kv), known, problem.dtype),
             launch_of(grad_q, q_heads * _blocks(problem.seqlen_q, grad_q), known, problem.dtype)]
 
@@ -111,8 +110,9 @@ def _known(plan: BackwardPlan, tensors: BackwardArguments) -> dict[str, Any]:
     return {
         **{name: argument.tensor for name, argument in tensors._asdict().items()},
         **{name: ("workspace", offset) for name, offset in plan.offsets.items()},
-        **{name: ("saved", offset) for name, offset in plan.forward.kv_offsets.items()}, "k_hat": ("saved", saved.k_begin),
-        "lse": ("lse", 0), "batch": problem.batch, "num_q_heads": FastDivmod.of(problem.num_q_heads),
+        **{name: ("saved", offset) for name, offset in plan.forward.kv_offsets.items()},
+        "k_hat": ("saved", saved.k_begin), "lse": ("lse", 0), "batch": problem.batch,
+        "num_q_heads": FastDivmod.of(problem.num_q_heads),
         "num_kv_heads": FastDivmod.of(problem.num_kv_heads),
         "q_heads_per_kv_head": FastDivmod.of(problem.num_q_heads // problem.num_kv_heads),
         "seqlen_q": problem.seqlen_q, "seqlen_kv": problem.seqlen_kv, "headdim": problem.headdim,

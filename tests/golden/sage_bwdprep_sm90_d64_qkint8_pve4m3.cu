@@ -29,10 +29,4 @@ sage_bwdprep_sm90_d64_qkint8_pve4m3_f16(const __grid_constant__ sage::BwdParams 
   Prepare{params, shared}.run<sage::SourceRows::kF16>();
 }
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads)
-sage_bwdprep_sm90_d64_qkint8_pve4m3_any(const __grid_constant__ sage::BwdParams params) {
-  __shared__ Prepare::Shared shared;
-  Prepare{params, shared}.run<sage::SourceRows::kAny>();
-}
-
 SAGE_KERNEL_INFO(Prepare, BwdParams);

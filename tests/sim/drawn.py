@@ -137,9 +137,9 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("scale_to", OffByOne("magnitude < kSmallestAbsMax")): "of one value alone, for which either scale is right",
     ("tile_factor", OffByOne("largest <= limit")): "of one value alone, for which either scale is right",
     ("QuantizeK::quantize_tiles", OffByOne("round < params.rounds")): "one round more finds no tile",
-    ("BwdKv::QueryTiles::QueryTiles", Second(
-        "params.is_causal ? max(0, first_key + params.seqlen_q - params.seqlen_kv) : 0")):
-            "query tiles more, hidden as a whole",
+    ("BwdQ::run", OffByOne("tiles > 0")): "copies a tile that nothing reads",
+    ("BwdQ::run", Sign("row + kWarpRows - 1")): "a tile more, hidden as a whole",
+    ("BwdPrepare::prepare_q", Sign("first_row + own", 2)): "O of a query that does not exist, times a dO of zeros",
     ("TileStream::finish", Sign("index + 1")): "with one stage every tile lies in the same place",
     ("subtractable", OffByOne("fabsf(mean) < kLargestMean")): "of one value alone, for which either answer is right",
 }

@@ -95,9 +95,9 @@ class BwdKv {
     __device__ __forceinline__ i32 head(const BwdParams& params) const { return head_of_all % params.num_kv_heads; }
     __device__ __forceinline__ i32 key() const { return first_key + of_block; }
 
-    // Index of the tile of a key of this head among those of all heads; of the last key, for one that does not exist.
+    // Index of a key's tile among those of all heads: of the head's last tile, for a key behind it.
     __device__ __forceinline__ i32 tile_of(const BwdParams& params, i32 key) const {
-      return head_of_all * params.kv_side_tiles + min(key, params.seqlen_kv - 1) / kTileRows;
+      return head_of_all * params.kv_side_tiles + min(key / kTileRows, ceil_div(params.seqlen_kv, kTileRows) - 1);
     }
     // V, from a key on.
     __device__ __forceinline__ HalfRows values(const BwdParams& params, i32 key) const {

@@ -120,7 +120,8 @@ class BwdQ {
    private:
     // Of all heads.
     __device__ __forceinline__ static i32 tile_of(const BwdParams& params, i32 batch, i32 head, i32 row) {
-      return (batch * params.num_q_heads + head) * params.q_side_tiles + min(row, params.seqlen_q - 1) / kTileRows;
+      const i32 last = ceil_div(params.seqlen_q, kTileRows) - 1;
+      return (batch * params.num_q_heads + head) * params.q_side_tiles + min(row / kTileRows, last);
     }
 
     __device__ __forceinline__ Queries(const BwdParams& params, i32 tile, i32 row, const HalfRows& grad_out, i32 lane)

@@ -1,5 +1,5 @@
-// Rows of dO or V, read where the caller has them. The host sees to it that they begin at multiples of 16 bytes and hold
-// whole vectors of 16 bytes, with zeros behind the last channel.
+// Rows of dO or V, read where the caller has them. The host sees to it that they begin at multiples of 16 bytes and
+// hold whole vectors of 16 bytes, with zeros behind the last channel.
 #pragma once
 
 #include "sage/params.cuh"
