@@ -75,7 +75,7 @@ def with_vectors(tensor: torch.Tensor) -> torch.Tensor:
     else a copy of which that holds, with zeros behind the last channel."""
     missing = -tensor.shape[-1] % 8
     if missing:
-        return torch.nn.functional.pad(tensor, (0, missing))
+        tensor = torch.nn.functional.pad(tensor, (0, missing))  # in the order of the tensor's own dimensions
     *strides, channel = tensor.stride()
     if channel == 1 and tensor.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides):
         return tensor

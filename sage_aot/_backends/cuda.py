@@ -33,7 +33,7 @@ from sage_aot._launch.backward import (
 )
 from sage_aot._launch.choose import Gpu, Kernels, nearest_arch
 from sage_aot._launch.plan import MISSING, Argument, Arguments, Launch, Plan, Strides, launches, splits_of
-from sage_aot._launch.structs import SOURCES, WORD, Packed, Packer
+from sage_aot._launch.structs import SOURCES, WORD, Packed, Packer, Tensor
 from sage_aot._problem.check import Problem, Sequences
 from sage_aot.errors import LaunchError, PtxWarning, UnsupportedError
 
@@ -223,7 +223,8 @@ def save_k(plan: Plan, parts: SavedParts, workspace: torch.Tensor, saved: torch.
 
 
 class CudaBackward:
-    """The launches of a backward pass for tensors of given strides on one device. Safe under threads."""
+    """The launches of a backward pass on one device, for tensors of the strides of its first call. Safe under
+    threads."""
 
     def __init__(self, plan: BackwardPlan, backend: CudaBackend, device: int) -> None:
         self.plan = plan
@@ -260,7 +261,7 @@ class CudaBackward:
 
 
 def backward_arguments(tensors: BackwardTensors, layout: str) -> BackwardArguments:
-    return BackwardArguments(*(Argument(name, strides_of(tensor, layout), tensor.data_ptr() % 16 == 0)
+    return BackwardArguments(*(Tensor((name, 0), *strides_of(tensor, layout))
                                for name, tensor in tensors._asdict().items()))
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from sage_aot._kernels.manifest import KernelRecord, Manifest
 from sage_aot._kernels.spec import BACKWARD
-from sage_aot._launch.plan import Argument, Launch, Plan, launch_of, lay_out
-from sage_aot._launch.structs import DTYPE_CODES, FastDivmod
+from sage_aot._launch.plan import Launch, Plan, launch_of, lay_out
+from sage_aot._launch.structs import FastDivmod, Tensor
 from sage_aot.errors import UnsupportedError
 
 
@@ -46,15 +46,15 @@ class BackwardPlan:
 
 
 class BackwardArguments(NamedTuple):
-    """The tensors of a backward pass whose strides a launch depends on. Of the first three, rows begin at multiples of
-    16 bytes and hold whole vectors of 16 bytes."""
+    """The tensors of a backward pass. Of the first three, rows begin at multiples of 16 bytes and hold whole vectors of
+    16 bytes."""
 
-    grad_out: Argument
-    out: Argument
-    v: Argument
-    grad_q: Argument
-    grad_k: Argument
-    grad_v: Argument
+    grad_out: Tensor
+    out: Tensor
+    v: Tensor
+    grad_q: Tensor
+    grad_k: Tensor
+    grad_v: Tensor
 
 
 def backward_kernels(forward: Plan, manifest: Manifest) -> dict[str, KernelRecord]:
@@ -108,10 +108,10 @@ def _known(plan: BackwardPlan, tensors: BackwardArguments) -> dict[str, Any]:
     """The values that all launches share, by the names of the struct's fields."""
     problem, saved = plan.forward.problem, plan.saved
     return {
-        **{name: argument.tensor for name, argument in tensors._asdict().items()},
+        **tensors._asdict(),
         **{name: ("workspace", offset) for name, offset in plan.offsets.items()},
         **{name: ("saved", offset) for name, offset in plan.forward.kv_offsets.items()},
-        "k_hat": ("saved", saved.k_begin), "lse": ("lse", 0), "batch": problem.batch,
+        "k_hat": ("saved", saved.k_begin), "lse": ("lse", 0),
         "num_q_heads": FastDivmod.of(problem.num_q_heads),
         "num_kv_heads": FastDivmod.of(problem.num_kv_heads),
         "q_heads_per_kv_head": FastDivmod.of(problem.num_q_heads // problem.num_kv_heads),
@@ -120,6 +120,5 @@ def _known(plan: BackwardPlan, tensors: BackwardArguments) -> dict[str, Any]:
         "log2_parts_of_kv_tile": plan.parts_of_kv_tile.bit_length() - 1,
         "q_blocks": FastDivmod.of(_blocks(problem.seqlen_q, plan.kernels["bwdq"])),
         "kv_blocks_of_head": FastDivmod.of(_blocks(problem.seqlen_kv, plan.kernels["bwdkv"])),
-        "softmax_scale": problem.softmax_scale, "dtype": DTYPE_CODES[problem.dtype],
-        "is_causal": problem.options.is_causal,
+        "softmax_scale": problem.softmax_scale, "is_causal": problem.options.is_causal,
     }

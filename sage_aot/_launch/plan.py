@@ -108,7 +108,7 @@ class Plan:
     sizes: dict[str, int]  # per buffer
     offsets: dict[str, int]  # from the workspace's beginning, per buffer in it
     workspace_bytes: int
-    kv_offsets: dict[str, int]  # from the beginning of what is kept, per buffer in it
+    kv_offsets: dict[str, int]  # from the beginning of what is kept, per buffer in it: KEPT
     kv_bytes: int
 
 

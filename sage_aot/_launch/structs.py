@@ -24,8 +24,8 @@ from sage_aot._problem.options import OPTIONS
 SOURCES = ("q", "k", "v", "out", "lse", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "kv", "workspace", "saved",
            "grad_out", "grad_q", "grad_k", "grad_v")
 """Tensors of a call in which an address may lie; at the end those of a backward pass alone. "kv": what the call keeps
-of its quantized tensors, or an earlier one kept; "saved": what the backward pass reads of them. The address of a tensor
-that a call does not have is zero.
+of its quantized tensors, or an earlier one kept; "saved": what a trained call kept, for its backward pass. The address
+of a tensor that a call does not have is zero.
 """
 
 NO_SOURCE = len(SOURCES)

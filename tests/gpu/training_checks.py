@@ -68,6 +68,8 @@ def make_grad_out(case: Case, q: torch.Tensor) -> torch.Tensor:
         return grad.transpose(1, 2).contiguous().transpose(1, 2)
     if case.strides == "misaligned":
         return torch.nn.functional.pad(grad, (1, 0))[..., 1:]
+    if case.seed % 3 == 2:  # as of an output that is permuted
+        return grad.to(memory_format=torch.channels_last)
     return grad
 
 

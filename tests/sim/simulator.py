@@ -190,7 +190,7 @@ class SimulatedBackward:
         self.run(tensors, lse, saved, torch.empty(self.plan.workspace_bytes, dtype=torch.uint8))
 
     def run(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor, workspace: torch.Tensor) -> None:
-        """The call with a workspace of the caller's, which keeps the tiles that the kernels read."""
+        """The call with a workspace of the caller's, which keeps what the first kernel writes for the others."""
         tensors = tensors.readable()
         inputs = {"grad_out": tensors.grad_out, "out": tensors.out, "v": tensors.v, "lse": lse, "saved": saved}
         results = {"grad_q": tensors.grad_q, "grad_k": tensors.grad_k, "grad_v": tensors.grad_v}

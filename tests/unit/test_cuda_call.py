@@ -200,6 +200,7 @@ def test_structs_of_a_backward_pass_reach_the_driver(driver):
     (lambda: torch.randn(2, 3, 5, 65).bfloat16()[..., :64], True),
     (lambda: torch.randn(2, 3, 64, 5).bfloat16().transpose(2, 3), True),
     (lambda: torch.randn(1).bfloat16().expand(2, 3, 5, 64), True),
+    (lambda: torch.randn(2, 5, 61, 3).bfloat16().permute(0, 3, 1, 2), True),
     (lambda: torch.randn(2, 3, 5, 61).bfloat16(), True), (lambda: torch.randn(2, 3, 5, 1).bfloat16(), True)])
 def test_rows_of_whole_vectors(make, is_copy):
     """Rows that kernels can read are not copied; of others a copy has zeros behind the last channel."""

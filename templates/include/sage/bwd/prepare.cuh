@@ -66,8 +66,9 @@ struct BwdPrepare {
   __device__ __forceinline__ void prepare_q(i32 head_of_all, i32 tile) const {
     if (tile * kTileRows >= params.seqlen_q) return;
     const i32 batch = head_of_all / params.num_q_heads, head = head_of_all % params.num_q_heads;
-    const Source<kSource> grad_out(params.grad_out, batch, head, 0, params.seqlen_q, params.headdim, params.dtype);
-    const Source<kSource> out(params.out, batch, head, 0, params.seqlen_q, params.headdim, params.dtype);
+    constexpr Dtype kDtype = dtype_of(kSource);
+    const Source<kSource> grad_out(params.grad_out, batch, head, 0, params.seqlen_q, params.headdim, kDtype);
+    const Source<kSource> out(params.out, batch, head, 0, params.seqlen_q, params.headdim, kDtype);
     const i32 tile_of_all = head_of_all * params.q_side_tiles + tile;
     u8* const to = Tile::q_side(params, tile_of_all);
     const i32 first_row = tile * kTileRows;

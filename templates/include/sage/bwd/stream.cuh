@@ -7,7 +7,7 @@
 
 namespace sage {
 
-// Tiles: has copy_async(shared), by which all threads of the block begin to copy the next tile, and advance.
+// Tiles: its copy_async(shared) begins to copy the tile whose turn it is, with all threads of the block.
 template <i32 kTileBytes, i32 kStages>
 class TileStream {
  public:

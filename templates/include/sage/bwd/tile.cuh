@@ -1,5 +1,5 @@
 // What the backward kernels load into a stage of shared memory: kTileRows rows of Q and dO, or of K and V.
-//   codes        [kTileRows][kHeadDim] s8, Q̂ or K̂ where the forward pass keeps them
+//   codes        [kTileRows][kHeadDim] s8, Q̂ or K̂ where the forward pass saved them
 //   halves       [kTileRows][kHeadDim] f16 or bf16, dO or V where the caller has them, bwd/half_rows.cuh
 //   side         what bwd/prepare.cuh writes, in global memory tile by tile:
 //     transposed   [kHeadDim][kTileRows] s8, codes by channels, rows in the order of key_of_column()
