@@ -108,3 +108,18 @@ def test_activation_checkpointing():
     out = checkpoint(sage_aot.train_attn, q, k, v, use_reentrant=False)
     expected = torch.autograd.grad(sage_aot.train_attn(q, k, v), (q, k, v), grad)
     assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(out, (q, k, v), grad), expected))
+
+
+if torch.cuda.device_count() > 1:
+    @pytest.mark.parametrize("headdim", [64, 61])  # 61: rows that are copied
+    def test_a_device_that_is_not_current(headdim):
+        q, k, v, grad = draw(headdim=headdim)
+        expected = torch.autograd.grad(sage_aot.train_attn(q, k, v), (q, k, v), grad)
+        there = [x.detach().to("cuda:1").requires_grad_() for x in (q, k, v)]
+        found = torch.autograd.grad(sage_aot.train_attn(*there), there, grad.to("cuda:1"))
+        assert all(torch.equal(a, b.to("cuda:0")) for a, b in zip(expected, found))
+
+        leaves = [x.detach() for x in there]  # the operators themselves, which no thread of autograd calls
+        out, lse, saved = torch.ops.sage_aot.train_attn(*leaves)
+        found = torch.ops.sage_aot.train_attn_backward(grad.to("cuda:1"), leaves[2], out, lse, saved)
+        assert all(torch.equal(a, b.to("cuda:0")) for a, b in zip(expected, found))
