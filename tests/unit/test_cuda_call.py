@@ -170,7 +170,7 @@ def test_structs_of_a_backward_pass_reach_the_driver(driver):
     saved, lse = torch.empty(backend.saved_bytes(plan), dtype=torch.uint8), torch.empty(q.shape[:3])
 
     def made(grad_out):
-        """A backward pass with this gradient: its structs as expected of the tensors, and as seen."""
+        """A backward pass with this gradient: its structs as expected of readable tensors, and as seen."""
         tensors = BackwardTensors(grad_out, torch.empty_like(q), v, *map(torch.empty_like, (q, k, v)))
         workspace = torch.empty(call.plan.workspace_bytes, dtype=torch.uint8)
         call.run(tensors, lse, saved, workspace)
@@ -178,18 +178,19 @@ def test_structs_of_a_backward_pass_reach_the_driver(driver):
                  "saved": saved.data_ptr(), "workspace": workspace.data_ptr()}
         structs = default_library().manifest.structs
         expected = [Packer(structs[launch.record.params]).pack(launch.params).at(named)
-                    for launch in call.launches(tensors)]
+                    for launch in call.launches(tensors.readable())]
         return expected, [seen.struct for seen in driver.launches()]
 
     call = backend.bind_backward(plan, BackwardTensors(q, q, v, q, k, v))
+    transposed = torch.zeros(2, 130, 4, 64, dtype=torch.bfloat16)
     for _ in range(2):
-        expected, seen = made(torch.empty_like(q))
+        expected, seen = made(transposed.clone().transpose(1, 2))
         assert seen == expected
-    misaligned, = draw(offset=(1, 0, 0))[:1]
+    misaligned = torch.zeros(transposed.numel() + 1, dtype=torch.bfloat16)[1:].view(transposed.shape).transpose(1, 2)
     expected, seen = made(misaligned)
     assert [x[:8] for x in seen] != [x[:8] for x in expected]  # grad_out, the first field: the address of a copy
     assert int.from_bytes(seen[0][:8], "little") % 16 == 0
-    assert [x[8:] for x in seen] == [x[8:] for x in expected]
+    assert [x[8:] for x in seen] == [x[8:] for x in expected]  # its strides are those of the copy
 
 
 @pytest.mark.parametrize(("make", "is_copy"), [
