@@ -223,13 +223,12 @@ def save_k(plan: Plan, parts: SavedParts, workspace: torch.Tensor, saved: torch.
 
 
 class CudaBackward:
-    """The launches of a backward pass on one device, for tensors of the strides of its first call. Safe under
-    threads."""
+    """The launches of a backward pass on one device. Safe under threads."""
 
     def __init__(self, plan: BackwardPlan, backend: CudaBackend, device: int) -> None:
         self.plan = plan
         self._backend, self._device = backend, device
-        self._queues: dict[tuple[bool, ...], Queue] = {}  # by which tensors are copies
+        self._queues: dict[tuple[tuple[int, ...], ...], Queue] = {}  # by the strides of readable tensors
 
     def __call__(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor) -> None:
         with _device(self._device):
@@ -239,11 +238,11 @@ class CudaBackward:
         """Make the call with a workspace of the caller's: uint8, plan.workspace_bytes. Afterwards the workspace holds
         what the first kernel writes for the others."""
         readable = tensors.readable()
-        copies = tuple(own is not given for own, given in zip(readable, tensors))
-        if copies not in self._queues:
-            self._queues[copies] = self.queue_of(self.launches(readable))
-        self._queues[copies](torch._C._cuda_getCurrentRawStream(self._device),
-                             *self.addresses(readable, lse, saved, workspace))
+        strides = tuple(tensor.stride() for tensor in readable)
+        if strides not in self._queues:
+            self._queues[strides] = self.queue_of(self.launches(readable))
+        self._queues[strides](torch._C._cuda_getCurrentRawStream(self._device),
+                              *self.addresses(readable, lse, saved, workspace))
 
     def addresses(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor,
                   workspace: torch.Tensor) -> list[int]:

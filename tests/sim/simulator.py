@@ -32,6 +32,9 @@ INSIDE, WRITTEN, WRITABLE = 1, 2, 4
 REDZONE = 1024
 """Bytes of nobody between two buffers of the workspace; a multiple of the plan's alignment."""
 
+TENSOR_REDZONE = 2**14
+"""Bytes of nobody at both ends of a tensor that is read: a tile of 64 rows of 256 bytes."""
+
 
 class SimulatorError(AssertionError):
     """A kernel did what no kernel may do; the message lists what."""
@@ -144,8 +147,8 @@ class SimulatedCall:
             sequences: Sequences | None = None, kv: torch.Tensor | None = None) -> None:
         """The call with a workspace of the caller's, which keeps what the quantizers leave."""
         cu_seqlens_q, cu_seqlens_k = sequences[:2] if sequences else (None, None)
-        inputs = {"q": q, "k": k, "v": v, "key_mask": key_mask, "cu_seqlens_q": cu_seqlens_q,
-                  "cu_seqlens_k": cu_seqlens_k}
+        inputs = _apart({"q": q, "k": k, "v": v, "key_mask": key_mask, "cu_seqlens_q": cu_seqlens_q,
+                         "cu_seqlens_k": cu_seqlens_k})
         results = {"out": out, "lse": lse}
         self._simulator.know(*views(inputs, results), *_buffers_of(self.plan, workspace, kv))
         tensors = {**inputs, **results, "kv": kv, "workspace": workspace}
@@ -192,7 +195,7 @@ class SimulatedBackward:
     def run(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor, workspace: torch.Tensor) -> None:
         """The call with a workspace of the caller's, which keeps what the first kernel writes for the others."""
         tensors = tensors.readable()
-        inputs = {"grad_out": tensors.grad_out, "out": tensors.out, "v": tensors.v, "lse": lse, "saved": saved}
+        inputs = _apart({"grad_out": tensors.grad_out, "out": tensors.out, "v": tensors.v, "lse": lse, "saved": saved})
         results = {"grad_q": tensors.grad_q, "grad_k": tensors.grad_k, "grad_v": tensors.grad_v}
         buffers = [Buffer(name, workspace.data_ptr() + offset,
                           np.full(self.plan.sizes[name], INSIDE | WRITABLE, np.uint8))
@@ -245,6 +248,22 @@ def _storage_buffer(address: int, parts: list[tuple[str, torch.Tensor, int]]) ->
         elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(state)
         states[: elements.numel() * tensor.itemsize] |= elements.numpy().repeat(tensor.itemsize)
     return Buffer("/".join(name for name, _, _ in parts), address, states)
+
+
+def _apart(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Copies with redzones at both ends: what lies behind a tensor would else be for the heap to say."""
+    return {name: tensor if tensor is None or tensor.numel() == 0 else _between_redzones(tensor.detach())
+            for name, tensor in tensors.items()}
+
+
+def _between_redzones(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the tensor's strides and alignment."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    memory = torch.empty(span * tensor.itemsize + 3 * TENSOR_REDZONE, dtype=torch.uint8)
+    begin = TENSOR_REDZONE + (tensor.data_ptr() - memory.data_ptr()) % TENSOR_REDZONE
+    copy = memory[begin: begin + span * tensor.itemsize].view(tensor.dtype)
+    copy.copy_(tensor.as_strided((span,), (1,)))  # what lies between rows too
+    return copy.as_strided(tensor.shape, tensor.stride())
 
 
 def _spread(laid_out: Plan) -> Plan:
