@@ -54,6 +54,7 @@ SHOWN_BY = {
     "attn/mma/pv.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _MXFP8),
     "attn/mma/kv_stream.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _NVFP4),
     "attn/": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN),
+    "problem/work_tile.cuh": (_INT8, _SMOOTH, _HOPPER, _HOPPER_WIDE, _K_INF, _V_NAN),
     "problem/": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN),
     "quant/delta_s.cuh": (_SMOOTH, _E4M3_INT4, _HOPPER_SMOOTH),
     "quant/quantize_v.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _V_NAN, _V_INF, _INT8_256, _NVFP4),
@@ -111,7 +112,12 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("OnlineSoftmax::fits", Sign("Product::kTop + Product::kLazyRise")): "the branch looks again, row by row",
     ("OnlineSoftmax::foldable", OffByOne("of_row < Product::kLargestFolded")):
         "of one value alone, for which either way is right",
-    ("kv_range", Sign("min(first_row + Config::kBlockM, seqlen.q()) - 1")): "one KV tile more, masked as a whole",
+    ("kv_range", Sign("min(first_row + kRows, seqlen.q()) - 1")): "one KV tile more, masked as a whole",
+    ("warp_sees", OffByOne("keys.begin < Config::kBlockN")): "every row sees the first key",
+    ("warp_sees", OffByOne("keys.end > 0")): "a warp goes over a KV tile that its rows do not see",
+    ("Mainloop::Mainloop", Always(
+        "if constexpr (!kTogether) { own_kv = work.template kv_of_rows<Config, kWarpgroupRows>(params, consumer * "
+        "kWarpgroupRows); }")): "a range that nothing reads where consumers ping-pong",
     ("rows_see", OffByOne("visible_keys<kMask>(seqlen, first_row).begin < end_key")): "end_key is never zero",
     ("rows_see", OffByOne("first_key < visible_keys<kMask>(seqlen, last_row).end")): "delta_s that nothing reads",
     ("KvRange::of_split", OffByOne("full_begin <= begin")): "fewer masked tiles than none are none",

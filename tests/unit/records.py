@@ -150,7 +150,8 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
     else:
         pairs = spec.q == "qraw" and spec.headdim <= 128
         facts |= {"slices": 4 if spec.headdim == 256 else 1, "pairs": pairs, "room": 3 if pairs else 0,
-                  "open_end": pairs and tile.block_m == 128, "programmatic_launch": 1}
+                  "open_end": pairs and tile.block_m == 128,
+                  "rows_of_range": 64 if tile.block_m == 192 else tile.block_m, "programmatic_launch": 1}
     limit, typical = (2**15, 0) if f16 else (4.5, 0.375) if spec.pv_accum == "two_level_f16" else (448, 11)
     limit, typical = (4 * 448, 16) if nvfp4 else (limit, typical)
     return {**facts, "v_typical": typical, "v_least": 2**-4 if f16 else 1 if nvfp4 else limit / 32, "v_limit": limit}

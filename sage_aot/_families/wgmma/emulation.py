@@ -13,8 +13,8 @@ from sage_aot._problem.mask import VisibleKeys
 class Softmax(RowReferences):
     """References follow every tile up and down; at the second tile of a pair they only rise. Scores have no bias.
 
-    R takes a pair of tiles where every row of the query tile sees both whole, in kernels with pairs. O is divided by
-    the product of P and V's channel of ones; the log-sum-exp takes the sum of P before rounding.
+    R takes a pair of tiles where all rows_of_range rows that go over the same tiles see both whole, in kernels with
+    pairs. O is divided by the product of P and V's channel of ones; the log-sum-exp takes the sum of P before rounding.
     """
 
     def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor) -> None:
@@ -24,7 +24,8 @@ class Softmax(RowReferences):
         self._highest = self.row_ref
         self._pv, self._block_n = record.spec.pv, tile.block_n
         self._behind = 0 if self.facts["open_end"] else tile.block_n  # full keys that the second of two needs behind it
-        first_row = torch.arange(zeros.shape[2], device=zeros.device) // tile.block_m * tile.block_m
+        rows = record.fact("rows_of_range")
+        first_row = torch.arange(zeros.shape[2], device=zeros.device) // rows * rows
         self._full_keys = visible.end[first_row] // tile.block_n * tile.block_n * bool(self.facts["pairs"])
         self._first_tile = visible.begin[first_row] // tile.block_n
 

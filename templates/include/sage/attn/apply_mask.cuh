@@ -3,8 +3,16 @@
 
 #include "sage/attn/softmax.cuh"
 #include "sage/problem/work_tile.cuh"
+#include "sage/ptx/warp.cuh"
 
 namespace sage {
+
+// Whether any row of the warp sees any key of the tile. own_row: as below. Call with all lanes of the warp.
+template <class Config>
+__device__ __forceinline__ bool warp_sees(const VisibleKeys<Config::kMask>& own_row, i32 tile) {
+  const auto keys = own_row.from(tile * Config::kBlockN);
+  return ptx::any(keys.begin < Config::kBlockN && keys.end > 0);
+}
 
 // Replaces the scores of the keys that a row does not see. Scores: i32[kWarpM / 16][kBlockN / 8][4], as fragments of
 // an accumulator. own_row: the keys that row lane % kWarpM of the warp sees. A lane holds one row's alone: a row's keys

@@ -176,11 +176,11 @@ __device__ __forceinline__ void round_output(const Accumulator& acc_o, i32 first
   }
 }
 
-// Finishes acc_o in place and stores it. references.row_sum and lse_sum, the sums of P for the log-sum-exp, are of
-// whole rows. A row that saw no key is zero, its log-sum-exp -inf.
+// Finishes acc_o in place and stores it. o_factor: the unit in which acc_o counts. references.row_sum and lse_sum, the
+// sums of P for the log-sum-exp, are of whole rows. A row that saw no key is zero, its log-sum-exp -inf.
 template <class Config, class References, class Accumulator, class Constants, class Store>
 __device__ __forceinline__ void store_output(const AttnParams& params, const WorkTile& work, i32 warp, i32 lane,
-                                             Accumulator& acc_o, const References& references,
+                                             Accumulator& acc_o, float o_factor, const References& references,
                                              const float (&lse_sum)[Config::kWarpM / 8], const Constants& constants,
                                              const Store& store) {
   constexpr i32 kRows = Config::kWarpM / 8, kTiles = kStoredChannels<Config> / 8;
@@ -204,7 +204,7 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
     float bias = constants.row_bias(own);
     if (!(fabsf(bias) < ptx::infinity())) bias = ptx::quiet_nan();
     if (keys[r].empty()) bias = 0.0f;
-    factor[r] = (sum > 0.0f ? 1.0f / sum : 0.0f) + 0.0f * bias;
+    factor[r] = (sum > 0.0f ? 1.0f / sum * o_factor : 0.0f) + 0.0f * bias;
     unless_empty[r] = sum > 0.0f ? 1.0f : 0.0f;
     if (params.lse != nullptr && lane % 4 == 0 && row < work.lengths.q) {
       const float lse_log2 = references.row_ref[r] + ptx::lg2(lse_sum[r]) + bias;

@@ -1,6 +1,6 @@
 // NaN for what keys and values that are not finite spoil: the rows that see such a key, and the channels of such a
 // value in the rows that see it. Runs behind the store of a warp's rows, off the fast path: only where a KV tile that
-// the query tile sees is spoilt.
+// the warp went over is spoilt.
 #pragma once
 
 #include "sage/problem/work_tile.cuh"

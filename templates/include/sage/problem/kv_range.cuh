@@ -7,7 +7,7 @@
 namespace sage {
 
 struct KvRange {
-  i32 begin, end;            // KV tiles that any row of the query tile sees
+  i32 begin, end;            // KV tiles that any row sees
   i32 full_begin, full_end;  // of these the KV tiles that every row sees whole; none where full_begin >= full_end
 
   // The first KV tile of a split. The last splits may have no KV tiles.
@@ -28,10 +28,10 @@ struct KvRange {
   }
 };
 
-// Config: kMask, kBlockM, kBlockN. first_row: of the query tile.
-template <class Config, class Seqlen>
+// Config: kMask, kBlockM, kBlockN. Of kRows rows from first_row on; undefined where none of them exists.
+template <class Config, i32 kRows = Config::kBlockM, class Seqlen>
 __device__ __forceinline__ KvRange kv_range(const Seqlen& seqlen, i32 first_row) {
-  const i32 last_row = min(first_row + Config::kBlockM, seqlen.q()) - 1;
+  const i32 last_row = min(first_row + kRows, seqlen.q()) - 1;
   const auto first = visible_keys<Config::kMask>(seqlen, first_row);
   const auto last = visible_keys<Config::kMask>(seqlen, last_row);
   return {first.begin / Config::kBlockN, ceil_div(last.end, Config::kBlockN), ceil_div(last.begin, Config::kBlockN),

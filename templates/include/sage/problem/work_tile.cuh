@@ -28,6 +28,17 @@ struct WorkTile {
   // A slot of sequences may be empty.
   __device__ __forceinline__ bool has_queries() const { return first_row < lengths.q; }
 
+  // The KV tiles that kRows of the rows see, from `row` of the query tile on, counted as kv is; none where no such row
+  // exists. Every mask but a full one shows different keys to different rows.
+  template <class Config, i32 kRows>
+  __device__ __forceinline__ KvRange kv_of_rows(const AttnParams& params, i32 row) const {
+    if (first_row + row >= lengths.q) return {};
+    if constexpr (Config::kMask == Mask::kFull) return kv;
+    const KvRange own = kv_range<Config, kRows>(seqlen(params), first_row + row);
+    const i32 first = first_key / Config::kBlockN, end = min(max(own.end - first, 0), kv.end);
+    return {0, end, 0, min(own.full_end - first, end)};
+  }
+
   // Element: of params.dtype's size.
   template <class Element>
   __device__ __forceinline__ Element* output_row(const AttnParams& params, i32 row) const {

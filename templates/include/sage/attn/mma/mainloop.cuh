@@ -1,7 +1,8 @@
 // Attention of one query tile with mma.sync and cp.async.
 //
-// A warp owns kWarpM query rows, and iterates over all KV tiles that its block sees. Loads run kStages - 1 tiles ahead
-// of the products. One barrier a tile publishes the stage that arrived and frees the stage that was used last.
+// A warp owns kWarpM query rows, and goes over all KV tiles that its block sees. With a mask and f16 P·V it skips
+// those that its own rows do not see. Loads run kStages - 1 tiles ahead of the products. One barrier a tile publishes
+// the stage that arrived and frees the stage that was used last.
 // Source: SageAttention2, Algorithm 1.
 #pragma once
 
@@ -63,7 +64,7 @@ class AttentionMma {
     const WorkTile done = work_tile<Config>(params, ptx::block_index());
     const ConstantsInMemory<Config> constants(params, done);
     const bool spoilt = stream.met_spoilt();
-    store_output<Config>(params, done, warp, lane, state.acc_o, state.softmax, state.softmax.row_sum, constants,
+    store_output<Config>(params, done, warp, lane, state.acc_o, 1.0f, state.softmax, state.softmax.row_sum, constants,
                          StoreFragments<Config>{});
     // Where Q is smoothed, warp and lane would be spilt if they were kept till here; elsewhere reading them again
     // spills.
@@ -79,6 +80,9 @@ class AttentionMma {
   using Stream = KvStream<Config, kThreads>;
   static constexpr i32 kRows = Config::kWarpM / 8;  // of a thread
   static constexpr i32 kOwnRows = Layout::kQBytes + Stream::kBytes;
+
+  // Whether warps skip KV tiles. With FP8 P·V it was slower (docs/decisions.md).
+  static constexpr bool kSkips = Config::kMask != Mask::kFull && Config::kPv == Pv::kF16;
 
   // As apply_mask() takes it. In registers it would be spilt through the main loop.
   __device__ __forceinline__ static VisibleKeys<Config::kMask>& own_row(u8* shared) {
@@ -107,6 +111,8 @@ class AttentionMma {
 
     template <bool kMasked>
     __device__ __forceinline__ void step(const AttnParams& params, const WorkTile& work, Stream& stream, i32 tile) {
+      // Whether the warp's rows see the tile; asked in front of the wait, which hides it.
+      const bool seen = !(kMasked && kSkips) || warp_sees<Config>(own_row(shared), tile);
       // Wait for the stage.
       const u32 stage = Stream::stage_of(tile);
       ptx::cp_async_wait<Config::kStages - 2>();
@@ -114,6 +120,7 @@ class AttentionMma {
       // Load ahead.
       const i32 ahead = tile + Config::kStages - 1;
       stream.load(ahead, ahead < work.kv.end);
+      if (!seen) return;
 
       // S = Q · K, delta_s, mask.
       typename Scores::Accumulator acc_s;

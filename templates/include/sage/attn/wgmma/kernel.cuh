@@ -39,7 +39,8 @@ struct AttentionWgmma {
                        Fact{"smallest_scale", kSmallestScale<Config::kQk>}, Fact{"v_typical", Product::kVTypical},
                        Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit},
                        Fact{"slices", Traits::kSlices}, Fact{"pairs", Traits::kPairs},
-                       Fact{"open_end", Traits::kOpenEnd}, Fact{"programmatic_launch", 1});
+                       Fact{"open_end", Traits::kOpenEnd}, Fact{"rows_of_range", Traits::kRowsOfRange},
+                       Fact{"programmatic_launch", 1});
   }
 
   __device__ __forceinline__ void run() const {
@@ -102,20 +103,22 @@ struct AttentionWgmma {
       const WorkTile& work = shared.query_tile(query.index);
       if (work.kv.end == kNoMoreTiles) break;
       const u32 from = shared.query(query.index);
-      const u32 q_rows = from + consumer * 64 * TileLayout<Config>::QRows::kPitch;
+      const u32 q_rows = from + consumer * kWarpgroupRows * TileLayout<Config>::QRows::kPitch;
       const float q_scale = ptx::load_shared_f32(from + Shared::kQScales + (warp * kRowGroups<Config> + lane / 4) * 4);
       Mainloop<Config> loop(params, shared, work, warp, lane, q_rows, q_scale, consumer, stage);
-      if (work.kv.end > 0) {
+      // Not loop.kv_end(): at head dim 256 ptxas would serialize the products (C7511).
+      if ((kTogether ? work.kv : loop.own_kv).end > 0) {
         if (params.lse != nullptr) loop.template attend<true>();
         else loop.template attend<false>();
       }
+      if constexpr (!kTogether) loop.skip_unseen();
       stage = loop.stage;
       float lse_sum[Mainloop<Config>::kRows];  // of whole rows
 #pragma unroll
       for (i32 r = 0; r < Mainloop<Config>::kRows; ++r) lse_sum[r] = ptx::sum_over_lanes<4>(loop.exact_sum[r]);
       // Read again: keeping warp and lane across the main loop would cost registers.
       const i32 thread = ptx::thread_index() - kWarpgroup, own_warp = thread / kWarpSize, own_lane = thread % kWarpSize;
-      store_output<Config>(params, work, own_warp, own_lane, loop.acc_o, loop.softmax, lse_sum,
+      store_output<Config>(params, work, own_warp, own_lane, loop.acc_o, loop.output_factor(), loop.softmax, lse_sum,
                            ConstantsInShared<Shared>{from}, shared.rows(own_warp));
       SpoilRows<Config>(params, work, own_warp, own_lane).run(static_cast<i32>(loop.signs) < 0);
       ptx::mbarrier_arrive(shared.query_empty(query.index));

@@ -1,4 +1,5 @@
-// The main loop of a consumer warpgroup: 64 rows of a query tile over all KV tiles that they see.
+// The main loop of a consumer warpgroup: 64 rows of a query tile over the KV tiles that they see. Consumers that
+// ping-pong take equally many steps: each goes over all KV tiles that the query tile sees.
 //
 // A step at KV tile t:
 //   issue P·V of tile t - 1, then Q·K of tile t;
@@ -54,11 +55,13 @@ struct Mainloop {
   u32 q_rows;      // shared address of the warpgroup's rows of Q
   float q_scale;
   PingPong<kTogether> pingpong;
-  KvStage stage;  // of the next KV tile
+  KvStage stage;        // of the next KV tile
+  KvRange own_kv = {};  // KV tiles that the consumer's rows see; only where consumers do not ping-pong
 
   // What the epilogue reads.
   Softmax softmax = {};
   OutputAccumulator<Config> acc_o = {};
+  float o_factor = 1.0f;        // unit of O; equals v_factor at every promotion
   float exact_sum[kRows] = {};  // of this thread's P before it is rounded; only where AttnParams has an lse
   u32 signs = 0;                // of the tiles' scales, in the sign bit: whether one held what is not finite
 
@@ -70,7 +73,6 @@ struct Mainloop {
   typename Product::Operand p;
   i32 previous;    // stage of the tile whose P this is
   float v_factor;  // of that tile
-  float o_factor;  // unit of O; equals v_factor at every promotion
 
   __device__ __forceinline__ Mainloop(const AttnParams& params_, const Shared& shared_, const WorkTile& work_,
                                       i32 warp_, i32 lane_, u32 q_rows_, float q_scale_, i32 consumer,
@@ -84,14 +86,21 @@ struct Mainloop {
         q_scale(q_scale_),
         pingpong{consumer},
         stage(stage_) {
+    if constexpr (!kTogether) {
+      own_kv = work.template kv_of_rows<Config, kWarpgroupRows>(params, consumer * kWarpgroupRows);
+    }
     softmax.clear();
   }
+
+  // The KV tiles that this consumer goes over, from the first of the query tile on.
+  __device__ __forceinline__ i32 kv_end() const { return kTogether ? work.kv.end : own_kv.end; }
+  __device__ __forceinline__ i32 kv_full_end() const { return kTogether ? work.kv.full_end : own_kv.full_end; }
 
   // Which P·V a step issues. kAlone: the only one of R, or in a masked step the second of a pair where R is open.
   // kOpens: the first of a pair. kCloses: the second.
   enum Sum { kAlone, kOpens, kCloses };
 
-  // All KV tiles of the query tile.
+  // The consumer's KV tiles, at least one.
   template <bool kLse>
   __device__ __forceinline__ void attend() {
     issue_qk();
@@ -100,7 +109,7 @@ struct Mainloop {
     const float scale = score_scale(scales_of(here));
     ptx::wgmma_wait<0>();
     float own_largest[kRows];
-    if (work.kv.full_end > 0) {
+    if (kv_full_end() > 0) {
       finish_scores<false>(0, scale, here, own_largest);
       exponentiate<kLse, false, true>(scale, own_largest, here);
     } else {
@@ -108,7 +117,7 @@ struct Mainloop {
       exponentiate<kLse, true, true>(scale, own_largest, here);
     }
     o_factor = v_factor;
-    const i32 full_tiles = ptx::uniform(work.kv.full_end), tiles = ptx::uniform(work.kv.end);
+    const i32 full_tiles = ptx::uniform(kv_full_end()), tiles = ptx::uniform(kv_end());
     i32 tile = 1;
     bool open = false;  // R holds P·V of one tile of two
     if constexpr (kPairs) {
@@ -136,7 +145,19 @@ struct Mainloop {
     issue_pv(open);
     wait_pv<0>();
     promote();
-    scale_output(o_factor);
+    if constexpr (kSlices > 1) scale_output(o_factor);  // a register less for the epilogue
+  }
+
+  // The unit of O after attend().
+  __device__ __forceinline__ float output_factor() const { return kSlices > 1 ? 1.0f : o_factor; }
+
+  // Frees the stages of the query tile's KV tiles behind the consumer's.
+  __device__ __forceinline__ void skip_unseen() {
+#pragma unroll 1
+    for (i32 tile = kv_end(); tile < work.kv.end; ++tile, stage.advance()) {
+      ptx::mbarrier_wait(shared.full(stage.index), stage.phase);
+      ptx::mbarrier_arrive(shared.empty(stage.index));
+    }
   }
 
   // P·V of the tile before, and P of this tile. `open`: R holds P·V of the first tile of a pair.

@@ -5,10 +5,12 @@
 
 namespace sage {
 
+constexpr i32 kWarpgroupRows = 64;  // query rows of a consumer, the M of wgmma
+
 // Config: kHeadDim, kQk, kPv, kPvAccum, kSmoothQ, kBlockM, kBlockN, kWarpM.
 template <class Config>
 struct WgmmaTraits {
-  static constexpr i32 kConsumers = Config::kBlockM / 64;  // warpgroups
+  static constexpr i32 kConsumers = Config::kBlockM / kWarpgroupRows;  // warpgroups
   static constexpr i32 kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr i32 kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr i32 kConsumerRegisters = kConsumers == 2 ? 240 : 160;
@@ -24,6 +26,9 @@ struct WgmmaTraits {
   // Enough registers to keep P·V and Q·K in flight at once: products are one phase of a step, and consumers ping-pong.
   // Otherwise P and the scores share registers.
   static constexpr bool kTogether = kConsumers == 2;
+
+  // Query rows that go over the same KV tiles. Consumers that ping-pong take equally many steps.
+  static constexpr i32 kRowsOfRange = kTogether ? Config::kBlockM : kWarpgroupRows;
 
   // R takes the P·V of two KV tiles. A smoothed Q leaves no registers for that. An R of slices is promoted before the
   // next slice but one takes its registers.
