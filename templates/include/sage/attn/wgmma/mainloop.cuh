@@ -145,7 +145,8 @@ struct Mainloop {
     issue_pv(open);
     wait_pv<0>();
     promote();
-    if constexpr (kSlices > 1) scale_output(o_factor);  // a register less for the epilogue
+    // With slices, an epilogue that takes o_factor has ptxas serialize the products (C7511).
+    if constexpr (kSlices > 1) scale_output(o_factor);
   }
 
   // The unit of O after attend().
