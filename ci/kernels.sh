@@ -4,6 +4,7 @@
 # which every platform shares. Needs Linux and Python 3.12 or later.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export SAGE_AOT_CACHE=  # what is released is compiled here
 python3 -m venv .venv-kernels
 .venv-kernels/bin/pip install -q -c ci/constraints.txt $(.venv-kernels/bin/python ci/extra.py codegen)
 .venv-kernels/bin/python -m codegen build

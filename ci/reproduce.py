@@ -3,7 +3,8 @@
     python ci/reproduce.py dist [--only 'sage_attn_sm90_d64_*']
 
 leaves the wheel of sage-aot, that of sage-aot-sageattention (ci/sageattention) and the sdist in dist/. Build the
-kernels of this tree first (python -m codegen build). The other folder compiles all kernels again. With `--only` it
+kernels of this tree first (python -m codegen build). The other folder compiles all kernels again, and takes none that
+were kept (codegen/cache.py). With `--only` it
 compiles the kernels of that name and their companions alone, which saves time; its wheel is then packed from the
 kernels of this tree. This Python's environment must have the extra `codegen`."""
 
@@ -77,7 +78,8 @@ def rebuilt(tree: Path, wheel: Path, second: Path, only: list[str], folder: Path
 def compiled(tree: Path, only: list[str], out: Path) -> dict[str, bytes]:
     """Compile kernels in a source tree into a folder; return the bytes of the cubins and PTX by file name."""
     patterns = [argument for pattern in only for argument in ("--only", pattern)]
-    subprocess.run([sys.executable, "-m", "codegen", "build", "--out", str(out), *patterns], cwd=tree, check=True)
+    subprocess.run([sys.executable, "-m", "codegen", "build", "--out", str(out), *patterns], cwd=tree, check=True,
+                   env={**os.environ, "SAGE_AOT_CACHE": ""})  # else the bytes would be those that are compared
     return {path.name: path.read_bytes() for path in out.iterdir() if path.name != "manifest.json"}
 
 

@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # Runs the README's test command in a fresh environment. Between the install and the tests of that command, this script
 # lints, and builds and checks every kernel. Beside the tests it checks that both wheels equal the sdist's wheels from
-# another folder, are right in every file, and work without the source tree.
+# another folder, are right in every file, and work without the source tree. Prints the minutes of each part.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf .venv-test dist
 command=$(grep -m 1 -- '-m pytest$' README.md)
 echo "+ ci/lint.sh, .venv-test/bin/python -m codegen check, after: $command"
-eval "${command% && *}"
-.venv-test/bin/pip install -q -c ci/constraints.txt ruff mypy clang-format types-PyYAML
-PYTHON=.venv-test/bin/python bash ci/lint.sh
-.venv-test/bin/python -m codegen build
-.venv-test/bin/python -m codegen check
+
+minutes=()
+part() {  # NAME COMMAND...; a function must say by && where it stops: bash ignores -e in it
+  local begin=$SECONDS status=0
+  "${@:2}" || status=$?
+  minutes+=("$(awk -v name="$1" -v seconds=$((SECONDS - begin)) 'BEGIN { printf "| %s | %.1f |", name, seconds / 60 }')")
+  return "$status"
+}
 
 # Beside the tests of the source tree, whose processes leave a processor idle at times.
 check_wheel() {
@@ -22,11 +25,31 @@ check_wheel() {
   .venv-test/bin/python ci/test_wheel.py dist/sage_aot-*.whl --second dist/sage_aot_sageattention-*.whl --borrow \
     --tests tests/unit/test_loader.py tests/unit/test_manifest.py tests/unit/test_select.py
 }
+
+lint() {
+  .venv-test/bin/pip install -q -c ci/constraints.txt ruff mypy clang-format types-PyYAML &&
+    PYTHON=.venv-test/bin/python bash ci/lint.sh
+}
+
+check_kernels() {
+  .venv-test/bin/python -m codegen build && .venv-test/bin/python -m codegen check
+}
+
+finish() {
+  kill "$wheel" 2> /dev/null || true
+  cat "$log"
+  rm -f "$log"
+  printf '%s\n' "| part | minutes |" "|---|--:|" "${minutes[@]}" "| together | $((SECONDS / 60)) |"
+}
+
+part "environment and kernels" eval "${command% && *}"
+part "lint" lint
+part "check of the kernels" check_kernels
 log=$(mktemp)
 check_wheel > "$log" 2>&1 &
 wheel=$!
-trap 'kill "$wheel" 2> /dev/null || true; cat "$log"; rm -f "$log"' EXIT
+trap finish EXIT
 status=0
-eval "${command##* && }" || status=$?
-wait "$wheel" || status=$?
+part "tests, and the wheel beside them" eval "${command##* && }" || status=$?
+part "the wheel, after the tests" wait "$wheel" || status=$?
 exit "$status"

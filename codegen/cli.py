@@ -165,12 +165,13 @@ def _default_out(compilation: Compilation) -> Path:
 
 
 def _selection(args: argparse.Namespace) -> Selection:
-    return Selection(args.arch, tuple(args.only))
+    return Selection(tuple(args.arch), tuple(args.only))
 
 
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--arch", type=_names, default=(), metavar="sm80,sm90", help="only kernels for these")
+    common.add_argument("--arch", type=_names, action="extend", default=[], metavar="sm80,sm90",
+                        help="only kernels for these")
     common.add_argument("--only", action="append", default=[], metavar="PATTERN",
                         help="only kernels with such a name, for example '*_d64_*', and those that feed them")
     common.add_argument("--build-dir", type=Path, metavar="DIR", help="of intermediate files; default: build/")

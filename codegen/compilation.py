@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from codegen import nvcc, nvrtc
+from codegen import nvcc, nvdisasm, nvrtc
 from codegen.compiler import Report
 from codegen.errors import BuildError
 from codegen.matrix import PlannedKernel
@@ -31,6 +31,9 @@ class Toolchain(Protocol):
 
 
 TOOLCHAINS: dict[str, Toolchain] = {"nvrtc": nvrtc, "nvcc": nvcc}
+
+_COMMAND_FILES = ("compiler.py", "census.py", "nvdisasm.py", "kernel_info.py", "targets.py")
+"""Files of codegen, beside the toolchain's own, on which the outputs of a compile command depend."""
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(["<])([^">]+)[">]', re.MULTILINE)
 
@@ -57,6 +60,16 @@ class Compilation:
         return TOOLCHAINS[self.toolchain].version()
 
     @property
+    def versions(self) -> str:
+        """Names and versions of the tools that a compile command runs, a line each."""
+        return f"{self.version}\n{nvdisasm.version()}\n"
+
+    @property
+    def command_files(self) -> list[Path]:
+        """The files of codegen on which the outputs of a compile command depend; they hold its flags, too."""
+        return [Path(__file__).with_name(name) for name in (f"{self.toolchain}.py", *_COMMAND_FILES)]
+
+    @property
     def shippable(self) -> bool:
         """Whether a wheel may hold these cubins. Retargeted cubins are for tests, cubins by nvcc for debugging."""
         return self.toolchain == "nvrtc" and self.retarget is None
@@ -78,9 +91,29 @@ class Compilation:
         """Path of a kernel's cubin or PTX."""
         return self.folder / f"{kernel.spec.name}.{'ptx' if is_ptx(kernel.spec.arch) else 'cubin'}"
 
+    def outputs(self, kernel: PlannedKernel) -> tuple[Path, Path]:
+        """Paths of all that a compile command writes: the cubin or PTX, and the report on it."""
+        return self.compiled(kernel), self.compiled(kernel).with_suffix(".json")
+
     def report(self, kernel: PlannedKernel) -> Report:
         """The report on a kernel, which must be compiled."""
         return Report.read(self.compiled(kernel))
+
+    def cache_keys(self, kernels: tuple[PlannedKernel, ...]) -> dict[PlannedKernel, str]:
+        """Per rendered kernel a sha256 of all that its outputs depend on. Where nvcc compiles, none has a key: nvcc
+        reads headers of the host compiler, which nothing here names."""
+        if self.toolchain == "nvcc":
+            return {}
+        command = hashlib.sha256(self.versions.encode())
+        for path in self.command_files:
+            command.update(path.read_bytes())
+
+        def key(kernel: PlannedKernel) -> str:
+            digest = command.copy()
+            digest.update("\n".join((self.source_sha256(kernel), *kernel.spec.entries)).encode())
+            return digest.hexdigest()
+
+        return {kernel: key(kernel) for kernel in kernels}
 
     def source_sha256(self, kernel: PlannedKernel) -> str:
         """sha256 of the compiler's whole input for a rendered kernel: each file with its name, the target, the
@@ -95,17 +128,18 @@ class Compilation:
         return digest.hexdigest()
 
 
-def headers_of(source: Path, include: Path) -> set[Path]:
-    """Every header of the include folder that a source includes, directly or not; BuildError for an unknown header."""
+def headers_of(source: Path, *folders: Path) -> set[Path]:
+    """Every header of the include folders that a source includes, directly or not, each from the first folder that has
+    it; BuildError for an unknown header."""
     found: set[Path] = set()
     pending = [source]
     while pending:
         file = pending.pop()
         for bracket, name in _INCLUDE.findall(file.read_text(encoding="utf-8")):
-            header = include / name
-            if header.is_file() and header not in found:
+            header = next((folder / name for folder in folders if (folder / name).is_file()), None)
+            if header and header not in found:
                 found.add(header)
                 pending.append(header)
-            elif bracket == '"' and not header.is_file():
-                raise BuildError(f"{file}: expected a header of {include}, got {name!r}")
+            elif bracket == '"' and not header:
+                raise BuildError(f"{file}: expected a header of {', '.join(map(str, folders))}, got {name!r}")
     return found

@@ -1,4 +1,7 @@
-"""Sources → cubins with ninja: in parallel, and only what changed. :mod:`codegen.compilation` defines the inputs."""
+"""Sources → cubins with ninja: in parallel, and only what changed and what :mod:`codegen.cache` does not hold.
+
+:mod:`codegen.compilation` defines the inputs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pathlib import Path
 from ninja import BIN_DIR
 from ninja.ninja_syntax import Writer, escape
 
-from codegen import nvdisasm
+from codegen.cache import Cache
 from codegen.compilation import Compilation, headers_of
 from codegen.errors import BuildError
 from codegen.files import write_if_changed
@@ -21,16 +24,34 @@ from codegen.matrix import PlannedKernel
 from codegen.project import ROOT
 from codegen.render import source_path
 
-_COMMAND_FILES = ("compiler.py", "census.py", "nvdisasm.py", "kernel_info.py", "targets.py")
-"""Files of codegen, beside the toolchain's own, on which the outputs of a compile command depend."""
-
 
 def compile_all(kernels: tuple[PlannedKernel, ...], compilation: Compilation, jobs: int | None = None) -> None:
     """Bring the cubins of rendered kernels up to date; BuildError where one does not compile."""
+    cache, keys = Cache.of_environment(), compilation.cache_keys(kernels)
+    kept = {kernel for kernel, key in keys.items() if cache.restore(key, compilation.outputs(kernel))}
+    if kept:
+        print(f"{len(kept)} of {len(kernels)} kernels from {cache.folder}, compiled before", file=sys.stderr)
+    others = tuple(kernel for kernel in kernels if kernel not in kept)
+    if others:
+        before = _times(others, compilation)
+        _run_ninja(others, compilation, jobs)
+        after = _times(others, compilation)
+        # Not what ninja found up to date, by times alone; nor what a file made that changed meanwhile.
+        compiled = tuple(kernel for kernel in others if kernel in keys and before[kernel] != after[kernel])
+        cache.keep({key: compilation.outputs(kernel) for kernel, key in compilation.cache_keys(compiled).items()
+                    if key == keys[kernel]})
+
+
+def _times(kernels: tuple[PlannedKernel, ...], compilation: Compilation) -> dict[PlannedKernel, int | None]:
+    """When each kernel was compiled, ns; None: not yet."""
+    paths = {kernel: compilation.compiled(kernel) for kernel in kernels}
+    return {kernel: path.stat().st_mtime_ns if path.exists() else None for kernel, path in paths.items()}
+
+
+def _run_ninja(kernels: tuple[PlannedKernel, ...], compilation: Compilation, jobs: int | None) -> None:
     ninja_file = compilation.folder / "build.ninja"
     # The versions go into a file, so that another version of a tool rebuilds: ninja compares the times of files.
-    versions = f"{compilation.version}\n{nvdisasm.version()}\n"
-    write_if_changed(compilation.folder / "compiler.txt", versions.encode())
+    write_if_changed(compilation.folder / "compiler.txt", compilation.versions.encode())
     write_if_changed(ninja_file, ninja_text(kernels, compilation).encode())
     command = [str(Path(BIN_DIR, "ninja")), "-f", str(ninja_file), *(["-j", str(jobs)] if jobs else [])]
     # In ROOT python -m finds codegen. ninja's progress goes to stderr: stdout is for the command's result.
@@ -48,13 +69,12 @@ def ninja_text(kernels: tuple[PlannedKernel, ...], compilation: Compilation) -> 
     ninja.variable("builddir", str(compilation.folder))  # where ninja keeps its log
     ninja.rule("compile", f"{_quoted(_interpreter())} -m codegen.{toolchain} $in --target $target $entries "
                           f"--include {_quoted(project.include)} -o $out", description=f"{toolchain} $target $name")
-    # The flags stand in the toolchain's module, whose file is an input: a change of the flags rebuilds.
-    commands = [Path(__file__).with_name(name) for name in (f"{toolchain}.py", *_COMMAND_FILES)]
     for kernel in kernels:
-        source, compiled = source_path(kernel, project), compilation.compiled(kernel)
+        source, (compiled, report) = source_path(kernel, project), compilation.outputs(kernel)
         headers = sorted(headers_of(source, project.include))
-        ninja.build([str(compiled)], "compile", [str(source)], implicit_outputs=[str(compiled.with_suffix(".json"))],
-                    implicit=[str(path) for path in (*headers, *commands, compilation.folder / "compiler.txt")],
+        ninja.build([str(compiled)], "compile", [str(source)], implicit_outputs=[str(report)],
+                    implicit=[str(path) for path in (*headers, *compilation.command_files,
+                                                     compilation.folder / "compiler.txt")],
                     variables={"target": compilation.target(kernel), "name": kernel.spec.name,
                                "entries": " ".join(f"--entry {entry}" for entry in kernel.spec.entries)})
     return text.getvalue()

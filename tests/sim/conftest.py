@@ -1,5 +1,8 @@
 """Tests marked `by_workers(does=function)` leave their work to other processes, from the start of the session on: their
 fixture `outcome` is what `function(build, **parameters)` returned for their own parameters.
+
+Tests marked `planted`, which plant bugs, are left out where a whole run left a stamp (stamp.py) and nobody asks for
+them by name.
 """
 
 from __future__ import annotations
@@ -11,18 +14,48 @@ from typing import Any
 import pytest
 from drawn import variants_of
 from simbuild import Build
+from stamp import Planted, asked_by_name
 from variants_on_cpu import SIMULATED, variant
 from workers import Workers
 
 from sage_aot._kernels.spec import AttnSpec
 
 _WORKERS, _OUTCOMES = pytest.StashKey[Workers](), pytest.StashKey[dict[str, Future[Any]]]()
+_PLANTED = pytest.StashKey[Planted]()
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What waits for the workers comes last."""
+    planted = [item for item in items if item.get_closest_marker("planted")]
+    if planted:
+        config.stash[_PLANTED] = of_session = Planted()
+        by_name = asked_by_name(config.option.markexpr, config.option.keyword, config.args)
+        if not by_name and of_session.passed_before:
+            of_session.left_out = len(planted)
+            items[:] = [item for item in items if not item.get_closest_marker("planted")]
+            config.hook.pytest_deselected(items=planted)
     items.sort(key=lambda item: "outcome" in _fixtures(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if call.when == "call" and report.passed and item.get_closest_marker("planted"):
+        item.config.stash[_PLANTED].passed.add(item.nodeid)
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _PLANTED in session.config.stash:
+        session.config.stash[_PLANTED].finish()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    left_out = config.stash[_PLANTED].left_out if _PLANTED in config.stash else 0
+    if left_out:
+        terminalreporter.write_line(f"{left_out} tests of planted bugs are left out: all of them passed on these "
+                                    "files. `-m planted` runs them.")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -43,7 +76,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def outcome(request: pytest.FixtureRequest) -> Any:
-    return request.config.stash[_OUTCOMES][request.node.nodeid].result()
+    timed = request.config.stash[_OUTCOMES][request.node.nodeid].result()
+    planted = request.node.get_closest_marker("planted")
+    request.node.user_properties += [("tests/sim: kernels compiled for the CPU", timed.compiling),
+                                     (f"tests/sim: {'planted bugs' if planted else 'calls'}", timed.calling)]
+    return timed.result
 
 
 @pytest.fixture(scope="session")

@@ -52,5 +52,13 @@ def is_clang() -> bool:
     return "clang" in subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True).stdout
 
 
+@functools.cache
+def identity() -> str:
+    """What the compiler makes of a source depends on: its version, that of the C library, and this processor, all of
+    which it tells by macros."""
+    command = [*compiler(), "-march=native", "-x", "c++", "-include", "features.h", "-dM", "-E", os.devnull]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def kernel_flags() -> tuple[str, ...]:
     return KERNEL_FLAGS + (_CLANG_FLAGS if is_clang() else _GCC_FLAGS)

@@ -1,4 +1,8 @@
-"""Sources of kernels, and the engine, → shared libraries, with ninja: in parallel, and only what changed.
+"""Sources of kernels, and the engine, → shared libraries, with ninja: in parallel, and only what changed and what
+codegen.cache does not hold.
+
+The compiler runs in the folder of the libraries, and every path that it is given is relative to that folder: a library
+is the same in every checkout.
 
 The include folder that kernels see is made of links: the headers of templates/include/sage, but for those of ptx/.
 The meanings in include/sage/ptx replace these, so a wrapper without one is unknown to the compiler.
@@ -7,8 +11,9 @@ The meanings in include/sage/ptx replace these, so a wrapper without one is unkn
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
-import re
+import os
 import shlex
 import subprocess
 from collections.abc import Iterable
@@ -16,10 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
-from hostcc import ENGINE_FLAGS, compiler, kernel_flags
+from hostcc import ENGINE_FLAGS, compiler, identity, kernel_flags
 from ninja import BIN_DIR
 from ninja.ninja_syntax import Writer, escape
 
+from codegen.cache import Cache
+from codegen.compilation import headers_of
+from codegen.errors import BuildError
 from codegen.files import write_if_changed
 from codegen.kernel_info import KernelInfo, of_elf
 from codegen.matrix import Matrix, PlannedKernel, read_matrix
@@ -96,14 +104,8 @@ _asked: dict[Path, set[str]] = {}
 
 def _is_known(source: Path, project: Project) -> bool:
     """Whether a kernel's headers are those of PROJECT."""
-    names = _included(source, project.include)
+    names = (header.relative_to(project.include) for header in headers_of(source, project.include))
     return all((project.include / name).read_bytes() == (PROJECT.include / name).read_bytes() for name in names)
-
-
-def _included(path: Path, include: Path) -> set[str]:
-    """The headers that a file includes, and what those do."""
-    names = set(re.findall(r'^#include "(.*)"', path.read_text(), re.MULTILINE))
-    return names.union(*(_included(include / name, include) for name in names))
 
 
 def _manifest(kernels: list[PlannedKernel], made: Build) -> Manifest:
@@ -127,25 +129,79 @@ def _record(kernel: PlannedKernel, info: KernelInfo) -> KernelRecord:
 def build(sources: Iterable[Source], folder: Path, headers: Path = PROJECT.include) -> Build:
     """Bring kernels up to date, on these headers; HostBuildError where one does not compile."""
     _link_headers(headers, folder / "include")
-    _run_ninja(folder, _kernels_text(sources, folder))
+    _bring(folder, [_library_of(source, folder) for source in sources])
     return Build(folder)
 
 
 def build_engine() -> Path:
     """Bring the engine up to date; it is the same for all kernels."""
     folder = PROJECT.build / "engine"
-    _run_ninja(folder, _engine_text(folder))
+    sources = tuple(sorted(path for path in ENGINE.glob("*.cpp") if path != _ENTRY))
+    flags = (*ENGINE_FLAGS, f"-I{_relative(MEANINGS, folder)}")
+    _bring(folder, [_Library(folder / "engine.so", sources, sources, (ENGINE, MEANINGS), flags)])
     return folder / "engine.so"
 
 
-def _run_ninja(folder: Path, text: str) -> None:
-    """By one process at a time: the tests' own and each of the workers bring the engine up to date."""
-    ninja_file = folder / "build.ninja"
+@dataclass(frozen=True)
+class _Library:
+    """A shared library, and what the compiler makes it from."""
+
+    path: Path
+    units: tuple[Path, ...]  # translation units
+    read: tuple[Path, ...]  # files that the compiler reads, beside the headers that they include
+    include: tuple[Path, ...]  # where it finds those
+    flags: tuple[str, ...]
+
+    def key(self) -> str:
+        """A sha256 of all that the library depends on."""
+        digest = hashlib.sha256("\n".join((identity(), *compiler(), *self.flags, *_link_command())).encode())
+        files = {*self.units, *self.read}.union(*(headers_of(file, *self.include) for file in self.read))
+        for name, path in sorted((_relative(path, self.path.parent), path) for path in files):
+            data = path.read_bytes()
+            digest.update(f"\n{name} {len(data)}\n".encode() + data)
+        return digest.hexdigest()
+
+
+def _library_of(source: Source, folder: Path) -> _Library:
+    include = source.path.parent, folder / "include", MEANINGS
+    entries = " ".join(f"SIM_ENTRY({entry})" for entry in source.entries or (source.name,))
+    flags = (*kernel_flags(), *(f"-I{_relative(path, folder)}" for path in include[1:]),
+             "-include", _relative(source.path, folder), f"-DSIM_ENTRIES={entries}")
+    read = MEANINGS / "cuda_builtins.h", source.path
+    return _Library(folder / f"{source.name}.so", (_ENTRY,), read, include, flags)
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return os.path.relpath(path, folder)
+
+
+def _bring(folder: Path, libraries: list[_Library]) -> None:
+    """Bring libraries of a folder up to date, in one process at a time: the tests' own and each of the workers bring
+    the engine up to date."""
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
-        write_if_changed(ninja_file, text.encode())
-        found = subprocess.run([str(Path(BIN_DIR, "ninja")), "-k", "0", "-f", str(ninja_file)], capture_output=True,
-                               text=True, check=False)
+        cache = Cache.of_environment()
+        try:
+            keys = {library.path: library.key() for library in libraries}
+        except BuildError as error:
+            raise HostBuildError(str(error)) from error
+        others = [library for library in libraries if not cache.restore(keys[library.path], [library.path])]
+        before = {library.path: _time(library.path) for library in others}
+        if others:
+            _run_ninja(folder, _ninja_text(others, folder))
+        # Not what ninja found up to date, by times alone; nor what a file made that changed meanwhile.
+        cache.keep({key: [library.path] for library in others if before[library.path] != _time(library.path)
+                    and (key := library.key()) == keys[library.path]})
+
+
+def _time(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def _run_ninja(folder: Path, text: str) -> None:
+    write_if_changed(folder / "build.ninja", text.encode())
+    found = subprocess.run([str(Path(BIN_DIR, "ninja")), "-k", "0"], cwd=folder, capture_output=True, text=True,
+                           check=False)
     if found.returncode:
         raise HostBuildError(found.stdout + found.stderr)
 
@@ -170,40 +226,26 @@ def _link(link: Path, target: Path) -> None:
     link.symlink_to(target)
 
 
-def _engine_text(folder: Path) -> str:
+def _ninja_text(libraries: Iterable[_Library], folder: Path) -> str:
     text = io.StringIO()
     ninja = Writer(text, width=120)
-    ninja.variable("builddir", str(folder))
-    ninja.rule("object", _command(*compiler(), *ENGINE_FLAGS, f"-I{MEANINGS}") + " -MMD -MF $out.d -c $in -o $out",
-               depfile="$out.d", deps="gcc")
-    ninja.rule("library", f"{_link_command()} $in -o $out")
-    objects = [ninja.build(str(folder / f"{path.stem}.o"), "object", str(path))[0]
-               for path in sorted(ENGINE.glob("*.cpp")) if path != _ENTRY]
-    ninja.build(str(folder / "engine.so"), "library", objects)
+    # Places in debug information are relative to the library's folder, whatever its path: symbols.py.
+    ninja.rule("object", _quoted(*compiler(), f"-fdebug-prefix-map={folder}=.")
+               + " $flags -MMD -MF $out.d -MT $out -c $in -o $out", depfile="$out.d", deps="gcc", description="$out")
+    ninja.rule("library", f"{_quoted(*_link_command())} $in -o $out", description="$out")
+    for library in libraries:
+        objects = [f"{library.path.stem}.{unit.stem}.o" for unit in library.units]
+        for unit, name in zip(library.units, objects):
+            ninja.build(name, "object", _relative(unit, folder), variables={"flags": _quoted(*library.flags)})
+        ninja.build(library.path.name, "library", objects)
     return text.getvalue()
 
 
-def _kernels_text(sources: Iterable[Source], folder: Path) -> str:
-    text = io.StringIO()
-    ninja = Writer(text, width=120)
-    ninja.variable("builddir", str(folder))
-    ninja.rule("kernel", _command(*compiler(), *kernel_flags(), f"-I{folder / 'include'}", f"-I{MEANINGS}")
-               + " $defines -MMD -MF $out.d -MT $out -c $in -o $out.o"
-               + f" && {_link_command()} $out.o -o $out",
-               depfile="$out.d", deps="gcc", description="$name")
-    for source in sources:
-        entries = " ".join(f"SIM_ENTRY({entry})" for entry in source.entries or (source.name,))
-        defines = _command(f'-DSIM_SOURCE="{source.path}"', f"-DSIM_ENTRIES={entries}")
-        ninja.build(str(folder / f"{source.name}.so"), "kernel", str(_ENTRY),
-                    variables={"name": source.name, "defines": defines})
-    return text.getvalue()
-
-
-def _link_command() -> str:
+def _link_command() -> tuple[str, ...]:
     """Without the run-time libraries of the sanitizers, for which the engine stands: no -fsanitize, and -O2, or else
     zig brings one unasked."""
-    return _command(*compiler(), "-shared", "-O2", "-Wl,-z,now")
+    return *compiler(), "-shared", "-O2", "-Wl,-z,now"
 
 
-def _command(*words: str) -> str:
+def _quoted(*words: str) -> str:
     return escape(shlex.join(words))

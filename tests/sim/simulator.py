@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -355,5 +356,10 @@ class _Engine:
     def _report(self, index: int, path: Path, name: str) -> Report:
         found = _Report()
         self._library.sim_get_report(index, ctypes.byref(found))
-        place = f"{found.file.decode()}:{found.line}" if found.file else line_of(path, found.pc - 1)
+        place = f"{_source(path, found.file.decode())}:{found.line}" if found.file else line_of(path, found.pc - 1)
         return Report(name, found.kind.decode(), found.detail.decode(), place, found.block, found.thread, found.count)
+
+
+def _source(library: Path, file: str) -> str:
+    """The path of a source that a library names relative to its own folder."""
+    return os.path.normpath(os.path.join(library.parent, file))

@@ -25,7 +25,8 @@ def _rows(library: Path) -> list[tuple[int, int, str]]:
         dwarf = ELFFile(file).get_dwarf_info()
         for unit in dwarf.iter_CUs():
             program = dwarf.line_program_for_CU(unit)
-            folder = unit.get_top_DIE().attributes["DW_AT_comp_dir"].value.decode()
+            inside = unit.get_top_DIE().attributes["DW_AT_comp_dir"].value.decode()  # "."
+            folder = os.path.join(library.parent, inside)
             states = [entry.state for entry in program.get_entries() if entry.state is not None]
             line = 0
             for state, following in zip(states, states[1:]):

@@ -11,8 +11,10 @@ import simbuild
 import torch
 from hopper_faults import FAULTS, HARMLESS, NOTHING, WRONG
 from layout import _key_of_column
-from simbuild import Build, HostBuildError, Source
+from simbuild import PROJECT, Build, HostBuildError, Source
 from simulator import Simulator, SimulatorError, views
+
+from codegen.files import write_if_changed
 
 KERNELS = Path(__file__).parent / "kernels"
 KERNEL = KERNELS / "pipeline.cu"
@@ -73,8 +75,8 @@ def params(a: int, b: int, v: int, scores: int, out: int, tiles: int) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    return simbuild.build(SOURCES, tmp_path_factory.mktemp("hopper"))
+def build() -> Build:
+    return simbuild.build(SOURCES, PROJECT.build / "hopper")
 
 
 def run(build: Build, name: str, problem: Problem, seed: int) -> None:
@@ -158,13 +160,14 @@ def test_product(build, which):
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    folder, text = tmp_path_factory.mktemp("faulty"), KERNEL.read_text()
+def faulty() -> Build:
+    folder, text = PROJECT.build / "hopper_faults", KERNEL.read_text()
     sources = []
     for fault in (*FAULTS, *HARMLESS):
         assert text.count(fault.there) == 1, fault.name
         path = folder / f"{fault.entry}.cu"
-        path.write_text(text.replace(fault.there, fault.instead).replace(" pipeline(", f" {fault.entry}("))
+        changed = text.replace(fault.there, fault.instead).replace(" pipeline(", f" {fault.entry}(")
+        write_if_changed(path, changed.encode())
         sources.append(Source(fault.entry, path))
     return simbuild.build(sources, folder / "build")
 

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections import defaultdict
+import hashlib
 from functools import cache
-from pathlib import Path
 
 import pytest
 import simbuild
 import simulator
+from bugs import IN_TURN, SWITCHED
 from drawn import BACKWARD_ALONE, HARMLESS, candidates, drawn, variants_of
 from filelock import FileLock
-from mutations import MUTATIONS, Mutation
+from mutations import Mutation
 from schemata import Bug, plant, plant_switched
 from simbuild import PROJECT, Build
 from simulated import Simulated
 from tables import DOCUMENT, with_tables
 from variants_on_cpu import SEEDS, cases_of, failure_of, in_orders, variant
-
-SWITCHED: dict[str, list[Bug]] = defaultdict(list)
-"""Per variant the bugs that its kernels are compiled with, all at once."""
-
-for _mutation in MUTATIONS:
-    if _mutation.bug.can_be_switched:
-        SWITCHED[_mutation.variant].append(_mutation.bug)
-for _bug in drawn():
-    for _name in variants_of(_bug):
-        SWITCHED[_name].append(_bug)
-
-IN_TURN = sorted(MUTATIONS, key=lambda mutation: [
-    other for other in MUTATIONS if other.variant == mutation.variant].index(mutation))
-"""The first of each variant, then the second: so the workers compile different variants."""
 
 
 def caught_by(base: Build, mutation: Mutation) -> str | None:
@@ -39,10 +24,10 @@ def caught_by(base: Build, mutation: Mutation) -> str | None:
     without it."""
     if mutation.bug.can_be_switched:
         return _caught_in(base, mutation.variant, mutation.bug)
-    with tempfile.TemporaryDirectory() as folder:
-        project = plant(mutation.bug, Path(folder))
-        return _first_failure(Simulated(simbuild.build_matrix([variant(mutation.variant)], project, base)),
-                              mutation.variant, mutation.bug)
+    folder = hashlib.sha256(str(mutation.bug).encode()).hexdigest()[:16]
+    project = plant(mutation.bug, PROJECT.build / "planted" / folder)
+    return _first_failure(Simulated(simbuild.build_matrix([variant(mutation.variant)], project, base)),
+                          mutation.variant, mutation.bug)
 
 
 def caught_by_any(base: Build, bug: Bug) -> str | None:
@@ -87,12 +72,14 @@ def failure_without_bugs(base: Build, name: str) -> tuple[str, str] | None:
     return next(filter(None, found), None)
 
 
+@pytest.mark.planted
 @pytest.mark.by_workers(does=caught_by)
 @pytest.mark.parametrize("mutation", IN_TURN, ids=[mutation.name for mutation in IN_TURN])
 def test_bug_is_caught(outcome, mutation):
     assert outcome == mutation.caught
 
 
+@pytest.mark.planted
 @pytest.mark.by_workers(does=caught_by_any)
 @pytest.mark.parametrize("bug", drawn(), ids=str)
 def test_drawn_bug_is_caught(outcome, bug):
@@ -100,6 +87,7 @@ def test_drawn_bug_is_caught(outcome, bug):
                      "kernel to SHOWN_BY, or say in HARMLESS of drawn.py why it does no harm")
 
 
+@pytest.mark.planted
 @pytest.mark.by_workers(does=failure_without_bugs)
 @pytest.mark.parametrize("name", SWITCHED)
 def test_switches_alone_change_nothing(outcome, name):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from fuzz_checks import Verdict
 from simbuild import PROJECT, Build, matrix
 from simulated import Simulated
 
+from codegen.matrix import PlannedKernel
 from codegen.render import Renderer
 from sage_aot._kernels.spec import AttnSpec, is_ptx
 from sage_aot._problem.options import Options
@@ -38,7 +39,12 @@ def variant(name: str) -> AttnSpec:
 
 def source_of(spec: AttnSpec) -> str:
     """What is compiled for a kernel, whatever its arch: its source without comments and without its own name."""
-    text = _RENDERER.render(KERNELS[spec]).replace(spec.name, "")
+    return _source_of(KERNELS[spec])
+
+
+@functools.cache
+def _source_of(kernel: PlannedKernel) -> str:
+    text = _RENDERER.render(kernel).replace(kernel.spec.name, "")
     return "\n".join(line for line in text.splitlines() if not line.startswith("//"))
 
 
@@ -57,6 +63,33 @@ def _simulated() -> tuple[AttnSpec, ...]:
 
 SIMULATED = _simulated()
 """The kernels that are simulated: every source, and some of every chip."""
+
+
+def quantization_of(spec: AttnSpec) -> Hashable:
+    """What decides how a kernel's calls quantize: the quantizer's source, and the means that it subtracts."""
+    quantizer, = (kernel for kernel in _MATRIX.kernels
+                  if kernel.spec.kind == "quant" and kernel.spec.name in KERNELS[spec].companions)
+    return _source_of(quantizer), spec.v, spec.q
+
+
+def epilogue_of(spec: AttnSpec) -> Hashable:
+    """What decides how a kernel finishes and stores its rows: the parameters of attn/epilogue.cuh."""
+    return KERNELS[spec].family, spec.headdim, KERNELS[spec].tile.warp_m, spec.mask, spec.v
+
+
+def _first_of_each() -> frozenset[AttnSpec]:
+    found: dict[Hashable, AttnSpec] = {}
+    for spec in sorted(SIMULATED, key=lambda spec: (spec.qk != "int8", spec.mask != "full")):
+        for parts in (quantization_of(spec), epilogue_of(spec)):
+            found.setdefault(parts, spec)
+    return frozenset(found.values())
+
+
+FIRST_OF_EACH = _first_of_each()
+"""The first kernel with each quantization, and the first with each epilogue; INT8 and full ones come first."""
+
+OF_QUANTIZATION_AND_EPILOGUE = {"odd", "floats", "masked"}
+"""Cases that tell how rows are read and stored, and little of what comes between: FIRST_OF_EACH alone has them."""
 
 
 EXTREMES = (
@@ -127,7 +160,12 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 
 def cases_of(spec: AttnSpec) -> dict[str, Case]:
-    """Ragged calls, of bf16 and of f16 alternately.
+    left_out = set() if spec in FIRST_OF_EACH else OF_QUANTIZATION_AND_EPILOGUE
+    return {name: case for name, case in _every_case(spec).items() if name not in left_out}
+
+
+def _every_case(spec: AttnSpec) -> dict[str, Case]:
+    """Ragged calls, of bf16 and of f16 alternately; of OF_QUANTIZATION_AND_EPILOGUE where no kernel before has them.
 
     plain: grouped heads, contiguous, several KV tiles.
     odd: as unlike as can be. Several heads and batches, K not smoothed, rows of no whole vectors, of which some see

@@ -6,10 +6,11 @@ import functools
 import gc
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.synchronize import Lock
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import simbuild
 import torch
@@ -18,6 +19,14 @@ from simbuild import Build, HostBuildError
 from sage_aot._kernels.spec import AttnSpec
 
 Result = TypeVar("Result")
+
+
+class Timed(NamedTuple, Generic[Result]):
+    """What a function returned, and how long one process took for it."""
+
+    result: Result
+    compiling: float  # seconds in which it compiled the kernels, or waited for them
+    calling: float  # seconds of the function
 
 
 class Workers:
@@ -29,7 +38,7 @@ class Workers:
         self._kernels = tuple(specs), context.Lock()
         self._executor = ProcessPoolExecutor(os.cpu_count(), context, _start, self._kernels)
 
-    def submit(self, function: Callable[..., Result], **arguments: object) -> Future[Result]:
+    def submit(self, function: Callable[..., Result], **arguments: object) -> Future[Timed[Result]]:
         """`function(build, **arguments)` in one of them, as soon as what was submitted before leaves one free."""
         return self._executor.submit(_run, function, arguments)
 
@@ -52,8 +61,12 @@ def _start(specs: tuple[AttnSpec, ...], lock: Lock) -> None:
 _kernels: tuple[tuple[AttnSpec, ...], Lock]
 
 
-def _run(function: Callable[..., Result], arguments: dict[str, object]) -> Result:
-    return function(_built(*_kernels), **arguments)
+def _run(function: Callable[..., Result], arguments: dict[str, object]) -> Timed[Result]:
+    begin = time.perf_counter()
+    build = _built(*_kernels)
+    compiled = time.perf_counter()
+    result = function(build, **arguments)
+    return Timed(result, compiled - begin, time.perf_counter() - compiled)
 
 
 def _built(specs: tuple[AttnSpec, ...], lock: Lock) -> Build:

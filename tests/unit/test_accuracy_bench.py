@@ -22,13 +22,18 @@ from emulator import GROUPS, ROUNDING, Method, Sizes
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._call import pipeline
 from sage_aot._call.pipeline import default_library
+from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._tools import demo, reference
 from sage_aot._tools.reference import Accuracy
 from sage_aot.errors import ArgumentError, UnsupportedError
 
+pytestmark = pytest.mark.kernels("sm80", "sm89", "sm90", "sm120")
 SIZES = Sizes(block_m=128, block_n=64, warp_m=32, row_groups=32, key_groups=4)
-QUANT = default_library().manifest.kernels["sage_quant_sm89_d64_qkint8_pve4m3"]
 F16 = {"pv": "f16", "accumulator": "f32"}
+
+
+def quantizer() -> KernelRecord:
+    return default_library().manifest.kernels["sage_quant_sm89_d64_qkint8_pve4m3"]
 
 
 def draw(kind="outlier", q_shape=(1, 4, 300, 64), kv_shape=(1, 2, 390, 64)):
@@ -137,7 +142,7 @@ def test_smooth_attn_splits_each_channels_range_evenly():
 
 def quantized(x, side, granularity, bits=4):
     groups = GROUPS[granularity][side](x.shape[2], SIZES)
-    return *emulator.quantize_rows(x, groups, Method(bits=bits), QUANT), groups
+    return *emulator.quantize_rows(x, groups, Method(bits=bits), quantizer()), groups
 
 
 def test_groups_of_each_granularity():
@@ -164,7 +169,7 @@ def test_every_group_fills_its_range_and_rounds_to_nearest(granularity, bits):
 def test_clipping_narrows_the_range_of_each_group():
     x = torch.tensor([[7.0, -5.0, 2.9], [14.0, 3.0, -14.0]])[None, None]
     method = Method(bits=4, clip=0.5)
-    integers, scale = emulator.quantize_rows(x, torch.arange(2), method, QUANT)
+    integers, scale = emulator.quantize_rows(x, torch.arange(2), method, quantizer())
     assert scale.flatten().tolist() == [0.5, 1.0]
     assert integers[0, 0].tolist() == [[7.0, -8.0, 6.0], [7.0, 3.0, -8.0]]
 
@@ -206,7 +211,7 @@ def test_types_round_to_nearest_even_and_saturate(pv, values):
 def test_v_fills_its_range_per_channel(method, limit):
     v = draw(kv_shape=(1, 2, 390, 64))[2].float()
     v[..., 3] = 0.0
-    stored, scale = emulator.quantize_v(v, method, QUANT)
+    stored, scale = emulator.quantize_v(v, method, quantizer())
     largest = stored.abs().amax(2)
     assert (largest[..., 3] == 0).all() and (scale[..., 3] == 1).all()
     assert (torch.cat([largest[..., :3], largest[..., 4:]], -1) == limit).all()

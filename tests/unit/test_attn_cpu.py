@@ -342,6 +342,7 @@ def test_other_devices_are_refused():
         sage_aot.attn(q, k, v)
 
 
+@pytest.mark.kernels("sm80", "sm90", "ptx80")
 def test_info_names_versions_kernels_and_emulation():
     report, manifest = sage_aot.info(), default_library().manifest
     assert f"sage_aot {sage_aot.__version__}" in report and f"torch {torch.__version__}" in report
@@ -373,6 +374,7 @@ def test_info_of_a_machine_without_a_gpu_names_no_defect(monkeypatch):
     assert "a GPU would need a driver for CUDA 13.0, which this torch was built for" in sage_aot.info()
 
 
+@pytest.mark.kernels("sm80", "sm90", "ptx80")
 def test_info_of_a_gpu(monkeypatch):
     """info() names the loader, the driver and the kernels that the GPU would run, or what is missing."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

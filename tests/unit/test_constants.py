@@ -33,6 +33,7 @@ def attention(pv: str, pv_accum: str | None = None) -> list[AttnRecord]:
     return found
 
 
+@pytest.mark.kernels("sm80", "sm90", "sm120")
 def test_no_p_leaves_the_range_of_its_type():
     """A row's largest P is 2^`p_top`, times 2^`lazy_rise` where the row reference lags behind."""
     for record in attention("e4m3"):
@@ -54,6 +55,7 @@ def test_sums_of_a_tile_stay_within_f16():
         assert to_pv(torch.tensor([limit]), "e4m3").item() == limit  # e4m3 holds it: no rounding leaves the range
 
 
+@pytest.mark.kernels("sm80", "sm90", "sm120")
 def test_v_takes_the_range_of_its_type():
     for pv_accum in ("two_level_f32", "f32"):
         assert {record.facts["v_limit"] for record in attention("e4m3", pv_accum)} == {E4M3_LIMIT}

@@ -50,6 +50,7 @@ def folder_of(monkeypatch, tmp_path):
 # --- for whom ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.kernels("sm80", "sm86", "sm89", "sm90")
 @pytest.mark.parametrize(("capability", "arch"), [
     ((8, 0), "sm80"), ((8, 6), "sm86"), ((8, 9), "sm89"), ((9, 0), "sm90")])
 def test_a_capability_needs_no_gpu_and_no_tensors(capability, arch):
@@ -70,6 +71,7 @@ def test_tensors_on_the_cpu_are_explained_as_emulated(monkeypatch):
     assert others == {"sm80 is what CPU tensors emulate; SAGE_AOT_EMULATE names another"}
 
 
+@pytest.mark.kernels("sm80", "sm86", "sm89", "sm90")
 def test_tensors_can_be_explained_for_another_gpu():
     assert sage_aot.explain(*tensors(), capability=(8, 6)).kernels.attn.spec.arch == "sm86"
 
@@ -97,6 +99,7 @@ def test_a_gpu_here_is_asked_for_its_capability_and_driver(monkeypatch):
     assert sage_aot.explain(headdim=64, capability=(8, 9)).error is None
 
 
+@pytest.mark.kernels("sm80", "sm86", "sm89", "sm90")
 @pytest.mark.parametrize(("shape", "options", "splits"), [
     ((32, 1, 8192), {}, 16),  # four q heads are rows of one: 8 query tiles, not 32
     ((32, 1, 8192), {"is_causal": True}, 4),
@@ -116,6 +119,7 @@ def test_the_splits_of_a_gpu_here_are_told(monkeypatch, shape, options, splits):
     assert ("keys    are split over" in str(told)) == (splits > 1)
 
 
+@pytest.mark.kernels("sm80", "sm86", "sm89", "sm90")
 def test_without_tensors_the_splits_are_not_known(monkeypatch):
     monkeypatch.setattr(explaining, "_gpu", lambda *_: Gpu((9, 0), 13000, "H200"))
     monkeypatch.setattr(explaining, "default_driver", lambda: None)

@@ -147,6 +147,7 @@ def test_a_planted_defect_is_found_and_reduced(defect, capsys, tmp_path):
     assert fuzz.main(["--device", "cpu", "--case", dataclasses.replace(case, seqlen_kv=64).to_json()]) == 0
 
 
+@pytest.mark.kernels("sm80", "sm89", "sm90")
 def test_what_is_raised_is_a_failure(subject):
     class Raising(EmulationBackend):
         def bind(self, plan, tensors):
@@ -169,6 +170,7 @@ def test_a_short_run_passes(planted, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("60 of 60 calls")
 
 
+@pytest.mark.kernels("sm80", "sm89", "sm90")
 def test_bad_arguments_must_be_refused(subject):
     for wrong in WEIGHTS["wrong"]:
         verdict = subject.examine(Case("sm80", wrong=wrong))

@@ -21,6 +21,7 @@ from sage_aot._problem.options import Options
 from sage_aot._tools import reference
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+pytestmark = pytest.mark.kernels("sm120")
 
 
 @pytest.fixture

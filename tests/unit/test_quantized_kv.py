@@ -307,6 +307,7 @@ def test_record_stream_reaches_every_tensor():
     assert streams == ["side", "side"]
 
 
+@pytest.mark.kernels("sm90")
 @pytest.mark.parametrize("options", [{}, {"smooth_q": True, "smooth_v": True}], ids=str)
 def test_explain(options):
     q, k, v = draw()

@@ -36,6 +36,7 @@ def test_without_a_gpu_every_variant_has_its_name(monkeypatch):
     assert variants.variants_of(MANIFEST, native, native) == tuple(sorted(ATTN, key=lambda s: s.name))
 
 
+@pytest.mark.kernels("sm90", "sm120")
 def test_kernels_with_instructions_of_another_chip_are_left_out():
     manifest = default_library().manifest
     found = variants.variants_of(manifest, {"sm90", "sm120"}, {"sm90"})

@@ -132,6 +132,7 @@ def test_what_the_call_takes_is_not_refused():
     assert "key_mask: expected None with sequences" in sage_aot.supports(**given, key_mask=mask)
 
 
+@pytest.mark.kernels("sm90")
 def test_explain_takes_the_call():
     given = arguments()
     told = sage_aot.explain(**given, capability=(9, 0), is_causal=True)

@@ -1,7 +1,5 @@
-// Compiled once per library: the rendered source, SIM_SOURCE, unchanged, and functions by which the engine starts its
-// entry points. SIM_ENTRIES names the entry points: SIM_ENTRY(first) SIM_ENTRY(second). No others are compiled.
-
-#include SIM_SOURCE
+// Compiled once per library, behind the rendered source, which -include names: functions by which the engine starts the
+// source's entry points. SIM_ENTRIES names the entry points: SIM_ENTRY(first) SIM_ENTRY(second). No others are compiled.
 
 namespace {
 
