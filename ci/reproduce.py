@@ -4,9 +4,9 @@
 
 leaves the wheel of sage-aot, that of sage-aot-sageattention (ci/sageattention) and the sdist in dist/. Build the
 kernels of this tree first (python -m codegen build). The other folder compiles all kernels again, and takes none that
-were kept (codegen/cache.py). With `--only` it
-compiles the kernels of that name and their companions alone, which saves time; its wheel is then packed from the
-kernels of this tree. This Python's environment must have the extra `codegen`."""
+were kept (codegen/cache.py). With `--only` it compiles the kernels of that name and their companions alone, which
+saves time; its wheel is then packed from the kernels of this tree. This Python's environment must have the extra
+`codegen`."""
 
 from __future__ import annotations
 

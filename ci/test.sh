@@ -4,15 +4,21 @@
 # another folder, are right in every file, and work without the source tree. Prints the minutes of each part.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export CI=true  # no test is left out for want of a kernel
+unset SAGE_AOT_KERNELS SAGE_AOT_EMULATE SAGE_AOT_ARCHS
 rm -rf .venv-test dist
 command=$(grep -m 1 -- '-m pytest$' README.md)
 echo "+ ci/lint.sh, .venv-test/bin/python -m codegen check, after: $command"
 
 minutes=()
+row() {  # NAME SECONDS
+  awk -v name="$1" -v seconds="$2" 'BEGIN { printf "| %s | %.1f |", name, seconds / 60 }'
+}
+
 part() {  # NAME COMMAND...; a function must say by && where it stops: bash ignores -e in it
   local begin=$SECONDS status=0
   "${@:2}" || status=$?
-  minutes+=("$(awk -v name="$1" -v seconds=$((SECONDS - begin)) 'BEGIN { printf "| %s | %.1f |", name, seconds / 60 }')")
+  minutes+=("$(row "$1" $((SECONDS - begin)))")
   return "$status"
 }
 
@@ -36,19 +42,19 @@ check_kernels() {
 }
 
 finish() {
-  kill "$wheel" 2> /dev/null || true
+  if [ -n "$wheel" ]; then kill "$wheel" 2> /dev/null || true; fi
   cat "$log"
   rm -f "$log"
-  printf '%s\n' "| part | minutes |" "|---|--:|" "${minutes[@]}" "| together | $((SECONDS / 60)) |"
+  printf '%s\n' "| part | minutes |" "|---|--:|" "${minutes[@]}" "$(row together $SECONDS)"
 }
 
+log=$(mktemp) wheel=
+trap finish EXIT
 part "environment and kernels" eval "${command% && *}"
 part "lint" lint
 part "check of the kernels" check_kernels
-log=$(mktemp)
 check_wheel > "$log" 2>&1 &
 wheel=$!
-trap finish EXIT
 status=0
 part "tests, and the wheel beside them" eval "${command##* && }" || status=$?
 part "the wheel, after the tests" wait "$wheel" || status=$?

@@ -23,6 +23,9 @@ VARIABLE = "SAGE_AOT_CACHE"
 LIMIT = 2 * 2**30
 """Bytes that the entries may take together: those of some ten source trees."""
 
+_FORMAT = "entries-1"
+"""The subfolder that holds nothing but entries; its number is that of their format."""
+
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -59,13 +62,14 @@ class Cache:
         _mark_used(path)
         return True
 
-    def keep(self, entries: Mapping[str, Sequence[Path]]) -> None:
-        """Keep files under their keys. Where the folder takes none, say so and go on: nothing depends on it."""
+    def keep(self, entries: Mapping[str, Sequence[bytes]]) -> None:
+        """Keep the contents of files under their keys. Where the folder takes none, say so and go on: nothing depends
+        on it."""
         try:
-            for key, files in entries.items():
+            for key, blobs in entries.items():
                 if path := self._path(key):
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    write_atomic(path, _packed(key, [file.read_bytes() for file in files]))
+                    write_atomic(path, _packed(key, blobs))
             if entries:
                 self._trim()
         except OSError as error:
@@ -73,13 +77,13 @@ class Cache:
                   "or to nothing", file=sys.stderr)
 
     def _path(self, key: str) -> Path | None:
-        return self.folder and self.folder / key[:2] / key
+        return self.folder and self.folder / _FORMAT / key[:2] / key
 
     def _trim(self) -> None:
         """Remove entries, the least recently used first, until the others fit the limit. Another process may remove
         some meanwhile."""
         found = []
-        for path in self.folder.glob("*/*") if self.folder else ():
+        for path in (self.folder / _FORMAT).glob("*/*") if self.folder else ():
             try:
                 status = path.stat()
             except FileNotFoundError:

@@ -171,7 +171,7 @@ def _selection(args: argparse.Namespace) -> Selection:
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--arch", type=_names, action="extend", default=[], metavar="sm80,sm90",
-                        help="only kernels for these")
+                        help="only kernels for these; may be given several times")
     common.add_argument("--only", action="append", default=[], metavar="PATTERN",
                         help="only kernels with such a name, for example '*_d64_*', and those that feed them")
     common.add_argument("--build-dir", type=Path, metavar="DIR", help="of intermediate files; default: build/")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from codegen import nvcc, nvdisasm, nvrtc
-from codegen.compiler import Report
+from codegen.compiler import REPORT_LAYOUT, Report
 from codegen.errors import BuildError
 from codegen.matrix import PlannedKernel
 from codegen.project import Project
@@ -104,7 +104,7 @@ class Compilation:
         reads headers of the host compiler, which nothing here names."""
         if self.toolchain == "nvcc":
             return {}
-        command = hashlib.sha256(self.versions.encode())
+        command = hashlib.sha256(f"{self.versions}{REPORT_LAYOUT}".encode())
         for path in self.command_files:
             command.update(path.read_bytes())
 

@@ -98,6 +98,11 @@ class Report:
                       "info": KernelInfo(facts, params, layout)})
 
 
+REPORT_LAYOUT = " ".join((*Report.__dataclass_fields__, *MachineCode._fields, *MainLoop._fields, *Struct._fields,
+                          *KernelInfo._fields))
+"""What a report holds, in the order in which it is written."""
+
+
 @dataclass(frozen=True)
 class Compiled:
     """What a compiler returns."""

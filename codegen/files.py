@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Write a file in one step: readers see the old bytes or all the new ones."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     partial.write_bytes(data)
     os.replace(partial, path)
 

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from ninja import BIN_DIR
@@ -33,26 +34,18 @@ def compile_all(kernels: tuple[PlannedKernel, ...], compilation: Compilation, jo
         print(f"{len(kept)} of {len(kernels)} kernels from {cache.folder}, compiled before", file=sys.stderr)
     others = tuple(kernel for kernel in kernels if kernel not in kept)
     if others:
-        before = _times(others, compilation)
-        _run_ninja(others, compilation, jobs)
-        after = _times(others, compilation)
-        # Not what ninja found up to date, by times alone; nor what a file made that changed meanwhile.
-        compiled = tuple(kernel for kernel in others if kernel in keys and before[kernel] != after[kernel])
-        cache.keep({key: compilation.outputs(kernel) for kernel, key in compilation.cache_keys(compiled).items()
-                    if key == keys[kernel]})
+        _run_ninja(others, compilation, keys, jobs)
+        made = {kernel: [path.read_bytes() for path in compilation.outputs(kernel)] for kernel in others}
+        # A file that changed meanwhile changed a key: under neither is it known what the compiler read.
+        cache.keep({key: made[kernel] for kernel, key in compilation.cache_keys(others).items() if key == keys[kernel]})
 
 
-def _times(kernels: tuple[PlannedKernel, ...], compilation: Compilation) -> dict[PlannedKernel, int | None]:
-    """When each kernel was compiled, ns; None: not yet."""
-    paths = {kernel: compilation.compiled(kernel) for kernel in kernels}
-    return {kernel: path.stat().st_mtime_ns if path.exists() else None for kernel, path in paths.items()}
-
-
-def _run_ninja(kernels: tuple[PlannedKernel, ...], compilation: Compilation, jobs: int | None) -> None:
+def _run_ninja(kernels: tuple[PlannedKernel, ...], compilation: Compilation, keys: Mapping[PlannedKernel, str],
+               jobs: int | None) -> None:
     ninja_file = compilation.folder / "build.ninja"
     # The versions go into a file, so that another version of a tool rebuilds: ninja compares the times of files.
     write_if_changed(compilation.folder / "compiler.txt", compilation.versions.encode())
-    write_if_changed(ninja_file, ninja_text(kernels, compilation).encode())
+    write_if_changed(ninja_file, ninja_text(kernels, compilation, keys).encode())
     command = [str(Path(BIN_DIR, "ninja")), "-f", str(ninja_file), *(["-j", str(jobs)] if jobs else [])]
     # In ROOT python -m finds codegen. ninja's progress goes to stderr: stdout is for the command's result.
     status = subprocess.run(command, cwd=ROOT, env=_environment(), stdout=sys.stderr, check=False).returncode
@@ -60,15 +53,18 @@ def _run_ninja(kernels: tuple[PlannedKernel, ...], compilation: Compilation, job
         raise BuildError(f"expected every kernel to compile, ninja exited with {status}: its output is above")
 
 
-def ninja_text(kernels: tuple[PlannedKernel, ...], compilation: Compilation) -> str:
-    """build.ninja: one edge per kernel, all paths absolute."""
+def ninja_text(kernels: tuple[PlannedKernel, ...], compilation: Compilation,
+               keys: Mapping[PlannedKernel, str]) -> str:
+    """build.ninja: one edge per kernel, all paths absolute. A command ends with its kernel's key, as a comment: ninja
+    rebuilds where a command changed, though the times of files may not tell."""
     project, toolchain = compilation.project, compilation.toolchain
     text = io.StringIO()
     ninja = Writer(text, width=120)  # type: ignore[arg-type]  # its stub says a string; it writes to a file
     ninja.variable("ninja_required_version", "1.5")
     ninja.variable("builddir", str(compilation.folder))  # where ninja keeps its log
-    ninja.rule("compile", f"{_quoted(_interpreter())} -m codegen.{toolchain} $in --target $target $entries "
-                          f"--include {_quoted(project.include)} -o $out", description=f"{toolchain} $target $name")
+    command = f"{_quoted(_interpreter())} -m codegen.{toolchain} $in --target $target $entries"
+    ninja.rule("compile", f"{command} --include {_quoted(project.include)} -o $out # $key",
+               description=f"{toolchain} $target $name")
     for kernel in kernels:
         source, (compiled, report) = source_path(kernel, project), compilation.outputs(kernel)
         headers = sorted(headers_of(source, project.include))
@@ -76,6 +72,7 @@ def ninja_text(kernels: tuple[PlannedKernel, ...], compilation: Compilation) -> 
                     implicit=[str(path) for path in (*headers, *compilation.command_files,
                                                      compilation.folder / "compiler.txt")],
                     variables={"target": compilation.target(kernel), "name": kernel.spec.name,
+                               "key": keys.get(kernel, ""),
                                "entries": " ".join(f"--entry {entry}" for entry in kernel.spec.entries)})
     return text.getvalue()
 

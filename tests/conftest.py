@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,6 @@ def pytest_report_header() -> str:
 # --- tests of kernels that a narrowed build lacks ---------------------------------------------------------------------
 
 
-
 def _is_narrowed() -> bool:
     try:
         return not default_library().manifest.complete and not os.environ.get("CI")
@@ -71,53 +71,54 @@ def _is_narrowed() -> bool:
 
 
 _NARROWED = _is_narrowed()
-_ARCH = re.compile(r"(?<![a-z0-9])(?:sm|ptx)\d+")
-_missed: set[str] = set()
-"""Archs that the test which runs looked up, and that are not built."""
+_ARCH = re.compile(r"\b(?:sm|ptx)\d+\b")
 _left_out: Counter[str] = Counter()
 """Tests by the archs that they miss."""
 
 
-def _noting(look_up):
+def _lacking(archs: Iterable[str]) -> list[str]:
+    """Those that are not built."""
+    return sorted(set(archs).difference(default_library().manifest.attention_archs))
+
+
+def _ending_the_test(look_up: Callable[[Manifest, str], tuple[AttnRecord, ...]]) -> Callable[..., Any]:
+    """As the look-up of an arch's kernels, but where the build lacks them, the test ends there and is left out."""
     def attention(manifest: Manifest, arch: str) -> tuple[AttnRecord, ...]:
-        found = look_up(manifest, arch)
-        if not found:
-            _missed.add(arch)
-        return found
+        if manifest is default_library().manifest and _lacking([arch]):
+            pytest.skip(f"{_WANT}{arch}")
+        return look_up(manifest, arch)
 
     return attention
 
 
+_WANT = "no kernels of "
+
 if _NARROWED:
-    Manifest.attention = _noting(Manifest.attention)
+    Manifest.attention = _ending_the_test(Manifest.attention)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What a marker or a parameter names counts as looked up."""
-    _missed.clear()
-    if _NARROWED:
-        named = {arch for marker in item.iter_markers("kernels") for arch in marker.args}
-        named.update(_ARCH.findall(item.name.partition("[")[2]))
-        _missed.update(named.difference(default_library().manifest.attention_archs))
+    marked = _lacking(arch for marker in item.iter_markers("kernels") for arch in marker.args) if _NARROWED else []
+    if marked:
+        pytest.skip(f"{_WANT}{', '.join(marked)}")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A test that fails for an UnsupportedError which names an arch that is not built is left out, too."""
     report = yield
-    if _NARROWED and report.failed and (_missed or _is_unsupported(call.excinfo.value)):
-        missed = ", ".join(sorted(_missed)) or "the arch that an UnsupportedError names"
-        _left_out[missed] += 1
-        report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: no kernels of {missed}")
+    if _NARROWED and report.failed and call.excinfo and (unsupported := _unsupported(call.excinfo.value)):
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {_WANT}{', '.join(unsupported)}")
+    if _NARROWED and report.skipped and isinstance(report.longrepr, tuple) and _WANT in report.longrepr[2]:
+        _left_out[report.longrepr[2].partition(_WANT)[2]] += 1
     return report
 
 
-def _is_unsupported(error: BaseException | None) -> bool:
-    """Whether an UnsupportedError is what failed, or led to it."""
-    while error is not None:
-        if isinstance(error, UnsupportedError):
-            return True
+def _unsupported(error: BaseException | None) -> list[str]:
+    """The archs that are not built and that an UnsupportedError names, if one is what failed or led to it."""
+    while error is not None and not isinstance(error, UnsupportedError):
         error = error.__cause__ or error.__context__
-    return False
+    return _lacking(_ARCH.findall(str(error).partition("; got ")[2])) if error else []
 
 
 # --- minutes ----------------------------------------------------------------------------------------------------------

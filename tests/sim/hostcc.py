@@ -49,14 +49,19 @@ def compiler() -> tuple[str, ...]:
 @functools.cache
 def is_clang() -> bool:
     """Whether the compiler is clang, under whatever name, or GCC."""
-    return "clang" in subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+    return "clang" in _said([*compiler(), "--version"])
 
 
 @functools.cache
 def identity() -> str:
-    """What the compiler makes of a source depends on: its version, that of the C library, and this processor, all of
-    which it tells by macros."""
-    command = [*compiler(), "-march=native", "-x", "c++", "-include", "features.h", "-dM", "-E", os.devnull]
+    """What the compiler makes of a source depends on: its options and version, the versions of both libraries, of the
+    assembler and of the linker, and this processor."""
+    macros = [*compiler(), "-std=c++20", "-march=native", "-x", "c++", "-include", "version", "-dM", "-E", os.devnull]
+    return "\n".join((*compiler()[1:], _said(macros), _said([*compiler(), "--version"]),
+                      *(_said([tool, "--version"]) for tool in ("as", "ld") if shutil.which(tool))))
+
+
+def _said(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

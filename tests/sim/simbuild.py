@@ -16,7 +16,7 @@ import io
 import os
 import shlex
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,7 +154,7 @@ class _Library:
 
     def key(self) -> str:
         """A sha256 of all that the library depends on."""
-        digest = hashlib.sha256("\n".join((identity(), *compiler(), *self.flags, *_link_command())).encode())
+        digest = hashlib.sha256("\n".join((identity(), *self.flags, *_link_command()[1:])).encode())
         files = {*self.units, *self.read}.union(*(headers_of(file, *self.include) for file in self.read))
         for name, path in sorted((_relative(path, self.path.parent), path) for path in files):
             data = path.read_bytes()
@@ -186,16 +186,11 @@ def _bring(folder: Path, libraries: list[_Library]) -> None:
         except BuildError as error:
             raise HostBuildError(str(error)) from error
         others = [library for library in libraries if not cache.restore(keys[library.path], [library.path])]
-        before = {library.path: _time(library.path) for library in others}
         if others:
-            _run_ninja(folder, _ninja_text(others, folder))
-        # Not what ninja found up to date, by times alone; nor what a file made that changed meanwhile.
-        cache.keep({key: [library.path] for library in others if before[library.path] != _time(library.path)
-                    and (key := library.key()) == keys[library.path]})
-
-
-def _time(path: Path) -> int | None:
-    return path.stat().st_mtime_ns if path.exists() else None
+            _run_ninja(folder, _ninja_text(others, folder, keys))
+        made = {library: [library.path.read_bytes()] for library in others}
+        cache.keep({keys[library.path]: blobs for library, blobs in made.items()
+                    if library.key() == keys[library.path]})  # else a file changed while the compiler read it
 
 
 def _run_ninja(folder: Path, text: str) -> None:
@@ -226,17 +221,20 @@ def _link(link: Path, target: Path) -> None:
     link.symlink_to(target)
 
 
-def _ninja_text(libraries: Iterable[_Library], folder: Path) -> str:
+def _ninja_text(libraries: Iterable[_Library], folder: Path, keys: Mapping[Path, str]) -> str:
+    """build.ninja; a command ends with the library's key, as that of a cubin does (codegen/ninja.py)."""
     text = io.StringIO()
     ninja = Writer(text, width=120)
     # Places in debug information are relative to the library's folder, whatever its path: symbols.py.
     ninja.rule("object", _quoted(*compiler(), f"-fdebug-prefix-map={folder}=.")
-               + " $flags -MMD -MF $out.d -MT $out -c $in -o $out", depfile="$out.d", deps="gcc", description="$out")
+               + " $flags -MMD -MF $out.d -MT $out -c $in -o $out # $key", depfile="$out.d", deps="gcc",
+               description="$out")
     ninja.rule("library", f"{_quoted(*_link_command())} $in -o $out", description="$out")
     for library in libraries:
         objects = [f"{library.path.stem}.{unit.stem}.o" for unit in library.units]
         for unit, name in zip(library.units, objects):
-            ninja.build(name, "object", _relative(unit, folder), variables={"flags": _quoted(*library.flags)})
+            ninja.build(name, "object", _relative(unit, folder),
+                        variables={"flags": _quoted(*library.flags), "key": keys[library.path]})
         ninja.build(library.path.name, "library", objects)
     return text.getvalue()
 

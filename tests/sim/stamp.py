@@ -10,17 +10,18 @@ import hashlib
 import platform
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import bugs
 import hostcc
-import torch
 from simbuild import ROOT
 
 from codegen.cache import Cache
 
+_PACKAGES = "jinja2", "numpy", "torch", "tree-sitter", "tree-sitter-cpp"
 _WATCHED = ("build_matrix.yaml", "codegen/*.py", "sage_aot/**/*.py", "templates/**/*", "tests/sim/**/*",
-            "tests/gpu/fuzz*.py", "tests/gpu/layout.py", "tests/gpu/training_checks.py")
+            "tests/conftest.py", "tests/gpu/fuzz*.py", "tests/gpu/layout.py", "tests/gpu/training_checks.py")
 _UNWATCHED = ("sage_aot/integrations", "sage_aot/_cli")
 _SUFFIXES = {".py", ".yaml", ".jinja", ".cuh", ".cu", ".cpp", ".h"}
 
@@ -51,8 +52,8 @@ def asked_by_name(mark: str, keyword: str, arguments: Iterable[str]) -> bool:
 
 def key() -> str:
     """A sha256 of all on which it depends whether a planted bug is caught."""
-    digest = hashlib.sha256("\n".join((platform.python_version(), torch.__version__, hostcc.identity(),
-                                       *hostcc.compiler())).encode())
+    tools = platform.python_version(), hostcc.identity(), *map(version, _PACKAGES)
+    digest = hashlib.sha256("\n".join(tools).encode())
     for path in watched():
         data = path.read_bytes()
         digest.update(f"\n{path.relative_to(ROOT).as_posix()} {len(data)}\n".encode() + data)

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from variants_on_cpu import SIMULATED, SPECS, cases_of, check_variant, failure_of, source_of
+from variants_on_cpu import (
+    FIRST_OF_EACH,
+    OF_QUANTIZATION_AND_EPILOGUE,
+    SIMULATED,
+    SPECS,
+    cases_of,
+    check_variant,
+    epilogue_of,
+    failure_of,
+    quantization_of,
+    settings_of,
+    source_of,
+)
 
 from sage_aot._kernels.spec import is_ptx
 
@@ -12,6 +24,15 @@ def test_every_source_and_every_chip_is_simulated():
     assert {source_of(spec) for spec in SIMULATED} == {source_of(spec) for spec in SPECS}
     assert {spec.arch for spec in SIMULATED} == {spec.arch for spec in SPECS if not is_ptx(spec.arch)}
     assert len(SIMULATED) < len(SPECS)
+
+
+@pytest.mark.parametrize("part", [quantization_of, epilogue_of, settings_of])
+def test_every_quantization_and_every_epilogue_reads_and_stores_odd_rows(part):
+    assert set(FIRST_OF_EACH) < set(SIMULATED)
+    assert set(map(part, FIRST_OF_EACH)) == set(map(part, SPECS))
+    for spec in SIMULATED:
+        assert OF_QUANTIZATION_AND_EPILOGUE.intersection(cases_of(spec)) == (
+            OF_QUANTIZATION_AND_EPILOGUE if spec in FIRST_OF_EACH else set())
 
 
 @pytest.mark.by_workers(does=check_variant)

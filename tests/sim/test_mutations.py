@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 import simbuild
@@ -13,7 +15,7 @@ from drawn import BACKWARD_ALONE, HARMLESS, candidates, drawn, variants_of
 from filelock import FileLock
 from mutations import Mutation
 from schemata import Bug, plant, plant_switched
-from simbuild import PROJECT, Build
+from simbuild import PROJECT, Build, Project
 from simulated import Simulated
 from tables import DOCUMENT, with_tables
 from variants_on_cpu import SEEDS, cases_of, failure_of, in_orders, variant
@@ -24,9 +26,8 @@ def caught_by(base: Build, mutation: Mutation) -> str | None:
     without it."""
     if mutation.bug.can_be_switched:
         return _caught_in(base, mutation.variant, mutation.bug)
-    folder = hashlib.sha256(str(mutation.bug).encode()).hexdigest()[:16]
-    project = plant(mutation.bug, PROJECT.build / "planted" / folder)
-    return _first_failure(Simulated(simbuild.build_matrix([variant(mutation.variant)], project, base)),
+    folder = PROJECT.build / "planted" / hashlib.sha256(repr(mutation.bug).encode()).hexdigest()[:16]
+    return _first_failure(_planted(base, mutation.variant, folder, lambda: plant(mutation.bug, folder)),
                           mutation.variant, mutation.bug)
 
 
@@ -45,12 +46,15 @@ def _caught_in(base: Build, name: str, bug: Bug, seeds: tuple[int, ...] = SEEDS)
 
 @cache
 def _switched(base: Build, name: str) -> Simulated:
-    """By one process at a time: a second copy would change the headers that the first process compiles."""
     folder = PROJECT.build / "switched" / name
+    return _planted(base, name, folder, lambda: plant_switched(SWITCHED[name], folder))
+
+
+def _planted(base: Build, name: str, folder: Path, plant_in_it: Callable[[], Project]) -> Simulated:
+    """By one process at a time: a second copy would change the headers that the first process compiles."""
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "one_process"):
-        project = plant_switched(SWITCHED[name], folder)
-        return Simulated(simbuild.build_matrix([variant(name)], project, base))
+        return Simulated(simbuild.build_matrix([variant(name)], plant_in_it(), base))
 
 
 def _first_failure(subject: Simulated, name: str, bug: Bug, seeds: tuple[int, ...] = SEEDS) -> str | None:

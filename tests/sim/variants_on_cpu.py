@@ -74,19 +74,26 @@ def quantization_of(spec: AttnSpec) -> Hashable:
 
 def epilogue_of(spec: AttnSpec) -> Hashable:
     """What decides how a kernel finishes and stores its rows: the parameters of attn/epilogue.cuh."""
-    return KERNELS[spec].family, spec.headdim, KERNELS[spec].tile.warp_m, spec.mask, spec.v
+    tile = KERNELS[spec].tile
+    return KERNELS[spec].family, spec.headdim, tile.block_m, tile.warp_m, spec.mask, spec.v
+
+
+def settings_of(spec: AttnSpec) -> Hashable:
+    """What decides which masks and values these cases have (MASKED, FLOATS), in each family."""
+    return KERNELS[spec].family, spec.mask, spec.v, spec.q
 
 
 def _first_of_each() -> frozenset[AttnSpec]:
     found: dict[Hashable, AttnSpec] = {}
     for spec in sorted(SIMULATED, key=lambda spec: (spec.qk != "int8", spec.mask != "full")):
-        for parts in (quantization_of(spec), epilogue_of(spec)):
-            found.setdefault(parts, spec)
+        for part in (quantization_of, epilogue_of, settings_of):
+            found.setdefault((part, part(spec)), spec)
     return frozenset(found.values())
 
 
 FIRST_OF_EACH = _first_of_each()
-"""The first kernel with each quantization, and the first with each epilogue; INT8 and full ones come first."""
+"""The first kernel with each quantization, with each epilogue and with each of the settings; INT8 and full ones come
+first."""
 
 OF_QUANTIZATION_AND_EPILOGUE = {"odd", "floats", "masked"}
 """Cases that tell how rows are read and stored, and little of what comes between: FIRST_OF_EACH alone has them."""

@@ -112,6 +112,11 @@ def test_list_prints_kernels_and_reasons(codegen):
     assert "sm80_" not in out
 
 
+def test_archs_add_up(codegen):
+    both = codegen("list", "--arch", "sm80", "--arch", "sm90")[1]
+    assert both == codegen("list", "--arch", "sm80,sm90")[1] != codegen("list", "--arch", "sm90")[1]
+
+
 def test_list_knows_combinations_without_a_kernel(codegen):
     one = "*sm90_d64_qkint4_pvf16_accf32_full_vraw_qraw"
     status, out, _ = codegen("list", "--only", "*sm90*qkint4*d64*", "--only", one)

@@ -86,7 +86,7 @@ def test_another_environment_rebuilds_nothing(project, kernels, build, tmp_path,
         (other / name).symlink_to(sys.executable)
     monkeypatch.setattr(sys, "executable", str(other / "python3"))
     assert build()[0] == set()
-    assert str(other) not in ninja_text(kernels, Compilation(project))
+    assert str(other) not in ninja_text(kernels, Compilation(project), Compilation(project).cache_keys(kernels))
 
 
 @pytest.mark.parametrize("names", [["python3"], ["python3", "python"]])
@@ -95,7 +95,7 @@ def test_a_python_without_that_name_beside_it_is_named_by_its_path(project, kern
         (tmp_path / name).write_text(f"#!/bin/sh\necho {name}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
-    assert f"command = {tmp_path / 'python3'} -m codegen.nvrtc" in ninja_text(kernels, Compilation(project))
+    assert f"command = {tmp_path / 'python3'} -m codegen.nvrtc" in ninja_text(kernels, Compilation(project), {})
 
 
 def test_commands_run_the_python_that_builds(build, tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_the_ninja_file_is_deterministic_and_left_alone(project, kernels, build)
     time = _time(path)
     build()
     assert _time(path) == time
-    assert path.read_text() == ninja_text(kernels, Compilation(project))
+    assert path.read_text() == ninja_text(kernels, Compilation(project), Compilation(project).cache_keys(kernels))
 
 
 def test_a_kernel_that_does_not_compile_fails_with_its_log(project, build, capfd):
