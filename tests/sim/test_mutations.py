@@ -18,17 +18,17 @@ from schemata import Bug, plant, plant_switched
 from simbuild import PROJECT, Build, Project
 from simulated import Simulated
 from tables import DOCUMENT, with_tables
-from variants_on_cpu import SEEDS, cases_of, failure_of, in_orders, variant
+from variants_on_cpu import SEEDS, cases_of, failure_of, in_orders, seeds_of, variant
 
 
 def caught_by(base: Build, mutation: Mutation) -> str | None:
     """The check that fails first where this bug is planted, of those that every kernel must pass. `base`: kernels
     without it."""
     if mutation.bug.can_be_switched:
-        return _caught_in(base, mutation.variant, mutation.bug)
+        return _caught_in(base, mutation.variant, mutation.bug, seeds_of(variant(mutation.variant)))
     folder = PROJECT.build / "planted" / hashlib.sha256(repr(mutation.bug).encode()).hexdigest()[:16]
     return _first_failure(_planted(base, mutation.variant, folder, lambda: plant(mutation.bug, folder)),
-                          mutation.variant, mutation.bug)
+                          mutation.variant, mutation.bug, seeds_of(variant(mutation.variant)))
 
 
 def caught_by_any(base: Build, bug: Bug) -> str | None:
@@ -36,7 +36,7 @@ def caught_by_any(base: Build, bug: Bug) -> str | None:
     return next(filter(None, (_caught_in(base, name, bug, SEEDS[:1]) for name in variants_of(bug))), None)
 
 
-def _caught_in(base: Build, name: str, bug: Bug, seeds: tuple[int, ...] = SEEDS) -> str | None:
+def _caught_in(base: Build, name: str, bug: Bug, seeds: tuple[int, ...]) -> str | None:
     simulator.plant(SWITCHED[name].index(bug) + 1)
     try:
         return _first_failure(_switched(base, name), name, bug, seeds)
@@ -57,7 +57,7 @@ def _planted(base: Build, name: str, folder: Path, plant_in_it: Callable[[], Pro
         return Simulated(simbuild.build_matrix([variant(name)], plant_in_it(), base))
 
 
-def _first_failure(subject: Simulated, name: str, bug: Bug, seeds: tuple[int, ...] = SEEDS) -> str | None:
+def _first_failure(subject: Simulated, name: str, bug: Bug, seeds: tuple[int, ...]) -> str | None:
     """A bug of the backward pass shows in trained calls alone; others show without a backward pass."""
     of_backward = bug.header.startswith("bwd/") or bug.place in BACKWARD_ALONE
     for case in cases_of(variant(name)).values():

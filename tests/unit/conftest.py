@@ -131,10 +131,9 @@ _REAL_HEADERS = ("fast_divmod.cuh", "kernel_info.cuh", "params.cuh", "types.cuh"
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+def project(tmp_path: Path) -> Project:
     from codegen.project import ROOT, Project
 
-    monkeypatch.setenv("SAGE_AOT_CACHE", "")  # what is compiled is compiled in the test
     root = tmp_path / "project"
     made = Project(root, root / "build")
     include = made.include / "sage"

@@ -17,6 +17,11 @@ from codegen.selection import Selection
 ALL = {"attn", "quant", "delta", "pack", "merge"}
 
 
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch):
+    monkeypatch.setenv("SAGE_AOT_CACHE", "")
+
+
 @pytest.fixture
 def kernels(project, matrix):
     """One kernel of each kind, rendered."""

@@ -98,15 +98,13 @@ class ReaderSets {
   static constexpr u32 kRecent = 256;
 
   u32 make(u32 set, Epoch reader, const Order& order) {
-    std::vector<Epoch> members{reader};
+    std::vector<Epoch> members;  // sorted, as those of every set
+    members.reserve(sets_[set].size() + 1);
     for (const Epoch other : sets_[set]) {
       if (!order.before(other, thread_of(reader))) members.push_back(other);
     }
-    if (members.size() == sets_[set].size()) {
-      std::sort(members.begin(), members.end());
-      if (members == sets_[set]) return set;
-    }
-    std::sort(members.begin(), members.end());
+    members.insert(std::lower_bound(members.begin(), members.end(), reader), reader);
+    if (members == sets_[set]) return set;
     sets_.push_back(std::move(members));
     return static_cast<u32>(sets_.size() - 1);
   }

@@ -21,8 +21,7 @@ static_assert(kDynamicBase + kMostDynamicBytes <= kStaticBase);
 void SharedMemory::start(u32 dynamic_bytes, const Image& kernel) {
   dynamic_ = shared, dynamic_bytes_ = dynamic_bytes;
   static_ = kernel.thread_local_begin, static_bytes_ = kernel.thread_local_bytes;
-  state_.resize(kStaticBase + kMostStaticBytes);
-  bytes_.resize(state_.size());
+  bytes_.resize(kStaticBase + kMostStaticBytes);
   forget(kDynamicBase, dynamic_bytes_);
   forget(kStaticBase, static_bytes_);
   readers_.start();
@@ -32,7 +31,6 @@ void SharedMemory::start(u32 dynamic_bytes, const Image& kernel) {
 // than most blocks run.
 void SharedMemory::forget(u32 address, u32 bytes) {
   std::memset(pointer_to(address), 0xff, bytes);
-  std::fill_n(state_.begin() + address, bytes, kUnwritten);
   std::fill_n(bytes_.begin() + address, bytes, Byte{});
 }
 
@@ -57,16 +55,32 @@ void SharedMemory::require(const char* access, u32 address, u32 bytes, const Whe
   block_.stop();
 }
 
+// Whether the bytes of an access have one record, as nearly always.
+bool SharedMemory::alike(u32 address, u32 bytes) const {
+  const Byte& first = bytes_[address];
+  bool same = true;
+  for (u32 i = address + 1; i < address + bytes; ++i) same &= std::memcmp(&bytes_[i], &first, sizeof(Byte)) == 0;
+  return same;
+}
+
 void SharedMemory::read(u32 address, u32 bytes, const Where& where) {
   require("read", address, bytes, where);
-  // One pass finds that a read is right, as nearly all are. A second pass finds the fault of a wrong one.
   const Epoch now = block_.order.now(where.thread);
+  const Byte first = bytes_[address];
+  if (first.state == kWritten && (first.writer == now || block_.order.before(first.writer, where.thread)) &&
+      alike(address, bytes)) {
+    const u32 after = readers_.with(first.readers, now, block_.order);
+    if (after == first.readers) return;
+    for (u32 i = address; i < address + bytes; ++i) bytes_[i].readers = after;
+    return;
+  }
+  // One pass finds that a read is right, as nearly all are. A second pass finds the fault of a wrong one.
   Epoch ordered = now;  // a writer that was found to be ordered before
   u32 before = bytes_[address].readers;
   u32 after = readers_.with(before, now, block_.order);
   for (u32 i = address; i < address + bytes; ++i) {
     Byte& byte = bytes_[i];
-    if (state_[i] != kWritten || (byte.writer != ordered && !block_.order.before(byte.writer, where.thread))) {
+    if (bytes_[i].state != kWritten || (byte.writer != ordered && !block_.order.before(byte.writer, where.thread))) {
       check_written(address, bytes, where) && check_ordered(address, bytes, where);
       return;
     }
@@ -88,8 +102,8 @@ void SharedMemory::add_reader(u32 address, u32 bytes, u32 reader) {
 
 bool SharedMemory::check_written(u32 address, u32 bytes, const Where& where) {
   for (u32 i = address; i < address + bytes; ++i) {
-    if (state_[i] == kWritten) continue;
-    if (state_[i] == kPending) {
+    if (bytes_[i].state == kWritten) continue;
+    if (bytes_[i].state == kPending) {
       block_.report("asynchronous copy read before it was waited for", where,
                     text("%u bytes at shared address 0x%x, which %s copies to", bytes, address,
                          block_.name_of(thread_of(bytes_[i].writer)).c_str()));
@@ -106,7 +120,7 @@ bool SharedMemory::check_ordered(u32 address, u32 bytes, const Where& where) {
   Epoch ordered = block_.order.now(where.thread);  // the last writer that was found to be ordered before
   for (u32 i = address; i < address + bytes; ++i) {
     const Epoch writer = bytes_[i].writer;
-    if (state_[i] == kWritten && writer != ordered && !block_.order.before(writer, where.thread)) {
+    if (bytes_[i].state == kWritten && writer != ordered && !block_.order.before(writer, where.thread)) {
       race("read", i, "written", thread_of(writer), where);
       return false;
     }
@@ -157,7 +171,7 @@ void SharedMemory::begin_copy(u32 address, u32 bytes, const Where& where) {
 
 void SharedMemory::end_copy(u32 address, u32 bytes, u32 thread) {
   for (u32 i = address; i < address + bytes; ++i) {
-    state_[i] = kWritten;
+    bytes_[i].state = kWritten;
     bytes_[i].writer = block_.order.now(thread);
     bytes_[i].unfenced = block_.proxy_fences(thread);
   }
@@ -171,7 +185,7 @@ void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state
   bool faulty = false;  // one report an access
   for (u32 i = address; i < address + bytes; ++i) {
     Byte& byte = bytes_[i];
-    if (!faulty && state_[i] == kPending) {
+    if (!faulty && bytes_[i].state == kPending) {
       faulty = true;
       block_.report("buffer overwritten while an asynchronous copy into it is pending", where,
                     text("%u bytes at shared address 0x%x, which %s copies to", bytes, address,
@@ -182,12 +196,12 @@ void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state
       block_.report("buffer overwritten while a pending instruction reads it", where,
                     text("%u bytes at shared address 0x%x", bytes, address));
     }
-    if (!faulty && state_[i] == kWritten && !(atomic && byte.atomic) && byte.writer != ordered &&
+    if (!faulty && bytes_[i].state == kWritten && !(atomic && byte.atomic) && byte.writer != ordered &&
         !block_.order.before(byte.writer, where.thread)) {
       faulty = true;
       race("write", i, "written", thread_of(byte.writer), where);
     }
-    if (!faulty && byte.readers != ordered_readers && state_[i] != kUnwritten) {
+    if (!faulty && byte.readers != ordered_readers && bytes_[i].state != kUnwritten) {
       for (const Epoch reader : readers_.members(byte.readers)) {
         if (faulty || block_.order.before(reader, where.thread)) continue;
         faulty = true;
@@ -195,9 +209,8 @@ void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state
       }
       ordered_readers = byte.readers;
     }
-    if (state_[i] == kWritten) ordered = byte.writer;
-    byte = {now, ReaderSets::kEmpty, kFenced, byte.held, atomic};
-    state_[i] = state;
+    if (bytes_[i].state == kWritten) ordered = byte.writer;
+    byte = {now, ReaderSets::kEmpty, kFenced, byte.held, atomic, state};
   }
 }
 

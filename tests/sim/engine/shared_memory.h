@@ -48,16 +48,19 @@ class SharedMemory {
  private:
   enum State : u8 { kUnwritten, kWritten, kPending };
 
-  struct Byte {
+  struct alignas(16) Byte {
     Epoch writer;  // where written or pending
     u32 readers;   // since then
     u32 unfenced;  // fences of the proxy that its writer had executed; kFenced where none is needed
-    u32 held;      // instructions that read it and still run
+    u16 held;      // instructions that read it and still run
     bool atomic;   // whether the writer wrote by an atomic; it is then the last of several
+    State state;
   };
+  static_assert(sizeof(Byte) == 16);  // without padding: alike() compares all bytes of it
   static constexpr u32 kFenced = 0;
 
   void forget(u32 address, u32 bytes);
+  bool alike(u32 address, u32 bytes) const;
   void require(const char* access, u32 address, u32 bytes, const Where& where);
   bool check_written(u32 address, u32 bytes, const Where& where);
   bool check_ordered(u32 address, u32 bytes, const Where& where);
@@ -70,8 +73,7 @@ class SharedMemory {
   u8* static_ = nullptr;
   u32 dynamic_bytes_ = 0, static_bytes_ = 0;
   ReaderSets readers_;
-  std::vector<State> state_;  // by address
-  std::vector<Byte> bytes_;
+  std::vector<Byte> bytes_;  // by address
 };
 
 }  // namespace sim
