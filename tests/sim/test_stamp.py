@@ -42,9 +42,9 @@ def test_no_other_run_does(monkeypatch):
     Planted(passed={f"test {i}" for i in range(bugs.TESTS - 1)}).finish()
     assert not Planted().passed_before
     changed = whole_run()
-    monkeypatch.setattr(stamp, "key", lambda: "0" * 64)  # a file was edited while the tests ran
-    changed.finish()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(stamp, "key", lambda: "0" * 64)  # a file was edited while the tests ran
+        changed.finish()
     assert not Planted().passed_before
 
 
