@@ -20,6 +20,7 @@ from sage_aot._problem.check import (
     heads_first,
     sequences_of,
 )
+from sage_aot._problem.derivatives import check_no_derivative, may_differentiate
 from sage_aot._problem.options import for_schema, for_tracer, smooths_q
 from sage_aot.errors import ArgumentError, SageAotError
 
@@ -128,6 +129,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         given = checked_options(q, out, return_lse, *options)
     else:
         given = operator_options(q, k, v, key_mask, out, return_lse, *options)
+    if may_differentiate():
+        check_no_derivative(q=q, k=None if isinstance(k, QuantizedKV) else k, v=v, out=out)
     if groups_share_rows(q, k, v, out, options):
         if layout == "NHD":
             given = checked_options(q, out, return_lse, is_causal, scale, "HND", *options[3:])

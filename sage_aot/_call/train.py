@@ -10,6 +10,7 @@ from sage_aot._call import ops
 from sage_aot._call.api import operator_options
 from sage_aot._call.pipeline import backend_of, lse_shape, plan_of, prepared_backward, prepared_train
 from sage_aot._problem.check import Problem, check_backward, check_train
+from sage_aot._problem.derivatives import check_backward_alone, may_differentiate
 from sage_aot._problem.options import OPTIONS, Options
 from sage_aot.errors import ArgumentError
 
@@ -55,6 +56,8 @@ def train_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: 
     torch.Size([1, 2, 100, 64])
     """
     options = operator_options(q, k, v, None, None, False, is_causal, scale, layout, *_OTHER_DEFAULTS)
+    if may_differentiate():
+        check_backward_alone(q=q, k=k, v=v)
     out: torch.Tensor = _forward_op(q, k, v, *options)[0]
     return out
 
