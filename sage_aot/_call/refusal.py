@@ -19,7 +19,7 @@ from sage_aot._call.pipeline import (
     plan_of_stored,
 )
 from sage_aot._problem.check import check, check_dense, check_out, check_stored
-from sage_aot._problem.derivatives import check_no_derivative, may_differentiate
+from sage_aot._problem.derivatives import check_no_derivative, check_no_grad, is_transformed
 from sage_aot._problem.options import Options
 from sage_aot.errors import ArgumentError, UnsupportedError
 
@@ -42,7 +42,9 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.T
         check_dense(q=q, k=k, v=v, key_mask=key_mask, out=out)
     if sequences is not None:
         check_dense(cu_seqlens_q=sequences.cu_seqlens_q, cu_seqlens_k=sequences.cu_seqlens_k)
-    if may_differentiate():
+    if q.requires_grad or k.requires_grad or v.requires_grad or out is not None and out.requires_grad:
+        check_no_grad(q=q, k=k, v=v, out=out)
+    if is_transformed():
         check_no_derivative(q=q, k=k, v=v, out=out)
     autocast = _autocast_dtype(q)
     handed, variables = handed_backend(), environment()
@@ -55,7 +57,9 @@ def refusal_stored(q: torch.Tensor, stored: Stored, out: torch.Tensor | None, op
     """As :func:`refusal`, of a call with k and v that were quantized before."""
     if not (is_plain(q) and (out is None or is_plain(out))):
         check_dense(q=q, out=out)
-    if may_differentiate():
+    if q.requires_grad or out is not None and out.requires_grad:
+        check_no_grad(q=q, out=out)
+    if is_transformed():
         check_no_derivative(q=q, out=out)
     autocast = _autocast_dtype(q)
     handed, variables = handed_backend(), environment()

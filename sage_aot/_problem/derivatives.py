@@ -1,7 +1,7 @@
 """Whether a call is to be differentiated: by autograd, by forward AD, or by a transformation of torch.func.
 
-An operator cannot tell: by the time it runs, the wrappers of torch.func are gone, and the derivatives that torch then
-makes up are zeros. The public calls ask in front of their operators.
+An operator can tell the first alone. By the time it runs, torch.func has taken its wrappers off, and the derivatives
+that torch then makes up are zeros. The public calls ask in front of their operators.
 """
 
 from __future__ import annotations
@@ -9,33 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
 
 from sage_aot._kernels.spec import MOST_TRAINED
 from sage_aot.errors import ArgumentError
 
 _functorch: Any = torch._C._functorch
-_DIFFERENTIATING = _functorch.TransformType.Grad, _functorch.TransformType.Jvp
-
-
-def may_differentiate() -> bool:
-    """Whether any tensor could be differentiated now: a question of less than a microsecond in front of
-    :func:`check_no_derivative`."""
-    return torch.is_grad_enabled() or forward_ad._current_level >= 0 or is_transformed()
-
-
-def is_transformed() -> bool:
-    """Whether a transformation of torch.func is going on, vmap and functionalize among them."""
-    return _functorch.peek_interpreter_stack() is not None
-
-
-def _transformation_differentiates() -> bool:
-    return any(level.key() in _DIFFERENTIATING for level in _functorch.get_interpreter_stack() or ())
-
-
-# dynamo enters the transformations that it traces, so at that time the answers hold; it guards on those around it.
-is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_transformation_differentiates._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_no_grad(**tensors: torch.Tensor | None) -> None:
@@ -49,21 +29,26 @@ def check_no_grad(**tensors: torch.Tensor | None) -> None:
                                 f"dims up to {MOST_TRAINED} and no key mask call sage_aot.train_attn")
 
 
+# --- forward AD and torch.func ----------------------------------------------------------------------------------------
+
+
+def is_transformed() -> bool:
+    """Whether forward AD or a transformation of torch.func is going on, vmap and functionalize among them: a question
+    of a fraction of a microsecond in front of the checks below."""
+    return _is_dual_level_entered(forward_ad._current_level) or _is_transformation_entered()
+
+
 def check_no_derivative(**tensors: torch.Tensor | None) -> None:
-    """ArgumentError for a tensor by which the result of attn would be differentiated. In compiled code the operator's
-    fake implementation asks what autograd tracks."""
-    if not torch.compiler.is_dynamo_compiling():
-        check_no_grad(**tensors)
-    _check_differentiated("attn has no derivative", **tensors)
+    """ArgumentError for a tensor by which forward AD or torch.func differentiates the result of attn."""
+    _check("attn has no derivative", **tensors)
 
 
-def check_backward_alone(**tensors: torch.Tensor) -> None:
-    """ArgumentError for a tensor that is differentiated by other means than autograd's backward pass."""
-    _check_differentiated("train_attn has a backward pass alone, by Tensor.backward() and torch.autograd.grad()",
-                          **tensors)
+def check_backward_alone(**tensors: torch.Tensor | None) -> None:
+    """The same of train_attn, which has the derivative of autograd's backward pass alone."""
+    _check("train_attn has a derivative for Tensor.backward() and torch.autograd.grad() alone", **tensors)
 
 
-def _check_differentiated(what: str, **tensors: torch.Tensor | None) -> None:
+def _check(what: str, **tensors: torch.Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and _is_differentiated(tensor):
             raise ArgumentError(f"{name} is differentiated by forward AD or torch.func, and {what}; there, call "
@@ -71,21 +56,49 @@ def _check_differentiated(what: str, **tensors: torch.Tensor | None) -> None:
 
 
 def _is_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether forward AD or a transformation of torch.func differentiates by a tensor. A tracer cannot look into a
-    tensor: to it, any tensor may be."""
+    """Whether forward AD or torch.func differentiates by a tensor. To a tracer, which cannot look into a tensor, any
+    tensor within them is differentiated."""
     if torch.compiler.is_dynamo_compiling():
-        return forward_ad._current_level >= 0 or _transformation_differentiates()
+        return (_is_dual_level_entered(forward_ad._current_level)
+                or _is_differentiating_entered(torch.is_grad_enabled()))
     while _functorch.is_functorch_wrapped_tensor(tensor):
         if _functorch.is_gradtrackingtensor(tensor) and _tracks(tensor):
             return True
         tensor = _functorch.get_unwrapped(tensor)
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    if forward_ad._current_level < 0:
+        return False
+    with pyfunctorch.temporarily_clear_interpreter_stack():  # else a transformation would wrap the tensor first
+        return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _tracks(wrapper: torch.Tensor) -> bool:
-    """Of a wrapper of grad, jvp or what is made of them: whether a derivative goes through it."""
+    """Of a wrapper by grad, jvp or what is made of them: whether a derivative goes through it. Within them torch wraps
+    views of constants, too. A wrapper by jvp tells only at the level of its own."""
+    stack = _functorch.get_interpreter_stack() or []
     own = _functorch.maybe_get_level(wrapper)
-    if any(level.level() == own and level.key() == _functorch.TransformType.Grad
-           for level in _functorch.get_interpreter_stack() or ()):
+    key = next((level.key() for level in stack if level.level() == own), _functorch.TransformType.Grad)
+    if key == _functorch.TransformType.Grad:
         return wrapper.requires_grad and torch.is_grad_enabled()
-    return True
+    return stack[-1].level() != own or forward_ad.unpack_dual(wrapper).tangent is not None
+
+
+# dynamo takes the answers of these for constants. It really enters the transformations that it traces, so at that time
+# the answers hold; it guards on the transformations around the code, and on the values that the functions are given.
+
+
+def _is_dual_level_entered(guarded: int) -> bool:
+    """`guarded`: the level as the tracer knows it, which may be that of before the code entered one."""
+    return forward_ad._current_level >= 0
+
+
+def _is_transformation_entered() -> bool:
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def _is_differentiating_entered(grad_enabled: bool) -> bool:
+    keys = [level.key() for level in _functorch.get_interpreter_stack() or ()]
+    return _functorch.TransformType.Jvp in keys or grad_enabled and _functorch.TransformType.Grad in keys
+
+
+for _constant in (_is_dual_level_entered, _is_transformation_entered, _is_differentiating_entered):
+    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]

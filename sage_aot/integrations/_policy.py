@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 
 from sage_aot._call.api import attn
 from sage_aot._call.refusal import is_plain
@@ -310,7 +309,7 @@ def refusal(call: Call) -> str | None:
         return "dropout"
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return "gradients"
-    if forward_ad._current_level >= 0 or is_transformed():
+    if is_transformed():
         return "forward gradients, or a transformation of torch.func"
     if call.scale is not None and not OPTIONS["scale"].valid(call.scale):
         return "a scale that sage_aot does not take"
