@@ -69,8 +69,13 @@ def test_is_refused(derivative, call):
         DERIVATIVES[derivative]({**CALLS, **TRAINED}[call])
 
 
-@pytest.mark.parametrize("call", ["attn", "attn, kv", "attn_varlen", "train_attn"])
-@pytest.mark.parametrize("derivative", COMPILED)
+VIEWS_FAIL = ("jvp", "forward AD", "jvp around grad")
+"""Derivatives in which dynamo of torch 2.13 fails at a view of what is differentiated, before the call."""
+
+
+@pytest.mark.parametrize(("derivative", "call"), [
+    (derivative, call) for derivative in COMPILED for call in ("attn", "attn, kv", "attn_varlen", "train_attn")
+    if call != "attn_varlen" or derivative not in VIEWS_FAIL])
 def test_is_refused_in_compiled_code(derivative, call):
     torch._dynamo.reset()
     function = {**CALLS, **TRAINED}[call]
