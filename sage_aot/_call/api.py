@@ -20,6 +20,7 @@ from sage_aot._problem.check import (
     heads_first,
     sequences_of,
 )
+from sage_aot._problem.derivatives import check_no_derivative, is_transformed
 from sage_aot._problem.options import for_schema, for_tracer, smooths_q
 from sage_aot.errors import ArgumentError, SageAotError
 
@@ -105,7 +106,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         the key; in v, its channel of the rows that see its key. All other values stay as they are.
 
     Raises:
-        ArgumentError: an argument is not as described; the message says what came.
+        ArgumentError: an argument is not as described; the message says what came. Also where a derivative is asked
+            for, by autograd, forward AD or torch.func.
         UnsupportedError: no kernel fits this GPU, its driver and these options (:func:`sage_aot.explain` tells why), or
             neither cupy nor cuda-bindings can load one.
         CubinError: a kernel's file is missing or damaged.
@@ -128,6 +130,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         given = checked_options(q, out, return_lse, *options)
     else:
         given = operator_options(q, k, v, key_mask, out, return_lse, *options)
+    if is_transformed():
+        check_no_derivative(q=q, k=None if isinstance(k, QuantizedKV) else k, v=v, out=out)
     if groups_share_rows(q, k, v, out, options):
         if layout == "NHD":
             given = checked_options(q, out, return_lse, is_causal, scale, "HND", *options[3:])

@@ -16,6 +16,7 @@ from sage_aot._problem.check import (
     check_tensors_are,
     heads_first,
 )
+from sage_aot._problem.derivatives import check_no_derivative, is_transformed
 from sage_aot._problem.options import OPTIONS, Options, for_schema
 from sage_aot.errors import ArgumentError
 
@@ -112,6 +113,8 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
     check_tensors_are(k=k, v=v)
     check_device(k=k)
     check_key_mask_is_tensor(key_mask)
+    if is_transformed():
+        check_no_derivative(k=k, v=v)
     options = False, None, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum
     data, copied = ops.quantize_kv(k, v, key_mask, *for_schema(*options))
     batch, heads, keys, headdim = heads_first(k, layout).shape

@@ -30,11 +30,11 @@ from sage_aot._problem.check import (
     Stored,
     check,
     check_kv,
-    check_no_grad,
     check_out,
     check_stored,
     heads_first,
 )
+from sage_aot._problem.derivatives import check_no_grad
 from sage_aot._problem.options import Options, schema
 
 LIBRARY: Any = torch.library.Library("sage_aot", "DEF")  # type: ignore[no-untyped-call]  # keeps the operators alive

@@ -21,12 +21,12 @@ import torch
 from sage_aot._problem.check import (
     check,
     check_kv,
-    check_no_grad,
     check_out,
     check_stored,
     check_train,
     heads_first,
 )
+from sage_aot._problem.derivatives import check_no_grad
 from sage_aot._problem.options import OPTIONS, Options
 from sage_aot.errors import ArgumentError
 

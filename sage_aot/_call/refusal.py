@@ -18,7 +18,8 @@ from sage_aot._call.pipeline import (
     kind_of_stored,
     plan_of_stored,
 )
-from sage_aot._problem.check import check, check_dense, check_no_grad, check_out, check_stored
+from sage_aot._problem.check import check, check_dense, check_out, check_stored
+from sage_aot._problem.derivatives import check_no_derivative, check_no_grad, is_transformed
 from sage_aot._problem.options import Options
 from sage_aot.errors import ArgumentError, UnsupportedError
 
@@ -43,6 +44,8 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.T
         check_dense(cu_seqlens_q=sequences.cu_seqlens_q, cu_seqlens_k=sequences.cu_seqlens_k)
     if q.requires_grad or k.requires_grad or v.requires_grad or out is not None and out.requires_grad:
         check_no_grad(q=q, k=k, v=v, out=out)
+    if is_transformed():
+        check_no_derivative(q=q, k=k, v=v, out=out)
     autocast = _autocast_dtype(q)
     handed, variables = handed_backend(), environment()
     key = autocast, *kind_of_call(q, k, v, key_mask, out, options, variables, handed, sequences)
@@ -56,6 +59,8 @@ def refusal_stored(q: torch.Tensor, stored: Stored, out: torch.Tensor | None, op
         check_dense(q=q, out=out)
     if q.requires_grad or out is not None and out.requires_grad:
         check_no_grad(q=q, out=out)
+    if is_transformed():
+        check_no_derivative(q=q, out=out)
     autocast = _autocast_dtype(q)
     handed, variables = handed_backend(), environment()
     key = autocast, *kind_of_stored(q, stored, out, options, variables, handed)

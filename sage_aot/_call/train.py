@@ -10,6 +10,7 @@ from sage_aot._call import ops
 from sage_aot._call.api import operator_options
 from sage_aot._call.pipeline import backend_of, lse_shape, plan_of, prepared_backward, prepared_train
 from sage_aot._problem.check import Problem, check_backward, check_train
+from sage_aot._problem.derivatives import check_backward_alone, is_transformed
 from sage_aot._problem.options import OPTIONS, Options
 from sage_aot.errors import ArgumentError
 
@@ -43,7 +44,8 @@ def train_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: 
         has no second derivative.
 
     Raises:
-        ArgumentError, UnsupportedError, CubinError, LaunchError: as :func:`sage_aot.attn`. UnsupportedError also where
+        ArgumentError, UnsupportedError, CubinError, LaunchError: as :func:`sage_aot.attn`. ArgumentError also within
+            forward AD and derivatives of torch.func, for which there is no formula. UnsupportedError also where
             the folder of kernels has none for the backward pass.
 
     Source: SageAttention3 (arXiv:2505.11594), Algorithms 2 and 3.
@@ -55,6 +57,8 @@ def train_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: 
     torch.Size([1, 2, 100, 64])
     """
     options = operator_options(q, k, v, None, None, False, is_causal, scale, layout, *_OTHER_DEFAULTS)
+    if is_transformed():
+        check_backward_alone(q=q, k=k, v=v)
     out: torch.Tensor = _forward_op(q, k, v, *options)[0]
     return out
 
@@ -133,6 +137,8 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor | None, *unused: None) -> tu
     nothing = [None] * len(ctx.options)
     if grad_out is None:
         return None, None, None, *nothing
+    if is_transformed():
+        check_backward_alone(grad_out=grad_out)
     return *_backward_op(grad_out, *ctx.saved_tensors, *ctx.options), *nothing
 
 

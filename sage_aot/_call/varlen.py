@@ -10,6 +10,7 @@ from sage_aot._call import ops
 from sage_aot._call.api import operator_options
 from sage_aot._call.kv import check_not_with_sequences
 from sage_aot._problem.check import check_lengths, check_tensors_are
+from sage_aot._problem.derivatives import check_no_derivative, is_transformed
 
 
 @overload
@@ -78,6 +79,8 @@ def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q:
     check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     options = operator_options(q, k, v, None, out, return_lse, is_causal, scale, "NHD", qk, smooth_q, smooth_k,
                                smooth_v, rotate, clip, pv_accum)
+    if is_transformed():
+        check_no_derivative(q=q, k=k, v=v, out=out)
     given = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if out is None:
         made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = (

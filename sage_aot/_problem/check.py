@@ -253,17 +253,6 @@ def check_out(out: object, q: torch.Tensor) -> None:
                             f"was not expanded")
 
 
-def check_no_grad(**tensors: torch.Tensor | None) -> None:
-    """ArgumentError for a tensor that autograd would track. Call it on every call, since grad mode may change."""
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
-            raise ArgumentError(f"{name} requires grad, and attn has no backward pass; call it under torch.no_grad() "
-                                f"or torch.inference_mode(), or pass {name}.detach(); to train with f16 or bf16, head "
-                                f"dims up to {MOST_TRAINED} and no key mask call sage_aot.train_attn")
-
-
 def check_device(**tensors: torch.Tensor) -> None:
     """ArgumentError unless kernels or their emulation run where a tensor is."""
     for name, tensor in tensors.items():

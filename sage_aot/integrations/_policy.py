@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 
 from sage_aot._call.api import attn
 from sage_aot._call.refusal import is_plain
 from sage_aot._kernels.axes import MAX_HEADDIM
+from sage_aot._problem.derivatives import is_transformed
 from sage_aot._problem.options import OPTIONS, Options
 from sage_aot._tools.explain import explain
 from sage_aot.errors import ArgumentError, UnsupportedError
@@ -309,8 +309,7 @@ def refusal(call: Call) -> str | None:
         return "dropout"
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return "gradients"
-    if not torch.compiler.is_compiling() and (
-            forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None):
+    if is_transformed():
         return "forward gradients, or a transformation of torch.func"
     if call.scale is not None and not OPTIONS["scale"].valid(call.scale):
         return "a scale that sage_aot does not take"
@@ -387,7 +386,8 @@ def serve(call: Call, return_lse: bool, options: Mapping[str, Any]) -> Any:
         width = max(channels, q.size(3))
         scale = q.size(3) ** -0.5 if scale is None else scale
         q, k, v = (F.pad(x, (0, width - x.size(3))) for x in (q, k, v))
-    is_causal = is_causal and queries > 1  # one query sees all keys; without a mask, heads share the reads of k and v
+    if queries == 1:  # it sees all keys; without a mask, heads share the reads of k and v
+        is_causal = False
     result = attn(q, k, v, key_mask=key_mask, is_causal=is_causal, scale=scale, layout=call.layout,
                   **{**options, "return_lse": return_lse})
     out, lse = result if return_lse else (result, None)

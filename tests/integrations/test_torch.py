@@ -535,3 +535,61 @@ def test_a_torch_without_the_registration(monkeypatch):
     monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
     with pytest.raises(UnsupportedError, match="register_flash: expected torch.nn.* without; use replace_sdpa"):
         register_flash()
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 32), (1, 4, 32)], ids=["heads", "grouped"])
+def test_a_compiled_causal_call_takes_every_length(shape):
+    """One query, which sees every key, included."""
+    torch._dynamo.reset()
+    batch, heads, channels = shape
+
+    def causal(q, k, v):
+        return sdpa(q, k, v, is_causal=True, enable_gqa=True)
+
+    compiled = torch.compile(causal, backend="aot_eager", fullgraph=True)
+    with use(Policy(when="possible", otherwise="raise")), torch.no_grad():
+        for length in (70, 33, 1, 50):
+            q, (k, v) = torch.randn(batch, heads, length, channels), torch.randn(2, batch, 2, length, channels)
+            torch.testing.assert_close(compiled(q, k, v), causal(q, k, v), rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated", "ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("derivative", [
+    lambda call, x, t: torch.func.grad(lambda y: call(y).square().sum())(x),
+    lambda call, x, t: torch.func.vjp(call, x)[1](t)[0],
+    lambda call, x, t: torch.func.grad(lambda w: call(x * w).square().sum())(torch.tensor(2.0))],
+    ids=["grad", "vjp", "grad of what comes before"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_derivatives_are_those_of_the_hosts_attention(qkv, derivative, compiled):
+    torch._dynamo.reset()
+    q, k, v = qkv
+    tangent = torch.randn_like(q)
+    expected = derivative(lambda x: captured(x, k, v), q, tangent)
+
+    def found(x, t):
+        return derivative(lambda y: F.scaled_dot_product_attention(y, k, v), x, t)
+
+    with use(Policy(when="possible")), replace_sdpa.globally():
+        call = torch.compile(found, backend="aot_eager", fullgraph=True) if compiled else found
+        torch.testing.assert_close(call(q, tangent), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_forward_derivatives_are_the_hosts(qkv, compiled):
+    """Which has one with the backend MATH."""
+    torch._dynamo.reset()
+    q, k, v = qkv
+    tangent = torch.randn_like(q)
+
+    def attention(x):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return F.scaled_dot_product_attention(x, k, v)
+
+    def jvp(x, t):
+        return torch.func.jvp(attention, (x,), (t,))[1]
+
+    expected = jvp(q, tangent)
+    with use(Policy(when="possible")), replace_sdpa.globally():
+        found = (torch.compile(jvp, backend="aot_eager") if compiled else jvp)(q, tangent)
+    torch.testing.assert_close(found, expected)
