@@ -187,6 +187,7 @@ def saved(tmp_path):
     return tmp_path
 
 
+@pytest.mark.kernels("sm89")
 def test_a_model_is_audited(monkeypatch, capsys, saved):
     _policy.count("of before")
     assert run(monkeypatch, "audit", str(saved / "llama"), "--tokens", "50") == 0

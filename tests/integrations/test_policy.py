@@ -164,6 +164,7 @@ def test_with_the_log_sum_exp(exact, name):
     assert out.shape == (*described.q.shape[:3], described.v.shape[3])
 
 
+@pytest.mark.kernels("sm89")  # for its options
 def test_the_kernels_arithmetic_is_that_of_attn():
     described = call(is_causal=True, bottom_right=True, mask=mask(2, 1, 1, 40))
     with use(Policy("possible", options={"smooth_v": True, "qk": "int4"})):

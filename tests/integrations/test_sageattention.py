@@ -485,6 +485,7 @@ def test_compiled_with_options_and_packed_sequences():
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
+@pytest.mark.kernels("sm80", "sm89", "sm90")
 def test_names_that_hosts_look_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(8, 9), (9, 0)][index])

@@ -350,6 +350,7 @@ def gpu_here(monkeypatch, capability):
         monkeypatch.setattr(module, "default_driver", lambda: SimpleNamespace(cuda=13000))
 
 
+@pytest.mark.kernels("sm80", "sm90")
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_a_gpu_with_kernels_is_no_error(monkeypatch, capability):
     gpu_here(monkeypatch, capability)
@@ -553,7 +554,7 @@ def test_a_compiled_causal_call_takes_every_length(shape):
             torch.testing.assert_close(compiled(q, k, v), causal(q, k, v), rtol=0, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated", "ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated", "ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("derivative", [
     lambda call, x, t: torch.func.grad(lambda y: call(y).square().sum())(x),
     lambda call, x, t: torch.func.vjp(call, x)[1](t)[0],
@@ -574,7 +575,7 @@ def test_derivatives_are_those_of_the_hosts_attention(qkv, derivative, compiled)
         torch.testing.assert_close(call(q, tangent), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_forward_derivatives_are_the_hosts(qkv, compiled):
     """Which has one with the backend MATH."""

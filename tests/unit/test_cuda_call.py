@@ -132,6 +132,7 @@ def run(call, tensors, with_lse=True, key_mask=None, sequences=None):
 # --- structs ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.kernels("sm80", "sm90")
 @pytest.mark.parametrize("with_lse", [True, False])
 @pytest.mark.parametrize(("arch", "options"), [
     ("sm89", Options()), ("sm80", Options(qk="int4", is_causal=True)), ("sm90", Options(smooth_v=True, smooth_k=False)),
@@ -145,6 +146,7 @@ def test_structs_reach_the_driver_as_they_are_packed(driver, arch, options, with
         assert driver.launches() == expected_of(call, addresses)
 
 
+@pytest.mark.kernels("sm80", "sm90")
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])  # 64 and 128 keys a tile
 def test_a_trained_forward_pass_saves_k_without_v(driver, arch):
     backend, (q, k, v) = CudaBackend(Library(KERNEL_FOLDER, driver), arch), draw()
@@ -164,6 +166,7 @@ def test_a_trained_forward_pass_saves_k_without_v(driver, arch):
     assert not saved[:-expected.numel()].any()  # kernels write Q̂ there
 
 
+@pytest.mark.kernels("sm80", "sm90")
 def test_structs_of_a_backward_pass_reach_the_driver(driver):
     backend, (q, k, v) = CudaBackend(Library(KERNEL_FOLDER, driver), "sm90"), draw()
     plan = plan_of(backend, check_train(q, k, v, Options()), 0)
@@ -266,6 +269,7 @@ def test_a_key_mask_reaches_the_kernel_that_packs(driver, with_lse):
         assert (data, batch, row) == (mask.data_ptr(), 600, 3)
 
 
+@pytest.mark.kernels("sm80", "sm90")
 @pytest.mark.parametrize("with_lse", [True, False])
 @pytest.mark.parametrize(("arch", "splits"), [("sm90", 14), ("sm80", 27)])
 def test_what_blocks_leave_of_split_keys_reaches_the_kernel_that_merges(driver, arch, splits, with_lse):

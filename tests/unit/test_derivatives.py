@@ -11,7 +11,7 @@ from sage_aot._problem.derivatives import check_no_grad
 from sage_aot.errors import ArgumentError
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script` is deprecated",  # torch.func.jvp imports it
+    "ignore:`torch.jit.script.*` is deprecated",  # torch.func.jvp imports it, dynamo of torch 2.11 its methods
     "ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it
 
 Q, K, V, T = torch.randn(4, 1, 2, 40, 32, generator=torch.Generator().manual_seed(0))

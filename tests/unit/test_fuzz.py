@@ -219,6 +219,7 @@ def without_delta_s_of_a_tile(quantized):
     return dataclasses.replace(quantized, delta_s=delta_s)
 
 
+@pytest.mark.kernels("sm80")
 @pytest.mark.parametrize("smooth_q", [False, True])
 @pytest.mark.parametrize("kind", ["normal", "outlier"])
 @pytest.mark.parametrize(("arch", "pv_accum"), [("sm80", "f32"), ("sm89", "two_level_f32"), ("sm89", "two_level_f16")])
