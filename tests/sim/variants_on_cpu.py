@@ -167,12 +167,14 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 
 def cases_of(spec: AttnSpec) -> dict[str, Case]:
+    """The calls that a kernel makes: all, or all but OF_QUANTIZATION_AND_EPILOGUE where others of FIRST_OF_EACH make
+    those."""
     left_out = set() if spec in FIRST_OF_EACH else OF_QUANTIZATION_AND_EPILOGUE
     return {name: case for name, case in _every_case(spec).items() if name not in left_out}
 
 
 def _every_case(spec: AttnSpec) -> dict[str, Case]:
-    """Ragged calls, of bf16 and of f16 alternately; of OF_QUANTIZATION_AND_EPILOGUE where no kernel before has them.
+    """Ragged calls, of bf16 and of f16 alternately.
 
     plain: grouped heads, contiguous, several KV tiles.
     odd: as unlike as can be. Several heads and batches, K not smoothed, rows of no whole vectors, of which some see
