@@ -140,7 +140,7 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
         "threads": _threads(tile, family), "shared_bytes": _shared_bytes(spec, tile, family),
         "p_top": _float32(11.392317 if nvfp4 else math.log2(largest)), "lazy_rise": 8 if f16 else 0,
         "whole_reference": f16,
-        "most_fall": 40, "no_reference": -1.0000000150474662e+30,
+        "most_fall": 40, "no_reference": -2.0**127, "largest_scale": 2.0**100,
         "smallest_scale": 2**-60 if nvfp4 else 9.99999991097579e-38}
     if family == "mma":
         folds = spec.q == "qraw" and (spec.qk == "int8" or f16)
@@ -154,6 +154,7 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
                   "rows_of_range": 64 if tile.block_m == 192 else tile.block_m, "programmatic_launch": 1}
     limit, typical = (2**15, 0) if f16 else (4.5, 0.375) if spec.pv_accum == "two_level_f16" else (448, 11)
     limit, typical = (4 * 448, 16) if nvfp4 else (limit, typical)
+    facts["sum_unit"] = 1 if f16 or nvfp4 else typical
     return {**facts, "v_typical": typical, "v_least": 2**-4 if f16 else 1 if nvfp4 else limit / 32, "v_limit": limit}
 
 

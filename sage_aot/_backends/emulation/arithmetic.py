@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 E4M3_LIMIT = 448.0
@@ -24,6 +26,17 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     return torch.where(even, bits + outward, bits).view(torch.float64).float()
 
 
+def fma_down(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a · b + c in f32, rounded down."""
+    nearest = fma(a, b, c)
+    product, c = a.double() * b.double(), c.double()
+    total = product + c
+    part = total - product
+    lost = (product - (total - part)) + (c - part)
+    above = nearest.double() - total > lost  # never where the sum is not finite
+    return torch.where(above, torch.nextafter(nearest, torch.full_like(nearest, -math.inf)), nearest)
+
+
 def add_in_order(x: torch.Tensor, dim: int) -> torch.Tensor:
     total = torch.zeros_like(x.select(dim, 0))
     for part in x.unbind(dim):
@@ -40,21 +53,26 @@ def finite_or_zero(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isfinite(), x, 0.0)
 
 
+def within(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x clamped to the finite numbers of a dtype; NaN stays."""
+    return x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+
+
 def to_pv(x: torch.Tensor, pv: str) -> torch.Tensor:
-    """Rounded to the PV type and back: nearest even, e4m3 saturating."""
+    """Rounded to the PV type and back: nearest even, saturating."""
     if pv == "f16":
-        return x.half().float()
+        return within(x, torch.float16).half().float()
     return x.clamp(-E4M3_LIMIT, E4M3_LIMIT).to(torch.float8_e4m3fn).float()
 
 
-def tensor_core_sum(p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """P times ones and a total, as Hopper adds products of FP8: 32 and the sum so far, each cut off 13 bits below the
-    largest. The wgmma family's sums of P are such: V has a channel of ones there (attn/wgmma/mainloop.cuh)."""
-    for part in torch.split(p, 32, -1):
-        terms = torch.cat([total[..., None], part], -1)
-        exponent = torch.frexp(terms.amax(-1))[1].clamp(min=-100)  # a sum that alpha left next to nothing of
-        unit = torch.ldexp(torch.ones_like(total), exponent - 14)
-        total = keep_13_bits((terms / unit[..., None]).trunc().sum(-1) * unit)
+def pv_tile(p: torch.Tensor, v: torch.Tensor, pv_accum: str) -> torch.Tensor:
+    """P·V of one tile; FP8 in products of 32 keys, each of which leaves the accumulator 13 mantissa bits, or f16."""
+    if pv_accum == "f32":
+        return p @ v
+    total = p.new_zeros(*p.shape[:3], v.shape[-1])
+    for first in range(0, p.shape[-1], 32):
+        total = total + p[..., first: first + 32] @ v[..., first: first + 32, :]
+        total = keep_13_bits(total) if pv_accum == "two_level_f32" else total.half().float()
     return total
 
 

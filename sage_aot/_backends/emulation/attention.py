@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from sage_aot._backends.emulation import nvfp4
-from sage_aot._backends.emulation.arithmetic import keep_13_bits
+from sage_aot._backends.emulation.arithmetic import divide, pv_tile
 from sage_aot._backends.emulation.quantize import Quantized
 from sage_aot._kernels.manifest import AttnRecord
 from sage_aot._kernels.tile import Tile
@@ -30,7 +30,7 @@ class Softmax(Protocol):
     """The online softmax of a family, over the KV tiles of all rows."""
 
     row_ref: torch.Tensor  # [batch, heads, rows], what P is relative to, log2 units
-    row_sum: torch.Tensor  # likewise, the sum of P by which O is divided
+    row_sum: torch.Tensor  # likewise, the sum of the rounded P times the kernel's sum_unit, by which O is divided
     lse_sum: torch.Tensor  # likewise, that of the log-sum-exp
 
     def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor) -> None:
@@ -111,12 +111,14 @@ def _attend(problem: Problem, attn: AttnRecord, quantized: Quantized, visible_of
         scores = scores.masked_fill(~seen, -math.inf)
         p, alpha = softmax.step(first, scores, scale)
         factor = v_factor[:, :, first // block_n, None, None]
-        acc_o = acc_o * alpha[..., None] + factor * _pv_tile(p, v[:, :, keys], attn.spec.pv_accum)
+        acc_o = acc_o * alpha[..., None] + factor * pv_tile(p, v[:, :, keys], attn.spec.pv_accum)
 
     row_bias = quantized.row_bias.masked_fill(spoilt_rows, math.nan).masked_fill(visible_of_all.none.to(k.device), 0.0)
     row_sum = softmax.row_sum
-    factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0) + 0.0 * row_bias
-    lse = (softmax.row_ref + softmax.lse_sum.log2() + row_bias) * math.log(2.0)
+    unit = attn.facts["sum_unit"]
+    factor = torch.where(row_sum > 0, torch.full_like(row_sum, unit) / row_sum, 0.0) + 0.0 * row_bias
+    lse_sum = torch.where(softmax.lse_sum < math.inf, softmax.lse_sum, divide(row_sum, unit))
+    lse = (softmax.row_ref + lse_sum.log2() + row_bias) * math.log(2.0)
     mean = torch.where(row_sum[..., None] > 0, v_mean[:, :, None], 0.0)
     out = acc_o * factor[..., None] * v_scale[:, :, None] + mean
     return out.masked_fill(spoilt, math.nan), lse
@@ -149,14 +151,3 @@ def _scores(qk: str, q: torch.Tensor, k: torch.Tensor, scale: torch.Tensor,
 def finished_scores(scores: torch.Tensor, scale: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """In log2 units: one FMA, as in attn/mma/scores.cuh."""
     return (scores.double() * scale.double() + delta.double()).float()
-
-
-def _pv_tile(p: torch.Tensor, v: torch.Tensor, pv_accum: str) -> torch.Tensor:
-    """P·V of one tile; FP8 in products of 32 keys, each of which leaves the accumulator 13 mantissa bits, or f16."""
-    if pv_accum == "f32":
-        return p @ v
-    total = p.new_zeros(*p.shape[:3], v.shape[-1])
-    for first in range(0, p.shape[-1], 32):
-        total = total + p[..., first: first + 32] @ v[:, :, first: first + 32]
-        total = keep_13_bits(total) if pv_accum == "two_level_f32" else total.half().float()
-    return total

@@ -12,6 +12,7 @@ from typing import NamedTuple, cast
 import torch
 
 from sage_aot._backends.base import BackwardCall, BackwardTensors, Call, Tensors, TrainingCall
+from sage_aot._backends.emulation.arithmetic import within
 from sage_aot._backends.emulation.attention import attend
 from sage_aot._backends.emulation.backward import gradients, saved_of
 from sage_aot._backends.emulation.quantize import Quantized, quantize
@@ -136,7 +137,7 @@ def _attend(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: 
         parts = [attend(replace(plan, problem=entry.problem), entry.quantize(kernels), entry.key_ranks)
                  for entry in packed_entries(problem, q, k, v, key_mask)]
         result, result_lse = map(torch.cat, zip(*parts))
-    out.copy_(result[:, :, : problem.seqlen_q, : problem.headdim])
+    out.copy_(within(result[:, :, : problem.seqlen_q, : problem.headdim], out.dtype))
     if lse is not None:
         lse.copy_(result_lse[:, :, : problem.seqlen_q])
 
@@ -179,7 +180,8 @@ def _attend_sequences(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
             continue
         quantized = quantize(own.problem, plan.kernels, own.q, own.k, own.v)
         result, result_lse = attend(replace(plan, problem=own.problem), quantized)
-        out[own.rows] = result[0, :, : own.problem.seqlen_q, : own.problem.headdim].transpose(0, 1).to(out.dtype)
+        of_rows = result[0, :, : own.problem.seqlen_q, : own.problem.headdim].transpose(0, 1)
+        out[own.rows] = within(of_rows, out.dtype).to(out.dtype)
         if lse is not None:
             lse[:, own.rows] = result_lse[0, :, : own.problem.seqlen_q]
 

@@ -32,6 +32,9 @@ LANE_CHANNELS = 8
 SMALLEST_ROW, SMALLEST_GROUP = 1e-33, 1e-35
 """The least magnitudes that scales go by: kSmallestRow of bwd/products.cuh, kSmallestAbsMax of numerics/scale.cuh."""
 
+LARGEST_SCALE, LSE_MARGIN = 2.0**100, 2.0**-21
+"""Of scores, kLargestScale of numerics/scale.cuh; of a log-sum-exp, kLseMargin of bwd/prepare.cuh."""
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -85,6 +88,10 @@ class Arithmetic(Protocol):
         """a · b + c."""
         ...
 
+    def minus_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """The log-sum-exp that the exponents of P add, in log2 units; `lse` is a natural logarithm."""
+        ...
+
     def round_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """dÔ of whole tiles of dO, and its scale per row."""
         ...
@@ -104,6 +111,9 @@ class Exact:
     def fma(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         return a * b + c
 
+    def minus_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        return -(lse * LOG2_E)
+
     def round_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return grad, torch.ones_like(grad[..., 0])
 
@@ -119,6 +129,11 @@ class Rounded:
 
     def fma(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         return fma(a, b, c)
+
+    def minus_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """Less a margin, as in bwd/prepare.cuh."""
+        lse_log2 = lse * LOG2_E
+        return fma(lse_log2.abs(), torch.full_like(lse, LSE_MARGIN), -lse_log2)
 
     def round_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A scale per group of rows of a tile, as in bwd/prepare.cuh."""
@@ -183,7 +198,7 @@ def _tiles(saved: Saved, grad_out: torch.Tensor, is_causal: bool, arithmetic: Ar
     grad, lse = padded(grad_out), of_rows(saved.lse)
     finite = grad.isfinite().all(-1)  # integers hold no NaN: P is NaN where dO is not finite
     grad_hat, grad_scale = arithmetic.round_grad(grad.where(finite[..., None], 0.0))
-    minus_lse = torch.where(lse == -math.inf, lse, -(lse * LOG2_E))
+    minus_lse = torch.where(lse == -math.inf, lse, arithmetic.minus_lse(lse))
     rows = torch.arange(minus_lse.shape[-1], device=grad.device)
     return Tiles(
         q_hat=padded(saved.q_hat), q_scale=of_rows(saved.q_scale),
@@ -251,13 +266,13 @@ def _step(tiles: Tiles, head: slice, rows: slice,
 
 def _scores(tiles: Tiles, head: slice, rows: slice, keys: slice,
             arithmetic: Arithmetic) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """P as the forward pass had it, dP, and whether a row sees a key: the first two [batch, kv heads, group, rows,
+    """P as the forward pass had it, at most 1, dP, and whether a row sees a key: the first two [batch, kv heads, group, rows,
     keys], the last [rows, keys]. Nothing is hidden in the first two. `head`: of each group.
     """
     q_hat, k_hat = tiles.q_hat[:, :, head, rows], tiles.k_hat[..., keys, :]
-    scale = tiles.q_scale[:, :, head, rows, None] * tiles.k_scale[..., None, keys]
+    scale = (tiles.q_scale[:, :, head, rows, None] * tiles.k_scale[..., None, keys]).clamp(max=LARGEST_SCALE)
     scores = q_hat @ k_hat.transpose(-2, -1)  # exact: integers below 2^24
-    p = arithmetic.fma(scores, scale, tiles.minus_lse[:, :, head, rows, None]).exp2()
+    p = arithmetic.fma(scores, scale, tiles.minus_lse[:, :, head, rows, None]).clamp(max=0.0).exp2()
     grad_p = tiles.grad[:, :, head, rows] @ tiles.v[..., keys, :].transpose(-2, -1)
     columns = torch.arange(tiles.keys, device=p.device)[keys]
     return p, grad_p, tiles.visible.of_rows(rows).contains(columns)

@@ -16,8 +16,6 @@ SCALED_LIMIT = 4.0 * E4M3_LIMIT
 _SIXTH = float(np.float32(1.0) / np.float32(E2M1_LIMIT))
 _LOG2_E2M1 = float(np.float32(2.5849625))
 _LEAST_LOG2_SCALE = -9.0  # of a scale that is not zero
-LARGEST_SCALE = 2.0**126
-"""Of scores: delta_s is multiplied by its reciprocal."""
 
 _CHANNELS = 64
 """Of one product."""

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from sage_aot._backends.emulation.arithmetic import fma_down, pv_tile
 from sage_aot._kernels.manifest import AttnRecord
 
 
@@ -13,12 +14,19 @@ class RowReferences:
     """What P of each row is relative to, log2 units, as attn/softmax.cuh keeps it."""
 
     def __init__(self, record: AttnRecord, zeros: torch.Tensor) -> None:
-        self.facts = record.facts
+        self.facts, self._pv_accum = record.facts, record.spec.pv_accum
         self.row_ref, self.row_sum = torch.full_like(zeros, self.facts["no_reference"]), zeros
 
-    def needed(self, largest: torch.Tensor, room: float = 0.0) -> torch.Tensor:
-        """The references that bring P of these scores to its type's top, less a room in log2 units."""
-        needed = largest - (self.facts["p_top"] - room)
+    def add_rounded(self, rounded: torch.Tensor, alpha: torch.Tensor) -> None:
+        """Adds P of a tile, rounded, to the sum by which O is divided: a product with a constant channel of V."""
+        units = rounded.new_full((rounded.shape[-1], 1), self.facts["sum_unit"])
+        self.row_sum = self.row_sum * alpha + pv_tile(rounded, units, self._pv_accum)[..., 0]
+
+    def needed(self, scores: torch.Tensor, scale: torch.Tensor, room: float = 0.0) -> torch.Tensor:
+        """The references that bring the largest P of each row to its type's top, less a room in log2 units."""
+        largest, scale = scores_of_threads(scores).amax((-3, -1)), scores_of_threads(scale)[..., 0, :, 0]
+        minus_top = torch.full_like(largest, room - self.facts["p_top"])
+        needed = fma_down(largest, scale, minus_top).nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)
         return needed.ceil() if self.facts["whole_reference"] else needed
 
     def outgrown(self, needed: torch.Tensor) -> torch.Tensor:
@@ -32,9 +40,9 @@ class RowReferences:
         return alpha
 
 
-def largest_of(scores: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The largest score of each row, in log2 units."""
-    return (scores * scale).nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)
+def scores_of_threads(of_keys: torch.Tensor) -> torch.Tensor:
+    """[..., keys] as [..., keys / 8, 4, 2]: the four threads of a row have two of every eight keys, of one scale."""
+    return torch.unflatten(of_keys, -1, (-1, 4, 2))
 
 
 def exponents(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,9 @@ from sage_aot._problem.check import Problem
 SCALED_MAGNITUDES = (2.0**-90, 2.0**120)
 """Of channels of V: what scales go by, quant/quantize_v.cuh."""
 
+LARGEST_TERM = 2.0**100
+"""Of a score, that a mean makes: kLargestTerm of numerics/arithmetic.cuh."""
+
 LEAST_FACTOR = -30
 """Of a tile of V, log2: numerics/scale.cuh."""
 
@@ -64,7 +67,7 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
 
     softmax_scale = torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
     group = problem.num_q_heads // problem.num_kv_heads
-    row_bias = _row_bias(q * softmax_scale, quant, k_mean.repeat_interleave(group, 1)[:, :, None])
+    row_bias = _row_bias(q, softmax_scale, quant, k_mean.repeat_interleave(group, 1)[:, :, None])
     q_mean = _mean_over_rows(q, problem, kernels)
     q = q - q_mean.repeat_interleave(tile.block_m, 2)
     prescaled = spec.qk == "nvfp4"  # rows, in place of their scales
@@ -79,6 +82,7 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
     sign = -1.0 if softmax_scale < 0 and not prescaled else 1.0
     q_hat, q_scale = _quantize_rows(q, q_groups, quant, clip, q.shape[2], sign)
     q_scale = q_scale * (1.0 if prescaled else softmax_scale.abs()) * (spec.headdim if rotated else 1)
+    q_scale = q_scale.clamp(max=torch.finfo(torch.float32).max)
     k_hat, k_scale = _quantize_rows(k, k_groups, quant, clip, problem.seqlen_kv)
     return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, k_mean, v_mean, v_factor, k_spoilt,
                      v_spoilt, row_bias, delta_s)
@@ -128,15 +132,18 @@ def _mean_over_rows(q: torch.Tensor, problem: Problem, kernels: Kernels) -> torc
     tiles = torch.where(there, finite_or_zero(q), 0.0)
     tiles = tiles.view(batch, heads, -1, block_m // rows_at_once, rows_at_once, headdim)
     count = (problem.seqlen_q - torch.arange(0, rows, block_m, device=q.device)).clamp(max=block_m).float()
-    return finite_or_zero(add_in_order(add_in_order(tiles, 3), 3) / count[:, None])
+    return _subtractable(add_in_order(add_in_order(tiles, 3), 3) / count[:, None], kernels["quant"])
 
 
-def _row_bias(q: torch.Tensor, quant: KernelRecord, k_mean: torch.Tensor) -> torch.Tensor:
-    """q · k_mean per row in the order of quant/quantize_q.cuh: a lane's channels in FMAs, then halves of the lanes."""
+def _row_bias(q: torch.Tensor, scale: torch.Tensor, quant: KernelRecord, k_mean: torch.Tensor) -> torch.Tensor:
+    """q · scale · k_mean per row in the order of quant/quantize_q.cuh: a lane's channels in FMAs, then halves of the
+    lanes. NaN where a row is not finite."""
     vector = quant.fact("vector")
     total = q.new_zeros(*q.shape[:-1], q.shape[-1] // vector)
     for q_channel, k_channel in zip(*(torch.unflatten(x, -1, (-1, vector)).unbind(-1) for x in (q, k_mean))):
-        total = fma(q_channel, k_channel, total)
+        total = fma(q_channel * scale, k_channel, total)
+    finite = torch.unflatten(q, -1, (-1, vector)).isfinite().all(-1)
+    total = _clamped_term(total).masked_fill(~finite, math.nan)
     while total.shape[-1] > 1:
         lower, upper = total.chunk(2, -1)
         total = lower + upper
@@ -148,7 +155,12 @@ def _delta_s(q_mean: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     total = q_mean.new_zeros(*q_mean.shape[:3], k.shape[2])
     for q_channel, k_channel in zip(q_mean.unbind(-1), k.unbind(-1)):
         total = fma(q_channel[..., None], k_channel[:, :, None], total)
-    return total
+    return _clamped_term(total)
+
+
+def _clamped_term(x: torch.Tensor) -> torch.Tensor:
+    """A term of a score within bounds, as in numerics/arithmetic.cuh."""
+    return x.nan_to_num(-LARGEST_TERM, math.inf, -math.inf).clamp(-LARGEST_TERM, LARGEST_TERM)
 
 
 def _rotate(x: torch.Tensor) -> torch.Tensor:

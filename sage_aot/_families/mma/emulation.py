@@ -8,15 +8,14 @@ import torch
 
 from sage_aot._backends.emulation import nvfp4
 from sage_aot._backends.emulation.arithmetic import to_pv
-from sage_aot._backends.emulation.online import RowReferences, exponents, largest_of
+from sage_aot._backends.emulation.online import RowReferences, exponents, scores_of_threads
 from sage_aot._kernels.manifest import AttnRecord
 from sage_aot._problem.mask import VisibleKeys
 
 
 class Softmax(RowReferences):
     """A warp whose scores fit uses the FMA into which the bias of the scores is folded. Any other warp moves
-    references, and folds nothing. O and the log-sum-exp share one sum of P in f32: of f16 P after rounding, of e4m3 P
-    before."""
+    references, and folds nothing. The log-sum-exp takes the sum of f16 P after rounding, of other P before."""
 
     def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor) -> None:
         super().__init__(record, zeros)
@@ -25,10 +24,8 @@ class Softmax(RowReferences):
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """Cut to 22 bits of mantissa, so that the bias may fold; for f16 P subtracting the reference stays exact."""
-        smallest = self.facts["smallest_scale"]
-        cut = (scale.view(torch.int32) & ~3).view(torch.float32)
-        largest = nvfp4.LARGEST_SCALE if self._qk == "nvfp4" else math.inf
-        return torch.where(scale < smallest, smallest, cut).clamp(max=largest)
+        bounded = scale.clamp(self.facts["smallest_scale"], self.facts["largest_scale"])
+        return (bounded.view(torch.int32) & ~3).view(torch.float32)
 
     def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Every key tile alike, whatever its first key."""
@@ -39,7 +36,8 @@ class Softmax(RowReferences):
         else:
             p, alpha = self.exponentiate(scores, scale)
             rounded = to_pv(p, self._pv)
-        self.row_sum = self.lse_sum = self.row_sum * alpha + (rounded if self.facts["sums_rounded"] else p).sum(-1)
+        self.add_rounded(rounded, alpha)
+        self.lse_sum = self.row_sum if self.facts["sums_rounded"] else self.lse_sum * alpha + p.sum(-1)
         return rounded, alpha
 
     def exponentiate(self, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,12 +60,12 @@ class Softmax(RowReferences):
         if not self.facts["may_fall"]:
             return torch.zeros_like(folded[..., 0], dtype=torch.bool)
         top = self.facts["p_top"]
-        largest = torch.unflatten(folded, -1, (-1, 4, 2)).amax((-3, -1))
+        largest = scores_of_threads(folded).amax((-3, -1))
         return ((largest < top - self.facts["lazy_fall"]) & (largest > top - self.facts["most_fall"])).any(-1)
 
     def _moved(self, scores: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """References where a warp moves them: up to what they need to be, down where that is far below."""
-        needed = self.needed(largest_of(scores, scale))
+        needed = self.needed(scores, scale)
         moves = self.outgrown(needed)
         if self.facts["may_fall"]:
             fall = self.row_ref - needed

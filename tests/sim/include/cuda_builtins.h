@@ -57,5 +57,12 @@ inline float fmaxf(float a, float b) {
 }
 inline float fminf(float a, float b) { return -fmaxf(-a, -b); }
 inline float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+// Rounded down: the nearest, or the float below it where the sum's exact rest is negative.
+inline float __fmaf_rd(float a, float b, float c) {
+  const float nearest = fmaf(a, b, c);
+  const double product = static_cast<double>(a) * b, total = product + c, part = total - product;
+  const double lost = (product - (total - part)) + (c - part);
+  return nearest - total > lost ? __builtin_nextafterf(nearest, -__builtin_inff()) : nearest;
+}
 inline float fabsf(float x) { return __builtin_fabsf(x); }
 inline float ceilf(float x) { return __builtin_ceilf(x); }

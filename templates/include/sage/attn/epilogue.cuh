@@ -4,6 +4,7 @@
 
 #include "sage/attn/softmax.cuh"
 #include "sage/constants.cuh"
+#include "sage/numerics/arithmetic.cuh"
 #include "sage/problem/work_tile.cuh"
 #include "sage/ptx/global.cuh"
 #include "sage/ptx/ldmatrix.cuh"
@@ -152,7 +153,8 @@ __device__ __forceinline__ void store_floats(const AttnParams& params, const Wor
 #pragma unroll
     for (i32 n = first_tile; n < first_tile + kStoredChannels<Config> / 8; ++n) {
       const i32 channel = 8 * n + 2 * (lane % 4);
-      const float* value = &acc_o[r / 2][n][2 * (r % 2)];
+      const float* own = &acc_o[r / 2][n][2 * (r % 2)];
+      const float value[2] = {within_f32(own[0]), within_f32(own[1])};
       if (pairs && channel + 1 < params.headdim) {
         ptx::store_global_f32x2(to + channel, {value[0], value[1]});
         continue;
@@ -170,20 +172,23 @@ __device__ __forceinline__ void round_output(const Accumulator& acc_o, i32 first
 #pragma unroll
     for (i32 n = 0; n < kStoredChannels<Config> / 8; ++n) {
       const float* value = &acc_o[r / 2][first_tile + n][2 * (r % 2)];
-      if constexpr (kDtype == Dtype::kBf16) pairs[r][n] = ptx::bf16x2(value[0], value[1]);
-      else pairs[r][n] = ptx::f16x2(value[0], value[1]);
+      if constexpr (kDtype == Dtype::kBf16) pairs[r][n] = ptx::finite_bf16x2(value[0], value[1]);
+      else pairs[r][n] = ptx::finite_f16x2(value[0], value[1]);
     }
   }
 }
 
 // Finishes acc_o in place and stores it. o_factor: the unit in which acc_o counts. references.row_sum and lse_sum, the
-// sums of P for the log-sum-exp, are of whole rows. A row that saw no key is zero, its log-sum-exp -inf.
+// sums of P for the log-sum-exp, are of whole rows. A row that saw no key is zero, its log-sum-exp -inf. What finite
+// values make is finite: outputs are clamped to the range of their dtype, and where P overflowed before rounding, the
+// log-sum-exp takes the sum of the rounded P.
 template <class Config, class References, class Accumulator, class Constants, class Store>
 __device__ __forceinline__ void store_output(const AttnParams& params, const WorkTile& work, i32 warp, i32 lane,
                                              Accumulator& acc_o, float o_factor, const References& references,
                                              const float (&lse_sum)[Config::kWarpM / 8], const Constants& constants,
                                              const Store& store) {
   constexpr i32 kRows = Config::kWarpM / 8, kTiles = kStoredChannels<Config> / 8;
+  constexpr float kUnit = References::kSumUnit;
   const i32 first = warp * Config::kWarpM;  // row of the query tile
 
   VisibleKeys<Config::kMask> keys[kRows];
@@ -204,10 +209,11 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
     float bias = constants.row_bias(own);
     if (!(fabsf(bias) < ptx::infinity())) bias = ptx::quiet_nan();
     if (keys[r].empty()) bias = 0.0f;
-    factor[r] = (sum > 0.0f ? 1.0f / sum * o_factor : 0.0f) + 0.0f * bias;
+    factor[r] = (sum > 0.0f ? kUnit / sum * o_factor : 0.0f) + 0.0f * bias;
     unless_empty[r] = sum > 0.0f ? 1.0f : 0.0f;
     if (params.lse != nullptr && lane % 4 == 0 && row < work.lengths.q) {
-      const float lse_log2 = references.row_ref[r] + ptx::lg2(lse_sum[r]) + bias;
+      const float sum_of_p = lse_sum[r] < ptx::infinity() ? lse_sum[r] : sum / kUnit;
+      const float lse_log2 = references.row_ref[r] + ptx::lg2(sum_of_p) + bias;
       *work.lse_row(params, row) = lse_log2 * kLn2;
     }
   }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "sage/constants.cuh"
+#include "sage/numerics/arithmetic.cuh"
 #include "sage/params.cuh"
 #include "sage/problem/seqlen.cuh"
 #include "sage/ptx/global.cuh"
@@ -116,13 +117,14 @@ struct MergeSplits {
 #pragma unroll
     for (i32 c = 0; c < kChannels; ++c) {
       if (c >= channels) continue;
-      if (params.dtype == Dtype::kF32) static_cast<float*>(params.out.data)[at + c] = value[c];
+      if (params.dtype == Dtype::kF32) static_cast<float*>(params.out.data)[at + c] = within_f32(value[c]);
       else static_cast<u16*>(params.out.data)[at + c] = rounded(value[c]);
     }
   }
 
   __device__ __forceinline__ u16 rounded(float value) const {
-    return static_cast<u16>(params.dtype == Dtype::kBf16 ? ptx::bf16x2(value, 0.0f) : ptx::f16x2(value, 0.0f));
+    return static_cast<u16>(params.dtype == Dtype::kBf16 ? ptx::finite_bf16x2(value, 0.0f)
+                                                         : ptx::finite_f16x2(value, 0.0f));
   }
 };
 

@@ -23,12 +23,15 @@ struct E4m3Operand {
   static constexpr bool kMayFall = true;  // below 2^-9 P is zero
   static constexpr float kLazyFall = 6.0f;
   static constexpr float kLargestFolded = 0.015625f;
-  static constexpr bool kSumsInThreads = true;
+  static constexpr bool kSumsInThreads = true;  // for the log-sum-exp
   static constexpr bool kScalesGroups = false;
   // The largest V̂. For sums in f32 it is the largest e4m3. For sums in f16, P up to 224 and a tile of 64 keys, it is
   // the value with which no sum leaves f16. There is room for 40 times, or 12 times, the mean magnitude.
   static constexpr float kVLimit = kF16Accum ? 4.5f : 448.0f, kVLeast = kVLimit / 32;
   static constexpr float kVTypical = kF16Accum ? 0.375f : 11.0f;  // e4m3 holds both: a constant channel stays exact
+  // P sums as a constant channel of V̂ does, which accumulators cut off alike: such channels come back constant.
+  static constexpr float kSumUnit = kVTypical;
+  static constexpr u32 kSumUnits = kF16Accum ? 0x2c2c2c2c : 0x53535353;  // four of it, in e4m3
 
   using Operand = u32[kMTiles][kSteps][4];
 

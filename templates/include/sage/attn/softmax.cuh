@@ -15,10 +15,16 @@
 // moves references. Scales too large to fold take that branch as well, which subtracts the bias: for f16 P the scales
 // of logits in the tens of thousands at 8 bits, of about a hundred at 4. For e4m3 P nearly all scales of 4 bits are too
 // large, so nothing folds there.
+//
+// Scores of any size: a reference is an f32, whose units outgrow P's range where scores do. References are rounded
+// down, so that the largest P of a row is never too small, and conversions clamp P to its type's range: keys whose
+// scores lie within such a unit of the largest, 2^-23 of it, count alike. Sums of the rounded P, by which O is divided,
+// clamp with it. Scores end at 2^122: scales are at most kLargestScale.
 // Source: SageAttention2, Algorithm 1; Milakov & Gimelshein, "Online normalizer calculation for softmax".
 #pragma once
 
 #include "sage/numerics/integers.cuh"
+#include "sage/numerics/scale.cuh"
 #include "sage/ptx/math.cuh"
 #include "sage/ptx/warp.cuh"
 #include "sage/tile/layout.cuh"
@@ -27,7 +33,7 @@ namespace sage {
 
 // The reference of a row that saw no key yet. Finite, so that a row that sees no key of a tile does not subtract
 // infinities; far below any score in log2 units.
-constexpr float kNoReference = -1e30f;
+constexpr float kNoReference = -0x1p127f;
 
 // Added to every integer score: 1.5 * 2^23, whose bits read as an integer are 0x4b400000. An f32 of this size has units
 // of one, so the bits of `score + bias` as an integer and as a float are the same word for |score| < 2^22.
@@ -45,7 +51,8 @@ constexpr float kSmallestScale = kQk == Qk::kNvfp4 ? 0x1p-60f : 1e-37f;
 // The scale of a row's scores in a thread: the product of two, cut to 22 bits of mantissa.
 template <Qk kQk>
 __device__ __forceinline__ float score_scale(float q_scale, float k_scale) {
-  return __int_as_float(__float_as_int(fmaxf(q_scale * k_scale, kSmallestScale<kQk>)) & ~3);
+  const float scale = fminf(fmaxf(q_scale * k_scale, kSmallestScale<kQk>), kLargestScale);
+  return __int_as_float(__float_as_int(scale) & ~3);
 }
 
 // One value per scale of Q that a thread meets: one for all of its rows at 8 bits, one per row at 4, NVFP4 included.
@@ -78,47 +85,50 @@ struct RowScales {
 constexpr float kMostFall = 40.0f;
 constexpr float kLargestSum = 0x1p66f;
 
+// The reference that makes P of a score 2^top, rounded down. scale: takes the score to log2 units.
+__device__ __forceinline__ float reference_of(float score, float scale, float top) {
+  return __fmaf_rd(score, scale, -top);
+}
+
 // The references of a thread's rows, and their sums of P. Product: how P enters the second product (attn/mma/pv.cuh).
-// Every function that moves a reference takes the thread's largest score of a tile, in log2 units, and returns the
-// factor for all that was summed relative to the old reference.
+// Every function that moves a reference takes what reference_of() makes of the thread's largest score of a tile, and
+// returns the factor for all that was summed relative to the old reference.
 template <class Product, i32 kRows>
 struct RowReferences {
+  static constexpr float kSumUnit = Product::kSumUnit;
+
   float row_ref[kRows];  // log2 units: P is 2^(score - row_ref)
   float highest[kRows];  // reference so far; of restart_reference() alone
-  float row_sum[kRows];  // of P
+  float row_sum[kRows];  // of P as it was rounded, times Product::kSumUnit
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) row_ref[r] = highest[r] = kNoReference, row_sum[r] = 0.0f;
   }
 
-  // Raises the reference to make the largest P of the row at most 2^kTop, if that P would exceed 2^(kTop + kLazyRise).
-  // A rise within kLazyRise, for which P's type has room, needs no rescaling.
-  __device__ __forceinline__ float raise_reference(float own_largest, i32 r) {
-    const float exact = row_largest(own_largest) - Product::kTop;
+  // Raises the reference to make the largest P of the row 2^kTop, if that P would exceed 2^(kTop + kLazyRise). A rise
+  // within kLazyRise, for which P's type has room, needs no rescaling. own_needed: for kTop.
+  __device__ __forceinline__ float raise_reference(float own_needed, i32 r) {
+    const float exact = ptx::max_over_lanes<4>(own_needed);
     const float needed = Product::kWholeReference ? ceilf(exact) : exact;
     return set_reference(needed > row_ref[r] + Product::kLazyRise ? needed : row_ref[r], r);
   }
 
-  // Moves the reference up or down to make this tile's largest P 2^(kTop - room). Uses no exponential for the bound on
-  // a fall: all exponentials of the tile wait for the reference.
-  __device__ __forceinline__ float restart_reference(float own_largest, float room, i32 r) {
-    const float needed = row_largest(own_largest) - (Product::kTop - room);
-    return set_reference(fmaxf(needed, highest[r] - kMostFall), r);
+  // Moves the reference up or down to the one that is needed. Uses no exponential for the bound on a fall: all
+  // exponentials of the tile wait for the reference.
+  __device__ __forceinline__ float restart_reference(float own_needed, i32 r) {
+    return set_reference(fmaxf(ptx::max_over_lanes<4>(own_needed), highest[r] - kMostFall), r);
   }
 
   // Raises the reference as raise_reference() does, and restarts it where the largest P of the tile would be below
-  // 2^(kTop - kLazyFall). row_sum is of a thread's columns.
-  __device__ __forceinline__ float follow_tile(float own_largest, i32 r) {
-    const float needed = row_largest(own_largest) - Product::kTop, fall = row_ref[r] - needed;
-    const float largest_sum = ptx::max_over_lanes<4>(row_sum[r]);  // by every lane, whatever its row does
-    const bool falls = fall > Product::kLazyFall && fall < kMostFall && largest_sum * ptx::ex2(fall) < kLargestSum;
+  // 2^(kTop - kLazyFall). own_needed: for kTop.
+  __device__ __forceinline__ float follow_tile(float own_needed, i32 r) {
+    const float needed = ptx::max_over_lanes<4>(own_needed), fall = row_ref[r] - needed;
+    const bool falls = fall > Product::kLazyFall && fall < kMostFall && row_sum[r] * ptx::ex2(fall) < kLargestSum;
     return set_reference(fall < 0.0f || falls ? needed : row_ref[r], r);
   }
 
  private:
-  __device__ __forceinline__ static float row_largest(float own_largest) { return ptx::max_over_lanes<4>(own_largest); }
-
   __device__ __forceinline__ float set_reference(float reference, i32 r) {
     const float alpha = ptx::ex2(row_ref[r] - reference);
     row_ref[r] = reference;
@@ -127,7 +137,6 @@ struct RowReferences {
   }
 };
 
-// row_sum: where Product::kSumsInThreads, of this thread's columns until finish().
 template <class Config, class Product>
 struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   static constexpr i32 kRows = Config::kWarpM / 8;  // rows of a thread: g, g + 8, ... with g = lane / 4
@@ -140,6 +149,16 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
 
   using Scores = i32[kMTiles][kNTiles][4];
   using Scales = RowScales<Config>;
+
+  // Sums of P for the log-sum-exp. Where Product::kSumsInThreads, they are of P before rounding, and of this thread's
+  // columns until finish(); else finish() takes row_sum.
+  float lse_sum[kRows];
+
+  __device__ __forceinline__ void clear() {
+    RowReferences<Product, kRows>::clear();
+#pragma unroll
+    for (float& sum : lse_sum) sum = 0.0f;
+  }
 
   // Computes the offsets of P's FMA. Returns whether they serve every thread of the warp: P stays within its type's
   // range and not far below it, and the bias folds.
@@ -162,10 +181,11 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
                                                   float (&alpha)[kRows]) {
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
-      const float own_largest = scale[r] * (largest(acc_s[r / 2], r % 2) - kBias);
-      if constexpr (Product::kMayFall) alpha[r] = this->follow_tile(own_largest, r);
-      else alpha[r] = this->raise_reference(own_largest, r);
+      const float own_needed = reference_of(largest(acc_s[r / 2], r % 2) - kBias, scale[r], Product::kTop);
+      if constexpr (Product::kMayFall) alpha[r] = this->follow_tile(own_needed, r);
+      else alpha[r] = this->raise_reference(own_needed, r);
       this->row_sum[r] *= alpha[r];
+      lse_sum[r] *= alpha[r];
       offset[r] = -this->row_ref[r];
     }
   }
@@ -175,15 +195,15 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   template <bool kAsFits>
   __device__ __forceinline__ void exponentiate(const Scores& acc_s, const Scales& scale, const float (&offset)[kRows],
                                                typename Product::Operand& p) {
-    if constexpr (Product::kScalesGroups) Product::exponentiate(p, this->row_sum, acc_s, scale, offset);
+    if constexpr (Product::kScalesGroups) Product::exponentiate(p, lse_sum, acc_s, scale, offset);
     else exponentiate_one_by_one<kAsFits && kFolds>(acc_s, scale, offset, p);
   }
 
   // Sums of whole rows; every lane of a row gets them.
   __device__ __forceinline__ void finish() {
-    if constexpr (Product::kSumsInThreads) {
 #pragma unroll
-      for (i32 r = 0; r < kRows; ++r) this->row_sum[r] = ptx::sum_over_lanes<4>(this->row_sum[r]);
+    for (i32 r = 0; r < kRows; ++r) {
+      lse_sum[r] = Product::kSumsInThreads ? ptx::sum_over_lanes<4>(lse_sum[r]) : this->row_sum[r];
     }
   }
 
@@ -201,7 +221,7 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
         for (i32 e = 0; e < 4; ++e) {
           const float score = __int_as_float(acc_s[r / 2][j + e / 2][2 * (r % 2) + e % 2]) - kUnfolded;
           x[e] = ptx::ex2(fmaf(score, scale[r], offset[r]));
-          if constexpr (Product::kSumsInThreads) this->row_sum[r] += x[e];
+          if constexpr (Product::kSumsInThreads) lse_sum[r] += x[e];
         }
         Product::pack(p, r, j, x);
       }

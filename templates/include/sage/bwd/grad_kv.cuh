@@ -235,7 +235,6 @@ class BwdKv {
     gradients.k.template add<S8>(rounded, queries + Tile::kTransposed, lane);
   }
 
-  // P = 2^(scores - log-sum-exp).
   __device__ __forceinline__ static void exponentiate(Probabilities& p, const Scores& scores, const Keys& keys,
                                                       u32 queries, i32 lane) {
     float scale[4];
@@ -245,12 +244,11 @@ class BwdKv {
       if (n % 2 == 0) {  // queries 8 apart, of 16 in a row, are of one scale group
         const ptx::F32x2 q_scale = of_columns(queries + Tile::kQueryScales, n, lane);
 #pragma unroll
-        for (i32 c = 0; c < 4; ++c) scale[c] = (c % 2 == 0 ? q_scale.x : q_scale.y) * keys.scale[c / 2];
+        for (i32 c = 0; c < 4; ++c) scale[c] = bounded_scale(c % 2 == 0 ? q_scale.x : q_scale.y, keys.scale[c / 2]);
       }
 #pragma unroll
       for (i32 c = 0; c < 4; ++c) {
-        p[0][n][c] =
-            ptx::ex2(fmaf(static_cast<float>(scores[0][n][c]), scale[c], c % 2 == 0 ? minus_lse.x : minus_lse.y));
+        p[0][n][c] = probability(scores[0][n][c], scale[c], c % 2 == 0 ? minus_lse.x : minus_lse.y);
       }
     }
   }

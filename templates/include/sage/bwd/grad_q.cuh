@@ -161,13 +161,13 @@ class BwdQ {
     const float k_scale = ptx::load_shared_f32(keys + Tile::kKeyScales + lane % 4 * 2 * sizeof(float));
 #pragma unroll
     for (i32 m = 0; m < kM; ++m) {
-      const float scale[2] = {k_scale * queries.q_scale[m][0], k_scale * queries.q_scale[m][1]};
+      const float scale[2] = {bounded_scale(queries.q_scale[m][0], k_scale),
+                              bounded_scale(queries.q_scale[m][1], k_scale)};
 #pragma unroll
       for (i32 n = 0; n < kColumnTiles; ++n) {
 #pragma unroll
         for (i32 c = 0; c < 4; ++c) {
-          const float score = static_cast<float>(scores[m][n][c]);
-          x[m][n][c] *= ptx::ex2(fmaf(score, scale[c / 2], queries.minus_lse[m][c / 2]));
+          x[m][n][c] *= probability(scores[m][n][c], scale[c / 2], queries.minus_lse[m][c / 2]);
         }
       }
     }

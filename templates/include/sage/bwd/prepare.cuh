@@ -28,6 +28,9 @@ struct BwdPrepare {
   static_assert(Config::kBlockM % kTileRows == 0 && Config::kBlockN % kTileRows == 0 && Config::kHeadDim <= 128);
 
   static constexpr i32 kSteps = kTileRows / kRowsAtOnce;
+  // What is taken off a log-sum-exp, relative to it: more than it and the scores lose by rounding, so that P of a key
+  // that alone weighs something is 1 and not less, however large the scores.
+  static constexpr float kLseMargin = 0x1p-21f;
 
   using Rows = u32[kTileRows][kPitch];
   struct Shared {
@@ -191,7 +194,8 @@ struct BwdPrepare {
   __device__ __forceinline__ float minus_lse(i32 head_of_all, i32 row) const {
     if (row >= params.seqlen_q) return -ptx::infinity();
     const float lse = params.lse[static_cast<i64>(head_of_all) * params.seqlen_q + row];
-    return lse == -ptx::infinity() ? lse : -(lse * kLog2E);
+    const float lse_log2 = lse * kLog2E;
+    return lse == -ptx::infinity() ? lse : fmaf(fabsf(lse_log2), kLseMargin, -lse_log2);
   }
 
   // Its sign says whether the forward pass met a key that is not finite; the log-sum-exp of rows that see it is NaN.

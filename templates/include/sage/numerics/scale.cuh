@@ -13,6 +13,9 @@ struct Scale {
 // A group whose largest magnitude is below this counts as zeros: the reciprocal of its scale would overflow.
 constexpr float kSmallestAbsMax = 1e-35f;
 
+// Of scores, which then stay finite: integers are below 2^22.
+constexpr float kLargestScale = 0x1p100f;
+
 constexpr u32 kMantissaBits = 23, kExponentBias = 127;
 
 // 1 / x, exactly. x must be a power of two whose reciprocal is a normal number.

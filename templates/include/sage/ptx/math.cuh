@@ -52,6 +52,19 @@ __device__ __forceinline__ u32 bf16x2(float lo, float hi) {
   return y;
 }
 
+// The same, saturating at the largest finite f16 or bf16; NaN stays.
+__device__ __forceinline__ u32 finite_f16x2(float lo, float hi) {
+  u32 y;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+  return y;
+}
+
+__device__ __forceinline__ u32 finite_bf16x2(float lo, float hi) {
+  u32 y;
+  asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+  return y;
+}
+
 // Two f32 to two e4m3, nearest even, saturating at 448; sm89 and later.
 __device__ __forceinline__ u16 e4m3x2(float lo, float hi) {
   u16 y;

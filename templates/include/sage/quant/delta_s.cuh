@@ -96,7 +96,7 @@ struct DeltaS {
       float* out = params.delta_s + (first_of_launch + first_tile + tile + i) * params.columns;
 #pragma unroll
       for (i32 j = 0; j < kEdge; ++j) {
-        if (first_key + key + j < params.columns) out[first_key + key + j] = sum[i][j];
+        if (first_key + key + j < params.columns) out[first_key + key + j] = clamped_term(sum[i][j]);
       }
     }
   }

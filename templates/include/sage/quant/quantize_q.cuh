@@ -151,25 +151,26 @@ struct QuantizeQ {
       if (first_channel() == 0) {
         const float length = kChanged && params.rotate ? Config::kHeadDim : 1.0f;
         const float of_scores = kPrescaled ? 1.0f : fabsf(params.softmax_scale_log2);
-        q_scale[s * kGroupsAtOnce] = scale.scale * of_scores * length;
+        q_scale[s * kGroupsAtOnce] = fminf(scale.scale * of_scores * length, kLargestF32);
       }
     }
     return finite;
   }
 
   // row_bias = q · mean of k, in log2 units: the term of a row's scores that smoothing K takes off, for the
-  // log-sum-exp. Without a log-sum-exp row_bias is zero times the row: zero or, where the row is not finite, NaN. Call
-  // with all lanes of a row.
+  // log-sum-exp. Without a log-sum-exp row_bias is zero times the row: zero or, where the row is not finite, NaN. A
+  // finite row's is finite: each lane's part is clamped to kLargestTerm. Call with all lanes of a row.
   template <class Source>
   __device__ __forceinline__ void store_bias(const Source& source, const typename Source::Raw& raw, bool biased,
                                              float* to) const {
-    float x[kVector], bias = 0.0f;
-    source.convert(raw, x);
+    float x[1][kVector], bias = 0.0f;
+    source.convert(raw, x[0]);
 #pragma unroll
     for (i32 i = 0; i < kVector; ++i) {
       const float mean = biased ? shared.mean[first_channel() + i] : 0.0f;
-      bias = fmaf(x[i] * params.softmax_scale_log2, mean, bias);
+      bias = fmaf(x[0][i] * params.softmax_scale_log2, mean, bias);
     }
+    bias = abs_max(x) < ptx::infinity() ? clamped_term(bias) : ptx::quiet_nan();
     bias = ptx::sum_over_lanes<kVectors>(bias);
     if (first_channel() == 0) *to = bias;
   }
@@ -195,7 +196,7 @@ struct QuantizeQ {
     for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
       float total = shared.sums[0][c];
       for (i32 r = 1; r < kRowsAtOnce; ++r) total += shared.sums[r][c];
-      const float mean = finite_or_zero(divide(total, static_cast<float>(rows)));
+      const float mean = subtractable(divide(total, static_cast<float>(rows)));
       shared.q_mean[c] = mean;
       q_mean[c] = mean * params.softmax_scale_log2;
     }

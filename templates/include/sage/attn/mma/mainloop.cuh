@@ -32,8 +32,9 @@ class AttentionMma {
         Fact{"whole_reference", Product::kWholeReference}, Fact{"may_fall", Product::kMayFall},
         Fact{"lazy_fall", Product::kLazyFall}, Fact{"most_fall", kMostFall}, Fact{"largest_sum", kLargestSum},
         Fact{"no_reference", kNoReference}, Fact{"smallest_scale", kSmallestScale<Config::kQk>},
-        Fact{"largest_folded", Product::kLargestFolded}, Fact{"score_bias", Softmax::kFolds ? kScoreBias : 0},
-        Fact{"sums_rounded", !Product::kSumsInThreads}, Fact{"v_typical", Product::kVTypical},
+        Fact{"largest_scale", kLargestScale}, Fact{"largest_folded", Product::kLargestFolded},
+        Fact{"score_bias", Softmax::kFolds ? kScoreBias : 0},
+        Fact{"sums_rounded", !Product::kSumsInThreads}, Fact{"sum_unit", Product::kSumUnit}, Fact{"v_typical", Product::kVTypical},
         Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit});
   }
 
@@ -64,7 +65,7 @@ class AttentionMma {
     const WorkTile done = work_tile<Config>(params, ptx::block_index());
     const ConstantsInMemory<Config> constants(params, done);
     const bool spoilt = stream.met_spoilt();
-    store_output<Config>(params, done, warp, lane, state.acc_o, 1.0f, state.softmax, state.softmax.row_sum, constants,
+    store_output<Config>(params, done, warp, lane, state.acc_o, 1.0f, state.softmax, state.softmax.lse_sum, constants,
                          StoreFragments<Config>{});
     // Where Q is smoothed, warp and lane would be spilt if they were kept till here; elsewhere reading them again
     // spills.

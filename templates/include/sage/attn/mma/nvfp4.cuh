@@ -43,9 +43,7 @@ struct Nvfp4Scores {
   __device__ __forceinline__ RowScales<Config> multiply(Accumulator& acc_s, const RowScales<Config>& q_scale,
                                                         const Stream& stream, u32 stage, i32 lane) const {
     const u32 sK = stream.k(stage), sDelta = stream.delta(stage);
-    RowScales<Config> scale = q_scale.score_scales(fabsf(KvTileScales(stream.line(stage), lane).k_scale));
-#pragma unroll
-    for (float& of_row : scale.of) of_row = fminf(of_row, 0x1p126f);  // has a reciprocal
+    const RowScales<Config> scale = q_scale.score_scales(fabsf(KvTileScales(stream.line(stage), lane).k_scale));
     float acc[kNTiles][4];
 #pragma unroll
     for (i32 n = 0; n < kNTiles; ++n) {
@@ -79,7 +77,7 @@ struct Nvfp4Scores {
 };
 
 // P in two levels: a row's reference takes its largest P to the largest magnitude of NVFP4, and 16 columns share a
-// scale. Row sums are of P before rounding.
+// scale.
 template <class Config>
 struct PvNvfp4 {
   using Layout = TileLayout<Config>;
@@ -95,6 +93,7 @@ struct PvNvfp4 {
   static constexpr float kLazyFall = 6.0f;
   static constexpr float kLargestFolded = 0.0f;
   static constexpr bool kSumsInThreads = true;
+  static constexpr float kSumUnit = 1.0f;
   static constexpr bool kScalesGroups = true;
   static constexpr float kVTypical = 16.0f, kVLeast = 1.0f, kVLimit = kLargestScaled;
 
@@ -105,7 +104,7 @@ struct PvNvfp4 {
 
   // A row's keys in a step are those of eight n8 tiles. The first four tiles and the last four make the columns 8t to
   // 8t + 7 of two halves; in each half the columns of two neighbouring lanes are a group.
-  __device__ __forceinline__ static void exponentiate(Operand& p, RowSums<Config>& row_sum,
+  __device__ __forceinline__ static void exponentiate(Operand& p, RowSums<Config>& lse_sum,
                                                       const i32 (&acc_s)[1][kNTiles][4], const RowScales<Config>& scale,
                                                       const float (&offset)[2]) {
 #pragma unroll
@@ -126,7 +125,7 @@ struct PvNvfp4 {
           float x[8], sum = 0.0f;  // P in units of the scale
 #pragma unroll
           for (i32 e = 0; e < 8; ++e) sum += x[e] = ptx::ex2(fmaf(score(half, e), scale[r], in_group));
-          row_sum[r] = fmaf(sum, group_scale, row_sum[r]);
+          lse_sum[r] = fmaf(sum, group_scale, lse_sum[r]);
           p.codes[step][r + 2 * half] = ptx::e2m1x8(x);
         }
       }
@@ -141,8 +140,17 @@ struct PvNvfp4 {
     return Swizzle::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
   }
 
-  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>&,
+  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>& row_sum,
                                                     const Operand& p, u32 sV, u32 v_offset, float v_factor) {
+    const float zero[4] = {};
+    float sum[4];
+#pragma unroll
+    for (i32 step = 0; step < kSteps; ++step) {
+      ptx::mma_m16n8k64_nvfp4_e2m1e2m1f32(sum, p.codes[step], kOnes, kOnes, ptx::chain(step, zero, sum), p.scales[step],
+                                          kScalesOfOne, scale_lane(0));
+    }
+    row_sum[0] += sum[0];
+    row_sum[1] += sum[2];
     if (v_factor != 1.0f) rescale_all<Config>(acc_o, reciprocal_of_power_of_two(v_factor));
     const u32 v_row = sV + v_offset, v_scales = sV + Layout::kVScales + scaled_column(ptx::thread_index() % 32) * 4;
 #pragma unroll
@@ -163,6 +171,7 @@ struct PvNvfp4 {
   }
 
  private:
+  static constexpr u32 kOnes = 0x22222222, kScalesOfOne = 0x38383838;  // eight e2m1, four ue4m3
   static constexpr float kLog2E2m1 = 2.5849625f, kLeastLog2Scale = -9.0f;  // of kLargestE2m1, of the least ue4m3
 
   // The scales of a row's two groups in a step, those of the first half in the lower byte. score(half, e): of the

@@ -11,9 +11,9 @@
 
 namespace sage {
 
-// Row sums of P. A product with ones sums f16 P, which saves an addition a score. Rounding e4m3 P would
-// move the sum, and the log-sum-exp with it, by as much as 6 % where one key dominates. For e4m3 P each thread
-// therefore adds up P before rounding (attn/softmax.cuh).
+// Row sums of P as it was rounded, in units of kSumUnit: products with a constant channel of V̂. O is divided by them,
+// so that a constant V stays constant. Rounding e4m3 P may move a row's sum by a few percent, and the log-sum-exp with
+// it: for that each thread also adds up P before rounding (attn/softmax.cuh).
 template <class Config>
 using RowSums = float[Config::kWarpM / 8];
 
@@ -54,6 +54,7 @@ struct PvF16 {
   static constexpr float kLazyFall = 0.0f;
   static constexpr float kLargestFolded = 1.0f;
   static constexpr bool kSumsInThreads = false;
+  static constexpr float kSumUnit = 1.0f;
   static constexpr bool kScalesGroups = false;  // of P
   // The scales of V̂ are powers of two, so that V̂ keeps all bits of a bf16 down to 2^-14. Few tiles need a v_factor.
   static constexpr float kVTypical = 0.0f, kVLeast = 0x1p-4f, kVLimit = 0x1p15f;
@@ -62,8 +63,8 @@ struct PvF16 {
 
   // x: scores tiles j and j + 1 of row r.
   __device__ __forceinline__ static void pack(Operand& p, i32 r, i32 j, const float (&x)[4]) {
-    p[r / 2][j / 2][r % 2] = ptx::f16x2(x[0], x[1]);
-    p[r / 2][j / 2][r % 2 + 2] = ptx::f16x2(x[2], x[3]);
+    p[r / 2][j / 2][r % 2] = ptx::finite_f16x2(x[0], x[1]);
+    p[r / 2][j / 2][r % 2 + 2] = ptx::finite_f16x2(x[2], x[3]);
   }
 
   // 16 keys by two chunks of 8 channels, keys first.
@@ -114,6 +115,7 @@ struct PvF16 {
 template <class Config>
 struct PvE4m3 : E4m3Operand<Config> {
   using E4m3Operand<Config>::kMTiles, E4m3Operand<Config>::kSteps, E4m3Operand<Config>::kF16Accum;
+  using E4m3Operand<Config>::kSumUnits;
   using typename E4m3Operand<Config>::Operand;
   static constexpr i32 kOTiles = Config::kHeadDim / 8;
   using Swizzle = typename TileLayout<Config>::VRows;
@@ -121,9 +123,19 @@ struct PvE4m3 : E4m3Operand<Config> {
   // 8 channels by four chunks of 16 keys, chunks last.
   __device__ __forceinline__ static u32 offset(i32 lane) { return Swizzle::offset(lane % 8, lane / 8); }
 
-  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>&,
+  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>& row_sum,
                                                     const Operand& p, u32 sV, u32 v_offset, float v_factor) {
     const u32 v_row = sV + v_offset;
+    u32 units[2 * kSteps];
+#pragma unroll
+    for (u32& unit : units) unit = kSumUnits;
+#pragma unroll
+    for (i32 m = 0; m < kMTiles; ++m) {
+      float r[4];
+      multiply(r, p[m], units);
+      row_sum[2 * m] += r[0];
+      row_sum[2 * m + 1] += r[2];
+    }
 #pragma unroll
     for (i32 n = 0; n < kOTiles; ++n) {
       u32 v[2 * kSteps];
@@ -169,7 +181,7 @@ struct PvE4m3 : E4m3Operand<Config> {
 // The scale of V̂ is v_factor. V̂ is laid out as for PvE4m3.
 template <class Config>
 struct PvMxf8 : E4m3Operand<Config> {
-  using E4m3Operand<Config>::kMTiles, E4m3Operand<Config>::kSteps;
+  using E4m3Operand<Config>::kMTiles, E4m3Operand<Config>::kSteps, E4m3Operand<Config>::kSumUnits;
   using typename E4m3Operand<Config>::Operand;
   static constexpr i32 kOTiles = Config::kHeadDim / 8;
   using Swizzle = typename TileLayout<Config>::VRows;
@@ -179,13 +191,20 @@ struct PvMxf8 : E4m3Operand<Config> {
     return Swizzle::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
   }
 
-  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>&,
+  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>& row_sum,
                                                     const Operand& p, u32 sV, u32 v_offset, float v_factor) {
     const u32 v_row = sV + v_offset;
     constexpr u32 kOne = kExponentBias;                              // in ue8m0
     const u32 v_scale = __float_as_uint(v_factor) >> kMantissaBits;  // a power of two, whose exponent is its ue8m0
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (i32 m = 0; m < kMTiles; ++m) {
+        float sum[4] = {row_sum[2 * m], row_sum[2 * m], row_sum[2 * m + 1], row_sum[2 * m + 1]};
+        ptx::mma_m16n8k32_mxf8_e4m3e4m3f32(sum, p[m][step], kSumUnits, kSumUnits, sum, kOne, kOne);
+        row_sum[2 * m] = sum[0];
+        row_sum[2 * m + 1] = sum[2];
+      }
 #pragma unroll
       for (i32 n = 0; n < kOTiles; n += 2) {
         u32 v[4];

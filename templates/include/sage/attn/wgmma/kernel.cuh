@@ -36,7 +36,8 @@ struct AttentionWgmma {
     return sage::facts(Fact{"threads", kThreads}, Fact{"shared_bytes", Shared::kBytes}, Fact{"p_top", Product::kTop},
                        Fact{"lazy_rise", Product::kLazyRise}, Fact{"whole_reference", Product::kWholeReference},
                        Fact{"room", Traits::kRoom}, Fact{"most_fall", kMostFall}, Fact{"no_reference", kNoReference},
-                       Fact{"smallest_scale", kSmallestScale<Config::kQk>}, Fact{"v_typical", Product::kVTypical},
+                       Fact{"smallest_scale", kSmallestScale<Config::kQk>}, Fact{"largest_scale", kLargestScale},
+                       Fact{"sum_unit", Product::kSumUnit}, Fact{"v_typical", Product::kVTypical},
                        Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit},
                        Fact{"slices", Traits::kSlices}, Fact{"pairs", Traits::kPairs},
                        Fact{"open_end", Traits::kOpenEnd}, Fact{"rows_of_range", Traits::kRowsOfRange},
@@ -45,7 +46,7 @@ struct AttentionWgmma {
 
   __device__ __forceinline__ void run() const {
     if (ptx::thread_index() == 0) init_barriers();
-    fill_ones();
+    fill_units();
     if (Config::kSmoothQ && kTogether && ptx::thread_index() == 0) shared.one() = 1.0f;
     __syncthreads();
     ptx::grid_dependency_wait();  // the quantizer's end
@@ -77,15 +78,14 @@ struct AttentionWgmma {
     ptx::fence_mbarrier_init();
   }
 
-  // Ordinary stores of the ones that wgmma reads: the fence of each thread and the barrier behind this call order the
-  // two.
-  __device__ __forceinline__ void fill_ones() const {
-    constexpr u32 kFourOnes = 0x38383838;  // e4m3
+  // Ordinary stores of the sum units that wgmma reads: the fence of each thread and the barrier behind this call order
+  // the two.
+  __device__ __forceinline__ void fill_units() const {
 #pragma unroll
     for (i32 stage = 0; stage < Config::kStages; ++stage) {
-      u8* ones = shared.bytes + Shared::kKvStages + stage * Shared::kStageBytes + Shared::kOnes;
-      for (i32 i = 4 * ptx::thread_index(); i < Shared::kOnesBytes; i += 4 * kThreads) {
-        *reinterpret_cast<u32*>(ones + i) = kFourOnes;
+      u8* units = shared.bytes + Shared::kKvStages + stage * Shared::kStageBytes + Shared::kUnits;
+      for (i32 i = 4 * ptx::thread_index(); i < Shared::kUnitBytes; i += 4 * kThreads) {
+        *reinterpret_cast<u32*>(units + i) = Product::kSumUnits;
       }
     }
     ptx::fence_proxy_async();

@@ -9,7 +9,8 @@
 //   other instructions run at a quarter of their rate.
 // R is the accumulator of P·V. R takes two KV tiles where registers allow, so that every other step promotes.
 // O and R count in v_factor of the last KV tile. A tile with another v_factor, which few have, rescales both.
-// V has eight channels of ones behind its own. Their output is the sum of the rounded P, by which O is divided. The
+// V has eight constant channels behind its own, of kSumUnit. Their output is the sum of the rounded P in that unit, by
+// which O is divided: accumulators cut off both alike. The
 // log-sum-exp, where the call asks for one, and the weight of a split take the sum of P before rounding.
 // Source: SageAttention2, Algorithm 1; "FlashAttention-3", section 3.2.
 #pragma once
@@ -212,7 +213,7 @@ struct Mainloop {
 
   // The scale of this thread's scores in that tile.
   __device__ __forceinline__ float score_scale(const KvTileScales& scales) const {
-    return fmaxf(q_scale * fabsf(scales.k_scale), kSmallestScale<Config::kQk>);
+    return fminf(fmaxf(q_scale * fabsf(scales.k_scale), kSmallestScale<Config::kQk>), kLargestScale);
   }
 
   // R also takes the next tile's P·V. If that tile's softmax raised a row's reference, or its V has another v_factor,
@@ -249,7 +250,7 @@ struct Mainloop {
     }
   }
 
-  // Issues P·V, ones included: R += P·V where R is open, else R = P·V. Leaves the last slice in flight, and promotes
+  // Issues P·V, sum units included: R += P·V where R is open, else R = P·V. Leaves the last slice in flight, and promotes
   // those before it.
   template <i32 kSlice = 0>
   __device__ __forceinline__ void issue_pv(bool open) {
@@ -261,7 +262,7 @@ struct Mainloop {
     if constexpr (kSlice + 1 < kSlices) issue_pv<kSlice + 1>(open);
   }
 
-  // R of a slice, with the sums of P if the slice is the last, behind whose channels the ones lie. The last slice is in
+  // R of a slice, with the sums of P if the slice is the last, behind whose channels the units lie. The last slice is in
   // acc_r, its neighbour in the registers of the scores, and so on alternately.
   template <i32 kSlice>
   using R = u32[kSlice == kSlices - 1 ? kOutputs + 4 : kOutputs];

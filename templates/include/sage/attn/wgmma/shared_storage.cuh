@@ -12,7 +12,7 @@ namespace sage {
 // Shared memory of a block; every matrix starts at a multiple of 1024 bytes.
 //   [2] query buffers: sQ [kBlockM] rows of s8; v_scale and v_mean of its KV head, f32, [kHeadDim] each; then q_scale
 //     [kBlockM / kWarpM][8] and row_bias [kBlockM] f32; the WorkTile
-//   [kStages] stages: K̂ and V̂ of a KV tile (tile/layout.cuh), [8][kBlockN] ones, the KvLine, and where Q is smoothed
+//   [kStages] stages: K̂ and V̂ of a KV tile (tile/layout.cuh), [8][kBlockN] sum units, the KvLine, and where Q is smoothed
 //     delta_s of the query tile for these keys
 //   for every warp its rows of O, on their way to global memory
 //   mbarriers, 8 bytes each: query_tile_full, query_full and query_empty of every query buffer; then full and empty of
@@ -28,16 +28,16 @@ struct SharedStorage {
   static constexpr i32 kRowBias = kQScales + kQScalesBytes, kRowBiasBytes = Config::kBlockM * 4;
   static constexpr i32 kQueryTile = kRowBias + kRowBiasBytes;
   static constexpr i32 kQueryBytes = ceil_div<i32>(kQueryTile + sizeof(WorkTile), 1024) * 1024;
-  static constexpr i32 kOnes = Layout::kV + Layout::kVBytes;  // in a stage: as eight more rows of V
-  static constexpr i32 kOnesBytes = 8 * Config::kBlockN;
-  static constexpr i32 kLine = kOnes + kOnesBytes;
+  static constexpr i32 kUnits = Layout::kV + Layout::kVBytes;  // in a stage: as eight more rows of V
+  static constexpr i32 kUnitBytes = 8 * Config::kBlockN;
+  static constexpr i32 kLine = kUnits + kUnitBytes;
   static constexpr i32 kDelta = kLine + KvLine::kBytes, kDeltaBytes = Config::kSmoothQ ? Config::kBlockN * 4 : 0;
   static constexpr i32 kStageBytes = ceil_div(kDelta + kDeltaBytes, 1024) * 1024;
   static constexpr i32 kKvStages = 2 * kQueryBytes, kOutputRows = kKvStages + Config::kStages * kStageBytes;
   static constexpr i32 kBarriers = kOutputRows + Config::kBlockM / Config::kWarpM * StoreWholeRows<Config>::kBytes;
   static constexpr i32 kOne = kBarriers + 8 * (2 * 3 + Config::kStages * 2);
   static constexpr i32 kBytes = kOne + (Config::kSmoothQ ? 16 : 0);
-  static_assert(Layout::kQBytes % 1024 == 0 && Layout::kV % 1024 == 0 && kOnes % 1024 == 0);
+  static_assert(Layout::kQBytes % 1024 == 0 && Layout::kV % 1024 == 0 && kUnits % 1024 == 0);
 
   u8* bytes;
   u32 first;

@@ -35,8 +35,10 @@ struct TileSoftmax : RowReferences<Product, Config::kWarpM / 8> {
                                                   float (&alpha)[kRows]) {
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
-      if constexpr (kRestart) alpha[r] = this->restart_reference(scale * own_largest[r], kRoom, r);
-      else alpha[r] = this->raise_reference(scale * own_largest[r], r);
+      constexpr float kTop = kRestart ? Product::kTop - kRoom : Product::kTop;
+      const float own_needed = reference_of(own_largest[r], scale, kTop);
+      if constexpr (kRestart) alpha[r] = this->restart_reference(own_needed, r);
+      else alpha[r] = this->raise_reference(own_needed, r);
     }
   }
 

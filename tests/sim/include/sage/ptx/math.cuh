@@ -20,6 +20,16 @@ inline unsigned to_bf16(float x) { return sim::to_bf16(x); }
 
 inline u32 f16x2(float lo, float hi) { return sim::to_f16(lo) | static_cast<u32>(sim::to_f16(hi)) << 16; }
 inline u32 bf16x2(float lo, float hi) { return sim::to_bf16(lo) | static_cast<u32>(sim::to_bf16(hi)) << 16; }
+// A word of two halves, of which those that are infinite become the finite number next to infinity.
+template <u32 kInfinity>
+inline u32 saturated(u32 halves) {
+  for (u32 shift = 0; shift < 32; shift += 16) {
+    if ((halves >> shift & 0x7fff) == kInfinity) halves -= 1u << shift;
+  }
+  return halves;
+}
+inline u32 finite_f16x2(float lo, float hi) { return saturated<0x7c00>(f16x2(lo, hi)); }
+inline u32 finite_bf16x2(float lo, float hi) { return saturated<0x7f80>(bf16x2(lo, hi)); }
 inline u16 e4m3x2(float lo, float hi) { return static_cast<u16>(sim::to_e4m3(lo) | sim::to_e4m3(hi) << 8); }
 inline u32 e4m3x4(float a, float b, float c, float d) { return e4m3x2(a, b) | static_cast<u32>(e4m3x2(c, d)) << 16; }
 
