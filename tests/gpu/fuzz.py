@@ -140,7 +140,12 @@ def _work(args: argparse.Namespace, worker: int, tallies: multiprocessing.Queue)
 def run(args: argparse.Namespace) -> Iterator[Tally]:
     """The tallies of all workers; ends when all have."""
     if args.workers == 1:
-        yield from fuzz(Subject(args.device, args.kernels), args, range(args.calls))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # calls are small: several threads wait for each other
+        try:
+            yield from fuzz(Subject(args.device, args.kernels), args, range(args.calls))
+        finally:
+            torch.set_num_threads(threads)
         return
     context = multiprocessing.get_context("spawn")
     tallies = context.Queue()

@@ -92,7 +92,6 @@ class Case(_SizesAndOptions):
     splits: int | None = _varied({None: 5, 1: 1, 2: 1, 3: 1, 7: 1})  # of the keys; None: as the call has it
     wrong: str = _varied({"nothing": 300, "dimensions": 1, "dtype": 1, "keys": 1, "out": 1, "grad": 1, "key_mask": 1,
                           **dict.fromkeys(OPTIONS, 1)})  # an option: a value that it refuses
-    trained: bool = _varied({False: 1, True: 0})  # by train_attn, with a backward pass; 0, as "spike" is
     entry: str = _varied({"attn": 8, "sdpa": 2, "train_attn": 2}, late=True)  # attn: attn_varlen too, by `lengths`
     scores: float | None = _varied({None: 16, **dict.fromkeys((1e-6, 1e-2, 1.0, 1e2, 1e3, 1e4, 1e6, 1e7, 1e8, 3e8, 1e9,
                                                                1e10), 1)}, late=True)  # the largest |score|
@@ -102,6 +101,11 @@ class Case(_SizesAndOptions):
     @property
     def q_heads(self) -> int:
         return self.kv_heads * self.group
+
+    @property
+    def trained(self) -> bool:
+        """Whether the call is train_attn's, with a backward pass."""
+        return self.entry == "train_attn"
 
     @property
     def by_sdpa(self) -> bool:
@@ -158,6 +162,7 @@ def draw_case(seed: int, index: int, built: dict[str, dict[str, set]], longest: 
     that it has kernels for."""
     rng = random.Random(f"{seed}/{index}")
     chosen = {name: _draw(rng, name) for name in WEIGHTS if name not in LATE}
+    rng.random()  # in the place of a field that there was, so that seeds draw what they drew
     arch = rng.choice(sorted(built))
     for option, values in built[arch].items():
         if chosen[option] not in ("auto", *values) and rng.random() < 0.98:
@@ -187,7 +192,7 @@ def complete(case: Case) -> Case:
         case = dataclasses.replace(case, seqlen_kv=1)
     elif case.one_key:
         case = dataclasses.replace(case, mask_kind="one")
-    if case.entry == "train_attn" or case.trained:
+    if case.trained:
         return as_trained(case)
     return as_sdpa(case) if case.by_sdpa else case
 
@@ -204,7 +209,7 @@ def as_trained(case: Case) -> Case:
     sizes = {name: max(1, getattr(case, name)) for name in ("batch", "kv_heads", "group", "seqlen_q", "seqlen_kv")}
     others = {name: getattr(case, name) for name in ("arch", "seed", "is_causal", "scale", "layout", "kind", "planted",
                                                      "strides", "stream", "scores", "values", "one_key")}
-    return Case(**sizes, **others, headdim=min(case.headdim, MOST_TRAINED), entry="train_attn", trained=True,
+    return Case(**sizes, **others, headdim=min(case.headdim, MOST_TRAINED), entry="train_attn",
                 dtype=case.dtype if case.dtype != "f32" else "bf16")
 
 

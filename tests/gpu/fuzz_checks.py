@@ -34,6 +34,7 @@ from sage_aot._call import pipeline
 from sage_aot._call.kv import OF_CALL
 from sage_aot._kernels.axes import least_headdim
 from sage_aot._kernels.manifest import Manifest
+from sage_aot._kernels.spec import BACKWARD
 from sage_aot._launch.choose import built_archs
 from sage_aot._problem.check import Sequences, heads_first
 from sage_aot._problem.options import OPTIONS
@@ -137,11 +138,7 @@ class Subject:
         has no kernel for these options."""
         if case.wrong != "nothing":
             return sage_aot.ArgumentError
-        manifest, wanted = self.libraries[case.arch].manifest, case.options.resolved.axes
-        headdim = least_headdim(case.headdim)
-        exists = any(record.spec.headdim == headdim and wanted.items() <= record.spec.values.items()
-                     for record in manifest.attention(case.arch))
-        return None if exists else sage_aot.UnsupportedError
+        return None if _has_kernels(case, self.libraries[case.arch].manifest) else sage_aot.UnsupportedError
 
     @contextmanager
     def _stream(self, case: Case) -> Iterator[None]:
@@ -154,6 +151,18 @@ class Subject:
             yield
 
 
+def _has_kernels(case: Case, manifest: Manifest) -> bool:
+    """Whether a folder's list of kernels has one for the options of a case, and for the backward pass of a trained one.
+    """
+    headdim, wanted = least_headdim(case.headdim), case.options.resolved.axes
+    found = [record.spec for record in manifest.attention(case.arch)
+             if record.spec.headdim == headdim and wanted.items() <= record.spec.values.items()]
+    if case.trained:
+        found = [spec for spec in found if spec.trains
+                 and all(spec.companion(kind).name in manifest.kernels for kind in BACKWARD)]
+    return bool(found)
+
+
 def arithmetic_of(case: Case) -> Arithmetic:
     """The documented roundings of a case's call: its options, "auto" as attn's docstring says, and its arch."""
     qk = "int8" if case.qk == "auto" else case.qk
@@ -163,7 +172,7 @@ def arithmetic_of(case: Case) -> Arithmetic:
     shared = case.values == "ones" or case.one_key  # one value for all: nothing averages
     return Arithmetic(qk, pv, rotate, case.clip, smooth_q, case.smooth_k, case.smooth_v,
                       half_sums=case.pv_accum == "two_level_f16",
-                      independent=case.kind in INDEPENDENT and not shared)
+                      independent=case.kind in INDEPENDENT and not shared, rare_values=case.kind == "sparse_v")
 
 
 # --- attn, attn_varlen, and attn with a QuantizedKV -------------------------------------------------------------------
@@ -337,11 +346,7 @@ def _sdpa_raised(error: Exception, case: Case, backend: Backend, served: bool,
                  host: Callable[[], Any]) -> tuple[str, list[Measure]]:
     """Right where no kernel has the policy's options, or where the call goes to torch, which raises too."""
     if served:
-        wanted = case.options.resolved.axes
-        missing = not any(wanted.items() <= record.spec.values.items()
-                          and record.spec.headdim == least_headdim(case.headdim)
-                          for record in backend.manifest.attention(case.arch))
-        if missing and isinstance(error, sage_aot.UnsupportedError):
+        if isinstance(error, sage_aot.UnsupportedError) and not _has_kernels(case, backend.manifest):
             return "UnsupportedError", []
         raise error
     try:

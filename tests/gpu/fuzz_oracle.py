@@ -43,6 +43,10 @@ figures of docs/training.md, which are of 1,024 rows."""
 TRAINED_ROWS = 128
 """Queries, and keys, from which on TRAINED_L2 holds: with fewer keys errors average less."""
 
+RARE_VALUES = 0.5
+"""Most rounding of FP8 V, as a share of the channel's largest, where another channel is zero but for few keys: the
+factor of a KV tile, which all channels share, follows from the channel that its sample underestimates most."""
+
 _LIMIT = {"int8": 127.0, "int4": 7.0}
 _ROUNDING = {"f16": 2.0**-11, "e4m3": 2.0**-4, "nvfp4": 0.5}  # half a unit in the last place, relatively
 _KERNEL_HEADDIMS = 64, 128, 256
@@ -61,6 +65,7 @@ class Arithmetic:
     smooth_v: bool
     half_sums: bool  # P·V adds up in f16
     independent: bool  # elements of q, k and v; errors are then a random walk
+    rare_values: bool  # some channels of v are zeros but for few keys
 
     @property
     def worst_step(self) -> float:
@@ -93,6 +98,8 @@ class Arithmetic:
     @property
     def lost_of_v(self) -> float:
         """Likewise of a V, as a share of the channel's largest."""
+        if self.rare_values and self.pv != "f16":
+            return RARE_VALUES
         if self.half_sums:
             return 2.0**-10 * 64 / 9
         return {"f16": 2.0**-25, "e4m3": 2.0**-10 / 14, "nvfp4": 1 / 24}[self.pv]
@@ -141,7 +148,9 @@ class _Heads:
     v: torch.Tensor
     seen: torch.Tensor  # [batch or 1, 1, queries, keys]
     scale: float
+    logs: torch.Tensor  # of the weights
     weights: torch.Tensor  # [batch, q heads, queries, keys], of rows that see no key zeros
+    off: torch.Tensor  # most change of a weight
     out: torch.Tensor
     lse: torch.Tensor
     moved: torch.Tensor  # [batch, q heads, queries]: most error of a score, nats
@@ -160,9 +169,7 @@ def expect(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | 
     heads = _attend(q, k, v, scale, visible, arithmetic, key_mask)
     rows, elements = _spoilt(q, k, v, visible)
     bound, row_bound, units = _bounds(heads, arithmetic, key_mask, torch.finfo(q.dtype))
-    in_f32 = 2.0**-20 * heads.lse.abs().nan_to_num(posinf=0.0, neginf=0.0)
-    moved = torch.minimum(heads.moved, SIGMAS * heads.deviation) if arithmetic.independent else heads.moved
-    return Expected(heads.out, heads.lse, rows, elements, bound, row_bound, units, moved + 0.01 + in_f32)
+    return Expected(heads.out, heads.lse, rows, elements, bound, row_bound, units, _bound_of_lse(heads, arithmetic))
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, visible: torch.Tensor,
@@ -175,9 +182,17 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | No
     seen = visible[:, None]
     scores = (q @ k.mT * scale).masked_fill_(~seen, -math.inf)
     lse = scores.logsumexp(-1)
-    weights = scores.sub_(lse.clamp(min=-1e300)[..., None]).exp_()
+    logs = scores.sub_(lse.clamp(min=-1e300)[..., None])
+    weights = logs.exp()
     moved, deviation = _errors_of_scores(q, k, scale, arithmetic, key_mask)
-    return _Heads(q, k, v, seen, scale, weights, weights @ v, lse, moved, deviation)
+    return _Heads(q, k, v, seen, scale, logs, weights, _off(logs, weights, 2 * moved[..., None]), weights @ v, lse, moved,
+                  deviation)
+
+
+def _off(logs: torch.Tensor, weights: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Most change of weights that are off by a factor of exp(±by), of which none exceeds one. By their logarithms: the
+    weights of far keys vanish, even in float64."""
+    return torch.where(by < 1.0, weights * by.clamp(max=1.0).expm1(), (logs + by).clamp(max=0.0).exp())
 
 
 def _spoilt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -228,7 +243,19 @@ def _errors_of_scores(q: torch.Tensor, k: torch.Tensor, scale: float, arithmetic
     of_q, of_k = (arithmetic.deviation * typical * top for top in (tops_q, tops_k))
     walk = abs(scale) * ((norms_q * of_k).square() + (largest_k * of_q).square()
                          + channels * (of_q * of_k).square()).sqrt() + in_f32
-    return worst, torch.minimum(walk, worst)
+    return torch.minimum(worst, SIGMAS * walk) if arithmetic.independent else worst, torch.minimum(walk, worst)
+
+
+def _bound_of_lse(heads: _Heads, arithmetic: Arithmetic) -> torch.Tensor:
+    """The log-sum-exp moves by the mean of the errors of the scores, by weight. Where these are independent they cancel,
+    but for what the keys have in common beside the mean that smoothing takes off: an eighth of their deviation, for it
+    is of 64 keys."""
+    stored = 0.01 + 2.0**-20 * heads.lse.abs().nan_to_num(posinf=0.0, neginf=0.0)
+    if not (arithmetic.independent and arithmetic.smooth_k):
+        return heads.moved + stored
+    deviation = heads.deviation
+    averaged = SIGMAS * deviation * (heads.weights.square().sum(-1) + 1 / 16).sqrt() + deviation.square()
+    return torch.where(SIGMAS * deviation <= 1.0, torch.minimum(averaged, heads.moved), heads.moved) + stored
 
 
 # What they do to the output ---------------------------------------------------------------------------------------------
@@ -257,28 +284,21 @@ def _bounds(heads: _Heads, arithmetic: Arithmetic, key_mask: torch.Tensor | None
 
 
 def _worst_of_elements(heads: _Heads, arithmetic: Arithmetic, rest: torch.Tensor) -> torch.Tensor:
-    """Weights are off by a factor of exp(±2·moved) at most, and P and V by their rounding."""
-    factor = (2 * heads.moved).clamp(max=600.0).exp()[..., None]
-    relative = (1 + arithmetic.of_p) * (1 + arithmetic.of_v) * (1 + arithmetic.of_sums)
-    # V's mean, where it is smoothed, is added exactly: weights of one and the same sum multiply what is left of V.
-    return (heads.weights @ rest) * (factor * relative - 1) + (factor - 1).clamp(max=2.0) * _own(heads, rest)
-
-
-def _own(heads: _Heads, rest: torch.Tensor) -> torch.Tensor:
-    """|out| where weights that are off multiply it: they are normalized again."""
-    return torch.minimum(heads.out.abs(), rest.amax(2, keepdim=True))
+    """Weights are off, and P and V by their rounding. Changes of weights sum to zero, so that V's mean, where it is
+    smoothed, takes no part."""
+    rounded = (1 + arithmetic.of_p) * (1 + arithmetic.of_v) * (1 + arithmetic.of_sums)
+    return (heads.off @ rest) * rounded + (heads.weights @ rest) * (rounded - 1)
 
 
 def _worst_of_rows(heads: _Heads, arithmetic: Arithmetic, v: torch.Tensor, out: torch.Tensor,
                    rest: torch.Tensor) -> torch.Tensor:
-    """Of a row's norm: the output is a mean of values whose weights are off by a factor of exp(±2·moved), so it lies
-    among the values of those keys whose weight may count."""
+    """Of a row's norm: the output is a mean of values, so where weights are off it still lies among the values of those
+    keys whose weight may count."""
     distance = (v.square().sum(-1)[:, :, None] + out.square().sum(-1)[..., None] - 2 * out @ v.mT).clamp(min=0).sqrt()
-    may_count = heads.weights.log() + 2 * heads.moved[..., None] > -28
+    may_count = heads.logs + 2 * heads.moved[..., None] > -28
     sizes = rest.norm(dim=-1)[:, :, None]
-    beyond = (2 * heads.moved).clamp(max=600.0)
-    apart = torch.minimum(beyond.expm1() * (heads.weights * distance).sum(-1), _largest(distance, may_count))
-    size = torch.minimum(beyond.exp() * (heads.weights * sizes).sum(-1), _largest(sizes, may_count))
+    apart = torch.minimum((heads.off * distance).sum(-1), _largest(distance, may_count))
+    size = torch.minimum(((heads.weights + heads.off) * sizes).sum(-1), _largest(sizes, may_count))
     rounded = arithmetic.of_p * (1 + arithmetic.of_v) + arithmetic.of_v + arithmetic.of_sums
     return apart * (1 + arithmetic.of_p) + size * rounded + 1e-7
 
@@ -324,7 +344,7 @@ def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tens
     p = heads.weights
     dp, d = grad @ heads.v.mT, (grad * heads.out).sum(-1, keepdim=True)
     ds = p * (dp - d)
-    off_p = torch.minimum(p * (2 * heads.moved).clamp(max=600.0).expm1()[..., None], heads.seen.double())
+    off_p = heads.off
     noise = CANCELLED * grad.norm(dim=-1) * heads.v.norm(dim=-1).amax(-1, keepdim=True)
     off_d = ((grad * (made - heads.out)).sum(-1).abs() + noise)[..., None]
     off_ds = off_p * (dp - d).abs() + (p + off_p) * off_d
