@@ -48,12 +48,15 @@ def measure_training(case: Case, spy: Spy, tensors: tuple[torch.Tensor, ...]) ->
 
 
 def make_grad_out(case: Case, q: torch.Tensor) -> torch.Tensor:
-    """The gradient of the output, of a size that grows with the seed, with strides of its own."""
+    """The gradient of the output, of a size that grows with the seed, with strides of its own; of some seeds zeros from
+    a row on, as behind padding."""
     generator = torch.Generator(q.device).manual_seed(case.seed + 1)
     magnitude = 10.0 ** -(case.seed % 4)
     if case.strides == "expanded_heads":  # as of a sum
         return torch.full((), magnitude, dtype=q.dtype, device=q.device).expand_as(q)
     grad = (torch.randn(q.shape, generator=generator, device=q.device) * magnitude).to(q.dtype)
+    if case.seed % 13 == 0:
+        heads_first(grad, case.layout)[:, :, case.seed % (case.seqlen_q + 1):] = 0.0
     if case.planted.startswith("v:"):
         grad[0, 0, 0, 0] = torch.inf
     if case.strides in ("transposed", "fused"):
