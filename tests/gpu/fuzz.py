@@ -1,7 +1,7 @@
 """Random calls against the emulation and float64: a differential fuzzer.
 
     python tests/gpu/fuzz.py --calls 20000 --kernels sage_aot/kernels build/retarget_sm_90 --workers 8 --log fuzz.log
-    python tests/gpu/fuzz.py --calls 2000 --fixed '{"trained": true}'
+    python tests/gpu/fuzz.py --calls 2000 --fixed '{"entry": "train_attn"}'
     python tests/gpu/fuzz.py --case '{"arch": "sm89", "seed": 1, "seqlen_kv": 65}'
 
 Call number i of a seed is the same however many workers share the run. fuzz_cases.py says what is drawn, fuzz_checks.py
@@ -27,12 +27,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from fuzz_cases import WEIGHTS, Case, as_trained, draw_case, shrink
+from fuzz_cases import WEIGHTS, Case, complete, draw_call, shrink
 from fuzz_checks import Subject, Verdict
-from variants import ROOT
 
 import sage_aot
 from sage_aot._call.pipeline import default_library
+
+ROOT = Path(__file__).parents[2]
 
 REPORT_SECONDS = 5.0
 """Between two lines of progress."""
@@ -90,9 +91,8 @@ def fuzz(subject: Subject, args: argparse.Namespace, indices: Iterable[int]) -> 
     """Make these calls; a tally now and then, of what came since the one before."""
     tally, began, shrunk = Tally(), time.monotonic(), 0
     for index in indices:
-        case = dataclasses.replace(draw_case(args.seed, index, subject.built, args.longest), **args.fixed)
-        if case.trained:
-            case = as_trained(case)
+        case = draw_call(args.seed, index, subject.built, args.longest)
+        case = complete(dataclasses.replace(case, **args.fixed)) if args.fixed else case
         verdict = subject.examine(case)
         tally.add(case, verdict)
         if verdict.failure:
@@ -140,7 +140,12 @@ def _work(args: argparse.Namespace, worker: int, tallies: multiprocessing.Queue)
 def run(args: argparse.Namespace) -> Iterator[Tally]:
     """The tallies of all workers; ends when all have."""
     if args.workers == 1:
-        yield from fuzz(Subject(args.device, args.kernels), args, range(args.calls))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # calls are small: several threads wait for each other
+        try:
+            yield from fuzz(Subject(args.device, args.kernels), args, range(args.calls))
+        finally:
+            torch.set_num_threads(threads)
         return
     context = multiprocessing.get_context("spawn")
     tallies = context.Queue()

@@ -40,9 +40,10 @@ OPTION_WEIGHTS = {
 """How often the samples of an option are drawn, where they are not drawn alike."""
 
 
-def _varied(weights: dict[object, int]) -> object:
-    """A field with these values, drawn with these weights."""
-    return field(default=next(iter(weights)), metadata={"weights": weights})
+def _varied(weights: dict[object, int], *, late: bool = False) -> object:
+    """A field with these values, drawn with these weights. `late`: by :func:`draw_call`, after all others, so that
+    :func:`draw_case` draws what it drew before there was the field."""
+    return field(default=next(iter(weights)), metadata={"weights": weights, "late": late})
 
 
 def _size() -> object:
@@ -91,11 +92,24 @@ class Case(_SizesAndOptions):
     splits: int | None = _varied({None: 5, 1: 1, 2: 1, 3: 1, 7: 1})  # of the keys; None: as the call has it
     wrong: str = _varied({"nothing": 300, "dimensions": 1, "dtype": 1, "keys": 1, "out": 1, "grad": 1, "key_mask": 1,
                           **dict.fromkeys(OPTIONS, 1)})  # an option: a value that it refuses
-    trained: bool = _varied({False: 1, True: 0})  # by train_attn, with a backward pass; last, and 0, as "spike" is
+    entry: str = _varied({"attn": 8, "sdpa": 2, "train_attn": 2}, late=True)  # attn: attn_varlen too, by `lengths`
+    scores: float | None = _varied({None: 16, **dict.fromkeys((1e-6, 1e-2, 1.0, 1e2, 1e3, 1e4, 1e6, 1e7, 1e8, 3e8, 1e9,
+                                                               1e10), 1)}, late=True)  # the largest |score|
+    values: str = _varied({"drawn": 10, "ones": 1}, late=True)  # of v
+    one_key: bool = _varied({False: 20, True: 1}, late=True)  # one key in all, or by the key mask
 
     @property
     def q_heads(self) -> int:
         return self.kv_heads * self.group
+
+    @property
+    def trained(self) -> bool:
+        """Whether the call is train_attn's, with a backward pass."""
+        return self.entry == "train_attn"
+
+    @property
+    def by_sdpa(self) -> bool:
+        return self.entry == "sdpa"
 
     @property
     def has_sequences(self) -> bool:
@@ -129,6 +143,9 @@ class Case(_SizesAndOptions):
 WEIGHTS = {f.name: f.metadata["weights"] for f in dataclasses.fields(Case) if "weights" in f.metadata}
 """Per field that is drawn its values, the simplest first, and their weights."""
 
+LATE = [f.name for f in dataclasses.fields(Case) if f.metadata.get("late")]
+"""Of these the fields that :func:`draw_call` alone draws."""
+
 SIZES = [f.name for f in dataclasses.fields(Case) if "size" in f.metadata]
 
 
@@ -144,7 +161,8 @@ def draw_case(seed: int, index: int, built: dict[str, dict[str, set]], longest: 
     """Case `index` of a run; the same whoever draws it. `built`: per arch that can be called, the values of options
     that it has kernels for."""
     rng = random.Random(f"{seed}/{index}")
-    chosen = {name: rng.choices(list(weights), list(weights.values()))[0] for name, weights in WEIGHTS.items()}
+    chosen = {name: _draw(rng, name) for name in WEIGHTS if name not in LATE}
+    rng.random()  # in the place of a field that there was, so that seeds draw what they drew
     arch = rng.choice(sorted(built))
     for option, values in built[arch].items():
         if chosen[option] not in ("auto", *values) and rng.random() < 0.98:
@@ -156,12 +174,42 @@ def draw_case(seed: int, index: int, built: dict[str, dict[str, set]], longest: 
     return Case(arch, seed, **sizes, **chosen)
 
 
+def _draw(rng: random.Random, name: str) -> object:
+    weights = WEIGHTS[name]
+    return rng.choices(list(weights), list(weights.values()))[0]
+
+
+def draw_call(seed: int, index: int, built: dict[str, dict[str, set]], longest: int) -> Case:
+    """Call `index` of a run: the case of :func:`draw_case` with everything that is drawn late."""
+    rng = random.Random(f"{seed}/{index}/late")
+    return complete(dataclasses.replace(draw_case(seed, index, built, longest),
+                                        **{name: _draw(rng, name) for name in LATE}))
+
+
+def complete(case: Case) -> Case:
+    """The case with what follows from its fields: one key where it has one, and what its entry point takes."""
+    if case.one_key and case.has_sequences or case.one_key and case.trained:
+        case = dataclasses.replace(case, seqlen_kv=1)
+    elif case.one_key:
+        case = dataclasses.replace(case, mask_kind="one")
+    if case.trained:
+        return as_trained(case)
+    return as_sdpa(case) if case.by_sdpa else case
+
+
+def as_sdpa(case: Case) -> Case:
+    """The same inputs in a call of the integrations' sdpa, which has q, k and v, a mask, is_causal, scale and
+    enable_gqa; all other options are the policy's."""
+    return dataclasses.replace(case, entry="sdpa", layout="HND", lengths="one", wrong="nothing", return_lse=False,
+                               out="made", stored=False)
+
+
 def as_trained(case: Case) -> Case:
     """The same inputs in a call of train_attn: what it does not take has the value of the simplest call."""
     sizes = {name: max(1, getattr(case, name)) for name in ("batch", "kv_heads", "group", "seqlen_q", "seqlen_kv")}
     others = {name: getattr(case, name) for name in ("arch", "seed", "is_causal", "scale", "layout", "kind", "planted",
-                                                     "strides", "stream")}
-    return Case(**sizes, **others, headdim=min(case.headdim, MOST_TRAINED), trained=True,
+                                                     "strides", "stream", "scores", "values", "one_key")}
+    return Case(**sizes, **others, headdim=min(case.headdim, MOST_TRAINED), entry="train_attn",
                 dtype=case.dtype if case.dtype != "f32" else "bf16")
 
 
@@ -232,6 +280,10 @@ def make_tensors(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, t
     tensors = reference.inputs(base, q_shape, kv_shape, TORCH_DTYPES[case.dtype], generator)
     if not case.is_empty:
         _CHANGES[case.kind](case, *tensors)
+        if case.scores is not None:
+            _scale_scores(case, *tensors)
+        if case.values == "ones":
+            tensors[2].fill_(1.0)
         _plant(case, dict(zip("qkv", tensors)))
     if not case.has_sequences:
         return _arrange(case, *tensors)
@@ -284,6 +336,24 @@ def make_key_mask(case: Case, device: str) -> torch.Tensor | None:
     if case.strides == "expanded_batch":
         return mask[:1].expand(case.batch, -1)
     return torch.stack([mask, ~mask], -1)[..., 0] if case.strides == "sliced" else mask
+
+
+LARGEST_ELEMENT = {"f16": 6e4, "bf16": 1e15, "f32": 1e15}
+"""Of q and k where their scores are scaled: f16 holds no more, and products of f32 must stay finite."""
+
+
+def _scale_scores(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Multiply q and k alike, so that the largest |score| of any query and key is that of the case; less where f16 has
+    no such values, or the scale is zero."""
+    scale = case.headdim**-0.5 if case.scale is None else abs(case.scale)
+    of = torch.arange(q.shape[1], device=q.device) // case.group
+    largest = max((head.double() @ keys.double().mT).abs().max().item()
+                  for head, keys in zip(q.transpose(0, 1), k[:, of].transpose(0, 1))) * scale
+    if largest == 0.0:
+        return
+    factor = math.sqrt(case.scores / largest)
+    for x in (q, k):
+        x.mul_(min(factor, LARGEST_ELEMENT[case.dtype] / max(x.abs().max().item(), 1e-30)))
 
 
 def _unchanged(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

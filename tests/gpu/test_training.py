@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fuzz_cases import Case, as_trained, draw_case, make_tensors
-from fuzz_checks import Spy
+from fuzz_spy import Spy
 from training_checks import measure_training
 from variants import backend_of, native_specs
 
@@ -32,7 +32,7 @@ def draw(queries=200, keys=300, headdim=64, dtype=torch.bfloat16, heads=4, kv_he
 @pytest.mark.parametrize("lengths", EDGES, ids=str)
 def test_gradients_of_edge_lengths(arch, headdim, lengths, is_causal):
     case = Case(arch, seed=3, batch=2, kv_heads=2, group=2, seqlen_q=lengths[0], seqlen_kv=lengths[1], headdim=headdim,
-                is_causal=is_causal, trained=True)
+                is_causal=is_causal, entry="train_attn")
     assert_passes(case)
 
 
@@ -43,8 +43,7 @@ def test_drawn_calls(arch, index):
 
 
 def assert_passes(case):
-    _, measures, _ = measure_training(case, Spy(backend_of(case.arch)), make_tensors(case, "cuda"))
-    for measure in measures:
+    for measure in measure_training(case, Spy(backend_of(case.arch)), make_tensors(case, "cuda")):
         assert (measure.excess <= 1).all(), (measure.name, measure.describe(), case.to_json())
 
 

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 import torch
 from fuzz_cases import Case
+from fuzz_spy import Spy
 
 import sage_aot
-from sage_aot._backends.base import Backend
 from sage_aot._backends.emulation.backward import gradients, saved_of
 from sage_aot._backends.emulation.quantize import quantize
 from sage_aot._call import pipeline
-from sage_aot._launch.plan import Plan
-from sage_aot._problem.check import check_train, heads_first
+from sage_aot._problem.check import heads_first
 from sage_aot._tools.compare import Measure, against_emulation, same
 
 ROW_BOUND = 0.02
@@ -35,33 +34,29 @@ class Trained:
     """What a trained call made, heads first."""
 
     out: torch.Tensor
-    lse: torch.Tensor | None
     grad_q: torch.Tensor
     grad_k: torch.Tensor
     grad_v: torch.Tensor
 
 
-def measure_training(case: Case, backend: Backend,
-                     tensors: tuple[torch.Tensor, ...]) -> tuple[str, list[Measure], Trained]:
-    """The attention kernel of a trained call, and every check of it."""
-    before = [tensor.clone() for tensor in tensors]
+def measure_training(case: Case, spy: Spy, tensors: tuple[torch.Tensor, ...]) -> list[Measure]:
+    """Make a trained call of kernels, and hold it against the emulation."""
     grad_out = make_grad_out(case, tensors[0])
-    made = train(case, backend, tensors, grad_out)
-    measures = [same(f"input {name}", *(t.view(torch.int16) for t in pair))
-                for name, *pair in zip("qkv", tensors, before)]
-    plan = pipeline.plan_of(backend, check_train(*tensors, case.options), tensors[0].get_device())
-    views = [heads_first(tensor, case.layout) for tensor in tensors]
-    measures += _compare(plan, made, heads_first(grad_out, case.layout), *views)
-    return plan.kernels.attn.name, measures, made
+    with pipeline.handing(spy):
+        made = train(case, tensors, grad_out)
+    return against_emulated_training(spy, made, *(heads_first(x, case.layout) for x in (*tensors, grad_out)))
 
 
 def make_grad_out(case: Case, q: torch.Tensor) -> torch.Tensor:
-    """The gradient of the output, of a size that grows with the seed, with strides of its own."""
+    """The gradient of the output, of a size that grows with the seed, with strides of its own; of some seeds zeros from
+    a row on, as behind padding."""
     generator = torch.Generator(q.device).manual_seed(case.seed + 1)
     magnitude = 10.0 ** -(case.seed % 4)
     if case.strides == "expanded_heads":  # as of a sum
         return torch.full((), magnitude, dtype=q.dtype, device=q.device).expand_as(q)
     grad = (torch.randn(q.shape, generator=generator, device=q.device) * magnitude).to(q.dtype)
+    if case.seed % 13 == 0:
+        heads_first(grad, case.layout)[:, :, case.seed % (case.seqlen_q + 1):] = 0.0
     if case.planted.startswith("v:"):
         grad[0, 0, 0, 0] = torch.inf
     if case.strides in ("transposed", "fused"):
@@ -73,25 +68,25 @@ def make_grad_out(case: Case, q: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def train(case: Case, backend: Backend, tensors: tuple[torch.Tensor, ...], grad_out: torch.Tensor) -> Trained:
+def train(case: Case, tensors: tuple[torch.Tensor, ...], grad_out: torch.Tensor) -> Trained:
     """Make the public call and its backward pass."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    with pipeline.handing(backend), torch.enable_grad():
+    with torch.enable_grad():
         out = sage_aot.train_attn(*leaves, is_causal=case.is_causal, scale=case.scale, layout=case.layout)
         found = torch.autograd.grad(out, leaves, grad_out)
-    result = getattr(backend, "result", None)
-    return Trained(heads_first(out.detach(), case.layout), None if result is None else result.lse,
-                   *(heads_first(gradient, case.layout) for gradient in found))
+    return Trained(*(heads_first(x, case.layout) for x in (out.detach(), *found)))
 
 
-def _compare(plan: Plan, made: Trained, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-             v: torch.Tensor) -> list[Measure]:
+def against_emulated_training(spy: Spy, made: Trained, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                              grad_out: torch.Tensor) -> list[Measure]:
+    """What the kernels of a trained call made of these tensors, heads first, against the emulation."""
+    assert spy.result is not None
+    plan, lse = spy.result.plan, spy.result.lse
     problem = plan.problem
     quantized = quantize(problem, plan.kernels, q, k, v)
     quantized = dataclasses.replace(quantized, row_bias=0.0 * quantized.row_bias)
-    measures = against_emulation(plan, quantized, made.out, made.lse)
-    assert made.lse is not None
-    saved = saved_of(quantized, v, made.out, made.lse)
+    measures = against_emulation(plan, quantized, made.out, lse)
+    saved = saved_of(quantized, v, made.out, lse)
     expected = gradients(saved, grad_out, problem.softmax_scale, problem.options.is_causal)
     group = problem.num_q_heads // problem.num_kv_heads
     products = grad_out.float().abs().nan_to_num(0.0, 0.0).amax() * v.float().abs().nan_to_num(0.0, 0.0).amax()

@@ -12,7 +12,8 @@ from unittest import mock
 
 import torch
 from fuzz_cases import Case
-from fuzz_checks import Spy, Subject, Verdict
+from fuzz_checks import Subject, Verdict
+from fuzz_spy import Spy
 from layout import Result
 from simbuild import Build
 from simulator import Report, SimulatorBackend, SimulatorError

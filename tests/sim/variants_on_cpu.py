@@ -237,8 +237,8 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
                                        "seqlen_q": 40 if spec.mask == "full" else tile.block_m + 20,
                                        **splits})
     if spec.trains and spec.pv_accum != "two_level_f16":
-        found["trained"] = replace(plain, group=2, seqlen_kv=170, read_quantized=False, trained=True)
-        found["trained oddly"] = replace(plain, read_quantized=False, trained=True, **{
+        found["trained"] = replace(plain, group=2, seqlen_kv=170, read_quantized=False, entry="train_attn")
+        found["trained oddly"] = replace(plain, read_quantized=False, entry="train_attn", **{
             "seed": 9, "dtype": "f16", "batch": 2, "seqlen_q": 100, "seqlen_kv": 70, "planted": "v:inf",
             "headdim": spec.headdim - (24 if spec.mask == "causal" else 3), **TRAINED[spec.mask]})
     if spec.pv != "f16":

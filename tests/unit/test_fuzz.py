@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import fuzz
 import fuzz_checks
+import fuzz_oracle
 import pytest
 import torch
-from fuzz_cases import EDGES, OPTION_WEIGHTS, WEIGHTS, Case, draw_case, make_tensors, reductions, shrink
+from fuzz_cases import (
+    EDGES,
+    LATE,
+    OPTION_WEIGHTS,
+    WEIGHTS,
+    Case,
+    complete,
+    draw_call,
+    draw_case,
+    make_tensors,
+    reductions,
+    shrink,
+)
 
 from sage_aot._backends.emulation import attention as emulation
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._backends.emulation.quantize import quantize
+from sage_aot._backends.emulation.backward import gradients
+from sage_aot._call import api, pipeline
 from sage_aot._call.pipeline import default_library
-from sage_aot._problem.check import heads_first
+from sage_aot._problem.check import check, heads_first
+from sage_aot._problem.mask import Mask
 from sage_aot._problem.options import OPTIONS
 from sage_aot._tools.compare import Measure, against_emulation
+from sage_aot.integrations import _policy
 
 BUILT = {"sm80": {"qk": {"int4", "int8"}, "pv_accum": {"f32"}},
          "sm89": {"qk": {"int4", "int8"}, "pv_accum": {"two_level_f32", "two_level_f16"}},
@@ -29,7 +48,7 @@ HARD = Case("sm89", 7, 2, 2, 2, 140, 129, 72, is_causal=True, scale=0.7, layout=
 
 
 def cases(count: int, seed: int = 0, longest: int = 4500) -> list[Case]:
-    return [draw_case(seed, index, BUILT, longest) for index in range(count)]
+    return [draw_call(seed, index, BUILT, longest) for index in range(count)]
 
 
 @pytest.fixture
@@ -51,8 +70,24 @@ def test_every_value_of_every_option_is_drawn():
         assert max(getattr(case, length) for case in drawn) > 3000
 
 
+def test_what_is_drawn_late_changes_nothing_else():
+    for index in range(200):
+        case, call = (draw(3, index, BUILT, 300) for draw in (draw_case, draw_call))
+        assert all(getattr(case, name) == WEIGHTS[name].__iter__().__next__() for name in LATE)
+        assert (case.arch, case.seed, case.kind, case.is_causal) == (call.arch, call.seed, call.kind, call.is_causal)
+
+
+def test_scores_are_as_large_as_a_case_says():
+    for scores in filter(None, WEIGHTS["scores"]):
+        case = Case("sm80", 3, 2, 2, 2, 40, 50, 64, scores=scores)
+        q, k, _ = (x.double() for x in make_tensors(case, "cpu"))
+        largest = (q @ k.repeat_interleave(2, 1).mT).abs().max() / 8
+        assert largest == pytest.approx(scores, rel=0.05)
+
+
 def test_most_calls_have_a_kernel():
-    missing = [case for case in cases(2000) for option, built in BUILT[case.arch].items()
+    drawn = [draw_case(0, index, BUILT, 4500) for index in range(2000)]
+    missing = [case for case in drawn for option, built in BUILT[case.arch].items()
                if getattr(case, option) not in ("auto", *built)]
     assert 0 < len(missing) < 40
     assert {name for name in ("qk", "pv_accum") for case in missing
@@ -178,13 +213,13 @@ def test_bad_arguments_must_be_refused(subject):
     for lengths in WEIGHTS["lengths"]:
         assert subject.examine(Case("sm90", qk="int4", lengths=lengths)).variant == "UnsupportedError"
     assert subject.examine(Case("sm80", pv_accum="two_level_f16")).variant == "UnsupportedError"
-    assert "_acc2f16_" in subject.examine(Case("sm89", pv_accum="two_level_f16")).variant
+    assert subject.examine(Case("sm89", pv_accum="two_level_f16")).variant == "attn"
 
 
 def emulated_as_kernel(subject, case, change):
     """The worst excess of a call whose kernel is the emulation on quantized tensors that `change` altered."""
     tensors = make_tensors(case, "cpu")
-    plan = fuzz_checks.plan_of(case, subject.backend(case), tensors)
+    plan = pipeline.plan_of(subject.backend(case), check(*tensors, case.options), -1)
     q, k, v = (heads_first(tensor, case.layout) for tensor in tensors)
     quantized = quantize(plan.problem, plan.kernels, q, k, v)
     out, lse = emulation.attend(plan, change(quantized))
@@ -238,3 +273,210 @@ def test_bounds_let_pass_another_rounding_and_no_wrong_scale(subject, monkeypatc
     assert emulated_as_kernel(subject, case, scaled("v_scale", 0, 1.05)) > 1
     if smooth_q:
         assert emulated_as_kernel(subject, case, without_delta_s_of_a_tile) > 1
+
+
+# --- planted bugs: of the product, in Python, so that the emulation and the kernels share them --------------------------
+
+
+class Defective(EmulationBackend):
+    """A backend whose calls, less the output, get what `change` makes of their arguments by name, and whose results
+    `spoil` alters."""
+
+    def __init__(self, arch, change=None, spoil=None):
+        super().__init__(default_library().manifest, arch)
+        self.change, self.spoil = change, spoil
+
+    def bind(self, plan, tensors):
+        right, names = super().bind(plan, tensors), ("key_mask", "sequences", "kv")
+
+        def wrong(q, k, v, out, lse, *others):
+            given = {"q": q, "k": k, "v": v, **dict(zip(names, others))}
+            given |= self.change(given) if self.change else {}
+            right(given["q"], given["k"], given["v"], out, lse, *(given[name] for name in names[:len(others)]))
+            if self.spoil:
+                self.spoil(right, given, out, lse)
+
+        return wrong
+
+
+def plain_strides(x):
+    """The memory behind a tensor, read as if that were contiguous."""
+    return x.as_strided(x.shape, torch.empty(x.shape).stride(), x.storage_offset())
+
+
+def next_key_in_one_head(right, given, out, lse):
+    """The causal mask of the third head is off by one."""
+    off = torch.empty_like(out)
+    visible_keys = Mask.visible_keys
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mask, "visible_keys", lambda mask, rows, queries, keys: visible_keys(mask, rows, queries - 1, keys))
+        right(given["q"], given["k"], given["v"], off, None)
+    out[:, 2] = off[:, 2]
+
+
+def natural_and_binary(right, given, out, lse):
+    lse[:, 1] /= math.log(2.0)
+
+
+def one_row_of_zeros(right, given, out, lse):
+    out[:, :, 0] = 0.0
+
+
+def shifted(name, step, dim):
+    return lambda given: {name: given[name].roll(step, dim)}
+
+
+def neighbours_key(given):
+    begins = given["sequences"].cu_seqlens_k.clone()
+    begins[1:-1] += 1
+    return {"sequences": given["sequences"]._replace(cu_seqlens_k=begins)}
+
+
+GROUPED = Case("sm89", 3, 2, 2, 2, 70, 90, 64)
+SERVED_BUGS = {
+    "causal mask off by one in one head": (
+        dataclasses.replace(GROUPED, is_causal=True), {"spoil": next_key_in_one_head}),
+    "kv heads of another group": (GROUPED, {"change": shifted("k", 1, 1)}),
+    "v heads of another group, many keys": (
+        dataclasses.replace(GROUPED, seqlen_kv=1100, seqlen_q=20), {"change": shifted("v", 1, 1)}),
+    "another batch entry's v": (GROUPED, {"change": shifted("v", 1, 0)}),
+    "strides of k ignored": (
+        dataclasses.replace(GROUPED, strides="transposed"), {"change": lambda given: {"k": plain_strides(given["k"])}}),
+    "strides of q ignored": (
+        dataclasses.replace(GROUPED, strides="sliced"), {"change": lambda given: {"q": plain_strides(given["q"])}}),
+    "lse of one head in another base": (GROUPED, {"spoil": natural_and_binary}),
+    "lse off by 0.1": (GROUPED, {"spoil": lambda right, given, out, lse: lse.add_(0.1)}),
+    "one more key masked out": (
+        dataclasses.replace(GROUPED, mask_kind="few", seqlen_kv=226), {"change": shifted("key_mask", 1, 1)}),
+    "a sequence sees its neighbour's key": (
+        dataclasses.replace(GROUPED, lengths="mixed", seed=11, batch=4), {"change": neighbours_key}),
+    "rows of zeros for large scores": (
+        dataclasses.replace(GROUPED, scores=1e4), {"spoil": one_row_of_zeros}),
+    "scores twice as large": (
+        dataclasses.replace(GROUPED, scores=1.0), {"change": lambda given: {"q": given["q"] * 2}}),
+    "one key, rows of which are not its v": (
+        dataclasses.replace(GROUPED, seqlen_kv=1), {"spoil": lambda right, given, out, lse: out.mul_(1.2)}),
+    "NaN where nothing is spoilt": (GROUPED, {"spoil": lambda right, given, out, lse: out[1, 1, 5].fill_(math.nan)}),
+    "NaN that is lost": (
+        dataclasses.replace(GROUPED, planted="v:nan"), {"spoil": lambda right, given, out, lse: out.nan_to_num_()}),
+    "a channel that is not written": (GROUPED, {"spoil": lambda right, given, out, lse: out[..., 63].zero_()}),
+    "an input that changes": (GROUPED, {"spoil": lambda right, given, out, lse: given["k"].add_(1.0)}),
+    "the causal mask of sdpa": (
+        dataclasses.replace(GROUPED, is_causal=True, entry="sdpa"), {"change": shifted("v", 1, 2)}),
+    "v of sdpa with another group's heads": (
+        dataclasses.replace(GROUPED, entry="sdpa"), {"change": shifted("v", 1, 1)}),
+}
+
+
+@pytest.mark.kernels("sm89")
+@pytest.mark.parametrize("bug", SERVED_BUGS)
+def test_planted_bugs_of_a_backend_are_caught(subject, bug):
+    case, defect = SERVED_BUGS[bug]
+    case = complete(case)
+    assert subject.examine(case).failure is None
+    assert subject.examine(case, Defective(case.arch, **defect)).failure is not None
+
+
+DECODING = dataclasses.replace(GROUPED, seqlen_q=1, group=4)
+
+
+def regroup_otherwise(patch):
+    """Heads of a group as rows of one head, but heads h, h + kv heads, ... of q."""
+    right = api._attend
+
+    def wrong(q, k, v, key_mask, out, return_lse, options):
+        order = torch.arange(q.shape[1] * q.shape[2]).view(q.shape[2], q.shape[1]).T.reshape(-1)
+        return right(q.flatten(1, 2)[:, order].view(q.shape), k, v, key_mask, out, return_lse, options)
+
+    patch.setattr(api, "_attend", wrong)
+
+
+def regroup_causal_rows(patch):
+    """Heads of a group as rows of one head under a causal mask too, which then tells them apart."""
+    right = api._attend
+    patch.setattr(api, "groups_share_rows", lambda q, *others: q.shape[2] == 1)
+    patch.setattr(api, "_attend", lambda q, k, v, key_mask, out, return_lse, options: right(
+        q, k, v, key_mask, out, return_lse, (True, *options[1:])))
+
+
+def bottom_right_sdpa(patch):
+    serve = _policy.serve
+    patch.setattr(_policy, "serve", lambda call, *others: serve(call._replace(bottom_right=True), *others))
+
+
+def sdpa_without_its_mask(patch):
+    serve = _policy.serve
+    patch.setattr(_policy, "serve", lambda call, *others: serve(call._replace(mask=None), *others))
+
+
+def sdpa_that_serves_nothing(patch):
+    patch.setattr(_policy, "refusal", lambda call: "no reason")
+
+
+def supports_nothing(patch):
+    patch.setattr("sage_aot.supports", lambda *arguments, **options: "no reason")
+
+
+def supports_everything(patch):
+    patch.setattr("sage_aot.supports", lambda *arguments, **options: None)
+
+
+CALL_BUGS = {
+    "heads of a group regrouped otherwise": (DECODING, regroup_otherwise),
+    "rows of a group under a causal mask": (
+        dataclasses.replace(DECODING, is_causal=True, seqlen_kv=9), regroup_causal_rows),
+    "sdpa aligned bottom-right": (dataclasses.replace(GROUPED, entry="sdpa", is_causal=True), bottom_right_sdpa),
+    "sdpa without its mask": (dataclasses.replace(GROUPED, entry="sdpa", mask_kind="left"), sdpa_without_its_mask),
+    "sdpa that serves nothing": (dataclasses.replace(GROUPED, entry="sdpa"), sdpa_that_serves_nothing),
+    "supports() of a call that is taken": (GROUPED, supports_nothing),
+    "supports() of a call that is refused": (dataclasses.replace(GROUPED, wrong="keys"), supports_everything),
+    "supports() of a kernel that is missing": (
+        dataclasses.replace(GROUPED, arch="sm80", pv_accum="two_level_f16"), supports_everything),
+}
+
+
+@pytest.mark.kernels("sm80", "sm89")
+@pytest.mark.parametrize("bug", CALL_BUGS)
+def test_planted_bugs_of_a_call_are_caught(subject, monkeypatch, bug):
+    case, plant = CALL_BUGS[bug]
+    case = complete(case)
+    assert subject.examine(case).failure is None
+    plant(monkeypatch)
+    assert subject.examine(case).failure is not None
+
+
+TRAINED = complete(dataclasses.replace(GROUPED, seqlen_q=130, seqlen_kv=140, group=3, entry="train_attn"))
+GRADIENT_BUGS = {
+    "dK of one head of a group": lambda dq, dk, dv: (dq, dk - dk.roll(1, 1), dv),
+    "dV of another kv head": lambda dq, dk, dv: (dq, dk, dv.roll(1, 1)),
+    "dQ without the scale, in one head": lambda dq, dk, dv: (torch.cat([dq[:, :-1], dq[:, -1:] * 8], 1), dk, dv),
+    "dK of the opposite sign": lambda dq, dk, dv: (dq, -dk, dv),
+    "dV off by a tenth": lambda dq, dk, dv: (dq, dk, dv * 1.1),
+    "dQ of the next row": lambda dq, dk, dv: (dq.roll(1, 2), dk, dv),
+    "dQ of zeros": lambda dq, dk, dv: (dq * 0.0, dk, dv),
+}
+
+
+@pytest.mark.kernels("sm89")
+@pytest.mark.parametrize("bug", GRADIENT_BUGS)
+def test_planted_bugs_of_gradients_are_caught(subject, monkeypatch, bug):
+    assert subject.examine(TRAINED).failure is None
+    monkeypatch.setattr("sage_aot._backends.emulation.backend.gradients",
+                        lambda *arguments: GRADIENT_BUGS[bug](*gradients(*arguments)))
+    assert subject.examine(TRAINED).failure is not None
+
+
+@pytest.mark.kernels("sm80")
+def test_a_mean_of_ones_must_be_one(subject):
+    case = Case("sm80", 3, 2, 2, 2, 70, 90, 64, values="ones", dtype="f32")
+    assert subject.examine(case).failure is None
+    planted = Defective("sm80", spoil=lambda right, given, out, lse: out.mul_(1.003))
+    assert subject.examine(case, planted).worst["a mean of ones"] > 1
+
+
+def test_the_oracle_knows_nothing_of_the_product():
+    source = Path(fuzz_oracle.__file__).read_text()
+    imported = {name.split(".")[0] for node in ast.walk(ast.parse(source))
+                for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import)
+                             else [node.module] if isinstance(node, ast.ImportFrom) else [])}
+    assert imported == {"__future__", "dataclasses", "math", "torch"}
