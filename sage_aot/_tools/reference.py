@@ -24,7 +24,7 @@ less than the difference."""
 _SINK_NATS = {"sink13": 13.0, "sink15": 15.0}
 _HEAVY = {"heavy1": (12.0, 12.0, 1), "heavy4": (1.0, 30.0, 4)}  # factors of q and k, channels
 
-HARD_CLASSES = (*_SINK_NATS, *_HEAVY)
+HARD_CLASSES = (*_SINK_NATS, *_HEAVY, "ones")
 """Input classes that break 8-bit attention most."""
 
 _SCORES_AT_ONCE = 2**27  # elements of a float64 score matrix: 1 GB
@@ -88,7 +88,8 @@ def inputs(kind: str, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype
     them: 3·N(0, 1) to q, 6·N(0, 1) to k, 2·N(0, 1) to v, and in one channel each 12, −15 and 8 more.
     ``"sink13"`` and ``"sink15"`` have an attention sink: one key, the first, whose score lies 13 or 15 above the mean
     of the others in every row, and whose value is small. V has a mean in every channel, N(0, 1).
-    ``"heavy1"`` multiplies one channel of q and of k by 12, ``"heavy4"`` four of k by 30.
+    ``"heavy1"`` multiplies one channel of q and of k by 12, ``"heavy4"`` four of k by 30. ``"ones"`` is N(0, 1) with a v
+    of ones: every output is one.
     """
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=generator.device)
@@ -105,6 +106,8 @@ def inputs(kind: str, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype
         of_q, of_k, count = _HEAVY[kind]
         tensors[0][..., 3:3 + count] *= of_q
         tensors[1][..., 3:3 + count] *= of_k
+    elif kind == "ones":
+        tensors[2].fill_(1.0)
     q, k, v = (tensor.to(dtype) for tensor in tensors)
     return q, k, v
 

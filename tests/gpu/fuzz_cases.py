@@ -95,7 +95,7 @@ class Case(_SizesAndOptions):
     entry: str = _varied({"attn": 8, "sdpa": 2, "train_attn": 2}, late=True)  # attn: attn_varlen too, by `lengths`
     scores: float | None = _varied({None: 16, **dict.fromkeys((1e-6, 1e-2, 1.0, 1e2, 1e3, 1e4, 1e6, 1e7, 1e8, 3e8, 1e9,
                                                                1e10), 1)}, late=True)  # the largest |score|
-    values: str = _varied({"drawn": 10, "ones": 1}, late=True)  # of v
+    values: str = _varied({"drawn": 10, "ones": 1, "largest": 1}, late=True)  # of v; largest: that its dtype holds
     one_key: bool = _varied({False: 20, True: 1}, late=True)  # one key in all, or by the key mask
 
     @property
@@ -110,6 +110,11 @@ class Case(_SizesAndOptions):
     @property
     def by_sdpa(self) -> bool:
         return self.entry == "sdpa"
+
+    @property
+    def constant(self) -> float:
+        """What all of v are, where they are not drawn."""
+        return 1.0 if self.values == "ones" else torch.finfo(TORCH_DTYPES[self.dtype]).max
 
     @property
     def has_sequences(self) -> bool:
@@ -282,8 +287,8 @@ def make_tensors(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, t
         _CHANGES[case.kind](case, *tensors)
         if case.scores is not None:
             _scale_scores(case, *tensors)
-        if case.values == "ones":
-            tensors[2].fill_(1.0)
+        if case.values != "drawn":
+            tensors[2].fill_(case.constant)
         _plant(case, dict(zip("qkv", tensors)))
     if not case.has_sequences:
         return _arrange(case, *tensors)

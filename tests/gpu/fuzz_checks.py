@@ -169,7 +169,7 @@ def arithmetic_of(case: Case) -> Arithmetic:
     auto = {"smooth_q": qk != "int8", "rotate": qk == "int4"}
     smooth_q, rotate = (auto[name] if getattr(case, name) == "auto" else getattr(case, name) for name in auto)
     pv = "nvfp4" if qk == "nvfp4" else "f16" if case.arch in F16_PV else "e4m3"
-    shared = case.values == "ones" or case.one_key  # one value for all: nothing averages
+    shared = case.values != "drawn" or case.one_key  # one value for all: nothing averages
     return Arithmetic(qk, pv, rotate, case.clip, smooth_q, case.smooth_k, case.smooth_v,
                       half_sums=case.pv_accum == "two_level_f16",
                       independent=case.kind in INDEPENDENT and not shared, rare_values=case.kind == "sparse_v")
@@ -430,8 +430,8 @@ def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key
     measures.append(close("rows, float64", error, torch.zeros_like(error), right.row_bound))
     if lse is not None:
         measures.append(close("lse, float64", lse.double(), right.lse, right.lse_bound).without(right.spoilt_rows))
-    if case.values == "ones":
-        measures.append(_of_ones(out, right))
+    if case.values != "drawn":
+        measures.append(_of_a_constant(case, out, right))
     if _has_large_scores(case, q):
         measures.append(_of_large_scores(arithmetic, got, right))
     return measures
@@ -442,11 +442,11 @@ def _nothing(out: torch.Tensor, lse: torch.Tensor | None) -> list[Measure]:
     return measures + ([] if lse is None else [same("lse of nothing", lse, torch.full_like(lse, -math.inf))])
 
 
-def _of_ones(out: torch.Tensor, right: oracle.Expected) -> Measure:
-    """A mean of ones is one, in any row that sees a key."""
+def _of_a_constant(case: Case, out: torch.Tensor, right: oracle.Expected) -> Measure:
+    """A mean of one value is that value, in any row that sees a key."""
     bound = oracle.EQUAL_VALUES + torch.finfo(out.dtype).eps
     expected = (right.lse > -math.inf).double()[..., None].expand_as(out)
-    return close("a mean of ones", out.double(), expected, torch.full_like(expected, bound)).without(right.spoilt)
+    return close("a mean of one value", out.double() / case.constant, expected, torch.full_like(expected, bound)).without(right.spoilt)
 
 
 def _has_large_scores(case: Case, q: torch.Tensor) -> bool:

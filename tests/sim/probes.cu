@@ -48,6 +48,9 @@ extern "C" __global__ void scalars(const __grid_constant__ Params params) {
     case 19: result = sage::e2m1(x, y); break;
     case 20: result = __float_as_uint(sage::f32_from_ue4m3(a)); break;
     case 21: result = __float_as_uint(sage::inv_nvfp4_scale(a)); break;
+    case 22: result = ptx::finite_f16x2(x, y); break;
+    case 23: result = ptx::finite_bf16x2(x, y); break;
+    case 24: result = __float_as_uint(__fmaf_rd(x, y, __uint_as_float(c))); break;
   }
   params.out[i] = result;
 }

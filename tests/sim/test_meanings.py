@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from simulator import Simulator, views
 PROBES = Path(__file__).parent / "probes.cu"
 SCALARS = ("f16x2", "bf16x2", "e4m3x2", "f32_from_f16", "ex2", "lg2", "rcp", "max_nan", "prmt", "fmaxf", "fminf", "fma",
            "max_nan_bf16x2", "min_nan_bf16x2", "max_nan_f16x2", "min_nan_f16x2", "popcount",
-           "min_nan", "e2m1x8", "e2m1", "f32_from_ue4m3", "inv_nvfp4_scale")
+           "min_nan", "e2m1x8", "e2m1", "f32_from_ue4m3", "inv_nvfp4_scale", "finite_f16x2", "finite_bf16x2",
+           "fma_down")
 PRODUCTS = ("s8", "s4", "f16", "e4m3_f32", "e4m3_f16", "u8s8", "bf16")
 BITS = {"s8": 8, "s4": 4, "f16": 16, "e4m3_f32": 8, "e4m3_f16": 8, "u8s8": 8, "bf16": 16}
 NAN = 0x7FFFFFFF
@@ -83,6 +85,16 @@ def test_conversions_to_16_bits(probes, name, dtype, nan):
     for half, x in ((got & 0xFFFF, lo), (got >> 16, hi)):
         expected = torch.from_numpy(as_f32(x).copy()).to(dtype).view(torch.int16).numpy().view(np.uint16)
         assert (half == np.where(np.isnan(as_f32(x)), nan, expected)).all()
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("finite_f16x2", torch.float16), ("finite_bf16x2", torch.bfloat16)])
+def test_conversions_to_finite_16_bits(probes, name, dtype):
+    lo, hi = patterns(seed=1), patterns(seed=2)
+    got = scalar(probes, name, lo, hi)
+    for half, x in ((got & 0xFFFF, lo), (got >> 16, hi)):
+        clamped = torch.from_numpy(as_f32(x).copy()).clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+        expected = clamped.to(dtype).view(torch.int16).numpy().view(np.uint16)
+        assert (half == np.where(np.isnan(as_f32(x)), 0x7FFF, expected)).all()
 
 
 def test_conversion_to_e4m3_saturates(probes):
@@ -225,6 +237,17 @@ def test_a_product_and_a_sum_are_one_fma(probes):
     square = np.float32(x[0] * x[0])
     got = scalar(probes, "fma", x, x, -np.array([square], np.float32))
     assert as_f32(got)[0] == np.float64(x[0]) ** 2 - square != 0.0
+
+
+def test_fma_down(probes):
+    """Of operands whose exact sum a fraction holds; the smallest numbers and those beyond f32 are left out."""
+    rng = np.random.default_rng(11)
+    a, b, c = ((rng.standard_normal(3000) * 2.0 ** rng.integers(-30, 30, 3000)).astype(np.float32) for _ in range(3))
+    c[:1000] = (-a[:1000].astype(np.float64) * b[:1000]).astype(np.float32)  # a rounding is all that is left
+    got = as_f32(scalar(probes, "fma_down", a, b, c))
+    for x, y, z, found in zip(a, b, c, got):
+        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        assert Fraction(float(found)) <= exact < Fraction(float(np.nextafter(found, np.float32(np.inf))))
 
 
 # --- matrix products --------------------------------------------------------------------------------------------------

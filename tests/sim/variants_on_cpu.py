@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -83,17 +83,24 @@ def settings_of(spec: AttnSpec) -> Hashable:
     return KERNELS[spec].family, spec.mask, spec.v, spec.q
 
 
-def _first_of_each() -> frozenset[AttnSpec]:
+def softmax_of(spec: AttnSpec) -> Hashable:
+    """What decides how a kernel's references move, and what its P and sums of P are."""
+    return KERNELS[spec].family, spec.qk, spec.pv, spec.pv_accum, spec.q, spec.headdim == 256
+
+
+def _first_of_each(*parts: Callable[[AttnSpec], Hashable]) -> frozenset[AttnSpec]:
     found: dict[Hashable, AttnSpec] = {}
     for spec in sorted(SIMULATED, key=lambda spec: (spec.qk != "int8", spec.mask != "full")):
-        for part in (quantization_of, epilogue_of, settings_of):
+        for part in parts:
             found.setdefault((part, part(spec)), spec)
     return frozenset(found.values())
 
 
-FIRST_OF_EACH = _first_of_each()
+FIRST_OF_EACH = _first_of_each(quantization_of, epilogue_of, settings_of)
 """The first kernel with each quantization, with each epilogue and with each of the settings; INT8 and full ones come
 first."""
+
+FIRST_OF_EACH_SOFTMAX = _first_of_each(softmax_of)
 
 OF_QUANTIZATION_AND_EPILOGUE = {"odd", "floats", "masked"}
 """Cases that tell how rows are read and stored, and little of what comes between: FIRST_OF_EACH alone has them."""
@@ -192,6 +199,7 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     trained oddly: values that are not finite, and rows of no whole vectors, which are copied, or of fewer vectors than
         the kernel's, read where they lie, TRAINED.
     falling, for P of few bits: scores behind which references fall, once by far or from tile to tile.
+    large, trained large, of the first kernel with each softmax: scores beyond all bits of a reference's fraction.
 
     On Hopper also
     narrow: rows of whole vectors, but of fewer channels than the kernel's.
@@ -244,6 +252,10 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     if spec.pv != "f16":
         found["falling"] = replace(few, seqlen_kv=5 * tile.block_n + 42,
                                    kind="falling" if (spec.pv, spec.v) == ("e4m3", "vsmooth") else "sink")
+    if spec in FIRST_OF_EACH_SOFTMAX:
+        found["large"] = replace(few, seqlen_q=40, seqlen_kv=2 * tile.block_n + 20, scores=1e10)
+        if "trained" in found:
+            found["trained large"] = replace(found["trained"], group=1, seqlen_q=70, seqlen_kv=70, scores=1e8)
     if not on_hopper:
         return found
     found["narrow"] = replace(plain, seqlen_q=70, seqlen_kv=130, headdim=spec.headdim - 24)

@@ -145,7 +145,7 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
     if family == "mma":
         folds = spec.q == "qraw" and (spec.qk == "int8" or f16)
         facts |= {"largest_folded": 1 if f16 else 0 if nvfp4 else 2**-6, "score_bias": 12582912 if folds else 0,
-                  "sums_rounded": f16,
+                  "sums_rounded": not nvfp4, "sums_in_threads": not f16,
                   "may_fall": not f16, "lazy_fall": 0 if f16 else 6, "largest_sum": 2**66}
     else:
         pairs = spec.q == "qraw" and spec.headdim <= 128

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import sage_aot
-from sage_aot._backends.emulation.arithmetic import fma
-from sage_aot._backends.emulation.attention import _pv_tile
+from sage_aot._backends.emulation.arithmetic import fma, pv_tile
 from sage_aot._backends.emulation.backend import emulated_arch
 from sage_aot._call.pipeline import default_library
 from sage_aot._launch.choose import Gpu, built_archs
@@ -108,7 +107,7 @@ def test_what_an_accumulator_keeps_of_a_tile(pv_accum, kept):
     rounds to f16's ten."""
     p = torch.zeros(1, 1, 3, 64)
     p[..., 0], p[..., 32] = torch.tensor([2048.0, 2050.0, -16384.0]), torch.tensor([1.0, 1.0, -1.0])
-    assert _pv_tile(p, torch.ones(1, 1, 64, 1), pv_accum).flatten().tolist() == kept
+    assert pv_tile(p, torch.ones(1, 1, 64, 1), pv_accum).flatten().tolist() == kept
 
 
 @pytest.mark.parametrize(("arch", "pv_accum"), [("sm80", "two_level_f16"), ("sm90", "two_level_f16"), ("sm89", "f32")])

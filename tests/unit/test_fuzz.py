@@ -263,7 +263,7 @@ def test_bounds_let_pass_another_rounding_and_no_wrong_scale(subject, monkeypatc
     exp2 = torch.exp2
     with monkeypatch.context() as patch:
         patch.setattr(torch, "exp2", lambda x: exp2(x) * (1 + 2.0**-22))
-        patch.setattr(emulation, "_pv_tile", lambda p, v, pv_accum: p @ v)  # no accumulator cuts or rounds
+        patch.setattr(emulation, "pv_tile", lambda p, v, pv_accum: p @ v)  # no accumulator cuts or rounds
         assert emulated_as_kernel(subject, case, unchanged) < 1
     rows, keys = torch.arange(100), torch.arange(200)
     one_group_of_rows = rows[(rows // 32 == 1) & (rows % 8 == 3)]

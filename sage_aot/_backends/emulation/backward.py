@@ -32,8 +32,8 @@ LANE_CHANNELS = 8
 SMALLEST_ROW, SMALLEST_GROUP = 1e-33, 1e-35
 """The least magnitudes that scales go by: kSmallestRow of bwd/products.cuh, kSmallestAbsMax of numerics/scale.cuh."""
 
-LARGEST_SCALE, LSE_MARGIN = 2.0**100, 2.0**-21
-"""Of scores, kLargestScale of numerics/scale.cuh; of a log-sum-exp, kLseMargin of bwd/prepare.cuh."""
+LARGEST_PART, LSE_MARGIN = 2.0**50, 2.0**-21
+"""Of scales of Q and K, and of a log-sum-exp: kLargestPart and kLseMargin of bwd/prepare.cuh."""
 
 
 @dataclass(frozen=True)
@@ -201,10 +201,10 @@ def _tiles(saved: Saved, grad_out: torch.Tensor, is_causal: bool, arithmetic: Ar
     minus_lse = torch.where(lse == -math.inf, lse, arithmetic.minus_lse(lse))
     rows = torch.arange(minus_lse.shape[-1], device=grad.device)
     return Tiles(
-        q_hat=padded(saved.q_hat), q_scale=of_rows(saved.q_scale),
+        q_hat=padded(saved.q_hat), q_scale=of_rows(saved.q_scale).clamp(max=LARGEST_PART),
         minus_lse=minus_lse.masked_fill(rows >= queries, -math.inf).masked_fill(~finite, math.nan),
         minus_delta=-_delta(grad, padded(saved.out), arithmetic), grad=grad, grad_hat=grad_hat, grad_scale=grad_scale,
-        k_hat=padded(saved.k_hat), k_scale=of_rows(saved.k_scale), v=padded(saved.v),
+        k_hat=padded(saved.k_hat), k_scale=of_rows(saved.k_scale).clamp(max=LARGEST_PART), v=padded(saved.v),
         visible=Mask(is_causal=is_causal).visible_keys(rows, queries, keys))
 
 
@@ -266,11 +266,11 @@ def _step(tiles: Tiles, head: slice, rows: slice,
 
 def _scores(tiles: Tiles, head: slice, rows: slice, keys: slice,
             arithmetic: Arithmetic) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """P as the forward pass had it, at most 1, dP, and whether a row sees a key: the first two [batch, kv heads, group, rows,
-    keys], the last [rows, keys]. Nothing is hidden in the first two. `head`: of each group.
+    """P as the forward pass had it, at most 1, dP, and whether a row sees a key: the first two [batch, kv heads, group,
+    rows, keys], the last [rows, keys]. Nothing is hidden in the first two. `head`: of each group.
     """
     q_hat, k_hat = tiles.q_hat[:, :, head, rows], tiles.k_hat[..., keys, :]
-    scale = (tiles.q_scale[:, :, head, rows, None] * tiles.k_scale[..., None, keys]).clamp(max=LARGEST_SCALE)
+    scale = tiles.q_scale[:, :, head, rows, None] * tiles.k_scale[..., None, keys]
     scores = q_hat @ k_hat.transpose(-2, -1)  # exact: integers below 2^24
     p = arithmetic.fma(scores, scale, tiles.minus_lse[:, :, head, rows, None]).clamp(max=0.0).exp2()
     grad_p = tiles.grad[:, :, head, rows] @ tiles.v[..., keys, :].transpose(-2, -1)

@@ -16,6 +16,7 @@ SCALED_LIMIT = 4.0 * E4M3_LIMIT
 _SIXTH = float(np.float32(1.0) / np.float32(E2M1_LIMIT))
 _LOG2_E2M1 = float(np.float32(2.5849625))
 _LEAST_LOG2_SCALE = -9.0  # of a scale that is not zero
+_MOST_LOG2_IN_GROUP = float(np.float32(2.678072))  # of P in units of its group's scale
 
 _CHANNELS = 64
 """Of one product."""
@@ -92,7 +93,8 @@ def p_of(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> tu
 
     group_scale = to_e4m3(torch.exp2(exponents((offset - _LOG2_E2M1).expand(x.shape[:-1])).amax(-1)))
     # P in units of its group's scale.
-    in_group = torch.exp2(exponents(offset - group_scale.log2().clamp(min=_LEAST_LOG2_SCALE)))
+    logs = exponents(offset - group_scale.log2().clamp(min=_LEAST_LOG2_SCALE))
+    in_group = torch.exp2(logs.clamp(max=_MOST_LOG2_IN_GROUP))
     p, rounded = torch.empty_like(scores), torch.empty_like(scores)
     p[..., order] = (in_group * group_scale[..., None]).flatten(-2)
     rounded[..., order] = (to_e2m1(in_group) * group_scale[..., None]).flatten(-2)

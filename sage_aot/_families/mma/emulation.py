@@ -15,7 +15,8 @@ from sage_aot._problem.mask import VisibleKeys
 
 class Softmax(RowReferences):
     """A warp whose scores fit uses the FMA into which the bias of the scores is folded. Any other warp moves
-    references, and folds nothing. The log-sum-exp takes the sum of f16 P after rounding, of other P before."""
+    references, and folds nothing. O is divided by the sum of P after rounding, but of NVFP4 before; the log-sum-exp takes
+    the sum of P before rounding, but of f16 after."""
 
     def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor) -> None:
         super().__init__(record, zeros)
@@ -36,8 +37,14 @@ class Softmax(RowReferences):
         else:
             p, alpha = self.exponentiate(scores, scale)
             rounded = to_pv(p, self._pv)
-        self.add_rounded(rounded, alpha)
-        self.lse_sum = self.row_sum if self.facts["sums_rounded"] else self.lse_sum * alpha + p.sum(-1)
+        if self.facts["sums_in_threads"]:
+            self.lse_sum = self.lse_sum * alpha + p.sum(-1)
+        if self.facts["sums_rounded"]:
+            self.add_rounded(rounded, alpha)
+        else:
+            self.row_sum = self.lse_sum
+        if not self.facts["sums_in_threads"]:
+            self.lse_sum = self.row_sum
         return rounded, alpha
 
     def exponentiate(self, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

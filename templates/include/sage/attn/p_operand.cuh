@@ -23,7 +23,7 @@ struct E4m3Operand {
   static constexpr bool kMayFall = true;  // below 2^-9 P is zero
   static constexpr float kLazyFall = 6.0f;
   static constexpr float kLargestFolded = 0.015625f;
-  static constexpr bool kSumsInThreads = true;  // for the log-sum-exp
+  static constexpr bool kSumsInThreads = true, kSumsRounded = true;
   static constexpr bool kScalesGroups = false;
   // The largest V̂. For sums in f32 it is the largest e4m3. For sums in f16, P up to 224 and a tile of 64 keys, it is
   // the value with which no sum leaves f16. There is room for 40 times, or 12 times, the mean magnitude.

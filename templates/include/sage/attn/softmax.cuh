@@ -99,7 +99,7 @@ struct RowReferences {
 
   float row_ref[kRows];  // log2 units: P is 2^(score - row_ref)
   float highest[kRows];  // reference so far; of restart_reference() alone
-  float row_sum[kRows];  // of P as it was rounded, times Product::kSumUnit
+  float row_sum[kRows];  // of P, where Product::kSumsRounded as it was rounded, times Product::kSumUnit
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -121,10 +121,10 @@ struct RowReferences {
   }
 
   // Raises the reference as raise_reference() does, and restarts it where the largest P of the tile would be below
-  // 2^(kTop - kLazyFall). own_needed: for kTop.
-  __device__ __forceinline__ float follow_tile(float own_needed, i32 r) {
+  // 2^(kTop - kLazyFall). own_needed: for kTop. sum: of P, or the largest of its parts.
+  __device__ __forceinline__ float follow_tile(float own_needed, float sum, i32 r) {
     const float needed = ptx::max_over_lanes<4>(own_needed), fall = row_ref[r] - needed;
-    const bool falls = fall > Product::kLazyFall && fall < kMostFall && row_sum[r] * ptx::ex2(fall) < kLargestSum;
+    const bool falls = fall > Product::kLazyFall && fall < kMostFall && sum * ptx::ex2(fall) < kLargestSum;
     return set_reference(fall < 0.0f || falls ? needed : row_ref[r], r);
   }
 
@@ -151,7 +151,8 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   using Scales = RowScales<Config>;
 
   // Sums of P for the log-sum-exp. Where Product::kSumsInThreads, they are of P before rounding, and of this thread's
-  // columns until finish(); else finish() takes row_sum.
+  // columns until finish(); else finish() takes row_sum. Where not Product::kSumsRounded, finish() makes row_sum of
+  // them.
   float lse_sum[kRows];
 
   __device__ __forceinline__ void clear() {
@@ -182,7 +183,9 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
       const float own_needed = reference_of(largest(acc_s[r / 2], r % 2) - kBias, scale[r], Product::kTop);
-      if constexpr (Product::kMayFall) alpha[r] = this->follow_tile(own_needed, r);
+      // Lanes exchange their sums whatever their rows do.
+      const float sum = Product::kSumsRounded ? this->row_sum[r] : ptx::max_over_lanes<4>(lse_sum[r]);
+      if constexpr (Product::kMayFall) alpha[r] = this->follow_tile(own_needed, sum, r);
       else alpha[r] = this->raise_reference(own_needed, r);
       this->row_sum[r] *= alpha[r];
       lse_sum[r] *= alpha[r];
@@ -204,6 +207,7 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
       lse_sum[r] = Product::kSumsInThreads ? ptx::sum_over_lanes<4>(lse_sum[r]) : this->row_sum[r];
+      if constexpr (!Product::kSumsRounded) this->row_sum[r] = lse_sum[r];
     }
   }
 

@@ -244,7 +244,7 @@ class BwdKv {
       if (n % 2 == 0) {  // queries 8 apart, of 16 in a row, are of one scale group
         const ptx::F32x2 q_scale = of_columns(queries + Tile::kQueryScales, n, lane);
 #pragma unroll
-        for (i32 c = 0; c < 4; ++c) scale[c] = bounded_scale(c % 2 == 0 ? q_scale.x : q_scale.y, keys.scale[c / 2]);
+        for (i32 c = 0; c < 4; ++c) scale[c] = (c % 2 == 0 ? q_scale.x : q_scale.y) * keys.scale[c / 2];
       }
 #pragma unroll
       for (i32 c = 0; c < 4; ++c) {

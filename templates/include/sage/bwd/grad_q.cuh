@@ -161,8 +161,7 @@ class BwdQ {
     const float k_scale = ptx::load_shared_f32(keys + Tile::kKeyScales + lane % 4 * 2 * sizeof(float));
 #pragma unroll
     for (i32 m = 0; m < kM; ++m) {
-      const float scale[2] = {bounded_scale(queries.q_scale[m][0], k_scale),
-                              bounded_scale(queries.q_scale[m][1], k_scale)};
+      const float scale[2] = {k_scale * queries.q_scale[m][0], k_scale * queries.q_scale[m][1]};
 #pragma unroll
       for (i32 n = 0; n < kColumnTiles; ++n) {
 #pragma unroll

@@ -6,6 +6,7 @@
 #include "sage/bwd/tile.cuh"
 #include "sage/constants.cuh"
 #include "sage/numerics/integers.cuh"
+#include "sage/numerics/scale.cuh"
 #include "sage/ptx/global.cuh"
 #include "sage/ptx/special.cuh"
 #include "sage/ptx/warp.cuh"
@@ -31,6 +32,9 @@ struct BwdPrepare {
   // What is taken off a log-sum-exp, relative to it: more than it and the scores lose by rounding, so that P of a key
   // that alone weighs something is 1 and not less, however large the scores.
   static constexpr float kLseMargin = 0x1p-21f;
+  // Of the scales of Q and K: their product is then at most kLargestScale, as in the forward pass.
+  static constexpr float kLargestPart = 0x1p50f;
+  static_assert(kLargestPart * kLargestPart == kLargestScale);
 
   using Rows = u32[kTileRows][kPitch];
   struct Shared {
@@ -188,7 +192,7 @@ struct BwdPrepare {
   // The scales of a tile of the forward pass are those of its warps, one behind the other.
   __device__ __forceinline__ float q_scale(i32 tile_of_all, i32 row) const {
     const i64 warp = (static_cast<i64>(tile_of_all) * kTileRows + row) / Config::kWarpM;
-    return params.q_scale[warp * kRowGroups<Config> + row % kRowGroups<Config>];
+    return fminf(params.q_scale[warp * kRowGroups<Config> + row % kRowGroups<Config>], kLargestPart);
   }
 
   __device__ __forceinline__ float minus_lse(i32 head_of_all, i32 row) const {
@@ -203,7 +207,8 @@ struct BwdPrepare {
     constexpr i32 kParts = Config::kBlockN / kTileRows;
     const u8* const end_of_part = Tile::k_codes(params, tile_of_all) + Tile::kCodeBytes;
     const u8* const line = end_of_part + (kParts - 1 - tile_of_all % kParts) * Tile::kCodeBytes;
-    return fabsf(reinterpret_cast<const KvLine*>(line)->group[key % (2 * kKeyGroups) / 2].k_scale);
+    const float scale = reinterpret_cast<const KvLine*>(line)->group[key % (2 * kKeyGroups) / 2].k_scale;
+    return fminf(fabsf(scale), kLargestPart);
   }
 
   // Stores the first kCount of the rows, one transposed array behind the other. Each thread takes four channels of 16

@@ -6,7 +6,6 @@
 #include "sage/bwd/half_rows.cuh"
 #include "sage/bwd/tile.cuh"
 #include "sage/numerics/integers.cuh"
-#include "sage/numerics/scale.cuh"
 #include "sage/params.cuh"
 #include "sage/problem/mask.cuh"
 #include "sage/ptx/ldmatrix.cuh"
@@ -16,11 +15,6 @@
 #include "sage/ptx/warp.cuh"
 
 namespace sage {
-
-// The scale of a score, as the forward pass bounds it.
-__device__ __forceinline__ float bounded_scale(float q_scale, float k_scale) {
-  return fminf(q_scale * k_scale, kLargestScale);
-}
 
 // P = 2^(score - log-sum-exp), at most 1: a large log-sum-exp has units of whole powers of two. NaN stays.
 __device__ __forceinline__ float probability(i32 score, float scale, float minus_lse) {

@@ -77,7 +77,7 @@ struct Nvfp4Scores {
 };
 
 // P in two levels: a row's reference takes its largest P to the largest magnitude of NVFP4, and 16 columns share a
-// scale.
+// scale. Row sums are of P before rounding: those of the rounded P cost a language model more (docs/decisions.md).
 template <class Config>
 struct PvNvfp4 {
   using Layout = TileLayout<Config>;
@@ -92,7 +92,7 @@ struct PvNvfp4 {
   static constexpr bool kMayFall = true;  // where all P of a group are below 2^-10 · 6, its scale is zero
   static constexpr float kLazyFall = 6.0f;
   static constexpr float kLargestFolded = 0.0f;
-  static constexpr bool kSumsInThreads = true;
+  static constexpr bool kSumsInThreads = true, kSumsRounded = false;
   static constexpr float kSumUnit = 1.0f;
   static constexpr bool kScalesGroups = true;
   static constexpr float kVTypical = 16.0f, kVLeast = 1.0f, kVLimit = kLargestScaled;
@@ -124,7 +124,9 @@ struct PvNvfp4 {
           const float in_group = offset[r] - fmaxf(ptx::lg2(group_scale), kLeastLog2Scale);
           float x[8], sum = 0.0f;  // P in units of the scale
 #pragma unroll
-          for (i32 e = 0; e < 8; ++e) sum += x[e] = ptx::ex2(fmaf(score(half, e), scale[r], in_group));
+          for (i32 e = 0; e < 8; ++e) {
+            sum += x[e] = ptx::ex2(fminf(fmaf(score(half, e), scale[r], in_group), kMostLog2InGroup));
+          }
           lse_sum[r] = fmaf(sum, group_scale, lse_sum[r]);
           p.codes[step][r + 2 * half] = ptx::e2m1x8(x);
         }
@@ -140,17 +142,8 @@ struct PvNvfp4 {
     return Swizzle::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
   }
 
-  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>& row_sum,
+  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>&,
                                                     const Operand& p, u32 sV, u32 v_offset, float v_factor) {
-    const float zero[4] = {};
-    float sum[4];
-#pragma unroll
-    for (i32 step = 0; step < kSteps; ++step) {
-      ptx::mma_m16n8k64_nvfp4_e2m1e2m1f32(sum, p.codes[step], kOnes, kOnes, ptx::chain(step, zero, sum), p.scales[step],
-                                          kScalesOfOne, scale_lane(0));
-    }
-    row_sum[0] += sum[0];
-    row_sum[1] += sum[2];
     if (v_factor != 1.0f) rescale_all<Config>(acc_o, reciprocal_of_power_of_two(v_factor));
     const u32 v_row = sV + v_offset, v_scales = sV + Layout::kVScales + scaled_column(ptx::thread_index() % 32) * 4;
 #pragma unroll
@@ -171,7 +164,9 @@ struct PvNvfp4 {
   }
 
  private:
-  static constexpr u32 kOnes = 0x22222222, kScalesOfOne = 0x38383838;  // eight e2m1, four ue4m3
+  // Of P in units of its group's scale, which rounds by up to 1/16: log2 of 6.4. Scores of any size stay within (see
+  // attn/softmax.cuh).
+  static constexpr float kMostLog2InGroup = 2.678072f;
   static constexpr float kLog2E2m1 = 2.5849625f, kLeastLog2Scale = -9.0f;  // of kLargestE2m1, of the least ue4m3
 
   // The scales of a row's two groups in a step, those of the first half in the lower byte. score(half, e): of the

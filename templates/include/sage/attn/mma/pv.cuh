@@ -53,7 +53,8 @@ struct PvF16 {
   static constexpr bool kMayFall = false;  // 31 powers of two hold whatever weighs something
   static constexpr float kLazyFall = 0.0f;
   static constexpr float kLargestFolded = 1.0f;
-  static constexpr bool kSumsInThreads = false;
+  // Whether threads sum P before rounding; whether a product sums P as it was rounded.
+  static constexpr bool kSumsInThreads = false, kSumsRounded = true;
   static constexpr float kSumUnit = 1.0f;
   static constexpr bool kScalesGroups = false;  // of P
   // The scales of V̂ are powers of two, so that V̂ keeps all bits of a bf16 down to 2^-14. Few tiles need a v_factor.

@@ -1,0 +1,169 @@
+"""Values at the ends of their ranges, emulated: scores of any size, inputs up to the largest finite numbers, and V of one
+value. Right answers are float64's."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+import sage_aot
+from sage_aot._backends.emulation.arithmetic import fma_down
+
+OPTIONS = [("sm80", {}), ("sm80", {"qk": "int4"}), ("sm89", {}), ("sm89", {"qk": "int4"}),
+           ("sm89", {"pv_accum": "two_level_f16"}), ("sm90", {}), ("sm90", {"smooth_q": True}), ("sm120", {}),
+           ("sm120", {"pv_accum": "two_level_f32"}), ("sm120", {"qk": "nvfp4", "smooth_q": True})]
+"""An arch and options for every softmax and every way in which P·V adds up."""
+
+LARGEST = {"int8": 0.07, "int4": 0.6, "nvfp4": 0.5}
+"""Relative L1 of N(0, 1) whose scores are large, by the type of Q and K: quantization decides which of two keys with
+nearly equal scores a row takes, whatever the size of the scores."""
+
+
+@pytest.fixture(params=OPTIONS, ids=lambda request: f"{request[0]}-{'-'.join(map(str, request[1].values()))}")
+def options(request, monkeypatch):
+    """Options of a call, on the arch that CPU calls emulate for them."""
+    arch, of_call = request.param
+    monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
+    return of_call
+
+
+def draw(rows=256, seed=0, heads=2, headdim=64):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(1, heads, rows, headdim, generator=generator) for _ in range(3))
+
+
+def with_scores(q, k, largest):
+    """q and k as bf16 values in f32, scaled alike so that their largest score is so large."""
+    factor = math.sqrt(largest / ((q.double() @ k.double().mT).abs().max().item() / math.sqrt(q.shape[-1])))
+    return ((x * factor).bfloat16().float() for x in (q, k))
+
+
+def exact(q, k, v, is_causal=False):
+    scores = q.double() @ k.double().mT / math.sqrt(q.shape[-1])
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
+        scores = scores.masked_fill(~seen, -math.inf)
+    return scores.softmax(-1) @ v.double(), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_scores_of_any_size(options, is_causal):
+    """No row is lost, and the error does not grow, up to 1e35."""
+    for largest in (1e4, 1e6, 1e7, 1e8, 1e9, 1e10, 1e15, 1e20, 1e30, 1e35):
+        q, k, v = draw()
+        q, k = with_scores(q, k, largest)
+        out, lse = sage_aot.attn(q, k, v, is_causal=is_causal, return_lse=True, **options)
+        right, right_lse = exact(q, k, v, is_causal)
+        assert not (out == 0).all(-1).any() and out.isfinite().all() and lse.isfinite().all()
+        assert (out - right).abs().sum() <= LARGEST[options.get("qk", "int8")] * right.abs().sum(), largest
+        assert (lse - right_lse).abs().mean() <= LARGEST[options.get("qk", "int8")] * right_lse.abs().mean(), largest
+
+
+def test_keys_with_equal_scores_share_a_row_whatever_their_size(options):
+    """Half of the keys are one key, the other half its opposite: a row takes the mean of V over its half."""
+    _, _, v = draw(128)
+    signs = torch.where(torch.arange(128) % 2 == 0, 1.0, -1.0)[None, None, :, None]
+    key = torch.ones(1, 2, 1, 64) * signs
+    for size in (1.0, 1e3, 1e6, 1e12):
+        out, lse = sage_aot.attn(key * size, key, v, return_lse=True, smooth_k=False, **options)
+        right, right_lse = exact(key * size, key, v)
+        assert (out - right).abs().max() <= 0.1
+        assert ((lse - right_lse).abs() <= 0.05 + 2.0**-6 * right_lse.abs()).all()
+
+
+def largest_of(dtype):
+    return torch.finfo(dtype).max
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("further", [{}, {"smooth_k": False}, {"smooth_v": True}, {"rotate": True}], ids=str)
+def test_finite_inputs_give_finite_outputs(options, dtype, further):
+    """Elements of either sign near the largest that their dtype holds, beside ordinary ones."""
+    generator = torch.Generator().manual_seed(3)
+    for which in ("q", "k", "v", "qkv"):
+        tensors = {}
+        for name in "qkv":
+            x = torch.randn(1, 2, 70, 64, generator=generator)
+            share = torch.rand(x.shape, generator=generator) - 0.5
+            largest = (share + share.sign() * 0.5) * largest_of(dtype)
+            tensors[name] = (largest if name in which else x).to(dtype)
+        out, lse = sage_aot.attn(**tensors, return_lse=True, **{**options, **further})
+        assert out.isfinite().all(), which
+        assert lse.isfinite().all(), which
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_largest_value_comes_back(options, dtype):
+    """Rounding V to FP8, or P, would take it beyond what the dtype holds."""
+    q, k, _ = (x.to(dtype) for x in draw(33))
+    v = torch.full_like(k, largest_of(dtype))
+    v[..., ::2] *= -1
+    out = sage_aot.attn(q, k, v, **options)
+    assert torch.equal(out, v) or options.get("qk") == "nvfp4" and (out.double() / v.double() - 1.0).abs().max() <= 0.2
+
+
+@pytest.mark.parametrize("further", [{}, {"smooth_v": True}], ids=str)
+def test_a_constant_v_comes_back(options, further):
+    """In f32, whatever the weights: few keys, equal scores, peaked scores. Not of NVFP4, whose sums of P are taken before
+    rounding (docs/decisions.md), but where V is smoothed."""
+    bound = 0.2 if options.get("qk") == "nvfp4" and not further else 1e-4
+    for keys in (1, 2, 3, 5, 17, 100, 300):
+        for sigma in (0.0, 0.3, 1.0, 4.0, 30.0):
+            q, k, _ = draw(keys, seed=keys)
+            for is_causal in (False, True):
+                for value in (1.0, -0.37):
+                    out = sage_aot.attn(q * sigma, k * sigma, torch.full_like(k, value), is_causal=is_causal,
+                                        **{**options, **further})
+                    assert (out / value - 1.0).abs().max() <= bound, (keys, sigma, value)
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm90"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_gradients_do_not_explode(monkeypatch, arch, is_causal):
+    """P is at most 1, however large the scores: no gradient exceeds what the products of largest elements can make, and
+    dV is right where rows see one key."""
+    monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
+    for largest in (1e5, 1e7, 1e8, 1e10, 1e20, 1e30):
+        q, k, v = draw()
+        q, k = with_scores(q, k, largest)
+        grad = draw(seed=5)[0].bfloat16()
+        leaves = [x.bfloat16().requires_grad_() for x in (q, k, v)]
+        sage_aot.train_attn(*leaves, is_causal=is_causal).backward(grad)
+        exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+        exact(*exact_leaves, is_causal)[0].backward(grad.double())
+        dq, dk, dv = (x.grad.double() for x in leaves)
+        right = exact_leaves[2].grad
+        assert (dv - right).abs().sum() <= 0.15 * right.abs().sum(), largest
+        of_scores = (grad.double().abs() @ v.double().abs().mT).max() / math.sqrt(q.shape[-1])
+        assert dq.abs().max() <= 2 * of_scores * k.abs().max()
+        assert dk.abs().max() <= 2 * of_scores * q.abs().max() * q.shape[2]
+
+
+def test_f16_rows_that_see_one_key_have_no_gradient_of_scores(monkeypatch):
+    """dS is P · (dP - D), and D equals dP where one key has all the weight: f16 P·V keeps such outputs to 11 bits. FP8
+    P·V rounds V to four, and D with it: docs/training.md."""
+    for arch, bound in (("sm80", 4e-3), ("sm89", 0.05), ("sm90", 0.05)):
+        monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
+        q, k, v = (x[:, :, :1].bfloat16().requires_grad_() for x in draw())
+        grad = draw(seed=5)[0][:, :, :1].bfloat16()
+        sage_aot.train_attn(q, k, v).backward(grad)
+        of_scores = (grad.float() * v.float()).abs().sum(-1).max() / math.sqrt(q.shape[-1])
+        assert q.grad.abs().max() <= bound * of_scores * k.abs().max(), arch
+        assert k.grad.abs().max() <= bound * of_scores * q.abs().max(), arch
+
+
+def test_fma_down_is_the_largest_float_that_is_no_larger():
+    rng = np.random.default_rng(0)
+    def draw_floats(size):
+        return (rng.standard_normal(size) * 2.0 ** rng.integers(-40, 40, size)).astype(np.float32)
+    a, b, c = (draw_floats(2000) for _ in range(3))
+    c[:500] = (-a[:500].astype(np.float64) * b[:500]).astype(np.float32)  # what is left is a rounding
+    found = fma_down(*map(torch.from_numpy, (a, b, c))).numpy()
+    for x, y, z, got in zip(a, b, c, found):
+        right = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        assert Fraction(float(got)) <= right < Fraction(float(np.nextafter(got, np.float32(np.inf))))
+    assert fma_down(*(torch.tensor([x]) for x in (-math.inf, 1.0, -1.0))).item() == -math.inf
