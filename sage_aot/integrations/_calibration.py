@@ -148,34 +148,45 @@ class Refused(Exception):
     """A file is not taken; the message says which, and why."""
 
 
-def write(thresholds: Thresholds, machine: Machine) -> Path:
-    """Write the file of a machine, whole or not at all, and return its path.
+def writable_folder() -> Path:
+    """The folder of the files, made where it is missing.
 
     Raises:
-        UnsupportedError: there is no folder for it, or it cannot be written.
+        UnsupportedError: there is none, or nothing can be written there.
     """
     if (home := folder()) is None:
         raise UnsupportedError(f"calibrate: expected a folder for the thresholds, got none: {VARIABLE} is 0, or the "
                                f"user has no home; set {VARIABLE} to a folder")
-    held = {
-        "format": _FORMAT, "machine": machine._asdict(),
-        "calls": {kind: {str(headdim): [threshold.per_element, None if threshold.at_least == inf else
-                                        threshold.at_least] for headdim in HEADDIMS
-                         for threshold in [thresholds.calls[kind, headdim]]} for kind in KINDS},
-        "flash": sorted(map(list, thresholds.flash))}
-    text = json.dumps({**held, "sha256": _seal(held)}, indent=1) + "\n"
-    path, made = home / machine.file, None
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=home, suffix=".tmp", delete=False, encoding="utf-8") as made:
-            made.write(text)
-        os.replace(made.name, path)
+        tempfile.TemporaryFile(dir=home).close()
     except OSError as error:
-        if made is not None:
-            Path(made.name).unlink(missing_ok=True)
-        raise UnsupportedError(f"calibrate: expected a folder that can be written, got {home}: {error}; set {VARIABLE} "
-                               f"to another") from error
+        raise UnsupportedError(f"calibrate: expected a folder that can be written, got {home}: {error.strerror}; set "
+                               f"{VARIABLE} to another") from error
+    return home
+
+
+def write(thresholds: Thresholds, machine: Machine) -> Path:
+    """Write the file of a machine, whole or not at all, and return its path.
+
+    Raises:
+        UnsupportedError: as :func:`writable_folder` says.
+    """
+    held = {
+        "format": _FORMAT, "machine": machine._asdict(),
+        "calls": {kind: {str(headdim): _numbers(thresholds.calls[kind, headdim]) for headdim in HEADDIMS}
+                  for kind in KINDS},
+        "flash": sorted(map(list, thresholds.flash))}
+    path = writable_folder() / machine.file
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as made:
+        made.write(json.dumps({**held, "sha256": _seal(held)}, indent=1) + "\n")
+    os.replace(made.name, path)
     return path
+
+
+def _numbers(threshold: Threshold) -> tuple[float, float | None]:
+    """JSON has no infinity."""
+    return threshold.per_element, None if threshold.at_least == inf else threshold.at_least
 
 
 def read(path: Path, machine: Machine) -> Thresholds:

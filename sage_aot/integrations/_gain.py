@@ -98,7 +98,7 @@ def _corners(heads: int, queries: int, keys: int, headdim: int) -> Iterator[Corn
     """Those around a shape. Heads and keys beyond the grid count as its last; an axis on which the shape lies outside
     has the corner NOWHERE."""
     of_headdim, of_heads, of_queries, of_keys = AXES
-    sides = (_around(of_headdim, max(headdim, of_headdim[0]))[-1:],  # backends compute channels up to the next value
+    sides = ([_next(of_headdim, headdim)],  # up to which backends compute channels
              _around(of_heads, min(max(heads, of_heads[0]), of_heads[-1])), _around(of_queries, queries),
              _around(of_keys, min(keys, of_keys[-1])))
     return map(Corner._make, product(*sides))
@@ -109,9 +109,11 @@ NOWHERE = 0
 
 def _around(axis: tuple[int, ...], value: int) -> list[int]:
     """The nearest values of an axis on both sides, one where `value` is among them."""
-    below = max((at for at in axis if at <= value), default=NOWHERE)
-    above = min((at for at in axis if at >= value), default=NOWHERE)
-    return sorted({below, above})
+    return sorted({max((at for at in axis if at <= value), default=NOWHERE), _next(axis, value)})
+
+
+def _next(axis: tuple[int, ...], value: int) -> int:
+    return min((at for at in axis if at >= value), default=NOWHERE)
 
 
 # --- built-in thresholds ----------------------------------------------------------------------------------------------

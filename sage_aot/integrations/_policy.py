@@ -243,12 +243,12 @@ def _learn(q: torch.Tensor, k: torch.Tensor, kind: tuple[Any, ...]) -> Route:
     device = q.get_device()
     agreed = all(chosen(other).thresholds == chosen(device).thresholds for other in range(torch.cuda.device_count()))
     way = _way(*kind, device) if agreed else ASK  # `kind` has no device: to ask a tensor for it takes too long
-    tally = _tallies.get(SLOWER) or _new_tally(SLOWER)
-    made = Route(way, tally.add) if way != ASK else _ASKED
+    tally = None if way == ASK else _tallies.get(SLOWER) or _new_tally(SLOWER)
+    made = _ASKED if tally is None else Route(way, tally.add)
     with _lock:
         if len(routes) >= _MOST_ROUTES:
             routes.clear()
-        if _policy.when == "faster" and _tallies.get(SLOWER) is tally:
+        if _policy.when == "faster" and tally in (None, _tallies.get(SLOWER)):  # neither has changed meanwhile
             routes[kind] = made
     return made
 

@@ -28,8 +28,6 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from sage_aot._problem.derivatives import is_transformed
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import _policy
-from sage_aot.integrations._calibration import chosen
-from sage_aot.integrations._gain import prefers_flash
 from sage_aot.integrations._policy import (
     ASK,
     FLASH,
@@ -81,15 +79,18 @@ def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask:
     counted()
     if way == ASK:
         call = Call(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=enable_gqa)
-        out: torch.Tensor = attend(call, lambda: _torchs_best(call))
+        out: torch.Tensor = attend(call, lambda: torchs(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
         return out
     if way != HOST and dropout_p == 0 and (way == FLASH or enable_gqa):
-        flashed = _by_flash(query, key, value, scale)
+        flashed = by_flash(query, key, value, scale)
         if flashed is not None:
             return flashed
-    if scale is None and not enable_gqa:
+    if enable_gqa:
+        return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
+    if scale is None:
         return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal)
-    return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
 
 def torchs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
@@ -105,22 +106,7 @@ def torchs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mas
     return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **grouped)
 
 
-def _torchs_best(call: Call) -> torch.Tensor:
-    """torch's attention: by its FlashAttention where that is expected to be faster than the backend that torch chooses.
-    """
-    q, k, v, mask, is_causal, scale, dropout = call[:7]
-    if mask is None and not is_causal and dropout == 0 and not torch.compiler.is_compiling() and q.is_cuda and (
-            type(q) is type(k) is torch.Tensor and q.dim() == k.dim() == 4 and q.size(3) % 8 == 0):
-        batch, heads, kv_heads, queries, keys = call.sizes()
-        if (heads == kv_heads or call.grouped and heads % kv_heads == 0) and prefers_flash(
-                chosen(q.get_device()).thresholds, batch, heads, queries, keys, q.size(3)):
-            flashed = _by_flash(q, k, v, scale)
-            if flashed is not None:
-                return flashed
-    return torchs(q, k, v, mask, dropout, is_causal, scale, call.grouped)
-
-
-def _by_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor | None:
+def by_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor | None:
     """The call by torch's FlashAttention; None where the caller has chosen another backend, where torch does more than
     to call it, and where it does not take the tensors. It checks them itself, so torch's choice is not asked, which
     takes as long as all of this."""
