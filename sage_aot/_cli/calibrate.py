@@ -12,10 +12,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
-from math import inf, log
+from math import inf
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend
 
@@ -61,14 +62,21 @@ MOST_ELEMENTS = 2 ** 28
 
 
 class Sample(NamedTuple):
-    """A call that was measured."""
+    """A call that was measured, by the clock that is worse for sage_aot."""
 
     work: Work
-    gain: float  # speed of sage_aot as a multiple of torch's fastest backend, by the clock that is worse for sage_aot
+    theirs: float  # µs of torch's fastest backend
+    ours: float
 
     @classmethod
     def of(cls, row: Row) -> Sample:
-        return cls(work_of(row.shape), min(row.ratio("attn")))
+        times = zip(row.best(), row.ways["attn"])
+        return cls(work_of(row.shape), *min(times, key=lambda pair: pair[0] / pair[1]))
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as torch."""
+        return self.theirs / self.ours
 
 
 def work_of(shape: Shape) -> Work:
@@ -113,24 +121,41 @@ def samples(measure: Callable[[Shape], Row | None], is_over: Callable[[], bool],
 
 
 def fit(measured: Sequence[Sample]) -> Threshold:
-    """Of the thresholds that serve no call in which sage_aot was slower, the one that serves the most gain, with as
-    much room as there is between the calls on its two sides."""
-    slower = [sample.work for sample in measured if sample.gain < 1]
-    faster = [sample for sample in measured if sample.gain >= 1]
-    best, chosen = (0.0, 0.0), NEVER
-    for per_element in (0.0, *(100 * 1.1 ** step for step in range(60))):
-        def above(work: Work, per_element: float = per_element) -> float:
-            return work.operations - per_element * work.elements
+    """The threshold of calls of which these were measured. It serves none of them in which sage_aot was slower.
 
-        floor = max([0.0, *map(above, slower)])
-        served = [sample for sample in faster if above(sample.work) > floor]
-        if not served:
-            continue
-        least = min(above(sample.work) for sample in served)
-        merit = round(sum(log(sample.gain) for sample in served), 9), (least - floor) / least
-        if merit > best:
-            best, chosen = merit, Threshold(per_element, (floor + least) / 2 if slower else least)
-    return chosen
+    A call saves a · operations − b · elements − c µs. Least squares give a, b and c, none of them negative, in parts of
+    the call's time. What is saved is nothing at the threshold. Its second number then goes to where it serves no loss,
+    and not far below the least call that gained.
+    """
+    unknowns = np.array([(sample.work.operations, -sample.work.elements, -1.0) for sample in measured])
+    ours = np.array([sample.ours for sample in measured])
+    scale = np.abs(unknowns / ours[:, None]).max(0)
+    saved, _ = nnls(unknowns / ours[:, None] / scale, np.array([sample.gain for sample in measured]) - 1)
+    a, b, c = saved / scale
+    if a == 0:
+        return NEVER
+    per_element = float(b / a)
+    above = [(sample.work.operations - per_element * sample.work.elements, sample.gain >= 1) for sample in measured]
+    floor = max((height for height, is_gain in above if not is_gain), default=0.0)
+    served = [height for height, is_gain in above if is_gain and height > max(floor, 0)]
+    if not served:
+        return NEVER
+    least = min(served)
+    return Threshold(per_element, min(max(float(c / a), 1.001 * floor, least / 2), least))
+
+
+def nnls(matrix: Any, values: Any) -> tuple[Any, float]:
+    """Least squares whose unknowns are not negative, and the square of the error: the best of the few sets of unknowns
+    that are not 0."""
+    best = np.zeros(matrix.shape[1]), float(np.square(values).sum())
+    for taken in product((False, True), repeat=matrix.shape[1]):
+        if any(taken):
+            found = np.zeros(matrix.shape[1])
+            found[list(taken)] = np.linalg.lstsq(matrix[:, list(taken)], values, rcond=None)[0]
+            error = float(np.square(matrix @ found - values).sum())
+            if (found >= 0).all() and error < best[1]:
+                best = found, error
+    return best
 
 
 # --- torch's backends -------------------------------------------------------------------------------------------------

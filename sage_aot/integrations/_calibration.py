@@ -161,8 +161,7 @@ def writable_folder() -> Path:
         home.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=home).close()
     except OSError as error:
-        raise UnsupportedError(f"calibrate: expected a folder that can be written, got {home}: {error.strerror}; set "
-                               f"{VARIABLE} to another") from error
+        raise _not_written(home, error) from error
     return home
 
 
@@ -179,9 +178,21 @@ def write(thresholds: Thresholds, machine: Machine) -> Path:
         "flash": sorted(map(list, thresholds.flash))}
     path = writable_folder() / machine.file
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as made:
-        made.write(json.dumps({**held, "sha256": _seal(held)}, indent=1) + "\n")
-    os.replace(made.name, path)
+        name = made.name
+        try:
+            made.write(json.dumps({**held, "sha256": _seal(held)}, indent=1) + "\n")
+            made.close()  # Windows renames no open file
+            os.replace(name, path)
+        except OSError as error:
+            made.close()
+            os.unlink(name)
+            raise _not_written(path.parent, error) from error
     return path
+
+
+def _not_written(home: Path, error: OSError) -> UnsupportedError:
+    return UnsupportedError(f"calibrate: expected a folder that can be written, got {home}: {error.strerror}; set "
+                            f"{VARIABLE} to another")
 
 
 def _numbers(threshold: Threshold) -> tuple[float, float | None]:
