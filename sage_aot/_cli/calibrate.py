@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -229,7 +229,7 @@ def measure_flash(corner: Corner) -> bool:
         if torch._fused_sdp_choice(q, k, v) == SDPBackend.FLASH_ATTENTION.value or by_flash(q, k, v, None) is None:
             return False
         times = bench.timed({"sdpa": Way(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v)),
-                             "by_flash": Way(lambda: by_flash(q, k, v, None))}, EFFORT)
+                             "by_flash": Way(lambda: cast(torch.Tensor, by_flash(q, k, v, None)))}, EFFORT)
     except torch.cuda.OutOfMemoryError:
         return False
     return times["sdpa"].gpu >= ENOUGH * times["by_flash"].gpu and times["sdpa"].wall >= times["by_flash"].wall
@@ -298,7 +298,7 @@ def changes(former: Thresholds, now: Thresholds) -> Iterable[str]:
         before, after = (_tokens(thresholds.calls[kind, headdim], kind, headdim) for thresholds in (former, now))
         yield f"| {kind} | {headdim} | {before} | {after}{'' if before == after else ' *'} |"
     more, fewer = now.flash - former.flash, former.flash - now.flash
-    yield (f"\nFlashAttention-2 in the place of torch's own choice: at {len(now.flash)} corners of the grid of shapes, "
+    yield (f"\nFlashAttention-2 in the place of torch's own choice: at {len(now.flash)} corners of the grid, "
            f"{len(more)} of them new; {len(fewer)} of before are gone")
 
 

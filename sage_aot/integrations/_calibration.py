@@ -123,7 +123,7 @@ def driver_version() -> str:
                 library.nvmlShutdown()
     except (OSError, AttributeError):
         pass
-    return f"for CUDA {torch._C._cuda_getDriverVersion()}"
+    return f"for CUDA {torch._C._cuda_getDriverVersion()}"  # type: ignore[attr-defined]  # only builds for CUDA have it
 
 
 def folder() -> Path | None:

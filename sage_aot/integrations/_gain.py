@@ -123,8 +123,8 @@ def built_in(capability: tuple[int, int]) -> tuple[Thresholds, str]:
     """The thresholds of a GPU where none were measured, and where they come from, in words.
 
     9.0: fitted to calls beside the fastest of SDPA's backends, bf16, by GPU time and by the time of queued calls, on an
-    H200 (bench/results/h200-2026-11-25-crossover). 8.x and 12.x: a proxy, see _PROXY. Others run Ampere's sources, which
-    their own tensor-core instructions beat: no call is faster.
+    H200 (bench/results/h200-2026-11-25-crossover). 8.x and 12.x: a proxy, see _PROXY. Others run Ampere's sources,
+    while torch uses the tensor-core instructions that are new in these chips: no call is faster.
     """
     if capability == (9, 0):
         return Thresholds(_HOPPER, _FLASH_ON_HOPPER), "built in, measured on an H200"
@@ -150,9 +150,10 @@ does so of one query alone. In the log flash is 1.5 to 4.5 times as fast in thes
 times by queued calls."""
 
 _PROXY = {"full": 2200, "causal": 1800, "padded": 2200}
-"""Operations per element from which the f16 kernels, rebuilt for an H100, were faster than FlashAttention-2 there, which
-is torch's backend on the chips they are for. Rebuilt FP8 kernels tell nothing of 8.9 and 12.x: Hopper makes of each of
-their products two f16 products. The f16 kernels have the same INT8 Q·Kᵀ, and a P·V of half the speed."""
+"""Operations per element from which the f16 kernels, rebuilt for an H100, were faster than FlashAttention-2 there
+(bench/results/h100-2026-11-26-rebuilt). It is torch's backend on the chips that the kernels are for. Rebuilt FP8
+kernels tell little of 8.9 and 12.x: Hopper makes two f16 products of each of their products. The f16 kernels have the
+same INT8 Q·Kᵀ, and a P·V of half the speed."""
 
 _SLOWER_MEMORY = {(8, 0): 1.2, (8, 6): 1.6, (8, 7): 1.6, (8, 9): 2.3, (12, 0): 2.3, (12, 1): 3.6}
 """By what factor the slowest memory of a chip's cards, beside its f16 tensor cores, is slower than an H100's:

@@ -205,15 +205,15 @@ class Call(NamedTuple):
 
 
 ASK, HOST, FLASH, FLASH_GROUPED = range(4)
-"""Ways of a call: to be asked about with all that it has; the host's; the host's by FlashAttention-2; that where k and v
-have fewer heads than q, which the call must allow."""
+"""Ways of a call: to be asked about with all that it has; the host's; the host's by FlashAttention-2; the last where k
+and v have fewer heads than q, which the call must allow."""
 
 
 class Route(NamedTuple):
     """What becomes of a call by its shape, whatever else it asks for."""
 
     way: int
-    count: Callable[[], Any]  # to be called for each call
+    counted: Callable[[], Any]  # to be called for each call
 
 
 _ASKED = Route(ASK, lambda: None)
@@ -242,7 +242,7 @@ def _learn(q: torch.Tensor, k: torch.Tensor, kind: tuple[Any, ...]) -> Route:
         return _ASKED
     device = q.get_device()
     agreed = all(chosen(other).thresholds == chosen(device).thresholds for other in range(torch.cuda.device_count()))
-    way = _way(*kind, device) if agreed else ASK  # `kind` has no device: to ask a tensor for it takes too long
+    way = _way(device, *kind) if agreed else ASK  # `kind` has no device: to ask a tensor for it takes too long
     tally = None if way == ASK else _tallies.get(SLOWER) or _new_tally(SLOWER)
     made = _ASKED if tally is None else Route(way, tally.add)
     with _lock:
@@ -253,7 +253,7 @@ def _learn(q: torch.Tensor, k: torch.Tensor, kind: tuple[Any, ...]) -> Route:
     return made
 
 
-def _way(q: torch.Size, k: torch.Size, has_mask: bool, is_causal: bool, rows: int, device: int) -> int:
+def _way(device: int, q: torch.Size, k: torch.Size, has_mask: bool, is_causal: bool, rows: int) -> int:
     if len(q) != 4 or len(k) != 4 or 0 in q or 0 in k:
         return ASK
     heads, keys = (1, 2) if rows == -2 else (2, 1)

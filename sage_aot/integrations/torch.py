@@ -31,7 +31,6 @@ from sage_aot.integrations import _policy
 from sage_aot.integrations._policy import (
     ASK,
     FLASH,
-    FLASH_GROUPED,
     HOST,
     Call,
     attend,
@@ -74,7 +73,7 @@ def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask:
         try:  # what `route` does, in place: each 0.1 µs of the host counts
             known = _policy.routes.get((query.shape, key.shape, attn_mask is not None, is_causal, -2))
         except (RuntimeError, TypeError):
-            pass
+            known = None
     way, counted = known or route(query, key, attn_mask is not None, is_causal)
     counted()
     if way == ASK:
