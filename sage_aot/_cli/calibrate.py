@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend
 from sage_aot._cli import bench
 from sage_aot._cli.bench import Effort, Row, Shape, Way
 from sage_aot.errors import ArgumentError, UnsupportedError
+from sage_aot.integrations import Policy, use
 from sage_aot.integrations._calibration import Machine, choose, writable_folder, write
 from sage_aot.integrations._gain import (
     AXES,
@@ -210,10 +211,11 @@ def steps() -> int:
 
 
 def measure_call(shape: Shape) -> Row | None:
-    """sage_aot and every backend of torch's; None where the GPU has too little memory."""
+    """sage_aot, with the Python of a policy that serves the call, and every backend of torch's; None where the GPU has
+    too little memory."""
     try:
         ways = bench.ways_of(shape)
-        del ways["policy"]
+        ways["attn"] = ways.pop("policy")
         if shape.queries * shape.keys <= 512 ** 2:  # one of each kind
             bench.check_output(f"attn of {shape}", ways["attn"].work(), ways["sdpa"].work())
         return Row(shape, True, bench.timed(ways, EFFORT))
@@ -276,7 +278,7 @@ def main(file: str | None) -> int:
         print(f"- not taken: {former.refused}")
     progress = Progress(steps())
     began = time.monotonic()
-    with torch.inference_mode():
+    with torch.inference_mode(), use(Policy(when="possible")):
         made = calibrate(former.thresholds, measure_call, measure_flash, time.monotonic, progress.step)
     progress.end()
     path = write(made.thresholds, machine)

@@ -234,11 +234,12 @@ def test_a_call_is_checked_and_all_backends_are_timed(monkeypatch):
     ways = {name: Way(lambda name=name: name) for name in ("sdpa", "cudnn", "flash", "efficient", "attn", "policy")}
     monkeypatch.setattr(bench, "ways_of", lambda shape: dict(ways))
     monkeypatch.setattr(bench, "check_output", lambda what, out, expected: checked.append(what))
-    monkeypatch.setattr(bench, "timed", lambda ways, effort: timed.append(set(ways)) or {})
+    monkeypatch.setattr(bench, "timed", lambda ways, effort: timed.append({name: way.work() for name, way in ways.items()}) or {})
     for shapes in series():
         for shape in shapes:
             assert calibrate.measure_call(shape).shape == shape
-    assert all(names == {"sdpa", "cudnn", "flash", "efficient", "attn"} for names in timed)
+    served = {name: name for name in ("sdpa", "cudnn", "flash", "efficient")} | {"attn": "policy"}
+    assert all(made == served for made in timed), "with the Python of a policy"
     assert len(checked) >= len(KINDS) * len(HEADDIMS)
     monkeypatch.setattr(bench, "ways_of", lambda shape: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError()))
     assert calibrate.measure_call(shape) is None
@@ -442,7 +443,11 @@ def run(monkeypatch, *arguments):
 @pytest.fixture
 def command(monkeypatch, gpu):
     model = Model(torchs=700e6)
-    for name, value in {"check_gpu": lambda: None, "measure_call": model,
+    def measure(shape):
+        assert _policy.current().when == "possible" and torch.is_inference_mode_enabled()
+        return model(shape)
+
+    for name, value in {"check_gpu": lambda: None, "measure_call": measure,
                         "measure_flash": lambda corner: corner.headdim == 32}.items():
         monkeypatch.setattr(calibrate, name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
