@@ -3,9 +3,9 @@
     python bench/policy.py --json policy.json     # on a GPU: µs of a call among calls that are queued
     python bench/policy.py --device cpu           # anywhere: µs of the policy's own Python
 
-On a GPU, for the calls of `sage-aot bench` whose launch takes the host longest beside their work: torch's function, the
-same with the fastest backend chosen around it, that backend's operator called directly, and the policy. `gpu` is the
-GPU's time alone. On the CPU torch's function is replaced by one that returns at once, and tensors say that they are CUDA
+On a GPU, for the calls of `sage-aot bench` whose launch takes the host longest beside their work: torch's function,
+the same with each backend chosen around it, a backend's operator called directly, and the policy. `gpu` is the GPU's
+time alone. On the CPU torch's function is replaced by one that returns at once, and tensors say that they are CUDA
 tensors of an H200. `hot` is the least time in a loop, `cold` the median where each call comes after 2 MB of memory were
 written, as the caches are after a launch.
 """
@@ -19,10 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-import common
 import torch
 import torch.nn.functional as F
 
+import common
 from sage_aot._cli.bench import BACKENDS, THOROUGH, USES, Shape, Way, timed, ways_of
 from sage_aot.integrations import Policy, _calibration, use
 from sage_aot.integrations import torch as integration

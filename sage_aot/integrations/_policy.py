@@ -93,11 +93,11 @@ class Policy:
 _policy = Policy()
 _lock = threading.Lock()
 
-routes: dict[tuple[Any, ...], Route] = {}
+routes: dict[tuple[Any, ...], Route | None] = {}
 """Those of the policy of this process by kind of call: the shapes of q and k, whether it has a mask and may be causal,
 and k's dimension of keys. A policy of all possible calls has none."""
 
-_routes_of: dict[str, dict[tuple[Any, ...], Route]] = {"faster": routes, "possible": {}}
+_routes_of: dict[str, dict[tuple[Any, ...], Route | None]] = {"faster": routes, "possible": {}}
 
 
 @contextmanager
@@ -204,47 +204,46 @@ class Call(NamedTuple):
         return self.q.size(0), self.q.size(heads), self.k.size(heads), self.q.size(rows), self.k.size(rows)
 
 
-ASK, HOST, FLASH, FLASH_GROUPED = range(4)
-"""Ways of a call: to be asked about with all that it has; the host's; the host's by FlashAttention-2; the last where k
-and v have fewer heads than q, which the call must allow."""
+HOST, FLASH, FLASH_GROUPED = range(3)
+"""How the host computes a call: as it does; by torch's FlashAttention-2; by that where k and v have fewer heads than q,
+which the call must allow."""
 
 
 class Route(NamedTuple):
-    """What becomes of a call by its shape, whatever else it asks for."""
+    """What becomes of a call that is the host's by its shape, whatever else it asks for."""
 
-    way: int
     counted: Callable[[], Any]  # to be called for each call
+    by: int
 
 
-_ASKED = Route(ASK, lambda: None)
 _MOST_ROUTES = 4096
 
 
-def route(q: torch.Tensor, k: torch.Tensor, has_mask: bool, is_causal: bool, rows: int = -2) -> Route:
-    """The route of a call, remembered. Adapters ask before they make a :class:`Call`, which takes longer than a small
-    call of SDPA allows.
+def route(q: torch.Tensor, k: torch.Tensor, has_mask: bool, is_causal: bool, rows: int = -2) -> Route | None:
+    """The route of a call, remembered; None where more than its shape decides. Adapters ask before they make a
+    :class:`Call`, which takes longer than a small call of SDPA allows.
 
     Args:
         is_causal: the call may have a causal mask.
         rows: k's dimension of keys, -2 or 1.
     """
     if torch.compiler.is_dynamo_compiling():
-        return _ASKED
+        return None
     try:
-        known = routes.get(kind := (q.shape, k.shape, has_mask, is_causal, rows))
+        kind = q.shape, k.shape, has_mask, is_causal, rows
+        return routes[kind] if kind in routes else _learn(q, k, kind)
     except (RuntimeError, TypeError):  # a nested tensor has no shape, lengths that are symbols have no hash
-        return _ASKED
-    return known or _learn(q, k, kind)
+        return None
 
 
-def _learn(q: torch.Tensor, k: torch.Tensor, kind: tuple[Any, ...]) -> Route:
+def _learn(q: torch.Tensor, k: torch.Tensor, kind: tuple[Any, ...]) -> Route | None:
     if _policy.when != "faster" or not q.is_cuda or not type(q) is type(k) is torch.Tensor:
-        return _ASKED
+        return None
     device = q.get_device()
     agreed = all(chosen(other).thresholds == chosen(device).thresholds for other in range(torch.cuda.device_count()))
-    way = _way(device, *kind) if agreed else ASK  # `kind` has no device: to ask a tensor for it takes too long
-    tally = None if way == ASK else _tallies.get(SLOWER) or _new_tally(SLOWER)
-    made = _ASKED if tally is None else Route(way, tally.add)
+    by = _way(device, *kind) if agreed else None  # `kind` has no device: to ask a tensor for it takes too long
+    tally = None if by is None else _tallies.get(SLOWER) or _new_tally(SLOWER)
+    made = None if by is None or tally is None else Route(tally.add, by)
     with _lock:
         if len(routes) >= _MOST_ROUTES:
             routes.clear()
@@ -253,15 +252,15 @@ def _learn(q: torch.Tensor, k: torch.Tensor, kind: tuple[Any, ...]) -> Route:
     return made
 
 
-def _way(device: int, q: torch.Size, k: torch.Size, has_mask: bool, is_causal: bool, rows: int) -> int:
+def _way(device: int, q: torch.Size, k: torch.Size, has_mask: bool, is_causal: bool, rows: int) -> int | None:
     if len(q) != 4 or len(k) != 4 or 0 in q or 0 in k:
-        return ASK
+        return None
     heads, keys = (1, 2) if rows == -2 else (2, 1)
     sizes = q[0], q[heads], k[heads], q[keys], k[keys], q[3]
     for masked in (False, True) if is_causal else (False,):
         threshold = threshold_of(device, kind_of(masked, has_mask), kernel_headdim(q[3]))
         if is_faster(threshold, Work.of(*sizes, masked)):
-            return ASK
+            return None
     fits = q[0] == k[0] and q[3] == k[3] and q[heads] % k[heads] == 0 and q[3] % 8 == 0  # torch pads other head dims
     if rows != -2 or has_mask or is_causal or not fits or not prefers_flash(
             chosen(device).thresholds, q[0], q[heads], q[keys], k[keys], q[3]):
@@ -271,9 +270,11 @@ def _way(device: int, q: torch.Size, k: torch.Size, has_mask: bool, is_causal: b
 
 def is_small(q: torch.Tensor, k: torch.Tensor, has_mask: bool, is_causal: bool, rows: int = -2) -> bool:
     """Whether the policy leaves a call to the host by its :func:`route`; counts it if so."""
-    way, counted = route(q, k, has_mask, is_causal, rows)
-    counted()
-    return way != ASK
+    known = route(q, k, has_mask, is_causal, rows)
+    if known is None:
+        return False
+    known.counted()
+    return True
 
 
 def attend(call: Call, host: Callable[[], Any], return_lse: bool = False, policy: Policy | None = None,

@@ -22,16 +22,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from sage_aot._problem.derivatives import is_transformed
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import _policy
 from sage_aot.integrations._policy import (
-    ASK,
     FLASH,
-    HOST,
     Call,
     attend,
     check_gpu,
@@ -46,6 +44,7 @@ _T = TypeVar("_T")
 _TORCHS: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_peek: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
          dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
@@ -74,14 +73,16 @@ def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask:
             known = _policy.routes.get((query.shape, key.shape, attn_mask is not None, is_causal, -2))
         except (RuntimeError, TypeError):
             known = None
-    way, counted = known or route(query, key, attn_mask is not None, is_causal)
-    counted()
-    if way == ASK:
+    if known is None:
+        known = route(query, key, attn_mask is not None, is_causal)
+    if known is None:
         call = Call(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=enable_gqa)
         out: torch.Tensor = attend(call, lambda: torchs(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
         return out
-    if way != HOST and dropout_p == 0 and (way == FLASH or enable_gqa):
+    counted, by = known
+    counted()
+    if by and dropout_p == 0 and (by == FLASH or enable_gqa):
         flashed = by_flash(query, key, value, scale)
         if flashed is not None:
             return flashed
@@ -111,7 +112,8 @@ def by_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | N
     takes as long as all of this."""
     if (v.dtype not in _FLASH_TYPES or not torch._C._get_flash_sdp_enabled()
             or torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-            or torch.is_autocast_enabled() or is_transformed()):
+            or torch.is_autocast_enabled()
+            or _peek() is not None or forward_ad._current_level >= 0):  # is_transformed, in place
         return None
     try:
         out: torch.Tensor = torch._scaled_dot_product_flash_attention(q, k, v, scale=scale)[0]

@@ -234,7 +234,8 @@ def test_a_call_is_checked_and_all_backends_are_timed(monkeypatch):
     ways = {name: Way(lambda name=name: name) for name in ("sdpa", "cudnn", "flash", "efficient", "attn", "policy")}
     monkeypatch.setattr(bench, "ways_of", lambda shape: dict(ways))
     monkeypatch.setattr(bench, "check_output", lambda what, out, expected: checked.append(what))
-    monkeypatch.setattr(bench, "timed", lambda ways, effort: timed.append({name: way.work() for name, way in ways.items()}) or {})
+    monkeypatch.setattr(bench, "timed", lambda ways, effort: timed.append({
+        name: way.work() for name, way in ways.items()}) or {})
     for shapes in series():
         for shape in shapes:
             assert calibrate.measure_call(shape).shape == shape

@@ -368,7 +368,7 @@ def test_the_gpu_at_hand_is_asked(monkeypatch):
     ({}, (False, False)), ({"is_causal": True}, (False, True)), ({"attn_mask": MASK}, (True, False))], ids=str)
 def test_what_small_means_depends_on_the_mask(monkeypatch, qkv, options, expected):
     asked = []
-    monkeypatch.setattr(integration, "route", lambda q, k, *mask: asked.append(mask) or _policy._ASKED)
+    monkeypatch.setattr(integration, "route", lambda q, k, *mask: asked.append(mask))
     sdpa(*qkv, **options)
     assert asked == [expected]
 
@@ -401,7 +401,7 @@ def test_few_queries_run_by_flash(monkeypatch, tensors, options, torch_says, fla
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", says["is_cuda"])
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: says["is_autocast_enabled"])
-    monkeypatch.setattr(integration, "is_transformed", lambda: says["is_transformed"])
+    monkeypatch.setattr(integration, "_peek", lambda: says["is_transformed"] or None)
     monkeypatch.setattr(torch, "_scaled_dot_product_flash_attention", by_flash)
     ran = []
     monkeypatch.setattr(integration, "_TORCHS", lambda *args, **options: ran.append("torch's choice"))
