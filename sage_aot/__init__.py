@@ -12,7 +12,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from sage_aot._version import __version__
-from sage_aot.errors import ArgumentError, CubinError, LaunchError, PtxWarning, SageAotError, UnsupportedError
+from sage_aot.errors import (
+    ArgumentError,
+    CalibrationWarning,
+    CubinError,
+    LaunchError,
+    PtxWarning,
+    SageAotError,
+    UnsupportedError,
+)
 
 if TYPE_CHECKING:
     from sage_aot._call.api import attn, supports
@@ -24,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArgumentError",
+    "CalibrationWarning",
     "CubinError",
     "LaunchError",
     "PtxWarning",

@@ -6,6 +6,7 @@
     ├── CubinError (RuntimeError)       a kernel folder or a file in it is missing, damaged or of another version
     └── LaunchError (RuntimeError)      the driver refused to load or to launch a kernel
     PtxWarning (UserWarning)            the GPU is newer than this sage_aot: its driver has to compile PTX
+    CalibrationWarning (UserWarning)    measured thresholds are not taken: their file is damaged or another machine's
 
 Every message says what was expected and what came, and what to do where that does not follow from the two.
 """
@@ -43,3 +44,7 @@ class LaunchError(SageAotError, RuntimeError):
 
 class PtxWarning(UserWarning):
     """The GPU is newer than this sage_aot: its kernels are PTX, which the driver has to compile."""
+
+
+class CalibrationWarning(UserWarning):
+    """A file of `sage-aot calibrate` is not taken: it is damaged, or of another GPU, driver, torch or sage_aot."""

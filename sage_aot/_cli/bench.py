@@ -30,6 +30,7 @@ from sage_aot._tools.reference import MIN_COSINE, measure
 from sage_aot._version import __version__
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import Policy, report, reset_report, use
+from sage_aot.integrations._calibration import chosen
 from sage_aot.integrations._policy import SERVED, check_gpu
 from sage_aot.integrations.torch import sdpa
 
@@ -40,17 +41,17 @@ BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTEN
 PADDING = 256
 """Keys that every second batch entry of a padded call does not have, or a quarter of its keys where that is less."""
 
-ROUNDS = 7
-"""Measurements of each way, of which the shortest counts. The ways take turns, so that they meet the same clocks."""
+class Effort(NamedTuple):
+    """How much is measured of each way."""
 
-CALLS = 200
-"""Calls of one measurement, at most: so many that the launch of the first does not count."""
+    rounds: int  # of which the shortest counts; the ways take turns, so that they meet the same clocks
+    calls: int  # of one round at most: so many that the launch of the first does not count
+    round_us: float  # time that a round may take; a call that is longer than this is measured alone
+    warm_up_s: float  # the clock needs some tens of milliseconds of work to settle
+    hopeless: float = inf  # a backend of torch that takes so many times as long as the fastest way has one round
 
-ROUND_US = 15e3
-"""Time that a measurement may take; a call that is longer than this is measured alone."""
 
-WARM_UP_S = 0.2
-"""The clock needs some tens of milliseconds of work to settle."""
+THOROUGH = Effort(rounds=7, calls=200, round_us=15e3, warm_up_s=0.2)
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ def measured(shape: Shape) -> Row:
     ways = ways_of(shape)
     expected = ways["sdpa"].work()
     for way in ("attn", "policy"):
-        _check(f"{way} of {shape}", ways[way].work(), expected)
+        check_output(f"{way} of {shape}", ways[way].work(), expected)
     reset_report()
     ways["policy"].work()
     return Row(shape, SERVED in report(), timed(ways))
@@ -226,7 +227,7 @@ def _takes_it(way: Way) -> bool:
     return True
 
 
-def _check(what: str, out: torch.Tensor, expected: torch.Tensor) -> None:
+def check_output(what: str, out: torch.Tensor, expected: torch.Tensor) -> None:
     heads = zip(out.flatten(0, 1), expected.flatten(0, 1))  # one at a time, in float64, takes little memory
     cosine = min(measure(ours, theirs).cosine for ours, theirs in heads)
     if not cosine >= MIN_COSINE:  # NaN is wrong, too
@@ -234,29 +235,33 @@ def _check(what: str, out: torch.Tensor, expected: torch.Tensor) -> None:
                                f"{cosine}; nothing was timed. Run `sage-aot verify`, and report what it prints")
 
 
-def timed(ways: dict[str, Way]) -> dict[str, Times]:
+def timed(ways: dict[str, Way], effort: Effort = THOROUGH) -> dict[str, Times]:
     """The times of all ways, measured in turns, in another order each round: none always follows the one that heats
     the GPU most."""
-    timers = {name: _Timer(way) for name, way in ways.items()}
+    timers = {name: _Timer(way, effort) for name, way in ways.items()}
     least = {name: Times(inf, inf) for name in ways}
     order = random.Random(0)
-    for _ in range(ROUNDS):
-        for name in order.sample(list(ways), len(ways)):
+    for _ in range(effort.rounds):
+        for name in order.sample(list(timers), len(timers)):
             least[name] = Times(*map(min, least[name], timers[name].measure()))
+        fastest = Times(*map(min, zip(*least.values())))
+        for name in BACKENDS.keys() & timers.keys():
+            if all(took > effort.hopeless * best for took, best in zip(least[name], fastest)):
+                del timers[name]
     return least
 
 
 class _Timer:
     """Measures a way, which it has warmed up."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: Way, effort: Effort) -> None:
         self._way = way
-        deadline = time.perf_counter() + WARM_UP_S
+        deadline = time.perf_counter() + effort.warm_up_s
         took = inf
         with way.chosen():
             while time.perf_counter() < deadline or took == inf:
                 took = min(took, _microseconds(way.work))
-        self._calls = max(1, min(CALLS, int(ROUND_US / took)))
+        self._calls = max(1, min(effort.calls, int(effort.round_us / took)))
         self._graph = torch.cuda.CUDAGraph()
         with way.chosen(), torch.cuda.graph(self._graph):
             self._queue()
@@ -294,7 +299,7 @@ def _microseconds(work: Callable[[], object]) -> float:
 
 def main(shapes: list[str], png: str, file: str | None) -> int:
     """Measure, print a table, draw to `png`, and write all times to `file`. Without `shapes`, those of USES."""
-    chosen = [Shape.of(text) for text in shapes] or USES
+    wanted = [Shape.of(text) for text in shapes] or USES
     if not torch.cuda.is_available():
         raise UnsupportedError(f"bench: expected a CUDA GPU, torch {torch.__version__} finds none; run it on a machine "
                                f"with a GPU and a CUDA build of torch")
@@ -306,12 +311,13 @@ def main(shapes: list[str], png: str, file: str | None) -> int:
         print("no picture will be written: pip install matplotlib\n")
     header = {"GPU": torch.cuda.get_device_name(), "sage_aot": __version__,
               "torch": f"{torch.__version__} (CUDA {torch.version.cuda})",
+              "thresholds": chosen(torch.cuda.current_device()).source,
               "inputs": "bf16, N(0, 1), in the L2 cache where they fit"}
     print("\n".join(f"- {name}: {value}" for name, value in header.items()))
     print(f"\n| {' | '.join(COLUMNS)} |\n|---|---|---:|---|---:|---:|---|---:|---:|", flush=True)
     rows = []
     with torch.inference_mode(), use(Policy()):
-        for shape in chosen:
+        for shape in wanted:
             try:
                 rows.append(measured(shape))
             except torch.cuda.OutOfMemoryError:

@@ -1,13 +1,17 @@
-"""``sage-aot info | verify | demo | bench | audit``, or ``python -m sage_aot`` for ``sage-aot``."""
+"""``sage-aot info | verify | demo | bench | calibrate | audit``, or ``python -m sage_aot`` for ``sage-aot``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+
+import torch
 
 from sage_aot._tools import verify
 from sage_aot._tools.info import info
 from sage_aot.errors import SageAotError
+from sage_aot.integrations._calibration import VARIABLE, choose
 
 
 def main() -> int:
@@ -19,11 +23,12 @@ def main() -> int:
     of_demo.add_argument("--png", default="sage_aot_demo.png", metavar="FILE",
                          help="picture to write (default: %(default)s)")
     _add_bench(commands)
+    _add_calibrate(commands)
     _add_audit(commands)
     arguments = parser.parse_args()
     try:
         if arguments.command == "info":
-            print(info())
+            print("\n".join([info(), *_thresholds()]))
             return 0
         if arguments.command == "verify":
             return verify.main(files_only=arguments.files, seed=arguments.seed)
@@ -31,6 +36,10 @@ def main() -> int:
             from sage_aot._cli import bench
 
             return bench.main(arguments.shape, arguments.png, arguments.json)
+        if arguments.command == "calibrate":
+            from sage_aot._cli import calibrate
+
+            return calibrate.main(arguments.json)
         if arguments.command == "audit":
             from sage_aot._cli import audit
 
@@ -41,6 +50,15 @@ def main() -> int:
     except SageAotError as error:
         print(f"sage_aot: {error}", file=sys.stderr)
         return 1
+
+
+def _thresholds() -> Iterator[str]:
+    """Which thresholds the policy of the integrations takes on each GPU."""
+    for device in range(torch.cuda.device_count()):
+        chosen = choose(device)
+        yield f"cuda:{device}: thresholds of the policy: {chosen.source}"
+        if chosen.refused is not None:
+            yield f"  not taken: {chosen.refused}"
 
 
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -68,6 +86,16 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     of_bench.add_argument("--png", default="sage_aot_bench.png", metavar="FILE",
                           help="picture to write, with matplotlib (default: %(default)s)")
     of_bench.add_argument("--json", metavar="FILE", help="also write all times here")
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    of_calibrate = commands.add_parser(
+        "calibrate", help="measure on this GPU which calls sage_aot computes faster than torch",
+        description=f"Measures attention calls by sage_aot and by every backend of torch's, in less than two minutes, "
+                    f"and writes the policy's thresholds for this GPU, driver, torch and sage_aot to the user's "
+                    f"configuration folder; {VARIABLE} names another, {VARIABLE}=0 none. Processes that start later "
+                    f"take them. Let nothing else run on the GPU meanwhile.")
+    of_calibrate.add_argument("--json", metavar="FILE", help="also write all times here")
 
 
 def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,14 +1,25 @@
-"""Where sage_aot is faster than torch's attention: thresholds measured on an H200.
+"""Where sage_aot is faster than torch's attention: thresholds, the rules that apply them, and those of each chip.
 
 Against SDPA a call saves time in proportion to its multiplications, and spends time on quantization, in proportion to
-the elements of q, k and v, and on launches. The table was fitted to calls beside the fastest of SDPA's backends, bf16,
-by GPU time and by wall time (bench/crossover.py, bench/results/h200-2026-11-25-crossover): of 306 shapes, all that it
-gives to sage_aot are at least as fast there. Other GPUs were not measured; they take the same thresholds.
+the elements of q, k and v, and on launches. ``sage-aot calibrate`` measures thresholds on the GPU at hand
+(_calibration.py); the built-in ones are for GPUs where it did not run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from itertools import product
+from math import inf
 from typing import NamedTuple
+
+HEADDIMS = 64, 128, 256
+"""Head dims of the kernels."""
+
+KINDS = "full", "causal", "padded"
+"""Calls by their mask: none, causal, or a mask of keys, causal or not."""
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
 
 
 class Threshold(NamedTuple):
@@ -18,39 +29,132 @@ class Threshold(NamedTuple):
     at_least: float
 
 
-FULL = {64: Threshold(2480, 54e9), 128: Threshold(2050, 42e9), 256: Threshold(1360, 91e9)}
-CAUSAL = {64: Threshold(0, 54e9), 128: Threshold(1040, 19e9), 256: Threshold(0, 54e9)}
-"""By the head dim of the kernel."""
-
-MASKED = Threshold(0, 9.6e9)
-"""With a key mask, which slows SDPA. The keys that a mask hides count: their number is known on the device alone."""
-
-LEAST_FULL, LEAST_CAUSAL = (min(threshold.at_least for threshold in mask.values()) for mask in (FULL, CAUSAL))
-LEAST_MASKED = MASKED.at_least
-"""A call of fewer multiplications and additions, those that a causal mask saves included, is never faster."""
+NEVER = Threshold(0, inf)
 
 
-def is_faster(batch: int, q_heads: int, kv_heads: int, queries: int, keys: int, headdim: int, is_causal: bool,
-              has_key_mask: bool) -> bool:
-    """Whether a call is expected to be at least as fast as SDPA. `is_causal`: of as many queries as keys, or more keys
-    from the bottom-right corner."""
-    operations = 4 * batch * q_heads * queries * keys * headdim
-    if is_causal:
-        operations -= 2 * batch * q_heads * min(queries, keys) ** 2 * headdim
-    if has_key_mask:
-        return operations >= MASKED.at_least
-    threshold = (CAUSAL if is_causal else FULL)[64 if headdim <= 64 else 128 if headdim <= 128 else 256]
-    elements = batch * (q_heads * queries + 2 * kv_heads * keys) * headdim
-    return operations >= threshold.per_element * elements + threshold.at_least
+class Corner(NamedTuple):
+    """A shape without a mask at which torch's FlashAttention-2 is compared with the backend that torch chooses."""
+
+    headdim: int
+    heads: int  # of q, in all batch entries
+    queries: int
+    keys: int
 
 
-LEAST_KEYS_OF_FLASH = 2048
+AXES = (32, 64, 128, 256), (8, 32, 768), (1, 2, 16, 128), (128, 512, 2048, 8192, 32768)
+"""The grid of corners: the values of each of their fields."""
 
 
-def prefers_flash(batch: int, heads: int, queries: int, keys: int) -> bool:
-    """Whether torch's FlashAttention-2 is expected to be faster than the backend that torch chooses, without a mask.
+class Thresholds(NamedTuple):
+    """What a policy of faster calls knows about a GPU."""
 
-    It splits the keys of few queries among blocks. cuDNN, which torch prefers on Hopper, does so of one query alone. In
-    the log flash is 1.5 to 4.5 times as fast in these calls by the GPU's time, 1.05 to 4.2 times by queued calls.
+    calls: Mapping[tuple[str, int], Threshold]
+    """By kind and head dim of the kernel, all of them."""
+
+    flash: frozenset[Corner] = frozenset()
+    """The corners at which FlashAttention-2 is the faster one."""
+
+
+def kind_of(is_causal: bool, has_key_mask: bool) -> str:
+    """One of KINDS."""
+    return "padded" if has_key_mask else "causal" if is_causal else "full"
+
+
+def kernel_headdim(headdim: int) -> int:
+    """The head dim of the kernel that computes a call; that of the largest for those that none computes."""
+    return 64 if headdim <= 64 else 128 if headdim <= 128 else 256
+
+
+class Work(NamedTuple):
+    """What a call's time follows from."""
+
+    operations: int
+    elements: int  # of q, k and v
+
+    @classmethod
+    def of(cls, batch: int, q_heads: int, kv_heads: int, queries: int, keys: int, headdim: int,
+           is_causal: bool) -> Work:
+        """`is_causal`: of as many queries as keys, or more keys from the bottom-right corner."""
+        operations = 4 * batch * q_heads * queries * keys * headdim
+        if is_causal:
+            operations -= 2 * batch * q_heads * min(queries, keys) ** 2 * headdim
+        return cls(operations, batch * (q_heads * queries + 2 * kv_heads * keys) * headdim)
+
+
+def is_faster(threshold: tuple[float, float], work: Work) -> bool:
+    """Whether sage_aot is expected to be at least as fast as SDPA, by a :class:`Threshold`."""
+    per_element, at_least = threshold
+    return work.operations >= per_element * work.elements + at_least
+
+
+def prefers_flash(thresholds: Thresholds, batch: int, heads: int, queries: int, keys: int, headdim: int) -> bool:
+    """Whether torch's FlashAttention-2 is expected to be faster than the backend that torch chooses, without a mask:
+    whether it is at all corners around the shape."""
+    return bool(thresholds.flash) and all(
+        corner in thresholds.flash for corner in _corners(batch * heads, queries, keys, headdim))
+
+
+def _corners(heads: int, queries: int, keys: int, headdim: int) -> Iterator[Corner]:
+    """Those around a shape. Heads and keys beyond the grid count as its last; an axis on which the shape lies outside
+    has the corner NOWHERE."""
+    of_headdim, of_heads, of_queries, of_keys = AXES
+    sides = ([_next(of_headdim, headdim)],  # up to which backends compute channels
+             _around(of_heads, min(max(heads, of_heads[0]), of_heads[-1])), _around(of_queries, queries),
+             _around(of_keys, min(keys, of_keys[-1])))
+    return map(Corner._make, product(*sides))
+
+
+NOWHERE = 0
+
+
+def _around(axis: tuple[int, ...], value: int) -> list[int]:
+    """The nearest values of an axis on both sides, one where `value` is among them."""
+    return sorted({max((at for at in axis if at <= value), default=NOWHERE), _next(axis, value)})
+
+
+def _next(axis: tuple[int, ...], value: int) -> int:
+    return min((at for at in axis if at >= value), default=NOWHERE)
+
+
+# --- built-in thresholds ----------------------------------------------------------------------------------------------
+
+
+def built_in(capability: tuple[int, int]) -> tuple[Thresholds, str]:
+    """The thresholds of a GPU where none were measured, and where they come from, in words.
+
+    9.0: fitted to calls beside the fastest of SDPA's backends, bf16, by GPU time and by the time of queued calls, on an
+    H200 (bench/results/h200-2026-11-25-crossover). 8.x and 12.x: a proxy, see _PROXY. Others run Ampere's sources,
+    while torch uses the tensor-core instructions that are new in these chips: no call is faster.
     """
-    return 1 < queries <= 128 and batch * heads <= 32 and keys >= max(LEAST_KEYS_OF_FLASH, 64 * queries)
+    if capability == (9, 0):
+        return Thresholds(_HOPPER, _FLASH_ON_HOPPER), "built in, measured on an H200"
+    if capability in _SLOWER_MEMORY:
+        factor = _SLOWER_MEMORY[capability]
+        calls = {(kind, headdim): Threshold(factor * _PROXY[kind], _HOPPER[kind, headdim].at_least)
+                 for kind in KINDS for headdim in HEADDIMS}
+        return Thresholds(calls), "built in, estimated from kernels rebuilt for Hopper beside FlashAttention-2"
+    return Thresholds({(kind, headdim): NEVER for kind in KINDS for headdim in HEADDIMS}), (
+        "built in: this chip's kernels are there for coverage, not for speed, so torch computes every call")
+
+
+_HOPPER = {
+    ("full", 64): Threshold(2480, 54e9), ("full", 128): Threshold(2050, 42e9), ("full", 256): Threshold(1360, 91e9),
+    ("causal", 64): Threshold(0, 54e9), ("causal", 128): Threshold(1040, 19e9), ("causal", 256): Threshold(0, 54e9),
+    **{("padded", headdim): Threshold(0, 9.6e9) for headdim in HEADDIMS}}
+
+_FLASH_ON_HOPPER = frozenset(
+    corner for corner in map(Corner._make, product(*AXES))
+    if corner.heads <= 32 and 1 < corner.queries and corner.keys >= max(2048, 64 * corner.queries))
+"""Few queries over many keys: FlashAttention-2 splits the keys among blocks, and cuDNN, which torch prefers on Hopper,
+does so of one query alone. In the log flash is 1.5 to 4.5 times as fast in these calls by the GPU's time, 1.05 to 4.2
+times by queued calls."""
+
+_PROXY = {"full": 2200, "causal": 1800, "padded": 2200}
+"""Operations per element from which the f16 kernels, rebuilt for an H100, were faster than FlashAttention-2 there
+(bench/results/h100-2026-11-26-rebuilt). It is torch's backend on the chips that the kernels are for. Rebuilt FP8
+kernels tell little of 8.9 and 12.x: Hopper makes two f16 products of each of their products. The f16 kernels have the
+same INT8 Q·Kᵀ, and a P·V of half the speed."""
+
+_SLOWER_MEMORY = {(8, 0): 1.2, (8, 6): 1.6, (8, 7): 1.6, (8, 9): 2.3, (12, 0): 2.3, (12, 1): 3.6}
+"""By what factor the slowest memory of a chip's cards, beside its f16 tensor cores, is slower than an H100's:
+quantization then takes a larger part of a call. From data sheets."""

@@ -25,7 +25,8 @@ from sage_aot._problem.derivatives import is_transformed
 from sage_aot._problem.options import OPTIONS, Options
 from sage_aot._tools.explain import explain
 from sage_aot.errors import ArgumentError, UnsupportedError
-from sage_aot.integrations._gain import LEAST_CAUSAL, LEAST_FULL, LEAST_MASKED, is_faster
+from sage_aot.integrations._calibration import chosen, threshold_of
+from sage_aot.integrations._gain import Work, is_faster, kernel_headdim, kind_of, prefers_flash
 
 SERVED = "sage_aot"
 """The line of the report that counts the calls that sage_aot served."""
@@ -41,9 +42,24 @@ _log = logging.getLogger("sage_aot.integrations")
 # --- the policy -------------------------------------------------------------------------------------------------------
 
 
+class _Frozen(dict[str, Any]):
+    """Options of a policy: a mapping that keeps its items, hashable by them."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
+    def _refuse(self, *args: Any, **items: Any) -> Any:
+        raise TypeError("the options of a Policy stay as they are; make another with dataclasses.replace")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+
 @dataclass(frozen=True)
 class Policy:
-    """What hosts hand to sage_aot, and what becomes of other calls.
+    """What hosts hand to sage_aot, and what becomes of other calls. Hashable; equal policies have equal hashes.
 
     Args:
         when: ``"faster"``: the calls that are expected to be at least as fast as torch's attention, on CUDA tensors.
@@ -63,7 +79,7 @@ class Policy:
     def __post_init__(self) -> None:
         if not isinstance(self.options, Mapping):
             raise ArgumentError(f"options: expected a mapping, got {type(self.options).__name__}")
-        object.__setattr__(self, "options", dict(self.options))  # what the caller does with its own changes nothing
+        object.__setattr__(self, "options", _Frozen(self.options))  # what the caller does with its own changes nothing
         for name, choices in (("when", ("faster", "possible")), ("otherwise", ("host", "raise"))):
             if (value := getattr(self, name)) not in choices:
                 raise ArgumentError(f"{name}: expected one of {choices}, got {value!r}")
@@ -77,6 +93,12 @@ class Policy:
 _policy = Policy()
 _lock = threading.Lock()
 
+routes: dict[tuple[Any, ...], Route | None] = {}
+"""Those of the policy of this process by kind of call: the shapes of q and k, whether it has a mask and may be causal,
+and k's dimension of keys. A policy of all possible calls has none."""
+
+_routes_of: dict[str, dict[tuple[Any, ...], Route | None]] = {"faster": routes, "possible": {}}
+
 
 @contextmanager
 def use(policy: Policy) -> Iterator[Policy]:
@@ -86,14 +108,17 @@ def use(policy: Policy) -> Iterator[Policy]:
     Raises:
         ArgumentError: `policy` is none.
     """
-    global _policy
+    global _policy, routes
     if not isinstance(policy, Policy):
         raise ArgumentError(f"policy: expected a Policy, got {policy!r}; write Policy(when={policy!r})")
-    before, _policy = _policy, policy
+    before = _policy
+    with _lock:
+        _policy, routes = policy, _routes_of[policy.when]
     try:
         yield policy
     finally:
-        _policy = before
+        with _lock:
+            _policy, routes = before, _routes_of[before.when]
 
 
 def current() -> Policy:
@@ -133,6 +158,8 @@ def reset_report() -> None:
     """Count from zero again; each reason is logged once more."""
     with _lock:
         _tallies.clear()
+        for known in _routes_of.values():  # they count in the tallies of before
+            known.clear()
 
 
 def count(line: str) -> None:
@@ -177,16 +204,76 @@ class Call(NamedTuple):
         return self.q.size(0), self.q.size(heads), self.k.size(heads), self.q.size(rows), self.k.size(rows)
 
 
-def is_small(q: torch.Tensor, k: torch.Tensor, has_mask: bool, is_causal: bool, rows: int = -2) -> bool:
-    """Whether the policy leaves a call to the host for its size, whatever else it asks for; counts it if so. Adapters
-    ask before they make a :class:`Call`, which takes longer than SDPA's launch allows. `rows`: k's dimension of keys.
+HOST, FLASH, FLASH_GROUPED = range(3)
+"""How the host computes a call: as it does; by torch's FlashAttention-2; by that where k and v have fewer heads than q,
+which the call must allow."""
+
+
+class Route(NamedTuple):
+    """What becomes of a call that is the host's by its shape, whatever else it asks for."""
+
+    counted: Callable[[], Any]  # to be called for each call
+    by: int
+
+
+_MOST_ROUTES = 4096
+
+
+def route(q: torch.Tensor, k: torch.Tensor, has_mask: bool, is_causal: bool, rows: int = -2) -> Route | None:
+    """The route of a call, remembered; None where more than its shape decides. Adapters ask before they make a
+    :class:`Call`, which takes longer than a small call of SDPA allows.
+
+    Args:
+        is_causal: the call may have a causal mask.
+        rows: k's dimension of keys, -2 or 1.
     """
-    if (_policy.when != "faster" or not q.is_cuda
-            or type(k) is not torch.Tensor or k.is_nested):  # also those of torch.export, whose sizes may be any
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    try:
+        kind = q.shape, k.shape, has_mask, is_causal, rows
+        return routes[kind] if kind in routes else _learn(q, k, kind)
+    except (RuntimeError, TypeError):  # a nested tensor has no shape, lengths that are symbols have no hash
+        return None
+
+
+def _learn(q: torch.Tensor, k: torch.Tensor, kind: tuple[Any, ...]) -> Route | None:
+    if _policy.when != "faster" or not q.is_cuda or not type(q) is type(k) is torch.Tensor:
+        return None
+    device = q.get_device()
+    agreed = all(chosen(other).thresholds == chosen(device).thresholds for other in range(torch.cuda.device_count()))
+    by = _way(device, *kind) if agreed else None  # `kind` has no device: to ask a tensor for it takes too long
+    tally = None if by is None else _tallies.get(SLOWER) or _new_tally(SLOWER)
+    made = None if by is None or tally is None else Route(tally.add, by)
+    with _lock:
+        if len(routes) >= _MOST_ROUTES:
+            routes.clear()
+        if _policy.when == "faster" and tally in (None, _tallies.get(SLOWER)):  # neither has changed meanwhile
+            routes[kind] = made
+    return made
+
+
+def _way(device: int, q: torch.Size, k: torch.Size, has_mask: bool, is_causal: bool, rows: int) -> int | None:
+    if len(q) != 4 or len(k) != 4 or 0 in q or 0 in k:
+        return None
+    heads, keys = (1, 2) if rows == -2 else (2, 1)
+    sizes = q[0], q[heads], k[heads], q[keys], k[keys], q[3]
+    for masked in (False, True) if is_causal else (False,):
+        threshold = threshold_of(device, kind_of(masked, has_mask), kernel_headdim(q[3]))
+        if is_faster(threshold, Work.of(*sizes, masked)):
+            return None
+    fits = q[0] == k[0] and q[3] == k[3] and q[heads] % k[heads] == 0 and q[3] % 8 == 0  # torch pads other head dims
+    if rows != -2 or has_mask or is_causal or not fits or not prefers_flash(
+            chosen(device).thresholds, q[0], q[heads], q[keys], k[keys], q[3]):
+        return HOST
+    return FLASH if q[heads] == k[heads] else FLASH_GROUPED
+
+
+def is_small(q: torch.Tensor, k: torch.Tensor, has_mask: bool, is_causal: bool, rows: int = -2) -> bool:
+    """Whether the policy leaves a call to the host by its :func:`route`; counts it if so."""
+    known = route(q, k, has_mask, is_causal, rows)
+    if known is None:
         return False
-    if 4 * q.numel() * k.size(rows) >= (LEAST_MASKED if has_mask else LEAST_CAUSAL if is_causal else LEAST_FULL):
-        return False
-    count(SLOWER)
+    known.counted()
     return True
 
 
@@ -291,9 +378,10 @@ def better_elsewhere(call: Call) -> str | None:
     batch, q_heads, kv_heads, queries, keys = call.sizes()
     if call.is_causal and not call.bottom_right:
         keys = min(keys, queries)  # no query sees the others
-    if is_faster(batch, q_heads, kv_heads, queries, keys, q.size(3), call.is_causal, call.mask is not None):
-        return None
-    return SLOWER
+    headdim = q.size(3)
+    threshold = threshold_of(q.get_device(), kind_of(call.is_causal, call.mask is not None), kernel_headdim(headdim))
+    work = Work.of(batch, q_heads, kv_heads, queries, keys, headdim, call.is_causal)
+    return None if is_faster(threshold, work) else SLOWER
 
 
 def refusal(call: Call) -> str | None:

@@ -22,22 +22,29 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from sage_aot.errors import ArgumentError, UnsupportedError
-from sage_aot.integrations._gain import LEAST_KEYS_OF_FLASH, prefers_flash
-from sage_aot.integrations._policy import Call, attend, check_gpu, count, is_hosts_own, is_small, refusal
+from sage_aot.integrations import _policy
+from sage_aot.integrations._policy import (
+    FLASH,
+    Call,
+    attend,
+    check_gpu,
+    count,
+    is_hosts_own,
+    route,
+)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _TORCHS: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
 
-HAS_GQA = "enable_gqa" in (_TORCHS.__doc__ or "")
-"""From torch 2.5 on."""
-
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_peek: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
          dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
@@ -60,14 +67,30 @@ def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask:
     if attn_mask is not None and type(attn_mask) is not torch.Tensor and has_torch_function((attn_mask,)):
         count("a mask of a subclass")
         return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    small = is_small(query, key, attn_mask is not None, is_causal)
-    if small and (key.size(-2) < LEAST_KEYS_OF_FLASH or query.size(-2) == 1):  # here each 0.1 µs of the host counts
-        if scale is None and not enable_gqa:
-            return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal)
-        return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    call = Call(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=enable_gqa)
-    out: torch.Tensor = _torchs_best(call) if small else attend(call, lambda: _torchs_best(call))
-    return out
+    known = None
+    if not _is_dynamo_compiling():
+        try:  # what `route` does, in place: each 0.1 µs of the host counts
+            known = _policy.routes.get((query.shape, key.shape, attn_mask is not None, is_causal, -2))
+        except (RuntimeError, TypeError):
+            known = None
+    if known is None:
+        known = route(query, key, attn_mask is not None, is_causal)
+    if known is None:
+        call = Call(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=enable_gqa)
+        out: torch.Tensor = attend(call, lambda: torchs(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+        return out
+    counted, by = known
+    counted()
+    if by and dropout_p == 0 and (by == FLASH or enable_gqa):
+        flashed = by_flash(query, key, value, scale)
+        if flashed is not None:
+            return flashed
+    if enable_gqa:
+        return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
+    if scale is None:
+        return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal)
+    return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
 
 def torchs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
@@ -83,26 +106,23 @@ def torchs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mas
     return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **grouped)
 
 
-def _torchs_best(call: Call) -> torch.Tensor:
-    """torch's attention: by its FlashAttention where that is faster than the backend that torch chooses."""
-    q, k, v, mask, is_causal, scale, dropout = call[:7]
-    if not _runs_faster_by_flash(call):
-        return torchs(q, k, v, mask, dropout, is_causal, scale, call.grouped)
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, scale=scale)[0]
+def by_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor | None:
+    """The call by torch's FlashAttention; None where the caller has chosen another backend, where torch does more than
+    to call it, and where it does not take the tensors. It checks them itself, so torch's choice is not asked, which
+    takes as long as all of this."""
+    if (v.dtype not in _FLASH_TYPES or not torch._C._get_flash_sdp_enabled()
+            or torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+            or torch.is_autocast_enabled()
+            or _peek() is not None or forward_ad._current_level >= 0):  # is_transformed, in place
+        return None
+    try:
+        out: torch.Tensor = torch._scaled_dot_product_flash_attention(q, k, v, scale=scale)[0]
+    except RuntimeError:  # torch's own choice computes the call, or says what is wrong with it
+        return None
     return out
 
 
-def _runs_faster_by_flash(call: Call) -> bool:
-    """Whether torch's flash backend takes a call, and is expected to be faster than the one that torch chooses."""
-    q, k, v = call[:3]
-    if (call.mask is not None or call.is_causal or not HAS_GQA or torch.compiler.is_compiling() or not q.is_cuda
-            or not q.dim() == k.dim() == 4):
-        return False
-    batch, heads, _, queries, keys = call.sizes()
-    return (prefers_flash(batch, heads, queries, keys) and refusal(call) is None
-            and q.size(3) % 8 == 0  # torch pads others before
-            and not torch.is_autocast_enabled("cuda")
-            and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, call.grouped)))
+_FLASH_TYPES = torch.float16, torch.bfloat16
 
 
 @functools.wraps(_TORCHS, ("__doc__", "__name__"), ())

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_aot
-from sage_aot._cli import bench
+from sage_aot._cli import bench, calibrate
 from sage_aot._tools import reference
-from sage_aot.integrations import Policy, audit, report, reset_report, use
+from sage_aot.integrations import Policy, _calibration, audit, report, reset_report, use
 from sage_aot.integrations._policy import SERVED, SLOWER
 from sage_aot.integrations.distributed import ring_forward
 from sage_aot.integrations.torch import register_flash, replace_sdpa, sdpa
@@ -25,7 +25,10 @@ LARGE = (1, 24, 4608, 128)
 
 
 @pytest.fixture(autouse=True)
-def own_report():
+def built_in_thresholds(monkeypatch):
+    """Whatever was measured on this machine."""
+    monkeypatch.setenv("SAGE_AOT_CALIBRATION", "0")
+    monkeypatch.setattr(_calibration, "_chosen", {})
     reset_report()
 
 
@@ -144,6 +147,40 @@ def test_an_audit():
     expected = reference.measure(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))
     assert [call[:5] for call in calls] == [((1, 4, 500, 64), (1, 4, 500, 64), "HND", True, False)]
     assert calls[0].accuracy == expected and 0.999 < expected.cosine < 1
+
+
+@pytest.mark.parametrize("kv_heads", [32, 8])
+def test_few_queries_run_by_torchs_flash_attention(kv_heads):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("torch chooses its FlashAttention-2 itself on this GPU, or it was not measured there")
+    q, k, v = (torch.randn(1, heads, rows, 128, device="cuda").bfloat16()
+               for heads, rows in ((32, 16), (kv_heads, 8192), (kv_heads, 8192)))
+    grouped = {"enable_gqa": True} if kv_heads < 32 else {}
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        expected = F.scaled_dot_product_attention(q, k, v, scale=0.1, **grouped)
+    with torch.no_grad():
+        assert torch.equal(sdpa(q, k, v, scale=0.1, **grouped), expected)
+        with sdpa_kernel(SDPBackend.MATH):
+            assert not torch.equal(sdpa(q, k, v, scale=0.1, **grouped), expected), "the caller's choice"
+        with pytest.raises(RuntimeError, match="(?i)size|shape|heads"):
+            sdpa(q, k, v[:, :, :-1], scale=0.1, **grouped)
+    if kv_heads < 32:
+        with pytest.raises(RuntimeError):
+            sdpa(q, k, v)
+    assert (sdpa(q.requires_grad_(), k, v, **grouped).sum().backward() or q.grad).abs().sum() > 0
+
+
+def test_calibration(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SAGE_AOT_CALIBRATION", str(tmp_path))
+    for name, seconds in {"SECONDS_OF_CALLS": 10, "SECONDS": 14}.items():
+        monkeypatch.setattr(calibrate, name, seconds)
+    assert calibrate.main(str(tmp_path / "times.json")) == 0
+    assert _calibration.choose(0).source.startswith("measured by sage-aot calibrate")
+    times = json.loads((tmp_path / "times.json").read_text())
+    assert len(times["rows"]) > 10 and len(times["flash"]) > 10
+    for row in times["rows"]:
+        assert all(1 < way["gpu"] < 1e5 and 1 < way["wall"] < 1e5 for way in row["ways"].values())
+    assert "wrote" in capsys.readouterr().out and report() == {SERVED: report()[SERVED]}
 
 
 def test_the_bench(tmp_path, capsys):

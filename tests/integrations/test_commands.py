@@ -68,11 +68,11 @@ def test_a_row_compares_with_the_fastest_of_torchs_backends():
 
 def test_ways_are_timed_in_turns_and_by_their_shortest_rounds(monkeypatch):
     order, taken = [], {"A": iter(range(20, 0, -1)), "B": iter(range(1, 20))}
-    monkeypatch.setattr(bench, "_Timer", lambda way: SimpleNamespace(
+    monkeypatch.setattr(bench, "_Timer", lambda way, effort: SimpleNamespace(
         measure=lambda: order.append(way) or Times(next(taken[way]), 5)))
-    assert bench.timed({"a": "A", "b": "B"}) == {"a": (21 - bench.ROUNDS, 5), "b": (1, 5)}
+    assert bench.timed({"a": "A", "b": "B"}) == {"a": (21 - bench.THOROUGH.rounds, 5), "b": (1, 5)}
     rounds = [order[first:first + 2] for first in range(0, len(order), 2)]
-    assert len(rounds) == bench.ROUNDS and ["A", "B"] in rounds and ["B", "A"] in rounds
+    assert len(rounds) == bench.THOROUGH.rounds and ["A", "B"] in rounds and ["B", "A"] in rounds
     assert all(sorted(turns) == ["A", "B"] for turns in rounds)
 
 
@@ -91,6 +91,7 @@ def test_a_shape_without_memory_is_left_out(monkeypatch, capsys, tmp_path):
         bench._takes_it(Way(work))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(bench, "check_gpu", lambda: None)
     monkeypatch.setattr(bench, "measured", lambda shape: ROW if shape.batch == 1 else work())
     file = tmp_path / "bench.json"
@@ -104,12 +105,12 @@ def test_a_shape_without_memory_is_left_out(monkeypatch, capsys, tmp_path):
 
 def test_a_wrong_output_is_not_timed():
     right = torch.randn(2, 3, 5, 8)
-    bench._check("attn", right, right)
+    bench.check_output("attn", right, right)
     one_head = right.clone()
     one_head[-1, -1] *= -1
     for wrong in (right.roll(1, 2), one_head, right * torch.nan):
         with pytest.raises(sage_aot.UnsupportedError, match="attn: expected a cosine of at least 0.998 with torch's"):
-            bench._check("attn", wrong, right)
+            bench.check_output("attn", wrong, right)
 
 
 def test_the_picture(tmp_path, capsys, monkeypatch):
@@ -125,6 +126,7 @@ def test_the_picture(tmp_path, capsys, monkeypatch):
 def test_a_missing_matplotlib_is_said_before_the_work(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(bench, "check_gpu", lambda: None)
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
     monkeypatch.setattr(bench, "measured", lambda shape: ROW)

@@ -399,7 +399,7 @@ def test_small_calls_go_to_the_native_backend(monkeypatch):
 def test_small_is_a_matter_of_queries_and_keys(monkeypatch, fewer, reason):
     """And not of heads, which stand where other layouts have the keys."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(_policy, "LEAST_FULL", 4 * Q.numel() * 40 + fewer)
+    monkeypatch.setattr(_policy, "threshold_of", lambda *kind: (0, 4 * Q.numel() * 40 + fewer))
     monkeypatch.setattr(_policy, "better_elsewhere", lambda call: "the full path")
     with use(Policy()):
         integration.attention(Q, K, K)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
+import copy
+import dataclasses
 import json
 import logging
 import math
+import pickle
 import sys
 import threading
 from pathlib import Path
@@ -18,15 +20,16 @@ from torch.autograd import forward_ad
 
 import sage_aot
 from sage_aot.errors import ArgumentError, UnsupportedError
-from sage_aot.integrations import Policy, _policy, report, reset_report, use
+from sage_aot.integrations import Policy, _calibration, _policy, report, reset_report, use
 from sage_aot.integrations._gain import (
-    CAUSAL,
-    FULL,
-    LEAST_CAUSAL,
-    LEAST_FULL,
-    LEAST_MASKED,
-    MASKED,
+    HEADDIMS,
+    KINDS,
+    NEVER,
+    Work,
+    built_in,
     is_faster,
+    kernel_headdim,
+    kind_of,
     prefers_flash,
 )
 from sage_aot.integrations._policy import SLOWER, Call, attend, is_small, key_mask_of, refusal
@@ -211,6 +214,13 @@ def test_the_output_lies_in_memory_as_q_does(v_headdim):
 
 # --- where it is faster -----------------------------------------------------------------------------------------------
 
+H200, _ = built_in((9, 0))
+
+
+def faster(batch, q_heads, kv_heads, queries, keys, headdim, is_causal, has_mask, thresholds=H200):
+    threshold = thresholds.calls[kind_of(is_causal, has_mask), kernel_headdim(headdim)]
+    return is_faster(threshold, Work.of(batch, q_heads, kv_heads, queries, keys, headdim, is_causal))
+
 
 @pytest.mark.parametrize(("shape", "is_causal", "has_mask", "expected"), [
     # batch, q heads, kv heads, queries, keys, headdim: as measured on an H200
@@ -229,7 +239,7 @@ def test_the_output_lies_in_memory_as_q_does(v_headdim):
     ((8, 32, 8, 512, 512, 128), False, False, False),
 ])
 def test_shapes_are_served_where_sage_aot_was_faster(shape, is_causal, has_mask, expected):
-    assert is_faster(*shape, is_causal, has_mask) is expected
+    assert faster(*shape, is_causal, has_mask) is expected
 
 
 LOG = Path(__file__).parents[2] / "bench/results/h200-2026-11-25-crossover/crossover.json"
@@ -241,7 +251,7 @@ def test_what_is_served_was_at_least_as_fast_in_the_log():
         torchs = [row[name] for name in ("sdpa", "cudnn", "flash", "efficient") if row[name]]
         gain = min(min(way[clock] for way in torchs) / row["ours"][clock] for clock in ("gpu", "wall"))
         sizes = (row[name] for name in ("batch", "heads", "kv_heads", "queries", "keys", "headdim"))
-        if is_faster(*sizes, row["kind"] == "causal", row["kind"] == "padded"):
+        if faster(*sizes, row["kind"] == "causal", row["kind"] == "padded"):
             assert gain >= 1, row
             served += 1
         else:
@@ -251,27 +261,94 @@ def test_what_is_served_was_at_least_as_fast_in_the_log():
 
 def test_flash_was_faster_in_the_log_where_it_is_preferred():
     rows = [row for row in json.loads(LOG.read_text())["rows"] if row["kind"] == "full" and prefers_flash(
-        *(row[name] for name in ("batch", "heads", "queries", "keys")))]
+        H200, *(row[name] for name in ("batch", "heads", "queries", "keys", "headdim")))]
     ratios = [row["sdpa"][clock] / row["flash"][clock] for row in rows for clock in ("gpu", "wall")]
     assert len(rows) == 30 and 1.04 < min(ratios) and 4.4 < max(ratios) < 4.5
 
 
 @pytest.mark.parametrize(("shape", "expected"), [
     ((1, 32, 16, 2048), True), ((1, 32, 16, 2047), False), ((1, 33, 16, 2048), False), ((2, 16, 2, 2048), True),
-    ((1, 32, 1, 8192), False), ((1, 32, 128, 8192), True), ((1, 32, 128, 8191), False), ((1, 32, 129, 9000), False)])
+    ((1, 32, 1, 8192), False), ((1, 32, 128, 8192), True), ((1, 32, 128, 8191), False), ((1, 32, 129, 9000), False),
+    ((1, 1, 16, 2048), True), ((1, 32, 16, 100000), True), ((1, 32, 17, 2048), False), ((1, 32, 17, 8192), True)])
 def test_few_queries_prefer_flash(shape, expected):
-    assert prefers_flash(*shape) is expected
+    for headdim in (16, 64, 96, 256):
+        assert prefers_flash(H200, *shape, headdim) is expected
+        assert not prefers_flash(built_in((8, 0))[0], *shape, headdim), "torch chooses it itself there"
+    assert not prefers_flash(H200, *shape, 257)
+
+
+def test_flash_is_preferred_where_all_corners_around_a_shape_do():
+    around = {(64, heads, 16, keys) for heads in (32, 768) for keys in (128, 512)}
+    thresholds = H200._replace(flash=frozenset(around))
+    assert prefers_flash(thresholds, 2, 24, 16, 200, 64) and prefers_flash(thresholds, 4, 8, 16, 128, 64)
+    for shape in ((2, 24, 16, 513, 64), (2, 24, 17, 200, 64), (1, 31, 16, 200, 64), (2, 24, 16, 200, 65),
+                  (2, 24, 16, 200, 32), (2, 24, 16, 127, 64)):
+        assert not prefers_flash(thresholds, *shape), shape
+    assert prefers_flash(thresholds, 99, 99, 16, 200, 64), "more heads than in the grid are as its last"
+    for corner in around:
+        assert not prefers_flash(H200._replace(flash=frozenset(around - {corner})), 2, 24, 16, 200, 64)
 
 
 def test_thresholds_hold_for_head_dims_up_to_their_own():
     def least(headdim, is_causal=False, has_mask=False):
-        return next(n for n in range(256, 20000, 16) if is_faster(1, 24, 24, n, n, headdim, is_causal, has_mask))
+        return next(n for n in range(256, 20000, 16) if faster(1, 24, 24, n, n, headdim, is_causal, has_mask))
 
-    assert FULL.keys() == CAUSAL.keys() == {64, 128, 256}
     assert least(65) > least(128) and least(40) > least(64) and least(129) > least(256)
-    assert least(128, has_mask=True) < least(128) and MASKED.at_least > 0
+    assert least(128, has_mask=True) < least(128)
     # the operations of a causal mask: half of the square, and what lies left of it
-    assert is_faster(1, 24, 24, 1024, 20000, 64, True, False) and not is_faster(1, 24, 24, 1024, 1024, 64, True, False)
+    assert faster(1, 24, 24, 1024, 20000, 64, True, False) and not faster(1, 24, 24, 1024, 1024, 64, True, False)
+
+
+MODELS = {"Wan 14B 720p": (1, 40, 40, 75600, 75600, 128), "Llama 3 8B": (1, 32, 8, 32768, 32768, 128)}
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1)])
+def test_every_chip_with_fast_kernels_has_thresholds(capability):
+    thresholds, source = built_in(capability)
+    assert thresholds.calls.keys() == {(kind, headdim) for kind in KINDS for headdim in HEADDIMS}
+    assert ("measured" in source) == (capability == (9, 0)) and ("estimated" in source) == (capability != (9, 0))
+    for shape in MODELS.values():
+        assert all(faster(*shape, is_causal, False, thresholds) for is_causal in (False, True))
+    for headdim in HEADDIMS:
+        assert not faster(1, 32, 8, 1, 8192, headdim, False, False, thresholds), "decoding"
+        assert not faster(64, 12, 12, 128, 128, headdim, False, False, thresholds), "an encoder"
+
+
+REBUILT = Path(__file__).parents[2] / "bench/results/h100-2026-11-26-rebuilt/rebuilt.json"
+
+
+@pytest.mark.parametrize(("arch", "capability"), [("sm80", (8, 0)), ("sm86", (8, 6)), ("sm80", (8, 9)),
+                                                  ("sm80", (12, 0))])
+def test_what_is_served_elsewhere_was_faster_with_rebuilt_kernels(arch, capability):
+    thresholds, _ = built_in(capability)
+    served = 0
+    for row in json.loads(REBUILT.read_text()):
+        n = row["n"]
+        if faster(4, 32, 32, n, n, row["d"], row["causal"], False, thresholds):
+            assert row[f"our {arch} call"] > row["flash2"], row
+            served += 1
+    assert served >= 4
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (11, 0), (13, 0), (9, 9)])
+def test_chips_that_run_amperes_sources_leave_every_call_to_torch(capability):
+    thresholds, source = built_in(capability)
+    assert set(thresholds.calls.values()) == {NEVER} and "coverage" in source and not thresholds.flash
+    assert not any(faster(*shape, False, False, thresholds) for shape in MODELS.values())
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_a_b200_computes_all_calls_by_torch(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setenv("SAGE_AOT_CALIBRATION", "0")
+    monkeypatch.delitem(_calibration._chosen, -1)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    q = torch.empty(1, 1, 1, 64).expand(8, 40, 32768, 64)
+    with use(Policy()):
+        for options in ({}, {"is_causal": True}, {"mask": torch.ones(8, 1, 1, 32768).bool()}):
+            assert attend(Call(q, q, q, **options), lambda: 1) == 1
+            assert is_small(q, q, "mask" in options, "is_causal" in options)
+    assert report() == {SLOWER: 6}
 
 
 def test_calls_on_the_cpu_and_slower_calls_are_the_hosts(monkeypatch):
@@ -282,44 +359,127 @@ def test_calls_on_the_cpu_and_slower_calls_are_the_hosts(monkeypatch):
     assert report() == {"tensors on the CPU": 1, SLOWER: 1}
 
 
-@pytest.mark.parametrize(("q", "k", "rows"), [((3, 4, 8, 64), (3, 2, 5, 64), -2), ((3, 8, 4, 64), (3, 5, 2, 64), 1)])
-@pytest.mark.parametrize(("has_mask", "is_causal", "bound"), [
-    (True, False, "LEAST_MASKED"), (True, True, "LEAST_MASKED"), (False, True, "LEAST_CAUSAL"),
-    (False, False, "LEAST_FULL")])
-def test_small_calls_are_left_to_the_host_at_once(monkeypatch, q, k, rows, has_mask, is_causal, bound):
-    q, k = torch.empty(q), torch.empty(k)
+# --- routes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threshold(monkeypatch):
+    """Sets the operations from which a call is faster, by kind; all are CUDA tensors."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+
+    def set_to(**least):
+        reset_report()
+        monkeypatch.setattr(_policy, "threshold_of", lambda device, kind, headdim: (0, least[kind]))
+    return set_to
+
+
+@pytest.mark.parametrize(("q", "k", "rows"), [((3, 4, 8, 64), (3, 2, 5, 64), -2), ((3, 8, 4, 64), (3, 5, 2, 64), 1)])
+@pytest.mark.parametrize(("has_mask", "is_causal", "kind"), [
+    (True, False, "padded"), (False, True, "full"), (False, False, "full")])
+def test_slower_calls_are_left_to_the_host_at_once(threshold, q, k, rows, has_mask, is_causal, kind):
+    q, k = torch.empty(q), torch.empty(k)
     operations = 4 * 3 * 4 * 8 * 5 * 64  # for each pair of a query and a key and each channel
     for least, small in ((operations, False), (operations + 1, True)):
-        monkeypatch.setattr(_policy, bound, least)
+        threshold(**{"full": 1e15, "causal": 1e15, "padded": 1e15, kind: least})
         with use(Policy()):
-            assert is_small(q, k, has_mask, is_causal, rows) is small
+            assert all(is_small(q, k, has_mask, is_causal, rows) is small for _ in range(3))
+        assert report() == ({SLOWER: 3} if small else {})
         assert not is_small(q, k, has_mask, is_causal, rows), "the policy serves whatever is possible"
-    assert report() == {SLOWER: 1}
+
+
+def test_a_causal_call_has_a_route_where_neither_mask_is_faster(threshold):
+    """Hosts that may mean no mask ask so."""
+    q, k = torch.empty(1, 2, 8, 64), torch.empty(1, 2, 8, 64)
+    half = 4 * 2 * 8 * 8 * 64 // 2
+    for causal, full, small in ((half, 1e15, False), (half + 1, 1e15, True), (half + 1, 2 * half, False)):
+        threshold(causal=causal, full=full)
+        with use(Policy()):
+            assert is_small(q, k, False, True) is small
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_calls_without_a_route(threshold):
+    threshold(full=1e15)
+    q, three = torch.empty(1, 2, 8, 64), torch.empty(2, 8, 64)
+    strided = torch.nested.nested_tensor([torch.ones(2, 3, 64), torch.ones(2, 5, 64)])
     with use(Policy()):
-        assert not is_small(NESTED, NESTED, has_mask, is_causal)
-        monkeypatch.setattr(torch.Tensor, "is_cuda", False)
-        assert not is_small(q, k, has_mask, is_causal, rows), "its reason is the device"
+        for pair in ((NESTED, NESTED), (strided, strided), (three, three), (q[:, :, :0], q), (q, q[:, :, :0])):
+            assert not is_small(*pair, False, False)
+        assert not is_small(torch.nn.Parameter(q), q, False, False)
+        assert is_small(q, q, False, False)
+    assert report() == {SLOWER: 1}
 
 
-def test_no_small_call_is_faster():
-    masks = (False, False, LEAST_FULL), (True, False, LEAST_CAUSAL), (False, True, LEAST_MASKED)
-    for headdim, (is_causal, has_mask, least) in itertools.product((64, 128, 256), masks):
-        for keys in (4096, 64):  # with 64 the causal mask saves half
-            queries = next(n for n in range(64, 10**7, 64)
-                           if is_faster(1, 24, 2, n, max(n, keys), headdim, is_causal, has_mask))
-            assert 4 * 24 * queries * max(queries, keys) * headdim >= least > 1e9
+def test_routes_end_with_their_policy_and_report(threshold):
+    q = torch.empty(1, 2, 8, 64)
+    threshold(full=1e15)
+    with use(Policy()):
+        assert is_small(q, q, False, False) and report() == {SLOWER: 1}
+        with use(Policy("possible")):
+            assert not is_small(q, q, False, False)
+        with use(Policy(otherwise="raise")):
+            assert is_small(q, q, False, False) and report() == {SLOWER: 2}
+        reset_report()
+        assert is_small(q, q, False, False) and report() == {SLOWER: 1}
+
+
+def test_routes_are_bounded(threshold, monkeypatch):
+    threshold(full=1e15)
+    monkeypatch.setattr(_policy, "_MOST_ROUTES", 4)
+    with use(Policy()):
+        for n in range(1, 30):
+            q = torch.empty(1, 1, n, 64)
+            assert is_small(q, q, False, False) and len(_policy.routes) <= 4
+    assert report() == {SLOWER: 29}
+
+
+def test_gpus_that_differ_have_no_routes(monkeypatch, threshold):
+    """A route is looked up without asking for the device."""
+    threshold(full=1e15)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    q = torch.empty(1, 2, 8, 64)
+    for other, small in ((H200, True), (built_in((8, 0))[0], False)):
+        _policy.routes.clear()
+        monkeypatch.setattr(_policy, "chosen", lambda device, other=other: _calibration.Chosen(
+            other if device == 1 else H200, "a test"))
+        _policy._routes_of["faster"].clear()
+        with use(Policy()):
+            assert is_small(q, q, False, False) is small
+            assert attend(Call(q, q, q), lambda: "host") == "host"
+
+
+def test_threads_learn_and_forget_routes_together(threshold):
+    threshold(full=1e15)
+    q, stop, wrong = torch.empty(1, 2, 8, 64), threading.Event(), []
+
+    def ask():
+        while not stop.is_set():
+            if not is_small(q, q, False, False):
+                wrong.append("a call without its route")
+
+    with use(Policy()):
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            reset_report()
+        stop.set()
+        for thread in threads:
+            thread.join()
+        reset_report()
+        assert not wrong and is_small(q, q, False, False) and report() == {SLOWER: 1}
 
 
 def test_keys_that_no_query_sees_do_not_count_as_work(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(_policy, "is_faster", lambda *args: asked.append(args))
+    monkeypatch.setattr(_policy, "is_faster", lambda threshold, work: asked.append((threshold, work)))
     with use(Policy()):
         for described in (call(is_causal=True), call(is_causal=True, bottom_right=True), call(mask=mask(1, 40))):
             attend(described, lambda: None)
-    assert asked == [(2, 4, 4, 30, 30, 64, True, False), (2, 4, 4, 30, 40, 64, True, False),
-                     (2, 4, 4, 30, 40, 64, False, True)]
+    assert asked == [(H200.calls["causal", 64], Work.of(2, 4, 4, 30, 30, 64, True)),
+                     (H200.calls["causal", 64], Work.of(2, 4, 4, 30, 40, 64, True)),
+                     (H200.calls["padded", 64], Work.of(2, 4, 4, 30, 40, 64, False))]
 
 
 # --- policies and the report ------------------------------------------------------------------------------------------
@@ -354,6 +514,31 @@ def test_a_policy_keeps_its_options():
     policy = Policy(options=options)
     options["smooth_v"] = "yes"
     assert policy.options == {"smooth_v": True}
+
+
+def test_policies_have_hashes_by_value():
+    made = [Policy("possible", "raise", {"smooth_v": True, "qk": "int4"}) for _ in range(2)]
+    assert len({*made, Policy("possible", "raise", {"qk": "int4", "smooth_v": True})}) == 1
+    others = {Policy(), Policy("possible"), Policy(otherwise="raise"), Policy(options={"smooth_v": True}),
+              Policy(options={"smooth_v": False}), Policy(options={"qk": "int4"})}
+    assert len(others) == 6
+    for way in (lambda x: pickle.loads(pickle.dumps(x)), copy.copy, copy.deepcopy, dataclasses.replace):
+        assert way(made[0]) == made[0] and hash(way(made[0])) == hash(made[0])
+    assert dataclasses.asdict(made[0])["options"] == {"smooth_v": True, "qk": "int4"}
+    assert repr(Policy(options={"qk": "int4"})) == "Policy(when='faster', otherwise='host', options={'qk': 'int4'})"
+
+
+@pytest.mark.parametrize("change", [
+    lambda x: x.__setitem__("qk", "int8"), lambda x: x.update(qk="int8"), lambda x: x.clear(), lambda x: x.pop("qk"),
+    lambda x: x.popitem(), lambda x: x.setdefault("smooth_v", True), lambda x: x.__delitem__("qk"),
+    lambda x: x.__ior__({"qk": "int8"})])
+def test_the_options_of_a_policy_stay(change):
+    policy = Policy(options={"qk": "int4"})
+    with pytest.raises(TypeError, match="the options of a Policy stay as they are; make another with dataclasses"):
+        change(policy.options)
+    assert policy.options == {"qk": "int4"}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.when = "possible"
 
 
 def test_a_policy_is_no_word():

@@ -260,10 +260,8 @@ def test_torch_before_grouped_heads(monkeypatch, qkv):
         return query + (scale or 0)
 
     monkeypatch.setattr(integration, "_TORCHS", of_torch_24)
-    monkeypatch.setattr(integration, "HAS_GQA", False)
     assert torch.equal(sdpa(*qkv, dropout_p=0.5), qkv[0])
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(integration, "SDPAParams", lambda *six: {}["a seventh"])
     with use(Policy()):
         assert torch.equal(sdpa(*qkv, scale=2.0), qkv[0] + 2)
         assert torch.equal(sdpa(*few_queries()), few_queries()[0])
@@ -370,7 +368,7 @@ def test_the_gpu_at_hand_is_asked(monkeypatch):
     ({}, (False, False)), ({"is_causal": True}, (False, True)), ({"attn_mask": MASK}, (True, False))], ids=str)
 def test_what_small_means_depends_on_the_mask(monkeypatch, qkv, options, expected):
     asked = []
-    monkeypatch.setattr(integration, "is_small", lambda q, k, *mask: asked.append(mask))
+    monkeypatch.setattr(integration, "route", lambda q, k, *mask: asked.append(mask))
     sdpa(*qkv, **options)
     assert asked == [expected]
 
@@ -381,28 +379,76 @@ def few_queries(*, keys=2048, headdim=64, v_headdim=64, kv_heads=4, dtype=torch.
     return q.requires_grad_(grad), k, v
 
 
-@pytest.mark.parametrize(("tensors", "options", "torch_says", "by_flash"), [
+@pytest.mark.parametrize(("tensors", "options", "torch_says", "flashed"), [
     ({}, {}, {}, True), ({"kv_heads": 2}, {"enable_gqa": True}, {}, True),
     ({"headdim": 32, "v_headdim": 32}, {}, {}, True), ({"kv_heads": 2}, {}, {}, False), ({"keys": 2047}, {}, {}, False),
     ({"headdim": 60, "v_headdim": 60}, {}, {}, False), ({"grad": True}, {}, {}, False),
-    ({}, {"is_causal": True}, {}, False),
+    ({"dtype": torch.float32}, {}, {}, False), ({}, {"is_causal": True}, {}, False),
     ({}, {"attn_mask": torch.ones(1, 1, 1, 2048).bool()}, {}, False), ({}, {"dropout_p": 0.5}, {}, False),
-    ({}, {}, {"is_cuda": False}, False), ({}, {}, {"can_use_flash_attention": False}, False),
-    ({}, {}, {"is_autocast_enabled": True}, False)], ids=str)
-def test_few_queries_run_by_flash(monkeypatch, tensors, options, torch_says, by_flash):
+    ({}, {}, {"is_cuda": False}, False), ({}, {}, {"takes_it": False}, False),
+    ({}, {}, {"is_autocast_enabled": True}, False), ({}, {}, {"enabled": False}, False),
+    ({}, {}, {"is_transformed": True}, False)], ids=str)
+def test_few_queries_run_by_flash(monkeypatch, tensors, options, torch_says, flashed):
     """What a GPU would do, where torch would choose cuDNN: both ways are stand-ins here."""
-    says = {"is_cuda": True, "can_use_flash_attention": True, "is_autocast_enabled": False, **torch_says}
+    says = {"is_cuda": True, "takes_it": True, "is_autocast_enabled": False, "enabled": True, "is_transformed": False,
+            **torch_says}
+
+    def by_flash(q, k, v, scale):
+        if not says["takes_it"]:
+            raise RuntimeError("FlashAttention expects something else")
+        ran.append(f"flash, {scale}")
+        return (None if ran[1:] else q,)
+
     monkeypatch.setattr(torch.Tensor, "is_cuda", says["is_cuda"])
-    monkeypatch.setattr(integration, "can_use_flash_attention", lambda params: (
-        params.enable_gqa is options.get("enable_gqa", False) and says["can_use_flash_attention"]))
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: says["is_autocast_enabled"])
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: says["is_autocast_enabled"])
+    monkeypatch.setattr(integration, "_peek", lambda: says["is_transformed"] or None)
+    monkeypatch.setattr(torch, "_scaled_dot_product_flash_attention", by_flash)
     ran = []
     monkeypatch.setattr(integration, "_TORCHS", lambda *args, **options: ran.append("torch's choice"))
-    operator = SimpleNamespace(default=lambda *args, scale: ran.append(f"flash, {scale}") or (None,))
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", operator)
+    before = torch.backends.cuda.flash_sdp_enabled()
+    torch.backends.cuda.enable_flash_sdp(says["enabled"])
+    try:
+        with use(Policy()):
+            for _ in range(2):  # the second call finds its route
+                sdpa(*few_queries(**tensors), scale=0.3, **options)
+                assert ran == ["flash, 0.3" if flashed else "torch's choice"]
+                ran.clear()
+    finally:
+        torch.backends.cuda.enable_flash_sdp(before)
+    assert report() == {SLOWER if says["is_cuda"] else "tensors on the CPU": 2}
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"scale": 0.3}, {"attn_mask": MASK}, {"enable_gqa": True},
+                                     {"scale": 0.3, "enable_gqa": True}], ids=str)
+def test_calls_with_a_route_are_torchs_whole(monkeypatch, qkv, options):
+    q, k, v = qkv
+    k, v = (x[:, :2] for x in (k, v)) if "enable_gqa" in options else (k, v)
+    expected = captured(q, k, v, **options)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with use(Policy()):
-        sdpa(*few_queries(**tensors), scale=0.3, **options)
-    assert ran == ["flash, 0.3" if by_flash else "torch's choice"]
+        for _ in range(2):
+            assert torch.equal(sdpa(q, k, v, **options), expected)
+    assert report() == {SLOWER: 2}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_without_a_shape_have_no_route(monkeypatch):
+    nested = torch.nested.nested_tensor([torch.ones(2, 3, 64), torch.ones(2, 5, 64)])  # strided: its type is Tensor
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with use(Policy()):
+        assert torch.equal(sdpa(nested, nested, nested).to_padded_tensor(0.0),
+                           captured(nested, nested, nested).to_padded_tensor(0.0))
+    assert report() == {"tensors that are nested, sparse or of a subclass": 1}
+
+
+def test_compiled_calls_learn_no_route(monkeypatch, qkv):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with use(Policy()):
+        compiled = torch.compile(lambda *args: sdpa(*args), backend="eager", fullgraph=True, dynamic=True)
+        for length in (40, 30, 20):
+            short = [x[:, :, :length] for x in qkv]
+            torch.testing.assert_close(compiled(*short), captured(*short))
+        assert not _policy.routes and report() == {}
 
 
 # --- torch's flash attention ------------------------------------------------------------------------------------------
