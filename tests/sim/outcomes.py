@@ -56,7 +56,7 @@ class Outcomes:
 
     def _key(self, subject: Simulated, spec: AttnSpec, calls: Sequence[object]) -> str:
         libraries = (_digest(subject.build.library(name)) for name in sorted(kernels_of(spec)))
-        decides = self.sources, *_settings(), _engine_digest(), *libraries, spec.name, *map(repr, calls)
+        decides = self.sources, *_settings(), _engine_digest(), *libraries, *map(repr, calls)
         return hashlib.sha256("\n".join(decides).encode()).hexdigest()
 
 
