@@ -129,7 +129,8 @@ def test_the_outcome_of_a_test_is_kept_where_it_passes(pytestconfig, when, passe
     hooks = pytestconfig.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
     kept, of_session, of_test = Kept("sources"), pytest.Stash(), pytest.Stash()
     of_session[hooks._KEPT], of_test[hooks._TIMED] = kept, Timed(PASSED, 0.0, 0.0, {"key": b"outcome"}, 0)
-    item = SimpleNamespace(config=SimpleNamespace(stash=of_session), stash=of_test, get_closest_marker=lambda name: None)
+    item = SimpleNamespace(config=SimpleNamespace(stash=of_session), stash=of_test,
+                           get_closest_marker=lambda name: None)
     hook = hooks.pytest_runtest_makereport(item, SimpleNamespace(when=when))
     next(hook)
     with pytest.raises(StopIteration):
