@@ -59,9 +59,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     kept = config.stash.get(_KEPT, None)
     if kept and kept.recalled:
-        terminalreporter.write_line(f"{kept.recalled} outcomes of simulated calls are those of runs with the same kernels, "
-                                    f"engine and Python; {len(kept.made)} were simulated. `-m by_workers` simulates "
-                                    "all.")
+        terminalreporter.write_line(f"{kept.recalled} outcomes of simulated calls are kept from runs with the same "
+                                    f"kernels, engine and Python; {len(kept.made)} were simulated. `-m by_workers` "
+                                    "simulates all.")
     left_out = config.stash[_PLANTED].left_out if _PLANTED in config.stash else 0
     if left_out:
         terminalreporter.write_line(f"{left_out} tests of planted bugs are left out: all of them passed on these "
