@@ -48,19 +48,25 @@ class Cache:
         return cls(default_folder() if name is None else Path(name).resolve() if name else None)
 
     def restore(self, key: str, files: Sequence[Path]) -> bool:
-        """Make files hold what was kept of them under a key, a sha256 in hex; False where nothing was, or where the
-        entry is damaged or of another key."""
+        """Make files hold what was kept of them under a key; False where :meth:`read` finds nothing."""
+        blobs = self.read(key)
+        if blobs is None or len(blobs) != len(files):
+            return False
+        for file, blob in zip(files, blobs):
+            write_if_changed(file, blob)
+        return True
+
+    def read(self, key: str) -> list[bytes] | None:
+        """What was kept under a key, a sha256 in hex; None where nothing was, or where the entry is damaged or of
+        another key."""
         path = self._path(key)
         try:
             blobs = _unpacked(key, path.read_bytes()) if path else None
         except OSError:
-            return False
-        if path is None or blobs is None or len(blobs) != len(files):
-            return False
-        for file, blob in zip(files, blobs):
-            write_if_changed(file, blob)
-        _mark_used(path)
-        return True
+            return None
+        if path and blobs is not None:
+            _mark_used(path)
+        return blobs
 
     def keep(self, entries: Mapping[str, Sequence[bytes]]) -> None:
         """Keep the contents of files under their keys. Where the folder takes none, say so and go on: nothing depends

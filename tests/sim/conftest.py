@@ -1,8 +1,8 @@
 """Tests marked `by_workers(does=function)` leave their work to other processes, from the start of the session on: their
 fixture `outcome` is what `function(build, **parameters)` returned for their own parameters.
 
-Tests marked `planted`, which plant bugs, are left out where a whole run left a stamp (stamp.py) and nobody asks for
-them by name.
+Where nobody asks for tests by name, what was simulated before is not repeated: tests marked `planted`, which plant
+bugs, are left out where a whole run left a stamp (stamp.py); of others the outcome is kept (outcomes.py).
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from typing import Any
 
 import pytest
 from drawn import variants_of
+from outcomes import Outcomes
 from simbuild import Build
-from stamp import Planted, asked_by_name
+from stamp import Kept, Planted, asked_by_name
 from variants_on_cpu import SIMULATED, variant
-from workers import Workers
+from workers import Timed, Workers
 
 from sage_aot._kernels.spec import AttnSpec
 
-_WORKERS, _OUTCOMES = pytest.StashKey[Workers](), pytest.StashKey[dict[str, Future[Any]]]()
-_PLANTED = pytest.StashKey[Planted]()
+_WORKERS, _OUTCOMES = pytest.StashKey[Workers](), pytest.StashKey[dict[str, Future[Timed[Any]]]]()
+_PLANTED, _KEPT = pytest.StashKey[Planted](), pytest.StashKey[Kept]()
+_TIMED = pytest.StashKey[Timed[Any]]()
+"""Of a test: what a worker returned."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -30,8 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     planted = [item for item in items if item.get_closest_marker("planted")]
     if planted:
         config.stash[_PLANTED] = of_session = Planted()
-        by_name = asked_by_name(config.option.markexpr, config.option.keyword, config.args)
-        if not by_name and of_session.passed_before:
+        if not _by_name(config) and of_session.passed_before:
             of_session.left_out = len(planted)
             items[:] = [item for item in items if not item.get_closest_marker("planted")]
             config.hook.pytest_deselected(items=planted)
@@ -43,15 +45,23 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if call.when == "call" and report.passed and item.get_closest_marker("planted"):
         item.config.stash[_PLANTED].passed.add(item.nodeid)
+    if call.when == "call" and report.passed and _TIMED in item.stash:
+        item.config.stash[_KEPT].passed(item.stash[_TIMED].made, item.stash[_TIMED].recalled)
     return report
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if _PLANTED in session.config.stash:
-        session.config.stash[_PLANTED].finish()
+    for key in (_PLANTED, _KEPT):
+        if key in session.config.stash:
+            session.config.stash[key].finish()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    kept = config.stash.get(_KEPT, None)
+    if kept and kept.recalled:
+        terminalreporter.write_line(f"{kept.recalled} outcomes of simulated calls are kept from runs with the same "
+                                    f"kernels, engine and Python; {len(kept.made)} were simulated. `-m by_workers` "
+                                    "simulates all.")
     left_out = config.stash[_PLANTED].left_out if _PLANTED in config.stash else 0
     if left_out:
         terminalreporter.write_line(f"{left_out} tests of planted bugs are left out: all of them passed on these "
@@ -63,7 +73,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     specs = {spec for item in session.items for spec in _specs(item)}
     if not specs or session.config.option.collectonly:
         return
-    session.config.stash[_WORKERS] = workers = Workers(sorted(specs, key=lambda spec: spec.name))
+    session.config.stash[_KEPT] = kept = Kept()
+    session.config.stash[_WORKERS] = workers = Workers(
+        sorted(specs, key=lambda spec: spec.name), Outcomes(kept.sources, repeat=_by_name(session.config)))
     session.config.stash[_OUTCOMES] = {
         item.nodeid: workers.submit(item.get_closest_marker("by_workers").kwargs["does"], **_parameters(item))
         for item in session.items if "outcome" in _fixtures(item)}
@@ -77,6 +89,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture
 def outcome(request: pytest.FixtureRequest) -> Any:
     timed = request.config.stash[_OUTCOMES][request.node.nodeid].result()
+    request.node.stash[_TIMED] = timed
     planted = request.node.get_closest_marker("planted")
     request.node.user_properties += [("tests/sim: kernels compiled for the CPU", timed.compiling),
                                      (f"tests/sim: {'planted bugs' if planted else 'calls'}", timed.calling)]
@@ -104,6 +117,10 @@ def _specs(item: pytest.Item) -> Iterator[AttnSpec]:
         yield variant(parameters["name"])
     else:
         yield from SIMULATED
+
+
+def _by_name(config: pytest.Config) -> bool:
+    return asked_by_name(config.option.markexpr, config.option.keyword, config.args)
 
 
 def _fixtures(item: pytest.Item) -> list[str]:

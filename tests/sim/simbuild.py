@@ -92,8 +92,13 @@ def build_matrix(specs: Iterable[AttnSpec], project: Project = PROJECT, base: Bu
     return made
 
 
+def kernels_of(spec: AttnSpec) -> list[str]:
+    """An attention kernel, those of its calls, and those of their backward passes."""
+    kernel = next(kernel for kernel in matrix().kernels if kernel.spec == spec)
+    return [spec.name, *_others(kernel)]
+
+
 def _others(kernel: PlannedKernel) -> list[str]:
-    """The kernels of an attention kernel's calls, and of their backward passes."""
     trains = isinstance(kernel.spec, AttnSpec) and kernel.spec.trains
     return [*kernel.companions, *(kernel.spec.companion(kind).name for kind in BACKWARD if trains)]
 

@@ -34,11 +34,15 @@ class Simulated(Subject):
     def __init__(self, build: Build) -> None:
         super().__init__("cpu", [build.folder])
         self.build = build
+        self.launched: set[str] = set()
+        """Kernels that ran."""
 
     def check(self, case: Case, seed: int) -> tuple[Verdict, str]:
         """Make the call with the threads in the order of a seed; the verdict, and a digest of all that was written.
         Where the simulator reports a fault, that is what failed, by its kind."""
-        spy = Spy(SimulatorBackend(self.build, case.arch, seed, splits=case.splits or 1))
+        backend = SimulatorBackend(self.build, case.arch, seed, splits=case.splits or 1)
+        backend.simulator.launched = self.launched
+        spy = Spy(backend)
         with mock.patch.multiple(launch_plan, DELTA_BYTES=DELTA_BYTES, BLOCKS_A_ROUND=BLOCKS_A_ROUND):
             verdict = self.examine(case, spy)
         reports = _reports(spy)

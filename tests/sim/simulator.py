@@ -76,6 +76,7 @@ class Simulator:
     def __init__(self, build: Build, seed: int = 0, arch: int | None = None) -> None:
         """`arch`: the chip to be in place of each kernel's own; 90 for sm_90."""
         self.build, self.seed, self.arch = build, seed, arch
+        self.launched: set[str] = set()  # names of libraries
         self._engine = _engine()
 
     def launch(self, launch: Launch, layout: Struct, addresses: dict[str, int]) -> None:
@@ -91,6 +92,7 @@ class Simulator:
                       arch: int = 80, programmatic: bool = False, entry: str = "") -> None:
         """Run a kernel that need not be one of the matrix. `programmatic`: by a programmatic dependent launch; `entry`:
         the entry point, where its name is not the library's."""
+        self.launched.add(name)
         self._engine.launch(self.build.library(name), entry or name, params, blocks, threads, shared_bytes, arch,
                             self.seed, programmatic)
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import simulator
 from fuzz_cases import Case
 from fuzz_checks import Verdict
+from outcomes import Outcomes
 from simbuild import PROJECT, Build, matrix
 from simulated import Simulated
 
@@ -283,9 +285,27 @@ def failure_of(results: Iterable[tuple[Verdict, str]]) -> tuple[str, str] | None
     return ("seeds differ", "what is written depends on the order of threads") if len(digests) > 1 else None
 
 
-def check_variant(build: Build, spec: AttnSpec, name: str) -> list[tuple[Verdict, str]]:
+def check_variant(build: Build, outcomes: Outcomes, spec: AttnSpec, name: str) -> list[tuple[Verdict, str]]:
     """Per seed the verdict of one of its cases, and a digest of all that was written."""
-    return [_subject(build).check(case, seed) for case, seed in in_orders(cases_of(spec)[name], seeds_of(spec))]
+    subject, calls = _subject(build), [*in_orders(cases_of(spec)[name], seeds_of(spec))]
+    found = outcomes.of(subject, spec, calls, lambda: [
+        (vars(verdict), digest) for verdict, digest in (subject.check(*call) for call in calls)])
+    return [(Verdict(**values), digest) for values, digest in found]
+
+
+def first_failure(subject: Simulated, outcomes: Outcomes, spec: AttnSpec, calls: list[list[tuple[Case, int]]],
+                  planted: int = 0) -> tuple[str, str] | None:
+    """The check that fails first, case by case, and what it found, with this of the bugs that the kernels were compiled
+    with (schemata.py)."""
+    def simulate() -> tuple[str, str] | None:
+        simulator.plant(planted)
+        try:
+            failures = (failure_of(subject.check(*call) for call in of_case) for of_case in calls)
+            return next(filter(None, failures), None)
+        finally:
+            simulator.plant(0)
+
+    return outcomes.of(subject, spec, [planted, *calls], simulate)
 
 
 def seeds_of(spec: AttnSpec) -> tuple[int, ...]:

@@ -19,15 +19,23 @@ namespace sim {
 Block* block = nullptr;
 Running running;
 
+namespace {
+
+// Of the launches so far: to map their stacks anew would take longer than many launches run.
+std::vector<std::unique_ptr<Thread>> all_threads;
+
+}  // namespace
+
 Block::Block(const Launch& launch, GlobalMemory& global, Reports& reports)
     : shared(*this),
       global_(global),
       reports_(reports),
       launch_(launch),
       image_(Image::of(reinterpret_cast<const void*>(launch.call))),
-      random_(launch.seed) {
+      random_(launch.seed),
+      threads_(all_threads) {
   reports.clear(image_.base);
-  for (u32 t = 0; t < launch.threads; ++t) threads_.push_back(std::make_unique<Thread>());
+  while (threads_.size() < launch.threads) threads_.push_back(std::make_unique<Thread>());
 }
 
 bool Block::run(u32 index) {

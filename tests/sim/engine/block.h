@@ -141,7 +141,7 @@ class Block {
   u32 index_ = 0;
   u32 thread_ = 0;
   bool stopped_ = false;
-  std::vector<std::unique_ptr<Thread>> threads_;
+  std::vector<std::unique_ptr<Thread>>& threads_;
   std::vector<Warp> warps_;
   u32 ready_warps_ = 0;  // bit per warp
   u32 favourite_ = 0;    // warp

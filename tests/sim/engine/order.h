@@ -27,23 +27,28 @@ class Order {
   void start(u32 threads, u32 agents) {
     threads_ = threads, all_ = threads + agents;
     clocks_.assign(static_cast<size_t>(all_) * all_, 0);
-    for (u32 t = 0; t < all_; ++t) clock(t, t) = 1;
+    common_.assign(all_, 0);
+    now_.resize(all_);
+    for (u32 t = 0; t < all_; ++t) clock(t, t) = 0, advance(t);
   }
 
-  Epoch now(u32 thread) const { return thread << kClockBits | clocks_[thread * all_ + thread]; }
+  Epoch now(u32 thread) const { return now_[thread]; }
 
   // Whether all accesses of an epoch are ordered before the next access of `thread`.
-  bool before(Epoch epoch, u32 thread) const { return clock_of(epoch) <= clocks_[thread * all_ + thread_of(epoch)]; }
+  bool before(Epoch epoch, u32 thread) const {
+    const u32 other = thread_of(epoch);
+    return (thread < threads_ && clock_of(epoch) <= common_[other]) ||
+           clock_of(epoch) <= clocks_[thread * all_ + other];
+  }
 
   // A barrier of all threads: every access before it is ordered before every access after it.
   void join_all() {
-    Clock joined(all_);
     for (u32 t = 0; t < threads_; ++t) {
-      for (u32 u = 0; u < all_; ++u) joined[u] = std::max(joined[u], clock(t, u));
+      for (u32 u = 0; u < all_; ++u) common_[u] = std::max(common_[u], clock(t, u));
     }
     for (u32 t = 0; t < threads_; ++t) {
-      std::copy(joined.begin(), joined.end(), &clock(t, 0));
-      ++clock(t, t);
+      std::copy(common_.begin(), common_.end(), &clock(t, 0));
+      advance(t);
     }
   }
 
@@ -51,7 +56,7 @@ class Order {
   void release(u32 thread, Clock& to) {
     to.resize(all_);
     for (u32 u = 0; u < all_; ++u) to[u] = std::max(to[u], clock(thread, u));
-    ++clock(thread, thread);
+    advance(thread);
   }
 
   // Orders the accesses of a thread from now on after all accesses of a clock.
@@ -61,9 +66,14 @@ class Order {
 
  private:
   u32& clock(u32 thread, u32 of) { return clocks_[thread * all_ + of]; }
+  void advance(u32 thread) { now_[thread] = thread << kClockBits | ++clock(thread, thread); }
 
   u32 threads_ = 0, all_ = 0;
   std::vector<u32> clocks_;  // [all][all]: row t is the vector clock of thread or agent t
+  // What nearly all look-ups find, kept apart from the rows, which are too many for the processor's caches: each thread's
+  // and agent's epoch, and what all threads have been ordered after since the last barrier of all threads.
+  std::vector<Epoch> now_;
+  Clock common_;
 };
 
 // Sets of readers. A set is kept once, however many bytes have it. A new reader replaces the readers ordered before it:

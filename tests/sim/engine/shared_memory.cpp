@@ -15,13 +15,15 @@ namespace {
 
 constexpr u32 kDynamicBase = 1024, kStaticBase = 0x40000, kMostStaticBytes = 0x10000;
 static_assert(kDynamicBase + kMostDynamicBytes <= kStaticBase);
+constexpr u32 kEnd = kStaticBase + kMostStaticBytes;
 
 }  // namespace
+
+std::vector<SharedMemory::Record> SharedMemory::words_(kEnd / kWord), SharedMemory::bytes_(kEnd);
 
 void SharedMemory::start(u32 dynamic_bytes, const Image& kernel) {
   dynamic_ = shared, dynamic_bytes_ = dynamic_bytes;
   static_ = kernel.thread_local_begin, static_bytes_ = kernel.thread_local_bytes;
-  bytes_.resize(kStaticBase + kMostStaticBytes);
   forget(kDynamicBase, dynamic_bytes_);
   forget(kStaticBase, static_bytes_);
   readers_.start();
@@ -31,7 +33,20 @@ void SharedMemory::start(u32 dynamic_bytes, const Image& kernel) {
 // than most blocks run.
 void SharedMemory::forget(u32 address, u32 bytes) {
   std::memset(pointer_to(address), 0xff, bytes);
-  std::fill_n(bytes_.begin() + address, bytes, Byte{});
+  std::fill_n(words_.begin() + address / kWord, bytes / kWord + 1, Record{});
+}
+
+SharedMemory::Records SharedMemory::records(u32 address, u32 bytes) {
+  const u32 first = address / kWord, last = (address + bytes + kWord - 1) / kWord;
+  bool whole = (address | bytes) % kWord == 0;
+  for (u32 word = first; word < last; ++word) whole &= words_[word].state != kSplit;
+  if (whole) return {&words_[first], &words_[last], address, kWord};
+  for (u32 word = first; word < last; ++word) {
+    if (words_[word].state == kSplit) continue;
+    std::fill_n(bytes_.begin() + word * kWord, kWord, words_[word]);
+    words_[word].state = kSplit;
+  }
+  return {&bytes_[address], &bytes_[address + bytes], address, 1};
 }
 
 u32 SharedMemory::address_of(const void* pointer) const {
@@ -55,58 +70,58 @@ void SharedMemory::require(const char* access, u32 address, u32 bytes, const Whe
   block_.stop();
 }
 
-// Whether the bytes of an access have one record, as nearly always.
-bool SharedMemory::alike(u32 address, u32 bytes) const {
-  const Byte& first = bytes_[address];
+// Whether all are the same, as nearly always.
+bool SharedMemory::alike(const Records& records) {
   bool same = true;
-  for (u32 i = address + 1; i < address + bytes; ++i) same &= std::memcmp(&bytes_[i], &first, sizeof(Byte)) == 0;
+  for (const Record& record : records) same &= std::memcmp(&record, records.first, sizeof(Record)) == 0;
   return same;
 }
 
 void SharedMemory::read(u32 address, u32 bytes, const Where& where) {
   require("read", address, bytes, where);
   const Epoch now = block_.order.now(where.thread);
-  const Byte first = bytes_[address];
+  const Records own = records(address, bytes);
+  const Record& first = *own.first;
   if (first.state == kWritten && (first.writer == now || block_.order.before(first.writer, where.thread)) &&
-      alike(address, bytes)) {
+      alike(own)) {
     const u32 after = readers_.with(first.readers, now, block_.order);
     if (after == first.readers) return;
-    for (u32 i = address; i < address + bytes; ++i) bytes_[i].readers = after;
+    for (Record& record : own) record.readers = after;
     return;
   }
   // One pass finds that a read is right, as nearly all are. A second pass finds the fault of a wrong one.
   Epoch ordered = now;  // a writer that was found to be ordered before
-  u32 before = bytes_[address].readers;
+  u32 before = first.readers;
   u32 after = readers_.with(before, now, block_.order);
-  for (u32 i = address; i < address + bytes; ++i) {
-    Byte& byte = bytes_[i];
-    if (bytes_[i].state != kWritten || (byte.writer != ordered && !block_.order.before(byte.writer, where.thread))) {
+  for (Record& record : own) {
+    if (record.state != kWritten || (record.writer != ordered && !block_.order.before(record.writer, where.thread))) {
       check_written(address, bytes, where) && check_ordered(address, bytes, where);
       return;
     }
-    ordered = byte.writer;
-    if (byte.readers != before) before = byte.readers, after = readers_.with(before, now, block_.order);
-    byte.readers = after;
+    ordered = record.writer;
+    if (record.readers != before) before = record.readers, after = readers_.with(before, now, block_.order);
+    record.readers = after;
   }
 }
 
 void SharedMemory::add_reader(u32 address, u32 bytes, u32 reader) {
   const Epoch now = block_.order.now(reader);
-  u32 before = bytes_[address].readers;
+  const Records own = records(address, bytes);
+  u32 before = own.first->readers;
   u32 after = readers_.with(before, now, block_.order);
-  for (u32 i = address; i < address + bytes; ++i) {  // most bytes have the readers of those before them
-    if (bytes_[i].readers != before) before = bytes_[i].readers, after = readers_.with(before, now, block_.order);
-    bytes_[i].readers = after;
+  for (Record& record : own) {  // most have the readers of those before them
+    if (record.readers != before) before = record.readers, after = readers_.with(before, now, block_.order);
+    record.readers = after;
   }
 }
 
 bool SharedMemory::check_written(u32 address, u32 bytes, const Where& where) {
-  for (u32 i = address; i < address + bytes; ++i) {
-    if (bytes_[i].state == kWritten) continue;
-    if (bytes_[i].state == kPending) {
+  for (const Record& record : records(address, bytes)) {
+    if (record.state == kWritten) continue;
+    if (record.state == kPending) {
       block_.report("asynchronous copy read before it was waited for", where,
                     text("%u bytes at shared address 0x%x, which %s copies to", bytes, address,
-                         block_.name_of(thread_of(bytes_[i].writer)).c_str()));
+                         block_.name_of(thread_of(record.writer)).c_str()));
     } else {
       block_.report("read of memory that nothing wrote", where,
                     text("%u bytes at shared address 0x%x", bytes, address));
@@ -118,10 +133,11 @@ bool SharedMemory::check_written(u32 address, u32 bytes, const Where& where) {
 
 bool SharedMemory::check_ordered(u32 address, u32 bytes, const Where& where) {
   Epoch ordered = block_.order.now(where.thread);  // the last writer that was found to be ordered before
-  for (u32 i = address; i < address + bytes; ++i) {
-    const Epoch writer = bytes_[i].writer;
-    if (bytes_[i].state == kWritten && writer != ordered && !block_.order.before(writer, where.thread)) {
-      race("read", i, "written", thread_of(writer), where);
+  const Records own = records(address, bytes);
+  for (const Record& record : own) {
+    const Epoch writer = record.writer;
+    if (record.state == kWritten && writer != ordered && !block_.order.before(writer, where.thread)) {
+      race("read", own.address_of(record), "written", thread_of(writer), where);
       return false;
     }
     ordered = writer;
@@ -132,85 +148,85 @@ bool SharedMemory::check_ordered(u32 address, u32 bytes, const Where& where) {
 void SharedMemory::begin_read(u32 address, u32 bytes, const Where& where) {
   require("read", address, bytes, where);
   if (check_written(address, bytes, where) && check_ordered(address, bytes, where)) check_fenced(address, bytes, where);
-  for (u32 i = address; i < address + bytes; ++i) ++bytes_[i].held;
+  for (Record& record : records(address, bytes)) ++record.held;
 }
 
 void SharedMemory::check_fenced(u32 address, u32 bytes, const Where& where) {
   require("access of the async proxy", address, bytes, where);
-  for (u32 i = address; i < address + bytes; ++i) {
-    const Byte& byte = bytes_[i];
-    if (byte.unfenced == kFenced || block_.proxy_fences(thread_of(byte.writer)) > byte.unfenced) continue;
+  const Records own = records(address, bytes);
+  for (const Record& record : own) {
+    const u32 writer = thread_of(record.writer);
+    if (record.unfenced == kFenced || block_.proxy_fences(writer) > record.unfenced) continue;
     block_.report("access of the async proxy without fence.proxy.async", where,
-                  text("shared address 0x%x, which %s stored to", i, block_.name_of(thread_of(byte.writer)).c_str()));
+                  text("shared address 0x%x, which %s stored to", own.address_of(record),
+                       block_.name_of(writer).c_str()));
     return;
   }
 }
 
 void SharedMemory::end_read(u32 address, u32 bytes, u32 agent) {
-  for (u32 i = address; i < address + bytes; ++i) --bytes_[i].held;
+  for (Record& record : records(address, bytes)) --record.held;
   add_reader(address, bytes, agent);
 }
 
 void SharedMemory::write(u32 address, u32 bytes, const Where& where) {
   require("write", address, bytes, where);
-  claim(address, bytes, where, kWritten);
-  for (u32 i = address; i < address + bytes; ++i) bytes_[i].unfenced = block_.proxy_fences(where.thread);
+  claim(address, bytes, where, kWritten, block_.proxy_fences(where.thread));
 }
 
 void SharedMemory::update(u32 address, u32 bytes, const Where& where) {
   require("atomic", address, bytes, where);
   check_written(address, bytes, where);
-  claim(address, bytes, where, kWritten, true);
-  for (u32 i = address; i < address + bytes; ++i) bytes_[i].unfenced = block_.proxy_fences(where.thread);
+  claim(address, bytes, where, kWritten, block_.proxy_fences(where.thread), true);
 }
 
 void SharedMemory::begin_copy(u32 address, u32 bytes, const Where& where) {
   require("asynchronous copy", address, bytes, where);
-  claim(address, bytes, where, kPending);
+  claim(address, bytes, where, kPending, kFenced);
 }
 
 void SharedMemory::end_copy(u32 address, u32 bytes, u32 thread) {
-  for (u32 i = address; i < address + bytes; ++i) {
-    bytes_[i].state = kWritten;
-    bytes_[i].writer = block_.order.now(thread);
-    bytes_[i].unfenced = block_.proxy_fences(thread);
+  for (Record& record : records(address, bytes)) {
+    record.state = kWritten;
+    record.writer = block_.order.now(thread);
+    record.unfenced = block_.proxy_fences(thread);
   }
 }
 
 // The bytes take a new value: all writes and reads of the old value must be ordered before.
-void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state, bool atomic) {
+void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state, u32 unfenced, bool atomic) {
   const Epoch now = block_.order.now(where.thread);
+  const Records own = records(address, bytes);
   Epoch ordered = now;
   u32 ordered_readers = ReaderSets::kEmpty;
   bool faulty = false;  // one report an access
-  for (u32 i = address; i < address + bytes; ++i) {
-    Byte& byte = bytes_[i];
-    if (!faulty && bytes_[i].state == kPending) {
+  for (Record& record : own) {
+    if (!faulty && record.state == kPending) {
       faulty = true;
       block_.report("buffer overwritten while an asynchronous copy into it is pending", where,
                     text("%u bytes at shared address 0x%x, which %s copies to", bytes, address,
-                         block_.name_of(thread_of(byte.writer)).c_str()));
+                         block_.name_of(thread_of(record.writer)).c_str()));
     }
-    if (!faulty && byte.held > 0) {
+    if (!faulty && record.held > 0) {
       faulty = true;
       block_.report("buffer overwritten while a pending instruction reads it", where,
                     text("%u bytes at shared address 0x%x", bytes, address));
     }
-    if (!faulty && bytes_[i].state == kWritten && !(atomic && byte.atomic) && byte.writer != ordered &&
-        !block_.order.before(byte.writer, where.thread)) {
+    if (!faulty && record.state == kWritten && !(atomic && record.atomic) && record.writer != ordered &&
+        !block_.order.before(record.writer, where.thread)) {
       faulty = true;
-      race("write", i, "written", thread_of(byte.writer), where);
+      race("write", own.address_of(record), "written", thread_of(record.writer), where);
     }
-    if (!faulty && byte.readers != ordered_readers && bytes_[i].state != kUnwritten) {
-      for (const Epoch reader : readers_.members(byte.readers)) {
+    if (!faulty && record.readers != ordered_readers && record.state != kUnwritten) {
+      for (const Epoch reader : readers_.members(record.readers)) {
         if (faulty || block_.order.before(reader, where.thread)) continue;
         faulty = true;
-        race("write", i, "read", thread_of(reader), where);
+        race("write", own.address_of(record), "read", thread_of(reader), where);
       }
-      ordered_readers = byte.readers;
+      ordered_readers = record.readers;
     }
-    if (bytes_[i].state == kWritten) ordered = byte.writer;
-    byte = {now, ReaderSets::kEmpty, kFenced, byte.held, atomic, state};
+    if (record.state == kWritten) ordered = record.writer;
+    record = {now, ReaderSets::kEmpty, unfenced, record.held, atomic, state};
   }
 }
 

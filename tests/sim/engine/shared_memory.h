@@ -1,5 +1,6 @@
-// A block's shared memory, and a state for each byte: whether it was written, its last writer, the readers since, and
-// whether an asynchronous copy into it is in flight.
+// A block's shared memory, and a record for each byte: whether it was written, its last writer, the readers since, and
+// whether an asynchronous copy into it is in flight. The four bytes of a word share a record until an access takes a
+// part of the word: nearly all accesses take whole words.
 //
 // Shared addresses: dynamic memory begins at 1024, as on chips, where the system takes the first kilobyte. Static
 // memory, which is the kernel's thread-local storage, lies far above.
@@ -46,9 +47,9 @@ class SharedMemory {
   void end_read(u32 address, u32 bytes, u32 agent);
 
  private:
-  enum State : u8 { kUnwritten, kWritten, kPending };
+  enum State : u8 { kUnwritten, kWritten, kPending, kSplit };  // kSplit: of a word whose bytes have their own records
 
-  struct alignas(16) Byte {
+  struct alignas(16) Record {
     Epoch writer;  // where written or pending
     u32 readers;   // since then
     u32 unfenced;  // fences of the proxy that its writer had executed; kFenced where none is needed
@@ -56,16 +57,28 @@ class SharedMemory {
     bool atomic;   // whether the writer wrote by an atomic; it is then the last of several
     State state;
   };
-  static_assert(sizeof(Byte) == 16);  // without padding: alike() compares all bytes of it
+  static_assert(sizeof(Record) == 16);  // without padding: alike() compares all bytes of it
   static constexpr u32 kFenced = 0;
+  static constexpr u32 kWord = 4;
 
+  // The records of an access, in the order of addresses, each of them of `unit` bytes.
+  struct Records {
+    Record *first, *last;
+    u32 address, unit;
+
+    Record* begin() const { return first; }
+    Record* end() const { return last; }
+    u32 address_of(const Record& record) const { return address + static_cast<u32>(&record - first) * unit; }
+  };
+
+  Records records(u32 address, u32 bytes);
   void forget(u32 address, u32 bytes);
-  bool alike(u32 address, u32 bytes) const;
+  static bool alike(const Records& records);
   void require(const char* access, u32 address, u32 bytes, const Where& where);
   bool check_written(u32 address, u32 bytes, const Where& where);
   bool check_ordered(u32 address, u32 bytes, const Where& where);
   void add_reader(u32 address, u32 bytes, u32 reader);
-  void claim(u32 address, u32 bytes, const Where& where, State state, bool atomic = false);
+  void claim(u32 address, u32 bytes, const Where& where, State state, u32 unfenced, bool atomic = false);
   void race(const char* access, u32 address, const char* earlier, u32 thread, const Where& where);
 
   Block& block_;
@@ -73,7 +86,9 @@ class SharedMemory {
   u8* static_ = nullptr;
   u32 dynamic_bytes_ = 0, static_bytes_ = 0;
   ReaderSets readers_;
-  std::vector<Byte> bytes_;  // by address
+
+  // By address. They outlive a launch: to clear all of them would take longer than most launches run.
+  static std::vector<Record> words_, bytes_;
 };
 
 }  // namespace sim
