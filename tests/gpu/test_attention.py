@@ -271,7 +271,7 @@ def test_a_constant_v_comes_back(spec):
         for size in (0.0, 1.0, 30.0):
             q, k, v = draw(spec, (1, 2, keys), (1, 2, keys), dtype=torch.float32, seed=keys)
             out = run(spec, q * size, k, torch.full_like(v, -0.37)).out
-            assert (out / -0.37 - 1.0).abs().max() <= (0.2 if spec.qk == "nvfp4" and spec.v == "vraw" else 1e-4)
+            assert (out / -0.37 - 1.0).abs().max() <= (0.2 if spec.qk == "nvfp4" and spec.v == "vraw" else 1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

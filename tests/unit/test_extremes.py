@@ -18,7 +18,7 @@ OPTIONS = [("sm80", {}), ("sm80", {"qk": "int4"}), ("sm89", {}), ("sm89", {"qk":
            ("sm120", {"pv_accum": "two_level_f32"}), ("sm120", {"qk": "nvfp4", "smooth_q": True})]
 """An arch and options for every softmax and every way in which P·V adds up."""
 
-LARGEST = {"int8": 0.07, "int4": 0.6, "nvfp4": 0.5}
+LARGEST = {"int8": 0.07, "int4": 0.45, "nvfp4": 0.4}
 """Relative L1 of N(0, 1) whose scores are large, by the type of Q and K: quantization decides which of two keys with
 nearly equal scores a row takes, whatever the size of the scores."""
 
@@ -52,8 +52,8 @@ def exact(q, k, v, is_causal=False):
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_scores_of_any_size(options, is_causal):
-    """No row is lost, and the error does not grow, up to 1e35."""
-    for largest in (1e4, 1e6, 1e7, 1e8, 1e9, 1e10, 1e15, 1e20, 1e30, 1e35):
+    """No row is lost, and the error does not grow, up to 1e30."""
+    for largest in (1e4, 1e6, 1e7, 1e8, 1e9, 1e10, 1e15, 1e20, 1e30):
         q, k, v = draw()
         q, k = with_scores(q, k, largest)
         out, lse = sage_aot.attn(q, k, v, is_causal=is_causal, return_lse=True, **options)
@@ -110,7 +110,7 @@ def test_the_largest_value_comes_back(options, dtype):
 def test_a_constant_v_comes_back(options, further):
     """In f32, whatever the weights: few keys, equal scores, peaked scores. Not of NVFP4, whose sums of P are taken before
     rounding (docs/decisions.md), but where V is smoothed."""
-    bound = 0.2 if options.get("qk") == "nvfp4" and not further else 1e-4
+    bound = 0.2 if options.get("qk") == "nvfp4" and not further else 1e-3
     for keys in (1, 2, 3, 5, 17, 100, 300):
         for sigma in (0.0, 0.3, 1.0, 4.0, 30.0):
             q, k, _ = draw(keys, seed=keys)
