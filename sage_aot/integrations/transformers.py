@@ -12,6 +12,11 @@ Calls that sage_aot does not serve go to transformers' own ``sdpa`` attention.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+import sys
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -36,9 +41,15 @@ UNKNOWN_TO_SDPA = ("softcap", "s_aux", "sinks", "indices", "block_indices")
 # --- switching it on --------------------------------------------------------------------------------------------------
 
 
+_names: set[str] = set()
+"""Under which :func:`register` made sage_aot known."""
+
+
 def register(name: str = NAME) -> None:
     """Make an attention implementation of this name known to transformers: its attention and its mask function. May be
-    called again.
+    called again. From then on a model that is loaded with the name, or switched to it, raises UnsupportedError where
+    its class does not leave all of its attention to the name's function: ``PreTrainedModel``'s own check of the name
+    asks sage_aot first.
 
     Raises:
         ArgumentError: transformers would take another path for a model with this name.
@@ -48,6 +59,8 @@ def register(name: str = NAME) -> None:
         raise ArgumentError(f"name: expected none with flash, sdpa, / or |, into which transformers reads more, got "
                             f"{name!r}; pass another name")
     check_gpu()
+    _check_models_of_names()
+    _names.add(name)
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
 
@@ -58,24 +71,84 @@ def enable(model: PreTrainedModel) -> str | dict[str, str]:
 
     Raises:
         ArgumentError: `model` is no model of transformers.
-        UnsupportedError: the model's attention has arguments that only its eager implementation computes, or it cannot
-            be switched, or sage_aot has no kernel for the GPU at hand.
+        UnsupportedError: the model or a part of it does not leave all of its attention to the implementation that is
+            chosen, or has arguments that only its eager implementation computes, or sage_aot has no kernel for the GPU
+            at hand. The model stays as it was.
     """
     if not callable(getattr(model, "set_attn_implementation", None)):  # torch.compile's wrapper hands it on
         raise ArgumentError(f"expected a model of transformers, got {type(model).__name__}; run others in "
                             f"sage_aot.integrations.torch.replace_sdpa")
-    if wrong := {type(part).__name__ for part in model.modules()
-                 if isinstance(part, PreTrainedModel) and not part._supports_sdpa}:
-        raise UnsupportedError(f"expected a model that transformers runs with sdpa attention, got "
-                               f"{', '.join(sorted(wrong))}; leave it with its own implementation, "
-                               f"{model.config._attn_implementation!r}")
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            _check_model(type(part))
     register()
     before = _implementation(model.config)
     model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
-        raise UnsupportedError(f"expected a model whose attention can be switched, got {type(model).__name__}, which "
-                               f"stays at {model.config._attn_implementation!r}; leave it with that")
     return before
+
+
+@functools.cache  # once a process
+def _check_models_of_names() -> None:
+    """Have :func:`_check_model` asked wherever transformers checks the implementation of a model: when the model is
+    made, before its first layer, and when it is switched. transformers offers no such hook for names that are
+    registered, and takes them for every class of models."""
+    transformers_check = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(transformers_check)
+    def get_correct_attn_implementation(self: PreTrainedModel, requested_attention: str | None, *args: Any,
+                                        **kwargs: Any) -> str:
+        if requested_attention in _names:
+            _check_model(type(self))
+        checked: str = transformers_check(self, requested_attention, *args, **kwargs)
+        return checked
+
+    setattr(PreTrainedModel, "get_correct_attn_implementation",  # noqa: B010  # mypy allows no assignment
+            get_correct_attn_implementation)
+
+
+def _check_model(kind: type[PreTrainedModel]) -> None:
+    """UnsupportedError for models of a class that does not leave all of its attention to the implementation that is
+    chosen by name: it would compute its own on masks that are not made for it."""
+    if not kind._supports_sdpa:
+        reason = "which transformers does not run with sdpa attention"
+    elif not kind._can_set_attn_implementation():
+        reason = "whose attention does not call the implementation that is registered for a name"
+    elif _asks_for_sdpa(kind):
+        reason = "which takes another path for sdpa attention than for other implementations"
+    else:
+        return
+    raise UnsupportedError(f"expected a model whose attention is the implementation that is chosen, got "
+                           f"{kind.__name__}, {reason}; leave it with its own implementation, and load it without "
+                           f"attn_implementation. Of a model with parts, those that sage_aot serves can be named: "
+                           f"attn_implementation={{'text_config': 'sage_aot'}}")
+
+
+@functools.cache
+def _asks_for_sdpa(kind: type[PreTrainedModel]) -> bool:
+    """Whether the code of a class compares its attention implementation with "sdpa", as sparse indexers do: for eager
+    and sdpa attention they make a mask, to others they hand indices. Read from the source, as transformers reads
+    whether an implementation can be switched.
+
+    Not of models whose layers share keys and values: what they ask for, :func:`attention_mask` answers."""
+    modules = {base.__module__ for base in kind.__mro__ if issubclass(base, PreTrainedModel)}
+    for module in modules - {PreTrainedModel.__module__}:
+        with suppress(OSError, TypeError, KeyError):  # a notebook's, which has no source
+            code = inspect.getsource(sys.modules[module])
+            if _COMPARED.search(code) and "num_kv_shared_layers" not in code:
+                return True
+    return False
+
+
+_COMPARED = re.compile(r"""_attn_implementation\s*(?:==|!=|in\b|not in\b)[^:\n]*["']sdpa["']""")
+
+
+def _shares_keys(config: Any) -> bool:
+    """Whether the last layers of a model take the keys and values of layers before.
+
+    Gemma 4 drops the queries of logits that nobody keeps before these layers, and the rows of their masks. Where a mask
+    is None it keeps the queries, but for sdpa attention alone: under another name the last queries would be taken for
+    the first."""
+    return bool(getattr(config.get_text_config(), "num_kv_shared_layers", 0))
 
 
 def _implementation(config: Any) -> str | dict[str, str]:
@@ -95,10 +168,13 @@ class Meaning(NamedTuple):
     version: int | None  # of the mask, which a model may change in place; None for inference tensors, which have none
 
     @classmethod
-    def of(cls, mask: torch.Tensor | None) -> Meaning | None:
-        """That of a mask which :func:`attention_mask` made and nobody changed; None for all others."""
+    def of(cls, mask: torch.Tensor | None, queries: int, keys: int) -> Meaning | None:
+        """That of a mask for so many queries and keys which :func:`attention_mask` made and nobody changed; None for
+        all others."""
         meaning: Meaning | None = getattr(mask, "sage_aot_meaning", None)
-        return meaning if meaning is None or mask is not None and meaning.version == _version(mask) else None
+        if mask is None or meaning is None or meaning.version != _version(mask):
+            return None
+        return meaning if mask.shape[-2:] == (queries, keys) else None
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -108,20 +184,22 @@ def _version(tensor: torch.Tensor) -> int | None:
 def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
                    mask_function: Any = causal_mask_function, attention_mask: torch.Tensor | None = None,
                    local_size: int | None = None, allow_is_causal_skip: bool = True,
-                   allow_is_bidirectional_skip: bool = False, **options: Any) -> torch.Tensor | None:
+                   allow_is_bidirectional_skip: bool = False, config: Any = None,
+                   **options: Any) -> torch.Tensor | None:
     """transformers' mask for one kind of layer: what ``sdpa_mask`` makes of these arguments, or a smaller one that says
     the same.
 
     None where no mask is needed, also under torch.compile, for which ``sdpa_mask`` never returns None. A padding mask
     alone stays ``[batch, 1, 1, keys]``. A causal mask remembers its :class:`Meaning`.
     """
+    may_be_none = allow_is_causal_skip and not (config is not None and q_length > 1 and _shares_keys(config))
     offsets = isinstance(q_offset, int) and isinstance(kv_offset, int) and kv_offset == 0
     whole = local_size is None or kv_length < local_size  # no window or chunk that hides keys
     # of windows and chunks transformers allows the skip where nothing is added to the causal mask
     causal = whole and (mask_function is causal_mask_function or local_size is not None and allow_is_causal_skip)
     at_end = offsets and kv_length == q_offset + q_length
-    if (causal and allow_is_causal_skip and attention_mask is None and offsets
-            and (q_offset == 0 or q_length == 1 and at_end)):
+    if (causal and may_be_none and attention_mask is None and offsets
+            and (at_end if q_length == 1 else q_offset == 0)):  # one query without a mask sees every slot of a cache
         return None
     padding = attention_mask if attention_mask is not None and attention_mask.shape == (batch_size, kv_length) else None
     if (mask_function is bidirectional_mask_function and padding is not None and whole
@@ -130,7 +208,8 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any
     mask: torch.Tensor | None = sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **options)
+        allow_is_causal_skip=may_be_none, allow_is_bidirectional_skip=allow_is_bidirectional_skip, config=config,
+        **options)
     if mask is None or torch.compiler.is_compiling():
         return mask
     if mask_function is bidirectional_mask_function and padding is not None and whole:
@@ -172,7 +251,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         return by_host(host)
     queries = query.size(2)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    meaning = Meaning.of(attention_mask)
+    meaning = Meaning.of(attention_mask, queries, key.size(2))
     mask, causal, at_end = attention_mask, queries > 1 and attention_mask is None and causal, False
     if meaning is not None:
         mask = None if meaning.key_mask is None else meaning.key_mask[:, None, None, :]
