@@ -16,7 +16,6 @@ import functools
 import inspect
 import re
 import sys
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +79,7 @@ def enable(model: PreTrainedModel) -> str | dict[str, str]:
                             f"sage_aot.integrations.torch.replace_sdpa")
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
-            _check_model(type(part))
+            _check_model(type(part), is_made=True)
     register()
     before = _implementation(model.config)
     model.set_attn_implementation(NAME)
@@ -95,25 +94,28 @@ def _check_models_of_names() -> None:
     transformers_check = PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(transformers_check)
-    def get_correct_attn_implementation(self: PreTrainedModel, requested_attention: str | None, *args: Any,
-                                        **kwargs: Any) -> str:
+    def get_correct_attn_implementation(self: PreTrainedModel, requested_attention: str | None,
+                                        is_init_check: bool = False) -> str:
         if requested_attention in _names:
-            _check_model(type(self))
-        checked: str = transformers_check(self, requested_attention, *args, **kwargs)
+            _check_model(type(self), is_made=not is_init_check)
+        checked: str = transformers_check(self, requested_attention, is_init_check)
         return checked
 
     setattr(PreTrainedModel, "get_correct_attn_implementation",  # noqa: B010  # mypy allows no assignment
             get_correct_attn_implementation)
 
 
-def _check_model(kind: type[PreTrainedModel]) -> None:
+def _check_model(kind: type[PreTrainedModel], is_made: bool) -> None:
     """UnsupportedError for models of a class that does not leave all of its attention to the implementation that is
-    chosen by name: it would compute its own on masks that are not made for it."""
+    chosen by name: it would compute its own on masks that are not made for it. `is_made`: the model has its layers."""
     if not kind._supports_sdpa:
         reason = "which transformers does not run with sdpa attention"
     elif not kind._can_set_attn_implementation():
         reason = "whose attention does not call the implementation that is registered for a name"
-    elif _asks_for_sdpa(kind):
+    elif not is_made and any(_OWN_TABLE.search(code) for code in _code_of(kind)):
+        reason = ("which looks for its attention among classes of its own; sage_aot.integrations.transformers.enable "
+                  "serves the rest of its attention")
+    elif any(_COMPARED.search(code) and "num_kv_shared_layers" not in code for code in _code_of(kind)):
         reason = "which takes another path for sdpa attention than for other implementations"
     else:
         return
@@ -123,23 +125,30 @@ def _check_model(kind: type[PreTrainedModel]) -> None:
                            f"attn_implementation={{'text_config': 'sage_aot'}}")
 
 
-@functools.cache
-def _asks_for_sdpa(kind: type[PreTrainedModel]) -> bool:
-    """Whether the code of a class compares its attention implementation with "sdpa", as sparse indexers do: for eager
-    and sdpa attention they make a mask, to others they hand indices. Read from the source, as transformers reads
-    whether an implementation can be switched.
-
-    Not of models whose layers share keys and values: what they ask for, :func:`attention_mask` answers."""
-    modules = {base.__module__ for base in kind.__mro__ if issubclass(base, PreTrainedModel)}
-    for module in modules - {PreTrainedModel.__module__}:
-        with suppress(OSError, TypeError, KeyError):  # a notebook's, which has no source
-            code = inspect.getsource(sys.modules[module])
-            if _COMPARED.search(code) and "num_kv_shared_layers" not in code:
-                return True
-    return False
-
-
 _COMPARED = re.compile(r"""_attn_implementation\s*(?:==|!=|in\b|not in\b)[^:\n]*["']sdpa["']""")
+"""Code that compares the name of the implementation with "sdpa", as sparse indexers do: for eager and sdpa attention
+they make a mask, to others they hand indices. Models whose layers share keys and values do so too; what those ask for,
+:func:`attention_mask` answers."""
+
+_OWN_TABLE = re.compile(r"(?<!ALL_ATTENTION_FUNCTIONS)(?<!ALL_MASK_ATTENTION_FUNCTIONS)\[[\w.]*_attn_implementation\]")
+"""Code that looks the name up in a table of its own, which has eager and sdpa attention: a KeyError for other names,
+when the layer is made."""
+
+
+@functools.cache
+def _code_of(kind: type[PreTrainedModel]) -> tuple[str, ...]:
+    """The source of the modules that define a class of models, which transformers too reads to know whether an
+    implementation can be chosen."""
+    modules = {base.__module__ for base in kind.__mro__ if issubclass(base, PreTrainedModel)}
+    return tuple(_source_of(module) for module in sorted(modules - {PreTrainedModel.__module__}))
+
+
+def _source_of(module: str) -> str:
+    """The source of a module that is loaded; nothing where it has none, as a notebook."""
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return ""
 
 
 def _shares_keys(config: Any) -> bool:
@@ -149,6 +158,22 @@ def _shares_keys(config: Any) -> bool:
     is None it keeps the queries, but for sdpa attention alone: under another name the last queries would be taken for
     the first."""
     return bool(getattr(config.get_text_config(), "num_kv_shared_layers", 0))
+
+
+def _is_causal_by_masks_alone(kind: type) -> bool:
+    """Whether models with configurations of a class have causal masks for attention that is not causal where there is no
+    mask, as the text model of AIMv2: transformers' sdpa attention, which leaves the mask out, sees the future there.
+    Read from the source, in which all attention is said not to be causal."""
+    if kind not in _causal_by_masks:
+        code = _source_of(kind.__module__.replace("configuration_", "modeling_"))
+        said = set(re.findall(r"\bis_causal\s*=\s*(\w+)", code)) - {"self"}
+        _causal_by_masks[kind] = "create_causal_mask(" in code and said == {"False"}
+    return _causal_by_masks[kind]
+
+
+_causal_by_masks: dict[type, bool] = {}
+# What torch.compiler.assume_constant_result does, without importing the compiler.
+_is_causal_by_masks_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _implementation(config: Any) -> str | dict[str, str]:
@@ -192,7 +217,8 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any
     None where no mask is needed, also under torch.compile, for which ``sdpa_mask`` never returns None. A padding mask
     alone stays ``[batch, 1, 1, keys]``. A causal mask remembers its :class:`Meaning`.
     """
-    may_be_none = allow_is_causal_skip and not (config is not None and q_length > 1 and _shares_keys(config))
+    may_be_none = allow_is_causal_skip and not (config is not None and q_length > 1 and (
+        _shares_keys(config) or _is_causal_by_masks_alone(type(config))))
     offsets = isinstance(q_offset, int) and isinstance(kv_offset, int) and kv_offset == 0
     whole = local_size is None or kv_length < local_size  # no window or chunk that hides keys
     # of windows and chunks transformers allows the skip where nothing is added to the causal mask

@@ -1,0 +1,54 @@
+"""A model of each kind of transformers in every mode of sweep.py, enabled and made by the name. The whole sweep runs on
+request: CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+import sweep  # noqa: E402
+from sweep import BEGIN, DOCUMENT, END, Result, tables  # noqa: E402
+from tiny import types  # noqa: E402
+
+CAUSAL = set(sweep.OF_TEXT) - {"padded decoder"}
+WITH_WINDOW = CAUSAL
+NO_STATIC_CACHE = {mode for mode in CAUSAL if "static" not in mode}
+
+RUN: dict[str, tuple[str, set[str], dict[str, object]]] = {
+    "causal": ("llama", CAUSAL, {}),
+    "causal, a window that hides keys": ("mistral", CAUSAL, {"sliding_window": 8}),
+    "layers that share keys and values": ("gemma4_text", CAUSAL, {"sliding_window": 8}),
+    "a causal encoder beside one of images": ("aimv2", {"images and text"}, {}),
+    "masked": ("bert", {"plain", "a mask of ones", "padded left", "padded right"}, {}),
+    "an encoder and a decoder": ("bart", {"plain", "padded left", "padded right", "padded decoder", "generate"}, {}),
+    "position biases": ("t5", {"plain", "padded left", "padded right", "padded decoder", "generate"}, {}),
+    "images": ("siglip_vision_model", {"images"}, {}),
+    "latent attention": ("deepseek_v3", {"plain", "padded left", "chunks and steps"}, {}),
+    "recurrent and attention layers": ("jamba", {"plain", "chunks and steps"}, {}),
+}
+"""Of each kind a type, the modes that it must run at least, and values of its configuration."""
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # more only wait for each other
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", RUN)
+def test_a_kind_of_models_has_the_values_of_eager_attention(kind, one_thread):
+    name, modes, config = RUN[kind]
+    class_name = [made for of, made in types() if of == name][-1 if kind == "an encoder and a decoder" else 0]
+    transformers.logging.set_verbosity_error()
+    with sweep.exact_attention():
+        results = sweep.sweep(name, class_name, **config)
+    assert not [result for result in results if result.verdict not in ("right", "not run")]
+    for way in ("by name", "enabled"):
+        right = {result.mode for result in results if result.way == way}
+        assert modes <= right, {result.mode: result.reason for result in results if result.verdict == "not run"}
+    assert max(result.served for result in results) > 0
