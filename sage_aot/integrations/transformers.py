@@ -160,10 +160,15 @@ def _shares_keys(config: Any) -> bool:
     return bool(getattr(config.get_text_config(), "num_kv_shared_layers", 0))
 
 
+def _is_bidirectional(config: Any) -> bool:
+    """Whether a model's attention is not causal where there is no mask. PaliGemma, whose text model is so, may ask for a
+    causal mask: transformers' sdpa attention, which leaves the mask out, sees the future then."""
+    return getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all")
+
+
 def _is_causal_by_masks_alone(kind: type) -> bool:
-    """Whether models with configurations of a class have causal masks for attention that is not causal where there is no
-    mask, as the text model of AIMv2: transformers' sdpa attention, which leaves the mask out, sees the future there.
-    Read from the source, in which all attention is said not to be causal."""
+    """As :func:`_is_bidirectional`, of models that have no such option, such as the text model of AIMv2. Read from the
+    source, which makes causal masks and says of all attention that it is not causal."""
     if kind not in _causal_by_masks:
         code = _source_of(kind.__module__.replace("configuration_", "modeling_"))
         said = set(re.findall(r"\bis_causal\s*=\s*(\w+)", code)) - {"self"}
@@ -218,7 +223,7 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any
     alone stays ``[batch, 1, 1, keys]``. A causal mask remembers its :class:`Meaning`.
     """
     may_be_none = allow_is_causal_skip and not (config is not None and q_length > 1 and (
-        _shares_keys(config) or _is_causal_by_masks_alone(type(config))))
+        _shares_keys(config) or _is_bidirectional(config) or _is_causal_by_masks_alone(type(config))))
     offsets = isinstance(q_offset, int) and isinstance(kv_offset, int) and kv_offset == 0
     whole = local_size is None or kv_length < local_size  # no window or chunk that hides keys
     # of windows and chunks transformers allows the skip where nothing is added to the causal mask

@@ -21,6 +21,7 @@ RUN: dict[str, tuple[str, set[str], dict[str, object]]] = {
     "causal, a window that hides keys": ("mistral", CAUSAL, {"sliding_window": 8}),
     "layers that share keys and values": ("gemma4_text", CAUSAL, {"sliding_window": 8}),
     "a causal encoder beside one of images": ("aimv2", {"images and text"}, {}),
+    "bidirectional layers with causal masks": ("paligemma", CAUSAL, {}),
     "masked": ("bert", {"plain", "a mask of ones", "padded left", "padded right"}, {}),
     "an encoder and a decoder": ("bart", {"plain", "padded left", "padded right", "padded decoder", "generate"}, {}),
     "position biases": ("t5", {"plain", "padded left", "padded right", "padded decoder", "generate"}, {}),

@@ -263,6 +263,20 @@ def test_what_a_mask_is_known_to_mean(q_length, kv_length, q_offset, expected):
     assert mask.shape == (2, 1, q_length, kv_length)
 
 
+def test_a_mask_of_another_shape_means_nothing():
+    mask = integration.attention_mask(2, 24, 24, attention_mask=mask_of("left").bool())
+    assert integration.Meaning.of(mask, 24, 24) is not None
+    assert integration.Meaning.of(mask, 8, 24) is None and integration.Meaning.of(mask, 24, 30) is None
+
+
+@pytest.mark.parametrize(("kv_length", "is_none"), [(1, True), (30, False)])
+def test_one_query_sees_no_empty_slots(kv_length, is_none):
+    """The first token in a cache of 30 slots; without a mask it would see all of them."""
+    mask = integration.attention_mask(2, 1, kv_length)
+    assert (mask is None) == is_none
+    assert is_none or mask.sum(-1).eq(1).all()
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_mask_that_a_model_changes_means_no_longer_what_it_meant(exact, mode):
     q, module = torch.randn(2, 4, 24, 64), torch.nn.Linear(1, 1)

@@ -177,6 +177,7 @@ def small_model(kind_of_model: type, config: Any, implementation: str = "eager")
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
+        model.generation_config.decoder_start_token_id = 1
         with contextlib.suppress(AttributeError):
             model.generation_config.forced_eos_token_id = model.generation_config.forced_bos_token_id = None
     return model
