@@ -109,18 +109,18 @@ def enable(target: ModelMixin | DiffusionPipeline) -> int:
             hand.
     """
     backend = register()
-    served, kept = 0, set()
+    served, needed = 0, set[str]()
     for model in _models_of(target):
         processors = [module.processor for module in model.modules()
                       if isinstance(module, (Attention, MochiAttention, AttentionModuleMixin))]
         free = [processor for processor in processors if _own_backend(processor) is None]
-        kept |= {_own_backend(processor) for processor in processors} - {None}
+        needed |= {own for processor in processors if (own := _own_backend(processor)) is not None}
         if free:
             _serve_model(model, free, backend)
         served += len(free)
-    if kept and not served:
+    if needed and not served:
         raise UnsupportedError(f"expected attention modules whose backend can be chosen, got {type(target).__name__}, "
-                               f"whose processors need the backend {', '.join(sorted(kept))}; leave it as it is")
+                               f"whose processors need the backend {', '.join(sorted(needed))}; leave it as it is")
     if not served:
         raise ArgumentError(f"expected a model with attention modules of diffusers, got {type(target).__name__} with "
                             f"none; run it in sage_aot.integrations.torch.replace_sdpa")

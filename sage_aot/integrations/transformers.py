@@ -135,7 +135,6 @@ _OWN_TABLE = re.compile(r"(?<!ALL_ATTENTION_FUNCTIONS)(?<!ALL_MASK_ATTENTION_FUN
 when the layer is made."""
 
 
-@functools.cache
 def _code_of(kind: type[PreTrainedModel]) -> tuple[str, ...]:
     """The source of the modules that define a class of models, which transformers too reads to know whether an
     implementation can be chosen."""
@@ -143,6 +142,7 @@ def _code_of(kind: type[PreTrainedModel]) -> tuple[str, ...]:
     return tuple(_source_of(module) for module in sorted(modules - {PreTrainedModel.__module__}))
 
 
+@functools.cache
 def _source_of(module: str) -> str:
     """The source of a module that is loaded; nothing where it has none, as a notebook."""
     try:
@@ -161,8 +161,8 @@ def _shares_keys(config: Any) -> bool:
 
 
 def _is_bidirectional(config: Any) -> bool:
-    """Whether a model's attention is not causal where there is no mask. PaliGemma, whose text model is so, may ask for a
-    causal mask: transformers' sdpa attention, which leaves the mask out, sees the future then."""
+    """Whether a model's attention is not causal where there is no mask. PaliGemma, whose text model is so, may ask for
+    a causal mask: transformers' sdpa attention, which leaves the mask out, sees the future then."""
     return getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all")
 
 
@@ -216,11 +216,11 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any
                    local_size: int | None = None, allow_is_causal_skip: bool = True,
                    allow_is_bidirectional_skip: bool = False, config: Any = None,
                    **options: Any) -> torch.Tensor | None:
-    """transformers' mask for one kind of layer: what ``sdpa_mask`` makes of these arguments, or a smaller one that says
-    the same.
+    """transformers' mask for one kind of layer: what ``sdpa_mask`` makes of these arguments, or a mask of that shape that
+    says the same with less memory.
 
     None where no mask is needed, also under torch.compile, for which ``sdpa_mask`` never returns None. A padding mask
-    alone stays ``[batch, 1, 1, keys]``. A causal mask remembers its :class:`Meaning`.
+    alone is a view of ``[batch, 1, 1, keys]``. A causal mask remembers its :class:`Meaning`.
     """
     may_be_none = allow_is_causal_skip and not (config is not None and q_length > 1 and (
         _shares_keys(config) or _is_bidirectional(config) or _is_causal_by_masks_alone(type(config))))
@@ -235,7 +235,7 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any
     padding = attention_mask if attention_mask is not None and attention_mask.shape == (batch_size, kv_length) else None
     if (mask_function is bidirectional_mask_function and padding is not None and whole
             and (torch.compiler.is_compiling() or not allow_is_bidirectional_skip)):
-        return padding.bool()[:, None, None, :]
+        return padding.bool()[:, None, None, :].expand(-1, -1, q_length, -1)
     mask: torch.Tensor | None = sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
@@ -244,7 +244,7 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any
     if mask is None or torch.compiler.is_compiling():
         return mask
     if mask_function is bidirectional_mask_function and padding is not None and whole:
-        return padding.bool()[:, None, None, :]
+        return padding.bool()[:, None, None, :].expand(-1, -1, q_length, -1)
     if causal and at_end and (attention_mask is None or padding is not None) and (
             allow_is_causal_skip or not mask.is_inference()):  # else a model adds to it, in place for all we know
         mask.sage_aot_meaning = Meaning(  # type: ignore[attr-defined]

@@ -175,11 +175,11 @@ def images(model: Model) -> Outputs:
 def images_and_text(model: Model) -> Outputs:
     vision = model.config.vision_config
     pixels = torch.randn(2, 3, vision.image_size, vision.image_size, generator=torch.Generator().manual_seed(2))
-    tokens, mask = ids(), padding("right")
+    tokens = ids()
     if (image := getattr(model.config, "image_token_id", getattr(model.config, "image_token_index", None))) is not None:
         patches = (vision.image_size // vision.patch_size) ** 2
         tokens[:, 1:1 + patches] = image
-    return outputs(model(input_ids=tokens, pixel_values=pixels, attention_mask=mask))
+    return outputs(model(input_ids=tokens, pixel_values=pixels, attention_mask=padding("no")))
 
 
 def sounds(model: Model) -> Outputs:

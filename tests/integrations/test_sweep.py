@@ -9,22 +9,20 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import sweep  # noqa: E402
-from sweep import BEGIN, DOCUMENT, END, Result, tables  # noqa: E402
 from tiny import types  # noqa: E402
 
 CAUSAL = set(sweep.OF_TEXT) - {"padded decoder"}
-WITH_WINDOW = CAUSAL
-NO_STATIC_CACHE = {mode for mode in CAUSAL if "static" not in mode}
 
 RUN: dict[str, tuple[str, set[str], dict[str, object]]] = {
     "causal": ("llama", CAUSAL, {}),
     "causal, a window that hides keys": ("mistral", CAUSAL, {"sliding_window": 8}),
-    "layers that share keys and values": ("gemma4_text", CAUSAL, {"sliding_window": 8}),
+    "layers that share keys and values": ("gemma4_text", CAUSAL, {"num_kv_shared_layers": 2}),
     "a causal encoder beside one of images": ("aimv2", {"images and text"}, {}),
     "bidirectional layers with causal masks": ("paligemma", CAUSAL, {}),
     "masked": ("bert", {"plain", "a mask of ones", "padded left", "padded right"}, {}),
     "an encoder and a decoder": ("bart", {"plain", "padded left", "padded right", "padded decoder", "generate"}, {}),
     "position biases": ("t5", {"plain", "padded left", "padded right", "padded decoder", "generate"}, {}),
+    "masks that the model joins": ("t5gemma2", {"plain", "a mask of ones", "padded left", "padded decoder"}, {}),
     "images": ("siglip_vision_model", {"images"}, {}),
     "latent attention": ("deepseek_v3", {"plain", "padded left", "chunks and steps"}, {}),
     "recurrent and attention layers": ("jamba", {"plain", "chunks and steps"}, {}),

@@ -168,9 +168,10 @@ def tiny(name, **more):
 
 
 REFUSED = {
-    **dict.fromkeys(("bloom", "mpt", "xglm", "gpt_neo", "gpt_neox_japanese", "big_bird", "bigbird_pegasus", "longformer",
-                     "led", "mvp", "trocr", "roformer", "rembert", "nystromformer", "squeezebert", "ibert", "convbert",
-                     "megatron-bert", "tapas", "git", "gpt_oss", "gemma2"), "does not run with sdpa attention"),
+    **dict.fromkeys(("bloom", "mpt", "xglm", "gpt_neo", "gpt_neox_japanese", "big_bird", "bigbird_pegasus",
+                     "led", "mvp", "trocr", "longformer", "roformer", "rembert", "nystromformer", "squeezebert",
+                     "ibert", "convbert", "megatron-bert", "tapas", "git", "gpt_oss", "gemma2"),
+                    "does not run with sdpa attention"),
     "falcon": "does not call the implementation that is registered for a name",
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2", "minimax_m3_vl_text"), "another path for sdpa attention"),
 }

@@ -65,6 +65,7 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4, "num_dense_layers": 1},
     "longcat_flash": {"head_dim": HIDDEN // HEADS, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "num_layers": 2},
     "nemotron": {"head_dim": HIDDEN // HEADS, "num_key_value_heads": 2},
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), {"num_kv_shared_layers": 2}),
     "reformer": {"is_decoder": True},
     "zamba": {"hidden_size": HIDDEN, "attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 32,
               "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 2,
