@@ -216,21 +216,21 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any
                    local_size: int | None = None, allow_is_causal_skip: bool = True,
                    allow_is_bidirectional_skip: bool = False, config: Any = None,
                    **options: Any) -> torch.Tensor | None:
-    """transformers' mask for one kind of layer: what ``sdpa_mask`` makes of these arguments, or a mask of that shape that
-    says the same with less memory.
+    """transformers' mask for one kind of layer: what ``sdpa_mask`` makes of these arguments, or a mask of that
+    shape that says the same with less memory.
 
     None where no mask is needed, also under torch.compile, for which ``sdpa_mask`` never returns None. A padding mask
     alone is a view of ``[batch, 1, 1, keys]``. A causal mask remembers its :class:`Meaning`.
     """
-    may_be_none = allow_is_causal_skip and not (config is not None and q_length > 1 and (
-        _shares_keys(config) or _is_bidirectional(config) or _is_causal_by_masks_alone(type(config))))
     offsets = isinstance(q_offset, int) and isinstance(kv_offset, int) and kv_offset == 0
     whole = local_size is None or kv_length < local_size  # no window or chunk that hides keys
     # of windows and chunks transformers allows the skip where nothing is added to the causal mask
     causal = whole and (mask_function is causal_mask_function or local_size is not None and allow_is_causal_skip)
     at_end = offsets and kv_length == q_offset + q_length
-    if (causal and may_be_none and attention_mask is None and offsets
-            and (at_end if q_length == 1 else q_offset == 0)):  # one query without a mask sees every slot of a cache
+    # one query without a mask sees every slot of a cache, those behind it too
+    may_be_none = allow_is_causal_skip and (at_end if q_length == 1 else config is None or not (
+        _shares_keys(config) or _is_bidirectional(config) or _is_causal_by_masks_alone(type(config))))
+    if causal and may_be_none and attention_mask is None and offsets and (q_length == 1 or q_offset == 0):
         return None
     padding = attention_mask if attention_mask is not None and attention_mask.shape == (batch_size, kv_length) else None
     if (mask_function is bidirectional_mask_function and padding is not None and whole
