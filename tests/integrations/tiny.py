@@ -104,7 +104,8 @@ def _shrink(config: dict[str, Any], sizes: bool) -> dict[str, Any]:
         if key in _DERIVED:
             continue
         if isinstance(value, dict) and key.startswith("rope"):
-            value = {name: [2, 3, 3] if name == "mrope_section" else of for name, of in value.items()}
+            sections = {"mrope_section": [2, 3, 3]} if _HAS_SECTIONS.search(config.get("model_type", "")) else {}
+            value = {**value, **sections}
         elif isinstance(value, dict):
             value = _shrink(value, sizes)
         elif isinstance(value, list) and len(value) == layers and kept and not key.endswith("_token_id"):
@@ -119,6 +120,9 @@ def _shrink(config: dict[str, Any], sizes: bool) -> dict[str, Any]:
         made[key] = value
     return made
 
+
+_HAS_SECTIONS = re.compile("_vl|glm4|glm_|omni|cosmos3_edge")
+"""Types whose rotary embedding has sections for time, height and width, which share the head dim."""
 
 _DERIVED = "id2label", "label2id", "out_features", "out_indices", "stage_names", "per_layer_config"
 """What a configuration makes of its other values, and checks."""
