@@ -408,7 +408,7 @@ def sweep_all(names: list[str], log: TextIO | None = None) -> list[Result]:
 def _rows(rows: dict[str, Any], *titles: str) -> str:
     made = [" | ".join(str(cell) for cell in (name, *(cells if isinstance(cells, tuple) else (cells,))))
             for name, cells in rows.items()]
-    return "\n".join(f"| {row} |" for row in (" | ".join(titles), "|".join("---" for _ in titles), *made)) + "\n"
+    return "\n".join(f"| {row} |" for row in (" | ".join(titles), " | ".join("---" for _ in titles), *made)) + "\n"
 
 
 def _reason(result: Result) -> str:
