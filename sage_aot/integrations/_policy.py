@@ -34,6 +34,9 @@ SERVED = "sage_aot"
 SLOWER = "torch's attention is expected to be faster"
 """The line of those that the policy leaves to the host by their shape."""
 
+EXACT = "torch.nn.attention.sdpa_kernel without a fused backend"
+"""The line of those around which the caller asks torch for its exact attention, SDPBackend.MATH."""
+
 DTYPES = torch.float16, torch.bfloat16, torch.float32
 
 _log = logging.getLogger("sage_aot.integrations")
@@ -290,6 +293,9 @@ def attend(call: Call, host: Callable[[], Any], return_lse: bool = False, policy
     Raises UnsupportedError where the policy says so, and what :func:`sage_aot.attn` raises.
     """
     policy = _policy if policy is None else policy
+    if not _fused_attention_is_allowed():
+        count(EXACT)
+        return by_host(host)
     if policy.when == "faster" and (reason := better_elsewhere(call)):
         count(reason)
         return by_host(host)
@@ -305,6 +311,16 @@ def attend(call: Call, host: Callable[[], Any], return_lse: bool = False, policy
         observer(call, result, lambda: by_host(host))
     return result if form is None else form(result)
 
+
+def _fused_attention_is_allowed() -> bool:
+    """Whether ``torch.nn.attention.sdpa_kernel`` allows some backend whose arithmetic is not that of SDPBackend.MATH.
+    Compiled code keeps the answer that its trace found, as torch's own attention does in compiled code."""
+    allowed = torch._C
+    return bool(allowed._get_flash_sdp_enabled() or allowed._get_mem_efficient_sdp_enabled()
+                or allowed._get_cudnn_sdp_enabled())
+
+
+_fused_attention_is_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as for_schema's
 
 observer: Callable[[Call, Any, Callable[[], Any]], None] | None = None
 """What is told of every call that :func:`attend` served: the call, sage_aot's result, and the host's own attention."""
@@ -341,7 +357,10 @@ def serve_anyway(call: Call, otherwise: str, return_lse: bool = False, **options
     beside those of the process's policy. UnsupportedError where sage_aot does not compute the call; `otherwise`: what
     to do then."""
     call = call._replace(q=_received(call.q), k=_received(call.k), v=_received(call.v))
-    if reason := refusal(call):
+    no_rows = call.q.dim() == call.k.dim() == 4 and 0 in call.sizes()[3:]
+    if no_rows:  # a share of a ring without keys, of which any mask hides as much: zeros and -inf
+        call = call._replace(is_causal=False, mask=None)
+    if reason := refusal(call, no_rows):
         raise refused(reason, f"expected a call that sage_aot computes, got: {reason}; {otherwise}")
     result = serve(call, return_lse, {**_policy.options, **options})
     count(SERVED)
@@ -384,8 +403,8 @@ def better_elsewhere(call: Call) -> str | None:
     return None if is_faster(threshold, work) else SLOWER
 
 
-def refusal(call: Call) -> str | None:
-    """Why sage_aot does not compute a call; None where it does."""
+def refusal(call: Call, no_rows: bool = False) -> str | None:
+    """Why sage_aot does not compute a call; None where it does. `no_rows`: it may have no queries or keys."""
     q, k, v = call.q, call.k, call.v
     if call.beyond is not None:
         return call.beyond
@@ -401,22 +420,24 @@ def refusal(call: Call) -> str | None:
         return "forward gradients, or a transformation of torch.func"
     if call.scale is not None and not OPTIONS["scale"].valid(call.scale):
         return "a scale that sage_aot does not take"
-    return _refusal_of_types(call) or _refusal_of_shapes(call) or _refusal_of_masks(call)
+    return _refusal_of_types(call) or _refusal_of_shapes(call, no_rows) or _refusal_of_masks(call)
 
 
 def _refusal_of_types(call: Call) -> str | None:
     q, k, v = call.q, call.k, call.v
     if not q.device == k.device == v.device or q.device.type not in ("cuda", "cpu"):
         return "devices that differ" if q.device.type in ("cuda", "cpu") else f"tensors on {q.device.type}"
+    if torch.is_autocast_enabled(q.device.type) and q.dtype in DTYPES and k.dtype in DTYPES and v.dtype in DTYPES:
+        return None  # the operator casts all three
     if not q.dtype == k.dtype == v.dtype:
         return "dtypes that differ"
     return None if q.dtype in DTYPES else f"dtype {q.dtype}".replace("torch.", "")
 
 
-def _refusal_of_shapes(call: Call) -> str | None:
+def _refusal_of_shapes(call: Call, no_rows: bool) -> str | None:
     q, k, v = call.q, call.k, call.v
-    _, q_heads, kv_heads, _, _ = call.sizes()
-    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
+    batch, q_heads, kv_heads, queries, keys = call.sizes()
+    if 0 in (batch, q_heads, kv_heads, q.size(3), v.size(3)) or 0 in (queries, keys) and not no_rows:
         return "empty tensors"
     if q.size(0) != k.size(0) or k.shape[:3] != v.shape[:3] or q.size(3) != k.size(3):
         return "shapes that are broadcast"

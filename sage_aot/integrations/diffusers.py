@@ -101,22 +101,38 @@ def enable(target: ModelMixin | DiffusionPipeline) -> int:
     SD3, SDXL and CogVideoX, its calls run in :class:`sage_aot.integrations.torch.replace_sdpa`. Other models of the
     process stay as they are.
 
+    Modules whose processor needs a backend of its own, such as ``flex`` for its block masks, keep it, and do not count.
+
     Raises:
         ArgumentError: `target` is neither, or it has no attention modules.
-        UnsupportedError: sage_aot has no kernel for the GPU at hand.
+        UnsupportedError: all attention modules need a backend of their own, or sage_aot has no kernel for the GPU at
+            hand.
     """
     backend = register()
-    served = 0
+    served, needed = 0, set[str]()
     for model in _models_of(target):
-        modules = [module for module in model.modules()
-                   if isinstance(module, (Attention, MochiAttention, AttentionModuleMixin))]
-        if modules:
-            _serve_model(model, [module.processor for module in modules], backend)
-        served += len(modules)
+        processors = [module.processor for module in model.modules()
+                      if isinstance(module, (Attention, MochiAttention, AttentionModuleMixin))]
+        free = [processor for processor in processors if _own_backend(processor) is None]
+        needed |= {own for processor in processors if (own := _own_backend(processor)) is not None}
+        if free:
+            _serve_model(model, free, backend)
+        served += len(free)
+    if needed and not served:
+        raise UnsupportedError(f"expected attention modules whose backend can be chosen, got {type(target).__name__}, "
+                               f"whose processors need the backend {', '.join(sorted(needed))}; leave it as it is")
     if not served:
         raise ArgumentError(f"expected a model with attention modules of diffusers, got {type(target).__name__} with "
                             f"none; run it in sage_aot.integrations.torch.replace_sdpa")
     return served
+
+
+def _own_backend(processor: Any) -> str | None:
+    """The backend that a processor needs: its class names one, or it has one of flex attention, whose block masks no
+    other backend takes. None where the backend may be chosen."""
+    of_class, chosen = (getattr(owner, "_attention_backend", None) for owner in (type(processor), processor))
+    name = str(getattr(chosen, "value", chosen))
+    return name if of_class is not None or "flex" in name else None
 
 
 def _serve_model(model: ModelMixin, processors: list[Any], backend: Any) -> None:

@@ -12,6 +12,10 @@ Calls that sage_aot does not serve go to transformers' own ``sdpa`` attention.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -36,9 +40,15 @@ UNKNOWN_TO_SDPA = ("softcap", "s_aux", "sinks", "indices", "block_indices")
 # --- switching it on --------------------------------------------------------------------------------------------------
 
 
+_names: set[str] = set()
+"""Under which :func:`register` made sage_aot known."""
+
+
 def register(name: str = NAME) -> None:
     """Make an attention implementation of this name known to transformers: its attention and its mask function. May be
-    called again.
+    called again. From then on a model that is loaded with the name, or switched to it, raises UnsupportedError where
+    its class does not leave all of its attention to the name's function: ``PreTrainedModel``'s own check of the name
+    asks sage_aot first.
 
     Raises:
         ArgumentError: transformers would take another path for a model with this name.
@@ -48,6 +58,8 @@ def register(name: str = NAME) -> None:
         raise ArgumentError(f"name: expected none with flash, sdpa, / or |, into which transformers reads more, got "
                             f"{name!r}; pass another name")
     check_gpu()
+    _check_models_of_names()
+    _names.add(name)
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
 
@@ -58,24 +70,115 @@ def enable(model: PreTrainedModel) -> str | dict[str, str]:
 
     Raises:
         ArgumentError: `model` is no model of transformers.
-        UnsupportedError: the model's attention has arguments that only its eager implementation computes, or it cannot
-            be switched, or sage_aot has no kernel for the GPU at hand.
+        UnsupportedError: the model or a part of it does not leave all of its attention to the implementation that is
+            chosen, or has arguments that only its eager implementation computes, or sage_aot has no kernel for the GPU
+            at hand. The model stays as it was.
     """
     if not callable(getattr(model, "set_attn_implementation", None)):  # torch.compile's wrapper hands it on
         raise ArgumentError(f"expected a model of transformers, got {type(model).__name__}; run others in "
                             f"sage_aot.integrations.torch.replace_sdpa")
-    if wrong := {type(part).__name__ for part in model.modules()
-                 if isinstance(part, PreTrainedModel) and not part._supports_sdpa}:
-        raise UnsupportedError(f"expected a model that transformers runs with sdpa attention, got "
-                               f"{', '.join(sorted(wrong))}; leave it with its own implementation, "
-                               f"{model.config._attn_implementation!r}")
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            _check_model(type(part), is_made=True)
     register()
     before = _implementation(model.config)
     model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
-        raise UnsupportedError(f"expected a model whose attention can be switched, got {type(model).__name__}, which "
-                               f"stays at {model.config._attn_implementation!r}; leave it with that")
     return before
+
+
+@functools.cache  # once a process
+def _check_models_of_names() -> None:
+    """Have :func:`_check_model` asked wherever transformers checks the implementation of a model: when the model is
+    made, before its first layer, and when it is switched. transformers offers no such hook for names that are
+    registered, and takes them for every class of models."""
+    transformers_check = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(transformers_check)
+    def get_correct_attn_implementation(self: PreTrainedModel, requested_attention: str | None,
+                                        is_init_check: bool = False) -> str:
+        if requested_attention in _names:
+            _check_model(type(self), is_made=not is_init_check)
+        checked: str = transformers_check(self, requested_attention, is_init_check)
+        return checked
+
+    setattr(PreTrainedModel, "get_correct_attn_implementation",  # noqa: B010  # mypy allows no assignment
+            get_correct_attn_implementation)
+
+
+def _check_model(kind: type[PreTrainedModel], is_made: bool) -> None:
+    """UnsupportedError for models of a class that does not leave all of its attention to the implementation that is
+    chosen by name: it would compute its own on masks that are not made for it. `is_made`: the model has its layers."""
+    if not kind._supports_sdpa:
+        reason = "which transformers does not run with sdpa attention"
+    elif not kind._can_set_attn_implementation():
+        reason = "whose attention does not call the implementation that is registered for a name"
+    elif not is_made and any(_OWN_TABLE.search(code) for code in _code_of(kind)):
+        reason = ("which looks for its attention among classes of its own; sage_aot.integrations.transformers.enable "
+                  "serves the rest of its attention")
+    elif any(_COMPARED.search(code) and "num_kv_shared_layers" not in code for code in _code_of(kind)):
+        reason = "which takes another path for sdpa attention than for other implementations"
+    else:
+        return
+    raise UnsupportedError(f"expected a model whose attention is the implementation that is chosen, got "
+                           f"{kind.__name__}, {reason}; leave it with its own implementation, and load it without "
+                           f"attn_implementation. Of a model with parts, those that sage_aot serves can be named: "
+                           f"attn_implementation={{'text_config': 'sage_aot'}}")
+
+
+_COMPARED = re.compile(r"""_attn_implementation\s*(?:==|!=|in\b|not in\b)[^:\n]*["']sdpa["']""")
+"""Code that compares the name of the implementation with "sdpa", as sparse indexers do: for eager and sdpa attention
+they make a mask, to others they hand indices. Models whose layers share keys and values do so too; what those ask for,
+:func:`attention_mask` answers."""
+
+_OWN_TABLE = re.compile(r"(?<!ALL_ATTENTION_FUNCTIONS)(?<!ALL_MASK_ATTENTION_FUNCTIONS)\[[\w.]*_attn_implementation\]")
+"""Code that looks the name up in a table of its own, which has eager and sdpa attention: a KeyError for other names,
+when the layer is made."""
+
+
+def _code_of(kind: type[PreTrainedModel]) -> tuple[str, ...]:
+    """The source of the modules that define a class of models, which transformers too reads to know whether an
+    implementation can be chosen."""
+    modules = {base.__module__ for base in kind.__mro__ if issubclass(base, PreTrainedModel)}
+    return tuple(_source_of(module) for module in sorted(modules - {PreTrainedModel.__module__}))
+
+
+@functools.cache
+def _source_of(module: str) -> str:
+    """The source of a module that is loaded; nothing where it has none, as a notebook."""
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return ""
+
+
+def _shares_keys(config: Any) -> bool:
+    """Whether the last layers of a model take the keys and values of layers before.
+
+    Gemma 4 drops the queries of logits that nobody keeps before these layers, and the rows of their masks. Where a mask
+    is None it keeps the queries, but for sdpa attention alone: under another name the last queries would be taken for
+    the first."""
+    return bool(getattr(config.get_text_config(), "num_kv_shared_layers", 0))
+
+
+def _is_bidirectional(config: Any) -> bool:
+    """Whether a model's attention is not causal where there is no mask. PaliGemma, whose text model is so, may ask for
+    a causal mask: transformers' sdpa attention, which leaves the mask out, sees the future then."""
+    return getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all")
+
+
+def _is_causal_by_masks_alone(kind: type) -> bool:
+    """As :func:`_is_bidirectional`, of models that have no such option, such as the text model of AIMv2. Read from the
+    source, which makes causal masks and says of all attention that it is not causal."""
+    if kind not in _causal_by_masks:
+        code = _source_of(kind.__module__.replace("configuration_", "modeling_"))
+        said = set(re.findall(r"\bis_causal\s*=\s*(\w+)", code)) - {"self"}
+        _causal_by_masks[kind] = "create_causal_mask(" in code and said == {"False"}
+    return _causal_by_masks[kind]
+
+
+_causal_by_masks: dict[type, bool] = {}
+# What torch.compiler.assume_constant_result does, without importing the compiler.
+_is_causal_by_masks_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _implementation(config: Any) -> str | dict[str, str]:
@@ -95,10 +198,13 @@ class Meaning(NamedTuple):
     version: int | None  # of the mask, which a model may change in place; None for inference tensors, which have none
 
     @classmethod
-    def of(cls, mask: torch.Tensor | None) -> Meaning | None:
-        """That of a mask which :func:`attention_mask` made and nobody changed; None for all others."""
+    def of(cls, mask: torch.Tensor | None, queries: int, keys: int) -> Meaning | None:
+        """That of a mask for so many queries and keys which :func:`attention_mask` made and nobody changed; None for
+        all others."""
         meaning: Meaning | None = getattr(mask, "sage_aot_meaning", None)
-        return meaning if meaning is None or mask is not None and meaning.version == _version(mask) else None
+        if mask is None or meaning is None or meaning.version != _version(mask):
+            return None
+        return meaning if mask.shape[-2:] == (queries, keys) else None
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -108,33 +214,37 @@ def _version(tensor: torch.Tensor) -> int | None:
 def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
                    mask_function: Any = causal_mask_function, attention_mask: torch.Tensor | None = None,
                    local_size: int | None = None, allow_is_causal_skip: bool = True,
-                   allow_is_bidirectional_skip: bool = False, **options: Any) -> torch.Tensor | None:
-    """transformers' mask for one kind of layer: what ``sdpa_mask`` makes of these arguments, or a smaller one that says
-    the same.
+                   allow_is_bidirectional_skip: bool = False, config: Any = None,
+                   **options: Any) -> torch.Tensor | None:
+    """transformers' mask for one kind of layer: what ``sdpa_mask`` makes of these arguments, or a mask of that
+    shape that says the same with less memory.
 
     None where no mask is needed, also under torch.compile, for which ``sdpa_mask`` never returns None. A padding mask
-    alone stays ``[batch, 1, 1, keys]``. A causal mask remembers its :class:`Meaning`.
+    alone is a view of ``[batch, 1, 1, keys]``. A causal mask remembers its :class:`Meaning`.
     """
     offsets = isinstance(q_offset, int) and isinstance(kv_offset, int) and kv_offset == 0
     whole = local_size is None or kv_length < local_size  # no window or chunk that hides keys
     # of windows and chunks transformers allows the skip where nothing is added to the causal mask
     causal = whole and (mask_function is causal_mask_function or local_size is not None and allow_is_causal_skip)
     at_end = offsets and kv_length == q_offset + q_length
-    if (causal and allow_is_causal_skip and attention_mask is None and offsets
-            and (q_offset == 0 or q_length == 1 and at_end)):
+    # one query without a mask sees every slot of a cache, those behind it too
+    may_be_none = allow_is_causal_skip and (at_end if q_length == 1 else config is None or not (
+        _shares_keys(config) or _is_bidirectional(config) or _is_causal_by_masks_alone(type(config))))
+    if causal and may_be_none and attention_mask is None and offsets and (q_length == 1 or q_offset == 0):
         return None
     padding = attention_mask if attention_mask is not None and attention_mask.shape == (batch_size, kv_length) else None
     if (mask_function is bidirectional_mask_function and padding is not None and whole
             and (torch.compiler.is_compiling() or not allow_is_bidirectional_skip)):
-        return padding.bool()[:, None, None, :]
+        return padding.bool()[:, None, None, :].expand(-1, -1, q_length, -1)
     mask: torch.Tensor | None = sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **options)
+        allow_is_causal_skip=may_be_none, allow_is_bidirectional_skip=allow_is_bidirectional_skip, config=config,
+        **options)
     if mask is None or torch.compiler.is_compiling():
         return mask
     if mask_function is bidirectional_mask_function and padding is not None and whole:
-        return padding.bool()[:, None, None, :]
+        return padding.bool()[:, None, None, :].expand(-1, -1, q_length, -1)
     if causal and at_end and (attention_mask is None or padding is not None) and (
             allow_is_causal_skip or not mask.is_inference()):  # else a model adds to it, in place for all we know
         mask.sage_aot_meaning = Meaning(  # type: ignore[attr-defined]
@@ -172,7 +282,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         return by_host(host)
     queries = query.size(2)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    meaning = Meaning.of(attention_mask)
+    meaning = Meaning.of(attention_mask, queries, key.size(2))
     mask, causal, at_end = attention_mask, queries > 1 and attention_mask is None and causal, False
     if meaning is not None:
         mask = None if meaning.key_mask is None else meaning.key_mask[:, None, None, :]

@@ -139,6 +139,33 @@ def test_the_kernels_arithmetic_is_close(name):
     assert 0 < (found - expected).norm() / expected.norm() < 0.05
 
 
+@pytest.mark.parametrize("chosen", ["flex", attention_dispatch.AttentionBackendName.FLEX], ids=repr)
+def test_processors_keep_a_backend_that_they_need(chosen):
+    """Those whose class names one: they raise where they have another."""
+    made = model("AnyFlowFARTransformer3DModel", patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12,
+                 in_channels=4, out_channels=4, text_dim=16, freq_dim=256, ffn_dim=32, num_layers=2)
+    processors = [module.processor for module in attention_of(made)]
+    needing = [processor for processor in processors if type(processor)._attention_backend == "flex"]
+    free = [processor for processor in processors if processor not in needing]
+    assert len(needing) == len(free) == 2
+    for processor in needing:
+        processor._attention_backend = chosen
+    assert integration.enable(made) == integration.enable(made) == 2
+    assert {processor._attention_backend for processor in free} == {integration.register()}
+    assert all(processor._attention_backend is chosen for processor in needing)
+    integration.disable(made)
+    assert {processor._attention_backend for processor in free} == {None}
+
+
+def test_a_model_of_which_nothing_can_be_served_is_refused():
+    made, _ = wan()
+    for processor in made.attn_processors.values():
+        processor._attention_backend = "flex"
+    with pytest.raises(UnsupportedError, match="got WanTransformer3DModel, whose processors need the backend flex; le"):
+        integration.enable(made)
+    assert "_sage_aot_before" not in vars(made)
+
+
 def test_other_models_keep_their_backend(exact):
     made, inputs = wan()
     other, _ = wan()

@@ -50,6 +50,24 @@ def test_a_step_of_torchs_ring(exact, queries, keys, is_causal):
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(30, 0), (0, 40), (0, 0)])
+def test_a_share_without_tokens(queries, keys, is_causal):
+    """Of no keys a query sees none: zeros, and minus infinity, which another share's log-sum-exp outweighs."""
+    q, k, v = tensors(queries, keys)
+    for out, lse in (ring_op(q, k, v, is_causal=is_causal),
+                     ring_forward(*(x.transpose(1, 2) for x in (q, k, v)), causal=is_causal)):
+        assert out.numel() == q.numel() and not out.any()
+        assert lse.shape == (2, 4, queries) and lse.dtype == torch.float32 and (lse == -torch.inf).all()
+    assert out.shape == (2, queries, 4, 64) and report() == {"sage_aot": 2}
+
+
+def test_a_share_without_heads_is_an_error():
+    q, k, v = tensors(30, 40)
+    with pytest.raises(UnsupportedError, match="got: empty tensors; choose the library's own"):
+        ring_op(q, k[:, :0], v[:, :0])
+
+
 @pytest.mark.parametrize(("name", "given"), [("window_size", (128, 0)), ("softcap", 30.0),
                                              ("alibi_slopes", torch.ones(4)), ("return_softmax", True)])
 def test_arguments_that_would_change_the_result_are_refused(name, given):

@@ -87,6 +87,26 @@ def test_or_an_error_where_the_policy_says_so(reason):
         attend(REFUSED[reason], lambda: pytest.fail("the host was called"))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_autocast_casts_before_types_matter(layout, compiled):
+    """Models with normed q and k have those in float32 beside a v in bfloat16."""
+    q, k, v = tensors((2, 4, 40, 64), (2, 4, 40, 64))
+    expected = sage_aot.attn(q, k, v, layout=layout)
+
+    def run(q, k, v):
+        return attend(Call(q, k, v, layout=layout), lambda: torch.zeros(()))
+
+    run = torch.compile(run, backend="eager", fullgraph=True) if compiled else run
+    with use(Policy("possible", "raise")), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(run(q.float(), k.float(), v), expected)
+        assert torch.equal(run(q, k.float(), v.float()), expected)
+    with use(Policy("possible")):
+        assert run(q.float(), k.float(), v).shape == (), "without autocast the host's"
+        with torch.autocast("cpu", torch.bfloat16):
+            assert run(q.double(), k, v).shape == (), "autocast leaves float64"
+
+
 def test_a_subclass_is_the_hosts():
     class Own(torch.Tensor):
         pass

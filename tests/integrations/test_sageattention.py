@@ -340,6 +340,13 @@ def test_the_kernels_arithmetic_is_that_of_attn(dtype):
         assert torch.equal(function(q, k, v, is_causal=True), sage_aot.attn(q, k, v, is_causal=True))
 
 
+def test_autocast_casts_q_and_k():
+    q, k, v = tensors(dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        for function in DENSE:
+            assert torch.equal(function(q.float(), k.float(), v), function(q, k, v))
+
+
 def test_tensors_that_a_ring_receives(exact):
     """As torch's ring template, which xDiT uses, passes them."""
     class Coming(torch.Tensor):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exact import served_calls
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as captured
 
@@ -22,7 +23,7 @@ from sage_aot._tools.reference import measure
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import Policy, _policy, audit, report, use
 from sage_aot.integrations import torch as integration
-from sage_aot.integrations._policy import SLOWER, Call, attend
+from sage_aot.integrations._policy import EXACT, SERVED, SLOWER, Call, attend
 from sage_aot.integrations.torch import _Flash, _training, register_flash, replace_sdpa, sdpa, torchs
 
 
@@ -317,6 +318,40 @@ def test_compiled(qkv, backend):
     assert served_calls() == 2, "compiled code counts nothing"
     whole = torch.compile(replace_sdpa()(layer), backend=backend)
     assert torch.equal(whole(*qkv), found)
+
+
+MATH, FLASH, EFFICIENT = SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+
+
+@pytest.mark.parametrize(("backends", "ours"), [
+    (MATH, False), ([MATH], False), (FLASH, True), ([MATH, EFFICIENT], True), (SDPBackend.CUDNN_ATTENTION, True)],
+    ids=str)
+@pytest.mark.parametrize("otherwise", ["host", "raise"])
+def test_torchs_exact_attention_is_torchs(qkv, backends, ours, otherwise):
+    with sdpa_kernel(MATH):
+        exact = captured(*qkv)
+    with use(Policy("possible", otherwise)), replace_sdpa():
+        with sdpa_kernel(backends):
+            found = F.scaled_dot_product_attention(*qkv)
+        assert torch.equal(found, exact) != ours
+        assert report() == ({SERVED: 1} if ours else {EXACT: 1})
+        F.scaled_dot_product_attention(*qkv)
+    assert served_calls() == 1 + ours, "the context is over"
+
+
+def test_torchs_exact_attention_in_compiled_code(qkv):
+    """Both ways to ask for it: around what is compiled, and inside it, where what follows is served again."""
+    def both(q, k, v):
+        with sdpa_kernel(MATH):
+            out = sdpa(q, k, v)
+        return out, sdpa(q, k, v)
+
+    with sdpa_kernel(MATH):
+        exact = captured(*qkv)
+        assert torch.equal(torch.compile(sdpa, backend="eager", fullgraph=True)(*qkv), exact)
+    torch.compiler.reset()
+    found, after = torch.compile(both, backend="eager", fullgraph=True)(*qkv)
+    assert torch.equal(found, exact) and torch.equal(after, sdpa(*qkv)) and not torch.equal(after, exact)
 
 
 def test_compiled_code_obeys_the_policy(qkv):

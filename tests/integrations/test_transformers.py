@@ -4,12 +4,15 @@ place of the kernels, and little with the kernels' arithmetic."""
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
 from exact import served_calls
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from tiny import config_of_class, small_config, small_model, types  # noqa: E402
 
 from sage_aot.errors import ArgumentError, UnsupportedError  # noqa: E402
 from sage_aot.integrations import Policy, report, reset_report, use  # noqa: E402
@@ -152,9 +155,80 @@ def test_a_loaded_model_is_switched_and_switched_back(exact):
 def test_a_model_that_needs_eager_attention_is_refused():
     made = model("GptOssForCausalLM", config="GptOssConfig", head_dim=32, num_local_experts=2, num_experts_per_tok=1,
                  **LLAMA)
-    with pytest.raises(UnsupportedError, match="with sdpa attention, got .*GptOss.*; leave it with its own"):
+    with pytest.raises(UnsupportedError, match="got GptOss.*does not run with sdpa attention; leave it with its own"):
         integration.enable(made)
     assert made.config._attn_implementation != "sage_aot"
+
+
+def tiny(name, **more):
+    """A type's smallest configuration, and its class."""
+    config = small_config(name, **more)
+    kind = getattr(transformers, next(made for of, made in types() if of == name))
+    return kind, config_of_class(kind, config)
+
+
+REFUSED = {
+    **dict.fromkeys(("bloom", "mpt", "xglm", "gpt_neo", "gpt_neox_japanese", "big_bird", "bigbird_pegasus",
+                     "led", "mvp", "trocr", "longformer", "roformer", "rembert", "nystromformer", "squeezebert",
+                     "ibert", "convbert", "megatron-bert", "tapas", "git", "gpt_oss", "gemma2"),
+                    "does not run with sdpa attention"),
+    "falcon": "does not call the implementation that is registered for a name",
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2", "minimax_m3_vl_text"), "another path for sdpa attention"),
+}
+"""Types of models whose attention is not, or not always, that of the name; and how the refusal ends."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_keep_their_own_attention_are_refused(name):
+    """When they are loaded by the name, when they are enabled, and when they are switched by transformers' own way."""
+    integration.register("mine")
+    kind, config = tiny(name)
+    with torch.device("meta"):
+        made = kind(config).eval()
+    before = made.config._attn_implementation
+    says = pytest.raises(UnsupportedError, match=f"got {kind.__name__[:6]}.*{REFUSED[name]}.*leave it with its own.*lo")
+    with says:
+        integration.enable(made)
+    for own in ("sage_aot", "mine"):
+        if kind._can_set_attn_implementation():
+            with says:
+                made.set_attn_implementation(own)
+        named = copy.deepcopy(config)
+        named._attn_implementation = own
+        with says, torch.device("meta"):
+            kind(named)
+    assert made.config._attn_implementation == before
+
+
+def test_models_with_a_table_of_their_own_are_enabled_alone(exact):
+    """SAM's vision encoder has a class for each implementation that it knows; its decoder has the name's."""
+    kind, config = tiny("sam")
+    made = small_model(kind, config)
+    integration.enable(made)
+    assert made.config._attn_implementation == "sage_aot"
+    config._attn_implementation = "sage_aot"
+    with pytest.raises(UnsupportedError, match="got Sam.*among classes of its own; .*enable serves the rest"):
+        kind(config)
+
+
+def test_a_part_that_is_refused_keeps_the_model_as_it_was(exact):
+    kind, config = tiny("llava")
+    made = small_model(kind, config)
+    made.model.vision_tower._supports_sdpa = False
+    type(made.model.vision_tower)._supports_sdpa = False
+    try:
+        with pytest.raises(UnsupportedError, match=r"got CLIPVision.*attn_implementation=.*'text_config': 'sage_aot'"):
+            integration.enable(made)
+        assert integration._implementation(made.config) == "eager"
+        config._attn_implementation = {"text_config": "sage_aot"}
+        named = kind(config).eval()
+    finally:
+        type(made.model.vision_tower)._supports_sdpa = True
+    assert named.config.text_config._attn_implementation == "sage_aot"
+    assert named.config.vision_config._attn_implementation != "sage_aot"
+    with torch.no_grad():
+        named(input_ids=torch.ones(1, 8, dtype=torch.long))
+    assert served_calls() == 2
 
 
 @pytest.mark.parametrize("name", integration.UNKNOWN_TO_SDPA)
@@ -186,8 +260,22 @@ def test_what_a_mask_is_known_to_mean(q_length, kv_length, q_offset, expected):
     padding = torch.ones(2, kv_length, dtype=torch.bool)
     padding[0, :5] = False
     mask = integration.attention_mask(2, q_length, kv_length, q_offset, attention_mask=padding)
-    assert (integration.Meaning.of(mask) is not None) == expected
+    assert (integration.Meaning.of(mask, q_length, kv_length) is not None) == expected
     assert mask.shape == (2, 1, q_length, kv_length)
+
+
+def test_a_mask_of_another_shape_means_nothing():
+    mask = integration.attention_mask(2, 24, 24, attention_mask=mask_of("left").bool())
+    assert integration.Meaning.of(mask, 24, 24) is not None
+    assert integration.Meaning.of(mask, 8, 24) is None and integration.Meaning.of(mask, 24, 30) is None
+
+
+@pytest.mark.parametrize(("kv_length", "is_none"), [(1, True), (30, False)])
+def test_one_query_sees_no_empty_slots(kv_length, is_none):
+    """The first token in a cache of 30 slots; without a mask it would see all of them."""
+    mask = integration.attention_mask(2, 1, kv_length)
+    assert (mask is None) == is_none
+    assert is_none or mask.sum(-1).eq(1).all()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
