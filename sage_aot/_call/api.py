@@ -18,6 +18,7 @@ from sage_aot._problem.check import (
     check_return_lse,
     check_tensors_are,
     heads_first,
+    is_static,
     sequences_of,
 )
 from sage_aot._problem.derivatives import check_no_derivative, is_transformed
@@ -168,7 +169,8 @@ def groups_share_rows(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.T
     where shapes do not fit, so that the error is that of the ordinary call."""
     is_causal, _, layout, qk, smooth_q = options[:5]
     heads_at = 1 if layout == "HND" else 2
-    if is_causal or q.dim() != 4 or q.size(3 - heads_at) != 1 or len(k.shape) != 4 or smooths_q(qk, smooth_q):
+    if (is_causal or q.dim() != 4 or not is_static(q.size(3 - heads_at) == 1) or len(k.shape) != 4
+            or smooths_q(qk, smooth_q)):
         return False
     heads, kv_heads = q.shape[heads_at], k.shape[1 if isinstance(k, QuantizedKV) else heads_at]
     return (heads > kv_heads > 0 and heads % kv_heads == 0 and k.shape[0] == q.shape[0]
@@ -273,7 +275,7 @@ def checked_options(q: torch.Tensor, out: torch.Tensor | None, return_lse: bool,
     """As :func:`operator_options`, of a call whose other tensors are checked."""
     if not isinstance(q, torch.Tensor):
         check_tensors_are(q=q)  # raises
-    if not (q.is_cuda or q.is_cpu):
+    if not (q.is_cuda or q.is_cpu or q.is_meta):
         check_device(q=q)  # raises
     given = for_tracer(*options) if torch.compiler.is_dynamo_compiling() else for_schema(*options)
     if not isinstance(return_lse, bool):

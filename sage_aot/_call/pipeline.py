@@ -318,12 +318,13 @@ def backend_of(tensor: torch.Tensor) -> Backend:
 
 
 def kernels_for_kv(device: torch.device, headdim: int, *options: Any) -> tuple[Any, ...]:
-    """Of the kernels that quantize k and v on a device now, given a call's options: the arch, quantizer_of(), and the
-    values of all options with "auto" resolved."""
+    """Of the kernels that quantize k and v on a device now, given an operator's options: the arch, quantizer_of(), and
+    the values of all options with "auto" resolved."""
+    asked = Options.from_schema(*options)
     like = torch.empty(1, 1, 1, headdim, device=device, dtype=torch.float16)
     backend = backend_of(like)
-    kernels = plan_of(backend, check_kv(like, like, Options(*options)), like.get_device()).kernels
-    resolved = replace(Options(*options).resolved, pv_accum=str(kernels.attn.spec.pv_accum))
+    kernels = plan_of(backend, check_kv(like, like, asked), like.get_device()).kernels
+    resolved = replace(asked.resolved, pv_accum=str(kernels.attn.spec.pv_accum))
     return kernels.attn.spec.arch, quantizer_of(kernels), *(getattr(resolved, name) for name in OPTIONS)
 
 
