@@ -313,8 +313,8 @@ def backend_of(tensor: torch.Tensor) -> Backend:
     """The backend for a tensor's device: the kernels of :func:`default_library` on CUDA, their emulation on the CPU."""
     if _handed is not None:
         return _handed
-    folder = default_library().folder
-    return _cuda_backend(str(folder)) if tensor.is_cuda else _emulation_backend(str(folder))
+    library = default_library()
+    return _cuda_backend(library) if tensor.is_cuda else _emulation_backend(library)
 
 
 def kernels_for_kv(device: torch.device, headdim: int, *options: Any) -> tuple[Any, ...]:
@@ -353,25 +353,24 @@ def handing(backend: Backend) -> Iterator[None]:
 
 def default_library() -> Library:
     """The kernels that the package ships, or those of the folder that SAGE_AOT_KERNELS names."""
-    from sage_aot._backends.loader import KERNEL_FOLDER, library_in
+    from sage_aot._backends.loader import library_in, shipped_library
 
-    return library_in(os.environ.get("SAGE_AOT_KERNELS") or str(KERNEL_FOLDER))
+    named = os.environ.get("SAGE_AOT_KERNELS")
+    return library_in(named) if named else shipped_library()
 
 
 @cache
-def _cuda_backend(folder: str) -> Backend:
+def _cuda_backend(library: Library) -> Backend:
     from sage_aot._backends.cuda import CudaBackend
-    from sage_aot._backends.loader import library_in
 
-    return CudaBackend(library_in(folder))
+    return CudaBackend(library)
 
 
 @cache
-def _emulation_backend(folder: str) -> Backend:
+def _emulation_backend(library: Library) -> Backend:
     from sage_aot._backends.emulation.backend import EmulationBackend
-    from sage_aot._backends.loader import library_in
 
-    return EmulationBackend(library_in(folder).manifest)
+    return EmulationBackend(library.manifest)
 
 
 # --- the environment --------------------------------------------------------------------------------------------------

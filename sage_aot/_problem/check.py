@@ -340,7 +340,8 @@ def is_known(condition: Any) -> bool:
         return condition
     from torch.fx.experimental import symbolic_shapes  # takes a quarter of a second, and tracers have it already
 
-    ask = getattr(symbolic_shapes, "guard_or_false", None) or symbolic_shapes.definitely_true  # before torch 2.7
+    before_2_7 = "definitely_true"
+    ask = getattr(symbolic_shapes, "guard_or_false", None) or getattr(symbolic_shapes, before_2_7)
     known: bool = ask(condition)
     return known
 

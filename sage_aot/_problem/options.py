@@ -229,8 +229,8 @@ def for_tracer(*values: Any) -> tuple[Any, ...]:
     """What :func:`for_schema` says, for a tracer to which an option may be a number that it does not know yet, as a
     float argument of compiled code is from its second value on. Such a number is no constant: it is checked here. On a
     flag that it does not know yet, such as ``q.size(2) > 1``, the tracer puts a guard."""
-    given = [value if value is None or isinstance(value, (bool, int, float, str)) else scalar_of(value)
-             for value in values]
+    given: list[Any] = [value if value is None or isinstance(value, (bool, int, float, str)) else scalar_of(value)
+                        for value in values]
     numbers = {i: option for i, option in _NUMBERS.items() if given[i] != option.default and option.valid(given[i])}
     known = [_guarded(value) if i in _FLAGS else value for i, value in enumerate(given)]
     if not numbers:

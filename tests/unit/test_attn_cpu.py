@@ -330,6 +330,8 @@ def test_emulated_arch_is_named_by_the_environment(monkeypatch):
     manifest = default_library().manifest
     monkeypatch.delenv("SAGE_AOT_EMULATE", raising=False)
     assert emulated_arch(manifest) == "sm89"
+    monkeypatch.setenv("SAGE_AOT_EMULATE", "")
+    assert emulated_arch(manifest) == "sm89"
     monkeypatch.setenv("SAGE_AOT_EMULATE", "sm80")
     assert emulated_arch(manifest) == "sm80"
     monkeypatch.setenv("SAGE_AOT_EMULATE", "sm70")
