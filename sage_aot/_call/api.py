@@ -21,8 +21,13 @@ from sage_aot._problem.check import (
     is_static,
     sequences_of,
 )
-from sage_aot._problem.derivatives import check_no_derivative, is_transformed
-from sage_aot._problem.options import for_schema, for_tracer, smooths_q
+from sage_aot._problem.derivatives import (
+    check_no_derivative,
+    check_no_grad,
+    has_no_rule_for_writes,
+    is_transformed,
+)
+from sage_aot._problem.options import OPTIONS, for_schema, for_tracer, smooths_q
 from sage_aot.errors import ArgumentError, SageAotError
 
 
@@ -125,7 +130,7 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
     >>> sage_aot.attn(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 100, 64])
     """
-    options = is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum
+    options = asked = is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum
     if isinstance(k, QuantizedKV):
         options = options_with(k, v, key_mask, options)
         given = checked_options(q, out, return_lse, *options)
@@ -133,11 +138,28 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         given = operator_options(q, k, v, key_mask, out, return_lse, *options)
     if is_transformed():
         check_no_derivative(q=q, k=None if isinstance(k, QuantizedKV) else k, v=v, out=out)
+        if out is not None and has_no_rule_for_writes():
+            made = attn(q, k, v, key_mask=key_mask, return_lse=return_lse, **dict(zip(OPTIONS, asked)))
+            return copied_to(out, q, made)
     if groups_share_rows(q, k, v, out, options):
         if layout == "NHD":
             given = checked_options(q, out, return_lse, is_causal, scale, "HND", *options[3:])
         return _attend_by_group(q, k, v, key_mask, out, return_lse, layout, given)
     return _attend(q, k, v, key_mask, out, return_lse, given)
+
+
+def copied_to(out: torch.Tensor, q: torch.Tensor,
+              made: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What a call with `out` returns, where vmap or functionalize had it made without."""
+    check_out(out, q)
+    check_no_grad(out=out)
+    result = made if isinstance(made, torch.Tensor) else made[0]
+    try:
+        out.copy_(result)
+    except RuntimeError as error:
+        raise ArgumentError(f"out: expected a tensor that vmap maps, as it does q, k or v, got one for all entries; "
+                            f"make it an argument of the mapped function ({error})") from error
+    return out if isinstance(made, torch.Tensor) else (out, made[1])
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None, key_mask: torch.Tensor | None,

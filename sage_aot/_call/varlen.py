@@ -7,10 +7,10 @@ from typing import Literal, overload
 import torch
 
 from sage_aot._call import ops
-from sage_aot._call.api import operator_options
+from sage_aot._call.api import copied_to, operator_options
 from sage_aot._call.kv import check_not_with_sequences
 from sage_aot._problem.check import check_tensors_are, length_of
-from sage_aot._problem.derivatives import check_no_derivative, is_transformed
+from sage_aot._problem.derivatives import check_no_derivative, has_no_rule_for_writes, is_transformed
 
 
 @overload
@@ -82,6 +82,10 @@ def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q:
                                smooth_v, rotate, clip, pv_accum)
     if is_transformed():
         check_no_derivative(q=q, k=k, v=v, out=out)
+        if out is not None and has_no_rule_for_writes():
+            made = (ops.attn_varlen_lse if return_lse else ops.attn_varlen)(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
+            return copied_to(out, q, made)
     given = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if out is None:
         made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = (
