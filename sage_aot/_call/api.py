@@ -57,9 +57,10 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
 
     CUDA tensors run precompiled kernels on torch's current stream; nothing synchronizes and no input changes. CPU
     tensors run an emulation in torch: the arithmetic of the sm89 kernels, or of the arch that the environment variable
-    SAGE_AOT_EMULATE names. The first use of this function registers the operator ``torch.ops.sage_aot.attn``, which
-    torch.compile, CUDA graphs and autocast take. For a single query pass ``is_causal=False``: it sees the same keys,
-    and where q is not smoothed the kernels then read k and v once for all q heads of a kv head.
+    SAGE_AOT_EMULATE names. Meta tensors give meta tensors. The operator ``torch.ops.sage_aot.attn``, which ``import
+    sage_aot`` registers, is taken by torch.compile, CUDA graphs, autocast, torch.vmap and FlopCounterMode. For a
+    single query pass ``is_causal=False``: it sees the same keys, and where q is not smoothed the kernels then read
+    k and v once for all q heads of a kv head.
 
     Where the queries of a call are too few to fill the GPU, several blocks share the keys of a query. The shapes
     and the GPU's number of SMs decide how many blocks. Their number changes the last bits of the result. Equal calls on
@@ -79,7 +80,9 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         is_causal: query i sees the keys ``j <= i + keys - queries``: the mask is aligned bottom-right, as in
             FlashAttention. (torch's SDPA aligns top-left, which differs where keys and queries are not equally many.)
             With `key_mask`, keys and queries count as they came, and a query sees what both masks leave.
-        scale: factor on q·kᵀ before the softmax; None means ``1 / sqrt(headdim)``.
+        scale: factor on q·kᵀ before the softmax; None means ``1 / sqrt(headdim)``. Numbers and flags may be scalars of
+            NumPy, or arrays or tensors without dimensions; one on a GPU makes the call wait for it. In compiled code a
+            scale that is computed from sizes compiles anew for each value, as in torch's own attention: multiply q.
         layout: ``"HND"`` or ``"NHD"``, of q, k, v and the output.
         qk: type of the quantized q and k: ``"int8"``, ``"int4"`` (before sm90 only, and visibly worse for some models),
             ``"nvfp4"`` (sm120 and head dims up to 128 only, the type of p and v too: SageAttention3; four to
@@ -139,7 +142,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
     if is_transformed():
         check_no_derivative(q=q, k=None if isinstance(k, QuantizedKV) else k, v=v, out=out)
         if out is not None and has_no_rule_for_writes():
-            made = attn(q, k, v, key_mask=key_mask, return_lse=return_lse, **dict(zip(OPTIONS, asked)))
+            without: Any = attn  # its overloads do not know a dictionary of options
+            made = without(q, k, v, key_mask=key_mask, return_lse=return_lse, **dict(zip(OPTIONS, asked)))
             return copied_to(out, q, made)
     if groups_share_rows(q, k, v, out, options):
         if layout == "NHD":
@@ -148,8 +152,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
     return _attend(q, k, v, key_mask, out, return_lse, given)
 
 
-def copied_to(out: torch.Tensor, q: torch.Tensor,
-              made: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def copied_to(out: torch.Tensor, q: torch.Tensor, made: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+              ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """What a call with `out` returns, where vmap or functionalize had it made without."""
     check_out(out, q)
     check_no_grad(out=out)

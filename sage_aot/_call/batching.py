@@ -80,7 +80,7 @@ def _folded(size: int, dims: Dims, args: Sequence[Any]) -> list[Any]:
 
 
 def _unfolded(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    return tensor.unflatten(0, (size, tensor.shape[0] // size))
+    return tensor.view(size, tensor.shape[0] // size, *tensor.shape[1:])  # operators return contiguous tensors
 
 
 def _listed(found: Any) -> list[torch.Tensor]:

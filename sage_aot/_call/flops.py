@@ -27,8 +27,8 @@ def register_formulas() -> None:
     forms = "", "_lse", "_out", "_lse_out"
     formulas: dict[str, Callable[[Given], int]] = {
         "train_attn": _of_attention, "train_attn_backward": _of_backward, "quantize_kv": lambda given: 0}
-    for name, formula in (("attn", _of_attention), ("attn_kv", _of_stored), ("attn_varlen", _of_sequences)):
-        formulas |= {f"{name}{form}": formula for form in forms}
+    of_forms = {"attn": _of_attention, "attn_kv": _of_stored, "attn_varlen": _of_sequences}
+    formulas |= {f"{name}{form}": formula for name, formula in of_forms.items() for form in forms}
     for name, formula in formulas.items():
         operator = getattr(torch.ops.sage_aot, name)
         register_flop_formula(operator, get_raw=True)(_by_name(operator, formula))
@@ -64,7 +64,8 @@ def _of_dense(q: torch.Tensor, keys: int, layout: str, products: int) -> int:
 
 
 def _of_sequences(given: Given) -> int:
-    _, heads, headdim = given["q"].shape
+    q: torch.Tensor = given["q"]
+    _, heads, headdim = q.shape
     lengths = zip(_lengths(given["cu_seqlens_q"], given["max_seqlen_q"]),
                   _lengths(given["cu_seqlens_k"], given["max_seqlen_k"]))
     return FORWARD * 2 * heads * headdim * sum(queries * keys for queries, keys in lengths)

@@ -11,9 +11,9 @@ from sage_aot._call.api import operator_options
 from sage_aot._call.batching import register_rules
 from sage_aot._call.flops import register_formulas
 from sage_aot._call.pipeline import backend_of, lse_shape, plan_of, prepared_backward, prepared_train
+from sage_aot._imports import when_imported
 from sage_aot._problem.check import Problem, check_backward, check_train
 from sage_aot._problem.derivatives import check_backward_alone, is_transformed
-from sage_aot._imports import when_imported
 from sage_aot._problem.options import OPTIONS, Options
 from sage_aot.errors import ArgumentError
 

@@ -80,16 +80,14 @@ def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q:
     max_seqlen_q, max_seqlen_k = length_of("max_seqlen_q", max_seqlen_q), length_of("max_seqlen_k", max_seqlen_k)
     options = operator_options(q, k, v, None, out, return_lse, is_causal, scale, "NHD", qk, smooth_q, smooth_k,
                                smooth_v, rotate, clip, pv_accum)
+    given = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    returning = ops.attn_varlen_lse if return_lse else ops.attn_varlen
     if is_transformed():
         check_no_derivative(q=q, k=k, v=v, out=out)
         if out is not None and has_no_rule_for_writes():
-            made = (ops.attn_varlen_lse if return_lse else ops.attn_varlen)(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
-            return copied_to(out, q, made)
-    given = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+            return copied_to(out, q, returning(*given, *options))
     if out is None:
-        made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = (
-            ops.attn_varlen_lse if return_lse else ops.attn_varlen)(*given, *options)
+        made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = returning(*given, *options)
         return made
     if return_lse:
         return out, ops.attn_varlen_lse_out(*given, out, *options)
