@@ -102,6 +102,7 @@ def test_an_array_is_read_in_every_call():
     scale, causal = np.array(0.25), torch.tensor(False)
     for value, flag in ((0.25, False), (0.75, False), (0.75, True)):
         scale[...], causal[...] = value, flag
+        assert torch.equal(sage_aot.attn(Q, K, V, is_causal=causal), sage_aot.attn(Q, K, V, is_causal=flag))
         assert torch.equal(sage_aot.attn(Q, K, V, scale=scale, is_causal=causal),
                            sage_aot.attn(Q, K, V, scale=value, is_causal=flag))
 

@@ -11,6 +11,14 @@ from sage_aot.errors import ArgumentError
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
+@pytest.fixture(autouse=True)
+def no_fallback():
+    """Calls without a rule raise; torch warns of them once in a process."""
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    yield
+    torch._C._functorch._set_vmap_fallback_enabled(True)
+
+
 ENTRIES = 3
 X, Y, Z = torch.randn(3, ENTRIES, 2, 2, 40, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
 MASKS = torch.arange(ENTRIES * 2 * 40).view(ENTRIES, 2, 40) % 7 > 1
