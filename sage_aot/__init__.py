@@ -2,8 +2,8 @@
 
 Exports that need torch (those in _HOMES) are imported at their first use. Code generation, which has the standard
 library only, can therefore import the modules that it shares with the runtime.
-``from sage_aot import attn`` registers the operators ``torch.ops.sage_aot``, ``from sage_aot import train_attn`` those
-of the backward pass too.
+``import sage_aot`` registers the operators ``torch.ops.sage_aot`` where torch is imported, else right after torch is,
+so that torch.export.load and torch.jit.load find them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from sage_aot._imports import is_being_imported, when_imported
 from sage_aot._version import __version__
 from sage_aot.errors import (
     ArgumentError,
@@ -58,9 +59,20 @@ _HOMES = {"QuantizedKV": "sage_aot._call.kv", "quantize_kv": "sage_aot._call.kv"
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'sage_aot' has no attribute {name!r}")
+    import_module("torch")  # before a module of the package is half imported
+    _register()
     found = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return found
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _register() -> None:
+    """Register the operators; not while one of their own modules imports torch, whose import does so in part."""
+    if not is_being_imported("sage_aot._call", "sage_aot._problem"):
+        import_module("sage_aot._call.train")
+
+
+when_imported("torch", _register)

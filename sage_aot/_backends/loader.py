@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import zlib
 from functools import cache, cached_property
+from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
+from zipfile import BadZipFile
 
 from sage_aot._backends.drivers import Driver, Function, default_driver
 from sage_aot._kernels.drivers import too_old
@@ -18,8 +22,11 @@ from sage_aot._launch.structs import layout_problems, vocabulary
 from sage_aot._version import __version__
 from sage_aot.errors import CubinError, LaunchError, UnsupportedError
 
-KERNEL_FOLDER = Path(__file__).parents[1] / "kernels"
-"""Folder of the kernels that the package ships."""
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
+KERNEL_FOLDER: Traversable = resources.files("sage_aot") / "kernels"
+"""Folder of the kernels that the package ships; within a zip file where the package is imported from one."""
 
 _REBUILD = "reinstall sage-aot, or in a source tree run `python -m codegen build`"
 
@@ -27,7 +34,7 @@ _REBUILD = "reinstall sage-aot, or in a source tree run `python -m codegen build
 class Library:
     """The kernels of one folder, loaded through one driver. Safe under threads."""
 
-    def __init__(self, folder: Path, driver: Driver | None = None) -> None:
+    def __init__(self, folder: Traversable, driver: Driver | None = None) -> None:
         """`driver`: None for :func:`default_driver`."""
         self.folder = folder
         self._driver = driver
@@ -66,6 +73,8 @@ class Library:
             image = path.read_bytes()
         except OSError as error:
             raise CubinError(f"the cubin of {record.name} is missing: {path}; {_REBUILD}") from error
+        except (BadZipFile, zlib.error) as error:
+            raise CubinError(f"the cubin of {record.name} is damaged: {path}: {error}; {_REBUILD}") from error
         found = hashlib.sha256(image).hexdigest()
         if found != record.sha256:
             raise CubinError(f"the cubin of {record.name} is damaged: {path} has sha256 {found}, the manifest "
@@ -95,6 +104,12 @@ class Library:
         except Exception as error:  # cupy's errors have no common base: name the kernel, whatever the error
             raise LaunchError(f"the driver does not load {entry} (built for {record.target}) on device "
                               f"{device}: {error}") from error
+
+
+@cache
+def shipped_library() -> Library:
+    """The kernels that the package ships; one object for the whole process."""
+    return Library(KERNEL_FOLDER)
 
 
 @cache

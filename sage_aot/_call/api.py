@@ -18,10 +18,16 @@ from sage_aot._problem.check import (
     check_return_lse,
     check_tensors_are,
     heads_first,
+    is_static,
     sequences_of,
 )
-from sage_aot._problem.derivatives import check_no_derivative, is_transformed
-from sage_aot._problem.options import for_schema, for_tracer, smooths_q
+from sage_aot._problem.derivatives import (
+    check_no_derivative,
+    check_no_grad,
+    has_no_rule_for_writes,
+    is_transformed,
+)
+from sage_aot._problem.options import OPTIONS, for_schema, for_tracer, smooths_q
 from sage_aot.errors import ArgumentError, SageAotError
 
 
@@ -51,9 +57,10 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
 
     CUDA tensors run precompiled kernels on torch's current stream; nothing synchronizes and no input changes. CPU
     tensors run an emulation in torch: the arithmetic of the sm89 kernels, or of the arch that the environment variable
-    SAGE_AOT_EMULATE names. The first use of this function registers the operator ``torch.ops.sage_aot.attn``, which
-    torch.compile, CUDA graphs and autocast take. For a single query pass ``is_causal=False``: it sees the same keys,
-    and where q is not smoothed the kernels then read k and v once for all q heads of a kv head.
+    SAGE_AOT_EMULATE names. Meta tensors give meta tensors. The operator ``torch.ops.sage_aot.attn``, which ``import
+    sage_aot`` registers, is taken by torch.compile, CUDA graphs, autocast, torch.vmap and FlopCounterMode. For a
+    single query pass ``is_causal=False``: it sees the same keys, and where q is not smoothed the kernels then read
+    k and v once for all q heads of a kv head.
 
     Where the queries of a call are too few to fill the GPU, several blocks share the keys of a query. The shapes
     and the GPU's number of SMs decide how many blocks. Their number changes the last bits of the result. Equal calls on
@@ -73,7 +80,9 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         is_causal: query i sees the keys ``j <= i + keys - queries``: the mask is aligned bottom-right, as in
             FlashAttention. (torch's SDPA aligns top-left, which differs where keys and queries are not equally many.)
             With `key_mask`, keys and queries count as they came, and a query sees what both masks leave.
-        scale: factor on q·kᵀ before the softmax; None means ``1 / sqrt(headdim)``.
+        scale: factor on q·kᵀ before the softmax; None means ``1 / sqrt(headdim)``. Numbers and flags may be scalars of
+            NumPy, or arrays or tensors without dimensions; one on a GPU makes the call wait for it. In compiled code a
+            scale that is computed from sizes compiles anew for each value, as in torch's own attention: multiply q.
         layout: ``"HND"`` or ``"NHD"``, of q, k, v and the output.
         qk: type of the quantized q and k: ``"int8"``, ``"int4"`` (before sm90 only, and visibly worse for some models),
             ``"nvfp4"`` (sm120 and head dims up to 128 only, the type of p and v too: SageAttention3; four to
@@ -125,7 +134,7 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
     >>> sage_aot.attn(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 100, 64])
     """
-    options = is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum
+    options = asked = is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum
     if isinstance(k, QuantizedKV):
         options = options_with(k, v, key_mask, options)
         given = checked_options(q, out, return_lse, *options)
@@ -133,11 +142,29 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         given = operator_options(q, k, v, key_mask, out, return_lse, *options)
     if is_transformed():
         check_no_derivative(q=q, k=None if isinstance(k, QuantizedKV) else k, v=v, out=out)
+        if out is not None and has_no_rule_for_writes():
+            without: Any = attn  # its overloads do not know a dictionary of options
+            made = without(q, k, v, key_mask=key_mask, return_lse=return_lse, **dict(zip(OPTIONS, asked)))
+            return copied_to(out, q, made)
     if groups_share_rows(q, k, v, out, options):
         if layout == "NHD":
             given = checked_options(q, out, return_lse, is_causal, scale, "HND", *options[3:])
         return _attend_by_group(q, k, v, key_mask, out, return_lse, layout, given)
     return _attend(q, k, v, key_mask, out, return_lse, given)
+
+
+def copied_to(out: torch.Tensor, q: torch.Tensor, made: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+              ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What a call with `out` returns, where vmap or functionalize had it made without."""
+    check_out(out, q)
+    check_no_grad(out=out)
+    result = made if isinstance(made, torch.Tensor) else made[0]
+    try:
+        out.copy_(result)
+    except RuntimeError as error:
+        raise ArgumentError(f"out: expected a tensor that vmap maps, as it does q, k or v, got one for all entries; "
+                            f"make it an argument of the mapped function ({error})") from error
+    return out if isinstance(made, torch.Tensor) else (out, made[1])
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None, key_mask: torch.Tensor | None,
@@ -169,7 +196,8 @@ def groups_share_rows(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.T
     where shapes do not fit, so that the error is that of the ordinary call."""
     is_causal, _, layout, qk, smooth_q = options[:5]
     heads_at = 1 if layout == "HND" else 2
-    if is_causal or q.dim() != 4 or q.size(3 - heads_at) != 1 or len(k.shape) != 4 or smooths_q(qk, smooth_q):
+    if (is_causal or q.dim() != 4 or not is_static(q.size(3 - heads_at) == 1) or len(k.shape) != 4
+            or smooths_q(qk, smooth_q)):
         return False
     heads, kv_heads = q.shape[heads_at], k.shape[1 if isinstance(k, QuantizedKV) else heads_at]
     return (heads > kv_heads > 0 and heads % kv_heads == 0 and k.shape[0] == q.shape[0]
@@ -274,7 +302,7 @@ def checked_options(q: torch.Tensor, out: torch.Tensor | None, return_lse: bool,
     """As :func:`operator_options`, of a call whose other tensors are checked."""
     if not isinstance(q, torch.Tensor):
         check_tensors_are(q=q)  # raises
-    if not (q.is_cuda or q.is_cpu):
+    if not (q.is_cuda or q.is_cpu or q.is_meta):
         check_device(q=q)  # raises
     given = for_tracer(*options) if torch.compiler.is_dynamo_compiling() else for_schema(*options)
     if not isinstance(return_lse, bool):

@@ -9,6 +9,7 @@ import torch
 
 from sage_aot._call import ops
 from sage_aot._call.pipeline import kernels_for_kv
+from sage_aot._kernels.axes import least_headdim
 from sage_aot._problem.check import (
     Stored,
     check_device,
@@ -17,7 +18,7 @@ from sage_aot._problem.check import (
     heads_first,
 )
 from sage_aot._problem.derivatives import check_no_derivative, is_transformed
-from sage_aot._problem.options import OPTIONS, Options, for_schema
+from sage_aot._problem.options import OPTIONS, Options, for_schema, for_tracer
 from sage_aot.errors import ArgumentError
 
 OF_CALL = ("is_causal", "scale", "layout")
@@ -116,9 +117,10 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
     if is_transformed():
         check_no_derivative(k=k, v=v)
     options = False, None, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum
-    data, copied = ops.quantize_kv(k, v, key_mask, *for_schema(*options))
+    given = for_tracer(*options) if torch.compiler.is_dynamo_compiling() else for_schema(*options)
+    data, copied = ops.quantize_kv(k, v, key_mask, *given)
     batch, heads, keys, headdim = heads_first(k, layout).shape
-    arch, quantizer, *resolved = kernels_for_kv(data.device, headdim, *options)
+    arch, quantizer, *resolved = kernels_for_kv(data.device, least_headdim(headdim), *given)
     return QuantizedKV((batch, heads, keys, headdim), copied.dtype, arch, quantizer, key_mask is not None,
                        Options(*resolved), data, copied if copied.dim() == 4 else None)
 
@@ -138,9 +140,9 @@ def options_with(kv: QuantizedKV, v: object, key_mask: object, options: tuple[An
                                 f"quantize_kv")
     found = []
     for (name, option), given in zip(OPTIONS.items(), options):
-        value = given if name in OF_CALL else getattr(kv.options, name)
         if not option.valid(given):
-            Options(**{name: given})  # raises
+            given = getattr(Options(**{name: given}), name)  # may raise
+        value = given if name in OF_CALL else getattr(kv.options, name)
         if given != value and given != option.default:
             raise ArgumentError(f"{name}: k and v were quantized with {value!r}, got {given!r}; pass it to quantize_kv")
         found.append(value)

@@ -313,17 +313,18 @@ def backend_of(tensor: torch.Tensor) -> Backend:
     """The backend for a tensor's device: the kernels of :func:`default_library` on CUDA, their emulation on the CPU."""
     if _handed is not None:
         return _handed
-    folder = default_library().folder
-    return _cuda_backend(str(folder)) if tensor.is_cuda else _emulation_backend(str(folder))
+    library = default_library()
+    return _cuda_backend(library) if tensor.is_cuda else _emulation_backend(library)
 
 
 def kernels_for_kv(device: torch.device, headdim: int, *options: Any) -> tuple[Any, ...]:
-    """Of the kernels that quantize k and v on a device now, given a call's options: the arch, quantizer_of(), and the
-    values of all options with "auto" resolved."""
+    """Of the kernels that quantize k and v on a device now, given an operator's options: the arch, quantizer_of(), and
+    the values of all options with "auto" resolved."""
+    asked = Options.from_schema(*options)
     like = torch.empty(1, 1, 1, headdim, device=device, dtype=torch.float16)
     backend = backend_of(like)
-    kernels = plan_of(backend, check_kv(like, like, Options(*options)), like.get_device()).kernels
-    resolved = replace(Options(*options).resolved, pv_accum=str(kernels.attn.spec.pv_accum))
+    kernels = plan_of(backend, check_kv(like, like, asked), like.get_device()).kernels
+    resolved = replace(asked.resolved, pv_accum=str(kernels.attn.spec.pv_accum))
     return kernels.attn.spec.arch, quantizer_of(kernels), *(getattr(resolved, name) for name in OPTIONS)
 
 
@@ -352,25 +353,24 @@ def handing(backend: Backend) -> Iterator[None]:
 
 def default_library() -> Library:
     """The kernels that the package ships, or those of the folder that SAGE_AOT_KERNELS names."""
-    from sage_aot._backends.loader import KERNEL_FOLDER, library_in
+    from sage_aot._backends.loader import library_in, shipped_library
 
-    return library_in(os.environ.get("SAGE_AOT_KERNELS") or str(KERNEL_FOLDER))
+    named = os.environ.get("SAGE_AOT_KERNELS")
+    return library_in(named) if named else shipped_library()
 
 
 @cache
-def _cuda_backend(folder: str) -> Backend:
+def _cuda_backend(library: Library) -> Backend:
     from sage_aot._backends.cuda import CudaBackend
-    from sage_aot._backends.loader import library_in
 
-    return CudaBackend(library_in(folder))
+    return CudaBackend(library)
 
 
 @cache
-def _emulation_backend(folder: str) -> Backend:
+def _emulation_backend(library: Library) -> Backend:
     from sage_aot._backends.emulation.backend import EmulationBackend
-    from sage_aot._backends.loader import library_in
 
-    return EmulationBackend(library_in(folder).manifest)
+    return EmulationBackend(library.manifest)
 
 
 # --- the environment --------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def refusal_stored(q: torch.Tensor, stored: Stored, out: torch.Tensor | None, op
 
 def _autocast_dtype(q: torch.Tensor) -> torch.dtype | None:
     kind = q.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return torch.get_autocast_dtype(kind) if not q.is_meta and torch.is_autocast_enabled(kind) else None
 
 
 def _remembered(key: tuple[Any, ...], handed: Backend | None, variables: tuple[Any, ...],

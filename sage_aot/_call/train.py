@@ -8,7 +8,10 @@ import torch
 
 from sage_aot._call import ops
 from sage_aot._call.api import operator_options
+from sage_aot._call.batching import register_rules
+from sage_aot._call.flops import register_formulas
 from sage_aot._call.pipeline import backend_of, lse_shape, plan_of, prepared_backward, prepared_train
+from sage_aot._imports import when_imported
 from sage_aot._problem.check import Problem, check_backward, check_train
 from sage_aot._problem.derivatives import check_backward_alone, is_transformed
 from sage_aot._problem.options import OPTIONS, Options
@@ -147,3 +150,5 @@ _forward_op = ops.register("train_attn", "Tensor q, Tensor k, Tensor v, ", "(Ten
 _backward_op = ops.register("train_attn_backward", "Tensor grad_out, Tensor v, Tensor out, Tensor lse, Tensor saved, ",
                             "(Tensor, Tensor, Tensor)", _backward, _fake_backward)
 torch.library.register_autograd("sage_aot::train_attn", _differentiate, setup_context=_save, lib=ops.LIBRARY)
+register_rules(ops.LIBRARY)
+when_imported("torch.utils.flop_counter", register_formulas)  # not imported here: it warns where triton is missing

@@ -7,10 +7,10 @@ from typing import Literal, overload
 import torch
 
 from sage_aot._call import ops
-from sage_aot._call.api import operator_options
+from sage_aot._call.api import copied_to, operator_options
 from sage_aot._call.kv import check_not_with_sequences
-from sage_aot._problem.check import check_lengths, check_tensors_are
-from sage_aot._problem.derivatives import check_no_derivative, is_transformed
+from sage_aot._problem.check import check_tensors_are, length_of
+from sage_aot._problem.derivatives import check_no_derivative, has_no_rule_for_writes, is_transformed
 
 
 @overload
@@ -52,9 +52,10 @@ def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q:
             last ends. They are read on the device, so nothing checks their values: the first must be 0, no value may be
             less than the one before it, and none more than the number of tokens. A sequence may have no queries, or no
             keys: its output is then zeros. Rows behind the last sequence are not written.
-        max_seqlen_q, max_seqlen_k: at least the length of the longest sequence. A longer one is cut: the call sees that
-            many of its first queries and keys, causal masks count these alone, and rows of other queries are not
-            written. Where either is 0, all of the output is zeros.
+        max_seqlen_q, max_seqlen_k: at least the length of the longest sequence, integers of Python or NumPy; or a
+            tensor of one integer, which the call reads, and waits for where it is on a GPU. A longer sequence is cut:
+            the call sees that many of its first queries and keys, causal masks count these alone, and rows of other
+            queries are not written. Where either is 0, all of the output is zeros.
         is_causal: query i of a sequence sees the keys ``j <= i + keys - queries`` of it, aligned bottom-right.
         scale, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum: as :func:`sage_aot.attn`.
         return_lse: also return the log-sum-exp, float32 ``[q heads, tokens]``.
@@ -76,15 +77,17 @@ def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q:
     """
     check_not_with_sequences(k)
     check_tensors_are(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    max_seqlen_q, max_seqlen_k = length_of("max_seqlen_q", max_seqlen_q), length_of("max_seqlen_k", max_seqlen_k)
     options = operator_options(q, k, v, None, out, return_lse, is_causal, scale, "NHD", qk, smooth_q, smooth_k,
                                smooth_v, rotate, clip, pv_accum)
+    given = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    returning = ops.attn_varlen_lse if return_lse else ops.attn_varlen
     if is_transformed():
         check_no_derivative(q=q, k=k, v=v, out=out)
-    given = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        if out is not None and has_no_rule_for_writes():
+            return copied_to(out, q, returning(*given, *options))
     if out is None:
-        made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = (
-            ops.attn_varlen_lse if return_lse else ops.attn_varlen)(*given, *options)
+        made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = returning(*given, *options)
         return made
     if return_lse:
         return out, ops.attn_varlen_lse_out(*given, out, *options)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+from zipfile import BadZipFile
 
 from sage_aot._kernels.spec import AttnSpec, KernelSpec, capability_of, is_ptx, spec_of
 from sage_aot._kernels.tile import Tile
 from sage_aot.errors import CubinError
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
 
 FILE_NAME = "manifest.json"
 FORMAT = 12
@@ -242,7 +246,7 @@ class Manifest:
             "kernels": [record.to_json() for record in self.kernels.values()]})
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Traversable) -> Manifest:
         """Read a folder's manifest. OSError where it is missing, ValueError where it is not one of this format."""
         try:
             text = (folder / FILE_NAME).read_bytes().decode()
@@ -254,7 +258,7 @@ class Manifest:
             return cls(**{**values, "flags": tuple(values["flags"]), "archs": _archs(values["archs"]),
                           "structs": _structs(values["structs"]),
                           "kernels": Records({row["spec"]: row for row in values["kernels"]})})
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, BadZipFile, zlib.error) as error:
             raise ValueError(f"{folder / FILE_NAME} is not a manifest of this version of sage_aot: {error}") from error
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sage_aot._kernels.axes import MAX_HEADDIM
 from sage_aot._kernels.spec import MOST_TRAINED
-from sage_aot._problem.options import LAYOUTS, OPTIONS, Options
+from sage_aot._problem.options import LAYOUTS, OPTIONS, Options, integer_of, scalar_of
 from sage_aot.errors import ArgumentError
 
 TOKENS = "[tokens, heads, headdim]"
@@ -95,8 +94,8 @@ class Problem:
     @property
     def is_empty(self) -> bool:
         """Whether there are no queries, or no keys for them to see."""
-        return 0 in (self.batch, self.num_q_heads, self.num_kv_heads, self.q_rows, self.kv_rows, self.seqlen_q,
-                     self.seqlen_kv)
+        return any(is_known(size == 0) for size in (self.batch, self.num_q_heads, self.num_kv_heads, self.q_rows,
+                                                    self.kv_rows, self.seqlen_q, self.seqlen_kv))
 
 
 def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options,
@@ -111,10 +110,10 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options,
     batch, num_q_heads, q_rows, headdim = _sizes(q, options.layout)
     kv_batch, num_kv_heads, kv_rows, _ = _sizes(k, options.layout)
     _check_one_shape(k, v)
-    if kv_batch != batch:
+    if is_known(kv_batch != batch):
         raise ArgumentError(f"q, k and v must have one batch size, got {batch} for q and {kv_batch} for k and v; "
                             f"expand a batch of one, which copies nothing")
-    if k.shape[-1] != headdim:
+    if is_known(k.shape[-1] != headdim):
         raise ArgumentError(f"q, k and v must have one head dim, got {headdim} for q and {k.shape[-1]} for k and v; "
                             f"pad the smaller with zeros and pass the scale, which depends on it")
     _check_heads(num_q_heads, num_kv_heads, dimensions, _remedy_of_heads(options.layout, sequences))
@@ -188,7 +187,7 @@ def check_stored(q: torch.Tensor, stored: Stored, options: Options) -> Problem:
         raise ArgumentError(f"q must have the dtype and the device that k and v had, {stored.dtype} on "
                             f"{stored.data.device}, got {q.dtype} on {q.device}; convert q, or quantize k and v again")
     batch, num_q_heads, queries, headdim = _sizes(q, options.layout)
-    if (batch, headdim) != (kv_batch, kv_headdim):
+    if _differ((batch, headdim), (kv_batch, kv_headdim)):
         raise ArgumentError(f"q must have the batch size and the head dim of the quantized k and v, {kv_batch} and "
                             f"{kv_headdim}, got {batch} and {headdim} in {dimensions}; quantize k and v that fit q")
     _check_heads(num_q_heads, num_kv_heads, dimensions, "quantize k and v whose heads divide those of q")
@@ -201,25 +200,25 @@ def _check_returned(stored: Stored, options: Options) -> None:
     data, k = stored.data, stored.k
     as_returned = data.dtype == torch.uint8 and data.is_contiguous() and (k is not None) == options.resolved.smooth_q
     if as_returned and k is not None:
-        as_returned = k.is_contiguous() and (tuple(k.shape), k.dtype, k.device) == (
-            tuple(stored.shape), stored.dtype, data.device)
+        as_returned = (k.is_contiguous() and not _differ(k.shape, stored.shape)
+                       and (k.dtype, k.device) == (stored.dtype, data.device))
     if not as_returned:
         raise ArgumentError("the operators attn_kv take what quantize_kv returned, with its options, got something "
                             "else; call sage_aot.attn with a QuantizedKV")
 
 
 def _check_one_shape(k: torch.Tensor, v: torch.Tensor) -> None:
-    if k.shape != v.shape:
+    if _differ(k.shape, v.shape):
         raise ArgumentError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}; each key has one "
                             f"value, and where head dims differ, pad the smaller with zeros")
 
 
 def _scale(options: Options, headdim: int) -> float:
-    return 1.0 / math.sqrt(headdim) if options.scale is None else float(options.scale)
+    return 1.0 / torch.sym_sqrt(headdim) if options.scale is None else float(options.scale)
 
 
 def _check_heads(num_q_heads: int, num_kv_heads: int, dimensions: str, remedy: str) -> None:
-    if num_q_heads and (not num_kv_heads or num_q_heads % num_kv_heads):
+    if is_known(num_q_heads != 0) and (is_known(num_kv_heads == 0) or is_known(num_q_heads % num_kv_heads != 0)):
         raise ArgumentError(f"the heads of q must be a multiple of those of k and v, got {num_q_heads} and "
                             f"{num_kv_heads} in {dimensions}; {remedy}")
 
@@ -244,19 +243,20 @@ def check_out(out: object, q: torch.Tensor) -> None:
     if not isinstance(out, torch.Tensor):
         raise ArgumentError(f"out: expected a tensor like q, got {type(out).__name__}; make one with "
                             f"torch.empty_like(q)")
-    if (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
+    if _differ(out.shape, q.shape) or (out.dtype, out.device) != (q.dtype, q.device):
         raise ArgumentError(f"out: expected shape, dtype and device of q, {_describe(q)}, got {_describe(out)}; make "
                             f"one with torch.empty_like(q)")
     _check_last_stride("out", out)
-    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride())):
+    if any(is_known(stride == 0) and is_known(size > 1) for size, stride in zip(out.shape, out.stride())):
         raise ArgumentError(f"out: its elements must not share memory, got strides {out.stride()}; pass a tensor that "
                             f"was not expanded")
 
 
 def check_device(**tensors: torch.Tensor) -> None:
-    """ArgumentError unless kernels or their emulation run where a tensor is."""
+    """ArgumentError unless kernels or their emulation run where a tensor is, or it is a meta tensor, which has a shape
+    alone."""
     for name, tensor in tensors.items():
-        if not (tensor.is_cuda or tensor.is_cpu):
+        if not (tensor.is_cuda or tensor.is_cpu or tensor.is_meta):
             raise ArgumentError(f"q, k and v must be CUDA or CPU tensors, got device {tensor.device}; move them with "
                                 f"{name}.to('cuda') or {name}.to('cpu')")
 
@@ -290,23 +290,32 @@ def sequences_of(cu_seqlens_q: object, cu_seqlens_k: object, max_seqlen_q: objec
     if cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None:
         return None
     check_tensors_are(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    lengths = length_of("max_seqlen_q", max_seqlen_q), length_of("max_seqlen_k", max_seqlen_k)
     if layout != OPTIONS["layout"].default:
         raise ArgumentError(f"layout: sequences have {TOKENS}, got {layout!r}; leave the layout out")
-    return Sequences(cast(torch.Tensor, cu_seqlens_q), cast(torch.Tensor, cu_seqlens_k), cast(int, max_seqlen_q),
-                     cast(int, max_seqlen_k))
+    return Sequences(cast(torch.Tensor, cu_seqlens_q), cast(torch.Tensor, cu_seqlens_k), *lengths)
 
 
-def check_lengths(**lengths: object) -> None:
-    """ArgumentError for a length that is no integer."""
-    for name, length in lengths.items():
-        if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
-            raise ArgumentError(f"{name}: expected the length of the longest sequence, an integer, got {length!r}; of "
-                                f"a tensor pass {name}.item()")
+def length_of(name: str, length: object) -> int:
+    """A length as the operators take it; a tensor is read, which synchronizes with its GPU. ArgumentError for what is
+    no integer."""
+    if type(length) is int or isinstance(length, torch.SymInt):
+        return cast(int, length)
+    if isinstance(length, torch.Tensor):
+        if length.numel() == 1 and not (length.dtype == torch.bool or length.is_floating_point()
+                                        or length.is_complex()):
+            return cast(int, length.item())
+        raise ArgumentError(f"{name}: expected the length of the longest sequence, an integer, got a tensor of shape "
+                            f"{tuple(length.shape)} and {length.dtype}; pass {name}.max().int()")
+    found = integer_of(length)
+    if found is None:
+        raise ArgumentError(f"{name}: expected the length of the longest sequence, an integer, got {length!r}; pass "
+                            f"int({name})")
+    return found
 
 
 def check_return_lse(return_lse: object) -> None:
-    if not isinstance(return_lse, bool):
+    if not isinstance(scalar_of(return_lse), bool):
         raise ArgumentError(f"return_lse: expected True or False, got {return_lse!r}")
 
 
@@ -323,6 +332,33 @@ def heads_first(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     return tensor if layout == "HND" else tensor.transpose(1, 2)
 
 
+def is_known(condition: Any) -> bool:
+    """Whether a condition on sizes holds; a tracer puts a guard on it. False where a tracer cannot know it, because the
+    sizes depend on values of tensors: the check is then that of the operator when it runs. Not for code that dynamo
+    traces, to which a condition is a bool."""
+    if type(condition) is bool:
+        return condition
+    from torch.fx.experimental import symbolic_shapes  # takes a quarter of a second, and tracers have it already
+
+    before_2_7 = "definitely_true"
+    ask = getattr(symbolic_shapes, "guard_or_false", None) or getattr(symbolic_shapes, before_2_7)
+    known: bool = ask(condition)
+    return known
+
+
+def is_static(condition: Any) -> bool:
+    """Whether a condition on sizes holds, to a tracer for all sizes that its graph is for: it puts no guard."""
+    if type(condition) is bool and not torch.compiler.is_dynamo_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+def _differ(one: Sequence[int], other: Sequence[int]) -> bool:
+    return len(one) != len(other) or any(is_known(a != b) for a, b in zip(one, other))
+
+
 def _check_tensor(name: str, tensor: torch.Tensor, dimensions: str) -> None:
     shape, expected = tensor.shape, dimensions.count(",") + 1
     if len(shape) != expected:
@@ -335,7 +371,7 @@ def _check_tensor(name: str, tensor: torch.Tensor, dimensions: str) -> None:
     if tensor.dtype not in DTYPES:
         raise ArgumentError(f"{name}: expected torch.float16, torch.bfloat16 or torch.float32, got {tensor.dtype}; "
                             f"convert it with {name}.to(torch.bfloat16)")
-    if not 1 <= shape[-1] <= MAX_HEADDIM:
+    if is_known(shape[-1] < 1) or is_known(shape[-1] > MAX_HEADDIM):
         raise ArgumentError(f"{name}: expected a head dim from 1 to {MAX_HEADDIM}, got {shape[-1]}; for others "
                             f"call torch.nn.functional.scaled_dot_product_attention")
     _check_last_stride(name, tensor)
@@ -345,7 +381,7 @@ def _check_key_mask(key_mask: torch.Tensor, batch: int, seqlen_kv: int, device: 
     if key_mask.dtype != torch.bool:
         raise ArgumentError(f"key_mask: expected torch.bool, True where a key may be seen, got {key_mask.dtype}; pass "
                             f"key_mask.bool() for ones and zeros, key_mask == 0 for zeros and −inf")
-    if key_mask.shape != (batch, seqlen_kv):
+    if _differ(key_mask.shape, (batch, seqlen_kv)):
         raise ArgumentError(f"key_mask: expected shape [batch, keys], {(batch, seqlen_kv)}, got "
                             f"{tuple(key_mask.shape)}; of a mask that all entries share pass "
                             f"key_mask.expand(batch, -1), of one [batch, 1, 1, keys] pass key_mask[:, 0, 0]; a mask "
@@ -353,7 +389,7 @@ def _check_key_mask(key_mask: torch.Tensor, batch: int, seqlen_kv: int, device: 
     if key_mask.device != device:
         raise ArgumentError(f"key_mask: expected the device of {of}, {device}, got {key_mask.device}; pass "
                             f"key_mask.to({of}.device)")
-    if batch * (seqlen_kv + 1) >= _MOST_RANKS:
+    if is_known(batch * (seqlen_kv + 1) >= _MOST_RANKS):
         remedy = "split the batch" if batch > 1 else "pass k and v of the keys that it leaves, and no mask"
         raise ArgumentError(f"key_mask: expected batch · (keys + 1) below {_MOST_RANKS}, got {batch} · "
                             f"{seqlen_kv + 1}; {remedy}")
@@ -371,7 +407,7 @@ def _check_sequences(sequences: Sequences, device: torch.device) -> None:
             raise ArgumentError(f"{name}: expected the device of q, {device}, got {tensor.device}; pass "
                                 f"{name}.to(q.device)")
     sizes = cu_seqlens_q.shape[0], cu_seqlens_k.shape[0]  # len() would have a tracer take them for constants
-    if sizes[0] != sizes[1] or sizes[0] == 0:
+    if is_known(sizes[0] != sizes[1]) or is_known(sizes[0] == 0):
         raise ArgumentError(f"cu_seqlens_q and cu_seqlens_k must have one length, sequences + 1, got {sizes[0]} and "
                             f"{sizes[1]}; a sequence without keys has its beginning as its end")
     for name, length in zip(("max_seqlen_q", "max_seqlen_k"), longest):
@@ -381,7 +417,7 @@ def _check_sequences(sequences: Sequences, device: torch.device) -> None:
 
 
 def _check_last_stride(name: str, tensor: torch.Tensor) -> None:
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if is_known(tensor.shape[-1] > 1) and is_known(tensor.stride(-1) != 1):
         raise ArgumentError(f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}; pass "
                             f"{name}.contiguous()")
 

@@ -38,6 +38,12 @@ def is_transformed() -> bool:
     return _is_dual_level_entered(forward_ad._current_level) or _is_transformation_entered()
 
 
+def has_no_rule_for_writes() -> bool:
+    """Whether vmap or functionalize is going on, for which operators that write to a tensor have no rule."""
+    keys = [level.key() for level in _functorch.get_interpreter_stack() or ()]
+    return _functorch.TransformType.Vmap in keys or _functorch.TransformType.Functionalize in keys
+
+
 def check_no_derivative(**tensors: torch.Tensor | None) -> None:
     """ArgumentError for a tensor by which forward AD or torch.func differentiates the result of attn."""
     _check("attn has no derivative", **tensors)
@@ -104,6 +110,7 @@ def _is_differentiating_entered(grad_enabled: bool) -> bool:
     return _functorch.TransformType.Jvp in keys or grad_enabled and _functorch.TransformType.Grad in keys
 
 
-_constants: tuple[Any, ...] = _is_dual_level_entered, _is_transformation_entered, _is_differentiating_entered
+_constants: tuple[Any, ...] = (_is_dual_level_entered, _is_transformation_entered, _is_differentiating_entered,
+                               has_no_rule_for_writes)
 for _constant in _constants:
     _constant._dynamo_marked_constant = True

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -59,6 +60,37 @@ def _is_scale(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_SCALE
 
 
+_OF_SYMBOL: Mapping[str, Callable[[Any], Any]] = {"SymBool": bool, "SymInt": int, "SymFloat": float}
+
+
+def scalar_of(value: Any) -> Any:
+    """The Python scalar within a NumPy scalar, or within an array or a tensor without dimensions; that of a tracer's
+    symbol, which puts a guard on it; any other value as it is. Of a tensor that requires grad the gradient would be
+    lost: it stays a tensor, which no option is. A scalar on a GPU synchronizes with it."""
+    if of_symbol := _OF_SYMBOL.get(type(value).__name__):
+        return of_symbol(value)
+    if getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
+        return value
+    of_numpy = type(value).__module__ == "numpy"  # which dynamo cannot ask for an attribute that is not there
+    return value if not of_numpy and getattr(value, "requires_grad", False) else value.item()
+
+
+def integer_of(value: Any) -> int | None:
+    """The integer that a value is to Python (``__index__``), those of NumPy among them; None where it is none, or a
+    bool."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a value is equal to itself while the scalar within it differs."""
+    return type(value).__name__ in _OF_SYMBOL or hasattr(value, "item") and not isinstance(value, float)
+
+
 def _option(default: Any, **entry: Any) -> Any:
     """A field with its entry; what is said is checked where :data:`OPTIONS` is made."""
     return dataclasses.field(default=default, metadata=entry)
@@ -71,16 +103,16 @@ def _flag(default: bool, *, false: str, true: str, axis: str, **entry: Any) -> A
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a call, in the order of the operators' schemas. ArgumentError for a value that an option refuses.
-    """
+    """The options of a call, in the order of the operators' schemas. ArgumentError for a value that an option refuses;
+    scalars of NumPy, and of arrays and tensors without dimensions, become Python's."""
 
     is_causal: bool = _flag(
         False, axis="mask", false="full", true="causal", fixed=True,
         help="query i sees the keys `j <= i + keys - queries`: aligned bottom-right")
     scale: float | None = _option(
         None, schema="float?", valid=_is_scale, samples=(None, 0.0, -0.1, 1e-3, 0.7, 20.0), refused=math.nan,
-        expected=f"a finite Python number of at most ±{MAX_SCALE:g}, or None for 1 / sqrt(headdim); for a tensor pass "
-                 f"scale.item()",
+        expected=f"a finite number of at most ±{MAX_SCALE:g}, or None for 1 / sqrt(headdim); of a tensor that requires "
+                 f"grad pass scale.item()",
         help="factor on q·kᵀ before the softmax; None is `1 / sqrt(headdim)`")
     layout: str = _option(
         "HND", schema="str", valid=_is_one_of(*LAYOUTS), samples=tuple(LAYOUTS), refused="BSHD",
@@ -126,9 +158,11 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
-            value = getattr(self, name)
-            if not option.valid(value):
-                raise ArgumentError(f"{name}: expected {option.expected}, got {value!r}")
+            given = getattr(self, name)
+            if not option.valid(given):
+                if not option.valid(value := scalar_of(given)):
+                    raise ArgumentError(f"{name}: expected {option.expected}, got {given!r}")
+                object.__setattr__(self, name, value)
 
     @staticmethod
     @lru_cache(maxsize=256, typed=True)
@@ -169,6 +203,8 @@ _NUMBERS = {index: option for index, option in enumerate(OPTIONS.values())
             if option.schema.rstrip("?") in ("int", "float")}
 """By index: the options whose value may be a number that a tracer does not know."""
 
+_FLAGS = {index for index, option in enumerate(OPTIONS.values()) if option.schema.rstrip("?") == "bool"}
+
 OPTION_OF_AXIS = {axis: next(name for name, option in OPTIONS.items() if option.axis == axis)
                   for axis in dict.fromkeys(option.axis for option in OPTIONS.values() if option.axis)}
 """Per axis the option that decides about it; of several the first, which has a value for each call."""
@@ -181,9 +217,8 @@ def for_schema(*values: Any) -> tuple[Any, ...]:
     """
     try:
         return _for_schema(*values)
-    except TypeError:  # a value that cannot be hashed is none that an option takes
-        Options(*values)  # raises
-        raise
+    except TypeError:  # a scalar within another object, or a value that no option takes, for which Options raises
+        return _for_schema(*vars(Options(*values)).values())
 
 
 # What torch.compiler.assume_constant_result does, without importing the compiler.
@@ -192,22 +227,32 @@ for_schema._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def for_tracer(*values: Any) -> tuple[Any, ...]:
     """What :func:`for_schema` says, for a tracer to which an option may be a number that it does not know yet, as a
-    float argument of compiled code is from its second value on. Such a number is no constant: it is checked here."""
-    numbers = {i: option for i, option in _NUMBERS.items() if values[i] != option.default and option.valid(values[i])}
+    float argument of compiled code is from its second value on. Such a number is no constant: it is checked here. On a
+    flag that it does not know yet, such as ``q.size(2) > 1``, the tracer puts a guard."""
+    given: list[Any] = [value if value is None or isinstance(value, (bool, int, float, str)) else scalar_of(value)
+                        for value in values]
+    numbers = {i: option for i, option in _NUMBERS.items() if given[i] != option.default and option.valid(given[i])}
+    known = [_guarded(value) if i in _FLAGS else value for i, value in enumerate(given)]
     if not numbers:
-        return for_schema(*values)
-    known = list(values)
+        return for_schema(*known)
     for i in numbers:
         known[i] = 1  # a number that is known, and valid, and no default, which for_schema() may leave out
     known = list(for_schema(*known))
     for i, option in numbers.items():
-        known[i] = float(values[i]) if option.schema.startswith("float") else values[i]
+        known[i] = float(given[i]) if option.schema.startswith("float") else given[i]
     return tuple(known)
+
+
+def _guarded(flag: Any) -> Any:
+    """A flag, or "auto", as a constant."""
+    if isinstance(flag, bool):
+        return True if flag else False  # noqa: SIM210  # bool() would be unknown as well
+    return flag
 
 
 def smooths_q(qk: str, smooth_q: bool | str) -> bool:
     """Whether q is smoothed, given these options; constant to a tracer as :func:`for_schema` is."""
-    return _smooths_q(qk, smooth_q)
+    return _smooths_q(qk, scalar_of(smooth_q))
 
 
 smooths_q._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -220,6 +265,8 @@ def _smooths_q(qk: str, smooth_q: bool | str) -> bool:
 
 @lru_cache(maxsize=256, typed=True)  # typed: True is not 1
 def _for_schema(*values: Any) -> tuple[Any, ...]:
+    if any(map(_may_change, values)):
+        raise TypeError("an array, a tensor or a symbol may hold another value in the next call")
     options = Options(*values)
     given: list[Any] = []
     for name, option in OPTIONS.items():

@@ -40,7 +40,7 @@ from sage_aot._problem.check import (
     check_tensors_are,
     sequences_of,
 )
-from sage_aot._problem.options import OPTIONS, Options
+from sage_aot._problem.options import OPTIONS, Options, integer_of
 from sage_aot.errors import ArgumentError, UnsupportedError
 
 
@@ -215,13 +215,15 @@ def _choice_of_emulation(manifest: Manifest) -> ArchChoice:
 
 def _gpu(device: int, capability: tuple[int, int] | None, driver: int | None) -> Gpu | None:
     """The GPU to explain for; None for the emulation."""
-    if driver is not None and (not isinstance(driver, int) or driver < min(CUDA_OF_DRIVER)):
+    branch = None if driver is None else integer_of(driver)
+    if driver is not None and (branch is None or branch < min(CUDA_OF_DRIVER)):
         raise ArgumentError(f"driver: expected the branch of a driver, {min(CUDA_OF_DRIVER)} or later, got {driver!r}")
-    cuda = None if driver is None else cuda_of(driver)
+    cuda = None if branch is None else cuda_of(branch)
     if capability is not None:
-        if not (isinstance(capability, tuple) and [type(part) for part in capability] == [int, int]):
+        parts = [*map(integer_of, capability)] if isinstance(capability, tuple) else []
+        if len(parts) != 2 or None in parts:
             raise ArgumentError(f"capability: expected two integers such as (8, 9), got {capability!r}")
-        return Gpu(capability, cuda)
+        return Gpu(cast(tuple[int, int], tuple(parts)), cuda)
     if device < 0:
         return None
     here = gpu_here(device)
@@ -237,10 +239,11 @@ def _current_device() -> int:
 
 def _stand_in(headdim: int | None) -> torch.Tensor:
     """A tensor for the checks, where only the head dim is known."""
-    if not isinstance(headdim, int) or isinstance(headdim, bool) or headdim < 1:
+    channels = integer_of(headdim)
+    if channels is None or channels < 1:
         raise ArgumentError(f"headdim: expected an integer from 1 to {MAX_HEADDIM} where no tensors are given, got "
                             f"{headdim!r}")
-    return torch.empty(1, 1, 1, headdim, dtype=torch.bfloat16)
+    return torch.empty(1, 1, 1, channels, dtype=torch.bfloat16)
 
 
 def _signature() -> inspect.Signature:

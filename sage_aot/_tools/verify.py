@@ -13,10 +13,10 @@ import csv
 import hashlib
 import importlib.metadata
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -44,6 +44,9 @@ from sage_aot._problem.options import Options
 from sage_aot._tools import reference
 from sage_aot._tools.compare import Measure, against_emulation, same
 from sage_aot.errors import CubinError, SageAotError, UnsupportedError
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
 
 VERIFIED, FAILED, NOT_RUN = 0, 1, 3
 """Exit codes; 2 is that of a wrong command line."""
@@ -133,20 +136,20 @@ def _row(what: str, passed: str, problems: list[str]) -> None:
         print(f"{'' if i else what:8} {line}")
 
 
-def recorded_files(package: Path) -> dict[Path, str]:
+def recorded_files(package: Path) -> dict[Traversable, str]:
     """The files of the wheel that this package was installed from, with their hashes in its RECORD; none for a source
     tree. The RECORD is read here, since importlib.metadata leaves out missing files from Python 3.12 on.
     """
     for found in importlib.metadata.distributions(name="sage-aot"):
         rows = csv.reader((found.read_text("RECORD") or "").splitlines())
-        files = {Path(str(found.locate_file(name))): digest for name, digest, _ in rows
+        files = {cast("Traversable", found.locate_file(name)): digest for name, digest, _ in rows
                  if digest and name.startswith(f"{package.name}/")}
-        if any(path.parent.resolve() == package.resolve() for path in files):
+        if any(Path(str(path)).parent.resolve() == package.resolve() for path in files):
             return files
     return {}
 
 
-def record_problems(files: dict[Path, str]) -> Iterator[str]:
+def record_problems(files: Mapping[Traversable, str]) -> Iterator[str]:
     """Files of a wheel that are missing or differ from its RECORD, a sentence each."""
     for path, digest in files.items():
         mode, expected = digest.split("=", 1)
@@ -171,7 +174,7 @@ def kernel_problems(library: Library) -> Iterator[str]:
         except CubinError as error:
             yield str(error)
     known = {FILE_NAME, *(record.file for record in library.manifest.kernels.values())}
-    for path in sorted(library.folder.iterdir()):
+    for path in sorted(library.folder.iterdir(), key=lambda path: path.name):
         if path.name not in known:
             yield f"{path} is not in the manifest: it is left of another version; remove it, or reinstall sage-aot"
 

@@ -22,7 +22,7 @@ from sage_aot._call.api import attn
 from sage_aot._call.refusal import is_plain
 from sage_aot._kernels.axes import MAX_HEADDIM
 from sage_aot._problem.derivatives import is_transformed
-from sage_aot._problem.options import OPTIONS, Options
+from sage_aot._problem.options import OPTIONS, Options, scalar_of
 from sage_aot._tools.explain import explain
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations._calibration import chosen, threshold_of
@@ -391,7 +391,7 @@ def better_elsewhere(call: Call) -> str | None:
     """
     q, k = call.q, call.k
     if not q.is_cuda:
-        return "tensors on the CPU"
+        return "tensors on the CPU" if q.is_cpu else f"tensors on {q.device.type}"
     if not (is_plain(q) and is_plain(k) and q.dim() == k.dim() == 4):
         return None  # refused
     batch, q_heads, kv_heads, queries, keys = call.sizes()
@@ -418,16 +418,25 @@ def refusal(call: Call, no_rows: bool = False) -> str | None:
         return "gradients"
     if is_transformed():
         return "forward gradients, or a transformation of torch.func"
-    if call.scale is not None and not OPTIONS["scale"].valid(call.scale):
+    if call.scale is not None and not _takes_scale(call.scale):
         return "a scale that sage_aot does not take"
     return _refusal_of_types(call) or _refusal_of_shapes(call, no_rows) or _refusal_of_masks(call)
 
 
+def _takes_scale(scale: object) -> bool:
+    """A tensor on a GPU is the host's: to read it would synchronize."""
+    valid, is_here = OPTIONS["scale"].valid, not isinstance(scale, torch.Tensor) or scale.is_cpu
+    return valid(scale) or is_here and valid(scalar_of(scale))
+
+
 def _refusal_of_types(call: Call) -> str | None:
     q, k, v = call.q, call.k, call.v
-    if not q.device == k.device == v.device or q.device.type not in ("cuda", "cpu"):
-        return "devices that differ" if q.device.type in ("cuda", "cpu") else f"tensors on {q.device.type}"
-    if torch.is_autocast_enabled(q.device.type) and q.dtype in DTYPES and k.dtype in DTYPES and v.dtype in DTYPES:
+    if q.device.type not in ("cuda", "cpu", "meta"):
+        return f"tensors on {q.device.type}"
+    if not q.device == k.device == v.device:
+        return "devices that differ"
+    of_kernels = q.dtype in DTYPES and k.dtype in DTYPES and v.dtype in DTYPES
+    if of_kernels and q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         return None  # the operator casts all three
     if not q.dtype == k.dtype == v.dtype:
         return "dtypes that differ"

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from exact import served_calls
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import sage_aot
@@ -55,11 +56,10 @@ REFUSED = {
     "an argument of the host's": call(beyond="an argument of the host's"),
     "dropout": call(dropout=0.1),
     "gradients": Call(tensors()[0].requires_grad_(), *tensors()[1:]),
-    "a scale that sage_aot does not take": call(scale=torch.tensor(0.3)),
+    "a scale that sage_aot does not take": call(scale=torch.tensor(0.3, requires_grad=True)),
     "dtype float64": call(dtype=torch.float64),
     "dtypes that differ": Call(tensors()[0].float(), *tensors()[1:]),
     "devices that differ": Call(tensors()[0], *(x.to("meta") for x in tensors()[1:])),
-    "tensors on meta": Call(*(x.to("meta") for x in tensors())),
     "tensors that are nested, sparse or of a subclass": Call(NESTED, NESTED, NESTED),
     "tensors of other than 4 dimensions": call(q=(4, 30, 64), kv=(4, 40, 64)),
     "empty tensors": call(kv=(2, 4, 0, 64)),
@@ -566,10 +566,33 @@ def test_a_policy_is_no_word():
         use("possible").__enter__()
 
 
-@pytest.mark.parametrize("scale", [np.float32(0.3), True, math.nan, 2e6, torch.tensor(0.3)], ids=repr)
+@pytest.mark.parametrize("scale", [np.float32("nan"), True, np.True_, math.nan, 2e6, np.array([0.3]),
+                                   torch.tensor(0.3, requires_grad=True), torch.tensor(0.3, device="meta")], ids=repr)
 def test_scales_that_torch_may_take(scale):
     assert refusal(call(scale=scale)) == "a scale that sage_aot does not take"
     assert refusal(call(scale=1)) is refusal(call(scale=np.float64(0.3))) is None
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.25), np.float64(0.25), np.array(0.25), torch.tensor(0.25)], ids=repr)
+def test_scales_of_arrays_are_served(scale):
+    expected = attend(call(scale=0.25), lambda: pytest.fail("the host ran"))
+    assert torch.equal(attend(call(scale=scale, is_causal=np.False_), lambda: pytest.fail("the host ran")), expected)
+
+
+def test_meta_tensors_are_served():
+    described = Call(*(x.to("meta") for x in tensors()), is_causal=True, bottom_right=True)
+    with use(Policy("possible", "raise")):
+        out = attend(described, lambda: pytest.fail("the host ran"))
+    assert out.is_meta and out.shape == described.q.shape and out.dtype == described.q.dtype
+    with use(Policy()):
+        assert attend(described, lambda: "the host's") == "the host's"
+    assert report() == {"sage_aot": 1, "tensors on meta": 1}
+
+
+def test_tensors_of_other_devices_are_the_hosts():
+    with FakeTensorMode():  # torch without the device makes no other tensors there
+        q = torch.empty(2, 4, 30, 64, device="xpu")
+    assert _policy._refusal_of_types(Call(q, q, q)) == "tensors on xpu"
 
 
 def test_a_dropout_that_torch_refuses_is_not_served():

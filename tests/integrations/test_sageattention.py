@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import sageattention
 import torch
@@ -198,6 +199,14 @@ def test_scales_of_other_libraries(exact, function, name):
     close(function(q, k, v, sm_scale=0.3, **{name: 0.3}), F.scaled_dot_product_attention(q, k, v, scale=0.3))
     with pytest.raises(ArgumentError, match=r"sm_scale: expected one value, got \{'sm_scale': 0.3, '\w+': 0.4\}"):
         function(q, k, v, sm_scale=0.3, **{name: 0.4})
+
+
+@pytest.mark.parametrize("function", DENSE)
+@pytest.mark.parametrize("number", [np.float32, torch.tensor])
+def test_scalars_of_arrays(exact, function, number):
+    q, k, v = tensors()
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25)
+    close(function(q, k, v, sm_scale=number(0.25), is_causal=np.True_), expected)
 
 
 @pytest.mark.parametrize("function", DENSE)
@@ -419,6 +428,8 @@ def test_packed_sequences_by_the_kernels():
     for smooth_k in (True, False):
         expected = sage_aot.attn_varlen(*args, is_causal=True, smooth_k=smooth_k)
         assert torch.equal(VARLEN(*args, is_causal=True, smooth_k=smooth_k), expected)
+    for of in (np.int64, torch.tensor):
+        assert torch.equal(VARLEN(*args[:5], *map(of, args[5:]), is_causal=True, smooth_k=smooth_k), expected)
     with use(Policy(options={"rotate": True})):
         assert torch.equal(VARLEN(*args), sage_aot.attn_varlen(*args, rotate=True))
 

@@ -106,7 +106,8 @@ def test_operators_raise_the_errors_of_the_call():
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"scale": torch.tensor(0.5)}, r"scale: expected .*; for a tensor pass scale.item\(\), got tensor"),
+    ({"scale": torch.tensor(0.5, requires_grad=True)},
+     r"scale: expected .*; of a tensor that requires grad pass scale.item\(\), got tensor"),
     ({"out": 3}, "out: expected a tensor like q, got int"),
     ({"q": None}, "q: expected a torch.Tensor, got NoneType"),
 ])

@@ -103,7 +103,12 @@ REFUSED = {
     "strides": (lambda cu_seqlens_k, **_: {"cu_seqlens_k": cu_seqlens_k.repeat_interleave(2)[::2]},
                 r"cu_seqlens_k: expected a contiguous .* with strides \(2,\); pass"),
     "batch": (lambda k, **_: {"k": k[None]}, r"k: expected three dimensions .* pass k.flatten\(0, 1\)"),
-    "tensor": (lambda **_: {"max_seqlen_k": torch.tensor(9)}, r"max_seqlen_k: .* pass max_seqlen_k.item\(\)"),
+    "tensor": (lambda **_: {"max_seqlen_k": torch.tensor([9, 9])},
+               r"max_seqlen_k: .* a tensor of shape \(2,\) and torch.int64; pass max_seqlen_k.max\(\).int\(\)"),
+    "tensor of floats": (lambda **_: {"max_seqlen_k": torch.tensor(9.0)}, "max_seqlen_k: .* and torch.float32"),
+    "tensor of bools": (lambda **_: {"max_seqlen_k": torch.tensor(True)}, "max_seqlen_k: .* and torch.bool"),
+    "float": (lambda **_: {"max_seqlen_k": 9.0}, r"max_seqlen_k: .* got 9.0; pass int\(max_seqlen_k\)"),
+    "bool": (lambda **_: {"max_seqlen_q": True}, "max_seqlen_q: .* an integer, got True"),
     "option": (lambda **_: {"qk": "int2"}, "qk: expected"),
 }
 

@@ -213,7 +213,7 @@ def emulated_arch(manifest: Manifest) -> str:
     """The arch whose kernels CPU tensors emulate: ``SAGE_AOT_EMULATE`` where set, else sm89, else the newest built."""
     archs = manifest.attention_archs
     asked = os.environ.get("SAGE_AOT_EMULATE")
-    if asked is not None and asked not in archs:
+    if asked and asked not in archs:
         raise UnsupportedError(f"SAGE_AOT_EMULATE: expected one of the archs that are built, {', '.join(archs)}; got "
                                f"{asked!r}")
     return asked or ("sm89" if "sm89" in archs else archs[-1])

@@ -1,0 +1,92 @@
+"""What torch.vmap makes of the operators that write to no tensor.
+
+Where all tensors begin with the batch, the mapped dimension becomes a part of it, and one call serves all entries.
+Packed sequences, and k and v that are quantized before, have no batch to take it: they are one call an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+Dims = Sequence[Any]
+"""Per argument the dimension that is mapped, None where it is the same for all entries; of a list, a list."""
+
+
+class Rule(Protocol):
+    def __call__(self, operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> tuple[Any, Any]:
+        """What the operator returns for `size` entries, and the mapped dimension of each tensor."""
+        ...
+
+
+def register_rules(library: Any) -> None:
+    """Give each operator its rule; to be called once, when all are defined."""
+    if not hasattr(torch.library, "register_vmap"):  # before torch 2.5, whose own rule is one call an entry
+        return
+    rules: dict[str, Rule] = {"attn": in_the_batch, "attn_lse": in_the_batch, "train_attn": _forward,
+                              "train_attn_backward": _backward}
+    rules |= dict.fromkeys(("attn_varlen", "attn_varlen_lse", "quantize_kv", "attn_kv", "attn_kv_lse"), one_by_one)
+    for name, rule in rules.items():
+        torch.library.register_vmap(f"sage_aot::{name}", _as_torch_calls_it(name, rule), lib=library)
+
+
+def _as_torch_calls_it(name: str, rule: Rule) -> Any:
+    operator = getattr(torch.ops.sage_aot, name).default
+
+    def mapped(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
+        return rule(operator, info.batch_size, dims, args)
+
+    return mapped
+
+
+def in_the_batch(operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> tuple[Any, Any]:
+    """One call, whose batch is that of all entries."""
+    found = operator(*_folded(size, dims, args))
+    split = [_unfolded(tensor, size) for tensor in _listed(found)]
+    return _like(found, split), _like(found, [0] * len(split))
+
+
+def one_by_one(operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> tuple[Any, Any]:
+    """A call an entry."""
+    found = [operator(*(value.select(dim, entry) if isinstance(value, torch.Tensor) and dim is not None else value
+                        for value, dim in zip(args, dims))) for entry in range(size)]
+    stacked = [torch.stack(entries) for entries in zip(*map(_listed, found))]
+    return _like(found[0], stacked), _like(found[0], [0] * len(stacked))
+
+
+def _forward(operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> tuple[Any, Any]:
+    """One call. What it saves is that of all entries, in no order that could be split: it counts as unmapped."""
+    out, lse, saved = operator(*_folded(size, dims, args))
+    return (_unfolded(out, size), _unfolded(lse, size), saved), (0, 0, None)
+
+
+def _backward(operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> tuple[Any, Any]:
+    """One call for what :func:`_forward` saved; a call an entry where the gradient alone is mapped."""
+    _, _, of_out, of_lse, of_saved = dims[:5]
+    is_folded = of_saved is None and of_out is not None and of_lse is not None
+    if not is_folded:
+        return one_by_one(operator, size, dims, args)
+    tensors, saved, options = args[:4], args[4], args[5:]
+    gradients = operator(*_folded(size, dims[:4], tensors), saved, *options)
+    return tuple(_unfolded(gradient, size) for gradient in gradients), (0, 0, 0)
+
+
+def _folded(size: int, dims: Dims, args: Sequence[Any]) -> list[Any]:
+    """The arguments, the mapped dimension of each tensor within its first."""
+    return [(value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)).flatten(0, 1)
+            if isinstance(value, torch.Tensor) else value for value, dim in zip(args, dims)]
+
+
+def _unfolded(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    return tensor.view(size, tensor.shape[0] // size, *tensor.shape[1:])  # operators return contiguous tensors
+
+
+def _listed(found: Any) -> list[torch.Tensor]:
+    return [found] if isinstance(found, torch.Tensor) else list(found)
+
+
+def _like(found: Any, values: list[Any]) -> Any:
+    """Values for what an operator returned: one, or a tuple."""
+    return values[0] if isinstance(found, torch.Tensor) else tuple(values)

@@ -1,0 +1,67 @@
+"""Work that waits until another package is imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def when_imported(name: str, work: Callable[[], object]) -> None:
+    """Do `work` now where the module `name` is imported, else right after its import; never import it."""
+    if sys.modules.get(name) is not None:
+        work()
+    else:
+        sys.meta_path.insert(0, _Finder(name, work))
+
+
+def is_being_imported(*packages: str) -> bool:
+    """Whether a module of these packages is half imported: its importing it again would find half of its names."""
+    return any(getattr(getattr(module, "__spec__", None), "_initializing", False)
+               for name, module in [*sys.modules.items()] if name.startswith(packages))
+
+
+class _Finder(MetaPathFinder):
+    """Finds the module through the finders behind it, and sees it loaded."""
+
+    def __init__(self, name: str, work: Callable[[], object]) -> None:
+        self._name, self._work = name, work
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+                  ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        others = (finder for finder in [*sys.meta_path] if finder is not self and hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._loaded)
+        return spec
+
+    def _loaded(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._work()
+
+
+class _Loader(Loader):
+    """A module's loader, in whose place it stands until the module is there."""
+
+    def __init__(self, loader: Any, loaded: Callable[[], None]) -> None:
+        self._loader, self._loaded = loader, loaded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._loaded()

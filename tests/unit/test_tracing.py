@@ -1,0 +1,226 @@
+"""What tracers know less about: sizes and flags that are symbols, sizes that depend on values, meta tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import sage_aot
+from sage_aot.errors import ArgumentError
+
+pytestmark = pytest.mark.filterwarnings("error", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """No compiled code of another test."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def draw(length=40, headdim=32, heads=2, batch=1):
+    generator = torch.Generator().manual_seed(length)
+    return torch.randn(3, batch, heads, length, headdim, generator=generator).bfloat16()
+
+
+def packed(x):
+    """The first entry."""
+    return x[0].transpose(0, 1)
+
+
+def attn_varlen(q, k, v, **options):
+    """Two sequences, the first of which is empty."""
+    ends = torch.full((1,), q.size(2), dtype=torch.int32, device=q.device)
+    cu_seqlens = torch.cat([torch.zeros(2, dtype=torch.int32, device=q.device), ends])
+    return sage_aot.attn_varlen(*map(packed, (q, k, v)), cu_seqlens, cu_seqlens, q.size(2), q.size(2), **options)
+
+
+CALLS = {
+    "attn": sage_aot.attn,
+    "attn, grouped": lambda q, k, v, **options: sage_aot.attn(q, k[:, :1], v[:, :1], **options),
+    "attn, with the log-sum-exp": lambda q, k, v, **options: sage_aot.attn(q, k, v, return_lse=True, **options)[1],
+    "attn, out": lambda q, k, v, **options: sage_aot.attn(q, k, v, out=q.new_empty(q.shape), **options),
+    "attn, key mask": lambda q, k, v, **options: sage_aot.attn(
+        q, k, v, key_mask=torch.ones_like(k[:, 0, :, 0], dtype=torch.bool), **options),
+    "attn, kv": lambda q, k, v, **options: sage_aot.attn(q, sage_aot.quantize_kv(k, v), **options),
+    "attn, kv with k": lambda q, k, v, **options: sage_aot.attn(q, sage_aot.quantize_kv(k, v, smooth_q=True),
+                                                                **options),
+    "attn_varlen": attn_varlen,
+    "train_attn": sage_aot.train_attn,
+}
+SHAPES = [(70, 64, 2, 4), (33, 40, 3, 2), (129, 96, 4, 5), (20, 128, 5, 3)]
+"""Length, head dim, heads and batch, none equal by chance."""
+
+
+# --- symbols ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_dynamic_shapes(call):
+    """With the head dim; no graph break, no warning, and one graph for head dims that share kernels."""
+    backend = CompileCounterWithBackend("aot_eager")
+    work = CALLS[call]
+    compiled = torch.compile(work, dynamic=True, fullgraph=True, backend=backend)
+    for shape in SHAPES:
+        q, k, v = draw(*shape)
+        assert torch.equal(compiled(q, k, v), work(q, k, v))
+    assert backend.frame_count <= (2 if "kv" in call or call == "train_attn" else 1), "head dims to 64, and to 128"
+
+
+def test_a_marked_head_dim_stays_dynamic():
+    q, k, v = draw(batch=3)
+    for tensor in (q, k, v):
+        for dim in range(4):
+            torch._dynamo.mark_dynamic(tensor, dim)  # raises where a check pins the size
+    found = torch.compile(lambda *qkv: sage_aot.attn(*qkv), backend="aot_eager", fullgraph=True)
+    assert torch.equal(found(q, k, v), sage_aot.attn(q, k, v))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_flag_that_follows_from_sizes(call):
+    def work(q, k, v):
+        return CALLS[call](q, k, v, is_causal=q.size(2) > 20)
+
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(work, fullgraph=True, backend=backend)
+    for length in (40, 50, 60, 19, 70, 12):
+        assert torch.equal(compiled(*draw(length)), work(*draw(length)))
+    assert backend.frame_count == 3, "one length, more than 20, and less"
+
+
+def test_flags_of_quantization_that_follow_from_sizes():
+    def work(q, k, v):
+        kv = sage_aot.quantize_kv(k, v, smooth_k=k.size(2) > 50, smooth_q=k.size(2) > 45)
+        return sage_aot.attn(q, kv) + sage_aot.attn(q, k, v, smooth_v=k.size(2) < 45, rotate=k.size(2) > 45)
+
+    compiled = torch.compile(work, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (40, 48, 60):
+        assert torch.equal(compiled(*draw(length)), work(*draw(length)))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_dynamic_lengths(strict):
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            kv = sage_aot.quantize_kv(k, v)
+            return sage_aot.attn(q, k, v, is_causal=q.size(2) > 1) + sage_aot.attn(q, kv)
+
+    length = torch.export.Dim("length", min=2, max=1000)
+    program = torch.export.export(Module(), tuple(draw()), dynamic_shapes=({2: length},) * 3, strict=strict)
+    for n in (40, 70):
+        assert torch.equal(program.module()(*draw(n)), Module()(*draw(n)))
+
+
+# --- sizes that depend on values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_lengths_that_depend_on_values(call, is_causal):
+    def work(q, k, v, length):
+        n = length.item()
+        return CALLS[call](q[:, :, :n], k[:, :, :n], v[:, :, :n], is_causal=is_causal)
+
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(work, fullgraph=True, backend=backend)
+    q, k, v = draw()
+    for n in (40, 33, 2, 1, 0):
+        found, expected = compiled(q, k, v, torch.tensor(n)), work(q, k, v, torch.tensor(n))
+        if n == 1 and not is_causal and call == "attn, grouped":  # where heads share rows if the length is static
+            torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+        else:
+            assert torch.equal(found, expected)
+        assert n < 2 or backend.frame_count == 1
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("call", [name for name in CALLS if name != "attn_varlen"])
+def test_lengths_that_are_marked_unbacked(call, is_causal):
+    """Those of q, k and v, each a symbol of its own, which the operator compares when it runs."""
+    q, k, v = draw()
+    for tensor in (q, k, v):
+        torch._dynamo.decorators.mark_unbacked(tensor, 2)
+    compiled = torch.compile(lambda q, k, v: CALLS[call](q, k, v, is_causal=is_causal), fullgraph=True,
+                             backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), CALLS[call](*draw(), is_causal=is_causal))
+    with pytest.raises(Exception, match="k and v must have one shape, got"):
+        compiled(q, k, v[:, :, 1:])
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_longest_lengths_that_depend_on_values():
+    def work(q, k, v, cu_seqlens):
+        longest = cu_seqlens.diff().max()
+        return sage_aot.attn_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest.item())
+
+    q, k, v = (packed(x).contiguous() for x in draw())
+    compiled = torch.compile(work, fullgraph=True, backend="aot_eager")
+    for lengths in ([0, 30, 40], [0, 5, 40]):
+        cu_seqlens = torch.tensor(lengths, dtype=torch.int32)
+        assert torch.equal(compiled(q, k, v, cu_seqlens), work(q, k, v, cu_seqlens))
+
+
+# --- meta tensors -----------------------------------------------------------------------------------------------------
+
+
+def described(tensor):
+    return tensor.shape, tensor.dtype, tensor.stride()
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "rows of all heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "a slice": lambda x: torch.cat([x, x], 2)[:, :, ::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("call", CALLS)
+def test_meta_tensors(call, layout):
+    real, meta = ([LAYOUTS[layout](x) for x in draw().to(device)] for device in ("cpu", "meta"))
+    assert [x.stride() for x in meta] == [x.stride() for x in real]
+    found = CALLS[call](*meta)
+    assert found.is_meta and described(found) == described(CALLS[call](*real))
+
+
+def test_outputs_beside_the_first_on_meta():
+    q, k, v = draw().to("meta")
+    out = torch.empty_like(q)
+    result, lse = sage_aot.attn(q, k, v, out=out, return_lse=True)
+    assert result is out and lse.is_meta and described(lse) == ((1, 2, 40), torch.float32, (80, 40, 1))
+    kv = sage_aot.quantize_kv(k, v)
+    assert kv.device.type == "meta" and kv.nbytes == sage_aot.quantize_kv(*draw()[1:]).nbytes
+    assert sage_aot.supports(q, k, v) is None
+
+
+def test_meta_tensors_are_trained():
+    q, k, v = (x.to("meta").requires_grad_() for x in draw())
+    sage_aot.train_attn(q, k, v).sum().backward()
+    assert all(x.grad.is_meta and described(x.grad) == described(x) for x in (q, k, v))
+
+
+def test_meta_tensors_beside_others_are_refused():
+    q, k, v = draw()
+    with pytest.raises(ArgumentError, match="must be on one device, got meta for q and cpu for k"):
+        sage_aot.attn(q.to("meta"), k, v)
+    with pytest.raises(ArgumentError, match="q, k and v must have one head dim"):
+        sage_aot.attn(q[..., :16].to("meta"), *draw()[1:].to("meta"))
+
+
+def test_a_model_on_the_meta_device():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = torch.nn.Linear(64, 192)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 32)).unbind(2)
+            return sage_aot.attn(q, k, v, layout="NHD", is_causal=True).flatten(2)
+
+    with torch.device("meta"), torch.no_grad():
+        out = Model()(torch.empty(2, 40, 64))
+    assert out.is_meta and out.shape == (2, 40, 64)
