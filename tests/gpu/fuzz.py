@@ -1,13 +1,17 @@
-"""Random calls against the emulation and float64: a differential fuzzer.
+"""Random calls of everything public, against float64 and the emulation: a differential fuzzer.
 
-    python tests/gpu/fuzz.py --calls 20000 --kernels sage_aot/kernels build/retarget_sm_90 --workers 8 --log fuzz.log
+    python tests/gpu/fuzz.py --calls 50000 --workers 8 --log fuzz.log            # kernels of a GPU
+    python tests/gpu/fuzz.py --calls 5000 --device cpu --longest 200 --log fuzz.log  # the emulation
+    python tests/gpu/fuzz.py --calls 20000 --kernels sage_aot/kernels build/retarget_sm_90 --workers 8
     python tests/gpu/fuzz.py --calls 2000 --fixed '{"entry": "train_attn"}'
     python tests/gpu/fuzz.py --case '{"arch": "sm89", "seed": 1, "seqlen_kv": 65}'
 
-Call number i of a seed is the same however many workers share the run. fuzz_cases.py says what is drawn, fuzz_checks.py
-what is expected of it. A call that fails is reduced to a simplest one that fails the same check, and printed with the
-command that makes it again; the exit code is then 1. `--device cpu` makes the calls on CPU tensors, against float64
-alone.
+attn, attn_varlen, quantize_kv, train_attn and the integrations' sdpa are called; supports is asked beside each call.
+Call number i of a seed is the same however many workers share the run; runs of other seeds (`--seed`) make other calls.
+fuzz_cases.py says what is drawn, fuzz_oracle.py what the caller is promised, fuzz_checks.py how both are compared, and
+fuzz_kernels.py what kernels must have in common with their emulation. A call that fails is reduced to a simplest one
+that fails the same check, and printed with the command that makes it again; the exit code is then 1. SAGE_AOT_KERNELS
+names another folder than the package's. `--device cpu` makes the calls on CPU tensors, against float64 alone.
 """
 
 from __future__ import annotations

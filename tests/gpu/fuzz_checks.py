@@ -18,7 +18,6 @@ from typing import Any
 
 import fuzz_oracle as oracle
 import torch
-import torch.nn.functional as F
 from fuzz_cases import Case, make_key_mask, make_sequences, make_tensors, spoil
 from fuzz_kernels import against_emulated
 from fuzz_oracle import Arithmetic

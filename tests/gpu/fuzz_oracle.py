@@ -185,8 +185,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | No
     logs = scores.sub_(lse.clamp(min=-1e300)[..., None])
     weights = logs.exp()
     moved, deviation = _errors_of_scores(q, k, scale, arithmetic, key_mask)
-    return _Heads(q, k, v, seen, scale, logs, weights, _off(logs, weights, 2 * moved[..., None]), weights @ v, lse, moved,
-                  deviation)
+    off = _off(logs, weights, 2 * moved[..., None])
+    return _Heads(q, k, v, seen, scale, logs, weights, off, weights @ v, lse, moved, deviation)
 
 
 def _off(logs: torch.Tensor, weights: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ def _spoilt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     return rows, rows[..., None] | (seen @ bad_v > 0)
 
 
-# What quantization does to scores --------------------------------------------------------------------------------------
+# What quantization does to scores -------------------------------------------------------------------------------------
 
 
 def spread(x: torch.Tensor, smoothed: bool, present: torch.Tensor | None = None) -> torch.Tensor:
@@ -247,9 +247,9 @@ def _errors_of_scores(q: torch.Tensor, k: torch.Tensor, scale: float, arithmetic
 
 
 def _bound_of_lse(heads: _Heads, arithmetic: Arithmetic) -> torch.Tensor:
-    """The log-sum-exp moves by the mean of the errors of the scores, by weight. Where these are independent they cancel,
-    but for what the keys have in common beside the mean that smoothing takes off: an eighth of their deviation, for it
-    is of 64 keys."""
+    """The log-sum-exp moves by the mean, by weight, of the errors of the scores. Independent ones cancel, but for what
+    the keys have in common beside the mean that smoothing takes off: an eighth of their deviation, for that mean is of
+    64 keys; a quarter is allowed."""
     stored = 0.01 + 2.0**-20 * heads.lse.abs().nan_to_num(posinf=0.0, neginf=0.0)
     if not (arithmetic.independent and arithmetic.smooth_k):
         return heads.moved + stored
@@ -258,7 +258,7 @@ def _bound_of_lse(heads: _Heads, arithmetic: Arithmetic) -> torch.Tensor:
     return torch.where(SIGMAS * deviation <= 1.0, torch.minimum(averaged, heads.moved), heads.moved) + stored
 
 
-# What they do to the output ---------------------------------------------------------------------------------------------
+# What they do to the output -------------------------------------------------------------------------------------------
 
 
 def _bounds(heads: _Heads, arithmetic: Arithmetic, key_mask: torch.Tensor | None,
