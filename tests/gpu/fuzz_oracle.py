@@ -28,6 +28,9 @@ CANCELLED = 2.0**-18
 IN_F32 = 2.0**-19
 """Error of what is computed in f32, as a share of the sum of the magnitudes."""
 
+IN_F64 = 2.0**-45
+"""Error of sums in float64, likewise."""
+
 LARGE_SCORES = 1e2
 """From this largest |score| on rows see few keys, and HUGE bounds the mean error of a call."""
 
@@ -224,6 +227,7 @@ def _errors_of_scores(q: torch.Tensor, k: torch.Tensor, scale: float, arithmetic
                       key_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Most error of any score of a row, and its standard deviation, [batch, q heads, queries], nats. An element of q is
     off by a share of its group's largest; a score sees that times an element of k, and the other way round."""
+    in_f32 = IN_F32 * abs(scale) * q.norm(dim=-1) * k.norm(dim=-1).amax(-1, keepdim=True)  # means too
     q, k = spread(q, arithmetic.smooth_q), spread(k, arithmetic.smooth_k, key_mask)
     norms_q, norms_k = q.norm(dim=-1), k.norm(dim=-1)
     largest_k = norms_k.amax(-1, keepdim=True)
@@ -238,7 +242,6 @@ def _errors_of_scores(q: torch.Tensor, k: torch.Tensor, scale: float, arithmetic
         sums_q, sums_k = q.sum(-1), k.sum(-1).amax(-1, keepdim=True)
         typical = 1.0
     step_q, step_k = (arithmetic.worst_step * top for top in (tops_q, tops_k))
-    in_f32 = IN_F32 * abs(scale) * norms_q * largest_k
     worst = abs(scale) * (sums_q * step_k + sums_k * step_q + channels * step_q * step_k) + in_f32
     of_q, of_k = (arithmetic.deviation * typical * top for top in (tops_q, tops_k))
     walk = abs(scale) * ((norms_q * of_k).square() + (largest_k * of_q).square()
@@ -356,6 +359,9 @@ def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tens
                                   + (size.sum(-1, keepdim=True) * 2 + _steps(size, seen, -1)) * top["k"] / 254)
     bound_k = abs(heads.scale) * (off_ds.mT @ rounded["q"]
                                   + (size.sum(-2)[..., None] * 2 + _steps(size, seen, -2)) * top["q"] / 254)
+    of_scores = 1 + heads.lse.abs().nan_to_num(posinf=0.0)[..., None]  # whose rounding P has
+    in_f64 = IN_F64 * abs(heads.scale) * of_scores * p * (dp.abs() + d.abs())  # of this reference, where they cancel
+    bound_q, bound_k = bound_q + in_f64 @ heads.k.abs(), bound_k + in_f64.mT @ rounded["q"]
     sum_p = p + off_p
     bound_v = off_p.mT @ rounded["out"] + (sum_p.sum(-2)[..., None] * 2 + _steps(sum_p, seen, -2)) * top["out"] / 254
     group = q.shape[1] // k.shape[1]
