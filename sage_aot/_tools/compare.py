@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT
+from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT, within
 from sage_aot._backends.emulation.attention import attend
 from sage_aot._backends.emulation.quantize import Quantized
 from sage_aot._launch.plan import Plan
@@ -102,7 +102,7 @@ def against_emulation(plan: Plan, quantized: Quantized, out: torch.Tensor, lse: 
     them."""
     expected, expected_lse, weight = _emulated(plan, quantized, key_ranks)
     bound = _bound(plan)
-    got, info = out.float(), torch.finfo(out.dtype)
+    got, info, expected = out.float(), torch.finfo(out.dtype), within(expected, out.dtype)
     rounding = info.eps / 2 * expected.abs() + info.smallest_normal * info.eps + rounding_of_merge(
         plan, quantized, expected)
     # P, and alpha · O, flush to zero below f32's normal range: an error in units of V's largest value.

@@ -95,7 +95,7 @@ class Case(_SizesAndOptions):
     entry: str = _varied({"attn": 8, "sdpa": 2, "train_attn": 2}, late=True)  # attn: attn_varlen too, by `lengths`
     scores: float | None = _varied({None: 16, **dict.fromkeys((1e-6, 1e-2, 1.0, 1e2, 1e3, 1e4, 1e6, 1e7, 1e8, 3e8, 1e9,
                                                                1e10), 1)}, late=True)  # the largest |score|
-    values: str = _varied({"drawn": 10, "ones": 1, "largest": 1}, late=True)  # of v; largest: that its dtype holds
+    values: str = _varied({"drawn": 10, "ones": 1, "largest": 0}, late=True)  # of v; largest: that its dtype holds
     one_key: bool = _varied({False: 20, True: 1}, late=True)  # one key in all, or by the key mask
 
     @property

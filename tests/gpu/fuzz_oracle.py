@@ -252,8 +252,10 @@ def _errors_of_scores(q: torch.Tensor, k: torch.Tensor, scale: float, arithmetic
 def _bound_of_lse(heads: _Heads, arithmetic: Arithmetic) -> torch.Tensor:
     """The log-sum-exp moves by the mean, by weight, of the errors of the scores. Independent ones cancel, but for what
     the keys have in common beside the mean that smoothing takes off: an eighth of their deviation, for that mean is of
-    64 keys; a quarter is allowed."""
-    stored = 0.01 + 2.0**-20 * heads.lse.abs().nan_to_num(posinf=0.0, neginf=0.0)
+    64 keys; a quarter is allowed. The product of a query and that mean adds up in f32."""
+    terms = (heads.q.abs() @ heads.k.abs().amax(-2, keepdim=True).mT)[..., 0] * abs(heads.scale)
+    summed = heads.q.shape[-1] * 2.0**-23 * terms
+    stored = 0.01 + 2.0**-20 * heads.lse.abs().nan_to_num(posinf=0.0, neginf=0.0) + summed
     if not (arithmetic.independent and arithmetic.smooth_k):
         return heads.moved + stored
     deviation = heads.deviation

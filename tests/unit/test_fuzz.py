@@ -209,15 +209,13 @@ def passes(**fixed):
     return fuzz.main(["--device", "cpu", "--calls", "6", "--longest", "80", "--fixed", json.dumps(fixed)]) == 0
 
 
-@pytest.mark.parametrize("scores", [1e-6, 1e2, 1e6, pytest.param(1e10, marks=pytest.mark.xfail(
-    strict=True, reason="from 1e7 on rows become zeros or NaN"))])
+@pytest.mark.parametrize("scores", [1e-6, 1e2, 1e6, 1e10])
 def test_scores_of_any_size_pass(scores):
     assert passes(scores=scores, values="drawn", lengths="one", wrong="nothing")
 
 
 @pytest.mark.kernels("sm80", "sm89")
-@pytest.mark.parametrize("arch", ["sm80", pytest.param("sm89", marks=pytest.mark.xfail(
-    strict=True, reason="FP8 P round alike where scores are equal"))])
+@pytest.mark.parametrize("arch", ["sm80", "sm89"])
 def test_values_of_ones_pass(arch):
     assert passes(arch=arch, values="ones", scores=None, kind="normal", qk="auto", pv_accum="auto", seqlen_kv=5)
 

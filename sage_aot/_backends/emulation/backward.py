@@ -136,11 +136,11 @@ class Rounded:
         return fma(lse_log2.abs(), torch.full_like(lse, LSE_MARGIN), -lse_log2)
 
     def round_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A scale per group of rows of a tile, as in bwd/prepare.cuh."""
+        """A scale per group of rows of a tile, as in bwd/prepare.cuh: zero for a group of zeros."""
         groups = torch.unflatten(grad, -2, (-1, TILE_ROWS // GRAD_GROUPS, GRAD_GROUPS))
         amax = groups.abs().amax((-3, -1), keepdim=True)
         zeros = amax < SMALLEST_GROUP
-        scale = torch.where(zeros, 1.0, divide(amax, 127.0))
+        scale = torch.where(zeros, 0.0, divide(amax, 127.0))
         inv_scale = torch.where(zeros, 0.0, torch.full_like(amax, 127.0) / amax)
         codes = _integers(groups, inv_scale)
         return codes.flatten(-4, -2), scale.expand_as(groups)[..., 0].flatten(-3)
@@ -200,8 +200,11 @@ def _tiles(saved: Saved, grad_out: torch.Tensor, is_causal: bool, arithmetic: Ar
     grad_hat, grad_scale = arithmetic.round_grad(grad.where(finite[..., None], 0.0))
     minus_lse = torch.where(lse == -math.inf, lse, arithmetic.minus_lse(lse))
     rows = torch.arange(minus_lse.shape[-1], device=grad.device)
+    q_hat = padded(saved.q_hat)
+    zeros = (q_hat == 0).all(-1)
+    zeros = zeros & zeros[..., rows ^ 8]  # of the queries of 16 in a row that share a scale
     return Tiles(
-        q_hat=padded(saved.q_hat), q_scale=of_rows(saved.q_scale).clamp(max=LARGEST_PART),
+        q_hat=q_hat, q_scale=of_rows(saved.q_scale).clamp(max=LARGEST_PART).masked_fill(zeros, 0.0),
         minus_lse=minus_lse.masked_fill(rows >= queries, -math.inf).masked_fill(~finite, math.nan),
         minus_delta=-_delta(grad, padded(saved.out), arithmetic), grad=grad, grad_hat=grad_hat, grad_scale=grad_scale,
         k_hat=padded(saved.k_hat), k_scale=of_rows(saved.k_scale).clamp(max=LARGEST_PART), v=padded(saved.v),

@@ -89,7 +89,7 @@ struct BwdPrepare {
       codes[step] = load_codes(Tile::q_codes(params, tile_of_all), own_row(step));
     }
     const i32 query = ptx::thread_index() % kTileRows;
-    const float scale = q_scale(tile_of_all, query), lse = minus_lse(head_of_all, first_row + query);
+    const float forward_scale = q_scale(tile_of_all, query), lse = minus_lse(head_of_all, first_row + query);
 
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
@@ -111,12 +111,18 @@ struct BwdPrepare {
     __syncthreads();
     if (ptx::thread_index() < kTileRows) {
       const float minus_delta = shared.minus_delta[query];
+      // Groups of zeros contribute nothing: scales of zero leave the steps of their tile's sums to others.
+      const i32 queries = params.seqlen_q - first_row;
+      const float scale = has_codes(query, queries) || has_codes(query ^ 8, queries) ? forward_scale : 0.0f;
       of_query(to, Tile::kQueryScales, query) = scale;
       // Integers hold no NaN. The log-sum-exp of a row of dO that is not finite is NaN, and thereby P of what it sees.
       of_query(to, Tile::kMinusLse, query) = is_finite(query) ? lse : ptx::quiet_nan();
       of_query(to, Tile::kMinusDelta, query) = minus_delta;
       of_query(to, Tile::kMinusScaledDelta, query) = minus_delta * scale;
-      if (query < kGradGroups) of_query(to, Tile::kGradScales, query) = grad_scale(query).scale;
+      if (query < kGradGroups) {
+        const Scale grad = grad_scale(query);
+        of_query(to, Tile::kGradScales, query) = grad.inv_scale > 0.0f ? grad.scale : 0.0f;
+      }
     }
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
@@ -187,6 +193,14 @@ struct BwdPrepare {
   }
   __device__ __forceinline__ static void put(Rows& rows, i32 row, u32 first_four, u32 last_four) {
     rows[row][first_channel() / 4] = first_four, rows[row][first_channel() / 4 + 1] = last_four;
+  }
+
+  // Whether a query, of `queries` that there are, has a code other than zero.
+  __device__ __forceinline__ bool has_codes(i32 query, i32 queries) const {
+    u32 any = 0;
+#pragma unroll 4
+    for (i32 word = 0; word < Config::kHeadDim / 4; ++word) any |= shared.rows[kOfCodes][query][word];
+    return query < queries && any != 0;
   }
 
   // The scales of a tile of the forward pass are those of its warps, one behind the other.
