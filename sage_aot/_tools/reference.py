@@ -88,8 +88,8 @@ def inputs(kind: str, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype
     them: 3·N(0, 1) to q, 6·N(0, 1) to k, 2·N(0, 1) to v, and in one channel each 12, −15 and 8 more.
     ``"sink13"`` and ``"sink15"`` have an attention sink: one key, the first, whose score lies 13 or 15 above the mean
     of the others in every row, and whose value is small. V has a mean in every channel, N(0, 1).
-    ``"heavy1"`` multiplies one channel of q and of k by 12, ``"heavy4"`` four of k by 30. ``"ones"`` is N(0, 1) with a v
-    of ones: every output is one.
+    ``"heavy1"`` multiplies one channel of q and of k by 12, ``"heavy4"`` four of k by 30. ``"ones"`` is N(0, 1) with
+    a v of ones: every output is one.
     """
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=generator.device)

@@ -171,7 +171,8 @@ def arithmetic_of(case: Case) -> Arithmetic:
     shared = case.values != "drawn" or case.one_key  # one value for all: nothing averages
     return Arithmetic(qk, pv, rotate, case.clip, smooth_q, case.smooth_k, case.smooth_v,
                       half_sums=case.pv_accum == "two_level_f16",
-                      independent=case.kind in INDEPENDENT and not shared, rare_values=case.kind in ("sparse_v", "heavy_v"))
+                      independent=case.kind in INDEPENDENT and not shared,
+                      rare_values=case.kind in ("sparse_v", "heavy_v"))
 
 
 # --- attn, attn_varlen, and attn with a QuantizedKV -------------------------------------------------------------------
@@ -447,7 +448,8 @@ def _of_a_constant(case: Case, out: torch.Tensor, right: oracle.Expected) -> Mea
     """A mean of one value is that value, in any row that sees a key."""
     bound = oracle.EQUAL_VALUES + torch.finfo(out.dtype).eps
     expected = (right.lse > -math.inf).double()[..., None].expand_as(out)
-    return close("a mean of one value", out.double() / case.constant, expected, torch.full_like(expected, bound)).without(right.spoilt)
+    measure = close("a mean of one value", out.double() / case.constant, expected, torch.full_like(expected, bound))
+    return measure.without(right.spoilt)
 
 
 def _has_large_scores(case: Case, q: torch.Tensor) -> bool:

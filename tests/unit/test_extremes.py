@@ -1,5 +1,5 @@
-"""Values at the ends of their ranges, emulated: scores of any size, inputs up to the largest finite numbers, and V of one
-value. Right answers are float64's."""
+"""Values at the ends of their ranges, emulated: scores of any size, inputs up to the largest finite numbers, and V of
+one value. Right answers are float64's."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_the_largest_value_comes_back(options, dtype):
 
 @pytest.mark.parametrize("further", [{}, {"smooth_v": True}], ids=str)
 def test_a_constant_v_comes_back(options, further):
-    """In f32, whatever the weights: few keys, equal scores, peaked scores. Not of NVFP4, whose sums of P are taken before
-    rounding (docs/decisions.md), but where V is smoothed."""
+    """In f32, whatever the weights: few keys, equal scores, peaked scores. Not of NVFP4, whose sums of P are taken
+    before rounding (docs/decisions.md), but where V is smoothed."""
     bound = 0.2 if options.get("qk") == "nvfp4" and not further else 1e-3
     for keys in (1, 2, 3, 5, 17, 100, 300):
         for sigma in (0.0, 0.3, 1.0, 4.0, 30.0):

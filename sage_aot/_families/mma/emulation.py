@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from sage_aot._backends.emulation import nvfp4
@@ -15,8 +13,8 @@ from sage_aot._problem.mask import VisibleKeys
 
 class Softmax(RowReferences):
     """A warp whose scores fit uses the FMA into which the bias of the scores is folded. Any other warp moves
-    references, and folds nothing. O is divided by the sum of P after rounding, but of NVFP4 before; the log-sum-exp takes
-    the sum of P before rounding, but of f16 after."""
+    references, and folds nothing. O is divided by the sum of P after rounding, but of NVFP4 before; the log-sum-exp
+    takes the sum of P before rounding, but of f16 after."""
 
     def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor) -> None:
         super().__init__(record, zeros)

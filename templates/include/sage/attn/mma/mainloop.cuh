@@ -33,10 +33,9 @@ class AttentionMma {
         Fact{"lazy_fall", Product::kLazyFall}, Fact{"most_fall", kMostFall}, Fact{"largest_sum", kLargestSum},
         Fact{"no_reference", kNoReference}, Fact{"smallest_scale", kSmallestScale<Config::kQk>},
         Fact{"largest_scale", kLargestScale}, Fact{"largest_folded", Product::kLargestFolded},
-        Fact{"score_bias", Softmax::kFolds ? kScoreBias : 0},
-        Fact{"sums_rounded", Product::kSumsRounded}, Fact{"sums_in_threads", Product::kSumsInThreads},
-        Fact{"sum_unit", Product::kSumUnit}, Fact{"v_typical", Product::kVTypical},
-        Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit});
+        Fact{"score_bias", Softmax::kFolds ? kScoreBias : 0}, Fact{"sums_rounded", Product::kSumsRounded},
+        Fact{"sums_in_threads", Product::kSumsInThreads}, Fact{"sum_unit", Product::kSumUnit},
+        Fact{"v_typical", Product::kVTypical}, Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit});
   }
 
   // Shared memory: sQ [kBlockM] rows, the stages of the KV stream, then a VisibleKeys a thread.

@@ -250,8 +250,8 @@ struct Mainloop {
     }
   }
 
-  // Issues P·V, sum units included: R += P·V where R is open, else R = P·V. Leaves the last slice in flight, and promotes
-  // those before it.
+  // Issues P·V, sum units included: R += P·V where R is open, else R = P·V. Leaves the last slice in flight, and
+  // promotes those before it.
   template <i32 kSlice = 0>
   __device__ __forceinline__ void issue_pv(bool open) {
     issue_slice<kSlice>(open);
@@ -262,8 +262,8 @@ struct Mainloop {
     if constexpr (kSlice + 1 < kSlices) issue_pv<kSlice + 1>(open);
   }
 
-  // R of a slice, with the sums of P if the slice is the last, behind whose channels the units lie. The last slice is in
-  // acc_r, its neighbour in the registers of the scores, and so on alternately.
+  // R of a slice, with the sums of P if the slice is the last, behind whose channels the units lie. The last slice is
+  // in acc_r, its neighbour in the registers of the scores, and so on alternately.
   template <i32 kSlice>
   using R = u32[kSlice == kSlices - 1 ? kOutputs + 4 : kOutputs];
   template <i32 kSlice>

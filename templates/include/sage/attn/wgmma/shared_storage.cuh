@@ -12,8 +12,8 @@ namespace sage {
 // Shared memory of a block; every matrix starts at a multiple of 1024 bytes.
 //   [2] query buffers: sQ [kBlockM] rows of s8; v_scale and v_mean of its KV head, f32, [kHeadDim] each; then q_scale
 //     [kBlockM / kWarpM][8] and row_bias [kBlockM] f32; the WorkTile
-//   [kStages] stages: K̂ and V̂ of a KV tile (tile/layout.cuh), [8][kBlockN] sum units, the KvLine, and where Q is smoothed
-//     delta_s of the query tile for these keys
+//   [kStages] stages: K̂ and V̂ of a KV tile (tile/layout.cuh), [8][kBlockN] sum units, the KvLine, and where Q is
+//     smoothed delta_s of the query tile for these keys
 //   for every warp its rows of O, on their way to global memory
 //   mbarriers, 8 bytes each: query_tile_full, query_full and query_empty of every query buffer; then full and empty of
 //     every stage
