@@ -51,6 +51,10 @@ SERVED = "sage_aot"
 """The line of the integrations' report that counts the calls that sage_aot served."""
 
 
+FINITE = "what is not finite"
+"""The check that is named first where several fail."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What became of one call."""
@@ -106,6 +110,7 @@ class Subject:
         except Exception as error:  # noqa: BLE001 - none is expected here, so one of any type is a finding
             return Verdict("raised", {}, ("raised", f"{type(error).__name__}: {error}"))
         failed = [measure for measure in measures if not worst[measure.name] <= 1 and not (measure.excess <= 1).all()]
+        failed.sort(key=lambda measure: measure.name != FINITE)  # bounds say nothing of what is not finite
         return Verdict(variant, worst, (failed[0].name, failed[0].describe()) if failed else None)
 
     def is_alive(self) -> bool:
@@ -426,7 +431,7 @@ def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key
     right = oracle.expect(q, k, v, scale=case.scale, visible=visible, arithmetic=arithmetic, key_mask=key_mask)
     got = out.double()
     wrong_holes = out.isnan() != right.spoilt
-    measures = [Measure("what is not finite", torch.where(wrong_holes, math.inf, 0.0), out, right.spoilt),
+    measures = [Measure(FINITE, torch.where(wrong_holes, math.inf, 0.0), out, right.spoilt),
                 close("output, float64", got, right.out, right.bound).without(right.spoilt)]
     error = torch.where(right.spoilt, 0.0, (got - right.out) / right.units).norm(dim=-1)
     measures.append(close("rows, float64", error, torch.zeros_like(error), right.row_bound))
