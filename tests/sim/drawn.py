@@ -81,7 +81,7 @@ HARMLESS: dict[tuple[str, Operation], str] = {
         "params.q_tiles, work.q_tile, params.columns); delta_ = params.delta_s + row + work.first_key + "
         "ptx::thread_index() * 4; }")):
             "an address that nothing reads",
-    ("AttentionWgmma::fill_ones", OffByOne("i < Shared::kOnesBytes")): "what stands behind the ones is loaded later",
+    ("AttentionWgmma::fill_units", OffByOne("i < Shared::kUnitBytes")): "what stands behind the units is loaded later",
     ("Mainloop::scales_of", OffByOne("kSlices == 1")): "the index of the thread for that of the lane",
     ("Mainloop::scales_of", First("kSlices == 1 ? lane : static_cast<i32>(ptx::thread_index())")):
         "the index of the lane for that of the thread",
@@ -110,6 +110,10 @@ HARMLESS: dict[tuple[str, Operation], str] = {
         "in front of the barriers stands the padding of a staged row",
     ("KvTileScales::spoilt", OffByOne("static_cast<i32>(signs()) < 0")): "v_factor is never zero, so signs() is not",
     ("OnlineSoftmax::fits", Sign("Product::kTop + Product::kLazyRise")): "the branch looks again, row by row",
+    ("RowReferences::follow_tile", OffByOne("fall < 0.0f")): "moves a reference to where it is",
+    ("OnlineSoftmax::move_references",
+     First("Product::kSumsRounded ? this->row_sum[r] : ptx::max_over_lanes<4>(lse_sum[r])")):
+        "differs for NVFP4 alone, and there in falls beyond 2^66",
     ("OnlineSoftmax::foldable", OffByOne("of_row < Product::kLargestFolded")):
         "of one value alone, for which either way is right",
     ("kv_range", Sign("min(first_row + kRows, seqlen.q()) - 1")): "one KV tile more, masked as a whole",
