@@ -89,6 +89,9 @@ RANGES = {"int8": Range(127.0, 127.0), "e5m2": Range(E5M2_LIMIT, E5M2_LIMIT),
 RANGE_F16_ACCUMULATOR = Range(224.0, 4.5)
 """A tile's sum stays within f16: 224 · 4.5 · 64 keys = 64512 < 65504. Source: SageAttention2++."""
 
+SUM_UNIT_F16_ACCUMULATOR = 0.375
+"""In which such accumulators sum P: a constant channel of V."""
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -324,14 +327,23 @@ class Softmax(MmaSoftmax):
         super().__init__(record, visible, zeros)
         own = RANGES["f16" if method.pv == "f16" else "e4m3"].p
         self.factor = range_of(method).p / own  # from the family's largest P to the method's
-        self._round = ROUNDING[method.pv]
+        self._round, self._accumulator = ROUNDING[method.pv], method.accumulator
+        # As the kernels; of other types, and where one accumulator takes all keys, as published: before rounding.
+        self._sums_rounded = method.pv in ("e4m3", "f16") and method.accumulator != "single"
+        self.unit = 1.0
+        if self._sums_rounded:
+            half = method.accumulator == "two_level_f16"
+            self.unit = SUM_UNIT_F16_ACCUMULATOR if half else self.facts["sum_unit"]
 
     def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the family's step, but P is rounded to the method's type."""
+        """As the family's step, but P is rounded to the method's type. Sums of P are in units of `unit`."""
         p, alpha = self.exponentiate(scores, scale)
         rounded = self._round(p * self.factor)
-        summed = rounded / self.factor if self.facts["sums_rounded"] else p
-        self.row_sum = self.row_sum * alpha + summed.sum(-1)
+        if self._sums_rounded:
+            units = rounded.new_full((rounded.shape[-1], 1), self.unit)
+            self.row_sum = accumulate((self.row_sum * alpha)[..., None], rounded, units, self._accumulator)[..., 0]
+        else:
+            self.row_sum = self.row_sum * alpha + (p * self.factor).sum(-1)
         return rounded, alpha
 
 
@@ -356,9 +368,9 @@ def attend(method: Method, problem: Problem, attn: AttnRecord, inputs: Inputs, q
         acc_o = accumulate(acc_o * alpha[..., None] / factor, p, v[:, :, part], method.accumulator) * factor
 
     row_sum = softmax.row_sum
-    factor = torch.where(row_sum > 0, 1.0 / row_sum, 0.0)
+    factor = torch.where(row_sum > 0, torch.full_like(row_sum, softmax.unit) / row_sum, 0.0)
     mean = torch.where(row_sum[..., None] > 0, quantized.v_mean[:, :, None], 0.0)
-    return acc_o * factor[..., None] * (quantized.v_scale / softmax.factor)[:, :, None] + mean
+    return acc_o * factor[..., None] * quantized.v_scale[:, :, None] + mean
 
 
 def accumulate(acc_o: torch.Tensor, p: torch.Tensor, v: torch.Tensor, accumulator: str) -> torch.Tensor:
@@ -376,5 +388,5 @@ def _add_products(total: torch.Tensor, p: torch.Tensor, v: torch.Tensor,
     """total + P·V in one accumulator, product by product."""
     for first in range(0, p.shape[-1], PRODUCT_KEYS):
         part = slice(first, first + PRODUCT_KEYS)
-        total = keep(total + p[..., part] @ v[:, :, part])
+        total = keep(total + p[..., part] @ v[..., part, :])
     return total

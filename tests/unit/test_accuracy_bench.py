@@ -276,12 +276,12 @@ def test_smoothing_at_4_bits():
     assert cosine("outlier", "") < 0.98
 
 
-def test_smoothing_v_halves_the_error_of_a_biased_v():
+def test_smoothing_v_takes_a_third_off_the_error_of_a_biased_v():
     q, k, v = draw("normal", (1, 2, 256, 64), (1, 2, 512, 64))
     for bits, smoothing in ((8, "k"), (4, "qk")):
         raw, smooth = (error(Method(bits=bits, smoothing=smoothing, smooth_v=on), (q, k, v + 8))
                        for on in (False, True))
-        assert smooth < 0.6 * raw
+        assert smooth < 0.67 * raw
 
 
 # --- what the inputs are like -----------------------------------------------------------------------------------------

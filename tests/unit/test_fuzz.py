@@ -486,7 +486,7 @@ def test_a_mean_of_ones_must_be_one(subject):
     case = Case("sm80", 3, 2, 2, 2, 70, 90, 64, values="ones", dtype="f32")
     assert subject.examine(case).failure is None
     planted = Defective("sm80", spoil=lambda right, given, out, lse: out.mul_(1.003))
-    assert subject.examine(case, planted).worst["a mean of ones"] > 1
+    assert subject.examine(case, planted).worst["a mean of one value"] > 1
 
 
 def test_the_oracle_knows_nothing_of_the_product():
