@@ -114,6 +114,9 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("OnlineSoftmax::move_references",
      First("Product::kSumsRounded ? this->row_sum[r] : ptx::max_over_lanes<4>(lse_sum[r])")):
         "differs for NVFP4 alone, and there in falls beyond 2^66",
+    ("OnlineSoftmax::move_references",
+     Second("Product::kSumsRounded ? this->row_sum[r] : ptx::max_over_lanes<4>(lse_sum[r])")):
+        "differs in falls beyond 2^66 alone",
     ("OnlineSoftmax::foldable", OffByOne("of_row < Product::kLargestFolded")):
         "of one value alone, for which either way is right",
     ("kv_range", Sign("min(first_row + kRows, seqlen.q()) - 1")): "one KV tile more, masked as a whole",

@@ -37,6 +37,7 @@ void SharedMemory::forget(u32 address, u32 bytes) {
 }
 
 SharedMemory::Records SharedMemory::records(u32 address, u32 bytes) {
+  if (address > kEnd || bytes > kEnd - address) return {&words_[0], &words_[0], address, kWord};  // was reported
   const u32 first = address / kWord, last = (address + bytes + kWord - 1) / kWord;
   bool whole = (address | bytes) % kWord == 0;
   for (u32 word = first; word < last; ++word) whole &= words_[word].state != kSplit;
