@@ -60,6 +60,10 @@ def padding(side: str) -> torch.Tensor:
     return mask
 
 
+class _Lacks(Exception):
+    """A model has nothing that a mode is about; the mode then is not run, and the log says why."""
+
+
 def outputs(made: Any, mask: torch.Tensor | None = None) -> Outputs:
     """The tensors of a model's output, of tokens that are there."""
     values = made.values() if hasattr(made, "values") else made if isinstance(made, tuple) else [made]
@@ -67,7 +71,7 @@ def outputs(made: Any, mask: torch.Tensor | None = None) -> Outputs:
     if mask is not None:
         found = [value[mask.bool()] for value in found if value.shape[:2] == mask.shape]
     if not found:
-        raise NotImplementedError("no output that is a tensor")
+        raise _Lacks("no output that is a tensor")
     return found
 
 
@@ -90,7 +94,7 @@ def padded(side: str) -> Callable[[Model], Outputs]:
 def padded_decoder(model: Model) -> Outputs:
     """Padding on the right of what a decoder gets, beside padding of the encoder's."""
     if not model.config.is_encoder_decoder:
-        raise NotImplementedError("no encoder and decoder")
+        raise _Lacks("no encoder and decoder")
     mask = padding("right")
     return outputs(model(**text(model, attention_mask=padding("left"), decoder_attention_mask=mask)), mask)
 
@@ -113,7 +117,7 @@ def packed(model: Model) -> Outputs:
 
 def few_logits(model: Model, cache: Any = None) -> Outputs:
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise NotImplementedError("no logits_to_keep")
+        raise _Lacks("no logits_to_keep")
     return [tensor for count in (1, 3) for tensor in outputs(model(**text(
         model, logits_to_keep=count, past_key_values=None if cache is None else cache(model))))]
 
@@ -121,7 +125,7 @@ def few_logits(model: Model, cache: Any = None) -> Outputs:
 def few_logits_with_padding(model: Model) -> Outputs:
     needs_causal(model)
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise NotImplementedError("no logits_to_keep")
+        raise _Lacks("no logits_to_keep")
     return outputs(model(**text(model, logits_to_keep=3, attention_mask=padding("left"))))
 
 
@@ -151,7 +155,7 @@ def decoding(side: str, static: bool = False) -> Callable[[Model], Outputs]:
 def generating(**options: Any) -> Callable[[Model], Outputs]:
     def run(model: Model) -> Outputs:
         if not model.can_generate() or not hasattr(model, "generate"):
-            raise NotImplementedError("no generate")
+            raise _Lacks("no generate")
         batch = options.get("batch", 2)
         more = {key: value for key, value in options.items() if key not in ("batch", "assisted", "side")}
         if options.get("assisted"):
@@ -205,7 +209,7 @@ def decodes(model: Model) -> bool:
 
 def needs_causal(model: Model) -> None:
     if not decodes(model):
-        raise NotImplementedError("no causal language model")
+        raise _Lacks("no causal language model")
 
 
 MODES: dict[str, Callable[[Model], Outputs]] = {

@@ -403,16 +403,16 @@ def test_a_folder_that_cannot_be_made(gpu, monkeypatch):
 
 @pytest.mark.parametrize(("platform", "variables", "expected"), [
     ("linux", {"XDG_CONFIG_HOME": "/xdg"}, "/xdg/sage_aot/calibration"),
-    ("linux", {}, "/home/me/.config/sage_aot/calibration"),
-    ("linux", {"XDG_CONFIG_HOME": "relative"}, "/home/me/.config/sage_aot/calibration"),
+    ("linux", {}, "/somewhere/.config/sage_aot/calibration"),
+    ("linux", {"XDG_CONFIG_HOME": "relative"}, "/somewhere/.config/sage_aot/calibration"),
     ("linux", {"SAGE_AOT_CALIBRATION": "/here", "XDG_CONFIG_HOME": "/xdg"}, "/here"),
-    ("linux", {"SAGE_AOT_CALIBRATION": ""}, "/home/me/.config/sage_aot/calibration"),
+    ("linux", {"SAGE_AOT_CALIBRATION": ""}, "/somewhere/.config/sage_aot/calibration"),
     ("linux", {"SAGE_AOT_CALIBRATION": "0"}, None), ("win32", {"APPDATA": "/appdata"}, "/appdata/sage_aot/calibration"),
     ("win32", {}, None)])
 def test_the_folder(monkeypatch, platform, variables, expected):
     for name in ("XDG_CONFIG_HOME", "APPDATA", "SAGE_AOT_CALIBRATION"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in {"HOME": "/home/me", **variables}.items():
+    for name, value in {"HOME": "/somewhere", **variables}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "platform", platform)
     assert folder() == (None if expected is None else Path(expected))

@@ -16,10 +16,7 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     one with an odd last bit), which f32 then rounds as it would the exact one.
     Source: Boldo & Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd".
     """
-    product, c = a.double() * b.double(), c.double()
-    total = product + c
-    part = total - product
-    lost = (product - (total - part)) + (c - part)  # by rounding; NaN where the sum is not finite
+    total, lost = _exact_sum(a, b, c)
     bits = total.view(torch.int64)
     outward = torch.where((lost > 0) == (total > 0), 1, -1)
     even = (bits & 1 == 0) & ((lost > 0) | (lost < 0))
@@ -29,12 +26,17 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 def fma_down(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a · b + c in f32, rounded down."""
     nearest = fma(a, b, c)
+    total, lost = _exact_sum(a, b, c)
+    above = nearest.double() - total > lost  # never where the sum is not finite
+    return torch.where(above, torch.nextafter(nearest, torch.full_like(nearest, -math.inf)), nearest)
+
+
+def _exact_sum(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """a · b + c in f64, and what it lost by rounding: NaN where the sum is not finite."""
     product, c = a.double() * b.double(), c.double()
     total = product + c
     part = total - product
-    lost = (product - (total - part)) + (c - part)
-    above = nearest.double() - total > lost  # never where the sum is not finite
-    return torch.where(above, torch.nextafter(nearest, torch.full_like(nearest, -math.inf)), nearest)
+    return total, (product - (total - part)) + (c - part)
 
 
 def add_in_order(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -35,14 +35,12 @@ class Softmax(RowReferences):
         else:
             p, alpha = self.exponentiate(scores, scale)
             rounded = to_pv(p, self._pv)
-        if self.facts["sums_in_threads"]:
-            self.lse_sum = self.lse_sum * alpha + p.sum(-1)
+        before_rounding = self.lse_sum * alpha + p.sum(-1)
         if self.facts["sums_rounded"]:
             self.add_rounded(rounded, alpha)
         else:
-            self.row_sum = self.lse_sum
-        if not self.facts["sums_in_threads"]:
-            self.lse_sum = self.row_sum
+            self.row_sum = before_rounding
+        self.lse_sum = before_rounding if self.facts["sums_in_threads"] else self.row_sum
         return rounded, alpha
 
     def exponentiate(self, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,8 +18,8 @@
 //
 // Scores of any size: a reference is an f32, whose units outgrow P's range where scores do. References are rounded
 // down, so that the largest P of a row is never too small, and conversions clamp P to its type's range: keys whose
-// scores lie within such a unit of the largest, 2^-23 of it, count alike. Sums of the rounded P, by which O is divided,
-// clamp with it. Scores end at 2^122: scales are at most kLargestScale.
+// scores lie within two such units of the largest, 2^-22 of it, count alike. Sums of the rounded P, by which O is
+// divided, clamp with it. Scores end at 2^122: scales are at most kLargestScale.
 // Source: SageAttention2, Algorithm 1; Milakov & Gimelshein, "Online normalizer calculation for softmax".
 #pragma once
 

@@ -120,8 +120,7 @@ struct PvNvfp4 {
 #pragma unroll
         for (i32 half = 0; half < 2; ++half) {
           const float group_scale = f32_from_ue4m3(pair >> 8 * half & 0xff);
-          // Where the scale is zero, products and sums are; its logarithm must stay finite.
-          const float in_group = offset[r] - fmaxf(ptx::lg2(group_scale), kLeastLog2Scale);
+          const float in_group = offset[r] - ptx::lg2(group_scale);  // where the scale is zero, products and sums are
           float x[8], sum = 0.0f;  // P in units of the scale
 #pragma unroll
           for (i32 e = 0; e < 8; ++e) {
@@ -164,10 +163,10 @@ struct PvNvfp4 {
   }
 
  private:
-  // Of P in units of its group's scale, which rounds by up to 1/16: log2 of 6.4. Scores of any size stay within (see
-  // attn/softmax.cuh).
+  // Of P in units of its group's scale, which rounds by up to 1/16: log2 of 6.4. Scores of any size stay within
+  // (attn/softmax.cuh), and a scale of zero, whose logarithm is infinite.
   static constexpr float kMostLog2InGroup = 2.678072f;
-  static constexpr float kLog2E2m1 = 2.5849625f, kLeastLog2Scale = -9.0f;  // of kLargestE2m1, of the least ue4m3
+  static constexpr float kLog2E2m1 = 2.5849625f;  // of kLargestE2m1
 
   // The scales of a row's two groups in a step, those of the first half in the lower byte. score(half, e): of the
   // lane's own keys.
