@@ -24,10 +24,11 @@ import torch
 
 import accuracy_tables
 import common
-from sage_aot._backends.cuda import CudaBackend
+from sage_aot._backends.cuda.backend import CudaBackend
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._backends.loader import Library
 from sage_aot._call import pipeline
+from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options
 from sage_aot._tools import reference
 from sage_aot._tools.reference import Accuracy
@@ -154,7 +155,8 @@ def attention(arch: str, library: Library, qkv: list[torch.Tensor], is_causal: b
     common.check_arch(arch, library)
     out = common.poisoned(qkv[0])
     backend = CudaBackend(library, arch) if out.is_cuda else EmulationBackend(library.manifest, arch)
-    pipeline.prepare(backend, *qkv, Options(is_causal=is_causal), out).run(*qkv, out, None)
+    given = Given("dense", *qkv)
+    pipeline.prepare(backend, given, Options(is_causal=is_causal), out).run(given, out, None)
     return out
 
 

@@ -22,8 +22,9 @@ import torch
 import common
 import sage_aot
 from sage_aot._backends.base import BackwardTensors
-from sage_aot._backends.cuda import CudaBackward
+from sage_aot._backends.cuda.training import CudaBackward
 from sage_aot._call import pipeline
+from sage_aot._call.backends import backend_of
 from sage_aot._problem.options import Options
 from sage_aot._tools.reference import relative_l2
 
@@ -95,7 +96,7 @@ def kernel_times(leaves: tuple[torch.Tensor, ...], grad: torch.Tensor, is_causal
     q, k, v = (x.detach() for x in leaves)
     out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v, is_causal)
     tensors = BackwardTensors(grad, out, v, *(torch.empty_like(x) for x in (q, k, v)))
-    call = pipeline.prepare_backward(pipeline.backend_of(q), tensors, Options(is_causal=is_causal)).run
+    call = pipeline.prepare_backward(backend_of(q), tensors, Options(is_causal=is_causal)).run
     assert isinstance(call, CudaBackward)
     workspace = saved.new_empty(call.plan.workspace_bytes)
     call.run(tensors, lse, saved, workspace)

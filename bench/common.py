@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_aot._backends.cuda import arch_of
+from sage_aot._backends.cuda.device import arch_of
 from sage_aot._backends.drivers import default_driver
 from sage_aot._backends.loader import Library
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 from sage_aot._launch import choose
 from sage_aot._launch.choose import Kernels, built_archs, wanted_values
-from sage_aot._problem.check import Problem
+from sage_aot._problem.problem import Problem
 from sage_aot._tools import reference
 from sage_aot._tools.reference import MIN_COSINE
 from sage_aot.errors import ArgumentError, SageAotError, UnsupportedError

@@ -24,9 +24,11 @@ from sage_aot._families.mma.emulation import Softmax as MmaSoftmax
 from sage_aot._kernels.manifest import AttnRecord, KernelRecord
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import LOG2_E
-from sage_aot._problem.check import Problem, check
+from sage_aot._problem.check import check
+from sage_aot._problem.given import Given
 from sage_aot._problem.mask import VisibleKeys
 from sage_aot._problem.options import Options
+from sage_aot._problem.problem import Problem
 from sage_aot.errors import ArgumentError
 
 ARCH = "sm89"
@@ -142,7 +144,7 @@ def score_step(method: Method, library: Library, q: torch.Tensor, k: torch.Tenso
 def prepare(method: Method, library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
             is_causal: bool = False) -> tuple[Problem, Kernels, Inputs]:
     """The problem, its kernels, and the inputs just before quantization."""
-    problem = check(q, k, v, method.options(is_causal=is_causal))
+    problem = check(Given("dense", q, k, v), method.options(is_causal=is_causal))
     kernels = common.kernels_of(ARCH, problem, library)
     with q.device:  # the package's functions make tensors on the default device
         inputs = smooth(method, problem, kernels, *TRANSFORMS[method.transform](q.float(), k.float()), v.float())

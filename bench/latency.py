@@ -168,17 +168,19 @@ def parts() -> dict[str, float]:
     """Per part of a call, the minimum of its microseconds. The dispatcher's time is the operator's less all other
     parts."""
     import sage_aot
-    from sage_aot._backends.cuda import addresses_of
+    from sage_aot._backends.cuda.call import addresses_of
     from sage_aot._call import ops, pipeline
+    from sage_aot._problem.given import Given
     from sage_aot._problem.options import OPTIONS, for_schema
 
     q, k, v = inputs()
     options = [option.default for option in OPTIONS.values()]
     sage_aot.attn(q, k, v)
-    out, call = torch.empty_like(q), pipeline.prepared(q, k, v, None, None, ()).run
+    given = Given("dense", q, k, v)
+    out, call = torch.empty_like(q), pipeline.prepared(given, None, ()).run
     workspace = q.new_empty(call.plan.workspace_bytes, dtype=torch.uint8)
     stream = torch.cuda.current_stream().cuda_stream
-    addresses = addresses_of(q, k, v, out, workspace)
+    addresses = addresses_of(given, out, None, workspace)
     queue, size = call.queue_of(call.launches()), call.plan.workspace_bytes
     queue.launch(stream, *addresses)
     launchers = queue._free[0].launchers
@@ -192,13 +194,13 @@ def parts() -> dict[str, float]:
 
     found = {name: least for name, (least, _) in timed({
         "options, checked": lambda: for_schema(*options),
-        "look-up of the prepared call": lambda: pipeline.prepared(q, k, v, None, None, ()),
+        "look-up of the prepared call": lambda: pipeline.prepared(given, None, ()),
         "output": lambda: torch.empty_like(q, memory_format=torch.contiguous_format),
-        "prepared call": lambda: call(q, k, v, out, None),
+        "prepared call": lambda: call(given, out, None),
         "of it the workspace": allocate,
         "of it structs and launches": lambda: queue.launch(stream, *addresses),
         "of these the launches": launch,
-        "operator": lambda: ops.attn(q, k, v, None),
+        "operator": lambda: ops.attn.plain(q, k, v, None),
         "call": lambda: sage_aot.attn(q, k, v),
         "beside the call: supports": lambda: sage_aot.supports(q, k, v),
     }).items()}

@@ -20,8 +20,7 @@ import torch
 
 from sage_aot._backends.emulation import nvfp4
 from sage_aot._backends.emulation.backend import EmulationBackend
-from sage_aot._call import pipeline
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library, handing
 from sage_aot._problem.mask import Mask
 from sage_aot._tools import reference
 from sage_aot._tools.reference import Accuracy
@@ -116,7 +115,7 @@ def kernels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: boo
     """What our kernels of sm120 compute, with ``qk="nvfp4"`` or other options."""
     import sage_aot
 
-    with pipeline.handing(EmulationBackend(default_library().manifest, ARCH)):
+    with handing(EmulationBackend(default_library().manifest, ARCH)):
         return sage_aot.attn(q.float(), k.float(), v.float(), is_causal=is_causal, **{"qk": "nvfp4", **options})
 
 

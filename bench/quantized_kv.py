@@ -20,9 +20,9 @@ import torch
 
 import common
 import sage_aot
-from sage_aot._backends.cuda import CudaBackend
+from sage_aot._backends.cuda.backend import CudaBackend
 from sage_aot._backends.loader import Library
-from sage_aot._call.pipeline import handing
+from sage_aot._call.backends import handing
 from speed import time_by_graph
 
 COLUMNS = ("row", "batch × heads", "queries", "keys", "headdim", "splits", "µs", "× sdpa",

@@ -23,17 +23,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
+from typing import cast
 
 import torch
 
 import common
 import latency
 import sage_aot
-from sage_aot._backends.cuda import CudaBackend, CudaCall, addresses_of
+from sage_aot._backends.cuda.backend import CudaBackend
+from sage_aot._backends.cuda.call import CudaCall, addresses_of
 from sage_aot._backends.loader import Library
 from sage_aot._call import pipeline
+from sage_aot._call.backends import handing
 from sage_aot._cli.bench import USES
 from sage_aot._launch.plan import Plan
+from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options
 
 FLASH, CUDNN = common.SDPA
@@ -206,18 +210,16 @@ def arch_rows(shape: Shape, arch: str, qkv: list[torch.Tensor], expected: torch.
     """The rows of an arch: the pieces of a call, then the whole call."""
     common.check_arch(arch, library)
     backend = CudaBackend(library, arch)
-    prepared = pipeline.prepare(backend, *qkv, Options(is_causal=shape.is_causal))
-    pieces = Pieces(prepared.run, qkv)
+    pieces = Pieces.of(backend, Given("dense", *qkv), shape.is_causal)
     name = pieces.plan.kernels.attn.name
     cosine = common.check_output(f"{arch} kernel", pieces.checked_output(), expected)
     yield Row(f"{arch} kernel", shape, timed(pieces.attend), cosine, name)
     yield Row(f"{arch} quantize", shape, timed(pieces.quantize), None, name,
               moved_bytes(pieces.plan, expected.element_size()))
-    kv = [qkv[0][:, :, :1].contiguous(), *qkv[1:]]
-    few = Pieces(pipeline.prepare(backend, *kv, Options(is_causal=shape.is_causal)).run, kv)
+    few = Pieces.of(backend, Given("dense", qkv[0][:, :, :1].contiguous(), *qkv[1:]), shape.is_causal)
     yield Row(f"{arch} quantize kv", shape, timed(few.quantize), None, name,
               moved_bytes(few.plan, expected.element_size()))
-    with pipeline.handing(backend):  # the first call prepares the kind of call for all others
+    with handing(backend):  # the first call prepares the kind of call for all others
         out = sage_aot.attn(*qkv, is_causal=shape.is_causal, out=common.poisoned(qkv[0]))
         cosine = common.check_output(f"{arch} call", out, expected)
         timing = timed(lambda: sage_aot.attn(*qkv, is_causal=shape.is_causal))
@@ -227,16 +229,21 @@ def arch_rows(shape: Shape, arch: str, qkv: list[torch.Tensor], expected: torch.
 class Pieces:
     """The launches of one call, to run one by one, on a workspace that they share."""
 
-    def __init__(self, call: CudaCall, qkv: list[torch.Tensor]) -> None:
+    def __init__(self, call: CudaCall, given: Given) -> None:
         self.plan = call.plan
-        self._out = common.poisoned(qkv[0])
+        self._out = common.poisoned(given.like)
         workspace = torch.full((self.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")  # NaNs
-        self._tensors = (*qkv, self._out, workspace)  # keeps them alive: the queues hold addresses only
+        self._tensors = (given, workspace)  # keeps them alive: the queues hold addresses only
         quantizers, attention = [], []
         for launch in call.launches():  # torch.randn aligns q, k and v
             (attention if launch.record.spec.kind in ("attn", "merge") else quantizers).append(launch)
         self._quantizers, self._attention = call.queue_of(quantizers), call.queue_of(attention)
-        self._addresses = addresses_of(*qkv, self._out, workspace)
+        self._addresses = addresses_of(given, self._out, None, workspace)
+
+    @classmethod
+    def of(cls, backend: CudaBackend, given: Given, is_causal: bool) -> Pieces:
+        """Those of a call of attn."""
+        return cls(cast(CudaCall, pipeline.prepare(backend, given, Options(is_causal=is_causal)).run), given)
 
     def quantize(self) -> None:
         """Quantization of q, k and v."""

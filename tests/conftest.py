@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from sage_aot._backends.cuda import arch_of
+from sage_aot._backends.cuda.device import arch_of
 from sage_aot._backends.drivers import default_driver
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 from sage_aot._kernels.manifest import AttnRecord, Manifest
 from sage_aot.errors import SageAotError, UnsupportedError
 

@@ -9,54 +9,22 @@ import torch
 from sage_aot._kernels.manifest import Manifest
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import Plan
-from sage_aot._problem.check import Problem, Sequences
-
-
-class Tensors(NamedTuple):
-    """The tensors from which a call is prepared; None for one that the problem's part does not take. Preparation reads
-    shapes, strides and devices, no values or addresses."""
-
-    q: torch.Tensor | None
-    k: torch.Tensor | None
-    v: torch.Tensor | None
-    out: torch.Tensor | None
-    key_mask: torch.Tensor | None = None
-
-    @property
-    def of_rows(self) -> tuple[torch.Tensor | None, ...]:
-        """Those of [batch, heads, rows, headdim] or [tokens, heads, headdim]."""
-        return self.q, self.k, self.v, self.out
-
-    @property
-    def device(self) -> int:
-        """The index of the CUDA device; −1 for CPU tensors."""
-        return next(tensor for tensor in self.of_rows if tensor is not None).get_device()
+from sage_aot._problem.given import Given
+from sage_aot._problem.problem import Problem
 
 
 class Call(Protocol):
     """A call prepared for tensors of given shapes, strides and devices. It may be made any number of times."""
 
-    def __call__(self, q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None,
-                 out: torch.Tensor | None, lse: torch.Tensor | None, key_mask: torch.Tensor | None = None,
-                 sequences: Sequences | None = None, kv: torch.Tensor | None = None) -> None:
+    def __call__(self, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
         """Write `out`, in the layout of q, and the log-sum-exp to `lse`, [batch, heads, queries] or [heads, tokens]
-        float32, unless None. Of a problem's part "kv", write what is kept of k and v to `kv`, uint8 of
-        :meth:`Backend.kv_bytes`; of its part "q", read it there."""
-        ...
-
-
-class TrainingCall(Protocol):
-    """The forward pass of a trained call, prepared likewise."""
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-                 saved: torch.Tensor, /) -> None:
-        """Write `out`, `lse` as a :class:`Call` does, without row_bias, and to `saved`, uint8 of
-        :meth:`Backend.saved_bytes`, what the backward pass reads of the quantized q and k."""
+        float32, unless None; in a trained call without row_bias. `given.kept`, uint8 of :meth:`Backend.kept_bytes`,
+        takes what a call of the part "kv" or "train" keeps, and one of the part "q" reads it."""
         ...
 
 
 class BackwardTensors(NamedTuple):
-    """The tensors from which a backward pass is prepared, as :class:`Tensors`."""
+    """The tensors of a backward pass."""
 
     grad_out: torch.Tensor
     out: torch.Tensor
@@ -85,8 +53,8 @@ def with_vectors(tensor: torch.Tensor) -> torch.Tensor:
 class BackwardCall(Protocol):
     """A backward pass prepared for tensors of given shapes, strides and devices."""
 
-    def __call__(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor) -> None:
-        """Write grad_q, grad_k and grad_v. `lse`, `saved`: what the forward pass returned."""
+    def __call__(self, tensors: BackwardTensors, lse: torch.Tensor, kept: torch.Tensor) -> None:
+        """Write grad_q, grad_k and grad_v. `lse`, `kept`: what the forward pass returned."""
         ...
 
 
@@ -105,20 +73,14 @@ class Backend(Protocol):
         """How many blocks share the keys of a query tile."""
         ...
 
-    def bind(self, plan: Plan, tensors: Tensors) -> Call:
-        """Prepare the calls of a plan, which has at least one query and one key."""
+    def bind(self, plan: Plan, given: Given, out: torch.Tensor | None) -> Call:
+        """Prepare the calls of a plan, which has at least one query and one key, for tensors like these. Preparation
+        reads shapes, strides and devices, no values or addresses."""
         ...
 
-    def kv_bytes(self, plan: Plan) -> int:
-        """Bytes of what a call of the part "kv" keeps, or one of the part "q" reads."""
-        ...
-
-    def bind_training(self, plan: Plan, tensors: Tensors) -> TrainingCall:
-        """Prepare the forward pass of a plan of the part "train", which has at least one query and one key."""
-        ...
-
-    def saved_bytes(self, plan: Plan) -> int:
-        """Bytes of what such a forward pass saves. UnsupportedError where no kernels can read it."""
+    def kept_bytes(self, plan: Plan) -> int:
+        """Bytes of what a call of the part "kv" or "train" keeps, or one of the part "q" reads; else 0.
+        UnsupportedError where no kernels can read what a trained call keeps."""
         ...
 
     def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> BackwardCall:

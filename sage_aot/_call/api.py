@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Literal, cast, overload
+from typing import Literal, overload
 
 import torch
 
-from sage_aot._call import ops
-from sage_aot._call.kv import QuantizedKV, check_not_with_sequences, options_with
-from sage_aot._call.refusal import refusal, refusal_stored
-from sage_aot._problem.check import (
-    Problem,
-    check_device,
-    check_key_mask_is_tensor,
-    check_out,
-    check_return_lse,
-    check_tensors_are,
-    heads_first,
-    is_static,
-    sequences_of,
-)
-from sage_aot._problem.derivatives import (
-    check_no_derivative,
-    check_no_grad,
-    has_no_rule_for_writes,
-    is_transformed,
-)
-from sage_aot._problem.options import OPTIONS, for_schema, for_tracer, smooths_q
-from sage_aot.errors import ArgumentError, SageAotError
+from sage_aot._call.forms import attend, call_of_attn, call_of_attn_varlen, given_to, options_of
+from sage_aot._call.kv import QuantizedKV
+from sage_aot._call.refusal import refusal
+from sage_aot._problem.options import Asked
+from sage_aot.errors import SageAotError
 
 
 @overload
@@ -134,101 +116,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
     >>> sage_aot.attn(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 100, 64])
     """
-    options = asked = is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum
-    if isinstance(k, QuantizedKV):
-        options = options_with(k, v, key_mask, options)
-        given = checked_options(q, out, return_lse, *options)
-    else:
-        given = operator_options(q, k, v, key_mask, out, return_lse, *options)
-    if is_transformed():
-        check_no_derivative(q=q, k=None if isinstance(k, QuantizedKV) else k, v=v, out=out)
-        if out is not None and has_no_rule_for_writes():
-            without: Any = attn  # its overloads do not know a dictionary of options
-            made = without(q, k, v, key_mask=key_mask, return_lse=return_lse, **dict(zip(OPTIONS, asked)))
-            return copied_to(out, q, made)
-    if groups_share_rows(q, k, v, out, options):
-        if layout == "NHD":
-            given = checked_options(q, out, return_lse, is_causal, scale, "HND", *options[3:])
-        return _attend_by_group(q, k, v, key_mask, out, return_lse, layout, given)
-    return _attend(q, k, v, key_mask, out, return_lse, given)
-
-
-def copied_to(out: torch.Tensor, q: torch.Tensor, made: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-              ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What a call with `out` returns, where vmap or functionalize had it made without."""
-    check_out(out, q)
-    check_no_grad(out=out)
-    result = made if isinstance(made, torch.Tensor) else made[0]
-    try:
-        out.copy_(result)
-    except RuntimeError as error:
-        raise ArgumentError(f"out: expected a tensor that vmap maps, as it does q, k or v, got one for all entries; "
-                            f"make it an argument of the mapped function ({error})") from error
-    return out if isinstance(made, torch.Tensor) else (out, made[1])
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None, key_mask: torch.Tensor | None,
-            out: torch.Tensor | None, return_lse: bool,
-            options: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The call by its operator; `options` as operators take them."""
-    forms, inputs = (_OF_KV, (q, *k.stored)) if isinstance(k, QuantizedKV) else (_OF_TENSORS, (q, k, v, key_mask))
-    if out is None:
-        made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = forms[1 if return_lse else 0](*inputs, *options)
-        return made
-    if return_lse:
-        return out, forms[3](*inputs, out, *options)
-    forms[2](*inputs, out, *options)
-    return out
-
-
-_OF_TENSORS = ops.attn, ops.attn_lse, ops.attn_out, ops.attn_lse_out
-_OF_KV = ops.attn_kv, ops.attn_kv_lse, ops.attn_kv_out, ops.attn_kv_lse_out
-
-
-# --- one query a head -------------------------------------------------------------------------------------------------
-
-
-def groups_share_rows(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None,
-                      out: torch.Tensor | None, options: tuple[Any, ...]) -> bool:
-    """Whether the q heads of a KV head become rows of one head (PackGQA), so that the kernels read k and v once a KV
-    head, and not once a q head. They do where each has one query. Not under a causal mask, by which the rows of a head
-    see different keys. Not where q is smoothed: a mean over heads that have nothing in common smooths nothing. And not
-    where shapes do not fit, so that the error is that of the ordinary call."""
-    is_causal, _, layout, qk, smooth_q = options[:5]
-    heads_at = 1 if layout == "HND" else 2
-    if (is_causal or q.dim() != 4 or not is_static(q.size(3 - heads_at) == 1) or len(k.shape) != 4
-            or smooths_q(qk, smooth_q)):
-        return False
-    heads, kv_heads = q.shape[heads_at], k.shape[1 if isinstance(k, QuantizedKV) else heads_at]
-    return (heads > kv_heads > 0 and heads % kv_heads == 0 and k.shape[0] == q.shape[0]
-            and 0 < k.shape[3] == q.shape[3] and (v is None or v.shape == k.shape)
-            and (out is None or (out.shape, out.device) == (q.shape, q.device)))
-
-
-def with_shared_rows(problem: Problem) -> Problem:
-    """The problem that kernels get of a call in which :func:`groups_share_rows`."""
-    group = problem.num_q_heads // problem.num_kv_heads
-    return replace(problem, num_q_heads=problem.num_kv_heads, seqlen_q=group)
-
-
-def _attend_by_group(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None,
-                     key_mask: torch.Tensor | None, out: torch.Tensor | None, return_lse: bool, layout: str,
-                     options: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`_attend` with the q heads of each KV head as rows of one head. `layout`: of the tensors that are given;
-    that of `options` is "HND"."""
-    heads = heads_first(q, layout).shape[1]
-    if not isinstance(k, QuantizedKV):
-        k, v = heads_first(k, layout), heads_first(cast(torch.Tensor, v), layout)
-    kv_heads = k.shape[1]
-
-    def by_group(of_heads: torch.Tensor) -> torch.Tensor:
-        rows = heads_first(of_heads, layout).squeeze(2)
-        return rows.view(rows.shape[0], kv_heads, heads // kv_heads, rows.shape[2])
-
-    made = _attend(by_group(q), k, v, key_mask, None if out is None else by_group(out), return_lse, options)
-    written, lse = made if isinstance(made, tuple) else (made, None)
-    result = written.reshape(q.shape) if out is None else out
-    return result if lse is None else (result, lse.reshape(q.shape[0], heads, 1))
+    asked = Asked(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum)
+    return attend(call_of_attn(q, k, v, asked, key_mask), out, return_lse)
 
 
 def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = None, *,
@@ -269,44 +158,14 @@ def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | N
     >>> sage_aot.supports(q, k, v) is None
     True
     """
+    asked = Asked(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum)
     try:
-        sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, layout)
-        options = is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum
-        if sequences is not None:
-            check_not_with_sequences(k)
-        if isinstance(k, QuantizedKV):
-            options = options_with(k, v, key_mask, options)
-            return refusal_stored(q, k.stored, out, checked_options(q, out, return_lse, *options))
-        given = operator_options(q, k, v, key_mask, out, return_lse, *options)
-        return refusal(q, k, cast(torch.Tensor, v), key_mask, out, given, sequences)
+        if all(value is None for value in (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
+            call = call_of_attn(q, k, v, asked, key_mask)
+        else:
+            call = call_of_attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, asked,
+                                       key_mask=key_mask)
+        _, (first, *_), asked = call
+        return refusal(given_to(call), out, options_of(first, asked, out, return_lse))
     except SageAotError as error:
         return str(error)
-
-
-def operator_options(q: torch.Tensor, k: object, v: object, key_mask: torch.Tensor | None,
-                     out: torch.Tensor | None, return_lse: bool, *options: Any) -> tuple[Any, ...]:
-    """The options as the operators take them. Raises for what the operators' schemas would refuse with torch's own
-    errors; the operators check the rest."""
-    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
-        check_tensors_are(q=q, k=k)  # may raise
-        if v is None:
-            raise ArgumentError("v: expected a tensor beside k, got None; pass v, or in place of k and v what "
-                                "quantize_kv made of them")
-        check_tensors_are(v=v)  # raises
-    if key_mask is not None and not isinstance(key_mask, torch.Tensor):
-        check_key_mask_is_tensor(key_mask)  # raises
-    return checked_options(q, out, return_lse, *options)
-
-
-def checked_options(q: torch.Tensor, out: torch.Tensor | None, return_lse: bool, *options: Any) -> tuple[Any, ...]:
-    """As :func:`operator_options`, of a call whose other tensors are checked."""
-    if not isinstance(q, torch.Tensor):
-        check_tensors_are(q=q)  # raises
-    if not (q.is_cuda or q.is_cpu or q.is_meta):
-        check_device(q=q)  # raises
-    given = for_tracer(*options) if torch.compiler.is_dynamo_compiling() else for_schema(*options)
-    if not isinstance(return_lse, bool):
-        check_return_lse(return_lse)  # raises
-    if out is not None and not isinstance(out, torch.Tensor):
-        check_out(out, q)  # raises
-    return given

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sage_aot._problem.check import heads_first
+from sage_aot._problem.problem import heads_first
 
 FORWARD, BACKWARD = 2, 5
 """Products: Q·Kᵀ and P·V; the backward pass computes Q·Kᵀ again, then dO·Vᵀ, Pᵀ·dO, dS·K and dSᵀ·Q."""

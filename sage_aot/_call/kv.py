@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 
 from sage_aot._call import ops
-from sage_aot._call.pipeline import kernels_for_kv
+from sage_aot._call.backends import backend_of
+from sage_aot._call.pipeline import plan_of, quantizer_of
 from sage_aot._kernels.axes import least_headdim
-from sage_aot._problem.check import (
-    Stored,
-    check_device,
-    check_key_mask_is_tensor,
-    check_tensors_are,
-    heads_first,
-)
+from sage_aot._problem.arguments import check_device, check_optional_are, check_tensors_are
+from sage_aot._problem.check import check
 from sage_aot._problem.derivatives import check_no_derivative, is_transformed
-from sage_aot._problem.options import OPTIONS, Options, for_schema, for_tracer
+from sage_aot._problem.given import Given
+from sage_aot._problem.options import OPTIONS, Asked, Options, for_schema, for_tracer
+from sage_aot._problem.problem import heads_first
 from sage_aot.errors import ArgumentError
 
 OF_CALL = ("is_causal", "scale", "layout")
@@ -52,10 +51,9 @@ class QuantizedKV:
         """Bytes of device memory that this object holds."""
         return self._data.nbytes + (0 if self._k is None else self._k.nbytes)
 
-    @property
-    def stored(self) -> Stored:
-        """As the operators take it."""
-        return Stored(self._data, self._k, self.shape, self.dtype, self.has_key_mask, self.quantizer)
+    def arguments(self, q: torch.Tensor) -> tuple[Any, ...]:
+        """What the operators of attn with q and this object take in front of the options."""
+        return q, self._data, self._k, self.shape, self.dtype, self.has_key_mask, self.quantizer
 
     def __repr__(self) -> str:
         return (f"QuantizedKV({list(self.shape)} {self.dtype} on {self.device}, {self.arch}, {self.nbytes} bytes"
@@ -113,11 +111,11 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
                             "attn")
     check_tensors_are(k=k, v=v)
     check_device(k=k)
-    check_key_mask_is_tensor(key_mask)
+    check_optional_are(key_mask=key_mask)
     if is_transformed():
         check_no_derivative(k=k, v=v)
-    options = False, None, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum
-    given = for_tracer(*options) if torch.compiler.is_dynamo_compiling() else for_schema(*options)
+    asked = Asked(False, None, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum)
+    given = for_tracer(*asked) if torch.compiler.is_dynamo_compiling() else for_schema(*asked)
     data, copied = ops.quantize_kv(k, v, key_mask, *given)
     batch, heads, keys, headdim = heads_first(k, layout).shape
     arch, quantizer, *resolved = kernels_for_kv(data.device, least_headdim(headdim), *given)
@@ -131,19 +129,34 @@ def check_not_with_sequences(k: object) -> None:
         raise ArgumentError("k: expected a tensor with sequences, got a QuantizedKV; call attn_varlen with k and v")
 
 
-def options_with(kv: QuantizedKV, v: object, key_mask: object, options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The options, in order, of a call of attn with a QuantizedKV and these arguments. ArgumentError for an argument
-    that quantize_kv takes and that has another value than it got; a default stands for that value."""
-    for name, value in (("v", v), ("key_mask", key_mask)):
+def asked_with(kv: QuantizedKV, v: object, optional: Mapping[str, object], asked: Asked) -> Asked:
+    """The options of a call of attn with a QuantizedKV and these arguments. Raises ArgumentError for an argument that
+    quantize_kv takes and that has another value than it got; a default stands for that value."""
+    for name, value in (("v", v), *optional.items()):
         if value is not None:
             raise ArgumentError(f"{name}: expected None with a QuantizedKV, got {type(value).__name__}; pass it to "
                                 f"quantize_kv")
     found = []
-    for (name, option), given in zip(OPTIONS.items(), options):
+    for (name, option), given in zip(OPTIONS.items(), asked):
         if not option.valid(given):
             given = getattr(Options(**{name: given}), name)  # may raise
         value = given if name in OF_CALL else getattr(kv.options, name)
         if given != value and given != option.default:
             raise ArgumentError(f"{name}: k and v were quantized with {value!r}, got {given!r}; pass it to quantize_kv")
         found.append(value)
-    return tuple(found)
+    return Asked(*found)
+
+
+def kernels_for_kv(device: torch.device, headdim: int, *options: Any) -> tuple[Any, ...]:
+    """Of the kernels that quantize k and v on a device now, given an operator's options: the arch, quantizer_of(), and
+    the values of all options with "auto" resolved."""
+    asked = Options.from_schema(*options)
+    like = torch.empty(1, 1, 1, headdim, device=device, dtype=torch.float16)
+    backend = backend_of(like)
+    kernels = plan_of(backend, check(Given("kv", None, like, like), asked), like.get_device()).kernels
+    resolved = replace(asked.resolved, pv_accum=str(kernels.attn.spec.pv_accum))
+    return kernels.attn.spec.arch, quantizer_of(kernels), *(getattr(resolved, name) for name in OPTIONS)
+
+
+# A tracer takes the answer for a constant, as the fake implementations take the kernels for given.
+kernels_for_kv._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -6,18 +6,19 @@ from typing import Any
 
 import torch
 
-from sage_aot._call import ops
-from sage_aot._call.api import operator_options
 from sage_aot._call.batching import register_rules
 from sage_aot._call.flops import register_formulas
-from sage_aot._call.pipeline import backend_of, lse_shape, plan_of, prepared_backward, prepared_train
+from sage_aot._call.forms import check_qkv, options_of
+from sage_aot._call.ops import CONTIGUOUS, LIBRARY, TAGS, implement, kept_bytes, register
+from sage_aot._call.pipeline import lse_shape, prepared, prepared_backward
 from sage_aot._imports import when_imported
-from sage_aot._problem.check import Problem, check_backward, check_train
+from sage_aot._problem.check import check, check_backward
 from sage_aot._problem.derivatives import check_backward_alone, is_transformed
-from sage_aot._problem.options import OPTIONS, Options
+from sage_aot._problem.given import Given
+from sage_aot._problem.options import Asked, Options, schema
+from sage_aot._problem.problem import Problem
 from sage_aot.errors import ArgumentError
 
-_CONTIGUOUS = torch.contiguous_format
 _Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -59,40 +60,34 @@ def train_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: 
     >>> q.grad.shape
     torch.Size([1, 2, 100, 64])
     """
-    options = operator_options(q, k, v, None, None, False, is_causal, scale, layout, *_OTHER_DEFAULTS)
+    check_qkv(q, k, v)
+    options = options_of(q, Asked(is_causal, scale, layout), None, False)
     if is_transformed():
         check_backward_alone(q=q, k=k, v=v)
     out: torch.Tensor = _forward_op(q, k, v, *options)[0]
     return out
 
 
-_TAKEN = ("is_causal", "scale", "layout")
-_OTHER_DEFAULTS = tuple(option.default for name, option in OPTIONS.items() if name not in _TAKEN)
-"""Of the options that :func:`train_attn` does not take; those that it takes come first."""
-
-
 # --- the operators ----------------------------------------------------------------------------------------------------
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> _Tensors:
+def _forward(given: Given, *options: Any) -> _Tensors:
     """The output, the log-sum-exp of the scores of smoothed keys, without row_bias, and what the backward pass reads of
     the quantized q and k."""
-    call = prepared_train(q, k, v, options)
-    out, lse, saved = _results(q, call.problem, call.saved_bytes)
-    call.run(q, k, v, out, lse, saved)
-    return out, lse, saved
+    call = prepared(given, None, options)
+    out, lse, kept = _results(given.like, call.problem, call.kept_bytes)
+    call.run(given._replace(kept=kept), out, lse)
+    return out, lse, kept
 
 
-def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> _Tensors:
-    """Asks for the kernels in use: the size of what they save is theirs to say."""
-    problem, backend = check_train(q, k, v, Options.from_schema(*options)), backend_of(q)
-    size = 0 if problem.is_empty else backend.saved_bytes(plan_of(backend, problem, q.get_device()))
-    return _results(q, problem, size)
+def _fake_forward(given: Given, *options: Any) -> _Tensors:
+    problem = check(given, Options.from_schema(*options))
+    return _results(given.like, problem, kept_bytes(problem, given.like))
 
 
-def _results(q: torch.Tensor, problem: Problem, saved_bytes: int) -> _Tensors:
-    return (torch.empty_like(q, memory_format=_CONTIGUOUS), q.new_empty(lse_shape(problem), dtype=torch.float32),
-            q.new_empty(saved_bytes, dtype=torch.uint8))
+def _results(q: torch.Tensor, problem: Problem, kept_bytes: int) -> _Tensors:
+    return (torch.empty_like(q, memory_format=CONTIGUOUS), q.new_empty(lse_shape(problem), dtype=torch.float32),
+            q.new_empty(kept_bytes, dtype=torch.uint8))
 
 
 def _backward(grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, saved: torch.Tensor,
@@ -105,8 +100,8 @@ def _backward(grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: t
         return tuple(gradient.zero_() for gradient in gradients)  # type: ignore[return-value]
     tensors = BackwardTensors(grad_out, out, v, *gradients)
     call = prepared_backward(tensors, options)
-    if saved.numel() != call.saved_bytes:
-        raise ArgumentError(f"saved: expected the {call.saved_bytes} bytes that the kernels in use keep of such a "
+    if saved.numel() != call.kept_bytes:
+        raise ArgumentError(f"saved: expected the {call.kept_bytes} bytes that the kernels in use keep of such a "
                             f"forward pass, got {saved.numel()}; run forward and backward pass with the same kernels")
     call.run(tensors, lse, saved)
     return gradients
@@ -115,8 +110,8 @@ def _backward(grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: t
 def _fake_backward(grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, saved: torch.Tensor,
                    *options: Any) -> _Tensors:
     check_backward(grad_out, v, out, lse, saved, Options.from_schema(*options))
-    return (torch.empty_like(out, memory_format=_CONTIGUOUS), torch.empty_like(v, memory_format=_CONTIGUOUS),
-            torch.empty_like(v, memory_format=_CONTIGUOUS))
+    return (torch.empty_like(out, memory_format=CONTIGUOUS), torch.empty_like(v, memory_format=CONTIGUOUS),
+            torch.empty_like(v, memory_format=CONTIGUOUS))
 
 
 def _check_first_derivative(*tensors: torch.Tensor) -> None:
@@ -145,10 +140,10 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor | None, *unused: None) -> tu
     return *_backward_op(grad_out, *ctx.saved_tensors, *ctx.options), *nothing
 
 
-_forward_op = ops.register("train_attn", "Tensor q, Tensor k, Tensor v, ", "(Tensor, Tensor, Tensor)", _forward,
-                           _fake_forward)
-_backward_op = ops.register("train_attn_backward", "Tensor grad_out, Tensor v, Tensor out, Tensor lse, Tensor saved, ",
-                            "(Tensor, Tensor, Tensor)", _backward, _fake_backward)
-torch.library.register_autograd("sage_aot::train_attn", _differentiate, setup_context=_save, lib=ops.LIBRARY)
-register_rules(ops.LIBRARY)
+_forward_op = register("train_attn", "train", "(Tensor, Tensor, Tensor)", _forward, _fake_forward)
+LIBRARY.define("train_attn_backward(Tensor grad_out, Tensor v, Tensor out, Tensor lse, Tensor saved, "
+               f"{schema()}) -> (Tensor, Tensor, Tensor)", tags=TAGS)
+_backward_op = implement("train_attn_backward", _backward, _fake_backward)
+torch.library.register_autograd("sage_aot::train_attn", _differentiate, setup_context=_save, lib=LIBRARY)
+register_rules(LIBRARY)
 when_imported("torch.utils.flop_counter", register_formulas)  # not imported here: it warns where triton is missing

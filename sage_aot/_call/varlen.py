@@ -6,11 +6,8 @@ from typing import Literal, overload
 
 import torch
 
-from sage_aot._call import ops
-from sage_aot._call.api import copied_to, operator_options
-from sage_aot._call.kv import check_not_with_sequences
-from sage_aot._problem.check import check_tensors_are, length_of
-from sage_aot._problem.derivatives import check_no_derivative, has_no_rule_for_writes, is_transformed
+from sage_aot._call.forms import attend, call_of_attn_varlen
+from sage_aot._problem.options import Asked
 
 
 @overload
@@ -75,21 +72,6 @@ def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q:
     >>> sage_aot.attn_varlen(q, k, v, begins, begins, 70, 70, is_causal=True).shape
     torch.Size([100, 2, 64])
     """
-    check_not_with_sequences(k)
-    check_tensors_are(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    max_seqlen_q, max_seqlen_k = length_of("max_seqlen_q", max_seqlen_q), length_of("max_seqlen_k", max_seqlen_k)
-    options = operator_options(q, k, v, None, out, return_lse, is_causal, scale, "NHD", qk, smooth_q, smooth_k,
-                               smooth_v, rotate, clip, pv_accum)
-    given = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    returning = ops.attn_varlen_lse if return_lse else ops.attn_varlen
-    if is_transformed():
-        check_no_derivative(q=q, k=k, v=v, out=out)
-        if out is not None and has_no_rule_for_writes():
-            return copied_to(out, q, returning(*given, *options))
-    if out is None:
-        made: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = returning(*given, *options)
-        return made
-    if return_lse:
-        return out, ops.attn_varlen_lse_out(*given, out, *options)
-    ops.attn_varlen_out(*given, out, *options)
-    return out
+    asked = Asked(is_causal, scale, "HND", qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum)
+    call = call_of_attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, asked)
+    return attend(call, out, return_lse)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sage_aot._backends.emulation.backend import emulated_arch
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 from sage_aot._tools.reference import measure
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import Policy, audit, report, reset_report, use

@@ -18,7 +18,7 @@ from sage_aot.errors import UnsupportedError
 
 
 class SavedParts(NamedTuple):
-    """What a forward pass saves, in bytes: Q̂ and its scales where the plan's kv_offsets say, then K̂."""
+    """What a forward pass saves, in bytes: Q̂ and its scales where the plan's kept_offsets say, then K̂."""
 
     k_begin: int
     kv_tiles: int
@@ -86,7 +86,7 @@ def plan_backward(forward: Plan, manifest: Manifest) -> BackwardPlan:
 def saved_parts(forward: Plan, prepare: KernelRecord) -> SavedParts:
     """What is saved of a forward pass. `prepare`: the kernel that reads it."""
     tiles = forward.problem.batch * forward.problem.num_kv_heads * forward.kv_tiles
-    return SavedParts(forward.kv_bytes, tiles, prepare.fact("k_tile_bytes"), prepare.fact("k_line_bytes"))
+    return SavedParts(forward.kept_bytes, tiles, prepare.fact("k_tile_bytes"), prepare.fact("k_line_bytes"))
 
 
 def _blocks(rows: int, gradient: KernelRecord) -> int:
@@ -110,8 +110,8 @@ def _known(plan: BackwardPlan, tensors: BackwardArguments) -> dict[str, Any]:
     return {
         **tensors._asdict(),
         **{name: ("workspace", offset) for name, offset in plan.offsets.items()},
-        **{name: ("saved", offset) for name, offset in plan.forward.kv_offsets.items()},
-        "k_hat": ("saved", saved.k_begin), "lse": ("lse", 0),
+        **{name: ("kept", offset) for name, offset in plan.forward.kept_offsets.items()},
+        "k_hat": ("kept", saved.k_begin), "lse": ("lse", 0),
         "num_q_heads": FastDivmod.of(problem.num_q_heads),
         "num_kv_heads": FastDivmod.of(problem.num_kv_heads),
         "q_heads_per_kv_head": FastDivmod.of(problem.num_q_heads // problem.num_kv_heads),

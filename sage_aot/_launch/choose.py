@@ -15,8 +15,8 @@ from sage_aot._kernels.axes import AXES, least_headdim
 from sage_aot._kernels.drivers import cuda_text, too_old
 from sage_aot._kernels.manifest import AttnRecord, KernelRecord, Manifest, arch_rank
 from sage_aot._kernels.spec import KINDS, capability_of, is_ptx
-from sage_aot._problem.check import Problem
 from sage_aot._problem.options import OPTION_OF_AXIS, OPTIONS, Options, spelt
+from sage_aot._problem.problem import Problem
 from sage_aot.errors import CubinError, UnsupportedError
 
 _FIXED = {"headdim", *(option.axis or name for name, option in OPTIONS.items() if option.fixed)}

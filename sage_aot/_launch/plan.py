@@ -5,6 +5,7 @@ A backend runs the launches (sage_aot/_backends).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ from sage_aot._kernels.axes import ROWS
 from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.structs import DTYPE_CODES, NULL, FastDivmod, Params, Tensor
-from sage_aot._problem.check import Problem
+from sage_aot._problem.problem import Problem
+from sage_aot._problem.tensors import TENSORS
 from sage_aot.errors import ArgumentError, UnsupportedError
 
 DELTA_BYTES = 2**28
@@ -68,7 +70,7 @@ class Argument(NamedTuple):
 
     name: str  # in structs.SOURCES
     strides: Strides
-    at_16_bytes: bool  # whether its first element lies at a multiple of 16 bytes
+    at_16_bytes: bool = True  # its first element lies at a multiple of 16 bytes
 
     @property
     def tensor(self) -> Tensor:
@@ -87,11 +89,19 @@ class Arguments(NamedTuple):
     k: Argument
     v: Argument
     out: Argument
-    key_mask: Argument | None = None  # Strides: of batch entries, 0, and of keys
+    optional: Mapping[str, Argument]  # of the table TENSORS, by name
+
+    def placed(self, at_16_bytes: tuple[bool, ...]) -> Arguments:
+        """The same, with q, k and v that begin at a multiple of 16 bytes or not."""
+        q, k, v = (tensor._replace(at_16_bytes=at) for tensor, at in zip((self.q, self.k, self.v), at_16_bytes))
+        return self._replace(q=q, k=k, v=v)
 
 
 MISSING = Strides(0, 0, 0)
 """Of a tensor that a part of a call does not take."""
+
+ABSENT = Tensor(NULL, *MISSING)
+"""An optional tensor that a call does not have."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +118,8 @@ class Plan:
     sizes: dict[str, int]  # per buffer
     offsets: dict[str, int]  # from the workspace's beginning, per buffer in it
     workspace_bytes: int
-    kv_offsets: dict[str, int]  # from the beginning of what is kept, per buffer in it: KEPT
-    kv_bytes: int
+    kept_offsets: dict[str, int]  # from the beginning of what is kept, per buffer in it: KEPT
+    kept_bytes: int
 
 
 def plan(problem: Problem, kernels: Kernels, splits: int = 1) -> Plan:
@@ -133,9 +143,9 @@ def plan(problem: Problem, kernels: Kernels, splits: int = 1) -> Plan:
         sizes["delta_s"] = heads_at_once * head_bytes
     apart = KEPT[problem.part]
     offsets, workspace_bytes = lay_out({name: size for name, size in sizes.items() if name not in apart})
-    kv_offsets, kv_bytes = lay_out({name: size for name, size in sizes.items() if name in apart})
+    kept_offsets, kept_bytes = lay_out({name: size for name, size in sizes.items() if name in apart})
     return Plan(problem, kernels, q_tiles, kv_tiles, columns, heads_at_once, splits, sizes, offsets, workspace_bytes,
-                kv_offsets, kv_bytes)
+                kept_offsets, kept_bytes)
 
 
 def _check_splits(splits: int, merge: KernelRecord) -> None:
@@ -212,12 +222,13 @@ def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
     """The values that all launches of a call share, by the names of the structs' fields."""
     problem, attn = plan.problem, plan.kernels.attn
     buffers = {name: ("workspace", offset) for name, offset in plan.offsets.items()}
-    buffers |= {name: ("kv", offset) for name, offset in plan.kv_offsets.items()}
+    buffers |= {name: ("kept", offset) for name, offset in plan.kept_offsets.items()}
     return {
         **vars(problem.options), "delta_s": NULL, "key_rank": NULL, "key_index": NULL, **buffers,
         **{name: (name, 0) if problem.tokens else NULL for name in ("cu_seqlens_q", "cu_seqlens_k")},
         "q": tensors.q.tensor, "k": tensors.k.tensor, "v": tensors.v.tensor, "out": tensors.out.tensor,
-        "key_mask": tensors.key_mask.tensor if tensors.key_mask else None, "lse": ("lse", 0),
+        **{name: tensors.optional[name].tensor if name in tensors.optional else ABSENT for name in TENSORS},
+        "lse": ("lse", 0),
         "batch": problem.batch, "num_q_heads": FastDivmod.of(problem.num_q_heads),
         "num_kv_heads": FastDivmod.of(problem.num_kv_heads),
         "q_heads_per_kv_head": FastDivmod.of(problem.num_q_heads // problem.num_kv_heads),

@@ -20,13 +20,11 @@ from sage_aot._kernels.manifest import Struct
 from sage_aot._kernels.spec import KINDS
 from sage_aot._kernels.tile import Tile
 from sage_aot._problem.options import OPTIONS
+from sage_aot._problem.tensors import OPERANDS, TENSORS
 
-SOURCES = ("q", "k", "v", "out", "lse", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "kv", "workspace", "saved",
-           "grad_out", "grad_q", "grad_k", "grad_v")
-"""Tensors of a call in which an address may lie; at the end those of a backward pass alone. "kv": what the call keeps
-of its quantized tensors, or an earlier one kept; "saved": what a trained call kept, for its backward pass. The address
-of a tensor that a call does not have is zero.
-"""
+SOURCES = ("q", "k", "v", "out", "lse", "workspace", *OPERANDS[3:], "grad_out", "grad_q", "grad_k", "grad_v")
+"""Tensors of a call in which an address may lie: first those of every call, last those of a backward pass alone. The
+address of a tensor that a call does not have is zero."""
 
 NO_SOURCE = len(SOURCES)
 
@@ -70,7 +68,7 @@ class Tensor(NamedTuple):
 NULL: Address = ("", 0)
 """The address zero."""
 
-_TENSORS = ("q", "k", "v", "out", "key_mask", "grad_out", "grad_q", "grad_k", "grad_v")
+_TENSORS = ("q", "k", "v", "out", *TENSORS, "grad_out", "grad_q", "grad_k", "grad_v")
 _ADDRESSES = ("cu_seqlens_q", "cu_seqlens_k", "key_rank", "key_index", "q_hat", "kv_hat", "q_scale", "q_mean", "k_mean",
               "v_scale", "v_mean", "row_bias", "tile_counter", "delta_s", "lse", "partial_out", "partial_lse", "k_hat",
               "q_side", "kv_side")

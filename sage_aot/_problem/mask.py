@@ -9,6 +9,12 @@ from typing import NamedTuple
 import torch
 
 
+def rows_see_alike(call: object) -> bool:
+    """True where every row sees every key, so that heads may become rows of one head. `call`: has the options that
+    :class:`Mask` has, each of which hides nothing where it is false."""
+    return not any(getattr(call, name) for name in _OPTIONS)
+
+
 class VisibleKeys(NamedTuple):
     """The keys that each row sees: from `begin` on, before `end`."""
 
@@ -44,7 +50,7 @@ class Mask:
     @classmethod
     def of(cls, call: object) -> Mask:
         """From an object that has the options as attributes."""
-        return cls(**{field.name: getattr(call, field.name) for field in dataclasses.fields(cls)})
+        return cls(**{name: getattr(call, name) for name in _OPTIONS})
 
     def visible_keys(self, rows: torch.Tensor, seqlen_q: int, seqlen_kv: int) -> VisibleKeys:
         """The keys of rows by index. Causal is aligned bottom-right: row i sees the keys j <= i + seqlen_kv − seqlen_q.
@@ -52,3 +58,7 @@ class Mask:
         begin = torch.zeros_like(rows)
         diagonal = rows + 1 + seqlen_kv - seqlen_q if self.is_causal else torch.full_like(rows, seqlen_kv)
         return VisibleKeys(begin, diagonal.clamp(0, seqlen_kv))
+
+
+_OPTIONS = tuple(field.name for field in dataclasses.fields(Mask))
+"""Names of the options that decide which keys a row sees."""

@@ -199,6 +199,25 @@ OPTIONS: dict[str, Option] = {field.name: Option(field.default, **field.metadata
                               for field in dataclasses.fields(Options)}
 """Every option by name, in the order of the operators' schemas."""
 
+class Asked(NamedTuple):
+    """The options of a call as the caller gave them, in the order of OPTIONS, not checked yet."""
+
+    is_causal: Any = False
+    scale: Any = None
+    layout: Any = "HND"
+    qk: Any = "auto"
+    smooth_q: Any = "auto"
+    smooth_k: Any = True
+    smooth_v: Any = False
+    rotate: Any = "auto"
+    clip: Any = True
+    pv_accum: Any = "auto"
+
+    def heads_first(self) -> Asked:
+        """The same for tensors that are [batch, heads, seq, headdim] by now."""
+        return self._replace(layout="HND")
+
+
 _NUMBERS = {index: option for index, option in enumerate(OPTIONS.values())
             if option.schema.rstrip("?") in ("int", "float")}
 """By index: the options whose value may be a number that a tracer does not know."""

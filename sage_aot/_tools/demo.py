@@ -16,12 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sage_aot._backends.cuda import arch_of
+from sage_aot._backends.cuda.device import arch_of
 from sage_aot._backends.emulation.backend import emulated_arch
 from sage_aot._call.api import attn
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 from sage_aot._launch.choose import kernels_of, wanted_values
 from sage_aot._problem.check import check
+from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options
 from sage_aot._tools import reference
 from sage_aot._tools.reference import MIN_COSINE, Accuracy
@@ -122,7 +123,7 @@ def _backend() -> tuple[torch.device, str, str]:
 
 def _kernel_names(arch: str, inputs: QKV) -> list[str]:
     """Names of the attention kernels that the variants run on these inputs."""
-    problems = [check(*inputs, Options(**flags)) for flags in VARIANTS.values()]
+    problems = [check(Given("dense", *inputs), Options(**flags)) for flags in VARIANTS.values()]
     kernels = [kernels_of(arch, wanted_values(problem), default_library().manifest) for problem in problems]
     return list(dict.fromkeys(choice.attn.spec.name for choice in kernels))
 

@@ -9,12 +9,20 @@ from typing import Any, cast
 
 import torch
 
-from sage_aot._backends.cuda import gpu_here, sm_count
+from sage_aot._backends.cuda.device import gpu_here, sm_count
 from sage_aot._backends.drivers import default_driver
 from sage_aot._backends.emulation.backend import emulated_arch
-from sage_aot._call.api import groups_share_rows, with_shared_rows
-from sage_aot._call.kv import QuantizedKV, check_not_with_sequences, options_with
-from sage_aot._call.pipeline import check_quantizer, default_library
+from sage_aot._call.backends import default_library
+from sage_aot._call.forms import (
+    call_of_attn,
+    call_of_attn_varlen,
+    given_to,
+    groups_share_rows,
+    has_one_query,
+    with_shared_rows,
+)
+from sage_aot._call.kv import QuantizedKV
+from sage_aot._call.pipeline import check_quantizer
 from sage_aot._kernels.axes import MAX_HEADDIM
 from sage_aot._kernels.drivers import CUDA_OF_DRIVER, cuda_of
 from sage_aot._kernels.manifest import Manifest
@@ -30,17 +38,12 @@ from sage_aot._launch.choose import (
     wanted_values,
 )
 from sage_aot._launch.plan import plan, splits_of
-from sage_aot._problem.check import (
-    Problem,
-    check,
-    check_key_mask_is_tensor,
-    check_out,
-    check_return_lse,
-    check_stored,
-    check_tensors_are,
-    sequences_of,
-)
-from sage_aot._problem.options import OPTIONS, Options, integer_of
+from sage_aot._problem.arguments import check_out, check_return_lse
+from sage_aot._problem.check import check
+from sage_aot._problem.given import Given, Stored
+from sage_aot._problem.options import OPTIONS, Asked, Options, integer_of
+from sage_aot._problem.problem import Problem
+from sage_aot._problem.tensors import TENSORS
 from sage_aot.errors import ArgumentError, UnsupportedError
 
 
@@ -94,10 +97,9 @@ def _summary(candidate: Candidate) -> str:
 
 def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None = None,
             v: torch.Tensor | None = None, *, capability: tuple[int, int] | None = None, headdim: int | None = None,
-            driver: int | None = None, key_mask: torch.Tensor | None = None, return_lse: bool = False,
-            out: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
-            cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | None = None,
-            max_seqlen_k: int | None = None, **options: Any) -> Explanation:
+            driver: int | None = None, return_lse: bool = False, out: torch.Tensor | None = None,
+            cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
+            max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **arguments: Any) -> Explanation:
     """Which kernels :func:`sage_aot.attn` would run for these arguments, and why none of the others; with
     `cu_seqlens_q` and the three arguments behind it, the same of :func:`sage_aot.attn_varlen`.
 
@@ -113,7 +115,7 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
         headdim: channels of a head where there are no tensors.
         driver: branch of that GPU's driver, such as 535. None: the driver of this machine, or any driver where
             `capability` is given.
-        key_mask, return_lse, out, cu_seqlens_q, ..., options: those of the call.
+        return_lse, out, cu_seqlens_q, ..., arguments: those of the call, its options and optional tensors.
 
     Returns:
         An :class:`Explanation`, which ``print`` shows as a table. ``candidates`` has every attention kernel with its
@@ -131,49 +133,55 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
     >>> sage_aot.explain(capability=(8, 9), headdim=128).kernels.attn.spec.arch
     'sm89'
     """
+    optional = {name: arguments.pop(name, None) for name in TENSORS}
+    asked = _asked(arguments)
+    check_return_lse(return_lse)
+    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    manifest = default_library().manifest
+    if q is None and k is None and v is None:
+        _check_no_tensors(**optional, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        stand_in, device = _stand_in(headdim), -1 if capability else _current_device()
+        problem = check(Given("dense", stand_in, stand_in, stand_in), Options(*asked))
+        if out is not None:
+            check_out(out, stand_in)
+        return _explained(_gpu(device, capability, driver), -1 if capability else device, problem, None, manifest)
+    if headdim is not None:
+        raise ArgumentError(f"headdim: that of q holds, got {headdim!r} beside tensors; pass one or the other")
+    if all(value is None for value in sequences):
+        call = call_of_attn(q, k, v, asked, *optional.values())
+    else:
+        call = call_of_attn_varlen(q, k, v, *sequences, asked, **optional)
+    given, (_, _, asked) = given_to(call), call
+    problem, device = check(given, Options(*asked)), given.like.get_device()
+    if out is not None:
+        check_out(out, given.like)
+    shares = has_one_query(given.like, asked.layout) and groups_share_rows(given, asked, out)
+    run_as = with_shared_rows(problem) if shares else problem
+    found = _explained(_gpu(device, capability, driver), -1 if capability else device, problem, run_as, manifest)
+    return _checked_for(given, found)
+
+
+def _asked(options: dict[str, Any]) -> Asked:
+    """The options of the call, checked."""
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; the options of the call are "
-                        f"{', '.join(OPTIONS)}")
-    asked = Options(**options)
-    has_shape = not (q is None and k is None and v is None)
-    if not has_shape:
-        q = k = v = _stand_in(headdim)
-        for name, given in (("key_mask", key_mask), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-            if given is not None:
-                raise ArgumentError(f"{name}: expected None without q, k and v, got {type(given).__name__}; pass the "
-                                    f"tensors too")
-        device = -1 if capability else _current_device()
-    elif headdim is not None:
-        raise ArgumentError(f"headdim: that of q holds, got {headdim!r} beside tensors; pass one or the other")
-    else:
-        device = q.get_device() if isinstance(q, torch.Tensor) else -1
-    sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, asked.layout)
-    in_order = tuple(getattr(asked, name) for name in OPTIONS)
-    if isinstance(k, QuantizedKV):
-        check_tensors_are(q=q)
-        if sequences is not None:
-            check_not_with_sequences(k)
-        q = cast(torch.Tensor, q)
-        in_order = options_with(k, v, key_mask, in_order)
-        problem = check_stored(q, k.stored, Options(*in_order))
-    else:
-        check_tensors_are(q=q, k=k, v=v)
-        q, k, v = (cast(torch.Tensor, tensor) for tensor in (q, k, v))
-        check_key_mask_is_tensor(key_mask)
-        problem = check(q, k, v, asked, key_mask, sequences)
-    check_return_lse(return_lse)
-    if out is not None:
-        check_out(out, q)
-    manifest = default_library().manifest
-    gpu = _gpu(device, capability, driver)
-    run_as = problem if has_shape else None
-    if sequences is None and groups_share_rows(q, k, v, out, in_order):
-        run_as = with_shared_rows(problem)
-    found = _explained(gpu, -1 if capability else device, problem, run_as, manifest)
-    if isinstance(k, QuantizedKV) and found.kernels is not None:
+                        f"{', '.join(OPTIONS)}, its optional tensors {', '.join(TENSORS)}")
+    return Asked(*vars(Options(**options)).values())
+
+
+def _check_no_tensors(**tensors: object) -> None:
+    for name, given in tensors.items():
+        if given is not None:
+            raise ArgumentError(f"{name}: expected None without q, k and v, got {type(given).__name__}; pass the "
+                                f"tensors too")
+
+
+def _checked_for(given: Given, found: Explanation) -> Explanation:
+    """The explanation of a call; an error where another kernel quantized its k and v."""
+    if isinstance(given.details, Stored) and found.kernels is not None:
         try:
-            check_quantizer(found.kernels, k.stored)
+            check_quantizer(found.kernels, given.details)
         except ArgumentError as refused:
             return replace(found, kernels=None, error=str(refused))
     return found
@@ -247,12 +255,13 @@ def _stand_in(headdim: int | None) -> torch.Tensor:
 
 
 def _signature() -> inspect.Signature:
-    """The signature of :func:`explain` with the options of the call by name."""
+    """The signature of :func:`explain` with the options and the optional tensors of the call by name."""
     plain = inspect.signature(explain)
     own = [parameter for parameter in plain.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default)
-               for name, option in OPTIONS.items()]
-    return plain.replace(parameters=[*own, *options])
+    defaults = {**dict.fromkeys(TENSORS), **{name: option.default for name, option in OPTIONS.items()}}
+    arguments = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+                 for name, default in defaults.items()]
+    return plain.replace(parameters=[*own, *arguments])
 
 
 explain.__signature__ = _signature()  # type: ignore[attr-defined]  # what help() and editors show

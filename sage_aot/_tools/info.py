@@ -7,11 +7,11 @@ import platform
 
 import torch
 
-from sage_aot._backends.cuda import gpu_here
+from sage_aot._backends.cuda.device import gpu_here
 from sage_aot._backends.drivers import DRIVERS, default_driver
 from sage_aot._backends.emulation.backend import emulated_arch
 from sage_aot._backends.loader import Library
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 from sage_aot._kernels.drivers import cuda_text
 from sage_aot._kernels.manifest import AttnRecord, Manifest
 from sage_aot._kernels.spec import is_ptx

@@ -20,27 +20,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from sage_aot._backends.base import Tensors
-from sage_aot._backends.cuda import CudaBackend, CudaCall, gpu_here
+from sage_aot._backends.cuda.backend import CudaBackend
+from sage_aot._backends.cuda.call import CudaCall
+from sage_aot._backends.cuda.device import gpu_here
 from sage_aot._backends.drivers import default_driver
 from sage_aot._backends.emulation.backend import packed_entries, sequence_entries
 from sage_aot._backends.emulation.quantize import quantize
 from sage_aot._backends.loader import Library
-from sage_aot._call.pipeline import (
-    Prepared,
-    default_library,
-    lse_shape,
-    plan_of,
-    prepare_kv,
-    prepare_stored,
-    quantizer_of,
-)
+from sage_aot._call.backends import default_library
+from sage_aot._call.pipeline import Prepared, plan_of, prepare, quantizer_of
 from sage_aot._kernels.drivers import cuda_text, too_old
 from sage_aot._kernels.manifest import FILE_NAME, AttnRecord, KernelRecord, Manifest
 from sage_aot._launch.choose import Gpu, unsupported
-from sage_aot._launch.plan import Plan
-from sage_aot._problem.check import Sequences, Stored, check
+from sage_aot._problem.given import Given, Stored
 from sage_aot._problem.options import Options
+from sage_aot._problem.sequences import Sequences
 from sage_aot._tools import reference
 from sage_aot._tools.compare import Measure, against_emulation, same
 from sage_aot.errors import CubinError, SageAotError, UnsupportedError
@@ -256,25 +250,24 @@ def _measures(library: Library, record: AttnRecord, device: str, seed: int, shap
     headdim, generator = record.spec.headdim - shape.fewer, torch.Generator().manual_seed(seed)
     q, k, v = reference.inputs("outlier", (shape.batch, shape.q_heads, shape.queries, headdim),
                                 (shape.batch, shape.kv_heads, shape.keys, headdim), shape.dtype, generator)
-    key_mask = torch.rand(shape.batch, shape.keys, generator=generator) < 0.7 if shape.has_key_mask else None
-    sequences = None
+    given = Given("dense", q, k, v)
+    if shape.has_key_mask:
+        given = given._replace(key_mask=torch.rand(shape.batch, shape.keys, generator=generator) < 0.7)
     if shape.lengths:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        sequences = Sequences.of_lengths(*shape.lengths)
+        given = Sequences.of_lengths(*shape.lengths).given(q, k, v)
     backend = CudaBackend(library, record.spec.arch)
     options = Options.of_axes(record.spec.values)  # these ask for just this kernel
-    problem = check(q, k, v, options, key_mask, sequences)
-    plan = plan_of(backend, problem, torch.device(device).index)
-    if shape.is_stored:
-        out, lse = run_stored(backend, options, device, q, k, v)
-    else:
-        out, lse = _run(backend, plan, device, q, k, v, key_mask, sequences)
-    if key_mask is not None:
-        for b, entry in enumerate(packed_entries(problem, q, k, v, key_mask)):
+    on_device = given.having(**{name: tensor.to(device) for name, tensor in given.named.items()})
+    call = prepare(backend, on_device, options)
+    problem, plan = call.problem, cast(CudaCall, call.run).plan
+    out, lse = run_stored(backend, options, on_device) if shape.is_stored else _run(call, on_device)
+    if given.key_mask is not None:
+        for b, entry in enumerate(packed_entries(problem, q, k, v, given.key_mask)):
             yield from against_emulation(replace(plan, problem=entry.problem), entry.quantize(plan.kernels),
                                          out[b:b + 1], lse[b:b + 1], entry.key_ranks)
-    elif sequences:
-        for own in sequence_entries(problem, q, k, v, sequences):
+    elif shape.lengths:
+        for own in sequence_entries(problem, given):
             of_entry = out[own.rows].transpose(0, 1)[None], lse[None, :, own.rows]
             if own.problem.is_empty:
                 yield from (same(name, got, torch.full_like(got, value)) for name, got, value in zip(
@@ -286,37 +279,29 @@ def _measures(library: Library, record: AttnRecord, device: str, seed: int, shap
         yield from against_emulation(plan, quantize(problem, plan.kernels, q, k, v), out, lse)
 
 
-def _run(backend: CudaBackend, plan: Plan, device: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-         key_mask: torch.Tensor | None, sequences: Sequences | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(call: Prepared[Any], given: Given) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp, on the CPU. Memory that the kernels write is filled with NaN before."""
-    q, k, v = (tensor.to(device) for tensor in (q, k, v))
-    key_mask = None if key_mask is None else key_mask.to(device)
-    sequences = None if sequences is None else sequences.to(device)
-    out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
-    lse = torch.full(lse_shape(plan.problem), torch.nan, device=device)
-    _call(Prepared(plan.problem, backend.bind(plan, Tensors(q, k, v, out, key_mask))), device, q, k, v, out, lse,
-          key_mask, sequences)
+    q = given.like
+    out, lse = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format), call.empty_lse(q)
+    _make(call, given, out, lse.fill_(torch.nan))
     return out.cpu(), lse.cpu()
 
 
-def _call(prepared: Prepared, device: str, q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None,
-          out: torch.Tensor | None, lse: torch.Tensor | None, *others: Any) -> None:
+def _make(call: Prepared[Any], given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
     """Make a prepared call on a workspace of NaN."""
-    call = cast(CudaCall, prepared.run)
-    workspace = torch.full((call.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=device)
-    call.run(q, k, v, out, lse, workspace, *others)
+    run = cast(CudaCall, call.run)
+    run.run(given, out, lse, torch.full((run.plan.workspace_bytes,), 0xFF, dtype=torch.uint8,
+                                        device=given.like.device))
 
 
-def run_stored(backend: CudaBackend, options: Options, device: str, q: torch.Tensor, k: torch.Tensor,
-                v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def run_stored(backend: CudaBackend, options: Options, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp, on the CPU, by two calls, the first of which quantizes k and v."""
-    q, k, v = (tensor.to(device) for tensor in (q, k, v))
-    quantizing = prepare_kv(backend, k, v, options)
-    kv = torch.full((quantizing.kv_bytes,), 0xFF, dtype=torch.uint8, device=device)
-    _call(quantizing, device, None, k, v, None, None, None, None, kv)
+    k = given.k
+    assert k is not None
+    quantizing = prepare(backend, Given("kv", None, k, given.v), options)
+    kept = torch.full((quantizing.kept_bytes,), 0xFF, dtype=torch.uint8, device=k.device)
+    _make(quantizing, Given("kv", None, k, given.v, kept=kept), None, None)
     quantizer = quantizer_of(plan_of(backend, quantizing.problem, k.get_device()).kernels)
-    stored = Stored(kv, k if options.resolved.smooth_q else None, k.shape, k.dtype, False, quantizer)
-    attending = prepare_stored(backend, q, stored, options)
-    out, lse = torch.full_like(q, torch.nan), torch.full(lse_shape(attending.problem), torch.nan, device=device)
-    _call(attending, device, q, stored.k, None, out, lse, None, None, kv)
-    return out.cpu(), lse.cpu()
+    attending = Given("stored", given.q, k if options.resolved.smooth_q else None, kept=kept,
+                      details=Stored(tuple(k.shape), k.dtype, False, quantizer))
+    return _run(prepare(backend, attending, options), attending)

@@ -19,17 +19,20 @@ from typing import Any, NamedTuple
 import torch
 
 try:
-    from sage_aot._backends.cuda import CudaBackend, gpu_here
+    from sage_aot._backends.cuda.backend import CudaBackend
+    from sage_aot._backends.cuda.device import gpu_here
     from sage_aot._backends.emulation.backend import EmulationBackend
     from sage_aot._backends.loader import KERNEL_FOLDER, Library
     from sage_aot._call.pipeline import prepare
+    from sage_aot._problem.given import Given
     from sage_aot._problem.options import Options
     from sage_aot._tools.verify import takes
 
     def run(library: Library, spec: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
             lse: torch.Tensor, **options: Any) -> None:
         backend = CudaBackend(library, spec.arch) if q.is_cuda else EmulationBackend(library.manifest, spec.arch)
-        prepare(backend, q, k, v, Options.of_axes(spec.values, **options), out).run(q, k, v, out, lse)
+        given = Given("dense", q, k, v)
+        prepare(backend, given, Options.of_axes(spec.values, **options), out).run(given, out, lse)
 
     def records_of(library: Library) -> list[Any]:
         return list(library.manifest.every_attention())

@@ -35,7 +35,7 @@ from fuzz_cases import WEIGHTS, Case, complete, draw_call, shrink
 from fuzz_checks import Subject, Verdict
 
 import sage_aot
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,8 +20,9 @@ import torch
 
 from sage_aot._kernels.axes import MAX_HEADDIM
 from sage_aot._kernels.spec import MOST_TRAINED
-from sage_aot._problem.check import DTYPES, Sequences, heads_first
 from sage_aot._problem.options import OPTIONS, Options
+from sage_aot._problem.problem import DTYPES, heads_first
+from sage_aot._problem.sequences import Sequences
 from sage_aot._tools import reference
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}

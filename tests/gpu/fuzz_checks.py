@@ -26,17 +26,19 @@ from training_checks import against_emulated_training, make_grad_out, train
 
 import sage_aot
 from sage_aot._backends.base import Backend
-from sage_aot._backends.cuda import CudaBackend, arch_of
+from sage_aot._backends.cuda.backend import CudaBackend
+from sage_aot._backends.cuda.device import arch_of
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._backends.loader import Library
-from sage_aot._call import pipeline
+from sage_aot._call.backends import handing
 from sage_aot._call.kv import OF_CALL
 from sage_aot._kernels.axes import least_headdim
 from sage_aot._kernels.manifest import Manifest
 from sage_aot._kernels.spec import BACKWARD
 from sage_aot._launch.choose import built_archs
-from sage_aot._problem.check import Sequences, heads_first
 from sage_aot._problem.options import OPTIONS
+from sage_aot._problem.problem import heads_first
+from sage_aot._problem.sequences import Sequences
 from sage_aot._tools.compare import Measure, close, same
 from sage_aot.integrations import Policy, report, reset_report, use
 from sage_aot.integrations.torch import sdpa, torchs
@@ -104,7 +106,7 @@ class Subject:
         a failure too."""
         try:
             backend = backend or self.backend(case)
-            with self._stream(case), torch.no_grad(), pipeline.handing(backend):
+            with self._stream(case), torch.no_grad(), handing(backend):
                 variant, measures = self._measure(case, backend)
                 worst = _worst(measures)
         except Exception as error:  # noqa: BLE001 - none is expected here, so one of any type is a finding

@@ -16,8 +16,8 @@ from layout import read_back
 from sage_aot._backends.emulation.backend import packed_entries, sequence_entries
 from sage_aot._backends.emulation.quantize import Quantized, quantize
 from sage_aot._launch.plan import Plan
-from sage_aot._problem.check import heads_first
 from sage_aot._problem.mask import Mask, VisibleKeys
+from sage_aot._problem.problem import heads_first
 from sage_aot._tools.compare import Measure, against_emulation, same
 
 
@@ -26,7 +26,7 @@ def against_emulated(spy: Spy, *, read_quantized: bool) -> list[Measure]:
     handed = spy.handed
     assert handed is not None and spy.result is not None
     found = read_back(spy.result) if read_quantized else None
-    if handed.sequences is not None:
+    if handed.given.kind == "varlen":
         return _of_sequences(handed, found)
     return _of_batch(handed, found)
 
@@ -34,14 +34,14 @@ def against_emulated(spy: Spy, *, read_quantized: bool) -> list[Measure]:
 def _of_batch(handed: Handed, found: dict[str, torch.Tensor] | None) -> list[Measure]:
     """With a key mask batch entry by batch entry, on the keys that the mask leaves."""
     plan, problem = handed.plan, handed.plan.problem
-    q, k, v, out = (heads_first(x, problem.options.layout) for x in (handed.q, handed.k, handed.v, handed.out))
+    q, k, v, out = (heads_first(x, problem.options.layout) for x in (*handed.given.tensors[:3], handed.out))
     visible = Mask.of(problem.options).visible_keys(torch.arange(problem.seqlen_q, device=q.device),
                                                     problem.seqlen_q, problem.seqlen_kv)
-    if handed.key_mask is None:
+    if handed.given.key_mask is None:
         quantized = quantize(problem, plan.kernels, q, k, v)
         return _of_entry(plan, quantized, visible, k.shape[2], None, found, out, handed.lse)
     measures = []
-    for b, entry in enumerate(packed_entries(problem, q, k, v, handed.key_mask)):
+    for b, entry in enumerate(packed_entries(problem, q, k, v, handed.given.key_mask)):
         own = slice(b, b + 1)
         if not entry.key_ranks[-1]:
             continue  # what becomes of nothing is the oracle's to say
@@ -62,10 +62,10 @@ def _found_of_entry(found: dict[str, torch.Tensor], own: slice, quantized: Quant
 
 def _of_sequences(handed: Handed, found: dict[str, torch.Tensor] | None) -> list[Measure]:
     """Sequence by sequence."""
-    plan, sequences = handed.plan, handed.sequences
-    begins_q, begins_k = (x.tolist() for x in sequences[:2])
+    plan, given = handed.plan, handed.given
+    begins_q, begins_k = given.cu_seqlens_q.tolist(), given.cu_seqlens_k.tolist()
     measures = []
-    for b, own in enumerate(sequence_entries(plan.problem, handed.q, handed.k, handed.v, sequences)):
+    for b, own in enumerate(sequence_entries(plan.problem, given)):
         queries, keys = own.problem.seqlen_q, own.problem.seqlen_kv
         if 0 in (queries, keys):
             continue

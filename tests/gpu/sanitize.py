@@ -16,12 +16,13 @@ import torch
 from variants import SPECS, run
 
 import sage_aot
-from sage_aot._backends.cuda import CudaBackend
-from sage_aot._call.pipeline import default_library, handing
+from sage_aot._backends.cuda.backend import CudaBackend
+from sage_aot._call.backends import default_library, handing
 from sage_aot._families import FAMILIES
 from sage_aot._kernels.spec import AttnSpec
-from sage_aot._problem.check import Sequences
+from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options
+from sage_aot._problem.sequences import Sequences
 from sage_aot._tools import reference
 from sage_aot._tools.verify import run_stored
 
@@ -86,7 +87,7 @@ def main() -> None:
                 sequences = Sequences.of_lengths(*call.lengths).to("cuda")
             if call.is_stored:
                 backend = CudaBackend(default_library(), spec.arch)
-                out, _ = run_stored(backend, Options.of_axes(spec.values), "cuda", q, k, v)
+                out, _ = run_stored(backend, Options.of_axes(spec.values), Given("dense", q, k, v))
                 assert out.isfinite().all(), spec.name
                 continue
             if call.is_trained:

@@ -24,11 +24,13 @@ from variants import (
 import sage_aot
 from sage_aot._backends.emulation.attention import attend
 from sage_aot._backends.emulation.quantize import quantize
-from sage_aot._call.pipeline import default_library, handing, prepare
+from sage_aot._call.backends import default_library, handing
+from sage_aot._call.pipeline import prepare
 from sage_aot._launch import plan as launch_plan
-from sage_aot._problem.check import Sequences
+from sage_aot._problem.given import Given
 from sage_aot._problem.mask import Mask
 from sage_aot._problem.options import Options
+from sage_aot._problem.sequences import Sequences
 from sage_aot._tools.reference import INPUT_CLASSES, attention, inputs, measure
 
 pytestmark = pytest.mark.gpu
@@ -379,8 +381,9 @@ def test_blocks_share_the_keys_of_a_query_tile(spec, splits):
     assert found.plan.splits == splits
     check(spec, found, expect(spec, q, k, v), "outlier", slack=2.0)
     without_lse = torch.full_like(q, torch.nan)
-    call = prepare(backend_of(spec.arch, splits), q, k, v, found.plan.problem.options, without_lse)
-    call.run(q, k, v, without_lse, None)
+    given = Given("dense", q, k, v)
+    call = prepare(backend_of(spec.arch, splits), given, found.plan.problem.options, without_lse)
+    call.run(given, without_lse, None)
     assert torch.equal(without_lse, found.out)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sage_aot
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 

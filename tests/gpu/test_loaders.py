@@ -13,12 +13,13 @@ import torch
 from variants import own_specs
 
 import sage_aot
-from sage_aot._backends.cuda import CudaBackend
+from sage_aot._backends.cuda.backend import CudaBackend
 from sage_aot._backends.drivers import DRIVERS, Driver
 from sage_aot._backends.loader import Library
 from sage_aot._call import pipeline
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import backend_of, default_library, handing
 from sage_aot._kernels.manifest import FILE_NAME
+from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options
 from sage_aot._tools import reference
 from sage_aot.errors import ArgumentError, CubinError, LaunchError, UnsupportedError
@@ -52,7 +53,7 @@ def library(loader) -> Library:
 @pytest.fixture
 def handed(library):
     """All calls of the process go through `library`."""
-    with pipeline.handing(CudaBackend(library)):
+    with handing(CudaBackend(library)):
         yield library
 
 
@@ -152,14 +153,15 @@ def test_a_thread_whose_first_call_allocates_nothing_before_its_launches(handed)
     """Output and workspace are the caller's, so not even torch's allocator makes a context current before the
     launch."""
     q, k, v = draw()
-    call = pipeline.prepare(pipeline.backend_of(q), q, k, v, Options(smooth_q=True))
+    given = Given("dense", q, k, v)
+    call = pipeline.prepare(backend_of(q), given, Options(smooth_q=True))
     out, lse, workspace = torch.empty_like(q), call.empty_lse(q), q.new_empty(call.run.plan.workspace_bytes,
                                                                               dtype=torch.uint8)
-    call.run.run(q, k, v, out, lse, workspace)
+    call.run.run(given, out, lse, workspace)
     wanted = out.clone(), lse.clone()
     out.fill_(torch.nan), lse.fill_(torch.nan), workspace.fill_(0xFF)
     torch.cuda.synchronize()
-    in_a_thread(lambda: call.run.run(q, k, v, out, lse, workspace))
+    in_a_thread(lambda: call.run.run(given, out, lse, workspace))
     torch.cuda.synchronize()
     assert equal((out, lse), wanted)
 

@@ -9,8 +9,8 @@ import torch
 
 import sage_aot
 from sage_aot._call import ops
-from sage_aot._problem.check import Sequences
 from sage_aot._problem.options import Options, for_schema
+from sage_aot._problem.sequences import Sequences
 from sage_aot._tools import reference
 
 # Compiling warns of torch's own deprecations and advice, which are not this package's.
@@ -45,7 +45,7 @@ def compiled(request):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("changes", [{}, {"layout": "NHD"}, CALLS[1]], ids=str)
-@pytest.mark.parametrize("op", [ops.attn, ops.attn_lse, ops.attn_out, ops.attn_lse_out], ids=str)
+@pytest.mark.parametrize("op", [ops.attn.plain, ops.attn.lse, ops.attn.out, ops.attn.lse_out], ids=str)
 def test_opcheck(op, changes, masked):
     q, k, v = draw()
     key_mask = torch.arange(k.shape[2], device="cuda").expand(2, -1) % 3 > 0 if masked else None
@@ -149,8 +149,7 @@ def sequences_of(queries, keys, seed=0, heads=4):
     return [x[0].transpose(0, 1).contiguous() for x in qkv] + list(Sequences.of_lengths(queries, keys).to("cuda"))
 
 
-@pytest.mark.parametrize("op", [ops.attn_varlen, ops.attn_varlen_lse, ops.attn_varlen_out, ops.attn_varlen_lse_out],
-                         ids=str)
+@pytest.mark.parametrize("op", [*ops.attn_varlen], ids=str)
 def test_opcheck_of_sequences(op):
     given = sequences_of((40, 0, 160), (100, 20, 180))
     written = (torch.empty_like(given[0]),) if "out" in str(op) else ()

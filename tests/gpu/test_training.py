@@ -10,7 +10,7 @@ from training_checks import measure_training
 from variants import backend_of, native_specs
 
 import sage_aot
-from sage_aot._call.pipeline import handing
+from sage_aot._call.backends import handing
 from sage_aot._tools import reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # compiling warns of torch's own deprecations

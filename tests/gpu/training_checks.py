@@ -18,8 +18,8 @@ from fuzz_spy import Spy
 import sage_aot
 from sage_aot._backends.emulation.backward import gradients, saved_of
 from sage_aot._backends.emulation.quantize import quantize
-from sage_aot._call import pipeline
-from sage_aot._problem.check import heads_first
+from sage_aot._call.backends import handing
+from sage_aot._problem.problem import heads_first
 from sage_aot._tools.compare import Measure, against_emulation, same
 
 ROW_BOUND = 0.02
@@ -42,7 +42,7 @@ class Trained:
 def measure_training(case: Case, spy: Spy, tensors: tuple[torch.Tensor, ...]) -> list[Measure]:
     """Make a trained call of kernels, and hold it against the emulation."""
     grad_out = make_grad_out(case, tensors[0])
-    with pipeline.handing(spy):
+    with handing(spy):
         made = train(case, tensors, grad_out)
     return against_emulated_training(spy, made, *(heads_first(x, case.layout) for x in (*tensors, grad_out)))
 

@@ -18,14 +18,17 @@ import pytest
 import torch
 from layout import Result
 
-from sage_aot._backends.cuda import CudaBackend, arch_of, gpu_here
+from sage_aot._backends.cuda.backend import CudaBackend
+from sage_aot._backends.cuda.device import arch_of, gpu_here
 from sage_aot._backends.loader import Library
-from sage_aot._call.pipeline import default_library, prepare
+from sage_aot._call.backends import default_library
+from sage_aot._call.pipeline import prepare
 from sage_aot._kernels.axes import least_headdim
 from sage_aot._kernels.manifest import FILE_NAME, Manifest, read_target
 from sage_aot._kernels.spec import AttnSpec
-from sage_aot._problem.check import Sequences
+from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options
+from sage_aot._problem.sequences import Sequences
 from sage_aot._tools.verify import takes
 
 ROOT = Path(__file__).parents[2]
@@ -136,10 +139,11 @@ def run(spec: AttnSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, la
     options = Options.of_axes(spec.values, scale=scale, layout=layout, smooth_k=smooth_k, rotate=rotate,
                               clip=clip)
     out = torch.empty_like(q) if out is None else out
-    call = prepare(backend_of(spec.arch, splits), q, k, v, options, out, key_mask, sequences)
+    given = Given("dense", q, k, v, key_mask) if sequences is None else sequences.given(q, k, v)
+    call = prepare(backend_of(spec.arch, splits), given, options, out)
     lse = call.empty_lse(q)
     workspace = torch.empty(call.run.plan.workspace_bytes, dtype=torch.uint8, device=q.device)
     if poison:
         out.fill_(torch.nan), lse.fill_(torch.nan), workspace.fill_(0xFF)  # NaNs too
-    call.run.run(q, k, v, out, lse, workspace, key_mask, sequences)
+    call.run.run(given, out, lse, workspace)
     return Result(out, lse, workspace, call.run.plan)

@@ -34,6 +34,7 @@ from variants import SPECS, run
 
 from sage_aot._call.pipeline import prepare
 from sage_aot._kernels.spec import AttnSpec
+from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options
 from sage_aot._tools import reference
 
@@ -221,10 +222,11 @@ def compare_variant(build: Build, spec: AttnSpec, seed: int) -> Iterator[Row]:
 
 def _simulate(build: Build, spec: AttnSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Result:
     backend = SimulatorBackend(build, spec.arch, chip=90)
-    call = prepare(backend, q, k, v, Options.of_axes(spec.values)).run
+    given = Given("dense", q, k, v)
+    call = prepare(backend, given, Options.of_axes(spec.values)).run
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
     workspace = torch.full((call.plan.workspace_bytes,), 0xFF, dtype=torch.uint8)
-    call.run(q, k, v, out, lse, workspace)
+    call.run(given, out, lse, workspace)
     return Result(out, lse, workspace, call.plan)
 
 

@@ -1,7 +1,8 @@
 """Launches on the simulator: the launch description that a GPU gets, buffers in host memory, reports as exceptions.
 
-:class:`SimulatorBackend` stands where the package has :class:`sage_aot._backends.cuda.CudaBackend`: it launches what
-the plan says, from the packed structs alone. What memory a launch may touch the simulator is told beforehand.
+:class:`SimulatorBackend` stands where the package has :class:`sage_aot._backends.cuda.backend.CudaBackend`: it
+launches what the plan says, from the packed structs alone. What memory a launch may touch the simulator is told
+beforehand.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ import torch
 from simbuild import Build, build_engine
 from symbols import line_of
 
-from sage_aot._backends.base import BackwardTensors, Tensors
-from sage_aot._backends.cuda import backward_arguments, mask_argument, save_k, strides_of
+from sage_aot._backends.base import BackwardTensors
+from sage_aot._backends.cuda.call import arguments_of
+from sage_aot._backends.cuda.training import backward_arguments, save_k
 from sage_aot._kernels.manifest import Manifest, Struct, read_target
 from sage_aot._launch.backward import BackwardPlan, SavedParts, backward_launches, plan_backward
 from sage_aot._launch.choose import Kernels
-from sage_aot._launch.plan import MISSING, Argument, Arguments, Launch, Plan, launches
+from sage_aot._launch.plan import Launch, Plan, launches
 from sage_aot._launch.structs import Packer
-from sage_aot._problem.check import Problem, Sequences
+from sage_aot._problem.given import Given
+from sage_aot._problem.problem import Problem
+from sage_aot._problem.tensors import OPERANDS
 
 INSIDE, WRITTEN, WRITABLE = 1, 2, 4
 """Bits of a byte's state, engine/global_memory.h."""
@@ -117,17 +121,16 @@ class SimulatorBackend:
     def splits(self, problem: Problem, kernels: Kernels, device: int) -> int:
         return self._splits
 
-    def bind(self, plan: Plan, tensors: Tensors) -> SimulatedCall:
-        return SimulatedCall(_spread(plan), tensors, self.manifest, self.simulator)
+    def bind(self, plan: Plan, given: Given, out: torch.Tensor | None) -> SimulatedCall | SimulatedTraining:
+        call = SimulatedCall(_spread(plan), given, out, self.manifest, self.simulator)
+        if plan.problem.part != "train":
+            return call
+        return SimulatedTraining(plan, plan_backward(plan, self.manifest).saved, call)
 
-    def kv_bytes(self, plan: Plan) -> int:
-        return _spread(plan).kv_bytes
-
-    def bind_training(self, plan: Plan, tensors: Tensors) -> SimulatedTraining:
-        return SimulatedTraining(plan, plan_backward(plan, self.manifest).saved, self.bind(plan, tensors))
-
-    def saved_bytes(self, plan: Plan) -> int:
-        return plan_backward(plan, self.manifest).saved.total
+    def kept_bytes(self, plan: Plan) -> int:
+        if plan.problem.part == "train":
+            return plan_backward(plan, self.manifest).saved.total
+        return _spread(plan).kept_bytes if plan.problem.part != "all" else 0
 
     def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> SimulatedBackward:
         return SimulatedBackward(plan_backward(plan, self.manifest), self.manifest, self.simulator)
@@ -136,32 +139,24 @@ class SimulatorBackend:
 class SimulatedCall:
     """The launches of a plan whose buffers lie apart."""
 
-    def __init__(self, plan: Plan, tensors: Tensors, manifest: Manifest, simulator: Simulator) -> None:
-        self.plan, self._tensors, self._manifest, self._simulator = plan, tensors, manifest, simulator
+    def __init__(self, plan: Plan, given: Given, out: torch.Tensor | None, manifest: Manifest,
+                 simulator: Simulator) -> None:
+        self.plan, self._given, self._out = plan, given, out
+        self._manifest, self._simulator = manifest, simulator
 
-    def __call__(self, q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None,
-                 out: torch.Tensor | None, lse: torch.Tensor | None, key_mask: torch.Tensor | None = None,
-                 sequences: Sequences | None = None, kv: torch.Tensor | None = None) -> None:
-        workspace = torch.empty(self.plan.workspace_bytes, dtype=torch.uint8)
-        self.run(q, k, v, out, lse, workspace, key_mask, sequences, kv)
+    def __call__(self, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+        self.run(given, out, lse, torch.empty(self.plan.workspace_bytes, dtype=torch.uint8))
 
-    def run(self, q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, out: torch.Tensor | None,
-            lse: torch.Tensor | None, workspace: torch.Tensor, key_mask: torch.Tensor | None = None,
-            sequences: Sequences | None = None, kv: torch.Tensor | None = None) -> None:
+    def run(self, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None, workspace: torch.Tensor) -> None:
         """The call with a workspace of the caller's, which keeps what the quantizers leave."""
-        cu_seqlens_q, cu_seqlens_k = sequences[:2] if sequences else (None, None)
-        inputs = _apart({"q": q, "k": k, "v": v, "key_mask": key_mask, "cu_seqlens_q": cu_seqlens_q,
-                         "cu_seqlens_k": cu_seqlens_k})
+        inputs = _apart({name: tensor for name, tensor in zip(OPERANDS, given.tensors) if name != "kept"})
         results = {"out": out, "lse": lse}
-        self._simulator.know(*views(inputs, results), *_buffers_of(self.plan, workspace, kv))
-        tensors = {**inputs, **results, "kv": kv, "workspace": workspace}
+        self._simulator.know(*views(inputs, results), *_buffers_of(self.plan, workspace, given.kept))
+        tensors = {**inputs, **results, "kept": given.kept, "workspace": workspace}
         addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
-        layout = self.plan.problem.options.layout
-        arguments = Arguments(*(Argument(name, MISSING if x is None else strides_of(x, layout),
-                                         addresses[name] % 16 == 0)
-                                for name, x in zip(Tensors._fields, self._tensors.of_rows)),
-                              None if key_mask is None else mask_argument(key_mask))
-        for launch in launches(self.plan, arguments, SM_COUNT):
+        arguments = arguments_of(self._given, self._out, self.plan.problem.options.layout)
+        placed = arguments.placed(tuple(addresses[name] % 16 == 0 for name in "qkv"))
+        for launch in launches(self.plan, placed, SM_COUNT):
             self._simulator.launch(launch, self._manifest.structs[launch.record.params], addresses)
 
 
@@ -169,21 +164,19 @@ class SimulatedTraining:
     """The forward pass of a trained call, whose buffers lie apart: what is saved of them lies as the plan says."""
 
     def __init__(self, plan: Plan, parts: SavedParts, forward: SimulatedCall) -> None:
-        self.plan, self._saved, self._parts, self._forward = forward.plan, plan.kv_offsets, parts, forward
+        self.plan, self._saved, self._parts, self._forward = forward.plan, plan.kept_offsets, parts, forward
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-                 saved: torch.Tensor) -> None:
-        self.run(q, k, v, out, lse, saved, torch.empty(self.plan.workspace_bytes, dtype=torch.uint8))
+    def __call__(self, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+        self.run(given, out, lse, torch.empty(self.plan.workspace_bytes, dtype=torch.uint8))
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-            saved: torch.Tensor, workspace: torch.Tensor) -> None:
+    def run(self, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None, workspace: torch.Tensor) -> None:
         """The call with a workspace of the caller's."""
-        kept = torch.empty(self.plan.kv_bytes, dtype=torch.uint8)
-        self._forward.run(q, k, v, out, lse, workspace, kv=kept)
-        for name, offset in self.plan.kv_offsets.items():
+        apart = torch.empty(self.plan.kept_bytes, dtype=torch.uint8)
+        self._forward.run(given._replace(kept=apart), out, lse, workspace)
+        for name, offset in self.plan.kept_offsets.items():
             size = self.plan.sizes[name]
-            saved.narrow(0, self._saved[name], size).copy_(kept.narrow(0, offset, size))
-        save_k(self.plan, self._parts, workspace, saved)
+            given.kept.narrow(0, self._saved[name], size).copy_(apart.narrow(0, offset, size))
+        save_k(self.plan, self._parts, workspace, given.kept)
 
 
 class SimulatedBackward:
@@ -192,13 +185,13 @@ class SimulatedBackward:
     def __init__(self, plan: BackwardPlan, manifest: Manifest, simulator: Simulator) -> None:
         self.plan, self._manifest, self._simulator = _spread_backward(plan), manifest, simulator
 
-    def __call__(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor) -> None:
-        self.run(tensors, lse, saved, torch.empty(self.plan.workspace_bytes, dtype=torch.uint8))
+    def __call__(self, tensors: BackwardTensors, lse: torch.Tensor, kept: torch.Tensor) -> None:
+        self.run(tensors, lse, kept, torch.empty(self.plan.workspace_bytes, dtype=torch.uint8))
 
-    def run(self, tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor, workspace: torch.Tensor) -> None:
+    def run(self, tensors: BackwardTensors, lse: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor) -> None:
         """The call with a workspace of the caller's, which keeps what the first kernel writes for the others."""
         tensors = tensors.readable()
-        inputs = _apart({"grad_out": tensors.grad_out, "out": tensors.out, "v": tensors.v, "lse": lse, "saved": saved})
+        inputs = _apart({"grad_out": tensors.grad_out, "out": tensors.out, "v": tensors.v, "lse": lse, "kept": kept})
         results = {"grad_q": tensors.grad_q, "grad_k": tensors.grad_k, "grad_v": tensors.grad_v}
         buffers = [Buffer(name, workspace.data_ptr() + offset,
                           np.full(self.plan.sizes[name], INSIDE | WRITABLE, np.uint8))
@@ -271,11 +264,11 @@ def _between_redzones(tensor: torch.Tensor) -> torch.Tensor:
 
 def _spread(laid_out: Plan) -> Plan:
     """The same plan with redzones around every buffer."""
-    offsets, kv_offsets = (
+    offsets, kept_offsets = (
         {name: offset + REDZONE * (i + 1) for i, (name, offset) in enumerate(of_memory.items())}
-        for of_memory in (laid_out.offsets, laid_out.kv_offsets))
+        for of_memory in (laid_out.offsets, laid_out.kept_offsets))
     return replace(laid_out, offsets=offsets, workspace_bytes=laid_out.workspace_bytes + REDZONE * (len(offsets) + 1),
-                   kv_offsets=kv_offsets, kv_bytes=laid_out.kv_bytes + REDZONE * (len(kv_offsets) + 1))
+                   kept_offsets=kept_offsets, kept_bytes=laid_out.kept_bytes + REDZONE * (len(kept_offsets) + 1))
 
 
 def _spread_backward(laid_out: BackwardPlan) -> BackwardPlan:
@@ -284,11 +277,11 @@ def _spread_backward(laid_out: BackwardPlan) -> BackwardPlan:
     return replace(laid_out, offsets=offsets, workspace_bytes=laid_out.workspace_bytes + REDZONE * (len(offsets) + 1))
 
 
-def _buffers_of(laid_out: Plan, workspace: torch.Tensor, kv: torch.Tensor | None) -> list[Buffer]:
+def _buffers_of(laid_out: Plan, workspace: torch.Tensor, kept: torch.Tensor | None) -> list[Buffer]:
     """Of the workspace, to be written; of the quantized k and v, to be written by the call that quantizes them, and
     read by the others."""
     states = (workspace, laid_out.offsets, WRITABLE), (
-        kv, laid_out.kv_offsets, WRITTEN if laid_out.problem.part == "q" else WRITABLE)
+        kept, laid_out.kept_offsets, WRITTEN if laid_out.problem.part == "q" else WRITABLE)
     return [Buffer(name, memory.data_ptr() + offset, np.full(laid_out.sizes[name], INSIDE | state, np.uint8))
             for memory, offsets, state in states if memory is not None for name, offset in offsets.items()]
 

@@ -11,7 +11,7 @@ from simulated import Simulated
 from simulator import SimulatorBackend
 
 import sage_aot
-from sage_aot._call import pipeline
+from sage_aot._call.backends import handing
 from sage_aot._tools import reference
 
 BUILT = {"sm80": {"qk": {"int4", "int8"}, "pv_accum": {"f32"}},
@@ -29,7 +29,7 @@ def test_a_call(built):
     """As a user makes it; the simulator stands in the place of the emulation."""
     q, k, v = reference.inputs("normal", (1, 2, 40, 64), (1, 1, 90, 64), torch.bfloat16,
                                 torch.Generator().manual_seed(0))
-    with pipeline.handing(SimulatorBackend(built, "sm80")):
+    with handing(SimulatorBackend(built, "sm80")):
         out, lse = sage_aot.attn(q, k, v, is_causal=True, return_lse=True)
     expected, expected_lse = reference.attention(q, k, v, is_causal=True)
     assert reference.measure(out, expected).cosine > 0.9999

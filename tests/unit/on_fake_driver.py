@@ -13,7 +13,7 @@ import sys
 import threading
 from types import SimpleNamespace
 
-from sage_aot._backends.cuda import Queue, _Bound
+from sage_aot._backends.cuda.queue import Bound, Queue
 from sage_aot._backends.drivers import BindingsDriver, Function, default_driver
 from sage_aot._launch.structs import NO_SOURCE, SOURCES, Packed
 from sage_aot.errors import LaunchError
@@ -22,8 +22,7 @@ PARAMS = struct.pack("<QiifI", 2**63 + 5, -1, 0, 1.5, 7)
 """A struct with zero bytes, which must not end it."""
 
 IMAGE = b"image of a kernel"
-ADDRESSES = {"q": 0x1000, "k": 0x2000, "v": 0x3000, "out": 0x4000, "lse": 0, "key_mask": 0,
-             "cu_seqlens_q": 0, "cu_seqlens_k": 0, "kv": 0, "workspace": 2**63}
+ADDRESSES = {**dict.fromkeys(SOURCES, 0), "q": 0x1000, "k": 0x2000, "v": 0x3000, "out": 0x4000, "workspace": 2**63}
 
 fake = ctypes.CDLL("libcuda.so.1")
 
@@ -107,8 +106,8 @@ def of_queues(driver: BindingsDriver, first: Function, again: Function) -> dict[
     packed = [Packed(struct.pack("<QQQ", 16, i, 32),
                      bytes([SOURCES.index("workspace"), NO_SOURCE, SOURCES.index(source)]))
               for i, source in enumerate(("q", "lse"))]
-    bound = [_Bound(SimpleNamespace(name="first"), first, 77, packed[0]),
-             _Bound(SimpleNamespace(name="again"), again, 5, packed[1])]
+    bound = [Bound(SimpleNamespace(name="first"), first, 77, packed[0]),
+             Bound(SimpleNamespace(name="again"), again, 5, packed[1])]
     queue = Queue(bound, driver, 0, driver.context(0))
 
     def call(stream: int = 0xDEAD) -> None:

@@ -21,8 +21,9 @@ import emulator
 from emulator import GROUPS, ROUNDING, Method, Sizes
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._call import pipeline
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 from sage_aot._kernels.manifest import KernelRecord
+from sage_aot._problem.given import Given
 from sage_aot._tools import demo, reference
 from sage_aot._tools.reference import Accuracy
 from sage_aot.errors import ArgumentError, UnsupportedError
@@ -63,7 +64,8 @@ def test_equals_the_kernels_emulation(arch, method, headdim, is_causal):
     q, k, v = draw(q_shape=(1, 4, 300, headdim), kv_shape=(1, 2, 390, headdim))
     backend, options = EmulationBackend(default_library().manifest, arch), method.options(is_causal=is_causal)
     expected = torch.full(q.shape, torch.nan)
-    pipeline.prepare(backend, q, k, v, options).run(q, k, v, expected, None)  # f32, before it is rounded
+    given = Given("dense", q, k, v)
+    pipeline.prepare(backend, given, options).run(given, expected, None)  # f32, before it is rounded
     assert torch.equal(emulator.attention(method, default_library(), q, k, v, is_causal=is_causal), expected)
 
 

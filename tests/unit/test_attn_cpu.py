@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import sage_aot
 from sage_aot._backends.emulation.arithmetic import fma, pv_tile
 from sage_aot._backends.emulation.backend import emulated_arch
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 from sage_aot._launch.choose import Gpu, built_archs
 from sage_aot._tools import info, reference
 from sage_aot.errors import UnsupportedError

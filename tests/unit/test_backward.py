@@ -14,8 +14,10 @@ from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._backends.emulation.backward import GRAD_GROUPS, TILE_ROWS, Rounded, Saved, gradients, saved_of
 from sage_aot._backends.emulation.quantize import quantize
 from sage_aot._call import pipeline
+from sage_aot._call.backends import default_library
 from sage_aot._launch.plan import LOG2_E
 from sage_aot._problem.check import check
+from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options
 from sage_aot._tools import reference
 
@@ -56,8 +58,8 @@ def without_rounding(inputs: Inputs, scale: float, is_causal: bool) -> tuple[tor
 def forward(inputs: Inputs, arch: str = "sm80", **options) -> tuple[Saved, float]:
     """What the forward pass of an arch's kernels leaves, and the softmax scale."""
     q, k, v, _ = inputs
-    problem = check(q, k, v, Options(smooth_q=False, rotate=False, **options))
-    plan = pipeline.plan_of(EmulationBackend(pipeline.default_library().manifest, arch), problem, -1)
+    problem = check(Given("dense", q, k, v), Options(smooth_q=False, rotate=False, **options))
+    plan = pipeline.plan_of(EmulationBackend(default_library().manifest, arch), problem, -1)
     quantized = quantize(problem, plan.kernels, q, k, v)
     quantized = dataclasses.replace(quantized, row_bias=0.0 * quantized.row_bias)  # of a NaN still one
     out, lse = attend(plan, quantized)

@@ -14,16 +14,22 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from sage_aot._backends import cuda
-from sage_aot._backends.base import BackwardTensors, Tensors, with_vectors
-from sage_aot._backends.cuda import CudaBackend, CudaCall, CudaTraining
+from sage_aot._backends.base import BackwardTensors, with_vectors
+from sage_aot._backends.cuda import backend as backend_module
+from sage_aot._backends.cuda import call as call_module
+from sage_aot._backends.cuda.backend import CudaBackend
+from sage_aot._backends.cuda.call import CudaCall
+from sage_aot._backends.cuda.training import CudaTraining
 from sage_aot._backends.loader import KERNEL_FOLDER, Library
-from sage_aot._call.pipeline import default_library, plan_of
+from sage_aot._call.backends import default_library
+from sage_aot._call.pipeline import plan_of
 from sage_aot._launch import plan as planning
 from sage_aot._launch.backward import plan_backward
 from sage_aot._launch.structs import SOURCES, Packer
-from sage_aot._problem.check import Sequences, Stored, check, check_kv, check_stored, check_train
+from sage_aot._problem.check import check
+from sage_aot._problem.given import Given, Stored
 from sage_aot._problem.options import Options
+from sage_aot._problem.sequences import Sequences
 from sage_aot.errors import LaunchError
 
 Seen = namedtuple("Seen", "entry blocks struct stream context")
@@ -87,7 +93,8 @@ def without_a_gpu(monkeypatch):
     """Replaces the functions of torch that need a device."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cuda, "sm_count", lambda device: 132)
+    for module in (backend_module, call_module):
+        monkeypatch.setattr(module, "sm_count", lambda device: 132)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False)
 
 
@@ -96,12 +103,16 @@ def driver():
     return Driver()
 
 
+def given_to(tensors, key_mask=None, sequences=None):
+    return Given("dense", *tensors, key_mask) if sequences is None else sequences.given(*tensors)
+
+
 def prepare(driver, tensors, options=Options(), arch="sm89", device=0, key_mask=None,  # noqa: B008 - frozen
             sequences=None):
-    backend = CudaBackend(Library(KERNEL_FOLDER, driver), arch)
-    q, k, v = tensors
-    layout = plan_of(backend, check(q, k, v, options, key_mask, sequences), device)
-    return CudaCall(layout, Tensors(q, k, v, torch.empty_like(q), key_mask), backend, device)
+    given = given_to(tensors, key_mask, sequences)
+    library = Library(KERNEL_FOLDER, driver)
+    layout = plan_of(CudaBackend(library, arch), check(given, options), device)
+    return CudaCall(layout, given, torch.empty_like(given.q), library, device)
 
 
 def draw(q_shape=(2, 4, 130, 64), kv_shape=(2, 2, 200, 64), offset=(0, 0, 0)):
@@ -120,13 +131,17 @@ def expected_of(call, addresses, at_16_bytes=(True, True, True), stream=STREAM, 
 
 def run(call, tensors, with_lse=True, key_mask=None, sequences=None):
     """Make a call with a new output and workspace; return the addresses of its tensors."""
-    q, k, v = tensors
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3]) if with_lse else None
+    given = given_to(tensors, key_mask, sequences)
+    out, lse = torch.empty_like(given.q), torch.empty(given.q.shape[:3]) if with_lse else None
     workspace = torch.empty(call.plan.workspace_bytes, dtype=torch.uint8)
-    call.run(q, k, v, out, lse, workspace, key_mask, sequences)
-    optional = lse, key_mask, *(sequences[:2] if sequences else (None, None)), None
-    return [*(tensor.data_ptr() for tensor in (q, k, v, out)),
-            *(0 if tensor is None else tensor.data_ptr() for tensor in optional), workspace.data_ptr()]
+    call.run(given, out, lse, workspace)
+    return addresses_in_order(given, out, lse, workspace)
+
+
+def addresses_in_order(given, out, lse, workspace):
+    """Of a call's tensors, in the order of SOURCES."""
+    named = {**given.named, "out": out, "lse": lse, "workspace": workspace}
+    return [0 if named.get(name) is None else named[name].data_ptr() for name in SOURCES]
 
 
 # --- structs ----------------------------------------------------------------------------------------------------------
@@ -150,14 +165,14 @@ def test_structs_reach_the_driver_as_they_are_packed(driver, arch, options, with
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])  # 64 and 128 keys a tile
 def test_a_trained_forward_pass_saves_k_without_v(driver, arch):
     backend, (q, k, v) = CudaBackend(Library(KERNEL_FOLDER, driver), arch), draw()
-    plan = plan_of(backend, check_train(q, k, v, Options()), 0)
+    plan = plan_of(backend, check(Given("train", q, k, v), Options()), 0)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
-    forward = CudaCall(plan, Tensors(q, k, v, out), backend, 0)
-    saved = torch.zeros(backend.saved_bytes(plan), dtype=torch.uint8)
+    saved = torch.zeros(backend.kept_bytes(plan), dtype=torch.uint8)
     workspace = torch.randint(256, (plan.workspace_bytes,), dtype=torch.uint8)  # as the kernels might leave it
-    CudaTraining(plan, plan_backward(plan, backend.manifest).saved, forward).run(q, k, v, out, lse, saved, workspace)
-    addresses = [*(x.data_ptr() for x in (q, k, v, out, lse)), 0, 0, 0, saved.data_ptr(), workspace.data_ptr()]
-    assert driver.launches() == expected_of(forward, addresses)
+    given = Given("train", q, k, v, kept=saved)
+    forward = CudaCall(plan, given, out, backend.library, 0)
+    CudaTraining(forward, plan_backward(plan, backend.manifest).saved).run(given, out, lse, workspace)
+    assert driver.launches() == expected_of(forward, addresses_in_order(given, out, lse, workspace))
 
     begin, size, k_bytes = plan.offsets["kv_hat"], plan.sizes["kv_hat"], plan.kernels.attn.tile.block_n * 64
     tiles = workspace[begin: begin + size].view(2 * 2 * plan.kv_tiles, -1)
@@ -169,8 +184,8 @@ def test_a_trained_forward_pass_saves_k_without_v(driver, arch):
 @pytest.mark.kernels("sm80", "sm90")
 def test_structs_of_a_backward_pass_reach_the_driver(driver):
     backend, (q, k, v) = CudaBackend(Library(KERNEL_FOLDER, driver), "sm90"), draw()
-    plan = plan_of(backend, check_train(q, k, v, Options()), 0)
-    saved, lse = torch.empty(backend.saved_bytes(plan), dtype=torch.uint8), torch.empty(q.shape[:3])
+    plan = plan_of(backend, check(Given("train", q, k, v), Options()), 0)
+    saved, lse = torch.empty(backend.kept_bytes(plan), dtype=torch.uint8), torch.empty(q.shape[:3])
 
     def made(grad_out):
         """A backward pass with this gradient: its structs as expected of readable tensors, and as seen."""
@@ -178,7 +193,7 @@ def test_structs_of_a_backward_pass_reach_the_driver(driver):
         workspace = torch.empty(call.plan.workspace_bytes, dtype=torch.uint8)
         call.run(tensors, lse, saved, workspace)
         named = {**{name: x.data_ptr() for name, x in tensors._asdict().items()}, "lse": lse.data_ptr(),
-                 "saved": saved.data_ptr(), "workspace": workspace.data_ptr()}
+                 "kept": saved.data_ptr(), "workspace": workspace.data_ptr()}
         structs = default_library().manifest.structs
         expected = [Packer(structs[launch.record.params]).pack(launch.params).at(named)
                     for launch in call.launches(tensors.readable())]
@@ -227,24 +242,24 @@ def test_structs_of_quantized_k_and_v_reach_the_driver(driver, monkeypatch, smoo
     backend, options = CudaBackend(Library(KERNEL_FOLDER, driver), "sm89"), Options(smooth_q=smooth_q)
     q, k, v = draw()
     key_mask = torch.ones(2, 200, dtype=torch.bool) if masked else None
-    quantizing = plan_of(backend, check_kv(k, v, options, key_mask), 0)
-    call = CudaCall(quantizing, Tensors(None, k, v, None, key_mask), backend, 0)
-    kv = torch.empty(backend.kv_bytes(quantizing), dtype=torch.uint8)
+    given = Given("kv", None, k, v, key_mask)
+    quantizing = plan_of(backend, check(given, options), 0)
+    call = CudaCall(quantizing, given, None, backend.library, 0)
+    kept = torch.empty(backend.kept_bytes(quantizing), dtype=torch.uint8)
     workspace = torch.empty(quantizing.workspace_bytes, dtype=torch.uint8)
-    call.run(None, k, v, None, None, workspace, key_mask, None, kv)
-    addresses = [0, k.data_ptr(), v.data_ptr(), 0, 0, key_mask.data_ptr() if masked else 0, 0, 0, kv.data_ptr(),
-                 workspace.data_ptr()]
+    given = given._replace(kept=kept)
+    call.run(given, None, None, workspace)
     assert len(call.launches()) == 1 + masked
-    assert driver.launches() == expected_of(call, addresses)
+    assert driver.launches() == expected_of(call, addresses_in_order(given, None, None, workspace))
 
-    stored = Stored(kv, k if smooth_q else None, k.shape, k.dtype, masked, "sm89")
-    attending = plan_of(backend, check_stored(q, stored, options), 0)
-    call = CudaCall(attending, Tensors(q, stored.k, None, torch.empty_like(q)), backend, 0)
-    assert backend.kv_bytes(attending) == kv.numel()
+    given = Given("stored", q, k if smooth_q else None, kept=kept,
+                  details=Stored(tuple(k.shape), k.dtype, masked, "sm89"))
+    attending = plan_of(backend, check(given, options), 0)
+    call = CudaCall(attending, given, torch.empty_like(q), backend.library, 0)
+    assert backend.kept_bytes(attending) == kept.numel()
     out, workspace = torch.empty_like(q), torch.empty(attending.workspace_bytes, dtype=torch.uint8)
-    call.run(q, stored.k, None, out, None, workspace, kv=kv)
-    addresses = [q.data_ptr(), k.data_ptr() if smooth_q else 0, 0, out.data_ptr(), 0, 0, 0, 0, kv.data_ptr(),
-                 workspace.data_ptr()]
+    call.run(given, out, None, workspace)
+    addresses = addresses_in_order(given, out, None, workspace)
     assert len(call.launches()) == 2 + smooth_q
     assert driver.launches() == expected_of(call, addresses)
 
@@ -252,7 +267,7 @@ def test_structs_of_quantized_k_and_v_reach_the_driver(driver, monkeypatch, smoo
                         raising=False)
     monkeypatch.setattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", lambda _: None, raising=False)
     with driver.entered(1):  # the device's context: the call asks torch's allocator for raw memory
-        call(q, stored.k, None, out, None, None, None, kv)
+        call(given, out, None)
     assert driver.launches() == expected_of(call, addresses)
 
 
@@ -285,7 +300,7 @@ def test_what_blocks_leave_of_split_keys_reaches_the_kernel_that_merges(driver, 
         fields = default_library().manifest.structs["MergeParams"].fields
         lse, = struct.unpack_from("<Q", seen[-1].struct, fields["lse"][1])
         assert lse == addresses[SOURCES.index("lse")] and (lse != 0) == with_lse
-    backend = CudaBackend(call._backend.library, arch, splits=2)
+    backend = CudaBackend(call._library, arch, splits=2)
     assert plan_of(backend, call.plan.problem, 0).splits == 2
 
 
@@ -362,7 +377,7 @@ def test_a_call_allocates_the_workspace_of_its_plan(driver):
             made.append((arguments, options))
             return super().new_empty(*arguments, **options)
 
-    call(q.as_subclass(Allocating), k, v, torch.empty_like(q), None)
+    call(Given("dense", q.as_subclass(Allocating), k, v), torch.empty_like(q), None)
     assert made == [((call.plan.workspace_bytes,), {"dtype": torch.uint8})]
     assert len(driver.launches()) == 2
 

@@ -17,9 +17,9 @@ import pytest
 
 import sage_aot
 from sage_aot._backends import drivers
-from sage_aot._backends.cuda import Queue, _Bound
+from sage_aot._backends.cuda.queue import Bound, Queue
 from sage_aot._backends.drivers import CupyDriver, default_driver
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 from sage_aot._kernels.drivers import CUDA_OF_DRIVER, cuda_of, cuda_text, too_old
 from sage_aot._launch.structs import NO_SOURCE, SOURCES, Packed
 from sage_aot.errors import LaunchError, UnsupportedError
@@ -207,7 +207,7 @@ def cupy_queue(monkeypatch, refused=""):
     """A queue of two launches for device 1 on cupy's driver, the list of cupy's calls, and the threads' contexts."""
     told, contexts = install_cupy(monkeypatch, refused=refused)
     driver = CupyDriver()
-    bound = [_Bound(SimpleNamespace(name=name), driver.load(1, b"", name, 32, 0), blocks,
+    bound = [Bound(SimpleNamespace(name=name), driver.load(1, b"", name, 32, 0), blocks,
                     Packed(bytes([blocks] * 16), bytes([NO_SOURCE, SOURCES.index("out")])))
              for blocks, name in ((1, "first"), (2, "second"))]
     queue = Queue(bound, driver, 1, driver.context(1))
@@ -227,7 +227,8 @@ def test_a_queue_on_cupy_runs_in_its_own_context_whatever_the_threads_is(monkeyp
     call, told, contexts = cupy_queue(monkeypatch)
     call()
     assert launched(told) == EXPECTED and contexts[threading.get_ident()] == 101
-    assert told[0][9] == bytes([1] * 8) + (int.from_bytes(bytes([1] * 8), "little") + 4).to_bytes(8, "little")
+    address = int.from_bytes(bytes([1] * 8), "little") + SOURCES.index("out") + 1
+    assert told[0][9] == bytes([1] * 8) + address.to_bytes(8, "little")
     for before in (0, 100):
         told.clear()
 

@@ -12,10 +12,10 @@ from records import manifest_of, record_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sage_aot
-from sage_aot._backends import cuda
-from sage_aot._backends.cuda import CudaBackend
+from sage_aot._backends.cuda import device as cuda_device
+from sage_aot._backends.cuda.backend import CudaBackend
 from sage_aot._backends.emulation.backend import EmulationBackend
-from sage_aot._call.pipeline import default_library, handing
+from sage_aot._call.backends import default_library, handing
 from sage_aot._kernels.spec import AttnSpec
 from sage_aot._launch.choose import Gpu, nearest_arch
 from sage_aot._tools import explain as explaining
@@ -82,7 +82,7 @@ def test_a_gpu_here_is_asked_for_its_capability_and_driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: ((7, 5), (8, 9))[device])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
     found = SimpleNamespace(cuda=12080)
-    for module in (cuda, explaining):
+    for module in (cuda_device, explaining):
         monkeypatch.setattr(module, "default_driver", lambda: found)
     monkeypatch.setattr(explaining, "sm_count", lambda device: (40, 128)[device])
     assert sage_aot.explain(headdim=64).gpu == Gpu((8, 9), 12080, "GPU 1")
@@ -91,7 +91,7 @@ def test_a_gpu_here_is_asked_for_its_capability_and_driver(monkeypatch):
     def missing():
         raise UnsupportedError("neither")
 
-    for module in (cuda, explaining):
+    for module in (cuda_device, explaining):
         monkeypatch.setattr(module, "default_driver", missing)
     told = sage_aot.explain(headdim=64)
     assert told.gpu.cuda is None and told.candidates[0].taken
@@ -157,9 +157,9 @@ def test_what_is_told_is_what_runs(changes):
     bound = []
 
     class Remembering(EmulationBackend):
-        def bind(self, plan, tensors):
+        def bind(self, plan, given, out):
             bound.append(plan)
-            return super().bind(plan, tensors)
+            return super().bind(plan, given, out)
 
     told = sage_aot.explain(*tensors(), **changes)
     with handing(Remembering(default_library().manifest)):
@@ -232,7 +232,8 @@ def test_the_table_of_every_arch_has_each_kernel_once():
 @pytest.fixture
 def on_a_new_gpu(monkeypatch):
     """A backend of a manifest, on a GPU newer than its kernels."""
-    monkeypatch.setattr(cuda, "gpu_here", lambda device, driver=None: Gpu((13, 0), 13000, f"NVIDIA X{device or ''}"))
+    monkeypatch.setattr(cuda_device, "gpu_here",
+                        lambda device, driver=None: Gpu((13, 0), 13000, f"NVIDIA X{device or ''}"))
     monkeypatch.delenv("SAGE_AOT_PTX_WARNING", raising=False)
     return lambda *archs: CudaBackend(SimpleNamespace(manifest=small_manifest(*archs), driver=None))
 

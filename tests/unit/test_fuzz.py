@@ -31,11 +31,13 @@ from sage_aot._backends.emulation import attention as emulation
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._backends.emulation.backward import gradients
 from sage_aot._backends.emulation.quantize import quantize
-from sage_aot._call import api, pipeline
-from sage_aot._call.pipeline import default_library
-from sage_aot._problem.check import check, heads_first
+from sage_aot._call import forms, pipeline
+from sage_aot._call.backends import default_library
+from sage_aot._problem.check import check
+from sage_aot._problem.given import Given
 from sage_aot._problem.mask import Mask
 from sage_aot._problem.options import OPTIONS
+from sage_aot._problem.problem import heads_first
 from sage_aot._tools.compare import Measure, against_emulation
 from sage_aot.integrations import _policy
 
@@ -156,11 +158,11 @@ def test_shrinking_keeps_remainders():
 def defect(monkeypatch):
     """A backend that is wrong only for causal calls whose last tile, not the first, holds one key."""
     class Defective(EmulationBackend):
-        def bind(self, plan, tensors):
-            right, problem = super().bind(plan, tensors), plan.problem
+        def bind(self, plan, given, out):
+            right, problem = super().bind(plan, given, out), plan.problem
 
-            def wrong(q, k, v, out, lse, *others):
-                right(q, k, v, out, lse, *others)
+            def wrong(given, out, lse):
+                right(given, out, lse)
                 if problem.options.is_causal and problem.seqlen_kv % 64 == 1 and problem.seqlen_kv > 1:
                     heads_first(out, problem.options.layout)[:, :, -1] += 100.0
 
@@ -185,7 +187,7 @@ def test_a_planted_defect_is_found_and_reduced(defect, capsys, tmp_path):
 @pytest.mark.kernels("sm80", "sm89", "sm90")
 def test_what_is_raised_is_a_failure(subject):
     class Raising(EmulationBackend):
-        def bind(self, plan, tensors):
+        def bind(self, plan, given, out):
             return lambda *arguments: 1 / 0
 
     backend = Raising(default_library().manifest, "sm80")
@@ -234,7 +236,7 @@ def test_bad_arguments_must_be_refused(subject):
 def emulated_as_kernel(subject, case, change):
     """The worst excess of a call whose kernel is the emulation on quantized tensors that `change` altered."""
     tensors = make_tensors(case, "cpu")
-    plan = pipeline.plan_of(subject.backend(case), check(*tensors, case.options), -1)
+    plan = pipeline.plan_of(subject.backend(case), check(Given("dense", *tensors), case.options), -1)
     q, k, v = (heads_first(tensor, case.layout) for tensor in tensors)
     quantized = quantize(plan.problem, plan.kernels, q, k, v)
     out, lse = emulation.attend(plan, change(quantized))
@@ -301,13 +303,12 @@ class Defective(EmulationBackend):
         super().__init__(default_library().manifest, arch)
         self.change, self.spoil = change, spoil
 
-    def bind(self, plan, tensors):
-        right, names = super().bind(plan, tensors), ("key_mask", "sequences", "kv")
+    def bind(self, plan, given, out):
+        right = super().bind(plan, given, out)
 
-        def wrong(q, k, v, out, lse, *others):
-            given = {"q": q, "k": k, "v": v, **dict(zip(names, others))}
-            given |= self.change(given) if self.change else {}
-            right(given["q"], given["k"], given["v"], out, lse, *(given[name] for name in names[:len(others)]))
+        def wrong(given, out, lse):
+            given = given._replace(**self.change(given) if self.change else {})
+            right(given, out, lse)
             if self.spoil:
                 self.spoil(right, given, out, lse)
 
@@ -325,7 +326,7 @@ def next_key_in_one_head(right, given, out, lse):
     right_mask = Mask.visible_keys
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mask, "visible_keys", lambda mask, rows, queries, keys: right_mask(mask, rows, queries - 1, keys))
-        right(given["q"], given["k"], given["v"], off, None)
+        right(given, off, None)
     out[:, 2] = off[:, 2]
 
 
@@ -338,13 +339,13 @@ def one_row_of_zeros(right, given, out, lse):
 
 
 def shifted(name, step, dim):
-    return lambda given: {name: given[name].roll(step, dim)}
+    return lambda given: {name: getattr(given, name).roll(step, dim)}
 
 
 def neighbours_key(given):
-    begins = given["sequences"].cu_seqlens_k.clone()
+    begins = given.cu_seqlens_k.clone()
     begins[1:-1] += 1
-    return {"sequences": given["sequences"]._replace(cu_seqlens_k=begins)}
+    return {"cu_seqlens_k": begins}
 
 
 GROUPED = Case("sm89", 3, 2, 2, 2, 70, 90, 64)
@@ -356,9 +357,9 @@ SERVED_BUGS = {
         dataclasses.replace(GROUPED, seqlen_kv=1100, seqlen_q=20), {"change": shifted("v", 1, 1)}),
     "another batch entry's v": (GROUPED, {"change": shifted("v", 1, 0)}),
     "strides of k ignored": (
-        dataclasses.replace(GROUPED, strides="transposed"), {"change": lambda given: {"k": plain_strides(given["k"])}}),
+        dataclasses.replace(GROUPED, strides="transposed"), {"change": lambda given: {"k": plain_strides(given.k)}}),
     "strides of q ignored": (
-        dataclasses.replace(GROUPED, strides="sliced"), {"change": lambda given: {"q": plain_strides(given["q"])}}),
+        dataclasses.replace(GROUPED, strides="sliced"), {"change": lambda given: {"q": plain_strides(given.q)}}),
     "lse of one head in another base": (GROUPED, {"spoil": natural_and_binary}),
     "lse off by 0.1": (GROUPED, {"spoil": lambda right, given, out, lse: lse.add_(0.1)}),
     "one more key masked out": (
@@ -368,14 +369,14 @@ SERVED_BUGS = {
     "rows of zeros for large scores": (
         dataclasses.replace(GROUPED, scores=1e4), {"spoil": one_row_of_zeros}),
     "scores twice as large": (
-        dataclasses.replace(GROUPED, scores=1.0), {"change": lambda given: {"q": given["q"] * 2}}),
+        dataclasses.replace(GROUPED, scores=1.0), {"change": lambda given: {"q": given.q * 2}}),
     "one key, rows of which are not its v": (
         dataclasses.replace(GROUPED, seqlen_kv=1), {"spoil": lambda right, given, out, lse: out.mul_(1.2)}),
     "NaN where nothing is spoilt": (GROUPED, {"spoil": lambda right, given, out, lse: out[1, 1, 5].fill_(math.nan)}),
     "NaN that is lost": (
         dataclasses.replace(GROUPED, planted="v:nan"), {"spoil": lambda right, given, out, lse: out.nan_to_num_()}),
     "a channel that is not written": (GROUPED, {"spoil": lambda right, given, out, lse: out[..., 63].zero_()}),
-    "an input that changes": (GROUPED, {"spoil": lambda right, given, out, lse: given["k"].add_(1.0)}),
+    "an input that changes": (GROUPED, {"spoil": lambda right, given, out, lse: given.k.add_(1.0)}),
     "the causal mask of sdpa": (
         dataclasses.replace(GROUPED, is_causal=True, entry="sdpa"), {"change": shifted("v", 1, 2)}),
     "v of sdpa with another group's heads": (
@@ -397,21 +398,19 @@ DECODING = dataclasses.replace(GROUPED, seqlen_q=1, group=4)
 
 def regroup_otherwise(patch):
     """Heads of a group as rows of one head, but heads h, h + kv heads, ... of q."""
-    right = api._attend
+    right = forms._by_group
 
-    def wrong(q, k, v, key_mask, out, return_lse, options):
-        order = torch.arange(q.shape[1] * q.shape[2]).view(q.shape[2], q.shape[1]).T.reshape(-1)
-        return right(q.flatten(1, 2)[:, order].view(q.shape), k, v, key_mask, out, return_lse, options)
+    def wrong(of_heads, kv_heads, layout):
+        rows = right(of_heads, kv_heads, layout)
+        order = torch.arange(rows.shape[1] * rows.shape[2]).view(rows.shape[2], rows.shape[1]).T.reshape(-1)
+        return rows.flatten(1, 2)[:, order].view(rows.shape)
 
-    patch.setattr(api, "_attend", wrong)
+    patch.setattr(forms, "_by_group", wrong)
 
 
 def regroup_causal_rows(patch):
     """Heads of a group as rows of one head under a causal mask too, which then tells them apart."""
-    right = api._attend
-    patch.setattr(api, "groups_share_rows", lambda q, *others: q.shape[2] == 1)
-    patch.setattr(api, "_attend", lambda q, k, v, key_mask, out, return_lse, options: right(
-        q, k, v, key_mask, out, return_lse, (True, *options[1:])))
+    patch.setattr(forms, "rows_see_alike", lambda asked: True)
 
 
 def bottom_right_sdpa(patch):

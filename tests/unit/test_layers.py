@@ -75,7 +75,8 @@ MAY_IMPORT = {
 }
 """Per package, the packages that it may import. Each may also import itself, and each but the families LEAVES."""
 
-OF_THE_STANDARD_LIBRARY = ("_kernels", "_families", "_problem.options", "_launch.structs", "_version", "errors")
+OF_THE_STANDARD_LIBRARY = ("_kernels", "_families", "_problem.options", "_problem.tensors", "_launch.structs",
+                           "_version", "errors")
 """Modules that need the standard library alone, and that code generation may therefore share."""
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

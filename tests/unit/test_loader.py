@@ -11,7 +11,7 @@ import pytest
 from records import manifest_of, record_of
 
 from sage_aot._backends.loader import Library
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 from sage_aot._kernels.manifest import FILE_NAME, FORMAT, Struct, records_by_name, sealed_text
 from sage_aot._kernels.spec import AttnSpec, DeltaSpec
 from sage_aot.errors import CubinError, LaunchError, UnsupportedError

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 from sage_aot._kernels.manifest import records_by_name
 
 TESTS = '''
 import pytest, sage_aot, torch
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 
 Q = torch.randn(1, 1, 8, 64)
 

@@ -16,7 +16,8 @@ import sage_aot
 from sage_aot._backends.emulation import nvfp4
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._call import pipeline
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
+from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options
 from sage_aot._tools import reference
 
@@ -164,12 +165,13 @@ def test_keys_of_several_blocks_and_quantized_before(on_sm120):
     kv = sage_aot.quantize_kv(k, v, qk="nvfp4")
     assert torch.equal(sage_aot.attn(q, kv), sage_aot.attn(q, k, v, qk="nvfp4"))
     manifest = default_library().manifest
-    calls = [pipeline.prepare(EmulationBackend(manifest, "sm120", splits), q, k, v, Options(qk="nvfp4"))
+    given = Given("dense", q, k, v)
+    calls = [pipeline.prepare(EmulationBackend(manifest, "sm120", splits), given, Options(qk="nvfp4"))
              for splits in (1, 3)]
     outs = []
     for call in calls:
         out = torch.empty_like(q)
-        call.run(q, k, v, out, None)
+        call.run(given, out, None)
         outs.append(out.float())
     assert (outs[0] - outs[1]).abs().max() < 0.1 and not torch.equal(*outs)
 

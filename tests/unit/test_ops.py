@@ -54,7 +54,7 @@ def compiled(request, fresh):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("changes", [{}, {"layout": "NHD"}, BOTTOM_RIGHT], ids=str)
-@pytest.mark.parametrize("op", [ops.attn, ops.attn_lse, ops.attn_out, ops.attn_lse_out], ids=str)
+@pytest.mark.parametrize("op", [*ops.attn], ids=str)
 def test_opcheck(op, changes, masked):
     q, k, v = draw()
     key_mask = torch.arange(k.shape[2]).expand(2, -1) % 3 > 0 if masked else None
@@ -64,7 +64,7 @@ def test_opcheck(op, changes, masked):
     torch.library.opcheck(op, (q, k, v, key_mask, *written, *options(**changes)))
 
 
-@pytest.mark.parametrize("op", [ops.attn, ops.attn_lse], ids=str)
+@pytest.mark.parametrize("op", [ops.attn.plain, ops.attn.lse], ids=str)
 def test_opcheck_of_strided_tensors(op):
     fused = torch.stack([t.transpose(1, 2) for t in draw((2, 4, 33, 64), (2, 4, 33, 64))], 2)
     parts = fused.unbind(2)  # NHD, no two rows adjacent
@@ -90,19 +90,19 @@ def test_fake_outputs_are_like_the_real_ones(layout):
                                      {"pv_accum": "two_level_f16"}], ids=str)
 def test_options_reach_the_operator(changes):
     q, k, v = draw()
-    expected = ops.attn(q, k, v, None, *options(**changes))
-    assert not torch.equal(expected, ops.attn(q, k, v, None, *options()))
+    expected = ops.attn.plain(q, k, v, None, *options(**changes))
+    assert not torch.equal(expected, ops.attn.plain(q, k, v, None, *options()))
     assert torch.equal(sage_aot.attn(q, k, v, **changes), expected)
 
 
 def test_operators_raise_the_errors_of_the_call():
     q, k, v = draw()
     with pytest.raises(ArgumentError, match="q, k and v must have one head dim"):
-        ops.attn(q[..., :32], k, v, None, *options())
+        ops.attn.plain(q[..., :32], k, v, None, *options())
     with pytest.raises(ArgumentError, match="qk: expected 'auto', 'int8', 'int4' or 'nvfp4', got 'int5'"):
-        ops.attn(q, k, v, None, False, None, "HND", "int5")
+        ops.attn.plain(q, k, v, None, False, None, "HND", "int5")
     with pytest.raises(ArgumentError, match="q: expected torch.float16, .* or torch.float32, got torch.float64"):
-        ops.attn(q.double(), k, v, None, *options())
+        ops.attn.plain(q.double(), k, v, None, *options())
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -166,7 +166,7 @@ def test_axes_are_spelt_as_the_call_takes_them():
 # --- the operators' schemas -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", [ops.attn, ops.attn_lse, ops.attn_out, ops.attn_lse_out], ids=str)
+@pytest.mark.parametrize("op", [*ops.attn], ids=str)
 def test_schemas_are_the_table(op):
     assert f"Tensor v, Tensor? key_mask, {'Tensor(a!) out, ' if 'out' in str(op) else ''}{schema()})" in str(op._schema)
     assert [argument.name for argument in op._schema.arguments][-len(NAMES):] == NAMES

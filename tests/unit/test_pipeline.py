@@ -15,10 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import sage_aot
 from sage_aot._backends.emulation.backend import EmulationBackend
-from sage_aot._call import pipeline
-from sage_aot._call.pipeline import MOST_KEPT, default_library, handing, plan_of
+from sage_aot._call import backends, pipeline
+from sage_aot._call.backends import default_library, handing
+from sage_aot._call.pipeline import MOST_KEPT, plan_of
 from sage_aot._launch import plan as planning
 from sage_aot._problem.check import check
+from sage_aot._problem.given import Given
 from sage_aot._problem.options import OPTIONS, Options, for_schema
 from sage_aot._tools import reference
 from sage_aot.errors import ArgumentError, CubinError, UnsupportedError
@@ -39,14 +41,14 @@ class Recording(EmulationBackend):
         self.asked.append(device)
         return super().arch(device)
 
-    def bind(self, plan, tensors):
+    def bind(self, plan, given, out):
         self.bound.append(plan)
-        call = super().bind(plan, tensors)
+        call = super().bind(plan, given, out)
 
-        def run(*arguments):
-            assert not any(isinstance(tensor, FakeTensor) for tensor in arguments)
+        def run(given, out, lse):
+            assert not any(isinstance(tensor, FakeTensor) for tensor in (*given.tensors, out, lse))
             self.ran.append(plan)
-            call(*arguments)
+            call(given, out, lse)
 
         return run
 
@@ -54,7 +56,7 @@ class Recording(EmulationBackend):
 class Idle(Recording):
     """Runs nothing."""
 
-    def bind(self, plan, tensors):
+    def bind(self, plan, given, out):
         self.bound.append(plan)
         return lambda *arguments: self.ran.append(plan)
 
@@ -70,7 +72,7 @@ def nothing_prepared(monkeypatch):
 @pytest.fixture
 def backend():
     with handing(Recording()) as _:
-        yield pipeline._handed
+        yield backends.handed_backend()
 
 
 def draw(q_shape=(1, 2, 9, 64), kv_shape=(1, 2, 9, 64), dtype=torch.bfloat16, seed=0):
@@ -80,8 +82,8 @@ def draw(q_shape=(1, 2, 9, 64), kv_shape=(1, 2, 9, 64), dtype=torch.bfloat16, se
 def emulated(*tensors, arch="sm89", **options):
     """The output without any cache."""
     backend, out = EmulationBackend(default_library().manifest, arch), torch.empty_like(tensors[0])
-    prepared = pipeline.prepare(backend, *tensors, Options(**options))
-    prepared.run(*tensors, out, None)
+    given = Given("dense", *tensors)
+    pipeline.prepare(backend, given, Options(**options)).run(given, out, None)
     return out
 
 
@@ -184,11 +186,11 @@ def test_the_folder_that_the_environment_names_is_that_of_the_next_call(monkeypa
 
 def test_an_environment_that_keeps_no_dictionary_is_asked_all_the_same(monkeypatch):
     monkeypatch.setenv("SAGE_AOT_EMULATE", "sm80")
-    usual = pipeline._reader()
-    assert usual() == pipeline.environment()
+    usual = backends._reader()
+    assert usual() == backends.environment()
     assert (usual()[0], os.fsdecode(usual()[1])) == (None, "sm80")
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    other = pipeline._reader()
+    other = backends._reader()
     assert other() == (None, "sm80")
     os.environ["SAGE_AOT_KERNELS"] = "somewhere"
     del os.environ["SAGE_AOT_EMULATE"]
@@ -241,10 +243,10 @@ class Refusing(Recording):
 
     refusing = True
 
-    def bind(self, plan, tensors):
+    def bind(self, plan, given, out):
         if self.refusing:
             raise RuntimeError("not now")
-        return super().bind(plan, tensors)
+        return super().bind(plan, given, out)
 
 
 def test_a_refused_call_leaves_nothing_behind():
@@ -258,7 +260,7 @@ def test_a_refused_call_leaves_nothing_behind():
                 with pytest.raises(error):
                     sage_aot.attn(*tensors, **options)
                 assert pipeline._prepared == {}
-        pipeline._handed.refusing = False
+        backends._handed.refusing = False
         assert torch.equal(sage_aot.attn(q, k, v), emulated(q, k, v))
 
 
@@ -279,7 +281,7 @@ def test_no_backend_is_asked_to_run_what_has_no_queries_or_keys(backend, shapes)
 def test_the_oldest_of_too_many_goes():
     q, k, v = draw()
     with handing(Idle()):
-        backend, scales = pipeline._handed, [1 + i / 1000 for i in range(MOST_KEPT + 40)]
+        backend, scales = backends._handed, [1 + i / 1000 for i in range(MOST_KEPT + 40)]
         for scale in scales:
             sage_aot.attn(q, k, v, scale=scale)
             assert len(pipeline._prepared) <= MOST_KEPT
@@ -371,8 +373,13 @@ def test_compiling_prepares_nothing_and_running_does(backend, fresh, scales, dyn
         assert all(found == (prepared[0], *prepared) for found in before_run[compilations:])
     assert len(before_run) >= 1 and len(backend.ran) == 5 and len(backend.bound) == len(kinds)
     for key in pipeline._prepared:
-        numbers = [number for part in key if isinstance(part, tuple) for number in part]
-        assert {type(number) for number in numbers} <= {int, float, bool, str, bytes, type(None)}
+        assert {type(leaf) for leaf in leaves_of(key)} <= {
+            int, float, bool, str, bytes, type(None), torch.dtype, torch.device, Recording}
+
+
+def leaves_of(key):
+    """What a key is made of: of a traced call too no number of the tracer."""
+    return [leaf for part in key for leaf in leaves_of(part)] if isinstance(key, tuple) else [key]
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -411,8 +418,8 @@ def test_an_exception_gives_the_backend_back_too():
     with handing(outer):
         with pytest.raises(ZeroDivisionError), handing(Recording()):
             raise ZeroDivisionError
-        assert pipeline._handed is outer
-    assert pipeline._handed is None
+        assert backends._handed is outer
+    assert backends._handed is None
 
 
 def test_nothing_is_kept_of_a_backend_that_was_handed_in():
@@ -427,7 +434,7 @@ def test_nothing_is_kept_of_a_backend_that_was_handed_in():
 
 def test_the_plan_of_a_call_is_that_of_its_arch_with_heads_in_turns(monkeypatch):
     """The emulation uses no workspace, but the plan has its sizes."""
-    problem = check(*draw((2, 4, 300, 64), (2, 2, 300, 64)), Options(qk="int4"))
+    problem = check(Given("dense", *draw((2, 4, 300, 64), (2, 2, 300, 64))), Options(qk="int4"))
     backend = EmulationBackend(default_library().manifest, "sm80")
     assert plan_of(backend, problem, -1).heads_at_once == 8
     monkeypatch.setattr(planning, "DELTA_BYTES", 1)
@@ -453,7 +460,8 @@ def test_importing_the_package_imports_no_torch():
 def test_a_first_call_makes_the_records_of_its_arch_alone():
     program = """
 import torch, sage_aot
-from sage_aot._call.pipeline import default_library
+from sage_aot._call import backends
+from sage_aot._call.backends import default_library
 sage_aot.attn(*torch.zeros(3, 1, 1, 4, 64, dtype=torch.bfloat16))
 made = [name for name, row in default_library().manifest.kernels._rows.items() if not isinstance(row, dict)]
 print(*made)
@@ -465,11 +473,10 @@ print(*made)
 
 def test_a_kept_call_needs_no_look_at_its_options(backend, monkeypatch):
     """The options that an operator passes are the key, unchanged."""
-    q, k, v = draw()
     options = for_schema(*vars(Options(scale=0.5)).values())
-    call = pipeline.prepared(q, k, v, None, None, options)
+    call = pipeline.prepared(Given("dense", *draw()), None, options)
     monkeypatch.setattr(Options, "from_schema", None)
-    assert pipeline.prepared(*draw(seed=1), None, None, options) is call
+    assert pipeline.prepared(Given("dense", *draw(seed=1)), None, options) is call
 
 
 def test_a_tensor_that_requires_grad_is_refused_before_kernels_are_looked_for():

@@ -27,8 +27,8 @@ from sage_aot._launch.plan import (
     splits_of,
 )
 from sage_aot._launch.structs import NULL, WORD, FastDivmod, Packer, Tensor
-from sage_aot._problem.check import Problem
 from sage_aot._problem.options import Options
+from sage_aot._problem.problem import Problem
 from sage_aot.errors import ArgumentError, UnsupportedError
 
 PROBLEM = Problem(batch=2, num_q_heads=6, num_kv_heads=3, seqlen_q=130, seqlen_kv=200, headdim=80, dtype="bf16",
@@ -59,8 +59,9 @@ def argument(name, at_16_bytes=True, strides=(1, 2, 3)):
 
 def run(problem=PROBLEM, chosen=None, sm_count=132, splits=1, **tensors):
     """The launches of a problem. Tensors that are not given have rows that are not aligned."""
-    arguments = {name: argument(name) for name in Arguments._fields} | tensors
-    return launches(plan(problem, chosen or kernels(problem=problem), splits), Arguments(**arguments), sm_count)
+    rows = {name: tensors.pop(name, argument(name)) for name in ("q", "k", "v", "out")}
+    arguments = Arguments(**rows, optional=tensors)
+    return launches(plan(problem, chosen or kernels(problem=problem), splits), arguments, sm_count)
 
 
 def number(value):
@@ -244,7 +245,7 @@ def test_delta_has_blocks_for_the_edge_that_it_says(edge, blocks):
 
 def test_kernels_agree_on_addresses():
     """Fields of one name, such as q_hat, have the same address in the structs of all kernels."""
-    problem = changed(SMOOTH_Q, smooth_v=True, has_key_mask=True)
+    problem = changed(SMOOTH_Q, smooth_v=True, optional=("key_mask",))
     offsets, met = plan(problem, kernels(problem=problem)).offsets, set()
     for launch in run(problem):
         fields = STRUCTS[launch.record.params].fields
@@ -322,7 +323,7 @@ def test_blocks_that_share_keys_store_partial_results_which_a_last_launch_merges
 
 
 def test_a_key_mask_is_packed_first_by_a_block_a_batch_entry():
-    masked = changed(has_key_mask=True)
+    masked = changed(optional=("key_mask",))
     strides = Argument("key_mask", Strides(700, 0, 3), False)
     pack, quant, attn = run(masked, key_mask=strides)
     assert (pack.record.spec.kind, pack.blocks, pack.entry) == ("pack", 2, pack.record.name)
@@ -422,7 +423,7 @@ ALIGNED = Strides(0, 8 * 1024, 80)
 
 @pytest.mark.parametrize("has_key_mask", [False, True])
 def test_the_call_that_quantizes_k_and_v_has_no_blocks_and_no_memory_for_q(has_key_mask):
-    problem = changed(SMOOTH_Q, part="kv", num_q_heads=3, seqlen_q=1, has_key_mask=has_key_mask)
+    problem = changed(SMOOTH_Q, part="kv", num_q_heads=3, seqlen_q=1, optional=("key_mask",) * has_key_mask)
     own = {name: argument(name) for name in ("k", "v", "key_mask")}
     *packs, quantizer = run(problem, **{**MISSES, **own})
     assert [launch.record.spec.kind for launch in (*packs, quantizer)] == ["pack"] * has_key_mask + ["quant"]
@@ -430,19 +431,19 @@ def test_the_call_that_quantizes_k_and_v_has_no_blocks_and_no_memory_for_q(has_k
     layout = plan(problem, kernels(problem=problem))
     assert [name for name in layout.offsets if layout.sizes[name]] == ["tile_counter"]
     kept = {name for name in OF_KV if has_key_mask or not name.startswith("key_")}
-    assert layout.kv_offsets.keys() == kept
-    assert all(quantizer.params[name] == ("kv", layout.kv_offsets[name]) for name in kept)
+    assert layout.kept_offsets.keys() == kept
+    assert all(quantizer.params[name] == ("kept", layout.kept_offsets[name]) for name in kept)
 
 
 def test_the_call_with_quantized_k_and_v_reads_them_where_the_other_call_wrote_them():
     written = plan(changed(part="kv", num_q_heads=3, seqlen_q=1), kernels())
     problem = changed(part="q")
     layout = plan(problem, kernels())
-    assert (layout.kv_offsets, layout.kv_bytes) == (written.kv_offsets, written.kv_bytes)
-    assert not layout.offsets.keys() & layout.kv_offsets.keys()
+    assert (layout.kept_offsets, layout.kept_bytes) == (written.kept_offsets, written.kept_bytes)
+    assert not layout.offsets.keys() & layout.kept_offsets.keys()
     quantizer, attention = run(problem, **{**MISSES, "q": argument("q"), "out": argument("out")})
     assert quantizer.params["kv_blocks"] == 0 and quantizer.blocks == 2 * 6 * layout.q_tiles
-    assert attention.params["kv_hat"] == ("kv", layout.kv_offsets["kv_hat"])
+    assert attention.params["kv_hat"] == ("kept", layout.kept_offsets["kv_hat"])
     assert attention.params["q_hat"] == ("workspace", layout.offsets["q_hat"])
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import sage_aot
-from sage_aot._problem.check import check, check_out
+from sage_aot._problem.arguments import check_out
+from sage_aot._problem.check import check
+from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options
 from sage_aot.errors import ArgumentError
 
@@ -23,7 +25,7 @@ def bf16(*shape):
 
 
 def test_a_valid_call_becomes_a_problem():
-    problem = check(*tensors(), Options())
+    problem = check(Given("dense", *tensors()), Options())
     assert (problem.batch, problem.num_q_heads, problem.num_kv_heads) == (2, 4, 2)
     assert (problem.seqlen_q, problem.seqlen_kv, problem.headdim, problem.dtype) == (10, 12, 64, "bf16")
     assert problem.softmax_scale == 1 / math.sqrt(64)
@@ -31,24 +33,25 @@ def test_a_valid_call_becomes_a_problem():
 
 @pytest.mark.parametrize(("scale", "expected"), [(None, 0.125), (0, 0.0), (-2, -2.0), (0.7, 0.7)])
 def test_the_scale_is_a_float_whatever_was_given(scale, expected):
-    found = check(*tensors(), Options(scale=scale)).softmax_scale
+    found = check(Given("dense", *tensors()), Options(scale=scale)).softmax_scale
     assert (found, type(found)) == (expected, float)
 
 
 def test_a_problem_holds_resolved_options():
-    assert check(*tensors(), Options(qk="int4")).options == Options(qk="int4", smooth_q=True, rotate=True)
+    problem = check(Given("dense", *tensors()), Options(qk="int4"))
+    assert problem.options == Options(qk="int4", smooth_q=True, rotate=True)
 
 
 @pytest.mark.parametrize(("changes", "empty"), [
     ({}, False), ({"q": bf16(2, 4, 0, 64)}, True), ({"k": bf16(2, 2, 0, 64), "v": bf16(2, 2, 0, 64)}, True),
     ({"q": bf16(2, 0, 10, 64)}, True)])
 def test_a_problem_without_queries_or_keys_is_empty(changes, empty):
-    assert check(*tensors(**changes), Options()).is_empty is empty
+    assert check(Given("dense", *tensors(**changes)), Options()).is_empty is empty
 
 
 def test_layout_says_which_dimension_is_which():
     q, k, v = (t.transpose(1, 2) for t in tensors())
-    problem = check(q, k, v, Options(layout="NHD"))
+    problem = check(Given("dense", q, k, v), Options(layout="NHD"))
     assert (problem.num_q_heads, problem.num_kv_heads, problem.seqlen_q, problem.seqlen_kv) == (4, 2, 10, 12)
 
 
@@ -76,7 +79,7 @@ def test_layout_says_which_dimension_is_which():
 ])
 def test_bad_tensors(changes, message):
     with pytest.raises(ArgumentError, match=message):
-        check(*tensors(**changes), Options())
+        check(Given("dense", *tensors(**changes)), Options())
 
 
 @pytest.mark.parametrize(("out", "message"), [

@@ -11,7 +11,8 @@ import torch
 
 import sage_aot
 from sage_aot._backends.emulation.backend import EmulationBackend
-from sage_aot._call import ops, pipeline
+from sage_aot._call import ops
+from sage_aot._call.backends import default_library, handing
 from sage_aot._problem.options import OPTIONS
 from sage_aot._tools import reference
 
@@ -173,11 +174,11 @@ def test_one_query_with_wrong_tensors_gets_the_errors_of_others():
 def test_opcheck(smooth_q):
     q, k, v = draw()
     torch.library.opcheck(ops.quantize_kv, (k, v, mask_of(True)), {"smooth_q": smooth_q})
-    stored = sage_aot.quantize_kv(k, v, key_mask=mask_of(True), smooth_q=smooth_q).stored
-    for op in (ops.attn_kv, ops.attn_kv_lse):
-        torch.library.opcheck(op, (q, *stored), {"smooth_q": smooth_q})
-    for op in (ops.attn_kv_out, ops.attn_kv_lse_out):
-        torch.library.opcheck(op, (q, *stored, torch.empty_like(q)), {"smooth_q": smooth_q})
+    arguments = sage_aot.quantize_kv(k, v, key_mask=mask_of(True), smooth_q=smooth_q).arguments(q)
+    for op in (ops.attn_kv.plain, ops.attn_kv.lse):
+        torch.library.opcheck(op, arguments, {"smooth_q": smooth_q})
+    for op in (ops.attn_kv.out, ops.attn_kv.lse_out):
+        torch.library.opcheck(op, (*arguments, torch.empty_like(q)), {"smooth_q": smooth_q})
 
 
 @pytest.mark.parametrize("queries", [1, 5])
@@ -234,30 +235,31 @@ def test_errors(change, message):
 def test_kernels_of_another_arch_do_not_read_it():
     q, k, v = draw()
     kv = sage_aot.quantize_kv(k, v)
-    other = EmulationBackend(pipeline.default_library().manifest, "sm120")
+    other = EmulationBackend(default_library().manifest, "sm120")
     message = "by the kernel in use, sage_quant_sm120_.*, got sage_quant_sm89_"
-    with pipeline.handing(other), pytest.raises(sage_aot.ArgumentError, match=message):
+    with handing(other), pytest.raises(sage_aot.ArgumentError, match=message):
         sage_aot.attn(q, kv)
 
 
 def test_kernels_of_one_mask_alone():
     """As a user builds them who needs no other."""
-    manifest = pipeline.default_library().manifest
+    manifest = default_library().manifest
     causal = {name: record for name, record in manifest.kernels.items() if "_full_" not in name}
     q, k, v = draw()
-    with pipeline.handing(EmulationBackend(dataclasses.replace(manifest, kernels=causal), "sm89")):
+    with handing(EmulationBackend(dataclasses.replace(manifest, kernels=causal), "sm89")):
         out = sage_aot.attn(q, sage_aot.quantize_kv(k, v), is_causal=True)
     assert torch.equal(out, sage_aot.attn(q, k, v, is_causal=True))
 
 
 @pytest.mark.parametrize("change", [
-    lambda stored: stored._replace(k=None), lambda stored: stored._replace(k=stored.k[..., :3]),
-    lambda stored: stored._replace(data=stored.data[1:]), lambda stored: stored._replace(data=stored.data.float())])
+    lambda kv: {"_k": None}, lambda kv: {"_k": kv._k[..., :3]}, lambda kv: {"_data": kv._data[1:]},
+    lambda kv: {"_data": kv._data.float()}])
 def test_operators_refuse_what_quantize_kv_did_not_return(change):
     q, k, v = draw()
-    stored = sage_aot.quantize_kv(k, v, smooth_q=True).stored
+    kv = sage_aot.quantize_kv(k, v, smooth_q=True)
+    arguments = dataclasses.replace(kv, **change(kv)).arguments(q)
     with pytest.raises(sage_aot.ArgumentError, match="the operators attn_kv take what quantize_kv returned"):
-        ops.attn_kv(q, *change(stored), smooth_q=True)
+        ops.attn_kv.plain(*arguments, smooth_q=True)
 
 
 def test_supports():

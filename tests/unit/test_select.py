@@ -22,8 +22,8 @@ from sage_aot._launch.choose import (
     unsupported,
     wanted_values,
 )
-from sage_aot._problem.check import Problem
 from sage_aot._problem.options import Options
+from sage_aot._problem.problem import Problem
 from sage_aot.errors import CubinError, UnsupportedError
 
 F16 = [("f16", "f32")]

@@ -8,9 +8,13 @@ import torch
 import sage_aot
 from sage_aot._backends.emulation.attention import _splits
 from sage_aot._backends.emulation.backend import EmulationBackend
-from sage_aot._call import pipeline
+from sage_aot._call.backends import backend_of, default_library, handing
+from sage_aot._call.pipeline import plan_of
 from sage_aot._kernels.tile import Tile
+from sage_aot._problem.check import check
+from sage_aot._problem.given import Given
 from sage_aot._problem.mask import VisibleKeys
+from sage_aot._problem.options import Options
 
 SPLITS = (2, 3, 40)  # the last: more than there are KV tiles
 
@@ -21,7 +25,7 @@ def draw(q_shape, kv_shape, seed=0):
 
 
 def attn(arch, splits, *tensors, **options):
-    with pipeline.handing(EmulationBackend(pipeline.default_library().manifest, arch, splits)):
+    with handing(EmulationBackend(default_library().manifest, arch, splits)):
         return sage_aot.attn(*tensors, return_lse=True, **options)
 
 
@@ -70,7 +74,7 @@ def test_masked_keys_and_sequences_are_split_too():
         assert torch.equal(masked[b:b + 1], alone)
     begins = torch.tensor([0, 30, 40], dtype=torch.int32), torch.tensor([0, 100, 500], dtype=torch.int32)
     of_sequences = [x[0].transpose(0, 1) for x in (q, k, v)]
-    with pipeline.handing(EmulationBackend(pipeline.default_library().manifest, "sm90", 3)):
+    with handing(EmulationBackend(default_library().manifest, "sm90", 3)):
         out = sage_aot.attn_varlen(*of_sequences, *begins, 30, 400)
     for rows, keys in ((slice(0, 30), slice(0, 100)), (slice(30, 40), slice(100, 500))):
         alone, _ = attn("sm90", 3, q[:1, :, rows], k[:1, :, keys], v[:1, :, keys])
@@ -88,6 +92,6 @@ def test_each_query_tile_shares_its_own_keys_in_whole_tiles():
 
 def test_cpu_tensors_split_nothing():
     q, k, v = draw((1, 1, 1, 64), (1, 1, 4000, 64))
-    backend = pipeline.backend_of(q)
-    problem = pipeline.check(q, k, v, sage_aot._problem.options.Options())
-    assert pipeline.plan_of(backend, problem, -1).splits == 1
+    backend = backend_of(q)
+    problem = check(Given("dense", q, k, v), Options())
+    assert plan_of(backend, problem, -1).splits == 1

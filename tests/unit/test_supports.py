@@ -14,16 +14,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import sage_aot
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._backends.loader import KERNEL_FOLDER, library_in
-from sage_aot._call import pipeline, refusal
-from sage_aot._call.pipeline import handing
+from sage_aot._call import backends, pipeline, refusal
+from sage_aot._call.backends import handing
 
 
 @pytest.fixture(autouse=True)
 def answers(monkeypatch):
     """Answers of the test's own."""
     kept = pipeline.ByKind()
-    for module in (pipeline, refusal):
-        monkeypatch.setattr(module, "answers", kept)
+    monkeypatch.setattr(refusal, "answers", kept)
     return kept
 
 
@@ -170,7 +169,7 @@ def test_autocast_is_counted(dtype):
 
 
 class Unbound(EmulationBackend):
-    def bind(self, plan, tensors):
+    def bind(self, plan, given, out):
         raise AssertionError("bound")
 
 
@@ -236,7 +235,7 @@ def test_an_answer_of_another_backend_is_not_remembered(monkeypatch, unbound, an
     taken = refusal.kernels_on
 
     def hand(backend, problem, device):
-        monkeypatch.setattr(pipeline, "_handed", unbound)
+        monkeypatch.setattr(backends, "_handed", unbound)
         assert backend is not unbound
         return taken(backend, problem, device)
 

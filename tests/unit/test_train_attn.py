@@ -9,9 +9,11 @@ import torch
 
 import sage_aot
 import sage_aot._call.train  # registers the operators
-from sage_aot._call.pipeline import backend_of, plan_of
+from sage_aot._call.backends import backend_of
+from sage_aot._call.pipeline import plan_of
 from sage_aot._launch.backward import plan_backward
-from sage_aot._problem.check import check_train
+from sage_aot._problem.check import check
+from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options, for_schema
 from sage_aot._tools import reference
 from sage_aot.errors import ArgumentError, UnsupportedError
@@ -179,7 +181,7 @@ def test_what_no_forward_pass_returned_is_refused(name, change, message):
 def test_a_folder_without_backward_kernels_says_so():
     q, k, v, _ = (x.detach() for x in draw())
     backend = backend_of(q)
-    forward = plan_of(backend, check_train(q, k, v, Options()), -1)
+    forward = plan_of(backend, check(Given("train", q, k, v), Options()), -1)
     without = {name: record for name, record in backend.manifest.kernels.items() if "_bwd" not in name}
     with pytest.raises(UnsupportedError, match=r"no backward pass for sage_attn_sm89_.*lacks sage_bwdprep_sm89_d64"):
         plan_backward(forward, dataclasses.replace(backend.manifest, kernels=without))

@@ -8,7 +8,7 @@ import torch
 import variants
 from records import manifest_of, record_of
 
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 from sage_aot._kernels.spec import AttnSpec, DeltaSpec
 from sage_aot._launch.choose import Gpu
 

@@ -22,7 +22,7 @@ from records import manifest_of, record_of
 
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._backends.loader import Library
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 from sage_aot._cli import main as cli
 from sage_aot._kernels.manifest import FILE_NAME
 from sage_aot._kernels.spec import AttnSpec
@@ -188,11 +188,11 @@ class Emulated:
     def splits(self, problem, kernels, device):
         return 3 if problem.seqlen_kv > 2000 else 1
 
-    def bind(self, plan, tensors):
+    def bind(self, plan, given, out):
         return SimpleNamespace(plan=plan, run=lambda *arguments: self._run(plan, self.manifest, *arguments))
 
-    def kv_bytes(self, plan):
-        return EmulationBackend(self.manifest).kv_bytes(plan)
+    def kept_bytes(self, plan):
+        return EmulationBackend(self.manifest).kept_bytes(plan)
 
 
 @pytest.fixture
@@ -214,11 +214,11 @@ def gpu(monkeypatch):
     return found
 
 
-def emulate(plan, manifest, q, k, v, out, lse, workspace, key_mask, sequences, kv=None):
+def emulate(plan, manifest, given, out, lse, workspace):
     assert all(written is None or written.isnan().all() for written in (out, lse)) and (workspace == 0xFF).all()
     assert workspace.numel() == plan.workspace_bytes
-    assert plan.problem.part != "kv" or (kv == 0xFF).all()
-    EmulationBackend(manifest).bind(plan, None)(q, k, v, out, lse, key_mask, sequences, kv)
+    assert plan.problem.part != "kv" or (given.kept == 0xFF).all()
+    EmulationBackend(manifest).bind(plan, given, out)(given, out, lse)
 
 
 def test_every_kernel_that_a_gpu_takes_is_loaded_and_run(folder, gpu, capsys):
@@ -277,25 +277,25 @@ def test_a_file_that_does_not_load_fails_and_the_others_are_tested(folder, gpu, 
     assert f"ok     {dataclasses.replace(ATTN, arch='sm89').name}" in text
 
 
-def scaled(plan, manifest, q, k, v, out, lse, workspace, *others):
-    emulate(plan, manifest, q, k, v, out, lse, workspace, *others)
+def scaled(plan, manifest, given, out, lse, workspace):
+    emulate(plan, manifest, given, out, lse, workspace)
     out[..., 3, :] *= 1.05
 
 
-def unwritten(plan, manifest, q, k, v, out, lse, workspace, *others):
-    emulate(plan, manifest, q, k, v, out, lse, workspace, *others)
+def unwritten(plan, manifest, given, out, lse, workspace):
+    emulate(plan, manifest, given, out, lse, workspace)
     out[:, :, -1] = torch.nan
 
 
-def wrong_lse(plan, manifest, q, k, v, out, lse, workspace, *others):
-    emulate(plan, manifest, q, k, v, out, lse, workspace, *others)
+def wrong_lse(plan, manifest, given, out, lse, workspace):
+    emulate(plan, manifest, given, out, lse, workspace)
     lse += 0.01
 
 
-def not_causal(plan, manifest, q, k, v, out, lse, workspace, *others):
+def not_causal(plan, manifest, given, out, lse, workspace):
     options = dataclasses.replace(plan.problem.options, is_causal=False)
     other = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, options=options))
-    emulate(other, manifest, q, k, v, out, lse, workspace, *others)
+    emulate(other, manifest, given, out, lse, workspace)
 
 
 def raises(*arguments):
@@ -317,9 +317,9 @@ def test_a_wrong_kernel_fails(folder, gpu, capsys, wrong, message):
 def test_inputs_are_new_in_every_run_and_again_those_of_a_seed(folder, gpu, capsys):
     drawn = []
 
-    def remember(plan, manifest, q, *rest):
-        drawn.append(q)
-        emulate(plan, manifest, q, *rest)
+    def remember(plan, manifest, given, *rest):
+        drawn.append(given.q)
+        emulate(plan, manifest, given, *rest)
 
     gpu.run = remember
     seeds = [re.search(r"seed (\d+)", verify(capsys, *arguments)[1])[1] for arguments in ((), (), ("--seed", "9"))]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sage_aot
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 from sage_aot._kernels.manifest import FILE_NAME
 
 PACKAGE = Path(sage_aot.__file__).parent
@@ -54,7 +54,7 @@ print(sage_aot.__file__, sage_aot.attn(q, k, v).double().sum().item(), sage_aot.
 
 def test_kernels_are_read(archive):
     program = """
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 from sage_aot._backends.loader import KERNEL_FOLDER
 from sage_aot.errors import CubinError
 library = default_library()
@@ -75,7 +75,7 @@ except CubinError as error:
 
 def test_damage_within_the_archive_is_refused(archive, tmp_path):
     program = """
-from sage_aot._call.pipeline import default_library
+from sage_aot._call.backends import default_library
 from sage_aot.errors import CubinError
 try:
     library = default_library()

@@ -22,8 +22,8 @@ from sage_aot._backends.emulation.quantize import Quantized
 from sage_aot._kernels.manifest import AttnRecord
 from sage_aot._kernels.tile import Tile
 from sage_aot._launch.plan import Plan
-from sage_aot._problem.check import Problem
 from sage_aot._problem.mask import Mask, VisibleKeys
+from sage_aot._problem.problem import Problem
 
 
 class Softmax(Protocol):

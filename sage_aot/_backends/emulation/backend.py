@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import NamedTuple, cast
 
 import torch
 
-from sage_aot._backends.base import BackwardCall, BackwardTensors, Call, Tensors, TrainingCall
+from sage_aot._backends.base import BackwardCall, BackwardTensors, Call
 from sage_aot._backends.emulation.arithmetic import within
 from sage_aot._backends.emulation.attention import attend
 from sage_aot._backends.emulation.backward import gradients, saved_of
@@ -19,7 +20,8 @@ from sage_aot._backends.emulation.quantize import Quantized, quantize
 from sage_aot._kernels.manifest import Manifest
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import Plan
-from sage_aot._problem.check import Problem, Sequences, heads_first
+from sage_aot._problem.given import Given
+from sage_aot._problem.problem import Part, Problem, heads_first
 from sage_aot.errors import UnsupportedError
 
 
@@ -43,55 +45,24 @@ class EmulationBackend:
         """The same whatever the problem."""
         return self._splits
 
-    def bind(self, plan: Plan, tensors: Tensors) -> Call:
-        problem, layout = plan.problem, plan.problem.options.layout
+    def bind(self, plan: Plan, given: Given, out: torch.Tensor | None) -> Call:
+        return partial(_attend_sequences if plan.problem.tokens else _CALLS[plan.problem.part], plan)
 
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-                 key_mask: torch.Tensor | None = None, sequences: Sequences | None = None,
-                 kv: torch.Tensor | None = None) -> None:
-            if sequences is not None:
-                _attend_sequences(plan, q, k, v, out, lse, sequences)
-                return
-            if problem.part == "q":
-                k, v, key_mask = _kept(problem, cast(torch.Tensor, kv))
-            else:
-                k, v = heads_first(k, layout), heads_first(v, layout)
-            if problem.part == "kv":
-                _keep(k, v, key_mask, cast(torch.Tensor, kv))
-            else:
-                _attend(plan, heads_first(q, layout), k, v, heads_first(out, layout), lse, key_mask)
-
-        return cast(Call, call)
-
-    def kv_bytes(self, plan: Plan) -> int:
-        """Room for k and v as they came, in f32, and for the key mask: the emulation quantizes them in every call."""
+    def kept_bytes(self, plan: Plan) -> int:
+        """Room for what a call keeps as it came, q, k and v in f32, and for the key mask: the emulation quantizes them
+        in every call."""
         problem = plan.problem
-        keys = problem.batch * problem.seqlen_kv
-        return 8 * keys * problem.num_kv_heads * problem.headdim + (keys if problem.has_key_mask else 0)
-
-    def bind_training(self, plan: Plan, tensors: Tensors) -> TrainingCall:
-        layout = plan.problem.options.layout
-
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-                 saved: torch.Tensor) -> None:
-            q, k, v = (heads_first(tensor, layout) for tensor in (q, k, v))
-            _attend(plan, q, k, v, heads_first(out, layout), lse, None)
-            _keep(q, k, None, saved)
-
-        return call
-
-    def saved_bytes(self, plan: Plan) -> int:
-        """Room for q and k as they came, in f32."""
-        problem = plan.problem
-        rows = problem.seqlen_q * problem.num_q_heads + problem.seqlen_kv * problem.num_kv_heads
-        return 4 * problem.batch * rows * problem.headdim
+        of_q, of_k = (4 * math.prod(shape) for shape in _shapes(problem))
+        if problem.part in ("kv", "q"):
+            return 2 * of_k + (problem.batch * problem.seqlen_kv if problem.has_key_mask else 0)
+        return of_q + of_k if problem.part == "train" else 0
 
     def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> BackwardCall:
         problem, layout = plan.problem, plan.problem.options.layout
 
-        def call(tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor) -> None:
+        def call(tensors: BackwardTensors, lse: torch.Tensor, kept: torch.Tensor) -> None:
             grad_out, out, v, *results = (heads_first(tensor, layout) for tensor in tensors)
-            q, k = _kept_to_train(problem, saved)
+            q, k = _kept(kept, *_shapes(problem))
             quantized = quantize(problem, plan.kernels, q, k, v)
             of_forward = saved_of(quantized, v, out, lse)
             found = gradients(of_forward, grad_out, problem.softmax_scale, problem.options.is_causal)
@@ -101,32 +72,63 @@ class EmulationBackend:
         return call
 
 
-def _keep(k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, kv: torch.Tensor) -> None:
-    """Write k and v, or others, [batch, heads, rows, headdim], and the key mask to `kv`."""
-    parts = [k.float(), v.float()] + ([] if key_mask is None else [key_mask])
-    kv.copy_(torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]))
+# --- the parts of a call ----------------------------------------------------------------------------------------------
 
 
-def _kept(problem: Problem, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What :func:`_keep` wrote."""
-    shape = problem.batch, problem.num_kv_heads, problem.seqlen_kv, problem.headdim
-    size = 4 * math.prod(shape)
-    k, v = (kv[begin: begin + size].view(torch.float32).view(shape) for begin in (0, size))
-    key_mask = kv[2 * size:].view(torch.bool).view(problem.batch, problem.seqlen_kv) if problem.has_key_mask else None
-    return k, v, key_mask
+def _call_all(plan: Plan, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+    q, k, v = _heads_first(plan, given.q, given.k, given.v)
+    _attend(plan, q, k, v, given.key_mask, out, lse)
 
 
-def _kept_to_train(problem: Problem, saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The q and k that :func:`_keep` wrote."""
-    sizes = (problem.num_q_heads, problem.seqlen_q), (problem.num_kv_heads, problem.seqlen_kv)
-    shapes = [(problem.batch, heads, rows, problem.headdim) for heads, rows in sizes]
-    values, of_q = saved.view(torch.float32), math.prod(shapes[0])
-    return values[:of_q].view(shapes[0]), values[of_q:].view(shapes[1])
+def _call_train(plan: Plan, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+    _call_all(plan, given, out, lse)
+    q, k = _heads_first(plan, given.q, given.k)
+    _keep(given.kept, q.float(), k.float())
 
 
-def _attend(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-            lse: torch.Tensor | None, key_mask: torch.Tensor | None) -> None:
-    """Tensors [batch, heads, seq, headdim]."""
+def _call_kv(plan: Plan, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+    k, v = _heads_first(plan, given.k, given.v)
+    _keep(given.kept, k.float(), v.float(), *([] if given.key_mask is None else [given.key_mask]))
+
+
+def _call_q(plan: Plan, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+    problem, kept = plan.problem, cast(torch.Tensor, given.kept)
+    _, shape = _shapes(problem)
+    k, v = _kept(kept, shape, shape)
+    size = k.nbytes + v.nbytes
+    key_mask = kept[size:].view(torch.bool).view(problem.batch, problem.seqlen_kv) if problem.has_key_mask else None
+    q, = _heads_first(plan, given.q)
+    _attend(plan, q, k, v, key_mask, out, lse)
+
+
+_CALLS: Mapping[Part, Callable[[Plan, Given, torch.Tensor | None, torch.Tensor | None], None]] = {
+    "all": _call_all, "train": _call_train, "kv": _call_kv, "q": _call_q}
+
+
+def _heads_first(plan: Plan, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    return [heads_first(cast(torch.Tensor, tensor), plan.problem.options.layout) for tensor in tensors]
+
+
+def _shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of q, and of k and v, heads first."""
+    return ((problem.batch, problem.num_q_heads, problem.seqlen_q, problem.headdim),
+            (problem.batch, problem.num_kv_heads, problem.seqlen_kv, problem.headdim))
+
+
+def _keep(kept: torch.Tensor | None, *parts: torch.Tensor) -> None:
+    """Write tensors to `kept`, one behind the other."""
+    cast(torch.Tensor, kept).copy_(torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]))
+
+
+def _kept(kept: torch.Tensor, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """The first tensors that :func:`_keep` wrote, f32 of these shapes."""
+    ends = [*accumulate(4 * math.prod(shape) for shape in shapes)]
+    return [kept[begin:end].view(torch.float32).view(shape) for begin, end, shape in zip([0, *ends], ends, shapes)]
+
+
+def _attend(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
+            out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+    """Tensors [batch, heads, seq, headdim], but for the output, which has the call's layout."""
     problem, kernels = plan.problem, plan.kernels
     if key_mask is None:
         quantized = quantize(problem, kernels, q, k, v)
@@ -137,6 +139,7 @@ def _attend(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: 
         parts = [attend(replace(plan, problem=entry.problem), entry.quantize(kernels), entry.key_ranks)
                  for entry in packed_entries(problem, q, k, v, key_mask)]
         result, result_lse = map(torch.cat, zip(*parts))
+    out, = _heads_first(plan, out)
     out.copy_(within(result[:, :, : problem.seqlen_q, : problem.headdim], out.dtype))
     if lse is not None:
         lse.copy_(result_lse[:, :, : problem.seqlen_q])
@@ -152,10 +155,11 @@ class SequenceEntry(NamedTuple):
     rows: slice  # of the call's queries
 
 
-def sequence_entries(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                     sequences: Sequences) -> Iterator[SequenceEntry]:
+def sequence_entries(problem: Problem, given: Given) -> Iterator[SequenceEntry]:
     """The sequences of a call, each of the lengths that the kernels see."""
-    ends = (pairwise(cu_seqlens.tolist()) for cu_seqlens in (sequences.cu_seqlens_q, sequences.cu_seqlens_k))
+    q, k, v, *cu_seqlens = (cast(torch.Tensor, tensor) for tensor in (given.q, given.k, given.v, given.cu_seqlens_q,
+                                                                      given.cu_seqlens_k))
+    ends = (pairwise(begins.tolist()) for begins in cu_seqlens)
     for (q_begin, q_end), (k_begin, k_end) in zip(*ends):
         queries, keys = min(q_end - q_begin, problem.seqlen_q), min(k_end - k_begin, problem.seqlen_kv)
         rows, columns = slice(q_begin, q_begin + queries), slice(k_begin, k_begin + keys)
@@ -168,9 +172,9 @@ def _entry(of_sequence: torch.Tensor) -> torch.Tensor:
     return of_sequence.transpose(0, 1)[None]
 
 
-def _attend_sequences(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                      lse: torch.Tensor | None, sequences: Sequences) -> None:
-    for own in sequence_entries(plan.problem, q, k, v, sequences):
+def _attend_sequences(plan: Plan, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+    out = cast(torch.Tensor, out)
+    for own in sequence_entries(plan.problem, given):
         if own.problem.seqlen_q == 0:
             continue
         if own.problem.seqlen_kv == 0:

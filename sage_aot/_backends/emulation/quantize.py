@@ -18,7 +18,7 @@ from sage_aot._backends.emulation.arithmetic import add_in_order, divide, finite
 from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import LOG2_E
-from sage_aot._problem.check import Problem
+from sage_aot._problem.problem import Problem
 
 SCALED_MAGNITUDES = (2.0**-90, 2.0**120)
 """Of channels of V: what scales go by, quant/quantize_v.cuh."""

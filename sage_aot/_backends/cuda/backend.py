@@ -1,0 +1,52 @@
+"""The backend of CUDA tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from sage_aot._backends.base import BackwardTensors, Call
+from sage_aot._backends.cuda.call import CudaCall
+from sage_aot._backends.cuda.device import arch_of, sm_count
+from sage_aot._backends.cuda.training import CudaBackward, CudaTraining
+from sage_aot._backends.loader import Library
+from sage_aot._kernels.manifest import Manifest
+from sage_aot._launch.backward import plan_backward
+from sage_aot._launch.choose import Kernels
+from sage_aot._launch.plan import Plan, splits_of
+from sage_aot._problem.given import Given
+from sage_aot._problem.problem import Problem
+
+
+class CudaBackend:
+    """The kernels of a folder on CUDA devices."""
+
+    def __init__(self, library: Library, arch: str | None = None, splits: int | None = None) -> None:
+        """`arch`: run this arch's kernels on every device; None chooses the arch by the device's compute capability.
+        `splits`: so many blocks share the keys of every query tile; None chooses by the device's number of SMs."""
+        self.library = library
+        self._arch, self._splits = arch, splits
+        self._archs: dict[int, str] = {}  # device → arch
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.library.manifest
+
+    def arch(self, device: int) -> str:
+        """The arch of a device, looked up once: torch and the driver take microseconds to answer. The look-up warns
+        where the kernels are PTX."""
+        if device not in self._archs:
+            self._archs[device] = self._arch or arch_of(self.library, device)
+        return self._archs[device]
+
+    def splits(self, problem: Problem, kernels: Kernels, device: int) -> int:
+        return self._splits or splits_of(problem, kernels, sm_count(device))
+
+    def bind(self, plan: Plan, given: Given, out: torch.Tensor | None) -> Call:
+        call = CudaCall(plan, given, out, self.library, given.like.get_device())
+        return CudaTraining(call, plan_backward(plan, self.manifest).saved) if plan.problem.part == "train" else call
+
+    def kept_bytes(self, plan: Plan) -> int:
+        return plan_backward(plan, self.manifest).saved.total if plan.problem.part == "train" else plan.kept_bytes
+
+    def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> CudaBackward:
+        return CudaBackward(plan_backward(plan, self.manifest), self.library, tensors.v.get_device())

@@ -1,0 +1,104 @@
+"""Launches that are bound to their structs once, and made any number of times."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from sage_aot._backends.cuda.device import context_of, entered
+from sage_aot._backends.drivers import Driver, Function, Launcher
+from sage_aot._backends.loader import Library
+from sage_aot._kernels.manifest import KernelRecord
+from sage_aot._launch.plan import Launch
+from sage_aot._launch.structs import SOURCES, WORD, Packed, Packer
+from sage_aot.errors import LaunchError
+
+
+def queue_of(library: Library, device: int, wanted: Sequence[Launch]) -> Queue:
+    """Load the kernels of some launches and bind them to a queue."""
+    with entered(device):
+        bound = [Bound(launch.record, library.load(launch.record, launch.entry, device), launch.blocks,
+                       packers_of(library)[launch.record.params].pack(launch.params)) for launch in wanted]
+        return Queue(bound, library.driver, device, context_of(library.driver, device))
+
+
+@cache
+def packers_of(library: Library) -> dict[str, Packer]:
+    """A packer per struct that kernels take, by the name of the struct."""
+    return {name: Packer(layout) for name, layout in library.manifest.structs.items()}
+
+
+class Bound(NamedTuple):
+    record: KernelRecord
+    function: Function
+    blocks: int
+    packed: Packed
+
+
+class Queue:
+    """Launches whose structs wait for the addresses of a call. Safe under threads."""
+
+    def __init__(self, bound: list[Bound], driver: Driver, device: int, context: int) -> None:
+        self._bound, self._driver, self._device, self._context = bound, driver, device, context
+        data = [launch.packed.data for launch in bound]
+        self._template = np.frombuffer(b"".join(data), np.uint64)
+        self._begins = np.array([*accumulate(map(len, data[:-1]), initial=0)], np.uint64)  # of the structs, in bytes
+        sources = b"".join([launch.packed.sources for launch in bound])
+        self._sources = np.frombuffer(sources, np.uint8).astype(np.intp)
+        self._free: list[_Structs] = []  # grows to the most threads that were here at once; pop, append are atomic
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        """Queue the launches, in order, on a raw stream handle. `addresses`: of the call's tensors, the first ones in
+        the order of SOURCES, always as many. LaunchError, with the kernel's name, where the driver refuses a launch."""
+        try:
+            with self._driver.entered(self._context):
+                self.launch(stream, *addresses)
+        except LaunchError:
+            raise
+        except Exception as error:  # raised by entering the context
+            raise LaunchError(f"the driver does not enter the context of device {self._device}: {error}") from error
+
+    def launch(self, stream: int, *addresses: int) -> None:
+        """As calling the queue does, where the launches' context is already the current one."""
+        try:
+            structs = self._free.pop()
+        except IndexError:
+            structs = _Structs(len(self._template), self._begins, self._bound)
+        _ADDRESSES[len(addresses)].pack_into(structs.address_bytes, 0, *addresses)
+        structs.addresses.take(self._sources, None, structs.gathered, "clip")
+        np.add(self._template, structs.gathered, structs.words)
+        launcher = None
+        try:
+            for launcher in structs.launchers:
+                launcher(stream)
+        except Exception as error:  # cupy's errors have no common base: name the kernel, whatever the error
+            refused = self._bound[structs.launchers.index(launcher)] if launcher else self._bound[0]
+            raise LaunchError(f"the driver does not launch {refused.record.name} on device {self._device}: "
+                              f"{error}") from error
+        self._free.append(structs)  # not reached after an error, which drops these structs
+
+
+_ADDRESSES = [struct.Struct(f"<{count}Q") for count in range(len(SOURCES) + 1)]
+
+
+class _Structs:
+    """The structs of a call's launches, and the launchers that read them. Used by one thread at a time."""
+
+    __slots__ = ("address_bytes", "addresses", "gathered", "launchers", "words")
+
+    def __init__(self, num_words: int, begins: np.ndarray, bound: list[Bound]) -> None:
+        self.addresses = np.zeros(len(SOURCES) + 1, np.uint64)  # the last, of NO_SOURCE, stays zero
+        self.address_bytes = self.addresses.data
+        self.gathered = np.empty(num_words, np.uint64)
+        memory = np.empty(num_words + len(bound), np.uint64)  # the structs, then a pointer to each
+        self.words = memory[:num_words]
+        begin = memory.ctypes.data
+        np.add(begins, begin, memory[num_words:])
+        pointers = begin + WORD * num_words
+        self.launchers: list[Launcher] = [launch.function.bind(launch.blocks, pointers + WORD * i)
+                                          for i, launch in enumerate(bound)]

@@ -1,0 +1,186 @@
+"""What the public calls have in common: their arguments as one thing, and the operator that takes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sage_aot._call.kv import QuantizedKV, asked_with, check_not_with_sequences
+from sage_aot._call.ops import FORMS
+from sage_aot._call.signatures import SIGNATURES
+from sage_aot._problem.arguments import (
+    check_device,
+    check_no_layout,
+    check_optional_are,
+    check_out,
+    check_return_lse,
+    check_tensors_are,
+    max_seqlens_of,
+)
+from sage_aot._problem.derivatives import check_no_derivative, check_no_grad, has_no_rule_for_writes, is_transformed
+from sage_aot._problem.given import Given, Stored
+from sage_aot._problem.mask import rows_see_alike
+from sage_aot._problem.options import Asked, for_schema, for_tracer, smooths_q
+from sage_aot._problem.problem import Problem, heads_first, is_static
+from sage_aot._problem.tensors import TENSORS, Kind, check_taken, taken_by
+from sage_aot.errors import ArgumentError
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""The output; or the output and the log-sum-exp."""
+
+
+Call = tuple[Kind, tuple[Any, ...], Asked]
+"""A public call: its kind, the arguments that its operators take in front of `out`, of which q is the first, and its
+options. A plain tuple takes a quarter of a microsecond less than one with names."""
+
+
+def given_to(call: Call) -> Given:
+    """The arguments of a call by name."""
+    kind, arguments, _ = call
+    return SIGNATURES[kind].read(arguments)
+
+
+# --- arguments as one thing -------------------------------------------------------------------------------------------
+
+
+def call_of_attn(q: Any, k: Any, v: Any, asked: Asked, *optional: Any) -> Call:
+    """The call of attn with these arguments, `optional` in the order of TENSORS. Raises ArgumentError for what the
+    operators' schemas would refuse with torch's own errors; the operators check the rest."""
+    if isinstance(k, QuantizedKV):
+        check_tensors_are(q=q)
+        return "stored", k.arguments(q), asked_with(k, v, dict(zip(TENSORS, optional)), asked)
+    check_qkv(q, k, v)
+    for tensor in optional:
+        if tensor is not None:
+            check_optional_are(**dict(zip(TENSORS, optional)))
+            break
+    return "dense", (q, k, v, *optional), asked
+
+
+def call_of_attn_varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any,
+                        max_seqlen_k: Any, asked: Asked, **optional: Any) -> Call:
+    """The call of attn_varlen with these arguments, likewise. `asked.layout` must be the default, since tensors
+    [tokens, heads, headdim] have no other."""
+    check_not_with_sequences(k)
+    check_tensors_are(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    max_seqlens = max_seqlens_of(max_seqlen_q, max_seqlen_k)
+    check_no_layout(asked.layout)
+    check_qkv(q, k, v)
+    check_optional_are(**optional)
+    check_taken("varlen", **optional)
+    taken = [optional[name] for name in taken_by("varlen")]
+    return "varlen", (q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens, *taken), asked
+
+
+def check_qkv(q: Any, k: Any, v: Any) -> None:
+    """Raise ArgumentError for an argument that is not a tensor."""
+    if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
+        return
+    check_tensors_are(q=q, k=k)
+    if v is None:
+        raise ArgumentError("v: expected a tensor beside k, got None; pass v, or in place of k and v what quantize_kv "
+                            "made of them")
+    check_tensors_are(v=v)
+
+
+def options_of(q: torch.Tensor, asked: Asked, out: object, return_lse: object) -> tuple[Any, ...]:
+    """The options as operators take them. Raises ArgumentError as :func:`call_of_attn` does."""
+    if not (q.is_cuda or q.is_cpu or q.is_meta):
+        check_device(q=q)  # raises
+    options = for_tracer(*asked) if torch.compiler.is_dynamo_compiling() else for_schema(*asked)
+    if not isinstance(return_lse, bool):
+        check_return_lse(return_lse)  # may raise
+    if out is not None and not isinstance(out, torch.Tensor):
+        check_out(out, q)  # raises
+    return options
+
+
+# --- the call ---------------------------------------------------------------------------------------------------------
+
+
+def attend(call: Call, out: torch.Tensor | None, return_lse: bool) -> Result:
+    """Make a call by the operators of its kind."""
+    kind, arguments, asked = call
+    q = arguments[0]
+    options = options_of(q, asked, out, return_lse)
+    if is_transformed():
+        check_no_derivative(**given_to(call).named, out=out)
+        if out is not None and has_no_rule_for_writes():
+            return _copied_to(out, q, attend(call, None, return_lse))
+    if has_one_query(q, asked.layout) and groups_share_rows(given := given_to(call), asked, out):
+        return _attend_by_group(given, call, out, return_lse, options)
+    return FORMS[kind](arguments, out, return_lse, options)
+
+
+def _copied_to(out: torch.Tensor, q: torch.Tensor, made: Result) -> Result:
+    """What a call with `out` returns, where vmap or functionalize had it made without."""
+    check_out(out, q)
+    check_no_grad(out=out)
+    result = made if isinstance(made, torch.Tensor) else made[0]
+    try:
+        out.copy_(result)
+    except RuntimeError as error:
+        raise ArgumentError(f"out: expected a tensor that vmap maps, as it does q, k or v, got one for all entries; "
+                            f"make it an argument of the mapped function ({error})") from error
+    return out if isinstance(made, torch.Tensor) else (out, made[1])
+
+
+# --- one query a head -------------------------------------------------------------------------------------------------
+
+
+def has_one_query(q: torch.Tensor, layout: str) -> bool:
+    """True where each head of a batch entry has one query."""
+    return q.dim() == 4 and is_static(q.size(2 if layout == "HND" else 1) == 1)
+
+
+def groups_share_rows(given: Given, asked: Asked, out: torch.Tensor | None) -> bool:
+    """True where the q heads of a KV head, of one query each, become rows of one head (PackGQA), so that the kernels
+    read k and v once a KV head, and not once a q head. They do where all rows of a head see the same keys. Not where q
+    is smoothed: a mean over heads that have nothing in common smooths nothing. And not where shapes do not fit, so that
+    the error is that of the ordinary call."""
+    if not rows_see_alike(asked) or smooths_q(asked.qk, asked.smooth_q) or given.differs_by_head:
+        return False
+    q, heads_at = given.like, 1 if asked.layout == "HND" else 2
+    if isinstance(given.details, Stored):
+        batch, kv_heads, _, headdim = given.details.shape
+    elif given.k is None or given.v is None or given.k.dim() != 4 or given.k.shape != given.v.shape:
+        return False
+    else:
+        batch, kv_heads, _, headdim = heads_first(given.k, asked.layout).shape
+    heads = q.shape[heads_at]
+    return (heads > kv_heads > 0 and heads % kv_heads == 0 and batch == q.shape[0] and 0 < headdim == q.shape[3]
+            and (out is None or (out.shape, out.device) == (q.shape, q.device)))
+
+
+def with_shared_rows(problem: Problem) -> Problem:
+    """The problem that kernels get of a call in which :func:`groups_share_rows`."""
+    group = problem.num_q_heads // problem.num_kv_heads
+    return replace(problem, num_q_heads=problem.num_kv_heads, seqlen_q=group)
+
+
+def _attend_by_group(given: Given, call: Call, out: torch.Tensor | None, return_lse: bool,
+                     options: tuple[Any, ...]) -> Result:
+    """Make a call with the q heads of each KV head as rows of one head."""
+    kind, (q, *others), asked = call
+    layout = asked.layout
+    if layout != "HND":
+        options = options_of(q, asked.heads_first(), out, return_lse)
+    if isinstance(given.details, Stored):
+        kv_heads = given.details.shape[1]
+    else:
+        k, v, *optional = others
+        others = [heads_first(k, layout), heads_first(v, layout), *optional]
+        kv_heads = others[0].shape[1]
+    rows, into = _by_group(q, kv_heads, layout), None if out is None else _by_group(out, kv_heads, layout)
+    made = FORMS[kind]((rows, *others), into, return_lse, options)
+    written, lse = made if isinstance(made, tuple) else (made, None)
+    result = written.reshape(q.shape) if out is None else out
+    return result if lse is None else (result, lse.reshape(q.shape[0], heads_first(q, layout).shape[1], 1))
+
+
+def _by_group(of_heads: torch.Tensor, kv_heads: int, layout: str) -> torch.Tensor:
+    """The same memory as [batch, kv heads, q heads a kv head, headdim], of a tensor with one row a q head."""
+    rows = heads_first(of_heads, layout).squeeze(2)
+    return rows.view(rows.shape[0], kv_heads, rows.shape[1] // kv_heads, rows.shape[2])

@@ -1,0 +1,94 @@
+"""The table of optional tensors: everything that such an argument of the call is, in one entry.
+
+From an entry of :data:`TENSORS` follow the check of the tensor, the operators' schemas that it stands in, the field of
+the kernels' structs that has its address and strides, and its row in docs/options.md. An optional tensor is an entry
+here, a field of :class:`sage_aot._problem.given.Given`, and a parameter of the public calls that take it. It travels
+within a Given from there to the backends. Code generation reads the table too, without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from sage_aot.errors import ArgumentError
+
+Kind = Literal["dense", "varlen", "kv", "stored", "train"]
+"""Of a call, by the public function: attn, attn_varlen, quantize_kv, attn with a QuantizedKV, train_attn."""
+
+_FUNCTIONS: Mapping[Kind, str] = {"dense": "attn", "varlen": "attn_varlen", "kv": "quantize_kv",
+                                  "stored": "attn with a QuantizedKV", "train": "train_attn"}
+
+_MOST_RANKS = 2**31  # what key_rank_index() in problem/seqlen.cuh can count
+
+
+class TensorArgument(NamedTuple):
+    """One optional tensor of the call."""
+
+    dtype: str  # of torch, by name
+    shape: tuple[str, ...]  # per dimension its name in SIZES
+    meaning: str  # what an element says
+    other_dtype: str  # what to do about a tensor of another dtype
+    other_shape: str  # likewise of another shape
+    calls: tuple[Kind, ...]  # that take the tensor
+    refused: Mapping[Kind, str]  # by call that does not take it: what to do about it
+    help: str  # one sentence for docs/options.md; the docstring of attn() says more
+    limit: Callable[[Any], tuple[Any, str]] = lambda problem: (False, "")  # sizes that are too large, and what to do
+
+
+SIZES: Mapping[str, Callable[[Any], int]] = {
+    "batch": lambda problem: problem.batch, "q heads": lambda problem: problem.num_q_heads,
+    "queries": lambda problem: problem.q_rows, "keys": lambda problem: problem.kv_rows}
+"""Per dimension of an optional tensor its size in a :class:`sage_aot._problem.problem.Problem`."""
+
+
+def _key_mask_limit(problem: Any) -> tuple[Any, str]:
+    batch, keys = problem.batch, problem.kv_rows
+    remedy = "split the batch" if batch > 1 else "pass k and v of the keys that it leaves, and no mask"
+    return (batch * (keys + 1) >= _MOST_RANKS,
+            f"expected batch · (keys + 1) below {_MOST_RANKS}, got {batch} · {keys + 1}; {remedy}")
+
+
+TENSORS: dict[str, TensorArgument] = {
+    "key_mask": TensorArgument(
+        dtype="bool", shape=("batch", "keys"), meaning="True where a key may be seen",
+        other_dtype="pass key_mask.bool() for ones and zeros, key_mask == 0 for zeros and −inf",
+        other_shape="of a mask that all entries share pass key_mask.expand(batch, -1), of one [batch, 1, 1, keys] pass "
+                    "key_mask[:, 0, 0]; a mask that differs by query or head has no kernel",
+        calls=("dense", "kv"),
+        refused={"varlen": "leave the keys that it masks out of k and v, and out of cu_seqlens_k",
+                 "stored": "pass it to quantize_kv", "train": "leave the keys that it masks out of k and v"},
+        help="keys that may be seen, for all queries and heads alike; the call drops all others before it quantizes",
+        limit=_key_mask_limit),
+}
+"""Every optional tensor by name, in the order of the operators' schemas."""
+
+OPERANDS = ("q", "k", "v", *TENSORS, "cu_seqlens_q", "cu_seqlens_k", "kept")
+"""Names of all tensors that a call is given, in the order of the fields of :class:`sage_aot._problem.given.Given`."""
+
+
+def taken_by(kind: Kind) -> tuple[str, ...]:
+    """Names of the optional tensors that calls of a kind take."""
+    return tuple(name for name, argument in TENSORS.items() if kind in argument.calls)
+
+
+def schema(kind: Kind) -> str:
+    """The optional tensors in the schema of a kind's operators."""
+    return "".join(f"Tensor? {name}, " for name in taken_by(kind))
+
+
+def check_taken(kind: Kind, **optional: object) -> None:
+    """Raise ArgumentError for an optional tensor that calls of a kind do not take."""
+    for name, tensor in optional.items():
+        if tensor is not None and kind not in TENSORS[name].calls:
+            raise ArgumentError(f"{name}: expected None in a call of {_FUNCTIONS[kind]}, got a tensor; "
+                                f"{TENSORS[name].refused[kind]}")
+
+
+def markdown_table() -> str:
+    """The table of optional tensors in docs/options.md."""
+    rows = [f"| `{name}` | `[{', '.join(argument.shape)}]` {argument.dtype}: {argument.meaning} | "
+            f"{', '.join(f'`{_FUNCTIONS[kind]}`' for kind in argument.calls)} | {argument.help} |"
+            for name, argument in TENSORS.items()]
+    return "\n".join(["| tensor | shape, type | calls | meaning |", "|---|---|---|---|", *rows]) + "\n"
+
