@@ -50,12 +50,12 @@ def call_of_attn(q: Any, k: Any, v: Any, asked: Asked, *optional: Any) -> Call:
     operators' schemas would refuse with torch's own errors; the operators check the rest."""
     if isinstance(k, QuantizedKV):
         check_tensors_are(q=q)
-        return "stored", k.arguments(q), asked_with(k, v, dict(zip(TENSORS, optional)), asked)
+        taken = _taken("stored", dict(zip(TENSORS, optional)))
+        return "stored", (*k.arguments(q), *taken), asked_with(k, v, asked)
     check_qkv(q, k, v)
     for tensor in optional:
-        if tensor is not None:
-            check_optional_are(**dict(zip(TENSORS, optional)))
-            break
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            check_optional_are(**dict(zip(TENSORS, optional)))  # raises
     return "dense", (q, k, v, *optional), asked
 
 
@@ -68,10 +68,14 @@ def call_of_attn_varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k:
     max_seqlens = max_seqlens_of(max_seqlen_q, max_seqlen_k)
     check_no_layout(asked.layout)
     check_qkv(q, k, v)
+    return "varlen", (q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens, *_taken("varlen", optional)), asked
+
+
+def _taken(kind: Kind, optional: dict[str, Any]) -> list[torch.Tensor | None]:
+    """The optional tensors that calls of a kind take. Raises ArgumentError for others, and for what is no tensor."""
     check_optional_are(**optional)
-    check_taken("varlen", **optional)
-    taken = [optional[name] for name in taken_by("varlen")]
-    return "varlen", (q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens, *taken), asked
+    check_taken(kind, **optional)
+    return [optional.get(name) for name in taken_by(kind)]
 
 
 def check_qkv(q: Any, k: Any, v: Any) -> None:

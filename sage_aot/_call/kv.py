@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -129,13 +128,11 @@ def check_not_with_sequences(k: object) -> None:
         raise ArgumentError("k: expected a tensor with sequences, got a QuantizedKV; call attn_varlen with k and v")
 
 
-def asked_with(kv: QuantizedKV, v: object, optional: Mapping[str, object], asked: Asked) -> Asked:
+def asked_with(kv: QuantizedKV, v: object, asked: Asked) -> Asked:
     """The options of a call of attn with a QuantizedKV and these arguments. Raises ArgumentError for an argument that
     quantize_kv takes and that has another value than it got; a default stands for that value."""
-    for name, value in (("v", v), *optional.items()):
-        if value is not None:
-            raise ArgumentError(f"{name}: expected None with a QuantizedKV, got {type(value).__name__}; pass it to "
-                                f"quantize_kv")
+    if v is not None:
+        raise ArgumentError(f"v: expected None with a QuantizedKV, got {type(v).__name__}; pass it to quantize_kv")
     found = []
     for (name, option), given in zip(OPTIONS.items(), asked):
         if not option.valid(given):

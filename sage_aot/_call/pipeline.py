@@ -186,7 +186,7 @@ def kernels_on(backend: Backend, problem: Problem, device: int) -> Kernels:
     """The kernels that a backend has for a problem; UnsupportedError where it has none."""
     from sage_aot._launch.choose import kernels_of, wanted_values
 
-    return kernels_of(backend.arch(device), wanted_values(problem), backend.manifest, problem.has_key_mask)
+    return kernels_of(backend.arch(device), wanted_values(problem), backend.manifest, problem.optional)
 
 
 def lse_shape(problem: Problem) -> tuple[int, ...]:

@@ -173,26 +173,32 @@ def wanted_values(problem: Problem) -> Wanted:
 
 
 @lru_cache(maxsize=256)
-def kernels_of(arch: str, wanted: Wanted, manifest: Manifest, has_key_mask: bool = False) -> Kernels:
-    """The kernels of this arch, whatever the GPU, that compute the wanted values.
+def kernels_of(arch: str, wanted: Wanted, manifest: Manifest, optional: tuple[str, ...] = ()) -> Kernels:
+    """The kernels of this arch, whatever the GPU, that compute the wanted values and take the optional tensors of these
+    names.
 
-    Raises UnsupportedError where the manifest has no such kernel, CubinError where it has an attention kernel without
+    Raises UnsupportedError where the manifest has no such kernels, CubinError where it has an attention kernel without
     its companions.
     """
     nearest = _ordered(arch, wanted, manifest)[0]
     if instead := _differing(wanted, nearest, manifest):
         raise UnsupportedError(_missing(arch, wanted, instead))
-    return with_companions(nearest, manifest, has_key_mask)
+    kernels = with_companions(nearest, manifest, optional)
+    for name in optional:
+        if not any(name in manifest.structs[record.params].fields for record in kernels.records):
+            raise UnsupportedError(f"no kernel for {arch} takes {name}; leave it out. {_FOLDER}")
+    return kernels
 
 
-def with_companions(attn: AttnRecord, manifest: Manifest, has_key_mask: bool = False) -> Kernels:
-    """An attention kernel with the companions of a call with or without a key mask; CubinError where one is missing."""
+def with_companions(attn: AttnRecord, manifest: Manifest, optional: tuple[str, ...] = ()) -> Kernels:
+    """An attention kernel with the companions of a call with these optional tensors; CubinError where one is missing.
+    """
     missing = [name for name in attn.companions if name not in manifest.kernels]
     if missing:
         raise CubinError(f"the kernel folder has {attn.name} but not {missing[0]}, which it needs; rebuild it with "
                          f"`python -m codegen build`, or reinstall sage-aot")
     kernels = Kernels(attn, {record.spec.kind: record for record in map(manifest.kernels.__getitem__, attn.companions)})
-    return kernels if has_key_mask else kernels.without("pack")
+    return kernels if "key_mask" in optional else kernels.without("pack")
 
 
 def _ordered(arch: str, wanted: Wanted, manifest: Manifest) -> list[AttnRecord]:

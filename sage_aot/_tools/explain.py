@@ -198,7 +198,7 @@ def _explained(gpu: Gpu | None, device: int, problem: Problem, run_as: Problem |
         if gpu and device >= 0:
             default_driver()  # raises where nothing here loads kernels; unknown for a GPU that is not here
         arch = nearest_arch(gpu, manifest) if gpu else emulated_arch(manifest)
-        kernels = kernels_of(arch, wanted_values(problem), manifest, problem.has_key_mask)
+        kernels = kernels_of(arch, wanted_values(problem), manifest, problem.optional)
         splits = _splits(gpu, device, run_as, kernels)
         if run_as is not None and splits is not None:
             kernels = plan(run_as, kernels, splits).kernels

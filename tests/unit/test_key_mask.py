@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 import torch
 
 import sage_aot
+from sage_aot._backends.emulation.backend import EmulationBackend
+from sage_aot._call.backends import default_library, handing
 
 ARCHS = ("sm80", "sm89", "sm90")
 
@@ -190,3 +193,18 @@ def test_a_graph_holds_a_masked_call():
     compiled = torch.compile(lambda *given: sage_aot.attn(*given[:3], key_mask=given[3]), backend="eager",
                              fullgraph=True)
     assert torch.equal(compiled(q, k, v, mask), sage_aot.attn(q, k, v, key_mask=mask))
+
+
+def test_kernels_whose_structs_lack_an_optional_tensor_refuse_it():
+    """Kernels of an older folder would ignore the tensor."""
+    manifest = default_library().manifest
+    pack = manifest.structs["PackParams"]
+    older = dataclasses.replace(manifest, structs={
+        **manifest.structs, "PackParams": pack._replace(fields={name: field for name, field in pack.fields.items()
+                                                                if name != "key_mask"})})
+    q, k, v = torch.randn(3, 1, 2, 40, 64)
+    key_mask = torch.ones(1, 40, dtype=torch.bool)
+    with handing(EmulationBackend(older)):
+        assert sage_aot.supports(q, k, v) is None
+        with pytest.raises(sage_aot.UnsupportedError, match="no kernel for sm89 takes key_mask; leave it out"):
+            sage_aot.attn(q, k, v, key_mask=key_mask)
