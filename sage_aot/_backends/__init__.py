@@ -1,1 +1,2 @@
-"""What runs a plan: the CUDA driver, or the emulation in torch. base.py has the interface of a backend."""
+"""The backends, which run plans: the CUDA driver, and the emulation in torch. base.py has the interface of a
+backend."""

@@ -1,4 +1,4 @@
-"""What the pipeline asks of a backend."""
+"""The interface of a backend."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class BackwardCall(Protocol):
 
 
 class Backend(Protocol):
-    """What runs the kernels of one folder, or their emulation."""
+    """The kernels of one folder, or their emulation."""
 
     @property
     def manifest(self) -> Manifest: ...
@@ -70,7 +70,7 @@ class Backend(Protocol):
         ...
 
     def splits(self, problem: Problem, kernels: Kernels, device: int) -> int:
-        """How many blocks share the keys of a query tile."""
+        """The number of blocks that share the keys of a query tile."""
         ...
 
     def bind(self, plan: Plan, given: Given, out: torch.Tensor | None) -> Call:

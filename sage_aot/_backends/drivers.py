@@ -31,7 +31,7 @@ class Function(Protocol):
 
 
 class Driver(Protocol):
-    """What loads and launches."""
+    """A loader and launcher of kernels."""
 
     name: str  # as SAGE_AOT_LOADER spells it
     version: str  # of the package
@@ -82,7 +82,7 @@ class CupyDriver:
 
     def load(self, device: int, image: bytes, entry: str, threads: int, shared_bytes: int,
              programmatic: bool = False) -> Function:
-        """As :meth:`Driver.load`, but `programmatic` has no effect: cupy's launches take no attributes."""
+        """See :meth:`Driver.load`, but `programmatic` has no effect: cupy's launches take no attributes."""
         module = self._module()
         module.load(image)
         function = module.get_function(entry)  # keeps its module
@@ -159,7 +159,7 @@ class BindingsDriver:
         return _BindingsFunction(self, function, threads, shared_bytes, programmatic and self.cuda >= _PROGRAMMATIC)
 
     def context(self, device: int) -> int:
-        """As :meth:`Driver.context`; the context is retained for the life of the process."""
+        """See :meth:`Driver.context`; the context is retained for the life of the process."""
         if device not in self._contexts:
             self._call(self._api.cuInit, 0)
             handle = self._call(self._api.cuDeviceGet, device)
@@ -247,7 +247,7 @@ DRIVERS: dict[str, Callable[[], Driver]] = {"cupy": CupyDriver, "cuda-bindings":
 
 
 def default_driver() -> Driver:
-    """What loads kernels in this process: the driver that SAGE_AOT_LOADER names, else the first of DRIVERS that works.
+    """The driver of this process: the one that SAGE_AOT_LOADER names, else the first of DRIVERS that works.
 
     UnsupportedError where none works; the message says why, and what to install.
     """

@@ -43,7 +43,7 @@ class Library:
 
     @property
     def driver(self) -> Driver:
-        """What loads the kernels; UnsupportedError where no loader works here."""
+        """The driver that loads the kernels; UnsupportedError where no loader works here."""
         return self._driver or default_driver()
 
     @cached_property

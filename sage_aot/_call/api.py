@@ -40,9 +40,9 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
     CUDA tensors run precompiled kernels on torch's current stream; nothing synchronizes and no input changes. CPU
     tensors run an emulation in torch: the arithmetic of the sm89 kernels, or of the arch that the environment variable
     SAGE_AOT_EMULATE names. Meta tensors give meta tensors. The operator ``torch.ops.sage_aot.attn``, which ``import
-    sage_aot`` registers, is taken by torch.compile, CUDA graphs, autocast, torch.vmap and FlopCounterMode. For a
-    single query pass ``is_causal=False``: it sees the same keys, and where q is not smoothed the kernels then read
-    k and v once for all q heads of a kv head.
+    sage_aot`` registers, is taken by torch.compile, CUDA graphs, autocast, torch.vmap and FlopCounterMode.
+    Decoding one query? Pass ``is_causal=False``: the result is the same, and k and v are read once a kv head, not once
+    a q head (where q is not smoothed).
 
     Where the queries of a call are too few to fill the GPU, several blocks share the keys of a query. The shapes
     and the GPU's number of SMs decide how many blocks. Their number changes the last bits of the result. Equal calls on
@@ -53,9 +53,9 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
             ``"NHD"``; float16, bfloat16 or float32. Any strides with a contiguous last dimension; headdim from 1 to
             256.
         k, v: likewise with ``kv heads`` and ``keys``; same dtype and device as q. q heads must be a multiple of kv
-            heads: q head h reads kv head ``h // (q heads // kv heads)``. Or, in place of both, what
-            :func:`sage_aot.quantize_kv` made of them, with no `key_mask`; `layout` is then that of q and the output,
-            and all options but `is_causal` and `scale` are those of quantize_kv, for which defaults stand here.
+            heads: q head h reads kv head ``h // (q heads // kv heads)``. k may be a
+            :class:`sage_aot.QuantizedKV`, whose options hold: then leave out v and key_mask, and pass only
+            `is_causal`, `scale` and `layout` (of q and the output).
         key_mask: bool ``[batch, keys]``, True where a key may be seen, for all queries and heads alike; any strides.
             None: every key may be seen. The call drops all other keys before it quantizes, so that a mask saves their
             work, and nothing depends on what they hold. The output is that of a call on the keys that are left.
@@ -80,8 +80,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
             of q or k whose values are much larger than the others' then no longer sets the scale of its row. (Where a
             channel is large by an offset, smoothing takes the offset off.) ``"auto"`` does so for int4. For int8,
             quantization takes 1.5 to 1.8 times as long.
-        clip: at 4 bits, cut off the largest values of a row of q, or of 16 keys, where smaller steps for all other
-            values lower the squared error; each such group takes the best of six steps. Nothing is clipped at 8 bits.
+        clip: int4 only: choose for each scale group (a row of q, 16 keys) the clip, of six, with the least squared
+            error.
         pv_accum: how P·V adds up over the keys. ``"auto"``: the best of the GPU's kernels, ``"f32"`` where P and V are
             f16, and for FP8 on sm120 (block-scaled products, whose accumulators keep f32); ``"two_level_f32"`` for FP8
             elsewhere (each tile of keys in accumulators of its own, then in f32).
@@ -127,8 +127,8 @@ def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | N
              return_lse: bool = False, out: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
              cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | None = None,
              max_seqlen_k: int | None = None) -> str | None:
-    """Why :func:`sage_aot.attn` would refuse this call here, or None where it would take it; with `cu_seqlens_q` and
-    the three arguments behind it, the same of :func:`sage_aot.attn_varlen`.
+    """The reason why :func:`sage_aot.attn` would refuse this call here, or None where it would take it; with
+    `cu_seqlens_q` and the three arguments behind it, the same of :func:`sage_aot.attn_varlen`.
 
     The answer is that of the checks and of the choice of kernels. It launches nothing, loads no kernel, and reads no
     value of a tensor, so a damaged file or a refusal by the driver shows in the call alone. The answer for a kind of

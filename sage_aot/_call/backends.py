@@ -1,4 +1,4 @@
-"""Which backend runs a call: the kernels on CUDA devices, their emulation on the CPU, or a backend that is handed."""
+"""The choice of a backend: the kernels on CUDA devices, their emulation on the CPU, or a backend that is handed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.vmap makes of the operators that write to no tensor.
+"""Rules of torch.vmap for the operators that write to no tensor.
 
 Where all tensors begin with the batch, the mapped dimension becomes a part of it, and one call serves all entries.
 Packed sequences, and k and v that are quantized before, have no batch to take it: they are one call an entry.
@@ -17,7 +17,7 @@ Dims = Sequence[Any]
 
 class Rule(Protocol):
     def __call__(self, operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> tuple[Any, Any]:
-        """What the operator returns for `size` entries, and the mapped dimension of each tensor."""
+        """Return the operator's results for `size` entries, and the mapped dimension of each tensor."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What torch.utils.flop_counter counts of the operators: their products of matrices, as of torch's own attention.
+"""Formulas of the operators for torch.utils.flop_counter: their products of matrices, as of torch's own attention.
 
 A multiplication with its addition counts as two. As torch does, every pair of a query and a key counts, whatever a
 causal mask or a key mask leaves. Quantization has no such products and counts nothing.
@@ -76,8 +76,8 @@ def _rows(tensor: torch.Tensor, layout: str) -> int:
 
 
 def _lengths(cu_seqlens: torch.Tensor, longest: int) -> list[int]:
-    """Of the sequences, as far as the call sees them; where their tensor has no values, the longest of all, as torch
-    counts."""
+    """The lengths of the sequences as far as the call sees them; where their tensor has no values, the longest of all,
+    as torch counts."""
     if type(cu_seqlens) is not torch.Tensor or cu_seqlens.is_meta:
         return [longest] * (cu_seqlens.shape[0] - 1)
     return [min(length, longest) for length in cu_seqlens.diff().tolist()]

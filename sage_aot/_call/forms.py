@@ -1,4 +1,4 @@
-"""What the public calls have in common: their arguments as one thing, and the operator that takes it."""
+"""The common part of the public calls: their arguments as one thing, and the operator that takes it."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def attend(call: Call, out: torch.Tensor | None, return_lse: bool) -> Result:
 
 
 def _copied_to(out: torch.Tensor, q: torch.Tensor, made: Result) -> Result:
-    """What a call with `out` returns, where vmap or functionalize had it made without."""
+    """Write and return the result of a call with `out`, where vmap or functionalize had it made without."""
     check_out(out, q)
     check_no_grad(out=out)
     result = made if isinstance(made, torch.Tensor) else made[0]

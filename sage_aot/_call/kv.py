@@ -51,7 +51,7 @@ class QuantizedKV:
         return self._data.nbytes + (0 if self._k is None else self._k.nbytes)
 
     def arguments(self, q: torch.Tensor) -> tuple[Any, ...]:
-        """What the operators of attn with q and this object take in front of the options."""
+        """The arguments of the operators of attn with q and this object, in front of the options."""
         return q, self._data, self._k, self.shape, self.dtype, self.has_key_mask, self.quantizer
 
     def __repr__(self) -> str:
@@ -59,8 +59,8 @@ class QuantizedKV:
                 f"{', key mask' if self.has_key_mask else ''})")
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """As torch.Tensor.record_stream: the memory is not reused before the work queued on `stream` is done. Call it
-        for each other stream than that of quantize_kv on which attn takes this object."""
+        """Do as torch.Tensor.record_stream: the memory is not reused before the work queued on `stream` is done. Call
+        it for each other stream than that of quantize_kv on which attn takes this object."""
         for tensor in (self._data, self._k):
             if tensor is not None:
                 tensor.record_stream(stream)
@@ -82,9 +82,9 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
     steps of a sampler.
 
     ``attn(q, quantize_kv(k, v, ...), ...)`` gives the bits of ``attn(q, k, v, ...)`` with the same options. The result
-    takes 2 bytes per key, kv head and channel with FP8 P·V and 8-bit K (sm89, sm90, sm120), 3 with f16 P·V, at 4 bits
-    half a byte less, of whole tiles of keys and of channels padded to 64, 128 or 256. Each tile has 128 bytes more,
-    each channel of a kv head 12, and each key 8 where there is a key mask. Where q is smoothed, as at 4 bits by
+    holds, per key, kv head and channel: 2 bytes with FP8 P·V and 8-bit K (sm89, sm90, sm120), 3 bytes with f16 P·V,
+    half a byte less with 4-bit K. Keys are padded to whole tiles, channels to 64, 128 or 256. Each tile has 128 bytes
+    more, each channel of a kv head 12, and each key 8 where there is a key mask. Where q is smoothed, as at 4 bits by
     default, the result also keeps a copy of k. Later writes to k, v and key_mask do not reach it.
 
     CPU tensors are kept in float32: the emulation quantizes them in every call.
@@ -123,7 +123,7 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
 
 
 def check_not_with_sequences(k: object) -> None:
-    """ArgumentError for a QuantizedKV in a call with sequences."""
+    """Raise ArgumentError for a QuantizedKV in a call with sequences."""
     if isinstance(k, QuantizedKV):
         raise ArgumentError("k: expected a tensor with sequences, got a QuantizedKV; call attn_varlen with k and v")
 
@@ -145,8 +145,8 @@ def asked_with(kv: QuantizedKV, v: object, asked: Asked) -> Asked:
 
 
 def kernels_for_kv(device: torch.device, headdim: int, *options: Any) -> tuple[Any, ...]:
-    """Of the kernels that quantize k and v on a device now, given an operator's options: the arch, quantizer_of(), and
-    the values of all options with "auto" resolved."""
+    """Facts of the kernels that quantize k and v on a device now, given an operator's options: the arch,
+    quantizer_of(), and the values of all options with "auto" resolved."""
     asked = Options.from_schema(*options)
     like = torch.empty(1, 1, 1, headdim, device=device, dtype=torch.float16)
     backend = backend_of(like)

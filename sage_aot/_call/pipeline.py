@@ -38,7 +38,7 @@ _Run = TypeVar("_Run")
 
 
 class ByKind(dict[tuple[Any, ...], _T]):
-    """What is kept of the last kinds of calls, by a key of all that the call's preparation depends on. Reads take no
+    """Values of the last kinds of calls, by a key of all that the preparation of a call depends on. Reads take no
     lock."""
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ def kernels_on(backend: Backend, problem: Problem, device: int) -> Kernels:
 
 
 def lse_shape(problem: Problem) -> tuple[int, ...]:
-    """Of the log-sum-exp: [batch, q heads, queries], or [q heads, tokens]."""
+    """The shape of the log-sum-exp: [batch, q heads, queries], or [q heads, tokens]."""
     heads_and_rows = problem.num_q_heads, problem.q_rows
     return heads_and_rows if problem.tokens else (problem.batch, *heads_and_rows)
 

@@ -1,4 +1,5 @@
-"""Why a call would be refused: the messages of its checks and of the choice of kernels, remembered by kind of call."""
+"""Reasons why a call would be refused: the messages of its checks and of the choice of kernels, remembered by kind of
+call."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def _asked(backend: Backend, given: Given, out: torch.Tensor | None, options: tu
 
 
 def _as_cast(given: Given, dtype: torch.dtype) -> Given:
-    """What autocast would hand to the operator, without values: to cast them would launch a kernel."""
+    """The tensors that autocast would hand to the operator, without values: to cast them would launch a kernel."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     names = ("q",) if given.kind == "stored" else ("q", "k", "v")

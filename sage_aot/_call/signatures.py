@@ -1,4 +1,4 @@
-"""How the operators take each kind of call, and the :class:`Given` that their arguments make."""
+"""The arguments of the operators of each kind of call, and the :class:`Given` that their arguments make."""
 
 from __future__ import annotations
 

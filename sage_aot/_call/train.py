@@ -27,8 +27,8 @@ def train_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: 
     """Attention in 8 bits that is differentiable: softmax(q·kᵀ·scale)·v, and its gradients by SageBwd.
 
     The forward pass is that of :func:`sage_aot.attn` with its default options. The backward pass recomputes P from the
-    same 8-bit q and k. Of its five products it computes dO·Vᵀ in 16 bits and the others in 8 bits. The gradients are
-    those of the quantized attention's formula: the rounding of q, k, P, dO and dS has none of its own. Equal calls on
+    same 8-bit q and k. Of its five products it computes dO·Vᵀ in 16 bits and the others in 8 bits. Rounding is
+    treated as identity (straight-through). Equal calls on
     one GPU give equal bits. docs/training.md says what models train with it.
 
     For the backward pass a call keeps 8-bit q and k, and v and the output as they are: 6 bytes a channel of head dims

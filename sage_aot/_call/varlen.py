@@ -35,9 +35,8 @@ def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q:
     """:func:`sage_aot.attn` on sequences of several lengths in one tensor, without padding.
 
     Sequence b of q is the rows from ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1] - 1``, and sees sequence b of k and v
-    alone. The result is that of :func:`sage_aot.attn` on each sequence by itself, bit for bit where both calls split
-    keys alike; but of a sequence with one query, grouped heads and no causal mask, attn takes the heads of a group as
-    rows of one head, which rounds q otherwise. Calls with equal numbers of tokens and sequences, and equal longest
+    alone. Bits equal those of :func:`sage_aot.attn` on each sequence, except where attn splits keys or packs the heads
+    of a single query otherwise. Calls with equal numbers of tokens and sequences, and equal longest
     lengths, are prepared once; the first of such a kind takes a few hundred microseconds more, so round these numbers
     up where they change from call to call.
 

@@ -1,1 +1,1 @@
-"""From a problem to launches: which kernels, what workspace, what grids, what structs. Pure; nothing here runs them."""
+"""The way from a problem to launches: kernels, workspace, grids, structs. Pure; nothing here runs them."""

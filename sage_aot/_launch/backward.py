@@ -1,4 +1,4 @@
-"""How a backward pass is laid out and launched. Pure, as :mod:`sage_aot._launch.plan` is.
+"""The layout and the launches of a backward pass. Pure, as :mod:`sage_aot._launch.plan` is.
 
 A forward pass of the part "train" writes the quantized Q to what is saved, and K̂ is copied there, :class:`SavedParts`.
 Three launches follow: one writes what the others read beside that and the caller's tensors, one computes the gradients
@@ -18,7 +18,8 @@ from sage_aot.errors import UnsupportedError
 
 
 class SavedParts(NamedTuple):
-    """What a forward pass saves, in bytes: Q̂ and its scales where the plan's kept_offsets say, then K̂."""
+    """The parts of what a forward pass saves, in bytes: Q̂ and its scales where the plan's kept_offsets say, then
+    K̂."""
 
     k_begin: int
     kv_tiles: int
@@ -84,7 +85,7 @@ def plan_backward(forward: Plan, manifest: Manifest) -> BackwardPlan:
 
 
 def saved_parts(forward: Plan, prepare: KernelRecord) -> SavedParts:
-    """What is saved of a forward pass. `prepare`: the kernel that reads it."""
+    """The parts that are saved of a forward pass. `prepare`: the kernel that reads it."""
     tiles = forward.problem.batch * forward.problem.num_kv_heads * forward.kv_tiles
     return SavedParts(forward.kept_bytes, tiles, prepare.fact("k_tile_bytes"), prepare.fact("k_line_bytes"))
 

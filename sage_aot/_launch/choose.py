@@ -1,4 +1,5 @@
-"""Which kernels answer a problem on a GPU, and why the others do not. Pure: manifests in, records and reasons out.
+"""The choice of the kernels of a problem on a GPU, and the reasons against all others. Pure: manifests in, records and
+reasons out.
 
 :func:`choose_arch` first chooses the arch, by the GPU and its driver. :func:`kernels_of` then chooses the kernel of
 that arch which the call asks for. :func:`candidates` makes the same choice for :func:`sage_aot.explain`, with a reason
@@ -135,7 +136,7 @@ def built_archs(manifest: Manifest) -> list[str]:
 
 
 def _unfit(gpu: Gpu, arch: str, manifest: Manifest) -> str | None:
-    """Why a GPU cannot run an arch's kernels, or None."""
+    """The reason why a GPU cannot run an arch's kernels, or None."""
     record = manifest.any_attention(arch)
     if not record.serves(gpu.capability):
         return f"{'PTX' if record.is_ptx else 'machine code'} for compute capability {record.served}"
@@ -209,8 +210,8 @@ def _ordered(arch: str, wanted: Wanted, manifest: Manifest) -> list[AttnRecord]:
 
 
 def _reason(wanted: Wanted, record: AttnRecord, first: AttnRecord, manifest: Manifest) -> str | None:
-    """Why a call does not take a kernel, in terms of the call's options, or None. `first`: the arch's nearest
-    kernel."""
+    """The reason why a call does not take a kernel, in terms of the call's options, or None. `first`: the arch's
+    nearest kernel."""
     if differing := _differing(wanted, record, manifest):
         return "for " + _spelt(differing)
     if record.spec != first.spec:
@@ -220,14 +221,15 @@ def _reason(wanted: Wanted, record: AttnRecord, first: AttnRecord, manifest: Man
 
 
 def _differing(wanted: Wanted, record: AttnRecord, manifest: Manifest) -> dict[str, Any]:
-    """What a kernel and its companions compute in place of the wanted values, where they differ."""
+    """The values that a kernel and its companions compute, where they are not the wanted ones."""
     own = {name: getattr(record.spec, name) if name in AXES else value if _takes(record, name, manifest)
            else _DEFAULTS[name] for name, value in wanted}
     return {name: own[name] for name, value in wanted if own[name] != value}
 
 
 def _takes(record: AttnRecord, name: str, manifest: Manifest) -> bool:
-    """Whether a kernel and its companions take an option at run time: the structs of its kinds have a field for it."""
+    """True where a kernel and its companions take an option at run time: the structs of its kinds have a field for
+    it."""
     companions = [manifest.kernels[companion] for companion in record.companions if companion in manifest.kernels]
     return all(name in manifest.structs[kernel.params].fields for kernel in (record, *companions)
                if kernel.spec.kind in OPTIONS[name].kinds)
@@ -249,5 +251,5 @@ def _missing(arch: str, wanted: Wanted, instead: dict[str, Any]) -> str:
 
 
 def _spelt(values: dict[str, Any]) -> str:
-    """As the call takes them: ``qk='int8', smooth_v=True``."""
+    """The values as the call takes them: ``qk='int8', smooth_v=True``."""
     return ", ".join(spelt(name, value) for name, value in values.items())

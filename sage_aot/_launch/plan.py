@@ -1,4 +1,4 @@
-"""How a problem is laid out and launched: workspace, grids and structs. Pure: strides in, launches out.
+"""The layout and the launches of a problem: workspace, grids and structs. Pure: strides in, launches out.
 
 A backend runs the launches (sage_aot/_backends).
 """
@@ -77,7 +77,7 @@ class Argument(NamedTuple):
         return Tensor((self.name, 0), *self.strides)
 
     def aligned(self, headdim: int) -> bool:
-        """Whether every row starts at a multiple of 16 bytes and holds whole 16-byte vectors."""
+        """True where every row starts at a multiple of 16 bytes and holds whole 16-byte vectors."""
         batch, head, row = self.strides
         return self.at_16_bytes and (headdim | batch | head | row) % 8 == 0
 
@@ -155,8 +155,8 @@ def _check_splits(splits: int, merge: KernelRecord) -> None:
 
 
 def splits_of(problem: Problem, kernels: Kernels, sm_count: int) -> int:
-    """How many blocks share the keys of a query tile on a GPU of `sm_count` SMs. One where the query tiles fill the
-    GPU; else as many as make the call shortest, by the costs START, MERGE and MERGE_PARTIAL."""
+    """The number of blocks that share the keys of a query tile on a GPU of `sm_count` SMs. One where the query tiles
+    fill the GPU; else as many as make the call shortest, by the costs START, MERGE and MERGE_PARTIAL."""
     tile, headdim = kernels.attn.tile, kernels.attn.spec.headdim
     tiles = problem.runs * problem.num_q_heads * _q_blocks(problem, tile.block_m)
     at_once = sm_count * tile.min_blocks
@@ -328,7 +328,7 @@ def _attention(plan: Plan, known: Params, sm_count: int) -> Launch:
 
 
 def _partial(plan: Plan) -> Params:
-    """Where blocks that share a row's keys store it, in place of the output and the log-sum-exp."""
+    """The places where blocks that share a row's keys store it: not the output and the log-sum-exp."""
     problem, headdim = plan.problem, _partial_headdim(plan.problem)
     head = problem.q_rows * headdim
     out = Tensor(("workspace", plan.offsets["partial_out"]), 0 if problem.tokens else problem.num_q_heads * head, head,

@@ -1,1 +1,2 @@
-"""What a call asks for: its options, the checks of its arguments, and the resulting problem. Touches no device."""
+"""The problem that a call poses: its options, the checks of its arguments, and the resulting problem. Touches no
+device."""

@@ -1,4 +1,5 @@
-"""From a call's tensors and options to its :class:`Problem`: every check of tensors. Nothing here touches a device."""
+"""Checks of a call's tensors, and the :class:`Problem` that follows from tensors and options. Nothing here touches a
+device."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def _check_dense(given: Given, options: Options) -> Problem:
 
 
 def _check_varlen(given: Given, options: Options) -> Problem:
-    """With sequences: tensors [tokens, heads, headdim]."""
+    """Check a call with sequences: tensors [tokens, heads, headdim]."""
     q, k, v = _tensors_of(given)
     problem = _check_qkv(q, k, v, options, TOKENS, "repeat heads of k and v")
     rows = problem.seqlen_q, problem.seqlen_kv
@@ -47,7 +48,7 @@ def _check_varlen(given: Given, options: Options) -> Problem:
 
 
 def _check_kv(given: Given, options: Options) -> Problem:
-    """Of :func:`sage_aot.quantize_kv`, with one query a head for the queries that are not known."""
+    """Check a call of :func:`sage_aot.quantize_kv`, with one query a head for the queries that are not known."""
     k, v = given.k, given.v
     assert k is not None and v is not None
     for name, tensor in (("k", k), ("v", v)):
@@ -62,7 +63,7 @@ def _check_kv(given: Given, options: Options) -> Problem:
 
 
 def _check_stored(given: Given, options: Options) -> Problem:
-    """Of a call with k and v that were quantized before."""
+    """Check a call with k and v that were quantized before."""
     q, stored, kept = given.q, given.details, given.kept
     assert q is not None and isinstance(stored, Stored) and kept is not None
     dimensions, (kv_batch, num_kv_heads, keys, kv_headdim) = LAYOUTS[options.layout], stored.shape

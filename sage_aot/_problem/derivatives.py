@@ -1,4 +1,4 @@
-"""Whether a call is to be differentiated: by autograd, by forward AD, or by a transformation of torch.func.
+"""Checks that a call is not to be differentiated: by autograd, by forward AD, or by a transformation of torch.func.
 
 An operator can tell the first alone. By the time it runs, torch.func has taken its wrappers off, and the derivatives
 that torch then makes up are zeros. The public calls ask in front of their operators.
@@ -19,7 +19,7 @@ _functorch: Any = torch._C._functorch
 
 
 def check_no_grad(**tensors: torch.Tensor | None) -> None:
-    """ArgumentError for a tensor that autograd would track. Call it on every call, since grad mode may change."""
+    """Raise ArgumentError for a tensor that autograd would track. Call it on every call, since grad mode may change."""
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
@@ -33,19 +33,19 @@ def check_no_grad(**tensors: torch.Tensor | None) -> None:
 
 
 def is_transformed() -> bool:
-    """Whether forward AD or a transformation of torch.func is going on, vmap and functionalize among them: a question
+    """True while forward AD or a transformation of torch.func goes on, vmap and functionalize among them: a question
     of a fraction of a microsecond in front of the checks below."""
     return _is_dual_level_entered(forward_ad._current_level) or _is_transformation_entered()
 
 
 def has_no_rule_for_writes() -> bool:
-    """Whether vmap or functionalize is going on, for which operators that write to a tensor have no rule."""
+    """True while vmap or functionalize goes on, for which operators that write to a tensor have no rule."""
     keys = [level.key() for level in _functorch.get_interpreter_stack() or ()]
     return _functorch.TransformType.Vmap in keys or _functorch.TransformType.Functionalize in keys
 
 
 def check_no_derivative(**tensors: torch.Tensor | None) -> None:
-    """ArgumentError for a tensor by which forward AD or torch.func differentiates the result of attn."""
+    """Raise ArgumentError for a tensor by which forward AD or torch.func differentiates the result of attn."""
     _check("attn has no derivative", **tensors)
 
 
@@ -62,7 +62,7 @@ def _check(what: str, **tensors: torch.Tensor | None) -> None:
 
 
 def _is_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether forward AD or torch.func differentiates by a tensor. To a tracer, which cannot look into a tensor, any
+    """True while forward AD or torch.func differentiates by a tensor. To a tracer, which cannot look into a tensor, any
     tensor within them is differentiated."""
     if torch.compiler.is_dynamo_compiling():
         return (_is_dual_level_entered(forward_ad._current_level)
@@ -82,7 +82,7 @@ def _has_tangent(tensor: torch.Tensor) -> bool:
 
 
 def _tracks(wrapper: torch.Tensor) -> bool:
-    """Of a wrapper by grad, jvp or what is made of them: whether a derivative goes through it. Within them torch wraps
+    """True where a derivative goes through a wrapper by grad, jvp or what is made of them. Within them torch wraps
     views of constants, too. A wrapper by jvp tells only at the level of its own."""
     stack = _functorch.get_interpreter_stack() or []
     own = _functorch.maybe_get_level(wrapper)

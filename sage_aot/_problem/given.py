@@ -11,14 +11,14 @@ from sage_aot._problem.tensors import OPERANDS, TENSORS, Kind
 
 
 class MaxSeqlens(NamedTuple):
-    """What attn_varlen is given beside its tensors: the most queries, and the most keys, of a sequence."""
+    """The longest sequences of a call of attn_varlen: the most queries, and the most keys, of a sequence."""
 
     q: int
     k: int
 
 
 class Stored(NamedTuple):
-    """What is known of a K and a V that an earlier call quantized."""
+    """Facts of a K and a V that an earlier call quantized."""
 
     shape: Sequence[int]  # of k and v: batch, heads, keys, head dim
     dtype: torch.dtype  # of k and v
@@ -27,7 +27,8 @@ class Stored(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a call is given beside its options and the tensors that it writes; None for what its kind does not take."""
+    """The arguments of a call but for its options and the tensors that it writes; None for what its kind does not
+    take."""
 
     kind: Kind
     q: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""Which keys a query row sees: templates/include/sage/problem/mask.cuh in torch."""
+"""The keys that a query row sees: templates/include/sage/problem/mask.cuh in torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Mask:
 
     @classmethod
     def of(cls, call: object) -> Mask:
-        """From an object that has the options as attributes."""
+        """The mask of an object that has the options as attributes."""
         return cls(**{name: getattr(call, name) for name in _OPTIONS})
 
     def visible_keys(self, rows: torch.Tensor, seqlen_q: int, seqlen_kv: int) -> VisibleKeys:

@@ -87,7 +87,7 @@ def integer_of(value: Any) -> int | None:
 
 
 def _may_change(value: Any) -> bool:
-    """Whether a value is equal to itself while the scalar within it differs."""
+    """True where a value is equal to itself while the scalar within it differs."""
     return type(value).__name__ in _OF_SYMBOL or hasattr(value, "item") and not isinstance(value, float)
 
 
@@ -167,7 +167,7 @@ class Options:
     @staticmethod
     @lru_cache(maxsize=256, typed=True)
     def from_schema(*values: Any) -> Options:
-        """From an operator's arguments: those that torch hands over, in order; None stands for "auto"."""
+        """The options of an operator's arguments: those that torch hands over, in order; None stands for "auto"."""
         given = {name: option.default if value is None else value
                  for (name, option), value in zip(OPTIONS.items(), values)}
         return Options(**given)
@@ -245,7 +245,7 @@ for_schema._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def for_tracer(*values: Any) -> tuple[Any, ...]:
-    """What :func:`for_schema` says, for a tracer to which an option may be a number that it does not know yet, as a
+    """The answer of :func:`for_schema` for a tracer to which an option may be a number that it does not know yet, as a
     float argument of compiled code is from its second value on. Such a number is no constant: it is checked here. On a
     flag that it does not know yet, such as ``q.size(2) > 1``, the tracer puts a guard."""
     given: list[Any] = [value if value is None or isinstance(value, (bool, int, float, str)) else scalar_of(value)
@@ -270,7 +270,7 @@ def _guarded(flag: Any) -> Any:
 
 
 def smooths_q(qk: str, smooth_q: bool | str) -> bool:
-    """Whether q is smoothed, given these options; constant to a tracer as :func:`for_schema` is."""
+    """True where q is smoothed, given these options; constant to a tracer as :func:`for_schema` is."""
     return _smooths_q(qk, scalar_of(smooth_q))
 
 

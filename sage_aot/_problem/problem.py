@@ -1,4 +1,4 @@
-"""What one call computes, apart from its tensors: :class:`Problem`."""
+"""The work of one call, apart from its tensors: :class:`Problem`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ which it keeps the quantized tensors for a backward pass."""
 
 @dataclass(frozen=True)
 class Problem:
-    """What one call computes, apart from the tensors themselves."""
+    """The work of one call, apart from the tensors themselves."""
 
     batch: int  # batch entries, or sequences
     num_q_heads: int

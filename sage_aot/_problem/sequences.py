@@ -1,4 +1,4 @@
-"""What attn_varlen is given beside q, k and v."""
+"""The arguments of attn_varlen that say where sequences lie."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ class Sequences(NamedTuple):
         return self._replace(cu_seqlens_q=self.cu_seqlens_q.to(device), cu_seqlens_k=self.cu_seqlens_k.to(device))
 
     def given(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Given:
-        """What a call of attn_varlen with these sequences is given."""
+        """The arguments of a call of attn_varlen with these sequences."""
         return Given("varlen", q, k, v, cu_seqlens_q=self.cu_seqlens_q, cu_seqlens_k=self.cu_seqlens_k,
                      details=MaxSeqlens(self.max_seqlen_q, self.max_seqlen_k))

@@ -1,4 +1,4 @@
-"""What is known of a CUDA device: its arch, its number of SMs, its context."""
+"""Facts of a CUDA device: its arch, its number of SMs, its context."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Queue:
             raise LaunchError(f"the driver does not enter the context of device {self._device}: {error}") from error
 
     def launch(self, stream: int, *addresses: int) -> None:
-        """As calling the queue does, where the launches' context is already the current one."""
+        """Queue the launches where their context is already the current one."""
         try:
             structs = self._free.pop()
         except IndexError:

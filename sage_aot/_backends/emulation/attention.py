@@ -64,7 +64,7 @@ def attend(plan: Plan, quantized: Quantized,
 
 
 def _splits(visible: VisibleKeys, tile: Tile, splits: int) -> Iterator[VisibleKeys]:
-    """What the rows see of the keys of each split, as problem/kv_range.cuh shares the KV tiles of a query tile."""
+    """The keys of each split that rows see, as problem/kv_range.cuh shares the KV tiles of a query tile."""
     rows = torch.arange(len(visible.end)) // tile.block_m * tile.block_m
     begin, end = visible.begin[rows] // tile.block_n, -(-visible.end[rows + tile.block_m - 1] // tile.block_n)
     tiles = -(-(end - begin) // splits)
@@ -125,7 +125,7 @@ def _attend(problem: Problem, attn: AttnRecord, quantized: Quantized, visible_of
 
 
 def visible_keys(problem: Problem, rows: int, key_ranks: torch.Tensor | None = None) -> VisibleKeys:
-    """What `rows` rows see; rows behind the last query see what it sees. `key_ranks` as in :func:`attend`."""
+    """The keys that `rows` rows see; rows behind the last query see what it sees. `key_ranks` as in :func:`attend`."""
     queries = torch.arange(rows).clamp(max=problem.seqlen_q - 1)
     visible = Mask.of(problem.options).visible_keys(queries, problem.seqlen_q, problem.seqlen_kv)
     return visible if key_ranks is None else visible.packed(key_ranks)
@@ -149,5 +149,5 @@ def _scores(qk: str, q: torch.Tensor, k: torch.Tensor, scale: torch.Tensor,
 
 
 def finished_scores(scores: torch.Tensor, scale: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """In log2 units: one FMA, as in attn/mma/scores.cuh."""
+    """Scores in log2 units: one FMA, as in attn/mma/scores.cuh."""
     return (scores.double() * scale.double() + delta.double()).float()

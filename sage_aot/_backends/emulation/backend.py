@@ -110,7 +110,7 @@ def _heads_first(plan: Plan, *tensors: torch.Tensor | None) -> list[torch.Tensor
 
 
 def _shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of q, and of k and v, heads first."""
+    """The shapes of q, and of k and v, heads first."""
     return ((problem.batch, problem.num_q_heads, problem.seqlen_q, problem.headdim),
             (problem.batch, problem.num_kv_heads, problem.seqlen_kv, problem.headdim))
 

@@ -38,7 +38,8 @@ LARGEST_PART, LSE_MARGIN = 2.0**50, 2.0**-21
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward pass leaves for the backward pass, in logical order. Channels of Q̂ and K̂ may be padded."""
+    """The tensors that the forward pass leaves for the backward pass, in logical order. Channels of Q̂ and K̂ may be
+    padded."""
 
     q_hat: torch.Tensor  # [batch, q heads, queries, headdim] f32 holding integers, with the sign of softmax_scale
     k_hat: torch.Tensor  # [batch, kv heads, keys, headdim] likewise, without a sign
@@ -50,8 +51,8 @@ class Saved:
 
 
 def saved_of(quantized: Quantized, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Saved:
-    """What a forward pass on 8-bit integers, neither rotated nor with Q smoothed, leaves. `v` and `out` are the
-    caller's; `lse` has at least the rows of `out`, and no row_bias."""
+    """The tensors that a forward pass on 8-bit integers leaves, neither rotated nor with Q smoothed. `v` and `out` are
+    the caller's; `lse` has at least the rows of `out`, and no row_bias."""
     queries, keys = out.shape[2], v.shape[2]
     return Saved(quantized.q[:, :, :queries], quantized.k[:, :, :keys], quantized.q_scale[:, :, :queries],
                  quantized.k_scale[:, :, :keys], v, out, lse[:, :, :queries])
@@ -78,10 +79,10 @@ def gradients(saved: Saved, grad_out: torch.Tensor, softmax_scale: float, is_cau
 
 
 class Arithmetic(Protocol):
-    """What differs between the kernels and the formulas that they follow."""
+    """The differences between the kernels and the formulas that they follow."""
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
-        """In the dtype of all that follows."""
+        """The values in the dtype of all that follows."""
         ...
 
     def fma(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -146,7 +147,7 @@ class Rounded:
         return codes.flatten(-4, -2), scale.expand_as(groups)[..., 0].flatten(-3)
 
     def round_rows(self, x: torch.Tensor, factor: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in bwd/products.cuh; the scale of a row with a NaN is NaN."""
+        """Round rows as bwd/products.cuh does; the scale of a row with a NaN is NaN."""
         amax = (x.abs() * factor).amax(-1, keepdim=True)
         inv_scale = 1.0 / amax.clamp(min=SMALLEST_ROW) * limit
         return _integers(x, inv_scale * factor), amax * (1.0 / limit)
@@ -163,7 +164,7 @@ def _integers(x: torch.Tensor, inv_scale: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Tiles:
-    """What bwd/prepare.cuh writes: whole tiles, on each side."""
+    """The tiles that bwd/prepare.cuh writes, whole ones, on each side."""
 
     q_hat: torch.Tensor  # [batch, kv heads, group, rows, headdim]
     q_scale: torch.Tensor  # [batch, kv heads, group, rows]
@@ -254,7 +255,7 @@ def _grad_kv(tiles: Tiles, arithmetic: Arithmetic) -> tuple[torch.Tensor, torch.
 
 def _step(tiles: Tiles, head: slice, rows: slice,
           arithmetic: Arithmetic) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """What a tile of queries of one head adds to dK and dV: each a product of codes, and the scale of its rows."""
+    """The addends of a tile of queries of one head to dK and dV: each a product of codes, and the scale of its rows."""
     q_scale, grad_scale = (x[:, :, head, None, rows] for x in (tiles.q_scale, tiles.grad_scale))
     p, grad_p, seen = (x.transpose(-2, -1) for x in _scores(tiles, head, rows, slice(None), arithmetic))
     p = p.where(seen, 0.0)

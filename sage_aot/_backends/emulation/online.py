@@ -1,4 +1,4 @@
-"""What the softmaxes of all families share: the reference of a row, and the exponents of P."""
+"""The common part of all families' softmaxes: the reference of a row, and the exponents of P."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sage_aot._kernels.manifest import AttnRecord
 
 
 class RowReferences:
-    """What P of each row is relative to, log2 units, as attn/softmax.cuh keeps it."""
+    """The reference of each row, to which P is relative, in log2 units, as attn/softmax.cuh keeps it."""
 
     def __init__(self, record: AttnRecord, zeros: torch.Tensor) -> None:
         self.facts, self._pv_accum = record.facts, record.spec.pv_accum
@@ -30,7 +30,7 @@ class RowReferences:
         return needed.ceil() if self.facts["whole_reference"] else needed
 
     def outgrown(self, needed: torch.Tensor) -> torch.Tensor:
-        """Where P would exceed what its type has room for."""
+        """The rows whose P would exceed the range of its type."""
         return needed > self.row_ref + self.facts["lazy_rise"]
 
     def move_to(self, row_ref: torch.Tensor) -> torch.Tensor:
@@ -46,5 +46,5 @@ def scores_of_threads(of_keys: torch.Tensor) -> torch.Tensor:
 
 
 def exponents(scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:
-    """Of P, by one FMA."""
+    """The exponents of P, by one FMA."""
     return (scores.double() * scale.double() - row_ref.double()[..., None]).float()

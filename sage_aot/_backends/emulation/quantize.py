@@ -216,7 +216,7 @@ def _rounded(x: torch.Tensor, inv_scale: torch.Tensor, limit: float) -> torch.Te
 
 def _clipped(x: torch.Tensor, groups: torch.Tensor, scale: torch.Tensor, inv_scale: torch.Tensor,
              quant: KernelRecord, counted: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each group the candidate with the least squared error, as in quant/clip.cuh, and its reciprocal."""
+    """The candidate of each group with the least squared error, as in quant/clip.cuh, and its reciprocal."""
     of_counted = torch.arange(x.shape[2], device=x.device) < counted
     share, least = np.float32(1.0), torch.full_like(scale, math.inf)
     bias = quant.facts["clip_error_bias"]  # added to a squared error it leaves that in units of its last bit
