@@ -43,23 +43,31 @@ def _as_torch_calls_it(name: str, rule: Rule) -> Any:
 
 def in_the_batch(operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> tuple[Any, Any]:
     """One call, whose batch is that of all entries."""
-    found = operator(*_folded(size, dims, args))
-    split = [_unfolded(tensor, size) for tensor in _listed(found)]
+    found, batch = operator(*_folded(size, dims, args)), _batch(dims, args)
+    split = [_unfolded(tensor, size, batch) for tensor in _listed(found)]
     return _like(found, split), _like(found, [0] * len(split))
 
 
 def one_by_one(operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> tuple[Any, Any]:
-    """A call an entry."""
-    found = [operator(*(value.select(dim, entry) if isinstance(value, torch.Tensor) and dim is not None else value
-                        for value, dim in zip(args, dims))) for entry in range(size)]
-    stacked = [torch.stack(entries) for entries in zip(*map(_listed, found))]
+    """A call an entry; where there is none, one of zeros, which tells the shapes of what is returned."""
+    found = [operator(*(_entry(value, dim, entry) for value, dim in zip(args, dims))) for entry in range(max(size, 1))]
+    stacked = [torch.stack(entries)[:size] for entries in zip(*map(_listed, found))]
     return _like(found[0], stacked), _like(found[0], [0] * len(stacked))
+
+
+def _entry(value: Any, dim: Any, entry: int) -> Any:
+    if not isinstance(value, torch.Tensor) or dim is None:
+        return value
+    if value.shape[dim] == 0:
+        return value.new_zeros([*value.shape[:dim], *value.shape[dim + 1:]])
+    return value.select(dim, entry)
 
 
 def _forward(operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> tuple[Any, Any]:
     """One call. What it saves is that of all entries, in no order that could be split: it counts as unmapped."""
     out, lse, saved = operator(*_folded(size, dims, args))
-    return (_unfolded(out, size), _unfolded(lse, size), saved), (0, 0, None)
+    batch = _batch(dims, args)
+    return (_unfolded(out, size, batch), _unfolded(lse, size, batch), saved), (0, 0, None)
 
 
 def _backward(operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> tuple[Any, Any]:
@@ -69,8 +77,8 @@ def _backward(operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> t
     if not is_folded:
         return one_by_one(operator, size, dims, args)
     tensors, saved, options = args[:4], args[4], args[5:]
-    gradients = operator(*_folded(size, dims[:4], tensors), saved, *options)
-    return tuple(_unfolded(gradient, size) for gradient in gradients), (0, 0, 0)
+    gradients, batch = operator(*_folded(size, dims[:4], tensors), saved, *options), _batch(dims, args)
+    return tuple(_unfolded(gradient, size, batch) for gradient in gradients), (0, 0, 0)
 
 
 def _folded(size: int, dims: Dims, args: Sequence[Any]) -> list[Any]:
@@ -79,8 +87,14 @@ def _folded(size: int, dims: Dims, args: Sequence[Any]) -> list[Any]:
             if isinstance(value, torch.Tensor) else value for value, dim in zip(args, dims)]
 
 
-def _unfolded(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    return tensor.view(size, tensor.shape[0] // size, *tensor.shape[1:])  # operators return contiguous tensors
+def _batch(dims: Dims, args: Sequence[Any]) -> int:
+    """That of one entry, in which all tensors have as much: the first dimension that is not mapped."""
+    batch: int = args[0].shape[1 if dims[0] == 0 else 0]
+    return batch
+
+
+def _unfolded(tensor: torch.Tensor, size: int, batch: int) -> torch.Tensor:
+    return tensor.view(size, batch, *tensor.shape[1:])  # operators return contiguous tensors
 
 
 def _listed(found: Any) -> list[torch.Tensor]:

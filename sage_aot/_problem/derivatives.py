@@ -56,12 +56,12 @@ def check_backward_alone(**tensors: torch.Tensor | None) -> None:
 
 def _check(what: str, **tensors: torch.Tensor | None) -> None:
     for name, tensor in tensors.items():
-        if tensor is not None and _is_differentiated(tensor):
+        if tensor is not None and is_differentiated(tensor):
             raise ArgumentError(f"{name} is differentiated by forward AD or torch.func, and {what}; there, call "
                                 f"torch.nn.functional.scaled_dot_product_attention with the backend MATH")
 
 
-def _is_differentiated(tensor: torch.Tensor) -> bool:
+def is_differentiated(tensor: torch.Tensor) -> bool:
     """True while forward AD or torch.func differentiates by a tensor. To a tracer, which cannot look into a tensor, any
     tensor within them is differentiated."""
     if torch.compiler.is_dynamo_compiling():

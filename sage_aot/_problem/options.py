@@ -65,14 +65,22 @@ _OF_SYMBOL: Mapping[str, Callable[[Any], Any]] = {"SymBool": bool, "SymInt": int
 
 def scalar_of(value: Any) -> Any:
     """The Python scalar within a NumPy scalar, or within an array or a tensor without dimensions; that of a tracer's
-    symbol, which puts a guard on it; any other value as it is. Of a tensor that requires grad the gradient would be
-    lost: it stays a tensor, which no option is. A scalar on a GPU synchronizes with it."""
+    symbol, which puts a guard on it; any other value as it is. A tensor stays one, which no option is, where it has no
+    value, or a derivative that would be lost. A scalar on a GPU synchronizes with it."""
     if of_symbol := _OF_SYMBOL.get(type(value).__name__):
         return of_symbol(value)
     if getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
         return value
     of_numpy = type(value).__module__ == "numpy"  # which dynamo cannot ask for an attribute that is not there
-    return value if not of_numpy and getattr(value, "requires_grad", False) else value.item()
+    return value if not of_numpy and _stays_a_tensor(value) else value.item()
+
+
+def _stays_a_tensor(value: Any) -> bool:
+    if not hasattr(value, "requires_grad"):  # an array of another library
+        return False
+    from sage_aot._problem.derivatives import is_differentiated, is_transformed  # torch's, which is imported already
+
+    return bool(value.is_meta or value.requires_grad or is_transformed() and is_differentiated(value))
 
 
 def integer_of(value: Any) -> int | None:
@@ -111,8 +119,8 @@ class Options:
         help="query i sees the keys `j <= i + keys - queries`: aligned bottom-right")
     scale: float | None = _option(
         None, schema="float?", valid=_is_scale, samples=(None, 0.0, -0.1, 1e-3, 0.7, 20.0), refused=math.nan,
-        expected=f"a finite number of at most ±{MAX_SCALE:g}, or None for 1 / sqrt(headdim); of a tensor that requires "
-                 f"grad pass scale.item()",
+        expected=f"a finite number of at most ±{MAX_SCALE:g}, or None for 1 / sqrt(headdim); of a tensor that is "
+                 f"differentiated pass scale.item()",
         help="factor on q·kᵀ before the softmax; None is `1 / sqrt(headdim)`")
     layout: str = _option(
         "HND", schema="str", valid=_is_one_of(*LAYOUTS), samples=tuple(LAYOUTS), refused="BSHD",

@@ -80,6 +80,8 @@ def is_static(condition: Any) -> bool:
     """True where a condition on sizes holds, to a tracer for all sizes that its graph is for: it puts no guard."""
     if type(condition) is bool and not torch.compiler.is_dynamo_compiling():
         return condition
+    if isinstance(condition, torch.Tensor):  # sizes are tensors within torch.jit.trace, whose graph is for these sizes
+        return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)

@@ -27,6 +27,8 @@ from sage_aot.integrations._gain import AXES, HEADDIMS, KINDS, Corner, Threshold
 
 VARIABLE = "SAGE_AOT_CALIBRATION"
 _FORMAT = 1
+_DIGITS = 12
+"""Of the sha256 in the name of a file."""
 
 
 # --- the thresholds of a device ---------------------------------------------------------------------------------------
@@ -60,7 +62,8 @@ def choose(device: int) -> Chosen:
     if home is None:
         return Chosen(thresholds, source)
     gpu = torch.cuda.get_device_name(device)
-    if not (found := sorted(home.glob(f"{_slug(gpu)}-*.json"))):
+    digest = "[0-9a-f]" * _DIGITS  # and no other name of a GPU that begins alike
+    if not (found := sorted(home.glob(f"{_slug(gpu)}-{digest}.json"))):
         return Chosen(thresholds, source)
     machine = Machine.here(device)
     path = home / machine.file
@@ -99,7 +102,7 @@ class Machine(NamedTuple):
     @property
     def file(self) -> str:
         """The name of its file."""
-        return f"{_slug(self.gpu)}-{hashlib.sha256(json.dumps(self).encode()).hexdigest()[:12]}.json"
+        return f"{_slug(self.gpu)}-{hashlib.sha256(json.dumps(self).encode()).hexdigest()[:_DIGITS]}.json"
 
     def __str__(self) -> str:
         return f"{self.gpu}, driver {self.driver}, torch {self.torch}, sage_aot {self.sage_aot}"

@@ -82,7 +82,6 @@ class Policy:
     def __post_init__(self) -> None:
         if not isinstance(self.options, Mapping):
             raise ArgumentError(f"options: expected a mapping, got {type(self.options).__name__}")
-        object.__setattr__(self, "options", _Frozen(self.options))  # what the caller does with its own changes nothing
         for name, choices in (("when", ("faster", "possible")), ("otherwise", ("host", "raise"))):
             if (value := getattr(self, name)) not in choices:
                 raise ArgumentError(f"{name}: expected one of {choices}, got {value!r}")
@@ -90,7 +89,9 @@ class Policy:
         if unknown := self.options.keys() - free:
             raise ArgumentError(f"options: expected some of {', '.join(sorted(free))}, got "
                                 f"{', '.join(sorted(unknown))}")
-        Options(**self.options)  # ArgumentError for a value that is none
+        checked = Options(**self.options)  # ArgumentError for a value that is none
+        # Python's scalars, which have hashes, and a mapping that nothing that the caller does to its own changes
+        object.__setattr__(self, "options", _Frozen((name, getattr(checked, name)) for name in self.options))
 
 
 _policy = Policy()

@@ -377,8 +377,9 @@ def test_thresholds_of_another_driver_or_version_are_not_taken(gpu, monkeypatch,
         assert chosen(0)[:2] == built_in((9, 0))
 
 
-def test_another_gpus_file_is_no_matter(gpu, monkeypatch):
-    write(MEASURED, H100._replace(gpu="NVIDIA H100 PCIe"))
+@pytest.mark.parametrize("other", ["NVIDIA H100 PCIe", f"{H100.gpu} Ti", f"{H100.gpu} beef"])
+def test_another_gpus_file_is_no_matter(gpu, other):
+    write(MEASURED, H100._replace(gpu=other))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert chosen(0).refused is None and chosen(0).thresholds == FORMER

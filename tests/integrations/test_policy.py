@@ -542,6 +542,8 @@ def test_policies_have_hashes_by_value():
     others = {Policy(), Policy("possible"), Policy(otherwise="raise"), Policy(options={"smooth_v": True}),
               Policy(options={"smooth_v": False}), Policy(options={"qk": "int4"})}
     assert len(others) == 6
+    of_scalars = [Policy(options={"smooth_v": flag(True)}) for flag in (bool, np.bool_, np.array, torch.tensor)]
+    assert len({*of_scalars}) == 1 and all(policy.options["smooth_v"] is True for policy in of_scalars)
     for way in (lambda x: pickle.loads(pickle.dumps(x)), copy.copy, copy.deepcopy, dataclasses.replace):
         assert way(made[0]) == made[0] and hash(way(made[0])) == hash(made[0])
     assert dataclasses.asdict(made[0])["options"] == {"smooth_v": True, "qk": "int4"}

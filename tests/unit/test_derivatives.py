@@ -125,6 +125,35 @@ def test_what_is_not_differentiated_is_computed(call):
         assert torch.func.grad(f)(Q).allclose(expected.sum())
 
 
+SCALED = {
+    "attn": lambda scale: sage_aot.attn(Q, K, V, scale=scale),
+    "attn, one query": lambda scale: sage_aot.attn(Q[:, :, :1], K, V, scale=scale),
+    "attn, kv": lambda scale: sage_aot.attn(Q, sage_aot.quantize_kv(K, V), scale=scale),
+    "attn_varlen": lambda scale: sage_aot.attn_varlen(packed(Q), packed(K), packed(V), BEGINS, BEGINS, 40, 40,
+                                                      scale=scale),
+    "train_attn": lambda scale: sage_aot.train_attn(Q.bfloat16(), K.bfloat16(), V.bfloat16(), scale=scale),
+}
+
+
+@pytest.mark.parametrize("call", SCALED)
+@pytest.mark.parametrize("derivative", [
+    lambda call, x: torch.func.grad(lambda x: call(x).sum())(x), lambda call, x: torch.func.jvp(call, (x,), (x,)),
+    lambda call, x: torch.func.jacfwd(call)(x), lambda call, x: dual(call, x, x),
+    lambda call, x: call(x.clone().requires_grad_())], ids=["grad", "jvp", "jacfwd", "forward AD", "autograd"])
+def test_a_scale_that_is_differentiated_is_refused(derivative, call):
+    """A tensor without dimensions is taken for the number within it, which has no derivative."""
+    with pytest.raises(ArgumentError, match="scale: .*of a tensor that is differentiated pass scale.item.., got"):
+        derivative(SCALED[call], torch.tensor(0.3))
+
+
+def test_a_scale_that_is_not_differentiated_is_a_number_within_derivatives():
+    scale, expected = torch.tensor(0.3), SCALED["attn"](0.3)
+    _, tangent = torch.func.jvp(lambda w: SCALED["attn"](scale) * w, (torch.tensor(2.0),), (torch.tensor(1.0),))
+    assert tangent.equal(expected)
+    found = torch.func.grad(lambda w: (SCALED["attn"](scale) * w).sum())(torch.tensor(2.0))
+    assert found.allclose(expected.sum())
+
+
 def test_trained_calls_are_differentiated_by_autograd():
     q, k, v = (x.bfloat16().requires_grad_() for x in (Q, K, V))
     gradients = torch.autograd.grad(sage_aot.train_attn(q, k, v).float().square().sum(), (q, k, v))

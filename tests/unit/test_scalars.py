@@ -119,7 +119,8 @@ def test_operators_get_pythons_scalars():
 @pytest.mark.parametrize(("name", "value"), [
     ("scale", np.float32("nan")), ("scale", np.float32("inf")), ("scale", np.array([0.5])), ("scale", torch.ones(2)),
     ("scale", np.complex64(1)), ("scale", np.bool_(True)), ("scale", torch.tensor(True)),
-    ("scale", torch.tensor(0.5, requires_grad=True)), ("is_causal", np.int64(1)), ("is_causal", np.array([True])),
+    ("scale", torch.tensor(0.5, requires_grad=True)), ("scale", torch.tensor(0.5, device="meta")),
+    ("is_causal", torch.tensor(True, device="meta")), ("is_causal", np.int64(1)), ("is_causal", np.array([True])),
     ("is_causal", torch.tensor(1)), ("smooth_q", np.int64(1)), ("layout", np.array(3)),
 ], ids=repr)
 def test_what_is_refused(name, value):

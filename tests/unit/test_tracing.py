@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -112,6 +114,19 @@ def test_export_with_dynamic_lengths(strict):
     program = torch.export.export(Module(), tuple(draw()), dynamic_shapes=({2: length},) * 3, strict=strict)
     for n in (40, 70):
         assert torch.equal(program.module()(*draw(n)), Module()(*draw(n)))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("call", [name for name in CALLS if "kv" not in name and name != "attn_varlen"])
+def test_torchscript_traces_take_other_lengths(call, is_causal):
+    def work(q, k, v):
+        return CALLS[call](q, k, v, is_causal=is_causal)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit, and of sizes that become constants
+        traced = torch.jit.trace(work, tuple(draw()))
+    for length in (40, 33, 70):
+        torch.testing.assert_close(traced(*draw(length)), work(*draw(length)), rtol=0, atol=0)
 
 
 # --- sizes that depend on values --------------------------------------------------------------------------------------

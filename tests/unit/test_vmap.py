@@ -73,6 +73,16 @@ def test_is_the_loop(call, dims):
         assert torch.equal(one, right)
 
 
+@pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, None), (None, 2, 2)], ids=str)
+@pytest.mark.parametrize("call", CALLS)
+def test_no_entries(call, dims):
+    mapped = torch.vmap(CALLS[call], dims)
+    some, none = ([x[0] if dim is None else x[:entries].movedim(0, dim) for x, dim in zip((X, Y, Z), dims)]
+                  for entries in (1, 0))
+    for found, like in zip(listed(mapped(*none)), listed(mapped(*some)), strict=True):
+        assert found.shape == (0, *like.shape[1:]) and found.dtype == like.dtype
+
+
 def test_nested():
     args = [x[None].expand(2, *x.shape) * torch.tensor([1, 2]).view(2, 1, 1, 1, 1, 1).bfloat16() for x in (X, Y, Z)]
     found = torch.vmap(torch.vmap(sage_aot.attn))(*args)
@@ -128,6 +138,12 @@ def test_gradients_around_it():
     expected = gradients(lambda *x: looped(sage_aot.train_attn, *x, dims=(0, None, None))[0], X, Y[0], Z[0])
     for one, right in zip(found, expected):
         torch.testing.assert_close(one, right, rtol=0.02, atol=0.02)  # gradients of k and v are summed in 16 bits
+
+
+def test_gradients_of_no_entries():
+    leaves = [x[:0].clone().requires_grad_() for x in (X, Y, Z)]
+    found = torch.autograd.grad(torch.vmap(sage_aot.train_attn)(*leaves).sum(), leaves)
+    assert [x.shape for x in found] == [x.shape for x in leaves]
 
 
 def test_gradients_that_are_batched():
