@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as captured
 
-from sage_aot._backends import cuda
+from sage_aot._backends.cuda import device as cuda_device
 from sage_aot._tools import explain as explaining
 from sage_aot._tools.reference import measure
 from sage_aot.errors import ArgumentError, UnsupportedError
@@ -379,7 +379,7 @@ def gpu_here(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(explaining, "sm_count", lambda device: 132)
-    for module in (cuda, explaining):
+    for module in (cuda_device, explaining):
         monkeypatch.setattr(module, "default_driver", lambda: SimpleNamespace(cuda=13000))
 
 
