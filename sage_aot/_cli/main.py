@@ -44,7 +44,7 @@ def main() -> int:
             from sage_aot._cli import audit
 
             return audit.main(arguments.model, arguments.text, arguments.tokens)
-        from sage_aot._tools import demo  # needs the extra `demo`
+        from sage_aot._cli import demo
 
         return demo.main(arguments.png)
     except SageAotError as error:
