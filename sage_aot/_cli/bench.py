@@ -31,7 +31,8 @@ from sage_aot._version import __version__
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import Policy, report, reset_report, use
 from sage_aot.integrations._calibration import chosen
-from sage_aot.integrations._policy import SERVED, check_gpu
+from sage_aot.integrations._report import SERVED
+from sage_aot.integrations._rules import check_gpu
 from sage_aot.integrations.torch import sdpa
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,

@@ -37,7 +37,7 @@ from sage_aot.integrations._gain import (
     is_faster,
     kernel_headdim,
 )
-from sage_aot.integrations._policy import check_gpu
+from sage_aot.integrations._rules import check_gpu
 from sage_aot.integrations.torch import by_flash
 
 EFFORT = Effort(rounds=4, calls=40, round_us=2.5e3, warm_up_s=0.02, hopeless=1.5)

@@ -18,7 +18,10 @@ from typing import Any
 import torch
 
 from sage_aot.errors import ArgumentError
-from sage_aot.integrations._policy import Call, Policy, attend, by_host, check_gpu, count
+from sage_aot.integrations._policy import Policy
+from sage_aot.integrations._report import count
+from sage_aot.integrations._rules import HostCall, check_gpu
+from sage_aot.integrations._serve import attend, by_host
 
 KEY = "optimized_attention_override"
 """Where ComfyUI looks for an override, in the ``transformer_options`` of a model."""
@@ -226,7 +229,7 @@ def _described(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, ma
                attn_precision: torch.dtype | None = None, skip_reshape: bool = False, skip_output_reshape: bool = False,
                *, scale: float | None = None, enable_gqa: bool = False, low_precision_attention: bool | None = None,
                transformer_options: dict[str, Any] | None = None, _inside_attn_wrapper: bool = True,
-               **unknown: Any) -> tuple[Call, bool]:
+               **unknown: Any) -> tuple[HostCall, bool]:
     """A call of ComfyUI's, and whether its output keeps the heads apart.
 
     With `skip_reshape` q, k and v are [batch, heads, seq, headdim], else [batch, seq, heads * headdim]; the output
@@ -243,8 +246,8 @@ def _described(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, ma
         q, k, v = (x.transpose(1, 2) for x in given) if skip_reshape != skip_output_reshape else given
     if mask is not None and mask.dim() == 3:
         mask = mask.unsqueeze(1)
-    return Call(q, k, v, mask, False, scale, 0.0, "HND" if skip_output_reshape else "NHD", grouped=enable_gqa,
-                beyond=beyond), skip_output_reshape
+    return HostCall(q, k, v, mask, False, scale, 0.0, "HND" if skip_output_reshape else "NHD", grouped=enable_gqa,
+                    beyond=beyond), skip_output_reshape
 
 
 def _with_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...] | None:

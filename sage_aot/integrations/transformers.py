@@ -21,7 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from sage_aot.errors import ArgumentError, UnsupportedError
-from sage_aot.integrations._policy import Call, attend, by_host, check_gpu, count, is_small
+from sage_aot.integrations._report import count
+from sage_aot.integrations._routes import is_small
+from sage_aot.integrations._rules import HostCall, check_gpu
+from sage_aot.integrations._serve import attend, by_host
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -288,5 +291,5 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         mask = None if meaning.key_mask is None else meaning.key_mask[:, None, None, :]
         causal = at_end = queries > 1
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # so that the output is as transformers wants it
-    call = Call(q, k, v, mask, causal, scaling, dropout, "NHD", grouped=True, bottom_right=at_end)
+    call = HostCall(q, k, v, mask, causal, scaling, dropout, "NHD", grouped=True, bottom_right=at_end)
     return attend(call, host, form=lambda out: (out, None))
