@@ -1,4 +1,4 @@
-"""What quantization costs a model's attention, call by call."""
+"""The error of quantization in a model's attention, call by call."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ _tallies: dict[str, Tally] = {}
 
 
 def report() -> dict[str, int]:
-    """How many calls sage_aot served, under ``"sage_aot"``, and by its reason how many it did not, since the start of
-    the process or :func:`reset_report`. Calls of compiled code are not counted: it runs no Python."""
+    """Count the calls that sage_aot served, under ``"sage_aot"``, and by its reason those that it did not, since the
+    start of the process or :func:`reset_report`. Calls of compiled code are not counted: it runs no Python."""
     with lock:
         counts = {line: tally.read() for line, tally in _tallies.items()}
     return dict(sorted(counts.items(), key=lambda item: -item[1]))

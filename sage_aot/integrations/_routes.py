@@ -17,8 +17,8 @@ from sage_aot.integrations._gain import Work, is_faster, kernel_headdim, kind_of
 from sage_aot.integrations._report import SLOWER, Tally, is_counted, lock, tally_of
 
 HOST, FLASH, FLASH_GROUPED = range(3)
-"""How the host computes a call: as it does; by torch's FlashAttention-2; by that where k and v have fewer heads than q,
-which the call must allow."""
+"""Ways in which a host computes a call: its own; by torch's FlashAttention-2; by that where k and v have fewer heads
+than q, which the call must allow."""
 
 
 class Route(NamedTuple):

@@ -24,10 +24,10 @@ from sage_aot.integrations._rules import HostCall, check_gpu
 from sage_aot.integrations._serve import attend, by_host
 
 KEY = "optimized_attention_override"
-"""Where ComfyUI looks for an override, in the ``transformer_options`` of a model."""
+"""The key of an override in the ``transformer_options`` of a model."""
 
 BLOCK_KINDS = ("double", "single", "input", "middle", "output")
-"""What ComfyUI calls the blocks of transformers (the first two) and of UNets."""
+"""ComfyUI's names of the blocks of transformers (the first two) and of UNets."""
 
 Override = Callable[..., torch.Tensor]
 """``override(func, q, k, v, heads, ...)``; `func`: the attention function that ComfyUI would call without it."""
@@ -168,7 +168,7 @@ def override(previous: Override | None = None, *, policy: Policy | None = None,
 
 def _left_to_host(kwargs: dict[str, Any], dense: tuple[tuple[str | None, int], ...],
                   in_range: Callable[[torch.Tensor], bool] | None) -> str | None:
-    """Why a call stays with the host by what ComfyUI or the user said of it; None where it does not."""
+    """The reason why a call stays with the host by what ComfyUI or the user said of it; None where it does not."""
     if kwargs.get("low_precision_attention") is False:
         return "low_precision_attention=False"
     options = kwargs.get("transformer_options") or {}
@@ -210,15 +210,15 @@ def _parsed(dense_blocks: str) -> tuple[tuple[str | None, int], ...]:
 
 
 class _SigmaRange:
-    """Whether a step is in the part of the schedule that is served, read once for each tensor of sigmas."""
+    """The part of the schedule that is served. A step's noise level is read once for each tensor of sigmas."""
 
     def __init__(self, start: float, end: float) -> None:
         self.start, self.end = start, end
         self._last: tuple[weakref.ref[torch.Tensor], bool] | None = None
 
     def holds(self, sigmas: torch.Tensor) -> bool:
-        """Of the first sample of a batch, as ComfyUI decides for its own ranges. A sampler makes one tensor a step,
-        which all calls of the step share; reading it waits for the GPU."""
+        """True where the first sample of a batch is in the part, as ComfyUI decides for its own ranges. A sampler makes
+        one tensor a step, which all calls of the step share; reading it waits for the GPU."""
         last = self._last
         if last is None or last[0]() is not sigmas:
             self._last = last = weakref.ref(sigmas), self.end <= sigmas.flatten()[0].item() <= self.start

@@ -65,7 +65,7 @@ _STATE = "_sage_aot_before"
 
 @dataclass
 class _Before:
-    """What :func:`enable` changed in a model; an attribute of the model, so that both end, and are copied, together."""
+    """Changes by :func:`enable` in a model; an attribute of the model, so that both end, and are copied, together."""
 
     backends: list[tuple[Any, Any]] = field(default_factory=list)  # processors, and their backends of before
     kind: Any = None  # the model's class, where it got another
