@@ -21,7 +21,8 @@ import common
 import emulator
 from emulator import Method
 from sage_aot._backends.loader import Library
-from sage_aot._tools import demo, reference
+from sage_aot._cli import demo_inputs
+from sage_aot._tools import reference
 from sage_aot._tools.reference import Accuracy
 from sage_aot.errors import ArgumentError
 
@@ -183,7 +184,7 @@ def _draw(kind: str, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], seed: 
 
 def demo_cases() -> list[Case]:
     """Every layer of the model of `python -m sage_aot demo`, all texts together; UnsupportedError without it."""
-    workload = demo._transformer_workload(torch.device("cpu"))
+    workload = demo_inputs.transformer_workload(torch.device("cpu"))
     return [Case(DEMO, f"layer {layer}", False, draws) for layer, draws in workload.layers.items()]
 
 

@@ -50,7 +50,7 @@ _PTX_PRODUCTS = {
     "pvf16": (("mma",), "f32.f16.f16.f32"),
     "pve4m3": (("mma",), "e4m3.e4m3"),
 }
-"""As _PRODUCTS, in PTX."""
+"""The same of PTX."""
 
 
 class Verdict(NamedTuple):
@@ -164,7 +164,7 @@ def _tensor_cores(kernel: PlannedKernel, report: Report) -> list[str]:
 
 
 def _missing(spec: KernelSpec, report: Report) -> list[str]:
-    """What is missing of a kernel's tensor-core instructions."""
+    """Tensor-core instructions that a kernel should have and does not, in words."""
     if not isinstance(spec, AttnSpec):
         wanted = () if is_ptx(spec.arch) else _BACKWARD_PRODUCTS.get(spec.kind, ())
         return [opcode for opcode in wanted if opcode not in report.opcodes]

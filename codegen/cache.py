@@ -57,8 +57,8 @@ class Cache:
         return True
 
     def read(self, key: str) -> list[bytes] | None:
-        """What was kept under a key, a sha256 in hex; None where nothing was, or where the entry is damaged or of
-        another key."""
+        """The files that were kept under a key, a sha256 in hex; None where there are none, or where the entry is
+        damaged or of another key."""
         path = self._path(key)
         try:
             blobs = _unpacked(key, path.read_bytes()) if path else None

@@ -71,7 +71,7 @@ class Compilation:
 
     @property
     def shippable(self) -> bool:
-        """Whether a wheel may hold these cubins. Retargeted cubins are for tests, cubins by nvcc for debugging."""
+        """True where a wheel may hold these cubins. Retargeted cubins are for tests, cubins by nvcc for debugging."""
         return self.toolchain == "nvrtc" and self.retarget is None
 
     def target(self, kernel: PlannedKernel) -> str:
@@ -81,7 +81,7 @@ class Compilation:
         return (self.retarget or target_of(kernel.spec.arch)) + kernel.suffix
 
     def takes(self, kernel: PlannedKernel) -> bool:
-        """Whether the chip to which kernels are retargeted, if any, has the instructions of a kernel's suffix."""
+        """True unless kernels are retargeted to a chip that lacks the instructions of this kernel's suffix."""
         if not self.retarget or not kernel.suffix:
             return True
         _, chip, _ = read_target(self.retarget)

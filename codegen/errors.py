@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 INSTALL = "install what code generation needs: pip install -e '.[codegen]'"
-"""What to do where a tool is missing or of another version; pyproject.toml has the versions."""
+"""Advice for errors where a tool is missing or of another version; pyproject.toml has the versions."""
 
 
 class UsageError(ValueError):

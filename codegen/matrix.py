@@ -49,7 +49,7 @@ class PlannedKernel:
 
 @dataclass(frozen=True)
 class Matrix:
-    """What build_matrix.yaml says."""
+    """The contents of build_matrix.yaml."""
 
     archs: dict[str, Arch]
     shared_bytes: dict[str, int]  # by arch: shared memory that a block can have
@@ -191,6 +191,6 @@ def _needs_delta(spec: AttnSpec) -> bool:
 
 
 def _layout(kernel: PlannedKernel) -> tuple[object, ...]:
-    """What attention kernels that share a companion must agree on: all that the companion's template is given."""
+    """The values on which attention kernels that share a companion must agree: all that its template is given."""
     reads_tiles = isinstance(kernel.spec, (QuantSpec, BwdPrepSpec))
     return kernel.how, kernel.tile.quantized if reads_tiles else None

@@ -34,8 +34,8 @@ def write_package(reports: Reports, matrix: Matrix, compilation: Compilation, ou
 
 
 def package_problems(matrix: Matrix, compilation: Compilation, folder: Path) -> list[str]:
-    """How a folder differs from the result of building the whole matrix, a sentence each. Nothing is compiled, but the
-    sources must be rendered. The same source is taken to compile to the same file."""
+    """Differences between a folder and the result of building the whole matrix, a sentence each. Nothing is compiled,
+    but the sources must be rendered. The same source is taken to compile to the same file."""
     try:
         manifest = Manifest.read(folder)
     except (OSError, ValueError) as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.meta import find_undeclared_variables
+from jinja2.meta import find_referenced_templates, find_undeclared_variables
 
 from codegen.errors import BuildError
 from codegen.files import write_if_changed
@@ -34,11 +34,9 @@ CONTEXT = {
 PROGRAMMATIC = 9, 0
 """The first compute capability with programmatic dependent launch."""
 
-_QK_ENUMERATOR = {"int8": "Qk::kInt8", "int4": "Qk::kInt4", "nvfp4": "Qk::kNvfp4"}
-_PV_ENUMERATOR = {"f16": "Pv::kF16", "e4m3": "Pv::kE4m3", "nvfp4": "Pv::kNvfp4"}
-_PV_ACCUM_ENUMERATOR = {"f32": "PvAccum::kF32", "two_level_f32": "PvAccum::kTwoLevelF32",
-                        "two_level_f16": "PvAccum::kTwoLevelF16"}
-_ROWS_ENUMERATOR = {"bf16": "SourceRows::kBf16", "f16": "SourceRows::kF16", "any": "SourceRows::kAny"}
+_ENUMS = {"qk": "Qk", "pv": "Pv", "pv_accum": "PvAccum", "mask": "Mask"}
+"""By axis, the enum of its values."""
+
 _CPP_NAME = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*", re.ASCII)
 
 
@@ -55,28 +53,30 @@ def cpp(value: object) -> str:
     raise TypeError(f"expected a bool, an int or a C++ name, got {value!r}")
 
 
+def enumerator(enum: str, value: str) -> str:
+    """The enumerator of a value: ``"two_level_f32"`` of PvAccum → ``"PvAccum::kTwoLevelF32"``."""
+    return f"{enum}::k{''.join(word.capitalize() for word in value.split('_'))}"
+
+
 def context(kernel: PlannedKernel) -> dict[str, object]:
     """The values that a kernel's template is given."""
-    axes: dict[str, Any] = kernel.spec.values
+    spec, axes = kernel.spec, dict[str, Any](kernel.spec.values)
     values = {
-        "name": kernel.spec.name,
+        "name": spec.name,
         "template": kernel.how.template,
         "row": kernel.row,
-        "entries": [*zip(kernel.spec.entries, map(_ROWS_ENUMERATOR.get, kernel.spec.rows))],
+        "entries": [(entry, enumerator("SourceRows", rows)) for entry, rows in zip(spec.entries, spec.rows)],
         "headdim": axes.get("headdim"),
-        "qk": _QK_ENUMERATOR.get(axes.get("qk", "")),
-        "pv": _PV_ENUMERATOR.get(axes.get("pv", "")),
-        "pv_accum": _PV_ACCUM_ENUMERATOR.get(axes.get("pv_accum", "")),
-        "mask": f"Mask::k{axes.get('mask', '').capitalize()}",
+        **{axis: enumerator(enum, axes[axis]) for axis, enum in _ENUMS.items() if axis in axes},
         "smooth_v": axes.get("v") == "vsmooth",
         "smooth_q": axes.get("q") == "qsmooth",
         "threads": kernel.how.threads,
         "shared_bytes": kernel.shared_bytes,
-        "programmatic": capability_of(kernel.spec.arch) >= PROGRAMMATIC,
+        "programmatic": capability_of(spec.arch) >= PROGRAMMATIC,
         **kernel.tile._asdict(),
         "min_blocks": kernel.min_blocks,  # replaces the tile's, which holds for the attention kernel
     }
-    return {name: values[name] for name in CONTEXT[kernel.spec.kind]}
+    return {name: values[name] for name in CONTEXT[spec.kind]}
 
 
 class Renderer:
@@ -98,10 +98,9 @@ class Renderer:
             raise BuildError(f"templates/{kernel.how.template}: {error} (rendering {kernel.spec.name})") from error
 
     def variable_problems(self, kind: str, template: str) -> list[str]:
-        """How the names that a template uses differ from those of its kind, as sentences."""
+        """Differences between the names that a template uses and those of its kind, as sentences."""
         try:
-            source = self.loader.get_source(self.environment, template)[0]
-            used = find_undeclared_variables(self.environment.parse(source))
+            used = self._names_in(template)
         except jinja2.TemplateError as error:
             return [f"templates/{template}: {error}"]
         declared = set(CONTEXT[kind])
@@ -109,6 +108,12 @@ class Renderer:
                  for name in sorted(used - declared)]
                 + [f"templates/{template}: expected {name!r} to be used, as {kind} templates are given it"
                    for name in sorted(declared - used)])
+
+    def _names_in(self, template: str) -> set[str]:
+        """The names that a template and those that it includes use."""
+        parsed = self.environment.parse(self.loader.get_source(self.environment, template)[0])
+        included = filter(None, find_referenced_templates(parsed))
+        return find_undeclared_variables(parsed).union(*map(self._names_in, included))
 
 
 def render_all(kernels: Iterable[PlannedKernel], matrix: Matrix, project: Project) -> None:

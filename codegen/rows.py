@@ -83,7 +83,7 @@ class TileRow:
 
 @dataclass(frozen=True)
 class FamilyKind:
-    """How a family makes a kind of kernel."""
+    """The template and the threads by which a family makes a kind of kernel."""
 
     template: str
     threads: int | None  # of a block; those of attention kernels follow from their tiles
@@ -249,7 +249,7 @@ class RowReader:
 
 
 def _unknown_value(axis: str, value: object) -> str | None:
-    """What is wrong with a value of an axis."""
+    """The problem with a value of an axis, as a sentence; None where it is one."""
     return None if _among(value, AXES[axis]) else (
         f"expected a value of the axis {axis!r} {_choices(AXES[axis])}, got {value!r}")
 

@@ -1,4 +1,4 @@
-"""Which kernels a command is about: ``--arch`` and ``--only``."""
+"""The kernels that a command is about: ``--arch`` and ``--only``."""
 
 from __future__ import annotations
 

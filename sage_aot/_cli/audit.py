@@ -55,7 +55,7 @@ def main(name: str, text: str | None, tokens: int) -> int:
 
 
 def _positions(model: Any, tokens: int) -> int:
-    """How many tokens the model reads at most; those of RoBERTa begin behind the padding."""
+    """The most tokens that the model reads; those of RoBERTa begin behind the padding."""
     config = model.config.get_text_config()
     behind = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
     return int(getattr(config, "max_position_embeddings", tokens + behind)) - behind

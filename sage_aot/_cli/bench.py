@@ -31,7 +31,8 @@ from sage_aot._version import __version__
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import Policy, report, reset_report, use
 from sage_aot.integrations._calibration import chosen
-from sage_aot.integrations._policy import SERVED, check_gpu
+from sage_aot.integrations._report import SERVED
+from sage_aot.integrations._rules import check_gpu
 from sage_aot.integrations.torch import sdpa
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
@@ -42,7 +43,7 @@ PADDING = 256
 """Keys that every second batch entry of a padded call does not have, or a quarter of its keys where that is less."""
 
 class Effort(NamedTuple):
-    """How much is measured of each way."""
+    """The amount that is measured of each way."""
 
     rounds: int  # of which the shortest counts; the ways take turns, so that they meet the same clocks
     calls: int  # of one round at most: so many that the launch of the first does not count
@@ -149,7 +150,7 @@ class Row:
         return Times(min(times.gpu for times in torchs), min(times.wall for times in torchs))
 
     def ratio(self, way: str) -> Times:
-        """How many times as fast as the fastest of torch's backends."""
+        """The speed as a multiple of that of torch's fastest backend."""
         best, times = self.best(), self.ways[way]
         return Times(best.gpu / times.gpu, best.wall / times.wall)
 
@@ -215,7 +216,7 @@ def ways_of(shape: Shape) -> dict[str, Way]:
 
 
 def _takes_it(way: Way) -> bool:
-    """Whether a backend of torch computes it; torch says why not in warnings."""
+    """True where a backend of torch computes it; torch says why not in warnings."""
     with way.chosen(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -37,7 +37,7 @@ from sage_aot.integrations._gain import (
     is_faster,
     kernel_headdim,
 )
-from sage_aot.integrations._policy import check_gpu
+from sage_aot.integrations._rules import check_gpu
 from sage_aot.integrations.torch import by_flash
 
 EFFORT = Effort(rounds=4, calls=40, round_us=2.5e3, warm_up_s=0.02, hopeless=1.5)
@@ -56,7 +56,7 @@ ENOUGH = 1.03
 """FlashAttention-2 is chosen from this gain on."""
 
 MOST_ELEMENTS = 2 ** 28
-"""Of k and of v at a corner, all heads counted; corners with more are left out."""
+"""Most elements of k and of v at a corner, all heads counted; corners with more are left out."""
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class Sample(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """How many times as fast as torch."""
+        """The speed as a multiple of torch's."""
         return self.theirs / self.ours
 
 
@@ -173,7 +173,7 @@ def corners() -> list[Corner]:
 
 
 class Measured(NamedTuple):
-    """What a calibration found."""
+    """Findings of a calibration."""
 
     thresholds: Thresholds
     rows: list[Row]
@@ -205,7 +205,7 @@ def calibrate(former: Thresholds, measure: Callable[[Shape], Row | None], is_fla
 
 
 def steps() -> int:
-    """How often `step` is called."""
+    """The number of calls of `step`."""
     return sum(map(len, series())) + len(corners())
 
 
@@ -226,7 +226,7 @@ def measure_call(shape: Shape) -> Row | None:
 
 
 def measure_flash(corner: Corner) -> bool:
-    """Whether FlashAttention-2, called as the policy calls it, is clearly faster than torch's own choice."""
+    """True where FlashAttention-2, called as the policy calls it, is clearly faster than torch's own choice."""
     try:
         q, k, v = (torch.randn(1, corner.heads, rows, corner.headdim, device="cuda", dtype=torch.bfloat16)
                    for rows in (corner.queries, corner.keys, corner.keys))

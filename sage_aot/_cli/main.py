@@ -44,7 +44,7 @@ def main() -> int:
             from sage_aot._cli import audit
 
             return audit.main(arguments.model, arguments.text, arguments.tokens)
-        from sage_aot._tools import demo  # needs the extra `demo`
+        from sage_aot._cli import demo
 
         return demo.main(arguments.png)
     except SageAotError as error:
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def _thresholds() -> Iterator[str]:
-    """Which thresholds the policy of the integrations takes on each GPU."""
+    """The thresholds that the policy of the integrations takes on each GPU, in words."""
     for device in range(torch.cuda.device_count()):
         chosen = choose(device)
         yield f"cuda:{device}: thresholds of the policy: {chosen.source}"

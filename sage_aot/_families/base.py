@@ -1,4 +1,4 @@
-"""What code generation and the launch plan ask of an instruction family."""
+"""Properties of an instruction family, for code generation and the launch plan."""
 
 from __future__ import annotations
 

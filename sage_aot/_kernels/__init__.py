@@ -1,1 +1,1 @@
-"""What kernels there are: axes, names, tiles, the manifest of a folder. No device, no torch."""
+"""The kernels that there are: axes, names, tiles, the manifest of a folder. No device, no torch."""

@@ -15,11 +15,11 @@ AXES: dict[str, tuple[int | str, ...]] = {
 that a driver compiles for GPUs from that compute capability on."""
 
 ROWS = ("bf16", "f16", "any")
-"""What an entry point of a kernel that reads rows takes. "bf16" and "f16": rows of this type, each of which begins at a
+"""The rows that an entry point of a kernel takes. "bf16" and "f16": rows of this type, each of which begins at a
 multiple of 16 bytes and holds whole 16-byte vectors. "any": all other rows, and all of f32."""
 
 HALVES = ROWS[:2]
-"""What an entry point of a kernel that writes rows of 16 bits takes."""
+"""The rows that an entry point takes of a kernel that writes rows of 16 bits."""
 
 HEADDIMS = tuple(value for value in AXES["headdim"] if isinstance(value, int))
 MAX_HEADDIM = max(HEADDIMS)

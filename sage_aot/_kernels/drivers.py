@@ -1,4 +1,4 @@
-"""Which driver is for which CUDA: numbers alone, for the choice of kernels and for messages."""
+"""Versions of the driver and of CUDA: numbers alone, for the choice of kernels and for messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ not for its branch. Source: CUDA toolkit release notes, "CUDA Toolkit and Corres
 
 
 def too_old(cuda: int, least_driver: int) -> str | None:
-    """Why a driver for `cuda` (12090 is 12.9) is too old where a branch such as 525 is needed; None where it is not."""
+    """The reason why a driver for `cuda` (12090 is 12.9) is too old where a branch such as 525 is needed, or None."""
     needed = cuda_of(least_driver)
     if cuda >= needed:
         return None

@@ -43,7 +43,7 @@ class MainLoop(NamedTuple):
 
 
 class MachineCode(NamedTuple):
-    """What a cubin says of its machine code. PTX has none: the user's driver compiles it."""
+    """Figures of a cubin's machine code. PTX has none: the user's driver compiles it."""
 
     registers: int  # of a thread
     spill_bytes: int  # stores and loads that the compiler spilt to local memory
@@ -88,14 +88,14 @@ class KernelRecord:
 
     @property
     def programmatic_launch(self) -> bool:
-        """Whether the kernel itself waits for the grids in front of it, by griddepcontrol.wait. It may then be launched
-        before they end."""
+        """True where the kernel itself waits for the grids in front of it, by griddepcontrol.wait. It may then be
+        launched before they end."""
         return bool(self.facts.get("programmatic_launch", 0))
 
     def serves(self, capability: tuple[int, int]) -> bool:
-        """Whether a GPU of this compute capability can run the file. PTX runs on its target's capability and all later
-        ones. A cubin runs on its target's capability and on later minors of the same major, with the suffix `f` too;
-        with the suffix `a`, or for Tegra, on its target's alone.
+        """True where a GPU of this compute capability can run the file. PTX runs on its target's capability and all
+        later ones. A cubin runs on its target's capability and on later minors of the same major, with the suffix `f`
+        too; with the suffix `a`, or for Tegra, on its target's alone.
 
         Source: CUDA C++ programming guide, "Binary compatibility" and "Application compatibility".
         """
@@ -138,7 +138,7 @@ class AttnRecord(KernelRecord):
 
 
 def _record(values: Mapping[str, Any]) -> KernelRecord:
-    """What :meth:`KernelRecord.to_json` wrote."""
+    """The record that :meth:`KernelRecord.to_json` wrote."""
     spec, machine = spec_of(values["spec"]), values["machine"]
     fields = {name: value for name, value in values.items() if name != "serves"}
     fields |= {"spec": spec, "machine": MachineCode(**machine) if machine else None}
@@ -150,7 +150,7 @@ def _record(values: Mapping[str, Any]) -> KernelRecord:
 
 
 def runs(suffix: str, own: tuple[int, int], capability: tuple[int, int]) -> bool:
-    """Whether a chip has the instructions of another, those that a target's suffix stands for among them."""
+    """True where a chip has the instructions of another, those that a target's suffix stands for among them."""
     return capability == own if suffix == "a" else capability >= own and capability[0] == own[0]
 
 

@@ -1,4 +1,4 @@
-"""What a kernel is specialized for, and how its name spells that.
+"""Specializations of kernels, and the names that spell them.
 
 :class:`KernelSpec` and its subclasses, one per kind of kernel, are the only writers and readers of kernel names. Code
 generation and the runtime share this module, so it imports the standard library only.
@@ -31,7 +31,7 @@ def capability_of(arch: str) -> tuple[int, int]:
 
 
 def is_ptx(arch: str) -> bool:
-    """Whether an arch's kernels are PTX, which a driver compiles, and not cubins."""
+    """True for an arch whose kernels are PTX, which a driver compiles, and not cubins."""
     return arch.startswith("ptx")
 
 
@@ -127,11 +127,11 @@ class AttnSpec(KernelSpec):
 
     @property
     def trains(self) -> bool:
-        """Whether the backward pass takes what this kernel read, and the log-sum-exp that it wrote."""
+        """True where the backward pass takes what this kernel read, and the log-sum-exp that it wrote."""
         return self.qk == "int8" and self.q == "qraw" and self.v == "vraw" and self.headdim <= MOST_TRAINED
 
     def impossible(self) -> str | None:
-        """Why no such kernel can exist on this arch, or None. The matrix may exclude more kernels, never fewer."""
+        """The reason why this arch has no such kernel, or None. The matrix may exclude more kernels, never fewer."""
         capability = capability_of(self.arch)
         if self.pv == "e4m3" and capability < (8, 9):
             return "no FP8 tensor cores before sm89"
@@ -150,8 +150,8 @@ class AttnSpec(KernelSpec):
 
 @dataclass(frozen=True)
 class BwdPrepSpec(KernelSpec):
-    """What the backward kernels read beside the caller's tensors and what is saved, in the layouts of the attention
-    kernel's quantizer."""
+    """The operands of the backward kernels beside the caller's tensors and what is saved, in the layouts of the
+    attention kernel's quantizer."""
 
     kind = "bwdprep"
     rows = HALVES

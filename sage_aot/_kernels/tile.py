@@ -21,5 +21,5 @@ class Tile(NamedTuple):
 
 
 def is_size(value: object) -> bool:
-    """Whether a value can be a size: a positive integer."""
+    """True for a value that can be a size: a positive integer."""
     return type(value) is int and value > 0

@@ -1,1 +1,1 @@
-"""What users run beside the call: explain, info, verify, the demo; and what tests and benches compare with."""
+"""Explain, info and verify, which users run beside the call; and what tests, benches and the demo compare with."""

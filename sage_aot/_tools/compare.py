@@ -20,7 +20,7 @@ from sage_aot._launch.plan import Plan
 
 @dataclass(frozen=True)
 class Bound:
-    """How far an output may lie from the emulation's, relative to Σ p·|v| / Σ p, after rounding to its dtype.
+    """The most that an output may differ from the emulation's, relative to Σ p·|v| / Σ p, after rounding to its dtype.
 
     Kernel and emulation compute the same exponents bit for bit, also of a smoothed Q: delta_s and the FMA that adds it
     round in one order. Three things differ: ex2.approx (2^-22), the order and the precision of the sums of P and of

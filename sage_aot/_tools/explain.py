@@ -1,4 +1,4 @@
-"""Which kernels a call would run on a GPU, and why no other kernel would. Needs no GPU, launches nothing."""
+"""The kernels that a call would run on a GPU, and the reasons against all others. Needs no GPU, launches nothing."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
             driver: int | None = None, return_lse: bool = False, out: torch.Tensor | None = None,
             cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
             max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **arguments: Any) -> Explanation:
-    """Which kernels :func:`sage_aot.attn` would run for these arguments, and why none of the others; with
-    `cu_seqlens_q` and the three arguments behind it, the same of :func:`sage_aot.attn_varlen`.
+    """Explain which kernels :func:`sage_aot.attn` would run for these arguments, and why none of the others; with
+    `cu_seqlens_q` and the three arguments behind it, which :func:`sage_aot.attn_varlen` would run.
 
     Nothing is loaded or launched, and no GPU is needed: ``explain(capability=(8, 9), headdim=128)`` tells what an L4
     would run. The call makes the same choice. The arch comes first: the GPU's own; else the nearest lower minor of its
@@ -209,7 +209,7 @@ def _explained(gpu: Gpu | None, device: int, problem: Problem, run_as: Problem |
 
 
 def _splits(gpu: Gpu | None, device: int, problem: Problem | None, kernels: Kernels) -> int | None:
-    """Of a call; None where that depends on a shape or a number of SMs that is not known."""
+    """The splits of a call; None where they depend on a shape or a number of SMs that is not known."""
     if gpu is None:
         return 1
     return splits_of(problem, kernels, sm_count(device)) if problem is not None and device >= 0 else None

@@ -1,4 +1,4 @@
-"""What is installed, which devices there are, which kernels they would run, and what is missing."""
+"""A report of what is installed, which devices there are, which kernels they would run, and what is missing."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _SCORES_AT_ONCE = 2**27  # elements of a float64 score matrix: 1 GB
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far an output is from its reference, over all elements at once. Source: SageAttention2, appendix A.7."""
+    """The distance of an output from its reference, over all elements at once. Source: SageAttention2, appendix A.7."""
 
     cosine: float  # Σ o·r / (√Σo² √Σr²)
     relative_l1: float  # Σ |o − r| / Σ |r|

@@ -156,7 +156,7 @@ def record_problems(files: Mapping[Traversable, str]) -> Iterator[str]:
 
 
 def kernel_problems(library: Library) -> Iterator[str]:
-    """What is wrong with a kernel folder, a sentence each: a manifest that cannot be read, files that are missing or
+    """Problems of a kernel folder, a sentence each: a manifest that cannot be read, files that are missing or
     differ from the manifest, files that are not in it."""
     problem = _unreadable(library)
     if problem:
@@ -174,7 +174,7 @@ def kernel_problems(library: Library) -> Iterator[str]:
 
 
 def _unreadable(library: Library) -> str | None:
-    """Why a folder's manifest cannot be read, or None."""
+    """The reason why a folder's manifest cannot be read, or None."""
     try:
         library.manifest  # noqa: B018 - read when it is first asked for
     except CubinError as error:

@@ -13,6 +13,7 @@ One policy decides for all of them which calls sage_aot serves; :func:`report` s
 from __future__ import annotations
 
 from sage_aot.integrations._audit import Audited, audit
-from sage_aot.integrations._policy import Policy, report, reset_report, use
+from sage_aot.integrations._policy import Policy, use
+from sage_aot.integrations._report import report, reset_report
 
 __all__ = ["Audited", "Policy", "audit", "report", "reset_report", "use"]

@@ -1,4 +1,4 @@
-"""What quantization costs a model's attention, call by call."""
+"""The error of quantization in a model's attention, call by call."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from sage_aot._tools.reference import Accuracy, measure
-from sage_aot.integrations import _policy
-from sage_aot.integrations._policy import Call
+from sage_aot.integrations import _serve
+from sage_aot.integrations._rules import HostCall
 
 
 class Audited(NamedTuple):
@@ -39,13 +39,13 @@ def audit() -> Iterator[list[Audited]]:
     """
     calls: list[Audited] = []
 
-    def observe(call: Call, result: Any, host: Callable[[], Any]) -> None:
+    def observe(call: HostCall, result: Any, host: Callable[[], Any]) -> None:
         ours, hosts = (made[0] if isinstance(made, tuple) else made for made in (result, host()))
         calls.append(Audited(tuple(call.q.shape), tuple(call.k.shape), call.layout, call.is_causal,
                              call.mask is not None, measure(ours, hosts)))
 
-    before, _policy.observer = _policy.observer, observe
+    before, _serve.observer = _serve.observer, observe
     try:
         yield calls
     finally:
-        _policy.observer = before
+        _serve.observer = before

@@ -1,4 +1,4 @@
-"""Which thresholds hold on a GPU: those that ``sage-aot calibrate`` measured there, else the built-in ones.
+"""The thresholds that hold on a GPU: those that ``sage-aot calibrate`` measured there, else the built-in ones.
 
 A file holds the thresholds of one GPU with one driver, sage_aot and torch: any of them moves the crossovers. Files lie
 in the user's configuration folder, or where SAGE_AOT_CALIBRATION says; ``SAGE_AOT_CALIBRATION=0`` reads none. A process
@@ -56,7 +56,7 @@ def chosen(device: int) -> Chosen:
 
 
 def choose(device: int) -> Chosen:
-    """The same, looked up anew, without a warning."""
+    """Look the thresholds of a CUDA device up anew, without a warning."""
     thresholds, source = built_in(torch.cuda.get_device_capability(device))
     home = folder()
     if home is None:
@@ -88,7 +88,7 @@ threshold_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # it 
 
 
 class Machine(NamedTuple):
-    """What thresholds hold for."""
+    """The machine that thresholds hold for."""
 
     gpu: str
     driver: str
@@ -130,7 +130,7 @@ def driver_version() -> str:
 
 
 def folder() -> Path | None:
-    """Where the files are; None where they are switched off, or the user has no home."""
+    """The folder of the files; None where they are switched off, or the user has no home."""
     named = os.environ.get(VARIABLE)
     if named == "0":
         return None

@@ -1,4 +1,4 @@
-"""Where sage_aot is faster than torch's attention: thresholds, the rules that apply them, and those of each chip.
+"""Thresholds from which sage_aot is faster than torch's attention, the rules that apply them, and those of each chip.
 
 Against SDPA a call saves time in proportion to its multiplications, and spends time on quantization, in proportion to
 the elements of q, k and v, and on launches. ``sage-aot calibrate`` measures thresholds on the GPU at hand
@@ -46,7 +46,7 @@ AXES = (32, 64, 128, 256), (8, 32, 768), (1, 2, 16, 128), (128, 512, 2048, 8192,
 
 
 class Thresholds(NamedTuple):
-    """What a policy of faster calls knows about a GPU."""
+    """Thresholds of a GPU, for a policy of faster calls."""
 
     calls: Mapping[tuple[str, int], Threshold]
     """By kind and head dim of the kernel, all of them."""
@@ -66,7 +66,7 @@ def kernel_headdim(headdim: int) -> int:
 
 
 class Work(NamedTuple):
-    """What a call's time follows from."""
+    """Sizes of a call, from which its time follows."""
 
     operations: int
     elements: int  # of q, k and v
@@ -82,20 +82,20 @@ class Work(NamedTuple):
 
 
 def is_faster(threshold: tuple[float, float], work: Work) -> bool:
-    """Whether sage_aot is expected to be at least as fast as SDPA, by a :class:`Threshold`."""
+    """True where sage_aot is expected to be at least as fast as SDPA, by a :class:`Threshold`."""
     per_element, at_least = threshold
     return work.operations >= per_element * work.elements + at_least
 
 
 def prefers_flash(thresholds: Thresholds, batch: int, heads: int, queries: int, keys: int, headdim: int) -> bool:
-    """Whether torch's FlashAttention-2 is expected to be faster than the backend that torch chooses, without a mask:
-    whether it is at all corners around the shape."""
+    """True where torch's FlashAttention-2 is expected to be faster than the backend that torch chooses, without a mask:
+    where it is at all corners around the shape."""
     return bool(thresholds.flash) and all(
         corner in thresholds.flash for corner in _corners(batch * heads, queries, keys, headdim))
 
 
 def _corners(heads: int, queries: int, keys: int, headdim: int) -> Iterator[Corner]:
-    """Those around a shape. Heads and keys beyond the grid count as its last; an axis on which the shape lies outside
+    """Corners around a shape. Heads and keys beyond the grid count as its last; an axis on which the shape lies outside
     has the corner NOWHERE."""
     of_headdim, of_heads, of_queries, of_keys = AXES
     sides = ([_next(of_headdim, headdim)],  # up to which backends compute channels

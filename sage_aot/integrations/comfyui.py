@@ -18,13 +18,16 @@ from typing import Any
 import torch
 
 from sage_aot.errors import ArgumentError
-from sage_aot.integrations._policy import Call, Policy, attend, by_host, check_gpu, count
+from sage_aot.integrations._policy import Policy
+from sage_aot.integrations._report import count
+from sage_aot.integrations._rules import HostCall, check_gpu
+from sage_aot.integrations._serve import attend, by_host
 
 KEY = "optimized_attention_override"
-"""Where ComfyUI looks for an override, in the ``transformer_options`` of a model."""
+"""The key of an override in the ``transformer_options`` of a model."""
 
 BLOCK_KINDS = ("double", "single", "input", "middle", "output")
-"""What ComfyUI calls the blocks of transformers (the first two) and of UNets."""
+"""ComfyUI's names of the blocks of transformers (the first two) and of UNets."""
 
 Override = Callable[..., torch.Tensor]
 """``override(func, q, k, v, heads, ...)``; `func`: the attention function that ComfyUI would call without it."""
@@ -165,7 +168,7 @@ def override(previous: Override | None = None, *, policy: Policy | None = None,
 
 def _left_to_host(kwargs: dict[str, Any], dense: tuple[tuple[str | None, int], ...],
                   in_range: Callable[[torch.Tensor], bool] | None) -> str | None:
-    """Why a call stays with the host by what ComfyUI or the user said of it; None where it does not."""
+    """The reason why a call stays with the host by what ComfyUI or the user said of it; None where it does not."""
     if kwargs.get("low_precision_attention") is False:
         return "low_precision_attention=False"
     options = kwargs.get("transformer_options") or {}
@@ -207,15 +210,15 @@ def _parsed(dense_blocks: str) -> tuple[tuple[str | None, int], ...]:
 
 
 class _SigmaRange:
-    """Whether a step is in the part of the schedule that is served, read once for each tensor of sigmas."""
+    """The part of the schedule that is served. A step's noise level is read once for each tensor of sigmas."""
 
     def __init__(self, start: float, end: float) -> None:
         self.start, self.end = start, end
         self._last: tuple[weakref.ref[torch.Tensor], bool] | None = None
 
     def holds(self, sigmas: torch.Tensor) -> bool:
-        """Of the first sample of a batch, as ComfyUI decides for its own ranges. A sampler makes one tensor a step,
-        which all calls of the step share; reading it waits for the GPU."""
+        """True where the first sample of a batch is in the part, as ComfyUI decides for its own ranges. A sampler makes
+        one tensor a step, which all calls of the step share; reading it waits for the GPU."""
         last = self._last
         if last is None or last[0]() is not sigmas:
             self._last = last = weakref.ref(sigmas), self.end <= sigmas.flatten()[0].item() <= self.start
@@ -226,7 +229,7 @@ def _described(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, ma
                attn_precision: torch.dtype | None = None, skip_reshape: bool = False, skip_output_reshape: bool = False,
                *, scale: float | None = None, enable_gqa: bool = False, low_precision_attention: bool | None = None,
                transformer_options: dict[str, Any] | None = None, _inside_attn_wrapper: bool = True,
-               **unknown: Any) -> tuple[Call, bool]:
+               **unknown: Any) -> tuple[HostCall, bool]:
     """A call of ComfyUI's, and whether its output keeps the heads apart.
 
     With `skip_reshape` q, k and v are [batch, heads, seq, headdim], else [batch, seq, heads * headdim]; the output
@@ -243,8 +246,8 @@ def _described(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, ma
         q, k, v = (x.transpose(1, 2) for x in given) if skip_reshape != skip_output_reshape else given
     if mask is not None and mask.dim() == 3:
         mask = mask.unsqueeze(1)
-    return Call(q, k, v, mask, False, scale, 0.0, "HND" if skip_output_reshape else "NHD", grouped=enable_gqa,
-                beyond=beyond), skip_output_reshape
+    return HostCall(q, k, v, mask, False, scale, 0.0, "HND" if skip_output_reshape else "NHD", grouped=enable_gqa,
+                    beyond=beyond), skip_output_reshape
 
 
 def _with_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...] | None:

@@ -21,7 +21,9 @@ from typing import Any
 import torch
 
 from sage_aot.errors import ArgumentError, UnsupportedError
-from sage_aot.integrations._policy import Call, attend, by_host, check_gpu, is_small, serve_with_lse
+from sage_aot.integrations._routes import is_small
+from sage_aot.integrations._rules import HostCall, check_gpu
+from sage_aot.integrations._serve import attend, by_host, serve_with_lse
 from sage_aot.integrations.torch import replace_sdpa
 
 try:
@@ -63,7 +65,7 @@ _STATE = "_sage_aot_before"
 
 @dataclass
 class _Before:
-    """What :func:`enable` changed in a model; an attribute of the model, so that both end, and are copied, together."""
+    """Changes by :func:`enable` in a model; an attribute of the model, so that both end, and are copied, together."""
 
     backends: list[tuple[Any, Any]] = field(default_factory=list)  # processors, and their backends of before
     kind: Any = None  # the model's class, where it got another
@@ -187,7 +189,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_
         return by_host(native)
     mask = attn_mask[:, None, None, :] if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.shape == (
         query.size(0), key.size(1)) else attn_mask
-    call = Call(query, key, value, mask, is_causal, scale, dropout_p, "NHD", grouped=enable_gqa)
+    call = HostCall(query, key, value, mask, is_causal, scale, dropout_p, "NHD", grouped=enable_gqa)
     return _with_lse(call) if return_lse else attend(call, native)
 
 
@@ -197,14 +199,14 @@ def _forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
              _parallel_config: Any = None) -> Any:
     """The attention of one rank's share: a step of the ring, with `return_lse`, or the heads of Ulysses."""
     trains = any(ctx.needs_input_grad[:3])  # gradients are off in here
-    call = Call(query, key, value, attn_mask, is_causal, scale, dropout_p, "NHD", grouped=enable_gqa,
-                beyond="gradients" if trains else None)
+    call = HostCall(query, key, value, attn_mask, is_causal, scale, dropout_p, "NHD", grouped=enable_gqa,
+                    beyond="gradients" if trains else None)
     return _with_lse(call) if return_lse else attend(call, lambda: dispatch._native_attention_forward_op(
         ctx, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, _save_ctx,
         _parallel_config))
 
 
-def _with_lse(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_lse(call: HostCall) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = serve_with_lse(call, "diffusers' native backend returns no log-sum-exp, so choose another backend, or "
                                     "Ulysses in place of the ring")
     return out, lse.permute(0, 2, 1)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from sage_aot.integrations._policy import Call, check_neutral, serve_with_lse
+from sage_aot.integrations._rules import HostCall, check_neutral
+from sage_aot.integrations._serve import serve_with_lse
 
 _OTHERWISE = "choose the library's own attention for the ring"
 
@@ -38,8 +39,8 @@ def ring_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: f
     """
     check_neutral({"window_size": window_size, "softcap": softcap, "alibi_slopes": alibi_slopes,
                    "return_softmax": return_softmax}, _OTHERWISE)
-    return serve_with_lse(Call(q, k, v, None, causal, softmax_scale, dropout_p, "NHD", grouped=True, bottom_right=True),
-                          _OTHERWISE)
+    call = HostCall(q, k, v, None, causal, softmax_scale, dropout_p, "NHD", grouped=True, bottom_right=True)
+    return serve_with_lse(call, _OTHERWISE)
 
 
 def ring_op(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False,
@@ -58,4 +59,5 @@ def ring_op(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_c
     Raises:
         UnsupportedError: tensors that sage_aot does not take.
     """
-    return serve_with_lse(Call(query, key, value, None, is_causal, scale, dropout_p, grouped=True), _OTHERWISE)
+    call = HostCall(query, key, value, None, is_causal, scale, dropout_p, grouped=True)
+    return serve_with_lse(call, _OTHERWISE)

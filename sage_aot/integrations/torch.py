@@ -28,15 +28,10 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import _policy
-from sage_aot.integrations._policy import (
-    FLASH,
-    Call,
-    attend,
-    check_gpu,
-    count,
-    is_hosts_own,
-    route,
-)
+from sage_aot.integrations._report import count
+from sage_aot.integrations._routes import FLASH, route
+from sage_aot.integrations._rules import HostCall, check_gpu
+from sage_aot.integrations._serve import attend, is_hosts_own
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -76,7 +71,7 @@ def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask:
     if known is None:
         known = route(query, key, attn_mask is not None, is_causal)
     if known is None:
-        call = Call(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=enable_gqa)
+        call = HostCall(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=enable_gqa)
         out: torch.Tensor = attend(call, lambda: torchs(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
         return out
@@ -127,7 +122,7 @@ _FLASH_TYPES = torch.float16, torch.bfloat16
 
 @functools.wraps(_TORCHS, ("__doc__", "__name__"), ())
 def _from_python(*args: Any, **options: Any) -> torch.Tensor:
-    """What takes the place of torch's function: :func:`sdpa`, but for the calls of a host's own attention."""
+    """The function in the place of torch's: :func:`sdpa`, but for the calls of a host's own attention."""
     return (torchs if is_hosts_own() else sdpa)(*args, **options)
 
 
@@ -239,15 +234,15 @@ class _Flash:
     def _attention(self, keys: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                    dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *,
                    scale: float | None = None) -> Any:
-        call = Call(query, key, value, None, is_causal, scale, dropout_p, grouped=True, bottom_right=True,
-                    beyond="a debug mask" if return_debug_mask else _training())
+        call = HostCall(query, key, value, None, is_causal, scale, dropout_p, grouped=True, bottom_right=True,
+                        beyond="a debug mask" if return_debug_mask else _training())
         return self._attend(call, lambda: self._torchs.call_boxed(
             keys, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale))
 
-    def _attend(self, call: Call, torchs: Callable[[], Any]) -> Any:
+    def _attend(self, call: HostCall, torchs: Callable[[], Any]) -> Any:
         return attend(call, torchs, return_lse=True, form=lambda made: self._outputs(call, *made))
 
-    def _outputs(self, call: Call, out: torch.Tensor, lse: torch.Tensor) -> tuple[Any, ...]:
+    def _outputs(self, call: HostCall, out: torch.Tensor, lse: torch.Tensor) -> tuple[Any, ...]:
         """All outputs of the operator. What only its backward and its dropout read is left undefined: neither runs
         after a call that sage_aot serves."""
         q, k = call.q, call.k

@@ -21,7 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from sage_aot.errors import ArgumentError, UnsupportedError
-from sage_aot.integrations._policy import Call, attend, by_host, check_gpu, count, is_small
+from sage_aot.integrations._report import count
+from sage_aot.integrations._routes import is_small
+from sage_aot.integrations._rules import HostCall, check_gpu
+from sage_aot.integrations._serve import attend, by_host
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -152,7 +155,7 @@ def _source_of(module: str) -> str:
 
 
 def _shares_keys(config: Any) -> bool:
-    """Whether the last layers of a model take the keys and values of layers before.
+    """True where the last layers of a model take the keys and values of layers before.
 
     Gemma 4 drops the queries of logits that nobody keeps before these layers, and the rows of their masks. Where a mask
     is None it keeps the queries, but for sdpa attention alone: under another name the last queries would be taken for
@@ -161,14 +164,14 @@ def _shares_keys(config: Any) -> bool:
 
 
 def _is_bidirectional(config: Any) -> bool:
-    """Whether a model's attention is not causal where there is no mask. PaliGemma, whose text model is so, may ask for
-    a causal mask: transformers' sdpa attention, which leaves the mask out, sees the future then."""
+    """True where a model's attention is not causal without a mask. PaliGemma, whose text model is so, may ask for a
+    causal mask: transformers' sdpa attention, which leaves the mask out, sees the future then."""
     return getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all")
 
 
 def _is_causal_by_masks_alone(kind: type) -> bool:
-    """As :func:`_is_bidirectional`, of models that have no such option, such as the text model of AIMv2. Read from the
-    source, which makes causal masks and says of all attention that it is not causal."""
+    """True where a model's attention is not causal without a mask, and no option says so: the text model of AIMv2. Read
+    from the source, which makes causal masks and says of all attention that it is not causal."""
     if kind not in _causal_by_masks:
         code = _source_of(kind.__module__.replace("configuration_", "modeling_"))
         said = set(re.findall(r"\bis_causal\s*=\s*(\w+)", code)) - {"self"}
@@ -192,15 +195,15 @@ def _implementation(config: Any) -> str | dict[str, str]:
 
 
 class Meaning(NamedTuple):
-    """What all of a mask says: it is causal, aligned bottom-right, and hides the keys that `key_mask` hides."""
+    """The meaning of a whole mask: it is causal, aligned bottom-right, and hides the keys that `key_mask` hides."""
 
     key_mask: torch.Tensor | None  # [batch, keys]
     version: int | None  # of the mask, which a model may change in place; None for inference tensors, which have none
 
     @classmethod
     def of(cls, mask: torch.Tensor | None, queries: int, keys: int) -> Meaning | None:
-        """That of a mask for so many queries and keys which :func:`attention_mask` made and nobody changed; None for
-        all others."""
+        """The meaning of a mask for so many queries and keys which :func:`attention_mask` made and nobody changed; None
+        for all others."""
         meaning: Meaning | None = getattr(mask, "sage_aot_meaning", None)
         if mask is None or meaning is None or meaning.version != _version(mask):
             return None
@@ -288,5 +291,5 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         mask = None if meaning.key_mask is None else meaning.key_mask[:, None, None, :]
         causal = at_end = queries > 1
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # so that the output is as transformers wants it
-    call = Call(q, k, v, mask, causal, scaling, dropout, "NHD", grouped=True, bottom_right=at_end)
+    call = HostCall(q, k, v, mask, causal, scaling, dropout, "NHD", grouped=True, bottom_right=at_end)
     return attend(call, host, form=lambda out: (out, None))

@@ -13,7 +13,7 @@ import sage_aot
 from sage_aot._cli import bench, calibrate
 from sage_aot._tools import reference
 from sage_aot.integrations import Policy, _calibration, audit, report, reset_report, use
-from sage_aot.integrations._policy import SERVED, SLOWER
+from sage_aot.integrations._report import SERVED, SLOWER
 from sage_aot.integrations.distributed import ring_forward
 from sage_aot.integrations.torch import register_flash, replace_sdpa, sdpa
 

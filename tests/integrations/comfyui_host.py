@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
 
-from sage_aot.integrations import Policy, _policy, report, reset_report  # noqa: E402
+from sage_aot.integrations import Policy, _serve, report, reset_report  # noqa: E402
 from sage_aot.integrations.comfyui import KEY, NODE_CLASS_MAPPINGS, override, patch  # noqa: E402
 
 POSSIBLE = Policy("possible")
@@ -36,11 +36,11 @@ POSSIBLE = Policy("possible")
 
 @contextlib.contextmanager
 def exact_attention():
-    kernels, _policy.attn = _policy.attn, exact.attention
+    kernels, _serve.attn = _serve.attn, exact.attention
     try:
         yield
     finally:
-        _policy.attn = kernels
+        _serve.attn = kernels
 
 
 def random(*shape, seed=0):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from exact import attention
 
-from sage_aot.integrations import Policy, _calibration, _policy, reset_report, use
+from sage_aot.integrations import Policy, _calibration, _serve, reset_report, use
 from sage_aot.integrations._gain import built_in
 
 
@@ -30,4 +30,4 @@ def an_h200():
 @pytest.fixture
 def exact(monkeypatch):
     """sage_aot.attn without quantization: what differs then from a host's attention is no rounding."""
-    monkeypatch.setattr(_policy, "attn", attention)
+    monkeypatch.setattr(_serve, "attn", attention)

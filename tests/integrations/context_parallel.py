@@ -22,7 +22,7 @@ from torch.distributed.tensor.experimental import _attention
 from yunchang.kernels import AttnType
 from yunchang.ring.ring_flash_attn import ring_flash_attn_forward
 
-from sage_aot.integrations import Policy, _policy, report, reset_report, use
+from sage_aot.integrations import Policy, _serve, report, reset_report, use
 from sage_aot.integrations import diffusers as integration
 from sage_aot.integrations.distributed import ring_forward, ring_op
 
@@ -48,7 +48,7 @@ def main() -> None:
             shared.enable_parallelism(config=ContextParallelConfig(**config))
         integration.enable(shared)
         with use(Policy("possible")), torch.no_grad():
-            with mock.patch.object(_policy, "attn", attention):
+            with mock.patch.object(_serve, "attn", attention):
                 reset_report()
                 exact, = shared(**inputs, return_dict=False)
                 counts = report()
@@ -69,7 +69,7 @@ def rings() -> None:
         own = [x.chunk(2, dim=2)[rank] for x in (q, k, v)]
         for name, ring in (("torch", torchs_ring), ("yunchang", yunchangs_ring),
                            ("yunchang by sageattention", partial(yunchangs_ring, attn_type=AttnType.SAGE_AUTO))):
-            with mock.patch.object(_policy, "attn", attention):
+            with mock.patch.object(_serve, "attn", attention):
                 reset_report()
                 out = ring(*own, is_causal)
             difference = (out - expected.chunk(2, dim=2)[rank]).abs().max()

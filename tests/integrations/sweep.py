@@ -32,7 +32,7 @@ from exact import attention
 from tiny import LENGTH, config_of_class, small_config, small_model, types
 
 from sage_aot.errors import UnsupportedError
-from sage_aot.integrations import Policy, _policy, report, reset_report, use
+from sage_aot.integrations import Policy, _serve, report, reset_report, use
 from sage_aot.integrations import transformers as integration
 
 BOUND = 1e-3
@@ -260,13 +260,13 @@ class Result(NamedTuple):
 @contextlib.contextmanager
 def exact_attention() -> Iterator[None]:
     """Every call that sage_aot computes is served, by exact attention."""
-    kernels, _policy.attn = _policy.attn, attention
+    kernels, _serve.attn = _serve.attn, attention
     try:
         with use(Policy(when="possible")), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             yield
     finally:
-        _policy.attn = kernels
+        _serve.attn = kernels
 
 
 def sweep(name: str, class_name: str, modes: list[str] | None = None, **config: Any) -> list[Result]:

@@ -35,7 +35,7 @@ from sage_aot.integrations._gain import (
     kernel_headdim,
     prefers_flash,
 )
-from sage_aot.integrations._policy import SLOWER
+from sage_aot.integrations._report import SLOWER
 
 FORMER, _ = built_in((9, 0))
 H100 = Machine("NVIDIA H100 80GB HBM3", "580.159.04", "2.11.0+cu130", "0.1.0")
@@ -476,7 +476,7 @@ def test_the_command_writes_what_the_policy_reads(monkeypatch, command, capsys, 
     q = torch.empty(8, 96, 128, 32, dtype=torch.bfloat16)
     with use(Policy()), torch.inference_mode():
         assert integration.sdpa(q, q, q) == "flash" and report() == {SLOWER: 1}
-    _policy.routes.clear()
+    _policy.learned.clear()
 
     assert run(monkeypatch, "calibrate") == 0
     said = capsys.readouterr().out

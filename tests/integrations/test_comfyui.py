@@ -262,7 +262,7 @@ def test_declined_calls_go_to_the_override_of_before(exact):
 def test_two_nodes_in_a_row(monkeypatch):
     """Each serves its part of the schedule, by its own policy."""
     asked = []
-    monkeypatch.setattr("sage_aot.integrations._policy.attn", lambda q, *_, **more: asked.append(more) or q)
+    monkeypatch.setattr("sage_aot.integrations._serve.attn", lambda q, *_, **more: asked.append(more) or q)
     q, k, v = tensors()
     first = patched(end_percent=0.5)
     both = patch(first, policy=Policy("possible", options={"smooth_k": False}), start_percent=0.75)

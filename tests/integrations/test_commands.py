@@ -18,7 +18,7 @@ from sage_aot._cli import main as cli
 from sage_aot._cli.bench import USES, Row, Shape, Times, Way
 from sage_aot._tools import reference
 from sage_aot.errors import ArgumentError
-from sage_aot.integrations import _policy, audit
+from sage_aot.integrations import _report, _serve, audit
 from sage_aot.integrations.torch import sdpa
 
 
@@ -191,7 +191,7 @@ def saved(tmp_path):
 
 @pytest.mark.kernels("sm89")
 def test_a_model_is_audited(monkeypatch, capsys, saved):
-    _policy.count("of before")
+    _report.count("of before")
     assert run(monkeypatch, "audit", str(saved / "llama"), "--tokens", "50") == 0
     lines = capsys.readouterr().out.splitlines()
     assert "50 tokens, bf16, CPU: emulation of the sm89 kernels" in lines[0]
@@ -242,7 +242,7 @@ def test_positions_of_roberta_begin_behind_the_padding(monkeypatch, capsys, tmp_
 
 
 def test_an_audit_without_served_calls_says_so(monkeypatch, capsys, saved):
-    monkeypatch.setattr(_policy, "refusal", lambda call: "a reason")
+    monkeypatch.setattr(_serve, "why_not_computed", lambda call: "a reason")
     assert run(monkeypatch, "audit", str(saved / "llama"), "--tokens", "50") == 1
     assert capsys.readouterr().out.splitlines()[-1] == "calls: {'a reason': 2}"
 

@@ -21,9 +21,9 @@ from diffusers.models import attention_dispatch  # noqa: E402
 from diffusers.models.attention import AttentionModuleMixin  # noqa: E402
 
 from sage_aot.errors import ArgumentError, UnsupportedError  # noqa: E402
-from sage_aot.integrations import Policy, _policy, report, reset_report, use  # noqa: E402
+from sage_aot.integrations import Policy, _routes, _serve, report, reset_report, use  # noqa: E402
 from sage_aot.integrations import diffusers as integration  # noqa: E402
-from sage_aot.integrations._policy import SLOWER  # noqa: E402
+from sage_aot.integrations._report import SLOWER  # noqa: E402
 from sage_aot.integrations.torch import replace_sdpa  # noqa: E402
 
 
@@ -285,7 +285,7 @@ def test_compiled_models_are_enabled(exact):
     compiled = torch.compile(made, backend="eager")
     number = integration.enable(compiled)
     assert number == integration.enable(made) > 0
-    with mock.patch.object(_policy, "serve", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
+    with mock.patch.object(_serve, "serve", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
         sample(made, inputs)
 
 
@@ -426,8 +426,8 @@ def test_small_calls_go_to_the_native_backend(monkeypatch):
 def test_small_is_a_matter_of_queries_and_keys(monkeypatch, fewer, reason):
     """And not of heads, which stand where other layouts have the keys."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(_policy, "threshold_of", lambda *kind: (0, 4 * Q.numel() * 40 + fewer))
-    monkeypatch.setattr(_policy, "better_elsewhere", lambda call: "the full path")
+    monkeypatch.setattr(_routes, "threshold_of", lambda *kind: (0, 4 * Q.numel() * 40 + fewer))
+    monkeypatch.setattr(_serve, "why_slower", lambda call: "the full path")
     with use(Policy()):
         integration.attention(Q, K, K)
     assert report() == {reason: 1}

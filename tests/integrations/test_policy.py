@@ -21,7 +21,18 @@ from torch.autograd import forward_ad
 
 import sage_aot
 from sage_aot.errors import ArgumentError, UnsupportedError
-from sage_aot.integrations import Policy, _calibration, _policy, report, reset_report, use
+from sage_aot.integrations import (
+    Policy,
+    _calibration,
+    _policy,
+    _report,
+    _routes,
+    _rules,
+    _serve,
+    report,
+    reset_report,
+    use,
+)
 from sage_aot.integrations._gain import (
     HEADDIMS,
     KINDS,
@@ -33,7 +44,10 @@ from sage_aot.integrations._gain import (
     kind_of,
     prefers_flash,
 )
-from sage_aot.integrations._policy import SLOWER, Call, attend, is_small, key_mask_of, refusal
+from sage_aot.integrations._report import SLOWER
+from sage_aot.integrations._routes import is_small
+from sage_aot.integrations._rules import HostCall, key_mask_of, why_not_computed
+from sage_aot.integrations._serve import attend
 
 
 def tensors(q=(2, 4, 30, 64), kv=(2, 4, 40, 64), dtype=torch.bfloat16, v_headdim=None, seed=0):
@@ -43,7 +57,7 @@ def tensors(q=(2, 4, 30, 64), kv=(2, 4, 40, 64), dtype=torch.bfloat16, v_headdim
 
 
 def call(*, q=(2, 4, 30, 64), kv=(2, 4, 40, 64), dtype=torch.bfloat16, v_headdim=None, **more):
-    return Call(*tensors(q, kv, dtype, v_headdim), **more)
+    return HostCall(*tensors(q, kv, dtype, v_headdim), **more)
 
 
 def mask(*shape):
@@ -55,18 +69,18 @@ NESTED = torch.nested.nested_tensor([torch.ones(2, 3, 64), torch.ones(2, 5, 64)]
 REFUSED = {
     "an argument of the host's": call(beyond="an argument of the host's"),
     "dropout": call(dropout=0.1),
-    "gradients": Call(tensors()[0].requires_grad_(), *tensors()[1:]),
+    "gradients": HostCall(tensors()[0].requires_grad_(), *tensors()[1:]),
     "a scale that sage_aot does not take": call(scale=torch.tensor(0.3, requires_grad=True)),
     "dtype float64": call(dtype=torch.float64),
-    "dtypes that differ": Call(tensors()[0].float(), *tensors()[1:]),
-    "devices that differ": Call(tensors()[0], *(x.to("meta") for x in tensors()[1:])),
-    "tensors that are nested, sparse or of a subclass": Call(NESTED, NESTED, NESTED),
+    "dtypes that differ": HostCall(tensors()[0].float(), *tensors()[1:]),
+    "devices that differ": HostCall(tensors()[0], *(x.to("meta") for x in tensors()[1:])),
+    "tensors that are nested, sparse or of a subclass": HostCall(NESTED, NESTED, NESTED),
     "tensors of other than 4 dimensions": call(q=(4, 30, 64), kv=(4, 40, 64)),
     "empty tensors": call(kv=(2, 4, 0, 64)),
     "shapes that are broadcast": call(kv=(1, 4, 40, 64)),
     "heads that are broadcast": call(kv=(2, 1, 40, 64)),
     "head dims above 256": call(q=(1, 1, 3, 257), kv=(1, 1, 3, 257)),
-    "channels that are not contiguous": Call(*(x.transpose(2, 3) for x in tensors((1, 1, 64, 32), (1, 1, 64, 32)))),
+    "channels that are not contiguous": HostCall(*(x.transpose(2, 3) for x in tensors((1, 1, 64, 32), (1, 1, 64, 32)))),
     "a mask beside is_causal": call(q=(2, 4, 40, 64), is_causal=True, mask=mask(2, 1, 1, 40)),
     "is_causal with more queries than keys": call(q=(2, 4, 50, 64), is_causal=True),
     "a mask of numbers": call(mask=torch.zeros(2, 1, 1, 40)),
@@ -95,7 +109,7 @@ def test_autocast_casts_before_types_matter(layout, compiled):
     expected = sage_aot.attn(q, k, v, layout=layout)
 
     def run(q, k, v):
-        return attend(Call(q, k, v, layout=layout), lambda: torch.zeros(()))
+        return attend(HostCall(q, k, v, layout=layout), lambda: torch.zeros(()))
 
     run = torch.compile(run, backend="eager", fullgraph=True) if compiled else run
     with use(Policy("possible", "raise")), torch.autocast("cpu", torch.bfloat16):
@@ -112,15 +126,15 @@ def test_a_subclass_is_the_hosts():
         pass
 
     q, k, v = tensors()
-    for described in (Call(q.as_subclass(Own), k, v), Call(q, k.as_subclass(Own), v), Call(q, k, v.as_subclass(Own)),
-                      Call(q.to_sparse(), k, v)):
-        assert refusal(described) == "tensors that are nested, sparse or of a subclass"
-    assert refusal(Call(torch.nn.Parameter(q, requires_grad=False), k, v)) is None
+    for described in (HostCall(q.as_subclass(Own), k, v), HostCall(q, k.as_subclass(Own), v),
+                      HostCall(q, k, v.as_subclass(Own)), HostCall(q.to_sparse(), k, v)):
+        assert why_not_computed(described) == "tensors that are nested, sparse or of a subclass"
+    assert why_not_computed(HostCall(torch.nn.Parameter(q, requires_grad=False), k, v)) is None
 
 
 def test_gradients_matter_where_they_are_recorded():
     with torch.no_grad():
-        assert refusal(REFUSED["gradients"]) is None
+        assert why_not_computed(REFUSED["gradients"]) is None
 
 
 def float64(q, k, v, seen=None, scale=None):
@@ -200,7 +214,7 @@ def test_the_kernels_arithmetic_is_that_of_attn():
 def test_one_query_has_no_causal_mask(monkeypatch):
     """With a causal mask the q heads of a KV head could not share the reads of k and v."""
     asked = []
-    monkeypatch.setattr(_policy, "attn", lambda *args, **options: asked.append(options["is_causal"]))
+    monkeypatch.setattr(_serve, "attn", lambda *args, **options: asked.append(options["is_causal"]))
     for queries in (1, 2):
         attend(call(q=(2, 4, queries, 64), is_causal=True, bottom_right=True), lambda: pytest.fail("the host ran"))
     assert asked == [False, True]
@@ -222,14 +236,14 @@ def test_masks_of_keys_are_known_by_shape(shape, found):
 @pytest.mark.parametrize("v_headdim", [64, 32])
 def test_the_output_lies_in_memory_as_q_does(v_headdim):
     q, k, v = tensors(v_headdim=v_headdim)
-    expected, expected_lse = attend(Call(q, k, v), lambda: None, return_lse=True)
+    expected, expected_lse = attend(HostCall(q, k, v), lambda: None, return_lse=True)
     rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    out, lse = attend(Call(*rows), lambda: None, return_lse=True)
+    out, lse = attend(HostCall(*rows), lambda: None, return_lse=True)
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
     assert expected.is_contiguous()
     assert v_headdim < 64 and out.is_contiguous() or out.transpose(1, 2).is_contiguous()
-    causal = attend(Call(*rows, is_causal=True), lambda: None)
-    assert torch.equal(causal, attend(Call(q, k, v, is_causal=True), lambda: None)), "rows are cut, not heads"
+    causal = attend(HostCall(*rows, is_causal=True), lambda: None)
+    assert torch.equal(causal, attend(HostCall(q, k, v, is_causal=True), lambda: None)), "rows are cut, not heads"
 
 
 # --- where it is faster -----------------------------------------------------------------------------------------------
@@ -366,7 +380,7 @@ def test_a_b200_computes_all_calls_by_torch(monkeypatch, capability):
     q = torch.empty(1, 1, 1, 64).expand(8, 40, 32768, 64)
     with use(Policy()):
         for options in ({}, {"is_causal": True}, {"mask": torch.ones(8, 1, 1, 32768).bool()}):
-            assert attend(Call(q, q, q, **options), lambda: 1) == 1
+            assert attend(HostCall(q, q, q, **options), lambda: 1) == 1
             assert is_small(q, q, "mask" in options, "is_causal" in options)
     assert report() == {SLOWER: 6}
 
@@ -389,7 +403,8 @@ def threshold(monkeypatch):
 
     def set_to(**least):
         reset_report()
-        monkeypatch.setattr(_policy, "threshold_of", lambda device, kind, headdim: (0, least[kind]))
+        for module in (_routes, _rules):
+            monkeypatch.setattr(module, "threshold_of", lambda device, kind, headdim: (0, least[kind]))
     return set_to
 
 
@@ -445,7 +460,7 @@ def test_routes_end_with_their_policy_and_report(threshold):
 
 def test_routes_are_bounded(threshold, monkeypatch):
     threshold(full=1e15)
-    monkeypatch.setattr(_policy, "_MOST_ROUTES", 4)
+    monkeypatch.setattr(_routes, "_MOST", 4)
     with use(Policy()):
         for n in range(1, 30):
             q = torch.empty(1, 1, n, 64)
@@ -459,13 +474,12 @@ def test_gpus_that_differ_have_no_routes(monkeypatch, threshold):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     q = torch.empty(1, 2, 8, 64)
     for other, small in ((H200, True), (built_in((8, 0))[0], False)):
-        _policy.routes.clear()
-        monkeypatch.setattr(_policy, "chosen", lambda device, other=other: _calibration.Chosen(
+        monkeypatch.setattr(_routes, "chosen", lambda device, other=other: _calibration.Chosen(
             other if device == 1 else H200, "a test"))
-        _policy._routes_of["faster"].clear()
+        _policy.learned.clear()
         with use(Policy()):
             assert is_small(q, q, False, False) is small
-            assert attend(Call(q, q, q), lambda: "host") == "host"
+            assert attend(HostCall(q, q, q), lambda: "host") == "host"
 
 
 def test_threads_learn_and_forget_routes_together(threshold):
@@ -493,7 +507,7 @@ def test_threads_learn_and_forget_routes_together(threshold):
 def test_keys_that_no_query_sees_do_not_count_as_work(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(_policy, "is_faster", lambda threshold, work: asked.append((threshold, work)))
+    monkeypatch.setattr(_rules, "is_faster", lambda threshold, work: asked.append((threshold, work)))
     with use(Policy()):
         for described in (call(is_causal=True), call(is_causal=True, bottom_right=True), call(mask=mask(1, 40))):
             attend(described, lambda: None)
@@ -571,8 +585,8 @@ def test_a_policy_is_no_word():
 @pytest.mark.parametrize("scale", [np.float32("nan"), True, np.True_, math.nan, 2e6, np.array([0.3]),
                                    torch.tensor(0.3, requires_grad=True), torch.tensor(0.3, device="meta")], ids=repr)
 def test_scales_that_torch_may_take(scale):
-    assert refusal(call(scale=scale)) == "a scale that sage_aot does not take"
-    assert refusal(call(scale=1)) is refusal(call(scale=np.float64(0.3))) is None
+    assert why_not_computed(call(scale=scale)) == "a scale that sage_aot does not take"
+    assert why_not_computed(call(scale=1)) is why_not_computed(call(scale=np.float64(0.3))) is None
 
 
 @pytest.mark.parametrize("scale", [np.float32(0.25), np.float64(0.25), np.array(0.25), torch.tensor(0.25)], ids=repr)
@@ -582,7 +596,7 @@ def test_scales_of_arrays_are_served(scale):
 
 
 def test_meta_tensors_are_served():
-    described = Call(*(x.to("meta") for x in tensors()), is_causal=True, bottom_right=True)
+    described = HostCall(*(x.to("meta") for x in tensors()), is_causal=True, bottom_right=True)
     with use(Policy("possible", "raise")):
         out = attend(described, lambda: pytest.fail("the host ran"))
     assert out.is_meta and out.shape == described.q.shape and out.dtype == described.q.dtype
@@ -594,11 +608,11 @@ def test_meta_tensors_are_served():
 def test_tensors_of_other_devices_are_the_hosts():
     with FakeTensorMode():  # torch without the device makes no other tensors there
         q = torch.empty(2, 4, 30, 64, device="xpu")
-    assert _policy._refusal_of_types(Call(q, q, q)) == "tensors on xpu"
+    assert _rules._why_not_by_types(HostCall(q, q, q)) == "tensors on xpu"
 
 
 def test_a_dropout_that_torch_refuses_is_not_served():
-    assert refusal(call(dropout=-1.0)) == "dropout"
+    assert why_not_computed(call(dropout=-1.0)) == "dropout"
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # which torch's forward gradients use
@@ -609,10 +623,10 @@ def test_a_dropout_that_torch_refuses_is_not_served():
 def test_transformations_of_torch_are_the_hosts(work):
     q, k, v = tensors(dtype=torch.float32)
     reason = []
-    work(lambda x: reason.append(refusal(Call(x, k, v))) or x, q)
+    work(lambda x: reason.append(why_not_computed(HostCall(x, k, v))) or x, q)
     assert reason[0] in ("forward gradients, or a transformation of torch.func", "gradients",
                          "tensors that are nested, sparse or of a subclass")
-    assert refusal(Call(q, k, v)) is None
+    assert why_not_computed(HostCall(q, k, v)) is None
 
 
 def dual(function, x):
@@ -621,8 +635,8 @@ def dual(function, x):
 
 
 def test_a_call_that_fails_is_not_counted(monkeypatch):
-    monkeypatch.setattr(_policy, "attn", lambda *args, **options: {}["missing"])
-    for work in (attend, _policy.serve_anyway):
+    monkeypatch.setattr(_serve, "attn", lambda *args, **options: {}["missing"])
+    for work in (attend, _serve.serve_anyway):
         with pytest.raises(KeyError):
             work(call(), lambda: None)
     assert report() == {}
@@ -648,9 +662,9 @@ def test_reasons_are_logged_once(caplog):
 
 
 def test_a_line_that_two_threads_begin_at_once_has_one_tally():
-    first = _policy._new_tally("a reason")
+    first = _report._begin("a reason")
     first.add()
-    assert _policy._new_tally("a reason") is first and report() == {"a reason": 1}
+    assert _report._begin("a reason") is first and report() == {"a reason": 1}
 
 
 def test_threads_count_together():
@@ -658,7 +672,7 @@ def test_threads_count_together():
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=lambda: [_policy.count("dropout") for _ in range(20000)]) for _ in range(4)]
+        threads = [threading.Thread(target=lambda: [_report.count("dropout") for _ in range(20000)]) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -20,7 +20,7 @@ from sageattention import core
 
 import sage_aot
 from sage_aot.errors import ArgumentError, UnsupportedError
-from sage_aot.integrations import Policy, _policy, report, use
+from sage_aot.integrations import Policy, _serve, report, use
 
 BY_GPU = sageattention.sageattn
 TRITON = sageattention.sageattn_qk_int8_pv_fp16_triton
@@ -124,7 +124,7 @@ def test_causal_masks_are_aligned_top_left(exact, function):
 
 def options_of(function, *args, **kwargs):
     """The options with which a call reaches sage_aot.attn."""
-    with mock.patch.object(_policy, "attn", side_effect=lambda *args, **options: options) as attn:
+    with mock.patch.object(_serve, "attn", side_effect=lambda *args, **options: options) as attn:
         function(*args, **kwargs)
     keywords = dict(attn.call_args.kwargs)
     for name in ("key_mask", "is_causal", "scale", "layout", "return_lse"):

@@ -21,9 +21,11 @@ from sage_aot._backends.cuda import device as cuda_device
 from sage_aot._tools import explain as explaining
 from sage_aot._tools.reference import measure
 from sage_aot.errors import ArgumentError, UnsupportedError
-from sage_aot.integrations import Policy, _policy, audit, report, use
+from sage_aot.integrations import Policy, _policy, _rules, audit, report, use
 from sage_aot.integrations import torch as integration
-from sage_aot.integrations._policy import EXACT, SERVED, SLOWER, Call, attend
+from sage_aot.integrations._report import EXACT, SERVED, SLOWER
+from sage_aot.integrations._rules import HostCall
+from sage_aot.integrations._serve import attend
 from sage_aot.integrations.torch import _Flash, _training, register_flash, replace_sdpa, sdpa, torchs
 
 
@@ -197,13 +199,13 @@ def test_the_hosts_own_attention_is_torchs(qkv, replaced):
 
     expected = torchs(*qkv)
     with replaced():
-        assert torch.equal(attend(Call(*qkv, dropout=0.5), host), expected)
+        assert torch.equal(attend(HostCall(*qkv, dropout=0.5), host), expected)
         assert report() == {"dropout": 1}
         with audit() as calls:
-            attend(Call(*qkv), host)
-        assert len(calls) == 1 and calls[0].accuracy == measure(attend(Call(*qkv), host), expected)
+            attend(HostCall(*qkv), host)
+        assert len(calls) == 1 and calls[0].accuracy == measure(attend(HostCall(*qkv), host), expected)
         with pytest.raises(KeyError):
-            attend(Call(*qkv, dropout=0.5), lambda: {}["missing"])
+            attend(HostCall(*qkv, dropout=0.5), lambda: {}["missing"])
         F.scaled_dot_product_attention(*qkv)
     assert report() == {"dropout": 2, "sage_aot": 3}
 
@@ -211,17 +213,17 @@ def test_the_hosts_own_attention_is_torchs(qkv, replaced):
 @pytest.mark.parametrize("replaced", [replace_sdpa, replace_sdpa.globally])
 def test_hosts_within_hosts(qkv, replaced):
     def host():
-        attend(Call(*qkv, dropout=0.5), lambda: None)
+        attend(HostCall(*qkv, dropout=0.5), lambda: None)
         return F.scaled_dot_product_attention(*qkv)
 
     with replaced():
-        attend(Call(*qkv, dropout=0.5), host)
+        attend(HostCall(*qkv, dropout=0.5), host)
     assert report() == {"dropout": 2}
 
 
 def test_other_threads_are_served_while_a_host_computes(qkv):
     with replace_sdpa.globally():
-        attend(Call(*qkv, dropout=0.5), lambda: in_a_thread(lambda: F.scaled_dot_product_attention(*qkv)))
+        attend(HostCall(*qkv, dropout=0.5), lambda: in_a_thread(lambda: F.scaled_dot_product_attention(*qkv)))
     assert report() == {"dropout": 1, "sage_aot": 1}
 
 
@@ -237,7 +239,8 @@ def test_masks_of_subclasses_compute_themselves(exact, qkv, replaced):
     assert report()["a mask of a subclass"] == (1 if replaced is nullcontext else 2)
     with replaced():
         torch.testing.assert_close(captured(q, k, v, bias, scale=0.3), expected, rtol=0, atol=1e-5)
-        by_host = attend(Call(q, k, v, dropout=0.5), lambda: F.scaled_dot_product_attention(q, k, v, bias, scale=0.3))
+        by_host = attend(HostCall(q, k, v, dropout=0.5),
+                         lambda: F.scaled_dot_product_attention(q, k, v, bias, scale=0.3))
         torch.testing.assert_close(by_host, expected, rtol=0, atol=1e-5)
 
 
@@ -394,9 +397,9 @@ def test_a_gpu_with_kernels_is_no_error(monkeypatch, capability):
 def test_the_gpu_at_hand_is_asked(monkeypatch):
     gpu_here(monkeypatch, (7, 5))
     with pytest.raises(UnsupportedError, match="no kernels for .* compute capability 7.5"):
-        _policy.check_gpu()
+        _rules.check_gpu()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    _policy.check_gpu()  # a trace cannot ask
+    _rules.check_gpu()  # a trace cannot ask
 
 
 @pytest.mark.parametrize(("options", "expected"), [
@@ -495,7 +498,7 @@ class FlashOfTheCpu(_Flash):
     OPERATOR, KEY = "_scaled_dot_product_flash_attention_for_cpu", "CPU"
 
     def _attention(self, keys, query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
-        call = Call(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=True, bottom_right=True,
+        call = HostCall(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=True, bottom_right=True,
                     beyond=_training())
         return self._attend(call, lambda: self._torchs.call_boxed(
             keys, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale))
@@ -584,7 +587,7 @@ def test_all_outputs_of_the_operator(qkv):
     """Number, dtypes and sizes as torch's own."""
     q, k, v = qkv[0][:, :, :30], *qkv[1:]
     meta = torch.ops.aten._scaled_dot_product_flash_attention(*(x.to("meta") for x in (q, k, v)))
-    ours = _Flash._outputs(None, Call(q, k, v), torch.empty_like(q), torch.empty(q.shape[:3]))
+    ours = _Flash._outputs(None, HostCall(q, k, v), torch.empty_like(q), torch.empty(q.shape[:3]))
     expected, found = ([(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in outputs]
                        for outputs in (meta, ours))
     assert found == expected

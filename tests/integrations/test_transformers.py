@@ -17,7 +17,7 @@ from tiny import config_of_class, small_config, small_model, types  # noqa: E402
 from sage_aot.errors import ArgumentError, UnsupportedError  # noqa: E402
 from sage_aot.integrations import Policy, report, reset_report, use  # noqa: E402
 from sage_aot.integrations import transformers as integration  # noqa: E402
-from sage_aot.integrations._policy import SLOWER  # noqa: E402
+from sage_aot.integrations._report import SLOWER  # noqa: E402
 from sage_aot.integrations.torch import replace_sdpa  # noqa: E402
 
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

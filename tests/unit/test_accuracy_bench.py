@@ -22,9 +22,10 @@ from emulator import GROUPS, ROUNDING, Method, Sizes
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._call import pipeline
 from sage_aot._call.backends import default_library
+from sage_aot._cli import demo_inputs
 from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._problem.given import Given
-from sage_aot._tools import demo, reference
+from sage_aot._tools import reference
 from sage_aot._tools.reference import Accuracy
 from sage_aot.errors import ArgumentError, UnsupportedError
 
@@ -382,8 +383,8 @@ def test_tables_let_other_models_read(monkeypatch, capsys, tmp_path):
 
 def test_tables_use_the_demo_model_where_it_is_installed(monkeypatch, capsys):
     qkv = draw(q_shape=(1, 1, 20, 32), kv_shape=(1, 1, 20, 32))
-    workload = demo.Workload("", "layer", {"0": [qkv, qkv], "1": [qkv]}, [])
-    monkeypatch.setattr(demo, "_transformer_workload", lambda device: workload)
+    workload = demo_inputs.Workload("", "layer", {"0": [qkv, qkv], "1": [qkv]}, [])
+    monkeypatch.setattr(demo_inputs, "transformer_workload", lambda device: workload)
     assert run(monkeypatch, "tables", *SMALL, "--only", "bits") == 0
     printed = capsys.readouterr()
     assert "| demo model | 8 bits, f16 |" in printed.out and "demo model: layer 1" in printed.err
@@ -391,7 +392,7 @@ def test_tables_use_the_demo_model_where_it_is_installed(monkeypatch, capsys):
     def missing(device):
         raise UnsupportedError("no packages")
 
-    monkeypatch.setattr(demo, "_transformer_workload", missing)
+    monkeypatch.setattr(demo_inputs, "transformer_workload", missing)
     assert run(monkeypatch, "tables", *SMALL, "--only", "bits") == 0
     printed = capsys.readouterr()
     assert "demo model" not in printed.out and "without the demo model: no packages" in printed.err

@@ -39,7 +39,7 @@ from sage_aot._problem.mask import Mask
 from sage_aot._problem.options import OPTIONS
 from sage_aot._problem.problem import heads_first
 from sage_aot._tools.compare import Measure, against_emulation
-from sage_aot.integrations import _policy
+from sage_aot.integrations import _serve
 
 BUILT = {"sm80": {"qk": {"int4", "int8"}, "pv_accum": {"f32"}},
          "sm89": {"qk": {"int4", "int8"}, "pv_accum": {"two_level_f32", "two_level_f16"}},
@@ -414,17 +414,17 @@ def regroup_causal_rows(patch):
 
 
 def bottom_right_sdpa(patch):
-    serve = _policy.serve
-    patch.setattr(_policy, "serve", lambda call, *others: serve(call._replace(bottom_right=True), *others))
+    serve = _serve.serve
+    patch.setattr(_serve, "serve", lambda call, *others: serve(call._replace(bottom_right=True), *others))
 
 
 def sdpa_without_its_mask(patch):
-    serve = _policy.serve
-    patch.setattr(_policy, "serve", lambda call, *others: serve(call._replace(mask=None), *others))
+    serve = _serve.serve
+    patch.setattr(_serve, "serve", lambda call, *others: serve(call._replace(mask=None), *others))
 
 
 def sdpa_that_serves_nothing(patch):
-    patch.setattr(_policy, "refusal", lambda call: "no reason")
+    patch.setattr(_serve, "why_not_computed", lambda call: "no reason")
 
 
 def supports_nothing(patch):

@@ -25,18 +25,10 @@ from sage_aot import attn_varlen, explain
 from sage_aot._problem.arguments import check_tensors_are
 from sage_aot._problem.options import LAYOUTS, OPTIONS
 from sage_aot.errors import ArgumentError
-from sage_aot.integrations._policy import (
-    NEUTRAL,
-    SERVED,
-    Call,
-    attend,
-    check_neutral,
-    count,
-    current,
-    refusal,
-    refused,
-    serve_anyway,
-)
+from sage_aot.integrations._policy import current
+from sage_aot.integrations._report import SERVED, count, refused
+from sage_aot.integrations._rules import NEUTRAL, HostCall, check_neutral, why_not_computed
+from sage_aot.integrations._serve import attend, serve_anyway
 from sage_aot.integrations.torch import torchs
 
 _OTHERWISE = "let another attention of the host compute it"
@@ -248,8 +240,8 @@ def _attend(function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, te
     given = _given(function, is_causal, sm_scale, kwargs)
     check_tensors_are(q=q, k=k, v=v)
     _check_choice("tensor_layout", tensor_layout, LAYOUTS)
-    call = Call(q, k, v, given.mask, given.is_causal, given.scale, given.dropout, tensor_layout, grouped=True,
-                bottom_right=given.bottom_right)
+    call = HostCall(q, k, v, given.mask, given.is_causal, given.scale, given.dropout, tensor_layout, grouped=True,
+                    bottom_right=given.bottom_right)
     changed = _changed(**options)
     if _torch_serves_the_mask(call, return_lse):
         policy = replace(current(), when="possible", options={**current().options, **changed})
@@ -260,13 +252,15 @@ def _attend(function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, te
     return made
 
 
-def _torch_serves_the_mask(call: Call, return_lse: bool) -> bool:
+def _torch_serves_the_mask(call: HostCall, return_lse: bool) -> bool:
     """Whether torch computes the call if sage_aot refuses it for its mask: torch takes no causal mask beside another,
     and returns no log-sum-exp."""
-    return call.mask is not None and not (call.is_causal or return_lse) and refusal(call._replace(mask=None)) is None
+    if call.mask is None or call.is_causal or return_lse:
+        return False
+    return why_not_computed(call._replace(mask=None)) is None
 
 
-def _by_torch(call: Call) -> torch.Tensor:
+def _by_torch(call: HostCall) -> torch.Tensor:
     q, k, v = call[:3] if call.layout == "HND" else (x.transpose(1, 2) for x in call[:3])
     # not by the attribute of torch.nn.functional, in whose place some programs put sageattn
     out = torchs(q, k, v, call.mask, scale=call.scale, enable_gqa=q.size(1) != k.size(1))

@@ -30,7 +30,7 @@ class Softmax(RowReferences):
         self._first_tile = visible.begin[first_row] // tile.block_n
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
-        """As it is, but for bounds."""
+        """The scale within its bounds."""
         return scale.clamp(self.facts["smallest_scale"], self.facts["largest_scale"])
 
     def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
