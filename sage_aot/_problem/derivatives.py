@@ -13,6 +13,7 @@ from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
 
 from sage_aot._kernels.spec import MOST_TRAINED
+from sage_aot._problem.options import LOSES_A_DERIVATIVE
 from sage_aot.errors import ArgumentError
 
 _functorch: Any = torch._C._functorch
@@ -114,3 +115,10 @@ _constants: tuple[Any, ...] = (_is_dual_level_entered, _is_transformation_entere
                                has_no_rule_for_writes)
 for _constant in _constants:
     _constant._dynamo_marked_constant = True
+
+
+def _scalar_loses_a_derivative(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad or is_transformed() and is_differentiated(tensor)
+
+
+LOSES_A_DERIVATIVE.append(_scalar_loses_a_derivative)

@@ -78,9 +78,12 @@ def scalar_of(value: Any) -> Any:
 def _stays_a_tensor(value: Any) -> bool:
     if not hasattr(value, "requires_grad"):  # an array of another library
         return False
-    from sage_aot._problem.derivatives import is_differentiated, is_transformed  # torch's, which is imported already
+    return bool(value.is_meta) or any(loses(value) for loses in LOSES_A_DERIVATIVE)
 
-    return bool(value.is_meta or value.requires_grad or is_transformed() and is_differentiated(value))
+
+LOSES_A_DERIVATIVE: list[Callable[[Any], bool]] = []
+"""Functions that say of a tensor that its scalar would lose a derivative. sage_aot/_problem/derivatives.py adds its own,
+for this module does without torch."""
 
 
 def integer_of(value: Any) -> int | None:
