@@ -175,7 +175,8 @@ def parts() -> dict[str, float]:
     q, k, v = inputs()
     options = [option.default for option in OPTIONS.values()]
     sage_aot.attn(q, k, v)
-    out, call = torch.empty_like(q), pipeline.prepared(q, k, v, None, None, ()).run
+    out = torch.empty_like(q)
+    call: Any = pipeline.prepared(q, k, v, None, None, ()).run
     workspace = q.new_empty(call.plan.workspace_bytes, dtype=torch.uint8)
     stream = torch.cuda.current_stream().cuda_stream
     addresses = addresses_of(q, k, v, out, workspace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from layout import Result
@@ -50,7 +51,7 @@ class Spy:
         return self._backend.splits(problem, kernels, device)
 
     def bind(self, plan: Plan, tensors: Tensors) -> Call:
-        call = self._backend.bind(plan, tensors)
+        call: Any = self._backend.bind(plan, tensors)
 
         def watched(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, out: torch.Tensor | None,
                     lse: torch.Tensor | None, key_mask: torch.Tensor | None, sequences: Sequences | None,
@@ -80,7 +81,7 @@ class Spy:
         return self._backend.saved_bytes(plan)
 
     def bind_training(self, plan: Plan, tensors: Tensors) -> TrainingCall:
-        call = self._backend.bind_training(plan, tensors)
+        call: Any = self._backend.bind_training(plan, tensors)
 
         def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
                     saved: torch.Tensor) -> None:
@@ -98,7 +99,7 @@ class Spy:
         return watched
 
     def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> BackwardCall:
-        call = self._backend.bind_backward(plan, tensors)
+        call: Any = self._backend.bind_backward(plan, tensors)
 
         def watched(tensors: BackwardTensors, lse: torch.Tensor, saved: torch.Tensor) -> None:
             for written in (tensors.grad_q, tensors.grad_k, tensors.grad_v):

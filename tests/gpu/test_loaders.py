@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -153,13 +154,14 @@ def test_a_thread_whose_first_call_allocates_nothing_before_its_launches(handed)
     launch."""
     q, k, v = draw()
     call = pipeline.prepare(pipeline.backend_of(q), q, k, v, Options(smooth_q=True))
-    out, lse, workspace = torch.empty_like(q), call.empty_lse(q), q.new_empty(call.run.plan.workspace_bytes,
-                                                                              dtype=torch.uint8)
-    call.run.run(q, k, v, out, lse, workspace)
+    run: Any = call.run
+    out, lse = torch.empty_like(q), call.empty_lse(q)
+    workspace = q.new_empty(run.plan.workspace_bytes, dtype=torch.uint8)
+    run.run(q, k, v, out, lse, workspace)
     wanted = out.clone(), lse.clone()
     out.fill_(torch.nan), lse.fill_(torch.nan), workspace.fill_(0xFF)
     torch.cuda.synchronize()
-    in_a_thread(lambda: call.run.run(q, k, v, out, lse, workspace))
+    in_a_thread(lambda: run.run(q, k, v, out, lse, workspace))
     torch.cuda.synchronize()
     assert equal((out, lse), wanted)
 

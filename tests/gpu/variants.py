@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Container, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,8 +139,9 @@ def run(spec: AttnSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, la
     out = torch.empty_like(q) if out is None else out
     call = prepare(backend_of(spec.arch, splits), q, k, v, options, out, key_mask, sequences)
     lse = call.empty_lse(q)
-    workspace = torch.empty(call.run.plan.workspace_bytes, dtype=torch.uint8, device=q.device)
+    bound: Any = call.run
+    workspace = torch.empty(bound.plan.workspace_bytes, dtype=torch.uint8, device=q.device)
     if poison:
         out.fill_(torch.nan), lse.fill_(torch.nan), workspace.fill_(0xFF)  # NaNs too
-    call.run.run(q, k, v, out, lse, workspace, key_mask, sequences)
-    return Result(out, lse, workspace, call.run.plan)
+    bound.run(q, k, v, out, lse, workspace, key_mask, sequences)
+    return Result(out, lse, workspace, bound.plan)

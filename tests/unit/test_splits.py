@@ -11,6 +11,7 @@ from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._call import pipeline
 from sage_aot._kernels.tile import Tile
 from sage_aot._problem.mask import VisibleKeys
+from sage_aot._problem.options import Options
 
 SPLITS = (2, 3, 40)  # the last: more than there are KV tiles
 
@@ -89,5 +90,5 @@ def test_each_query_tile_shares_its_own_keys_in_whole_tiles():
 def test_cpu_tensors_split_nothing():
     q, k, v = draw((1, 1, 1, 64), (1, 1, 4000, 64))
     backend = pipeline.backend_of(q)
-    problem = pipeline.check(q, k, v, sage_aot._problem.options.Options())
+    problem = pipeline.check(q, k, v, Options())
     assert pipeline.plan_of(backend, problem, -1).splits == 1

@@ -1,6 +1,6 @@
 """A process of test_context_parallel.py: one rank of a model whose tokens or heads two processes share.
 
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python tests/integrations/context_parallel.py
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python tests/integrations/one_rank.py
 
 Prints, from rank 0, a line of JSON for each way to share: the largest difference from one process with exact attention,
 for models how far the kernels' arithmetic is from it, and the report.
