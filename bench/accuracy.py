@@ -227,7 +227,7 @@ def measure_tables(arguments: argparse.Namespace, library: Library) -> int:
     return 0
 
 
-def import_plot() -> object:
+def import_plot() -> ModuleType:
     try:
         import plot_accuracy
     except ImportError as error:

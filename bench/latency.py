@@ -176,8 +176,8 @@ def parts() -> dict[str, float]:
     q, k, v = inputs()
     options = [option.default for option in OPTIONS.values()]
     sage_aot.attn(q, k, v)
-    given = Given("dense", q, k, v)
-    out, call = torch.empty_like(q), pipeline.prepared(given, None, ()).run
+    given, out = Given("dense", q, k, v), torch.empty_like(q)
+    call: Any = pipeline.prepared(given, None, ()).run
     workspace = q.new_empty(call.plan.workspace_bytes, dtype=torch.uint8)
     stream = torch.cuda.current_stream().cuda_stream
     addresses = addresses_of(given, out, None, workspace)

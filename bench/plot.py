@@ -12,6 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -75,7 +76,7 @@ def draw(by_panel: dict[Panel, dict[str, dict[int, float]]], header: dict[str, s
     return figure
 
 
-def draw_panel(axes: object, title: str, lines: dict[str, dict[int, float]], style: dict[str, dict[str, str]]) -> None:
+def draw_panel(axes: Any, title: str, lines: dict[str, dict[int, float]], style: dict[str, dict[str, str]]) -> None:
     """One line per row name, in the order of `style`."""
     seqlens = sorted({seqlen for points in lines.values() for seqlen in points})
     for name in (name for name in style if name in lines):

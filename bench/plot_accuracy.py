@@ -9,6 +9,7 @@ import argparse
 import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -47,7 +48,7 @@ def draw(values: dict) -> Figure:
     return figure
 
 
-def draw_table(axes: object, title: str, rows: list[Summary]) -> None:
+def draw_table(axes: Any, title: str, rows: list[Summary]) -> None:
     """A group of bars per method, a bar per source."""
     methods, sources = ([*dict.fromkeys(part)] for part in zip(*((row.method, row.source) for row in rows)))
     width = 0.8 / len(sources)

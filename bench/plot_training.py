@@ -9,6 +9,7 @@ import argparse
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -56,7 +57,7 @@ def draw(runs: list[dict]) -> Figure:
     return figure
 
 
-def draw_losses(axes: object, title: str, runs: list[dict]) -> None:
+def draw_losses(axes: Any, title: str, runs: list[dict]) -> None:
     """A line per run, and a dot for each evaluation on the text held out."""
     shown = []
     for attention, (color, width, label) in STYLES.items():
@@ -73,7 +74,7 @@ def draw_losses(axes: object, title: str, runs: list[dict]) -> None:
     finish(axes)
 
 
-def draw_differences(axes: object, runs: list[dict]) -> None:
+def draw_differences(axes: Any, runs: list[dict]) -> None:
     """Training loss of sage less that of bf16 on the same batches, a thin line per seed."""
     by_seed: dict[int, dict[str, Curve]] = defaultdict(dict)
     for run in runs:
@@ -97,7 +98,7 @@ def held_out_of(run: dict) -> Curve:
     return {entry["step"]: entry["bits"] for entry in run["evals"] if entry["attention"] == run["config"]["attention"]}
 
 
-def finish(axes: object) -> None:
+def finish(axes: Any) -> None:
     axes.grid(axis="y", color="#e6e6e6")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

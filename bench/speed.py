@@ -11,7 +11,7 @@ before it is timed; a wrong output ends the program with exit code 1.
 Launches are queued back to back as a model would queue them, each repeat between two CUDA events. The L2 cache is not
 flushed between repeats. Where the host is slower than the GPU, `call` has the host's time. With --graph, a repeat is a
 replay of a CUDA graph of GRAPH_CALLS calls: it has the GPU's time alone, gaps between launches included.
---host and --first-call measure a call's host time and a process's first call in place of the sweep (see latency.py).
+bench/latency.py has a call's host time, and a process's first call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from typing import cast
 import torch
 
 import common
-import latency
 import sage_aot
 from sage_aot._backends.cuda.backend import CudaBackend
 from sage_aot._backends.cuda.call import CudaCall, addresses_of
@@ -138,17 +137,9 @@ def main() -> int:
     heads = "" if arguments.use else f", batch {arguments.batch}, {arguments.heads} heads"
     header = common.header(library) | {"inputs": f"N(0, 1) bf16{heads}; median of {arguments.repeat}"}
     common.print_header(header)
-    results: dict[str, object] = {"header": header}
-    if arguments.host:
-        results["host_us"] = latency.host_us()
-        latency.show("host cost of a call on a tiny input, µs", results["host_us"])
-    if arguments.first_call:
-        results["first_call_ms"] = latency.first_call_ms()
-        latency.show("fresh processes, ms", results["first_call_ms"])
-    if not (arguments.host or arguments.first_call):
-        timed = time_by_graph if arguments.graph else time_on_gpu
-        results["rows"] = sweep(shapes(arguments), archs, library, functools.partial(timed, repeat=arguments.repeat))
-    common.write_json(arguments.json, results)
+    timed = functools.partial(time_by_graph if arguments.graph else time_on_gpu, repeat=arguments.repeat)
+    rows = sweep(shapes(arguments), archs, library, timed)
+    common.write_json(arguments.json, {"header": header, "rows": rows})
     return 0
 
 
@@ -161,8 +152,6 @@ def parse() -> argparse.Namespace:
                         "all of them for a retargeted folder)")
     parser.add_argument("--repeat", type=int, default=20, help="timed repeats of a row (default: %(default)s)")
     parser.add_argument("--graph", action="store_true", help="the GPU's time alone, by replaying CUDA graphs")
-    parser.add_argument("--host", action="store_true", help="host cost of a tiny call, in place of the sweep")
-    parser.add_argument("--first-call", action="store_true", help="cost of the first call, in place of the sweep")
     return parser.parse_args()
 
 
@@ -304,12 +293,12 @@ def time_by_graph(work: Callable[[], object], repeat: int) -> Timing:
 
 def warm_up(work: Callable[[], object]) -> int:
     """Run `work` for WARM_UP_S seconds, at least once. Returns how often it ran."""
-    deadline = time.perf_counter() + WARM_UP_S
-    for count in itertools.count(1):
+    deadline, count = time.perf_counter() + WARM_UP_S, 0
+    while count == 0 or time.perf_counter() < deadline:
         work()
         torch.cuda.synchronize()
-        if time.perf_counter() >= deadline:
-            return count
+        count += 1
+    return count
 
 
 def clock_under_load(work: Callable[[], object]) -> str:

@@ -26,6 +26,7 @@ PLATFORMS = ("manylinux_2_17_x86_64", "manylinux_2_17_aarch64", "win_amd64")
 """Where torch has CUDA. A wheel for any of them holds the same files."""
 
 _KERNELS = "sage_aot/kernels/"
+_TYPED = "sage_aot/py.typed"
 
 
 class WheelError(Exception):
@@ -124,6 +125,8 @@ class Wheel(AnyWheel):
         found = {name: hashlib.sha256(data).hexdigest() for name, data in self.kernels().items()}
         problems = [f"{name}: expected the file with sha256 {hashes.get(name)}, got {found.get(name)}"
                     for name in sorted(hashes.keys() | found.keys()) if hashes.get(name) != found.get(name)]
+        if _TYPED not in self.files:
+            problems.append(f"expected {_TYPED}, without which type checkers ignore the annotations, got none")
         if not any(record["spec"].startswith("sage_attn_") for record in manifest["kernels"]):
             problems.append("expected attention kernels, got none")
         if manifest["retarget"] is not None:
@@ -147,7 +150,7 @@ class SageattentionWheel(AnyWheel):
                                f"Requires-Dist: sage-aot=={self.version}")]
 
     def _content_problems(self, narrowed: bool) -> list[str]:
-        expected = {f"sageattention/{name}.py" for name in ("__init__", "core", "sm90_compile")}
+        expected = {f"sageattention/{name}" for name in ("__init__.py", "core.py", "py.typed", "sm90_compile.py")}
         expected |= {f"{self.info}{name}" for name in ("METADATA", "RECORD", "WHEEL", "extra_metadata/LICENSE")}
         return [f"expected the files {', '.join(sorted(expected))}, got {', '.join(sorted(self.files))}"
                 ] if expected != self.files.keys() else []

@@ -82,8 +82,8 @@ def _stays_a_tensor(value: Any) -> bool:
 
 
 LOSES_A_DERIVATIVE: list[Callable[[Any], bool]] = []
-"""Functions that say of a tensor that its scalar would lose a derivative. sage_aot/_problem/derivatives.py adds its own,
-for this module does without torch."""
+"""Functions that say of a tensor that its scalar would lose a derivative. sage_aot/_problem/derivatives.py adds its
+own, for this module does without torch."""
 
 
 def integer_of(value: Any) -> int | None:

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
@@ -67,8 +68,8 @@ def _weights(name: str) -> dict[object, int]:
     return dict(zip_longest(OPTIONS[name].samples, OPTION_WEIGHTS.get(name, ()), fillvalue=1))
 
 
-_SizesAndOptions = make_dataclass("_SizesAndOptions", [(name, object, _varied(_weights(name))) for name in OPTIONS],
-                                  bases=(_Sizes,), frozen=True)
+_SizesAndOptions: Any = make_dataclass("_SizesAndOptions", [
+    (name, object, _varied(_weights(name))) for name in OPTIONS], bases=(_Sizes,), frozen=True)
 
 
 @dataclass(frozen=True)
@@ -506,7 +507,7 @@ _STRIDES = {
 # --- bad arguments ----------------------------------------------------------------------------------------------------
 
 
-def spoil(case: Case, call: dict[str, object]) -> dict[str, object]:
+def spoil(case: Case, call: dict[str, Any]) -> dict[str, Any]:
     """The call with the bad argument that the case names."""
     q, k, v = call["q"], call["k"], call["v"]
     if case.wrong in OPTIONS:

@@ -346,7 +346,7 @@ def _by_sdpa(case: Case, backend: Backend, inputs: Inputs) -> tuple[str, list[Me
     ran = isinstance(backend, Spy) and backend.handed is not None
     measures = against_emulated(backend, read_quantized=case.read_quantized) if ran else []
     measures += _contract(case, q, k, v, inputs.key_mask, out, None, top_left=True)
-    return backend.handed.plan.kernels.attn.name if ran else "sdpa", measures
+    return backend.handed.plan.kernels.attn.name if ran else "sdpa", measures  # type: ignore[attr-defined]
 
 
 def _sdpa_raised(error: Exception, case: Case, backend: Backend, served: bool,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from layout import Result
@@ -47,7 +48,7 @@ class Spy:
         return self._backend.splits(problem, kernels, device)
 
     def bind(self, plan: Plan, given: Given, out: torch.Tensor | None) -> Call:
-        call = self._backend.bind(plan, given, out)
+        call: Any = self._backend.bind(plan, given, out)
 
         def watched(given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
             for written in (out, lse):
@@ -73,7 +74,7 @@ class Spy:
         return self._backend.kept_bytes(plan)
 
     def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> BackwardCall:
-        call = self._backend.bind_backward(plan, tensors)
+        call: Any = self._backend.bind_backward(plan, tensors)
 
         def watched(tensors: BackwardTensors, lse: torch.Tensor, kept: torch.Tensor) -> None:
             for written in (tensors.grad_q, tensors.grad_k, tensors.grad_v):

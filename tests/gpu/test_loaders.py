@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -155,13 +156,14 @@ def test_a_thread_whose_first_call_allocates_nothing_before_its_launches(handed)
     q, k, v = draw()
     given = Given("dense", q, k, v)
     call = pipeline.prepare(backend_of(q), given, Options(smooth_q=True))
-    out, lse, workspace = torch.empty_like(q), call.empty_lse(q), q.new_empty(call.run.plan.workspace_bytes,
-                                                                              dtype=torch.uint8)
-    call.run.run(given, out, lse, workspace)
+    run: Any = call.run
+    out, lse = torch.empty_like(q), call.empty_lse(q)
+    workspace = q.new_empty(run.plan.workspace_bytes, dtype=torch.uint8)
+    run.run(given, out, lse, workspace)
     wanted = out.clone(), lse.clone()
     out.fill_(torch.nan), lse.fill_(torch.nan), workspace.fill_(0xFF)
     torch.cuda.synchronize()
-    in_a_thread(lambda: call.run.run(given, out, lse, workspace))
+    in_a_thread(lambda: run.run(given, out, lse, workspace))
     torch.cuda.synchronize()
     assert equal((out, lse), wanted)
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Container, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,8 +143,9 @@ def run(spec: AttnSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, la
     given = Given("dense", q, k, v, key_mask) if sequences is None else sequences.given(q, k, v)
     call = prepare(backend_of(spec.arch, splits), given, options, out)
     lse = call.empty_lse(q)
-    workspace = torch.empty(call.run.plan.workspace_bytes, dtype=torch.uint8, device=q.device)
+    bound: Any = call.run
+    workspace = torch.empty(bound.plan.workspace_bytes, dtype=torch.uint8, device=q.device)
     if poison:
         out.fill_(torch.nan), lse.fill_(torch.nan), workspace.fill_(0xFF)  # NaNs too
-    call.run.run(given, out, lse, workspace)
-    return Result(out, lse, workspace, call.run.plan)
+    bound.run(given, out, lse, workspace)
+    return Result(out, lse, workspace, bound.plan)

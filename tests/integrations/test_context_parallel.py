@@ -26,7 +26,7 @@ def test_two_processes_compute_what_one_does():
     path = HERE, ROOT, ROOT / "ci" / "sageattention"
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                    "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, path))}
-    ranks = [subprocess.Popen([sys.executable, HERE / "context_parallel.py"], env={**environment, "RANK": str(rank)},
+    ranks = [subprocess.Popen([sys.executable, HERE / "one_rank.py"], env={**environment, "RANK": str(rank)},
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
     try:
         printed = [rank.communicate(timeout=240) for rank in ranks]

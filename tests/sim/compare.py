@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import cupy
 import numpy as np
@@ -223,7 +224,7 @@ def compare_variant(build: Build, spec: AttnSpec, seed: int) -> Iterator[Row]:
 def _simulate(build: Build, spec: AttnSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Result:
     backend = SimulatorBackend(build, spec.arch, chip=90)
     given = Given("dense", q, k, v)
-    call = prepare(backend, given, Options.of_axes(spec.values)).run
+    call: Any = prepare(backend, given, Options.of_axes(spec.values)).run
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
     workspace = torch.full((call.plan.workspace_bytes,), 0xFF, dtype=torch.uint8)
     call.run(given, out, lse, workspace)

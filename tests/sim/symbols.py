@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
+from typing import Any
 
 from elftools.elf.elffile import ELFFile
 
@@ -37,7 +38,7 @@ def _rows(library: Path) -> list[tuple[int, int, str]]:
     return rows
 
 
-def _file(header: object, index: int, folder: str) -> str:
+def _file(header: Any, index: int, folder: str) -> str:
     """The file of an index of a line program; DWARF 5 counts files and folders from 0, those before from 1."""
     first = 0 if header.version >= 5 else 1
     entry = header.file_entry[index - first]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import outcomes
 import pytest
@@ -39,7 +40,10 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def subject(tmp_path, monkeypatch) -> Simulated:
     """Kernels that are files of any content."""
-    monkeypatch.setattr(Simulated, "__init__", lambda self, build: vars(self).update(build=build, launched=set()))
+    def made(self: Any, build: Build) -> None:
+        self.build, self.launched = build, set()
+
+    monkeypatch.setattr(Simulated, "__init__", made)
     monkeypatch.setattr(outcomes, "_engine_digest", lambda: "engine")
     build = Build(tmp_path)
     for name in {*kernels_of(SPEC), *kernels_of(OTHER)}:

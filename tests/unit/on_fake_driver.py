@@ -12,6 +12,7 @@ import struct
 import sys
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 from sage_aot._backends.cuda.queue import Bound, Queue
 from sage_aot._backends.drivers import BindingsDriver, Function, default_driver
@@ -101,7 +102,7 @@ def of_programmatic_launches(cuda: int) -> list[str]:
     return [words.rpartition("stream ")[2] for words in launches()]
 
 
-def of_queues(driver: BindingsDriver, first: Function, again: Function) -> dict[str, object]:
+def of_queues(driver: BindingsDriver, first: Function, again: Function) -> dict[str, Any]:
     """The calls of the driver by a queue of two launches, on threads with a context and without."""
     packed = [Packed(struct.pack("<QQQ", 16, i, 32),
                      bytes([SOURCES.index("workspace"), NO_SOURCE, SOURCES.index(source)]))
@@ -113,7 +114,7 @@ def of_queues(driver: BindingsDriver, first: Function, again: Function) -> dict[
     def call(stream: int = 0xDEAD) -> None:
         queue(stream, *ADDRESSES.values())
 
-    seen = {"on its thread": [within(driver, 0, call)[1:], launches()]}
+    seen: dict[str, Any] = {"on its thread": [within(driver, 0, call)[1:], launches()]}
     call()
     seen["structs"] = [params(i) == each.at(ADDRESSES) for i, each in enumerate(packed)]
     launches()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable
+from typing import Any
 
 from sage_aot._backends.loader import KERNEL_FOLDER
 from sage_aot._kernels.manifest import Arch, AttnRecord, KernelRecord, MachineCode, Manifest, records_by_name
@@ -23,7 +24,7 @@ _SHARED_BYTES = {"sm80": 166912, "sm87": 166912, "sm90": 232448, "sm100": 232448
 """Shared memory that a block can have; 101,376 on the other archs."""
 
 
-def record_of(spec: KernelSpec, tile: Tile = TILE, family: str = "mma", **changes: object) -> KernelRecord:
+def record_of(spec: KernelSpec, tile: Tile = TILE, family: str = "mma", **changes: Any) -> KernelRecord:
     """A kernel's record. `tile`: of the attention kernel; for a companion, of the one that names it. `facts`: added to
     those that follow from the tile."""
     ptx = is_ptx(spec.arch)
@@ -97,12 +98,12 @@ def _quant(spec: QuantSpec, tile: Tile, family: str) -> dict[str, float]:
         "smallest_abs_max": 1.0000000180025095e-35, "samples": 64, "largest_mean": 2**103}
 
 
-def _bwdprep(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
+def _bwdprep(spec: Any, tile: Tile, family: str) -> dict[str, float]:
     return {"threads": 256, "shared_bytes": 0, "tile_rows": 64, "q_side_bytes": _q_side_bytes(spec),
             "kv_side_bytes": _kv_side_bytes(spec), "k_tile_bytes": tile.block_n * spec.headdim, "k_line_bytes": 128}
 
 
-def _bwdkv(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
+def _bwdkv(spec: Any, tile: Tile, family: str) -> dict[str, float]:
     limit, stage = _SHARED_BYTES.get(spec.arch, 101376), _rows_bytes(spec) + _q_side_bytes(spec)
     of_keys = _rows_bytes(spec) if spec.headdim > 64 else 0
     blocks = 2 if 2 * (of_keys + stage) <= limit else 1
@@ -111,23 +112,23 @@ def _bwdkv(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
     return {"threads": 256 // blocks, "shared_bytes": own + stages * stage, "block_rows": 128 // blocks}
 
 
-def _bwdq(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
+def _bwdq(spec: Any, tile: Tile, family: str) -> dict[str, float]:
     stage = _rows_bytes(spec) + _kv_side_bytes(spec)
     stages = 2 if 4 * stage <= _SHARED_BYTES.get(spec.arch, 101376) else 1
     return {"threads": 128, "shared_bytes": stages * stage, "block_rows": 8192 // spec.headdim}
 
 
-def _rows_bytes(spec: KernelSpec) -> int:
+def _rows_bytes(spec: Any) -> int:
     """Codes and halves of 64 rows."""
     return 192 * spec.headdim
 
 
-def _q_side_bytes(spec: KernelSpec) -> int:
+def _q_side_bytes(spec: Any) -> int:
     """Transposes of the codes of Q and dO, four f32 a query and eight scales: in whole lines of 128 bytes."""
     return -(-(64 * (2 * spec.headdim + 4 * 4) + 8 * 4) // 128) * 128
 
 
-def _kv_side_bytes(spec: KernelSpec) -> int:
+def _kv_side_bytes(spec: Any) -> int:
     """Transposes of the codes of K, and an f32 a key."""
     return 64 * (spec.headdim + 4)
 

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from records import STRUCTS
@@ -143,7 +144,7 @@ def test_build_makes_a_folder_that_holds_what_its_manifest_says(codegen, project
     for name, record in manifest.kernels.items():
         assert hashlib.sha256((project.package / record.file).read_bytes()).hexdigest() == record.sha256, name
         assert (record.target, record.family, record.machine.spill_bytes) == ("sm_80", "mma", 0)
-    attn = manifest.kernels[ATTN]
+    attn: Any = manifest.kernels[ATTN]
     assert attn.facts == {"threads": 128, "shared_bytes": 64 * (128 + 3 * 2 * 64)}
     assert attn.tile == Tile(128, 64, 32, 2, 3)
     assert attn.companions == (PACK, QUANT, MERGE)
@@ -173,7 +174,7 @@ def ptx(project, edit):
 def test_ptx_is_an_arch_whose_files_are_text(codegen, project, ptx):
     assert codegen("build", "--only", ptx)[0] == 0
     assert _files(project.package) == {"manifest.json", *(f"{name.replace('sm80', 'ptx80')}.ptx" for name in ALL)}
-    record = Manifest.read(project.package).kernels[ptx]
+    record: Any = Manifest.read(project.package).kernels[ptx]
     assert (record.target, record.is_ptx, record.served) == ("compute_80", True, "8.0 and later")
     assert (record.machine, record.main_loop) == (None, None)
     assert record.facts == {"threads": 128, "shared_bytes": 64 * (128 + 3 * 2 * 64)}
@@ -519,6 +520,16 @@ def test_codegen_runs_where_torch_is_not_installed():
               "sys.exit(main(['list']))")
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", ["jinja2", "yaml", "ninja", "elftools"])
+def test_codegen_without_its_extra_names_the_extra(package):
+    script = (f"import runpy, sys; sys.modules[{package!r}] = None; sys.argv = ['codegen', 'list'];"
+              f"runpy.run_module('codegen', run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (f"expected the package {package}, got none: install what code generation needs: "
+                           f"pip install -e '.[codegen]'\n")
 
 
 def test_the_manifest_is_json_with_records_by_name(codegen, project):

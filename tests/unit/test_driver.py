@@ -12,6 +12,7 @@ import sys
 import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,7 @@ def install_cupy(monkeypatch, built=12090, driver=13000, refused=""):
     runtime = SimpleNamespace(runtimeGetVersion=lambda: built, driverGetVersion=lambda: driver,
                               setDevice=lambda device: enter(100 + device))
     cuda = SimpleNamespace(runtime=runtime, function=SimpleNamespace(Module=Module))
-    api = ModuleType("cupy_backends.cuda.api")
+    api: Any = ModuleType("cupy_backends.cuda.api")
     api.driver = SimpleNamespace(
         funcSetAttribute=lambda *arguments: told.append(("attribute", *arguments)), launchKernel=launch,
         ctxGetCurrent=lambda: contexts.get(threading.get_ident(), 0), ctxSetCurrent=enter)

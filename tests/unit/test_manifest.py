@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from records import manifest_of, record_of
@@ -52,7 +54,7 @@ def test_a_record_is_made_when_it_is_asked_for_and_only_once(folder):
 
 
 def test_what_a_record_is_of_a_kind(folder):
-    kernels = Manifest.read(folder).kernels
+    kernels: Mapping[str, Any] = Manifest.read(folder).kernels
     assert {type(kernels[spec.name]) for spec in (ATTN, PTX)} == {AttnRecord}
     assert type(kernels["sage_delta_sm80_d64"]) is KernelRecord
     assert kernels[ATTN.name].main_loop == MainLoop(192, 513, 420)

@@ -230,6 +230,7 @@ def test_a_wheel_that_is_right_passes(wheel, monkeypatch, capsys):
     (lambda files: files.pop(one(files, "sage_quant_sm86")),
      "sage_quant_sm86_d64_qkint8_pvf16.cubin: expected the file with"),
     (lambda files: files.update({"sage_aot/kernels/more.cubin": b""}), "more.cubin: expected the file with sha256"),
+    (lambda files: files.pop("sage_aot/py.typed"), "expected sage_aot/py.typed, without which type checkers"),
     (lambda files: replace(files, "WHEEL", "Purelib: false", "Purelib: true"), "expected 'Root-Is-Purelib: false'"),
     (lambda files: replace(files, "WHEEL", "manylinux_2_17", "linux"), "expected 'Tag: py3-none-"),
     (lambda files: replace(files, "manifest.json", '"complete": true', '"complete": false'), "expected every kernel"),
@@ -327,6 +328,7 @@ def test_the_second_wheel_of_another_folder_is_equal_byte_for_byte(second, tmp_p
 
 @pytest.mark.parametrize(("edit", "message"), [
     (lambda files: files.pop("sageattention/sm90_compile.py"), "expected the files sage_aot_"),
+    (lambda files: files.pop("sageattention/py.typed"), "expected the files sage_aot_"),
     (lambda files: files.update({"sageattention/quant.py": b""}), "expected the files sage_aot_"),
     (lambda files: replace(files, "WHEEL", "Purelib: true", "Purelib: false"), "expected 'Root-Is-Purelib: true'"),
     (lambda files: replace(files, "WHEEL", "none-any", "none-win_amd64"), "expected 'Tag: py3-none-any' in WHEEL"),

@@ -74,7 +74,7 @@ class Wrapping(torch.Tensor):
     @staticmethod
     def __new__(cls, within):
         made = torch.Tensor._make_wrapper_subclass(cls, within.shape, dtype=within.dtype, strides=within.stride())
-        made.within = within
+        made.within = within  # type: ignore[attr-defined]
         return made
 
     def __tensor_flatten__(self):

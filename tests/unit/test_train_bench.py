@@ -7,6 +7,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_runs_make_a_summary(tmp_path):
         for attention in train.ATTENTIONS:
             config = replace(TINY, mode=mode, attention=attention)
             saves = mode == "finetune" or attention == "bf16"
-            result = train.train(config, weights if saves else None)
+            result: Any = train.train(config, weights if saves else None)
             assert [point["step"] for point in result["curve"]] == [3, 4]
             assert [entry["step"] for entry in result["evals"]] == [0, 2, 4] + [4] * (attention == "sage")
             (tmp_path / f"{config.name}.json").write_text(json.dumps(result))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,9 +16,10 @@ pytestmark = pytest.mark.filterwarnings("error", "ignore::DeprecationWarning", "
 @pytest.fixture(autouse=True)
 def no_fallback():
     """Calls without a rule raise; torch warns of them once in a process."""
-    torch._C._functorch._set_vmap_fallback_enabled(False)
+    functorch: Any = torch._C._functorch
+    functorch._set_vmap_fallback_enabled(False)
     yield
-    torch._C._functorch._set_vmap_fallback_enabled(True)
+    functorch._set_vmap_fallback_enabled(True)
 
 
 ENTRIES = 3

@@ -1,0 +1,242 @@
+"""Figures in pages come from bench/claims.yaml, and those from logs in bench/results."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+import claims
+import quotes
+
+ROOT = Path(__file__).parents[2]
+COVERED = ("README.md", "docs/performance.md")
+"""Pages that give no measured figure without a claim."""
+
+PENDING = ("README.md", "docs/performance.md")
+"""Of these, pages whose figures are not marked yet: to be emptied."""
+
+
+# --- this tree --------------------------------------------------------------------------------------------------------
+
+
+def test_quotes_heads_of_logs_and_the_index_are_those_of_the_claims(capsys):
+    assert (claims.main([]), capsys.readouterr().err) == (0, "")
+
+
+@pytest.mark.parametrize("page", COVERED)
+def test_a_page_gives_no_measured_figure_without_a_claim(page):
+    if page in PENDING:
+        pytest.skip(f"the figures of {page} are not marked yet")
+    assert quotes.unclaimed((ROOT / page).read_text("utf-8")) == []
+
+
+def links(page: Path) -> list[Path]:
+    """The files that a page links to."""
+    text = re.sub(r"```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return [(page.parent / target).resolve() for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+            if "://" not in target]
+
+
+def test_pages_and_logs_link_to_files_that_exist():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("bench/results/**/*.md")]
+    assert [f"{page.relative_to(ROOT)}: {target.name}" for page in pages for target in links(page)
+            if not target.exists()] == []
+
+
+def test_what_no_page_names_is_not_kept():
+    """A raw file stays while its log, a page or a test names it; JSON stays with its log."""
+    named = {target for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("bench/results/*/log.md")]
+             for target in links(page)}
+    kept = {path.resolve() for path in ROOT.glob("bench/results/*/*") if path.suffix != ".json"}
+    logs = {path for path in kept if path.name == "log.md"}
+    assert sorted(str(path.relative_to(ROOT)) for path in kept - logs - named) == []
+
+
+# --- a small tree -----------------------------------------------------------------------------------------------------
+
+RUN = "h200-2026-01-02-turtles"
+CLAIMS = f"""\
+runs:
+  {RUN}:
+    gpu: NVIDIA H200
+    commit: 0123abc
+    command: python bench/turtles.py
+claims:
+  speed:
+    what: turtles
+    unit: × hares
+    log: {RUN}/log.md
+    value: 1.50
+  range:
+    what: turtles on a slope
+    unit: times as fast
+    log: {RUN}/log.md
+    value: 0.96 to 1.18
+  error:
+    what: turtles that lose the way
+    unit: "% of all"
+    log: {RUN}/turtles.json
+    value: 3.7
+  quotient:
+    what: hares asleep
+    unit: times as long
+    log: {RUN}/log.md
+    value: 0.58
+    quotient: [577.8, 999.1]
+  lengths:
+    what: turtles by length
+    unit: × hares
+    log: {RUN}/log.md
+    columns: [1K, "4K, causal"]
+    rows:
+      old: [0.89, ""]
+      young: [1.32, 1.56]
+"""
+LOG = "# Turtles\n\nThey have 1.4987, 0.962 and 1.18; 577.8 and 999.1; 0.89, 1.32 and 1.56.\n"
+PAGE = """\
+# Race
+
+Turtles are 9<!-- claim: speed --> times as fast, on a slope 1 to 2<!-- claim: range -->, old ones
+0<!-- claim: lengths[old, 1K] --> and young ones 1<!-- claim: lengths[young, 4K, causal] -->.
+
+<!-- table: claim lengths -->
+<!-- end of table -->
+"""
+TABLE = """\
+| × hares | 1K | 4K, causal |
+| --- | ---: | ---: |
+| old | 0.89 ||
+| young | 1.32 | 1.56 |
+"""
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A tree with one run, its claims, and a page that quotes them."""
+    for folder in ("docs", "sage_aot", "tests", f"bench/results/{RUN}"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "README.md").write_text("# Animals\n")
+    (tmp_path / "docs/race.md").write_text(PAGE)
+    (tmp_path / "sage_aot/_gain.py").write_text(f'"""Of bench/results/{RUN}."""\n')
+    (tmp_path / "bench/claims.yaml").write_text(CLAIMS)
+    (tmp_path / f"bench/results/{RUN}/log.md").write_text(LOG)
+    (tmp_path / f"bench/results/{RUN}/turtles.json").write_text('{"lost": 0.0373}')
+    return tmp_path
+
+
+@pytest.fixture
+def said(tree, capsys):
+    """What the command prints where it fails."""
+
+    def run(*argv: str) -> str:
+        status = claims.main(list(argv), tree)
+        err = capsys.readouterr().err
+        assert status == bool(err)
+        return err
+
+    return run
+
+
+def test_quotes_get_the_values_of_their_claims(tree, said):
+    assert "docs/race.md is out of date: run python bench/claims.py --write\n" in said()
+    assert said("--write") == said() == ""
+    text = (tree / "docs/race.md").read_text()
+    assert "are 1.50<!-- claim: speed --> times as fast, on a slope 0.96 to 1.18<!-- claim: range -->, old" in text
+    assert "\n0.89<!-- claim: lengths[old, 1K] --> and young ones 1.56<!-- claim: lengths[young, 4K, causal]" in text
+    assert f"<!-- table: claim lengths -->\n{TABLE}<!-- end of table -->\n" in text
+
+
+def test_a_log_gets_a_head_and_the_index_a_row(tree, said):
+    said("--write")
+    log = (tree / f"bench/results/{RUN}/log.md").read_text()
+    assert log == ("# Turtles\n\n<!-- run -->\n- GPU: NVIDIA H200\n- commit: 0123abc\n- command: `python "
+                   "bench/turtles.py`\n<!-- end of run -->\n\n" + LOG.partition("\n\n")[2])
+    index = (tree / "bench/results/README.md").read_text()
+    assert "3 of its 5 claims are quoted" in index
+    assert index.endswith(f"| 2026-01-02 | [Turtles]({RUN}/log.md) | NVIDIA H200 | 0123abc | "
+                          f"[race](../../docs/race.md), [_gain.py](../../sage_aot/_gain.py) |  |\n")
+
+
+def test_a_run_is_not_cited_by_the_name_of_another(tree, said):
+    short = RUN.removesuffix("-turtles")
+    (tree / "bench/claims.yaml").write_text(CLAIMS.replace(
+        "claims:\n", f"  {short}: {{gpu: none, commit: unknown, command: none}}\nclaims:\n"))
+    (tree / "bench/results" / short).mkdir()
+    (tree / "bench/results" / short / "log.md").write_text("# Hares\n\nAsleep.\n")
+    said("--write")
+    assert f"[Hares]({short}/log.md) | none | unknown |  |  |\n" in (tree / "bench/results/README.md").read_text()
+
+
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("value: 1.50", "value: 1.51", "the figure 1.51 of the claim speed in"),
+    ("value: 3.7", "value: 3.8", f"the figure 3.8 of the claim error in bench/results/{RUN}/turtles.json, got none"),
+    ("0.96 to 1.18", "0.96 to 1.19", "the figure 0.96 to 1.19 of the claim range"),
+    ("value: 0.58", "value: 0.59", "expected 577.8 / 999.1 as the claim quotient, got 0.59"),
+    ("[577.8, 999.1]", "[577.9, 999.1]", "the figure 577.9 of the claim quotient"),
+    ("[1.32, 1.56]", "[1.33, 1.56]", "the figure 1.33 of the claim lengths"),
+    ("[1.32, 1.56]", "[1.32]", "bench/claims.yaml:34: expected 2 figures in the row young of lengths, got 1"),
+    (f"{RUN}/turtles.json", f"{RUN}/hares.json", f"the claim error, got no file bench/results/{RUN}/hares.json"),
+    (f"{RUN}/turtles.json", "turtles.json", "bench/claims.yaml:20: expected a file of a run, as RUN/log.md, got"),
+    ("commit: 0123abc", "commit: today", "bench/claims.yaml:4: expected the hash of a commit in 7 digits, or a text"),
+    ("    commit: 0123abc\n", "", f"expected the key 'commit' in the run {RUN}, got none"),
+    ("    command:", "    superseded_by: hares\n    command:", "expected the name of a run, got 'hares'"),
+    ("value: 1.50", "value: fast", "bench/claims.yaml:11: expected a figure such as 1.50, or 1.24 to 1.28, got 'fast'"),
+    ("    value: 1.50\n", "", "expected a value, or columns and rows, in the claim speed, got what, unit, log"),
+    ("  range:", "  speed:", "expected the key 'speed' once in claims, got it twice"),
+])
+def test_a_claim_that_its_log_does_not_bear_is_refused(tree, said, old, new, message):
+    assert CLAIMS.count(old) == 1
+    (tree / "bench/claims.yaml").write_text(CLAIMS.replace(old, new))
+    assert message in said("--write")
+    assert (tree / "docs/race.md").read_text() == PAGE
+
+
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("claim: speed", "claim: sped", "docs/race.md: expected the name of a claim's figure, got 'sped'"),
+    ("claim: speed", "claim: lengths", "docs/race.md: expected the name of a claim's figure, got 'lengths'"),
+    ("9<!--", "Nine <!--", "docs/race.md: expected a figure such as 1.50 directly before <!-- claim: speed -->, got"),
+    ("table: claim lengths", "table: claim speed", "expected the name of a claim with a table, got 'speed'"),
+])
+def test_a_quote_of_no_claim_is_refused(tree, said, old, new, message):
+    (tree / "docs/race.md").write_text(PAGE.replace(old, new, 1))
+    assert message in said("--write")
+
+
+def test_a_folder_without_a_run_and_a_run_without_a_log_are_refused(tree, said):
+    (tree / "bench/results/h200-2026-01-03-hares").mkdir()
+    (tree / f"bench/results/{RUN}/log.md").unlink()
+    told = said()
+    assert "expected a run for each folder of bench/results, got none for h200-2026-01-03-hares" in told
+    assert f"bench/results/{RUN}/log.md: expected the log of the run {RUN}, got none" in told
+
+
+def test_a_log_without_a_title_is_refused(tree, said):
+    (tree / f"bench/results/{RUN}/log.md").write_text(LOG.removeprefix("# "))
+    assert "log.md: expected a title, '# ...', and an empty line, got 'Turtles" in said("--write")
+
+
+# --- figures without a claim ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "found"), [
+    ("It is 1.5 times as fast.", ["1.5 times"]),
+    ("It has 930 TOPS, 18 % error, 28 to 49 µs.", ["930 TOPS", "18 %", "28 to 49 µs"]),
+    ("The ratio is 0.94, a speed-up of × 1.3.", ["0.94", "× 1.3"]),
+    ("| attn | 930 | **1.50** | 4K |", ["930", "**1.50**"]),
+    ("2 × 24 heads of 128 channels over 4,096 keys, torch 2.11, Python ≥ 3.10, 0.1.0 and sm90", []),
+    ("`scale=0.25` and [1.25](a/1.25.md) https://a.b/2411.10958", ["1.25"]),
+    ("1.50<!-- claim: a --> and 50 %<!-- no claim --> of the keys", []),
+    ("```sh\npip install a==1.25\n```\n", []),
+    ("<!-- table: claim a -->\n| a | 1.25 |\n<!-- end of table -->\n", []),
+])
+def test_figures_that_look_measured(text, found):
+    assert [figure for _, figure in quotes.unclaimed(text)] == found
+
+
+def test_figures_that_look_measured_have_their_line():
+    assert quotes.unclaimed("```\n1.25\n```\n<!-- a\nb -->\n1.50\n") == [(6, "1.50")]
