@@ -1,7 +1,8 @@
-"""The CUDA driver, through cupy or through cuda-bindings: a cubin becomes a function, a function is launched.
+"""The CUDA driver, through cupy, cuda-bindings or its own library: a cubin becomes a function, a function is launched.
 
 No other module imports cupy or cuda-bindings. This module imports one when a GPU is first asked about: cupy, or
-cuda-bindings (which torch installs on Linux) where cupy cannot be used. The results are the same through both.
+cuda-bindings (which torch installs on Linux) where cupy cannot be used. Where neither can, library_driver.py calls the
+driver's library. The results are the same through all three.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
+from sage_aot._backends.library_driver import LibraryDriver
 from sage_aot._kernels.drivers import cuda_text
 from sage_aot.errors import UnsupportedError
 
@@ -243,7 +245,8 @@ class _BindingsFunction(NamedTuple):
 
 # --- which of them ----------------------------------------------------------------------------------------------------
 
-DRIVERS: dict[str, Callable[[], Driver]] = {"cupy": CupyDriver, "cuda-bindings": BindingsDriver}
+DRIVERS: dict[str, Callable[[], Driver]] = {"cupy": CupyDriver, "cuda-bindings": BindingsDriver,
+                                            "ctypes": LibraryDriver}
 
 
 def default_driver() -> Driver:
@@ -264,7 +267,7 @@ def _driver(asked: str | None) -> Driver:
             return DRIVERS[name]()
         except UnsupportedError as error:
             reasons.append(str(error))
-    head = f"SAGE_AOT_LOADER is {asked}" if asked else "kernels are launched through cupy or cuda-bindings"
+    head = f"SAGE_AOT_LOADER is {asked}" if asked else "kernels are launched through cupy, cuda-bindings or ctypes"
     raise UnsupportedError(f"{head}; {'; '.join(reasons)}")
 
 

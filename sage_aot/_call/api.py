@@ -101,7 +101,7 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         ArgumentError: an argument is not as described; the message says what came. Also where a derivative is asked
             for, by autograd, forward AD or torch.func.
         UnsupportedError: no kernel fits this GPU, its driver and these options (:func:`sage_aot.explain` tells why), or
-            neither cupy nor cuda-bindings can load one.
+            neither cupy, cuda-bindings nor ctypes can load one.
         CubinError: a kernel's file is missing or damaged.
         LaunchError: the driver refused a kernel.
 

@@ -41,7 +41,7 @@ def _versions() -> list[str]:
     lines = [f"sage_aot {__version__}, Python {platform.python_version()}, torch {torch.__version__}"]
     installed = loaders_installed()
     if not torch.cuda.is_available():
-        return [*lines, f"loaders installed: {', '.join(installed) or 'none'}", _without_device(installed)]
+        return [*lines, f"loaders installed: {', '.join([*installed, 'ctypes'])}", _without_device()]
     try:
         driver = default_driver()
     except UnsupportedError as error:
@@ -49,10 +49,10 @@ def _versions() -> list[str]:
     return [*lines, f"loader: {driver.name} {driver.version}, driver for CUDA {cuda_text(driver.cuda)}"]
 
 
-def _without_device(loaders: list[str]) -> str:
+def _without_device() -> str:
     """The line where torch sees no CUDA device: what a GPU would need. Without a GPU nothing is missing."""
     if torch.version.cuda is None:
-        needs = "a CUDA build of torch (this one is for CPUs)" + ("" if loaders else " and cupy or cuda-bindings")
+        needs = "a CUDA build of torch (this one is for CPUs)"
     else:
         needs = f"a driver for CUDA {torch.version.cuda}, which this torch was built for, or a torch for an older CUDA"
     return f"no CUDA device: CPU tensors are emulated; a GPU would need {needs}"

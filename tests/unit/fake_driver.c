@@ -121,6 +121,17 @@ int cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsigne
   return cuLaunchKernelEx(&config, function, params, extra);
 }
 
+int cuGetErrorName(int status, const char** name) {
+  *name = status == INVALID_VALUE     ? "CUDA_ERROR_INVALID_VALUE"
+          : status == INVALID_IMAGE   ? "CUDA_ERROR_INVALID_IMAGE"
+          : status == INVALID_CONTEXT ? "CUDA_ERROR_INVALID_CONTEXT"
+          : status == INVALID_HANDLE  ? "CUDA_ERROR_INVALID_HANDLE"
+          : status == NOT_FOUND       ? "CUDA_ERROR_NOT_FOUND"
+          : status == 700             ? "CUDA_ERROR_ILLEGAL_ADDRESS"
+                                      : NULL;
+  return *name ? SUCCESS : INVALID_VALUE;
+}
+
 int cuGetErrorString(int status, const char** text) {
   *text = status == INVALID_IMAGE ? "device kernel image is invalid" : NULL;  // an older driver knows fewer
   return *text ? SUCCESS : INVALID_VALUE;

@@ -1,5 +1,6 @@
-"""The calls of the driver that BindingsDriver makes through cuda-bindings. A program that test_driver.py runs in a
-process of its own, where libcuda.so.1 is fake_driver.c, which records calls. It prints the recorded calls as JSON.
+"""The calls of the driver that BindingsDriver makes through cuda-bindings, or LibraryDriver through ctypes: a program
+that test_driver.py runs in a process of its own, where libcuda.so.1 is fake_driver.c, which records calls. The program
+prints the recorded calls as JSON.
 
     LD_LIBRARY_PATH=FOLDER_OF_LIBCUDA python tests/unit/on_fake_driver.py
 """
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sage_aot._backends.cuda.queue import Bound, Queue
-from sage_aot._backends.drivers import BindingsDriver, Function, default_driver
+from sage_aot._backends.drivers import Driver, Function, default_driver
 from sage_aot._launch.structs import NO_SOURCE, SOURCES, Packed
 from sage_aot.errors import LaunchError
 
@@ -70,14 +71,14 @@ def in_a_thread(work: object) -> object:
     return results[0]
 
 
-def within(driver: BindingsDriver, device: int, work: object) -> object:
+def within(driver: Driver, device: int, work: object) -> object:
     """`work()` on a thread whose current context is a device's, as torch leaves it. Returns its result, whether the
     context is still current, and how many contexts are on the stack."""
     with driver.entered(driver.context(device)):
         return [work(), driver.current() == driver.context(device), fake.fake_depth()]
 
 
-def of_launchers(driver: BindingsDriver, first: Function, second: Function) -> dict[str, object]:
+def of_launchers(driver: Driver, first: Function, second: Function) -> dict[str, object]:
     """The calls of the driver by bound functions."""
     held = Struct(PARAMS)
     launch, other = first.bind(77, held.pointers), second.bind(2**31 - 1, held.pointers)
@@ -96,13 +97,13 @@ def of_launchers(driver: BindingsDriver, first: Function, second: Function) -> d
 def of_programmatic_launches(cuda: int) -> list[str]:
     """Three launches of a kernel that may start early, on a driver for this CUDA."""
     number("fake_version").value = cuda
-    driver, held = BindingsDriver(), Struct(PARAMS)
+    driver, held = type(default_driver())(), Struct(PARAMS)
     launch = driver.load(0, IMAGE, "early", 32, 0, programmatic=True).bind(5, held.pointers)
     within(driver, 0, lambda: [launch(stream) for stream in (0, 7, 7)])
     return [words.rpartition("stream ")[2] for words in launches()]
 
 
-def of_queues(driver: BindingsDriver, first: Function, again: Function) -> dict[str, Any]:
+def of_queues(driver: Driver, first: Function, again: Function) -> dict[str, Any]:
     """The calls of the driver by a queue of two launches, on threads with a context and without."""
     packed = [Packed(struct.pack("<QQQ", 16, i, 32),
                      bytes([SOURCES.index("workspace"), NO_SOURCE, SOURCES.index(source)]))

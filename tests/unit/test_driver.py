@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 import sage_aot
-from sage_aot._backends import drivers
+from sage_aot._backends import drivers, library_driver
 from sage_aot._backends.cuda.queue import Bound, Queue
 from sage_aot._backends.drivers import CupyDriver, default_driver
 from sage_aot._call.backends import default_library
@@ -116,13 +117,39 @@ def test_cuda_bindings_where_cupy_is_for_a_newer_driver(monkeypatch):
     assert isinstance(default_driver(), Bindings)
 
 
-def test_neither_names_both_and_what_to_install(monkeypatch):
+def test_none_names_all_and_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(UnsupportedError, match=r"launched through cupy or cuda-bindings; cupy cannot be imported .*: "
-                                               r"`pip install 'sage-aot\[cuda12\]'`, .*; cuda-bindings cannot be "
-                                               r"imported .*: `pip install cuda-bindings`$"):
+    message = (r"launched through cupy, cuda-bindings or ctypes; cupy cannot be imported .*: `pip install "
+               r"'sage-aot\[cuda12\]'`, .*; cuda-bindings cannot be imported .*: `pip install cuda-bindings`; the "
+               r"driver's library libcuda.so.1 does not load .*: install or update the NVIDIA driver$")
+    with pytest.raises(UnsupportedError, match=message):
         default_driver()
+
+
+def stand_in_library(monkeypatch, functions, *, platform="linux"):
+    """The driver's library of a platform, with these functions, each of which succeeds."""
+    opened = []
+    library = SimpleNamespace(**{name: lambda *arguments: 0 for name in functions})
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(ctypes, "WinDLL" if platform == "win32" else "CDLL",
+                        lambda name: opened.append(name) or library, raising=False)
+    return opened
+
+
+@pytest.mark.parametrize(("platform", "name"), [("linux", "libcuda.so.1"), ("win32", "nvcuda.dll")])
+def test_the_library_where_neither_package_is_there(monkeypatch, platform, name):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    opened = stand_in_library(monkeypatch, library_driver._FUNCTIONS, platform=platform)
+    assert isinstance(default_driver(), library_driver.LibraryDriver) and opened == [name]
+
+
+def test_an_old_library_is_refused_by_name(monkeypatch):
+    stand_in_library(monkeypatch, [name for name in library_driver._FUNCTIONS if name != "cuLaunchKernelEx"])
+    message = "libcuda.so.1 has no cuLaunchKernelEx: update the driver, at least to 525"
+    with pytest.raises(UnsupportedError, match=message):
+        library_driver.LibraryDriver()
 
 
 @pytest.mark.parametrize("asked", ["cupy", "cuda-bindings"])
@@ -143,7 +170,8 @@ def test_what_the_environment_asks_for_has_no_substitute(monkeypatch):
 
 def test_an_unknown_loader_is_refused(monkeypatch):
     monkeypatch.setenv("SAGE_AOT_LOADER", "pycuda")
-    with pytest.raises(UnsupportedError, match="SAGE_AOT_LOADER: expected one of cupy, cuda-bindings; got 'pycuda'"):
+    message = "SAGE_AOT_LOADER: expected one of cupy, cuda-bindings, ctypes; got 'pycuda'"
+    with pytest.raises(UnsupportedError, match=message):
         default_driver()
 
 
@@ -263,11 +291,16 @@ def test_the_installed_cupy_has_what_is_used_of_it(monkeypatch):
         stand_in)
 
 
-# --- cuda-bindings ----------------------------------------------------------------------------------------------------
+# --- cuda-bindings, ctypes --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["cuda-bindings", "ctypes"])
+def loader(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def seen(tmp_path_factory, loader):
     """The output of on_fake_driver.py: the calls that the fake driver recorded."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if sys.platform != "linux" or compiler is None:
@@ -275,7 +308,7 @@ def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("driver")
     subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcuda.so.1", "-o",
                     folder / "libcuda.so.1", HERE / "fake_driver.c"], check=True)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "SAGE_AOT_LOADER": "cuda-bindings",
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "SAGE_AOT_LOADER": loader,
                    "PYTHONPATH": str(Path(sage_aot.__file__).parents[1])}
     done = subprocess.run([sys.executable, HERE / "on_fake_driver.py"], env=environment, capture_output=True, text=True,
                           check=False, cwd=HERE.parents[1])
@@ -283,12 +316,13 @@ def seen(tmp_path_factory):
     return json.loads(done.stdout)
 
 
-def test_bindings_know_the_driver(seen):
+def test_loaders_know_the_driver(seen, loader):
     name, version, cuda = seen["driver"]
-    assert (name, cuda) == ("cuda-bindings", 12090) and version.split(".")[0] in ("12", "13")
+    assert (name, cuda) == (loader, 12090)
+    assert version.split(".")[0] in ("12", "13") if loader == "cuda-bindings" else version == platform.python_version()
 
 
-def test_bindings_launch_as_they_are_told(seen):
+def test_loaders_launch_as_they_are_told(seen):
     found = seen["launchers"]
     for launch in ("first", "second"):  # by another function of the driver each
         assert found[launch] == ["first on 0: grid 77 1 1, block 128 1 1, 50000 bytes, stream 0xdead"]
@@ -297,17 +331,18 @@ def test_bindings_launch_as_they_are_told(seen):
                                             "0x8000000000000000"]
 
 
-def test_bindings_launch_on_the_stream_of_each_launch(seen):
+def test_loaders_launch_on_the_stream_of_each_launch(seen):
     assert seen["launchers"]["streams"] == ["0", "0x5", "0x5", "0x8000000000000000", "0"]
 
 
-def test_bindings_let_a_kernel_start_early_where_graphs_can_hold_that(seen):
-    """A kernel starts early from its second launch on: the first launch has no CUlaunchConfig."""
+def test_a_kernel_starts_early_where_graphs_can_hold_that(seen, loader):
+    """Through cuda-bindings from its second launch on: the first launch has no CUlaunchConfig."""
+    first = "0" if loader == "cuda-bindings" else "0, programmatic"
     assert seen["programmatic launches"] == {"12020": ["0", "0x7", "0x7"],
-                                             "12030": ["0", "0x7, programmatic", "0x7, programmatic"]}
+                                             "12030": [first, "0x7, programmatic", "0x7, programmatic"]}
 
 
-def test_bindings_launch_in_the_current_context_alone(seen):
+def test_loaders_launch_in_the_current_context_alone(seen):
     assert seen["launchers"]["unbound"] == "CUDA_ERROR_INVALID_CONTEXT"
     assert seen["launchers"]["bound to another"] == ["CUDA_ERROR_INVALID_HANDLE", True, 1]
     assert seen["contexts left"] == 0
@@ -318,29 +353,29 @@ QUEUED = ["first on 0: grid 77 1 1, block 128 1 1, 50000 bytes, stream 0xdead",
           "again on 0: grid 5 1 1, block 32 1 1, 0 bytes, stream 0xdead"]
 
 
-def test_a_queue_on_bindings_launches_in_order_with_the_structs_of_the_call(seen):
+def test_a_queue_launches_in_order_with_the_structs_of_the_call(seen):
     found = seen["queues"]
     assert found["on its thread"] == [[True, 1], QUEUED] and found["structs"] == [True, True]
 
 
-def test_a_queue_on_bindings_gives_a_thread_its_context_back(seen):
+def test_a_queue_gives_a_thread_its_context_back(seen):
     found = seen["queues"]
     assert found["without a context"] == [[0, 0], QUEUED]
     assert found["in another's"] == [[True, 1], QUEUED]
 
 
-def test_a_launch_that_bindings_refuse_names_the_kernel_and_the_next_call_works(seen):
+def test_a_launch_that_is_refused_names_the_kernel_and_the_next_call_works(seen):
     found, message = seen["queues"], "the driver does not launch again on device 0: CUDA_ERROR_ILLEGAL_ADDRESS"
     assert found["refused"] == [[message, True, 1], QUEUED[:1]]
     assert found["refused, without a context"] == [[message, 0, 0]]
     assert found["the next call"] == [[True, True], QUEUED]
 
 
-def test_bindings_give_ptx_the_zero_it_must_end_in(seen):
+def test_loaders_give_ptx_the_zero_it_must_end_in(seen):
     assert seen["zero behind the image"] == 1
 
 
-def test_bindings_name_errors_of_the_driver(seen):
+def test_loaders_name_errors_of_the_driver(seen):
     assert seen["bad image"] == "CUDA_ERROR_INVALID_IMAGE: device kernel image is invalid"
     assert seen["bad entry"] == "CUDA_ERROR_NOT_FOUND"
     assert seen["no such device"].startswith("CUDA_ERROR_INVALID_VALUE")
