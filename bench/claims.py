@@ -212,16 +212,16 @@ def problems(claims: Claims, root: Path = ROOT) -> list[str]:
 
 def _missing(claim: Claim, log: Path) -> list[str]:
     """The figures of a claim that its log does not hold."""
-    numbers = [Decimal(text.replace(",", "")) for text in _NUMBER_OF_A_LOG.findall(log.read_text("utf-8"))]
-    if claim.unit.startswith("%"):
-        numbers += [100 * number for number in numbers]
+    scale = 100 if claim.unit.startswith("%") else 1
+    logged = [Decimal(text.replace(",", "")) for text in _NUMBER_OF_A_LOG.findall(log.read_text("utf-8"))]
+    numbers = [factor * number for number in logged for factor in {1, scale}]
     wanted = dict(enumerate(claim.quotient)) if claim.quotient else claim.cells()
     absent = [f"{SOURCE}: expected the figure {figure} of the claim {claim.name} in {RESULTS}/{claim.log}, got none "
               f"that rounds to it" for figure in wanted.values()
               if not all(_rounds_to(one, numbers) for one in quotes.NUMBER.findall(figure))]
     if claim.quotient and not absent:
         first, second = map(quotes.decimal, claim.quotient)
-        if not _rounds_to(claim.value, [first / second]):
+        if not _rounds_to(claim.value, [scale * first / second]):
             absent.append(f"{SOURCE}: expected {' / '.join(claim.quotient)} as the claim {claim.name}, got "
                           f"{claim.value}")
     return absent

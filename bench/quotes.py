@@ -16,7 +16,7 @@ NUMBER = re.compile(_NUMBER)
 FIGURE = re.compile(rf"{_NUMBER}(?: to {_NUMBER})?")
 """A figure as a page prints it."""
 
-_MARK = re.compile(r"<!-- claim: (.*?) -->")
+_MARK = re.compile(r"<!--\s+claim:\s+(.*?)\s+-->", re.DOTALL)
 _TABLE = re.compile(r"(<!-- table: claim (\S+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 _UNIT = r"(?:\s?%|\s(?:times|TOPS|TFLOPS|GB/s|TB/s|[µm]s|bits per byte)\b|\s×(?!\s?\d))"
 _VERSION = (r"(?:torch|Python|CUDA|cuDNN|NVRTC|nvcc|cupy|driver|transformers|diffusers|ComfyUI|frontend|version|"
@@ -27,7 +27,7 @@ _MEASURED = re.compile(rf"(?P<unit>{FIGURE.pattern}{_UNIT})"
                        rf"|(?P<ratio>(?<![\w.,])\d+\.\d\d+(?![\w.]))")
 _NOT_MEASURED = re.compile(
     rf"```.*?^```$|~~~.*?^~~~$|`[^`\n]*`|\]\([^)]*\)|https?://\S+"  # code and addresses
-    rf"|<!-- table: .*?<!-- end of table -->|{FIGURE.pattern}{_UNIT}?<!-- (?:claim: .*?|no claim) -->"
+    rf"|<!-- table: .*?<!-- end of table -->|{FIGURE.pattern}{_UNIT}?<!--\s+(?:claim:.*?|no claim)\s+-->"
     rf"|<!--.*?-->|{_VERSION}\d[\d.]*", re.DOTALL | re.MULTILINE)
 
 
