@@ -96,6 +96,16 @@ def test_finite_inputs_give_finite_outputs(options, dtype, further):
         assert lse.isfinite().all(), which
 
 
+@pytest.mark.parametrize("smoothing", [{}, {"smooth_q": True}], ids=str)
+def test_scores_of_means_stay_finite(options, smoothing):
+    """The product of a query and K's mean, and of Q's mean and a key, are scores of their own: of 1e63 here."""
+    q, k, v = draw(70)
+    for large_q, large_k in ((1e38, 1e25), (1e25, 1e38)):
+        rows = [(x / 8 + offset) * large for x, offset, large in ((q, 0.5, large_q), (k, -0.5, large_k))]
+        out, lse = sage_aot.attn(*rows, v, return_lse=True, **{**options, **smoothing})
+        assert out.isfinite().all() and lse.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_largest_value_comes_back(options, dtype):
     """Rounding V to FP8, or P, would take it beyond what the dtype holds."""
