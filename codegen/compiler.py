@@ -49,7 +49,7 @@ Source: CUDA compatibility guide, "Minor Version Compatibility"; PTX ISA, "Relea
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler made of one kernel."""
+    """Findings of a compilation of one kernel."""
 
     compiler: str  # name and full version
     machine: MachineCode | None  # most registers of any entry point, spills of all together; None for PTX
@@ -100,12 +100,12 @@ class Report:
 
 REPORT_LAYOUT = " ".join((*Report.__dataclass_fields__, *MachineCode._fields, *MainLoop._fields, *Struct._fields,
                           *KernelInfo._fields))
-"""What a report holds, in the order in which it is written."""
+"""Fields of a report, in the order in which it is written."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiler returns."""
+    """The output of a compiler."""
 
     code: bytes  # a cubin or the text of PTX
     log: str

@@ -23,5 +23,5 @@ def chip_of(text: str) -> str:
 
 
 def is_ptx_target(target: str) -> bool:
-    """Whether a target asks for PTX, which every later chip runs, and not for machine code."""
+    """True for a target that asks for PTX, which every later chip runs, and not for machine code."""
     return target.startswith("compute_")

@@ -307,7 +307,7 @@ def test_equal_keys_leave_the_log_sum_exp_exact(spec):
     q, k, v = draw(spec, (2, 4, 300), (2, 2, 300), seed=22)
     k = (5 * k[:, :, :1]).expand_as(k).contiguous()
     result, (_, lse) = run(spec, q, k, v), expect(spec, q, k, v)
-    folding = 0.0 if spec.pv == "f16" else 2.0**-7 * math.log(2.0)  # attn/softmax.cuh: how far the constant of P rounds
+    folding = 0.0 if spec.pv == "f16" else 2.0**-7 * math.log(2.0)  # attn/mma/softmax.cuh: the rounding of P's constant
     assert ((result.lse - lse).abs() <= 2e-5 + 1e-5 * lse.abs() + folding).all()
     assert (run(spec, q, k, v, smooth_k=False).lse - lse).abs().max() > 1e-2
 

@@ -48,17 +48,20 @@ SHOWN_BY = {
     "problem/tile_scheduler.cuh": (_HOPPER_WIDE, _HOPPER_SMOOTH),
     "tile/": (_HOPPER_WIDE, _INT8, _HOPPER_256),
     "attn/epilogue.cuh": (_HOPPER_WIDE, _INT8, _HOPPER_SMOOTH, _K_INF, _V_NAN, _INT8_256),
-    "attn/softmax.cuh": (_E4M3, _INT8, _HOPPER, _INT4, _E4M3_INT4, _E4M3_INT4_RAW, _NVFP4,
-                         _NVFP4_CAUSAL),
+    "attn/row_references.cuh": (_E4M3, _INT8, _HOPPER, _INT4, _E4M3_INT4, _E4M3_INT4_RAW, _NVFP4, _NVFP4_CAUSAL),
+    "attn/mma/softmax.cuh": (_E4M3, _INT8, _HOPPER, _INT4, _E4M3_INT4, _E4M3_INT4_RAW, _NVFP4, _NVFP4_CAUSAL),
     "attn/merge.cuh": (_INT8, _HOPPER_WIDE, _MANY_SPLITS),
     "attn/mma/nvfp4.cuh": (_NVFP4, _NVFP4_WIDE, _NVFP4_CAUSAL),
     "attn/mma/pv.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _MXFP8),
     "attn/mma/kv_stream.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _NVFP4),
     "attn/": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN),
     "problem/work_tile.cuh": (_INT8, _SMOOTH, _HOPPER, _HOPPER_WIDE, _K_INF, _V_NAN),
+    "problem/equal_lengths.cuh": (_INT8, _INT8_CAUSAL, _HOPPER_WIDE, _WIDE_CAUSAL),
+    "problem/mask.cuh": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN, _INT8_CAUSAL),
     "problem/": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN),
     "quant/delta_s.cuh": (_SMOOTH, _E4M3_INT4, _HOPPER_SMOOTH),
     "quant/quantize_v.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _V_NAN, _V_INF, _INT8_256, _NVFP4),
+    "quant/v_pieces.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _V_NAN, _V_INF, _INT8_256, _NVFP4),
     "numerics/nvfp4.cuh": (_NVFP4, _NVFP4_CAUSAL),
     "numerics/scale.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _NVFP4),
     "quant/rows.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256, _NVFP4),
@@ -67,7 +70,7 @@ SHOWN_BY = {
 }
 """By what a header's path begins with, the first entry that fits: kernels that show its bugs, tried in this order."""
 
-BACKWARD_ALONE = ("copy_async", "rounded_bytes")
+BACKWARD_ALONE = ("copy_async", "rounded_bytes", "visible_end", "first_causal_query")
 """Functions outside of bwd/ that the backward kernels alone call, or of which they alone reach the drawn bug."""
 
 HARMLESS: dict[tuple[str, Operation], str] = {
@@ -148,6 +151,9 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("scale_to", OffByOne("magnitude < kSmallestAbsMax")): "of one value alone, for which either scale is right",
     ("tile_factor", OffByOne("largest <= limit")): "of one value alone, for which either scale is right",
     ("QuantizeK::quantize_tiles", OffByOne("round < params.rounds")): "one round more finds no tile",
+    ("QuantizeK::quantize", Always(
+        "if constexpr (kClips<Config> > 1) { if (params.clip) scale = clipped(scale, keys, tile * Config::kBlockN, "
+        "source.rows, prepare); }")): "of one candidate, which 8 bits have, the best is that one",
     ("BwdQ::run", OffByOne("tiles > 0")): "copies a tile that nothing reads",
     ("BwdQ::run", Sign("row + kWarpRows - 1")): "a tile more, hidden as a whole",
     ("BwdPrepare::prepare_q", Sign("first_row + own", 2)): "O of a query that does not exist, times a dO of zeros",

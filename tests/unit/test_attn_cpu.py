@@ -301,7 +301,7 @@ def test_equal_keys_leave_the_log_sum_exp_exact(pv):
     q, k, v = draw((1, 2, 100, 64), (1, 2, 130, 64))
     k = (5 * k[:, :, :1]).expand_as(k)
     (_, lse), (_, expected) = sage_aot.attn(q, k, v, return_lse=True), reference.attention(q, k, v)
-    folding = 0.0 if pv == "f16" else 2.0**-7 * math.log(2.0)  # attn/softmax.cuh: how far the constant of P rounds
+    folding = 0.0 if pv == "f16" else 2.0**-7 * math.log(2.0)  # attn/mma/softmax.cuh: how far the constant of P rounds
     assert ((lse - expected).abs() <= 2e-5 + 1e-5 * expected.abs() + folding).all()
 
 

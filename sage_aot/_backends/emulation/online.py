@@ -11,7 +11,7 @@ from sage_aot._kernels.manifest import AttnRecord
 
 
 class RowReferences:
-    """The reference of each row, to which P is relative, in log2 units, as attn/softmax.cuh keeps it."""
+    """The reference of each row, to which P is relative, in log2 units, as attn/row_references.cuh keeps it."""
 
     def __init__(self, record: AttnRecord, zeros: torch.Tensor) -> None:
         self.facts, self._pv_accum = record.facts, record.spec.pv_accum

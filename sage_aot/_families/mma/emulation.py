@@ -1,4 +1,4 @@
-"""The softmax of the mma family in torch, as attn/softmax.cuh has it."""
+"""The softmax of the mma family in torch, as attn/mma/softmax.cuh has it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Softmax(RowReferences):
 
     def _references(self, scores: torch.Tensor,
                     scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the tile's P the references, the exponents with the bias folded in, and the rows that take these."""
+        """The references of the tile's P, its exponents with the bias folded in, and the rows that take these."""
         bias, largest_p = self.facts["score_bias"], self.facts["p_top"] + self.facts["lazy_rise"]
         foldable = (scale < self.facts["largest_folded"]) if bias else torch.ones_like(scale, dtype=torch.bool)
         folded = _folded(scores, scale, bias, self.row_ref)

@@ -1,11 +1,13 @@
 // The mask of a KV tile, in registers.
 #pragma once
 
-#include "sage/attn/softmax.cuh"
 #include "sage/problem/work_tile.cuh"
 #include "sage/ptx/warp.cuh"
 
 namespace sage {
+
+// A masked score: -inf as a float, below every biased score as an integer.
+constexpr i32 kMaskedScore = static_cast<i32>(0xff800000);
 
 // Whether any row of the warp sees any key of the tile. own_row: as below. Call with all lanes of the warp.
 template <class Config>

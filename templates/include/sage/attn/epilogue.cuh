@@ -2,12 +2,12 @@
 // the log-sum-exp.
 #pragma once
 
-#include "sage/attn/softmax.cuh"
 #include "sage/constants.cuh"
 #include "sage/numerics/arithmetic.cuh"
 #include "sage/problem/work_tile.cuh"
 #include "sage/ptx/global.cuh"
 #include "sage/ptx/ldmatrix.cuh"
+#include "sage/ptx/math.cuh"
 #include "sage/ptx/shared.cuh"
 
 namespace sage {
@@ -198,7 +198,7 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
     keys[r] = visible_keys<Config::kMask>(work.seqlen(params), row);
   }
 
-  // A query that is not finite, of which row_bias is not finite either, makes the row NaN. Rows that see no key stay
+  // A query that is not finite has a row_bias that is not finite, which makes the row NaN. Rows that see no key stay
   // zero.
   float factor[kRows];        // of O
   float unless_empty[kRows];  // of the mean of V: 1 where the row saw a key, since P sums to that

@@ -1,4 +1,4 @@
-// What a thread reads of a KV tile's line: the scale of its keys, and v_factor.
+// The scales that a thread reads from a KV tile's line: that of its keys, and v_factor.
 #pragma once
 
 #include "sage/ptx/shared.cuh"

@@ -23,7 +23,7 @@ struct MergeSplits {
   static constexpr i32 kChannels = 4;                         // of a lane at a time
   static constexpr i32 kMostSplits = 64, kOwnSplits = kMostSplits / kWarpSize;
 
-  // What the host needs to launch the kernel.
+  // Figures for the host: to launch the kernel.
   static constexpr auto facts() {
     return sage::facts(Fact{"threads", Config::kThreads}, Fact{"shared_bytes", 0}, Fact{"rows", kRows},
                        Fact{"most_splits", kMostSplits}, Fact{"programmatic_launch", Config::kProgrammatic});

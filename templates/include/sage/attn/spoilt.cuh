@@ -1,5 +1,5 @@
-// NaN for what keys and values that are not finite spoil: the rows that see such a key, and the channels of such a
-// value in the rows that see it. Runs behind the store of a warp's rows, off the fast path: only where a KV tile that
+// Overwrites with NaN what keys and values that are not finite spoil: rows that see such a key, and channel c of rows
+// that see such a value v[j, c]. Runs behind the store of a warp's rows, off the fast path: only where a KV tile that
 // the warp went over is spoilt.
 #pragma once
 
@@ -89,7 +89,7 @@ struct SpoilRows {
     }
   }
 
-  // Of the values of one channel, for the tile's keys 32w to 32w + 31, a bit where the value is not finite.
+  // A bit for each of the tile's keys 32w to 32w + 31: whether its value in this channel is not finite.
   __device__ __forceinline__ static u32 spoilt_keys(const u8* v_hat, i32 channel, i32 w) {
     u32 spoilt = 0;
 #pragma unroll 8

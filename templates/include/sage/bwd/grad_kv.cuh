@@ -9,6 +9,7 @@
 #include "sage/bwd/products.cuh"
 #include "sage/bwd/stream.cuh"
 #include "sage/constants.cuh"
+#include "sage/problem/equal_lengths.cuh"
 #include "sage/ptx/special.cuh"
 #include "sage/quant/source.cuh"
 #include "sage/tile/copy.cuh"
@@ -52,7 +53,7 @@ class BwdKv {
 #pragma unroll 1
     for (i32 i = 0; i < tiles.count; ++i) {
       // The first of the tile's columns that sees the warp's first key.
-      const i32 seen_from = own.key() + params.seqlen_q - params.seqlen_kv - tiles.first_query();
+      const i32 seen_from = first_causal_query(EqualLengths(params), own.key()) - tiles.first_query();
       tiles.advance();
       const bool more = i + 1 < tiles.count;
       const u32 queries = stream.wait(i, more, tiles);
@@ -117,13 +118,13 @@ class BwdKv {
     __device__ __forceinline__ QueryTiles(const BwdParams& params, const Position& own)
         : params_(params),
           head_(own.head_of_all * params.q_heads_per_kv_head),
-          begin_((params.is_causal ? max(0, own.first_key + params.seqlen_q - params.seqlen_kv) : 0) / kTileRows),
+          begin_((params.is_causal ? max(0, first_causal_query(EqualLengths(params), own.first_key)) : 0) / kTileRows),
           tile_(begin_),
           grad_(of_head()) {
       count = max(0, end() - begin_) * params.q_heads_per_kv_head;
     }
 
-    // Of the current tile, in its head.
+    // The first query of the current tile, in its head.
     __device__ __forceinline__ i32 first_query() const { return tile_ * kTileRows; }
 
     __device__ __forceinline__ void advance() {
@@ -172,7 +173,7 @@ class BwdKv {
     Copies(own.values(params, key)).copy_async(tile + Tile::kHalves);
   }
 
-  // What a warp has of its keys.
+  // K̂ and V of a warp's keys, and the scales of K̂.
   struct Keys {
     typename SelectOperands<kHeld>::K k;
     typename SelectOperands<kHeld>::V v;
@@ -281,7 +282,7 @@ class BwdKv {
     }
   }
 
-  // What an array of every query in shared memory has for this thread's columns.
+  // The values of an array of every query in shared memory, for this thread's columns.
   __device__ __forceinline__ static ptx::F32x2 of_columns(u32 array, i32 n, i32 lane) {
     return ptx::load_shared_f32x2(array + (4 * n + lane % 4) * sizeof(ptx::F32x2));
   }

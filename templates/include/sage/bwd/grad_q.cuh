@@ -7,6 +7,7 @@
 #include "sage/bwd/half_rows.cuh"
 #include "sage/bwd/products.cuh"
 #include "sage/bwd/stream.cuh"
+#include "sage/problem/equal_lengths.cuh"
 #include "sage/ptx/special.cuh"
 #include "sage/quant/source.cuh"
 #include "sage/tile/copy.cuh"
@@ -106,7 +107,7 @@ class BwdQ {
     static constexpr bool kValue = kOwn;
   };
 
-  // What a warp holds of its queries.
+  // Q̂, dO and constants of a warp's queries.
   struct Queries {
     HeldOperand<Config::kHeadDim, kM> q;
     HeldOperand<2 * Config::kHeadDim, kM> grad;
@@ -118,7 +119,7 @@ class BwdQ {
                   HalfRows(params.grad_out, batch, head, row, params.seqlen_q, params.headdim), lane) {}
 
    private:
-    // Of all heads.
+    // The index of the tile among those of all heads.
     __device__ __forceinline__ static i32 tile_of(const BwdParams& params, i32 batch, i32 head, i32 row) {
       const i32 last = ceil_div(params.seqlen_q, kTileRows) - 1;
       return (batch * params.num_q_heads + head) * params.q_side_tiles + min(row / kTileRows, last);

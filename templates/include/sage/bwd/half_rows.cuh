@@ -27,7 +27,7 @@ struct HalfRows {
   __device__ __forceinline__ const u8* at(i32 row, i32 chunk) const { return first + row * row_bytes + chunk * 16; }
   __device__ __forceinline__ bool has_chunk(i32 chunk) const { return chunk * 8 < headdim; }
 
-  // Of a chunk of 16 bytes of a row the word of a lane quad's thread. Zero where the row or the channel does not exist.
+  // The word of a lane quad's thread in a chunk of 16 bytes of a row. Zero where the row or the channel does not exist.
   __device__ __forceinline__ u32 word(i32 row, i32 chunk, i32 thread) const {
     return row < rows && has_chunk(chunk) ? *reinterpret_cast<const u32*>(at(row, chunk) + thread * sizeof(u32)) : 0;
   }

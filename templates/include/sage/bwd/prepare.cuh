@@ -29,10 +29,10 @@ struct BwdPrepare {
   static_assert(Config::kBlockM % kTileRows == 0 && Config::kBlockN % kTileRows == 0 && Config::kHeadDim <= 128);
 
   static constexpr i32 kSteps = kTileRows / kRowsAtOnce;
-  // What is taken off a log-sum-exp, relative to it: more than it and the scores lose by rounding, so that P of a key
-  // that alone weighs something is 1 and not less, however large the scores.
+  // The margin that is taken off a log-sum-exp, relative to it: more than it and the scores lose by rounding. The P of
+  // a key that alone has weight is then 1 and not less, however large the scores.
   static constexpr float kLseMargin = 0x1p-21f;
-  // Of the scales of Q and K: their product is then at most kLargestScale, as in the forward pass.
+  // The largest scale of Q, and of K: their product is then at most kLargestScale, as in the forward pass.
   static constexpr float kLargestPart = 0x1p50f;
   static_assert(kLargestPart * kLargestPart == kLargestScale);
 
@@ -176,7 +176,7 @@ struct BwdPrepare {
     return reinterpret_cast<float*>(side + (array - Tile::kSide))[query];
   }
 
-  // Of a group of rows of dO.
+  // The scale of a group of rows of dO.
   __device__ __forceinline__ Scale grad_scale(i32 group) const {
     float amax = 0.0f;
 #pragma unroll

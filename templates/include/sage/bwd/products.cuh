@@ -7,7 +7,6 @@
 #include "sage/bwd/tile.cuh"
 #include "sage/numerics/integers.cuh"
 #include "sage/params.cuh"
-#include "sage/problem/mask.cuh"
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/math.cuh"
 #include "sage/ptx/mma.cuh"
@@ -240,28 +239,5 @@ class Gradient {
  private:
   float sums_[kM][Config::kHeadDim / 8][4] = {};
 };
-
-// What visible_keys() asks of a batch entry's lengths: all are equal, and no key mask leaves keys out.
-struct EqualLengths {
-  i32 queries, keys;
-
-  __device__ __forceinline__ i32 q() const { return queries; }
-  __device__ __forceinline__ i32 kv_of_caller() const { return keys; }
-  template <bool kBranch = false>
-  __device__ __forceinline__ i32 kv() const {
-    return keys;
-  }
-  template <bool kBranch = false>
-  __device__ __forceinline__ i32 packed(i32 first_keys) const {
-    return first_keys;
-  }
-};
-
-// The end of the keys that a query sees.
-__device__ __forceinline__ i32 visible_end(const BwdParams& params, i32 query) {
-  const EqualLengths lengths = {params.seqlen_q, params.seqlen_kv};
-  return params.is_causal ? visible_keys<Mask::kCausal>(lengths, query).end
-                          : visible_keys<Mask::kFull>(lengths, query).end;
-}
 
 }  // namespace sage

@@ -1,4 +1,4 @@
-// What the backward kernels load into a stage of shared memory: kTileRows rows of Q and dO, or of K and V.
+// A stage of shared memory of the backward kernels: kTileRows rows of Q and dO, or of K and V.
 //   codes        [kTileRows][kHeadDim] s8, Q̂ or K̂ where the forward pass saved them
 //   halves       [kTileRows][kHeadDim] f16 or bf16, dO or V where the caller has them, bwd/half_rows.cuh
 //   side         what bwd/prepare.cuh writes, in global memory tile by tile:
@@ -15,7 +15,7 @@ namespace sage {
 
 constexpr i32 kTileRows = 64;
 
-// Which rows of a tile of dO share a scale: group g holds the rows m with m % kGradGroups == g, so that a thread's
+// Scale groups of the rows of a tile of dO: group g holds the rows m with m % kGradGroups == g, so that a thread's
 // columns of an accumulator have two scales.
 constexpr i32 kGradGroups = 8;
 
@@ -31,14 +31,14 @@ struct BwdTile {
   static constexpr i32 kSide = kHalves + kTileRows * 2 * Config::kHeadDim;
   static constexpr i32 kTransposed = kSide;
 
-  // Of K and V: the scale of every key.
+  // The side of K and V: the scale of every key.
   static constexpr i32 kKeyScales = kTransposed + kTileRows * Config::kHeadDim;
   static constexpr i32 kKvBytes = kKeyScales + kTileRows * sizeof(float);
   static constexpr i32 kKvSideBytes = kKvBytes - kSide;
 
-  // Of Q and dO, f32 of every query: the scale of Q̂, times softmax_scale · log2 e; the log-sum-exp, negated, in log2
-  // units, -inf where the query sees no key, or does not exist; -D, D = sum of dO · O; and that times the scale of Q̂.
-  // Then the scales of dÔ.
+  // The side of Q and dO, f32 of every query: the scale of Q̂, times softmax_scale · log2 e; the log-sum-exp, negated,
+  // in log2 units, -inf where the query sees no key, or does not exist; -D, D = sum of dO · O; and that times the scale
+  // of Q̂. Then the scales of dÔ.
   static constexpr i32 kGrad = kTransposed + kTileRows * Config::kHeadDim;
   static constexpr i32 kQueryScales = kGrad + kTileRows * Config::kHeadDim;
   static constexpr i32 kMinusLse = kQueryScales + kTileRows * sizeof(float);
@@ -50,7 +50,7 @@ struct BwdTile {
   static constexpr i32 kQSideBytes = kQBytes - kSide;
   static_assert(kSide % 128 == 0 && kKvBytes % 128 == 0, "tiles stay aligned to whole lines");
 
-  // Where codes and sides lie. q_tile, kv_tile: of all heads, kTileRows rows each.
+  // Addresses of codes and sides. q_tile, kv_tile: of all heads, kTileRows rows each.
   __device__ __forceinline__ static const u8* q_codes(const BwdParams& params, i32 q_tile) {
     return params.q_hat + static_cast<i64>(q_tile) * kCodeBytes;
   }

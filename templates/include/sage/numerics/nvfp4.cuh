@@ -13,16 +13,15 @@ namespace sage {
 constexpr i32 kNvfp4Group = 16;
 constexpr float kLargestE2m1 = 6.0f, kLargestE4m3 = 448.0f;
 
-// The largest magnitude of NVFP4, and the largest that nvfp4_scale() takes.
-constexpr float kLargestNvfp4 = kLargestE2m1 * kLargestE4m3, kLargestScaled = 4.0f * kLargestE4m3;
+// The largest magnitude that nvfp4_scale() takes.
+constexpr float kLargestScaled = 4.0f * kLargestE4m3;
 
 // The value of a ue4m3.
 __device__ __forceinline__ float f32_from_ue4m3(u32 code) {
   return __uint_as_float(code << 20) * 0x1p120f;  // same mantissa, another bias of the exponent; subnormals too
 }
 
-// By which the elements of a group are multiplied: the reciprocal of the scale as it was rounded. Zero for a scale of
-// zero.
+// The factor of a group's elements: the reciprocal of the scale as it was rounded. Zero for a scale of zero.
 __device__ __forceinline__ float inv_nvfp4_scale(u32 scale) {
   return scale == 0 ? 0.0f : divide(1.0f, f32_from_ue4m3(scale));
 }

@@ -13,7 +13,7 @@ struct Scale {
 // A group whose largest magnitude is below this counts as zeros: the reciprocal of its scale would overflow.
 constexpr float kSmallestAbsMax = 1e-35f;
 
-// Of scores, which then stay finite: integers are below 2^22.
+// The largest scale of scores, which then stay finite: integers are below 2^22.
 constexpr float kLargestScale = 0x1p100f;
 
 constexpr u32 kMantissaBits = 23, kExponentBias = 127;

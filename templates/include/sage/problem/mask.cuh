@@ -1,5 +1,5 @@
-// Which keys a query row sees. Every other header asks visible_keys(), and takes from its answer nothing but begin,
-// end, of_lane(), from(), contains(), word() and empty().
+// The keys that a query row sees. Every other header asks visible_keys(), and takes from its answer nothing but begin,
+// end, of_lane(), from(), contains(), word() and empty(); or it asks first_causal_query().
 #pragma once
 
 #include "sage/problem/seqlen.cuh"
@@ -23,7 +23,7 @@ struct KeyPrefix {
   // The same keys, counted from the key `first` on.
   __device__ __forceinline__ KeyPrefix from(i32 first) const { return {end - first}; }
 
-  // Of the keys 0 to 31 a bit each.
+  // A bit for each of the keys 0 to 31.
   __device__ __forceinline__ u32 word() const {
     const u32 below = (1u << (end & 31)) - 1;
     return end >= 32 ? ~0u : end <= 0 ? 0u : below;
@@ -38,6 +38,13 @@ __device__ __forceinline__ KeyPrefix visible_keys(const Seqlen& seqlen, i32 row)
   if constexpr (kMask == Mask::kFull) return {seqlen.template kv<kBranch>()};
   const i32 diagonal = seqlen.kv_of_caller() - seqlen.q();
   return {seqlen.template packed<kBranch>(min(seqlen.kv_of_caller(), max(0, row + 1 + diagonal)))};
+}
+
+// The first query that sees the caller's key under a causal mask. Negative for a key that queries in front of the first
+// would see.
+template <class Seqlen>
+__device__ __forceinline__ i32 first_causal_query(const Seqlen& seqlen, i32 key) {
+  return key + seqlen.q() - seqlen.kv_of_caller();
 }
 
 template <Mask kMask>

@@ -8,13 +8,13 @@
 
 namespace sage {
 
-// Of a batch entry's first value in key_rank. 32 bits: the host refuses masks of 2^31 values.
+// The index of a batch entry's first value in key_rank. 32 bits: the host refuses masks of 2^31 values.
 template <class Params>
 __device__ __forceinline__ i32 key_rank_index(const Params& params, i32 batch) {
   return batch * (params.seqlen_kv + 1);
 }
 
-// Of a batch entry, looked up.
+// The lengths of a batch entry, looked up.
 struct Lengths {
   i32 q, kv_of_caller;
 };
@@ -49,8 +49,8 @@ struct Seqlen {
     else return rows(params.cu_seqlens_k, params.seqlen_kv);
   }
 
-  // How many of the caller's first `keys` keys the key mask leaves. kBranch: where there is no key mask, branch around
-  // the load in place of predicating it, which costs registers.
+  // The number of the caller's first `keys` keys that the key mask leaves. kBranch: where there is no key mask, branch
+  // around the load in place of predicating it, which costs registers.
   template <bool kBranch = false>
   __device__ __forceinline__ i32 packed(i32 keys) const {
     if constexpr (kBranch) {

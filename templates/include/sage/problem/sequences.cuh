@@ -25,14 +25,14 @@ __device__ __forceinline__ i32 sequence_of_slot(const i32* cu_seqlens, i32 batch
   return found;
 }
 
-// Of the first query tile of a batch entry and one of its heads, among those of all heads.
+// The index of the first query tile of a batch entry and one of its heads, among those of all heads.
 template <class Params>
 __device__ __forceinline__ i64 first_q_tile_of(const Params& params, i32 batch, i32 head, i32 block_m) {
   if (params.cu_seqlens_q == nullptr) return q_tile_index(batch * params.num_q_heads + head, params.q_tiles, 0);
   return q_tile_index(head, params.q_tiles, first_slot(params.cu_seqlens_q, batch, block_m));
 }
 
-// Of the first KV tile of a batch entry and one of its KV heads, an index of kv_hat.
+// The index in kv_hat of the first KV tile of a batch entry and one of its KV heads.
 template <class Params>
 __device__ __forceinline__ i32 first_kv_tile_of(const Params& params, i32 batch, i32 head, i32 block_n) {
   if (params.cu_seqlens_k == nullptr) return (batch * params.num_kv_heads + head) * params.kv_tiles;

@@ -39,7 +39,7 @@ struct TileScheduler {
   }
 
  private:
-  // Of L2, which has 50 MB; 8 MB measured slower below 32K keys, 32 MB always.
+  // The part of L2, of 50 MB, for K and V: 8 MB measured slower below 32K keys, 32 MB always.
   static constexpr u32 kCachedBytes = 16 << 20;
   static constexpr u32 kCachedTiles = kCachedBytes / (2 * Config::kBlockN * Config::kHeadDim);
 

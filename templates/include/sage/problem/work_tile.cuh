@@ -47,7 +47,7 @@ struct WorkTile {
            (q_begin + row) * stride.row;
   }
 
-  // Of the log-sum-exp, which is contiguous.
+  // A row of the log-sum-exp, which is contiguous.
   __device__ __forceinline__ float* lse_row(const AttnParams& params, i32 row) const {
     return params.lse + static_cast<i64>(q_head) * params.q_rows + q_begin + row;
   }

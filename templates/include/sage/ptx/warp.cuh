@@ -23,7 +23,7 @@ __device__ __forceinline__ i32 uniform(i32 x) { return __shfl_sync(kAllLanes, x,
 // Whether the predicate holds in any lane.
 __device__ __forceinline__ bool any(bool predicate) { return __any_sync(kAllLanes, predicate); }
 
-// Of every lane a bit: whether the predicate holds there.
+// A bit for every lane: whether the predicate holds there.
 __device__ __forceinline__ u32 ballot(bool predicate) { return __ballot_sync(kAllLanes, predicate); }
 
 __device__ __forceinline__ i32 popcount(u32 bits) { return __popc(bits); }

@@ -69,7 +69,7 @@ struct QuantBlock {
   __device__ __forceinline__ static Source<kSource> kv_source(const QuantParams& params, const Tensor& tensor,
                                                               i32 batch, i32 head) {
     const auto seqlen = seqlen_of(params, batch);
-    // Of a batch entry without keys one that no row sees; of an empty sequence at the end, another sequence's.
+    // Without keys, one row that no query sees: the batch entry's own, or of an empty sequence at the end another's.
     const i32 rows = max(seqlen.kv(), 1), first_row = min(seqlen.kv_begin(), params.kv_rows - 1);
     return Source<kSource>(tensor, batch, head, first_row, rows, params.headdim, params.dtype,
                            key_index_of(params, batch));

@@ -62,7 +62,7 @@ class ClipSearch {
   static_assert(kClips<Config> == 1 || kMostValues <= 4096, "the errors of a group fit into 32 bits");
 
   const Scale whole_;
-  // Of a thread's values, later of a group's: squared errors in steps of a candidate, in units of the last bit of
+  // Squared errors of a thread's values, later of a group's, in steps of a candidate, in units of the last bit of
   // kErrorBias. Integers, so that their sum depends on no order.
   u32 error_[kClips<Config>] = {};
 

@@ -25,7 +25,7 @@ struct DeltaS {
   static_assert(Config::kThreads == kTile * kTile / (kEdge * kEdge));
   static_assert(Config::kThreads == kTile * kVectors, "a thread loads one vector of each operand");
 
-  // What the host needs to launch the kernel.
+  // Figures for the host: to launch the kernel.
   static constexpr auto facts() {
     return sage::facts(Fact{"threads", Config::kThreads}, Fact{"shared_bytes", 0}, Fact{"tile", kTile});
   }
@@ -60,7 +60,7 @@ struct DeltaS {
     const i32 kv_head = q_head / params.q_heads_per_kv_head;
     const Source<kSource> source(params.k, batch, kv_head, seqlen.kv_begin(), seqlen.kv(), params.headdim, params.dtype,
                                  key_index_of(params, batch));
-    // Of the first query tile of the batch entry; in q_mean among those of all heads, in delta_s of the launch's.
+    // Indices of the batch entry's first query tile: in q_mean, among those of all heads; in delta_s, of the launch's.
     const i64 first_of_all = first_q_tile_of(params, batch, q_head, params.block_m);
     const i64 first_of_launch = first_of_all - static_cast<i64>(params.first_head) * params.q_tiles;
     const float* q_mean = params.q_mean + first_of_all * Config::kHeadDim;

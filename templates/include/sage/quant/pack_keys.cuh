@@ -20,7 +20,7 @@ struct PackKeys {
     i32 visible[kWarps];  // keys of a warp in this round
   };
 
-  // What the host needs to launch the kernel.
+  // Figures for the host: to launch the kernel.
   static constexpr auto facts() { return sage::facts(Fact{"threads", Config::kThreads}, Fact{"shared_bytes", 0}); }
 
   const PackParams& params;

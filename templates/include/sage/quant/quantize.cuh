@@ -21,7 +21,7 @@ struct Quantize {
   using Layout = typename Block::Layout;
   using Shared = typename Block::Shared;
 
-  // What the host needs to launch the kernel, to lay out what it writes, and to emulate it.
+  // Figures for the host: to launch the kernel, to lay out what it writes, and to emulate it.
   static constexpr auto facts() {
     return sage::facts(
         Fact{"threads", Config::kThreads}, Fact{"shared_bytes", 0}, Fact{"kv_tiles_per_block", Block::kTiles},

@@ -20,6 +20,7 @@ struct QuantizeK {
   static constexpr i32 kKeysAtOnce = kWarpSize / kVectors;    // rows that a warp reads side by side
   static constexpr i32 kSteps = kKeys / kKeysAtOnce / kWarpsPerGroup;
   static_assert(kKeysAtOnce > 1 || kSteps % 2 == 0, "the first key of a warp is an even one of its group");
+  static_assert(kClips<Config> == 1 || kWarpsPerGroup == 1, "a warp knows the errors of its group");
 
   const QuantParams& params;
   typename Block::Shared& shared;
@@ -69,7 +70,7 @@ struct QuantizeK {
     }
   }
 
-  // Of the keys of a scale group, key n as an offset from key 0.
+  // The offset of a scale group's key n from its key 0.
   __device__ __forceinline__ static constexpr i32 kth_key(i32 n) { return n / 2 * 8 + n % 2; }
 
   // The keys that this thread quantizes: kWarpsPerGroup warps take those of one scale group.
@@ -100,8 +101,7 @@ struct QuantizeK {
     const Keys keys;
     const i32 tile = first_tile + keys.tile;
     const auto load = [&](i32 s) { return load_row(source, first_tile, keys, s); };
-    [[maybe_unused]] constexpr i32 kUnroll =
-        kRotatable && kSource != SourceRows::kAny ? 2 : Held<kRotatable, kSource>::kUnroll;
+    constexpr i32 kUnroll = kRotatable && kSource != SourceRows::kAny ? 2 : Held<kRotatable, kSource>::kUnroll;
     Block::clear_spoilt(shared);
     const float* mean = shared.mean + first_channel();
     const auto smooth = [&](float x, i32 i) { return x - mean[i]; };
@@ -110,42 +110,14 @@ struct QuantizeK {
 #pragma unroll
       for (i32 i = 0; i < kVector; ++i) x[0][i] = smooth(x[0][i], i);
     };
-    float amax = 0.0f;
-    if constexpr (kRotatable) {
-#pragma unroll kUnroll
-      for (i32 s = 0; s < kSteps; ++s) {
-        float x[1][kVector];
-        convert(rows.get(s, load), x);
-        if (params.rotate) rotate<kVectors>(x[0]);
-        amax = ptx::max_nan(amax, abs_max(x));
-      }
-    } else {
-      Extremes extremes(source, rows.get(0, load));
-#pragma unroll
-      for (i32 s = 1; s < kSteps; ++s) extremes.add(rows.get(s, load));
-      amax = extremes.abs_max(smooth);
-    }
+    float amax = largest<kRotatable, kUnroll>(source, rows, load, convert, smooth);
     __syncthreads();  // shared.spoilt is clear
     const bool finite = !ptx::any(!(amax < ptx::infinity()));
     if (!finite) {  // rare: reloads the rows, which keeps its temporaries out of the common path's registers
-      amax = 0.0f;
-#pragma unroll 1
-      for (i32 s = 0; s < kSteps; ++s) {
-        float x[1][kVector];
-        convert(load(s), x);
-        if (!(abs_max(x) < ptx::infinity())) Block::mark_spoilt(shared, keys.tile, keys.of_step(s));
-        make_finite(x);
-        if (kRotatable && params.rotate) rotate<kVectors>(x[0]);
-        amax = fmaxf(amax, abs_max(x));
-      }
+      amax = mark_spoilt<kRotatable>(keys, [&](i32 s, float (&x)[1][kVector]) { convert(load(s), x); });
       rows.load(load);
     }
-    amax = ptx::max_over_lanes<kWarpSize>(amax);
-    if (lane == 0) shared.amax[keys.tile][warp] = amax;
-    __syncthreads();
-    const float* of_group = shared.amax[keys.tile] + warp / kWarpsPerGroup * kWarpsPerGroup;
-#pragma unroll
-    for (i32 w = 0; w < kWarpsPerGroup; ++w) amax = fmaxf(amax, of_group[w]);
+    amax = largest_of_group(warp, lane, keys.tile, amax);
     const auto prepare = [&](i32 s, float (&x)[1][kVector]) {
       convert(rows.get(s, load), x);
       if (!finite) make_finite(x);
@@ -153,25 +125,89 @@ struct QuantizeK {
     };
     Scale scale = QuantizedRows<Config>::scale(amax);
     if constexpr (kClips<Config> > 1) {
-      static_assert(kWarpsPerGroup == 1, "a warp knows the errors of its group");
-      if (params.clip) {
-        ClipSearch<Config> search(scale);
-#pragma unroll 1
-        for (i32 s = 0; s < kSteps; ++s) {
-          float x[1][kVector];
-          prepare(s, x);
-          if (tile * Config::kBlockN + keys.of_step(s) < source.rows) search.add(x[0]);
-        }
-        search.template sum_over_lanes<kWarpSize>();
-        scale = search.best();
-      }
+      if (params.clip) scale = clipped(scale, keys, tile * Config::kBlockN, source.rows, prepare);
     }
     if (!Block::has_keys(source.rows, tile)) return;
     u8* tile_data = kv_tile_address<Config>(params.kv_hat, first_kv_tile + tile);
+    store_rows<kUnroll>(tile_data, keys, scale, prepare);
+    store_line(tile_data, scale);
+  }
+
+  // The largest magnitude of this thread's rows as they are quantized; NaN or infinity where one is not finite.
+  // convert(row, x): a row less the mean; smooth(x, i): one of its channels.
+  template <bool kRotatable, i32 kUnroll, SourceRows kSource, class Load, class Convert, class Smooth>
+  __device__ __forceinline__ float largest(const Source<kSource>& source, const Held<kRotatable, kSource>& rows,
+                                           Load load, Convert convert, Smooth smooth) const {
+    if constexpr (kRotatable) {
+      float amax = 0.0f;
+#pragma unroll kUnroll
+      for (i32 s = 0; s < kSteps; ++s) {
+        float x[1][kVector];
+        convert(rows.get(s, load), x);
+        if (params.rotate) rotate<kVectors>(x[0]);
+        amax = ptx::max_nan(amax, abs_max(x));
+      }
+      return amax;
+    } else {
+      Extremes extremes(source, rows.get(0, load));
+#pragma unroll
+      for (i32 s = 1; s < kSteps; ++s) extremes.add(rows.get(s, load));
+      return extremes.abs_max(smooth);
+    }
+  }
+
+  // Runs where a key is not finite: marks such keys, and returns the largest magnitude of the finite values.
+  // load(s, x): row s less the mean.
+  template <bool kRotatable, class Load>
+  __device__ __forceinline__ float mark_spoilt(const Keys& keys, Load load) const {
+    float amax = 0.0f;
+#pragma unroll 1
+    for (i32 s = 0; s < kSteps; ++s) {
+      float x[1][kVector];
+      load(s, x);
+      if (!(abs_max(x) < ptx::infinity())) Block::mark_spoilt(shared, keys.tile, keys.of_step(s));
+      make_finite(x);
+      if (kRotatable && params.rotate) rotate<kVectors>(x[0]);
+      amax = fmaxf(amax, abs_max(x));
+    }
+    return amax;
+  }
+
+  // The largest magnitude of a scale group, from that of each thread. Call with all threads.
+  __device__ __forceinline__ float largest_of_group(i32 warp, i32 lane, i32 tile, float amax) const {
+    amax = ptx::max_over_lanes<kWarpSize>(amax);
+    if (lane == 0) shared.amax[tile][warp] = amax;
+    __syncthreads();
+    const float* of_group = shared.amax[tile] + warp / kWarpsPerGroup * kWarpsPerGroup;
+#pragma unroll
+    for (i32 w = 0; w < kWarpsPerGroup; ++w) amax = fmaxf(amax, of_group[w]);
+    return amax;
+  }
+
+  // The scale of a group with the clip that has the least error. prepare(s, x): row s as it is quantized. first_key: of
+  // the tile; rows: of the head, behind which no row counts.
+  template <class Prepare>
+  __device__ __forceinline__ static Scale clipped(const Scale& whole, const Keys& keys, i32 first_key, i32 rows,
+                                                  Prepare prepare) {
+    ClipSearch<Config> search(whole);
+#pragma unroll 1
+    for (i32 s = 0; s < kSteps; ++s) {
+      float x[1][kVector];
+      prepare(s, x);
+      if (first_key + keys.of_step(s) < rows) search.add(x[0]);
+    }
+    search.template sum_over_lanes<kWarpSize>();
+    return search.best();
+  }
+
+  // Stores this thread's rows in a tile. prepare(s, x): row s as it is quantized.
+  template <i32 kUnroll, class Prepare>
+  __device__ __forceinline__ static void store_rows(u8* tile_data, const Keys& keys, const Scale& scale,
+                                                    Prepare prepare) {
     const auto offset = [&](i32 key) {
       return QuantizedRows<Config>::template offset<typename Layout::KRows>(key, first_channel());
     };
-    // Where a warp reads one row at a time, the rows of odd steps have another XOR than those of even steps.
+    // Where a warp reads one row at a time, rows of odd steps have another swizzle XOR than those of even steps.
     u8* const even = tile_data + offset(keys.first);
     u8* const odd = tile_data + offset(keys.first + 1);
     u8* const group_scale = QuantizedRows<Config>::group_scale(tile_data + Layout::kKScales, keys.first);
@@ -183,13 +219,17 @@ struct QuantizeK {
       QuantizedRows<Config>::store((n % 2 ? odd : even) + period, group_scale + kth_key(n) * Layout::kQkRowScales, x[0],
                                    scale.inv_scale);
     }
+  }
+
+  // Stores K's part of a tile's line. Reads the thread's index again: keeping the warp live across the loops costs
+  // registers.
+  __device__ __forceinline__ void store_line(u8* tile_data, const Scale& scale) const {
     auto& line = *reinterpret_cast<KvLine*>(tile_data + Layout::kLine);
-    // Re-read the thread's index: keeping the warp live across the loops costs registers.
-    const i32 again = ptx::thread_index() / kWarpSize;
-    const bool spoilt = Block::store_spoilt(shared, again / kWarpsPerTile,
+    const i32 warp = ptx::thread_index() / kWarpSize;
+    const bool spoilt = Block::store_spoilt(shared, warp / kWarpsPerTile,
                                             ptx::thread_index() % (kWarpsPerTile * kWarpSize), line.k_spoilt);
     if (ptx::thread_index() % (kWarpsPerGroup * kWarpSize) == 0) {
-      line.group[again / kWarpsPerGroup % kKeyGroups].k_scale = spoilt ? -scale.scale : scale.scale;
+      line.group[warp / kWarpsPerGroup % kKeyGroups].k_scale = spoilt ? -scale.scale : scale.scale;
     }
   }
 };

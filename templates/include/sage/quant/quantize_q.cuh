@@ -96,9 +96,9 @@ struct QuantizeQ {
     }
   }
 
-  // As many steps as there are registers for their rows. `first`: where this thread's first vector goes; `group_scale`:
-  // where the scale of its NVFP4 group goes; `q_scale`: where its scale group's scale goes. Returns whether the rows of
-  // the warp are finite.
+  // Quantizes as many steps as there are registers for their rows. `first`: where this thread's first vector goes;
+  // `group_scale`: where the scale of its NVFP4 group goes; `q_scale`: where its scale group's scale goes. Returns
+  // whether the rows of the warp are finite.
   template <bool kChanged, SourceRows kSource, class Load>
   __device__ __forceinline__ bool quantize_steps(const Source<kSource>& source, Load load, u8* first, u8* group_scale,
                                                  float* q_scale) const {

@@ -73,8 +73,8 @@ __device__ __forceinline__ void prepare_no_mean(float (&mean)[Config::kHeadDim],
   __syncthreads();
 }
 
-// What Integers is for s8 and s4: the scale above the scales of NVFP4 groups. It is a power of two, and brings the
-// scales of a row's groups to the range of ue4m3.
+// The counterpart of Integers for NVFP4: the scale of a row, above the scales of its groups. It is a power of two, and
+// brings the scales of the groups to the range of ue4m3.
 struct Nvfp4Rows {
   static constexpr float kLimit = kLargestScaled;
   __device__ __forceinline__ static Scale scale(float amax) { return power_of_two_scale_below(kLimit, amax); }
@@ -107,8 +107,8 @@ struct QuantizedRows : SelectRows<Config>::Type {
     }
   }
 
-  // Where the scale of a row's group lies, for this thread's channels. `scales`: those of the tile. Null where groups
-  // have none.
+  // The address of the scale of a row's group, for this thread's channels. `scales`: those of the tile. Null where
+  // groups have none.
   __device__ __forceinline__ static u8* group_scale(u8* scales, i32 row) {
     if constexpr (Config::kQk != Qk::kNvfp4) {
       return nullptr;
@@ -118,7 +118,8 @@ struct QuantizedRows : SelectRows<Config>::Type {
     }
   }
 
-  // Where eight channels of a row lie in a tile, as part of a chunk; eight rows further by eight rows' bytes.
+  // The offset of eight channels of a row in a tile, as part of a chunk. Eight rows further, it is eight rows' bytes
+  // more.
   template <class Swizzle>
   __device__ __forceinline__ static i32 offset(i32 row, i32 first_channel) {
     const i32 byte = first_channel * bits_of(Config::kQk) / 8;

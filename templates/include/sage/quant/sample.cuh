@@ -38,8 +38,8 @@ __device__ constexpr i32 sampled_row(i32 sample, i32 rows) {
   return begin + static_cast<i32>(static_cast<u64>(hashed(sample)) * static_cast<u32>(length) >> 32);
 }
 
-// How the threads of a block share the sample of one head. A thread has eight channels of every kThreads / kVectors-th
-// sampled row. Config: kHeadDim, kThreads.
+// The shares of a block's threads in the sample of one head: a thread has eight channels of every
+// kThreads / kVectors-th sampled row. Config: kHeadDim, kThreads.
 template <class Config>
 struct SampleLayout {
   static constexpr i32 kVectors = Config::kHeadDim / kVector;      // threads side by side on a row
@@ -70,8 +70,8 @@ struct Sample : SampleLayout<Config> {
     rows.load([&](i32 s) { return load_step(s); });
   }
 
-  // Of value(x, i), for channel i of this thread's eight, the mean over the sampled rows: on_mean(channel, mean) is
-  // called for every channel of the head, by one thread each, behind a barrier.
+  // The mean of value(x, i) over the sampled rows, i: of this thread's eight channels. Calls on_mean(channel, mean) for
+  // every channel of the head, by one thread each, behind a barrier.
   template <class Value, class OnMean>
   __device__ __forceinline__ void average(typename Layout::Sums& sums, Value value, OnMean on_mean) const {
     const i32 row_slice = ptx::thread_index() / kVectors;

@@ -116,8 +116,8 @@ struct Source {
   }
 };
 
-// Of each channel the largest and the smallest of a thread's values, of f16 and bf16 two channels a word. NaN where one
-// is NaN.
+// The largest and the smallest of a thread's values in each channel; of f16 and bf16 two channels a word. NaN where a
+// value is NaN.
 template <SourceRows kSource>
 struct Extremes {
   using Raw = typename Source<kSource>::Raw;

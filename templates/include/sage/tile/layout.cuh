@@ -60,10 +60,10 @@ constexpr u32 kSpoiltValue = kPv == Pv::kNvfp4  ? 0x8
                              : kPv == Pv::kE4m3 ? 0x80
                                                 : 0x8000;
 
-// Which keys of a tile share a scale: group t holds the keys n with n % 8 / 2 == t, those of the lanes t of a warp.
+// Scale groups of the keys of a tile: group t holds the keys n with n % 8 / 2 == t, those of the lanes t of a warp.
 constexpr i32 kKeyGroups = 4;
 
-// Which rows of a warp share a scale: group g holds the rows m with m % kRowGroups == g. At 8 bits these are the rows
+// Scale groups of the rows of a warp: group g holds the rows m with m % kRowGroups == g. At 8 bits these are the rows
 // of the lanes 4g..4g+3. At 4 bits, whose steps are coarse, every row has a scale of its own.
 template <class Config>
 constexpr i32 kRowGroups = Config::kQk == Qk::kInt8 ? 8 : Config::kWarpM;
@@ -104,7 +104,7 @@ struct TileLayout {
   using KRows = SwizzledRows<Config::kBlockN, kQkRowBytes>;
   using VRows = SwizzledRows<kVRowCount, kVRowBytes>;
 
-  // Where the value of a row and a column of V̂ lies in it.
+  // The offset of the value of a row and a column in V̂.
   __device__ static constexpr i32 v_offset(i32 row, i32 column) {
     const i32 byte = kVBits < 8 ? column / (8 / kVBits) : column * (kVBits / 8);
     return VRows::offset(row, byte / 16) + byte % 16;

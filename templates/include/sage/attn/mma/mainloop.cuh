@@ -24,7 +24,7 @@ class AttentionMma {
  public:
   static constexpr i32 kThreads = Config::kBlockM / Config::kWarpM * kWarpSize;
 
-  // What the host needs to launch the kernel and to emulate it.
+  // Figures for the host: to launch the kernel and to emulate it.
   static constexpr auto facts() {
     return sage::facts(
         Fact{"threads", kThreads}, Fact{"shared_bytes", kOwnRows + kThreads * sizeof(VisibleKeys<Config::kMask>)},
@@ -85,12 +85,12 @@ class AttentionMma {
   // Whether warps skip KV tiles. With FP8 P·V it was slower (docs/decisions.md).
   static constexpr bool kSkips = Config::kMask != Mask::kFull && Config::kPv == Pv::kF16;
 
-  // As apply_mask() takes it. In registers it would be spilt through the main loop.
+  // The keys that a row of the warp sees, for apply_mask(). In registers they would be spilt through the main loop.
   __device__ __forceinline__ static VisibleKeys<Config::kMask>& own_row(u8* shared) {
     return reinterpret_cast<VisibleKeys<Config::kMask>*>(shared + kOwnRows)[ptx::thread_index()];
   }
 
-  // What a warp carries from tile to tile.
+  // The state of a warp from tile to tile.
   struct WarpState {
     Softmax softmax;
     OutputAccumulator<Config> acc_o = {};

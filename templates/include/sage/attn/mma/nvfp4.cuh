@@ -10,8 +10,8 @@
 
 namespace sage {
 
-// Which lane of a quad has the scale of a column of B: for n8 tiles that follow each other the lanes in turn, so that
-// one word a lane holds the scales of 32 columns.
+// The lane of a quad that has the scales of an n8 tile's columns of B. Consecutive tiles take the four lanes one after
+// another, so that one word a lane holds the scales of 32 columns.
 __device__ constexpr u16 scale_lane(i32 n_tile) { return static_cast<u16>(n_tile % 4); }
 
 // The column of these 32 whose scales a lane has.
@@ -86,7 +86,7 @@ struct PvNvfp4 {
   static constexpr i32 kSteps = Config::kBlockN / 64;  // keys a product: 64
   static_assert(Config::kWarpM == 16 && kOTiles % 4 == 0);
 
-  static constexpr float kTop = 11.392317f;  // log2 of kLargestNvfp4
+  static constexpr float kTop = 11.392317f;  // log2 of 6 · 448, the largest magnitude of NVFP4
   static constexpr float kLazyRise = 0.0f;
   static constexpr bool kWholeReference = false;
   static constexpr bool kMayFall = true;  // where all P of a group are below 2^-10 · 6, its scale is zero
@@ -121,9 +121,9 @@ struct PvNvfp4 {
         for (i32 half = 0; half < 2; ++half) {
           const float group_scale = f32_from_ue4m3(pair >> 8 * half & 0xff);
           const float in_group = offset[r] - ptx::lg2(group_scale);  // where the scale is zero, products and sums are
-          float x[8], sum = 0.0f;  // P in units of the scale
+          float x[8], sum = 0.0f;
 #pragma unroll
-          for (i32 e = 0; e < 8; ++e) {
+          for (i32 e = 0; e < 8; ++e) {  // P in units of the scale
             sum += x[e] = ptx::ex2(fminf(fmaf(score(half, e), scale[r], in_group), kMostLog2InGroup));
           }
           lse_sum[r] = fmaf(sum, group_scale, lse_sum[r]);
@@ -163,8 +163,9 @@ struct PvNvfp4 {
   }
 
  private:
-  // Of P in units of its group's scale, which rounds by up to 1/16: log2 of 6.4. Scores of any size stay within
-  // (attn/softmax.cuh), and a scale of zero, whose logarithm is infinite.
+  // The largest log2 of P in units of its group's scale: log2 of 6.4, since the scale rounds by up to 1/16. Clamped to
+  // it, P is finite for scores of any size (attn/row_references.cuh), and for a scale of zero, whose logarithm is
+  // infinite.
   static constexpr float kMostLog2InGroup = 2.678072f;
   static constexpr float kLog2E2m1 = 2.5849625f;  // of kLargestE2m1
 

@@ -1,8 +1,8 @@
 // The second product with mma.sync, O += P·V: how P is packed, and how the sum over tiles is kept.
 #pragma once
 
+#include "sage/attn/mma/softmax.cuh"
 #include "sage/attn/p_operand.cuh"
-#include "sage/attn/softmax.cuh"
 #include "sage/numerics/scale.cuh"
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/math.cuh"
@@ -13,7 +13,7 @@ namespace sage {
 
 // Row sums of P as it was rounded, in units of kSumUnit: products with a constant channel of V̂. O is divided by them,
 // so that a constant V stays constant. Rounding e4m3 P may move a row's sum by a few percent, and the log-sum-exp with
-// it: for that each thread also adds up P before rounding (attn/softmax.cuh).
+// it: for that each thread also adds up P before rounding (attn/mma/softmax.cuh).
 template <class Config>
 using RowSums = float[Config::kWarpM / 8];
 

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "sage/attn/kv_scales.cuh"
-#include "sage/attn/softmax.cuh"
+#include "sage/attn/mma/softmax.cuh"
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/mma.cuh"
 #include "sage/ptx/shared.cuh"
@@ -24,7 +24,7 @@ struct IntegerScores {
 
   using Accumulator = i32[kMTiles][kNTiles][4];
 
-  // What this lane hands ldmatrix: the shared address of its row of Q, and the offset of its row in a tile of K.
+  // Operands of ldmatrix in this lane: the shared address of its row of Q, and the offset of its row in a tile of K.
   // Q: 16 rows by two chunks, rows first. K: two groups of 8 keys by two chunks, chunks first.
   u32 q_row, k_offset;
 

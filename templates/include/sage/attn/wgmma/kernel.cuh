@@ -31,7 +31,7 @@ struct AttentionWgmma {
   const AttnParams& params;
   const Shared shared;
 
-  // What the host needs to launch the kernel and to emulate it.
+  // Figures for the host: to launch the kernel and to emulate it.
   static constexpr auto facts() {
     return sage::facts(Fact{"threads", kThreads}, Fact{"shared_bytes", Shared::kBytes}, Fact{"p_top", Product::kTop},
                        Fact{"lazy_rise", Product::kLazyRise}, Fact{"whole_reference", Product::kWholeReference},

@@ -3,8 +3,8 @@
 //
 // A step at KV tile t:
 //   issue P·V of tile t - 1, then Q·K of tile t;
-//   promote: O = alpha · O + R, while Q·K runs; where P·V is computed in slices, the slices but the last were promoted
-//     before, each while the next was multiplied;
+//   promote: O = alpha · O + R, while Q·K runs; of slices (head dim 256) the last. Slice i < last is promoted before,
+//     while slice i + 1 is in the tensor cores;
 //   softmax of tile t, with no product of this consumer in flight: under an FP8 product, which works on registers,
 //   other instructions run at a quarter of their rate.
 // R is the accumulator of P·V. R takes two KV tiles where registers allow, so that every other step promotes.
@@ -59,14 +59,14 @@ struct Mainloop {
   KvStage stage;        // of the next KV tile
   KvRange own_kv = {};  // KV tiles that the consumer's rows see; only where consumers do not ping-pong
 
-  // What the epilogue reads.
+  // Read by the epilogue.
   Softmax softmax = {};
   OutputAccumulator<Config> acc_o = {};
   float o_factor = 1.0f;        // unit of O; equals v_factor at every promotion
   float exact_sum[kRows] = {};  // of this thread's P before it is rounded; only where AttnParams has an lse
   u32 signs = 0;                // of the tiles' scales, in the sign bit: whether one held what is not finite
 
-  // What one step leaves to the next.
+  // Left by one step to the next.
   // R as the bits of f32: P·V of one KV tile or two, then the sums of P. With slices, every other slice (r_of()).
   u32 acc_r[kOutputs + 4];
   float alpha[kRows] = {};  // rescales O at the next promotion
@@ -97,8 +97,8 @@ struct Mainloop {
   __device__ __forceinline__ i32 kv_end() const { return kTogether ? work.kv.end : own_kv.end; }
   __device__ __forceinline__ i32 kv_full_end() const { return kTogether ? work.kv.full_end : own_kv.full_end; }
 
-  // Which P·V a step issues. kAlone: the only one of R, or in a masked step the second of a pair where R is open.
-  // kOpens: the first of a pair. kCloses: the second.
+  // The P·V that a step issues. kOpens, kCloses: the first and the second of a pair. kAlone: the only one of R, or in a
+  // masked step the second of a pair where R is open.
   enum Sum { kAlone, kOpens, kCloses };
 
   // The consumer's KV tiles, at least one.
@@ -127,7 +127,7 @@ struct Mainloop {
         step<kLse, false, kOpens>(tile, false);
         if (kOpenEnd && tile + 1 == full_tiles) {
           ++tile, open = true;
-          __syncwarp();  // an instruction on this exit alone: the exit's moves then stand here, and not in the loop
+          __syncwarp();  // keeps ptxas from hoisting this exit's register moves into the loop
           break;
         }
         step<kLse, false, kCloses>(tile + 1, true);
@@ -146,7 +146,7 @@ struct Mainloop {
     issue_pv(open);
     wait_pv<0>();
     promote();
-    // With slices, an epilogue that takes o_factor has ptxas serialize the products (C7511).
+    // Head dim 256: O takes o_factor here. Passed to the epilogue, it makes ptxas serialize the products (C7511).
     if constexpr (kSlices > 1) scale_output(o_factor);
   }
 
@@ -183,7 +183,7 @@ struct Mainloop {
     float own_largest[kRows];
     finish_scores<kMasked>(tile, scale, here, own_largest);  // delta_s, mask, largest scores
     pingpong.arrive_behind(own_largest);                     // the other consumer may issue its products
-    // Where the P·V above opened R, R takes this tile too: references may rise, and do not restart.
+    // Of a pair's second tile (kOpens: R holds the first) references may rise, but do not restart: R takes both tiles.
     exponentiate<kLse, kMasked, kSum != kOpens>(scale, own_largest, here);
     if constexpr (kSum == kOpens) rescale_r(pending, r_factor);
     if constexpr (kSum == kAlone) change_factor();
@@ -324,8 +324,8 @@ struct Mainloop {
     Softmax::template find_largest<kFinished>(acc_s, own_largest);
   }
 
-  // As apply_mask() takes it. A branch keeps the look-up out of the main loop's schedule: 1.5 % of the time at head dim
-  // 128. Where Q is smoothed, the branch would spill registers at head dims 64 and 128.
+  // The keys that this lane's row sees, for apply_mask(). A branch keeps the look-up out of the main loop's schedule:
+  // 1.5 % of the time at head dim 128. Where Q is smoothed, the branch would spill registers at head dims 64 and 128.
   __device__ __forceinline__ VisibleKeys<Config::kMask> own_row() const {
     const i32 row = work.first_row + warp * Config::kWarpM + lane % Config::kWarpM;
     constexpr bool kBranch = kSlices > 1 || !Config::kSmoothQ;

@@ -1,4 +1,4 @@
-// Where everything lies in a block's shared memory.
+// The layout of a block's shared memory.
 #pragma once
 
 #include "sage/attn/epilogue.cuh"

@@ -7,7 +7,7 @@
 // Source: SageAttention2, Algorithm 1.
 #pragma once
 
-#include "sage/attn/softmax.cuh"
+#include "sage/attn/row_references.cuh"
 
 namespace sage {
 
@@ -92,7 +92,7 @@ struct TileSoftmax : RowReferences<Product, Config::kWarpM / 8> {
     else return static_cast<float>(score);
   }
 
-  // Of one row's scores in this thread.
+  // The largest of one row's scores in this thread.
   template <bool kFinished>
   __device__ __forceinline__ static float largest(const i32 (&acc_s)[kNTiles][4], i32 half) {
     i32 x = larger<kFinished>(acc_s[0][2 * half], acc_s[0][2 * half + 1]);

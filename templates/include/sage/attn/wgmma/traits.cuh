@@ -1,4 +1,4 @@
-// What follows from the shape of a Hopper kernel: warpgroups, registers, and how its consumers' products overlap.
+// Consequences of a Hopper kernel's shape: warpgroups, registers, and how its consumers' products overlap.
 #pragma once
 
 #include "sage/attn/wgmma/pipeline.cuh"
@@ -30,13 +30,14 @@ struct WgmmaTraits {
   // Query rows that go over the same KV tiles. Consumers that ping-pong take equally many steps.
   static constexpr i32 kRowsOfRange = kTogether ? Config::kBlockM : kWarpgroupRows;
 
-  // R takes the P·V of two KV tiles. A smoothed Q leaves no registers for that. An R of slices is promoted before the
-  // next slice but one takes its registers.
+  // R takes the P·V of two KV tiles. A smoothed Q leaves no registers for that. Slices cannot wait for a second tile:
+  // they take two sets of registers alternately, and each is promoted before its set is used again.
   static constexpr bool kPairs = !Config::kSmoothQ && kSlices == 1;
   static constexpr i32 kRoom = kPairs ? 3 : 0;  // of the first tile's P, for the second
 
-  // Whether the last full tile may open R, which a masked step or the last P·V then closes. A call whose keys are whole
-  // tiles then executes no masked step. With three consumers this would cost a dozen register moves in the loop.
+  // Whether an odd last full tile may open R: a masked step or the last P·V then completes the pair. A call whose keys
+  // are whole tiles then executes no masked step. With three consumers this would cost a dozen register moves in the
+  // loop.
   static constexpr bool kOpenEnd = kPairs && kTogether;
 };
 

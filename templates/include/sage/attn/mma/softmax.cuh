@@ -1,13 +1,12 @@
-// Online softmax over the KV tiles, in the log2 domain: the row references and sums of all families, and the softmax of
-// the mma family. attn/wgmma/softmax.cuh has the softmax of the wgmma family.
+// Online softmax over the KV tiles for scores that arrive as biased integers (attn/mma/scores.cuh).
 //
-// Scores arrive as biased integers (attn/mma/scores.cuh). The scores of a row in a thread share one scale c. The
-// largest score is found on integers; bias, scale and reference fold into one FMA, P = 2^(c·x + offset), with offset
-// = -c·kScoreBias - row_ref. For f16 P the offset is exact where c < 1: c keeps 22 bits, so that c·kScoreBias =
-// 3·2^22·c fits into the 24 bits of an f32, in units no coarser than one, and row_ref is a whole number. Any whole
-// number near the maximum will do. For e4m3 P the reference must make the largest P 448, which e4m3 holds exactly,
-// since the largest P dominates many rows. The offset then rounds, by at most 2^-7 in log2 where c < 2^-6; P itself is
-// rounded by up to 2^-3.5. Where Q is smoothed the scores arrive finished, as f32.
+// The scores of a row in a thread share one scale c. The largest score is found on integers; bias, scale and reference
+// fold into one FMA, P = 2^(c·x + offset), with offset = -c·kScoreBias - row_ref. For f16 P the offset is exact where
+// c < 1: c keeps 22 bits, so that c·kScoreBias = 3·2^22·c fits into the 24 bits of an f32, in units no coarser than
+// one, and row_ref is a whole number. Any whole number near the maximum will do. For e4m3 P the reference must make the
+// largest P 448, which e4m3 holds exactly, since the largest P dominates many rows. The offset then rounds, by at most
+// 2^-7 in log2 where c < 2^-6; P itself is rounded by up to 2^-3.5. Where Q is smoothed the scores arrive finished, as
+// f32.
 //
 // A reference stands until a score outgrows it, and for e4m3 P until all scores of a tile lie far below it. P below
 // 2^-9 is zero in e4m3, and in a long row the keys of such a P can carry much of the weight. To detect both, each
@@ -15,38 +14,19 @@
 // moves references. Scales too large to fold take that branch as well, which subtracts the bias: for f16 P the scales
 // of logits in the tens of thousands at 8 bits, of about a hundred at 4. For e4m3 P nearly all scales of 4 bits are too
 // large, so nothing folds there.
-//
-// Scores of any size: a reference is an f32, whose units outgrow P's range where scores do. References are rounded
-// down, so that the largest P of a row is never too small, and conversions clamp P to its type's range: keys whose
-// scores lie within two such units of the largest, 2^-22 of it, count alike. Sums of the rounded P, by which O is
-// divided, clamp with it. Scores end at 2^122: scales are at most kLargestScale.
-// Source: SageAttention2, Algorithm 1; Milakov & Gimelshein, "Online normalizer calculation for softmax".
+// Source: SageAttention2, Algorithm 1.
 #pragma once
 
+#include "sage/attn/row_references.cuh"
 #include "sage/numerics/integers.cuh"
-#include "sage/numerics/scale.cuh"
-#include "sage/ptx/math.cuh"
-#include "sage/ptx/warp.cuh"
 #include "sage/tile/layout.cuh"
 
 namespace sage {
-
-// The reference of a row that saw no key yet. Finite, so that a row that sees no key of a tile does not subtract
-// infinities; far below any score in log2 units.
-constexpr float kNoReference = -0x1p127f;
 
 // Added to every integer score: 1.5 * 2^23, whose bits read as an integer are 0x4b400000. An f32 of this size has units
 // of one, so the bits of `score + bias` as an integer and as a float are the same word for |score| < 2^22.
 constexpr float kScoreBias = kIntegerBias;
 constexpr i32 kScoreBiasBits = 0x4b400000;
-
-// A masked score: -inf as a float, below every biased score as an integer.
-constexpr i32 kMaskedScore = static_cast<i32>(0xff800000);
-
-// A masked score must stay -inf when scaled: scales may not underflow to zero. NVFP4 also divides delta_s by a scale;
-// scores of NVFP4 with a smaller scale vanish.
-template <Qk kQk>
-constexpr float kSmallestScale = kQk == Qk::kNvfp4 ? 0x1p-60f : 1e-37f;
 
 // The scale of a row's scores in a thread: the product of two, cut to 22 bits of mantissa.
 template <Qk kQk>
@@ -75,65 +55,6 @@ struct RowScales {
 #pragma unroll
     for (float& scale : scales.of) scale = 1.0f;
     return scales;
-  }
-};
-
-// Bounds on the fall of a reference. A fall makes O and the sum of P larger, and they must stay finite: O is at most
-// kVLimit (1792 or less) times the sum of P, times v_factor, and is finite where the factors of V differ by less than
-// 2^50. kMostFall, in log2 units, bounds the fall below the highest reference of a row, where a register keeps that.
-// kLargestSum bounds the sum of P elsewhere. Keys that lie further below weigh less than rounding, even 2^17 of them.
-constexpr float kMostFall = 40.0f;
-constexpr float kLargestSum = 0x1p66f;
-
-// The reference that makes P of a score 2^top, rounded down. scale: takes the score to log2 units.
-__device__ __forceinline__ float reference_of(float score, float scale, float top) {
-  return __fmaf_rd(score, scale, -top);
-}
-
-// The references of a thread's rows, and their sums of P. Product: how P enters the second product (attn/mma/pv.cuh).
-// Every function that moves a reference takes what reference_of() makes of the thread's largest score of a tile, and
-// returns the factor for all that was summed relative to the old reference.
-template <class Product, i32 kRows>
-struct RowReferences {
-  static constexpr float kSumUnit = Product::kSumUnit;
-
-  float row_ref[kRows];  // log2 units: P is 2^(score - row_ref)
-  float highest[kRows];  // reference so far; of restart_reference() alone
-  float row_sum[kRows];  // of P, where Product::kSumsRounded as it was rounded, times Product::kSumUnit
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (i32 r = 0; r < kRows; ++r) row_ref[r] = highest[r] = kNoReference, row_sum[r] = 0.0f;
-  }
-
-  // Raises the reference to make the largest P of the row 2^kTop, if that P would exceed 2^(kTop + kLazyRise). A rise
-  // within kLazyRise, for which P's type has room, needs no rescaling. own_needed: for kTop.
-  __device__ __forceinline__ float raise_reference(float own_needed, i32 r) {
-    const float exact = ptx::max_over_lanes<4>(own_needed);
-    const float needed = Product::kWholeReference ? ceilf(exact) : exact;
-    return set_reference(needed > row_ref[r] + Product::kLazyRise ? needed : row_ref[r], r);
-  }
-
-  // Moves the reference up or down to the one that is needed. Uses no exponential for the bound on a fall: all
-  // exponentials of the tile wait for the reference.
-  __device__ __forceinline__ float restart_reference(float own_needed, i32 r) {
-    return set_reference(fmaxf(ptx::max_over_lanes<4>(own_needed), highest[r] - kMostFall), r);
-  }
-
-  // Raises the reference as raise_reference() does, and restarts it where the largest P of the tile would be below
-  // 2^(kTop - kLazyFall). own_needed: for kTop. sum: of P, or the largest of its parts.
-  __device__ __forceinline__ float follow_tile(float own_needed, float sum, i32 r) {
-    const float needed = ptx::max_over_lanes<4>(own_needed), fall = row_ref[r] - needed;
-    const bool falls = fall > Product::kLazyFall && fall < kMostFall && sum * ptx::ex2(fall) < kLargestSum;
-    return set_reference(fall < 0.0f || falls ? needed : row_ref[r], r);
-  }
-
- private:
-  __device__ __forceinline__ float set_reference(float reference, i32 r) {
-    const float alpha = ptx::ex2(row_ref[r] - reference);
-    row_ref[r] = reference;
-    highest[r] = fmaxf(highest[r], reference);
-    return alpha;
   }
 };
 
@@ -239,7 +160,7 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
     return all;
   }
 
-  // Of one row's scores in this thread, still biased.
+  // The largest of one row's scores in this thread, still biased.
   __device__ __forceinline__ static float largest(const i32 (&acc_s)[kNTiles][4], i32 half) {
     i32 x = larger(acc_s[0][2 * half], acc_s[0][2 * half + 1]);
 #pragma unroll
