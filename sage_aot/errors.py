@@ -14,6 +14,7 @@ Every message says what was expected and what came, and what to do where that do
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 
 class SageAotError(Exception):
@@ -27,11 +28,9 @@ class ArgumentError(SageAotError, ValueError):
 class UnsupportedError(SageAotError, RuntimeError):
     """The call is valid, but this machine or this build has no kernel for it."""
 
-    def __init__(self, message: str, *, reasons: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.reasons = dict(reasons or {})
-        """Per arch of the kernel folder, why the GPU cannot run its kernels; empty where something else is unsupported.
-        """
+    # not set by an initializer: dynamo follows none of exceptions, and its own error would hide this one's message
+    reasons: Mapping[str, str] = MappingProxyType({})
+    """Per arch of the kernel folder, why the GPU cannot run its kernels; empty where something else is unsupported."""
 
 
 class CubinError(SageAotError, RuntimeError):

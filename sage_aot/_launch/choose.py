@@ -106,7 +106,9 @@ def nearest_arch(gpu: Gpu, manifest: Manifest) -> str:
     """The arch whose kernels a GPU runs. UnsupportedError where there is none; the message says what to do."""
     choice = choose_arch(gpu, manifest)
     if choice.arch is None:
-        raise UnsupportedError(unsupported(gpu, manifest), reasons=choice.reasons)
+        error = UnsupportedError(unsupported(gpu, manifest))
+        error.reasons = choice.reasons
+        raise error
     return choice.arch
 
 

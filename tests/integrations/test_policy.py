@@ -101,6 +101,14 @@ def test_or_an_error_where_the_policy_says_so(reason):
         attend(REFUSED[reason], lambda: pytest.fail("the host was called"))
 
 
+def test_the_error_names_the_reason_in_compiled_code_too():
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *qkv: attend(Call(*qkv, dropout=0.1), lambda: qkv[0]), backend="eager",
+                             fullgraph=True)
+    with use(Policy("possible", "raise")), pytest.raises(Exception, match="got: dropout; let the host compute it"):
+        compiled(*tensors())
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 def test_autocast_casts_before_types_matter(layout, compiled):
@@ -502,6 +510,22 @@ def test_threads_learn_and_forget_routes_together(threshold):
             thread.join()
         reset_report()
         assert not wrong and is_small(q, q, False, False) and report() == {SLOWER: 1}
+
+
+def test_a_route_whose_report_ended_meanwhile_is_not_kept(threshold, monkeypatch):
+    """It would count in a tally that nobody reads."""
+    threshold(full=1e15)
+    q, kind = torch.empty(1, 2, 8, 64), _policy.Route
+
+    def made(*values):
+        reset_report()
+        return kind(*values)
+
+    monkeypatch.setattr(_policy, "Route", made)
+    with use(Policy()):
+        assert is_small(q, q, False, False) and report() == {} and not _policy.routes
+        monkeypatch.setattr(_policy, "Route", kind)
+        assert is_small(q, q, False, False) and report() == {SLOWER: 1}
 
 
 def test_keys_that_no_query_sees_do_not_count_as_work(monkeypatch):
