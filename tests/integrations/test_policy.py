@@ -103,7 +103,7 @@ def test_or_an_error_where_the_policy_says_so(reason):
 
 def test_the_error_names_the_reason_in_compiled_code_too():
     torch.compiler.reset()
-    compiled = torch.compile(lambda *qkv: attend(Call(*qkv, dropout=0.1), lambda: qkv[0]), backend="eager",
+    compiled = torch.compile(lambda *qkv: attend(HostCall(*qkv, dropout=0.1), lambda: qkv[0]), backend="eager",
                              fullgraph=True)
     with use(Policy("possible", "raise")), pytest.raises(Exception, match="got: dropout; let the host compute it"):
         compiled(*tensors())
