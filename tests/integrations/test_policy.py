@@ -515,16 +515,16 @@ def test_threads_learn_and_forget_routes_together(threshold):
 def test_a_route_whose_report_ended_meanwhile_is_not_kept(threshold, monkeypatch):
     """It would count in a tally that nobody reads."""
     threshold(full=1e15)
-    q, kind = torch.empty(1, 2, 8, 64), _policy.Route
+    q, kind = torch.empty(1, 2, 8, 64), _routes.Route
 
     def made(*values):
         reset_report()
         return kind(*values)
 
-    monkeypatch.setattr(_policy, "Route", made)
+    monkeypatch.setattr(_routes, "Route", made)
     with use(Policy()):
         assert is_small(q, q, False, False) and report() == {} and not _policy.routes
-        monkeypatch.setattr(_policy, "Route", kind)
+        monkeypatch.setattr(_routes, "Route", kind)
         assert is_small(q, q, False, False) and report() == {SLOWER: 1}
 
 

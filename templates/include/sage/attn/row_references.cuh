@@ -1,5 +1,5 @@
-// Row references and row sums of the online softmax over the KV tiles, in the log2 domain: shared by attn/mma/softmax.cuh
-// and attn/wgmma/softmax.cuh.
+// Row references and row sums of the online softmax over the KV tiles, in the log2 domain: shared by the softmaxes of
+// attn/mma/softmax.cuh and attn/wgmma/softmax.cuh.
 //
 // Scores of any size: a reference is an f32, whose units outgrow P's range where scores do. References are rounded
 // down, so that the largest P of a row is never too small, and conversions clamp P to its type's range: keys whose
