@@ -438,7 +438,7 @@ def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key
     if lse is not None:
         measures.append(close("lse, float64", lse.double(), right.lse, right.lse_bound).without(right.spoilt_rows))
     if case.values != "drawn" and not case.planted.startswith("v"):  # which plants a zero besides
-        measures.append(_of_a_constant(case, out, right))
+        measures.append(_of_a_constant(case, arithmetic, out, right))
     if _has_large_scores(case, q):
         measures.append(_of_large_scores(arithmetic, got, right))
     return measures
@@ -449,9 +449,9 @@ def _nothing(out: torch.Tensor, lse: torch.Tensor | None) -> list[Measure]:
     return measures + ([] if lse is None else [same("lse of nothing", lse, torch.full_like(lse, -math.inf))])
 
 
-def _of_a_constant(case: Case, out: torch.Tensor, right: oracle.Expected) -> Measure:
+def _of_a_constant(case: Case, arithmetic: Arithmetic, out: torch.Tensor, right: oracle.Expected) -> Measure:
     """A mean of one value is that value, in any row that sees a key."""
-    bound = oracle.EQUAL_VALUES + torch.finfo(out.dtype).eps
+    bound = arithmetic.of_equal_values + torch.finfo(out.dtype).eps
     expected = (right.lse > -math.inf).double()[..., None].expand_as(out)
     measure = close("a mean of one value", out.double() / case.constant, expected, torch.full_like(expected, bound))
     return measure.without(right.spoilt)

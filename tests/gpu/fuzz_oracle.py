@@ -19,8 +19,9 @@ import torch
 SIGMAS = 6.0
 """Standard deviations of a random walk that no error of a run exceeds."""
 
-EQUAL_VALUES = 0.002
-"""How far f32 outputs may lie from one where V is of ones: P and V round alike there, and nothing averages."""
+EQUAL_VALUES, EQUAL_VALUES_NVFP4 = 0.002, 0.2
+"""How far f32 outputs may lie from one where V is of ones: P and V round alike there, and nothing averages. NVFP4, whose
+sums are of P before it is rounded, promises no more than its rounding of P (docs/accuracy.md)."""
 
 CANCELLED = 2.0**-18
 """Error of dO·Vᵀ less D, two sums in f32, as a share of |dO|·|V|."""
@@ -91,6 +92,11 @@ class Arithmetic:
     @property
     def of_v(self) -> float:
         return _ROUNDING[self.pv]
+
+    @property
+    def of_equal_values(self) -> float:
+        """A V less its mean is zero, whatever the weights."""
+        return EQUAL_VALUES_NVFP4 if self.pv == "nvfp4" and not self.smooth_v else EQUAL_VALUES
 
     @property
     def lost_of_p(self) -> float:
