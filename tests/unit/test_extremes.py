@@ -164,6 +164,16 @@ def test_gradients_do_not_explode(monkeypatch, arch, is_causal):
         assert dk.abs().max() <= 2 * of_scores * q.abs().max() * q.shape[2]
 
 
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm90"])
+@pytest.mark.parametrize("which", ["q", "k", "qk"])
+def test_gradients_are_finite_beyond_all_scores(monkeypatch, arch, which):
+    monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
+    leaves = [(x * (1e37 if name in which else 1.0)).bfloat16().requires_grad_() for name, x in zip("qkv", draw(70))]
+    sage_aot.train_attn(*leaves).backward(draw(70, seed=5)[0].bfloat16())
+    assert all(x.grad.isfinite().all() for name, x in zip("qkv", leaves) if name not in which)
+    assert not any(x.grad.isnan().any() for x in leaves)
+
+
 def test_f16_rows_that_see_one_key_have_no_gradient_of_scores(monkeypatch):
     """dS is P · (dP - D), and D equals dP where one key has all the weight: f16 P·V keeps such outputs to 11 bits. FP8
     P·V rounds V to four, and D with it: docs/training.md."""
