@@ -99,7 +99,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
 
     Raises:
         ArgumentError: an argument is not as described; the message says what came. Also where a derivative is asked
-            for, by autograd, forward AD or torch.func.
+            for, by autograd, forward AD or torch.func. (The operator itself, as a program has it that torch.export
+            saved, sees autograd alone: by forward AD and torch.func its derivatives are zeros.)
         UnsupportedError: no kernel fits this GPU, its driver and these options (:func:`sage_aot.explain` tells why), or
             neither cupy, cuda-bindings nor ctypes can load one.
         CubinError: a kernel's file is missing or damaged.

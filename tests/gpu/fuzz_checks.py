@@ -453,7 +453,7 @@ def _nothing(out: torch.Tensor, lse: torch.Tensor | None) -> list[Measure]:
 
 def _of_a_constant(case: Case, arithmetic: oracle.Arithmetic, out: torch.Tensor, right: oracle.Expected) -> Measure:
     """A mean of one value is that value, in any row that sees a key."""
-    bound = oracle.EQUAL_VALUES[arithmetic.pv] + torch.finfo(out.dtype).eps
+    bound = arithmetic.of_equal_values + torch.finfo(out.dtype).eps
     expected = (right.lse > -math.inf).double()[..., None].expand_as(out)
     measure = close("a mean of one value", out.double() / case.constant, expected, torch.full_like(expected, bound))
     return measure.without(right.spoilt)

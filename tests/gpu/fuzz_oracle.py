@@ -19,9 +19,9 @@ import torch
 SIGMAS = 6.0
 """Standard deviations of a random walk that no error of a run exceeds."""
 
-EQUAL_VALUES = {"f16": 0.002, "e4m3": 0.002, "nvfp4": 0.2}
-"""How far f32 outputs may lie from one where V is of ones: P and V round alike there, and nothing averages. By the type
-of P: sums of P are of the rounded P, but of NVFP4, whose P in four bits rounds by up to a fifth."""
+EQUAL_VALUES, EQUAL_VALUES_NVFP4 = 0.002, 0.2
+"""How far f32 outputs may lie from one where V is of ones: P and V round alike there, and nothing averages. NVFP4,
+whose sums are of P before it is rounded, promises no more than its rounding of P (docs/accuracy.md)."""
 
 CANCELLED = 2.0**-18
 """Error of dO·Vᵀ less D, two sums in f32, as a share of |dO|·|V|."""
@@ -92,6 +92,11 @@ class Arithmetic:
     @property
     def of_v(self) -> float:
         return _ROUNDING[self.pv]
+
+    @property
+    def of_equal_values(self) -> float:
+        """A V less its mean is zero, whatever the weights."""
+        return EQUAL_VALUES_NVFP4 if self.pv == "nvfp4" and not self.smooth_v else EQUAL_VALUES
 
     @property
     def lost_of_p(self) -> float:

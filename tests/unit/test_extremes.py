@@ -75,6 +75,18 @@ def test_keys_with_equal_scores_share_a_row_whatever_their_size(options):
         assert ((lse - right_lse).abs() <= 0.05 + 2.0**-6 * right_lse.abs()).all()
 
 
+@pytest.mark.parametrize("slope", [0.2, 0.4])
+def test_scores_that_fall_from_key_to_key(options, slope):
+    """By e**slope each: references that followed them all the way down would take the sums beyond f32."""
+    q, k, v = draw(768)
+    q, falling = q[:, :, :70].clone(), torch.arange(768, 0, -1.0)
+    q[..., 0], k[..., 0] = 8.0, slope * falling
+    out, lse = sage_aot.attn(q, k, v, return_lse=True, **options)
+    right, right_lse = exact(q, k, v)
+    assert out.isfinite().all() and lse.isfinite().all()
+    assert (out - right).abs().sum() <= 0.6 * right.abs().sum()
+
+
 def largest_of(dtype):
     return torch.finfo(dtype).max
 
@@ -162,6 +174,16 @@ def test_gradients_do_not_explode(monkeypatch, arch, is_causal):
         of_scores = (grad.double().abs() @ v.double().abs().mT).max() / math.sqrt(q.shape[-1])
         assert dq.abs().max() <= 2 * of_scores * k.abs().max()
         assert dk.abs().max() <= 2 * of_scores * q.abs().max() * q.shape[2]
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm90"])
+@pytest.mark.parametrize("which", ["q", "k", "qk"])
+def test_gradients_are_finite_beyond_all_scores(monkeypatch, arch, which):
+    monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
+    leaves = [(x * (1e37 if name in which else 1.0)).bfloat16().requires_grad_() for name, x in zip("qkv", draw(70))]
+    sage_aot.train_attn(*leaves).backward(draw(70, seed=5)[0].bfloat16())
+    assert all(x.grad.isfinite().all() for name, x in zip("qkv", leaves) if name not in which)
+    assert not any(x.grad.isnan().any() for x in leaves)
 
 
 def test_f16_rows_that_see_one_key_have_no_gradient_of_scores(monkeypatch):

@@ -222,6 +222,13 @@ def test_values_of_ones_pass(arch):
     assert passes(arch=arch, values="ones", scores=None, kind="normal", qk="auto", pv_accum="auto", seqlen_kv=5)
 
 
+@pytest.mark.kernels("sm120")
+@pytest.mark.parametrize("smooth_v", [False, True])
+def test_values_of_ones_pass_in_nvfp4(smooth_v):
+    assert passes(arch="sm120", values="ones", scores=None, kind="normal", qk="nvfp4", smooth_q="auto", pv_accum="auto",
+                  smooth_v=smooth_v, seqlen_kv=5, headdim=64, entry="attn", wrong="nothing", dtype="f32")
+
+
 @pytest.mark.kernels("sm80", "sm89", "sm90")
 def test_bad_arguments_must_be_refused(subject):
     for wrong in WEIGHTS["wrong"]:
@@ -486,6 +493,13 @@ def test_a_mean_of_ones_must_be_one(subject):
     assert subject.examine(case).failure is None
     planted = Defective("sm80", spoil=lambda right, given, out, lse: out.mul_(1.003))
     assert subject.examine(case, planted).worst["a mean of one value"] > 1
+
+
+def test_a_mean_of_ones_is_one_but_for_nvfp4_without_smoothing():
+    plain = fuzz_checks.arithmetic_of(Case("sm80"))
+    loose = [(pv, smooth_v) for pv in ("f16", "e4m3", "nvfp4") for smooth_v in (False, True)
+             if dataclasses.replace(plain, pv=pv, smooth_v=smooth_v).of_equal_values > 0.002]
+    assert loose == [("nvfp4", False)]
 
 
 def test_the_oracle_knows_nothing_of_the_product():
