@@ -13,14 +13,17 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
-from sage_aot._backends.library_driver import LibraryDriver
+from sage_aot._backends.library_driver import (
+    MAX_DYNAMIC_SHARED_SIZE_BYTES,
+    PROGRAMMATIC,
+    DriverFunction,
+    LibraryDriver,
+)
 from sage_aot._kernels.drivers import cuda_text
 from sage_aot.errors import UnsupportedError
 
 Launcher = Callable[[int], None]
 """Queues one launch on a raw stream handle, in the current context. Threads must not share a launcher."""
-
-_CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 
 class Function(Protocol):
@@ -89,7 +92,7 @@ class CupyDriver:
         module.load(image)
         function = module.get_function(entry)  # keeps its module
         # Above 48 KB a kernel must ask for dynamic shared memory, once per device.
-        self._api.funcSetAttribute(function.ptr, _CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+        self._api.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
         return _CupyFunction(self._api.launchKernel, function, threads, shared_bytes)
 
     def context(self, device: int) -> int:
@@ -125,10 +128,6 @@ class _CupyFunction(NamedTuple):
 # --- cuda-bindings ----------------------------------------------------------------------------------------------------
 
 
-_PROGRAMMATIC = 12030
-"""The first CUDA whose graphs capture programmatic dependent launches: 12.3."""
-
-
 class BindingsDriver:
     """Through cuda-bindings; UnsupportedError where cuda-bindings or the driver is missing."""
 
@@ -158,7 +157,7 @@ class BindingsDriver:
             function = self._call(self._api.cuModuleGetFunction, module, entry.encode())
             self._call(self._api.cuFuncSetAttribute, function,
                        self._api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-        return _BindingsFunction(self, function, threads, shared_bytes, programmatic and self.cuda >= _PROGRAMMATIC)
+        return DriverFunction(self, function, threads, shared_bytes, programmatic and self.cuda >= PROGRAMMATIC)
 
     def context(self, device: int) -> int:
         """See :meth:`Driver.context`; the context is retained for the life of the process."""
@@ -229,18 +228,6 @@ class BindingsDriver:
         """An error's name and text, in cupy's format."""
         _, text = self._api.cuGetErrorString(status)
         return f"{status.name}: {text.decode()}" if text else str(status.name)
-
-
-class _BindingsFunction(NamedTuple):
-    driver: BindingsDriver
-    function: Any
-    threads: int
-    shared_bytes: int
-    programmatic: bool
-
-    def bind(self, blocks: int, pointers: int) -> Launcher:
-        return self.driver.launcher(self.function, blocks, self.threads, self.shared_bytes, pointers,
-                                    self.programmatic)
 
 
 # --- which of them ----------------------------------------------------------------------------------------------------

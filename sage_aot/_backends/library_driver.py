@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from sage_aot.errors import UnsupportedError
 
-_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
-_PROGRAMMATIC = 12030
+PROGRAMMATIC = 12030
 """The first CUDA whose graphs capture programmatic dependent launches: 12.3."""
 
 _FUNCTIONS = ("cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxGetCurrent",
@@ -55,14 +55,14 @@ class LibraryDriver:
         self.cuda: int = cuda.value
 
     def load(self, device: int, image: bytes, entry: str, threads: int, shared_bytes: int,
-             programmatic: bool = False) -> _LibraryFunction:
+             programmatic: bool = False) -> DriverFunction:
         """See :meth:`sage_aot._backends.drivers.Driver.load`."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         with self.entered(self.context(device)):
             self._call("cuModuleLoadData", ctypes.byref(module), image)  # Python ends bytes in a zero, as PTX must
             self._call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
-            self._call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-        return _LibraryFunction(self, function, threads, shared_bytes, programmatic and self.cuda >= _PROGRAMMATIC)
+            self._call("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+        return DriverFunction(self, function, threads, shared_bytes, programmatic and self.cuda >= PROGRAMMATIC)
 
     def context(self, device: int) -> int:
         """See :meth:`sage_aot._backends.drivers.Driver.context`; it is retained for the life of the process."""
@@ -119,9 +119,11 @@ class LibraryDriver:
         return ": ".join(texts) or f"CUDA error {status}"
 
 
-class _LibraryFunction(NamedTuple):
-    driver: LibraryDriver
-    function: ctypes.c_void_p
+class DriverFunction(NamedTuple):
+    """A kernel on a device, of a driver that makes launchers."""
+
+    driver: Any
+    function: Any
     threads: int
     shared_bytes: int
     programmatic: bool

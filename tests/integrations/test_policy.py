@@ -528,6 +528,19 @@ def test_a_route_whose_report_ended_meanwhile_is_not_kept(threshold, monkeypatch
         assert is_small(q, q, False, False) and report() == {SLOWER: 1}
 
 
+def test_a_route_that_is_forgotten_while_it_is_looked_up(threshold, monkeypatch):
+    """Another thread may clear the routes at any time."""
+    class Cleared(dict):
+        def __contains__(self, kind):
+            return True
+
+    threshold(full=1e15)
+    q = torch.empty(1, 2, 8, 64)
+    with use(Policy()):
+        monkeypatch.setattr(_policy, "routes", Cleared())
+        assert is_small(q, q, False, False)
+
+
 def test_keys_that_no_query_sees_do_not_count_as_work(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
