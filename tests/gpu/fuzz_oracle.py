@@ -49,7 +49,8 @@ TRAINED_ROWS = 128
 
 RARE_VALUES = 0.5
 """Most rounding of FP8 V, as a share of the channel's largest, where another channel is zero but for few keys: the
-factor of a KV tile, which all channels share, follows from the channel that its sample underestimates most."""
+factor of a KV tile, which all channels share, follows from the channel that its sample underestimates most. Sums in f16
+leave V̂ a range so short that values may vanish."""
 
 _LIMIT = {"int8": 127.0, "int4": 7.0}
 _ROUNDING = {"f16": 2.0**-11, "e4m3": 2.0**-4, "nvfp4": 0.5}  # half a unit in the last place, relatively
@@ -108,7 +109,7 @@ class Arithmetic:
     def lost_of_v(self) -> float:
         """Likewise of a V, as a share of the channel's largest."""
         if self.rare_values and self.pv != "f16":
-            return RARE_VALUES
+            return 1.0 if self.half_sums else RARE_VALUES
         if self.half_sums:
             return 2.0**-10 * 64 / 9
         return {"f16": 2.0**-25, "e4m3": 2.0**-10 / 14, "nvfp4": 1 / 24}[self.pv]
