@@ -15,13 +15,14 @@ from codegen.errors import BuildError
 from codegen.files import write_if_changed
 from codegen.matrix import Matrix, PlannedKernel
 from codegen.project import Project
+from sage_aot._families import FAMILIES
 from sage_aot._kernels.spec import capability_of
 
 CONTEXT = {
-    "attn": ("name", "template", "row", "headdim", "qk", "pv", "pv_accum", "mask", "smooth_v",
+    "attn": ("name", "template", "row", "headdim", "qk", "pv", "pv_accum", "p", "mask", "smooth_v",
              "smooth_q", "block_m", "block_n", "warp_m", "stages", "min_blocks"),
     "quant": ("name", "template", "row", "entries", "headdim", "qk", "pv", "block_m", "block_n", "warp_m",
-              "threads", "min_blocks"),
+              "key_norms", "threads", "min_blocks"),
     "pack": ("name", "template", "row", "threads"),
     "merge": ("name", "template", "row", "threads", "programmatic"),
     "bwdprep": ("name", "template", "row", "entries", "headdim", "qk", "pv", "block_m", "block_n", "warp_m", "threads"),
@@ -34,7 +35,7 @@ CONTEXT = {
 PROGRAMMATIC = 9, 0
 """The first compute capability with programmatic dependent launch."""
 
-_ENUMS = {"qk": "Qk", "pv": "Pv", "pv_accum": "PvAccum", "mask": "Mask"}
+_ENUMS = {"qk": "Qk", "pv": "Pv", "pv_accum": "PvAccum", "p": "P", "mask": "Mask"}
 """By axis, the enum of its values."""
 
 _CPP_NAME = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*", re.ASCII)
@@ -70,6 +71,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         **{axis: enumerator(enum, axes[axis]) for axis, enum in _ENUMS.items() if axis in axes},
         "smooth_v": axes.get("v") == "vsmooth",
         "smooth_q": axes.get("q") == "qsmooth",
+        "key_norms": FAMILIES[kernel.family].reads_key_norms,
         "threads": kernel.how.threads,
         "shared_bytes": kernel.shared_bytes,
         "programmatic": capability_of(spec.arch) >= PROGRAMMATIC,

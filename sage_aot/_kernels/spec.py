@@ -15,8 +15,11 @@ from sage_aot._kernels.axes import AXES, HALVES, ROWS
 MOST_TRAINED = 128
 """Most channels of a head that the backward kernels compute: more would not fit into the registers."""
 
-_PREFIX = {"headdim": "d", "qk": "qk", "pv": "pv", "pv_accum": "acc"}
+_PREFIX = {"headdim": "d", "qk": "qk", "pv": "pv", "pv_accum": "acc", "p": "p"}
 _SHORT: dict[int | str, str] = {"two_level_f32": "2f32", "two_level_f16": "2f16"}
+_UNSPELT = {"p": "exp2"}
+"""Values of axes for which a name has no part."""
+
 _ARCH = re.compile(r"(sm|ptx)(\d+)(\d)")
 _NAME = re.compile(r"sage_(?P<kind>[a-z]+)_(?P<axes>\w+)")
 _EXAMPLE = "sage_attn_sm80_d128_qkint8_pvf16_accf32_full_vraw_qraw"
@@ -61,7 +64,8 @@ class KernelSpec:
     @property
     def name(self) -> str:
         """File stem, manifest key, test id and bench row of this kernel."""
-        return "_".join(["sage", self.kind, *(_spell(axis, value) for axis, value in self.values.items())])
+        parts = [_spell(axis, value) for axis, value in self.values.items() if _UNSPELT.get(axis) != value]
+        return "_".join(["sage", self.kind, *parts])
 
     @property
     def entries(self) -> tuple[str, ...]:
@@ -121,6 +125,7 @@ class AttnSpec(KernelSpec):
     qk: str
     pv: str
     pv_accum: str
+    p: str
     mask: str
     v: str
     q: str
@@ -195,9 +200,13 @@ def spec_of(name: str) -> KernelSpec:
     match = _NAME.fullmatch(name)
     kind = KINDS.get(match["kind"]) if match else None
     parts = match["axes"].split("_") if match else []
-    if kind is None or len(parts) != len(kind.axes()):
+    spelt = [axis for axis in kind.axes() if axis not in _UNSPELT] if kind else []
+    if kind and len(parts) > len(spelt):
+        spelt = list(kind.axes())
+    if kind is None or len(parts) != len(spelt):
         raise ValueError(f"expected a name such as {_EXAMPLE!r}, got {name!r}")
-    return kind(**{axis: _read(name, axis, part) for axis, part in zip(kind.axes(), parts)})  # type: ignore[arg-type]
+    values = _UNSPELT | {axis: _read(name, axis, part) for axis, part in zip(spelt, parts)}
+    return kind(**{axis: values[axis] for axis in kind.axes()})  # type: ignore[arg-type]
 
 
 def _spell(axis: str, value: int | str) -> str:

@@ -166,6 +166,12 @@ class Options:
         expected="'auto' or one of " + ", ".join(repr(value) for value in AXES["pv_accum"]),
         axis="pv_accum", values={value: value for value in AXES["pv_accum"]},
         help="how P·V adds up over the keys; `\"auto\"` is the best of the GPU's kernels")
+    p: str = _option(
+        "auto", schema="str", valid=_is_one_of("auto", *map(str, AXES["p"])), samples=("auto", "linear", "exp2"),
+        refused="exact", expected="'auto', 'linear' or 'exp2'",
+        axis="p", values={value: value for value in AXES["p"]},
+        help="how p follows from a score: `\"exp2\"`, an exponential; `\"linear\"`, a line between the powers of two, "
+             "as fine as the mantissa of an e4m3; `\"auto\"` is the fastest of the GPU's kernels")
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
@@ -223,6 +229,7 @@ class Asked(NamedTuple):
     rotate: Any = "auto"
     clip: Any = True
     pv_accum: Any = "auto"
+    p: Any = "auto"
 
     def heads_first(self) -> Asked:
         """The same for tensors that are [batch, heads, seq, headdim] by now."""

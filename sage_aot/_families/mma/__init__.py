@@ -16,4 +16,4 @@ def _rules(tile: Tile) -> list[str]:
     return []
 
 
-MMA = Family("mma", _rules, persistent=False, promotes_under_products=False)
+MMA = Family("mma", _rules, persistent=False, reads_key_norms=False, promotes_under_products=False)

@@ -25,6 +25,10 @@ enum class Pv { kF16, kE4m3, kNvfp4 };
 // of the type named, for one KV tile or a pair, which a promotion then adds to O in f32.
 enum class PvAccum { kF32, kTwoLevelF32, kTwoLevelF16 };
 
+// How P follows from a score x, in log2 units less its row's reference: 2^x, or a line between the powers of two
+// (attn/wgmma/linear_p.cuh).
+enum class P { kExp2, kLinear };
+
 // Type of the caller's tensors; a run-time value, equal for all of them.
 enum class Dtype : i32 { kF16 = 0, kBf16 = 1, kF32 = 2 };
 

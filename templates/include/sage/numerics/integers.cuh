@@ -41,11 +41,12 @@ struct Integers {
     return fminf(fmaxf(y, kIntegerBias - kLimit - 1.0f), kIntegerBias + kLimit);
   }
 
-  // Rounds eight values and stores them side by side, the first in the lowest bits.
-  __device__ __forceinline__ static void store(u8* to, const float (&x)[8], float inv_scale) {
+  // Rounds eight values and stores them side by side, the first in the lowest bits. Returns the sum of their squares.
+  __device__ __forceinline__ static i32 store(u8* to, const float (&x)[8], float inv_scale) {
     const u32 lo = bytes<0>(x, inv_scale), hi = bytes<4>(x, inv_scale);
     if constexpr (kBits == 8) *reinterpret_cast<u64*>(to) = static_cast<u64>(hi) << 32 | lo;
     else *reinterpret_cast<u32*>(to) = nibbles(hi) << 16 | nibbles(lo);
+    return ptx::dot_s8x4(lo, lo, ptx::dot_s8x4(hi, hi, 0));
   }
 
  private:

@@ -77,6 +77,43 @@ __device__ __forceinline__ u32 e4m3x4(float a, float b, float c, float d) {
   return static_cast<u32>(e4m3x2(a, b)) | static_cast<u32>(e4m3x2(c, d)) << 16;
 }
 
+// Four f32 to four u8, nearest even, saturating, `a` in the lowest byte; zero for NaN.
+__device__ __forceinline__ u32 u8x4(float a, float b, float c, float d) {
+  u32 y;
+  asm("{.reg .s32 i, j, k, l;\n"
+      " cvt.rni.s32.f32 i, %1;\n"
+      " cvt.rni.s32.f32 j, %2;\n"
+      " cvt.rni.s32.f32 k, %3;\n"
+      " cvt.rni.s32.f32 l, %4;\n"
+      " .reg .b32 upper;\n"
+      " cvt.pack.sat.u8.s32.b32 upper, l, k, 0;\n"
+      " cvt.pack.sat.u8.s32.b32 %0, j, i, upper;}"
+      : "=r"(y)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return y;
+}
+
+// The nearest s32, of two the even one, saturating.
+__device__ __forceinline__ i32 nearest_s32(float x) {
+  i32 y;
+  asm("cvt.rni.s32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
+// The square root to about 23 bits.
+__device__ __forceinline__ float sqrt(float x) {
+  float y;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The sum of the products of four s8 each, plus c.
+__device__ __forceinline__ i32 dot_s8x4(u32 a, u32 b, i32 c) {
+  i32 y;
+  asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+
 // Eight f32 to eight e2m1, nearest even, saturating at 6, the first in the lowest bits; sm120's family alone.
 __device__ __forceinline__ u32 e2m1x8(const float (&x)[8]) {
   u32 y;

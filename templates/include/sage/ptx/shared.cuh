@@ -27,6 +27,10 @@ __device__ __forceinline__ void store_shared_u32(u32 shared, u32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_u8(u32 shared, u32 x) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
+}
+
 struct F32x2 {
   float x, y;
 };

@@ -129,8 +129,9 @@ struct QuantizeK {
     }
     if (!Block::has_keys(source.rows, tile)) return;
     u8* tile_data = kv_tile_address<Config>(params.kv_hat, first_kv_tile + tile);
-    store_rows<kUnroll>(tile_data, keys, scale, prepare);
+    const i32 squares = store_rows<kUnroll>(tile_data, keys, scale, prepare);
     store_line(tile_data, scale);
+    if constexpr (Config::kKeyNorms) store_norm(tile_data, scale, squares);
   }
 
   // The largest magnitude of this thread's rows as they are quantized; NaN or infinity where one is not finite.
@@ -200,9 +201,10 @@ struct QuantizeK {
     return search.best();
   }
 
-  // Stores this thread's rows in a tile. prepare(s, x): row s as it is quantized.
+  // Stores this thread's rows in a tile. prepare(s, x): row s as it is quantized. Returns the largest sum of squares of
+  // the thread's channels of a row.
   template <i32 kUnroll, class Prepare>
-  __device__ __forceinline__ static void store_rows(u8* tile_data, const Keys& keys, const Scale& scale,
+  __device__ __forceinline__ static i32 store_rows(u8* tile_data, const Keys& keys, const Scale& scale,
                                                     Prepare prepare) {
     const auto offset = [&](i32 key) {
       return QuantizedRows<Config>::template offset<typename Layout::KRows>(key, first_channel());
@@ -211,13 +213,31 @@ struct QuantizeK {
     u8* const even = tile_data + offset(keys.first);
     u8* const odd = tile_data + offset(keys.first + 1);
     u8* const group_scale = QuantizedRows<Config>::group_scale(tile_data + Layout::kKScales, keys.first);
+    i32 largest = 0;
 #pragma unroll kUnroll
     for (i32 s = 0; s < kSteps; ++s) {
       float x[1][kVector];
       prepare(s, x);
       const i32 n = s * kKeysAtOnce, period = n / 2 * 8 * Layout::KRows::kPitch;  // of the swizzle: whole ones
-      QuantizedRows<Config>::store((n % 2 ? odd : even) + period, group_scale + kth_key(n) * Layout::kQkRowScales, x[0],
-                                   scale.inv_scale);
+      u8* const to = (n % 2 ? odd : even) + period;
+      largest = max(largest, QuantizedRows<Config>::store(to, group_scale + kth_key(n) * Layout::kQkRowScales, x[0],
+                                                          scale.inv_scale));
+    }
+    return largest;
+  }
+
+  // Stores a bound on the norms of the warp's keys: the sum over the channels of the largest squares of each thread,
+  // whatever their rows.
+  __device__ __forceinline__ void store_norm(u8* tile_data, const Scale& scale, i32 squares) const {
+    const u32 of_row = ptx::sum_over_lanes<kVectors>(static_cast<u32>(squares));
+    const float largest = ptx::max_over_lanes<kWarpSize>(static_cast<float>(of_row));
+    auto& line = *reinterpret_cast<KvLine*>(tile_data + Layout::kLine);
+    const i32 warp = ptx::thread_index() / kWarpSize;
+    if (ptx::thread_index() % kWarpSize == 0) {
+      const float norm = scale.scale * ptx::sqrt(largest);
+      KvLine::Norms& norms = line.norms[warp / kWarpsPerGroup % kKeyGroups];
+      if constexpr (kWarpsPerGroup == 1) norms.of_warp[0] = norms.of_warp[1] = norm;
+      else norms.of_warp[warp % kWarpsPerGroup] = norm;
     }
   }
 

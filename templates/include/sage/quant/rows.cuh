@@ -93,10 +93,11 @@ struct SelectRows<Config, false> {
 template <class Config>
 struct QuantizedRows : SelectRows<Config>::Type {
   // Stores eight channels of a row. to: where they lie in a tile; group_scale: the place of the scale of their group,
-  // which two neighbouring lanes share, if groups have scales. All lanes of a warp must call this.
-  __device__ __forceinline__ static void store(u8* to, u8* group_scale, const float (&x)[kVector], float inv_scale) {
+  // which two neighbouring lanes share, if groups have scales. All lanes of a warp must call this. Returns the sum of the
+  // squares of integers.
+  __device__ __forceinline__ static i32 store(u8* to, u8* group_scale, const float (&x)[kVector], float inv_scale) {
     if constexpr (Config::kQk != Qk::kNvfp4) {
-      Integers<bits_of(Config::kQk)>::store(to, x, inv_scale);
+      return Integers<bits_of(Config::kQk)>::store(to, x, inv_scale);
     } else {
       float scaled[kVector];
 #pragma unroll
@@ -104,6 +105,7 @@ struct QuantizedRows : SelectRows<Config>::Type {
       const u32 scale = nvfp4_scale<kNvfp4Group / kVector>(scaled);
       *reinterpret_cast<u32*>(to) = e2m1_word(scaled, inv_nvfp4_scale(scale));
       if (ptx::thread_index() % (kNvfp4Group / kVector) == 0) *group_scale = static_cast<u8>(scale);
+      return 0;
     }
   }
 

@@ -68,8 +68,8 @@ constexpr i32 kKeyGroups = 4;
 template <class Config>
 constexpr i32 kRowGroups = Config::kQk == Qk::kInt8 ? 8 : Config::kWarpM;
 
-// The line of a KV tile: its scales, and which keys and channels hold what is not finite. The first kLoaded bytes are
-// loaded to shared memory with the tile.
+// The line of a KV tile: its scales, which keys and channels hold what is not finite, and norms of its keys. The first
+// kLoaded bytes are loaded to shared memory with the tile, with norms the first kLoadedWithNorms.
 struct KvLine {
   static constexpr i32 kMost = 128;  // keys of a tile
   static constexpr i32 kChannelsOfMark = 8;
@@ -83,9 +83,21 @@ struct KvLine {
   u32 k_spoilt[kMost / 32];
   // Written where a v_factor has its sign set: a bit for each kChannelsOfMark channels with such a value.
   u32 v_spoilt[1];
+  // Bounds on the norms of the keys of each scale group, as they are quantized: one of each of the two warps that
+  // quantize a group. Where the quantizer's Config::kKeyNorms says so.
+  struct alignas(8) Norms {
+    float of_warp[2];
+  } norms[kKeyGroups];
 
   static constexpr i32 kLoaded = kKeyGroups * sizeof(Factors);
   static constexpr i32 kBytes = 128;  // tiles stay aligned to whole lines
+
+  __device__ __forceinline__ float largest_norm() const {
+    float largest = 0.0f;
+#pragma unroll
+    for (const Norms& of_group : norms) largest = fmaxf(largest, fmaxf(of_group.of_warp[0], of_group.of_warp[1]));
+    return largest;
+  }
 };
 
 // Rows and bytes of one tile of each quantized tensor.
@@ -123,6 +135,7 @@ struct TileLayout {
 
   // A KV tile: offsets of its parts, and its size.
   static constexpr i32 kV = kKBytes, kLine = kV + kVBytes, kKvBytes = kLine + KvLine::kBytes;
+  static_assert(sizeof(KvLine) <= KvLine::kBytes);
   static_assert(Config::kBlockN <= KvLine::kMost && Config::kHeadDim <= 32 * KvLine::kChannelsOfMark);
 };
 

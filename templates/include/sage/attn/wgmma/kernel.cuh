@@ -56,6 +56,7 @@ struct AttentionWgmma {
       const Producer<Config> producer{params, shared};
       if (ptx::thread_index() == 0) producer.load_queries();
       if (ptx::thread_index() == kWarpSize) producer.load_tiles();
+      if (Traits::kBoundsScores && ptx::thread_index() / kWarpSize == 2) producer.find_norms();
     } else {
       ptx::setmaxnreg_inc<Traits::kConsumerRegisters>();
       consume(warpgroup - 1);
@@ -67,7 +68,7 @@ struct AttentionWgmma {
 #pragma unroll
     for (i32 buffer = 0; buffer < 2; ++buffer) {
       ptx::mbarrier_init(shared.query_tile_full(buffer), 1);
-      ptx::mbarrier_init(shared.query_full(buffer), 1);
+      ptx::mbarrier_init(shared.query_full(buffer), Traits::kBoundsScores ? 2 : 1);
       ptx::mbarrier_init(shared.query_empty(buffer), kConsumers * kWarpgroup + 1);
     }
 #pragma unroll
@@ -91,6 +92,16 @@ struct AttentionWgmma {
     ptx::fence_proxy_async();
   }
 
+  // Whether the scores of the warpgroup's rows are small enough for a linear P, by the Cauchy-Schwarz inequality. All
+  // warps of a warpgroup get one answer, since they issue their products together.
+  __device__ __forceinline__ bool scores_in_range(const Mainloop<Config>& loop, i32 buffer, i32 consumer) const {
+    const bool fits = !ptx::any(loop.q_norm() * shared.k_norm(buffer) > BitsLine<1>::kLargestScore);
+    const u32 votes = shared.votes(buffer, consumer);
+    if (loop.lane == 0) ptx::store_shared_u8(votes + loop.warp % 4, fits);
+    ptx::barrier_sync(3 + consumer, kWarpgroup);
+    return ptx::load_shared_u32(votes) == 0x01010101;
+  }
+
   __device__ __forceinline__ void consume(i32 consumer) const {
     const i32 warp = ptx::thread_index() / kWarpSize - kWarpgroup / kWarpSize, lane = ptx::thread_index() % kWarpSize;
     PipelineState<2> query;
@@ -108,8 +119,15 @@ struct AttentionWgmma {
       Mainloop<Config> loop(params, shared, work, warp, lane, q_rows, q_scale, consumer, stage);
       // Not loop.kv_end(): at head dim 256 ptxas would serialize the products (C7511).
       if ((kTogether ? work.kv : loop.own_kv).end > 0) {
-        if (params.lse != nullptr) loop.template attend<true>();
-        else loop.template attend<false>();
+        if constexpr (Traits::kBoundsScores) loop.issue_qk();  // which the bound's instructions run beside
+        if (params.lse != nullptr) {
+          loop.template attend<true, P::kExp2>();
+        } else if constexpr (Traits::kBoundsScores) {
+          if (scores_in_range(loop, query.index, consumer)) loop.template attend<false, P::kLinear>();
+          else loop.template attend<false, P::kExp2>();
+        } else {
+          loop.template attend<false, Config::kP>();
+        }
       }
       if constexpr (!kTogether) loop.skip_unseen();
       stage = loop.stage;

@@ -101,10 +101,10 @@ struct Mainloop {
   // masked step the second of a pair where R is open.
   enum Sum { kAlone, kOpens, kCloses };
 
-  // The consumer's KV tiles, at least one.
-  template <bool kLse>
+  // The consumer's KV tiles, at least one. kOwnP: Config::kP, or exponentials.
+  template <bool kLse, P kOwnP>
   __device__ __forceinline__ void attend() {
-    issue_qk();
+    if constexpr (!Traits::kBoundsScores) issue_qk();
     const KvStage here = stage;
     stage.advance();
     const float scale = score_scale(scales_of(here));
@@ -112,10 +112,10 @@ struct Mainloop {
     float own_largest[kRows];
     if (kv_full_end() > 0) {
       finish_scores<false>(0, scale, here, own_largest);
-      exponentiate<kLse, false, true>(scale, own_largest, here);
+      exponentiate<kLse, kOwnP, false, true>(scale, own_largest, here);
     } else {
       finish_scores<true>(0, scale, here, own_largest);
-      exponentiate<kLse, true, true>(scale, own_largest, here);
+      exponentiate<kLse, kOwnP, true, true>(scale, own_largest, here);
     }
     o_factor = v_factor;
     const i32 full_tiles = ptx::uniform(kv_full_end()), tiles = ptx::uniform(kv_end());
@@ -124,24 +124,24 @@ struct Mainloop {
     if constexpr (kPairs) {
 #pragma unroll 1
       for (; tile + kFullBehindPair < full_tiles; tile += 2) {
-        step<kLse, false, kOpens>(tile, false);
+        step<kLse, kOwnP, false, kOpens>(tile, false);
         if (kOpenEnd && tile + 1 == full_tiles) {
           ++tile, open = true;
           __syncwarp();  // keeps ptxas from hoisting this exit's register moves into the loop
           break;
         }
-        step<kLse, false, kCloses>(tile + 1, true);
+        step<kLse, kOwnP, false, kCloses>(tile + 1, true);
       }
       change_factor();
     } else {
 #pragma unroll 1
       for (; tile < full_tiles; ++tile) {
-        step<kLse, false, kAlone>(tile, false);
+        step<kLse, kOwnP, false, kAlone>(tile, false);
       }
     }
 #pragma unroll 1
     for (; tile < tiles; ++tile, open = false) {
-      step<kLse, true, kAlone>(tile, open);
+      step<kLse, kOwnP, true, kAlone>(tile, open);
     }
     issue_pv(open);
     wait_pv<0>();
@@ -163,7 +163,7 @@ struct Mainloop {
   }
 
   // P·V of the tile before, and P of this tile. `open`: R holds P·V of the first tile of a pair.
-  template <bool kLse, bool kMasked, Sum kSum>
+  template <bool kLse, P kOwnP, bool kMasked, Sum kSum>
   __device__ __forceinline__ void step(i32 tile, bool open) {
     pingpong.wait();  // the other consumer has issued its products and reduced its scores
     issue_pv(open);   // R (+)= P · V of the tile before
@@ -180,11 +180,17 @@ struct Mainloop {
     if constexpr (kSum != kOpens) promote();  // O = alpha · O + R, under Q · K
     if constexpr (kSum == kCloses && !kTogether && !kLse) keep_in_front(here);
     ptx::wgmma_wait<0>();  // S is done
+    // A linear P is short enough for the other consumer to issue its products in front of the maxima (docs/decisions.md).
+    constexpr bool kArrivesEarly = kTogether && kOwnP == P::kLinear && !Config::kSmoothQ;
+    if constexpr (kArrivesEarly) {  // the other consumer may issue its products
+      pingpong.arrive();
+      keep_in_front(here);
+    }
     float own_largest[kRows];
     finish_scores<kMasked>(tile, scale, here, own_largest);  // delta_s, mask, largest scores
-    pingpong.arrive_behind(own_largest);                     // the other consumer may issue its products
+    if constexpr (!kArrivesEarly) pingpong.arrive_behind(own_largest);
     // Of a pair's second tile (kOpens: R holds the first) references may rise, but do not restart: R takes both tiles.
-    exponentiate<kLse, kMasked, kSum != kOpens>(scale, own_largest, here);
+    exponentiate<kLse, kOwnP, kMasked, kSum != kOpens>(scale, own_largest, here);
     if constexpr (kSum == kOpens) rescale_r(pending, r_factor);
     if constexpr (kSum == kAlone) change_factor();
   }
@@ -209,6 +215,26 @@ struct Mainloop {
   __device__ __forceinline__ KvTileScales scales_of(const KvStage& here) const {
     const i32 own_lane = kSlices == 1 ? lane : static_cast<i32>(ptx::thread_index());
     return {shared.kv_stage(here.index) + Shared::kLine, own_lane};
+  }
+
+  // The norm of the thread's rows of Q, the larger, in log2 units.
+  __device__ __forceinline__ float q_norm() const {
+    using QRows = typename Layout::QRows;
+    u32 largest = 0;
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+      const u32 row = q_rows + (warp % (kWarpgroup / kWarpSize) * Config::kWarpM + 8 * r + lane / 4) * QRows::kPitch;
+      i32 squares = 0;
+#pragma unroll
+      for (i32 chunk = 0; chunk < QRows::kRowBytes / 16; chunk += 4) {  // in whatever order
+        const u32 address = row + chunk / 8 * QRows::kPanelBytes + (chunk % 8 + lane % 4) * 16;
+        const ptx::U32x4 x = ptx::load_shared_u32x4(address);
+        squares = ptx::dot_s8x4(x.x, x.x, ptx::dot_s8x4(x.y, x.y, squares));
+        squares = ptx::dot_s8x4(x.z, x.z, ptx::dot_s8x4(x.w, x.w, squares));
+      }
+      largest = max(largest, ptx::sum_over_lanes<4>(static_cast<u32>(squares)));
+    }
+    return q_scale * ptx::sqrt(static_cast<float>(largest));
   }
 
   // The scale of this thread's scores in that tile.
@@ -334,7 +360,7 @@ struct Mainloop {
 
   // Row references and P of the tile whose scores are finished. Loads the scale of the scores again, even where it is
   // one: a load does not move across the ping-pong arrival, and so no exponential does.
-  template <bool kLse, bool kMasked, bool kRestart>
+  template <bool kLse, P kOwnP, bool kMasked, bool kRestart>
   __device__ __forceinline__ void exponentiate(float scale, const float (&own_largest)[kRows], const KvStage& here) {
     constexpr bool kFinished = kMasked || Config::kSmoothQ;
     softmax.template move_references<kRestart>(own_largest, Config::kSmoothQ ? 1.0f : scale, alpha);
@@ -344,9 +370,15 @@ struct Mainloop {
     if constexpr (!Config::kSmoothQ) scale = score_scale(scales);
     else if constexpr (kTogether) scale = ptx::load_shared_f32(shared.first + Shared::kOne);
     else scale = 1.0f;
-    softmax.template exponentiate<kFinished>(acc_s, scale);
-    if constexpr (kLse) softmax.add(acc_s, alpha, exact_sum);
-    softmax.pack(acc_s, p);
+    if constexpr (kOwnP == P::kLinear && kFinished) {
+      softmax.pack_line(acc_s, FloatLine<kRows, Config::kSmoothQ>(scale, softmax.row_ref), p);
+    } else if constexpr (kOwnP == P::kLinear) {
+      softmax.pack_line(acc_s, BitsLine<kRows>(scale, softmax.row_ref), p);
+    } else {
+      softmax.template exponentiate<kFinished>(acc_s, scale);
+      if constexpr (kLse) softmax.add(acc_s, alpha, exact_sum);
+      softmax.pack(acc_s, p);
+    }
     previous = here.index;
   }
 

@@ -60,6 +60,31 @@ struct Producer {
     }
   }
 
+  // Call with one warp. Finds the largest norm of the keys that a query tile sees.
+  __device__ __forceinline__ void find_norms() const {
+    PipelineState<2> query;
+    const i32 lane = ptx::thread_index() % kWarpSize;
+#pragma unroll 1
+    while (true) {
+      ptx::mbarrier_wait(shared.query_tile_full(query.index), query.phase);
+      const WorkTile& work = shared.query_tile(query.index);
+      if (work.kv.end == kNoMoreTiles) break;
+      float largest = 0.0f;
+#pragma unroll 1
+      for (i32 tile = work.kv.begin + lane; tile < work.kv.end; tile += kWarpSize) {
+        const u8* line = work.template kv_tile<Config>(params, tile) + Layout::kLine;
+        largest = fmaxf(largest, reinterpret_cast<const KvLine*>(line)->largest_norm());
+      }
+      largest = ptx::max_over_lanes<kWarpSize>(largest);
+      if (lane == 0) {
+        shared.k_norm(query.index) = largest;
+        ptx::mbarrier_arrive(shared.query_full(query.index));
+      }
+      query.advance();
+    }
+    if (lane == 0) ptx::mbarrier_arrive(shared.query_full(query.index));
+  }
+
  private:
   using Layout = TileLayout<Config>;
   using Shared = SharedStorage<Config>;

@@ -27,7 +27,8 @@ struct SharedStorage {
   static constexpr i32 kQScalesBytes = Config::kBlockM / Config::kWarpM * kRowGroups<Config> * 4;
   static constexpr i32 kRowBias = kQScales + kQScalesBytes, kRowBiasBytes = Config::kBlockM * 4;
   static constexpr i32 kQueryTile = kRowBias + kRowBiasBytes;
-  static constexpr i32 kQueryBytes = ceil_div<i32>(kQueryTile + sizeof(WorkTile), 1024) * 1024;
+  static constexpr i32 kKNorm = kQueryTile + sizeof(WorkTile), kVotes = kKNorm + 4;
+  static constexpr i32 kQueryBytes = ceil_div<i32>(kVotes + 4 * 3, 1024) * 1024;
   static constexpr i32 kUnits = Layout::kV + Layout::kVBytes;  // in a stage: as eight more rows of V
   static constexpr i32 kUnitBytes = 8 * Config::kBlockN;
   static constexpr i32 kLine = kUnits + kUnitBytes;
@@ -47,6 +48,12 @@ struct SharedStorage {
   __device__ __forceinline__ WorkTile& query_tile(i32 buffer) const {
     return *reinterpret_cast<WorkTile*>(bytes + buffer * kQueryBytes + kQueryTile);
   }
+  // The largest norm of the keys that a query tile sees, and a vote of each warp of a consumer, a byte each: whether
+  // P is linear.
+  __device__ __forceinline__ float& k_norm(i32 buffer) const {
+    return *reinterpret_cast<float*>(bytes + buffer * kQueryBytes + kKNorm);
+  }
+  __device__ __forceinline__ u32 votes(i32 buffer, i32 consumer) const { return query(buffer) + kVotes + 4 * consumer; }
   __device__ __forceinline__ float& one() const { return *reinterpret_cast<float*>(bytes + kOne); }
   __device__ __forceinline__ StoreWholeRows<Config> rows(i32 warp) const {
     return {bytes + kOutputRows + warp * StoreWholeRows<Config>::kBytes};

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "sage/attn/row_references.cuh"
+#include "sage/attn/wgmma/linear_p.cuh"
 
 namespace sage {
 
@@ -67,6 +68,20 @@ struct TileSoftmax : RowReferences<Product, Config::kWarpM / 8> {
       for (i32 j = 0; j < kNTiles; ++j) {
         sum[r] += __int_as_float(acc_s[r / 2][j][2 * (r % 2)]);
         sum[r] += __int_as_float(acc_s[r / 2][j][2 * (r % 2) + 1]);
+      }
+    }
+  }
+
+  // A linear P as the A operand of the second product. Line: of linear_p.cuh.
+  template <class Line>
+  __device__ __forceinline__ static void pack_line(const Scores& acc_s, const Line& line,
+                                                   typename Product::Operand& p) {
+#pragma unroll
+    for (i32 j = 0; j < kNTiles; j += 2) {
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        const auto score = [&](i32 e) { return acc_s[r / 2][j + e / 2][2 * (r % 2) + e % 2]; };
+        p[r / 2][j / 4][r % 2 + 2 * (j / 2 % 2)] = line.bytes(r, score);
       }
     }
   }

@@ -27,6 +27,10 @@ struct WgmmaTraits {
   // Otherwise P and the scores share registers.
   static constexpr bool kTogether = kConsumers == 2;
 
+  // A linear P takes scores in range alone, and finds out whether they are. Those of a smoothed Q are in f32, which has
+  // the range.
+  static constexpr bool kBoundsScores = Config::kP == P::kLinear && !Config::kSmoothQ;
+
   // Query rows that go over the same KV tiles. Consumers that ping-pong take equally many steps.
   static constexpr i32 kRowsOfRange = kTogether ? Config::kBlockM : kWarpgroupRows;
 

@@ -1,0 +1,76 @@
+// P without exponentials: the byte of P in e4m3 as a linear function of the score.
+//
+// The byte of a positive e4m3 is 8 · (log2 P + 7) at powers of two, and linear in P between them. With x = score -
+// row_ref
+//   byte = 8 · (x + 7) - kShift
+// is 2^x to within a line and the rounding of a byte: 3.2 % of P (standard deviation), where rounding 2^x to e4m3 has
+// 2.7 %. A factor that all P of a row have in common cancels against the row sum, which is one of the same bytes.
+// Two ways to compute it: BitsLine takes the fewest instructions, FloatLine any scores.
+#pragma once
+
+#include "sage/attn/p_operand.cuh"
+#include "sage/ptx/math.cuh"
+
+namespace sage {
+
+// Makes the byte of 2^kTop, the largest P, that of 448, and is near the mean of the line's error.
+constexpr float kShift = 0.45884f;
+
+// The line as the bits of an f32, 2^23 an octave, which are then converted as 2^x is. For integer scores of at most
+// kLargestScore in this tile and in all before it: an f32 has room for 126 octaves below one, a score may lie that much
+// below the largest. Their scale is then below 2^-7, the reference within ±128.
+template <i32 kRows>
+struct BitsLine {
+  static constexpr float kLargestScore = 65.0f;  // log2 units
+
+  i32 factor, offset[kRows];
+
+  __device__ __forceinline__ BitsLine(float scale, const float (&row_ref)[kRows]) {
+    // Rounded to integers by a sum: an integer conversion would make the whole tile wait.
+    constexpr float kUnits = 0x1.8p23f, kUnitsOf2p15 = 0x1.8p8f;
+    factor = __float_as_int(fmaf(scale, 0x1p23f, kUnits)) - 0x4b400000;
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+      constexpr i32 kAtZero = static_cast<i32>((8 * 127 - kShift) * 0x1p20f);
+      const u32 reference = __float_as_uint(row_ref[r] + kUnitsOf2p15) - 0x43c00000u;
+      offset[r] = static_cast<i32>(kAtZero - reference * 256u);
+    }
+  }
+  // Four bytes of P; score(e): of the row r.
+  template <class Score>
+  __device__ __forceinline__ u32 bytes(i32 r, Score score) const {
+    float x[4];
+#pragma unroll
+    for (i32 e = 0; e < 4; ++e) x[e] = __int_as_float(score(e) * factor + offset[r]);
+    return ptx::e4m3x4(x[0], x[1], x[2], x[3]);
+  }
+};
+
+// The line as an f32, converted to integers: bytes that would be negative are zero. For scores in f32. kClamps: where
+// they are so large that the reference, which is rounded down, is more than a byte too small.
+template <i32 kRows, bool kClamps>
+struct FloatLine {
+  static constexpr float kLargestByte = 126.0f;
+  static constexpr float kLargestReference = 0x1p16f;  // up to which no byte is too large without a clamp
+
+  float factor, offset[kRows];
+
+  __device__ __forceinline__ FloatLine(float scale, const float (&row_ref)[kRows]) {
+    factor = 8.0f * scale;
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) offset[r] = fmaf(row_ref[r], -8.0f, 8 * 7 - kShift);
+  }
+  template <class Score>
+  __device__ __forceinline__ u32 bytes(i32 r, Score score) const {
+    float x[4];
+#pragma unroll
+    for (i32 e = 0; e < 4; ++e) {
+      x[e] = fmaf(__int_as_float(score(e)), factor, offset[r]);
+      // NaN, of a masked score in a row without a reference, stays: it becomes zero.
+      if constexpr (kClamps) x[e] = ptx::min_nan(x[e], kLargestByte);
+    }
+    return ptx::u8x4(x[0], x[1], x[2], x[3]);
+  }
+};
+
+}  // namespace sage
