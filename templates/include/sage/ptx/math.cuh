@@ -93,13 +93,6 @@ __device__ __forceinline__ u32 u8x4(float a, float b, float c, float d) {
   return y;
 }
 
-// The nearest s32, of two the even one, saturating.
-__device__ __forceinline__ i32 nearest_s32(float x) {
-  i32 y;
-  asm("cvt.rni.s32.f32 %0, %1;" : "=r"(y) : "f"(x));
-  return y;
-}
-
 // The square root to about 23 bits.
 __device__ __forceinline__ float sqrt(float x) {
   float y;
