@@ -88,7 +88,7 @@ class FamilyKind:
     template: str
     threads: int | None  # of a block; those of attention kernels follow from their tiles
     min_blocks: int | None  # resident blocks an SM, of quantizers; attention kernels have their tiles', delta none
-    allowed_spill_bytes: int = 0  # of backward kernels; attention kernels have their rows'
+    allowed_spill_bytes: int = 0  # of quantizers and backward kernels; attention kernels have their rows'
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class RowReader:
                 **dict.fromkeys(("attn", "bwdkv", "bwdq"), ("template",))}  # their headers say how many threads
         entries = self.reader.mapping(
             node, f"{kind!r} of the family {family!r}", keys.get(kind, ("template", "threads")),
-            ("allow_spills", "why") if kind in BACKWARD else ())
+            ("allow_spills", "why") if kind in (*BACKWARD, "quant") else ())
         template = self.reader.scalar(entries["template"]) if "template" in entries else None
         if template is not None and not (self.templates / str(template)).is_file():
             self.reader.complain(line_of(entries["template"]), f"expected a file in templates/, got {template!r}")

@@ -33,8 +33,10 @@ class Softmax(Protocol):
     row_sum: torch.Tensor  # likewise, the sum of the rounded P times the kernel's sum_unit, by which O is divided
     lse_sum: torch.Tensor  # likewise, that of the log-sum-exp
 
-    def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor) -> None:
-        """`visible`: of all rows; `zeros`: [batch, heads, rows]."""
+    def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor,
+                 bound: torch.Tensor | None) -> None:
+        """`visible`: of all rows; `zeros`: [batch, heads, rows]; `bound`: likewise, no magnitude of a row's scores is
+        larger; None where the kernel writes a log-sum-exp."""
         ...
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
@@ -53,12 +55,14 @@ def softmax_of(family: str) -> type[Softmax]:
     return found
 
 
-def attend(plan: Plan, quantized: Quantized,
-           key_ranks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(plan: Plan, quantized: Quantized, key_ranks: torch.Tensor | None = None, *,
+           with_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention kernel of a plan on quantized inputs: output f32 and log-sum-exp, both with padded rows.
-    `key_ranks`: how many of the caller's first keys are among the quantized ones, [keys + 1]; None: all."""
+    `key_ranks`: how many of the caller's first keys are among the quantized ones, [keys + 1]; None: all. `with_lse`:
+    whether the call returns the log-sum-exp."""
     visible = visible_keys(plan.problem, quantized.q.shape[2], key_ranks)
-    of_splits = [_attend(plan.problem, plan.kernels.attn, quantized, visible, own)
+    bound = None if with_lse or plan.splits > 1 else score_bound(plan, quantized, visible)
+    of_splits = [_attend(plan.problem, plan.kernels.attn, quantized, visible, own, bound)
                  for own in _splits(visible, plan.kernels.attn.tile, plan.splits)]
     return of_splits[0] if plan.splits == 1 else _merge(*map(torch.stack, zip(*of_splits)))
 
@@ -84,8 +88,37 @@ def _merge(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return (weights[..., None] * out).sum(0) * factor[..., None], largest + total.log2() * math.log(2.0)
 
 
+def score_bound(plan: Plan, quantized: Quantized, visible: VisibleKeys) -> torch.Tensor:
+    """[batch, heads, rows], log2 units: the norm of a row of Q times the largest of the keys that its query tile sees,
+    as quant/quantize_k.cuh bounds that."""
+    attn, quant = plan.kernels.attn, plan.kernels["quant"]
+    block_m, block_n = attn.tile.block_m, attn.tile.block_n
+    group = plan.problem.num_q_heads // plan.problem.num_kv_heads
+    of_tiles = _key_norms(quantized, block_n, quant.fact("warps_per_key_group"), quant.fact("vector"))
+    last = torch.arange(quantized.q.shape[2]) // block_m * block_m + block_m - 1
+    ends = (-(-visible.end[last] // block_n)).clamp(min=1).to(of_tiles.device)
+    largest = of_tiles.cummax(-1).values[:, :, ends - 1].repeat_interleave(group, 1)
+    return quantized.q_scale * quantized.q.square().sum(-1).sqrt() * largest
+
+
+def _key_norms(quantized: Quantized, block_n: int, warps: int, vector: int) -> torch.Tensor:
+    """[batch, kv heads, kv tiles]: bounds on the norms of the keys. A thread has some keys of a scale group, and `vector`
+    channels of each; a bound adds up the largest squares of the threads, whatever their keys."""
+    at_once = 32 * vector // quantized.k.shape[-1]  # keys that a warp reads side by side
+
+    def by_group(of_keys: torch.Tensor) -> torch.Tensor:
+        """[..., keys, *] as [..., tiles, groups, keys of a group, *]."""
+        of_tiles = torch.unflatten(of_keys, 2, (-1, block_n // 8, 4, 2))
+        return of_tiles.transpose(3, 4).flatten(4, 5)
+
+    squares = by_group(torch.unflatten(quantized.k.square(), -1, (-1, vector)).sum(-1))
+    of_threads = torch.unflatten(squares, 4, (warps, -1, at_once)).amax(5)
+    norms = of_threads.sum(-1).sqrt() * by_group(quantized.k_scale)[..., 0, None, None]
+    return norms.flatten(3).amax(-1)
+
+
 def _attend(problem: Problem, attn: AttnRecord, quantized: Quantized, visible_of_all: VisibleKeys,
-            visible: VisibleKeys) -> tuple[torch.Tensor, torch.Tensor]:
+            visible: VisibleKeys, bound: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention of rows to the keys that are `visible` to them, among all that they see."""
     group, block_n = problem.num_q_heads // problem.num_kv_heads, attn.tile.block_n
     k, v, k_scale, v_scale, v_mean, v_factor, k_spoilt, v_spoilt = (x.repeat_interleave(group, 1) for x in (
@@ -96,7 +129,7 @@ def _attend(problem: Problem, attn: AttnRecord, quantized: Quantized, visible_of
     visible = visible.to(k.device)
     acc_o = k.new_zeros(batch, heads, rows, headdim)
     spoilt_rows, spoilt = ~quantized.row_bias.isfinite(), torch.zeros_like(acc_o, dtype=torch.bool)
-    softmax = softmax_of(attn.family)(attn, visible, k.new_zeros(batch, heads, rows))
+    softmax = softmax_of(attn.family)(attn, visible, k.new_zeros(batch, heads, rows), bound)
 
     for first in range(begin, end, block_n):
         keys = slice(first, first + block_n)

@@ -134,9 +134,10 @@ def _attend(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_m
         quantized = quantize(problem, kernels, q, k, v)
         if problem.part == "train":  # the backward pass recomputes P from scores without a row_bias
             quantized = replace(quantized, row_bias=0.0 * quantized.row_bias)
-        result, result_lse = attend(plan, quantized)
+        result, result_lse = attend(plan, quantized, with_lse=lse is not None)
     else:
-        parts = [attend(replace(plan, problem=entry.problem), entry.quantize(kernels), entry.key_ranks)
+        parts = [attend(replace(plan, problem=entry.problem), entry.quantize(kernels), entry.key_ranks,
+                        with_lse=lse is not None)
                  for entry in packed_entries(problem, q, k, v, key_mask)]
         result, result_lse = map(torch.cat, zip(*parts))
     out, = _heads_first(plan, out)
@@ -183,7 +184,7 @@ def _attend_sequences(plan: Plan, given: Given, out: torch.Tensor | None, lse: t
                 lse[:, own.rows] = float("-inf")
             continue
         quantized = quantize(own.problem, plan.kernels, own.q, own.k, own.v)
-        result, result_lse = attend(replace(plan, problem=own.problem), quantized)
+        result, result_lse = attend(replace(plan, problem=own.problem), quantized, with_lse=lse is not None)
         of_rows = result[0, :, : own.problem.seqlen_q, : own.problem.headdim].transpose(0, 1)
         out[own.rows] = within(of_rows, out.dtype).to(out.dtype)
         if lse is not None:

@@ -278,7 +278,38 @@ def _quantize_v(v: torch.Tensor, sampled: torch.Tensor, problem: Problem, kernel
     scaled = fma(v, inv_scale[:, :, None, None] * inv_factor, shift[:, :, None, None] * inv_factor)
     scaled = finite_or_zero(scaled)
     v_hat = nvfp4.v_to_nvfp4(scaled) if attn.spec.pv == "nvfp4" else to_pv(scaled, attn.spec.pv)
+    if attn.spec.pv == "e4m3":
+        finite = ~_of_tiles_at_once(spoilt, block_n, quant)
+        whole = (torch.arange(v.shape[2], device=v.device) + 1) * block_n <= problem.seqlen_kv
+        v_hat = torch.where(finite[..., None, None], _keeping_sums(scaled, whole, quant), v_hat)
     return v_hat.flatten(2, 3), scale, mean, factor, spoilt
+
+
+def _of_tiles_at_once(spoilt: torch.Tensor, block_n: int, quant: KernelRecord) -> torch.Tensor:
+    """[batch, kv heads, kv tiles]: whether any value is not finite of the tiles that a block takes at once."""
+    of_tiles = torch.unflatten(spoilt, 2, (-1, block_n)).flatten(3).any(-1)
+    tiles, at_once = of_tiles.shape[-1], quant.fact("v_tiles_at_once")
+    groups = torch.nn.functional.pad(of_tiles, (0, -tiles % at_once)).unflatten(-1, (-1, at_once))
+    return groups.any(-1).repeat_interleave(at_once, -1)[..., :tiles]
+
+
+def _keeping_sums(x: torch.Tensor, whole: torch.Tensor, quant: KernelRecord) -> torch.Tensor:
+    """V̂ in e4m3, [batch, heads, tiles, keys, channels], by way of f16; the sums of `whole` tiles are kept as in
+    quant/kept_sums.cuh: half of the keys take equal parts of the error of their channel's sum."""
+    keys, squares = x.shape[3], quant.fact("v_squares")
+    column = torch.arange(keys)
+    key = column // 32 * 32 + column // 16 % 2 * 16 + column % 4 // 2 * 8 + column // 4 % 4 * 2 + column % 2
+    halves = x[:, :, :, key].half()  # in the order of the columns: of four neighbours a thread has the keys
+    lost = torch.unflatten(halves - to_pv(halves.float(), "e4m3").half(), 3, (-1, squares, 8, 4))
+    of_squares = (lost[..., 0, :] + lost[..., 2, :]) + (lost[..., 1, :] + lost[..., 3, :])
+    of_threads = add_in_order(of_squares, 4)
+    for _ in range(3):  # eight threads, in pairs
+        of_threads = of_threads[..., ::2, :] + of_threads[..., 1::2, :]
+    error = add_in_order(of_threads[..., 0, :], 3) * whole[:, None]
+    part = (error * (2.0 / keys))[:, :, :, None]
+    takes = (column % 4 >= 2)[:, None].to(x.device)
+    rounded = to_pv(torch.where(takes, halves + part, halves).float(), "e4m3")
+    return torch.empty_like(rounded).index_copy_(3, key.to(x.device), rounded)
 
 
 def _channel_scale(magnitude: torch.Tensor, mean: torch.Tensor,

@@ -16,7 +16,8 @@ class Softmax(RowReferences):
     references, and folds nothing. O is divided by the sum of P after rounding, but of NVFP4 before; the log-sum-exp
     takes the sum of P before rounding, but of f16 after."""
 
-    def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor) -> None:
+    def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor,
+                 bound: torch.Tensor | None = None) -> None:
         super().__init__(record, zeros)
         self.lse_sum = zeros
         self._qk, self._pv, self._warp_m = record.spec.qk, record.spec.pv, record.tile.warp_m

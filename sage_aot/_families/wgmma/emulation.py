@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from sage_aot._backends.emulation.arithmetic import to_pv
+from sage_aot._backends.emulation.arithmetic import finite_or_zero, fma, to_pv
 from sage_aot._backends.emulation.online import RowReferences, exponents
 from sage_aot._kernels.manifest import AttnRecord
 from sage_aot._problem.mask import VisibleKeys
+
+
+WARPGROUP_ROWS = 64
+"""Query rows of a consumer: kWarpgroupRows of attn/wgmma/traits.cuh."""
+
+LARGEST_BYTE = 126.0
+"""The byte of 448 in e4m3: FloatLine::kLargestByte of attn/wgmma/linear_p.cuh."""
 
 
 class Softmax(RowReferences):
     """References follow every tile up and down; at the second tile of a pair they only rise. Scores have no bias.
 
     R takes a pair of tiles where all rows_of_range rows that go over the same tiles see both whole, in kernels with
-    pairs. The log-sum-exp takes the sum of P before rounding.
+    pairs. The log-sum-exp takes the sum of P before rounding. P is linear where the kernel says so, the call returns no
+    log-sum-exp, and no score of a consumer's rows may be out of range.
     """
 
-    def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor) -> None:
+    def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor,
+                 bound: torch.Tensor | None = None) -> None:
         super().__init__(record, zeros)
         tile = record.tile
         self.lse_sum = zeros
@@ -26,8 +35,14 @@ class Softmax(RowReferences):
         self._behind = 0 if self.facts["open_end"] else tile.block_n  # full keys that the second of two needs behind it
         rows = record.fact("rows_of_range")
         first_row = torch.arange(zeros.shape[2], device=zeros.device) // rows * rows
-        self._full_keys = visible.end[first_row] // tile.block_n * tile.block_n * bool(self.facts["pairs"])
+        self._whole_keys = visible.end[first_row] // tile.block_n * tile.block_n
+        self._full_keys = self._whole_keys * bool(self.facts["pairs"])
         self._first_tile = visible.begin[first_row] // tile.block_n
+        self._linear = torch.zeros_like(zeros, dtype=torch.bool)
+        if record.spec.p == "linear" and bound is not None:
+            of_consumers = torch.unflatten(bound, -1, (-1, WARPGROUP_ROWS)).amax(-1)
+            fits = of_consumers <= self.facts["largest_score"] if self.facts["bounds_scores"] else of_consumers >= 0.0
+            self._linear = fits.repeat_interleave(WARPGROUP_ROWS, -1)
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """The scale within its bounds."""
@@ -42,6 +57,30 @@ class Softmax(RowReferences):
         self._highest = self._highest.maximum(row_ref)
         p, alpha = torch.exp2(exponents(scores, scale, row_ref)), self.move_to(row_ref)
         rounded = to_pv(p, self._pv)
+        if self._linear.any():
+            rounded = torch.where(self._linear[..., None], self._line(first, scores, scale, row_ref), rounded)
         self.lse_sum = self.lse_sum * alpha + p.sum(-1)
         self.add_rounded(rounded, alpha)
         return rounded, alpha
+
+    def _line(self, first: int, scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:
+        """A linear P, as attn/wgmma/linear_p.cuh has it: by the bits of an f32 where a consumer's rows see the whole tile
+        and its scores are integers, else by an f32."""
+        if not self.facts["bounds_scores"]:
+            return self._float_line(scores, scale, row_ref)
+        whole = (first + self._block_n <= self._whole_keys).to(scores.device)[:, None]
+        return torch.where(whole, self._bits_line(scores, scale, row_ref), self._float_line(scores, scale, row_ref))
+
+    def _bits_line(self, scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:
+        factor = (scale.double() * 2.0**23).round().long()  # round() takes the even one of two, as the kernel's sum
+        reference = ((row_ref + 384.0) * 2.0**15).long() - 384 * 2**15
+        at_zero = int((torch.tensor(1016.0) - self.facts["line_shift"]) * 2.0**20)
+        bits = finite_or_zero(scores).long() * factor + (at_zero - reference * 256)[..., None]
+        return to_pv(bits.int().view(torch.float32), self._pv)
+
+    def _float_line(self, scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:
+        at_zero = torch.tensor(56.0) - self.facts["line_shift"]
+        offset = fma(row_ref, torch.full_like(row_ref, -8.0), at_zero.expand_as(row_ref))
+        byte = fma(scores, 8.0 * scale, offset[..., None].expand_as(scores))
+        byte = byte.round().nan_to_num(0.0).clamp(0.0, LARGEST_BYTE)
+        return byte.to(torch.uint8).view(torch.float8_e4m3fn).float()

@@ -70,6 +70,7 @@ float from_f16(u16 x) {
 
 u16 to_f16(float x) { return static_cast<u16>(F16::from(x)); }
 u16 to_bf16(float x) { return static_cast<u16>(Bf16::from(x)); }
+float from_e4m3(u8 x) { return static_cast<float>(E4m3::value(x)); }
 u8 to_e4m3(float x) { return static_cast<u8>(E4m3::from(x)); }
 u8 to_e2m1(float x) { return static_cast<u8>(E2m1::from(x)); }
 

@@ -27,6 +27,7 @@ struct QuantBlock {
   static constexpr i32 kTiles = kOneWarpAGroup ? kMostTiles : kTilesInFlight;
   static constexpr i32 kTilesOfV = kTiles < kTilesInFlight ? kTiles : kTilesInFlight;  // V's at once
   static constexpr i32 kWarpsPerGroup = kMostTiles / kTiles;                           // of keys that share a scale
+  static constexpr i32 kMostWarpsOfTile = Config::kPv == Pv::kE4m3 ? 2 : 1;
   static_assert(kTiles >= 1 && kWarpsPerGroup * kTiles * kKeyGroups == kWarps, "a block takes whole KV tiles");
   static_assert(kTilesOfV >= 1 && kTiles % kTilesOfV == 0, "a block takes as many tiles of V as of K");
 
@@ -38,6 +39,8 @@ struct QuantBlock {
     float inv_v_scale[Config::kHeadDim];  // blocks of V
     float v_shift[Config::kHeadDim];      // blocks of V
     typename SampleLayout<Config>::Sums sums;
+    // Blocks of V in e4m3: errors of sums that the warps of a tile found, two channels a word.
+    alignas(16) u32 v_error[kTilesOfV][kMostWarpsOfTile][Config::kHeadDim / 2];
     u32 spoilt[kTiles][KvLine::kMost / 32];  // blocks of K and V: k_spoilt or v_spoilt of the tiles
     float amax[kTiles][kWarps];              // blocks of K and V: what a warp found in a tile
   };

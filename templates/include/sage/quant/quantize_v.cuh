@@ -10,7 +10,9 @@
 // Source: SageAttention2, sections 3.3 and 3.4.
 #pragma once
 
+#include "sage/ptx/shared.cuh"
 #include "sage/ptx/warp.cuh"
+#include "sage/quant/kept_sums.cuh"
 #include "sage/quant/rows.cuh"
 #include "sage/quant/v_pieces.cuh"
 
@@ -21,7 +23,7 @@ struct QuantizeV {
   using Block = QuantBlock<Config>;
   using Layout = typename Block::Layout;
   using Piece = typename SelectPiece<Config>::Type;
-  static constexpr i32 kTilesAtOnce = Block::kTilesOfV;
+  static constexpr i32 kTilesAtOnce = Block::kTilesOfV, kPairs = kVector / 2;
   static_assert(KvLine::kChannelsOfMark == kVector, "a thread marks the channels that it takes of a key");
 
   const QuantParams& params;
@@ -120,7 +122,9 @@ struct QuantizeV {
         store_line(first_kv_tile + first_tile + t, t, factor.scale, finite);
       }
     }
-    if (finite) {
+    if (finite && Piece::kKeepsSums) {
+      store_keeping_sums(source, first_kv_tile, first_tile, inv_factor, [&](i32 i) { return rows.get(i, load); });
+    } else if (finite) {
 #pragma unroll kUnroll
       for (i32 s = 0; s < Piece::kSteps; ++s) {
         const auto row = [&](i32 e) { return rows.get(s * Piece::kKeys + e, load); };
@@ -135,6 +139,88 @@ struct QuantizeV {
     }
   }
 
+  // Rounds this thread's pieces, which are of one tile, and keeps the sums of a tile whose keys all exist. row(i): of the
+  // thread's keys. Call with all threads.
+  template <SourceRows kSource, class Row>
+  __device__ __forceinline__ void store_keeping_sums(const Source<kSource>& source, i32 first_kv_tile, i32 first_tile,
+                                                     const float (&inv_factor)[kTilesAtOnce], Row row) const {
+    if constexpr (Piece::kKeepsSums) {
+      const i32 own_tile = Piece(0).tile;
+      OpenKeys keys[Piece::kSteps][kVector];
+      u32 error[kPairs] = {};
+      round_keys(source, of_tile(inv_factor, own_tile), row, keys, error);
+      sum_over_tile(own_tile, error);
+      if (!Block::has_keys(source.rows, first_tile + own_tile)) return;
+      const bool whole = (first_tile + own_tile + 1) * Config::kBlockN <= source.rows;
+      u8* tile = kv_tile_address<Config>(params.kv_hat, first_kv_tile + first_tile + own_tile);
+      constexpr float kOpenOfTile = 1.0f * Config::kBlockN * OpenKeys::kOpen / OpenKeys::kKeys;
+      const float share = whole ? 1.0f / kOpenOfTile : 0.0f;
+#pragma unroll
+      for (i32 w = 0; w < kPairs; ++w) {
+        const u32 parts = ptx::mul_f16x2(error[w], ptx::f16x2(share, share));
+#pragma unroll
+        for (i32 s = 0; s < Piece::kSteps; ++s) {
+          *Piece(s).word(tile + Layout::kV, 2 * w) = keys[s][2 * w].bytes(ptx::prmt(parts, parts, 0x1010));
+          *Piece(s).word(tile + Layout::kV, 2 * w + 1) = keys[s][2 * w + 1].bytes(ptx::prmt(parts, parts, 0x3232));
+        }
+      }
+    }
+  }
+
+  // Rounds the thread's keys but those that stay open. error: of their sums, two channels a word.
+  template <SourceRows kSource, class Row>
+  __device__ __forceinline__ void round_keys(const Source<kSource>& source, float inv_v_factor, Row row,
+                                             OpenKeys (&keys)[Piece::kSteps][kVector], u32 (&error)[kPairs]) const {
+    const Map<kSource> in_tile(shared, inv_v_factor);
+#pragma unroll
+    for (i32 s = 0; s < Piece::kSteps; ++s) {
+      typename Source<kSource>::Raw own[OpenKeys::kKeys];
+#pragma unroll
+      for (i32 e = 0; e < OpenKeys::kKeys; ++e) own[e] = row(s * OpenKeys::kKeys + e);
+#pragma unroll
+      for (i32 w = 0; w < kPairs; ++w) {
+        float x[2][OpenKeys::kKeys];
+#pragma unroll
+        for (i32 e = 0; e < OpenKeys::kKeys; ++e) {
+          source.convert(own[e], w, x[0][e], x[1][e]);
+#pragma unroll
+          for (i32 c = 0; c < 2; ++c) x[c][e] = in_tile(x[c][e], 2 * w + c);
+        }
+        const u32 low = keys[s][2 * w].round(x[0]), high = keys[s][2 * w + 1].round(x[1]);
+        error[w] = ptx::add_f16x2(error[w], ptx::add_f16x2(ptx::prmt(low, high, 0x5410), ptx::prmt(low, high, 0x7632)));
+      }
+    }
+  }
+
+  // The sums over all threads of a tile that share the thread's channels. Call with all threads.
+  __device__ __forceinline__ void sum_over_tile(i32 own_tile, u32 (&error)[kPairs]) const {
+#pragma unroll
+    for (i32 w = 0; w < kPairs; ++w) {
+#pragma unroll
+      for (i32 mask = 1; mask < 8; mask *= 2) error[w] = ptx::add_f16x2(error[w], ptx::shuffle_xor(error[w], mask));
+    }
+    if constexpr (Piece::kWarpsOfTile > 1) {
+      const auto of_warp = [&](i32 warp) { return shared.v_error[own_tile][warp] + Piece::first_channel() / 2; };
+      if (ptx::thread_index() % 8 == 0) {
+        *reinterpret_cast<ptx::U32x4*>(of_warp(Piece::warp_of_tile())) = {error[0], error[1], error[2], error[3]};
+      }
+      __syncthreads();
+#pragma unroll
+      for (i32 w = 0; w < kPairs; ++w) {
+        error[w] = of_warp(0)[w];
+#pragma unroll
+        for (i32 warp = 1; warp < Piece::kWarpsOfTile; ++warp) error[w] = ptx::add_f16x2(error[w], of_warp(warp)[w]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ static float of_tile(const float (&of_tiles)[kTilesAtOnce], i32 tile) {
+    float own = of_tiles[0];
+#pragma unroll
+    for (i32 t = 1; t < kTilesAtOnce; ++t) own = tile == t ? of_tiles[t] : own;
+    return own;
+  }
+
   // row(e): key e of the piece. finish(x, inv): what is rounded, given a value that the tile's factor divides already,
   // and the reciprocal of that factor.
   template <SourceRows kSource, class Row, class Finish>
@@ -142,9 +228,7 @@ struct QuantizeV {
                                               const Piece& piece, const float (&inv_factor)[kTilesAtOnce], Row row,
                                               Finish finish) const {
     if (!Block::has_keys(source.rows, first_tile + piece.tile)) return;
-    float inv = inv_factor[0];
-#pragma unroll
-    for (i32 t = 1; t < kTilesAtOnce; ++t) inv = piece.tile == t ? inv_factor[t] : inv;
+    const float inv = of_tile(inv_factor, piece.tile);
     const Map<kSource> in_tile(shared, inv);
     typename Source<kSource>::Raw own[Piece::kKeys];
 #pragma unroll

@@ -21,15 +21,15 @@ struct SquareOfV {
   static constexpr i32 kEdge = 32, kKeys = 4;
   static constexpr i32 kAcross = Config::kBlockN / kEdge, kDown = Config::kHeadDim / kEdge;  // squares of a tile
   static constexpr i32 kAcrossAtOnce = Block::kWarps / kDown, kSteps = Block::kTilesOfV * kAcross / kAcrossAtOnce;
-  static constexpr i32 kStepsOfTile = kAcross > kAcrossAtOnce ? kAcross / kAcrossAtOnce : 1;  // neighbouring steps
+  static constexpr i32 kStepsOfTile = kSteps, kWarpsOfTile = kAcross / kSteps;  // warps that share a channel
   static_assert(Block::kTilesOfV * kAcross % kAcrossAtOnce == 0, "every warp takes equally many squares");
-  static_assert(kAcross % kAcrossAtOnce == 0 || kAcrossAtOnce % kAcross == 0,
-                "a warp's squares of a tile are neighbours");
+  static_assert(kAcross % kSteps == 0, "a warp's squares are of one tile");
+  static constexpr bool kKeepsSums = kBits == 8;  // NVFP4 has steps of up to half of a value
 
   i32 tile, column, channel;  // tile: of the block's; channel: the first of eight, of every step
 
   __device__ __forceinline__ explicit SquareOfV(i32 step) {
-    const i32 across = step * kAcrossAtOnce + ptx::thread_index() / kWarpSize / kDown;
+    const i32 across = ptx::thread_index() / kWarpSize / kDown * kSteps + step;
     tile = across / kAcross;
     column = across % kAcross * kEdge + ptx::thread_index() % 8 * 4;
     channel = first_channel();
@@ -39,6 +39,15 @@ struct SquareOfV {
 
   __device__ __forceinline__ static i32 first_channel() {
     return ptx::thread_index() / kWarpSize % kDown * kEdge + ptx::thread_index() % kWarpSize / 8 * kVector;
+  }
+
+  // Of the warps of the thread's tile that share its channels.
+  __device__ __forceinline__ static i32 warp_of_tile() { return ptx::thread_index() / kWarpSize / kDown % kWarpsOfTile; }
+
+  // Where the bytes of channel i of the thread's channels lie.
+  __device__ __forceinline__ u32* word(u8* v_hat, i32 i) const {
+    return reinterpret_cast<u32*>(v_hat + Swizzle::offset(channel + i, column / kInChunk) +
+                                  column % kInChunk * kBits / 8);
   }
 
   // read(e, w, x): channels 2w and 2w + 1 of key e. Two channels at a time: more would take too many registers.
@@ -73,6 +82,7 @@ struct RowOfV {
   using Block = QuantBlock<Config>;
   using Swizzle = typename Block::Layout::VRows;
   static constexpr i32 kKeys = 1, kKeysAtOnce = Config::kThreads / Block::kVectors;
+  static constexpr bool kKeepsSums = false;
   static constexpr i32 kStepsOfTile = Config::kBlockN / kKeysAtOnce, kSteps = Block::kTilesOfV * kStepsOfTile;
   static_assert(Config::kBlockN % kKeysAtOnce == 0, "every thread takes equally many keys");
 

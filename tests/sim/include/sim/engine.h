@@ -124,6 +124,7 @@ float from_f16(unsigned short x);
 unsigned short to_f16(float x);
 unsigned short to_bf16(float x);
 unsigned char to_e4m3(float x);
+float from_e4m3(unsigned char x);
 unsigned char to_e2m1(float x);
 
 }  // namespace sim

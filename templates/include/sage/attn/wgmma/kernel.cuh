@@ -41,6 +41,8 @@ struct AttentionWgmma {
                        Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit},
                        Fact{"slices", Traits::kSlices}, Fact{"pairs", Traits::kPairs},
                        Fact{"open_end", Traits::kOpenEnd}, Fact{"rows_of_range", Traits::kRowsOfRange},
+                       Fact{"bounds_scores", Traits::kBoundsScores}, Fact{"largest_score", BitsLine<1>::kLargestScore},
+                       Fact{"line_shift", kShift},
                        Fact{"programmatic_launch", 1});
   }
 

@@ -33,6 +33,18 @@ inline u32 finite_bf16x2(float lo, float hi) { return saturated<0x7f80>(bf16x2(l
 inline u16 e4m3x2(float lo, float hi) { return static_cast<u16>(sim::to_e4m3(lo) | sim::to_e4m3(hi) << 8); }
 inline u32 e4m3x4(float a, float b, float c, float d) { return e4m3x2(a, b) | static_cast<u32>(e4m3x2(c, d)) << 16; }
 
+inline u32 u8x4(float a, float b, float c, float d) {
+  const auto byte = [](float x) { return x >= 255.0f ? 255u : x > 0.0f ? static_cast<u32>(__builtin_rintf(x)) : 0u; };
+  return byte(a) | byte(b) << 8 | byte(c) << 16 | byte(d) << 24;
+}
+
+inline float sqrt(float x) { return __builtin_sqrtf(x); }
+
+inline i32 dot_s8x4(u32 a, u32 b, i32 c) {
+  for (u32 shift = 0; shift < 32; shift += 8) c += static_cast<i8>(a >> shift) * static_cast<i8>(b >> shift);
+  return c;
+}
+
 inline u32 e2m1x8(const float (&x)[8]) {
   u32 word = 0;
   for (i32 i = 0; i < 8; ++i) word |= static_cast<u32>(sim::to_e2m1(x[i])) << 4 * i;

@@ -25,6 +25,11 @@ inline void store_shared_u32(u32 shared, u32 x, sim::Site site = sim::Site::here
   sim::store_shared("st.shared.b32", shared, &x, sizeof x, site);
 }
 
+inline void store_shared_u8(u32 shared, u32 x, sim::Site site = sim::Site::here()) {
+  const u8 byte = static_cast<u8>(x);
+  sim::store_shared("st.shared.u8", shared, &byte, sizeof byte, site);
+}
+
 struct F32x2 {
   float x, y;
 };
