@@ -17,15 +17,15 @@ from sage_aot.errors import SageAotError
 def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = ..., *,
          key_mask: torch.Tensor | None = ..., is_causal: bool = ..., scale: float | None = ..., layout: str = ...,
          qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
-         rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ..., return_lse: Literal[False] = ...,
-         out: torch.Tensor | None = ...) -> torch.Tensor: ...
+         rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ..., p: str = ...,
+         return_lse: Literal[False] = ..., out: torch.Tensor | None = ...) -> torch.Tensor: ...
 
 
 @overload
 def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = ..., *,
          key_mask: torch.Tensor | None = ..., is_causal: bool = ..., scale: float | None = ..., layout: str = ...,
          qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
-         rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ..., return_lse: Literal[True],
+         rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ..., p: str = ..., return_lse: Literal[True],
          out: torch.Tensor | None = ...) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -33,7 +33,7 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
          key_mask: torch.Tensor | None = None, is_causal: bool = False, scale: float | None = None,
          layout: str = "HND", qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
          smooth_v: bool = False, rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto",
-         return_lse: bool = False,
+         p: str = "auto", return_lse: bool = False,
          out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention with 8- or 4-bit Q and K and FP8 or f16 P and V: softmax(q·kᵀ·scale)·v, inference only.
 
@@ -87,6 +87,11 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
             elsewhere (each tile of keys in accumulators of its own, then in f32).
             ``"two_level_f16"`` (sm89): the first level's accumulators are f16, with which GeForce cards multiply at
             twice the rate; P and V are scaled to narrower ranges.
+        p: how P follows from a score. ``"exp2"``: by an exponential. ``"linear"`` (sm90, head dims up to 128): by a
+            line between the powers of two. A P is then off by at most 7.3 %, but for a factor that a row's P have in
+            common; an exponential that is rounded to FP8 by at most 6.3 %. These kernels take exponentials too: in
+            calls that return the log-sum-exp or split their keys, and, where q is not smoothed, for tiles of queries
+            whose scores may lie beyond ±65 in log2 units. ``"auto"``: ``"linear"`` where the GPU has such a kernel.
         return_lse: also return the log-sum-exp of each row of q·kᵀ·scale.
         out: tensor to write the output to, of q's shape, dtype and device; None makes one.
 
@@ -117,7 +122,7 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
     >>> sage_aot.attn(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 100, 64])
     """
-    asked = Asked(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum)
+    asked = Asked(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p)
     return attend(call_of_attn(q, k, v, asked, key_mask), out, return_lse)
 
 
@@ -125,9 +130,9 @@ def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | N
              key_mask: torch.Tensor | None = None, is_causal: bool = False, scale: float | None = None,
              layout: str = "HND", qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
              smooth_v: bool = False, rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto",
-             return_lse: bool = False, out: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
-             cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | None = None,
-             max_seqlen_k: int | None = None) -> str | None:
+             p: str = "auto", return_lse: bool = False, out: torch.Tensor | None = None,
+             cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
+             max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> str | None:
     """The reason why :func:`sage_aot.attn` would refuse this call here, or None where it would take it; with
     `cu_seqlens_q` and the three arguments behind it, the same of :func:`sage_aot.attn_varlen`.
 
@@ -159,7 +164,7 @@ def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | N
     >>> sage_aot.supports(q, k, v) is None
     True
     """
-    asked = Asked(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum)
+    asked = Asked(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p)
     try:
         if all(value is None for value in (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
             call = call_of_attn(q, k, v, asked, key_mask)

@@ -77,7 +77,8 @@ class QuantizedKV:
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | None = None, layout: str = "HND",
                 qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True, smooth_v: bool = False,
-                rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto") -> QuantizedKV:
+                rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto",
+                p: str = "auto") -> QuantizedKV:
     """Quantize k and v once for any number of calls ``attn(q, kv)``: cross-attention, cached conditioning, several
     steps of a sampler.
 
@@ -93,7 +94,7 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
         k, v: as :func:`sage_aot.attn` takes them. The q of a call must have their dtype and device.
         key_mask: likewise; calls with the result have none of their own.
         layout: of k and v alone; a call has a layout for its q.
-        qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum: as :func:`sage_aot.attn`, for all calls with the
+        qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p: as :func:`sage_aot.attn`, for all calls with the
             result.
 
     Raises:
@@ -113,7 +114,7 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
     check_optional_are(key_mask=key_mask)
     if is_transformed():
         check_no_derivative(k=k, v=v)
-    asked = Asked(False, None, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum)
+    asked = Asked(False, None, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p)
     given = for_tracer(*asked) if torch.compiler.is_dynamo_compiling() else for_schema(*asked)
     data, copied = ops.quantize_kv(k, v, key_mask, *given)
     batch, heads, keys, headdim = heads_first(k, layout).shape
@@ -151,8 +152,9 @@ def kernels_for_kv(device: torch.device, headdim: int, *options: Any) -> tuple[A
     like = torch.empty(1, 1, 1, headdim, device=device, dtype=torch.float16)
     backend = backend_of(like)
     kernels = plan_of(backend, check(Given("kv", None, like, like), asked), like.get_device()).kernels
-    resolved = replace(asked.resolved, pv_accum=str(kernels.attn.spec.pv_accum))
-    return kernels.attn.spec.arch, quantizer_of(kernels), *(getattr(resolved, name) for name in OPTIONS)
+    chosen = kernels.attn.spec
+    resolved = replace(asked.resolved, pv_accum=chosen.pv_accum, p=chosen.p)
+    return chosen.arch, quantizer_of(kernels), *(getattr(resolved, name) for name in OPTIONS)
 
 
 # A tracer takes the answer for a constant, as the fake implementations take the kernels for given.

@@ -18,7 +18,7 @@ MOST_TRAINED = 128
 _PREFIX = {"headdim": "d", "qk": "qk", "pv": "pv", "pv_accum": "acc", "p": "p"}
 _SHORT: dict[int | str, str] = {"two_level_f32": "2f32", "two_level_f16": "2f16"}
 _UNSPELT = {"p": "exp2"}
-"""Values of axes for which a name has no part."""
+"""By axis, the value for which a name has no part."""
 
 _ARCH = re.compile(r"(sm|ptx)(\d+)(\d)")
 _NAME = re.compile(r"sage_(?P<kind>[a-z]+)_(?P<axes>\w+)")
@@ -133,7 +133,8 @@ class AttnSpec(KernelSpec):
     @property
     def trains(self) -> bool:
         """True where the backward pass takes what this kernel read, and the log-sum-exp that it wrote."""
-        return self.qk == "int8" and self.q == "qraw" and self.v == "vraw" and self.headdim <= MOST_TRAINED
+        plain = self.q == "qraw" and self.v == "vraw" and self.p == "exp2"
+        return self.qk == "int8" and plain and self.headdim <= MOST_TRAINED
 
     def impossible(self) -> str | None:
         """The reason why this arch has no such kernel, or None. The matrix may exclude more kernels, never fewer."""
@@ -218,7 +219,7 @@ def _read(name: str, axis: str, part: str) -> int | str:
     if axis == "arch":
         capability_of(part)
         return part
-    spelt = {_spell(axis, value): value for value in AXES[axis]}
+    spelt = {_spell(axis, value): value for value in AXES[axis] if _UNSPELT.get(axis) != value}
     if part not in spelt:
         raise ValueError(f"{name!r}: expected one of {sorted(spelt)} for the axis {axis!r}, got {part!r}")
     return spelt[part]

@@ -216,9 +216,10 @@ def _reason(wanted: Wanted, record: AttnRecord, first: AttnRecord, manifest: Man
     nearest kernel."""
     if differing := _differing(wanted, record, manifest):
         return "for " + _spelt(differing)
-    if record.spec != first.spec:
-        return (f"for {spelt('pv_accum', record.spec.pv_accum)}, on request: 'auto' takes "
-                f"{spelt('pv_accum', first.spec.pv_accum)}")
+    own, taken = record.spec.values, first.spec.values
+    if left_open := [axis for axis in AXES if own[axis] != taken[axis]]:
+        return "for {}, on request: 'auto' takes {}".format(
+            *(_spelt({axis: values[axis] for axis in left_open}) for values in (own, taken)))
     return None
 
 

@@ -170,8 +170,9 @@ class Options:
         "auto", schema="str", valid=_is_one_of("auto", *map(str, AXES["p"])), samples=("auto", "linear", "exp2"),
         refused="exact", expected="'auto', 'linear' or 'exp2'",
         axis="p", values={value: value for value in AXES["p"]},
-        help="how p follows from a score: `\"exp2\"`, an exponential; `\"linear\"`, a line between the powers of two, "
-             "as fine as the mantissa of an e4m3; `\"auto\"` is the fastest of the GPU's kernels")
+        help="how P follows from a score: `\"exp2\"` by an exponential; `\"linear\"`, for head dims up to 128 on sm90, "
+             "by a line between the powers of two; "
+             f"`\"auto\"` is `\"{AXES['p'][0]}\"` where the GPU has such a kernel")
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():

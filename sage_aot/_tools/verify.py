@@ -12,6 +12,7 @@ import base64
 import csv
 import hashlib
 import importlib.metadata
+import itertools
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -235,8 +236,8 @@ def self_test(library: Library, record: AttnRecord, device: str, seed: int) -> O
     """Run an attention kernel with its companions on the inputs of SHAPES, and compare it with the emulation."""
     worst = 0.0
     try:
-        for shape in SHAPES:
-            for measure in _measures(library, record, device, seed, shape):
+        for shape, with_lse in itertools.product(SHAPES, _log_sum_exps(record)):
+            for measure in _measures(library, record, device, seed, shape, with_lse):
                 largest = measure.excess.max().item() if measure.excess.numel() else 0.0
                 if not largest <= 1:
                     return Outcome(largest, f"{measure.name} {measure.describe()}")
@@ -246,7 +247,14 @@ def self_test(library: Library, record: AttnRecord, device: str, seed: int) -> O
     return Outcome(worst, None)
 
 
-def _measures(library: Library, record: AttnRecord, device: str, seed: int, shape: Shape) -> Iterator[Measure]:
+def _log_sum_exps(record: AttnRecord) -> tuple[bool, ...]:
+    """Whether calls of a self-test ask for the log-sum-exp: where P is linear both kinds of calls, for it is only in
+    those that do not."""
+    return (True, False) if record.spec.p == "linear" else (True,)
+
+
+def _measures(library: Library, record: AttnRecord, device: str, seed: int, shape: Shape,
+              with_lse: bool) -> Iterator[Measure]:
     headdim, generator = record.spec.headdim - shape.fewer, torch.Generator().manual_seed(seed)
     q, k, v = reference.inputs("outlier", (shape.batch, shape.q_heads, shape.queries, headdim),
                                 (shape.batch, shape.kv_heads, shape.keys, headdim), shape.dtype, generator)
@@ -261,17 +269,18 @@ def _measures(library: Library, record: AttnRecord, device: str, seed: int, shap
     on_device = given.having(**{name: tensor.to(device) for name, tensor in given.named.items()})
     call = prepare(backend, on_device, options)
     problem, plan = call.problem, cast(CudaCall, call.run).plan
-    out, lse = run_stored(backend, options, on_device) if shape.is_stored else _run(call, on_device)
+    out, lse = run_stored(backend, options, on_device, with_lse) if shape.is_stored else _run(call, on_device, with_lse)
     if given.key_mask is not None:
         for b, entry in enumerate(packed_entries(problem, q, k, v, given.key_mask)):
             yield from against_emulation(replace(plan, problem=entry.problem), entry.quantize(plan.kernels),
-                                         out[b:b + 1], lse[b:b + 1], entry.key_ranks)
+                                         out[b:b + 1], None if lse is None else lse[b:b + 1], entry.key_ranks)
     elif shape.lengths:
         for own in sequence_entries(problem, given):
-            of_entry = out[own.rows].transpose(0, 1)[None], lse[None, :, own.rows]
+            of_entry = out[own.rows].transpose(0, 1)[None], None if lse is None else lse[None, :, own.rows]
             if own.problem.is_empty:
                 yield from (same(name, got, torch.full_like(got, value)) for name, got, value in zip(
-                    ("zeros without keys", "log-sum-exp without keys"), of_entry, (0.0, -torch.inf)))
+                    ("zeros without keys", "log-sum-exp without keys"), of_entry, (0.0, -torch.inf))
+                    if got is not None)
             else:
                 yield from against_emulation(replace(plan, problem=own.problem),
                                              quantize(own.problem, plan.kernels, own.q, own.k, own.v), *of_entry)
@@ -279,12 +288,14 @@ def _measures(library: Library, record: AttnRecord, device: str, seed: int, shap
         yield from against_emulation(plan, quantize(problem, plan.kernels, q, k, v), out, lse)
 
 
-def _run(call: Prepared[Any], given: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp, on the CPU. Memory that the kernels write is filled with NaN before."""
+def _run(call: Prepared[Any], given: Given, with_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output and log-sum-exp, where it is asked for, on the CPU. Memory that the kernels write is filled with NaN
+    before."""
     q = given.like
-    out, lse = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format), call.empty_lse(q)
-    _make(call, given, out, lse.fill_(torch.nan))
-    return out.cpu(), lse.cpu()
+    out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
+    lse = call.empty_lse(q).fill_(torch.nan) if with_lse else None
+    _make(call, given, out, lse)
+    return out.cpu(), None if lse is None else lse.cpu()
 
 
 def _make(call: Prepared[Any], given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
@@ -294,8 +305,9 @@ def _make(call: Prepared[Any], given: Given, out: torch.Tensor | None, lse: torc
                                         device=given.like.device))
 
 
-def run_stored(backend: CudaBackend, options: Options, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp, on the CPU, by two calls, the first of which quantizes k and v."""
+def run_stored(backend: CudaBackend, options: Options, given: Given,
+               with_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same as :func:`_run`, by two calls, the first of which quantizes k and v."""
     k = given.k
     assert k is not None
     quantizing = prepare(backend, Given("kv", None, k, given.v), options)
@@ -304,4 +316,4 @@ def run_stored(backend: CudaBackend, options: Options, given: Given) -> tuple[to
     quantizer = quantizer_of(plan_of(backend, quantizing.problem, k.get_device()).kernels)
     attending = Given("stored", given.q, k if options.resolved.smooth_q else None, kept=kept,
                       details=Stored(tuple(k.shape), k.dtype, False, quantizer))
-    return _run(prepare(backend, attending, options), attending)
+    return _run(prepare(backend, attending, options), attending, with_lse)

@@ -29,7 +29,7 @@ try:
     from sage_aot._tools.verify import takes
 
     def run(library: Library, spec: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-            lse: torch.Tensor, **options: Any) -> None:
+            lse: torch.Tensor | None, **options: Any) -> None:
         backend = CudaBackend(library, spec.arch) if q.is_cuda else EmulationBackend(library.manifest, spec.arch)
         given = Given("dense", q, k, v)
         prepare(backend, given, Options.of_axes(spec.values, **options), out).run(given, out, lse)
@@ -48,7 +48,7 @@ except ImportError:  # a tree from before the runtime was divided by concept
     from sage_aot._problem import check, heads_first
 
     def run(library: Library, spec: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-            lse: torch.Tensor, layout: str = "HND", **options: Any) -> None:
+            lse: torch.Tensor | None, layout: str = "HND", **options: Any) -> None:
         problem = check(q, k, v, is_causal=spec.mask == "causal", qk_bits=spec.qk, smooth_q=spec.q == "qsmooth",
                         smooth_v=spec.v == "vsmooth", pv_accum=spec.pv_accum, layout=layout, **options)
         kernels = kernels_of(spec.arch, problem, library.manifest)
@@ -122,10 +122,12 @@ def digest_of(library: Library, spec: Any, shape: Shape, device: str) -> str:
     out = torch.full_like(q, 7.0)
     if shape.odd:
         q, k, v, out = map(at_odd_addresses, (q, k, v, out))
-    lse = torch.full((shape.batch, shape.q_heads, shape.queries), 7.0, device=device)
+    lse = None  # beside which no P is linear
+    if getattr(spec, "p", "exp2") == "exp2":
+        lse = torch.full((shape.batch, shape.q_heads, shape.queries), 7.0, device=device)
     run(library, spec, q, k, v, out, lse, **shape.options)
     digest = hashlib.sha256()
-    for tensor in (out, lse):
+    for tensor in (out,) if lse is None else (out, lse):
         tensor = tensor.masked_fill(tensor.isnan(), torch.nan)  # of one payload
         digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -38,6 +38,7 @@ OPTION_WEIGHTS = {
     "smooth_v": (3, 2),
     "clip": (3, 1),
     "pv_accum": (8, 1, 3),
+    "p": (3, 1, 1),
 }
 """How often the samples of an option are drawn, where they are not drawn alike."""
 
@@ -76,7 +77,7 @@ _SizesAndOptions: Any = make_dataclass("_SizesAndOptions", [
 class Case(_SizesAndOptions):
     """One call. Every field but the arch has the value of the simplest call as its default."""
 
-    return_lse: bool = _varied({True: 3, False: 1})
+    return_lse: bool = _varied({True: 1, False: 1})  # no P is linear beside a log-sum-exp
     dtype: str = _varied({"bf16": 2, "f16": 2, "f32": 1})
     kind: str = _varied({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
                          "tiny": 1, "sink": 2, "falling": 1, "heavy_v": 1, "sparse_v": 1,
@@ -177,6 +178,8 @@ def draw_case(seed: int, index: int, built: dict[str, dict[str, set]], longest: 
     seed, sizes = rng.randrange(2**31), _draw_sizes(rng, longest)
     if chosen["qk"] == "nvfp4" and rng.random() < 0.98:  # kernels of which have no other values
         chosen |= {"smooth_q": "auto", "pv_accum": "auto"}
+        sizes["headdim"] = min(sizes["headdim"], 128)
+    if chosen["p"] == "linear" and rng.random() < 0.98:
         sizes["headdim"] = min(sizes["headdim"], 128)
     return Case(arch, seed, **sizes, **chosen)
 

@@ -54,6 +54,15 @@ leave V̂ a range so short that values may vanish."""
 
 _LIMIT = {"int8": 127.0, "int4": 7.0}
 _ROUNDING = {"f16": 2.0**-11, "e4m3": 2.0**-4, "nvfp4": 0.5}  # half a unit in the last place, relatively
+_HIGH, _LOW = 1.5 / 2.0**0.5 * 2.0**(1 / 16), 2.0**(-1 / 16)
+_ROUNDING_OF_LINE = (_HIGH - _LOW) / (_HIGH + _LOW)
+"""The same of a linear P, 7.3 %. Its byte is 8·(x + 7) of the score x, less a constant, rounded to an integer: half a
+byte, 1/16 octave, at most. The byte 8·(n + f) stands for (1 + f)·2^(n - 7), which is the exponential times (1 + f)/2^f:
+from 1, at f = 0, to 1.5/√2, at f = 1/2, the largest of the eighths. Half of this range counts: a factor that all P of a
+row have in common, such as the constant's, cancels against their sum."""
+_LOST_OF_LINE = 2.0**-6.88
+"""The largest exponential whose linear P vanishes: its byte is 8·(x + 7) - 0.459 < 1/2. Bytes from 1 to 7, whose values
+are those of no line, lose less."""
 _KERNEL_HEADDIMS = 64, 128, 256
 
 
@@ -71,6 +80,7 @@ class Arithmetic:
     half_sums: bool  # P·V adds up in f16
     independent: bool  # elements of q, k and v; errors are then a random walk
     rare_values: bool  # some channels of v are zeros but for few keys
+    linear_p: bool = False  # P may follow from scores by a line
 
     @property
     def worst_step(self) -> float:
@@ -88,7 +98,7 @@ class Arithmetic:
 
     @property
     def of_p(self) -> float:
-        return _ROUNDING[self.pv]
+        return _ROUNDING_OF_LINE if self.linear_p else _ROUNDING[self.pv]
 
     @property
     def of_v(self) -> float:
@@ -103,7 +113,8 @@ class Arithmetic:
     def lost_of_p(self) -> float:
         """Rounding of a P that is subnormal or vanishes, as a share of the row's largest."""
         # e4m3: half of 2^-9, of a range that ends at 56 or more; 24th parts of a group's largest vanish in NVFP4.
-        return {"f16": 2.0**-31, "e4m3": 2.0**-10 / 56, "nvfp4": 1 / 24}[self.pv]
+        of_e4m3 = _LOST_OF_LINE if self.linear_p else 2.0**-10
+        return {"f16": 2.0**-31, "e4m3": of_e4m3 / 56, "nvfp4": 1 / 24}[self.pv]
 
     @property
     def lost_of_v(self) -> float:

@@ -42,6 +42,7 @@ axes:
   qk: [int8, int4]
   pv: [f16, e4m3]
   pv_accum: [f32, two_level_f32, two_level_f16]
+  p: [linear, exp2]
   mask: [full, causal]
   v: [vraw, vsmooth]
   q: [qraw, qsmooth]
@@ -73,6 +74,7 @@ exclude:
   - {pv: e4m3, pv_accum: f32, why: "accumulators of FP8 products keep too few bits"}
   - {qk: int4, why: "not written yet: the INT4 products of the mma family"}
   - {v: vsmooth, why: "not written yet: smoothing of V"}
+  - {p: linear, why: "not written yet: lines in place of exponentials"}
 """
 _TEMPLATE = """\
 // {name} {{{{ template }}}} {{{{ row }}}}
@@ -108,8 +110,8 @@ __device__ void products(float* x) {  // both products in a loop, as every atten
 }
 """
 _NAMES = {
-    "attn_mma": "headdim qk pv pv_accum mask smooth_v smooth_q block_m block_n warp_m stages min_blocks",
-    "quantize": "headdim qk pv block_m block_n warp_m threads min_blocks",
+    "attn_mma": "headdim qk pv pv_accum p mask smooth_v smooth_q block_m block_n warp_m stages min_blocks",
+    "quantize": "headdim qk pv block_m block_n warp_m key_norms threads min_blocks",
     "delta_s": "headdim threads",
     "pack_keys": "threads",
     "merge_splits": "threads programmatic",
@@ -175,8 +177,8 @@ def small(project: Project) -> None:
     text = project.matrix.read_text()
     head = text[text.index("archs:"):text.index("tiles:")]
     for old, new in {"[64, 128]": "[64]", "[int8, int4]": "[int8]", "[f16, e4m3]": "[f16]", "[full, causal]": "[full]",
-                     "[f32, two_level_f32, two_level_f16]": "[f32]", "[vraw, vsmooth]": "[vraw]",
-                     "[qraw, qsmooth]": "[qraw]"}.items():
+                     "[f32, two_level_f32, two_level_f16]": "[f32]", "[linear, exp2]": "[exp2]",
+                     "[vraw, vsmooth]": "[vraw]", "[qraw, qsmooth]": "[qraw]"}.items():
         head = head.replace(old, new)
     head = "".join(line for line in head.splitlines(True) if not line.startswith(("  sm89", "  sm90")))
     row = "  - {family: mma, block_m: 128, block_n: 64, warp_m: 32, stages: 2, min_blocks: 3}\n"

@@ -166,14 +166,15 @@ def _threads(tile: Tile, family: str) -> int:
 
 def _shared_bytes(spec: AttnSpec, tile: Tile, family: str) -> int:
     """Shared memory of a block in bytes: Q, the stages, and in mma a word a thread. In wgmma: two query buffers (Q, its
-    scales and biases, V's scales and means, a work tile), stages with ones behind V, rows of O, barriers, and a one."""
+    scales and biases, V's scales and means, a work tile, a norm, votes), stages with ones behind V, rows of O,
+    barriers, and a one."""
     q, kv_tile = tile.block_m * _row_bytes(spec), _kv_tile_bytes(spec, tile)
     delta = 4 * tile.block_n if spec.q == "qsmooth" else 0
     if family == "mma":
         return q + tile.stages * (kv_tile + delta) + 16 * -(-tile.block_m // tile.warp_m // 4) \
             + 4 * _threads(tile, family)
     warps = tile.block_m // tile.warp_m
-    query = q + 8 * spec.headdim + 32 * warps + 4 * tile.block_m + 60
+    query = q + 8 * spec.headdim + 32 * warps + 4 * tile.block_m + 76
     rows = 2 * tile.block_m * ((spec.headdim if spec.headdim <= 128 else 64) + 8)
     one = 16 if spec.q == "qsmooth" else 0
     stage = _kib(kv_tile + 8 * tile.block_n + delta)

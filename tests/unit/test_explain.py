@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from sage_aot._backends.cuda import device as cuda_device
 from sage_aot._backends.cuda.backend import CudaBackend
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._call.backends import default_library, handing
+from sage_aot._kernels.axes import AXES
 from sage_aot._kernels.spec import AttnSpec
 from sage_aot._launch.choose import Gpu, nearest_arch
 from sage_aot._tools import explain as explaining
@@ -27,7 +29,7 @@ def tensors(headdim=64, **options):
 
 
 def attn_spec(arch, pv="f16", accumulator="f32", **changes):
-    return dataclasses.replace(AttnSpec(arch, 64, "int8", pv, accumulator, "full", "vraw", "qraw"), **changes)
+    return dataclasses.replace(AttnSpec(arch, 64, "int8", pv, accumulator, "exp2", "full", "vraw", "qraw"), **changes)
 
 
 def small_manifest(*archs, **changes):
@@ -202,7 +204,7 @@ def test_the_table(folder_of):
     folder_of(small_manifest("sm80", "ptx80"))
     assert str(sage_aot.explain(capability=(8, 8), headdim=64, driver=535)) == """\
 GPU     compute capability 8.8, driver for CUDA 12.2
-call    headdim=64, is_causal=False, qk='int8', smooth_q=False, smooth_v=False, pv_accum='auto'
+call    headdim=64, is_causal=False, qk='int8', smooth_q=False, smooth_v=False, pv_accum='auto', p='auto'
 runs    sage_quant_sm80_d64_qkint8_pvf16
         sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw
         sage_merge_sm80
@@ -213,6 +215,19 @@ taken   sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw    sm80 is the nea
         sage_attn_sm80_d64_qkint8_pvf16_accf32_causal_vraw_qraw  for is_causal=True
         sage_attn_ptx80_* (2 kernels)                            it needs a driver from 575 on (CUDA 12.9), this one \
 is for CUDA 12.2"""
+
+
+@pytest.mark.kernels("sm90")
+def test_the_reason_against_a_kernel_that_auto_does_not_take():
+    first, other = AXES["p"]
+    told = sage_aot.explain(capability=(9, 0), headdim=64)
+    taken, next_one = told.candidates[:2]
+    assert (taken.taken, taken.record.spec.p) == (True, first)
+    assert (next_one.record.spec, next_one.differing) == (dataclasses.replace(taken.record.spec, p=other), ())
+    assert f"{next_one.record.name}  for p={other!r}, on request: 'auto' takes p={first!r}\n" in re.sub(
+        "  +", "  ", str(told))
+    asked = sage_aot.explain(capability=(9, 0), headdim=64, p=other)
+    assert asked.kernels.attn == next_one.record and asked.candidates[1].reason == f"for p={first!r}"
 
 
 def test_the_table_of_every_arch_has_each_kernel_once():

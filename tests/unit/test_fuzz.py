@@ -41,9 +41,9 @@ from sage_aot._problem.problem import heads_first
 from sage_aot._tools.compare import Measure, against_emulation
 from sage_aot.integrations import _serve
 
-BUILT = {"sm80": {"qk": {"int4", "int8"}, "pv_accum": {"f32"}},
-         "sm89": {"qk": {"int4", "int8"}, "pv_accum": {"two_level_f32", "two_level_f16"}},
-         "sm90": {"qk": {"int8"}, "pv_accum": {"f32"}}}
+BUILT = {"sm80": {"qk": {"int4", "int8"}, "pv_accum": {"f32"}, "p": {"exp2"}},
+         "sm89": {"qk": {"int4", "int8"}, "pv_accum": {"two_level_f32", "two_level_f16"}, "p": {"exp2"}},
+         "sm90": {"qk": {"int8"}, "pv_accum": {"f32"}, "p": {"linear", "exp2"}}}
 
 HARD = Case("sm89", 7, 2, 2, 2, 140, 129, 72, is_causal=True, scale=0.7, layout="NHD", qk="int8", smooth_q=True,
             smooth_v=True, dtype="f16", kind="outlier", strides="sliced", out="misaligned", stream="side")
@@ -92,8 +92,11 @@ def test_most_calls_have_a_kernel():
     missing = [case for case in drawn for option, built in BUILT[case.arch].items()
                if getattr(case, option) not in ("auto", *built)]
     assert 0 < len(missing) < 40
-    assert {name for name in ("qk", "pv_accum") for case in missing
-            if getattr(case, name) not in ("auto", *BUILT[case.arch][name])} == {"qk", "pv_accum"}
+    assert {name for name in ("qk", "pv_accum", "p") for case in missing
+            if getattr(case, name) not in ("auto", *BUILT[case.arch][name])} == {"qk", "pv_accum", "p"}
+    linear = [case for case in drawn if (case.arch, case.p) == ("sm90", "linear")]
+    assert {case.return_lse for case in linear} == {True, False}
+    assert 0 < sum(case.headdim > 128 for case in linear) < len(linear) / 10
 
 
 def test_options_are_those_of_the_table():
@@ -500,6 +503,21 @@ def test_a_mean_of_ones_is_one_but_for_nvfp4_without_smoothing():
     loose = [(pv, smooth_v) for pv in ("f16", "e4m3", "nvfp4") for smooth_v in (False, True)
              if dataclasses.replace(plain, pv=pv, smooth_v=smooth_v).of_equal_values > 0.002]
     assert loose == [("nvfp4", False)]
+
+
+def test_a_linear_p_keeps_the_oracles_bounds_and_comes_near_them():
+    """Apart from a factor that all P have in common. By the byte, as docs/math.md has it."""
+    linear = dataclasses.replace(fuzz_checks.arithmetic_of(Case("sm90")), linear_p=True)
+    x = torch.arange(-20.0, math.log2(448.0), 2.0**-12, dtype=torch.float64)
+    byte = (8 * (x + 7) - 0.45884).clamp(min=0).round().clamp(max=126)
+    exponent, mantissa = (byte // 8).long(), byte % 8
+    p = torch.where(exponent > 0, torch.ldexp(8 + mantissa, exponent - 10), mantissa * 2.0**-9)
+    ratio = (p / x.exp2())[exponent > 0]
+    common = (ratio.max() + ratio.min()) / 2
+    error, exact = (p - common * x.exp2()).abs(), common * x.exp2()
+    assert (error <= linear.of_p * exact + 56 * linear.lost_of_p).all()
+    assert (error / exact)[exponent > 0].max() > 0.999 * linear.of_p
+    assert error[byte == 0].max() > 0.98 * 56 * linear.lost_of_p
 
 
 def test_the_oracle_knows_nothing_of_the_product():

@@ -20,7 +20,7 @@ SPEC = DeltaSpec("sm80", 64)
 CUBIN = b"not really a cubin"
 RECORD = record_of(SPEC, file="it.cubin", sha256=hashlib.sha256(CUBIN).hexdigest())
 
-ATTENTION = record_of(AttnSpec("sm80", 64, "int8", "f16", "f32", "full", "vraw", "qraw"), file="other.cubin")
+ATTENTION = record_of(AttnSpec("sm80", 64, "int8", "f16", "f32", "exp2", "full", "vraw", "qraw"), file="other.cubin")
 MANIFEST = manifest_of([RECORD, ATTENTION])
 
 

@@ -13,8 +13,8 @@ from records import manifest_of, record_of
 from sage_aot._kernels.manifest import FILE_NAME, FORMAT, AttnRecord, KernelRecord, MainLoop, Manifest, sealed_text
 from sage_aot._kernels.spec import AttnSpec, DeltaSpec
 
-ATTN = AttnSpec("sm80", 64, "int8", "f16", "f32", "full", "vraw", "qraw")
-PTX = AttnSpec("ptx80", 64, "int8", "f16", "f32", "full", "vraw", "qraw")
+ATTN = AttnSpec("sm80", 64, "int8", "f16", "f32", "exp2", "full", "vraw", "qraw")
+PTX = AttnSpec("ptx80", 64, "int8", "f16", "f32", "exp2", "full", "vraw", "qraw")
 MANIFEST = manifest_of([
     record_of(ATTN, opcodes={"HMMA.16816.F32": 256}, main_loop=MainLoop(192, 513, 420)),
     record_of(DeltaSpec("sm80", 64)), record_of(DeltaSpec("sm90", 64)), record_of(PTX)])

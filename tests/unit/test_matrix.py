@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -30,7 +31,7 @@ BAD = {
     "key twice": ("  headdim: [64, 128]", "  v: [vraw]\n  headdim: [64, 128]", "  v: [vraw, vsmooth]",
                   "expected the key 'v' once in 'axes', got it twice"),
     "unknown axis": ("  qk: [int8, int4]", "  bits: [int8, int4]", "  bits:",
-                     "expected a key of 'axes' (headdim, qk, pv, pv_accum, mask, v, q), got 'bits'"),
+                     "expected a key of 'axes' (headdim, qk, pv, pv_accum, p, mask, v, q), got 'bits'"),
     "missing axis": ("  qk: [int8, int4]\n", "", "  headdim:", "expected the key 'qk' in 'axes', got none"),
     "unknown value": ("headdim: [64, 128]", "headdim: [64, 96]", "headdim: [64, 96]",
                       "expected a value of the axis 'headdim' (64, 128, 256), got 96"),
@@ -56,12 +57,12 @@ BAD = {
                     "expected a value of the axis 'arch' (sm80, sm86, sm89, sm90), got 'sm87'"),
     "row's key": (D64_ROW, D64_ROW.replace("headdim", "headim"), "headim",
                   ("expected a key of a row of 'tiles' (family, block_m, block_n, warp_m, stages, min_blocks, arch, "
-                   "headdim, qk, pv, pv_accum, mask, v, q, allow_spills, why, suffix), got 'headim'")),
+                   "headdim, qk, pv, pv_accum, p, mask, v, q, allow_spills, why, suffix), got 'headim'")),
     "suffix": (D64_SIZES, D64_SIZES.replace("stages: 2", "suffix: x, stages: 2"), "suffix: x",
                "expected a suffix of the target (a, f), got 'x'"),
     "exclusion's key": ("{qk: int4, why", "{bits: 4, why", "{bits",
-                        ("expected a key of a row of 'exclude' (why, arch, headdim, qk, pv, pv_accum, mask, v, q), got "
-                         "'bits'")),
+                        ("expected a key of a row of 'exclude' (why, arch, headdim, qk, pv, pv_accum, p, mask, v, q), "
+                         "got 'bits'")),
     "no size": (D64_SIZES, D64_SIZES.replace(" stages: 2,", ""), D64_ROW,
                 "expected the key 'stages' in a row of 'tiles', got none"),
     "bad size": (D64_SIZES, D64_SIZES.replace("warp_m: 32", "warp_m: 24"), D64_ROW,
@@ -188,8 +189,8 @@ def test_a_misspelt_axis_does_not_echo_through_the_combinations(project, edit):
 
 def test_every_combination_is_built_or_has_a_reason(matrix):
     axes = {"arch": ("sm80", "sm86", "sm89", "sm90"), "headdim": (64, 128), "qk": ("int8", "int4"),
-            "pv": ("f16", "e4m3"), "pv_accum": ("f32", "two_level_f32", "two_level_f16"), "mask": ("full", "causal"),
-            "v": ("vraw", "vsmooth"), "q": ("qraw", "qsmooth")}
+            "pv": ("f16", "e4m3"), "pv_accum": ("f32", "two_level_f32", "two_level_f16"),
+            "p": ("exp2", "linear"), "mask": ("full", "causal"), "v": ("vraw", "vsmooth"), "q": ("qraw", "qsmooth")}
     everything = {AttnSpec(**dict(zip(axes, values))).name for values in product(*axes.values())}
     built = {kernel.spec.name for kernel in matrix.kernels if kernel.spec.kind == "attn"}
     missing = dict(matrix.missing)
@@ -205,6 +206,7 @@ def test_the_first_exclusion_gives_the_reason(matrix):
     assert missing["sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vsmooth_qraw"] == "not written yet: smoothing of V"
     assert missing["sage_attn_sm80_d64_qkint8_pvf16_acc2f16_full_vraw_qraw"] == "f16 products add up in f32 as they are"
     assert missing["sage_attn_sm89_d64_qkint8_pve4m3_accf32_full_vraw_qraw"].startswith("accumulators of FP8 products")
+    assert missing["sage_attn_sm80_d64_qkint8_pvf16_accf32_plinear_full_vraw_qraw"].startswith("not written yet: lines")
 
 
 def test_names_are_unique_sorted_and_round_trip(matrix):
@@ -321,6 +323,15 @@ def test_the_matrix_of_this_project_is_right():
     assert read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates").kernels
 
 
+def test_kernels_of_a_linear_p_have_all_but_that_of_their_twins():
+    kernels = {kernel.spec: kernel for kernel in read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates").kernels}
+    linear = [spec for spec in kernels if isinstance(spec, AttnSpec) and spec.p == "linear"]
+    assert {(spec.arch, spec.headdim) for spec in linear} == {("sm90", 64), ("sm90", 128)}
+    for spec in linear:
+        twin = replace(spec, p="exp2")
+        assert replace(kernels[spec], spec=twin) == kernels[twin]
+
+
 def test_every_kernel_fits_every_gpu_that_may_take_it():
     """Where a wheel was narrowed, a GPU takes kernels of an older chip: sm80's on 8.6, and PTX anywhere. The choice
     does not look at shared memory, so every such GPU must have what the kernels need. The build checks only their own
@@ -346,8 +357,9 @@ def test_a_combination_that_no_kernel_can_compute_is_one_sentence_when_its_exclu
     path.write_text(text.replace("{arch: [sm89, sm90], pv: e4m3, pv_accum", "{arch: sm89, pv: e4m3, pv_accum"))
     with pytest.raises(MatrixError) as error:
         read_matrix(path, ROOT / "templates")
-    kernels = {f"sage_attn_sm90_d{headdim}_qkint8_pve4m3_accf32_{mask}_{v}_{q}" for headdim, mask, v, q in product(
-        *(AXES[axis] for axis in ("headdim", "mask", "v", "q")))}
+    kernels = {AttnSpec("sm90", headdim, "int8", "e4m3", "f32", p, mask, v, q).name for headdim, p, mask, v, q in
+               product(*(AXES[axis] for axis in ("headdim", "p", "mask", "v", "q")))
+               if (headdim, p) != (256, "linear")}
     assert {problem.split(": ", 1)[1] for problem in error.value.problems} == {
         f"expected an exclusion of {name}, got tiles: accumulators of FP8 products keep 13 mantissa bits before sm120, "
         "too few without a second level" for name in kernels}

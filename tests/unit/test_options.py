@@ -77,6 +77,8 @@ def test_the_refused_value_is_refused_by_name(name, refuse):
     ({"smooth_v": "auto"}, "smooth_v: expected True or False, got 'auto'"),
     ({"pv_accum": "f16"}, "pv_accum: expected 'auto' or one of 'f32', 'two_level_f32', 'two_level_f16', got 'f16'"),
     ({"pv_accum": None}, "pv_accum: expected 'auto' or one of .*, got None"),
+    ({"p": "line"}, "p: expected 'auto', 'linear' or 'exp2', got 'line'"),
+    ({"p": None}, "p: expected 'auto', 'linear' or 'exp2', got None"),
 ])
 @pytest.mark.parametrize("refuse", [lambda **options: Options(**options), call], ids=["Options", "attn"])
 def test_what_is_refused(options, message, refuse):
@@ -122,9 +124,10 @@ def test_qk_is_8_bits_unless_set():
     assert Options().resolved.qk == "int8" and Options(qk="int4").resolved.qk == "int4"
 
 
-@pytest.mark.parametrize("pv_accum", OPTIONS["pv_accum"].samples)
-def test_pv_accum_stays_as_it_was_asked_for(pv_accum):
-    assert Options(pv_accum=pv_accum).resolved.pv_accum == pv_accum
+@pytest.mark.parametrize(("name", "value"), [
+    (name, value) for name in ("pv_accum", "p") for value in OPTIONS[name].samples])
+def test_what_the_kernels_decide_stays_as_it_was_asked_for(name, value):
+    assert getattr(Options(**{name: value}).resolved, name) == value
 
 
 def test_resolving_changes_nothing_but_auto_and_is_done_once():

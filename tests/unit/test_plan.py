@@ -46,8 +46,8 @@ SMOOTH_Q = changed(smooth_q=True)
 
 def kernels(pv_accum="two_level_f32", problem=PROBLEM, family="mma", tile=TILE):
     options = problem.options
-    attn = AttnSpec("sm89", 128, options.qk, "f16" if pv_accum == "f32" else "e4m3", pv_accum, "full",
-                    "vsmooth" if options.smooth_v else "vraw", "qsmooth" if options.smooth_q else "qraw")
+    attn = AttnSpec("sm89", 128, options.qk, "f16" if pv_accum == "f32" else "e4m3", pv_accum, "exp2",
+                    "full", "vsmooth" if options.smooth_v else "vraw", "qsmooth" if options.smooth_q else "qraw")
     kinds = ["quant", "merge"] + ["pack"] * problem.has_key_mask + ["delta"] * bool(options.smooth_q)
     companions = {kind: record_of(attn.companion(kind), tile, family) for kind in kinds}
     return Kernels(record_of(attn, tile, family), companions)

@@ -13,6 +13,7 @@ import sage_aot
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._call import ops
 from sage_aot._call.backends import default_library, handing
+from sage_aot._kernels.axes import AXES
 from sage_aot._problem.options import OPTIONS
 from sage_aot._tools import reference
 
@@ -82,7 +83,8 @@ def test_what_it_knows():
     _, k, v = draw()
     kv = sage_aot.quantize_kv(k, v, key_mask=mask_of(True), qk="int4")
     assert (kv.shape, kv.dtype, kv.arch, kv.has_key_mask) == ((2, 2, 70, 40), torch.bfloat16, "sm89", True)
-    assert (kv.options.qk, kv.options.smooth_q, kv.options.pv_accum) == ("int4", True, "two_level_f32")
+    assert (kv.options.qk, kv.options.smooth_q, kv.options.pv_accum, kv.options.p) == (
+        "int4", True, "two_level_f32", "exp2")
     assert kv.quantizer.startswith("sage_quant_sm89_d64_qkint4_pve4m3 (") and kv.device == k.device
     assert kv.nbytes == 2 * 4 * k.numel() + 2 * 70 + k.nbytes  # f32 on the CPU, the mask, a copy for a smoothed q
     assert repr(kv) == f"QuantizedKV([2, 2, 70, 40] torch.bfloat16 on cpu, sm89, {kv.nbytes} bytes, key mask)"
@@ -198,6 +200,7 @@ def test_compiled_without_a_graph_break(queries):
     (lambda q, k, v, kv: sage_aot.attn(q, kv, v), "v: expected None with a QuantizedKV, got Tensor"),
     (lambda q, k, v, kv: sage_aot.attn(q, kv, key_mask=mask_of(True)), "key_mask: expected None"),
     (lambda q, k, v, kv: sage_aot.attn(q, kv, qk="int4"), "qk: k and v were quantized with 'int8', got 'int4'"),
+    (lambda q, k, v, kv: sage_aot.attn(q, kv, p="linear"), "p: k and v were quantized with 'exp2', got 'linear'"),
     (lambda q, k, v, kv: sage_aot.attn(q, kv, smooth_k=1), "smooth_k: expected True or False, got 1"),
     (lambda q, k, v, kv: sage_aot.attn(q, kv, smooth_k=False), "smooth_k: k and v were quantized with True"),
     (lambda q, k, v, kv: sage_aot.attn(q.half(), kv), "q must have the dtype"),
@@ -289,11 +292,25 @@ def test_supports_and_attn_refuse_the_same_options(name):
 
 @pytest.mark.parametrize(("of_kv", "of_call"), [({}, {"qk": "int8"}), ({"qk": "int4"}, {"smooth_q": True}),
                                                 ({"smooth_k": False}, {"smooth_k": False}),
-                                                ({}, {"pv_accum": "two_level_f32"})], ids=str)
+                                                ({}, {"pv_accum": "two_level_f32"}), ({}, {"p": "exp2"})],
+                         ids=str)
 def test_options_that_say_what_auto_said(of_kv, of_call):
     q, k, v = draw()
     kv = sage_aot.quantize_kv(k, v, **of_kv)
     assert torch.equal(sage_aot.attn(q, kv, **of_call), sage_aot.attn(q, kv))
+
+
+@pytest.mark.kernels("sm90")
+@pytest.mark.parametrize(("asked", "headdim", "resolved"), [
+    ("auto", 64, AXES["p"][0]), ("auto", 128, AXES["p"][0]), ("auto", 256, "exp2"), ("exp2", 64, "exp2"),
+    ("linear", 64, "linear")])
+def test_p_is_that_of_the_kernels_in_use_for_all_calls(monkeypatch, asked, headdim, resolved):
+    monkeypatch.setenv("SAGE_AOT_EMULATE", "sm90")
+    q, k, v = draw(headdim=headdim)
+    kv = sage_aot.quantize_kv(k, v, p=asked)
+    assert kv.options.p == resolved
+    for is_causal in (False, True):
+        assert sage_aot.explain(q, kv, is_causal=is_causal).kernels.attn.spec.p == resolved
 
 
 def test_record_stream_reaches_every_tensor():

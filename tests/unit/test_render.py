@@ -54,8 +54,8 @@ def test_values_reach_their_names(attn):
     assert context(attn) == {
         "name": "sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw", "template": "attn_mma.cu.jinja",
         "row": "{family: mma, arch: sm89, headdim: 128, pv: e4m3}", "headdim": 128, "qk": "Qk::kInt8",
-        "pv": "Pv::kE4m3", "pv_accum": "PvAccum::kTwoLevelF32", "mask": "Mask::kCausal", "smooth_v": False,
-        "smooth_q": False,
+        "pv": "Pv::kE4m3", "pv_accum": "PvAccum::kTwoLevelF32", "p": "P::kExp2", "mask": "Mask::kCausal",
+        "smooth_v": False, "smooth_q": False,
         "block_m": 128, "block_n": 64, "warp_m": 32, "stages": 2, "min_blocks": 2,
     }
 
@@ -78,6 +78,20 @@ def test_the_accumulator_reaches_its_name(attn, accumulator, spelt):
     assert context(kernel)["pv_accum"] == spelt
     assert spelt in Renderer(ROOT / "templates").render(kernel)
     assert re.search(rf"\b{spelt.split('::')[1]}\b", (ROOT / "templates/include/sage/types.cuh").read_text())
+
+
+@pytest.mark.parametrize(("p", "spelt"), [("exp2", "P::kExp2"), ("linear", "P::kLinear")])
+def test_how_p_follows_from_a_score_reaches_its_name(attn, p, spelt):
+    kernel = replace(attn, spec=replace(attn.spec, p=p))
+    assert context(kernel)["p"] == spelt
+    assert spelt in Renderer(ROOT / "templates").render(kernel)
+    assert re.search(rf"enum class P {{.*\b{spelt.split('::')[1]}\b", (
+        ROOT / "templates/include/sage/types.cuh").read_text())
+
+
+def test_quantizers_of_a_family_that_bounds_scores_leave_norms_of_keys():
+    found = {(kernel.family, context(kernel)["key_norms"]) for kernel in REAL.kernels if kernel.spec.kind == "quant"}
+    assert found == {("mma", False), ("wgmma", True)}
 
 
 def test_each_kind_gets_its_names(matrix):

@@ -6,9 +6,11 @@ import dataclasses
 from itertools import product
 
 import pytest
+import torch
 from records import STRUCTS, manifest_of, record_of
 
 from sage_aot._backends.loader import KERNEL_FOLDER
+from sage_aot._kernels.axes import AXES
 from sage_aot._kernels.manifest import KernelRecord, Manifest, records_by_name
 from sage_aot._kernels.spec import AttnSpec
 from sage_aot._launch import choose
@@ -22,13 +24,19 @@ from sage_aot._launch.choose import (
     unsupported,
     wanted_values,
 )
+from sage_aot._problem.check import check
+from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options
 from sage_aot._problem.problem import Problem
 from sage_aot.errors import CubinError, UnsupportedError
 
-F16 = [("f16", "f32")]
-PV = {"sm80": F16, "sm86": F16, "sm89": [("e4m3", "two_level_f16"), ("e4m3", "two_level_f32")], "sm90": F16}
-"""Per arch, the types of P and V that are built, with their accumulators."""
+F16 = [("f16", "f32", "exp2")]
+PV = {"sm80": F16, "sm86": F16, "sm90": F16,
+      "sm89": [("e4m3", "two_level_f16", "exp2"), ("e4m3", "two_level_f32", "exp2")]}
+"""Per arch, the types of P and V that are built, with their accumulators, and how P follows from a score."""
+LINEAR = {"sm90": [("e4m3", accumulator, p) for accumulator in ("two_level_f16", "two_level_f32")
+                   for p in ("exp2", "linear")]}
+"""The same where a call leaves two axes open."""
 PROBLEM = Problem(batch=1, num_q_heads=2, num_kv_heads=2, seqlen_q=64, seqlen_kv=64, headdim=128, dtype="bf16",
                   softmax_scale=1.0, options=Options().resolved)
 
@@ -183,6 +191,19 @@ def test_reasons_are_those_of_the_choice():
         "no machine code is for this GPU, and the driver compiles PTX for it")
 
 
+def test_a_reason_names_every_axis_that_the_call_leaves_open():
+    first, other = AXES["p"]
+    found = {(c.record.spec.pv_accum, c.record.spec.p): c.reason for c in candidates(
+        choose_arch(Gpu((9, 0)), manifest(LINEAR)), PROBLEM, manifest(LINEAR)) if not c.differing}
+    assert found == {
+        ("two_level_f32", first): "sm90 is this GPU's own",
+        ("two_level_f32", other): f"for p={other!r}, on request: 'auto' takes p={first!r}",
+        ("two_level_f16", first):
+            "for pv_accum='two_level_f16', on request: 'auto' takes pv_accum='two_level_f32'",
+        ("two_level_f16", other): f"for pv_accum='two_level_f16', p={other!r}, on request: 'auto' takes "
+                                  f"pv_accum='two_level_f32', p={first!r}"}
+
+
 def test_kernels_of_an_arch_need_no_gpu_of_it():
     chosen = kernels_of("sm86", wanted_values(PROBLEM), manifest(PTX))
     assert [record.spec.arch for record in chosen.records] == ["sm86"] * 3
@@ -192,7 +213,7 @@ def test_kernels_of_an_arch_need_no_gpu_of_it():
 
 
 def test_archs_are_ordered_by_capability():
-    newest = record_of(AttnSpec("sm120", 64, "int8", "e4m3", "two_level_f32", "full", "vraw", "qraw"))
+    newest = record_of(AttnSpec("sm120", 64, "int8", "e4m3", "two_level_f32", "exp2", "full", "vraw", "qraw"))
     several = in_order([newest, *manifest(PTX).kernels.values()], manifest(PTX))
     assert several.attention_archs == ["ptx80", "sm80", "sm86", "sm89", "sm90", "sm120"]
     assert built_archs(several) == several.attention_archs[1:]
@@ -201,7 +222,7 @@ def test_archs_are_ordered_by_capability():
 @pytest.mark.parametrize(("headdim", "kernel"), [(1, 64), (64, 64), (65, 128), (128, 128), (129, 256), (256, 256)])
 def test_head_dim_is_the_least_that_holds_the_problem(headdim, kernel):
     chosen = select(Gpu((8, 9)), changed(headdim=headdim), manifest())
-    assert chosen.attn.spec == AttnSpec("sm89", kernel, "int8", "e4m3", "two_level_f32", "full", "vraw", "qraw")
+    assert chosen.attn.spec == AttnSpec("sm89", kernel, "int8", "e4m3", "two_level_f32", "exp2", "full", "vraw", "qraw")
     assert chosen["quant"].spec == chosen.attn.spec.companion("quant")
     smoothed = select(Gpu((8, 9)), changed(headdim=headdim, smooth_q=True), manifest())
     assert smoothed.attn.spec == dataclasses.replace(chosen.attn.spec, q="qsmooth")
@@ -218,7 +239,7 @@ def test_head_dim_is_the_least_that_holds_the_problem(headdim, kernel):
     ({"qk": "int4", "smooth_q": True, "smooth_v": True}, {"qk": "int4", "q": "qsmooth", "v": "vsmooth"}),
 ])
 def test_axes_are_those_of_the_problem(changes, axes):
-    plain = AttnSpec("sm80", 128, "int8", "f16", "f32", "full", "vraw", "qraw")
+    plain = AttnSpec("sm80", 128, "int8", "f16", "f32", "exp2", "full", "vraw", "qraw")
     chosen = select(Gpu((8, 0)), changed(**changes), manifest())
     assert chosen.attn.spec == dataclasses.replace(plain, **axes)
     assert chosen["quant"].spec.qk == chosen.attn.spec.qk
@@ -247,6 +268,28 @@ def test_accumulators_that_an_arch_lacks_are_refused(capability, arch, asked, in
     message = f"no kernel for {arch}, head dim 128, .*pv_accum='{asked}'; use pv_accum='{instead}'\\. This folder holds"
     with pytest.raises(UnsupportedError, match=message):
         select(Gpu(capability), changed(pv_accum=asked), manifest())
+
+
+@pytest.mark.parametrize("asked", ["auto", "exp2", "linear"])
+def test_p_is_as_asked_for_or_the_first_that_the_arch_has(asked):
+    assert select(Gpu((9, 0)), changed(p=asked), manifest(LINEAR)).attn.spec.p == (
+        AXES["p"][0] if asked == "auto" else asked)
+    if asked != "linear":
+        assert select(Gpu((8, 9)), changed(p=asked), manifest()).attn.spec.p == "exp2"
+
+
+def test_a_linear_p_that_an_arch_lacks_is_refused():
+    with pytest.raises(UnsupportedError, match="no kernel for sm89, head dim 128, .*p='linear'; use p='exp2'\\. This"):
+        select(Gpu((8, 9)), changed(p="linear"), manifest())
+
+
+@pytest.mark.parametrize("asked", ["auto", "exp2", "linear"])
+def test_a_call_that_is_trained_has_exponentials(asked):
+    """It returns the log-sum-exp, beside which every kernel takes them; backward kernels are those of such a kernel."""
+    like = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
+    problem = check(Given("train", like, like, like), Options(p=asked))
+    chosen = select(Gpu((9, 0)), problem, manifest(LINEAR)).attn.spec
+    assert (chosen.p, chosen.trains) == ("exp2", True)
 
 
 def without_smooth_k(*archs):
@@ -312,7 +355,7 @@ def test_a_narrowed_build_says_so(left, changes):
 
 @pytest.mark.parametrize("kind", ["quant", "delta", "merge"])
 def test_a_missing_companion_is_an_incomplete_folder(kind):
-    name = AttnSpec("sm90", 128, "int8", "f16", "f32", "full", "vraw", "qsmooth").companion(kind).name
+    name = AttnSpec("sm90", 128, "int8", "f16", "f32", "exp2", "full", "vraw", "qsmooth").companion(kind).name
     with pytest.raises(CubinError, match=f"but not {name}"):
         select(Gpu((9, 0)), changed(smooth_q=True), manifest(without=[name]))
 

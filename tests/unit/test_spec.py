@@ -19,7 +19,7 @@ from sage_aot._kernels.spec import (
 )
 from sage_aot._kernels.tile import Tile
 
-ATTN = AttnSpec("sm89", 128, "int8", "e4m3", "two_level_f32", "causal", "vraw", "qraw")
+ATTN = AttnSpec("sm89", 128, "int8", "e4m3", "two_level_f32", "exp2", "causal", "vraw", "qraw")
 TILES = {"mma": Tile(block_m=128, block_n=64, warp_m=32, stages=2, min_blocks=2),
          "wgmma": Tile(block_m=128, block_n=128, warp_m=16, stages=4, min_blocks=1)}
 
@@ -55,7 +55,11 @@ def test_name_spells_every_axis_in_order():
     ("sage_mean_sm89_d128", "expected a name such as"),
     ("sage_attn_sm89_d128_qk8_pve4m3_acc2f32_causal_vraw_qraw",
      r"expected one of \['qkint4', 'qkint8', 'qknvfp4'\] for the axis 'qk', got 'qk8'"),
-    ("sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw_more", "expected a name such as"),
+    ("sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw_more",
+     r"expected one of \['plinear'\] for the axis 'p', got 'causal'"),
+    ("sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_pexp2_causal_vraw_qraw",
+     r"expected one of \['plinear'\] for the axis 'p', got 'pexp2'"),
+    ("sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_plinear_causal_vraw_qraw_more", "expected a name such as"),
     ("sage_attn_ada_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw", "expected an arch such as 'sm89', got 'ada'"),
     ("sage_attn_sm89_d96_qkint8_pve4m3_acc2f32_causal_vraw_qraw",
      r"expected one of \['d128', 'd256', 'd64'\] for the axis 'headdim', got 'd96'"),
@@ -74,6 +78,21 @@ def test_names_of_the_accumulators(pv, accumulator, spelt):
     assert spec.name == f"sage_attn_sm89_d128_qkint8_{spelt}_causal_vraw_qraw"
     assert spec_of(spec.name) == spec
     assert spec.companion("quant") == dataclasses.replace(ATTN, pv=pv).companion("quant")  # quantizers take either
+
+
+def test_exponentials_are_no_part_of_a_name():
+    linear = dataclasses.replace(ATTN, p="linear")
+    assert linear.name == "sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_plinear_causal_vraw_qraw"
+    assert [spec_of(spec.name) for spec in (ATTN, linear)] == [ATTN, linear]
+    for kind in ("pack", "quant", "delta", "merge"):
+        assert linear.companion(kind) == ATTN.companion(kind)
+
+
+@pytest.mark.parametrize(("changes", "trains"), [
+    ({}, True), ({"headdim": 64}, True), ({"headdim": 256}, False), ({"qk": "int4"}, False), ({"v": "vsmooth"}, False),
+    ({"q": "qsmooth"}, False), ({"p": "linear"}, False), ({"pv": "f16", "pv_accum": "f32", "mask": "full"}, True)])
+def test_kernels_that_have_a_backward_pass(changes, trains):
+    assert dataclasses.replace(ATTN, **changes).trains == trains
 
 
 def test_companions_share_axes():
@@ -100,7 +119,7 @@ def test_names_of_the_other_kinds():
 
 def test_values_are_by_axis_in_the_order_of_the_name():
     assert ATTN.values == {"arch": "sm89", "headdim": 128, "qk": "int8", "pv": "e4m3", "pv_accum": "two_level_f32",
-                           "mask": "causal", "v": "vraw", "q": "qraw"}
+                           "p": "exp2", "mask": "causal", "v": "vraw", "q": "qraw"}
     assert ATTN.companion("delta").values == {"arch": "sm89", "headdim": 128}
     assert tuple(ATTN.values) == ATTN.axes() == ("arch", *AXES)
 

@@ -57,6 +57,19 @@ def test_the_output_is_that_of_attn():
         assert torch.equal(sage_aot.train_attn(q, k, v), sage_aot.attn(q, k, v))
 
 
+@pytest.mark.kernels("sm90")
+def test_where_a_linear_p_is_built_training_has_exponentials(monkeypatch):
+    monkeypatch.setenv("SAGE_AOT_EMULATE", "sm90")
+    q, k, v, grad = draw()
+    out, *gradients = train_it(q, k, v, grad)
+    with torch.no_grad():
+        assert torch.equal(out, sage_aot.attn(q, k, v, p="exp2"))
+    for asked in ("linear", "exp2"):
+        out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v, p=asked)
+        found = torch.ops.sage_aot.train_attn_backward(grad, v, out, lse, saved, p=asked)
+        assert all(map(torch.equal, found, gradients))
+
+
 def test_the_gradient_of_a_sum():
     q, k, v, grad = draw()
     found = torch.autograd.grad(sage_aot.train_attn(q, k, v).sum(), (q, k, v))

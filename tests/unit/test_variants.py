@@ -12,7 +12,7 @@ from sage_aot._call.backends import default_library
 from sage_aot._kernels.spec import AttnSpec, DeltaSpec
 from sage_aot._launch.choose import Gpu
 
-ATTN = [AttnSpec(arch, 64, "int8", "f16", "f32", "full", "vraw", "qraw") for arch in ("sm80", "sm90", "ptx80")]
+ATTN = [AttnSpec(arch, 64, "int8", "f16", "f32", "exp2", "full", "vraw", "qraw") for arch in ("sm80", "sm90", "ptx80")]
 MANIFEST = manifest_of([*map(record_of, ATTN), record_of(DeltaSpec("sm90", 64))])
 
 

@@ -30,7 +30,7 @@ from sage_aot._launch.choose import Gpu
 from sage_aot._tools import verify as verifying
 from sage_aot.errors import LaunchError, UnsupportedError
 
-ATTN = AttnSpec("sm80", 64, "int8", "f16", "f32", "causal", "vraw", "qraw")
+ATTN = AttnSpec("sm80", 64, "int8", "f16", "f32", "exp2", "causal", "vraw", "qraw")
 
 
 def write_folder(folder, *archs, **changes):
@@ -335,6 +335,22 @@ def test_every_variant_passes_its_own_emulation(gpu):
     library = default_library()
     for record in library.manifest.every_attention()[::23]:
         assert verifying.self_test(library, record, "cpu", 3) == verifying.Outcome(0.0, None)
+
+
+@pytest.mark.kernels("sm90")
+@pytest.mark.parametrize(("p", "with_lse"), [("exp2", {True}), ("linear", {True, False})])
+def test_a_linear_p_is_tested_in_calls_without_a_log_sum_exp(gpu, p, with_lse):
+    library, asked = default_library(), set()
+
+    def remember(plan, manifest, given, out, lse, workspace):
+        if plan.problem.part != "kv":
+            asked.add(lse is not None)
+        emulate(plan, manifest, given, out, lse, workspace)
+
+    gpu.run = remember
+    record = next(record for record in library.manifest.attention("sm90")
+                  if (record.spec.headdim, record.spec.p, record.spec.mask) == (64, p, "causal"))
+    assert verifying.self_test(library, record, "cpu", 3).failure is None and asked == with_lse
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
