@@ -76,6 +76,7 @@ struct Producer {
         largest = fmaxf(largest, reinterpret_cast<const KvLine*>(line)->largest_norm());
       }
       largest = ptx::max_over_lanes<kWarpSize>(largest);
+      __syncwarp();  // all lanes have read the work tile, which the arrival gives back
       if (lane == 0) {
         shared.k_norm(query.index) = largest;
         ptx::mbarrier_arrive(shared.query_full(query.index));
