@@ -69,6 +69,10 @@ _HOPPER_TINY = "sm90_d64_qkint8_pve4m3_acc2f32_causal_vsmooth_qraw"
 _HOPPER_K_INF = "sm90_d64_qkint8_pve4m3_acc2f32_full_vsmooth_qraw"
 _HOPPER_V_NAN = "sm90_d64_qkint8_pve4m3_acc2f32_full_vsmooth_qsmooth"
 
+_LINEAR = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
+_LINEAR_CAUSAL = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_causal_vsmooth_qsmooth"
+_LINEAR_WIDE = "sm90_d128_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
+
 _MXFP8 = "sm120_d64_qkint8_pve4m3_accf32_full_vraw_qraw"
 _MXFP8_WIDE = "sm120_d128_qkint8_pve4m3_accf32_causal_vsmooth_qraw"
 _NVFP4 = "sm120_d64_qknvfp4_pvnvfp4_accf32_full_vraw_qsmooth"
@@ -882,6 +886,47 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
     ("log-sum-exp of a thread's columns", "attn/wgmma/kernel.cuh", "AttentionWgmma::consume",
      Put("ptx::sum_over_lanes<4>(loop.exact_sum[r])", instead="loop.exact_sum[r]"),
      _HOPPER, "lse, emulation"),
+    # --- attn/wgmma/linear_p.cuh, and the range of a linear P
+    ("a linear P without its shift where scores are integers", "attn/wgmma/linear_p.cuh", "BitsLine::BitsLine",
+     Put("(8 * 127 - kShift) * 0x1p20f", instead="(8 * 127) * 0x1p20f"),
+     _LINEAR_WIDE, "rows beyond the tight bound"),
+    ("a linear P of the other row's reference", "attn/wgmma/linear_p.cuh", "BitsLine::bytes",
+     Put("offset[r]", instead="offset[kRows - 1 - r]"),
+     _LINEAR, "output, emulation"),
+    ("a linear P in steps of two octaves", "attn/wgmma/linear_p.cuh", "FloatLine::FloatLine",
+     Put("8.0f * scale", instead="4.0f * scale"),
+     _LINEAR_CAUSAL, "output, emulation"),
+    ("scores of any size in range of a linear P", "attn/wgmma/kernel.cuh", "AttentionWgmma::scores_in_range",
+     Put("ptx::load_shared_u32(votes) == 0x01010101", instead="true"),
+     _LINEAR, "output, emulation"),
+    ("a vote of one warp for the warpgroup", "attn/wgmma/kernel.cuh", "AttentionWgmma::scores_in_range",
+     Drop("ptx::barrier_sync(3 + consumer, kWarpgroup);"),
+     _LINEAR_WIDE, "read of memory that nothing wrote"),
+    ("norms of keys of a thread's channels alone", "quant/quantize_k.cuh", "QuantizeK::store_norm",
+     Put("ptx::sum_over_lanes<kVectors>(static_cast<u32>(squares))", instead="static_cast<u32>(squares)"),
+     _LINEAR, "output, emulation"),
+    ("norms of the first KV tiles alone", "attn/wgmma/producer.cuh", "Producer::find_norms",
+     Put("tile < work.kv.end", instead="tile < 1"),
+     _LINEAR, "output, emulation"),
+    ("a work tile given back before all lanes have read it", "attn/wgmma/producer.cuh", "Producer::find_norms",
+     Drop("__syncwarp();"),
+     _LINEAR, "data race"),
+    ("norms not waited for", "attn/wgmma/kernel.cuh", "AttentionWgmma::init_barriers",
+     Put("Traits::kBoundsScores ? 2 : 1", instead="1"),
+     _LINEAR, "more arrivals than a phase expects"),
+    # --- quant/kept_sums.cuh
+    ("sums of one tile of V kept for another", "quant/quantize_v.cuh", "QuantizeV::sum_over_tile",
+     Put("shared.v_error[own_tile][warp]", instead="shared.v_error[0][warp]"),
+     _LINEAR, "data race"),
+    ("errors of V's sums not waited for", "quant/quantize_v.cuh", "QuantizeV::sum_over_tile",
+     Drop("__syncthreads();"),
+     _LINEAR, "data race"),
+    ("sums of a ragged tile of V kept", "quant/quantize_v.cuh", "QuantizeV::store_keeping_sums",
+     Put("whole ? 1.0f / kOpenOfTile : 0.0f", instead="1.0f / kOpenOfTile"),
+     _E4M3_F32, "bits of v"),
+    ("errors of V's sums added to keys that are rounded", "quant/kept_sums.cuh", "OpenKeys::bytes",
+     Put("ptx::add_f16x2(open, part)", instead="open"),
+     _E4M3_F32, "bits of v"),
     ("sums of log-sum-exps left behind by references", "attn/wgmma/softmax.cuh", "TileSoftmax::add",
      Drop("sum[r] *= alpha[r];"),
      _HOPPER, "lse, emulation"),
@@ -959,13 +1004,13 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
      Right("open || i > 0"),
      _HOPPER_WIDE, "output, emulation"),
     ("R of a tile alone added to the last", "attn/wgmma/mainloop.cuh", "Mainloop::attend",
-     Put("step<kLse, true, kAlone>(tile, open)", instead="step<kLse, true, kAlone>(tile, true)"),
+     Put("step<kLse, kOwnP, true, kAlone>(tile, open)", instead="step<kLse, kOwnP, true, kAlone>(tile, true)"),
      _HOPPER, "output, emulation"),
     ("R open behind the last full tile not closed by the last P·V", "attn/wgmma/mainloop.cuh", "Mainloop::attend",
      Put("issue_pv(open)", instead="issue_pv(false)"),
      _HOPPER_WIDE, "output, emulation"),
     ("R open behind the last full tile not closed by a masked step", "attn/wgmma/mainloop.cuh", "Mainloop::attend",
-     Put("step<kLse, true, kAlone>(tile, open)", instead="step<kLse, true, kAlone>(tile, false)"),
+     Put("step<kLse, kOwnP, true, kAlone>(tile, open)", instead="step<kLse, kOwnP, true, kAlone>(tile, false)"),
      _HOPPER_WIDE, "rows beyond the tight bound"),
     ("R open behind the last full tile and no tile further", "attn/wgmma/mainloop.cuh", "Mainloop::attend",
      Put("++tile, open = true", instead="open = true"),
@@ -996,7 +1041,7 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
      _HOPPER, "output, emulation"),
     ("O multiplied by the next tile's factor", "attn/wgmma/mainloop.cuh", "Mainloop::step",
      Behind("if constexpr (kSum != kOpens) promote();",
-            later="exponentiate<kLse, kMasked, kSum != kOpens>(scale, own_largest, here);"),
+            later="exponentiate<kLse, kOwnP, kMasked, kSum != kOpens>(scale, own_largest, here);"),
      _HOPPER_WIDE, "output, emulation"),
     ("O multiplied by the other row's factor", "attn/wgmma/mainloop.cuh", "Mainloop::promote_slice",
      Remainder("c / 2"),
@@ -1054,8 +1099,11 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
      Put("finish_scores<true>", instead="finish_scores<false>"),
      _HOPPER, "what is not finite"),
     ("a consumer that sees no key waits for one", "attn/wgmma/kernel.cuh", "AttentionWgmma::consume",
-     Always("if ((kTogether ? work.kv : loop.own_kv).end > 0) { if (params.lse != nullptr) loop.template "
-            "attend<true>(); else loop.template attend<false>(); }"),
+     Always("if ((kTogether ? work.kv : loop.own_kv).end > 0) { if constexpr (Traits::kBoundsScores) loop.issue_qk(); "
+            "if (params.lse != nullptr) { loop.template attend<true, P::kExp2>(); } else if constexpr "
+            "(Traits::kBoundsScores) { if (scores_in_range(loop, query.index, consumer)) loop.template attend<false, "
+            "P::kLinear>(); else loop.template attend<false, P::kExp2>(); } else { loop.template attend<false, "
+            "Config::kP>(); } }"),
      _HOPPER_NARROW_CAUSAL, "deadlock"),
     ("a first reference above all scores", "attn/row_references.cuh", "RowReferences::clear",
      Put("highest[r] = kNoReference", instead="highest[r] = -kNoReference"),
@@ -1077,7 +1125,7 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
          instead="ptx::max_over_lanes<4>(own_needed)"),
      _HOPPER_CAUSAL, "what is not finite"),
     ("the second tile of R restarts", "attn/wgmma/mainloop.cuh", "Mainloop::step",
-     Put("exponentiate<kLse, kMasked, kSum != kOpens>", instead="exponentiate<kLse, kMasked, true>"),
+     Put("exponentiate<kLse, kOwnP, kMasked, kSum != kOpens>", instead="exponentiate<kLse, kOwnP, kMasked, true>"),
      _HOPPER_WIDE, "rows beyond the tight bound"),
     ("a one that nobody wrote", "attn/wgmma/kernel.cuh", "AttentionWgmma::run",
      Put("Config::kSmoothQ && kTogether && ptx::thread_index() == 0", instead="Config::kSmoothQ && kTogether && false"),

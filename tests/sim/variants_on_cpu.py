@@ -87,7 +87,7 @@ def settings_of(spec: AttnSpec) -> Hashable:
 
 def softmax_of(spec: AttnSpec) -> Hashable:
     """What decides how a kernel's references move, and what its P and sums of P are."""
-    return KERNELS[spec].family, spec.qk, spec.pv, spec.pv_accum, spec.q, spec.headdim == 256
+    return KERNELS[spec].family, spec.qk, spec.pv, spec.pv_accum, spec.p, spec.q, spec.headdim == 256
 
 
 def _first_of_each(*parts: Callable[[AttnSpec], Hashable]) -> frozenset[AttnSpec]:
@@ -107,6 +107,10 @@ FIRST_OF_EACH_SOFTMAX = _first_of_each(softmax_of)
 OF_QUANTIZATION_AND_EPILOGUE = {"odd", "floats", "masked"}
 """Cases that tell how rows are read and stored, and little of what comes between: FIRST_OF_EACH alone has them."""
 
+
+OF_EXPONENTIALS = {"split", "floats", "narrow"}
+"""Cases that tell of a kernel with a linear P no more than of the one with exponentials: keys that are split have these
+anyway."""
 
 EXTREMES = (
     {"kind": "huge"},  # references rise by far from tile to tile
@@ -179,6 +183,8 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     """The calls that a kernel makes: all, or all but OF_QUANTIZATION_AND_EPILOGUE where others of FIRST_OF_EACH make
     those."""
     left_out = set() if spec in FIRST_OF_EACH else OF_QUANTIZATION_AND_EPILOGUE
+    if spec.p == "linear":
+        left_out = left_out | OF_EXPONENTIALS
     return {name: case for name, case in _every_case(spec).items() if name not in left_out}
 
 
@@ -208,11 +214,13 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     even: queries that see whole KV tiles, an even number of them.
     heads, where Q is smoothed: heads of more query tiles than there are blocks, in launches of their own.
     pairs, where all keys are seen: two pairs of KV tiles, each with one factor.
+    far, where P is linear: scores that an f32 does not hold as bits of a linear P, the less so in later tiles.
     """
     tile, on_hopper = KERNELS[spec].tile, KERNELS[spec].family == "wgmma"
     dtype = "f16" if (spec.mask, spec.v) == ("full", "vsmooth") else "bf16"
     plain = Case(spec.arch, seed=1, dtype=dtype, group=2, seqlen_q=150, seqlen_kv=_plain_keys(spec),
-                 headdim=spec.headdim, read_quantized=True, **vars(Options.of_axes(spec.values)))
+                 headdim=spec.headdim, read_quantized=True, return_lse=spec.p != "linear",
+                 **vars(Options.of_axes(spec.values)))
     odd = replace(plain, seed=2, dtype="bf16" if spec.q == "qsmooth" else "f16", batch=2, kv_heads=2, seqlen_q=100,
                   group=1 if spec.headdim == 256 else 2,  # half of the time
                   seqlen_kv=70, headdim=spec.headdim - 3, layout="NHD", kind="outlier", strides="misaligned",
@@ -259,6 +267,8 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
         found["large"] = replace(few, seqlen_q=40, seqlen_kv=2 * tile.block_n + 20, scores=1e10)
         if "trained" in found:
             found["trained large"] = replace(found["trained"], group=1, seqlen_q=70, seqlen_kv=70, scores=1e8)
+    if spec.p == "linear":
+        found["far"] = replace(few, seqlen_kv=3 * tile.block_n, scale=14 * spec.headdim**-0.5)
     if not on_hopper:
         return found
     found["narrow"] = replace(plain, seqlen_q=70, seqlen_kv=130, headdim=spec.headdim - 24)

@@ -121,7 +121,7 @@ struct AttentionWgmma {
       Mainloop<Config> loop(params, shared, work, warp, lane, q_rows, q_scale, consumer, stage);
       // Not loop.kv_end(): at head dim 256 ptxas would serialize the products (C7511).
       if ((kTogether ? work.kv : loop.own_kv).end > 0) {
-        if constexpr (Traits::kBoundsScores) loop.issue_qk();  // which the bound's instructions run beside
+        if constexpr (Traits::kBoundsScores) loop.issue_qk();  // the bound's instructions run beside the product
         if (params.lse != nullptr) {
           loop.template attend<true, P::kExp2>();
         } else if constexpr (Traits::kBoundsScores) {
