@@ -96,7 +96,7 @@ def test_most_calls_have_a_kernel():
             if getattr(case, name) not in ("auto", *BUILT[case.arch][name])} == {"qk", "pv_accum", "p"}
     linear = [case for case in drawn if (case.arch, case.p) == ("sm90", "linear")]
     assert {case.return_lse for case in linear} == {True, False}
-    assert 0 < sum(case.headdim > 128 for case in linear) < len(linear) / 10
+    assert sum(case.headdim > 128 for case in linear) < len(linear) / 10
 
 
 def test_options_are_those_of_the_table():
@@ -516,7 +516,7 @@ def test_a_linear_p_keeps_the_oracles_bounds_and_comes_near_them():
     common = (ratio.max() + ratio.min()) / 2
     error, exact = (p - common * x.exp2()).abs(), common * x.exp2()
     assert (error <= linear.of_p * exact + 56 * linear.lost_of_p).all()
-    assert (error / exact)[exponent > 0].max() > 0.999 * linear.of_p
+    assert (error / exact)[exponent > 0].max() > 0.99 * linear.of_p
     assert error[byte == 0].max() > 0.98 * 56 * linear.lost_of_p
 
 

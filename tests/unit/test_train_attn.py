@@ -64,10 +64,13 @@ def test_where_a_linear_p_is_built_training_has_exponentials(monkeypatch):
     out, *gradients = train_it(q, k, v, grad)
     with torch.no_grad():
         assert torch.equal(out, sage_aot.attn(q, k, v, p="exp2"))
+    q, k, v = (x.detach() for x in (q, k, v))
     for asked in ("linear", "exp2"):
         out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v, p=asked)
         found = torch.ops.sage_aot.train_attn_backward(grad, v, out, lse, saved, p=asked)
         assert all(map(torch.equal, found, gradients))
+        forward = plan_of(backend_of(q), check(Given("train", q, k, v), Options(p=asked)), -1)
+        assert plan_backward(forward, backend_of(q).manifest).kernels.keys() == {"bwdprep", "bwdkv", "bwdq"}
 
 
 def test_the_gradient_of_a_sum():
