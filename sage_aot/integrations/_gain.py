@@ -83,8 +83,8 @@ class Work(NamedTuple):
 
 def is_faster(threshold: tuple[float, float], work: Work) -> bool:
     """True where sage_aot is expected to be at least as fast as SDPA, by a :class:`Threshold`."""
-    per_element, at_least = threshold
-    return work.operations >= per_element * work.elements + at_least
+    # By index: dynamo of torch 2.11 cannot unpack a named tuple that is a constant.
+    return work.operations >= threshold[0] * work.elements + threshold[1]
 
 
 def prefers_flash(thresholds: Thresholds, batch: int, heads: int, queries: int, keys: int, headdim: int) -> bool:

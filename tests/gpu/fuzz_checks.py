@@ -176,7 +176,9 @@ def arithmetic_of(case: Case) -> Arithmetic:
     smooth_q, rotate = (auto[name] if getattr(case, name) == "auto" else getattr(case, name) for name in auto)
     pv = "nvfp4" if qk == "nvfp4" else "f16" if case.arch in F16_PV else "e4m3"
     shared = case.values != "drawn" or case.one_key  # one value for all: nothing averages
-    return Arithmetic(qk, pv, rotate, case.clip, smooth_q, case.smooth_k, case.smooth_v,
+    linear_p = (case.arch == "sm90" and case.headdim <= 128 and case.p != "exp2" and not case.return_lse
+                and not case.trained)
+    return Arithmetic(qk, pv, rotate, case.clip, smooth_q, case.smooth_k, case.smooth_v, linear_p=linear_p,
                       half_sums=case.pv_accum == "two_level_f16",
                       independent=case.kind in INDEPENDENT and not shared,
                       rare_values=case.kind in ("sparse_v", "heavy_v"))

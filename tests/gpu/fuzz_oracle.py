@@ -102,7 +102,8 @@ class Arithmetic:
 
     @property
     def of_v(self) -> float:
-        return _ROUNDING[self.pv]
+        """A value of V in e4m3 may take as much of its channel's error as rounding changes it."""
+        return 2 * _ROUNDING[self.pv] if self.pv == "e4m3" else _ROUNDING[self.pv]
 
     @property
     def of_equal_values(self) -> float:

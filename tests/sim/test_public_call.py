@@ -14,8 +14,8 @@ import sage_aot
 from sage_aot._call.backends import handing
 from sage_aot._tools import reference
 
-BUILT = {"sm80": {"qk": {"int4", "int8"}, "pv_accum": {"f32"}},
-         "sm89": {"qk": {"int4", "int8"}, "pv_accum": {"two_level_f32", "two_level_f16"}}}
+BUILT = {"sm80": {"qk": {"int4", "int8"}, "pv_accum": {"f32"}, "p": {"exp2"}},
+         "sm89": {"qk": {"int4", "int8"}, "pv_accum": {"two_level_f32", "two_level_f16"}, "p": {"exp2"}}}
 DRAWN = [dataclasses.replace(draw_case(1, index, BUILT, longest=130), kv_heads=1, batch=1) for index in range(40)]
 """Calls as the fuzzer draws them: any length, stride, dtype, values that are not finite, wrong arguments."""
 

@@ -96,7 +96,7 @@ def score_bound(plan: Plan, quantized: Quantized, visible: VisibleKeys) -> torch
     group = plan.problem.num_q_heads // plan.problem.num_kv_heads
     of_tiles = _key_norms(quantized, block_n, quant.fact("warps_per_key_group"), quant.fact("vector"))
     last = torch.arange(quantized.q.shape[2]) // block_m * block_m + block_m - 1
-    ends = (-(-visible.end[last] // block_n)).clamp(min=1).to(of_tiles.device)
+    ends = (-(-visible.end[last.to(visible.end.device)] // block_n)).clamp(min=1).to(of_tiles.device)
     largest = of_tiles.cummax(-1).values[:, :, ends - 1].repeat_interleave(group, 1)
     return quantized.q_scale * quantized.q.square().sum(-1).sqrt() * largest
 

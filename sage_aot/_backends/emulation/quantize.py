@@ -295,21 +295,28 @@ def _of_tiles_at_once(spoilt: torch.Tensor, block_n: int, quant: KernelRecord) -
 
 def _keeping_sums(x: torch.Tensor, whole: torch.Tensor, quant: KernelRecord) -> torch.Tensor:
     """V̂ in e4m3, [batch, heads, tiles, keys, channels], by way of f16; the sums of `whole` tiles are kept as in
-    quant/kept_sums.cuh: half of the keys take equal parts of the error of their channel's sum."""
+    quant/kept_sums.cuh: half of the keys take equal parts of the error of their channel's sum, each at most 1/16 of
+    itself."""
     keys, squares = x.shape[3], quant.fact("v_squares")
     column = torch.arange(keys)
     key = column // 32 * 32 + column // 16 % 2 * 16 + column % 4 // 2 * 8 + column // 4 % 4 * 2 + column % 2
     halves = x[:, :, :, key].half()  # in the order of the columns: of four neighbours a thread has the keys
-    lost = torch.unflatten(halves - to_pv(halves.float(), "e4m3").half(), 3, (-1, squares, 8, 4))
-    of_squares = (lost[..., 0, :] + lost[..., 2, :]) + (lost[..., 1, :] + lost[..., 3, :])
+    error = _over_threads(halves - to_pv(halves.float(), "e4m3").half(), squares) * whole[:, None]
+    most = halves.abs() * (1 / 16)
+    taken = halves + (error * (2 / keys))[:, :, :, None].minimum(most).maximum(-most)
+    takes = (column % 4 >= 2)[:, None].to(x.device)
+    rounded = to_pv(torch.where(takes, taken, halves).float(), "e4m3")
+    return torch.empty_like(rounded).index_copy_(3, key.to(x.device), rounded)
+
+
+def _over_threads(halves: torch.Tensor, squares: int) -> torch.Tensor:
+    """Sums in f16 over the columns of a tile, [..., columns, channels], in the order of the threads' keys."""
+    parts = torch.unflatten(halves, 3, (-1, squares, 8, 4))
+    of_squares = (parts[..., 0, :] + parts[..., 2, :]) + (parts[..., 1, :] + parts[..., 3, :])
     of_threads = add_in_order(of_squares, 4)
     for _ in range(3):  # eight threads, in pairs
         of_threads = of_threads[..., ::2, :] + of_threads[..., 1::2, :]
-    error = add_in_order(of_threads[..., 0, :], 3) * whole[:, None]
-    part = (error * (2.0 / keys))[:, :, :, None]
-    takes = (column % 4 >= 2)[:, None].to(x.device)
-    rounded = to_pv(torch.where(takes, halves + part, halves).float(), "e4m3")
-    return torch.empty_like(rounded).index_copy_(3, key.to(x.device), rounded)
+    return add_in_order(of_threads[..., 0, :], 3)
 
 
 def _channel_scale(magnitude: torch.Tensor, mean: torch.Tensor,

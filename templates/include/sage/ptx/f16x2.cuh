@@ -24,6 +24,18 @@ __device__ __forceinline__ u32 mul_f16x2(u32 a, u32 b) {
   return y;
 }
 
+__device__ __forceinline__ u32 max_f16x2(u32 a, u32 b) {
+  u32 y;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+__device__ __forceinline__ u32 min_f16x2(u32 a, u32 b) {
+  u32 y;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
 // Two f16 to two e4m3, nearest even, saturating at 448.
 __device__ __forceinline__ u16 e4m3x2_of_f16x2(u32 x) {
   u16 y;

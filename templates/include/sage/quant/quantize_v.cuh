@@ -146,22 +146,22 @@ struct QuantizeV {
                                                      const float (&inv_factor)[kTilesAtOnce], Row row) const {
     if constexpr (Piece::kKeepsSums) {
       const i32 own_tile = Piece(0).tile;
-      OpenKeys keys[Piece::kSteps][kVector];
+      OpenKeys keys[Piece::kSteps][kPairs];
       u32 error[kPairs] = {};
       round_keys(source, of_tile(inv_factor, own_tile), row, keys, error);
       sum_over_tile(own_tile, error);
       if (!Block::has_keys(source.rows, first_tile + own_tile)) return;
       const bool whole = (first_tile + own_tile + 1) * Config::kBlockN <= source.rows;
-      u8* tile = kv_tile_address<Config>(params.kv_hat, first_kv_tile + first_tile + own_tile);
       constexpr float kOpenOfTile = 1.0f * Config::kBlockN * OpenKeys::kOpen / OpenKeys::kKeys;
-      const float share = whole ? 1.0f / kOpenOfTile : 0.0f;
+      const float part = whole ? 1.0f / kOpenOfTile : 0.0f;
+      u8* tile = kv_tile_address<Config>(params.kv_hat, first_kv_tile + first_tile + own_tile);
 #pragma unroll
       for (i32 w = 0; w < kPairs; ++w) {
-        const u32 parts = ptx::mul_f16x2(error[w], ptx::f16x2(share, share));
+        const u32 parts = ptx::mul_f16x2(error[w], ptx::f16x2(part, part));
 #pragma unroll
         for (i32 s = 0; s < Piece::kSteps; ++s) {
-          *Piece(s).word(tile + Layout::kV, 2 * w) = keys[s][2 * w].bytes(ptx::prmt(parts, parts, 0x1010));
-          *Piece(s).word(tile + Layout::kV, 2 * w + 1) = keys[s][2 * w + 1].bytes(ptx::prmt(parts, parts, 0x3232));
+#pragma unroll
+          for (i32 c = 0; c < 2; ++c) *Piece(s).word(tile + Layout::kV, 2 * w + c) = keys[s][w].bytes(c, parts);
         }
       }
     }
@@ -170,7 +170,7 @@ struct QuantizeV {
   // Rounds the thread's keys but those that stay open. error: of their sums, two channels a word.
   template <SourceRows kSource, class Row>
   __device__ __forceinline__ void round_keys(const Source<kSource>& source, float inv_v_factor, Row row,
-                                             OpenKeys (&keys)[Piece::kSteps][kVector], u32 (&error)[kPairs]) const {
+                                             OpenKeys (&keys)[Piece::kSteps][kPairs], u32 (&error)[kPairs]) const {
     const Map<kSource> in_tile(shared, inv_v_factor);
 #pragma unroll
     for (i32 s = 0; s < Piece::kSteps; ++s) {
@@ -186,8 +186,7 @@ struct QuantizeV {
 #pragma unroll
           for (i32 c = 0; c < 2; ++c) x[c][e] = in_tile(x[c][e], 2 * w + c);
         }
-        const u32 low = keys[s][2 * w].round(x[0]), high = keys[s][2 * w + 1].round(x[1]);
-        error[w] = ptx::add_f16x2(error[w], ptx::add_f16x2(ptx::prmt(low, high, 0x5410), ptx::prmt(low, high, 0x7632)));
+        error[w] = ptx::add_f16x2(error[w], keys[s][w].round(x));
       }
     }
   }

@@ -27,6 +27,13 @@ inline u32 mul_f16x2(u32 a, u32 b) {
   return of_halves(a, b, [](double x, double y) { return x * y; });
 }
 
+inline u32 max_f16x2(u32 a, u32 b) {
+  return of_halves(a, b, [](double x, double y) { return x > y ? x : y; });
+}
+inline u32 min_f16x2(u32 a, u32 b) {
+  return of_halves(a, b, [](double x, double y) { return x < y ? x : y; });
+}
+
 inline u16 e4m3x2_of_f16x2(u32 x) {
   return e4m3x2(sim::from_f16(static_cast<u16>(x)), sim::from_f16(static_cast<u16>(x >> 16)));
 }
