@@ -8,7 +8,7 @@
 set -euo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
-[ $# -gt 0 ] || set -- dense graph use masks masks_causal varlen varlen_causal few inputs hosts latency backward accuracy
+[ $# -gt 0 ] || set -- dense linear_p graph use masks masks_causal varlen varlen_causal few inputs hosts latency backward accuracy
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 git describe --always --dirty > "$out/commit" || echo unknown > "$out/commit"
@@ -26,6 +26,7 @@ measure() {  # PART COMMAND...
 for part in "$@"; do
   case $part in
     dense) measure dense bench/speed.py --headdim 64,128,256 --json "$out/dense.json" ;;
+    linear_p) measure linear_p bench/linear_p.py ;;
     graph) measure graph bench/speed.py --headdim 64,128,256 --graph --json "$out/graph.json" ;;
     use) measure use -m sage_aot bench --json "$out/use.json" --png "$out/use.png" ;;
     masks) measure masks bench/masks.py ;;

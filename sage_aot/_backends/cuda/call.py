@@ -24,7 +24,8 @@ class CudaCall:
         self._workspace_bytes = plan.workspace_bytes
         self._arguments = arguments_of(given, out, plan.problem.options.layout)
         self._library, self._device, self._current = library, device, library.driver.current
-        has_others = any(tensor is not None for tensor in given.tensors[3:])
+        # What a call keeps is allocated after the call is prepared.
+        has_others = plan.problem.part != "all" or any(tensor is not None for tensor in given.tensors[3:])
         self._others = addresses_of_others if has_others else no_addresses
         self._queues: dict[tuple[bool, ...], Queue] = {}  # by which of q, k, v begin at a multiple of 16 bytes
         self._aligned = self._queue_for(ALIGNED)
