@@ -28,8 +28,8 @@ struct OpenKeys {
     for (i32 c = 0; c < 2; ++c) {
       const u32 first = ptx::f16x2(x[c][0], x[c][1]);
       open[c] = ptx::f16x2(x[c][2], x[c][3]);
-      const u16 bytes = ptx::e4m3x2_of_f16x2(first);
-      rounded |= static_cast<u32>(bytes) << 16 * c;
+      const u32 bytes = ptx::e4m3x2_of_f16x2(first);
+      rounded |= bytes << 16 * c;
       errors[c] = ptx::add_f16x2(error_of(first, bytes), error_of(open[c], ptx::e4m3x2_of_f16x2(open[c])));
     }
     return ptx::add_f16x2(ptx::prmt(errors[0], errors[1], 0x5410), ptx::prmt(errors[0], errors[1], 0x7632));
@@ -41,11 +41,12 @@ struct OpenKeys {
     const u32 part = ptx::prmt(parts, parts, channel == 0 ? 0x1010 : 0x3232);
     const u32 most = ptx::mul_f16x2(open[channel] & kMagnitudes, kSixteenth);
     const u32 taken = ptx::max_f16x2(ptx::min_f16x2(part, most), most | kSigns);
-    return ptx::prmt(rounded, ptx::e4m3x2_of_f16x2(ptx::add_f16x2(open[channel], taken)), channel == 0 ? 0x5410 : 0x5432);
+    const u32 bytes = ptx::e4m3x2_of_f16x2(ptx::add_f16x2(open[channel], taken));
+    return ptx::prmt(rounded, bytes, channel == 0 ? 0x5410 : 0x5432);
   }
 
  private:
-  __device__ __forceinline__ static u32 error_of(u32 x, u16 bytes) {
+  __device__ __forceinline__ static u32 error_of(u32 x, u32 bytes) {
     return ptx::sub_f16x2(x, ptx::f16x2_of_e4m3x2(bytes));
   }
 };

@@ -34,10 +34,10 @@ inline u32 min_f16x2(u32 a, u32 b) {
   return of_halves(a, b, [](double x, double y) { return x < y ? x : y; });
 }
 
-inline u16 e4m3x2_of_f16x2(u32 x) {
+inline u32 e4m3x2_of_f16x2(u32 x) {
   return e4m3x2(sim::from_f16(static_cast<u16>(x)), sim::from_f16(static_cast<u16>(x >> 16)));
 }
-inline u32 f16x2_of_e4m3x2(u16 x) {
+inline u32 f16x2_of_e4m3x2(u32 x) {
   return f16x2(sim::from_e4m3(static_cast<u8>(x)), sim::from_e4m3(static_cast<u8>(x >> 8)));
 }
 
