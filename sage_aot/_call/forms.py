@@ -155,7 +155,7 @@ def groups_share_rows(given: Given, asked: Asked, out: torch.Tensor | None) -> b
         batch, kv_heads, _, headdim = heads_first(given.k, asked.layout).shape
     heads = q.shape[heads_at]
     return (heads > kv_heads > 0 and heads % kv_heads == 0 and batch == q.shape[0] and 0 < headdim == q.shape[3]
-            and (out is None or (out.shape, out.device) == (q.shape, q.device)))
+            and (out is None or (out.shape, out.dtype, out.device) == (q.shape, q.dtype, q.device)))
 
 
 def with_shared_rows(problem: Problem) -> Problem:

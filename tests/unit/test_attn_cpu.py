@@ -481,3 +481,10 @@ def test_every_family_has_a_softmax_in_the_emulation():
     from sage_aot._families import FAMILIES
 
     assert all(callable(softmax_of(family).step) for family in FAMILIES)
+
+
+def test_an_out_of_another_dtype_is_named_as_it_came():
+    """Also where the heads of one query become rows of one head."""
+    q, k, v = draw((1, 6, 1, 16), (1, 2, 8, 16))
+    with pytest.raises(sage_aot.ArgumentError, match=r"of q, \(1, 6, 1, 16\) .* got \(1, 6, 1, 16\) torch.float64"):
+        sage_aot.attn(q, k, v, out=torch.empty_like(q, dtype=torch.float64))

@@ -79,8 +79,8 @@ class Softmax(RowReferences):
         return to_pv(bits.int().view(torch.float32), self._pv)
 
     def _float_line(self, scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:
-        at_zero = torch.tensor(56.0) - self.facts["line_shift"]
-        offset = fma(row_ref, torch.full_like(row_ref, -8.0), at_zero.expand_as(row_ref))
+        at_zero = torch.full_like(row_ref, 56.0) - self.facts["line_shift"]
+        offset = fma(row_ref, torch.full_like(row_ref, -8.0), at_zero)
         byte = fma(scores, 8.0 * scale, offset[..., None].expand_as(scores))
         byte = byte.round().nan_to_num(0.0).clamp(0.0, LARGEST_BYTE)
         return byte.to(torch.uint8).view(torch.float8_e4m3fn).float()
