@@ -64,12 +64,14 @@ class Softmax(RowReferences):
         return rounded, alpha
 
     def _line(self, first: int, scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:
-        """A linear P, as attn/wgmma/linear_p.cuh has it: by the bits of an f32 where a consumer's rows see the whole tile
-        and its scores are integers, else by an f32."""
+        """A linear P, as attn/wgmma/linear_p.cuh has it: by the bits of an f32 in steps without a mask, whose scores are
+        integers, else by an f32."""
         if not self.facts["bounds_scores"]:
             return self._float_line(scores, scale, row_ref)
-        whole = (first + self._block_n <= self._whole_keys).to(scores.device)[:, None]
-        return torch.where(whole, self._bits_line(scores, scale, row_ref), self._float_line(scores, scale, row_ref))
+        opens = bool(self.facts["pairs"]) and first // self._block_n % 2 == 1  # of a pair, which may need a tile more
+        seen = first + self._block_n + (self._behind if opens else 0) <= self._whole_keys
+        return torch.where(seen.to(scores.device)[:, None], self._bits_line(scores, scale, row_ref),
+                           self._float_line(scores, scale, row_ref))
 
     def _bits_line(self, scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:
         factor = (scale.double() * 2.0**23).round().long()  # round() takes the even one of two, as the kernel's sum
