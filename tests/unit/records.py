@@ -86,9 +86,12 @@ def _delta(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
 
 def _quant(spec: QuantSpec, tile: Tile, family: str) -> dict[str, float]:
     row, int4, int8 = _row_bytes(spec), spec.qk == "int4", spec.qk == "int8"
+    tiles = 2 if int4 or tile.block_n * spec.headdim <= 8192 else 1
+    of_v = min(tiles, 2**14 // (tile.block_n * spec.headdim))
+    pieces = of_v * tile.block_n * spec.headdim // 256  # of a thread: eight channels of a key, or squares of four keys
     return {
-        "threads": 256, "shared_bytes": 0,
-        "kv_tiles_per_block": 2 if int4 or tile.block_n * spec.headdim <= 8192 else 1,
+        "threads": 256, "shared_bytes": 0, "kv_tiles_per_block": tiles, "warps_per_key_group": 2 // tiles,
+        "v_tiles_at_once": of_v, "v_squares": pieces // 8 if spec.pv == "f16" else pieces // 32,
         "rows_at_once": 2048 // spec.headdim, "vector": 8, "q_tile_bytes": tile.block_m * row,
         "kv_tile_bytes": _kv_tile_bytes(spec, tile),
         "row_groups": 8 if int8 else tile.warp_m, "key_groups": 4,
@@ -152,6 +155,8 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
         pairs = spec.q == "qraw" and spec.headdim <= 128
         facts |= {"slices": 4 if spec.headdim == 256 else 1, "pairs": pairs, "room": 3 if pairs else 0,
                   "open_end": pairs and tile.block_m == 128,
+                  "bounds_scores": spec.p == "linear" and spec.q == "qraw", "largest_score": 65,
+                  "line_shift": _float32(0.45884),
                   "rows_of_range": 64 if tile.block_m == 192 else tile.block_m, "programmatic_launch": 1}
     limit, typical = (2**15, 0) if f16 else (4.5, 0.375) if spec.pv_accum == "two_level_f16" else (448, 11)
     limit, typical = (4 * 448, 16) if nvfp4 else (limit, typical)
