@@ -102,8 +102,8 @@ def score_bound(plan: Plan, quantized: Quantized, visible: VisibleKeys) -> torch
 
 
 def _key_norms(quantized: Quantized, block_n: int, warps: int, vector: int) -> torch.Tensor:
-    """[batch, kv heads, kv tiles]: bounds on the norms of the keys. A thread has some keys of a scale group, and `vector`
-    channels of each; a bound adds up the largest squares of the threads, whatever their keys."""
+    """[batch, kv heads, kv tiles]: bounds on the norms of the keys. A thread has some keys of a scale group, and
+    `vector` channels of each; a bound adds up the largest squares of the threads, whatever their keys."""
     at_once = 32 * vector // quantized.k.shape[-1]  # keys that a warp reads side by side
 
     def by_group(of_keys: torch.Tensor) -> torch.Tensor:

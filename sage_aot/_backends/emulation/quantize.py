@@ -289,7 +289,7 @@ def _of_tiles_at_once(spoilt: torch.Tensor, block_n: int, quant: KernelRecord) -
     """[batch, kv heads, kv tiles]: whether any value is not finite of the tiles that a block takes at once."""
     of_tiles = torch.unflatten(spoilt, 2, (-1, block_n)).flatten(3).any(-1)
     tiles, at_once = of_tiles.shape[-1], quant.fact("v_tiles_at_once")
-    groups = torch.nn.functional.pad(of_tiles, (0, -tiles % at_once)).unflatten(-1, (-1, at_once))
+    groups = torch.unflatten(torch.nn.functional.pad(of_tiles, (0, -tiles % at_once)), -1, (-1, at_once))
     return groups.any(-1).repeat_interleave(at_once, -1)[..., :tiles]
 
 

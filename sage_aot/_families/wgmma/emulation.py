@@ -9,7 +9,6 @@ from sage_aot._backends.emulation.online import RowReferences, exponents
 from sage_aot._kernels.manifest import AttnRecord
 from sage_aot._problem.mask import VisibleKeys
 
-
 WARPGROUP_ROWS = 64
 """Query rows of a consumer: kWarpgroupRows of attn/wgmma/traits.cuh."""
 
@@ -64,8 +63,8 @@ class Softmax(RowReferences):
         return rounded, alpha
 
     def _line(self, first: int, scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:
-        """A linear P, as attn/wgmma/linear_p.cuh has it: by the bits of an f32 in steps without a mask, whose scores are
-        integers, else by an f32."""
+        """A linear P, as attn/wgmma/linear_p.cuh has it: by the bits of an f32 in steps without a mask, else by an f32.
+        """
         if not self.facts["bounds_scores"]:
             return self._float_line(scores, scale, row_ref)
         opens = bool(self.facts["pairs"]) and first // self._block_n % 2 == 1  # of a pair, which may need a tile more

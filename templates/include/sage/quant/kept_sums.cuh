@@ -3,8 +3,8 @@
 //
 // Per channel and tile, the errors of rounding add up to some steps of e4m3. Half of the keys take equal parts of that
 // error before they are rounded: of these keys, those that lie near the middle of a step are rounded the other way. A
-// value takes at most 1/16 of itself, as much as rounding changes it, so that small values stay small. The other half of
-// the keys takes nothing: of values of equal size, which all have the same error, all would be rounded the other way.
+// value takes at most 1/16 of itself, as much as rounding changes it, so that small values stay small. The other keys
+// take nothing: of values of equal size, which all have the same error, all would be rounded the other way.
 #pragma once
 
 #include "sage/ptx/f16x2.cuh"

@@ -29,10 +29,10 @@ struct Quantize {
         Fact{"q_tile_bytes", Layout::kQBytes}, Fact{"kv_tile_bytes", Layout::kKvBytes},
         Fact{"row_groups", kRowGroups<Config>}, Fact{"key_groups", kKeyGroups},
         Fact{"warps_per_key_group", Block::kWarpsPerGroup}, Fact{"v_tiles_at_once", Block::kTilesOfV},
-        Fact{"v_squares", SelectPiece<Config>::Type::kSteps},
-        Fact{"limit", QuantizedRows<Config>::kLimit}, Fact{"clips", kClips<Config>},
-        Fact{"clip_step", ClipSearch<Config>::kStep}, Fact{"clip_error_bias", ClipSearch<Config>::kErrorBias},
-        Fact{"smallest_abs_max", kSmallestAbsMax}, Fact{"samples", kSamples}, Fact{"largest_mean", kLargestMean});
+        Fact{"v_squares", SelectPiece<Config>::Type::kSteps}, Fact{"limit", QuantizedRows<Config>::kLimit},
+        Fact{"clips", kClips<Config>}, Fact{"clip_step", ClipSearch<Config>::kStep},
+        Fact{"clip_error_bias", ClipSearch<Config>::kErrorBias}, Fact{"smallest_abs_max", kSmallestAbsMax},
+        Fact{"samples", kSamples}, Fact{"largest_mean", kLargestMean});
   }
 
   const QuantParams& params;

@@ -205,7 +205,7 @@ struct QuantizeK {
   // the thread's channels of a row.
   template <i32 kUnroll, class Prepare>
   __device__ __forceinline__ static i32 store_rows(u8* tile_data, const Keys& keys, const Scale& scale,
-                                                    Prepare prepare) {
+                                                   Prepare prepare) {
     const auto offset = [&](i32 key) {
       return QuantizedRows<Config>::template offset<typename Layout::KRows>(key, first_channel());
     };

@@ -93,8 +93,8 @@ struct SelectRows<Config, false> {
 template <class Config>
 struct QuantizedRows : SelectRows<Config>::Type {
   // Stores eight channels of a row. to: where they lie in a tile; group_scale: the place of the scale of their group,
-  // which two neighbouring lanes share, if groups have scales. All lanes of a warp must call this. Returns the sum of the
-  // squares of integers.
+  // which two neighbouring lanes share, if groups have scales. All lanes of a warp must call this. Returns the sum of
+  // the squares of integers.
   __device__ __forceinline__ static i32 store(u8* to, u8* group_scale, const float (&x)[kVector], float inv_scale) {
     if constexpr (Config::kQk != Qk::kNvfp4) {
       return Integers<bits_of(Config::kQk)>::store(to, x, inv_scale);

@@ -42,7 +42,9 @@ struct SquareOfV {
   }
 
   // Of the warps of the thread's tile that share its channels.
-  __device__ __forceinline__ static i32 warp_of_tile() { return ptx::thread_index() / kWarpSize / kDown % kWarpsOfTile; }
+  __device__ __forceinline__ static i32 warp_of_tile() {
+    return ptx::thread_index() / kWarpSize / kDown % kWarpsOfTile;
+  }
 
   // Where the bytes of channel i of the thread's channels lie.
   __device__ __forceinline__ u32* word(u8* v_hat, i32 i) const {

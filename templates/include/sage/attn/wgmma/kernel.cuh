@@ -42,8 +42,7 @@ struct AttentionWgmma {
                        Fact{"slices", Traits::kSlices}, Fact{"pairs", Traits::kPairs},
                        Fact{"open_end", Traits::kOpenEnd}, Fact{"rows_of_range", Traits::kRowsOfRange},
                        Fact{"bounds_scores", Traits::kBoundsScores}, Fact{"largest_score", BitsLine<1>::kLargestScore},
-                       Fact{"line_shift", kShift},
-                       Fact{"programmatic_launch", 1});
+                       Fact{"line_shift", kShift}, Fact{"programmatic_launch", 1});
   }
 
   __device__ __forceinline__ void run() const {

@@ -180,7 +180,7 @@ struct Mainloop {
     if constexpr (kSum != kOpens) promote();  // O = alpha · O + R, under Q · K
     if constexpr (kSum == kCloses && !kTogether && !kLse) keep_in_front(here);
     ptx::wgmma_wait<0>();  // S is done
-    // A linear P is short enough for the other consumer to issue its products in front of the maxima (docs/decisions.md).
+    // A linear P is so short that the other consumer may issue its products in front of the maxima (docs/decisions.md).
     constexpr bool kArrivesEarly = kTogether && kOwnP == P::kLinear && !Config::kSmoothQ;
     if constexpr (kArrivesEarly) {  // the other consumer may issue its products
       pingpong.arrive();
