@@ -139,7 +139,7 @@ struct QuantizeV {
     }
   }
 
-  // Rounds this thread's pieces, which are of one tile, and keeps the sums of a tile whose keys all exist. row(i): a key
+  // Rounds the thread's pieces, which are of one tile, and keeps the sums of a tile whose keys all exist. row(i): a key
   // of the thread. Call with all threads.
   template <SourceRows kSource, class Row>
   __device__ __forceinline__ void store_keeping_sums(const Source<kSource>& source, i32 first_kv_tile, i32 first_tile,
