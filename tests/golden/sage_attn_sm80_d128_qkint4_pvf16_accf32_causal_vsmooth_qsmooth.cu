@@ -10,6 +10,7 @@ struct Config {
   static constexpr sage::Qk kQk = sage::Qk::kInt4;  // type of the quantized Q and K
   static constexpr sage::Pv kPv = sage::Pv::kF16;  // type of P and V
   static constexpr sage::PvAccum kPvAccum = sage::PvAccum::kF32;  // how P·V adds up
+  static constexpr sage::P kP = sage::P::kExp2;  // how P follows from the scores
   static constexpr sage::Mask kMask = sage::Mask::kCausal;  // keys that a query row sees
   static constexpr bool kSmoothV = true;  // V less its mean
   static constexpr bool kSmoothQ = true;  // Q less the mean of each tile's rows

@@ -10,6 +10,7 @@ struct Config {
   static constexpr sage::Qk kQk = sage::Qk::kInt8;  // type of the quantized Q and K
   static constexpr sage::Pv kPv = sage::Pv::kE4m3;  // type of P and V
   static constexpr sage::PvAccum kPvAccum = sage::PvAccum::kTwoLevelF16;  // how P·V adds up
+  static constexpr sage::P kP = sage::P::kExp2;  // how P follows from the scores
   static constexpr sage::Mask kMask = sage::Mask::kFull;  // keys that a query row sees
   static constexpr bool kSmoothV = false;  // V less its mean
   static constexpr bool kSmoothQ = false;  // Q less the mean of each tile's rows

@@ -12,6 +12,7 @@ struct Config {
   static constexpr int kBlockM = 128;  // query rows of a tile
   static constexpr int kBlockN = 64;  // keys of a tile
   static constexpr int kWarpM = 32;  // query rows of a warp of the attention kernel
+  static constexpr bool kKeyNorms = false;  // whether a tile's line has norms of its keys
   static constexpr int kThreads = 256;
   static constexpr int kMinBlocks = 2;  // resident blocks an SM
 };

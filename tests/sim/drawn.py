@@ -42,9 +42,11 @@ _NVFP4_WIDE = "sm120_d128_qknvfp4_pvnvfp4_accf32_full_vraw_qsmooth"
 _NVFP4_CAUSAL = "sm120_d128_qknvfp4_pvnvfp4_accf32_causal_vsmooth_qsmooth"
 _INT8_256 = "sm80_d256_qkint8_pvf16_accf32_full_vraw_qraw"
 _HOPPER_256 = "sm90_d256_qkint8_pve4m3_acc2f32_full_vraw_qraw"
+_LINEAR = "sm90_d128_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
+_LINEAR_SMOOTH = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_causal_vsmooth_qsmooth"
 
 SHOWN_BY = {
-    "attn/wgmma/": (_HOPPER, _HOPPER_WIDE, _HOPPER_SMOOTH, _HOPPER_256),
+    "attn/wgmma/": (_HOPPER, _HOPPER_WIDE, _HOPPER_SMOOTH, _HOPPER_256, _LINEAR, _LINEAR_SMOOTH),
     "problem/tile_scheduler.cuh": (_HOPPER_WIDE, _HOPPER_SMOOTH),
     "tile/": (_HOPPER_WIDE, _INT8, _HOPPER_256),
     "attn/epilogue.cuh": (_HOPPER_WIDE, _INT8, _HOPPER_SMOOTH, _K_INF, _V_NAN, _INT8_256),

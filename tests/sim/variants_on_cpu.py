@@ -29,9 +29,10 @@ KERNELS = {kernel.spec: kernel for kernel in _MATRIX.kernels if isinstance(kerne
 SPECS = tuple(sorted(KERNELS, key=lambda spec: (list(_MATRIX.archs).index(spec.arch), spec.name)))
 """Every attention kernel of the matrix, in the order of archs."""
 
-_INDEX = {spec: index for index, spec in enumerate(sorted(SPECS, key=lambda spec: spec.headdim == 256))}
-"""What selects a kernel's extreme case. Head dim 256 comes last: an arch has a power of two of variants of head dims 64
-and 128, and of 256."""
+_INDEX = {spec: index for index, spec in enumerate(sorted(SPECS, key=lambda spec: (spec.p == "linear",
+                                                                                   spec.headdim == 256)))}
+"""What selects a kernel's extreme case. Head dim 256 comes late: an arch has a power of two of variants of head dims 64
+and 128, and of 256. Kernels of a linear P come last."""
 
 
 def variant(name: str) -> AttnSpec:
