@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sage_aot._call.kv import QuantizedKV, asked_with, check_not_with_sequences
-from sage_aot._call.ops import FORMS
+from sage_aot._call.ops import FORMS, dtype_in_operators
 from sage_aot._call.signatures import SIGNATURES
 from sage_aot._problem.arguments import (
     check_device,
@@ -155,7 +155,7 @@ def groups_share_rows(given: Given, asked: Asked, out: torch.Tensor | None) -> b
         batch, kv_heads, _, headdim = heads_first(given.k, asked.layout).shape
     heads = q.shape[heads_at]
     return (heads > kv_heads > 0 and heads % kv_heads == 0 and batch == q.shape[0] and 0 < headdim == q.shape[3]
-            and (out is None or (out.shape, out.dtype, out.device) == (q.shape, q.dtype, q.device)))
+            and (out is None or (out.shape, out.dtype, out.device) == (q.shape, dtype_in_operators(q), q.device)))
 
 
 def with_shared_rows(problem: Problem) -> Problem:

@@ -195,8 +195,23 @@ def _register_forms(name: str, kind: Kind) -> Forms:
 
 def cast_for_autocast(tensor: torch.Tensor, dtype: torch.dtype, kind: str) -> torch.Tensor:
     """The tensor as torch.autocast hands it over on devices of a kind."""
-    castable = tensor.is_floating_point() and tensor.dtype != torch.float64 and tensor.device.type == kind
-    return tensor.to(dtype) if castable else tensor
+    return tensor.to(dtype) if _is_cast(tensor, kind) else tensor
+
+
+def dtype_in_operators(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype in which an operator called now gets a tensor: that of torch.autocast, or the tensor's own."""
+    dtype = autocast_dtype(tensor)
+    return tensor.dtype if dtype is None or not _is_cast(tensor, tensor.device.type) else dtype
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """The dtype of torch.autocast on a tensor's device; None where autocast is off."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if not tensor.is_meta and torch.is_autocast_enabled(kind) else None
+
+
+def _is_cast(tensor: torch.Tensor, kind: str) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != torch.float64 and tensor.device.type == kind
 
 
 def _autocasting(op: Operator, device: str) -> Callable[..., Any]:

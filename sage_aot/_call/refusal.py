@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sage_aot._call.backends import backend_of, surroundings
-from sage_aot._call.ops import cast_for_autocast
+from sage_aot._call.ops import autocast_dtype, cast_for_autocast
 from sage_aot._call.pipeline import ByKind, kernels_on, kind_of_call, plan_of_call, requires_grad
 from sage_aot._problem.arguments import check_dense, check_out
 from sage_aot._problem.check import check
@@ -37,16 +37,11 @@ def refusal(given: Given, out: torch.Tensor | None, options: tuple[Any, ...]) ->
         check_no_grad(**given.named, out=out)
     if is_transformed():
         check_no_derivative(**given.named, out=out)
-    autocast, around = _autocast_dtype(given.like), surroundings()
+    autocast, around = autocast_dtype(given.like), surroundings()
     handed, _ = around
     key = autocast, *kind_of_call(given, out, options, around)
     return answers.remembered(key, around, lambda: _asked(handed or backend_of(given.like), given, out, options,
                                                           autocast))
-
-
-def _autocast_dtype(q: torch.Tensor) -> torch.dtype | None:
-    kind = q.device.type
-    return torch.get_autocast_dtype(kind) if not q.is_meta and torch.is_autocast_enabled(kind) else None
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
