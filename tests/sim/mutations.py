@@ -900,7 +900,7 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
      Put("ptx::load_shared_u32(votes) == 0x01010101", instead="true"),
      _LINEAR, "rows beyond the tight bound"),
     ("a vote of one warp for the warpgroup", "attn/wgmma/kernel.cuh", "AttentionWgmma::scores_in_range",
-     Drop("ptx::barrier_sync(3 + consumer, kWarpgroup);"),
+     Drop("ptx::barrier_sync(kVoteBarrier + consumer, kWarpgroup);"),
      _LINEAR_WIDE, "read of memory that nothing wrote"),
     ("keys without norms", "quant/quantize_k.cuh", "QuantizeK::store_norm",
      Put("scale.scale * ptx::sqrt(largest)", instead="0.0f"),

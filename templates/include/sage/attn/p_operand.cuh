@@ -35,8 +35,12 @@ struct E4m3Operand {
 
   using Operand = u32[kMTiles][kSteps][4];
 
+  // Four P of row r: of the tiles j and j + 1 of eight keys.
+  __device__ __forceinline__ static u32& word(Operand& p, i32 r, i32 j) {
+    return p[r / 2][j / 4][r % 2 + 2 * (j / 2 % 2)];
+  }
   __device__ __forceinline__ static void pack(Operand& p, i32 r, i32 j, const float (&x)[4]) {
-    p[r / 2][j / 4][r % 2 + 2 * (j / 2 % 2)] = ptx::e4m3x4(x[0], x[1], x[2], x[3]);
+    word(p, r, j) = ptx::e4m3x4(x[0], x[1], x[2], x[3]);
   }
 };
 

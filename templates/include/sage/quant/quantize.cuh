@@ -14,7 +14,7 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQk, kPv, kBlockM, kBlockN, kWarpM, kThreads.
+// Config: kHeadDim, kQk, kPv, kBlockM, kBlockN, kWarpM, kKeyNorms, kThreads.
 template <class Config>
 struct Quantize {
   using Block = QuantBlock<Config>;

@@ -19,7 +19,7 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQk, kPv, kPvAccum, kMask, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
+// Config: kHeadDim, kQk, kPv, kPvAccum, kP, kMask, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
 template <class Config>
 struct AttentionWgmma {
   using Traits = WgmmaTraits<Config>;
@@ -27,6 +27,7 @@ struct AttentionWgmma {
   using Product = E4m3Operand<Config>;
   static constexpr i32 kConsumers = Traits::kConsumers, kThreads = Traits::kThreads;
   static constexpr bool kTogether = Traits::kTogether;
+  static constexpr i32 kVoteBarrier = 3;  // of the first consumer; 1 and 2 are of PingPong
 
   const AttnParams& params;
   const Shared shared;
@@ -41,7 +42,7 @@ struct AttentionWgmma {
                        Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit},
                        Fact{"slices", Traits::kSlices}, Fact{"pairs", Traits::kPairs},
                        Fact{"open_end", Traits::kOpenEnd}, Fact{"rows_of_range", Traits::kRowsOfRange},
-                       Fact{"bounds_scores", Traits::kBoundsScores}, Fact{"largest_score", BitsLine<1>::kLargestScore},
+                       Fact{"bounds_scores", Traits::kBoundsScores}, Fact{"largest_score", kLargestLinearScore},
                        Fact{"line_shift", kShift}, Fact{"programmatic_launch", 1});
   }
 
@@ -94,12 +95,13 @@ struct AttentionWgmma {
   }
 
   // Whether the scores of the warpgroup's rows are small enough for a linear P, by the Cauchy-Schwarz inequality. All
-  // warps of a warpgroup get one answer, since they issue their products together.
+  // warps of a warpgroup get one answer, since they issue their products together. NaN, of zeros by infinity, is in
+  // range: all scores are zero then.
   __device__ __forceinline__ bool scores_in_range(const Mainloop<Config>& loop, i32 buffer, i32 consumer) const {
-    const bool fits = !ptx::any(loop.q_norm() * shared.k_norm(buffer) > BitsLine<1>::kLargestScore);
+    const bool fits = !ptx::any(loop.q_norm() * shared.k_norm(buffer) > kLargestLinearScore);
     const u32 votes = shared.votes(buffer, consumer);
     if (loop.lane == 0) ptx::store_shared_u8(votes + loop.warp % 4, fits);
-    ptx::barrier_sync(3 + consumer, kWarpgroup);
+    ptx::barrier_sync(kVoteBarrier + consumer, kWarpgroup);
     return ptx::load_shared_u32(votes) == 0x01010101;
   }
 

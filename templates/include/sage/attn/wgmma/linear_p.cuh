@@ -16,23 +16,24 @@ namespace sage {
 // Makes the byte of 2^kTop, the largest P, that of 448, and is near the mean of the line's error.
 constexpr float kShift = 0.45884f;
 
+// Of scores that BitsLine takes, in log2 units.
+constexpr float kLargestLinearScore = 65.0f;
+
 // The line as the bits of an f32, 2^23 an octave, which are then converted as 2^x is. For integer scores of at most
-// kLargestScore in this tile and in all before it: an f32 has room for 126 octaves below one, a score may lie that much
-// below the largest. Their scale is then below 2^-7, the reference within ±128.
+// kLargestLinearScore in this tile and in all before it: an f32 has room for 126 octaves below one, a score may lie
+// that much below the largest. Their scale is then below 2^-7, the reference within ±128.
 template <i32 kRows>
 struct BitsLine {
-  static constexpr float kLargestScore = 65.0f;  // log2 units
-
   i32 factor, offset[kRows];
 
   __device__ __forceinline__ BitsLine(float scale, const float (&row_ref)[kRows]) {
     // Rounded to integers by a sum: an integer conversion would make the whole tile wait.
     constexpr float kUnits = 0x1.8p23f, kUnitsOf2p15 = 0x1.8p8f;
-    factor = __float_as_int(fmaf(scale, 0x1p23f, kUnits)) - 0x4b400000;
+    factor = __float_as_int(fmaf(scale, 0x1p23f, kUnits)) - __float_as_int(kUnits);
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
       constexpr i32 kAtZero = static_cast<i32>((8 * 127 - kShift) * 0x1p20f);
-      const u32 reference = __float_as_uint(row_ref[r] + kUnitsOf2p15) - 0x43c00000u;
+      const u32 reference = __float_as_uint(row_ref[r] + kUnitsOf2p15) - __float_as_uint(kUnitsOf2p15);
       offset[r] = static_cast<i32>(kAtZero - reference * 256u);
     }
   }
@@ -47,11 +48,10 @@ struct BitsLine {
 };
 
 // The line as an f32, converted to integers: bytes that would be negative are zero. For scores in f32. kClamps: where
-// they are so large that the reference, which is rounded down, is more than a byte too small.
+// they may be beyond 2^16, so large that the reference, which is rounded down, is more than a byte too small.
 template <i32 kRows, bool kClamps>
 struct FloatLine {
   static constexpr float kLargestByte = 126.0f;
-  static constexpr float kLargestReference = 0x1p16f;  // up to which no byte is too large without a clamp
 
   float factor, offset[kRows];
 

@@ -30,7 +30,7 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQk, kPv, kPvAccum, kMask, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
+// Config: kHeadDim, kQk, kPv, kPvAccum, kP, kMask, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
 template <class Config>
 struct Mainloop {
   using Traits = WgmmaTraits<Config>;

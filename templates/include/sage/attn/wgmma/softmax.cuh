@@ -81,7 +81,7 @@ struct TileSoftmax : RowReferences<Product, Config::kWarpM / 8> {
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
         const auto score = [&](i32 e) { return acc_s[r / 2][j + e / 2][2 * (r % 2) + e % 2]; };
-        p[r / 2][j / 4][r % 2 + 2 * (j / 2 % 2)] = line.bytes(r, score);
+        Product::word(p, r, j) = line.bytes(r, score);
       }
     }
   }

@@ -7,7 +7,7 @@ namespace sage {
 
 constexpr i32 kWarpgroupRows = 64;  // query rows of a consumer, the M of wgmma
 
-// Config: kHeadDim, kQk, kPv, kPvAccum, kSmoothQ, kBlockM, kBlockN, kWarpM.
+// Config: kHeadDim, kQk, kPv, kPvAccum, kP, kSmoothQ, kBlockM, kBlockN, kWarpM.
 template <class Config>
 struct WgmmaTraits {
   static constexpr i32 kConsumers = Config::kBlockM / kWarpgroupRows;  // warpgroups
