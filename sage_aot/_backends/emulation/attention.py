@@ -36,7 +36,7 @@ class Softmax(Protocol):
     def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor,
                  bound: torch.Tensor | None) -> None:
         """`visible`: of all rows; `zeros`: [batch, heads, rows]; `bound`: likewise, no magnitude of a row's scores is
-        larger; None where the kernel writes a log-sum-exp."""
+        larger; None where no P of the call is linear."""
         ...
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,8 @@ def attend(plan: Plan, quantized: Quantized, key_ranks: torch.Tensor | None = No
     `key_ranks`: how many of the caller's first keys are among the quantized ones, [keys + 1]; None: all. `with_lse`:
     whether the call returns the log-sum-exp."""
     visible = visible_keys(plan.problem, quantized.q.shape[2], key_ranks)
-    bound = None if with_lse or plan.splits > 1 else score_bound(plan, quantized, visible)
+    is_linear = plan.kernels.attn.spec.p == "linear" and not with_lse and plan.splits == 1
+    bound = score_bound(plan, quantized, visible) if is_linear else None
     of_splits = [_attend(plan.problem, plan.kernels.attn, quantized, visible, own, bound)
                  for own in _splits(visible, plan.kernels.attn.tile, plan.splits)]
     return of_splits[0] if plan.splits == 1 else _merge(*map(torch.stack, zip(*of_splits)))

@@ -20,8 +20,8 @@ class Softmax(RowReferences):
     """References follow every tile up and down; at the second tile of a pair they only rise. Scores have no bias.
 
     R takes a pair of tiles where all rows_of_range rows that go over the same tiles see both whole, in kernels with
-    pairs. The log-sum-exp takes the sum of P before rounding. P is linear where the kernel says so, the call returns no
-    log-sum-exp, and no score of a consumer's rows may be out of range.
+    pairs. The log-sum-exp takes the sum of P before rounding. P is linear where the call says so and no score of a
+    consumer's rows may be out of range.
     """
 
     def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor,
@@ -38,10 +38,10 @@ class Softmax(RowReferences):
         self._full_keys = self._whole_keys * bool(self.facts["pairs"])
         self._first_tile = visible.begin[first_row] // tile.block_n
         self._linear = torch.zeros_like(zeros, dtype=torch.bool)
-        if record.spec.p == "linear" and bound is not None:
-            of_consumers = torch.unflatten(bound, -1, (-1, WARPGROUP_ROWS)).amax(-1)
-            fits = of_consumers <= self.facts["largest_score"] if self.facts["bounds_scores"] else of_consumers >= 0.0
-            self._linear = fits.repeat_interleave(WARPGROUP_ROWS, -1)
+        if bound is not None:
+            beyond = (bound > self.facts["largest_score"]) & bool(self.facts["bounds_scores"])
+            of_consumers = torch.unflatten(beyond, -1, (-1, WARPGROUP_ROWS)).any(-1)
+            self._linear = ~of_consumers.repeat_interleave(WARPGROUP_ROWS, -1)
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """The scale within its bounds."""
