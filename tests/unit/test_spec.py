@@ -83,6 +83,7 @@ def test_names_of_the_accumulators(pv, accumulator, spelt):
 def test_exponentials_are_no_part_of_a_name():
     linear = dataclasses.replace(ATTN, p="linear")
     assert linear.name == "sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_plinear_causal_vraw_qraw"
+    assert ATTN.name == "sage_attn_sm89_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw"
     assert [spec_of(spec.name) for spec in (ATTN, linear)] == [ATTN, linear]
     for kind in ("pack", "quant", "delta", "merge"):
         assert linear.companion(kind) == ATTN.companion(kind)
