@@ -8,7 +8,8 @@
 set -euo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
-[ $# -gt 0 ] || set -- dense linear_p graph use masks masks_causal varlen varlen_causal few inputs hosts latency backward accuracy
+[ $# -gt 0 ] || set -- dense linear_p graph use masks masks_causal varlen varlen_causal few inputs hosts latency \
+  backward accuracy
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 git describe --always --dirty > "$out/commit" || echo unknown > "$out/commit"
