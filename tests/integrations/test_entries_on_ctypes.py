@@ -4,32 +4,20 @@ runs where neither cupy nor cuda-bindings is there. tests/gpu/test_loaders.py co
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import host_entries
+import programs
 import pytest
 
 pytest.importorskip("diffusers", minversion="0.36")
 pytest.importorskip("transformers", minversion="5.0")
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-
 
 @pytest.fixture(scope="module")
 def seen(fake_driver):
     """What entries_on_ctypes.py printed."""
-    paths = [str(ROOT), str(ROOT / "ci/sageattention"), str(HERE)]
-    environment = {name: value for name, value in os.environ.items() if name != "SAGE_AOT_LOADER"}
-    environment |= {"PYTHONPATH": os.pathsep.join(paths), "LD_LIBRARY_PATH": str(fake_driver)}
-    done = subprocess.run([sys.executable, HERE / "entries_on_ctypes.py"], capture_output=True, text=True, cwd=ROOT,
-                          env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return json.loads(programs.run("entries_on_ctypes.py", LD_LIBRARY_PATH=str(fake_driver), SAGE_AOT_LOADER=""))
 
 
 def test_neither_package_is_there(seen):
@@ -56,6 +44,6 @@ LOADERS = re.compile(r"cupy|cuda[-_.]bindings|SAGE_AOT_LOADER|_backends|library_
 
 def test_no_code_of_the_entries_names_a_loader():
     sources = [path for folder in ("ci/sageattention", "examples/comfyui", "sage_aot/integrations")
-               for path in (ROOT / folder).rglob("*.py")]
+               for path in (programs.ROOT / folder).rglob("*.py")]
     assert len(sources) > 15
     assert [path for path in sources if LOADERS.search(path.read_text("utf-8"))] == []
