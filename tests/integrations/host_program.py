@@ -36,8 +36,9 @@ def bare(root: str, *names: str) -> None:
 
 def stand_in(name: str, **holds: Any) -> None:
     """A module of a package that is not installed: what it holds, and a mock under any other name."""
-    sys.meta_path.append(_MOCKS) if _MOCKS not in sys.meta_path else None
     _MOCKS.packages.add(name.partition(".")[0])
+    if _MOCKS not in sys.meta_path:
+        sys.meta_path.append(_MOCKS)
     vars(importlib.import_module(name)).update(holds)
 
 
@@ -87,7 +88,8 @@ def draw(heads: int = 4, kv_heads: int = 2, queries: int = 64, keys: int = 64, h
 
 
 def expected(qkv: Sequence[torch.Tensor], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output, like q, and log-sum-exp, ``[batch, heads, queries]``, in float64; options are those of sage_aot.attn."""
+    """Output, like q, and log-sum-exp, ``[batch, heads, queries]``, computed in float64; options are those of
+    sage_aot.attn."""
     out, lse = exact.attention(*(x.double() for x in qkv), layout="NHD", return_lse=True, **options)
     return out, lse
 
