@@ -102,7 +102,7 @@ class AnyWheel(ABC):
             set(expected.splitlines()) ^ set(found.splitlines()))]
 
     def _name_problems(self) -> list[str]:
-        """Files that Windows would not unpack, or would unpack over each other; wheels of all platforms hold the same."""
+        """Files that Windows would not unpack, or over each other: the wheels of all platforms hold the same files."""
         alike: dict[str, list[str]] = {}
         for name in self.files:
             alike.setdefault(name.casefold(), []).append(name)

@@ -122,7 +122,7 @@ def test_none_names_all_and_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     message = (r"launched through cupy, cuda-bindings or ctypes; cupy cannot be imported .*: `pip install "
                r"'sage-aot\[cuda12\]'`, .*; cuda-bindings cannot be imported .*: `pip install cuda-bindings`; the "
-               r"driver's library libcuda.so.1 does not load .*: install or update the NVIDIA driver$")
+               r"driver's library (libcuda.so.1|nvcuda.dll) does not load .*: install or update the NVIDIA driver$")
     with pytest.raises(UnsupportedError, match=message):
         default_driver()
 
@@ -154,7 +154,7 @@ def test_a_missing_library_is_named_with_what_windows_says(monkeypatch):
 
     stand_in_library(monkeypatch, (), platform="win32")
     monkeypatch.setattr(ctypes, "WinDLL", refuse, raising=False)
-    message = "the driver's library nvcuda.dll does not load .Could not find module .*install or update the NVIDIA driver"
+    message = "driver's library nvcuda.dll does not load .Could not find module .*install or update the NVIDIA driver$"
     with pytest.raises(UnsupportedError, match=message):
         library_driver.LibraryDriver()
 

@@ -243,7 +243,8 @@ def test_a_wheel_that_is_right_passes(wheel, monkeypatch, capsys):
         "a:b", "what?.py", 'a"b', "a|b", "a/NUL", "aux.py", "com1/a", "Lpt9.x.y", "dot.", "blank /a", "a\x01")),
     (lambda files: files.update({"sage_aot/Errors.py": b""}),
      "expected names that differ by more than case, got sage_aot/errors.py and sage_aot/Errors.py"),
-    (lambda files: files.update({f"sage_aot/{'a' * 97}": b""}), "expected a name of at most 105 characters, got 106 in"),
+    (lambda files: files.update({f"sage_aot/{'a' * 97}": b""}),
+     "expected a name of at most 105 characters, got 106 in"),
 ])
 def test_what_is_wrong_with_a_wheel_is_found(wheel, edit, message):
     with pytest.raises(WheelError, match=re.escape(message)):
@@ -304,8 +305,8 @@ def test_sha256sum_reads_the_checksums_of_a_release(wheel, second, tmp_path, mon
     assert wheels.main() == 0 and "SHA256SUMS" in capsys.readouterr().out
 
     def checked() -> tuple[int, list[str]]:
-        done = subprocess.run(["sha256sum", "-c", "--strict", tmp_path / "release" / "SHA256SUMS"], cwd=folder, text=True,
-                              capture_output=True, check=False)
+        done = subprocess.run(["sha256sum", "-c", "--strict", tmp_path / "release" / "SHA256SUMS"], cwd=folder,
+                              text=True, capture_output=True, check=False)
         return done.returncode, sorted(done.stdout.splitlines())
 
     names = sorted(path.name for path in folder.iterdir())

@@ -41,8 +41,8 @@ class Tree:
                  f"release/sage_aot-{VERSION}.attestation.json": "{}", "bin/gh": GH}
         for name, text in files.items():
             self.write(name, text)
-        self.write("release/SHA256SUMS", "".join(
-            f"{hashlib.sha256((root / 'dist' / name).read_bytes()).hexdigest()}  {name}\n" for name in ("a.whl", "b.tar.gz")))
+        self.write("release/SHA256SUMS", "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
+                                                 for path in (root / "dist").iterdir()))
         for script in ("publish.sh", "release.sh", "wheels.py"):
             (root / "ci").mkdir(exist_ok=True)
             shutil.copy(ROOT / "ci" / script, root / "ci")
@@ -164,7 +164,8 @@ def test_what_is_published_is_what_was_attested_and_uploaded():
     steps = JOBS["upload"]["steps"]
     attest = next(i for i, step in enumerate(steps) if "attest" in step.get("uses", ""))
     copy, keep, to_pypi = steps[attest + 1:]
-    assert steps[attest - 1]["run"].startswith("bash ci/release.sh") and steps[attest]["with"] == {"subject-path": "dist/*"}
+    assert steps[attest - 1]["run"].startswith("bash ci/release.sh")
+    assert steps[attest]["with"] == {"subject-path": "dist/*"}
     assert copy["env"] == {"BUNDLE": f"${{{{ steps.{steps[attest]['id']}.outputs.bundle-path }}}}"}
     assert keep["with"]["path"].splitlines() == ["dist/*", "release/*"] and "pypi" in to_pypi["uses"]
     fetch = JOBS["publish"]["steps"][1]["with"]
