@@ -154,7 +154,7 @@ def test_a_wrong_mask_is_refused(what):
     (2**11, 2**20 - 2, None),
     (2**11, 2**20 - 1, r"expected batch \* \(keys \+ 1\) below 2147483648, got 2048 \* 1048576; split the batch"),
     (1, 2**31 - 2, None),
-    (1, 2**31 - 1, "got 1 · 2147483648; pass k and v of the keys that it leaves, and no mask"),
+    (1, 2**31 - 1, r"got 1 \* 2147483648; pass k and v of the keys that it leaves, and no mask"),
 ])
 def test_a_mask_of_too_many_keys_is_refused(batch, keys, message):
     one = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
