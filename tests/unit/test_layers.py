@@ -141,7 +141,7 @@ def test_emulation_of_families_is_found_by_its_backend_alone():
 
 @pytest.mark.parametrize("path", MODULES, ids=module_of)
 def test_classes_of_torch_take_parameters_in_annotations_alone(path):
-    """The oldest torch has classes without parameters that later ones have with: an import of sage_aot failed there."""
+    """In the oldest torch fewer classes are generic: to subscript another one there is an error."""
     tree = ast.parse(path.read_bytes())
     annotated = {id(node) for holder in ast.walk(tree) for name in ("annotation", "returns")
                  if isinstance(annotation := getattr(holder, name, None), ast.AST) for node in ast.walk(annotation)}
