@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the README's test command in a fresh environment. Between the install and the tests of that command, this script
 # lints, and builds and checks every kernel. Beside the tests it checks that both wheels equal the sdist's wheels from
-# another folder, are right in every file, and work without the source tree. Prints the minutes of each part.
+# another folder, are right in every file, and work without the source tree, and that the conda package builds and works.
+# Prints the minutes of each part.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export CI=true  # no test is left out for want of a kernel
@@ -30,6 +31,9 @@ check_wheel() {
   .venv-test/bin/python ci/wheels.py check dist/*.whl
   .venv-test/bin/python ci/test_wheel.py dist/sage_aot-*.whl --second dist/sage_aot_sageattention-*.whl --borrow \
     --tests tests/unit/test_loader.py tests/unit/test_manifest.py tests/unit/test_select.py
+  # The conda package of the sdist, with the fewest kernels of an arch.
+  .venv-test/bin/pip install -q -c ci/constraints.txt py-rattler-build py-rattler wheel
+  .venv-test/bin/python ci/conda_recipe.py try dist/sage_aot-*.tar.gz build/conda --archs sm100
 }
 
 lint() {

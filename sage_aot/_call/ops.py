@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import takewhile
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -129,7 +129,7 @@ def kept_bytes(problem: Problem, like: torch.Tensor) -> int:
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
-Operator = torch._ops.OpOverload[..., Any]
+Operator: TypeAlias = "torch._ops.OpOverload[..., Any]"  # a string: in torch 2.4 the class has no parameters
 
 
 class Forms(NamedTuple):
