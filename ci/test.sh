@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Runs the README's test command in a fresh environment. Between the install and the tests of that command, this script
 # lints, and builds and checks every kernel. Beside the tests it checks that both wheels equal the sdist's wheels from
-# another folder, are right in every file, make a kernel of the Hugging Face hub, and work without the source tree.
-# Prints the minutes of each part.
+# another folder, are right in every file, and work without the source tree. Prints the minutes of each part.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export CI=true  # no test is left out for want of a kernel
