@@ -20,7 +20,9 @@ import pytest
 import sage_aot
 from sage_aot._backends import drivers, library_driver
 from sage_aot._backends.cuda.queue import Bound, Queue
-from sage_aot._backends.drivers import CupyDriver, default_driver
+from sage_aot._backends.cupy_driver import CupyDriver
+from sage_aot._backends.distribution import DRIVERS
+from sage_aot._backends.drivers import default_driver
 from sage_aot._call.backends import default_library
 from sage_aot._kernels.drivers import CUDA_OF_DRIVER, cuda_of, cuda_text, too_old
 from sage_aot._launch.structs import NO_SOURCE, SOURCES, Packed
@@ -99,7 +101,7 @@ class Bindings:
 
 def test_cupy_comes_first(monkeypatch):
     install_cupy(monkeypatch)
-    monkeypatch.setitem(drivers.DRIVERS, "cuda-bindings", Bindings)
+    monkeypatch.setitem(DRIVERS, "cuda-bindings", Bindings)
     driver = default_driver()
     assert (driver.name, driver.version, driver.cuda) == ("cupy", "14.2.0", 13000)
     assert default_driver() is driver
@@ -107,13 +109,13 @@ def test_cupy_comes_first(monkeypatch):
 
 def test_cuda_bindings_where_cupy_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setitem(drivers.DRIVERS, "cuda-bindings", Bindings)
+    monkeypatch.setitem(DRIVERS, "cuda-bindings", Bindings)
     assert isinstance(default_driver(), Bindings)
 
 
 def test_cuda_bindings_where_cupy_is_for_a_newer_driver(monkeypatch):
     install_cupy(monkeypatch, built=13000, driver=12080)
-    monkeypatch.setitem(drivers.DRIVERS, "cuda-bindings", Bindings)
+    monkeypatch.setitem(DRIVERS, "cuda-bindings", Bindings)
     assert isinstance(default_driver(), Bindings)
 
 
@@ -178,14 +180,14 @@ def test_an_old_library_is_refused_by_name(monkeypatch):
 @pytest.mark.parametrize("asked", ["cupy", "cuda-bindings"])
 def test_the_environment_decides(monkeypatch, asked):
     install_cupy(monkeypatch)
-    monkeypatch.setitem(drivers.DRIVERS, "cuda-bindings", Bindings)
+    monkeypatch.setitem(DRIVERS, "cuda-bindings", Bindings)
     monkeypatch.setenv("SAGE_AOT_LOADER", asked)
     assert default_driver().name == asked
 
 
 def test_what_the_environment_asks_for_has_no_substitute(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setitem(drivers.DRIVERS, "cuda-bindings", Bindings)
+    monkeypatch.setitem(DRIVERS, "cuda-bindings", Bindings)
     monkeypatch.setenv("SAGE_AOT_LOADER", "cupy")
     with pytest.raises(UnsupportedError, match="SAGE_AOT_LOADER is cupy; cupy cannot be imported"):
         default_driver()
