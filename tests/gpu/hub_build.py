@@ -19,6 +19,8 @@ from sage_aot._kernels.manifest import FILE_NAME, sealed_text
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(sage_aot.__file__).parent
 VERSION, REPO = 7, "an-organisation/sage-aot"
+KERNELS = "kernels.archs"
+"""A module of the package `kernels`, to ask whether it is installed: tests/sim has a folder of the package's name."""
 
 
 def of_sm89(kernel: str) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from exact import attention
-from hub_build import build
+from hub_build import KERNELS, build
 from hub_package import flash_attn
 
 from sage_aot.errors import UnsupportedError
@@ -26,7 +26,7 @@ def built(tmp_path_factory) -> Path:
 
 def run(program: str, built: Path, repo: str, **environment: str) -> list[str]:
     """The words that a program prints where a repository of the hub is this kernel."""
-    pytest.importorskip("kernels")
+    pytest.importorskip(KERNELS)
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("SAGE_AOT", "PYTHONPATH"))}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=built,
                           env={**variables, "HF_HUB_OFFLINE": "1", "LOCAL_KERNELS": f"{repo}={built}", **environment})

@@ -16,7 +16,7 @@ import hub
 import pytest
 import torch
 import wheels
-from hub_build import PACKAGE, REPO, VERSION, build, wheels_of
+from hub_build import KERNELS, PACKAGE, REPO, VERSION, build, wheels_of
 from wheels import Wheel, WheelError
 
 import sage_aot
@@ -104,7 +104,7 @@ def test_the_capabilities_are_those_that_the_kernels_run_on():
     """As `kernels.get_kernel` compares them with the GPU's."""
     assert hub._capabilities({"kernels": [{"spec": "sage_attn_a", "target": target} for target in (
         "sm_120f", "sm_90a", "sm_80", "compute_80", "sm_80")]}) == ["8.0", "8.0+PTX", "9.0a", "12.0f"]
-    archs = pytest.importorskip("kernels.archs")
+    archs = pytest.importorskip(KERNELS)
     named = hub._capabilities(json.loads((PACKAGE / "kernels" / "manifest.json").read_text()))
     for capability in [(7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]:
         runs = sage_aot.explain(capability=capability, headdim=128).error is None
@@ -239,7 +239,7 @@ kernel = get_local_kernel(Path(sys.argv[1]))
 
 def run(built: Path, program: str, *arguments: object, **environment: str) -> list[str]:
     """The lines that a program prints in a process without a network, where the hub is asked for nothing."""
-    pytest.importorskip("kernels")
+    pytest.importorskip(KERNELS)
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("SAGE_AOT", "PYTHONPATH"))}
     variables |= {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", **environment}
     done = subprocess.run([sys.executable, "-c", program, str(built), *map(str, arguments)], capture_output=True,
