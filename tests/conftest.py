@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +62,21 @@ def pytest_report_header() -> str:
     if reason:
         return f"gpu tests are deselected: {reason}"
     return f"gpu tests run on {torch.cuda.get_device_name()}, kernels are launched through {default_driver().name}"
+
+
+# --- a driver's library that runs nothing -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with libcuda.so.1, which records launches (unit/fake_driver.c): an LD_LIBRARY_PATH for programs."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if sys.platform != "linux" or compiler is None:
+        pytest.skip("the library that stands in for the driver's needs Linux and a C compiler")
+    folder = tmp_path_factory.mktemp("driver")
+    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcuda.so.1", "-o",
+                    folder / "libcuda.so.1", Path(__file__).parent / "unit/fake_driver.c"], check=True)
+    return folder
 
 
 # --- tests of kernels that a narrowed build lacks ---------------------------------------------------------------------

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import host_entries
 import pytest
 import torch
 from variants import own_specs
@@ -229,6 +230,20 @@ def test_what_the_driver_refuses_has_its_name(library, monkeypatch):
     monkeypatch.setattr(library, "read", lambda record: b"no cubin, and no PTX")
     with pytest.raises(LaunchError, match=f"does not load {record.name} .*CUDA_ERROR_"):
         library.load(record, record.spec.entries[0], torch.cuda.current_device())
+
+
+@each_loader
+@pytest.mark.filterwarnings("ignore")  # of the hosts
+@pytest.mark.parametrize("entry", host_entries.ENTRIES)
+def test_entries_of_hosts_give_the_bits_of_the_default_loader(library, entry):
+    """The package sageattention, the ComfyUI node, and models of diffusers and transformers, as hosts call them."""
+    if entry in ("diffusers", "transformers"):
+        pytest.importorskip(entry)
+    expected = host_entries.served(entry, "cuda")
+    with handing(CudaBackend(library)):
+        found = host_entries.served(entry, "cuda")
+    assert library._functions, "the calls went through this loader"
+    assert torch.isfinite(found).all() and torch.equal(found, expected)
 
 
 def test_another_kernel_folder_between_calls(expected, monkeypatch, tmp_path):

@@ -462,6 +462,38 @@ def test_refusals_are_counted():
                         "is_causal of unequal sequences": 1, "the argument softcap": 1}
 
 
+OF_RINGS = {"dropout_p": 0.0, "softmax_scale": 0.3, "causal": True, "window_size": (-1, -1), "softcap": 0.0,
+            "alibi_slopes": None, "return_softmax": False, "return_lse": True}
+CALLS = {  # docs/hosts; test_hosts.py runs the hosts themselves
+    "xDiT": (BY_GPU, "HND", {"is_causal": False, "return_lse": True}),
+    "vLLM-Omni": (BY_GPU, "NHD", {"is_causal": True, "sm_scale": 0.3}),
+    "vLLM-Omni, a ring": (F8, "NHD", {"pv_accum_dtype": "fp32+fp32", **OF_RINGS}),
+    "LightX2V": (BY_GPU, "NHD", {}),
+    "LightX2V on 8.9 and 12.0": (TRITON, "NHD", {}),
+    "LightX2V, a ring": (TRITON, "NHD", {"is_causal": False, "sm_scale": 0.3, "return_lse": True}),
+    "SGLang": (BY_GPU, "NHD", {"is_causal": True, "sm_scale": 0.3, "return_lse": False}),
+    "SGLang on 10.x": (F8, "NHD", {"is_causal": False, "sm_scale": 0.3, "return_lse": True,
+                                   "pv_accum_dtype": "fp32+fp16"})}
+"""By host: the function, the layout, and the arguments that it passes."""
+
+
+@pytest.mark.parametrize("host", CALLS)
+def test_calls_of_hosts(exact, host):
+    function, layout, options = CALLS[host]
+    qkv = tensors(kv_heads=2)
+    scale = options.get("sm_scale", options.get("softmax_scale"))
+    is_causal = bool(options.get("is_causal", options.get("causal", False)))
+    # xDiT does not name the layout: it is SageAttention's default
+    found = function(*qkv, **options) if layout == "HND" else function(*nhd(*qkv), tensor_layout=layout, **options)
+    out = found[0] if options.get("return_lse") else found
+    assert out.is_contiguous(), "LightX2V takes a view of it"
+    close(out if layout == "HND" else out.transpose(1, 2),
+          F.scaled_dot_product_attention(*qkv, is_causal=is_causal, scale=scale, enable_gqa=True))
+    if options.get("return_lse"):
+        close(found[1], lse_of(*qkv[:2], scale or 0.125, torch.ones(30, 30).tril().bool() if is_causal else None))
+    assert report() == {"sage_aot": 1}
+
+
 @pytest.mark.parametrize("kind", ["SAGE_AUTO", "SAGE_FP16", "SAGE_FP16_TRITON", "SAGE_FP8", "SAGE_FP8_SM90"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_yunchangs_own_functions_have_scale_and_causality(exact, kind, is_causal):

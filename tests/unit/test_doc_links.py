@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted(path for pattern in ("*.md", "docs/*.md", "tests/**/*.md", "bench/results/*/*.md")
+DOCUMENTS = sorted(path for pattern in ("*.md", "docs/**/*.md", "tests/**/*.md", "bench/results/*/*.md")
                    for path in ROOT.glob(pattern))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)

@@ -7,7 +7,6 @@ import ctypes
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import threading
@@ -325,15 +324,9 @@ def loader(request):
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory, loader):
+def seen(fake_driver, loader):
     """The output of on_fake_driver.py: the calls that the fake driver recorded."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if sys.platform != "linux" or compiler is None:
-        pytest.skip("the library that stands in for the driver's needs Linux and a C compiler")
-    folder = tmp_path_factory.mktemp("driver")
-    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcuda.so.1", "-o",
-                    folder / "libcuda.so.1", HERE / "fake_driver.c"], check=True)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "SAGE_AOT_LOADER": loader,
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(fake_driver), "SAGE_AOT_LOADER": loader,
                    "PYTHONPATH": str(Path(sage_aot.__file__).parents[1])}
     done = subprocess.run([sys.executable, HERE / "on_fake_driver.py"], env=environment, capture_output=True, text=True,
                           check=False, cwd=HERE.parents[1])
