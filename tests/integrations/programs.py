@@ -36,7 +36,7 @@ def run_two(program: str, *arguments: str, paths: Iterable[str] = ()) -> str:
     ranks = [subprocess.Popen([sys.executable, HERE / program, *arguments], env={**joined, "RANK": str(rank)}, cwd=ROOT,
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
     try:
-        said = [rank.communicate(timeout=240) for rank in ranks]
+        said = [rank.communicate(timeout=600) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
