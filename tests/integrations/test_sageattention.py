@@ -8,6 +8,7 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -464,7 +465,7 @@ def test_refusals_are_counted():
 
 OF_RINGS = {"dropout_p": 0.0, "softmax_scale": 0.3, "causal": True, "window_size": (-1, -1), "softcap": 0.0,
             "alibi_slopes": None, "return_softmax": False, "return_lse": True}
-CALLS = {  # docs/hosts; test_hosts.py runs the hosts themselves
+CALLS: dict[str, tuple[Any, str, dict[str, Any]]] = {  # docs/hosts; test_hosts.py runs the hosts themselves
     "xDiT": (BY_GPU, "HND", {"is_causal": False, "return_lse": True}),
     "vLLM-Omni": (BY_GPU, "NHD", {"is_causal": True, "sm_scale": 0.3}),
     "vLLM-Omni, a ring": (F8, "NHD", {"pv_accum_dtype": "fp32+fp32", **OF_RINGS}),
