@@ -34,7 +34,7 @@ BATCH, BATCHES, WARM_UP_CALLS, PROCESSES = 60, 60, 200, 3
 SHAPE = (1, 2, 64, 128)  # batch, heads, tokens, channels
 SDPA = "scaled_dot_product_attention"
 TREE = Path(__file__).parents[1]
-LOADERS = ("cupy", "cuda-bindings")
+LOADERS = ("cupy", "cuda-bindings", "ctypes")
 
 Works = dict[str, Callable[[], object]]
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Runs the README's test command in a fresh environment. Between the install and the tests of that command, this script
 # lints, and builds and checks every kernel. Beside the tests it checks that both wheels equal the sdist's wheels from
-# another folder, are right in every file, and work without the source tree. Prints the minutes of each part.
+# another folder, are right in every file, and work without the source tree, and that the conda package builds and works.
+# Prints the minutes of each part.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export CI=true  # no test is left out for want of a kernel
 unset SAGE_AOT_KERNELS SAGE_AOT_EMULATE SAGE_AOT_ARCHS
-rm -rf .venv-test dist
+rm -rf .venv-test dist build/hub
 command=$(grep -m 1 -- '-m pytest$' README.md)
 echo "+ ci/lint.sh, .venv-test/bin/python -m codegen check, after: $command"
 
@@ -28,8 +29,12 @@ check_wheel() {
   .venv-test/bin/python ci/reproduce.py dist --only 'sage_attn_sm90_d64_*_causal_vsmooth_qsmooth' \
     --only 'sage_attn_sm100_d64_*_causal_vsmooth_qsmooth' --only 'sage_attn_ptx80_d64_*_causal_vsmooth_qsmooth'
   .venv-test/bin/python ci/wheels.py check dist/*.whl
+  .venv-test/bin/python ci/hub.py build dist/*.whl build/hub --version 1 --repo ORG/sage-aot
   .venv-test/bin/python ci/test_wheel.py dist/sage_aot-*.whl --second dist/sage_aot_sageattention-*.whl --borrow \
     --tests tests/unit/test_loader.py tests/unit/test_manifest.py tests/unit/test_select.py
+  # The conda package of the sdist, with the fewest kernels of an arch.
+  .venv-test/bin/pip install -q -c ci/constraints.txt py-rattler-build py-rattler wheel
+  .venv-test/bin/python ci/conda_recipe.py try dist/sage_aot-*.tar.gz build/conda --archs sm100
 }
 
 lint() {

@@ -41,7 +41,8 @@ def environment(wheels: list[Path], requirements: list[str], borrow: bool, folde
         subprocess.run([*pip, "--no-index", "--no-deps", *map(str, wheels)], check=True)
         site = subprocess.run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True,
                               capture_output=True, text=True).stdout.strip()
-        Path(site, "borrowed.pth").write_text("".join(f"{path}\n" for path in package_folders()))
+        Path(site, "borrowed.pth").write_text("".join(f"{path}\n" for path in package_folders()),
+                                               "locale")  # as Python up to 3.12 reads it
     else:
         limits = [] if requirements else ["-c", str(ROOT / "ci" / "constraints.txt")]
         subprocess.run([*pip, *limits, *map(str, wheels), "pytest>=8", *requirements], check=True)

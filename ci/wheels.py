@@ -2,8 +2,9 @@
 
     python ci/wheels.py check dist/*.whl [--narrowed]      every file, the manifest, the size; equal payloads
     python ci/wheels.py retag dist/X.whl PLATFORM FOLDER   the same wheel for another platform
-    python ci/wheels.py release dist v0.1.0                a folder for upload: a wheel per platform, the wheel that
-                                                           owns the package sageattention, and the sdist
+    python ci/wheels.py release dist v0.1.0 release        a folder for upload: a wheel per platform, the wheel that
+                                                           owns the package sageattention, and the sdist; their
+                                                           checksums, in release/SHA256SUMS
 
 This script imports the standard library alone: the code that checks a wheel is independent of the code that made it.
 """
@@ -24,6 +25,16 @@ from typing import Any
 MOST_BYTES = 24_000_000  # of a wheel
 PLATFORMS = ("manylinux_2_17_x86_64", "manylinux_2_17_aarch64", "win_amd64")
 """Where torch has CUDA. A wheel for any of them holds the same files."""
+
+LONGEST_NAME = 105
+"""Of a file in a wheel, folders included: what the 259 characters of a path on Windows leave behind the longest usual
+folder of packages, that of Python from Microsoft's store for a user whose name has 20 letters."""
+
+_REFUSED_BY_WINDOWS = re.compile(r"""[<>:"|?*\\\x00-\x1f]                        # signs
+                                     | [. ]$                                   # ends
+                                     | ^(con|prn|aux|nul|com\d|lpt\d)(\.|$)    # devices, whatever the extension
+                                 """, re.VERBOSE | re.IGNORECASE)
+"""Matches a part of a path that Windows does not take. Source: "Naming Files, Paths, and Namespaces", Microsoft."""
 
 _KERNELS = "sage_aot/kernels/"
 _TYPED = "sage_aot/py.typed"
@@ -72,7 +83,8 @@ class AnyWheel(ABC):
     def problems(self, narrowed: bool) -> list[str]:
         """Everything that is wrong with the wheel, as sentences; `narrowed`: the wheel may lack kernels."""
         return [f"{self.path.name}: {problem}" for problem in (
-            *self._metadata_problems(), *self._record_problems(), *self._content_problems(narrowed))]
+            *self._metadata_problems(), *self._record_problems(), *self._name_problems(),
+            *self._content_problems(narrowed))]
 
     @abstractmethod
     def _content(self) -> str: ...
@@ -88,6 +100,18 @@ class AnyWheel(ABC):
         expected, found = _record(self.files, self.info), self.files[f"{self.info}RECORD"].decode()
         return [f"expected RECORD to name {name!r} as it is" for name in sorted(
             set(expected.splitlines()) ^ set(found.splitlines()))]
+
+    def _name_problems(self) -> list[str]:
+        """Files that Windows would not unpack, or over each other: the wheels of all platforms hold the same files."""
+        alike: dict[str, list[str]] = {}
+        for name in self.files:
+            alike.setdefault(name.casefold(), []).append(name)
+        return [*(f"expected a name that Windows takes, got {name!r}" for name in self.files
+                  if any(_REFUSED_BY_WINDOWS.search(part) for part in name.split("/"))),
+                *(f"expected a name of at most {LONGEST_NAME} characters, got {len(name)} in {name}"
+                  for name in self.files if len(name) > LONGEST_NAME),
+                *(f"expected names that differ by more than case, got {' and '.join(names)}"
+                  for names in alike.values() if len(names) > 1)]
 
     def _lacking(self, file: str, *lines: str) -> list[str]:
         """The lines that a file of the metadata lacks."""
@@ -176,8 +200,9 @@ def check(paths: list[Path], narrowed: bool = False) -> None:
         raise WheelError("\n".join(problems))
 
 
-def release(folder: Path, tag: str) -> None:
-    """WheelError unless a folder holds exactly the sdist and the wheels of a tag, and the wheels are right."""
+def release(folder: Path, tag: str, out: Path) -> Path:
+    """Write the checksums of a folder for upload, as sha256sum reads them, to SHA256SUMS in `out`; return its path.
+    WheelError unless the folder holds exactly the sdist and the wheels of a tag, and the wheels are right."""
     version = tag.removeprefix("v")
     expected = {f"sage_aot-{version}.tar.gz", f"sage_aot_sageattention-{version}-py3-none-any.whl",
                 *(f"sage_aot-{version}-py3-none-{platform}.whl" for platform in PLATFORMS)}
@@ -186,6 +211,11 @@ def release(folder: Path, tag: str) -> None:
         raise WheelError(f"expected {', '.join(sorted(expected))} in {folder} for the tag {tag}, got "
                          f"{', '.join(sorted(found)) or 'nothing'}")
     check(sorted(folder.glob("*.whl")))
+    out.mkdir(parents=True, exist_ok=True)
+    sums = out / "SHA256SUMS"
+    sums.write_bytes(b"".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n".encode()
+                              for name in sorted(found)))
+    return sums
 
 
 def retag(path: Path, platform: str, folder: Path) -> Path:
@@ -230,6 +260,7 @@ def main() -> int:
     releasing = commands.add_parser("release")
     releasing.add_argument("folder", type=Path)
     releasing.add_argument("tag", metavar="v0.1.0")
+    releasing.add_argument("out", type=Path, help="the folder for SHA256SUMS")
     args = parser.parse_args()
     try:
         if args.command == "check":
@@ -237,8 +268,8 @@ def main() -> int:
             for wheel in map(opened, args.wheels):
                 print(wheel.summary())
         elif args.command == "release":
-            release(args.folder, args.tag)
-            print(f"{args.folder}: ready for {args.tag}")
+            sums = release(args.folder, args.tag, args.out)
+            print(f"{args.folder}: ready for {args.tag}, with the checksums in {sums}")
         else:
             check([args.wheel], narrowed=True)
             platform = Wheel(args.wheel).platform if args.platform == "same" else args.platform

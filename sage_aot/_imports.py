@@ -32,10 +32,12 @@ class _Finder(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
                   ) -> ModuleSpec | None:
-        if fullname != self._name:
+        finders = [*sys.meta_path]
+        if fullname != self._name or self not in finders:
             return None
-        others = (finder for finder in [*sys.meta_path] if finder is not self and hasattr(finder, "find_spec"))
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        # Behind it alone: another build of this package may have a finder of its own in front, which asks this one.
+        behind = (finder for finder in finders[finders.index(self) + 1:] if hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in behind)), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self._loaded)
         return spec

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from sage_aot._kernels.drivers import driver_library
 from sage_aot.errors import UnsupportedError
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
@@ -136,10 +137,9 @@ class DriverFunction(NamedTuple):
 
 def _load() -> Any:
     """The driver's library; UnsupportedError where it is missing, or older than its functions that are called."""
-    on_windows = sys.platform == "win32"
-    name = "nvcuda.dll" if on_windows else "libcuda.so.1"
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
-        library = getattr(ctypes, "WinDLL" if on_windows else "CDLL")(name)
+        library = driver_library(name)
     except OSError as error:
         raise UnsupportedError(f"the driver's library {name} does not load ({error}): install or update the NVIDIA "
                                f"driver") from error

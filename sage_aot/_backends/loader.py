@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from zipfile import BadZipFile
 
+from sage_aot._backends.distribution import INSTALL_AGAIN
 from sage_aot._backends.drivers import Driver, Function, default_driver
 from sage_aot._kernels.drivers import too_old
 from sage_aot._kernels.manifest import FILE_NAME, KernelRecord, Manifest
 from sage_aot._launch.structs import layout_problems, vocabulary
+from sage_aot._package import PACKAGE
 from sage_aot._version import __version__
 from sage_aot.errors import CubinError, LaunchError, UnsupportedError
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
-KERNEL_FOLDER: Traversable = resources.files("sage_aot") / "kernels"
+KERNEL_FOLDER: Traversable = resources.files(PACKAGE) / "kernels"
 """Folder of the kernels that the package ships; within a zip file where the package is imported from one."""
-
-_REBUILD = "reinstall sage-aot, or in a source tree run `python -m codegen build`"
 
 
 class Library:
@@ -52,18 +52,18 @@ class Library:
         try:
             manifest = Manifest.read(self.folder)
         except OSError as error:
-            raise CubinError(f"no kernels: {self.folder / FILE_NAME} is missing; {_REBUILD}") from error
+            raise CubinError(f"no kernels: {self.folder / FILE_NAME} is missing; {INSTALL_AGAIN}") from error
         except ValueError as error:
-            raise CubinError(f"{error}; {_REBUILD}") from error
+            raise CubinError(f"{error}; {INSTALL_AGAIN}") from error
         built, expected = (manifest.version, manifest.vocabulary), (__version__, vocabulary())
         if built != expected:
             raise CubinError(f"{self.folder} holds kernels of another sage_aot: expected version and fields "
-                             f"{expected}, got {built}; {_REBUILD}")
+                             f"{expected}, got {built}; {INSTALL_AGAIN}")
         problems = layout_problems(manifest.structs)
         if problems:
-            raise CubinError(f"{self.folder} holds kernels of another sage_aot: {problems[0]}; {_REBUILD}")
+            raise CubinError(f"{self.folder} holds kernels of another sage_aot: {problems[0]}; {INSTALL_AGAIN}")
         if not manifest.attention_archs:
-            raise CubinError(f"{self.folder} holds no attention kernel; {_REBUILD}")
+            raise CubinError(f"{self.folder} holds no attention kernel; {INSTALL_AGAIN}")
         return manifest
 
     def read(self, record: KernelRecord) -> bytes:
@@ -72,13 +72,13 @@ class Library:
         try:
             image = path.read_bytes()
         except OSError as error:
-            raise CubinError(f"the cubin of {record.name} is missing: {path}; {_REBUILD}") from error
+            raise CubinError(f"the cubin of {record.name} is missing: {path}; {INSTALL_AGAIN}") from error
         except (BadZipFile, zlib.error) as error:
-            raise CubinError(f"the cubin of {record.name} is damaged: {path}: {error}; {_REBUILD}") from error
+            raise CubinError(f"the cubin of {record.name} is damaged: {path}: {error}; {INSTALL_AGAIN}") from error
         found = hashlib.sha256(image).hexdigest()
         if found != record.sha256:
             raise CubinError(f"the cubin of {record.name} is damaged: {path} has sha256 {found}, the manifest "
-                             f"says {record.sha256}; {_REBUILD}")
+                             f"says {record.sha256}; {INSTALL_AGAIN}")
         return image
 
     def load(self, record: KernelRecord, entry: str, device: int) -> Function:

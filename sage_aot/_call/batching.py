@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+from sage_aot._call.ops import OPERATORS
+from sage_aot._package import PACKAGE
+
 Dims = Sequence[Any]
 """Per argument the dimension that is mapped, None where it is the same for all entries; of a list, a list."""
 
@@ -29,11 +32,11 @@ def register_rules(library: Any) -> None:
                               "train_attn_backward": _backward}
     rules |= dict.fromkeys(("attn_varlen", "attn_varlen_lse", "quantize_kv", "attn_kv", "attn_kv_lse"), one_by_one)
     for name, rule in rules.items():
-        torch.library.register_vmap(f"sage_aot::{name}", _as_torch_calls_it(name, rule), lib=library)
+        torch.library.register_vmap(f"{PACKAGE}::{name}", _as_torch_calls_it(name, rule), lib=library)
 
 
 def _as_torch_calls_it(name: str, rule: Rule) -> Any:
-    operator = getattr(torch.ops.sage_aot, name).default
+    operator = getattr(OPERATORS, name).default
 
     def mapped(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
         return rule(operator, info.batch_size, dims, args)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sage_aot._call.ops import OPERATORS
 from sage_aot._problem.problem import heads_first
 
 FORWARD, BACKWARD = 2, 5
@@ -30,7 +31,7 @@ def register_formulas() -> None:
     of_forms = {"attn": _of_attention, "attn_kv": _of_stored, "attn_varlen": _of_sequences}
     formulas |= {f"{name}{form}": formula for name, formula in of_forms.items() for form in forms}
     for name, formula in formulas.items():
-        operator = getattr(torch.ops.sage_aot, name)
+        operator = getattr(OPERATORS, name)
         register_flop_formula(operator, get_raw=True)(_by_name(operator, formula))
 
 

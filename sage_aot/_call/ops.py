@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import takewhile
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from sage_aot._call.backends import backend_of
 from sage_aot._call.pipeline import lse_shape, plan_of, prepared
 from sage_aot._call.signatures import SIGNATURES
+from sage_aot._package import PACKAGE
 from sage_aot._problem.arguments import check_out
 from sage_aot._problem.check import check
 from sage_aot._problem.derivatives import check_no_grad
@@ -26,7 +27,10 @@ from sage_aot._problem.options import Options, schema
 from sage_aot._problem.problem import Problem, heads_first
 from sage_aot._problem.tensors import Kind
 
-LIBRARY: Any = torch.library.Library("sage_aot", "DEF")  # type: ignore[no-untyped-call]  # keeps the operators alive
+LIBRARY: Any = torch.library.Library(PACKAGE, "DEF")  # type: ignore[no-untyped-call]  # keeps the operators alive
+OPERATORS: Any = getattr(torch.ops, PACKAGE)
+"""``torch.ops.sage_aot``."""
+
 CONTIGUOUS = torch.contiguous_format
 _T = TypeVar("_T")
 
@@ -129,7 +133,7 @@ def kept_bytes(problem: Problem, like: torch.Tensor) -> int:
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
-Operator = torch._ops.OpOverload[..., Any]
+Operator: TypeAlias = "torch._ops.OpOverload[..., Any]"  # a string: in torch 2.4 the class has no parameters
 
 
 class Forms(NamedTuple):
@@ -167,11 +171,11 @@ TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order
 
 def implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Operator:
     """Implement an operator that is defined."""
-    op: Operator = getattr(torch.ops.sage_aot, name).default
+    op: Operator = getattr(OPERATORS, name).default
     for device in ("CUDA", "CPU"):
         LIBRARY.impl(name, run, device)
         LIBRARY.impl(name, _autocasting(op, device), f"Autocast{device}")
-    torch.library.register_fake(f"sage_aot::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"{PACKAGE}::{name}", fake, lib=LIBRARY)
     return op
 
 

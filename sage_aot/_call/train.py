@@ -12,6 +12,7 @@ from sage_aot._call.forms import check_qkv, options_of
 from sage_aot._call.ops import CONTIGUOUS, LIBRARY, TAGS, implement, kept_bytes, register
 from sage_aot._call.pipeline import lse_shape, prepared, prepared_backward
 from sage_aot._imports import when_imported
+from sage_aot._package import PACKAGE
 from sage_aot._problem.check import check, check_backward
 from sage_aot._problem.derivatives import check_backward_alone, is_transformed
 from sage_aot._problem.given import Given
@@ -144,6 +145,6 @@ _forward_op = register("train_attn", "train", "(Tensor, Tensor, Tensor)", _forwa
 LIBRARY.define("train_attn_backward(Tensor grad_out, Tensor v, Tensor out, Tensor lse, Tensor saved, "
                f"{schema()}) -> (Tensor, Tensor, Tensor)", tags=TAGS)
 _backward_op = implement("train_attn_backward", _backward, _fake_backward)
-torch.library.register_autograd("sage_aot::train_attn", _differentiate, setup_context=_save, lib=LIBRARY)
+torch.library.register_autograd(f"{PACKAGE}::train_attn", _differentiate, setup_context=_save, lib=LIBRARY)
 register_rules(LIBRARY)
 when_imported("torch.utils.flop_counter", register_formulas)  # not imported here: it warns where triton is missing

@@ -75,7 +75,7 @@ def _check_reads_text(model: Any) -> None:
 
 def _tokens(name: str, text: str, tokens: int) -> torch.Tensor:
     try:
-        read = Path(text).read_text()
+        read = Path(text).read_text("utf-8")
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ArgumentError(f"audit: expected a text and a tokenizer that can be read, got {error}") from error

@@ -327,7 +327,7 @@ def main(shapes: list[str], png: str, file: str | None) -> int:
             print(f"| {' | '.join(rows[-1].cells())} |", flush=True)
     if file is not None:
         Path(file).write_text(json.dumps({"header": header, "rows": [row.to_json() for row in rows]}, indent=1,
-                                         ensure_ascii=False) + "\n")
+                                         ensure_ascii=False) + "\n", "utf-8")
     draw(png, rows, header["GPU"])
     return 0
 

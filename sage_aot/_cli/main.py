@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from sage_aot.integrations._calibration import VARIABLE, choose
 
 
 def main() -> int:
+    _print_whatever_the_encoding()
     parser = argparse.ArgumentParser(prog="sage-aot", description="Quantized attention from precompiled kernels.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, devices, the kernel each would run, what is missing")
@@ -50,6 +52,13 @@ def main() -> int:
     except SageAotError as error:
         print(f"sage_aot: {error}", file=sys.stderr)
         return 1
+
+
+def _print_whatever_the_encoding() -> None:
+    """Print `?` for what the encoding of the output lacks. Windows gives files and pipes the machine's code page, and
+    few code pages have all of the tables' signs, such as × and ²."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _thresholds() -> Iterator[str]:

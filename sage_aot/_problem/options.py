@@ -122,8 +122,8 @@ class Options:
         help="query i sees the keys `j <= i + keys - queries`: aligned bottom-right")
     scale: float | None = _option(
         None, schema="float?", valid=_is_scale, samples=(None, 0.0, -0.1, 1e-3, 0.7, 20.0), refused=math.nan,
-        expected=f"a finite number of at most ±{MAX_SCALE:g}, or None for 1 / sqrt(headdim); of a tensor that is "
-                 f"differentiated pass scale.item()",
+        expected=f"a finite number from -{MAX_SCALE:g} to {MAX_SCALE:g}, or None for 1 / sqrt(headdim); of a tensor "
+                 f"that is differentiated pass scale.item()",
         help="factor on q·kᵀ before the softmax; None is `1 / sqrt(headdim)`")
     layout: str = _option(
         "HND", schema="str", valid=_is_one_of(*LAYOUTS), samples=tuple(LAYOUTS), refused="BSHD",

@@ -46,13 +46,13 @@ def _key_mask_limit(problem: Any) -> tuple[Any, str]:
     batch, keys = problem.batch, problem.kv_rows
     remedy = "split the batch" if batch > 1 else "pass k and v of the keys that it leaves, and no mask"
     return (batch * (keys + 1) >= _MOST_RANKS,
-            f"expected batch · (keys + 1) below {_MOST_RANKS}, got {batch} · {keys + 1}; {remedy}")
+            f"expected batch * (keys + 1) below {_MOST_RANKS}, got {batch} * {keys + 1}; {remedy}")
 
 
 TENSORS: dict[str, TensorArgument] = {
     "key_mask": TensorArgument(
         dtype="bool", shape=("batch", "keys"), meaning="True where a key may be seen",
-        other_dtype="pass key_mask.bool() for ones and zeros, key_mask == 0 for zeros and −inf",
+        other_dtype="pass key_mask.bool() for ones and zeros, key_mask == 0 for zeros and -inf",
         other_shape="of a mask that all entries share pass key_mask.expand(batch, -1), of one [batch, 1, 1, keys] pass "
                     "key_mask[:, 0, 0]; a mask that differs by query or head has no kernel",
         calls=("dense", "kv"),

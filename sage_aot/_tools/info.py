@@ -8,7 +8,8 @@ import platform
 import torch
 
 from sage_aot._backends.cuda.device import gpu_here
-from sage_aot._backends.drivers import DRIVERS, default_driver
+from sage_aot._backends.distribution import DRIVERS
+from sage_aot._backends.drivers import default_driver
 from sage_aot._backends.emulation.backend import emulated_arch
 from sage_aot._backends.loader import Library
 from sage_aot._call.backends import default_library

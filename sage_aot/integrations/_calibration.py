@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sage_aot._kernels.drivers import driver_library
 from sage_aot._version import __version__
 from sage_aot.errors import CalibrationWarning, UnsupportedError
 from sage_aot.integrations._gain import AXES, HEADDIMS, KINDS, Corner, Threshold, Thresholds, built_in
@@ -116,7 +117,7 @@ def driver_version() -> str:
     """The version of NVIDIA's driver, such as ``"580.159.04"``; where its management library is missing, the CUDA
     version that the driver is for."""
     try:
-        library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+        library = driver_library("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
         text = ctypes.create_string_buffer(80)
         if library.nvmlInit_v2() == 0:
             try:

@@ -16,6 +16,7 @@ import functools
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -74,8 +75,8 @@ def enable(model: PreTrainedModel) -> str | dict[str, str]:
     Raises:
         ArgumentError: `model` is no model of transformers.
         UnsupportedError: the model or a part of it does not leave all of its attention to the implementation that is
-            chosen, or has arguments that only its eager implementation computes, or sage_aot has no kernel for the GPU
-            at hand. The model stays as it was.
+            chosen, or has attention that cannot be switched, or arguments that only its eager implementation computes,
+            or sage_aot has no kernel for the GPU at hand. The model stays as it was.
     """
     if not callable(getattr(model, "set_attn_implementation", None)):  # torch.compile's wrapper hands it on
         raise ArgumentError(f"expected a model of transformers, got {type(model).__name__}; run others in "
@@ -101,6 +102,8 @@ def _check_models_of_names() -> None:
                                         is_init_check: bool = False) -> str:
         if requested_attention in _names:
             _check_model(type(self), is_made=not is_init_check)
+            if not is_init_check:
+                _check_configs(self, requested_attention)
         checked: str = transformers_check(self, requested_attention, is_init_check)
         return checked
 
@@ -128,6 +131,31 @@ def _check_model(kind: type[PreTrainedModel], is_made: bool) -> None:
                            f"attn_implementation={{'text_config': 'sage_aot'}}")
 
 
+def _check_configs(model: PreTrainedModel, name: str) -> None:
+    """UnsupportedError for a model with attention that would keep another implementation, on masks that are made for
+    the chosen one. It reads the implementation from a configuration that no part has which is a model, and
+    ``set_attn_implementation`` reaches no others. The layers of two models that ``EncoderDecoderModel(encoder=...,
+    decoder=...)`` put together do: it gives these models new configurations."""
+    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    reached = {id(config) for part in models for config in _with_parts(part.config)}
+    for layer in model.modules():
+        config = getattr(layer, "config", None)
+        kept = getattr(config, "_attn_implementation", name)
+        if kept != name and id(config) not in reached and _reads_implementation(type(layer)):
+            raise UnsupportedError(
+                f"expected a model whose attention shares its configurations, got {type(model).__name__} with a "
+                f"{type(layer).__name__} that keeps {kept!r} whatever is chosen; leave it with its own implementation, "
+                f"or load it with attn_implementation={name!r} (a model that was put together of two: after "
+                f"save_pretrained)")
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    yield config
+    for part in config.sub_configs:
+        if getattr(config, part, None) is not None:
+            yield from _with_parts(getattr(config, part))
+
+
 _COMPARED = re.compile(r"""_attn_implementation\s*(?:==|!=|in\b|not in\b)[^:\n]*["']sdpa["']""")
 """Code that compares the name of the implementation with "sdpa", as sparse indexers do: for eager and sdpa attention
 they make a mask, to others they hand indices. Models whose layers share keys and values do so too; what those ask for,
@@ -152,6 +180,14 @@ def _source_of(module: str) -> str:
         return inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):
         return ""
+
+
+def _reads_implementation(kind: type) -> bool:
+    """Of a class of layers: does it look the implementation up? Taken for granted where it has no source."""
+    try:
+        return "_attn_implementation" in inspect.getsource(kind)
+    except (OSError, TypeError):
+        return True
 
 
 def _shares_keys(config: Any) -> bool:

@@ -16,7 +16,8 @@ from variants import own_specs
 
 import sage_aot
 from sage_aot._backends.cuda.backend import CudaBackend
-from sage_aot._backends.drivers import DRIVERS, Driver
+from sage_aot._backends.distribution import DRIVERS
+from sage_aot._backends.drivers import Driver
 from sage_aot._backends.loader import Library
 from sage_aot._call import pipeline
 from sage_aot._call.backends import backend_of, default_library, handing

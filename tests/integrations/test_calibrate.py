@@ -428,9 +428,9 @@ def test_the_driver_has_a_version(monkeypatch):
 
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
     for library, expected in ((nvml(0), "580.159.04"), (nvml(9), "for CUDA 13000"), (nvml(0, 9), "for CUDA 13000")):
-        monkeypatch.setattr(_calibration.ctypes, "CDLL", lambda name, library=library: library)
+        monkeypatch.setattr(_calibration, "driver_library", lambda name, library=library: library)
         assert _calibration.driver_version() == expected
-    monkeypatch.setattr(_calibration.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError("no such file")))
+    monkeypatch.setattr(_calibration, "driver_library", lambda name: (_ for _ in ()).throw(OSError("no such file")))
     assert _calibration.driver_version() == "for CUDA 13000"
 
 

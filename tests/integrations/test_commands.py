@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import re
 import sys
@@ -101,6 +103,25 @@ def test_a_shape_without_memory_is_left_out(monkeypatch, capsys, tmp_path):
     assert "| 2,1,1,1 | 2,1,1,1 | more memory than this GPU has |" in lines
     assert f"| {' | '.join(ROW.cells())} |" in lines
     assert [row["name"] for row in json.loads(file.read_text())["rows"]] == ["a name"]
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "cp1251", "cp932", "ascii"])
+def test_tables_are_printed_where_the_code_page_lacks_their_signs(monkeypatch, tmp_path, encoding):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(bench, "check_gpu", lambda: None)
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "draw", lambda *arguments: None)
+    monkeypatch.setattr(bench, "measured", lambda shape: dataclasses.replace(ROW, shape=shape))
+    printed = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", printed)
+    file = tmp_path / "bench.json"
+    assert run(monkeypatch, "bench", "--png", str(tmp_path / "bench.png"), "--json", str(file)) == 0
+    printed.seek(0)
+    wanted = "| image: SDXL 1024\u00b2 |".encode(encoding, "replace").decode(encoding)
+    assert wanted in printed.read()
+    assert "image: SDXL 1024\u00b2" in [row["name"] for row in json.loads(file.read_text("utf-8"))["rows"]]
 
 
 def test_a_wrong_output_is_not_timed():

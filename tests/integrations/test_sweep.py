@@ -24,7 +24,13 @@ RUN: dict[str, tuple[str, set[str], dict[str, object]]] = {
     "position biases": ("t5", {"plain", "padded left", "padded right", "padded decoder", "generate"}, {}),
     "masks that the model joins": ("t5gemma2", {"plain", "a mask of ones", "padded left", "padded decoder"}, {}),
     "images": ("siglip_vision_model", {"images"}, {}),
+    "patches of images in a row": ("qwen2_5_vl_vision", {"images in patches"}, {}),
+    "patches of images with padding": ("siglip2_vision_model", {"images in patches"}, {}),
+    "patches of images in a text": ("glm4v_moe", {"padded left", "images and text"}, {}),
+    "sounds, and a text about them": ("moonshine", {"sounds"}, {}),
     "latent attention": ("deepseek_v3", {"plain", "padded left", "chunks and steps"}, {}),
+    "latent attention with other widths of values": ("mistral4", {"plain", "padded left", "chunks and steps"}, {
+        "v_head_dim": 24}),
     "recurrent and attention layers": ("jamba", {"plain", "chunks and steps"}, {}),
 }
 """Of each kind a type, its modes, and values of its configuration."""

@@ -231,6 +231,33 @@ def test_a_part_that_is_refused_keeps_the_model_as_it_was(exact):
     assert served_calls() == 2
 
 
+def test_layers_with_a_configuration_of_their_own_are_refused(exact, tmp_path):
+    """EncoderDecoderModel gives models that it is made of new configurations, and their layers keep the old ones. A
+    model that is saved and loaded has one for all."""
+    def half(class_name, **more):
+        kind = getattr(transformers, class_name)
+        return small_model(kind, small_config("bert", **more))
+
+    made = transformers.EncoderDecoderModel(
+        encoder=half("BertModel"), decoder=half("BertLMHeadModel", is_decoder=True, add_cross_attention=True))
+    before = integration._implementation(made.config)
+    for switch in integration.enable, lambda model: model.set_attn_implementation("sage_aot"):
+        with pytest.raises(UnsupportedError, match="got EncoderDecoder.* with a BertSelfAtt.*keeps 'eager'.*save_pre"):
+            switch(made)
+    assert integration._implementation(made.config) == before
+
+    made.save_pretrained(tmp_path)
+    inputs = {"input_ids": torch.arange(2, 26)[None], "attention_mask": torch.arange(24)[None] >= 5,
+              "decoder_input_ids": torch.arange(9)[None]}
+    logits = {}
+    for name in "eager", "sage_aot":
+        loaded = transformers.EncoderDecoderModel.from_pretrained(tmp_path, attn_implementation=name).eval()
+        with torch.no_grad():
+            logits[name] = loaded(**inputs).logits
+    torch.testing.assert_close(logits["sage_aot"], logits["eager"], rtol=1e-4, atol=1e-5)
+    assert served_calls() == 6  # two layers of the encoder, two of the decoder that attend twice
+
+
 @pytest.mark.parametrize("name", integration.UNKNOWN_TO_SDPA)
 def test_arguments_that_sdpa_would_drop_are_refused(name):
     q = torch.randn(1, 2, 8, 64)

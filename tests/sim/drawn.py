@@ -43,6 +43,7 @@ _NVFP4_CAUSAL = "sm120_d128_qknvfp4_pvnvfp4_accf32_causal_vsmooth_qsmooth"
 _INT8_256 = "sm80_d256_qkint8_pvf16_accf32_full_vraw_qraw"
 _HOPPER_256 = "sm90_d256_qkint8_pve4m3_acc2f32_full_vraw_qraw"
 _LINEAR = "sm90_d128_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
+_LINEAR_NARROW = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
 _LINEAR_SMOOTH = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_causal_vsmooth_qsmooth"
 
 SHOWN_BY = {
@@ -62,7 +63,7 @@ SHOWN_BY = {
     "problem/mask.cuh": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN, _INT8_CAUSAL),
     "problem/": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN),
     "quant/delta_s.cuh": (_SMOOTH, _E4M3_INT4, _HOPPER_SMOOTH),
-    "quant/quantize_k.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256, _LINEAR),
+    "quant/quantize_k.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256, _LINEAR, _LINEAR_NARROW),
     "quant/quantize_v.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _V_NAN, _V_INF, _INT8_256, _NVFP4),
     "quant/v_pieces.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _V_NAN, _V_INF, _INT8_256, _NVFP4),
     "numerics/nvfp4.cuh": (_NVFP4, _NVFP4_CAUSAL),

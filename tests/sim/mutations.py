@@ -534,7 +534,7 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
     ("rescaled by the other row's factor", "attn/mma/pv.cuh", "rescale",
      Remainder("c / 2"),
      _E4M3_F32, "output, emulation"),
-    ("e4m3 P's words in the order of f16's", "attn/p_operand.cuh", "E4m3Operand::pack",
+    ("e4m3 P's words in the order of f16's", "attn/p_operand.cuh", "E4m3Operand::word",
      Put("r % 2 + 2 * (j / 2 % 2)", instead="2 * (r % 2) + j / 2 % 2"),
      _E4M3_F32, "output, emulation"),
     ("tile's product in place of the sum", "attn/mma/pv.cuh", "PvE4m3::accumulate",

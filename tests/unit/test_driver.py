@@ -19,7 +19,9 @@ import pytest
 import sage_aot
 from sage_aot._backends import drivers, library_driver
 from sage_aot._backends.cuda.queue import Bound, Queue
-from sage_aot._backends.drivers import CupyDriver, default_driver
+from sage_aot._backends.cupy_driver import CupyDriver
+from sage_aot._backends.distribution import DRIVERS
+from sage_aot._backends.drivers import default_driver
 from sage_aot._call.backends import default_library
 from sage_aot._kernels.drivers import CUDA_OF_DRIVER, cuda_of, cuda_text, too_old
 from sage_aot._launch.structs import NO_SOURCE, SOURCES, Packed
@@ -98,7 +100,7 @@ class Bindings:
 
 def test_cupy_comes_first(monkeypatch):
     install_cupy(monkeypatch)
-    monkeypatch.setitem(drivers.DRIVERS, "cuda-bindings", Bindings)
+    monkeypatch.setitem(DRIVERS, "cuda-bindings", Bindings)
     driver = default_driver()
     assert (driver.name, driver.version, driver.cuda) == ("cupy", "14.2.0", 13000)
     assert default_driver() is driver
@@ -106,13 +108,13 @@ def test_cupy_comes_first(monkeypatch):
 
 def test_cuda_bindings_where_cupy_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setitem(drivers.DRIVERS, "cuda-bindings", Bindings)
+    monkeypatch.setitem(DRIVERS, "cuda-bindings", Bindings)
     assert isinstance(default_driver(), Bindings)
 
 
 def test_cuda_bindings_where_cupy_is_for_a_newer_driver(monkeypatch):
     install_cupy(monkeypatch, built=13000, driver=12080)
-    monkeypatch.setitem(drivers.DRIVERS, "cuda-bindings", Bindings)
+    monkeypatch.setitem(DRIVERS, "cuda-bindings", Bindings)
     assert isinstance(default_driver(), Bindings)
 
 
@@ -121,7 +123,7 @@ def test_none_names_all_and_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     message = (r"launched through cupy, cuda-bindings or ctypes; cupy cannot be imported .*: `pip install "
                r"'sage-aot\[cuda12\]'`, .*; cuda-bindings cannot be imported .*: `pip install cuda-bindings`; the "
-               r"driver's library libcuda.so.1 does not load .*: install or update the NVIDIA driver$")
+               r"driver's library (libcuda.so.1|nvcuda.dll) does not load .*: install or update the NVIDIA driver$")
     with pytest.raises(UnsupportedError, match=message):
         default_driver()
 
@@ -132,16 +134,39 @@ def stand_in_library(monkeypatch, functions, *, platform="linux"):
     library = SimpleNamespace(**{name: lambda *arguments: 0 for name in functions})
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(ctypes, "WinDLL" if platform == "win32" else "CDLL",
-                        lambda name: opened.append(name) or library, raising=False)
+                        lambda name, **how: opened.append((name, how)) or library, raising=False)
+    monkeypatch.delattr(ctypes, "CDLL" if platform == "win32" else "WinDLL", raising=False)
     return opened
 
 
-@pytest.mark.parametrize(("platform", "name"), [("linux", "libcuda.so.1"), ("win32", "nvcuda.dll")])
-def test_the_library_where_neither_package_is_there(monkeypatch, platform, name):
+@pytest.mark.parametrize(("platform", "opens"), [
+    ("linux", ("libcuda.so.1", {})), ("win32", ("nvcuda.dll", {"winmode": 0x800}))])  # LOAD_LIBRARY_SEARCH_SYSTEM32
+def test_the_library_where_neither_package_is_there(monkeypatch, platform, opens):
+    """Windows has another calling convention, and looks in its system folder alone."""
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     opened = stand_in_library(monkeypatch, library_driver._FUNCTIONS, platform=platform)
-    assert isinstance(default_driver(), library_driver.LibraryDriver) and opened == [name]
+    assert isinstance(default_driver(), library_driver.LibraryDriver) and opened == [opens]
+
+
+def test_a_missing_library_is_named_with_what_windows_says(monkeypatch):
+    def refuse(name, **how):
+        raise FileNotFoundError(f"Could not find module '{name}' (or one of its dependencies)")
+
+    stand_in_library(monkeypatch, (), platform="win32")
+    monkeypatch.setattr(ctypes, "WinDLL", refuse, raising=False)
+    message = "driver's library nvcuda.dll does not load .Could not find module .*install or update the NVIDIA driver$"
+    with pytest.raises(UnsupportedError, match=message):
+        library_driver.LibraryDriver()
+
+
+def test_structs_of_the_library_have_one_layout_on_all_platforms():
+    """No type of C whose size differs between Windows and Linux, as long does; the sizes are those of cuda.h."""
+    sized = {ctypes.c_int, ctypes.c_uint, ctypes.c_void_p, ctypes.c_int * 16, ctypes.POINTER(library_driver._Attribute)}
+    for struct in (library_driver._Attribute, library_driver._Config):
+        assert {kind for _, kind in struct._fields_} <= sized
+    assert ctypes.sizeof(library_driver._Attribute) == 72 and ctypes.sizeof(library_driver._Config) == 56
+    assert (library_driver._Config.stream.offset, library_driver._Config.attributes.offset) == (32, 40)
 
 
 def test_an_old_library_is_refused_by_name(monkeypatch):
@@ -154,14 +179,14 @@ def test_an_old_library_is_refused_by_name(monkeypatch):
 @pytest.mark.parametrize("asked", ["cupy", "cuda-bindings"])
 def test_the_environment_decides(monkeypatch, asked):
     install_cupy(monkeypatch)
-    monkeypatch.setitem(drivers.DRIVERS, "cuda-bindings", Bindings)
+    monkeypatch.setitem(DRIVERS, "cuda-bindings", Bindings)
     monkeypatch.setenv("SAGE_AOT_LOADER", asked)
     assert default_driver().name == asked
 
 
 def test_what_the_environment_asks_for_has_no_substitute(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setitem(drivers.DRIVERS, "cuda-bindings", Bindings)
+    monkeypatch.setitem(DRIVERS, "cuda-bindings", Bindings)
     monkeypatch.setenv("SAGE_AOT_LOADER", "cupy")
     with pytest.raises(UnsupportedError, match="SAGE_AOT_LOADER is cupy; cupy cannot be imported"):
         default_driver()

@@ -42,7 +42,7 @@ def small_manifest(*archs, **changes):
 def folder_of(monkeypatch, tmp_path):
     """Let explain() and the call see a manifest: the environment names its folder."""
     def install(manifest):
-        (tmp_path / "manifest.json").write_text(manifest.to_text())
+        (tmp_path / "manifest.json").write_bytes(manifest.to_text().encode())
         monkeypatch.setenv("SAGE_AOT_KERNELS", str(tmp_path))
         return default_library().manifest
 

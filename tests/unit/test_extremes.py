@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sage_aot
-from sage_aot._backends.emulation.arithmetic import fma_down
+from sage_aot._backends.emulation.arithmetic import fma_down, to_f32
 
 OPTIONS = [("sm80", {}), ("sm80", {"qk": "int4"}), ("sm89", {}), ("sm89", {"qk": "int4"}),
            ("sm89", {"pv_accum": "two_level_f16"}), ("sm90", {}), ("sm90", {"smooth_q": True}), ("sm120", {}),
@@ -197,6 +197,13 @@ def test_f16_rows_that_see_one_key_have_no_gradient_of_scores(monkeypatch):
         of_scores = (grad.float() * v.float()).abs().sum(-1).max() / math.sqrt(q.shape[-1])
         assert q.grad.abs().max() <= bound * of_scores * k.abs().max(), arch
         assert k.grad.abs().max() <= bound * of_scores * q.abs().max(), arch
+
+
+def test_numbers_are_rounded_as_f32_rounds_them():
+    rng = np.random.default_rng(0)
+    for x, y in (rng.standard_normal((2000, 2)) * 2.0 ** rng.integers(-30, 30, (2000, 2))).astype(np.float32):
+        assert to_f32(float(x) * float(y)) == float(x * y)
+        assert to_f32(1.0 / float(x)) == float(np.float32(1.0) / x)
 
 
 def test_fma_down_is_the_largest_float_that_is_no_larger():

@@ -132,7 +132,7 @@ def test_into_a_tensor_and_under_autocast():
 REFUSED = {
     "list": (lambda m: m.tolist(), "key_mask: expected a torch.Tensor or None, got list; make one with"),
     "dtype": (lambda m: m.long(), r"key_mask: expected torch.bool, .*got torch.int64; pass key_mask.bool\(\)"),
-    "additive": (lambda m: m.bfloat16().log(), "key_mask: expected torch.bool, .*key_mask == 0 for zeros and −inf"),
+    "additive": (lambda m: m.bfloat16().log(), "key_mask: expected torch.bool, .*key_mask == 0 for zeros and -inf"),
     "keys": (lambda m: m[:, 1:], r"key_mask: expected shape \[batch, keys\], \(3, 150\), got \(3, 149\)"),
     "dimensions": (lambda m: m[:, None, None], r"got \(3, 1, 1, 150\); .* 1, 1, keys\] pass key_mask\[:, 0, 0\]"),
     "batch": (lambda m: m[:1], r"\(3, 150\), got \(1, 150\); .* all entries share pass key_mask.expand\(batch, -1\)"),
@@ -152,9 +152,9 @@ def test_a_wrong_mask_is_refused(what):
 
 @pytest.mark.parametrize(("batch", "keys", "message"), [
     (2**11, 2**20 - 2, None),
-    (2**11, 2**20 - 1, r"expected batch · \(keys \+ 1\) below 2147483648, got 2048 · 1048576; split the batch"),
+    (2**11, 2**20 - 1, r"expected batch \* \(keys \+ 1\) below 2147483648, got 2048 \* 1048576; split the batch"),
     (1, 2**31 - 2, None),
-    (1, 2**31 - 1, "got 1 · 2147483648; pass k and v of the keys that it leaves, and no mask"),
+    (1, 2**31 - 1, r"got 1 \* 2147483648; pass k and v of the keys that it leaves, and no mask"),
 ])
 def test_a_mask_of_too_many_keys_is_refused(batch, keys, message):
     one = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)

@@ -56,7 +56,7 @@ def test_ptx_stands_only_in_its_layer():
 # --- who may import whom ----------------------------------------------------------------------------------------------
 
 PACKAGE = ROOT / "sage_aot"
-LEAVES = {"errors", "_imports", "_version"}
+LEAVES = {"errors", "_imports", "_package", "_version"}
 """Modules that import nothing of the package."""
 
 EMULATION = {"_families.mma.emulation", "_families.wgmma.emulation"}
@@ -139,9 +139,20 @@ def test_emulation_of_families_is_found_by_its_backend_alone():
     assert (users, by_name) == (set(), {"_backends.emulation.attention"})
 
 
-def test_only_the_driver_module_imports_what_loads_kernels():
+@pytest.mark.parametrize("path", MODULES, ids=module_of)
+def test_classes_of_torch_take_parameters_in_annotations_alone(path):
+    """In the oldest torch fewer classes are generic: to subscript another one there is an error."""
+    tree = ast.parse(path.read_bytes())
+    annotated = {id(node) for holder in ast.walk(tree) for name in ("annotation", "returns")
+                 if isinstance(annotation := getattr(holder, name, None), ast.AST) for node in ast.walk(annotation)}
+    assert [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Subscript)
+            and id(node) not in annotated and re.match(r"torch\.[\w.]*\.[A-Z]\w*$", ast.unparse(node.value))] == []
+
+
+def test_only_the_drivers_modules_import_what_loads_kernels():
+    """The Hugging Face hub's build leaves both out."""
     users = {module_of(path) for path in MODULES if any(re.match(r"cupy|cuda\b", name) for name in imports_of(path))}
-    assert users == {"_backends.drivers"}
+    assert users == {"_backends.cupy_driver", "_backends.bindings_driver"}
 
 
 def test_codegen_uses_nothing_of_the_runtime_but_its_standard_library_modules():

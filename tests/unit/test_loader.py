@@ -27,7 +27,7 @@ MANIFEST = manifest_of([RECORD, ATTENTION])
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / RECORD.file).write_bytes(CUBIN)
-    (tmp_path / FILE_NAME).write_text(MANIFEST.to_text())
+    (tmp_path / FILE_NAME).write_bytes(MANIFEST.to_text().encode())
     return tmp_path
 
 
@@ -49,7 +49,7 @@ _ATTN = MANIFEST.structs["AttnParams"]
     ({"kernels": records_by_name([RECORD])}, "holds no attention kernel"),
 ])
 def test_a_folder_of_another_build_is_refused(folder, changes, message):
-    (folder / FILE_NAME).write_text(dataclasses.replace(MANIFEST, **changes).to_text())
+    (folder / FILE_NAME).write_bytes(dataclasses.replace(MANIFEST, **changes).to_text().encode())
     with pytest.raises(CubinError, match=message):
         Library(folder).manifest
 
@@ -67,14 +67,14 @@ def test_a_missing_manifest_says_how_to_build(tmp_path):
 
 def test_a_manifest_of_another_version_is_refused(folder):
     values = json.loads(MANIFEST.to_text())
-    (folder / FILE_NAME).write_text(sealed_text({**values, "format": FORMAT + 1}))
+    (folder / FILE_NAME).write_bytes(sealed_text({**values, "format": FORMAT + 1}).encode())
     with pytest.raises(CubinError, match=f"is not a manifest of this version of sage_aot: expected format {FORMAT}"):
         Library(folder).manifest
 
 
 @pytest.mark.parametrize("text", ["{", MANIFEST.to_text().replace('"threads": 128.0', '"threads": 256.0')])
 def test_a_manifest_that_is_no_json_or_was_edited_is_refused(folder, text):
-    (folder / FILE_NAME).write_text(text)
+    (folder / FILE_NAME).write_bytes(text.encode())
     with pytest.raises(CubinError, match="is not a manifest"):
         Library(folder).manifest
 
@@ -113,12 +113,12 @@ def test_files_of_two_versions_are_refused(folder):
     (folder / RECORD.file).write_bytes(b"another kernel")
     with pytest.raises(CubinError, match=f"the cubin of {SPEC.name} is damaged"):
         Library(folder, Driver()).load(RECORD, SPEC.name, 0)
-    (folder / FILE_NAME).write_text(newer.to_text())
+    (folder / FILE_NAME).write_bytes(newer.to_text().encode())
     with pytest.raises(CubinError, match=r"holds kernels of another sage_aot: .*got \('9.9.9'"):
         Library(folder).manifest
     (folder / RECORD.file).write_bytes(CUBIN)
     mixed = manifest_of([other, ATTENTION])
-    (folder / FILE_NAME).write_text(mixed.to_text())
+    (folder / FILE_NAME).write_bytes(mixed.to_text().encode())
     library = Library(folder, Driver())
     with pytest.raises(CubinError, match="is damaged"):
         library.load(library.manifest.kernels[SPEC.name], SPEC.name, 0)
@@ -218,7 +218,7 @@ def test_an_entry_that_nobody_here_can_read_is_refused_by_its_name(folder):
     values.pop("sha256")
     entry = next(row for row in values["kernels"] if row["spec"] == SPEC.name)
     entry["tile" if "tile" in entry else "machine"]["split_k"] = 2
-    (folder / FILE_NAME).write_text(sealed_text(values))
+    (folder / FILE_NAME).write_bytes(sealed_text(values).encode())
     manifest = Library(folder).manifest
     with pytest.raises(CubinError, match=f"the manifest's entry of {SPEC.name} is not one of this sage_aot .*split_k"):
         manifest.kernels[SPEC.name]

@@ -22,7 +22,7 @@ MANIFEST = manifest_of([
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / FILE_NAME).write_text(MANIFEST.to_text())
+    (tmp_path / FILE_NAME).write_bytes(MANIFEST.to_text().encode())
     return tmp_path
 
 
@@ -100,7 +100,7 @@ def test_a_sealed_manifest_of_another_form_is_refused(folder, edit, message):
     values = json.loads(MANIFEST.to_text())
     values.pop("sha256")
     edit(values)
-    (folder / FILE_NAME).write_text(sealed_text(values))
+    (folder / FILE_NAME).write_bytes(sealed_text(values).encode())
     with pytest.raises(ValueError, match=f"is not a manifest of this version of sage_aot: .*{message}"):
         Manifest.read(folder)
 

@@ -238,6 +238,13 @@ def test_a_wheel_that_is_right_passes(wheel, monkeypatch, capsys):
     (lambda files: replace(files, "manifest.json", '"sage_attn_', '"sage_quant_'), "expected attention kernels, got"),
     (lambda files: files.update({"sage_aot/noise": os.urandom(wheels.MOST_BYTES)}),
      f"expected less than {wheels.MOST_BYTES} bytes"),
+    *((lambda files, name=name: files.update({f"sage_aot/{name}": b""}),
+       f"expected a name that Windows takes, got {f'sage_aot/{name}'!r}") for name in (
+        "a:b", "what?.py", 'a"b', "a|b", "a/NUL", "aux.py", "com1/a", "Lpt9.x.y", "dot.", "blank /a", "a\x01")),
+    (lambda files: files.update({"sage_aot/Errors.py": b""}),
+     "expected names that differ by more than case, got sage_aot/errors.py and sage_aot/Errors.py"),
+    (lambda files: files.update({f"sage_aot/{'a' * 97}": b""}),
+     "expected a name of at most 105 characters, got 106 in"),
 ])
 def test_what_is_wrong_with_a_wheel_is_found(wheel, edit, message):
     with pytest.raises(WheelError, match=re.escape(message)):
@@ -264,27 +271,49 @@ def test_wheels_of_platforms_hold_the_same(wheel, tmp_path):
 
 
 def test_a_release_is_a_wheel_for_every_platform_the_second_wheel_and_the_sdist(wheel, second, tmp_path):
-    folder = tmp_path / "release"
+    folder, out = tmp_path / "dist", tmp_path / "release"
     for platform in wheels.PLATFORMS:
         wheels.retag(wheel, platform, folder)
     version = Wheel(wheel).version
-    expected = r"expected .*sage_aot-.*\.tar\.gz.* in .*release for the tag v.*, got sage_"
+    expected = r"expected .*sage_aot-.*\.tar\.gz.* in .*dist for the tag v.*, got sage_"
     (folder / f"sage_aot-{version}.tar.gz").write_bytes(b"")
     with pytest.raises(WheelError, match=expected):
-        wheels.release(folder, f"v{version}")
+        wheels.release(folder, f"v{version}", out)
     shutil.copy(second, folder)
-    wheels.release(folder, f"v{version}")
+    wheels.release(folder, f"v{version}", out)
     (folder / f"sage_aot-{version}.tar.gz").unlink()
     with pytest.raises(WheelError, match=expected):
-        wheels.release(folder, f"v{version}")
+        wheels.release(folder, f"v{version}", out)
     (folder / f"sage_aot-{version}.tar.gz").write_bytes(b"")
     for tag in ("v9.9.9", version):
         with pytest.raises(WheelError, match=f"for the tag {tag}"):
-            wheels.release(folder, tag)
+            wheels.release(folder, tag, out)
     victim = folder / wheel.name
     shutil.copy(changed(victim, lambda files: flip(files, "sage_attn_sm80")), victim)
     with pytest.raises(WheelError, match="cubin: expected the file with sha256"):
-        wheels.release(folder, f"v{version}")
+        wheels.release(folder, f"v{version}", out)
+
+
+@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="sha256sum, with which users check, is of Linux")
+def test_sha256sum_reads_the_checksums_of_a_release(wheel, second, tmp_path, monkeypatch, capsys):
+    folder, version = tmp_path / "dist", Wheel(wheel).version
+    for platform in wheels.PLATFORMS:
+        wheels.retag(wheel, platform, folder)
+    shutil.copy(second, folder)
+    (folder / f"sage_aot-{version}.tar.gz").write_bytes(b"an sdist")
+    monkeypatch.setattr(sys, "argv", ["wheels.py", "release", str(folder), f"v{version}", str(tmp_path / "release")])
+    assert wheels.main() == 0 and "SHA256SUMS" in capsys.readouterr().out
+
+    def checked() -> tuple[int, list[str]]:
+        done = subprocess.run(["sha256sum", "-c", "--strict", tmp_path / "release" / "SHA256SUMS"], cwd=folder,
+                              text=True, capture_output=True, check=False)
+        return done.returncode, sorted(done.stdout.splitlines())
+
+    names = sorted(path.name for path in folder.iterdir())
+    assert len(names) == len(wheels.PLATFORMS) + 2
+    assert checked() == (0, [f"{name}: OK" for name in names])
+    (folder / names[0]).write_bytes(b"another")
+    assert checked() == (1, [f"{names[0]}: FAILED", *(f"{name}: OK" for name in names[1:])])
 
 
 # --- the wheel of ci/sageattention ------------------------------------------------------------------------------------

@@ -85,6 +85,22 @@ print(any(getattr(finder, "_name", None) == "torch" for finder in sys.meta_path)
     assert run(program) == ["SourceFileLoader", "True", "True", "False"]
 
 
+def test_several_wait_for_one_module(tmp_path):
+    """As builds for the Hugging Face hub do beside the package."""
+    program = """
+import sys
+from sage_aot._imports import when_imported
+for name in "first", "second":
+    when_imported("this_is_a_module", lambda name=name: print(name))
+sys.path.insert(0, sys.argv[1])
+import this_is_a_module
+print(type(this_is_a_module.__loader__).__name__, this_is_a_module.__spec__.loader is this_is_a_module.__loader__)
+print(any(getattr(finder, "_name", None) == "this_is_a_module" for finder in sys.meta_path))
+"""
+    (tmp_path / "this_is_a_module.py").write_text("")
+    assert run(program, tmp_path) == ["first", "second", "SourceFileLoader", "True", "False"]
+
+
 def test_without_torch():
     program = """
 import sys

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sage_aot import attn_varlen, explain
+from sage_aot._call.varlen import attn_varlen
 from sage_aot._problem.arguments import check_tensors_are
 from sage_aot._problem.options import LAYOUTS, OPTIONS
+from sage_aot._tools.explain import explain
 from sage_aot.errors import ArgumentError
 from sage_aot.integrations._policy import current
 from sage_aot.integrations._report import SERVED, count, refused

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import struct
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
-
-import numpy as np
 
 from sage_aot._backends.cuda.device import context_of, entered
 from sage_aot._backends.drivers import Driver, Function, Launcher
 from sage_aot._backends.loader import Library
 from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._launch.plan import Launch
-from sage_aot._launch.structs import SOURCES, WORD, Packed, Packer
+from sage_aot._launch.structs import NO_SOURCE, SOURCES, WORD, Packed, Packer
 from sage_aot.errors import LaunchError
 
 
@@ -45,11 +43,12 @@ class Queue:
 
     def __init__(self, bound: list[Bound], driver: Driver, device: int, context: int) -> None:
         self._bound, self._driver, self._device, self._context = bound, driver, device, context
-        data = [launch.packed.data for launch in bound]
-        self._template = np.frombuffer(b"".join(data), np.uint64)
-        self._begins = np.array([*accumulate(map(len, data[:-1]), initial=0)], np.uint64)  # of the structs, in bytes
+        self._template = array("Q", b"".join([launch.packed.data for launch in bound]))
         sources = b"".join([launch.packed.sources for launch in bound])
-        self._sources = np.frombuffer(sources, np.uint8).astype(np.intp)
+        # Per source the words of the structs that hold its address, and the offset that each adds.
+        self._words_of: list[list[tuple[int, int]]] = [[] for _ in range(NO_SOURCE + 1)]
+        for i, (source, offset) in enumerate(zip(sources, self._template)):
+            self._words_of[source].append((i, offset))
         self._free: list[_Structs] = []  # grows to the most threads that were here at once; pop, append are atomic
 
     def __call__(self, stream: int, *addresses: int) -> None:
@@ -68,10 +67,13 @@ class Queue:
         try:
             structs = self._free.pop()
         except IndexError:
-            structs = _Structs(len(self._template), self._begins, self._bound)
-        _ADDRESSES[len(addresses)].pack_into(structs.address_bytes, 0, *addresses)
-        structs.addresses.take(self._sources, None, structs.gathered, "clip")
-        np.add(self._template, structs.gathered, structs.words)
+            structs = _Structs(self._template, self._bound)
+        held, words = structs.addresses, structs.words
+        for source, address in enumerate(addresses):
+            if address != held[source]:  # often it is not: the allocator hands out the same workspace again
+                held[source] = address
+                for i, offset in self._words_of[source]:
+                    words[i] = address + offset
         launcher = None
         try:
             for launcher in structs.launchers:
@@ -83,22 +85,17 @@ class Queue:
         self._free.append(structs)  # not reached after an error, which drops these structs
 
 
-_ADDRESSES = [struct.Struct(f"<{count}Q") for count in range(len(SOURCES) + 1)]
-
-
 class _Structs:
     """The structs of a call's launches, and the launchers that read them. Used by one thread at a time."""
 
-    __slots__ = ("address_bytes", "addresses", "gathered", "launchers", "words")
+    __slots__ = ("addresses", "launchers", "pointers", "words")
 
-    def __init__(self, num_words: int, begins: np.ndarray, bound: list[Bound]) -> None:
-        self.addresses = np.zeros(len(SOURCES) + 1, np.uint64)  # the last, of NO_SOURCE, stays zero
-        self.address_bytes = self.addresses.data
-        self.gathered = np.empty(num_words, np.uint64)
-        memory = np.empty(num_words + len(bound), np.uint64)  # the structs, then a pointer to each
-        self.words = memory[:num_words]
-        begin = memory.ctypes.data
-        np.add(begins, begin, memory[num_words:])
-        pointers = begin + WORD * num_words
-        self.launchers: list[Launcher] = [launch.function.bind(launch.blocks, pointers + WORD * i)
+    def __init__(self, template: array[int], bound: list[Bound]) -> None:
+        self.addresses = [0] * len(SOURCES)  # those that the words hold
+        self.words = template[:]
+        begin, _ = self.words.buffer_info()
+        sizes = [len(launch.packed.data) for launch in bound]
+        self.pointers = array("Q", accumulate(sizes[:-1], initial=begin))  # one to each struct
+        first, _ = self.pointers.buffer_info()
+        self.launchers: list[Launcher] = [launch.function.bind(launch.blocks, first + WORD * i)
                                           for i, launch in enumerate(bound)]

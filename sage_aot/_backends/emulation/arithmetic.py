@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+import struct
 
 import torch
 
 E4M3_LIMIT = 448.0
+
+
+def to_f32(x: float) -> float:
+    """x rounded to f32. Of a product or quotient of two f32, which f64 rounds first, this is the product or quotient
+    in f32: f64 has more than twice the bits, and the first rounding does no harm."""
+    rounded: float = struct.unpack("f", struct.pack("f", x))[0]
+    return rounded
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

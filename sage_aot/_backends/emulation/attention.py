@@ -22,6 +22,7 @@ from sage_aot._backends.emulation.quantize import Quantized
 from sage_aot._kernels.manifest import AttnRecord
 from sage_aot._kernels.tile import Tile
 from sage_aot._launch.plan import Plan
+from sage_aot._package import PACKAGE
 from sage_aot._problem.mask import Mask, VisibleKeys
 from sage_aot._problem.problem import Problem
 
@@ -51,7 +52,7 @@ class Softmax(Protocol):
 
 def softmax_of(family: str) -> type[Softmax]:
     """The class `Softmax` of a family's module ``emulation``."""
-    found: type[Softmax] = import_module(f"sage_aot._families.{family}.emulation").Softmax
+    found: type[Softmax] = import_module(f"{PACKAGE}._families.{family}.emulation").Softmax
     return found
 
 

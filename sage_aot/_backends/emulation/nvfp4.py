@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
-from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT, cut_to_f32, fma
+from sage_aot._backends.emulation.arithmetic import E4M3_LIMIT, cut_to_f32, fma, to_f32
 
 GROUP = 16
 E2M1_LIMIT = 6.0
@@ -13,10 +12,10 @@ LIMIT = E2M1_LIMIT * E4M3_LIMIT
 SCALED_LIMIT = 4.0 * E4M3_LIMIT
 """Of what is quantized by :func:`to_nvfp4`."""
 
-_SIXTH = float(np.float32(1.0) / np.float32(E2M1_LIMIT))
-_LOG2_E2M1 = float(np.float32(2.5849625))
+_SIXTH = to_f32(1.0 / E2M1_LIMIT)
+_LOG2_E2M1 = to_f32(2.5849625)
 _LEAST_LOG2_SCALE = -9.0  # of a scale that is not zero
-_MOST_LOG2_IN_GROUP = float(np.float32(2.678072))  # of P in units of its group's scale
+_MOST_LOG2_IN_GROUP = to_f32(2.678072)  # of P in units of its group's scale
 
 _CHANNELS = 64
 """Of one product."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from sage_aot._backends.emulation import nvfp4
-from sage_aot._backends.emulation.arithmetic import add_in_order, divide, finite_or_zero, fma, to_pv
+from sage_aot._backends.emulation.arithmetic import add_in_order, divide, finite_or_zero, fma, to_f32, to_pv
 from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import LOG2_E
@@ -218,19 +217,19 @@ def _clipped(x: torch.Tensor, groups: torch.Tensor, scale: torch.Tensor, inv_sca
              quant: KernelRecord, counted: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The candidate of each group with the least squared error, as in quant/clip.cuh, and its reciprocal."""
     of_counted = torch.arange(x.shape[2], device=x.device) < counted
-    share, least = np.float32(1.0), torch.full_like(scale, math.inf)
+    share, least = 1.0, torch.full_like(scale, math.inf)
     bias = quant.facts["clip_error_bias"]  # added to a squared error it leaves that in units of its last bit
-    unit = float(np.spacing(np.float32(bias)))
+    unit = math.ulp(bias) * 2.0**29  # of f32, which has 29 bits fewer
     best, inv_best = scale, inv_scale
     for _ in range(quant.fact("clips")):
-        candidate, inv_candidate = scale * float(share), inv_scale * float(np.float32(1.0) / share)
+        candidate, inv_candidate = scale * share, inv_scale * to_f32(1.0 / share)
         of_rows = inv_candidate[:, :, groups]
         lost = fma(x, of_rows[..., None].expand_as(x), -_rounded(x, of_rows, quant.facts["limit"]))
         squares = (fma(lost, lost, torch.full_like(lost, bias)).double() - bias) / unit
         error = _over_groups(squares.sum(-1) * of_counted, groups, "sum")  # of integers, exact
-        cost = error.float() * float(share * share)
+        cost = error.float() * to_f32(share * share)
         best, inv_best = (torch.where(cost < least, a, b) for a, b in ((candidate, best), (inv_candidate, inv_best)))
-        least, share = torch.minimum(cost, least), share * np.float32(quant.facts["clip_step"])
+        least, share = torch.minimum(cost, least), to_f32(share * quant.facts["clip_step"])
     return best, inv_best
 
 
