@@ -148,7 +148,8 @@ class _Planning:
     def _attention(self, spec: AttnSpec, row: TileRow) -> PlannedKernel:
         """The attention kernel that a row builds for a combination."""
         kinds = self.rows.families[row.family]
-        idle = {spec.kind, *BACKWARD} if _needs_delta(spec) else {spec.kind, "delta", *BACKWARD}
+        idle = {spec.kind, *BACKWARD, *(() if _needs_delta(spec) else ("delta",)),
+                *(() if spec.mask == "sparse" else ("lists",))}
         wanted = [kind for kind in KINDS if kind in kinds and kind not in idle]
         if _needs_delta(spec) and "delta" not in kinds:
             self.reader.complain(row.selector.line, f"expected the kind delta in the family {row.family!r}, which "

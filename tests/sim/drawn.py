@@ -42,6 +42,8 @@ _NVFP4_WIDE = "sm120_d128_qknvfp4_pvnvfp4_accf32_full_vraw_qsmooth"
 _NVFP4_CAUSAL = "sm120_d128_qknvfp4_pvnvfp4_accf32_causal_vsmooth_qsmooth"
 _INT8_256 = "sm80_d256_qkint8_pvf16_accf32_full_vraw_qraw"
 _HOPPER_256 = "sm90_d256_qkint8_pve4m3_acc2f32_full_vraw_qraw"
+_SPARSE = "sm80_d64_qkint8_pvf16_accf32_sparse_vraw_qraw"
+_SPARSE_HOPPER = "sm90_d128_qkint8_pve4m3_acc2f32_plinear_sparse_vsmooth_qsmooth"
 _LINEAR = "sm90_d128_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
 _LINEAR_NARROW = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
 _LINEAR_SMOOTH = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_causal_vsmooth_qsmooth"
@@ -50,7 +52,9 @@ SHOWN_BY = {
     "attn/wgmma/": (_HOPPER, _HOPPER_WIDE, _HOPPER_SMOOTH, _HOPPER_256, _LINEAR, _LINEAR_SMOOTH),
     "problem/tile_scheduler.cuh": (_HOPPER_WIDE, _HOPPER_SMOOTH),
     "tile/": (_HOPPER_WIDE, _INT8, _HOPPER_256, _LINEAR),
-    "attn/epilogue.cuh": (_HOPPER_WIDE, _INT8, _HOPPER_SMOOTH, _K_INF, _V_NAN, _INT8_256),
+    "attn/epilogue.cuh": (_HOPPER_WIDE, _INT8, _HOPPER_SMOOTH, _K_INF, _V_NAN, _INT8_256, _SPARSE, _SPARSE_HOPPER),
+    "attn/apply_mask.cuh": (_INT8, _SMOOTH, _K_INF, _SPARSE),
+    "attn/spoilt.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN, _SPARSE),
     "attn/row_references.cuh": (_E4M3, _INT8, _HOPPER, _INT4, _E4M3_INT4, _E4M3_INT4_RAW, _NVFP4, _NVFP4_CAUSAL),
     "attn/mma/softmax.cuh": (_E4M3, _INT8, _HOPPER, _INT4, _E4M3_INT4, _E4M3_INT4_RAW, _NVFP4, _NVFP4_CAUSAL),
     "attn/merge.cuh": (_INT8, _HOPPER_WIDE, _MANY_SPLITS),
@@ -60,8 +64,11 @@ SHOWN_BY = {
     "attn/": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN),
     "problem/work_tile.cuh": (_INT8, _SMOOTH, _HOPPER, _HOPPER_WIDE, _K_INF, _V_NAN),
     "problem/equal_lengths.cuh": (_INT8, _INT8_CAUSAL, _HOPPER_WIDE, _WIDE_CAUSAL),
-    "problem/mask.cuh": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN, _INT8_CAUSAL),
+    "problem/mask.cuh": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN, _INT8_CAUSAL, _SPARSE),
+    "problem/sparse_mask.cuh": (_SPARSE, _SPARSE_HOPPER),
+    "problem/kv_range.cuh": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN, _SPARSE, _SPARSE_HOPPER),
     "problem/": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN),
+    "quant/tile_lists.cuh": (_SPARSE, _SPARSE_HOPPER),
     "quant/delta_s.cuh": (_SMOOTH, _E4M3_INT4, _HOPPER_SMOOTH),
     "quant/quantize_k.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256, _LINEAR, _LINEAR_NARROW),
     "quant/quantize_v.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _V_NAN, _V_INF, _INT8_256, _NVFP4),

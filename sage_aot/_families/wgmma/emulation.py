@@ -34,9 +34,9 @@ class Softmax(RowReferences):
         self._behind = 0 if self.facts["open_end"] else tile.block_n  # full keys that the second of two needs behind it
         rows = record.fact("rows_of_range")
         first_row = torch.arange(zeros.shape[2], device=zeros.device) // rows * rows
-        self._whole_keys = visible.end[first_row] // tile.block_n * tile.block_n
+        self._whole_keys = visible.end[..., first_row] // tile.block_n * tile.block_n
         self._full_keys = self._whole_keys * bool(self.facts["pairs"])
-        self._first_tile = visible.begin[first_row] // tile.block_n
+        self._first_tile = visible.begin[..., first_row] // tile.block_n
         self._linear = torch.zeros_like(zeros, dtype=torch.bool)
         if bound is not None:
             beyond = (bound > self.facts["largest_score"]) & bool(self.facts["bounds_scores"])
@@ -69,7 +69,7 @@ class Softmax(RowReferences):
             return self._float_line(scores, scale, row_ref)
         opens = bool(self.facts["pairs"]) and first // self._block_n % 2 == 1  # of a pair, which may need a tile more
         seen = first + self._block_n + (self._behind if opens else 0) <= self._whole_keys
-        return torch.where(seen.to(scores.device)[:, None], self._bits_line(scores, scale, row_ref),
+        return torch.where(seen.to(scores.device)[..., None], self._bits_line(scores, scale, row_ref),
                            self._float_line(scores, scale, row_ref))
 
     def _bits_line(self, scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:

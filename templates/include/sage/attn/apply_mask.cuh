@@ -1,7 +1,7 @@
 // The mask of a KV tile, in registers.
 #pragma once
 
-#include "sage/problem/work_tile.cuh"
+#include "sage/problem/sparse_mask.cuh"
 #include "sage/ptx/warp.cuh"
 
 namespace sage {
@@ -31,6 +31,26 @@ __device__ __forceinline__ void apply_mask(Scores& acc_s, const VisibleKeys<Conf
 #pragma unroll
       for (i32 c = 0; c < 2; ++c) {
         if (!keys.contains(8 * n + c)) acc_s[r / 2][n][2 * (r % 2) + c] = kMaskedScore;
+      }
+    }
+  }
+}
+
+// The same of a sparse mask. own_row: the keys of the tile that row lane % kWarpM of the warp sees.
+template <class Config, class Scores>
+__device__ __forceinline__ void apply_mask(Scores& acc_s, const TileKeys<Config>& own_row, i32 lane) {
+#pragma unroll
+  for (i32 r = 0; r < Config::kWarpM / 8; ++r) {
+#pragma unroll
+    for (i32 w = 0; w < TileKeys<Config>::kWords; ++w) {
+      const u32 of_row = static_cast<u32>(ptx::shuffle(static_cast<i32>(own_row.word[w]), 8 * r + lane / 4));
+      const u32 own = of_row >> 2 * (lane % 4);
+#pragma unroll
+      for (i32 n = 0; n < 4; ++n) {
+#pragma unroll
+        for (i32 c = 0; c < 2; ++c) {
+          if (!(own & 1u << (8 * n + c))) acc_s[r / 2][4 * w + n][2 * (r % 2) + c] = kMaskedScore;
+        }
       }
     }
   }

@@ -46,8 +46,6 @@ struct Mainloop {
   static constexpr i32 kSlices = Traits::kSlices, kSliceChannels = Config::kHeadDim / kSlices;
   static constexpr i32 kOutputs = kSliceChannels / 2;  // registers of a thread for the outputs of a slice
   static_assert(kSlices == 1 || kOutputs == Config::kBlockN / 2, "a slice takes the registers of the scores");
-  // attend() starts at KV tile 0, and masks behind the full tiles alone.
-  static_assert(VisibleKeys<Config::kMask>::begin == 0, "a mask with a first key needs masked tiles in front");
 
   const AttnParams& params;
   const Shared shared;
@@ -95,7 +93,9 @@ struct Mainloop {
 
   // The KV tiles that this consumer goes over, from the first of the query tile on.
   __device__ __forceinline__ i32 kv_end() const { return kTogether ? work.kv.end : own_kv.end; }
-  __device__ __forceinline__ i32 kv_full_end() const { return kTogether ? work.kv.full_end : own_kv.full_end; }
+  __device__ __forceinline__ i32 kv_whole() const {
+    return kTogether ? work.kv.template whole<Config::kMask>() : own_kv.template whole<Config::kMask>();
+  }
 
   // The P·V that a step issues. kOpens, kCloses: the first and the second of a pair. kAlone: the only one of R, or in a
   // masked step the second of a pair where R is open.
@@ -110,7 +110,7 @@ struct Mainloop {
     const float scale = score_scale(scales_of(here));
     ptx::wgmma_wait<0>();
     float own_largest[kRows];
-    if (kv_full_end() > 0) {
+    if (kv_whole() > 0) {
       finish_scores<false>(0, scale, here, own_largest);
       exponentiate<kLse, kOwnP, false, true>(scale, own_largest, here);
     } else {
@@ -118,7 +118,7 @@ struct Mainloop {
       exponentiate<kLse, kOwnP, true, true>(scale, own_largest, here);
     }
     o_factor = v_factor;
-    const i32 full_tiles = ptx::uniform(kv_full_end()), tiles = ptx::uniform(kv_end());
+    const i32 full_tiles = ptx::uniform(kv_whole()), tiles = ptx::uniform(kv_end());
     i32 tile = 1;
     bool open = false;  // R holds P·V of one tile of two
     if constexpr (kPairs) {
@@ -342,11 +342,16 @@ struct Mainloop {
 
   // Finishes the scores in acc_s: adds all terms and masks. Finds the largest score of each row.
   template <bool kMasked>
-  __device__ __forceinline__ void finish_scores(i32 tile, float scale, const KvStage& here,
+  __device__ __forceinline__ void finish_scores(i32 place, float scale, const KvStage& here,
                                                 float (&own_largest)[kRows]) {
     constexpr bool kFinished = kMasked || Config::kSmoothQ;
     if constexpr (kFinished) convert_scores(shared.kv_stage(here.index), scale);
-    if constexpr (kMasked) apply_mask<Config>(acc_s, own_row(), lane, tile);
+    if constexpr (kMasked && Config::kMask == Mask::kSparse) {
+      const i32 row = work.first_row + warp * Config::kWarpM + lane % Config::kWarpM;
+      apply_mask(acc_s, TileKeys<Config>(params, work, row, own_row(), tile_at<Config>(params, work, place)), lane);
+    } else if constexpr (kMasked) {
+      apply_mask<Config>(acc_s, own_row(), lane, place);
+    }
     Softmax::template find_largest<kFinished>(acc_s, own_largest);
   }
 

@@ -4,6 +4,7 @@
 
 #include "sage/attn/wgmma/pipeline.cuh"
 #include "sage/attn/wgmma/shared_storage.cuh"
+#include "sage/problem/sparse_mask.cuh"
 #include "sage/problem/tile_scheduler.cuh"
 #include "sage/ptx/bulk_copy.cuh"
 #include "sage/ptx/mbarrier.cuh"
@@ -51,7 +52,8 @@ struct Producer {
       if (shared.query_tile(query.index).kv.end == kNoMoreTiles) break;
       const WorkTile work = shared.query_tile(query.index);  // a copy: reading it for every KV tile is slower
 #pragma unroll 1
-      for (i32 tile = work.kv.begin; tile < work.kv.end; ++tile, stage.advance()) {
+      for (i32 place = work.kv.begin; place < work.kv.end; ++place, stage.advance()) {
+        const i32 tile = tile_at<Config>(params, work, place);
         ptx::mbarrier_wait(shared.empty(stage.index), stage.phase ^ 1);  // at once in the first round
         load_tile(work, tile, stage.index);
       }
@@ -71,7 +73,8 @@ struct Producer {
       if (work.kv.end == kNoMoreTiles) break;
       float largest = 0.0f;
 #pragma unroll 1
-      for (i32 tile = work.kv.begin + lane; tile < work.kv.end; tile += kWarpSize) {
+      for (i32 place = work.kv.begin + lane; place < work.kv.end; place += kWarpSize) {
+        const i32 tile = tile_at<Config>(params, work, place);
         const u8* line = work.template kv_tile<Config>(params, tile) + Layout::kLine;
         largest = fmaxf(largest, reinterpret_cast<const KvLine*>(line)->largest_norm());
       }

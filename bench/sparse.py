@@ -1,0 +1,150 @@
+"""Attention alone under sparse masks, beside the dense call of the same inputs, interleaved in one process.
+
+    python bench/sparse.py --headdim 64,128 --rounds 7
+    python bench/sparse.py --shapes 4x32x16384,1x24x118800
+
+Each round times every way once, between events around so many launches that they take some milliseconds; a row has the
+medians over the rounds. `speedup` is the dense call's attention over the row's, `ideal` that of the KV tiles that the
+row does not visit. `lists` is the kernel that lists them. Blocks are of 128 x 128, drawn alike for all heads. A window
+is compared with the causal call. The output of each row is checked in float64 on rows drawn from the first head; that
+of a list of all blocks must have the bits of the dense call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+
+import common
+import sage_aot
+from linear_p import measure
+from sage_aot._backends.cuda.backend import CudaBackend
+from sage_aot._backends.cuda.call import CudaCall
+from sage_aot._call import pipeline
+from sage_aot._call.masks import masks_of_call
+from sage_aot._problem.given import Given
+from sage_aot._problem.options import Options
+from speed import Pieces
+
+COLUMNS = ("batch×heads", "headdim", "N", "mask", "dense, µs", "µs", "speedup", "ideal", "lists, µs", "cosine")
+BLOCK, WINDOW, DRAWN_ROWS = 128, 4096, 64
+
+
+class Mask(NamedTuple):
+    """A row's mask."""
+
+    name: str
+    seen: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of queries [n, 1] and keys: bool [n, keys]
+    visited: float  # share of the dense call's KV tiles
+    blocks: torch.Tensor | None = None
+    attn_mask: torch.Tensor | None = None
+    options: dict[str, Any] = {}
+
+
+def main() -> int:
+    arguments = parse()
+    common.require_cuda()
+    library = common.use_kernels(arguments.kernels)
+    common.print_header(common.header(library) | {"inputs": f"N(0, 1) bf16; medians of {arguments.rounds} rounds"})
+    print(common.table_head(COLUMNS))
+    backend = CudaBackend(library)
+    for headdim in arguments.headdim:
+        for shape in arguments.shapes:
+            batch, heads, tokens = map(int, shape.split("x"))
+            for row in rows(arguments, backend, (batch, heads, tokens, headdim)):
+                print(common.table_row(row), flush=True)
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--headdim", type=lambda text: [int(part) for part in text.split(",")], default=[64, 128])
+    parser.add_argument("--shapes", type=common.words, default=["4x32x16384", "1x40x32768"],
+                        help="batch x heads x tokens (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="of each row (default: %(default)s)")
+    parser.add_argument("--kernels", help="folder of kernels (default: the package's)")
+    return parser.parse_args()
+
+
+def masks(tokens: int, generator: torch.Generator) -> list[Mask]:
+    count = -(-tokens // BLOCK)
+    found = []
+    for density in (1.0, 0.5, 0.25, 0.125):
+        blocks = torch.rand(1, 1, count, count, device="cuda", generator=generator) < density
+        if density == 1.0:
+            blocks[:] = True
+        found.append(Mask(f"blocks {density:g}", lambda i, j, of=blocks[0, 0]: of[i // BLOCK, j // BLOCK],
+                          blocks.float().mean().item(), blocks=blocks))
+    if tokens <= 32768:  # a byte a query and key
+        i, j = torch.arange(tokens, device="cuda")[:, None], torch.arange(tokens, device="cuda")
+        found.append(Mask("documents of 2,000", lambda i, j: i // 2000 == j // 2000, (2000 + BLOCK) / tokens,
+                          attn_mask=i // 2000 == j // 2000))
+        dense_looking = (i * 7919 + j * 104729) % 1000 != 0
+        found.append(Mask("one key in 1,000 hidden", lambda i, j: (i * 7919 + j * 104729) % 1000 != 0, 1.0,
+                          attn_mask=dense_looking))
+    if tokens > 2 * WINDOW:
+        found.append(Mask(f"window of {WINDOW}, causal", lambda i, j: (j <= i) & (j >= i - WINDOW),
+                          2 * (WINDOW + BLOCK) / tokens, options={"window": (WINDOW, 0)}))
+    return found
+
+
+def rows(arguments: argparse.Namespace, backend: CudaBackend, shape: tuple[int, ...]) -> list[list[object]]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = torch.randn(3, *shape, device="cuda", generator=generator).bfloat16()
+    batch, heads, tokens, headdim = shape
+    operations = 4 * batch * heads * tokens * tokens * headdim
+    launches = max(2, int(4e12 / operations))
+    dense = {causal: pieces(backend, q, k, v, {"is_causal": causal}) for causal in (False, True)}
+    made = []
+    for mask in masks(tokens, generator):
+        own = pieces(backend, q, k, v, mask.options, mask.blocks, mask.attn_mask)
+        beside = dense["window" in mask.options]
+        out = own.checked_output()
+        cosine = check_rows(mask, q, k, v, out, generator)
+        if mask.name == "blocks 1" and not torch.equal(out, beside.checked_output()):
+            sys.exit("a list of all blocks: expected the bits of the dense call, got others; nothing was timed")
+        beside.checked_output()
+        times = measure({"dense": beside.attend, "own": own.attend, "lists": own.list_tiles}, arguments.rounds,
+                        launches)
+        lists = f"{times['lists']:.1f}" if mask.blocks is not None or mask.attn_mask is not None else ""
+        made.append([f"{batch}×{heads}", headdim, tokens, mask.name, f"{times['dense']:.1f}", f"{times['own']:.1f}",
+                     f"{times['dense'] / times['own']:.2f}", f"{1 / mask.visited:.2f}", lists, f"{cosine:.5f}"])
+    return made
+
+
+class SparsePieces(Pieces):
+    """Pieces whose lists can be timed apart."""
+
+    def __init__(self, call: CudaCall, given: Given) -> None:
+        super().__init__(call, given)
+        self._lists = call.queue_of([launch for launch in call.launches() if launch.record.spec.kind == "lists"])
+
+    def list_tiles(self) -> None:
+        self._lists(self._stream(), *self._addresses)
+
+
+def pieces(backend: CudaBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any],
+           blocks: torch.Tensor | None = None, attn_mask: torch.Tensor | None = None) -> SparsePieces:
+    of_blocks = None if blocks is None else sage_aot.block_mask(blocks, BLOCK)
+    _, elements, expanded = masks_of_call(q, k, "HND", None, attn_mask, of_blocks)
+    given = Given("dense", q, k, v, attn_mask=elements, block_mask=expanded)
+    return SparsePieces(cast(CudaCall, pipeline.prepare(backend, given, Options(**options)).run), given)
+
+
+def check_rows(mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+               generator: torch.Generator) -> float:
+    """The cosine of some rows of the first head with float64; exits where it is too low."""
+    tokens = q.shape[2]
+    drawn = torch.randint(tokens, (DRAWN_ROWS,), device="cuda", generator=generator)
+    scores = q[0, 0, drawn].double() @ k[0, 0].double().T / q.shape[3] ** 0.5
+    seen = mask.seen(drawn[:, None], torch.arange(tokens, device="cuda"))
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
+    return common.check_output(mask.name, out[:1, :1, drawn], (weights @ v[0, 0].double())[None, None].to(out.dtype))
+
+
+if __name__ == "__main__":
+    common.run(main)
