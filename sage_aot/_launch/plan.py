@@ -48,7 +48,6 @@ KEPT = {"all": (), "kv": OF_KV, "q": OF_KV, "train": ("q_hat", "q_scale")}
 _OF_SOME_CALLS = ("delta_s", "key_rank", "key_index", "tile_lists", "tile_counts", "key_bits")
 """Buffers whose address is zero in calls without them."""
 
-_MOST_LISTED = 2**16
 _MAX_GRID = 2**31 - 1
 LOG2_E = 1.4426950408889634
 
@@ -139,7 +138,7 @@ def plan(problem: Problem, kernels: Kernels, splits: int = 1) -> Plan:
     columns = -(-problem.seqlen_kv // tile.block_n) * tile.block_n
     sizes = _buffer_bytes(problem, kernels, q_tiles, kv_tiles)
     if problem.is_listed:
-        sizes |= _list_bytes(problem, q_tiles, kv_tiles)
+        sizes |= _list_bytes(problem, kernels, q_tiles, kv_tiles)
     if splits > 1:
         sizes |= {"partial_out": 4 * splits * _rows_of_heads(problem) * _partial_headdim(problem),
                   "partial_lse": 4 * splits * _rows_of_heads(problem)}
@@ -283,15 +282,16 @@ def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: in
     }
 
 
-def _list_bytes(problem: Problem, q_tiles: int, kv_tiles: int) -> dict[str, int]:
+def _list_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: int) -> dict[str, int]:
     """Bytes of the lists of KV tiles. UnsupportedError for more KV tiles than their numbers can tell apart."""
-    if kv_tiles > _MOST_LISTED:
-        raise UnsupportedError(f"a mask over {problem.seqlen_kv} keys: lists number at most {_MOST_LISTED} KV tiles, got "
+    if kv_tiles > (most := kernels["lists"].fact("most_tiles")):
+        raise UnsupportedError(f"a mask over {problem.seqlen_kv} keys: lists number at most {most} KV tiles, got "
                                f"{kv_tiles}; split the keys, and merge the outputs by their log-sum-exps")
     masks = problem.masks[0] * problem.masks[1]
     has_elements = any(name in problem.optional for name in ("attn_mask", "key_mask"))
-    bits = {"key_bits": masks * problem.seqlen_q * -(-problem.seqlen_kv // 32) * 4} if has_elements else {}
-    return {"tile_lists": masks * q_tiles * kv_tiles * 2, "tile_counts": masks * q_tiles * 8, **bits}
+    tile, tiles = kernels.attn.tile, masks * q_tiles * kv_tiles
+    bits = {"key_bits": tiles * tile.block_m * tile.block_n // 8} if has_elements else {}
+    return {"tile_lists": 4 * tiles, "tile_counts": masks * q_tiles * 8, **bits}
 
 
 def launch_of(record: KernelRecord, blocks: int, params: Params, rows: str | None = None,

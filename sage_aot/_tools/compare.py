@@ -175,7 +175,9 @@ def _emulated(plan: Plan, quantized: Quantized, key_ranks: torch.Tensor | None, 
     twice = {f.name: getattr(quantized, f.name) for f in dataclasses.fields(Quantized)}
     twice = {name: torch.cat([x, x]) if isinstance(x, torch.Tensor) else x for name, x in twice.items()}
     twice["v"] = torch.cat([quantized.v, quantized.v.abs()])
-    twice["v_mean"] = torch.cat([quantized.v_mean, torch.zeros_like(quantized.v_mean)])
+    # the mean of V takes part where a sink has a share of each row, which follows from the row's sum
+    of_mean = torch.zeros_like(quantized.v_mean) if sinks is None else quantized.v_mean.abs()
+    twice["v_mean"] = torch.cat([quantized.v_mean, of_mean])
     out, lse = attend(plan, Quantized(**twice), key_ranks, with_lse=with_lse, sinks=sinks,
                       elements=None if elements is None else torch.cat([elements, elements]))
     batch, rows, headdim = plan.problem.batch, plan.problem.seqlen_q, plan.problem.headdim

@@ -148,10 +148,10 @@ struct ListsParams {
   Tensor attn_mask;   // u8 [batch, num_q_heads, seqlen_q, seqlen_kv]: not zero where the query sees the key; null: none
   Tensor block_mask;  // u8 [batch, num_q_heads, seqlen_q / 64, seqlen_kv / 64], rounded up: likewise of 64 x 64; null
   Tensor key_mask;    // u8 [batch, 1, seqlen_kv, 1]: likewise of a key; null
-  u16* tile_lists;    // [masks][q_tiles][kv_tiles]: problem/sparse_mask.cuh
+  u32* tile_lists;    // [masks][q_tiles][kv_tiles] of TileEntry: problem/sparse_mask.cuh
   i32* tile_counts;   // [masks][q_tiles][2]: KV tiles that are listed, and how many of these every row sees whole
-  u32* key_bits;      // [masks][seqlen_q][seqlen_kv / 32], rounded up: a bit a key, less what a window or a mask of
-                      // blocks hides; written where a list has a part of the tile; null: neither attn nor key mask
+  u8* key_bits;       // [masks][q_tiles][kv_tiles][block_m][4] of FragmentBits: written where a list has a part of the
+                      // tile; null: neither attn nor key mask
   FastDivmod mask_heads;
   FastDivmod q_tiles;
   i32 kv_tiles;
@@ -207,10 +207,9 @@ struct AttnParams {
   i32 window_left;    // these three of sparse kernels alone: keys that a row sees in front of its own
   i32 window_right;   // likewise behind it; problem/mask.cuh
   Tensor sinks;       // f32 [num_q_heads]: a logit that joins the softmax of a row without a value; null: none
-  Tensor block_mask;  // as ListsParams; these six of sparse kernels alone, too
-  const u16* tile_lists;   // likewise; null: the window alone decides
+  const u32* tile_lists;   // as ListsParams; these five of sparse kernels alone, too; null: the window alone decides
   const i32* tile_counts;  // likewise
-  const u32* key_bits;     // likewise; null: no element of a mask decides
+  const u8* key_bits;      // likewise; null: no element of a mask decides
   i32 mask_of_batch;       // the index of a mask is batch · mask_of_batch + head · mask_of_head
   i32 mask_of_head;
 };
@@ -224,7 +223,7 @@ constexpr auto fields_of(const AttnParams*) {
                 SAGE_FIELD(num_kv_heads), SAGE_FIELD(q_heads_per_kv_head), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
                 SAGE_FIELD(q_rows), SAGE_FIELD(columns), SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles),
                 SAGE_FIELD(dtype), SAGE_FIELD(num_heads), SAGE_FIELD(split_rows), SAGE_FIELD(splits),
-                SAGE_FIELD(window_left), SAGE_FIELD(window_right), SAGE_FIELD(sinks), SAGE_FIELD(block_mask),
+                SAGE_FIELD(window_left), SAGE_FIELD(window_right), SAGE_FIELD(sinks),
                 SAGE_FIELD(tile_lists), SAGE_FIELD(tile_counts), SAGE_FIELD(key_bits), SAGE_FIELD(mask_of_batch),
                 SAGE_FIELD(mask_of_head));
 }

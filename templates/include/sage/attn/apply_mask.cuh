@@ -36,21 +36,18 @@ __device__ __forceinline__ void apply_mask(Scores& acc_s, const VisibleKeys<Conf
   }
 }
 
-// The same of a sparse mask. own_row: the keys of the tile that row lane % kWarpM of the warp sees.
-template <class Config, class Scores>
-__device__ __forceinline__ void apply_mask(Scores& acc_s, const TileKeys<Config>& own_row, i32 lane) {
+// The same of a sparse mask. seen: FragmentBits of each of the thread's rows.
+template <class Config, class Scores, class Rows>
+__device__ __forceinline__ void apply_mask(Scores& acc_s, const Rows& seen) {
+  using Bits = FragmentBits<Config::kBlockN>;
 #pragma unroll
   for (i32 r = 0; r < Config::kWarpM / 8; ++r) {
 #pragma unroll
-    for (i32 w = 0; w < TileKeys<Config>::kWords; ++w) {
-      const u32 of_row = static_cast<u32>(ptx::shuffle(static_cast<i32>(own_row.word[w]), 8 * r + lane / 4));
-      const u32 own = of_row >> 2 * (lane % 4);
+    for (i32 e = 0; e < 4; ++e) {
 #pragma unroll
-      for (i32 n = 0; n < 4; ++n) {
-#pragma unroll
-        for (i32 c = 0; c < 2; ++c) {
-          if (!(own & 1u << (8 * n + c))) acc_s[r / 2][4 * w + n][2 * (r % 2) + c] = kMaskedScore;
-        }
+      for (i32 bit = 0; bit < Bits::kField; ++bit) {  // in the order of bits, which become predicates several at a time
+        const i32 n = 2 * (Bits::kField - 1 - bit) + e / 2, c = e % 2;
+        if (!(seen[r] & Bits::bit(n, c))) acc_s[r / 2][n][2 * (r % 2) + c] = kMaskedScore;
       }
     }
   }

@@ -181,7 +181,7 @@ __device__ __forceinline__ void round_output(const Accumulator& acc_o, i32 first
 // log2(2^a + 2^b).
 __device__ __forceinline__ float add_log2(float a, float b) {
   const float larger = a > b ? a : b, smaller = a > b ? b : a;
-  return larger == -ptx::infinity() ? larger : larger + ptx::lg2(1.0f + ptx::ex2(smaller - larger));
+  return larger == -ptx::infinity() ? a + b : larger + ptx::lg2(1.0f + ptx::ex2(smaller - larger));
 }
 
 // The sink of the head, in log2 units; -inf where there is none. Of split keys the first split has it: it counts once.

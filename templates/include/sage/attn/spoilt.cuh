@@ -33,8 +33,8 @@ struct SpoilRows {
     u32 done = 0;
 #pragma unroll 1
     for (i32 place = work.kv.begin; place < work.kv.end; ++place) {
-      const Place at = {tile_at<Config>(params, work, place), place < work.kv.template whole<Config::kMask>()};
-      const u8* data = work.template kv_tile<Config>(params, at.tile);
+      const Place at(params, work, place);
+      const u8* data = work.template kv_tile<Config>(params, at.tile());
       const auto& line = *reinterpret_cast<const KvLine*>(data + Layout::kLine);
       if (line.group[0].k_scale < 0.0f) spoil_rows(line, at);
       if (line.group[0].v_factor < 0.0f) spoil_channels(line, data + Layout::kV, at, done);
@@ -42,18 +42,27 @@ struct SpoilRows {
   }
 
  private:
+  // The KV tile at a place.
   struct Place {
-    i32 tile;    // the KV tile there
+    TileEntry entry;
     bool whole;  // every row sees it whole
+
+    __device__ __forceinline__ Place(const AttnParams& params, const WorkTile& work, i32 place)
+        : entry{static_cast<u32>(place)}, whole(place < work.kv.template whole<Config::kMask>()) {
+      if constexpr (Config::kMask == Mask::kSparse) entry = entry_at<Config>(params, work, place);
+    }
+    __device__ __forceinline__ i32 tile() const {
+      return Config::kMask == Mask::kSparse ? entry.tile() : static_cast<i32>(entry.word);
+    }
   };
 
   // A bit for each key of a KV tile, from key 32w on: whether the row of the warp sees it.
   __device__ __forceinline__ u32 keys_of(i32 row, const Place& at, i32 w) const {
     const Keys keys = visible_keys<Config::kMask>(work.seqlen(params), first_row + row).from(work.first_key);
     if constexpr (Config::kMask == Mask::kSparse) {
-      return at.whole ? ~0u : visible_word<Config>(params, work, first_row + row, keys, at.tile, w);
+      return at.whole ? ~0u : visible_word<Config>(params, work, first_row + row, keys, at.entry, w);
     } else {
-      return keys.from(at.tile * Config::kBlockN + 32 * w).word();
+      return keys.from(at.tile() * Config::kBlockN + 32 * w).word();
     }
   }
 

@@ -90,19 +90,41 @@ class AttentionMma {
     return reinterpret_cast<VisibleKeys<Config::kMask>*>(shared + kOwnRows)[ptx::thread_index()];
   }
 
-  // Likewise of a sparse mask, of the KV tile at a place.
-  __device__ __forceinline__ static TileKeys<Config> tile_keys(const AttnParams& params, const WorkTile& work,
-                                                               u8* shared, i32 place) {
-    const i32 thread = ptx::thread_index(), warp = thread / kWarpSize;
-    const i32 row = work.first_row + warp * Config::kWarpM + thread % kWarpSize % Config::kWarpM;
-    return {params, work, row, own_row(shared), tile_at<Config>(params, work, place)};
-  }
+  // FragmentBits of the thread's rows, of the KV tile at a place of a sparse mask.
+  struct SeenRows {
+    u32 of_row[kRows];
+
+    __device__ __forceinline__ SeenRows(const AttnParams& params, const WorkTile& work, u8* shared, i32 place) {
+      using Bits = FragmentBits<Config::kBlockN>;
+      const TileEntry entry = entry_at<Config>(params, work, place);
+      const i32 thread = ptx::thread_index(), lane = thread % kWarpSize, first = thread / kWarpSize * Config::kWarpM;
+      if (entry.has_elements()) {
+        const u8* bits = tile_bits<Config>(params, work, entry.tile()) + (first + lane / 4) * Bits::kRowBytes;
+#pragma unroll
+        for (i32 r = 0; r < kRows; ++r) of_row[r] = Bits::load(bits + 8 * r * Bits::kRowBytes, lane % 4);
+        return;
+      }
+      const auto keys = own_row(shared);
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        of_row[r] = bits_of_blocks<Config>(entry, keys.of_lane(lane / 4 + 8 * r), first / kMaskBlock, lane % 4);
+      }
+    }
+    __device__ __forceinline__ u32 operator[](i32 r) const { return of_row[r]; }
+  };
 
   // Whether any row of the warp sees any key of the KV tile at a place. Call with all lanes of the warp.
   __device__ __forceinline__ static bool warp_sees(const AttnParams& params, const WorkTile& work, u8* shared,
                                                    i32 place) {
-    if constexpr (Config::kMask == Mask::kSparse) return ptx::any(!tile_keys(params, work, shared, place).none());
-    else return sage::warp_sees<Config>(own_row(shared), place);
+    i32 tile = place;
+    if constexpr (Config::kMask == Mask::kSparse) {
+      const TileEntry entry = entry_at<Config>(params, work, place);
+      const i32 row_block = ptx::thread_index() / kWarpSize * Config::kWarpM / kMaskBlock;
+      if (!entry.template sees<kKeyBlocks<Config>>(row_block)) return false;
+      if (entry.has_elements()) return true;
+      tile = entry.tile();
+    }
+    return sage::warp_sees<Config>(own_row(shared), tile);
   }
 
   // The state of a warp from tile to tile.
@@ -143,7 +165,7 @@ class AttentionMma {
       typename Scores::Accumulator acc_s;
       const auto scale = scores.multiply(acc_s, q_scale, stream, stage, lane);
       if constexpr (kMasked && Config::kMask == Mask::kSparse) {
-        apply_mask(acc_s, tile_keys(params, work, shared, place), lane);
+        apply_mask<Config>(acc_s, SeenRows(params, work, shared, place));
       } else if constexpr (kMasked) {
         apply_mask<Config>(acc_s, own_row(shared), lane, place);
       }

@@ -1,5 +1,6 @@
 // The producer's two working threads, of a warp each. One takes work tiles from the tile scheduler and loads their Q;
-// the other loads their KV tiles. Computing a work tile thus delays no KV tile.
+// the other loads their KV tiles. Computing a work tile thus delays no KV tile. A warp each finds the norms that a linear
+// P asks for, and makes the bits of tiles that a sparse mask shows in part.
 #pragma once
 
 #include "sage/attn/wgmma/pipeline.cuh"
@@ -53,9 +54,10 @@ struct Producer {
       const WorkTile work = shared.query_tile(query.index);  // a copy: reading it for every KV tile is slower
 #pragma unroll 1
       for (i32 place = work.kv.begin; place < work.kv.end; ++place, stage.advance()) {
-        const i32 tile = tile_at<Config>(params, work, place);
+        TileEntry entry = {static_cast<u32>(place)};
+        if constexpr (Config::kMask == Mask::kSparse) entry = entry_at<Config>(params, work, place);
         ptx::mbarrier_wait(shared.empty(stage.index), stage.phase ^ 1);  // at once in the first round
-        load_tile(work, tile, stage.index);
+        load_tile(work, entry, stage.index);
       }
       ptx::mbarrier_arrive(shared.query_empty(query.index));
       query.advance();
@@ -89,9 +91,50 @@ struct Producer {
     if (lane == 0) ptx::mbarrier_arrive(shared.query_full(query.index));
   }
 
+  // Call with one warp. Makes the bits of KV tiles that a window cuts, or of which some blocks are seen; those of
+  // elements come from memory, with the tile.
+  __device__ __forceinline__ void make_bits() const {
+    PipelineState<2> query;
+    KvStage stage;
+    const i32 lane = ptx::thread_index() % kWarpSize;
+#pragma unroll 1
+    while (true) {
+      ptx::mbarrier_wait(shared.query_tile_full(query.index), query.phase);
+      const WorkTile& work = shared.query_tile(query.index);
+      if (work.kv.end == kNoMoreTiles) break;
+      const i32 tiles = work.kv.end, whole = work.kv.template whole<Config::kMask>();
+#pragma unroll 1
+      for (i32 row = lane; row < Config::kBlockM; row += kWarpSize) {
+        shared.window(row) = visible_keys<Mask::kSparse>(work.seqlen(params), work.first_row + row).from(work.first_key);
+      }
+      __syncwarp();
+#pragma unroll 1
+      for (i32 place = 0; place < tiles; ++place, stage.advance()) {
+        TileEntry entry = {TileEntry::kElements};
+        if (place >= whole) entry = entry_at<Config>(params, work, place);
+        ptx::mbarrier_wait(shared.empty(stage.index), stage.phase ^ 1);
+        if (!entry.has_elements()) store_bits(entry, stage.index, lane);
+        __syncwarp();  // the arrival publishes the stores of all lanes
+        if (lane == 0) ptx::mbarrier_arrive(shared.full(stage.index));
+      }
+      __syncwarp();  // all lanes have read the work tile and the windows
+      if (lane == 0) ptx::mbarrier_arrive(shared.query_empty(query.index));
+      query.advance();
+    }
+  }
+
  private:
   using Layout = TileLayout<Config>;
   using Shared = SharedStorage<Config>;
+
+  __device__ __forceinline__ void store_bits(const TileEntry& entry, i32 stage, i32 lane) const {
+    const i32 t = lane % 4;
+#pragma unroll 1
+    for (i32 row = lane / 4; row < Config::kBlockM; row += kWarpSize / 4) {
+      const u32 word = bits_of_blocks<Config>(entry, shared.window(row), row / kMaskBlock, t);
+      FragmentBits<Config::kBlockN>::store_shared(shared.bits(stage, row, t), word);
+    }
+  }
 
   __device__ __forceinline__ void load_query(const WorkTile& work, i32 buffer) const {
     const i64 q_tile = q_tile_index(work.q_head, params.q_tiles, work.q_tile);
@@ -109,12 +152,23 @@ struct Producer {
     ptx::bulk_copy(to + Shared::kRowBias, params.row_bias + q_tile * Config::kBlockM, Shared::kRowBiasBytes, full);
   }
 
-  __device__ __forceinline__ void load_tile(const WorkTile& work, i32 tile, i32 stage) const {
-    const u8* from = work.template kv_tile<Config>(params, tile);
+  __device__ __forceinline__ void load_tile(const WorkTile& work, const TileEntry& entry, i32 stage) const {
+    i32 tile = static_cast<i32>(entry.word), bytes = Layout::kLine + KvLine::kLoaded + Shared::kDeltaBytes;
     const u32 to = shared.kv_stage(stage), full = shared.full(stage);
-    ptx::mbarrier_arrive_expect_tx(full, Layout::kLine + KvLine::kLoaded + Shared::kDeltaBytes);
+    if constexpr (Config::kMask == Mask::kSparse) {
+      tile = entry.tile();
+      ptx::store_shared_u32(to + Shared::kEntry, entry.word);
+      if (entry.has_elements()) bytes += Shared::kBitsBytes;
+    }
+    const u8* from = work.template kv_tile<Config>(params, tile);
+    ptx::mbarrier_arrive_expect_tx(full, bytes);
     ptx::bulk_copy(to, from, Layout::kLine, full);
     ptx::bulk_copy(to + Shared::kLine, from + Layout::kLine, KvLine::kLoaded, full);
+    if constexpr (Config::kMask == Mask::kSparse) {
+      if (entry.has_elements()) {
+        ptx::bulk_copy(to + Shared::kBits, tile_bits<Config>(params, work, tile), Shared::kBitsBytes, full);
+      }
+    }
     if constexpr (Config::kSmoothQ) {
       const i64 row = delta_s_index(work.q_head - params.first_head, params.q_tiles, work.q_tile, params.columns);
       ptx::bulk_copy(to + Shared::kDelta, params.delta_s + row + work.first_key + tile * Config::kBlockN,

@@ -32,8 +32,12 @@ struct WgmmaTraits {
   // the range.
   static constexpr bool kBoundsScores = Config::kP == P::kLinear && !Config::kSmoothQ;
 
-  // Query rows that go over the same KV tiles. Consumers that ping-pong take equally many steps. Others
-  // leave out KV tiles behind their rows' last alone, which a sparse mask does not order so.
+  // Of a sparse mask a consumer passes over the KV tiles of which its own rows see nothing, but for those that
+  // ping-pong.
+  static constexpr bool kPasses = !kTogether && Config::kMask == Mask::kSparse;
+
+  // Query rows that go over the same KV tiles. Consumers that ping-pong take equally many steps. Others leave out KV
+  // tiles behind their rows' last; of a sparse mask those that they see in part come after all that every row sees.
   static constexpr i32 kRowsOfRange = kTogether || Config::kMask == Mask::kSparse ? Config::kBlockM : kWarpgroupRows;
 
   // R takes the P·V of two KV tiles. A smoothed Q leaves no registers for that. Slices cannot wait for a second tile:
