@@ -367,7 +367,8 @@ BOOLS = draw(2, 4, 30, 40) > 0
 
 @pytest.mark.parametrize("options", [
     {}, {"scale": 0.3}, {"attn_mask": MASK}, {"attn_mask": MASK[:, None, None]}, {"attn_mask": torch.randn(30, 40)},
-    {"attn_mask": BOOLS}, {"attn_mask": BOOLS[0, 0]}, {"attn_mask": BOOLS[:, :1]}, {"attn_mask": torch.where(MASK, 0.0, -10000.0)}, {"is_causal": True}, {"dropout_p": 0.0}], ids=str)
+    {"attn_mask": BOOLS}, {"attn_mask": BOOLS[0, 0]}, {"attn_mask": BOOLS[:, :1]},
+    {"attn_mask": torch.where(MASK, 0.0, -10000.0)}, {"is_causal": True}, {"dropout_p": 0.0}], ids=str)
 def test_the_backend_is_native_attention(exact, options):
     expected = attention_dispatch._native_attention(Q, K, K, **options)
     torch.testing.assert_close(integration.attention(Q, K, K, **options), expected, rtol=0, atol=1e-5)
