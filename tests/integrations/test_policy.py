@@ -205,6 +205,8 @@ SERVED = {
     "window to both sides": (call(window=(3, 5), bottom_right=True), between(30, 40, 3, 5)),
     "window without an end": (call(window=(-1, 2), bottom_right=True), between(30, 40, 99, 2)),
     "window of as many queries as keys": (call(q=(2, 4, 40, 64), window=(7, 0)), between(40, 40, 7, 0)),
+    "window that hides one pair": (call(window=(38, 29), bottom_right=True), between(30, 40, 38, 29)),
+    "window that hides one pair in front": (call(window=(-1, 28), bottom_right=True), between(30, 40, 99, 28)),
     "window that hides nothing": (call(window=(39, 29), bottom_right=True), None),
     "window that hides nothing, causal": (call(window=(39, 0), is_causal=True, bottom_right=True), below(30, 40, 10)),
     "window of one query": (call(q=(2, 4, 1, 64), window=(7, 0), bottom_right=True), between(1, 40, 7, 0)),

@@ -384,8 +384,10 @@ WINDOWS = {
         torch.arange(24).expand(2, -1) // 12), None),
     "a window or more": (masking_utils.or_masks(masking_utils.sliding_window_causal_mask_function(5),
                                                 masking_utils.sliding_window_overlay(2)), None),
-    "a window and less": (masking_utils.and_masks(masking_utils.sliding_window_causal_mask_function(5),
-                                                  causal_mask_function, causal_mask_function), None),
+    "a window and less": (masking_utils.and_masks(masking_utils.sliding_window_overlay(5), causal_mask_function,
+                                                  lambda batch, head, query, key: key % 2 == 0), None),
+    "a window without a causal mask": (masking_utils.and_masks(
+        masking_utils.sliding_window_overlay(5), masking_utils.bidirectional_mask_function), None),
     "one that a user wrote": (lambda batch, head, query, key: key <= query, None),
 }
 
