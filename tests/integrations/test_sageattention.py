@@ -128,7 +128,7 @@ def options_of(function, *args, **kwargs):
     with mock.patch.object(_serve, "attn", side_effect=lambda *args, **options: options) as attn:
         function(*args, **kwargs)
     keywords = dict(attn.call_args.kwargs)
-    for name in ("key_mask", "is_causal", "scale", "layout", "return_lse"):
+    for name in ("key_mask", "attn_mask", "sinks", "window", "is_causal", "scale", "layout", "return_lse"):
         keywords.pop(name)
     return keywords
 
@@ -268,8 +268,22 @@ def test_masks_of_keys_are_served(exact, function, layout):
     assert report() == {"sage_aot": 2}
 
 
+@pytest.mark.parametrize("function", DENSE)
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("shape", [(30, 30), (2, 1, 30, 30), (1, 4, 30, 30)])
+def test_masks_of_queries_are_served(exact, function, layout, shape):
+    q, k, v = tensors(queries=30, kv_heads=2)
+    given = mask(*shape) | torch.eye(30, dtype=torch.bool)
+    args = (q, k, v) if layout == "HND" else nhd(q, k, v)
+    out, lse = function(*args, tensor_layout=layout, attn_mask=given, return_lse=True)
+    close(out if layout == "HND" else out.transpose(1, 2),
+          F.scaled_dot_product_attention(q, k, v, given, enable_gqa=True))
+    close(lse, lse_of(q, k, 0.125, given))
+    close(function(*args, tensor_layout=layout, attn_mask=given), out)
+    assert report() == {"sage_aot": 2}
+
+
 OTHER_MASKS = {
-    "a mask that differs by query or head": mask(2, 1, 30, 30),
     "a mask of numbers": torch.zeros(2, 1, 1, 30).masked_fill(~mask(2, 1, 1, 30), -torch.inf),
 }
 
@@ -297,10 +311,11 @@ def test_masks_beside_causal_masks(exact):
     given = mask(2, 1, 1, 30)
     with pytest.raises(UnsupportedError, match="got: a mask beside is_causal; let another attention"):
         BY_GPU(q, k, v, attn_mask=given, is_causal=True)
-    with pytest.raises(UnsupportedError, match="got: a mask that differs by query or head; let another attention"):
-        BY_GPU(q, k, v, attn_mask=mask(2, 1, 30, 30), causal=True)
     expected = attention(q, k, v, key_mask=given[:, 0, 0], is_causal=True)
     close(BY_GPU(q, k, v, attn_mask=given, causal=True), expected)
+    of_queries = mask(2, 1, q.size(2), 30)
+    expected = attention(q, k, v, attn_mask=of_queries, is_causal=True)
+    close(BY_GPU(q, k, v, attn_mask=of_queries, causal=True), expected)
 
 
 def test_torch_serves_masks_alone():
@@ -317,7 +332,7 @@ def test_torch_serves_masks_alone():
 def test_in_the_place_of_torchs_attention(exact, monkeypatch):
     """As SageAttention's README tells: masked calls must not end in a circle."""
     q, k, v = tensors(kv_heads=2)
-    torchs, given = F.scaled_dot_product_attention, OTHER_MASKS["a mask that differs by query or head"]
+    torchs, given = F.scaled_dot_product_attention, OTHER_MASKS["a mask of numbers"]
     expected = torchs(q, k, v, given, scale=0.3, enable_gqa=True), torchs(q, k, v, is_causal=True, enable_gqa=True)
     monkeypatch.setattr(F, "scaled_dot_product_attention", BY_GPU)
     close(F.scaled_dot_product_attention(q, k, v, attn_mask=given, dropout_p=0.0, scale=0.3, enable_gqa=True),

@@ -434,7 +434,7 @@ def sdpa_without_its_mask(patch):
 
 
 def sdpa_that_serves_nothing(patch):
-    patch.setattr(_serve, "why_not_computed", lambda call: "no reason")
+    patch.setattr(_serve, "why_not_computed", lambda call, options: "no reason")
 
 
 def supports_nothing(patch):

@@ -64,11 +64,10 @@ def sageattn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensor_layout: s
         kwargs: those that this module's docstring lists. ``smooth_k`` is taken and ignored, as in SageAttention:
             ComfyUI passes ``smooth_k=False``, and SageAttention smooths k all the same.
 
-    An `attn_mask` that is bool and equal for all heads and queries is a key mask, which the kernels take. A call with
-    any other mask goes to torch's attention where no log-sum-exp is asked for, and
-    :func:`sage_aot.integrations.report` counts it; with ``Policy(otherwise="raise")`` it raises. `attn_mask` is not in
-    the signature, as in SageAttention: ComfyUI looks for it there, and computes masked calls itself where it finds
-    none.
+    The kernels take an `attn_mask` that is bool. A call with a mask of numbers goes to torch's attention where no
+    log-sum-exp is asked for, and :func:`sage_aot.integrations.report` counts it; with ``Policy(otherwise="raise")`` it
+    raises. `attn_mask` is not in the signature, as in SageAttention: ComfyUI looks for it there, and computes masked
+    calls itself where it finds none.
 
     Raises:
         TypeError: an unknown keyword argument.
