@@ -114,7 +114,7 @@ OF_EXPONENTIALS = {"split", "floats", "narrow"}
 """Cases that tell of a kernel with a linear P no more than of the one with exponentials: keys that are split have these
 anyway."""
 
-OF_SPARSE_MASKS = {"plain", "masked", "sequences", "split", "falling", "sinks", "blocks", "elements", "far"}
+OF_SPARSE_MASKS = {"plain", "masked", "sequences", "split", "falling", "sinks", "whole", "blocks", "elements", "far"}
 """The cases of a kernel with a sparse mask: what other cases tell, they tell of the same kernel with another mask."""
 
 EXTREMES = (
@@ -223,7 +223,7 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     trained oddly: values that are not finite, and rows of no whole vectors, which are copied, or of fewer vectors than
         the kernel's, read where they lie, TRAINED.
     falling, for P of few bits: scores behind which references fall, once by far or from tile to tile.
-    sinks, blocks, elements, of sparse masks: _masks_of_queries().
+    sinks, whole, blocks, elements, of sparse masks: _masks_of_queries().
     large, trained large, of the first kernel with each softmax: scores beyond all bits of a reference's fraction.
 
     On Hopper also
@@ -301,11 +301,13 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
 
 def _masks_of_queries(spec: AttnSpec, plain: Case) -> dict[str, Case]:
     """sinks: under a causal mask, without a window; queries that see no key.
+    whole: two KV tiles, of which every row sees all, one of a pair and one alone.
     blocks: of 64 x 64, drawn for each head; some query tile sees nothing.
     elements: drawn, with a window, a key mask and sinks; values that are not finite."""
     tile = KERNELS[spec].tile
     keys = 3 * tile.block_n + 42
     return {"sinks": replace(plain, window=None, is_causal=True, sinks="drawn", seqlen_q=200, seqlen_kv=170),
+            "whole": replace(plain, window=None, sinks="drawn", seqlen_kv=2 * tile.block_n),
             "blocks": replace(plain, window=None, blocks="heads" if spec.v == "vraw" else "64", batch=2, seqlen_q=200,
                               seqlen_kv=max(keys, 400)),
             "elements": replace(plain, elements="random" if spec.v == "vraw" else "documents", batch=2, kv_heads=2,
