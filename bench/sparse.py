@@ -51,7 +51,7 @@ def main() -> int:
     library = common.use_kernels(arguments.kernels)
     common.print_header(common.header(library) | {"inputs": f"N(0, 1) bf16; medians of {arguments.rounds} rounds"})
     print(common.table_head(COLUMNS))
-    backend = CudaBackend(library)
+    backend = CudaBackend(library, arguments.arch)
     for headdim in arguments.headdim:
         for shape in arguments.shapes:
             batch, heads, tokens = map(int, shape.split("x"))
@@ -67,6 +67,7 @@ def parse() -> argparse.Namespace:
                         help="batch x heads x tokens (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="of each row (default: %(default)s)")
     parser.add_argument("--kernels", help="folder of kernels (default: the package's)")
+    parser.add_argument("--arch", help="whose kernels, of a folder that was built for this GPU (default: the GPU's own)")
     return parser.parse_args()
 
 

@@ -206,16 +206,17 @@ def _of_lists(seen: torch.Tensor, tile: Tile) -> _Places:
 class _WalkByPlaces(_Walk):
     """The KV tiles of a split, place after place. Each query tile is a head of its own, with its own KV tiles."""
 
-    def __init__(self, plan: Plan, split: _Split, shape: torch.Size, keys: int, elements: torch.Tensor | None) -> None:
-        """`shape`: of Q, padded, of which rows behind the last see what it sees; `keys`: of K, padded."""
+    def __init__(self, plan: Plan, split: _Split, q: torch.Tensor, keys: int, elements: torch.Tensor | None) -> None:
+        """`q`: padded; rows behind the last see what it sees; `keys`: of K, padded."""
         super().__init__(plan, split)
-        batch, heads, rows, _ = shape
-        self._seen = split.visible.contains(torch.arange(keys))[None, None]
+        batch, heads, rows, _ = q.shape
+        self._seen = split.visible.to(q.device).contains(torch.arange(keys, device=q.device))[None, None]
         if elements is not None:
-            queries = torch.arange(rows).clamp(max=elements.shape[2] - 1)
-            of_rows = torch.nn.functional.pad(elements.cpu()[:, :, queries], (0, keys - elements.shape[3]))
+            queries = torch.arange(rows, device=q.device).clamp(max=elements.shape[2] - 1)
+            of_rows = torch.nn.functional.pad(elements[:, :, queries], (0, keys - elements.shape[3]))
             self._seen = self._seen & of_rows
         places = _of_window(split, self._tile) if elements is None else _of_lists(self._seen, self._tile)
+        places = _Places(*(x.to(q.device) for x in places))
         self._seen = self._seen.expand(batch, heads, -1, -1)
         self._tiles, self._exists = (x.expand(batch, heads, -1, -1) for x in places[:2])
         ends = (places.whole.expand(batch, heads, -1) * self._tile.block_n).flatten(1)[..., None]
@@ -229,16 +230,15 @@ class _WalkByPlaces(_Walk):
         return torch.unflatten(x, 1, (-1, self._tiles.shape[2])).flatten(2, 3)
 
     def largest(self, of_tiles: torch.Tensor) -> torch.Tensor:
-        tiles, exists = self._tiles.to(of_tiles.device), self._exists.to(of_tiles.device)
-        listed = of_tiles[:, :, None].expand(-1, -1, tiles.shape[2], -1).gather(-1, tiles)
-        return torch.nn.functional.pad(torch.where(exists, listed, 0.0), (0, 1)).amax(-1)
+        listed = of_tiles[:, :, None].expand(-1, -1, self._tiles.shape[2], -1).gather(-1, self._tiles)
+        return torch.nn.functional.pad(torch.where(self._exists, listed, 0.0), (0, 1)).amax(-1)
 
     def steps(self, device: torch.device) -> Iterator[_Step]:
         block_m, block_n = self._tile.block_m, self._tile.block_n
-        of_query_tiles = torch.unflatten(self._seen.to(device), 2, (-1, block_m))
+        of_query_tiles = torch.unflatten(self._seen, 2, (-1, block_m))
         batch, heads = (torch.arange(size, device=device) for size in self._tiles.shape[:2])
         for place in range(self._tiles.shape[3]):
-            tiles, exists = self._tiles[..., place].to(device), self._exists[..., place].to(device)
+            tiles, exists = self._tiles[..., place], self._exists[..., place]
             keys = tiles[..., None] * block_n + torch.arange(block_n, device=device)
             of_keys = keys[..., None, :].expand(-1, -1, -1, block_m, -1)
             seen = of_query_tiles.gather(-1, of_keys) & exists[..., None, None]
@@ -251,7 +251,7 @@ class _WalkByPlaces(_Walk):
 def _walk(plan: Plan, quantized: Quantized, split: _Split, elements: torch.Tensor | None) -> _Walk:
     if plan.kernels.attn.spec.mask != "sparse":
         return _Walk(plan, split)
-    return _WalkByPlaces(plan, split, quantized.q.shape, quantized.k.shape[2], elements)
+    return _WalkByPlaces(plan, split, quantized.q, quantized.k.shape[2], elements)
 
 
 def _attend(plan: Plan, quantized: Quantized, visible_of_all: VisibleKeys, walk: _Walk, bound: torch.Tensor | None,

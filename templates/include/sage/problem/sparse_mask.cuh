@@ -117,16 +117,11 @@ __device__ __forceinline__ const u8* tile_bits(const AttnParams& params, const W
   return params.key_bits + (list_index(params, work) * params.kv_tiles + tile) * kBytes;
 }
 
-// The bits of a tile without elements. window: of the row, counted from work.first_key on; row_block: the row's among
-// those of the query tile.
-template <class Config, class Keys>
-__device__ __forceinline__ u32 bits_of_blocks(const TileEntry& entry, const Keys& window, i32 row_block, i32 t) {
+// The bits of the blocks of 64 keys that a block of 64 rows sees, row_block of the query tile.
+template <class Config>
+__device__ __forceinline__ u32 bits_of_blocks(const TileEntry& entry, i32 row_block) {
   using Bits = FragmentBits<Config::kBlockN>;
   u32 word = Bits::kAll;
-  if (entry.is_cut()) {
-    const auto keys = window.from(entry.tile() * Config::kBlockN);
-    word = Bits::before(keys.end, t) & ~Bits::before(keys.begin, t);
-  }
 #pragma unroll
   for (i32 c = 0; c < kKeyBlocks<Config>; ++c) {
     if (!entry.template sees<kKeyBlocks<Config>>(row_block, c)) word &= ~Bits::column(c);

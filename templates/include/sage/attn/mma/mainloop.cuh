@@ -107,7 +107,10 @@ class AttentionMma {
       const auto keys = own_row(shared);
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
-        of_row[r] = bits_of_blocks<Config>(entry, keys.of_lane(lane / 4 + 8 * r), first / kMaskBlock, lane % 4);
+        of_row[r] = bits_of_blocks<Config>(entry, first / kMaskBlock);
+        if (!entry.is_cut()) continue;
+        const auto own = keys.of_lane(lane / 4 + 8 * r).from(entry.tile() * Config::kBlockN);
+        of_row[r] &= Bits::before(own.end, lane % 4) & ~Bits::before(own.begin, lane % 4);
       }
     }
     __device__ __forceinline__ u32 operator[](i32 r) const { return of_row[r]; }

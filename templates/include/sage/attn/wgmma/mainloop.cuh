@@ -211,9 +211,9 @@ struct Mainloop {
     const KvStage here = stage;
     stage.advance();
     const float scale = score_scale(scales_of(here));
+    const SeenRows seen = seen_of<kOwnP>(tile, here);
     ptx::wgmma_wait<0>();
     float own_largest[kRows];
-    const SeenRows seen = seen_of<kOwnP>(tile, here);
     finish_scores<kOwnP, true>(tile, scale, here, seen, own_largest);
     exponentiate<kLse, kOwnP, true, true>(scale, own_largest, here, seen);
     change_factor();
@@ -236,6 +236,9 @@ struct Mainloop {
     for (i32 r = 0; r < kRows; ++r) pending[r] = alpha[r];
     if constexpr (kSum != kOpens) promote();  // O = alpha · O + R, under Q · K
     if constexpr (kSum == kCloses && !kTogether && !kLse) keep_in_front(here);
+    constexpr bool kUnderProduct = kSlices == 1;  // at head dim 256 ptxas would serialize the products (C7511)
+    SeenRows seen;
+    if constexpr (kMasked && kUnderProduct) seen = seen_of<kOwnP>(tile, here);
     ptx::wgmma_wait<0>();  // S is done
     // A linear P is so short that the other consumer may issue its products in front of the maxima (docs/decisions.md).
     constexpr bool kArrivesEarly = kTogether && kOwnP == P::kLinear && !Config::kSmoothQ;
@@ -244,8 +247,7 @@ struct Mainloop {
       keep_in_front(here);
     }
     float own_largest[kRows];
-    SeenRows seen = {};
-    if constexpr (kMasked) seen = seen_of<kOwnP>(tile, here);
+    if constexpr (kMasked && !kUnderProduct) seen = seen_of<kOwnP>(tile, here);
     finish_scores<kOwnP, kMasked>(tile, scale, here, seen, own_largest);  // delta_s, mask, largest scores
     if constexpr (!kArrivesEarly) pingpong.arrive_behind(own_largest);
     // Of a pair's second tile (kOpens: R holds the first) references may rise, but do not restart: R takes both tiles.
@@ -441,10 +443,13 @@ struct Mainloop {
     }
     const TileEntry entry = entry_of(here);
     seen.whole = entry.template shows_all<kKeyBlocks<Config>>(row_block());
-    if (!seen.whole) {
-      const u32 bits = shared.bits(here.index, warp * Config::kWarpM + lane / 4, lane % 4);
+    if (kSlices > 1 && seen.whole) return seen;  // without this ptxas serializes the products of four slices (C7511)
+    const bool has_bits = entry.is_cut() || entry.has_elements();
+    const u32 bits = shared.bits(here.index, warp * Config::kWarpM + lane / 4, lane % 4);
 #pragma unroll
-      for (i32 r = 0; r < kRows; ++r) seen.of_row[r] = Bits::load_shared(bits + 8 * r * Bits::kRowBytes);
+    for (i32 r = 0; r < kRows; ++r) {
+      seen.of_row[r] = bits_of_blocks<Config>(entry, row_block());
+      if (has_bits) seen.of_row[r] = Bits::load_shared(bits + 8 * r * Bits::kRowBytes);
     }
     return seen;
   }

@@ -52,10 +52,17 @@ struct Producer {
       ptx::mbarrier_wait(shared.query_tile_full(query.index), query.phase);
       if (shared.query_tile(query.index).kv.end == kNoMoreTiles) break;
       const WorkTile work = shared.query_tile(query.index);  // a copy: reading it for every KV tile is slower
+      TileEntry next = {};  // of a sparse mask, read a tile ahead: a list is far away
+      if constexpr (Config::kMask == Mask::kSparse) {
+        if (work.kv.begin < work.kv.end) next = entry_at<Config>(params, work, work.kv.begin);
+      }
 #pragma unroll 1
       for (i32 place = work.kv.begin; place < work.kv.end; ++place, stage.advance()) {
         TileEntry entry = {static_cast<u32>(place)};
-        if constexpr (Config::kMask == Mask::kSparse) entry = entry_at<Config>(params, work, place);
+        if constexpr (Config::kMask == Mask::kSparse) {
+          entry = next;
+          if (place + 1 < work.kv.end) next = entry_at<Config>(params, work, place + 1);
+        }
         ptx::mbarrier_wait(shared.empty(stage.index), stage.phase ^ 1);  // at once in the first round
         load_tile(work, entry, stage.index);
       }
@@ -91,12 +98,13 @@ struct Producer {
     if (lane == 0) ptx::mbarrier_arrive(shared.query_full(query.index));
   }
 
-  // Call with one warp. Makes the bits of KV tiles that a window cuts, or of which some blocks are seen; those of
-  // elements come from memory, with the tile.
+  // Call with one warp. Makes the bits of KV tiles that a window cuts; those of elements come from memory with the tile.
   __device__ __forceinline__ void make_bits() const {
     PipelineState<2> query;
     KvStage stage;
     const i32 lane = ptx::thread_index() % kWarpSize;
+#pragma unroll 1
+    for (i32 i = lane; i < (Config::kBlockN + 1) * 4; i += kWarpSize) shared.before(i / 4, i % 4) = Bits::before(i / 4, i % 4);
 #pragma unroll 1
     while (true) {
       ptx::mbarrier_wait(shared.query_tile_full(query.index), query.phase);
@@ -110,10 +118,10 @@ struct Producer {
       __syncwarp();
 #pragma unroll 1
       for (i32 place = 0; place < tiles; ++place, stage.advance()) {
-        TileEntry entry = {TileEntry::kElements};
+        TileEntry entry = {};
         if (place >= whole) entry = entry_at<Config>(params, work, place);
         ptx::mbarrier_wait(shared.empty(stage.index), stage.phase ^ 1);
-        if (!entry.has_elements()) store_bits(entry, stage.index, lane);
+        if (entry.is_cut()) store_bits(entry, stage.index, lane);
         __syncwarp();  // the arrival publishes the stores of all lanes
         if (lane == 0) ptx::mbarrier_arrive(shared.full(stage.index));
       }
@@ -126,13 +134,17 @@ struct Producer {
  private:
   using Layout = TileLayout<Config>;
   using Shared = SharedStorage<Config>;
+  using Bits = FragmentBits<Config::kBlockN>;
 
   __device__ __forceinline__ void store_bits(const TileEntry& entry, i32 stage, i32 lane) const {
     const i32 t = lane % 4;
-#pragma unroll 1
+    const i32 first = entry.tile() * Config::kBlockN;
+#pragma unroll 4
     for (i32 row = lane / 4; row < Config::kBlockM; row += kWarpSize / 4) {
-      const u32 word = bits_of_blocks<Config>(entry, shared.window(row), row / kMaskBlock, t);
-      FragmentBits<Config::kBlockN>::store_shared(shared.bits(stage, row, t), word);
+      const KeyInterval keys = shared.window(row).from(first);
+      const i32 begin = min(max(keys.begin, 0), Config::kBlockN), end = min(max(keys.end, 0), Config::kBlockN);
+      const u32 word = shared.before(end, t) & ~shared.before(begin, t);
+      Bits::store_shared(shared.bits(stage, row, t), word & bits_of_blocks<Config>(entry, row / kMaskBlock));
     }
   }
 

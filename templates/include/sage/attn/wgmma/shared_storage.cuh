@@ -19,7 +19,8 @@ namespace sage {
 //   mbarriers, 8 bytes each: query_tile_full, query_full and query_empty of every query buffer; then full and empty of
 //     every stage
 //   where Q is smoothed a one, f32: the scale of finished scores, for consumers that ping-pong
-//   of a sparse mask the keys in the window of each row, begin and end, for the producer's warp that makes bits
+//   of a sparse mask, for the producer's warp that makes bits, the keys in the window of each row, begin and end, and a
+//     table of FragmentBits::before()
 template <class Config>
 struct SharedStorage {
   using Layout = TileLayout<Config>;
@@ -44,7 +45,8 @@ struct SharedStorage {
   static constexpr i32 kBarriers = kOutputRows + Config::kBlockM / Config::kWarpM * StoreWholeRows<Config>::kBytes;
   static constexpr i32 kOne = kBarriers + 8 * (2 * 3 + Config::kStages * 2);
   static constexpr i32 kWindows = kOne + (Config::kSmoothQ ? 16 : 0);
-  static constexpr i32 kBytes = kWindows + (kListed ? Config::kBlockM * sizeof(KeyInterval) : 0);
+  static constexpr i32 kBefore = kWindows + (kListed ? Config::kBlockM * sizeof(KeyInterval) : 0);
+  static constexpr i32 kBytes = kBefore + (kListed ? (Config::kBlockN + 1) * 4 * sizeof(u32) : 0);
   static_assert(Layout::kQBytes % 1024 == 0 && Layout::kV % 1024 == 0 && kUnits % 1024 == 0);
 
   u8* bytes;
@@ -67,6 +69,9 @@ struct SharedStorage {
   }
   __device__ __forceinline__ KeyInterval& window(i32 row) const {
     return reinterpret_cast<KeyInterval*>(bytes + kWindows)[row];
+  }
+  __device__ __forceinline__ u32& before(i32 end, i32 t) const {
+    return reinterpret_cast<u32*>(bytes + kBefore)[4 * end + t];
   }
   // Of a row the word of FragmentBits of the lanes with lane % 4 = t.
   __device__ __forceinline__ u32 bits(i32 stage, i32 row, i32 t) const {
