@@ -125,8 +125,8 @@ struct DeltaParams {
   FastDivmod key_blocks;   // of the launch's blocks: columns of blocks
   FastDivmod tile_blocks;  // rows of blocks of a query head
   Dtype dtype;
-  i32 block_m;    // query rows of a tile
-  i32 block_n;    // keys of a KV tile
+  i32 block_m;      // query rows of a tile
+  i32 block_n;      // keys of a KV tile
   i32 window_left;  // as AttnParams: which keys a row sees
   i32 window_right;
 };
@@ -200,13 +200,13 @@ struct AttnParams {
   i32 headdim;    // of out
   FastDivmod q_tiles;
   i32 kv_tiles;
-  Dtype dtype;        // of out
-  i32 num_heads;      // query heads of this launch
-  i32 split_rows;     // rows of a split in out and lse
-  FastDivmod splits;  // blocks that share the keys of a query tile
-  i32 window_left;    // these three of sparse kernels alone: keys that a row sees in front of its own
-  i32 window_right;   // likewise behind it; problem/mask.cuh
-  Tensor sinks;       // f32 [num_q_heads]: a logit that joins the softmax of a row without a value; null: none
+  Dtype dtype;             // of out
+  i32 num_heads;           // query heads of this launch
+  i32 split_rows;          // rows of a split in out and lse
+  FastDivmod splits;       // blocks that share the keys of a query tile
+  i32 window_left;         // these three of sparse kernels alone: keys that a row sees in front of its own
+  i32 window_right;        // likewise behind it; problem/mask.cuh
+  Tensor sinks;            // f32 [num_q_heads]: a logit that joins the softmax of a row without a value; null: none
   const u32* tile_lists;   // as ListsParams; these five of sparse kernels alone, too; null: the window alone decides
   const i32* tile_counts;  // likewise
   const u8* key_bits;      // likewise; null: no element of a mask decides
@@ -223,9 +223,8 @@ constexpr auto fields_of(const AttnParams*) {
                 SAGE_FIELD(num_kv_heads), SAGE_FIELD(q_heads_per_kv_head), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
                 SAGE_FIELD(q_rows), SAGE_FIELD(columns), SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles),
                 SAGE_FIELD(dtype), SAGE_FIELD(num_heads), SAGE_FIELD(split_rows), SAGE_FIELD(splits),
-                SAGE_FIELD(window_left), SAGE_FIELD(window_right), SAGE_FIELD(sinks),
-                SAGE_FIELD(tile_lists), SAGE_FIELD(tile_counts), SAGE_FIELD(key_bits), SAGE_FIELD(mask_of_batch),
-                SAGE_FIELD(mask_of_head));
+                SAGE_FIELD(window_left), SAGE_FIELD(window_right), SAGE_FIELD(sinks), SAGE_FIELD(tile_lists),
+                SAGE_FIELD(tile_counts), SAGE_FIELD(key_bits), SAGE_FIELD(mask_of_batch), SAGE_FIELD(mask_of_head));
 }
 
 // For the attention of a call whose keys are split. A split's rows: [batch][num_q_heads][q_rows], of sequences without

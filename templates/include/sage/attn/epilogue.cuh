@@ -213,8 +213,8 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
 
   // A query that is not finite has a row_bias that is not finite, which makes the row NaN. Rows that see no key stay
   // zero.
-  float factor[kRows];        // of O
-  float share[kRows];         // of the mean of V, the sum of P: 1 where the row saw a key, less where there is a sink
+  float factor[kRows];  // of O
+  float share[kRows];   // of the mean of V, the sum of P: 1 where the row saw a key, less where there is a sink
 #pragma unroll
   for (i32 r = 0; r < kRows; ++r) {
     const i32 own = first + lane / 4 + 8 * r, row = work.first_row + own;

@@ -86,7 +86,8 @@ struct SpoilRows {
   }
 
   // A lane looks at every 32nd channel. done: a bit for each of these that is spoilt in all rows.
-  __device__ __forceinline__ void spoil_channels(const KvLine& line, const u8* v_hat, const Place& at, u32& done) const {
+  __device__ __forceinline__ void spoil_channels(const KvLine& line, const u8* v_hat, const Place& at,
+                                                 u32& done) const {
 #pragma unroll 1
     for (i32 i = 0; i < Config::kHeadDim / kWarpSize; ++i) {
       const i32 channel = i * kWarpSize + lane;

@@ -29,7 +29,8 @@ struct KvRange {
   // The KV tiles of the split that begins with the KV tile `first`, counted from there on.
   __device__ __forceinline__ KvRange of_split(i32 first, const FastDivmod& splits) const {
     const i32 tiles = min(tiles_of_split(splits), end - first);
-    const i32 masked = full_begin <= begin ? 0 : min(full_begin - first, tiles);  // 0 at compile time where every row sees key 0
+    const i32 masked =
+        full_begin <= begin ? 0 : min(full_begin - first, tiles);  // 0 at compile time where every row sees key 0
     return {0, tiles, masked, min(full_end - first, tiles)};
   }
 

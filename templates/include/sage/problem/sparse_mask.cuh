@@ -39,8 +39,8 @@ struct TileEntry {
   }
 };
 
-// The KV tile at a place, counted as WorkTile::kv is. Without a list the window may cut those that come behind the whole
-// ones.
+// The KV tile at a place, counted as WorkTile::kv is. Without a list, tiles behind the whole ones may be cut by the
+// window.
 template <class Config>
 __device__ __forceinline__ TileEntry entry_at(const AttnParams& params, const WorkTile& work, i32 place) {
   if (params.tile_lists == nullptr) {

@@ -18,8 +18,8 @@ struct WorkTile {
   i32 first_kv_tile;  // index into kv_hat of the first KV tile that the block may see; kv counts from there on
   i32 q_begin;        // row of the batch entry's first query in out and lse, behind the rows of earlier splits
   Lengths lengths;    // of the batch entry
-  KvRange kv;  // from 0 on
-  i32 first_key;  // of the first KV tile that the block sees, in its batch entry; 0 but in later splits
+  KvRange kv;         // from 0 on
+  i32 first_key;      // of the first KV tile that the block sees, in its batch entry; 0 but in later splits
 
   __device__ __forceinline__ Seqlen<AttnParams, true> seqlen(const AttnParams& params) const {
     return {params, batch, &lengths};

@@ -1,7 +1,7 @@
 // Lists of the KV tiles that query tiles see, by a window, a boolean mask, a mask of blocks and a key mask together:
-// problem/sparse_mask.cuh. A block makes the list of a query tile, a round of KV tiles at a time: it looks at each of
-// them, a thread at one, or where elements decide a warp, which then stores a bit for each query and key; its first warp
-// lists the round in order.
+// problem/sparse_mask.cuh. A block makes the list of a query tile, a round of KV tiles at a time. A thread looks at a
+// KV tile; where elements decide, a warp does, and stores a bit for each query and key. The first warp then lists the
+// round in order.
 #pragma once
 
 #include "sage/params.cuh"
@@ -137,7 +137,8 @@ struct TileLists {
       const KeyInterval first = window_of(row), last = window_of(min(row + kMaskBlock, rows.end) - 1);
 #pragma unroll 1
       for (i32 key = keys.first; key < keys.end; key += kMaskBlock, bit *= 2) {
-        const bool shown = first.begin < min(key + kMaskBlock, keys.end) && last.end > key && block_shows(rows, row, key);
+        const bool shown =
+            first.begin < min(key + kMaskBlock, keys.end) && last.end > key && block_shows(rows, row, key);
         if (shown) seen |= bit;
         all &= shown;
       }
@@ -147,7 +148,7 @@ struct TileLists {
     return tile | seen | (keys.within ? kPart : kPart | TileEntry::kCut);
   }
 
-  // Call with a warp: 32 chunks of a KV tile at a time, of as many rows as these are. Stores the bits of all rows, those
+  // Call with a warp: it reads 32 chunks of a KV tile at a time, of several rows. Stores the bits of all rows, those
   // behind the last too.
   __device__ __forceinline__ u32 entry_by_elements(const Rows& rows, i32 index, i32 tile) const {
     Keys keys;
@@ -156,7 +157,8 @@ struct TileLists {
     const i32 own_row = lane() / chunks, key = keys.first + (chunks - 1 - lane() % chunks) * kChunk;
     const u32 keys_shown = shown_by_key_mask(rows, key);
     const i32 columns = max(1, params.block_n / kMaskBlock), column = (key - keys.first) / kMaskBlock;
-    u8* bits = params.key_bits + (static_cast<i64>(index) * params.kv_tiles + tile) * params.block_m * params.block_n / 8;
+    u8* bits =
+        params.key_bits + (static_cast<i64>(index) * params.kv_tiles + tile) * params.block_m * params.block_n / 8;
     u32 seen = 0;
     bool all = keys.within;
 #pragma unroll 1
@@ -196,7 +198,8 @@ struct TileLists {
   }
   __device__ __forceinline__ u32 shown_by_key_mask(const Rows& rows, i32 key) const {
     const i64 stride = params.key_mask.stride.row;
-    if (rows.keys == nullptr) return key + kChunk <= params.seqlen_kv ? 0xffff : KeyPrefix{params.seqlen_kv - key}.word();
+    if (rows.keys == nullptr)
+      return key + kChunk <= params.seqlen_kv ? 0xffff : KeyPrefix{params.seqlen_kv - key}.word();
     return bits_one_by_one(rows.keys + key * stride, stride, key);
   }
   __device__ __forceinline__ u32 bits_one_by_one(const u8* from, i64 stride, i32 key) const {
@@ -216,7 +219,8 @@ struct TileLists {
 
   __device__ __forceinline__ bool block_shows(const Rows& rows, i32 row, i32 key) const {
     if (rows.blocks == nullptr) return true;
-    return key < params.seqlen_kv && rows.blocks[row / kMaskBlock * params.block_mask.stride.row + key / kMaskBlock] != 0;
+    return key < params.seqlen_kv &&
+           rows.blocks[row / kMaskBlock * params.block_mask.stride.row + key / kMaskBlock] != 0;
   }
 
   // Stores the FragmentBits of some rows, `first` of the query tile the first: a ballot has a bit of each lane's chunk,

@@ -1,6 +1,6 @@
 // The producer's two working threads, of a warp each. One takes work tiles from the tile scheduler and loads their Q;
-// the other loads their KV tiles. Computing a work tile thus delays no KV tile. A warp each finds the norms that a linear
-// P asks for, and makes the bits of tiles that a sparse mask shows in part.
+// the other loads their KV tiles. Computing a work tile thus delays no KV tile. A third warp finds the norms that a
+// linear P asks for; a fourth makes the bits of tiles that a window cuts.
 #pragma once
 
 #include "sage/attn/wgmma/pipeline.cuh"
@@ -52,7 +52,7 @@ struct Producer {
       ptx::mbarrier_wait(shared.query_tile_full(query.index), query.phase);
       if (shared.query_tile(query.index).kv.end == kNoMoreTiles) break;
       const WorkTile work = shared.query_tile(query.index);  // a copy: reading it for every KV tile is slower
-      TileEntry next = {};  // of a sparse mask, read a tile ahead: a list is far away
+      TileEntry next = {};                                   // of a sparse mask, read a tile ahead: a list is far away
       if constexpr (Config::kMask == Mask::kSparse) {
         if (work.kv.begin < work.kv.end) next = entry_at<Config>(params, work, work.kv.begin);
       }
@@ -98,13 +98,15 @@ struct Producer {
     if (lane == 0) ptx::mbarrier_arrive(shared.query_full(query.index));
   }
 
-  // Call with one warp. Makes the bits of KV tiles that a window cuts; those of elements come from memory with the tile.
+  // Call with one warp. Makes the bits of KV tiles that a window cuts; those of elements come from memory with the
+  // tile. Arrives for every tile, so that it never lags behind a stage by more than a phase.
   __device__ __forceinline__ void make_bits() const {
     PipelineState<2> query;
     KvStage stage;
     const i32 lane = ptx::thread_index() % kWarpSize;
 #pragma unroll 1
-    for (i32 i = lane; i < (Config::kBlockN + 1) * 4; i += kWarpSize) shared.before(i / 4, i % 4) = Bits::before(i / 4, i % 4);
+    for (i32 i = lane; i < (Config::kBlockN + 1) * 4; i += kWarpSize)
+      shared.before(i / 4, i % 4) = Bits::before(i / 4, i % 4);
 #pragma unroll 1
     while (true) {
       ptx::mbarrier_wait(shared.query_tile_full(query.index), query.phase);
@@ -113,7 +115,8 @@ struct Producer {
       const i32 tiles = work.kv.end, whole = work.kv.template whole<Config::kMask>();
 #pragma unroll 1
       for (i32 row = lane; row < Config::kBlockM; row += kWarpSize) {
-        shared.window(row) = visible_keys<Mask::kSparse>(work.seqlen(params), work.first_row + row).from(work.first_key);
+        shared.window(row) =
+            visible_keys<Mask::kSparse>(work.seqlen(params), work.first_row + row).from(work.first_key);
       }
       __syncwarp();
 #pragma unroll 1

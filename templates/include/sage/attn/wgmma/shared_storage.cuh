@@ -85,7 +85,8 @@ struct SharedStorage {
   // The producer arrives, with the buffer's bytes; consumers wait.
   __device__ __forceinline__ u32 query_full(i32 buffer) const { return query_tile_full(buffer) + 8; }
   // Every consumer thread arrives when it has read the buffer, the producer's thread for KV tiles when it has issued
-  // all their loads, and of a sparse mask its warp that makes bits when it has made them. The producer's thread for Q waits.
+  // all their loads, and of a sparse mask its warp that makes bits when it has made them. The producer's thread for Q
+  // waits.
   __device__ __forceinline__ u32 query_empty(i32 buffer) const { return query_full(buffer) + 8; }
   // The producer arrives, with the stage's bytes, and of a sparse mask its warp that makes bits; consumers wait.
   __device__ __forceinline__ u32 full(i32 stage) const { return query_tile_full(2) + stage * 16; }
