@@ -68,14 +68,14 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
             work, and nothing depends on what they hold. The output is that of a call on the keys that are left.
         attn_mask: bool, any shape that broadcasts to ``[batch, q heads, queries, keys]``: True where the query sees the
             key, as in torch's SDPA. A query sees what all masks leave. KV tiles of which a tile of queries sees nothing
-            are not read. Beside it a `key_mask` drops no keys: what a masked key holds then has a part in the means that
-            smoothing subtracts. A float mask (a bias on scores) is refused.
+            are not read. Beside it a `key_mask` drops no keys: what a masked key holds then has a part in the means
+            that smoothing subtracts. A float mask (a bias on scores) is refused.
         block_mask: of :func:`sage_aot.block_mask`: which blocks of keys a block of queries sees, likewise.
         is_causal: query i sees the keys ``j <= i + keys - queries``: the mask is aligned bottom-right, as in
             FlashAttention. (torch's SDPA aligns top-left, which differs where keys and queries are not equally many.)
             With `key_mask`, keys and queries count as they came, and a query sees what both masks leave.
-        window: ``(left, right)``: query i is at the key ``i + keys - queries``, and sees at most `left` keys in front of
-            that key, that key, and at most `right` keys behind it; −1 is no bound. As in FlashAttention. With
+        window: ``(left, right)``: query i is at the key ``i + keys - queries``, and sees at most `left` keys in front
+            of that key, that key, and at most `right` keys behind it; −1 is no bound. As in FlashAttention. With
             `is_causal`, `right` is 0. KV tiles that no query of a tile sees are not read. None: no window. There are no
             kernels with a window, or with `sinks`, for 4 bits.
         sinks: float32 ``[q heads]``: a logit that joins the softmax of each row of its q head, without a value, so that

@@ -138,9 +138,9 @@ class Arithmetic:
 def visible_keys(queries: int, keys: int, *, is_causal: bool, top_left: bool = False,
                  window: tuple[int, int] | None = None, elements: torch.Tensor | None = None,
                  key_mask: torch.Tensor | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
-    """[1 or batch, 1 or q heads, queries, keys] bool. Causal: query i sees the keys j <= i + keys - queries, or, aligned top-left as
-    torch's SDPA, j <= i. Window: as many keys in front of i + keys - queries, and behind it, as its sides say; any where
-    a side is -1. `elements`: of that shape, what the masks of the call leave."""
+    """[1 or batch, 1 or q heads, queries, keys] bool. Causal: query i sees the keys j <= i + keys - queries, or,
+    aligned top-left as torch's SDPA, j <= i. Window: as many keys in front of i + keys - queries, and behind it, as its
+    sides say; any where a side is -1. `elements`: of that shape, what the masks of the call leave."""
     i, j = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
     seen = j <= i + (0 if top_left else keys - queries) if is_causal else torch.ones_like(i * j, dtype=torch.bool)
     left, right = window or (-1, -1)

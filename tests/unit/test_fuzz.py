@@ -22,6 +22,7 @@ from fuzz_cases import (
     complete,
     draw_call,
     draw_case,
+    fields_of_json,
     make_tensors,
     reductions,
     shrink,
@@ -120,6 +121,7 @@ def test_a_case_is_a_line_of_json():
         text = case.to_json()
         assert Case.from_json(text) == case and "\n" not in text
     assert Case("sm80").to_json() == '{"arch": "sm80"}'
+    assert fields_of_json('{"window": [3, 0], "kind": "huge"}') == {"window": (3, 0), "kind": "huge"}
 
 
 def test_lengths_are_bounded():
