@@ -6,6 +6,7 @@ expanded: it has stride zero, and the kernels then make one list for all of its 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,9 +54,9 @@ def block_mask(mask: Any, block_size: int | tuple[int, int] | None = None) -> Bl
             BlockMask.
 
     Returns:
-        A :class:`BlockMask` for calls ``attn(..., block_mask=...)`` on its device. The memory that it holds is a byte for
-        each 64 x 64 of its queries and keys; of a torch BlockMask with blocks that are seen in part, one for each query
-        and key.
+        A :class:`BlockMask` for calls ``attn(..., block_mask=...)`` on its device. The memory that it holds is a byte
+        for each 64 x 64 of its queries and keys; of a torch BlockMask with blocks that are seen in part, one for each
+        query and key.
 
     Raises:
         ArgumentError: `mask` is not as described, or the size of a block is no multiple of 64.
@@ -71,8 +72,8 @@ def block_mask(mask: Any, block_size: int | tuple[int, int] | None = None) -> Bl
     if isinstance(mask, torch.Tensor):
         return _of_blocks(mask, _sizes(128 if block_size is None else block_size), None)
     if not (hasattr(mask, "mask_mod") and hasattr(mask, "to_dense")):
-        raise ArgumentError(f"mask: expected a bool tensor of blocks or a torch BlockMask, got {type(mask).__name__}; make "
-                            f"one with torch.as_tensor(mask)")
+        raise ArgumentError(f"mask: expected a bool tensor of blocks or a torch BlockMask, got {type(mask).__name__}; "
+                            f"make one with torch.as_tensor(mask)")
     sizes = _sizes(mask.BLOCK_SIZE)
     if block_size is not None and _sizes(block_size) != sizes:
         raise ArgumentError(f"block_size: expected that of the BlockMask, {sizes}, got {block_size}; leave it out")
@@ -83,8 +84,8 @@ def _sizes(block_size: Any) -> tuple[int, int]:
     given = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     sizes = tuple(map(integer_of, given))
     if len(sizes) != 2 or any(size is None or size <= 0 or size % MASK_BLOCK for size in sizes):
-        raise ArgumentError(f"block_size: expected multiples of {MASK_BLOCK}, one or (queries, keys), got {block_size!r}; "
-                            f"of smaller blocks pass their elements as attn_mask")
+        raise ArgumentError(f"block_size: expected multiples of {MASK_BLOCK}, one or (queries, keys), got "
+                            f"{block_size!r}; of smaller blocks pass their elements as attn_mask")
     return sizes  # type: ignore[return-value]
 
 
@@ -104,7 +105,8 @@ def _elements(mask: Any) -> torch.Tensor | None:
     if not bool(mask.kv_num_blocks.any()):
         return None
     batch, heads = mask.kv_num_blocks.shape[:2]
-    made: torch.Tensor = create_mask(mask.mask_mod, batch, heads, *mask.seq_lengths, device=str(mask.kv_indices.device))
+    queries, keys = mask.seq_lengths
+    made: torch.Tensor = create_mask(mask.mask_mod, batch, heads, queries, keys, device=str(mask.kv_indices.device))
     return made
 
 
@@ -148,8 +150,8 @@ def _blocks_of_call(blocks: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, 
     needed = [-(-length // size) * (size // MASK_BLOCK) for length, size in zip((queries, keys), blocks.block_size)]
     if list(blocks.blocks.shape[2:]) != needed:
         rows, columns = (size // (of // MASK_BLOCK) for size, of in zip(blocks.blocks.shape[2:], blocks.block_size))
-        raise ArgumentError(f"block_mask: expected blocks of {blocks.block_size} for {queries} queries and {keys} keys, got "
-                            f"{rows} x {columns} of them; make the mask of this call's lengths")
+        raise ArgumentError(f"block_mask: expected blocks of {blocks.block_size} for {queries} queries and {keys} "
+                            f"keys, got {rows} x {columns} of them; make the mask of this call's lengths")
     fitting = blocks.blocks[:, :, : -(-queries // MASK_BLOCK), : -(-keys // MASK_BLOCK)]
     expanded = _expanded("block_mask", fitting, (batch, heads, *fitting.shape[2:]), "[batch, q heads, ...]")
     elements = blocks.elements
@@ -159,10 +161,8 @@ def _blocks_of_call(blocks: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, 
 def _expanded(name: str, mask: torch.Tensor, shape: tuple[int, ...], dimensions: str) -> torch.Tensor:
     """The mask in that shape, of the same memory but where its last dimension is not contiguous."""
     if mask.dim() > 0 and (mask.shape[-1] != shape[-1] or mask.stride(-1) != 1):
-        try:
+        with contextlib.suppress(RuntimeError):  # for which the next expand() raises too
             mask = mask.expand(*mask.shape[:-1], shape[-1]).contiguous()
-        except RuntimeError:
-            pass  # which the next expand() raises for too
     try:
         return mask.expand(shape)
     except RuntimeError as error:

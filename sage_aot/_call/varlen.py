@@ -13,28 +13,27 @@ from sage_aot._problem.options import Asked
 @overload
 def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
                 cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
-                sinks: torch.Tensor | None = ..., is_causal: bool = ..., window: tuple[int, int] | None = ...,
-                scale: float | None = ..., qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ...,
-                smooth_v: bool = ..., rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ...,
-                p: str = ..., return_lse: Literal[False] = ..., out: torch.Tensor | None = ...) -> torch.Tensor: ...
+                sinks: torch.Tensor | None = ..., is_causal: bool = ..., scale: float | None = ..., qk: str = ...,
+                smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ..., rotate: bool | str = ...,
+                clip: bool = ..., pv_accum: str = ..., p: str = ..., window: tuple[int, int] | None = ...,
+                return_lse: Literal[False] = ..., out: torch.Tensor | None = ...) -> torch.Tensor: ...
 
 
 @overload
 def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
                 cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
-                sinks: torch.Tensor | None = ..., is_causal: bool = ..., window: tuple[int, int] | None = ...,
-                scale: float | None = ..., qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ...,
-                smooth_v: bool = ..., rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ...,
-                p: str = ..., return_lse: Literal[True],
-                out: torch.Tensor | None = ...) -> tuple[torch.Tensor, torch.Tensor]: ...
+                sinks: torch.Tensor | None = ..., is_causal: bool = ..., scale: float | None = ..., qk: str = ...,
+                smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ..., rotate: bool | str = ...,
+                clip: bool = ..., pv_accum: str = ..., p: str = ..., window: tuple[int, int] | None = ...,
+                return_lse: Literal[True], out: torch.Tensor | None = ...) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
                 cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
-                sinks: torch.Tensor | None = None, is_causal: bool = False, window: tuple[int, int] | None = None,
-                scale: float | None = None, qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
-                smooth_v: bool = False, rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto",
-                p: str = "auto", return_lse: bool = False,
+                sinks: torch.Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+                qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True, smooth_v: bool = False,
+                rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto", p: str = "auto",
+                window: tuple[int, int] | None = None, return_lse: bool = False,
                 out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`sage_aot.attn` on sequences of several lengths in one tensor, without padding.
 

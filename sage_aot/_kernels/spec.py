@@ -199,9 +199,8 @@ BACKWARD = ("bwdprep", "bwdkv", "bwdq")
 """The kinds of the backward pass."""
 
 IN_EVERY_FAMILY = ("pack", "lists", "quant", "attn", "merge")
-"""The kinds that every family has. Every call runs quant and attn; pack runs where a call has a key mask, lists where it has
-another boolean mask, delta where Q
-is smoothed, merge where keys are split (sage_aot/_launch/plan.py)."""
+"""The kinds that every family has. Every call runs quant and attn; pack runs where a call has a key mask, lists where
+it has another boolean mask, delta where Q is smoothed, merge where keys are split (sage_aot/_launch/plan.py)."""
 
 
 def spec_of(name: str) -> KernelSpec:

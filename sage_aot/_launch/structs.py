@@ -70,9 +70,8 @@ NULL: Address = ("", 0)
 
 _TENSORS = ("q", "k", "v", "out", *TENSORS, "grad_out", "grad_q", "grad_k", "grad_v")
 _ADDRESSES = ("cu_seqlens_q", "cu_seqlens_k", "key_rank", "key_index", "q_hat", "kv_hat", "q_scale", "q_mean", "k_mean",
-              "v_scale", "v_mean", "row_bias", "tile_counter", "delta_s", "lse", "partial_out", "partial_lse", "tile_lists",
-              "tile_counts", "key_bits", "k_hat",
-              "q_side", "kv_side")
+              "v_scale", "v_mean", "row_bias", "tile_counter", "delta_s", "lse", "partial_out", "partial_lse",
+              "tile_lists", "tile_counts", "key_bits", "k_hat", "q_side", "kv_side")
 _INTEGERS = ("batch", "seqlen_q", "seqlen_kv", "q_rows", "kv_rows", "headdim", "dtype", "kv_tiles", "block_m",
              "block_n", "columns", "rounds", "kv_blocks", "first_head", "num_heads", "split_rows", "partial_headdim",
              "q_side_blocks", "log2_parts_of_kv_tile", "window_left", "window_right", "mask_of_batch", "mask_of_head",

@@ -28,8 +28,9 @@ def check(given: Given, options: Options) -> Problem:
         _check_optional(name, given, problem)
     listed = [name for name in given.optional if name in LISTED]
     if listed and isinstance(given.details, Stored) and given.details.has_key_mask:
-        raise ArgumentError(f"{listed[0]}: expected None with a QuantizedKV that has a key mask, got a tensor; quantize k "
-                            f"and v without the key mask, and pass attn_mask=key_mask[:, None, None] with it")
+        raise ArgumentError(f"{listed[0]}: expected None with a QuantizedKV that has a key mask, got a tensor; "
+                            f"quantize k and v without the key mask, and pass attn_mask=key_mask[:, None, None] "
+                            f"with it")
     masks = _masks(given, problem) if listed else problem.masks
     return replace(problem, optional=(*problem.optional, *given.optional), masks=masks)
 
@@ -99,8 +100,8 @@ def _check_stored(given: Given, options: Options) -> Problem:
 def _check_train(given: Given, options: Options) -> Problem:
     problem = _check_dense(given, options)
     if options.window:
-        raise ArgumentError(f"window: expected None to train with, got {options.window}; there is no backward pass with "
-                            f"windows: call torch.nn.functional.scaled_dot_product_attention with a mask")
+        raise ArgumentError(f"window: expected None to train with, got {options.window}; there is no backward pass "
+                            f"with windows: call torch.nn.functional.scaled_dot_product_attention with a mask")
     if problem.dtype == "f32":
         raise ArgumentError(f"q, k and v: expected torch.float16 or torch.bfloat16 to train with, got "
                             f"{given.like.dtype}; call it under torch.autocast, or pass q.to(torch.bfloat16)")

@@ -41,7 +41,7 @@ class Option(NamedTuple):
                                           # option with values without end (`axis_value`) one for each value of the axis
     fixed: bool = False  # a part of the problem: another value is no advice, it would be another result
     resolve: Callable[[Options], Any] | None = None  # what "auto" stands for, given the options before this one
-    axis_value: Callable[[Options], str | int] | None = None  # that of the axis, given all options, in place of `values`
+    axis_value: Callable[[Options], str | int] | None = None  # that of the axis, given all options, not by `values`
 
 
 def _is_bool(value: object) -> bool:
@@ -90,8 +90,9 @@ _OF_SYMBOL: Mapping[str, Callable[[Any], Any]] = {"SymBool": bool, "SymInt": int
 
 def scalar_of(value: Any) -> Any:
     """The Python scalar within a NumPy scalar, or within an array or a tensor without dimensions; that of a tracer's
-    symbol, which puts a guard on it; of a list or a tuple the tuple of these; any other value as it is. A tensor stays one, which no option is, where it has no
-    value, or a derivative that would be lost. A scalar on a GPU synchronizes with it."""
+    symbol, which puts a guard on it; of a list or a tuple the tuple of these; any other value as it is. A tensor stays
+    one, which no option is, where it has no value, or a derivative that would be lost. A scalar on a GPU synchronizes
+    with it."""
     if of_symbol := _OF_SYMBOL.get(type(value).__name__):
         return of_symbol(value)
     if isinstance(value, (list, tuple)):

@@ -60,7 +60,7 @@ TENSORS: dict[str, TensorArgument] = {
         dtype="bool", shape=("batch", "keys"), meaning="True where a key may be seen",
         other_dtype="pass key_mask.bool() for ones and zeros, key_mask == 0 for zeros and -inf",
         other_shape="of a mask that all entries share pass key_mask.expand(batch, -1), of one [batch, 1, 1, keys] pass "
-                    "key_mask[:, 0, 0]; a mask that differs by query or head has no kernel",
+                    "key_mask[:, 0, 0]; pass one that differs by query or head as attn_mask",
         calls=("dense", "kv"),
         refused={"varlen": "leave the keys that it masks out of k and v, and out of cu_seqlens_k",
                  "stored": "pass it to quantize_kv", "train": "leave the keys that it masks out of k and v"},
@@ -71,7 +71,8 @@ TENSORS: dict[str, TensorArgument] = {
         other_dtype="pass sinks.float()", other_shape="pass one logit for each q head, sinks.flatten()",
         calls=("dense", "varlen", "stored"),
         refused={"kv": "pass it to attn", "train": "there is no backward pass with sinks; call the host's attention"},
-        help="joins the softmax of each row of its q head, without a value: the weights of the keys sum to less than one",
+        help="joins the softmax of each row of its q head, without a value: the weights of the keys sum to less than "
+             "one",
         axes={"mask": "sparse"}),
     "attn_mask": TensorArgument(
         dtype="bool", shape=("batch", "q heads", "queries", "keys"), meaning="True where the query sees the key",
@@ -94,10 +95,10 @@ TENSORS: dict[str, TensorArgument] = {
         help="the blocks of keys that a block of queries sees, by `sage_aot.block_mask`; all others are not read",
         axes={"mask": "sparse"}),
 }
+"""Every optional tensor by name, in the order of the operators' schemas."""
 
 LISTED = ("attn_mask", "block_mask")
 """Optional tensors of a call whose KV tiles are listed: a kernel of its own reads them, and a key mask beside them."""
-"""Every optional tensor by name, in the order of the operators' schemas."""
 
 OPERANDS = ("q", "k", "v", *TENSORS, "cu_seqlens_q", "cu_seqlens_k", "kept")
 """Names of all tensors that a call is given, in the order of the fields of :class:`sage_aot._problem.given.Given`."""

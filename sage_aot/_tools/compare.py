@@ -169,7 +169,8 @@ def _channel_means(error: torch.Tensor, bound: Bound) -> Measure:
 
 
 def _emulated(plan: Plan, quantized: Quantized, key_ranks: torch.Tensor | None, *, with_lse: bool,
-              sinks: torch.Tensor | None, elements: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+              sinks: torch.Tensor | None,
+              elements: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The emulation's output, log-sum-exp, and Σ p·|v| / Σ p, from one run of twice the batch: the second half has |v|.
     """
     twice = {f.name: getattr(quantized, f.name) for f in dataclasses.fields(Quantized)}

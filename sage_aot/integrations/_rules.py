@@ -18,7 +18,7 @@ from sage_aot._problem.derivatives import is_transformed
 from sage_aot._problem.options import OPTIONS, scalar_of
 from sage_aot._problem.problem import DTYPES
 from sage_aot._tools.explain import explain
-from sage_aot.errors import UnsupportedError
+from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations._calibration import threshold_of
 from sage_aot.integrations._gain import Mask, Work, is_faster, kernel_headdim, kind_of
 from sage_aot.integrations._report import SLOWER, refused
@@ -221,7 +221,7 @@ def _explained_sparse(capability: tuple[int, int] | None, headdim: int, options:
     return explain(q, q, q, **asked).error is None
 
 
-NEUTRAL: Mapping[str, Any] = {"window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None, "return_softmax": False}
+NEUTRAL: Mapping[str, Any] = {"softcap": 0.0, "alibi_slopes": None, "return_softmax": False}
 """Arguments of FlashAttention that sage_aot does not have, each with the value that changes nothing."""
 
 
@@ -229,9 +229,22 @@ def check_neutral(given: Mapping[str, Any], otherwise: str) -> None:
     """UnsupportedError where an argument of NEUTRAL has another value; `otherwise`: what to do then."""
     for name, neutral in NEUTRAL.items():
         value = given[name]
-        if isinstance(value, torch.Tensor) or (tuple(value) if isinstance(value, list) else value) != neutral:
+        if isinstance(value, torch.Tensor) or value != neutral:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             raise refused(f"the argument {name}", f"{name}: expected {neutral}, got {got}; {otherwise}")
+
+
+NO_WINDOW = -1, -1
+"""FlashAttention's `window_size` of calls without a window."""
+
+
+def window_of(window_size: Any) -> tuple[int, int] | None:
+    """FlashAttention's `window_size` as a :class:`HostCall` has a window; None of NO_WINDOW. ArgumentError where it is
+    none."""
+    option, window = OPTIONS["window"], scalar_of(window_size)
+    if window is None or not option.valid(window):
+        raise ArgumentError(f"window_size: expected {option.expected.removeprefix('None, or ')}, got {window_size!r}")
+    return None if window == NO_WINDOW else window
 
 
 def check_gpu() -> None:

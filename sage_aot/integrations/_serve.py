@@ -98,7 +98,7 @@ def serve_anyway(call: HostCall, otherwise: str, return_lse: bool = False, **opt
     call = call._replace(q=_received(call.q), k=_received(call.k), v=_received(call.v))
     no_rows = call.q.dim() == call.k.dim() == 4 and 0 in call.sizes()[3:]
     if no_rows:  # a share of a ring without keys, of which any mask hides as much: zeros and -inf
-        call = call._replace(is_causal=False, mask=None)
+        call = call._replace(is_causal=False, mask=None, window=None)
     options = {**current().options, **options}
     if reason := why_not_computed(call, no_rows, options):
         raise refused(reason, f"expected a call that sage_aot computes, got: {reason}; {otherwise}")

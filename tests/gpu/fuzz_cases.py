@@ -164,7 +164,12 @@ class Case(_SizesAndOptions):
 
     @classmethod
     def from_json(cls, text: str) -> Case:
-        return cls(**json.loads(text))
+        return cls(**fields_of_json(text))
+
+
+def fields_of_json(text: str) -> dict[str, Any]:
+    """Fields of a case by name. JSON has no tuples: its lists are windows."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(text).items()}
 
 
 WEIGHTS = {f.name: f.metadata["weights"] for f in dataclasses.fields(Case) if "weights" in f.metadata}
@@ -403,13 +408,15 @@ def make_masks(case: Case, device: str) -> Masks | None:
     queries, keys = case.seqlen_q, case.seqlen_kv
     i, j = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
     elements = {"none": lambda: None, "random": lambda: drawn(case.batch, 1, queries, keys),
-                "documents": lambda: i // 90 == j // 90, "heads": lambda: drawn(1, case.q_heads, queries, keys, share=0.05),
+                "documents": lambda: i // 90 == j // 90,
+                "heads": lambda: drawn(1, case.q_heads, queries, keys, share=0.05),
                 "rows": lambda: drawn(case.batch, 1, queries, 1), "keys": lambda: drawn(case.batch, 1, 1, keys),
                 "all": lambda: torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)}[case.elements]()
     seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) if elements is None else elements
     size = int(case.blocks) if case.blocks.isdecimal() else 128
     rows, columns = -(-queries // size), -(-keys // size)
-    grid = {"heads": lambda: drawn(case.batch, case.q_heads, rows, columns), "all": lambda: drawn(rows, columns, share=2.0),
+    grid = {"heads": lambda: drawn(case.batch, case.q_heads, rows, columns),
+            "all": lambda: drawn(rows, columns, share=2.0),
             "nothing": lambda: drawn(1, 1, rows, columns, share=-1.0)}.get(case.blocks,
                                                                           lambda: drawn(1, 1, rows, columns))
     blocks = None

@@ -262,7 +262,7 @@ def _asked(function: Callable[..., Any], arguments: dict[str, Any], sequences: S
 
 def _compare_stored(case: Case, inputs: Inputs, direct: Made) -> list[Measure]:
     """The same call with k and v quantized before has the same bits."""
-    own = {name: case.arguments[name] for name in (*OF_CALL, "return_lse")}
+    own: dict[str, Any] = {name: case.arguments[name] for name in (*OF_CALL, "return_lse")}
     others = {name: value for name, value in case.arguments.items() if name not in own}
     own |= inputs.of_queries
     key_mask, attn_mask = inputs.key_mask, own.get("attn_mask")

@@ -138,9 +138,9 @@ class Arithmetic:
 def visible_keys(queries: int, keys: int, *, is_causal: bool, top_left: bool = False,
                  window: tuple[int, int] | None = None, elements: torch.Tensor | None = None,
                  key_mask: torch.Tensor | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
-    """[1 or batch, 1 or q heads, queries, keys] bool. Causal: query i sees the keys j <= i + keys - queries, or, aligned top-left as
-    torch's SDPA, j <= i. Window: as many keys in front of i + keys - queries, and behind it, as its sides say; any where
-    a side is -1. `elements`: of that shape, what the masks of the call leave."""
+    """[1 or batch, 1 or q heads, queries, keys] bool. Causal: query i sees the keys j <= i + keys - queries, or,
+    aligned top-left as torch's SDPA, j <= i. Window: as many keys in front of i + keys - queries, and behind it, as its
+    sides say; any where a side is -1. `elements`: of that shape, what the masks of the call leave."""
     i, j = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
     seen = j <= i + (0 if top_left else keys - queries) if is_causal else torch.ones_like(i * j, dtype=torch.bool)
     left, right = window or (-1, -1)
@@ -283,10 +283,8 @@ def _errors_of_scores(q: torch.Tensor, k: torch.Tensor, scale: float, arithmetic
 def _bound_of_lse(heads: _Heads, arithmetic: Arithmetic) -> torch.Tensor:
     """The log-sum-exp moves by the mean, by weight, of the errors of the scores. Independent ones cancel, but for what
     the keys have in common beside the mean that smoothing takes off: an eighth of their deviation, for that mean is of
-    64 keys; a quarter is allowed. The product of a query and that mean adds up in f32."""
-    terms = (heads.q.abs() @ heads.k.abs().amax(-2, keepdim=True).mT)[..., 0] * abs(heads.scale)
-    summed = heads.q.shape[-1] * 2.0**-23 * terms
-    stored = 0.01 + 2.0**-20 * heads.lse.abs().nan_to_num(posinf=0.0, neginf=0.0) + summed
+    64 keys; a quarter is allowed."""
+    stored = _stored_lse(heads)
     if not (arithmetic.independent and arithmetic.smooth_k):
         return heads.moved + stored
     deviation = heads.deviation
@@ -294,12 +292,21 @@ def _bound_of_lse(heads: _Heads, arithmetic: Arithmetic) -> torch.Tensor:
     return torch.where(SIGMAS * deviation <= 1.0, torch.minimum(averaged, heads.moved), heads.moved) + stored
 
 
+def _stored_lse(heads: _Heads) -> torch.Tensor:
+    """What a log-sum-exp is off beside the errors of scores: the product of a query and the mean of the keys adds up in
+    f32."""
+    terms = (heads.q.abs() @ heads.k.abs().amax(-2, keepdim=True).mT)[..., 0] * abs(heads.scale)
+    summed = heads.q.shape[-1] * 2.0**-23 * terms
+    return 0.01 + 2.0**-20 * heads.lse.abs().nan_to_num(posinf=0.0, neginf=0.0) + summed
+
+
 # What they do to the output -------------------------------------------------------------------------------------------
 
 
 def _bounds(heads: _Heads, arithmetic: Arithmetic, key_mask: torch.Tensor | None,
             info: torch.finfo) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of elements, of rows, and the units of the rows' norms."""
+    """Of elements, of rows, and the units of the rows' norms. A sink is off as a key is, in its score relative to the
+    others; besides, what the log-sum-exp is off changes its share of a row."""
     v, out = heads.v, heads.out
     units = v.abs().amax(2, keepdim=True).clamp(min=1e-300)
     small, expected = v / units, out / units
@@ -308,6 +315,8 @@ def _bounds(heads: _Heads, arithmetic: Arithmetic, key_mask: torch.Tensor | None
     rest = spread(v, arithmetic.smooth_v, key_mask)  # what is rounded of V
     none = ~heads.seen.any(-1)  # rows that see no key are zeros, exactly
     stored = info.eps * out.abs() + info.smallest_normal * info.eps + 2.0**-20 * units + 1e-34
+    of_sinks = heads.weights[..., heads.seen.shape[-1]:].sum(-1)  # zero without any
+    stored = stored + (of_sinks * _stored_lse(heads))[..., None] * out.abs()
     lost = arithmetic.lost_of_p * heads.seen.sum(-1, keepdim=True).clamp(max=1e6) + arithmetic.lost_of_v
     elements = torch.minimum(_worst_of_elements(heads, arithmetic, rest), 2.2 * rest.amax(2, keepdim=True))
     rows = _worst_of_rows(heads, arithmetic, small, expected, rest / units)

@@ -55,8 +55,9 @@ _RENDERER = Renderer(PROJECT.templates)
 
 
 def _simulated() -> tuple[AttnSpec, ...]:
-    """Of kernels with one source the first; of sparse masks those that smooth everything or nothing. Chips that add no source have their own accumulators all the same: of them
-    those that smooth everything under a causal mask. PTX is for no chip of its own."""
+    """Of kernels with one source the first; of sparse masks those that smooth everything or nothing. Chips that add no
+    source have their own accumulators all the same: of them those that smooth everything under a causal mask. PTX is
+    for no chip of its own."""
     found = {spec for spec in {source_of(spec): spec for spec in reversed(SPECS)}.values()
              if spec.mask != "sparse" or spec.v.removeprefix("v") == spec.q.removeprefix("q")}
     archs = {spec.arch for spec in found}

@@ -109,15 +109,16 @@ def test_a_window_of_sequences_is_that_of_each(arch):
                          ids=str)
 def test_windows_that_are_none(window):
     q, k, v = draw(20, 20)
-    with pytest.raises(sage_aot.ArgumentError, match=re.escape("window: expected None, or (left, right): two integers")):
+    expected = "window: expected None, or (left, right): two integers"
+    with pytest.raises(sage_aot.ArgumentError, match=re.escape(expected)):
         sage_aot.attn(q, k, v, window=window)
 
 
 def test_no_backward_pass_with_a_window():
     q, k, v = (x.bfloat16() for x in draw(20, 20))
     with pytest.raises(sage_aot.ArgumentError, match="window: expected None to train with"):
-        torch.ops.sage_aot.train_attn(q, k, v, False, None, "HND", "auto", None, True, False, None, True, "auto", "auto",
-                                      [3, 0])
+        torch.ops.sage_aot.train_attn(q, k, v, False, None, "HND", "auto", None, True, False, None, True, "auto",
+                                      "auto", [3, 0])
 
 
 # --- sinks ------------------------------------------------------------------------------------------------------------
@@ -202,7 +203,8 @@ def test_what_is_not_finite_spoils_only_the_rows_that_see_it(arch):
 
 def test_a_bias_is_refused():
     q, k, v = draw(20, 20)
-    with pytest.raises(sage_aot.ArgumentError, match=r"attn_mask: expected torch\.bool.*an additive bias has no kernel"):
+    expected = r"attn_mask: expected torch\.bool.*an additive bias has no kernel"
+    with pytest.raises(sage_aot.ArgumentError, match=expected):
         sage_aot.attn(q, k, v, attn_mask=torch.zeros(20, 20))
     with pytest.raises(sage_aot.ArgumentError, match="attn_mask: expected a shape that broadcasts to"):
         sage_aot.attn(q, k, v, attn_mask=torch.ones(19, 20, dtype=torch.bool))
@@ -274,8 +276,8 @@ def test_blocks_that_are_none(make, says):
 def test_sequences_take_no_masks_of_queries():
     q, k, v = (x[0].transpose(0, 1) for x in draw(batch=1))
     begins = torch.tensor([0, 300], dtype=torch.int32), torch.tensor([0, 410], dtype=torch.int32)
-    said = sage_aot.supports(q, k, v, cu_seqlens_q=begins[0], cu_seqlens_k=begins[1], max_seqlen_q=300, max_seqlen_k=410,
-                             attn_mask=torch.ones(300, 410, dtype=torch.bool))
+    said = sage_aot.supports(q, k, v, cu_seqlens_q=begins[0], cu_seqlens_k=begins[1], max_seqlen_q=300,
+                             max_seqlen_k=410, attn_mask=torch.ones(300, 410, dtype=torch.bool))
     assert said and said.startswith("attn_mask: expected None in a call of attn_varlen")
 
 

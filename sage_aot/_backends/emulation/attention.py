@@ -10,7 +10,8 @@ Source: SageAttention2, Algorithm 1, sections 3.1 to 3.4 and appendix A.6.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
@@ -36,8 +37,8 @@ class Softmax(Protocol):
 
     def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor,
                  bound: torch.Tensor | None) -> None:
-        """`visible`: of all rows, where a mask is sparse by the places of KV tiles; `zeros`: [batch, heads, rows]; `bound`: likewise, no magnitude of a row's scores is
-        larger; None where no P of the call is linear."""
+        """`visible`: of all rows, where a mask is sparse by the places of KV tiles; `zeros`: [batch, heads, rows];
+        `bound`: likewise, no magnitude of a row's scores is larger; None where no P of the call is linear."""
         ...
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
@@ -129,14 +130,42 @@ def _key_norms(quantized: Quantized, block_n: int, warps: int, vector: int) -> t
     return norms.flatten(3).amax(-1)
 
 
-class _Step(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Step:
     """One KV tile of every query tile."""
 
     first: int  # its first key; by places, the key at that place
     seen: torch.Tensor  # [rows, keys of the tile] bool; by places [batch, heads, rows, keys of the tile]
-    of_keys: Callable[[torch.Tensor], torch.Tensor]  # of [batch, heads, keys, ...] what belongs to the tile's keys
-    of_tile: Callable[[torch.Tensor], torch.Tensor]  # likewise of [batch, heads, KV tiles]: [batch, heads]
-    delta: Callable[[torch.Tensor], torch.Tensor]  # likewise of delta_s: [batch, heads, rows, keys of the tile]
+    tile: Tile
+
+    def of_keys(self, x: torch.Tensor) -> torch.Tensor:
+        """Of [batch, heads, keys, ...] what belongs to the tile's keys."""
+        return x[:, :, self.first: self.first + self.tile.block_n]
+
+    def of_tile(self, x: torch.Tensor) -> torch.Tensor:
+        """Likewise of [batch, heads, KV tiles]: [batch, heads]."""
+        return x[:, :, self.first // self.tile.block_n]
+
+    def delta(self, x: torch.Tensor) -> torch.Tensor:
+        """Likewise of delta_s: [batch, heads, rows, keys of the tile]."""
+        return x[..., self.first: self.first + self.tile.block_n].repeat_interleave(self.tile.block_m, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class _StepByPlaces(_Step):
+    """One place of every query tile, each of which is a head of its own."""
+
+    keys: torch.Tensor  # [batch, heads, q tiles, keys of the tile]: by number
+
+    def of_keys(self, x: torch.Tensor) -> torch.Tensor:
+        batch, heads = (torch.arange(size, device=x.device) for size in self.keys.shape[:2])
+        return x[batch[:, None, None, None], heads[:, None, None], self.keys].flatten(1, 2)
+
+    def of_tile(self, x: torch.Tensor) -> torch.Tensor:
+        return x.gather(-1, self.keys[..., 0] // self.tile.block_n).flatten(1, 2)
+
+    def delta(self, x: torch.Tensor) -> torch.Tensor:
+        return x.gather(-1, self.keys).flatten(1, 2)[:, :, None]
 
 
 class _Walk:
@@ -162,14 +191,11 @@ class _Walk:
         return torch.where((tiles >= begin) & (tiles < end), of_tiles[:, :, None], 0.0).amax(-1)
 
     def steps(self, device: torch.device) -> Iterator[_Step]:
-        block_m, block_n, visible = self._tile.block_m, self._tile.block_n, self._split.visible
+        block_n, visible = self._tile.block_n, self._split.visible
         begin, end = int(visible.begin.min()) // block_n * block_n, int(visible.end.max())
         visible = visible.to(device)
         for first in range(begin, end, block_n):
-            keys = slice(first, first + block_n)
-            yield _Step(first, visible.contains(first + torch.arange(block_n, device=device)),
-                        lambda x, keys=keys: x[:, :, keys], lambda x, first=first: x[:, :, first // block_n],
-                        lambda x, keys=keys: x[..., keys].repeat_interleave(block_m, 2))
+            yield _Step(first, visible.contains(first + torch.arange(block_n, device=device)), self._tile)
 
 
 class _Places(NamedTuple):
@@ -236,16 +262,12 @@ class _WalkByPlaces(_Walk):
     def steps(self, device: torch.device) -> Iterator[_Step]:
         block_m, block_n = self._tile.block_m, self._tile.block_n
         of_query_tiles = torch.unflatten(self._seen, 2, (-1, block_m))
-        batch, heads = (torch.arange(size, device=device) for size in self._tiles.shape[:2])
         for place in range(self._tiles.shape[3]):
             tiles, exists = self._tiles[..., place], self._exists[..., place]
             keys = tiles[..., None] * block_n + torch.arange(block_n, device=device)
             of_keys = keys[..., None, :].expand(-1, -1, -1, block_m, -1)
             seen = of_query_tiles.gather(-1, of_keys) & exists[..., None, None]
-            at = batch[:, None, None, None], heads[:, None, None], keys
-            yield _Step(place * block_n, seen.flatten(1, 2), lambda x, at=at: x[at].flatten(1, 2),
-                        lambda x, tiles=tiles: x.gather(-1, tiles).flatten(1, 2),
-                        lambda x, keys=keys: x.gather(-1, keys).flatten(1, 2)[:, :, None])
+            yield _StepByPlaces(place * block_n, seen.flatten(1, 2), self._tile, keys)
 
 
 def _walk(plan: Plan, quantized: Quantized, split: _Split, elements: torch.Tensor | None) -> _Walk:

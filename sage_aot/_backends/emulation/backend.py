@@ -149,7 +149,8 @@ def _attend(plan: Plan, given: Given, out: torch.Tensor | None, lse: torch.Tenso
 
 
 def elements_of(problem: Problem, given: Given) -> torch.Tensor | None:
-    """[batch, q heads, queries, keys] bool: what the masks of a call leave whose KV tiles are listed; None of others."""
+    """[batch, q heads, queries, keys] bool: what the masks of a call leave whose KV tiles are listed; None of
+    others."""
     if not problem.is_listed:
         return None
     seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=given.like.device)
