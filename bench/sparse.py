@@ -2,22 +2,26 @@
 
     python bench/sparse.py --headdim 64,128 --rounds 7
     python bench/sparse.py --shapes 4x32x16384,1x24x118800
+    python bench/sparse.py --peers --shapes 4x32x16384
 
 Each round times every way once, between events around so many launches that they take some milliseconds; a row has the
 medians over the rounds. `speedup` is the dense call's attention over the row's, `ideal` that of the KV tiles that the
 row does not visit. `lists` is the kernel that lists them. Blocks are of 128 x 128, drawn alike for all heads. A window
 is compared with the causal call. The output of each row is checked in float64 on rows drawn from the first head; that
-of a list of all blocks must have the bits of the dense call.
+of a list of all blocks must have the bits of the dense call. `--peers` times whole calls instead, beside torch's
+FlexAttention and SDPA with the same mask, and FlashAttention-2 with a window.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import common
 import sage_aot
@@ -31,7 +35,10 @@ from sage_aot._problem.options import Options
 from speed import Pieces
 
 COLUMNS = ("batch×heads", "headdim", "N", "mask", "dense, µs", "µs", "speedup", "ideal", "lists, µs", "cosine")
+PEERS = ("FlexAttention", "SDPA", "FlashAttention-2")
+PEER_COLUMNS = ("batch×heads", "headdim", "N", "mask", "sage_aot.attn, µs", *(f"{name} ×" for name in PEERS))
 BLOCK, WINDOW, DRAWN_ROWS = 128, 4096, 64
+_FLEX = torch.compile(flex_attention, dynamic=False)
 
 
 class Mask(NamedTuple):
@@ -50,12 +57,13 @@ def main() -> int:
     common.require_cuda()
     library = common.use_kernels(arguments.kernels)
     common.print_header(common.header(library) | {"inputs": f"N(0, 1) bf16; medians of {arguments.rounds} rounds"})
-    print(common.table_head(COLUMNS))
+    print(common.table_head(PEER_COLUMNS if arguments.peers else COLUMNS))
     backend = CudaBackend(library, arguments.arch)
     for headdim in arguments.headdim:
         for shape in arguments.shapes:
             batch, heads, tokens = map(int, shape.split("x"))
-            for row in rows(arguments, backend, (batch, heads, tokens, headdim)):
+            sizes = (batch, heads, tokens, headdim)
+            for row in peer_rows(arguments, sizes) if arguments.peers else rows(arguments, backend, sizes):
                 print(common.table_row(row), flush=True)
     return 0
 
@@ -66,8 +74,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shapes", type=common.words, default=["4x32x16384", "1x40x32768"],
                         help="batch x heads x tokens (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="of each row (default: %(default)s)")
+    parser.add_argument("--peers", action="store_true", help="whole calls beside torch's")
     parser.add_argument("--kernels", help="folder of kernels (default: the package's)")
-    parser.add_argument("--arch", help="whose kernels, of a folder that was built for this GPU (default: the GPU's own)")
+    parser.add_argument("--arch", help="of a folder of kernels that were built for this GPU (default: the GPU's own)")
     return parser.parse_args()
 
 
@@ -115,6 +124,39 @@ def rows(arguments: argparse.Namespace, backend: CudaBackend, shape: tuple[int, 
         made.append([f"{batch}×{heads}", headdim, tokens, mask.name, f"{times['dense']:.1f}", f"{times['own']:.1f}",
                      f"{times['dense'] / times['own']:.2f}", f"{1 / mask.visited:.2f}", lists, f"{cosine:.5f}"])
     return made
+
+
+def peer_rows(arguments: argparse.Namespace, shape: tuple[int, ...]) -> Iterator[list[object]]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = torch.randn(3, *shape, device="cuda", generator=generator).bfloat16()
+    batch, heads, tokens, headdim = shape
+    for mask in masks(tokens, generator):
+        blocks = None if mask.blocks is None else sage_aot.block_mask(mask.blocks, BLOCK)
+
+        def own(mask: Mask = mask, blocks: Any = blocks) -> torch.Tensor:
+            return sage_aot.attn(q, k, v, attn_mask=mask.attn_mask, block_mask=blocks, is_causal=bool(mask.options),
+                                 **mask.options)
+
+        check_rows(mask, q, k, v, own(), generator)
+        times = measure({"own": own, **peers(mask, q, k, v)}, arguments.rounds, 1)
+        found = [f"{times[name] / times['own']:.2f}" if name in times else "" for name in PEERS]
+        yield [f"{batch}×{heads}", headdim, tokens, mask.name, f"{times['own']:.0f}", *found]
+
+
+def peers(mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Calls of others that compute the same. What they prepare of a mask is not timed."""
+    tokens = q.shape[2]
+    every = torch.arange(tokens, device="cuda")
+    of_blocks = create_block_mask(lambda b, h, i, j: mask.seen(i, j), None, None, tokens, tokens, _compile=True)
+    ways: dict[str, Callable[[], object]] = {"FlexAttention": lambda: _FLEX(q, k, v, block_mask=of_blocks)}
+    if mask.options:
+        rows = [x.transpose(1, 2) for x in (q, k, v)]
+        left, right = mask.options["window"]
+        ways["FlashAttention-2"] = lambda: torch.ops.aten._flash_attention_forward(
+            *rows, None, None, tokens, tokens, 0.0, False, False, window_size_left=left, window_size_right=right)
+    elements = mask.seen(every[:, None], every)
+    ways["SDPA"] = lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=elements)
+    return ways
 
 
 class SparsePieces(Pieces):

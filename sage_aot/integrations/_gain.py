@@ -162,16 +162,13 @@ def built_in(capability: tuple[int, int]) -> tuple[Thresholds, str]:
         "built in: this chip's kernels are there for coverage, not for speed, so torch computes every call")
 
 
-_OF_ELEMENTS = 2.0
-"""The thresholds of masks of queries and of windows, as a multiple of that of a mask of keys. They are not measured
-yet: torch takes as long for any mask of bools, and sage_aot longer for one that is not of keys, whose tiles it lists
-first. ``sage-aot calibrate`` measures both kinds."""
-
 _HOPPER = {
     ("full", 64): Threshold(2480, 54e9), ("full", 128): Threshold(2050, 42e9), ("full", 256): Threshold(1360, 91e9),
     ("causal", 64): Threshold(0, 54e9), ("causal", 128): Threshold(1040, 19e9), ("causal", 256): Threshold(0, 54e9),
-    **{(kind, headdim): Threshold(0, factor * 9.6e9) for kind, factor in
-       {"padded": 1.0, "masked": _OF_ELEMENTS, "window": _OF_ELEMENTS}.items() for headdim in HEADDIMS}}
+    **{("padded", headdim): Threshold(0, 9.6e9) for headdim in HEADDIMS},
+    ("masked", 64): Threshold(2830, 25e9), ("masked", 128): Threshold(560, 41e9), ("masked", 256): Threshold(220, 22e9),
+    ("window", 64): Threshold(100, 2.4e9), ("window", 128): Threshold(80, 4.9e9), ("window", 256): Threshold(0, 2.9e9)}
+"""Those of masks of queries and of windows: bench/results/h200-2026-11-27-sparse-masks."""
 
 _FLASH_ON_HOPPER = frozenset(
     corner for corner in map(Corner._make, product(*AXES))
@@ -180,11 +177,12 @@ _FLASH_ON_HOPPER = frozenset(
 does so of one query alone. In the log flash is 1.5 to 4.5 times as fast in these calls by the GPU's time, 1.05 to 4.2
 times by queued calls."""
 
-_PROXY = {"full": 2200, "causal": 1800, "padded": 2200, "masked": _OF_ELEMENTS * 2200, "window": _OF_ELEMENTS * 2200}
+_PROXY = {"full": 2200, "causal": 1800, "padded": 2200, "masked": 4400, "window": 4400}
 """Operations per element from which the f16 kernels, rebuilt for an H100, were faster than FlashAttention-2 there
 (bench/results/h100-2026-11-26-rebuilt). It is torch's backend on the chips that the kernels are for. Rebuilt FP8
 kernels tell little of 8.9 and 12.x: Hopper makes two f16 products of each of their products. The f16 kernels have the
-same INT8 Q·Kᵀ, and a P·V of half the speed."""
+same INT8 Q·Kᵀ, and a P·V of half the speed. Masks of queries and windows were not measured: on Hopper their thresholds
+are up to twice that of a mask of keys."""
 
 _SLOWER_MEMORY = {(8, 0): 1.2, (8, 6): 1.6, (8, 7): 1.6, (8, 9): 2.3, (12, 0): 2.3, (12, 1): 3.6}
 """By what factor the slowest memory of a chip's cards, beside its f16 tensor cores, is slower than an H100's:
