@@ -168,7 +168,7 @@ def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | N
     Args:
         q, k, v, key_mask, ...: as :func:`sage_aot.attn` takes them, of any type and value.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: likewise as :func:`sage_aot.attn_varlen`, which has no
-            `layout` and no `key_mask`; all of them or none.
+            `layout` and no masks of keys, queries or blocks; all of them or none.
 
     Returns:
         None, or the message of the error that the call would raise. A sparse or nested tensor, or one that wraps others
