@@ -198,7 +198,7 @@ KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (
 BACKWARD = ("bwdprep", "bwdkv", "bwdq")
 """The kinds of the backward pass."""
 
-IN_EVERY_FAMILY = ("pack", "lists", "quant", "attn", "merge")
+IN_EVERY_FAMILY = ("pack", "quant", "attn", "merge")
 """The kinds that every family has. Every call runs quant and attn; pack runs where a call has a key mask, lists where
 it has another boolean mask, delta where Q is smoothed, merge where keys are split (sage_aot/_launch/plan.py)."""
 
