@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from fuzz_oracle import visible_keys
-from variants import SPECS, run
+from variants import SPARSE, SPECS, run
 
 import sage_aot
 from sage_aot._backends.cuda.backend import CudaBackend
@@ -77,7 +77,7 @@ pipeline has stages."""
 
 
 def main() -> None:
-    specs = [spec for spec in SPECS if spec.arch in sys.argv[1:] or not sys.argv[1:]]
+    specs = [spec for spec in SPECS + SPARSE if spec.arch in sys.argv[1:] or not sys.argv[1:]]
     count = 0
     for spec in specs:
         for call in calls_of(spec):

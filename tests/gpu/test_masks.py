@@ -6,8 +6,11 @@ import math
 
 import pytest
 import torch
+from variants import SPARSE, backend_of
 
 import sage_aot
+from sage_aot._call.backends import handing
+from sage_aot._problem.options import Options
 from sage_aot._tools import reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -82,3 +85,50 @@ def test_more_kv_tiles_than_a_round_of_the_list_kernel():
     seen = blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)[None, None]
     expected = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=seen)
     assert reference.measure(out, expected).relative_l1 < 0.06
+
+
+MASKS = {
+    "window": {"window": (100, 30)},
+    "sinks": {"is_causal": True, "sinks": True},
+    "elements": {"elements": 0.3, "sinks": True, "window": (300, -1)},
+    "blocks": {"blocks": 64},
+    "documents": {"documents": 120},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("spec", SPARSE, ids=[spec.name for spec in SPARSE])
+def test_every_kernel_with_a_sparse_mask_is_right(spec, mask):
+    generator = torch.Generator("cuda").manual_seed(3)
+    shapes = (2, 4, 333, spec.headdim), (2, 2, 417, spec.headdim)
+    q, k, v = reference.inputs("normal", *shapes, torch.bfloat16, generator)
+    asked = dict(MASKS[mask])
+    i, j = torch.arange(333, device="cuda")[:, None] + 417 - 333, torch.arange(417, device="cuda")
+    seen = torch.ones(1, 1, 333, 417, dtype=torch.bool, device="cuda")
+    call = {name: asked[name] for name in ("window", "is_causal") if name in asked}
+    if share := asked.get("elements"):
+        seen = call["attn_mask"] = torch.rand(2, 4, 333, 417, device="cuda", generator=generator) < share
+    if size := asked.get("documents"):
+        seen = call["attn_mask"] = (i // size == j // size)[None, None]
+    if size := asked.get("blocks"):
+        blocks = torch.rand(1, 4, -(-333 // size), -(-417 // size), device="cuda", generator=generator) < 0.4
+        call["block_mask"] = sage_aot.block_mask(blocks, size)
+        seen = blocks.repeat_interleave(size, 2).repeat_interleave(size, 3)[:, :, :333, :417]
+    left, right = asked.get("window", (-1, -1))
+    seen = seen & (j >= i - left if left >= 0 else j >= 0) & (j <= i + right if right >= 0 else j >= 0)
+    seen = seen & (j <= i) if asked.get("is_causal") else seen
+    sinks = torch.randn(4, device="cuda", generator=generator) if asked.get("sinks") else None
+    options = Options.of_axes(spec.values)
+    kept = {name: getattr(options, name) for name in ("qk", "smooth_q", "smooth_v", "pv_accum", "p")}
+    with handing(backend_of(spec.arch)):
+        out, lse = sage_aot.attn(q, k, v, sinks=sinks, return_lse=True, **call, **kept)
+        alone = sage_aot.attn(q, k, v, sinks=sinks, **call, **kept)
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT / spec.headdim**0.5
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(2, 4, 333, 1)], -1)
+    expected = scores.softmax(-1).nan_to_num()[..., :417] @ v.double().repeat_interleave(2, 1)
+    for found in (out, alone):
+        assert (found - expected).abs().sum() < 0.06 * expected.abs().sum()
+        assert (found[expected.abs().sum(-1) == 0] == 0).all()
+    assert torch.allclose(lse.double(), scores.logsumexp(-1), atol=0.06)
