@@ -147,7 +147,7 @@ def peers(mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict
     """Calls of others that compute the same. What they prepare of a mask is not timed."""
     tokens = q.shape[2]
     every = torch.arange(tokens, device="cuda")
-    of_blocks = create_block_mask(lambda b, h, i, j: mask.seen(i, j), None, None, tokens, tokens, _compile=True)
+    of_blocks = create_block_mask(lambda b, h, i, j: mask.seen(i, j), None, None, tokens, tokens)
     ways: dict[str, Callable[[], object]] = {"FlexAttention": lambda: _FLEX(q, k, v, block_mask=of_blocks)}
     if mask.options:
         rows = [x.transpose(1, 2) for x in (q, k, v)]

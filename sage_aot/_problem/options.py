@@ -93,8 +93,8 @@ def scalar_of(value: Any) -> Any:
     symbol, which puts a guard on it; of a list or a tuple the tuple of these; any other value as it is. A tensor stays
     one, which no option is, where it has no value, or a derivative that would be lost. A scalar on a GPU synchronizes
     with it."""
-    if isinstance(value, (list, tuple)):  # first: dynamo of torch 2.11 has no name for the type of a tuple
-        return tuple(map(scalar_of, value))
+    if isinstance(value, (list, tuple)):  # dynamo of torch 2.11 cannot look up the names of their types, or of ints'
+        return tuple([item if isinstance(item, int) else scalar_of(item) for item in value])
     if of_symbol := _OF_SYMBOL.get(type(value).__name__):
         return of_symbol(value)
     if getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
