@@ -37,7 +37,7 @@ from speed import Pieces
 COLUMNS = ("batch×heads", "headdim", "N", "mask", "dense, µs", "µs", "speedup", "ideal", "lists, µs", "cosine")
 PEERS = ("FlexAttention", "SDPA", "FlashAttention-2")
 PEER_COLUMNS = ("batch×heads", "headdim", "N", "mask", "sage_aot.attn, µs", *(f"{name} ×" for name in PEERS))
-BLOCK, WINDOW, DRAWN_ROWS = 128, 4096, 64
+BLOCK, LARGEST_WINDOW, DRAWN_ROWS = 128, 4096, 64
 _FLEX = torch.compile(flex_attention, dynamic=False)
 
 
@@ -96,9 +96,9 @@ def masks(tokens: int, generator: torch.Generator) -> list[Mask]:
         dense_looking = (i * 7919 + j * 104729) % 1000 != 0
         found.append(Mask("one key in 1,000 hidden", lambda i, j: (i * 7919 + j * 104729) % 1000 != 0, 1.0,
                           attn_mask=dense_looking))
-    if tokens > 2 * WINDOW:
-        found.append(Mask(f"window of {WINDOW}, causal", lambda i, j: (j <= i) & (j >= i - WINDOW),
-                          2 * (WINDOW + BLOCK) / tokens, options={"window": (WINDOW, 0)}))
+    window = min(LARGEST_WINDOW, tokens // 4)
+    found.append(Mask(f"window of {window}, causal", lambda i, j: (j <= i) & (j >= i - window),
+                      2 * (window + BLOCK) / tokens, options={"window": (window, 0)}))
     return found
 
 

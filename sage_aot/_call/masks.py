@@ -129,11 +129,15 @@ def masks_of_call(q: Any, k: Any, layout: Any, key_mask: Any, attn_mask: Any,
     of_blocks = None
     if blocks is not None:
         of_blocks, elements = _blocks_of_call(blocks, shape)
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            return key_mask, attn_mask, of_blocks  # refused by the operators
         if elements is not None:
             attn_mask = elements if attn_mask is None else elements & _expanded("attn_mask", attn_mask, shape, _SCORES)
     if attn_mask is not None and of_blocks is None and not isinstance(k, QuantizedKV) and _is_of_keys(attn_mask):
         of_keys = _expanded("attn_mask", attn_mask, (batch, 1, 1, keys), _SCORES)[:, 0, 0]
-        return (of_keys if key_mask is None else of_keys & key_mask), None, None
+        if key_mask is None or key_mask.dtype != torch.bool or key_mask.shape != of_keys.shape:
+            return (of_keys if key_mask is None else key_mask), None, None  # another key mask the operators refuse
+        return of_keys & key_mask, None, None
     return key_mask, None if attn_mask is None else _expanded("attn_mask", attn_mask, shape, _SCORES), of_blocks
 
 
