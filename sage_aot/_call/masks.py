@@ -168,7 +168,8 @@ def _expanded(name: str, mask: torch.Tensor, shape: tuple[int, ...], dimensions:
         with contextlib.suppress(RuntimeError):  # for which the next expand() raises too
             mask = mask.expand(*mask.shape[:-1], shape[-1]).contiguous()
     try:
-        return mask.expand(shape)
+        expanded = mask.expand(shape)
+        return expanded if expanded.numel() else mask.new_empty(shape)  # whose strides nobody can have
     except RuntimeError as error:
         raise ArgumentError(f"{name}: expected a shape that broadcasts to {dimensions}, {shape}, got "
                             f"{tuple(mask.shape)}; add dimensions of size one with {name}.unsqueeze(dim)") from error

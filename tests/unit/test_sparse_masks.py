@@ -305,3 +305,18 @@ def test_mapped_sinks_are_those_of_each_entry():
 
     mapped = torch.vmap(call)(q, k, v, sinks)
     assert all(torch.equal(mapped[b], call(q[b], k[b], v[b], sinks[b])) for b in range(3))
+
+
+def test_masks_of_no_batch_entry():
+    q, k, v = torch.randn(3, 0, 2, 3, 64)
+    kv = sage_aot.quantize_kv(k, v)
+    mask = torch.ones(3, 6, dtype=torch.bool)[:, ::2].expand(0, 2, 3, 3)
+    assert sage_aot.supports(q, kv, attn_mask=mask) is None
+    assert sage_aot.attn(q, kv, attn_mask=mask).shape == q.shape
+
+
+@pytest.mark.parametrize("key_mask", [torch.ones(2, KEYS), torch.ones(2, KEYS + 1, dtype=torch.bool)], ids=["f32", "keys"])
+def test_another_key_mask_beside_a_mask_of_keys_is_refused(key_mask):
+    q, k, v = draw()
+    with pytest.raises(sage_aot.ArgumentError, match="key_mask: expected"):
+        sage_aot.attn(q, k, v, key_mask=key_mask, attn_mask=torch.ones(1, 1, 1, KEYS, dtype=torch.bool))
