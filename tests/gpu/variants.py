@@ -54,14 +54,9 @@ _PACKAGE = default_library().manifest
 _NATIVE = native_archs(_PACKAGE)
 _TESTED = set(_PACKAGE.archs) if importlib.util.find_spec("codegen") else _NATIVE  # codegen retargets the other archs
 
-_EVERY = variants_of(_PACKAGE, _TESTED, _NATIVE)
+SPECS = variants_of(_PACKAGE, _TESTED, _NATIVE)
 
-SPECS = tuple(spec for spec in _EVERY if spec.mask != "sparse")
-
-SPARSE = tuple(spec for spec in _EVERY if spec.mask == "sparse")
-"""Those with a sparse mask, of which test_masks.py asks what :data:`SPECS` are asked elsewhere."""
-
-LEFT_OUT = sorted({record.spec.arch for record in _PACKAGE.every_attention() if record.spec not in _EVERY})
+LEFT_OUT = sorted({record.spec.arch for record in _PACKAGE.every_attention() if record.spec not in SPECS})
 """The archs of which kernels are not tested."""
 
 each_variant = pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
