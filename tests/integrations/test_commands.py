@@ -85,16 +85,21 @@ def test_a_backend_that_refuses_is_left_out():
     assert not bench._takes_it(Way(work)) and bench._takes_it(Way(lambda: None))
 
 
-def test_a_shape_without_memory_is_left_out(monkeypatch, capsys, tmp_path):
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """The bench command finds a GPU; what it measures there, a test says."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(bench, "check_gpu", lambda: None)
+
+
+def test_a_shape_without_memory_is_left_out(a_gpu, monkeypatch, capsys, tmp_path):
     def work():
         raise torch.cuda.OutOfMemoryError
 
     with pytest.raises(torch.cuda.OutOfMemoryError):
         bench._takes_it(Way(work))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    monkeypatch.setattr(bench, "check_gpu", lambda: None)
     monkeypatch.setattr(bench, "measured", lambda shape: ROW if shape.batch == 1 else work())
     file = tmp_path / "bench.json"
     shapes = "--shape", "2,1,1,1", "--shape", "1,1,1,1"
@@ -106,11 +111,7 @@ def test_a_shape_without_memory_is_left_out(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "cp1251", "cp932", "ascii"])
-def test_tables_are_printed_where_the_code_page_lacks_their_signs(monkeypatch, tmp_path, encoding):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    monkeypatch.setattr(bench, "check_gpu", lambda: None)
+def test_tables_are_printed_where_the_code_page_lacks_their_signs(a_gpu, monkeypatch, tmp_path, encoding):
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
     monkeypatch.setattr(bench, "draw", lambda *arguments: None)
     monkeypatch.setattr(bench, "measured", lambda shape: dataclasses.replace(ROW, shape=shape))
@@ -144,11 +145,7 @@ def test_the_picture(tmp_path, capsys, monkeypatch):
     assert "no picture" in capsys.readouterr().out and not (tmp_path / "none.png").exists()
 
 
-def test_a_missing_matplotlib_is_said_before_the_work(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    monkeypatch.setattr(bench, "check_gpu", lambda: None)
+def test_a_missing_matplotlib_is_said_before_the_work(a_gpu, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
     monkeypatch.setattr(bench, "measured", lambda shape: ROW)
     assert run(monkeypatch, "bench", "--shape", "1,1,1,1", "--png", str(tmp_path / "bench.png")) == 0
