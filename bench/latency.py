@@ -172,6 +172,7 @@ def parts() -> dict[str, float]:
     from sage_aot._call import ops, pipeline
     from sage_aot._problem.given import Given
     from sage_aot._problem.options import OPTIONS, for_schema
+    from sage_aot._problem.tensors import TENSORS
 
     q, k, v = inputs()
     options = [option.default for option in OPTIONS.values()]
@@ -200,7 +201,7 @@ def parts() -> dict[str, float]:
         "of it the workspace": allocate,
         "of it structs and launches": lambda: queue.launch(stream, *addresses),
         "of these the launches": launch,
-        "operator": lambda: ops.attn.plain(q, k, v, None),
+        "operator": lambda: ops.attn.plain(q, k, v, *[None] * len(TENSORS)),
         "call": lambda: sage_aot.attn(q, k, v),
         "beside the call: supports": lambda: sage_aot.supports(q, k, v),
     }).items()}

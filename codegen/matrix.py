@@ -148,11 +148,13 @@ class _Planning:
     def _attention(self, spec: AttnSpec, row: TileRow) -> PlannedKernel:
         """The attention kernel that a row builds for a combination."""
         kinds = self.rows.families[row.family]
-        idle = {spec.kind, *BACKWARD} if _needs_delta(spec) else {spec.kind, "delta", *BACKWARD}
+        needs = {"delta": _needs_delta(spec), "lists": spec.mask == "sparse"}
+        idle = {spec.kind, *BACKWARD, *(kind for kind, is_needed in needs.items() if not is_needed)}
         wanted = [kind for kind in KINDS if kind in kinds and kind not in idle]
-        if _needs_delta(spec) and "delta" not in kinds:
-            self.reader.complain(row.selector.line, f"expected the kind delta in the family {row.family!r}, which "
-                                                    f"{spec.name} needs, got none")
+        for kind, is_needed in needs.items():
+            if is_needed and kind not in kinds:
+                self.reader.complain(row.selector.line, f"expected the kind {kind} in the family {row.family!r}, which "
+                                                        f"{spec.name} needs, got none")
         companions = tuple(spec.companion(kind).name for kind in wanted)
         return self._kernel(spec, row, row.allowed_spill_bytes, row.suffix, companions)
 

@@ -26,6 +26,7 @@ from sage_aot.errors import (
 if TYPE_CHECKING:
     from sage_aot._call.api import attn, supports
     from sage_aot._call.kv import QuantizedKV, quantize_kv
+    from sage_aot._call.masks import BlockMask, block_mask
     from sage_aot._call.train import train_attn
     from sage_aot._call.varlen import attn_varlen
     from sage_aot._tools.explain import explain
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArgumentError",
+    "BlockMask",
     "CalibrationWarning",
     "CubinError",
     "LaunchError",
@@ -43,6 +45,7 @@ __all__ = [
     "__version__",
     "attn",
     "attn_varlen",
+    "block_mask",
     "explain",
     "info",
     "quantize_kv",
@@ -51,6 +54,7 @@ __all__ = [
 ]
 
 _HOMES = {"QuantizedKV": "sage_aot._call.kv", "quantize_kv": "sage_aot._call.kv",
+          "BlockMask": "sage_aot._call.masks", "block_mask": "sage_aot._call.masks",
           "attn": "sage_aot._call.api", "attn_varlen": "sage_aot._call.varlen",
           "explain": "sage_aot._tools.explain", "info": "sage_aot._tools.info", "supports": "sage_aot._call.api",
           "train_attn": "sage_aot._call.train"}

@@ -18,6 +18,7 @@ from sageattention.core import (
 from hub_package.flash_attn import flash_attn_func, flash_attn_varlen_func
 from sage_aot._call.api import attn, supports
 from sage_aot._call.kv import QuantizedKV, quantize_kv
+from sage_aot._call.masks import BlockMask, block_mask
 from sage_aot._call.train import train_attn
 from sage_aot._call.varlen import attn_varlen
 from sage_aot._tools.explain import explain
@@ -35,6 +36,7 @@ from sage_aot.errors import (
 
 __all__ = [
     "ArgumentError",
+    "BlockMask",
     "CalibrationWarning",
     "CubinError",
     "LaunchError",
@@ -45,6 +47,7 @@ __all__ = [
     "__version__",
     "attn",
     "attn_varlen",
+    "block_mask",
     "explain",
     "flash_attn_func",
     "flash_attn_varlen_func",

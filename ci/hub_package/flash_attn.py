@@ -1,7 +1,7 @@
 """Two functions of FlashAttention-2, as transformers calls them, by those of SageAttention.
 
-transformers hands an argument over where the signature has it, and drops most others without a word. `window_size` and
-`s_aux` are therefore in the signatures, and refused.
+transformers hands an argument over where the signature has it, and drops most others without a word. `s_aux` is
+therefore in the signatures, and refused.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p
 
     Args:
         q, k, v: float16, bfloat16 or float32; headdim from 1 to 256.
-        dropout_p, window_size, softcap, alibi_slopes, s_aux: their defaults, which change nothing.
+        dropout_p, softcap, alibi_slopes, s_aux: their defaults, which change nothing.
         softmax_scale: None means ``1 / sqrt(headdim)``.
         causal: aligned bottom-right.
+        window_size: how many keys a query sees in front of its own and behind it, −1 for all; aligned bottom-right.
         deterministic: changes nothing: equal calls on one GPU give equal bits.
         return_attn_probs: also return the log-sum-exp, float32, natural log, ``[batch, heads, seq]``, and None in the
             place of the probabilities.

@@ -8,6 +8,7 @@ import torch
 
 from sage_aot._call.forms import attend, call_of_attn, call_of_attn_varlen, given_to, options_of
 from sage_aot._call.kv import QuantizedKV
+from sage_aot._call.masks import BlockMask, masks_of_call
 from sage_aot._call.refusal import refusal
 from sage_aot._problem.options import Asked
 from sage_aot.errors import SageAotError
@@ -15,25 +16,30 @@ from sage_aot.errors import SageAotError
 
 @overload
 def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = ..., *,
-         key_mask: torch.Tensor | None = ..., is_causal: bool = ..., scale: float | None = ..., layout: str = ...,
+         key_mask: torch.Tensor | None = ..., sinks: torch.Tensor | None = ..., attn_mask: torch.Tensor | None = ...,
+         block_mask: BlockMask | None = ..., is_causal: bool = ..., scale: float | None = ..., layout: str = ...,
          qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
          rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ..., p: str = ...,
-         return_lse: Literal[False] = ..., out: torch.Tensor | None = ...) -> torch.Tensor: ...
+         window: tuple[int, int] | None = ..., return_lse: Literal[False] = ...,
+         out: torch.Tensor | None = ...) -> torch.Tensor: ...
 
 
 @overload
 def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = ..., *,
-         key_mask: torch.Tensor | None = ..., is_causal: bool = ..., scale: float | None = ..., layout: str = ...,
+         key_mask: torch.Tensor | None = ..., sinks: torch.Tensor | None = ..., attn_mask: torch.Tensor | None = ...,
+         block_mask: BlockMask | None = ..., is_causal: bool = ..., scale: float | None = ..., layout: str = ...,
          qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
-         rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ..., p: str = ..., return_lse: Literal[True],
+         rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ..., p: str = ...,
+         window: tuple[int, int] | None = ..., return_lse: Literal[True],
          out: torch.Tensor | None = ...) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = None, *,
-         key_mask: torch.Tensor | None = None, is_causal: bool = False, scale: float | None = None,
-         layout: str = "HND", qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
-         smooth_v: bool = False, rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto",
-         p: str = "auto", return_lse: bool = False,
+         key_mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, attn_mask: torch.Tensor | None = None,
+         block_mask: BlockMask | None = None, is_causal: bool = False, scale: float | None = None, layout: str = "HND",
+         qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True, smooth_v: bool = False,
+         rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto", p: str = "auto",
+         window: tuple[int, int] | None = None, return_lse: bool = False,
          out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention with 8- or 4-bit Q and K and FP8 or f16 P and V: softmax(q·kᵀ·scale)·v, inference only.
 
@@ -54,11 +60,19 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
             256.
         k, v: likewise with ``kv heads`` and ``keys``; same dtype and device as q. q heads must be a multiple of kv
             heads: q head h reads kv head ``h // (q heads // kv heads)``. k may be a
-            :class:`sage_aot.QuantizedKV`, whose options hold: then leave out v and key_mask, and pass only
-            `is_causal`, `scale` and `layout` (of q and the output).
+            :class:`sage_aot.QuantizedKV`, whose options hold: then leave out v and key_mask, and pass only `sinks`,
+            `attn_mask`, `block_mask`, `is_causal`, `window`, `scale` and `layout` (of q and the output).
         key_mask: bool ``[batch, keys]``, True where a key may be seen, for all queries and heads alike; any strides.
             None: every key may be seen. The call drops all other keys before it quantizes, so that a mask saves their
             work, and nothing depends on what they hold. The output is that of a call on the keys that are left.
+        sinks: float32 ``[q heads]``: a logit that joins the softmax of each row of its q head, without a value, so that
+            the weights of the keys sum to less than one. The log-sum-exp has it too. A row that sees no key gives
+            zeros, and the sink as its log-sum-exp. None: no sinks.
+        attn_mask: bool, any shape that broadcasts to ``[batch, q heads, queries, keys]``: True where the query sees the
+            key, as in torch's SDPA. A query sees what all masks leave. KV tiles of which a tile of queries sees nothing
+            are not read. Beside it a `key_mask` drops no keys: what a masked key holds then has a part in the means
+            that smoothing subtracts. A float mask (a bias on scores) is refused.
+        block_mask: of :func:`sage_aot.block_mask`: which blocks of keys a block of queries sees, likewise.
         is_causal: query i sees the keys ``j <= i + keys - queries``: the mask is aligned bottom-right, as in
             FlashAttention. (torch's SDPA aligns top-left, which differs where keys and queries are not equally many.)
             With `key_mask`, keys and queries count as they came, and a query sees what both masks leave.
@@ -92,6 +106,10 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
             common; an exponential that is rounded to FP8 by at most 6.3 %. These kernels take exponentials too: in
             calls that return the log-sum-exp or split their keys, and, where q is not smoothed, for tiles of queries
             whose scores may lie beyond ±65 in log2 units. ``"auto"``: ``"linear"`` where the GPU has such a kernel.
+        window: ``(left, right)``: query i is at the key ``i + keys - queries``, and sees at most `left` keys in front
+            of that key, that key, and at most `right` keys behind it; −1 is no bound. As in FlashAttention. With
+            `is_causal`, `right` is 0. KV tiles that no query of a tile sees are not read. None: no window. There are no
+            kernels with a window, or with `sinks`, for 4 bits.
         return_lse: also return the log-sum-exp of each row of q·kᵀ·scale.
         out: tensor to write the output to, of q's shape, dtype and device; None makes one.
 
@@ -122,17 +140,22 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
     >>> sage_aot.attn(q, k, v, is_causal=True).shape
     torch.Size([1, 2, 100, 64])
     """
-    asked = Asked(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p)
-    return attend(call_of_attn(q, k, v, asked, key_mask), out, return_lse)
+    asked = Asked(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p, window)
+    if attn_mask is not None or block_mask is not None:
+        key_mask, attn_mask, blocks = masks_of_call(q, k, layout, key_mask, attn_mask, block_mask)
+        return attend(call_of_attn(q, k, v, asked, key_mask, sinks, attn_mask, blocks), out, return_lse)
+    return attend(call_of_attn(q, k, v, asked, key_mask, sinks, None, None), out, return_lse)
 
 
 def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = None, *,
-             key_mask: torch.Tensor | None = None, is_causal: bool = False, scale: float | None = None,
-             layout: str = "HND", qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
-             smooth_v: bool = False, rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto",
-             p: str = "auto", return_lse: bool = False, out: torch.Tensor | None = None,
-             cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
-             max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> str | None:
+             key_mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+             attn_mask: torch.Tensor | None = None, block_mask: BlockMask | None = None, is_causal: bool = False,
+             scale: float | None = None, layout: str = "HND", qk: str = "auto", smooth_q: bool | str = "auto",
+             smooth_k: bool = True, smooth_v: bool = False, rotate: bool | str = "auto", clip: bool = True,
+             pv_accum: str = "auto", p: str = "auto", window: tuple[int, int] | None = None, return_lse: bool = False,
+             out: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
+             cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | None = None,
+             max_seqlen_k: int | None = None) -> str | None:
     """The reason why :func:`sage_aot.attn` would refuse this call here, or None where it would take it; with
     `cu_seqlens_q` and the three arguments behind it, the same of :func:`sage_aot.attn_varlen`.
 
@@ -145,7 +168,7 @@ def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | N
     Args:
         q, k, v, key_mask, ...: as :func:`sage_aot.attn` takes them, of any type and value.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: likewise as :func:`sage_aot.attn_varlen`, which has no
-            `layout` and no `key_mask`; all of them or none.
+            `layout` and no masks of keys, queries or blocks; all of them or none.
 
     Returns:
         None, or the message of the error that the call would raise. A sparse or nested tensor, or one that wraps others
@@ -164,13 +187,16 @@ def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | N
     >>> sage_aot.supports(q, k, v) is None
     True
     """
-    asked = Asked(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p)
+    asked = Asked(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p, window)
     try:
         if all(value is None for value in (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
-            call = call_of_attn(q, k, v, asked, key_mask)
+            blocks = None
+            if attn_mask is not None or block_mask is not None:
+                key_mask, attn_mask, blocks = masks_of_call(q, k, layout, key_mask, attn_mask, block_mask)
+            call = call_of_attn(q, k, v, asked, key_mask, sinks, attn_mask, blocks)
         else:
             call = call_of_attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, asked,
-                                       key_mask=key_mask)
+                                       key_mask=key_mask, sinks=sinks, attn_mask=attn_mask, block_mask=block_mask)
         _, (first, *_), asked = call
         return refusal(given_to(call), out, options_of(first, asked, out, return_lse))
     except SageAotError as error:

@@ -13,6 +13,7 @@ import torch
 
 from sage_aot._call.ops import OPERATORS
 from sage_aot._package import PACKAGE
+from sage_aot._problem.tensors import TENSORS, taken_by
 
 Dims = Sequence[Any]
 """Per argument the dimension that is mapped, None where it is the same for all entries; of a list, a list."""
@@ -45,8 +46,14 @@ def _as_torch_calls_it(name: str, rule: Rule) -> Any:
 
 
 def in_the_batch(operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> tuple[Any, Any]:
-    """One call, whose batch is that of all entries."""
-    found, batch = operator(*_folded(size, dims, args)), _batch(dims, args)
+    """One call, whose batch is that of all entries. A call an entry where a tensor without a batch is mapped."""
+    apart = [index for index, name in enumerate(taken_by("dense"), 3) if TENSORS[name].shape[0] != "batch"]
+    if any(dims[index] is not None for index in apart):
+        return one_by_one(operator, size, dims, args)
+    folded = _folded(size, dims, args)
+    for index in apart:
+        folded[index] = args[index]
+    found, batch = operator(*folded), _batch(dims, args)
     split = [_unfolded(tensor, size, batch) for tensor in _listed(found)]
     return _like(found, split), _like(found, [0] * len(split))
 

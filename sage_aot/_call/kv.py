@@ -19,7 +19,7 @@ from sage_aot._problem.options import OPTIONS, Asked, Options, for_schema, for_t
 from sage_aot._problem.problem import heads_first
 from sage_aot.errors import ArgumentError
 
-OF_CALL = ("is_causal", "scale", "layout")
+OF_CALL = ("is_causal", "scale", "layout", "window")
 """The options that each call of attn with a QuantizedKV has of its own; all others are those of quantize_kv."""
 
 

@@ -184,6 +184,8 @@ def _reading(kind: Kind, form: Callable[..., _T]) -> Callable[..., _T]:
     read, count = SIGNATURES[kind].read, SIGNATURES[kind].arity
 
     def run(*arguments: Any) -> _T:
+        if type(arguments[-1]) is list:  # a window, which torch makes a list of; options are hashed
+            arguments = *arguments[:-1], tuple(arguments[-1])
         return form(read(arguments[:count]), *arguments[count:])
 
     return run

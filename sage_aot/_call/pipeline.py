@@ -179,7 +179,7 @@ def plan_of(backend: Backend, problem: Problem, device: int) -> Plan:
     from sage_aot._launch.plan import plan
 
     kernels = kernels_on(backend, problem, device)
-    return plan(problem, kernels, backend.splits(problem, kernels, device))
+    return plan(problem, kernels, 1 if problem.is_listed else backend.splits(problem, kernels, device))
 
 
 def kernels_on(backend: Backend, problem: Problem, device: int) -> Kernels:
@@ -201,3 +201,5 @@ def _nothing_to_see(given: Given, out: torch.Tensor | None, lse: torch.Tensor | 
         out.zero_()
     if lse is not None:
         lse.fill_(float("-inf"))
+        if given.sinks is not None:
+            lse.copy_(given.sinks[:, None].expand_as(lse))

@@ -12,26 +12,28 @@ from sage_aot._problem.options import Asked
 
 @overload
 def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
-                cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *, is_causal: bool = ...,
-                scale: float | None = ..., qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ...,
-                smooth_v: bool = ..., rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ...,
-                p: str = ..., return_lse: Literal[False] = ..., out: torch.Tensor | None = ...) -> torch.Tensor: ...
+                cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+                sinks: torch.Tensor | None = ..., is_causal: bool = ..., scale: float | None = ..., qk: str = ...,
+                smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ..., rotate: bool | str = ...,
+                clip: bool = ..., pv_accum: str = ..., p: str = ..., window: tuple[int, int] | None = ...,
+                return_lse: Literal[False] = ..., out: torch.Tensor | None = ...) -> torch.Tensor: ...
 
 
 @overload
 def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
-                cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *, is_causal: bool = ...,
-                scale: float | None = ..., qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ...,
-                smooth_v: bool = ..., rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ...,
-                p: str = ..., return_lse: Literal[True],
-                out: torch.Tensor | None = ...) -> tuple[torch.Tensor, torch.Tensor]: ...
+                cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+                sinks: torch.Tensor | None = ..., is_causal: bool = ..., scale: float | None = ..., qk: str = ...,
+                smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ..., rotate: bool | str = ...,
+                clip: bool = ..., pv_accum: str = ..., p: str = ..., window: tuple[int, int] | None = ...,
+                return_lse: Literal[True], out: torch.Tensor | None = ...) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
-                cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *, is_causal: bool = False,
-                scale: float | None = None, qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True,
-                smooth_v: bool = False, rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto",
-                p: str = "auto", return_lse: bool = False,
+                cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+                sinks: torch.Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+                qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True, smooth_v: bool = False,
+                rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto", p: str = "auto",
+                window: tuple[int, int] | None = None, return_lse: bool = False,
                 out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`sage_aot.attn` on sequences of several lengths in one tensor, without padding.
 
@@ -54,6 +56,8 @@ def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q:
             the call sees that many of its first queries and keys, causal masks count these alone, and rows of other
             queries are not written. Where either is 0, all of the output is zeros.
         is_causal: query i of a sequence sees the keys ``j <= i + keys - queries`` of it, aligned bottom-right.
+        window: ``(left, right)``, of each sequence, as :func:`sage_aot.attn` has it.
+        sinks: float32 ``[q heads]``, likewise.
         scale, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p: as :func:`sage_aot.attn`.
         return_lse: also return the log-sum-exp, float32 ``[q heads, tokens]``.
         out: tensor like q to write to.
@@ -72,6 +76,6 @@ def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q:
     >>> sage_aot.attn_varlen(q, k, v, begins, begins, 70, 70, is_causal=True).shape
     torch.Size([100, 2, 64])
     """
-    asked = Asked(is_causal, scale, "HND", qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p)
-    call = call_of_attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, asked)
+    asked = Asked(is_causal, scale, "HND", qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p, window)
+    call = call_of_attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, asked, sinks=sinks)
     return attend(call, out, return_lse)

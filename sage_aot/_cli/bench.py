@@ -31,8 +31,10 @@ from sage_aot._version import __version__
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import Policy, report, reset_report, use
 from sage_aot.integrations._calibration import chosen
+from sage_aot.integrations._gain import KINDS
 from sage_aot.integrations._report import SERVED
-from sage_aot.integrations._rules import check_gpu
+from sage_aot.integrations._rules import HostCall, check_gpu, key_mask_of
+from sage_aot.integrations._serve import attend
 from sage_aot.integrations.torch import sdpa
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
@@ -41,6 +43,10 @@ BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTEN
 
 PADDING = 256
 """Keys that every second batch entry of a padded call does not have, or a quarter of its keys where that is less."""
+
+SHOWN = 0.75
+"""The part of the pairs that a mask of queries shows, drawn one by one: it hides no tile, so that none is saved."""
+
 
 class Effort(NamedTuple):
     """The amount that is measured of each way."""
@@ -68,12 +74,18 @@ class Shape(NamedTuple):
     queries: int
     keys: int
     headdim: int
-    kind: str = "full"  # or causal, or padded: every second entry of the batch has fewer keys
+    kind: str = "full"
+    """Or causal; padded: every second entry of the batch has fewer keys; masked: any mask of bools; window: a query
+    sees its own key and a quarter of all in front of it."""
 
     def __str__(self) -> str:
         heads = f"{self.heads}/{self.kv_heads}" if self.kv_heads != self.heads else f"{self.heads}"
         rows = f"{self.queries}/{self.keys}" if self.keys != self.queries else f"{self.queries}"
         return f"{self.batch},{heads},{rows},{self.headdim}" + (f",{self.kind}" if self.kind != "full" else "")
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        return (self.keys // 4, 0) if self.kind == "window" else None
 
     @classmethod
     def of(cls, text: str) -> Shape:
@@ -84,9 +96,9 @@ class Shape(NamedTuple):
         """
         number = r"([1-9]\d*)"
         pair = rf"{number}(?:/{number})?"
-        if (found := re.fullmatch(rf"{number},{pair},{pair},{number}(?:,(full|causal|padded))?", text)) is None:
-            raise ArgumentError(f"--shape: expected batch,heads[/kv heads],queries[/keys],headdim[,causal or padded], "
-                                f"such as 1,32/8,512/8192,128, got {text!r}")
+        if (found := re.fullmatch(rf"{number},{pair},{pair},{number}(?:,({'|'.join(KINDS)}))?", text)) is None:
+            raise ArgumentError(f"--shape: expected batch,heads[/kv heads],queries[/keys],headdim[,kind], the kind one "
+                                f"of {', '.join(KINDS)}, such as 1,32/8,512/8192,128, got {text!r}")
         batch, heads, kv_heads, queries, keys, headdim, kind = found.groups()
         shape = cls(text, int(batch), int(heads), int(kv_heads or heads), int(queries), int(keys or queries),
                     int(headdim), kind or "full")
@@ -95,6 +107,9 @@ class Shape(NamedTuple):
         if shape.kind == "causal" and shape.queries != shape.keys:
             raise ArgumentError(f"--shape: expected as many keys as queries of a causal call, got {text!r}: torch and "
                                 f"sage_aot align its mask at different corners")
+        if shape.kind == "window" and shape.queries > shape.keys:
+            raise ArgumentError(f"--shape: expected at least as many keys as queries of a call with a window, got "
+                                f"{text!r}: the first queries would see none")
         return shape
 
 
@@ -199,20 +214,36 @@ def ways_of(shape: Shape) -> dict[str, Way]:
     q, k, v = (torch.randn(shape.batch, heads, rows, shape.headdim, device="cuda", dtype=torch.bfloat16)
                for heads, rows in ((shape.heads, shape.queries), *[(shape.kv_heads, shape.keys)] * 2))
     is_causal, grouped = shape.kind == "causal", shape.heads != shape.kv_heads
-    key_mask = mask = None
-    if shape.kind == "padded":
-        key_mask = torch.ones(shape.batch, shape.keys, dtype=torch.bool, device="cuda")
-        key_mask[::2, shape.keys - min(PADDING, shape.keys // 4):] = False
-        mask = key_mask[:, None, None, :]
+    mask = mask_of(shape, "cuda")
+    ours = HostCall(q, k, v, None if shape.kind == "window" else mask, is_causal, grouped=grouped,
+                    bottom_right=shape.kind == "window", window=shape.window)
 
     def torchs() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=grouped)
 
     ways = {"sdpa": Way(torchs), **{name: Way(torchs, backend) for name, backend in BACKENDS.items()}}
     ways = {name: way for name, way in ways.items() if _takes_it(way)}
-    ways["attn"] = Way(lambda: attn(q, k, v, key_mask=key_mask, is_causal=is_causal))
-    ways["policy"] = Way(lambda: sdpa(q, k, v, mask, is_causal=is_causal, enable_gqa=grouped))
+    key_mask = key_mask_of(ours)
+    ways["attn"] = Way(lambda: attn(q, k, v, key_mask=key_mask, is_causal=is_causal, window=shape.window,
+                                    attn_mask=mask if shape.kind == "masked" else None))
+    ways["policy"] = Way(lambda: attend(ours, torchs)) if shape.kind == "window" else Way(
+        lambda: sdpa(q, k, v, mask, is_causal=is_causal, enable_gqa=grouped))  # which has no window
     return ways
+
+
+def mask_of(shape: Shape, device: str) -> torch.Tensor | None:
+    """The mask by which torch computes a shape; None where it needs none."""
+    if shape.kind == "padded":
+        key_mask = torch.ones(shape.batch, shape.keys, dtype=torch.bool, device=device)
+        key_mask[::2, shape.keys - min(PADDING, shape.keys // 4):] = False
+        return key_mask[:, None, None, :]
+    if shape.kind == "masked":
+        return torch.rand(shape.batch, 1, shape.queries, shape.keys, device=device) < SHOWN
+    if shape.window is None:
+        return None
+    own, (left, right) = shape.keys - shape.queries, shape.window  # the first query's key
+    whole = torch.ones(1, 1, shape.queries, shape.keys, dtype=torch.bool, device=device)
+    return whole.tril(own + right).triu(own - left)
 
 
 def _takes_it(way: Way) -> bool:

@@ -81,7 +81,12 @@ class Sample(NamedTuple):
 
 
 def work_of(shape: Shape) -> Work:
-    return Work.of(*shape[1:7], shape.kind == "causal")
+    return Work.of(*shape[1:7], shape.kind == "causal", shape.window)
+
+
+def work_of_torch(shape: Shape) -> Work:
+    """A window is a mask to torch, which computes all pairs."""
+    return work_of(shape._replace(kind="full") if shape.kind == "window" else shape)
 
 
 def series() -> Iterator[list[Shape]]:
@@ -89,7 +94,7 @@ def series() -> Iterator[list[Shape]]:
     lengths = 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192
     for headdim, kind in product(HEADDIMS, KINDS):
         for heads in ((1, 24, 24), (4, 32, 8)):  # batch, those of q, those of k and v
-            few = lengths[:2] + lengths[3:6:2] if kind == "padded" else lengths
+            few = lengths if kind in ("full", "causal") else lengths[:2] + lengths[3:6:2]
             yield [Shape("", *heads, n, n, headdim, kind) for n in few]
         if (headdim, kind) == (64, "padded"):  # many short texts, whose masks cost the host the same
             yield [Shape("", 32, 12, 12, n, n, headdim, kind) for n in (256, 512, 1024)]
@@ -111,7 +116,7 @@ def samples(measure: Callable[[Shape], Row | None], is_over: Callable[[], bool],
                 clear.pop(place, None)
                 continue
             step(f"{shape}")
-            operations = work_of(shape).operations
+            operations = work_of_torch(shape).operations
             if is_over() or clear[place] >= CLEAR_TIMES or rate and operations > LONGEST_US * rate:
                 continue
             if (row := measure(shape)) is None:
@@ -309,7 +314,7 @@ def changes(former: Thresholds, now: Thresholds) -> Iterable[str]:
 def _tokens(threshold: Threshold, kind: str, headdim: int, most: int = 1 << 20) -> str:
     """The least length that a threshold serves; it serves all longer ones."""
     def serves(n: int) -> bool:
-        return is_faster(threshold, Work.of(1, 24, 24, n, n, headdim, kind == "causal"))
+        return is_faster(threshold, work_of(Shape("", 1, 24, 24, n, n, headdim, kind)))
 
     if threshold.at_least == inf or not serves(most):
         return "never"

@@ -8,7 +8,7 @@ AXES: dict[str, tuple[int | str, ...]] = {
     "pv": ("f16", "e4m3", "nvfp4"),
     "pv_accum": ("f32", "two_level_f32", "two_level_f16"),
     "p": ("linear", "exp2"),
-    "mask": ("full", "causal"),
+    "mask": ("full", "causal", "sparse"),
     "v": ("vraw", "vsmooth"),
     "q": ("qraw", "qsmooth"),
 }

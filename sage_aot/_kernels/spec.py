@@ -90,6 +90,13 @@ class PackSpec(KernelSpec):
 
 
 @dataclass(frozen=True)
+class ListsSpec(KernelSpec):
+    """The KV tiles that query tiles see, of a call with a boolean mask or a mask of blocks."""
+
+    kind = "lists"
+
+
+@dataclass(frozen=True)
 class MergeSpec(KernelSpec):
     """The attention of a call whose keys are split over blocks."""
 
@@ -133,7 +140,7 @@ class AttnSpec(KernelSpec):
     @property
     def trains(self) -> bool:
         """True where the backward pass takes what this kernel read, and the log-sum-exp that it wrote."""
-        plain = self.q == "qraw" and self.v == "vraw" and self.p == "exp2"
+        plain = self.q == "qraw" and self.v == "vraw" and self.p == "exp2" and self.mask != "sparse"
         return self.qk == "int8" and plain and self.headdim <= MOST_TRAINED
 
     def impossible(self) -> str | None:
@@ -185,15 +192,15 @@ class BwdQSpec(KernelSpec):
 
 
 KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (
-    PackSpec, QuantSpec, DeltaSpec, AttnSpec, MergeSpec, BwdPrepSpec, BwdKvSpec, BwdQSpec)}
+    PackSpec, ListsSpec, QuantSpec, DeltaSpec, AttnSpec, MergeSpec, BwdPrepSpec, BwdKvSpec, BwdQSpec)}
 """Every kind of kernel, in the order in which a call, and then its backward pass, run them."""
 
 BACKWARD = ("bwdprep", "bwdkv", "bwdq")
 """The kinds of the backward pass."""
 
 IN_EVERY_FAMILY = ("pack", "quant", "attn", "merge")
-"""The kinds that every family has. Every call runs quant and attn; pack runs where a call has a key mask, delta where Q
-is smoothed, merge where keys are split (sage_aot/_launch/plan.py)."""
+"""The kinds that every family has. Every call runs quant and attn; pack runs where a call has a key mask, lists where
+it has another boolean mask, delta where Q is smoothed, merge where keys are split (sage_aot/_launch/plan.py)."""
 
 
 def spec_of(name: str) -> KernelSpec:

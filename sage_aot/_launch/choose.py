@@ -18,6 +18,7 @@ from sage_aot._kernels.manifest import AttnRecord, KernelRecord, Manifest, arch_
 from sage_aot._kernels.spec import KINDS, capability_of, is_ptx
 from sage_aot._problem.options import OPTION_OF_AXIS, OPTIONS, Options, spelt
 from sage_aot._problem.problem import Problem
+from sage_aot._problem.tensors import LISTED, TENSORS
 from sage_aot.errors import CubinError, UnsupportedError
 
 _FIXED = {"headdim", *(option.axis or name for name, option in OPTIONS.items() if option.fixed)}
@@ -171,6 +172,8 @@ def wanted_values(problem: Problem) -> Wanted:
     at_run_time = [(name, getattr(problem.options, name)) for name in _DEFAULTS]
     any_mask = problem.part == "kv"  # k and v are quantized alike for each
     axes = {axis: value for axis, value in problem.options.axes.items() if not (any_mask and axis == "mask")}
+    for name in problem.optional:
+        axes |= TENSORS[name].axes
     return (("headdim", least_headdim(problem.headdim)), *axes.items(),
             *((name, value) for name, value in at_run_time if value != _DEFAULTS[name]))
 
@@ -201,7 +204,11 @@ def with_companions(attn: AttnRecord, manifest: Manifest, optional: tuple[str, .
         raise CubinError(f"the kernel folder has {attn.name} but not {missing[0]}, which it needs; rebuild it with "
                          f"`python -m codegen build`, or reinstall sage-aot")
     kernels = Kernels(attn, {record.spec.kind: record for record in map(manifest.kernels.__getitem__, attn.companions)})
-    return kernels if "key_mask" in optional else kernels.without("pack")
+    is_listed = any(name in optional for name in LISTED)
+    unused = [*(() if is_listed else ("lists",)), *(() if "key_mask" in optional and not is_listed else ("pack",))]
+    for kind in unused:
+        kernels = kernels.without(kind)
+    return kernels
 
 
 def _ordered(arch: str, wanted: Wanted, manifest: Manifest) -> list[AttnRecord]:

@@ -14,6 +14,7 @@ from sage_aot._kernels.axes import ROWS
 from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.structs import DTYPE_CODES, NULL, FastDivmod, Params, Tensor
+from sage_aot._problem.options import UNBOUNDED, bounds_of
 from sage_aot._problem.problem import Problem
 from sage_aot._problem.tensors import TENSORS
 from sage_aot.errors import ArgumentError, UnsupportedError
@@ -43,6 +44,9 @@ OF_KV = ("kv_hat", "k_mean", "v_scale", "v_mean", "key_rank", "key_index")
 
 KEPT = {"all": (), "kv": OF_KV, "q": OF_KV, "train": ("q_hat", "q_scale")}
 """By the part of a problem, the buffers that lie in what a call keeps, or an earlier one kept."""
+
+_OF_SOME_CALLS = ("delta_s", "key_rank", "key_index", "tile_lists", "tile_counts", "key_bits")
+"""Buffers whose address is zero in calls without them."""
 
 _MAX_GRID = 2**31 - 1
 LOG2_E = 1.4426950408889634
@@ -133,6 +137,8 @@ def plan(problem: Problem, kernels: Kernels, splits: int = 1) -> Plan:
     q_tiles, kv_tiles = _q_blocks(problem, tile.block_m), _kv_blocks(problem, tile.block_n)
     columns = -(-problem.seqlen_kv // tile.block_n) * tile.block_n
     sizes = _buffer_bytes(problem, kernels, q_tiles, kv_tiles)
+    if problem.is_listed:
+        sizes |= _list_bytes(problem, kernels, q_tiles, kv_tiles)
     if splits > 1:
         sizes |= {"partial_out": 4 * splits * _rows_of_heads(problem) * _partial_headdim(problem),
                   "partial_lse": 4 * splits * _rows_of_heads(problem)}
@@ -205,7 +211,9 @@ def _kv_blocks(problem: Problem, keys: int) -> int:
 def launches(plan: Plan, tensors: Arguments, sm_count: int) -> list[Launch]:
     """The launches of one call, in order, on a GPU of `sm_count` SMs."""
     known, part = _known(plan, tensors), plan.problem.part
-    result = [_pack(plan, known)] if plan.problem.has_key_mask and part != "q" else []
+    result = [_pack(plan, known)] if plan.problem.packs_keys and part != "q" else []
+    if plan.problem.is_listed:
+        result.append(_lists(plan, known))
     result.append(_quantize(plan, tensors, known, sm_count))
     if part == "kv":
         return result
@@ -221,10 +229,11 @@ def launches(plan: Plan, tensors: Arguments, sm_count: int) -> list[Launch]:
 def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
     """The values that all launches of a call share, by the names of the structs' fields."""
     problem, attn = plan.problem, plan.kernels.attn
+    mask_batches, mask_heads = problem.masks
     buffers = {name: ("workspace", offset) for name, offset in plan.offsets.items()}
     buffers |= {name: ("kept", offset) for name, offset in plan.kept_offsets.items()}
     return {
-        **vars(problem.options), "delta_s": NULL, "key_rank": NULL, "key_index": NULL, **buffers,
+        **vars(problem.options), **dict.fromkeys(_OF_SOME_CALLS, NULL), **buffers,
         **{name: (name, 0) if problem.tokens else NULL for name in ("cu_seqlens_q", "cu_seqlens_k")},
         "q": tensors.q.tensor, "k": tensors.k.tensor, "v": tensors.v.tensor, "out": tensors.out.tensor,
         **{name: tensors.optional[name].tensor if name in tensors.optional else ABSENT for name in TENSORS},
@@ -238,7 +247,16 @@ def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
         "block_n": attn.tile.block_n, "columns": plan.columns, "softmax_scale_log2": problem.softmax_scale * LOG2_E,
         **{name: attn.facts[name] for name in ("v_typical", "v_least", "v_limit")}, "unused": 0,
         "splits": FastDivmod.of(plan.splits), "split_rows": _rows_of_heads(problem),
+        **dict(zip(("window_left", "window_right"), _window(problem))), "mask_heads": FastDivmod.of(mask_heads),
+        "mask_of_batch": mask_heads if mask_batches > 1 else 0, "mask_of_head": 1 if mask_heads > 1 else 0,
     }
+
+
+def _window(problem: Problem) -> tuple[int, int]:
+    """How many keys a query sees in front of its own and behind it, as problem/mask.cuh takes them."""
+    every = problem.seqlen_q + problem.seqlen_kv
+    left, right = bounds_of(problem.options.is_causal, problem.options.window)
+    return every if left == UNBOUNDED else min(left, every), every if right == UNBOUNDED else min(right, every)
 
 
 def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: int) -> dict[str, int]:
@@ -260,8 +278,20 @@ def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: in
         "row_bias": q_heads * q_tiles * tile.block_m * 4,
         "tile_counter": 4,
         **({"key_rank": problem.batch * (problem.seqlen_kv + 1) * 4, "key_index": problem.batch * problem.seqlen_kv * 4}
-           if problem.has_key_mask else {}),
+           if problem.packs_keys else {}),
     }
+
+
+def _list_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: int) -> dict[str, int]:
+    """Bytes of the lists of KV tiles. UnsupportedError for more KV tiles than their numbers can tell apart."""
+    if kv_tiles > (most := kernels["lists"].fact("most_tiles")):
+        raise UnsupportedError(f"a mask over {problem.seqlen_kv} keys: lists number at most {most} KV tiles, got "
+                               f"{kv_tiles}; split the keys, and merge the outputs by their log-sum-exps")
+    masks = problem.masks[0] * problem.masks[1]
+    has_elements = any(name in problem.optional for name in ("attn_mask", "key_mask"))
+    tile, tiles = kernels.attn.tile, masks * q_tiles * kv_tiles
+    bits = {"key_bits": tiles * tile.block_m * tile.block_n // 8} if has_elements else {}
+    return {"tile_lists": 4 * tiles, "tile_counts": masks * q_tiles * 8, **bits}
 
 
 def launch_of(record: KernelRecord, blocks: int, params: Params, rows: str | None = None,
@@ -284,6 +314,11 @@ def _pack(plan: Plan, known: Params) -> Launch:
     return launch_of(plan.kernels["pack"], plan.problem.batch, known)
 
 
+def _lists(plan: Plan, known: Params) -> Launch:
+    mask_batches, mask_heads = plan.problem.masks
+    return launch_of(plan.kernels["lists"], mask_batches * mask_heads * plan.q_tiles, known)
+
+
 def _quantize(plan: Plan, tensors: Arguments, known: Params, sm_count: int) -> Launch:
     """A launch that quantizes what the problem's part says; kv_blocks = 0 tells the kernel that K and V are quantized.
     """
@@ -304,6 +339,8 @@ def _quantize(plan: Plan, tensors: Arguments, known: Params, sm_count: int) -> L
         own["lse"] = NULL
     elif plan.splits > 1:  # the log-sum-exp of each split is its weight, wanted or not
         own["lse"] = ("workspace", plan.offsets["partial_lse"])
+    elif "sinks" in problem.optional:  # which are weighed against all that the scores are, wanted or not
+        own["lse"] = ("sinks", 0)
     read = {"kv": (tensors.k, tensors.v), "q": (tensors.q,)}.get(problem.part, (tensors.q, tensors.k, tensors.v))
     return launch_of(record, kv_heads * per_kv_head, {**known, **own}, rows_of(problem, *read))
 

@@ -14,7 +14,7 @@ from sage_aot._problem.arguments import TOKENS, check_last_stride, check_tensors
 from sage_aot._problem.given import Given, MaxSeqlens, Stored
 from sage_aot._problem.options import LAYOUTS, Options
 from sage_aot._problem.problem import DTYPES, Problem, differ, heads_first, is_known
-from sage_aot._problem.tensors import SIZES, TENSORS, Kind, check_taken
+from sage_aot._problem.tensors import LISTED, SIZES, TENSORS, Kind, check_taken
 from sage_aot.errors import ArgumentError
 
 _NUMBERS = {3: "three", 4: "four"}
@@ -26,7 +26,23 @@ def check(given: Given, options: Options) -> Problem:
     problem = _CHECKS[given.kind](given, options)
     for name in given.optional:
         _check_optional(name, given, problem)
-    return replace(problem, optional=(*problem.optional, *given.optional))
+    listed = [name for name in given.optional if name in LISTED]
+    if listed and isinstance(given.details, Stored) and given.details.has_key_mask:
+        raise ArgumentError(f"{listed[0]}: expected None with a QuantizedKV that has a key mask, got a tensor; "
+                            f"quantize k and v without the key mask, and pass attn_mask=key_mask[:, None, None] "
+                            f"with it")
+    masks = _masks(given, problem) if listed else problem.masks
+    return replace(problem, optional=(*problem.optional, *given.optional), masks=masks)
+
+
+def _masks(given: Given, problem: Problem) -> tuple[int, int]:
+    """How many batch entries, and how many q heads, have masks of their own."""
+    def differs(dimension: str) -> bool:
+        found = [(tensor, TENSORS[name].shape.index(dimension)) for name, tensor in given.named.items()
+                 if name in (*LISTED, "key_mask") and dimension in TENSORS[name].shape]
+        return not all(is_known(tensor.stride(at) == 0) or is_known(tensor.shape[at] == 1) for tensor, at in found)
+
+    return (problem.batch if differs("batch") else 1), (problem.num_q_heads if differs("q heads") else 1)
 
 
 def _check_dense(given: Given, options: Options) -> Problem:
@@ -83,6 +99,9 @@ def _check_stored(given: Given, options: Options) -> Problem:
 
 def _check_train(given: Given, options: Options) -> Problem:
     problem = _check_dense(given, options)
+    if options.window:
+        raise ArgumentError(f"window: expected None to train with, got {options.window}; there is no backward pass "
+                            f"with windows: call torch.nn.functional.scaled_dot_product_attention with a mask")
     if problem.dtype == "f32":
         raise ArgumentError(f"q, k and v: expected torch.float16 or torch.bfloat16 to train with, got "
                             f"{given.like.dtype}; call it under torch.autocast, or pass q.to(torch.bfloat16)")
@@ -216,6 +235,8 @@ def _check_optional(name: str, given: Given, problem: Problem) -> None:
     if differ(tensor.shape, shape):
         raise ArgumentError(f"{name}: expected shape [{', '.join(argument.shape)}], {shape}, got "
                             f"{tuple(tensor.shape)}; {argument.other_shape}")
+    if len(shape) == 4:
+        check_last_stride(name, tensor)
     if tensor.device != given.like.device:
         raise ArgumentError(f"{name}: expected the device of {of}, {given.like.device}, got {tensor.device}; pass "
                             f"{name}.to({of}.device)")

@@ -35,6 +35,9 @@ class Given(NamedTuple):
     k: torch.Tensor | None = None  # of "stored" where q is smoothed, whose term of the scores needs k: heads first
     v: torch.Tensor | None = None
     key_mask: torch.Tensor | None = None  # the table TENSORS, in its order
+    sinks: torch.Tensor | None = None
+    attn_mask: torch.Tensor | None = None
+    block_mask: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None  # [sequences + 1] int32: sequence b is the rows from cu_seqlens_q[b] on,
     cu_seqlens_k: torch.Tensor | None = None  # before cu_seqlens_q[b + 1]; likewise of k and v
     kept: torch.Tensor | None = None  # uint8: where the call keeps its quantized tensors, or an earlier call kept them
@@ -74,12 +77,12 @@ class Given(NamedTuple):
 
 def strides_of_optional(name: str, tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides of an optional tensor as kernels take them: of batch entries, heads and rows; 0 where it has no such
-    dimension."""
+    dimension. Of four dimensions the last is contiguous."""
     strides = [0, 0, 0]
-    for dimension, stride in zip(TENSORS[name].shape, tensor.stride()):
+    for dimension, stride in zip(TENSORS[name].shape[:3], tensor.stride()):
         strides[_STRIDES[dimension]] = stride
     return tuple(strides)
 
 
-_STRIDES = {"batch": 0, "q heads": 1, "queries": 2, "keys": 2}
+_STRIDES = {"batch": 0, "q heads": 1, "queries": 2, "keys": 2, "query blocks": 2}
 """Per dimension of an optional tensor, which of a kernel's strides is its own: batch, head, row."""

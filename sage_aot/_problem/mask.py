@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from sage_aot._problem.options import UNBOUNDED, bounds_of
 
-def rows_see_alike(call: object) -> bool:
+
+def rows_see_alike(call: Any) -> bool:
     """True where every row sees every key, so that heads may become rows of one head. `call`: has the options that
     :class:`Mask` has, each of which hides nothing where it is false."""
-    return not any(getattr(call, name) for name in _OPTIONS)
+    return not (call.is_causal or call.window)
 
 
 class VisibleKeys(NamedTuple):
@@ -46,6 +48,7 @@ class Mask:
     """The options of a call that decide which keys a query row sees."""
 
     is_causal: bool = False
+    window: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, call: object) -> Mask:
@@ -53,11 +56,13 @@ class Mask:
         return cls(**{name: getattr(call, name) for name in _OPTIONS})
 
     def visible_keys(self, rows: torch.Tensor, seqlen_q: int, seqlen_kv: int) -> VisibleKeys:
-        """The keys of rows by index. Causal is aligned bottom-right: row i sees the keys j <= i + seqlen_kv − seqlen_q.
-        """
-        begin = torch.zeros_like(rows)
-        diagonal = rows + 1 + seqlen_kv - seqlen_q if self.is_causal else torch.full_like(rows, seqlen_kv)
-        return VisibleKeys(begin, diagonal.clamp(0, seqlen_kv))
+        """The keys of rows by index. Row i is at the key i + seqlen_kv − seqlen_q, and sees as many keys in front of it
+        and behind it as the window has."""
+        left, right = bounds_of(self.is_causal, self.window)
+        at = rows + seqlen_kv - seqlen_q
+        begin = torch.zeros_like(rows) if left == UNBOUNDED else (at - left).clamp(0, seqlen_kv)
+        end = torch.full_like(rows, seqlen_kv) if right == UNBOUNDED else (at + 1 + right).clamp(0, seqlen_kv)
+        return VisibleKeys(begin, end)
 
 
 _OPTIONS = tuple(field.name for field in dataclasses.fields(Mask))

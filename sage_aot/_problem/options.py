@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -37,9 +37,11 @@ class Option(NamedTuple):
     refused: Any  # a value that is not valid, for tests
     kinds: tuple[str, ...] = ()  # of the kernels that take the option at run time
     axis: str = ""  # of the kernels, that the option decides about
-    values: Mapping[Any, str | int] = {}  # per value of the option, that of the axis; "auto" is not among them
+    values: Mapping[Any, str | int] = {}  # per value of the option, that of the axis; "auto" is not among them. Of an
+                                          # option with values without end (`axis_value`) one for each value of the axis
     fixed: bool = False  # a part of the problem: another value is no advice, it would be another result
     resolve: Callable[[Options], Any] | None = None  # what "auto" stands for, given the options before this one
+    axis_value: Callable[[Options], str | int] | None = None  # that of the axis, given all options, not by `values`
 
 
 def _is_bool(value: object) -> bool:
@@ -60,13 +62,39 @@ def _is_scale(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_SCALE
 
 
+UNBOUNDED = -1
+"""Of a window's side: every key."""
+
+
+def _is_window(value: object) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, tuple) and len(value) == 2 and all(
+        isinstance(side, int) and UNBOUNDED <= side < 2**31 for side in value)
+
+
+def bounds_of(is_causal: bool, window: Sequence[int] | None) -> tuple[int, int]:
+    """How many keys a query sees in front of its own and behind it; UNBOUNDED for every key."""
+    left, right = window or (UNBOUNDED, UNBOUNDED)
+    return left, 0 if is_causal else right
+
+
+def _mask_of(options: Options) -> str:
+    """The kernels' mask."""
+    return {(UNBOUNDED, UNBOUNDED): "full", (UNBOUNDED, 0): "causal"}.get(
+        bounds_of(options.is_causal, options.window), "sparse")
+
+
 _OF_SYMBOL: Mapping[str, Callable[[Any], Any]] = {"SymBool": bool, "SymInt": int, "SymFloat": float}
 
 
 def scalar_of(value: Any) -> Any:
     """The Python scalar within a NumPy scalar, or within an array or a tensor without dimensions; that of a tracer's
-    symbol, which puts a guard on it; any other value as it is. A tensor stays one, which no option is, where it has no
-    value, or a derivative that would be lost. A scalar on a GPU synchronizes with it."""
+    symbol, which puts a guard on it; of a list or a tuple the tuple of these; any other value as it is. A tensor stays
+    one, which no option is, where it has no value, or a derivative that would be lost. A scalar on a GPU synchronizes
+    with it."""
+    if isinstance(value, (list, tuple)):  # dynamo of torch 2.11 cannot look up the names of their types, or of ints'
+        return tuple([item if isinstance(item, int) else scalar_of(item) for item in value])
     if of_symbol := _OF_SYMBOL.get(type(value).__name__):
         return of_symbol(value)
     if getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
@@ -173,6 +201,13 @@ class Options:
         help="how P follows from a score: `\"exp2\"` by an exponential; `\"linear\"`, for head dims up to 128 on sm90, "
              "by a line between the powers of two; "
              f"`\"auto\"` is `\"{AXES['p'][0]}\"` where the GPU has such a kernel")
+    window: tuple[int, int] | None = _option(
+        None, schema="int[]?", valid=_is_window, fixed=True, axis="mask", values={(47, 20): "sparse"},
+        samples=(None, (47, 20), (-1, 0), (0, 0), (-1, 30), (100, -1), (300, 0), (-1, -1)), refused=(-2, 0),
+        expected=f"None, or (left, right): two integers, each {UNBOUNDED} for no bound or the number of keys",
+        axis_value=_mask_of,
+        help="`(left, right)`: query i sees no key further than that in front of `i + keys - queries` and behind it; "
+             f"`{UNBOUNDED}` is no bound. As in FlashAttention")
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
@@ -209,8 +244,9 @@ class Options:
     @cached_property
     def axes(self) -> dict[str, str | int]:
         """The values of the kernels' axes that the options ask for; an axis that they leave open is missing."""
-        return {option.axis: option.values[getattr(self, name)] for name, option in OPTIONS.items()
-                if option.axis and getattr(self, name) in option.values}
+        found = {option.axis: option.values[getattr(self, name)] for name, option in OPTIONS.items()
+                 if option.axis and getattr(self, name) in option.values}
+        return found | {option.axis: option.axis_value(self) for option in OPTIONS.values() if option.axis_value}
 
 
 OPTIONS: dict[str, Option] = {field.name: Option(field.default, **field.metadata)
@@ -231,6 +267,7 @@ class Asked(NamedTuple):
     clip: Any = True
     pv_accum: Any = "auto"
     p: Any = "auto"
+    window: Any = None
 
     def heads_first(self) -> Asked:
         """The same for tensors that are [batch, heads, seq, headdim] by now."""
@@ -325,7 +362,7 @@ def spelt(axis: str, value: object) -> str:
     for name, option in OPTIONS.items():
         for of_option, of_axis in option.values.items():
             if (option.axis, of_axis) == (axis, value):
-                return f"{name}={of_option!r}"
+                return f"{name}=(left, right)" if option.axis_value else f"{name}={of_option!r}"
     return f"{axis}={value!r}"
 
 

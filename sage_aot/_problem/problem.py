@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from sage_aot._problem.options import Options
+from sage_aot._problem.tensors import LISTED
 
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
@@ -33,6 +34,7 @@ class Problem:
     optional: tuple[str, ...] = ()  # names of the table TENSORS: the optional tensors of the call, or of quantize_kv
     tokens: tuple[int, int] | None = None  # of q, and of k and v: rows of all sequences; None: batch entries
     part: Part = "all"
+    masks: tuple[int, int] = (1, 1)  # of a call whose KV tiles are listed: batch entries and q heads of different masks
 
     @property
     def runs(self) -> int:
@@ -51,6 +53,16 @@ class Problem:
     @property
     def has_key_mask(self) -> bool:
         return "key_mask" in self.optional
+
+    @property
+    def is_listed(self) -> bool:
+        """True where lists say which KV tiles are seen."""
+        return any(name in self.optional for name in LISTED)
+
+    @property
+    def packs_keys(self) -> bool:
+        """True where the call leaves the keys out that its key mask hides, before it quantizes."""
+        return self.has_key_mask and not self.is_listed
 
     @property
     def is_empty(self) -> bool:

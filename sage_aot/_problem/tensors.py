@@ -34,11 +34,17 @@ class TensorArgument(NamedTuple):
     refused: Mapping[Kind, str]  # by call that does not take it: what to do about it
     help: str  # one sentence for docs/options.md; the docstring of attn() says more
     limit: Callable[[Any], tuple[Any, str]] = lambda problem: (False, "")  # sizes that are too large, and what to do
+    axes: Mapping[str, str] = {}  # values of the axes of the kernels that take the tensor
 
+
+MASK_BLOCK = 64
+"""Queries and keys of an element of a mask of blocks: kMaskBlock of problem/sparse_mask.cuh."""
 
 SIZES: Mapping[str, Callable[[Any], int]] = {
     "batch": lambda problem: problem.batch, "q heads": lambda problem: problem.num_q_heads,
-    "queries": lambda problem: problem.q_rows, "keys": lambda problem: problem.kv_rows}
+    "queries": lambda problem: problem.q_rows, "keys": lambda problem: problem.kv_rows,
+    "query blocks": lambda problem: -(-problem.q_rows // MASK_BLOCK),
+    "key blocks": lambda problem: -(-problem.kv_rows // MASK_BLOCK)}
 """Per dimension of an optional tensor its size in a :class:`sage_aot._problem.problem.Problem`."""
 
 
@@ -54,14 +60,45 @@ TENSORS: dict[str, TensorArgument] = {
         dtype="bool", shape=("batch", "keys"), meaning="True where a key may be seen",
         other_dtype="pass key_mask.bool() for ones and zeros, key_mask == 0 for zeros and -inf",
         other_shape="of a mask that all entries share pass key_mask.expand(batch, -1), of one [batch, 1, 1, keys] pass "
-                    "key_mask[:, 0, 0]; a mask that differs by query or head has no kernel",
+                    "key_mask[:, 0, 0]; pass one that differs by query or head as attn_mask",
         calls=("dense", "kv"),
         refused={"varlen": "leave the keys that it masks out of k and v, and out of cu_seqlens_k",
                  "stored": "pass it to quantize_kv", "train": "leave the keys that it masks out of k and v"},
         help="keys that may be seen, for all queries and heads alike; the call drops all others before it quantizes",
         limit=_key_mask_limit),
+    "sinks": TensorArgument(
+        dtype="float32", shape=("q heads",), meaning="a logit beside the scores of each row of the head",
+        other_dtype="pass sinks.float()", other_shape="pass one logit for each q head, sinks.flatten()",
+        calls=("dense", "varlen", "stored"),
+        refused={"kv": "pass it to attn", "train": "there is no backward pass with sinks; call the host's attention"},
+        help="joins the softmax of each row of its q head, without a value: the weights of the keys sum to less than "
+             "one",
+        axes={"mask": "sparse"}),
+    "attn_mask": TensorArgument(
+        dtype="bool", shape=("batch", "q heads", "queries", "keys"), meaning="True where the query sees the key",
+        other_dtype="pass attn_mask.bool() for ones and zeros, attn_mask == 0 for zeros and -inf; an additive bias has "
+                    "no kernel: call the host's attention",
+        other_shape="pass one that broadcasts to it",
+        calls=("dense", "stored"),
+        refused={"varlen": "leave it out: sequences do not see each other", "kv": "pass it to attn",
+                 "train": "there is no backward pass with such masks; call the host's attention"},
+        help="the keys that a query sees, as in torch's SDPA: any shape that broadcasts; tiles that no query sees are "
+             "not read",
+        axes={"mask": "sparse"}),
+    "block_mask": TensorArgument(
+        dtype="bool", shape=("batch", "q heads", "query blocks", "key blocks"),
+        meaning="True where the 64 queries see the 64 keys",
+        other_dtype="make it by sage_aot.block_mask", other_shape="make it by sage_aot.block_mask",
+        calls=("dense", "stored"),
+        refused={"varlen": "call attn for each sequence", "kv": "pass it to attn",
+                 "train": "there is no backward pass with such masks; call the host's attention"},
+        help="the blocks of keys that a block of queries sees, by `sage_aot.block_mask`; all others are not read",
+        axes={"mask": "sparse"}),
 }
 """Every optional tensor by name, in the order of the operators' schemas."""
+
+LISTED = ("attn_mask", "block_mask")
+"""Optional tensors of a call whose KV tiles are listed: a kernel of its own reads them, and a key mask beside them."""
 
 OPERANDS = ("q", "k", "v", *TENSORS, "cu_seqlens_q", "cu_seqlens_k", "kept")
 """Names of all tensors that a call is given, in the order of the fields of :class:`sage_aot._problem.given.Given`."""

@@ -96,11 +96,13 @@ def close(name: str, got: torch.Tensor, expected: torch.Tensor, bound: torch.Ten
 
 
 def against_emulation(plan: Plan, quantized: Quantized, out: torch.Tensor, lse: torch.Tensor | None,
-                      key_ranks: torch.Tensor | None = None) -> list[Measure]:
+                      key_ranks: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+                      elements: torch.Tensor | None = None) -> list[Measure]:
     """Compare a kernel's output, [batch, heads, seq, headdim], and log-sum-exp, [batch, heads, seq] float32 or None,
-    with the emulation's. `quantized`: the inputs as the emulation quantized them; `key_ranks`: as `attend` takes
-    them."""
-    expected, expected_lse, weight = _emulated(plan, quantized, key_ranks, with_lse=lse is not None)
+    with the emulation's. `quantized`: the inputs as the emulation quantized them; `key_ranks`, `sinks`
+    and `elements`: as `attend` takes them."""
+    expected, expected_lse, weight = _emulated(plan, quantized, key_ranks, with_lse=lse is not None, sinks=sinks,
+                                              elements=elements)
     bound = _bound(plan)
     got, info, expected = out.float(), torch.finfo(out.dtype), within(expected, out.dtype)
     rounding = info.eps / 2 * expected.abs() + info.smallest_normal * info.eps + rounding_of_merge(
@@ -166,15 +168,19 @@ def _channel_means(error: torch.Tensor, bound: Bound) -> Measure:
     return Measure("channel means, emulation", mean / limit, mean, limit)
 
 
-def _emulated(plan: Plan, quantized: Quantized, key_ranks: torch.Tensor | None, *,
-              with_lse: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _emulated(plan: Plan, quantized: Quantized, key_ranks: torch.Tensor | None, *, with_lse: bool,
+              sinks: torch.Tensor | None,
+              elements: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The emulation's output, log-sum-exp, and Σ p·|v| / Σ p, from one run of twice the batch: the second half has |v|.
     """
     twice = {f.name: getattr(quantized, f.name) for f in dataclasses.fields(Quantized)}
     twice = {name: torch.cat([x, x]) if isinstance(x, torch.Tensor) else x for name, x in twice.items()}
     twice["v"] = torch.cat([quantized.v, quantized.v.abs()])
-    twice["v_mean"] = torch.cat([quantized.v_mean, torch.zeros_like(quantized.v_mean)])
-    out, lse = attend(plan, Quantized(**twice), key_ranks, with_lse=with_lse)
+    # the mean of V takes part where a sink has a share of each row, which follows from the row's sum
+    of_mean = torch.zeros_like(quantized.v_mean) if sinks is None else quantized.v_mean.abs()
+    twice["v_mean"] = torch.cat([quantized.v_mean, of_mean])
+    out, lse = attend(plan, Quantized(**twice), key_ranks, with_lse=with_lse, sinks=sinks,
+                      elements=None if elements is None else torch.cat([elements, elements]))
     batch, rows, headdim = plan.problem.batch, plan.problem.seqlen_q, plan.problem.headdim
     out = out[:, :, :rows, :headdim]
     return out[:batch], lse[:batch, :, :rows], out[batch:]

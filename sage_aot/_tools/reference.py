@@ -40,7 +40,7 @@ class Accuracy:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None,
-              visible: VisibleKeys | None = None, **mask: bool) -> tuple[torch.Tensor, torch.Tensor]:
+              visible: VisibleKeys | None = None, **mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of [batch, heads, seq, headdim] tensors in float64: output and log-sum-exp.
 
     Grouped heads as :func:`sage_aot.attn`; a row that sees no key gives zeros and −inf. `mask`: the fields of

@@ -18,7 +18,7 @@ class Audited(NamedTuple):
     k: tuple[int, ...]
     layout: str  # of both: "HND" or "NHD"
     is_causal: bool
-    has_mask: bool
+    has_mask: bool  # or a window
     accuracy: Accuracy  # of sage_aot's output against the host's
 
 
@@ -42,7 +42,7 @@ def audit() -> Iterator[list[Audited]]:
     def observe(call: HostCall, result: Any, host: Callable[[], Any]) -> None:
         ours, hosts = (made[0] if isinstance(made, tuple) else made for made in (result, host()))
         calls.append(Audited(tuple(call.q.shape), tuple(call.k.shape), call.layout, call.is_causal,
-                             call.mask is not None, measure(ours, hosts)))
+                             call.mask is not None or call.window is not None, measure(ours, hosts)))
 
     before, _serve.observer = _serve.observer, observe
     try:

@@ -27,7 +27,7 @@ from sage_aot.errors import CalibrationWarning, UnsupportedError
 from sage_aot.integrations._gain import AXES, HEADDIMS, KINDS, Corner, Threshold, Thresholds, built_in
 
 VARIABLE = "SAGE_AOT_CALIBRATION"
-_FORMAT = 1
+_FORMAT = 2  # of the kinds that KINDS has
 _DIGITS = 12
 """Of the sha256 in the name of a file."""
 

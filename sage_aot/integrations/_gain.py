@@ -10,13 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import product
 from math import inf
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from sage_aot._problem.options import UNBOUNDED, bounds_of
 
 HEADDIMS = 64, 128, 256
 """Head dims of the kernels."""
 
-KINDS = "full", "causal", "padded"
-"""Calls by their mask: none, causal, or a mask of keys, causal or not."""
+Mask = Literal["padded", "masked", "window"]
+KINDS = "full", "causal", "padded", "masked", "window"
+"""Calls by their mask: none, causal, a mask of keys, a mask that differs by query or head, or a window. The last three
+causal or not; torch computes them with a mask of bools. Of a mask nobody knows how many pairs it shows, so that all
+count as work; of a window the visible ones do."""
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
@@ -55,9 +60,9 @@ class Thresholds(NamedTuple):
     """The corners at which FlashAttention-2 is the faster one."""
 
 
-def kind_of(is_causal: bool, has_key_mask: bool) -> str:
-    """One of KINDS."""
-    return "padded" if has_key_mask else "causal" if is_causal else "full"
+def kind_of(is_causal: bool, mask: Mask | None) -> str:
+    """One of KINDS. `mask`: what the call has beside a causal mask."""
+    return mask or ("causal" if is_causal else "full")
 
 
 def kernel_headdim(headdim: int) -> int:
@@ -73,12 +78,32 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, batch: int, q_heads: int, kv_heads: int, queries: int, keys: int, headdim: int,
-           is_causal: bool) -> Work:
-        """`is_causal`: of as many queries as keys, or more keys from the bottom-right corner."""
-        operations = 4 * batch * q_heads * queries * keys * headdim
-        if is_causal:
-            operations -= 2 * batch * q_heads * min(queries, keys) ** 2 * headdim
+           is_causal: bool, window: tuple[int, int] | None = None) -> Work:
+        """`is_causal`, `window`: of as many queries as keys, or more keys from the bottom-right corner."""
+        if window is not None:
+            left, right = bounds_of(is_causal, window)
+            operations = 4 * batch * q_heads * pairs_in_window(queries, keys, left, right) * headdim
+        else:
+            operations = 4 * batch * q_heads * queries * keys * headdim
+            if is_causal:
+                operations -= 2 * batch * q_heads * min(queries, keys) ** 2 * headdim
         return cls(operations, batch * (q_heads * queries + 2 * kv_heads * keys) * headdim)
+
+
+def pairs_in_window(queries: int, keys: int, left: int, right: int) -> int:
+    """Pairs of a query and a key that it sees: at most `left` keys in front of its own, and `right` behind it."""
+    def up_to(shift: int) -> int:
+        """Pairs whose key is at most `shift` keys behind the query's own."""
+        first = keys - queries + shift + 1  # keys that the first query sees, before they are cut off at both ends
+        return _sum_of_cut(first + queries - 1, keys) - _sum_of_cut(first - 1, keys)
+
+    return (queries * keys if right == UNBOUNDED else up_to(right)) - (0 if left == UNBOUNDED else up_to(-left - 1))
+
+
+def _sum_of_cut(last: int, most: int) -> int:
+    """The sum of the integers up to `last`, each cut off to 0 from below and to `most` from above."""
+    rising = min(max(last, 0), most)
+    return rising * (rising + 1) // 2 + max(last - most, 0) * most
 
 
 def is_faster(threshold: tuple[float, float], work: Work) -> bool:
@@ -140,7 +165,10 @@ def built_in(capability: tuple[int, int]) -> tuple[Thresholds, str]:
 _HOPPER = {
     ("full", 64): Threshold(2480, 54e9), ("full", 128): Threshold(2050, 42e9), ("full", 256): Threshold(1360, 91e9),
     ("causal", 64): Threshold(0, 54e9), ("causal", 128): Threshold(1040, 19e9), ("causal", 256): Threshold(0, 54e9),
-    **{("padded", headdim): Threshold(0, 9.6e9) for headdim in HEADDIMS}}
+    **{("padded", headdim): Threshold(0, 9.6e9) for headdim in HEADDIMS},
+    ("masked", 64): Threshold(2830, 25e9), ("masked", 128): Threshold(560, 41e9), ("masked", 256): Threshold(220, 22e9),
+    ("window", 64): Threshold(100, 2.4e9), ("window", 128): Threshold(80, 4.9e9), ("window", 256): Threshold(0, 2.9e9)}
+"""Those of masks of queries and of windows: bench/results/h200-2026-11-27-sparse-masks."""
 
 _FLASH_ON_HOPPER = frozenset(
     corner for corner in map(Corner._make, product(*AXES))
@@ -149,11 +177,12 @@ _FLASH_ON_HOPPER = frozenset(
 does so of one query alone. In the log flash is 1.5 to 4.5 times as fast in these calls by the GPU's time, 1.05 to 4.2
 times by queued calls."""
 
-_PROXY = {"full": 2200, "causal": 1800, "padded": 2200}
+_PROXY = {"full": 2200, "causal": 1800, "padded": 2200, "masked": 4400, "window": 4400}
 """Operations per element from which the f16 kernels, rebuilt for an H100, were faster than FlashAttention-2 there
 (bench/results/h100-2026-11-26-rebuilt). It is torch's backend on the chips that the kernels are for. Rebuilt FP8
 kernels tell little of 8.9 and 12.x: Hopper makes two f16 products of each of their products. The f16 kernels have the
-same INT8 Q·Kᵀ, and a P·V of half the speed."""
+same INT8 Q·Kᵀ, and a P·V of half the speed. Masks of queries and windows were not measured: on Hopper their thresholds
+are up to twice that of a mask of keys."""
 
 _SLOWER_MEMORY = {(8, 0): 1.2, (8, 6): 1.6, (8, 7): 1.6, (8, 9): 2.3, (12, 0): 2.3, (12, 1): 3.6}
 """By what factor the slowest memory of a chip's cards, beside its f16 tensor cores, is slower than an H100's:

@@ -38,7 +38,7 @@ class Policy:
         when: ``"faster"``: the calls that are expected to be at least as fast as torch's attention, on CUDA tensors.
             ``"possible"``: every call that sage_aot computes, CPU tensors by the emulation too.
         otherwise: what becomes of a call that `when` would hand to sage_aot, and that sage_aot does not compute (a mask
-            of other shape, dropout, training). ``"host"``: the host's own attention. ``"raise"``: UnsupportedError.
+            of numbers, dropout, training). ``"host"``: the host's own attention. ``"raise"``: UnsupportedError.
         options: options of :func:`sage_aot.attn` that decide about accuracy and speed, such as ``{"smooth_v": True}``.
 
     Raises:
@@ -55,7 +55,7 @@ class Policy:
         for name, choices in (("when", ("faster", "possible")), ("otherwise", ("host", "raise"))):
             if (value := getattr(self, name)) not in choices:
                 raise ArgumentError(f"{name}: expected one of {choices}, got {value!r}")
-        free = OPTIONS.keys() - {"is_causal", "scale", "layout"}  # a host's call decides about these
+        free = OPTIONS.keys() - {"is_causal", "window", "scale", "layout"}  # a host's call decides about these
         if unknown := self.options.keys() - free:
             raise ArgumentError(f"options: expected some of {', '.join(sorted(free))}, got "
                                 f"{', '.join(sorted(unknown))}")

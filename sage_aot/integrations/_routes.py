@@ -13,7 +13,7 @@ import torch
 
 from sage_aot.integrations import _policy
 from sage_aot.integrations._calibration import chosen, threshold_of
-from sage_aot.integrations._gain import Work, is_faster, kernel_headdim, kind_of, prefers_flash
+from sage_aot.integrations._gain import Work, is_faster, kernel_headdim, prefers_flash
 from sage_aot.integrations._report import SLOWER, Tally, is_counted, lock, tally_of
 
 HOST, FLASH, FLASH_GROUPED = range(3)
@@ -80,15 +80,22 @@ def _remember(kind: tuple[Any, ...], made: Route | None, tally: Tally | None) ->
             _policy.learned[kind] = made
 
 
+def _kinds(has_mask: bool, is_causal: bool) -> tuple[str, ...]:
+    """Kinds that a call may be of. What a mask hides, a causal one beside it or a window, makes less work than all of
+    its pairs: where those are not faster, the rest is not."""
+    if has_mask:
+        return "padded", "masked", "window"
+    return ("full", "causal") if is_causal else ("full",)
+
+
 def _way(device: int, q: torch.Size, k: torch.Size, has_mask: bool, is_causal: bool, rows: int) -> int | None:
     if len(q) != 4 or len(k) != 4 or 0 in q or 0 in k:
         return None
     heads, keys = (1, 2) if rows == -2 else (2, 1)
     sizes = q[0], q[heads], k[heads], q[keys], k[keys], q[3]
-    for masked in (False, True) if is_causal else (False,):
-        threshold = threshold_of(device, kind_of(masked, has_mask), kernel_headdim(q[3]))
-        if is_faster(threshold, Work.of(*sizes, masked)):
-            return None
+    if any(is_faster(threshold_of(device, kind, kernel_headdim(q[3])), Work.of(*sizes, kind == "causal"))
+           for kind in _kinds(has_mask, is_causal)):
+        return None
     fits = q[0] == k[0] and q[3] == k[3] and q[heads] % k[heads] == 0 and q[3] % 8 == 0  # torch pads other head dims
     if rows != -2 or has_mask or is_causal or not fits or not prefers_flash(
             chosen(device).thresholds, q[0], q[heads], q[keys], k[keys], q[3]):

@@ -16,7 +16,7 @@ from sage_aot._call.api import attn
 from sage_aot.errors import UnsupportedError
 from sage_aot.integrations._policy import Policy, current
 from sage_aot.integrations._report import EXACT, SERVED, count, refused
-from sage_aot.integrations._rules import HostCall, key_mask_of, why_not_computed, why_slower
+from sage_aot.integrations._rules import HostCall, key_mask_of, sight_of, why_not_computed, why_slower
 
 
 def attend(call: HostCall, host: Callable[[], Any], return_lse: bool = False, policy: Policy | None = None,
@@ -38,7 +38,7 @@ def attend(call: HostCall, host: Callable[[], Any], return_lse: bool = False, po
     if policy.when == "faster" and (reason := why_slower(call)):
         count(reason)
         return by_host(host)
-    if reason := why_not_computed(call):
+    if reason := why_not_computed(call, options=policy.options):
         count(reason)
         if policy.otherwise == "raise":
             raise UnsupportedError(f"expected a call that sage_aot computes, got: {reason}; let the host compute it "
@@ -98,10 +98,11 @@ def serve_anyway(call: HostCall, otherwise: str, return_lse: bool = False, **opt
     call = call._replace(q=_received(call.q), k=_received(call.k), v=_received(call.v))
     no_rows = call.q.dim() == call.k.dim() == 4 and 0 in call.sizes()[3:]
     if no_rows:  # a share of a ring without keys, of which any mask hides as much: zeros and -inf
-        call = call._replace(is_causal=False, mask=None)
-    if reason := why_not_computed(call, no_rows):
+        call = call._replace(is_causal=False, mask=None, window=None)
+    options = {**current().options, **options}
+    if reason := why_not_computed(call, no_rows, options):
         raise refused(reason, f"expected a call that sage_aot computes, got: {reason}; {otherwise}")
-    result = serve(call, return_lse, {**current().options, **options})
+    result = serve(call, return_lse, options)
     count(SERVED)
     return result
 
@@ -121,17 +122,19 @@ def _received(tensor: torch.Tensor) -> torch.Tensor:
 
 def serve(call: HostCall, return_lse: bool, options: Mapping[str, Any]) -> Any:
     """The output of a call that :func:`why_not_computed` allows, by sage_aot with these options of sage_aot.attn. The
-    rows of the output hold all heads where those of q do."""
+    rows of the output hold all heads where those of q do. A mask of keys is handed on as one, which saves more than one
+    of all pairs. Rows that see no key are zeros, whatever the host makes of them."""
     turned = call.layout == "HND" and call.q.stride(1) < call.q.stride(2)  # rows of all heads, as a projection makes q
     if turned:
         call = call._replace(q=call.q.transpose(1, 2), k=call.k.transpose(1, 2), v=call.v.transpose(1, 2), layout="NHD")
     channels = call.v.size(3)
     call = _with_equal_channels(_without_unseen_keys(call))
-    batch, heads, _, queries, keys = call.sizes()
-    key_mask = None if call.mask is None else key_mask_of(call.mask, batch, heads, queries, keys)
-    is_causal = call.is_causal and queries != 1  # one query sees all keys; without a mask, heads share reads of k and v
-    result = attn(call.q, call.k, call.v, key_mask=key_mask, is_causal=is_causal, scale=call.scale, layout=call.layout,
-                  **{**options, "return_lse": return_lse})
+    key_mask = key_mask_of(call)
+    # one query sees all keys; without a mask, heads share reads of k and v
+    is_causal = call.is_causal and call.sizes()[3] != 1
+    result = attn(call.q, call.k, call.v, key_mask=key_mask, attn_mask=call.mask if key_mask is None else None,
+                  sinks=None if call.sinks is None else call.sinks.float(), is_causal=is_causal, window=call.window,
+                  scale=call.scale, layout=call.layout, **{**options, "return_lse": return_lse})
     out, lse = result if return_lse else (result, None)
     if channels != call.q.size(3):
         out = out[..., :channels].contiguous()
@@ -141,12 +144,17 @@ def serve(call: HostCall, return_lse: bool, options: Mapping[str, Any]) -> Any:
 
 
 def _without_unseen_keys(call: HostCall) -> HostCall:
-    """The call less the keys that a causal mask hides from all queries, where it is aligned top-left."""
-    queries, keys = call.sizes()[3:]
-    if not call.is_causal or call.bottom_right or queries == keys:
-        return call
-    rows = 2 if call.layout == "HND" else 1
-    return call._replace(k=call.k.narrow(rows, 0, queries), v=call.v.narrow(rows, 0, queries))
+    """The call less the keys that a window hides from all queries, or a causal mask that is aligned top-left; and less
+    a window that hides no others."""
+    keys = call.sizes()[4]
+    first, seen, window = sight_of(call)
+    if seen == keys:
+        return call if window is call.window else call._replace(window=window)
+    rows, mask = 2 if call.layout == "HND" else 1, call.mask
+    if mask is not None and mask.dim() > 0 and mask.size(-1) == keys:
+        mask = mask.narrow(-1, first, seen)
+    return call._replace(k=call.k.narrow(rows, first, seen), v=call.v.narrow(rows, first, seen), mask=mask,
+                         window=window)
 
 
 def _with_equal_channels(call: HostCall) -> HostCall:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from sage_aot.integrations._rules import HostCall, check_neutral
+from sage_aot.integrations._report import refused
+from sage_aot.integrations._rules import NO_WINDOW, HostCall, check_neutral, window_of
 from sage_aot.integrations._serve import serve_with_lse
 
 _OTHERWISE = "choose the library's own attention for the ring"
@@ -26,7 +27,8 @@ def ring_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: f
 
     Args:
         q, k, v: ``[batch, seq, heads, headdim]``; k and v may have fewer heads.
-        dropout_p, window_size, softcap, alibi_slopes, return_softmax: their defaults, which change nothing.
+        dropout_p, window_size, softcap, alibi_slopes, return_softmax: their defaults, which change nothing. A window
+            counts from places in the whole sequence, which a step of a ring is not told.
         softmax_scale: None means ``1 / sqrt(headdim)``.
         causal: aligned bottom-right.
 
@@ -37,8 +39,10 @@ def ring_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: f
         UnsupportedError: another value of an argument that has to be its default, or tensors that sage_aot does not
             take.
     """
-    check_neutral({"window_size": window_size, "softcap": softcap, "alibi_slopes": alibi_slopes,
-                   "return_softmax": return_softmax}, _OTHERWISE)
+    check_neutral({"softcap": softcap, "alibi_slopes": alibi_slopes, "return_softmax": return_softmax}, _OTHERWISE)
+    if window_of(window_size) is not None:
+        raise refused("the argument window_size", f"window_size: expected {NO_WINDOW}, got {window_size!r}, which "
+                                                  f"counts from places in the whole sequence; {_OTHERWISE}")
     call = HostCall(q, k, v, None, causal, softmax_scale, dropout_p, "NHD", grouped=True, bottom_right=True)
     return serve_with_lse(call, _OTHERWISE)
 

@@ -47,8 +47,9 @@ def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask:
     """``torch.nn.functional.scaled_dot_product_attention``, by sage_aot or by torch, as the policy decides
     (:class:`sage_aot.integrations.Policy`).
 
-    Args, returns: those of torch's function. The causal mask is aligned top-left, as there. A bool mask that is the
-    same for all heads and queries, ``[batch, 1, 1, keys]`` for instance, is served as a key mask.
+    Args, returns: those of torch's function. The causal mask is aligned top-left, as there. Bool masks are served, of
+    any shape that broadcasts to the scores; one that is the same for all heads and queries, ``[batch, 1, 1, keys]`` for
+    instance, saves the most. A row that sees no key gives zeros; torch gives zeros or NaN, as its backends do.
 
     Raises:
         UnsupportedError: the policy says so of calls that sage_aot does not compute, or no kernel runs on this GPU.

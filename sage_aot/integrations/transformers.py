@@ -7,7 +7,8 @@
 
     sage_transformers.enable(model)     # or: a model that is loaded already
 
-Calls that sage_aot does not serve go to transformers' own ``sdpa`` attention.
+Calls that sage_aot does not serve go to transformers' own ``sdpa`` attention, those with attention sinks, which it does
+not have, to the model's eager attention.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sage_aot.integrations._rules import HostCall, check_gpu
 from sage_aot.integrations._serve import attend, by_host
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 except ImportError as error:
@@ -37,8 +38,9 @@ except ImportError as error:
 
 NAME = "sage_aot"
 
-UNKNOWN_TO_SDPA = ("softcap", "s_aux", "sinks", "indices", "block_indices")
-"""Arguments that change the result, and that transformers' sdpa attention refuses or drops."""
+UNKNOWN_TO_SDPA = ("softcap", "sinks", "indices", "block_indices")
+"""Arguments that change the result, and that neither sage_aot nor transformers' sdpa attention computes. ``s_aux``, the
+sinks of a layer, sdpa drops too; sage_aot computes them."""
 
 
 # --- switching it on --------------------------------------------------------------------------------------------------
@@ -114,7 +116,7 @@ def _check_models_of_names() -> None:
 def _check_model(kind: type[PreTrainedModel], is_made: bool) -> None:
     """UnsupportedError for models of a class that does not leave all of its attention to the implementation that is
     chosen by name: it would compute its own on masks that are not made for it. `is_made`: the model has its layers."""
-    if not kind._supports_sdpa:
+    if not kind._supports_sdpa and not all(map(_has_sinks_alone, _code_of(kind))):
         reason = "which transformers does not run with sdpa attention"
     elif not kind._can_set_attn_implementation():
         reason = "whose attention does not call the implementation that is registered for a name"
@@ -164,6 +166,15 @@ they make a mask, to others they hand indices. Models whose layers share keys an
 _OWN_TABLE = re.compile(r"(?<!ALL_ATTENTION_FUNCTIONS)(?<!ALL_MASK_ATTENTION_FUNCTIONS)\[[\w.]*_attn_implementation\]")
 """Code that looks the name up in a table of its own, which has eager and sdpa attention: a KeyError for other names,
 when the layer is made."""
+
+
+def _has_sinks_alone(code: str) -> bool:
+    """Of the source of a model that transformers does not run with sdpa attention: are sinks the reason, which
+    sage_aot computes? It hands them to the implementation that is chosen, has eager attention for the calls that
+    sage_aot leaves, and does not add to the masks, as models with indexers or compressed keys do, which know no masks
+    of bools."""
+    return ("s_aux=self.sinks" in code and "def eager_attention_forward(" in code
+            and not re.search(r"\battention_mask = (?!create_)", code))
 
 
 def _code_of(kind: type[PreTrainedModel]) -> tuple[str, ...]:
@@ -231,8 +242,9 @@ def _implementation(config: Any) -> str | dict[str, str]:
 
 
 class Meaning(NamedTuple):
-    """The meaning of a whole mask: it is causal, aligned bottom-right, and hides the keys that `key_mask` hides."""
+    """The meaning of a whole mask: it shows a window, aligned bottom-right, less the keys that `key_mask` hides."""
 
+    window: tuple[int, int]  # keys in front of a query's own and behind it, -1 for all: (-1, 0) is causal
     key_mask: torch.Tensor | None  # [batch, keys]
     version: int | None  # of the mask, which a model may change in place; None for inference tensors, which have none
 
@@ -250,6 +262,27 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def _window_of(mask_function: Any) -> tuple[int, int] | None:
+    """The window that a mask function of transformers shows, causal or not; None for all others, and for those that
+    add something, as packed sequences do. The code of a function tells which one it is, its closure of which size."""
+    if mask_function is causal_mask_function:
+        return -1, 0
+    if getattr(mask_function, "__code__", None) is not _JOINED:
+        return None
+    (parts,) = (cell.cell_contents for cell in mask_function.__closure__)
+    if len(parts) != 2 or parts[1] not in (causal_mask_function, bidirectional_mask_function):
+        return None
+    code, size = getattr(parts[0], "__code__", None), [cell.cell_contents for cell in parts[0].__closure__ or ()]
+    if code is _SLIDING and parts[1] is causal_mask_function:
+        return size[0] - 1, 0  # `size` keys, the query's own among them
+    return (size[0], size[0]) if code is _SLIDING_BOTH_WAYS and parts[1] is bidirectional_mask_function else None
+
+
+_JOINED = masking_utils.and_masks(causal_mask_function).__code__
+_SLIDING = masking_utils.sliding_window_overlay(1).__code__
+_SLIDING_BOTH_WAYS = masking_utils.sliding_window_bidirectional_overlay(1).__code__
+
+
 def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
                    mask_function: Any = causal_mask_function, attention_mask: torch.Tensor | None = None,
                    local_size: int | None = None, allow_is_causal_skip: bool = True,
@@ -259,15 +292,16 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any
     shape that says the same with less memory.
 
     None where no mask is needed, also under torch.compile, for which ``sdpa_mask`` never returns None. A padding mask
-    alone is a view of ``[batch, 1, 1, keys]``. A causal mask remembers its :class:`Meaning`.
+    alone is a view of ``[batch, 1, 1, keys]``. A causal mask and a sliding window remember their :class:`Meaning`.
     """
-    offsets = isinstance(q_offset, int) and isinstance(kv_offset, int) and kv_offset == 0
+    known = isinstance(q_offset, int) and isinstance(kv_offset, int)
+    offsets = known and kv_offset == 0
     whole = local_size is None or kv_length < local_size  # no window or chunk that hides keys
     # of windows and chunks transformers allows the skip where nothing is added to the causal mask
     causal = whole and (mask_function is causal_mask_function or local_size is not None and allow_is_causal_skip)
-    at_end = offsets and kv_length == q_offset + q_length
+    at_end = known and kv_offset + kv_length == q_offset + q_length
     # one query without a mask sees every slot of a cache, those behind it too
-    may_be_none = allow_is_causal_skip and (at_end if q_length == 1 else config is None or not (
+    may_be_none = allow_is_causal_skip and (at_end and offsets if q_length == 1 else config is None or not (
         _shares_keys(config) or _is_bidirectional(config) or _is_causal_by_masks_alone(type(config))))
     if causal and may_be_none and attention_mask is None and offsets and (q_length == 1 or q_offset == 0):
         return None
@@ -284,10 +318,13 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any
         return mask
     if mask_function is bidirectional_mask_function and padding is not None and whole:
         return padding.bool()[:, None, None, :].expand(-1, -1, q_length, -1)
-    if causal and at_end and (attention_mask is None or padding is not None) and (
-            allow_is_causal_skip or not mask.is_inference()):  # else a model adds to it, in place for all we know
+    window = (-1, 0) if causal else _window_of(mask_function)
+    of_all = known and attention_mask is not None and attention_mask.shape == (batch_size, kv_offset + kv_length)
+    if window is not None and at_end and (attention_mask is None or of_all) and (
+            allow_is_causal_skip or allow_is_bidirectional_skip or not mask.is_inference()):
+        # else a model adds to it, in place for all we know
         mask.sage_aot_meaning = Meaning(  # type: ignore[attr-defined]
-            None if padding is None else padding.bool(), _version(mask))
+            window, None if attention_mask is None else attention_mask[:, kv_offset:].bool(), _version(mask))
     return mask
 
 
@@ -299,17 +336,24 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
                       is_causal: bool | None = None, position_bias: torch.Tensor | None = None, cache: Any = None,
                       **more: Any) -> Any:
     """transformers' attention function: q, k and v ``[batch, heads, seq, headdim]``; returns the output ``[batch, seq,
-    heads, headdim]`` and None for the weights.
+    heads, headdim]`` and None for the weights. ``s_aux``, among `more`, are the sinks of the layer: calls with these
+    that sage_aot does not serve go to the eager attention of the model. ``sliding_window`` changes nothing, as in sdpa
+    attention: the mask says what a query sees.
 
     Raises:
-        NotImplementedError: an argument of UNKNOWN_TO_SDPA, which neither sage_aot nor transformers' sdpa computes.
+        NotImplementedError: an argument of UNKNOWN_TO_SDPA, which neither sage_aot nor transformers' sdpa computes, or
+            sinks beside an argument with which no attention of the model computes them.
     """
     for name in UNKNOWN_TO_SDPA:
         if more.get(name) is not None:
-            raise NotImplementedError(f"sage_aot: expected no {name}, which changes the result, got one from "
-                                      f"{type(module).__name__}; load the model with attn_implementation='eager'")
+            raise _refused(name, module)
+    sinks = more.get("s_aux")
+    if sinks is not None:
+        _check_sinks(module, sinks, position_bias, cache)
 
     def host() -> Any:
+        if sinks is not None:
+            return _eager_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, more)
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                                       is_causal=is_causal, position_bias=position_bias, cache=cache, **more)
 
@@ -317,15 +361,54 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         count("position_bias" if position_bias is not None else "a paged cache" if cache is not None else
               "output_attentions")
         return by_host(host)
-    if is_small(query, key, attention_mask is not None, True):
+    if is_small(query, key, attention_mask is not None or sinks is not None, True):
         return by_host(host)
     queries = query.size(2)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     meaning = Meaning.of(attention_mask, queries, key.size(2))
-    mask, causal, at_end = attention_mask, queries > 1 and attention_mask is None and causal, False
+    mask, causal, window = attention_mask, queries > 1 and attention_mask is None and causal, None
     if meaning is not None:
         mask = None if meaning.key_mask is None else meaning.key_mask[:, None, None, :]
-        causal = at_end = queries > 1
+        causal, window = queries > 1 and meaning.window[1] == 0, meaning.window
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # so that the output is as transformers wants it
-    call = HostCall(q, k, v, mask, causal, scaling, dropout, "NHD", grouped=True, bottom_right=at_end)
+    call = HostCall(q, k, v, mask, causal, scaling, dropout, "NHD", grouped=True, bottom_right=meaning is not None,
+                    window=window, sinks=sinks)
     return attend(call, host, form=lambda out: (out, None))
+
+
+# --- sinks, which no attention of torch has ---------------------------------------------------------------------------
+
+
+def _refused(name: str, module: torch.nn.Module) -> NotImplementedError:
+    return NotImplementedError(f"sage_aot: expected no {name}, which changes the result, got one from "
+                               f"{type(module).__name__}; load the model with attn_implementation='eager'")
+
+
+def _check_sinks(module: torch.nn.Module, sinks: torch.Tensor, position_bias: Any, cache: Any) -> None:
+    """NotImplementedError for sinks that the eager attention of the model would not find, or not compute."""
+    if _eager_of(module) is None or getattr(module, "sinks", None) is not sinks:
+        raise _refused("s_aux of a layer that has no sinks and eager attention of its own", module)
+    for name, given in (("position_bias", position_bias), ("cache", cache)):
+        if given is not None:
+            raise _refused(f"{name} beside sinks", module)
+
+
+def _eager_of(module: torch.nn.Module) -> Any:
+    """The eager attention of the model that a layer is of."""
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+
+
+def _eager_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                     attention_mask: torch.Tensor | None, dropout: float, scaling: float | None,
+                     is_causal: bool | None, more: dict[str, Any]) -> Any:
+    """The eager attention of the model, which takes a mask of numbers to add, and knows of no causal one without."""
+    queries, keys = query.size(2), key.size(2)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if attention_mask is None and is_causal and queries > 1:  # top-left, as in sdpa attention
+        attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(
+            ~attention_mask, torch.finfo(query.dtype).min)
+    scaling = query.size(3) ** -0.5 if scaling is None else scaling
+    return _eager_of(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import multiprocessing
 import os
 import queue
@@ -31,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from fuzz_cases import WEIGHTS, Case, complete, draw_call, shrink
+from fuzz_cases import WEIGHTS, Case, complete, draw_call, fields_of_json, shrink
 from fuzz_checks import Subject, Verdict
 
 import sage_aot
@@ -218,7 +217,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
                         help="built kernels; an arch is taken from the first folder that has it for this GPU (default: "
                         "those of the package and build/retarget_*)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
-    parser.add_argument("--fixed", type=json.loads, default={}, metavar="JSON",
+    parser.add_argument("--fixed", type=fields_of_json, default={}, metavar="JSON",
                         help="""fields that every case has, such as '{"arch": "sm89", "kind": "normal"}'""")
     parser.add_argument("--case", type=Case.from_json, metavar="JSON", help="make this one call")
     parser.add_argument("--log", type=Path, help="file for what is printed")

@@ -15,10 +15,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
+import sage_aot
 from sage_aot._kernels.axes import MAX_HEADDIM
 from sage_aot._kernels.spec import MOST_TRAINED
 from sage_aot._problem.options import OPTIONS, Options
@@ -39,6 +41,7 @@ OPTION_WEIGHTS = {
     "clip": (3, 1),
     "pv_accum": (8, 1, 3),
     "p": (3, 1, 1),
+    "window": (24, 3, 1, 1, 2, 2, 2, 1),
 }
 """How often the samples of an option are drawn, where they are not drawn alike."""
 
@@ -69,8 +72,10 @@ def _weights(name: str) -> dict[object, int]:
     return dict(zip_longest(OPTIONS[name].samples, OPTION_WEIGHTS.get(name, ()), fillvalue=1))
 
 
+_LATE_OPTIONS = ("window",)
 _SizesAndOptions: Any = make_dataclass("_SizesAndOptions", [
-    (name, object, _varied(_weights(name))) for name in OPTIONS], bases=(_Sizes,), frozen=True)
+    (name, object, _varied(_weights(name), late=name in _LATE_OPTIONS)) for name in OPTIONS], bases=(_Sizes,),
+    frozen=True)
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,11 @@ class Case(_SizesAndOptions):
                                                                1e10), 1)}, late=True)  # the largest |score|
     values: str = _varied({"drawn": 10, "ones": 1, "largest": 0}, late=True)  # of v; largest: that its dtype holds
     one_key: bool = _varied({False: 20, True: 1}, late=True)  # one key in all, or by the key mask
+    sinks: str = _varied({"none": 10, "drawn": 2, "high": 1, "low": 1, "strided": 1}, late=True)
+    elements: str = _varied({"none": 14, "random": 1, "documents": 1, "heads": 1, "rows": 1, "keys": 1, "all": 1},
+                            late=True)  # of an attn_mask
+    blocks: str = _varied({"none": 14, "64": 1, "128": 1, "192": 1, "heads": 1, "all": 1, "nothing": 1, "flex": 1},
+                          late=True)  # of a block_mask: the queries and keys of a block
 
     @property
     def q_heads(self) -> int:
@@ -124,6 +134,15 @@ class Case(_SizesAndOptions):
         return self.lengths != "one" and self.wrong == "nothing" and not self.is_empty
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether the call has a window, sinks, or masks that differ by query."""
+        return self.window is not None or self.sinks != "none" or self.is_listed
+
+    @property
+    def is_listed(self) -> bool:
+        return not self.has_sequences and (self.elements != "none" or self.blocks != "none")
+
+    @property
     def is_empty(self) -> bool:
         """Whether there are no queries, or no keys for them."""
         return 0 in (self.batch, self.kv_heads, self.group, self.seqlen_q, self.seqlen_kv)
@@ -145,7 +164,12 @@ class Case(_SizesAndOptions):
 
     @classmethod
     def from_json(cls, text: str) -> Case:
-        return cls(**json.loads(text))
+        return cls(**fields_of_json(text))
+
+
+def fields_of_json(text: str) -> dict[str, Any]:
+    """Fields of a case by name. JSON has no tuples: its lists are windows."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(text).items()}
 
 
 WEIGHTS = {f.name: f.metadata["weights"] for f in dataclasses.fields(Case) if "weights" in f.metadata}
@@ -204,7 +228,11 @@ def complete(case: Case) -> Case:
         case = dataclasses.replace(case, mask_kind="one")
     if case.trained:
         return as_trained(case)
-    return as_sdpa(case) if case.by_sdpa else case
+    if case.by_sdpa:
+        return as_sdpa(case)
+    if case.is_sparse and case.qk in ("int4", "nvfp4"):  # which have no such kernels
+        case = dataclasses.replace(case, qk="auto")
+    return case
 
 
 def as_sdpa(case: Case) -> Case:
@@ -213,7 +241,8 @@ def as_sdpa(case: Case) -> Case:
     to torch: its kernels fault there (CUDA error: misaligned address), and the process loses its GPU."""
     faults = case.strides == "misaligned" and case.is_causal and case.mask_kind != "none"
     return dataclasses.replace(case, entry="sdpa", layout="HND", lengths="one", wrong="nothing", return_lse=False,
-                               out="made", stored=False, strides="contiguous" if faults else case.strides)
+                               out="made", stored=False, strides="contiguous" if faults else case.strides, window=None,
+                               sinks="none", elements="none", blocks="none")
 
 
 def as_trained(case: Case) -> Case:
@@ -348,6 +377,61 @@ def make_key_mask(case: Case, device: str) -> torch.Tensor | None:
     if case.strides == "expanded_batch":
         return mask[:1].expand(case.batch, -1)
     return torch.stack([mask, ~mask], -1)[..., 0] if case.strides == "sliced" else mask
+
+
+def make_sinks(case: Case, device: str) -> torch.Tensor | None:
+    """The sinks of a case: like the scores of N(0, 1), above all of them, or below; strided: of the first kind."""
+    if case.sinks == "none":
+        return None
+    sinks = 2.0 * torch.randn(case.q_heads, generator=torch.Generator(device).manual_seed(case.seed), device=device)
+    sinks += {"high": 60.0, "low": -1e4}.get(case.sinks, 0.0)
+    return torch.stack([sinks, torch.full_like(sinks, math.nan)], -1)[..., 0] if case.sinks == "strided" else sinks
+
+
+class Masks(NamedTuple):
+    """Masks that differ by query, and what they leave together: [1 or batch, 1 or q heads, queries, keys]."""
+
+    attn_mask: torch.Tensor | None
+    block_mask: Any  # a BlockMask
+    seen: torch.Tensor
+
+
+def make_masks(case: Case, device: str) -> Masks | None:
+    """The masks of a case beside its key mask."""
+    if not case.is_listed or case.is_empty:
+        return None
+    generator = torch.Generator(device).manual_seed(case.seed + 1)
+
+    def drawn(*shape: int, share: float = 0.5) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator, device=device) < share
+
+    queries, keys = case.seqlen_q, case.seqlen_kv
+    i, j = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
+    elements = {"none": lambda: None, "random": lambda: drawn(case.batch, 1, queries, keys),
+                "documents": lambda: i // 90 == j // 90,
+                "heads": lambda: drawn(1, case.q_heads, queries, keys, share=0.05),
+                "rows": lambda: drawn(case.batch, 1, queries, 1), "keys": lambda: drawn(case.batch, 1, 1, keys),
+                "all": lambda: torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)}[case.elements]()
+    seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) if elements is None else elements
+    size = int(case.blocks) if case.blocks.isdecimal() else 128
+    rows, columns = -(-queries // size), -(-keys // size)
+    grid = {"heads": lambda: drawn(case.batch, case.q_heads, rows, columns),
+            "all": lambda: drawn(rows, columns, share=2.0),
+            "nothing": lambda: drawn(1, 1, rows, columns, share=-1.0)}.get(case.blocks,
+                                                                          lambda: drawn(1, 1, rows, columns))
+    blocks = None
+    if case.blocks == "flex":
+        blocks = sage_aot.block_mask(create_block_mask(_near_or_first, None, None, queries, keys, device=device))
+        seen = seen & ((i - j).abs() <= 70) | seen & (j < 5)
+    elif case.blocks != "none":
+        of_blocks = grid()
+        blocks = sage_aot.block_mask(of_blocks, size)
+        seen = seen & of_blocks.repeat_interleave(size, -2).repeat_interleave(size, -1)[..., :queries, :keys]
+    return Masks(elements, blocks, seen[(None,) * (4 - seen.dim())])
+
+
+def _near_or_first(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return ((query - key).abs() <= 70) | (key < 5)
 
 
 LARGEST_ELEMENT = {"f16": 6e4, "bf16": 1e15, "f32": 1e15}

@@ -18,7 +18,7 @@ from typing import Any
 
 import fuzz_oracle as oracle
 import torch
-from fuzz_cases import Case, make_key_mask, make_sequences, make_tensors, spoil
+from fuzz_cases import Case, Masks, make_key_mask, make_masks, make_sequences, make_sinks, make_tensors, spoil
 from fuzz_kernels import against_emulated
 from fuzz_oracle import Arithmetic
 from fuzz_spy import Spy
@@ -74,15 +74,24 @@ class Inputs:
     k: torch.Tensor
     v: torch.Tensor
     key_mask: torch.Tensor | None
+    sinks: torch.Tensor | None
+    masks: Masks | None
     sequences: Sequences | None
 
     @classmethod
     def of(cls, case: Case, device: str) -> Inputs:
-        return cls(*make_tensors(case, device), make_key_mask(case, device), make_sequences(case, device))
+        return cls(*make_tensors(case, device), make_key_mask(case, device), make_sinks(case, device),
+                   make_masks(case, device), make_sequences(case, device))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.q, self.k, self.v
+
+    @property
+    def of_queries(self) -> dict[str, Any]:
+        """What the call is given beside q, k, v and a key mask."""
+        masks = {} if self.masks is None else {"attn_mask": self.masks.attn_mask, "block_mask": self.masks.block_mask}
+        return {"sinks": self.sinks, **masks}
 
 
 class Subject:
@@ -161,6 +170,8 @@ def _has_kernels(case: Case, manifest: Manifest) -> bool:
     """Whether a folder's list of kernels has one for the options of a case, and for the backward pass of a trained one.
     """
     headdim, wanted = least_headdim(case.headdim), case.options.resolved.axes
+    if case.sinks != "none" or case.is_listed:
+        wanted = wanted | {"mask": "sparse"}
     found = [record.spec for record in manifest.attention(case.arch)
              if record.spec.headdim == headdim and wanted.items() <= record.spec.values.items()]
     if case.trained:
@@ -210,7 +221,8 @@ def _attended(case: Case, backend: Backend, inputs: Inputs) -> tuple[str, list[M
         measures += _contract_of_sequences(case, inputs, made)
     else:
         q, k, v, out = (heads_first(x, case.layout) for x in (*inputs.tensors, made.out))
-        measures += _contract(case, q, k, v, inputs.key_mask, out, made.lse)
+        measures += _contract(case, q, k, v, inputs.key_mask, out, made.lse, sinks=inputs.sinks,
+                              elements=None if inputs.masks is None else inputs.masks.seen)
     return (spy.handed.plan.kernels.attn.name if ran else "empty" if case.is_empty else _entry(case)), measures
 
 
@@ -220,7 +232,8 @@ def _entry(case: Case) -> str:
 
 def _call(case: Case, inputs: Inputs) -> Made:
     out, guard = _make_out(case, inputs.q)
-    call = {**dict(zip("qkv", inputs.tensors)), "key_mask": inputs.key_mask, **case.arguments, "out": out}
+    call = {**dict(zip("qkv", inputs.tensors)), "key_mask": inputs.key_mask, **inputs.of_queries,
+            **case.arguments, "out": out}
     refusal = _supports(call, inputs.sequences)
     if refusal is not None:
         raise AssertionError(f"supports() refuses a call that is taken: {refusal}")
@@ -249,9 +262,19 @@ def _asked(function: Callable[..., Any], arguments: dict[str, Any], sequences: S
 
 def _compare_stored(case: Case, inputs: Inputs, direct: Made) -> list[Measure]:
     """The same call with k and v quantized before has the same bits."""
-    own = {name: case.arguments[name] for name in (*OF_CALL, "return_lse")}
+    own: dict[str, Any] = {name: case.arguments[name] for name in (*OF_CALL, "return_lse")}
     others = {name: value for name, value in case.arguments.items() if name not in own}
-    kv = sage_aot.quantize_kv(inputs.k, inputs.v, key_mask=inputs.key_mask, layout=case.layout, **others)
+    own |= inputs.of_queries
+    key_mask, attn_mask = inputs.key_mask, own.get("attn_mask")
+    if attn_mask is not None and attn_mask.shape[1:3] == (1, 1) and own.get("block_mask") is None:
+        of_keys = attn_mask[:, 0, 0].expand(inputs.q.shape[0], case.seqlen_kv)  # as documented, a key mask
+        key_mask = of_keys if key_mask is None else of_keys & key_mask
+        own["attn_mask"] = None
+    elif case.is_listed and key_mask is not None:
+        of_keys = key_mask[:, None, None]
+        own["attn_mask"] = of_keys if attn_mask is None else attn_mask & of_keys
+        key_mask = None
+    kv = sage_aot.quantize_kv(inputs.k, inputs.v, key_mask=key_mask, layout=case.layout, **others)
     if (refusal := sage_aot.supports(inputs.q, kv, **own)) is not None:
         raise AssertionError(f"supports() refuses a call that is taken: {refusal}")
     returned = sage_aot.attn(inputs.q, kv, **own)
@@ -262,7 +285,7 @@ def _compare_stored(case: Case, inputs: Inputs, direct: Made) -> list[Measure]:
 
 def _refused(case: Case, inputs: Inputs, expected: type) -> tuple[str, list[Measure]]:
     """The call raises this error, and supports() says its message; of train_attn nothing says so before."""
-    call = {**dict(zip("qkv", inputs.tensors)), **case.arguments}
+    call = {**dict(zip("qkv", inputs.tensors)), **inputs.of_queries, **case.arguments}
     call = spoil(case, call) if case.wrong != "nothing" else call
     try:
         with torch.enable_grad():
@@ -425,14 +448,16 @@ def _relative_l2(name: str, got: torch.Tensor, expected: torch.Tensor, most: flo
 
 
 def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
-              out: torch.Tensor, lse: torch.Tensor | None, *, top_left: bool = False) -> list[Measure]:
+              out: torch.Tensor, lse: torch.Tensor | None, *, sinks: torch.Tensor | None = None,
+              elements: torch.Tensor | None = None, top_left: bool = False) -> list[Measure]:
     """What attn's docstring promises, of tensors heads first."""
     if case.is_empty or 0 in (q.shape[2], k.shape[2]):
-        return _nothing(out, lse)
+        return _nothing(out, lse, sinks)
     visible = oracle.visible_keys(q.shape[2], k.shape[2], is_causal=case.is_causal, top_left=top_left,
-                                  key_mask=key_mask, device=q.device)
+                                  window=case.window, elements=elements, key_mask=key_mask, device=q.device)
     arithmetic = arithmetic_of(case)
-    right = oracle.expect(q, k, v, scale=case.scale, visible=visible, arithmetic=arithmetic, key_mask=key_mask)
+    right = oracle.expect(q, k, v, scale=case.scale, visible=visible, arithmetic=arithmetic,
+                          key_mask=None if case.is_listed else key_mask, sinks=sinks)
     got = out.double()
     wrong_holes = out.isnan() != right.spoilt
     measures = [Measure(FINITE, torch.where(wrong_holes, math.inf, 0.0), out, right.spoilt),
@@ -441,16 +466,19 @@ def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key
     measures.append(close("rows, float64", error, torch.zeros_like(error), right.row_bound))
     if lse is not None:
         measures.append(close("lse, float64", lse.double(), right.lse, right.lse_bound).without(right.spoilt_rows))
-    if case.values != "drawn" and not case.planted.startswith("v"):  # which plants a zero besides
+    if case.values != "drawn" and sinks is None and not case.planted.startswith("v"):  # which plants a zero besides
         measures.append(_of_a_constant(case, arithmetic, out, right))
-    if _has_large_scores(case, q):
+    if sinks is None and _has_large_scores(case, q):
         measures.append(_of_large_scores(arithmetic, got, right))
     return measures
 
 
-def _nothing(out: torch.Tensor, lse: torch.Tensor | None) -> list[Measure]:
+def _nothing(out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None) -> list[Measure]:
     measures = [same("output of nothing", out, torch.zeros_like(out))]
-    return measures + ([] if lse is None else [same("lse of nothing", lse, torch.full_like(lse, -math.inf))])
+    if lse is None:
+        return measures
+    expected = torch.full_like(lse, -math.inf) if sinks is None else sinks[:, None].expand_as(lse)
+    return [*measures, close("lse of nothing", lse, expected, 2.0**-22 * expected.abs())]  # from log2 and back
 
 
 def _of_a_constant(case: Case, arithmetic: oracle.Arithmetic, out: torch.Tensor, right: oracle.Expected) -> Measure:
@@ -485,7 +513,8 @@ def _contract_of_sequences(case: Case, inputs: Inputs, made: Made) -> list[Measu
         q, k, v, out = (x.transpose(0, 1)[None] for x in (inputs.q[rows], inputs.k[columns], inputs.v[columns],
                                                           made.out[rows]))
         if queries:
-            measures += _contract(case, q, k, v, None, out, None if made.lse is None else made.lse[None, :, rows])
+            measures += _contract(case, q, k, v, None, out, None if made.lse is None else made.lse[None, :, rows],
+                                  sinks=inputs.sinks)
     return measures
 
 

@@ -13,7 +13,7 @@ import torch
 from fuzz_spy import Handed, Spy
 from layout import read_back
 
-from sage_aot._backends.emulation.backend import packed_entries, sequence_entries
+from sage_aot._backends.emulation.backend import elements_of, packed_entries, sequence_entries
 from sage_aot._backends.emulation.quantize import Quantized, quantize
 from sage_aot._launch.plan import Plan
 from sage_aot._problem.mask import Mask, VisibleKeys
@@ -37,9 +37,10 @@ def _of_batch(handed: Handed, found: dict[str, torch.Tensor] | None) -> list[Mea
     q, k, v, out = (heads_first(x, problem.options.layout) for x in (*handed.given.tensors[:3], handed.out))
     visible = Mask.of(problem.options).visible_keys(torch.arange(problem.seqlen_q, device=q.device),
                                                     problem.seqlen_q, problem.seqlen_kv)
-    if handed.given.key_mask is None:
+    if not problem.packs_keys:
         quantized = quantize(problem, plan.kernels, q, k, v)
-        return _of_entry(plan, quantized, visible, k.shape[2], None, found, out, handed.lse)
+        return _of_entry(plan, quantized, visible, k.shape[2], None, found, out, handed.lse, handed.given.sinks,
+                         elements_of(problem, handed.given))
     measures = []
     for b, entry in enumerate(packed_entries(problem, q, k, v, handed.given.key_mask)):
         own = slice(b, b + 1)
@@ -49,7 +50,7 @@ def _of_batch(handed: Handed, found: dict[str, torch.Tensor] | None) -> list[Mea
         of_entry = dataclasses.replace(plan, problem=entry.problem)
         measures += _of_entry(of_entry, quantized, visible.packed(entry.key_ranks), entry.k.shape[2], entry.key_ranks,
                               found and _found_of_entry(found, own, quantized), out[own],
-                              None if handed.lse is None else handed.lse[own])
+                              None if handed.lse is None else handed.lse[own], handed.given.sinks)
     return measures
 
 
@@ -74,7 +75,7 @@ def _of_sequences(handed: Handed, found: dict[str, torch.Tensor] | None) -> list
         of_own = found and _found_of_sequence(found, plan, b, begins_q[b], begins_k[b], quantized)
         measures += _of_entry(dataclasses.replace(plan, problem=own.problem), quantized, visible, keys, None, of_own,
                               handed.out[own.rows].transpose(0, 1)[None],
-                              None if handed.lse is None else handed.lse[:, own.rows][None])
+                              None if handed.lse is None else handed.lse[:, own.rows][None], given.sinks)
     return measures
 
 
@@ -92,10 +93,11 @@ def _found_of_sequence(found: dict[str, torch.Tensor], plan: Plan, b: int, q_beg
 
 
 def _of_entry(plan: Plan, quantized: Quantized, visible: VisibleKeys, keys: int, key_ranks: torch.Tensor | None,
-              found: dict[str, torch.Tensor] | None, out: torch.Tensor, lse: torch.Tensor | None) -> list[Measure]:
+              found: dict[str, torch.Tensor] | None, out: torch.Tensor, lse: torch.Tensor | None,
+              sinks: torch.Tensor | None, elements: torch.Tensor | None = None) -> list[Measure]:
     """`visible`: what the queries see of the `keys` that were quantized. `found`: what the kernels left of these, if it
     is compared. `out` and `lse`: [1 or batch, q heads, queries, ...]."""
-    measures = against_emulation(plan, quantized, out, lse, key_ranks)
+    measures = against_emulation(plan, quantized, out, lse, key_ranks, sinks, elements)
     return measures if found is None else measures + _bits(plan, found, quantized, visible, keys, lse is not None)
 
 

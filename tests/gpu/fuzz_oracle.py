@@ -136,12 +136,20 @@ class Arithmetic:
 
 
 def visible_keys(queries: int, keys: int, *, is_causal: bool, top_left: bool = False,
+                 window: tuple[int, int] | None = None, elements: torch.Tensor | None = None,
                  key_mask: torch.Tensor | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
-    """[1 or batch, queries, keys] bool. Causal: query i sees the keys j <= i + keys - queries, or, aligned top-left as
-    torch's SDPA, j <= i."""
+    """[1 or batch, 1 or q heads, queries, keys] bool. Causal: query i sees the keys j <= i + keys - queries, or,
+    aligned top-left as torch's SDPA, j <= i. Window: as many keys in front of i + keys - queries, and behind it, as its
+    sides say; any where a side is -1. `elements`: of that shape, what the masks of the call leave."""
     i, j = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
     seen = j <= i + (0 if top_left else keys - queries) if is_causal else torch.ones_like(i * j, dtype=torch.bool)
-    return seen[None] if key_mask is None else seen & key_mask[:, None]
+    left, right = window or (-1, -1)
+    if left >= 0:
+        seen = seen & (j >= i + keys - queries - left)
+    if right >= 0:
+        seen = seen & (j <= i + keys - queries + right)
+    seen = seen[None, None] if elements is None else seen & elements
+    return seen if key_mask is None else seen & key_mask[:, None, None]
 
 
 # --- the output -------------------------------------------------------------------------------------------------------
@@ -168,7 +176,7 @@ class _Heads:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    seen: torch.Tensor  # [batch or 1, 1, queries, keys]
+    seen: torch.Tensor  # [batch or 1, q heads or 1, queries, keys]
     scale: float
     logs: torch.Tensor  # of the weights
     weights: torch.Tensor  # [batch, q heads, queries, keys], of rows that see no key zeros
@@ -185,24 +193,28 @@ def heads_of(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
 
 
 def expect(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None, visible: torch.Tensor,
-           arithmetic: Arithmetic, key_mask: torch.Tensor | None = None) -> Expected:
+           arithmetic: Arithmetic, key_mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None) -> Expected:
     """Attention of [batch, heads, seq, headdim] tensors, and its bounds. `visible`: of :func:`visible_keys`;
-    `key_mask`: the keys that take part at all, as far as the caller says so."""
-    heads = _attend(q, k, v, scale, visible, arithmetic, key_mask)
+    `key_mask`: the keys that take part at all, as far as the caller says so; `sinks`: [q heads]."""
+    heads = _attend(q, k, v, scale, visible, arithmetic, key_mask, sinks)
     rows, elements = _spoilt(q, k, v, visible)
     bound, row_bound, units = _bounds(heads, arithmetic, key_mask, torch.finfo(q.dtype))
     return Expected(heads.out, heads.lse, rows, elements, bound, row_bound, units, _bound_of_lse(heads, arithmetic))
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, visible: torch.Tensor,
-            arithmetic: Arithmetic, key_mask: torch.Tensor | None) -> _Heads:
+            arithmetic: Arithmetic, key_mask: torch.Tensor | None, sinks: torch.Tensor | None = None) -> _Heads:
+    """A sink is one key more, whose score is that of every row and whose value is zero."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     of = heads_of(q, k)
     q, k, v = (torch.where(x.isfinite(), x, 0.0).double() for x in (q, k[:, of], v[:, of]))
     if key_mask is not None:  # nothing depends on what other keys hold
         k, v = (x * key_mask[:, None, :, None] for x in (k, v))
-    seen = visible[:, None]
+    seen = visible
     scores = (q @ k.mT * scale).masked_fill_(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
+        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
     lse = scores.logsumexp(-1)
     logs = scores.sub_(lse.clamp(min=-1e300)[..., None])
     weights = logs.exp()
@@ -221,7 +233,7 @@ def _spoilt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
             visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """NaN or infinity in a query spoils its row, if that sees a key; in a key the rows that see it; in v its channel of
     the rows that see its key."""
-    of, seen = heads_of(q, k), visible[:, None].float()
+    of, seen = heads_of(q, k), visible.float()
     bad_q = ~q.isfinite().all(-1)
     bad_k = (~k.isfinite().all(-1)).float()[:, of]
     bad_v = (~v.isfinite()).float()[:, of]
@@ -271,10 +283,8 @@ def _errors_of_scores(q: torch.Tensor, k: torch.Tensor, scale: float, arithmetic
 def _bound_of_lse(heads: _Heads, arithmetic: Arithmetic) -> torch.Tensor:
     """The log-sum-exp moves by the mean, by weight, of the errors of the scores. Independent ones cancel, but for what
     the keys have in common beside the mean that smoothing takes off: an eighth of their deviation, for that mean is of
-    64 keys; a quarter is allowed. The product of a query and that mean adds up in f32."""
-    terms = (heads.q.abs() @ heads.k.abs().amax(-2, keepdim=True).mT)[..., 0] * abs(heads.scale)
-    summed = heads.q.shape[-1] * 2.0**-23 * terms
-    stored = 0.01 + 2.0**-20 * heads.lse.abs().nan_to_num(posinf=0.0, neginf=0.0) + summed
+    64 keys; a quarter is allowed."""
+    stored = _stored_lse(heads)
     if not (arithmetic.independent and arithmetic.smooth_k):
         return heads.moved + stored
     deviation = heads.deviation
@@ -282,18 +292,31 @@ def _bound_of_lse(heads: _Heads, arithmetic: Arithmetic) -> torch.Tensor:
     return torch.where(SIGMAS * deviation <= 1.0, torch.minimum(averaged, heads.moved), heads.moved) + stored
 
 
+def _stored_lse(heads: _Heads) -> torch.Tensor:
+    """What a log-sum-exp is off beside the errors of scores: the product of a query and the mean of the keys adds up in
+    f32."""
+    terms = (heads.q.abs() @ heads.k.abs().amax(-2, keepdim=True).mT)[..., 0] * abs(heads.scale)
+    summed = heads.q.shape[-1] * 2.0**-23 * terms
+    return 0.01 + 2.0**-20 * heads.lse.abs().nan_to_num(posinf=0.0, neginf=0.0) + summed
+
+
 # What they do to the output -------------------------------------------------------------------------------------------
 
 
 def _bounds(heads: _Heads, arithmetic: Arithmetic, key_mask: torch.Tensor | None,
             info: torch.finfo) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of elements, of rows, and the units of the rows' norms."""
+    """Of elements, of rows, and the units of the rows' norms. A sink is off as a key is, in its score relative to the
+    others; besides, what the log-sum-exp is off changes its share of a row."""
     v, out = heads.v, heads.out
     units = v.abs().amax(2, keepdim=True).clamp(min=1e-300)
     small, expected = v / units, out / units
+    if key_mask is not None and v.shape[2] > key_mask.shape[1]:  # a sink's value too is of the range
+        key_mask = torch.nn.functional.pad(key_mask, (0, 1), value=True)
     rest = spread(v, arithmetic.smooth_v, key_mask)  # what is rounded of V
     none = ~heads.seen.any(-1)  # rows that see no key are zeros, exactly
     stored = info.eps * out.abs() + info.smallest_normal * info.eps + 2.0**-20 * units + 1e-34
+    of_sinks = heads.weights[..., heads.seen.shape[-1]:].sum(-1)  # zero without any
+    stored = stored + (of_sinks * _stored_lse(heads))[..., None] * out.abs()
     lost = arithmetic.lost_of_p * heads.seen.sum(-1, keepdim=True).clamp(max=1e6) + arithmetic.lost_of_v
     elements = torch.minimum(_worst_of_elements(heads, arithmetic, rest), 2.2 * rest.amax(2, keepdim=True))
     rows = _worst_of_rows(heads, arithmetic, small, expected, rest / units)
@@ -408,7 +431,7 @@ def _of_kv_heads(x: torch.Tensor, group: int) -> torch.Tensor:
 def _tainted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lost: torch.Tensor,
              visible: torch.Tensor) -> dict[str, torch.Tensor]:
     """Queries that are not finite, see something that is not, or whose gradient is not; and all keys that these see."""
-    of, seen = heads_of(q, k), visible[:, None].float()
+    of, seen = heads_of(q, k), visible.float()
     bad_keys = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
     queries = lost | ~q.isfinite().all(-1) | ((seen @ bad_keys.float()[:, of, :, None])[..., 0] > 0)
     reached = (seen.mT @ queries.float()[..., None])[..., 0] > 0

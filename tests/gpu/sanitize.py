@@ -10,10 +10,11 @@ pass writes the first 32 of its 128 bytes."""
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from variants import SPECS, run
+from fuzz_oracle import visible_keys
+from variants import SPARSE, SPECS, run
 
 import sage_aot
 from sage_aot._backends.cuda.backend import CudaBackend
@@ -41,6 +42,7 @@ class Call(NamedTuple):
     is_stored: bool = False  # k and v are quantized before
     splits: int = 1  # blocks that share the keys of a query tile
     is_trained: bool = False  # with a backward pass
+    mask: str = ""  # "elements", with sinks, or "blocks"
 
 
 CALLS = [
@@ -63,13 +65,19 @@ TRAINED_CALLS = [
 ]
 """Three more calls for kernels that have a backward pass."""
 
+MASKED_CALLS = [
+    Call("normal", torch.bfloat16, (2, 2, 150), (2, 1, 300), mask="elements"),
+    Call("normal", torch.float16, (1, 2, 330), (1, 2, 300), fewer=7, mask="blocks"),
+]
+"""Two more calls for kernels with a sparse mask, whose other calls have a window."""
+
 SCHEDULER_CALL = Call("normal", torch.bfloat16, (1, 150, 150), (1, 150, 700))
 """One more call for kernels of persistent blocks: more query tiles than any GPU has SMs, and more KV tiles than the
 pipeline has stages."""
 
 
 def main() -> None:
-    specs = [spec for spec in SPECS if spec.arch in sys.argv[1:] or not sys.argv[1:]]
+    specs = [spec for spec in SPECS + SPARSE if spec.arch in sys.argv[1:] or not sys.argv[1:]]
     count = 0
     for spec in specs:
         for call in calls_of(spec):
@@ -90,6 +98,9 @@ def main() -> None:
                 out, _ = run_stored(backend, Options.of_axes(spec.values), Given("dense", q, k, v))
                 assert out.isfinite().all(), spec.name
                 continue
+            if call.mask:
+                run_masked(spec, call.mask, q, k, v)
+                continue
             if call.is_trained:
                 train(spec, q, k, v)
                 continue
@@ -104,8 +115,25 @@ def main() -> None:
 
 def calls_of(spec: AttnSpec) -> list[Call]:
     family = default_library().manifest.kernels[spec.name].family
-    return [*CALLS, *(TRAINED_CALLS if spec.trains else []),
+    return [*CALLS, *(TRAINED_CALLS if spec.trains else []), *(MASKED_CALLS if spec.mask == "sparse" else []),
             *([SCHEDULER_CALL] if FAMILIES[family].persistent else [])]
+
+
+def run_masked(spec: AttnSpec, mask: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The public call of a kernel with drawn masks."""
+    generator = torch.Generator("cuda").manual_seed(5)
+    batch, heads, queries, keys = *q.shape[:3], k.shape[2]
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, device="cuda", generator=generator) < 0.5
+
+    own: dict[str, Any] = {"block_mask": sage_aot.block_mask(drawn(1, heads, -(-queries // 64), -(-keys // 64)), 64)}
+    if mask == "elements":
+        own = {"attn_mask": drawn(batch, heads, queries, keys), "sinks": torch.zeros(heads, device="cuda")}
+    options = Options.of_axes(spec.values)
+    kept = {name: getattr(options, name) for name in ("qk", "smooth_q", "smooth_v", "pv_accum", "p")}
+    with handing(CudaBackend(default_library(), spec.arch)):
+        assert sage_aot.attn(q, k, v, **own, **kept).isfinite().all(), spec.name
 
 
 def train(spec: AttnSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -118,11 +146,13 @@ def train(spec: AttnSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
 
 def _spoilt(spec: AttnSpec, out: torch.Tensor) -> torch.Tensor:
-    """A mask of the elements of `out` that must be NaN: in the first head, rows that see key 70; in the second head,
-    all of whose rows see key 3, channel 9."""
+    """A mask of the elements of `out` that must be NaN: of the first head rows that see a key which is, of the second
+    channel 9 of those that see such a value."""
+    options = Options.of_axes(spec.values)
+    seen = visible_keys(150, 200, is_causal=options.is_causal, window=options.window, device=out.device)[0, 0]
     spoilt = torch.zeros_like(out, dtype=torch.bool)
-    spoilt[0, 0, 20 if spec.mask == "causal" else 0:] = True  # causal: row i sees the keys up to i + 200 - 150
-    spoilt[0, 1, :, 9] = True
+    spoilt[0, 0] = seen[:, [70, 131, 132]].any(1)[:, None]
+    spoilt[0, 1, :, 9] = seen[:, [3, 131]].any(1)
     return spoilt
 
 

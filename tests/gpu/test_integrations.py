@@ -185,7 +185,8 @@ def test_calibration(tmp_path, monkeypatch, capsys):
 
 
 def test_the_bench(tmp_path, capsys):
-    shapes = ["1,4,512,64", "1,8/2,512/1024,128", "2,4,512,64,padded", "1,4,512,64,causal"]
+    shapes = ["1,4,512,64", "1,8/2,512/1024,128", "2,4,512,64,padded", "1,4,512,64,causal", "2,4,512,64,masked",
+              "1,4,512/700,64,window"]
     assert bench.main(shapes, str(tmp_path / "bench.png"), str(tmp_path / "bench.json")) == 0
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert [row["name"] for row in rows] == shapes and not any(row["served"] for row in rows)

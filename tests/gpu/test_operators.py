@@ -11,12 +11,13 @@ import sage_aot
 from sage_aot._call import ops
 from sage_aot._problem.options import Options, for_schema
 from sage_aot._problem.sequences import Sequences
+from sage_aot._problem.tensors import TENSORS
 from sage_aot._tools import reference
 
 # Compiling warns of torch's own deprecations and advice, which are not this package's.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
-CALLS = [{}, {"is_causal": True, "scale": 0.1, "smooth_k": False}]
+CALLS = [{}, {"is_causal": True, "scale": 0.1, "smooth_k": False}, {"window": (100, 20)}]
 
 
 def padded(lengths, keys=300):
@@ -52,7 +53,8 @@ def test_opcheck(op, changes, masked):
     if changes.get("layout") == "NHD":
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     written = (torch.empty_like(q),) if "out" in str(op) else ()
-    torch.library.opcheck(op, (q, k, v, key_mask, *written, *options(**changes)))
+    others = [None] * (len(TENSORS) - 1)
+    torch.library.opcheck(op, (q, k, v, key_mask, *others, *written, *options(**changes)))
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
@@ -153,7 +155,7 @@ def sequences_of(queries, keys, seed=0, heads=4):
 def test_opcheck_of_sequences(op):
     given = sequences_of((40, 0, 160), (100, 20, 180))
     written = (torch.empty_like(given[0]),) if "out" in str(op) else ()
-    torch.library.opcheck(op, (*given, *written, *options(layout="NHD")))
+    torch.library.opcheck(op, (*given, None, *written, *options(layout="NHD")))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

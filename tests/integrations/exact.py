@@ -7,20 +7,31 @@ import torch
 from sage_aot.integrations import report
 
 
-def attention(q, k, v, *, key_mask=None, is_causal=False, scale=None, layout="HND", return_lse=False):
-    """As sage_aot.attn: the causal mask is aligned bottom-right; rows that see no key are zero."""
+def attention(q, k, v, *, key_mask=None, sinks=None, attn_mask=None, is_causal=False, window=None, scale=None,
+              layout="HND", return_lse=False):
+    """As sage_aot.attn: the causal mask and the window are aligned bottom-right; rows that see no key are zero."""
+    assert window is None or window != (-1, -1) and all(side >= -1 for side in window)
+    assert sinks is None or sinks.dtype == torch.float32 and sinks.shape == (q.shape[1 if layout == "HND" else 2],)
+    assert attn_mask is None or attn_mask.dtype == torch.bool
     if layout == "NHD":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     scores = q.double() @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool)
-    if is_causal:
-        seen = seen.tril(k.shape[2] - q.shape[2])
+    seen, ahead = torch.ones(scores.shape[-2:], dtype=torch.bool), k.shape[2] - q.shape[2]
+    left, right = window or (-1, -1)
+    if is_causal or right >= 0:
+        seen = seen.tril(ahead + (0 if is_causal else right))
+    if left >= 0:
+        seen = seen.triu(ahead - left)
     if key_mask is not None:
         seen = seen & key_mask[:, None, None, :]
+    if attn_mask is not None:
+        seen = seen & attn_mask
     scores = scores.masked_fill(~seen, -torch.inf)
-    out = (scores.softmax(-1).nan_to_num(0.0) @ v).to(q.dtype)
+    if sinks is not None:  # a column more, which has no value
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    out = (scores.softmax(-1).nan_to_num(0.0)[..., :k.shape[2]] @ v).to(q.dtype)
     out = out.transpose(1, 2).contiguous() if layout == "NHD" else out
     return (out, scores.logsumexp(-1).float()) if return_lse else out
 

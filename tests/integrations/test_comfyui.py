@@ -73,7 +73,8 @@ def bools(*shape):
 @pytest.mark.parametrize(("mask", "reason"), [
     (bools(2, 1, 1, 40), None), (bools(2, 1, 40), None), (bools(1, 40), None), (bools(1, 1, 40), None),
     (bools(2, 1, 1, 40).expand(2, 4, 24, 40), None),
-    (bools(24, 40), "a mask that differs by query or head"), (bools(2, 24, 40), "a mask that differs by query or head"),
+    (bools(24, 40), None), (bools(2, 24, 40), None), (bools(2, 1, 24, 40), None), (bools(2, 4, 24, 40), None),
+    (torch.where(bools(24, 40), 0.0, -10000.0), "a mask of numbers"),
     (torch.randn(24, 40), "a mask of numbers"), (torch.randn(2, 1, 40), "a mask of numbers")], ids=lambda x: str(
         tuple(x.shape) if isinstance(x, torch.Tensor) else x))
 @pytest.mark.parametrize("by_position", [False, True])

@@ -34,7 +34,8 @@ def run(monkeypatch, *arguments):
 
 @pytest.mark.parametrize(("text", "shape"), [
     ("2,24,4608,128", (2, 24, 24, 4608, 4608, 128, "full")), ("1,32/8,512/8192,64", (1, 32, 8, 512, 8192, 64, "full")),
-    ("1,32/8,512,128,causal", (1, 32, 8, 512, 512, 128, "causal")), ("8,4,9/7,1,padded", (8, 4, 4, 9, 7, 1, "padded"))])
+    ("1,32/8,512,128,causal", (1, 32, 8, 512, 512, 128, "causal")), ("8,4,9/7,1,padded", (8, 4, 4, 9, 7, 1, "padded")),
+    ("8,4,9/7,1,masked", (8, 4, 4, 9, 7, 1, "masked")), ("1,4,7/9,1,window", (1, 4, 4, 7, 9, 1, "window"))])
 def test_shapes_are_read_and_written(text, shape):
     assert Shape.of(text) == (text, *shape) and str(Shape.of(text)) == text
 
@@ -260,7 +261,7 @@ def test_positions_of_roberta_begin_behind_the_padding(monkeypatch, capsys, tmp_
 
 
 def test_an_audit_without_served_calls_says_so(monkeypatch, capsys, saved):
-    monkeypatch.setattr(_serve, "why_not_computed", lambda call: "a reason")
+    monkeypatch.setattr(_serve, "why_not_computed", lambda call, options: "a reason")
     assert run(monkeypatch, "audit", str(saved / "llama"), "--tokens", "50") == 1
     assert capsys.readouterr().out.splitlines()[-1] == "calls: {'a reason': 2}"
 

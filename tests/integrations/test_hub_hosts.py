@@ -15,6 +15,7 @@ from exact import attention
 from hub_build import KERNELS, build
 from hub_package import flash_attn
 
+import sage_aot
 from sage_aot.errors import UnsupportedError
 from sage_aot.integrations import report
 
@@ -142,8 +143,21 @@ def test_flash_attn_varlen_func_is_attention_of_each_sequence():
         assert torch.equal(out[None, of_q:until_q], flash_attn.flash_attn_func(*one, causal=True))
 
 
-@pytest.mark.parametrize("argument", [{"window_size": (4, 4)}, {"softcap": 30.0}, {"alibi_slopes": torch.ones(4)},
-                                      {"s_aux": torch.ones(4)}, {"dropout_p": 0.1}])
+def test_windows_are_handed_on():
+    """As transformers calls a sliding layer: a causal mask, and as many keys behind a query as in front of it."""
+    q, k, v = draw(queries=60)
+    out = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(9, 9))
+    assert torch.equal(out, sage_aot.attn(q, k, v, is_causal=True, window=(9, 0), layout="NHD"))
+    assert not torch.equal(out, flash_attn.flash_attn_func(q, k, v, causal=True))
+    begins = torch.tensor([0, 40], dtype=torch.int32)
+    packed = flash_attn.flash_attn_varlen_func(*(x[0, :40] for x in (q, k, v)), begins, begins, 40, 40, causal=True,
+                                               window_size=(9, 9))
+    alone = flash_attn.flash_attn_func(*(x[:1, :40] for x in (q, k, v)), causal=True, window_size=(9, 9))
+    assert torch.equal(packed[None], alone)
+
+
+@pytest.mark.parametrize("argument", [{"softcap": 30.0}, {"alibi_slopes": torch.ones(4)}, {"s_aux": torch.ones(4)},
+                                      {"dropout_p": 0.1}])
 def test_what_the_kernels_do_not_compute_is_refused(argument):
     q, k, v = draw()
     begins = torch.tensor([0, 40], dtype=torch.int32)

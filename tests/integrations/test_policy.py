@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import pickle
+import random
 import sys
 import threading
 from pathlib import Path
@@ -42,6 +43,7 @@ from sage_aot.integrations._gain import (
     is_faster,
     kernel_headdim,
     kind_of,
+    pairs_in_window,
     prefers_flash,
 )
 from sage_aot.integrations._report import SLOWER
@@ -84,7 +86,9 @@ REFUSED = {
     "a mask beside is_causal": call(q=(2, 4, 40, 64), is_causal=True, mask=mask(2, 1, 1, 40)),
     "is_causal with more queries than keys": call(q=(2, 4, 50, 64), is_causal=True),
     "a mask of numbers": call(mask=torch.zeros(2, 1, 1, 40)),
-    "a mask that differs by query or head": call(mask=mask(2, 1, 30, 40)),
+    "a mask of another shape": call(mask=mask(2, 1, 40, 30)),
+    "a window that is aligned top-left": call(window=(7, 0)),
+    "sinks that are not a number for each head": call(sinks=torch.zeros(2)),
 }
 
 
@@ -158,6 +162,12 @@ def below(queries, keys, offset=0):
     return torch.ones(queries, keys, dtype=torch.bool).tril(offset)
 
 
+def between(queries, keys, left, right):
+    """What a window shows, aligned bottom-right."""
+    behind = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
+    return (-left <= behind) & (behind <= right)
+
+
 SERVED = {
     "plain": (call(), None),
     "scale": (call(scale=0.3), None),
@@ -181,6 +191,31 @@ SERVED = {
     "mask of keys beside causal, bottom right": (call(is_causal=True, bottom_right=True, mask=mask(2, 1, 1, 40)),
                                                  mask(2, 1, 1, 40) & below(30, 40, 10)),
     "mask of one query": (call(q=(2, 4, 1, 64), mask=mask(2, 1, 1, 40)), mask(2, 1, 1, 40)),
+    "mask of queries": (call(mask=mask(30, 40)), mask(30, 40)),
+    "mask of queries, a column": (call(mask=mask(30, 1)), mask(30, 1)),
+    "mask of queries for each entry": (call(mask=mask(2, 1, 30, 40)), mask(2, 1, 30, 40)),
+    "mask for each head": (call(mask=mask(1, 4, 30, 40)), mask(1, 4, 30, 40)),
+    "mask of keys for each head": (call(mask=mask(2, 4, 1, 40)), mask(2, 4, 1, 40)),
+    "mask of queries, not contiguous": (call(mask=mask(2, 1, 40, 30).mT), mask(2, 1, 40, 30).mT),
+    "mask of queries, grouped heads": (call(kv=(2, 2, 40, 64), grouped=True, mask=mask(4, 30, 40)), mask(4, 30, 40)),
+    "mask of queries beside causal, bottom right": (
+        call(is_causal=True, bottom_right=True, mask=mask(2, 1, 30, 40)), mask(2, 1, 30, 40) & below(30, 40, 10)),
+    "window": (call(window=(7, 0), bottom_right=True), between(30, 40, 7, 0)),
+    "window, causal": (call(window=(7, 0), is_causal=True, bottom_right=True), between(30, 40, 7, 0)),
+    "window to both sides": (call(window=(3, 5), bottom_right=True), between(30, 40, 3, 5)),
+    "window without an end": (call(window=(-1, 2), bottom_right=True), between(30, 40, 99, 2)),
+    "window of as many queries as keys": (call(q=(2, 4, 40, 64), window=(7, 0)), between(40, 40, 7, 0)),
+    "window that hides one pair": (call(window=(38, 29), bottom_right=True), between(30, 40, 38, 29)),
+    "window that hides one pair in front": (call(window=(-1, 28), bottom_right=True), between(30, 40, 99, 28)),
+    "window that hides nothing": (call(window=(39, 29), bottom_right=True), None),
+    "window that hides nothing, causal": (call(window=(39, 0), is_causal=True, bottom_right=True), below(30, 40, 10)),
+    "window of one query": (call(q=(2, 4, 1, 64), window=(7, 0), bottom_right=True), between(1, 40, 7, 0)),
+    "window beside a mask of keys": (call(window=(7, 0), bottom_right=True, mask=mask(2, 1, 1, 40)),
+                                     between(30, 40, 7, 0) & mask(2, 1, 1, 40)),
+    "window of few queries beside a mask": (
+        call(q=(2, 4, 3, 64), window=(7, 0), bottom_right=True, mask=mask(3, 40)), between(3, 40, 7, 0) & mask(3, 40)),
+    "window of few queries beside a column": (
+        call(q=(2, 4, 3, 64), window=(7, 0), bottom_right=True, mask=mask(3, 1)), between(3, 40, 7, 0) & mask(3, 1)),
 }
 
 
@@ -219,6 +254,89 @@ def test_the_kernels_arithmetic_is_that_of_attn():
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("name", ["plain", "grouped heads", "causal", "mask of keys", "mask of queries", "window"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_join_the_softmax(exact, name, dtype):
+    described, seen = SERVED[name]
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 4.0])
+    scores = described.q.double() @ described.k.double().repeat_interleave(4 // described.k.size(1), 1).mT / 8
+    scores = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+    weights = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1).softmax(-1)[..., :-1]
+    expected = weights @ described.v.double().repeat_interleave(4 // described.v.size(1), 1)
+    out = attend(described._replace(sinks=sinks.to(dtype)), lambda: pytest.fail("the host was called"))
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-2)
+    assert (out.double() - float64(*described[:3], seen)).abs().max() > 0.1, "without sinks it is another result"
+
+
+def handed_on(monkeypatch, described):
+    """What sage_aot.attn is asked for a call."""
+    asked = []
+    monkeypatch.setattr(_serve, "attn", lambda q, k, v, **options: asked.append((k.size(2), options)) or q)
+    attend(described, lambda: pytest.fail("the host was called"))
+    return asked[0]
+
+
+def test_a_mask_of_keys_is_handed_on_as_one(monkeypatch):
+    """It saves the work of the keys that it hides; and a window of one query is no window."""
+    for shape, is_of_keys in (((2, 1, 1, 40), True), ((40,), True), ((30, 40), False), ((2, 4, 1, 40), False)):
+        _, options = handed_on(monkeypatch, call(mask=mask(*shape)))
+        assert (options["key_mask"] is None, options["attn_mask"] is None) == (not is_of_keys, is_of_keys)
+    keys, options = handed_on(monkeypatch, SERVED["window of one query"][0])
+    assert keys == 8 and options["window"] is None and not options["is_causal"]
+    keys, options = handed_on(monkeypatch, SERVED["window of few queries beside a mask"][0])
+    assert keys == 10 and options["window"] == (7, 0) and options["attn_mask"].shape == (3, 10)
+
+
+NEEDS_SPARSE = {
+    "a window": call(window=(7, 0), bottom_right=True), "sinks": call(sinks=torch.zeros(4)),
+    "a mask that differs by query or head": call(mask=mask(30, 40))}
+
+
+@pytest.mark.kernels("sm89")  # for its options
+@pytest.mark.parametrize("name", NEEDS_SPARSE)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_options_without_such_kernels_are_a_reason(name, compiled):
+    """There are none of 4 bits with a window, sinks or a mask of queries."""
+    described = NEEDS_SPARSE[name]
+    reason = f"{name}, for which there is no kernel with the policy's options"
+    host = torch.zeros(())
+    run = torch.compile(attend, backend="eager", fullgraph=True) if compiled else attend
+    with use(Policy("possible", options={"qk": "int4"})):
+        assert run(described, lambda: host) is host or compiled
+        with pytest.raises(UnsupportedError, match=f"got: {reason}; close"):
+            _serve.serve_anyway(described, "close")
+    with use(Policy("possible", "raise", {"qk": "int4"})):
+        with pytest.raises(Exception, match=f"got: {reason}; let the host compute it"):
+            run(described, lambda: host)
+        assert attend(call(window=(39, 0), is_causal=True, bottom_right=True), lambda: None) is not None
+    with use(Policy("possible", "raise", {"smooth_v": True, "rotate": True})):
+        assert run(described, lambda: host).shape == described.q.shape
+
+
+def test_gradients_of_sinks_are_the_hosts():
+    described = call(sinks=torch.nn.Parameter(torch.zeros(4)))
+    assert why_not_computed(described) == "gradients"
+    with torch.no_grad():
+        assert why_not_computed(described) is None
+
+
+def test_masks_of_a_subclass_or_of_another_device_are_the_hosts():
+    class Own(torch.Tensor):
+        pass
+
+    assert why_not_computed(call(mask=mask(30, 40).as_subclass(Own))) == (
+        "tensors that are nested, sparse or of a subclass")
+    assert why_not_computed(call(mask=mask(30, 40).to("meta"))) == "devices that differ"
+    assert why_not_computed(call(sinks=torch.zeros(4, device="meta"))) == "devices that differ"
+
+
+def test_rows_that_see_no_key_are_zeros(exact):
+    seen = mask(30, 40)
+    seen[3] = False
+    for described in (call(mask=seen), call(mask=seen, sinks=torch.ones(4))):
+        assert attend(described, lambda: None)[:, :, 3].eq(0).all()
+
+
 def test_one_query_has_no_causal_mask(monkeypatch):
     """With a causal mask the q heads of a KV head could not share the reads of k and v."""
     asked = []
@@ -234,7 +352,7 @@ def test_one_query_has_no_causal_mask(monkeypatch):
     ((2, 1, 1, 41), False), ((1, 2, 1, 1, 40), False)])
 def test_masks_of_keys_are_known_by_shape(shape, found):
     given = mask(*shape)
-    result = key_mask_of(given, 2, 4, 30, 40)
+    result = key_mask_of(call(mask=given))
     assert (result is not None) == found
     if found:
         assert torch.equal(result[:, None, None].expand(2, 4, 30, 40), given.expand(2, 4, 30, 40))
@@ -260,7 +378,7 @@ H200, _ = built_in((9, 0))
 
 
 def faster(batch, q_heads, kv_heads, queries, keys, headdim, is_causal, has_mask, thresholds=H200):
-    threshold = thresholds.calls[kind_of(is_causal, has_mask), kernel_headdim(headdim)]
+    threshold = thresholds.calls[kind_of(is_causal, "padded" if has_mask else None), kernel_headdim(headdim)]
     return is_faster(threshold, Work.of(batch, q_heads, kv_heads, queries, keys, headdim, is_causal))
 
 
@@ -418,12 +536,13 @@ def threshold(monkeypatch):
 
 @pytest.mark.parametrize(("q", "k", "rows"), [((3, 4, 8, 64), (3, 2, 5, 64), -2), ((3, 8, 4, 64), (3, 5, 2, 64), 1)])
 @pytest.mark.parametrize(("has_mask", "is_causal", "kind"), [
-    (True, False, "padded"), (False, True, "full"), (False, False, "full")])
+    *((True, is_causal, kind) for kind in ("padded", "masked", "window") for is_causal in (False, True)),
+    (False, True, "full"), (False, False, "full")])
 def test_slower_calls_are_left_to_the_host_at_once(threshold, q, k, rows, has_mask, is_causal, kind):
     q, k = torch.empty(q), torch.empty(k)
     operations = 4 * 3 * 4 * 8 * 5 * 64  # for each pair of a query and a key and each channel
     for least, small in ((operations, False), (operations + 1, True)):
-        threshold(**{"full": 1e15, "causal": 1e15, "padded": 1e15, kind: least})
+        threshold(**{**dict.fromkeys(KINDS, 1e15), kind: least})
         with use(Policy()):
             assert all(is_small(q, k, has_mask, is_causal, rows) is small for _ in range(3))
         assert report() == ({SLOWER: 3} if small else {})
@@ -546,11 +665,30 @@ def test_keys_that_no_query_sees_do_not_count_as_work(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(_rules, "is_faster", lambda threshold, work: asked.append((threshold, work)))
     with use(Policy()):
-        for described in (call(is_causal=True), call(is_causal=True, bottom_right=True), call(mask=mask(1, 40))):
+        for described in (call(is_causal=True), call(is_causal=True, bottom_right=True), call(mask=mask(1, 40)),
+                          call(mask=mask(30, 40)), call(sinks=torch.zeros(4)), call(window=(39, 29), bottom_right=True),
+                          call(q=(2, 4, 3, 64), window=(7, 0), bottom_right=True, mask=mask(1, 40)),
+                          call(q=(2, 4, 1, 64), window=(7, 0), bottom_right=True)):
             attend(described, lambda: None)
     assert asked == [(H200.calls["causal", 64], Work.of(2, 4, 4, 30, 30, 64, True)),
                      (H200.calls["causal", 64], Work.of(2, 4, 4, 30, 40, 64, True)),
-                     (H200.calls["padded", 64], Work.of(2, 4, 4, 30, 40, 64, False))]
+                     (H200.calls["padded", 64], Work.of(2, 4, 4, 30, 40, 64, False)),
+                     (H200.calls["masked", 64], Work.of(2, 4, 4, 30, 40, 64, False)),
+                     (H200.calls["masked", 64], Work.of(2, 4, 4, 30, 40, 64, False)),
+                     (H200.calls["full", 64], Work.of(2, 4, 4, 30, 40, 64, False)),
+                     (H200.calls["window", 64], Work(4 * 2 * 4 * 3 * 8 * 64, 2 * 4 * (3 + 2 * 10) * 64)),
+                     (H200.calls["full", 64], Work.of(2, 4, 4, 1, 8, 64, False))]
+
+
+def test_the_work_of_a_window_is_what_it_shows():
+    dice = random.Random(0)
+    for _ in range(300):
+        queries, keys = dice.randrange(1, 12), dice.randrange(1, 12)
+        left, right = dice.randrange(-1, 13), dice.randrange(-1, 13)
+        shown = between(queries, keys, left if left >= 0 else 99, right if right >= 0 else 99)
+        assert pairs_in_window(queries, keys, left, right) == shown.sum(), (queries, keys, left, right)
+        causal = (shown & below(queries, keys, keys - queries)).sum()
+        assert Work.of(1, 1, 1, queries, keys, 64, True, (left, right)).operations == 4 * 64 * causal
 
 
 # --- policies and the report ------------------------------------------------------------------------------------------
@@ -561,6 +699,7 @@ def test_keys_that_no_query_sees_do_not_count_as_work(monkeypatch):
     ({"otherwise": "sdpa"}, r"otherwise: expected one of \('host', 'raise'\), got 'sdpa'"),
     ({"options": None}, "options: expected a mapping, got NoneType"),
     ({"options": {"layout": "NHD"}}, "options: expected some of clip, .*, got layout"),
+    ({"options": {"window": (7, 0)}}, "options: expected some of clip, .*, got window"),
     ({"options": {"qk": "int7"}}, "qk: expected .*int7"),
     ({"options": {"smoothv": True}}, "options: expected some of .*smooth_v.*, got smoothv"),
 ])

@@ -128,7 +128,7 @@ def options_of(function, *args, **kwargs):
     with mock.patch.object(_serve, "attn", side_effect=lambda *args, **options: options) as attn:
         function(*args, **kwargs)
     keywords = dict(attn.call_args.kwargs)
-    for name in ("key_mask", "is_causal", "scale", "layout", "return_lse"):
+    for name in ("key_mask", "attn_mask", "sinks", "window", "is_causal", "scale", "layout", "return_lse"):
         keywords.pop(name)
     return keywords
 
@@ -223,6 +223,39 @@ def test_the_causal_mask_of_flash_attention(exact, function):
         function(q, k, v, causal=False, is_causal=True)
 
 
+@pytest.mark.parametrize("function", DENSE)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [(4, 0), (3, 2), (-1, 5), [6, -1]], ids=str)
+def test_a_window_is_flash_attentions(exact, function, is_causal, window):
+    """Aligned bottom-right, with a mask beside it or none."""
+    q, k, v = tensors(queries=20)
+    left, right = window
+    behind = torch.arange(30) - torch.arange(20)[:, None] - 10
+    seen = (behind >= (-left if left >= 0 else -30)) & (behind <= (0 if is_causal else right if right >= 0 else 30))
+    close(function(q, k, v, causal=is_causal, window_size=window), F.scaled_dot_product_attention(q, k, v, seen))
+    mask = torch.arange(30) % 3 > 0
+    close(function(q, k, v, causal=is_causal, window_size=window, attn_mask=mask),
+          F.scaled_dot_product_attention(q, k, v, seen & mask))
+
+
+def test_a_window_of_packed_sequences():
+    args = packed([9, 21], keys=[12, 30])
+    out = VARLEN(*args, causal=True, window_size=(5, 0))
+    expected = sage_aot.attn_varlen(*args, is_causal=True, window=(5, 0))
+    assert torch.equal(out, expected) and not torch.equal(out, VARLEN(*args, causal=True))
+
+
+def test_a_window_beside_is_causal_of_unequal_lengths_is_refused():
+    with pytest.raises(UnsupportedError, match="got: a window that is aligned top-left; let another attention"):
+        BY_GPU(*tensors(queries=20), is_causal=True, window_size=(5, 0))
+
+
+@pytest.mark.parametrize("window", [None, 5, (5,), (-2, 0), torch.ones(2)], ids=str)
+def test_windows_that_are_none_of_flash_attentions(window):
+    with pytest.raises(ArgumentError, match=r"window_size: expected \(left, right\): two integers"):
+        BY_GPU(*tensors(), window_size=window)
+
+
 NEUTRAL = {"window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None, "return_softmax": False, "dropout_p": 0.0}
 
 
@@ -235,7 +268,6 @@ def test_values_that_change_nothing_are_taken(function):
 
 @pytest.mark.parametrize("function", [*DENSE, VARLEN])
 @pytest.mark.parametrize(("name", "given", "message"), [
-    ("window_size", (128, 0), r"window_size: expected \(-1, -1\), got \(128, 0\)"),
     ("softcap", 30.0, "softcap: expected 0.0, got 30.0"),
     ("softcap", torch.zeros(4), r"softcap: expected 0.0, got a tensor of shape \(4,\)"),
     ("alibi_slopes", torch.ones(4), r"alibi_slopes: expected None, got a tensor of shape \(4,\)"),
@@ -268,8 +300,22 @@ def test_masks_of_keys_are_served(exact, function, layout):
     assert report() == {"sage_aot": 2}
 
 
+@pytest.mark.parametrize("function", DENSE)
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("shape", [(30, 30), (2, 1, 30, 30), (1, 4, 30, 30)])
+def test_masks_of_queries_are_served(exact, function, layout, shape):
+    q, k, v = tensors(queries=30, kv_heads=2)
+    given = mask(*shape) | torch.eye(30, dtype=torch.bool)
+    args = (q, k, v) if layout == "HND" else nhd(q, k, v)
+    out, lse = function(*args, tensor_layout=layout, attn_mask=given, return_lse=True)
+    close(out if layout == "HND" else out.transpose(1, 2),
+          F.scaled_dot_product_attention(q, k, v, given, enable_gqa=True))
+    close(lse, lse_of(q, k, 0.125, given))
+    close(function(*args, tensor_layout=layout, attn_mask=given), out)
+    assert report() == {"sage_aot": 2}
+
+
 OTHER_MASKS = {
-    "a mask that differs by query or head": mask(2, 1, 30, 30),
     "a mask of numbers": torch.zeros(2, 1, 1, 30).masked_fill(~mask(2, 1, 1, 30), -torch.inf),
 }
 
@@ -297,10 +343,11 @@ def test_masks_beside_causal_masks(exact):
     given = mask(2, 1, 1, 30)
     with pytest.raises(UnsupportedError, match="got: a mask beside is_causal; let another attention"):
         BY_GPU(q, k, v, attn_mask=given, is_causal=True)
-    with pytest.raises(UnsupportedError, match="got: a mask that differs by query or head; let another attention"):
-        BY_GPU(q, k, v, attn_mask=mask(2, 1, 30, 30), causal=True)
     expected = attention(q, k, v, key_mask=given[:, 0, 0], is_causal=True)
     close(BY_GPU(q, k, v, attn_mask=given, causal=True), expected)
+    of_queries = mask(2, 1, q.size(2), 30)
+    expected = attention(q, k, v, attn_mask=of_queries, is_causal=True)
+    close(BY_GPU(q, k, v, attn_mask=of_queries, causal=True), expected)
 
 
 def test_torch_serves_masks_alone():
@@ -317,7 +364,7 @@ def test_torch_serves_masks_alone():
 def test_in_the_place_of_torchs_attention(exact, monkeypatch):
     """As SageAttention's README tells: masked calls must not end in a circle."""
     q, k, v = tensors(kv_heads=2)
-    torchs, given = F.scaled_dot_product_attention, OTHER_MASKS["a mask that differs by query or head"]
+    torchs, given = F.scaled_dot_product_attention, OTHER_MASKS["a mask of numbers"]
     expected = torchs(q, k, v, given, scale=0.3, enable_gqa=True), torchs(q, k, v, is_causal=True, enable_gqa=True)
     monkeypatch.setattr(F, "scaled_dot_product_attention", BY_GPU)
     close(F.scaled_dot_product_attention(q, k, v, attn_mask=given, dropout_p=0.0, scale=0.3, enable_gqa=True),
@@ -387,8 +434,8 @@ def by_sequence(args, is_causal=False, scale=None, of=attention):
     return torch.cat(parts)
 
 
-def exact_varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, is_causal, scale):
-    assert cu_q.dtype == cu_k.dtype == torch.int32
+def exact_varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, is_causal, window, scale):
+    assert cu_q.dtype == cu_k.dtype == torch.int32 and window is None
     return by_sequence((q, k, v, cu_q, cu_k), is_causal, scale)
 
 
@@ -454,12 +501,12 @@ def test_refusals_are_counted():
     """Hosts may hide the errors."""
     qkv, args = tensors(), packed([9, 21])
     q = args[0].clone().requires_grad_()
-    for refused in (lambda: BY_GPU(*qkv, window_size=(3, 3)), lambda: VARLEN(*args, dropout_p=0.5),
+    for refused in (lambda: BY_GPU(*qkv, alibi_slopes=qkv[0]), lambda: VARLEN(*args, dropout_p=0.5),
                     lambda: VARLEN(q, *args[1:]), lambda: VARLEN(*packed([9, 1], keys=[8, 2]), is_causal=True),
                     lambda: VARLEN(*args, softcap=3.0)):
         with pytest.raises(UnsupportedError):
             refused()
-    assert report() == {"the argument window_size": 1, "dropout_p of packed sequences": 1, "gradients": 1,
+    assert report() == {"the argument alibi_slopes": 1, "dropout_p of packed sequences": 1, "gradients": 1,
                         "is_causal of unequal sequences": 1, "the argument softcap": 1}
 
 

@@ -13,9 +13,20 @@ from tiny import types  # noqa: E402
 
 CAUSAL = set(sweep.OF_TEXT) - {"padded decoder"}
 
+SLIDING: dict[str, object] = {
+    "use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 RUN: dict[str, tuple[str, set[str], dict[str, object]]] = {
     "causal": ("llama", CAUSAL, {}),
     "causal, a window that hides keys": ("mistral", CAUSAL, {"sliding_window": 8}),
+    "layers with a window among others": ("gemma3_text", CAUSAL, {"sliding_window": 8}),
+    "layers with a window, in one that may have none": ("qwen2", CAUSAL, SLIDING),
+    "layers with a window, and normed queries": ("qwen3", CAUSAL, SLIDING),
+    "fused projections and a window": ("phi3", CAUSAL, {"sliding_window": 8}),
+    "sinks": ("gpt_oss", CAUSAL, {"sliding_window": 8}),
+    "sinks in layers with a window alone": ("mimo_v2_flash", CAUSAL, {"sliding_window": 8}),
+    "sinks and a window to both sides": ("openai_privacy_filter", {"plain", "padded left", "padded right"}, {
+        "sliding_window": 4}),
+    "chunks": ("llama4_text", CAUSAL, {"attention_chunk_size": 8}),
     "layers that share keys and values": ("gemma4_text", CAUSAL, {"num_kv_shared_layers": 2}),
     "a causal encoder beside one of images": ("aimv2", {"images and text"}, {}),
     "bidirectional layers with causal masks": ("paligemma", CAUSAL, {}),

@@ -21,7 +21,7 @@ from sage_aot._backends.cuda import device as cuda_device
 from sage_aot._tools import explain as explaining
 from sage_aot._tools.reference import measure
 from sage_aot.errors import ArgumentError, UnsupportedError
-from sage_aot.integrations import Policy, _policy, _rules, audit, report, use
+from sage_aot.integrations import Policy, _policy, _routes, _rules, audit, report, use
 from sage_aot.integrations import torch as integration
 from sage_aot.integrations._report import EXACT, SERVED, SLOWER
 from sage_aot.integrations._rules import HostCall
@@ -50,7 +50,88 @@ MASK = torch.arange(40) < torch.tensor([25, 40])[:, None, None, None]
 def test_it_is_torchs_attention(exact, qkv, options):
     torch.testing.assert_close(sdpa(*qkv, **options), captured(*qkv, **options), rtol=0, atol=1e-5)
     mask = options.get("attn_mask")
-    assert served_calls() == (mask is None or mask is MASK)
+    assert served_calls() == (mask is None or mask.dtype == torch.bool)
+
+
+def bools(*shape):
+    """A mask that shows each query a key."""
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.6
+    mask[..., :1] = True
+    return mask
+
+
+MASKS_OF_QUERIES = {
+    "[queries, keys]": bools(30, 40), "[batch, 1, queries, keys]": bools(2, 1, 30, 40),
+    "[1, heads, queries, keys]": bools(1, 4, 30, 40), "[batch, heads, queries, keys]": bools(2, 4, 30, 40),
+    "[heads, queries, keys]": bools(4, 30, 40), "[batch, heads, 1, keys]": bools(2, 4, 1, 40),
+    "[queries, 1]": torch.ones(30, 1, dtype=torch.bool), "columns first": bools(2, 1, 40, 30).mT | bools(30, 40),
+    "every second key": bools(2, 1, 30, 80)[..., ::2], "expanded": bools(2, 1, 30, 40).expand(2, 4, 30, 40),
+}
+
+
+@pytest.mark.parametrize("name", MASKS_OF_QUERIES)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_masks_of_queries(exact, qkv, name, kv_heads):
+    q, k, v = qkv[0][:, :, :30], *(x[:, :kv_heads] for x in qkv[1:])
+    options = {"attn_mask": MASKS_OF_QUERIES[name], "enable_gqa": kv_heads == 2, "scale": 0.3}
+    torch.testing.assert_close(sdpa(q, k, v, **options), captured(q, k, v, **options), rtol=0, atol=1e-5)
+    assert report() == {"sage_aot": 1}
+
+
+@pytest.mark.parametrize("name", MASKS_OF_QUERIES)
+def test_masks_of_queries_by_the_emulation(qkv, name):
+    q, k, v, mask = qkv[0][:, :, :30], *qkv[1:], MASKS_OF_QUERIES[name]
+    expected = captured(q, k, v, mask)
+    with replace_sdpa():
+        error = F.scaled_dot_product_attention(q, k, v, mask) - expected
+    assert 0 < error.norm() / expected.norm() < 0.05 and served_calls() == 1
+
+
+@pytest.mark.parametrize("shape", [(40, 30), (3, 1, 30, 40), (2, 3, 30, 40), (2, 1, 30, 39), (1, 2, 1, 30, 40)])
+def test_a_mask_of_another_shape_is_torchs_error(qkv, shape):
+    with pytest.raises(RuntimeError):
+        captured(qkv[0][:, :, :30], *qkv[1:], bools(*shape))
+    with pytest.raises(RuntimeError):
+        sdpa(qkv[0][:, :, :30], *qkv[1:], bools(*shape))
+    assert report() == {"a mask of another shape": 1}
+
+
+def test_rows_that_see_no_key_are_zeros(exact, qkv):
+    """torch gives zeros or NaN, as its backends do."""
+    mask = bools(40, 40)
+    mask[7] = False
+    out = sdpa(*qkv, mask)
+    assert out[:, :, 7].eq(0).all()
+    seen = torch.arange(40) != 7
+    torch.testing.assert_close(out[:, :, seen], captured(*qkv, mask)[:, :, seen], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["[queries, keys]", "[1, heads, queries, keys]", "columns first"])
+def test_a_compiled_call_with_a_mask_of_queries(qkv, name):
+    q, k, v, mask = qkv[0][:, :, :30], *qkv[1:], MASKS_OF_QUERIES[name]
+    names = []
+
+    def seen(graph, inputs):
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    compiled = torch.compile(sdpa, backend=seen, fullgraph=True)
+    assert torch.equal(compiled(q, k, v, mask), sdpa(q, k, v, mask))
+    assert sum("sage_aot" in name for name in names) == 1 and not any("scaled_dot" in name for name in names)
+
+
+@pytest.mark.parametrize("kind", ["padded", "masked", "window"])
+def test_small_calls_with_a_mask_are_torchs_where_no_kind_of_mask_is_faster(monkeypatch, qkv, kind):
+    """A mask of the shape of others may be of any kind: one look-up decides for all."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for module in (_routes, _rules):
+        monkeypatch.setattr(module, "threshold_of", lambda device, of, headdim: (0, 0 if of == kind else 1e15))
+    asked = []
+    monkeypatch.setattr(integration, "attend", lambda call, host: asked.append(call) or host())
+    with use(Policy()):
+        sdpa(*qkv, MASK)
+        sdpa(*qkv, bools(40, 40))
+    assert len(asked) == 2 and report() == {}
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(30, 40), (40, 30), (1, 40)])

@@ -42,15 +42,22 @@ _NVFP4_WIDE = "sm120_d128_qknvfp4_pvnvfp4_accf32_full_vraw_qsmooth"
 _NVFP4_CAUSAL = "sm120_d128_qknvfp4_pvnvfp4_accf32_causal_vsmooth_qsmooth"
 _INT8_256 = "sm80_d256_qkint8_pvf16_accf32_full_vraw_qraw"
 _HOPPER_256 = "sm90_d256_qkint8_pve4m3_acc2f32_full_vraw_qraw"
+_SPARSE = "sm80_d64_qkint8_pvf16_accf32_sparse_vraw_qraw"
+_SPARSE_HOPPER = "sm90_d128_qkint8_pve4m3_acc2f32_plinear_sparse_vsmooth_qsmooth"
+_SPARSE_LINEAR = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_sparse_vraw_qraw"
+_SPARSE_256 = "sm90_d256_qkint8_pve4m3_acc2f32_sparse_vraw_qraw"
 _LINEAR = "sm90_d128_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
 _LINEAR_NARROW = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
 _LINEAR_SMOOTH = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_causal_vsmooth_qsmooth"
 
 SHOWN_BY = {
-    "attn/wgmma/": (_HOPPER, _HOPPER_WIDE, _HOPPER_SMOOTH, _HOPPER_256, _LINEAR, _LINEAR_SMOOTH),
+    "attn/wgmma/": (_HOPPER, _HOPPER_WIDE, _HOPPER_SMOOTH, _HOPPER_256, _LINEAR, _LINEAR_SMOOTH, _SPARSE_LINEAR,
+                    _SPARSE_HOPPER),
     "problem/tile_scheduler.cuh": (_HOPPER_WIDE, _HOPPER_SMOOTH),
     "tile/": (_HOPPER_WIDE, _INT8, _HOPPER_256, _LINEAR),
-    "attn/epilogue.cuh": (_HOPPER_WIDE, _INT8, _HOPPER_SMOOTH, _K_INF, _V_NAN, _INT8_256),
+    "attn/epilogue.cuh": (_HOPPER_WIDE, _INT8, _HOPPER_SMOOTH, _K_INF, _V_NAN, _INT8_256, _SPARSE, _SPARSE_HOPPER),
+    "attn/apply_mask.cuh": (_INT8, _SMOOTH, _K_INF, _SPARSE),
+    "attn/spoilt.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN, _SPARSE),
     "attn/row_references.cuh": (_E4M3, _INT8, _HOPPER, _INT4, _E4M3_INT4, _E4M3_INT4_RAW, _NVFP4, _NVFP4_CAUSAL),
     "attn/mma/softmax.cuh": (_E4M3, _INT8, _HOPPER, _INT4, _E4M3_INT4, _E4M3_INT4_RAW, _NVFP4, _NVFP4_CAUSAL),
     "attn/merge.cuh": (_INT8, _HOPPER_WIDE, _MANY_SPLITS),
@@ -60,8 +67,11 @@ SHOWN_BY = {
     "attn/": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN),
     "problem/work_tile.cuh": (_INT8, _SMOOTH, _HOPPER, _HOPPER_WIDE, _K_INF, _V_NAN),
     "problem/equal_lengths.cuh": (_INT8, _INT8_CAUSAL, _HOPPER_WIDE, _WIDE_CAUSAL),
-    "problem/mask.cuh": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN, _INT8_CAUSAL),
+    "problem/mask.cuh": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN, _INT8_CAUSAL, _SPARSE),
+    "problem/sparse_mask.cuh": (_SPARSE, _SPARSE_HOPPER, _SPARSE_256),
+    "problem/kv_range.cuh": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN, _SPARSE, _SPARSE_HOPPER),
     "problem/": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN),
+    "quant/tile_lists.cuh": (_SPARSE, _SPARSE_HOPPER, _SPARSE_LINEAR),
     "quant/delta_s.cuh": (_SMOOTH, _E4M3_INT4, _HOPPER_SMOOTH),
     "quant/quantize_k.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256, _LINEAR, _LINEAR_NARROW),
     "quant/quantize_v.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _V_NAN, _V_INF, _INT8_256, _NVFP4),
@@ -78,12 +88,6 @@ BACKWARD_ALONE = ("copy_async", "rounded_bytes", "visible_end", "first_causal_qu
 """Functions outside of bwd/ that the backward kernels alone call, or of which they alone reach the drawn bug."""
 
 HARMLESS: dict[tuple[str, Operation], str] = {
-    ("AttentionMma::WarpState::step", Always(
-        "if constexpr (kMasked) apply_mask<Config>(acc_s, own_row(shared), lane, tile);")):
-            "masks KV tiles too of which rows see every key",
-    ("Mainloop::finish_scores", Always(
-        "if constexpr (kMasked) apply_mask<Config>(acc_s, own_row(), lane, tile);")):
-            "masks KV tiles too of which rows see every key",
     ("KvStream::KvStream", Always(
         "if constexpr (Config::kSmoothQ) { const i64 row = delta_s_index(work.q_head - params.first_head, "
         "params.q_tiles, work.q_tile, params.columns); delta_ = params.delta_s + row + work.first_key + "
@@ -130,11 +134,11 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("Mainloop::Mainloop", Always(
         "if constexpr (!kTogether) { own_kv = work.template kv_of_rows<Config, kWarpgroupRows>(params, consumer * "
         "kWarpgroupRows); }")): "a range that nothing reads where consumers ping-pong",
-    ("rows_see", OffByOne("visible_keys<kMask>(seqlen, first_row).begin < end_key")): "end_key is never zero",
-    ("rows_see", OffByOne("first_key < visible_keys<kMask>(seqlen, last_row).end")): "delta_s that nothing reads",
+    ("rows_see", OffByOne("visible_keys<Mask::kSparse>(seqlen, first_row).begin < end_key")): "end_key is never zero",
+    ("rows_see", OffByOne("first_key < visible_keys<Mask::kSparse>(seqlen, last_row).end")): "delta_s that nothing reads",
     ("KvRange::of_split", OffByOne("full_begin <= begin")): "fewer masked tiles than none are none",
-    ("KvRange::of_split", First("full_begin <= begin ? 0 : full_begin - first")): "every row sees the first key",
-    ("KvRange::of_split", Second("full_begin <= begin ? 0 : full_begin - first")):
+    ("KvRange::of_split", First("full_begin <= begin ? 0 : min(full_begin - first, tiles)")): "every row sees the first key",
+    ("KvRange::of_split", Second("full_begin <= begin ? 0 : min(full_begin - first, tiles)")):
         "fewer masked tiles than none are none",
     ("KvRange::tiles_of_split", Sign("end - begin + splits.divisor - 1")): "another partition of the KV tiles",
     ("MergeSplits::store", OffByOne("c < kChannels")): "a lane has no more channels",

@@ -55,9 +55,11 @@ _RENDERER = Renderer(PROJECT.templates)
 
 
 def _simulated() -> tuple[AttnSpec, ...]:
-    """Of kernels with one source the first. Chips that add no source have their own accumulators all the same: of them
-    those that smooth everything under a causal mask. PTX is for no chip of its own."""
-    found = set({source_of(spec): spec for spec in reversed(SPECS)}.values())
+    """Of kernels with one source the first; of sparse masks those that smooth everything or nothing. Chips that add no
+    source have their own accumulators all the same: of them those that smooth everything under a causal mask. PTX is
+    for no chip of its own."""
+    found = {spec for spec in {source_of(spec): spec for spec in reversed(SPECS)}.values()
+             if spec.mask != "sparse" or spec.v.removeprefix("v") == spec.q.removeprefix("q")}
     archs = {spec.arch for spec in found}
     found |= {spec for spec in SPECS if spec.arch not in archs and not is_ptx(spec.arch)
               and (spec.mask, spec.v, spec.q) == ("causal", "vsmooth", "qsmooth")}
@@ -113,6 +115,9 @@ OF_EXPONENTIALS = {"split", "floats", "narrow"}
 """Cases that tell of a kernel with a linear P no more than of the one with exponentials: keys that are split have these
 anyway."""
 
+OF_SPARSE_MASKS = {"plain", "masked", "sequences", "split", "falling", "sinks", "whole", "blocks", "elements", "far"}
+"""The cases of a kernel with a sparse mask: what other cases tell, they tell of the same kernel with another mask."""
+
 EXTREMES = (
     {"kind": "huge"},  # references rise by far from tile to tile
     {"kind": "biased_v", "scale": 0.0, "seqlen_kv": 14 * 64},  # sums of a tile as large as they can be
@@ -137,6 +142,8 @@ MASKED: dict[tuple[str, str, str], dict[str, Any]] = {
     ("causal", "vraw", "qsmooth"): {"mask_kind": "right", "planted": "k:nan"},
     ("causal", "vsmooth", "qraw"): {"mask_kind": "left", "group": 2},
     ("causal", "vsmooth", "qsmooth"): {"mask_kind": "right", "layout": "NHD", "strides": "misaligned"},
+    ("sparse", "vraw", "qraw"): {"mask_kind": "random", "group": 2, "planted": "k:nan"},
+    ("sparse", "vsmooth", "qsmooth"): {"mask_kind": "left"},
 }
 """What the case with a key mask has, by the kernel's mask, V and Q."""
 
@@ -146,6 +153,8 @@ SEQUENCES: dict[tuple[str, str], dict[str, Any]] = {
     ("full", "vsmooth"): {"seed": 39, "strides": "misaligned", "out": "misaligned", "lengths": "cut"},
     ("causal", "vraw"): {"seed": 11, "group": 2, "planted": "v:inf"},
     ("causal", "vsmooth"): {"seed": 14, "strides": "fused", "planted": "k:nan"},
+    ("sparse", "vraw"): {"seed": 11, "sinks": "strided"},
+    ("sparse", "vsmooth"): {"seed": 14, "planted": "v:inf"},
 }
 """What the case with sequences has, by the kernel's mask and V."""
 
@@ -155,6 +164,8 @@ FLOATS: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {
     ("full", "vsmooth"): (0, {"strides": "misaligned", "out": "misaligned", "planted": "k:nan"}),
     ("causal", "vraw"): (12, {"smooth_k": False, "planted": "v:inf"}),
     ("causal", "vsmooth"): (3, {"strides": "padded", "planted": "q:nan"}),
+    ("sparse", "vraw"): (0, {}),
+    ("sparse", "vsmooth"): (0, {}),
 }
 """How many channels fewer than the kernel the case of f32 has, and what else it has, by the kernel's mask and V."""
 
@@ -169,6 +180,8 @@ SPLITS: dict[tuple[str, str, str], dict[str, Any]] = {
     ("causal", "vraw", "qsmooth"): {"splits": 3, "mask_kind": "right"},
     ("causal", "vsmooth", "qraw"): {"splits": 2, "planted": "q:nan", "kv_heads": 2, "strides": "misaligned"},
     ("causal", "vsmooth", "qsmooth"): {"splits": 3, "lengths": "mixed", "seed": 14, "batch": 4},
+    ("sparse", "vraw", "qraw"): {"splits": 3, "window": (300, 20), "sinks": "drawn"},
+    ("sparse", "vsmooth", "qsmooth"): {"splits": 2, "window": (-1, 30), "sinks": "drawn"},
 }
 """What the case whose keys are split has, by the kernel's mask, V and Q."""
 
@@ -186,7 +199,10 @@ def cases_of(spec: AttnSpec) -> dict[str, Case]:
     left_out = set() if spec in FIRST_OF_EACH else OF_QUANTIZATION_AND_EPILOGUE
     if spec.p == "linear":
         left_out = left_out | OF_EXPONENTIALS
-    return {name: case for name, case in _every_case(spec).items() if name not in left_out}
+    found = {name: case for name, case in _every_case(spec).items() if name not in left_out}
+    if spec.mask == "sparse":
+        found = {name: case for name, case in found.items() if name in OF_SPARSE_MASKS}
+    return found
 
 
 def _every_case(spec: AttnSpec) -> dict[str, Case]:
@@ -208,6 +224,7 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     trained oddly: values that are not finite, and rows of no whole vectors, which are copied, or of fewer vectors than
         the kernel's, read where they lie, TRAINED.
     falling, for P of few bits: scores behind which references fall, once by far or from tile to tile.
+    sinks, whole, blocks, elements, of sparse masks: _masks_of_queries().
     large, trained large, of the first kernel with each softmax: scores beyond all bits of a reference's fraction.
 
     On Hopper also
@@ -268,6 +285,8 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
         found["large"] = replace(few, seqlen_q=40, seqlen_kv=2 * tile.block_n + 20, scores=1e10)
         if "trained" in found:
             found["trained large"] = replace(found["trained"], group=1, seqlen_q=70, seqlen_kv=70, scores=1e8)
+    if spec.mask == "sparse":
+        found |= _masks_of_queries(spec, plain)
     if spec.p == "linear":
         found["far"] = replace(few, seqlen_kv=3 * tile.block_n, scale=14 * spec.headdim**-0.5)
     if not on_hopper:
@@ -279,6 +298,22 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     if spec.mask == "full":
         found["pairs"] = replace(few, seqlen_kv=5 * tile.block_n + 42, kind="stepped_v")
     return found
+
+
+def _masks_of_queries(spec: AttnSpec, plain: Case) -> dict[str, Case]:
+    """sinks: under a causal mask, without a window; queries that see no key.
+    whole: two KV tiles, of which every row sees all, one of a pair and one alone.
+    blocks: of 64 x 64, drawn for each head; some query tile sees nothing.
+    elements: drawn, with a window, a key mask and sinks; values that are not finite."""
+    tile = KERNELS[spec].tile
+    keys = 3 * tile.block_n + 42
+    return {"sinks": replace(plain, window=None, is_causal=True, sinks="drawn", seqlen_q=200, seqlen_kv=170),
+            "whole": replace(plain, window=None, sinks="drawn", seqlen_kv=2 * tile.block_n),
+            "blocks": replace(plain, window=None, blocks="heads" if spec.v == "vraw" else "64", batch=2, seqlen_q=200,
+                              seqlen_kv=max(keys, 400)),
+            "elements": replace(plain, elements="random" if spec.v == "vraw" else "documents", batch=2, kv_heads=2,
+                                group=1, mask_kind="random", sinks="high", window=(200, 40), planted="v:inf",
+                                seqlen_q=100, seqlen_kv=keys)}
 
 
 def _plain_keys(spec: AttnSpec) -> int:

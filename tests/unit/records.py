@@ -17,8 +17,8 @@ from sage_aot._version import __version__
 TILE = Tile(128, 64, 32, 2, 2)
 WGMMA_TILE = Tile(128, 128, 16, 4, 1)
 
-_PARAMS = {"pack": "PackParams", "quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams",
-           "merge": "MergeParams", **dict.fromkeys(BACKWARD, "BwdParams")}
+_PARAMS = {"pack": "PackParams", "lists": "ListsParams", "quant": "QuantParams", "delta": "DeltaParams",
+           "attn": "AttnParams", "merge": "MergeParams", **dict.fromkeys(BACKWARD, "BwdParams")}
 
 _SHARED_BYTES = {"sm80": 166912, "sm87": 166912, "sm90": 232448, "sm100": 232448}
 """Shared memory that a block can have; 101,376 on the other archs."""
@@ -40,7 +40,8 @@ def record_of(spec: KernelSpec, tile: Tile = TILE, family: str = "mma", **change
 
 def companions_of(spec: AttnSpec) -> tuple[str, ...]:
     """Names of an attention kernel's companions."""
-    kinds = ("pack", "quant", *(["delta"] if spec.q == "qsmooth" else []), "merge")
+    kinds = ("pack", *(["lists"] if spec.mask == "sparse" else []), "quant",
+             *(["delta"] if spec.q == "qsmooth" else []), "merge")
     return tuple(spec.companion(kind).name for kind in kinds)
 
 
@@ -51,8 +52,8 @@ def backward_of(spec: AttnSpec) -> tuple[str, ...]:
 
 def facts_of(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
     """The facts of a kernel; test_kernel_info.py compares them with the real kernels' facts."""
-    make = {"pack": _pack, "quant": _quant, "delta": _delta, "attn": _attn, "merge": _merge, "bwdprep": _bwdprep,
-            "bwdkv": _bwdkv, "bwdq": _bwdq}[spec.kind]
+    make = {"pack": _pack, "lists": _lists, "quant": _quant, "delta": _delta, "attn": _attn, "merge": _merge,
+            "bwdprep": _bwdprep, "bwdkv": _bwdkv, "bwdq": _bwdq}[spec.kind]
     return {name: float(value) for name, value in make(spec, tile, family).items()}
 
 
@@ -73,6 +74,10 @@ def manifest_of(records: Iterable[KernelRecord], **changes: object) -> Manifest:
 
 def _pack(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
     return {"threads": 1024, "shared_bytes": 0}
+
+
+def _lists(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
+    return {"threads": 1024, "shared_bytes": 0, "mask_block": 64, "most_tiles": 2**20}
 
 
 def _merge(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
@@ -157,7 +162,8 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
                   "open_end": pairs and tile.block_m == 128,
                   "bounds_scores": spec.p == "linear" and spec.q == "qraw", "largest_score": 65,
                   "line_shift": _float32(0.45884),
-                  "rows_of_range": 64 if tile.block_m == 192 else tile.block_m, "programmatic_launch": 1}
+                  "rows_of_range": 64 if tile.block_m == 192 and spec.mask != "sparse" else tile.block_m,
+                  "programmatic_launch": 1}
     limit, typical = (2**15, 0) if f16 else (4.5, 0.375) if spec.pv_accum == "two_level_f16" else (448, 11)
     limit, typical = (4 * 448, 16) if nvfp4 else (limit, typical)
     facts["sum_unit"] = 1 if f16 or nvfp4 else typical
@@ -170,20 +176,24 @@ def _threads(tile: Tile, family: str) -> int:
 
 
 def _shared_bytes(spec: AttnSpec, tile: Tile, family: str) -> int:
-    """Shared memory of a block in bytes: Q, the stages, and in mma a word a thread. In wgmma: two query buffers (Q, its
-    scales and biases, V's scales and means, a work tile, a norm, votes), stages with ones behind V, rows of O,
-    barriers, and a one."""
+    """Shared memory of a block in bytes: Q, the stages, and in mma a word or, sparse, two a thread. In wgmma: two query
+    buffers (Q, its scales and biases, V's scales and means, a work tile, a norm, votes), stages with ones behind V,
+    rows of O, barriers, and a one; sparse, bits and an entry in each stage, and two tables of the warp that makes bits.
+    """
     q, kv_tile = tile.block_m * _row_bytes(spec), _kv_tile_bytes(spec, tile)
     delta = 4 * tile.block_n if spec.q == "qsmooth" else 0
     if family == "mma":
         return q + tile.stages * (kv_tile + delta) + 16 * -(-tile.block_m // tile.warp_m // 4) \
-            + 4 * _threads(tile, family)
+            + (8 if spec.mask == "sparse" else 4) * _threads(tile, family)
     warps = tile.block_m // tile.warp_m
     query = q + 8 * spec.headdim + 32 * warps + 4 * tile.block_m + 76
     rows = 2 * tile.block_m * ((spec.headdim if spec.headdim <= 128 else 64) + 8)
     one = 16 if spec.q == "qsmooth" else 0
-    stage = _kib(kv_tile + 8 * tile.block_n + delta)
-    return 2 * _kib(query) + tile.stages * stage + rows + 16 * (3 + tile.stages) + one
+    bits, of_bits = 0, 0
+    if spec.mask == "sparse":
+        bits, of_bits = tile.block_m * tile.block_n // 8 + 16, 8 * tile.block_m + 16 * (tile.block_n + 1)
+    stage = _kib(kv_tile + 8 * tile.block_n + delta + bits)
+    return 2 * _kib(query) + tile.stages * stage + rows + 16 * (3 + tile.stages) + one + of_bits
 
 
 def _kib(size: int) -> int:

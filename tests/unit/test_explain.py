@@ -204,7 +204,7 @@ def test_the_table(folder_of):
     folder_of(small_manifest("sm80", "ptx80"))
     assert str(sage_aot.explain(capability=(8, 8), headdim=64, driver=535)) == """\
 GPU     compute capability 8.8, driver for CUDA 12.2
-call    headdim=64, is_causal=False, qk='int8', smooth_q=False, smooth_v=False, pv_accum='auto', p='auto'
+call    headdim=64, is_causal=False, qk='int8', smooth_q=False, smooth_v=False, pv_accum='auto', p='auto', window=None
 runs    sage_quant_sm80_d64_qkint8_pvf16
         sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw
         sage_merge_sm80

@@ -321,7 +321,7 @@ for module in modules:
     print(module.__name__, operators.attn, torch.equal(compiled(q, k, v), module.attn(q, k, v, is_causal=True)),
           torch.equal(torch.vmap(module.attn)(q[None], k[None], v[None])[0], outs[0]), counter.get_total_flops(),
           leaf.grad.isfinite().all().item())
-    torch.library.opcheck(operators.attn.default, (q, k, v, None))
+    torch.library.opcheck(operators.attn.default, (q, k, v, *[None] * 4))
 try:
     kernel.attn(q, k, v[..., 1:])
 except sage_aot.ArgumentError:

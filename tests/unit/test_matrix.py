@@ -76,8 +76,8 @@ BAD = {
     "no attention": ("    attn: {template: attn_mma.cu.jinja}\n", "", "    quant: {",
                      "expected the key 'attn' in the family 'mma', got none"),
     "unknown kind": ("    delta: {", "    means: {", "    means: {",
-                     "expected a key of the family 'mma' (pack, quant, attn, merge, delta, bwdprep, bwdkv, bwdq), "
-                     "got 'means'"),
+                     "expected a key of the family 'mma' (pack, quant, attn, merge, lists, delta, bwdprep, bwdkv, "
+                     "bwdq), got 'means'"),
     "no quantizer": ("    quant: {template: quantize.cu.jinja, threads: 256, min_blocks: 2}\n", "", "    attn: {",
                      "expected the key 'quant' in the family 'mma', got none"),
     "no delta": ("    delta: {template: delta_s.cu.jinja, threads: 256}\n", "", D64_SMOOTH_ROW,
@@ -373,7 +373,8 @@ def test_selection_takes_companions_along(matrix):
         "sage_quant_sm90_d64_qkint8_pvf16"]
     smoothed = Selection(("sm90",), ("sage_attn_*_d64_*_full_*_qsmooth",)).kernels(matrix)
     assert [kernel.spec.kind for kernel in smoothed] == ["attn", "delta", "merge", "pack", "quant"]
-    assert {kernel.spec.kind for kernel in Selection().kernels(matrix)} == set(KINDS) - set(BACKWARD)
+    # the matrix has no sparse masks
+    assert {kernel.spec.kind for kernel in Selection().kernels(matrix)} == set(KINDS) - {"lists", *BACKWARD}
     assert len(Selection(patterns=("*quant*sm80_d64*",)).kernels(matrix)) == 1
 
 

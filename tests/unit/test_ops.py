@@ -12,12 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import sage_aot
 from sage_aot._call import ops
 from sage_aot._problem.options import Options, for_schema
+from sage_aot._problem.tensors import taken_by
 from sage_aot._tools import reference
 from sage_aot.errors import ArgumentError
 
 # Compiling warns of torch's own deprecations, which are not this package's.
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"),
               pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+NO_TENSORS = (None,) * len(taken_by("dense"))
+NO_MORE = NO_TENSORS[1:]
+"""Optional tensors of an operator, all of them or those behind the key mask."""
 
 BOTTOM_RIGHT = {"is_causal": True, "scale": 0.1, "qk": "int8", "smooth_k": False}
 
@@ -61,7 +66,7 @@ def test_opcheck(op, changes, masked):
     if changes.get("layout") == "NHD":
         q, k, v = nhd(q, k, v)
     written = (torch.empty_like(q),) if "out" in str(op) else ()
-    torch.library.opcheck(op, (q, k, v, key_mask, *written, *options(**changes)))
+    torch.library.opcheck(op, (q, k, v, key_mask, *NO_MORE, *written, *options(**changes)))
 
 
 @pytest.mark.parametrize("op", [ops.attn.plain, ops.attn.lse], ids=str)
@@ -69,7 +74,7 @@ def test_opcheck_of_strided_tensors(op):
     fused = torch.stack([t.transpose(1, 2) for t in draw((2, 4, 33, 64), (2, 4, 33, 64))], 2)
     parts = fused.unbind(2)  # NHD, no two rows adjacent
     assert not parts[0].is_contiguous()
-    torch.library.opcheck(op, (*parts, None, *options(layout="NHD")))
+    torch.library.opcheck(op, (*parts, *NO_TENSORS, *options(layout="NHD")))
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
@@ -90,19 +95,19 @@ def test_fake_outputs_are_like_the_real_ones(layout):
                                      {"pv_accum": "two_level_f16"}], ids=str)
 def test_options_reach_the_operator(changes):
     q, k, v = draw()
-    expected = ops.attn.plain(q, k, v, None, *options(**changes))
-    assert not torch.equal(expected, ops.attn.plain(q, k, v, None, *options()))
+    expected = ops.attn.plain(q, k, v, *NO_TENSORS, *options(**changes))
+    assert not torch.equal(expected, ops.attn.plain(q, k, v, *NO_TENSORS, *options()))
     assert torch.equal(sage_aot.attn(q, k, v, **changes), expected)
 
 
 def test_operators_raise_the_errors_of_the_call():
     q, k, v = draw()
     with pytest.raises(ArgumentError, match="q, k and v must have one head dim"):
-        ops.attn.plain(q[..., :32], k, v, None, *options())
+        ops.attn.plain(q[..., :32], k, v, *NO_TENSORS, *options())
     with pytest.raises(ArgumentError, match="qk: expected 'auto', 'int8', 'int4' or 'nvfp4', got 'int5'"):
-        ops.attn.plain(q, k, v, None, False, None, "HND", "int5")
+        ops.attn.plain(q, k, v, *NO_TENSORS, False, None, "HND", "int5")
     with pytest.raises(ArgumentError, match="q: expected torch.float16, .* or torch.float32, got torch.float64"):
-        ops.attn.plain(q.double(), k, v, None, *options())
+        ops.attn.plain(q.double(), k, v, *NO_TENSORS, *options())
 
 
 @pytest.mark.parametrize(("changes", "message"), [

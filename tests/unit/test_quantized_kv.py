@@ -176,7 +176,8 @@ def test_one_query_with_wrong_tensors_gets_the_errors_of_others():
 def test_opcheck(smooth_q):
     q, k, v = draw()
     torch.library.opcheck(ops.quantize_kv, (k, v, mask_of(True)), {"smooth_q": smooth_q})
-    arguments = sage_aot.quantize_kv(k, v, key_mask=mask_of(True), smooth_q=smooth_q).arguments(q)
+    kv = sage_aot.quantize_kv(k, v, key_mask=mask_of(True), smooth_q=smooth_q)
+    arguments = (*kv.arguments(q), None, None, None)  # no sinks and no masks
     for op in (ops.attn_kv.plain, ops.attn_kv.lse):
         torch.library.opcheck(op, arguments, {"smooth_q": smooth_q})
     for op in (ops.attn_kv.out, ops.attn_kv.lse_out):
@@ -260,7 +261,7 @@ def test_kernels_of_one_mask_alone():
 def test_operators_refuse_what_quantize_kv_did_not_return(change):
     q, k, v = draw()
     kv = sage_aot.quantize_kv(k, v, smooth_q=True)
-    arguments = dataclasses.replace(kv, **change(kv)).arguments(q)
+    arguments = (*dataclasses.replace(kv, **change(kv)).arguments(q), None, None, None)
     with pytest.raises(sage_aot.ArgumentError, match="the operators attn_kv take what quantize_kv returned"):
         ops.attn_kv.plain(*arguments, smooth_q=True)
 

@@ -29,7 +29,7 @@ class Module(torch.nn.Module):
 
 class Script(torch.nn.Module):
     def forward(self, q, k, v):
-        return torch.ops.sage_aot.attn(q, k, v, None)
+        return torch.ops.sage_aot.attn(q, k, v, None, None, None, None)
 
 
 def draw():

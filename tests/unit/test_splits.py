@@ -84,7 +84,7 @@ def test_masked_keys_and_sequences_are_split_too():
 def test_each_query_tile_shares_its_own_keys_in_whole_tiles():
     """Two query tiles of four rows, of which the second sees one more KV tile of ten keys; three splits."""
     visible = VisibleKeys(torch.zeros(8, dtype=torch.int64), torch.tensor([20, 21, 22, 23, 41, 42, 43, 44]))
-    of_splits = [[(int(b), int(e)) for b, e in zip(*own)] for own in _splits(visible, Tile(4, 10, 4, 2, 1), 3)]
+    of_splits = [[(int(b), int(e)) for b, e in zip(*own.visible)] for own in _splits(visible, Tile(4, 10, 4, 2, 1), 3)]
     assert [own[0] for own in of_splits] == [(0, 10), (10, 20), (20, 20)]
     assert [own[3] for own in of_splits] == [(0, 10), (10, 20), (20, 23)]
     assert [own[7] for own in of_splits] == [(0, 20), (20, 40), (40, 44)]

@@ -31,7 +31,7 @@ from sage_aot._launch.structs import (
 from sage_aot._problem.options import OPTIONS
 
 FOLDER = Project(ROOT, ROOT / "build").package
-KINDS = {"pack": "PackParams", "quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams",
+KINDS = {"pack": "PackParams", "lists": "ListsParams", "quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams",
          "merge": "MergeParams", "bwdprep": "BwdParams", "bwdkv": "BwdParams", "bwdq": "BwdParams"}
 
 

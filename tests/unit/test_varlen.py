@@ -8,6 +8,7 @@ import torch
 import sage_aot
 from sage_aot._call import ops
 from sage_aot._problem.options import Options, for_schema
+from sage_aot._problem.tensors import taken_by
 
 ARCHS = ("sm80", "sm89", "sm90")
 QUERIES, KEYS = (70, 0, 1, 150, 33, 5), (130, 40, 0, 64, 200, 1)
@@ -160,7 +161,8 @@ def test_explain_takes_the_call():
 def test_opcheck(op):
     qkv, lengths = draw()
     written = [torch.empty_like(qkv[0])] if "out" in op._schema.name.split("_") else []
-    torch.library.opcheck(op, (*qkv, *lengths, *written, *for_schema(*vars(Options(layout="NHD")).values())))
+    optional = [None] * len(taken_by("varlen"))
+    torch.library.opcheck(op, (*qkv, *lengths, *optional, *written, *for_schema(*vars(Options(layout="NHD")).values())))
 
 
 def test_a_graph_holds_the_call():

@@ -8,9 +8,10 @@ signature, and raises TypeError for any other:
                                  [batch, q heads, queries, keys]
     softmax_scale, scale         sm_scale, as FlashAttention and torch name it
     causal                       is_causal, as FlashAttention names it, and aligned bottom-right as there
+    window_size                  (left, right): the window of FlashAttention, aligned bottom-right as there
     enable_gqa                   of torch; changes nothing: k and v may always have fewer heads
     dropout_p                    0
-    window_size, softcap, alibi_slopes, return_softmax      of FlashAttention: the values that change nothing
+    softcap, alibi_slopes, return_softmax      of FlashAttention: the values that change nothing
 """
 
 from __future__ import annotations
@@ -28,14 +29,21 @@ from sage_aot._tools.explain import explain
 from sage_aot.errors import ArgumentError
 from sage_aot.integrations._policy import current
 from sage_aot.integrations._report import SERVED, count, refused
-from sage_aot.integrations._rules import NEUTRAL, HostCall, check_neutral, why_not_computed
+from sage_aot.integrations._rules import (
+    NEUTRAL,
+    NO_WINDOW,
+    HostCall,
+    check_neutral,
+    why_not_computed,
+    window_of,
+)
 from sage_aot.integrations._serve import attend, serve_anyway
 from sage_aot.integrations.torch import torchs
 
 _OTHERWISE = "let another attention of the host compute it"
 
 _ALSO: Mapping[str, Any] = {"attn_mask": None, "softmax_scale": None, "scale": None, "causal": None, "enable_gqa": True,
-                            "dropout_p": 0.0, **NEUTRAL}
+                            "dropout_p": 0.0, "window_size": NO_WINDOW, **NEUTRAL}
 """The keyword arguments that all functions take beside their signatures, and what they are where they are not given."""
 
 _GRANULARITIES = "per_warp", "per_thread"
@@ -64,11 +72,10 @@ def sageattn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensor_layout: s
         kwargs: those that this module's docstring lists. ``smooth_k`` is taken and ignored, as in SageAttention:
             ComfyUI passes ``smooth_k=False``, and SageAttention smooths k all the same.
 
-    An `attn_mask` that is bool and equal for all heads and queries is a key mask, which the kernels take. A call with
-    any other mask goes to torch's attention where no log-sum-exp is asked for, and
-    :func:`sage_aot.integrations.report` counts it; with ``Policy(otherwise="raise")`` it raises. `attn_mask` is not in
-    the signature, as in SageAttention: ComfyUI looks for it there, and computes masked calls itself where it finds
-    none.
+    The kernels take an `attn_mask` that is bool. A call with a mask of numbers goes to torch's attention where no
+    log-sum-exp is asked for, and :func:`sage_aot.integrations.report` counts it; with ``Policy(otherwise="raise")`` it
+    raises. `attn_mask` is not in the signature, as in SageAttention: ComfyUI looks for it there, and computes masked
+    calls itself where it finds none.
 
     Raises:
         TypeError: an unknown keyword argument.
@@ -181,7 +188,7 @@ def sageattn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlen
     cu_seqlens_q, cu_seqlens_k = (x.int() if x.dtype == torch.int64 else x for x in (cu_seqlens_q, cu_seqlens_k))
     options = {**current().options, **_changed(smooth_k=smooth_k)}
     out: torch.Tensor = attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                                    is_causal=given.is_causal, scale=given.scale, **options)
+                                    is_causal=given.is_causal, window=given.window, scale=given.scale, **options)
     count(SERVED)
     return out
 
@@ -197,6 +204,7 @@ class _Given(NamedTuple):
     dropout: float
     is_causal: bool
     bottom_right: bool
+    window: tuple[int, int] | None
 
 
 def _given(function: str, is_causal: bool, sm_scale: float | None, kwargs: Mapping[str, Any]) -> _Given:
@@ -212,7 +220,9 @@ def _given(function: str, is_causal: bool, sm_scale: float | None, kwargs: Mappi
     if is_causal and causal is not None and not causal:
         raise ArgumentError(f"is_causal: expected one value, got {is_causal!r} and causal={causal!r}; pass is_causal")
     scale = _one_of(sm_scale=sm_scale, softmax_scale=also["softmax_scale"], scale=also["scale"])
-    return _Given(also["attn_mask"], scale, also["dropout_p"], is_causal if causal is None else causal, bool(causal))
+    is_bottom_right = bool(causal) or not is_causal  # as FlashAttention's window is
+    return _Given(also["attn_mask"], scale, also["dropout_p"], is_causal if causal is None else causal, is_bottom_right,
+                  window_of(also["window_size"]))
 
 
 def _one_of(**scales: float | None) -> float | None:
@@ -242,7 +252,7 @@ def _attend(function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, te
     check_tensors_are(q=q, k=k, v=v)
     _check_choice("tensor_layout", tensor_layout, LAYOUTS)
     call = HostCall(q, k, v, given.mask, given.is_causal, given.scale, given.dropout, tensor_layout, grouped=True,
-                    bottom_right=given.bottom_right)
+                    bottom_right=given.bottom_right, window=given.window)
     changed = _changed(**options)
     if _torch_serves_the_mask(call, return_lse):
         policy = replace(current(), when="possible", options={**current().options, **changed})
@@ -254,9 +264,9 @@ def _attend(function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, te
 
 
 def _torch_serves_the_mask(call: HostCall, return_lse: bool) -> bool:
-    """Whether torch computes the call if sage_aot refuses it for its mask: torch takes no causal mask beside another,
-    and returns no log-sum-exp."""
-    if call.mask is None or call.is_causal or return_lse:
+    """Whether torch computes the call if sage_aot refuses it for its mask: torch takes no causal mask or window beside
+    another, and returns no log-sum-exp."""
+    if call.mask is None or call.is_causal or call.window is not None or return_lse:
         return False
     return why_not_computed(call._replace(mask=None)) is None
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,7 +22,7 @@ from sage_aot._backends.emulation.arithmetic import divide, pv_tile
 from sage_aot._backends.emulation.quantize import Quantized
 from sage_aot._kernels.manifest import AttnRecord
 from sage_aot._kernels.tile import Tile
-from sage_aot._launch.plan import Plan
+from sage_aot._launch.plan import LOG2_E, Plan
 from sage_aot._package import PACKAGE
 from sage_aot._problem.mask import Mask, VisibleKeys
 from sage_aot._problem.problem import Problem
@@ -36,8 +37,8 @@ class Softmax(Protocol):
 
     def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor,
                  bound: torch.Tensor | None) -> None:
-        """`visible`: of all rows; `zeros`: [batch, heads, rows]; `bound`: likewise, no magnitude of a row's scores is
-        larger; None where no P of the call is linear."""
+        """`visible`: of all rows, where a mask is sparse by the places of KV tiles; `zeros`: [batch, heads, rows];
+        `bound`: likewise, no magnitude of a row's scores is larger; None where no P of the call is linear."""
         ...
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
@@ -56,28 +57,41 @@ def softmax_of(family: str) -> type[Softmax]:
     return found
 
 
-def attend(plan: Plan, quantized: Quantized, key_ranks: torch.Tensor | None = None, *,
-           with_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(plan: Plan, quantized: Quantized, key_ranks: torch.Tensor | None = None, *, with_lse: bool = True,
+           sinks: torch.Tensor | None = None,
+           elements: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention kernel of a plan on quantized inputs: output f32 and log-sum-exp, both with padded rows.
     `key_ranks`: how many of the caller's first keys are among the quantized ones, [keys + 1]; None: all. `with_lse`:
-    whether the call returns the log-sum-exp."""
-    visible = visible_keys(plan.problem, quantized.q.shape[2], key_ranks)
+    whether the call returns the log-sum-exp. `sinks`: [heads], which the first split has. `elements`: [batch,
+    heads, queries, keys] bool, what the masks of the call leave beside its window; None: all."""
+    visible = visible_keys(plan.problem, quantized.q.shape[2], None if key_ranks is None else key_ranks.cpu())
     is_linear = plan.kernels.attn.spec.p == "linear" and not with_lse and plan.splits == 1
-    bound = score_bound(plan, quantized, visible) if is_linear else None
-    of_splits = [_attend(plan.problem, plan.kernels.attn, quantized, visible, own, bound)
-                 for own in _splits(visible, plan.kernels.attn.tile, plan.splits)]
+    of_splits = []
+    for index, split in enumerate(_splits(visible, plan.kernels.attn.tile, plan.splits)):
+        walk = _walk(plan, quantized, split, elements)
+        bound = score_bound(plan, quantized, walk) if is_linear else None
+        of_splits.append(_attend(plan, quantized, visible, walk, bound, None if index else sinks))
     return of_splits[0] if plan.splits == 1 else _merge(*map(torch.stack, zip(*of_splits)))
 
 
-def _splits(visible: VisibleKeys, tile: Tile, splits: int) -> Iterator[VisibleKeys]:
-    """The keys of each split that rows see, as problem/kv_range.cuh shares the KV tiles of a query tile."""
+class _Split(NamedTuple):
+    """The keys of a split."""
+
+    visible: VisibleKeys  # to rows, among all that these see
+    begin: torch.Tensor  # [rows]: the KV tiles of the row's query tile
+    end: torch.Tensor
+
+
+def _splits(visible: VisibleKeys, tile: Tile, splits: int) -> Iterator[_Split]:
+    """The splits, as problem/kv_range.cuh shares the KV tiles of a query tile."""
     rows = torch.arange(len(visible.end)) // tile.block_m * tile.block_m
     begin, end = visible.begin[rows] // tile.block_n, -(-visible.end[rows + tile.block_m - 1] // tile.block_n)
     tiles = -(-(end - begin) // splits)
     for split in range(splits):
         own_begin = (begin + split * tiles).minimum(end)
         own_end = (own_begin + tiles).minimum(end)
-        yield VisibleKeys(visible.begin.maximum(own_begin * tile.block_n), visible.end.minimum(own_end * tile.block_n))
+        keys = VisibleKeys(visible.begin.maximum(own_begin * tile.block_n), visible.end.minimum(own_end * tile.block_n))
+        yield _Split(keys, own_begin, own_end)
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,16 +104,13 @@ def _merge(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return (weights[..., None] * out).sum(0) * factor[..., None], largest + total.log2() * math.log(2.0)
 
 
-def score_bound(plan: Plan, quantized: Quantized, visible: VisibleKeys) -> torch.Tensor:
+def score_bound(plan: Plan, quantized: Quantized, walk: _Walk) -> torch.Tensor:
     """[batch, heads, rows], log2 units: the norm of a row of Q times the largest of the keys that its query tile sees,
     as quant/quantize_k.cuh bounds that."""
     attn, quant = plan.kernels.attn, plan.kernels["quant"]
-    block_m, block_n = attn.tile.block_m, attn.tile.block_n
     group = plan.problem.num_q_heads // plan.problem.num_kv_heads
-    of_tiles = _key_norms(quantized, block_n, quant.fact("warps_per_key_group"), quant.fact("vector"))
-    last = torch.arange(quantized.q.shape[2]) // block_m * block_m + block_m - 1
-    ends = (-(-visible.end[last.to(visible.end.device)] // block_n)).clamp(min=1).to(of_tiles.device)
-    largest = of_tiles.cummax(-1).values[:, :, ends - 1].repeat_interleave(group, 1)
+    of_tiles = _key_norms(quantized, attn.tile.block_n, quant.fact("warps_per_key_group"), quant.fact("vector"))
+    largest = walk.largest(of_tiles.repeat_interleave(group, 1)).repeat_interleave(attn.tile.block_m, 2)
     return quantized.q_scale * quantized.q.square().sum(-1).sqrt() * largest
 
 
@@ -119,44 +130,193 @@ def _key_norms(quantized: Quantized, block_n: int, warps: int, vector: int) -> t
     return norms.flatten(3).amax(-1)
 
 
-def _attend(problem: Problem, attn: AttnRecord, quantized: Quantized, visible_of_all: VisibleKeys,
-            visible: VisibleKeys, bound: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention of rows to the keys that are `visible` to them, among all that they see."""
-    group, block_n = problem.num_q_heads // problem.num_kv_heads, attn.tile.block_n
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """One KV tile of every query tile."""
+
+    first: int  # its first key; by places, the key at that place
+    seen: torch.Tensor  # [rows, keys of the tile] bool; by places [batch, heads, rows, keys of the tile]
+    tile: Tile
+
+    def of_keys(self, x: torch.Tensor) -> torch.Tensor:
+        """Of [batch, heads, keys, ...] what belongs to the tile's keys."""
+        return x[:, :, self.first: self.first + self.tile.block_n]
+
+    def of_tile(self, x: torch.Tensor) -> torch.Tensor:
+        """Likewise of [batch, heads, KV tiles]: [batch, heads]."""
+        return x[:, :, self.first // self.tile.block_n]
+
+    def delta(self, x: torch.Tensor) -> torch.Tensor:
+        """Likewise of delta_s: [batch, heads, rows, keys of the tile]."""
+        return x[..., self.first: self.first + self.tile.block_n].repeat_interleave(self.tile.block_m, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class _StepByPlaces(_Step):
+    """One place of every query tile, each of which is a head of its own."""
+
+    keys: torch.Tensor  # [batch, heads, q tiles, keys of the tile]: by number
+
+    def of_keys(self, x: torch.Tensor) -> torch.Tensor:
+        batch, heads = (torch.arange(size, device=x.device) for size in self.keys.shape[:2])
+        return x[batch[:, None, None, None], heads[:, None, None], self.keys].flatten(1, 2)
+
+    def of_tile(self, x: torch.Tensor) -> torch.Tensor:
+        return x.gather(-1, self.keys[..., 0] // self.tile.block_n).flatten(1, 2)
+
+    def delta(self, x: torch.Tensor) -> torch.Tensor:
+        return x.gather(-1, self.keys).flatten(1, 2)[:, :, None]
+
+
+class _Walk:
+    """The KV tiles of a split, tile after tile: all query tiles go over the same."""
+
+    def __init__(self, plan: Plan, split: _Split) -> None:
+        self._tile, self._split = plan.kernels.attn.tile, split
+        self.visible = split.visible  # to rows, as a Softmax asks for them
+
+    def of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, heads, rows, ...] as the steps have it."""
+        return x
+
+    def back(self, x: torch.Tensor) -> torch.Tensor:
+        """The contrary."""
+        return x
+
+    def largest(self, of_tiles: torch.Tensor) -> torch.Tensor:
+        """[batch, heads, q tiles]: the largest of the values of the KV tiles that a query tile goes over."""
+        first = slice(None, None, self._tile.block_m)
+        begin, end = (x[first, None].to(of_tiles.device) for x in (self._split.begin, self._split.end))
+        tiles = torch.arange(of_tiles.shape[-1], device=of_tiles.device)
+        return torch.where((tiles >= begin) & (tiles < end), of_tiles[:, :, None], 0.0).amax(-1)
+
+    def steps(self, device: torch.device) -> Iterator[_Step]:
+        block_n, visible = self._tile.block_n, self._split.visible
+        begin, end = int(visible.begin.min()) // block_n * block_n, int(visible.end.max())
+        visible = visible.to(device)
+        for first in range(begin, end, block_n):
+            yield _Step(first, visible.contains(first + torch.arange(block_n, device=device)), self._tile)
+
+
+class _Places(NamedTuple):
+    """The KV tiles of each query tile in the order of its places: first those that the query tile sees whole."""
+
+    tiles: torch.Tensor  # [batch or 1, heads or 1, q tiles, places]: by number
+    exists: torch.Tensor  # likewise, bool: a query tile may have fewer
+    whole: torch.Tensor  # [batch or 1, heads or 1, q tiles]: how many it sees whole
+
+
+def _of_window(split: _Split, tile: Tile) -> _Places:
+    """Of a window alone, as problem/kv_range.cuh has it: behind those that are seen whole come those behind them, then
+    those in front."""
+    first, last = (slice(offset, None, tile.block_m) for offset in (0, tile.block_m - 1))
+    begin, end = split.begin[first], split.end[first]
+    full_begin = (-(-split.visible.begin[last] // tile.block_n)).maximum(begin).minimum(end)
+    whole = (split.visible.end[first].minimum(end * tile.block_n) // tile.block_n - full_begin).clamp(min=0)
+    count = (end - begin)[:, None]
+    places = torch.arange(int(count.max()))
+    tiles, exists = begin[:, None] + (places + (full_begin - begin)[:, None]) % count.clamp(min=1), places < count
+    return _Places(*(x[None, None] for x in (tiles * exists, exists, whole)))
+
+
+def _of_lists(seen: torch.Tensor, tile: Tile) -> _Places:
+    """Of lists, as quant/tile_lists.cuh makes them: in the order of the keys those seen whole, then the others.
+    `seen`: [batch or 1, heads or 1, rows, keys]."""
+    of_tiles = torch.unflatten(torch.unflatten(seen, 3, (-1, tile.block_n)), 2, (-1, tile.block_m))
+    anything, everything = of_tiles.any(-1).any(3), of_tiles.all(-1).all(3)
+    order = torch.where(everything, 0, torch.where(anything, 1, 2)).sort(dim=-1, stable=True)
+    places = int(anything.sum(-1).max())
+    return _Places(order.indices[..., :places], order.values[..., :places] < 2, everything.sum(-1))
+
+
+class _WalkByPlaces(_Walk):
+    """The KV tiles of a split, place after place. Each query tile is a head of its own, with its own KV tiles."""
+
+    def __init__(self, plan: Plan, split: _Split, q: torch.Tensor, keys: int, elements: torch.Tensor | None) -> None:
+        """`q`: padded; rows behind the last see what it sees; `keys`: of K, padded."""
+        super().__init__(plan, split)
+        batch, heads, rows, _ = q.shape
+        self._seen = split.visible.to(q.device).contains(torch.arange(keys, device=q.device))[None, None]
+        if elements is not None:
+            queries = torch.arange(rows, device=q.device).clamp(max=elements.shape[2] - 1)
+            of_rows = torch.nn.functional.pad(elements[:, :, queries], (0, keys - elements.shape[3]))
+            self._seen = self._seen & of_rows
+        places = _of_window(split, self._tile) if elements is None else _of_lists(self._seen, self._tile)
+        places = _Places(*(x.to(q.device) for x in places))
+        self._seen = self._seen.expand(batch, heads, -1, -1)
+        self._tiles, self._exists = (x.expand(batch, heads, -1, -1) for x in places[:2])
+        ends = (places.whole.expand(batch, heads, -1) * self._tile.block_n).flatten(1)[..., None]
+        ends = ends.expand(-1, -1, self._tile.block_m)
+        self.visible = VisibleKeys(torch.zeros_like(ends), ends)
+
+    def of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.unflatten(x, 2, (-1, self._tile.block_m)).flatten(1, 2)
+
+    def back(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.unflatten(x, 1, (-1, self._tiles.shape[2])).flatten(2, 3)
+
+    def largest(self, of_tiles: torch.Tensor) -> torch.Tensor:
+        listed = of_tiles[:, :, None].expand(-1, -1, self._tiles.shape[2], -1).gather(-1, self._tiles)
+        return torch.nn.functional.pad(torch.where(self._exists, listed, 0.0), (0, 1)).amax(-1)
+
+    def steps(self, device: torch.device) -> Iterator[_Step]:
+        block_m, block_n = self._tile.block_m, self._tile.block_n
+        of_query_tiles = torch.unflatten(self._seen, 2, (-1, block_m))
+        for place in range(self._tiles.shape[3]):
+            tiles, exists = self._tiles[..., place], self._exists[..., place]
+            keys = tiles[..., None] * block_n + torch.arange(block_n, device=device)
+            of_keys = keys[..., None, :].expand(-1, -1, -1, block_m, -1)
+            seen = of_query_tiles.gather(-1, of_keys) & exists[..., None, None]
+            yield _StepByPlaces(place * block_n, seen.flatten(1, 2), self._tile, keys)
+
+
+def _walk(plan: Plan, quantized: Quantized, split: _Split, elements: torch.Tensor | None) -> _Walk:
+    if plan.kernels.attn.spec.mask != "sparse":
+        return _Walk(plan, split)
+    return _WalkByPlaces(plan, split, quantized.q, quantized.k.shape[2], elements)
+
+
+def _attend(plan: Plan, quantized: Quantized, visible_of_all: VisibleKeys, walk: _Walk, bound: torch.Tensor | None,
+            sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention of rows to the keys of a split, among all that they see."""
+    problem, attn = plan.problem, plan.kernels.attn
+    group = problem.num_q_heads // problem.num_kv_heads
     k, v, k_scale, v_scale, v_mean, v_factor, k_spoilt, v_spoilt = (x.repeat_interleave(group, 1) for x in (
         quantized.k, quantized.v, quantized.k_scale, quantized.v_scale, quantized.v_mean, quantized.v_factor,
         quantized.k_spoilt, quantized.v_spoilt))
-    batch, heads, rows, headdim = quantized.q.shape
-    begin, end = int(visible.begin.min()) // block_n * block_n, int(visible.end.max())
-    visible = visible.to(k.device)
-    acc_o = k.new_zeros(batch, heads, rows, headdim)
-    spoilt_rows, spoilt = ~quantized.row_bias.isfinite(), torch.zeros_like(acc_o, dtype=torch.bool)
-    softmax = softmax_of(attn.family)(attn, visible, k.new_zeros(batch, heads, rows), bound)
+    q, q_scale, row_bias = (walk.of_rows(x) for x in (quantized.q, quantized.q_scale, quantized.row_bias))
+    acc_o = torch.zeros_like(q)
+    spoilt_rows, spoilt = ~row_bias.isfinite(), torch.zeros_like(acc_o, dtype=torch.bool)
+    softmax = softmax_of(attn.family)(attn, walk.visible.to(k.device), torch.zeros_like(q_scale),
+                                      None if bound is None else walk.of_rows(bound))
 
-    for first in range(begin, end, block_n):
-        keys = slice(first, first + block_n)
-        seen = visible.contains(first + torch.arange(block_n, device=k.device))
-        spoilt_rows |= _sees_any(seen, k_spoilt[:, :, keys, None])[..., 0]
-        spoilt |= _sees_any(seen, v_spoilt[:, :, keys])
-        scale = softmax.score_scale(quantized.q_scale[..., None] * k_scale[:, :, None, keys])
+    for step in walk.steps(k.device):
+        spoilt_rows |= _sees_any(step.seen, step.of_keys(k_spoilt)[..., None])[..., 0]
+        spoilt |= _sees_any(step.seen, step.of_keys(v_spoilt))
+        scale = softmax.score_scale(q_scale[..., None] * step.of_keys(k_scale)[:, :, None])
         delta = quantized.delta_s
-        if delta is not None:
-            delta = delta[..., keys].repeat_interleave(attn.tile.block_m, 2)
-        scores, scale = _scores(attn.spec.qk, quantized.q, k[:, :, keys], scale, delta)
-        scores = scores.masked_fill(~seen, -math.inf)
-        p, alpha = softmax.step(first, scores, scale)
-        factor = v_factor[:, :, first // block_n, None, None]
-        acc_o = acc_o * alpha[..., None] + factor * pv_tile(p, v[:, :, keys], attn.spec.pv_accum)
+        scores, scale = _scores(attn.spec.qk, q, step.of_keys(k), scale, None if delta is None else step.delta(delta))
+        scores = scores.masked_fill(~step.seen, -math.inf)
+        p, alpha = softmax.step(step.first, scores, scale)
+        factor = step.of_tile(v_factor)[..., None, None]
+        acc_o = acc_o * alpha[..., None] + factor * pv_tile(p, step.of_keys(v), attn.spec.pv_accum)
 
-    row_bias = quantized.row_bias.masked_fill(spoilt_rows, math.nan).masked_fill(visible_of_all.none.to(k.device), 0.0)
-    row_sum = softmax.row_sum
+    acc_o, row_sum, row_ref, lse_sum, row_bias, spoilt_rows, spoilt = (walk.back(x) for x in (
+        acc_o, softmax.row_sum, softmax.row_ref, softmax.lse_sum, row_bias, spoilt_rows, spoilt))
+    none = row_sum == 0.0 if attn.spec.mask == "sparse" else visible_of_all.none.to(k.device)
+    row_bias = row_bias.masked_fill(spoilt_rows, math.nan).masked_fill(none, 0.0)
     unit = attn.facts["sum_unit"]
     factor = torch.where(row_sum > 0, torch.full_like(row_sum, unit) / row_sum, 0.0) + 0.0 * row_bias
-    lse_sum = torch.where(softmax.lse_sum < math.inf, softmax.lse_sum, divide(row_sum, unit))
-    lse = (softmax.row_ref + lse_sum.log2() + row_bias) * math.log(2.0)
-    mean = torch.where(row_sum[..., None] > 0, v_mean[:, :, None], 0.0)
+    lse_sum = torch.where(lse_sum < math.inf, lse_sum, divide(row_sum, unit))
+    lse, share = row_ref + lse_sum.log2() + row_bias, (row_sum > 0).float()
+    if sinks is not None:
+        sink = (sinks * LOG2_E)[:, None].expand_as(lse)
+        rise = sink - row_ref - row_bias - divide(row_sum, unit).log2()
+        share = torch.where(row_sum > 0, 1.0 / (1.0 + torch.exp2(rise)), 0.0)
+        factor, lse = factor * share, torch.logaddexp2(lse, sink)
+    mean = v_mean[:, :, None] * share[..., None]
     out = acc_o * factor[..., None] * v_scale[:, :, None] + mean
-    return out.masked_fill(spoilt, math.nan), lse
+    return out.masked_fill(spoilt, math.nan), lse * math.log(2.0)
 
 
 def visible_keys(problem: Problem, rows: int, key_ranks: torch.Tensor | None = None) -> VisibleKeys:

@@ -22,6 +22,7 @@ from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import Plan
 from sage_aot._problem.given import Given
 from sage_aot._problem.problem import Part, Problem, heads_first
+from sage_aot._problem.tensors import MASK_BLOCK
 from sage_aot.errors import UnsupportedError
 
 
@@ -77,7 +78,7 @@ class EmulationBackend:
 
 def _call_all(plan: Plan, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
     q, k, v = _heads_first(plan, given.q, given.k, given.v)
-    _attend(plan, q, k, v, given.key_mask, out, lse)
+    _attend(plan, given.having(q=q, k=k, v=v), out, lse)
 
 
 def _call_train(plan: Plan, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
@@ -98,7 +99,7 @@ def _call_q(plan: Plan, given: Given, out: torch.Tensor | None, lse: torch.Tenso
     size = k.nbytes + v.nbytes
     key_mask = kept[size:].view(torch.bool).view(problem.batch, problem.seqlen_kv) if problem.has_key_mask else None
     q, = _heads_first(plan, given.q)
-    _attend(plan, q, k, v, key_mask, out, lse)
+    _attend(plan, given.having(q=q, k=k, v=v, key_mask=key_mask), out, lse)
 
 
 _CALLS: Mapping[Part, Callable[[Plan, Given, torch.Tensor | None, torch.Tensor | None], None]] = {
@@ -126,24 +127,42 @@ def _kept(kept: torch.Tensor, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return [kept[begin:end].view(torch.float32).view(shape) for begin, end, shape in zip([0, *ends], ends, shapes)]
 
 
-def _attend(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
-            out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
-    """Tensors [batch, heads, seq, headdim], but for the output, which has the call's layout."""
+def _attend(plan: Plan, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+    """q, k and v are [batch, heads, seq, headdim], the output has the call's layout."""
     problem, kernels = plan.problem, plan.kernels
-    if key_mask is None:
+    q, k, v = (cast(torch.Tensor, tensor) for tensor in (given.q, given.k, given.v))
+    attended = partial(attend, with_lse=lse is not None, sinks=given.sinks, elements=elements_of(problem, given))
+    if not problem.packs_keys:
         quantized = quantize(problem, kernels, q, k, v)
         if problem.part == "train":  # the backward pass recomputes P from scores without a row_bias
             quantized = replace(quantized, row_bias=0.0 * quantized.row_bias)
-        result, result_lse = attend(plan, quantized, with_lse=lse is not None)
+        result, result_lse = attended(plan, quantized)
     else:
-        parts = [attend(replace(plan, problem=entry.problem), entry.quantize(kernels), entry.key_ranks,
-                        with_lse=lse is not None)
+        key_mask = cast(torch.Tensor, given.key_mask)
+        parts = [attended(replace(plan, problem=entry.problem), entry.quantize(kernels), entry.key_ranks)
                  for entry in packed_entries(problem, q, k, v, key_mask)]
         result, result_lse = map(torch.cat, zip(*parts))
     out, = _heads_first(plan, out)
     out.copy_(within(result[:, :, : problem.seqlen_q, : problem.headdim], out.dtype))
     if lse is not None:
         lse.copy_(result_lse[:, :, : problem.seqlen_q])
+
+
+def elements_of(problem: Problem, given: Given) -> torch.Tensor | None:
+    """[batch, q heads, queries, keys] bool: what the masks of a call leave whose KV tiles are listed; None of
+    others."""
+    if not problem.is_listed:
+        return None
+    seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=given.like.device)
+    if given.attn_mask is not None:
+        seen = seen & given.attn_mask
+    if given.key_mask is not None:
+        seen = seen & given.key_mask[:, None, None]
+    if given.block_mask is not None:
+        rows, columns = (torch.arange(size, device=seen.device) // MASK_BLOCK for size in (problem.seqlen_q,
+                                                                                          problem.seqlen_kv))
+        seen = seen & given.block_mask[:, :, rows][..., columns]
+    return seen.expand(problem.batch, problem.num_q_heads, problem.seqlen_q, problem.seqlen_kv)
 
 
 class SequenceEntry(NamedTuple):
@@ -181,10 +200,11 @@ def _attend_sequences(plan: Plan, given: Given, out: torch.Tensor | None, lse: t
         if own.problem.seqlen_kv == 0:
             out[own.rows] = 0.0
             if lse is not None:
-                lse[:, own.rows] = float("-inf")
+                lse[:, own.rows] = float("-inf") if given.sinks is None else given.sinks[:, None]
             continue
         quantized = quantize(own.problem, plan.kernels, own.q, own.k, own.v)
-        result, result_lse = attend(replace(plan, problem=own.problem), quantized, with_lse=lse is not None)
+        result, result_lse = attend(replace(plan, problem=own.problem), quantized, with_lse=lse is not None,
+                                    sinks=given.sinks)
         of_rows = result[0, :, : own.problem.seqlen_q, : own.problem.headdim].transpose(0, 1)
         out[own.rows] = within(of_rows, out.dtype).to(out.dtype)
         if lse is not None:

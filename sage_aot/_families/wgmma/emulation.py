@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from sage_aot._backends.emulation.arithmetic import finite_or_zero, fma, to_pv
@@ -34,9 +36,8 @@ class Softmax(RowReferences):
         self._behind = 0 if self.facts["open_end"] else tile.block_n  # full keys that the second of two needs behind it
         rows = record.fact("rows_of_range")
         first_row = torch.arange(zeros.shape[2], device=zeros.device) // rows * rows
-        self._whole_keys = visible.end[first_row] // tile.block_n * tile.block_n
-        self._full_keys = self._whole_keys * bool(self.facts["pairs"])
-        self._first_tile = visible.begin[first_row] // tile.block_n
+        self._full_keys = visible.end[..., first_row] // tile.block_n * tile.block_n * bool(self.facts["pairs"])
+        self._first_tile = visible.begin[..., first_row] // tile.block_n
         self._linear = torch.zeros_like(zeros, dtype=torch.bool)
         if bound is not None:
             beyond = (bound > self.facts["largest_score"]) & bool(self.facts["bounds_scores"])
@@ -57,20 +58,16 @@ class Softmax(RowReferences):
         p, alpha = torch.exp2(exponents(scores, scale, row_ref)), self.move_to(row_ref)
         rounded = to_pv(p, self._pv)
         if self._linear.any():
-            rounded = torch.where(self._linear[..., None], self._line(first, scores, scale, row_ref), rounded)
+            rounded = torch.where(self._linear[..., None], self._line(scores, scale, row_ref), rounded)
         self.lse_sum = self.lse_sum * alpha + p.sum(-1)
         self.add_rounded(rounded, alpha)
         return rounded, alpha
 
-    def _line(self, first: int, scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:
-        """A linear P, as attn/wgmma/linear_p.cuh has it: by the bits of an f32 in steps without a mask, else by an f32.
-        """
+    def _line(self, scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:
+        """A linear P, as attn/wgmma/linear_p.cuh has it: by the bits of an f32, or where Q is smoothed by an f32."""
         if not self.facts["bounds_scores"]:
             return self._float_line(scores, scale, row_ref)
-        opens = bool(self.facts["pairs"]) and first // self._block_n % 2 == 1  # of a pair, which may need a tile more
-        seen = first + self._block_n + (self._behind if opens else 0) <= self._whole_keys
-        return torch.where(seen.to(scores.device)[:, None], self._bits_line(scores, scale, row_ref),
-                           self._float_line(scores, scale, row_ref))
+        return self._bits_line(scores, scale, row_ref).where(scores > -math.inf, 0.0)
 
     def _bits_line(self, scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:
         factor = (scale.double() * 2.0**23).round().long()  # round() takes the even one of two, as the kernel's sum

@@ -125,10 +125,10 @@ struct DeltaParams {
   FastDivmod key_blocks;   // of the launch's blocks: columns of blocks
   FastDivmod tile_blocks;  // rows of blocks of a query head
   Dtype dtype;
-  i32 block_m;    // query rows of a tile
-  i32 block_n;    // keys of a KV tile
-  i32 is_causal;  // which keys a row sees
-  i32 unused;     // fills a gap, as in PackParams
+  i32 block_m;      // query rows of a tile
+  i32 block_n;      // keys of a KV tile
+  i32 window_left;  // as AttnParams: which keys a row sees
+  i32 window_right;
 };
 
 constexpr auto fields_of(const DeltaParams*) {
@@ -139,7 +139,38 @@ constexpr auto fields_of(const DeltaParams*) {
                 SAGE_FIELD(num_kv_heads), SAGE_FIELD(q_heads_per_kv_head), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
                 SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(columns), SAGE_FIELD(key_blocks),
                 SAGE_FIELD(tile_blocks), SAGE_FIELD(dtype), SAGE_FIELD(block_m), SAGE_FIELD(block_n),
-                SAGE_FIELD(is_causal), SAGE_FIELD(unused));
+                SAGE_FIELD(window_left), SAGE_FIELD(window_right));
+}
+
+// For the lists of KV tiles of a call with a boolean mask or a mask of blocks. Its masks are those of batch entries and
+// query heads that differ: as many as mask_batches and mask_heads, which are 1 where all have one mask.
+struct ListsParams {
+  Tensor attn_mask;   // u8 [batch, num_q_heads, seqlen_q, seqlen_kv]: not zero where the query sees the key; null: none
+  Tensor block_mask;  // u8 [batch, num_q_heads, seqlen_q / 64, seqlen_kv / 64], rounded up: likewise of 64 x 64; null
+  Tensor key_mask;    // u8 [batch, 1, seqlen_kv, 1]: likewise of a key; null
+  u32* tile_lists;    // [masks][q_tiles][kv_tiles] of TileEntry: problem/sparse_mask.cuh
+  i32* tile_counts;   // [masks][q_tiles][2]: KV tiles that are listed, and how many of these every row sees whole
+  u8* key_bits;       // [masks][q_tiles][kv_tiles][block_m][4] of FragmentBits: written where a list has a part of the
+                      // tile; null: neither attn nor key mask
+  FastDivmod mask_heads;
+  FastDivmod q_tiles;
+  i32 kv_tiles;
+  i32 seqlen_q;
+  i32 seqlen_kv;
+  i32 block_m;
+  i32 block_n;
+  i32 window_left;  // as AttnParams
+  i32 window_right;
+  i32 unused;  // fills a gap, as in PackParams
+};
+
+constexpr auto fields_of(const ListsParams*) {
+  using Params = ListsParams;
+  return fields(SAGE_STRUCT(ListsParams), SAGE_FIELD(attn_mask), SAGE_FIELD(block_mask), SAGE_FIELD(key_mask),
+                SAGE_FIELD(tile_lists), SAGE_FIELD(tile_counts), SAGE_FIELD(key_bits), SAGE_FIELD(mask_heads),
+                SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
+                SAGE_FIELD(block_m), SAGE_FIELD(block_n), SAGE_FIELD(window_left), SAGE_FIELD(window_right),
+                SAGE_FIELD(unused));
 }
 
 struct AttnParams {
@@ -169,10 +200,18 @@ struct AttnParams {
   i32 headdim;    // of out
   FastDivmod q_tiles;
   i32 kv_tiles;
-  Dtype dtype;        // of out
-  i32 num_heads;      // query heads of this launch
-  i32 split_rows;     // rows of a split in out and lse
-  FastDivmod splits;  // blocks that share the keys of a query tile
+  Dtype dtype;             // of out
+  i32 num_heads;           // query heads of this launch
+  i32 split_rows;          // rows of a split in out and lse
+  FastDivmod splits;       // blocks that share the keys of a query tile
+  i32 window_left;         // these three of sparse kernels alone: keys that a row sees in front of its own
+  i32 window_right;        // likewise behind it; problem/mask.cuh
+  Tensor sinks;            // f32 [num_q_heads]: a logit that joins the softmax of a row without a value; null: none
+  const u32* tile_lists;   // as ListsParams; these five of sparse kernels alone, too; null: the window alone decides
+  const i32* tile_counts;  // likewise
+  const u8* key_bits;      // likewise; null: no element of a mask decides
+  i32 mask_of_batch;       // the index of a mask is batch · mask_of_batch + head · mask_of_head
+  i32 mask_of_head;
 };
 
 constexpr auto fields_of(const AttnParams*) {
@@ -183,7 +222,9 @@ constexpr auto fields_of(const AttnParams*) {
                 SAGE_FIELD(cu_seqlens_k), SAGE_FIELD(batch), SAGE_FIELD(first_head), SAGE_FIELD(num_q_heads),
                 SAGE_FIELD(num_kv_heads), SAGE_FIELD(q_heads_per_kv_head), SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv),
                 SAGE_FIELD(q_rows), SAGE_FIELD(columns), SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles),
-                SAGE_FIELD(dtype), SAGE_FIELD(num_heads), SAGE_FIELD(split_rows), SAGE_FIELD(splits));
+                SAGE_FIELD(dtype), SAGE_FIELD(num_heads), SAGE_FIELD(split_rows), SAGE_FIELD(splits),
+                SAGE_FIELD(window_left), SAGE_FIELD(window_right), SAGE_FIELD(sinks), SAGE_FIELD(tile_lists),
+                SAGE_FIELD(tile_counts), SAGE_FIELD(key_bits), SAGE_FIELD(mask_of_batch), SAGE_FIELD(mask_of_head));
 }
 
 // For the attention of a call whose keys are split. A split's rows: [batch][num_q_heads][q_rows], of sequences without

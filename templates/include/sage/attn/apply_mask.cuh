@@ -1,7 +1,7 @@
 // The mask of a KV tile, in registers.
 #pragma once
 
-#include "sage/problem/work_tile.cuh"
+#include "sage/problem/sparse_mask.cuh"
 #include "sage/ptx/warp.cuh"
 
 namespace sage {
@@ -31,6 +31,23 @@ __device__ __forceinline__ void apply_mask(Scores& acc_s, const VisibleKeys<Conf
 #pragma unroll
       for (i32 c = 0; c < 2; ++c) {
         if (!keys.contains(8 * n + c)) acc_s[r / 2][n][2 * (r % 2) + c] = kMaskedScore;
+      }
+    }
+  }
+}
+
+// The same of a sparse mask. seen: FragmentBits of each of the thread's rows.
+template <class Config, class Scores, class Rows>
+__device__ __forceinline__ void apply_mask(Scores& acc_s, const Rows& seen) {
+  using Bits = FragmentBits<Config::kBlockN>;
+#pragma unroll
+  for (i32 r = 0; r < Config::kWarpM / 8; ++r) {
+#pragma unroll
+    for (i32 e = 0; e < 4; ++e) {
+#pragma unroll
+      for (i32 bit = 0; bit < Bits::kField; ++bit) {  // in the order of bits, which become predicates several at a time
+        const i32 n = 2 * (Bits::kField - 1 - bit) + e / 2, c = e % 2;
+        if (!(seen[r] & Bits::bit(n, c))) acc_s[r / 2][n][2 * (r % 2) + c] = kMaskedScore;
       }
     }
   }

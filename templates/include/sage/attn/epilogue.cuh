@@ -178,8 +178,21 @@ __device__ __forceinline__ void round_output(const Accumulator& acc_o, i32 first
   }
 }
 
+// log2(2^a + 2^b).
+__device__ __forceinline__ float add_log2(float a, float b) {
+  const float larger = a > b ? a : b, smaller = a > b ? b : a;
+  return larger == -ptx::infinity() ? a + b : larger + ptx::lg2(1.0f + ptx::ex2(smaller - larger));
+}
+
+// The sink of the head, in log2 units; -inf where there is none. Of split keys the first split has it: it counts once.
+__device__ __forceinline__ float sink_of(const AttnParams& params, const WorkTile& work) {
+  if (params.sinks.data == nullptr || work.q_begin >= params.split_rows) return -ptx::infinity();
+  return static_cast<const float*>(params.sinks.data)[work.head * params.sinks.stride.head] * kLog2E;
+}
+
 // Finishes acc_o in place and stores it. o_factor: the unit in which acc_o counts. references.row_sum and lse_sum, the
-// sums of P for the log-sum-exp, are of whole rows. A row that saw no key is zero, its log-sum-exp -inf. What finite
+// sums of P for the log-sum-exp, are of whole rows. A row that saw no key is zero, its log-sum-exp -inf,
+// or the sink where its head has one. What finite
 // values make is finite: outputs are clamped to the range of their dtype, and where P overflowed before rounding, the
 // log-sum-exp takes the sum of the rounded P.
 template <class Config, class References, class Accumulator, class Constants, class Store>
@@ -200,20 +213,30 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
 
   // A query that is not finite has a row_bias that is not finite, which makes the row NaN. Rows that see no key stay
   // zero.
-  float factor[kRows];        // of O
-  float unless_empty[kRows];  // of the mean of V: 1 where the row saw a key, since P sums to that
+  float factor[kRows];  // of O
+  float share[kRows];   // of the mean of V, the sum of P: 1 where the row saw a key, less where there is a sink
 #pragma unroll
   for (i32 r = 0; r < kRows; ++r) {
     const i32 own = first + lane / 4 + 8 * r, row = work.first_row + own;
     const float sum = references.row_sum[r];
     float bias = constants.row_bias(own);
     if (!(fabsf(bias) < ptx::infinity())) bias = ptx::quiet_nan();
-    if (keys[r].empty()) bias = 0.0f;
+    if (Config::kMask == Mask::kSparse ? !(sum > 0.0f) : keys[r].empty()) bias = 0.0f;
     factor[r] = (sum > 0.0f ? kUnit / sum * o_factor : 0.0f) + 0.0f * bias;
-    unless_empty[r] = sum > 0.0f ? 1.0f : 0.0f;
+    share[r] = sum > 0.0f ? 1.0f : 0.0f;
+    float sink = -ptx::infinity();
+    if constexpr (Config::kMask == Mask::kSparse) {
+      sink = sink_of(params, work);
+      if (sum > 0.0f) {
+        const float rise = sink - references.row_ref[r] - bias - ptx::lg2(sum / kUnit);  // exact where it counts
+        share[r] = sink == -ptx::infinity() ? 1.0f : 1.0f / (1.0f + ptx::ex2(rise));
+      }
+      factor[r] *= share[r];
+    }
     if (params.lse != nullptr && lane % 4 == 0 && row < work.lengths.q) {
       const float sum_of_p = lse_sum[r] < ptx::infinity() ? lse_sum[r] : sum / kUnit;
-      const float lse_log2 = references.row_ref[r] + ptx::lg2(sum_of_p) + bias;
+      float lse_log2 = references.row_ref[r] + ptx::lg2(sum_of_p) + bias;
+      if constexpr (Config::kMask == Mask::kSparse) lse_log2 = add_log2(lse_log2, sink);
       *work.lse_row(params, row) = lse_log2 * kLn2;
     }
   }
@@ -229,8 +252,8 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
         float* value = &acc_o[r / 2][n][2 * (r % 2)];
-        value[0] = value[0] * factor[r] * scale.x + mean.x * unless_empty[r];
-        value[1] = value[1] * factor[r] * scale.y + mean.y * unless_empty[r];
+        value[0] = value[0] * factor[r] * scale.x + mean.x * share[r];
+        value[1] = value[1] * factor[r] * scale.y + mean.y * share[r];
       }
     }
     if (params.dtype == Dtype::kF32) {

@@ -3,7 +3,7 @@
 // the warp went over is spoilt.
 #pragma once
 
-#include "sage/problem/work_tile.cuh"
+#include "sage/problem/sparse_mask.cuh"
 #include "sage/ptx/math.cuh"
 #include "sage/tile/layout.cuh"
 
@@ -32,17 +32,38 @@ struct SpoilRows {
     if (!spoilt) return;
     u32 done = 0;
 #pragma unroll 1
-    for (i32 tile = work.kv.begin; tile < work.kv.end; ++tile) {
-      const u8* data = work.template kv_tile<Config>(params, tile);
+    for (i32 place = work.kv.begin; place < work.kv.end; ++place) {
+      const Place at(params, work, place);
+      const u8* data = work.template kv_tile<Config>(params, at.tile());
       const auto& line = *reinterpret_cast<const KvLine*>(data + Layout::kLine);
-      if (line.group[0].k_scale < 0.0f) spoil_rows(line, tile * Config::kBlockN);
-      if (line.group[0].v_factor < 0.0f) spoil_channels(line, data + Layout::kV, tile * Config::kBlockN, done);
+      if (line.group[0].k_scale < 0.0f) spoil_rows(line, at);
+      if (line.group[0].v_factor < 0.0f) spoil_channels(line, data + Layout::kV, at, done);
     }
   }
 
  private:
-  __device__ __forceinline__ Keys keys_of(i32 row, i32 from) const {
-    return visible_keys<Config::kMask>(work.seqlen(params), first_row + row).from(work.first_key + from);
+  // The KV tile at a place.
+  struct Place {
+    TileEntry entry;
+    bool whole;  // every row sees it whole
+
+    __device__ __forceinline__ Place(const AttnParams& params, const WorkTile& work, i32 place)
+        : entry{static_cast<u32>(place)}, whole(place < work.kv.template whole<Config::kMask>()) {
+      if constexpr (Config::kMask == Mask::kSparse) entry = entry_at<Config>(params, work, place);
+    }
+    __device__ __forceinline__ i32 tile() const {
+      return Config::kMask == Mask::kSparse ? entry.tile() : static_cast<i32>(entry.word);
+    }
+  };
+
+  // A bit for each key of a KV tile, from key 32w on: whether the row of the warp sees it.
+  __device__ __forceinline__ u32 keys_of(i32 row, const Place& at, i32 w) const {
+    const Keys keys = visible_keys<Config::kMask>(work.seqlen(params), first_row + row).from(work.first_key);
+    if constexpr (Config::kMask == Mask::kSparse) {
+      return at.whole ? ~0u : visible_word<Config>(params, work, first_row + row, keys, at.entry, w);
+    } else {
+      return keys.from(at.tile() * Config::kBlockN + 32 * w).word();
+    }
   }
 
   __device__ __forceinline__ void store_nan(i32 row, i32 channel) const {
@@ -52,10 +73,10 @@ struct SpoilRows {
   }
 
   // A lane looks at one row.
-  __device__ __forceinline__ void spoil_rows(const KvLine& line, i32 first_key) const {
+  __device__ __forceinline__ void spoil_rows(const KvLine& line, const Place& at) const {
     u32 seen = 0;
 #pragma unroll 1
-    for (i32 w = 0; w < kKeyWords; ++w) seen |= line.k_spoilt[w] & keys_of(lane, first_key + 32 * w).word();
+    for (i32 w = 0; w < kKeyWords; ++w) seen |= line.k_spoilt[w] & keys_of(lane, at, w);
     if (lane >= rows || seen == 0) return;
 #pragma unroll 1
     for (i32 c = 0; c < params.headdim; ++c) store_nan(first_row + lane, c);
@@ -65,7 +86,8 @@ struct SpoilRows {
   }
 
   // A lane looks at every 32nd channel. done: a bit for each of these that is spoilt in all rows.
-  __device__ __forceinline__ void spoil_channels(const KvLine& line, const u8* v_hat, i32 first_key, u32& done) const {
+  __device__ __forceinline__ void spoil_channels(const KvLine& line, const u8* v_hat, const Place& at,
+                                                 u32& done) const {
 #pragma unroll 1
     for (i32 i = 0; i < Config::kHeadDim / kWarpSize; ++i) {
       const i32 channel = i * kWarpSize + lane;
@@ -79,7 +101,7 @@ struct SpoilRows {
         i32 seen = 0;
 #pragma unroll 1
         for (i32 row = 0; row < rows; ++row) {
-          if (!(spoilt & keys_of(row, first_key + 32 * w).word())) continue;
+          if (!(spoilt & keys_of(row, at, w))) continue;
           store_nan(first_row + row, channel);
           ++seen;
         }

@@ -7,7 +7,7 @@
 
 namespace sage {
 
-enum class Mask { kFull, kCausal };
+enum class Mask { kFull, kCausal, kSparse };
 
 // The keys before an end.
 struct KeyPrefix {
@@ -30,14 +30,52 @@ struct KeyPrefix {
   }
 };
 
-// Causal is aligned bottom-right: query i sees the caller's keys j <= i + seqlen_kv - seqlen_q. Full attention sees all
+// The keys from a begin on, before an end.
+struct KeyInterval {
+  i32 begin, end;
+
+  __device__ __forceinline__ bool contains(i32 key) const {
+    return static_cast<u32>(key - begin) < static_cast<u32>(end - begin);
+  }
+  __device__ __forceinline__ bool empty() const { return begin >= end; }
+  __device__ __forceinline__ KeyInterval of_lane(i32 lane) const {
+    return {ptx::shuffle(begin, lane), ptx::shuffle(end, lane)};
+  }
+  __device__ __forceinline__ KeyInterval from(i32 first) const { return {begin - first, end - first}; }
+  __device__ __forceinline__ u32 word() const { return KeyPrefix{end}.word() & ~KeyPrefix{begin}.word(); }
+};
+
+template <Mask kMask>
+struct SelectKeys {
+  using Type = KeyPrefix;
+};
+
+template <>
+struct SelectKeys<Mask::kSparse> {
+  using Type = KeyInterval;
+};
+
+template <Mask kMask>
+using VisibleKeys = typename SelectKeys<kMask>::Type;
+
+// Query i is at the caller's key i + seqlen_kv - seqlen_q: the last query is at the last key. Causal, it sees no key
+// behind that one. Sparse, it sees window_left keys in front of that one, that one, and window_right keys behind it;
+// both are at most the sum of the most queries and the most keys, which stands for no bound. Full attention sees all
 // packed keys. begin and end count packed keys, and never fall from one row to the next.
 // kBranch: as Seqlen::packed() has it.
 template <Mask kMask, bool kBranch = false, class Seqlen>
-__device__ __forceinline__ KeyPrefix visible_keys(const Seqlen& seqlen, i32 row) {
+__device__ __forceinline__ VisibleKeys<kMask> visible_keys(const Seqlen& seqlen, i32 row) {
   if constexpr (kMask == Mask::kFull) return {seqlen.template kv<kBranch>()};
   const i32 diagonal = seqlen.kv_of_caller() - seqlen.q();
-  return {seqlen.template packed<kBranch>(min(seqlen.kv_of_caller(), max(0, row + 1 + diagonal)))};
+  if constexpr (kMask == Mask::kSparse) {
+    const i32 keys = seqlen.kv_of_caller();
+    const i32 at = row + diagonal;
+    const i32 begin = at - seqlen.params.window_left, end = at + 1 + seqlen.params.window_right;
+    return {seqlen.template packed<kBranch>(min(keys, max(0, begin))),
+            seqlen.template packed<kBranch>(min(keys, max(0, end)))};
+  } else {
+    return {seqlen.template packed<kBranch>(min(seqlen.kv_of_caller(), max(0, row + 1 + diagonal)))};
+  }
 }
 
 // The first query that sees the caller's key under a causal mask. Negative for a key that queries in front of the first
@@ -46,8 +84,5 @@ template <class Seqlen>
 __device__ __forceinline__ i32 first_causal_query(const Seqlen& seqlen, i32 key) {
   return key + seqlen.q() - seqlen.kv_of_caller();
 }
-
-template <Mask kMask>
-using VisibleKeys = KeyPrefix;
 
 }  // namespace sage

@@ -18,8 +18,8 @@ struct WorkTile {
   i32 first_kv_tile;  // index into kv_hat of the first KV tile that the block may see; kv counts from there on
   i32 q_begin;        // row of the batch entry's first query in out and lse, behind the rows of earlier splits
   Lengths lengths;    // of the batch entry
-  KvRange kv;
-  i32 first_key;  // of the first KV tile that the block sees, in its batch entry; 0 but in later splits
+  KvRange kv;         // from 0 on
+  i32 first_key;      // of the first KV tile that the block sees, in its batch entry; 0 but in later splits
 
   __device__ __forceinline__ Seqlen<AttnParams, true> seqlen(const AttnParams& params) const {
     return {params, batch, &lengths};
@@ -29,11 +29,11 @@ struct WorkTile {
   __device__ __forceinline__ bool has_queries() const { return first_row < lengths.q; }
 
   // The KV tiles that kRows of the rows see, from `row` of the query tile on, counted as kv is; none where no such row
-  // exists. Every mask but a full one shows different keys to different rows.
+  // exists. Under a causal mask they may see fewer than the query tile does.
   template <class Config, i32 kRows>
   __device__ __forceinline__ KvRange kv_of_rows(const AttnParams& params, i32 row) const {
     if (first_row + row >= lengths.q) return {};
-    if constexpr (Config::kMask == Mask::kFull) return kv;
+    if constexpr (Config::kMask != Mask::kCausal) return kv;
     const KvRange own = kv_range<Config, kRows>(seqlen(params), first_row + row);
     const i32 first = first_key / Config::kBlockN, end = min(max(own.end - first, 0), kv.end);
     return {0, end, 0, min(own.full_end - first, end)};
@@ -58,6 +58,12 @@ struct WorkTile {
     return kv_tile_address<Config>(params.kv_hat, first_kv_tile + tile);
   }
 };
+
+// The index of the list of a query tile among those of all masks (problem/sparse_mask.cuh).
+__device__ __forceinline__ i64 list_index(const AttnParams& params, const WorkTile& work) {
+  const i32 mask = work.batch * params.mask_of_batch + work.head * params.mask_of_head;
+  return static_cast<i64>(mask) * params.q_tiles.divisor + work.q_tile;
+}
 
 // index: splits of a query tile fastest, then query tiles of a head, then heads. Query tiles of a head are neighbours:
 // blocks that run together read the same K and V from L2. Causal takes the query tiles of a head from the last, which
@@ -88,6 +94,14 @@ __device__ __forceinline__ WorkTile work_tile(const AttnParams& params, i32 inde
   work.kv = kv.of_split(begin, params.splits);
   work.first_kv_tile += begin;
   work.first_key = begin * Config::kBlockN;
+  if constexpr (Config::kMask == Mask::kSparse) {
+    if (params.tile_lists != nullptr) {  // whose call splits no keys
+      const i32* counts = params.tile_counts + 2 * list_index(params, work);
+      work.kv = {0, counts[0], 0, counts[1]};
+      work.first_kv_tile -= begin;
+      work.first_key = 0;
+    }
+  }
   return work;
 }
 

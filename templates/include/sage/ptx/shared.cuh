@@ -23,8 +23,22 @@ __device__ __forceinline__ u32 load_shared_u32(u32 shared) {
   return x;
 }
 
+__device__ __forceinline__ u32 load_shared_u16(u32 shared) {
+  u32 x;
+  asm volatile("{\n  .reg .b16 half;\n  ld.shared.b16 half, [%1];\n  cvt.u32.u16 %0, half;\n}"
+               : "=r"(x)
+               : "r"(shared)
+               : "memory");
+  return x;
+}
+
 __device__ __forceinline__ void store_shared_u32(u32 shared, u32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_u16(u32 shared, u32 x) {
+  asm volatile("{\n  .reg .b16 half;\n  cvt.u16.u32 half, %1;\n  st.shared.b16 [%0], half;\n}" ::"r"(shared), "r"(x)
+               : "memory");
 }
 
 __device__ __forceinline__ void store_shared_u8(u32 shared, u32 x) {

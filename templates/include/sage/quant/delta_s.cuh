@@ -108,8 +108,7 @@ struct DeltaS {
     const i32 first_column = first_key / params.block_n * params.block_n;
     const i32 end_column = ceil_div(first_key + kTile, params.block_n) * params.block_n;
     const i32 first_row = first_tile * params.block_m;
-    return params.is_causal ? rows_see<Mask::kCausal>(seqlen, first_row, last_row, first_column, end_column)
-                            : rows_see<Mask::kFull>(seqlen, first_row, last_row, first_column, end_column);
+    return rows_see(seqlen, first_row, last_row, first_column, end_column);
   }
 };
 

@@ -5,7 +5,7 @@
 //   [warps] u32, whether the warp met a spoilt KV tile, which holds keys or values that are not finite
 #pragma once
 
-#include "sage/problem/work_tile.cuh"
+#include "sage/problem/sparse_mask.cuh"
 #include "sage/ptx/cp_async.cuh"
 #include "sage/ptx/shared.cuh"
 #include "sage/ptx/special.cuh"
@@ -24,7 +24,7 @@ class KvStream {
   static constexpr i32 kBytes = kSpoilt + ceil_div(kThreads / kWarpSize, 4) * 16;  // of shared memory
 
   __device__ __forceinline__ KvStream(const AttnParams& params, const WorkTile& work, u32 shared) : first_(shared) {
-    next_ = work.template kv_tile<Config>(params, work.kv.begin) + ptx::thread_index() * 16;
+    next_ = work.template kv_tile<Config>(params, 0) + ptx::thread_index() * 16;
     if constexpr (Config::kSmoothQ) {
       const i64 row = delta_s_index(work.q_head - params.first_head, params.q_tiles, work.q_tile, params.columns);
       delta_ = params.delta_s + row + work.first_key + ptx::thread_index() * 4;
@@ -32,18 +32,21 @@ class KvStream {
     if (ptx::thread_index() % kWarpSize == 0) ptx::store_shared_u32(own_spoilt(), 0);
   }
 
-  // Issues the loads of the next tile and closes their group, which is empty where no such tile exists.
-  __device__ __forceinline__ void load(i32 tile, bool exists) {
+  // Issues the loads of the tile at the next place and closes their group, which is empty where no such tile exists.
+  __device__ __forceinline__ void load(const AttnParams& params, const WorkTile& work, i32 place, bool exists) {
     if (exists) {
-      const u32 stage = stage_of(tile);
-      copy_async<Layout::kKBytes, kThreads>(k(stage), next_);
-      if (threadIdx.x < KvLine::kLoaded / 16) ptx::cp_async_16(line(stage) + threadIdx.x * 16, next_ + Layout::kLine);
-      copy_async<Layout::kVBytes, kThreads>(v(stage), next_ + Layout::kV);
+      const u32 stage = stage_of(place);
+      const i32 tile = tile_at<Config>(params, work, place);
+      const u8* from = next_;
+      if constexpr (Config::kMask == Mask::kSparse) from += static_cast<i64>(tile) * Layout::kKvBytes;
+      else next_ += Layout::kKvBytes;
+      copy_async<Layout::kKBytes, kThreads>(k(stage), from);
+      if (threadIdx.x < KvLine::kLoaded / 16) ptx::cp_async_16(line(stage) + threadIdx.x * 16, from + Layout::kLine);
+      copy_async<Layout::kVBytes, kThreads>(v(stage), from + Layout::kV);
       if constexpr (Config::kSmoothQ) {
         const float* delta_from = delta_ + static_cast<i64>(tile) * Config::kBlockN;
         if (threadIdx.x < Config::kBlockN / 4) ptx::cp_async_16(delta(stage) + threadIdx.x * 16, delta_from);
       }
-      next_ += Layout::kKvBytes;
     }
     ptx::cp_async_commit();
   }
@@ -57,7 +60,7 @@ class KvStream {
     return ptx::load_shared_u32(own_spoilt()) != 0;
   }
 
-  __device__ __forceinline__ static u32 stage_of(i32 tile) { return static_cast<u32>(tile) % Config::kStages; }
+  __device__ __forceinline__ static u32 stage_of(i32 place) { return static_cast<u32>(place) % Config::kStages; }
 
   __device__ __forceinline__ u32 k(u32 stage) const { return first_ + stage * kStageBytes; }
   __device__ __forceinline__ u32 line(u32 stage) const { return k(stage) + Layout::kLine; }
@@ -70,7 +73,7 @@ class KvStream {
   __device__ __forceinline__ u32 own_spoilt() const { return first_ + kSpoilt + ptx::thread_index() / kWarpSize * 4; }
 
   u32 first_;
-  const u8* next_;      // this thread's bytes of the tile to load next
+  const u8* next_;      // this thread's bytes of the tile to load next; with a sparse mask of the block's first
   const float* delta_;  // and of the first tile of delta_s
 };
 

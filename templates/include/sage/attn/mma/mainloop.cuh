@@ -50,17 +50,17 @@ class AttentionMma {
     copy_async<Layout::kQBytes, kThreads>(sQ, params.q_hat + q_tile * Layout::kQBytes + threadIdx.x * 16);
     Stream stream(params, work, sQ + Layout::kQBytes);
 #pragma unroll
-    for (i32 i = 0; i < Config::kStages - 1; ++i) stream.load(work.kv.begin + i, work.kv.begin + i < work.kv.end);
+    for (i32 i = 0; i < Config::kStages - 1; ++i) stream.load(params, work, i, i < work.kv.end);
 
     const i64 warp_index = q_tile * (Config::kBlockM / Config::kWarpM) + warp;
     WarpState state(shared, warp, lane, params.q_scale + warp_index * kRowGroups<Config> + lane / 4);
-    i32 tile = work.kv.begin;
+    i32 place = 0;
 #pragma unroll 1
-    for (; tile < work.kv.full_begin; ++tile) state.template step<true>(params, work, stream, tile);
+    for (; place < work.kv.template whole<Config::kMask>(); ++place) {
+      state.template step<false>(params, work, stream, place);
+    }
 #pragma unroll 1
-    for (; tile < work.kv.full_end; ++tile) state.template step<false>(params, work, stream, tile);
-#pragma unroll 1
-    for (; tile < work.kv.end; ++tile) state.template step<true>(params, work, stream, tile);
+    for (; place < work.kv.end; ++place) state.template step<true>(params, work, stream, place);
     state.softmax.finish();
     const WorkTile done = work_tile<Config>(params, ptx::block_index());
     const ConstantsInMemory<Config> constants(params, done);
@@ -90,6 +90,46 @@ class AttentionMma {
     return reinterpret_cast<VisibleKeys<Config::kMask>*>(shared + kOwnRows)[ptx::thread_index()];
   }
 
+  // FragmentBits of the thread's rows, of the KV tile at a place of a sparse mask.
+  struct SeenRows {
+    u32 of_row[kRows];
+
+    __device__ __forceinline__ SeenRows(const AttnParams& params, const WorkTile& work, u8* shared, i32 place) {
+      using Bits = FragmentBits<Config::kBlockN>;
+      const TileEntry entry = entry_at<Config>(params, work, place);
+      const i32 thread = ptx::thread_index(), lane = thread % kWarpSize, first = thread / kWarpSize * Config::kWarpM;
+      if (entry.has_elements()) {
+        const u8* bits = tile_bits<Config>(params, work, entry.tile()) + (first + lane / 4) * Bits::kRowBytes;
+#pragma unroll
+        for (i32 r = 0; r < kRows; ++r) of_row[r] = Bits::load(bits + 8 * r * Bits::kRowBytes, lane % 4);
+        return;
+      }
+      const auto keys = own_row(shared);
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        of_row[r] = bits_of_blocks<Config>(entry, first / kMaskBlock);
+        if (!entry.is_cut()) continue;
+        const auto own = keys.of_lane(lane / 4 + 8 * r).from(entry.tile() * Config::kBlockN);
+        of_row[r] &= Bits::before(own.end, lane % 4) & ~Bits::before(own.begin, lane % 4);
+      }
+    }
+    __device__ __forceinline__ u32 operator[](i32 r) const { return of_row[r]; }
+  };
+
+  // Whether any row of the warp sees any key of the KV tile at a place. Call with all lanes of the warp.
+  __device__ __forceinline__ static bool warp_sees(const AttnParams& params, const WorkTile& work, u8* shared,
+                                                   i32 place) {
+    i32 tile = place;
+    if constexpr (Config::kMask == Mask::kSparse) {
+      const TileEntry entry = entry_at<Config>(params, work, place);
+      const i32 row_block = ptx::thread_index() / kWarpSize * Config::kWarpM / kMaskBlock;
+      if (!entry.template sees<kKeyBlocks<Config>>(row_block)) return false;
+      if (entry.has_elements()) return true;
+      tile = entry.tile();
+    }
+    return sage::warp_sees<Config>(own_row(shared), tile);
+  }
+
   // The state of a warp from tile to tile.
   struct WarpState {
     Softmax softmax;
@@ -110,23 +150,28 @@ class AttentionMma {
       for (i32 r = 0; r < RowScales<Config>::kCount; ++r) q_scale.of[r] = q_scale_[8 * r];
     }
 
+    // `place`: of the KV tile among those of the block.
     template <bool kMasked>
-    __device__ __forceinline__ void step(const AttnParams& params, const WorkTile& work, Stream& stream, i32 tile) {
+    __device__ __forceinline__ void step(const AttnParams& params, const WorkTile& work, Stream& stream, i32 place) {
       // Whether the warp's rows see the tile; asked in front of the wait, which hides it.
-      const bool seen = !(kMasked && kSkips) || warp_sees<Config>(own_row(shared), tile);
+      const bool seen = !(kMasked && kSkips) || warp_sees(params, work, shared, place);
       // Wait for the stage.
-      const u32 stage = Stream::stage_of(tile);
+      const u32 stage = Stream::stage_of(place);
       ptx::cp_async_wait<Config::kStages - 2>();
       __syncthreads();  // every thread's part of this tile is there, and every warp is done with the tile before
       // Load ahead.
-      const i32 ahead = tile + Config::kStages - 1;
-      stream.load(ahead, ahead < work.kv.end);
+      const i32 ahead = place + Config::kStages - 1;
+      stream.load(params, work, ahead, ahead < work.kv.end);
       if (!seen) return;
 
       // S = Q · K, delta_s, mask.
       typename Scores::Accumulator acc_s;
       const auto scale = scores.multiply(acc_s, q_scale, stream, stage, lane);
-      if constexpr (kMasked) apply_mask<Config>(acc_s, own_row(shared), lane, tile);
+      if constexpr (kMasked && Config::kMask == Mask::kSparse) {
+        apply_mask<Config>(acc_s, SeenRows(params, work, shared, place));
+      } else if constexpr (kMasked) {
+        apply_mask<Config>(acc_s, own_row(shared), lane, place);
+      }
       // P, relative to references that rarely move.
       float offset[kRows];
       typename Product::Operand p;

@@ -59,6 +59,7 @@ struct AttentionWgmma {
       if (ptx::thread_index() == 0) producer.load_queries();
       if (ptx::thread_index() == kWarpSize) producer.load_tiles();
       if (Traits::kBoundsScores && ptx::thread_index() / kWarpSize == 2) producer.find_norms();
+      if (Shared::kListed && ptx::thread_index() / kWarpSize == 3) producer.make_bits();
     } else {
       ptx::setmaxnreg_inc<Traits::kConsumerRegisters>();
       consume(warpgroup - 1);
@@ -71,11 +72,11 @@ struct AttentionWgmma {
     for (i32 buffer = 0; buffer < 2; ++buffer) {
       ptx::mbarrier_init(shared.query_tile_full(buffer), 1);
       ptx::mbarrier_init(shared.query_full(buffer), Traits::kBoundsScores ? 2 : 1);
-      ptx::mbarrier_init(shared.query_empty(buffer), kConsumers * kWarpgroup + 1);
+      ptx::mbarrier_init(shared.query_empty(buffer), kConsumers * kWarpgroup + (Shared::kListed ? 2 : 1));
     }
 #pragma unroll
     for (i32 stage = 0; stage < Config::kStages; ++stage) {
-      ptx::mbarrier_init(shared.full(stage), 1);
+      ptx::mbarrier_init(shared.full(stage), Shared::kListed ? 2 : 1);
       ptx::mbarrier_init(shared.empty(stage), kConsumers * kWarpgroup);
     }
     ptx::fence_mbarrier_init();
@@ -120,8 +121,10 @@ struct AttentionWgmma {
       const u32 q_rows = from + consumer * kWarpgroupRows * TileLayout<Config>::QRows::kPitch;
       const float q_scale = ptx::load_shared_f32(from + Shared::kQScales + (warp * kRowGroups<Config> + lane / 4) * 4);
       Mainloop<Config> loop(params, shared, work, warp, lane, q_rows, q_scale, consumer, stage);
-      // Not loop.kv_end(): at head dim 256 ptxas would serialize the products (C7511).
-      if ((kTogether ? work.kv : loop.own_kv).end > 0) {
+      // Two ways to say kv_end(): at head dim 256 ptxas serializes the products (C7511) of a dense mask with the first,
+      // and of a sparse one with the second.
+      if (Traits::kPasses ? loop.find_first()
+                          : (Shared::kListed ? loop.kv_end() : (kTogether ? work.kv : loop.own_kv).end) > 0) {
         if constexpr (Traits::kBoundsScores) loop.issue_qk();  // the bound's instructions run beside the product
         if (params.lse != nullptr) {
           loop.template attend<true, P::kExp2>();

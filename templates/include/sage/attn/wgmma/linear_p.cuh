@@ -47,9 +47,9 @@ struct BitsLine {
   }
 };
 
-// The line as an f32, converted to integers: bytes that would be negative are zero. For scores in f32. kClamps: where
-// they may be beyond 2^16, so large that the reference, which is rounded down, is more than a byte too small.
-template <i32 kRows, bool kClamps>
+// The line as an f32, converted to integers: bytes that would be negative are zero. For scores in f32, which may be
+// beyond 2^16, so large that the reference, which is rounded down, is more than a byte too small.
+template <i32 kRows>
 struct FloatLine {
   static constexpr float kLargestByte = 126.0f;
 
@@ -67,7 +67,7 @@ struct FloatLine {
     for (i32 e = 0; e < 4; ++e) {
       x[e] = fmaf(__int_as_float(score(e)), factor, offset[r]);
       // NaN, of a masked score in a row without a reference, stays: it becomes zero.
-      if constexpr (kClamps) x[e] = ptx::min_nan(x[e], kLargestByte);
+      x[e] = ptx::min_nan(x[e], kLargestByte);
     }
     return ptx::u8x4(x[0], x[1], x[2], x[3]);
   }

@@ -46,8 +46,6 @@ struct Mainloop {
   static constexpr i32 kSlices = Traits::kSlices, kSliceChannels = Config::kHeadDim / kSlices;
   static constexpr i32 kOutputs = kSliceChannels / 2;  // registers of a thread for the outputs of a slice
   static_assert(kSlices == 1 || kOutputs == Config::kBlockN / 2, "a slice takes the registers of the scores");
-  // attend() starts at KV tile 0, and masks behind the full tiles alone.
-  static_assert(VisibleKeys<Config::kMask>::begin == 0, "a mask with a first key needs masked tiles in front");
 
   const AttnParams& params;
   const Shared shared;
@@ -58,6 +56,7 @@ struct Mainloop {
   PingPong<kTogether> pingpong;
   KvStage stage;        // of the next KV tile
   KvRange own_kv = {};  // KV tiles that the consumer's rows see; only where consumers do not ping-pong
+  i32 first = 0;        // of these the first; only where the consumer passes over others
 
   // Read by the epilogue.
   Softmax softmax = {};
@@ -95,7 +94,11 @@ struct Mainloop {
 
   // The KV tiles that this consumer goes over, from the first of the query tile on.
   __device__ __forceinline__ i32 kv_end() const { return kTogether ? work.kv.end : own_kv.end; }
-  __device__ __forceinline__ i32 kv_full_end() const { return kTogether ? work.kv.full_end : own_kv.full_end; }
+  __device__ __forceinline__ i32 kv_whole() const {
+    return kTogether ? work.kv.template whole<Config::kMask>() : own_kv.template whole<Config::kMask>();
+  }
+
+  __device__ __forceinline__ i32 first_place() const { return Traits::kPasses ? first : 0; }
 
   // The P·V that a step issues. kOpens, kCloses: the first and the second of a pair. kAlone: the only one of R, or in a
   // masked step the second of a pair where R is open.
@@ -110,17 +113,19 @@ struct Mainloop {
     const float scale = score_scale(scales_of(here));
     ptx::wgmma_wait<0>();
     float own_largest[kRows];
-    if (kv_full_end() > 0) {
-      finish_scores<false>(0, scale, here, own_largest);
-      exponentiate<kLse, kOwnP, false, true>(scale, own_largest, here);
+    const SeenRows seen = seen_of<kOwnP>(first_place(), here);
+    if (kv_whole() > 0) {
+      finish_scores<kOwnP, false>(first_place(), scale, here, seen, own_largest);
+      exponentiate<kLse, kOwnP, false, true>(scale, own_largest, here, seen);
     } else {
-      finish_scores<true>(0, scale, here, own_largest);
-      exponentiate<kLse, kOwnP, true, true>(scale, own_largest, here);
+      finish_scores<kOwnP, true>(first_place(), scale, here, seen, own_largest);
+      exponentiate<kLse, kOwnP, true, true>(scale, own_largest, here, seen);
     }
     o_factor = v_factor;
-    const i32 full_tiles = ptx::uniform(kv_full_end()), tiles = ptx::uniform(kv_end());
-    i32 tile = 1;
+    const i32 full_tiles = ptx::uniform(kv_whole()), tiles = ptx::uniform(kv_end());
+    i32 tile = first_place() + 1;
     bool open = false;  // R holds P·V of one tile of two
+    bool waits = true;  // P of the tile before waits for its product
     if constexpr (kPairs) {
 #pragma unroll 1
       for (; tile + kFullBehindPair < full_tiles; tile += 2) {
@@ -141,11 +146,10 @@ struct Mainloop {
     }
 #pragma unroll 1
     for (; tile < tiles; ++tile, open = false) {
-      step<kLse, kOwnP, true, kAlone>(tile, open);
+      if constexpr (Traits::kPasses) step_or_pass<kLse, kOwnP>(tile, open, waits);
+      else step<kLse, kOwnP, true, kAlone>(tile, open);
     }
-    issue_pv(open);
-    wait_pv<0>();
-    promote();
+    if (waits) finish_pv(open);
     // Head dim 256: O takes o_factor here. Passed to the epilogue, it makes ptxas serialize the products (C7511).
     if constexpr (kSlices > 1) scale_output(o_factor);
   }
@@ -156,10 +160,63 @@ struct Mainloop {
   // Frees the stages of the query tile's KV tiles behind the consumer's.
   __device__ __forceinline__ void skip_unseen() {
 #pragma unroll 1
-    for (i32 tile = kv_end(); tile < work.kv.end; ++tile, stage.advance()) {
-      ptx::mbarrier_wait(shared.full(stage.index), stage.phase);
+    for (i32 tile = kv_end(); tile < work.kv.end; ++tile) pass_stage();
+  }
+
+  // Frees a stage that the consumer leaves alone.
+  __device__ __forceinline__ void pass_stage() {
+    ptx::mbarrier_wait(shared.full(stage.index), stage.phase);
+    ptx::mbarrier_arrive(shared.empty(stage.index));
+    stage.advance();
+  }
+
+  // Goes to the first KV tile that the consumer's rows see. False where there is none.
+  __device__ __forceinline__ bool find_first() {
+    const i32 tiles = kv_whole() > 0 ? 0 : kv_end();
+#pragma unroll 1
+    for (; ptx::any(first < tiles) && !sees_stage(); ++first) pass_stage();
+    return first < kv_end();
+  }
+
+  // P·V of the last tile.
+  __device__ __forceinline__ void finish_pv(bool open) {
+    issue_pv(open);
+    wait_pv<0>();
+    promote();
+  }
+
+  // A step at a tile that is seen in part, or none where the consumer's rows see nothing of it. waits: P of the tile
+  // before waits for its product.
+  template <bool kLse, P kOwnP>
+  __device__ __forceinline__ void step_or_pass(i32 tile, bool open, bool& waits) {
+    KvStage next = stage;
+    next.advance();
+    if (!sees_stage()) {
+      if (waits) finish_pv(open);  // gives its stage back, which the producer may need for a tile that is passed over
+      waits = false;
       ptx::mbarrier_arrive(shared.empty(stage.index));
+    } else if (waits) {
+      step<kLse, kOwnP, true, kAlone>(tile, open);
+    } else {
+      step_anew<kLse, kOwnP>(tile);
+      waits = true;
     }
+    stage = next;  // whichever way, which the compiler would not see
+  }
+
+  // P of a tile behind some that the consumer passed over.
+  template <bool kLse, P kOwnP>
+  __device__ __forceinline__ void step_anew(i32 tile) {
+    issue_qk();
+    const KvStage here = stage;
+    stage.advance();
+    const float scale = score_scale(scales_of(here));
+    const SeenRows seen = seen_of<kOwnP>(tile, here);
+    ptx::wgmma_wait<0>();
+    float own_largest[kRows];
+    finish_scores<kOwnP, true>(tile, scale, here, seen, own_largest);
+    exponentiate<kLse, kOwnP, true, true>(scale, own_largest, here, seen);
+    change_factor();
   }
 
   // P·V of the tile before, and P of this tile. `open`: R holds P·V of the first tile of a pair.
@@ -179,6 +236,9 @@ struct Mainloop {
     for (i32 r = 0; r < kRows; ++r) pending[r] = alpha[r];
     if constexpr (kSum != kOpens) promote();  // O = alpha · O + R, under Q · K
     if constexpr (kSum == kCloses && !kTogether && !kLse) keep_in_front(here);
+    constexpr bool kUnderProduct = kSlices == 1;  // at head dim 256 ptxas would serialize the products (C7511)
+    SeenRows seen;
+    if constexpr (kMasked && kUnderProduct) seen = seen_of<kOwnP>(tile, here);
     ptx::wgmma_wait<0>();  // S is done
     // A linear P is so short that the other consumer may issue its products in front of the maxima (docs/decisions.md).
     constexpr bool kArrivesEarly = kTogether && kOwnP == P::kLinear && !Config::kSmoothQ;
@@ -187,10 +247,11 @@ struct Mainloop {
       keep_in_front(here);
     }
     float own_largest[kRows];
-    finish_scores<kMasked>(tile, scale, here, own_largest);  // delta_s, mask, largest scores
+    if constexpr (kMasked && !kUnderProduct) seen = seen_of<kOwnP>(tile, here);
+    finish_scores<kOwnP, kMasked>(tile, scale, here, seen, own_largest);  // delta_s, mask, largest scores
     if constexpr (!kArrivesEarly) pingpong.arrive_behind(own_largest);
     // Of a pair's second tile (kOpens: R holds the first) references may rise, but do not restart: R takes both tiles.
-    exponentiate<kLse, kOwnP, kMasked, kSum != kOpens>(scale, own_largest, here);
+    exponentiate<kLse, kOwnP, kMasked, kSum != kOpens>(scale, own_largest, here, seen);
     if constexpr (kSum == kOpens) rescale_r(pending, r_factor);
     if constexpr (kSum == kAlone) change_factor();
   }
@@ -340,14 +401,80 @@ struct Mainloop {
     }
   }
 
+  // What the thread's rows see of a KV tile that they see in part.
+  struct SeenRows {
+    bool whole = true;  // all of it; the same for all threads of the consumer
+    u32 of_row[kRows] = {};
+
+    __device__ __forceinline__ u32 operator[](i32 r) const { return of_row[r]; }
+  };
+
+  // Whether the consumer's rows see a key of the tile that the next stage holds.
+  __device__ __forceinline__ bool sees_stage() const {
+    ptx::mbarrier_wait(shared.full(stage.index), stage.phase);
+    return ptx::any(entry_of(stage).template sees<kKeyBlocks<Config>>(row_block()));  // a vote is uniform
+  }
+
+  __device__ __forceinline__ TileEntry entry_of(const KvStage& here) const {
+    return {static_cast<u32>(ptx::uniform(ptx::load_shared_u32(shared.kv_stage(here.index) + Shared::kEntry)))};
+  }
+
+  // Of 64 rows.
+  __device__ __forceinline__ i32 row_block() const { return warp * Config::kWarpM / kMaskBlock; }
+
+  // Whether masked steps take the bits of keys: all of a sparse mask, and those of a linear P, which hides bytes of it.
+  template <P kOwnP>
+  static constexpr bool kTakesBits = Config::kMask == Mask::kSparse || (kOwnP == P::kLinear && !Config::kSmoothQ);
+
+  template <P kOwnP>
+  __device__ __forceinline__ SeenRows seen_of(i32 place, const KvStage& here) const {
+    using Bits = FragmentBits<Config::kBlockN>;
+    SeenRows seen;
+    if constexpr (!kTakesBits<kOwnP>) return seen;
+    if constexpr (Config::kMask != Mask::kSparse) {
+      const auto keys = own_row();
+      seen.whole = false;
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        const i32 end = keys.of_lane(lane / 4 + 8 * r).from(place * Config::kBlockN).end;
+        seen.of_row[r] = Bits::before(end, lane % 4);
+      }
+      return seen;
+    }
+    const TileEntry entry = entry_of(here);
+    seen.whole = entry.template shows_all<kKeyBlocks<Config>>(row_block());
+    if (kSlices > 1 && seen.whole) return seen;  // without this ptxas serializes the products of four slices (C7511)
+    const bool has_bits = entry.is_cut() || entry.has_elements();
+    const u32 bits = shared.bits(here.index, warp * Config::kWarpM + lane / 4, lane % 4);
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+      seen.of_row[r] = bits_of_blocks<Config>(entry, row_block());
+      if (has_bits) seen.of_row[r] = Bits::load_shared(bits + 8 * r * Bits::kRowBytes);
+    }
+    return seen;
+  }
+
+  // Whether scores are in f32 before P follows from them. A linear P takes integers also where a mask hides keys.
+  template <P kOwnP, bool kMasked>
+  static constexpr bool kFinished = Config::kSmoothQ || (kMasked && kOwnP == P::kExp2);
+
   // Finishes the scores in acc_s: adds all terms and masks. Finds the largest score of each row.
-  template <bool kMasked>
-  __device__ __forceinline__ void finish_scores(i32 tile, float scale, const KvStage& here,
+  template <P kOwnP, bool kMasked>
+  __device__ __forceinline__ void finish_scores(i32 place, float scale, const KvStage& here, const SeenRows& seen,
                                                 float (&own_largest)[kRows]) {
-    constexpr bool kFinished = kMasked || Config::kSmoothQ;
-    if constexpr (kFinished) convert_scores(shared.kv_stage(here.index), scale);
-    if constexpr (kMasked) apply_mask<Config>(acc_s, own_row(), lane, tile);
-    Softmax::template find_largest<kFinished>(acc_s, own_largest);
+    if constexpr (kFinished<kOwnP, kMasked>) convert_scores(shared.kv_stage(here.index), scale);
+    if constexpr (kMasked && kTakesBits<kOwnP>) {
+      if (!seen.whole) apply_mask<Config>(acc_s, seen);
+    } else if constexpr (kMasked) {
+      apply_mask<Config>(acc_s, own_row(), lane, place);
+    }
+    Softmax::template find_largest<kFinished<kOwnP, kMasked>>(acc_s, own_largest);
+    if constexpr (kMasked && !kFinished<kOwnP, kMasked>) {  // a row that sees no key of the tile
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        if (own_largest[r] == static_cast<float>(kMaskedScore)) own_largest[r] = -ptx::infinity();
+      }
+    }
   }
 
   // The keys that this lane's row sees, for apply_mask(). A branch keeps the look-up out of the main loop's schedule:
@@ -361,8 +488,8 @@ struct Mainloop {
   // Row references and P of the tile whose scores are finished. Loads the scale of the scores again, even where it is
   // one: a load does not move across the ping-pong arrival, and so no exponential does.
   template <bool kLse, P kOwnP, bool kMasked, bool kRestart>
-  __device__ __forceinline__ void exponentiate(float scale, const float (&own_largest)[kRows], const KvStage& here) {
-    constexpr bool kFinished = kMasked || Config::kSmoothQ;
+  __device__ __forceinline__ void exponentiate(float scale, const float (&own_largest)[kRows], const KvStage& here,
+                                               const SeenRows& seen) {
     softmax.template move_references<kRestart>(own_largest, Config::kSmoothQ ? 1.0f : scale, alpha);
     const KvTileScales scales = scales_of(here);
     v_factor = fabsf(scales.v_factor);
@@ -370,12 +497,15 @@ struct Mainloop {
     if constexpr (!Config::kSmoothQ) scale = score_scale(scales);
     else if constexpr (kTogether) scale = ptx::load_shared_f32(shared.first + Shared::kOne);
     else scale = 1.0f;
-    if constexpr (kOwnP == P::kLinear && kFinished) {
-      softmax.pack_line(acc_s, FloatLine<kRows, Config::kSmoothQ>(scale, softmax.row_ref), p);
+    if constexpr (kOwnP == P::kLinear && kFinished<kOwnP, kMasked>) {
+      softmax.pack_line(acc_s, FloatLine<kRows>(scale, softmax.row_ref), p);
     } else if constexpr (kOwnP == P::kLinear) {
       softmax.pack_line(acc_s, BitsLine<kRows>(scale, softmax.row_ref), p);
+      if constexpr (kMasked) {
+        if (!seen.whole) Softmax::hide(p, seen);
+      }
     } else {
-      softmax.template exponentiate<kFinished>(acc_s, scale);
+      softmax.template exponentiate<kFinished<kOwnP, kMasked>>(acc_s, scale);
       if constexpr (kLse) softmax.add(acc_s, alpha, exact_sum);
       softmax.pack(acc_s, p);
     }

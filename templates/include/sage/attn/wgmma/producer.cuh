@@ -1,9 +1,11 @@
 // The producer's two working threads, of a warp each. One takes work tiles from the tile scheduler and loads their Q;
-// the other loads their KV tiles. Computing a work tile thus delays no KV tile.
+// the other loads their KV tiles. Computing a work tile thus delays no KV tile. A third warp finds the norms that a
+// linear P asks for; a fourth makes the bits of tiles that a window cuts.
 #pragma once
 
 #include "sage/attn/wgmma/pipeline.cuh"
 #include "sage/attn/wgmma/shared_storage.cuh"
+#include "sage/problem/sparse_mask.cuh"
 #include "sage/problem/tile_scheduler.cuh"
 #include "sage/ptx/bulk_copy.cuh"
 #include "sage/ptx/mbarrier.cuh"
@@ -50,10 +52,19 @@ struct Producer {
       ptx::mbarrier_wait(shared.query_tile_full(query.index), query.phase);
       if (shared.query_tile(query.index).kv.end == kNoMoreTiles) break;
       const WorkTile work = shared.query_tile(query.index);  // a copy: reading it for every KV tile is slower
+      TileEntry next = {};                                   // of a sparse mask, read a tile ahead: a list is far away
+      if constexpr (Config::kMask == Mask::kSparse) {
+        if (work.kv.begin < work.kv.end) next = entry_at<Config>(params, work, work.kv.begin);
+      }
 #pragma unroll 1
-      for (i32 tile = work.kv.begin; tile < work.kv.end; ++tile, stage.advance()) {
+      for (i32 place = work.kv.begin; place < work.kv.end; ++place, stage.advance()) {
+        TileEntry entry = {static_cast<u32>(place)};
+        if constexpr (Config::kMask == Mask::kSparse) {
+          entry = next;
+          if (place + 1 < work.kv.end) next = entry_at<Config>(params, work, place + 1);
+        }
         ptx::mbarrier_wait(shared.empty(stage.index), stage.phase ^ 1);  // at once in the first round
-        load_tile(work, tile, stage.index);
+        load_tile(work, entry, stage.index);
       }
       ptx::mbarrier_arrive(shared.query_empty(query.index));
       query.advance();
@@ -71,7 +82,8 @@ struct Producer {
       if (work.kv.end == kNoMoreTiles) break;
       float largest = 0.0f;
 #pragma unroll 1
-      for (i32 tile = work.kv.begin + lane; tile < work.kv.end; tile += kWarpSize) {
+      for (i32 place = work.kv.begin + lane; place < work.kv.end; place += kWarpSize) {
+        const i32 tile = tile_at<Config>(params, work, place);
         const u8* line = work.template kv_tile<Config>(params, tile) + Layout::kLine;
         largest = fmaxf(largest, reinterpret_cast<const KvLine*>(line)->largest_norm());
       }
@@ -86,9 +98,58 @@ struct Producer {
     if (lane == 0) ptx::mbarrier_arrive(shared.query_full(query.index));
   }
 
+  // Call with one warp. Makes the bits of KV tiles that a window cuts; those of elements come from memory with the
+  // tile. Arrives for every tile, so that it never lags behind a stage by more than a phase.
+  __device__ __forceinline__ void make_bits() const {
+    PipelineState<2> query;
+    KvStage stage;
+    const i32 lane = ptx::thread_index() % kWarpSize;
+#pragma unroll 1
+    for (i32 i = lane; i < (Config::kBlockN + 1) * 4; i += kWarpSize)
+      shared.before(i / 4, i % 4) = Bits::before(i / 4, i % 4);
+#pragma unroll 1
+    while (true) {
+      ptx::mbarrier_wait(shared.query_tile_full(query.index), query.phase);
+      const WorkTile& work = shared.query_tile(query.index);
+      if (work.kv.end == kNoMoreTiles) break;
+      const i32 tiles = work.kv.end, whole = work.kv.template whole<Config::kMask>();
+#pragma unroll 1
+      for (i32 row = lane; row < Config::kBlockM; row += kWarpSize) {
+        shared.window(row) =
+            visible_keys<Mask::kSparse>(work.seqlen(params), work.first_row + row).from(work.first_key);
+      }
+      __syncwarp();
+#pragma unroll 1
+      for (i32 place = 0; place < tiles; ++place, stage.advance()) {
+        TileEntry entry = {};
+        if (place >= whole) entry = entry_at<Config>(params, work, place);
+        ptx::mbarrier_wait(shared.empty(stage.index), stage.phase ^ 1);
+        if (entry.is_cut()) store_bits(entry, stage.index, lane);
+        __syncwarp();  // the arrival publishes the stores of all lanes
+        if (lane == 0) ptx::mbarrier_arrive(shared.full(stage.index));
+      }
+      __syncwarp();  // all lanes have read the work tile and the windows
+      if (lane == 0) ptx::mbarrier_arrive(shared.query_empty(query.index));
+      query.advance();
+    }
+  }
+
  private:
   using Layout = TileLayout<Config>;
   using Shared = SharedStorage<Config>;
+  using Bits = FragmentBits<Config::kBlockN>;
+
+  __device__ __forceinline__ void store_bits(const TileEntry& entry, i32 stage, i32 lane) const {
+    const i32 t = lane % 4;
+    const i32 first = entry.tile() * Config::kBlockN;
+#pragma unroll 4
+    for (i32 row = lane / 4; row < Config::kBlockM; row += kWarpSize / 4) {
+      const KeyInterval keys = shared.window(row).from(first);
+      const i32 begin = min(max(keys.begin, 0), Config::kBlockN), end = min(max(keys.end, 0), Config::kBlockN);
+      const u32 word = shared.before(end, t) & ~shared.before(begin, t);
+      Bits::store_shared(shared.bits(stage, row, t), word & bits_of_blocks<Config>(entry, row / kMaskBlock));
+    }
+  }
 
   __device__ __forceinline__ void load_query(const WorkTile& work, i32 buffer) const {
     const i64 q_tile = q_tile_index(work.q_head, params.q_tiles, work.q_tile);
@@ -106,12 +167,23 @@ struct Producer {
     ptx::bulk_copy(to + Shared::kRowBias, params.row_bias + q_tile * Config::kBlockM, Shared::kRowBiasBytes, full);
   }
 
-  __device__ __forceinline__ void load_tile(const WorkTile& work, i32 tile, i32 stage) const {
-    const u8* from = work.template kv_tile<Config>(params, tile);
+  __device__ __forceinline__ void load_tile(const WorkTile& work, const TileEntry& entry, i32 stage) const {
+    i32 tile = static_cast<i32>(entry.word), bytes = Layout::kLine + KvLine::kLoaded + Shared::kDeltaBytes;
     const u32 to = shared.kv_stage(stage), full = shared.full(stage);
-    ptx::mbarrier_arrive_expect_tx(full, Layout::kLine + KvLine::kLoaded + Shared::kDeltaBytes);
+    if constexpr (Config::kMask == Mask::kSparse) {
+      tile = entry.tile();
+      ptx::store_shared_u32(to + Shared::kEntry, entry.word);
+      if (entry.has_elements()) bytes += Shared::kBitsBytes;
+    }
+    const u8* from = work.template kv_tile<Config>(params, tile);
+    ptx::mbarrier_arrive_expect_tx(full, bytes);
     ptx::bulk_copy(to, from, Layout::kLine, full);
     ptx::bulk_copy(to + Shared::kLine, from + Layout::kLine, KvLine::kLoaded, full);
+    if constexpr (Config::kMask == Mask::kSparse) {
+      if (entry.has_elements()) {
+        ptx::bulk_copy(to + Shared::kBits, tile_bits<Config>(params, work, tile), Shared::kBitsBytes, full);
+      }
+    }
     if constexpr (Config::kSmoothQ) {
       const i64 row = delta_s_index(work.q_head - params.first_head, params.q_tiles, work.q_tile, params.columns);
       ptx::bulk_copy(to + Shared::kDelta, params.delta_s + row + work.first_key + tile * Config::kBlockN,

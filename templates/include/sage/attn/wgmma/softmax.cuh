@@ -9,6 +9,7 @@
 
 #include "sage/attn/row_references.cuh"
 #include "sage/attn/wgmma/linear_p.cuh"
+#include "sage/problem/sparse_mask.cuh"
 
 namespace sage {
 
@@ -82,6 +83,20 @@ struct TileSoftmax : RowReferences<Product, Config::kWarpM / 8> {
       for (i32 r = 0; r < kRows; ++r) {
         const auto score = [&](i32 e) { return acc_s[r / 2][j + e / 2][2 * (r % 2) + e % 2]; };
         Product::word(p, r, j) = line.bytes(r, score);
+      }
+    }
+  }
+
+  // Zeroes a linear P where a row does not see the key. seen: FragmentBits of each row.
+  template <class Rows>
+  __device__ __forceinline__ static void hide(typename Product::Operand& p, const Rows& seen) {
+    static_assert(FragmentBits<Config::kBlockN>::kField == 8, "a bit for each byte of an operand's word");
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (i32 j = 0; j < kNTiles; j += 2) {
+        constexpr u32 kSignsOfBytes = 0xba98;  // of each byte its sign, eight times
+        Product::word(p, r, j) &= ptx::prmt(seen[r] << j / 2, 0, kSignsOfBytes);
       }
     }
   }

@@ -2,12 +2,13 @@
 #pragma once
 
 #include "sage/attn/wgmma/pipeline.cuh"
+#include "sage/problem/mask.cuh"
 
 namespace sage {
 
 constexpr i32 kWarpgroupRows = 64;  // query rows of a consumer, the M of wgmma
 
-// Config: kHeadDim, kQk, kPv, kPvAccum, kP, kSmoothQ, kBlockM, kBlockN, kWarpM.
+// Config: kHeadDim, kQk, kPv, kPvAccum, kP, kMask, kSmoothQ, kBlockM, kBlockN, kWarpM.
 template <class Config>
 struct WgmmaTraits {
   static constexpr i32 kConsumers = Config::kBlockM / kWarpgroupRows;  // warpgroups
@@ -31,8 +32,13 @@ struct WgmmaTraits {
   // the range.
   static constexpr bool kBoundsScores = Config::kP == P::kLinear && !Config::kSmoothQ;
 
-  // Query rows that go over the same KV tiles. Consumers that ping-pong take equally many steps.
-  static constexpr i32 kRowsOfRange = kTogether ? Config::kBlockM : kWarpgroupRows;
+  // Of a sparse mask a consumer passes over the KV tiles of which its own rows see nothing, but for those that
+  // ping-pong.
+  static constexpr bool kPasses = !kTogether && Config::kMask == Mask::kSparse;
+
+  // Query rows that go over the same KV tiles. Consumers that ping-pong take equally many steps. Others leave out KV
+  // tiles behind their rows' last; of a sparse mask those that they see in part come after all that every row sees.
+  static constexpr i32 kRowsOfRange = kTogether || Config::kMask == Mask::kSparse ? Config::kBlockM : kWarpgroupRows;
 
   // R takes the P·V of two KV tiles. A smoothed Q leaves no registers for that. Slices cannot wait for a second tile:
   // they take two sets of registers alternately, and each is promoted before its set is used again.

@@ -21,8 +21,19 @@ inline u32 load_shared_u32(u32 shared, sim::Site site = sim::Site::here()) {
   return x;
 }
 
+inline u32 load_shared_u16(u32 shared, sim::Site site = sim::Site::here()) {
+  u16 x;
+  sim::load_shared("ld.shared.b16", &x, shared, sizeof x, site);
+  return x;
+}
+
 inline void store_shared_u32(u32 shared, u32 x, sim::Site site = sim::Site::here()) {
   sim::store_shared("st.shared.b32", shared, &x, sizeof x, site);
+}
+
+inline void store_shared_u16(u32 shared, u32 x, sim::Site site = sim::Site::here()) {
+  const u16 half = static_cast<u16>(x);
+  sim::store_shared("st.shared.b16", shared, &half, sizeof half, site);
 }
 
 inline void store_shared_u8(u32 shared, u32 x, sim::Site site = sim::Site::here()) {

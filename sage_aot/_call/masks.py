@@ -1,0 +1,175 @@
+"""Masks that differ by query: :func:`block_mask`, and how a call's masks reach the operators.
+
+The operators take masks of the shapes in the table TENSORS. A dimension that a mask has not, or of size one, is
+expanded: it has stride zero, and the kernels then make one list for all of its entries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sage_aot._call.kv import QuantizedKV
+from sage_aot._problem.arguments import check_optional_are, check_tensors_are, describe
+from sage_aot._problem.options import LAYOUTS, integer_of
+from sage_aot._problem.problem import heads_first
+from sage_aot._problem.tensors import MASK_BLOCK
+from sage_aot.errors import ArgumentError
+
+_SCORES = "[batch, q heads, queries, keys]"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockMask:
+    """A mask of blocks for any number of calls, made by :func:`block_mask`. Frozen; bound to its device."""
+
+    block_size: tuple[int, int]
+    """Queries and keys of a block as it was given."""
+    blocks: torch.Tensor
+    """bool ``[batch or 1, heads or 1, query blocks, key blocks]``, of 64 queries by 64 keys."""
+    elements: torch.Tensor | None
+    """bool ``[batch or 1, heads or 1, queries, keys]``: what blocks that are seen in part show; None: all of each."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks.device
+
+    def __repr__(self) -> str:
+        return (f"BlockMask({list(self.blocks.shape)} blocks of {MASK_BLOCK} x {MASK_BLOCK} on {self.device}"
+                f"{', some in part' if self.elements is not None else ''})")
+
+
+def block_mask(mask: Any, block_size: int | tuple[int, int] | None = None) -> BlockMask:
+    """Make a mask of blocks: which blocks of keys a block of queries sees. Tiles that are not seen are not read.
+
+    Args:
+        mask: bool ``[batch or 1, q heads or 1, query blocks, key blocks]``, or without its first one or two dimensions:
+            True where the queries of a block see the keys of a block. The last blocks may be cut off by the lengths of
+            a call. Or the ``BlockMask`` of ``torch.nn.attention.flex_attention``: its full blocks are seen whole, and
+            its ``mask_mod`` says, element by element, what its other blocks show.
+        block_size: queries and keys of a block, multiples of 64, or one number for both. None: 128, or that of a torch
+            BlockMask.
+
+    Returns:
+        A :class:`BlockMask` for calls ``attn(..., block_mask=...)`` on its device. The memory that it holds is a byte
+        for each 64 x 64 of its queries and keys; of a torch BlockMask with blocks that are seen in part, one for each
+        query and key.
+
+    Raises:
+        ArgumentError: `mask` is not as described, or the size of a block is no multiple of 64.
+
+    Source: the conventions of FlexAttention and of block-sparse video models.
+
+    >>> import torch, sage_aot
+    >>> q, k, v = torch.randn(3, 1, 2, 256, 64)
+    >>> blocks = sage_aot.block_mask(torch.tensor([[True, False], [True, True]]), 128)
+    >>> sage_aot.attn(q, k, v, block_mask=blocks).shape
+    torch.Size([1, 2, 256, 64])
+    """
+    if isinstance(mask, torch.Tensor):
+        return _of_blocks(mask, _sizes(128 if block_size is None else block_size), None)
+    if not (hasattr(mask, "mask_mod") and hasattr(mask, "to_dense")):
+        raise ArgumentError(f"mask: expected a bool tensor of blocks or a torch BlockMask, got {type(mask).__name__}; "
+                            f"make one with torch.as_tensor(mask)")
+    sizes = _sizes(mask.BLOCK_SIZE)
+    if block_size is not None and _sizes(block_size) != sizes:
+        raise ArgumentError(f"block_size: expected that of the BlockMask, {sizes}, got {block_size}; leave it out")
+    return _of_blocks(mask.to_dense().bool(), sizes, _elements(mask))
+
+
+def _sizes(block_size: Any) -> tuple[int, int]:
+    given = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    sizes = tuple(map(integer_of, given))
+    if len(sizes) != 2 or any(size is None or size <= 0 or size % MASK_BLOCK for size in sizes):
+        raise ArgumentError(f"block_size: expected multiples of {MASK_BLOCK}, one or (queries, keys), got "
+                            f"{block_size!r}; of smaller blocks pass their elements as attn_mask")
+    return sizes  # type: ignore[return-value]
+
+
+def _of_blocks(mask: torch.Tensor, sizes: tuple[int, int], elements: torch.Tensor | None) -> BlockMask:
+    if mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
+        raise ArgumentError(f"mask: expected torch.bool [batch, q heads, query blocks, key blocks], or the last two or "
+                            f"three of these, got {describe(mask)}; pass mask.bool()")
+    blocks = mask[(None,) * (4 - mask.dim())]
+    rows, columns = (size // MASK_BLOCK for size in sizes)
+    return BlockMask(sizes, blocks.repeat_interleave(rows, -2).repeat_interleave(columns, -1).contiguous(), elements)
+
+
+def _elements(mask: Any) -> torch.Tensor | None:
+    """What the mask_mod of a torch BlockMask shows; None where no block is seen in part."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    if not bool(mask.kv_num_blocks.any()):
+        return None
+    batch, heads = mask.kv_num_blocks.shape[:2]
+    queries, keys = mask.seq_lengths
+    made: torch.Tensor = create_mask(mask.mask_mod, batch, heads, queries, keys, device=str(mask.kv_indices.device))
+    return made
+
+
+# --- the masks of a call ----------------------------------------------------------------------------------------------
+
+
+def masks_of_call(q: Any, k: Any, layout: Any, key_mask: Any, attn_mask: Any,
+                  blocks: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The key mask, the mask of elements and that of blocks as the operators take them. ArgumentError for masks that
+    do not fit q and k. A mask of elements that differs by batch entry alone is a key mask, which saves more."""
+    check_optional_are(key_mask=key_mask, attn_mask=attn_mask)
+    check_tensors_are(q=q)
+    if not isinstance(k, QuantizedKV):
+        check_tensors_are(k=k)
+    if layout not in LAYOUTS or q.dim() != 4 or not isinstance(k, QuantizedKV) and k.dim() != 4:
+        return key_mask, attn_mask, getattr(blocks, "blocks", None)  # whose shapes the operators refuse
+    batch, heads, queries, _ = heads_first(q, layout).shape
+    keys = k.shape[2] if isinstance(k, QuantizedKV) else heads_first(k, layout).shape[2]
+    shape = batch, heads, queries, keys
+    of_blocks = None
+    if blocks is not None:
+        of_blocks, elements = _blocks_of_call(blocks, shape)
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            return key_mask, attn_mask, of_blocks  # refused by the operators
+        if elements is not None:
+            attn_mask = elements if attn_mask is None else elements & _expanded("attn_mask", attn_mask, shape, _SCORES)
+    if attn_mask is not None and of_blocks is None and not isinstance(k, QuantizedKV) and _is_of_keys(attn_mask):
+        of_keys = _expanded("attn_mask", attn_mask, (batch, 1, 1, keys), _SCORES)[:, 0, 0]
+        if key_mask is None or key_mask.dtype != torch.bool or key_mask.shape != of_keys.shape:
+            return (of_keys if key_mask is None else key_mask), None, None  # another key mask the operators refuse
+        return of_keys & key_mask, None, None
+    return key_mask, None if attn_mask is None else _expanded("attn_mask", attn_mask, shape, _SCORES), of_blocks
+
+
+def _is_of_keys(attn_mask: torch.Tensor) -> bool:
+    return (attn_mask.dtype == torch.bool and 0 < attn_mask.dim() <= 4
+            and all(size == 1 for size in attn_mask.shape[-3:-1]))
+
+
+def _blocks_of_call(blocks: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if not isinstance(blocks, BlockMask):
+        raise ArgumentError(f"block_mask: expected a sage_aot.BlockMask, got {type(blocks).__name__}; make one with "
+                            f"sage_aot.block_mask")
+    batch, heads, queries, keys = shape
+    needed = [-(-length // size) * (size // MASK_BLOCK) for length, size in zip((queries, keys), blocks.block_size)]
+    if list(blocks.blocks.shape[2:]) != needed:
+        rows, columns = (size // (of // MASK_BLOCK) for size, of in zip(blocks.blocks.shape[2:], blocks.block_size))
+        raise ArgumentError(f"block_mask: expected blocks of {blocks.block_size} for {queries} queries and {keys} "
+                            f"keys, got {rows} x {columns} of them; make the mask of this call's lengths")
+    fitting = blocks.blocks[:, :, : -(-queries // MASK_BLOCK), : -(-keys // MASK_BLOCK)]
+    expanded = _expanded("block_mask", fitting, (batch, heads, *fitting.shape[2:]), "[batch, q heads, ...]")
+    elements = blocks.elements
+    return expanded, None if elements is None else _expanded("block_mask", elements, shape, _SCORES)
+
+
+def _expanded(name: str, mask: torch.Tensor, shape: tuple[int, ...], dimensions: str) -> torch.Tensor:
+    """The mask in that shape, of the same memory but where its last dimension is not contiguous."""
+    if mask.dim() > 0 and (mask.shape[-1] != shape[-1] or mask.stride(-1) != 1):
+        with contextlib.suppress(RuntimeError):  # for which the next expand() raises too
+            mask = mask.expand(*mask.shape[:-1], shape[-1]).contiguous()
+    try:
+        expanded = mask.expand(shape)
+        return expanded if expanded.numel() else mask.new_empty(shape)  # whose strides nobody can have
+    except RuntimeError as error:
+        raise ArgumentError(f"{name}: expected a shape that broadcasts to {dimensions}, {shape}, got "
+                            f"{tuple(mask.shape)}; add dimensions of size one with {name}.unsqueeze(dim)") from error
