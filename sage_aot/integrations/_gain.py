@@ -168,7 +168,7 @@ _HOPPER = {
     **{("padded", headdim): Threshold(0, 9.6e9) for headdim in HEADDIMS},
     ("masked", 64): Threshold(2830, 25e9), ("masked", 128): Threshold(560, 41e9), ("masked", 256): Threshold(220, 22e9),
     ("window", 64): Threshold(100, 2.4e9), ("window", 128): Threshold(80, 4.9e9), ("window", 256): Threshold(0, 2.9e9)}
-"""Those of masks of queries and of windows: bench/results/h200-2026-11-27-sparse-masks."""
+"""Those of masks of queries and of windows: bench/results/h200-2026-11-27-calibrate."""
 
 _FLASH_ON_HOPPER = frozenset(
     corner for corner in map(Corner._make, product(*AXES))
