@@ -6,7 +6,7 @@ Each combination is excluded, or covered by exactly one row of tiles. Each atten
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -40,6 +40,7 @@ class PlannedKernel:
     suffix: str  # of the target
     row: str  # selector of that attention kernel's tile row
     companions: tuple[str, ...]  # names of an attention kernel's companions, in the order in which they run
+    other_block_m: int  # of a quantizer whose attention kernels have query tiles of two heights; else the tile's
 
     @property
     def min_blocks(self) -> int:
@@ -165,7 +166,7 @@ class _Planning:
             raise ValueError(f"line {row.selector.line}: expected sizes")  # not reached: plan() stops after complaints
         return PlannedKernel(spec, row.family, self.rows.families[row.family][spec.kind], row.tile,
                              self.rows.archs[spec.arch].shared_bytes or 0, allowed_spill_bytes, suffix,
-                             row.selector.text(row.family, spec.arch), companions)
+                             row.selector.text(row.family, spec.arch), companions, row.tile.block_m)
 
     def _followers(self, attention: list[tuple[PlannedKernel, TileRow]]) -> list[PlannedKernel]:
         """The companions and backward kernels of the attention kernels, which agree on the template of a shared one.
@@ -175,7 +176,9 @@ class _Planning:
             for spec in self._specs_after(kernel.spec, kernel.companions, row):
                 wanted = self._kernel(spec, row, self.rows.families[row.family][spec.kind].allowed_spill_bytes)
                 first, first_row = found.setdefault(spec.name, (wanted, row))
-                if _layout(wanted) != _layout(first):
+                if shared := _shared(first, wanted):
+                    found[spec.name] = shared, first_row
+                else:
                     self.reader.complain(
                         row.selector.line, f"expected the tiles and family of line {first_row.selector.line} for "
                                            f"{kernel.spec.name}, got others: both rows share {spec.name}")
@@ -192,7 +195,13 @@ def _needs_delta(spec: AttnSpec) -> bool:
     return spec.q == "qsmooth"
 
 
-def _layout(kernel: PlannedKernel) -> tuple[object, ...]:
-    """The values on which attention kernels that share a companion must agree: all that its template is given."""
-    reads_tiles = isinstance(kernel.spec, (QuantSpec, BwdPrepSpec))
-    return kernel.how, kernel.tile.quantized if reads_tiles else None
+def _shared(first: PlannedKernel, second: PlannedKernel) -> PlannedKernel | None:
+    """The one kernel in the place of two, which follow from two attention kernels; None where the template is given
+    other values for one than for the other. A quantizer makes query tiles of two heights at most."""
+    sizes = {BwdPrepSpec: slice(None), QuantSpec: slice(1, None)}.get(type(first.spec), slice(0))
+    if first.how != second.how or first.tile.quantized[sizes] != second.tile.quantized[sizes]:
+        return None
+    heights = {first.tile.block_m, first.other_block_m, second.tile.block_m}
+    if not isinstance(first.spec, QuantSpec) or len(heights) == 1:
+        return first
+    return replace(first, other_block_m=max(heights - {first.tile.block_m})) if len(heights) == 2 else None

@@ -268,7 +268,7 @@ def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: in
     channels = problem.batch * problem.num_kv_heads * headdim
     warps = q_heads * q_tiles * tile.block_m // tile.warp_m
     return {
-        "q_hat": q_heads * q_tiles * quant.fact("q_tile_bytes"),
+        "q_hat": q_heads * q_tiles * tile.block_m * quant.fact("q_row_bytes"),
         "kv_hat": kv_heads * kv_tiles * quant.fact("kv_tile_bytes"),
         "q_scale": warps * quant.fact("row_groups") * 4,
         "q_mean": q_heads * q_tiles * headdim * 4 if problem.options.smooth_q else 0,

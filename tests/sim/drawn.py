@@ -45,6 +45,7 @@ _HOPPER_256 = "sm90_d256_qkint8_pve4m3_acc2f32_full_vraw_qraw"
 _SPARSE = "sm80_d64_qkint8_pvf16_accf32_sparse_vraw_qraw"
 _SPARSE_HOPPER = "sm90_d128_qkint8_pve4m3_acc2f32_plinear_sparse_vsmooth_qsmooth"
 _SPARSE_LINEAR = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_sparse_vraw_qraw"
+_SPARSE_NARROW = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_sparse_vsmooth_qsmooth"
 _SPARSE_256 = "sm90_d256_qkint8_pve4m3_acc2f32_sparse_vraw_qraw"
 _LINEAR = "sm90_d128_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
 _LINEAR_NARROW = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
@@ -52,7 +53,7 @@ _LINEAR_SMOOTH = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_causal_vsmooth_qsmooth"
 
 SHOWN_BY = {
     "attn/wgmma/": (_HOPPER, _HOPPER_WIDE, _HOPPER_SMOOTH, _HOPPER_256, _LINEAR, _LINEAR_SMOOTH, _SPARSE_LINEAR,
-                    _SPARSE_HOPPER),
+                    _SPARSE_HOPPER, _SPARSE_NARROW),
     "problem/tile_scheduler.cuh": (_HOPPER_WIDE, _HOPPER_SMOOTH),
     "tile/": (_HOPPER_WIDE, _INT8, _HOPPER_256, _LINEAR),
     "attn/epilogue.cuh": (_HOPPER_WIDE, _INT8, _HOPPER_SMOOTH, _K_INF, _V_NAN, _INT8_256, _SPARSE, _SPARSE_HOPPER),
@@ -64,11 +65,11 @@ SHOWN_BY = {
     "attn/mma/nvfp4.cuh": (_NVFP4, _NVFP4_WIDE, _NVFP4_CAUSAL),
     "attn/mma/pv.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _MXFP8),
     "attn/mma/kv_stream.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _NVFP4),
-    "attn/": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN),
-    "problem/work_tile.cuh": (_INT8, _SMOOTH, _HOPPER, _HOPPER_WIDE, _K_INF, _V_NAN),
+    "attn/": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN, _SPARSE),
+    "problem/work_tile.cuh": (_INT8, _SMOOTH, _HOPPER, _HOPPER_WIDE, _K_INF, _V_NAN, _SPARSE),
     "problem/equal_lengths.cuh": (_INT8, _INT8_CAUSAL, _HOPPER_WIDE, _WIDE_CAUSAL),
     "problem/mask.cuh": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN, _INT8_CAUSAL, _SPARSE),
-    "problem/sparse_mask.cuh": (_SPARSE, _SPARSE_HOPPER, _SPARSE_256),
+    "problem/sparse_mask.cuh": (_SPARSE, _SPARSE_HOPPER, _SPARSE_256, _SPARSE_NARROW),
     "problem/kv_range.cuh": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN, _SPARSE, _SPARSE_HOPPER),
     "problem/": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN),
     "quant/tile_lists.cuh": (_SPARSE, _SPARSE_HOPPER, _SPARSE_LINEAR),
@@ -131,13 +132,38 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("kv_range", Sign("min(first_row + kRows, seqlen.q()) - 1")): "one KV tile more, masked as a whole",
     ("warp_sees", OffByOne("keys.begin < Config::kBlockN")): "every row sees the first key",
     ("warp_sees", OffByOne("keys.end > 0")): "a warp goes over a KV tile that its rows do not see",
+    ("AttentionMma::warp_sees", Always(
+        "if constexpr (Config::kMask == Mask::kSparse) { const TileEntry entry = entry_at<Config>(params, work, "
+        "place); const i32 row_block = ptx::thread_index() / kWarpSize * Config::kWarpM / kMaskBlock; if "
+        "(!entry.template sees<kKeyBlocks<Config>>(row_block)) return false; if (entry.has_elements()) return true; "
+        "tile = entry.tile(); }")): "without a list an entry shows every block of the KV tile at the place",
+    ("SpoilRows::Place::tile", First(
+        "Config::kMask == Mask::kSparse ? entry.tile() : static_cast<i32>(entry.word)")):
+            "the word of an entry without marks is the KV tile",
+    ("AttentionMma::warp_sees", Always("if (entry.has_elements()) return true;")):
+        "a warp goes over a KV tile that its rows do not see",
+    ("AttentionWgmma::init_barriers", Drop("ptx::fence_mbarrier_init();")):
+        "the simulator's copies see what a thread stored before",
+    ("Mainloop::kv_whole", First(
+        "kTogether ? work.kv.template whole<Config::kMask>() : own_kv.template whole<Config::kMask>()")):
+            "masks KV tiles too of which the consumer's rows see every key",
+    ("Mainloop::finish_scores", Always(
+        "if constexpr (kMasked) { apply_mask<Config>(acc_s, own_row(), lane, place); }")):
+            "masks KV tiles too of which rows see every key",
+    ("Producer::load_tile", Always(
+        "if constexpr (Config::kMask == Mask::kSparse) { if (entry.has_elements()) { ptx::bulk_copy(to + "
+        "Shared::kBits, tile_bits<Config>(params, work, tile), Shared::kBitsBytes, full); } }")):
+            "without a list an entry has no elements",
     ("Mainloop::Mainloop", Always(
         "if constexpr (!kTogether) { own_kv = work.template kv_of_rows<Config, kWarpgroupRows>(params, consumer * "
         "kWarpgroupRows); }")): "a range that nothing reads where consumers ping-pong",
-    ("rows_see", OffByOne("visible_keys<Mask::kSparse>(seqlen, first_row).begin < end_key")): "end_key is never zero",
-    ("rows_see", OffByOne("first_key < visible_keys<Mask::kSparse>(seqlen, last_row).end")): "delta_s that nothing reads",
+    ("rows_see", OffByOne("visible_keys<Mask::kSparse>(seqlen, first_row).begin < end_key")):
+        "end_key is never zero",
+    ("rows_see", OffByOne("first_key < visible_keys<Mask::kSparse>(seqlen, last_row).end")):
+        "delta_s that nothing reads",
     ("KvRange::of_split", OffByOne("full_begin <= begin")): "fewer masked tiles than none are none",
-    ("KvRange::of_split", First("full_begin <= begin ? 0 : min(full_begin - first, tiles)")): "every row sees the first key",
+    ("KvRange::of_split", First("full_begin <= begin ? 0 : min(full_begin - first, tiles)")):
+        "every row sees the first key",
     ("KvRange::of_split", Second("full_begin <= begin ? 0 : min(full_begin - first, tiles)")):
         "fewer masked tiles than none are none",
     ("KvRange::tiles_of_split", Sign("end - begin + splits.divisor - 1")): "another partition of the KV tiles",
@@ -152,6 +178,8 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("Quantize::run", OffByOne("threadIdx.x == 0")): "other threads store the same zero",
     ("DeltaS::visible", Sign("min((first_tile + kTile) * params.block_m, seqlen.q()) - 1")):
         "delta_s that nothing reads",
+    ("TileLists::in_window", OffByOne("last.end > keys.first")): "looks at a tile of which the window shows nothing",
+    ("TileLists::entry_of", OffByOne("last.end > key")): "a block of which the window shows nothing: it is cut there",
     ("divide", Drop("r = fmaf(fmaf(-b, r, 1.0f), r, r);")): "the simulator's rcp is the nearest; a chip's is not",
     ("divide", Drop("q = fmaf(fmaf(-b, q, a), r, q);")): "the simulator's rcp is the nearest; a chip's is not",
     ("scale_to", Sign("(__float_as_uint(magnitude) >> kMantissaBits) - kExponentBias")):

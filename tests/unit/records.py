@@ -97,7 +97,7 @@ def _quant(spec: QuantSpec, tile: Tile, family: str) -> dict[str, float]:
     return {
         "threads": 256, "shared_bytes": 0, "kv_tiles_per_block": tiles, "warps_per_key_group": 2 // tiles,
         "v_tiles_at_once": of_v, "v_squares": pieces // 8 if spec.pv == "f16" else pieces // 32,
-        "rows_at_once": 2048 // spec.headdim, "vector": 8, "q_tile_bytes": tile.block_m * row,
+        "rows_at_once": 2048 // spec.headdim, "vector": 8, "q_row_bytes": row,
         "kv_tile_bytes": _kv_tile_bytes(spec, tile),
         "row_groups": 8 if int8 else tile.warp_m, "key_groups": 4,
         "limit": {"int8": 127, "int4": 7, "nvfp4": 4 * 448}[spec.qk],
@@ -159,7 +159,7 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
     else:
         pairs = spec.q == "qraw" and spec.headdim <= 128
         facts |= {"slices": 4 if spec.headdim == 256 else 1, "pairs": pairs, "room": 3 if pairs else 0,
-                  "open_end": pairs and tile.block_m == 128,
+                  "open_end": pairs and spec.headdim == 128,
                   "bounds_scores": spec.p == "linear" and spec.q == "qraw", "largest_score": 65,
                   "line_shift": _float32(0.45884),
                   "rows_of_range": 64 if tile.block_m == 192 and spec.mask != "sparse" else tile.block_m,

@@ -120,7 +120,7 @@ BAD = {
                    ("expected an exclusion of sage_attn_sm86_d64_qkint8_pve4m3_acc2f32_full_vraw_qraw, got tiles: no "
                     "FP8 tensor cores before sm89")),
     "shared quantizer": (D64_ROW, D64_ROW + " mask: causal,\n     "
-                         + D64_SIZES.replace("128", "256") + "\n  - " + D64_ROW + " mask: full,",
+                         + D64_SIZES.replace("warp_m: 32", "warp_m: 16") + "\n  - " + D64_ROW + " mask: full,",
                          "mask: causal",
                          ("expected the tiles and family of line {FULL} for "
                           "sage_attn_sm80_d64_qkint8_pvf16_accf32_causal_vraw_qraw, got others: both rows "
@@ -272,7 +272,7 @@ def test_kernels_that_share_a_quantizer_may_differ_in_stages_and_blocks(matrix):
 
 
 @pytest.mark.parametrize("old, new", [
-    ("block_m: 128", "block_m: 256"), ("block_n: 64", "block_n: 128"), ("warp_m: 32", "warp_m: 16"),
+    ("block_n: 64", "block_n: 128"), ("warp_m: 32", "warp_m: 16"),
 ])
 def test_kernels_that_share_a_quantizer_agree_on_its_layout(project, edit, old, new):
     sizes = "block_m: 128, block_n: 64, warp_m: 32, stages: 3"
@@ -283,6 +283,31 @@ def test_kernels_that_share_a_quantizer_agree_on_its_layout(project, edit, old, 
     assert (f"build_matrix.yaml:{_line(text, D64_SMOOTH_ROW)}: expected the tiles and family of line "
             f"{_line(text, D64_ROW)} for sage_attn_sm80_d64_qkint8_pvf16_accf32_full_vraw_qsmooth, got others: both "
             "rows share sage_quant_sm80_d64_qkint8_pvf16") in error.value.problems
+
+
+SMOOTH_SIZES = "block_m: 128, block_n: 64, warp_m: 32, stages: 3"
+
+
+def test_a_quantizer_makes_query_tiles_of_two_heights(project, edit, matrix):
+    edit(project.matrix, SMOOTH_SIZES, SMOOTH_SIZES.replace("128", "256"))
+    for kernel in read_matrix(project.matrix, project.templates).kernels:
+        if kernel.spec.kind == "quant":
+            two = kernel.spec.values["headdim"] == 64
+            assert {kernel.tile.block_m, kernel.other_block_m} == ({128, 256} if two else {kernel.tile.block_m})
+    assert all(kernel.other_block_m == kernel.tile.block_m for kernel in matrix.kernels)
+
+
+def test_a_quantizer_makes_no_query_tiles_of_a_third_height(project, edit):
+    """Raw Q: tiles of 128 rows; smoothed Q: of 256, causal of 64."""
+    begin = project.matrix.read_text().index(D64_SMOOTH_ROW)
+    row = project.matrix.read_text()[begin:].splitlines()[:2]
+    taller, lower = (f"  - {row[0]} mask: {mask},\n{row[1].replace('128', size)}\n" for mask, size in (
+        ("full", "256"), ("causal", "64")))
+    edit(project.matrix, f"  - {row[0]}\n{row[1]}\n", taller + lower)
+    with pytest.raises(MatrixError) as error:
+        read_matrix(project.matrix, project.templates)
+    assert ("sage_attn_sm80_d64_qkint8_pvf16_accf32_causal_vraw_qsmooth, got others: both rows share "
+            "sage_quant_sm80_d64_qkint8_pvf16") in "\n".join(error.value.problems)
 
 
 def test_a_matrix_that_cannot_be_read_is_one_sentence(project):

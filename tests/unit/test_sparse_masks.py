@@ -315,7 +315,8 @@ def test_masks_of_no_batch_entry():
     assert sage_aot.attn(q, kv, attn_mask=mask).shape == q.shape
 
 
-@pytest.mark.parametrize("key_mask", [torch.ones(2, KEYS), torch.ones(2, KEYS + 1, dtype=torch.bool)], ids=["f32", "keys"])
+@pytest.mark.parametrize("key_mask", [torch.ones(2, KEYS), torch.ones(2, KEYS + 1, dtype=torch.bool)],
+                         ids=["f32", "keys"])
 def test_another_key_mask_beside_a_mask_of_keys_is_refused(key_mask):
     q, k, v = draw()
     with pytest.raises(sage_aot.ArgumentError, match="key_mask: expected"):

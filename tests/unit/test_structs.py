@@ -31,8 +31,9 @@ from sage_aot._launch.structs import (
 from sage_aot._problem.options import OPTIONS
 
 FOLDER = Project(ROOT, ROOT / "build").package
-KINDS = {"pack": "PackParams", "lists": "ListsParams", "quant": "QuantParams", "delta": "DeltaParams", "attn": "AttnParams",
-         "merge": "MergeParams", "bwdprep": "BwdParams", "bwdkv": "BwdParams", "bwdq": "BwdParams"}
+KINDS = {"pack": "PackParams", "lists": "ListsParams", "quant": "QuantParams", "delta": "DeltaParams",
+         "attn": "AttnParams", "merge": "MergeParams", "bwdprep": "BwdParams", "bwdkv": "BwdParams",
+         "bwdq": "BwdParams"}
 
 
 @pytest.fixture(scope="module")

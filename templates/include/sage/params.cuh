@@ -70,6 +70,7 @@ struct QuantParams {
   i32 headdim;
   FastDivmod q_tiles;
   i32 kv_tiles;
+  i32 block_m;               // query rows of a tile
   float softmax_scale_log2;  // softmax scale times log2 e
   Dtype dtype;
   i32 smooth_q;  // whether the mean of each tile's rows is subtracted
@@ -83,7 +84,6 @@ struct QuantParams {
   i32 rounds;       // groups of tiles of K or V that a block takes, one after another; a group fills its threads
   i32 kv_blocks;    // blocks for K of a KV head, and as many for V; 0: an earlier launch quantized K and V
   FastDivmod blocks_per_kv_head;
-  i32 unused;  // fills a gap, as in PackParams
 };
 
 constexpr auto fields_of(const QuantParams*) {
@@ -94,10 +94,10 @@ constexpr auto fields_of(const QuantParams*) {
                 SAGE_FIELD(key_rank), SAGE_FIELD(key_index), SAGE_FIELD(cu_seqlens_q), SAGE_FIELD(cu_seqlens_k),
                 SAGE_FIELD(batch), SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads), SAGE_FIELD(q_heads_per_kv_head),
                 SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv), SAGE_FIELD(kv_rows), SAGE_FIELD(headdim),
-                SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles), SAGE_FIELD(softmax_scale_log2), SAGE_FIELD(dtype),
-                SAGE_FIELD(smooth_q), SAGE_FIELD(smooth_k), SAGE_FIELD(smooth_v), SAGE_FIELD(rotate), SAGE_FIELD(clip),
-                SAGE_FIELD(v_typical), SAGE_FIELD(v_least), SAGE_FIELD(v_limit), SAGE_FIELD(rounds),
-                SAGE_FIELD(kv_blocks), SAGE_FIELD(blocks_per_kv_head), SAGE_FIELD(unused));
+                SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles), SAGE_FIELD(block_m), SAGE_FIELD(softmax_scale_log2),
+                SAGE_FIELD(dtype), SAGE_FIELD(smooth_q), SAGE_FIELD(smooth_k), SAGE_FIELD(smooth_v), SAGE_FIELD(rotate),
+                SAGE_FIELD(clip), SAGE_FIELD(v_typical), SAGE_FIELD(v_least), SAGE_FIELD(v_limit), SAGE_FIELD(rounds),
+                SAGE_FIELD(kv_blocks), SAGE_FIELD(blocks_per_kv_head));
 }
 
 // For delta_s, the term of the scores that smoothing Q took off: the mean of a query tile's rows · (K less its mean),

@@ -221,7 +221,9 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
     const float sum = references.row_sum[r];
     float bias = constants.row_bias(own);
     if (!(fabsf(bias) < ptx::infinity())) bias = ptx::quiet_nan();
-    if (Config::kMask == Mask::kSparse ? !(sum > 0.0f) : keys[r].empty()) bias = 0.0f;
+    bool sees_none = !(sum > 0.0f);
+    if constexpr (Config::kMask != Mask::kSparse) sees_none = keys[r].empty();
+    if (sees_none) bias = 0.0f;
     factor[r] = (sum > 0.0f ? kUnit / sum * o_factor : 0.0f) + 0.0f * bias;
     share[r] = sum > 0.0f ? 1.0f : 0.0f;
     float sink = -ptx::infinity();

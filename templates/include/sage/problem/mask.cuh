@@ -1,5 +1,5 @@
 // The keys that a query row sees. Every other header asks visible_keys(), and takes from its answer nothing but begin,
-// end, of_lane(), from(), contains(), word() and empty(); or it asks first_causal_query().
+// end, of_lane(), from(), word() and, of a dense mask, contains() and empty(); or it asks first_causal_query().
 #pragma once
 
 #include "sage/problem/seqlen.cuh"
@@ -34,10 +34,6 @@ struct KeyPrefix {
 struct KeyInterval {
   i32 begin, end;
 
-  __device__ __forceinline__ bool contains(i32 key) const {
-    return static_cast<u32>(key - begin) < static_cast<u32>(end - begin);
-  }
-  __device__ __forceinline__ bool empty() const { return begin >= end; }
   __device__ __forceinline__ KeyInterval of_lane(i32 lane) const {
     return {ptx::shuffle(begin, lane), ptx::shuffle(end, lane)};
   }

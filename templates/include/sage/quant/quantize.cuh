@@ -14,7 +14,7 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQk, kPv, kBlockM, kBlockN, kWarpM, kKeyNorms, kThreads.
+// Config: kHeadDim, kQk, kPv, kBlockM, kOtherBlockM, kBlockN, kWarpM, kKeyNorms, kThreads.
 template <class Config>
 struct Quantize {
   using Block = QuantBlock<Config>;
@@ -26,7 +26,7 @@ struct Quantize {
     return sage::facts(
         Fact{"threads", Config::kThreads}, Fact{"shared_bytes", 0}, Fact{"kv_tiles_per_block", Block::kTiles},
         Fact{"rows_at_once", SampleLayout<Config>::kRowsAtOnce}, Fact{"vector", kVector},
-        Fact{"q_tile_bytes", Layout::kQBytes}, Fact{"kv_tile_bytes", Layout::kKvBytes},
+        Fact{"q_row_bytes", Layout::kQBytes / Config::kBlockM}, Fact{"kv_tile_bytes", Layout::kKvBytes},
         Fact{"row_groups", kRowGroups<Config>}, Fact{"key_groups", kKeyGroups},
         Fact{"warps_per_key_group", Block::kWarpsPerGroup}, Fact{"v_tiles_at_once", Block::kTilesOfV},
         Fact{"v_squares", SelectPiece<Config>::Type::kSteps}, Fact{"limit", QuantizedRows<Config>::kLimit},
@@ -60,15 +60,23 @@ struct Quantize {
       const i32 first_tile = own * block_tiles;
       if (v_block < 0) QuantizeK<Config>{params, shared}.template run<kSource>(batch, head, first_tile);
       else QuantizeV<Config>{params, shared}.template run<kSource>(batch, head, first_tile);
+    } else if (Config::kOtherBlockM == Config::kBlockM || params.block_m == Config::kBlockM) {
+      quantize_q<kSource, Config::kBlockM>(batch, head, q_block);
     } else {
-      const i32 q_head = head * params.q_heads_per_kv_head + q_block / params.q_tiles;
-      i32 tile = q_block % params.q_tiles;
-      if (sequences) {
-        batch = sequence_of_slot(params.cu_seqlens_q, params.batch, Config::kBlockM, tile);
-        tile -= first_slot(params.cu_seqlens_q, batch, Config::kBlockM);
-      }
-      QuantizeQ<Config>{params, shared}.template run<kSource>(batch, q_head, tile);
+      quantize_q<kSource, Config::kOtherBlockM>(batch, head, q_block);
     }
+  }
+
+ private:
+  template <SourceRows kSource, i32 kBlockM>
+  __device__ __forceinline__ void quantize_q(i32 batch, i32 kv_head, i32 q_block) const {
+    const i32 q_head = kv_head * params.q_heads_per_kv_head + q_block / params.q_tiles;
+    i32 tile = q_block % params.q_tiles;
+    if (params.cu_seqlens_q != nullptr) {
+      batch = sequence_of_slot(params.cu_seqlens_q, params.batch, kBlockM, tile);
+      tile -= first_slot(params.cu_seqlens_q, batch, kBlockM);
+    }
+    QuantizeQ<Config, kBlockM>{params, shared}.template run<kSource>(batch, q_head, tile);
   }
 };
 

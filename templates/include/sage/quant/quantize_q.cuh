@@ -12,14 +12,20 @@
 
 namespace sage {
 
-template <class Config>
+// Query tiles of a height: two attention kernels that share a quantizer may have tiles of two heights.
+template <class Config, i32 kOwnBlockM>
+struct TilesOfHeight : Config {
+  static constexpr i32 kBlockM = kOwnBlockM;
+};
+
+template <class Config, i32 kBlockM>
 struct QuantizeQ {
   using Block = QuantBlock<Config>;
-  using Layout = typename Block::Layout;
+  using Layout = TileLayout<TilesOfHeight<Config, kBlockM>>;
   static constexpr i32 kVectors = Block::kVectors;
   static constexpr i32 kGroupsOfWarp = kRowGroups<Config>;
   static constexpr i32 kRows = Config::kWarpM / kGroupsOfWarp;  // rows that share a scale
-  static constexpr i32 kGroups = Config::kBlockM / kRows, kGroupsAtOnce = Config::kThreads / kVectors;
+  static constexpr i32 kGroups = kBlockM / kRows, kGroupsAtOnce = Config::kThreads / kVectors;
   static constexpr i32 kSteps = kGroups / kGroupsAtOnce;
   static constexpr i32 kStepRows = kGroupsAtOnce * kRows;               // from step to step
   static constexpr i32 kStepBytes = kStepRows * Layout::QRows::kPitch;  // whole periods of the swizzle
@@ -36,7 +42,7 @@ struct QuantizeQ {
   __device__ __forceinline__ void run(i32 batch, i32 q_head, i32 tile) const {
     const auto seqlen = seqlen_of(params, batch);
     const i32 rows = seqlen.q();
-    if (tile * Config::kBlockM >= rows) return;  // an empty slot
+    if (tile * kBlockM >= rows) return;  // an empty slot
     const Source<kSource> source(params.q, batch, q_head, seqlen.q_begin(), rows, params.headdim, params.dtype);
     const bool biased = params.smooth_k && params.lse != nullptr;
     if (biased) {
@@ -48,7 +54,7 @@ struct QuantizeQ {
                                [] {});
       }
     }
-    const i64 tile_index = first_q_tile_of(params, batch, q_head, Config::kBlockM) + tile;
+    const i64 tile_index = first_q_tile_of(params, batch, q_head, kBlockM) + tile;
     const bool changed = kAlwaysChanged<Config, kSource> || params.smooth_q || params.rotate;
     if (params.smooth_q) prepare_mean(source, batch, tile, params.q_mean + tile_index * Config::kHeadDim);
     else if (changed) prepare_no_mean<Config>(shared.q_mean, nullptr);
@@ -68,7 +74,7 @@ struct QuantizeQ {
     const i32 first_row = group / kGroupsOfWarp * Config::kWarpM + group % kGroupsOfWarp;
     const auto row_of = [&](i32 step, i32 r) { return first_row + step * kStepRows + r * kGroupsOfWarp; };
     const auto load = [&](i32 i) {
-      return source.load(tile * Config::kBlockM + row_of(i / kRows, i % kRows), first_channel());
+      return source.load(tile * kBlockM + row_of(i / kRows, i % kRows), first_channel());
     };
     u8* first = params.q_hat + tile_index * Layout::kQBytes +
                 QuantizedRows<Config>::template offset<typename Layout::QRows>(first_row, first_channel());
@@ -83,7 +89,7 @@ struct QuantizeQ {
                                          group_scale + done * kStepRows * Layout::kQkRowScales,
                                          q_scale + done * kGroupsAtOnce);
     }
-    float* row_bias = params.row_bias + tile_index * Config::kBlockM;
+    float* row_bias = params.row_bias + tile_index * kBlockM;
     if (biased || !finite) {  // reloads the rows: keeping their products live costs registers
 #pragma unroll 2
       for (i32 i = 0; i < kSteps * kRows; ++i) {
@@ -181,12 +187,12 @@ struct QuantizeQ {
   __device__ __forceinline__ void prepare_mean(const Source& source, i32 batch, i32 tile, float* q_mean) const {
     constexpr i32 kRowsAtOnce = Config::kThreads / kVectors;
     const i32 own_row = ptx::thread_index() / kVectors;
-    const i32 rows = min(Config::kBlockM, seqlen_of(params, batch).q() - tile * Config::kBlockM);
+    const i32 rows = min(kBlockM, seqlen_of(params, batch).q() - tile * kBlockM);
     float sum[kVector] = {};
 #pragma unroll 4
-    for (i32 row = own_row; row < Config::kBlockM; row += kRowsAtOnce) {
+    for (i32 row = own_row; row < kBlockM; row += kRowsAtOnce) {
       float x[kVector];
-      source.convert(source.load(tile * Config::kBlockM + row, first_channel()), x);
+      source.convert(source.load(tile * kBlockM + row, first_channel()), x);
 #pragma unroll
       for (i32 i = 0; i < kVector; ++i) sum[i] += row < rows ? finite_or_zero(x[i]) : 0.0f;
     }

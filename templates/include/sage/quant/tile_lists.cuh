@@ -198,8 +198,7 @@ struct TileLists {
   }
   __device__ __forceinline__ u32 shown_by_key_mask(const Rows& rows, i32 key) const {
     const i64 stride = params.key_mask.stride.row;
-    if (rows.keys == nullptr)
-      return key + kChunk <= params.seqlen_kv ? 0xffff : KeyPrefix{params.seqlen_kv - key}.word();
+    if (rows.keys == nullptr) return 0xffff;
     return bits_one_by_one(rows.keys + key * stride, stride, key);
   }
   __device__ __forceinline__ u32 bits_one_by_one(const u8* from, i64 stride, i32 key) const {

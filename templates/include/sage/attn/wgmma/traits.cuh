@@ -47,8 +47,8 @@ struct WgmmaTraits {
 
   // Whether an odd last full tile may open R: a masked step or the last P·V then completes the pair. A call whose keys
   // are whole tiles then executes no masked step. With three consumers this would cost a dozen register moves in the
-  // loop.
-  static constexpr bool kOpenEnd = kPairs && kTogether;
+  // loop. Head dim 64 has them but for sparse masks, whose outputs have the bits of dense ones where all is seen.
+  static constexpr bool kOpenEnd = kPairs && Config::kHeadDim == 128;
 };
 
 }  // namespace sage
