@@ -52,7 +52,7 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
 
     Where the queries of a call are too few to fill the GPU, several blocks share the keys of a query. The shapes
     and the GPU's number of SMs decide how many blocks. Their number changes the last bits of the result. Equal calls on
-    one GPU give equal bits.
+    one GPU give equal bits. With `attn_mask` or `block_mask` one block has them all.
 
     Args:
         q: ``[batch, q heads, queries, headdim]`` for layout ``"HND"``, ``[batch, queries, q heads, headdim]`` for
@@ -64,14 +64,15 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
             `attn_mask`, `block_mask`, `is_causal`, `window`, `scale` and `layout` (of q and the output).
         key_mask: bool ``[batch, keys]``, True where a key may be seen, for all queries and heads alike; any strides.
             None: every key may be seen. The call drops all other keys before it quantizes, so that a mask saves their
-            work, and nothing depends on what they hold. The output is that of a call on the keys that are left.
+            work, and nothing depends on what they hold. The output is that of a call on the keys that are left. Beside
+            a `block_mask`, or an `attn_mask` that differs by query or head, it drops none: what a masked key holds then
+            has a part in the means that smoothing subtracts.
         sinks: float32 ``[q heads]``: a logit that joins the softmax of each row of its q head, without a value, so that
             the weights of the keys sum to less than one. The log-sum-exp has it too. A row that sees no key gives
             zeros, and the sink as its log-sum-exp. None: no sinks.
         attn_mask: bool, any shape that broadcasts to ``[batch, q heads, queries, keys]``: True where the query sees the
             key, as in torch's SDPA. A query sees what all masks leave. KV tiles of which a tile of queries sees nothing
-            are not read. Beside it a `key_mask` drops no keys: what a masked key holds then has a part in the means
-            that smoothing subtracts. A float mask (a bias on scores) is refused.
+            are not read. A float mask (a bias on scores) is refused.
         block_mask: of :func:`sage_aot.block_mask`: which blocks of keys a block of queries sees, likewise.
         is_causal: query i sees the keys ``j <= i + keys - queries``: the mask is aligned bottom-right, as in
             FlashAttention. (torch's SDPA aligns top-left, which differs where keys and queries are not equally many.)
@@ -109,7 +110,7 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         window: ``(left, right)``: query i is at the key ``i + keys - queries``, and sees at most `left` keys in front
             of that key, that key, and at most `right` keys behind it; −1 is no bound. As in FlashAttention. With
             `is_causal`, `right` is 0. KV tiles that no query of a tile sees are not read. None: no window. There are no
-            kernels with a window, or with `sinks`, for 4 bits.
+            kernels of 4 bits with a window, `sinks`, `attn_mask` or `block_mask`.
         return_lse: also return the log-sum-exp of each row of q·kᵀ·scale.
         out: tensor to write the output to, of q's shape, dtype and device; None makes one.
 

@@ -73,8 +73,8 @@ def call_of_attn_varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k:
 
 def _taken(kind: Kind, optional: dict[str, Any]) -> list[torch.Tensor | None]:
     """The optional tensors that calls of a kind take. Raises ArgumentError for others, and for what is no tensor."""
-    check_optional_are(**optional)
     check_taken(kind, **optional)
+    check_optional_are(**optional)
     return [optional.get(name) for name in taken_by(kind)]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sage_aot._call.kv import QuantizedKV
-from sage_aot._problem.arguments import check_optional_are, check_tensors_are, describe
+from sage_aot._problem.arguments import check_optional_are, check_tensors_are
 from sage_aot._problem.options import LAYOUTS, integer_of
 from sage_aot._problem.problem import heads_first
 from sage_aot._problem.tensors import MASK_BLOCK
@@ -36,6 +36,11 @@ class BlockMask:
     @property
     def device(self) -> torch.device:
         return self.blocks.device
+
+    def to(self, device: torch.device | str | int) -> BlockMask:
+        """The same mask on another device."""
+        elements = None if self.elements is None else self.elements.to(device)
+        return BlockMask(self.block_size, self.blocks.to(device), elements)
 
     def __repr__(self) -> str:
         return (f"BlockMask({list(self.blocks.shape)} blocks of {MASK_BLOCK} x {MASK_BLOCK} on {self.device}"
@@ -90,16 +95,19 @@ def _sizes(block_size: Any) -> tuple[int, int]:
 
 
 def _of_blocks(mask: torch.Tensor, sizes: tuple[int, int], elements: torch.Tensor | None) -> BlockMask:
-    if mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
-        raise ArgumentError(f"mask: expected torch.bool [batch, q heads, query blocks, key blocks], or the last two or "
-                            f"three of these, got {describe(mask)}; pass mask.bool()")
+    if mask.dtype != torch.bool:
+        raise ArgumentError(f"mask: expected torch.bool, True where blocks are seen, got {mask.dtype}; pass "
+                            f"mask.bool()")
+    if not 2 <= mask.dim() <= 4:
+        raise ArgumentError(f"mask: expected [batch, q heads, query blocks, key blocks], or the last two or three of "
+                            f"these, got shape {tuple(mask.shape)}; of one key block pass mask.unsqueeze(-1)")
     blocks = mask[(None,) * (4 - mask.dim())]
     rows, columns = (size // MASK_BLOCK for size in sizes)
     return BlockMask(sizes, blocks.repeat_interleave(rows, -2).repeat_interleave(columns, -1).contiguous(), elements)
 
 
 def _elements(mask: Any) -> torch.Tensor | None:
-    """What the mask_mod of a torch BlockMask shows; None where no block is seen in part."""
+    """What the mask_mod of a torch BlockMask shows, and its full blocks, whole; None where no block is seen in part."""
     from torch.nn.attention.flex_attention import create_mask
 
     if not bool(mask.kv_num_blocks.any()):
@@ -107,7 +115,17 @@ def _elements(mask: Any) -> torch.Tensor | None:
     batch, heads = mask.kv_num_blocks.shape[:2]
     queries, keys = mask.seq_lengths
     made: torch.Tensor = create_mask(mask.mask_mod, batch, heads, queries, keys, device=str(mask.kv_indices.device))
-    return made
+    if mask.full_kv_num_blocks is None:
+        return made
+    rows, columns = mask.BLOCK_SIZE
+    full = _dense(mask.full_kv_num_blocks, mask.full_kv_indices)
+    return made | full.repeat_interleave(rows, -2).repeat_interleave(columns, -1)[..., :queries, :keys]
+
+
+def _dense(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """The blocks of a torch BlockMask's lists: bool, of the shape of `indices`, of whose rows the first count."""
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    return torch.zeros_like(indices).scatter_add_(-1, indices.long(), listed.to(indices.dtype)) > 0
 
 
 # --- the masks of a call ----------------------------------------------------------------------------------------------
@@ -159,12 +177,17 @@ def _blocks_of_call(blocks: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, 
     fitting = blocks.blocks[:, :, : -(-queries // MASK_BLOCK), : -(-keys // MASK_BLOCK)]
     expanded = _expanded("block_mask", fitting, (batch, heads, *fitting.shape[2:]), "[batch, q heads, ...]")
     elements = blocks.elements
+    if elements is not None and elements.shape[2:] != (queries, keys):
+        raise ArgumentError(f"block_mask: expected one of {queries} queries and {keys} keys, got one of "
+                            f"{elements.shape[2]} and {elements.shape[3]}; make the mask of this call's lengths")
     return expanded, None if elements is None else _expanded("block_mask", elements, shape, _SCORES)
 
 
 def _expanded(name: str, mask: torch.Tensor, shape: tuple[int, ...], dimensions: str) -> torch.Tensor:
     """The mask in that shape, of the same memory but where its last dimension is not contiguous."""
-    if mask.dim() > 0 and (mask.shape[-1] != shape[-1] or mask.stride(-1) != 1):
+    if mask.dim() == 0:
+        mask = mask[None]
+    if (mask.shape[-1] != shape[-1] or mask.stride(-1) != 1):
         with contextlib.suppress(RuntimeError):  # for which the next expand() raises too
             mask = mask.expand(*mask.shape[:-1], shape[-1]).contiguous()
     try:
@@ -172,4 +195,4 @@ def _expanded(name: str, mask: torch.Tensor, shape: tuple[int, ...], dimensions:
         return expanded if expanded.numel() else mask.new_empty(shape)  # whose strides nobody can have
     except RuntimeError as error:
         raise ArgumentError(f"{name}: expected a shape that broadcasts to {dimensions}, {shape}, got "
-                            f"{tuple(mask.shape)}; add dimensions of size one with {name}.unsqueeze(dim)") from error
+                            f"{tuple(mask.shape)}; each dimension must have that size or size one") from error

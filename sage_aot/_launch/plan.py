@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from sage_aot._families import FAMILIES
 from sage_aot._kernels.axes import ROWS
 from sage_aot._kernels.manifest import KernelRecord
+from sage_aot._kernels.tile import Tile
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.structs import DTYPE_CODES, NULL, FastDivmod, Params, Tensor
 from sage_aot._problem.options import UNBOUNDED, bounds_of
@@ -168,7 +169,7 @@ def splits_of(problem: Problem, kernels: Kernels, sm_count: int) -> int:
     at_once = sm_count * tile.min_blocks
     if problem.part == "kv" or problem.is_empty or tiles >= at_once:
         return 1
-    kv_tiles, rows = -(-problem.seqlen_kv // tile.block_n), min(1.0, problem.seqlen_q / tile.block_m)
+    kv_tiles, rows = _most_kv_tiles(problem, tile), min(1.0, problem.seqlen_q / tile.block_m)
     time_of_tile = tile.block_n / 128 * max(1.0, headdim / 128)
 
     def time_of(splits: int) -> float:
@@ -177,6 +178,12 @@ def splits_of(problem: Problem, kernels: Kernels, sm_count: int) -> int:
         return attention if splits == 1 else attention + MERGE + MERGE_PARTIAL * rows * blocks / at_once
 
     return min(range(1, min(kv_tiles, kernels["merge"].fact("most_splits")) + 1), key=time_of)
+
+
+def _most_kv_tiles(problem: Problem, tile: Tile) -> int:
+    """KV tiles that a query tile sees, at most."""
+    in_window = sum(_window(problem)) + min(tile.block_m, problem.seqlen_q)  # keys, side by side
+    return min(-(-problem.seqlen_kv // tile.block_n), -(-in_window // tile.block_n) + 1)
 
 
 def _rows_of_heads(problem: Problem) -> int:

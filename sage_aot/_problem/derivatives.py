@@ -27,7 +27,8 @@ def check_no_grad(**tensors: torch.Tensor | None) -> None:
         if tensor is not None and tensor.requires_grad:
             raise ArgumentError(f"{name} requires grad, and attn has no backward pass; call it under torch.no_grad() "
                                 f"or torch.inference_mode(), or pass {name}.detach(); to train with f16 or bf16, head "
-                                f"dims up to {MOST_TRAINED} and no key mask call sage_aot.train_attn")
+                                f"dims up to {MOST_TRAINED}, no mask but a causal one and no sinks call "
+                                f"sage_aot.train_attn")
 
 
 # --- forward AD and torch.func ----------------------------------------------------------------------------------------

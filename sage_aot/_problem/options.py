@@ -70,7 +70,7 @@ def _is_window(value: object) -> bool:
     if value is None:
         return True
     return isinstance(value, tuple) and len(value) == 2 and all(
-        isinstance(side, int) and UNBOUNDED <= side < 2**31 for side in value)
+        isinstance(side, int) and not isinstance(side, bool) and UNBOUNDED <= side < 2**31 for side in value)
 
 
 def bounds_of(is_causal: bool, window: Sequence[int] | None) -> tuple[int, int]:
@@ -94,7 +94,8 @@ def scalar_of(value: Any) -> Any:
     one, which no option is, where it has no value, or a derivative that would be lost. A scalar on a GPU synchronizes
     with it."""
     if isinstance(value, (list, tuple)):  # dynamo of torch 2.11 cannot look up the names of their types, or of ints'
-        return tuple([item if isinstance(item, int) else scalar_of(item) for item in value])
+        return tuple([operator.index(item) if isinstance(item, int) and not isinstance(item, bool) else scalar_of(item)
+                      for item in value])
     if of_symbol := _OF_SYMBOL.get(type(value).__name__):
         return of_symbol(value)
     if getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
@@ -204,9 +205,10 @@ class Options:
     window: tuple[int, int] | None = _option(
         None, schema="int[]?", valid=_is_window, fixed=True, axis="mask", values={(47, 20): "sparse"},
         samples=(None, (47, 20), (-1, 0), (0, 0), (-1, 30), (100, -1), (300, 0), (-1, -1)), refused=(-2, 0),
-        expected=f"None, or (left, right): two integers, each {UNBOUNDED} for no bound or the number of keys",
+        expected=f"None, or (left, right): two integers, how many keys beside its own a query sees on each side, or "
+                 f"{UNBOUNDED} for no bound",
         axis_value=_mask_of,
-        help="`(left, right)`: query i sees no key further than that in front of `i + keys - queries` and behind it; "
+        help="`(left, right)`: query i sees the keys from `i + keys - queries - left` to `i + keys - queries + right`; "
              f"`{UNBOUNDED}` is no bound. As in FlashAttention")
 
     def __post_init__(self) -> None:
@@ -357,12 +359,16 @@ def schema() -> str:
     return ", ".join(f"{option.schema} {name}={_spelt_default(option)}" for name, option in OPTIONS.items())
 
 
+_SPARSE = "a window, sinks, attn_mask or block_mask"
+"""What asks for kernels of sparse masks: the option `window`, and tensors whose `axes` say so."""
+
+
 def spelt(axis: str, value: object) -> str:
     """An axis's value as the call takes it: ``smooth_v=True``."""
     for name, option in OPTIONS.items():
         for of_option, of_axis in option.values.items():
             if (option.axis, of_axis) == (axis, value):
-                return f"{name}=(left, right)" if option.axis_value else f"{name}={of_option!r}"
+                return _SPARSE if option.axis_value else f"{name}={of_option!r}"
     return f"{axis}={value!r}"
 
 

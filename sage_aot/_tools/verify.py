@@ -25,7 +25,7 @@ from sage_aot._backends.cuda.backend import CudaBackend
 from sage_aot._backends.cuda.call import CudaCall
 from sage_aot._backends.cuda.device import gpu_here
 from sage_aot._backends.drivers import default_driver
-from sage_aot._backends.emulation.backend import packed_entries, sequence_entries
+from sage_aot._backends.emulation.backend import elements_of, packed_entries, sequence_entries
 from sage_aot._backends.emulation.quantize import quantize
 from sage_aot._backends.loader import Library
 from sage_aot._call.backends import default_library
@@ -36,6 +36,7 @@ from sage_aot._launch.choose import Gpu, unsupported
 from sage_aot._problem.given import Given, Stored
 from sage_aot._problem.options import Options
 from sage_aot._problem.sequences import Sequences
+from sage_aot._problem.tensors import MASK_BLOCK
 from sage_aot._tools import reference
 from sage_aot._tools.compare import Measure, against_emulation, same
 from sage_aot.errors import CubinError, SageAotError, UnsupportedError
@@ -59,6 +60,8 @@ class Shape(NamedTuple):
     has_key_mask: bool = False
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of sequences: queries, and keys, of each
     is_stored: bool = False  # k and v are quantized before
+    has_sinks: bool = False
+    has_masks: bool = False  # of elements and of blocks
 
 
 SHAPES = (Shape(1, 4, 2, 150, 333, 0, torch.bfloat16), Shape(2, 2, 1, 129, 65, 7, torch.float16),
@@ -69,6 +72,10 @@ SHAPES = (Shape(1, 4, 2, 150, 333, 0, torch.bfloat16), Shape(2, 2, 1, 129, 65, 7
 """They have ragged tiles, grouped heads, rows that are not aligned, keys that several blocks share, k and v that are
 quantized before, and sequences without queries or without keys. With a causal mask, queries of the second and the last
 call see no key."""
+
+SPARSE_SHAPES = (Shape(2, 2, 1, 150, 300, 0, torch.bfloat16, has_sinks=True, has_masks=True),
+                 Shape(1, 2, 1, 20, 2500, 1, torch.bfloat16, has_sinks=True))
+"""Calls of kernels of sparse masks besides; of the second, splits share the keys, and the sinks."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +243,8 @@ def self_test(library: Library, record: AttnRecord, device: str, seed: int) -> O
     """Run an attention kernel with its companions on the inputs of SHAPES, and compare it with the emulation."""
     worst = 0.0
     try:
-        for shape, with_lse in itertools.product(SHAPES, _log_sum_exps(record)):
+        shapes = SHAPES + (SPARSE_SHAPES if record.spec.mask == "sparse" else ())
+        for shape, with_lse in itertools.product(shapes, _log_sum_exps(record)):
             for measure in _measures(library, record, device, seed, shape, with_lse):
                 largest = measure.excess.max().item() if measure.excess.numel() else 0.0
                 if not largest <= 1:
@@ -261,6 +269,14 @@ def _measures(library: Library, record: AttnRecord, device: str, seed: int, shap
     given = Given("dense", q, k, v)
     if shape.has_key_mask:
         given = given._replace(key_mask=torch.rand(shape.batch, shape.keys, generator=generator) < 0.7)
+    if shape.has_sinks:
+        given = given._replace(sinks=torch.randn(shape.q_heads, generator=generator))
+    if shape.has_masks:
+        of_call = shape.batch, shape.q_heads
+        given = given._replace(
+            attn_mask=torch.rand(*of_call, shape.queries, shape.keys, generator=generator) < 0.7,
+            block_mask=torch.rand(*of_call, -(-shape.queries // MASK_BLOCK), -(-shape.keys // MASK_BLOCK),
+                                  generator=generator) < 0.7)
     if shape.lengths:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         given = Sequences.of_lengths(*shape.lengths).given(q, k, v)
@@ -285,7 +301,8 @@ def _measures(library: Library, record: AttnRecord, device: str, seed: int, shap
                 yield from against_emulation(replace(plan, problem=own.problem),
                                              quantize(own.problem, plan.kernels, own.q, own.k, own.v), *of_entry)
     else:
-        yield from against_emulation(plan, quantize(problem, plan.kernels, q, k, v), out, lse)
+        yield from against_emulation(plan, quantize(problem, plan.kernels, q, k, v), out, lse, sinks=given.sinks,
+                                     elements=elements_of(problem, given))
 
 
 def _run(call: Prepared[Any], given: Given, with_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:

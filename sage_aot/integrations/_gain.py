@@ -181,8 +181,8 @@ _PROXY = {"full": 2200, "causal": 1800, "padded": 2200, "masked": 4400, "window"
 """Operations per element from which the f16 kernels, rebuilt for an H100, were faster than FlashAttention-2 there
 (bench/results/h100-2026-11-26-rebuilt). It is torch's backend on the chips that the kernels are for. Rebuilt FP8
 kernels tell little of 8.9 and 12.x: Hopper makes two f16 products of each of their products. The f16 kernels have the
-same INT8 Q·Kᵀ, and a P·V of half the speed. Masks of queries and windows were not measured: on Hopper their thresholds
-are up to twice that of a mask of keys."""
+same INT8 Q·Kᵀ, and a P·V of half the speed. Masks of queries and windows were not measured there: they take twice
+the threshold of a mask of keys, far above what Hopper's windows need."""
 
 _SLOWER_MEMORY = {(8, 0): 1.2, (8, 6): 1.6, (8, 7): 1.6, (8, 9): 2.3, (12, 0): 2.3, (12, 1): 3.6}
 """By what factor the slowest memory of a chip's cards, beside its f16 tensor cores, is slower than an H100's:

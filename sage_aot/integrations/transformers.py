@@ -32,9 +32,11 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+    if "q_length" not in inspect.signature(sdpa_mask).parameters:
+        raise ImportError("masks are made of cache_position")
 except ImportError as error:
-    raise UnsupportedError(f"sage_aot.integrations.transformers: expected transformers 5.0 or later, got: {error}; "
-                           f"pip install 'transformers>=5'") from error
+    raise UnsupportedError(f"sage_aot.integrations.transformers: expected transformers 5.4 or later, got: {error}; "
+                           f"pip install 'transformers>=5.4'") from error
 
 NAME = "sage_aot"
 

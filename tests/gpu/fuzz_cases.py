@@ -85,7 +85,7 @@ class Case(_SizesAndOptions):
     return_lse: bool = _varied({True: 1, False: 1})  # no P is linear beside a log-sum-exp
     dtype: str = _varied({"bf16": 2, "f16": 2, "f32": 1})
     kind: str = _varied({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
-                         "tiny": 1, "sink": 2, "falling": 1, "heavy_v": 1, "sparse_v": 1,
+                         "tiny": 1, "sink": 2, "falling": 1, "low": 1, "heavy_v": 1, "sparse_v": 1,
                          "spike": 0, "stepped_v": 0})  # for tests/sim: to draw them would change a seed's other cases
     planted: str = _varied({"none": 24, "q:nan": 1, "k:nan": 1, "v:nan": 1, "q:inf": 1, "k:inf": 1, "v:inf": 1})
     mask_kind: str = _varied({"none": 8, "random": 2, "left": 1, "right": 1, "few": 1, "one": 1, "nothing": 1,
@@ -517,6 +517,13 @@ def _falling(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> N
     k[..., 0] = torch.arange(k.shape[2], 0, -1, device=k.device) * (0.05 * case.headdim**0.5)
 
 
+def _low(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Scores of some 2^-60 behind keys of nearly no size, whose own are near one."""
+    q[:] = 3.0
+    k[:, :, :128] *= 1e-4
+    k[:, :, 128:] = -60.0 / (3.0 * math.log2(math.e) * case.headdim**0.5)
+
+
 def _heavy_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """KV tiles that need factors of their own: one value far larger than all others, and tiles of far smaller ones."""
     v[:, :, v.shape[2] // 2] *= 3000.0
@@ -535,7 +542,7 @@ def _stepped_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
 
 _CHANGES = {"normal": _unchanged, "outlier": _unchanged, "constant": _constant, "biased_v": _biased_v, "zeros": _zeros,
             "huge": _huge, "wide_v": _wide_v, "tiny": _tiny, "spike": _spike,
-            "sink": _sink, "falling": _falling, "heavy_v": _heavy_v, "sparse_v": _sparse_v,
+            "sink": _sink, "falling": _falling, "low": _low, "heavy_v": _heavy_v, "sparse_v": _sparse_v,
             "stepped_v": _stepped_v}
 
 

@@ -64,7 +64,7 @@ SHOWN_BY = {
     "attn/merge.cuh": (_INT8, _HOPPER_WIDE, _MANY_SPLITS),
     "attn/mma/nvfp4.cuh": (_NVFP4, _NVFP4_WIDE, _NVFP4_CAUSAL),
     "attn/mma/pv.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _MXFP8),
-    "attn/mma/kv_stream.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _NVFP4),
+    "attn/mma/kv_stream.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _NVFP4, _SPARSE),
     "attn/": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN, _SPARSE),
     "problem/work_tile.cuh": (_INT8, _SMOOTH, _HOPPER, _HOPPER_WIDE, _K_INF, _V_NAN, _SPARSE),
     "problem/equal_lengths.cuh": (_INT8, _INT8_CAUSAL, _HOPPER_WIDE, _WIDE_CAUSAL),
@@ -130,7 +130,7 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("OnlineSoftmax::foldable", OffByOne("of_row < Product::kLargestFolded")):
         "of one value alone, for which either way is right",
     ("kv_range", Sign("min(first_row + kRows, seqlen.q()) - 1")): "one KV tile more, masked as a whole",
-    ("warp_sees", OffByOne("keys.begin < Config::kBlockN")): "every row sees the first key",
+    ("warp_sees", OffByOne("keys.begin < Config::kBlockN")): "a warp goes over a KV tile that its rows do not see",
     ("warp_sees", OffByOne("keys.end > 0")): "a warp goes over a KV tile that its rows do not see",
     ("AttentionMma::warp_sees", Always(
         "if constexpr (Config::kMask == Mask::kSparse) { const TileEntry entry = entry_at<Config>(params, work, "
@@ -158,12 +158,10 @@ HARMLESS: dict[tuple[str, Operation], str] = {
         "if constexpr (!kTogether) { own_kv = work.template kv_of_rows<Config, kWarpgroupRows>(params, consumer * "
         "kWarpgroupRows); }")): "a range that nothing reads where consumers ping-pong",
     ("rows_see", OffByOne("visible_keys<Mask::kSparse>(seqlen, first_row).begin < end_key")):
-        "end_key is never zero",
+        "delta_s that nothing reads",
     ("rows_see", OffByOne("first_key < visible_keys<Mask::kSparse>(seqlen, last_row).end")):
         "delta_s that nothing reads",
     ("KvRange::of_split", OffByOne("full_begin <= begin")): "fewer masked tiles than none are none",
-    ("KvRange::of_split", First("full_begin <= begin ? 0 : min(full_begin - first, tiles)")):
-        "every row sees the first key",
     ("KvRange::of_split", Second("full_begin <= begin ? 0 : min(full_begin - first, tiles)")):
         "fewer masked tiles than none are none",
     ("KvRange::tiles_of_split", Sign("end - begin + splits.divisor - 1")): "another partition of the KV tiles",

@@ -115,8 +115,8 @@ OF_EXPONENTIALS = {"split", "floats", "narrow"}
 """Cases that tell of a kernel with a linear P no more than of the one with exponentials: keys that are split have these
 anyway."""
 
-OF_SPARSE_MASKS = {"plain", "masked", "sequences", "split", "falling", "sinks", "whole", "blocks", "elements", "turns",
-                   "far"}
+OF_SPARSE_MASKS = {"plain", "masked", "sequences", "split", "falling", "sinks", "whole", "blocks", "elements", "spoilt",
+                   "turns", "far"}
 """The cases of a kernel with a sparse mask: what other cases tell, they tell of the same kernel with another mask."""
 
 EXTREMES = (
@@ -225,7 +225,7 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     trained oddly: values that are not finite, and rows of no whole vectors, which are copied, or of fewer vectors than
         the kernel's, read where they lie, TRAINED.
     falling, for P of few bits: scores behind which references fall, once by far or from tile to tile.
-    sinks, whole, blocks, elements, turns, of sparse masks: _masks_of_queries().
+    sinks, whole, blocks, elements, spoilt, turns, of sparse masks: _masks_of_queries().
     large, trained large, of the first kernel with each softmax: scores beyond all bits of a reference's fraction.
 
     On Hopper also
@@ -307,17 +307,22 @@ def _masks_of_queries(spec: AttnSpec, plain: Case) -> dict[str, Case]:
     blocks: of 64 x 64, drawn for each head; some query tile sees nothing.
     elements: drawn, with a window, a key mask and sinks; values that are not finite. Rows of the mask of one kernel
         are whole vectors.
-    turns: keys in some KV tiles, none in those between, which other rows of the query tile see."""
+    spoilt: one whole tile, and a key that is not finite: no bits stand behind those of its last row.
+    turns: keys in some KV tiles, none in those between, which other rows of the query tile see: scores far below the
+        hidden ones, which count for nothing."""
     tile = KERNELS[spec].tile
     keys = 3 * tile.block_n + 42
     return {"sinks": replace(plain, window=None, is_causal=True, sinks="drawn", seqlen_q=200, seqlen_kv=170),
             "whole": replace(plain, window=None, sinks="drawn", seqlen_kv=2 * tile.block_n),
             "blocks": replace(plain, window=None, blocks="heads" if spec.v == "vraw" else "64", batch=2, seqlen_q=200,
-                              seqlen_kv=max(keys, 400), planted="k:nan" if spec.v == "vraw" else "none"),
+                              seqlen_kv=max(keys, 400), planted="k:nan"),
             "elements": replace(plain, elements="random" if spec.v == "vraw" else "documents", batch=2, kv_heads=2,
                                 group=1, mask_kind="random", sinks="high", window=(200, 40), planted="v:inf",
                                 seqlen_q=100, seqlen_kv=keys if spec.v == "vraw" else keys + 6),
-            "turns": replace(plain, window=None, elements="turns", group=1, seqlen_q=64, seqlen_kv=1700)}
+            "spoilt": replace(plain, window=None, elements="random", planted="k:nan", group=1, seqlen_q=tile.block_m,
+                              seqlen_kv=tile.block_n),
+            "turns": replace(plain, window=None, elements="turns", kind="low", smooth_k=False, group=1, seqlen_q=64,
+                             seqlen_kv=1700)}
 
 
 def _plain_keys(spec: AttnSpec) -> int:

@@ -122,6 +122,17 @@ def test_the_splits_of_a_gpu_here_are_told(monkeypatch, shape, options, splits):
 
 
 @pytest.mark.kernels("sm80", "sm86", "sm89", "sm90")
+def test_a_call_with_lists_splits_no_keys(monkeypatch):
+    monkeypatch.setattr(explaining, "_gpu", lambda *_: Gpu((9, 0), 13000, "H200"))
+    monkeypatch.setattr(explaining, "default_driver", lambda: None)
+    monkeypatch.setattr(explaining, "sm_count", lambda device: 132)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 2, rows, 128, device="cuda:0", dtype=torch.float16) for rows in (64, 8192, 8192))
+        told = sage_aot.explain(q, k, v, attn_mask=torch.ones(64, 8192, dtype=torch.bool, device="cuda:0"))
+    assert told.splits == 1 and "merge" not in told.kernels.companions
+
+
+@pytest.mark.kernels("sm80", "sm86", "sm89", "sm90")
 def test_without_tensors_the_splits_are_not_known(monkeypatch):
     monkeypatch.setattr(explaining, "_gpu", lambda *_: Gpu((9, 0), 13000, "H200"))
     monkeypatch.setattr(explaining, "default_driver", lambda: None)

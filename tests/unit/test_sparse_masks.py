@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import sage_aot
 
@@ -105,7 +105,7 @@ def test_a_window_of_sequences_is_that_of_each(arch):
         assert torch.equal(out[of_q], expected[0].transpose(0, 1))
 
 
-@pytest.mark.parametrize("window", [(-2, 0), (1,), (1, 2, 3), (1.5, 2), ("1", 2), 5, "all", (2**31, 0)],
+@pytest.mark.parametrize("window", [(-2, 0), (1,), (1, 2, 3), (1.5, 2), ("1", 2), 5, "all", (2**31, 0), (True, 2)],
                          ids=str)
 def test_windows_that_are_none(window):
     q, k, v = draw(20, 20)
@@ -201,6 +201,27 @@ def test_what_is_not_finite_spoils_only_the_rows_that_see_it(arch):
     assert out.isnan().sum() == 2 * 100 * 64 + 2 * 100
 
 
+def test_a_mask_without_dimensions_holds_for_every_score():
+    q, k, v = draw(70, 80)
+    assert torch.equal(sage_aot.attn(q, k, v, attn_mask=torch.tensor(True)), sage_aot.attn(q, k, v))
+    assert not sage_aot.attn(q, k, v, attn_mask=torch.tensor(False)).any()
+
+
+def test_four_bits_have_no_kernels_for_sparse_masks():
+    said = sage_aot.supports(*draw(), qk="int4", sinks=torch.zeros(4))
+    assert said and "a window, sinks, attn_mask or block_mask, qk='int4'" in said and "window=(" not in said
+
+
+def test_explain_takes_the_masks_of_a_call(monkeypatch):
+    monkeypatch.setenv("SAGE_AOT_EMULATE", "sm90")
+    q, k, v = draw()
+    of_queries = {"attn_mask": torch.ones(QUERIES, KEYS, dtype=torch.bool)}
+    for masks in (of_queries, {"block_mask": sage_aot.block_mask(blocks_of(0.5, 3, 4))}):
+        assert [record.spec.kind for record in sage_aot.explain(q, k, v, **masks).kernels.records].count("lists") == 1
+    told = sage_aot.explain(q, k, v, attn_mask=torch.ones(2, 1, 1, KEYS, dtype=torch.bool))
+    assert (told.kernels.attn.spec.mask, [record.spec.kind for record in told.kernels.records][0]) == ("full", "pack")
+
+
 def test_a_bias_is_refused():
     q, k, v = draw(20, 20)
     expected = r"attn_mask: expected torch\.bool.*an additive bias has no kernel"
@@ -260,14 +281,40 @@ def test_a_block_mask_of_torch(arch):
           exact(q, k, v, seen.expand(2, 4, QUERIES, KEYS)))
 
 
+def test_full_blocks_of_a_torch_block_mask_are_seen_whole(arch):
+    """Of four blocks those off the diagonal are full, also the one behind it, which the mask_mod would hide."""
+    ones, own, other = torch.ones(1, 1, 2, dtype=torch.int32), [[[[0, 1], [1, 0]]]], [[[[1, 0], [0, 1]]]]
+    mask = BlockMask.from_kv_blocks(ones, torch.tensor(own, dtype=torch.int32), ones,
+                                    torch.tensor(other, dtype=torch.int32), BLOCK_SIZE=128,
+                                    mask_mod=lambda batch, head, query, key: query >= key)
+    q, k, v = draw(256, 256)
+    seen = torch.ones(256, 256, dtype=torch.bool)
+    seen[:128, :128] = seen[128:, 128:] = torch.ones(128, 128, dtype=torch.bool).tril()
+    check(sage_aot.attn(q, k, v, block_mask=sage_aot.block_mask(mask), return_lse=True),
+          exact(q, k, v, seen.expand(2, 4, 256, 256)))
+
+
+def test_a_block_mask_moves_to_another_device():
+    made = create_block_mask(lambda batch, head, query, key: query >= key, None, None, 256, 256, device="cpu")
+    for mask in (sage_aot.block_mask(blocks_of()), sage_aot.block_mask(made)):
+        moved = mask.to("meta")
+        assert (moved.device.type, moved.block_size) == ("meta", mask.block_size)
+        assert (moved.elements is None) == (mask.elements is None)
+
+
 @pytest.mark.parametrize(("make", "says"), [
-    (lambda: sage_aot.block_mask(torch.ones(2, 2)), "mask: expected torch.bool [batch, q heads, query blocks"),
+    (lambda: sage_aot.block_mask(torch.ones(2, 2)), "mask: expected torch.bool, True where blocks are seen"),
+    (lambda: sage_aot.block_mask(torch.ones(2, dtype=torch.bool)), "mask: expected [batch, q heads, query blocks"),
+    (lambda: sage_aot.attn(*draw(), block_mask=sage_aot.block_mask(create_block_mask(
+        lambda batch, head, query, key: query >= key, None, None, 384, 500, device="cpu"))),
+     "block_mask: expected one of 300 queries and 410 keys, got one of 384 and 500"),
     (lambda: sage_aot.block_mask(torch.ones(2, 2, dtype=torch.bool), 100), "block_size: expected multiples of 64"),
     (lambda: sage_aot.block_mask([[True]]), "mask: expected a bool tensor of blocks or a torch BlockMask, got list"),
     (lambda: sage_aot.attn(*draw(), block_mask=sage_aot.block_mask(torch.ones(2, 4, dtype=torch.bool))),
      "block_mask: expected blocks of (128, 128) for 300 queries and 410 keys, got 2 x 4 of them"),
     (lambda: sage_aot.attn(*draw(), block_mask=torch.ones(3, 4, dtype=torch.bool)),
-     "block_mask: expected a sage_aot.BlockMask, got Tensor")], ids=["dtype", "size", "list", "lengths", "tensor"])
+     "block_mask: expected a sage_aot.BlockMask, got Tensor")], 
+    ids=["dtype", "dimensions", "torch's lengths", "size", "list", "lengths", "tensor"])
 def test_blocks_that_are_none(make, says):
     with pytest.raises(sage_aot.ArgumentError, match=re.escape(says)):
         make()
@@ -279,6 +326,9 @@ def test_sequences_take_no_masks_of_queries():
     said = sage_aot.supports(q, k, v, cu_seqlens_q=begins[0], cu_seqlens_k=begins[1], max_seqlen_q=300,
                              max_seqlen_k=410, attn_mask=torch.ones(300, 410, dtype=torch.bool))
     assert said and said.startswith("attn_mask: expected None in a call of attn_varlen")
+    said = sage_aot.supports(q, k, v, cu_seqlens_q=begins[0], cu_seqlens_k=begins[1], max_seqlen_q=300,
+                             max_seqlen_k=410, block_mask=sage_aot.block_mask(blocks_of()))
+    assert said and said.endswith("call attn for each sequence")
 
 
 # --- torch ------------------------------------------------------------------------------------------------------------
@@ -294,6 +344,17 @@ def test_compiled_calls_have_the_bits_of_eager_ones():
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(q, k, v), call(q, k, v))
+
+
+def test_a_compiled_window_may_follow_from_sizes():
+    q, k, v = draw()
+
+    def call(q, k, v, left):
+        return sage_aot.attn(q, k, v, window=(left, k.shape[2] // 4))
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for left in (5, 9, 60):
+        assert torch.equal(compiled(q, k, v, left), call(q, k, v, left))
 
 
 def test_mapped_sinks_are_those_of_each_entry():

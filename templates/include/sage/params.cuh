@@ -54,7 +54,8 @@ struct QuantParams {
   float* v_scale;     // likewise
   float* v_mean;      // likewise, as k_mean
   float* row_bias;    // [batch * num_q_heads][q_tiles * block_m], log2 units: what smoothing K took off a row's scores
-  float* lse;         // not written; null: no log-sum-exp is needed, and row_bias is zero where a row is finite
+  float* lse;         // not written; not null where the call returns one, splits keys or has sinks; null: row_bias is
+                      // zero where a row is finite
   u32* tile_counter;  // [1], zeroed for the attention kernel's tile scheduler
   const i32* key_rank;      // as PackParams; null: no key mask
   const i32* key_index;     // likewise
@@ -231,7 +232,7 @@ constexpr auto fields_of(const AttnParams*) {
 // [batch]; split_rows in all.
 struct MergeParams {
   const float* partial_out;  // [splits][split_rows][partial_headdim]
-  const float* partial_lse;  // [splits][split_rows], natural log; -inf where the row sees none of the split's keys
+  const float* partial_lse;  // [splits][split_rows], natural log; -inf where the row sees no key or sink of the split
   Tensor out;                // as AttnParams of a call whose keys are not split
   float* lse;                // likewise
   const i32* cu_seqlens_q;   // as AttnParams

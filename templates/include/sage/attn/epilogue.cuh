@@ -191,10 +191,9 @@ __device__ __forceinline__ float sink_of(const AttnParams& params, const WorkTil
 }
 
 // Finishes acc_o in place and stores it. o_factor: the unit in which acc_o counts. references.row_sum and lse_sum, the
-// sums of P for the log-sum-exp, are of whole rows. A row that saw no key is zero, its log-sum-exp -inf,
-// or the sink where its head has one. What finite
-// values make is finite: outputs are clamped to the range of their dtype, and where P overflowed before rounding, the
-// log-sum-exp takes the sum of the rounded P.
+// sums of P for the log-sum-exp, are of whole rows. A row that saw no key is zero, its log-sum-exp -inf, or the sink
+// where its head has one. What finite values make is finite: outputs are clamped to the range of their dtype, and where
+// P overflowed before rounding, the log-sum-exp takes the sum of the rounded P.
 template <class Config, class References, class Accumulator, class Constants, class Store>
 __device__ __forceinline__ void store_output(const AttnParams& params, const WorkTile& work, i32 warp, i32 lane,
                                              Accumulator& acc_o, float o_factor, const References& references,
@@ -204,17 +203,19 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
   constexpr float kUnit = References::kSumUnit;
   const i32 first = warp * Config::kWarpM;  // row of the query tile
 
-  VisibleKeys<Config::kMask> keys[kRows];
+  VisibleKeys<Config::kMask> keys[kRows];  // of a dense mask
+  if constexpr (Config::kMask != Mask::kSparse) {
 #pragma unroll
-  for (i32 r = 0; r < kRows; ++r) {
-    const i32 row = work.first_row + first + lane / 4 + 8 * r;
-    keys[r] = visible_keys<Config::kMask>(work.seqlen(params), row);
+    for (i32 r = 0; r < kRows; ++r) {
+      const i32 row = work.first_row + first + lane / 4 + 8 * r;
+      keys[r] = visible_keys<Config::kMask>(work.seqlen(params), row);
+    }
   }
 
   // A query that is not finite has a row_bias that is not finite, which makes the row NaN. Rows that see no key stay
   // zero.
   float factor[kRows];  // of O
-  float share[kRows];   // of the mean of V, the sum of P: 1 where the row saw a key, less where there is a sink
+  float share[kRows];   // of the keys in the softmax: 1, less where there is a sink, 0 where the row saw no key
 #pragma unroll
   for (i32 r = 0; r < kRows; ++r) {
     const i32 own = first + lane / 4 + 8 * r, row = work.first_row + own;
@@ -230,7 +231,7 @@ __device__ __forceinline__ void store_output(const AttnParams& params, const Wor
     if constexpr (Config::kMask == Mask::kSparse) {
       sink = sink_of(params, work);
       if (sum > 0.0f) {
-        const float rise = sink - references.row_ref[r] - bias - ptx::lg2(sum / kUnit);  // exact where it counts
+        const float rise = sink - references.row_ref[r] - bias - ptx::lg2(sum / kUnit);
         share[r] = sink == -ptx::infinity() ? 1.0f : 1.0f / (1.0f + ptx::ex2(rise));
       }
       factor[r] *= share[r];

@@ -74,10 +74,11 @@ struct SpoilRows {
 
   // A lane looks at one row.
   __device__ __forceinline__ void spoil_rows(const KvLine& line, const Place& at) const {
+    if (lane >= rows) return;
     u32 seen = 0;
 #pragma unroll 1
     for (i32 w = 0; w < kKeyWords; ++w) seen |= line.k_spoilt[w] & keys_of(lane, at, w);
-    if (lane >= rows || seen == 0) return;
+    if (seen == 0) return;
 #pragma unroll 1
     for (i32 c = 0; c < params.headdim; ++c) store_nan(first_row + lane, c);
     if (params.lse != nullptr) {

@@ -39,10 +39,16 @@ struct TileEntry {
   }
 };
 
+// Blocks of 64 keys in a KV tile.
+template <class Config>
+constexpr i32 kKeyBlocks = Config::kBlockN > kMaskBlock ? Config::kBlockN / kMaskBlock : 1;
+
 // The KV tile at a place, counted as WorkTile::kv is. Without a list, tiles behind the whole ones may be cut by the
 // window.
 template <class Config>
 __device__ __forceinline__ TileEntry entry_at(const AttnParams& params, const WorkTile& work, i32 place) {
+  static_assert(Config::kBlockM % kMaskBlock == 0);
+  static_assert(Config::kBlockM / kMaskBlock * kKeyBlocks<Config> <= TileEntry::kMostBlocks);
   if (params.tile_lists == nullptr) {
     const u32 entry = static_cast<u32>(work.kv.rotated(place)) | TileEntry::kEveryBlock;
     return {place < work.kv.template whole<Mask::kSparse>() ? entry : entry | TileEntry::kCut};
@@ -63,6 +69,7 @@ __device__ __forceinline__ i32 tile_at(const AttnParams& params, const WorkTile&
 template <i32 kBlockN>
 struct FragmentBits {
   static constexpr i32 kField = kBlockN / 16;  // bits of an e
+  static_assert(kField == 2 || kField == 4 || kField == 8);
   static constexpr u32 kOfField = (1u << kField) - 1;
   static constexpr u32 kEveryField = kField == 8 ? 0x01010101 : kField == 4 ? 0x1111 : 0x55;
   static constexpr u32 kAll = kEveryField * kOfField;
@@ -97,6 +104,7 @@ struct FragmentBits {
     else return row[t];
   }
   __device__ __forceinline__ static u32 load_shared(u32 address) {
+    static_assert(kField > 2, "a word of bits is two bytes at least");
     if constexpr (kField == 8) return ptx::load_shared_u32(address);
     else return ptx::load_shared_u16(address);
   }
@@ -105,10 +113,6 @@ struct FragmentBits {
     else ptx::store_shared_u16(address, word);
   }
 };
-
-// Blocks of 64 keys in a KV tile.
-template <class Config>
-constexpr i32 kKeyBlocks = Config::kBlockN > kMaskBlock ? Config::kBlockN / kMaskBlock : 1;
 
 // A KV tile's bits of all rows of the query tile.
 template <class Config>

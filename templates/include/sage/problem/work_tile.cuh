@@ -18,7 +18,7 @@ struct WorkTile {
   i32 first_kv_tile;  // index into kv_hat of the first KV tile that the block may see; kv counts from there on
   i32 q_begin;        // row of the batch entry's first query in out and lse, behind the rows of earlier splits
   Lengths lengths;    // of the batch entry
-  KvRange kv;         // from 0 on
+  KvRange kv;         // from 0 on; of a list, places in it, of which those before full_end are seen whole
   i32 first_key;      // of the first KV tile that the block sees, in its batch entry; 0 but in later splits
 
   __device__ __forceinline__ Seqlen<AttnParams, true> seqlen(const AttnParams& params) const {
@@ -66,8 +66,9 @@ __device__ __forceinline__ i64 list_index(const AttnParams& params, const WorkTi
 }
 
 // index: splits of a query tile fastest, then query tiles of a head, then heads. Query tiles of a head are neighbours:
-// blocks that run together read the same K and V from L2. Causal takes the query tiles of a head from the last, which
-// has the most keys, so that a grid with one block a work tile ends with short blocks.
+// blocks that run together read the same K and V from L2. All masks but full take the query tiles of a
+// head from the last, which under a causal mask has the most keys, so that a grid with one block a work tile ends with
+// short blocks.
 // The epilogue of the mma family computes the WorkTile again, which saves registers across the main loop.
 template <class Config>
 __device__ __forceinline__ WorkTile work_tile(const AttnParams& params, i32 index) {

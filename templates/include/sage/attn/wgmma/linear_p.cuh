@@ -21,20 +21,21 @@ constexpr float kLargestLinearScore = 65.0f;
 
 // The line as the bits of an f32, 2^23 an octave, which are then converted as 2^x is. For integer scores of at most
 // kLargestLinearScore in this tile and in all before it: an f32 has room for 126 octaves below one, a score may lie
-// that much below the largest. Their scale is then below 2^-7, the reference within ±128.
+// that much below the largest. Their scale is then below 2^-7, the reference within ±128. A masked score makes some
+// byte, which the caller hides: its product wraps around.
 template <i32 kRows>
 struct BitsLine {
-  i32 factor, offset[kRows];
+  u32 factor, offset[kRows];
 
   __device__ __forceinline__ BitsLine(float scale, const float (&row_ref)[kRows]) {
     // Rounded to integers by a sum: an integer conversion would make the whole tile wait.
     constexpr float kUnits = 0x1.8p23f, kUnitsOf2p15 = 0x1.8p8f;
-    factor = __float_as_int(fmaf(scale, 0x1p23f, kUnits)) - __float_as_int(kUnits);
+    factor = __float_as_uint(fmaf(scale, 0x1p23f, kUnits)) - __float_as_uint(kUnits);
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
-      constexpr i32 kAtZero = static_cast<i32>((8 * 127 - kShift) * 0x1p20f);
+      constexpr u32 kAtZero = static_cast<u32>((8 * 127 - kShift) * 0x1p20f);
       const u32 reference = __float_as_uint(row_ref[r] + kUnitsOf2p15) - __float_as_uint(kUnitsOf2p15);
-      offset[r] = static_cast<i32>(kAtZero - reference * 256u);
+      offset[r] = kAtZero - reference * 256u;
     }
   }
   // Four bytes of P; score(e): of the row r.
@@ -42,7 +43,7 @@ struct BitsLine {
   __device__ __forceinline__ u32 bytes(i32 r, Score score) const {
     float x[4];
 #pragma unroll
-    for (i32 e = 0; e < 4; ++e) x[e] = __int_as_float(score(e) * factor + offset[r]);
+    for (i32 e = 0; e < 4; ++e) x[e] = __uint_as_float(static_cast<u32>(score(e)) * factor + offset[r]);
     return ptx::e4m3x4(x[0], x[1], x[2], x[3]);
   }
 };

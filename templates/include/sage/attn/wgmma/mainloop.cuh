@@ -454,8 +454,7 @@ struct Mainloop {
     return seen;
   }
 
-  // Whether scores are in f32 before P follows from them. A linear P takes integers also where a mask hides keys. A
-  // row of which it hides all has a reference all the same, which falls to the masked score, or as far as it may.
+  // Whether scores are in f32 before P follows from them. A linear P takes integers also where a mask hides keys.
   template <P kOwnP, bool kMasked>
   static constexpr bool kFinished = Config::kSmoothQ || (kMasked && kOwnP == P::kExp2);
 
@@ -470,6 +469,13 @@ struct Mainloop {
       apply_mask<Config>(acc_s, own_row(), lane, place);
     }
     Softmax::template find_largest<kFinished<kOwnP, kMasked>>(acc_s, own_largest);
+    if constexpr (kMasked && !kFinished<kOwnP, kMasked>) {
+      // A hidden score is an integer, which a small scale would make larger than scores of the tiles that the row sees.
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        if (own_largest[r] == static_cast<float>(kMaskedScore)) own_largest[r] = -ptx::infinity();
+      }
+    }
   }
 
   // The keys that this lane's row sees, for apply_mask(). A branch keeps the look-up out of the main loop's schedule:

@@ -80,7 +80,7 @@ struct SharedStorage {
   }
   __device__ __forceinline__ u32 query(i32 buffer) const { return first + buffer * kQueryBytes; }
   __device__ __forceinline__ u32 kv_stage(i32 stage) const { return first + kKvStages + stage * kStageBytes; }
-  // The producer's thread for Q arrives, its thread for KV tiles waits.
+  // The producer's thread for Q arrives; its thread for KV tiles and its warps that find norms and make bits wait.
   __device__ __forceinline__ u32 query_tile_full(i32 buffer) const { return first + kBarriers + buffer * 24; }
   // The producer arrives, with the buffer's bytes; consumers wait.
   __device__ __forceinline__ u32 query_full(i32 buffer) const { return query_tile_full(buffer) + 8; }

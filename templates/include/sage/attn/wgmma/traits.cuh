@@ -46,8 +46,8 @@ struct WgmmaTraits {
   static constexpr i32 kRoom = kPairs ? 3 : 0;  // of the first tile's P, for the second
 
   // Whether an odd last full tile may open R: a masked step or the last P·V then completes the pair. A call whose keys
-  // are whole tiles then executes no masked step. With three consumers this would cost a dozen register moves in the
-  // loop. Head dim 64 has them but for sparse masks, whose outputs have the bits of dense ones where all is seen.
+  // are whole tiles then executes no masked step. With three consumers, which dense kernels of head dim 64
+  // have, this would cost a dozen register moves in the loop. Their sparse masks keep their bits where all is seen.
   static constexpr bool kOpenEnd = kPairs && Config::kHeadDim == 128;
 };
 
