@@ -1,6 +1,6 @@
 // sage_attn_sm90_d64_qkint8_pve4m3_acc2f32_causal_vsmooth_qsmooth
 // Written by codegen from templates/attn_wgmma.cu.jinja and this row of build_matrix.yaml:
-//   {family: wgmma, arch: sm90, headdim: 64}
+//   {family: wgmma, arch: sm90, headdim: 64, mask: [full, causal]}
 // Attention on quantized Q, K and V with wgmma and TMA bulk copies.
 
 #include "sage/attn/wgmma/kernel.cuh"

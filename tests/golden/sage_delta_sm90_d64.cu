@@ -1,6 +1,6 @@
 // sage_delta_sm90_d64
 // Written by codegen from templates/delta_s.cu.jinja and this row of build_matrix.yaml:
-//   {family: wgmma, arch: sm90, headdim: 64}
+//   {family: wgmma, arch: sm90, headdim: 64, mask: [full, causal]}
 // delta_s, the term of the scores that smoothing Q takes off.
 
 #include "sage/quant/delta_s.cuh"

@@ -10,6 +10,7 @@ struct Config {
   static constexpr sage::Qk kQk = sage::Qk::kInt8;  // type of the quantized Q and K
   static constexpr sage::Pv kPv = sage::Pv::kE4m3;  // type of the quantized V
   static constexpr int kBlockM = 128;  // query rows of a tile
+  static constexpr int kOtherBlockM = 128;  // of kernels whose tiles have another height
   static constexpr int kBlockN = 64;  // keys of a tile
   static constexpr int kWarpM = 32;  // query rows of a warp of the attention kernel
   static constexpr bool kKeyNorms = false;  // whether a tile's line has norms of its keys

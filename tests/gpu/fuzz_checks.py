@@ -266,6 +266,8 @@ def _compare_stored(case: Case, inputs: Inputs, direct: Made) -> list[Measure]:
     others = {name: value for name, value in case.arguments.items() if name not in own}
     own |= inputs.of_queries
     key_mask, attn_mask = inputs.key_mask, own.get("attn_mask")
+    if attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     if attn_mask is not None and attn_mask.shape[1:3] == (1, 1) and own.get("block_mask") is None:
         of_keys = attn_mask[:, 0, 0].expand(inputs.q.shape[0], case.seqlen_kv)  # as documented, a key mask
         key_mask = of_keys if key_mask is None else of_keys & key_mask
