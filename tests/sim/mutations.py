@@ -1549,7 +1549,7 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
      _S8_FULL, "access outside an allocation"),
     ("an open end not told of", "attn/wgmma/kernel.cuh", "AttentionWgmma::facts",
      Put("Traits::kOpenEnd", instead="0"),
-     _HOPPER_WIDE, "rows beyond the tight bound"),
+     _LINEAR_WIDE, "rows beyond the tight bound"),
     ("KV tiles of consumers apart not told of", "attn/wgmma/kernel.cuh", "AttentionWgmma::facts",
      Put("Traits::kRowsOfRange", instead="Config::kBlockM"),
      _HOPPER_NARROW_CAUSAL, "rows beyond the tight bound"),
