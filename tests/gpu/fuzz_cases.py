@@ -222,6 +222,8 @@ def draw_call(seed: int, index: int, built: dict[str, dict[str, set]], longest: 
 
 def complete(case: Case) -> Case:
     """The case with what follows from its fields: one key where it has one, and what its entry point takes."""
+    if case.trained and case.kind == "low":  # of keys that are all alike the gradient of q is nothing but rounding
+        case = dataclasses.replace(case, entry="attn")
     if case.one_key and case.has_sequences or case.one_key and case.trained:
         case = dataclasses.replace(case, seqlen_kv=1)
     elif case.one_key:
@@ -250,8 +252,6 @@ def as_trained(case: Case) -> Case:
     sizes = {name: max(1, getattr(case, name)) for name in ("batch", "kv_heads", "group", "seqlen_q", "seqlen_kv")}
     others = {name: getattr(case, name) for name in ("arch", "seed", "is_causal", "scale", "layout", "kind", "planted",
                                                      "strides", "stream", "scores", "values", "one_key")}
-    if case.kind == "low":  # of keys that are all alike the gradient of q is nothing but rounding
-        others["kind"] = "normal"
     return Case(**sizes, **others, headdim=min(case.headdim, MOST_TRAINED), entry="train_attn",
                 dtype=case.dtype if case.dtype != "f32" else "bf16")
 

@@ -313,7 +313,7 @@ def test_a_block_mask_moves_to_another_device():
     (lambda: sage_aot.attn(*draw(), block_mask=sage_aot.block_mask(torch.ones(2, 4, dtype=torch.bool))),
      "block_mask: expected blocks of (128, 128) for 300 queries and 410 keys, got 2 x 4 of them"),
     (lambda: sage_aot.attn(*draw(), block_mask=torch.ones(3, 4, dtype=torch.bool)),
-     "block_mask: expected a sage_aot.BlockMask, got Tensor")], 
+     "block_mask: expected a sage_aot.BlockMask, got Tensor")],
     ids=["dtype", "dimensions", "torch's lengths", "size", "list", "lengths", "tensor"])
 def test_blocks_that_are_none(make, says):
     with pytest.raises(sage_aot.ArgumentError, match=re.escape(says)):
