@@ -54,12 +54,16 @@ def _source_of(kernel: PlannedKernel) -> str:
 _RENDERER = Renderer(PROJECT.templates)
 
 
+def may_be_simulated(spec: AttnSpec) -> bool:
+    """False for a kernel of sparse masks that smooths one of Q and V alone: it has no code that others lack."""
+    return spec.mask != "sparse" or spec.v.removeprefix("v") == spec.q.removeprefix("q")
+
+
 def _simulated() -> tuple[AttnSpec, ...]:
     """Of kernels with one source the first; of sparse masks those that smooth everything or nothing. Chips that add no
     source have their own accumulators all the same: of them those that smooth everything under a causal mask. PTX is
     for no chip of its own."""
-    found = {spec for spec in {source_of(spec): spec for spec in reversed(SPECS)}.values()
-             if spec.mask != "sparse" or spec.v.removeprefix("v") == spec.q.removeprefix("q")}
+    found = {spec for spec in {source_of(spec): spec for spec in reversed(SPECS)}.values() if may_be_simulated(spec)}
     archs = {spec.arch for spec in found}
     found |= {spec for spec in SPECS if spec.arch not in archs and not is_ptx(spec.arch)
               and (spec.mask, spec.v, spec.q) == ("causal", "vsmooth", "qsmooth")}
