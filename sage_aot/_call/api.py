@@ -8,7 +8,7 @@ import torch
 
 from sage_aot._call.forms import attend, call_of_attn, call_of_attn_varlen, given_to, options_of
 from sage_aot._call.kv import QuantizedKV
-from sage_aot._call.masks import BlockMask, masks_of_call
+from sage_aot._call.masks import BlockMask
 from sage_aot._call.refusal import refusal
 from sage_aot._problem.options import Asked
 from sage_aot.errors import SageAotError
@@ -142,10 +142,7 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
     torch.Size([1, 2, 100, 64])
     """
     asked = Asked(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p, window)
-    if attn_mask is not None or block_mask is not None:
-        key_mask, attn_mask, blocks = masks_of_call(q, k, layout, key_mask, attn_mask, block_mask)
-        return attend(call_of_attn(q, k, v, asked, key_mask, sinks, attn_mask, blocks), out, return_lse)
-    return attend(call_of_attn(q, k, v, asked, key_mask, sinks, None, None), out, return_lse)
+    return attend(call_of_attn(q, k, v, asked, key_mask, sinks, attn_mask, block_mask), out, return_lse)
 
 
 def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = None, *,
@@ -191,10 +188,7 @@ def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | N
     asked = Asked(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p, window)
     try:
         if all(value is None for value in (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
-            blocks = None
-            if attn_mask is not None or block_mask is not None:
-                key_mask, attn_mask, blocks = masks_of_call(q, k, layout, key_mask, attn_mask, block_mask)
-            call = call_of_attn(q, k, v, asked, key_mask, sinks, attn_mask, blocks)
+            call = call_of_attn(q, k, v, asked, key_mask, sinks, attn_mask, block_mask)
         else:
             call = call_of_attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, asked,
                                        key_mask=key_mask, sinks=sinks, attn_mask=attn_mask, block_mask=block_mask)

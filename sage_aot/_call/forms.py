@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sage_aot._call.kv import QuantizedKV, asked_with, check_not_with_sequences
+from sage_aot._call.masks import masks_of_call
 from sage_aot._call.ops import FORMS, dtype_in_operators
 from sage_aot._call.signatures import SIGNATURES
 from sage_aot._problem.arguments import (
@@ -45,9 +46,13 @@ def given_to(call: Call) -> Given:
 # --- arguments as one thing -------------------------------------------------------------------------------------------
 
 
-def call_of_attn(q: Any, k: Any, v: Any, asked: Asked, *optional: Any) -> Call:
-    """The call of attn with these arguments, `optional` in the order of TENSORS. Raises ArgumentError for what the
+def call_of_attn(q: Any, k: Any, v: Any, asked: Asked, key_mask: Any, sinks: Any, attn_mask: Any,
+                 block_mask: Any) -> Call:
+    """The call of attn with these arguments. Raises ArgumentError for masks that do not fit q and k, and for what the
     operators' schemas would refuse with torch's own errors; the operators check the rest."""
+    if attn_mask is not None or block_mask is not None:
+        key_mask, attn_mask, block_mask = masks_of_call(q, k, asked.layout, key_mask, attn_mask, block_mask)
+    optional = key_mask, sinks, attn_mask, block_mask  # in the order of TENSORS
     if isinstance(k, QuantizedKV):
         check_tensors_are(q=q)
         taken = _taken("stored", dict(zip(TENSORS, optional)))

@@ -22,7 +22,6 @@ from sage_aot._call.forms import (
     with_shared_rows,
 )
 from sage_aot._call.kv import QuantizedKV
-from sage_aot._call.masks import masks_of_call
 from sage_aot._call.pipeline import check_quantizer
 from sage_aot._kernels.axes import MAX_HEADDIM
 from sage_aot._kernels.drivers import CUDA_OF_DRIVER, cuda_of
@@ -149,10 +148,7 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
     if headdim is not None:
         raise ArgumentError(f"headdim: that of q holds, got {headdim!r} beside tensors; pass one or the other")
     if all(value is None for value in sequences):
-        of_keys, sinks, of_queries, blocks = optional.values()
-        if of_queries is not None or blocks is not None:
-            of_keys, of_queries, blocks = masks_of_call(q, k, asked.layout, of_keys, of_queries, blocks)
-        call = call_of_attn(q, k, v, asked, of_keys, sinks, of_queries, blocks)
+        call = call_of_attn(q, k, v, asked, **optional)
     else:
         call = call_of_attn_varlen(q, k, v, *sequences, asked, **optional)
     given, (_, _, asked) = given_to(call), call

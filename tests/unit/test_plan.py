@@ -294,8 +294,7 @@ def test_the_number_of_splits_follows_from_tile_and_head_dim(block_m, block_n, m
 @pytest.mark.parametrize(("window", "expected"), [
     ((127, 0), 1), ((4095, 0), 12), ((127, -1), 16), ((-1, 127), 16)])  # KV tiles that the window shows are shared
 def test_blocks_share_the_keys_of_a_window(window, expected):
-    problem = changed(batch=1, num_q_heads=8, num_kv_heads=8, seqlen_q=4, seqlen_kv=32768,
-                      window=window)
+    problem = changed(batch=1, num_q_heads=8, num_kv_heads=8, seqlen_q=4, seqlen_kv=32768, window=window)
     assert splits_of(problem, kernels(family="wgmma", tile=WGMMA_TILE), 132) == expected
 
 
