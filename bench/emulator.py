@@ -192,8 +192,8 @@ def smooth(method: Method, problem: Problem, kernels: Kernels, q: torch.Tensor, 
            v: torch.Tensor) -> Inputs:
     """The inputs, padded, less their means. The row bias is left out: it changes no softmax."""
     tile, headdim = kernels.attn.tile, kernels.attn.spec.headdim
-    q = kernel_steps._pad(q, tile.block_m, headdim)
-    k, v = (kernel_steps._pad(x, tile.block_n, headdim) for x in (k, v))
+    q = kernel_steps.pad(q, tile.block_m, headdim)
+    k, v = (kernel_steps.pad(x, tile.block_n, headdim) for x in (k, v))
     v_mean = torch.zeros_like(v[:, :, 0])
     delta_s = None
     if problem.options.smooth_k:
@@ -211,8 +211,8 @@ def smooth(method: Method, problem: Problem, kernels: Kernels, q: torch.Tensor, 
 def _mean_over_keys(method: Method, problem: Problem, kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
     if method.statistics == "sequence":
         return x[:, :, : problem.seqlen_kv].mean(2)
-    sampled = kernel_steps._sampled_rows(problem.seqlen_kv, kernels["quant"])
-    return kernel_steps._average(x[:, :, sampled], kernels["quant"])
+    sampled = kernel_steps.sampled_rows(problem.seqlen_kv, kernels["quant"])
+    return kernel_steps.average(x[:, :, sampled], kernels["quant"])
 
 
 def _softmax_scale(problem: Problem) -> torch.Tensor:
@@ -281,7 +281,7 @@ def quantize(method: Method, problem: Problem, kernels: Kernels, inputs: Inputs)
     q_scale = q_scale * _softmax_scale(problem) * (q.shape[-1] if method.rotate else 1)
     k_and_scale = quantize_rows(k, k_groups(k.shape[2], sizes), method, quant, problem.seqlen_kv)
     if method.statistics == "sample":
-        sampled = kernel_steps._sampled_rows(problem.seqlen_kv, quant)
+        sampled = kernel_steps.sampled_rows(problem.seqlen_kv, quant)
         *of_v, _ = kernel_steps._quantize_v(inputs.v, sampled, problem, kernels)
     else:
         of_v = [*quantize_v(inputs.v, method, quant), inputs.v_mean,
@@ -297,16 +297,16 @@ def quantize_rows(x: torch.Tensor, groups: torch.Tensor, method: Method, quant: 
     if method.clip is None:
         return kernel_steps._quantize_rows(x, groups, quant, True, x.shape[2] if counted is None else counted)
     limit, largest = method.largest_integer, kernel_steps._over_groups(x.abs().amax(-1), groups, "amax")
-    of_groups = kernel_steps._scale_to(limit, largest * method.clip, quant)
+    of_groups = kernel_steps.scale_to(limit, largest * method.clip, quant)
     scale, inv_scale = (values[:, :, groups] for values in of_groups)
-    return kernel_steps._rounded(x, inv_scale, limit), scale
+    return kernel_steps.rounded(x, inv_scale, limit), scale
 
 
 def quantize_v(v: torch.Tensor, method: Method, quant: KernelRecord) -> tuple[torch.Tensor, torch.Tensor]:
     """V in its type, and a scale per channel [batch, kv heads, headdim]."""
     amax, limit = v.abs().amax(2), range_of(method).v
     scale, inv_scale = (kernel_steps._power_of_two_scale(amax, quant) if limit is None
-                        else kernel_steps._scale_to(limit, amax, quant))
+                        else kernel_steps.scale_to(limit, amax, quant))
     return ROUNDING[method.pv](v * inv_scale[:, :, None]), scale
 
 

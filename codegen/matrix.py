@@ -17,6 +17,7 @@ from sage_aot._kernels.manifest import Arch
 from sage_aot._kernels.spec import (
     BACKWARD,
     KINDS,
+    SELECTION,
     AttnSpec,
     BwdPrepSpec,
     KernelSpec,
@@ -150,7 +151,7 @@ class _Planning:
         """The attention kernel that a row builds for a combination."""
         kinds = self.rows.families[row.family]
         needs = {"delta": _needs_delta(spec), "lists": spec.mask == "sparse"}
-        idle = {spec.kind, *BACKWARD, *(kind for kind, is_needed in needs.items() if not is_needed)}
+        idle = {spec.kind, *BACKWARD, *SELECTION, *(kind for kind, is_needed in needs.items() if not is_needed)}
         wanted = [kind for kind in KINDS if kind in kinds and kind not in idle]
         for kind, is_needed in needs.items():
             if is_needed and kind not in kinds:
@@ -185,10 +186,12 @@ class _Planning:
         return [kernel for kernel, _ in found.values()]
 
     def _specs_after(self, spec: KernelSpec, companions: tuple[str, ...], row: TileRow) -> list[KernelSpec]:
-        """The companions of an attention kernel, and its backward kernels if it has a backward pass."""
-        trains = isinstance(spec, AttnSpec) and spec.trains
-        backward = [kind for kind in BACKWARD if kind in self.rows.families[row.family]] if trains else []
-        return [*map(spec_of, companions), *map(spec.companion, backward)]
+        """The companions of an attention kernel, its backward kernels if it has a backward pass, and those that choose
+        blocks for it if it takes masks of blocks."""
+        assert isinstance(spec, AttnSpec)
+        apart = [*(BACKWARD if spec.trains else ()), *(SELECTION if spec.mask == "sparse" else ())]
+        built = [kind for kind in apart if kind in self.rows.families[row.family]]
+        return [*map(spec_of, companions), *map(spec.companion, built)]
 
 
 def _needs_delta(spec: AttnSpec) -> bool:

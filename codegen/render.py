@@ -25,6 +25,8 @@ CONTEXT = {
               "warp_m", "key_norms", "threads", "min_blocks"),
     "pack": ("name", "template", "row", "threads"),
     "lists": ("name", "template", "row", "threads"),
+    "pool": ("name", "template", "row", "entries", "headdim", "threads"),
+    "choose": ("name", "template", "row", "headdim", "threads"),
     "merge": ("name", "template", "row", "threads", "programmatic"),
     "bwdprep": ("name", "template", "row", "entries", "headdim", "qk", "pv", "block_m", "block_n", "warp_m", "threads"),
     "bwdkv": ("name", "template", "row", "entries", "headdim", "shared_bytes"),

@@ -24,9 +24,11 @@ from sage_aot.errors import (
 )
 
 if TYPE_CHECKING:
+    from sage_aot import sparse as sparse
     from sage_aot._call.api import attn, supports
     from sage_aot._call.kv import QuantizedKV, quantize_kv
     from sage_aot._call.masks import BlockMask, block_mask
+    from sage_aot._call.sparse import Sparse
     from sage_aot._call.train import train_attn
     from sage_aot._call.varlen import attn_varlen
     from sage_aot._tools.explain import explain
@@ -41,6 +43,7 @@ __all__ = [
     "PtxWarning",
     "QuantizedKV",
     "SageAotError",
+    "Sparse",
     "UnsupportedError",
     "__version__",
     "attn",
@@ -55,6 +58,7 @@ __all__ = [
 
 _HOMES = {"QuantizedKV": "sage_aot._call.kv", "quantize_kv": "sage_aot._call.kv",
           "BlockMask": "sage_aot._call.masks", "block_mask": "sage_aot._call.masks",
+          "Sparse": "sage_aot._call.sparse", "sparse": "sage_aot.sparse",
           "attn": "sage_aot._call.api", "attn_varlen": "sage_aot._call.varlen",
           "explain": "sage_aot._tools.explain", "info": "sage_aot._tools.info", "supports": "sage_aot._call.api",
           "train_attn": "sage_aot._call.train"}
@@ -65,7 +69,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'sage_aot' has no attribute {name!r}")
     import_module("torch")  # before a module of the package is half imported
     _register()
-    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    module = import_module(_HOMES[name])
+    found = globals()[name] = module if _HOMES[name] == f"{__name__}.{name}" else getattr(module, name)
     return found
 
 

@@ -33,6 +33,7 @@ from sage_aot.errors import (
     SageAotError,
     UnsupportedError,
 )
+from sage_aot.sparse import Sparse  # which makes `sparse` a name of this package, too
 
 __all__ = [
     "ArgumentError",
@@ -43,6 +44,7 @@ __all__ = [
     "PtxWarning",
     "QuantizedKV",
     "SageAotError",
+    "Sparse",
     "UnsupportedError",
     "__version__",
     "attn",

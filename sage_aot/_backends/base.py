@@ -11,6 +11,7 @@ from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import Plan
 from sage_aot._problem.given import Given
 from sage_aot._problem.problem import Problem
+from sage_aot._problem.selection import Choosing, Pooling
 
 
 class Call(Protocol):
@@ -58,6 +59,24 @@ class BackwardCall(Protocol):
         ...
 
 
+class PoolCall(Protocol):
+    """The pooling of a tensor, prepared for tensors of given shapes, strides and devices."""
+
+    def __call__(self, x: torch.Tensor, pooled: torch.Tensor, means: torch.Tensor | None) -> None:
+        """Write `pooled`, uint8 of the size that :func:`sage_aot._launch.selection.pooled_offsets` says, and the means
+        of the rows as they came to `means`, float32 [batch, heads, blocks, headdim], unless None."""
+        ...
+
+
+class ChooseCall(Protocol):
+    """A choice of blocks of keys, prepared likewise."""
+
+    def __call__(self, q_pooled: torch.Tensor, k_pooled: torch.Tensor, amounts: torch.Tensor | None,
+                 selected: torch.Tensor) -> None:
+        """Write `selected`, bool of Choosing.mask_shape. `amounts`: float32 [q heads], or None."""
+        ...
+
+
 class Backend(Protocol):
     """The kernels of one folder, or their emulation."""
 
@@ -85,4 +104,12 @@ class Backend(Protocol):
 
     def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> BackwardCall:
         """Prepare the backward pass of a plan of the part "train", which has at least one query and one key."""
+        ...
+
+    def bind_pool(self, pooling: Pooling, x: torch.Tensor, wants_means: bool) -> PoolCall:
+        """Prepare the pooling of tensors like x, [batch, heads, seqlen, headdim], which has at least one row."""
+        ...
+
+    def bind_choice(self, choosing: Choosing, device: int) -> ChooseCall:
+        """Prepare a choice on a device; there is at least one query and one key."""
         ...

@@ -10,15 +10,17 @@ from sage_aot._call.forms import attend, call_of_attn, call_of_attn_varlen, give
 from sage_aot._call.kv import QuantizedKV
 from sage_aot._call.masks import BlockMask
 from sage_aot._call.refusal import refusal
+from sage_aot._call.sparse import Sparse, attend_sparse, with_stand_in
 from sage_aot._problem.options import Asked
-from sage_aot.errors import SageAotError
+from sage_aot.errors import ArgumentError, SageAotError
 
 
 @overload
 def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = ..., *,
          key_mask: torch.Tensor | None = ..., sinks: torch.Tensor | None = ..., attn_mask: torch.Tensor | None = ...,
-         block_mask: BlockMask | None = ..., is_causal: bool = ..., scale: float | None = ..., layout: str = ...,
-         qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
+         block_mask: BlockMask | None = ..., sparse: Sparse | None = ..., is_causal: bool = ...,
+         scale: float | None = ..., layout: str = ..., qk: str = ..., smooth_q: bool | str = ...,
+         smooth_k: bool = ..., smooth_v: bool = ...,
          rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ..., p: str = ...,
          window: tuple[int, int] | None = ..., return_lse: Literal[False] = ...,
          out: torch.Tensor | None = ...) -> torch.Tensor: ...
@@ -27,8 +29,9 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
 @overload
 def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = ..., *,
          key_mask: torch.Tensor | None = ..., sinks: torch.Tensor | None = ..., attn_mask: torch.Tensor | None = ...,
-         block_mask: BlockMask | None = ..., is_causal: bool = ..., scale: float | None = ..., layout: str = ...,
-         qk: str = ..., smooth_q: bool | str = ..., smooth_k: bool = ..., smooth_v: bool = ...,
+         block_mask: BlockMask | None = ..., sparse: Sparse | None = ..., is_causal: bool = ...,
+         scale: float | None = ..., layout: str = ..., qk: str = ..., smooth_q: bool | str = ...,
+         smooth_k: bool = ..., smooth_v: bool = ...,
          rotate: bool | str = ..., clip: bool = ..., pv_accum: str = ..., p: str = ...,
          window: tuple[int, int] | None = ..., return_lse: Literal[True],
          out: torch.Tensor | None = ...) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -36,8 +39,9 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
 
 def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = None, *,
          key_mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, attn_mask: torch.Tensor | None = None,
-         block_mask: BlockMask | None = None, is_causal: bool = False, scale: float | None = None, layout: str = "HND",
-         qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True, smooth_v: bool = False,
+         block_mask: BlockMask | None = None, sparse: Sparse | None = None, is_causal: bool = False,
+         scale: float | None = None, layout: str = "HND", qk: str = "auto", smooth_q: bool | str = "auto",
+         smooth_k: bool = True, smooth_v: bool = False,
          rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto", p: str = "auto",
          window: tuple[int, int] | None = None, return_lse: bool = False,
          out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -74,6 +78,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
             key, as in torch's SDPA. A query sees what all masks leave. KV tiles of which a tile of queries sees nothing
             are not read. A float mask (a bias on scores) is refused.
         block_mask: of :func:`sage_aot.block_mask`: which blocks of keys a block of queries sees, likewise.
+        sparse: a :class:`sage_aot.Sparse`: the call chooses such blocks itself, by the means of blocks of q and k.
+            None: every block that the masks leave is computed.
         is_causal: query i sees the keys ``j <= i + keys - queries``: the mask is aligned bottom-right, as in
             FlashAttention. (torch's SDPA aligns top-left, which differs where keys and queries are not equally many.)
             With `key_mask`, keys and queries count as they came, and a query sees what both masks leave.
@@ -142,13 +148,17 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
     torch.Size([1, 2, 100, 64])
     """
     asked = Asked(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p, window)
+    if sparse is not None:
+        optional = {"key_mask": key_mask, "sinks": sinks, "attn_mask": attn_mask, "block_mask": block_mask}
+        return attend_sparse(q, k, v, asked, sparse, optional, out, return_lse)
     return attend(call_of_attn(q, k, v, asked, key_mask, sinks, attn_mask, block_mask), out, return_lse)
 
 
 def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = None, *,
              key_mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
-             attn_mask: torch.Tensor | None = None, block_mask: BlockMask | None = None, is_causal: bool = False,
-             scale: float | None = None, layout: str = "HND", qk: str = "auto", smooth_q: bool | str = "auto",
+             attn_mask: torch.Tensor | None = None, block_mask: BlockMask | None = None, sparse: Sparse | None = None,
+             is_causal: bool = False, scale: float | None = None, layout: str = "HND", qk: str = "auto",
+             smooth_q: bool | str = "auto",
              smooth_k: bool = True, smooth_v: bool = False, rotate: bool | str = "auto", clip: bool = True,
              pv_accum: str = "auto", p: str = "auto", window: tuple[int, int] | None = None, return_lse: bool = False,
              out: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
@@ -188,7 +198,12 @@ def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | N
     asked = Asked(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p, window)
     try:
         if all(value is None for value in (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
-            call = call_of_attn(q, k, v, asked, key_mask, sinks, attn_mask, block_mask)
+            optional = {"key_mask": key_mask, "sinks": sinks, "attn_mask": attn_mask, "block_mask": block_mask}
+            if sparse is not None:
+                optional = with_stand_in(q, k, asked, sparse, optional)
+            call = call_of_attn(q, k, v, asked, *optional.values())
+        elif sparse is not None:
+            raise ArgumentError("sparse: expected None in a call of attn_varlen, got one; call attn for each sequence")
         else:
             call = call_of_attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, asked,
                                        key_mask=key_mask, sinks=sinks, attn_mask=attn_mask, block_mask=block_mask)

@@ -31,7 +31,8 @@ def register_rules(library: Any) -> None:
         return
     rules: dict[str, Rule] = {"attn": in_the_batch, "attn_lse": in_the_batch, "train_attn": _forward,
                               "train_attn_backward": _backward}
-    rules |= dict.fromkeys(("attn_varlen", "attn_varlen_lse", "quantize_kv", "attn_kv", "attn_kv_lse"), one_by_one)
+    rules |= dict.fromkeys(("attn_varlen", "attn_varlen_lse", "quantize_kv", "attn_kv", "attn_kv_lse", "pool_blocks",
+                            "choose_blocks"), one_by_one)
     for name, rule in rules.items():
         torch.library.register_vmap(f"{PACKAGE}::{name}", _as_torch_calls_it(name, rule), lib=library)
 

@@ -27,7 +27,8 @@ def register_formulas() -> None:
 
     forms = "", "_lse", "_out", "_lse_out"
     formulas: dict[str, Callable[[Given], int]] = {
-        "train_attn": _of_attention, "train_attn_backward": _of_backward, "quantize_kv": lambda given: 0}
+        "train_attn": _of_attention, "train_attn_backward": _of_backward, **dict.fromkeys(
+            ("quantize_kv", "pool_blocks", "choose_blocks"), lambda given: 0)}
     of_forms = {"attn": _of_attention, "attn_kv": _of_stored, "attn_varlen": _of_sequences}
     formulas |= {f"{name}{form}": formula for name, formula in of_forms.items() for form in forms}
     for name, formula in formulas.items():

@@ -10,6 +10,7 @@ import torch
 from sage_aot._call import ops
 from sage_aot._call.backends import backend_of
 from sage_aot._call.pipeline import plan_of, quantizer_of
+from sage_aot._call.pooling import PooledBlocks, pool_blocks
 from sage_aot._kernels.axes import least_headdim
 from sage_aot._problem.arguments import check_device, check_optional_are, check_tensors_are
 from sage_aot._problem.check import check
@@ -40,6 +41,8 @@ class QuantizedKV:
     """Those of quantize_kv, "auto" resolved."""
     _data: torch.Tensor
     _k: torch.Tensor | None
+    pooled: PooledBlocks | None = None
+    """The means of the blocks of k, where quantize_kv was asked for them."""
 
     @property
     def device(self) -> torch.device:
@@ -77,8 +80,8 @@ class QuantizedKV:
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | None = None, layout: str = "HND",
                 qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True, smooth_v: bool = False,
-                rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto",
-                p: str = "auto") -> QuantizedKV:
+                rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto", p: str = "auto",
+                pool: int | None = None) -> QuantizedKV:
     """Quantize k and v once for any number of calls ``attn(q, kv)``: cross-attention, cached conditioning, several
     steps of a sampler.
 
@@ -96,6 +99,8 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
         layout: of k and v alone; a call has a layout for its q.
         qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p: as :func:`sage_aot.attn`, for all calls with the
             result.
+        pool: keep the means of blocks of so many keys too, a multiple of 64, for calls that choose among them
+            (``attn(q, kv, sparse=...)``, whose blocks have as many keys). None: no such calls.
 
     Raises:
         ArgumentError, UnsupportedError, CubinError, LaunchError: as :func:`sage_aot.attn`.
@@ -120,7 +125,8 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
     batch, heads, keys, headdim = heads_first(k, layout).shape
     arch, quantizer, *resolved = kernels_for_kv(data.device, least_headdim(headdim), *given)
     return QuantizedKV((batch, heads, keys, headdim), copied.dtype, arch, quantizer, key_mask is not None,
-                       Options(*resolved), data, copied if copied.dim() == 4 else None)
+                       Options(*resolved), data, copied if copied.dim() == 4 else None,
+                       None if pool is None else pool_blocks(k, pool, centre=True, layout=layout))
 
 
 def check_not_with_sequences(k: object) -> None:

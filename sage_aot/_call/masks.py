@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from sage_aot._call.kv import QuantizedKV
-from sage_aot._problem.arguments import check_optional_are, check_tensors_are
-from sage_aot._problem.options import LAYOUTS, integer_of
+from sage_aot._problem.arguments import block_sizes_of, check_optional_are, check_tensors_are
+from sage_aot._problem.options import LAYOUTS
 from sage_aot._problem.problem import heads_first
 from sage_aot._problem.tensors import MASK_BLOCK
 from sage_aot.errors import ArgumentError
@@ -75,23 +75,14 @@ def block_mask(mask: Any, block_size: int | tuple[int, int] | None = None) -> Bl
     torch.Size([1, 2, 256, 64])
     """
     if isinstance(mask, torch.Tensor):
-        return _of_blocks(mask, _sizes(128 if block_size is None else block_size), None)
+        return _of_blocks(mask, block_sizes_of(128 if block_size is None else block_size), None)
     if not (hasattr(mask, "mask_mod") and hasattr(mask, "to_dense")):
         raise ArgumentError(f"mask: expected a bool tensor of blocks or a torch BlockMask, got {type(mask).__name__}; "
                             f"make one with torch.as_tensor(mask)")
-    sizes = _sizes(mask.BLOCK_SIZE)
-    if block_size is not None and _sizes(block_size) != sizes:
+    sizes = block_sizes_of(mask.BLOCK_SIZE)
+    if block_size is not None and block_sizes_of(block_size) != sizes:
         raise ArgumentError(f"block_size: expected that of the BlockMask, {sizes}, got {block_size}; leave it out")
     return _of_blocks(mask.to_dense().bool(), sizes, _elements(mask))
-
-
-def _sizes(block_size: Any) -> tuple[int, int]:
-    given = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-    sizes = tuple(map(integer_of, given))
-    if len(sizes) != 2 or any(size is None or size <= 0 or size % MASK_BLOCK for size in sizes):
-        raise ArgumentError(f"block_size: expected multiples of {MASK_BLOCK}, one or (queries, keys), got "
-                            f"{block_size!r}; of smaller blocks pass their elements as attn_mask")
-    return sizes  # type: ignore[return-value]
 
 
 def _of_blocks(mask: torch.Tensor, sizes: tuple[int, int], elements: torch.Tensor | None) -> BlockMask:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sage_aot._call import selection  # noqa: F401  # whose operators get rules below, too
 from sage_aot._call.batching import register_rules
 from sage_aot._call.flops import register_formulas
 from sage_aot._call.forms import check_qkv, options_of

@@ -1,4 +1,5 @@
-"""``sage-aot audit``: the error of each attention call of a language model, and what it does to the model's output."""
+"""``sage-aot audit``: the error of each attention call of a language model, and what it does to the model's output.
+With ``--sparse``: the least density of blocks that each of its layers needs."""
 
 from __future__ import annotations
 
@@ -9,11 +10,14 @@ import torch
 
 from sage_aot._backends.emulation.backend import emulated_arch
 from sage_aot._call.backends import default_library
+from sage_aot._call.sparse import Sparse
 from sage_aot._tools.reference import measure
+from sage_aot._tools.tune import KEEPS, TunedModel, save_tuned
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import Policy, audit, report, reset_report, use
 from sage_aot.integrations import transformers as integration
 from sage_aot.integrations._audit import Audited
+from sage_aot.integrations._tune import tune_model
 
 import transformers  # isort: skip  # behind the adapter, which says what to install where it is missing
 
@@ -26,21 +30,7 @@ def main(name: str, text: str | None, tokens: int) -> int:
         ArgumentError: there is no such model or text, the model does not read one text, or no tokens are left of it.
         UnsupportedError: no transformers, or sage_aot has no kernel for the GPU at hand, or does not serve the model.
     """
-    if tokens < 1:
-        raise ArgumentError(f"--tokens: expected at least 1, got {tokens}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        model = transformers.AutoModel.from_pretrained(name, dtype=torch.bfloat16, attn_implementation="sdpa")
-    except OSError as error:
-        raise ArgumentError(f"audit: expected a model that can be read, got {error}") from error
-    except ValueError as error:
-        raise UnsupportedError(f"audit: expected a model that transformers runs with sdpa, got {name}: {error}; there "
-                               f"is nothing to compare with") from error
-    _check_reads_text(model)
-    tokens = min(tokens, _positions(model, tokens))
-    ids = _random_tokens(model.config, tokens) if text is None else _tokens(name, text, tokens)
-    model, ids = model.to(device).eval(), ids.to(device)
-    print(f"{type(model).__name__} {name}, {ids.shape[1]} tokens, bf16, {_place(device)}\n")
+    model, ids = _model_and_tokens(transformers.AutoModel, name, text, tokens)
     with torch.inference_mode():
         expected = model(input_ids=ids).last_hidden_state
         integration.enable(model)
@@ -52,6 +42,54 @@ def main(name: str, text: str | None, tokens: int) -> int:
     print(f"\nlast hidden states: cosine {whole.cosine:.6f}, relative L1 {100 * whole.relative_l1:.2f} %")
     print(f"calls: {report()}")
     return 0 if calls else 1
+
+
+BLOCK = 64
+"""Queries and keys of a block in :func:`main_of_sparse`: texts are short, and have few larger ones."""
+
+
+def main_of_sparse(name: str, text: str | None, tokens: int, error: float, file: str | None) -> int:
+    """Find the least density at which the heads of a causal language model keep an error, on the text of a file, or on
+    random tokens; print the density and the error of each layer, and write the shares to `file`. Returns 0.
+
+    Raises:
+        ArgumentError: as :func:`main` says, or sage_aot served no call, or there is no folder for `file`.
+        UnsupportedError: as :func:`main` says, or transformers knows the model as no causal language model.
+    """
+    if file is not None and not Path(file).absolute().parent.is_dir():
+        raise ArgumentError(f"audit: expected a file in a folder that exists, got {file}")
+    model, ids = _model_and_tokens(transformers.AutoModelForCausalLM, name, text, tokens)
+    integration.enable(model)
+    reset_report()
+    tuned = tune_model(model, run=lambda model: model.base_model(input_ids=ids), error=error,
+                       sparse=Sparse(keep=1.0, block_size=BLOCK), keeps=KEEPS)
+    print(f"blocks of {BLOCK} by {BLOCK}, relative L1 of a head at most {100 * error:g} %\n\n{tuned}\n\n"
+          f"{summary(tuned)}")
+    if file is not None:
+        save_tuned(tuned.sparse, file)
+        print(f"wrote {file}, which sage_aot.sparse.load_tuned reads")
+    return 0
+
+
+def _model_and_tokens(kind: Any, name: str, text: str | None, tokens: int) -> tuple[Any, torch.Tensor]:
+    """A model, by one of transformers' classes that choose, and what it is to read, both where they are to run. Prints
+    what they are."""
+    if tokens < 1:
+        raise ArgumentError(f"--tokens: expected at least 1, got {tokens}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model = kind.from_pretrained(name, dtype=torch.bfloat16, attn_implementation="sdpa")
+    except OSError as error:
+        raise ArgumentError(f"audit: expected a model that can be read, got {error}") from error
+    except ValueError as error:
+        raise UnsupportedError(f"audit: expected a model that transformers runs with sdpa, got {name}: {error}; there "
+                               f"is nothing to compare with") from error
+    _check_reads_text(model)
+    tokens = min(tokens, _positions(model, tokens))
+    ids = _random_tokens(model.config, tokens) if text is None else _tokens(name, text, tokens)
+    model, ids = model.to(device).eval(), ids.to(device)
+    print(f"{type(model).__name__} {name}, {ids.shape[1]} tokens, bf16, {_place(device)}\n")
+    return model, ids
 
 
 def _positions(model: Any, tokens: int) -> int:
@@ -100,3 +138,10 @@ def table(calls: list[Audited]) -> str:
         lines.append(f"| {number} | {' | '.join(shapes)} | {mask} | {call.accuracy.cosine:.6f} | "
                      f"{100 * call.accuracy.relative_l1:.2f} | {call.accuracy.rmse:.2e} |")
     return "\n".join(lines)
+
+
+def summary(tuned: TunedModel) -> str:
+    """The density and the error of all layers, each of which counts alike."""
+    density = sum(row.density for row in tuned.report) / len(tuned.report)
+    return (f"all layers: density {100 * density:.1f} %, relative L1 of a head at most "
+            f"{100 * max(row.error for row in tuned.report):.2f} %")

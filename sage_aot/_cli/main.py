@@ -11,7 +11,7 @@ import torch
 
 from sage_aot._tools import verify
 from sage_aot._tools.info import info
-from sage_aot.errors import SageAotError
+from sage_aot.errors import ArgumentError, SageAotError
 from sage_aot.integrations._calibration import VARIABLE, choose
 
 
@@ -43,15 +43,26 @@ def main() -> int:
 
             return calibrate.main(arguments.json)
         if arguments.command == "audit":
-            from sage_aot._cli import audit
-
-            return audit.main(arguments.model, arguments.text, arguments.tokens)
+            return _audit(arguments)
         from sage_aot._cli import demo
 
         return demo.main(arguments.png)
     except SageAotError as error:
         print(f"sage_aot: {error}", file=sys.stderr)
         return 1
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from sage_aot._cli import audit
+
+    read = arguments.model, arguments.text, arguments.tokens
+    if arguments.sparse:
+        return audit.main_of_sparse(*read, 0.05 if arguments.error is None else arguments.error, arguments.save)
+    for option in ("error", "save"):
+        if getattr(arguments, option) is not None:
+            raise ArgumentError(f"--{option}: expected it beside --sparse alone, got {getattr(arguments, option)}; add "
+                                f"--sparse")
+    return audit.main(*read)
 
 
 def _print_whatever_the_encoding() -> None:
@@ -113,8 +124,16 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Runs a model of transformers in bf16 with torch's attention and with sage_aot, on the GPU if "
                     "there is one. Prints the error of each attention call that sage_aot computes, whether or not it "
                     "is faster, against torch's on the same inputs, and that of the model's output. Exit code 1 where "
-                    "sage_aot computes none.")
+                    "sage_aot computes none. With --sparse it finds, for each head of a causal language model, the "
+                    "least share of blocks of keys with which its output stays close to that of all blocks, and prints "
+                    "the density and the error of each layer.")
     of_audit.add_argument("model", help="a folder, or a name on the Hugging Face Hub")
     of_audit.add_argument("--text", metavar="FILE", help="text to read (default: random tokens)")
     of_audit.add_argument("--tokens", type=int, default=2048,
                           help="tokens at most; no more than the model has positions (default: %(default)s)")
+    of_audit.add_argument("--sparse", action="store_true",
+                          help="find the least density of blocks of 64 by 64, in texts of 16 blocks or more")
+    of_audit.add_argument("--error", type=float, metavar="BOUND",
+                          help="with --sparse: relative L1 of a head against all blocks, at most (default: 0.05)")
+    of_audit.add_argument("--save", metavar="FILE",
+                          help="with --sparse: also write the shares here, for sage_aot.sparse.load_tuned")

@@ -162,6 +162,23 @@ class AttnSpec(KernelSpec):
 
 
 @dataclass(frozen=True)
+class PoolSpec(KernelSpec):
+    """Means of blocks of rows."""
+
+    kind = "pool"
+    rows = ROWS
+    headdim: int
+
+
+@dataclass(frozen=True)
+class ChooseSpec(KernelSpec):
+    """The blocks of keys that blocks of queries see, chosen by their means."""
+
+    kind = "choose"
+    headdim: int
+
+
+@dataclass(frozen=True)
 class BwdPrepSpec(KernelSpec):
     """The operands of the backward kernels beside the caller's tensors and what is saved, in the layouts of the
     attention kernel's quantizer."""
@@ -192,8 +209,12 @@ class BwdQSpec(KernelSpec):
 
 
 KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (
-    PackSpec, ListsSpec, QuantSpec, DeltaSpec, AttnSpec, MergeSpec, BwdPrepSpec, BwdKvSpec, BwdQSpec)}
-"""Every kind of kernel, in the order in which a call, and then its backward pass, run them."""
+    PoolSpec, ChooseSpec, PackSpec, ListsSpec, QuantSpec, DeltaSpec, AttnSpec, MergeSpec, BwdPrepSpec, BwdKvSpec,
+    BwdQSpec)}
+"""Every kind of kernel, in the order in which a selection of blocks, a call, and its backward pass run them."""
+
+SELECTION = ("pool", "choose")
+"""The kinds that choose blocks of keys, for a later call with a mask of blocks."""
 
 BACKWARD = ("bwdprep", "bwdkv", "bwdq")
 """The kinds of the backward pass."""

@@ -311,10 +311,10 @@ def launch_of(record: KernelRecord, blocks: int, params: Params, rows: str | Non
     return Launch(record, spec.entries[spec.rows.index(rows) if rows else 0], min(blocks, at_most), params)
 
 
-def rows_of(problem: Problem, *tensors: Argument) -> str:
+def rows_of(headdim: int, dtype: str, *tensors: Argument) -> str:
     """The member of ROWS that holds for the rows of all of these tensors."""
-    aligned = all(tensor.aligned(problem.headdim) for tensor in tensors)
-    return problem.dtype if aligned and problem.dtype in ROWS else "any"
+    aligned = all(tensor.aligned(headdim) for tensor in tensors)
+    return dtype if aligned and dtype in ROWS else "any"
 
 
 def _pack(plan: Plan, known: Params) -> Launch:
@@ -322,8 +322,10 @@ def _pack(plan: Plan, known: Params) -> Launch:
 
 
 def _lists(plan: Plan, known: Params) -> Launch:
-    mask_batches, mask_heads = plan.problem.masks
-    return launch_of(plan.kernels["lists"], mask_batches * mask_heads * plan.q_tiles, known)
+    """A launch of a warp per list; of a block, where elements of a mask decide."""
+    record, masks = plan.kernels["lists"], plan.problem.masks[0] * plan.problem.masks[1]
+    blocks = plan.q_tiles if "key_bits" in plan.sizes else -(-plan.q_tiles // record.fact("lists_a_block"))
+    return launch_of(record, masks * blocks, known)
 
 
 def _quantize(plan: Plan, tensors: Arguments, known: Params, sm_count: int) -> Launch:
@@ -349,7 +351,8 @@ def _quantize(plan: Plan, tensors: Arguments, known: Params, sm_count: int) -> L
     elif "sinks" in problem.optional:  # which are weighed against all that the scores are, wanted or not
         own["lse"] = ("sinks", 0)
     read = {"kv": (tensors.k, tensors.v), "q": (tensors.q,)}.get(problem.part, (tensors.q, tensors.k, tensors.v))
-    return launch_of(record, kv_heads * per_kv_head, {**known, **own}, rows_of(problem, *read))
+    return launch_of(record, kv_heads * per_kv_head, {**known, **own},
+                     rows_of(problem.headdim, problem.dtype, *read))
 
 
 def _delta(plan: Plan, tensors: Arguments, known: Params) -> Launch:
@@ -359,7 +362,7 @@ def _delta(plan: Plan, tensors: Arguments, known: Params) -> Launch:
     key_blocks = -(-plan.columns // edge)
     own = {"key_blocks": FastDivmod.of(key_blocks), "tile_blocks": FastDivmod.of(tile_blocks)}
     return launch_of(record, known["num_heads"] * tile_blocks * key_blocks, {**known, **own},
-                     rows_of(plan.problem, tensors.k))
+                     rows_of(plan.problem.headdim, plan.problem.dtype, tensors.k))
 
 
 def _attention(plan: Plan, known: Params, sm_count: int) -> Launch:

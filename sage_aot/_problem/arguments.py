@@ -3,7 +3,7 @@ arguments with torch's own errors."""
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from sage_aot._problem.given import MaxSeqlens
 from sage_aot._problem.options import OPTIONS, integer_of, scalar_of
 from sage_aot._problem.problem import differ, is_known
+from sage_aot._problem.tensors import MASK_BLOCK
 from sage_aot.errors import ArgumentError
 
 TOKENS = "[tokens, heads, headdim]"
@@ -60,6 +61,16 @@ def length_of(name: str, length: object) -> int:
         raise ArgumentError(f"{name}: expected the length of the longest sequence, an integer, got {length!r}; pass "
                             f"int({name})")
     return found
+
+
+def block_sizes_of(block_size: Any) -> tuple[int, int]:
+    """Queries and keys of a block; ArgumentError for sizes that are no multiples of 64."""
+    given = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    sizes = tuple(map(integer_of, given))
+    if len(sizes) != 2 or any(size is None or size <= 0 or size % MASK_BLOCK for size in sizes):
+        raise ArgumentError(f"block_size: expected multiples of {MASK_BLOCK}, one or (queries, keys), got "
+                            f"{block_size!r}; of smaller blocks pass their elements as attn_mask")
+    return sizes  # type: ignore[return-value]
 
 
 def check_return_lse(return_lse: object) -> None:

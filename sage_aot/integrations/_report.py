@@ -14,6 +14,9 @@ from sage_aot.integrations._policy import learned
 SERVED = "sage_aot"
 """The line of the report that counts the calls that sage_aot served."""
 
+SPARSE = "sage_aot, sparse"
+"""The line that counts those of them that chose their blocks of keys, or had a choice."""
+
 SLOWER = "torch's attention is expected to be faster"
 """The line of those that the policy leaves to the host by their shape."""
 
@@ -45,7 +48,8 @@ _tallies: dict[str, Tally] = {}
 
 def report() -> dict[str, int]:
     """Count the calls that sage_aot served, under ``"sage_aot"``, and by its reason those that it did not, since the
-    start of the process or :func:`reset_report`. Calls of compiled code are not counted: it runs no Python."""
+    start of the process or :func:`reset_report`. ``"sage_aot, sparse"`` counts those of the served ones that were
+    sparse. Calls of compiled code are not counted: it runs no Python."""
     with lock:
         counts = {line: tally.read() for line, tally in _tallies.items()}
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
@@ -83,7 +87,7 @@ def is_counted(tally: Tally | None) -> bool:
 def _begin(line: str) -> Tally:
     with lock:
         if line not in _tallies:
-            if line != SERVED:
+            if line not in (SERVED, SPARSE):
                 _log.info("not served by sage_aot: %s", line)
             _tallies[line] = Tally()
         return _tallies[line]

@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sage_aot._call.masks import BlockMask
 from sage_aot._call.refusal import is_plain
+from sage_aot._call.sparse import Sparse
 from sage_aot._kernels.axes import MAX_HEADDIM
+from sage_aot._problem.arguments import block_sizes_of
 from sage_aot._problem.derivatives import is_transformed
 from sage_aot._problem.options import OPTIONS, scalar_of
 from sage_aot._problem.problem import DTYPES
@@ -44,6 +47,8 @@ class HostCall(NamedTuple):
     """A logit for each q head, which joins the softmax of its rows without a value."""
     beyond: str | None = None
     """Another thing that the host asks for, and that sage_aot does not compute."""
+    blocks: Sparse | BlockMask | None = None
+    """How the call chooses its blocks of keys, where :func:`blocks_of` lets it; or the blocks that it sees."""
 
     def sizes(self) -> tuple[int, int, int, int, int]:
         """Batch, q heads, kv heads, queries, keys."""
@@ -190,12 +195,30 @@ def key_mask_of(call: HostCall) -> torch.Tensor | None:
     return whole[:, 0, 0]
 
 
+LEAST_BLOCKS = 16
+"""Blocks of keys from which on a call is sparse. Of fewer, those that are seen in any case are too large a part."""
+
+
+def blocks_of(call: HostCall) -> Sparse | BlockMask | None:
+    """How a call chooses its blocks of keys, or those that it has; None where it is dense. Sparse are long calls of
+    tokens to themselves: with as many keys as queries, no window, and no mask but one of keys."""
+    blocks = call.blocks
+    if not isinstance(blocks, Sparse):
+        return blocks
+    queries, keys = call.sizes()[3:]
+    hides = call.mask is not None and (blocks.tail or key_mask_of(call) is None) or sight_of(call)[2] is not None
+    is_long = keys > (LEAST_BLOCKS - 1) * block_sizes_of(blocks.block_size)[1]
+    return blocks if queries == keys and is_long and not hides else None
+
+
 def _why_not_by_options(call: HostCall, options: Mapping[str, Any] | None) -> str | None:
-    """The kernels of 4 bits have no windows, sinks and masks of queries; those of a GPU may lack other options."""
+    """The kernels of 4 bits have no windows, sinks and masks of queries or blocks; those of a GPU may lack other
+    options."""
     if not options:
         return None
     asked = {"a window": sight_of(call)[2], "sinks": call.sinks,
-             "a mask that differs by query or head": call.mask if key_mask_of(call) is None else None}
+             "a mask that differs by query or head": call.mask if key_mask_of(call) is None else None,
+             "a choice of blocks": blocks_of(call)}
     found = [name for name, given in asked.items() if given is not None]
     headdim = max(call.q.size(3), call.v.size(3))
     if not found or _has_sparse_kernels(call.q.get_device(), headdim, tuple(sorted(options.items()))):

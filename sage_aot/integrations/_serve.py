@@ -13,10 +13,18 @@ import torch
 import torch.nn.functional as F
 
 from sage_aot._call.api import attn
+from sage_aot._call.sparse import Sparse
 from sage_aot.errors import UnsupportedError
 from sage_aot.integrations._policy import Policy, current
-from sage_aot.integrations._report import EXACT, SERVED, count, refused
-from sage_aot.integrations._rules import HostCall, key_mask_of, sight_of, why_not_computed, why_slower
+from sage_aot.integrations._report import EXACT, SERVED, SPARSE, count, refused
+from sage_aot.integrations._rules import (
+    HostCall,
+    blocks_of,
+    key_mask_of,
+    sight_of,
+    why_not_computed,
+    why_slower,
+)
 
 
 def attend(call: HostCall, host: Callable[[], Any], return_lse: bool = False, policy: Policy | None = None,
@@ -45,10 +53,16 @@ def attend(call: HostCall, host: Callable[[], Any], return_lse: bool = False, po
                                    f"with sage_aot.integrations.Policy(otherwise='host')")
         return by_host(host)
     result = serve(call, return_lse, policy.options)
-    count(SERVED)
+    _count_served(call)
     if observer is not None and not torch.compiler.is_compiling():
         observer(call, result, lambda: by_host(host))
     return result if form is None else form(result)
+
+
+def _count_served(call: HostCall) -> None:
+    count(SERVED)
+    if blocks_of(call) is not None:
+        count(SPARSE)
 
 
 def _fused_attention_is_allowed() -> bool:
@@ -98,12 +112,12 @@ def serve_anyway(call: HostCall, otherwise: str, return_lse: bool = False, **opt
     call = call._replace(q=_received(call.q), k=_received(call.k), v=_received(call.v))
     no_rows = call.q.dim() == call.k.dim() == 4 and 0 in call.sizes()[3:]
     if no_rows:  # a share of a ring without keys, of which any mask hides as much: zeros and -inf
-        call = call._replace(is_causal=False, mask=None, window=None)
+        call = call._replace(is_causal=False, mask=None, window=None, blocks=None)
     options = {**current().options, **options}
     if reason := why_not_computed(call, no_rows, options):
         raise refused(reason, f"expected a call that sage_aot computes, got: {reason}; {otherwise}")
     result = serve(call, return_lse, options)
-    count(SERVED)
+    _count_served(call)
     return result
 
 
@@ -134,13 +148,19 @@ def serve(call: HostCall, return_lse: bool, options: Mapping[str, Any]) -> Any:
     is_causal = call.is_causal and call.sizes()[3] != 1
     result = attn(call.q, call.k, call.v, key_mask=key_mask, attn_mask=call.mask if key_mask is None else None,
                   sinks=None if call.sinks is None else call.sinks.float(), is_causal=is_causal, window=call.window,
-                  scale=call.scale, layout=call.layout, **{**options, "return_lse": return_lse})
+                  scale=call.scale, layout=call.layout, **{**_chosen(call), **options, "return_lse": return_lse})
     out, lse = result if return_lse else (result, None)
     if channels != call.q.size(3):
         out = out[..., :channels].contiguous()
     if turned:
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
+
+
+def _chosen(call: HostCall) -> dict[str, Any]:
+    """The argument of sage_aot.attn for the blocks of a call; none where it is dense."""
+    blocks = blocks_of(call)
+    return {} if blocks is None else {"sparse" if isinstance(blocks, Sparse) else "block_mask": blocks}
 
 
 def _without_unseen_keys(call: HostCall) -> HostCall:

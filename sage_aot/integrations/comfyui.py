@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from sage_aot._call.sparse import Sparse
 from sage_aot.errors import ArgumentError
 from sage_aot.integrations._policy import Policy
 from sage_aot.integrations._report import count
 from sage_aot.integrations._rules import HostCall, check_gpu
 from sage_aot.integrations._serve import attend, by_host
+from sage_aot.integrations._sparse import Ends, Sparsely
 
 KEY = "optimized_attention_override"
 """The key of an override in the ``transformer_options`` of a model."""
@@ -37,7 +39,7 @@ Override = Callable[..., torch.Tensor]
 
 
 def patch(model: Any, *, policy: Policy | None = None, start_percent: float = 0.0, end_percent: float = 1.0,
-          dense_blocks: str = "") -> Any:
+          dense_blocks: str = "", sparse: Sparse | None = None, text_tokens: Ends = 0) -> Any:
     """A clone of a ModelPatcher whose attention sage_aot serves. The model that is given stays as it is.
 
     An override that the model has already gets the calls that sage_aot does not serve; without one, ComfyUI's own
@@ -53,6 +55,12 @@ def patch(model: Any, *, policy: Policy | None = None, start_percent: float = 0.
         dense_blocks: blocks of the model that stay with the host: indices and ranges of them, from 0, such as
             ``"0, 1, 36-39"``. An index alone means the block of this index of every kind, ``"single:0"`` that of one of
             BLOCK_KINDS. Where a model does not tell its attention in which block it is, all calls stay with the host.
+        sparse: long calls of tokens to themselves choose their blocks of keys by this. A call is long from 16 blocks of
+            keys on. What the three arguments above leave out then is not left to the host: sage_aot computes it
+            densely.
+        text_tokens: so many first tokens, or (first, last), are text, which stays dense as keys and as queries. In
+            ComfyUI, Flux and SD3 have their text first, HunyuanVideo last, and Wan has none in the same sequence. How
+            many they are depends on the text encoder, and may on the prompt; too many cost time alone.
 
     Returns:
         The clone.
@@ -67,7 +75,8 @@ def patch(model: Any, *, policy: Policy | None = None, start_percent: float = 0.
     sigmas = _sigmas(model, start_percent, end_percent)
     check_gpu()
     before = model.model_options.get("transformer_options", {}).get(KEY)
-    serving = override(before, policy=policy, sigmas=sigmas, dense_blocks=dense_blocks)
+    serving = override(before, policy=policy, sigmas=sigmas, dense_blocks=dense_blocks, sparse=sparse,
+                       text_tokens=text_tokens)
     patched = model.clone()
     patched.model_options = {  # new dicts, for a clone may share those of its model
         **patched.model_options,
@@ -108,13 +117,28 @@ class SageAOTAttention:
             "start_percent": ("FLOAT", {"default": 0.0, **percent, "tooltip": "Where in the schedule it starts."}),
             "end_percent": ("FLOAT", {"default": 1.0, **percent, "tooltip": "Where in the schedule it ends."}),
             "dense_blocks": ("STRING", {
-                "default": "", "tooltip": "Blocks that keep their attention, such as: 0, 1, 36-39, single:0"}),
+                "default": "", "tooltip": "Blocks that keep their attention, such as: 0, 1, 36-39, single:0. Below a "
+                                          "keep of 1: those that stay dense."}),
+        }, "optional": {  # inputs that came later, so that workflows of before stay valid
+            "keep": ("FLOAT", {
+                "default": 1.0, "min": 0.01, "max": 1.0, "step": 0.01,
+                "tooltip": "Sparse attention: the share of the blocks of keys that a block of queries sees in long "
+                           "self-attention. Dense blocks and the rest of the schedule see all. 1: it is off."}),
+            "first_text_tokens": ("INT", {
+                "default": 0, "min": 0, "max": 65536,
+                "tooltip": "Text tokens in front of the image's or video's, as in Flux and SD3, which stay dense. "
+                           "Too many cost time alone."}),
+            "last_text_tokens": ("INT", {
+                "default": 0, "min": 0, "max": 65536,
+                "tooltip": "Text tokens behind the image's or video's, as in HunyuanVideo, likewise."}),
         }}
 
-    def patch(self, model: Any, when: str, otherwise: str, start_percent: float, end_percent: float,
-              dense_blocks: str) -> tuple[Any]:
+    def patch(self, model: Any, when: str, otherwise: str, start_percent: float, end_percent: float, dense_blocks: str,
+              keep: float = 1.0, first_text_tokens: int = 0, last_text_tokens: int = 0) -> tuple[Any]:
+        sparse = Sparse(keep=keep) if keep < 1 else None
         return (patch(model, policy=Policy(when, otherwise), start_percent=start_percent, end_percent=end_percent,
-                      dense_blocks=dense_blocks),)
+                      dense_blocks=dense_blocks, sparse=sparse,
+                      text_tokens=(first_text_tokens, last_text_tokens) if keep < 1 else 0),)
 
 
 NODE_CLASS_MAPPINGS = {"SageAOTAttention": SageAOTAttention}
@@ -125,14 +149,16 @@ NODE_DISPLAY_NAME_MAPPINGS = {"SageAOTAttention": "sage_aot attention"}
 
 
 def override(previous: Override | None = None, *, policy: Policy | None = None,
-             sigmas: tuple[float, float] | None = None, dense_blocks: str = "") -> Override:
+             sigmas: tuple[float, float] | None = None, dense_blocks: str = "", sparse: Sparse | None = None,
+             text_tokens: Ends = 0) -> Override:
     """An override for ``transformer_options["optimized_attention_override"]``.
 
     Args:
         previous: the override that gets the calls which this one does not serve; None: ComfyUI's function gets them.
         policy: None means that of the process.
-        sigmas: the highest and the lowest noise level that is served, both included; None: all.
-        dense_blocks: as :func:`patch` has it.
+        sigmas: the highest and the lowest noise level that is served, or, beside `sparse`, sparse, both included; None:
+            all.
+        dense_blocks, sparse, text_tokens: as :func:`patch` has them.
 
     Raises:
         ArgumentError: an argument is not of this form.
@@ -145,7 +171,7 @@ def override(previous: Override | None = None, *, policy: Policy | None = None,
         raise ArgumentError(f"policy: expected a Policy or None, got {policy!r}")
     if previous is not None and not callable(previous):
         raise ArgumentError(f"previous: expected a function or None, got {type(previous).__name__}")
-    dense = _parsed(dense_blocks)
+    dense, chosen = _parsed(dense_blocks), _chosen(sparse, text_tokens)
     # not compiled: the value of a tensor would be a part of the graph, or break it with a warning
     in_range = None if sigmas is None else torch.compiler.disable(  # type: ignore[no-untyped-call]
         _SigmaRange(*sigmas).holds)
@@ -155,22 +181,34 @@ def override(previous: Override | None = None, *, policy: Policy | None = None,
         def host() -> torch.Tensor:
             return func(*args, **kwargs) if previous is None else previous(func, *args, **kwargs)
 
-        if reason := _left_to_host(kwargs, dense, in_range):
+        harmed = kwargs.get("low_precision_attention") is False
+        reason = "low_precision_attention=False" if harmed else _left_out(kwargs, dense, in_range)
+        if reason and (harmed or chosen is None):
             count(reason)
             made: torch.Tensor = by_host(host)
             return made
         call, keeps_heads = _described(*args, **kwargs)
+        call = call._replace(blocks=None if reason else chosen)
         out: torch.Tensor = attend(call, host, policy=policy)
         return out if keeps_heads else out.flatten(2)  # which the host's output is already
 
     return attention
 
 
-def _left_to_host(kwargs: dict[str, Any], dense: tuple[tuple[str | None, int], ...],
-                  in_range: Callable[[torch.Tensor], bool] | None) -> str | None:
-    """The reason why a call stays with the host by what ComfyUI or the user said of it; None where it does not."""
-    if kwargs.get("low_precision_attention") is False:
-        return "low_precision_attention=False"
+def _chosen(sparse: Sparse | None, text_tokens: Ends) -> Sparse | None:
+    """How sparse calls choose their blocks beside text."""
+    if sparse is None and text_tokens not in (0, (0, 0)):
+        raise ArgumentError(f"text_tokens: expected 0 without sparse, got {text_tokens!r}; pass "
+                            f"sparse=sage_aot.Sparse(...)")
+    if isinstance(sparse, Mapping):
+        raise ArgumentError(f"sparse: expected a sage_aot.Sparse or None, got {sparse!r}; ComfyUI does not name its "
+                            f"attention, so pass one for all, and dense_blocks")
+    return None if sparse is None else Sparsely(sparse, text_tokens=text_tokens).with_text(sparse)
+
+
+def _left_out(kwargs: dict[str, Any], dense: tuple[tuple[str | None, int], ...],
+              in_range: Callable[[torch.Tensor], bool] | None) -> str | None:
+    """The reason why a call is not one of those that the user wants served, or sparse; None where it is."""
     options = kwargs.get("transformer_options") or {}
     if dense:
         block = _block(options)

@@ -6,15 +6,31 @@
 A step is served also where sage_aot is slower: the steps are merged by their log-sum-exps, and a ring has one
 implementation for all. What sage_aot does not compute raises UnsupportedError. diffusers has context parallelism of its
 own (:mod:`sage_aot.integrations.diffusers`).
+
+A sparse ring chooses its blocks once for all of its steps: :func:`ring_blocks`.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from sage_aot._call.masks import BlockMask
+from sage_aot._call.pooling import PooledBlocks, pool_blocks
+from sage_aot._call.selection import choose_among
+from sage_aot._call.sparse import Sparse
+from sage_aot._problem.arguments import block_sizes_of
+from sage_aot._problem.selection import CHOOSE_BY, Choice
+from sage_aot._problem.tensors import MASK_BLOCK
+from sage_aot.errors import UnsupportedError
 from sage_aot.integrations._report import refused
 from sage_aot.integrations._rules import NO_WINDOW, HostCall, check_neutral, window_of
 from sage_aot.integrations._serve import serve_with_lse
+from sage_aot.integrations._sparse import ends_of
 
 _OTHERWISE = "choose the library's own attention for the ring"
 
@@ -65,3 +81,104 @@ def ring_op(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_c
     """
     call = HostCall(query, key, value, None, is_causal, scale, dropout_p, grouped=True)
     return serve_with_lse(call, _OTHERWISE)
+
+
+# --- sparse rings -----------------------------------------------------------------------------------------------------
+
+
+def ring_blocks(q: torch.Tensor, k: torch.Tensor, sparse: Sparse, group: Any = None, *,
+                lengths: Sequence[int] | None = None, scale: float | None = None,
+                layout: str = "HND") -> list[BlockMask]:
+    """Choose the blocks of keys that this process's queries see, among those of all processes of a ring.
+
+    The means of the keys' blocks, which are small, go to all processes, and each chooses whole rows of the mask. The
+    ring then merges its steps exactly: a query that sees no key of a share gives zeros, and minus infinity as its
+    log-sum-exp. Blocks do not cross from one share to the next: the last of each share may have fewer keys.
+
+        shares = ring_blocks(q, k, sparse, group)                                   # before the first step
+        out, lse = sage_aot.attn(q, k, v, block_mask=shares[rank], return_lse=True)     # a step, of that rank's k and v
+
+    Args:
+        q, k: this process's share of the tokens, as :func:`sage_aot.attn` takes them; the ranks of the group have the
+            shares in their order. Every process of the group must call this.
+        sparse: without `tail` and `least_alike`, and with as many queries in a block as keys. The blocks of a query's
+            own place are always seen, so that the first step of a ring gives each query a log-sum-exp.
+        group: of torch.distributed; None: all processes.
+        lengths: the tokens of each rank's share; None: all have as many as this one.
+        scale, layout: as :func:`sage_aot.attn`.
+
+    Returns:
+        For each rank the mask of this process's queries and that rank's keys.
+
+    Raises:
+        UnsupportedError: `sparse` is not as described.
+    """
+    block_q, block_k = block_sizes_of(sparse.block_size)
+    if sparse.tail or sparse.least_alike > 0 or block_q != block_k:
+        raise UnsupportedError(f"sparse: expected no tail, no least_alike, and as many queries as keys in a block of a "
+                               f"ring, got {sparse}; change these, or use Ulysses")
+    of_q, of_k = (pool_blocks(x, block_k, means=True, layout=layout) for x in (q, k))
+    lengths = [of_k.shape[2]] * dist.get_world_size(group) if lengths is None else lengths
+    counts = [-(-length // block_k) for length in lengths]
+    whole_q, whole_k = _queries_in_place(of_q, counts, group), _all_keys(of_k, counts, group)
+    chosen = choose_among(whole_q, whole_k, *_choice_of(sparse, lengths, block_k, of_q, scale)).blocks
+    per_rank = [count * (block_k // MASK_BLOCK) for count in counts]
+    own_rows = torch.split(chosen, per_rank, 2)[dist.get_rank(group)]
+    return [BlockMask((block_q, block_k), share, None) for share in torch.split(own_rows, per_rank, 3)]
+
+
+def _queries_in_place(own: PooledBlocks, counts: list[int], group: Any) -> PooledBlocks:
+    """The means of this rank's queries at their places in the sequence, among zeros."""
+    means, rank = _means_of(own), dist.get_rank(group)
+    begin = sum(counts[:rank])
+    return _with_means(F.pad(means, (0, 0, begin, sum(counts) - begin - counts[rank])), own)
+
+
+def _all_keys(own: PooledBlocks, counts: list[int], group: Any) -> PooledBlocks:
+    """The means of the keys of all ranks, less that of all, as a k is centred: the choice does not change."""
+    means = _means_of(own)
+    padded = F.pad(means, (0, 0, 0, max(counts) - means.shape[2])).contiguous()
+    received = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(received, padded, group=group)
+    whole = torch.cat([share[:, :, :count] for share, count in zip(received, counts)], 2)
+    return _with_means(whole - whole.mean(2, keepdim=True), own)
+
+
+def _means_of(pooled: PooledBlocks) -> torch.Tensor:
+    assert pooled.means is not None
+    return pooled.means
+
+
+def _with_means(means: torch.Tensor, like: PooledBlocks) -> PooledBlocks:
+    """Blocks with these means, [batch, heads, blocks, headdim]: what is pooled of a tensor with a head for each block,
+    whose rows are all its mean, lies in memory as if the blocks were those of fewer heads."""
+    batch, heads, blocks, headdim = means.shape
+    pooled = pool_blocks(means.flatten(1, 2)[:, :, None].expand(-1, -1, MASK_BLOCK, -1), MASK_BLOCK)
+    return PooledBlocks((batch, heads, blocks * like.block_rows, headdim), like.block_rows, like.dtype, None,
+                        pooled._data)
+
+
+def _choice_of(sparse: Sparse, lengths: Sequence[int], block: int, q: PooledBlocks,
+               scale: float | None) -> tuple[Choice, torch.Tensor | None]:
+    """What the blocks are chosen by, where each share is filled up to whole blocks; and the amounts of heads that have
+    their own."""
+    by: Any = next(name for name in CHOOSE_BY if getattr(sparse, name) is not None)
+    amount = getattr(sparse, by)
+    amounts = torch.tensor(amount, device=q.device) if isinstance(amount, tuple) else None
+    whole = sum(-(-length // block) * block for length in lengths)
+    ends = {}
+    for name in ("dense_keys", "dense_queries"):
+        first, last = ends_of(name, getattr(sparse, name))
+        ends[name] = _place(first, lengths, block), whole - _place(sum(lengths) - last, lengths, block)
+    return Choice(by, 0.0 if amounts is not None else amount, False, q.shape[3] ** -0.5 if scale is None else scale,
+                  sparse.first, max(sparse.near, 1), 0.0, ends["dense_keys"], ends["dense_queries"]), amounts
+
+
+def _place(token: int, lengths: Sequence[int], block: int) -> int:
+    """The place of a token of the sequence, where each share is filled up to whole blocks."""
+    place = 0
+    for length in lengths:
+        if token < length:
+            break
+        place, token = place + -(-length // block) * block, token - length
+    return place + token

@@ -26,12 +26,13 @@ from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
+from sage_aot._call.sparse import Sparse
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import _policy
 from sage_aot.integrations._report import count
-from sage_aot.integrations._routes import FLASH, route
+from sage_aot.integrations._routes import FLASH, is_small, route
 from sage_aot.integrations._rules import HostCall, check_gpu
-from sage_aot.integrations._serve import attend, is_hosts_own
+from sage_aot.integrations._serve import attend, by_host, is_hosts_own
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -87,6 +88,25 @@ def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask:
     if scale is None:
         return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal)
     return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+
+
+def sparse_sdpa(sparse: Sparse | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+                scale: float | None = None, enable_gqa: bool = False) -> torch.Tensor:
+    """:func:`sdpa`, whose long calls of tokens to themselves choose their blocks of keys."""
+    def by_torch() -> torch.Tensor:
+        return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    if is_small(query, key, attn_mask is not None, is_causal):
+        return by_host(by_torch)  # type: ignore[no-any-return]
+    call = HostCall(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=enable_gqa, blocks=sparse)
+    out: torch.Tensor = attend(call, by_torch)
+    return out
+
+
+def is_torchs_sdpa(function: object) -> bool:
+    """True for torch's own scaled_dot_product_attention."""
+    return function is _TORCHS
 
 
 def torchs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,

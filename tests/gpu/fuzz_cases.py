@@ -107,7 +107,7 @@ class Case(_SizesAndOptions):
     one_key: bool = _varied({False: 20, True: 1}, late=True)  # one key in all, or by the key mask
     sinks: str = _varied({"none": 10, "drawn": 2, "high": 1, "low": 1, "strided": 1}, late=True)
     elements: str = _varied({"none": 14, "random": 1, "documents": 1, "heads": 1, "rows": 1, "keys": 1, "all": 1,
-                             "turns": 1}, late=True)  # of an attn_mask
+                             "turns": 1, "head keys": 1}, late=True)  # of an attn_mask
     blocks: str = _varied({"none": 14, "64": 1, "128": 1, "192": 1, "heads": 1, "all": 1, "nothing": 1, "flex": 1},
                           late=True)  # of a block_mask: the queries and keys of a block
 
@@ -413,6 +413,7 @@ def make_masks(case: Case, device: str) -> Masks | None:
                 "documents": lambda: i // 90 == j // 90,
                 "heads": lambda: drawn(1, case.q_heads, queries, keys, share=0.05),
                 "rows": lambda: drawn(case.batch, 1, queries, 1), "keys": lambda: drawn(case.batch, 1, 1, keys),
+                "head keys": lambda: drawn(case.batch, case.q_heads, 1, keys),
                 "all": lambda: torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
                 # A row sees 50 keys, none of a dozen KV tiles, and 50 more; its neighbours see other keys.
                 "turns": lambda: (i - j // 50) % 32 == 0}[case.elements]()

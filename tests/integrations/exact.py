@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from blocks import chosen_by
 
 from sage_aot.integrations import report
 
 
 def attention(q, k, v, *, key_mask=None, sinks=None, attn_mask=None, is_causal=False, window=None, scale=None,
-              layout="HND", return_lse=False):
+              layout="HND", return_lse=False, sparse=None, block_mask=None):
     """As sage_aot.attn: the causal mask and the window are aligned bottom-right; rows that see no key are zero."""
     assert window is None or window != (-1, -1) and all(side >= -1 for side in window)
     assert sinks is None or sinks.dtype == torch.float32 and sinks.shape == (q.shape[1 if layout == "HND" else 2],)
@@ -28,6 +29,11 @@ def attention(q, k, v, *, key_mask=None, sinks=None, attn_mask=None, is_causal=F
         seen = seen & key_mask[:, None, None, :]
     if attn_mask is not None:
         seen = seen & attn_mask
+    if sparse is not None:
+        seen = seen & chosen_by(sparse, q, k)
+    if block_mask is not None:
+        seen = seen & block_mask.blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)[
+            :, :, :q.shape[2], :k.shape[2]]
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:  # a column more, which has no value
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:-1], 1)], -1)

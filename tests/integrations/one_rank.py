@@ -3,28 +3,33 @@
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python tests/integrations/one_rank.py
 
 Prints, from rank 0, a line of JSON for each way to share: the largest difference from one process with exact attention,
-for models how far the kernels' arithmetic is from it, and the report.
+for models how far the kernels' arithmetic is from it, and the report. Of sparse calls the largest difference is that
+from exact attention to the blocks that are chosen apart from the product.
 """
 
 from __future__ import annotations
 
 import json
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from blocks import chosen_by, clear
 from diffusers import ContextParallelConfig
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from exact import attention
 from test_diffusers import draw, wan
 from torch.distributed.tensor.experimental import _attention
 from yunchang.kernels import AttnType
 from yunchang.ring.ring_flash_attn import ring_flash_attn_forward
 
+from sage_aot import Sparse
 from sage_aot.integrations import Policy, _serve, report, reset_report, use
 from sage_aot.integrations import diffusers as integration
-from sage_aot.integrations.distributed import ring_forward, ring_op
+from sage_aot.integrations.distributed import ring_blocks, ring_forward, ring_op
 
 WAYS = {
     "ring": {"ring_degree": 2},
@@ -56,8 +61,55 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(json.dumps({"way": name, "exact": (exact - expected).abs().max().item(), "report": counts,
                               "kernels": ((found - expected).norm() / expected.norm()).item()}), flush=True)
+        sparse_calls(name, shared._parallel_config)
     rings()
+    masks_of_shares()
     dist.destroy_process_group()
+
+
+SPARSE = Sparse(keep=(0.25, 0.5))
+
+
+def sparse_calls(name: str, config: Any) -> None:
+    """A call of 16 blocks of which each process has half of the tokens, or of 15 and one row, unevenly."""
+    q, k, v = clear(layout="NHD", last=1 if "any" in name else 128)
+    cut = [8 * 128, q.shape[1] - 8 * 128]
+    own = [x.split(cut, 1)[dist.get_rank()] for x in (q, k, v)]
+    mask = chosen_by(SPARSE, *(x.transpose(1, 2) for x in (q, k)))
+    expected = attention(q, k, v, attn_mask=mask, layout="NHD").split(cut, 1)[dist.get_rank()]
+    with use(Policy("possible")), torch.no_grad():
+        with mock.patch.object(_serve, "attn", attention):
+            reset_report()
+            exact = dispatch_attention_fn(*own, backend=integration._sparse_backend(SPARSE), parallel_config=config)
+            counts = report()
+        found = dispatch_attention_fn(*own, backend=integration._sparse_backend(SPARSE), parallel_config=config)
+    difference = (exact - expected).abs().max()
+    dist.all_reduce(difference, dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        print(json.dumps({"sparse": name, "exact": difference.item(), "report": counts,
+                          "kernels": ((found - expected).norm() / expected.norm()).item()}), flush=True)
+
+
+def masks_of_shares() -> None:
+    """The masks of a ring whose shares end within a block, beside text in front and behind."""
+    lengths, rank = [1000, 1048], dist.get_rank()
+    sparse = Sparse(keep=0.25, near=2, dense_keys=(130, 10), dense_queries=(0, 30))
+    q, k = (torch.cat([x[:, :, :1000], x[:, :, 1024:], x[:, :, 1000:1024]], 2) for x in clear()[:2])
+    own_q, own_k = (x.split(lengths, 2)[rank] for x in (q, k))
+    masks = ring_blocks(own_q, own_k, sparse, lengths=lengths)
+    # as if both shares were filled up to whole blocks: the mask of the same means
+    found = torch.cat([mask.blocks[:, :, ::2, ::2] for mask in masks], 3)
+    filled = [torch.cat([x, x[:, :, x.shape[2] // 128 * 128:].mean(2, keepdim=True).expand(
+        -1, -1, -x.shape[2] % 128, -1)], 2) for each in (q, k) for x in each.split(lengths, 2)]
+    whole_q, whole_k = torch.cat(filled[:2], 2), torch.cat(filled[2:], 2)
+    behind = -lengths[1] % 128
+    placed = Sparse(keep=0.25, near=2, dense_keys=(130, 10 + behind), dense_queries=(0, 30 + behind))
+    expected = chosen_by(placed, whole_q, whole_k)[:, :, ::128, ::128]
+    wrong = (found != expected.split([8, 9], 2)[rank]).sum().float()
+    dist.all_reduce(wrong)
+    if rank == 0:
+        print(json.dumps({"masks": "of uneven shares", "exact": wrong.item(), "kept": found.float().mean().item()}),
+              flush=True)
 
 
 def rings() -> None:

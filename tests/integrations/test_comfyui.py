@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from blocks import chosen_by, clear
 from comfyui_stand_in import KEY, Container, ModelPatcher, host_attention
 from exact import served_calls
 
+from sage_aot import Sparse
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import Policy, report, use
 from sage_aot.integrations.comfyui import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, override, patch
@@ -278,6 +280,88 @@ def test_a_call_of_an_unknown_block_is_dense_for_all_one_knows():
     assert report() == {"dense blocks are set, and the model does not say which block calls": 1}
 
 
+# --- sparse attention -------------------------------------------------------------------------------------------------
+
+SPARSE = Sparse(keep=0.25)
+LONG = clear()  # 16 blocks of 2 heads
+
+
+def seen_by(model, **options):
+    """The mask of a call of a patched model, 16 blocks, by its output."""
+    out = model.attend(*LONG, 2, skip_reshape=True, skip_output_reshape=True, options=options)
+    for name, sparse in (("sparse", SPARSE), ("dense", None), ("text", Sparse(keep=0.25, dense_keys=(0, 300),
+                                                                              dense_queries=(0, 300)))):
+        mask = None if sparse is None else chosen_by(sparse, *LONG[:2])
+        expected = host_attention(*LONG, 2, mask, skip_reshape=True, skip_output_reshape=True)
+        if torch.allclose(out, expected, rtol=0, atol=1e-4):
+            return name
+    return "another"
+
+
+def test_a_sparse_call_sees_the_blocks_that_it_chooses(exact):
+    assert seen_by(patched()) == "dense"
+    assert seen_by(patched(sparse=SPARSE)) == "sparse"
+    assert seen_by(patched(sparse=SPARSE, text_tokens=(0, 300))) == "text"
+    assert report() == {"sage_aot": 3, "sage_aot, sparse": 2}
+    q = LONG[0][:, :, :100]
+    close(patched(sparse=SPARSE).attend(q, *LONG[1:], 2, skip_reshape=True),
+          host_attention(q, *LONG[1:], 2, skip_reshape=True))
+    assert report() == {"sage_aot": 4, "sage_aot, sparse": 2}, "attention to another sequence is dense"
+
+
+def test_by_the_emulation_of_sparse_calls():
+    expected, dense = (host_attention(*LONG, 2, mask, skip_reshape=True)
+                       for mask in (chosen_by(SPARSE, *LONG[:2]), None))
+    found = patched(sparse=SPARSE).attend(*LONG, 2, skip_reshape=True)
+    assert (found - expected).norm() / expected.norm() < 0.06 < 0.3 < (dense - expected).norm() / expected.norm()
+
+
+def test_what_is_left_out_of_sparse_calls_is_dense_by_sage_aot(exact):
+    model = patched(sparse=SPARSE, start_percent=0.25, end_percent=0.75, dense_blocks="0, single:2")
+    sigmas, early = ({"sigmas": torch.tensor([sigma])} for sigma in (5.0, 8.0))
+    assert seen_by(model, **sigmas, **told("double", 1)) == "sparse"
+    assert seen_by(model, **early, **told("double", 1)) == "dense"
+    assert seen_by(model, **sigmas, **told("double", 0)) == "dense"
+    assert seen_by(model, **sigmas, **told("single", 2)) == "dense"
+    assert seen_by(model, **sigmas) == "dense", "a model that does not say which block calls"
+    assert report() == {"sage_aot": 5, "sage_aot, sparse": 1}
+    model.attend(*tensors(), HEADS, low_precision_attention=False, options=sigmas)
+    assert report()["low_precision_attention=False"] == 1
+
+
+def test_the_nodes_share_of_blocks(exact):
+    node = NODE_CLASS_MAPPINGS["SageAOTAttention"]()
+    settings = "possible", "host", 0.0, 1.0, ""
+    for more, seen in (((), "dense"), ((1.0,), "dense"), ((0.25,), "sparse"), ((0.25, 0, 300), "text")):
+        assert seen_by(node.patch(ModelPatcher(), *settings, *more)[0]) == seen
+    outside = node.patch(ModelPatcher(), "possible", "host", 0.0, 0.5, "")[0], {"sigmas": torch.tensor([2.0])}
+    seen_by(outside[0], **outside[1])
+    assert report()["a sigma outside of the part of the schedule that is served"] == 1, "without keep, as before"
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"sparse": 0.25}, "sparse: expected a sage_aot.Sparse, .*, got 0.25"),
+    ({"sparse": {"0": SPARSE}}, "sparse: expected a sage_aot.Sparse or None, got "),
+    ({"sparse": SPARSE, "text_tokens": -1}, "text_tokens: expected how many first ones"),
+    ({"text_tokens": 77}, "text_tokens: expected 0 without sparse, got 77")])
+def test_wrong_sparse_arguments(wrong, message):
+    with pytest.raises(ArgumentError, match=message):
+        patch(ModelPatcher(), **wrong)
+
+
+def test_sparse_calls_compiled_whole():
+    options = patched(sparse=SPARSE, dense_blocks="1").model_options["transformer_options"]
+
+    def layer(q, k, v, options):
+        return host_attention(q, k, v, 2, skip_reshape=True, transformer_options=options).cos()
+
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for index in (0, 1, 0):
+        given = {**options, "block_index": index}
+        close(compiled(*LONG, given), layer(*LONG, given))
+    assert report() == {"sage_aot": 3, "sage_aot, sparse": 2}, "compiled code counts nothing"
+
+
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
@@ -409,9 +493,13 @@ def test_compiled_with_a_part_of_the_schedule():
 def test_the_node_has_the_inputs_of_its_function():
     assert NODE_CLASS_MAPPINGS.keys() == NODE_DISPLAY_NAME_MAPPINGS.keys() == {"SageAOTAttention"}
     node = NODE_CLASS_MAPPINGS["SageAOTAttention"]
-    required = node.INPUT_TYPES()["required"]
-    function = getattr(node, node.FUNCTION)
-    assert [*required] == [*inspect.signature(function).parameters][1:]
+    required, optional = (node.INPUT_TYPES()[name] for name in ("required", "optional"))
+    taken = inspect.signature(getattr(node, node.FUNCTION)).parameters
+    assert [*required, *optional] == [*taken][1:]
+    assert {name: taken[name].default for name in optional} == {
+        name: given[1]["default"] for name, given in optional.items()} == {
+        "keep": 1.0, "first_text_tokens": 0, "last_text_tokens": 0}, "workflows of before have none of these"
+    assert [*required] == ["model", "when", "otherwise", "start_percent", "end_percent", "dense_blocks"]
     assert node.RETURN_TYPES == ("MODEL",) and required["model"] == ("MODEL",)
     for choice in ("when", "otherwise"):
         for value in required[choice][0]:

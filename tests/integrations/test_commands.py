@@ -296,6 +296,85 @@ def test_what_an_audit_cannot_read(monkeypatch, capsys, saved, arguments, messag
     assert "sage_aot: audit: expected a model that can be read, got" in capsys.readouterr().err
 
 
+# --- audit --sparse ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def long(tmp_path):
+    """A Llama of two layers that reads long texts."""
+    import transformers
+
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024)).save_pretrained(tmp_path / "llama")
+    return tmp_path
+
+
+def calls_of(folder, tokens):
+    """The calls of the saved model on the random tokens of an audit, each with sage_aot's output of all blocks."""
+    import transformers
+
+    made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16,
+                                                             attn_implementation="sage_aot")
+    calls = []
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(_serve, "observer", lambda call, out, host: calls.append((call, out)))
+        made(input_ids=torch.randint(made.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0)))
+    return calls
+
+
+def test_the_least_density_of_a_model(monkeypatch, capsys, long):
+    file = long / "tuned.json"
+    arguments = "audit", str(long / "llama"), "--sparse", "--tokens", "1000", "--error", "0.45", "--save", str(file)
+    assert run(monkeypatch, *arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("LlamaForCausalLM") and "1000 tokens, bf16" in lines[0]
+    assert lines[2] == "blocks of 64 by 64, relative L1 of a head at most 45 %"
+    tuned, calls = sage_aot.sparse.load_tuned(file), calls_of(long / "llama", 1000)
+    assert list(tuned) == ["model.layers.0.self_attn", "model.layers.1.self_attn"] and len(calls) == 2
+    densities, errors = [], []
+    for (name, sparse), (call, dense), line in zip(tuned.items(), calls, lines[6:8]):
+        assert sparse == sage_aot.Sparse(keep=sparse.keep, block_size=64) and len(sparse.keep) == 4
+        out = sage_aot.attn(call.q, call.k, call.v, layout=call.layout, scale=call.scale, is_causal=True, sparse=sparse)
+        error = (out.double() - dense.double()).abs().sum((0, 1, 3)) / dense.double().abs().sum((0, 1, 3))
+        chosen = sparse.select(call.q, call.k, is_causal=True, scale=call.scale, layout=call.layout).blocks
+        densities.append(chosen[0].tril().sum().item() / (4 * 136))  # of 4 heads, each of 16 by 16 blocks
+        errors.append(error.max().item())
+        assert line == f"| {name} | 4 | {100 * densities[-1]:.1f} | {100 * errors[-1]:.2f} |" and errors[-1] <= 0.45
+    assert min(densities) < 1 and lines[9] == (
+        f"all layers: density {50 * sum(densities):.1f} %, relative L1 of a head at most {100 * max(errors):.2f} %")
+    assert lines[10] == f"wrote {file}, which sage_aot.sparse.load_tuned reads"
+
+
+def test_the_bound_is_5_percent_by_default_and_nothing_is_written(monkeypatch, capsys, long):
+    before = sorted(long.rglob("*"))
+    assert run(monkeypatch, "audit", str(long / "llama"), "--sparse", "--tokens", "1000") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "relative L1 of a head at most 5 %" in lines[2] and "wrote" not in lines[-1]
+    error = re.fullmatch(r"all layers: density [0-9.]+ %, relative L1 of a head at most ([0-9.]+) %", lines[-1])
+    assert float(error[1]) <= 5
+    assert sorted(long.rglob("*")) == before
+
+
+def test_a_model_of_which_nothing_is_served_is_not_tuned(monkeypatch, capsys, saved):
+    monkeypatch.setattr(_serve, "why_not_computed", lambda call, options: "a reason")
+    assert run(monkeypatch, "audit", str(saved / "llama"), "--sparse", "--tokens", "50") == 1
+    assert re.search("tune: expected a model with calls that .* got LlamaForCausalLM and these calls: .'a reason': 2}",
+                     capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--error", "0.1"], "--error: expected it beside --sparse alone, got 0.1; add --sparse"),
+    (["--save", "tuned.json"], "--save: expected it beside --sparse alone, got tuned.json; add --sparse"),
+    (["--sparse", "--error", "0"], "error: expected a number above 0"),
+    (["--sparse", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
+    (["--sparse", "--save", "missing/tuned.json"], "audit: expected a file in a folder that exists, got missing/")])
+def test_what_an_audit_of_densities_does_not_take(monkeypatch, capsys, saved, arguments, message):
+    assert run(monkeypatch, "audit", str(saved / "llama"), *arguments) == 1
+    assert message in capsys.readouterr().err
+
+
 def test_the_table_of_an_audit():
     calls = [SimpleNamespace(q=(1, 2, 3, 4), k=(1, 2, 5, 4), is_causal=causal, has_mask=mask,
                              accuracy=reference.Accuracy(0.5, 0.25, 0.125)) for causal in (0, 1) for mask in (0, 1)]

@@ -20,6 +20,12 @@ def test_two_processes_compute_what_one_does():
     assert {way: result["report"]["sage_aot"] for way, result in of_models.items()} == {
         "ring": 6, "ring, any length": 6, "ulysses": 4, "ulysses, any length": 4}
     assert all(0 < result["kernels"] < 0.05 for result in of_models.values()), results
+    of_sparse = {result["sparse"]: result for result in results if "sparse" in result}
+    assert {way: result["report"] for way, result in of_sparse.items()} == {
+        way: {"sage_aot": calls, "sage_aot, sparse": calls} for way, calls in (
+            ("ring", 2), ("ring, any length", 2), ("ulysses", 1), ("ulysses, any length", 1))}
+    assert all(0 < result["kernels"] < 0.06 for result in of_sparse.values()), results
+    assert 0.25 < next(result["kept"] for result in results if "masks" in result) < 0.6
     of_rings = {(result["ring"], result["is_causal"]): result["report"] for result in results if "ring" in result}
     assert of_rings == {(ring, is_causal): {"sage_aot": 1 if is_causal else 2}  # rank 0 sees its own tokens alone
                         for ring in ("torch", "yunchang", "yunchang by sageattention") for is_causal in (False, True)}

@@ -13,13 +13,15 @@ from unittest import mock
 
 import pytest
 import torch
-from exact import served_calls
+from blocks import chosen_by, clear
+from exact import attention, served_calls
 
 diffusers = pytest.importorskip("diffusers", minversion="0.36")
 
 from diffusers.models import attention_dispatch  # noqa: E402
 from diffusers.models.attention import AttentionModuleMixin  # noqa: E402
 
+from sage_aot import Sparse  # noqa: E402
 from sage_aot.errors import ArgumentError, UnsupportedError  # noqa: E402
 from sage_aot.integrations import Policy, _routes, _serve, report, reset_report, use  # noqa: E402
 from sage_aot.integrations import diffusers as integration  # noqa: E402
@@ -432,3 +434,242 @@ def test_small_is_a_matter_of_queries_and_keys(monkeypatch, fewer, reason):
     with use(Policy()):
         integration.attention(Q, K, K)
     assert report() == {reason: 1}
+
+
+# --- sparse layers ----------------------------------------------------------------------------------------------------
+
+SPARSE = Sparse(keep=0.25)
+LATENTS = draw(1, 4, 2, 64, 64)  # 2,048 tokens, 16 blocks
+
+
+def wan_of(layers=3, **inputs):
+    made = model("WanTransformer3DModel", **{**WAN, "num_layers": layers, "rope_max_seq_len": 64})
+    return made, {"hidden_states": LATENTS, "timestep": TIME, "encoder_hidden_states": draw(1, 12, 16), **inputs}
+
+
+def long(name):
+    """A model, its inputs of 16 blocks or more, and how many text tokens are (first, last)."""
+    made, inputs = MODELS[name]()
+    if name == "flux":
+        inputs |= {"hidden_states": draw(1, 2048, 4), "img_ids": torch.zeros(2048, 3)}
+    if name == "sd3":
+        made = model("SD3Transformer2DModel", **{**dict(made.config), "sample_size": 64})
+        inputs |= {"hidden_states": draw(1, 4, 48, 48)}
+    if name == "cogvideox":
+        made = model("CogVideoXTransformer3DModel", **{**dict(made.config), "sample_width": 96, "sample_height": 96,
+                                                       "sample_frames": 1})
+        inputs |= {"hidden_states": draw(1, 1, 4, 96, 96)}
+    if name == "qwen image":
+        inputs |= {"hidden_states": draw(2, 2304, 16), "img_shapes": [(1, 48, 48)] * 2}
+    if name == "hunyuan video":
+        inputs |= {"hidden_states": draw(1, 4, 1, 48, 48)}
+    text = inputs["encoder_hidden_states"].shape[1]
+    return made, inputs, (0, text) if name in ("sd3", "hunyuan video") else (text, 0)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What sage_aot.attn is asked for, call by call; it computes exactly, and all blocks."""
+    calls = []
+
+    def attn(q, k, v, sparse=None, **more):
+        calls.append(SimpleNamespace(q=q, sparse=sparse, layout=more["layout"]))
+        return attention(q, k, v, **more)
+
+    monkeypatch.setattr(_serve, "attn", attn)
+    return calls
+
+
+def test_a_sparse_backend_is_native_attention_on_the_blocks_that_it_chooses():
+    q, k, v = clear(layout="NHD")
+    sparse = Sparse(keep=(0.25, 0.5), dense_keys=(130, 0), dense_queries=(130, 0))
+    mask = chosen_by(sparse, q.transpose(1, 2), k.transpose(1, 2))
+    expected, dense = (attention_dispatch._native_attention(q, k, v, each) for each in (mask, None))
+    found = attention_dispatch.dispatch_attention_fn(q, k, v, backend=integration._sparse_backend(sparse))
+    assert (found - expected).norm() / expected.norm() < 0.06 < 0.3 < (dense - expected).norm() / expected.norm()
+    assert report() == {"sage_aot": 1, "sage_aot, sparse": 1}
+
+
+def test_attention_to_itself_is_sparse_and_that_to_text_dense(asked):
+    made, inputs = wan_of()
+    number = integration.enable(made)
+    assert integration.enable(made, sparse=SPARSE, dense_layers=(1, 0)) == number == 6
+    sample(made, inputs)
+    assert [call.sparse for call in asked] == [None, None, SPARSE, None, SPARSE, None]
+    assert report() == {"sage_aot": 6, "sage_aot, sparse": 2}
+
+
+def test_attention_to_as_long_a_text_is_dense(asked):
+    made, inputs = wan_of(1, encoder_hidden_states=draw(1, 2048, 16))
+    integration.enable(made, sparse=SPARSE)
+    sample(made, inputs)
+    assert [call.sparse for call in asked] == [SPARSE, None]
+
+
+def test_what_refines_a_text_is_no_layer(asked):
+    made, inputs, _ = long("hunyuan video")
+    integration.enable(made, sparse=SPARSE, dense_layers=1)
+    sample(made, inputs)
+    assert [call.sparse for call in asked] == [None, None, SPARSE]
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "cogvideox", "qwen image", "hunyuan video"])
+def test_where_a_model_has_its_text(asked, name):
+    """Its tokens alone differ, in the first layer, for another text. The model's result is that of dense attention,
+    which stands here in the place of sparse attention."""
+    made, inputs, (first, last) = long(name)
+    expected = sample(made, inputs)
+    integration.enable(made, sparse=SPARSE, text_tokens=(first, last))
+    torch.testing.assert_close(sample(made, inputs), expected, rtol=0, atol=1e-4)
+    sparse = [call for call in asked if call.sparse is not None]
+    sample(made, {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"] + draw(1)})
+    other = [call for call in asked if call.sparse is not None][len(sparse)]
+    differs = (sparse[0].q != other.q).any(-1).any(2 if sparse[0].layout == "NHD" else 1)[0]
+    tokens = torch.arange(len(differs))
+    assert len(differs) > 2048 and torch.equal(differs, (tokens < first) | (tokens >= len(tokens) - last))
+    assert len(sparse) == 2 and all(call.sparse == Sparse(keep=0.25, dense_keys=(first, last),
+                                                          dense_queries=(first, last)) for call in sparse)
+
+
+@pytest.mark.parametrize("build", [lambda: wan_of(2), lambda: long("sd3")[:2]], ids=["wan", "sd3"])
+def test_what_is_said_last_of_layers_holds(asked, build):
+    made, inputs = build()
+    kinds = [type(module) for module in made.modules()]
+
+    def sparse_calls():
+        asked.clear()
+        sample(made, inputs)
+        return [call.sparse for call in asked if call.sparse is not None]
+
+    for sparse in (SPARSE, Sparse(tau=1.0)):
+        integration.enable(made, sparse=sparse)
+        assert sparse_calls() == [sparse] * 2
+    integration.enable(made)
+    assert sparse_calls() == [] and len(asked) > 0
+    integration.enable(made, sparse=SPARSE, dense_layers=1)
+    assert sparse_calls() == [SPARSE]
+    integration.disable(made)
+    sample(made, inputs)
+    assert sparse_calls() == asked == [] and [type(module) for module in made.modules()] == kinds
+    assert not any(hasattr(module, integration._BACKEND) for module in made.modules())
+
+
+@pytest.mark.parametrize("build", [lambda: wan_of(2), lambda: long("sd3")[:2]], ids=["wan", "sd3"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))],
+                         ids=["copy", "pickle"])
+def test_copies_of_a_sparse_model_are_sparse(asked, build, copied):
+    made, inputs = build()
+    integration.enable(made, sparse=SPARSE, dense_steps=1)
+    other = copied(made)
+    sample(other, {**inputs, "timestep": TIME})
+    sample(other, {**inputs, "timestep": TIME - 1})
+    assert [call.sparse for call in asked if call.sparse is not None] == [SPARSE] * 2
+    asked.clear()
+    integration.disable(other)
+    sample(made, {**inputs, "timestep": TIME})
+    assert len(asked) > 0 and all(call.sparse is None for call in asked), "the first step of the model itself"
+
+
+@pytest.mark.parametrize("name", ["wan", "sd3"])
+@pytest.mark.parametrize("by_position", [False, True])
+def test_steps_of_a_sampler(asked, name, by_position):
+    made, inputs = wan_of(1) if name == "wan" else long("sd3")[:2]
+    layers = 1 if name == "wan" else 2
+    integration.enable(made, sparse=SPARSE, dense_steps=(1, 1), steps=4)
+    found = []
+    for level in (900.0, 900.0, 500.0, 500.0, 200.0, 100.0, 900.0, 500.0):
+        asked.clear()
+        given = {**inputs, "timestep": torch.tensor([level])}
+        if by_position:
+            names = [*inspect.signature(made.forward).parameters]
+            with torch.no_grad():
+                made(*[given.pop(each) for each in names[: names.index("timestep") + 1]], **given)
+        else:
+            sample(made, given)
+        found.append(sum(call.sparse is not None for call in asked) / layers)
+    assert found == [0, 0, 1, 1, 1, 0, 0, 1]
+
+
+def test_the_models_of_a_pipeline_share_its_steps(asked):
+    """As those of Wan 2.2 for high and for low noise; an autoencoder has no steps, and stays dense."""
+    (high, inputs), (low, _) = wan_of(1), wan_of(1)
+    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, down_block_types=("DownEncoderBlock2D",),
+                                  up_block_types=("UpDecoderBlock2D",))
+    pipeline = SimpleNamespace(components={"transformer": high, "transformer_2": low, "vae": vae})
+
+    def enable(**settings):
+        with mock.patch.object(integration, "DiffusionPipeline", SimpleNamespace):
+            integration.enable(pipeline, sparse=SPARSE, **settings)
+
+    enable(dense_steps=(1, 1), steps=4)
+    found = []
+    for made, level in ((high, 900.0), (high, 700.0), (low, 500.0), (low, 300.0)):
+        sample(made, {**inputs, "timestep": torch.tensor([level])})
+        found.append(any(call.sparse is not None for call in asked))
+        asked.clear()
+    enable()
+    with torch.no_grad():
+        vae(draw(1, 3, 48, 48))
+    assert found == [False, True, True, False]
+    assert len(asked) > 0 and all(call.sparse is None for call in asked)
+
+
+def test_settings_of_layers_by_their_names(asked):
+    made, inputs = wan_of()
+    by_name = {"blocks.0.attn1": SPARSE, "blocks.2.attn1": Sparse(keep=0.5), "blocks.1.attn2": SPARSE}
+    integration.enable(made, sparse=by_name)
+    sample(made, inputs)
+    assert [call.sparse for call in asked] == [SPARSE, None, None, None, Sparse(keep=0.5), None]
+    with pytest.raises(ArgumentError, match=r"sparse: expected names of attention modules .*, got 'blocks\.3\.attn1'"):
+        integration.enable(made, sparse={**by_name, "blocks.3.attn1": SPARSE})
+
+
+@pytest.mark.parametrize("build", [lambda: wan_of(4), lambda: long("sd3")[:2]], ids=["wan", "sd3"])
+def test_sparse_layers_in_compiled_blocks(build):
+    """A block is compiled once for each setting of layers and steps, whole."""
+    made, inputs = build()
+    blocks = made.blocks if hasattr(made, "blocks") else made.transformer_blocks
+    names = [name.removesuffix(".processor") for name in made.attn_processors if "attn2" not in name]
+    by_name = {name: Sparse(keep=0.25 + index % 2 / 4) for index, name in enumerate(names) if index != 3}
+    integration.enable(made, sparse=by_name, dense_steps=1)
+    levels = [{**inputs, "timestep": torch.tensor([level])} for level in (9.0, 7.0, 9.0, 7.0)]
+    expected = [sample(made, each) for each in levels]
+    assert not torch.equal(expected[0], sample(made, {**inputs, "timestep": torch.tensor([9.0 - 2])}))
+    graphs = []
+    for block in blocks:
+        block.compile(fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    for each, result in zip(levels, expected):
+        torch.testing.assert_close(sample(made, each), result, rtol=0, atol=1e-5)
+    of_last = len(blocks) == 2  # the last block of SD3 is of another kind
+    assert len(graphs) == 4 if of_last else 3, "dense, and two settings"
+
+
+@pytest.mark.parametrize("build", [lambda: wan_of(3), lambda: long("sd3")[:2]], ids=["wan", "sd3"])
+@pytest.mark.parametrize("dense_steps", [0, 1])
+def test_sparse_layers_in_a_compiled_model(build, dense_steps):
+    """In one graph, but where the steps are told apart by a tensor's value."""
+    made, inputs = build()
+    integration.enable(made, sparse=SPARSE, dense_layers=1, dense_steps=dense_steps)
+    levels = [{**inputs, "timestep": torch.tensor([level])} for level in (9.0, 7.0, 9.0)]
+    expected = [sample(made, each) for each in levels]
+    compiled = torch.compile(made, backend="eager", fullgraph=dense_steps == 0)
+    for each, result in zip(levels, expected):
+        torch.testing.assert_close(sample(compiled, each), result, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"dense_layers": 1}, "expected none without sparse, got some; pass sparse="),
+    ({"sparse": SPARSE, "dense_steps": (0, 1)}, "steps: expected the number of steps of a run"),
+    ({"sparse": SPARSE, "dense_layers": 2}, "sparse: expected layers that are not dense, got none in WanTransf"),
+    ({"sparse": 0.25}, "sparse: expected a sage_aot.Sparse, or a mapping")])
+def test_wrong_settings_change_nothing(wrong, message):
+    made, _ = wan()
+    with pytest.raises(ArgumentError, match=message):
+        integration.enable(made, **wrong)
+    assert "_sage_aot_before" not in vars(made)
+
+
+def test_text_beside_context_parallelism_is_refused():
+    shared = SimpleNamespace(ring_degree=1, ulysses_degree=2)
+    with pytest.raises(UnsupportedError, match="text_tokens, .*: expected none where processes share a sequence"):
+        integration._SharedForward(Sparse(keep=0.25, dense_keys=(12, 0)), shared)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from functools import cache
 
 from headers import Place, by_words, code_of, places_in
@@ -46,6 +46,7 @@ _SPARSE = "sm80_d64_qkint8_pvf16_accf32_sparse_vraw_qraw"
 _SPARSE_HOPPER = "sm90_d128_qkint8_pve4m3_acc2f32_plinear_sparse_vsmooth_qsmooth"
 _SPARSE_LINEAR = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_sparse_vraw_qraw"
 _SPARSE_NARROW = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_sparse_vsmooth_qsmooth"
+_SPARSE_SHORT = "sm80_d256_qkint8_pvf16_accf32_sparse_vraw_qraw"
 _SPARSE_256 = "sm90_d256_qkint8_pve4m3_acc2f32_sparse_vraw_qraw"
 _LINEAR = "sm90_d128_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
 _LINEAR_NARROW = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
@@ -72,7 +73,7 @@ SHOWN_BY = {
     "problem/sparse_mask.cuh": (_SPARSE, _SPARSE_HOPPER, _SPARSE_256, _SPARSE_NARROW),
     "problem/kv_range.cuh": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN, _SPARSE, _SPARSE_HOPPER),
     "problem/": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN),
-    "quant/tile_lists.cuh": (_SPARSE, _SPARSE_HOPPER, _SPARSE_LINEAR),
+    "quant/tile_lists.cuh": (_SPARSE, _SPARSE_HOPPER, _SPARSE_LINEAR, _SPARSE_SHORT),
     "quant/delta_s.cuh": (_SMOOTH, _E4M3_INT4, _HOPPER_SMOOTH),
     "quant/quantize_k.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256, _LINEAR, _LINEAR_NARROW),
     "quant/quantize_v.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _V_NAN, _V_INF, _INT8_256, _NVFP4),
@@ -177,7 +178,18 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("DeltaS::visible", Sign("min((first_tile + kTile) * params.block_m, seqlen.q()) - 1")):
         "delta_s that nothing reads",
     ("TileLists::in_window", OffByOne("last.end > keys.first")): "looks at a tile of which the window shows nothing",
-    ("TileLists::entry_of", OffByOne("last.end > key")): "a block of which the window shows nothing: it is cut there",
+    ("TileLists::list_by_blocks", OffByOne("round < ceil_div(params.kv_tiles, kWarpSize)")):
+        "a round without a KV tile",
+    ("TileLists::list_by_blocks", First("tile < params.kv_tiles ? entry_of(rows, tile) : 0")):
+        "a KV tile that does not exist shows nothing",
+    ("TileLists::overlapped", Always(
+        "if (first.begin < min(key + kMaskBlock, keys.end) && last.end > key) found |= bit;")):
+            "a block of which the window shows nothing: it is cut there",
+    ("TileLists::overlapped", Sign("min(row + kMaskBlock, rows.end) - 1")):
+        "looks two rows further; what the window hides is cut",
+    ("TileLists::Words::Words", OffByOne("i < kChunk")): "a bit that no chunk has, behind the words",
+    ("TileLists::store_bits_of_all", OffByOne("i < params.block_m / rows_at_once")): "no row is left to store",
+    ("TileLists::overlapped", OffByOne("last.end > key")): "a block of which the window shows nothing: it is cut there",
     ("divide", Drop("r = fmaf(fmaf(-b, r, 1.0f), r, r);")): "the simulator's rcp is the nearest; a chip's is not",
     ("divide", Drop("q = fmaf(fmaf(-b, q, a), r, q);")): "the simulator's rcp is the nearest; a chip's is not",
     ("scale_to", Sign("(__float_as_uint(magnitude) >> kMantissaBits) - kExponentBias")):
@@ -202,12 +214,13 @@ def variants_of(bug: Bug) -> tuple[str, ...]:
     return next(variants for prefix, variants in SHOWN_BY.items() if bug.header.startswith(prefix))
 
 
-def candidates() -> Iterator[Bug]:
-    """All that the operations make of all functions, function by function."""
+def candidates(folder: str = "") -> Iterator[Bug]:
+    """All that the operations make of all functions, function by function; of those below a folder, or of all that run
+    in a call of attn."""
     root = PROJECT.include / "sage"
-    for path in sorted(root.rglob("*.cuh")):
-        if path.parent.name == "ptx":
-            continue  # the simulator has its own
+    for path in sorted((root / folder).rglob("*.cuh")):
+        if path.parent.name in ("ptx", *(() if folder else ("select",))):
+            continue  # the simulator has its own instructions; test_selection.py draws selections' bugs
         functions = [place for place in places_in(path) if not place.is_constant]
         for name in dict.fromkeys(place.name for place in functions):
             yield from _of_function(path.relative_to(root).as_posix(), name,
@@ -231,9 +244,14 @@ def _is_of_interest(operation: type[Operation], node: Node) -> bool:
 @cache
 def drawn() -> tuple[Bug, ...]:
     """For each function one bug that has no name and may do harm."""
-    named = {mutation.bug for mutation in MUTATIONS}
+    return one_a_function(candidates(), {mutation.bug for mutation in MUTATIONS}, HARMLESS)
+
+
+def one_a_function(found: Iterable[Bug], named: Container[Bug],
+                   harmless: Container[tuple[str, Operation]]) -> tuple[Bug, ...]:
+    """Of these bugs one for each function, which chance draws."""
     result: list[Bug] = []
-    for _, bugs in itertools.groupby(candidates(), key=lambda bug: (bug.header, bug.place)):
-        new = [bug for bug in bugs if bug not in named and (bug.place, bug.operation) not in HARMLESS]
+    for _, bugs in itertools.groupby(found, key=lambda bug: (bug.header, bug.place)):
+        new = [bug for bug in bugs if bug not in named and (bug.place, bug.operation) not in harmless]
         result += sorted(new, key=lambda bug: hashlib.sha256(str(bug).encode()).digest())[:1]
     return tuple(result)

@@ -20,15 +20,17 @@ from simbuild import Build, build_engine
 from symbols import line_of
 
 from sage_aot._backends.base import BackwardTensors
-from sage_aot._backends.cuda.call import arguments_of
+from sage_aot._backends.cuda.call import arguments_of, strides_of
 from sage_aot._backends.cuda.training import backward_arguments, save_k
 from sage_aot._kernels.manifest import Manifest, Struct, read_target
 from sage_aot._launch.backward import BackwardPlan, SavedParts, backward_launches, plan_backward
 from sage_aot._launch.choose import Kernels
-from sage_aot._launch.plan import Launch, Plan, launches
+from sage_aot._launch.plan import Argument, Launch, Plan, launches
+from sage_aot._launch.selection import choose_launch, pool_launch
 from sage_aot._launch.structs import Packer
 from sage_aot._problem.given import Given
 from sage_aot._problem.problem import Problem
+from sage_aot._problem.selection import Choosing, Pooling
 from sage_aot._problem.tensors import OPERANDS
 
 INSIDE, WRITTEN, WRITABLE = 1, 2, 4
@@ -135,6 +137,19 @@ class SimulatorBackend:
     def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> SimulatedBackward:
         return SimulatedBackward(plan_backward(plan, self.manifest), self.manifest, self.simulator)
 
+    def bind_pool(self, pooling: Pooling, x: torch.Tensor, wants_means: bool) -> SimulatedPool:
+        return SimulatedPool(pooling, self)
+
+    def bind_choice(self, choosing: Choosing, device: int) -> SimulatedChoice:
+        return SimulatedChoice(choosing, self)
+
+    def run(self, launch: Launch, inputs: dict[str, torch.Tensor | None],
+            outputs: dict[str, torch.Tensor | None]) -> None:
+        """Run a launch of a selection, whose tensors lie between redzones."""
+        self.simulator.know(*views(inputs, outputs))
+        addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in (inputs | outputs).items()}
+        self.simulator.launch(launch, self.manifest.structs[launch.record.params], addresses)
+
 
 class SimulatedCall:
     """The launches of a plan whose buffers lie apart."""
@@ -202,6 +217,32 @@ class SimulatedBackward:
         arguments = backward_arguments(tensors, self.plan.forward.problem.options.layout)
         for launch in backward_launches(self.plan, arguments):
             self._simulator.launch(launch, self._manifest.structs[launch.record.params], addresses)
+
+
+class SimulatedPool:
+    """The pooling of a tensor."""
+
+    def __init__(self, pooling: Pooling, backend: SimulatorBackend) -> None:
+        self._pooling, self._backend = pooling, backend
+
+    def __call__(self, x: torch.Tensor, pooled: torch.Tensor, means: torch.Tensor | None) -> None:
+        inputs = _apart({"x": x})
+        tensor = Argument("x", strides_of(inputs["x"], "HND"), inputs["x"].data_ptr() % 16 == 0)
+        launch = pool_launch(self._pooling, self._backend.arch(-1), self._backend.manifest, tensor, means is not None)
+        self._backend.run(launch, inputs, {"pooled": pooled, "x_mean": means})
+
+
+class SimulatedChoice:
+    """A choice of blocks."""
+
+    def __init__(self, choosing: Choosing, backend: SimulatorBackend) -> None:
+        self._choosing, self._backend = choosing, backend
+
+    def __call__(self, q_pooled: torch.Tensor, k_pooled: torch.Tensor, amounts: torch.Tensor | None,
+                 selected: torch.Tensor) -> None:
+        launch = choose_launch(self._choosing, self._backend.arch(-1), self._backend.manifest)
+        inputs = _apart({"q_pooled": q_pooled, "k_pooled": k_pooled, "amounts": amounts})
+        self._backend.run(launch, inputs, {"selected": selected})
 
 
 def set_exp2(up: np.ndarray, down: np.ndarray) -> None:

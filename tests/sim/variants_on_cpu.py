@@ -120,7 +120,7 @@ OF_EXPONENTIALS = {"split", "floats", "narrow"}
 anyway."""
 
 OF_SPARSE_MASKS = {"plain", "masked", "sequences", "split", "falling", "sinks", "whole", "blocks", "elements", "spoilt",
-                   "turns", "far"}
+                   "turns", "head keys", "far"}
 """The cases of a kernel with a sparse mask: what other cases tell, they tell of the same kernel with another mask."""
 
 EXTREMES = (
@@ -312,10 +312,13 @@ def _masks_of_queries(spec: AttnSpec, plain: Case) -> dict[str, Case]:
     elements: drawn, with a window, a key mask and sinks; values that are not finite. Rows of the mask of one kernel
         are whole vectors.
     spoilt: one whole tile, and a key that is not finite: no bits stand behind those of its last row.
+    head keys: one row of the mask for all queries of a head.
     turns: keys in some KV tiles, none in those between, which other rows of the query tile see: scores far below the
         hidden ones, which count for nothing."""
     tile = KERNELS[spec].tile
     keys = 3 * tile.block_n + 42
+    of_heads = {"head keys": replace(plain, window=None, elements="head keys", kv_heads=2,
+                                     seqlen_q=tile.block_m + 30, seqlen_kv=2 * tile.block_n + 42)}
     return {"sinks": replace(plain, window=None, is_causal=True, sinks="drawn", seqlen_q=200, seqlen_kv=170),
             "whole": replace(plain, window=None, sinks="drawn", seqlen_kv=2 * tile.block_n),
             "blocks": replace(plain, window=None, blocks="heads" if spec.v == "vraw" else "64", batch=2, seqlen_q=200,
@@ -326,7 +329,7 @@ def _masks_of_queries(spec: AttnSpec, plain: Case) -> dict[str, Case]:
             "spoilt": replace(plain, window=None, elements="random", planted="k:nan", group=1, seqlen_q=tile.block_m,
                               seqlen_kv=tile.block_n),
             "turns": replace(plain, window=None, elements="turns", kind="low", smooth_k=False, group=1, seqlen_q=64,
-                             seqlen_kv=1700)}
+                             seqlen_kv=1700), **(of_heads if (spec.v, spec.q) == ("vraw", "qraw") else {})}
 
 
 def _plain_keys(spec: AttnSpec) -> int:

@@ -9,7 +9,16 @@ from typing import Any
 
 from sage_aot._backends.loader import KERNEL_FOLDER
 from sage_aot._kernels.manifest import Arch, AttnRecord, KernelRecord, MachineCode, Manifest, records_by_name
-from sage_aot._kernels.spec import BACKWARD, AttnSpec, KernelSpec, QuantSpec, capability_of, is_ptx, target_of
+from sage_aot._kernels.spec import (
+    BACKWARD,
+    SELECTION,
+    AttnSpec,
+    KernelSpec,
+    QuantSpec,
+    capability_of,
+    is_ptx,
+    target_of,
+)
 from sage_aot._kernels.tile import Tile
 from sage_aot._launch.structs import vocabulary
 from sage_aot._version import __version__
@@ -18,7 +27,8 @@ TILE = Tile(128, 64, 32, 2, 2)
 WGMMA_TILE = Tile(128, 128, 16, 4, 1)
 
 _PARAMS = {"pack": "PackParams", "lists": "ListsParams", "quant": "QuantParams", "delta": "DeltaParams",
-           "attn": "AttnParams", "merge": "MergeParams", **dict.fromkeys(BACKWARD, "BwdParams")}
+           "attn": "AttnParams", "merge": "MergeParams", "pool": "PoolParams", "choose": "ChooseParams",
+           **dict.fromkeys(BACKWARD, "BwdParams")}
 
 _SHARED_BYTES = {"sm80": 166912, "sm87": 166912, "sm90": 232448, "sm100": 232448}
 """Shared memory that a block can have; 101,376 on the other archs."""
@@ -50,10 +60,15 @@ def backward_of(spec: AttnSpec) -> tuple[str, ...]:
     return tuple(spec.companion(kind).name for kind in BACKWARD if spec.trains)
 
 
+def selection_of(spec: AttnSpec) -> tuple[str, ...]:
+    """Names of the kernels that choose blocks of keys for it."""
+    return tuple(spec.companion(kind).name for kind in SELECTION if spec.mask == "sparse")
+
+
 def facts_of(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
     """The facts of a kernel; test_kernel_info.py compares them with the real kernels' facts."""
     make = {"pack": _pack, "lists": _lists, "quant": _quant, "delta": _delta, "attn": _attn, "merge": _merge,
-            "bwdprep": _bwdprep, "bwdkv": _bwdkv, "bwdq": _bwdq}[spec.kind]
+            "bwdprep": _bwdprep, "bwdkv": _bwdkv, "bwdq": _bwdq, "pool": _pool, "choose": _choose}[spec.kind]
     return {name: float(value) for name, value in make(spec, tile, family).items()}
 
 
@@ -77,7 +92,16 @@ def _pack(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
 
 
 def _lists(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
-    return {"threads": 1024, "shared_bytes": 0, "mask_block": 64, "most_tiles": 2**20}
+    return {"threads": 1024, "shared_bytes": 0, "mask_block": 64, "most_tiles": 2**20, "lists_a_block": 32}
+
+
+def _pool(spec: Any, tile: Tile, family: str) -> dict[str, float]:
+    return {"threads": 256, "shared_bytes": 0, "samples": 64, "rows_at_once": 2048 // spec.headdim, "vector": 8,
+            "largest_mean": 2**103, "limit": 127, "smallest_abs_max": 1.0000000180025095e-35}
+
+
+def _choose(spec: Any, tile: Tile, family: str) -> dict[str, float]:
+    return {"threads": 256, "shared_bytes": 2**15, "most_rows": 16, "floats": 2**13, "pitch": 128, "mask_block": 64}
 
 
 def _merge(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:

@@ -7,7 +7,7 @@ import re
 import struct
 
 import pytest
-from records import STRUCTS, backward_of, facts_of
+from records import STRUCTS, backward_of, facts_of, selection_of
 
 from codegen import nvrtc
 from codegen.errors import BuildError
@@ -136,7 +136,7 @@ def test_the_records_of_tests_say_what_the_real_kernels_say():
     """records.py repeats facts of the device code, so that tests of the runtime run on real sizes: compare them."""
     manifest = Manifest.read(Project(ROOT, ROOT / "build").package)
     tiles = {companion: record.tile for record in manifest.every_attention()
-             for companion in (*record.companions, *backward_of(record.spec))}
+             for companion in (*record.companions, *backward_of(record.spec), *selection_of(record.spec))}
     for name, record in manifest.kernels.items():
         tile = record.tile if isinstance(record, AttnRecord) else tiles[name]
         assert facts_of(record.spec, tile, record.family) == record.facts, name

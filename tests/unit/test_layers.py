@@ -16,7 +16,7 @@ import sage_aot
 ROOT = Path(__file__).parents[2]
 HEADERS = ROOT / "templates/include/sage"
 LAYERS = ("types.cuh", "constants.cuh", "kernel_info.cuh", "fast_divmod.cuh", "params.cuh", "ptx", "numerics",
-          "tile", "problem", "attn", "quant", "bwd")
+          "tile", "problem", "attn", "quant", "bwd", "select")
 MAY_INCLUDE = {
     "types.cuh": (),
     "constants.cuh": ("types.cuh",),
@@ -30,6 +30,7 @@ MAY_INCLUDE = {
     "attn": ("types.cuh", "constants.cuh", "params.cuh", "ptx", "numerics", "tile", "problem"),
     "quant": ("types.cuh", "params.cuh", "ptx", "numerics", "tile", "problem"),
     "bwd": ("types.cuh", "constants.cuh", "params.cuh", "ptx", "numerics", "tile", "problem", "quant"),
+    "select": ("types.cuh", "kernel_info.cuh", "params.cuh", "ptx", "numerics", "problem", "quant"),
 }
 
 
@@ -123,7 +124,7 @@ def test_modules_import_only_lower_packages(path):
 
 def test_every_package_has_its_place():
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(MAY_IMPORT)
-    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", *LEAVES}
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", "sparse", *LEAVES}
     assert set(EMULATION) == {module_of(path) for path in PACKAGE.glob("_families/*/emulation.py")}
 
 
@@ -198,7 +199,7 @@ def test_exports():
     assert set(sage_aot.__all__) <= set(dir(sage_aot))
     public = {name for name in vars(sage_aot) if not name.startswith("_")}
     public -= {"errors", "integrations", "annotations", "import_module", "is_being_imported", "when_imported",
-               "TYPE_CHECKING"}
+               "TYPE_CHECKING", "sparse"}
     assert public == set(sage_aot.__all__) - {"__version__"}
     with pytest.raises(AttributeError, match="module 'sage_aot' has no attribute 'atn'"):
         sage_aot.atn

@@ -19,9 +19,9 @@ from sage_aot._problem.options import OPTIONS, Asked, Options, markdown_table
 from sage_aot._problem.tensors import TENSORS
 
 ROOT = Path(__file__).parents[2]
-BEFORE, BEHIND = tuple(TENSORS), ("return_lse", "out")
+BEFORE, BEHIND = (*TENSORS, "sparse"), ("return_lse", "out")
 BESIDE = (*BEFORE, *BEHIND)
-"""Keyword arguments of the call that are not options: they are tensors, or change no kernel."""
+"""Keyword arguments of the call that are not options: they are tensors, make one, or change no kernel."""
 
 
 def keywords() -> dict[str, inspect.Parameter]:

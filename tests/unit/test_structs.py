@@ -32,7 +32,8 @@ from sage_aot._problem.options import OPTIONS
 
 FOLDER = Project(ROOT, ROOT / "build").package
 KINDS = {"pack": "PackParams", "lists": "ListsParams", "quant": "QuantParams", "delta": "DeltaParams",
-         "attn": "AttnParams", "merge": "MergeParams", "bwdprep": "BwdParams", "bwdkv": "BwdParams",
+         "attn": "AttnParams", "merge": "MergeParams", "pool": "PoolParams", "choose": "ChooseParams",
+         "bwdprep": "BwdParams", "bwdkv": "BwdParams",
          "bwdq": "BwdParams"}
 
 

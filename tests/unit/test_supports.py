@@ -256,7 +256,7 @@ def test_it_takes_what_attn_takes():
     of_attn, of_varlen = calls
     assert [parameters[name] for name in of_attn] == list(of_attn.values())
     assert parameters.keys() - of_attn.keys() == of_varlen.keys() - of_attn.keys()
-    assert of_attn.keys() - of_varlen.keys() == {"layout", "key_mask", "attn_mask", "block_mask"}
+    assert of_attn.keys() - of_varlen.keys() == {"layout", "key_mask", "attn_mask", "block_mask", "sparse"}
     of_tensors = {"k", "v"}  # attn takes a QuantizedKV in their place
     assert all(of_varlen[name] == of_attn[name] for name in of_varlen.keys() & of_attn.keys() - of_tensors)
     with pytest.raises(TypeError, match="smooth_w"):

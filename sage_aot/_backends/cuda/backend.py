@@ -7,6 +7,7 @@ import torch
 from sage_aot._backends.base import BackwardTensors, Call
 from sage_aot._backends.cuda.call import CudaCall
 from sage_aot._backends.cuda.device import arch_of, sm_count
+from sage_aot._backends.cuda.selection import CudaChoice, CudaPool
 from sage_aot._backends.cuda.training import CudaBackward, CudaTraining
 from sage_aot._backends.loader import Library
 from sage_aot._kernels.manifest import Manifest
@@ -15,6 +16,7 @@ from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import Plan, splits_of
 from sage_aot._problem.given import Given
 from sage_aot._problem.problem import Problem
+from sage_aot._problem.selection import Choosing, Pooling
 
 
 class CudaBackend:
@@ -50,3 +52,9 @@ class CudaBackend:
 
     def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> CudaBackward:
         return CudaBackward(plan_backward(plan, self.manifest), self.library, tensors.v.get_device())
+
+    def bind_pool(self, pooling: Pooling, x: torch.Tensor, wants_means: bool) -> CudaPool:
+        return CudaPool(pooling, self.arch(x.get_device()), self.library, x, wants_means)
+
+    def bind_choice(self, choosing: Choosing, device: int) -> CudaChoice:
+        return CudaChoice(choosing, self.arch(device), self.library, device)

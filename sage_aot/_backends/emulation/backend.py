@@ -12,16 +12,20 @@ from typing import NamedTuple, cast
 
 import torch
 
-from sage_aot._backends.base import BackwardCall, BackwardTensors, Call
+from sage_aot._backends.base import BackwardCall, BackwardTensors, Call, ChooseCall, PoolCall
 from sage_aot._backends.emulation.arithmetic import within
 from sage_aot._backends.emulation.attention import attend
 from sage_aot._backends.emulation.backward import gradients, saved_of
 from sage_aot._backends.emulation.quantize import Quantized, quantize
+from sage_aot._backends.emulation.selection import choose, pool, views_of
 from sage_aot._kernels.manifest import Manifest
+from sage_aot._kernels.spec import PoolSpec
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import Plan
+from sage_aot._launch.selection import choose_launch, selection_record
 from sage_aot._problem.given import Given
 from sage_aot._problem.problem import Part, Problem, heads_first
+from sage_aot._problem.selection import Choosing, Pooling
 from sage_aot._problem.tensors import MASK_BLOCK
 from sage_aot.errors import UnsupportedError
 
@@ -69,6 +73,27 @@ class EmulationBackend:
             found = gradients(of_forward, grad_out, problem.softmax_scale, problem.options.is_causal)
             for result, gradient in zip(results, found):
                 result.copy_(gradient)
+
+        return call
+
+    def bind_pool(self, pooling: Pooling, x: torch.Tensor, wants_means: bool) -> PoolCall:
+        record = selection_record(PoolSpec(self.arch(-1), pooling.channels).name, self._manifest)
+
+        def call(x: torch.Tensor, pooled: torch.Tensor, means: torch.Tensor | None) -> None:
+            found, of_rows = pool(pooling, record, x)
+            for to, part in zip(views_of(pooling, pooled), found):
+                to.copy_(part)
+            if means is not None:
+                means.copy_(of_rows)
+
+        return call
+
+    def bind_choice(self, choosing: Choosing, device: int) -> ChooseCall:
+        choose_launch(choosing, self.arch(device), self._manifest)  # raises as on a GPU
+
+        def call(q_pooled: torch.Tensor, k_pooled: torch.Tensor, amounts: torch.Tensor | None,
+                 selected: torch.Tensor) -> None:
+            selected.copy_(choose(choosing, views_of(choosing.q, q_pooled), views_of(choosing.k, k_pooled), amounts))
 
         return call
 

@@ -52,13 +52,13 @@ class Quantized:
 def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Quantized:
     """The kernels before attention: quantization, and delta_s."""
     spec, tile, quant = kernels.attn.spec, kernels.attn.tile, kernels["quant"]
-    k, v, q = (_pad(x.float(), rows, spec.headdim)
+    k, v, q = (pad(x.float(), rows, spec.headdim)
                for x, rows in ((k, tile.block_n), (v, tile.block_n), (q, tile.block_m)))
-    sampled = _sampled_rows(problem.seqlen_kv, quant).to(k.device)
+    sampled = sampled_rows(problem.seqlen_kv, quant).to(k.device)
 
     k_mean = torch.zeros_like(k[:, :, 0])
     if problem.options.smooth_k:
-        k_mean = _subtractable(_average(k[:, :, sampled], quant), quant)
+        k_mean = subtractable(average(k[:, :, sampled], quant), quant)
     k = k - k_mean[:, :, None]
     k_spoilt = ~k.isfinite().all(-1)
     k = finite_or_zero(k)
@@ -87,13 +87,13 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
                      v_spoilt, row_bias, delta_s)
 
 
-def _pad(x: torch.Tensor, rows: int, headdim: int) -> torch.Tensor:
+def pad(x: torch.Tensor, rows: int, headdim: int) -> torch.Tensor:
     """Whole tiles of so many rows: copies of the last row, which nobody sees; and channels of zeros."""
     x = torch.nn.functional.pad(x, (0, headdim - x.shape[-1]))
     return x[:, :, torch.arange(-(-x.shape[2] // rows) * rows).clamp(max=x.shape[2] - 1)]
 
 
-def _sampled_rows(rows: int, quant: KernelRecord) -> torch.Tensor:
+def sampled_rows(rows: int, quant: KernelRecord) -> torch.Tensor:
     """The rows of a sample, as in quant/sample.cuh: one of every stratum at a hashed position; of few rows all."""
     samples = quant.fact("samples")
     if rows <= samples:
@@ -105,7 +105,7 @@ def _sampled_rows(rows: int, quant: KernelRecord) -> torch.Tensor:
     return ends[:-1] + (mixed * ends.diff() >> 32)
 
 
-def _average(x: torch.Tensor, quant: KernelRecord) -> torch.Tensor:
+def average(x: torch.Tensor, quant: KernelRecord) -> torch.Tensor:
     """Mean over the rows of a sample in the order of quant/sample.cuh: a thread's rows, then threads."""
     samples, rows_at_once = quant.fact("samples"), quant.fact("rows_at_once")
     count = x.shape[2]
@@ -116,7 +116,7 @@ def _average(x: torch.Tensor, quant: KernelRecord) -> torch.Tensor:
     return divide(add_in_order(parts, 2), count / samples)
 
 
-def _subtractable(mean: torch.Tensor, quant: KernelRecord) -> torch.Tensor:
+def subtractable(mean: torch.Tensor, quant: KernelRecord) -> torch.Tensor:
     """A mean, or zero where a value less the mean might lie beyond f32."""
     return torch.where(mean.abs() < quant.facts["largest_mean"], mean, 0.0)
 
@@ -131,7 +131,7 @@ def _mean_over_rows(q: torch.Tensor, problem: Problem, kernels: Kernels) -> torc
     tiles = torch.where(there, finite_or_zero(q), 0.0)
     tiles = tiles.view(batch, heads, -1, block_m // rows_at_once, rows_at_once, headdim)
     count = (problem.seqlen_q - torch.arange(0, rows, block_m, device=q.device)).clamp(max=block_m).float()
-    return _subtractable(add_in_order(add_in_order(tiles, 3), 3) / count[:, None], kernels["quant"])
+    return subtractable(add_in_order(add_in_order(tiles, 3), 3) / count[:, None], kernels["quant"])
 
 
 def _row_bias(q: torch.Tensor, scale: torch.Tensor, quant: KernelRecord, k_mean: torch.Tensor) -> torch.Tensor:
@@ -194,11 +194,11 @@ def _quantize_rows(x: torch.Tensor, groups: torch.Tensor, quant: KernelRecord, c
     if limit == nvfp4.SCALED_LIMIT:
         scale, inv_scale = (of_groups[:, :, groups] for of_groups in _power_of_two_scale_below(limit, amax, quant))
         return nvfp4.to_nvfp4(x * inv_scale[..., None]), scale
-    scale, inv_scale = _scale_to(limit, amax, quant)
+    scale, inv_scale = scale_to(limit, amax, quant)
     if clip and quant.fact("clips") > 1:
         scale, inv_scale = _clipped(x * sign, groups, scale, inv_scale, quant, counted)
     scale, inv_scale = scale[:, :, groups], inv_scale[:, :, groups]
-    return _rounded(x, sign * inv_scale, limit), scale
+    return rounded(x, sign * inv_scale, limit), scale
 
 
 def _over_groups(of_rows: torch.Tensor, groups: torch.Tensor, reduce: str) -> torch.Tensor:
@@ -207,7 +207,7 @@ def _over_groups(of_rows: torch.Tensor, groups: torch.Tensor, reduce: str) -> to
     return zeros.scatter_reduce_(2, groups.expand_as(of_rows), of_rows, reduce)
 
 
-def _rounded(x: torch.Tensor, inv_scale: torch.Tensor, limit: float) -> torch.Tensor:
+def rounded(x: torch.Tensor, inv_scale: torch.Tensor, limit: float) -> torch.Tensor:
     """Integers of x times a factor per row, to the nearest even."""
     rounded = (x.double() * inv_scale[..., None].double()).round().float()  # once, as an FMA does
     return rounded.clamp(-limit - 1.0, limit)
@@ -224,7 +224,7 @@ def _clipped(x: torch.Tensor, groups: torch.Tensor, scale: torch.Tensor, inv_sca
     for _ in range(quant.fact("clips")):
         candidate, inv_candidate = scale * share, inv_scale * to_f32(1.0 / share)
         of_rows = inv_candidate[:, :, groups]
-        lost = fma(x, of_rows[..., None].expand_as(x), -_rounded(x, of_rows, quant.facts["limit"]))
+        lost = fma(x, of_rows[..., None].expand_as(x), -rounded(x, of_rows, quant.facts["limit"]))
         squares = (fma(lost, lost, torch.full_like(lost, bias)).double() - bias) / unit
         error = _over_groups(squares.sum(-1) * of_counted, groups, "sum")  # of integers, exact
         cost = error.float() * to_f32(share * share)
@@ -233,7 +233,7 @@ def _clipped(x: torch.Tensor, groups: torch.Tensor, scale: torch.Tensor, inv_sca
     return best, inv_best
 
 
-def _scale_to(limit: float, amax: torch.Tensor, quant: KernelRecord) -> tuple[torch.Tensor, torch.Tensor]:
+def scale_to(limit: float, amax: torch.Tensor, quant: KernelRecord) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale that takes amax to `limit`, and its reciprocal."""
     zeros = amax < quant.facts["smallest_abs_max"]
     inv_scale = torch.full_like(amax, limit) / amax  # a number over a tensor rounds twice: reciprocal, then product
@@ -266,8 +266,8 @@ def _quantize_v(v: torch.Tensor, sampled: torch.Tensor, problem: Problem, kernel
     sample = v[:, :, sampled]
     mean = torch.zeros_like(v[:, :, 0])
     if problem.options.smooth_v:
-        mean = _subtractable(_average(sample, quant), quant)
-    scale, inv_scale = _channel_scale(_average((sample - mean[:, :, None]).abs(), quant), mean, kernels)
+        mean = subtractable(average(sample, quant), quant)
+    scale, inv_scale = _channel_scale(average((sample - mean[:, :, None]).abs(), quant), mean, kernels)
     shift = -mean * inv_scale
     v = torch.unflatten(v, 2, (-1, block_n))
     scaled = fma(v, inv_scale[:, :, None, None], shift[:, :, None, None])
@@ -329,7 +329,7 @@ def _channel_scale(magnitude: torch.Tensor, mean: torch.Tensor,
     if attn.spec.pv == "f16":
         scale, inv_scale = _power_of_two_scale(clamped, quant)
     else:
-        scale, inv_scale = _scale_to(attn.facts["v_typical"], clamped, quant)
+        scale, inv_scale = scale_to(attn.facts["v_typical"], clamped, quant)
     zeros = magnitude < smallest
     return torch.where(zeros, 1.0, scale), torch.where(zeros, 1.0, inv_scale)
 

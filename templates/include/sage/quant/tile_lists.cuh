@@ -1,7 +1,7 @@
 // Lists of the KV tiles that query tiles see, by a window, a boolean mask, a mask of blocks and a key mask together:
-// problem/sparse_mask.cuh. A block makes the list of a query tile, a round of KV tiles at a time. A thread looks at a
-// KV tile; where elements decide, a warp does, and stores a bit for each query and key. The first warp then lists the
-// round in order.
+// problem/sparse_mask.cuh. A warp makes the list of a query tile: a lane looks at a KV tile. Where elements decide, a
+// block makes it, a round of KV tiles at a time: a warp looks at a KV tile, and stores a bit for each query and key; the
+// first warp then lists the round in order.
 #pragma once
 
 #include "sage/params.cuh"
@@ -30,45 +30,83 @@ struct TileLists {
   // Figures for the host: to launch the kernel.
   static constexpr auto facts() {
     return sage::facts(Fact{"threads", Config::kThreads}, Fact{"shared_bytes", 0}, Fact{"mask_block", kMaskBlock},
-                       Fact{"most_tiles", TileEntry::kMostTiles});
+                       Fact{"most_tiles", TileEntry::kMostTiles}, Fact{"lists_a_block", kWarps});
   }
 
   const ListsParams& params;
   Shared& shared;
 
-  // blockIdx.x: query tiles fastest, then the heads of masks, then their batch entries.
   __device__ __forceinline__ void run() const {
-    const i32 index = ptx::block_index(), warp = ptx::thread_index() / kWarpSize;
-    const Rows rows(params, index / params.q_tiles, index % params.q_tiles);
-    u32* list = params.tile_lists + static_cast<i64>(index) * params.kv_tiles;
-    i32 whole = 0, parts = 0;
-#pragma unroll 1
-    for (i32 first = 0; first < params.kv_tiles; first += kRound) {
-      const i32 tiles = min(kRound, params.kv_tiles - first);
-      if (params.key_bits == nullptr) {
-#pragma unroll 1
-        for (i32 i = ptx::thread_index(); i < tiles; i += Config::kThreads) {
-          shared.entries[i] = entry_of(rows, first + i);
-        }
-      } else {
-#pragma unroll 1
-        for (i32 i = warp; i < tiles; i += kWarps) {
-          const u32 entry = entry_by_elements(rows, index, first + i);
-          if (lane() == 0) shared.entries[i] = entry;
-        }
-      }
-      __syncthreads();
-      if (warp == 0) append(list, tiles, whole, parts);
-      __syncthreads();  // the entries have been read
-    }
-    if (ptx::thread_index() == 0) {
-      params.tile_counts[2 * index] = whole + parts;
-      params.tile_counts[2 * index + 1] = whole;
-    }
+    if (params.key_bits == nullptr) list_by_blocks();
+    else list_by_elements();
   }
 
  private:
   __device__ __forceinline__ static i32 lane() { return ptx::thread_index() % kWarpSize; }
+
+  // blockIdx.x: groups of kWarps query tiles of a mask fastest, then the heads of masks, then their batch entries.
+  __device__ __forceinline__ void list_by_blocks() const {
+    const i32 groups = ceil_div<i32>(params.q_tiles, kWarps), block = ptx::block_index(), mask = block / groups;
+    const i32 q_tile = block % groups * kWarps + ptx::thread_index() / kWarpSize;
+    if (q_tile >= params.q_tiles) return;
+    const Rows rows(params, mask, q_tile);
+    List list(params, mask * params.q_tiles + q_tile);
+#pragma unroll 1
+    for (i32 round = 0; round < ceil_div(params.kv_tiles, kWarpSize); ++round) {
+      const i32 tile = round * kWarpSize + lane();
+      list.append(params, tile < params.kv_tiles ? entry_of(rows, tile) : 0);
+    }
+    list.store_counts(params);
+  }
+
+  // blockIdx.x: query tiles fastest, then as above.
+  __device__ __forceinline__ void list_by_elements() const {
+    const i32 index = ptx::block_index(), warp = ptx::thread_index() / kWarpSize;
+    const Rows rows(params, index / params.q_tiles, index % params.q_tiles);
+    List list(params, index);
+#pragma unroll 1
+    for (i32 first = 0; first < params.kv_tiles; first += kRound) {
+      const i32 tiles = min(kRound, params.kv_tiles - first);
+#pragma unroll 1
+      for (i32 i = warp; i < tiles; i += kWarps) {
+        const u32 entry = entry_by_elements(rows, index, first + i);
+        if (lane() == 0) shared.entries[i] = entry;
+      }
+      __syncthreads();
+#pragma unroll 1
+      for (i32 i = lane(); warp == 0 && i - lane() < tiles; i += kWarpSize) {
+        list.append(params, i < tiles ? shared.entries[i] : 0);
+      }
+      __syncthreads();  // the entries have been read
+    }
+    if (warp == 0) list.store_counts(params);
+  }
+
+  // The list of a query tile, which a warp makes.
+  struct List {
+    i32 index;
+    u32* entries;
+    i32 whole = 0, parts = 0;
+
+    __device__ __forceinline__ List(const ListsParams& params, i32 index_)
+        : index(index_), entries(params.tile_lists + static_cast<i64>(index_) * params.kv_tiles) {}
+
+    // Appends the entries of the lanes, in their order, those that are marked.
+    __device__ __forceinline__ void append(const ListsParams& params, u32 marked) {
+      const u32 entry = marked & ~(kPart | kWhole), before = (1u << lane()) - 1;
+      const u32 of_whole = ptx::ballot(marked & kWhole), of_parts = ptx::ballot(marked & kPart);
+      if (marked & kWhole) entries[whole + ptx::popcount(of_whole & before)] = entry;
+      if (marked & kPart) entries[params.kv_tiles - 1 - (parts + ptx::popcount(of_parts & before))] = entry;
+      whole += ptx::popcount(of_whole);
+      parts += ptx::popcount(of_parts);
+    }
+
+    __device__ __forceinline__ void store_counts(const ListsParams& params) const {
+      if (lane() > 0) return;
+      params.tile_counts[2 * index] = whole + parts;
+      params.tile_counts[2 * index + 1] = whole;
+    }
+  };
 
   // As visible_keys() asks for lengths: batch entries are equally long.
   struct Lengths {
@@ -126,26 +164,40 @@ struct TileLists {
     return first.begin < keys.end && last.end > keys.first;
   }
 
-  // Without elements: a block of 64 x 64 is seen where the mask of blocks and the window show some of it.
+  // Without elements: a block of 64 x 64 is seen where the mask of blocks and the window show some of it. Every block is
+  // read before the first is looked at.
   __device__ __forceinline__ u32 entry_of(const Rows& rows, i32 tile) const {
     Keys keys;
     if (!in_window(rows, tile, keys)) return 0;
-    u32 seen = 0, bit = 1u << TileEntry::kFirstBlock;
-    bool all = keys.within;
+    const i32 of_row = params.block_n > kMaskBlock ? 2 : 1;  // blocks of keys of a KV tile
+    u32 seen = 0, every = 0;
+#pragma unroll
+    for (i32 b = 0; b < TileEntry::kMostBlocks; ++b) {
+      const i32 row = rows.first + b / of_row * kMaskBlock, key = keys.first + b % of_row * kMaskBlock;
+      if (row < rows.end) {
+        every |= 1u << b;
+        if (block_shows(rows, row, key)) seen |= 1u << b;
+      }
+    }
+    if (!keys.within) seen &= overlapped(rows, keys, of_row);
+    if (seen == 0) return 0;
+    if (seen == every && keys.within) return tile | TileEntry::kEveryBlock | kWhole;
+    return tile | seen << TileEntry::kFirstBlock | kPart | (keys.within ? 0 : TileEntry::kCut);
+  }
+
+  // The blocks of which the window shows some key to some row.
+  __device__ __forceinline__ u32 overlapped(const Rows& rows, const Keys& keys, i32 of_row) const {
+    u32 found = 0, bit = 1;
 #pragma unroll 1
     for (i32 row = rows.first; row < rows.end; row += kMaskBlock) {
       const KeyInterval first = window_of(row), last = window_of(min(row + kMaskBlock, rows.end) - 1);
 #pragma unroll 1
-      for (i32 key = keys.first; key < keys.end; key += kMaskBlock, bit *= 2) {
-        const bool shown =
-            first.begin < min(key + kMaskBlock, keys.end) && last.end > key && block_shows(rows, row, key);
-        if (shown) seen |= bit;
-        all &= shown;
+      for (i32 i = 0; i < of_row; ++i, bit *= 2) {
+        const i32 key = keys.first + i * kMaskBlock;
+        if (first.begin < min(key + kMaskBlock, keys.end) && last.end > key) found |= bit;
       }
     }
-    if (seen == 0) return 0;
-    if (all) return tile | TileEntry::kEveryBlock | kWhole;
-    return tile | seen | (keys.within ? kPart : kPart | TileEntry::kCut);
+    return found;
   }
 
   // Call with a warp: it reads 32 chunks of a KV tile at a time, of several rows. Stores the bits of all rows, those
@@ -155,19 +207,28 @@ struct TileLists {
     if (!in_window(rows, tile, keys)) return 0;
     const i32 chunks = params.block_n / kChunk, rows_at_once = kWarpSize / chunks;
     const i32 own_row = lane() / chunks, key = keys.first + (chunks - 1 - lane() % chunks) * kChunk;
-    const u32 keys_shown = shown_by_key_mask(rows, key);
+    const bool one_row = params.attn_mask.stride.row == 0;  // the mask of every query
+    const u32 keys_shown = shown_by_key_mask(rows, key) & (one_row ? shown_by_elements(rows, rows.first, key) : ~0u);
     const i32 columns = max(1, params.block_n / kMaskBlock), column = (key - keys.first) / kMaskBlock;
     u8* bits =
         params.key_bits + (static_cast<i64>(index) * params.kv_tiles + tile) * params.block_m * params.block_n / 8;
     u32 seen = 0;
     bool all = keys.within;
+    if (one_row && keys.within && rows.blocks == nullptr) {
+      store_bits_of_all(bits, chunks, rows_at_once, keys_shown);
+#pragma unroll 1
+      for (i32 row = 0; keys_shown != 0 && row < rows.end - rows.first; row += kMaskBlock) {
+        seen |= 1u << (TileEntry::kFirstBlock + row / kMaskBlock * columns + column);
+      }
+      return entry_of_elements(tile, seen, keys_shown == 0xffff);
+    }
 #pragma unroll 1
     for (i32 first = 0; first < params.block_m; first += kInFlight * rows_at_once) {
       u32 shown[kInFlight];
 #pragma unroll
       for (i32 i = 0; i < kInFlight; ++i) {
         const i32 row = rows.first + first + i * rows_at_once + own_row;
-        shown[i] = row < rows.end ? keys_shown & shown_by_elements(rows, row, key) : 0;
+        shown[i] = row < rows.end ? keys_shown & (one_row ? ~0u : shown_by_elements(rows, row, key)) : 0;
       }
 #pragma unroll
       for (i32 i = 0; i < kInFlight; ++i) {
@@ -181,6 +242,11 @@ struct TileLists {
         store_bits(bits, first + i * rows_at_once, chunks, shown[i]);
       }
     }
+    return entry_of_elements(tile, seen, all);
+  }
+
+  // seen, all: what each lane has found.
+  __device__ __forceinline__ static u32 entry_of_elements(i32 tile, u32 seen, bool all) {
     seen = any_of_lanes(seen);
     if (seen == 0) return 0;
     if (!ptx::any(!all)) return tile | TileEntry::kEveryBlock | kWhole;
@@ -222,24 +288,41 @@ struct TileLists {
            rows.blocks[row / kMaskBlock * params.block_mask.stride.row + key / kMaskBlock] != 0;
   }
 
-  // Stores the FragmentBits of some rows, `first` of the query tile the first: a ballot has a bit of each lane's chunk,
-  // and a chunk is an m, the first chunk in the last lane of a row.
+  // Stores the FragmentBits of some rows, `first` of the query tile the first.
   __device__ __forceinline__ void store_bits(u8* bits, i32 first, i32 chunks, u32 shown) const {
-    const i32 t = lane() % 4;
+    store_words(bits, first, chunks, Words(shown));
+  }
+
+  // The same of all rows of a query tile, which see the same keys.
+  __device__ __forceinline__ void store_bits_of_all(u8* bits, i32 chunks, i32 rows_at_once, u32 shown) const {
+    const Words words(shown);
+#pragma unroll 1
+    for (i32 i = 0; i < params.block_m / rows_at_once; ++i) store_words(bits, i * rows_at_once, chunks, words);
+  }
+
+  // Bits of the chunks of a warp's lanes: a ballot has a bit of each, and a chunk is an m of FragmentBits, the first
+  // chunk in the last lane of a row.
+  struct Words {
     u32 of_t[4] = {};  // of the lane's t, by e
+
+    __device__ __forceinline__ explicit Words(u32 shown) {
 #pragma unroll
-    for (i32 i = 0; i < kChunk; ++i) {
-      const u32 of_lanes = ptx::ballot(shown >> i & 1);
-      if (t == i % 8 / 2) of_t[2 * (i / 8) + i % 2] = of_lanes;
+      for (i32 i = 0; i < kChunk; ++i) {
+        const u32 of_lanes = ptx::ballot(shown >> i & 1);
+        if (lane() % 4 == i % 8 / 2) of_t[2 * (i / 8) + i % 2] = of_lanes;
+      }
     }
-    const i32 words = 4 * (kWarpSize / chunks);
+  };
+
+  __device__ __forceinline__ void store_words(u8* bits, i32 first, i32 chunks, const Words& of_rows) const {
+    const i32 t = lane() % 4, words = 4 * (kWarpSize / chunks);
 #pragma unroll 1
     for (i32 w = lane(); w < words; w += kWarpSize) {
       const i32 row = w / 4;
       if (first + row >= params.block_m) break;
       u32 word = 0;
 #pragma unroll
-      for (i32 e = 0; e < 4; ++e) word |= (of_t[e] >> row * chunks & ((1u << chunks) - 1)) << chunks * e;
+      for (i32 e = 0; e < 4; ++e) word |= (of_rows.of_t[e] >> row * chunks & ((1u << chunks) - 1)) << chunks * e;
       u8* to = bits + (4 * (first + row) + t) * chunks / 2;
       if (chunks == 8) *reinterpret_cast<u32*>(to) = word;
       else if (chunks == 4) *reinterpret_cast<u16*>(to) = static_cast<u16>(word);
@@ -251,20 +334,6 @@ struct TileLists {
 #pragma unroll
     for (i32 mask = kWarpSize / 2; mask > 0; mask /= 2) x |= ptx::shuffle_xor(x, mask);
     return x;
-  }
-
-  // Appends the entries of a round to both lists. Call with a warp.
-  __device__ __forceinline__ void append(u32* list, i32 tiles, i32& whole, i32& parts) const {
-#pragma unroll 1
-    for (i32 i = lane(); i - lane() < tiles; i += kWarpSize) {
-      const u32 marked = i < tiles ? shared.entries[i] : 0, entry = marked & ~(kPart | kWhole);
-      const u32 of_whole = ptx::ballot(marked & kWhole), of_parts = ptx::ballot(marked & kPart);
-      const u32 before = (1u << lane()) - 1;
-      if (marked & kWhole) list[whole + ptx::popcount(of_whole & before)] = entry;
-      if (marked & kPart) list[params.kv_tiles - 1 - (parts + ptx::popcount(of_parts & before))] = entry;
-      whole += ptx::popcount(of_whole);
-      parts += ptx::popcount(of_parts);
-    }
   }
 };
 

@@ -1,0 +1,204 @@
+"""Attention that chooses its blocks of keys: :class:`Sparse`, and the call that it makes of attn's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sage_aot._call.forms import Result, attend, call_of_attn
+from sage_aot._call.kv import QuantizedKV
+from sage_aot._call.masks import BlockMask
+from sage_aot._call.pooling import DEFAULT_BLOCK, PooledBlocks, pool_blocks, rows_of_caller
+from sage_aot._call.selection import check_numbers, ends_of, select_blocks
+from sage_aot._problem.arguments import block_sizes_of
+from sage_aot._problem.options import Asked
+from sage_aot._problem.problem import heads_first
+from sage_aot._problem.selection import CHOOSE_BY
+from sage_aot._problem.tensors import MASK_BLOCK
+from sage_aot.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """How a call chooses the blocks of keys that it computes: ``attn(q, k, v, sparse=Sparse(keep=0.25))``.
+
+    Args:
+        keep, mass, tau, block_size, first, near, least_alike, dense_keys, dense_queries: as
+            :func:`sage_aot.sparse.select_blocks`. Of `keep`, `mass` and `tau` one, a number, or one for each q head.
+        tail: blocks that are not chosen have a part in the output, too: the mean of their keys with the weight of all
+            of them, and the mean of their values. Such a call takes exponentials where others have linear P, and a
+            second, small attention: docs/sparse.md says when that pays.
+
+    >>> import torch, sage_aot
+    >>> q, k, v = torch.randn(3, 1, 2, 512, 64)
+    >>> sage_aot.attn(q, k, v, sparse=sage_aot.Sparse(keep=0.5)).shape
+    torch.Size([1, 2, 512, 64])
+    """
+
+    keep: float | tuple[float, ...] | None = None
+    mass: float | tuple[float, ...] | None = None
+    tau: float | tuple[float, ...] | None = None
+    block_size: int | tuple[int, int] = DEFAULT_BLOCK
+    first: int = 1
+    near: int = 1
+    least_alike: float = 0.0
+    dense_keys: int | tuple[int, int] = 0
+    dense_queries: int | tuple[int, int] = 0
+    tail: bool = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in CHOOSE_BY if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ArgumentError(f"Sparse: expected one of keep, mass and tau, got {', '.join(given) or 'none'}")
+        by, = given
+        if isinstance(getattr(self, by), list):  # which cannot be hashed
+            object.__setattr__(self, by, tuple(getattr(self, by)))
+        block_sizes_of(self.block_size)
+        check_numbers(by, getattr(self, by), self.first, self.near, self.least_alike, self.dense_keys,
+                      self.dense_queries)
+        if not isinstance(self.tail, bool):
+            raise ArgumentError(f"tail: expected True or False, got {self.tail!r}")
+
+    def select(self, q: torch.Tensor, k: torch.Tensor | PooledBlocks | QuantizedKV, *, is_causal: bool = False,
+               scale: float | None = None, layout: str = "HND") -> BlockMask:
+        """The blocks that this chooses: :func:`sage_aot.sparse.select_blocks` with its arguments. A choice may serve
+        later steps or layers as ``attn(..., block_mask=...)``. With `tail` a last block that has fewer keys than the
+        others is chosen in any case, since its mean would have another weight."""
+        dense_keys = ends_of("dense_keys", self.dense_keys)
+        if self.tail:
+            keys = heads_first(k, layout).shape[2] if isinstance(k, torch.Tensor) else k.shape[2]
+            ragged = keys % block_sizes_of(self.block_size)[1] != 0
+            dense_keys = dense_keys[0], max(dense_keys[1], int(ragged))
+        return select_blocks(q, k, keep=self.keep, mass=self.mass, tau=self.tau, block_size=self.block_size,
+                             first=self.first, near=self.near, least_alike=self.least_alike, dense_keys=dense_keys,
+                             dense_queries=self.dense_queries, is_causal=is_causal, scale=scale, layout=layout)
+
+
+def attend_sparse(q: Any, k: Any, v: Any, asked: Asked, sparse: Any, optional: dict[str, Any],
+                  out: torch.Tensor | None, return_lse: bool) -> Result:
+    """Make a call of attn whose blocks of keys are chosen. `optional`: the optional tensors of attn by name."""
+    _check(k, asked, sparse, optional)
+    if sparse.tail:
+        return _with_tail(q, k, v, asked, sparse, optional, out, return_lse)
+    blocks = sparse.select(q, k, is_causal=asked.is_causal, scale=asked.scale, layout=asked.layout)
+    return _attend(q, k, v, asked, optional | {"block_mask": blocks}, out, return_lse)
+
+
+def with_stand_in(q: Any, k: Any, asked: Asked, sparse: Any, optional: dict[str, Any]) -> dict[str, Any]:
+    """The optional tensors of such a call, with a mask of the shape of that which it would choose, whose values nobody
+    reads. Raises as :func:`attend_sparse` does."""
+    _check(k, asked, sparse, optional)
+    shapes = [rows_of_caller("q", q, asked.layout).shape,
+              k.shape if isinstance(k, QuantizedKV) else rows_of_caller("k", k, asked.layout).shape]
+    sizes = block_sizes_of(sparse.block_size)
+    blocks = [-(-shape[2] // size) * (size // MASK_BLOCK) for shape, size in zip(shapes, sizes)]
+    mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=q.device).expand(*shapes[0][:2], *blocks)
+    return optional | {"block_mask": BlockMask(sizes, mask, None)}
+
+
+def _check(k: Any, asked: Asked, sparse: Any, optional: dict[str, Any]) -> None:
+    if not isinstance(sparse, Sparse):
+        raise ArgumentError(f"sparse: expected a sage_aot.Sparse or None, got {type(sparse).__name__}")
+    if optional["block_mask"] is not None:
+        raise ArgumentError("block_mask: expected None beside sparse, which chooses blocks itself, got a BlockMask; "
+                            "leave one out")
+    if sparse.tail:
+        _check_tail(k, asked, optional, sparse)
+
+
+def _attend(q: Any, k: Any, v: Any, asked: Asked, optional: dict[str, Any], out: torch.Tensor | None,
+            return_lse: bool) -> Result:
+    return attend(call_of_attn(q, k, v, asked, *(optional[name] for name in
+                                                 ("key_mask", "sinks", "attn_mask", "block_mask"))), out, return_lse)
+
+
+# --- the tail ---------------------------------------------------------------------------------------------------------
+# A block of n keys that a query does not see counts as n keys at the mean of its keys, with the mean of its values: its
+# mass is n · exp(q · k̄ · scale), and its part of the output is v̄. A second attention, over means, has the log-sum-exp
+# of these parts but for log n, and the two outputs are merged by their log-sum-exps. Exact where a block's keys are
+# equal.
+# Source: Sol-Attn (arXiv:2607.24027).
+
+
+def _check_tail(k: Any, asked: Asked, optional: dict[str, Any], sparse: Sparse) -> None:
+    hidden = [name for name in ("key_mask", "attn_mask") if optional[name] is not None]
+    hidden += ["window"] if asked.window not in (None, (-1, -1)) else []
+    if hidden:
+        raise ArgumentError(f"{hidden[0]}: expected None where the tail of blocks counts, whose means have a part of "
+                            f"each key, got one; pass Sparse(..., tail=False)")
+    if isinstance(k, QuantizedKV):
+        raise ArgumentError("k: expected a tensor where the tail of blocks counts, got a QuantizedKV; pass k and v, or "
+                            "Sparse(..., tail=False)")
+    if asked.is_causal and sparse.near < 1:
+        raise ArgumentError("near: expected 1 or more where the tail of blocks counts in a causal call, so that no "
+                            "mean has keys behind a query, got 0")
+
+
+def _with_tail(q: Any, k: Any, v: Any, asked: Asked, sparse: Sparse, optional: dict[str, Any],
+               out: torch.Tensor | None, return_lse: bool) -> Result:
+    block_q, block_k = block_sizes_of(sparse.block_size)
+    pooled = pool_blocks(k, block_k, centre=True, means=True, layout=asked.layout)
+    of_values = pool_blocks(v, block_k, means=True, layout=asked.layout).means
+    blocks = sparse.select(q, pooled, is_causal=asked.is_causal, scale=asked.scale, layout=asked.layout)
+    seen, lse = _attend(q, k, v, asked, optional | {"block_mask": blocks}, out, True)
+    assert pooled.means is not None and of_values is not None
+    means = pooled.means.to(q.dtype), of_values.to(q.dtype)
+    tail, of_tail = _over_means(heads_first(q, asked.layout), means, _tail_of(blocks, q, k, asked), block_q,
+                                _of_means(asked))
+    of_tail = of_tail + math.log(block_k)
+    share = torch.sigmoid(of_tail - lse).nan_to_num(0.0)[..., None].to(q.dtype)  # nan: the row sees no key
+    merged = torch.lerp(heads_first(seen, asked.layout), tail, share)
+    merged = heads_first(merged, asked.layout)
+    if out is not None:
+        merged = out.copy_(merged)
+    return (merged, torch.logaddexp(lse, of_tail)) if return_lse else merged
+
+
+def _of_means(asked: Asked) -> Asked:
+    """The options of the attention over means, which no mask of the call concerns."""
+    return asked.heads_first()._replace(is_causal=False)
+
+
+def _tail_of(blocks: BlockMask, q: torch.Tensor, k: torch.Tensor, asked: Asked) -> torch.Tensor:
+    """The blocks that the tail has: bool [batch, q heads, query blocks, key blocks]."""
+    block_q, block_k = blocks.block_size
+    rows, columns = block_q // MASK_BLOCK, block_k // MASK_BLOCK
+    unseen = ~blocks.blocks[:, :, ::rows, ::columns]
+    if not asked.is_causal:
+        return unseen
+    queries, keys = (heads_first(x, asked.layout).shape[2] for x in (q, k))
+    first_query = torch.arange(unseen.shape[2], device=q.device) * block_q
+    last_key = torch.arange(1, unseen.shape[3] + 1, device=q.device) * block_k - 1
+    return unseen & (last_key <= first_query[:, None] + keys - queries)
+
+
+def _over_means(q: torch.Tensor, means: tuple[torch.Tensor, torch.Tensor], tail: torch.Tensor, block_q: int,
+                asked: Asked) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over means, where the queries of a block see what `tail` says: the output, heads first, and its
+    log-sum-exp. A head is a batch entry, and a block of queries is a head of it: so a mask has one row for them, and q
+    stays where it is."""
+    batch, heads, queries, headdim = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1).flatten(0, 1).unsqueeze(1) for x in means)
+    whole = queries // block_q * block_q
+    for begin, end, rows in ((0, whole, block_q), (whole, queries, queries - whole)):
+        if begin < end:
+            seen = _in_whole_vectors(tail[:, :, begin // block_q: -(-end // block_q)].flatten(0, 1).unsqueeze(2))
+            blocks = torch.unflatten(q[:, :, begin:end].flatten(0, 1), 1, (-1, rows))
+            found, of_rows = _attend(blocks, k, v, asked, _NO_MASKS | {"attn_mask": seen}, None, True)
+            out[:, :, begin:end] = found.view(batch, heads, -1, headdim)
+            lse[:, :, begin:end] = of_rows.view(batch, heads, -1)
+    return out, lse
+
+
+def _in_whole_vectors(mask: torch.Tensor) -> torch.Tensor:
+    """The same mask, whose rows begin at multiples of 16 bytes: so 16 of its elements are read at once."""
+    keys = mask.shape[-1]
+    return torch.nn.functional.pad(mask, (0, -keys % 16))[..., :keys]
+
+
+_NO_MASKS: dict[str, Any] = dict.fromkeys(("key_mask", "sinks", "attn_mask", "block_mask"))

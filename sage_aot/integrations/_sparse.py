@@ -1,0 +1,121 @@
+"""Which calls of a model are sparse: those of some layers, in some steps of a sampler.
+
+An adapter makes :class:`Sparsely` of what its caller asks for. What it says of layers holds for a model; steps are
+counted while it runs. :func:`sage_aot.integrations._rules.blocks_of` says which calls of such a layer are sparse.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sage_aot._call.sparse import Sparse
+from sage_aot._problem.options import integer_of
+from sage_aot.errors import ArgumentError
+
+Ends = int | tuple[int, int]
+"""So many first ones, or (first, last)."""
+
+
+@dataclass(frozen=True)
+class Sparsely:
+    """What a caller asks of a model's layers.
+
+    Args:
+        sparse: of all layers; or a mapping from the names of attention modules to what each of them gets, where modules
+            that it has not stay dense.
+        dense_layers: so many first layers that stay dense, or (first, last).
+        text_tokens: of a sequence that holds text beside what is generated, so many first tokens, or (first, last):
+            as keys and as queries they stay dense.
+
+    Raises:
+        ArgumentError: an argument is not of this form.
+    """
+
+    sparse: Sparse | Mapping[str, Sparse]
+    dense_layers: Ends = 0
+    text_tokens: Ends = 0
+
+    def __post_init__(self) -> None:
+        found = self.sparse.values() if isinstance(self.sparse, Mapping) else [self.sparse]
+        if wrong := [one for one in found if not isinstance(one, Sparse)]:
+            raise ArgumentError(f"sparse: expected a sage_aot.Sparse, or a mapping from names of attention modules to "
+                                f"such, got {wrong[0]!r}")
+        for name in ("dense_layers", "text_tokens"):
+            object.__setattr__(self, name, ends_of(name, getattr(self, name)))
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """ArgumentError where a mapping names a module that is not among these."""
+        if isinstance(self.sparse, Mapping) and (unknown := sorted(self.sparse.keys() - set(names))):
+            raise ArgumentError(f"sparse: expected names of attention modules as model.named_modules() has them, got "
+                                f"{', '.join(map(repr, unknown))}; take those of this model")
+
+    def of_layers(self, names: Sequence[str]) -> dict[str, Sparse]:
+        """What the attention modules of a model get that are not dense, by their names. `names`: of those that may be
+        sparse, in the order of the model."""
+        layers = list(dict.fromkeys(map(_layer_of, names)))
+        first, last = ends_of("dense_layers", self.dense_layers)
+        dense = {*layers[:first], *layers[max(0, len(layers) - last):]}
+        found = {name: self.sparse.get(name) if isinstance(self.sparse, Mapping) else self.sparse for name in names}
+        return {name: self.with_text(sparse) for name, sparse in found.items()
+                if sparse is not None and _layer_of(name) not in dense}
+
+    def with_text(self, sparse: Sparse) -> Sparse:
+        """The same, with the text's tokens dense, too."""
+        text = ends_of("text_tokens", self.text_tokens)
+        if text == (0, 0):
+            return sparse
+        ends: dict[str, Any] = {name: tuple(map(max, ends_of(name, getattr(sparse, name)), text))
+                                for name in ("dense_keys", "dense_queries")}
+        return replace(sparse, **ends)
+
+
+def _layer_of(name: str) -> str:
+    """The layer of an attention module: its name up to the last number, as in "blocks.3" of "blocks.3.attn1"."""
+    found = re.match(r"(?:.*\.)?\d+(?=\.|$)", name)
+    return name if found is None else found[0]
+
+
+def ends_of(name: str, value: object) -> tuple[int, int]:
+    """(first, last) of an argument. ArgumentError where it is neither that nor a number of first ones."""
+    given = tuple(value) if isinstance(value, (tuple, list)) else (value, 0)
+    ends = [end for end in map(integer_of, given) if end is not None and end >= 0]
+    if len(given) != 2 or len(ends) != 2:
+        raise ArgumentError(f"{name}: expected how many first ones, or (first, last), got {value!r}")
+    return ends[0], ends[1]
+
+
+class Steps:
+    """Tells which steps of a sampler are dense, by the noise level that each hands to its model.
+
+    A step may call a model several times, with one level. Levels go up or down from step to step, as the first two say;
+    where they turn, another run begins. Models that share the steps of a run share this.
+
+    Args:
+        dense: (first, last) steps that are dense.
+        steps: of a run; needed for the last ones.
+
+    Raises:
+        ArgumentError: an argument is not of this form.
+    """
+
+    def __init__(self, dense: Ends, steps: int | None = None) -> None:
+        self.first, self.last = ends_of("dense_steps", dense)
+        number = None if steps is None else integer_of(steps)
+        if (steps is not None or self.last) and (number is None or number < 1):
+            raise ArgumentError(f"steps: expected the number of steps of a run, which the last ones of dense_steps are "
+                                f"counted by, got {steps!r}; pass num_inference_steps")
+        self.sparse_until = None if number is None else number - self.last
+        self.step, self._level, self._direction = -1, 0.0, 0
+
+    def is_dense(self, level: float) -> bool:
+        """Whether the step of this noise level is dense. To be asked in the order of the steps."""
+        change = (level > self._level) - (level < self._level)
+        if self.step < 0 or change * self._direction < 0:
+            self.step, self._direction = 0, 0
+        elif change:
+            self.step, self._direction = self.step + 1, change
+        self._level = level
+        return self.step < self.first or self.sparse_until is not None and self.step >= self.sparse_until

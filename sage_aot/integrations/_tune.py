@@ -1,0 +1,118 @@
+"""Tuning a model: the shares of blocks that each of its layers needs, found call by call while the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sage_aot._call.sparse import Sparse
+from sage_aot._tools.tune import Measured, Probe, Search, TunedModel
+from sage_aot.errors import ArgumentError
+from sage_aot.integrations import _serve
+from sage_aot.integrations._policy import current, use
+from sage_aot.integrations._report import report
+from sage_aot.integrations._rules import LEAST_BLOCKS, HostCall, blocks_of
+
+
+def tune_model(model: Any, *, run: Callable[[Any], object], error: float, sparse: Sparse,
+               keeps: Sequence[float]) -> TunedModel:
+    """:func:`sage_aot.sparse.tune` of a model. `run` is called twice: calls raise the shares of their layers, one after
+    the other, and then all calls are measured at the shares that were found. Each call is tuned while it is made, and
+    the model goes on with its output of all blocks: no call's tensors outlive it. Tuned are the calls that `sparse`
+    would make sparse: :func:`sage_aot.integrations._rules.blocks_of`."""
+    search = Search.of(error, sparse, keeps)
+    if not isinstance(model, torch.nn.Module) or not callable(run):
+        raise ArgumentError(f"tune: expected a torch.nn.Module, and a function run that runs it, got "
+                            f"{type(model).__name__} and {type(run).__name__}; of a pipeline pass its model, and let "
+                            f"run call the pipeline")
+    places = _least_places(model, run, search)
+    if not places:
+        raise ArgumentError(f"tune: expected a model with calls that sage_aot serves and that may be sparse, of tokens "
+                            f"to themselves and with {LEAST_BLOCKS} blocks of keys or more, got "
+                            f"{type(model).__name__} and these calls: {report() or 'none'}; switch it on first, as by "
+                            f"sage_aot.integrations.transformers.enable(model), let it run on more tokens, or pass "
+                            f"sage_aot.Sparse(keep=1.0, block_size=64)")
+    return _measured(model, run, {layer: search.made(of_layer) for layer, of_layer in places.items()}, sparse)
+
+
+def _least_places(model: torch.nn.Module, run: Callable[[Any], object], search: Search) -> dict[str, list[int]]:
+    """For each layer the places of its heads' shares, from a first run: a call raises those of the calls before."""
+    places: dict[str, list[int]] = {}
+
+    def find(layer: str, probe: Probe) -> None:
+        if layer not in places:
+            places[layer] = search.least(probe.heads, probe.errors)
+        elif len(places[layer]) == probe.heads:
+            places[layer] = search.raised(places[layer], probe.errors)
+        else:
+            raise ArgumentError(f"tune: expected calls of {len(places[layer])} q heads in {layer}, as its first one "
+                                f"has, got {probe.heads}; tune q, k and v of its calls on their own")
+
+    with _each_probe(model, search.sparse, find):
+        run(model)
+    return places
+
+
+def _measured(model: torch.nn.Module, run: Callable[[Any], object], chosen: dict[str, Sparse],
+              sparse: Sparse) -> TunedModel:
+    """What the layers make of the choices that were found for them, from a second run."""
+    found: dict[str, Measured] = {}
+
+    def measure(layer: str, probe: Probe) -> None:
+        if layer in chosen:
+            found.setdefault(layer, Measured(chosen[layer])).add(probe)
+
+    with _each_probe(model, sparse, measure):
+        run(model)
+    if missing := chosen.keys() - found.keys():
+        raise ArgumentError(f"run: expected the same calls each time, got none of {min(missing)} the second time; let "
+                            f"it run the model anew")
+    return TunedModel({layer: found[layer].tuned() for layer in chosen})
+
+
+@contextmanager
+def _each_probe(model: torch.nn.Module, sparse: Sparse, see: Callable[[str, Probe], None]) -> Iterator[None]:
+    """While the context is entered, all that sage_aot computes of the model's calls is served, and what may be sparse
+    is handed to `see` with the name of the module that makes the call. Calls outside of the model are not: those of a
+    pipeline's encoder."""
+    def observe(call: HostCall, result: Any, host: Callable[[], Any]) -> None:
+        if not inside:
+            return
+        if blocks_of(call) is not None:
+            raise ArgumentError(f"tune: expected a model that computes all blocks, got one with {call.blocks} in "
+                                f"{inside[-1]}; switch it on without sparse")
+        if blocks_of(call._replace(blocks=sparse)) is not None:
+            see(inside[-1], _probe_of(call))
+
+    before = _serve.observer
+    with _modules_noted(model) as inside, use(replace(current(), when="possible")), torch.no_grad():
+        _serve.observer = observe
+        try:
+            yield
+        finally:
+            _serve.observer = before
+
+
+@contextmanager
+def _modules_noted(model: torch.nn.Module) -> Iterator[list[str]]:
+    """The names of the modules whose forward runs, the innermost last."""
+    inside: list[str] = []
+    hooks = []
+    for name, module in model.named_modules():
+        hooks += [module.register_forward_pre_hook(lambda *_, name=name: inside.append(name)),
+                  module.register_forward_hook(lambda *_: (inside.pop(), None)[1], always_call=True)]
+    try:
+        yield inside
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _probe_of(call: HostCall) -> Probe:
+    options = current().options
+    return Probe(lambda sparse: _serve.serve(call._replace(blocks=sparse), False, options), call.q, call.k,
+                 call.is_causal, call.scale, call.layout)

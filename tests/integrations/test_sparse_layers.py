@@ -1,0 +1,164 @@
+"""Which calls of a host are sparse: by their shapes and masks, by a model's layers, and by a sampler's steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from blocks import BLOCK, clear
+from exact import attention
+
+from sage_aot import Sparse
+from sage_aot.errors import ArgumentError, UnsupportedError
+from sage_aot.integrations import Policy, _serve, audit, report
+from sage_aot.integrations._rules import HostCall, blocks_of
+from sage_aot.integrations._serve import attend
+from sage_aot.integrations._sparse import Sparsely, Steps
+
+SPARSE = Sparse(keep=0.25)
+Q, K, V = clear()
+
+
+def never():
+    raise AssertionError("the host's attention")
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("sparse", [SPARSE, Sparse(keep=(0.25, 0.5), dense_keys=(130, 10), dense_queries=(0, 200))])
+@pytest.mark.parametrize("last", [BLOCK, 50])
+def test_a_sparse_call_sees_the_blocks_that_it_chooses(last, sparse, layout):
+    q, k, v = clear(layout=layout, last=last)
+    found = attend(HostCall(q, k, v, layout=layout, blocks=sparse), never)
+    expected, dense = (attention(q, k, v, layout=layout, sparse=each) for each in (sparse, None))
+    assert (found - expected).norm() / expected.norm() < 0.06 < 0.3 < (dense - expected).norm() / expected.norm()
+    assert report() == {"sage_aot": 1, "sage_aot, sparse": 1}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mask_of_keys_stays_beside_the_choice(exact, is_causal):
+    """As HunyuanVideo masks the text that it was filled up with, behind the video."""
+    mask = (torch.arange(Q.shape[2]) < Q.shape[2] - 60)[None, None, None]
+    sparse = Sparse(keep=0.25, dense_keys=(0, 128))
+    call = HostCall(Q, K, V, None if is_causal else mask, is_causal, blocks=sparse)
+    found = attend(call, never)
+    torch.testing.assert_close(found, attention(Q, K, V, attn_mask=call.mask, is_causal=is_causal, sparse=sparse))
+    assert report() == {"sage_aot": 1, "sage_aot, sparse": 1}
+
+
+def fewer(tensor, tokens):
+    return tensor[:, :, :tokens]
+
+
+MANY = Q.shape[2]
+PADDING = torch.ones(1, 1, 1, MANY, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(("call", "is_sparse"), [
+    (HostCall(Q, K, V), True),
+    (HostCall(*(fewer(x, MANY - BLOCK + 1) for x in (Q, K, V))), True),
+    (HostCall(*(fewer(x, MANY - BLOCK) for x in (Q, K, V))), False),
+    (HostCall(fewer(Q, MANY - 1), K, V), False),
+    (HostCall(Q, K, V, is_causal=True), True),
+    (HostCall(Q, K, V, window=(64, 64)), False),
+    (HostCall(Q, K, V, window=(MANY, MANY)), True),
+    (HostCall(Q, K, V, PADDING), True),
+    (HostCall(Q, K, V, torch.ones(MANY, MANY, dtype=torch.bool)), False),
+], ids=["long", "16 blocks, the last short", "15 blocks", "another sequence", "causal", "window",
+        "window that hides none", "mask of keys", "mask of queries"])
+def test_long_calls_of_tokens_to_themselves_are_sparse(call, is_sparse):
+    call = call._replace(blocks=SPARSE)
+    assert (blocks_of(call) is SPARSE) == is_sparse
+    assert blocks_of(call._replace(blocks=Sparse(keep=0.25, block_size=256))) is None, "8 blocks"
+
+
+def test_the_tail_of_blocks_takes_no_mask():
+    tail = Sparse(keep=0.25, tail=True)
+    assert blocks_of(HostCall(Q, K, V, blocks=tail)) is tail
+    assert blocks_of(HostCall(Q, K, V, PADDING, blocks=tail)) is None
+
+
+def test_options_without_such_kernels_are_refused(monkeypatch):
+    monkeypatch.setattr(_serve, "attn", lambda q, *_, **more: q)
+    call, policy = HostCall(Q, K, V, blocks=SPARSE), Policy("possible", "raise", {"qk": "int4"})
+    with pytest.raises(UnsupportedError, match="got: a choice of blocks, for which there is no kernel with the"):
+        attend(call, never, policy=policy)
+    attend(call._replace(q=fewer(Q, 10)), never, policy=policy)
+
+
+def test_an_audit_has_the_error_of_the_choice():
+    with audit() as calls:
+        attend(HostCall(Q, K, V, blocks=SPARSE), lambda: attention(Q, K, V))
+    assert calls[0].accuracy.relative_l1 > 0.3
+
+
+def test_what_an_option_says_goes_in_front(monkeypatch):
+    """As where a model that is sparse already is tuned."""
+    asked = []
+    monkeypatch.setattr(_serve, "attn", lambda q, *_, **more: asked.append(more["sparse"]) or q)
+    _serve.serve(HostCall(Q, K, V, blocks=SPARSE), False, {"sparse": Sparse(tau=1.0)})
+    assert asked == [Sparse(tau=1.0)]
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+NAMES = ["transformer_blocks.0.attn", "transformer_blocks.0.attn2", "transformer_blocks.1.attn", "single.0.attn",
+         "single.1.attn"]
+
+
+@pytest.mark.parametrize(("dense_layers", "left"), [
+    (0, [0, 1, 2, 3, 4]), (1, [2, 3, 4]), ((1, 1), [2, 3]), ((0, 2), [0, 1, 2]), ((2, 3), []), (9, []), ((0, 9), [])])
+def test_layers_are_counted_by_blocks(dense_layers, left):
+    found = Sparsely(SPARSE, dense_layers).of_layers(NAMES)
+    assert found == {NAMES[index]: SPARSE for index in left} and list(found) == [NAMES[index] for index in left]
+
+
+def test_settings_by_name():
+    by_name = {NAMES[0]: SPARSE, NAMES[3]: Sparse(tau=0.5), NAMES[4]: SPARSE}
+    sparsely = Sparsely(by_name, (0, 1))
+    sparsely.check_names(NAMES)
+    assert sparsely.of_layers(NAMES) == {NAMES[0]: SPARSE, NAMES[3]: Sparse(tau=0.5)}
+    with pytest.raises(ArgumentError, match=r"sparse: expected names of attention modules .*, got 'single\.1\.attn'"):
+        sparsely.check_names(NAMES[:4])
+
+
+def test_text_is_dense_beside_what_is_dense_already():
+    made = Sparsely(Sparse(keep=0.5, dense_keys=300, dense_queries=(0, 7)), text_tokens=(77, 20)).with_text(
+        Sparse(keep=0.5, dense_keys=300, dense_queries=(0, 7)))
+    assert made == Sparse(keep=0.5, dense_keys=(300, 20), dense_queries=(77, 20))
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"sparse": 0.3}, "sparse: expected a sage_aot.Sparse, or a mapping .*, got 0.3"),
+    ({"sparse": {"a": None}}, "sparse: expected a sage_aot.Sparse, or a mapping .*, got None"),
+    ({"dense_layers": -1}, r"dense_layers: expected how many first ones, or \(first, last\), got -1"),
+    ({"dense_layers": (1, 2, 3)}, "dense_layers: .*, got "), ({"text_tokens": 1.5}, "text_tokens: .*, got 1.5"),
+    ({"text_tokens": (True, 1)}, "text_tokens: .*, got ")])
+def test_wrong_arguments(wrong, message):
+    with pytest.raises(ArgumentError, match=message):
+        Sparsely(**{"sparse": SPARSE, **wrong})
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def counted(levels, *arguments):
+    steps = Steps(*arguments)
+    return "".join("d" if steps.is_dense(level) else "s" for level in levels)
+
+
+@pytest.mark.parametrize(("levels", "arguments", "dense"), [
+    ([9, 7, 5, 3], (0,), "ssss"), ([9, 7, 5, 3], (2,), "ddss"), ([9, 7, 5, 3], ((1, 1), 4), "dssd"),
+    ([9, 9, 7, 7, 5, 5], ((1, 1), 3), "ddssdd"),  # with guidance, two calls a step
+    ([9, 7, 5, 9, 7, 5], (1,), "dssdss"), ([9, 7, 9, 7], (1,), "dsds"),  # another run, after the first or in it
+    ([0, 1, 2, 0, 1, 2], ((1, 1), 3), "dsddsd"),  # levels that rise
+    ([9, 7, 5, 0, 1, 2], (1,), "dsssds"),  # a run that rises after one that falls is known by its second level
+    ([9, 7, 5, 3], ((0, 1), 2), "sddd"), ([4, 4], (1,), "dd"), ([], (1,), "")])
+def test_steps_are_counted_by_levels(levels, arguments, dense):
+    assert counted(levels, *arguments) == dense
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (((0, 1),), "steps: expected the number of steps .*, got None; pass num_inference_steps"),
+    ((1, 0), "steps: .*, got 0"), ((1, 2.5), "steps: .*, got 2.5"), ((-1,), "dense_steps: .*, got -1")])
+def test_wrong_steps(arguments, message):
+    with pytest.raises(ArgumentError, match=message):
+        Steps(*arguments)
