@@ -32,8 +32,8 @@ def select_blocks(q: torch.Tensor, k: torch.Tensor | PooledBlocks | QuantizedKV,
                   layout: str = "HND") -> BlockMask:
     """Choose the blocks of keys that each block of queries sees, by the products of the means of blocks.
 
-    A block of keys has the score q̄ · k̄ · scale, of the means of its keys and of the queries. Pass one of `keep`, `mass`
-    and `tau`, each a number, or one for each q head. Nothing synchronizes, and equal calls give equal masks: the
+    The score of a block of keys is the product of the mean of its keys and that of the queries, times the scale. Pass
+    one of `keep`, `mass` and `tau`, each a number, or one for each q head. Nothing synchronizes, and equal calls give equal masks: the
     selection can be captured in a CUDA graph, and its result serves any number of calls, of later layers or steps.
 
     Args:

@@ -1,7 +1,7 @@
 // Lists of the KV tiles that query tiles see, by a window, a boolean mask, a mask of blocks and a key mask together:
 // problem/sparse_mask.cuh. A warp makes the list of a query tile: a lane looks at a KV tile. Where elements decide, a
-// block makes it, a round of KV tiles at a time: a warp looks at a KV tile, and stores a bit for each query and key; the
-// first warp then lists the round in order.
+// block makes the list, a round of KV tiles at a time: a warp looks at a KV tile, and stores a bit for each query and
+// key. The first warp then lists the round in order.
 #pragma once
 
 #include "sage/params.cuh"
@@ -164,8 +164,8 @@ struct TileLists {
     return first.begin < keys.end && last.end > keys.first;
   }
 
-  // Without elements: a block of 64 x 64 is seen where the mask of blocks and the window show some of it. Every block is
-  // read before the first is looked at.
+  // Without elements: a block of 64 x 64 is seen where the mask of blocks and the window show some of it. All blocks are
+  // read at once.
   __device__ __forceinline__ u32 entry_of(const Rows& rows, i32 tile) const {
     Keys keys;
     if (!in_window(rows, tile, keys)) return 0;

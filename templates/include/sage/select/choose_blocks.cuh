@@ -1,8 +1,8 @@
-// The choice of the blocks of keys that each block of queries sees. A block of keys is scored by the product of the
-// means, q̄ · k̄; those with the best scores are chosen: a share of all (kKeep), as many as have a share of the softmax's
-// mass (kMass), or those above the mean of the scores by so many standard deviations (kTau). Some are kept in any case.
-// A thread block scores and chooses for up to 16 query blocks of a head: the scores of its s8 products lie in shared
-// memory, then a warp chooses for a query block.
+// The choice of the blocks of keys that each block of queries sees. The score of a block of keys is the product of its
+// mean and that of the queries. Chosen are those with the best scores: a share of all (kKeep), as many as have a share
+// of the softmax's mass (kMass), or those above the mean of all scores by so many standard deviations (kTau). Some are
+// kept in any case. A thread block scores and chooses for up to 16 query blocks of a head: the scores, of s8 products,
+// lie in shared memory; then a warp chooses for a query block.
 // Sources: SpargeAttention (arXiv:2502.18137), sections 3.2 and 3.3; for kTau Sol-Attn (arXiv:2607.24027).
 #pragma once
 
