@@ -33,8 +33,9 @@ def select_blocks(q: torch.Tensor, k: torch.Tensor | PooledBlocks | QuantizedKV,
     """Choose the blocks of keys that each block of queries sees, by the products of the means of blocks.
 
     The score of a block of keys is the product of the mean of its keys and that of the queries, times the scale. Pass
-    one of `keep`, `mass` and `tau`, each a number, or one for each q head. Nothing synchronizes, and equal calls give equal masks: the
-    selection can be captured in a CUDA graph, and its result serves any number of calls, of later layers or steps.
+    one of `keep`, `mass` and `tau`, each a number, or one for each q head. Nothing synchronizes, and equal calls give
+    equal masks. The selection can be captured in a CUDA graph, and its result serves any number of calls, of later
+    layers or steps.
 
     Args:
         q, k: as :func:`sage_aot.attn` takes them. k may be what :func:`pool_blocks` made of it, with ``centre=True``,

@@ -164,8 +164,8 @@ struct TileLists {
     return first.begin < keys.end && last.end > keys.first;
   }
 
-  // Without elements: a block of 64 x 64 is seen where the mask of blocks and the window show some of it. All blocks are
-  // read at once.
+  // Without elements: a block of 64 x 64 is seen where the mask of blocks and the window show some of it. All of them
+  // are read at once.
   __device__ __forceinline__ u32 entry_of(const Rows& rows, i32 tile) const {
     Keys keys;
     if (!in_window(rows, tile, keys)) return 0;
