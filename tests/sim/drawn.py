@@ -177,7 +177,13 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("Quantize::run", OffByOne("threadIdx.x == 0")): "other threads store the same zero",
     ("DeltaS::visible", Sign("min((first_tile + kTile) * params.block_m, seqlen.q()) - 1")):
         "delta_s that nothing reads",
-    ("TileLists::in_window", OffByOne("last.end > keys.first")): "looks at a tile of which the window shows nothing",
+    ("TileLists::in_window", OffByOne("rows.of_last.end > keys.first")):
+        "looks at a tile of which the window shows nothing",
+    **{("TileLists::in_window", OffByOne(f"rows.{edge}")): "a whole tile that is cut"
+       for edge in ("of_first.end >= keys.end", "of_last.begin <= keys.first")},
+    ("TileLists::Rows::Rows", Sign("end - 1")): "the window of a later row: whole tiles that are cut, none is lost",
+    ("TileLists::entry_of", Drop("seen &= overlapped(rows, keys, 1 << shift);")):
+        "a block of which the window shows nothing: it is cut there",
     ("TileLists::list_by_blocks", OffByOne("round < ceil_div(params.kv_tiles, kWarpSize)")):
         "a round without a KV tile",
     ("TileLists::list_by_blocks", First("tile < params.kv_tiles ? entry_of(rows, tile) : 0")):

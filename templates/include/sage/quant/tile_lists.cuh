@@ -124,7 +124,7 @@ struct TileLists {
     }
   };
 
-  __device__ __forceinline__ KeyInterval window_of(i32 row) const {
+  __device__ __forceinline__ static KeyInterval window_of(const ListsParams& params, i32 row) {
     return visible_keys<Mask::kSparse>(Lengths{params}, row);
   }
 
@@ -132,7 +132,8 @@ struct TileLists {
   struct Rows {
     i32 first, end;
     const u8 *elements, *blocks, *keys;
-    bool aligned;  // whether rows of elements may be read 16 bytes at a time
+    bool aligned;                   // whether rows of elements may be read 16 bytes at a time
+    KeyInterval of_first, of_last;  // what the window shows to the first and the last row
 
     __device__ __forceinline__ Rows(const ListsParams& params, i32 mask, i32 q_tile)
         : first(q_tile * params.block_m), end(min(first + params.block_m, params.seqlen_q)) {
@@ -141,6 +142,7 @@ struct TileLists {
       blocks = begin(params.block_mask, batch, head);
       keys = begin(params.key_mask, batch, head);
       aligned = (reinterpret_cast<u64>(elements) | static_cast<u64>(params.attn_mask.stride.row)) % kChunk == 0;
+      of_first = window_of(params, first), of_last = window_of(params, end - 1);
     }
 
    private:
@@ -158,10 +160,9 @@ struct TileLists {
 
   // False where the window hides the tile from all rows.
   __device__ __forceinline__ bool in_window(const Rows& rows, i32 tile, Keys& keys) const {
-    const KeyInterval first = window_of(rows.first), last = window_of(rows.end - 1);
     keys.first = tile * params.block_n, keys.end = keys.first + params.block_n;
-    keys.within = last.begin <= keys.first && first.end >= keys.end;
-    return first.begin < keys.end && last.end > keys.first;
+    keys.within = rows.of_last.begin <= keys.first && rows.of_first.end >= keys.end;
+    return rows.of_first.begin < keys.end && rows.of_last.end > keys.first;
   }
 
   // Without elements: a block of 64 x 64 is seen where the mask of blocks and the window show some of it. All of them
@@ -169,17 +170,17 @@ struct TileLists {
   __device__ __forceinline__ u32 entry_of(const Rows& rows, i32 tile) const {
     Keys keys;
     if (!in_window(rows, tile, keys)) return 0;
-    const i32 of_row = params.block_n > kMaskBlock ? 2 : 1;  // blocks of keys of a KV tile
+    const i32 shift = params.block_n > kMaskBlock ? 1 : 0;  // log2 of the blocks of keys of a KV tile
     u32 seen = 0, every = 0;
 #pragma unroll
     for (i32 b = 0; b < TileEntry::kMostBlocks; ++b) {
-      const i32 row = rows.first + b / of_row * kMaskBlock, key = keys.first + b % of_row * kMaskBlock;
+      const i32 row = rows.first + (b >> shift) * kMaskBlock, key = keys.first + (b & shift) * kMaskBlock;
       if (row < rows.end) {
         every |= 1u << b;
         if (block_shows(rows, row, key)) seen |= 1u << b;
       }
     }
-    if (!keys.within) seen &= overlapped(rows, keys, of_row);
+    if (!keys.within) seen &= overlapped(rows, keys, 1 << shift);
     if (seen == 0) return 0;
     if (seen == every && keys.within) return tile | TileEntry::kEveryBlock | kWhole;
     return tile | seen << TileEntry::kFirstBlock | kPart | (keys.within ? 0 : TileEntry::kCut);
@@ -190,7 +191,7 @@ struct TileLists {
     u32 found = 0, bit = 1;
 #pragma unroll 1
     for (i32 row = rows.first; row < rows.end; row += kMaskBlock) {
-      const KeyInterval first = window_of(row), last = window_of(min(row + kMaskBlock, rows.end) - 1);
+      const KeyInterval first = window_of(params, row), last = window_of(params, min(row + kMaskBlock, rows.end) - 1);
 #pragma unroll 1
       for (i32 i = 0; i < of_row; ++i, bit *= 2) {
         const i32 key = keys.first + i * kMaskBlock;
@@ -234,7 +235,7 @@ struct TileLists {
       for (i32 i = 0; i < kInFlight; ++i) {
         const i32 own = first + i * rows_at_once + own_row, row = rows.first + own;
         if (own < params.block_m && row < rows.end) {
-          if (!keys.within) shown[i] &= window_of(row).from(key).word();
+          if (!keys.within) shown[i] &= window_of(params, row).from(key).word();
           if (shown[i] != 0 && !block_shows(rows, row, key)) shown[i] = 0;
           if (shown[i] != 0) seen |= 1u << (TileEntry::kFirstBlock + own / kMaskBlock * columns + column);
           all &= shown[i] == 0xffff;
