@@ -24,7 +24,7 @@ CONTEXT = {
     "quant": ("name", "template", "row", "entries", "headdim", "qk", "pv", "block_m", "other_block_m", "block_n",
               "warp_m", "key_norms", "threads", "min_blocks"),
     "pack": ("name", "template", "row", "threads"),
-    "lists": ("name", "template", "row", "threads", "min_blocks"),
+    "lists": ("name", "template", "row", "threads"),
     "pool": ("name", "template", "row", "entries", "headdim", "threads"),
     "choose": ("name", "template", "row", "headdim", "threads"),
     "merge": ("name", "template", "row", "threads", "programmatic"),

@@ -178,7 +178,7 @@ class RowReader:
                 for name, kinds in entries.items()}
 
     def _family_kind(self, family: str, kind: str, node: yaml.Node) -> FamilyKind:
-        keys = {**dict.fromkeys(("quant", "lists"), ("template", "threads", "min_blocks")),
+        keys = {"quant": ("template", "threads", "min_blocks"),
                 **dict.fromkeys(("attn", "bwdkv", "bwdq"), ("template",))}  # their headers say how many threads
         entries = self.reader.mapping(
             node, f"{kind!r} of the family {family!r}", keys.get(kind, ("template", "threads")),

@@ -92,7 +92,7 @@ def _pack(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
 
 
 def _lists(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
-    return {"threads": 256, "shared_bytes": 0, "mask_block": 64, "most_tiles": 2**20, "lists_a_block": 8}
+    return {"threads": 1024, "shared_bytes": 0, "mask_block": 64, "most_tiles": 2**20, "lists_a_block": 32}
 
 
 def _pool(spec: Any, tile: Tile, family: str) -> dict[str, float]:
