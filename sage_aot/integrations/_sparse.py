@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sage_aot._call.selection import ends_of
 from sage_aot._call.sparse import Sparse
 from sage_aot._problem.options import integer_of
 from sage_aot.errors import ArgumentError
@@ -76,15 +77,6 @@ def _layer_of(name: str) -> str:
     """The layer of an attention module: its name up to the last number, as in "blocks.3" of "blocks.3.attn1"."""
     found = re.match(r"(?:.*\.)?\d+(?=\.|$)", name)
     return name if found is None else found[0]
-
-
-def ends_of(name: str, value: object) -> tuple[int, int]:
-    """(first, last) of an argument. ArgumentError where it is neither that nor a number of first ones."""
-    given = tuple(value) if isinstance(value, (tuple, list)) else (value, 0)
-    ends = [end for end in map(integer_of, given) if end is not None and end >= 0]
-    if len(given) != 2 or len(ends) != 2:
-        raise ArgumentError(f"{name}: expected how many first ones, or (first, last), got {value!r}")
-    return ends[0], ends[1]
 
 
 class Steps:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from sage_aot._call.masks import BlockMask
 from sage_aot._call.pooling import PooledBlocks, pool_blocks
-from sage_aot._call.selection import choose_among
+from sage_aot._call.selection import choose_among, ends_of
 from sage_aot._call.sparse import Sparse
 from sage_aot._problem.arguments import block_sizes_of
 from sage_aot._problem.selection import CHOOSE_BY, Choice
@@ -30,7 +30,6 @@ from sage_aot.errors import UnsupportedError
 from sage_aot.integrations._report import refused
 from sage_aot.integrations._rules import NO_WINDOW, HostCall, check_neutral, window_of
 from sage_aot.integrations._serve import serve_with_lse
-from sage_aot.integrations._sparse import ends_of
 
 _OTHERWISE = "choose the library's own attention for the ring"
 
