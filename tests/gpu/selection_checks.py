@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Selection:
         q, k = made(self.kv_heads * self.group, self.queries), made(self.kv_heads, self.keys)
         for x in (q, k):
             x[:, :, :64] += self.alike * torch.randn(self.headdim, generator=generator)
-        if self.tied:
+        if self.tied and self.keys >= 256:
             k[:, :, :256] = k[:, :, :64].repeat(1, 1, 4, 1)
         k = k + 4 * torch.randn(self.headdim, generator=generator)
         if self.planted == "q:huge":
@@ -107,6 +108,26 @@ CASES = {
 }
 
 
+def drawn(seed: int, longest: int = 900) -> Selection:
+    """A case of everything that a seed draws; lengths up to `longest`."""
+    random = Random(seed)
+    heads, group = random.randint(1, 3), random.randint(1, 3)
+    by = random.choice(("keep", "mass", "tau"))
+
+    def amount() -> float:
+        return random.uniform(-1.5, 2.0) if by == "tau" else random.choice((random.uniform(0.01, 1.0), 1.0))
+
+    return Selection(
+        seed=seed, batch=random.randint(1, 2), kv_heads=heads, group=group, queries=random.randint(1, longest),
+        keys=random.randint(1, longest), headdim=random.choice((64, 128, 256, random.randint(1, 256))),
+        dtype=random.choice((torch.float16, torch.bfloat16, torch.float32)), layout=random.choice(("HND", "NHD")),
+        block_size=random.choice((64, 128, (64, 128), (128, 64), (192, 64), (64, 320))),
+        choose=(by, tuple(amount() for _ in range(heads * group)) if random.random() < 0.3 else amount()),
+        first=random.randint(0, 3), near=random.randint(0, 3), dense_keys=(random.choice((0, 1, 70)), 0),
+        dense_queries=random.choice((0, (1, 0), (0, 65))), is_causal=random.random() < 0.4,
+        scale=random.choice((None, 0.5, -0.1)), odd=random.random() < 0.2, tied=random.random() < 0.1)
+
+
 def failures(case: Selection, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> list[str]:
     """Every promise that a mask of 64 x 64 does not keep, a sentence each."""
     sizes = case.block_size if isinstance(case.block_size, tuple) else (case.block_size,) * 2
@@ -147,7 +168,7 @@ def _scores(case: Selection, q: torch.Tensor, k: torch.Tensor,
     k_mean = (k_mean - k.mean(2, keepdim=True)).repeat_interleave(case.group, 1)
     scale = case.headdim**-0.5 if case.scale is None else case.scale
     of_q, of_k = (x.abs().amax(-1, keepdim=True) / 254 for x in (q_mean, k_mean))
-    of_k = of_k + (k.std(2, keepdim=True).amax() / 8) / 254  # the centre is the mean of a sample
+    of_k = of_k + (k.std(2, keepdim=True, correction=0).amax() / 8) / 254  # the centre is the mean of a sample
     slack = q_mean.norm(dim=-1)[..., None] * of_k.mT + of_q * k_mean.norm(dim=-1)[:, :, None]
     return q_mean @ k_mean.mT * scale, 3 * abs(scale) * slack + 1e-6
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from selection_checks import CASES, Selection, check, failures, of_headdim
+from selection_checks import CASES, Selection, check, drawn, failures, of_headdim
 from variants import SPECS, backend_of
 
 import sage_aot
@@ -42,6 +42,12 @@ def test_a_selection_keeps_its_promises_and_is_the_emulations(name, headdim):
     expected = emulated(lambda: select_blocks(*case.tensors(), **case.arguments)).blocks
     differing = (blocks.blocks.cpu() != expected).sum().item()
     assert differing == 0 if case.choose[0] == "keep" else differing <= 4 * blocks.blocks.numel() // 100
+
+
+@pytest.mark.parametrize("first", range(0, 2000, 100))
+def test_drawn_selections_keep_their_promises(first):
+    wrong = {seed: check(drawn(seed, longest=3000), "cuda")[1] for seed in range(first, first + 100)}
+    assert {seed: found for seed, found in wrong.items() if found} == {}
 
 
 @pytest.mark.parametrize("headdim", [64, 128, 256])

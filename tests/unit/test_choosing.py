@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(1, str(Path(__file__).parents[1] / "gpu"))
 
-from selection_checks import CASES, Selection, check, failures, of_headdim
+from selection_checks import CASES, Selection, check, drawn, failures, of_headdim
 
 import sage_aot
 from sage_aot import ArgumentError, Sparse
@@ -42,6 +42,11 @@ def of_constant_blocks(size=128, **sizes):
                                                if headdim == 64 or name in ("keep", "causal tau", "floats")])
 def test_a_selection_keeps_its_promises(headdim, name):
     assert check(of_headdim(CASES[name], headdim))[1] == []
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_drawn_selection_keeps_its_promises(seed):
+    assert check(drawn(seed))[1] == [], drawn(seed)
 
 
 @pytest.mark.parametrize(("seen", "expected"), [
