@@ -10,7 +10,7 @@ import torch
 from sage_aot._call import ops
 from sage_aot._call.backends import backend_of
 from sage_aot._call.pipeline import plan_of, quantizer_of
-from sage_aot._call.pooling import PooledBlocks, pool_blocks
+from sage_aot._call.pooling import PooledBlocks, pooled_of
 from sage_aot._kernels.axes import least_headdim
 from sage_aot._problem.arguments import check_device, check_optional_are, check_tensors_are
 from sage_aot._problem.check import check
@@ -126,7 +126,7 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
     arch, quantizer, *resolved = kernels_for_kv(data.device, least_headdim(headdim), *given)
     return QuantizedKV((batch, heads, keys, headdim), copied.dtype, arch, quantizer, key_mask is not None,
                        Options(*resolved), data, copied if copied.dim() == 4 else None,
-                       None if pool is None else pool_blocks(k, pool, centre=True, layout=layout))
+                       None if pool is None else pooled_of("k", k, pool, True, False, layout, "pool"))
 
 
 def check_not_with_sequences(k: object) -> None:

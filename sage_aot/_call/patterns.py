@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sage_aot._call.masks import BlockMask, block_mask
+from sage_aot._call.selection import is_finite
 from sage_aot._problem.arguments import block_sizes_of
 from sage_aot._problem.options import integer_of
 from sage_aot.errors import ArgumentError
@@ -29,6 +30,8 @@ def near_and_first(queries: int, keys: int, *, near: int, first: int = 1, block_
         ArgumentError: a size is no positive integer, or the size of a block no multiple of 64.
     """
     queries, keys, near = _positive(queries=queries, keys=keys, near=near)
+    if (number := integer_of(first)) is None or number < 0:
+        raise ArgumentError(f"first: expected a number of blocks, 0 or more, got {first!r}")
     block_q, block_k = block_sizes_of(block_size)
     begins = torch.arange(0, queries, block_q, device=device) + keys - queries
     ends = (begins + block_q).clamp(max=keys) - 1
@@ -109,6 +112,8 @@ def radial_bands(frames: int, tokens: int, *, width: float = 1.0, first: bool = 
     Source: Radial Attention (arXiv:2506.19852).
     """
     frames, tokens = _positive(frames=frames, tokens=tokens)
+    if not is_finite(width) or width <= 0:
+        raise ArgumentError(f"width: expected a number above 0, got {width!r}")
     block_q, block_k = block_sizes_of(block_size)
     q_runs, k_runs = (_runs(frames, tokens, block, device) for block in (block_q, block_k))
     seen = torch.zeros(len(q_runs[0].frame), len(k_runs[0].frame), dtype=torch.bool, device=device)

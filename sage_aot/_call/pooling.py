@@ -56,15 +56,23 @@ def pool_blocks(x: torch.Tensor, block_rows: int = DEFAULT_BLOCK, *, centre: boo
         x: ``[batch, heads, seq, headdim]`` for layout ``"HND"``; float16, bfloat16 or float32, headdim up to 256.
         block_rows: rows of a block, a multiple of 64; the last block may have fewer.
         centre: subtract the mean over a sample of 64 rows first, as a k should have it: the choice does not change, and
-            the means, which are rounded to 8 bits, keep more of what differs.
+            the means, which are rounded to 8 bits, keep more of what differs. Values that are not finite count as zero.
         means: keep the means of the rows as they came, too.
         layout: ``"HND"`` or ``"NHD"``.
 
     Raises:
         ArgumentError, UnsupportedError, CubinError, LaunchError: as :func:`sage_aot.attn`.
     """
-    rows = rows_of_caller("x", x, layout)
-    block_rows, _ = block_sizes_of(block_rows)
+    return pooled_of("x", x, block_rows, centre, means, layout)
+
+
+def pooled_of(name: str, x: Any, block_rows: Any, centre: bool, means: bool, layout: str,
+              name_of_rows: str = "block_rows") -> PooledBlocks:
+    """:func:`pool_blocks` of an argument that has another name, as errors call it."""
+    rows = rows_of_caller(name, x, layout)
+    if isinstance(block_rows, (tuple, list)):
+        raise ArgumentError(f"{name_of_rows}: expected one number of rows, got {block_rows!r}")
+    block_rows, _ = block_sizes_of(block_rows, name_of_rows)
     data, found = _pool(rows, block_rows, centre, means)
     batch, heads, seq, headdim = rows.shape
     return PooledBlocks((batch, heads, seq, headdim), block_rows, x.dtype, found if means else None, data)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -15,10 +15,10 @@ from sage_aot._call.kv import QuantizedKV
 from sage_aot._call.masks import BlockMask
 from sage_aot._call.ops import LIBRARY, TAGS, implement
 from sage_aot._call.pipeline import ByKind
-from sage_aot._call.pooling import DEFAULT_BLOCK, PooledBlocks, pool_blocks, rows_of_caller
+from sage_aot._call.pooling import DEFAULT_BLOCK, PooledBlocks, pooled_of, rows_of_caller
 from sage_aot._problem.arguments import block_sizes_of
 from sage_aot._problem.options import integer_of, scalar_of
-from sage_aot._problem.selection import CHOOSE_BY, Choice, Choosing, Pooling
+from sage_aot._problem.selection import CHOOSE_BY, By, Choice, Choosing, Pooling
 from sage_aot.errors import ArgumentError
 
 
@@ -40,7 +40,8 @@ def select_blocks(q: torch.Tensor, k: torch.Tensor | PooledBlocks | QuantizedKV,
     Args:
         q, k: as :func:`sage_aot.attn` takes them. k may be what :func:`pool_blocks` made of it, with ``centre=True``,
             or a QuantizedKV that ``quantize_kv(..., pool=...)`` made.
-        keep: the share of the blocks that a block of queries sees, those with the best scores; above 0, at most 1.
+        keep: the share of the blocks that a block of queries sees, those with the best scores; above 0, at most 1. The
+            values of a tensor are not read on the host, and so not checked.
         mass: as many blocks as have this share of the mass exp(score) of all (SpargeAttention); likewise.
         tau: the blocks whose scores lie above the mean of all by `tau` standard deviations (Sol-Attn).
         block_size: queries and keys of a block, multiples of 64, or one number for both.
@@ -51,12 +52,13 @@ def select_blocks(q: torch.Tensor, k: torch.Tensor | PooledBlocks | QuantizedKV,
             that their mean has, 0 to 1, is below this. 0: none.
         dense_keys: so many first keys, or (first, last), are seen in any case: a prompt's tokens.
         dense_queries: so many first queries, or (first, last), see every key.
-        is_causal: no query sees a block whose keys all lie behind it. Pass is_causal to attn too.
+        is_causal: no query sees a block whose keys all lie behind it. Pass is_causal to attn too. Of other masks a
+            choice knows nothing: keys that a key mask or a window hides count in means, and their blocks in `keep`.
         scale, layout: as :func:`sage_aot.attn`.
 
     Returns:
         A :class:`sage_aot.BlockMask` for ``attn(..., block_mask=...)``. Each block of queries sees one block at least,
-        if it sees any key.
+        if it sees any key by `is_causal`.
 
     Raises:
         ArgumentError: an argument is not as described.
@@ -73,70 +75,80 @@ def select_blocks(q: torch.Tensor, k: torch.Tensor | PooledBlocks | QuantizedKV,
     """
     rows = rows_of_caller("q", q, layout)
     sizes = block_sizes_of(block_size)
-    by, amount, amounts = _amount(rows, keep, mass, tau)
-    choice = Choice(by, amount, _flag("is_causal", is_causal), _scale(scale, rows.shape[3]), _count("first", first),
-                    _count("near", near), _share("least_alike", least_alike), ends_of("dense_keys", dense_keys),
-                    ends_of("dense_queries", dense_queries))
-    return choose_among(pool_blocks(q, sizes[0], layout=layout), _pooled_keys(k, sizes[1], layout), choice, amounts)
+    amounts = amounts_of(rows, keep, mass, tau)
+    choice = Choice(amounts.by, amounts.one, _flag("is_causal", is_causal), _scale(scale, rows.shape[3]),
+                    _count("first", first), _count("near", near), _share("least_alike", least_alike),
+                    ends_of("dense_keys", dense_keys), ends_of("dense_queries", dense_queries))
+    pooled_q = pooled_of("q", q, sizes[0], False, False, layout)
+    return choose_among(pooled_q, pooled_keys(k, sizes[1], layout), choice, amounts)
 
 
-def choose_among(q: PooledBlocks, k: PooledBlocks, choice: Choice, amounts: torch.Tensor | None) -> BlockMask:
+def choose_among(q: PooledBlocks, k: PooledBlocks, choice: Choice, amounts: Amounts) -> BlockMask:
     """The blocks that a choice takes, of what is pooled."""
     (batch, heads, _, headdim), (k_batch, kv_heads, _, k_headdim) = q.shape, k.shape
     if (batch, headdim) != (k_batch, k_headdim) or kv_heads == 0 or heads % kv_heads or q.device != k.device:
         raise ArgumentError(f"k: expected the batch, head dim and device of q, and heads of which those of q are a "
                             f"multiple, got {list(k.shape)} on {k.device} beside {list(q.shape)} on {q.device}")
-    mask = _choose(q._data, k._data, amounts, list(q.shape), list(k.shape), q.block_rows, k.block_rows, choice.by,
-                   choice.amount, choice.is_causal, choice.scale, choice.first, choice.near, choice.least_alike,
-                   list(choice.dense_keys), list(choice.dense_queries))
+    mask = _choose(q._data, k._data, amounts.tensor, list(amounts.each), list(q.shape), list(k.shape), q.block_rows,
+                   k.block_rows, choice.by, choice.amount, choice.is_causal, choice.scale, choice.first, choice.near,
+                   choice.least_alike, list(choice.dense_keys), list(choice.dense_queries))
     return BlockMask((q.block_rows, k.block_rows), mask, None)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _pooled_keys(k: Any, block_rows: int, layout: str) -> PooledBlocks:
+def pooled_keys(k: Any, block_rows: int, layout: str) -> PooledBlocks:
+    """The means of blocks of keys: of a k, or those that it has been pooled to."""
     if isinstance(k, QuantizedKV):
         if k.pooled is None:
             raise ArgumentError("k: expected a QuantizedKV with the means of its blocks of keys, got one without; make "
                                 "it by quantize_kv(k, v, pool=...)")
         k = k.pooled
     if not isinstance(k, PooledBlocks):
-        rows_of_caller("k", k, layout)
-        return pool_blocks(k, block_rows, centre=True, layout=layout)
+        return pooled_of("k", k, block_rows, True, False, layout)
     if k.block_rows != block_rows:
         raise ArgumentError(f"block_size: expected the {k.block_rows} keys of a block that k was pooled with, got "
                             f"{block_rows}")
     return k
 
 
-def _amount(q: torch.Tensor, keep: Any, mass: Any, tau: Any) -> tuple[Any, float, torch.Tensor | None]:
-    """What a choice goes by, and the amount: a number, or one for each q head."""
+class Amounts(NamedTuple):
+    """What a choice goes by, and how much of it: one number; one for each q head; or a tensor of these."""
+
+    by: By
+    one: float
+    each: tuple[float, ...]
+    tensor: torch.Tensor | None
+
+
+def amounts_of(q: torch.Tensor, keep: Any, mass: Any, tau: Any) -> Amounts:
+    """The amounts of a selection for q, heads first; ArgumentError where they are not of its heads."""
     given = {name: value for name, value in zip(CHOOSE_BY, (keep, mass, tau)) if value is not None}
     if len(given) != 1:
         raise ArgumentError(f"keep, mass, tau: expected one of them, got {', '.join(given) or 'none'}")
     (by, value), = given.items()
-    if isinstance(value, torch.Tensor) and value.dim() > 0 or isinstance(value, Sequence):
-        return by, 0.0, _per_head(by, value, q)
-    return by, _checked_amount(by, value), None
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        _check_amounts(by, value, q.shape[1], q.device)
+        return Amounts(by, 0.0, (), value.contiguous())
+    if not isinstance(value, Sequence):
+        return Amounts(by, _checked_amount(by, value), (), None)
+    if len(value) != q.shape[1]:
+        raise ArgumentError(f"{by}: expected a number or one for each of {q.shape[1]} q heads, got {len(value)}")
+    return Amounts(by, 0.0, tuple(_checked_amount(by, number) for number in value), None)
 
 
-def _per_head(by: str, value: Any, q: torch.Tensor) -> torch.Tensor:
-    heads = q.shape[1]
-    if len(value) != heads:
-        raise ArgumentError(f"{by}: expected a number or one for each of {heads} q heads, got {len(value)}")
-    if isinstance(value, torch.Tensor):
-        if value.dim() != 1 or value.dtype != torch.float32 or value.device != q.device:
-            raise ArgumentError(f"{by}: expected float32 [{heads}] on {q.device}, got {tuple(value.shape)} "
-                                f"{value.dtype} on {value.device}")
-        return value.contiguous()
-    numbers = tuple(_checked_amount(by, number) for number in value)
-    return _as_tensor(numbers, q.device)
+def _check_amounts(name: str, amounts: torch.Tensor, heads: int, device: torch.device) -> None:
+    """Kernels read them by their address."""
+    if amounts.dtype != torch.float32 or amounts.shape != (heads,) or amounts.device != device:
+        raise ArgumentError(f"{name}: expected float32 [{heads}] on {device}, got {tuple(amounts.shape)} "
+                            f"{amounts.dtype} on {amounts.device}")
 
 
 @lru_cache(maxsize=1024)
 def _as_tensor(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Kept: the copy to a GPU waits for it, and cannot be captured."""
+    """Kept, since the copy to a GPU waits for it, and cannot be captured. Called within the operator alone, where
+    devices are real."""
     return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
@@ -198,8 +210,9 @@ def check_numbers(by: str, amount: Any, first: Any, near: Any, least_alike: Any,
     if not numbers:
         raise ArgumentError(f"{by}: expected a number, or one for each q head, got {amount!r}")
     for number in numbers:
-        if not isinstance(number, torch.Tensor):
-            _checked_amount(by, number)
+        if isinstance(number, torch.Tensor) and number.dim() > 0:
+            raise ArgumentError(f"{by}: expected a number, or one for each q head, got a tensor; pass its tolist()")
+        _checked_amount(by, number)
     _count("first", first)
     _count("near", near)
     _share("least_alike", least_alike)
@@ -212,11 +225,11 @@ def check_numbers(by: str, amount: Any, first: Any, near: Any, least_alike: Any,
 _prepared: ByKind[Any] = ByKind()
 
 
-def _choosing(q_shape: Sequence[int], k_shape: Sequence[int], amounts: torch.Tensor | None, block_q: int, block_k: int,
+def _choosing(q_shape: Sequence[int], k_shape: Sequence[int], per_head: bool, block_q: int, block_k: int,
               *choice: Any) -> Choosing:
     values = (tuple(value) if isinstance(value, list) else value for value in choice)  # of which torch makes lists
     made = cast("Callable[..., Choice]", Choice)(*values)
-    return Choosing(_blocks_of(q_shape, block_q), _blocks_of(k_shape, block_k), made, amounts is not None)
+    return Choosing(_blocks_of(q_shape, block_q), _blocks_of(k_shape, block_k), made, per_head)
 
 
 def _blocks_of(shape: Sequence[int], block_rows: int) -> Pooling:
@@ -225,9 +238,13 @@ def _blocks_of(shape: Sequence[int], block_rows: int) -> Pooling:
     return Pooling(batch, heads, seqlen, headdim, "f32", block_rows, centre=False)
 
 
-def _run_choose(q_pooled: torch.Tensor, k_pooled: torch.Tensor, amounts: torch.Tensor | None, q_shape: Sequence[int],
-                k_shape: Sequence[int], block_q: int, block_k: int, *choice: Any) -> torch.Tensor:
-    choosing = _choosing(q_shape, k_shape, amounts, block_q, block_k, *choice)
+def _run_choose(q_pooled: torch.Tensor, k_pooled: torch.Tensor, amounts: torch.Tensor | None, each: Sequence[float],
+                q_shape: Sequence[int], k_shape: Sequence[int], *others: Any) -> torch.Tensor:
+    if each:
+        amounts = _as_tensor(tuple(each), q_pooled.device)
+    if amounts is not None:
+        _check_amounts("amounts", amounts, q_shape[1], q_pooled.device)
+    choosing = _choosing(q_shape, k_shape, amounts is not None, *others)
     selected = q_pooled.new_empty(choosing.mask_shape, dtype=torch.bool)
     if selected.numel() > 0:
         around = handed, _ = surroundings()
@@ -238,13 +255,13 @@ def _run_choose(q_pooled: torch.Tensor, k_pooled: torch.Tensor, amounts: torch.T
     return selected
 
 
-def _fake_choose(q_pooled: torch.Tensor, k_pooled: torch.Tensor, amounts: torch.Tensor | None, *others: Any
-                 ) -> torch.Tensor:
-    choosing = _choosing(others[0], others[1], amounts, *others[2:])
+def _fake_choose(q_pooled: torch.Tensor, k_pooled: torch.Tensor, amounts: torch.Tensor | None, each: Sequence[float],
+                 q_shape: Sequence[int], k_shape: Sequence[int], *others: Any) -> torch.Tensor:
+    choosing = _choosing(q_shape, k_shape, amounts is not None or bool(each), *others)
     return q_pooled.new_empty(choosing.mask_shape, dtype=torch.bool)
 
 
-LIBRARY.define("choose_blocks(Tensor q_pooled, Tensor k_pooled, Tensor? amounts, SymInt[] q_shape, SymInt[] k_shape, "
-               "int block_q, int block_k, str choose_by, float amount, bool is_causal, float scale, int first, "
-               "int near, float least_alike, int[] dense_keys, int[] dense_queries) -> Tensor", tags=TAGS)
+LIBRARY.define("choose_blocks(Tensor q_pooled, Tensor k_pooled, Tensor? amounts, float[] each, SymInt[] q_shape, "
+               "SymInt[] k_shape, int block_q, int block_k, str choose_by, float amount, bool is_causal, float scale, "
+               "int first, int near, float least_alike, int[] dense_keys, int[] dense_queries) -> Tensor", tags=TAGS)
 _choose = implement("choose_blocks", _run_choose, _fake_choose)

@@ -11,9 +11,9 @@ import torch
 from sage_aot._call.forms import Result, attend, call_of_attn
 from sage_aot._call.kv import QuantizedKV
 from sage_aot._call.masks import BlockMask
-from sage_aot._call.pooling import DEFAULT_BLOCK, PooledBlocks, pool_blocks, rows_of_caller
-from sage_aot._call.selection import check_numbers, ends_of, select_blocks
-from sage_aot._problem.arguments import block_sizes_of
+from sage_aot._call.pooling import DEFAULT_BLOCK, PooledBlocks, pooled_of, rows_of_caller
+from sage_aot._call.selection import amounts_of, check_numbers, ends_of, pooled_keys, select_blocks
+from sage_aot._problem.arguments import block_sizes_of, check_out
 from sage_aot._problem.options import Asked
 from sage_aot._problem.problem import heads_first
 from sage_aot._problem.selection import CHOOSE_BY
@@ -30,7 +30,10 @@ class Sparse:
             :func:`sage_aot.sparse.select_blocks`. Of `keep`, `mass` and `tau` one, a number, or one for each q head.
         tail: blocks that are not chosen have a part in the output, too: the mean of their keys with the weight of all
             of them, and the mean of their values. Such a call takes exponentials where others have linear P, and a
-            second, small attention: docs/sparse.md says when that pays.
+            second, small attention: docs/sparse.md says when that pays. Means count values that are not finite as zero.
+
+    Of masks other than `is_causal` a choice knows nothing: keys that they hide count in means, and their blocks in
+    `keep`.
 
     >>> import torch, sage_aot
     >>> q, k, v = torch.randn(3, 1, 2, 512, 64)
@@ -54,8 +57,9 @@ class Sparse:
         if len(given) != 1:
             raise ArgumentError(f"Sparse: expected one of keep, mass and tau, got {', '.join(given) or 'none'}")
         by, = given
-        if isinstance(getattr(self, by), list):  # which cannot be hashed
-            object.__setattr__(self, by, tuple(getattr(self, by)))
+        for name in (by, "block_size", "dense_keys", "dense_queries"):
+            if isinstance(getattr(self, name), list):  # which cannot be hashed
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         block_sizes_of(self.block_size)
         check_numbers(by, getattr(self, by), self.first, self.near, self.least_alike, self.dense_keys,
                       self.dense_queries)
@@ -81,7 +85,7 @@ def attend_sparse(q: Any, k: Any, v: Any, asked: Asked, sparse: Any, optional: d
                   out: torch.Tensor | None, return_lse: bool) -> Result:
     """Make a call of attn whose blocks of keys are chosen. `optional`: the optional tensors of attn by name."""
     _check(k, asked, sparse, optional)
-    if sparse.tail:
+    if sparse.tail and q.numel() and k.numel():
         return _with_tail(q, k, v, asked, sparse, optional, out, return_lse)
     blocks = sparse.select(q, k, is_causal=asked.is_causal, scale=asked.scale, layout=asked.layout)
     return _attend(q, k, v, asked, optional | {"block_mask": blocks}, out, return_lse)
@@ -91,8 +95,11 @@ def with_stand_in(q: Any, k: Any, asked: Asked, sparse: Any, optional: dict[str,
     """The optional tensors of such a call, with a mask of the shape of that which it would choose, whose values nobody
     reads. Raises as :func:`attend_sparse` does."""
     _check(k, asked, sparse, optional)
-    shapes = [rows_of_caller("q", q, asked.layout).shape,
-              k.shape if isinstance(k, QuantizedKV) else rows_of_caller("k", k, asked.layout).shape]
+    rows = rows_of_caller("q", q, asked.layout)
+    amounts_of(rows, sparse.keep, sparse.mass, sparse.tau)
+    if isinstance(k, QuantizedKV):
+        pooled_keys(k, block_sizes_of(sparse.block_size)[1], asked.layout)
+    shapes = [rows.shape, k.shape if isinstance(k, QuantizedKV) else rows_of_caller("k", k, asked.layout).shape]
     sizes = block_sizes_of(sparse.block_size)
     blocks = [-(-shape[2] // size) * (size // MASK_BLOCK) for shape, size in zip(shapes, sizes)]
     mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=q.device).expand(*shapes[0][:2], *blocks)
@@ -125,7 +132,7 @@ def _attend(q: Any, k: Any, v: Any, asked: Asked, optional: dict[str, Any], out:
 
 def _check_tail(k: Any, asked: Asked, optional: dict[str, Any], sparse: Sparse) -> None:
     hidden = [name for name in ("key_mask", "attn_mask") if optional[name] is not None]
-    hidden += ["window"] if asked.window not in (None, (-1, -1)) else []
+    hidden += ["window"] if asked.window is not None and tuple(asked.window) != (-1, -1) else []
     if hidden:
         raise ArgumentError(f"{hidden[0]}: expected None where the tail of blocks counts, whose means have a part of "
                             f"each key, got one; pass Sparse(..., tail=False)")
@@ -140,19 +147,19 @@ def _check_tail(k: Any, asked: Asked, optional: dict[str, Any], sparse: Sparse) 
 def _with_tail(q: Any, k: Any, v: Any, asked: Asked, sparse: Sparse, optional: dict[str, Any],
                out: torch.Tensor | None, return_lse: bool) -> Result:
     block_q, block_k = block_sizes_of(sparse.block_size)
-    pooled = pool_blocks(k, block_k, centre=True, means=True, layout=asked.layout)
-    of_values = pool_blocks(v, block_k, means=True, layout=asked.layout).means
+    pooled = pooled_of("k", k, block_k, True, True, asked.layout)
+    of_values = pooled_of("v", v, block_k, False, True, asked.layout).means
     blocks = sparse.select(q, pooled, is_causal=asked.is_causal, scale=asked.scale, layout=asked.layout)
-    seen, lse = _attend(q, k, v, asked, optional | {"block_mask": blocks}, out, True)
+    seen, lse = _attend(q, k, v, asked, optional | {"block_mask": blocks}, None, True)  # not to `out`, which may be q
     assert pooled.means is not None and of_values is not None
     means = pooled.means.to(q.dtype), of_values.to(q.dtype)
     tail, of_tail = _over_means(heads_first(q, asked.layout), means, _tail_of(blocks, q, k, asked), block_q,
-                                _of_means(asked))
+                                _of_means(asked), seen.dtype)
     of_tail = of_tail + math.log(block_k)
-    share = torch.sigmoid(of_tail - lse).nan_to_num(0.0)[..., None].to(q.dtype)  # nan: the row sees no key
-    merged = torch.lerp(heads_first(seen, asked.layout), tail, share)
-    merged = heads_first(merged, asked.layout)
+    share = torch.sigmoid(of_tail - lse).nan_to_num(0.0)[..., None].to(seen.dtype)  # nan: the row sees no key
+    merged = heads_first(torch.lerp(heads_first(seen, asked.layout), tail, share), asked.layout)
     if out is not None:
+        check_out(out, seen)
         merged = out.copy_(merged)
     return (merged, torch.logaddexp(lse, of_tail)) if return_lse else merged
 
@@ -176,12 +183,12 @@ def _tail_of(blocks: BlockMask, q: torch.Tensor, k: torch.Tensor, asked: Asked) 
 
 
 def _over_means(q: torch.Tensor, means: tuple[torch.Tensor, torch.Tensor], tail: torch.Tensor, block_q: int,
-                asked: Asked) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over means, where the queries of a block see what `tail` says: the output, heads first, and its
-    log-sum-exp. A head is a batch entry, and a block of queries is a head of it: so a mask has one row for them, and q
-    stays where it is."""
+                asked: Asked, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over means, where the queries of a block see what `tail` says: the output, heads first, of that dtype,
+    and its log-sum-exp. A head is a batch entry, and a block of queries is a head of it: so a mask has one row for
+    them, and q stays where it is."""
     batch, heads, queries, headdim = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
     k, v = (x.repeat_interleave(heads // x.shape[1], 1).flatten(0, 1).unsqueeze(1) for x in means)
     whole = queries // block_q * block_q

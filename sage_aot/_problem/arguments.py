@@ -63,13 +63,13 @@ def length_of(name: str, length: object) -> int:
     return found
 
 
-def block_sizes_of(block_size: Any) -> tuple[int, int]:
+def block_sizes_of(block_size: Any, name: str = "block_size") -> tuple[int, int]:
     """Queries and keys of a block; ArgumentError for sizes that are no multiples of 64."""
     given = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     sizes = tuple(map(integer_of, given))
     if len(sizes) != 2 or any(size is None or size <= 0 or size % MASK_BLOCK for size in sizes):
-        raise ArgumentError(f"block_size: expected multiples of {MASK_BLOCK}, one or (queries, keys), got "
-                            f"{block_size!r}; of smaller blocks pass their elements as attn_mask")
+        raise ArgumentError(f"{name}: expected multiples of {MASK_BLOCK}, one or (queries, keys), got {block_size!r}; "
+                            f"of smaller blocks pass their elements as attn_mask")
     return sizes  # type: ignore[return-value]
 
 

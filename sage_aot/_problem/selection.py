@@ -8,7 +8,8 @@ from typing import Literal
 from sage_aot._kernels.axes import least_headdim
 from sage_aot._problem.tensors import MASK_BLOCK
 
-CHOOSE_BY = ("keep", "mass", "tau")
+By = Literal["keep", "mass", "tau"]
+CHOOSE_BY: tuple[By, ...] = ("keep", "mass", "tau")
 """What blocks of keys are chosen by, in the order of ChooseBy in templates/include/sage/select/params.cuh."""
 
 
@@ -44,7 +45,7 @@ class Pooling:
 class Choice:
     """What a selection chooses by. Lengths are in queries or keys, but for those that count blocks."""
 
-    by: Literal["keep", "mass", "tau"]
+    by: By
     amount: float
     is_causal: bool
     scale: float  # on q·kᵀ

@@ -87,6 +87,7 @@ def tune_tensors(target: Any, *, error: float, sparse: Sparse, keeps: Sequence[f
     """:func:`sage_aot.sparse.tune` of tensors. `call`: of :func:`sage_aot.attn`."""
     search = Search.of(error, sparse, keeps)
     _check_call(call)
+    call = {**search.options, **call}
     probes = [Probe(_of_attn(sample, call), sample[0], sample[1], call.get("is_causal", False), call.get("scale"),
                     call.get("layout", "HND")) for sample in _samples(target)]
     heads = {probe.heads for probe in probes}
@@ -180,6 +181,10 @@ class Measured:
         self._errors: list[torch.Tensor] = []
         self._blocks: list[torch.Tensor] = []
 
+    def take(self, sparse: Sparse) -> None:
+        """Go on with a choice of larger shares. The calls before count at theirs."""
+        self._sparse = sparse
+
     def add(self, probe: Probe) -> None:
         self._errors.append(probe.errors(self._sparse))
         self._blocks.append(probe.blocks(self._sparse))
@@ -196,12 +201,18 @@ class Search(NamedTuple):
     """A search for the least of ascending shares, the last of them 1, at which a head's error stays within a bound.
 
     The error falls as the share rises, but for roundings. Whatever it does: it was measured to lie within the bound at
-    the share that is found, and above it at the share before.
+    the share that is found, unless that is 1, and above it at the share before. Shares that a later call raises were
+    measured in that call.
     """
 
     error: float
     sparse: Sparse
     keeps: tuple[float, ...]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the calls that are compared: a tail's are computed with exponentials, and so are those of all blocks."""
+        return {"p": "exp2"} if self.sparse.tail else {}
 
     @classmethod
     def of(cls, error: Any, sparse: Any, keeps: Any) -> Search:
@@ -224,7 +235,7 @@ class Search(NamedTuple):
 
     def raised(self, places: list[int], errors: Callable[[Sparse], torch.Tensor]) -> list[int]:
         """The places of the least shares from these on, which another call found."""
-        holds = self._holds(places, errors)
+        holds = self.holds(places, errors)
         low = [place - 1 if held else place for place, held in zip(places, holds)]
         high = [place if held else len(self.keeps) - 1 for place, held in zip(places, holds)]
         return self._between(low, high, errors)
@@ -237,12 +248,13 @@ class Search(NamedTuple):
             tried = list(high)
             for head in open_:
                 tried[head] = (low[head] + high[head]) // 2
-            holds = self._holds(tried, errors)
+            holds = self.holds(tried, errors)
             for head in open_:
                 (high if holds[head] else low)[head] = tried[head]
         return high
 
-    def _holds(self, places: Sequence[int], errors: Callable[[Sparse], torch.Tensor]) -> list[bool]:
+    def holds(self, places: Sequence[int], errors: Callable[[Sparse], torch.Tensor]) -> list[bool]:
+        """For each head whether its error stays within the bound at this share."""
         holds: list[bool] = (errors(self.made(places)) <= self.error).tolist()
         return holds
 

@@ -21,9 +21,9 @@ from sage_aot.integrations._rules import LEAST_BLOCKS, HostCall, blocks_of
 def tune_model(model: Any, *, run: Callable[[Any], object], error: float, sparse: Sparse,
                keeps: Sequence[float]) -> TunedModel:
     """:func:`sage_aot.sparse.tune` of a model. `run` is called twice: calls raise the shares of their layers, one after
-    the other, and then all calls are measured at the shares that were found. Each call is tuned while it is made, and
-    the model goes on with its output of all blocks: no call's tensors outlive it. Tuned are the calls that `sparse`
-    would make sparse: :func:`sage_aot.integrations._rules.blocks_of`."""
+    the other, and then all calls are measured at the shares that were found, and may raise them again. Each call is
+    tuned while it is made, and the model goes on with its output of all blocks: no call's tensors outlive it. Tuned are
+    the calls that `sparse` would make sparse: :func:`sage_aot.integrations._rules.blocks_of`."""
     search = Search.of(error, sparse, keeps)
     if not isinstance(model, torch.nn.Module) or not callable(run):
         raise ArgumentError(f"tune: expected a torch.nn.Module, and a function run that runs it, got "
@@ -36,7 +36,7 @@ def tune_model(model: Any, *, run: Callable[[Any], object], error: float, sparse
                             f"{type(model).__name__} and these calls: {report() or 'none'}; switch it on first, as by "
                             f"sage_aot.integrations.transformers.enable(model), let it run on more tokens, or pass "
                             f"sage_aot.Sparse(keep=1.0, block_size=64)")
-    return _measured(model, run, {layer: search.made(of_layer) for layer, of_layer in places.items()}, sparse)
+    return _measured(model, run, places, search)
 
 
 def _least_places(model: torch.nn.Module, run: Callable[[Any], object], search: Search) -> dict[str, list[int]]:
@@ -52,30 +52,36 @@ def _least_places(model: torch.nn.Module, run: Callable[[Any], object], search: 
             raise ArgumentError(f"tune: expected calls of {len(places[layer])} q heads in {layer}, as its first one "
                                 f"has, got {probe.heads}; tune q, k and v of its calls on their own")
 
-    with _each_probe(model, search.sparse, find):
+    with _each_probe(model, search, find):
         run(model)
     return places
 
 
-def _measured(model: torch.nn.Module, run: Callable[[Any], object], chosen: dict[str, Sparse],
-              sparse: Sparse) -> TunedModel:
-    """What the layers make of the choices that were found for them, from a second run."""
+def _measured(model: torch.nn.Module, run: Callable[[Any], object], places: dict[str, list[int]],
+              search: Search) -> TunedModel:
+    """What the layers make of the choices that were found for them, from a second run. Where its calls are others, they
+    may raise shares again."""
     found: dict[str, Measured] = {}
 
     def measure(layer: str, probe: Probe) -> None:
-        if layer in chosen:
-            found.setdefault(layer, Measured(chosen[layer])).add(probe)
+        if layer not in places:
+            return
+        of_layer = found.setdefault(layer, Measured(search.made(places[layer])))
+        if not all(search.holds(places[layer], probe.errors)):
+            places[layer] = search.raised(places[layer], probe.errors)
+            of_layer.take(search.made(places[layer]))
+        of_layer.add(probe)
 
-    with _each_probe(model, sparse, measure):
+    with _each_probe(model, search, measure):
         run(model)
-    if missing := chosen.keys() - found.keys():
+    if missing := places.keys() - found.keys():
         raise ArgumentError(f"run: expected the same calls each time, got none of {min(missing)} the second time; let "
                             f"it run the model anew")
-    return TunedModel({layer: found[layer].tuned() for layer in chosen})
+    return TunedModel({layer: found[layer].tuned() for layer in places})
 
 
 @contextmanager
-def _each_probe(model: torch.nn.Module, sparse: Sparse, see: Callable[[str, Probe], None]) -> Iterator[None]:
+def _each_probe(model: torch.nn.Module, search: Search, see: Callable[[str, Probe], None]) -> Iterator[None]:
     """While the context is entered, all that sage_aot computes of the model's calls is served, and what may be sparse
     is handed to `see` with the name of the module that makes the call. Calls outside of the model are not: those of a
     pipeline's encoder."""
@@ -85,8 +91,8 @@ def _each_probe(model: torch.nn.Module, sparse: Sparse, see: Callable[[str, Prob
         if blocks_of(call) is not None:
             raise ArgumentError(f"tune: expected a model that computes all blocks, got one with {call.blocks} in "
                                 f"{inside[-1]}; switch it on without sparse")
-        if blocks_of(call._replace(blocks=sparse)) is not None:
-            see(inside[-1], _probe_of(call))
+        if blocks_of(call._replace(blocks=search.sparse)) is not None:
+            see(inside[-1], _probe_of(call, search))
 
     before = _serve.observer
     with _modules_noted(model) as inside, use(replace(current(), when="possible")), torch.no_grad():
@@ -112,7 +118,7 @@ def _modules_noted(model: torch.nn.Module) -> Iterator[list[str]]:
             hook.remove()
 
 
-def _probe_of(call: HostCall) -> Probe:
-    options = current().options
+def _probe_of(call: HostCall, search: Search) -> Probe:
+    options = {**search.options, **current().options}
     return Probe(lambda sparse: _serve.serve(call._replace(blocks=sparse), False, options), call.q, call.k,
                  call.is_causal, call.scale, call.layout)

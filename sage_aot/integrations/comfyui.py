@@ -60,7 +60,7 @@ def patch(model: Any, *, policy: Policy | None = None, start_percent: float = 0.
             densely.
         text_tokens: so many first tokens, or (first, last), are text, which stays dense as keys and as queries. In
             ComfyUI, Flux and SD3 have their text first, HunyuanVideo last, and Wan has none in the same sequence. How
-            many they are depends on the text encoder, and may on the prompt; too many cost time alone.
+            many they are depends on the text encoder, and may on the prompt. Their blocks count in `keep`.
 
     Returns:
         The clone.
@@ -127,7 +127,7 @@ class SageAOTAttention:
             "first_text_tokens": ("INT", {
                 "default": 0, "min": 0, "max": 65536,
                 "tooltip": "Text tokens in front of the image's or video's, as in Flux and SD3, which stay dense. "
-                           "Too many cost time alone."}),
+                           "Their blocks count in keep."}),
             "last_text_tokens": ("INT", {
                 "default": 0, "min": 0, "max": 65536,
                 "tooltip": "Text tokens behind the image's or video's, as in HunyuanVideo, likewise."}),

@@ -21,12 +21,13 @@ import torch.nn.functional as F
 
 from sage_aot._call.masks import BlockMask
 from sage_aot._call.pooling import PooledBlocks, pool_blocks
-from sage_aot._call.selection import choose_among, ends_of
+from sage_aot._call.selection import Amounts, amounts_of, choose_among, ends_of
 from sage_aot._call.sparse import Sparse
 from sage_aot._problem.arguments import block_sizes_of
-from sage_aot._problem.selection import CHOOSE_BY, Choice
+from sage_aot._problem.problem import heads_first
+from sage_aot._problem.selection import Choice
 from sage_aot._problem.tensors import MASK_BLOCK
-from sage_aot.errors import UnsupportedError
+from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations._report import refused
 from sage_aot.integrations._rules import NO_WINDOW, HostCall, check_neutral, window_of
 from sage_aot.integrations._serve import serve_with_lse
@@ -110,6 +111,7 @@ def ring_blocks(q: torch.Tensor, k: torch.Tensor, sparse: Sparse, group: Any = N
         For each rank the mask of this process's queries and that rank's keys.
 
     Raises:
+        ArgumentError: `lengths` are not those of q and k.
         UnsupportedError: `sparse` is not as described.
     """
     block_q, block_k = block_sizes_of(sparse.block_size)
@@ -117,10 +119,14 @@ def ring_blocks(q: torch.Tensor, k: torch.Tensor, sparse: Sparse, group: Any = N
         raise UnsupportedError(f"sparse: expected no tail, no least_alike, and as many queries as keys in a block of a "
                                f"ring, got {sparse}; change these, or use Ulysses")
     of_q, of_k = (pool_blocks(x, block_k, means=True, layout=layout) for x in (q, k))
-    lengths = [of_k.shape[2]] * dist.get_world_size(group) if lengths is None else lengths
+    lengths = [of_k.shape[2]] * dist.get_world_size(group) if lengths is None else list(lengths)
+    own = lengths[dist.get_rank(group)] if len(lengths) == dist.get_world_size(group) else None
+    if own is None or {own, of_q.shape[2]} != {of_k.shape[2]}:
+        raise ArgumentError(f"lengths: expected the tokens of each of {dist.get_world_size(group)} ranks, this one's "
+                            f"as many as its queries and keys, {of_q.shape[2]} and {of_k.shape[2]}, got {lengths}")
     counts = [-(-length // block_k) for length in lengths]
     whole_q, whole_k = _queries_in_place(of_q, counts, group), _all_keys(of_k, counts, group)
-    chosen = choose_among(whole_q, whole_k, *_choice_of(sparse, lengths, block_k, of_q, scale)).blocks
+    chosen = choose_among(whole_q, whole_k, *_choice_of(sparse, lengths, block_k, heads_first(q, layout), scale)).blocks
     per_rank = [count * (block_k // MASK_BLOCK) for count in counts]
     own_rows = torch.split(chosen, per_rank, 2)[dist.get_rank(group)]
     return [BlockMask((block_q, block_k), share, None) for share in torch.split(own_rows, per_rank, 3)]
@@ -157,20 +163,17 @@ def _with_means(means: torch.Tensor, like: PooledBlocks) -> PooledBlocks:
                         pooled._data)
 
 
-def _choice_of(sparse: Sparse, lengths: Sequence[int], block: int, q: PooledBlocks,
-               scale: float | None) -> tuple[Choice, torch.Tensor | None]:
-    """What the blocks are chosen by, where each share is filled up to whole blocks; and the amounts of heads that have
-    their own."""
-    by: Any = next(name for name in CHOOSE_BY if getattr(sparse, name) is not None)
-    amount = getattr(sparse, by)
-    amounts = torch.tensor(amount, device=q.device) if isinstance(amount, tuple) else None
+def _choice_of(sparse: Sparse, lengths: Sequence[int], block: int, q: torch.Tensor,
+               scale: float | None) -> tuple[Choice, Amounts]:
+    """What the blocks are chosen by, where each share is filled up to whole blocks; and the amounts."""
+    amounts = amounts_of(q, sparse.keep, sparse.mass, sparse.tau)
     whole = sum(-(-length // block) * block for length in lengths)
     ends = {}
     for name in ("dense_keys", "dense_queries"):
         first, last = ends_of(name, getattr(sparse, name))
         ends[name] = _place(first, lengths, block), whole - _place(sum(lengths) - last, lengths, block)
-    return Choice(by, 0.0 if amounts is not None else amount, False, q.shape[3] ** -0.5 if scale is None else scale,
-                  sparse.first, max(sparse.near, 1), 0.0, ends["dense_keys"], ends["dense_queries"]), amounts
+    return Choice(amounts.by, amounts.one, False, q.shape[3] ** -0.5 if scale is None else scale, sparse.first,
+                  max(sparse.near, 1), 0.0, ends["dense_keys"], ends["dense_queries"]), amounts
 
 
 def _place(token: int, lengths: Sequence[int], block: int) -> int:

@@ -192,6 +192,28 @@ def test_the_tail_is_exact_where_blocks_are_constant(options, sizes):
     assert torch.equal(written, out)
 
 
+def test_a_tail_may_be_written_to_q():
+    q, k, v = qkv()
+    sparse = Sparse(keep=0.25, tail=True, block_size=64)
+    expected = sage_aot.attn(q, k, v, sparse=sparse)
+    assert torch.equal(sage_aot.attn(q, k, v, sparse=sparse, out=q), expected)
+
+
+@pytest.mark.parametrize("tail", [False, True])
+def test_autocast_decides_the_dtype(tail):
+    q, k, v = qkv()
+    sparse = Sparse(keep=0.4, tail=tail, block_size=64)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = sage_aot.attn(q, k, v, sparse=sparse)
+    assert out.dtype == torch.bfloat16
+    assert reference.measure(out, sage_aot.attn(q, k, v, sparse=sparse)).relative_l1 < 0.04
+
+
+def test_a_tail_of_no_entries_is_empty():
+    q, k, v = (x[:0] for x in qkv())
+    assert sage_aot.attn(q, k, v, sparse=Sparse(keep=0.4, tail=True)).shape == q.shape
+
+
 def test_a_tail_weighs_less_wrong_than_none():
     q, k, v = qkv(1024, 1024)
     k = k + 2 * torch.randn(2, 2, 8, 64).repeat_interleave(128, 2)
@@ -224,7 +246,10 @@ def test_supports_answers_for_calls_that_choose():
     assert "in a call of attn_varlen" in sage_aot.supports(
         q[0], k[0], v[0], sparse=KEEP, cu_seqlens_q=torch.tensor([0, 1]), cu_seqlens_k=torch.tensor([0, 1]),
         max_seqlen_q=1, max_seqlen_k=1)
+    assert "one for each of 4 q heads, got 1" in sage_aot.supports(q, k, v, sparse=Sparse(keep=(0.5,)))
+    assert "got one without" in sage_aot.supports(q, sage_aot.quantize_kv(k, v), sparse=KEEP)
     kv = sage_aot.quantize_kv(k, v, pool=64)
+    assert sage_aot.supports(q, kv, sparse=KEEP) is None
     with pytest.raises(ArgumentError, match="k: expected a tensor where the tail of blocks counts, got a QuantizedKV"):
         sage_aot.attn(q, kv, sparse=Sparse(keep=0.5, tail=True))
 
@@ -234,6 +259,7 @@ def test_supports_answers_for_calls_that_choose():
     ({"keep": 0.5, "mass": 0.5}, "got keep, mass"), ({"keep": 2}, "keep: expected a share"),
     ({"keep": []}, "keep: expected a number, or one for each q head"), ({"keep": 0.5, "tail": 1}, "tail: expected"),
     ({"keep": 0.5, "block_size": 32}, "block_size"), ({"keep": 0.5, "near": -1}, "near"),
+    ({"keep": torch.tensor([0.5])}, r"keep: expected a number, or one for each q head, got a tensor; pass its tolist"),
 ])
 def test_a_wrong_setting_is_told_when_it_is_made(fields, message):
     with pytest.raises(ArgumentError, match=message):
@@ -242,7 +268,7 @@ def test_a_wrong_setting_is_told_when_it_is_made(fields, message):
 
 def test_settings_are_values():
     assert Sparse(keep=[0.5, 0.25]) == Sparse(keep=(0.5, 0.25))
-    assert hash(Sparse(keep=[0.5])) == hash(Sparse(keep=(0.5,)))
+    assert hash(Sparse(keep=[0.5], dense_keys=[1, 2])) == hash(Sparse(keep=(0.5,), dense_keys=(1, 2)))
 
 
 def test_a_derivative_is_refused():
@@ -277,6 +303,27 @@ def test_one_graph_for_settings_that_change():
         assert torch.equal(compiled(q, k, v), sage_aot.attn(q, k, v, sparse=layer.sparse))
 
 
+def test_numbers_for_each_head_leave_nothing_of_a_tracer_behind():
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return sage_aot.attn(q, k, v, sparse=Sparse(keep=(0.31, 0.32, 0.33, 0.34)))
+
+    q, k, v = qkv(256, 256)
+    expected = Model()(q, k, v)
+    exported = torch.export.export(Model(), (q, k, v), strict=False)
+    assert type(Model()(q, k, v)) is torch.Tensor
+    assert torch.equal(Model()(q, k, v), expected) and torch.equal(exported.module()(q, k, v), expected)
+
+
+@pytest.mark.parametrize("amounts", [torch.ones(4, dtype=torch.int64), torch.ones(3), torch.ones(4).double()])
+def test_the_operator_itself_checks_what_a_kernel_reads_by_its_address(amounts):
+    q, k, _ = qkv()
+    pooled = [pool_blocks(x, 64)._data for x in (q, k)]
+    with pytest.raises(ArgumentError, match=r"amounts: expected float32 \[4\] on cpu"):
+        torch.ops.sage_aot.choose_blocks(*pooled, amounts, [], list(q.shape), list(k.shape), 64, 64, "keep", 0.0, False,
+                                         0.1, 1, 1, 0.0, [0, 0], [0, 0])
+
+
 def test_meta_tensors_have_masks_of_their_shape():
     q, k, _ = qkv()
     meta = select_blocks(q.to("meta"), k.to("meta"), keep=0.5).blocks
@@ -289,7 +336,7 @@ def test_the_operators_pass_torchs_own_checks():
     torch.library.opcheck(torch.ops.sage_aot.pool_blocks.default, (k, 64, True, True), test_utils=alone)
     pooled = [pool_blocks(x, 64)._data for x in (q, k)]
     torch.library.opcheck(torch.ops.sage_aot.choose_blocks.default, (
-        *pooled, None, list(q.shape), list(k.shape), 64, 64, "keep", 0.5, False, 0.1, 1, 1, 0.0, [0, 0], [0, 0]))
+        *pooled, None, [], list(q.shape), list(k.shape), 64, 64, "keep", 0.5, False, 0.1, 1, 1, 0.0, [0, 0], [0, 0]))
 
 
 def test_no_queries_or_no_keys_choose_nothing():
@@ -353,6 +400,10 @@ def test_bands_narrow_with_the_distance_of_frames(frames, tokens, width, first):
     (lambda: sliding_tiles((4, 8, 16), (2, 4, 8), (1, 3)), "window: expected"),
     (lambda: sliding_tiles((4, 8, 16), (1, 4, 8), (1, 3, 3)), "block_size: expected multiples of 64"),
     (lambda: near_and_first(100, 100, near=0), "near: expected a positive integer, got 0"),
+    (lambda: near_and_first(100, 100, near=1, first="a"), "first: expected a number of blocks"),
+    (lambda: radial_bands(4, 100, width=math.nan), "width: expected a number above 0, got nan"),
+    (lambda: pool_blocks(qkv()[1], (64, 128)), "block_rows: expected one number of rows"),
+    (lambda: sage_aot.quantize_kv(*qkv()[1:], pool=100), "pool: expected multiples of 64"),
     (lambda: radial_bands(0, 100), "frames: expected a positive integer, got 0"),
 ])
 def test_wrong_patterns_are_told(call, message):
