@@ -234,8 +234,9 @@ def _by_mass(case: Selection, scores: torch.Tensor, slack: torch.Tensor, seen: t
     found = ["less of the mass than asked for"] if (
         (got < wanted - 2 * slack_of_row - 1e-5) & visible.any(-1)).any() else []
     chosen = seen & ~kept
-    worst = scores.masked_fill(~chosen, torch.inf).argmin(-1, keepdim=True)
-    without = (got - shares.gather(-1, worst)[..., 0]).masked_fill(~chosen.any(-1), 0.0)
+    worst = scores.masked_fill(~chosen, torch.inf).amin(-1, keepdim=True)
+    last = chosen & (scores <= worst + 2 * slack)  # equal ones are all chosen, and any of these may be the last
+    without = (got - (shares * last).sum(-1)).masked_fill(~chosen.any(-1), 0.0)
     if (without > wanted + 2 * slack_of_row + 1e-5).any():
         found.append("a block more than the mass needs")
     return found + _best(scores, slack, seen, visible, kept)
