@@ -197,7 +197,7 @@ def ends_of(name: str, value: Any) -> tuple[int, int]:
 
 
 def _flag(name: str, value: Any) -> bool:
-    found = scalar_of(value)
+    found = value if isinstance(value, bool) else scalar_of(value)  # of which dynamo of torch 2.11 cannot ask the type
     if not isinstance(found, bool):
         raise ArgumentError(f"{name}: expected True or False, got {value!r}")
     return found
