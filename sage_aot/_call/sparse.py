@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sage_aot._call.forms import Result, attend, call_of_attn
+from sage_aot._call.forms import Result, attend, call_of_attn, check_qkv
 from sage_aot._call.kv import QuantizedKV
 from sage_aot._call.masks import BlockMask
 from sage_aot._call.pooling import DEFAULT_BLOCK, PooledBlocks, pooled_of, rows_of_caller
@@ -85,6 +85,8 @@ def attend_sparse(q: Any, k: Any, v: Any, asked: Asked, sparse: Any, optional: d
                   out: torch.Tensor | None, return_lse: bool) -> Result:
     """Make a call of attn whose blocks of keys are chosen. `optional`: the optional tensors of attn by name."""
     _check(k, asked, sparse, optional)
+    if sparse.tail:
+        check_qkv(q, k, v)
     if sparse.tail and q.numel() and k.numel():
         return _with_tail(q, k, v, asked, sparse, optional, out, return_lse)
     blocks = sparse.select(q, k, is_causal=asked.is_causal, scale=asked.scale, layout=asked.layout)

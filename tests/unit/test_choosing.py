@@ -240,6 +240,15 @@ def test_a_wrong_call_is_told_and_so_says_supports(arguments, message):
     assert message in sage_aot.supports(q, k, v, **arguments)
 
 
+@pytest.mark.parametrize("tail", [False, True])
+def test_what_is_no_tensor_is_told(tail):
+    q, k, v = qkv()
+    sparse = Sparse(keep=0.5, tail=tail)
+    for wrong, name in (((None, k, v), "q"), ((q, 5, v), "k"), ((q, k, None), "v")):
+        with pytest.raises(ArgumentError, match=f"{name}: expected a "):
+            sage_aot.attn(*wrong, sparse=sparse)
+
+
 def test_supports_answers_for_calls_that_choose():
     q, k, v = qkv()
     assert sage_aot.supports(q, k, v, sparse=KEEP) is None
