@@ -388,11 +388,20 @@ def _refused(name: str, module: torch.nn.Module) -> NotImplementedError:
 
 def _check_sinks(module: torch.nn.Module, sinks: torch.Tensor, position_bias: Any, cache: Any) -> None:
     """NotImplementedError for sinks that the eager attention of the model would not find, or not compute."""
-    if _eager_of(module) is None or getattr(module, "sinks", None) is not sinks:
+    if not _has_eager(type(module).__module__) or getattr(module, "sinks", None) is not sinks:
         raise _refused("s_aux of a layer that has no sinks and eager attention of its own", module)
     for name, given in (("position_bias", position_bias), ("cache", cache)):
         if given is not None:
             raise _refused(f"{name} beside sinks", module)
+
+
+def _has_eager(model: str) -> bool:
+    """Whether the module of a model, by its name, has eager attention."""
+    return hasattr(sys.modules[model], "eager_attention_forward")
+
+
+# To look into sys.modules itself, dynamo goes through all of it, which fails where a lazy module imports another.
+_has_eager._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _eager_of(module: torch.nn.Module) -> Any:
