@@ -56,7 +56,8 @@ def _sizes(kernel: PlannedKernel) -> str:
     if not isinstance(kernel.spec, AttnSpec):
         return f"{kernel.how.threads} threads"
     tile = kernel.tile
-    return f"{tile.block_m}x{tile.block_n}, warp_m {tile.warp_m}, {tile.stages} stages, {tile.min_blocks} blocks"
+    of_v = f", {tile.v_stages} of V" if tile.v_stages else ""
+    return f"{tile.block_m}x{tile.block_n}, warp_m {tile.warp_m}, {tile.stages} stages{of_v}, {tile.min_blocks} blocks"
 
 
 def _render(args: argparse.Namespace, matrix: Matrix, project: Project) -> None:

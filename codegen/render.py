@@ -20,7 +20,7 @@ from sage_aot._kernels.spec import capability_of
 
 CONTEXT = {
     "attn": ("name", "template", "row", "headdim", "qk", "pv", "pv_accum", "p", "mask", "smooth_v",
-             "smooth_q", "block_m", "block_n", "warp_m", "stages", "min_blocks"),
+             "smooth_q", "block_m", "block_n", "warp_m", "stages", "v_stages", "min_blocks"),
     "quant": ("name", "template", "row", "entries", "headdim", "qk", "pv", "block_m", "other_block_m", "block_n",
               "warp_m", "key_norms", "threads", "min_blocks"),
     "pack": ("name", "template", "row", "threads"),
@@ -79,6 +79,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "shared_bytes": kernel.shared_bytes,
         "programmatic": capability_of(spec.arch) >= PROGRAMMATIC,
         **kernel.tile._asdict(),
+        "v_stages": kernel.tile.v_stages or kernel.tile.stages,
         "other_block_m": kernel.other_block_m,
         "min_blocks": kernel.min_blocks,  # replaces the tile's, which holds for the attention kernel
     }

@@ -30,6 +30,9 @@ Values = tuple[Any, ...]
 
 _MAX_THREADS = 1024  # of a block, on every GPU
 
+_SIZES = tuple(size for size in Tile._fields if size not in Tile._field_defaults)
+"""The sizes that every row of 'tiles' has."""
+
 
 @dataclass(frozen=True)
 class ArchRow:
@@ -209,8 +212,8 @@ class RowReader:
         return tuple(value for _, value in found)
 
     def _tile_row(self, node: yaml.Node) -> TileRow:
-        entries, selector = self._row(node, "a row of 'tiles'", ("family", *Tile._fields),
-                                      ("allow_spills", "why", "suffix"))
+        entries, selector = self._row(node, "a row of 'tiles'", ("family", *_SIZES),
+                                      (*Tile._field_defaults, "allow_spills", "why", "suffix"))
         family = self.reader.scalar(entries["family"]) if "family" in entries else None
         if family is not None and family not in self.families:
             self.reader.complain(line_of(entries["family"]), f"expected a family {_choices(self.families)}, "
@@ -220,7 +223,7 @@ class RowReader:
 
     def _tile(self, line: int, family: str, entries: dict[str, yaml.Node]) -> Tile | None:
         sizes: dict[str, Any] = {size: self.reader.scalar(entries[size]) for size in Tile._fields if size in entries}
-        if sizes.keys() != set(Tile._fields) or None in sizes.values():
+        if not sizes.keys() >= set(_SIZES) or None in sizes.values():
             return None
         tile = Tile(**sizes)
         for problem in FAMILIES[family].broken_rules(tile) if family in FAMILIES else ():

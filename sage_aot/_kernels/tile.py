@@ -13,6 +13,7 @@ class Tile(NamedTuple):
     warp_m: int  # query rows of a warp; at 8 bits warp_m / 8 of them share a scale of Q
     stages: int  # KV tiles in shared memory
     min_blocks: int  # resident blocks an SM that the registers must allow
+    v_stages: int | None = None  # KV tiles whose V is in shared memory; None: as many as stages
 
     @property
     def quantized(self) -> tuple[int, int, int]:

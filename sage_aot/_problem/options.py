@@ -199,8 +199,8 @@ class Options:
         "auto", schema="str", valid=_is_one_of("auto", *map(str, AXES["p"])), samples=("auto", "linear", "exp2"),
         refused="exact", expected="'auto', 'linear' or 'exp2'",
         axis="p", values={value: value for value in AXES["p"]},
-        help="how P follows from a score: `\"exp2\"` by an exponential; `\"linear\"`, for head dims up to 128 on sm90, "
-             "by a line between the powers of two; "
+        help="how P follows from a score: `\"exp2\"` by an exponential; `\"linear\"`, on sm90 up to head dim 128, on "
+             "sm89 and sm120 for INT8 scores where neither q nor v is smoothed, by a line between the powers of two; "
              f"`\"auto\"` is `\"{AXES['p'][0]}\"` where the GPU has such a kernel")
     window: tuple[int, int] | None = _option(
         None, schema="int[]?", valid=_is_window, fixed=True, axis="mask", values={(47, 20): "sparse"},

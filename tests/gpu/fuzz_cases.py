@@ -205,6 +205,8 @@ def draw_case(seed: int, index: int, built: dict[str, dict[str, set]], longest: 
         sizes["headdim"] = min(sizes["headdim"], 128)
     if chosen["p"] == "linear" and rng.random() < 0.98:
         sizes["headdim"] = min(sizes["headdim"], 128)
+        if arch != "sm90":
+            chosen |= {"qk": "auto", "smooth_q": "auto", "smooth_v": False}
     return Case(arch, seed, **sizes, **chosen)
 
 

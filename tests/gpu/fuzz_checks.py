@@ -46,6 +46,9 @@ from sage_aot.integrations.torch import sdpa, torchs
 INDEPENDENT = {"normal", "outlier", "biased_v", "huge", "wide_v", "tiny"}
 """Kinds whose elements are independent, but for what channels have in common."""
 
+LINEAR_P = {"sm89", "sm120"}
+"""Archs beside sm90 with a linear P."""
+
 F16_PV = {"sm80", "sm86", "sm87", "sm100", "ptx80"}
 """The archs whose P and V are f16: those without FP8 in mma.sync (docs/accuracy.md)."""
 
@@ -187,8 +190,9 @@ def arithmetic_of(case: Case) -> Arithmetic:
     smooth_q, rotate = (auto[name] if getattr(case, name) == "auto" else getattr(case, name) for name in auto)
     pv = "nvfp4" if qk == "nvfp4" else "f16" if case.arch in F16_PV else "e4m3"
     shared = case.values != "drawn" or case.one_key  # one value for all: nothing averages
-    linear_p = (case.arch == "sm90" and case.headdim <= 128 and case.p != "exp2" and not case.return_lse
-                and not case.trained)
+    has_line = case.headdim <= 128 if case.arch == "sm90" else (
+        case.arch in LINEAR_P and qk == "int8" and not smooth_q and not case.smooth_v)
+    linear_p = has_line and case.p != "exp2" and not case.return_lse and not case.trained
     return Arithmetic(qk, pv, rotate, case.clip, smooth_q, case.smooth_k, case.smooth_v, linear_p=linear_p,
                       half_sums=case.pv_accum == "two_level_f16",
                       independent=case.kind in INDEPENDENT and not shared,

@@ -998,14 +998,14 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
     ("log-sum-exp of a thread's columns", "attn/wgmma/kernel.cuh", "AttentionWgmma::consume",
      Put("ptx::sum_over_lanes<4>(loop.exact_sum[r])", instead="loop.exact_sum[r]"),
      _HOPPER, "lse, emulation"),
-    # --- attn/wgmma/linear_p.cuh, and the range of a linear P
-    ("a linear P without its shift where scores are integers", "attn/wgmma/linear_p.cuh", "BitsLine::BitsLine",
+    # --- attn/linear_p.cuh, and the range of a linear P
+    ("a linear P without its shift where scores are integers", "attn/linear_p.cuh", "BitsLine::BitsLine",
      Put("(8 * 127 - kShift) * 0x1p20f", instead="(8 * 127) * 0x1p20f"),
      _LINEAR_WIDE, "rows beyond the tight bound"),
-    ("a linear P of the other row's reference", "attn/wgmma/linear_p.cuh", "BitsLine::bytes",
+    ("a linear P of the other row's reference", "attn/linear_p.cuh", "BitsLine::bytes",
      Put("offset[r]", instead="offset[kRows - 1 - r]"),
      _LINEAR, "output, emulation"),
-    ("a linear P in steps of two octaves", "attn/wgmma/linear_p.cuh", "FloatLine::FloatLine",
+    ("a linear P in steps of two octaves", "attn/linear_p.cuh", "FloatLine::FloatLine",
      Put("8.0f * scale", instead="4.0f * scale"),
      _LINEAR_CAUSAL, "output, emulation"),
     ("scores of any size in range of a linear P", "attn/wgmma/kernel.cuh", "AttentionWgmma::scores_in_range",

@@ -35,10 +35,11 @@ class Softmax(Protocol):
     row_sum: torch.Tensor  # likewise, the sum of the rounded P times the kernel's sum_unit, by which O is divided
     lse_sum: torch.Tensor  # likewise, that of the log-sum-exp
 
-    def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor,
+    def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor, is_linear: bool,
                  bound: torch.Tensor | None) -> None:
         """`visible`: of all rows, where a mask is sparse by the places of KV tiles; `zeros`: [batch, heads, rows];
-        `bound`: likewise, no magnitude of a row's scores is larger; None where no P of the call is linear."""
+        `is_linear`: whether P of the call may be; `bound`: likewise [batch, heads, rows], no magnitude of a row's
+        scores is larger; None where the kernel does not ask."""
         ...
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
@@ -69,8 +70,7 @@ def attend(plan: Plan, quantized: Quantized, key_ranks: torch.Tensor | None = No
     of_splits = []
     for index, split in enumerate(_splits(visible, plan.kernels.attn.tile, plan.splits)):
         walk = _walk(plan, quantized, split, elements)
-        bound = score_bound(plan, quantized, walk) if is_linear else None
-        of_splits.append(_attend(plan, quantized, visible, walk, bound, None if index else sinks))
+        of_splits.append(_attend(plan, quantized, visible, walk, is_linear, None if index else sinks))
     return of_splits[0] if plan.splits == 1 else _merge(*map(torch.stack, zip(*of_splits)))
 
 
@@ -276,7 +276,7 @@ def _walk(plan: Plan, quantized: Quantized, split: _Split, elements: torch.Tenso
     return _WalkByPlaces(plan, split, quantized.q, quantized.k.shape[2], elements)
 
 
-def _attend(plan: Plan, quantized: Quantized, visible_of_all: VisibleKeys, walk: _Walk, bound: torch.Tensor | None,
+def _attend(plan: Plan, quantized: Quantized, visible_of_all: VisibleKeys, walk: _Walk, is_linear: bool,
             sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention of rows to the keys of a split, among all that they see."""
     problem, attn = plan.problem, plan.kernels.attn
@@ -287,8 +287,9 @@ def _attend(plan: Plan, quantized: Quantized, visible_of_all: VisibleKeys, walk:
     q, q_scale, row_bias = (walk.of_rows(x) for x in (quantized.q, quantized.q_scale, quantized.row_bias))
     acc_o = torch.zeros_like(q)
     spoilt_rows, spoilt = ~row_bias.isfinite(), torch.zeros_like(acc_o, dtype=torch.bool)
-    softmax = softmax_of(attn.family)(attn, walk.visible.to(k.device), torch.zeros_like(q_scale),
-                                      None if bound is None else walk.of_rows(bound))
+    bounds_scores = is_linear and attn.facts.get("bounds_scores", False)
+    bound = walk.of_rows(score_bound(plan, quantized, walk)) if bounds_scores else None
+    softmax = softmax_of(attn.family)(attn, walk.visible.to(k.device), torch.zeros_like(q_scale), is_linear, bound)
 
     for step in walk.steps(k.device):
         spoilt_rows |= _sees_any(step.seen, step.of_keys(k_spoilt)[..., None])[..., 0]

@@ -13,6 +13,9 @@ def _rules(tile: Tile) -> list[str]:
         return [f"block_m must be a multiple of warp_m = {tile.warp_m}, got {tile.block_m}"]
     if tile.block_m // tile.warp_m > 32:
         return [f"block_m / warp_m must be 1 to 32 warps, got {tile.block_m // tile.warp_m}"]
+    if tile.v_stages not in (None, 1) or tile.v_stages and tile.stages != 2:
+        return [f"v_stages may be 1 beside stages 2 (V arrives under the scores of its tile), got {tile.v_stages} and "
+                f"{tile.stages}"]
     return []
 
 

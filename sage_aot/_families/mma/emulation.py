@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from sage_aot._backends.emulation import nvfp4
-from sage_aot._backends.emulation.arithmetic import to_pv
+from sage_aot._backends.emulation.arithmetic import fma, to_pv
 from sage_aot._backends.emulation.online import RowReferences, exponents, scores_of_threads
 from sage_aot._kernels.manifest import AttnRecord
 from sage_aot._problem.mask import VisibleKeys
@@ -13,13 +15,13 @@ from sage_aot._problem.mask import VisibleKeys
 
 class Softmax(RowReferences):
     """A warp whose scores fit uses the FMA into which the bias of the scores is folded. Any other warp moves
-    references, and folds nothing. O is divided by the sum of P after rounding, but of NVFP4 before; the log-sum-exp
-    takes the sum of P before rounding, but of f16 after."""
+    references, and folds nothing where P is an exponential. O is divided by the sum of P after rounding, but of NVFP4
+    before; the log-sum-exp takes the sum of P before rounding, but of f16 after."""
 
-    def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor,
+    def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor, is_linear: bool = False,
                  bound: torch.Tensor | None = None) -> None:
         super().__init__(record, zeros)
-        self.lse_sum = zeros
+        self.lse_sum, self._is_linear = zeros, is_linear
         self._qk, self._pv, self._warp_m = record.spec.qk, record.spec.pv, record.tile.warp_m
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
@@ -29,6 +31,11 @@ class Softmax(RowReferences):
 
     def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Every key tile alike, whatever its first key."""
+        if self._is_linear:
+            rounded, alpha = self._line(scores, scale)
+            self.add_rounded(rounded, alpha)
+            self.lse_sum = self.row_sum  # of no use: no call of a linear P asks for the log-sum-exp
+            return rounded, alpha
         if self._pv == "nvfp4":
             row_ref, _, _ = self._references(scores, scale)
             p, rounded = nvfp4.p_of(scores, scale, row_ref)
@@ -50,13 +57,45 @@ class Softmax(RowReferences):
         p = torch.exp2(torch.where(folds[..., None], folded, exponents(scores, scale, row_ref)))
         return p, self.move_to(row_ref)
 
+    def _line(self, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """P by a line, and alpha. Where the bias does not fold into the FMA even of the references that a warp moved to,
+        or a byte would outgrow P's range, the warp subtracts the bias and cuts bytes off."""
+        serves, folded = self._serves(scores, scale, self.row_ref)
+        stays = _whole_warps(serves & ~self._any_far(folded, self.facts["line_far"], self.facts["line_farthest"]),
+                             self._warp_m)
+        row_ref = torch.where(stays, self.row_ref, self._moved(scores, scale, self.facts["line_room"]))
+        serves, folded = self._serves(scores, scale, row_ref)
+        cut = self._bytes(scores, scale, row_ref, 0.0).clamp(max=self.facts["line_most"])
+        byte = torch.where(_whole_warps(serves, self._warp_m)[..., None], folded, cut).nan_to_num(0.0).round()
+        return byte.clamp(min=0.0).to(torch.uint8).view(torch.float8_e4m3fn).float(), self.move_to(row_ref)
+
+    def _serves(self, scores: torch.Tensor, scale: torch.Tensor,
+                row_ref: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per row, whether the FMA into which the bias is folded makes its bytes, and what it makes."""
+        folded = self._bytes(scores, scale, row_ref, self.facts["score_bias"])
+        fits = self._foldable(scale) & ~(folded > self.facts["line_most"])
+        return fits.all(-1), folded
+
+    def _bytes(self, scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor, bias: float) -> torch.Tensor:
+        """Bytes of P before they are rounded; NaN for masked scores of rows without a reference."""
+        factor, zero = 8.0 * scale, torch.full_like(row_ref, self.facts["line_zero"])
+        offset = fma(row_ref, torch.full_like(row_ref, -8.0), zero)[..., None].expand_as(factor)
+        if bias:
+            offset = fma(-factor, torch.full_like(factor, bias), offset)
+        return fma(scores + bias, factor.expand_as(scores), offset.expand_as(scores))
+
+    def _foldable(self, scale: torch.Tensor) -> torch.Tensor:
+        if not self.facts["score_bias"]:
+            return torch.ones_like(scale, dtype=torch.bool)
+        return scale < self.facts["largest_folded"]
+
     def _references(self, scores: torch.Tensor,
                     scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The references of the tile's P, its exponents with the bias folded in, and the rows that take these."""
         bias, largest_p = self.facts["score_bias"], self.facts["p_top"] + self.facts["lazy_rise"]
-        foldable = (scale < self.facts["largest_folded"]) if bias else torch.ones_like(scale, dtype=torch.bool)
         folded = _folded(scores, scale, bias, self.row_ref)
-        folds = _whole_warps((foldable & (folded <= largest_p)).all(-1) & ~self._far_below(folded), self._warp_m)
+        fits = (self._foldable(scale) & (folded <= largest_p)).all(-1)
+        folds = _whole_warps(fits & ~self._far_below(folded), self._warp_m)
         return torch.where(folds, self.row_ref, self._moved(scores, scale)), folded, folds
 
     def _far_below(self, folded: torch.Tensor) -> torch.Tensor:
@@ -64,12 +103,16 @@ class Softmax(RowReferences):
         if not self.facts["may_fall"]:
             return torch.zeros_like(folded[..., 0], dtype=torch.bool)
         top = self.facts["p_top"]
-        largest = scores_of_threads(folded).amax((-3, -1))
-        return ((largest < top - self.facts["lazy_fall"]) & (largest > top - self.facts["most_fall"])).any(-1)
+        return self._any_far(folded, top - self.facts["lazy_fall"], top - self.facts["most_fall"])
 
-    def _moved(self, scores: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def _any_far(self, folded: torch.Tensor, far: float, farthest: float) -> torch.Tensor:
+        """Per row, whether the largest value of one of its four threads lies between the two."""
+        largest = scores_of_threads(folded.nan_to_num(-math.inf, math.inf, -math.inf)).amax((-3, -1))
+        return ((largest < far) & (largest > farthest)).any(-1)
+
+    def _moved(self, scores: torch.Tensor, scale: torch.Tensor, room: float = 0.0) -> torch.Tensor:
         """References where a warp moves them: up to what they need to be, down where that is far below."""
-        needed = self.needed(scores, scale)
+        needed = self.needed(scores, scale, room)
         moves = self.outgrown(needed)
         if self.facts["may_fall"]:
             fall = self.row_ref - needed

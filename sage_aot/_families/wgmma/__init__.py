@@ -14,6 +14,8 @@ def _rules(tile: Tile) -> list[str]:
         return [f"two or three consumer warpgroups of the wgmma family multiply 64 rows each by 64 or 128 keys: warp_m "
                 f"must be 16, block_m 128 or 192 and block_n 64 or 128, got {tile.warp_m}, {tile.block_m} and "
                 f"{tile.block_n}"]
+    if tile.v_stages is not None:
+        return [f"v_stages is of the mma family, got {tile.v_stages}"]
     return []
 
 

@@ -15,7 +15,7 @@ WARPGROUP_ROWS = 64
 """Query rows of a consumer: kWarpgroupRows of attn/wgmma/traits.cuh."""
 
 LARGEST_BYTE = 126.0
-"""The byte of 448 in e4m3: FloatLine::kLargestByte of attn/wgmma/linear_p.cuh."""
+"""The byte of 448 in e4m3: FloatLine::kLargestByte of attn/linear_p.cuh."""
 
 
 class Softmax(RowReferences):
@@ -26,7 +26,7 @@ class Softmax(RowReferences):
     consumer's rows may be out of range.
     """
 
-    def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor,
+    def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor, is_linear: bool = False,
                  bound: torch.Tensor | None = None) -> None:
         super().__init__(record, zeros)
         tile = record.tile
@@ -38,11 +38,10 @@ class Softmax(RowReferences):
         first_row = torch.arange(zeros.shape[2], device=zeros.device) // rows * rows
         self._full_keys = visible.end[..., first_row] // tile.block_n * tile.block_n * bool(self.facts["pairs"])
         self._first_tile = visible.begin[..., first_row] // tile.block_n
-        self._linear = torch.zeros_like(zeros, dtype=torch.bool)
+        self._linear = torch.full_like(zeros, is_linear, dtype=torch.bool)
         if bound is not None:
-            beyond = (bound > self.facts["largest_score"]) & bool(self.facts["bounds_scores"])
-            of_consumers = torch.unflatten(beyond, -1, (-1, WARPGROUP_ROWS)).any(-1)
-            self._linear = ~of_consumers.repeat_interleave(WARPGROUP_ROWS, -1)
+            of_consumers = torch.unflatten(bound > self.facts["largest_score"], -1, (-1, WARPGROUP_ROWS)).any(-1)
+            self._linear &= ~of_consumers.repeat_interleave(WARPGROUP_ROWS, -1)
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """The scale within its bounds."""
@@ -64,7 +63,7 @@ class Softmax(RowReferences):
         return rounded, alpha
 
     def _line(self, scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:
-        """A linear P, as attn/wgmma/linear_p.cuh has it: by the bits of an f32, or where Q is smoothed by an f32."""
+        """A linear P, as attn/linear_p.cuh has it: by the bits of an f32, or where Q is smoothed by an f32."""
         if not self.facts["bounds_scores"]:
             return self._float_line(scores, scale, row_ref)
         return self._bits_line(scores, scale, row_ref).where(scores > -math.inf, 0.0)

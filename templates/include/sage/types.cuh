@@ -26,7 +26,7 @@ enum class Pv { kF16, kE4m3, kNvfp4 };
 enum class PvAccum { kF32, kTwoLevelF32, kTwoLevelF16 };
 
 // How P follows from a score x, in log2 units less its row's reference: 2^x, or a line between the powers of two
-// (attn/wgmma/linear_p.cuh).
+// (attn/linear_p.cuh).
 enum class P { kExp2, kLinear };
 
 // Type of the caller's tensors; a run-time value, equal for all of them.

@@ -1,6 +1,7 @@
-// The loads of one head's KV tiles into shared memory by cp.async, in order: a pipeline of kStages stages. Shared
-// memory:
-//   [kStages] KV tiles, laid out as tile/layout.cuh says
+// The loads of one head's KV tiles into shared memory by cp.async, in order: a pipeline of kStages stages. With kVStages
+// = 1 the stages have no V. That of one KV tile then arrives while its scores and its P are computed. Shared memory:
+//   [kStages] KV tiles, laid out as tile/layout.cuh says, or K̂ and the line of each
+//   V̂ of one KV tile, where the stages have none
 //   sDelta [kStages][kBlockN] f32, delta_s of the query tile, where Q is smoothed
 //   [warps] u32, whether the warp met a spoilt KV tile, which holds keys or values that are not finite
 #pragma once
@@ -19,8 +20,10 @@ class KvStream {
  public:
   using Layout = TileLayout<Config>;
   static constexpr i32 kDeltaBytes = Config::kSmoothQ ? Config::kBlockN * 4 : 0;
-  static constexpr i32 kStageBytes = Layout::kKvBytes;
-  static constexpr i32 kSpoilt = Config::kStages * (kStageBytes + kDeltaBytes);
+  static constexpr bool kOneV = Config::kVStages < Config::kStages;
+  static constexpr i32 kStageBytes = kOneV ? Layout::kKBytes + KvLine::kBytes : Layout::kKvBytes;
+  static constexpr i32 kDelta = Config::kStages * kStageBytes + (kOneV ? Layout::kVBytes : 0);
+  static constexpr i32 kSpoilt = kDelta + Config::kStages * kDeltaBytes;
   static constexpr i32 kBytes = kSpoilt + ceil_div(kThreads / kWarpSize, 4) * 16;  // of shared memory
 
   __device__ __forceinline__ KvStream(const AttnParams& params, const WorkTile& work, u32 shared) : first_(shared) {
@@ -33,6 +36,7 @@ class KvStream {
   }
 
   // Issues the loads of the tile at the next place and closes their group, which is empty where no such tile exists.
+  // Of one V, load_v() loads that.
   __device__ __forceinline__ void load(const AttnParams& params, const WorkTile& work, i32 place, bool exists) {
     if (exists) {
       const u32 stage = stage_of(place);
@@ -42,13 +46,28 @@ class KvStream {
       else next_ += Layout::kKvBytes;
       copy_async<Layout::kKBytes, kThreads>(k(stage), from);
       if (threadIdx.x < KvLine::kLoaded / 16) ptx::cp_async_16(line(stage) + threadIdx.x * 16, from + Layout::kLine);
-      copy_async<Layout::kVBytes, kThreads>(v(stage), from + Layout::kV);
+      if constexpr (!kOneV) copy_async<Layout::kVBytes, kThreads>(v(stage), from + Layout::kV);
       if constexpr (Config::kSmoothQ) {
         const float* delta_from = delta_ + static_cast<i64>(tile) * Config::kBlockN;
         if (threadIdx.x < Config::kBlockN / 4) ptx::cp_async_16(delta(stage) + threadIdx.x * 16, delta_from);
       }
     }
     ptx::cp_async_commit();
+  }
+
+  // Issues the loads of V of the tile at a place, the last whose K was loaded, and closes their group.
+  __device__ __forceinline__ void load_v(const AttnParams& params, const WorkTile& work, i32 place) {
+    const u8* from = next_;
+    if constexpr (Config::kMask == Mask::kSparse) from += tile_at<Config>(params, work, place) * i64{Layout::kKvBytes};
+    else from -= Layout::kKvBytes;
+    copy_async<Layout::kVBytes, kThreads>(v(0), from + Layout::kV);
+    ptx::cp_async_commit();
+  }
+
+  // Waits for the V of load_v(), behind which load() was called once. Call with all threads of the block.
+  __device__ __forceinline__ static void wait_for_v() {
+    ptx::cp_async_wait<1>();
+    __syncthreads();
   }
 
   // Stores in shared memory that the warp met a spoilt KV tile, which saves a register. Call with all lanes of a warp.
@@ -63,11 +82,11 @@ class KvStream {
   __device__ __forceinline__ static u32 stage_of(i32 place) { return static_cast<u32>(place) % Config::kStages; }
 
   __device__ __forceinline__ u32 k(u32 stage) const { return first_ + stage * kStageBytes; }
-  __device__ __forceinline__ u32 line(u32 stage) const { return k(stage) + Layout::kLine; }
-  __device__ __forceinline__ u32 v(u32 stage) const { return k(stage) + Layout::kV; }
-  __device__ __forceinline__ u32 delta(u32 stage) const {
-    return first_ + Config::kStages * kStageBytes + stage * kDeltaBytes;
+  __device__ __forceinline__ u32 line(u32 stage) const { return k(stage) + (kOneV ? Layout::kKBytes : Layout::kLine); }
+  __device__ __forceinline__ u32 v(u32 stage) const {
+    return kOneV ? first_ + Config::kStages * kStageBytes : k(stage) + Layout::kV;
   }
+  __device__ __forceinline__ u32 delta(u32 stage) const { return first_ + kDelta + stage * kDeltaBytes; }
 
  private:
   __device__ __forceinline__ u32 own_spoilt() const { return first_ + kSpoilt + ptx::thread_index() / kWarpSize * 4; }

@@ -2,7 +2,7 @@
 //
 // A warp owns kWarpM query rows, and goes over all KV tiles that its block sees. With a mask and f16 P·V it skips
 // those that its own rows do not see. Loads run kStages - 1 tiles ahead of the products. One barrier a tile publishes
-// the stage that arrived and frees the stage that was used last.
+// the stage that arrived and frees the stage that was used last; where stages have no V, a second one publishes that.
 // Source: SageAttention2, Algorithm 1.
 #pragma once
 
@@ -18,7 +18,7 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQk, kPv, kPvAccum, kMask, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages.
+// Config: kHeadDim, kQk, kPv, kPvAccum, kP, kMask, kSmoothQ, kSmoothV, kBlockM, kBlockN, kWarpM, kStages, kVStages.
 template <class Config>
 class AttentionMma {
  public:
@@ -33,7 +33,10 @@ class AttentionMma {
         Fact{"lazy_fall", Product::kLazyFall}, Fact{"most_fall", kMostFall}, Fact{"largest_sum", kLargestSum},
         Fact{"no_reference", kNoReference}, Fact{"smallest_scale", kSmallestScale<Config::kQk>},
         Fact{"largest_scale", kLargestScale}, Fact{"largest_folded", Product::kLargestFolded},
-        Fact{"score_bias", Softmax::kFolds ? kScoreBias : 0}, Fact{"sums_rounded", Product::kSumsRounded},
+        Fact{"score_bias", Softmax::kFolds ? kScoreBias : 0}, Fact{"line_room", kLineRoom},
+        Fact{"line_zero", kByteOfOne}, Fact{"line_most", Softmax::template kMost<P::kLinear>},
+        Fact{"line_far", Softmax::template kFar<P::kLinear>},
+        Fact{"line_farthest", Softmax::template kFarthest<P::kLinear>}, Fact{"sums_rounded", Product::kSumsRounded},
         Fact{"sums_in_threads", Product::kSumsInThreads}, Fact{"sum_unit", Product::kSumUnit},
         Fact{"v_typical", Product::kVTypical}, Fact{"v_least", Product::kVLeast}, Fact{"v_limit", Product::kVLimit});
   }
@@ -54,18 +57,14 @@ class AttentionMma {
 
     const i64 warp_index = q_tile * (Config::kBlockM / Config::kWarpM) + warp;
     WarpState state(shared, warp, lane, params.q_scale + warp_index * kRowGroups<Config> + lane / 4);
-    i32 place = 0;
-#pragma unroll 1
-    for (; place < work.kv.template whole<Config::kMask>(); ++place) {
-      state.template step<false>(params, work, stream, place);
-    }
-#pragma unroll 1
-    for (; place < work.kv.end; ++place) state.template step<true>(params, work, stream, place);
+    // A log-sum-exp is of exponentials.
+    if (Config::kP == P::kExp2 || params.lse != nullptr) state.template attend<P::kExp2>(params, work, stream);
+    else state.template attend<Config::kP>(params, work, stream);
     state.softmax.finish();
     const WorkTile done = work_tile<Config>(params, ptx::block_index());
     const ConstantsInMemory<Config> constants(params, done);
     const bool spoilt = stream.met_spoilt();
-    store_output<Config>(params, done, warp, lane, state.acc_o, 1.0f, state.softmax, state.softmax.lse_sum, constants,
+    store_output<Config>(params, done, warp, lane, state.acc_o, state.unit, state.softmax, state.softmax.lse_sum, constants,
                          StoreFragments<Config>{});
     // Where Q is smoothed, warp and lane would be spilt if they were kept till here; elsewhere reading them again
     // spills.
@@ -82,8 +81,16 @@ class AttentionMma {
   static constexpr i32 kRows = Config::kWarpM / 8;  // of a thread
   static constexpr i32 kOwnRows = Layout::kQBytes + Stream::kBytes;
 
-  // Whether warps skip KV tiles. With FP8 P·V it was slower (docs/decisions.md).
-  static constexpr bool kSkips = Config::kMask != Mask::kFull && Config::kPv == Pv::kF16;
+  // Whether warps skip KV tiles. With FP8 P·V and exponentials it was slower (docs/decisions.md).
+  template <P kOwnP>
+  static constexpr bool kSkips = Config::kMask != Mask::kFull && (Config::kPv == Pv::kF16 || kOwnP == P::kLinear);
+
+  // Whether O follows its references where a product is added to it: of a linear P, where registers allow it.
+  template <P kOwnP>
+  __device__ static constexpr bool takes_alpha() {
+    if constexpr (kOwnP == P::kLinear) return Product::kTakesAlpha;
+    else return false;
+  }
 
   // The keys that a row of the warp sees, for apply_mask(). In registers they would be spilt through the main loop.
   __device__ __forceinline__ static VisibleKeys<Config::kMask>& own_row(u8* shared) {
@@ -134,6 +141,7 @@ class AttentionMma {
   struct WarpState {
     Softmax softmax;
     OutputAccumulator<Config> acc_o = {};
+    float unit = 1.0f;  // of O
     const Scores scores;
     u8* const shared;
     const i32 lane;
@@ -150,23 +158,39 @@ class AttentionMma {
       for (i32 r = 0; r < RowScales<Config>::kCount; ++r) q_scale.of[r] = q_scale_[8 * r];
     }
 
+    // The KV tiles of the block. kOwnP: Config::kP, or exponentials.
+    template <P kOwnP>
+    __device__ __forceinline__ void attend(const AttnParams& params, const WorkTile& work, Stream& stream) {
+      i32 place = 0;
+#pragma unroll 1
+      for (; place < work.kv.template whole<Config::kMask>(); ++place) {
+        step<kOwnP, false>(params, work, stream, place);
+      }
+#pragma unroll 1
+      for (; place < work.kv.end; ++place) step<kOwnP, true>(params, work, stream, place);
+    }
+
     // `place`: of the KV tile among those of the block.
-    template <bool kMasked>
+    template <P kOwnP, bool kMasked>
     __device__ __forceinline__ void step(const AttnParams& params, const WorkTile& work, Stream& stream, i32 place) {
       // Whether the warp's rows see the tile; asked in front of the wait, which hides it.
-      const bool seen = !(kMasked && kSkips) || warp_sees(params, work, shared, place);
+      const bool seen = !(kMasked && kSkips<kOwnP>) || warp_sees(params, work, shared, place);
       // Wait for the stage.
       const u32 stage = Stream::stage_of(place);
       ptx::cp_async_wait<Config::kStages - 2>();
       __syncthreads();  // every thread's part of this tile is there, and every warp is done with the tile before
       // Load ahead.
+      if constexpr (Stream::kOneV) stream.load_v(params, work, place);
       const i32 ahead = place + Config::kStages - 1;
       stream.load(params, work, ahead, ahead < work.kv.end);
-      if (!seen) return;
+      if (!seen) {
+        if constexpr (Stream::kOneV) Stream::wait_for_v();
+        return;
+      }
 
       // S = Q · K, delta_s, mask.
       typename Scores::Accumulator acc_s;
-      const auto scale = scores.multiply(acc_s, q_scale, stream, stage, lane);
+      auto scale = scores.multiply(acc_s, q_scale, stream, stage, lane);
       if constexpr (kMasked && Config::kMask == Mask::kSparse) {
         apply_mask<Config>(acc_s, SeenRows(params, work, shared, place));
       } else if constexpr (kMasked) {
@@ -175,18 +199,37 @@ class AttentionMma {
       // P, relative to references that rarely move.
       float offset[kRows];
       typename Product::Operand p;
-      if (softmax.fits(acc_s, scale, offset)) {
+      const bool fits = softmax.template fits<kOwnP>(acc_s, scale, offset);
+      float alpha[kRows];
+#pragma unroll
+      for (float& of_row : alpha) of_row = 1.0f;
+      if constexpr (kOwnP == P::kLinear) {
+        if (!fits) {
+          softmax.template move_references<kOwnP>(acc_s, scale, offset, alpha);
+          if constexpr (!takes_alpha<kOwnP>()) rescale<Config>(acc_o, alpha);
+          if (!softmax.template fits<kOwnP, true>(acc_s, scale, offset)) softmax.finish_line(acc_s, scale, offset);
+        }
+        softmax.pack_line(acc_s, scale, offset, p);
+      } else if (fits) {
         softmax.template exponentiate<true>(acc_s, scale, offset, p);
       } else {
-        float alpha[kRows];
-        softmax.move_references(acc_s, scale, offset, alpha);
+        softmax.template move_references<kOwnP>(acc_s, scale, offset, alpha);
         rescale<Config>(acc_o, alpha);
         softmax.template exponentiate<false>(acc_s, scale, offset, p);
       }
       // O += P · V.
+      if constexpr (Stream::kOneV) Stream::wait_for_v();
       const KvTileScales scales(stream.line(stage), lane);  // reloaded: keeping them costs registers
       if (scales.spoilt()) stream.note_spoilt();
-      Product::accumulate(acc_o, softmax.row_sum, p, stream.v(stage), v_offset, fabsf(scales.v_factor));
+      const float v_factor = fabsf(scales.v_factor);
+      // In wide kernels of a linear P, which hold two main loops, keeping the offset would spill.
+      constexpr bool kAnew = Config::kP == P::kLinear && Config::kHeadDim > 64;
+      const u32 offset_in_v = kAnew ? Product::offset(lane) : v_offset;
+      if constexpr (takes_alpha<kOwnP>()) {
+        Product::accumulate(acc_o, softmax.row_sum, alpha, unit, p, stream.v(stage), offset_in_v, v_factor);
+      } else {
+        Product::accumulate(acc_o, softmax.row_sum, p, stream.v(stage), offset_in_v, v_factor);
+      }
     }
   };
 };

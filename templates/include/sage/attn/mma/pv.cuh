@@ -119,6 +119,7 @@ struct PvE4m3 : E4m3Operand<Config> {
   using E4m3Operand<Config>::kSumUnits;
   using typename E4m3Operand<Config>::Operand;
   static constexpr i32 kOTiles = Config::kHeadDim / 8;
+  static constexpr bool kTakesAlpha = Config::kHeadDim <= 64;  // accumulate() may; wider heads lack the registers
   using Swizzle = typename TileLayout<Config>::VRows;
 
   // 8 channels by four chunks of 16 keys, chunks last.
@@ -126,7 +127,30 @@ struct PvE4m3 : E4m3Operand<Config> {
 
   __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>& row_sum,
                                                     const Operand& p, u32 sV, u32 v_offset, float v_factor) {
-    const u32 v_row = sV + v_offset;
+    multiply_all(row_sum, p, sV + v_offset, [&](i32 m, i32 n, const float (&r)[4]) {
+#pragma unroll
+      for (i32 c = 0; c < 4; ++c) acc_o[m][n][c] = fmaf(r[c], v_factor, acc_o[m][n][c]);
+    });
+  }
+
+  // Promotion that takes O to new references, too: O = alpha · O + R, in units of the tile's v_factor. `unit`: in which
+  // O counts, before and after.
+  __device__ __forceinline__ static void accumulate(OutputAccumulator<Config>& acc_o, RowSums<Config>& row_sum,
+                                                    const float (&alpha)[Config::kWarpM / 8], float& unit,
+                                                    const Operand& p, u32 sV, u32 v_offset, float v_factor) {
+    const float ratio = unit * reciprocal_of_power_of_two(v_factor);
+    unit = v_factor;
+    multiply_all(row_sum, p, sV + v_offset, [&](i32 m, i32 n, const float (&r)[4]) {
+#pragma unroll
+      for (i32 c = 0; c < 4; ++c) acc_o[m][n][c] = fmaf(acc_o[m][n][c], alpha[2 * m + c / 2] * ratio, r[c]);
+    });
+  }
+
+ private:
+  // The products of P with the sum units and with all channels of V̂, R of each 16 rows and eight channels.
+  template <class Promote>
+  __device__ __forceinline__ static void multiply_all(RowSums<Config>& row_sum, const Operand& p, u32 v_row,
+                                                      Promote promote) {
     u32 units[2 * kSteps];
 #pragma unroll
     for (u32& unit : units) unit = kSumUnits;
@@ -149,13 +173,11 @@ struct PvE4m3 : E4m3Operand<Config> {
       for (i32 m = 0; m < kMTiles; ++m) {
         float r[4];
         multiply(r, p[m], v);
-#pragma unroll
-        for (i32 c = 0; c < 4; ++c) acc_o[m][n][c] = fmaf(r[c], v_factor, acc_o[m][n][c]);
+        promote(m, n, r);
       }
     }
   }
 
- private:
   // 16 rows of P by the whole tile of 8 channels.
   __device__ __forceinline__ static void multiply(float (&r)[4], const u32 (&p)[kSteps][4],
                                                   const u32 (&v)[2 * kSteps]) {
@@ -182,6 +204,7 @@ struct PvE4m3 : E4m3Operand<Config> {
 // The scale of V̂ is v_factor. V̂ is laid out as for PvE4m3.
 template <class Config>
 struct PvMxf8 : E4m3Operand<Config> {
+  static constexpr bool kTakesAlpha = false;  // O is in the accumulators of the products
   using E4m3Operand<Config>::kMTiles, E4m3Operand<Config>::kSteps, E4m3Operand<Config>::kSumUnits;
   using typename E4m3Operand<Config>::Operand;
   static constexpr i32 kOTiles = Config::kHeadDim / 8;

@@ -14,9 +14,14 @@
 // moves references. Scales too large to fold take that branch as well, which subtracts the bias: for f16 P the scales
 // of logits in the tens of thousands at 8 bits, of about a hundred at 4. For e4m3 P nearly all scales of 4 bits are too
 // large, so nothing folds there.
+//
+// A linear P (attn/linear_p.cuh) has its byte by the same FMA, with eight bytes an octave. Its references leave P a
+// room below the largest, within which P may rise, so that they move in few tiles. Where they do, the branch ends in
+// front of P: scores whose bias does not fold even then are replaced by their bytes.
 // Source: SageAttention2, Algorithm 1.
 #pragma once
 
+#include "sage/attn/linear_p.cuh"
 #include "sage/attn/row_references.cuh"
 #include "sage/numerics/integers.cuh"
 #include "sage/tile/layout.cuh"
@@ -27,6 +32,10 @@ namespace sage {
 // of one, so the bits of `score + bias` as an integer and as a float are the same word for |score| < 2^22.
 constexpr float kScoreBias = kIntegerBias;
 constexpr i32 kScoreBiasBits = 0x4b400000;
+
+// In log2 units, by which a linear P may outgrow what it was when its reference was set. With it references move in few
+// tiles; the least P is as much larger.
+constexpr float kLineRoom = 1.0f;
 
 // The scale of a row's scores in a thread: the product of two, cut to 22 bits of mantissa.
 template <Qk kQk>
@@ -82,28 +91,58 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
     for (float& sum : lse_sum) sum = 0.0f;
   }
 
+  // P's FMA makes the exponent of P, or of a linear P the byte: of a score, by its scale and the row's reference.
+  template <P kOwnP>
+  __device__ __forceinline__ static float factor_of(float scale) {
+    return kOwnP == P::kLinear ? kBytesPerOctave * scale : scale;
+  }
+  template <P kOwnP>
+  __device__ __forceinline__ static float offset_of(float row_ref) {
+    if constexpr (kOwnP == P::kLinear) return fmaf(row_ref, -kBytesPerOctave, kByteOfOne);
+    else return -row_ref;
+  }
+  // Of log2 P.
+  template <P kOwnP>
+  static constexpr float value_of(float log2_p) {
+    return kOwnP == P::kLinear ? kBytesPerOctave * log2_p + kByteOfOne : log2_p;
+  }
+
+  // log2 of the largest P of a row when its reference is set. Of what P's FMA makes of a thread's largest score: the
+  // most that P's type holds, and the range in which that score lies far below the reference.
+  template <P kOwnP>
+  static constexpr float kTop = Product::kTop - (kOwnP == P::kLinear ? kLineRoom : 0.0f);
+  template <P kOwnP>
+  static constexpr float kMost = kOwnP == P::kLinear ? value_of<kOwnP>(Product::kTop) + 0.375f  // rounds to its byte
+                                                     : kTop<kOwnP> + Product::kLazyRise;
+  template <P kOwnP>
+  static constexpr float kFar = value_of<kOwnP>(kTop<kOwnP> - Product::kLazyFall);
+  template <P kOwnP>
+  static constexpr float kFarthest = value_of<kOwnP>(kTop<kOwnP> - kMostFall);
+
   // Computes the offsets of P's FMA. Returns whether they serve every thread of the warp: P stays within its type's
-  // range and not far below it, and the bias folds.
+  // range and, unless they were just moved, not far below it, and the bias folds.
+  template <P kOwnP, bool kMoved = false>
   __device__ __forceinline__ bool fits(const Scores& acc_s, const Scales& scale, float (&offset)[kRows]) const {
     float top = -ptx::infinity();
     bool far_below = false;
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
-      offset[r] = fmaf(-scale[r], kFolds ? kBias : 0.0f, -this->row_ref[r]);
-      const float x = fmaf(largest(acc_s[r / 2], r % 2) - (kFolds ? 0.0f : kBias), scale[r], offset[r]);
+      const float factor = factor_of<kOwnP>(scale[r]);
+      offset[r] = fmaf(-factor, kFolds ? kBias : 0.0f, offset_of<kOwnP>(this->row_ref[r]));
+      const float x = fmaf(largest(acc_s[r / 2], r % 2) - (kFolds ? 0.0f : kBias), factor, offset[r]);
       top = fmaxf(top, x);
-      if constexpr (Product::kMayFall)
-        far_below |= x < Product::kTop - Product::kLazyFall && x > Product::kTop - kMostFall;
+      if constexpr (Product::kMayFall && !kMoved) far_below |= x < kFar<kOwnP> && x > kFarthest<kOwnP>;
     }
-    return !ptx::any(!(foldable(scale) && top <= Product::kTop + Product::kLazyRise) || far_below);
+    return !ptx::any(!(foldable(scale) && top <= kMost<kOwnP>) || far_below);
   }
 
   // Moves references where fits() is false. `alpha`: the factor for all that was summed so far.
+  template <P kOwnP>
   __device__ __forceinline__ void move_references(const Scores& acc_s, const Scales& scale, float (&offset)[kRows],
                                                   float (&alpha)[kRows]) {
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
-      const float own_needed = reference_of(largest(acc_s[r / 2], r % 2) - kBias, scale[r], Product::kTop);
+      const float own_needed = reference_of(largest(acc_s[r / 2], r % 2) - kBias, scale[r], kTop<kOwnP>);
       // Lanes exchange their sums whatever their rows do.
       const float sum = Product::kSumsRounded ? this->row_sum[r] : ptx::max_over_lanes<4>(lse_sum[r]);
       if constexpr (Product::kMayFall) alpha[r] = this->follow_tile(own_needed, sum, r);
@@ -114,6 +153,29 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
     }
   }
 
+  // Where fits() is false even behind move_references(), since the bias does not fold or units of the references outgrow
+  // bytes: replaces scores by the bytes of a linear P, and scales and offsets by those that leave a byte as it is.
+  __device__ __forceinline__ void finish_line(Scores& acc_s, Scales& scale, float (&offset)[kRows]) const {
+    constexpr float kUnfolded = kFolds ? 0.0f : kBias;
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+      const float factor = factor_of<P::kLinear>(scale[r]), own_offset = offset_of<P::kLinear>(this->row_ref[r]);
+#pragma unroll
+      for (i32 j = 0; j < kNTiles; ++j) {
+#pragma unroll
+        for (i32 c = 0; c < 2; ++c) {
+          i32& score = acc_s[r / 2][j][2 * (r % 2) + c];
+          // NaN, of a masked score in a row without a reference, stays: it becomes zero.
+          const float byte = ptx::min_nan(fmaf(__int_as_float(score) - kBias, factor, own_offset), kMost<P::kLinear>);
+          score = __float_as_int(byte + kUnfolded);
+        }
+      }
+      offset[r] = 0.0f;
+    }
+#pragma unroll
+    for (float& of_row : scale.of) of_row = 1.0f / kBytesPerOctave;
+  }
+
   // P = 2^(score - row_ref), packed as the A operand of the second product. kAsFits: the offsets are those of fits();
   // else those of move_references(), into which no bias is folded.
   template <bool kAsFits>
@@ -121,6 +183,26 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
                                                typename Product::Operand& p) {
     if constexpr (Product::kScalesGroups) Product::exponentiate(p, lse_sum, acc_s, scale, offset);
     else exponentiate_one_by_one<kAsFits && kFolds>(acc_s, scale, offset, p);
+  }
+
+  // A linear P as the A operand of the second product.
+  __device__ __forceinline__ static void pack_line(const Scores& acc_s, const Scales& scale,
+                                                   const float (&offset)[kRows], typename Product::Operand& p) {
+    constexpr float kUnfolded = kFolds ? 0.0f : kBias;
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+      const float factor = factor_of<P::kLinear>(scale[r]);
+#pragma unroll
+      for (i32 j = 0; j < kNTiles; j += 2) {
+        float x[4];
+#pragma unroll
+        for (i32 e = 0; e < 4; ++e) {
+          const float score = __int_as_float(acc_s[r / 2][j + e / 2][2 * (r % 2) + e % 2]) - kUnfolded;
+          x[e] = fmaf(score, factor, offset[r]);
+        }
+        Product::word(p, r, j) = ptx::u8x4(x[0], x[1], x[2], x[3]);
+      }
+    }
   }
 
   // Sums of whole rows; every lane of a row gets them.

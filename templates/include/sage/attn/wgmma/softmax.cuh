@@ -8,7 +8,7 @@
 #pragma once
 
 #include "sage/attn/row_references.cuh"
-#include "sage/attn/wgmma/linear_p.cuh"
+#include "sage/attn/linear_p.cuh"
 #include "sage/problem/sparse_mask.cuh"
 
 namespace sage {

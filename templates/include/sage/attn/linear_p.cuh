@@ -16,6 +16,12 @@ namespace sage {
 // Makes the byte of 2^kTop, the largest P, that of 448, and is near the mean of the line's error.
 constexpr float kShift = 0.45884f;
 
+// The line: bytes an octave, and the byte of a score that equals its reference.
+constexpr float kBytesPerOctave = 8.0f, kByteOfOne = 8 * 7 - kShift;
+
+// The byte of 448.
+constexpr float kLargestByte = 126.0f;
+
 // Of scores that BitsLine takes, in log2 units.
 constexpr float kLargestLinearScore = 65.0f;
 
@@ -52,14 +58,12 @@ struct BitsLine {
 // beyond 2^16, so large that the reference, which is rounded down, is more than a byte too small.
 template <i32 kRows>
 struct FloatLine {
-  static constexpr float kLargestByte = 126.0f;
-
   float factor, offset[kRows];
 
   __device__ __forceinline__ FloatLine(float scale, const float (&row_ref)[kRows]) {
-    factor = 8.0f * scale;
+    factor = kBytesPerOctave * scale;
 #pragma unroll
-    for (i32 r = 0; r < kRows; ++r) offset[r] = fmaf(row_ref[r], -8.0f, 8 * 7 - kShift);
+    for (i32 r = 0; r < kRows; ++r) offset[r] = fmaf(row_ref[r], -kBytesPerOctave, kByteOfOne);
   }
   template <class Score>
   __device__ __forceinline__ u32 bytes(i32 r, Score score) const {
