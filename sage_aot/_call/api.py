@@ -108,8 +108,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
             elsewhere (each tile of keys in accumulators of its own, then in f32).
             ``"two_level_f16"`` (sm89): the first level's accumulators are f16, with which GeForce cards multiply at
             twice the rate; P and V are scaled to narrower ranges.
-        p: how P follows from a score. ``"exp2"``: by an exponential. ``"linear"`` (FP8 P of INT8 scores: sm90 up to head
-            dim 128; sm89 and sm120 where neither q nor v is smoothed): by a line between the powers of two. A P is
+        p: how P follows from a score. ``"exp2"``: by an exponential. ``"linear"`` (FP8 P of INT8 scores; sm90 up to
+            head dim 128, sm89 and sm120 where neither q nor v is smoothed): by a line between the powers of two. A P is
             then off by at most 7.3 %, but for a factor that a row's P have in common; an exponential that is rounded to
             FP8 by at most 6.3 %. These kernels take exponentials too: in calls that return the log-sum-exp or split
             their keys, and on sm90, where q is not smoothed, for tiles of queries whose scores may lie beyond ±65 in

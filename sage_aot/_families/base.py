@@ -19,8 +19,10 @@ class Family(NamedTuple):
 
     def broken_rules(self, tile: Tile) -> list[str]:
         """Every rule that these sizes break, as sentences; empty where they are valid."""
-        wrong = [f"{size} must be a positive integer, got {value!r}" for size, value in tile._asdict().items()
-                 if value != Tile._field_defaults.get(size, 0) and not is_size(value)]
+        sizes = {size: value for size, value in tile._asdict().items()
+                 if value is not None or size not in Tile._field_defaults}
+        wrong = [f"{size} must be a positive integer, got {value!r}"
+                 for size, value in sizes.items() if not is_size(value)]
         return wrong or [*self.own_rules(tile), *_common_rules(tile)]
 
 

@@ -52,6 +52,9 @@ _LINEAR = "sm90_d128_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
 _LINEAR_NARROW = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
 _LINEAR_SMOOTH = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_causal_vsmooth_qsmooth"
 
+_LINE = "sm89_d64_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
+_LINE_LARGE = "sm89_d128_qkint8_pve4m3_acc2f32_plinear_full_vraw_qraw"
+
 SHOWN_BY = {
     "attn/wgmma/": (_HOPPER, _HOPPER_WIDE, _HOPPER_SMOOTH, _HOPPER_256, _LINEAR, _LINEAR_SMOOTH, _SPARSE_LINEAR,
                     _SPARSE_HOPPER, _SPARSE_NARROW),
@@ -61,11 +64,14 @@ SHOWN_BY = {
     "attn/apply_mask.cuh": (_INT8, _SMOOTH, _K_INF, _SPARSE),
     "attn/spoilt.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN, _SPARSE),
     "attn/row_references.cuh": (_E4M3, _INT8, _HOPPER, _INT4, _E4M3_INT4, _E4M3_INT4_RAW, _NVFP4, _NVFP4_CAUSAL),
-    "attn/mma/softmax.cuh": (_E4M3, _INT8, _HOPPER, _INT4, _E4M3_INT4, _E4M3_INT4_RAW, _NVFP4, _NVFP4_CAUSAL),
+    "attn/linear_p.cuh": (_LINEAR, _LINEAR_SMOOTH),
+    "attn/mma/softmax.cuh": (_E4M3, _INT8, _INT4, _E4M3_INT4, _E4M3_INT4_RAW, _NVFP4, _NVFP4_CAUSAL, _LINE,
+                             _LINE_LARGE),
     "attn/merge.cuh": (_INT8, _HOPPER_WIDE, _MANY_SPLITS),
     "attn/mma/nvfp4.cuh": (_NVFP4, _NVFP4_WIDE, _NVFP4_CAUSAL),
-    "attn/mma/pv.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _MXFP8),
-    "attn/mma/kv_stream.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _NVFP4, _SPARSE),
+    "attn/mma/pv.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _MXFP8, _LINE),
+    "attn/mma/kv_stream.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _NVFP4, _SPARSE, _WIDE_CAUSAL),
+    "attn/mma/mainloop.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN, _SPARSE, _LINE, _WIDE_CAUSAL),
     "attn/": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN, _SPARSE),
     "problem/work_tile.cuh": (_INT8, _SMOOTH, _HOPPER, _HOPPER_WIDE, _K_INF, _V_NAN, _SPARSE),
     "problem/equal_lengths.cuh": (_INT8, _INT8_CAUSAL, _HOPPER_WIDE, _WIDE_CAUSAL),
@@ -123,7 +129,6 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("SharedStorage::query_empty", Sign("query_full(buffer) + 8")):
         "in front of the barriers stands the padding of a staged row",
     ("KvTileScales::spoilt", OffByOne("static_cast<i32>(signs()) < 0")): "v_factor is never zero, so signs() is not",
-    ("OnlineSoftmax::fits", Sign("Product::kTop + Product::kLazyRise")): "the branch looks again, row by row",
     ("RowReferences::follow_tile", OffByOne("fall < 0.0f")): "moves a reference to where it is",
     ("OnlineSoftmax::move_references",
      Second("Product::kSumsRounded ? this->row_sum[r] : ptx::max_over_lanes<4>(lse_sum[r])")):

@@ -115,9 +115,8 @@ OF_QUANTIZATION_AND_EPILOGUE = {"odd", "floats", "masked"}
 """Cases that tell how rows are read and stored, and little of what comes between: FIRST_OF_EACH alone has them."""
 
 
-OF_EXPONENTIALS = {"split", "floats", "narrow"}
-"""Cases that tell of a kernel with a linear P no more than of the one with exponentials: keys that are split have these
-anyway."""
+OF_EXPONENTIALS = {"floats", "narrow"}
+"""Cases that tell of a kernel with a linear P no more than of the one with exponentials."""
 
 OF_SPARSE_MASKS = {"plain", "masked", "sequences", "split", "falling", "sinks", "whole", "blocks", "elements", "spoilt",
                    "turns", "head keys", "far"}

@@ -110,7 +110,8 @@ __device__ void products(float* x) {  // both products in a loop, as every atten
 }
 """
 _NAMES = {
-    "attn_mma": "headdim qk pv pv_accum p mask smooth_v smooth_q block_m block_n warp_m stages min_blocks",
+    "attn_mma": "headdim qk pv pv_accum p mask smooth_v smooth_q block_m block_n warp_m stages "
+                "v_stages min_blocks",
     "quantize": "headdim qk pv block_m other_block_m block_n warp_m key_norms threads min_blocks",
     "delta_s": "headdim threads",
     "pack_keys": "threads",

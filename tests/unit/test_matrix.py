@@ -57,7 +57,9 @@ BAD = {
                     "expected a value of the axis 'arch' (sm80, sm86, sm89, sm90), got 'sm87'"),
     "row's key": (D64_ROW, D64_ROW.replace("headdim", "headim"), "headim",
                   ("expected a key of a row of 'tiles' (family, block_m, block_n, warp_m, stages, min_blocks, arch, "
-                   "headdim, qk, pv, pv_accum, p, mask, v, q, allow_spills, why, suffix), got 'headim'")),
+                   "headdim, qk, pv, pv_accum, p, mask, v, q, v_stages, allow_spills, why, suffix), got 'headim'")),
+    "stages of V": (D64_SIZES, D64_SIZES.replace("stages: 2", "stages: 2, v_stages: 2"), D64_ROW,
+                    "v_stages may be 1 beside stages 2 (V arrives under the scores of its tile), got 2 and 2"),
     "suffix": (D64_SIZES, D64_SIZES.replace("stages: 2", "suffix: x, stages: 2"), "suffix: x",
                "expected a suffix of the target (a, f), got 'x'"),
     "exclusion's key": ("{qk: int4, why", "{bits: 4, why", "{bits",
@@ -348,13 +350,25 @@ def test_the_matrix_of_this_project_is_right():
     assert read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates").kernels
 
 
+def test_a_row_may_say_how_many_stages_have_v(project, edit):
+    edit(project.matrix, D64_SIZES, D64_SIZES.replace("stages: 2", "stages: 2, v_stages: 1"))
+    kernels = read_matrix(project.matrix, project.templates).kernels
+    found = {(kernel.spec.headdim, kernel.spec.q): kernel.tile.v_stages for kernel in kernels
+             if isinstance(kernel.spec, AttnSpec)}
+    assert found[64, "qraw"] == 1 and {stages for key, stages in found.items() if key != (64, "qraw")} == {None}
+
+
 def test_kernels_of_a_linear_p_have_all_but_that_of_their_twins():
     kernels = {kernel.spec: kernel for kernel in read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates").kernels}
     linear = [spec for spec in kernels if isinstance(spec, AttnSpec) and spec.p == "linear"]
-    assert {(spec.arch, spec.headdim) for spec in linear} == {("sm90", 64), ("sm90", 128)}
+    assert {(spec.arch, spec.headdim) for spec in linear} == {
+        ("sm90", 64), ("sm90", 128), *product(("sm89", "sm120"), (64, 128, 256))}
     for spec in linear:
-        twin = replace(spec, p="exp2")
-        assert replace(kernels[spec], spec=twin) == kernels[twin]
+        own, twin = kernels[spec], kernels[replace(spec, p="exp2")]
+        if (spec.arch, spec.headdim) == ("sm120", 64):  # whose exponentials take three blocks an SM
+            own = replace(own, tile=own.tile._replace(min_blocks=3), allowed_spill_bytes=twin.allowed_spill_bytes,
+                          row=twin.row)
+        assert replace(own, spec=twin.spec) == twin
 
 
 def test_every_kernel_fits_every_gpu_that_may_take_it():

@@ -56,7 +56,7 @@ def test_values_reach_their_names(attn):
         "row": "{family: mma, arch: sm89, headdim: 128, pv: e4m3}", "headdim": 128, "qk": "Qk::kInt8",
         "pv": "Pv::kE4m3", "pv_accum": "PvAccum::kTwoLevelF32", "p": "P::kExp2", "mask": "Mask::kCausal",
         "smooth_v": False, "smooth_q": False,
-        "block_m": 128, "block_n": 64, "warp_m": 32, "stages": 2, "min_blocks": 2,
+        "block_m": 128, "block_n": 64, "warp_m": 32, "stages": 2, "v_stages": 2, "min_blocks": 2,
     }
 
 

@@ -58,8 +58,8 @@ class Softmax(RowReferences):
         return p, self.move_to(row_ref)
 
     def _line(self, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """P by a line, and alpha. Where the bias does not fold into the FMA even of the references that a warp moved to,
-        or a byte would outgrow P's range, the warp subtracts the bias and cuts bytes off."""
+        """P by a line, and alpha. A warp subtracts the bias and cuts bytes off where the FMA does not do even with the
+        references that it moved to: its bias does not fold, or a byte outgrows P's range."""
         serves, folded = self._serves(scores, scale, self.row_ref)
         stays = _whole_warps(serves & ~self._any_far(folded, self.facts["line_far"], self.facts["line_farthest"]),
                              self._warp_m)

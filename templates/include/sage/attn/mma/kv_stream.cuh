@@ -1,5 +1,5 @@
-// The loads of one head's KV tiles into shared memory by cp.async, in order: a pipeline of kStages stages. With kVStages
-// = 1 the stages have no V. That of one KV tile then arrives while its scores and its P are computed. Shared memory:
+// The loads of one head's KV tiles into shared memory by cp.async, in order: a pipeline of kStages stages. Where kVStages
+// is less, the stages have no V: that of one KV tile arrives while its scores and its P are computed. Shared memory:
 //   [kStages] KV tiles, laid out as tile/layout.cuh says, or K̂ and the line of each
 //   V̂ of one KV tile, where the stages have none
 //   sDelta [kStages][kBlockN] f32, delta_s of the query tile, where Q is smoothed
@@ -36,7 +36,7 @@ class KvStream {
   }
 
   // Issues the loads of the tile at the next place and closes their group, which is empty where no such tile exists.
-  // Of one V, load_v() loads that.
+  // With kOneV, load_v() loads V.
   __device__ __forceinline__ void load(const AttnParams& params, const WorkTile& work, i32 place, bool exists) {
     if (exists) {
       const u32 stage = stage_of(place);

@@ -64,8 +64,8 @@ class AttentionMma {
     const WorkTile done = work_tile<Config>(params, ptx::block_index());
     const ConstantsInMemory<Config> constants(params, done);
     const bool spoilt = stream.met_spoilt();
-    store_output<Config>(params, done, warp, lane, state.acc_o, state.unit, state.softmax, state.softmax.lse_sum, constants,
-                         StoreFragments<Config>{});
+    store_output<Config>(params, done, warp, lane, state.acc_o, state.unit, state.softmax, state.softmax.lse_sum,
+                         constants, StoreFragments<Config>{});
     // Where Q is smoothed, warp and lane would be spilt if they were kept till here; elsewhere reading them again
     // spills.
     const i32 thread = Config::kSmoothQ ? ptx::thread_index() : threadIdx.x;
@@ -205,16 +205,14 @@ class AttentionMma {
       for (float& of_row : alpha) of_row = 1.0f;
       if constexpr (kOwnP == P::kLinear) {
         if (!fits) {
-          softmax.template move_references<kOwnP>(acc_s, scale, offset, alpha);
-          if constexpr (!takes_alpha<kOwnP>()) rescale<Config>(acc_o, alpha);
+          move_references<kOwnP>(acc_s, scale, offset, alpha);
           if (!softmax.template fits<kOwnP, true>(acc_s, scale, offset)) softmax.finish_line(acc_s, scale, offset);
         }
         softmax.pack_line(acc_s, scale, offset, p);
       } else if (fits) {
         softmax.template exponentiate<true>(acc_s, scale, offset, p);
       } else {
-        softmax.template move_references<kOwnP>(acc_s, scale, offset, alpha);
-        rescale<Config>(acc_o, alpha);
+        move_references<kOwnP>(acc_s, scale, offset, alpha);
         softmax.template exponentiate<false>(acc_s, scale, offset, p);
       }
       // O += P · V.
@@ -230,6 +228,15 @@ class AttentionMma {
       } else {
         Product::accumulate(acc_o, softmax.row_sum, p, stream.v(stage), offset_in_v, v_factor);
       }
+    }
+
+    // Moves references, and O with them where its promotion does not. `alpha`: the factor of O.
+    template <P kOwnP>
+    __device__ __forceinline__ void move_references(const typename Scores::Accumulator& acc_s,
+                                                    const RowScales<Config>& scale, float (&offset)[kRows],
+                                                    float (&alpha)[kRows]) {
+      softmax.template move_references<kOwnP>(acc_s, scale, offset, alpha);
+      if constexpr (!takes_alpha<kOwnP>()) rescale<Config>(acc_o, alpha);
     }
   };
 };
