@@ -1,16 +1,18 @@
 """Attention alone with a linear P, beside exponentials and cuDNN's bf16, interleaved in one process.
 
     python bench/linear_p.py --headdim 64,128 --seqlen 1024,4096,16384 --rounds 7
+    python bench/linear_p.py --arch sm89 --pv-accum two_level_f32,two_level_f16 --kernels build/retarget_sm_90
 
 Each round times every way once, between events around so many launches that they take some milliseconds; a row has the
 medians over the rounds. `quantize` is the launches in front of attention. Inputs are N(0, 1); the keys of `far` are 40
-times as large, so that no P of theirs is linear. Every output is checked against cuDNN's before it is timed, those of
-`far` for being finite.
+times as large, so that no P of theirs is linear on sm90. Kernels of another arch are rebuilt for the GPU. Every output
+is checked against cuDNN's before it is timed, those of `far` for being finite.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Callable
@@ -26,7 +28,7 @@ from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options
 from speed import Pieces
 
-COLUMNS = ("inputs", "headdim", "mask", "N", "exp2, µs", "TOPS", "linear ×", "TOPS", "× cuDNN", "quantize, µs")
+COLUMNS = ("inputs", "P·V", "headdim", "mask", "N", "exp2, µs", "TOPS", "linear ×", "TOPS", "× cuDNN", "quantize, µs")
 FAR = 40.0
 CUDNN = "sdpa_cudnn_bf16"
 
@@ -37,12 +39,10 @@ def main() -> int:
     library = common.use_kernels(arguments.kernels)
     common.print_header(common.header(library) | {"inputs": f"bf16; medians of {arguments.rounds} rounds"})
     print(common.table_head(COLUMNS))
-    backend = CudaBackend(library, "sm90")
-    for headdim in arguments.headdim:
-        for kind in arguments.inputs:
-            for seqlen in arguments.seqlen:
-                for is_causal in (False, True):
-                    print(common.table_row(row(arguments, backend, kind, headdim, seqlen, is_causal)), flush=True)
+    backend = CudaBackend(library, arguments.arch)
+    for headdim, kind, pv_accum, seqlen, is_causal in itertools.product(
+            arguments.headdim, arguments.inputs, arguments.pv_accum, arguments.seqlen, (False, True)):
+        print(common.table_row(row(arguments, backend, kind, pv_accum, headdim, seqlen, is_causal)), flush=True)
     return 0
 
 
@@ -50,11 +50,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_size_arguments(parser, headdim="64,128", seqlen="1024,4096,16384", batch=4, heads=32)
     parser.add_argument("--rounds", type=int, default=7, help="of each row (default: %(default)s)")
+    parser.add_argument("--arch", default="sm90", help="whose kernels (default: %(default)s)")
+    parser.add_argument("--pv-accum", type=common.words, default=["auto"], metavar="NAMES",
+                        help="how P·V adds up, as attn takes it (default: auto)")
     parser.add_argument("--inputs", type=common.words, default=["normal", "far"], help="normal, far (default: both)")
     return parser.parse_args()
 
 
-def row(arguments: argparse.Namespace, backend: CudaBackend, kind: str, headdim: int, seqlen: int,
+def row(arguments: argparse.Namespace, backend: CudaBackend, kind: str, pv_accum: str, headdim: int, seqlen: int,
         is_causal: bool) -> list[object]:
     batch = arguments.batch if seqlen < 16384 else max(1, arguments.batch // 2)
     shape = (3, batch, arguments.heads, seqlen, headdim)
@@ -62,8 +65,9 @@ def row(arguments: argparse.Namespace, backend: CudaBackend, kind: str, headdim:
     if kind == "far":
         k = k * FAR
     given = Given("dense", q, k, v)
-    pieces = {p: Pieces(cast(CudaCall, pipeline.prepare(backend, given, Options(is_causal=is_causal, p=p)).run), given)
-              for p in ("exp2", "linear")}
+    calls = {p: pipeline.prepare(backend, given, Options(is_causal=is_causal, pv_accum=pv_accum, p=p))
+             for p in ("exp2", "linear")}
+    pieces = {p: Pieces(cast(CudaCall, call.run), given) for p, call in calls.items()}
     expected = common.sdpa(CUDNN, q, k, v, is_causal)
     for p, piece in pieces.items():
         if kind == "normal":
@@ -75,8 +79,8 @@ def row(arguments: argparse.Namespace, backend: CudaBackend, kind: str, headdim:
     operations = 4 * batch * arguments.heads * seqlen * seqlen * headdim * (0.5 if is_causal else 1.0)
     times = measure(ways, arguments.rounds, max(2, int(4e12 / operations)))
     exp2, linear = times["exp2"], times["linear"]
-    return [kind, headdim, "causal" if is_causal else "full", seqlen, f"{exp2:.1f}", f"{operations / exp2 / 1e6:.0f}",
-            f"{exp2 / linear:.3f}", f"{operations / linear / 1e6:.0f}", f"{times['cudnn'] / linear:.2f}",
+    return [kind, pv_accum, headdim, "causal" if is_causal else "full", seqlen, f"{exp2:.1f}",
+            f"{operations / exp2 / 1e6:.0f}", f"{exp2 / linear:.3f}", f"{operations / linear / 1e6:.0f}", f"{times['cudnn'] / linear:.2f}",
             f"{times['quantize']:.1f}"]
 
 

@@ -638,7 +638,7 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
          instead="fmaf(__int_as_float(score) - kBias, factor, own_offset)"),
      _LINE_LARGE, "what is not finite"),
     ("finished bytes scaled again", "attn/mma/softmax.cuh", "OnlineSoftmax::finish_line",
-     Drop("for (float& of_row : scale.of) of_row = 1.0f / kBytesPerOctave;"),
+     Put("1.0f / kBytesPerOctave", instead="1.0f"),
      _LINE_LARGE, "output, emulation"),
     ("finished bytes less a reference", "attn/mma/softmax.cuh", "OnlineSoftmax::finish_line",
      Drop("offset[r] = 0.0f;"),
