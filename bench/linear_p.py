@@ -80,8 +80,8 @@ def row(arguments: argparse.Namespace, backend: CudaBackend, kind: str, pv_accum
     times = measure(ways, arguments.rounds, max(2, int(4e12 / operations)))
     exp2, linear = times["exp2"], times["linear"]
     return [kind, pv_accum, headdim, "causal" if is_causal else "full", seqlen, f"{exp2:.1f}",
-            f"{operations / exp2 / 1e6:.0f}", f"{exp2 / linear:.3f}", f"{operations / linear / 1e6:.0f}", f"{times['cudnn'] / linear:.2f}",
-            f"{times['quantize']:.1f}"]
+            f"{operations / exp2 / 1e6:.0f}", f"{exp2 / linear:.3f}", f"{operations / linear / 1e6:.0f}",
+            f"{times['cudnn'] / linear:.2f}", f"{times['quantize']:.1f}"]
 
 
 def measure(ways: dict[str, Callable[[], object]], rounds: int, launches: int) -> dict[str, float]:
