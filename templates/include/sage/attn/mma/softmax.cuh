@@ -15,9 +15,9 @@
 // of logits in the tens of thousands at 8 bits, of about a hundred at 4. For e4m3 P nearly all scales of 4 bits are too
 // large, so nothing folds there.
 //
-// A linear P (attn/linear_p.cuh) has its byte from the same FMA, with eight bytes an octave. References leave room above
-// P, so that they move in few tiles. The branch that moves them joins in front of P, which is computed in one place. It
-// replaces scores by their bytes where the bias still does not fold.
+// A linear P (attn/linear_p.cuh) has its byte from the same FMA, with eight bytes an octave. References leave room
+// above P, so that they move in few tiles. The branch that moves them joins in front of P, which is computed in one
+// place. It replaces scores by their bytes where the bias still does not fold.
 // Source: SageAttention2, Algorithm 1.
 #pragma once
 
@@ -33,8 +33,8 @@ namespace sage {
 constexpr float kScoreBias = kIntegerBias;
 constexpr i32 kScoreBiasBits = 0x4b400000;
 
-// In log2 units, by how much a linear P may outgrow the largest of the tile that set its reference. References then move
-// in few tiles. The smallest P that e4m3 holds counts for as much more.
+// In log2 units, by how much a linear P may outgrow the largest of the tile that set its reference. References then
+// move in few tiles. The smallest P that e4m3 holds counts for as much more.
 constexpr float kLineRoom = 1.0f;
 
 // The scale of a row's scores in a thread: the product of two, cut to 22 bits of mantissa.
@@ -107,8 +107,8 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
     return kOwnP == P::kLinear ? kBytesPerOctave * log2_p + kByteOfOne : log2_p;
   }
 
-  // kTop: log2 of a row's largest P when its reference is set. The FMA's values for a thread's largest score: kMost, the
-  // most that P's type holds; below kFar and above kFarthest it lies far below the reference.
+  // kTop: log2 of a row's largest P when its reference is set. The FMA's values for a thread's largest score: kMost,
+  // the most that P's type holds; below kFar and above kFarthest it lies far below the reference.
   template <P kOwnP>
   static constexpr float kTop = Product::kTop - (kOwnP == P::kLinear ? kLineRoom : 0.0f);
   template <P kOwnP>
@@ -153,8 +153,9 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
     }
   }
 
-  // Where fits() is false even behind move_references(), since the bias does not fold or the units of references outgrow
-  // bytes: replaces scores by the bytes of a linear P, and scales and offsets by those that leave a byte as it is.
+  // Where fits() is false even behind move_references(), since the bias does not fold or the units of references
+  // outgrow bytes: replaces scores by the bytes of a linear P, and scales and offsets by those that leave a byte as it
+  // is.
   __device__ __forceinline__ void finish_line(Scores& acc_s, Scales& scale, float (&offset)[kRows]) const {
     constexpr float kUnfolded = kFolds ? 0.0f : kBias;
 #pragma unroll
