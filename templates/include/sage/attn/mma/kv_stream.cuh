@@ -1,5 +1,6 @@
-// The loads of one head's KV tiles into shared memory by cp.async, in order: a pipeline of kStages stages. Where kVStages
-// is less, the stages have no V: that of one KV tile arrives while its scores and its P are computed. Shared memory:
+// The loads of one head's KV tiles into shared memory by cp.async, in order: a pipeline of kStages stages. Where
+// kVStages is less, the stages have no V: that of one KV tile arrives while its scores and its P are computed. Shared
+// memory:
 //   [kStages] KV tiles, laid out as tile/layout.cuh says, or K̂ and the line of each
 //   V̂ of one KV tile, where the stages have none
 //   sDelta [kStages][kBlockN] f32, delta_s of the query tile, where Q is smoothed
