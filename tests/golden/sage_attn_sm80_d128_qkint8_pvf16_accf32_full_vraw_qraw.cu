@@ -18,6 +18,7 @@ struct Config {
   static constexpr int kBlockN = 64;  // keys of a KV tile
   static constexpr int kWarpM = 32;  // query rows of a warp
   static constexpr int kStages = 2;  // KV tiles in shared memory
+  static constexpr int kVStages = 2;  // of these, with V
   static constexpr int kMinBlocks = 2;  // resident blocks an SM
 };
 

@@ -18,6 +18,7 @@ struct Config {
   static constexpr int kBlockN = 128;  // keys of a KV tile
   static constexpr int kWarpM = 16;  // query rows of a warp
   static constexpr int kStages = 4;  // KV tiles in shared memory
+  static constexpr int kVStages = 4;  // of these, with V
   static constexpr int kMinBlocks = 1;  // resident blocks an SM
 };
 
