@@ -129,6 +129,10 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("SharedStorage::query_empty", Sign("query_full(buffer) + 8")):
         "in front of the barriers stands the padding of a staged row",
     ("KvTileScales::spoilt", OffByOne("static_cast<i32>(signs()) < 0")): "v_factor is never zero, so signs() is not",
+    ("OnlineSoftmax::fits", OffByOne("top <= kMost<kOwnP>")): "a P at the end of its range moves its reference",
+    ("AttentionMma::WarpState::step", Always(
+        "if (!softmax.template fits<kOwnP, true>(acc_s, scale, offset)) softmax.finish_line(acc_s, scale, offset);")):
+            "the same bytes, but for the rounding of an offset",
     ("RowReferences::follow_tile", OffByOne("fall < 0.0f")): "moves a reference to where it is",
     ("OnlineSoftmax::move_references",
      Second("Product::kSumsRounded ? this->row_sum[r] : ptx::max_over_lanes<4>(lse_sum[r])")):
