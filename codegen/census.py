@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from codegen.nvdisasm import Instruction
@@ -24,7 +24,7 @@ MATRIX = frozenset(("HMMA", "IMMA", "QMMA", "OMMA", "HGMMA", "IGMMA", "QGMMA"))
 """Names of the tensor cores' instructions: H for f16, I for integers, Q for FP8, O for FP4; G: of a warpgroup."""
 
 _ARRIVAL, _WAIT_FOR_PRODUCTS = "BAR.ARV", "WARPGROUP.DEPBAR"
-_EXPONENTIAL, _MULTIPLY_ADD = "MUFU.EX2", "FFMA"
+_EXPONENTIAL, _MULTIPLY_ADD, _EXCHANGE = "MUFU.EX2", "FFMA", "SHFL"
 
 _COPIES = frozenset(("LDGSTS", "UBLKCP", "UTMALDG"))  # asynchronous, from global to shared memory
 
@@ -33,8 +33,8 @@ _PTX_MATRIX = re.compile(r"^\s*(?:@!?%p\d+ )?(w?mma\.[\w.:]+)", re.MULTILINE)
 Code = tuple[Instruction, ...]
 """The instructions of one function or block."""
 
-_Weight = tuple[int, int, int]
-"""Weight by which the straight path is the greatest: matrix instructions, then copies, then minus all instructions."""
+_Weight = Callable[[Code], tuple[int, ...]]
+"""Weights of the code of a block, whose sums along a path are compared in turn."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,6 @@ class _Block:
     code: Code
     successors: tuple[int, ...]  # addresses of the blocks that may follow
 
-    @property
-    def weight(self) -> _Weight:
-        copies = sum(instruction.name in _COPIES for instruction in self.code)
-        return len(_matrix(self.code)), copies, -len(self.code)
-
 
 def tensor_opcodes(functions: Iterable[Code]) -> dict[str, int]:
     """The number of each tensor-core instruction in a kernel's SASS, by opcode with its modifiers."""
@@ -79,6 +74,13 @@ def main_loop(functions: Iterable[Code]) -> MainLoop | None:
     """The counts of the main loop; None for a kernel without a loop that holds all its kinds of matrix instructions."""
     found = _main_loop(functions)
     return _counts(found) if found else None
+
+
+def main_loop_paths(functions: Iterable[Code]) -> tuple[Code, Code] | None:
+    """The straight path of the main loop, and the path that moves references: the straightest of those on which lanes
+    exchange most. Both are the same where each tile exchanges its maxima. None without a main loop."""
+    loop = _main_loop(functions)
+    return (_path(loop, _straight), _path(loop, _exchanging)) if loop else None
 
 
 def promotion_under_products(functions: Iterable[Code]) -> int:
@@ -126,26 +128,41 @@ def _others_a_product(loop: _Loop) -> float:
 
 
 def _counts(loop: _Loop) -> MainLoop:
-    matrix, _, negative = _straight_path(loop)
-    return MainLoop(matrix, -negative - matrix, sum(len(block.code) for block in loop.blocks.values()) + negative)
+    path = _path(loop, _straight)
+    matrix = len(_matrix(path))
+    return MainLoop(matrix, len(path) - matrix, sum(len(block.code) for block in loop.blocks.values()) - len(path))
 
 
-def _straight_path(loop: _Loop) -> _Weight:
-    """The weight of the straight path: the greatest of all paths from the head forward to a back edge.
+def _straight(code: Code) -> tuple[int, ...]:
+    """Weight of the straight path: matrix instructions, then copies, then as few instructions as can be."""
+    return len(_matrix(code)), sum(instruction.name in _COPIES for instruction in code), -len(code)
+
+
+def _exchanging(code: Code) -> tuple[int, ...]:
+    """Weight of the path that moves references: of all paths with every matrix instruction, most exchanges of lanes."""
+    matrix, *others = _straight(code)
+    return matrix, sum(instruction.name == _EXCHANGE for instruction in code), *others
+
+
+def _path(loop: _Loop, weight_of: _Weight) -> Code:
+    """The path with the greatest weight from the head forward to a back edge.
 
     A path has forward branches only. Code out of line returns by a jump to a lower address, and is therefore rare.
     """
-    best = {loop.head: loop.blocks[loop.head].weight}
+    best = {loop.head: (weight_of(loop.blocks[loop.head].code), loop.blocks[loop.head].code)}
     for address in sorted(loop.blocks):
         for successor in loop.blocks[address].successors:
             if address in best and successor in loop.blocks and successor > address:
-                weight = _sum(best[address], loop.blocks[successor].weight)
-                best[successor] = max(best.get(successor, weight), weight)
-    return max(weight for address, weight in best.items() if loop.head in loop.blocks[address].successors)
+                weight, path = best[address]
+                code = loop.blocks[successor].code
+                longer = tuple(map(sum, zip(weight, weight_of(code)))), path + code
+                best[successor] = max(best.get(successor, longer), longer, key=_weight_of_path)
+    ends = (found for address, found in best.items() if loop.head in loop.blocks[address].successors)
+    return max(ends, key=_weight_of_path)[1]
 
 
-def _sum(first: _Weight, second: _Weight) -> _Weight:
-    return first[0] + second[0], first[1] + second[1], first[2] + second[2]
+def _weight_of_path(found: tuple[tuple[int, ...], Code]) -> tuple[int, ...]:
+    return found[0]
 
 
 def _loops(blocks: dict[int, _Block]) -> list[_Loop]:

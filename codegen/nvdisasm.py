@@ -30,6 +30,8 @@ class Instruction:
     opcode: str  # with its modifiers: "HMMA.16816.F32"
     target: int | None = None  # address to which the instruction may jump
     falls_through: bool = True  # whether a thread may go on to the next instruction
+    operands: tuple[str, ...] = ()  # as nvdisasm writes them: "R22", "[R36+0x2c00]"
+    predicate: str = ""  # "@!P0"
 
     @property
     def name(self) -> str:
@@ -77,11 +79,12 @@ def _instruction(address: int, values: dict[str, Any]) -> Instruction:
     predicate or further operands."""
     opcode = values["opcode"]
     name = opcode.split(".")[0]
-    *conditions, last = values.get("operands", "").split(",")
-    conditional = bool(conditions) or "predicate" in values
+    operands, predicate = tuple(values.get("operands", "").split(",")), values.get("predicate", "")
+    *conditions, last = operands
+    conditional = bool(conditions) or bool(predicate)
     if name in _JUMPS and "subroutine-call" not in values.get("other-attributes", ()):
-        return Instruction(address, opcode, int(last, 16), conditional)
-    return Instruction(address, opcode, None, "predicate" in values or name not in _ENDS)
+        return Instruction(address, opcode, int(last, 16), conditional, operands, predicate)
+    return Instruction(address, opcode, None, bool(predicate) or name not in _ENDS, operands, predicate)
 
 
 def _executable() -> Path:

@@ -11,7 +11,13 @@ from records import STRUCTS
 
 from codegen import nvdisasm
 from codegen.budget import judge, register_budget
-from codegen.census import exponentials_before_arrival, main_loop, promotion_under_products, tensor_opcodes
+from codegen.census import (
+    exponentials_before_arrival,
+    main_loop,
+    main_loop_paths,
+    promotion_under_products,
+    tensor_opcodes,
+)
 from codegen.compilation import Compilation
 from codegen.compiler import Report
 from codegen.errors import BuildError
@@ -95,6 +101,30 @@ def test_tensor_core_instructions_are_counted_in_the_whole_kernel():
 def test_a_copy_is_on_the_straight_path_and_another_guarded_block_is_not():
     moved = TWO_LOOPS.replace("LDGSTS", "LDG")
     assert main_loop(functions_of(moved)) == MainLoop(LOOP.matrix, LOOP.other - 2, LOOP.rare + 2)
+
+
+def test_the_path_that_moves_references_leads_through_the_exchange_of_lanes():
+    listing = """
+0x0: IMMA.16832.S8.S8 R8,R2,R3,R8
+    @P0 BRA 0x60
+    SHFL.BFLY PT,R1,R2,0x1,0x1f
+    @P1 BRA 0x60
+    FADD R1,R1,R2
+    FADD R1,R1,R2
+0x60: HMMA.16816.F32 R8,R2,R3,R8
+    @P3 BRA 0x0
+    EXIT
+"""
+    straight, moving = ([instruction.address // 16 for instruction in path]
+                        for path in main_loop_paths(functions_of(listing)))
+    assert straight == [0, 1, 6, 7]
+    assert moving == [0, 1, 2, 3, 6, 7]
+    assert main_loop_paths(functions_of("EXIT")) is None
+
+
+def test_without_a_branch_that_moves_references_both_paths_are_the_same():
+    straight, moving = main_loop_paths(functions_of(TWO_LOOPS))
+    assert straight == moving and len(straight) == LOOP.matrix + LOOP.other
 
 
 def test_the_masked_loop_may_come_first():
