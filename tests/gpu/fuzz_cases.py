@@ -204,9 +204,12 @@ def draw_case(seed: int, index: int, built: dict[str, dict[str, set]], longest: 
         chosen |= {"smooth_q": "auto", "pv_accum": "auto"}
         sizes["headdim"] = min(sizes["headdim"], 128)
     if chosen["p"] == "linear" and rng.random() < 0.98:
-        sizes["headdim"] = min(sizes["headdim"], 128)
-        if arch != "sm90":
+        if arch == "sm90":
+            sizes["headdim"] = min(sizes["headdim"], 128)
+        else:
             chosen |= {"qk": "auto", "smooth_q": "auto", "smooth_v": False}
+        if arch == "sm120":
+            chosen["pv_accum"] = "auto"
     return Case(arch, seed, **sizes, **chosen)
 
 

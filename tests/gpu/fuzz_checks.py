@@ -191,7 +191,8 @@ def arithmetic_of(case: Case) -> Arithmetic:
     pv = "nvfp4" if qk == "nvfp4" else "f16" if case.arch in F16_PV else "e4m3"
     shared = case.values != "drawn" or case.one_key  # one value for all: nothing averages
     has_line = case.headdim <= 128 if case.arch == "sm90" else (
-        case.arch in LINEAR_P and qk == "int8" and not smooth_q and not case.smooth_v)
+        case.arch in LINEAR_P and qk == "int8" and not smooth_q and not case.smooth_v
+        and (case.arch, case.pv_accum) != ("sm120", "two_level_f32"))
     linear_p = has_line and case.p != "exp2" and not case.return_lse and not case.trained
     return Arithmetic(qk, pv, rotate, case.clip, smooth_q, case.smooth_k, case.smooth_v, linear_p=linear_p,
                       half_sums=case.pv_accum == "two_level_f16",

@@ -15,7 +15,7 @@ WARPGROUP_ROWS = 64
 """Query rows of a consumer: kWarpgroupRows of attn/wgmma/traits.cuh."""
 
 LARGEST_BYTE = 126.0
-"""The byte of 448 in e4m3: FloatLine::kLargestByte of attn/linear_p.cuh."""
+"""The byte of 448 in e4m3: kLargestByte of attn/linear_p.cuh."""
 
 
 class Softmax(RowReferences):

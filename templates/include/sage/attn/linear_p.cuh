@@ -5,7 +5,8 @@
 //   byte = 8 · (x + 7) - kShift
 // is 2^x to within a line and the rounding of a byte: 3.2 % of P (standard deviation), where rounding 2^x to e4m3 has
 // 2.7 %. A factor that all P of a row have in common cancels against the row sum, which is one of the same bytes.
-// Two ways to compute it: BitsLine takes the fewest instructions, FloatLine any scores.
+// Three ways to compute it. Of the wgmma family BitsLine takes the fewest instructions, FloatLine any scores. The mma
+// family folds the line into the FMA that takes the bias off its scores (attn/mma/softmax.cuh).
 #pragma once
 
 #include "sage/attn/p_operand.cuh"

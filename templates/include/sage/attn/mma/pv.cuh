@@ -17,7 +17,7 @@ namespace sage {
 template <class Config>
 using RowSums = float[Config::kWarpM / 8];
 
-// Rescales O to new row references. Runs off the fast path: once a row has seen a few tiles, its maximum rarely moves.
+// Rescales O to new row references. Runs off the fast path: an f16 P, whose references have room, rarely takes it.
 template <class Config>
 __device__ __forceinline__ void rescale(OutputAccumulator<Config>& acc_o, const float (&alpha)[Config::kWarpM / 8]) {
 #pragma unroll

@@ -34,7 +34,7 @@ constexpr float kScoreBias = kIntegerBias;
 constexpr i32 kScoreBiasBits = 0x4b400000;
 
 // In log2 units, by how much a linear P may outgrow the largest of the tile that set its reference. References then
-// move in few tiles. The smallest P that e4m3 holds counts for as much more.
+// move in few tiles. P below e4m3's range is zero, so that the range ends as much earlier at its lower end.
 constexpr float kLineRoom = 1.0f;
 
 // The scale of a row's scores in a thread: the product of two, cut to 22 bits of mantissa.
@@ -112,7 +112,7 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
   template <P kOwnP>
   static constexpr float kTop = Product::kTop - (kOwnP == P::kLinear ? kLineRoom : 0.0f);
   template <P kOwnP>
-  static constexpr float kMost = kOwnP == P::kLinear ? value_of<kOwnP>(Product::kTop) + 0.375f  // rounds to its byte
+  static constexpr float kMost = kOwnP == P::kLinear ? value_of<kOwnP>(Product::kTop) + 0.375f  // below half a byte
                                                      : kTop<kOwnP> + Product::kLazyRise;
   template <P kOwnP>
   static constexpr float kFar = value_of<kOwnP>(kTop<kOwnP> - Product::kLazyFall);
