@@ -73,9 +73,9 @@ class Method:
         return 2.0 ** (self.bits - 1) - 1
 
     def options(self, *, is_causal: bool) -> Options:
-        """Options of the call that comes nearest to the method."""
+        """Options of the call that comes nearest to the method, whose P is an exponential."""
         return Options(is_causal=is_causal, qk=f"int{self.bits}", smooth_q="q" in self.smoothing,
-                       smooth_k="k" in self.smoothing, smooth_v=self.smooth_v, rotate=self.rotate)
+                       smooth_k="k" in self.smoothing, smooth_v=self.smooth_v, rotate=self.rotate, p="exp2")
 
 
 @dataclass(frozen=True)

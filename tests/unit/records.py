@@ -179,7 +179,8 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
         folds = spec.q == "qraw" and (spec.qk == "int8" or f16)
         facts |= {"largest_folded": 1 if f16 else 0 if nvfp4 else 2**-6, "score_bias": 12582912 if folds else 0,
                   "sums_rounded": not nvfp4, "sums_in_threads": not f16,
-                  "may_fall": not f16, "lazy_fall": 0 if f16 else 6, "largest_sum": 2**66}
+                  "may_fall": not f16, "lazy_fall": 0 if f16 else 6, "largest_sum": 2**66,
+                  **_line_facts(facts["p_top"], 0 if f16 else 6, facts["most_fall"])}
     else:
         pairs = spec.q == "qraw" and spec.headdim <= 128
         facts |= {"slices": 4 if spec.headdim == 256 else 1, "pairs": pairs, "room": 3 if pairs else 0,
@@ -192,6 +193,18 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
     limit, typical = (4 * 448, 16) if nvfp4 else (limit, typical)
     facts["sum_unit"] = 1 if f16 or nvfp4 else typical
     return {**facts, "v_typical": typical, "v_least": 2**-4 if f16 else 1 if nvfp4 else limit / 32, "v_limit": limit}
+
+
+def _line_facts(top: float, lazy_fall: float, most_fall: float) -> dict[str, float]:
+    """Of a linear P in the mma family: its FMA's values, in f32."""
+    room, zero = 1.0, _float32(56 - _float32(0.45884))
+
+    def value(log2_p: float) -> float:
+        return _float32(_float32(8 * _float32(log2_p)) + zero)
+
+    lower = _float32(top - room)
+    return {"line_room": room, "line_zero": zero, "line_most": _float32(value(top) + 0.375),
+            "line_far": value(lower - lazy_fall), "line_farthest": value(lower - most_fall)}
 
 
 def _threads(tile: Tile, family: str) -> int:
@@ -207,7 +220,9 @@ def _shared_bytes(spec: AttnSpec, tile: Tile, family: str) -> int:
     q, kv_tile = tile.block_m * _row_bytes(spec), _kv_tile_bytes(spec, tile)
     delta = 4 * tile.block_n if spec.q == "qsmooth" else 0
     if family == "mma":
-        return q + tile.stages * (kv_tile + delta) + 16 * -(-tile.block_m // tile.warp_m // 4) \
+        without_v = tile.stages - (tile.v_stages or tile.stages)
+        v = tile.block_n * spec.headdim * (2 if spec.pv == "f16" else 1)
+        return q + tile.stages * (kv_tile + delta) - without_v * v + 16 * -(-tile.block_m // tile.warp_m // 4) \
             + (8 if spec.mask == "sparse" else 4) * _threads(tile, family)
     warps = tile.block_m // tile.warp_m
     query = q + 8 * spec.headdim + 32 * warps + 4 * tile.block_m + 76
