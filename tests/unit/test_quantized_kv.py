@@ -43,6 +43,7 @@ def mask_of(has_mask, keys=70):
 def test_bits_of_the_direct_call(options, layout, has_mask, is_causal, queries):
     q, k, v = draw(queries=queries, layout=layout)
     of_call = {"layout": layout, "is_causal": is_causal, "scale": 0.3, "return_lse": True}
+    options = {"p": "exp2", **options}  # for calls without a log-sum-exp too
     key_mask = mask_of(has_mask)
     out, lse = sage_aot.attn(q, k, v, key_mask=key_mask, **of_call, **options)
     kv = sage_aot.quantize_kv(k, v, key_mask=key_mask, layout=layout, **options)
@@ -117,7 +118,7 @@ def test_one_query_takes_the_heads_of_a_group_as_rows(layout):
     assert torch.equal(out, expected.reshape(q.shape)) and torch.equal(lse, expected_lse.reshape(2, 6, 1))
     assert out.is_contiguous()
     given = torch.empty(2, *q.shape[1:3], 43, dtype=q.dtype)[..., 1:-2]
-    assert sage_aot.attn(q, k, v, layout=layout, key_mask=key_mask, out=given) is given
+    assert sage_aot.attn(q, k, v, layout=layout, key_mask=key_mask, p="exp2", out=given) is given
     assert torch.equal(given, out)
 
 
@@ -201,7 +202,7 @@ def test_compiled_without_a_graph_break(queries):
     (lambda q, k, v, kv: sage_aot.attn(q, kv, v), "v: expected None with a QuantizedKV, got Tensor"),
     (lambda q, k, v, kv: sage_aot.attn(q, kv, key_mask=mask_of(True)), "key_mask: expected None"),
     (lambda q, k, v, kv: sage_aot.attn(q, kv, qk="int4"), "qk: k and v were quantized with 'int8', got 'int4'"),
-    (lambda q, k, v, kv: sage_aot.attn(q, kv, p="linear"), "p: k and v were quantized with 'exp2', got 'linear'"),
+    (lambda q, k, v, kv: sage_aot.attn(q, kv, p="exp2"), "p: k and v were quantized with 'linear', got 'exp2'"),
     (lambda q, k, v, kv: sage_aot.attn(q, kv, smooth_k=1), "smooth_k: expected True or False, got 1"),
     (lambda q, k, v, kv: sage_aot.attn(q, kv, smooth_k=False), "smooth_k: k and v were quantized with True"),
     (lambda q, k, v, kv: sage_aot.attn(q.half(), kv), "q must have the dtype"),
@@ -238,7 +239,7 @@ def test_errors(change, message):
 
 def test_kernels_of_another_arch_do_not_read_it():
     q, k, v = draw()
-    kv = sage_aot.quantize_kv(k, v)
+    kv = sage_aot.quantize_kv(k, v, p="exp2")
     other = EmulationBackend(default_library().manifest, "sm120")
     message = "by the kernel in use, sage_quant_sm120_.*, got sage_quant_sm89_"
     with handing(other), pytest.raises(sage_aot.ArgumentError, match=message):
@@ -293,7 +294,7 @@ def test_supports_and_attn_refuse_the_same_options(name):
 
 @pytest.mark.parametrize(("of_kv", "of_call"), [({}, {"qk": "int8"}), ({"qk": "int4"}, {"smooth_q": True}),
                                                 ({"smooth_k": False}, {"smooth_k": False}),
-                                                ({}, {"pv_accum": "two_level_f32"}), ({}, {"p": "exp2"})],
+                                                ({}, {"pv_accum": "two_level_f32"}), ({}, {"p": "linear"})],
                          ids=str)
 def test_options_that_say_what_auto_said(of_kv, of_call):
     q, k, v = draw()

@@ -80,14 +80,14 @@ def test_strides_an_output_and_autocast():
     (q, k, v), lengths = draw()
     expected, expected_lse = sage_aot.attn_varlen(q, k, v, *lengths, return_lse=True)
     fused = torch.stack([k, v], 1)
-    assert torch.equal(sage_aot.attn_varlen(q, fused[:, 0], fused[:, 1], *lengths), expected)
+    assert torch.equal(sage_aot.attn_varlen(q, fused[:, 0], fused[:, 1], *lengths, p="exp2"), expected)
     by_head = q.transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(sage_aot.attn_varlen(by_head, k, v, *lengths), expected)
+    assert torch.equal(sage_aot.attn_varlen(by_head, k, v, *lengths, p="exp2"), expected)
     out = torch.full_like(q, torch.nan)
-    assert sage_aot.attn_varlen(q, k, v, *lengths, out=out) is out and torch.equal(out, expected)
+    assert sage_aot.attn_varlen(q, k, v, *lengths, p="exp2", out=out) is out and torch.equal(out, expected)
     assert torch.equal(sage_aot.attn_varlen(q, k, v, *lengths, out=out, return_lse=True)[1], expected_lse)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(sage_aot.attn_varlen(q.float(), k.float(), v.float(), *lengths), expected)
+        assert torch.equal(sage_aot.attn_varlen(q.float(), k.float(), v.float(), *lengths, p="exp2"), expected)
 
 
 REFUSED = {

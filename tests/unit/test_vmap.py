@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -178,8 +179,10 @@ def test_derivatives_are_refused_still():
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
-WRITING = {"attn": (sage_aot.attn, lambda x: x), "attn_varlen": (attn_varlen, packed),
-           "kv": (lambda q, k, v, **more: sage_aot.attn(q, sage_aot.quantize_kv(k, v), **more), lambda x: x)}
+WRITING = {"attn": (partial(sage_aot.attn, p="exp2"), lambda x: x),
+           "attn_varlen": (partial(attn_varlen, p="exp2"), packed),
+           "kv": (lambda q, k, v, **more: sage_aot.attn(q, sage_aot.quantize_kv(k, v, p="exp2"), **more), lambda x: x)}
+"""Calls whose P is an exponential, with a log-sum-exp or without."""
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
