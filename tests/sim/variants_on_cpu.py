@@ -30,9 +30,10 @@ SPECS = tuple(sorted(KERNELS, key=lambda spec: (list(_MATRIX.archs).index(spec.a
 """Every attention kernel of the matrix, in the order of archs."""
 
 _INDEX = {spec: index for index, spec in enumerate(sorted(SPECS, key=lambda spec: (
-    spec.mask == "sparse", spec.p == "linear", spec.headdim == 256)))}
+    spec.mask == "sparse", spec.p == "linear", spec.p == "linear" and spec.arch != "sm90", spec.headdim == 256)))}
 """What selects a kernel's extreme case. Head dim 256 comes late: an arch has a power of two of variants of head dims 64
-and 128, and of 256. Kernels of a linear P come later; last those of sparse masks, which have no such case."""
+and 128, and of 256. Kernels of a linear P come later, sm90's first; last those of sparse masks, which have no such
+case."""
 
 
 def variant(name: str) -> AttnSpec:
