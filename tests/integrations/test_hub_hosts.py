@@ -93,17 +93,17 @@ with attention_backend("sage_hub"):
     out = dispatch_attention_fn(**call, backend="sage_hub")
     again, lse = dispatch_attention_fn(**call, backend="sage_hub", attention_kwargs={{"return_lse": True}})
 expected = dispatch_attention_fn(**call, backend="native")
-print(torch.cosine_similarity(out.double().flatten(), expected.double().flatten(), 0).item(), torch.equal(out, again),
-      *lse.shape)
+near = [torch.cosine_similarity(x.double().flatten(), expected.double().flatten(), 0).item() for x in (out, again)]
+print(*near, *lse.shape)
 {SERVED}
 """
 
 
 def test_diffusers_loads_it_as_its_backend_sage_hub(built):
     pytest.importorskip("diffusers", minversion="0.36")
-    cosine, equal, *shape, kernel, served = run(DIFFUSERS, built, "SageAttention/sage-attention",
+    cosine, with_lse, *shape, kernel, served = run(DIFFUSERS, built, "SageAttention/sage-attention",
                                                 DIFFUSERS_TRUST_REMOTE_KERNELS="true")
-    assert float(cosine) > 0.998 and equal == "True" and shape == ["2", "2", "70"]
+    assert float(cosine) > 0.998 and float(with_lse) > 0.998 and shape == ["2", "2", "70"]
     assert kernel.startswith("_sage_aot_cpu_") and served == "2"
 
 
