@@ -176,7 +176,7 @@ def predict(kernel: Kernel, name: str) -> Prediction:
 def paths_of(kernel: Kernel) -> tuple[Code, Code]:
     """The paths of the main loop; ArgumentError without one."""
     try:
-        paths = main_loop_paths(disassemble(kernel.cubin))
+        paths = main_loop_paths(disassemble([kernel.cubin], kernel.target)[0])
     except BuildError as error:
         raise ArgumentError(f"{kernel.name}: {error}") from error
     if paths is None:

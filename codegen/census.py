@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from codegen.nvdisasm import Instruction
+from codegen.nvdisasm import Code
 from sage_aot._kernels.manifest import MainLoop
 
 MATRIX = frozenset(("HMMA", "IMMA", "QMMA", "OMMA", "HGMMA", "IGMMA", "QGMMA"))
@@ -29,9 +29,6 @@ _EXPONENTIAL, _MULTIPLY_ADD, _EXCHANGE = "MUFU.EX2", "FFMA", "SHFL"
 _COPIES = frozenset(("LDGSTS", "UBLKCP", "UTMALDG"))  # asynchronous, from global to shared memory
 
 _PTX_MATRIX = re.compile(r"^\s*(?:@!?%p\d+ )?(w?mma\.[\w.:]+)", re.MULTILINE)
-
-Code = tuple[Instruction, ...]
-"""The instructions of one function or block."""
 
 _Weight = Callable[[Code], tuple[int, ...]]
 """Weights of the code of a block, whose sums along a path are compared in turn."""

@@ -17,6 +17,7 @@ from codegen.errors import BuildError
 from codegen.matrix import PlannedKernel
 from codegen.project import Project
 from codegen.render import source_path
+from codegen.targets import compiled_suffix
 from sage_aot._kernels.manifest import read_target, runs
 from sage_aot._kernels.spec import capability_of, is_ptx, target_of
 
@@ -89,7 +90,7 @@ class Compilation:
 
     def compiled(self, kernel: PlannedKernel) -> Path:
         """Path of a kernel's cubin or PTX."""
-        return self.folder / f"{kernel.spec.name}.{'ptx' if is_ptx(kernel.spec.arch) else 'cubin'}"
+        return self.folder / f"{kernel.spec.name}{compiled_suffix(self.target(kernel))}"
 
     def outputs(self, kernel: PlannedKernel) -> tuple[Path, Path]:
         """Paths of all that a compile command writes: the cubin or PTX, and the report on it."""

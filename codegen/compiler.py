@@ -1,8 +1,9 @@
 """Code that the two compile commands share: arguments, reading the log, and outputs that are complete or absent.
 
-ninja runs a compile command once per kernel. The command writes OUT.cubin, or OUT.ptx where the target is PTX, and
-OUT.json beside it: a :class:`Report` of what the compiler made of the kernel, read from the log and from the cubin's
-machine code, or from the PTX.
+ninja runs a compile command once for several kernels of a target, since Python, the compiler's library and the
+disassembler take about a second to start. The command writes NAME.cubin for each kernel, or NAME.ptx where the target
+is PTX, and NAME.json beside it: a :class:`Report` of what the compiler made of the kernel, read from the log and from
+the cubin's machine code, or from the PTX.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +28,8 @@ from codegen.census import (
 from codegen.errors import BuildError
 from codegen.files import write_atomic
 from codegen.kernel_info import KernelInfo, of_elf, of_ptx
-from codegen.nvdisasm import disassemble
+from codegen.nvdisasm import Code, disassemble
+from codegen.targets import compiled_suffix, is_ptx_target
 from sage_aot._kernels.manifest import MachineCode, MainLoop, Struct
 
 _Key = TypeVar("_Key", int, str)
@@ -61,19 +64,14 @@ class Report:
     info: KernelInfo  # what the kernel says of itself
 
     @classmethod
-    def of(cls, compiler: str, entries: tuple[str, ...], compiled: Compiled) -> Report:
-        """Read the log and the code; BuildError for warnings and for anything but these entry points."""
-        if _WARNING.search(compiled.log):
-            raise BuildError("expected no warnings")  # NVRTC has no option that makes warnings errors
-        if loss := _LOSS.search(compiled.log):
-            raise BuildError(f"expected Hopper's instructions as they are written, got {loss[0]}")
-        return (cls._of_ptx if compiled.is_ptx else cls._of_cubin)(compiler, entries, compiled)
+    def of(cls, compiler: str, compiled: Compiled, functions: tuple[Code, ...]) -> Report:
+        """Read what a compiler made of a kernel, and the instructions of its functions where that is a cubin."""
+        return cls._of_ptx(compiler, compiled) if compiled.is_ptx else cls._of_cubin(compiler, compiled, functions)
 
     @classmethod
-    def _of_cubin(cls, compiler: str, entries: tuple[str, ...], compiled: Compiled) -> Report:
+    def _of_cubin(cls, compiler: str, compiled: Compiled, functions: tuple[Code, ...]) -> Report:
         """From the log of ptxas -v and the machine code."""
-        _check_entries(_ENTRY.findall(compiled.log), entries)
-        functions, abi = disassemble(compiled.code), compiled.code[_ABI_BYTE]
+        abi = compiled.code[_ABI_BYTE]
         machine = MachineCode(registers=max(map(int, _REGISTERS.findall(compiled.log))), elf_abi=abi,
                               spill_bytes=sum(map(int, sum(_SPILLS.findall(compiled.log), ()))))
         return cls(compiler, machine, _known(_FIRST_DRIVER_OF_ABI, abi, "ABI"), tensor_opcodes(functions),
@@ -81,9 +79,8 @@ class Report:
                    of_elf(compiled.code))
 
     @classmethod
-    def _of_ptx(cls, compiler: str, entries: tuple[str, ...], compiled: Compiled) -> Report:
+    def _of_ptx(cls, compiler: str, compiled: Compiled) -> Report:
         text = compiled.code.decode()
-        _check_entries(_PTX_ENTRY.findall(text), entries)
         version, = _PTX_VERSION.findall(text)
         return cls(compiler, None, _known(_FIRST_DRIVER_OF_PTX, version, "version of PTX"), ptx_opcodes(text), None,
                    0, 0, of_ptx(text))
@@ -111,10 +108,16 @@ class Compiled:
     log: str
     is_ptx: bool = False
 
-
-def _check_entries(found: list[str], expected: tuple[str, ...]) -> None:
-    if sorted(found) != sorted(expected):
-        raise BuildError(f"expected the __global__ functions {', '.join(expected)}, got {', '.join(found) or 'none'}")
+    def check(self, entries: tuple[str, ...]) -> None:
+        """BuildError for warnings and for anything but these entry points."""
+        if _WARNING.search(self.log):
+            raise BuildError(f"expected no warnings, got\n{self.log}")  # NVRTC cannot make warnings errors
+        if loss := _LOSS.search(self.log):
+            raise BuildError(f"expected Hopper's instructions as they are written, got {loss[0]}")
+        found = _PTX_ENTRY.findall(self.code.decode()) if self.is_ptx else _ENTRY.findall(self.log)
+        if sorted(found) != sorted(entries):
+            raise BuildError(f"expected the __global__ functions {', '.join(entries)}, got "
+                             f"{', '.join(found) or 'none'}")
 
 
 def _known(first_drivers: dict[_Key, int], found: _Key, what: str) -> int:
@@ -126,27 +129,71 @@ def _known(first_drivers: dict[_Key, int], found: _Key, what: str) -> int:
     return first_drivers[found]
 
 
+@dataclass(frozen=True)
+class _Kernel:
+    """A kernel that a command compiles."""
+
+    source: Path
+    entries: tuple[str, ...]
+    out: Path  # its cubin or PTX
+
+    @property
+    def report(self) -> Path:
+        return self.out.with_suffix(".json")
+
+
 def main(compile_kernel: Callable[[Path, str, Path], Compiled], version: Callable[[], str]) -> int:
     """The command line around one compiler."""
-    parser = argparse.ArgumentParser(description="Compile one kernel to a cubin or PTX, and a report beside it.")
-    parser.add_argument("source", type=Path)
-    parser.add_argument("--target", required=True, metavar="sm_80")
-    parser.add_argument("--entry", action="append", default=[], metavar="NAME",
-                        help="one of the entry points; without any: one with the source's name")
+    parser = argparse.ArgumentParser(description="Compile kernels to cubins or PTX, with a report beside each.")
+    parser.add_argument("--target", required=True, metavar="sm_80", help="of all these kernels")
+    parser.add_argument("--kernel", action="append", required=True, nargs="+", metavar=("SOURCE", "ENTRY"),
+                        help="a source, and its entry points; without any: one with the source's name")
     parser.add_argument("--include", required=True, type=Path, metavar="DIR")
-    parser.add_argument("-o", dest="out", required=True, type=Path, metavar="OUT")
+    parser.add_argument("-o", dest="folder", required=True, type=Path, metavar="DIR", help="of the outputs")
     args = parser.parse_args()
-    outputs = (args.out, args.out.with_suffix(".json"))
-    for path in outputs:
-        path.unlink(missing_ok=True)  # a failure must not leave the outputs of an earlier success
-    log = ""
+    kernels = [_Kernel(source, tuple(entries) or (source.stem,),
+                       args.folder / f"{source.stem}{compiled_suffix(args.target)}")
+               for source, *entries in ((Path(first), *others) for first, *others in args.kernel)]
+    for kernel in kernels:  # a failure must not leave the outputs of an earlier success
+        kernel.out.unlink(missing_ok=True)
+        kernel.report.unlink(missing_ok=True)
     try:
-        compiled = compile_kernel(args.source, args.target, args.include)
-        log = compiled.log
-        report = Report.of(version(), tuple(args.entry) or (args.source.stem,), compiled)
-    except (BuildError, OSError) as error:
-        print(f"{log}{args.source}: {error}", file=sys.stderr)
+        compiled = [_compiled(kernel, compile_kernel, args.target, args.include) for kernel in kernels]
+        functions = _functions_of(compiled, args.target)
+        reports = [_report(*of_one, version()) for of_one in zip(kernels, compiled, functions)]
+    except BuildError as error:
+        print(error, file=sys.stderr)
         return 1
-    for path, data in zip(outputs, (compiled.code, json.dumps(vars(report)).encode())):
-        write_atomic(path, data)
+    for kernel, found, report in zip(kernels, compiled, reports):
+        write_atomic(kernel.out, found.code)
+        write_atomic(kernel.report, json.dumps(vars(report)).encode())
     return 0
+
+
+def _compiled(kernel: _Kernel, compile_kernel: Callable[[Path, str, Path], Compiled], target: str,
+              include: Path) -> Compiled:
+    with _naming(kernel):
+        found = compile_kernel(kernel.source, target, include)
+        found.check(kernel.entries)
+        return found
+
+
+def _functions_of(compiled: list[Compiled], target: str) -> list[tuple[Code, ...]]:
+    """Of each cubin; none of PTX."""
+    if is_ptx_target(target):
+        return [()] * len(compiled)
+    return disassemble([found.code for found in compiled], target)
+
+
+def _report(kernel: _Kernel, compiled: Compiled, functions: tuple[Code, ...], compiler: str) -> Report:
+    with _naming(kernel):
+        return Report.of(compiler, compiled, functions)
+
+
+@contextmanager
+def _naming(kernel: _Kernel) -> Iterator[None]:
+    """Errors name the kernel: a command compiles several."""
+    try:
+        yield
+    except (BuildError, OSError) as error:
+        raise BuildError(f"{kernel.source}: {error}") from error

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ninja import BIN_DIR
@@ -55,26 +55,44 @@ def _run_ninja(kernels: tuple[PlannedKernel, ...], compilation: Compilation, key
 
 def ninja_text(kernels: tuple[PlannedKernel, ...], compilation: Compilation,
                keys: Mapping[PlannedKernel, str]) -> str:
-    """build.ninja: one edge per kernel, all paths absolute. A command ends with its kernel's key, as a comment: ninja
-    rebuilds where a command changed, though the times of files may not tell."""
+    """build.ninja: one edge per batch of kernels, all paths absolute. A command ends with its kernels' keys, as a
+    comment: ninja rebuilds where a command changed, though the times of files may not tell."""
     project, toolchain = compilation.project, compilation.toolchain
     text = io.StringIO()
     ninja = Writer(text, width=120)  # type: ignore[arg-type]  # its stub says a string; it writes to a file
     ninja.variable("ninja_required_version", "1.5")
     ninja.variable("builddir", str(compilation.folder))  # where ninja keeps its log
-    command = f"{_quoted(_interpreter())} -m codegen.{toolchain} $in --target $target $entries"
-    ninja.rule("compile", f"{command} --include {_quoted(project.include)} -o $out # $key",
-               description=f"{toolchain} $target $name")
-    for kernel in kernels:
-        source, (compiled, report) = source_path(kernel, project), compilation.outputs(kernel)
-        headers = sorted(headers_of(source, project.include))
-        ninja.build([str(compiled)], "compile", [str(source)], implicit_outputs=[str(report)],
+    command = f"{_quoted(_interpreter())} -m codegen.{toolchain} --target $target $kernels"
+    ninja.rule("compile", f"{command} --include {_quoted(project.include)} -o {_quoted(compilation.folder)} # $keys",
+               description=f"{toolchain} $target $names")
+    for batch in _batches(kernels, compilation):
+        sources, outputs = [source_path(kernel, project) for kernel in batch], map(compilation.outputs, batch)
+        compiled, reports = zip(*outputs)
+        headers = sorted(set().union(*(headers_of(source, project.include) for source in sources)))
+        ninja.build([str(path) for path in compiled], "compile", [str(source) for source in sources],
+                    implicit_outputs=[str(path) for path in reports],
                     implicit=[str(path) for path in (*headers, *compilation.command_files,
                                                      compilation.folder / "compiler.txt")],
-                    variables={"target": compilation.target(kernel), "name": kernel.spec.name,
-                               "key": keys.get(kernel, ""),
-                               "entries": " ".join(f"--entry {entry}" for entry in kernel.spec.entries)})
+                    variables={"target": compilation.target(batch[0]),
+                               "names": " ".join(kernel.spec.name for kernel in batch),
+                               "keys": " ".join(keys.get(kernel, "") for kernel in batch),
+                               "kernels": " ".join(f"--kernel {_quoted(source)} {' '.join(kernel.spec.entries)}".strip()
+                                                   for kernel, source in zip(batch, sources))})
     return text.getvalue()
+
+
+_BATCH = 6
+"""Kernels that one command compiles: so many that to start it takes little beside them, so few that every processor has
+work to the end."""
+
+
+def _batches(kernels: tuple[PlannedKernel, ...], compilation: Compilation) -> Iterator[list[PlannedKernel]]:
+    """Kernels of one kind for one target: they read the same headers. Quantizers take the longest and come first."""
+    alike: dict[tuple[str, str], list[PlannedKernel]] = {}
+    for kernel in sorted(kernels, key=lambda kernel: kernel.spec.kind != "quant"):
+        alike.setdefault((kernel.spec.kind, compilation.target(kernel)), []).append(kernel)
+    for found in alike.values():
+        yield from (found[first:first + _BATCH] for first in range(0, len(found), _BATCH))
 
 
 def _quoted(path: object) -> str:

@@ -25,3 +25,8 @@ def chip_of(text: str) -> str:
 def is_ptx_target(target: str) -> bool:
     """True for a target that asks for PTX, which every later chip runs, and not for machine code."""
     return target.startswith("compute_")
+
+
+def compiled_suffix(target: str) -> str:
+    """What the name of a kernel's file ends with, once it is compiled for a target."""
+    return ".ptx" if is_ptx_target(target) else ".cubin"

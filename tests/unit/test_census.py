@@ -25,6 +25,7 @@ from codegen.kernel_info import KernelInfo
 from codegen.matrix import read_matrix
 from codegen.nvdisasm import Instruction
 from codegen.project import ROOT, Project
+from sage_aot._call.backends import default_library
 from sage_aot._kernels.manifest import MachineCode, MainLoop, Struct
 
 # Addresses count from 0 in steps of 0x10. The first loop has a guarded load, a branch for large scales, a rare one
@@ -47,7 +48,7 @@ TWO_LOOPS = """
 0xe0: BRA.DIV ~URZ,0x290
     @!P2 BRA 0x110
     FMUL R1,R1,R2
-0x110: CALL.REL.NOINC $__internal_0_$slow
+0x110: CALL.REL.NOINC 0x2b0
     HMMA.16816.F32 R8,R2,R3,R8
     @P3 CALL.REL.NOINC 0x150
     BRA 0x20
@@ -73,21 +74,35 @@ TWO_LOOPS = """
     EXIT
 0x290: SHFL.BFLY R1,R2
     BRA 0xf0
+0x2b0: RET.REL.NODEC R2,0x0
 """
+SUBROUTINES = frozenset([0x2b0])  # where a listing has one
 _LINE = re.compile(r" *(?:(0x\w+): )?(?:(@\S+) )?(\S+) ?(.*)")
 LOOP = MainLoop(matrix=2, other=13, rare=6)
 
 
 def functions_of(listing: str):
     """The functions of a listing as above, through the form in which nvdisasm gives them."""
-    instructions = []
+    instructions = values_of(listing)
+    return nvdisasm.read_json(json_of(instructions), [section_of(instructions)])
+
+
+def values_of(listing: str) -> list[dict[str, str]]:
+    found = []
     for i, line in enumerate(listing.strip().splitlines()):
         label, predicate, opcode, operands = _LINE.fullmatch(line).groups()
         assert label is None or int(label, 16) == 16 * i, line
-        attributes = {"control-flow": "True", "subroutine-call": "True"} if "$" in operands else {}
-        values = {"predicate": predicate, "opcode": opcode, "operands": operands, "other-attributes": attributes}
-        instructions.append({key: value for key, value in values.items() if value})
-    return nvdisasm.read_json(json.dumps([{"Producer": "a test"}, [{"start": 0, "sass-instructions": instructions}]]))
+        values = {"predicate": predicate, "opcode": opcode, "operands": operands}
+        found.append({key: value for key, value in values.items() if value})
+    return found
+
+
+def json_of(instructions: list[dict[str, str]]) -> str:
+    return json.dumps([{"Producer": "a test"}, [{"start": 0, "sass-instructions": instructions}]])
+
+
+def section_of(instructions: list[dict[str, str]]) -> nvdisasm.Section:
+    return nvdisasm.Section(bytes(16 * len(instructions)), SUBROUTINES)
 
 
 def test_the_loop_over_full_tiles_is_counted_along_its_straight_path():
@@ -179,7 +194,7 @@ def test_an_absent_nvdisasm_says_what_to_install(monkeypatch):
 
     monkeypatch.setattr(nvdisasm, "distribution", absent)
     with pytest.raises(BuildError, match=r"expected nvdisasm 13, got none: install .*pip install -e '\.\[codegen\]'"):
-        nvdisasm.disassemble(b"")
+        nvdisasm.disassemble([], "sm_80")
 
 
 def test_another_nvdisasm_is_refused(monkeypatch):
@@ -198,19 +213,61 @@ def test_a_package_without_the_program_is_named(monkeypatch):
 
     monkeypatch.setattr(nvdisasm, "distribution", lambda name: Empty)
     with pytest.raises(BuildError, match="expected nvidia-cuda-nvdisasm to hold one of nvdisasm, nvdisasm.exe"):
-        nvdisasm.disassemble(b"")
+        nvdisasm.disassemble([], "sm_80")
 
 
 def test_what_is_no_cubin_is_refused():
-    with pytest.raises(BuildError, match="expected a cubin that nvdisasm reads, got exit status"):
-        nvdisasm.disassemble(b"not a cubin")
+    with pytest.raises(BuildError, match="expected a cubin, got another file"):
+        nvdisasm.disassemble([b"not a cubin"], "sm_80")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "[{}, [{}]]", '[{}, [{"start": 0, "sass-instructions": [{"op": "MOV"}]}]]',
-                                  '[{}, [{"start": 0, "sass-instructions": [{"opcode": "BRA", "operands": "L"}]}]]'])
+def test_code_of_no_chip_is_refused():
+    with pytest.raises(BuildError, match="expected code of sm_10 that nvdisasm reads, got exit status"):
+        nvdisasm.disassemble([], "sm_10")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[{}, [{}]]", '[{}, [{"sass-instructions": [{"op": "MOV"}]}]]',
+                                  '[{}, [{"sass-instructions": [{"opcode": "BRA", "operands": "L"}]}]]',
+                                  '[{}, [{"sass-instructions": []}]]',
+                                  '[{}, [{"sass-instructions": [{"opcode": "NOP"}, {"opcode": "NOP"}]}]]'])
 def test_another_form_of_output_is_refused(text):
     with pytest.raises(BuildError, match="expected the JSON of nvdisasm 13, got another form"):
-        nvdisasm.read_json(text)
+        nvdisasm.read_json(text, [nvdisasm.Section(bytes(16))])
+
+
+def test_functions_that_are_read_as_one_have_their_own_addresses():
+    """Jumps of the second listing go to bytes of the whole."""
+    first, second = values_of("MOV R0,R1\nEXIT"), values_of(TWO_LOOPS)
+    for values in second:
+        if values["opcode"].split(".")[0] in ("BRA", "CALL", "RET"):
+            *conditions, target = values["operands"].split(",")
+            values["operands"] = ",".join([*conditions, hex(int(target, 16) + 16 * len(first))])
+    read = nvdisasm.read_json(json_of([*first, *second]), [section_of(first), section_of(second)])
+    assert read == [*functions_of("MOV R0,R1\nEXIT"), *functions_of(TWO_LOOPS)]
+
+
+def test_a_call_of_a_subroutine_comes_back():
+    code, = functions_of(TWO_LOOPS)
+    call, far = (instruction for instruction in code if instruction.name == "CALL")
+    assert (call.target, call.falls_through) == (None, True)
+    assert (far.target, far.falls_through) == (0x150, True)
+
+
+@pytest.mark.kernels("sm80", "sm89")
+@pytest.mark.parametrize("arch", ["sm80", "sm89"])
+def test_cubins_say_where_their_functions_lie(arch):
+    """Of kernels with several entry points, and with a subroutine: alone as together."""
+    records = [record for record in default_library().manifest.kernels.values()
+               if record.spec.arch == arch and record.spec.kind in ("quant", "delta")]
+    cubins = [default_library().read(record) for record in records]
+    together = nvdisasm.disassemble(cubins, records[0].target)
+    assert [len(functions) for functions in together] == [len(record.spec.entries) for record in records]
+    assert together == [nvdisasm.disassemble([cubin], records[0].target)[0] for cubin in cubins]
+    calls = [instruction for functions in together for code in functions for instruction in code
+             if instruction.name == "CALL"]
+    assert calls and all(call.target is None for call in calls)
+    for code in (code for functions in together for code in functions):
+        assert {instruction.target for instruction in code} <= {None, *(instruction.address for instruction in code)}
 
 
 def before_arrival(*opcodes: str) -> int:

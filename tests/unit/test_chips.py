@@ -188,7 +188,7 @@ def predicted(monkeypatch, *texts: str) -> chips.Prediction:
     products = ["IMMA.16832.S8.S8 R0,R100,R104,RZ"] * 32 + ["QMMA.16832.F16.E4M3.E4M3 R8,R100,R104,RZ"] * 32
     lines = [instruction(text, address=16 * i) for i, text in enumerate([*products, *texts])]
     loop = (*lines, Instruction(16 * len(lines), "BRA", 0), Instruction(16 * len(lines) + 16, "EXIT", None, False))
-    monkeypatch.setattr(chips, "disassemble", lambda cubin: (loop,))
+    monkeypatch.setattr(chips, "disassemble", lambda cubins, target: [(loop,)])
     monkeypatch.setattr(chips, "stalls_of", lambda cubin: {})
     return chips.predict(KERNEL, "RTX 4090")
 
@@ -223,7 +223,7 @@ def test_instructions_that_the_model_lacks_are_named(text, chip, message):
 
 
 def test_a_cubin_that_is_none_is_named(monkeypatch):
-    def refused(cubin):
+    def refused(cubins, target):
         raise BuildError("expected a cubin that nvdisasm reads")
 
     monkeypatch.setattr(chips, "disassemble", refused)
@@ -232,7 +232,7 @@ def test_a_cubin_that_is_none_is_named(monkeypatch):
 
 
 def test_a_kernel_without_a_loop_of_products_is_named(monkeypatch):
-    monkeypatch.setattr(chips, "disassemble", lambda cubin: ((Instruction(0, "EXIT", None, False),),))
+    monkeypatch.setattr(chips, "disassemble", lambda cubins, target: [((Instruction(0, "EXIT", None, False),),)])
     with pytest.raises(ArgumentError, match="expected a loop with every kind of matrix instruction, got none"):
         chips.predict(KERNEL, "RTX 4090")
 

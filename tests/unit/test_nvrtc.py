@@ -71,9 +71,8 @@ def compile(tmp_path):
         for header in ("kernel_info.cuh", "types.cuh"):
             shutil.copy(ROOT / "templates/include/sage" / header, here / "include" / "sage")
         (here / "k.cu").write_text(text)
-        command = [sys.executable, "-m", f"codegen.{toolchain}", str(here / "k.cu"), "--target", target,
-                   "--include", str(here / "include"), "-o", str(here / "k.cubin"),
-                   *(f"--entry={entry}" for entry in entries)]
+        command = [sys.executable, "-m", f"codegen.{toolchain}", "--target", target, "--include",
+                   str(here / "include"), "-o", str(here), "--kernel", str(here / "k.cu"), *entries]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False), here / "k.cubin"
 
     return run
@@ -166,9 +165,8 @@ ptxas info    : Function properties for callee
     16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
 ptxas info    : Used 32 registers, used 1 barriers, 264 bytes cumulative stack size, 360 bytes cmem[0]
 """
-    monkeypatch.setattr(compiler, "disassemble", lambda code: ())
     monkeypatch.setattr(compiler, "of_elf", lambda code: None)
-    found = Report.of("c", ("k",), Compiled(b"\x7fELF\x02\x01\x01\x33\x07", log))
+    found = Report.of("c", Compiled(b"\x7fELF\x02\x01\x01\x33\x07", log), ())
     assert found.machine == MachineCode(registers=32, spill_bytes=616, elf_abi=7)
 
 
