@@ -94,29 +94,24 @@ def prepared(given: Given, out: torch.Tensor | None, options: tuple[Any, ...]) -
     Raises as :func:`sage_aot.attn` does. Options from an operator have their schema's types, so equal keys mean equal
     calls.
     """
-    if given.kind != "train" and torch.is_grad_enabled() and requires_grad(given, out):
-        check_no_grad(**given.named, out=out)  # on every call: grad mode changes
     around = handed, _ = surroundings()
     key = kind_of_call(given, out, options, around)
     found = _prepared.get(key)
-    return found or _prepared.remembered(key, around, lambda: prepare(
+    if found:
+        return found
+    if given.kind != "train":
+        check_no_grad(**given.named, out=out)  # so that a kind with a tensor that autograd would track is never kept
+    return _prepared.remembered(key, around, lambda: prepare(
         handed or backend_of(given.like), given, Options.from_schema(*options), out))
-
-
-def requires_grad(given: Given, out: torch.Tensor | None) -> bool:
-    """True where autograd may track a tensor of a call."""
-    for tensor in (*given.tensors, out):  # noqa: SIM110  # any() takes longer, on the way of every call
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
 
 
 def kind_of_call(given: Given, out: torch.Tensor | None, options: tuple[Any, ...],
                  around: Surroundings) -> tuple[Any, ...]:
     """A key that is equal for calls that one preparation serves."""
+    tracks = torch.is_grad_enabled() and given.kind != "train"
     return (*around, options, given.kind, given.details,
-            *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*given[1:-1], out)])
-
+            *[None if x is None else (x.shape, x.stride(), x.dtype, x.device, tracks and x.requires_grad)
+              for x in (*given[1:-1], out)])
 
 
 def prepare(backend: Backend, given: Given, options: Options, out: torch.Tensor | None = None) -> Prepared[Call]:

@@ -9,7 +9,7 @@ import torch
 
 from sage_aot._call.backends import backend_of, surroundings
 from sage_aot._call.ops import autocast_dtype, cast_for_autocast
-from sage_aot._call.pipeline import ByKind, kernels_on, kind_of_call, plan_of_call, requires_grad
+from sage_aot._call.pipeline import ByKind, kernels_on, kind_of_call, plan_of_call
 from sage_aot._problem.arguments import check_dense, check_out
 from sage_aot._problem.check import check
 from sage_aot._problem.derivatives import check_no_derivative, check_no_grad, is_transformed
@@ -33,8 +33,6 @@ def refusal(given: Given, out: torch.Tensor | None, options: tuple[Any, ...]) ->
     for tensor in (*given.tensors, out):
         if tensor is not None and not is_plain(tensor):
             check_dense(**given.named, out=out)
-    if torch.is_grad_enabled() and requires_grad(given, out):
-        check_no_grad(**given.named, out=out)
     if is_transformed():
         check_no_derivative(**given.named, out=out)
     autocast, around = autocast_dtype(given.like), surroundings()
@@ -53,6 +51,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def _asked(backend: Backend, given: Given, out: torch.Tensor | None, options: tuple[Any, ...],
            autocast: torch.dtype | None) -> str | None:
     """The message of what the pipeline would raise now."""
+    check_no_grad(**given.named, out=out)  # raises: in another grad mode the answer is another
     device = given.like.get_device()
     if autocast is not None:
         given = _as_cast(given, autocast)
