@@ -95,11 +95,12 @@ class Arguments(NamedTuple):
     v: Argument
     out: Argument
     optional: Mapping[str, Argument]  # of the table TENSORS, by name
+    returns_lse: bool
 
-    def placed(self, at_16_bytes: tuple[bool, ...]) -> Arguments:
-        """The same, with q, k and v that begin at a multiple of 16 bytes or not."""
+    def of_call(self, at_16_bytes: tuple[bool, ...], returns_lse: bool) -> Arguments:
+        """The same of a call whose q, k and v begin at a multiple of 16 bytes or not."""
         q, k, v = (tensor._replace(at_16_bytes=at) for tensor, at in zip((self.q, self.k, self.v), at_16_bytes))
-        return self._replace(q=q, k=k, v=v)
+        return self._replace(q=q, k=k, v=v, returns_lse=returns_lse)
 
 
 MISSING = Strides(0, 0, 0)
@@ -343,16 +344,20 @@ def _quantize(plan: Plan, tensors: Arguments, known: Params, sm_count: int) -> L
         rounds = max(1, min(MOST_ROUNDS, blocks // (sm_count * BLOCKS_A_ROUND)))
         kv_blocks = _kv_blocks(problem, keys * rounds)
     per_kv_head = 2 * kv_blocks + q_blocks
-    own = {"rounds": rounds, "kv_blocks": kv_blocks, "blocks_per_kv_head": FastDivmod.of(per_kv_head)}
-    if problem.part == "train":  # the backward pass recomputes P from scores without a row_bias
-        own["lse"] = NULL
-    elif plan.splits > 1:  # the log-sum-exp of each split is its weight, wanted or not
-        own["lse"] = ("workspace", plan.offsets["partial_lse"])
-    elif "sinks" in problem.optional:  # which are weighed against all that the scores are, wanted or not
-        own["lse"] = ("sinks", 0)
+    own = {"rounds": rounds, "kv_blocks": kv_blocks, "blocks_per_kv_head": FastDivmod.of(per_kv_head),
+           "wants_row_bias": _wants_row_bias(plan, tensors.returns_lse)}
     read = {"kv": (tensors.k, tensors.v), "q": (tensors.q,)}.get(problem.part, (tensors.q, tensors.k, tensors.v))
     return launch_of(record, kv_heads * per_kv_head, {**known, **own},
                      rows_of(problem.headdim, problem.dtype, *read))
+
+
+def _wants_row_bias(plan: Plan, returns_lse: bool) -> bool:
+    """True where the attention kernel adds what smoothing K took off a row's scores: to the log-sum-exp, which is the
+    weight of a split too, and before it weighs a sink against the scores."""
+    problem = plan.problem
+    if problem.part == "train":  # the backward pass recomputes P from scores without a row_bias
+        return False
+    return problem.options.smooth_k and (returns_lse or plan.splits > 1 or "sinks" in problem.optional)
 
 
 def _delta(plan: Plan, tensors: Arguments, known: Params) -> Launch:

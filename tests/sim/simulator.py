@@ -170,8 +170,8 @@ class SimulatedCall:
         tensors = {**inputs, **results, "kept": given.kept, "workspace": workspace}
         addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
         arguments = arguments_of(self._given, self._out, self.plan.problem.options.layout)
-        placed = arguments.placed(tuple(addresses[name] % 16 == 0 for name in "qkv"))
-        for launch in launches(self.plan, placed, SM_COUNT):
+        arguments = arguments.of_call(tuple(addresses[name] % 16 == 0 for name in "qkv"), lse is not None)
+        for launch in launches(self.plan, arguments, SM_COUNT):
             self._simulator.launch(launch, self._manifest.structs[launch.record.params], addresses)
 
 

@@ -57,10 +57,10 @@ def argument(name, at_16_bytes=True, strides=(1, 2, 3)):
     return Argument(name, Strides(*strides), at_16_bytes)
 
 
-def run(problem=PROBLEM, chosen=None, sm_count=132, splits=1, **tensors):
+def run(problem=PROBLEM, chosen=None, sm_count=132, splits=1, returns_lse=False, **tensors):
     """The launches of a problem. Tensors that are not given have rows that are not aligned."""
     rows = {name: tensors.pop(name, argument(name)) for name in ("q", "k", "v", "out")}
-    arguments = Arguments(**rows, optional=tensors)
+    arguments = Arguments(**rows, optional=tensors, returns_lse=returns_lse)
     return launches(plan(problem, chosen or kernels(problem=problem), splits), arguments, sm_count)
 
 
@@ -109,12 +109,22 @@ def test_structs_hold_the_problem():
 
 
 def test_tensors_are_named_and_have_their_own_strides():
-    tensors = {name: argument(name, strides=(i, 10 * i, 100 * i)) for i, name in enumerate(Arguments._fields, 1)}
+    tensors = {name: argument(name, strides=(i, 10 * i, 100 * i)) for i, name in enumerate(("q", "k", "v", "out"), 1)}
     expected = {name: Tensor((name, 0), *given.strides) for name, given in tensors.items()}
     quant, delta, attn = run(SMOOTH_Q, **tensors)
     assert [quant.params[name] for name in "qkv"] == [expected[name] for name in "qkv"]
     assert delta.params["k"] == expected["k"] and attn.params["out"] == expected["out"]
-    assert attn.params["lse"] == quant.params["lse"] == ("lse", 0)
+    assert attn.params["lse"] == ("lse", 0)
+
+
+@pytest.mark.parametrize(("wanted", "problem", "how"), [
+    (False, PROBLEM, {}), (True, PROBLEM, {"returns_lse": True}), (True, PROBLEM, {"splits": 2}),
+    (True, changed(optional=("sinks",)), {"sinks": argument("sinks")}),
+    (False, changed(smooth_k=False), {"returns_lse": True}), (False, changed(smooth_k=False), {"splits": 2}),
+    (False, changed(part="train"), {"returns_lse": True}),
+])
+def test_the_quantizer_is_told_whether_scores_are_needed_as_they_were_before_smoothing(wanted, problem, how):
+    assert run(problem, chosen=kernels(), **how)[0].params["wants_row_bias"] is wanted
 
 
 def test_every_launch_fills_the_struct_that_its_kernel_takes():
@@ -318,7 +328,6 @@ def test_blocks_that_share_keys_store_partial_results_which_a_last_launch_merges
     out = Tensor(("workspace", layout.offsets["partial_out"]), 6 * head if tokens is None else 0, head, 80)
     assert (attn.params["out"], attn.params["dtype"], attn.params["headdim"]) == (out, 2, 80)
     assert attn.params["lse"] == merge.params["partial_lse"] == ("workspace", layout.offsets["partial_lse"])
-    assert quant.params["lse"] == merge.params["partial_lse"]  # weights are the same with a log-sum-exp and without
     assert merge.params["partial_out"] == out.data
     assert (merge.params["out"], merge.params["lse"], merge.params["dtype"]) == (argument("out").tensor, ("lse", 0), 1)
     assert (merge.params["headdim"], merge.params["partial_headdim"]) == (78, 80)

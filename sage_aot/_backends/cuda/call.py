@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -27,8 +28,8 @@ class CudaCall:
         # What a call keeps is allocated after the call is prepared.
         has_others = plan.problem.part != "all" or any(tensor is not None for tensor in given.tensors[3:])
         self._others = addresses_of_others if has_others else no_addresses
-        self._queues: dict[tuple[bool, ...], Queue] = {}  # by which of q, k, v begin at a multiple of 16 bytes
-        self._aligned = self._queue_for(ALIGNED)
+        # By which of q, k, v begin at a multiple of 16 bytes, and whether the log-sum-exp is returned.
+        self._queues: dict[tuple[tuple[bool, ...], bool], Queue] = {}
         with entered(device):
             self._context = context_of(library.driver, device)
 
@@ -42,7 +43,7 @@ class CudaCall:
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         workspace = torch._C._cuda_cudaCachingAllocator_raw_alloc(self._workspace_bytes, stream)
         try:
-            queue = self._aligned if (q | k | v) & 15 == 0 else self._queue_at(q, k, v)
+            queue = self._queue_at(q, k, v, at_lse) if (q | k | v) & 15 or at_lse else self._usual
             queue.launch(stream, q, k, v, at_out, at_lse, workspace, *others)
         finally:  # queued kernels may still use the memory: the allocator reuses it in the order of the stream
             torch._C._cuda_cudaCachingAllocator_raw_delete(workspace)
@@ -50,24 +51,31 @@ class CudaCall:
     def run(self, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None, workspace: torch.Tensor) -> None:
         """Make the call with a workspace of the caller's: uint8, plan.workspace_bytes. Afterwards the workspace holds
         the quantized tensors, but for those that `given.kept` holds."""
-        addresses = addresses_of(given, out, lse, workspace)
-        self._queue_at(*addresses[:3])(torch._C._cuda_getCurrentRawStream(self._device), *addresses)
+        q, k, v, at_out, at_lse, *others = addresses_of(given, out, lse, workspace)
+        queue = self._queue_at(q, k, v, at_lse)
+        queue(torch._C._cuda_getCurrentRawStream(self._device), q, k, v, at_out, at_lse, *others)
 
-    def _queue_at(self, q: int, k: int, v: int) -> Queue:
-        return self._queue_for((q & 15 == 0, k & 15 == 0, v & 15 == 0))
+    @cached_property
+    def _usual(self) -> Queue:
+        """The queue of most calls."""
+        return self._queue_for(ALIGNED, False)
 
-    def launches(self, at_16_bytes: tuple[bool, ...] = ALIGNED) -> list[Launch]:
+    def _queue_at(self, q: int, k: int, v: int, lse: int) -> Queue:
+        return self._queue_for((q & 15 == 0, k & 15 == 0, v & 15 == 0), lse != 0)
+
+    def launches(self, at_16_bytes: tuple[bool, ...] = ALIGNED, returns_lse: bool = False) -> list[Launch]:
         """The launches, for q, k and v that begin at a multiple of 16 bytes or not."""
-        return launches(self.plan, self._arguments.placed(at_16_bytes), sm_count(self._device))
+        return launches(self.plan, self._arguments.of_call(at_16_bytes, returns_lse), sm_count(self._device))
 
     def queue_of(self, wanted: Sequence[Launch]) -> Queue:
         """Load the kernels of some launches and bind them to a queue."""
         return queue_of(self._library, self._device, wanted)
 
-    def _queue_for(self, at_16_bytes: tuple[bool, ...]) -> Queue:
-        if at_16_bytes not in self._queues:
-            self._queues[at_16_bytes] = self.queue_of(self.launches(at_16_bytes))
-        return self._queues[at_16_bytes]
+    def _queue_for(self, at_16_bytes: tuple[bool, ...], returns_lse: bool) -> Queue:
+        key = at_16_bytes, returns_lse
+        if key not in self._queues:
+            self._queues[key] = self.queue_of(self.launches(*key))
+        return self._queues[key]
 
 
 def addresses_of(given: Given, out: torch.Tensor | None, lse: torch.Tensor | None,
@@ -93,7 +101,7 @@ def arguments_of(given: Given, out: torch.Tensor | None, layout: str) -> Argumen
             for name, tensor in (("q", given.q), ("k", given.k), ("v", given.v), ("out", out))}
     optional = {name: Argument(name, Strides(*strides_of_optional(name, getattr(given, name))))
                 for name in given.optional}
-    return Arguments(**rows, optional=optional)
+    return Arguments(**rows, optional=optional, returns_lse=False)  # until a call says so: Arguments.of_call
 
 
 def strides_of(tensor: torch.Tensor, layout: str) -> Strides:

@@ -54,8 +54,6 @@ struct QuantParams {
   float* v_scale;     // likewise
   float* v_mean;      // likewise, as k_mean
   float* row_bias;    // [batch * num_q_heads][q_tiles * block_m], log2 units: what smoothing K took off a row's scores
-  float* lse;         // not written; not null where the call returns one, splits keys or has sinks; null: row_bias is
-                      // zero where a row is finite
   u32* tile_counter;  // [1], zeroed for the attention kernel's tile scheduler
   const i32* key_rank;      // as PackParams; null: no key mask
   const i32* key_index;     // likewise
@@ -77,28 +75,31 @@ struct QuantParams {
   i32 smooth_q;  // whether the mean of each tile's rows is subtracted
   i32 smooth_k;
   i32 smooth_v;
-  i32 rotate;       // whether Q̂ and K̂ are of rows times the Hadamard matrix
-  i32 clip;         // whether the largest values of scale groups of s4 may be cut off
-  float v_typical;  // mean magnitude that a channel of V has in V̂, in e4m3
-  float v_least;    // a tile of V needs no factor where the largest magnitude in V̂ is from v_least
-  float v_limit;    // to v_limit
-  i32 rounds;       // groups of tiles of K or V that a block takes, one after another; a group fills its threads
-  i32 kv_blocks;    // blocks for K of a KV head, and as many for V; 0: an earlier launch quantized K and V
+  i32 wants_row_bias;  // whether row_bias is q · k_mean; 0: zero, where a row is finite
+  i32 rotate;          // whether Q̂ and K̂ are of rows times the Hadamard matrix
+  i32 clip;            // whether the largest values of scale groups of s4 may be cut off
+  float v_typical;     // mean magnitude that a channel of V has in V̂, in e4m3
+  float v_least;       // a tile of V needs no factor where the largest magnitude in V̂ is from v_least
+  float v_limit;       // to v_limit
+  i32 rounds;          // groups of tiles of K or V that a block takes, one after another; a group fills its threads
+  i32 kv_blocks;       // blocks for K of a KV head, and as many for V; 0: an earlier launch quantized K and V
   FastDivmod blocks_per_kv_head;
+  i32 unused;  // fills a gap, as in PackParams
 };
 
 constexpr auto fields_of(const QuantParams*) {
   using Params = QuantParams;
   return fields(SAGE_STRUCT(QuantParams), SAGE_FIELD(q), SAGE_FIELD(k), SAGE_FIELD(v), SAGE_FIELD(q_hat),
                 SAGE_FIELD(kv_hat), SAGE_FIELD(q_scale), SAGE_FIELD(q_mean), SAGE_FIELD(k_mean), SAGE_FIELD(v_scale),
-                SAGE_FIELD(v_mean), SAGE_FIELD(row_bias), SAGE_FIELD(lse), SAGE_FIELD(tile_counter),
-                SAGE_FIELD(key_rank), SAGE_FIELD(key_index), SAGE_FIELD(cu_seqlens_q), SAGE_FIELD(cu_seqlens_k),
-                SAGE_FIELD(batch), SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads), SAGE_FIELD(q_heads_per_kv_head),
+                SAGE_FIELD(v_mean), SAGE_FIELD(row_bias), SAGE_FIELD(tile_counter), SAGE_FIELD(key_rank),
+                SAGE_FIELD(key_index), SAGE_FIELD(cu_seqlens_q), SAGE_FIELD(cu_seqlens_k), SAGE_FIELD(batch),
+                SAGE_FIELD(num_q_heads), SAGE_FIELD(num_kv_heads), SAGE_FIELD(q_heads_per_kv_head),
                 SAGE_FIELD(seqlen_q), SAGE_FIELD(seqlen_kv), SAGE_FIELD(kv_rows), SAGE_FIELD(headdim),
                 SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles), SAGE_FIELD(block_m), SAGE_FIELD(softmax_scale_log2),
-                SAGE_FIELD(dtype), SAGE_FIELD(smooth_q), SAGE_FIELD(smooth_k), SAGE_FIELD(smooth_v), SAGE_FIELD(rotate),
-                SAGE_FIELD(clip), SAGE_FIELD(v_typical), SAGE_FIELD(v_least), SAGE_FIELD(v_limit), SAGE_FIELD(rounds),
-                SAGE_FIELD(kv_blocks), SAGE_FIELD(blocks_per_kv_head));
+                SAGE_FIELD(dtype), SAGE_FIELD(smooth_q), SAGE_FIELD(smooth_k), SAGE_FIELD(smooth_v),
+                SAGE_FIELD(wants_row_bias), SAGE_FIELD(rotate), SAGE_FIELD(clip), SAGE_FIELD(v_typical),
+                SAGE_FIELD(v_least), SAGE_FIELD(v_limit), SAGE_FIELD(rounds), SAGE_FIELD(kv_blocks),
+                SAGE_FIELD(blocks_per_kv_head), SAGE_FIELD(unused));
 }
 
 // For delta_s, the term of the scores that smoothing Q took off: the mean of a query tile's rows · (K less its mean),

@@ -44,7 +44,7 @@ struct QuantizeQ {
     const i32 rows = seqlen.q();
     if (tile * kBlockM >= rows) return;  // an empty slot
     const Source<kSource> source(params.q, batch, q_head, seqlen.q_begin(), rows, params.headdim, params.dtype);
-    const bool biased = params.smooth_k && params.lse != nullptr;
+    const bool biased = params.wants_row_bias;
     if (biased) {
       const i32 kv_head = q_head / params.q_heads_per_kv_head;
       if (params.kv_blocks == 0) {
