@@ -79,6 +79,9 @@ observer: Callable[[HostCall, Any, Callable[[], Any]], None] | None = None
 """Told of every call that :func:`attend` served: the call, sage_aot's result, and the host's own attention."""
 
 
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+
 class _Hosts(threading.local):
     """A thread's mark that it runs a host's own attention, whose calls of scaled_dot_product_attention are torch's."""
 
@@ -88,21 +91,22 @@ class _Hosts(threading.local):
 _hosts = _Hosts()
 
 
-def by_host(host: Callable[[], Any]) -> Any:
+def by_host(host: Callable[..., Any], *given: Any) -> Any:
     """The host's own attention. Where torch's function is replaced too, it must not get the call a second time. In
-    compiled code it may: a trace cannot follow what belongs to a thread."""
-    if torch.compiler.is_compiling():
-        return host()
+    compiled code it may: a trace cannot follow what belongs to a thread. Adapters hand on what the host is `given` for
+    calls that have a route: a closure would make a cell of each argument, of other calls too."""
+    if _is_dynamo_compiling():
+        return host(*given)
     before, _hosts.busy = _hosts.busy, True
     try:
-        return host()
+        return host(*given)
     finally:
         _hosts.busy = before
 
 
 def is_hosts_own() -> bool:
     """True where a call of torch's attention comes from within :func:`by_host`."""
-    return not torch.compiler.is_compiling() and _hosts.busy
+    return not _is_dynamo_compiling() and _hosts.busy
 
 
 def serve_anyway(call: HostCall, otherwise: str, return_lse: bool = False, **options: Any) -> Any:

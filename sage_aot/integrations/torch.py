@@ -30,7 +30,7 @@ from sage_aot._call.sparse import Sparse
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import _policy
 from sage_aot.integrations._report import count
-from sage_aot.integrations._routes import FLASH, is_small, route
+from sage_aot.integrations._routes import FLASH, NOT_ASKED, is_small, route
 from sage_aot.integrations._rules import HostCall, check_gpu
 from sage_aot.integrations._serve import attend, by_host, is_hosts_own
 
@@ -64,25 +64,23 @@ def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask:
     if attn_mask is not None and type(attn_mask) is not torch.Tensor and has_torch_function((attn_mask,)):
         count("a mask of a subclass")
         return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    known = None
+    known = NOT_ASKED
     if not _is_dynamo_compiling():
         try:  # what `route` does, in place: each 0.1 µs of the host counts
-            known = _policy.routes.get((query.shape, key.shape, attn_mask is not None, is_causal, -2))
+            known = _policy.routes.get((query.shape, key.shape, attn_mask is not None, is_causal, -2), NOT_ASKED)
         except (RuntimeError, TypeError):
-            known = None
-    if known is None:
+            pass
+    if known is NOT_ASKED:
         known = route(query, key, attn_mask is not None, is_causal)
     if known is None:
-        call = HostCall(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=enable_gqa)
-        out: torch.Tensor = attend(call, lambda: torchs(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
-        return out
-    counted, by = known
-    counted()
-    if by and dropout_p == 0 and (by == FLASH or enable_gqa):
+        return _attend(None, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    known.counted()
+    if known.by and dropout_p == 0 and (known.by == FLASH or enable_gqa):
         flashed = by_flash(query, key, value, scale)
         if flashed is not None:
             return flashed
+    if scale is None and attn_mask is None and is_causal is False and dropout_p == 0:  # to parse these takes 0.2 µs
+        return _TORCHS(query, key, value, enable_gqa=True) if enable_gqa else _TORCHS(query, key, value)
     if enable_gqa:
         return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
     if scale is None:
@@ -90,18 +88,25 @@ def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask:
     return _TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
 
+def _attend(sparse: Sparse | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+            attn_mask: torch.Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+            enable_gqa: bool) -> torch.Tensor:
+    """A call of which more than its shape decides. Apart from :func:`sdpa`, where the closure would make a cell of
+    each argument, also for calls that have a route."""
+    call = HostCall(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=enable_gqa, blocks=sparse)
+    out: torch.Tensor = attend(call, lambda: torchs(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+    return out
+
+
 def sparse_sdpa(sparse: Sparse | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                 attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
                 scale: float | None = None, enable_gqa: bool = False) -> torch.Tensor:
     """:func:`sdpa`, whose long calls of tokens to themselves choose their blocks of keys."""
-    def by_torch() -> torch.Tensor:
-        return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
     if is_small(query, key, attn_mask is not None, is_causal):
-        return by_host(by_torch)  # type: ignore[no-any-return]
-    call = HostCall(query, key, value, attn_mask, is_causal, scale, dropout_p, grouped=enable_gqa, blocks=sparse)
-    out: torch.Tensor = attend(call, by_torch)
-    return out
+        out: torch.Tensor = by_host(torchs, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return out
+    return _attend(sparse, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def is_torchs_sdpa(function: object) -> bool:
@@ -142,9 +147,12 @@ _FLASH_TYPES = torch.float16, torch.bfloat16
 
 
 @functools.wraps(_TORCHS, ("__doc__", "__name__"), ())
-def _from_python(*args: Any, **options: Any) -> torch.Tensor:
+def _from_python(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+                 dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+                 enable_gqa: bool = False) -> torch.Tensor:
     """The function in the place of torch's: :func:`sdpa`, but for the calls of a host's own attention."""
-    return (torchs if is_hosts_own() else sdpa)(*args, **options)
+    function = torchs if is_hosts_own() else sdpa  # named arguments: to pack and unpack others takes 0.1 µs
+    return function(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 class replace_sdpa(TorchFunctionMode):  # noqa: N801  # a context manager, as torch.no_grad is

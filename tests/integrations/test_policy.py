@@ -549,6 +549,27 @@ def test_slower_calls_are_left_to_the_host_at_once(threshold, q, k, rows, has_ma
         assert not is_small(q, k, has_mask, is_causal, rows), "the policy serves whatever is possible"
 
 
+BASE = (2, 4, 8, 64), (2, 2, 16, 64)
+
+
+@pytest.mark.parametrize(("q", "k", "mask", "rows"), [
+    ((4, 4, 8, 64), (4, 2, 16, 64), (False, False), -2), ((2, 8, 8, 64), (2, 2, 16, 64), (False, False), -2),
+    ((2, 4, 8, 64), (2, 1, 16, 64), (False, False), -2), ((2, 4, 16, 64), (2, 2, 16, 64), (False, False), -2),
+    ((2, 4, 8, 64), (2, 2, 32, 64), (False, False), -2), ((2, 4, 8, 128), (2, 2, 16, 128), (False, False), -2),
+    (*BASE, (True, False), -2), (*BASE, (False, True), -2), (*BASE, (False, False), 1)],
+    ids=["batch", "heads", "kv heads", "queries", "keys", "channels", "mask", "causal", "layout"])
+def test_a_route_is_of_its_kind_of_call_alone(threshold, monkeypatch, q, k, mask, rows):
+    """A call that differs in one thing which decides is decided about anew, whatever was kept before it."""
+    threshold(**dict.fromkeys(KINDS, 1e15))
+    way, asked = _routes._way, []
+    monkeypatch.setattr(_routes, "_way", lambda *kind: asked.append(kind) or way(*kind))
+    base, other = (*map(torch.empty, BASE), False, False), (torch.empty(q), torch.empty(k), *mask, rows)
+    with use(Policy()):
+        for _ in range(2):
+            assert is_small(*base) and is_small(*other)
+    assert len(asked) == 2
+
+
 def test_a_causal_call_has_a_route_where_neither_mask_is_faster(threshold):
     """Hosts that may mean no mask ask so."""
     q, k = torch.empty(1, 2, 8, 64), torch.empty(1, 2, 8, 64)

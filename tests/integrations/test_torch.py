@@ -39,6 +39,8 @@ def test_the_signature_is_torchs():
     assert [(p.name, p.default) for p in parameters[3:]] == [
         ("attn_mask", None), ("dropout_p", 0.0), ("is_causal", False), ("scale", None), ("enable_gqa", False)]
     assert f"({', '.join(p.name for p in parameters[:3])}, attn_mask=None, dropout_p=0.0," in captured.__doc__
+    replacing = inspect.signature(integration._from_python, follow_wrapped=False)
+    assert list(replacing.parameters.values()) == parameters
 
 
 MASK = torch.arange(40) < torch.tensor([25, 40])[:, None, None, None]
@@ -548,6 +550,36 @@ def test_calls_with_a_route_are_torchs_whole(monkeypatch, qkv, options):
         for _ in range(2):
             assert torch.equal(sdpa(q, k, v, **options), expected)
     assert report() == {SLOWER: 2}
+
+
+@pytest.mark.parametrize(("of_q", "of_k", "options"), [
+    ((2, 4, 40, 64), (2, 4, 40, 64), {}), ((1, 8, 40, 64), (1, 4, 40, 64), {}), ((1, 4, 41, 64), (1, 4, 40, 64), {}),
+    ((1, 4, 40, 32), (1, 4, 40, 32), {}), ((1, 4, 40, 64), (1, 2, 40, 64), {}), ((1, 4, 40, 64), (1, 4, 41, 64), {}),
+    ((1, 4, 40, 64), (1, 4, 40, 64), {"attn_mask": torch.ones(1, 1, 1, 40).bool()}),
+    ((1, 4, 40, 64), (1, 4, 40, 64), {"is_causal": True})], ids=str)
+@pytest.mark.parametrize("faster", [False, True])
+def test_each_kind_of_call_is_asked_about_once(exact, monkeypatch, faster, of_q, of_k, options):
+    """The look-up in front of `route` knows what `route` kept, of calls that are served too, and of no other call."""
+    asked, threshold = [], (0, 0 if faster else 1e15)
+    for module in (_routes, _rules):
+        monkeypatch.setattr(module, "threshold_of", lambda device, kind, headdim: threshold)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(integration, "route", lambda *call: asked.append(call) or _routes.route(*call))
+    base, other = (torch.ones(1, 4, 40, 64),) * 3, (torch.ones(of_q), torch.ones(of_k), torch.ones(of_k))
+    with use(Policy()):
+        for _ in range(2):
+            sdpa(*base)
+            sdpa(*other, enable_gqa=True, **options)
+    assert len(asked) == 2 and report() == {SERVED if faster else SLOWER: 4}
+
+
+@pytest.mark.parametrize("wrong", [{"is_causal": 0}, {"dropout_p": None}, {"scale": "1"}], ids=str)
+def test_what_torch_refuses_is_refused_of_calls_with_a_route(monkeypatch, qkv, wrong):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with use(Policy()):
+        sdpa(*qkv)
+        with pytest.raises(TypeError, match=f"argument '{min(wrong)}'.* must be"):
+            sdpa(*qkv, **wrong)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
