@@ -406,16 +406,14 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, forward_op=forward,
             backward_op=dispatch._native_attention_backward_op, _parallel_config=_parallel_config)
 
-    def native() -> Any:
-        return dispatch._native_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
+    given = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
     if not return_lse and is_small(query, key, attn_mask is not None, is_causal, rows=1):
-        return by_host(native)
+        return by_host(dispatch._native_attention, *given)
     mask = attn_mask[:, None, None, :] if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.shape == (
         query.size(0), key.size(1)) else attn_mask
     call = HostCall(query, key, value, mask, is_causal, scale, dropout_p, "NHD", grouped=enable_gqa,
                     blocks=sparse)
-    return _with_lse(call) if return_lse else attend(call, native)
+    return _with_lse(call) if return_lse else attend(call, lambda: dispatch._native_attention(*given))
 
 
 def _forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,

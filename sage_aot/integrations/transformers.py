@@ -353,18 +353,13 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     if sinks is not None:
         _check_sinks(module, sinks, position_bias, cache)
 
-    def host() -> Any:
-        if sinks is not None:
-            return _eager_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, more)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
-                                      is_causal=is_causal, position_bias=position_bias, cache=cache, **more)
-
+    given = module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias, cache, more
     if position_bias is not None or cache is not None or more.get("output_attentions"):
         count("position_bias" if position_bias is not None else "a paged cache" if cache is not None else
               "output_attentions")
-        return by_host(host)
+        return by_host(_own_attention, *given)
     if is_small(query, key, attention_mask is not None or sinks is not None, True):
-        return by_host(host)
+        return by_host(_own_attention, *given)
     queries = query.size(2)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     meaning = Meaning.of(attention_mask, queries, key.size(2))
@@ -375,7 +370,17 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # so that the output is as transformers wants it
     call = HostCall(q, k, v, mask, causal, scaling, dropout, "NHD", grouped=True, bottom_right=meaning is not None,
                     window=window, sinks=sinks)
-    return attend(call, host, form=lambda out: (out, None))
+    return attend(call, lambda: _own_attention(*given), form=lambda out: (out, None))
+
+
+def _own_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                   attention_mask: torch.Tensor | None, dropout: float, scaling: float | None, is_causal: bool | None,
+                   position_bias: torch.Tensor | None, cache: Any, more: dict[str, Any]) -> Any:
+    """transformers' own attention for a call of :func:`attention_forward`."""
+    if more.get("s_aux") is not None:
+        return _eager_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, more)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+                                  is_causal=is_causal, position_bias=position_bias, cache=cache, **more)
 
 
 # --- sinks, which no attention of torch has ---------------------------------------------------------------------------
