@@ -2,6 +2,7 @@
 
     python bench/speed.py --json speed.json
     python bench/speed.py --arch sm80,sm89 --kernels build/retarget_sm_90 --headdim 128 --mask full
+    python bench/speed.py --sustained 2 --seqlen 16384 --headdim 64,128
 
 Each shape and arch has four rows. `kernel` is the attention launch alone, on quantized inputs; `quantize`, the launches
 before it; `quantize kv`, these launches for a call of one query row, which has one tile of Q a head; `call`, the public
@@ -10,8 +11,9 @@ before it is timed; a wrong output ends the program with exit code 1.
 
 Launches are queued back to back as a model would queue them, each repeat between two CUDA events. The L2 cache is not
 flushed between repeats. Where the host is slower than the GPU, `call` has the host's time. With --graph, a repeat is a
-replay of a CUDA graph of GRAPH_CALLS calls: it has the GPU's time alone, gaps between launches included.
-bench/latency.py has a call's host time, and a process's first call.
+replay of a CUDA graph of GRAPH_CALLS calls: it has the GPU's time alone, gaps between launches included. With
+--sustained, a row works for so many seconds without a pause, as a model does, and the GPU lowers its clock to keep to
+its power: clock and power are read in the middle. bench/latency.py has a call's host time, and a process's first call.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
 from typing import cast
@@ -40,9 +43,13 @@ from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options
 
 FLASH, CUDNN = common.SDPA
-COLUMNS = ("row", "heads", "headdim", "mask", "N", "µs", "p10–p90", "TOPS", "× cuDNN", "GB/s", "cosine")
+COLUMNS = ("row", "heads", "headdim", "mask", "N", "µs", "p10–p90", "TOPS", "× cuDNN", "GB/s", "cosine",
+           "clock, power")
 GRAPH_CALLS = 10
 """Calls that a graph holds: enough that the gap between two replays does not count."""
+
+BATCH_S = 0.05
+"""Seconds of the batches of repeats of sustained work."""
 
 WARM_UP_S = 0.2
 """Seconds of work before a row is timed: the clock needs some tens of milliseconds to settle."""
@@ -82,12 +89,13 @@ class Timing:
     median_us: float
     p10_us: float
     p90_us: float
+    clock_and_power: str = ""  # in the middle of sustained work, as nvidia-smi prints them
 
     @classmethod
-    def of(cls, samples_us: list[float]) -> Timing:
+    def of(cls, samples_us: list[float], clock_and_power: str = "") -> Timing:
         ordered = sorted(samples_us)
         last = len(ordered) - 1
-        return cls(median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)])
+        return cls(median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], clock_and_power)
 
 
 Timed = Callable[[Callable[[], object]], Timing]
@@ -121,7 +129,8 @@ class Row:
         shape, timing, ratio = self.shape, self.timing, self.ratio(cudnn)
         return [self.row, shape.heads_cell, shape.headdim, shape.mask, shape.seqlen, f"{timing.median_us:.1f}",
                 f"{timing.p10_us:.1f}–{timing.p90_us:.1f}", self.tops and f"{self.tops:.0f}", ratio and f"{ratio:.2f}",
-                self.gb_per_s and f"{self.gb_per_s:.0f}", self.cosine and f"{self.cosine:.6f}"]
+                self.gb_per_s and f"{self.gb_per_s:.0f}", self.cosine and f"{self.cosine:.6f}",
+                timing.clock_and_power]
 
     def to_json(self, cudnn: Row | None, sm_clock: str) -> dict[str, object]:
         return {"row": self.row, **vars(self.shape), **vars(self.timing), "tops": self.tops,
@@ -137,7 +146,8 @@ def main() -> int:
     heads = "" if arguments.use else f", batch {arguments.batch}, {arguments.heads} heads"
     header = common.header(library) | {"inputs": f"N(0, 1) bf16{heads}; median of {arguments.repeat}"}
     common.print_header(header)
-    timed = functools.partial(time_by_graph if arguments.graph else time_on_gpu, repeat=arguments.repeat)
+    timed = (functools.partial(time_sustained, seconds=arguments.sustained) if arguments.sustained else
+             functools.partial(time_by_graph if arguments.graph else time_on_gpu, repeat=arguments.repeat))
     rows = sweep(shapes(arguments), archs, library, timed)
     common.write_json(arguments.json, {"header": header, "rows": rows})
     return 0
@@ -151,7 +161,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arch", type=common.words, help="whose kernels (default: the arch that this GPU would run; "
                         "all of them for a retargeted folder)")
     parser.add_argument("--repeat", type=int, default=20, help="timed repeats of a row (default: %(default)s)")
-    parser.add_argument("--graph", action="store_true", help="the GPU's time alone, by replaying CUDA graphs")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--graph", action="store_true", help="the GPU's time alone, by replaying CUDA graphs")
+    how.add_argument("--sustained", type=float, metavar="SECONDS", help="so long without a pause, in place of --repeat")
     return parser.parse_args()
 
 
@@ -289,6 +301,25 @@ def time_by_graph(work: Callable[[], object], repeat: int) -> Timing:
             work()
     timing = time_on_gpu(graph.replay, repeat)
     return Timing(*(microseconds / GRAPH_CALLS for microseconds in (timing.median_us, timing.p10_us, timing.p90_us)))
+
+
+def time_sustained(work: Callable[[], object], seconds: float) -> Timing:
+    """GPU time of a repeat while the GPU works for so many seconds; the samples are batches of repeats, of which two
+    are queued at any time."""
+    batch = max(1, round(BATCH_S * 1e6 / time_on_gpu(work, 3).median_us))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(max(4, round(seconds / BATCH_S)))]
+    with ThreadPoolExecutor(1) as pool:
+        events[0].record()
+        for i, event in enumerate(events[1:], 1):
+            for _ in range(batch):
+                work()
+            event.record()
+            events[i - 1].synchronize()
+            if i == len(events) // 2:
+                state = pool.submit(common.nvidia_smi, "clocks.sm,power.draw")
+    torch.cuda.synchronize()
+    samples = [1e3 * begin.elapsed_time(end) / batch for begin, end in zip(events, events[1:])]
+    return Timing.of(samples, state.result())
 
 
 def warm_up(work: Callable[[], object]) -> int:
