@@ -110,8 +110,8 @@ def read_json(text: str, sections: Sequence[Section]) -> list[Code]:
 
 
 def _instruction(index: int, begin: int, values: dict[str, Any], subroutines: frozenset[int]) -> Instruction:
-    """One instruction of a section, which begins at an instruction of those that nvdisasm read. An address of code is the
-    last operand. A jump is conditional where it has a predicate or further operands."""
+    """One instruction of a section, which begins at an instruction of those that nvdisasm read. An address of code is
+    the last operand. A jump is conditional where it has a predicate or further operands."""
     opcode, operands = values["opcode"], values.get("operands", "").split(",")
     name, predicate, address = opcode.split(".")[0], values.get("predicate", ""), index * _INSTRUCTION_BYTES
     if name in (*_JUMPS, *_OTHERS_WITH_ADDRESS):
