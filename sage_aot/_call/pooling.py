@@ -18,6 +18,7 @@ from sage_aot._problem.arguments import (
     check_last_stride,
     check_tensors_are,
 )
+from sage_aot._problem.derivatives import is_differentiated, is_transformed
 from sage_aot._problem.options import LAYOUTS
 from sage_aot._problem.problem import DTYPES, heads_first
 from sage_aot._problem.selection import Pooling
@@ -57,12 +58,17 @@ def pool_blocks(x: torch.Tensor, block_rows: int = DEFAULT_BLOCK, *, centre: boo
         block_rows: rows of a block, a multiple of 64; the last block may have fewer.
         centre: subtract the mean over a sample of 64 rows first, as a k should have it: the choice does not change, and
             the means, which are rounded to 8 bits, keep more of what differs. Values that are not finite count as zero.
-        means: keep the means of the rows as they came, too.
+        means: keep the means of the rows as they came, too. They have no derivative: an x that is differentiated is
+            refused.
         layout: ``"HND"`` or ``"NHD"``.
 
     Raises:
         ArgumentError, UnsupportedError, CubinError, LaunchError: as :func:`sage_aot.attn`.
     """
+    check_tensors_are(x=x)
+    if means and (x.requires_grad and torch.is_grad_enabled() or is_transformed() and is_differentiated(x)):
+        raise ArgumentError("x: expected a tensor that is not differentiated, since the means of blocks have no "
+                            "derivative, got one that is; pass x.detach()")
     return pooled_of("x", x, block_rows, centre, means, layout)
 
 

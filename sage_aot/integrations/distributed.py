@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from sage_aot._call.masks import BlockMask
-from sage_aot._call.pooling import PooledBlocks, pool_blocks
+from sage_aot._call.pooling import PooledBlocks, pool_blocks, pooled_of
 from sage_aot._call.selection import Amounts, amounts_of, choose_among, ends_of
 from sage_aot._call.sparse import Sparse
 from sage_aot._problem.arguments import block_sizes_of
@@ -118,7 +118,7 @@ def ring_blocks(q: torch.Tensor, k: torch.Tensor, sparse: Sparse, group: Any = N
     if sparse.tail or sparse.least_alike > 0 or block_q != block_k:
         raise UnsupportedError(f"sparse: expected no tail, no least_alike, and as many queries as keys in a block of a "
                                f"ring, got {sparse}; change these, or use Ulysses")
-    of_q, of_k = (pool_blocks(x, block_k, means=True, layout=layout) for x in (q, k))
+    of_q, of_k = (pooled_of(name, x, block_k, False, True, layout) for name, x in (("q", q), ("k", k)))
     lengths = [of_k.shape[2]] * dist.get_world_size(group) if lengths is None else list(lengths)
     own = lengths[dist.get_rank(group)] if len(lengths) == dist.get_world_size(group) else None
     if own is None or {own, of_q.shape[2]} != {of_k.shape[2]}:

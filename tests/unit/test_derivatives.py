@@ -169,6 +169,24 @@ def test_a_tensor_that_autograd_would_follow_is_refused_by_name(name):
         check_no_grad(**given)
 
 
+@pytest.mark.parametrize("derivative", ["grad", "jvp", "forward AD", "grad of what comes before"])
+def test_means_of_blocks_are_not_differentiated(derivative):
+    """Nor are the masks that come of them, which have no derivative and stay as they are."""
+    with pytest.raises(ArgumentError, match="the means of blocks have no derivative"):
+        DERIVATIVES[derivative](lambda x: sage_aot.sparse.pool_blocks(x, means=True).means)
+    expected = sage_aot.sparse.select_blocks(Q, K, keep=0.5).blocks
+    DERIVATIVES[derivative](lambda x: x * sage_aot.sparse.select_blocks(x, K, keep=0.5).blocks.equal(expected))
+
+
+def test_means_of_a_tensor_that_requires_grad_are_refused():
+    x = Q.clone().requires_grad_()
+    with pytest.raises(ArgumentError, match="the means of blocks have no derivative"):
+        sage_aot.sparse.pool_blocks(x, means=True)
+    sage_aot.sparse.pool_blocks(x)
+    with torch.no_grad():
+        sage_aot.sparse.pool_blocks(x, means=True)
+
+
 def test_supports_says_so():
     said = []
     torch.func.jvp(lambda x: (said.append(sage_aot.supports(x, K, V)), x)[1], (Q,), (T,))
