@@ -282,6 +282,9 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
         found["trained oddly"] = replace(plain, read_quantized=False, entry="train_attn", **{
             "seed": 9, "dtype": "f16", "batch": 2, "seqlen_q": 100, "seqlen_kv": 70, "planted": "v:inf",
             "headdim": spec.headdim - (24 if spec.mask == "causal" else 3), **TRAINED[spec.mask]})
+        if spec.headdim == 64 and spec.mask == "full":  # of one channel, in which two keys alone are no zeros
+            found["trained on zeros"] = replace(found["trained"], seed=5, group=1, seqlen_q=70, seqlen_kv=142,
+                                                headdim=1, kind="sink", scale=0.001)
     if spec.pv != "f16":
         scale = 0.5 * spec.headdim**-0.5 if spec.pv == "nvfp4" else None  # tiles of 128 keys, which fall alike then
         found["falling"] = replace(few, seqlen_kv=5 * tile.block_n + 42,

@@ -201,14 +201,18 @@ def _tiles(saved: Saved, grad_out: torch.Tensor, is_causal: bool, arithmetic: Ar
     grad_hat, grad_scale = arithmetic.round_grad(grad.where(finite[..., None], 0.0))
     minus_lse = torch.where(lse == -math.inf, lse, arithmetic.minus_lse(lse))
     rows = torch.arange(minus_lse.shape[-1], device=grad.device)
-    q_hat = padded(saved.q_hat)
+    q_hat, k_hat = padded(saved.q_hat), padded(saved.k_hat)
     zeros = (q_hat == 0).all(-1)
     zeros = zeros & zeros[..., rows ^ 8]  # of the queries of 16 in a row that share a scale
+    zero_keys = torch.unflatten((k_hat == 0).all(-1), -1, (-1, TILE_ROWS // 8, 4, 2))
+    of_group = zero_keys.all(-1, keepdim=True).all(-3, keepdim=True)  # keys 8n + 2t and 8n + 2t + 1 share a scale
+    zero_keys = of_group.expand_as(zero_keys).flatten(-4)
     return Tiles(
         q_hat=q_hat, q_scale=of_rows(saved.q_scale).clamp(max=LARGEST_PART).masked_fill(zeros, 0.0),
         minus_lse=minus_lse.masked_fill(rows >= queries, -math.inf).masked_fill(~finite, math.nan),
         minus_delta=-_delta(grad, padded(saved.out), arithmetic), grad=grad, grad_hat=grad_hat, grad_scale=grad_scale,
-        k_hat=padded(saved.k_hat), k_scale=of_rows(saved.k_scale).clamp(max=LARGEST_PART), v=padded(saved.v),
+        k_hat=k_hat, k_scale=of_rows(saved.k_scale).clamp(max=LARGEST_PART).masked_fill(zero_keys, 0.0),
+        v=padded(saved.v),
         visible=Mask(is_causal=is_causal).visible_keys(rows, queries, keys))
 
 

@@ -41,6 +41,7 @@ struct BwdPrepare {
     Rows rows[2];           // Q̂ and dÔ, or K̂
     float amax[kTileRows];  // of rows of dO, infinite or NaN where one is not finite
     float minus_delta[kTileRows];
+    u32 key_has_codes[kTileRows];
   };
 
   static constexpr auto facts() {
@@ -149,14 +150,19 @@ struct BwdPrepare {
       codes[step] = load_codes(Tile::k_codes(params, tile_of_all), own_row(step));
     }
     const i32 key = ptx::thread_index();
-    if (key < kTileRows) {
-      reinterpret_cast<float*>(to + (Tile::kKeyScales - Tile::kSide))[key] = key_scale(tile_of_all, key);
-    }
+    const float forward_scale = key < kTileRows ? key_scale(tile_of_all, key) : 0.0f;
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
       put(shared.rows[kOfCodes], own_row(step), static_cast<u32>(codes[step]), static_cast<u32>(codes[step] >> 32));
     }
     __syncthreads();
+    const i32 keys = params.seqlen_kv - tile_of_all % params.kv_side_tiles * kTileRows;
+    if (key < kTileRows) shared.key_has_codes[key] = has_codes(key, keys);
+    __syncthreads();
+    if (key < kTileRows) {  // zero for a group of zeros, as for queries
+      reinterpret_cast<float*>(to + (Tile::kKeyScales - Tile::kSide))[key] =
+          group_has_codes(key) ? forward_scale : 0.0f;
+    }
     store_transposed<1>(to + (Tile::kTransposed - Tile::kSide));
   }
 
@@ -195,12 +201,22 @@ struct BwdPrepare {
     rows[row][first_channel() / 4] = first_four, rows[row][first_channel() / 4 + 1] = last_four;
   }
 
-  // Whether a query, of `queries` that there are, has a code other than zero.
-  __device__ __forceinline__ bool has_codes(i32 query, i32 queries) const {
+  // Whether a row, of `rows` that there are, has a code other than zero.
+  __device__ __forceinline__ bool has_codes(i32 row, i32 rows) const {
     u32 any = 0;
 #pragma unroll 4
-    for (i32 word = 0; word < Config::kHeadDim / 4; ++word) any |= shared.rows[kOfCodes][query][word];
-    return query < queries && any != 0;
+    for (i32 word = 0; word < Config::kHeadDim / 4; ++word) any |= shared.rows[kOfCodes][row][word];
+    return row < rows && any != 0;
+  }
+
+  // The same of the keys that share a key's scale.
+  __device__ __forceinline__ bool group_has_codes(i32 key) const {
+    u32 any = 0;
+#pragma unroll
+    for (i32 first = key % 8 / 2 * 2; first < kTileRows; first += 8) {
+      any |= shared.key_has_codes[first] | shared.key_has_codes[first + 1];
+    }
+    return any != 0;
   }
 
   // The scales of a tile of the forward pass are those of its warps, one behind the other.
