@@ -59,10 +59,10 @@ class Table:
 
 
 DEFAULT = {8: Method(bits=8, smoothing="k"), 4: Method(bits=4, smoothing="qk")}
-"""By bits: the paper's method. At 8 bits sage_aot.attn on sm89 does the same."""
+"""Default methods by bits: the paper's. At 8 bits sage_aot.attn on sm89 does the same."""
 
 WORDS = {8: "8 bits", 4: "4 bits not clipped"}
-"""By bits: words for DEFAULT in titles."""
+"""Words for DEFAULT in titles, by bits."""
 
 
 def tables() -> list[Table]:
@@ -77,7 +77,7 @@ def exact_pv(method: Method) -> Method:
 
 
 OURS = {8: DEFAULT[8], 4: replace(DEFAULT[4], granularity="kernel", clip=None, rotate=True)}
-"""By bits: how sage_aot.attn quantizes Q and K by default, with statistics of the whole sequence."""
+"""Methods of sage_aot.attn by bits: its quantization of Q and K by default, with statistics of the whole sequence."""
 
 AS_SHIPPED = [method for default in OURS.values() for method in (exact_pv(default), default)]
 """OURS with P and V in f16, and in E4M3 (sm89)."""

@@ -30,7 +30,7 @@ from sage_aot._tools.reference import relative_l2
 
 COLUMNS = ("row", "headdim", "mask", "N", "ms", "TFLOPS", "× flash", "error")
 MOST_ERROR = 0.06
-"""Of gradients on N(0, 1); wrong ones have an error near one."""
+"""Largest error of gradients on N(0, 1); wrong ones have an error near one."""
 
 Step = Callable[[], tuple[torch.Tensor, ...]]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SCHEDULERS = 4
-"""Of an SM, each with its own pipes. Source: NVIDIA's whitepapers on GA102, AD102, H100 and RTX Blackwell."""
+"""Schedulers of an SM, each with its own pipes. Source: NVIDIA's whitepapers on GA102, AD102, H100, RTX Blackwell."""
 
 # --- chips ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What the model knows of a chip."""
+    """Figures of a chip that the model takes."""
 
     target: str  # machine code that it runs
     sms: int
@@ -22,7 +22,7 @@ class Chip:
 
 
 MMA_SHARE = 0.62
-"""Of the tensor cores' peak on H100 that mma.sync reaches. Source: Luo et al., "Dissecting the NVIDIA Hopper
+"""Share of the tensor cores' peak on H100 that mma.sync reaches. Source: Luo et al., "Dissecting the NVIDIA Hopper
 Architecture through Microbenchmarking", arXiv 2501.12084, which gives 62.9 % on average."""
 
 # Latencies of m16n8k16 on RTX 30: 24 clocks with f16 sums, which hold the pipe for 16; 33 with f32 sums, which hold it

@@ -69,7 +69,7 @@ class Kernel:
 
     @property
     def warps(self) -> int:
-        """Of a block."""
+        """Warps of a block."""
         return self.block_m // self.warp_m
 
 
@@ -84,7 +84,7 @@ def kernels_in(folder: str, only: str) -> list[Kernel]:
 
 
 def _manifest_in(folder: Path) -> Manifest:
-    """Of this version of sage_aot or another: nothing is launched."""
+    """Read the manifest of a folder, of this version of sage_aot or another: nothing is launched."""
     try:
         return Manifest.read(folder)
     except (OSError, ValueError) as error:
@@ -204,7 +204,7 @@ def tops(kernel: Kernel, chip: Chip, seqlen: int, clocks: float) -> float:
 
 
 def _last_end(tiles: list[float], slots: int) -> float:
-    """When the last tile of queries ends, of tiles that run longest first, each in the slot that is free first."""
+    """End of the last tile of queries, where tiles run longest first, each in the slot that is free first."""
     ends = [0.0] * slots
     for clocks in sorted(tiles, reverse=True):
         heapq.heapreplace(ends, ends[0] + clocks)

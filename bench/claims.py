@@ -54,7 +54,7 @@ class Run:
         return found[0] if found else ""
 
     def head(self) -> str:
-        """What stands below the title of log.md."""
+        """Text below the title of log.md."""
         superseded = f"- superseded by: [{self.superseded_by}](../{self.superseded_by}/log.md)\n" if (
             self.superseded_by) else ""
         return (f"<!-- run -->\n- GPU: {self.gpu}\n- commit: {self.commit}\n- command: `{self.command}`\n{superseded}"
@@ -111,7 +111,7 @@ class Claims:
 
 
 class ClaimError(Exception):
-    """What is wrong with claims.yaml, a sentence a line."""
+    """Errors of claims.yaml, a sentence a line."""
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def _missing(claim: Claim, log: Path) -> list[str]:
 
 
 def _rounds_to(figure: str, numbers: list[Decimal]) -> bool:
-    """Whether one of the numbers is the figure, in the digits that the figure has; signs do not count."""
+    """True where one of the numbers is the figure, in the digits that the figure has; signs do not count."""
     wanted = abs(quotes.decimal(figure))
     half = Decimal(5).scaleb(int(wanted.as_tuple().exponent) - 1)
     return any(abs(number - wanted) <= half for number in numbers)

@@ -1,4 +1,4 @@
-"""What the bench programs share: arguments, kernels of an arch, torch's SDPA, the check of an output, tables, files."""
+"""Parts of the bench programs: arguments, kernels of an arch, torch's SDPA, the check of an output, tables, files."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def nvidia_smi(field: str) -> str:
 
 
 def output_of(*command: str) -> str:
-    """What a command prints, or ``"unknown"`` where it is missing or fails."""
+    """Output of a command, or ``"unknown"`` where the command is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -151,14 +151,14 @@ def show(host: str, way: str, attention: str, work: Callable[[], torch.Tensor], 
 
 
 def largest(value: float) -> float:
-    """Over all GPUs."""
+    """Largest of a value over all GPUs."""
     everywhere = torch.tensor(value, device="cuda", dtype=torch.float64)
     dist.all_reduce(everywhere, dist.ReduceOp.MAX)
     return everywhere.item()
 
 
 def milliseconds(work: Callable[[], object], rounds: int = 5) -> float:
-    """From when all GPUs are ready to the end of this GPU's work: a median."""
+    """Median time from when all GPUs are ready to the end of this GPU's work."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(rounds):

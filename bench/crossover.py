@@ -24,7 +24,7 @@ HEADS = ((1, 24, 24), (2, 24, 24), (1, 32, 8), (8, 32, 8))
 """Batch, heads of q, heads of k and v."""
 
 MOST_PAIRS = 2e12
-"""Of a query and a key, times batch, heads and headdim. Larger shapes are left out: there is no doubt about them."""
+"""Most pairs of a query and a key, times batch, heads and headdim. Larger shapes are left out: no doubt about them."""
 
 
 def grid() -> Iterator[Shape]:

@@ -92,7 +92,7 @@ RANGE_F16_ACCUMULATOR = Range(224.0, 4.5)
 """A tile's sum stays within f16: 224 · 4.5 · 64 keys = 64512 < 65504. Source: SageAttention2++."""
 
 SUM_UNIT_F16_ACCUMULATOR = 0.375
-"""In which such accumulators sum P: a constant channel of V."""
+"""Unit in which f16 accumulators sum P: a constant channel of V."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ GROUPS: dict[str, tuple[Callable[[int, Sizes], torch.Tensor], Callable[[int, Siz
     "tensor": (lambda rows, sizes: torch.zeros(rows, dtype=torch.int64),
                lambda keys, sizes: torch.zeros(keys, dtype=torch.int64)),
 }
-"""By granularity: the scale group of each row of Q, and of each key. ``"thread"``: as published; ``"kernel"``: as our
+"""Scale groups by granularity: of each row of Q, and of each key. ``"thread"``: as published; ``"kernel"``: as our
 kernels have it, at 4 bits each row of Q by itself; ``"tensor"``: a head's whole Q or K."""
 
 ROUNDING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -318,8 +318,8 @@ ACCUMULATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "two_level": keep_13_bits,
     "two_level_f16": lambda x: x.half().float(),
 }
-"""By accumulator of P·V, the rounding after each product. "f32": none. 13 mantissa bits: in one accumulator for all
-keys ("single"), or in a fresh one per tile ("two_level"). f16: in a fresh one per tile."""
+"""Rounding after each product, by accumulator of P·V. "f32": none. 13 mantissa bits: in one accumulator for all keys
+("single"), or in a fresh one per tile ("two_level"). f16: in a fresh one per tile."""
 
 
 class Softmax(MmaSoftmax):
@@ -338,7 +338,7 @@ class Softmax(MmaSoftmax):
             self.unit = SUM_UNIT_F16_ACCUMULATOR if half else self.facts["sum_unit"]
 
     def step(self, first: int, scores: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the family's step, but P is rounded to the method's type. Sums of P are in units of `unit`."""
+        """Step as the family does, but round P to the method's type. Sums of P are in units of `unit`."""
         p, alpha = self.exponentiate(scores, scale)
         rounded = self._round(p * self.factor)
         if self._sums_rounded:

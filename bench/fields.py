@@ -37,7 +37,7 @@ COLUMNS = ("head", "kind", "keys, effective", *(f"mass in {share:.1%}" for share
 
 
 class Kind(NamedTuple):
-    """What heads of a kind look at. Scores are in nats."""
+    """Scores of heads of a kind, in nats, which decide what the heads look at."""
 
     frames: float  # highest score of tokens of the same frame, from positions
     rows: float
@@ -104,7 +104,7 @@ def size(text: str) -> Size:
 
 
 def concentration(q: torch.Tensor, k: torch.Tensor, block: int) -> list[list[str]]:
-    """Of each head: the exponential of the mean entropy, and the mass in the best shares of the blocks."""
+    """Exponential of the mean entropy of each head, and the mass in the best shares of the blocks."""
     masses, entropy = block_masses(q, k, (block, block)), entropies(q, k)
     best = masses.sort(-1, descending=True).values.cumsum(-1).mean(2)[0]
     count = masses.shape[3]

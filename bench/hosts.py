@@ -206,7 +206,7 @@ def row(block: Block, way: str, prepare: Callable[[Block], Callable[[], torch.Te
 
 
 def milliseconds(work: Callable[[], object], runs: int = 3) -> float:
-    """Of a run, among some that are queued at once, by events of the GPU; the host's time where that is longer."""
+    """Time of a run, among some that are queued at once, by events of the GPU; the host's time where that is longer."""
     work()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()

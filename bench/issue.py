@@ -56,7 +56,7 @@ def registers_of(instruction: Instruction) -> Registers:
 
 
 def _outputs(instruction: Instruction, operands: Sequence[str]) -> int:
-    """How many of the operands, the first ones, are written."""
+    """Number of operands, the first ones, that are written."""
     name = instruction.name
     if name in CONTROL or name in _STORES:
         return 0
@@ -196,7 +196,7 @@ def _tensor_clocks(instruction: Instruction, chip: Chip) -> float:
 
 
 def _shared_clocks(instruction: Instruction) -> float:
-    """At 128 bytes a clock, of an instruction that moves a register of 32 threads or several."""
+    """Clocks of shared memory, at 128 bytes a clock, where an instruction moves registers of 32 threads."""
     if instruction.name == "LDSM":
         return len(registers_of(instruction).written)
     return _width(instruction)
@@ -267,7 +267,7 @@ class Sm:
                 return clock
 
     def _free(self, warp: _Warp, issue: Issue) -> float:
-        """When the scheduler and the pipe that an instruction takes are free."""
+        """Clock when the scheduler and the pipe that an instruction takes are free."""
         pipes = self.pipes[warp.scheduler]
         if issue.pipe is None:
             return pipes["issue"]
@@ -310,7 +310,7 @@ class Sm:
             arrived.clear()
 
     def _ready(self, warp: _Warp, clock: float) -> float:
-        """When the registers of a warp's next instruction are ready, or the copies for which it waits."""
+        """Clock when the registers of a warp's next instruction are ready, or the copies for which the warp waits."""
         issue = warp.path[warp.position]
         ready = warp.ready
         for register in issue.registers.read:
@@ -329,7 +329,7 @@ class Sm:
 
 
 def _draw(probability: float, draws: random.Random) -> list[bool]:
-    """For each tile of a warp, whether it moves references: the expected number of them, in random order."""
+    """Draw for each tile of a warp whether it moves references: the expected number of tiles do, in random order."""
     count = int(probability * _MEASURED + draws.random())
     moves = [True] * count + [False] * (_MEASURED - count)
     draws.shuffle(moves)

@@ -148,7 +148,7 @@ def digest(name: str) -> int:
 
 
 def split(files: dict[str, bytes]) -> tuple[bytes, list[bytes]]:
-    """What is trained on, neighbours in a folder side by side; and the files held out, in an order of their own."""
+    """Split files: text to train on, neighbours in a folder side by side; files held out, in an order of their own."""
     held_out = sorted((path for path in files if digest(path) % HELD_OUT == 0), key=digest)
     return b"".join(text for path, text in files.items() if digest(path) % HELD_OUT), [files[path] for path in held_out]
 
@@ -291,7 +291,7 @@ def compare(subject: Subject, densities: list[float], block: int, before: int) -
 
 
 def recorded(subject: Subject, before: int) -> list[View]:
-    """What the layers' attention sees of the text that sets knobs."""
+    """Views of the layers' attention on the text that sets knobs."""
     views: list[View] = []
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -112,7 +112,7 @@ def published(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: b
 
 def kernels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False,
             **options: object) -> torch.Tensor:
-    """What our kernels of sm120 compute, with ``qk="nvfp4"`` or other options."""
+    """Output of our kernels of sm120, emulated, with ``qk="nvfp4"`` or other options."""
     import sage_aot
 
     with handing(EmulationBackend(default_library().manifest, ARCH)):
@@ -126,7 +126,7 @@ def fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = 
 
 def accuracy(method: Callable[..., torch.Tensor], kind: str, headdim: int, *, is_causal: bool = False,
              **shape: int) -> Accuracy:
-    """How far a method is from float64 on a class of inputs."""
+    """Accuracy of a method against float64 on a class of inputs."""
     q, k, v = inputs(kind, headdim, **shape)
     return reference.measure(method(q, k, v, is_causal=is_causal),
                              reference.attention(q, k, v, is_causal=is_causal)[0])

@@ -28,7 +28,7 @@ COLORS = {"ours, keep": "#d1495b", "ours, mass": "#e0912f", "ours, tau": "#8c2f7
           "SpargeAttn, top-k": "#6fa8dc", "Sol-Attn": "#2f9e6e", "SubBlock": "#7b5ea7", "VSA": "#17a2b8",
           "Radial": "#8a6d3b", "Sliding tiles": "#5b7f95", "near + first": "#b0a04a", "random": "#9aa0a8",
           "oracle": "#4d525a"}
-"""By the beginning of a method's name; the longest that fits counts."""
+"""Colors by the beginning of a method's name; the longest beginning that fits counts."""
 
 DASHES = {"ours": "-", "published": "--", "bound": ":"}
 ORDERS = {"raster": "tokens frame by frame, row by row", "cubes": "tokens cube by cube, sliding tiles tile by tile"}

@@ -94,7 +94,7 @@ def curve_of(run: dict) -> Curve:
 
 
 def held_out_of(run: dict) -> Curve:
-    """With the attention that the run was trained with."""
+    """Bits of the held-out text by step, with the attention that the run was trained with."""
     return {entry["step"]: entry["bits"] for entry in run["evals"] if entry["attention"] == run["config"]["attention"]}
 
 

@@ -92,7 +92,7 @@ def _hot(work: Callable[[], object]) -> float:
 
 
 def _cold(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """In turns. A small attention call comes first, so that torch's own code is where it is between calls."""
+    """Time calls in turns. A small attention call comes first: torch's own code is then where it is between calls."""
     memory, lines = bytearray(2 << 20), bytes((2 << 20) // 64)
     small = torch.randn(1, 1, 8, 16)
     took: dict[str, list[float]] = {name: [] for name in ways}

@@ -38,7 +38,7 @@ ORDERS = ("raster", "cubes")
 
 @dataclass
 class View:
-    """What a method may look at. Tensors are [batch, heads, tokens, headdim]."""
+    """Inputs that a method may look at. Tensors are [batch, heads, tokens, headdim]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -66,7 +66,7 @@ class View:
         return self.visible(block) & self.is_causal & (begins + block[1] > first)
 
     def near(self, block: int) -> int:
-        """The same as a number of blocks, the queries' own counted."""
+        """Number of blocks that `before` keys take, the queries' own block counted."""
         return 1 + -(-self.before // block)
 
     def _edges(self, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,8 +267,7 @@ def block_masses(q: torch.Tensor, k: torch.Tensor, block: tuple[int, int], is_ca
 
 
 def best_share(scores: Scores, keep: float) -> sage_aot.BlockMask:
-    """The same share of the blocks for all blocks of queries, those with the best scores; one at least. What is forced
-    counts."""
+    """Blocks with the best scores, one share for all blocks of queries; one block at least. Forced blocks count."""
     values = scores.values.masked_fill(scores.forced & scores.visible, math.inf)
     counts = (scores.visible.sum(1) * keep).round().long().clamp(min=1)
     ordered = values.sort(-1, descending=True).values
@@ -277,7 +276,7 @@ def best_share(scores: Scores, keep: float) -> sage_aot.BlockMask:
 
 
 def best_mass(scores: Scores, mass: float) -> sage_aot.BlockMask:
-    """As many blocks as have the share `mass` of the row's sum: the values are softmax masses."""
+    """Fewest blocks that have the share `mass` of the row's sum: the values are softmax masses."""
     ordered, places = scores.values.clamp(min=0.0).sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered
     return scores.mask(torch.zeros_like(scores.forced).scatter(3, places, before < mass))

@@ -100,7 +100,7 @@ def parts_of_selection(q: torch.Tensor, k: torch.Tensor, density: float) -> dict
 
 
 def in_torch(q: torch.Tensor, k: torch.Tensor, density: float) -> torch.Tensor:
-    """The same choice in plain torch, of means in bf16."""
+    """Choose blocks as select_blocks does, in plain torch and by means in bf16."""
     means = [torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % BLOCK)).unflatten(2, (-1, BLOCK)).mean(3)
              for x in (q, k)]
     scores = means[0] @ means[1].mT

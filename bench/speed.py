@@ -243,7 +243,7 @@ class Pieces:
 
     @classmethod
     def of(cls, backend: CudaBackend, given: Given, is_causal: bool) -> Pieces:
-        """Those of a call of attn."""
+        """Pieces of a call of attn."""
         return cls(cast(CudaCall, pipeline.prepare(backend, given, Options(is_causal=is_causal)).run), given)
 
     def quantize(self) -> None:

@@ -89,7 +89,7 @@ DEFAULTS = {
     ("pretrain", True): Config(**TINY),
     ("finetune", True): Config(**{**TINY, "mode": "finetune", "steps": 20, "rate": 2e-4}),
 }
-"""By mode and whether --tiny is given."""
+"""Default configurations by mode and whether --tiny is given."""
 
 
 # --- command line -----------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def windows(text: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[tor
 
 
 def draw_starts(config: Config, length: int, device: torch.device) -> torch.Tensor:
-    """Where each sequence of each step starts [steps, batch]: by the seed alone, the same on every device."""
+    """Draw the start of each sequence of each step, [steps, batch]: by the seed alone, the same on every device."""
     generator = torch.Generator().manual_seed(config.seed)
     return torch.randint(length - config.context, (config.steps, config.batch), generator=generator).to(device)
 
@@ -406,7 +406,7 @@ def run_all(args: argparse.Namespace) -> int:
 
 
 def visible_devices() -> list[str | None]:
-    """What CUDA_VISIBLE_DEVICES is set to for each GPU; without GPUs one None, the CPU."""
+    """Values of CUDA_VISIBLE_DEVICES, one for each GPU; without GPUs one None, the CPU."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]) or [None]
 
@@ -454,7 +454,7 @@ def run_one(command: list[str], free: queue.SimpleQueue[str | None]) -> bool:
 
 
 def is_done(config: Config, args: argparse.Namespace) -> bool:
-    """Whether a file of this configuration is there, and the weights that the run was to leave."""
+    """True where a file of this configuration is there, and the weights that the run was to leave."""
     path = args.out / f"{config.name}.json"
     if config.mode == "pretrain" and args.weights is not None and not args.weights.exists():
         return False
@@ -465,7 +465,7 @@ def is_done(config: Config, args: argparse.Namespace) -> bool:
 
 
 def load_runs(folder: Path) -> list[dict]:
-    """What the runs of a folder wrote; ends the program where there are none, or runs that cannot be compared."""
+    """Load what the runs of a folder wrote; end the program where there are none, or runs that cannot be compared."""
     runs = [json.loads(path.read_text()) for mode in MODES for path in sorted(folder.glob(f"{mode}-*.json"))]
     if not runs:
         sys.exit(f"{folder}: expected files such as {Config().name}.json, found none")
@@ -516,7 +516,7 @@ def formatted(values: Iterable[float | None]) -> list[str | None]:
 
 
 def verdict(sage: dict[int, float], bf16: dict[int, float]) -> str:
-    """Where the mean of sage lies beside the seeds of bf16, and the difference of each pair of one seed."""
+    """Place of the mean of sage beside the seeds of bf16, and the difference of each pair of one seed, in words."""
     low, high = min(bf16.values()), max(bf16.values())
     ours = mean(sage.values())
     where = "within" if low <= ours <= high else "below" if ours < low else "NOT within"  # NaN is not within

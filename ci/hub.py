@@ -26,7 +26,7 @@ from wheels import SageattentionWheel, Wheel, WheelError, opened
 from wheels import check as check_wheels
 
 NAME = "sage-aot"
-"""Of the kernel, whatever organisation publishes it."""
+"""Name of the kernel, whatever organisation publishes it."""
 
 BACKENDS = ("cuda", "cpu")
 """A variant each."""

@@ -23,7 +23,7 @@ from wheels import Wheel, WheelError, check
 
 ROOT = Path(__file__).resolve().parent.parent
 SECOND = Path("ci", "sageattention")
-"""In a source tree, the folder of sage-aot-sageattention."""
+"""Folder of sage-aot-sageattention in a source tree."""
 
 _HOOK = ("import importlib, sys; backend = importlib.import_module(sys.argv[1]); "
          "getattr(backend, sys.argv[2])(sys.argv[3])")

@@ -1,4 +1,4 @@
-"""What the scripts of this folder know about wheels: reading them, checking them, writing one with another tag.
+"""Functions on wheels that the scripts of this folder share: reading them, checking them, writing one with another tag.
 
     python ci/wheels.py check dist/*.whl [--narrowed]      every file, the manifest, the size; equal payloads
     python ci/wheels.py retag dist/X.whl PLATFORM FOLDER   the same wheel for another platform
@@ -24,11 +24,11 @@ from typing import Any
 
 MOST_BYTES = 32_000_000  # of a wheel
 PLATFORMS = ("manylinux_2_17_x86_64", "manylinux_2_17_aarch64", "win_amd64")
-"""Where torch has CUDA. A wheel for any of them holds the same files."""
+"""Platforms where torch has CUDA. A wheel for any of them holds the same files."""
 
 LONGEST_NAME = 105
-"""Of a file in a wheel, folders included: what the 259 characters of a path on Windows leave behind the longest usual
-folder of packages, that of Python from Microsoft's store for a user whose name has 20 letters."""
+"""Longest name of a file in a wheel, folders included: what the 259 characters of a path on Windows leave behind the
+longest usual folder of packages, that of Python from Microsoft's store for a user whose name has 20 letters."""
 
 _REFUSED_BY_WINDOWS = re.compile(r"""[<>:"|?*\\\x00-\x1f]                        # signs
                                      | [. ]$                                   # ends
@@ -41,14 +41,14 @@ _TYPED = "sage_aot/py.typed"
 
 
 class WheelError(Exception):
-    """What is wrong with a wheel, a sentence a line."""
+    """Errors of a wheel, a sentence a line."""
 
 
 class AnyWheel(ABC):
     """One wheel of either distribution, read whole."""
 
     distribution = ""
-    """As it stands in the file's name."""
+    """Name of the distribution, as it stands in the file's name."""
 
     def __init__(self, path: Path) -> None:
         match = re.fullmatch(rf"({self.distribution}-[0-9][\w.]*)-py3-none-(\w+)\.whl", path.name)

@@ -50,7 +50,7 @@ _PTX_PRODUCTS = {
     "pvf16": (("mma",), "f32.f16.f16.f32"),
     "pve4m3": (("mma",), "e4m3.e4m3"),
 }
-"""The same of PTX."""
+"""Instructions of PTX that the products take, by kind."""
 
 
 class Verdict(NamedTuple):

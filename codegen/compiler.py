@@ -70,7 +70,7 @@ class Report:
 
     @classmethod
     def _of_cubin(cls, compiler: str, compiled: Compiled, functions: tuple[Code, ...]) -> Report:
-        """From the log of ptxas -v and the machine code."""
+        """Make the report of a cubin from the log of ptxas -v and the machine code."""
         abi = compiled.code[_ABI_BYTE]
         machine = MachineCode(registers=max(map(int, _REGISTERS.findall(compiled.log))), elf_abi=abi,
                               spill_bytes=sum(map(int, sum(_SPILLS.findall(compiled.log), ()))))
@@ -179,7 +179,7 @@ def _compiled(kernel: _Kernel, compile_kernel: Callable[[Path, str, Path], Compi
 
 
 def _functions_of(compiled: list[Compiled], target: str) -> list[tuple[Code, ...]]:
-    """Of each cubin; none of PTX."""
+    """Functions of each cubin; none of PTX."""
     if is_ptx_target(target):
         return [()] * len(compiled)
     return disassemble([found.code for found in compiled], target)

@@ -39,7 +39,7 @@ PROGRAMMATIC = 9, 0
 """The first compute capability with programmatic dependent launch."""
 
 _ENUMS = {"qk": "Qk", "pv": "Pv", "pv_accum": "PvAccum", "p": "P", "mask": "Mask"}
-"""By axis, the enum of its values."""
+"""Enum of an axis's values, by axis."""
 
 _CPP_NAME = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*", re.ASCII)
 

@@ -28,5 +28,5 @@ def is_ptx_target(target: str) -> bool:
 
 
 def compiled_suffix(target: str) -> str:
-    """What the name of a kernel's file ends with, once it is compiled for a target."""
+    """Suffix of a kernel's file, once the kernel is compiled for a target."""
     return ".ptx" if is_ptx_target(target) else ".cubin"

@@ -19,7 +19,7 @@ def when_imported(name: str, work: Callable[[], object]) -> None:
 
 
 def is_being_imported(*packages: str) -> bool:
-    """Whether a module of these packages is half imported: its importing it again would find half of its names."""
+    """True where a module of these packages is half imported: an import of it would find half of its names."""
     return any(getattr(getattr(module, "__spec__", None), "_initializing", False)
                for name, module in [*sys.modules.items()] if name.startswith(packages))
 

@@ -1,4 +1,4 @@
-"""What depends on how sage_aot is distributed: the loaders of kernels, and how to install it again.
+"""Parts that depend on how sage_aot is distributed: the loaders of kernels, and how to install it again.
 
 This is the Hugging Face hub, whose kernels import torch and the standard library alone.
 """

@@ -46,7 +46,7 @@ def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu
                            window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
                            alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, *,
                            s_aux: torch.Tensor | None = None) -> torch.Tensor:
-    """The same for sequences of several lengths in one tensor ``[tokens, heads, headdim]``.
+    """Compute :func:`flash_attn_func` of sequences of several lengths in one tensor ``[tokens, heads, headdim]``.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 or int64 ``[sequences + 1]``: where sequences begin, and where the last ends.

@@ -35,7 +35,7 @@ class BackwardTensors(NamedTuple):
     grad_v: torch.Tensor
 
     def readable(self) -> BackwardTensors:
-        """The same, with copies of those that are read and whose rows are not as kernels read them."""
+        """Replace tensors that are read, and whose rows are not as kernels read them, by copies."""
         return self._replace(grad_out=with_vectors(self.grad_out), out=with_vectors(self.out), v=with_vectors(self.v))
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class BindingsDriver:
-    """Through cuda-bindings; UnsupportedError where cuda-bindings or the driver is missing."""
+    """Driver through cuda-bindings; UnsupportedError where cuda-bindings or the driver is missing."""
 
     name = "cuda-bindings"
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class CupyDriver:
-    """Through cupy; UnsupportedError where it is missing or made for a newer CUDA than the driver."""
+    """Driver through cupy; UnsupportedError where cupy is missing or made for a newer CUDA than the driver."""
 
     name = "cupy"
 
@@ -76,7 +76,7 @@ class _CupyFunction(NamedTuple):
 
 
 def _too_old(cuda: int) -> str:
-    """For a driver older than cupy's CUDA: the CUDA that the driver is for, and what to install."""
+    """Message about a driver older than cupy's CUDA: the CUDA that the driver is for, and what to install."""
     if cuda == 0:
         return "there is no driver: install or update the NVIDIA driver"
     found = f"the driver is for CUDA {cuda_text(cuda)}"

@@ -1,4 +1,4 @@
-"""What depends on how sage_aot is distributed: the loaders of kernels, and how to install it again.
+"""Parts that depend on how sage_aot is distributed: the loaders of kernels, and how to install it again.
 
 This is the wheel. A build for the Hugging Face hub has ci/hub_package/distribution.py in its place.
 """

@@ -48,7 +48,7 @@ class Driver(Protocol):
         ...
 
     def current(self) -> int:
-        """This thread's current context, 0 where it has none."""
+        """Current context of this thread, 0 where it has none."""
         ...
 
     def entered(self, context: int) -> AbstractContextManager[None]:

@@ -39,7 +39,7 @@ class _Config(ctypes.Structure):
 
 
 class LibraryDriver:
-    """Through the driver's library; UnsupportedError where the library is missing or too old."""
+    """Driver through its own library; UnsupportedError where the library is missing or too old."""
 
     name = "ctypes"
 
@@ -76,7 +76,7 @@ class LibraryDriver:
         return self._contexts[device]
 
     def current(self) -> int:
-        """This thread's current context, 0 where it has none, or where the driver says why not when it is entered."""
+        """Current context of this thread, 0 where it has none, or where the driver says why not when it is entered."""
         context = ctypes.c_void_p()
         status = self._library.cuCtxGetCurrent(ctypes.byref(context))
         return 0 if status else context.value or 0

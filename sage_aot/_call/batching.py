@@ -99,7 +99,7 @@ def _folded(size: int, dims: Dims, args: Sequence[Any]) -> list[Any]:
 
 
 def _batch(dims: Dims, args: Sequence[Any]) -> int:
-    """That of one entry, in which all tensors have as much: the first dimension that is not mapped."""
+    """Batch of one mapped entry, in which all tensors have as much: the first dimension that is not mapped."""
     batch: int = args[0].shape[1 if dims[0] == 0 else 0]
     return batch
 

@@ -190,6 +190,6 @@ def _attend_by_group(given: Given, call: Call, out: torch.Tensor | None, return_
 
 
 def _by_group(of_heads: torch.Tensor, kv_heads: int, layout: str) -> torch.Tensor:
-    """The same memory as [batch, kv heads, q heads a kv head, headdim], of a tensor with one row a q head."""
+    """View a tensor with one row a q head as [batch, kv heads, q heads a kv head, headdim], in the same memory."""
     rows = heads_first(of_heads, layout).squeeze(2)
     return rows.view(rows.shape[0], kv_heads, rows.shape[1] // kv_heads, rows.shape[2])

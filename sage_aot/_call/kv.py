@@ -31,14 +31,14 @@ class QuantizedKV:
     shape: tuple[int, int, int, int]
     """Batch, kv heads, keys and head dim of k and v."""
     dtype: torch.dtype
-    """Of k and v, and thus of every q."""
+    """Dtype of k and v, and thus of every q."""
     arch: str
-    """Whose kernels quantized k and v, and compute attention to them."""
+    """Arch whose kernels quantized k and v, and compute attention to them."""
     quantizer: str
     """The kernel that quantized k and v."""
     has_key_mask: bool
     options: Options
-    """Those of quantize_kv, "auto" resolved."""
+    """Options of quantize_kv, "auto" resolved."""
     _data: torch.Tensor
     _k: torch.Tensor | None
     pooled: PooledBlocks | None = None

@@ -38,7 +38,7 @@ class BlockMask:
         return self.blocks.device
 
     def to(self, device: torch.device | str | int) -> BlockMask:
-        """The same mask on another device."""
+        """Return the mask on another device."""
         elements = None if self.elements is None else self.elements.to(device)
         return BlockMask(self.block_size, self.blocks.to(device), elements)
 
@@ -98,7 +98,7 @@ def _of_blocks(mask: torch.Tensor, sizes: tuple[int, int], elements: torch.Tenso
 
 
 def _elements(mask: Any) -> torch.Tensor | None:
-    """What the mask_mod of a torch BlockMask shows, and its full blocks, whole; None where no block is seen in part."""
+    """Elements that the mask_mod of a torch BlockMask shows, and full blocks; None where no block is seen in part."""
     from torch.nn.attention.flex_attention import create_mask
 
     if not bool(mask.kv_num_blocks.any()):

@@ -36,7 +36,7 @@ class PooledBlocks:
     """Batch, heads, rows and head dim of the tensor."""
     block_rows: int
     dtype: torch.dtype
-    """Of the tensor."""
+    """Dtype of the tensor."""
     means: torch.Tensor | None
     """float32 ``[batch, heads, blocks, headdim]``, of the rows as they came; None where they were not asked for."""
     _data: torch.Tensor

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sage_aot._backends.base import Backend
 
 answers: ByKind[str | None] = ByKind()
-"""What :func:`refusal` said; the keys begin with autocast's dtype."""
+"""Answers of :func:`refusal`; the keys begin with autocast's dtype."""
 
 
 def refusal(given: Given, out: torch.Tensor | None, options: tuple[Any, ...]) -> str | None:

@@ -114,7 +114,7 @@ def pooled_keys(k: Any, block_rows: int, layout: str) -> PooledBlocks:
 
 
 class Amounts(NamedTuple):
-    """What a choice goes by, and how much of it: one number; one for each q head; or a tensor of these."""
+    """Amounts of a choice, and what it goes by. An amount is one number; one for each q head; or a tensor of these."""
 
     by: By
     one: float
@@ -188,7 +188,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def ends_of(name: str, value: Any) -> tuple[int, int]:
-    """How many first ones, and how many last ones, of a number or a pair."""
+    """Read how many first ones, and how many last ones, from a number or a pair."""
     given = tuple(value) if isinstance(value, (tuple, list)) else (value, 0)
     ends = tuple(map(integer_of, given))
     if len(ends) != 2 or any(end is None or not 0 <= end < 2**30 for end in ends):

@@ -23,7 +23,7 @@ from sage_aot.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Sparse:
-    """How a call chooses the blocks of keys that it computes: ``attn(q, k, v, sparse=Sparse(keep=0.25))``.
+    """Choice of the blocks of keys that a call computes: ``attn(q, k, v, sparse=Sparse(keep=0.25))``.
 
     Args:
         keep, mass, tau, block_size, first, near, least_alike, dense_keys, dense_queries: as
@@ -205,7 +205,7 @@ def _over_means(q: torch.Tensor, means: tuple[torch.Tensor, torch.Tensor], tail:
 
 
 def _in_whole_vectors(mask: torch.Tensor) -> torch.Tensor:
-    """The same mask, whose rows begin at multiples of 16 bytes: so 16 of its elements are read at once."""
+    """Lay out a mask so that its rows begin at multiples of 16 bytes: 16 of its elements are read at once."""
     keys = mask.shape[-1]
     return torch.nn.functional.pad(mask, (0, -keys % 16))[..., :keys]
 

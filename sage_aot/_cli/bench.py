@@ -75,8 +75,8 @@ class Shape(NamedTuple):
     keys: int
     headdim: int
     kind: str = "full"
-    """Or causal; padded: every second entry of the batch has fewer keys; masked: any mask of bools; window: a query
-    sees its own key and a quarter of all in front of it."""
+    """Full or causal; padded: every second entry of the batch has fewer keys; masked: any mask of bools; window: a
+    query sees its own key and a quarter of all in front of it."""
 
     def __str__(self) -> str:
         heads = f"{self.heads}/{self.kv_heads}" if self.kv_heads != self.heads else f"{self.heads}"
@@ -318,7 +318,7 @@ class _Timer:
 
 
 def _microseconds(work: Callable[[], object]) -> float:
-    """From an idle GPU to an idle GPU."""
+    """Time of work from an idle GPU to an idle GPU."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     work()

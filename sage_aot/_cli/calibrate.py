@@ -43,8 +43,8 @@ from sage_aot.integrations.torch import by_flash
 EFFORT = Effort(rounds=4, calls=40, round_us=2.5e3, warm_up_s=0.02, hopeless=1.5)
 
 SECONDS, SECONDS_OF_CALLS = 100.0, 70.0
-"""When measuring ends, and when its first part does, which compares sage_aot with torch. What was not measured by then
-is left out."""
+"""Seconds until measuring ends, and until its first part ends, which compares sage_aot with torch. What was not
+measured by then is left out."""
 
 LONGEST_US = 30e3
 """Calls that are expected to take longer are left out: shorter ones have told."""

@@ -18,7 +18,7 @@ MOST_TRAINED = 128
 _PREFIX = {"headdim": "d", "qk": "qk", "pv": "pv", "pv_accum": "acc", "p": "p"}
 _SHORT: dict[int | str, str] = {"two_level_f32": "2f32", "two_level_f16": "2f16"}
 _UNSPELT = {"p": "exp2"}
-"""By axis, the value for which a name has no part."""
+"""Value, by axis, for which a name has no part."""
 
 _ARCH = re.compile(r"(sm|ptx)(\d+)(\d)")
 _NAME = re.compile(r"sage_(?P<kind>[a-z]+)_(?P<axes>\w+)")

@@ -44,7 +44,7 @@ OF_KV = ("kv_hat", "k_mean", "v_scale", "v_mean", "key_rank", "key_index")
 """Buffers that depend on k and v alone. Where k and v are quantized by a call of their own, they lie in its result."""
 
 KEPT = {"all": (), "kv": OF_KV, "q": OF_KV, "train": ("q_hat", "q_scale")}
-"""By the part of a problem, the buffers that lie in what a call keeps, or an earlier one kept."""
+"""Buffers that lie in what a call keeps, or an earlier one kept, by the part of a problem."""
 
 _OF_SOME_CALLS = ("delta_s", "key_rank", "key_index", "tile_lists", "tile_counts", "key_bits")
 """Buffers whose address is zero in calls without them."""
@@ -98,13 +98,13 @@ class Arguments(NamedTuple):
     returns_lse: bool
 
     def of_call(self, at_16_bytes: tuple[bool, ...], returns_lse: bool) -> Arguments:
-        """The same of a call whose q, k and v begin at a multiple of 16 bytes or not."""
+        """Arguments of a call whose q, k and v begin at a multiple of 16 bytes or not."""
         q, k, v = (tensor._replace(at_16_bytes=at) for tensor, at in zip((self.q, self.k, self.v), at_16_bytes))
         return self._replace(q=q, k=k, v=v, returns_lse=returns_lse)
 
 
 MISSING = Strides(0, 0, 0)
-"""Of a tensor that a part of a call does not take."""
+"""Strides of a tensor that a part of a call does not take."""
 
 ABSENT = Tensor(NULL, *MISSING)
 """An optional tensor that a call does not have."""
@@ -261,7 +261,7 @@ def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
 
 
 def _window(problem: Problem) -> tuple[int, int]:
-    """How many keys a query sees in front of its own and behind it, as problem/mask.cuh takes them."""
+    """Numbers of keys that a query sees in front of its own and behind it, as problem/mask.cuh takes them."""
     every = problem.seqlen_q + problem.seqlen_kv
     left, right = bounds_of(problem.options.is_causal, problem.options.window)
     return every if left == UNBOUNDED else min(left, every), every if right == UNBOUNDED else min(right, every)

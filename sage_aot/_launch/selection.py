@@ -11,7 +11,7 @@ from sage_aot.errors import UnsupportedError
 
 
 def pooled_offsets(pooling: Pooling) -> tuple[dict[str, int], int]:
-    """Where the parts of what is pooled begin, by the fields of PoolParams, and the end of the last, in bytes."""
+    """Offsets of the parts of what is pooled, by the fields of PoolParams, and the end of the last, in bytes."""
     return lay_out(pooling.sizes())
 
 

@@ -36,7 +36,7 @@ def check(given: Given, options: Options) -> Problem:
 
 
 def _masks(given: Given, problem: Problem) -> tuple[int, int]:
-    """How many batch entries, and how many q heads, have masks of their own."""
+    """Numbers of batch entries and of q heads that have masks of their own."""
     def differs(dimension: str) -> bool:
         found = [(tensor, TENSORS[name].shape.index(dimension)) for name, tensor in given.named.items()
                  if name in (*LISTED, "key_mask") and dimension in TENSORS[name].shape]

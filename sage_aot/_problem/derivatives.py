@@ -52,7 +52,8 @@ def check_no_derivative(**tensors: torch.Tensor | None) -> None:
 
 
 def check_backward_alone(**tensors: torch.Tensor | None) -> None:
-    """The same of train_attn, which has the derivative of autograd's backward pass alone."""
+    """Raise ArgumentError for a tensor by which forward AD or torch.func differentiates the result of train_attn, which
+    has the derivative of autograd's backward pass alone."""
     _check("train_attn has a derivative for Tensor.backward() and torch.autograd.grad() alone", **tensors)
 
 

@@ -54,7 +54,7 @@ class Given(NamedTuple):
         return {name: tensor for name, tensor in zip(OPERANDS, self.tensors) if tensor is not None}
 
     def having(self, **tensors: Any) -> Given:
-        """The same with other tensors, by name."""
+        """Replace tensors, by name."""
         return self._replace(**tensors)
 
     @property

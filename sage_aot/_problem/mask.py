@@ -30,7 +30,7 @@ class VisibleKeys(NamedTuple):
         return VisibleKeys(self.begin.to(device), self.end.to(device))
 
     def packed(self, key_ranks: torch.Tensor) -> VisibleKeys:
-        """The same among the keys that a key mask leaves, of whose first n keys it leaves key_ranks[n]."""
+        """Visible keys among those that a key mask leaves. Of the first n keys the mask leaves key_ranks[n]."""
         return VisibleKeys(*(key_ranks[of_caller.to(key_ranks.device)] for of_caller in self))
 
     @property

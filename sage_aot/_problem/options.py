@@ -63,7 +63,7 @@ def _is_scale(value: object) -> bool:
 
 
 UNBOUNDED = -1
-"""Of a window's side: every key."""
+"""Side of a window that shows every key."""
 
 
 def _is_window(value: object) -> bool:
@@ -74,7 +74,7 @@ def _is_window(value: object) -> bool:
 
 
 def bounds_of(is_causal: bool, window: Sequence[int] | None) -> tuple[int, int]:
-    """How many keys a query sees in front of its own and behind it; UNBOUNDED for every key."""
+    """Numbers of keys that a query sees in front of its own and behind it; UNBOUNDED for every key."""
     left, right = window or (UNBOUNDED, UNBOUNDED)
     return left, 0 if is_causal else right
 
@@ -272,13 +272,13 @@ class Asked(NamedTuple):
     window: Any = None
 
     def heads_first(self) -> Asked:
-        """The same for tensors that are [batch, heads, seq, headdim] by now."""
+        """Return the options for tensors that are [batch, heads, seq, headdim] by now."""
         return self._replace(layout="HND")
 
 
 _NUMBERS = {index: option for index, option in enumerate(OPTIONS.values())
             if option.schema.rstrip("?") in ("int", "float")}
-"""By index: the options whose value may be a number that a tracer does not know."""
+"""Options, by index, whose value may be a number that a tracer does not know."""
 
 _FLAGS = {index for index, option in enumerate(OPTIONS.values()) if option.schema.rstrip("?") == "bool"}
 
@@ -360,7 +360,7 @@ def schema() -> str:
 
 
 _SPARSE = "a window, sinks, attn_mask or block_mask"
-"""What asks for kernels of sparse masks: the option `window`, and tensors whose `axes` say so."""
+"""Arguments that ask for kernels of sparse masks: the option `window`, and tensors whose `axes` say so."""
 
 
 def spelt(axis: str, value: object) -> str:

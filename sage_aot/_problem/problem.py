@@ -14,8 +14,8 @@ from sage_aot._problem.tensors import LISTED
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
 Part = Literal["all", "kv", "q", "train"]
-"""What a call computes: all; the quantized k and v alone; the attention of q to k and v quantized before; or all, of
-which it keeps the quantized tensors for a backward pass."""
+"""Part of attention that a call computes: all; the quantized k and v alone; the attention of q to k and v quantized
+before; or all, of which the call keeps the quantized tensors for a backward pass."""
 
 
 @dataclass(frozen=True)
@@ -105,5 +105,5 @@ def differ(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def heads_first(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same memory as [batch, heads, seq, headdim]."""
+    """View a tensor as [batch, heads, seq, headdim], in the same memory."""
     return tensor if layout == "HND" else tensor.transpose(1, 2)

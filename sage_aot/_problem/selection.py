@@ -10,7 +10,7 @@ from sage_aot._problem.tensors import MASK_BLOCK
 
 By = Literal["keep", "mass", "tau"]
 CHOOSE_BY: tuple[By, ...] = ("keep", "mass", "tau")
-"""What blocks of keys are chosen by, in the order of ChooseBy in templates/include/sage/select/params.cuh."""
+"""Measures that blocks of keys are chosen by, in the order of ChooseBy in templates/include/sage/select/params.cuh."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Pooling:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a selection chooses by. Lengths are in queries or keys, but for those that count blocks."""
+    """Parameters that a selection chooses by. Lengths are in queries or keys, but for those that count blocks."""
 
     by: By
     amount: float

@@ -28,7 +28,7 @@ class Sequences(NamedTuple):
         return cls(cu_seqlens_q, cu_seqlens_k, max(queries), max(keys))
 
     def to(self, device: str | torch.device) -> Sequences:
-        """The same on a device."""
+        """Return the sequences on a device."""
         return self._replace(cu_seqlens_q=self.cu_seqlens_q.to(device), cu_seqlens_k=self.cu_seqlens_k.to(device))
 
     def given(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Given:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from sage_aot.errors import ArgumentError
 
 Kind = Literal["dense", "varlen", "kv", "stored", "train"]
-"""Of a call, by the public function: attn, attn_varlen, quantize_kv, attn with a QuantizedKV, train_attn."""
+"""Kind of a call, by the public function: attn, attn_varlen, quantize_kv, attn with a QuantizedKV, train_attn."""
 
 _FUNCTIONS: Mapping[Kind, str] = {"dense": "attn", "varlen": "attn_varlen", "kv": "quantize_kv",
                                   "stored": "attn with a QuantizedKV", "train": "train_attn"}

@@ -73,7 +73,7 @@ class Measure:
     expected: torch.Tensor
 
     def without(self, mask: torch.Tensor) -> Measure:
-        """The same check without the elements of a mask."""
+        """Return the check without the elements of a mask."""
         return dataclasses.replace(self, excess=self.excess.masked_fill(mask, 0.0))
 
     def describe(self) -> str:
@@ -91,7 +91,7 @@ def same(name: str, got: torch.Tensor, expected: torch.Tensor) -> Measure:
 
 
 def close(name: str, got: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> Measure:
-    """Within `bound`; infinities must be equal, and NaN is never close."""
+    """Check that values are within `bound`; infinities must be equal, and NaN is never close."""
     excess = torch.where(got == expected, 0.0, (got - expected).abs() / bound)
     return Measure(name, excess.nan_to_num(nan=math.inf, posinf=math.inf), got, expected)
 

@@ -33,7 +33,7 @@ _FORMAT = 1  # of the files of save_tuned
 
 
 class Tuned(NamedTuple):
-    """What was found for the heads of a layer."""
+    """Result for the heads of a layer."""
 
     sparse: Sparse  # whose `keep` has a share for each q head
     density: tuple[float, ...]  # of each head: the part of its blocks that it sees, of those that a causal mask leaves
@@ -59,13 +59,13 @@ class TunedLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class TunedModel:
-    """What was found for the layers of a model, by the names of their modules. ``str()`` gives a Markdown table."""
+    """Results for the layers of a model, by the names of their modules. ``str()`` gives a Markdown table."""
 
     layers: dict[str, Tuned]
 
     @property
     def sparse(self) -> dict[str, Sparse]:
-        """What each layer is to run with."""
+        """Choice that each layer is to run with."""
         return {name: tuned.sparse for name, tuned in self.layers.items()}
 
     @property
@@ -174,7 +174,7 @@ def worst(errors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class Measured:
-    """What calls of a layer make of one choice."""
+    """Errors and blocks of a layer's calls with one choice."""
 
     def __init__(self, sparse: Sparse) -> None:
         self._sparse = sparse
@@ -211,7 +211,7 @@ class Search(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the calls that are compared: a tail's are computed with exponentials, and so are those of all blocks."""
+        """Options of the calls compared: a tail's are computed with exponentials, and so are those of all blocks."""
         return {"p": "exp2"} if self.sparse.tail else {}
 
     @classmethod
@@ -254,7 +254,7 @@ class Search(NamedTuple):
         return high
 
     def holds(self, places: Sequence[int], errors: Callable[[Sparse], torch.Tensor]) -> list[bool]:
-        """For each head whether its error stays within the bound at this share."""
+        """True for each head whose error stays within the bound at this share."""
         holds: list[bool] = (errors(self.made(places)) <= self.error).tolist()
         return holds
 

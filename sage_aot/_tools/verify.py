@@ -69,7 +69,7 @@ SHAPES = (Shape(1, 4, 2, 150, 333, 0, torch.bfloat16), Shape(2, 2, 1, 129, 65, 7
           Shape(2, 2, 1, 20, 200, 0, torch.bfloat16, is_stored=True),
           Shape(2, 2, 1, 70, 300, 0, torch.bfloat16, has_key_mask=True),
           Shape(1, 2, 1, 221, 310, 0, torch.float16, lengths=((150, 1, 0, 70), (40, 200, 70, 0))))
-"""They have ragged tiles, grouped heads, rows that are not aligned, keys that several blocks share, k and v that are
+"""Shapes with ragged tiles, grouped heads, rows that are not aligned, keys that several blocks share, k and v that are
 quantized before, and sequences without queries or without keys. With a causal mask, queries of the second and the last
 call see no key."""
 
@@ -256,8 +256,8 @@ def self_test(library: Library, record: AttnRecord, device: str, seed: int) -> O
 
 
 def _log_sum_exps(record: AttnRecord) -> tuple[bool, ...]:
-    """Whether calls of a self-test ask for the log-sum-exp: where P is linear both kinds of calls, for it is only in
-    those that do not."""
+    """True for calls of a self-test that ask for the log-sum-exp. Both values where P is linear: it is so only in calls
+    that do not ask."""
     return (True, False) if record.spec.p == "linear" else (True,)
 
 
@@ -324,7 +324,7 @@ def _make(call: Prepared[Any], given: Given, out: torch.Tensor | None, lse: torc
 
 def run_stored(backend: CudaBackend, options: Options, given: Given,
                with_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The same as :func:`_run`, by two calls, the first of which quantizes k and v."""
+    """Compute :func:`_run` by two calls, the first of which quantizes k and v."""
     k = given.k
     assert k is not None
     quantizing = prepare(backend, Given("kv", None, k, given.v), options)

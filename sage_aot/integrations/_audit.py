@@ -24,9 +24,9 @@ class Audited(NamedTuple):
 
 @contextmanager
 def audit() -> Iterator[list[Audited]]:
-    """While the context is entered, the calls that sage_aot serves are also computed by their host, and the difference
-    is appended to the list. The model goes on with sage_aot's output. Not audited are calls of compiled code, steps of
-    a ring, and calls of the package sageattention: no host's own attention stands behind them.
+    """Compute the calls that sage_aot serves by their host, too, while the context is entered, and append the
+    difference to the list. The model goes on with sage_aot's output. Not audited are calls of compiled code, steps of a
+    ring, and calls of the package sageattention: no host's own attention stands behind them.
 
     >>> import torch
     >>> from sage_aot.integrations import Policy, audit, use

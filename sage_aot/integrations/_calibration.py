@@ -29,7 +29,7 @@ from sage_aot.integrations._gain import AXES, HEADDIMS, KINDS, Corner, Threshold
 VARIABLE = "SAGE_AOT_CALIBRATION"
 _FORMAT = 2  # of the kinds that KINDS has
 _DIGITS = 12
-"""Of the sha256 in the name of a file."""
+"""Digits of the sha256 in the name of a file."""
 
 
 # --- the thresholds of a device ---------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Thresholds(NamedTuple):
     """Thresholds of a GPU, for a policy of faster calls."""
 
     calls: Mapping[tuple[str, int], Threshold]
-    """By kind and head dim of the kernel, all of them."""
+    """Thresholds of all calls, by kind and head dim of the kernel."""
 
     flash: frozenset[Corner] = frozenset()
     """The corners at which FlashAttention-2 is the faster one."""
@@ -168,7 +168,7 @@ _HOPPER = {
     **{("padded", headdim): Threshold(0, 9.6e9) for headdim in HEADDIMS},
     ("masked", 64): Threshold(2830, 25e9), ("masked", 128): Threshold(560, 41e9), ("masked", 256): Threshold(220, 22e9),
     ("window", 64): Threshold(100, 2.4e9), ("window", 128): Threshold(80, 4.9e9), ("window", 256): Threshold(0, 2.9e9)}
-"""Those of masks of queries and of windows: bench/results/h200-2026-11-27-calibrate."""
+"""Thresholds on Hopper. Source of those of masks of queries and of windows: bench/results/h200-2026-11-27-calibrate."""
 
 _FLASH_ON_HOPPER = frozenset(
     corner for corner in map(Corner._make, product(*AXES))
@@ -185,5 +185,5 @@ same INT8 Q·Kᵀ, and a P·V of half the speed. Masks of queries and windows we
 the threshold of a mask of keys, far above what Hopper's windows need."""
 
 _SLOWER_MEMORY = {(8, 0): 1.2, (8, 6): 1.6, (8, 7): 1.6, (8, 9): 2.3, (12, 0): 2.3, (12, 1): 3.6}
-"""By what factor the slowest memory of a chip's cards, beside its f16 tensor cores, is slower than an H100's:
+"""Factor by which the slowest memory of a chip's cards, beside its f16 tensor cores, is slower than an H100's:
 quantization then takes a larger part of a call. From data sheets."""

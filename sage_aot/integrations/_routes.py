@@ -34,7 +34,7 @@ _MOST = 4096
 """Routes that are remembered at once."""
 
 NOT_ASKED: Any = "not asked yet"
-"""In the place of a route that nobody has learned yet; a kind that has none is kept as None."""
+"""Mark in the place of a route that nobody has learned yet; a kind that has none is kept as None."""
 
 
 def route(q: torch.Tensor, k: torch.Tensor, has_mask: bool, is_causal: bool, rows: int = -2) -> Route | None:

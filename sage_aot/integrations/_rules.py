@@ -42,13 +42,13 @@ class HostCall(NamedTuple):
     grouped: bool = False  # whether k and v may have fewer heads than q
     bottom_right: bool = False  # where the causal mask and the window are aligned; else top-left
     window: tuple[int, int] | None = None
-    """How many keys a query sees in front of its own and behind it, -1 for all; right is 0 beside is_causal."""
+    """Numbers of keys that a query sees in front of its own and behind it, -1 for all; right is 0 beside is_causal."""
     sinks: torch.Tensor | None = None
     """A logit for each q head, which joins the softmax of its rows without a value."""
     beyond: str | None = None
     """Another thing that the host asks for, and that sage_aot does not compute."""
     blocks: Sparse | BlockMask | None = None
-    """How the call chooses its blocks of keys, where :func:`blocks_of` lets it; or the blocks that it sees."""
+    """Choice of the call's blocks of keys, where :func:`blocks_of` lets it; or the blocks that the call sees."""
 
     def sizes(self) -> tuple[int, int, int, int, int]:
         """Batch, q heads, kv heads, queries, keys."""
@@ -87,7 +87,7 @@ def sight_of(call: HostCall) -> tuple[int, int, tuple[int, int] | None]:
 
 
 def _mask_of(call: HostCall, window: tuple[int, int] | None) -> Mask | None:
-    """What a call has beside a causal mask, as :func:`kind_of` takes it. torch has no sinks: hosts compute them by
+    """Mask of a call beside a causal mask, as :func:`kind_of` takes it. torch has no sinks: hosts compute them by
     matrix products and a softmax, which take longer than its attention with a mask."""
     if window is not None:
         return "window"
@@ -200,7 +200,7 @@ LEAST_BLOCKS = 16
 
 
 def blocks_of(call: HostCall) -> Sparse | BlockMask | None:
-    """How a call chooses its blocks of keys, or those that it has; None where it is dense. Sparse are long calls of
+    """Choice of a call's blocks of keys, or the blocks that it has; None where it is dense. Sparse are long calls of
     tokens to themselves: with as many keys as queries, no window, and no mask but one of keys."""
     blocks = call.blocks
     if not isinstance(blocks, Sparse):

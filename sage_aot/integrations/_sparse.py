@@ -1,4 +1,4 @@
-"""Which calls of a model are sparse: those of some layers, in some steps of a sampler.
+"""Sparse calls of a model: those of some layers, in some steps of a sampler.
 
 An adapter makes :class:`Sparsely` of what its caller asks for. What it says of layers holds for a model; steps are
 counted while it runs. :func:`sage_aot.integrations._rules.blocks_of` says which calls of such a layer are sparse.
@@ -17,12 +17,12 @@ from sage_aot._problem.options import integer_of
 from sage_aot.errors import ArgumentError
 
 Ends = int | tuple[int, int]
-"""So many first ones, or (first, last)."""
+"""Number of first ones, or (first, last)."""
 
 
 @dataclass(frozen=True)
 class Sparsely:
-    """What a caller asks of a model's layers.
+    """Request of a caller for a model's layers.
 
     Args:
         sparse: of all layers; or a mapping from the names of attention modules to what each of them gets, where modules
@@ -54,7 +54,7 @@ class Sparsely:
                                 f"{', '.join(map(repr, unknown))}; take those of this model")
 
     def of_layers(self, names: Sequence[str]) -> dict[str, Sparse]:
-        """What the attention modules of a model get that are not dense, by their names. `names`: of those that may be
+        """Choices of the attention modules of a model that are not dense, by their names. `names`: of those that may be
         sparse, in the order of the model."""
         layers = list(dict.fromkeys(map(_layer_of, names)))
         first, last = ends_of("dense_layers", self.dense_layers)
@@ -64,7 +64,7 @@ class Sparsely:
                 if sparse is not None and _layer_of(name) not in dense}
 
     def with_text(self, sparse: Sparse) -> Sparse:
-        """The same, with the text's tokens dense, too."""
+        """Return the choice with the text's tokens dense, too."""
         text = ends_of("text_tokens", self.text_tokens)
         if text == (0, 0):
             return sparse
@@ -103,7 +103,7 @@ class Steps:
         self.step, self._level, self._direction = -1, 0.0, 0
 
     def is_dense(self, level: float) -> bool:
-        """Whether the step of this noise level is dense. To be asked in the order of the steps."""
+        """True where the step of this noise level is dense. To be asked in the order of the steps."""
         change = (level > self._level) - (level < self._level)
         if self.step < 0 or change * self._direction < 0:
             self.step, self._direction = 0, 0

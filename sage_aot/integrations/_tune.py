@@ -40,7 +40,7 @@ def tune_model(model: Any, *, run: Callable[[Any], object], error: float, sparse
 
 
 def _least_places(model: torch.nn.Module, run: Callable[[Any], object], search: Search) -> dict[str, list[int]]:
-    """For each layer the places of its heads' shares, from a first run: a call raises those of the calls before."""
+    """Places of the shares of each layer's heads, from a first run: a call raises those of the calls before."""
     places: dict[str, list[int]] = {}
 
     def find(layer: str, probe: Probe) -> None:
@@ -59,7 +59,7 @@ def _least_places(model: torch.nn.Module, run: Callable[[Any], object], search: 
 
 def _measured(model: torch.nn.Module, run: Callable[[Any], object], places: dict[str, list[int]],
               search: Search) -> TunedModel:
-    """What the layers make of the choices that were found for them, from a second run. Where its calls are others, they
+    """Measure the layers with the choices that were found for them, in a second run. Where its calls are others, they
     may raise shares again."""
     found: dict[str, Measured] = {}
 
@@ -82,8 +82,8 @@ def _measured(model: torch.nn.Module, run: Callable[[Any], object], places: dict
 
 @contextmanager
 def _each_probe(model: torch.nn.Module, search: Search, see: Callable[[str, Probe], None]) -> Iterator[None]:
-    """While the context is entered, all that sage_aot computes of the model's calls is served, and what may be sparse
-    is handed to `see` with the name of the module that makes the call. Calls outside of the model are not: those of a
+    """Serve all that sage_aot computes of the model's calls while the context is entered, and hand what may be sparse
+    to `see` with the name of the module that makes the call. Calls outside of the model are not handed on: those of a
     pipeline's encoder."""
     def observe(call: HostCall, result: Any, host: Callable[[], Any]) -> None:
         if not inside:

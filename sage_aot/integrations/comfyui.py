@@ -196,7 +196,7 @@ def override(previous: Override | None = None, *, policy: Policy | None = None,
 
 
 def _chosen(sparse: Sparse | None, text_tokens: Ends) -> Sparse | None:
-    """How sparse calls choose their blocks beside text."""
+    """Choice of the blocks of sparse calls beside text."""
     if sparse is None and text_tokens not in (0, (0, 0)):
         raise ArgumentError(f"text_tokens: expected 0 without sparse, got {text_tokens!r}; pass "
                             f"sparse=sage_aot.Sparse(...)")

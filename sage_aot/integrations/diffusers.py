@@ -93,13 +93,13 @@ def _sparse_backend(sparse: Sparse) -> dispatch.AttentionBackendName:
 
 
 def _sparse_of(backend: Any) -> Sparse | None:
-    """What a backend chooses blocks by; None of ours that is dense."""
+    """Choice of a backend's blocks; None for one of ours that is dense."""
     return None if backend is None else Sparse(*backend.sparse)
 
 
 _STATE = "_sage_aot_before"
 _BACKEND = "_sage_aot_backend"
-"""Of an attention module that calls torch itself: its sparse backend, or None."""
+"""Attribute of an attention module that calls torch itself: its sparse backend, or None."""
 
 
 @dataclass
@@ -235,7 +235,7 @@ def _attention_of(model: ModelMixin) -> dict[str, Any]:
 
 
 def _free_modules(model: ModelMixin) -> dict[str, Any]:
-    """Those whose backend may be chosen."""
+    """Modules whose backend may be chosen."""
     return {name: module for name, module in _attention_of(model).items() if _own_backend(module.processor) is None}
 
 
@@ -310,12 +310,12 @@ _LEVELS = "timestep", "timesteps", "t"
 """Names under which models of diffusers get their noise level."""
 
 _OF_TEXT = re.compile(r"token_refiner|context_refiner|connector")
-"""In the names of modules that only text goes through, in front of a model's own layers."""
+"""Parts of names of modules that only text goes through, in front of a model's own layers."""
 
 
 @cache
 def _level_at(kind: Any) -> int | None:
-    """Which argument of a class of models is its noise level; None where none is."""
+    """Index of the noise level among the arguments of a class of models; None where none is."""
     names = [*inspect.signature(kind.forward).parameters][1:]
     return next((names.index(name) for name in _LEVELS if name in names), None)
 
@@ -327,7 +327,7 @@ def _has_levels(model: Any) -> bool:
 
 def _sparse_layers(sparsely: Sparsely | None, models: dict[ModelMixin, dict[str, Any]]
                    ) -> dict[ModelMixin, dict[str, Sparse]]:
-    """For each model, what its attention modules get that are not dense."""
+    """Choices of each model's attention modules that are not dense."""
     if sparsely is None:
         return {model: {} for model in models}
     sparsely.check_names(name for modules in models.values() for name in modules)

@@ -165,7 +165,7 @@ def _with_means(means: torch.Tensor, like: PooledBlocks) -> PooledBlocks:
 
 def _choice_of(sparse: Sparse, lengths: Sequence[int], block: int, q: torch.Tensor,
                scale: float | None) -> tuple[Choice, Amounts]:
-    """What the blocks are chosen by, where each share is filled up to whole blocks; and the amounts."""
+    """Parameters that the blocks are chosen by, where each share is filled up to whole blocks; and the amounts."""
     amounts = amounts_of(q, sparse.keep, sparse.mass, sparse.tau)
     whole = sum(-(-length // block) * block for length in lengths)
     ends = {}

@@ -49,7 +49,7 @@ sinks of a layer, sdpa drops too; sage_aot computes them."""
 
 
 _names: set[str] = set()
-"""Under which :func:`register` made sage_aot known."""
+"""Names under which :func:`register` made sage_aot known."""
 
 
 def register(name: str = NAME) -> None:
@@ -171,8 +171,8 @@ when the layer is made."""
 
 
 def _has_sinks_alone(code: str) -> bool:
-    """Of the source of a model that transformers does not run with sdpa attention: are sinks the reason, which
-    sage_aot computes? It hands them to the implementation that is chosen, has eager attention for the calls that
+    """True where a model that transformers does not run with sdpa attention has, by its source, sinks as the reason,
+    which sage_aot computes. It hands them to the implementation that is chosen, has eager attention for the calls that
     sage_aot leaves, and does not add to the masks, as models with indexers or compressed keys do, which know no masks
     of bools."""
     return ("s_aux=self.sinks" in code and "def eager_attention_forward(" in code
@@ -196,7 +196,7 @@ def _source_of(module: str) -> str:
 
 
 def _reads_implementation(kind: type) -> bool:
-    """Of a class of layers: does it look the implementation up? Taken for granted where it has no source."""
+    """True where a class of layers looks the implementation up; taken for granted where the class has no source."""
     try:
         return "_attn_implementation" in inspect.getsource(kind)
     except (OSError, TypeError):
@@ -401,7 +401,7 @@ def _check_sinks(module: torch.nn.Module, sinks: torch.Tensor, position_bias: An
 
 
 def _has_eager(model: str) -> bool:
-    """Whether the module of a model, by its name, has eager attention."""
+    """True where the module of a model, by its name, has eager attention."""
     return hasattr(sys.modules[model], "eager_attention_forward")
 
 

@@ -92,7 +92,7 @@ def sageattn_qk_int8_pv_fp16_triton(q: torch.Tensor, k: torch.Tensor, v: torch.T
                                     attn_mask: torch.Tensor | None = None, sm_scale: float | None = None,
                                     smooth_k: bool = True, return_lse: bool = False,
                                     **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`sageattn`, which chooses the types of P and V by the GPU, whatever the function's name.
+    """Compute :func:`sageattn`, which chooses the types of P and V by the GPU, whatever the function's name.
 
     Args:
         quantization_backend: ``"triton"`` or ``"cuda"``; changes nothing.
@@ -109,7 +109,7 @@ def sageattn_qk_int8_pv_fp16_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Ten
                                   sm_scale: float | None = None, pv_accum_dtype: str = "fp32", smooth_k: bool = True,
                                   smooth_v: bool = False, return_lse: bool = False,
                                   **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`sageattn`, which chooses the types of P and V by the GPU, whatever the function's name.
+    """Compute :func:`sageattn`, which chooses the types of P and V by the GPU, whatever the function's name.
 
     Args:
         qk_quant_gran: ``"per_warp"`` or ``"per_thread"``; changes nothing: the scales of q and k are per thread.
@@ -129,8 +129,8 @@ def sageattn_qk_int8_pv_fp8_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tens
                                  sm_scale: float | None = None, pv_accum_dtype: str = "fp32+fp16",
                                  smooth_k: bool = True, smooth_v: bool = False, return_lse: bool = False,
                                  **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`sageattn_qk_int8_pv_fp16_cuda`, with `pv_accum_dtype` ``"fp32"``, ``"fp32+fp32"`` or ``"fp32+fp16"``.
-    """
+    """Compute :func:`sageattn_qk_int8_pv_fp16_cuda`, with `pv_accum_dtype` ``"fp32"``, ``"fp32+fp32"`` or
+    ``"fp32+fp16"``."""
     _check_choice("qk_quant_gran", qk_quant_gran, _GRANULARITIES)
     _check_choice("pv_accum_dtype", pv_accum_dtype, _F8_SUMS)
     return _attend("sageattn_qk_int8_pv_fp8_cuda", q, k, v, tensor_layout, is_causal, sm_scale, return_lse, kwargs,
@@ -142,7 +142,7 @@ def sageattn_qk_int8_pv_fp8_cuda_sm90(q: torch.Tensor, k: torch.Tensor, v: torch
                                       sm_scale: float | None = None, pv_accum_dtype: str = "fp32+fp32",
                                       smooth_k: bool = True, return_lse: bool = False,
                                       **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`sageattn_qk_int8_pv_fp8_cuda`, on any GPU, without `smooth_v`."""
+    """Compute :func:`sageattn_qk_int8_pv_fp8_cuda`, on any GPU, without `smooth_v`."""
     _check_choice("qk_quant_gran", qk_quant_gran, _GRANULARITIES)
     _check_choice("pv_accum_dtype", pv_accum_dtype, _F8_SUMS)
     return _attend("sageattn_qk_int8_pv_fp8_cuda_sm90", q, k, v, tensor_layout, is_causal, sm_scale, return_lse, kwargs,
@@ -197,7 +197,7 @@ def sageattn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlen
 
 
 class _Given(NamedTuple):
-    """What a call asks for, whatever the names of its arguments."""
+    """Arguments of a call, whatever their names."""
 
     mask: torch.Tensor | None
     scale: float | None
@@ -264,8 +264,8 @@ def _attend(function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, te
 
 
 def _torch_serves_the_mask(call: HostCall, return_lse: bool) -> bool:
-    """Whether torch computes the call if sage_aot refuses it for its mask: torch takes no causal mask or window beside
-    another, and returns no log-sum-exp."""
+    """True where torch computes the call if sage_aot refuses it for its mask: torch takes no causal mask or window
+    beside another, and returns no log-sum-exp."""
     if call.mask is None or call.is_causal or call.window is not None or return_lse:
         return False
     return why_not_computed(call._replace(mask=None)) is None

@@ -1,4 +1,4 @@
-"""What SGLang imports on Hopper before it uses SageAttention: the function below, which SageAttention has since its
+"""Module that SGLang imports on Hopper before it uses SageAttention. SageAttention has the function below since its
 kernels for sm90 are operators that torch.compile traces. Those of sage_aot are.
 
 ImportError where the installed sage_aot has no kernels for sm90.

@@ -91,7 +91,7 @@ def addresses_of_others(given: Given) -> list[int]:
 
 
 def no_addresses(given: Given) -> tuple[int, ...]:
-    """The same where there are no tensors but q, k and v."""
+    """Addresses of a call that has no tensors but q, k and v: none."""
     return ()
 
 

@@ -139,15 +139,15 @@ class _Step:
     tile: Tile
 
     def of_keys(self, x: torch.Tensor) -> torch.Tensor:
-        """Of [batch, heads, keys, ...] what belongs to the tile's keys."""
+        """Part of [batch, heads, keys, ...] that belongs to the tile's keys."""
         return x[:, :, self.first: self.first + self.tile.block_n]
 
     def of_tile(self, x: torch.Tensor) -> torch.Tensor:
-        """Likewise of [batch, heads, KV tiles]: [batch, heads]."""
+        """Part of [batch, heads, KV tiles] that belongs to the tile: [batch, heads]."""
         return x[:, :, self.first // self.tile.block_n]
 
     def delta(self, x: torch.Tensor) -> torch.Tensor:
-        """Likewise of delta_s: [batch, heads, rows, keys of the tile]."""
+        """Part of delta_s that belongs to the tile's keys: [batch, heads, rows, keys of the tile]."""
         return x[..., self.first: self.first + self.tile.block_n].repeat_interleave(self.tile.block_m, 2)
 
 
@@ -207,8 +207,8 @@ class _Places(NamedTuple):
 
 
 def _of_window(split: _Split, tile: Tile) -> _Places:
-    """Of a window alone, as problem/kv_range.cuh has it: behind those that are seen whole come those behind them, then
-    those in front."""
+    """Places under a window alone, as problem/kv_range.cuh has them: behind tiles that are seen whole come those behind
+    them, then those in front."""
     first, last = (slice(offset, None, tile.block_m) for offset in (0, tile.block_m - 1))
     begin, end = split.begin[first], split.end[first]
     full_begin = (-(-split.visible.begin[last] // tile.block_n)).maximum(begin).minimum(end)
@@ -220,7 +220,7 @@ def _of_window(split: _Split, tile: Tile) -> _Places:
 
 
 def _of_lists(seen: torch.Tensor, tile: Tile) -> _Places:
-    """Of lists, as quant/tile_lists.cuh makes them: in the order of the keys those seen whole, then the others.
+    """Places by lists, as quant/tile_lists.cuh makes them: in the order of the keys those seen whole, then the others.
     `seen`: [batch or 1, heads or 1, rows, keys]."""
     of_tiles = torch.unflatten(torch.unflatten(seen, 3, (-1, tile.block_n)), 2, (-1, tile.block_m))
     anything, everything = of_tiles.any(-1).any(3), of_tiles.all(-1).all(3)

@@ -43,11 +43,11 @@ class EmulationBackend:
         return self._manifest
 
     def arch(self, device: int) -> str:
-        """The same whatever the device."""
+        """Arch that is emulated, whatever the device."""
         return self._arch or emulated_arch(self._manifest)
 
     def splits(self, problem: Problem, kernels: Kernels, device: int) -> int:
-        """The same whatever the problem."""
+        """Number of splits, whatever the problem."""
         return self._splits
 
     def bind(self, plan: Plan, given: Given, out: torch.Tensor | None) -> Call:

@@ -21,7 +21,7 @@ from sage_aot._launch.plan import LOG2_E
 from sage_aot._problem.mask import Mask, VisibleKeys
 
 TILE_ROWS = 64
-"""Of a tile of Q and dO, or of K and V: kTileRows of bwd/tile.cuh."""
+"""Rows of a tile of Q and dO, or of K and V: kTileRows of bwd/tile.cuh."""
 
 GRAD_GROUPS = 8
 """Rows m of a tile of dO with equal m % GRAD_GROUPS share a scale: kGradGroups of bwd/tile.cuh."""
@@ -33,7 +33,7 @@ SMALLEST_ROW, SMALLEST_GROUP = 1e-33, 1e-35
 """The least magnitudes that scales go by: kSmallestRow of bwd/products.cuh, kSmallestAbsMax of numerics/scale.cuh."""
 
 LARGEST_PART, LSE_MARGIN = 2.0**50, 2.0**-21
-"""Of scales of Q and K, and of a log-sum-exp: kLargestPart and kLseMargin of bwd/prepare.cuh."""
+"""Largest part of scales of Q and K, and margin of a log-sum-exp: kLargestPart and kLseMargin of bwd/prepare.cuh."""
 
 
 @dataclass(frozen=True)

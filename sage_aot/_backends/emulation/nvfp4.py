@@ -10,7 +10,7 @@ GROUP = 16
 E2M1_LIMIT = 6.0
 LIMIT = E2M1_LIMIT * E4M3_LIMIT
 SCALED_LIMIT = 4.0 * E4M3_LIMIT
-"""Of what is quantized by :func:`to_nvfp4`."""
+"""Limit of what is quantized by :func:`to_nvfp4`."""
 
 _SIXTH = to_f32(1.0 / E2M1_LIMIT)
 _LOG2_E2M1 = to_f32(2.5849625)
@@ -18,7 +18,7 @@ _LEAST_LOG2_SCALE = -9.0  # of a scale that is not zero
 _MOST_LOG2_IN_GROUP = to_f32(2.678072)  # of P in units of its group's scale
 
 _CHANNELS = 64
-"""Of one product."""
+"""Channels of one product."""
 
 
 def to_e2m1(x: torch.Tensor) -> torch.Tensor:

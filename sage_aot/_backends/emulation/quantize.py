@@ -20,13 +20,13 @@ from sage_aot._launch.plan import LOG2_E
 from sage_aot._problem.problem import Problem
 
 SCALED_MAGNITUDES = (2.0**-90, 2.0**120)
-"""Of channels of V: what scales go by, quant/quantize_v.cuh."""
+"""Least and largest magnitude of V's channels that scales go by: quant/quantize_v.cuh."""
 
 LARGEST_TERM = 2.0**100
-"""Of a score, that a mean makes: kLargestTerm of numerics/arithmetic.cuh."""
+"""Largest term of a score that a mean makes: kLargestTerm of numerics/arithmetic.cuh."""
 
 LEAST_FACTOR = -30
-"""Of a tile of V, log2: numerics/scale.cuh."""
+"""Least factor of a tile of V, log2: numerics/scale.cuh."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from sage_aot._problem.tensors import MASK_BLOCK
 
 
 class Pooled(NamedTuple):
-    """What is pooled of a tensor, by the fields of PoolParams."""
+    """Pooled blocks of a tensor, by the fields of PoolParams."""
 
     x_hat: torch.Tensor  # [batch, heads, blocks, channels] int8
     x_scale: torch.Tensor  # [batch, heads, blocks] f32
@@ -37,7 +37,7 @@ def views_of(pooling: Pooling, data: torch.Tensor) -> Pooled:
 
 
 def pool(pooling: Pooling, record: KernelRecord, x: torch.Tensor) -> tuple[Pooled, torch.Tensor]:
-    """What the kernel pools of x, [batch, heads, seqlen, headdim]; and the means of the rows as they came."""
+    """Pool x, [batch, heads, seqlen, headdim], as the kernel does; return the means of the rows as they came, too."""
     rows = pad(x.float(), 1, pooling.channels)
     centre = torch.zeros_like(rows[:, :, 0])
     if pooling.centre:
@@ -119,7 +119,7 @@ def _visible(choosing: Choosing) -> torch.Tensor:
 
 
 def _kept(choosing: Choosing) -> torch.Tensor:
-    """Likewise: whether the block is kept in any case, by its place."""
+    """True where a block is kept in any case, by its place: [query blocks, key blocks]."""
     choice, keys, queries = choosing.choice, choosing.k.seqlen, choosing.q.seqlen
     (first_query, last_query), (first_key, last_key) = _edges(choosing.q), _edges(choosing.k)
     column = torch.arange(len(first_key))
@@ -158,7 +158,7 @@ def _by_mass(choosing: Choosing, scores: torch.Tensor, visible: torch.Tensor, ke
 
 def _by_tau(choosing: Choosing, scores: torch.Tensor, visible: torch.Tensor, kept: torch.Tensor, free: torch.Tensor,
             amount: torch.Tensor) -> torch.Tensor:
-    """Those above the mean by so many standard deviations; at least the best."""
+    """Blocks whose scores are above the mean by so many standard deviations; at least the best."""
     count = visible.sum(-1, keepdim=True).clamp(min=1)
     mean = scores.masked_fill(~visible, 0.0).sum(-1, keepdim=True) / count
     deviation = (((scores - mean) * visible).square().sum(-1, keepdim=True) / count).sqrt()
