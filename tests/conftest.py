@@ -1,4 +1,4 @@
-"""Which tests run where, and how long they take.
+"""Hooks of pytest: which tests run where, and how long they take.
 
 Those marked `gpu` need a GPU that kernels are built for. In a narrowed build (`python -m codegen build --arch sm89`) a
 test that fails for want of the other archs' kernels says nothing: it is left out, and counted. Where the environment
@@ -35,7 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the programs that tests star
 
 
 def no_gpu() -> str | None:
-    """Why no kernel can run here, or None."""
+    """Reason why no kernel can run here, or None."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     try:
@@ -46,7 +46,7 @@ def no_gpu() -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where no kernel can run, leave the GPU tests out and count them; asked for by name, fail."""
+    """Leave the GPU tests out and count them where no kernel can run; fail where they are asked for by name."""
     reason = no_gpu()
     if reason is None:
         return
@@ -96,12 +96,12 @@ _left_out: Counter[str] = Counter()
 
 
 def _lacking(archs: Iterable[str]) -> list[str]:
-    """Those that are not built."""
+    """Archs that are not built."""
     return sorted(set(archs).difference(default_library().manifest.attention_archs))
 
 
 def _ending_the_test(look_up: Callable[[Manifest, str], tuple[AttnRecord, ...]]) -> Callable[..., Any]:
-    """As the look-up of an arch's kernels, but where the build lacks them, the test ends there and is left out."""
+    """Wrap the look-up of an arch's kernels: where the build lacks them, the test ends there and is left out."""
     def attention(manifest: Manifest, arch: str) -> tuple[AttnRecord, ...]:
         if manifest is default_library().manifest and _lacking([arch]):
             pytest.skip(f"{_WANT}{arch}")
@@ -143,7 +143,7 @@ def _unsupported(error: BaseException | None) -> list[str]:
 # --- minutes ----------------------------------------------------------------------------------------------------------
 
 _seconds: Counter[str] = Counter()
-"""Of one processor, by part."""
+"""Seconds of one processor, by part."""
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -39,7 +39,7 @@ from sage_aot._call.backends import default_library
 ROOT = Path(__file__).parents[2]
 
 REPORT_SECONDS = 5.0
-"""Between two lines of progress."""
+"""Seconds between two lines of progress."""
 
 MOST_SHRUNK = 3
 """Failures that a worker reduces; the others are printed as they were drawn."""
@@ -47,7 +47,7 @@ MOST_SHRUNK = 3
 
 @dataclass
 class Tally:
-    """What a run, or a part of one, has seen."""
+    """Record of a run, or of a part of one."""
 
     calls: int = 0
     variants: Counter[str] = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""What the fuzzer calls: cases, how they are drawn and made smaller, and the tensors that a case stands for.
+"""Cases of the fuzzer: how they are drawn and made smaller, and the tensors that a case stands for.
 
 A case is one line of JSON and everything else follows from it, its own seed included, so that any call can be made
 again. What varies from case to case is a field of :class:`Case` with its values, how often each is drawn, and first of
@@ -43,7 +43,7 @@ OPTION_WEIGHTS = {
     "p": (3, 1, 1),
     "window": (24, 3, 1, 1, 2, 2, 2, 1),
 }
-"""How often the samples of an option are drawn, where they are not drawn alike."""
+"""Weights by which the samples of an option are drawn, where they are not drawn alike."""
 
 
 def _varied(weights: dict[object, int], *, late: bool = False) -> object:
@@ -117,7 +117,7 @@ class Case(_SizesAndOptions):
 
     @property
     def trained(self) -> bool:
-        """Whether the call is train_attn's, with a backward pass."""
+        """True where the call is train_attn's, with a backward pass."""
         return self.entry == "train_attn"
 
     @property
@@ -126,7 +126,7 @@ class Case(_SizesAndOptions):
 
     @property
     def constant(self) -> float:
-        """What all of v are, where they are not drawn."""
+        """Value of all of v, where v is not drawn."""
         return 1.0 if self.values == "ones" else torch.finfo(TORCH_DTYPES[self.dtype]).max
 
     @property
@@ -135,7 +135,7 @@ class Case(_SizesAndOptions):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the call has a window, sinks, or masks that differ by query."""
+        """True where the call has a window, sinks, or masks that differ by query."""
         return self.window is not None or self.sinks != "none" or self.is_listed
 
     @property
@@ -144,7 +144,7 @@ class Case(_SizesAndOptions):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no queries, or no keys for them."""
+        """True where there are no queries, or no keys for them."""
         return 0 in (self.batch, self.kv_heads, self.group, self.seqlen_q, self.seqlen_kv)
 
     @property
@@ -153,7 +153,7 @@ class Case(_SizesAndOptions):
 
     @property
     def arguments(self) -> dict[str, object]:
-        """What the call is given by keyword, less `key_mask` and `out`."""
+        """Keyword arguments of the call, less `key_mask` and `out`."""
         return {name: getattr(self, name) for name in (*OPTIONS, "return_lse")}
 
     def to_json(self) -> str:
@@ -176,7 +176,7 @@ WEIGHTS = {f.name: f.metadata["weights"] for f in dataclasses.fields(Case) if "w
 """Per field that is drawn its values, the simplest first, and their weights."""
 
 LATE = [f.name for f in dataclasses.fields(Case) if f.metadata.get("late")]
-"""Of these the fields that :func:`draw_call` alone draws."""
+"""Fields that :func:`draw_call` alone draws."""
 
 SIZES = [f.name for f in dataclasses.fields(Case) if "size" in f.metadata]
 
@@ -243,7 +243,7 @@ def complete(case: Case) -> Case:
 
 
 def as_sdpa(case: Case) -> Case:
-    """The same inputs in a call of the integrations' sdpa, which has q, k and v, a mask, is_causal, scale and
+    """Case with the same inputs in a call of the integrations' sdpa, which has q, k and v, a mask, is_causal, scale and
     enable_gqa; all other options are the policy's. No rows at odd addresses beside a mask under is_causal, which goes
     to torch: its kernels fault there (CUDA error: misaligned address), and the process loses its GPU."""
     faults = case.strides == "misaligned" and case.is_causal and case.mask_kind != "none"
@@ -253,7 +253,7 @@ def as_sdpa(case: Case) -> Case:
 
 
 def as_trained(case: Case) -> Case:
-    """The same inputs in a call of train_attn: what it does not take has the value of the simplest call."""
+    """Case with the same inputs in a call of train_attn; other fields have the values of the simplest call."""
     sizes = {name: max(1, getattr(case, name)) for name in ("batch", "kv_heads", "group", "seqlen_q", "seqlen_kv")}
     others = {name: getattr(case, name) for name in ("arch", "seed", "is_causal", "scale", "layout", "kind", "planted",
                                                      "strides", "stream", "scores", "values", "one_key")}
@@ -341,7 +341,7 @@ def make_tensors(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def lengths_of(case: Case) -> tuple[list[int], list[int]]:
-    """Of queries and of keys, by sequence."""
+    """Lengths of queries and of keys, by sequence."""
     rng = random.Random(case.seed)
     q, k = ([longest, *(rng.choice((0, 1, longest, rng.randint(0, longest))) for _ in range(case.batch - 1))]
             for longest in (case.seqlen_q, case.seqlen_kv))
@@ -350,7 +350,7 @@ def lengths_of(case: Case) -> tuple[list[int], list[int]]:
 
 
 def make_sequences(case: Case, device: str) -> Sequences | None:
-    """What attn_varlen takes beside the tensors."""
+    """Sequences that attn_varlen takes beside the tensors."""
     if not case.has_sequences:
         return None
     made = Sequences.of_lengths(*lengths_of(case)).to(device)
@@ -445,7 +445,7 @@ def _near_or_first(batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 
 LARGEST_ELEMENT = {"f16": 6e4, "bf16": 1e15, "f32": 1e15}
-"""Of q and k where their scores are scaled: f16 holds no more, and products of f32 must stay finite."""
+"""Largest elements of q and k whose scores are scaled: f16 holds no more, and products of f32 must stay finite."""
 
 
 def _scale_scores(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -588,12 +588,12 @@ def _fused(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in rows at odd addresses, with NaN around them."""
+    """Copy a tensor into rows at odd addresses, with NaN around them."""
     return torch.nn.functional.pad(tensor, (1, 2), value=math.nan)[..., 1:-2]
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in rows of whole vectors, filled up with NaN."""
+    """Copy a tensor into rows of whole vectors, filled up with NaN."""
     return torch.nn.functional.pad(tensor, (0, 8 - tensor.shape[-1] % 8), value=math.nan)[..., : tensor.shape[-1]]
 
 

@@ -62,7 +62,7 @@ FINITE = "what is not finite"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one call."""
+    """Outcome of one call."""
 
     variant: str  # what computed it: the name of a kernel, or what the call did instead of running one
     worst: dict[str, float]  # per check, in units of its bound
@@ -71,7 +71,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the caller has: of a case, on a device."""
+    """Inputs of a case's caller, on a device."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -92,13 +92,13 @@ class Inputs:
 
     @property
     def of_queries(self) -> dict[str, Any]:
-        """What the call is given beside q, k, v and a key mask."""
+        """Arguments of the call beside q, k, v and a key mask."""
         masks = {} if self.masks is None else {"attn_mask": self.masks.attn_mask, "block_mask": self.masks.block_mask}
         return {"sinks": self.sinks, **masks}
 
 
 class Subject:
-    """What is called: kernels per arch, on one device."""
+    """Subject of the calls: kernels per arch, on one device."""
 
     def __init__(self, device: str, folders: list[Path]) -> None:
         self.device = device
@@ -107,7 +107,7 @@ class Subject:
         self.built = {arch: _built(arch, library.manifest) for arch, library in self.libraries.items()}
 
     def backend(self, case: Case) -> Backend:
-        """What runs the call of a case."""
+        """Backend that runs the call of a case."""
         library = self.libraries[case.arch]
         if self.device == "cpu":
             return EmulationBackend(library.manifest, case.arch, case.splits or 1)
@@ -128,7 +128,7 @@ class Subject:
         return Verdict(variant, worst, (failed[0].name, failed[0].describe()) if failed else None)
 
     def is_alive(self) -> bool:
-        """Whether the device still works; an illegal access ends that for the life of the process."""
+        """True where the device still works; an illegal access ends that for the life of the process."""
         try:
             if self.device != "cpu":
                 torch.cuda.synchronize()
@@ -152,8 +152,8 @@ class Subject:
         return variant, measures
 
     def _expected_error(self, case: Case) -> type | None:
-        """What the call raises: of a bad argument ArgumentError, and UnsupportedError where the folder says that it
-        has no kernel for these options."""
+        """Error that the call raises: of a bad argument ArgumentError, and UnsupportedError where the folder says that
+        it has no kernel for these options."""
         if case.wrong != "nothing":
             return sage_aot.ArgumentError
         return None if _has_kernels(case, self.libraries[case.arch].manifest) else sage_aot.UnsupportedError
@@ -170,8 +170,8 @@ class Subject:
 
 
 def _has_kernels(case: Case, manifest: Manifest) -> bool:
-    """Whether a folder's list of kernels has one for the options of a case, and for the backward pass of a trained one.
-    """
+    """True where a folder's list of kernels has one for the options of a case, and for the backward pass of a trained
+    one."""
     headdim, wanted = least_headdim(case.headdim), case.options.resolved.axes
     if case.sinks != "none" or case.is_listed:
         wanted = wanted | {"mask": "sparse"}
@@ -205,7 +205,7 @@ def arithmetic_of(case: Case) -> Arithmetic:
 
 @dataclass(frozen=True)
 class Made:
-    """What a call returned, and the memory that the output is a part of."""
+    """Result of a call, and the memory that the output is a part of."""
 
     out: torch.Tensor  # as the caller has it
     lse: torch.Tensor | None
@@ -266,7 +266,7 @@ def _asked(function: Callable[..., Any], arguments: dict[str, Any], sequences: S
 
 
 def _compare_stored(case: Case, inputs: Inputs, direct: Made) -> list[Measure]:
-    """The same call with k and v quantized before has the same bits."""
+    """Compare the call with one whose k and v were quantized before: both have the same bits."""
     own: dict[str, Any] = {name: case.arguments[name] for name in (*OF_CALL, "return_lse")}
     others = {name: value for name, value in case.arguments.items() if name not in own}
     own |= inputs.of_queries
@@ -439,14 +439,14 @@ def _contract_of_gradients(case: Case, made: Any, q: torch.Tensor, k: torch.Tens
 
 
 def _is_of_the_table(case: Case, arithmetic: Arithmetic) -> bool:
-    """Whether the figures of docs/training.md are of such a call."""
+    """True where the figures of docs/training.md are of such a call."""
     plain = case.kind == "normal" and case.scores is None and case.scale is None and case.planted == "none"
     return (plain and arithmetic.independent and case.headdim >= 32 and case.strides != "expanded_heads"
             and min(case.seqlen_q, case.seqlen_kv) >= oracle.TRAINED_ROWS and case.seqlen_kv >= case.seqlen_q)
 
 
 def _relative_l2(name: str, got: torch.Tensor, expected: torch.Tensor, most: float) -> Measure:
-    """Of each head."""
+    """Measure the relative L2 error of each head."""
     error, size = (got - expected).flatten(2).norm(dim=-1), expected.flatten(2).norm(dim=-1)
     return close(name, error, torch.zeros_like(error), most * size)
 
@@ -457,7 +457,7 @@ def _relative_l2(name: str, got: torch.Tensor, expected: torch.Tensor, most: flo
 def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
               out: torch.Tensor, lse: torch.Tensor | None, *, sinks: torch.Tensor | None = None,
               elements: torch.Tensor | None = None, top_left: bool = False) -> list[Measure]:
-    """What attn's docstring promises, of tensors heads first."""
+    """Measure what attn's docstring promises, of tensors heads first."""
     if case.is_empty or 0 in (q.shape[2], k.shape[2]):
         return _nothing(out, lse, sinks)
     visible = oracle.visible_keys(q.shape[2], k.shape[2], is_causal=case.is_causal, top_left=top_left,
@@ -497,7 +497,7 @@ def _of_a_constant(case: Case, arithmetic: oracle.Arithmetic, out: torch.Tensor,
 
 
 def _has_large_scores(case: Case, q: torch.Tensor) -> bool:
-    """Whether HUGE bounds a call's mean error: N(0, 1) times a factor, enough rows for a mean."""
+    """True where HUGE bounds a call's mean error: N(0, 1) times a factor, enough rows for a mean."""
     return (case.scores is not None and case.scores >= oracle.LARGE_SCORES and case.kind == "normal"
             and case.values == "drawn" and not case.one_key and case.headdim >= 32 and q.shape[:3].numel() >= 256)
 

@@ -1,4 +1,4 @@
-"""What kernels left behind, held against the emulation of what they were handed.
+"""Comparison of what kernels left behind with the emulation of what they were handed.
 
 The tensors are those that the public call gave its backend (fuzz_spy.py), whatever it made of the caller's: that this
 was right is for fuzz_oracle.py to say. Bounds are of roundings alone (sage_aot/_tools/compare.py); quantized tensors
@@ -32,7 +32,7 @@ def against_emulated(spy: Spy, *, read_quantized: bool) -> list[Measure]:
 
 
 def _of_batch(handed: Handed, found: dict[str, torch.Tensor] | None) -> list[Measure]:
-    """With a key mask batch entry by batch entry, on the keys that the mask leaves."""
+    """Compare batch entry by batch entry where there is a key mask, on the keys that the mask leaves."""
     plan, problem = handed.plan, handed.plan.problem
     q, k, v, out = (heads_first(x, problem.options.layout) for x in (*handed.given.tensors[:3], handed.out))
     visible = Mask.of(problem.options).visible_keys(torch.arange(problem.seqlen_q, device=q.device),
@@ -55,7 +55,7 @@ def _of_batch(handed: Handed, found: dict[str, torch.Tensor] | None) -> list[Mea
 
 
 def _found_of_entry(found: dict[str, torch.Tensor], own: slice, quantized: Quantized) -> dict[str, torch.Tensor]:
-    """What the kernels left of one batch entry, without the room for keys that the mask takes away."""
+    """Tensors that the kernels left of one batch entry, without the room for keys that the mask takes away."""
     room = {name: getattr(quantized, name).shape[2]
             for name in ("k", "v", "k_scale", "v_factor", "k_spoilt", "v_spoilt")}
     return {name: x[own][:, :, : room.get(name)] for name, x in found.items()}
@@ -81,7 +81,7 @@ def _of_sequences(handed: Handed, found: dict[str, torch.Tensor] | None) -> list
 
 def _found_of_sequence(found: dict[str, torch.Tensor], plan: Plan, b: int, q_begin: int, k_begin: int,
                        quantized: Quantized) -> dict[str, torch.Tensor]:
-    """What the kernels left of one sequence: its slots of the tiles, and its channels."""
+    """Tensors that the kernels left of one sequence: its slots of the tiles, and its channels."""
     tile = plan.kernels.attn.tile
     q_tile, kv_tile = q_begin // tile.block_m + b, k_begin // tile.block_n + b
     first = {**dict.fromkeys(("q", "q_scale", "row_bias"), q_tile * tile.block_m),
@@ -118,7 +118,8 @@ def _bits(plan: Plan, found: dict[str, torch.Tensor], quantized: Quantized, visi
 
 def _bits_of_delta_s(plan: Plan, got: torch.Tensor, expected: torch.Tensor, visible: VisibleKeys,
                      keys: int) -> Measure:
-    """Of the keys that a tile's last row sees: the kernel leaves out blocks that no row sees, and nobody reads them."""
+    """Compare delta_s of the keys that a tile's last row sees: the kernel leaves out blocks that no row sees, and
+    nobody reads them."""
     block_m, queries = plan.kernels.attn.tile.block_m, visible.begin.shape[0]
     last_row = (torch.arange(1, got.shape[2] + 1) * block_m).clamp(max=queries) - 1
     seen = VisibleKeys(*(x.cpu()[last_row] for x in visible)).contains(torch.arange(keys))

@@ -20,7 +20,7 @@ SIGMAS = 6.0
 """Standard deviations of a random walk that no error of a run exceeds."""
 
 EQUAL_VALUES, EQUAL_VALUES_NVFP4 = 0.002, 0.2
-"""How far f32 outputs may lie from one where V is of ones: P and V round alike there, and nothing averages. NVFP4,
+"""Largest distance of f32 outputs from one where V is of ones: P and V round alike there, and nothing averages. NVFP4,
 whose sums are of P before it is rounded, promises no more than its rounding of P (docs/accuracy.md)."""
 
 CANCELLED = 2.0**-18
@@ -33,7 +33,7 @@ IN_F64 = 2.0**-45
 """Error of sums in float64, likewise."""
 
 LARGE_SCORES = 1e2
-"""From this largest |score| on rows see few keys, and HUGE bounds the mean error of a call."""
+"""Largest |score| from which on rows see few keys, and HUGE bounds the mean error of a call."""
 
 HUGE = {"int8": 0.25, "int4": 1.2, "nvfp4": 1.2}
 """Most relative L1 error of N(0, 1) rows whose largest |score| is LARGE_SCORES or more, of any size up to 1e10, by the
@@ -56,10 +56,10 @@ _LIMIT = {"int8": 127.0, "int4": 7.0}
 _ROUNDING = {"f16": 2.0**-11, "e4m3": 2.0**-4, "nvfp4": 0.5}  # half a unit in the last place, relatively
 _HIGH, _LOW = 1.5 / 2.0**0.5 * 2.0**(1 / 16), 2.0**(-1 / 16)
 _ROUNDING_OF_LINE = (_HIGH - _LOW) / (_HIGH + _LOW)
-"""The same of a linear P, 7.3 %. Its byte is 8·(x + 7) of the score x, less a constant, rounded to an integer: half a
-byte, 1/16 octave, at most. The byte 8·(n + f) stands for (1 + f)·2^(n - 7), which is the exponential times (1 + f)/2^f:
-from 1, at f = 0, to 1.5/√2, at f = 1/2, the largest of the eighths. Half of this range counts: a factor that all P of a
-row have in common, such as the constant's, cancels against their sum."""
+"""Rounding of a linear P, relatively: 7.3 %. Its byte is 8·(x + 7) of the score x, less a constant, rounded to an
+integer: half a byte, 1/16 octave, at most. The byte 8·(n + f) stands for (1 + f)·2^(n - 7), which is the exponential
+times (1 + f)/2^f: from 1, at f = 0, to 1.5/√2, at f = 1/2, the largest of the eighths. Half of this range counts: a
+factor that all P of a row have in common, such as the constant's, cancels against their sum."""
 _LOST_OF_LINE = 2.0**-6.88
 """The largest exponential whose linear P vanishes: its byte is 8·(x + 7) - 0.459 < 1/2. Bytes from 1 to 7, whose values
 are those of no line, lose less."""
@@ -93,7 +93,7 @@ class Arithmetic:
 
     @property
     def deviation(self) -> float:
-        """Its standard deviation. Clips are chosen for the least squares, so that they add nothing."""
+        """Standard deviation of that rounding. Clips are chosen for the least squares, so that they add nothing."""
         return 0.36 / math.sqrt(12) if self.qk == "nvfp4" else 1 / _LIMIT[self.qk] / math.sqrt(12)
 
     @property
@@ -119,7 +119,7 @@ class Arithmetic:
 
     @property
     def lost_of_v(self) -> float:
-        """Likewise of a V, as a share of the channel's largest."""
+        """Rounding of a V that is subnormal or vanishes, as a share of the channel's largest."""
         if self.rare_values and self.pv != "f16":
             return 1.0 if self.half_sums else RARE_VALUES
         if self.half_sums:
@@ -128,7 +128,7 @@ class Arithmetic:
 
     @property
     def of_sums(self) -> float:
-        """What accumulators of P·V cut off, as a share of the sum of the magnitudes."""
+        """Share that accumulators of P·V cut off, of the sum of the magnitudes."""
         return {"f16": 2.0**-12, "e4m3": 2.0**-6 if self.half_sums else 2.0**-7, "nvfp4": 2.0**-7}[self.pv]
 
 
@@ -157,7 +157,7 @@ def visible_keys(queries: int, keys: int, *, is_causal: bool, top_left: bool = F
 
 @dataclass(frozen=True)
 class Expected:
-    """What a call must return: [batch, q heads, queries, ...]."""
+    """Results that a call must return: [batch, q heads, queries, ...]."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -188,7 +188,7 @@ class _Heads:
 
 
 def heads_of(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """For each q head its kv head: h // (q heads // kv heads)."""
+    """Kv head of each q head: h // (q heads // kv heads)."""
     return torch.arange(q.shape[1], device=q.device) // (q.shape[1] // kv.shape[1])
 
 
@@ -293,8 +293,8 @@ def _bound_of_lse(heads: _Heads, arithmetic: Arithmetic) -> torch.Tensor:
 
 
 def _stored_lse(heads: _Heads) -> torch.Tensor:
-    """What a log-sum-exp is off beside the errors of scores: the product of a query and the mean of the keys adds up in
-    f32."""
+    """Bound of a log-sum-exp's error beside the errors of scores: the product of a query and the mean of the keys adds
+    up in f32."""
     terms = (heads.q.abs() @ heads.k.abs().amax(-2, keepdim=True).mT)[..., 0] * abs(heads.scale)
     summed = heads.q.shape[-1] * 2.0**-23 * terms
     return 0.01 + 2.0**-20 * heads.lse.abs().nan_to_num(posinf=0.0, neginf=0.0) + summed
@@ -305,8 +305,8 @@ def _stored_lse(heads: _Heads) -> torch.Tensor:
 
 def _bounds(heads: _Heads, arithmetic: Arithmetic, key_mask: torch.Tensor | None,
             info: torch.finfo) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of elements, of rows, and the units of the rows' norms. A sink is off as a key is, in its score relative to the
-    others; besides, what the log-sum-exp is off changes its share of a row."""
+    """Bounds of elements, of rows, and the units of the rows' norms. A sink is off as a key is, in its score relative
+    to the others; besides, what the log-sum-exp is off changes its share of a row."""
     v, out = heads.v, heads.out
     units = v.abs().amax(2, keepdim=True).clamp(min=1e-300)
     small, expected = v / units, out / units
@@ -339,8 +339,8 @@ def _worst_of_elements(heads: _Heads, arithmetic: Arithmetic, rest: torch.Tensor
 
 def _worst_of_rows(heads: _Heads, arithmetic: Arithmetic, v: torch.Tensor, out: torch.Tensor,
                    rest: torch.Tensor) -> torch.Tensor:
-    """Of a row's norm: the output is a mean of values, so where weights are off it still lies among the values of those
-    keys whose weight may count."""
+    """Worst error of a row's norm: the output is a mean of values, so where weights are off it still lies among the
+    values of those keys whose weight may count."""
     distance = (v.square().sum(-1)[:, :, None] + out.square().sum(-1)[..., None] - 2 * out @ v.mT).clamp(min=0).sqrt()
     may_count = heads.logs + 2 * heads.moved[..., None] > -28
     sizes = rest.norm(dim=-1)[:, :, None]
@@ -355,8 +355,8 @@ def _largest(of_keys: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
 
 
 def _walks(heads: _Heads, arithmetic: Arithmetic, rest: torch.Tensor) -> torch.Tensor:
-    """Of elements, where errors of keys are independent: of scores and of P they multiply v - out, and those of P that
-    round alike, |out|."""
+    """Errors of elements, where errors of keys are independent: those of scores and of P multiply v - out, and those of
+    P that round alike, |out|."""
     squares, out = heads.weights.square(), heads.out
     apart = (squares @ heads.v.square() - 2 * out * (squares @ heads.v)
              + out.square() * squares.sum(-1, keepdim=True)).clamp(min=0).sqrt()
@@ -372,8 +372,8 @@ def _walks(heads: _Heads, arithmetic: Arithmetic, rest: torch.Tensor) -> torch.T
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a backward pass must return, by name of the input: gradients, their bounds, and which rows may be anything,
-    since something that is not finite reaches them."""
+    """Results of a backward pass, by name of the input: gradients, their bounds, and which rows may be anything, since
+    something that is not finite reaches them."""
 
     expected: dict[str, torch.Tensor]
     bound: dict[str, torch.Tensor]

@@ -19,7 +19,7 @@ from sage_aot._problem.problem import Problem
 
 @dataclass(frozen=True)
 class Handed:
-    """What kernels got, and their plan: whatever the public call made of the caller's tensors."""
+    """Tensors that kernels got, and their plan: whatever the public call made of the caller's tensors."""
 
     plan: Plan
     given: Given  # q, k and v in the layout of the plan's options, or [tokens, heads, headdim]

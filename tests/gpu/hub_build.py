@@ -24,7 +24,7 @@ KERNELS = "kernels.archs"
 
 
 def of_sm89(kernel: str) -> bool:
-    """Whether a kernel is one of those that CPU tensors of head dim 64 are emulated by."""
+    """True where a kernel is one of those that CPU tensors of head dim 64 are emulated by."""
     return "_sm89" in kernel and "_d128" not in kernel and "_d256" not in kernel
 
 

@@ -68,7 +68,7 @@ class Selection:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of select_blocks beside q and k."""
+        """Arguments of select_blocks beside q and k."""
         by, amount = self.choose
         names = ("block_size", "first", "near", "least_alike", "dense_keys", "dense_queries", "is_causal", "scale",
                  "layout")
@@ -198,7 +198,7 @@ def _kept(case: Selection, q: torch.Tensor, k: torch.Tensor, sizes: tuple[int, i
 
 
 def _alike(x: torch.Tensor, size: int) -> torch.Tensor:
-    """How alike the rows of each block are; the cases keep away from the bound."""
+    """Likeness of the rows of each block; the cases keep away from the bound."""
     return torch.stack([x[:, :, block].mean(2).square().sum(-1) / x[:, :, block].square().sum(-1).mean(2)
                         for block in _blocks(x.shape[2], size)], 2)
 
@@ -218,7 +218,7 @@ def _by_keep(case: Selection, scores: torch.Tensor, slack: torch.Tensor, seen: t
 
 def _best(scores: torch.Tensor, slack: torch.Tensor, seen: torch.Tensor, visible: torch.Tensor,
           kept: torch.Tensor) -> list[str]:
-    """Of the blocks that are free to be chosen, those with the best scores."""
+    """Check that those blocks are seen that have the best scores, of the blocks that are free to be chosen."""
     worst = (scores + slack).masked_fill(~seen | kept, torch.inf).amin(-1)
     missed = (scores - slack).masked_fill(seen | ~visible, -torch.inf).amax(-1)
     return ["a block is seen in place of a better one"] if (missed > worst).any() else []
@@ -266,5 +266,5 @@ def check(case: Selection, device: str = "cpu") -> tuple[sage_aot.BlockMask, lis
 
 
 def of_headdim(case: Selection, headdim: int) -> Selection:
-    """The same of a kernel of another head dim."""
+    """Selection by a kernel of another head dim."""
     return dataclasses.replace(case, headdim=headdim - (64 - case.headdim))

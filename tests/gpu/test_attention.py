@@ -158,7 +158,7 @@ def test_a_mask_without_keys_and_junk_behind_a_mask(spec):
 
 
 QUERIES, KEYS = (200, 0, 1, 500, 64, 130, 0, 3), (130, 40, 0, 433, 700, 1, 0, 64)
-"""Of sequences. Some are shorter than a tile, some have no queries or no keys."""
+"""Lengths of sequences. Some are shorter than a tile, some have no queries or no keys."""
 
 
 @pytest.mark.parametrize(("group", "splits"), [(1, 1), (2, 3)])
@@ -390,7 +390,7 @@ def test_blocks_share_the_keys_of_a_query_tile(spec, splits):
 @pytest.mark.parametrize("queries", [1, 100])
 @each_variant
 def test_the_keys_of_few_queries_are_split(spec, queries):
-    """As this GPU has it; to the error of a call that splits nothing."""
+    """The number of splits is this GPU's; the error is held against that of a call that splits nothing."""
     q, k, v = draw(spec, (1, 4, queries), (1, 2, 9000))
     found, reference = run(spec, q, k, v), expect(spec, q, k, v)
     assert found.plan.splits > 4

@@ -26,7 +26,7 @@ LARGE = (1, 24, 4608, 128)
 
 @pytest.fixture(autouse=True)
 def built_in_thresholds(monkeypatch):
-    """Whatever was measured on this machine."""
+    """Thresholds that are built in, whatever was measured on this machine."""
     monkeypatch.setenv("SAGE_AOT_CALIBRATION", "0")
     monkeypatch.setattr(_calibration, "_chosen", {})
     reset_report()

@@ -212,7 +212,7 @@ def test_grad_is_refused_after_a_call_of_the_same_kind(expected, handed):
 
 @each_loader
 def test_addresses_of_another_alignment_after_a_call_of_the_same_kind(expected, handed):
-    """The same strides, at addresses that are not multiples of 16 bytes, and back."""
+    """Strides stay, at addresses that are not multiples of 16 bytes, and back."""
     def moved(elements: int) -> list[torch.Tensor]:
         flat = [torch.empty(tensor.numel() + 8, dtype=tensor.dtype, device="cuda") for tensor in draw()]
         return [memory[elements:elements + tensor.numel()].view(tensor.shape).copy_(tensor)

@@ -26,7 +26,7 @@ LONG = {"keep": Selection(queries=20_000, keys=20_000, headdim=128, block_size=1
 
 
 def emulated(made):
-    """What `made` returns by the emulation of this GPU's kernels, on the CPU."""
+    """Result of `made` by the emulation of this GPU's kernels, on the CPU."""
     library = default_library()
     arch = arch_of(library, torch.cuda.current_device())
     with handing(EmulationBackend(library.manifest, arch)):
@@ -115,7 +115,7 @@ def test_a_call_that_chooses_is_the_call_with_the_blocks_that_it_chose():
 
 
 def test_other_archs_kernels_choose_alike():
-    """Where kernels of other archs are rebuilt for this GPU."""
+    """Kernels of other archs are rebuilt for this GPU."""
     q, k = CASES["keep"].tensors("cuda")
     expected = select_blocks(q, k, keep=0.4, block_size=64).blocks
     for arch in sorted({spec.arch for spec in SPECS}):

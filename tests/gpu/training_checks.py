@@ -31,7 +31,7 @@ CANCELLED = 2.0**-18
 
 @dataclass(frozen=True)
 class Trained:
-    """What a trained call made, heads first."""
+    """Results of a trained call, heads first."""
 
     out: torch.Tensor
     grad_q: torch.Tensor
@@ -79,7 +79,7 @@ def train(case: Case, tensors: tuple[torch.Tensor, ...], grad_out: torch.Tensor)
 
 def against_emulated_training(spy: Spy, made: Trained, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                               grad_out: torch.Tensor) -> list[Measure]:
-    """What the kernels of a trained call made of these tensors, heads first, against the emulation."""
+    """Compare what the kernels of a trained call made of these tensors, heads first, with the emulation."""
     assert spy.result is not None
     plan, lse = spy.result.plan, spy.result.lse
     problem = plan.problem
@@ -100,7 +100,7 @@ def against_emulated_training(spy: Spy, made: Trained, q: torch.Tensor, k: torch
 
 def _of_gradient(name: str, got: torch.Tensor, expected: torch.Tensor, noise: torch.Tensor,
                  info: torch.finfo) -> list[Measure]:
-    """Where the gradient is finite, the error of each row; and where it is."""
+    """Measure where the gradient is finite, and the error of each row there."""
     finite = expected.abs() < info.max
     near = (expected.abs() > (1 - 5 * ROW_BOUND) * info.max) & (expected.abs() < (1 + 5 * ROW_BOUND) * info.max)
     holes = same(f"finite elements of grad_{name}", got.isfinite(), finite).without(near)

@@ -59,7 +59,7 @@ _EVERY = variants_of(_PACKAGE, _TESTED, _NATIVE)
 SPECS = tuple(spec for spec in _EVERY if spec.mask != "sparse")
 
 SPARSE = tuple(spec for spec in _EVERY if spec.mask == "sparse")
-"""Those with a sparse mask, of which test_masks.py asks what :data:`SPECS` are asked elsewhere."""
+"""Specs with a sparse mask, of which test_masks.py asks what :data:`SPECS` are asked elsewhere."""
 
 LEFT_OUT = sorted({record.spec.arch for record in _PACKAGE.every_attention() if record.spec not in _EVERY})
 """The archs of which kernels are not tested."""

@@ -1,4 +1,4 @@
-"""Of ComfyUI, what a node meets: attention functions that an override may replace, and a model with its options."""
+"""Parts of ComfyUI that a node meets: attention functions that an override may replace, a model with its options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY = "optimized_attention_override"
 
 
 class Container:
-    """What newer versions hand q, k and v over in."""
+    """Container that newer versions hand q, k and v over in."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -51,7 +51,7 @@ def host_attention(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=
 
 
 class ModelPatcher:
-    """Of ComfyUI's, what the node uses. `copying`: how a clone gets its options, which depends on the version."""
+    """Part of ComfyUI's class that a node uses. `copying`: how a clone gets its options, by the version."""
 
     def __init__(self, copying=copy.deepcopy, **options):
         self.copying, self.model_options = copying, {"transformer_options": options, "other": [1]}

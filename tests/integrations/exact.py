@@ -10,7 +10,7 @@ from sage_aot.integrations import report
 
 def attention(q, k, v, *, key_mask=None, sinks=None, attn_mask=None, is_causal=False, window=None, scale=None,
               layout="HND", return_lse=False, sparse=None, block_mask=None):
-    """As sage_aot.attn: the causal mask and the window are aligned bottom-right; rows that see no key are zero."""
+    """Compute sage_aot.attn exactly: causal mask and window are aligned bottom-right; rows that see no key are zero."""
     assert window is None or window != (-1, -1) and all(side >= -1 for side in window)
     assert sinks is None or sinks.dtype == torch.float32 and sinks.shape == (q.shape[1 if layout == "HND" else 2],)
     assert attn_mask is None or attn_mask.dtype == torch.bool

@@ -80,7 +80,7 @@ def _by_transformers(device: str) -> torch.Tensor:
 ENTRIES: dict[str, tuple[Callable[[str], torch.Tensor], int]] = {
     "sageattention": (_by_sageattention, 1), "comfyui": (_by_the_comfyui_node, 1), "diffusers": (_by_diffusers, 4),
     "transformers": (_by_transformers, 2)}
-"""By name: a call on a device, and how many attention calls it makes."""
+"""Calls by name: a call on a device, and how many attention calls it makes."""
 
 
 def served(entry: str, device: str) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""What the programs share that run the code of xDiT, vLLM-Omni, LightX2V and SGLang on a CPU (xdit_host.py and so on):
-ways to import a part of a host without the rest, and what came of an attention call."""
+"""Functions that the programs share that run the code of xDiT, vLLM-Omni, LightX2V and SGLang on a CPU (xdit_host.py
+and so on): ways to import a part of a host without the rest, and what came of an attention call."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def rows(out: torch.Tensor) -> torch.Tensor:
 
 
 def calls(module: Any) -> dict[str, host_program.Outcome]:
-    """Of a batch, of one sequence and a text's keys; with a causal mask and a scale; and of a step of a ring."""
+    """Calls of a batch, of one sequence and a text's keys; with a causal mask and a scale; and of a step of a ring."""
     qkv, text = host_program.draw(), host_program.draw(keys=20, batch=1)
     (out, lse), (of_text, _) = host_program.expected(qkv), host_program.expected(text)
     lengths = {"max_seqlen_q": 64, "max_seqlen_kv": 20}

@@ -144,7 +144,7 @@ def torchs_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bo
 
 def yunchangs_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool,
                    attn_type: AttnType | None = None) -> torch.Tensor:
-    """With `attn_type` by the package that yunchang imports for it."""
+    """Run yunchang's ring, with `attn_type` by the package that yunchang imports for it."""
     out, _ = ring_flash_attn_forward(dist.group.WORLD, *(x.transpose(1, 2).contiguous() for x in (q, k, v)),
                                      softmax_scale=0.2, causal=is_causal, attn_type=attn_type,
                                      attn_processor=ring_forward if attn_type is None else None)

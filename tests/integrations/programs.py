@@ -14,13 +14,13 @@ ROOT = HERE.parents[1]
 
 
 def environment(paths: Iterable[str] = (), **more: str) -> dict[str, str]:
-    """This process's, with a PYTHONPATH of sage_aot, the package sageattention, this folder and `paths`."""
+    """Environment of this process, with a PYTHONPATH of sage_aot, package sageattention, this folder and `paths`."""
     found = (ROOT, ROOT / "ci/sageattention", HERE, *paths, os.environ.get("PYTHONPATH"))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(str(path) for path in found if path), **more}
 
 
 def run(program: str, *arguments: str, paths: Iterable[str] = (), **more: str) -> str:
-    """What a program prints; an AssertionError has the end of what it says where it fails."""
+    """Output of a program; an AssertionError has the end of what the program says where it fails."""
     done = subprocess.run([sys.executable, HERE / program, *arguments], capture_output=True, text=True, cwd=ROOT,
                           env=environment(paths, **more))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -28,7 +28,7 @@ def run(program: str, *arguments: str, paths: Iterable[str] = (), **more: str) -
 
 
 def run_two(program: str, *arguments: str, paths: Iterable[str] = ()) -> str:
-    """What rank 0 of two processes prints; an AssertionError as above."""
+    """Output of rank 0 of two processes; an AssertionError as in :func:`run`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -30,7 +30,7 @@ os.environ["SGLANG_DIFFUSION_PLATFORM_OVERRIDE"] = "cuda"  # else SGLang asks fo
 
 
 class ServerArgs(SimpleNamespace):
-    """Of SGLang's, what the selection asks."""
+    """Part of SGLang's ServerArgs that the selection asks."""
 
     def is_arg_explicitly_set(self, name: str) -> bool:
         return True
@@ -48,7 +48,7 @@ def selected(name: str, headdim: int) -> Any:
 
 
 def calls(backend: Any) -> dict[str, host_program.Outcome]:
-    """With grouped heads, a causal mask and a scale; a step of a ring; and packed sequences, with padding behind."""
+    """Calls with grouped heads, a causal mask and a scale; a step of a ring; packed sequences, with padding behind."""
     def layer(scale: float = 0.125, **more: Any) -> Any:
         return backend.get_impl_cls()(4, 64, causal=more.pop("causal", False), softmax_scale=scale, **more)
 

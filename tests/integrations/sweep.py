@@ -37,7 +37,7 @@ from sage_aot.integrations import Policy, _serve, report, reset_report, use
 from sage_aot.integrations import transformers as integration
 
 BOUND = 1e-3
-"""Of the relative error. Eager attention in float32 leaves some 1e-6."""
+"""Bound of the relative error. Eager attention in float32 leaves some 1e-6."""
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "integrations.md"
 
@@ -297,7 +297,7 @@ def _sweep(name: str, class_name: str, modes: list[str], sizes: bool, config: di
 
 
 def _refused(name: str, class_name: str) -> list[Result]:
-    """What the integration says of a class none of whose models runs here."""
+    """Results for a class none of whose models runs here: what the integration says."""
     results = []
     for way in WAYS:
         try:
@@ -310,7 +310,7 @@ def _refused(name: str, class_name: str) -> list[Result]:
 
 
 def _eager(model: Model, modes: list[str]) -> tuple[dict[str, Outputs], dict[str, str]]:
-    """What a model says by eager attention, mode by mode, and why it does not run in the others."""
+    """Outputs of a model by eager attention, mode by mode, and why it does not run in the others."""
     expected, skipped = {}, {}
     for mode in modes:
         try:
@@ -436,7 +436,7 @@ def _rows(rows: dict[str, Any], *titles: str) -> str:
 
 
 def _reason(result: Result) -> str:
-    """Of a model that was refused or not run, one of a few."""
+    """Reason, one of a few, why a model was refused or not run."""
     for pattern, reason in _REASONS.items():
         if re.search(pattern, result.reason):
             return reason
@@ -462,7 +462,7 @@ _REASONS = {
 
 
 def tables(results: list[Result]) -> str:
-    """What the sweep found, as docs/integrations.md has it."""
+    """Tables of what the sweep found, as docs/integrations.md has them."""
     by_model: dict[str, list[Result]] = collections.defaultdict(list)
     for result in results:
         by_model[result.model].append(result)

@@ -88,7 +88,7 @@ def test_masks(exact, mask, reason, by_position):
 
 
 def test_three_dimensions_of_a_mask_are_batch_queries_keys(exact):
-    """With as many heads as samples, a dimension for heads in the wrong place would fit."""
+    """Heads are as many as samples: a dimension for heads in the wrong place would fit."""
     q, k, v = tensors(batch=HEADS)
     mask = bools(HEADS, 1, 40)
     close(patched().attend(q, k, v, HEADS, mask), host_attention(q, k, v, HEADS, mask))
@@ -544,7 +544,7 @@ BLOCKS, CALLS, STEPS = 2, 2, 4  # of the Wan model: self-attention and cross-att
 
 @pytest.fixture(scope="module")
 def comfyui():
-    """What comfyui_host.py printed."""
+    """Output of comfyui_host.py."""
     paths = [str(ROOT), str(ROOT / "tests/integrations"), COMFYUI_PATH, *os.environ.get("PYTHONPATH", "").split(":")]
     ran = subprocess.run([sys.executable, ROOT / "tests/integrations/comfyui_host.py", "--cpu",
                           "--use-pytorch-cross-attention"], capture_output=True, text=True,

@@ -101,7 +101,7 @@ def unet():
 MODELS = {"wan": wan, "flux": flux, "qwen image": qwen_image, "hunyuan video": hunyuan_video, "sd3": sd3,
           "cogvideox": cogvideox, "unet": unet}
 PATCHED = {"hunyuan video", "sd3", "cogvideox", "unet"}
-"""Those whose attention calls torch itself, at least some of it."""
+"""Models whose attention calls torch itself, at least some of it."""
 
 
 def attention_of(made):
@@ -142,7 +142,7 @@ def test_the_kernels_arithmetic_is_close(name):
 
 @pytest.mark.parametrize("chosen", ["flex", attention_dispatch.AttentionBackendName.FLEX], ids=repr)
 def test_processors_keep_a_backend_that_they_need(chosen):
-    """Those whose class names one: they raise where they have another."""
+    """Processors whose class names a backend raise where they have another."""
     made = model("AnyFlowFARTransformer3DModel", patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12,
                  in_channels=4, out_channels=4, text_dim=16, freq_dim=256, ffn_dim=32, num_layers=2)
     processors = [module.processor for module in attention_of(made)]
@@ -406,7 +406,7 @@ def test_what_small_means_depends_on_the_mask(monkeypatch, mask, is_causal):
 
 
 def test_small_calls_and_refused_ones_are_decided_about_once(monkeypatch):
-    """Also where torch's function is replaced, which the native backend calls."""
+    """Calls are decided about once also where torch's function is replaced, which the native backend calls."""
     with replace_sdpa.globally():
         integration.attention(Q, K, K, torch.zeros(30, 40))
         assert report() == {"a mask of numbers": 1}
@@ -427,7 +427,7 @@ def test_small_calls_go_to_the_native_backend(monkeypatch):
 
 @pytest.mark.parametrize(("fewer", "reason"), [(0, "the full path"), (1, SLOWER)])
 def test_small_is_a_matter_of_queries_and_keys(monkeypatch, fewer, reason):
-    """And not of heads, which stand where other layouts have the keys."""
+    """Heads do not count, which stand where other layouts have the keys."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(_routes, "threshold_of", lambda *kind: (0, 4 * Q.numel() * 40 + fewer))
     monkeypatch.setattr(_serve, "why_slower", lambda call: "the full path")
@@ -469,7 +469,7 @@ def long(name):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What sage_aot.attn is asked for, call by call; it computes exactly, and all blocks."""
+    """Calls of sage_aot.attn, one by one; it computes exactly, and all blocks."""
     calls = []
 
     def attn(q, k, v, sparse=None, **more):
@@ -515,8 +515,8 @@ def test_what_refines_a_text_is_no_layer(asked):
 
 @pytest.mark.parametrize("name", ["flux", "sd3", "cogvideox", "qwen image", "hunyuan video"])
 def test_where_a_model_has_its_text(asked, name):
-    """Its tokens alone differ, in the first layer, for another text. The model's result is that of dense attention,
-    which stands here in the place of sparse attention."""
+    """Tokens of the text alone differ, in the first layer, for another text. The model's result is that of dense
+    attention, which stands here in the place of sparse attention."""
     made, inputs, (first, last) = long(name)
     expected = sample(made, inputs)
     integration.enable(made, sparse=SPARSE, text_tokens=(first, last))
@@ -591,7 +591,7 @@ def test_steps_of_a_sampler(asked, name, by_position):
 
 
 def test_the_models_of_a_pipeline_share_its_steps(asked):
-    """As those of Wan 2.2 for high and for low noise; an autoencoder has no steps, and stays dense."""
+    """Models such as Wan 2.2's for high and for low noise share steps; an autoencoder has none, and stays dense."""
     (high, inputs), (low, _) = wan_of(1), wan_of(1)
     vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, down_block_types=("DownEncoderBlock2D",),
                                   up_block_types=("UpDecoderBlock2D",))
@@ -647,7 +647,7 @@ def test_sparse_layers_in_compiled_blocks(build):
 @pytest.mark.parametrize("build", [lambda: wan_of(3), lambda: long("sd3")[:2]], ids=["wan", "sd3"])
 @pytest.mark.parametrize("dense_steps", [0, 1])
 def test_sparse_layers_in_a_compiled_model(build, dense_steps):
-    """In one graph, but where the steps are told apart by a tensor's value."""
+    """Layers compile to one graph, but where the steps are told apart by a tensor's value."""
     made, inputs = build()
     integration.enable(made, sparse=SPARSE, dense_layers=1, dense_steps=dense_steps)
     levels = [{**inputs, "timestep": torch.tensor([level])} for level in (9.0, 7.0, 9.0)]

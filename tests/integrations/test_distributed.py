@@ -53,7 +53,7 @@ def test_a_step_of_torchs_ring(exact, queries, keys, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(30, 0), (0, 40), (0, 0)])
 def test_a_share_without_tokens(queries, keys, is_causal):
-    """Of no keys a query sees none: zeros, and minus infinity, which another share's log-sum-exp outweighs."""
+    """A query sees none of no keys: zeros, and minus infinity, which another share's log-sum-exp outweighs."""
     q, k, v = tensors(queries, keys)
     for out, lse in (ring_op(q, k, v, is_causal=is_causal),
                      ring_forward(*(x.transpose(1, 2) for x in (q, k, v)), causal=is_causal)):

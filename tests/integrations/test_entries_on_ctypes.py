@@ -16,7 +16,7 @@ pytest.importorskip("transformers", minversion="5.0")
 
 @pytest.fixture(scope="module")
 def seen(fake_driver):
-    """What entries_on_ctypes.py printed."""
+    """Output of entries_on_ctypes.py."""
     return json.loads(programs.run("entries_on_ctypes.py", LD_LIBRARY_PATH=str(fake_driver), SAGE_AOT_LOADER=""))
 
 
@@ -31,7 +31,7 @@ def test_entries_are_emulated_without_the_packages(seen, entry):
 
 @pytest.mark.parametrize("entry", host_entries.ENTRIES)
 def test_entries_launch_through_ctypes(seen, entry):
-    """Of each attention call the quantizers, then the attention kernel."""
+    """Each attention call launches the quantizers, then the attention kernel."""
     kernels = [launch.split()[0] for launch in seen["launched"][entry]]
     of_attention = [name for name in kernels if name.startswith(f"sage_attn_{seen['arch']}_d64_")]
     assert len(of_attention) == host_entries.ENTRIES[entry][1]

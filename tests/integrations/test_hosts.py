@@ -160,7 +160,7 @@ def test_sglang_by_name(tmp_path):
 
 @needs("SGLANG_PATH")
 def test_sglangs_pipelines_of_diffusers_find_the_backend(tmp_path):
-    """By an entry point, which SGLang calls before it sets the backend that the user names."""
+    """SGLang calls an entry point before it sets the backend that the user names."""
     pytest.importorskip("diffusers", minversion="0.36")
     plugin = with_entry_point(tmp_path, "sglang.multimodal_gen.plugins", "sage_aot.integrations.diffusers:register")
     program = ("from sglang.multimodal_gen.runtime.platforms.plugins import apply_plugin_hooks\n"

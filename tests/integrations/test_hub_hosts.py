@@ -144,7 +144,7 @@ def test_flash_attn_varlen_func_is_attention_of_each_sequence():
 
 
 def test_windows_are_handed_on():
-    """As transformers calls a sliding layer: a causal mask, and as many keys behind a query as in front of it."""
+    """transformers so calls a sliding layer: a causal mask, and as many keys behind a query as in front of it."""
     q, k, v = draw(queries=60)
     out = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(9, 9))
     assert torch.equal(out, sage_aot.attn(q, k, v, is_causal=True, window=(9, 0), layout="NHD"))
@@ -168,7 +168,7 @@ def test_what_the_kernels_do_not_compute_is_refused(argument):
 
 
 def test_transformers_finds_every_argument_that_it_may_drop():
-    """What a signature lacks, transformers drops without a word, windows and sinks among them."""
+    """transformers drops without a word the arguments that a signature lacks, windows and sinks among them."""
     utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
     supported = utils._lazy_define_process_function(flash_attn.flash_attn_varlen_func).keywords["supports_mapping"]
     asked = ("dropout_p", "window_size", "softcap", "s_aux", "deterministic", "max_seqlen_q", "max_seqlen_k")

@@ -1,4 +1,4 @@
-"""Which calls sage_aot serves, each rule once, and what becomes of the others."""
+"""Policy: which calls sage_aot serves, each rule once, and what becomes of the others."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def below(queries, keys, offset=0):
 
 
 def between(queries, keys, left, right):
-    """What a window shows, aligned bottom-right."""
+    """Elements that a window shows, aligned bottom-right."""
     behind = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
     return (-left <= behind) & (behind <= right)
 
@@ -269,7 +269,7 @@ def test_sinks_join_the_softmax(exact, name, dtype):
 
 
 def handed_on(monkeypatch, described):
-    """What sage_aot.attn is asked for a call."""
+    """Number of keys and options that sage_aot.attn gets for a call."""
     asked = []
     monkeypatch.setattr(_serve, "attn", lambda q, k, v, **options: asked.append((k.size(2), options)) or q)
     attend(described, lambda: pytest.fail("the host was called"))
@@ -277,7 +277,7 @@ def handed_on(monkeypatch, described):
 
 
 def test_a_mask_of_keys_is_handed_on_as_one(monkeypatch):
-    """It saves the work of the keys that it hides; and a window of one query is no window."""
+    """A mask of keys saves the work of the keys that it hides; and a window of one query is no window."""
     for shape, is_of_keys in (((2, 1, 1, 40), True), ((40,), True), ((30, 40), False), ((2, 4, 1, 40), False)):
         _, options = handed_on(monkeypatch, call(mask=mask(*shape)))
         assert (options["key_mask"] is None, options["attn_mask"] is None) == (not is_of_keys, is_of_keys)
@@ -296,7 +296,7 @@ NEEDS_SPARSE = {
 @pytest.mark.parametrize("name", NEEDS_SPARSE)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_options_without_such_kernels_are_a_reason(name, compiled):
-    """There are none of 4 bits with a window, sinks or a mask of queries."""
+    """Kernels of 4 bits with a window, sinks or a mask of queries do not exist."""
     described = NEEDS_SPARSE[name]
     reason = f"{name}, for which there is no kernel with the policy's options"
     host = torch.zeros(())
@@ -338,7 +338,7 @@ def test_rows_that_see_no_key_are_zeros(exact):
 
 
 def test_one_query_has_no_causal_mask(monkeypatch):
-    """With a causal mask the q heads of a KV head could not share the reads of k and v."""
+    """Q heads of a KV head could not share the reads of k and v under a causal mask."""
     asked = []
     monkeypatch.setattr(_serve, "attn", lambda *args, **options: asked.append(options["is_causal"]))
     for queries in (1, 2):
@@ -653,7 +653,7 @@ def test_threads_learn_and_forget_routes_together(threshold):
 
 
 def test_a_route_whose_report_ended_meanwhile_is_not_kept(threshold, monkeypatch):
-    """It would count in a tally that nobody reads."""
+    """A route that was kept would count in a tally that nobody reads."""
     threshold(full=1e15)
     q, kind = torch.empty(1, 2, 8, 64), _routes.Route
 

@@ -362,7 +362,7 @@ def test_torch_serves_masks_alone():
 
 
 def test_in_the_place_of_torchs_attention(exact, monkeypatch):
-    """As SageAttention's README tells: masked calls must not end in a circle."""
+    """Replace torch's attention as SageAttention's README tells: masked calls must not end in a circle."""
     q, k, v = tensors(kv_heads=2)
     torchs, given = F.scaled_dot_product_attention, OTHER_MASKS["a mask of numbers"]
     expected = torchs(q, k, v, given, scale=0.3, enable_gqa=True), torchs(q, k, v, is_causal=True, enable_gqa=True)
@@ -405,7 +405,7 @@ def test_autocast_casts_q_and_k():
 
 
 def test_tensors_that_a_ring_receives(exact):
-    """As torch's ring template, which xDiT uses, passes them."""
+    """Tensors are as torch's ring template, which xDiT uses, passes them."""
     class Coming(torch.Tensor):
         def trigger_wait(self):
             return self.as_subclass(torch.Tensor)
@@ -522,7 +522,7 @@ CALLS: dict[str, tuple[Any, str, dict[str, Any]]] = {  # docs/hosts; test_hosts.
     "SGLang": (BY_GPU, "NHD", {"is_causal": True, "sm_scale": 0.3, "return_lse": False}),
     "SGLang on 10.x": (F8, "NHD", {"is_causal": False, "sm_scale": 0.3, "return_lse": True,
                                    "pv_accum_dtype": "fp32+fp16"})}
-"""By host: the function, the layout, and the arguments that it passes."""
+"""Calls by host: the function, the layout, and the arguments that the host passes."""
 
 
 @pytest.mark.parametrize("host", CALLS)

@@ -1,4 +1,4 @@
-"""Which calls of a host are sparse: by their shapes and masks, by a model's layers, and by a sampler's steps."""
+"""Sparse calls of a host: by their shapes and masks, by a model's layers, and by a sampler's steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_sparse_call_sees_the_blocks_that_it_chooses(last, sparse, layout):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_mask_of_keys_stays_beside_the_choice(exact, is_causal):
-    """As HunyuanVideo masks the text that it was filled up with, behind the video."""
+    """HunyuanVideo so masks the tokens that its text was filled up with, behind the video."""
     mask = (torch.arange(Q.shape[2]) < Q.shape[2] - 60)[None, None, None]
     sparse = Sparse(keep=0.25, dense_keys=(0, 128))
     call = HostCall(Q, K, V, None if is_causal else mask, is_causal, blocks=sparse)
@@ -91,7 +91,7 @@ def test_an_audit_has_the_error_of_the_choice():
 
 
 def test_what_an_option_says_goes_in_front(monkeypatch):
-    """As where a model that is sparse already is tuned."""
+    """A call has such an option where a model that is sparse already is tuned."""
     asked = []
     monkeypatch.setattr(_serve, "attn", lambda q, *_, **more: asked.append(more["sparse"]) or q)
     _serve.serve(HostCall(Q, K, V, blocks=SPARSE), False, {"sparse": Sparse(tau=1.0)})

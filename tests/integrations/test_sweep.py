@@ -44,7 +44,7 @@ RUN: dict[str, tuple[str, set[str], dict[str, object]]] = {
         "v_head_dim": 24}),
     "recurrent and attention layers": ("jamba", {"plain", "chunks and steps"}, {}),
 }
-"""Of each kind a type, its modes, and values of its configuration."""
+"""Types of models to run, one of each kind, with its modes, and values of its configuration."""
 
 
 @pytest.fixture

@@ -510,7 +510,7 @@ def few_queries(*, keys=2048, headdim=64, v_headdim=64, kv_heads=4, dtype=torch.
     ({}, {}, {"is_autocast_enabled": True}, False), ({}, {}, {"enabled": False}, False),
     ({}, {}, {"is_transformed": True}, False)], ids=str)
 def test_few_queries_run_by_flash(monkeypatch, tensors, options, torch_says, flashed):
-    """What a GPU would do, where torch would choose cuDNN: both ways are stand-ins here."""
+    """A GPU does so where torch would choose cuDNN: both ways are stand-ins here."""
     says = {"is_cuda": True, "takes_it": True, "is_autocast_enabled": False, "enabled": True, "is_transformed": False,
             **torch_says}
 
@@ -622,7 +622,7 @@ class FlashOfTheCpu(_Flash):
 
 @pytest.fixture
 def flash(monkeypatch):
-    """What torch activates and restores, for the CPU's operator."""
+    """Registered implementation that torch activates and restores, for the CPU's operator."""
     monkeypatch.setattr("sage_aot.integrations.torch._Flash", FlashOfTheCpu)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     register_flash("sage_aot of the cpu")
@@ -651,7 +651,7 @@ def test_the_log_sum_exp_of_torchs_flash_attention(exact, flash, qkv):
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 2, 0, 3), (2, 0, 1, 3), (0, 1, 2, 3, "part")],
                          ids=str)
 def test_the_output_of_the_operator_has_torchs_strides(exact, flash, order):
-    """As compiled code expects them."""
+    """Strides are as compiled code expects them."""
     sizes = [(2, 4, 40, 64)[dim] for dim in order[:4]]
     whole = torch.randn(3, *sizes[:3], 128 if order[4:] else 64)[..., :64]
     q, k, v = (x.permute([order[:4].index(dim) for dim in range(4)]) for x in whole)
@@ -707,7 +707,7 @@ def test_all_outputs_of_the_operator(qkv):
 
 
 def test_the_operator_of_cuda_takes_the_calls_of_inference(exact, qkv):
-    """Its kernel is not called here: a stand-in says what it was called with."""
+    """The operator's kernel is not called here: a stand-in says what it was called with."""
     flash = object.__new__(_Flash)
     flash._torchs = SimpleNamespace(call_boxed=lambda *args, **options: (args, options))
     keys = object()
@@ -775,7 +775,7 @@ def test_derivatives_are_those_of_the_hosts_attention(qkv, derivative, compiled)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_forward_derivatives_are_the_hosts(qkv, compiled):
-    """Which has one with the backend MATH."""
+    """The host has a forward derivative with the backend MATH."""
     torch._dynamo.reset()
     q, k, v = qkv
     tangent = torch.randn_like(q)

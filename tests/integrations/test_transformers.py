@@ -178,7 +178,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_keep_their_own_attention_are_refused(name):
-    """When they are loaded by the name, when they are enabled, and when they are switched by transformers' own way."""
+    """Loading by the name, enabling, and switching by transformers' own way refuse such models."""
     integration.register("mine")
     kind, config = tiny(name)
     with torch.device("meta"):
@@ -344,7 +344,7 @@ def meanings(monkeypatch):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("name", "windows"), [("mistral, window 8", [(7, 0)] * 2), ("modernbert", [None, (4, 4)])])
 def test_sliding_layers_are_windows(exact, monkeypatch, name, windows, mask):
-    """And no masks of all pairs, with padding neither. Of a full layer transformers reads whether there is padding."""
+    """Windows need no masks of all pairs, nor does padding. Of a full layer transformers reads whether there is any."""
     asked = meanings(monkeypatch)
     outputs(MODELS[name](), mask_of(mask), "sage_aot")
     assert sorted(asked, key=str) == sorted(
@@ -368,7 +368,7 @@ def test_chunks_and_steps_on_sliding_layers_are_windows(exact, monkeypatch, padd
 
 
 def shown(mask_function, queries=24, keys=24, **options):
-    """What sage_aot knows of a mask that transformers makes, and the mask."""
+    """Meaning that sage_aot finds in a mask that transformers makes, and the mask."""
     mask = integration.attention_mask(2, queries, keys, keys - queries, mask_function=mask_function,
                                       allow_is_causal_skip=False, **options)
     return integration.Meaning.of(mask, queries, keys), mask
@@ -405,7 +405,7 @@ def test_windows_are_known_by_the_functions_that_make_them(name, queries):
 
 
 def test_a_window_of_a_cache_that_has_dropped_keys(exact):
-    """Its keys begin at position 9; the padding counts from the first token on."""
+    """Keys of the cache begin at position 9; the padding counts from the first token on."""
     padding = torch.ones(2, 24, dtype=torch.bool)
     padding[0, :12] = False
     mask = integration.attention_mask(2, 8, 15, 16, 9, masking_utils.sliding_window_causal_mask_function(8), padding,
@@ -432,7 +432,7 @@ def gpt_oss(**config):
     (Policy("possible"), "sage_aot"), (Policy(), "tensors on the CPU"),
     (Policy("possible", options={"qk": "int4"}), "for which there is no kernel with the policy's options")])
 def test_layers_with_sinks_are_those_of_eager_attention(exact, mask, policy, reason):
-    """By sage_aot, and by the host where the policy says so: transformers' sdpa attention would drop the sinks."""
+    """sage_aot runs them, and the host where the policy says so: transformers' sdpa attention would drop the sinks."""
     made, given = gpt_oss(), mask_of(mask)
     expected = outputs(made, given, "eager")
     integration.enable(made)
@@ -562,7 +562,7 @@ def test_parts_of_a_model_get_their_own_implementation_back():
 
 
 def test_small_calls_and_refused_ones_are_decided_about_once(monkeypatch):
-    """Also where torch's function is replaced, which transformers' sdpa calls."""
+    """Calls are decided about once also where torch's function is replaced, which transformers' sdpa calls."""
     made = MODELS["llama"]()
     with replace_sdpa.globally():
         for options in ({"position_bias": torch.zeros(1)}, {"dropout": 0.5}):

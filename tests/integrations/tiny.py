@@ -21,7 +21,7 @@ KINDS = {"causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
          "speech": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
          "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
          "base": auto.MODEL_MAPPING_NAMES}
-"""By what a type of models does, transformers' table of its classes."""
+"""Tables of classes in transformers, by what a type of models does."""
 
 _SIZES = (  # of a configuration's integers, by their names: the first that matches
     (r"mamba_d_head|mamba_head_?dim|mamba_headdim", 2 * HIDDEN // HEADS),
@@ -173,7 +173,7 @@ def _merged(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sections(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, list[int]]:
-    """How a rotary embedding divides the half of the channels that it rotates among time, height and width."""
+    """Channels of a rotary embedding for time, height and width: parts of the half of the channels that it rotates."""
     if not _HAS_SECTIONS.search(config.get("model_type", "")):
         return {}
     half = int(HIDDEN // HEADS // 2 * rope.get("partial_rotary_factor", 1))
@@ -186,7 +186,7 @@ _HAS_SECTIONS = re.compile("_vl|glm4|glm_|omni|cosmos3_edge")
 
 _DERIVED = ("qk_head_dim", "image_embedding_size", "id2label", "label2id", "out_features", "out_indices", "stage_names",
             "per_layer_config")
-"""What a configuration makes of its other values, and checks."""
+"""Values that a configuration makes of its other values, and checks."""
 
 _LAYERS = "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "depth"
 

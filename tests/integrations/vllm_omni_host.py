@@ -57,7 +57,7 @@ def selected(name: str, capability: tuple[int, int]) -> Any:
 
 
 def calls(backend: Any) -> dict[str, host_program.Outcome]:
-    """With grouped heads, a causal mask and a scale, a large head dim, and, where it takes one, a mask of keys."""
+    """Calls with grouped heads, a causal mask and a scale, a large head dim, and, where taken, a mask of keys."""
     def layer(qkv: list[torch.Tensor], scale: float, causal: bool = False) -> Any:
         return backend.get_impl_cls()(qkv[0].size(2), qkv[0].size(3), scale, causal=causal, num_kv_heads=qkv[1].size(2))
 
@@ -78,7 +78,7 @@ def calls(backend: Any) -> dict[str, host_program.Outcome]:
 
 
 def ring_steps() -> dict[str, host_program.Outcome]:
-    """What vLLM-Omni's ring calls for each of its names for SageAttention, with the arguments that it passes."""
+    """Steps that vLLM-Omni's ring calls for each of its names for SageAttention, with the arguments that it passes."""
     qkv = host_program.draw()
     of_ring = {"dropout_p": 0.0, "softmax_scale": 0.3, "causal": True, "window_size": (-1, -1), "softcap": 0.0,
                "alibi_slopes": None, "return_softmax": False}

@@ -23,4 +23,4 @@ IN_TURN = sorted(MUTATIONS, key=lambda mutation: [
 """The first of each variant, then the second: so the workers compile different variants."""
 
 TESTS = len(IN_TURN) + len(drawn()) + len(SWITCHED)
-"""How many tests are marked `planted`."""
+"""Number of tests that are marked `planted`."""

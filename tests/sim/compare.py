@@ -97,7 +97,7 @@ class Gpu:
         cupy.cuda.runtime.deviceSynchronize()
 
     def probe(self, name: str, which: int, operands: np.ndarray, results: int, blocks: int) -> np.ndarray:
-        """What a kernel of probes.cu makes of its operands."""
+        """Results that a kernel of probes.cu makes of its operands."""
         given, out = cupy.asarray(operands.view(np.uint32)), cupy.zeros(results, cupy.uint32)
         self.launch(name, struct.pack("<QQii", given.data.ptr, out.data.ptr, which, results), blocks, 32, 4096)
         return out.get()
@@ -197,7 +197,7 @@ def _exp2(gpu: Gpu, bits: np.ndarray) -> np.ndarray:
 
 
 def compare_exp2(gpu: Gpu, build: Build) -> Iterator[Row]:
-    """With the measured tables: f32 of every size."""
+    """Compare ex2 with the measured tables: f32 of every size."""
     rng = np.random.default_rng(1)
     bits = (rng.integers(0, 2, 200_000) << 31 | rng.integers(127 - 30, 127 + 9, 200_000) << 23
             | rng.integers(0, MANTISSAS, 200_000)).astype(np.uint32)

@@ -24,12 +24,12 @@ from sage_aot._kernels.spec import AttnSpec
 _WORKERS, _OUTCOMES = pytest.StashKey[Workers](), pytest.StashKey[dict[str, Future[Timed[Any]]]]()
 _PLANTED, _KEPT = pytest.StashKey[Planted](), pytest.StashKey[Kept]()
 _TIMED = pytest.StashKey[Timed[Any]]()
-"""Of a test: what a worker returned."""
+"""Key of a test's stash: what a worker returned."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What waits for the workers comes last."""
+    """Leave out planted bugs that were all caught before, and put tests that wait for the workers last."""
     planted = [item for item in items if item.get_closest_marker("planted")]
     if planted:
         config.stash[_PLANTED] = of_session = Planted()

@@ -19,7 +19,7 @@ from simbuild import PROJECT
 from tree_sitter import Node
 
 OPERATIONS: tuple[type[Operation], ...] = (Drop, Always, OffByOne, Sign, First, Second, Indices, Phase)
-"""Those whose results compile wherever they apply."""
+"""Operations whose results compile wherever they apply."""
 
 _INT8 = "sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw"
 _INT8_CAUSAL = "sm80_d64_qkint8_pvf16_accf32_causal_vraw_qraw"
@@ -90,7 +90,7 @@ SHOWN_BY = {
     "bwd/": (_INT8, _INT8_CAUSAL, _HOPPER_WIDE, _WIDE_CAUSAL),
     "": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256),
 }
-"""By what a header's path begins with, the first entry that fits: kernels that show its bugs, tried in this order."""
+"""Kernels that show a header's bugs, tried in this order, by the beginning of its path; the first that fits counts."""
 
 BACKWARD_ALONE = ("copy_async", "rounded_bytes", "visible_end", "first_causal_query")
 """Functions outside of bwd/ that the backward kernels alone call, or of which they alone reach the drawn bug."""
@@ -252,19 +252,19 @@ def _of_function(header: str, name: str, places: list[Place]) -> Iterator[Bug]:
 
 
 def _is_of_interest(operation: type[Operation], node: Node) -> bool:
-    """To drop a loop or a return tells little; `u32 (&pair)[4] = ...` the grammar takes for an assignment."""
+    """True but for drops of loops and returns, which tell little, and of `u32 (&pair)[4] = ...`, a declaration."""
     return operation is not Drop or (node.type == "expression_statement" and "(&" not in code_of(node).split("=")[0])
 
 
 @cache
 def drawn() -> tuple[Bug, ...]:
-    """For each function one bug that has no name and may do harm."""
+    """Draw for each function one bug that has no name and may do harm."""
     return one_a_function(candidates(), {mutation.bug for mutation in MUTATIONS}, HARMLESS)
 
 
 def one_a_function(found: Iterable[Bug], named: Container[Bug],
                    harmless: Container[tuple[str, Operation]]) -> tuple[Bug, ...]:
-    """Of these bugs one for each function, which chance draws."""
+    """Draw one of these bugs for each function."""
     result: list[Bug] = []
     for _, bugs in itertools.groupby(found, key=lambda bug: (bug.header, bug.place)):
         new = [bug for bug in bugs if bug not in named and (bug.place, bug.operation) not in harmless]

@@ -36,7 +36,7 @@ class Place:
 
     @property
     def is_constant(self) -> bool:
-        """Whether compilers may evaluate it."""
+        """True where compilers may evaluate the function or constant."""
         return self.node.type != "function_definition" or any(
             child.type == "type_qualifier" and child.text == b"constexpr" for child in self.node.children)
 
@@ -105,6 +105,6 @@ def code_of(node: Node) -> str:
 
 
 def on_one_line(code: str) -> str:
-    """Without comments, directives to the compiler, and line breaks behind a bracket."""
+    """Code without comments, directives to the compiler, and line breaks behind a bracket."""
     code = re.sub(r"//[^\n]*|^#[^\n]*", "", code, flags=re.MULTILINE)
     return re.sub(r"(?<=[(\[]) ", "", re.sub(r"\s+", " ", code)).strip()

@@ -48,13 +48,13 @@ def compiler() -> tuple[str, ...]:
 
 @functools.cache
 def is_clang() -> bool:
-    """Whether the compiler is clang, under whatever name, or GCC."""
+    """True where the compiler is clang, under whatever name; False where it is GCC."""
     return "clang" in _said([*compiler(), "--version"])
 
 
 @functools.cache
 def identity() -> str:
-    """What the compiler makes of a source depends on: its options and version, the versions of both libraries, of the
+    """Facts that the compiler's output depends on: its options and version, the versions of both libraries, of the
     assembler and of the linker, and this processor."""
     macros = [*compiler(), "-std=c++20", "-march=native", "-x", "c++", "-include", "version", "-dM", "-E", os.devnull]
     return "\n".join((*compiler()[1:], _said(macros), _said([*compiler(), "--version"]),

@@ -1,4 +1,4 @@
-"""What a planted bug does to a piece of code: operators of mutation testing, each for one form of code.
+"""Operations of planted bugs on a piece of code: operators of mutation testing, each for one form of code.
 
 Source: Jia & Harman, "An Analysis and Survey of the Development of Mutation Testing", IEEE TSE 37 (5), 2011.
 """
@@ -33,7 +33,7 @@ class Operation(ABC):
 
     @abstractmethod
     def code_for(self, node: Node) -> str | None:
-        """What takes a node's place; None where the operation does not apply."""
+        """Code that takes a node's place; None where the operation does not apply."""
 
 
 class Drop(Operation):
@@ -176,7 +176,7 @@ class Behind(Drop):
     later: str = ""
 
     def code_behind(self, later: Node, node: Node) -> str:
-        """What takes the later statement's place."""
+        """Code that takes the later statement's place."""
         return f"{{ {code_of(later)} {code_of(node)} }}"
 
 

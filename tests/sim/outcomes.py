@@ -1,4 +1,4 @@
-"""What simulated calls came to, kept in codegen.cache by a hash of all that it follows from.
+"""Outcomes of simulated calls, kept in codegen.cache by a hash of all that they follow from.
 
 That is the compiled kernels and the engine, byte by byte; the Python that plans, makes and judges the calls; its
 packages, the host compiler and this processor; and the calls themselves. A worker takes an outcome from the cache in
@@ -26,8 +26,8 @@ from sage_aot._kernels.spec import AttnSpec
 
 @dataclass
 class Outcomes:
-    """Those of one worker. `sources`: stamp.sources_key() as it was when the session began; `repeat`: simulate whatever
-    is kept."""
+    """Outcomes of one worker. `sources`: stamp.sources_key() as it was when the session began; `repeat`: simulate
+    whatever is kept."""
 
     sources: str
     repeat: bool = False
@@ -35,7 +35,7 @@ class Outcomes:
     recalled: int = 0  # since then
 
     def of(self, subject: Simulated, spec: AttnSpec, calls: Sequence[object], simulate: Callable[[], Any]) -> Any:
-        """What `simulate` returns of these calls of a kernel, as JSON holds it. AssertionError where a kernel runs that
+        """Result of `simulate` for these calls of a kernel, as JSON holds it. AssertionError where a kernel runs that
         is none of the attention kernel's: the key would not tell of its changes."""
         key, cache = self._key(subject, spec, calls), Cache.of_environment()
         if not self.repeat and (kept := cache.read(key)):
@@ -49,7 +49,7 @@ class Outcomes:
         return found
 
     def take(self) -> tuple[dict[str, bytes], int]:
-        """What was simulated since the last time, and how often nothing had to be."""
+        """Take what was simulated since the last time, and how often nothing had to be."""
         taken = self.made, self.recalled
         self.made, self.recalled = {}, 0
         return taken
@@ -62,7 +62,7 @@ class Outcomes:
 
 @functools.cache
 def _engine_digest() -> str:
-    """Of the engine that this process has loaded or will load."""
+    """Digest of the engine that this process has loaded or will load."""
     return _digest(build_engine())
 
 

@@ -16,7 +16,7 @@ _OF_ZERO = -(10**6)  # exponent of a zero, which never is the largest
 
 
 def e4m3(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of codes the significands in units of 2^(exponent - 3), the exponents, and whether each is NaN."""
+    """Significands of codes in units of 2^(exponent - 3), the exponents, and whether each is NaN."""
     field, mantissa = codes >> 3 & 15, codes & 7
     magnitude = np.where(field > 0, mantissa + 8, mantissa).astype(np.int64)
     return np.where(codes & 0x80, -magnitude, magnitude), np.maximum(field.astype(np.int64), 1) - 7, codes & 127 == 127

@@ -40,7 +40,7 @@ class Bug:
         return PROJECT.include / "sage" / self.header
 
     def edits(self) -> list[tuple[Place, Edit]]:
-        """What changes, and where; ValueError where the code that the operation names is not there."""
+        """Edits, and their places; ValueError where the code that the operation names is not there."""
         place, node = self._find(self.operation.what, self.operation.which)
         code = self.operation.code_for(node)
         if code is None:
@@ -55,7 +55,7 @@ class Bug:
 
     @cached_property
     def can_be_switched(self) -> bool:
-        """Whether it can be planted beside others."""
+        """True where the bug can be planted beside others."""
         return all(can_be_switched(place, edit.node) for place, edit in self.edits())
 
     def _find(self, what: str, which: int = 0) -> tuple[Place, Node]:
@@ -66,7 +66,7 @@ class Bug:
 
 
 def can_be_switched(place: Place, node: Node) -> bool:
-    """Whether other code can stand there beside it."""
+    """True where other code can stand in a node's place beside it."""
     return _switch(place, node) is not None
 
 

@@ -75,9 +75,9 @@ def matrix() -> Matrix:
 
 
 def build_matrix(specs: Iterable[AttnSpec], project: Project = PROJECT, base: Build | None = None) -> Build:
-    """These attention kernels of build_matrix.yaml and those that feed them, rendered as codegen renders them, with a
-    manifest of them and of what this process built in the same folder before. `base`: a build of PROJECT to take those
-    from whose headers are equal."""
+    """Build these attention kernels of build_matrix.yaml and those that feed them, rendered as codegen renders them,
+    with a manifest of them and of what this process built in the same folder before. `base`: a build of PROJECT to take
+    those from whose headers are equal."""
     asked = _asked.setdefault(project.build, set())
     asked |= {spec.name for spec in specs}
     asked |= {name for kernel in matrix().kernels if kernel.spec.name in asked for name in _others(kernel)}
@@ -110,13 +110,13 @@ _asked: dict[Path, set[str]] = {}
 
 
 def _is_known(source: Path, project: Project) -> bool:
-    """Whether a kernel's headers are those of PROJECT."""
+    """True where a kernel's headers are those of PROJECT."""
     names = (header.relative_to(project.include) for header in headers_of(source, project.include))
     return all((project.include / name).read_bytes() == (PROJECT.include / name).read_bytes() for name in names)
 
 
 def _manifest(kernels: list[PlannedKernel], made: Build) -> Manifest:
-    """As far as launching and emulating go; the kernels say the rest themselves, as they do in cubins."""
+    """Manifest as far as launching and emulating go; the kernels say the rest themselves, as they do in cubins."""
     infos = {kernel: of_elf(made.library(kernel.spec.name).read_bytes()) for kernel in kernels}
     return Manifest(version=__version__, flags=kernel_flags(), retarget=None, vocabulary=vocabulary(), complete=False,
                     archs=matrix().archs, structs={info.params: info.layout for info in infos.values()},
@@ -216,7 +216,7 @@ def _link_headers(headers: Path, include: Path) -> None:
 
 
 def _meanings(name: Path) -> Path:
-    """Where the meanings of a header's wrappers stand; without any, each of them is unknown by name."""
+    """Header with the meanings of a header's wrappers; without any, each of them is unknown by name."""
     return MEANINGS / name if (MEANINGS / name).exists() else MEANINGS / "no_meanings.cuh"
 
 
@@ -247,8 +247,8 @@ def _ninja_text(libraries: Iterable[_Library], folder: Path, keys: Mapping[Path,
 
 
 def _link_command() -> tuple[str, ...]:
-    """Without the run-time libraries of the sanitizers, for which the engine stands: no -fsanitize, and -O2, or else
-    zig brings one unasked."""
+    """Command that links without the run-time libraries of the sanitizers, for which the engine stands: no -fsanitize,
+    and -O2, or else zig brings one unasked."""
     return *compiler(), "-shared", "-O2", "-Wl,-z,now"
 
 

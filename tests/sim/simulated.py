@@ -25,7 +25,7 @@ DELTA_BYTES = 2047
 at once."""
 
 BLOCKS_A_ROUND = 1
-"""So few that the quantizer's blocks take several tiles in short calls too."""
+"""Blocks a round, so few that the quantizer's blocks take several tiles in short calls too."""
 
 
 class Simulated(Subject):

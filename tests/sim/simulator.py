@@ -72,8 +72,8 @@ class Report:
 
 
 SM_COUNT = 3
-"""Of the GPU that is simulated: so few that a block of a grid which fits it takes several query tiles, and so that the
-last round of them is not whole."""
+"""SMs of the GPU that is simulated: so few that a block of a grid which fits it takes several query tiles, and so that
+the last round of them is not whole."""
 
 
 class Simulator:
@@ -103,7 +103,7 @@ class Simulator:
                             self.seed, programmatic)
 
     def know(self, *buffers: Buffer) -> None:
-        """From now on launches may touch these buffers and no others."""
+        """Let launches touch these buffers and no others, from now on."""
         self._engine.know(buffers)
 
 
@@ -246,13 +246,13 @@ class SimulatedChoice:
 
 
 def set_exp2(up: np.ndarray, down: np.ndarray) -> None:
-    """From now on ex2.approx is what a chip was measured to make of it, engine/scalars.cpp: the bits of 2^x and of 2^-x
-    for all x in [1, 2)."""
+    """Let ex2.approx be what a chip was measured to make of it from now on, engine/scalars.cpp: the bits of 2^x and of
+    2^-x for all x in [1, 2)."""
     _engine().set_exp2(up, down)
 
 
 def plant(number: int) -> None:
-    """From now on kernels that were compiled with switches (schemata.py) have this bug; 0: none."""
+    """Plant this bug in kernels that were compiled with switches (schemata.py), from now on; 0: none."""
     _engine().plant(number)
 
 
@@ -304,7 +304,7 @@ def _between_redzones(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(laid_out: Plan) -> Plan:
-    """The same plan with redzones around every buffer."""
+    """Spread a plan: redzones around every buffer."""
     offsets, kept_offsets = (
         {name: offset + REDZONE * (i + 1) for i, (name, offset) in enumerate(of_memory.items())}
         for of_memory in (laid_out.offsets, laid_out.kept_offsets))
@@ -313,14 +313,14 @@ def _spread(laid_out: Plan) -> Plan:
 
 
 def _spread_backward(laid_out: BackwardPlan) -> BackwardPlan:
-    """Likewise of a backward pass."""
+    """Spread the plan of a backward pass: redzones around every buffer."""
     offsets = {name: offset + REDZONE * (i + 1) for i, (name, offset) in enumerate(laid_out.offsets.items())}
     return replace(laid_out, offsets=offsets, workspace_bytes=laid_out.workspace_bytes + REDZONE * (len(offsets) + 1))
 
 
 def _buffers_of(laid_out: Plan, workspace: torch.Tensor, kept: torch.Tensor | None) -> list[Buffer]:
-    """Of the workspace, to be written; of the quantized k and v, to be written by the call that quantizes them, and
-    read by the others."""
+    """Buffers of the workspace, to be written; of the quantized k and v, to be written by the call that quantizes them,
+    and read by the others."""
     states = (workspace, laid_out.offsets, WRITABLE), (
         kept, laid_out.kept_offsets, WRITTEN if laid_out.problem.part == "q" else WRITABLE)
     return [Buffer(name, memory.data_ptr() + offset, np.full(laid_out.sizes[name], INSIDE | state, np.uint8))

@@ -1,4 +1,4 @@
-"""What the simulator's tests have shown already, by everything as it is now.
+"""Stamp of what the simulator's tests have shown already, by everything as it is now.
 
 Planted bugs test the tests: which of them are caught follows from the files below, the host compiler and torch. Their
 last whole run leaves a stamp in codegen.cache, whose key is a hash of those. Where there is none, outcomes.py tells
@@ -42,7 +42,7 @@ class Planted:
 
     @property
     def passed_before(self) -> bool:
-        """Whether all of them passed in a run with this key."""
+        """True where all tests of planted bugs passed in a run with this key."""
         return Cache.of_environment().restore(self.key, [])
 
     def finish(self) -> None:
@@ -71,7 +71,7 @@ class Kept:
 
 
 def asked_by_name(mark: str, keyword: str, arguments: Iterable[str]) -> bool:
-    """Whether a command line of pytest asks for tests by more than their folder: by -m, -k or the file."""
+    """True where a command line of pytest asks for tests by more than their folder: by -m, -k or the file."""
     return bool(mark or keyword or any(argument.split("::")[0].endswith(".py") for argument in arguments))
 
 

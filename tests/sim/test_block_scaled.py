@@ -16,7 +16,7 @@ from test_meanings import PROBES, launch
 
 LANES, ROWS, COLUMNS = 32, 16, 8
 POISON = 0xFFFFFFFF
-"""In every byte a NaN, as a scale of either type."""
+"""Scale of NaN in every byte, of either type."""
 
 
 class Layout:

@@ -34,7 +34,7 @@ def run(build: Build, name: str, seed: int) -> torch.Tensor:
 
 
 def marks(name: str) -> dict[str, re.Match]:
-    """By place, what a kernel's comments say."""
+    """Marks of a kernel's comments, by place."""
     lines = enumerate((FAULTS / f"{name}.cu").read_text().splitlines(), 1)
     found = {f"{FAULTS / name}.cu:{number}": _MARK.search(line) for number, line in lines if "// fault:" in line}
     assert all(found.values()), f"{name}: a mark that is none"

@@ -1,4 +1,4 @@
-"""Which compiler is taken, and what is said where there is none."""
+"""Choice of the compiler, and what is said where there is none."""
 
 from __future__ import annotations
 

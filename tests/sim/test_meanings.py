@@ -135,7 +135,7 @@ def test_conversion_to_e2m1(probes):
 
 
 def test_quantizers_round_to_e2m1_as_the_instruction_does(probes):
-    """But for zeros: minus zero marks what is not finite, so that nothing else may become minus zero."""
+    """Zeros are left out: minus zero marks what is not finite, so that nothing else may become minus zero."""
     x = np.concatenate([ties_and_neighbours(), np.random.default_rng(0).standard_normal(5000).astype(np.float32) * 3])
     expected = e2m1_codes(x)
     expected[(expected == 8) & (x != 0)] = 0
@@ -157,7 +157,7 @@ def test_every_ue4m3(probes):
 
 
 def test_every_bf16_to_e4m3(probes):
-    """As group scales are rounded: those of bf16 are dense enough to hold every tie."""
+    """Group scales are rounded so: those of bf16 are dense enough to hold every tie."""
     x = as_f32((np.arange(2**16, dtype=np.uint32) << 16).astype(np.uint32))
     got = scalar(probes, "e4m3x2", x, np.zeros_like(x)) & 0xFF
     expected = torch.from_numpy(x.copy()).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
@@ -232,7 +232,7 @@ def test_prmt(probes):
 
 
 def test_a_product_and_a_sum_are_one_fma(probes):
-    """As nvcc makes of them: 1 is lost where the product is rounded first."""
+    """nvcc makes one FMA of them: 1 is lost where the product is rounded first."""
     x = np.array([1 + 2**-12], np.float32)
     square = np.float32(x[0] * x[0])
     got = scalar(probes, "fma", x, x, -np.array([square], np.float32))
@@ -240,7 +240,7 @@ def test_a_product_and_a_sum_are_one_fma(probes):
 
 
 def test_fma_down(probes):
-    """Of operands whose exact sum a fraction holds; the smallest numbers and those beyond f32 are left out."""
+    """Operands have an exact sum that a fraction holds; the smallest numbers and those beyond f32 are left out."""
     rng = np.random.default_rng(11)
     a, b, c = ((rng.standard_normal(3000) * 2.0 ** rng.integers(-30, 30, 3000)).astype(np.float32) for _ in range(3))
     c[:1000] = (-a[:1000].astype(np.float64) * b[:1000]).astype(np.float32)  # a rounding is all that is left
@@ -360,7 +360,7 @@ def test_f16_products_are_cut_off_below_the_largest(probes, arch, fraction_bits)
 @pytest.mark.parametrize(("arch", "sum_of_the_rest"), [(80, 2.0**-28), (86, 2.0**-28), (89, 2.0**-28), (90, 0.0),
                                                        (120, 0.0)])
 def test_f16_products_are_added_eight_or_sixteen_at_once(probes, arch, sum_of_the_rest):
-    """What is small is lost beside what is large, though that cancels; eight further on it meets the sum alone."""
+    """Small terms are lost beside large ones, though these cancel; eight further on they meet the sum alone."""
     terms = {0: (1.0, 1.0), 1: (-1.0, 1.0), 8: (2.0**-14, 2.0**-14)}
     assert sum_of(probes, "f16", terms, 0.0, arch) == sum_of_the_rest
 
@@ -430,7 +430,7 @@ def test_nan_and_infinity(probes, name, arch):
 
 @pytest.mark.parametrize(("name", "arch"), REAL)
 def test_products_of_random_numbers(probes, name, arch):
-    """Within what cutting off can do to all terms; a wrong place in a fragment is far beyond."""
+    """Errors stay within what cutting off can do to all terms; a wrong place in a fragment is far beyond."""
     rng = np.random.default_rng(11)
     a, b = rng.standard_normal((16, DEPTH[name])), rng.standard_normal((DEPTH[name], 8))
     c = rng.standard_normal((16, 8)).astype(np.float16).astype(np.float64)

@@ -35,7 +35,7 @@ def caught_by(base: Build, outcomes: Outcomes, mutation: Mutation) -> str | None
 
 
 def caught_by_any(base: Build, outcomes: Outcomes, bug: Bug) -> str | None:
-    """The same for the first of a drawn bug's variants that fails, with the threads in one order alone."""
+    """Failure of the first of a drawn bug's variants that fails, with the threads in one order alone."""
     return next(filter(None, (_caught_in(base, outcomes, name, bug, SEEDS[:1]) for name in variants_of(bug))), None)
 
 
@@ -51,21 +51,21 @@ def _switched(base: Build, name: str) -> Simulated:
 
 
 def _planted(base: Build, name: str, folder: Path, plant_in_it: Callable[[], Project]) -> Simulated:
-    """By one process at a time: a second copy would change the headers that the first process compiles."""
+    """Plant by one process at a time: a second copy would change the headers that the first process compiles."""
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "one_process"):
         return Simulated(simbuild.build_matrix([variant(name)], plant_in_it(), base))
 
 
 def failure_without_bugs(base: Build, outcomes: Outcomes, name: str) -> tuple[str, str] | None:
-    """Of a variant's kernels that were compiled with switches, all of them off: in every case, or a failure of its own
-    would pass for a bug that was caught."""
+    """Failure of a variant's kernels that were compiled with switches, all of them off: in every case, or a failure of
+    its own would pass for a bug that was caught."""
     calls = [[(case, SEEDS[0])] for case in cases_of(variant(name)).values()]
     return first_failure(_switched(base, name), outcomes, variant(name), calls)
 
 
 def _calls(name: str, bug: Bug, seeds: tuple[int, ...]) -> list[list[tuple[Case, int]]]:
-    """Those that may show a bug in a variant, case by case. A bug of the backward pass shows in trained calls alone;
+    """Calls that may show a bug in a variant, case by case. A bug of the backward pass shows in trained calls alone;
     others show without a backward pass."""
     of_backward = bug.header.startswith("bwd/") or bug.place in BACKWARD_ALONE
     return [[*in_orders(case, seeds)] for case in cases_of(variant(name)).values() if case.trained == of_backward]

@@ -1,4 +1,4 @@
-"""What was simulated is not simulated again, unless something changed that decides what comes of it."""
+"""Calls that were simulated are not simulated again, unless something changed that decides what comes of them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def kept(subject: Simulated) -> None:
 
 
 def simulates(subject: Simulated, worker: Outcomes | None = None, spec=SPEC, calls=CALLS) -> bool:
-    """Whether another session simulates these calls."""
+    """True where another session simulates these calls."""
     ran = []
     found = (worker or Outcomes("sources")).of(subject, spec, calls, lambda: ran.append(1) or PASSED)
     assert found == PASSED

@@ -1,4 +1,4 @@
-"""What bugs are made of: code found by its words, operations on it, and switches between several of them."""
+"""Parts of bugs: code found by its words, operations on it, and switches between several of them."""
 
 from __future__ import annotations
 

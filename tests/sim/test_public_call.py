@@ -26,7 +26,7 @@ def simulated(built) -> Simulated:
 
 
 def test_a_call(built):
-    """As a user makes it; the simulator stands in the place of the emulation."""
+    """The call is as a user makes it; the simulator stands in the place of the emulation."""
     q, k, v = reference.inputs("normal", (1, 2, 40, 64), (1, 1, 90, 64), torch.bfloat16,
                                 torch.Generator().manual_seed(0))
     with handing(SimulatorBackend(built, "sm80")):

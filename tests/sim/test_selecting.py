@@ -31,7 +31,7 @@ from sage_aot._kernels.spec import AttnSpec
 from sage_aot._problem.selection import Pooling
 
 ARCHS = {64: "sm80", 128: "sm90", 256: "sm86"}
-"""By head dim, whose kernels run: their sources are the same for every arch."""
+"""Archs whose kernels run, by head dim: their sources are the same for every arch."""
 
 
 def _spec(headdim: int) -> AttnSpec:
@@ -47,7 +47,7 @@ def kernels() -> Build:
 
 
 def failure_of(build: Build, case: Selection, headdim: int, seeds: tuple[int, ...] = SEEDS) -> str | None:
-    """What is wrong with a selection, in any order of threads; None where nothing is."""
+    """Fault of a selection, in any order of threads; None where there is none."""
     try:
         made = [_run(build, case, headdim, seed) for seed in seeds]
     except SimulatorError as error:

@@ -59,7 +59,7 @@ def doubled(build: Build) -> torch.Tensor:
 
 @pytest.fixture
 def no_compiler(monkeypatch, tmp_path):
-    """From its call on nothing compiles."""
+    """Function that lets nothing compile from its call on."""
     Simulator(Build(tmp_path))  # loads the engine
 
     def fail(*_):
@@ -113,7 +113,7 @@ def test_a_damaged_library_is_compiled_again(tree, tmp_path):
 
 @pytest.mark.parametrize("change", ["source", "compiler"])
 def test_times_of_files_do_not_decide(tree, monkeypatch, change):
-    """Of a header that a copy gave an old time; of a compiler that was upgraded in place."""
+    """A copy gives a header an old time; a compiler is upgraded in place."""
     folder, build = tree("first")
     before = build().library("doubled").stat().st_mtime_ns
     if change == "source":

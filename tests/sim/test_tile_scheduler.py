@@ -26,8 +26,8 @@ def build() -> Build:
 
 def drawn(build: Build, heads: int, q_tiles: int, kv_tiles: int, splits: int = 1, *, blocks: int, causal: bool,
           q_per_kv: int = 1, seed: int = 0) -> list[list[int]]:
-    """By block the work tiles that it draws, as (head * q_tiles + tile) * splits + split; blocks run one after another
-    in any order."""
+    """Work tiles that each block draws, as (head * q_tiles + tile) * splits + split; blocks run one after another in
+    any order."""
     most = heads * q_tiles * splits + 1
     tiles, count = torch.full((blocks, most), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     simulator = Simulator(build, seed)

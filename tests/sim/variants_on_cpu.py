@@ -1,4 +1,4 @@
-"""Which calls every variant is simulated with."""
+"""Calls that every variant is simulated with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sage_aot._kernels.spec import AttnSpec, is_ptx
 from sage_aot._problem.options import Options
 
 SEEDS = (1, 2)
-"""Of the order of threads and blocks."""
+"""Seeds of the order of threads and blocks."""
 
 _MATRIX = matrix()
 
@@ -31,9 +31,9 @@ SPECS = tuple(sorted(KERNELS, key=lambda spec: (list(_MATRIX.archs).index(spec.a
 
 _INDEX = {spec: index for index, spec in enumerate(sorted(SPECS, key=lambda spec: (
     spec.mask == "sparse", spec.p == "linear", spec.p == "linear" and spec.arch != "sm90", spec.headdim == 256)))}
-"""What selects a kernel's extreme case. Head dim 256 comes late: an arch has a power of two of variants of head dims 64
-and 128, and of 256. Kernels of a linear P come later, sm90's first; last those of sparse masks, which have no such
-case."""
+"""Index that selects a kernel's extreme case. Head dim 256 comes late: an arch has a power of two of variants of head
+dims 64 and 128, and of 256. Kernels of a linear P come later, sm90's first; last those of sparse masks, which have no
+such case."""
 
 
 def variant(name: str) -> AttnSpec:
@@ -42,7 +42,7 @@ def variant(name: str) -> AttnSpec:
 
 
 def source_of(spec: AttnSpec) -> str:
-    """What is compiled for a kernel, whatever its arch: its source without comments and without its own name."""
+    """Source that is compiled for a kernel, whatever its arch: without comments and without the kernel's own name."""
     return _source_of(KERNELS[spec])
 
 
@@ -61,9 +61,9 @@ def may_be_simulated(spec: AttnSpec) -> bool:
 
 
 def _simulated() -> tuple[AttnSpec, ...]:
-    """Of kernels with one source the first; of sparse masks those that smooth everything or nothing. Chips that add no
-    source have their own accumulators all the same: of them those that smooth everything under a causal mask. PTX is
-    for no chip of its own."""
+    """Specs to simulate: of kernels with one source the first; of sparse masks those that smooth everything or nothing.
+    Chips that add no source have their own accumulators all the same: of them those that smooth everything under a
+    causal mask. PTX is for no chip of its own."""
     found = {spec for spec in {source_of(spec): spec for spec in reversed(SPECS)}.values() if may_be_simulated(spec)}
     archs = {spec.arch for spec in found}
     found |= {spec for spec in SPECS if spec.arch not in archs and not is_ptx(spec.arch)
@@ -76,25 +76,25 @@ SIMULATED = _simulated()
 
 
 def quantization_of(spec: AttnSpec) -> Hashable:
-    """What decides how a kernel's calls quantize: the quantizer's source, and the means that it subtracts."""
+    """Facts that decide how a kernel's calls quantize: the quantizer's source, and the means that it subtracts."""
     quantizer, = (kernel for kernel in _MATRIX.kernels
                   if kernel.spec.kind == "quant" and kernel.spec.name in KERNELS[spec].companions)
     return _source_of(quantizer), spec.v, spec.q
 
 
 def epilogue_of(spec: AttnSpec) -> Hashable:
-    """What decides how a kernel finishes and stores its rows: the parameters of attn/epilogue.cuh."""
+    """Facts that decide how a kernel finishes and stores its rows: the parameters of attn/epilogue.cuh."""
     tile = KERNELS[spec].tile
     return KERNELS[spec].family, spec.headdim, tile.block_m, tile.warp_m, spec.mask, spec.v
 
 
 def settings_of(spec: AttnSpec) -> Hashable:
-    """What decides which masks and values these cases have (MASKED, FLOATS), in each family."""
+    """Facts that decide which masks and values these cases have (MASKED, FLOATS), in each family."""
     return KERNELS[spec].family, spec.mask, spec.v, spec.q
 
 
 def softmax_of(spec: AttnSpec) -> Hashable:
-    """What decides how a kernel's references move, and what its P and sums of P are."""
+    """Facts that decide how a kernel's references move, and what its P and sums of P are."""
     return KERNELS[spec].family, spec.qk, spec.pv, spec.pv_accum, spec.p, spec.q, spec.headdim == 256
 
 
@@ -150,7 +150,7 @@ MASKED: dict[tuple[str, str, str], dict[str, Any]] = {
     ("sparse", "vraw", "qraw"): {"mask_kind": "random", "group": 2, "planted": "k:nan"},
     ("sparse", "vsmooth", "qsmooth"): {"mask_kind": "left"},
 }
-"""What the case with a key mask has, by the kernel's mask, V and Q."""
+"""Fields of the case with a key mask, by the kernel's mask, V and Q."""
 
 
 SEQUENCES: dict[tuple[str, str], dict[str, Any]] = {
@@ -161,7 +161,7 @@ SEQUENCES: dict[tuple[str, str], dict[str, Any]] = {
     ("sparse", "vraw"): {"seed": 11, "sinks": "strided"},
     ("sparse", "vsmooth"): {"seed": 14, "planted": "v:inf"},
 }
-"""What the case with sequences has, by the kernel's mask and V."""
+"""Fields of the case with sequences, by the kernel's mask and V."""
 
 
 FLOATS: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {
@@ -172,7 +172,7 @@ FLOATS: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {
     ("sparse", "vraw"): (0, {}),
     ("sparse", "vsmooth"): (0, {}),
 }
-"""How many channels fewer than the kernel the case of f32 has, and what else it has, by the kernel's mask and V."""
+"""Channels by which the case of f32 is narrower than the kernel, and its fields, by the kernel's mask and V."""
 
 
 SPLITS: dict[tuple[str, str, str], dict[str, Any]] = {
@@ -188,14 +188,14 @@ SPLITS: dict[tuple[str, str, str], dict[str, Any]] = {
     ("sparse", "vraw", "qraw"): {"splits": 3, "window": (300, 20), "sinks": "drawn"},
     ("sparse", "vsmooth", "qsmooth"): {"splits": 2, "window": (-1, 30), "sinks": "drawn"},
 }
-"""What the case whose keys are split has, by the kernel's mask, V and Q."""
+"""Fields of the case whose keys are split, by the kernel's mask, V and Q."""
 
 
 TRAINED: dict[str, dict[str, Any]] = {
     "full": {"kv_heads": 2, "group": 1, "layout": "NHD", "strides": "misaligned", "scale": -0.1},
     "causal": {"group": 2, "strides": "fused"},  # rows that see no key, one of them with an infinite dO
 }
-"""What the second trained case has, by the kernel's mask."""
+"""Fields of the second trained case, by the kernel's mask."""
 
 
 def cases_of(spec: AttnSpec) -> dict[str, Case]:

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class Timed(NamedTuple, Generic[Result]):
-    """What a function returned, and how long one process took for it."""
+    """Result of a function, and how long one process took for it."""
 
     result: Result
     compiling: float  # seconds in which it compiled the kernels, or waited for them
@@ -56,7 +56,7 @@ class Workers:
 
 
 def _start(specs: tuple[AttnSpec, ...], lock: Lock, outcomes: Outcomes) -> None:
-    """In each of the processes."""
+    """Set up each of the processes."""
     global _kernels, _outcomes
     _kernels, _outcomes = (specs, lock), outcomes
     torch.set_num_threads(1)

@@ -123,7 +123,7 @@ _FUNCTION_OF = {"attn_mma": """\
 extern "C" __global__ void {{ name }}(float* x) { x[0] = kValue; products(x); }""", "pack_keys": """\
 extern "C" __global__ void {{ name }}(float* x) { x[0] = kValue; }""", "merge_splits": """\
 extern "C" __global__ void {{ name }}(float* x) { x[0] = kValue; }"""}
-"""Of kernels with one entry point."""
+"""Functions of kernels with one entry point."""
 _FACTS = {"threads": "32 * Config::block_m / Config::warp_m",
           "shared": "Config::headdim * (Config::block_m + 3 * Config::stages * Config::block_n)"}
 """Facts of attention kernels as C++ expressions. Kernels of other kinds have their family's threads, and no such shared

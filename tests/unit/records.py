@@ -196,7 +196,7 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
 
 
 def _line_facts(top: float, lazy_fall: float, most_fall: float) -> dict[str, float]:
-    """Of a linear P in the mma family: its FMA's values, in f32."""
+    """Facts of a linear P in the mma family: its FMA's values, in f32."""
     room, zero = 1.0, _float32(56 - _float32(0.45884))
 
     def value(log2_p: float) -> float:

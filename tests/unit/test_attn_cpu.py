@@ -104,8 +104,8 @@ def test_f16_accumulators_hold_the_largest_tile(monkeypatch):
     ("f32", [2049.0, 2051.0, -16385.0]), ("two_level_f32", [2049.0, 2051.0, -16384.0]),
     ("two_level_f16", [2048.0, 2052.0, -16384.0])])
 def test_what_an_accumulator_keeps_of_a_tile(pv_accum, kept):
-    """After each product of 32 keys, an accumulator keeps all bits, or 13 mantissa bits with the rest cut off, or
-    rounds to f16's ten."""
+    """An accumulator keeps all bits after each product of 32 keys, or 13 mantissa bits with the rest cut off, or rounds
+    to f16's ten."""
     p = torch.zeros(1, 1, 3, 64)
     p[..., 0], p[..., 32] = torch.tensor([2048.0, 2050.0, -16384.0]), torch.tensor([1.0, 1.0, -1.0])
     assert pv_tile(p, torch.ones(1, 1, 64, 1), pv_accum).flatten().tolist() == kept
@@ -438,7 +438,7 @@ def test_smoothing_pays_where_it_should(monkeypatch, arch, qk, smooth_v):
 @pytest.mark.parametrize(("arch", "qk"), [
     ("sm80", "int8"), ("sm80", "int4"), ("sm89", "int8"), ("sm89", "int4"), ("sm90", "int8")])
 def test_rotation_takes_off_what_a_large_channel_costs(monkeypatch, arch, qk):
-    """With rotation, the error that remains is P and V's at 8 bits, and at 4 bits also the rounding of Q and K."""
+    """The error that remains with rotation is P and V's at 8 bits, and at 4 bits also the rounding of Q and K."""
     monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
     for kind in ("heavy1", "heavy4"):
         q, k, v = draw((1, 1, 128, 128), (1, 1, 700, 128), kind)
@@ -484,7 +484,7 @@ def test_every_family_has_a_softmax_in_the_emulation():
 
 
 def test_an_out_of_another_dtype_is_named_as_it_came():
-    """Also where the heads of one query become rows of one head."""
+    """The shape is named as it came also where the heads of one query become rows of one head."""
     q, k, v = draw((1, 6, 1, 16), (1, 2, 8, 16))
     with pytest.raises(sage_aot.ArgumentError, match=r"of q, \(1, 6, 1, 16\) .* got \(1, 6, 1, 16\) torch.float64"):
         sage_aot.attn(q, k, v, out=torch.empty_like(q, dtype=torch.float64))

@@ -43,7 +43,7 @@ def draw(queries: int, keys: int, heads: tuple[int, int] = (4, 2), headdim: int 
 
 
 def saved_exactly(q, k, v, out, lse, scale: float) -> Saved:
-    """What a forward pass without quantization leaves."""
+    """Tensors that a forward pass without quantization leaves."""
     q_scale = torch.full_like(lse, abs(scale) * LOG2_E)
     return Saved(q if scale > 0 else -q, k, q_scale, torch.ones_like(k[..., 0]), v, out, lse)
 
@@ -56,7 +56,7 @@ def without_rounding(inputs: Inputs, scale: float, is_causal: bool) -> tuple[tor
 
 
 def forward(inputs: Inputs, arch: str = "sm80", **options) -> tuple[Saved, float]:
-    """What the forward pass of an arch's kernels leaves, and the softmax scale."""
+    """Tensors that the forward pass of an arch's kernels leaves, and the softmax scale."""
     q, k, v, _ = inputs
     problem = check(Given("dense", q, k, v), Options(smooth_q=False, rotate=False, **options))
     plan = pipeline.plan_of(EmulationBackend(default_library().manifest, arch), problem, -1)
@@ -211,7 +211,7 @@ def test_rows_8_apart_share_a_scale_of_dO():
 
 @pytest.mark.parametrize("limit", [127, 255])
 def test_a_row_has_a_scale_that_takes_its_largest_to_the_limit(limit):
-    """Of products with the columns' factors; a row too small has zeros, and one with a NaN the scale NaN."""
+    """Rows are products with the columns' factors; a row too small has zeros, and one with a NaN the scale NaN."""
     generator = torch.Generator().manual_seed(0)
     x, factor = torch.rand(40, 64, generator=generator), torch.rand(1, 64, generator=generator) + 0.1
     x[0], x[1], x[2, 5] = 0.0, 1e-39, torch.nan
@@ -236,7 +236,7 @@ def nan_rows(gradient: torch.Tensor) -> list[list[int]]:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("is_causal", CAUSAL)
 def test_a_grad_out_that_is_not_finite(value, is_causal):
-    """It reaches dQ of its query, and dK and dV of the keys that this one sees."""
+    """A value in grad_out reaches dQ of its query, and dK and dV of the keys that this query sees."""
     inputs = draw(200, 200)
     inputs.grad_out[0, 1, SPOILT, 3] = value
     _, dq, dk, dv = (nan_rows(x) for x in with_rounding(inputs, is_causal=is_causal))
@@ -246,7 +246,7 @@ def test_a_grad_out_that_is_not_finite(value, is_causal):
 
 @pytest.mark.parametrize("is_causal", CAUSAL)
 def test_a_value_that_is_not_finite(is_causal):
-    """It reaches dQ of the queries that see it, and dK of the keys that these see; dV has no part of it."""
+    """A value in V reaches dQ of the queries that see it, and dK of the keys that these see; dV has no part of it."""
     inputs = draw(200, 200)
     inputs.v[0, 1, SPOILT, 3] = torch.nan
     _, dq, dk, dv = with_rounding(inputs, is_causal=is_causal)
@@ -257,7 +257,7 @@ def test_a_value_that_is_not_finite(is_causal):
 
 
 def test_a_query_that_is_not_finite():
-    """Its log-sum-exp is NaN, and so is its P."""
+    """The query's log-sum-exp is NaN, and so is its P."""
     inputs = draw(200, 200)
     inputs.q[0, 1, SPOILT, 3] = torch.nan
     _, dq, dk, dv = (nan_rows(x) for x in with_rounding(inputs, is_causal=True))

@@ -1,4 +1,4 @@
-"""What was compiled before is not compiled again, in any folder, and never taken for something else."""
+"""Files that were compiled before are not compiled again, in any folder, and never taken for something else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def files(tmp_path) -> list[Path]:
 
 @pytest.fixture
 def others(tmp_path) -> list[Path]:
-    """Where they are to be, in a folder that is not there yet."""
+    """Paths that the files are to have, in a folder that is not there yet."""
     return [tmp_path / "clone" / name for name in ("x.cubin", "x.json")]
 
 
@@ -168,7 +168,7 @@ def cached(project, monkeypatch, tmp_path) -> Path:
 
 
 def clone(project: Project, name: str) -> Project:
-    """The same sources in another folder, with nothing compiled."""
+    """Copy the sources to another folder, with nothing compiled."""
     root = project.root.with_name(name)
     shutil.copytree(project.root, root, ignore=shutil.ignore_patterns("build", "kernels"))
     return Project(root, root / "build")

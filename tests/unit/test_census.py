@@ -256,7 +256,7 @@ def test_a_call_of_a_subroutine_comes_back():
 @pytest.mark.kernels("sm80", "sm89")
 @pytest.mark.parametrize("arch", ["sm80", "sm89"])
 def test_cubins_say_where_their_functions_lie(arch):
-    """Of kernels with several entry points, and with a subroutine: alone as together."""
+    """Kernels with several entry points, and with a subroutine, give the same functions alone as together."""
     records = [record for record in default_library().manifest.kernels.values()
                if record.spec.arch == arch and record.spec.kind in ("quant", "delta")]
     cubins = [default_library().read(record) for record in records]

@@ -38,7 +38,7 @@ def path_of(*texts: str, stalls: dict[int, int] | None = None, chip: chip_consta
 
 
 def clocks(path: list[issue.Issue], *, blocks: int = 1, warps: int = 4, moving=None, probability: float = 0.0) -> float:
-    """In which every resident warp runs a path once; of four warps each has a scheduler of its own."""
+    """Clocks in which every resident warp runs a path once; of four warps each has a scheduler of its own."""
     return issue.Sm(path, moving or path, blocks, warps, probability).clocks()
 
 
@@ -184,7 +184,7 @@ def test_tops_follow_from_waves_of_tiles_of_queries():
 
 
 def predicted(monkeypatch, *texts: str) -> chips.Prediction:
-    """Of a loop whose iteration has a KV tile's products and these instructions, on an RTX 4090."""
+    """Prediction of a loop whose iteration has a KV tile's products and these instructions, on an RTX 4090."""
     products = ["IMMA.16832.S8.S8 R0,R100,R104,RZ"] * 32 + ["QMMA.16832.F16.E4M3.E4M3 R8,R100,R104,RZ"] * 32
     lines = [instruction(text, address=16 * i) for i, text in enumerate([*products, *texts])]
     loop = (*lines, Instruction(16 * len(lines), "BRA", 0), Instruction(16 * len(lines) + 16, "EXIT", None, False))

@@ -132,7 +132,7 @@ def tree(tmp_path):
 
 @pytest.fixture
 def said(tree, capsys):
-    """What the command prints where it fails."""
+    """Function that runs the command: what it prints where it fails."""
 
     def run(*argv: str) -> str:
         status = claims.main(list(argv), tree)

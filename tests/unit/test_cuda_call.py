@@ -139,7 +139,7 @@ def run(call, tensors, with_lse=True, key_mask=None, sequences=None):
 
 
 def addresses_in_order(given, out, lse, workspace):
-    """Of a call's tensors, in the order of SOURCES."""
+    """Addresses of a call's tensors, in the order of SOURCES."""
     named = {**given.named, "out": out, "lse": lse, "workspace": workspace}
     return [0 if named.get(name) is None else named[name].data_ptr() for name in SOURCES]
 
@@ -288,7 +288,7 @@ def test_a_key_mask_reaches_the_kernel_that_packs(driver, with_lse):
 @pytest.mark.parametrize("with_lse", [True, False])
 @pytest.mark.parametrize(("arch", "splits"), [("sm90", 14), ("sm80", 27)])
 def test_what_blocks_leave_of_split_keys_reaches_the_kernel_that_merges(driver, arch, splits, with_lse):
-    """As many splits as the SMs of the device ask for, or as the backend is told."""
+    """Splits are as many as the SMs of the device ask for, or as the backend is told."""
     tensors = draw((1, 4, 20, 64), (1, 4, 1700, 64))
     call = prepare(driver, tensors, arch=arch)
     assert call.plan.splits == splits

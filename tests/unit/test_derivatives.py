@@ -87,7 +87,7 @@ def test_is_refused_in_compiled_code(derivative, call):
 
 
 def test_is_refused_after_a_call_that_was_not_differentiated():
-    """In one trace."""
+    """Both calls stand in one trace."""
     torch._dynamo.reset()
     call = CALLS["attn"]
     compiled = torch.compile(lambda: (call(Q), dual(call, Q, T)), backend="aot_eager", fullgraph=True)
@@ -104,7 +104,7 @@ def test_a_gradient_that_is_differentiated_is_refused():
 
 @pytest.mark.parametrize("call", CALLS)
 def test_what_is_not_differentiated_is_computed(call):
-    """Within a transformation, and without one."""
+    """Calls stand within a transformation, and without one."""
     function, expected = CALLS[call], CALLS[call](Q)
     found = torch.func.grad(lambda w: (function(Q) * w).sum())(torch.tensor(2.0))
     assert found.allclose(expected.sum())

@@ -22,7 +22,7 @@ def links(path: Path) -> Iterator[str]:
 
 
 def anchors(path: Path) -> set[str]:
-    """What GitHub makes of the headings: lower case, without punctuation, blanks as hyphens, repeats numbered."""
+    """Anchors that GitHub makes of headings: lower case, without punctuation, blanks as hyphens, repeats numbered."""
     found: dict[str, int] = {}
     for heading in re.findall(r"^#+ (.*)$", BLOCK.sub("", path.read_text("utf-8")), re.MULTILINE):
         words = re.sub(r"\]\([^)]*\)", "", heading)

@@ -354,7 +354,7 @@ def test_loaders_launch_on_the_stream_of_each_launch(seen):
 
 
 def test_a_kernel_starts_early_where_graphs_can_hold_that(seen, loader):
-    """Through cuda-bindings from its second launch on: the first launch has no CUlaunchConfig."""
+    """A kernel starts early through cuda-bindings from its second launch on: the first launch has no CUlaunchConfig."""
     first = "0" if loader == "cuda-bindings" else "0, programmatic"
     assert seen["programmatic launches"] == {"12020": ["0", "0x7", "0x7"],
                                              "12030": [first, "0x7, programmatic", "0x7, programmatic"]}

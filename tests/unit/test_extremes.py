@@ -77,7 +77,7 @@ def test_keys_with_equal_scores_share_a_row_whatever_their_size(options):
 
 @pytest.mark.parametrize("slope", [0.2, 0.4])
 def test_scores_that_fall_from_key_to_key(options, slope):
-    """By e**slope each: references that followed them all the way down would take the sums beyond f32."""
+    """Weights fall by e**slope a key: references that followed them all the way down would take the sums beyond f32."""
     q, k, v = draw(768)
     q, falling = q[:, :, :70].clone(), torch.arange(768, 0, -1.0)
     q[..., 0], k[..., 0] = 8.0, slope * falling
@@ -110,7 +110,7 @@ def test_finite_inputs_give_finite_outputs(options, dtype, further):
 
 
 def test_a_row_far_from_the_mean_of_queries(options):
-    """Their difference is beyond f32, though the sum of all rows is not."""
+    """The difference of the row and the mean is beyond f32, though the sum of all rows is not."""
     q, k, v = draw(70)
     q = torch.full_like(q, -largest_of(torch.float32) / 35)
     q[:, :, 0] *= -35
@@ -141,8 +141,8 @@ def test_the_largest_value_comes_back(options, dtype):
 
 @pytest.mark.parametrize("further", [{}, {"smooth_v": True}], ids=str)
 def test_a_constant_v_comes_back(options, further):
-    """In f32, whatever the weights: few keys, equal scores, peaked scores. Not of NVFP4, whose sums of P are taken
-    before rounding (docs/decisions.md), but where V is smoothed."""
+    """V comes back in f32, whatever the weights: few keys, equal scores, peaked scores. Not with NVFP4, whose sums of P
+    are taken before rounding (docs/decisions.md), but where V is smoothed."""
     bound = 0.2 if options.get("qk") == "nvfp4" and not further else 1e-3
     for keys in (1, 2, 3, 5, 17, 100, 300):
         for sigma in (0.0, 0.3, 1.0, 4.0, 30.0):

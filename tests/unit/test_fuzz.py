@@ -508,7 +508,7 @@ def test_a_mean_of_ones_is_one_but_for_nvfp4_without_smoothing():
 
 
 def test_a_linear_p_keeps_the_oracles_bounds_and_comes_near_them():
-    """Apart from a factor that all P have in common. By the byte, as docs/math.md has it."""
+    """A factor that all P have in common is left out. P is by the byte, as docs/math.md has it."""
     linear = dataclasses.replace(fuzz_checks.arithmetic_of(Case("sm90")), linear_p=True)
     x = torch.arange(-20.0, math.log2(448.0), 2.0**-12, dtype=torch.float64)
     byte = (8 * (x + 7) - 0.45884).clamp(min=0).round().clamp(max=126)
@@ -524,7 +524,7 @@ def test_a_linear_p_keeps_the_oracles_bounds_and_comes_near_them():
 
 @pytest.mark.parametrize("sink", [6.0, 8.0])
 def test_an_error_of_the_log_sum_exp_changes_the_share_of_a_sink_within_bounds(sink):
-    """Of 400 keys, the log-sum-exp of whose scores, near zero, is 6. P in f16 adds next to nothing of its own."""
+    """The log-sum-exp of 400 keys, whose scores are near zero, is 6. P in f16 adds next to nothing of its own."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, rows, 64, generator=generator) for rows in (50, 400, 400))
     visible = fuzz_oracle.visible_keys(50, 400, is_causal=False)

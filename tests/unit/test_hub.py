@@ -101,7 +101,7 @@ def test_another_file_makes_another_id(built, tmp_path):
 
 @pytest.mark.kernels("ptx80")  # without which 8.7 runs no cubins of 8.0, whatever `kernels` takes for granted
 def test_the_capabilities_are_those_that_the_kernels_run_on():
-    """As `kernels.get_kernel` compares them with the GPU's."""
+    """Capabilities are as `kernels.get_kernel` compares them with the GPU's."""
     assert hub._capabilities({"kernels": [{"spec": "sage_attn_a", "target": target} for target in (
         "sm_120f", "sm_90a", "sm_80", "compute_80", "sm_80")]}) == ["8.0", "8.0+PTX", "9.0a", "12.0f"]
     archs = pytest.importorskip(KERNELS)

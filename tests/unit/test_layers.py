@@ -1,4 +1,4 @@
-"""Which modules and headers may import which, and which modules a plain import loads."""
+"""Imports: which modules and headers may import which, and which modules a plain import loads."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_what_everything_may_import_imports_nothing(module):
 
 
 def test_emulation_of_families_is_found_by_its_backend_alone():
-    """By name, so that a family is registered once."""
+    """The backend finds them by name, so that a family is registered once."""
     users = {module_of(path) for path in MODULES if any(under(name, EMULATION) for name in own_imports_of(path))}
     by_name = {module_of(path) for path in MODULES if re.search(r"_families\.\{\w+\}\.emulation", path.read_text())}
     assert (users, by_name) == (set(), {"_backends.emulation.attention"})
@@ -142,7 +142,7 @@ def test_emulation_of_families_is_found_by_its_backend_alone():
 
 @pytest.mark.parametrize("path", MODULES, ids=module_of)
 def test_classes_of_torch_take_parameters_in_annotations_alone(path):
-    """In the oldest torch fewer classes are generic: to subscript another one there is an error."""
+    """The oldest torch has fewer generic classes: to subscript another one there is an error."""
     tree = ast.parse(path.read_bytes())
     annotated = {id(node) for holder in ast.walk(tree) for name in ("annotation", "returns")
                  if isinstance(annotation := getattr(holder, name, None), ast.AST) for node in ast.walk(annotation)}
@@ -175,7 +175,7 @@ def test_what_codegen_shares_needs_the_standard_library_alone(path):
 
 
 def loaded(program: str, names: Iterable[str]) -> list[str]:
-    """Those of these modules that a program loads."""
+    """Modules, of these, that a program loads."""
     found = subprocess.run([sys.executable, "-c", f"import sys\n{program}\nprint(*[n for n in {tuple(names)} "
                                                   "if n in sys.modules])"],
                            capture_output=True, text=True, check=True, cwd=ROOT)

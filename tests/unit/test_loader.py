@@ -213,7 +213,7 @@ def test_a_library_without_a_driver_of_its_own_takes_that_of_the_process(folder,
 
 
 def test_an_entry_that_nobody_here_can_read_is_refused_by_its_name(folder):
-    """Such as an entry with a size that only another sage_aot knows. Entries are read when they are asked for."""
+    """The entry has a size that only another sage_aot knows. Entries are read when they are asked for."""
     values = json.loads((folder / FILE_NAME).read_text())
     values.pop("sha256")
     entry = next(row for row in values["kernels"] if row["spec"] == SPEC.name)

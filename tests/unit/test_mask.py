@@ -1,4 +1,4 @@
-"""Which keys a query row sees, against lists written by hand; and both references that read it against torch's SDPA."""
+"""Keys that a query row sees, against lists written by hand; both references that read them, against torch's SDPA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEEN = {
     ((4, 2), True): ["00", "00", "10", "11"],
     ((1, 1), True): ["1"],
 }
-"""By queries and keys, and whether causal: per row the keys that it sees."""
+"""Keys that each row sees, by queries and keys, and whether causal."""
 
 
 @pytest.mark.parametrize(("lengths", "is_causal"), SEEN)

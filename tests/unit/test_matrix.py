@@ -372,8 +372,8 @@ def test_kernels_of_a_linear_p_have_all_but_that_of_their_twins():
 
 
 def test_every_kernel_fits_every_gpu_that_may_take_it():
-    """Where a wheel was narrowed, a GPU takes kernels of an older chip: sm80's on 8.6, and PTX anywhere. The choice
-    does not look at shared memory, so every such GPU must have what the kernels need. The build checks only their own
+    """A GPU takes kernels of an older chip where a wheel was narrowed: sm80's on 8.6, and PTX anywhere. The choice does
+    not look at shared memory, so every such GPU must have what the kernels need. The build checks only their own
     chip."""
     matrix = read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates")
     blocks = {capability_of(arch): most for arch, most in matrix.shared_bytes.items() if not is_ptx(arch)}

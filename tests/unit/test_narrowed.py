@@ -1,4 +1,4 @@
-"""In a narrowed build, tests of kernels that it lacks are left out, counted and told; under CI they fail."""
+"""Tests of kernels that a narrowed build lacks are left out, counted and told; under CI they fail."""
 
 from __future__ import annotations
 

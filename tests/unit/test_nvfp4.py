@@ -135,7 +135,7 @@ def test_explain_says_which_kernel_and_that_it_ran_on_no_gpu():
 
 
 def test_the_main_loop_has_the_products_of_a_tile_and_no_others():
-    """Of 16 rows and 128 keys: 64 channels or keys a product, 8 columns."""
+    """The tile has 16 rows and 128 keys: 64 channels or keys a product, 8 columns."""
     records = [record for record in default_library().manifest.every_attention() if record.spec.qk == "nvfp4"]
     assert records
     for record in records:
@@ -180,10 +180,10 @@ def test_keys_of_several_blocks_and_quantized_before(on_sm120):
 
 LEAST_COSINE = {"normal": 0.980, "sharp": 0.950, "channel means": 0.998, "small K": 0.980, "sink": 0.9995,
                 "strong sink": 0.995}
-"""Of attention in NVFP4 with float64, by class of inputs."""
+"""Least cosine of attention in NVFP4 with float64, by class of inputs."""
 
 CAUSAL_COSINE = {**LEAST_COSINE, "channel means": 0.9975}
-"""The same where some rows see few keys, over which errors of V do not average."""
+"""Least cosine where some rows see few keys, over which errors of V do not average."""
 
 
 @pytest.mark.parametrize("group", [1, 2])

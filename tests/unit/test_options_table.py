@@ -65,7 +65,7 @@ def test_public_calls_take_the_tensors_that_the_table_says(call, kind):
 
 
 def test_the_call_takes_the_options_of_the_table():
-    """Their names, in its order, with its defaults."""
+    """The call has the options' names, in the table's order, with its defaults."""
     found = keywords()
     assert tuple(found) == (*BEFORE, *OPTIONS, *BEHIND)
     for name, option in OPTIONS.items():

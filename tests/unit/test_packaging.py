@@ -140,7 +140,7 @@ def test_kernels_that_do_not_compile_leave_no_wheel(tree):
 
 
 def test_prebuilt_kernels_are_packed_where_they_are_those_of_the_tree(tree, tmp_path):
-    """This is how platforms pack kernels that one platform has built: no compiler runs."""
+    """Platforms so pack kernels that one platform has built: no compiler runs."""
     first, second = tree("first"), tree("second")
     wheel, _ = first.build("build_wheel")
     data = wheel.read_bytes()
@@ -341,7 +341,7 @@ def test_the_second_wheel_holds_the_package_and_needs_sage_aot_of_its_version(se
 
 
 def test_the_second_wheel_of_another_folder_is_equal_byte_for_byte(second, tmp_path):
-    """As the sdist of sage-aot has them: the folder, the version and the licence."""
+    """Files are as the sdist of sage-aot has them: the folder, the version and the licence."""
     for name in ("ci/sageattention", "sage_aot/_version.py", "LICENSE"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy

@@ -1,4 +1,4 @@
-"""How a call is prepared, kept and made again: on backends that the tests hand in."""
+"""Pipeline of a call: how it is prepared, kept and made again, on backends that the tests hand in."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_the_log_sum_exp_is_no_other_call(backend):
 
 
 def strided(tensor):
-    """The same values, rows further apart."""
+    """Copy a tensor with its rows further apart."""
     return torch.stack([tensor, tensor], 3).select(3, 0)
 
 
@@ -300,7 +300,7 @@ def test_the_oldest_of_too_many_goes():
 
 @pytest.mark.parametrize("most", [MOST_KEPT, 2])
 def test_threads_that_prepare_and_call_at_once_get_their_own_results(monkeypatch, most):
-    """Also where another thread drops at once what one thread has prepared."""
+    """Another thread may drop at once what one thread has prepared."""
     monkeypatch.setattr(pipeline, "MOST_KEPT", most)
     tensors = draw()
     expected = {scale: emulated(*tensors, scale=scale) for scale in (0.1, 0.2, 0.5, 1.0, 2.0, 3.0)}
@@ -353,7 +353,7 @@ def fresh():
 @pytest.mark.parametrize("dynamic", [None, False, True])
 @pytest.mark.parametrize("scales", [(0.5, 0.25, 0.125), (1, 2, 3), (None, 0.5, 2)], ids=str)
 def test_compiling_prepares_nothing_and_running_does(backend, fresh, scales, dynamic):
-    """Also with a scale that is an argument of the compiled code, which is symbolic from its second value on."""
+    """The scale may be an argument of the compiled code, which is symbolic from its second value on."""
     before_run = []
 
     def compiler(graph, inputs):
@@ -379,7 +379,7 @@ def test_compiling_prepares_nothing_and_running_does(backend, fresh, scales, dyn
 
 
 def leaves_of(key):
-    """What a key is made of: of a traced call too no number of the tracer."""
+    """Leaves that a key is made of: of a traced call too no number of the tracer."""
     return [leaf for part in key for leaf in leaves_of(part)] if isinstance(key, tuple) else [key]
 
 
@@ -481,7 +481,7 @@ def test_a_kept_call_needs_no_look_at_its_options(backend, monkeypatch):
 
 
 def test_a_tensor_that_requires_grad_is_refused_before_kernels_are_looked_for():
-    """There are no kernels either, but the caller must mend the argument first."""
+    """Kernels are lacking, too, but the caller must mend the argument first."""
     q, k, v = (torch.zeros(1, 2, 40, 64, dtype=torch.bfloat16) for _ in range(3))
     with handing(Recording("sm100")):
         with pytest.raises(UnsupportedError, match="no kernel for sm100"):

@@ -86,7 +86,7 @@ def test_blocks_of_the_quantizer_take_as_many_tiles_as_it_says(tiles, blocks):
 
 @pytest.mark.parametrize(("sm_count", "rounds"), [(132, 1), (8, 1), (7, 1), (6, 2), (4, 3), (3, 4), (1, 4)])
 def test_blocks_of_the_quantizer_take_several_tiles_where_that_leaves_enough(sm_count, rounds):
-    """There are 144 blocks: 24 query tiles, and 10 pairs of tiles for each of 6 heads of K and of V."""
+    """The quantizer has 144 blocks: 24 query tiles, and 10 pairs of tiles for each of 6 heads of K and of V."""
     assert BLOCKS_A_ROUND == 12 and MOST_ROUNDS == 4
     quant, _ = run(changed(seqlen_kv=20 * 64), sm_count=sm_count)
     assert quant.params["rounds"] == rounds
@@ -391,7 +391,7 @@ def test_the_workspace_of_delta_is_bounded_whatever_the_batch():
 
 
 def first_slot(begin, sequence, block):
-    """As problem/sequences.cuh has it."""
+    """First slot of a sequence, as problem/sequences.cuh has it."""
     return begin // block + sequence
 
 

@@ -1,4 +1,4 @@
-"""What other people reported of other attention: each report tried as its smallest input on our public calls.
+"""Reports by other people of other attention: each tried as its smallest input on our public calls.
 
 A test names its thread. Right values are float64's, or follow from the report.
 """

@@ -124,7 +124,7 @@ def test_one_query_takes_the_heads_of_a_group_as_rows(layout):
 
 @pytest.mark.parametrize("options", [{}, {"rotate": True}, {"smooth_q": True}, {"qk": "int4"}], ids=str)
 def test_one_query_is_as_exact_as_with_a_head_of_its_own(options):
-    """Where q is smoothed, heads are no rows of one: what is left of a row less its own mean is nothing to round."""
+    """Heads are no rows of one where q is smoothed: what is left of a row less its own mean is nothing to round."""
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, heads, rows, 128, generator=generator) for heads, rows in ((8, 1), (1, 512), (1, 512)))
     q *= 2
@@ -139,7 +139,7 @@ def test_one_query_is_as_exact_as_with_a_head_of_its_own(options):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_one_query_sees_every_key(is_causal):
-    """Also the last key, by whose value alone the output is large."""
+    """The query sees the last key, too, by whose value alone the output is large."""
     q, k, v = draw(queries=1)
     v[:, :, -1] = 100.0
     expected, _ = reference.attention(q, k, v)
@@ -247,7 +247,7 @@ def test_kernels_of_another_arch_do_not_read_it():
 
 
 def test_kernels_of_one_mask_alone():
-    """As a user builds them who needs no other."""
+    """Kernels are as a user builds them who needs no other mask."""
     manifest = default_library().manifest
     causal = {name: record for name, record in manifest.kernels.items() if "_full_" not in name}
     q, k, v = draw()

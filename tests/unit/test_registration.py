@@ -68,7 +68,7 @@ def test_in_any_order(imports):
 
 
 def test_a_module_that_is_imported_first_is_whole():
-    """Its import of torch does not import it again, half of it missing."""
+    """The module's import of torch does not import the module again, half of it missing."""
     for module in ("_problem.check", "_problem.derivatives", "_call.ops", "_call.api", "_call.train",
                    "_backends.emulation.backend", "_tools.explain"):
         run(f"import sage_aot.{module}")
@@ -86,7 +86,7 @@ print(any(getattr(finder, "_name", None) == "torch" for finder in sys.meta_path)
 
 
 def test_several_wait_for_one_module(tmp_path):
-    """As builds for the Hugging Face hub do beside the package."""
+    """Builds for the Hugging Face hub wait so beside the package."""
     program = """
 import sys
 from sage_aot._imports import when_imported

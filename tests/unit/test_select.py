@@ -1,4 +1,4 @@
-"""Which kernels a problem gets on which GPU."""
+"""Kernels that a problem gets on a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PV = {"sm80": F16, "sm86": F16, "sm90": F16,
 """Per arch, the types of P and V that are built, with their accumulators, and how P follows from a score."""
 LINEAR = {"sm90": [("e4m3", accumulator, p) for accumulator in ("two_level_f16", "two_level_f32")
                    for p in ("exp2", "linear")]}
-"""The same where a call leaves two axes open."""
+"""Types of P and V, with their accumulators, and how P follows from a score, where a call leaves two axes open."""
 PROBLEM = Problem(batch=1, num_q_heads=2, num_kv_heads=2, seqlen_q=64, seqlen_kv=64, headdim=128, dtype="bf16",
                   softmax_scale=1.0, options=Options().resolved)
 
@@ -285,7 +285,7 @@ def test_a_linear_p_that_an_arch_lacks_is_refused():
 
 @pytest.mark.parametrize("asked", ["auto", "exp2", "linear"])
 def test_a_call_that_is_trained_has_exponentials(asked):
-    """It returns the log-sum-exp, beside which every kernel takes them; backward kernels are those of such a kernel."""
+    """Every kernel takes exponentials beside a log-sum-exp, as here; backward kernels are those of such a kernel."""
     like = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
     problem = check(Given("train", like, like, like), Options(p=asked))
     chosen = select(Gpu((9, 0)), problem, manifest(LINEAR)).attn.spec

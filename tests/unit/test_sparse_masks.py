@@ -282,7 +282,7 @@ def test_a_block_mask_of_torch(arch):
 
 
 def test_full_blocks_of_a_torch_block_mask_are_seen_whole(arch):
-    """Of four blocks those off the diagonal are full, also the one behind it, which the mask_mod would hide."""
+    """Full are, of four blocks, those off the diagonal, also the one behind it, which the mask_mod would hide."""
     ones, own, other = torch.ones(1, 1, 2, dtype=torch.int32), [[[[0, 1], [1, 0]]]], [[[[1, 0], [0, 1]]]]
     mask = BlockMask.from_kv_blocks(ones, torch.tensor(own, dtype=torch.int32), ones,
                                     torch.tensor(other, dtype=torch.int32), BLOCK_SIZE=128,

@@ -250,7 +250,7 @@ def test_no_answer_keeps_a_handed_backend_alive(unbound, answers):
 
 
 def test_it_takes_what_attn_takes():
-    """And what attn_varlen takes; sequences are no arguments of attn."""
+    """supports takes what attn_varlen takes, too; sequences are no arguments of attn."""
     parameters, *calls = (inspect.signature(call).parameters for call in (
         sage_aot.supports, sage_aot.attn, sage_aot.attn_varlen))
     of_attn, of_varlen = calls

@@ -1,4 +1,4 @@
-"""What tracers know less about: sizes and flags that are symbols, sizes that depend on values, meta tensors."""
+"""Values that tracers know less about: sizes and flags that are symbols, sizes that depend on values, meta tensors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SHAPES = [(70, 64, 2, 4), (33, 40, 3, 2), (129, 96, 4, 5), (20, 128, 5, 3)]
 
 @pytest.mark.parametrize("call", CALLS)
 def test_dynamic_shapes(call):
-    """With the head dim; no graph break, no warning, and one graph for head dims that share kernels."""
+    """The head dim is dynamic, too; no graph break, no warning, and one graph for head dims that share kernels."""
     backend = CompileCounterWithBackend("aot_eager")
     work = CALLS[call]
     compiled = torch.compile(work, dynamic=True, fullgraph=True, backend=backend)
@@ -155,7 +155,7 @@ def test_lengths_that_depend_on_values(call, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("call", [name for name in CALLS if name != "attn_varlen"])
 def test_lengths_that_are_marked_unbacked(call, is_causal):
-    """Those of q, k and v, each a symbol of its own, which the operator compares when it runs."""
+    """Lengths of q, k and v are marked, each a symbol of its own, which the operator compares when it runs."""
     q, k, v = draw()
     for tensor in (q, k, v):
         torch._dynamo.decorators.mark_unbacked(tensor, 2)

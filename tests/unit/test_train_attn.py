@@ -205,8 +205,8 @@ def test_a_folder_without_backward_kernels_says_so():
 
 @pytest.mark.parametrize(("zeros", "of"), [("grad", "v"), ("q", "k")])
 def test_rows_of_zeros_take_no_bits_from_others(zeros, of):
-    """As behind padding, where the gradient of the output is zero: found by the fuzzer. dV loses all of 5 rows whose dO
-    is small, dK is off by 0.14."""
+    """Rows are of zeros as behind padding, where the gradient of the output is zero: found by the fuzzer. dV loses all
+    of 5 rows whose dO is small, dK is off by 0.14."""
     given = dict(zip(("q", "k", "v", "grad"), draw(64, 64)))
     given["grad"] = given["grad"] * 1e-4
     given[zeros].detach()[:, :, 5 if zeros == "grad" else 32:] = 0.0

@@ -46,7 +46,7 @@ def falling(queries=512, keys=1024, heads=4, kv_heads=2, seed=0):
 
 
 def error_of(out, dense, head):
-    """In float64, heads first."""
+    """Relative L1 error of a head, in float64, of tensors heads first."""
     return ((out - dense)[:, head].double().abs().sum() / dense[:, head].double().abs().sum()).item()
 
 
@@ -102,7 +102,7 @@ def test_heads_to_which_the_choice_makes_no_difference_need_the_least(tail):
 
 
 def test_a_head_that_nothing_serves_gets_all_blocks_and_its_error(monkeypatch):
-    """Here the call with a choice differs from the one without whatever it chooses."""
+    """The call with a choice differs here from the one without, whatever it chooses."""
     attn = tuning.attn
     monkeypatch.setattr(tuning, "attn", lambda *tensors, sparse, **call: attn(*tensors, sparse=sparse, **call) * (
         1.5 if sparse is None else 1))
@@ -269,7 +269,7 @@ def test_calls_are_tuned_as_they_are_served(model, options):
 
 
 def test_calls_that_would_not_be_sparse_are_not_tuned(model):
-    """Those to other tokens, short ones, those with masks."""
+    """Calls to other tokens, short ones and those with masks stay dense."""
     q, k, v = few(4, 4)
 
     class Others(torch.nn.Module):

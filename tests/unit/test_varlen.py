@@ -41,7 +41,7 @@ def one_by_one(q, k, v, queries=QUERIES, keys=KEYS, **options):
 
 
 def one_by_one_without_lse(q, k, v, **options):
-    """Their outputs alone, of which P may be linear."""
+    """Outputs of the sequences one by one, of calls without a log-sum-exp, whose P may be linear."""
     parts = zip(*(x.split(lengths) for x, lengths in ((q, QUERIES), (k, KEYS), (v, KEYS))))
     return torch.cat([sage_aot.attn(*(x[None] for x in own), layout="NHD", **options)[0] for own in parts])
 

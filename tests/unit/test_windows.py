@@ -1,4 +1,4 @@
-"""What Windows does otherwise, as far as Linux shows it: text in the machine's code page, `\r\n` at the ends of lines,
+"""Differences of Windows, as far as Linux shows them: text in the machine's code page, `\r\n` at the ends of lines,
 output in an encoding that lacks signs. Paths of a wheel are ci/wheels.py's, calls of Windows' API mypy's (ci/lint.sh),
 the driver's library test_driver.py's."""
 
@@ -38,11 +38,11 @@ TEXT = {"open": 1, "fdopen": 1, "read_text": 0, "write_text": 1, "NamedTemporary
 """Calls that take text, and where the mode, or the encoding of read_text and write_text, stands among arguments."""
 
 BINARY = {"NamedTemporaryFile", "TemporaryFile"}
-"""Those that open binary files where no mode is named."""
+"""Functions that open binary files where no mode is named."""
 
 
 def of_the_code_page(call: ast.Call) -> bool:
-    """Whether a call reads or writes text in the encoding of the machine."""
+    """True where a call reads or writes text in the encoding of the machine."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     named = {keyword.arg: keyword.value for keyword in call.keywords}
     if name not in TEXT or "encoding" in named or ast.unparse(call.func) == "tarfile.open":
