@@ -17,7 +17,8 @@ from codegen.compiler import Compiled, main
 from codegen.errors import INSTALL, BuildError
 from codegen.targets import is_ptx_target
 
-FLAGS: tuple[str, ...] = ("-std=c++17", "-default-device", "--frandom-seed=sage_aot", "--ptxas-options=-v", "--no-cache")
+FLAGS: tuple[str, ...] = ("-std=c++17", "-default-device", "--frandom-seed=sage_aot", "--ptxas-options=-v",
+                          "--no-cache")
 """--no-cache: where there is a driver, NVRTC keeps cubins in the driver's cache. One from there has no log, which the
 report reads. Source: https://github.com/NVIDIA/cuda-python/issues/1124."""
 
