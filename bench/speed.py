@@ -164,7 +164,10 @@ def parse() -> argparse.Namespace:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--graph", action="store_true", help="the GPU's time alone, by replaying CUDA graphs")
     how.add_argument("--sustained", type=float, metavar="SECONDS", help="so long without a pause, in place of --repeat")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.sustained is not None and not arguments.sustained > 0:
+        parser.error(f"--sustained: expected more than 0 seconds, got {arguments.sustained}")
+    return arguments
 
 
 def shapes(arguments: argparse.Namespace) -> list[Shape]:

@@ -158,9 +158,10 @@ def main(compile_kernel: Callable[[Path, str, Path], Compiled], version: Callabl
         kernel.out.unlink(missing_ok=True)
         kernel.report.unlink(missing_ok=True)
     try:
+        compiler = version()
         compiled = [_compiled(kernel, compile_kernel, args.target, args.include) for kernel in kernels]
         functions = _functions_of(compiled, args.target)
-        reports = [_report(*of_one, version()) for of_one in zip(kernels, compiled, functions)]
+        reports = [_report(*of_one, compiler) for of_one in zip(kernels, compiled, functions)]
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from codegen import nvdisasm, nvrtc
+from codegen import ninja, nvdisasm, nvrtc
 from codegen.compilation import Compilation, headers_of
 from codegen.errors import BuildError
 from codegen.ninja import compile_all, ninja_text
@@ -142,6 +142,18 @@ def test_ninja_runs_from_any_folder(build, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     assert build()[0] == ALL
     assert os.listdir(folder) == []
+
+
+def test_a_command_has_kernels_of_one_kind_and_target(project, matrix):
+    """Every kernel has one command, so that a change of a header compiles no kernels of another kind again."""
+    compilation, batches = Compilation(project), list(ninja._batches(matrix.kernels, Compilation(project)))
+    assert sorted(kernel.spec.name for batch in batches for kernel in batch) == sorted(
+        kernel.spec.name for kernel in matrix.kernels)
+    for batch in batches:
+        assert len({(kernel.spec.kind, compilation.target(kernel)) for kernel in batch}) == 1
+        assert len(batch) <= ninja._BATCH
+    of_quantizers = [batch[0].spec.kind == "quant" for batch in batches]
+    assert of_quantizers == sorted(of_quantizers, reverse=True)
 
 
 def test_headers_are_found_recursively_and_in_cycles(project, kernels):

@@ -86,6 +86,37 @@ def test_a_cubin_does_not_depend_on_its_folder(compile):
     assert a.read_bytes()[8] == 7  # the ABI that drivers from 525 on load; that of 13.x is 8
 
 
+def test_a_command_compiles_several_kernels_or_none(tmp_path):
+    """Outputs are those of a command for each kernel; the error of one names it, and leaves none of the others."""
+    names, shared = ("k", "l"), tmp_path / "sage"
+    shared.mkdir()
+    for header in ("kernel_info.cuh", "types.cuh"):
+        shutil.copy(ROOT / "templates/include/sage" / header, shared)
+    (shared / "one.cuh").write_text("constexpr float kOne = 1.f;\n")
+    (tmp_path / "k.cu").write_text(TABLE)
+    (tmp_path / "l.cu").write_text(SPILLS.replace(" k(", " l("))
+    (tmp_path / "wrong.cu").write_text("nonsense")
+
+    def run(folder: str, *kernels: str):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        sources = [word for name in kernels for word in ("--kernel", str(tmp_path / f"{name}.cu"))]
+        command = [sys.executable, "-m", "codegen.nvrtc", "--target", "sm_80", "--include", str(tmp_path), "-o",
+                   str(tmp_path / folder), *sources]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    def made(folder: str) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+
+    for name in names:
+        assert run("apart", name).returncode == 0
+    done = run("together", *names)
+    assert done.returncode == 0, done.stderr
+    assert made("together") == made("apart") and len(made("apart")) == 4
+    failed = run("together", *names, "wrong")
+    assert failed.returncode == 1 and f"{tmp_path / 'wrong.cu'}: NVRTC_ERROR_COMPILATION" in failed.stderr
+    assert made("together") == {}
+
+
 def test_the_seed_is_fixed():
     """No kernel here needs the seed; without it, globals with internal linkage got another name in every process."""
     assert "--frandom-seed=sage_aot" in nvrtc.FLAGS
