@@ -30,7 +30,8 @@ class Sparse:
             :func:`sage_aot.sparse.select_blocks`. Of `keep`, `mass` and `tau` one, a number, or one for each q head.
         tail: blocks that are not chosen have a part in the output, too: the mean of their keys with the weight of all
             of them, and the mean of their values. Such a call takes exponentials where others have linear P, and a
-            second, small attention: docs/sparse.md says when that pays. Means count values that are not finite as zero.
+            second, small attention: docs/sparse.md says when that pays. In means a value that is not finite
+            counts as zero; one of k counts as the mean of its channel over a sample of 64 keys.
 
     Of masks other than `is_causal` a choice knows nothing: keys that they hide count in means, and their blocks in
     `keep`.

@@ -110,6 +110,7 @@ class Case(_SizesAndOptions):
                              "turns": 1, "head keys": 1}, late=True)  # of an attn_mask
     blocks: str = _varied({"none": 14, "64": 1, "128": 1, "192": 1, "heads": 1, "all": 1, "nothing": 1, "flex": 1},
                           late=True)  # of a block_mask: the queries and keys of a block
+    sparse: str = _varied({"none": 24, "keep": 1, "mass": 1, "tau": 1, "tail": 1}, late=True)  # what a Sparse goes by
 
     @property
     def q_heads(self) -> int:
@@ -140,7 +141,7 @@ class Case(_SizesAndOptions):
 
     @property
     def is_listed(self) -> bool:
-        return not self.has_sequences and (self.elements != "none" or self.blocks != "none")
+        return not self.has_sequences and (self.elements, self.blocks, self.sparse) != ("none",) * 3
 
     @property
     def is_empty(self) -> bool:
@@ -229,7 +230,9 @@ def complete(case: Case) -> Case:
     """The case with what follows from its fields: one key where it has one, and what its entry point takes."""
     if case.trained and case.kind == "low":  # of keys that are all alike the gradient of q is nothing but rounding
         case = dataclasses.replace(case, entry="attn")
-    if case.one_key and case.has_sequences or case.one_key and case.trained:
+    if case.sparse != "none" and case.entry == "attn":
+        case = as_choosing(case)
+    if case.one_key and (case.has_sequences or case.trained or case.sparse == "tail"):
         case = dataclasses.replace(case, seqlen_kv=1)
     elif case.one_key:
         case = dataclasses.replace(case, mask_kind="one")
@@ -242,6 +245,16 @@ def complete(case: Case) -> Case:
     return case
 
 
+def as_choosing(case: Case) -> Case:
+    """Case with the same inputs in a call of attn that chooses its blocks. One whose tail counts takes no other masks,
+    and no k that holds what is not finite, which its means count in another way than a caller's."""
+    case = dataclasses.replace(case, lengths="one", blocks="none")
+    if case.sparse != "tail":
+        return case
+    return dataclasses.replace(case, mask_kind="none", elements="none", window=None, stored=False,
+                               planted="none" if case.planted.startswith("k") else case.planted)
+
+
 def as_sdpa(case: Case) -> Case:
     """Case with the same inputs in a call of the integrations' sdpa, which has q, k and v, a mask, is_causal, scale and
     enable_gqa; all other options are the policy's. No rows at odd addresses beside a mask under is_causal, which goes
@@ -249,7 +262,7 @@ def as_sdpa(case: Case) -> Case:
     faults = case.strides == "misaligned" and case.is_causal and case.mask_kind != "none"
     return dataclasses.replace(case, entry="sdpa", layout="HND", lengths="one", wrong="nothing", return_lse=False,
                                out="made", stored=False, strides="contiguous" if faults else case.strides, window=None,
-                               sinks="none", elements="none", blocks="none")
+                               sinks="none", elements="none", blocks="none", sparse="none")
 
 
 def as_trained(case: Case) -> Case:
@@ -438,6 +451,25 @@ def make_masks(case: Case, device: str) -> Masks | None:
         blocks = sage_aot.block_mask(of_blocks, size)
         seen = seen & of_blocks.repeat_interleave(size, -2).repeat_interleave(size, -1)[..., :queries, :keys]
     return Masks(elements, blocks, seen[(None,) * (4 - seen.dim())])
+
+
+def make_sparse(case: Case) -> sage_aot.Sparse | None:
+    """The choice of blocks of a case; everything that it does not name follows from its seed."""
+    if case.sparse == "none" or case.has_sequences:
+        return None
+    rng = random.Random(case.seed)
+    by = rng.choice(("keep", "mass", "tau")) if case.sparse == "tail" else case.sparse
+
+    def amount() -> float:
+        return rng.uniform(-1.5, 2.0) if by == "tau" else rng.choice((rng.uniform(0.01, 1.0), 1.0))
+
+    per_head = rng.random() < 0.3 and case.q_heads > 0
+    amounts = tuple(amount() for _ in range(case.q_heads)) if per_head else amount()
+    return sage_aot.Sparse(**{by: amounts}, tail=case.sparse == "tail",
+                           block_size=rng.choice((64, 128, (64, 128), (128, 64), (192, 64), (64, 320))),
+                           first=rng.randint(0, 2), near=rng.randint(1 if case.sparse == "tail" else 0, 2),
+                           least_alike=rng.choice((0.0, 0.0, 0.0, 0.25)), dense_keys=rng.choice((0, 1, 70, (0, 70))),
+                           dense_queries=rng.choice((0, 0, 1, (0, 65))))
 
 
 def _near_or_first(batch: Any, head: Any, query: Any, key: Any) -> Any:

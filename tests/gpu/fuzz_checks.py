@@ -18,10 +18,22 @@ from typing import Any
 
 import fuzz_oracle as oracle
 import torch
-from fuzz_cases import Case, Masks, make_key_mask, make_masks, make_sequences, make_sinks, make_tensors, spoil
+from fuzz_cases import (
+    TORCH_DTYPES,
+    Case,
+    Masks,
+    make_key_mask,
+    make_masks,
+    make_sequences,
+    make_sinks,
+    make_sparse,
+    make_tensors,
+    spoil,
+)
 from fuzz_kernels import against_emulated
 from fuzz_oracle import Arithmetic
 from fuzz_spy import Spy
+from selection_checks import Selection, failures, is_decided
 from training_checks import against_emulated_training, make_grad_out, train
 
 import sage_aot
@@ -80,11 +92,12 @@ class Inputs:
     sinks: torch.Tensor | None
     masks: Masks | None
     sequences: Sequences | None
+    sparse: sage_aot.Sparse | None
 
     @classmethod
     def of(cls, case: Case, device: str) -> Inputs:
         return cls(*make_tensors(case, device), make_key_mask(case, device), make_sinks(case, device),
-                   make_masks(case, device), make_sequences(case, device))
+                   make_masks(case, device), make_sequences(case, device), make_sparse(case))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -94,7 +107,7 @@ class Inputs:
     def of_queries(self) -> dict[str, Any]:
         """Arguments of the call beside q, k, v and a key mask."""
         masks = {} if self.masks is None else {"attn_mask": self.masks.attn_mask, "block_mask": self.masks.block_mask}
-        return {"sinks": self.sinks, **masks}
+        return {"sinks": self.sinks, **masks, **({} if self.sparse is None else {"sparse": self.sparse})}
 
 
 class Subject:
@@ -193,11 +206,13 @@ def arithmetic_of(case: Case) -> Arithmetic:
     has_line = case.headdim <= 128 if case.arch == "sm90" else (
         case.arch in LINEAR_P and qk == "int8" and not smooth_q and not case.smooth_v
         and (case.arch, case.pv_accum) != ("sm120", "two_level_f32"))
-    linear_p = has_line and case.p != "exp2" and not case.return_lse and not case.trained
+    has_lse = case.return_lse or case.sparse == "tail"
+    linear_p = has_line and case.p != "exp2" and not has_lse and not case.trained
     return Arithmetic(qk, pv, rotate, case.clip, smooth_q, case.smooth_k, case.smooth_v, linear_p=linear_p,
                       half_sums=case.pv_accum == "two_level_f16",
                       independent=case.kind in INDEPENDENT and not shared,
-                      rare_values=case.kind in ("sparse_v", "heavy_v"))
+                      rare_values=case.kind in ("sparse_v", "heavy_v"),
+                     of_merged=torch.finfo(TORCH_DTYPES[case.dtype]).eps / 2 if case.sparse == "tail" else 0.0)
 
 
 # --- attn, attn_varlen, and attn with a QuantizedKV -------------------------------------------------------------------
@@ -225,9 +240,7 @@ def _attended(case: Case, backend: Backend, inputs: Inputs) -> tuple[str, list[M
     if inputs.sequences is not None:
         measures += _contract_of_sequences(case, inputs, made)
     else:
-        q, k, v, out = (heads_first(x, case.layout) for x in (*inputs.tensors, made.out))
-        measures += _contract(case, q, k, v, inputs.key_mask, out, made.lse, sinks=inputs.sinks,
-                              elements=None if inputs.masks is None else inputs.masks.seen)
+        measures += _contract_of_batch(case, inputs, made)
     return (spy.handed.plan.kernels.attn.name if ran else "empty" if case.is_empty else _entry(case)), measures
 
 
@@ -273,7 +286,8 @@ def _compare_stored(case: Case, inputs: Inputs, direct: Made) -> list[Measure]:
     key_mask, attn_mask = inputs.key_mask, own.get("attn_mask")
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-    if attn_mask is not None and attn_mask.shape[1:3] == (1, 1) and own.get("block_mask") is None:
+    of_blocks = own.get("block_mask") is not None or inputs.sparse is not None
+    if attn_mask is not None and attn_mask.shape[1:3] == (1, 1) and not of_blocks:
         of_keys = attn_mask[:, 0, 0].expand(inputs.q.shape[0], case.seqlen_kv)  # as documented, a key mask
         key_mask = of_keys if key_mask is None else of_keys & key_mask
         own["attn_mask"] = None
@@ -281,7 +295,8 @@ def _compare_stored(case: Case, inputs: Inputs, direct: Made) -> list[Measure]:
         of_keys = key_mask[:, None, None]
         own["attn_mask"] = of_keys if attn_mask is None else attn_mask & of_keys
         key_mask = None
-    kv = sage_aot.quantize_kv(inputs.k, inputs.v, key_mask=key_mask, layout=case.layout, **others)
+    pool = None if inputs.sparse is None else _sizes_of(inputs.sparse)[1]
+    kv = sage_aot.quantize_kv(inputs.k, inputs.v, key_mask=key_mask, layout=case.layout, pool=pool, **others)
     if (refusal := sage_aot.supports(inputs.q, kv, **own)) is not None:
         raise AssertionError(f"supports() refuses a call that is taken: {refusal}")
     returned = sage_aot.attn(inputs.q, kv, **own)
@@ -456,15 +471,19 @@ def _relative_l2(name: str, got: torch.Tensor, expected: torch.Tensor, most: flo
 
 def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
               out: torch.Tensor, lse: torch.Tensor | None, *, sinks: torch.Tensor | None = None,
-              elements: torch.Tensor | None = None, top_left: bool = False) -> list[Measure]:
-    """Measure what attn's docstring promises, of tensors heads first."""
+              elements: torch.Tensor | None = None, top_left: bool = False, tail: int = 0) -> list[Measure]:
+    """Measure what attn's docstring promises, of tensors heads first. `tail`: so many keys of a block that `elements`
+    leave out count as their mean."""
     if case.is_empty or 0 in (q.shape[2], k.shape[2]):
         return _nothing(out, lse, sinks)
     visible = oracle.visible_keys(q.shape[2], k.shape[2], is_causal=case.is_causal, top_left=top_left,
-                                  window=case.window, elements=elements, key_mask=key_mask, device=q.device)
+                                  window=case.window, elements=None if tail else elements, key_mask=key_mask,
+                                  device=q.device)
+    k, v, visible, counts = (oracle.Tail.of(k, v, visible, elements, tail) if tail else
+                             oracle.Tail(k, v, visible, None))
     arithmetic = arithmetic_of(case)
     right = oracle.expect(q, k, v, scale=case.scale, visible=visible, arithmetic=arithmetic,
-                          key_mask=None if case.is_listed else key_mask, sinks=sinks)
+                          key_mask=None if case.is_listed else key_mask, sinks=sinks, counts=counts)
     got = out.double()
     wrong_holes = out.isnan() != right.spoilt
     measures = [Measure(FINITE, torch.where(wrong_holes, math.inf, 0.0), out, right.spoilt),
@@ -475,9 +494,46 @@ def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key
         measures.append(close("lse, float64", lse.double(), right.lse, right.lse_bound).without(right.spoilt_rows))
     if case.values != "drawn" and sinks is None and not case.planted.startswith("v"):  # which plants a zero besides
         measures.append(_of_a_constant(case, arithmetic, out, right))
-    if sinks is None and _has_large_scores(case, q):
+    if sinks is None and not tail and _has_large_scores(case, q):
         measures.append(_of_large_scores(arithmetic, got, right))
     return measures
+
+
+def _contract_of_batch(case: Case, inputs: Inputs, made: Made) -> list[Measure]:
+    """The contract of a call of attn, whose blocks may be of its own choice."""
+    q, k, v, out = (heads_first(x, case.layout) for x in (*inputs.tensors, made.out))
+    elements, tail = None if inputs.masks is None else inputs.masks.seen, 0
+    if inputs.sparse is not None and not case.is_empty:
+        elements = elements & _chosen(case, inputs)
+        tail = _sizes_of(inputs.sparse)[1] if inputs.sparse.tail else 0
+    return _contract(case, q, k, v, inputs.key_mask, out, made.lse, sinks=inputs.sinks, elements=elements, tail=tail)
+
+
+def _chosen(case: Case, inputs: Inputs) -> torch.Tensor:
+    """[batch, q heads, queries, keys] bool: the keys of the blocks that the call chooses, as documented."""
+    sparse = inputs.sparse
+    blocks = sparse.select(inputs.q, inputs.k, is_causal=case.is_causal, scale=case.scale, layout=case.layout).blocks
+    dense_keys = sparse.dense_keys if isinstance(sparse.dense_keys, tuple) else (sparse.dense_keys, 0)
+    if sparse.tail and case.seqlen_kv % _sizes_of(sparse)[1]:
+        dense_keys = dense_keys[0], max(1, dense_keys[1])
+    by, amount = next((by, getattr(sparse, by)) for by in ("keep", "mass", "tau") if getattr(sparse, by) is not None)
+    asked = Selection(batch=case.batch, kv_heads=case.kv_heads, group=case.group, queries=case.seqlen_q,
+                      keys=case.seqlen_kv, headdim=case.headdim, layout=case.layout, block_size=sparse.block_size,
+                      choose=(by, amount), first=sparse.first, near=sparse.near, least_alike=sparse.least_alike,
+                      dense_keys=dense_keys, dense_queries=sparse.dense_queries, is_causal=case.is_causal,
+                      scale=case.scale, independent=case.kind in INDEPENDENT)
+    is_finite = not case.planted.startswith(("q", "k"))
+    if is_finite and is_decided(asked, *(heads_first(x, case.layout) for x in (inputs.q, inputs.k))):
+        broken = failures(asked, inputs.q, inputs.k, blocks)
+        if broken:
+            raise AssertionError(f"the choice of blocks by {sparse}: {broken[0]}")
+    seen = blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)
+    return seen[:, :, : case.seqlen_q, : case.seqlen_kv]
+
+
+def _sizes_of(sparse: sage_aot.Sparse) -> tuple[int, int]:
+    """The queries and the keys of a block."""
+    return sparse.block_size if isinstance(sparse.block_size, tuple) else (sparse.block_size, sparse.block_size)
 
 
 def _nothing(out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None) -> list[Measure]:

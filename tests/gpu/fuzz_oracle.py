@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -81,6 +82,7 @@ class Arithmetic:
     independent: bool  # elements of q, k and v; errors are then a random walk
     rare_values: bool  # some channels of v are zeros but for few keys
     linear_p: bool = False  # P may follow from scores by a line
+    of_merged: float = 0.0  # rounding to the call's dtype: of means that are keys and values, and of merged outputs
 
     @property
     def worst_step(self) -> float:
@@ -89,12 +91,13 @@ class Arithmetic:
             return 0.18  # half the last step of e2m1, 4 to 6, of a scale rounded to e4m3
         if self.qk == "int4" and self.clip:
             return 1 - 0.9**5
-        return 0.5 / _LIMIT[self.qk]
+        return 0.5 / _LIMIT[self.qk] + self.of_merged
 
     @property
     def deviation(self) -> float:
         """Standard deviation of that rounding. Clips are chosen for the least squares, so that they add nothing."""
-        return 0.36 / math.sqrt(12) if self.qk == "nvfp4" else 1 / _LIMIT[self.qk] / math.sqrt(12)
+        step = 0.36 if self.qk == "nvfp4" else 1 / _LIMIT[self.qk] + 2 * self.of_merged
+        return step / math.sqrt(12)
 
     @property
     def of_p(self) -> float:
@@ -103,7 +106,7 @@ class Arithmetic:
     @property
     def of_v(self) -> float:
         """A value of V in e4m3 may take as much of its channel's error as rounding changes it."""
-        return 2 * _ROUNDING[self.pv] if self.pv == "e4m3" else _ROUNDING[self.pv]
+        return (2 * _ROUNDING[self.pv] if self.pv == "e4m3" else _ROUNDING[self.pv]) + self.of_merged
 
     @property
     def of_equal_values(self) -> float:
@@ -152,6 +155,30 @@ def visible_keys(queries: int, keys: int, *, is_causal: bool, top_left: bool = F
     return seen if key_mask is None else seen & key_mask[:, None, None]
 
 
+class Tail(NamedTuple):
+    """Keys in float64 with the means of their blocks behind them, each of which counts as all keys of its block."""
+
+    k: torch.Tensor  # [batch, kv heads, keys and blocks, headdim]
+    v: torch.Tensor
+    visible: torch.Tensor  # [.., queries, keys and blocks]: keys of blocks that are chosen, means of the others
+    counts: torch.Tensor  # [keys and blocks]: as how many keys each counts
+
+    @classmethod
+    def of(cls, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, chosen: torch.Tensor, block: int) -> Tail:
+        """The tail of what is not chosen, of blocks of so many keys. `chosen`: as `visible`, which is without it."""
+        firsts = torch.arange(0, k.shape[2], block, device=k.device)
+        rows = (k.shape[2] - firsts).clamp(max=block)
+        k, v = (torch.cat([x.double(), _means(x, block)], 2) for x in (k, v))
+        return cls(k, v, torch.cat([visible & chosen, (visible & ~chosen)[..., firsts]], -1),
+                   torch.cat([rows.new_ones(k.shape[2] - len(rows)), rows]))
+
+
+def _means(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Means of blocks of rows, in which values that are not finite are zeros."""
+    blocks = torch.where(x.isfinite(), x, 0.0).double().split(rows, 2)
+    return torch.stack([block.mean(2) for block in blocks], 2)
+
+
 # --- the output -------------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +212,7 @@ class _Heads:
     lse: torch.Tensor
     moved: torch.Tensor  # [batch, q heads, queries]: most error of a score, nats
     deviation: torch.Tensor  # its standard deviation, at most
+    means: torch.Tensor | None  # [keys] bool: means of blocks, of a second attention, which is merged
 
 
 def heads_of(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -193,17 +221,20 @@ def heads_of(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
 
 
 def expect(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None, visible: torch.Tensor,
-           arithmetic: Arithmetic, key_mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None) -> Expected:
+           arithmetic: Arithmetic, key_mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+           counts: torch.Tensor | None = None) -> Expected:
     """Attention of [batch, heads, seq, headdim] tensors, and its bounds. `visible`: of :func:`visible_keys`;
-    `key_mask`: the keys that take part at all, as far as the caller says so; `sinks`: [q heads]."""
-    heads = _attend(q, k, v, scale, visible, arithmetic, key_mask, sinks)
+    `key_mask`: the keys that take part at all, as far as the caller says so; `sinks`: [q heads]; `counts`: of a Tail,
+    as k, v and `visible` are then."""
+    heads = _attend(q, k, v, scale, visible, arithmetic, key_mask, sinks, counts)
     rows, elements = _spoilt(q, k, v, visible)
     bound, row_bound, units = _bounds(heads, arithmetic, key_mask, torch.finfo(q.dtype))
     return Expected(heads.out, heads.lse, rows, elements, bound, row_bound, units, _bound_of_lse(heads, arithmetic))
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, visible: torch.Tensor,
-            arithmetic: Arithmetic, key_mask: torch.Tensor | None, sinks: torch.Tensor | None = None) -> _Heads:
+            arithmetic: Arithmetic, key_mask: torch.Tensor | None, sinks: torch.Tensor | None = None,
+            counts: torch.Tensor | None = None) -> _Heads:
     """A sink is one key more, whose score is that of every row and whose value is zero."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     of = heads_of(q, k)
@@ -212,6 +243,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | No
         k, v = (x * key_mask[:, None, :, None] for x in (k, v))
     seen = visible
     scores = (q @ k.mT * scale).masked_fill_(~seen, -math.inf)
+    if counts is not None:
+        scores += counts.double().log()
     if sinks is not None:
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
         v = torch.nn.functional.pad(v, (0, 0, 0, 1))
@@ -220,7 +253,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | No
     weights = logs.exp()
     moved, deviation = _errors_of_scores(q, k, scale, arithmetic, key_mask)
     off = _off(logs, weights, 2 * moved[..., None])
-    return _Heads(q, k, v, seen, scale, logs, weights, off, weights @ v, lse, moved, deviation)
+    means = None if counts is None else counts > 1
+    return _Heads(q, k, v, seen, scale, logs, weights, off, weights @ v, lse, moved, deviation, means)
 
 
 def _off(logs: torch.Tensor, weights: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
@@ -317,6 +351,8 @@ def _bounds(heads: _Heads, arithmetic: Arithmetic, key_mask: torch.Tensor | None
     stored = info.eps * out.abs() + info.smallest_normal * info.eps + 2.0**-20 * units + 1e-34
     of_sinks = heads.weights[..., heads.seen.shape[-1]:].sum(-1)  # zero without any
     stored = stored + (of_sinks * _stored_lse(heads))[..., None] * out.abs()
+    if heads.means is not None:
+        stored = stored + _of_merging(heads, arithmetic)
     lost = arithmetic.lost_of_p * heads.seen.sum(-1, keepdim=True).clamp(max=1e6) + arithmetic.lost_of_v
     elements = torch.minimum(_worst_of_elements(heads, arithmetic, rest), 2.2 * rest.amax(2, keepdim=True))
     rows = _worst_of_rows(heads, arithmetic, small, expected, rest / units)
@@ -328,6 +364,16 @@ def _bounds(heads: _Heads, arithmetic: Arithmetic, key_mask: torch.Tensor | None
     elements = elements + lost * rest.amax(2, keepdim=True) + stored
     rows = rows + math.sqrt(v.shape[-1]) * lost[..., 0] + (stored / units).norm(dim=-1)
     return elements.masked_fill(none[..., None], 0.0), rows.masked_fill(none, 0.0), units
+
+
+def _of_merging(heads: _Heads, arithmetic: Arithmetic) -> torch.Tensor:
+    """Most error of the merge of two outputs: of their shares, which follow from the log-sum-exps, and of roundings."""
+    weights = heads.weights[..., : len(heads.means)] * heads.means
+    share, part = weights.sum(-1, keepdim=True), weights @ heads.v[:, :, : len(heads.means)]
+    tail, rest = part / share.clamp(min=1e-300), (heads.out - part) / (1 - share).clamp(min=1e-12)
+    apart = (tail - rest).abs() * share
+    off = 2 * _stored_lse(heads)[..., None] * (1 - share) + 4 * arithmetic.of_merged
+    return apart * off + 4 * arithmetic.of_merged * (part.abs() + (heads.out - part).abs())
 
 
 def _worst_of_elements(heads: _Heads, arithmetic: Arithmetic, rest: torch.Tensor) -> torch.Tensor:

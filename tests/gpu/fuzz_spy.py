@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from layout import Result
 
-from sage_aot._backends.base import Backend, BackwardCall, BackwardTensors, Call
+from sage_aot._backends.base import Backend, BackwardCall, BackwardTensors, Call, ChooseCall, PoolCall
 from sage_aot._kernels.manifest import Manifest
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import Plan
 from sage_aot._problem.given import Given
 from sage_aot._problem.problem import Problem
+from sage_aot._problem.selection import Choosing, Pooling
 
 
 @dataclass(frozen=True)
@@ -88,3 +89,24 @@ class Spy:
             self.gradients = tensors[3:]
 
         return watched
+
+    def bind_pool(self, pooling: Pooling, x: torch.Tensor, wants_means: bool) -> PoolCall:
+        call = self._backend.bind_pool(pooling, x, wants_means)
+
+        def poisoned(x: torch.Tensor, pooled: torch.Tensor, means: torch.Tensor | None) -> None:
+            pooled.fill_(0xFF)
+            if means is not None:
+                means.fill_(math.nan)
+            call(x, pooled, means)
+
+        return poisoned
+
+    def bind_choice(self, choosing: Choosing, device: int) -> ChooseCall:
+        call = self._backend.bind_choice(choosing, device)
+
+        def poisoned(q_pooled: torch.Tensor, k_pooled: torch.Tensor, amounts: torch.Tensor | None,
+                     selected: torch.Tensor) -> None:
+            selected.view(torch.uint8).fill_(0xFF)
+            call(q_pooled, k_pooled, amounts, selected)
+
+        return poisoned

@@ -40,6 +40,7 @@ class Selection:
     alike: float = 0.0
     odd: bool = False  # rows that begin at no multiple of 16 bytes
     tied: bool = False  # the first blocks of keys hold the same keys
+    independent: bool = True  # elements of k, so that the mean of a sample is near that of all
     planted: str = ""  # "k:nan", "q:inf"; "q:huge": a block of unlike rows, whose squares f32 does not hold
 
     def tensors(self, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,9 +169,16 @@ def _scores(case: Selection, q: torch.Tensor, k: torch.Tensor,
     k_mean = (k_mean - k.mean(2, keepdim=True)).repeat_interleave(case.group, 1)
     scale = case.headdim**-0.5 if case.scale is None else case.scale
     of_q, of_k = (x.abs().amax(-1, keepdim=True) / 254 for x in (q_mean, k_mean))
-    of_k = of_k + (k.std(2, keepdim=True, correction=0).amax() / 8) / 254  # the centre is the mean of a sample
+    of_k = of_k + _off_centre(case, k) / 254
     slack = q_mean.norm(dim=-1)[..., None] * of_k.mT + of_q * k_mean.norm(dim=-1)[:, :, None]
     return q_mean @ k_mean.mT * scale, 3 * abs(scale) * slack + 1e-6
+
+
+def _off_centre(case: Selection, k: torch.Tensor) -> torch.Tensor:
+    """Most distance of what is taken off the keys, the mean of a sample of 64, from the mean of all."""
+    if case.independent:
+        return k.std(2, keepdim=True, correction=0).amax() / 8
+    return (k.amax(2) - k.amin(2)).amax() + k.abs().amax()  # nothing is taken off where the mean is not finite
 
 
 def _visible(case: Selection, sizes: tuple[int, int]) -> torch.Tensor:
@@ -195,6 +203,16 @@ def _kept(case: Selection, q: torch.Tensor, k: torch.Tensor, sizes: tuple[int, i
     k = k - k.mean(2, keepdim=True)
     unlike_q, unlike_k = (_alike(x, size) < case.least_alike for x, size in ((q, sizes[0]), (k, sizes[1])))
     return by_place | unlike_q[..., None] | unlike_k.repeat_interleave(case.group, 1)[:, :, None]
+
+
+def is_decided(case: Selection, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """True where no block's rows are alike by `least_alike`, to what rounding and the mean of a sample change."""
+    if case.least_alike == 0:
+        return True
+    sizes = case.block_size if isinstance(case.block_size, tuple) else (case.block_size,) * 2
+    q, k = (x.double() for x in (q, k))
+    return all(((_alike(x, size) - case.least_alike).abs() > 0.1).all()
+               for x, size in ((q, sizes[0]), (k - k.mean(2, keepdim=True), sizes[1])))
 
 
 def _alike(x: torch.Tensor, size: int) -> torch.Tensor:

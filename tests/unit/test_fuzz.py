@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import fuzz
 import fuzz_checks
@@ -29,10 +30,12 @@ from fuzz_cases import (
 )
 
 from sage_aot._backends.emulation import attention as emulation
+from sage_aot._backends.emulation import selection as choice
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._backends.emulation.backward import gradients
 from sage_aot._backends.emulation.quantize import quantize
 from sage_aot._call import forms, pipeline
+from sage_aot._call import sparse as calls
 from sage_aot._call.backends import default_library
 from sage_aot._problem.check import check
 from sage_aot._problem.given import Given
@@ -447,7 +450,63 @@ def supports_everything(patch):
     patch.setattr("sage_aot.supports", lambda *arguments, **options: None)
 
 
+CHOOSING = Case("sm89", 7, 2, 2, 2, 300, 500, 64, entry="attn")
+"""Cases of a choice that leaves blocks out, by each of its rules."""
+
+
+def choice_of_one_more(patch):
+    by_keep = choice._BY["keep"]
+    patch.setitem(choice._BY, "keep", lambda choosing, scores, visible, kept, free, amount: by_keep(
+        choosing, scores, visible, kept, free, amount + 1.0 / visible.shape[-1]))
+
+
+def choice_of_the_worst(patch):
+    scores = choice._scores
+    patch.setattr(choice, "_scores", lambda *arguments: -scores(*arguments))
+
+
+def choice_of_the_future(patch):
+    patch.setattr(choice, "_visible", lambda choosing: torch.ones(choosing.q.blocks, choosing.k.blocks).bool())
+
+
+def choice_without_what_is_kept(patch):
+    patch.setattr(choice, "_kept", lambda choosing: torch.zeros(choosing.q.blocks, choosing.k.blocks).bool())
+
+
+def choice_that_a_call_does_not_take(patch):
+    attend = calls._attend
+    patch.setattr(calls, "_attend", lambda q, k, v, asked, optional, *others: attend(
+        q, k, v, asked, optional | {"block_mask": None}, *others))
+
+
+def tail_that_counts_once(patch):
+    patch.setattr(calls, "math", SimpleNamespace(log=lambda keys: 0.0))
+
+
+def tail_of_all_blocks(patch):
+    tail_of = calls._tail_of
+    patch.setattr(calls, "_tail_of", lambda *arguments: torch.ones_like(tail_of(*arguments)))
+
+
+def tail_of_other_values(patch):
+    over_means = calls._over_means
+    patch.setattr(calls, "_over_means", lambda q, means, *others: over_means(q, (means[0], means[1].roll(1, 2)),
+                                                                             *others))
+
+
 CALL_BUGS = {
+    "one block more than is chosen": (dataclasses.replace(CHOOSING, sparse="keep"), choice_of_one_more),
+    "the worst blocks in place of the best": (dataclasses.replace(CHOOSING, sparse="tau"), choice_of_the_worst),
+    "the worst blocks by their mass": (dataclasses.replace(CHOOSING, sparse="mass", seed=124), choice_of_the_worst),
+    "blocks behind the queries": (
+        dataclasses.replace(CHOOSING, sparse="keep", seed=124, is_causal=True), choice_of_the_future),
+    "blocks that are chosen in any case": (dataclasses.replace(CHOOSING, sparse="keep"), choice_without_what_is_kept),
+    "all blocks in place of those chosen": (
+        dataclasses.replace(CHOOSING, sparse="keep"), choice_that_a_call_does_not_take),
+    "a tail whose blocks count as one key": (dataclasses.replace(CHOOSING, sparse="tail"), tail_that_counts_once),
+    "a tail of the blocks that are chosen": (dataclasses.replace(CHOOSING, sparse="tail"), tail_of_all_blocks),
+    "a tail of other blocks' values": (
+        dataclasses.replace(CHOOSING, sparse="tail", kind="biased_v"), tail_of_other_values),
     "heads of a group regrouped otherwise": (DECODING, regroup_otherwise),
     "rows of a group under a causal mask": (
         dataclasses.replace(DECODING, is_causal=True, seqlen_kv=9), regroup_causal_rows),
@@ -542,4 +601,4 @@ def test_the_oracle_knows_nothing_of_the_product():
     imported = {name.split(".")[0] for node in ast.walk(ast.parse(source))
                 for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import)
                              else [node.module] if isinstance(node, ast.ImportFrom) else [])}
-    assert imported == {"__future__", "dataclasses", "math", "torch"}
+    assert imported == {"__future__", "dataclasses", "math", "torch", "typing"}
