@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar
 
 from sage_aot._kernels.axes import AXES, HALVES, ROWS
@@ -61,7 +62,7 @@ class KernelSpec:
         """The value of every axis."""
         return {axis: getattr(self, axis) for axis in self.axes()}
 
-    @property
+    @cached_property
     def name(self) -> str:
         """File stem, manifest key, test id and bench row of this kernel."""
         parts = [_spell(axis, value) for axis, value in self.values.items() if _UNSPELT.get(axis) != value]

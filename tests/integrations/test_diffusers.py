@@ -4,6 +4,7 @@ attention in place of the kernels, and little with the kernels' arithmetic."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import inspect
 import pickle
@@ -438,8 +439,8 @@ def test_small_is_a_matter_of_queries_and_keys(monkeypatch, fewer, reason):
 
 # --- sparse layers ----------------------------------------------------------------------------------------------------
 
-SPARSE = Sparse(keep=0.25)
-LATENTS = draw(1, 4, 2, 64, 64)  # 2,048 tokens, 16 blocks
+SPARSE = Sparse(keep=0.25, block_size=64)
+LATENTS = draw(1, 4, 2, 44, 48)  # 1,056 tokens, 17 blocks
 
 
 def wan_of(layers=3, **inputs):
@@ -451,18 +452,18 @@ def long(name):
     """A model, its inputs of 16 blocks or more, and how many text tokens are (first, last)."""
     made, inputs = MODELS[name]()
     if name == "flux":
-        inputs |= {"hidden_states": draw(1, 2048, 4), "img_ids": torch.zeros(2048, 3)}
+        inputs |= {"hidden_states": draw(1, 1024, 4), "img_ids": torch.zeros(1024, 3)}
     if name == "sd3":
-        made = model("SD3Transformer2DModel", **{**dict(made.config), "sample_size": 64})
-        inputs |= {"hidden_states": draw(1, 4, 48, 48)}
+        made = model("SD3Transformer2DModel", **{**dict(made.config), "sample_size": 32})
+        inputs |= {"hidden_states": draw(1, 4, 32, 32)}
     if name == "cogvideox":
-        made = model("CogVideoXTransformer3DModel", **{**dict(made.config), "sample_width": 96, "sample_height": 96,
+        made = model("CogVideoXTransformer3DModel", **{**dict(made.config), "sample_width": 64, "sample_height": 64,
                                                        "sample_frames": 1})
-        inputs |= {"hidden_states": draw(1, 1, 4, 96, 96)}
+        inputs |= {"hidden_states": draw(1, 1, 4, 64, 64)}
     if name == "qwen image":
-        inputs |= {"hidden_states": draw(2, 2304, 16), "img_shapes": [(1, 48, 48)] * 2}
+        inputs |= {"hidden_states": draw(2, 1024, 16), "img_shapes": [(1, 32, 32)] * 2}
     if name == "hunyuan video":
-        inputs |= {"hidden_states": draw(1, 4, 1, 48, 48)}
+        inputs |= {"hidden_states": draw(1, 4, 1, 32, 32)}
     text = inputs["encoder_hidden_states"].shape[1]
     return made, inputs, (0, text) if name in ("sd3", "hunyuan video") else (text, 0)
 
@@ -500,7 +501,7 @@ def test_attention_to_itself_is_sparse_and_that_to_text_dense(asked):
 
 
 def test_attention_to_as_long_a_text_is_dense(asked):
-    made, inputs = wan_of(1, encoder_hidden_states=draw(1, 2048, 16))
+    made, inputs = wan_of(1, encoder_hidden_states=draw(1, 1056, 16))
     integration.enable(made, sparse=SPARSE)
     sample(made, inputs)
     assert [call.sparse for call in asked] == [SPARSE, None]
@@ -526,9 +527,9 @@ def test_where_a_model_has_its_text(asked, name):
     other = [call for call in asked if call.sparse is not None][len(sparse)]
     differs = (sparse[0].q != other.q).any(-1).any(2 if sparse[0].layout == "NHD" else 1)[0]
     tokens = torch.arange(len(differs))
-    assert len(differs) > 2048 and torch.equal(differs, (tokens < first) | (tokens >= len(tokens) - last))
-    assert len(sparse) == 2 and all(call.sparse == Sparse(keep=0.25, dense_keys=(first, last),
-                                                          dense_queries=(first, last)) for call in sparse)
+    assert len(differs) > 1024 and torch.equal(differs, (tokens < first) | (tokens >= len(tokens) - last))
+    expected = dataclasses.replace(SPARSE, dense_keys=(first, last), dense_queries=(first, last))
+    assert [call.sparse for call in sparse] == [expected] * 2
 
 
 @pytest.mark.parametrize("build", [lambda: wan_of(2), lambda: long("sd3")[:2]], ids=["wan", "sd3"])
@@ -541,7 +542,7 @@ def test_what_is_said_last_of_layers_holds(asked, build):
         sample(made, inputs)
         return [call.sparse for call in asked if call.sparse is not None]
 
-    for sparse in (SPARSE, Sparse(tau=1.0)):
+    for sparse in (SPARSE, Sparse(tau=1.0, block_size=64)):
         integration.enable(made, sparse=sparse)
         assert sparse_calls() == [sparse] * 2
     integration.enable(made)
@@ -616,10 +617,11 @@ def test_the_models_of_a_pipeline_share_its_steps(asked):
 
 def test_settings_of_layers_by_their_names(asked):
     made, inputs = wan_of()
-    by_name = {"blocks.0.attn1": SPARSE, "blocks.2.attn1": Sparse(keep=0.5), "blocks.1.attn2": SPARSE}
+    half = dataclasses.replace(SPARSE, keep=0.5)
+    by_name = {"blocks.0.attn1": SPARSE, "blocks.2.attn1": half, "blocks.1.attn2": SPARSE}
     integration.enable(made, sparse=by_name)
     sample(made, inputs)
-    assert [call.sparse for call in asked] == [SPARSE, None, None, None, Sparse(keep=0.5), None]
+    assert [call.sparse for call in asked] == [SPARSE, None, None, None, half, None]
     with pytest.raises(ArgumentError, match=r"sparse: expected names of attention modules .*, got 'blocks\.3\.attn1'"):
         integration.enable(made, sparse={**by_name, "blocks.3.attn1": SPARSE})
 
@@ -630,7 +632,8 @@ def test_sparse_layers_in_compiled_blocks(build):
     made, inputs = build()
     blocks = made.blocks if hasattr(made, "blocks") else made.transformer_blocks
     names = [name.removesuffix(".processor") for name in made.attn_processors if "attn2" not in name]
-    by_name = {name: Sparse(keep=0.25 + index % 2 / 4) for index, name in enumerate(names) if index != 3}
+    by_name = {name: dataclasses.replace(SPARSE, keep=0.25 + index % 2 / 4)
+               for index, name in enumerate(names) if index != 3}
     integration.enable(made, sparse=by_name, dense_steps=1)
     levels = [{**inputs, "timestep": torch.tensor([level])} for level in (9.0, 7.0, 9.0, 7.0)]
     expected = [sample(made, each) for each in levels]

@@ -104,6 +104,7 @@ def code_of(node: Node) -> str:
     return on_one_line(node.text.decode())
 
 
+@cache
 def on_one_line(code: str) -> str:
     """Code without comments, directives to the compiler, and line breaks behind a bracket."""
     code = re.sub(r"//[^\n]*|^#[^\n]*", "", code, flags=re.MULTILINE)

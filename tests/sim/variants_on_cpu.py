@@ -36,9 +36,12 @@ dims 64 and 128, and of 256. Kernels of a linear P come later, sm90's first; las
 such case."""
 
 
+_NAMED = {spec.name: spec for spec in SPECS}
+
+
 def variant(name: str) -> AttnSpec:
     """The attention kernel `sage_attn_NAME`."""
-    return next(spec for spec in SPECS if spec.name == f"sage_attn_{name}")
+    return _NAMED[f"sage_attn_{name}"]
 
 
 def source_of(spec: AttnSpec) -> str:

@@ -20,8 +20,26 @@ def to_f32(x: float) -> float:
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a · b + c in f32, rounded once.
 
-    f64 holds the product of two f32. Where it rounds the sum, that is made odd (of the two f64 around the exact sum the
-    one with an odd last bit), which f32 then rounds as it would the exact one.
+    f64 holds the product of two f32, and rounds the sum. To round that to f32 is to round the exact sum, but where it
+    may lie halfway between two f32.
+    """
+    a, b, c = a.double(), b.double(), c.double()
+    total = torch.addcmul(c, a, b)
+    nearest, halfway = total.float(), _may_be_halfway(total)
+    if halfway.any():
+        nearest[halfway] = _by_odd(*(x.expand_as(total)[halfway] for x in (a, b, c)))
+    return nearest
+
+
+def _may_be_halfway(x: torch.Tensor) -> torch.Tensor:
+    """True where an f64 lies halfway between two f32; of those that f32 rounds to subnormals, everywhere."""
+    magnitude = x.abs()
+    return (x.view(torch.int64) & 0x1FFF_FFFF == 0x1000_0000) | (magnitude < 2.0**-126) & (magnitude >= 2.0**-150)
+
+
+def _by_odd(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a · b + c of f64, rounded to f32 once: where f64 rounds the sum, that is made odd (of the two f64 around the
+    exact sum the one with an odd last bit), which f32 then rounds as it would the exact one.
     Source: Boldo & Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd".
     """
     total, lost = _exact_sum(a, b, c)

@@ -64,10 +64,12 @@ class Softmax(RowReferences):
         stays = _whole_warps(serves & ~self._any_far(folded, self.facts["line_far"], self.facts["line_farthest"]),
                              self._warp_m)
         row_ref = torch.where(stays, self.row_ref, self._moved(scores, scale, self.facts["line_room"]))
-        serves, folded = self._serves(scores, scale, row_ref)
-        cut = self._bytes(scores, scale, row_ref, 0.0).clamp(max=self.facts["line_most"])
-        byte = torch.where(_whole_warps(serves, self._warp_m)[..., None], folded, cut).nan_to_num(0.0).round()
-        return byte.clamp(min=0.0).to(torch.uint8).view(torch.float8_e4m3fn).float(), self.move_to(row_ref)
+        byte, moves = folded, ~stays
+        serves[moves], byte[moves] = self._serves(scores[moves], scale[moves], row_ref[moves])
+        cut = ~_whole_warps(serves, self._warp_m)
+        byte[cut] = self._bytes(scores[cut], scale[cut], row_ref[cut], 0.0).clamp(max=self.facts["line_most"])
+        byte = byte.nan_to_num_(0.0).round_().clamp_(min=0.0)
+        return byte.to(torch.uint8).view(torch.float8_e4m3fn).float(), self.move_to(row_ref)
 
     def _serves(self, scores: torch.Tensor, scale: torch.Tensor,
                 row_ref: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,11 +80,11 @@ class Softmax(RowReferences):
 
     def _bytes(self, scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor, bias: float) -> torch.Tensor:
         """Bytes of P before they are rounded; NaN for masked scores of rows without a reference."""
-        factor, zero = 8.0 * scale, torch.full_like(row_ref, self.facts["line_zero"])
-        offset = fma(row_ref, torch.full_like(row_ref, -8.0), zero)[..., None].expand_as(factor)
+        factor = 8.0 * scale
+        offset = fma(row_ref, row_ref.new_tensor(-8.0), row_ref.new_tensor(self.facts["line_zero"]))[..., None]
         if bias:
-            offset = fma(-factor, torch.full_like(factor, bias), offset)
-        return fma(scores + bias, factor.expand_as(scores), offset.expand_as(scores))
+            offset = fma(-factor, factor.new_tensor(bias), offset)
+        return fma(scores + bias, factor, offset)
 
     def _foldable(self, scale: torch.Tensor) -> torch.Tensor:
         if not self.facts["score_bias"]:
