@@ -281,12 +281,14 @@ def test_values_that_less_their_mean_are_beyond_f32(pv):
 
 
 def test_fma_rounds_once():
-    """Sums that f64 rounds to the middle of two f32, from either side, and random ones against exact arithmetic."""
+    """Sums that f64 rounds to the middle of two f32, from either side and of subnormals too, and random ones against
+    exact arithmetic."""
     below, above = (1 + 2.0**-23) * 2.0**-12, (1 - 2.0**-23) * 2.0**-12
     random = torch.randn(3, 300, generator=torch.Generator().manual_seed(1)) * torch.tensor([1.0, 1.0, 1e5])[:, None]
     hard = torch.tensor([[below, -below, below, below], [above, above, -above, above],
                          [1 + 2.0**-23, -1 - 2.0**-23, 1 + 2.0**-23, 1.0]])
-    for a, b, c in (*hard.T, *random.T):
+    subnormal = torch.tensor([[below * 2.0**-63], [above * 2.0**-63], [2.0**-130 + 2.0**-149]])
+    for a, b, c in (*hard.T, *subnormal.T, *-subnormal.T * torch.tensor([1.0, -1.0, 1.0]), *random.T):
         exact = Fraction(a.item()) * Fraction(b.item()) + Fraction(c.item())
         got = fma(a, b, c)
         distances = [abs(Fraction(x.item()) - exact) for x in (got, *(got.nextafter(got.new_tensor(end))
