@@ -48,8 +48,8 @@ def no_gpu() -> str | None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files of GPU tests where no kernel can run, unless they are asked for: four times as many tests as all
-    others, to be collected for nothing."""
+    """Leave out files of GPU tests where no kernel can run, unless they are asked for: more than three times as many
+    tests as all others, to be collected for nothing."""
     is_gpu = collection_path.parent.name == "gpu" and collection_path.name.startswith("test_")
     return True if is_gpu and config.option.markexpr != "gpu" and no_gpu() else None
 

@@ -14,7 +14,7 @@ from sage_aot._call.masks import BlockMask
 from sage_aot._call.pooling import DEFAULT_BLOCK, PooledBlocks, pooled_of, rows_of_caller
 from sage_aot._call.selection import amounts_of, check_numbers, ends_of, pooled_keys, select_blocks
 from sage_aot._problem.arguments import block_sizes_of, check_out
-from sage_aot._problem.options import Asked
+from sage_aot._problem.options import Asked, for_schema, for_tracer
 from sage_aot._problem.problem import heads_first
 from sage_aot._problem.selection import CHOOSE_BY
 from sage_aot._problem.tensors import MASK_BLOCK
@@ -30,8 +30,9 @@ class Sparse:
             :func:`sage_aot.sparse.select_blocks`. Of `keep`, `mass` and `tau` one, a number, or one for each q head.
         tail: blocks that are not chosen have a part in the output, too: the mean of their keys with the weight of all
             of them, and the mean of their values. Such a call takes exponentials where others have linear P, and a
-            second, small attention: docs/sparse.md says when that pays. In means a value that is not finite
-            counts as zero; one of k counts as the mean of its channel over a sample of 64 keys.
+            second, small attention: docs/sparse.md says when that pays. In means a value of v that is not
+            finite counts as zero, one of k as the mean of its channel over a sample of 64 keys (zero where that is not
+            finite).
 
     Of masks other than `is_causal` a choice knows nothing: keys that they hide count in means, and their blocks in
     `keep`.
@@ -110,6 +111,8 @@ def with_stand_in(q: Any, k: Any, asked: Asked, sparse: Any, optional: dict[str,
 
 
 def _check(k: Any, asked: Asked, sparse: Any, optional: dict[str, Any]) -> None:
+    """Raise ArgumentError for what is wrong beside q, k and v; of an option what any call of attn says."""
+    for_tracer(*asked) if torch.compiler.is_dynamo_compiling() else for_schema(*asked)
     if not isinstance(sparse, Sparse):
         raise ArgumentError(f"sparse: expected a sage_aot.Sparse or None, got {type(sparse).__name__}")
     if optional["block_mask"] is not None:

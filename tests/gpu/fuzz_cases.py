@@ -222,8 +222,10 @@ def _draw(rng: random.Random, name: str) -> object:
 def draw_call(seed: int, index: int, built: dict[str, dict[str, set]], longest: int) -> Case:
     """Call `index` of a run: the case of :func:`draw_case` with everything that is drawn late."""
     rng = random.Random(f"{seed}/{index}/late")
-    return complete(dataclasses.replace(draw_case(seed, index, built, longest),
-                                        **{name: _draw(rng, name) for name in LATE}))
+    case = dataclasses.replace(draw_case(seed, index, built, longest), **{name: _draw(rng, name) for name in LATE})
+    if case.sparse != "none" and not case.is_empty and rng.random() < 0.8:  # else most calls have one block or two
+        case = dataclasses.replace(case, seqlen_kv=min(longest, max(case.seqlen_kv, rng.randint(350, 1000))))
+    return complete(case)
 
 
 def complete(case: Case) -> Case:
@@ -232,7 +234,7 @@ def complete(case: Case) -> Case:
         case = dataclasses.replace(case, entry="attn")
     if case.sparse != "none" and case.entry == "attn":
         case = as_choosing(case)
-    if case.one_key and (case.has_sequences or case.trained or case.sparse == "tail"):
+    if case.one_key and (case.has_sequences or case.trained or (case.entry, case.sparse) == ("attn", "tail")):
         case = dataclasses.replace(case, seqlen_kv=1)
     elif case.one_key:
         case = dataclasses.replace(case, mask_kind="one")
@@ -247,7 +249,7 @@ def complete(case: Case) -> Case:
 
 def as_choosing(case: Case) -> Case:
     """Case with the same inputs in a call of attn that chooses its blocks. One whose tail counts takes no other masks,
-    and no k that holds what is not finite, which its means count in another way than a caller's."""
+    and no k that holds what is not finite, of which its means have a sample's mean."""
     case = dataclasses.replace(case, lengths="one", blocks="none")
     if case.sparse != "tail":
         return case
@@ -461,15 +463,16 @@ def make_sparse(case: Case) -> sage_aot.Sparse | None:
     by = rng.choice(("keep", "mass", "tau")) if case.sparse == "tail" else case.sparse
 
     def amount() -> float:
-        return rng.uniform(-1.5, 2.0) if by == "tau" else rng.choice((rng.uniform(0.01, 1.0), 1.0))
+        return rng.uniform(-1.0, 2.0) if by == "tau" else rng.choice((*(rng.uniform(0.01, 0.9) for _ in range(7)), 1.0))
 
     per_head = rng.random() < 0.3 and case.q_heads > 0
     amounts = tuple(amount() for _ in range(case.q_heads)) if per_head else amount()
     return sage_aot.Sparse(**{by: amounts}, tail=case.sparse == "tail",
-                           block_size=rng.choice((64, 128, (64, 128), (128, 64), (192, 64), (64, 320))),
-                           first=rng.randint(0, 2), near=rng.randint(1 if case.sparse == "tail" else 0, 2),
-                           least_alike=rng.choice((0.0, 0.0, 0.0, 0.25)), dense_keys=rng.choice((0, 1, 70, (0, 70))),
-                           dense_queries=rng.choice((0, 0, 1, (0, 65))))
+                           block_size=rng.choice((64, 64, 64, (128, 64), (192, 64), 128, (64, 320))),
+                           first=rng.choice((0, 0, 1, 2)), near=rng.choice((1, 1, 2) if case.sparse == "tail" else
+                                                                           (0, 0, 1, 2)),
+                           least_alike=rng.choice((*[0.0] * 7, 0.25)), dense_keys=rng.choice((*[0] * 6, 1, (0, 70))),
+                           dense_queries=rng.choice((*[0] * 6, 1, (0, 65))))
 
 
 def _near_or_first(batch: Any, head: Any, query: Any, key: Any) -> Any:

@@ -472,8 +472,8 @@ def _relative_l2(name: str, got: torch.Tensor, expected: torch.Tensor, most: flo
 def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None,
               out: torch.Tensor, lse: torch.Tensor | None, *, sinks: torch.Tensor | None = None,
               elements: torch.Tensor | None = None, top_left: bool = False, tail: int = 0) -> list[Measure]:
-    """Measure what attn's docstring promises, of tensors heads first. `tail`: so many keys of a block that `elements`
-    leave out count as their mean."""
+    """Measure what attn's docstring promises, of tensors heads first. `tail`: keys of a block; the keys that `elements`
+    leave out count by the mean of their block. 0: no tail."""
     if case.is_empty or 0 in (q.shape[2], k.shape[2]):
         return _nothing(out, lse, sinks)
     visible = oracle.visible_keys(q.shape[2], k.shape[2], is_causal=case.is_causal, top_left=top_left,
@@ -494,7 +494,7 @@ def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key
         measures.append(close("lse, float64", lse.double(), right.lse, right.lse_bound).without(right.spoilt_rows))
     if case.values != "drawn" and sinks is None and not case.planted.startswith("v"):  # which plants a zero besides
         measures.append(_of_a_constant(case, arithmetic, out, right))
-    if sinks is None and not tail and _has_large_scores(case, q):
+    if sinks is None and not tail and _has_large_scores(case, q):  # of a tail nobody has measured that mean
         measures.append(_of_large_scores(arithmetic, got, right))
     return measures
 

@@ -22,13 +22,13 @@ from sage_aot._tools.compare import Measure, against_emulation, same
 
 
 def against_emulated(spy: Spy, *, read_quantized: bool) -> list[Measure]:
-    """Every check of the kernels' last call. `read_quantized`: compare the quantized tensors too."""
-    handed = spy.handed
-    assert handed is not None and spy.result is not None
-    found = read_back(spy.result) if read_quantized else None
-    if handed.given.kind == "varlen":
-        return _of_sequences(handed, found)
-    return _of_batch(handed, found)
+    """Every check of all launches of a call. `read_quantized`: compare the quantized tensors too."""
+    assert spy.attended
+    measures = []
+    for handed, result in spy.attended:
+        found = read_back(result) if read_quantized else None
+        measures += (_of_sequences if handed.given.kind == "varlen" else _of_batch)(handed, found)
+    return measures
 
 
 def _of_batch(handed: Handed, found: dict[str, torch.Tensor] | None) -> list[Measure]:

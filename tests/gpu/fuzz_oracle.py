@@ -91,13 +91,12 @@ class Arithmetic:
             return 0.18  # half the last step of e2m1, 4 to 6, of a scale rounded to e4m3
         if self.qk == "int4" and self.clip:
             return 1 - 0.9**5
-        return 0.5 / _LIMIT[self.qk] + self.of_merged
+        return 0.5 / _LIMIT[self.qk]
 
     @property
     def deviation(self) -> float:
         """Standard deviation of that rounding. Clips are chosen for the least squares, so that they add nothing."""
-        step = 0.36 if self.qk == "nvfp4" else 1 / _LIMIT[self.qk] + 2 * self.of_merged
-        return step / math.sqrt(12)
+        return 0.36 / math.sqrt(12) if self.qk == "nvfp4" else 1 / _LIMIT[self.qk] / math.sqrt(12)
 
     @property
     def of_p(self) -> float:
@@ -165,7 +164,8 @@ class Tail(NamedTuple):
 
     @classmethod
     def of(cls, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, chosen: torch.Tensor, block: int) -> Tail:
-        """The tail of what is not chosen, of blocks of so many keys. `chosen`: as `visible`, which is without it."""
+        """The tail of what is not chosen, of blocks of so many keys. `visible`: the keys that a query may see, whatever
+        is chosen; `chosen`: the keys of chosen blocks; of one shape."""
         firsts = torch.arange(0, k.shape[2], block, device=k.device)
         rows = (k.shape[2] - firsts).clamp(max=block)
         k, v = (torch.cat([x.double(), _means(x, block)], 2) for x in (k, v))
@@ -293,6 +293,9 @@ def _errors_of_scores(q: torch.Tensor, k: torch.Tensor, scale: float, arithmetic
     """Most error of any score of a row, and its standard deviation, [batch, q heads, queries], nats. An element of q is
     off by a share of its group's largest; a score sees that times an element of k, and the other way round."""
     in_f32 = IN_F32 * abs(scale) * q.norm(dim=-1) * k.norm(dim=-1).amax(-1, keepdim=True)  # means too
+    of_means = arithmetic.of_merged * abs(scale) * q.norm(dim=-1)  # whose elements are rounded as the call's are
+    worst_of_means = of_means * k.norm(dim=-1).amax(-1, keepdim=True)
+    walk_of_means = of_means * k.abs().amax((-1, -2))[..., None] / math.sqrt(3)
     q, k = spread(q, arithmetic.smooth_q), spread(k, arithmetic.smooth_k, key_mask)
     norms_q, norms_k = q.norm(dim=-1), k.norm(dim=-1)
     largest_k = norms_k.amax(-1, keepdim=True)
@@ -307,10 +310,10 @@ def _errors_of_scores(q: torch.Tensor, k: torch.Tensor, scale: float, arithmetic
         sums_q, sums_k = q.sum(-1), k.sum(-1).amax(-1, keepdim=True)
         typical = 1.0
     step_q, step_k = (arithmetic.worst_step * top for top in (tops_q, tops_k))
-    worst = abs(scale) * (sums_q * step_k + sums_k * step_q + channels * step_q * step_k) + in_f32
+    worst = abs(scale) * (sums_q * step_k + sums_k * step_q + channels * step_q * step_k) + in_f32 + worst_of_means
     of_q, of_k = (arithmetic.deviation * typical * top for top in (tops_q, tops_k))
     walk = abs(scale) * ((norms_q * of_k).square() + (largest_k * of_q).square()
-                         + channels * (of_q * of_k).square()).sqrt() + in_f32
+                         + channels * (of_q * of_k).square()).sqrt() + in_f32 + walk_of_means
     return torch.minimum(worst, SIGMAS * walk) if arithmetic.independent else worst, torch.minimum(walk, worst)
 
 
@@ -371,9 +374,10 @@ def _of_merging(heads: _Heads, arithmetic: Arithmetic) -> torch.Tensor:
     weights = heads.weights[..., : len(heads.means)] * heads.means
     share, part = weights.sum(-1, keepdim=True), weights @ heads.v[:, :, : len(heads.means)]
     tail, rest = part / share.clamp(min=1e-300), (heads.out - part) / (1 - share).clamp(min=1e-12)
-    apart = (tail - rest).abs() * share
-    off = 2 * _stored_lse(heads)[..., None] * (1 - share) + 4 * arithmetic.of_merged
-    return apart * off + 4 * arithmetic.of_merged * (part.abs() + (heads.out - part).abs())
+    logit, off = share.logit(), 2 * _stored_lse(heads)[..., None]
+    moved = torch.maximum((logit + off).sigmoid() - share, share - (logit - off).sigmoid())
+    rounded = 4 * arithmetic.of_merged * (share * (tail - rest).abs() + part.abs() + (heads.out - part).abs())
+    return moved * (tail - rest).abs() + rounded
 
 
 def _worst_of_elements(heads: _Heads, arithmetic: Arithmetic, rest: torch.Tensor) -> torch.Tensor:

@@ -33,10 +33,15 @@ class Spy:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.handed: Handed | None = None  # in the last call that had q, k and v
-        self.result: Result | None = None
+        self.attended: list[tuple[Handed, Result]] = []  # launches that had q, k and v; a tail has its own
+        self.result: Result | None = None  # of the first
         self.error: Exception | None = None  # that the launches raised
         self.gradients: tuple[torch.Tensor, ...] = ()  # of a trained call
+
+    @property
+    def handed(self) -> Handed | None:
+        """Tensors of the first launch that had q, k and v."""
+        return self.attended[0][0] if self.attended else None
 
     @property
     def manifest(self) -> Manifest:
@@ -64,10 +69,11 @@ class Spy:
             except Exception as error:
                 self.error = error
                 raise
+            result = Result(out, lse, workspace, call.plan)
             if plan.problem.part == "all":
-                self.handed = Handed(plan, given, out, lse)
+                self.attended.append((Handed(plan, given, out, lse), result))
             if plan.problem.part in ("all", "train"):
-                self.result = Result(out, lse, workspace, call.plan)
+                self.result = self.result or result
 
         return watched
 

@@ -206,7 +206,7 @@ def _kept(case: Selection, q: torch.Tensor, k: torch.Tensor, sizes: tuple[int, i
 
 
 def is_decided(case: Selection, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """True where no block's rows are alike by `least_alike`, to what rounding and the mean of a sample change."""
+    """True where no block's likeness is within 0.1 of `least_alike`."""
     if case.least_alike == 0:
         return True
     sizes = case.block_size if isinstance(case.block_size, tuple) else (case.block_size,) * 2

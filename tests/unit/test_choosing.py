@@ -16,6 +16,7 @@ from selection_checks import CASES, Selection, check, drawn, failures, of_headdi
 import sage_aot
 from sage_aot import ArgumentError, Sparse
 from sage_aot._call import selection
+from sage_aot._problem.options import OPTIONS
 from sage_aot._tools import reference
 from sage_aot.sparse import near_and_first, pool_blocks, radial_bands, select_blocks, sliding_tiles, tile_order
 
@@ -148,6 +149,18 @@ def test_more_blocks_than_the_kernel_scores_are_told():
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_wrong_option_of_a_call_that_chooses_is_told_as_of_any_call(name, tail):
+    q, k, v = qkv()
+    wrong, sparse = {name: OPTIONS[name].refused}, Sparse(keep=0.4, block_size=64, tail=tail)
+    with pytest.raises(ArgumentError) as expected:
+        sage_aot.attn(q, k, v, **wrong)
+    with pytest.raises(ArgumentError) as found:
+        sage_aot.attn(q, k, v, sparse=sparse, **wrong)
+    assert str(found.value) == str(expected.value) == sage_aot.supports(q, k, v, sparse=sparse, **wrong)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3, "smooth_v": True}, {"layout": "NHD"},

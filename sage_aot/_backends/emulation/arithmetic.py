@@ -20,8 +20,8 @@ def to_f32(x: float) -> float:
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a · b + c in f32, rounded once.
 
-    f64 holds the product of two f32, and rounds the sum. To round that to f32 is to round the exact sum, but where it
-    may lie halfway between two f32.
+    f64 holds the product of two f32, and rounds the sum. To round that to f32 is to round the exact sum, except where
+    the f64 sum lies halfway between two f32.
     """
     a, b, c = a.double(), b.double(), c.double()
     total = torch.addcmul(c, a, b)

@@ -81,9 +81,9 @@ class Softmax(RowReferences):
     def _bytes(self, scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor, bias: float) -> torch.Tensor:
         """Bytes of P before they are rounded; NaN for masked scores of rows without a reference."""
         factor = 8.0 * scale
-        offset = fma(row_ref, row_ref.new_tensor(-8.0), row_ref.new_tensor(self.facts["line_zero"]))[..., None]
+        offset = fma(row_ref, row_ref.new_full((), -8.0), row_ref.new_full((), self.facts["line_zero"]))[..., None]
         if bias:
-            offset = fma(-factor, factor.new_tensor(bias), offset)
+            offset = fma(-factor, factor.new_full((), bias), offset)
         return fma(scores + bias, factor, offset)
 
     def _foldable(self, scale: torch.Tensor) -> torch.Tensor:
