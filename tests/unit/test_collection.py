@@ -1,4 +1,4 @@
-"""What a machine without a GPU leaves out of a run of pytest."""
+"""Files of tests that a run of pytest leaves out on a machine without a GPU."""
 
 from __future__ import annotations
 
