@@ -111,7 +111,8 @@ def with_stand_in(q: Any, k: Any, asked: Asked, sparse: Any, optional: dict[str,
 
 
 def _check(k: Any, asked: Asked, sparse: Any, optional: dict[str, Any]) -> None:
-    """Raise ArgumentError for what is wrong beside q, k and v; of an option what any call of attn says."""
+    """Raise ArgumentError for a wrong option, with the message of any other call of attn, and for arguments that do not
+    go with a choice of blocks."""
     for_tracer(*asked) if torch.compiler.is_dynamo_compiling() else for_schema(*asked)
     if not isinstance(sparse, Sparse):
         raise ArgumentError(f"sparse: expected a sage_aot.Sparse or None, got {type(sparse).__name__}")

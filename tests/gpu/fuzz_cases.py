@@ -248,8 +248,9 @@ def complete(case: Case) -> Case:
 
 
 def as_choosing(case: Case) -> Case:
-    """Case with the same inputs in a call of attn that chooses its blocks. One whose tail counts takes no other masks,
-    and no k that holds what is not finite, of which its means have a sample's mean."""
+    """Case with the same inputs in a call of attn that chooses its blocks. A call whose tail counts takes no other
+    masks. No k is planted there: in its means a value that is not finite counts as the mean of a sample, which the
+    oracle does not know."""
     case = dataclasses.replace(case, lengths="one", blocks="none")
     if case.sparse != "tail":
         return case

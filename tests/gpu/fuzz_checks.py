@@ -33,7 +33,7 @@ from fuzz_cases import (
 from fuzz_kernels import against_emulated
 from fuzz_oracle import Arithmetic
 from fuzz_spy import Spy
-from selection_checks import Selection, failures, is_decided
+from selection_checks import Selection, ends_of, failures, is_decided, sizes_of
 from training_checks import against_emulated_training, make_grad_out, train
 
 import sage_aot
@@ -212,7 +212,7 @@ def arithmetic_of(case: Case) -> Arithmetic:
                       half_sums=case.pv_accum == "two_level_f16",
                       independent=case.kind in INDEPENDENT and not shared,
                       rare_values=case.kind in ("sparse_v", "heavy_v"),
-                     of_merged=torch.finfo(TORCH_DTYPES[case.dtype]).eps / 2 if case.sparse == "tail" else 0.0)
+                      of_merged=torch.finfo(TORCH_DTYPES[case.dtype]).eps / 2 if case.sparse == "tail" else 0.0)
 
 
 # --- attn, attn_varlen, and attn with a QuantizedKV -------------------------------------------------------------------
@@ -295,7 +295,7 @@ def _compare_stored(case: Case, inputs: Inputs, direct: Made) -> list[Measure]:
         of_keys = key_mask[:, None, None]
         own["attn_mask"] = of_keys if attn_mask is None else attn_mask & of_keys
         key_mask = None
-    pool = None if inputs.sparse is None else _sizes_of(inputs.sparse)[1]
+    pool = None if inputs.sparse is None else sizes_of(inputs.sparse.block_size)[1]
     kv = sage_aot.quantize_kv(inputs.k, inputs.v, key_mask=key_mask, layout=case.layout, pool=pool, **others)
     if (refusal := sage_aot.supports(inputs.q, kv, **own)) is not None:
         raise AssertionError(f"supports() refuses a call that is taken: {refusal}")
@@ -479,8 +479,9 @@ def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key
     visible = oracle.visible_keys(q.shape[2], k.shape[2], is_causal=case.is_causal, top_left=top_left,
                                   window=case.window, elements=None if tail else elements, key_mask=key_mask,
                                   device=q.device)
-    k, v, visible, counts = (oracle.Tail.of(k, v, visible, elements, tail) if tail else
-                             oracle.Tail(k, v, visible, None))
+    counts = None
+    if tail:
+        k, v, visible, counts = oracle.Tail.of(k, v, visible, elements, tail)
     arithmetic = arithmetic_of(case)
     right = oracle.expect(q, k, v, scale=case.scale, visible=visible, arithmetic=arithmetic,
                           key_mask=None if case.is_listed else key_mask, sinks=sinks, counts=counts)
@@ -494,7 +495,7 @@ def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key
         measures.append(close("lse, float64", lse.double(), right.lse, right.lse_bound).without(right.spoilt_rows))
     if case.values != "drawn" and sinks is None and not case.planted.startswith("v"):  # which plants a zero besides
         measures.append(_of_a_constant(case, arithmetic, out, right))
-    if sinks is None and not tail and _has_large_scores(case, q):  # of a tail nobody has measured that mean
+    if sinks is None and not tail and _has_large_scores(case, q):  # HUGE is of no tail
         measures.append(_of_large_scores(arithmetic, got, right))
     return measures
 
@@ -505,7 +506,7 @@ def _contract_of_batch(case: Case, inputs: Inputs, made: Made) -> list[Measure]:
     elements, tail = None if inputs.masks is None else inputs.masks.seen, 0
     if inputs.sparse is not None and not case.is_empty:
         elements = elements & _chosen(case, inputs)
-        tail = _sizes_of(inputs.sparse)[1] if inputs.sparse.tail else 0
+        tail = sizes_of(inputs.sparse.block_size)[1] if inputs.sparse.tail else 0
     return _contract(case, q, k, v, inputs.key_mask, out, made.lse, sinks=inputs.sinks, elements=elements, tail=tail)
 
 
@@ -513,8 +514,8 @@ def _chosen(case: Case, inputs: Inputs) -> torch.Tensor:
     """[batch, q heads, queries, keys] bool: the keys of the blocks that the call chooses, as documented."""
     sparse = inputs.sparse
     blocks = sparse.select(inputs.q, inputs.k, is_causal=case.is_causal, scale=case.scale, layout=case.layout).blocks
-    dense_keys = sparse.dense_keys if isinstance(sparse.dense_keys, tuple) else (sparse.dense_keys, 0)
-    if sparse.tail and case.seqlen_kv % _sizes_of(sparse)[1]:
+    dense_keys = ends_of(sparse.dense_keys)
+    if sparse.tail and case.seqlen_kv % sizes_of(sparse.block_size)[1]:
         dense_keys = dense_keys[0], max(1, dense_keys[1])
     by, amount = next((by, getattr(sparse, by)) for by in ("keep", "mass", "tau") if getattr(sparse, by) is not None)
     asked = Selection(batch=case.batch, kv_heads=case.kv_heads, group=case.group, queries=case.seqlen_q,
@@ -529,11 +530,6 @@ def _chosen(case: Case, inputs: Inputs) -> torch.Tensor:
             raise AssertionError(f"the choice of blocks by {sparse}: {broken[0]}")
     seen = blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)
     return seen[:, :, : case.seqlen_q, : case.seqlen_kv]
-
-
-def _sizes_of(sparse: sage_aot.Sparse) -> tuple[int, int]:
-    """The queries and the keys of a block."""
-    return sparse.block_size if isinstance(sparse.block_size, tuple) else (sparse.block_size, sparse.block_size)
 
 
 def _nothing(out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None) -> list[Measure]:

@@ -372,7 +372,8 @@ def _bounds(heads: _Heads, arithmetic: Arithmetic, key_mask: torch.Tensor | None
 def _of_merging(heads: _Heads, arithmetic: Arithmetic) -> torch.Tensor:
     """Most error of the merge of two outputs: of their shares, which follow from the log-sum-exps, and of roundings."""
     weights = heads.weights[..., : len(heads.means)] * heads.means
-    share, part = weights.sum(-1, keepdim=True), weights @ heads.v[:, :, : len(heads.means)]
+    share = weights.sum(-1, keepdim=True).clamp(max=1.0)  # which sums exceed by their rounding
+    part = weights @ heads.v[:, :, : len(heads.means)]
     tail, rest = part / share.clamp(min=1e-300), (heads.out - part) / (1 - share).clamp(min=1e-12)
     logit, off = share.logit(), 2 * _stored_lse(heads)[..., None]
     moved = torch.maximum((logit + off).sigmoid() - share, share - (logit - off).sigmoid())

@@ -129,9 +129,19 @@ def drawn(seed: int, longest: int = 900) -> Selection:
         scale=random.choice((None, 0.5, -0.1)), odd=random.random() < 0.2, tied=random.random() < 0.1)
 
 
+def sizes_of(block_size: int | tuple[int, int]) -> tuple[int, int]:
+    """The queries and the keys of a block."""
+    return block_size if isinstance(block_size, tuple) else (block_size, block_size)
+
+
+def ends_of(dense: int | tuple[int, int]) -> tuple[int, int]:
+    """How many first ones, and how many last ones."""
+    return dense if isinstance(dense, tuple) else (dense, 0)
+
+
 def failures(case: Selection, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> list[str]:
     """Every promise that a mask of 64 x 64 does not keep, a sentence each."""
-    sizes = case.block_size if isinstance(case.block_size, tuple) else (case.block_size,) * 2
+    sizes = sizes_of(case.block_size)
     rows, columns = (size // 64 for size in sizes)
     if case.layout == "NHD":
         q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -187,8 +197,7 @@ def _visible(case: Selection, sizes: tuple[int, int]) -> torch.Tensor:
 
 
 def _kept(case: Selection, q: torch.Tensor, k: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
-    (first_k, last_k), (first_q, last_q) = (ends if isinstance(ends, tuple) else (ends, 0)
-                                            for ends in (case.dense_keys, case.dense_queries))
+    (first_k, last_k), (first_q, last_q) = map(ends_of, (case.dense_keys, case.dense_queries))
     queries, keys = _blocks(case.queries, sizes[0]), _blocks(case.keys, sizes[1])
     own = [{row + case.keys - case.queries for row in range(query.start, query.stop)} for query in queries]
     by_place = torch.tensor([[
@@ -209,7 +218,7 @@ def is_decided(case: Selection, q: torch.Tensor, k: torch.Tensor) -> bool:
     """True where no block's likeness is within 0.1 of `least_alike`."""
     if case.least_alike == 0:
         return True
-    sizes = case.block_size if isinstance(case.block_size, tuple) else (case.block_size,) * 2
+    sizes = sizes_of(case.block_size)
     q, k = (x.double() for x in (q, k))
     return all(((_alike(x, size) - case.least_alike).abs() > 0.1).all()
                for x, size in ((q, sizes[0]), (k - k.mean(2, keepdim=True), sizes[1])))
@@ -244,7 +253,7 @@ def _best(scores: torch.Tensor, slack: torch.Tensor, seen: torch.Tensor, visible
 
 def _by_mass(case: Selection, scores: torch.Tensor, slack: torch.Tensor, seen: torch.Tensor, visible: torch.Tensor,
              kept: torch.Tensor) -> list[str]:
-    size = case.block_size[1] if isinstance(case.block_size, tuple) else case.block_size
+    size = sizes_of(case.block_size)[1]
     keys = torch.tensor([block.stop - block.start for block in _blocks(case.keys, size)]).double()
     shares = (scores.masked_fill(~visible, -torch.inf) + keys.log()).softmax(-1).nan_to_num(0.0)
     slack_of_row = slack.masked_fill(~visible, 0.0).amax(-1)

@@ -602,6 +602,19 @@ def test_an_error_of_the_log_sum_exp_changes_the_share_of_a_sink_within_bounds(s
         assert ((off / expected.units).norm(dim=-1) <= expected.row_bound).all()
 
 
+def test_a_tail_with_all_of_the_weight_has_finite_bounds():
+    """Its share is a sum of weights, which may exceed one by its rounding."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, rows, 64, generator=generator) for rows in (40, 700, 700))
+    q[..., 0], k[:, :, :64, 0] = 8.0, -200.0
+    visible = fuzz_oracle.visible_keys(40, 700, is_causal=False)
+    chosen = (torch.arange(700) < 64).expand(visible.shape)
+    k, v, visible, counts = fuzz_oracle.Tail.of(k, v, visible, chosen, 64)
+    expected = fuzz_oracle.expect(q, k, v, scale=None, visible=visible, counts=counts,
+                                  arithmetic=fuzz_checks.arithmetic_of(Case("sm80", sparse="tail")))
+    assert expected.bound.isfinite().all() and expected.row_bound.isfinite().all()
+
+
 def test_the_oracle_knows_nothing_of_the_product():
     source = Path(fuzz_oracle.__file__).read_text()
     imported = {name.split(".")[0] for node in ast.walk(ast.parse(source))

@@ -287,15 +287,15 @@ def _attend(plan: Plan, quantized: Quantized, visible_of_all: VisibleKeys, walk:
     q, q_scale, row_bias = (walk.of_rows(x) for x in (quantized.q, quantized.q_scale, quantized.row_bias))
     acc_o = torch.zeros_like(q)
     spoilt_rows, spoilt = ~row_bias.isfinite(), torch.zeros_like(acc_o, dtype=torch.bool)
-    spoils_rows, spoils = bool(k_spoilt.any()), bool(v_spoilt.any())
+    has_spoilt_keys, has_spoilt_values = bool(k_spoilt.any()), bool(v_spoilt.any())
     bounds_scores = is_linear and attn.facts.get("bounds_scores", False)
     bound = walk.of_rows(score_bound(plan, quantized, walk)) if bounds_scores else None
     softmax = softmax_of(attn.family)(attn, walk.visible.to(k.device), torch.zeros_like(q_scale), is_linear, bound)
 
     for step in walk.steps(k.device):
-        if spoils_rows:
+        if has_spoilt_keys:
             spoilt_rows |= _sees_any(step.seen, step.of_keys(k_spoilt)[..., None])[..., 0]
-        if spoils:
+        if has_spoilt_values:
             spoilt |= _sees_any(step.seen, step.of_keys(v_spoilt))
         scale = softmax.score_scale(q_scale[..., None] * step.of_keys(k_scale)[:, :, None])
         delta = quantized.delta_s
