@@ -135,7 +135,7 @@ def sizes_of(block_size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def ends_of(dense: int | tuple[int, int]) -> tuple[int, int]:
-    """How many first ones, and how many last ones."""
+    """The numbers of first and of last ones."""
     return dense if isinstance(dense, tuple) else (dense, 0)
 
 

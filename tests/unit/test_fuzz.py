@@ -603,7 +603,7 @@ def test_an_error_of_the_log_sum_exp_changes_the_share_of_a_sink_within_bounds(s
 
 
 def test_a_tail_with_all_of_the_weight_has_finite_bounds():
-    """Its share is a sum of weights, which may exceed one by its rounding."""
+    """A tail's share is a sum of weights, which may exceed one by its rounding."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, rows, 64, generator=generator) for rows in (40, 700, 700))
     q[..., 0], k[:, :, :64, 0] = 8.0, -200.0
