@@ -20,6 +20,7 @@ STATEMENTS = ("expression_statement", "return_statement", "if_statement", "for_s
 _PARSER = Parser(Language(tree_sitter_cpp.language()))
 _CUDA = re.compile(rb"__(?:device|host|global|shared|forceinline|grid_constant)__\b"
                    rb"|__launch_bounds__\((?:[^()]|\([^()]*\))*\)|__align__\(\d+\)")
+_COMMENTS = re.compile(r"//[^\n]*|^#[^\n]*", re.MULTILINE)  # and directives to the compiler
 _NAMED = {"function_definition": "declarator", "struct_specifier": "name", "class_specifier": "name",
           "declaration": "declarator", "field_declaration": "declarator"}
 _CLASSES = ("struct_specifier", "class_specifier")
@@ -47,9 +48,16 @@ def tree_of(path: Path) -> Node:
     return _PARSER.parse(_CUDA.sub(lambda found: b" " * len(found[0]), path.read_bytes())).root_node
 
 
-def places_in(path: Path) -> list[Place]:
+@cache
+def places_in(path: Path) -> tuple[Place, ...]:
     """Every function of a header, and every constant that is not a function's own."""
-    return [Place(name, node) for name, node in _named(tree_of(path), ())]
+    return tuple(Place(name, node) for name, node in _named(tree_of(path), ()))
+
+
+@cache
+def code_in(path: Path, name: str) -> dict[str, list[tuple[Place, Node]]]:
+    """All code in a header's places of this name, by its words."""
+    return by_words(place for place in places_in(path) if place.name == name)
 
 
 def _named(node: Node, classes: tuple[str, ...]) -> Iterator[tuple[str, Node]]:
@@ -94,6 +102,7 @@ def field(node: Node, name: str) -> Node:
     return found
 
 
+@cache
 def words(code: str) -> str:
     """Code as it is compared: on one line, without spaces but between words."""
     return re.sub(r"(?<!\w) | (?!\w)", "", on_one_line(code))
@@ -107,5 +116,5 @@ def code_of(node: Node) -> str:
 @cache
 def on_one_line(code: str) -> str:
     """Code without comments, directives to the compiler, and line breaks behind a bracket."""
-    code = re.sub(r"//[^\n]*|^#[^\n]*", "", code, flags=re.MULTILINE)
+    code = _COMMENTS.sub("", code)
     return re.sub(r"(?<=[(\[]) ", "", re.sub(r"\s+", " ", code)).strip()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from headers import STATEMENTS, Place, by_words, on_one_line, places_in, words
+from headers import STATEMENTS, Place, code_in, on_one_line, words
 from operations import Behind, Edit, Operation
 from simbuild import PROJECT, ROOT, Project
 from tree_sitter import Node
@@ -59,7 +59,7 @@ class Bug:
         return all(can_be_switched(place, edit.node) for place, edit in self.edits())
 
     def _find(self, what: str, which: int = 0) -> tuple[Place, Node]:
-        found = by_words(place for place in places_in(self.path) if place.name == self.place).get(words(what), [])
+        found = code_in(self.path, self.place).get(words(what), [])
         if which > len(found) or (not which and len(found) != 1):
             raise ValueError(f"{self}: found {len(found)} times in {self.header}: {what!r}")
         return found[max(which - 1, 0)]

@@ -64,6 +64,10 @@ class Build:
 
     folder: Path
 
+    @functools.cached_property
+    def manifest(self) -> Manifest:
+        return Manifest.read(self.folder)
+
     def library(self, name: str) -> Path:
         return self.folder / f"{name}.so"
 

@@ -113,7 +113,7 @@ class SimulatorBackend:
     def __init__(self, build: Build, arch: str, seed: int = 0, chip: int | None = None, splits: int = 1) -> None:
         """`arch`: whose kernels run; `chip`: what the simulator is in place of that arch's own, 90 for sm_90; `splits`:
         so many blocks share the keys of every query tile."""
-        self.manifest = Manifest.read(build.folder)
+        self.manifest = build.manifest
         self.simulator = Simulator(build, seed, chip)
         self._arch, self._splits = arch, splits
 

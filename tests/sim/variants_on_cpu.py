@@ -362,15 +362,14 @@ def check_variant(build: Build, outcomes: Outcomes, spec: AttnSpec, name: str) -
     return [(Verdict(**values), digest) for values, digest in found]
 
 
-def first_failure(subject: Simulated, outcomes: Outcomes, spec: AttnSpec, calls: list[list[tuple[Case, int]]],
+def first_failure(subject: Simulated, outcomes: Outcomes, spec: AttnSpec, calls: list[tuple[Case, int]],
                   planted: int = 0) -> tuple[str, str] | None:
-    """The check that fails first, case by case, and what it found, with this of the bugs that the kernels were compiled
-    with (schemata.py)."""
+    """The check that fails first in the orders of a case, and what it found, with this of the bugs that the kernels
+    were compiled with (schemata.py)."""
     def simulate() -> tuple[str, str] | None:
         simulator.plant(planted)
         try:
-            failures = (failure_of(subject.check(*call) for call in of_case) for of_case in calls)
-            return next(filter(None, failures), None)
+            return failure_of(subject.check(*call) for call in calls)
         finally:
             simulator.plant(0)
 

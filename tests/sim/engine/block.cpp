@@ -27,7 +27,7 @@ std::vector<std::unique_ptr<Thread>> all_threads;
 }  // namespace
 
 Block::Block(const Launch& launch, GlobalMemory& global, Reports& reports)
-    : shared(*this),
+    : shared(*this, order),
       global_(global),
       reports_(reports),
       launch_(launch),

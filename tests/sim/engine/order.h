@@ -89,7 +89,7 @@ class ReaderSets {
   }
 
   u32 with(u32 set, Epoch reader, const Order& order) {
-    Union& recent = recent_[(set ^ reader) % kRecent];
+    Union& recent = recent_[(set * 0x9e3779b1u ^ reader * 0x85ebca6bu) / (0x100000000 / kRecent)];
     if (recent.set == set && recent.reader == reader) return recent.result;
     const auto [entry, is_new] = larger_.try_emplace(static_cast<u64>(set) << 32 | reader, 0);
     if (is_new) entry->second = make(set, reader, order);
@@ -105,7 +105,7 @@ class ReaderSets {
     Epoch reader;
     u32 result;
   };
-  static constexpr u32 kRecent = 256;
+  static constexpr u32 kRecent = 1024;
 
   u32 make(u32 set, Epoch reader, const Order& order) {
     std::vector<Epoch> members;  // sorted, as those of every set

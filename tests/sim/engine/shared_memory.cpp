@@ -11,17 +11,10 @@ alignas(1024) thread_local unsigned char shared[kMostDynamicBytes];
 
 namespace sim {
 
-namespace {
-
-constexpr u32 kDynamicBase = 1024, kStaticBase = 0x40000, kMostStaticBytes = 0x10000;
-static_assert(kDynamicBase + kMostDynamicBytes <= kStaticBase);
-constexpr u32 kEnd = kStaticBase + kMostStaticBytes;
-
-}  // namespace
-
-std::vector<SharedMemory::Record> SharedMemory::words_(kEnd / kWord), SharedMemory::bytes_(kEnd);
+SharedMemory::Record SharedMemory::words_[], SharedMemory::bytes_[];
 
 void SharedMemory::start(u32 dynamic_bytes, const Image& kernel) {
+  static_assert(kDynamicBase + kMostDynamicBytes <= kStaticBase);
   dynamic_ = shared, dynamic_bytes_ = dynamic_bytes;
   static_ = kernel.thread_local_begin, static_bytes_ = kernel.thread_local_bytes;
   forget(kDynamicBase, dynamic_bytes_);
@@ -33,7 +26,7 @@ void SharedMemory::start(u32 dynamic_bytes, const Image& kernel) {
 // than most blocks run.
 void SharedMemory::forget(u32 address, u32 bytes) {
   std::memset(pointer_to(address), 0xff, bytes);
-  std::fill_n(words_.begin() + address / kWord, bytes / kWord + 1, Record{});
+  std::fill_n(words_ + address / kWord, bytes / kWord + 1, Record{});
 }
 
 SharedMemory::Records SharedMemory::records(u32 address, u32 bytes) {
@@ -44,7 +37,7 @@ SharedMemory::Records SharedMemory::records(u32 address, u32 bytes) {
   if (whole) return {&words_[first], &words_[last], address, kWord};
   for (u32 word = first; word < last; ++word) {
     if (words_[word].state == kSplit) continue;
-    std::fill_n(bytes_.begin() + word * kWord, kWord, words_[word]);
+    std::fill_n(bytes_ + word * kWord, kWord, words_[word]);
     words_[word].state = kSplit;
   }
   return {&bytes_[address], &bytes_[address + bytes], address, 1};
@@ -62,56 +55,39 @@ u8* SharedMemory::pointer_to(u32 address) const {
 }
 
 void SharedMemory::require(const char* access, u32 address, u32 bytes, const Where& where) {
-  const bool in_dynamic = address >= kDynamicBase && address + bytes <= kDynamicBase + dynamic_bytes_;
-  const bool in_static = address >= kStaticBase && address + bytes <= kStaticBase + static_bytes_;
-  if (in_dynamic || in_static) return;
+  if (holds(address, bytes)) return;
   block_.report("access outside an allocation", where,
                 text("%s of %u bytes at byte %d of the %u bytes of dynamic shared memory", access, bytes,
                      static_cast<i32>(address - kDynamicBase), dynamic_bytes_));
   block_.stop();
 }
 
-// Whether all are the same, as nearly always.
-bool SharedMemory::alike(const Records& records) {
-  bool same = true;
-  for (const Record& record : records) same &= std::memcmp(&record, records.first, sizeof(Record)) == 0;
-  return same;
-}
-
-void SharedMemory::read(u32 address, u32 bytes, const Where& where) {
+void SharedMemory::read_any(u32 address, u32 bytes, const Where& where) {
   require("read", address, bytes, where);
-  const Epoch now = block_.order.now(where.thread);
+  const Epoch now = order_.now(where.thread);
   const Records own = records(address, bytes);
-  const Record& first = *own.first;
-  if (first.state == kWritten && (first.writer == now || block_.order.before(first.writer, where.thread)) &&
-      alike(own)) {
-    const u32 after = readers_.with(first.readers, now, block_.order);
-    if (after == first.readers) return;
-    for (Record& record : own) record.readers = after;
-    return;
-  }
   // One pass finds that a read is right, as nearly all are. A second pass finds the fault of a wrong one.
   Epoch ordered = now;  // a writer that was found to be ordered before
-  u32 before = first.readers;
-  u32 after = readers_.with(before, now, block_.order);
+  u32 before = own.first->readers;
+  u32 after = readers_.with(before, now, order_);
   for (Record& record : own) {
-    if (record.state != kWritten || (record.writer != ordered && !block_.order.before(record.writer, where.thread))) {
+    if (record.state != kWritten || (record.writer != ordered && !order_.before(record.writer, where.thread))) {
       check_written(address, bytes, where) && check_ordered(address, bytes, where);
       return;
     }
     ordered = record.writer;
-    if (record.readers != before) before = record.readers, after = readers_.with(before, now, block_.order);
+    if (record.readers != before) before = record.readers, after = readers_.with(before, now, order_);
     record.readers = after;
   }
 }
 
 void SharedMemory::add_reader(u32 address, u32 bytes, u32 reader) {
-  const Epoch now = block_.order.now(reader);
+  const Epoch now = order_.now(reader);
   const Records own = records(address, bytes);
   u32 before = own.first->readers;
-  u32 after = readers_.with(before, now, block_.order);
+  u32 after = readers_.with(before, now, order_);
   for (Record& record : own) {  // most have the readers of those before them
-    if (record.readers != before) before = record.readers, after = readers_.with(before, now, block_.order);
+    if (record.readers != before) before = record.readers, after = readers_.with(before, now, order_);
     record.readers = after;
   }
 }
@@ -133,11 +109,11 @@ bool SharedMemory::check_written(u32 address, u32 bytes, const Where& where) {
 }
 
 bool SharedMemory::check_ordered(u32 address, u32 bytes, const Where& where) {
-  Epoch ordered = block_.order.now(where.thread);  // the last writer that was found to be ordered before
+  Epoch ordered = order_.now(where.thread);  // the last writer that was found to be ordered before
   const Records own = records(address, bytes);
   for (const Record& record : own) {
     const Epoch writer = record.writer;
-    if (record.state == kWritten && writer != ordered && !block_.order.before(writer, where.thread)) {
+    if (record.state == kWritten && writer != ordered && !order_.before(writer, where.thread)) {
       race("read", own.address_of(record), "written", thread_of(writer), where);
       return false;
     }
@@ -189,14 +165,14 @@ void SharedMemory::begin_copy(u32 address, u32 bytes, const Where& where) {
 void SharedMemory::end_copy(u32 address, u32 bytes, u32 thread) {
   for (Record& record : records(address, bytes)) {
     record.state = kWritten;
-    record.writer = block_.order.now(thread);
+    record.writer = order_.now(thread);
     record.unfenced = block_.proxy_fences(thread);
   }
 }
 
 // The bytes take a new value: all writes and reads of the old value must be ordered before.
 void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state, u32 unfenced, bool atomic) {
-  const Epoch now = block_.order.now(where.thread);
+  const Epoch now = order_.now(where.thread);
   const Records own = records(address, bytes);
   Epoch ordered = now;
   u32 ordered_readers = ReaderSets::kEmpty;
@@ -214,13 +190,13 @@ void SharedMemory::claim(u32 address, u32 bytes, const Where& where, State state
                     text("%u bytes at shared address 0x%x", bytes, address));
     }
     if (!faulty && record.state == kWritten && !(atomic && record.atomic) && record.writer != ordered &&
-        !block_.order.before(record.writer, where.thread)) {
+        !order_.before(record.writer, where.thread)) {
       faulty = true;
       race("write", own.address_of(record), "written", thread_of(record.writer), where);
     }
     if (!faulty && record.readers != ordered_readers && record.state != kUnwritten) {
       for (const Epoch reader : readers_.members(record.readers)) {
-        if (faulty || block_.order.before(reader, where.thread)) continue;
+        if (faulty || order_.before(reader, where.thread)) continue;
         faulty = true;
         race("write", own.address_of(record), "read", thread_of(reader), where);
       }

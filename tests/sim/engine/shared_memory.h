@@ -6,6 +6,7 @@
 // memory, which is the kernel's thread-local storage, lies far above.
 #pragma once
 
+#include <cstring>
 #include <vector>
 
 #include "image.h"
@@ -21,7 +22,7 @@ class SharedMemory {
  public:
   static constexpr u32 kNone = 0;  // no shared address
 
-  explicit SharedMemory(Block& block) : block_(block) {}
+  SharedMemory(Block& block, const Order& order) : block_(block), order_(order) {}
 
   // Nothing is written, everything holds NaNs.
   void start(u32 dynamic_bytes, const Image& kernel);
@@ -31,7 +32,9 @@ class SharedMemory {
 
   // Each checks that the bytes exist and that the access is ordered after other accesses. An access outside the block's
   // memory stops the block.
-  void read(u32 address, u32 bytes, const Where& where);
+  void read(u32 address, u32 bytes, const Where& where) {
+    if (!read_alike(address, bytes, where.thread)) read_any(address, bytes, where);
+  }
   void write(u32 address, u32 bytes, const Where& where);
   // An atomic access: atomics need no order among themselves.
   void update(u32 address, u32 bytes, const Where& where);
@@ -57,9 +60,11 @@ class SharedMemory {
     bool atomic;   // whether the writer wrote by an atomic; it is then the last of several
     State state;
   };
-  static_assert(sizeof(Record) == 16);  // without padding: alike() compares all bytes of it
+  static_assert(sizeof(Record) == 16);  // without padding: read_alike() compares all bytes of it
   static constexpr u32 kFenced = 0;
   static constexpr u32 kWord = 4;
+  static constexpr u32 kDynamicBase = 1024, kStaticBase = 0x40000, kMostStaticBytes = 0x10000;
+  static constexpr u32 kEnd = kStaticBase + kMostStaticBytes;
 
   // The records of an access, in the order of addresses, each of them of `unit` bytes.
   struct Records {
@@ -71,9 +76,16 @@ class SharedMemory {
     u32 address_of(const Record& record) const { return address + static_cast<u32>(&record - first) * unit; }
   };
 
+  // Reads whole words that were written alike and are read in order: nearly all accesses. False where they are not.
+  bool read_alike(u32 address, u32 bytes, u32 thread);
+  void read_any(u32 address, u32 bytes, const Where& where);
+
   Records records(u32 address, u32 bytes);
   void forget(u32 address, u32 bytes);
-  static bool alike(const Records& records);
+  bool holds(u32 address, u32 bytes) const {
+    return (address >= kDynamicBase && address + bytes <= kDynamicBase + dynamic_bytes_) ||
+           (address >= kStaticBase && address + bytes <= kStaticBase + static_bytes_);
+  }
   void require(const char* access, u32 address, u32 bytes, const Where& where);
   bool check_written(u32 address, u32 bytes, const Where& where);
   bool check_ordered(u32 address, u32 bytes, const Where& where);
@@ -82,13 +94,30 @@ class SharedMemory {
   void race(const char* access, u32 address, const char* earlier, u32 thread, const Where& where);
 
   Block& block_;
+  const Order& order_;
   u8* dynamic_ = nullptr;
   u8* static_ = nullptr;
   u32 dynamic_bytes_ = 0, static_bytes_ = 0;
   ReaderSets readers_;
 
   // By address. They outlive a launch: to clear all of them would take longer than most launches run.
-  static std::vector<Record> words_, bytes_;
+  static Record words_[kEnd / kWord], bytes_[kEnd];
 };
+
+inline bool SharedMemory::read_alike(u32 address, u32 bytes, u32 thread) {
+  if ((address | bytes) % kWord != 0 || !holds(address, bytes)) return false;
+  Record* const first = &words_[address / kWord];
+  Record* const last = first + bytes / kWord;
+  bool alike = first->state == kWritten;
+  for (const Record* record = first + 1; record < last; ++record) {
+    alike &= std::memcmp(record, first, sizeof(Record)) == 0;
+  }
+  const Epoch now = order_.now(thread);
+  if (!alike || (first->writer != now && !order_.before(first->writer, thread))) return false;
+  const u32 after = readers_.with(first->readers, now, order_);
+  if (after == first->readers) return true;
+  for (Record* record = first; record < last; ++record) record->readers = after;
+  return true;
+}
 
 }  // namespace sim
