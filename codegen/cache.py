@@ -21,7 +21,7 @@ from codegen.files import write_atomic, write_if_changed
 
 VARIABLE = "SAGE_AOT_CACHE"
 LIMIT = 2 * 2**30
-"""Bytes that the entries may take together; those of one source tree take 70 MB."""
+"""Bytes that the entries may take together; those of one source tree take some 350 MB."""
 
 _FORMAT = "entries-1"
 """The subfolder that holds nothing but entries; its number is that of their format."""
@@ -69,18 +69,23 @@ class Cache:
         return blobs
 
     def keep(self, entries: Mapping[str, Sequence[bytes]]) -> None:
-        """Keep the contents of files under their keys. Where the folder takes none, say so and go on: nothing depends
-        on it."""
+        """Keep the contents of files under their keys, and make room for them. Where the folder takes none, say so and
+        go on: nothing depends on it."""
         try:
             for key, blobs in entries.items():
-                if path := self._path(key):
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    write_atomic(path, _packed(key, blobs))
+                self.add(key, blobs)
             if entries:
                 self._trim()
         except OSError as error:
             print(f"expected to keep compiled files in {self.folder}, got {error}: set {VARIABLE} to another folder, "
                   "or to nothing", file=sys.stderr)
+
+    def add(self, key: str, blobs: Sequence[bytes]) -> None:
+        """Keep the contents of files under a key; the next :meth:`keep` makes room. OSError where the folder takes
+        none."""
+        if path := self._path(key):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, _packed(key, blobs))
 
     def _path(self, key: str) -> Path | None:
         return self.folder and self.folder / _FORMAT / key[:2] / key

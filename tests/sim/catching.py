@@ -1,6 +1,6 @@
 """The call that shows a planted bug, and the check that fails there first.
 
-    PYTHONPATH=. python tests/sim/catching.py    # looks for all of them, and writes shown.json
+    PYTHONPATH=.:tests/gpu python tests/sim/catching.py    # looks for all of them, and writes shown.json
 
 A bug's calls are made case by case, in the order of variants_on_cpu.cases_of, until one fails. shown.json names that
 case where it is not the first; it is tried before the others. Where it no longer shows the bug, all are made in their

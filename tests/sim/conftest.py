@@ -2,7 +2,8 @@
 fixture `outcome` is what `function(build, **parameters)` returned for their own parameters.
 
 Where nobody asks for tests by name, what was simulated before is not repeated: tests marked `planted`, which plant
-bugs, are left out where a whole run left a stamp (stamp.py); of others the outcome is kept (outcomes.py).
+bugs, are left out where a whole run left a stamp (stamp.py); of others the outcome is kept (outcomes.py), and where the
+package's Python changed what each launch wrote (launches.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 from drawn import variants_of
 from outcomes import Outcomes
 from simbuild import Build
+from simulator import LAUNCHES
 from stamp import Kept, Planted, asked_by_name
 from variants_on_cpu import SIMULATED, variant
 from workers import Timed, Workers
@@ -74,6 +76,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not specs or session.config.option.collectonly:
         return
     session.config.stash[_KEPT] = kept = Kept()
+    LAUNCHES.kept = not _by_name(session.config)
     session.config.stash[_WORKERS] = workers = Workers(
         sorted(specs, key=lambda spec: spec.name), Outcomes(kept.sources, repeat=_by_name(session.config)))
     session.config.stash[_OUTCOMES] = {

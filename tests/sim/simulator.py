@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from launches import INSIDE, WRITABLE, WRITTEN, Buffer, Launches, anywhere, key_of
 from simbuild import Build, build_engine
 from symbols import line_of
 
@@ -32,9 +33,6 @@ from sage_aot._problem.given import Given
 from sage_aot._problem.problem import Problem
 from sage_aot._problem.selection import Choosing, Pooling
 from sage_aot._problem.tensors import OPERANDS
-
-INSIDE, WRITTEN, WRITABLE = 1, 2, 4
-"""Bits of a byte's state, engine/global_memory.h."""
 
 REDZONE = 1024
 """Bytes of nobody between two buffers of the workspace; a multiple of the plan's alignment."""
@@ -84,27 +82,41 @@ class Simulator:
         self.build, self.seed, self.arch = build, seed, arch
         self.launched: set[str] = set()  # names of libraries
         self._engine = _engine()
+        self._buffers: tuple[Buffer, ...] = ()
 
     def launch(self, launch: Launch, layout: Struct, addresses: dict[str, int]) -> None:
-        """Run one launch to its end, on tensors at these addresses; SimulatorError where it is faulty."""
-        record = launch.record
+        """Run one launch to its end, on tensors at these addresses, or write what it wrote before; SimulatorError where
+        it is faulty."""
+        record, packed = launch.record, Packer(layout).pack(launch.params)
         _, (major, minor), _ = read_target(record.target)
-        arch = self.arch or 10 * major + minor
-        self.launch_kernel(record.name, Packer(layout).pack(launch.params).at(addresses), launch.blocks,
-                           record.fact("threads"), record.fact("shared_bytes"), arch, record.programmatic_launch,
-                           launch.entry)
+        settings = (launch.blocks, record.fact("threads"), record.fact("shared_bytes"),
+                    self.arch or 10 * major + minor, record.programmatic_launch, launch.entry)
+        simulate = functools.partial(self.launch_kernel, record.name, packed.at(addresses), *settings)
+        if self._engine.planted:
+            simulate()
+            return
+        self.launched.add(record.name)
+        LAUNCHES.run(simulate, lambda: key_of(
+            (record.name, packed.at(anywhere(addresses)), *settings, self.seed),
+            (self.build.library(record.name), self._engine.path), addresses, self._buffers), self._buffers)
 
     def launch_kernel(self, name: str, params: bytes, blocks: int, threads: int, shared_bytes: int = 0,
                       arch: int = 80, programmatic: bool = False, entry: str = "") -> None:
         """Run a kernel that need not be one of the matrix. `programmatic`: by a programmatic dependent launch; `entry`:
         the entry point, where its name is not the library's."""
         self.launched.add(name)
+        self._engine.know(self._buffers)
         self._engine.launch(self.build.library(name), entry or name, params, blocks, threads, shared_bytes, arch,
                             self.seed, programmatic)
+        self._engine.read_states(self._buffers)
 
     def know(self, *buffers: Buffer) -> None:
         """Let launches touch these buffers and no others, from now on."""
-        self._engine.know(buffers)
+        self._buffers = buffers
+
+
+LAUNCHES = Launches()
+"""Launches of this process."""
 
 
 class SimulatorBackend:
@@ -209,7 +221,7 @@ class SimulatedBackward:
         inputs = _apart({"grad_out": tensors.grad_out, "out": tensors.out, "v": tensors.v, "lse": lse, "kept": kept})
         results = {"grad_q": tensors.grad_q, "grad_k": tensors.grad_k, "grad_v": tensors.grad_v}
         buffers = [Buffer(name, workspace.data_ptr() + offset,
-                          np.full(self.plan.sizes[name], INSIDE | WRITABLE, np.uint8))
+                          np.full(self.plan.sizes[name], INSIDE | WRITABLE, np.uint8), "workspace")
                    for name, offset in self.plan.offsets.items()]
         self._simulator.know(*views(inputs, results), *buffers)
         addresses = {name: tensor.data_ptr() for name, tensor in
@@ -256,15 +268,6 @@ def plant(number: int) -> None:
     _engine().plant(number)
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """Memory that launches may touch, and the state of each byte."""
-
-    name: str
-    address: int
-    state: np.ndarray  # u8
-
-
 def views(inputs: dict[str, torch.Tensor | None], outputs: dict[str, torch.Tensor | None]) -> list[Buffer]:
     """The bytes that belong to tensors, and no others of their storages: inputs hold values, outputs none yet. None: a
     tensor that the call does not have."""
@@ -278,13 +281,16 @@ def views(inputs: dict[str, torch.Tensor | None], outputs: dict[str, torch.Tenso
 
 
 def _storage_buffer(address: int, parts: list[tuple[str, torch.Tensor, int]]) -> Buffer:
+    """A storage from the first byte that belongs to a tensor to the last."""
     size = parts[0][1].untyped_storage().nbytes()
     states = np.zeros(size, np.uint8)
     for _, tensor, state in parts:
         elements = torch.zeros(size // tensor.itemsize, dtype=torch.uint8)
         elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(state)
         states[: elements.numel() * tensor.itemsize] |= elements.numpy().repeat(tensor.itemsize)
-    return Buffer("/".join(name for name, _, _ in parts), address, states)
+    inside = np.flatnonzero(states)
+    first, end = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+    return Buffer("/".join(name for name, _, _ in parts), address + first, states[first:end], parts[0][0])
 
 
 def _apart(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
@@ -321,10 +327,10 @@ def _spread_backward(laid_out: BackwardPlan) -> BackwardPlan:
 def _buffers_of(laid_out: Plan, workspace: torch.Tensor, kept: torch.Tensor | None) -> list[Buffer]:
     """Buffers of the workspace, to be written; of the quantized k and v, to be written by the call that quantizes them,
     and read by the others."""
-    states = (workspace, laid_out.offsets, WRITABLE), (
-        kept, laid_out.kept_offsets, WRITTEN if laid_out.problem.part == "q" else WRITABLE)
-    return [Buffer(name, memory.data_ptr() + offset, np.full(laid_out.sizes[name], INSIDE | state, np.uint8))
-            for memory, offsets, state in states if memory is not None for name, offset in offsets.items()]
+    states = ("workspace", workspace, laid_out.offsets, WRITABLE), (
+        "kept", kept, laid_out.kept_offsets, WRITTEN if laid_out.problem.part == "q" else WRITABLE)
+    return [Buffer(name, memory.data_ptr() + offset, np.full(laid_out.sizes[name], INSIDE | state, np.uint8), base)
+            for base, memory, offsets, state in states if memory is not None for name, offset in offsets.items()]
 
 
 # --- the engine, engine/launch.cpp ------------------------------------------------------------------------------------
@@ -352,7 +358,8 @@ class _Engine:
     """The C++ engine, and the kernels that it has loaded."""
 
     def __init__(self) -> None:
-        self._library = ctypes.CDLL(str(build_engine()), mode=ctypes.RTLD_GLOBAL)  # kernels find its functions
+        self.path, self.planted = build_engine(), 0
+        self._library = ctypes.CDLL(str(self.path), mode=ctypes.RTLD_GLOBAL)  # kernels find its functions
         self._library.sim_launch.restype = ctypes.c_bool
         self._kernels: dict[Path, ctypes.CDLL] = {}
         self._tables: tuple[np.ndarray, ...] = ()
@@ -362,7 +369,13 @@ class _Engine:
         self._library.sim_set_exp2(*(ctypes.c_void_p(table.ctypes.data) for table in tables))
 
     def plant(self, number: int) -> None:
+        self.planted = number
         self._library.sim_plant(number)
+
+    def read_states(self, buffers: tuple[Buffer, ...]) -> None:
+        """Bring the states of buffers that it knows up to date."""
+        for i, buffer in enumerate(buffers):
+            self._library.sim_get_states(i, buffer.state.ctypes.data_as(ctypes.c_char_p))
 
     def know(self, buffers: tuple[Buffer, ...]) -> None:
         self._library.sim_clear_buffers()

@@ -16,6 +16,7 @@ import simbuild
 import torch
 from outcomes import Outcomes
 from simbuild import Build, HostBuildError
+from simulator import LAUNCHES
 
 from sage_aot._kernels.spec import AttnSpec
 
@@ -59,6 +60,7 @@ def _start(specs: tuple[AttnSpec, ...], lock: Lock, outcomes: Outcomes) -> None:
     """Set up each of the processes."""
     global _kernels, _outcomes
     _kernels, _outcomes = (specs, lock), outcomes
+    LAUNCHES.kept = not outcomes.repeat
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays; the collector would go through it again and again
 

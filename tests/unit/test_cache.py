@@ -102,6 +102,14 @@ def test_the_least_recently_used_make_room(cache, files):
     assert [cache.restore(key, files) for key in keys] == [True, False, True, True]
 
 
+def test_an_entry_that_is_added_makes_room_later(cache, files):
+    small = dataclasses.replace(cache, limit=1)
+    small.add(ONE, DATA)
+    assert small.restore(ONE, files)
+    small.keep({OTHER: DATA})
+    assert entries(cache.folder) == []
+
+
 def test_files_of_others_stay(cache):
     """The folder that SAGE_AOT_CACHE names may hold other things."""
     for path in (cache.folder / "ab" / "note", cache.folder / ".ssh" / "key"):

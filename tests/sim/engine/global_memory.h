@@ -1,6 +1,7 @@
 // Device memory: the buffers that a launch may touch, and for each byte whether it may be written and was written.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,9 @@ class GlobalMemory {
 
   void clear() { buffers_.clear(), last_ = nullptr; }
   void add(std::string name, u8* base, u64 bytes, const u8* state);
+  void get_states(u32 index, u8* states) const {
+    std::copy(buffers_[index].state.begin(), buffers_[index].state.end(), states);
+  }
 
   // Whether a buffer has the bytes. If so, checks the access; a write marks its bytes as written. An access that a
   // buffer does not allow stops the block.

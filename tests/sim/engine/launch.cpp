@@ -40,6 +40,9 @@ void sim_add_buffer(const char* name, void* base, sim::u64 bytes, const sim::u8*
   sim::memory.add(name, static_cast<sim::u8*>(base), bytes, state);
 }
 
+// Of the buffer that was added as the `index`-th, from 0.
+void sim_get_states(sim::u32 index, sim::u8* states) { sim::memory.get_states(index, states); }
+
 void sim_set_exp2(const sim::u32* up, const sim::u32* down) { sim::set_exp2(up, down); }
 
 // From now on kernels have this bug, by its number; 0: none.
