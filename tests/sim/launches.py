@@ -69,7 +69,7 @@ class Launches:
 
 
 def _written(before: Iterable[tuple[np.ndarray, np.ndarray]], buffers: Iterable[Buffer]) -> list[bytes]:
-    """Of each buffer a bit per byte that says whether it was written, and the bytes that were. `before`: the bytes and
+    """Bits that say which bytes of a buffer were written, and these bytes, buffer by buffer. `before`: the bytes and
     their states in front of the launch."""
     found = []
     for (memory, state), buffer in zip(before, buffers):
