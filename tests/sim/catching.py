@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,6 @@ import simbuild
 from bugs import IN_TURN, SWITCHED
 from drawn import BACKWARD_ALONE, drawn, variants_of
 from filelock import FileLock
-from fuzz_cases import Case
 from mutations import Mutation
 from outcomes import Outcomes
 from schemata import Bug, plant, plant_switched

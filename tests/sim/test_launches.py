@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -158,7 +158,7 @@ def test_addresses_keep_their_alignment_and_stay_apart():
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
-def test_results_come_back_byte_by_byte(monkeypatch):
+def test_results_come_back_byte_by_byte():
     memory = np.arange(64, dtype=np.uint8)
     state = np.full(64, INSIDE | WRITABLE, np.uint8)
     buffer = Buffer("a name", memory.ctypes.data, state)
@@ -169,14 +169,13 @@ def test_results_come_back_byte_by_byte(monkeypatch):
         state[8:16] |= WRITTEN
         state[20] |= WRITTEN
 
-    def run() -> tuple[bytes, bytes]:
+    def run(simulate: Callable[[], None]) -> tuple[bytes, bytes]:
         memory[:], state[:] = np.arange(64), INSIDE | WRITABLE
         Launches(kept=True).run(simulate, lambda: "ab" * 32, [buffer])
         return memory.tobytes(), state.tobytes()
 
-    first = run()
-    simulate = pytest.fail
-    assert run() == first and first[1][20] & WRITTEN
+    first = run(simulate)
+    assert run(pytest.fail) == first and first[1][20] & WRITTEN
 
 
 def test_much_that_is_written_in_little_time_is_not_kept(monkeypatch):
