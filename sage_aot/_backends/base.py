@@ -25,14 +25,14 @@ class Call(Protocol):
 
 
 class BackwardTensors(NamedTuple):
-    """The tensors of a backward pass."""
+    """The tensors of a backward pass. None: a gradient that nobody asked for; those of k and v come together."""
 
     grad_out: torch.Tensor
     out: torch.Tensor
     v: torch.Tensor
-    grad_q: torch.Tensor
-    grad_k: torch.Tensor
-    grad_v: torch.Tensor
+    grad_q: torch.Tensor | None
+    grad_k: torch.Tensor | None
+    grad_v: torch.Tensor | None
 
     def readable(self) -> BackwardTensors:
         """Replace tensors that are read, and whose rows are not as kernels read them, by copies."""
@@ -55,7 +55,7 @@ class BackwardCall(Protocol):
     """A backward pass prepared for tensors of given shapes, strides and devices."""
 
     def __call__(self, tensors: BackwardTensors, lse: torch.Tensor, kept: torch.Tensor) -> None:
-        """Write grad_q, grad_k and grad_v. `lse`, `kept`: what the forward pass returned."""
+        """Write the gradients that are not None. `lse`, `kept`: what the forward pass returned."""
         ...
 
 

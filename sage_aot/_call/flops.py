@@ -14,8 +14,9 @@ import torch
 from sage_aot._call.ops import OPERATORS
 from sage_aot._problem.problem import heads_first
 
-FORWARD, BACKWARD = 2, 5
-"""Products: Q·Kᵀ and P·V; the backward pass computes Q·Kᵀ again, then dO·Vᵀ, Pᵀ·dO, dS·K and dSᵀ·Q."""
+FORWARD, BACKWARD, OF_Q, OF_KV = 2, 2, 1, 2
+"""Products: Q·Kᵀ and P·V; the backward pass computes Q·Kᵀ again and dO·Vᵀ, then dS·K where the gradient of q is asked
+for, and Pᵀ·dO and dSᵀ·Q where those of k and v are."""
 
 Given = Mapping[str, Any]
 """The arguments of an operator by name."""
@@ -57,7 +58,8 @@ def _of_stored(given: Given) -> int:
 
 
 def _of_backward(given: Given) -> int:
-    return _of_dense(given["grad_out"], _rows(given["v"], given["layout"]), given["layout"], BACKWARD)
+    products = BACKWARD + OF_Q * given.get("of_q", True) + OF_KV * given.get("of_kv", True)
+    return _of_dense(given["grad_out"], _rows(given["v"], given["layout"]), given["layout"], products)
 
 
 def _of_dense(q: torch.Tensor, keys: int, layout: str, products: int) -> int:

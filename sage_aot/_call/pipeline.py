@@ -132,14 +132,15 @@ def prepare(backend: Backend, given: Given, options: Options, out: torch.Tensor 
 def prepared_backward(tensors: BackwardTensors, options: tuple[Any, ...]) -> Prepared[BackwardCall]:
     """The backward pass of a call, kept from an earlier one of the kind, or prepared now."""
     around = handed, _ = surroundings()
-    key = (*around, options, "backward", *[(x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+    key = (*around, options, "backward", *[
+        (x.shape, x.stride(), x.dtype, x.device) for x in (tensors.grad_out, tensors.out, tensors.v)])
     return _prepared.remembered(key, around, lambda: prepare_backward(
         handed or backend_of(tensors.v), tensors, Options.from_schema(*options)))
 
 
 def prepare_backward(backend: Backend, tensors: BackwardTensors, options: Options) -> Prepared[BackwardCall]:
-    """Prepare a backward pass on a backend; the gradients have the shapes of q, k and v."""
-    problem = check(Given("train", tensors.grad_q, tensors.grad_k, tensors.grad_v), options)
+    """Prepare a backward pass on a backend; the output and v have the shapes of q, k and v."""
+    problem = check(Given("train", tensors.out, tensors.v, tensors.v), options)
     plan = plan_of(backend, problem, tensors.v.get_device())
     return Prepared(problem, backend.bind_backward(plan, tensors), backend.kept_bytes(plan))
 

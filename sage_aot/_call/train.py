@@ -17,7 +17,7 @@ from sage_aot._package import PACKAGE
 from sage_aot._problem.check import check, check_backward
 from sage_aot._problem.derivatives import check_backward_alone, is_transformed
 from sage_aot._problem.given import Given
-from sage_aot._problem.options import Asked, Options, schema
+from sage_aot._problem.options import OPTIONS, Asked, Options, schema
 from sage_aot._problem.problem import Problem
 from sage_aot.errors import ArgumentError
 
@@ -34,9 +34,9 @@ def train_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: 
     says what models train with it.
 
     For the backward pass a call keeps 8-bit q and k, and v and the output as they are: 6 bytes a channel of head dims
-    64 and 128, where bf16 attention keeps 8. Where v is a view, all that it is a view of is kept. The gradients of q, k
-    and v are always computed, whichever are asked for. Under torch.no_grad() call :func:`sage_aot.attn`, which with
-    ``p="exp2"`` gives the same output.
+    64 and 128, where bf16 attention keeps 8. Where v is a view, all that it is a view of is kept. The gradient of q is
+    computed where it is asked for, and those of k and v, together, where one of them is. Under torch.no_grad() call
+    :func:`sage_aot.attn`, which with ``p="exp2"`` gives the same output.
 
     Args:
         q: as :func:`sage_aot.attn`; float16 or bfloat16, headdim from 1 to 128.
@@ -93,14 +93,17 @@ def _results(q: torch.Tensor, problem: Problem, kept_bytes: int) -> _Tensors:
 
 
 def _backward(grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, saved: torch.Tensor,
-              *options: Any) -> _Tensors:
+              *arguments: Any) -> _Tensors:
+    """The gradients of q, k and v; no elements in place of those that are not asked for."""
     from sage_aot._backends.base import BackwardTensors
 
     _check_first_derivative(grad_out, v, out)
-    gradients = _fake_backward(grad_out, v, out, lse, saved, *options)
-    if 0 in (out.numel(), v.numel()):
+    options, of_q, of_kv = _options_and_asked(arguments)
+    grad_q, grad_k, grad_v = gradients = _fake_backward(grad_out, v, out, lse, saved, *arguments)
+    if 0 in (out.numel(), v.numel()) or not (of_q or of_kv):
         return tuple(gradient.zero_() for gradient in gradients)  # type: ignore[return-value]
-    tensors = BackwardTensors(grad_out, out, v, *gradients)
+    of_k_and_v = (grad_k, grad_v) if of_kv else (None, None)
+    tensors = BackwardTensors(grad_out, out, v, grad_q if of_q else None, *of_k_and_v)
     call = prepared_backward(tensors, options)
     if saved.numel() != call.kept_bytes:
         raise ArgumentError(f"saved: expected the {call.kept_bytes} bytes that the kernels in use keep of such a "
@@ -110,10 +113,18 @@ def _backward(grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: t
 
 
 def _fake_backward(grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, saved: torch.Tensor,
-                   *options: Any) -> _Tensors:
+                   *arguments: Any) -> _Tensors:
+    options, of_q, of_kv = _options_and_asked(arguments)
     check_backward(grad_out, v, out, lse, saved, Options.from_schema(*options))
-    return (torch.empty_like(out, memory_format=CONTIGUOUS), torch.empty_like(v, memory_format=CONTIGUOUS),
-            torch.empty_like(v, memory_format=CONTIGUOUS))
+    grad_q, grad_k, grad_v = (torch.empty_like(like, memory_format=CONTIGUOUS) if of_it else like.new_empty(0)
+                              for like, of_it in ((out, of_q), (v, of_kv), (v, of_kv)))
+    return grad_q, grad_k, grad_v
+
+
+def _options_and_asked(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:
+    """The options, and which gradients are asked for: torch hands over no defaults at the end."""
+    of_q, of_kv, *_ = (*arguments[len(OPTIONS):], True, True)
+    return arguments[:len(OPTIONS)], of_q, of_kv
 
 
 def _check_first_derivative(*tensors: torch.Tensor) -> None:
@@ -139,12 +150,14 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor | None, *unused: None) -> tu
         return None, None, None, *nothing
     if is_transformed():
         check_backward_alone(grad_out=grad_out)
-    return *_backward_op(grad_out, *ctx.saved_tensors, *ctx.options), *nothing
+    of_q, of_k, of_v = ctx.needs_input_grad[:3]
+    found = _backward_op(grad_out, *ctx.saved_tensors, *ctx.options, of_q=of_q, of_kv=of_k or of_v)
+    return *(gradient if of_it else None for gradient, of_it in zip(found, (of_q, of_k, of_v))), *nothing
 
 
 _forward_op = register("train_attn", "train", "(Tensor, Tensor, Tensor)", _forward, _fake_forward)
 LIBRARY.define("train_attn_backward(Tensor grad_out, Tensor v, Tensor out, Tensor lse, Tensor saved, "
-               f"{schema()}) -> (Tensor, Tensor, Tensor)", tags=TAGS)
+               f"{schema()}, bool of_q=True, bool of_kv=True) -> (Tensor, Tensor, Tensor)", tags=TAGS)
 _backward_op = implement("train_attn_backward", _backward, _fake_backward)
 torch.library.register_autograd(f"{PACKAGE}::train_attn", _differentiate, setup_context=_save, lib=LIBRARY)
 register_rules(LIBRARY)

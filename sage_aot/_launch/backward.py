@@ -1,8 +1,8 @@
 """The layout and the launches of a backward pass. Pure, as :mod:`sage_aot._launch.plan` is.
 
 A forward pass of the part "train" writes the quantized Q to what is saved, and K̂ is copied there, :class:`SavedParts`.
-Three launches follow: one writes what the others read beside that and the caller's tensors, one computes the gradients
-of K and V, and one that of Q.
+Up to three launches follow: one writes what the others read beside that and the caller's tensors, one computes the
+gradients of K and V, and one that of Q, each where somebody asks for its gradients.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from sage_aot._kernels.manifest import KernelRecord, Manifest
 from sage_aot._kernels.spec import BACKWARD
 from sage_aot._launch.plan import Launch, Plan, launch_of, lay_out
-from sage_aot._launch.structs import FastDivmod, Tensor
+from sage_aot._launch.structs import NULL, FastDivmod, Tensor
 from sage_aot.errors import UnsupportedError
 
 
@@ -47,15 +47,19 @@ class BackwardPlan:
 
 
 class BackwardArguments(NamedTuple):
-    """The tensors of a backward pass. Of the first three, rows begin at multiples of 16 bytes and hold whole vectors of
-    16 bytes."""
+    """The tensors of a backward pass; None: a gradient that nobody asked for. Of the first three, rows begin at
+    multiples of 16 bytes and hold whole vectors of 16 bytes."""
 
     grad_out: Tensor
     out: Tensor
     v: Tensor
-    grad_q: Tensor
-    grad_k: Tensor
-    grad_v: Tensor
+    grad_q: Tensor | None
+    grad_k: Tensor | None
+    grad_v: Tensor | None
+
+
+_NOBODYS = Tensor(NULL, 0, 0, 0)
+"""A gradient that nobody asked for, which no launch writes."""
 
 
 def backward_kernels(forward: Plan, manifest: Manifest) -> dict[str, KernelRecord]:
@@ -100,16 +104,19 @@ def backward_launches(plan: BackwardPlan, tensors: BackwardArguments) -> list[La
     q_heads, kv_heads = problem.batch * problem.num_q_heads, problem.batch * problem.num_kv_heads
     known = {**_known(plan, tensors), "q_side_blocks": q_heads * plan.q_side_tiles}
     prepare, grad_kv, grad_q = (plan.kernels[kind] for kind in BACKWARD)
-    return [launch_of(prepare, known["q_side_blocks"] + kv_heads * plan.kv_side_tiles, known, problem.dtype),
-            launch_of(grad_kv, kv_heads * _blocks(problem.seqlen_kv, grad_kv), known, problem.dtype),
-            launch_of(grad_q, q_heads * _blocks(problem.seqlen_q, grad_q), known, problem.dtype)]
+    blocks = [(prepare, known["q_side_blocks"] + kv_heads * plan.kv_side_tiles)]
+    if tensors.grad_k is not None:
+        blocks.append((grad_kv, kv_heads * _blocks(problem.seqlen_kv, grad_kv)))
+    if tensors.grad_q is not None:
+        blocks.append((grad_q, q_heads * _blocks(problem.seqlen_q, grad_q)))
+    return [launch_of(record, count, known, problem.dtype) for record, count in blocks]
 
 
 def _known(plan: BackwardPlan, tensors: BackwardArguments) -> dict[str, Any]:
     """The values that all launches share, by the names of the struct's fields."""
     problem, saved = plan.forward.problem, plan.saved
     return {
-        **tensors._asdict(),
+        **{name: tensor or _NOBODYS for name, tensor in tensors._asdict().items()},
         **{name: ("workspace", offset) for name, offset in plan.offsets.items()},
         **{name: ("kept", offset) for name, offset in plan.forward.kept_offsets.items()},
         "k_hat": ("kept", saved.k_begin), "lse": ("lse", 0),

@@ -84,15 +84,16 @@ class Spy:
         call: Any = self._backend.bind_backward(plan, tensors)
 
         def watched(tensors: BackwardTensors, lse: torch.Tensor, kept: torch.Tensor) -> None:
-            for written in (tensors.grad_q, tensors.grad_k, tensors.grad_v):
-                written.fill_(math.nan)
+            for written in tensors[3:]:
+                if written is not None:
+                    written.fill_(math.nan)
             workspace = torch.full((call.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=kept.device)
             try:
                 call.run(tensors, lse, kept, workspace)
             except Exception as error:
                 self.error = error
                 raise
-            self.gradients = tensors[3:]
+            self.gradients = tuple(gradient for gradient in tensors[3:] if gradient is not None)
 
         return watched
 

@@ -68,6 +68,24 @@ def test_equal_calls_give_equal_bits():
         assert all(torch.equal(a, b) for a, b in zip(found[0], other))
 
 
+@pytest.mark.parametrize("arch", sorted({arch for arch, _ in TRAINED}))
+@pytest.mark.parametrize("asked", ["q", "k", "v", "qv"])
+def test_gradients_that_are_asked_for_alone(arch, asked):
+    """Gradients have the bits that they have among all three, from fewer launches."""
+    q, k, v, grad = draw()
+    with handing(backend_of(arch)):
+        every = dict(zip("qkv", torch.autograd.grad(sage_aot.train_attn(q, k, v, is_causal=True), (q, k, v), grad)))
+        leaves = {name: x.detach().requires_grad_(name in asked) for name, x in zip("qkv", (q, k, v))}
+        out = sage_aot.train_attn(*leaves.values(), is_causal=True)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            out.backward(grad)
+            torch.cuda.synchronize()
+    assert all(torch.equal(leaves[name].grad, every[name]) for name in asked)
+    launched = {event.name.split("_")[1] for event in profile.events() if event.name.startswith("sage_")}
+    of_kv = {"bwdkv"} if "k" in asked or "v" in asked else set()
+    assert launched == {"bwdprep"} | of_kv | ({"bwdq"} if "q" in asked else set())
+
+
 def test_what_is_kept_is_less_than_bf16_keeps():
     q, k, v, _ = draw(2048, 2048, 128, heads=16, kv_heads=16)
 

@@ -224,7 +224,7 @@ class SimulatedBackward:
                           np.full(self.plan.sizes[name], INSIDE | WRITABLE, np.uint8), "workspace")
                    for name, offset in self.plan.offsets.items()]
         self._simulator.know(*views(inputs, results), *buffers)
-        addresses = {name: tensor.data_ptr() for name, tensor in
+        addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in
                      {**inputs, **results, "workspace": workspace}.items()}
         arguments = backward_arguments(tensors, self.plan.forward.problem.options.layout)
         for launch in backward_launches(self.plan, arguments):

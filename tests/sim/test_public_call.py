@@ -36,6 +36,22 @@ def test_a_call(built):
     assert (lse - expected_lse).abs().max() < 0.05
 
 
+@pytest.mark.parametrize("name", ["sm80_d64_qkint8_pvf16_accf32_causal_vraw_qraw"])
+@pytest.mark.parametrize("asked", ["q", "k", "v", "qv"])
+def test_gradients_that_are_asked_for_alone(built, name, asked):
+    """Gradients have the bits that they have among all three. A launch that writes another gradient is a fault."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = reference.inputs("normal", (1, 2, 40, 64), (1, 1, 90, 64), torch.bfloat16, generator)
+    grad = torch.randn(q.shape, generator=generator).to(q.dtype)
+    found = []
+    for names in ("qkv", asked):
+        leaves = {name: x.clone().requires_grad_(name in names) for name, x in zip("qkv", (q, k, v))}
+        with handing(SimulatorBackend(built, "sm80")):
+            out = sage_aot.train_attn(*leaves.values(), is_causal=True)
+            found.append(dict(zip(names, torch.autograd.grad(out, [leaves[name] for name in names], grad))))
+    assert all(torch.equal(gradient, found[0][name]) for name, gradient in found[1].items())
+
+
 @pytest.mark.parametrize("case", DRAWN, ids=range(len(DRAWN)))
 def test_calls_that_the_fuzzer_draws(simulated, case):
     verdict, _ = simulated.check(case, seed=3)

@@ -211,6 +211,31 @@ def test_structs_of_a_backward_pass_reach_the_driver(driver):
     assert [x[8:] for x in seen] == [x[8:] for x in expected]  # its strides are those of the copy
 
 
+@pytest.mark.kernels("sm80")
+@pytest.mark.parametrize(("asked", "kinds"), [
+    ("q", ["bwdprep", "bwdq"]), ("kv", ["bwdprep", "bwdkv"]), ("qkv", ["bwdprep", "bwdkv", "bwdq"])])
+def test_gradients_that_nobody_asks_for_are_not_computed(driver, asked, kinds):
+    backend, (q, k, v) = CudaBackend(Library(KERNEL_FOLDER, driver), "sm80"), draw()
+    plan = plan_of(backend, check(Given("train", q, k, v), Options()), 0)
+    saved, lse = torch.empty(backend.kept_bytes(plan), dtype=torch.uint8), torch.empty(q.shape[:3])
+    every = BackwardTensors(q, torch.empty_like(q), v, *map(torch.empty_like, (q, k, v)))
+    tensors = every._replace(**{f"grad_{name}": None for name in "qkv" if name not in asked})
+    call = backend.bind_backward(plan, tensors)
+    workspace = torch.empty(call.plan.workspace_bytes, dtype=torch.uint8)
+    call.run(tensors, lse, saved, workspace)
+    assert [launch.record.spec.kind for launch in call.launches(tensors)] == kinds
+    seen = {kind: launch.struct for kind, launch in zip(kinds, driver.launches())}
+    call.run(every, lse, saved, workspace)
+    of_all = {kind: launch.struct for kind, launch in zip(("bwdprep", "bwdkv", "bwdq"), driver.launches())}
+    fields = default_library().manifest.structs[call.plan.kernels["bwdprep"].params].fields
+    nobodys = {fields[f"grad_{name}"][1] for name in "qkv" if name not in asked}
+    for kind in kinds:  # what is asked for has the struct of all gradients, less the others' addresses
+        for field in range(0, len(seen[kind]), 8):
+            own, other = (struct[field:field + 8] for struct in (seen[kind], of_all[kind]))
+            assert own == other or any(begin <= field < begin + 32 for begin in nobodys), (kind, field)
+            assert field not in nobodys or own == bytes(8)
+
+
 @pytest.mark.parametrize(("make", "is_copy"), [
     (lambda: torch.randn(2, 3, 5, 64).bfloat16(), False),
     (lambda: torch.randn(2, 5, 3, 64).bfloat16().transpose(1, 2), False),

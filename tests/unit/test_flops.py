@@ -89,6 +89,13 @@ def test_the_backward_pass_counts_as_torchs(layout):
         assert formula(meta[0], *meta, out_val=None) == 10 * PAIRS
 
 
+@pytest.mark.parametrize(("asked", "products"), [("q", 3), ("k", 4), ("v", 4), ("kv", 4), ("qk", 5)])
+def test_the_backward_pass_counts_what_is_asked_for(asked, products):
+    leaves = [x.clone().requires_grad_(name in asked) for name, x in zip("qkv", (Q, K, V))]
+    out = sage_aot.train_attn(*leaves)
+    assert counted(lambda: out.sum().backward()) == products * 2 * PAIRS
+
+
 def test_quantization_counts_nothing():
     assert counted(lambda: sage_aot.quantize_kv(K, V, rotate=True)) == 0
 

@@ -9,6 +9,8 @@ import torch
 
 import sage_aot
 import sage_aot._call.train  # registers the operators
+from sage_aot._backends.emulation.backend import EmulationBackend
+from sage_aot._call import pipeline
 from sage_aot._call.backends import backend_of
 from sage_aot._call.pipeline import plan_of
 from sage_aot._launch.backward import plan_backward
@@ -85,6 +87,38 @@ def test_a_tensor_of_which_no_gradient_is_asked():
     assert torch.equal(torch.autograd.grad(out, k, grad)[0], train_it(q, k, v, grad)[2])
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("asked", ["q", "k", "v", "qk", "qv", "kv"])
+def test_gradients_that_are_asked_for_alone(monkeypatch, asked, compiled):
+    """Gradients have the bits that they have among all three. Those of k and v come together, others are left out."""
+    q, k, v, grad = draw()
+    expected = dict(zip("qkv", train_it(q, k, v, grad)[1:]))
+    computed = []
+    backward = EmulationBackend.bind_backward
+    monkeypatch.setattr(EmulationBackend, "bind_backward", lambda self, plan, tensors: (
+        computed.append([tensor is not None for tensor in tensors[3:]]) or backward(self, plan, tensors)))
+    monkeypatch.setattr(pipeline, "_prepared", pipeline.ByKind())
+    leaves = {name: tensor.detach().requires_grad_(name in asked) for name, tensor in zip("qkv", (q, k, v))}
+    torch.compiler.reset()
+    train = torch.compile(sage_aot.train_attn, backend="aot_eager", fullgraph=True) if compiled else sage_aot.train_attn
+    train(*leaves.values()).backward(grad)
+    for name, leaf in leaves.items():
+        assert torch.equal(leaf.grad, expected[name]) if name in asked else leaf.grad is None
+    of_kv = "k" in asked or "v" in asked
+    assert computed == [["q" in asked, of_kv, of_kv]]
+
+
+@pytest.mark.parametrize(("of_q", "of_kv"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("sizes", [(70, 90), (0, 90), (70, 0)], ids=str)
+def test_the_operator_returns_no_elements_in_place_of_other_gradients(sizes, of_q, of_kv):
+    q, k, v, grad = (x.detach() for x in draw(*sizes))
+    saved = torch.ops.sage_aot.train_attn(q, k, v)
+    expected = torch.ops.sage_aot.train_attn_backward(grad, v, *saved)
+    found = torch.ops.sage_aot.train_attn_backward(grad, v, *saved, of_q=of_q, of_kv=of_kv)
+    for got, wanted, of_it in zip(found, expected, (of_q, of_kv, of_kv)):
+        assert torch.equal(got, wanted if of_it else wanted.new_empty(0))
+
+
 @pytest.mark.parametrize("sizes", [(0, 90), (70, 0)], ids=str)
 def test_nothing_to_see(sizes):
     out, *gradients = train_it(*draw(*sizes))
@@ -107,7 +141,8 @@ def test_opcheck(changes):
 def test_opcheck_of_the_backward_pass():
     q, k, v, grad = (x.detach() for x in draw())
     out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v)
-    torch.library.opcheck(torch.ops.sage_aot.train_attn_backward.default, (grad, v, out, lse, saved))
+    for asked in ({}, {"of_q": False}, {"of_kv": False}):
+        torch.library.opcheck(torch.ops.sage_aot.train_attn_backward.default, (grad, v, out, lse, saved), asked)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])

@@ -53,7 +53,7 @@ class CudaBackward:
     def __init__(self, plan: BackwardPlan, library: Library, device: int) -> None:
         self.plan = plan
         self._library, self._device = library, device
-        self._queues: dict[tuple[tuple[int, ...], ...], Queue] = {}  # by the strides of readable tensors
+        self._queues: dict[tuple[tuple[int, ...] | None, ...], Queue] = {}  # by the strides of readable tensors
 
     def __call__(self, tensors: BackwardTensors, lse: torch.Tensor, kept: torch.Tensor) -> None:
         with entered(self._device):
@@ -63,7 +63,7 @@ class CudaBackward:
         """Make the call with a workspace of the caller's: uint8, plan.workspace_bytes. Afterwards the workspace holds
         what the first kernel writes for the others."""
         readable = tensors.readable()
-        strides = tuple(tensor.stride() for tensor in readable)
+        strides = tuple(tensor if tensor is None else tensor.stride() for tensor in readable)
         if strides not in self._queues:
             self._queues[strides] = self.queue_of(self.launches(readable))
         self._queues[strides](torch._C._cuda_getCurrentRawStream(self._device),
@@ -73,7 +73,7 @@ class CudaBackward:
                   workspace: torch.Tensor) -> list[int]:
         """The addresses that a :class:`Queue` of the launches takes."""
         named = {**tensors._asdict(), "lse": lse, "kept": kept, "workspace": workspace}
-        return [named[source].data_ptr() if source in named else 0 for source in SOURCES]
+        return [0 if (tensor := named.get(source)) is None else tensor.data_ptr() for source in SOURCES]
 
     def queue_of(self, wanted: Sequence[Launch]) -> Queue:
         """Load the kernels of some launches and bind them to a queue."""
@@ -86,5 +86,10 @@ class CudaBackward:
 
 def backward_arguments(tensors: BackwardTensors, layout: str) -> BackwardArguments:
     """The tensors of a backward pass as launches depend on them."""
-    return BackwardArguments(*(Tensor((name, 0), *strides_of(tensor, layout))
-                               for name, tensor in tensors._asdict().items()))
+    def argument(name: str, tensor: torch.Tensor) -> Tensor:
+        return Tensor((name, 0), *strides_of(tensor, layout))
+
+    gradients = {name: None if tensor is None else argument(name, tensor)
+                 for name, tensor in zip(tensors._fields[3:], tensors[3:])}
+    return BackwardArguments(argument("grad_out", tensors.grad_out), argument("out", tensors.out),
+                             argument("v", tensors.v), **gradients)

@@ -66,13 +66,14 @@ class EmulationBackend:
         problem, layout = plan.problem, plan.problem.options.layout
 
         def call(tensors: BackwardTensors, lse: torch.Tensor, kept: torch.Tensor) -> None:
-            grad_out, out, v, *results = (heads_first(tensor, layout) for tensor in tensors)
+            grad_out, out, v = (heads_first(tensor, layout) for tensor in tensors[:3])
             q, k = _kept(kept, *_shapes(problem))
             quantized = quantize(problem, plan.kernels, q, k, v)
             of_forward = saved_of(quantized, v, out, lse)
             found = gradients(of_forward, grad_out, problem.softmax_scale, problem.options.is_causal)
-            for result, gradient in zip(results, found):
-                result.copy_(gradient)
+            for result, gradient in zip(tensors[3:], found):
+                if result is not None:
+                    heads_first(result, layout).copy_(gradient)
 
         return call
 
