@@ -91,8 +91,10 @@ def key_of(launch: Iterable[object], libraries: Iterable[Path], addresses: dict[
     engine's, and of all that kernels can see of the buffers."""
     digest = hashlib.sha256("\n".join((*map(repr, launch), *map(_digest, libraries))).encode())
     for buffer in buffers:
-        place = buffer.address - addresses[buffer.base], buffer.address % ALIGNMENT
-        digest.update(f"\n{buffer.base} {place} {buffer.state.size}\n".encode())
+        offsets = {name: address - buffer.address for name, address in addresses.items()}
+        inside = {name: offset for name, offset in offsets.items() if 0 <= offset < buffer.state.size}
+        place = buffer.base, offsets[buffer.base], inside, buffer.address % ALIGNMENT
+        digest.update(f"\n{place} {buffer.state.size}\n".encode())
         digest.update(buffer.state.tobytes())
         digest.update(np.where(buffer.state & WRITTEN, buffer.memory(), 0).tobytes())
     return digest.hexdigest()

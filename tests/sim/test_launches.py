@@ -115,6 +115,7 @@ class Parts:
     state: tuple[int, ...] = (INSIDE | WRITTEN,) * 40 + (INSIDE | WRITABLE,) * 24
     shift: int = 0  # of the tensor in memory
     offset: int = 0  # of the buffer in the tensor
+    other: int = 32  # offset in the buffer of another tensor
 
     def key(self) -> str:
         memory = np.zeros(1024, np.uint8)
@@ -122,7 +123,7 @@ class Parts:
         at = base - memory.ctypes.data + self.offset
         memory[at:at + 96] = np.frombuffer(self.memory, np.uint8)
         buffer = Buffer("a name", base + self.offset, np.array(self.state, np.uint8), "x")
-        return key_of(self.launch, self.libraries, {"x": base}, [buffer])
+        return key_of(self.launch, self.libraries, {"x": base, "y": base + self.offset + self.other}, [buffer])
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def files(tmp_path) -> Iterator[tuple[Path, Path]]:
 def test_the_key_is_of_everything_that_kernels_see(files):
     parts = Parts(libraries=files[:1])
     others = [dataclasses.replace(parts, **change) for change in (
-        {"launch": ("kernel", 2)}, {"libraries": files[1:]}, {"libraries": files}, {"shift": 16}, {"offset": 16},
+        {"launch": ("kernel", 2)}, {"libraries": files[1:]}, {"libraries": files}, {"shift": 16}, {"offset": 16}, {"other": 40},
         {"memory": bytes(39) + bytes(57)}, {"memory": bytes(range(39)) + b"x" + bytes(range(40, 96))},
         {"state": parts.state[:-1]}, {"state": (*parts.state[:-1], INSIDE)})]
     keys = [made.key() for made in (parts, *others)]
