@@ -72,14 +72,14 @@ class Search:
     def shown(self, before: tuple[str, str] | None, check: str | None = None) -> Shown | None:
         """The call that showed the bug before, a variant and a case, where it fails again by this check or where None
         is given by any; else the first that shows it."""
-        again = self._made(*before) if before and before in self._calls() else None
+        again = self._made(*before) if before and before in self.calls() else None
         return again if again and check in (None, again.check) else self.first()
 
     def first(self) -> Shown | None:
         """The first call of all that shows the bug."""
-        return next(filter(None, (self._made(*call) for call in self._calls())), None)
+        return next(filter(None, (self._made(*call) for call in self.calls())), None)
 
-    def _calls(self) -> list[tuple[str, str]]:
+    def calls(self) -> list[tuple[str, str]]:
         """Variants and cases that may show the bug. A bug of the backward pass shows in trained calls alone; others
         show without a backward pass."""
         of_backward = self.bug.header.startswith("bwd/") or self.bug.place in BACKWARD_ALONE
@@ -137,7 +137,7 @@ def _searched(base: Build, outcomes: Outcomes, subject: Mutation | Bug) -> tuple
     of = _of_named if isinstance(subject, Mutation) else _of_drawn
     search = of(base, outcomes, subject)
     shown = search.first()
-    return shown, bool(shown) and shown[:2] == search._calls()[0]
+    return shown, bool(shown) and shown[:2] == search.calls()[0]
 
 
 def main() -> None:

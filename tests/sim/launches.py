@@ -60,9 +60,9 @@ class Launches:
         if written := cache.read(of_launch):
             _write(written, buffers)
             return
-        before, begin = [(buffer.memory().copy(), buffer.state.copy()) for buffer in buffers], time.perf_counter()
+        before, begin = [(buffer.memory().copy(), buffer.state.copy()) for buffer in buffers], time.thread_time()
         simulate()
-        seconds, written = time.perf_counter() - begin, _written(before, buffers)
+        seconds, written = time.thread_time() - begin, _written(before, buffers)
         if sum(map(len, written)) <= seconds * BYTES_A_SECOND:
             with suppress(OSError):  # the folder may be for reading only
                 cache.add(of_launch, written)

@@ -137,8 +137,8 @@ def files(tmp_path) -> Iterator[tuple[Path, Path]]:
 def test_the_key_is_of_everything_that_kernels_see(files):
     parts = Parts(libraries=files[:1])
     others = [dataclasses.replace(parts, **change) for change in (
-        {"launch": ("kernel", 2)}, {"libraries": files[1:]}, {"libraries": files}, {"shift": 16}, {"offset": 16}, {"other": 40},
-        {"memory": bytes(39) + bytes(57)}, {"memory": bytes(range(39)) + b"x" + bytes(range(40, 96))},
+        {"launch": ("kernel", 2)}, {"libraries": files[1:]}, {"libraries": files}, {"shift": 16}, {"offset": 16},
+        {"other": 40}, {"memory": bytes(39) + bytes(57)}, {"memory": bytes(range(39)) + b"x" + bytes(range(40, 96))},
         {"state": parts.state[:-1]}, {"state": (*parts.state[:-1], INSIDE)})]
     keys = [made.key() for made in (parts, *others)]
     assert len({*keys}) == len(keys)
