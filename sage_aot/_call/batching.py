@@ -89,7 +89,7 @@ def _backward(operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> t
         return one_by_one(operator, size, dims, args)
     tensors, saved, options = args[:4], args[4], args[5:]
     gradients, batch = operator(*_folded(size, dims[:4], tensors), saved, *options), _batch(dims, args)
-    asked = [gradient.dim() == 4 for gradient in gradients]  # of another the operator returns no elements
+    asked = [gradient.dim() == 4 for gradient in gradients]  # one that is not asked for is empty, of one dimension
     return (tuple(_unfolded(gradient, size, batch) if of_it else gradient for gradient, of_it in zip(gradients, asked)),
             tuple(0 if of_it else None for of_it in asked))
 

@@ -58,7 +58,8 @@ def _of_stored(given: Given) -> int:
 
 
 def _of_backward(given: Given) -> int:
-    products = BACKWARD + OF_Q * given.get("of_q", True) + OF_KV * given.get("of_kv", True)
+    of_q, of_kv = given.get("of_q", True), given.get("of_kv", True)
+    products = BACKWARD * (of_q or of_kv) + OF_Q * of_q + OF_KV * of_kv
     return _of_dense(given["grad_out"], _rows(given["v"], given["layout"]), given["layout"], products)
 
 

@@ -35,7 +35,7 @@ def train_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: 
 
     For the backward pass a call keeps 8-bit q and k, and v and the output as they are: 6 bytes a channel of head dims
     64 and 128, where bf16 attention keeps 8. Where v is a view, all that it is a view of is kept. The gradient of q is
-    computed where it is asked for, and those of k and v, together, where one of them is. Under torch.no_grad() call
+    computed where q requires grad, and those of k and v, together, where k or v does. Under torch.no_grad() call
     :func:`sage_aot.attn`, which with ``p="exp2"`` gives the same output.
 
     Args:

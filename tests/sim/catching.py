@@ -70,8 +70,8 @@ class Search:
     seeds: tuple[int, ...]  # of the order of threads
 
     def shown(self, before: tuple[str, str] | None, check: str | None = None) -> Shown | None:
-        """The call that showed the bug before, a variant and a case, where it fails again by this check or where None
-        is given by any; else the first that shows it."""
+        """The call that showed the bug before (a variant and a case), where it fails again by `check`, or by any check
+        where that is None; else the first call that shows it."""
         again = self._made(*before) if before and before in self.calls() else None
         return again if again and check in (None, again.check) else self.first()
 

@@ -3,7 +3,7 @@ fixture `outcome` is what `function(build, **parameters)` returned for their own
 
 Where nobody asks for tests by name, what was simulated before is not repeated: tests marked `planted`, which plant
 bugs, are left out where a whole run left a stamp (stamp.py); of others the outcome is kept (outcomes.py), and where the
-package's Python changed what each launch wrote (launches.py).
+package's Python changed, what each launch wrote (launches.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What a launch writes follows from its kernel, the engine, its params, the order of its threads and the bytes of its
 buffers. Most changes of the package's Python change no launch: what was written is kept in codegen.cache by a hash of
-all that. Launches of planted bugs, and launches on which the simulator reports, are not kept.
+all that. Launches with a planted bug that is switched on, and launches on which the simulator reports, are not kept.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import hostcc
 import numpy as np
 
 from codegen.cache import Cache
@@ -24,10 +25,14 @@ INSIDE, WRITTEN, WRITABLE = 1, 2, 4
 """Bits of a byte's state, engine/global_memory.h."""
 
 ALIGNMENT = 64
-"""Bytes: kernels see no more of an address than its place in so many, and how far it is from the rest of its tensor."""
+"""Bytes. Kernels depend on an address only modulo this: no access needs a larger alignment."""
 
 BYTES_A_SECOND = 2 * 2**20
 """Bytes that may be kept for a second of simulating: quantizers write much in little time."""
+
+
+_FORMAT = "launches-1"
+"""Format of what is kept; to be counted up where _written() and _write() change."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,9 @@ def _write(written: Sequence[bytes], buffers: Iterable[Buffer]) -> None:
 def key_of(launch: Iterable[object], libraries: Iterable[Path], addresses: dict[str, int],
            buffers: Iterable[Buffer]) -> str:
     """A sha256 of a launch: of its settings, with its params at `anywhere(addresses)`, of the kernel's library and the
-    engine's, and of all that kernels can see of the buffers."""
-    digest = hashlib.sha256("\n".join((*map(repr, launch), *map(_digest, libraries))).encode())
+    engine's, of the host compiler and this processor, and of all that kernels can see of the buffers."""
+    made_by = _FORMAT, hostcc.identity(), *map(repr, launch), *map(_digest, libraries)
+    digest = hashlib.sha256("\n".join(made_by).encode())
     for buffer in buffers:
         offsets = {name: address - buffer.address for name, address in addresses.items()}
         inside = {name: offset for name, offset in offsets.items() if 0 <= offset < buffer.state.size}

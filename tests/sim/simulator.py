@@ -92,7 +92,7 @@ class Simulator:
         settings = (launch.blocks, record.fact("threads"), record.fact("shared_bytes"),
                     self.arch or 10 * major + minor, record.programmatic_launch, launch.entry)
         simulate = functools.partial(self.launch_kernel, record.name, packed.at(addresses), *settings)
-        if self._engine.planted:
+        if self._engine.planted or self._engine.tables:  # no part of the key
             simulate()
             return
         self.launched.add(record.name)
@@ -116,7 +116,7 @@ class Simulator:
 
 
 LAUNCHES = Launches()
-"""Launches of this process."""
+"""Results of this process's launches."""
 
 
 class SimulatorBackend:
@@ -362,10 +362,10 @@ class _Engine:
         self._library = ctypes.CDLL(str(self.path), mode=ctypes.RTLD_GLOBAL)  # kernels find its functions
         self._library.sim_launch.restype = ctypes.c_bool
         self._kernels: dict[Path, ctypes.CDLL] = {}
-        self._tables: tuple[np.ndarray, ...] = ()
+        self.tables: tuple[np.ndarray, ...] = ()
 
     def set_exp2(self, *tables: np.ndarray) -> None:
-        self._tables = tables  # the engine keeps their addresses
+        self.tables = tables  # the engine keeps their addresses
         self._library.sim_set_exp2(*(ctypes.c_void_p(table.ctypes.data) for table in tables))
 
     def plant(self, number: int) -> None:

@@ -31,7 +31,7 @@ OF_OUTCOMES = ("build_matrix.yaml", "codegen/*.py", "sage_aot/**/*.py",
                                                       "simulator", "symbols", "variants_on_cpu", "workers")),
                 "tests/gpu/fuzz_*.py", "tests/gpu/layout.py", "tests/gpu/selection_checks.py",
                 "tests/gpu/training_checks.py")
-_SUFFIXES = {".py", ".yaml", ".jinja", ".cuh", ".cu", ".cpp", ".h"}
+_SUFFIXES = {".py", ".yaml", ".jinja", ".cuh", ".cu", ".cpp", ".h", ".json"}
 
 
 @dataclass

@@ -56,16 +56,33 @@ def test_the_second_call_simulates_nothing(built, simulated, name):
 
 
 @pytest.mark.parametrize("name", [NAME])
-@pytest.mark.parametrize(("values", "seed", "again"), [
-    ({}, SEED + 1, {"quant", "delta", "attn"}),
-    ({"seed": 3}, SEED, {"quant", "delta", "attn"}),
-    ({"scale": 0.2}, SEED, {"quant", "delta", "attn"}),
-    ({"kv_heads": 2}, SEED, {"quant", "delta", "attn"})])
-def test_another_call_simulates_what_is_new(built, simulated, name, values, seed, again):
+@pytest.mark.parametrize(("values", "seed"), [
+    ({}, SEED + 1), ({"seed": 3}, SEED), ({"scale": 0.2}, SEED), ({"kv_heads": 2}, SEED)])
+def test_another_call_is_simulated(built, simulated, name, values, seed):
     Simulated(built).check(case(), SEED)
+    kernels = {*simulated}
     simulated.clear()
     Simulated(built).check(case(**values), seed)
-    assert {kernel.split("_")[1] for kernel in simulated} == again
+    assert {*simulated} == kernels
+
+
+@pytest.mark.parametrize("name", [NAME])
+def test_another_kernel_is_simulated_alone(built, simulated, monkeypatch, name):
+    """The attention kernel changed; the quantizers did not."""
+    Simulated(built).check(case(), SEED)
+    simulated.clear()
+    digest_of = launches._digest
+    monkeypatch.setattr(launches, "_digest", lambda path: digest_of(path) + path.stem * ("_attn_" in path.stem))
+    Simulated(built).check(case(), SEED)
+    assert [kernel.split("_")[1] for kernel in simulated] == ["attn"]
+
+
+@pytest.mark.parametrize("name", [NAME])
+def test_with_measured_exponentials_all_is_simulated(built, simulated, monkeypatch, name):
+    monkeypatch.setattr(simulator._engine(), "tables", (np.zeros(1),))
+    for _ in range(2):
+        Simulated(built).check(case(), SEED)
+    assert len(simulated) == 2 * len({*simulated})
 
 
 @pytest.mark.parametrize("name", [NAME])
@@ -142,6 +159,11 @@ def test_the_key_is_of_everything_that_kernels_see(files):
         {"state": parts.state[:-1]}, {"state": (*parts.state[:-1], INSIDE)})]
     keys = [made.key() for made in (parts, *others)]
     assert len({*keys}) == len(keys)
+
+
+def test_the_key_has_the_place_of_a_buffer_in_the_workspace():
+    """The workspace's own address lies in no buffer."""
+    assert Parts(offset=64).key() != Parts(offset=128).key()
 
 
 def test_the_key_is_of_nothing_else(files):

@@ -96,6 +96,12 @@ def test_the_backward_pass_counts_what_is_asked_for(asked, products):
     assert counted(lambda: out.sum().backward()) == products * 2 * PAIRS
 
 
+def test_no_gradient_counts_nothing():
+    saved = torch.ops.sage_aot.train_attn(Q, K, V)
+    backward = torch.ops.sage_aot.train_attn_backward
+    assert counted(lambda: backward(Q, V, *saved, of_q=False, of_kv=False)) == 0
+
+
 def test_quantization_counts_nothing():
     assert counted(lambda: sage_aot.quantize_kv(K, V, rotate=True)) == 0
 
