@@ -21,7 +21,7 @@ from codegen.files import write_atomic, write_if_changed
 
 VARIABLE = "SAGE_AOT_CACHE"
 LIMIT = 2 * 2**30
-"""Bytes that the entries may take together; those of one source tree take some 350 MB."""
+"""Bytes that the entries may take together; those of one source tree take some 450 MB."""
 
 _FORMAT = "entries-1"
 """The subfolder that holds nothing but entries; its number is that of their format."""
