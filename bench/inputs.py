@@ -1,4 +1,4 @@
-"""What a call costs by dtype and alignment of its inputs, beside torch's attention.
+"""What a call costs by dtype and alignment of its inputs, with options that cost time, beside torch's attention.
 
     python bench/inputs.py --headdim 128,256 --seqlen 1024,4096
 
@@ -21,9 +21,15 @@ from speed import time_by_graph
 
 COLUMNS = ("inputs", "heads", "headdim", "N", "sdpa, µs", "call, µs", "× sdpa", "× call, bf16", "cosine")
 
-KINDS = {"bf16": (torch.bfloat16, 0), "bf16, unaligned": (torch.bfloat16, 1), "f32": (torch.float32, 0),
-         "f32, unaligned": (torch.float32, 1)}
-"""Dtype, and the elements by which rows miss the alignment."""
+KINDS: dict[str, tuple[torch.dtype, int, dict[str, bool]]] = {
+    "bf16": (torch.bfloat16, 0, {}),
+    "bf16, unaligned": (torch.bfloat16, 1, {}),
+    "f32": (torch.float32, 0, {}),
+    "f32, unaligned": (torch.float32, 1, {}),
+    "bf16, rotate": (torch.bfloat16, 0, {"rotate": True}),
+    "bf16, return_lse": (torch.bfloat16, 0, {"return_lse": True}),
+}
+"""Dtype, the elements by which rows miss the alignment, options."""
 
 
 def main() -> int:
@@ -51,12 +57,14 @@ def rows(arguments: argparse.Namespace, seqlen: int, headdim: int) -> Iterator[l
     values = torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     timed = functools.partial(time_by_graph, repeat=arguments.repeat)
     of_bf16 = None
-    for kind, (dtype, missed) in KINDS.items():
+    for kind, (dtype, missed, options) in KINDS.items():
         contiguous = values.to(dtype)
         sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, *contiguous)
         q, k, v = torch.nn.functional.pad(contiguous, (missed, missed))[..., missed:missed + headdim]
-        call = functools.partial(sage_aot.attn, q, k, v)
-        cosine = common.check_output("call", call(out=common.poisoned(q)), sdpa())
+        call = functools.partial(sage_aot.attn, q, k, v, **options)
+        out = common.poisoned(q)
+        call(out=out)
+        cosine = common.check_output("call", out, sdpa())
         theirs, ours = timed(sdpa).median_us, timed(call).median_us
         of_bf16 = of_bf16 or ours
         yield [kind, f"{arguments.batch}×{arguments.heads}", headdim, seqlen, f"{theirs:.1f}", f"{ours:.1f}",

@@ -11,7 +11,7 @@ before it is timed; a wrong output ends the program with exit code 1.
 
 Launches are queued back to back as a model would queue them, each repeat between two CUDA events. The L2 cache is not
 flushed between repeats. Where the host is slower than the GPU, `call` has the host's time. With --graph, a repeat is a
-replay of a CUDA graph of GRAPH_CALLS calls: it has the GPU's time alone, gaps between launches included. With
+replay of a CUDA graph of up to GRAPH_CALLS calls: it has the GPU's time alone, gaps between launches included. With
 --sustained, a row works for so many seconds without a pause, as a model does, and the GPU lowers its clock to keep to
 its power: clock and power are read in the middle. bench/latency.py has a call's host time, and a process's first call.
 """
@@ -46,7 +46,10 @@ FLASH, CUDNN = common.SDPA
 COLUMNS = ("row", "heads", "headdim", "mask", "N", "µs", "p10–p90", "TOPS", "× cuDNN", "GB/s", "cosine",
            "clock, power")
 GRAPH_CALLS = 10
-"""Calls that a graph holds: enough that the gap between two replays does not count."""
+"""Calls that a graph of short calls holds: enough that the gap between two replays does not count."""
+
+GRAPH_US = 5000.0
+"""GPU time of a graph, in microseconds, above which it holds no further call."""
 
 BATCH_S = 0.05
 """Seconds of the batches of repeats of sustained work."""
@@ -292,18 +295,24 @@ def time_on_gpu(work: Callable[[], object], repeat: int) -> Timing:
 
 
 def time_by_graph(work: Callable[[], object], repeat: int) -> Timing:
-    """GPU time of a call, from replays of a CUDA graph of GRAPH_CALLS calls; a repeat is a replay."""
+    """GPU time of a call, from replays of a CUDA graph of up to GRAPH_CALLS calls; a repeat is a replay."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         work()  # the first call loads kernels, which a capture cannot
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
     torch.cuda.current_stream().wait_stream(side)
+    end.synchronize()
+    calls = max(1, min(GRAPH_CALLS, round(GRAPH_US / (1e3 * begin.elapsed_time(end)))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(GRAPH_CALLS):
+        for _ in range(calls):
             work()
     timing = time_on_gpu(graph.replay, repeat)
-    return Timing(*(microseconds / GRAPH_CALLS for microseconds in (timing.median_us, timing.p10_us, timing.p90_us)))
+    return Timing(*(microseconds / calls for microseconds in (timing.median_us, timing.p10_us, timing.p90_us)))
 
 
 def time_sustained(work: Callable[[], object], seconds: float) -> Timing:

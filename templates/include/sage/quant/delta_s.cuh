@@ -68,6 +68,7 @@ struct DeltaS {
 
     const i32 row = threadIdx.x / kTile * kVector, column = threadIdx.x % kTile;  // of the operands: channel, and which
     const i32 tile = threadIdx.x / (kTile / kEdge) * kEdge, key = threadIdx.x % (kTile / kEdge) * kEdge;
+    const bool computes = first_tile + tile < tiles;  // few calls have 64 query tiles
     float sum[kEdge][kEdge] = {};
     for (i32 depth = 0; depth < Config::kHeadDim; depth += kDepth) {
       float x[kVector];
@@ -81,6 +82,7 @@ struct DeltaS {
             first_tile + column < tiles ? q_mean[(first_tile + column) * Config::kHeadDim + c] : 0.0f;
       }
       __syncthreads();
+      if (!computes) continue;
 #pragma unroll
       for (i32 d = 0; d < kDepth; ++d) {
 #pragma unroll
