@@ -109,7 +109,7 @@ def _check_train(given: Given, options: Options) -> Problem:
         raise ArgumentError(f"expected a head dim from 1 to {MOST_TRAINED} to train with, got {problem.headdim}; for "
                             f"others call torch.nn.functional.scaled_dot_product_attention")
     # The backward pass reads the log-sum-exp, of exponentials alone.
-    return replace(problem, part="train", options=replace(problem.options, p="exp2"))
+    return replace(problem, part="train", options=replace(problem.options, p="exp2", rotate=False))
 
 
 _CHECKS: Mapping[Kind, Callable[[Given, Options], Problem]] = {

@@ -57,6 +57,10 @@ struct FieldType<Dtype> {
   static constexpr i32 kCode = 'i';
 };
 template <>
+struct FieldType<Rotation> {
+  static constexpr i32 kCode = 'i';
+};
+template <>
 struct FieldType<float> {
   static constexpr i32 kCode = 'f';
 };
