@@ -28,9 +28,10 @@ CONTEXT = {
     "pool": ("name", "template", "row", "entries", "headdim", "threads"),
     "choose": ("name", "template", "row", "headdim", "threads"),
     "merge": ("name", "template", "row", "threads", "programmatic"),
-    "bwdprep": ("name", "template", "row", "entries", "headdim", "qk", "pv", "block_m", "block_n", "warp_m", "threads"),
-    "bwdkv": ("name", "template", "row", "entries", "headdim", "shared_bytes"),
-    "bwdq": ("name", "template", "row", "entries", "headdim", "shared_bytes"),
+    "bwdprep": ("name", "template", "row", "entries_by_packed", "headdim", "qk", "pv", "block_m", "block_n", "warp_m",
+                "threads"),
+    "bwdkv": ("name", "template", "row", "entries_by_packed", "headdim", "shared_bytes"),
+    "bwdq": ("name", "template", "row", "entries_by_packed", "headdim", "shared_bytes"),
     "delta": ("name", "template", "row", "entries", "headdim", "threads"),
 }
 """The names that the templates of each kind are given. A template uses all of them and no others."""
@@ -69,7 +70,9 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "name": spec.name,
         "template": kernel.how.template,
         "row": kernel.row,
-        "entries": [(entry, enumerator("SourceRows", rows)) for entry, rows in zip(spec.entries, spec.rows)],
+        "entries": [(spec.entry(rows), enumerator("SourceRows", rows)) for rows in spec.rows],
+        "entries_by_packed": [(spec.entry(rows, packed), enumerator("SourceRows", rows), packed)
+                              for packed in spec.packed for rows in spec.rows],
         "headdim": axes.get("headdim"),
         **{axis: enumerator(enum, axes[axis]) for axis, enum in _ENUMS.items() if axis in axes},
         "smooth_v": axes.get("v") == "vsmooth",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sage_aot._call.kv import QuantizedKV, quantize_kv
     from sage_aot._call.masks import BlockMask, block_mask
     from sage_aot._call.sparse import Sparse
-    from sage_aot._call.train import train_attn
+    from sage_aot._call.train import train_attn, train_attn_varlen
     from sage_aot._call.varlen import attn_varlen
     from sage_aot._tools.explain import explain
     from sage_aot._tools.info import info
@@ -54,6 +54,7 @@ __all__ = [
     "quantize_kv",
     "supports",
     "train_attn",
+    "train_attn_varlen",
 ]
 
 _HOMES = {"QuantizedKV": "sage_aot._call.kv", "quantize_kv": "sage_aot._call.kv",
@@ -61,7 +62,7 @@ _HOMES = {"QuantizedKV": "sage_aot._call.kv", "quantize_kv": "sage_aot._call.kv"
           "Sparse": "sage_aot._call.sparse", "sparse": "sage_aot.sparse",
           "attn": "sage_aot._call.api", "attn_varlen": "sage_aot._call.varlen",
           "explain": "sage_aot._tools.explain", "info": "sage_aot._tools.info", "supports": "sage_aot._call.api",
-          "train_attn": "sage_aot._call.train"}
+          "train_attn": "sage_aot._call.train", "train_attn_varlen": "sage_aot._call.train"}
 
 
 def __getattr__(name: str) -> object:

@@ -19,7 +19,7 @@ from hub_package.flash_attn import flash_attn_func, flash_attn_varlen_func
 from sage_aot._call.api import attn, supports
 from sage_aot._call.kv import QuantizedKV, quantize_kv
 from sage_aot._call.masks import BlockMask, block_mask
-from sage_aot._call.train import train_attn
+from sage_aot._call.train import train_attn, train_attn_varlen
 from sage_aot._call.varlen import attn_varlen
 from sage_aot._tools.explain import explain
 from sage_aot._tools.info import info
@@ -63,4 +63,5 @@ __all__ = [
     "sageattn_varlen",
     "supports",
     "train_attn",
+    "train_attn_varlen",
 ]

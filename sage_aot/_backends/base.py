@@ -9,7 +9,7 @@ import torch
 from sage_aot._kernels.manifest import Manifest
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import Plan
-from sage_aot._problem.given import Given
+from sage_aot._problem.given import Given, MaxSeqlens
 from sage_aot._problem.problem import Problem
 from sage_aot._problem.selection import Choosing, Pooling
 
@@ -25,7 +25,8 @@ class Call(Protocol):
 
 
 class BackwardTensors(NamedTuple):
-    """The tensors of a backward pass. None: a gradient that nobody asked for; those of k and v come together."""
+    """The tensors of a backward pass. None: a gradient that nobody asked for, of which those of k and v come together;
+    or what the call was not given beside q, k and v."""
 
     grad_out: torch.Tensor
     out: torch.Tensor
@@ -33,10 +34,37 @@ class BackwardTensors(NamedTuple):
     grad_q: torch.Tensor | None
     grad_k: torch.Tensor | None
     grad_v: torch.Tensor | None
+    key_mask: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlens: MaxSeqlens | None = None
+
+    @property
+    def gradients(self) -> tuple[torch.Tensor | None, ...]:
+        return self.grad_q, self.grad_k, self.grad_v
+
+    @property
+    def given(self) -> Given:
+        """The arguments of the forward pass, with tensors of the shapes of q and k in their places."""
+        return Given("train" if self.max_seqlens is None else "train_varlen", self.out, self.v, self.v, self.key_mask,
+                     cu_seqlens_q=self.cu_seqlens_q, cu_seqlens_k=self.cu_seqlens_k, details=self.max_seqlens)
+
+    def clear(self, problem: Problem) -> None:
+        """Write zeros to the gradients of which some rows may be of no batch entry, or of keys that a mask hides."""
+        for gradient in self.gradients if problem.tokens else self.gradients[1:] if problem.packs_keys else ():
+            if gradient is not None:
+                gradient.zero_()
 
     def readable(self) -> BackwardTensors:
         """Replace tensors that are read, and whose rows are not as kernels read them, by copies."""
         return self._replace(grad_out=with_vectors(self.grad_out), out=with_vectors(self.out), v=with_vectors(self.v))
+
+
+def clear_output(problem: Problem, out: torch.Tensor | None) -> None:
+    """Write zeros to the output of a trained call, if some rows may be of no sequence: the next layer's gradients take
+    all of them."""
+    if problem.tokens and out is not None:
+        out.zero_()
 
 
 def with_vectors(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,7 +83,8 @@ class BackwardCall(Protocol):
     """A backward pass prepared for tensors of given shapes, strides and devices."""
 
     def __call__(self, tensors: BackwardTensors, lse: torch.Tensor, kept: torch.Tensor) -> None:
-        """Write the gradients that are not None. `lse`, `kept`: what the forward pass returned."""
+        """Write the gradients that are not None, zeros where nothing reaches them. `lse`, `kept`: what the forward pass
+        returned."""
         ...
 
 

@@ -32,7 +32,7 @@ def register_rules(library: Any) -> None:
     rules: dict[str, Rule] = {"attn": in_the_batch, "attn_lse": in_the_batch, "train_attn": _forward,
                               "train_attn_backward": _backward}
     rules |= dict.fromkeys(("attn_varlen", "attn_varlen_lse", "quantize_kv", "attn_kv", "attn_kv_lse", "pool_blocks",
-                            "choose_blocks"), one_by_one)
+                            "choose_blocks", "train_attn_varlen", "train_attn_varlen_backward"), one_by_one)
     for name, rule in rules.items():
         torch.library.register_vmap(f"{PACKAGE}::{name}", _as_torch_calls_it(name, rule), lib=library)
 
@@ -87,8 +87,8 @@ def _backward(operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> t
     is_folded = of_saved is None and of_out is not None and of_lse is not None
     if not is_folded:
         return one_by_one(operator, size, dims, args)
-    tensors, saved, options = args[:4], args[4], args[5:]
-    gradients, batch = operator(*_folded(size, dims[:4], tensors), saved, *options), _batch(dims, args)
+    *tensors, key_mask = _folded(size, (*dims[:4], dims[5]), (*args[:4], args[5]))
+    gradients, batch = operator(*tensors, args[4], key_mask, *args[6:]), _batch(dims, args)
     asked = [gradient.dim() == 4 for gradient in gradients]  # one that is not asked for is empty, of one dimension
     return (tuple(_unfolded(gradient, size, batch) if of_it else gradient for gradient, of_it in zip(gradients, asked)),
             tuple(0 if of_it else None for of_it in asked))

@@ -28,8 +28,9 @@ def register_formulas() -> None:
 
     forms = "", "_lse", "_out", "_lse_out"
     formulas: dict[str, Callable[[Given], int]] = {
-        "train_attn": _of_attention, "train_attn_backward": _of_backward, **dict.fromkeys(
-            ("quantize_kv", "pool_blocks", "choose_blocks"), lambda given: 0)}
+        "train_attn": _of_attention, "train_attn_backward": _of_backward, "train_attn_varlen": _of_sequences,
+        "train_attn_varlen_backward": _of_backward_of_sequences,
+        **dict.fromkeys(("quantize_kv", "pool_blocks", "choose_blocks"), lambda given: 0)}
     of_forms = {"attn": _of_attention, "attn_kv": _of_stored, "attn_varlen": _of_sequences}
     formulas |= {f"{name}{form}": formula for name, formula in of_forms.items() for form in forms}
     for name, formula in formulas.items():
@@ -58,9 +59,13 @@ def _of_stored(given: Given) -> int:
 
 
 def _of_backward(given: Given) -> int:
-    of_q, of_kv = given.get("of_q", True), given.get("of_kv", True)
-    products = BACKWARD * (of_q or of_kv) + OF_Q * of_q + OF_KV * of_kv
-    return _of_dense(given["grad_out"], _rows(given["v"], given["layout"]), given["layout"], products)
+    return _of_dense(given["grad_out"], _rows(given["v"], given["layout"]), given["layout"], _products(given))
+
+
+def _products(given: Given) -> int:
+    """Products of a backward pass."""
+    of_q, of_kv = bool(given.get("of_q", True)), bool(given.get("of_kv", True))
+    return BACKWARD * (of_q or of_kv) + OF_Q * of_q + OF_KV * of_kv
 
 
 def _of_dense(q: torch.Tensor, keys: int, layout: str, products: int) -> int:
@@ -69,11 +74,18 @@ def _of_dense(q: torch.Tensor, keys: int, layout: str, products: int) -> int:
 
 
 def _of_sequences(given: Given) -> int:
-    q: torch.Tensor = given["q"]
+    return _of_packed(given, given["q"], FORWARD)
+
+
+def _of_backward_of_sequences(given: Given) -> int:
+    return _of_packed(given, given["grad_out"], _products(given))
+
+
+def _of_packed(given: Given, q: torch.Tensor, products: int) -> int:
     _, heads, headdim = q.shape
     lengths = zip(_lengths(given["cu_seqlens_q"], given["max_seqlen_q"]),
                   _lengths(given["cu_seqlens_k"], given["max_seqlen_k"]))
-    return FORWARD * 2 * heads * headdim * sum(queries * keys for queries, keys in lengths)
+    return products * 2 * heads * headdim * sum(queries * keys for queries, keys in lengths)
 
 
 def _rows(tensor: torch.Tensor, layout: str) -> int:

@@ -65,15 +65,15 @@ def call_of_attn(q: Any, k: Any, v: Any, asked: Asked, key_mask: Any, sinks: Any
 
 
 def call_of_attn_varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any,
-                        max_seqlen_k: Any, asked: Asked, **optional: Any) -> Call:
-    """The call of attn_varlen with these arguments, likewise. `asked.layout` must be the default, since tensors
-    [tokens, heads, headdim] have no other."""
+                        max_seqlen_k: Any, asked: Asked, kind: Kind = "varlen", **optional: Any) -> Call:
+    """The call of attn_varlen with these arguments, likewise, or of train_attn_varlen. `asked.layout` must be the
+    default, since tensors [tokens, heads, headdim] have no other."""
     check_not_with_sequences(k)
     check_tensors_are(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     max_seqlens = max_seqlens_of(max_seqlen_q, max_seqlen_k)
     check_no_layout(asked.layout)
     check_qkv(q, k, v)
-    return "varlen", (q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens, *_taken("varlen", optional)), asked
+    return kind, (q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens, *_taken(kind, optional)), asked
 
 
 def _taken(kind: Kind, optional: dict[str, Any]) -> list[torch.Tensor | None]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from sage_aot._call.backends import backend_of
-from sage_aot._call.pipeline import lse_shape, plan_of, prepared
+from sage_aot._call.pipeline import plan_of, prepared
 from sage_aot._call.signatures import SIGNATURES
 from sage_aot._package import PACKAGE
 from sage_aot._problem.arguments import check_out
@@ -116,7 +116,7 @@ def _check(given: Given, out: torch.Tensor | None, options: tuple[Any, ...]) -> 
 
 
 def _fake_lse(problem: Problem, q: torch.Tensor) -> torch.Tensor:
-    return q.new_empty(lse_shape(problem), dtype=torch.float32)
+    return q.new_empty(problem.lse_shape, dtype=torch.float32)
 
 
 def _fake_quantize_kv(given: Given, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -78,7 +78,7 @@ class Prepared(Generic[_Run]):
     def __init__(self, problem: Problem, run: _Run, kept_bytes: int = 0) -> None:
         """`kept_bytes`: of what the call keeps of its quantized tensors, or an earlier call kept for it."""
         self.problem, self.run, self.kept_bytes = problem, run, kept_bytes
-        self._lse_shape = lse_shape(problem)
+        self._lse_shape = problem.lse_shape
 
     def empty_lse(self, q: torch.Tensor) -> torch.Tensor:
         return q.new_empty(self._lse_shape, dtype=torch.float32)
@@ -99,7 +99,7 @@ def prepared(given: Given, out: torch.Tensor | None, options: tuple[Any, ...]) -
     found = _prepared.get(key)
     if found:
         return found
-    if given.kind != "train":
+    if not given.is_trained:
         check_no_grad(**given.named, out=out)  # so that a kind with a tensor that autograd would track is never kept
     return _prepared.remembered(key, around, lambda: prepare(
         handed or backend_of(given.like), given, Options.from_schema(*options), out))
@@ -108,7 +108,7 @@ def prepared(given: Given, out: torch.Tensor | None, options: tuple[Any, ...]) -
 def kind_of_call(given: Given, out: torch.Tensor | None, options: tuple[Any, ...],
                  around: Surroundings) -> tuple[Any, ...]:
     """A key that is equal for calls that one preparation serves."""
-    tracks = torch.is_grad_enabled() and given.kind != "train"
+    tracks = torch.is_grad_enabled() and not given.is_trained
     return (*around, options, given.kind, given.details,
             *[None if x is None else (x.shape, x.stride(), x.dtype, x.device, tracks and x.requires_grad)
               for x in (*given[1:-1], out)])
@@ -132,15 +132,16 @@ def prepare(backend: Backend, given: Given, options: Options, out: torch.Tensor 
 def prepared_backward(tensors: BackwardTensors, options: tuple[Any, ...]) -> Prepared[BackwardCall]:
     """The backward pass of a call, kept from an earlier one of the kind, or prepared now."""
     around = handed, _ = surroundings()
-    key = (*around, options, "backward", *[
-        (x.shape, x.stride(), x.dtype, x.device) for x in (tensors.grad_out, tensors.out, tensors.v)])
+    grad = tensors.grad_out
+    key = (*kind_of_call(tensors.given, None, options, around), "backward", grad.shape, grad.stride(), grad.dtype,
+           grad.device)
     return _prepared.remembered(key, around, lambda: prepare_backward(
         handed or backend_of(tensors.v), tensors, Options.from_schema(*options)))
 
 
 def prepare_backward(backend: Backend, tensors: BackwardTensors, options: Options) -> Prepared[BackwardCall]:
     """Prepare a backward pass on a backend; the output and v have the shapes of q, k and v."""
-    problem = check(Given("train", tensors.out, tensors.v, tensors.v), options)
+    problem = check(tensors.given, options)
     plan = plan_of(backend, problem, tensors.v.get_device())
     return Prepared(problem, backend.bind_backward(plan, tensors), backend.kept_bytes(plan))
 
@@ -183,12 +184,6 @@ def kernels_on(backend: Backend, problem: Problem, device: int) -> Kernels:
     from sage_aot._launch.choose import kernels_of, wanted_values
 
     return kernels_of(backend.arch(device), wanted_values(problem), backend.manifest, problem.optional)
-
-
-def lse_shape(problem: Problem) -> tuple[int, ...]:
-    """The shape of the log-sum-exp: [batch, q heads, queries], or [q heads, tokens]."""
-    heads_and_rows = problem.num_q_heads, problem.q_rows
-    return heads_and_rows if problem.tokens else (problem.batch, *heads_and_rows)
 
 
 def _nothing_to_see(given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:

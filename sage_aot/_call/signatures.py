@@ -21,10 +21,16 @@ class Signature(NamedTuple):
     def arity(self) -> int:
         return self.schema.count(", ")
 
+    @property
+    def beside(self) -> str:
+        """The schema of what stands behind q, k and v, tensors first."""
+        return self.schema.removeprefix(_TENSORS)
+
 
 def _dense(kind: Kind) -> Signature:
-    missing = (None,) * (len(Given._fields) - 4 - len(taken_by(kind)))
-    assert taken_by(kind) in ((), tuple(TENSORS)), "of Given, q, k, v and the optional tensors stand in this order"
+    taken = taken_by(kind)
+    missing = (None,) * (len(Given._fields) - 4 - len(taken))
+    assert taken == tuple(TENSORS)[: len(taken)], "of Given, q, k, v and the optional tensors stand in this order"
 
     def read(arguments: tuple[Any, ...]) -> Given:
         return tuple.__new__(Given, (kind, *arguments, *missing))  # faster than Given(), on the way of every call
@@ -32,16 +38,16 @@ def _dense(kind: Kind) -> Signature:
     return Signature(_TENSORS + schema(kind), read)
 
 
-def _varlen() -> Signature:
-    names = taken_by("varlen")
+def _varlen(kind: Kind) -> Signature:
+    names = taken_by(kind)
 
     def read(arguments: tuple[Any, ...]) -> Given:
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *optional = arguments
-        return Given("varlen", q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        return Given(kind, q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
                      details=MaxSeqlens(max_seqlen_q, max_seqlen_k), **dict(zip(names, optional)))
 
     return Signature(_TENSORS + "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-                     + schema("varlen"), read)
+                     + schema(kind), read)
 
 
 def _kv() -> Signature:
@@ -66,5 +72,6 @@ def _stored() -> Signature:
                      "str quantizer, " + schema("stored"), read)
 
 
-SIGNATURES: dict[Kind, Signature] = {"dense": _dense("dense"), "varlen": _varlen(), "kv": _kv(), "stored": _stored(),
-                                     "train": _dense("train")}
+SIGNATURES: dict[Kind, Signature] = {
+    "dense": _dense("dense"), "varlen": _varlen("varlen"), "kv": _kv(), "stored": _stored(), "train": _dense("train"),
+    "train_varlen": _varlen("train_varlen")}

@@ -50,6 +50,7 @@ class KernelSpec:
 
     kind: ClassVar[str]
     rows: ClassVar[tuple[str, ...]] = ()  # members of ROWS with an entry point each; empty where it reads no rows
+    packed: ClassVar[tuple[bool, ...]] = (False,)  # True: for packed sequences or keys, with entry points of their own
     arch: str
 
     @classmethod
@@ -70,8 +71,12 @@ class KernelSpec:
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """The entry points: one for each of :attr:`rows`, or one with the kernel's name."""
-        return tuple(f"{self.name}_{rows}" for rows in self.rows) or (self.name,)
+        """The entry points: one for each of :attr:`rows` and :attr:`packed`, or one with the kernel's name."""
+        return tuple(self.entry(rows, packed) for packed in self.packed for rows in self.rows) or (self.name,)
+
+    def entry(self, rows: str, packed: bool = False) -> str:
+        """The entry point for a member of ROWS."""
+        return f"{self.name}_{rows}{'_packed' if packed else ''}"
 
     def companion(self, kind: str) -> KernelSpec:
         """The kernel of another kind that runs in the same call: same values on the axes that both have."""
@@ -186,6 +191,7 @@ class BwdPrepSpec(KernelSpec):
 
     kind = "bwdprep"
     rows = HALVES
+    packed = False, True
     headdim: int
     qk: str
     pv: str
@@ -197,6 +203,7 @@ class BwdKvSpec(KernelSpec):
 
     kind = "bwdkv"
     rows = HALVES
+    packed = False, True
     headdim: int
 
 
@@ -206,6 +213,7 @@ class BwdQSpec(KernelSpec):
 
     kind = "bwdq"
     rows = HALVES
+    packed = False, True
     headdim: int
 
 

@@ -1,6 +1,7 @@
 """The layout and the launches of a backward pass. Pure, as :mod:`sage_aot._launch.plan` is.
 
-A forward pass of the part "train" writes the quantized Q to what is saved, and K̂ is copied there, :class:`SavedParts`.
+A forward pass of the part "train" writes the quantized Q to what is saved, and which keys a mask leaves; K̂ is copied
+there, :class:`SavedParts`.
 Up to three launches follow: one writes what the others read beside that and the caller's tensors, one computes the
 gradients of K and V, and one that of Q, each where somebody asks for its gradients.
 """
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from sage_aot._kernels.manifest import KernelRecord, Manifest
 from sage_aot._kernels.spec import BACKWARD
-from sage_aot._launch.plan import Launch, Plan, launch_of, lay_out
+from sage_aot._launch.plan import Launch, Plan, kv_blocks_of, launch_of, lay_out, q_blocks_of
 from sage_aot._launch.structs import NULL, FastDivmod, Tensor
 from sage_aot.errors import UnsupportedError
 
@@ -81,8 +82,8 @@ def plan_backward(forward: Plan, manifest: Manifest) -> BackwardPlan:
     prepare, tile = kernels["bwdprep"], forward.kernels.attn.tile
     rows = prepare.fact("tile_rows")
     q_side, kv_side = forward.q_tiles * tile.block_m // rows, forward.kv_tiles * tile.block_n // rows
-    sizes = {"q_side": problem.batch * problem.num_q_heads * q_side * prepare.fact("q_side_bytes"),
-             "kv_side": problem.batch * problem.num_kv_heads * kv_side * prepare.fact("kv_side_bytes")}
+    sizes = {"q_side": problem.runs * problem.num_q_heads * q_side * prepare.fact("q_side_bytes"),
+             "kv_side": problem.runs * problem.num_kv_heads * kv_side * prepare.fact("kv_side_bytes")}
     offsets, workspace_bytes = lay_out(sizes)
     return BackwardPlan(forward, kernels, saved_parts(forward, prepare), q_side, kv_side, tile.block_n // rows,
                         offsets, sizes, workspace_bytes)
@@ -90,43 +91,42 @@ def plan_backward(forward: Plan, manifest: Manifest) -> BackwardPlan:
 
 def saved_parts(forward: Plan, prepare: KernelRecord) -> SavedParts:
     """The parts that are saved of a forward pass. `prepare`: the kernel that reads it."""
-    tiles = forward.problem.batch * forward.problem.num_kv_heads * forward.kv_tiles
+    tiles = forward.problem.runs * forward.problem.num_kv_heads * forward.kv_tiles
     return SavedParts(forward.kept_bytes, tiles, prepare.fact("k_tile_bytes"), prepare.fact("k_line_bytes"))
-
-
-def _blocks(rows: int, gradient: KernelRecord) -> int:
-    return -(-rows // gradient.fact("block_rows"))
 
 
 def backward_launches(plan: BackwardPlan, tensors: BackwardArguments) -> list[Launch]:
     """The launches of a backward pass, in order."""
     problem = plan.forward.problem
-    q_heads, kv_heads = problem.batch * problem.num_q_heads, problem.batch * problem.num_kv_heads
+    q_heads, kv_heads = problem.runs * problem.num_q_heads, problem.runs * problem.num_kv_heads
     known = {**_known(plan, tensors), "q_side_blocks": q_heads * plan.q_side_tiles}
     prepare, grad_kv, grad_q = (plan.kernels[kind] for kind in BACKWARD)
     blocks = [(prepare, known["q_side_blocks"] + kv_heads * plan.kv_side_tiles)]
     if tensors.grad_k is not None:
-        blocks.append((grad_kv, kv_heads * _blocks(problem.seqlen_kv, grad_kv)))
+        blocks.append((grad_kv, kv_heads * known["kv_blocks_of_head"].divisor))
     if tensors.grad_q is not None:
-        blocks.append((grad_q, q_heads * _blocks(problem.seqlen_q, grad_q)))
-    return [launch_of(record, count, known, problem.dtype) for record, count in blocks]
+        blocks.append((grad_q, q_heads * known["q_blocks"].divisor))
+    return [launch_of(record, count, known, problem.dtype, problem.is_packed) for record, count in blocks]
 
 
 def _known(plan: BackwardPlan, tensors: BackwardArguments) -> dict[str, Any]:
     """The values that all launches share, by the names of the struct's fields."""
     problem, saved = plan.forward.problem, plan.saved
     return {
+        **dict.fromkeys(("key_rank", "key_index"), NULL),
         **{name: tensor or _NOBODYS for name, tensor in tensors._asdict().items()},
         **{name: ("workspace", offset) for name, offset in plan.offsets.items()},
         **{name: ("kept", offset) for name, offset in plan.forward.kept_offsets.items()},
-        "k_hat": ("kept", saved.k_begin), "lse": ("lse", 0),
+        **{name: (name, 0) if problem.tokens else NULL for name in ("cu_seqlens_q", "cu_seqlens_k")},
+        "k_hat": ("kept", saved.k_begin), "lse": ("lse", 0), "batch": problem.batch,
         "num_q_heads": FastDivmod.of(problem.num_q_heads),
         "num_kv_heads": FastDivmod.of(problem.num_kv_heads),
         "q_heads_per_kv_head": FastDivmod.of(problem.num_q_heads // problem.num_kv_heads),
-        "seqlen_q": problem.seqlen_q, "seqlen_kv": problem.seqlen_kv, "headdim": problem.headdim,
+        "seqlen_q": problem.seqlen_q, "seqlen_kv": problem.seqlen_kv, "q_rows": problem.q_rows,
+        "headdim": problem.headdim, "block_m": plan.forward.kernels.attn.tile.block_m, "unused": 0,
         "q_side_tiles": FastDivmod.of(plan.q_side_tiles), "kv_side_tiles": FastDivmod.of(plan.kv_side_tiles),
         "log2_parts_of_kv_tile": plan.parts_of_kv_tile.bit_length() - 1,
-        "q_blocks": FastDivmod.of(_blocks(problem.seqlen_q, plan.kernels["bwdq"])),
-        "kv_blocks_of_head": FastDivmod.of(_blocks(problem.seqlen_kv, plan.kernels["bwdkv"])),
+        "q_blocks": FastDivmod.of(q_blocks_of(problem, plan.kernels["bwdq"].fact("block_rows"))),
+        "kv_blocks_of_head": FastDivmod.of(kv_blocks_of(problem, plan.kernels["bwdkv"].fact("block_rows"))),
         "softmax_scale": problem.softmax_scale, "is_causal": problem.options.is_causal,
     }

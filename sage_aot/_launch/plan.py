@@ -43,7 +43,7 @@ ALIGNMENT = 256
 OF_KV = ("kv_hat", "k_mean", "v_scale", "v_mean", "key_rank", "key_index")
 """Buffers that depend on k and v alone. Where k and v are quantized by a call of their own, they lie in its result."""
 
-KEPT = {"all": (), "kv": OF_KV, "q": OF_KV, "train": ("q_hat", "q_scale")}
+KEPT = {"all": (), "kv": OF_KV, "q": OF_KV, "train": ("q_hat", "q_scale", "key_rank", "key_index")}
 """Buffers that lie in what a call keeps, or an earlier one kept, by the part of a problem."""
 
 _OF_SOME_CALLS = ("delta_s", "key_rank", "key_index", "tile_lists", "tile_counts", "key_bits")
@@ -136,7 +136,7 @@ def plan(problem: Problem, kernels: Kernels, splits: int = 1) -> Plan:
         kernels = kernels.without("merge")
     else:
         _check_splits(splits, kernels["merge"])
-    q_tiles, kv_tiles = _q_blocks(problem, tile.block_m), _kv_blocks(problem, tile.block_n)
+    q_tiles, kv_tiles = q_blocks_of(problem, tile.block_m), kv_blocks_of(problem, tile.block_n)
     columns = -(-problem.seqlen_kv // tile.block_n) * tile.block_n
     sizes = _buffer_bytes(problem, kernels, q_tiles, kv_tiles)
     if problem.is_listed:
@@ -166,7 +166,7 @@ def splits_of(problem: Problem, kernels: Kernels, sm_count: int) -> int:
     """The number of blocks that share the keys of a query tile on a GPU of `sm_count` SMs. One where the query tiles
     fill the GPU; else as many as make the call shortest, by the costs START, MERGE and MERGE_PARTIAL."""
     tile, headdim = kernels.attn.tile, kernels.attn.spec.headdim
-    tiles = problem.runs * problem.num_q_heads * _q_blocks(problem, tile.block_m)
+    tiles = problem.runs * problem.num_q_heads * q_blocks_of(problem, tile.block_m)
     at_once = sm_count * tile.min_blocks
     if problem.part == "kv" or problem.is_empty or tiles >= at_once:
         return 1
@@ -206,12 +206,12 @@ def lay_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
     return offsets, end
 
 
-def _q_blocks(problem: Problem, rows: int) -> int:
+def q_blocks_of(problem: Problem, rows: int) -> int:
     """Blocks of so many queries in a run; of sequences the slots, problem/sequences.cuh."""
     return problem.q_rows // rows + problem.batch if problem.tokens else -(-problem.seqlen_q // rows)
 
 
-def _kv_blocks(problem: Problem, keys: int) -> int:
+def kv_blocks_of(problem: Problem, keys: int) -> int:
     """Blocks of so many keys, likewise."""
     return problem.kv_rows // keys + problem.batch if problem.tokens else -(-problem.seqlen_kv // keys)
 
@@ -303,14 +303,15 @@ def _list_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: int)
     return {"tile_lists": 4 * tiles, "tile_counts": masks * q_tiles * 8, **bits}
 
 
-def launch_of(record: KernelRecord, blocks: int, params: Params, rows: str | None = None,
+def launch_of(record: KernelRecord, blocks: int, params: Params, rows: str | None = None, packed: bool = False,
               at_most: int = _MAX_GRID) -> Launch:
     """A launch of so many blocks, or of `at_most` blocks that share the work where there is more. `rows`: the entry
-    point's member of ROWS, where the kernel reads rows."""
+    point's member of ROWS, where the kernel reads rows; `packed`: of its entry points those for packed sequences or
+    keys."""
     if blocks > _MAX_GRID:
         raise UnsupportedError(f"{record.name} would need {blocks} blocks, a launch takes {_MAX_GRID}; split the batch")
     spec = record.spec
-    return Launch(record, spec.entries[spec.rows.index(rows) if rows else 0], min(blocks, at_most), params)
+    return Launch(record, spec.entry(rows, packed) if rows else spec.name, min(blocks, at_most), params)
 
 
 def rows_of(headdim: int, dtype: str, *tensors: Argument) -> str:
@@ -341,9 +342,9 @@ def _quantize(plan: Plan, tensors: Arguments, known: Params, sm_count: int) -> L
     if problem.part == "kv":
         q_blocks = 0
     if problem.part != "q":
-        blocks = kv_heads * (2 * _kv_blocks(problem, keys) + q_blocks)
+        blocks = kv_heads * (2 * kv_blocks_of(problem, keys) + q_blocks)
         rounds = max(1, min(MOST_ROUNDS, blocks // (sm_count * BLOCKS_A_ROUND)))
-        kv_blocks = _kv_blocks(problem, keys * rounds)
+        kv_blocks = kv_blocks_of(problem, keys * rounds)
     per_kv_head = 2 * kv_blocks + q_blocks
     own = {"rounds": rounds, "kv_blocks": kv_blocks, "blocks_per_kv_head": FastDivmod.of(per_kv_head),
            "wants_row_bias": _wants_row_bias(plan, tensors.returns_lse)}
@@ -364,7 +365,7 @@ def _wants_row_bias(plan: Plan, returns_lse: bool) -> bool:
 def _delta(plan: Plan, tensors: Arguments, known: Params) -> Launch:
     record = plan.kernels["delta"]
     edge = record.fact("tile")
-    tile_blocks = _q_blocks(plan.problem, edge * plan.kernels.attn.tile.block_m)
+    tile_blocks = q_blocks_of(plan.problem, edge * plan.kernels.attn.tile.block_m)
     key_blocks = -(-plan.columns // edge)
     own = {"key_blocks": FastDivmod.of(key_blocks), "tile_blocks": FastDivmod.of(tile_blocks)}
     return launch_of(record, known["num_heads"] * tile_blocks * key_blocks, {**known, **own},
@@ -392,6 +393,6 @@ def _partial(plan: Plan) -> Params:
 
 def _merge(plan: Plan, known: Params) -> Launch:
     record, problem = plan.kernels["merge"], plan.problem
-    row_blocks = _q_blocks(problem, record.fact("rows"))
+    row_blocks = q_blocks_of(problem, record.fact("rows"))
     own = {"partial_headdim": _partial_headdim(problem), "row_blocks": FastDivmod.of(row_blocks)}
     return launch_of(record, problem.runs * problem.num_q_heads * row_blocks, {**known, **own})

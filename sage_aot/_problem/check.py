@@ -14,7 +14,7 @@ from sage_aot._problem.arguments import TOKENS, check_last_stride, check_tensors
 from sage_aot._problem.given import Given, MaxSeqlens, Stored
 from sage_aot._problem.options import LAYOUTS, Options
 from sage_aot._problem.problem import DTYPES, Problem, differ, heads_first, is_known
-from sage_aot._problem.tensors import LISTED, SIZES, TENSORS, Kind, check_taken
+from sage_aot._problem.tensors import FUNCTIONS, LISTED, SIZES, TENSORS, Kind, check_taken
 from sage_aot.errors import ArgumentError
 
 _NUMBERS = {3: "three", 4: "four"}
@@ -98,7 +98,15 @@ def _check_stored(given: Given, options: Options) -> Problem:
 
 
 def _check_train(given: Given, options: Options) -> Problem:
-    problem = _check_dense(given, options)
+    return _trained(_check_dense(given, options), given, options)
+
+
+def _check_train_varlen(given: Given, options: Options) -> Problem:
+    return _trained(_check_varlen(given, options), given, options)
+
+
+def _trained(problem: Problem, given: Given, options: Options) -> Problem:
+    """The problem of a call that is trained, if it can be."""
     if options.window:
         raise ArgumentError(f"window: expected None to train with, got {options.window}; there is no backward pass "
                             f"with windows: call torch.nn.functional.scaled_dot_product_attention with a mask")
@@ -113,24 +121,25 @@ def _check_train(given: Given, options: Options) -> Problem:
 
 
 _CHECKS: Mapping[Kind, Callable[[Given, Options], Problem]] = {
-    "dense": _check_dense, "varlen": _check_varlen, "kv": _check_kv, "stored": _check_stored, "train": _check_train}
+    "dense": _check_dense, "varlen": _check_varlen, "kv": _check_kv, "stored": _check_stored, "train": _check_train,
+    "train_varlen": _check_train_varlen}
 
 
-def check_backward(grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-                   saved: torch.Tensor, options: Options) -> Problem:
-    """Check the tensors of a backward pass, and return the problem of its forward pass. How long `saved` is, the
-    kernels say."""
-    problem = check(Given("train", out, v, v), options)
+def check_backward(given: Given, grad_out: torch.Tensor, lse: torch.Tensor, saved: torch.Tensor,
+                   options: Options) -> Problem:
+    """Check the tensors of a backward pass, and return the problem of its forward pass. `given`: what that was given,
+    with its output in place of q, and v in place of k. How long `saved` is, the kernels say."""
+    problem, out = check(given, options), given.like
     if (grad_out.shape, grad_out.dtype, grad_out.device) != (out.shape, out.dtype, out.device):
         raise ArgumentError(f"the gradient of the output: expected {describe(out)}, got {describe(grad_out)}; pass "
                             f"one of the output's shape, dtype and device")
-    of_lse = (problem.batch, problem.num_q_heads, problem.q_rows)
+    of_lse, function = problem.lse_shape, FUNCTIONS[given.kind]
     if tuple(lse.shape) != of_lse or lse.dtype != torch.float32 or not lse.is_contiguous() or lse.device != out.device:
         raise ArgumentError(f"lse: expected what the forward pass returned, {of_lse} torch.float32 on {out.device}, "
-                            f"got {describe(lse)}; call sage_aot.train_attn")
+                            f"got {describe(lse)}; call sage_aot.{function}")
     if saved.dtype != torch.uint8 or saved.dim() != 1 or not saved.is_contiguous() or saved.device != out.device:
         raise ArgumentError(f"saved: expected what the forward pass returned, bytes on {out.device}, got "
-                            f"{describe(saved)}; call sage_aot.train_attn")
+                            f"{describe(saved)}; call sage_aot.{function}")
     return problem
 
 
@@ -246,7 +255,8 @@ def _check_optional(name: str, given: Given, problem: Problem) -> None:
 
 
 def _check_sequences(given: Given, device: torch.device) -> tuple[int, MaxSeqlens]:
-    """Check what attn_varlen takes beside q, k and v; return the number of sequences and the longest lengths."""
+    """Check what a call with sequences takes beside q, k and v; return the number of sequences and the longest
+    lengths."""
     cu_seqlens_q, cu_seqlens_k, longest = given.cu_seqlens_q, given.cu_seqlens_k, given.details
     assert cu_seqlens_q is not None and cu_seqlens_k is not None and isinstance(longest, MaxSeqlens)
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):

@@ -11,7 +11,7 @@ from sage_aot._problem.tensors import OPERANDS, TENSORS, Kind
 
 
 class MaxSeqlens(NamedTuple):
-    """The longest sequences of a call of attn_varlen: the most queries, and the most keys, of a sequence."""
+    """The longest sequences of a call: the most queries, and the most keys, of a sequence."""
 
     q: int
     k: int
@@ -56,6 +56,11 @@ class Given(NamedTuple):
     def having(self, **tensors: Any) -> Given:
         """Replace tensors, by name."""
         return self._replace(**tensors)
+
+    @property
+    def is_trained(self) -> bool:
+        """True where the call has a backward pass."""
+        return self.kind in ("train", "train_varlen")
 
     @property
     def optional(self) -> tuple[str, ...]:

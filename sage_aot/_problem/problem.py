@@ -51,6 +51,12 @@ class Problem:
         return self.tokens[1] if self.tokens else self.seqlen_kv
 
     @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """The shape of the log-sum-exp: [batch, q heads, queries], or [q heads, tokens]."""
+        heads_and_rows = self.num_q_heads, self.q_rows
+        return heads_and_rows if self.tokens else (self.batch, *heads_and_rows)
+
+    @property
     def has_key_mask(self) -> bool:
         return "key_mask" in self.optional
 
@@ -63,6 +69,11 @@ class Problem:
     def packs_keys(self) -> bool:
         """True where the call leaves the keys out that its key mask hides, before it quantizes."""
         return self.has_key_mask and not self.is_listed
+
+    @property
+    def is_packed(self) -> bool:
+        """True where batch entries differ in length: sequences packed into one tensor, or keys that a mask leaves."""
+        return self.tokens is not None or self.packs_keys
 
     @property
     def is_empty(self) -> bool:

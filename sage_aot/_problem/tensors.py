@@ -13,11 +13,14 @@ from typing import Any, Literal, NamedTuple
 
 from sage_aot.errors import ArgumentError
 
-Kind = Literal["dense", "varlen", "kv", "stored", "train"]
-"""Kind of a call, by the public function: attn, attn_varlen, quantize_kv, attn with a QuantizedKV, train_attn."""
+Kind = Literal["dense", "varlen", "kv", "stored", "train", "train_varlen"]
+"""Kind of a call, by the public function: attn, attn_varlen, quantize_kv, attn with a QuantizedKV, train_attn,
+train_attn_varlen."""
 
-_FUNCTIONS: Mapping[Kind, str] = {"dense": "attn", "varlen": "attn_varlen", "kv": "quantize_kv",
-                                  "stored": "attn with a QuantizedKV", "train": "train_attn"}
+FUNCTIONS: Mapping[Kind, str] = {
+    "dense": "attn", "varlen": "attn_varlen", "kv": "quantize_kv", "stored": "attn with a QuantizedKV",
+    "train": "train_attn", "train_varlen": "train_attn_varlen"}
+"""Per kind the public function."""
 
 _MOST_RANKS = 2**31  # what key_rank_index() in problem/seqlen.cuh can count
 
@@ -55,22 +58,28 @@ def _key_mask_limit(problem: Any) -> tuple[Any, str]:
             f"expected batch * (keys + 1) below {_MOST_RANKS}, got {batch} * {keys + 1}; {remedy}")
 
 
+def _not_trained(remedy: str) -> dict[Kind, str]:
+    return {"train": remedy, "train_varlen": remedy}
+
+
 TENSORS: dict[str, TensorArgument] = {
     "key_mask": TensorArgument(
         dtype="bool", shape=("batch", "keys"), meaning="True where a key may be seen",
         other_dtype="pass key_mask.bool() for ones and zeros, key_mask == 0 for zeros and -inf",
         other_shape="of a mask that all entries share pass key_mask.expand(batch, -1), of one [batch, 1, 1, keys] pass "
                     "key_mask[:, 0, 0]; pass one that differs by query or head as attn_mask",
-        calls=("dense", "kv"),
-        refused={"varlen": "leave the keys that it masks out of k and v, and out of cu_seqlens_k",
-                 "stored": "pass it to quantize_kv", "train": "leave the keys that it masks out of k and v"},
+        calls=("dense", "kv", "train"),
+        refused={**dict.fromkeys(("varlen", "train_varlen"),
+                                 "leave the keys that it masks out of k and v, and out of cu_seqlens_k"),
+                 "stored": "pass it to quantize_kv"},
         help="keys that may be seen, for all queries and heads alike; the call drops all others before it quantizes",
         limit=_key_mask_limit),
     "sinks": TensorArgument(
         dtype="float32", shape=("q heads",), meaning="a logit beside the scores of each row of the head",
         other_dtype="pass sinks.float()", other_shape="pass one logit for each q head, sinks.flatten()",
         calls=("dense", "varlen", "stored"),
-        refused={"kv": "pass it to attn", "train": "there is no backward pass with sinks; call the host's attention"},
+        refused={"kv": "pass it to attn",
+                 **_not_trained("there is no backward pass with sinks; call the host's attention")},
         help="joins the softmax of each row of its q head, without a value: the weights of the keys sum to less than "
              "one",
         axes={"mask": "sparse"}),
@@ -81,7 +90,7 @@ TENSORS: dict[str, TensorArgument] = {
         other_shape="pass one that broadcasts to it",
         calls=("dense", "stored"),
         refused={"varlen": "leave it out: sequences do not see each other", "kv": "pass it to attn",
-                 "train": "there is no backward pass with such masks; call the host's attention"},
+                 **_not_trained("there is no backward pass with such masks; call the host's attention")},
         help="the keys that a query sees, as in torch's SDPA: any shape that broadcasts; tiles that no query sees are "
              "not read",
         axes={"mask": "sparse"}),
@@ -91,7 +100,7 @@ TENSORS: dict[str, TensorArgument] = {
         other_dtype="make it by sage_aot.block_mask", other_shape="make it by sage_aot.block_mask",
         calls=("dense", "stored"),
         refused={"varlen": "call attn for each sequence", "kv": "pass it to attn",
-                 "train": "there is no backward pass with such masks; call the host's attention"},
+                 **_not_trained("there is no backward pass with such masks; call the host's attention")},
         help="the blocks of keys that a block of queries sees, by `sage_aot.block_mask`; all others are not read",
         axes={"mask": "sparse"}),
 }
@@ -118,14 +127,14 @@ def check_taken(kind: Kind, **optional: object) -> None:
     """Raise ArgumentError for an optional tensor that calls of a kind do not take."""
     for name, tensor in optional.items():
         if tensor is not None and kind not in TENSORS[name].calls:
-            raise ArgumentError(f"{name}: expected None in a call of {_FUNCTIONS[kind]}, got a tensor; "
+            raise ArgumentError(f"{name}: expected None in a call of {FUNCTIONS[kind]}, got a tensor; "
                                 f"{TENSORS[name].refused[kind]}")
 
 
 def markdown_table() -> str:
     """The table of optional tensors in docs/options.md."""
     rows = [f"| `{name}` | `[{', '.join(argument.shape)}]` {argument.dtype}: {argument.meaning} | "
-            f"{', '.join(f'`{_FUNCTIONS[kind]}`' for kind in argument.calls)} | {argument.help} |"
+            f"{', '.join(f'`{FUNCTIONS[kind]}`' for kind in argument.calls)} | {argument.help} |"
             for name, argument in TENSORS.items()]
     return "\n".join(["| tensor | shape, type | calls | meaning |", "|---|---|---|---|", *rows]) + "\n"
 

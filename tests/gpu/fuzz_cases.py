@@ -272,7 +272,8 @@ def as_trained(case: Case) -> Case:
     """Case with the same inputs in a call of train_attn; other fields have the values of the simplest call."""
     sizes = {name: max(1, getattr(case, name)) for name in ("batch", "kv_heads", "group", "seqlen_q", "seqlen_kv")}
     others = {name: getattr(case, name) for name in ("arch", "seed", "is_causal", "scale", "layout", "kind", "planted",
-                                                     "strides", "stream", "scores", "values", "one_key")}
+                                                     "strides", "stream", "scores", "values", "one_key", "mask_kind",
+                                                     "lengths")}
     return Case(**sizes, **others, headdim=min(case.headdim, MOST_TRAINED), entry="train_attn",
                 dtype=case.dtype if case.dtype != "f32" else "bf16")
 

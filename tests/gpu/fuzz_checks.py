@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from fuzz_kernels import against_emulated
 from fuzz_oracle import Arithmetic
 from fuzz_spy import Spy
 from selection_checks import Selection, ends_of, failures, is_decided, sizes_of
-from training_checks import against_emulated_training, make_grad_out, train
+from training_checks import Trained, against_emulated_training, make_grad_out, train
 
 import sage_aot
 from sage_aot._backends.base import Backend
@@ -312,7 +313,7 @@ def _refused(case: Case, inputs: Inputs, expected: type) -> tuple[str, list[Meas
     try:
         with torch.enable_grad():
             if case.trained:
-                train(case, inputs.tensors, make_grad_out(case, inputs.q))
+                train(case, inputs.tensors, make_grad_out(case, inputs.q), inputs.key_mask, inputs.sequences)
             else:
                 _public_call(call, inputs.sequences)
     except expected as error:
@@ -423,22 +424,54 @@ def _torchs_own(got: torch.Tensor | None, expected: torch.Tensor | None) -> Meas
 
 def _trained(case: Case, backend: Backend, inputs: Inputs) -> tuple[str, list[Measure]]:
     grad_out = make_grad_out(case, inputs.q)
-    made = train(case, inputs.tensors, grad_out)
-    views = [heads_first(tensor, case.layout) for tensor in (*inputs.tensors, grad_out)]
+    made = train(case, inputs.tensors, grad_out, inputs.key_mask, inputs.sequences)
     spy = backend if isinstance(backend, Spy) and backend.result is not None else None
-    measures = [] if spy is None else against_emulated_training(spy, made, *views)
-    measures += _contract(case, *views[:3], None, made.out, None)
-    measures += _contract_of_gradients(case, made, *views)
-    return ("train_attn" if spy is None else spy.result.plan.kernels.attn.name), measures
+    measures = [] if spy is None else against_emulated_training(spy, made, grad_out)
+    if inputs.sequences is None:
+        views = [heads_first(tensor, case.layout) for tensor in (*inputs.tensors, grad_out, *made)]
+        measures += _contract_of_trained(case, *views, key_mask=inputs.key_mask)
+    else:
+        measures += _contract_of_trained_sequences(case, inputs, grad_out, made)
+    return (_entry(case) if spy is None else spy.result.plan.kernels.attn.name), measures
 
 
-def _contract_of_gradients(case: Case, made: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                           grad_out: torch.Tensor) -> list[Measure]:
-    visible = oracle.visible_keys(q.shape[2], k.shape[2], is_causal=case.is_causal, device=q.device)
+def _contract_of_trained(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor,
+                         out: torch.Tensor, *gradients: torch.Tensor,
+                         key_mask: torch.Tensor | None = None) -> list[Measure]:
+    """Measure what train_attn's docstring promises, of tensors heads first."""
+    measures = _contract(case, q, k, v, key_mask, out, None)
+    if 0 in (q.shape[2], k.shape[2]):
+        return measures + [same("gradients of nothing", x, torch.zeros_like(x)) for x in gradients]
+    if key_mask is not None:
+        measures += [same("gradients of hidden keys", hidden, torch.zeros_like(hidden))
+                     for hidden in (x.transpose(1, 2)[~key_mask] for x in gradients[1:])]
+    return measures + _contract_of_gradients(case, q, k, v, grad_out, out, *gradients, key_mask=key_mask)
+
+
+def _contract_of_trained_sequences(case: Case, inputs: Inputs, grad_out: torch.Tensor, made: Trained) -> list[Measure]:
+    """Each sequence is a call by itself; other rows are zeros, and have gradients of zeros."""
+    of_q, of_k = ([False] * len(x) for x in (inputs.q, inputs.k))
+    measures = []
+    for rows, columns in _rows_of_sequences(inputs.sequences):
+        of_q[rows], of_k[columns] = ([True] * (x.stop - x.start) for x in (rows, columns))
+        tensors = inputs.q, inputs.k, inputs.v, grad_out, *made
+        own = rows, columns, columns, rows, rows, rows, columns, columns
+        measures += _contract_of_trained(case, *(x[part].transpose(0, 1)[None] for x, part in zip(tensors, own)))
+    for x, used in zip(made, (of_q, of_q, of_k, of_k)):
+        others = x[~torch.tensor(used, device=x.device)]
+        measures.append(same("rows of no sequence", others, torch.zeros_like(others)))
+    return measures
+
+
+def _contract_of_gradients(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor,
+                           out: torch.Tensor, *gradients: torch.Tensor,
+                           key_mask: torch.Tensor | None) -> list[Measure]:
+    visible = oracle.visible_keys(q.shape[2], k.shape[2], is_causal=case.is_causal, key_mask=key_mask, device=q.device)
     arithmetic = arithmetic_of(case)
-    right = oracle.gradients(q, k, v, made.out, grad_out, scale=case.scale, visible=visible, arithmetic=arithmetic)
-    found = {"q": made.grad_q, "k": made.grad_k, "v": made.grad_v}
-    held = made.grad_q.isfinite().all(-1) & right.lost
+    right = oracle.gradients(q, k, v, out, grad_out, scale=case.scale, visible=visible, arithmetic=arithmetic,
+                             key_mask=key_mask)
+    found = dict(zip("qkv", gradients))
+    held = found["q"].isfinite().all(-1) & right.lost
     measures = [same("gradients of what is not finite", held, torch.zeros_like(held))]
     largest = torch.finfo(q.dtype).max
     for name, got in found.items():
@@ -456,6 +489,7 @@ def _contract_of_gradients(case: Case, made: Any, q: torch.Tensor, k: torch.Tens
 def _is_of_the_table(case: Case, arithmetic: Arithmetic) -> bool:
     """True where the figures of docs/training.md are of such a call."""
     plain = case.kind == "normal" and case.scores is None and case.scale is None and case.planted == "none"
+    plain = plain and case.mask_kind == "none" and not case.has_sequences
     return (plain and arithmetic.independent and case.headdim >= 32 and case.strides != "expanded_heads"
             and min(case.seqlen_q, case.seqlen_kv) >= oracle.TRAINED_ROWS and case.seqlen_kv >= case.seqlen_q)
 
@@ -562,19 +596,21 @@ def _of_large_scores(arithmetic: Arithmetic, got: torch.Tensor, right: oracle.Ex
 
 def _contract_of_sequences(case: Case, inputs: Inputs, made: Made) -> list[Measure]:
     """Each sequence is a call by itself; of one that is longer than max_seqlen the first rows are."""
-    sequences = inputs.sequences
-    begins_q, begins_k = (x.tolist() for x in sequences[:2])
     measures = []
-    for b in range(len(begins_q) - 1):
-        queries = min(begins_q[b + 1] - begins_q[b], sequences.max_seqlen_q)
-        keys = min(begins_k[b + 1] - begins_k[b], sequences.max_seqlen_k)
-        rows, columns = slice(begins_q[b], begins_q[b] + queries), slice(begins_k[b], begins_k[b] + keys)
+    for rows, columns in _rows_of_sequences(inputs.sequences):
         q, k, v, out = (x.transpose(0, 1)[None] for x in (inputs.q[rows], inputs.k[columns], inputs.v[columns],
                                                           made.out[rows]))
-        if queries:
+        if q.shape[2]:
             measures += _contract(case, q, k, v, None, out, None if made.lse is None else made.lse[None, :, rows],
                                   sinks=inputs.sinks)
     return measures
+
+
+def _rows_of_sequences(sequences: Sequences) -> Iterator[tuple[slice, slice]]:
+    """The queries and the keys of each sequence, as far as the call sees them."""
+    begins_q, begins_k, longest_q, longest_k = *(x.tolist() for x in sequences[:2]), *sequences[2:]
+    for (q, q_end), (k, k_end) in zip(pairwise(begins_q), pairwise(begins_k)):
+        yield slice(q, min(q_end, q + longest_q)), slice(k, min(k_end, k + longest_k))
 
 
 def _worst(measures: list[Measure]) -> dict[str, float]:

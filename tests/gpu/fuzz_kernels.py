@@ -13,8 +13,8 @@ import torch
 from fuzz_spy import Handed, Spy
 from layout import read_back
 
-from sage_aot._backends.emulation.backend import elements_of, packed_entries, sequence_entries
-from sage_aot._backends.emulation.quantize import Quantized, quantize
+from sage_aot._backends.emulation.backend import elements_of, packed_entries, quantized_of, sequence_entries
+from sage_aot._backends.emulation.quantize import Quantized
 from sage_aot._launch.plan import Plan
 from sage_aot._problem.mask import Mask, VisibleKeys
 from sage_aot._problem.problem import heads_first
@@ -27,7 +27,7 @@ def against_emulated(spy: Spy, *, read_quantized: bool) -> list[Measure]:
     measures = []
     for handed, result in spy.attended:
         found = read_back(result) if read_quantized else None
-        measures += (_of_sequences if handed.given.kind == "varlen" else _of_batch)(handed, found)
+        measures += (_of_sequences if handed.plan.problem.tokens else _of_batch)(handed, found)
     return measures
 
 
@@ -38,7 +38,7 @@ def _of_batch(handed: Handed, found: dict[str, torch.Tensor] | None) -> list[Mea
     visible = Mask.of(problem.options).visible_keys(torch.arange(problem.seqlen_q, device=q.device),
                                                     problem.seqlen_q, problem.seqlen_kv)
     if not problem.packs_keys:
-        quantized = quantize(problem, plan.kernels, q, k, v)
+        quantized = quantized_of(problem, plan.kernels, q, k, v)
         return _of_entry(plan, quantized, visible, k.shape[2], None, found, out, handed.lse, handed.given.sinks,
                          elements_of(problem, handed.given))
     measures = []
@@ -71,7 +71,7 @@ def _of_sequences(handed: Handed, found: dict[str, torch.Tensor] | None) -> list
         if 0 in (queries, keys):
             continue
         visible = Mask.of(own.problem.options).visible_keys(torch.arange(queries, device=own.q.device), queries, keys)
-        quantized = quantize(own.problem, plan.kernels, own.q, own.k, own.v)
+        quantized = quantized_of(own.problem, plan.kernels, own.q, own.k, own.v)
         of_own = found and _found_of_sequence(found, plan, b, begins_q[b], begins_k[b], quantized)
         measures += _of_entry(dataclasses.replace(plan, problem=own.problem), quantized, visible, keys, None, of_own,
                               handed.out[own.rows].transpose(0, 1)[None],

@@ -437,10 +437,11 @@ class Gradients:
 
 
 def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, grad_out: torch.Tensor, *,
-              scale: float | None, visible: torch.Tensor, arithmetic: Arithmetic) -> Gradients:
+              scale: float | None, visible: torch.Tensor, arithmetic: Arithmetic,
+              key_mask: torch.Tensor | None = None) -> Gradients:
     """The gradients of exact attention, and how far those of 8 bits may lie from them, by docs/training.md: P of the
     quantized scores, D of the call's own output `out`, and a rounding of P, dO and dS each."""
-    heads = _attend(q, k, v, scale, visible, arithmetic, None)
+    heads = _attend(q, k, v, scale, visible, arithmetic, key_mask)
     lost = ~grad_out.isfinite().all(-1) & heads.seen.any(-1)
     made, grad = (torch.where(x.isfinite(), x, 0.0).double() for x in (out, grad_out))
     p = heads.weights
@@ -451,7 +452,7 @@ def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tens
     off_d = ((grad * (made - heads.out)).sum(-1).abs() + noise)[..., None]
     off_ds = off_p * (dp - d).abs() + (p + off_p) * off_d
     size = ds.abs() + off_ds
-    rounded = {"q": spread(heads.q, False), "k": spread(heads.k, True), "out": grad.abs()}
+    rounded = {"q": spread(heads.q, False), "k": spread(heads.k, True, key_mask), "out": grad.abs()}
     top = {name: x.amax((-1, -2))[..., None, None] for name, x in rounded.items()}
     seen, reach = heads.seen.double(), rounded["k"].amax(2, keepdim=True)
     bound_q = abs(heads.scale) * (off_ds.sum(-1, keepdim=True) * reach
@@ -470,7 +471,7 @@ def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tens
     info = torch.finfo(q.dtype)
     bound = {name: x + info.eps * expected[name].abs() + info.smallest_normal * info.eps + 1e-30
              for name, x in bound.items()}
-    return Gradients(expected, bound, _tainted(q, k, v, lost, visible), lost)
+    return Gradients(expected, bound, _tainted(q, k, v, lost, visible, key_mask), lost)
 
 
 def _steps(x: torch.Tensor, seen: torch.Tensor, dim: int) -> torch.Tensor:
@@ -483,11 +484,13 @@ def _of_kv_heads(x: torch.Tensor, group: int) -> torch.Tensor:
     return x.unflatten(1, (-1, group)).sum(2)
 
 
-def _tainted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lost: torch.Tensor,
-             visible: torch.Tensor) -> dict[str, torch.Tensor]:
+def _tainted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lost: torch.Tensor, visible: torch.Tensor,
+             key_mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """Queries that are not finite, see something that is not, or whose gradient is not; and all keys that these see."""
     of, seen = heads_of(q, k), visible.float()
     bad_keys = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+    if key_mask is not None:
+        bad_keys = bad_keys & key_mask[:, None]
     queries = lost | ~q.isfinite().all(-1) | ((seen @ bad_keys.float()[:, of, :, None])[..., 0] > 0)
     reached = (seen.mT @ queries.float()[..., None])[..., 0] > 0
     keys = reached.unflatten(1, (k.shape[1], -1)).any(2) | bad_keys

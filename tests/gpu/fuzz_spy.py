@@ -70,9 +70,8 @@ class Spy:
                 self.error = error
                 raise
             result = Result(out, lse, workspace, call.plan)
-            if plan.problem.part == "all":
-                self.attended.append((Handed(plan, given, out, lse), result))
             if plan.problem.part in ("all", "train"):
+                self.attended.append((Handed(plan, given, out, lse), result))
                 self.result = self.result or result
 
         return watched
@@ -84,7 +83,7 @@ class Spy:
         call: Any = self._backend.bind_backward(plan, tensors)
 
         def watched(tensors: BackwardTensors, lse: torch.Tensor, kept: torch.Tensor) -> None:
-            for written in tensors[3:]:
+            for written in tensors.gradients:
                 if written is not None:
                     written.fill_(math.nan)
             workspace = torch.full((call.plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=kept.device)
@@ -93,7 +92,7 @@ class Spy:
             except Exception as error:
                 self.error = error
                 raise
-            self.gradients = tuple(gradient for gradient in tensors[3:] if gradient is not None)
+            self.gradients = tuple(gradient for gradient in tensors.gradients if gradient is not None)
 
         return watched
 

@@ -137,6 +137,6 @@ if torch.cuda.device_count() > 1:
         assert all(torch.equal(a, b.to("cuda:0")) for a, b in zip(expected, found))
 
         leaves = [x.detach() for x in there]  # the operators themselves, which no thread of autograd calls
-        out, lse, saved = torch.ops.sage_aot.train_attn(*leaves)
-        found = torch.ops.sage_aot.train_attn_backward(grad.to("cuda:1"), leaves[2], out, lse, saved)
+        out, lse, saved = torch.ops.sage_aot.train_attn(*leaves, None)
+        found = torch.ops.sage_aot.train_attn_backward(grad.to("cuda:1"), leaves[2], out, lse, saved, None)
         assert all(torch.equal(a, b.to("cuda:0")) for a, b in zip(expected, found))

@@ -9,18 +9,21 @@ quantization error, so bounds are of rows.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from fuzz_cases import Case
+from fuzz_kernels import against_emulated
 from fuzz_spy import Spy
 
 import sage_aot
-from sage_aot._backends.emulation.backward import gradients, saved_of
-from sage_aot._backends.emulation.quantize import quantize
+from sage_aot._backends.emulation.backend import gradients_of, sequence_entries
 from sage_aot._call.backends import handing
-from sage_aot._problem.problem import heads_first
-from sage_aot._tools.compare import Measure, against_emulation, same
+from sage_aot._problem.given import Given
+from sage_aot._problem.problem import Problem, heads_first
+from sage_aot._problem.sequences import Sequences
+from sage_aot._tools.compare import Measure, same
 
 ROW_BOUND = 0.02
 """Most error of a row of a gradient, as a share of the largest row of its head, by L2 norms."""
@@ -29,9 +32,8 @@ CANCELLED = 2.0**-18
 """Error of dS where dO·Vᵀ and D cancel, as a share of |dO|·|V|: both are sums in f32, in other orders."""
 
 
-@dataclass(frozen=True)
-class Trained:
-    """Results of a trained call, heads first."""
+class Trained(NamedTuple):
+    """Results of a trained call, in the call's layout."""
 
     out: torch.Tensor
     grad_q: torch.Tensor
@@ -39,17 +41,21 @@ class Trained:
     grad_v: torch.Tensor
 
 
-def measure_training(case: Case, spy: Spy, tensors: tuple[torch.Tensor, ...]) -> list[Measure]:
+def measure_training(case: Case, spy: Spy, tensors: tuple[torch.Tensor, ...], key_mask: torch.Tensor | None = None,
+                     sequences: Sequences | None = None) -> list[Measure]:
     """Make a trained call of kernels, and hold it against the emulation."""
     grad_out = make_grad_out(case, tensors[0])
     with handing(spy):
-        made = train(case, tensors, grad_out)
-    return against_emulated_training(spy, made, *(heads_first(x, case.layout) for x in (*tensors, grad_out)))
+        made = train(case, tensors, grad_out, key_mask, sequences)
+    return against_emulated_training(spy, made, grad_out)
 
 
 def make_grad_out(case: Case, q: torch.Tensor) -> torch.Tensor:
     """The gradient of the output, of a size that grows with the seed, with strides of its own; of some seeds zeros from
     a row on, as behind padding."""
+    if q.dim() == 3:  # of sequences
+        one = dataclasses.replace(case, batch=1, seqlen_q=q.shape[0], layout="NHD", lengths="one")
+        return make_grad_out(one, q[None])[0]
     generator = torch.Generator(q.device).manual_seed(case.seed + 1)
     magnitude = 10.0 ** -(case.seed % 4)
     if case.strides == "expanded_heads":  # as of a sum
@@ -68,34 +74,48 @@ def make_grad_out(case: Case, q: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def train(case: Case, tensors: tuple[torch.Tensor, ...], grad_out: torch.Tensor) -> Trained:
+def train(case: Case, tensors: tuple[torch.Tensor, ...], grad_out: torch.Tensor, key_mask: torch.Tensor | None,
+          sequences: Sequences | None) -> Trained:
     """Make the public call and its backward pass."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     with torch.enable_grad():
-        out = sage_aot.train_attn(*leaves, is_causal=case.is_causal, scale=case.scale, layout=case.layout)
-        found = torch.autograd.grad(out, leaves, grad_out)
-    return Trained(*(heads_first(x, case.layout) for x in (out.detach(), *found)))
+        if sequences is None:
+            out = sage_aot.train_attn(*leaves, key_mask=key_mask, is_causal=case.is_causal, scale=case.scale,
+                                      layout=case.layout)
+        else:
+            out = sage_aot.train_attn_varlen(*leaves, **sequences._asdict(), is_causal=case.is_causal, scale=case.scale)
+        return Trained(out.detach(), *torch.autograd.grad(out, leaves, grad_out))
 
 
-def against_emulated_training(spy: Spy, made: Trained, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                              grad_out: torch.Tensor) -> list[Measure]:
-    """Compare what the kernels of a trained call made of these tensors, heads first, with the emulation."""
-    assert spy.result is not None
-    plan, lse = spy.result.plan, spy.result.lse
+def against_emulated_training(spy: Spy, made: Trained, grad_out: torch.Tensor) -> list[Measure]:
+    """Compare what the kernels of a trained call left behind with the emulation of what they were handed."""
+    handed = spy.handed
+    assert handed is not None and handed.lse is not None
+    plan, given = handed.plan, handed.given
     problem = plan.problem
-    quantized = quantize(problem, plan.kernels, q, k, v)
-    quantized = dataclasses.replace(quantized, row_bias=0.0 * quantized.row_bias)
-    measures = against_emulation(plan, quantized, made.out, lse)
-    saved = saved_of(quantized, v, made.out, lse)
-    expected = gradients(saved, grad_out, problem.softmax_scale, problem.options.is_causal)
+    measures = against_emulated(spy, read_quantized=False)
+    expected = gradients_of(plan, given, made.out, handed.lse, grad_out)
+    q, k, v = given.tensors[:3]
     group = problem.num_q_heads // problem.num_kv_heads
     products = grad_out.float().abs().nan_to_num(0.0, 0.0).amax() * v.float().abs().nan_to_num(0.0, 0.0).amax()
     cancelled = CANCELLED * problem.headdim**0.5 * products * abs(problem.softmax_scale)
     noise = {"q": cancelled * k.float().abs().nan_to_num(0.0, 0.0).amax(),
              "k": cancelled * q.float().abs().nan_to_num(0.0, 0.0).amax() * group, "v": torch.zeros_like(cancelled)}
-    for name, got, wanted in zip("qkv", (made.grad_q, made.grad_k, made.grad_v), expected):
-        measures += _of_gradient(name, got.float(), wanted, noise[name], torch.finfo(got.dtype))
+    for name, got, wanted in zip("qkv", made[1:], expected):
+        for part in _entries(problem, given, name):
+            measures += _of_gradient(name, part(got).float(), part(wanted), noise[name], torch.finfo(got.dtype))
     return measures
+
+
+def _entries(problem: Problem, given: Given, name: str) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Views, heads first, of the batch entries of q, k or v: of all, or of each sequence with rows of it."""
+    if not problem.tokens:
+        yield lambda x: heads_first(x, problem.options.layout)
+        return
+    for own in sequence_entries(problem, given):
+        rows = own.rows if name == "q" else own.keys
+        if rows.start < rows.stop:
+            yield lambda x, rows=rows: x[rows].transpose(0, 1)[None]
 
 
 def _of_gradient(name: str, got: torch.Tensor, expected: torch.Tensor, noise: torch.Tensor,

@@ -74,7 +74,6 @@ SHOWN_BY = {
     "attn/mma/mainloop.cuh": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN, _SPARSE, _LINE, _WIDE_CAUSAL),
     "attn/": (_INT8, _E4M3_INT4, _SMOOTH, _K_INF, _V_NAN, _SPARSE),
     "problem/work_tile.cuh": (_INT8, _SMOOTH, _HOPPER, _HOPPER_WIDE, _K_INF, _V_NAN, _SPARSE),
-    "problem/equal_lengths.cuh": (_INT8, _INT8_CAUSAL, _HOPPER_WIDE, _WIDE_CAUSAL),
     "problem/mask.cuh": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN, _INT8_CAUSAL, _SPARSE),
     "problem/sparse_mask.cuh": (_SPARSE, _SPARSE_HOPPER, _SPARSE_256, _SPARSE_NARROW),
     "problem/kv_range.cuh": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN, _SPARSE, _SPARSE_HOPPER),
@@ -92,7 +91,7 @@ SHOWN_BY = {
 }
 """Kernels that show a header's bugs, tried in this order, by the beginning of its path; the first that fits counts."""
 
-BACKWARD_ALONE = ("copy_async", "rounded_bytes", "visible_end", "first_causal_query")
+BACKWARD_ALONE = ("copy_async", "rounded_bytes", "first_causal_query")
 """Functions outside of bwd/ that the backward kernels alone call, or of which they alone reach the drawn bug."""
 
 HARMLESS: dict[tuple[str, Operation], str] = {

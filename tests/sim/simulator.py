@@ -20,7 +20,7 @@ from launches import INSIDE, WRITABLE, WRITTEN, Buffer, Launches, anywhere, key_
 from simbuild import Build, build_engine
 from symbols import line_of
 
-from sage_aot._backends.base import BackwardTensors
+from sage_aot._backends.base import BackwardTensors, clear_output
 from sage_aot._backends.cuda.call import arguments_of, strides_of
 from sage_aot._backends.cuda.training import backward_arguments, save_k
 from sage_aot._kernels.manifest import Manifest, Struct, read_target
@@ -198,6 +198,7 @@ class SimulatedTraining:
 
     def run(self, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None, workspace: torch.Tensor) -> None:
         """The call with a workspace of the caller's."""
+        clear_output(self.plan.problem, out)
         apart = torch.empty(self.plan.kept_bytes, dtype=torch.uint8)
         self._forward.run(given._replace(kept=apart), out, lse, workspace)
         for name, offset in self.plan.kept_offsets.items():
@@ -217,8 +218,10 @@ class SimulatedBackward:
 
     def run(self, tensors: BackwardTensors, lse: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor) -> None:
         """The call with a workspace of the caller's, which keeps what the first kernel writes for the others."""
+        tensors.clear(self.plan.forward.problem)
         tensors = tensors.readable()
-        inputs = _apart({"grad_out": tensors.grad_out, "out": tensors.out, "v": tensors.v, "lse": lse, "kept": kept})
+        inputs = _apart({"grad_out": tensors.grad_out, "out": tensors.out, "v": tensors.v, "lse": lse, "kept": kept,
+                         "cu_seqlens_q": tensors.cu_seqlens_q, "cu_seqlens_k": tensors.cu_seqlens_k})
         results = {"grad_q": tensors.grad_q, "grad_k": tensors.grad_k, "grad_v": tensors.grad_v}
         buffers = [Buffer(name, workspace.data_ptr() + offset,
                           np.full(self.plan.sizes[name], INSIDE | WRITABLE, np.uint8), "workspace")

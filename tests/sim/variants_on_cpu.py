@@ -201,6 +201,15 @@ TRAINED: dict[str, dict[str, Any]] = {
 """Fields of the second trained case, by the kernel's mask."""
 
 
+TRAINED_PACKED: dict[str, dict[str, dict[str, Any]]] = {
+    "full": {"trained masked": {"mask_kind": "random", "seed": 6, "strides": "sliced"},
+             "trained sequences": {"seed": 1, "kv_heads": 2, "group": 1, "strides": "misaligned"}},
+    "causal": {"trained masked": {"mask_kind": "random", "seed": 6, "layout": "NHD", "planted": "v:nan"},
+               "trained sequences": {"seed": 11, "lengths": "cut", "strides": "fused"}},
+}
+"""Fields of the trained cases of packed keys, and of packed sequences, by the kernel's mask."""
+
+
 def cases_of(spec: AttnSpec) -> dict[str, Case]:
     """The calls that a kernel makes: all, or all but OF_QUANTIZATION_AND_EPILOGUE where others of FIRST_OF_EACH make
     those."""
@@ -231,6 +240,8 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     trained, where the kernel is: the gradients of grouped heads, of several tiles.
     trained oddly: values that are not finite, and rows of no whole vectors, which are copied, or of fewer vectors than
         the kernel's, read where they lie, TRAINED.
+    trained masked, trained sequences: packed keys and sequences, several tiles of each, TRAINED_PACKED; trained on no
+        keys: one batch entry has a mask that hides all.
     falling, for P of few bits: scores behind which references fall, once by far or from tile to tile.
     sinks, whole, blocks, elements, spoilt, turns, of sparse masks: _masks_of_queries().
     large, trained large, of the first kernel with each softmax: scores beyond all bits of a reference's fraction.
@@ -285,7 +296,12 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
         found["trained oddly"] = replace(plain, read_quantized=False, entry="train_attn", **{
             "seed": 9, "dtype": "f16", "batch": 2, "seqlen_q": 100, "seqlen_kv": 70, "planted": "v:inf",
             "headdim": spec.headdim - (24 if spec.mask == "causal" else 3), **TRAINED[spec.mask]})
-        if spec.headdim == 64 and spec.mask == "full":  # of one channel, in which two keys alone are no zeros
+        packed = replace(found["trained"], batch=2, seqlen_q=100, seqlen_kv=230)
+        packed = {"trained masked": packed, "trained sequences": replace(packed, batch=4, lengths="mixed")}
+        found |= {name: replace(packed[name], **others) for name, others in TRAINED_PACKED[spec.mask].items()}
+        if spec.headdim == 64 and spec.mask == "full":
+            found["trained on no keys"] = replace(found["trained masked"], mask_kind="nothing", seqlen_q=40)
+            # Of one channel, in which two keys alone are no zeros.
             found["trained on zeros"] = replace(found["trained"], seed=5, group=1, seqlen_q=70, seqlen_kv=142,
                                                 headdim=1, kind="sink", scale=0.001)
     if spec.pv != "f16":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 
@@ -96,10 +97,20 @@ def test_the_backward_pass_counts_what_is_asked_for(asked, products):
     assert counted(lambda: out.sum().backward()) == products * 2 * PAIRS
 
 
+def test_trained_sequences_count_by_their_lengths():
+    q, k, v = (torch.randn(90, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    begins_q, begins_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 50, 60, 90], [0, 30, 30, 80]))
+    pairs = 2 * 64 * (50 * 30 + 30 * 50)
+    call = functools.partial(sage_aot.train_attn_varlen, q, k, v, begins_q, begins_k, 50, 50)
+    assert counted(call) == 2 * 2 * pairs
+    out = call()
+    assert counted(lambda: out.sum().backward()) == 5 * 2 * pairs
+
+
 def test_no_gradient_counts_nothing():
-    saved = torch.ops.sage_aot.train_attn(Q, K, V)
+    saved = torch.ops.sage_aot.train_attn(Q, K, V, None)
     backward = torch.ops.sage_aot.train_attn_backward
-    assert counted(lambda: backward(Q, V, *saved, of_q=False, of_kv=False)) == 0
+    assert counted(lambda: backward(Q, V, *saved, None, of_q=False, of_kv=False)) == 0
 
 
 def test_quantization_counts_nothing():
@@ -109,7 +120,7 @@ def test_quantization_counts_nothing():
 def test_every_operator_has_a_formula():
     names = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
              if name.startswith("sage_aot::")}
-    assert len(names) == 17
+    assert len(names) == 19
     assert all(getattr(torch.ops.sage_aot, name) in flop_registry for name in names)
     assert ops.attn.plain._schema.name == "sage_aot::attn"
 

@@ -57,7 +57,8 @@ def test_what_an_optional_tensor_says_of_every_call(name):
 
 
 @pytest.mark.parametrize(("call", "kind"), [(sage_aot.attn, "dense"), (sage_aot.attn_varlen, "varlen"),
-                                            (sage_aot.quantize_kv, "kv"), (sage_aot.train_attn, "train")])
+                                            (sage_aot.quantize_kv, "kv"), (sage_aot.train_attn, "train"),
+                                            (sage_aot.train_attn_varlen, "train_varlen")])
 def test_public_calls_take_the_tensors_that_the_table_says(call, kind):
     parameters = inspect.signature(call).parameters
     assert tuple(name for name in TENSORS if name in parameters) == tensors.taken_by(kind)

@@ -117,7 +117,7 @@ def test_windows_that_are_none(window):
 def test_no_backward_pass_with_a_window():
     q, k, v = (x.bfloat16() for x in draw(20, 20))
     with pytest.raises(sage_aot.ArgumentError, match="window: expected None to train with"):
-        torch.ops.sage_aot.train_attn(q, k, v, False, None, "HND", "auto", None, True, False, None, True, "auto",
+        torch.ops.sage_aot.train_attn(q, k, v, None, False, None, "HND", "auto", None, True, False, None, True, "auto",
                                       "auto", [3, 0])
 
 

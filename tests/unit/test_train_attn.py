@@ -68,8 +68,8 @@ def test_where_a_linear_p_is_built_training_has_exponentials(monkeypatch):
         assert torch.equal(out, sage_aot.attn(q, k, v, p="exp2"))
     q, k, v = (x.detach() for x in (q, k, v))
     for asked in ("linear", "exp2"):
-        out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v, p=asked)
-        found = torch.ops.sage_aot.train_attn_backward(grad, v, out, lse, saved, p=asked)
+        out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v, None, p=asked)
+        found = torch.ops.sage_aot.train_attn_backward(grad, v, out, lse, saved, None, p=asked)
         assert all(map(torch.equal, found, gradients))
         forward = plan_of(backend_of(q), check(Given("train", q, k, v), Options(p=asked)), -1)
         assert plan_backward(forward, backend_of(q).manifest).kernels.keys() == {"bwdprep", "bwdkv", "bwdq"}
@@ -96,7 +96,7 @@ def test_gradients_that_are_asked_for_alone(monkeypatch, asked, compiled):
     computed = []
     backward = EmulationBackend.bind_backward
     monkeypatch.setattr(EmulationBackend, "bind_backward", lambda self, plan, tensors: (
-        computed.append([tensor is not None for tensor in tensors[3:]]) or backward(self, plan, tensors)))
+        computed.append([tensor is not None for tensor in tensors.gradients]) or backward(self, plan, tensors)))
     monkeypatch.setattr(pipeline, "_prepared", pipeline.ByKind())
     leaves = {name: tensor.detach().requires_grad_(name in asked) for name, tensor in zip("qkv", (q, k, v))}
     torch.compiler.reset()
@@ -112,9 +112,9 @@ def test_gradients_that_are_asked_for_alone(monkeypatch, asked, compiled):
 @pytest.mark.parametrize("sizes", [(70, 90), (0, 90), (70, 0)], ids=str)
 def test_the_operator_returns_no_elements_in_place_of_other_gradients(sizes, of_q, of_kv):
     q, k, v, grad = (x.detach() for x in draw(*sizes))
-    saved = torch.ops.sage_aot.train_attn(q, k, v)
-    expected = torch.ops.sage_aot.train_attn_backward(grad, v, *saved)
-    found = torch.ops.sage_aot.train_attn_backward(grad, v, *saved, of_q=of_q, of_kv=of_kv)
+    saved = torch.ops.sage_aot.train_attn(q, k, v, None)
+    expected = torch.ops.sage_aot.train_attn_backward(grad, v, *saved, None)
+    found = torch.ops.sage_aot.train_attn_backward(grad, v, *saved, None, of_q=of_q, of_kv=of_kv)
     for got, wanted, of_it in zip(found, expected, (of_q, of_kv, of_kv)):
         assert torch.equal(got, wanted if of_it else wanted.new_empty(0))
 
@@ -135,14 +135,14 @@ def options(**changes):
 @pytest.mark.parametrize("changes", [{}, {"is_causal": True, "scale": 0.1}, {"layout": "NHD"}], ids=str)
 def test_opcheck(changes):
     *tensors, _ = draw(layout=changes.get("layout", "HND"))
-    torch.library.opcheck(torch.ops.sage_aot.train_attn.default, (*tensors, *options(**changes)))
+    torch.library.opcheck(torch.ops.sage_aot.train_attn.default, (*tensors, None, *options(**changes)))
 
 
 def test_opcheck_of_the_backward_pass():
     q, k, v, grad = (x.detach() for x in draw())
-    out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v)
+    out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v, None)
     for asked in ({}, {"of_q": False}, {"of_kv": False}):
-        torch.library.opcheck(torch.ops.sage_aot.train_attn_backward.default, (grad, v, out, lse, saved), asked)
+        torch.library.opcheck(torch.ops.sage_aot.train_attn_backward.default, (grad, v, out, lse, saved, None), asked)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
@@ -210,9 +210,9 @@ def test_no_second_derivative():
 
 def test_a_gradient_of_another_dtype_is_refused():
     q, k, v, grad = (x.detach() for x in draw())
-    out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v)
+    out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v, None)
     with pytest.raises(ArgumentError, match="the gradient of the output: expected"):
-        torch.ops.sage_aot.train_attn_backward(grad.float(), v, out, lse, saved)
+        torch.ops.sage_aot.train_attn_backward(grad.float(), v, out, lse, saved, None)
 
 
 @pytest.mark.parametrize(("name", "change", "message"), [
@@ -223,10 +223,10 @@ def test_a_gradient_of_another_dtype_is_refused():
     ("v", lambda x: x[:, :, :, :60], "q, k and v must have one head dim")])
 def test_what_no_forward_pass_returned_is_refused(name, change, message):
     q, k, v, grad = (x.detach() for x in draw())
-    given = dict(zip(("out", "lse", "saved"), torch.ops.sage_aot.train_attn(q, k, v)), v=v)
+    given = dict(zip(("out", "lse", "saved"), torch.ops.sage_aot.train_attn(q, k, v, None)), v=v)
     given[name] = change(given[name])
     with pytest.raises(ArgumentError, match=message):
-        torch.ops.sage_aot.train_attn_backward(grad, given["v"], given["out"], given["lse"], given["saved"])
+        torch.ops.sage_aot.train_attn_backward(grad, given["v"], given["out"], given["lse"], given["saved"], None)
 
 
 def test_a_folder_without_backward_kernels_says_so():

@@ -163,8 +163,8 @@ def test_gradients_that_are_batched():
 def test_the_operators_themselves(asked):
     """Forward and backward pass within one map."""
     def both(q, k, v):
-        out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v)
-        return torch.ops.sage_aot.train_attn_backward(q, v, out, lse, saved, **asked)
+        out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v, None)
+        return torch.ops.sage_aot.train_attn_backward(q, v, out, lse, saved, None, **asked)
 
     for one, right in zip(torch.vmap(both)(X, Y, Z), looped(both, X, Y, Z, dims=(0, 0, 0))):
         assert torch.equal(one, right)

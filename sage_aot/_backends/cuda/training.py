@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sage_aot._backends.base import BackwardTensors
+from sage_aot._backends.base import BackwardTensors, clear_output
 from sage_aot._backends.cuda.call import CudaCall, strides_of
 from sage_aot._backends.cuda.device import entered
 from sage_aot._backends.cuda.queue import Queue, queue_of
@@ -29,6 +29,7 @@ class CudaTraining:
 
     def run(self, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None, workspace: torch.Tensor) -> None:
         """Make the call with a workspace of the caller's: uint8, plan.workspace_bytes."""
+        clear_output(self.plan.problem, out)
         self._forward.run(given, out, lse, workspace)
         assert given.kept is not None
         save_k(self.plan, self._parts, workspace, given.kept)
@@ -62,8 +63,10 @@ class CudaBackward:
     def run(self, tensors: BackwardTensors, lse: torch.Tensor, kept: torch.Tensor, workspace: torch.Tensor) -> None:
         """Make the call with a workspace of the caller's: uint8, plan.workspace_bytes. Afterwards the workspace holds
         what the first kernel writes for the others."""
+        tensors.clear(self.plan.forward.problem)
         readable = tensors.readable()
-        strides = tuple(tensor if tensor is None else tensor.stride() for tensor in readable)
+        strides = tuple(tensor if tensor is None else tensor.stride()
+                        for tensor in (readable.grad_out, readable.out, readable.v, *readable.gradients))
         if strides not in self._queues:
             self._queues[strides] = self.queue_of(self.launches(readable))
         self._queues[strides](torch._C._cuda_getCurrentRawStream(self._device),
@@ -90,6 +93,6 @@ def backward_arguments(tensors: BackwardTensors, layout: str) -> BackwardArgumen
         return Tensor((name, 0), *strides_of(tensor, layout))
 
     gradients = {name: None if tensor is None else argument(name, tensor)
-                 for name, tensor in zip(tensors._fields[3:], tensors[3:])}
+                 for name, tensor in zip(("grad_q", "grad_k", "grad_v"), tensors.gradients)}
     return BackwardArguments(argument("grad_out", tensors.grad_out), argument("out", tensors.out),
                              argument("v", tensors.v), **gradients)

@@ -12,10 +12,10 @@ from typing import NamedTuple, cast
 
 import torch
 
-from sage_aot._backends.base import BackwardCall, BackwardTensors, Call, ChooseCall, PoolCall
+from sage_aot._backends.base import BackwardCall, BackwardTensors, Call, ChooseCall, PoolCall, clear_output
 from sage_aot._backends.emulation.arithmetic import within
 from sage_aot._backends.emulation.attention import attend
-from sage_aot._backends.emulation.backward import gradients, saved_of
+from sage_aot._backends.emulation.backward import Saved, gradients, saved_of
 from sage_aot._backends.emulation.quantize import Quantized, quantize
 from sage_aot._backends.emulation.selection import choose, pool, views_of
 from sage_aot._kernels.manifest import Manifest
@@ -51,7 +51,8 @@ class EmulationBackend:
         return self._splits
 
     def bind(self, plan: Plan, given: Given, out: torch.Tensor | None) -> Call:
-        return partial(_attend_sequences if plan.problem.tokens else _CALLS[plan.problem.part], plan)
+        has_sequences = plan.problem.tokens and plan.problem.part == "all"
+        return partial(_attend_sequences if has_sequences else _CALLS[plan.problem.part], plan)
 
     def kept_bytes(self, plan: Plan) -> int:
         """Room for what a call keeps as it came, q, k and v in f32, and for the key mask: the emulation quantizes them
@@ -63,17 +64,13 @@ class EmulationBackend:
         return of_q + of_k if problem.part == "train" else 0
 
     def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> BackwardCall:
-        problem, layout = plan.problem, plan.problem.options.layout
-
         def call(tensors: BackwardTensors, lse: torch.Tensor, kept: torch.Tensor) -> None:
-            grad_out, out, v = (heads_first(tensor, layout) for tensor in tensors[:3])
-            q, k = _kept(kept, *_shapes(problem))
-            quantized = quantize(problem, plan.kernels, q, k, v)
-            of_forward = saved_of(quantized, v, out, lse)
-            found = gradients(of_forward, grad_out, problem.softmax_scale, problem.options.is_causal)
-            for result, gradient in zip(tensors[3:], found):
+            q, k = _kept(kept, *_shapes(plan.problem))
+            given = tensors.given.having(q=q, k=k)
+            found = gradients_of(plan, given, tensors.out, lse, tensors.grad_out)
+            for result, gradient in zip(tensors.gradients, found):
                 if result is not None:
-                    heads_first(result, layout).copy_(gradient)
+                    result.copy_(gradient)
 
         return call
 
@@ -108,8 +105,9 @@ def _call_all(plan: Plan, given: Given, out: torch.Tensor | None, lse: torch.Ten
 
 
 def _call_train(plan: Plan, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
-    _call_all(plan, given, out, lse)
-    q, k = _heads_first(plan, given.q, given.k)
+    clear_output(plan.problem, out)
+    (_attend_sequences if plan.problem.tokens else _call_all)(plan, given, out, lse)
+    q, k = cast(torch.Tensor, given.q), cast(torch.Tensor, given.k)
     _keep(given.kept, q.float(), k.float())
 
 
@@ -137,9 +135,12 @@ def _heads_first(plan: Plan, *tensors: torch.Tensor | None) -> list[torch.Tensor
 
 
 def _shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of q, and of k and v, heads first."""
-    return ((problem.batch, problem.num_q_heads, problem.seqlen_q, problem.headdim),
-            (problem.batch, problem.num_kv_heads, problem.seqlen_kv, problem.headdim))
+    """The shapes of q, and of k and v: heads first, or in the layout of a call that is trained."""
+    of_q, of_k = (problem.num_q_heads, problem.q_rows), (problem.num_kv_heads, problem.kv_rows)
+    if problem.part == "train" and problem.options.layout != "HND" or problem.tokens:
+        of_q, of_k = of_q[::-1], of_k[::-1]
+    batch = () if problem.tokens else (problem.batch,)
+    return (*batch, *of_q, problem.headdim), (*batch, *of_k, problem.headdim)
 
 
 def _keep(kept: torch.Tensor | None, *parts: torch.Tensor) -> None:
@@ -159,10 +160,7 @@ def _attend(plan: Plan, given: Given, out: torch.Tensor | None, lse: torch.Tenso
     q, k, v = (cast(torch.Tensor, tensor) for tensor in (given.q, given.k, given.v))
     attended = partial(attend, with_lse=lse is not None, sinks=given.sinks, elements=elements_of(problem, given))
     if not problem.packs_keys:
-        quantized = quantize(problem, kernels, q, k, v)
-        if problem.part == "train":  # the backward pass recomputes P from scores without a row_bias
-            quantized = replace(quantized, row_bias=0.0 * quantized.row_bias)
-        result, result_lse = attended(plan, quantized)
+        result, result_lse = attended(plan, quantized_of(problem, kernels, q, k, v))
     else:
         key_mask = cast(torch.Tensor, given.key_mask)
         parts = [attended(replace(plan, problem=entry.problem), entry.quantize(kernels), entry.key_ranks)
@@ -172,6 +170,14 @@ def _attend(plan: Plan, given: Given, out: torch.Tensor | None, lse: torch.Tenso
     out.copy_(within(result[:, :, : problem.seqlen_q, : problem.headdim], out.dtype))
     if lse is not None:
         lse.copy_(result_lse[:, :, : problem.seqlen_q])
+
+
+def quantized_of(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tensor,
+                 v: torch.Tensor) -> Quantized:
+    """The quantized tensors of a call. Of one that is trained the backward pass recomputes P from scores without a
+    row_bias."""
+    quantized = quantize(problem, kernels, q, k, v)
+    return replace(quantized, row_bias=0.0 * quantized.row_bias) if problem.part == "train" else quantized
 
 
 def elements_of(problem: Problem, given: Given) -> torch.Tensor | None:
@@ -199,6 +205,7 @@ class SequenceEntry(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     rows: slice  # of the call's queries
+    keys: slice  # of the call's keys
 
 
 def sequence_entries(problem: Problem, given: Given) -> Iterator[SequenceEntry]:
@@ -210,7 +217,7 @@ def sequence_entries(problem: Problem, given: Given) -> Iterator[SequenceEntry]:
         queries, keys = min(q_end - q_begin, problem.seqlen_q), min(k_end - k_begin, problem.seqlen_kv)
         rows, columns = slice(q_begin, q_begin + queries), slice(k_begin, k_begin + keys)
         own = replace(problem, batch=1, seqlen_q=queries, seqlen_kv=keys, tokens=None)
-        yield SequenceEntry(own, _entry(q[rows]), _entry(k[columns]), _entry(v[columns]), rows)
+        yield SequenceEntry(own, _entry(q[rows]), _entry(k[columns]), _entry(v[columns]), rows, columns)
 
 
 def _entry(of_sequence: torch.Tensor) -> torch.Tensor:
@@ -228,7 +235,7 @@ def _attend_sequences(plan: Plan, given: Given, out: torch.Tensor | None, lse: t
             if lse is not None:
                 lse[:, own.rows] = float("-inf") if given.sinks is None else given.sinks[:, None]
             continue
-        quantized = quantize(own.problem, plan.kernels, own.q, own.k, own.v)
+        quantized = quantized_of(own.problem, plan.kernels, own.q, own.k, own.v)
         result, result_lse = attend(replace(plan, problem=own.problem), quantized, with_lse=lse is not None,
                                     sinks=given.sinks)
         of_rows = result[0, :, : own.problem.seqlen_q, : own.problem.headdim].transpose(0, 1)
@@ -245,9 +252,10 @@ class PackedEntry(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     key_ranks: torch.Tensor  # [keys + 1]: how many of the caller's first keys are left
+    keys: torch.Tensor  # which of the caller's keys these are
 
     def quantize(self, kernels: Kernels) -> Quantized:
-        return quantize(replace(self.problem, seqlen_kv=self.k.shape[2]), kernels, self.q, self.k, self.v)
+        return quantized_of(replace(self.problem, seqlen_kv=self.k.shape[2]), kernels, self.q, self.k, self.v)
 
 
 def packed_entries(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -257,7 +265,46 @@ def packed_entries(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.
         left = mask.nonzero()[:, 0] if mask.any() else torch.zeros(1, dtype=torch.int64, device=mask.device)
         ranks = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
         own = slice(entry, entry + 1)
-        yield PackedEntry(replace(problem, batch=1), q[own], k[own][:, :, left], v[own][:, :, left], ranks)
+        yield PackedEntry(replace(problem, batch=1), q[own], k[own][:, :, left], v[own][:, :, left], ranks, left)
+
+
+# --- the backward pass ------------------------------------------------------------------------------------------------
+
+
+def gradients_of(plan: Plan, given: Given, out: torch.Tensor, lse: torch.Tensor,
+                 grad_out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The gradients of q, k and v, f32, in the layout of the call; zeros where nothing reaches them."""
+    problem = plan.problem
+    q, k, v = (cast(torch.Tensor, tensor) for tensor in (given.q, given.k, given.v))
+    if problem.tokens:
+        of = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+        for own in sequence_entries(problem, given):
+            if own.problem.is_empty:
+                continue
+            quantized = quantized_of(own.problem, plan.kernels, own.q, own.k, own.v)
+            saved = saved_of(quantized, own.v, _entry(out[own.rows]), lse[None, :, own.rows])
+            found = _gradients(problem, saved, _entry(grad_out[own.rows]))
+            for gradient, rows, part in zip(of, (own.rows, own.keys, own.keys), found):
+                gradient[rows] = part[0].transpose(0, 1)
+        return of
+    layout = problem.options.layout
+    q, k, v, out, grad_out = (heads_first(tensor, layout) for tensor in (q, k, v, out, grad_out))
+    if not problem.packs_keys:
+        found = _gradients(problem, saved_of(quantized_of(problem, plan.kernels, q, k, v), v, out, lse), grad_out)
+        return tuple(heads_first(gradient, layout) for gradient in found)
+    of = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    for b, entry in enumerate(packed_entries(problem, q, k, v, cast(torch.Tensor, given.key_mask))):
+        saved = saved_of(entry.quantize(plan.kernels), entry.v, out[b: b + 1], lse[b: b + 1])
+        found = _gradients(problem, saved, grad_out[b: b + 1], entry.key_ranks)
+        of[0][b] = found[0][0]
+        if entry.key_ranks[-1] > 0:
+            of[1][b][:, entry.keys], of[2][b][:, entry.keys] = found[1][0], found[2][0]
+    return tuple(heads_first(gradient, layout) for gradient in of)
+
+
+def _gradients(problem: Problem, saved: Saved, grad_out: torch.Tensor,
+               key_ranks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return gradients(saved, grad_out, problem.softmax_scale, problem.options.is_causal, key_ranks=key_ranks)
 
 
 def emulated_arch(manifest: Manifest) -> str:

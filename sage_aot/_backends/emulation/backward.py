@@ -58,15 +58,16 @@ def saved_of(quantized: Quantized, v: torch.Tensor, out: torch.Tensor, lse: torc
                  quantized.k_scale[:, :, :keys], v, out, lse[:, :, :queries])
 
 
-def gradients(saved: Saved, grad_out: torch.Tensor, softmax_scale: float, is_causal: bool,
-              rounding: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def gradients(saved: Saved, grad_out: torch.Tensor, softmax_scale: float, is_causal: bool, rounding: bool = True,
+              key_ranks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv, in the shapes of out, v and v, f32. Without `rounding` they are in the dtype of what was saved, to
     be float64, and nothing is rounded to integers.
 
-    grad_out: [batch, q heads, queries, headdim] of the caller. A causal mask is aligned bottom-right.
+    grad_out: [batch, q heads, queries, headdim] of the caller. A causal mask is aligned bottom-right. key_ranks:
+    [keys + 1], of the caller's keys: how many of the first ones are among those that were saved; None: all.
     """
     arithmetic: Arithmetic = Rounded() if rounding else Exact()
-    tiles = _tiles(saved, grad_out, is_causal, arithmetic)
+    tiles = _tiles(saved, grad_out, is_causal, key_ranks, arithmetic)
     grad_q = _grad_q(tiles, arithmetic) * softmax_scale
     grad_k, grad_v = _grad_kv(tiles, arithmetic)
     grad_k = grad_k * math.log(2.0)  # q_scale has softmax_scale · log2 e
@@ -187,7 +188,8 @@ class Tiles:
         return self.k_hat.shape[-2]
 
 
-def _tiles(saved: Saved, grad_out: torch.Tensor, is_causal: bool, arithmetic: Arithmetic) -> Tiles:
+def _tiles(saved: Saved, grad_out: torch.Tensor, is_causal: bool, key_ranks: torch.Tensor | None,
+           arithmetic: Arithmetic) -> Tiles:
     (queries, headdim), keys, kv_heads = saved.q_hat.shape[2:], saved.k_hat.shape[2], saved.k_hat.shape[1]
 
     def padded(x: torch.Tensor) -> torch.Tensor:
@@ -213,7 +215,15 @@ def _tiles(saved: Saved, grad_out: torch.Tensor, is_causal: bool, arithmetic: Ar
         minus_delta=-_delta(grad, padded(saved.out), arithmetic), grad=grad, grad_hat=grad_hat, grad_scale=grad_scale,
         k_hat=k_hat, k_scale=of_rows(saved.k_scale).clamp(max=LARGEST_PART).masked_fill(zero_keys, 0.0),
         v=padded(saved.v),
-        visible=Mask(is_causal=is_causal).visible_keys(rows, queries, keys))
+        visible=_visible(is_causal, rows, queries, keys, key_ranks))
+
+
+def _visible(is_causal: bool, rows: torch.Tensor, queries: int, keys: int,
+             key_ranks: torch.Tensor | None) -> VisibleKeys:
+    mask = Mask(is_causal=is_causal)
+    if key_ranks is None:
+        return mask.visible_keys(rows, queries, keys)
+    return mask.visible_keys(rows, queries, key_ranks.shape[0] - 1).packed(key_ranks)
 
 
 def _pad(x: torch.Tensor, headdim: int) -> torch.Tensor:

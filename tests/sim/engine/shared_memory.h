@@ -63,7 +63,8 @@ class SharedMemory {
   static_assert(sizeof(Record) == 16);  // without padding: read_alike() compares all bytes of it
   static constexpr u32 kFenced = 0;
   static constexpr u32 kWord = 4;
-  static constexpr u32 kDynamicBase = 1024, kStaticBase = 0x40000, kMostStaticBytes = 0x10000;
+  static constexpr u32 kDynamicBase = 1024, kStaticBase = 0x40000;
+  static constexpr u32 kMostStaticBytes = 0x20000;  // of all entry points of a library together
   static constexpr u32 kEnd = kStaticBase + kMostStaticBytes;
 
   // The records of an access, in the order of addresses, each of them of `unit` bytes.

@@ -5,12 +5,13 @@
 // Source: SageAttention3, Algorithm 3.
 #pragma once
 
+#include "sage/bwd/entry.cuh"
 #include "sage/bwd/half_rows.cuh"
 #include "sage/bwd/products.cuh"
 #include "sage/bwd/stream.cuh"
 #include "sage/constants.cuh"
-#include "sage/problem/equal_lengths.cuh"
 #include "sage/ptx/special.cuh"
+#include "sage/ptx/warp.cuh"
 #include "sage/quant/source.cuh"
 #include "sage/tile/copy.cuh"
 
@@ -35,38 +36,43 @@ class BwdKv {
                        Fact{"block_rows", kBlockRows});
   }
 
-  template <Dtype kDtype>
+  template <Dtype kDtype, bool kPacked>
   __device__ __forceinline__ static void run(const BwdParams& params, u8* shared) {
-    const Position own(params);
+    const Position<kPacked> own(params);
+    if (kPacked && own.first_key >= own.entry.keys().count) return;
     const i32 lane = threadIdx.x % kWarpSize;
     const u32 sKv = ptx::shared_address(shared);
     if constexpr (!kHeld) {
 #pragma unroll
       for (i32 i = 0; i < kKvTiles; ++i) load_keys(params, own, i * kTileRows, sKv + i * kKvBytes);
     }
-    QueryTiles tiles(params, own);
+    QueryTiles<kPacked> tiles(params, own);
     const Stream stream(sKv + kKvTiles * kKvBytes);
     if (tiles.count > 0) stream.load(0, tiles);
 
     const Keys keys(params, own, sKv + own.of_block / kTileRows * kKvBytes, lane);
+    const CausalColumns<kPacked> columns(own, lane);
     Gradients gradients;
 #pragma unroll 1
     for (i32 i = 0; i < tiles.count; ++i) {
-      // The first of the tile's columns that sees the warp's first key.
-      const i32 seen_from = first_causal_query(EqualLengths(params), own.key()) - tiles.first_query();
+      const i32 seen_from = columns.first_query() - tiles.first_query();
       tiles.advance();
       const bool more = i + 1 < tiles.count;
       const u32 queries = stream.wait(i, more, tiles);
       // Compiled apart: in a block of instructions without a branch the compiler overlaps products with rounding.
-      if (!params.is_causal || seen_from + kWarpRows <= 0) step<kDtype, false>(gradients, keys, queries, lane, 0);
-      else if (seen_from < kTileRows) step<kDtype, true>(gradients, keys, queries, lane, seen_from);
+      if (!params.is_causal || columns.of_last_key(seen_from) < 0) {
+        step<kDtype, false>(gradients, keys, queries, lane, columns, 0);
+      } else if (columns.of_first_key(seen_from) < kTileRows) {
+        step<kDtype, true>(gradients, keys, queries, lane, columns, seen_from);
+      }
       stream.finish(i, more, tiles);
     }
-    const Position again(params);  // takes no registers over the loop
-    gradients.k.template store<kDtype>(params.grad_k, again.batch(params), again.head(params), again.key(),
-                                       params.seqlen_kv, params.headdim, lane, kLn2);  // the scale of Q̂ has log2 e
-    gradients.v.template store<kDtype>(params.grad_v, again.batch(params), again.head(params), again.key(),
-                                       params.seqlen_kv, params.headdim, lane, 1.0f);
+    const Position<kPacked> again(params);  // takes no registers over the loop
+    const CallerRows rows = again.entry.keys();
+    gradients.k.template store<kDtype>(params.grad_k, again.batch(params), again.head(params), rows, again.key(),
+                                       params.headdim, lane, kLn2);  // the scale of Q̂ has log2 e
+    gradients.v.template store<kDtype>(params.grad_v, again.batch(params), again.head(params), rows, again.key(),
+                                       params.headdim, lane, 1.0f);
   }
 
  private:
@@ -81,50 +87,99 @@ class BwdKv {
 
   // blockIdx.x: keys of a head fastest, whose blocks then share its queries in the L2 cache. The first keys come first:
   // under a causal mask the most queries see them.
+  template <bool kPacked>
   struct Position {
-    i32 head_of_all;  // KV head, of all batch entries
-    i32 first_key;    // of the block
-    i32 of_block;     // of the block's keys, the warp's first
+    i32 head_of_all;  // KV head, of all batch entries, or of all sequences
+    BwdEntry<kPacked> entry;
+    i32 first_key;  // of the block
+    i32 of_block;   // of the block's keys, the warp's first
 
-    __device__ __forceinline__ explicit Position(const BwdParams& params) {
-      const i32 block = ptx::block_index();
-      head_of_all = block / params.kv_blocks_of_head;
-      first_key = block % params.kv_blocks_of_head * kBlockRows;
-      of_block = static_cast<i32>(threadIdx.x / kWarpSize) * kWarpRows;
-    }
+    __device__ __forceinline__ explicit Position(const BwdParams& params)
+        : Position(params, static_cast<i32>(ptx::block_index())) {}
     __device__ __forceinline__ i32 batch(const BwdParams& params) const { return head_of_all / params.num_kv_heads; }
     __device__ __forceinline__ i32 head(const BwdParams& params) const { return head_of_all % params.num_kv_heads; }
     __device__ __forceinline__ i32 key() const { return first_key + of_block; }
 
     // Index of a key's tile among those of all heads: of the head's last tile, for a key behind it.
     __device__ __forceinline__ i32 tile_of(const BwdParams& params, i32 key) const {
-      return head_of_all * params.kv_side_tiles + min(key / kTileRows, ceil_div(params.seqlen_kv, kTileRows) - 1);
+      const i32 last = ceil_div(entry.keys().count, kTileRows) - 1;
+      return head_of_all * params.kv_side_tiles + entry.first_kv_tile() + min(key / kTileRows, last);
     }
     // V, from a key on.
     __device__ __forceinline__ HalfRows values(const BwdParams& params, i32 key) const {
-      return {params.v, batch(params), head(params), key, params.seqlen_kv, params.headdim};
+      return {params.v, batch(params), head(params), entry.keys(), key, params.headdim};
     }
+
+   private:
+    __device__ __forceinline__ Position(const BwdParams& params, i32 block)
+        : head_of_all(block / params.kv_blocks_of_head),
+          entry(params, batch(params), params.cu_seqlens_k, kBlockRows, block % params.kv_blocks_of_head),
+          first_key(entry.block_in_it(params.cu_seqlens_k, kBlockRows, block % params.kv_blocks_of_head) * kBlockRows),
+          of_block(static_cast<i32>(threadIdx.x / kWarpSize) * kWarpRows) {}
   };
+
+  // The columns of a tile of queries that see a warp's keys under a causal mask. seen_from: the first that sees the
+  // warp's first key; each key behind it is seen from one column further.
+  struct EqualColumns {
+    const Position<false>& own;
+
+    __device__ __forceinline__ EqualColumns(const Position<false>& own_, i32 /*lane*/) : own(own_) {}
+    __device__ __forceinline__ i32 first_query() const { return first_seeing(own.entry, own.key()); }
+    __device__ __forceinline__ i32 of_first_key(i32 seen_from) const { return seen_from; }
+    __device__ __forceinline__ i32 of_last_key(i32 seen_from) const { return seen_from + kWarpRows - 1; }
+    // Of this thread's two keys, which are eight apart.
+    __device__ __forceinline__ i32 of_key(i32 r, i32 lane, i32 seen_from) const { return seen_from + lane / 4 + 8 * r; }
+  };
+
+  // Likewise of packed keys, between which others are missing. seen_from: the first that sees this thread's first key.
+  // Call with all lanes of a warp.
+  struct PackedColumns {
+    i32 of_first, behind;  // the first query that sees that key, and how many queries behind it sees the second
+
+    __device__ __forceinline__ PackedColumns(const Position<true>& own, i32 lane)
+        : of_first(first_seeing(own.entry, own.key() + lane / 4)),
+          behind(first_seeing(own.entry, own.key() + lane / 4 + 8) - of_first) {}
+    __device__ __forceinline__ i32 first_query() const { return of_first; }
+    __device__ __forceinline__ i32 of_first_key(i32 seen_from) const { return ptx::shuffle(seen_from, 0); }
+    __device__ __forceinline__ i32 of_last_key(i32 seen_from) const {
+      return ptx::shuffle(seen_from + behind, kWarpSize - 1);
+    }
+    __device__ __forceinline__ i32 of_key(i32 r, i32 /*lane*/, i32 seen_from) const { return seen_from + r * behind; }
+  };
+
+  template <bool kPacked, class = void>
+  struct SelectColumns {
+    using Type = EqualColumns;
+  };
+  template <class Unused>
+  struct SelectColumns<true, Unused> {
+    using Type = PackedColumns;
+  };
+  template <bool kPacked>
+  using CausalColumns = typename SelectColumns<kPacked>::Type;
 
   struct Gradients {
     Gradient<Config, 1> k, v;
   };
 
   // The tiles of Q and dO that see any of the block's keys: of each query head that reads the KV head, the last ones.
+  template <bool kPacked>
   class QueryTiles {
    public:
     i32 count;
 
-    __device__ __forceinline__ QueryTiles(const BwdParams& params, const Position& own)
+    __device__ __forceinline__ QueryTiles(const BwdParams& params, const Position<kPacked>& own)
         : params_(params),
+          entry_(own.entry),
+          first_tile_(own.entry.first_q_tile()),
           head_(own.head_of_all * params.q_heads_per_kv_head),
-          begin_((params.is_causal ? max(0, first_causal_query(EqualLengths(params), own.first_key)) : 0) / kTileRows),
+          begin_((params.is_causal ? max(0, first_seeing(own.entry, own.first_key)) : 0) / kTileRows),
           tile_(begin_),
           grad_(of_head()) {
       count = max(0, end() - begin_) * params.q_heads_per_kv_head;
     }
 
-    // The first query of the current tile, in its head.
+    // The first query of the current tile, in its batch entry.
     __device__ __forceinline__ i32 first_query() const { return tile_ * kTileRows; }
 
     __device__ __forceinline__ void advance() {
@@ -135,7 +190,7 @@ class BwdKv {
     }
 
     __device__ __forceinline__ void copy_async(u32 stage) const {
-      const i32 tile = head_ * params_.q_side_tiles + tile_;  // of all heads
+      const i32 tile = head_ * params_.q_side_tiles + first_tile_ + tile_;  // of all heads
       const u32 own = threadIdx.x * 16;
       sage::copy_async<Tile::kCodeBytes, kThreads>(stage + Tile::kCodes, Tile::q_codes(params_, tile) + own);
       grad_.copy_async(stage + Tile::kHalves);
@@ -143,14 +198,16 @@ class BwdKv {
     }
 
    private:
-    __device__ __forceinline__ i32 end() const { return ceil_div(params_.seqlen_q, kTileRows); }
+    __device__ __forceinline__ i32 end() const { return ceil_div(entry_.queries().count, kTileRows); }
     __device__ __forceinline__ Copies of_head() const {
-      return Copies({params_.grad_out, head_ / params_.num_q_heads, head_ % params_.num_q_heads, first_query(),
-                     params_.seqlen_q, params_.headdim});
+      return Copies({params_.grad_out, head_ / params_.num_q_heads, head_ % params_.num_q_heads, entry_.queries(),
+                     first_query(), params_.headdim});
     }
 
     const BwdParams& params_;
-    i32 head_, begin_, tile_;  // head_: of all batch entries
+    const BwdEntry<kPacked>& entry_;
+    i32 first_tile_;           // of the batch entry, in the run of a head
+    i32 head_, begin_, tile_;  // head_: of all batch entries; tile_: of one
     Copies grad_;
   };
 
@@ -166,7 +223,9 @@ class BwdKv {
   };
 
   // Begins to copy the tile of K and V that is `row` keys behind the block's first.
-  __device__ __forceinline__ static void load_keys(const BwdParams& params, const Position& own, i32 row, u32 tile) {
+  template <bool kPacked>
+  __device__ __forceinline__ static void load_keys(const BwdParams& params, const Position<kPacked>& own, i32 row,
+                                                   u32 tile) {
     const i32 key = own.first_key + row;
     copy_async<Tile::kCodeBytes, kThreads>(tile + Tile::kCodes,
                                            Tile::k_codes(params, own.tile_of(params, key)) + threadIdx.x * 16);
@@ -180,7 +239,8 @@ class BwdKv {
     float scale[2];  // of the rows g and g + 8
 
     // shared: the tile in shared memory that has them, where one has.
-    __device__ __forceinline__ Keys(const BwdParams& params, const Position& own, u32 shared, i32 lane)
+    template <bool kPacked>
+    __device__ __forceinline__ Keys(const BwdParams& params, const Position<kPacked>& own, u32 shared, i32 lane)
         : Keys(params, own.tile_of(params, own.key()), own.of_block % kTileRows, own.values(params, own.key()), shared,
                lane) {}
 
@@ -205,14 +265,13 @@ class BwdKv {
     }
   };
 
-  // Adds what a tile of Q and dO in shared memory contributes. seen_from: the first column that sees the warp's first
-  // key; each key behind it is seen from one column further.
-  template <Dtype kDtype, bool kMasked>
+  // Adds what a tile of Q and dO in shared memory contributes. seen_from: as the columns have it.
+  template <Dtype kDtype, bool kMasked, class Columns>
   __device__ __forceinline__ static void step(Gradients& gradients, const Keys& keys, u32 queries, i32 lane,
-                                              i32 seen_from) {
+                                              const Columns& columns, i32 seen_from) {
     i32 seen[1][2];
 #pragma unroll
-    for (i32 r = 0; r < 2; ++r) seen[0][r] = seen_from + lane / 4 + 8 * r;
+    for (i32 r = 0; r < 2; ++r) seen[0][r] = kMasked ? columns.of_key(r, lane, seen_from) : 0;
     Scores scores = {};
     multiply_rows<typename Tile::Codes>(scores, keys.k, queries + Tile::kCodes, lane, S8{});
     GradProbabilities grad_p;

@@ -4,10 +4,11 @@
 // Source: SageAttention3, Algorithm 3.
 #pragma once
 
+#include "sage/bwd/entry.cuh"
 #include "sage/bwd/half_rows.cuh"
 #include "sage/bwd/products.cuh"
 #include "sage/bwd/stream.cuh"
-#include "sage/problem/equal_lengths.cuh"
+#include "sage/problem/heads.cuh"
 #include "sage/ptx/special.cuh"
 #include "sage/quant/source.cuh"
 #include "sage/tile/copy.cuh"
@@ -28,37 +29,39 @@ class BwdQ {
     return sage::facts(Fact{"threads", kThreads}, Fact{"shared_bytes", Stream::kBytes}, Fact{"block_rows", kBlockRows});
   }
 
-  template <Dtype kDtype>
+  template <Dtype kDtype, bool kPacked>
   __device__ __forceinline__ static void run(const BwdParams& params, u8* shared) {
-    const Position own(params);
+    const Position<kPacked> own(params);
+    if (kPacked && own.first_row >= own.entry.queries().count) return;
     const i32 lane = threadIdx.x % kWarpSize, row = own.row;
-    const i32 last_row = min(own.first_row + kBlockRows, params.seqlen_q) - 1;
-    const i32 tiles = ceil_div(visible_end(params, last_row), kTileRows);
-    KeyTiles key_tiles(params, own.batch, own.head / params.q_heads_per_kv_head);
+    const i32 last_row = min(own.first_row + kBlockRows, own.entry.queries().count) - 1;
+    const i32 tiles = ceil_div(visible_end(params, own.entry, last_row), kTileRows);
+    KeyTiles key_tiles(params, own);
     const Stream stream(ptx::shared_address(shared));
     if (tiles > 0) stream.load(0, key_tiles);
 
-    const Queries queries(params, own.batch, own.head, row, lane);
+    const Queries queries(params, own, lane);
     Gradient<Config, kM> gradient;
     const auto step = [&](i32 tile, auto masked) {
       const u32 keys = stream.wait(tile, tile + 1 < tiles, key_tiles);
       // Under a causal mask the first warps see nothing of the block's last tiles.
-      if (!decltype(masked)::kValue || tile * kTileRows < visible_end(params, row + kWarpRows - 1)) {
+      if (!decltype(masked)::kValue || tile * kTileRows < visible_end(params, own.entry, row + kWarpRows - 1)) {
         RoundedRows<kM> rounded;
-        grad_scores<kDtype, decltype(masked)::kValue>(rounded, queries, keys, params, lane, row, tile * kTileRows);
+        grad_scores<kDtype, decltype(masked)::kValue>(rounded, queries, keys, params, own, lane, tile * kTileRows);
         gradient.template add<S8>(rounded, keys + Tile::kTransposed, lane);
       }
       stream.finish(tile, tile + 1 < tiles, key_tiles);
     };
-    const i32 full = visible_end(params, own.first_row) / kTileRows;  // tiles that all of the block's queries see whole
+    // Tiles that all of the block's queries see whole.
+    const i32 full = visible_end(params, own.entry, own.first_row) / kTileRows;
     i32 tile = 0;
 #pragma unroll 1
     for (; tile < full; ++tile) step(tile, Constant<false>{});
 #pragma unroll 1
     for (; tile < tiles; ++tile) step(tile, Constant<true>{});
-    const Position again(params);  // takes no registers over the loops
-    gradient.template store<kDtype>(params.grad_q, again.batch, again.head, again.row, params.seqlen_q, params.headdim,
-                                    lane, params.softmax_scale);
+    const Position<kPacked> again(params);  // takes no registers over the loops
+    gradient.template store<kDtype>(params.grad_q, again.batch, again.head, again.entry.queries(), again.row,
+                                    params.headdim, lane, params.softmax_scale);
   }
 
  private:
@@ -67,25 +70,34 @@ class BwdQ {
 
   // blockIdx.x: queries of a head fastest, whose blocks then share its keys in the L2 cache. The last queries come
   // first: under a causal mask they see the most keys.
+  template <bool kPacked>
   struct Position {
-    i32 batch, head;
+    i32 batch, head;  // of sequences the batch is 0
+    BwdEntry<kPacked> entry;
     i32 first_row, row;  // of the block and of the warp
 
-    __device__ __forceinline__ explicit Position(const BwdParams& params) {
-      const i32 block = ptx::block_index(), head_of_all = block / params.q_blocks;
-      batch = head_of_all / params.num_q_heads, head = head_of_all % params.num_q_heads;
-      first_row = (params.q_blocks - 1 - block % params.q_blocks) * kBlockRows;
-      row = first_row + static_cast<i32>(threadIdx.x / kWarpSize) * kWarpRows;
-    }
+    __device__ __forceinline__ explicit Position(const BwdParams& params)
+        : Position(params, static_cast<i32>(ptx::block_index())) {}
+
+   private:
+    __device__ __forceinline__ Position(const BwdParams& params, i32 block)
+        : Position(params, block / params.q_blocks, params.q_blocks - 1 - block % params.q_blocks) {}
+    __device__ __forceinline__ Position(const BwdParams& params, i32 head_of_all, i32 slot)
+        : batch(head_of_all / params.num_q_heads),
+          head(head_of_all % params.num_q_heads),
+          entry(params, batch, params.cu_seqlens_q, kBlockRows, slot),
+          first_row(entry.block_in_it(params.cu_seqlens_q, kBlockRows, slot) * kBlockRows),
+          row(first_row + static_cast<i32>(threadIdx.x / kWarpSize) * kWarpRows) {}
   };
 
   // The tiles of K and V of a KV head, from the first on.
   class KeyTiles {
    public:
-    __device__ __forceinline__ KeyTiles(const BwdParams& params, i32 batch, i32 kv_head)
+    template <bool kPacked>
+    __device__ __forceinline__ KeyTiles(const BwdParams& params, const Position<kPacked>& own)
         : params_(params),
-          tile_((batch * params.num_kv_heads + kv_head) * params.kv_side_tiles),
-          v_({params.v, batch, kv_head, 0, params.seqlen_kv, params.headdim}) {}
+          tile_(kv_head_of(params, own.batch, own.head) * params.kv_side_tiles + own.entry.first_kv_tile()),
+          v_({params.v, own.batch, own.head / params.q_heads_per_kv_head, own.entry.keys(), 0, params.headdim}) {}
 
     __device__ __forceinline__ void copy_async(u32 stage) {
       const u32 own = threadIdx.x * 16;
@@ -113,16 +125,19 @@ class BwdQ {
     HeldOperand<2 * Config::kHeadDim, kM> grad;
     float q_scale[kM][2], minus_lse[kM][2], minus_delta[kM][2];  // of the rows 16m + g and 16m + g + 8
 
-    // row: the first of the warp's rows. Rows behind the last query's tile are those of that tile, and not stored.
-    __device__ __forceinline__ Queries(const BwdParams& params, i32 batch, i32 head, i32 row, i32 lane)
-        : Queries(params, tile_of(params, batch, head, row), row,
-                  HalfRows(params.grad_out, batch, head, row, params.seqlen_q, params.headdim), lane) {}
+    // Rows behind the last query's tile are those of that tile, and not stored.
+    template <bool kPacked>
+    __device__ __forceinline__ Queries(const BwdParams& params, const Position<kPacked>& own, i32 lane)
+        : Queries(params, tile_of(params, own), own.row,
+                  HalfRows(params.grad_out, own.batch, own.head, own.entry.queries(), own.row, params.headdim), lane) {}
 
    private:
     // The index of the tile among those of all heads.
-    __device__ __forceinline__ static i32 tile_of(const BwdParams& params, i32 batch, i32 head, i32 row) {
-      const i32 last = ceil_div(params.seqlen_q, kTileRows) - 1;
-      return (batch * params.num_q_heads + head) * params.q_side_tiles + min(row / kTileRows, last);
+    template <bool kPacked>
+    __device__ __forceinline__ static i32 tile_of(const BwdParams& params, const Position<kPacked>& own) {
+      const i32 last = ceil_div(own.entry.queries().count, kTileRows) - 1;
+      return (own.batch * params.num_q_heads + own.head) * params.q_side_tiles + own.entry.first_q_tile() +
+             min(own.row / kTileRows, last);
     }
 
     __device__ __forceinline__ Queries(const BwdParams& params, i32 tile, i32 row, const HalfRows& grad_out, i32 lane)
@@ -142,9 +157,10 @@ class BwdQ {
   };
 
   // dS times the scales of the keys of a tile in shared memory, rounded.
-  template <Dtype kDtype, bool kMasked>
+  template <Dtype kDtype, bool kMasked, bool kPacked>
   __device__ __forceinline__ static void grad_scores(RoundedRows<kM>& rounded, const Queries& queries, u32 keys,
-                                                     const BwdParams& params, i32 lane, i32 row, i32 first_key) {
+                                                     const BwdParams& params, const Position<kPacked>& own, i32 lane,
+                                                     i32 first_key) {
     ColumnTiles<i32, kM> scores = {};
     multiply_rows<typename Tile::Codes>(scores, queries.q, keys + Tile::kCodes, lane, S8{});
     ColumnTiles<float, kM> x;  // dP - D, then dS
@@ -175,7 +191,7 @@ class BwdQ {
       i32 hidden_from[kM][2];
 #pragma unroll
       for (i32 r = 0; r < 2 * kM; ++r) {
-        hidden_from[r / 2][r % 2] = visible_end(params, row + lane / 4 + 8 * r) - first_key;
+        hidden_from[r / 2][r % 2] = visible_end(params, own.entry, own.row + lane / 4 + 8 * r) - first_key;
       }
       hide<false, kM>(x, hidden_from, lane);
     }

@@ -3,6 +3,7 @@
 // Source: SageAttention3, Algorithm 3; FlashAttention-2, Algorithm 2, for D.
 #pragma once
 
+#include "sage/bwd/entry.cuh"
 #include "sage/bwd/tile.cuh"
 #include "sage/constants.cuh"
 #include "sage/numerics/integers.cuh"
@@ -54,11 +55,14 @@ struct BwdPrepare {
   Shared& shared;
 
   // blockIdx.x: tiles of Q and dO, then those of K and V; tiles fastest.
-  template <SourceRows kSource>
+  template <SourceRows kSource, bool kPacked>
   __device__ __forceinline__ void run() const {
     const i32 block = ptx::block_index();
-    if (block < params.q_side_blocks) prepare_q<kSource>(block / params.q_side_tiles, block % params.q_side_tiles);
-    else prepare_kv(block - params.q_side_blocks);
+    if (block < params.q_side_blocks) {
+      prepare_q<kSource, kPacked>(block / params.q_side_tiles, block % params.q_side_tiles);
+    } else {
+      prepare_kv<kPacked>(block - params.q_side_blocks);
+    }
   }
 
  private:
@@ -70,16 +74,20 @@ struct BwdPrepare {
     return step * kRowsAtOnce + ptx::thread_index() / kVectors;
   }
 
-  template <SourceRows kSource>
+  // tile: of the head's run.
+  template <SourceRows kSource, bool kPacked>
   __device__ __forceinline__ void prepare_q(i32 head_of_all, i32 tile) const {
-    if (tile * kTileRows >= params.seqlen_q) return;
     const i32 batch = head_of_all / params.num_q_heads, head = head_of_all % params.num_q_heads;
+    const BwdEntry<kPacked> entry(params, batch, params.cu_seqlens_q, Config::kBlockM,
+                                  tile / (Config::kBlockM / kTileRows));
+    const CallerRows rows = entry.queries();
+    const i32 first_row = (tile - entry.first_q_tile()) * kTileRows;
+    if (first_row >= rows.count) return;
     constexpr Dtype kDtype = dtype_of(kSource);
-    const Source<kSource> grad_out(params.grad_out, batch, head, 0, params.seqlen_q, params.headdim, kDtype);
-    const Source<kSource> out(params.out, batch, head, 0, params.seqlen_q, params.headdim, kDtype);
+    const Source<kSource> grad_out(params.grad_out, batch, head, rows.begin, rows.count, params.headdim, kDtype);
+    const Source<kSource> out(params.out, batch, head, rows.begin, rows.count, params.headdim, kDtype);
     const i32 tile_of_all = head_of_all * params.q_side_tiles + tile;
     u8* const to = Tile::q_side(params, tile_of_all);
-    const i32 first_row = tile * kTileRows;
     // All loads stand in front of all stores, which the compiler does not move them across.
     typename Source<kSource>::Raw grad[kSteps], o[kSteps];
     u64 codes[kSteps];
@@ -90,7 +98,7 @@ struct BwdPrepare {
       codes[step] = load_codes(Tile::q_codes(params, tile_of_all), own_row(step));
     }
     const i32 query = ptx::thread_index() % kTileRows;
-    const float forward_scale = q_scale(tile_of_all, query), lse = minus_lse(head_of_all, first_row + query);
+    const float forward_scale = q_scale(tile_of_all, query), lse = minus_lse(head_of_all, rows, first_row + query);
 
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
@@ -113,7 +121,7 @@ struct BwdPrepare {
     if (ptx::thread_index() < kTileRows) {
       const float minus_delta = shared.minus_delta[query];
       // Groups of zeros contribute nothing: scales of zero leave the steps of their tile's sums to others.
-      const i32 queries = params.seqlen_q - first_row;
+      const i32 queries = rows.count - first_row;
       const float scale = has_codes(query, queries) || has_codes(query ^ 8, queries) ? forward_scale : 0.0f;
       of_query(to, Tile::kQueryScales, query) = scale;
       // Integers hold no NaN. The log-sum-exp of a row of dO that is not finite is NaN, and thereby P of what it sees.
@@ -141,8 +149,14 @@ struct BwdPrepare {
   }
 
   // tile_of_all: of all heads.
+  template <bool kPacked>
   __device__ __forceinline__ void prepare_kv(i32 tile_of_all) const {
-    if (tile_of_all % params.kv_side_tiles * kTileRows >= params.seqlen_kv) return;
+    const i32 batch = tile_of_all / params.kv_side_tiles / params.num_kv_heads;
+    const i32 tile = tile_of_all % params.kv_side_tiles;
+    const BwdEntry<kPacked> entry(params, batch, params.cu_seqlens_k, Config::kBlockN,
+                                  tile / (Config::kBlockN / kTileRows));
+    const i32 keys = entry.keys().count - (tile - entry.first_kv_tile()) * kTileRows;  // from the tile's first on
+    if (keys <= 0) return;
     u8* const to = Tile::kv_side(params, tile_of_all);
     u64 codes[kSteps];
 #pragma unroll
@@ -156,7 +170,6 @@ struct BwdPrepare {
       put(shared.rows[kOfCodes], own_row(step), static_cast<u32>(codes[step]), static_cast<u32>(codes[step] >> 32));
     }
     __syncthreads();
-    const i32 keys = params.seqlen_kv - tile_of_all % params.kv_side_tiles * kTileRows;
     if (key < kTileRows) shared.key_has_codes[key] = has_codes(key, keys);
     __syncthreads();
     if (key < kTileRows) {  // zero for a group of zeros, as for queries
@@ -225,9 +238,9 @@ struct BwdPrepare {
     return fminf(params.q_scale[warp * kRowGroups<Config> + row % kRowGroups<Config>], kLargestPart);
   }
 
-  __device__ __forceinline__ float minus_lse(i32 head_of_all, i32 row) const {
-    if (row >= params.seqlen_q) return -ptx::infinity();
-    const float lse = params.lse[static_cast<i64>(head_of_all) * params.seqlen_q + row];
+  __device__ __forceinline__ float minus_lse(i32 head_of_all, const CallerRows& rows, i32 row) const {
+    if (row >= rows.count) return -ptx::infinity();
+    const float lse = params.lse[static_cast<i64>(head_of_all) * params.q_rows + rows.at(row)];
     const float lse_log2 = lse * kLog2E;
     return lse == -ptx::infinity() ? lse : fmaf(fabsf(lse_log2), kLseMargin, -lse_log2);
   }

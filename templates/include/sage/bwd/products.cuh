@@ -4,9 +4,9 @@
 #pragma once
 
 #include "sage/bwd/half_rows.cuh"
+#include "sage/bwd/params.cuh"
 #include "sage/bwd/tile.cuh"
 #include "sage/numerics/integers.cuh"
-#include "sage/params.cuh"
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/math.cuh"
 #include "sage/ptx/mma.cuh"
@@ -214,16 +214,16 @@ class Gradient {
     }
   }
 
-  // Stores the sums times a factor as rows of a gradient, from the row `first_row` on, in the caller's dtype.
+  // Stores the sums times a factor as rows of a gradient, from the batch entry's `first_row` on, in the caller's dtype.
   template <Dtype kDtype>
-  __device__ __forceinline__ void store(const Tensor& to, i32 batch, i32 head, i32 first_row, i32 rows, i32 headdim,
-                                        i32 lane, float factor) const {
+  __device__ __forceinline__ void store(const Tensor& to, i32 batch, i32 head, const CallerRows& rows, i32 first_row,
+                                        i32 headdim, i32 lane, float factor) const {
 #pragma unroll
     for (i32 r = 0; r < 2 * kM; ++r) {
       const i32 row = first_row + lane / 4 + 8 * r;
-      if (row >= rows) continue;
+      if (row >= rows.count) continue;
       u16* const channels =
-          static_cast<u16*>(to.data) + batch * to.stride.batch + head * to.stride.head + row * to.stride.row;
+          static_cast<u16*>(to.data) + batch * to.stride.batch + head * to.stride.head + rows.at(row) * to.stride.row;
 #pragma unroll
       for (i32 n = 0; n < Config::kHeadDim / 8; ++n) {
         const i32 channel = 8 * n + 2 * (lane % 4);

@@ -8,7 +8,7 @@
 // Codes and sides are swizzled already, so that loading them is a plain copy.
 #pragma once
 
-#include "sage/params.cuh"
+#include "sage/bwd/params.cuh"
 #include "sage/tile/layout.cuh"
 
 namespace sage {
