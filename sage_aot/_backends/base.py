@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import torch
@@ -60,11 +61,12 @@ class BackwardTensors(NamedTuple):
         return self._replace(grad_out=with_vectors(self.grad_out), out=with_vectors(self.out), v=with_vectors(self.v))
 
 
-def clear_output(problem: Problem, out: torch.Tensor | None) -> None:
-    """Write zeros to the output of a trained call, if some rows may be of no sequence: the next layer's gradients take
-    all of them."""
-    if problem.tokens and out is not None:
+def clear_output(problem: Problem, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+    """Write what rows of nothing have to the output and the log-sum-exp of a trained call, if some rows may be of no
+    sequence: the next layer's gradients take all of them."""
+    if problem.tokens and out is not None and lse is not None:
         out.zero_()
+        lse.fill_(-math.inf)
 
 
 def with_vectors(tensor: torch.Tensor) -> torch.Tensor:

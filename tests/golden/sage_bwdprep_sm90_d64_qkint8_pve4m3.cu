@@ -20,13 +20,25 @@ using Prepare = sage::BwdPrepare<Config>;
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
 sage_bwdprep_sm90_d64_qkint8_pve4m3_bf16(const __grid_constant__ sage::BwdParams params) {
   __shared__ Prepare::Shared shared;
-  Prepare{params, shared}.run<sage::SourceRows::kBf16>();
+  Prepare{params, shared}.run<sage::SourceRows::kBf16, false>();
 }
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
 sage_bwdprep_sm90_d64_qkint8_pve4m3_f16(const __grid_constant__ sage::BwdParams params) {
   __shared__ Prepare::Shared shared;
-  Prepare{params, shared}.run<sage::SourceRows::kF16>();
+  Prepare{params, shared}.run<sage::SourceRows::kF16, false>();
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads)
+sage_bwdprep_sm90_d64_qkint8_pve4m3_bf16_packed(const __grid_constant__ sage::BwdParams params) {
+  __shared__ Prepare::Shared shared;
+  Prepare{params, shared}.run<sage::SourceRows::kBf16, true>();
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads)
+sage_bwdprep_sm90_d64_qkint8_pve4m3_f16_packed(const __grid_constant__ sage::BwdParams params) {
+  __shared__ Prepare::Shared shared;
+  Prepare{params, shared}.run<sage::SourceRows::kF16, true>();
 }
 
 SAGE_KERNEL_INFO(Prepare, BwdParams);

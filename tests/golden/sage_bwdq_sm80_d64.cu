@@ -15,13 +15,25 @@ using Gradient = sage::BwdQ<Config>;
 extern "C" __global__ void __launch_bounds__(Gradient::kThreads, Gradient::kMinBlocks)
 sage_bwdq_sm80_d64_bf16(const __grid_constant__ sage::BwdParams params) {
   extern __shared__ __align__(128) sage::u8 shared[];
-  Gradient::run<sage::dtype_of(sage::SourceRows::kBf16)>(params, shared);
+  Gradient::run<sage::dtype_of(sage::SourceRows::kBf16), false>(params, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(Gradient::kThreads, Gradient::kMinBlocks)
 sage_bwdq_sm80_d64_f16(const __grid_constant__ sage::BwdParams params) {
   extern __shared__ __align__(128) sage::u8 shared[];
-  Gradient::run<sage::dtype_of(sage::SourceRows::kF16)>(params, shared);
+  Gradient::run<sage::dtype_of(sage::SourceRows::kF16), false>(params, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(Gradient::kThreads, Gradient::kMinBlocks)
+sage_bwdq_sm80_d64_bf16_packed(const __grid_constant__ sage::BwdParams params) {
+  extern __shared__ __align__(128) sage::u8 shared[];
+  Gradient::run<sage::dtype_of(sage::SourceRows::kBf16), true>(params, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(Gradient::kThreads, Gradient::kMinBlocks)
+sage_bwdq_sm80_d64_f16_packed(const __grid_constant__ sage::BwdParams params) {
+  extern __shared__ __align__(128) sage::u8 shared[];
+  Gradient::run<sage::dtype_of(sage::SourceRows::kF16), true>(params, shared);
 }
 
 SAGE_KERNEL_INFO(Gradient, BwdParams);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fuzz_cases import Case, as_trained, draw_case, make_tensors
+from fuzz_cases import Case, as_trained, draw_case, make_key_mask, make_sequences, make_tensors
 from fuzz_spy import Spy
 from training_checks import measure_training
 from variants import backend_of, native_specs
@@ -42,8 +42,19 @@ def test_drawn_calls(arch, index):
     assert_passes(as_trained(draw_case(20, index, {arch: {}}, 1500)))
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("arch", "headdim"), TRAINED)
+@pytest.mark.parametrize("lengths", EDGES, ids=str)
+@pytest.mark.parametrize("packed", [{"mask_kind": "random"}, {"mask_kind": "left"}, {"mask_kind": "nothing"},
+                                    {"lengths": "mixed", "batch": 5}, {"lengths": "cut", "batch": 5}], ids=str)
+def test_packed_gradients_of_edge_lengths(arch, headdim, lengths, packed, is_causal):
+    sizes = {"batch": 2, "kv_heads": 2, "group": 2, "seqlen_q": lengths[0], "seqlen_kv": lengths[1]}
+    assert_passes(Case(arch, seed=3, **{**sizes, **packed}, headdim=headdim, is_causal=is_causal, entry="train_attn"))
+
+
 def assert_passes(case):
-    for measure in measure_training(case, Spy(backend_of(case.arch)), make_tensors(case, "cuda")):
+    packed = make_key_mask(case, "cuda"), make_sequences(case, "cuda")
+    for measure in measure_training(case, Spy(backend_of(case.arch)), make_tensors(case, "cuda"), *packed):
         assert (measure.excess <= 1).all(), (measure.name, measure.describe(), case.to_json())
 
 
@@ -115,6 +126,86 @@ def test_compiled_equals_eager(mode):
         found = torch.autograd.grad(fast(q, k, v), (q, k, v))
         expected = torch.autograd.grad(work(q, k, v), (q, k, v))
         assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    torch.compiler.reset()
+
+
+def draw_sequences(lengths, rows=900, headdim=64, seed=0):
+    """Leaves q, k and v [tokens, heads, headdim] and a gradient of the output, and where sequences begin."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    q, k, v, grad = (torch.randn(rows, heads, headdim, generator=generator, device="cuda").bfloat16()
+                     for heads in (4, 2, 2, 4))
+    begins = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
+    return *(x.requires_grad_() for x in (q, k, v)), grad, begins
+
+
+@pytest.mark.parametrize("arch", sorted({arch for arch, _ in TRAINED}))
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_each_sequence_is_a_call_by_itself(arch, is_causal):
+    """Bit for bit, where no call splits its keys; rows behind the last sequence are zeros."""
+    q, k, v, grad, begins = draw_sequences([300, 0, 1, 64, 500])
+    with handing(backend_of(arch, splits=1)):
+        out = sage_aot.train_attn_varlen(q, k, v, begins, begins, 500, 500, is_causal=is_causal)
+        found = out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+        for begin, end in zip(begins.tolist(), begins.tolist()[1:]):
+            if begin < end:
+                leaves = [x.detach()[begin:end].transpose(0, 1)[None].requires_grad_() for x in (q, k, v)]
+                alone = sage_aot.train_attn(*leaves, is_causal=is_causal)
+                gradients = torch.autograd.grad(alone, leaves, grad[begin:end].transpose(0, 1)[None])
+                for one, right in zip(found, (alone.detach(), *gradients)):
+                    assert torch.equal(one[begin:end].transpose(0, 1)[None], right)
+    assert all((x[865:] == 0).all() for x in found)
+
+
+def test_nothing_depends_on_hidden_keys():
+    q, k, v, grad = draw()
+    mask = torch.rand(2, 300, generator=torch.Generator("cuda").manual_seed(1), device="cuda") < 0.5
+
+    def masked(k, v):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        out = sage_aot.train_attn(*leaves, key_mask=mask, is_causal=True)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    expected = masked(k, v)
+    spoilt = [x.detach().transpose(1, 2).masked_fill(~mask[..., None, None], torch.nan).transpose(1, 2) for x in (k, v)]
+    assert all(map(torch.equal, masked(*spoilt), expected))
+    assert all((x.transpose(1, 2)[~mask] == 0).all() for x in expected[2:])
+
+
+def test_a_graph_of_packed_sequences_takes_other_lengths():
+    """Nothing waits for the lengths, and nothing of them is in the graph."""
+    q, k, v, grad, begins = draw_sequences([300, 100, 500])
+    mask = torch.ones(2, 300, dtype=torch.bool, device="cuda")
+    dense = draw()
+
+    def step():
+        out = sage_aot.train_attn_varlen(q, k, v, begins, begins, 500, 500, is_causal=True)
+        masked = sage_aot.train_attn(*dense[:3], key_mask=mask)
+        return *torch.autograd.grad(out, (q, k, v), grad), *torch.autograd.grad(masked, dense[:3], dense[3])
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for lengths in ([300, 100, 500], [1, 0, 450], [200, 400, 200]):
+        begins.copy_(torch.tensor([0, *lengths]).cumsum(0))
+        mask.copy_(torch.arange(300) % 7 < lengths[0] % 7 + 1)
+        graph.replay()
+        assert all(map(torch.equal, found, step()))
+
+
+@pytest.mark.inductor
+def test_compiled_packed_calls_equal_eager_ones():
+    torch.compiler.reset()
+    q, k, v, grad, begins = draw_sequences([300, 100, 500])
+
+    def work(q, k, v):
+        return sage_aot.train_attn_varlen(q * 2, k, v, begins, begins, 500, 500, is_causal=True)
+
+    found = torch.autograd.grad(torch.compile(work, fullgraph=True)(q, k, v), (q, k, v), grad)
+    assert all(map(torch.equal, found, torch.autograd.grad(work(q, k, v), (q, k, v), grad)))
     torch.compiler.reset()
 
 

@@ -198,7 +198,7 @@ class SimulatedTraining:
 
     def run(self, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None, workspace: torch.Tensor) -> None:
         """The call with a workspace of the caller's."""
-        clear_output(self.plan.problem, out)
+        clear_output(self.plan.problem, out, lse)
         apart = torch.empty(self.plan.kept_bytes, dtype=torch.uint8)
         self._forward.run(given._replace(kept=apart), out, lse, workspace)
         for name, offset in self.plan.kept_offsets.items():

@@ -27,7 +27,7 @@ from sage_aot._launch import plan as planning
 from sage_aot._launch.backward import plan_backward
 from sage_aot._launch.structs import SOURCES, Packer
 from sage_aot._problem.check import check
-from sage_aot._problem.given import Given, Stored
+from sage_aot._problem.given import Given, MaxSeqlens, Stored
 from sage_aot._problem.options import Options
 from sage_aot._problem.sequences import Sequences
 from sage_aot.errors import LaunchError
@@ -209,6 +209,34 @@ def test_structs_of_a_backward_pass_reach_the_driver(driver):
     assert [x[:8] for x in seen] != [x[:8] for x in expected]  # grad_out, the first field: the address of a copy
     assert int.from_bytes(seen[0][:8], "little") % 16 == 0
     assert [x[8:] for x in seen] == [x[8:] for x in expected]  # its strides are those of the copy
+
+
+@pytest.mark.kernels("sm80")
+@pytest.mark.parametrize("packed", ["nothing", "keys", "sequences"])
+def test_rows_that_no_launch_writes_are_cleared(driver, packed):
+    """The gradients of hidden keys, and all results of rows of no sequence: no launch runs here."""
+    backend, (q, k, v) = CudaBackend(Library(KERNEL_FOLDER, driver), "sm80"), draw()
+    beside = {"key_mask": torch.ones(2, 200, dtype=torch.bool)} if packed == "keys" else {}
+    if packed == "sequences":
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+        begins = torch.tensor([0, 100, 120], dtype=torch.int32)
+        beside = {"cu_seqlens_q": begins, "cu_seqlens_k": begins, "max_seqlens": MaxSeqlens(100, 100)}
+    results = out, *gradients = [torch.full_like(x, torch.nan) for x in (q, q, k, v)]
+    tensors = BackwardTensors(q, out, v, *gradients, **beside)
+    given = tensors.given.having(q=q, k=k)
+    plan = plan_of(backend, check(given, Options()), 0)
+    lse = torch.full(plan.problem.lse_shape, torch.nan)
+    kept, workspace = (torch.empty(size, dtype=torch.uint8)
+                       for size in (backend.kept_bytes(plan), plan.workspace_bytes))
+    forward = CudaTraining(CudaCall(plan, given, out, backend.library, 0), plan_backward(plan, backend.manifest).saved)
+    forward.run(given._replace(kept=kept), out, lse, workspace)
+    backward = backend.bind_backward(plan, tensors)
+    backward.run(tensors, lse, kept, kept.new_empty(backward.plan.workspace_bytes))
+    cleared = {"nothing": [False] * 4, "keys": [False, False, True, True], "sequences": [True] * 4}[packed]
+    assert [bool((x == 0).all()) for x in results] == cleared
+    assert all(x.isnan().all() for x, is_cleared in zip(results, cleared) if not is_cleared)
+    assert (lse == -torch.inf).all() if packed == "sequences" else lse.isnan().all()
+    assert all(seen.entry.endswith("_packed") == (packed != "nothing") for seen in driver.launches()[-3:])
 
 
 @pytest.mark.kernels("sm80")

@@ -29,7 +29,7 @@ class CudaTraining:
 
     def run(self, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None, workspace: torch.Tensor) -> None:
         """Make the call with a workspace of the caller's: uint8, plan.workspace_bytes."""
-        clear_output(self.plan.problem, out)
+        clear_output(self.plan.problem, out, lse)
         self._forward.run(given, out, lse, workspace)
         assert given.kept is not None
         save_k(self.plan, self._parts, workspace, given.kept)

@@ -105,7 +105,7 @@ def _call_all(plan: Plan, given: Given, out: torch.Tensor | None, lse: torch.Ten
 
 
 def _call_train(plan: Plan, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
-    clear_output(plan.problem, out)
+    clear_output(plan.problem, out, lse)
     (_attend_sequences if plan.problem.tokens else _call_all)(plan, given, out, lse)
     q, k = cast(torch.Tensor, given.q), cast(torch.Tensor, given.k)
     _keep(given.kept, q.float(), k.float())
