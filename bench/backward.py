@@ -94,7 +94,7 @@ def exact_of_few_heads(leaves: tuple[torch.Tensor, ...], grad: torch.Tensor,
 def kernel_times(leaves: tuple[torch.Tensor, ...], grad: torch.Tensor, is_causal: bool) -> Iterator[tuple[str, float]]:
     """Each launch of the backward pass alone."""
     q, k, v = (x.detach() for x in leaves)
-    out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v, is_causal)
+    out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v, None, is_causal)
     tensors = BackwardTensors(grad, out, v, *(torch.empty_like(x) for x in (q, k, v)))
     call = pipeline.prepare_backward(backend_of(q), tensors, Options(is_causal=is_causal)).run
     assert isinstance(call, CudaBackward)

@@ -14,7 +14,7 @@ from sage_aot._kernels.axes import ROWS
 from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._kernels.tile import Tile
 from sage_aot._launch.choose import Kernels
-from sage_aot._launch.structs import DTYPE_CODES, ROTATION_CODES, NULL, FastDivmod, Params, Tensor
+from sage_aot._launch.structs import DTYPE_CODES, NULL, ROTATION_CODES, FastDivmod, Params, Tensor
 from sage_aot._problem.options import UNBOUNDED, bounds_of
 from sage_aot._problem.problem import Problem
 from sage_aot._problem.tensors import TENSORS

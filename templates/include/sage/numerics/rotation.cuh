@@ -38,18 +38,18 @@ __device__ __forceinline__ void rotate(float (&x)[kChannels]) {
   }
 }
 
-// Rotates one row per kLanes lanes: in blocks, or if kAny as `rotation` says.
-template <bool kAny, i32 kLanes, i32 kChannels>
+// Rotates one row per kLanes lanes as `rotation` says. kBlocks, kOthers: whether that may be kBlocks, or another.
+template <bool kBlocks, bool kOthers, i32 kLanes, i32 kChannels>
 __device__ __forceinline__ void rotate_as(Rotation rotation, float (&x)[kChannels]) {
-  if (!kAny || rotation == Rotation::kBlocks) rotate<kBlockLanes>(x);
-  else if (rotation == Rotation::kRows) rotate<kLanes>(x);
+  if (kBlocks && (!kOthers || rotation == Rotation::kBlocks)) rotate<kBlockLanes>(x);
+  else if (kOthers && rotation == Rotation::kRows) rotate<kLanes>(x);
 }
 
-// The factor that a rotation takes off the dot products of rows of kLanes · kChannels channels.
-template <bool kAny, i32 kLanes, i32 kChannels>
+// The channels that are rotated together, which is the factor that this takes off the dot products of rows.
+template <bool kBlocks, bool kOthers, i32 kLanes, i32 kChannels>
 __device__ __forceinline__ float rotated_channels(Rotation rotation) {
-  if (!kAny || rotation == Rotation::kBlocks) return kBlockLanes * kChannels;
-  return rotation == Rotation::kRows ? kLanes * kChannels : 1.0f;
+  if (kBlocks && (!kOthers || rotation == Rotation::kBlocks)) return kBlockLanes * kChannels;
+  return kOthers && rotation == Rotation::kRows ? kLanes * kChannels : 1.0f;
 }
 
 }  // namespace sage

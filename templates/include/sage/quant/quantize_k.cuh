@@ -123,7 +123,7 @@ struct QuantizeK {
     const auto prepare = [&](i32 s, float (&x)[1][kVector]) {
       convert(rows.get(s, load), x);
       if (!finite) make_finite(x);
-      rotate_as<kAnyRotation, kVectors>(params.rotate, x[0]);
+      rotate_as<kRotatesBlocks<Config>, kAnyRotation, kVectors>(params.rotate, x[0]);
     };
     Scale scale = QuantizedRows<Config>::scale(amax);
     if constexpr (kClips<Config> > 1) {
@@ -145,7 +145,7 @@ struct QuantizeK {
     for (i32 s = 0; s < kSteps; ++s) {
       float x[1][kVector];
       load(s, x);
-      rotate_as<kAnyRotation, kVectors>(params.rotate, x[0]);
+      rotate_as<kRotatesBlocks<Config>, kAnyRotation, kVectors>(params.rotate, x[0]);
       amax = ptx::max_nan(amax, abs_max(x));
     }
     return amax;
@@ -162,7 +162,7 @@ struct QuantizeK {
       load(s, x);
       if (!(abs_max(x) < ptx::infinity())) Block::mark_spoilt(shared, keys.tile, keys.of_step(s));
       make_finite(x);
-      rotate_as<kAnyRotation, kVectors>(params.rotate, x[0]);
+      rotate_as<kRotatesBlocks<Config>, kAnyRotation, kVectors>(params.rotate, x[0]);
       amax = fmaxf(amax, abs_max(x));
     }
     return amax;

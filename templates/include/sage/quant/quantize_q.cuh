@@ -132,7 +132,7 @@ struct QuantizeQ {
       };
       const auto rotate_rows = [&] {
 #pragma unroll
-        for (i32 r = 0; r < kRows; ++r) rotate_as<kChanged, kVectors>(params.rotate, x[r]);
+        for (i32 r = 0; r < kRows; ++r) rotate_as<kRotatesBlocks<Config>, kChanged, kVectors>(params.rotate, x[r]);
         return abs_max(x);
       };
       read();
@@ -162,7 +162,7 @@ struct QuantizeQ {
                                      group_scale + row * Layout::kQkRowScales, x[r], scale.inv_scale);
       }
       if (first_channel() == 0) {
-        const float length = rotated_channels<kChanged, kVectors, kVector>(params.rotate);
+        const float length = rotated_channels<kRotatesBlocks<Config>, kChanged, kVectors, kVector>(params.rotate);
         const float of_scores = kPrescaled ? 1.0f : fabsf(params.softmax_scale_log2);
         q_scale[s * kGroupsAtOnce] = fminf(scale.scale * of_scores * length, kLargestF32);
       }

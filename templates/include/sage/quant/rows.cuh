@@ -15,6 +15,10 @@ namespace sage {
 template <class Config, SourceRows kSource>
 constexpr bool kAlwaysChanged = kSource == SourceRows::kAny || bits_of(Config::kQk) == 4;
 
+// Whether calls rotate in blocks.
+template <class Config>
+constexpr bool kRotatesBlocks = bits_of(Config::kQk) == 8;
+
 // Largest magnitude; NaN or infinity where an element is not finite.
 template <i32 kRows>
 __device__ __forceinline__ float abs_max(const float (&x)[kRows][kVector]) {
