@@ -276,7 +276,7 @@ def quantize(method: Method, problem: Problem, kernels: Kernels, inputs: Inputs)
     """Q, K and V quantized by the method."""
     quant, sizes = kernels["quant"], Sizes.of(kernels)
     q_groups, k_groups = GROUPS[method.granularity]
-    q, k = (kernel_steps._rotate(x, x.shape[-1]) if method.rotate else x for x in (inputs.q, inputs.k))
+    q, k = (kernel_steps._rotate(x) if method.rotate else x for x in (inputs.q, inputs.k))
     q, q_scale = quantize_rows(q, q_groups(q.shape[2], sizes), method, quant)
     q_scale = q_scale * _softmax_scale(problem) * (q.shape[-1] if method.rotate else 1)
     k_and_scale = quantize_rows(k, k_groups(k.shape[2], sizes), method, quant, problem.seqlen_kv)

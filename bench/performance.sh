@@ -10,7 +10,7 @@ set -euo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
 [ $# -gt 0 ] || set -- dense graph sustained linear_p use masks masks_causal varlen varlen_causal few inputs hosts \
-  latency backward accuracy sparse sparse_peers
+  latency backward accuracy sparse
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 git describe --always --dirty > "$out/commit" || echo unknown > "$out/commit"
@@ -39,7 +39,6 @@ for part in "$@"; do
     varlen) measure varlen bench/varlen.py ;;
     varlen_causal) measure varlen_causal bench/varlen.py --causal ;;
     sparse) measure sparse bench/sparse.py --headdim 64,128 --rounds 7 ;;
-    sparse_peers) measure sparse_peers bench/sparse.py --peers --headdim 128 --shapes 4x32x8192 ;;
     few) measure few bench/quantized_kv.py ;;
     inputs) measure inputs bench/inputs.py ;;
     hosts) measure hosts bench/hosts.py ;;

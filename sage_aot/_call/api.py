@@ -99,9 +99,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
             with FP8 P·V where channels of v have offsets. With f16 P·V it gains nothing: f16 holds such a v as it is.
         rotate: multiply q and k by the Hadamard matrix before quantizing; the exact result does not change. A channel
             of q or k whose values are much larger than the others' then no longer sets the scale of its row. (Where a
-            channel is large by an offset, smoothing takes the offset off.) ``"auto"`` does so for int4, and for int8 in
-            blocks of 8 neighbouring channels, which evens out less and takes less time. For int8 True makes
-            quantization take 1.5 to 1.8 times as long. False does not rotate.
+            channel is large by an offset, smoothing takes the offset off.) ``"auto"`` does so for int4. For int8,
+            quantization takes 1.5 to 1.8 times as long.
         clip: int4 only: choose for each scale group (a row of q, 16 keys) the clip, of six, with the least squared
             error.
         pv_accum: how P·V adds up over the keys. ``"auto"``: the best of the GPU's kernels, ``"f32"`` where P and V are

@@ -14,7 +14,7 @@ from sage_aot._kernels.axes import ROWS
 from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._kernels.tile import Tile
 from sage_aot._launch.choose import Kernels
-from sage_aot._launch.structs import DTYPE_CODES, NULL, ROTATION_CODES, FastDivmod, Params, Tensor
+from sage_aot._launch.structs import DTYPE_CODES, NULL, FastDivmod, Params, Tensor
 from sage_aot._problem.options import UNBOUNDED, bounds_of
 from sage_aot._problem.problem import Problem
 from sage_aot._problem.tensors import TENSORS
@@ -241,8 +241,7 @@ def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
     buffers = {name: ("workspace", offset) for name, offset in plan.offsets.items()}
     buffers |= {name: ("kept", offset) for name, offset in plan.kept_offsets.items()}
     return {
-        **vars(problem.options), "rotate": ROTATION_CODES[problem.options.rotate],
-        **dict.fromkeys(_OF_SOME_CALLS, NULL), **buffers,
+        **vars(problem.options), **dict.fromkeys(_OF_SOME_CALLS, NULL), **buffers,
         **{name: (name, 0) if problem.tokens else NULL for name in ("cu_seqlens_q", "cu_seqlens_k")},
         "q": tensors.q.tensor, "k": tensors.k.tensor, "v": tensors.v.tensor, "out": tensors.out.tensor,
         **{name: tensors.optional[name].tensor if name in tensors.optional else ABSENT for name in TENSORS},

@@ -32,7 +32,6 @@ NO_SOURCE = len(SOURCES)
 _INDEX = {source: index for index, source in enumerate((*SOURCES, ""))}
 
 DTYPE_CODES = {"f16": 0, "bf16": 1, "f32": 2}
-ROTATION_CODES = {False: 0, "auto": 1, True: 2}  # of Options.resolved.rotate
 WORD = 8  # bytes of an address
 
 Params = Mapping[str, Any]

@@ -116,8 +116,8 @@ def _trained(problem: Problem, given: Given, options: Options) -> Problem:
     if problem.headdim > MOST_TRAINED:
         raise ArgumentError(f"expected a head dim from 1 to {MOST_TRAINED} to train with, got {problem.headdim}; for "
                             f"others call torch.nn.functional.scaled_dot_product_attention")
-    # The backward pass reads the log-sum-exp, of exponentials alone, and multiplies gradients by Q̂ and K̂ as Q and K.
-    return replace(problem, part="train", options=replace(problem.options, p="exp2", rotate=False))
+    # The backward pass reads the log-sum-exp, of exponentials alone.
+    return replace(problem, part="train", options=replace(problem.options, p="exp2"))
 
 
 _CHECKS: Mapping[Kind, Callable[[Given, Options], Problem]] = {

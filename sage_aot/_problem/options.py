@@ -182,9 +182,9 @@ class Options:
     rotate: bool | str = _option(
         "auto", schema="bool?", valid=_is_bool_or_auto, samples=("auto", False, True), refused="no",
         expected="'auto', True or False", kinds=("quant",),
-        resolve=lambda options: {"int4": True, "nvfp4": False}.get(options.qk, "auto"),
+        resolve=lambda options: options.qk == "int4",  # at 8 bits few models need it, and quantizers take longer
         help="multiply q and k by the Hadamard matrix before quantizing, so that no channel sets the scale of its row; "
-             "`\"auto\"` does so for int4, and for int8 in blocks of 8 channels, which takes less time")
+             "`\"auto\"` does so for int4")
     clip: bool = _option(
         True, schema="bool", expected="True or False", valid=_is_bool, samples=(True, False), refused="no",
         kinds=("quant",),
@@ -236,8 +236,7 @@ class Options:
 
     @cached_property
     def resolved(self) -> Options:
-        """The options with the value in place of every "auto" that does not depend on the GPU. A `rotate` that stays
-        "auto" is that of int8, in blocks of channels."""
+        """The options with the value in place of every "auto" that does not depend on the GPU."""
         options = self
         for name, option in OPTIONS.items():
             if option.resolve and getattr(options, name) == option.default:

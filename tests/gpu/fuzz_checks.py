@@ -200,8 +200,8 @@ def _has_kernels(case: Case, manifest: Manifest) -> bool:
 def arithmetic_of(case: Case) -> Arithmetic:
     """The documented roundings of a case's call: its options, "auto" as attn's docstring says, and its arch."""
     qk = "int8" if case.qk == "auto" else case.qk
-    smooth_q = qk != "int8" if case.smooth_q == "auto" else case.smooth_q
-    rotated = {"int4": 0, "int8": 8, "nvfp4": 1}[qk] if case.rotate == "auto" else 0 if case.rotate else 1
+    auto = {"smooth_q": qk != "int8", "rotate": qk == "int4"}
+    smooth_q, rotate = (auto[name] if getattr(case, name) == "auto" else getattr(case, name) for name in auto)
     pv = "nvfp4" if qk == "nvfp4" else "f16" if case.arch in F16_PV else "e4m3"
     shared = case.values != "drawn" or case.one_key  # one value for all: nothing averages
     has_line = case.headdim <= 128 if case.arch == "sm90" else (
@@ -209,8 +209,8 @@ def arithmetic_of(case: Case) -> Arithmetic:
         and (case.arch, case.pv_accum) != ("sm120", "two_level_f32"))
     has_lse = case.return_lse or case.sparse == "tail"
     linear_p = has_line and case.p != "exp2" and not has_lse and not case.trained
-    return Arithmetic(qk, pv, 1 if case.trained else rotated, case.clip, smooth_q, case.smooth_k, case.smooth_v,
-                      linear_p=linear_p, half_sums=case.pv_accum == "two_level_f16",
+    return Arithmetic(qk, pv, rotate, case.clip, smooth_q, case.smooth_k, case.smooth_v, linear_p=linear_p,
+                      half_sums=case.pv_accum == "two_level_f16",
                       independent=case.kind in INDEPENDENT and not shared,
                       rare_values=case.kind in ("sparse_v", "heavy_v"),
                       of_merged=torch.finfo(TORCH_DTYPES[case.dtype]).eps / 2 if case.sparse == "tail" else 0.0)

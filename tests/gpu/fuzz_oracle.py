@@ -73,7 +73,7 @@ class Arithmetic:
 
     qk: str  # "int8", "int4" or "nvfp4"
     pv: str  # "f16", "e4m3" or "nvfp4"
-    rotated: int  # channels that are rotated together; 1: none, 0: all of a row
+    rotate: bool
     clip: bool
     smooth_q: bool
     smooth_k: bool
@@ -299,26 +299,22 @@ def _errors_of_scores(q: torch.Tensor, k: torch.Tensor, scale: float, arithmetic
     q, k = spread(q, arithmetic.smooth_q), spread(k, arithmetic.smooth_k, key_mask)
     norms_q, norms_k = q.norm(dim=-1), k.norm(dim=-1)
     largest_k = norms_k.amax(-1, keepdim=True)
-    width = min(width for width in _KERNEL_HEADDIMS if width >= q.shape[-1])
-    together = arithmetic.rotated or width  # an orthogonal product of these channels, of rows padded to the kernel's
-    blocks_q, blocks_k = (_norms_of_blocks(x, together) for x in (q, k))
-    channels = together * blocks_q.shape[-1]
-    tops_q, tops_k = (x.amax((-1, -2))[..., None] for x in (blocks_q, blocks_k))
-    sums_q, sums_k = (math.sqrt(together) * x.sum(-1) for x in (blocks_q, blocks_k))
-    sums_k = sums_k.amax(-1, keepdim=True)
-    typical = min(1.0, 5.0 / math.sqrt(together))  # largest of independent channels
+    channels = q.shape[-1]
+    if arithmetic.rotate:  # an orthogonal product, of rows padded to the kernel's head dim
+        channels = min(width for width in _KERNEL_HEADDIMS if width >= channels)
+        tops_q, tops_k = norms_q.amax(-1, keepdim=True), largest_k
+        sums_q, sums_k = math.sqrt(channels) * norms_q, math.sqrt(channels) * largest_k
+        typical = min(1.0, 5.0 / math.sqrt(channels))  # largest of independent channels
+    else:
+        tops_q, tops_k = (x.amax((-1, -2))[..., None] for x in (q, k))
+        sums_q, sums_k = q.sum(-1), k.sum(-1).amax(-1, keepdim=True)
+        typical = 1.0
     step_q, step_k = (arithmetic.worst_step * top for top in (tops_q, tops_k))
     worst = abs(scale) * (sums_q * step_k + sums_k * step_q + channels * step_q * step_k) + in_f32 + worst_of_means
     of_q, of_k = (arithmetic.deviation * typical * top for top in (tops_q, tops_k))
     walk = abs(scale) * ((norms_q * of_k).square() + (largest_k * of_q).square()
                          + channels * (of_q * of_k).square()).sqrt() + in_f32 + walk_of_means
     return torch.minimum(worst, SIGMAS * walk) if arithmetic.independent else worst, torch.minimum(walk, worst)
-
-
-def _norms_of_blocks(x: torch.Tensor, channels: int) -> torch.Tensor:
-    """The norm of each block of so many channels of a row, [..., rows, blocks]. The last is padded with zeros."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % channels))
-    return padded.unflatten(-1, (-1, channels)).norm(dim=-1)
 
 
 def _bound_of_lse(heads: _Heads, arithmetic: Arithmetic) -> torch.Tensor:

@@ -208,8 +208,8 @@ def test_structs_say_what_is_smoothed(smooth_q, smooth_k, smooth_v):
 
 
 @pytest.mark.parametrize(("options", "rotate"), [
-    ({}, 1), ({"rotate": True}, 2), ({"rotate": False}, 0)])
-def test_structs_say_how_rows_are_rotated(options, rotate):
+    ({}, False), ({"rotate": True}, True), ({"rotate": False}, False)])
+def test_structs_say_whether_rows_are_rotated(options, rotate):
     assert run(changed(**options))[0].params["rotate"] == rotate
 
 

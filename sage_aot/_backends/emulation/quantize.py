@@ -76,12 +76,11 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
 
     q_groups = _row_groups(q.shape[2], tile.warp_m, quant.fact("row_groups"))
     k_groups = _key_groups(k.shape[2], tile.block_n, quant.fact("key_groups"))
-    clip = problem.options.clip
-    together = {False: 1, "auto": quant.fact("rotated_block"), True: spec.headdim}[problem.options.rotate]
-    q, k = (_rotate(x, together) for x in (q, k))
+    rotated, clip = bool(problem.options.rotate), problem.options.clip
+    q, k = (_rotate(x) if rotated else x for x in (q, k))
     sign = -1.0 if softmax_scale < 0 and not prescaled else 1.0
     q_hat, q_scale = _quantize_rows(q, q_groups, quant, clip, q.shape[2], sign)
-    q_scale = q_scale * (1.0 if prescaled else softmax_scale.abs()) * together
+    q_scale = q_scale * (1.0 if prescaled else softmax_scale.abs()) * (spec.headdim if rotated else 1)
     q_scale = q_scale.clamp(max=torch.finfo(torch.float32).max)
     k_hat, k_scale = _quantize_rows(k, k_groups, quant, clip, problem.seqlen_kv)
     return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, k_mean, v_mean, v_factor, k_spoilt,
@@ -163,11 +162,11 @@ def _clamped_term(x: torch.Tensor) -> torch.Tensor:
     return x.nan_to_num(-LARGEST_TERM, math.inf, -math.inf).clamp(-LARGEST_TERM, LARGEST_TERM)
 
 
-def _rotate(x: torch.Tensor, together: int) -> torch.Tensor:
-    """Blocks of so many channels times the Hadamard matrix, divided by its size, in the order of
-    numerics/rotation.cuh."""
-    x, stride = x * (1 / together), 1
-    while stride < together:
+def _rotate(x: torch.Tensor) -> torch.Tensor:
+    """Rows times the Hadamard matrix, divided by its size, in the order of numerics/rotation.cuh."""
+    headdim, stride = x.shape[-1], 1
+    x = x * (1 / headdim)
+    while stride < headdim:
         a, b = torch.unflatten(x, -1, (-1, 2, stride)).unbind(-2)
         x = torch.stack([a + b, a - b], -2).flatten(-3)
         stride *= 2

@@ -57,10 +57,6 @@ struct FieldType<Dtype> {
   static constexpr i32 kCode = 'i';
 };
 template <>
-struct FieldType<Rotation> {
-  static constexpr i32 kCode = 'i';
-};
-template <>
 struct FieldType<float> {
   static constexpr i32 kCode = 'f';
 };

@@ -42,8 +42,7 @@ constexpr auto fields_of(const PackParams*) {
                 SAGE_FIELD(seqlen_kv), SAGE_FIELD(unused));
 }
 
-// Where rows are rotated, q_scale has the channels that are rotated together as a factor besides. Means are of rows as
-// they came, before a rotation.
+// Where rows are rotated, q_scale has the factor kHeadDim besides. Means are of rows as they came, before a rotation.
 // Of sequences in one tensor, arrays of tiles begin with [num_q_heads] or [num_kv_heads] alone: problem/sequences.cuh.
 struct QuantParams {
   Tensor q, k, v;
@@ -77,7 +76,7 @@ struct QuantParams {
   i32 smooth_k;
   i32 smooth_v;
   i32 wants_row_bias;  // whether row_bias is q · k_mean; 0: zero, where a row is finite
-  Rotation rotate;     // of the rows that Q̂ and K̂ are of
+  i32 rotate;          // whether Q̂ and K̂ are of rows times the Hadamard matrix
   i32 clip;            // whether the largest values of scale groups of s4 may be cut off
   float v_typical;     // mean magnitude that a channel of V has in V̂, in e4m3
   float v_least;       // a tile of V needs no factor where the largest magnitude in V̂ is from v_least

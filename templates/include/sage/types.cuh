@@ -32,9 +32,6 @@ enum class P { kExp2, kLinear };
 // Type of the caller's tensors; a run-time value, equal for all of them.
 enum class Dtype : i32 { kF16 = 0, kBf16 = 1, kF32 = 2 };
 
-// How rows of Q and K are rotated: not, in blocks of neighbouring channels, or as a whole (numerics/rotation.cuh).
-enum class Rotation : i32 { kNone = 0, kBlocks = 1, kRows = 2 };
-
 __device__ constexpr i32 bytes_of(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
 
 constexpr i32 kWarpSize = 32;

@@ -1,7 +1,7 @@
 // Quantization of Q, K and V in one launch, or of K and V in one and of Q in another, into the tiles of
 // tile/layout.cuh: all that comes before attention but delta_s. Every tensor is read from memory once. Every block also
-// reads 64 rows of K or V (quant/sample.cuh), and rows of K that are rotated as a whole or clipped are loaded two or
-// three times; these loads hit caches.
+// reads 64 rows of K or V (quant/sample.cuh), and rows of K that are rotated or clipped are loaded two or three times;
+// these loads hit caches.
 // Values that are not finite are quantized as zero, in V̂ as minus zero, so that they do not change a scale that others
 // share. The attention kernel writes NaN to the rows that see such a key or value, as the marks of the KV tile say
 // (attn/spoilt.cuh), and to rows whose row_bias is not finite.
@@ -26,8 +26,8 @@ struct Quantize {
     return sage::facts(
         Fact{"threads", Config::kThreads}, Fact{"shared_bytes", 0}, Fact{"kv_tiles_per_block", Block::kTiles},
         Fact{"rows_at_once", SampleLayout<Config>::kRowsAtOnce}, Fact{"vector", kVector},
-        Fact{"rotated_block", kBlockLanes * kVector}, Fact{"q_row_bytes", Layout::kQBytes / Config::kBlockM},
-        Fact{"kv_tile_bytes", Layout::kKvBytes}, Fact{"row_groups", kRowGroups<Config>}, Fact{"key_groups", kKeyGroups},
+        Fact{"q_row_bytes", Layout::kQBytes / Config::kBlockM}, Fact{"kv_tile_bytes", Layout::kKvBytes},
+        Fact{"row_groups", kRowGroups<Config>}, Fact{"key_groups", kKeyGroups},
         Fact{"warps_per_key_group", Block::kWarpsPerGroup}, Fact{"v_tiles_at_once", Block::kTilesOfV},
         Fact{"v_squares", SelectPiece<Config>::Type::kSteps}, Fact{"limit", QuantizedRows<Config>::kLimit},
         Fact{"clips", kClips<Config>}, Fact{"clip_step", ClipSearch<Config>::kStep},

@@ -1,5 +1,5 @@
 // K as s8, s4 or NVFP4 with a scale per thread of the attention kernel: keys n of a tile with equal n % 8 / 2.
-// Smoothed: less the mean per channel of a sample. Rotated: times a Hadamard matrix.
+// Smoothed: less the mean per channel of a sample. Rotated: times the Hadamard matrix.
 // Source: SageAttention2, sections 3.1 and 3.2.
 #pragma once
 
@@ -30,25 +30,22 @@ struct QuantizeK {
   __device__ __forceinline__ void run(i32 batch, i32 head, i32 first_tile) const {
     const Source<kSource> source = Block::template kv_source<kSource>(params, params.k, batch, head);
     if (!Block::has_keys(source.rows, first_tile)) return;
-    if (kAlwaysChanged<Config, kSource> || params.rotate != Rotation::kBlocks) {
-      quantize_tiles<true>(source, batch, head, first_tile);
-    } else {
-      quantize_tiles<false>(source, batch, head, first_tile);
-    }
+    if (kAlwaysChanged<Config, kSource> || params.rotate) quantize_tiles<true>(source, batch, head, first_tile);
+    else quantize_tiles<false>(source, batch, head, first_tile);
   }
 
  private:
   __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
 
-  // kAnyRotation: rows are rotated as the call asks; else in blocks. Rows that may be rotated as a whole are read
-  // again: code that rotates all rows at once would take as long to compile as everything else.
-  template <bool kAnyRotation, SourceRows kSource>
-  using Held = HeldRows<kSource, !kAnyRotation, kSteps>;
+  // kRotatable: rows are rotated if the call asks for rotation. Rotated rows are read again: code that rotates all rows
+  // at once would take as long to compile as everything else.
+  template <bool kRotatable, SourceRows kSource>
+  using Held = HeldRows<kSource, !kRotatable, kSteps>;
 
-  template <bool kAnyRotation, SourceRows kSource>
+  template <bool kRotatable, SourceRows kSource>
   __device__ __forceinline__ void quantize_tiles(const Source<kSource>& source, i32 batch, i32 head,
                                                  i32 first_tile) const {
-    Held<kAnyRotation, kSource> rows;
+    Held<kRotatable, kSource> rows;
     const auto load = [&](i32 tile) {
       const Keys keys;
       rows.load([&](i32 s) { return load_row(source, tile, keys, s); });
@@ -69,7 +66,7 @@ struct QuantizeK {
         __syncthreads();  // what the block shares of the tiles before has been read
         load(tile);
       }
-      quantize<kAnyRotation>(source, first_kv_tile_of(params, batch, head, Config::kBlockN), tile, rows);
+      quantize<kRotatable>(source, first_kv_tile_of(params, batch, head, Config::kBlockN), tile, rows);
     }
   }
 
@@ -97,33 +94,34 @@ struct QuantizeK {
   }
 
   // The block's tiles from first_tile on, whose rows are loaded.
-  template <bool kAnyRotation, SourceRows kSource>
+  template <bool kRotatable, SourceRows kSource>
   __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 first_kv_tile, i32 first_tile,
-                                           Held<kAnyRotation, kSource>& rows) const {
+                                           Held<kRotatable, kSource>& rows) const {
     const i32 warp = ptx::thread_index() / kWarpSize, lane = ptx::thread_index() % kWarpSize;
     const Keys keys;
     const i32 tile = first_tile + keys.tile;
     const auto load = [&](i32 s) { return load_row(source, first_tile, keys, s); };
-    constexpr i32 kUnroll = kAnyRotation && kSource != SourceRows::kAny ? 2 : Held<kAnyRotation, kSource>::kUnroll;
+    constexpr i32 kUnroll = kRotatable && kSource != SourceRows::kAny ? 2 : Held<kRotatable, kSource>::kUnroll;
     Block::clear_spoilt(shared);
     const float* mean = shared.mean + first_channel();
+    const auto smooth = [&](float x, i32 i) { return x - mean[i]; };
     const auto convert = [&](const auto& row, float (&x)[1][kVector]) {
       source.convert(row, x[0]);
 #pragma unroll
-      for (i32 i = 0; i < kVector; ++i) x[0][i] -= mean[i];
+      for (i32 i = 0; i < kVector; ++i) x[0][i] = smooth(x[0][i], i);
     };
-    float amax = largest<kAnyRotation, kUnroll>([&](i32 s, float (&x)[1][kVector]) { convert(rows.get(s, load), x); });
+    float amax = largest<kRotatable, kUnroll>(source, rows, load, convert, smooth);
     __syncthreads();  // shared.spoilt is clear
     const bool finite = !ptx::any(!(amax < ptx::infinity()));
     if (!finite) {  // rare: reloads the rows, which keeps its temporaries out of the common path's registers
-      amax = mark_spoilt<kAnyRotation>(keys, [&](i32 s, float (&x)[1][kVector]) { convert(load(s), x); });
+      amax = mark_spoilt<kRotatable>(keys, [&](i32 s, float (&x)[1][kVector]) { convert(load(s), x); });
       rows.load(load);
     }
     amax = largest_of_group(warp, lane, keys.tile, amax);
     const auto prepare = [&](i32 s, float (&x)[1][kVector]) {
       convert(rows.get(s, load), x);
       if (!finite) make_finite(x);
-      rotate_as<kRotatesBlocks<Config>, kAnyRotation, kVectors>(params.rotate, x[0]);
+      if (kRotatable && params.rotate) rotate<kVectors>(x[0]);
     };
     Scale scale = QuantizedRows<Config>::scale(amax);
     if constexpr (kClips<Config> > 1) {
@@ -137,23 +135,31 @@ struct QuantizeK {
   }
 
   // The largest magnitude of this thread's rows as they are quantized; NaN or infinity where one is not finite.
-  // load(s, x): row s less the mean.
-  template <bool kAnyRotation, i32 kUnroll, class Load>
-  __device__ __forceinline__ float largest(Load load) const {
-    float amax = 0.0f;
+  // convert(row, x): a row less the mean; smooth(x, i): one of its channels.
+  template <bool kRotatable, i32 kUnroll, SourceRows kSource, class Load, class Convert, class Smooth>
+  __device__ __forceinline__ float largest(const Source<kSource>& source, const Held<kRotatable, kSource>& rows,
+                                           Load load, Convert convert, Smooth smooth) const {
+    if constexpr (kRotatable) {
+      float amax = 0.0f;
 #pragma unroll kUnroll
-    for (i32 s = 0; s < kSteps; ++s) {
-      float x[1][kVector];
-      load(s, x);
-      rotate_as<kRotatesBlocks<Config>, kAnyRotation, kVectors>(params.rotate, x[0]);
-      amax = ptx::max_nan(amax, abs_max(x));
+      for (i32 s = 0; s < kSteps; ++s) {
+        float x[1][kVector];
+        convert(rows.get(s, load), x);
+        if (params.rotate) rotate<kVectors>(x[0]);
+        amax = ptx::max_nan(amax, abs_max(x));
+      }
+      return amax;
+    } else {
+      Extremes extremes(source, rows.get(0, load));
+#pragma unroll
+      for (i32 s = 1; s < kSteps; ++s) extremes.add(rows.get(s, load));
+      return extremes.abs_max(smooth);
     }
-    return amax;
   }
 
   // Runs where a key is not finite: marks such keys, and returns the largest magnitude of the finite values.
   // load(s, x): row s less the mean.
-  template <bool kAnyRotation, class Load>
+  template <bool kRotatable, class Load>
   __device__ __forceinline__ float mark_spoilt(const Keys& keys, Load load) const {
     float amax = 0.0f;
 #pragma unroll 1
@@ -162,7 +168,7 @@ struct QuantizeK {
       load(s, x);
       if (!(abs_max(x) < ptx::infinity())) Block::mark_spoilt(shared, keys.tile, keys.of_step(s));
       make_finite(x);
-      rotate_as<kRotatesBlocks<Config>, kAnyRotation, kVectors>(params.rotate, x[0]);
+      if (kRotatable && params.rotate) rotate<kVectors>(x[0]);
       amax = fmaxf(amax, abs_max(x));
     }
     return amax;

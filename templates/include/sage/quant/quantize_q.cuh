@@ -1,7 +1,7 @@
 // Q as s8 with a scale per thread of the attention kernel, rows m of a warp with equal m % 8, or as s4 or NVFP4 with a
 // scale per row. The scale holds softmax_scale · log2 e, so that scores come out in log2 units; Q̂ has its sign. For
 // NVFP4, whose scales are powers of two, the rows themselves are multiplied by it. Smoothed: less the mean of its
-// tile's rows. Rotated: times a Hadamard matrix.
+// tile's rows. Rotated: times the Hadamard matrix.
 // Source: SageAttention2, sections 3.1 and 3.2.
 #pragma once
 
@@ -55,7 +55,7 @@ struct QuantizeQ {
       }
     }
     const i64 tile_index = first_q_tile_of(params, batch, q_head, kBlockM) + tile;
-    const bool changed = kAlwaysChanged<Config, kSource> || params.smooth_q || params.rotate != Rotation::kBlocks;
+    const bool changed = kAlwaysChanged<Config, kSource> || params.smooth_q || params.rotate;
     if (params.smooth_q) prepare_mean(source, batch, tile, params.q_mean + tile_index * Config::kHeadDim);
     else if (changed) prepare_no_mean<Config>(shared.q_mean, nullptr);
     if (changed) quantize<true>(source, tile, tile_index, biased);
@@ -66,7 +66,7 @@ struct QuantizeQ {
   __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
 
   // kVectors lanes quantize the rows of one scale group. kChanged: a mean, which may be zero, is subtracted, and rows
-  // are rotated as the call asks; else in blocks. Such groups are read one after another: unrolled code for them would
+  // are rotated if the call asks for rotation. Such groups are read one after another: unrolled code for them would
   // take as long to compile as everything else.
   template <bool kChanged, SourceRows kSource>
   __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 tile, i64 tile_index, bool biased) const {
@@ -116,34 +116,27 @@ struct QuantizeQ {
 #pragma unroll Held::kUnroll
     for (i32 s = 0; s < kStepsAtOnce; ++s) {
       float x[kRows][kVector];
-      const auto read = [&] {
 #pragma unroll
-        for (i32 r = 0; r < kRows; ++r) {
-          source.convert(rows.get(s * kRows + r, load), x[r]);
-          if constexpr (kChanged) {
+      for (i32 r = 0; r < kRows; ++r) {
+        source.convert(rows.get(s * kRows + r, load), x[r]);
+        if constexpr (kChanged) {
 #pragma unroll
-            for (i32 i = 0; i < kVector; ++i) x[r][i] -= shared.q_mean[first_channel() + i];
-          }
-          if constexpr (kPrescaled) {
-#pragma unroll
-            for (i32 i = 0; i < kVector; ++i) x[r][i] *= params.softmax_scale_log2;
-          }
+          for (i32 i = 0; i < kVector; ++i) x[r][i] -= shared.q_mean[first_channel() + i];
         }
-      };
-      const auto rotate_rows = [&] {
+        if constexpr (kPrescaled) {
 #pragma unroll
-        for (i32 r = 0; r < kRows; ++r) rotate_as<kRotatesBlocks<Config>, kChanged, kVectors>(params.rotate, x[r]);
-        return abs_max(x);
-      };
-      read();
-      float amax = rotate_rows();
-      const bool step_finite = !ptx::any(!(amax < ptx::infinity()));  // rotated rows are where rows are
-      if (!step_finite) {
-        read();
-        make_finite(x);
-        amax = rotate_rows();
+          for (i32 i = 0; i < kVector; ++i) x[r][i] *= params.softmax_scale_log2;
+        }
       }
+      float amax = abs_max(x);
+      const bool step_finite = !ptx::any(!(amax < ptx::infinity()));
+      if (!step_finite) amax = make_finite(x);
       finite &= step_finite;
+      if (kChanged && params.rotate) {
+#pragma unroll
+        for (i32 r = 0; r < kRows; ++r) rotate<kVectors>(x[r]);
+        amax = abs_max(x);
+      }
       Scale scale = QuantizedRows<Config>::scale(ptx::max_over_lanes<kVectors>(amax));
       scale.inv_scale *= sign;
       if constexpr (kClips<Config> > 1) {
@@ -162,7 +155,7 @@ struct QuantizeQ {
                                      group_scale + row * Layout::kQkRowScales, x[r], scale.inv_scale);
       }
       if (first_channel() == 0) {
-        const float length = rotated_channels<kRotatesBlocks<Config>, kChanged, kVectors, kVector>(params.rotate);
+        const float length = kChanged && params.rotate ? Config::kHeadDim : 1.0f;
         const float of_scores = kPrescaled ? 1.0f : fabsf(params.softmax_scale_log2);
         q_scale[s * kGroupsAtOnce] = fminf(scale.scale * of_scores * length, kLargestF32);
       }

@@ -9,15 +9,11 @@
 
 namespace sage {
 
-// Whether all rows take the path of rows that are smoothed, or rotated otherwise than in blocks, even rows that are
-// neither: in the entry point for all other rows (SourceRows::kAny), and at 4 bits, where nearly all rows are rotated
-// as a whole. A second path would double the compile time.
+// Whether all rows take the path of smoothed or rotated rows, even rows that are neither: in the entry point for all
+// other rows (SourceRows::kAny), and at 4 bits, where nearly all rows are smoothed or rotated. A second path would
+// double the compile time.
 template <class Config, SourceRows kSource>
 constexpr bool kAlwaysChanged = kSource == SourceRows::kAny || bits_of(Config::kQk) == 4;
-
-// Whether calls rotate in blocks.
-template <class Config>
-constexpr bool kRotatesBlocks = bits_of(Config::kQk) == 8;
 
 // Largest magnitude; NaN or infinity where an element is not finite.
 template <i32 kRows>
