@@ -45,7 +45,8 @@ def environment(wheels: list[Path], requirements: list[str], borrow: bool, folde
                                                "locale")  # as Python up to 3.12 reads it
     else:
         limits = [] if requirements else ["-c", str(ROOT / "ci" / "constraints.txt")]
-        subprocess.run([*pip, *limits, *map(str, wheels), "pytest>=8", *requirements], check=True)
+        subprocess.run([*pip, *limits, *map(str, wheels), "pytest>=8", "pytest-xdist>=3.6",
+                        *requirements], check=True)
     return python
 
 

@@ -233,7 +233,7 @@ def retag(path: Path, platform: str, folder: Path) -> Path:
     partial = out.with_suffix(".tmp")
     with zipfile.ZipFile(partial, "w") as archive:
         for entry in wheel.entries:  # with its time and mode
-            archive.writestr(entry, files[entry.filename], zipfile.ZIP_DEFLATED)
+            archive.writestr(entry, files[entry.filename], zipfile.ZIP_DEFLATED, compresslevel=9)
     partial.replace(out)
     return out
 

