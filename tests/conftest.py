@@ -1,4 +1,4 @@
-"""Hooks of pytest: which tests run where, and how long they take.
+"""Hooks of pytest: which tests run where, in which process, and how long they take.
 
 Those marked `gpu` need a GPU that kernels are built for. In a narrowed build (`python -m codegen build --arch sm89`) a
 test that fails for want of the other archs' kernels says nothing: it is left out, and counted. Where the environment
@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 import torch
+from session import LINES, asked_by_name
+from xdist.scheduler import LoadScopeScheduling
 
 from sage_aot._backends.cuda.device import arch_of
 from sage_aot._backends.drivers import default_driver
@@ -71,6 +73,28 @@ def pytest_report_header() -> str:
     if reason:
         return f"gpu tests are left out: {reason}"
     return f"gpu tests run on {torch.cuda.get_device_name()}, kernels are launched through {default_driver().name}"
+
+
+# --- processes that run tests -----------------------------------------------------------------------------------------
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A process for each processor, at most four: the longest file takes a quarter of all. None where tests are asked
+    for by name: pytest's own process runs them, prints as they do, and stops in a debugger."""
+    return 0 if asked_by_name(config) else min(os.cpu_count() or 1, 4)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return _ByFile(config, log)
+
+
+class _ByFile(LoadScopeScheduling):
+    """Gives a file's tests to one process, whose fixtures they share, and those of a folder to one where they share
+    more: the simulator's workers, a GPU. The files with most tests come first."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = Path(nodeid.partition("::")[0])
+        return str(path.parent if path.parent.name in ("gpu", "sim") else path)
 
 
 # --- a driver's library that runs nothing -----------------------------------------------------------------------------
@@ -137,8 +161,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if _NARROWED and report.failed and call.excinfo and (unsupported := _unsupported(call.excinfo.value)):
         report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {_WANT}{', '.join(unsupported)}")
-    if _NARROWED and report.skipped and isinstance(report.longrepr, tuple) and _WANT in report.longrepr[2]:
-        _left_out[report.longrepr[2].partition(_WANT)[2]] += 1
     return report
 
 
@@ -149,21 +171,42 @@ def _unsupported(error: BaseException | None) -> list[str]:
     return _lacking(_ARCH.findall(str(error).partition("; got ")[2])) if error else []
 
 
-# --- minutes ----------------------------------------------------------------------------------------------------------
+# --- the end of a session ---------------------------------------------------------------------------------------------
 
 _seconds: Counter[str] = Counter()
 """Seconds of one processor, by part."""
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A test by a worker (tests/sim/conftest.py) says what it took there; here it only waited."""
+    """Count what a test took, and what a narrowed build lacks for it. A test by a worker (tests/sim/conftest.py) says
+    what it took there; here it only waited."""
+    if _NARROWED and report.skipped and _WANT in str(report.longrepr):
+        _left_out[report.longrepr[2].partition(_WANT)[2]] += 1
     if "by_workers" not in report.keywords:
         _seconds["/".join(report.nodeid.split("/")[:2])] += report.duration
     elif report.when == "teardown":
         _seconds.update(dict(report.user_properties))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LINES] = []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand the last lines of a process that runs tests to the process that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["lines"] = session.config.stash[LINES]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    lines = node.config.stash[LINES]
+    lines += [line for line in getattr(node, "workeroutput", {}).get("lines", ()) if line not in lines]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for line in config.stash[LINES]:
+        terminalreporter.write_line(line)
     if _seconds.total() > 60:
         terminalreporter.section("minutes of one processor")
         for part, seconds in sorted(_seconds.items()):

@@ -1,6 +1,8 @@
-"""Exact attention to put in the place of sage_aot.attn, and what the report counts."""
+"""Exact attention to put in the place of sage_aot.attn, what the report counts, and names of tests of calls."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from blocks import chosen_by
@@ -44,3 +46,10 @@ def attention(q, k, v, *, key_mask=None, sinks=None, attn_mask=None, is_causal=F
 
 def served_calls() -> int:
     return report().get("sage_aot", 0)
+
+
+def id_of(options: Mapping[str, object]) -> str:
+    """Name of a test of these keyword arguments. Tensors are named by their shape: processes that share tests must
+    name them alike."""
+    return ", ".join(f"{name}={list(value.shape) if isinstance(value, torch.Tensor) else value}"
+                     for name, value in options.items()) or "defaults"

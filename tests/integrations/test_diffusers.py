@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from blocks import chosen_by, clear
-from exact import attention, served_calls
+from exact import attention, id_of, served_calls
 
 diffusers = pytest.importorskip("diffusers", minversion="0.36")
 
@@ -371,7 +371,7 @@ BOOLS = draw(2, 4, 30, 40) > 0
 @pytest.mark.parametrize("options", [
     {}, {"scale": 0.3}, {"attn_mask": MASK}, {"attn_mask": MASK[:, None, None]}, {"attn_mask": torch.randn(30, 40)},
     {"attn_mask": BOOLS}, {"attn_mask": BOOLS[0, 0]}, {"attn_mask": BOOLS[:, :1]},
-    {"attn_mask": torch.where(MASK, 0.0, -10000.0)}, {"is_causal": True}, {"dropout_p": 0.0}], ids=str)
+    {"attn_mask": torch.where(MASK, 0.0, -10000.0)}, {"is_causal": True}, {"dropout_p": 0.0}], ids=id_of)
 def test_the_backend_is_native_attention(exact, options):
     expected = attention_dispatch._native_attention(Q, K, K, **options)
     torch.testing.assert_close(integration.attention(Q, K, K, **options), expected, rtol=0, atol=1e-5)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from exact import served_calls
+from exact import id_of, served_calls
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as captured
@@ -48,7 +48,7 @@ MASK = torch.arange(40) < torch.tensor([25, 40])[:, None, None, None]
 
 @pytest.mark.parametrize("options", [
     {}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": MASK}, {"attn_mask": torch.randn(40, 40)},
-    {"attn_mask": MASK & torch.ones(40, 40).tril().bool()}, {"is_causal": True, "scale": 2.0}], ids=str)
+    {"attn_mask": MASK & torch.ones(40, 40).tril().bool()}, {"is_causal": True, "scale": 2.0}], ids=id_of)
 def test_it_is_torchs_attention(exact, qkv, options):
     torch.testing.assert_close(sdpa(*qkv, **options), captured(*qkv, **options), rtol=0, atol=1e-5)
     mask = options.get("attn_mask")

@@ -1,4 +1,4 @@
-"""Tests marked `by_workers(does=function)` leave their work to other processes, from the start of the session on: their
+"""Tests marked `by_workers(does=function)` leave their work to other processes, from this folder's first test on: their
 fixture `outcome` is what `function(build, **parameters)` returned for their own parameters.
 
 Where nobody asks for tests by name, what was simulated before is not repeated: tests marked `planted`, which plant
@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from drawn import variants_of
 from outcomes import Outcomes
+from session import LINES, asked_by_name
 from simbuild import Build
 from simulator import LAUNCHES
-from stamp import Kept, Planted, asked_by_name
+from stamp import Kept, Planted
 from variants_on_cpu import SIMULATED, variant
 from workers import Timed, Workers
 
@@ -29,17 +30,16 @@ _TIMED = pytest.StashKey[Timed[Any]]()
 """Key of a test's stash: what a worker returned."""
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out planted bugs that were all caught before, and put tests that wait for the workers last."""
+    """Leave out planted bugs that were all caught before."""
     planted = [item for item in items if item.get_closest_marker("planted")]
     if planted:
         config.stash[_PLANTED] = of_session = Planted()
-        if not _by_name(config) and of_session.passed_before:
-            of_session.left_out = len(planted)
+        if not asked_by_name(config) and of_session.passed_before:
             items[:] = [item for item in items if not item.get_closest_marker("planted")]
             config.hook.pytest_deselected(items=planted)
-    items.sort(key=lambda item: "outcome" in _fixtures(item))
+            config.stash[LINES].append(f"{len(planted)} tests of planted bugs are left out: all of them passed on "
+                                       "these files. `-m planted` runs them.")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -52,41 +52,28 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    for key in (_PLANTED, _KEPT):
-        if key in session.config.stash:
-            session.config.stash[key].finish()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    kept = config.stash.get(_KEPT, None)
-    if kept and kept.recalled:
-        terminalreporter.write_line(f"{kept.recalled} outcomes of simulated calls are kept from runs with the same "
-                                    f"kernels, engine and Python; {len(kept.made)} were simulated. `-m by_workers` "
-                                    "simulates all.")
-    left_out = config.stash[_PLANTED].left_out if _PLANTED in config.stash else 0
-    if left_out:
-        terminalreporter.write_line(f"{left_out} tests of planted bugs are left out: all of them passed on these "
-                                    "files. `-m planted` runs them.")
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Put the workers to work on everything that this session's tests will ask for, in their order."""
-    specs = {spec for item in session.items for spec in _specs(item)}
-    if not specs or session.config.option.collectonly:
-        return
-    session.config.stash[_KEPT] = kept = Kept()
-    LAUNCHES.kept = not _by_name(session.config)
-    session.config.stash[_WORKERS] = workers = Workers(
-        sorted(specs, key=lambda spec: spec.name), Outcomes(kept.sources, repeat=_by_name(session.config)))
-    session.config.stash[_OUTCOMES] = {
+@pytest.fixture(scope="session", autouse=True)
+def workers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Puts the workers to work on everything that this session's tests will ask for, in their order, in front of the
+    first test of this folder: of several processes that run tests, the one that runs this folder's has workers."""
+    session, config = request.session, request.config
+    config.stash[_KEPT] = kept = Kept()
+    LAUNCHES.kept = not asked_by_name(config)
+    config.stash[_WORKERS] = workers = Workers(
+        sorted({spec for item in session.items for spec in _specs(item)}, key=lambda spec: spec.name),
+        Outcomes(kept.sources, repeat=asked_by_name(config)))
+    config.stash[_OUTCOMES] = {
         item.nodeid: workers.submit(item.get_closest_marker("by_workers").kwargs["does"], **_parameters(item))
         for item in session.items if "outcome" in _fixtures(item)}
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if _WORKERS in config.stash:
-        config.stash[_WORKERS].close()
+    yield
+    workers.close()
+    kept.finish()
+    if kept.recalled:
+        config.stash[LINES].append(f"{kept.recalled} outcomes of simulated calls are kept from runs with the same "
+                                   f"kernels, engine and Python; {len(kept.made)} were simulated. `-m by_workers` "
+                                   "simulates all.")
+    if planted := config.stash.get(_PLANTED, None):
+        planted.finish()
 
 
 @pytest.fixture
@@ -120,10 +107,6 @@ def _specs(item: pytest.Item) -> Iterator[AttnSpec]:
         yield variant(parameters["name"])
     else:
         yield from SIMULATED
-
-
-def _by_name(config: pytest.Config) -> bool:
-    return asked_by_name(config.option.markexpr, config.option.keyword, config.args)
 
 
 def _fixtures(item: pytest.Item) -> list[str]:

@@ -40,7 +40,6 @@ class Planted:
 
     key: str = field(default_factory=lambda: key())
     passed: set[str] = field(default_factory=set)
-    left_out: int = 0
 
     @property
     def passed_before(self) -> bool:
@@ -70,11 +69,6 @@ class Kept:
         """Keep what was simulated, on files that are still the same."""
         if self.made and self.sources == sources_key():
             Cache.of_environment().keep({key: [outcome] for key, outcome in self.made.items()})
-
-
-def asked_by_name(mark: str, keyword: str, arguments: Iterable[str]) -> bool:
-    """True where a command line of pytest asks for tests by more than their folder: by -m, -k or the file."""
-    return bool(mark or keyword or any(argument.split("::")[0].endswith(".py") for argument in arguments))
 
 
 def key() -> str:

@@ -13,6 +13,7 @@ import bugs
 import hostcc
 import pytest
 import stamp
+from session import names_tests
 from simbuild import ROOT
 from stamp import Planted
 
@@ -79,7 +80,7 @@ def test_every_module_that_the_tests_import_is_watched():
     ("", "", ["tests/sim/test_mutations.py::test_bug_is_caught[one]"], True),
     ("", "", ["tests/sim/test_every_kernel.py"], True), ("", "", ["/somewhere/sage.python/tests"], False)])
 def test_who_asks_for_them_by_name(mark, keyword, arguments, expected):
-    assert stamp.asked_by_name(mark, keyword, arguments) is expected
+    assert names_tests(mark, keyword, arguments) is expected
 
 
 @pytest.mark.parametrize(("arguments", "runs"), [([], False), (["-m", "planted"], True)])

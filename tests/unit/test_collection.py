@@ -1,12 +1,15 @@
-"""Files of tests that a run of pytest leaves out on a machine without a GPU."""
+"""Files of tests that a run of pytest leaves out on a machine without a GPU, and the processes that run tests."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,3 +45,56 @@ def test_gpu_tests_are_left_out_without_a_gpu(arguments, expected):
 def test_gpu_tests_that_are_asked_for_are_an_error_without_a_gpu():
     status, said = pytest_says("-m", "gpu", "tests/gpu/test_kv.py")
     assert status == pytest.ExitCode.USAGE_ERROR and "`-m gpu` was asked for, but torch sees no CUDA device" in said
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+A_FOLDER = """
+import os, pytest
+from session import LINES
+
+@pytest.fixture(scope="session", autouse=True)
+def shared(request):
+    yield
+    request.config.stash[LINES].append(f"a line of {os.getpid()}")
+"""
+TESTS_OF_A_FILE = """
+import os, pytest
+
+@pytest.mark.parametrize("number", range(4))
+def test_of_a_number(number):
+    print(f"[{__file__} in {os.getpid()}]")
+    assert number < 4
+"""
+
+
+@pytest.fixture
+def conftest(pytestconfig):
+    return pytestconfig.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (["tests"], min(os.cpu_count(), 4)), (["tests/unit"], min(os.cpu_count(), 4)), (["tests/unit/test_mask.py"], 0)])
+def test_pytests_own_process_runs_what_is_asked_for_by_name(conftest, arguments, expected):
+    config = SimpleNamespace(option=SimpleNamespace(markexpr="", keyword=""), args=arguments)
+    assert conftest.pytest_xdist_auto_num_workers(config) == expected
+
+
+def test_a_process_runs_whole_files_and_says_its_lines(tmp_path):
+    for name in ("conftest.py", "session.py", "../pyproject.toml"):
+        shutil.copy(TESTS / name, tmp_path)
+    for folder in ("sim", "unit"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "conftest.py").write_text(A_FOLDER)
+        for name in ("one", "two"):
+            (tmp_path / folder / f"test_{folder}_{name}.py").write_text(TESTS_OF_A_FILE)
+    said = subprocess.run([sys.executable, "-m", "pytest", "-n", "2", "-rP", "-p", "no:cacheprovider", str(tmp_path)],
+                          cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert "16 passed" in said
+    processes = {}
+    for path, process in re.findall(r"^\[(\S+) in (\d+)\]$", said, re.MULTILINE):
+        processes.setdefault(Path(path).relative_to(tmp_path).as_posix(), set()).add(process)
+    assert len(processes) == 4 and all(len(found) == 1 for found in processes.values())
+    assert processes["sim/test_sim_one.py"] == processes["sim/test_sim_two.py"]
+    ran = set().union(*processes.values())
+    assert len(ran) == 2 and sorted(re.findall(r"^a line of (\d+)$", said, re.MULTILINE)) == sorted(ran)

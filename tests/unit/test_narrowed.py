@@ -53,7 +53,7 @@ def run(tmp_path):
     kept = [record for record in whole.kernels.values() if record.spec.arch == "sm89"]
     narrowed = dataclasses.replace(whole, complete=False, kernels=records_by_name(kept))
     (tmp_path / "manifest.json").write_bytes(narrowed.to_text().encode())
-    for name in ("conftest.py", "../pyproject.toml"):
+    for name in ("conftest.py", "session.py", "../pyproject.toml"):
         shutil.copy(Path(__file__).parents[1] / name, tmp_path)
     (tmp_path / "test_some.py").write_text(TESTS)
 

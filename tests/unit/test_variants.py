@@ -17,16 +17,16 @@ MANIFEST = manifest_of([*map(record_of, ATTN), record_of(DeltaSpec("sm90", 64))]
 
 
 @pytest.mark.parametrize(("gpu", "archs"), [
-    (Gpu((8, 9), 13000), {"sm80", "ptx80"}), (Gpu((9, 0), 13000), {"sm90", "ptx80"}),
-    (Gpu((9, 0), 12080), {"sm90"}), (Gpu((12, 0), 13000), {"ptx80"}), (Gpu((7, 5), 13000), set()),
+    (Gpu((8, 9), 13000), ["sm80", "ptx80"]), (Gpu((9, 0), 13000), ["sm90", "ptx80"]),
+    (Gpu((9, 0), 12080), ["sm90"]), (Gpu((12, 0), 13000), ["ptx80"]), (Gpu((7, 5), 13000), []),
 ], ids=str)
 def test_what_a_gpu_takes_runs_from_the_package(monkeypatch, gpu, archs):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(variants, "gpu_here", lambda device: gpu)
-    assert variants.native_archs(MANIFEST) == archs
-    assert [spec.arch for spec in variants.variants_of(MANIFEST, archs, archs)] == sorted(archs)
-    monkeypatch.setattr(variants, "_NATIVE", archs)
+    assert variants.native_archs(MANIFEST) == set(archs)
+    assert [spec.arch for spec in variants.variants_of(MANIFEST, set(archs), set(archs))] == sorted(archs)
+    monkeypatch.setattr(variants, "_NATIVE", set(archs))
     assert all(variants.library_of.__wrapped__(arch) is default_library() for arch in archs)  # which remembers nothing
 
 
