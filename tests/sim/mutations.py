@@ -791,7 +791,7 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
     ("delta_s subtracted", "attn/mma/nvfp4.cuh", "Nvfp4Scores::multiply",
      Put("(c % 2 ? delta.y : delta.x) * reciprocal_of_power_of_two(scale[c / 2])",
          instead="(c % 2 ? delta.y : delta.x) * -reciprocal_of_power_of_two(scale[c / 2])"),
-     _NVFP4_CAUSAL, "rows beyond the tight bound"),
+     _NVFP4_CAUSAL, "output, emulation"),
     ("delta_s in log2 units", "attn/mma/nvfp4.cuh", "Nvfp4Scores::multiply",
      Left("(c % 2 ? delta.y : delta.x) * reciprocal_of_power_of_two(scale[c / 2])"),
      _NVFP4, "rows beyond the tight bound"),

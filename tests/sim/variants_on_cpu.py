@@ -305,7 +305,8 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
             found["trained on zeros"] = replace(found["trained"], seed=5, group=1, seqlen_q=70, seqlen_kv=142,
                                                 headdim=1, kind="sink", scale=0.001)
     if spec.pv != "f16":
-        scale = 0.5 * spec.headdim**-0.5 if spec.pv == "nvfp4" else None  # tiles of 128 keys, which fall alike then
+        # Tiles of 128 keys fall alike then.
+        scale = 0.5 * spec.headdim**-0.5 if spec.pv == "nvfp4" and tile.block_n == 128 else None
         found["falling"] = replace(few, seqlen_kv=5 * tile.block_n + 42,
                                    **{"kind": "falling", "scale": scale} if spec.v == "vsmooth" else {"kind": "sink"})
     if spec in FIRST_OF_EACH_SOFTMAX:
