@@ -87,6 +87,8 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
     """Raise ArgumentError for an argument that is not a tensor."""
     if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
         return
+    if isinstance(k, QuantizedKV):
+        raise ArgumentError("k: expected a tensor, got a QuantizedKV, which attn alone takes; pass k and v")
     check_tensors_are(q=q, k=k)
     if v is None:
         raise ArgumentError("v: expected a tensor beside k, got None; pass v, or in place of k and v what quantize_kv "
@@ -117,15 +119,16 @@ def attend(call: Call, out: torch.Tensor | None, return_lse: bool) -> Result:
     if is_transformed():
         check_no_derivative(**given_to(call).named, out=out)
         if out is not None and has_no_rule_for_writes():
-            return _copied_to(out, q, attend(call, None, return_lse))
+            return copied_to(out, q, attend(call, None, return_lse))
     if has_one_query(q, asked.layout) and groups_share_rows(given := given_to(call), asked, out):
         return _attend_by_group(given, call, out, return_lse, options)
     return FORMS[kind](arguments, out, return_lse, options)
 
 
-def _copied_to(out: torch.Tensor, q: torch.Tensor, made: Result) -> Result:
-    """Write and return the result of a call with `out`, where vmap or functionalize had it made without."""
-    check_out(out, q)
+def copied_to(out: torch.Tensor, like: torch.Tensor, made: Result) -> Result:
+    """Write and return the result of a call with `out` that was made without, as under vmap or functionalize. `like`: a
+    tensor of the shape, dtype and device that `out` must have."""
+    check_out(out, like)
     check_no_grad(out=out)
     result = made if isinstance(made, torch.Tensor) else made[0]
     try:

@@ -86,7 +86,8 @@ def select_blocks(q: torch.Tensor, k: torch.Tensor | PooledBlocks | QuantizedKV,
 def choose_among(q: PooledBlocks, k: PooledBlocks, choice: Choice, amounts: Amounts) -> BlockMask:
     """The blocks that a choice takes, of what is pooled."""
     (batch, heads, _, headdim), (k_batch, kv_heads, _, k_headdim) = q.shape, k.shape
-    if (batch, headdim) != (k_batch, k_headdim) or kv_heads == 0 or heads % kv_heads or q.device != k.device:
+    alike = batch == k_batch and headdim == k_headdim and q.device == k.device
+    if not alike or (heads % kv_heads if kv_heads else heads):
         raise ArgumentError(f"k: expected the batch, head dim and device of q, and heads of which those of q are a "
                             f"multiple, got {list(k.shape)} on {k.device} beside {list(q.shape)} on {q.device}")
     mask = _choose(q._data, k._data, amounts.tensor, list(amounts.each), list(q.shape), list(k.shape), q.block_rows,

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from sage_aot._call.forms import Result, attend, call_of_attn, check_qkv
+from sage_aot._call.forms import Result, attend, call_of_attn, check_qkv, copied_to, options_of
 from sage_aot._call.kv import QuantizedKV
 from sage_aot._call.masks import BlockMask
 from sage_aot._call.pooling import DEFAULT_BLOCK, PooledBlocks, pooled_of, rows_of_caller
 from sage_aot._call.selection import amounts_of, check_numbers, ends_of, pooled_keys, select_blocks
-from sage_aot._problem.arguments import block_sizes_of, check_out
+from sage_aot._problem.arguments import block_sizes_of
+from sage_aot._problem.derivatives import check_no_derivative, is_transformed
 from sage_aot._problem.options import Asked, for_schema, for_tracer
 from sage_aot._problem.problem import heads_first
 from sage_aot._problem.selection import CHOOSE_BY
@@ -32,7 +33,7 @@ class Sparse:
             of them, and the mean of their values. Such a call takes exponentials where others have linear P, and a
             second, small attention: docs/sparse.md says when that pays. In means a value of v that is not
             finite counts as zero, one of k as the mean of its channel over a sample of 64 keys (zero where that is not
-            finite).
+            finite). Values of v of which a block's sum is beyond float32 count as less than they are.
 
     Of masks other than `is_causal` a choice knows nothing: keys that they hide count in means, and their blocks in
     `keep`.
@@ -153,6 +154,9 @@ def _check_tail(k: Any, asked: Asked, optional: dict[str, Any], sparse: Sparse) 
 
 def _with_tail(q: Any, k: Any, v: Any, asked: Asked, sparse: Sparse, optional: dict[str, Any],
                out: torch.Tensor | None, return_lse: bool) -> Result:
+    options_of(q, asked, out, return_lse)  # may raise
+    if is_transformed():
+        check_no_derivative(out=out)  # of other tensors the calls below ask
     block_q, block_k = block_sizes_of(sparse.block_size)
     pooled = pooled_of("k", k, block_k, True, True, asked.layout)
     of_values = pooled_of("v", v, block_k, False, True, asked.layout).means
@@ -165,10 +169,8 @@ def _with_tail(q: Any, k: Any, v: Any, asked: Asked, sparse: Sparse, optional: d
     of_tail = of_tail + math.log(block_k)
     share = torch.sigmoid(of_tail - lse).nan_to_num(0.0)[..., None].to(seen.dtype)  # nan: the row sees no key
     merged = heads_first(torch.lerp(heads_first(seen, asked.layout), tail, share), asked.layout)
-    if out is not None:
-        check_out(out, seen)
-        merged = out.copy_(merged)
-    return (merged, torch.logaddexp(lse, of_tail)) if return_lse else merged
+    made = (merged, torch.logaddexp(lse, of_tail)) if return_lse else merged
+    return made if out is None else copied_to(out, seen, made)
 
 
 def _of_means(asked: Asked) -> Asked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Number
 from typing import Any
 
 import torch
@@ -133,8 +134,8 @@ def _check_refused(kind: Kind, refused: dict[str, Any]) -> None:
             check_taken(kind, **{name: value})
         elif name != "dropout_p":
             raise TypeError(f"{FUNCTIONS[kind]}() got an unexpected keyword argument {name!r}")
-        elif value:
-            raise ArgumentError(f"dropout_p: expected 0.0, got {value}; there is no dropout: leave it out, or call "
+        elif not (isinstance(value, Number) and value == 0):
+            raise ArgumentError(f"dropout_p: expected 0.0, got {value!r}; there is no dropout: leave it out, or call "
                                 f"torch.nn.functional.scaled_dot_product_attention")
 
 

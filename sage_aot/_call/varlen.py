@@ -54,7 +54,8 @@ def attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q:
         max_seqlen_q, max_seqlen_k: at least the length of the longest sequence, integers of Python or NumPy; or a
             tensor of one integer, which the call reads, and waits for where it is on a GPU. A longer sequence is cut:
             the call sees that many of its first queries and keys, causal masks count these alone, and rows of other
-            queries are not written. Where either is 0, all of the output is zeros.
+            queries are not written. Where either is 0, or there is no sequence or no key at all, all of the output is
+            zeros.
         is_causal: query i of a sequence sees the keys ``j <= i + keys - queries`` of it, aligned bottom-right.
         window: ``(left, right)``, of each sequence, as :func:`sage_aot.attn` has it.
         sinks: float32 ``[q heads]``, likewise.

@@ -92,7 +92,7 @@ def inputs(kind: str, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype
     a v of ones: every output is one.
     """
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=generator.device)
+        return torch.randn(*shape, generator=generator, device=generator.device, dtype=torch.float32)
 
     tensors = [normal(*shape) for shape in (q_shape, kv_shape, kv_shape)]
     if kind == "outlier":

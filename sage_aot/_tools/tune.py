@@ -45,7 +45,7 @@ class Tuned(NamedTuple):
 
     @property
     def worst_error(self) -> float:
-        return float(torch.tensor(self.error).amax())  # which hands a NaN on
+        return float(torch.tensor(self.error, dtype=torch.float64).amax())  # which hands a NaN on
 
 
 class TunedLayer(NamedTuple):

@@ -240,7 +240,7 @@ def _explained_sparse(capability: tuple[int, int] | None, headdim: int, options:
     asked = {**dict(options), "window": (0, 0)}
     if capability is not None:
         return explain(capability=capability, headdim=headdim, **asked).error is None
-    q = torch.empty(1, 1, 2, headdim)
+    q = torch.empty(1, 1, 2, headdim, dtype=torch.float32)
     return explain(q, q, q, **asked).error is None
 
 

@@ -52,7 +52,7 @@ def measure_training(case: Case, spy: Spy, tensors: tuple[torch.Tensor, ...], ke
 
 def make_grad_out(case: Case, q: torch.Tensor) -> torch.Tensor:
     """The gradient of the output, of a size that grows with the seed, with strides of its own; of some seeds zeros from
-    a row on, as behind padding."""
+    a row on, as behind padding. Queries that see no key have the largest."""
     if q.dim() == 3:  # of sequences
         one = dataclasses.replace(case, batch=1, seqlen_q=q.shape[0], layout="NHD", lengths="one")
         return make_grad_out(one, q[None])[0]
@@ -63,6 +63,8 @@ def make_grad_out(case: Case, q: torch.Tensor) -> torch.Tensor:
     grad = (torch.randn(q.shape, generator=generator, device=q.device) * magnitude).to(q.dtype)
     if case.seed % 13 == 0:
         heads_first(grad, case.layout)[:, :, case.seed % (case.seqlen_q + 1):] = 0.0
+    if case.is_causal:  # whatever stands where a query sees no key
+        heads_first(grad, case.layout)[:, :, :max(0, case.seqlen_q - case.seqlen_kv)] *= 1000.0
     if case.planted.startswith("v:"):
         grad[0, 0, 0, 0] = torch.inf
     if case.strides in ("transposed", "fused"):

@@ -36,6 +36,15 @@ def pv(request, monkeypatch):
     return found
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", ["auto", "exp2"])
+def test_bits_do_not_depend_on_the_default_dtype(pv, p, dtype, default_dtype):
+    q, k, v = draw((1, 2, 130, 16), (1, 2, 200, 16))
+    expected = sage_aot.attn(q, k, v, p=p, return_lse=p != "auto")
+    default_dtype(dtype)
+    torch.testing.assert_close(sage_aot.attn(q, k, v, p=p, return_lse=p != "auto"), expected, rtol=0, atol=0)
+
+
 def test_a_sink_has_the_weight_that_its_class_says():
     """The sink's mean score is that of its class; the scores of the other 4095 keys are N(0, 1)."""
     for kind, nats in (("sink13", 13.0), ("sink15", 15.0)):

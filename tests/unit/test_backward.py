@@ -122,12 +122,12 @@ def test_formulas_against_autograd(queries, keys, scale, is_causal):
 def test_queries_that_see_no_key_have_gradients_of_zero():
     inputs = draw(130, 70)
     changed = inputs._replace(grad_out=inputs.grad_out.clone())
-    changed.grad_out[:, :, :60] = 1.0
+    changed.grad_out[:, :, :60] *= 1e4
     _, dq, dk, dv = with_rounding(inputs, is_causal=True)
     _, other_dq, other_dk, other_dv = with_rounding(changed, is_causal=True)
     assert (dq[:, :, :60] == 0).all() and (dq[:, :, 61:] != 0).any(-1).all()  # of one key dS is zero
     assert torch.equal(dq, other_dq) and torch.equal(dk, other_dk)
-    assert reference.relative_l2(other_dv, dv) < 0.02  # rows 60 to 63 of dO share scales with rows before them
+    assert torch.equal(dv, other_dv)  # though rows 60 to 63 of dO share scales with rows before them
 
 
 # --- errors: with rounding --------------------------------------------------------------------------------------------

@@ -223,6 +223,51 @@ def test_autocast_decides_the_dtype(tail):
     assert reference.measure(out, sage_aot.attn(q, k, v, sparse=sparse)).relative_l1 < 0.04
 
 
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"return_lse": "no"}, "return_lse: expected True or False, got"),
+    ({"return_lse": None}, "return_lse: expected True or False, got"),
+    ({"return_lse": torch.zeros(2)}, "return_lse: expected True or False, got"),
+    ({"out": torch.zeros(1)}, "out: expected shape, dtype and device of q"),
+    ({"out": "no"}, "out: expected "),
+    ({"out": torch.zeros(2, 4, 300, 64, requires_grad=True)}, "out requires grad"),
+    ({"out": torch.zeros(2, 4, 300, 64, requires_grad=True) * 1}, "out requires grad")])
+def test_where_to_write_and_what_to_return_are_checked_as_of_any_call(tail, arguments, message):
+    q, k, v = qkv()
+    with pytest.raises(ArgumentError) as of_any:
+        sage_aot.attn(q, k, v, **arguments)
+    with pytest.raises(ArgumentError, match=message) as found:
+        sage_aot.attn(q, k, v, sparse=Sparse(keep=0.5, tail=tail), **arguments)
+    assert str(found.value) == str(of_any.value)
+
+
+@pytest.mark.parametrize("tail", [False, True])
+def test_what_is_written_within_a_transformation(tail):
+    q, k, v = qkv()
+    sparse = Sparse(keep=0.5, tail=tail)
+    with pytest.raises(ArgumentError, match="out: expected a tensor that vmap maps"):
+        torch.vmap(lambda x: sage_aot.attn(x, k, v, sparse=sparse, out=q))(torch.stack([q, q]))
+    with pytest.raises(ArgumentError, match="out is differentiated by forward AD or torch.func"):
+        torch.func.grad(lambda x: sage_aot.attn(q, k, v, sparse=sparse, out=x * 1).sum())(q)
+    stacked = torch.zeros(2, *q.shape)
+    torch.vmap(lambda x, out: sage_aot.attn(x, k, v, sparse=sparse, out=out))(torch.stack([q, q]), stacked)
+    assert torch.equal(stacked[1], sage_aot.attn(q, k, v, sparse=sparse))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_choice_does_not_depend_on_the_default_dtype(dtype, default_dtype):
+    q, k, _ = qkv(640, 640)
+    expected = [select_blocks(q, k, keep=keep, block_size=64, near=0, first=0).blocks for keep in (0.1, 0.3, 0.7)]
+    default_dtype(dtype)
+    for keep, blocks in zip((0.1, 0.3, 0.7), expected):
+        assert torch.equal(select_blocks(q, k, keep=keep, block_size=64, near=0, first=0).blocks, blocks)
+
+
+def test_a_call_without_heads_chooses_nothing():
+    q = torch.randn(1, 0, 70, 16)
+    assert sage_aot.attn(q, q, q, sparse=KEEP).shape == q.shape
+
+
 def test_a_tail_of_no_entries_is_empty():
     q, k, v = (x[:0] for x in qkv())
     assert sage_aot.attn(q, k, v, sparse=Sparse(keep=0.4, tail=True)).shape == q.shape

@@ -319,11 +319,32 @@ def test_packed_calls_have_entry_points_of_their_own(name):
     ({"sinks": torch.zeros(HEADS)}, "sinks: expected None in a call of train_attn, got a tensor; there is no backward"),
     ({"attn_mask": torch.ones(1, dtype=torch.bool)}, "attn_mask: expected None in a call of train_attn, got a tensor"),
     ({"block_mask": torch.ones(1, dtype=torch.bool)}, "block_mask: expected None in a call of train_attn"),
-    ({"dropout_p": 0.1}, "dropout_p: expected 0.0, got 0.1; there is no dropout")])
+    ({"dropout_p": 0.1}, "dropout_p: expected 0.0, got 0.1; there is no dropout"),
+    ({"dropout_p": torch.zeros(2)}, r"dropout_p: expected 0.0, got tensor\(\[0., 0.\]\); there is no dropout")])
 def test_what_has_no_backward_pass_is_refused(change, message):
     (q, k, v, _), _ = draw_batch(40, 70)
     with pytest.raises(ArgumentError, match=message):
         sage_aot.train_attn(q, k, v, **change)
+
+
+def test_what_was_quantized_before_is_refused():
+    (q, k, v, _), _ = draw_batch(40, 70)
+    with pytest.raises(ArgumentError, match="k: expected a tensor, got a QuantizedKV, which attn alone takes; pass k"):
+        sage_aot.train_attn(q, sage_aot.quantize_kv(k, v), None)
+
+
+def test_padding_in_front_reaches_no_gradient():
+    """Queries of padding see no key. Their dO, whatever its size, has no part in the gradients of others."""
+    (q, k, v, grad), mask = draw_batch(90, 90)
+    mask[:] = torch.arange(90) >= 35
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    found = []
+    for size in (1.0, 1e4):
+        grad[:, :, :35] *= size
+        out = sage_aot.train_attn(*leaves, key_mask=mask, is_causal=True)
+        found.append(torch.autograd.grad(out, leaves, grad))
+    for first, second in zip(*found):
+        assert torch.equal(first, second)
 
 
 def test_what_asks_for_nothing_is_taken():

@@ -172,7 +172,7 @@ class Tiles:
     minus_lse: torch.Tensor  # likewise, log2 units; −inf where a query sees no key, or does not exist; NaN where spoilt
     minus_delta: torch.Tensor  # likewise, D = Σ dO · O
     grad: torch.Tensor  # [batch, kv heads, group, rows, headdim], dO
-    grad_hat: torch.Tensor  # likewise, dÔ; zeros where dO is not finite
+    grad_hat: torch.Tensor  # likewise, dÔ; zeros where dO is not finite, or the query sees no key
     grad_scale: torch.Tensor  # [batch, kv heads, group, rows]
     k_hat: torch.Tensor  # [batch, kv heads, 1, keys, headdim]
     k_scale: torch.Tensor  # [batch, kv heads, 1, keys]
@@ -200,7 +200,8 @@ def _tiles(saved: Saved, grad_out: torch.Tensor, is_causal: bool, key_ranks: tor
 
     grad, lse = padded(grad_out), of_rows(saved.lse)
     finite = grad.isfinite().all(-1)  # integers hold no NaN: P is NaN where dO is not finite
-    grad_hat, grad_scale = arithmetic.round_grad(grad.where(finite[..., None], 0.0))
+    counts = finite & (lse != -math.inf)  # no gradient holds a row that sees no key, however large
+    grad_hat, grad_scale = arithmetic.round_grad(grad.where(counts[..., None], 0.0))
     minus_lse = torch.where(lse == -math.inf, lse, arithmetic.minus_lse(lse))
     rows = torch.arange(minus_lse.shape[-1], device=grad.device)
     q_hat, k_hat = padded(saved.q_hat), padded(saved.k_hat)

@@ -88,7 +88,7 @@ def choose(choosing: Choosing, q: Pooled, k: Pooled, amounts: torch.Tensor | Non
         unlike = (k.x_alike < choice.least_alike).repeat_interleave(group, 1)[:, :, None]
         kept = kept | unlike | (q.x_alike < choice.least_alike)[..., None]
     kept, free = kept & visible, visible & ~kept
-    amount = torch.tensor(choice.amount) if amounts is None else amounts[:, None]
+    amount = torch.tensor(choice.amount, dtype=torch.float32) if amounts is None else amounts[:, None]
     chosen = _BY[choice.by](choosing, scores, visible.expand(scores.shape), kept, free, amount.to(scores.device))
     rows, columns = (pooling.block_rows // MASK_BLOCK for pooling in (choosing.q, choosing.k))
     return (kept | chosen).repeat_interleave(rows, 2).repeat_interleave(columns, 3)

@@ -71,7 +71,7 @@ class Softmax(RowReferences):
     def _bits_line(self, scores: torch.Tensor, scale: torch.Tensor, row_ref: torch.Tensor) -> torch.Tensor:
         factor = (scale.double() * 2.0**23).round().long()  # round() takes the even one of two, as the kernel's sum
         reference = ((row_ref + 384.0) * 2.0**15).long() - 384 * 2**15
-        at_zero = int((torch.tensor(1016.0) - self.facts["line_shift"]) * 2.0**20)
+        at_zero = int((torch.tensor(1016.0, dtype=torch.float32) - self.facts["line_shift"]) * 2.0**20)
         bits = finite_or_zero(scores).long() * factor + (at_zero - reference * 256)[..., None]
         return to_pv(bits.int().view(torch.float32), self._pv)
 

@@ -42,6 +42,7 @@ struct BwdPrepare {
     Rows rows[2];           // Q̂ and dÔ, or K̂
     float amax[kTileRows];  // of rows of dO, infinite or NaN where one is not finite
     float minus_delta[kTileRows];
+    float minus_lse[kTileRows];
     u32 key_has_codes[kTileRows];
   };
 
@@ -117,6 +118,7 @@ struct BwdPrepare {
       if (ptx::thread_index() % kVectors == 0) shared.amax[own] = amax, shared.minus_delta[own] = -delta;
       put(shared.rows[kOfCodes], own, static_cast<u32>(codes[step]), static_cast<u32>(codes[step] >> 32));
     }
+    if (ptx::thread_index() < kTileRows) shared.minus_lse[query] = lse;
     __syncthreads();
     if (ptx::thread_index() < kTileRows) {
       const float minus_delta = shared.minus_delta[query];
@@ -140,7 +142,7 @@ struct BwdPrepare {
       convert(grad_out, grad[step], first_row + own, x);
       const float inv = grad_scale(own % kGradGroups).inv_scale, inv_scale[2] = {inv, inv};
 #pragma unroll
-      for (i32 i = 0; i < kVector; ++i) x[i] = is_finite(own) ? x[i] : 0.0f;
+      for (i32 i = 0; i < kVector; ++i) x[i] = counts(own) ? x[i] : 0.0f;
       put(shared.rows[kOfGrad], own, rounded_bytes(reinterpret_cast<const float (&)[4]>(x[0]), inv_scale),
           rounded_bytes(reinterpret_cast<const float (&)[4]>(x[4]), inv_scale));
     }
@@ -191,6 +193,11 @@ struct BwdPrepare {
   // Whether a row of dO is.
   __device__ __forceinline__ bool is_finite(i32 row) const { return shared.amax[row] < ptx::infinity(); }
 
+  // Whether a row of dO is rounded with the others: no gradient holds a row that sees no key, however large.
+  __device__ __forceinline__ bool counts(i32 row) const {
+    return is_finite(row) && shared.minus_lse[row] != -ptx::infinity();
+  }
+
   __device__ __forceinline__ static float& of_query(u8* side, i32 array, i32 query) {
     return reinterpret_cast<float*>(side + (array - Tile::kSide))[query];
   }
@@ -200,7 +207,7 @@ struct BwdPrepare {
     float amax = 0.0f;
 #pragma unroll
     for (i32 row = group; row < kTileRows; row += kGradGroups) {
-      amax = fmaxf(amax, is_finite(row) ? shared.amax[row] : 0.0f);
+      amax = fmaxf(amax, counts(row) ? shared.amax[row] : 0.0f);
     }
     return scale_to(127.0f, amax);
   }
