@@ -30,7 +30,6 @@ COMMAND = "python bench/claims.py --write"
 
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 _COMMIT = re.compile(r"\b[0-9a-f]{7}\b|^unknown")
-_NUMBER_OF_A_LOG = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _HEAD = re.compile(r"\A(# [^\n]+\n\n)(?:<!-- run -->\n.*?<!-- end of run -->\n\n)?", re.DOTALL)
 
 
@@ -213,8 +212,7 @@ def problems(claims: Claims, root: Path = ROOT) -> list[str]:
 def _missing(claim: Claim, log: Path) -> list[str]:
     """The figures of a claim that its log does not hold."""
     scale = 100 if claim.unit.startswith("%") else 1
-    logged = [Decimal(text.replace(",", "")) for text in _NUMBER_OF_A_LOG.findall(log.read_text("utf-8"))]
-    numbers = [factor * number for number in logged for factor in {1, scale}]
+    numbers = [factor * number for number in quotes.logged(log.read_text("utf-8")) for factor in {1, scale}]
     wanted = dict(enumerate(claim.quotient)) if claim.quotient else claim.cells()
     absent = [f"{SOURCE}: expected the figure {figure} of the claim {claim.name} in {RESULTS}/{claim.log}, got none "
               f"that rounds to it" for figure in wanted.values()

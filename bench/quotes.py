@@ -2,13 +2,18 @@
 
 A figure of a claim has a comment directly behind it, ``1.50<!-- claim: NAME -->``; a cell of a claim's table has
 ``1.50<!-- claim: NAME[ROW, COLUMN] -->``. A whole table stands between ``<!-- table: claim NAME -->`` and
-``<!-- end of table -->``. A number with the unit of a measurement that is none has ``<!-- no claim -->`` behind it.
+``<!-- end of table -->``. A number with the unit of a measurement that is none has ``<!-- no claim -->`` behind it,
+and a table without measurements has that on the line above it.
+Any other figure has its numbers in a run of bench/results that its section links.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from decimal import Decimal
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 _NUMBER = r"[+−-]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
@@ -20,15 +25,23 @@ _MARK = re.compile(r"<!--\s+claim:\s+(.*?)\s+-->", re.DOTALL)
 _TABLE = re.compile(r"(<!-- table: claim (\S+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 _UNIT = r"(?:\s?%|\s(?:times|TOPS|TFLOPS|GB/s|TB/s|[µm]s|bits per byte)\b|\s×(?!\s?\d))"
 _VERSION = (r"(?:torch|Python|CUDA|cuDNN|NVRTC|nvcc|cupy|driver|transformers|diffusers|ComfyUI|frontend|version|"
-            r"capability|≥|>=|from)\s+")
+            r"capability|≥|>=)\s+(?:from\s+)?\d[\d.]*(?: to \d[\d.]*)?|from\s+\d[\d.]*(?=\s+on\b)|arXiv:\d[\d.]*")
 _MEASURED = re.compile(rf"(?P<unit>{FIGURE.pattern}{_UNIT})"
                        rf"|(?P<factor>×\s?\d+\.\d+)"
                        rf"|(?P<cell>(?<=\|)[ *_]*{FIGURE.pattern}[ *_]*(?=\|))"
                        rf"|(?P<ratio>(?<![\w.,])\d+\.\d\d+(?![\w.]))")
 _NOT_MEASURED = re.compile(
     rf"```.*?^```$|~~~.*?^~~~$|`[^`\n]*`|\]\([^)]*\)|https?://\S+"  # code and addresses
-    rf"|<!-- table: .*?<!-- end of table -->|{FIGURE.pattern}{_UNIT}?<!--\s+(?:claim:.*?|no claim)\s+-->"
-    rf"|<!--.*?-->|{_VERSION}\d[\d.]*", re.DOTALL | re.MULTILINE)
+    rf"|<!-- (table|sweep)\b.*?<!-- end of \1 -->|^<!-- no claim -->\n(?:\|.*?\n)+"
+    rf"|{FIGURE.pattern}{_UNIT}?<!--\s+(?:claim:.*?|no claim)\s+-->"
+    rf"|<!--.*?-->|{_VERSION}", re.DOTALL | re.MULTILINE)
+
+_NUMBER_OF_A_LOG = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_LOGS = {".json", ".log", ".md", ".tsv", ".txt"}
+_RUN = re.compile(r"\]\((?:\.\./)*bench/results/([\w.-]+)")
+_CONTINUED = re.compile(r"\[continu\w*\]\(\.\./([\w.-]+)")
+_CODE = re.compile(r"^(```|~~~).*?^\1$", re.DOTALL | re.MULTILINE)
+_HEADING = re.compile(r"#+(?= )")
 
 
 def documents(root: Path) -> list[Path]:
@@ -77,3 +90,51 @@ def unclaimed(text: str) -> list[tuple[int, str]]:
     bare = _NOT_MEASURED.sub(lambda match: "\n" * match[0].count("\n") or " ", text)
     return [(number, found[0].strip()) for number, line in enumerate(bare.splitlines(), 1)
             for found in _MEASURED.finditer(line)]
+
+
+def logged(text: str) -> list[Decimal]:
+    """The numbers of a log, without signs."""
+    return [Decimal(number.replace(",", "")) for number in _NUMBER_OF_A_LOG.findall(text)]
+
+
+def unlogged(text: str, results: Path) -> list[tuple[int, str]]:
+    """The figures of unclaimed() that no run has which their section links, with their lines.
+
+    ``results`` is the folder of all runs. A section ends at the next heading; what the text right below a heading links
+    counts for the headings below it too. A run has the numbers of its folder, and of runs that its log.md links as
+    ``[continued](../RUN/log.md)``.
+    """
+    runs = _runs_of_lines(text)
+    return [(line, figure) for line, figure in unclaimed(text)
+            if not {abs(decimal(number)) for number in NUMBER.findall(figure)} <= _numbers(results, runs[line - 1])]
+
+
+def _runs_of_lines(text: str) -> list[set[str]]:
+    """The runs that the section of each line links, or the text right below one of the headings above it."""
+    lines = _CODE.sub(lambda match: "\n" * match[0].count("\n"), text).splitlines()
+    headings = [(number, len(found[0])) for number, line in enumerate(lines) if (found := _HEADING.match(line))]
+    runs: list[set[str]] = []
+    above: list[tuple[int, set[str]]] = []
+    for (first, depth), (end, _) in pairwise([(0, 0), *headings, (len(lines), 0)]):
+        own = set(_RUN.findall("\n".join(lines[first:end])))
+        above = [*((higher, linked) for higher, linked in above if higher < depth), (depth, own)]
+        runs += [set().union(*(linked for _, linked in above))] * (end - first)
+    return runs
+
+
+def _numbers(results: Path, runs: Iterable[str]) -> set[Decimal]:
+    """The numbers of runs, and of those that they are continued in."""
+    return set().union(*(_numbers_of_folder(results / name) for run in runs for name in (run, *_later(results / run))))
+
+
+def _later(run: Path) -> list[str]:
+    """The runs that a run's log links as its continuation."""
+    log = run / "log.md"
+    return _CONTINUED.findall(log.read_text("utf-8")) if log.is_file() else []
+
+
+@cache
+def _numbers_of_folder(run: Path) -> frozenset[Decimal]:
+    """The numbers of the text files of one run."""
+    texts = (path.read_text("utf-8") for path in run.rglob("*") if path.suffix in _LOGS)
+    return frozenset(number for text in texts for number in logged(text))

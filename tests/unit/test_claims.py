@@ -1,4 +1,4 @@
-"""Figures in pages come from bench/claims.yaml, and those from logs in bench/results."""
+"""Figures in pages come from bench/claims.yaml, and those from logs in bench/results; or a log has their numbers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ import quotes
 ROOT = Path(__file__).parents[2]
 COVERED = ("README.md", "docs/performance.md")
 """Pages that give no measured figure without a claim."""
+LOGGED = ("docs/architecture.md", "docs/naming.md", "docs/options.md", "docs/regenerate.md", "docs/sparse.md")
+"""Pages whose measured figures without a claim stand in a log that their section links.
+
+instructions.md is not among them: its counts are those of the kernels.
+"""
 WITH_LOGS = pytest.mark.skipif(not (ROOT / "bench/results").is_dir(), reason="an sdist has no logs")
 
 
@@ -30,6 +35,13 @@ def test_quotes_heads_of_logs_and_the_index_are_those_of_the_claims(capsys):
 @pytest.mark.parametrize("page", COVERED)
 def test_a_page_gives_no_measured_figure_without_a_claim(page):
     assert quotes.unclaimed((ROOT / page).read_text("utf-8")) == []
+
+
+@WITH_LOGS
+@pytest.mark.parametrize("page", LOGGED)
+def test_a_page_gives_no_measured_figure_without_a_log(page):
+    found = quotes.unlogged((ROOT / page).read_text("utf-8"), ROOT / "bench/results")
+    assert [f"{page}:{line}: {figure}" for line, figure in found] == []
 
 
 def links(page: Path) -> list[Path]:
@@ -239,10 +251,14 @@ def test_a_log_without_a_title_is_refused(tree, said):
     ("The ratio is 0.94, a speed-up of × 1.3.", ["0.94", "× 1.3"]),
     ("| attn | 930 | **1.50** | 4K |", ["930", "**1.50**"]),
     ("2 × 24 heads of 128 channels over 4,096 keys, torch 2.11, Python ≥ 3.10, 0.1.0 and sm90", []),
+    ("Python 3.10 to 3.14, torch from 2.11, wheels from 5.25 on, and from 3.15 to 3.16", ["3.15", "3.16"]),
+    ("arXiv:2411.10958 and 2411.10958", ["2411.10958"]),
     ("`scale=0.25` and [1.25](a/1.25.md) https://a.b/2411.10958", ["1.25"]),
     ("1.50<!-- claim: a --> and 50 %<!-- no claim --> of the keys", []),
     ("```sh\npip install a==1.25\n```\n", []),
     ("<!-- table: claim a -->\n| a | 1.25 |\n<!-- end of table -->\n", []),
+    ("<!-- sweep -->\n| a | 1.25 |\n<!-- end of sweep -->\n", []),
+    ("<!-- no claim -->\n| a | 1.25 |\n| b | 1.26 |\n\n1.27\n| c | 1.28 |\n", ["1.27", "1.28"]),
 ])
 def test_figures_that_look_measured(text, found):
     assert [figure for _, figure in quotes.unclaimed(text)] == found
@@ -250,3 +266,93 @@ def test_figures_that_look_measured(text, found):
 
 def test_figures_that_look_measured_have_their_line():
     assert quotes.unclaimed("```\n1.25\n```\n<!-- a\nb -->\n1.50\n") == [(6, "1.50")]
+
+
+# --- figures without a log --------------------------------------------------------------------------------------------
+
+LINK = f"[log](../bench/results/{RUN}/log.md)"
+OTHER = "h200-2026-01-03-hares"
+PARTS = """\
+# Race
+
+All took 1,250 µs.
+
+## Hares
+
+Theirs are {hares}
+
+### At night
+
+By night {night}
+
+## Turtles
+
+Theirs are {turtles}
+"""
+
+
+@pytest.fixture
+def unlogged(tree):
+    """Function that finds the figures of a text that no log of the tree has."""
+    (tree / f"bench/results/{RUN}/log.md").write_text(f"{LOG}They take 1250 µs, by night -2.50, sm90 99.\n")
+    (tree / "bench/results" / OTHER).mkdir()
+    (tree / f"bench/results/{OTHER}/log.md").write_text("# Hares\n\n7.25 times\n")
+    return lambda text: quotes.unlogged(text, tree / "bench/results")
+
+
+@pytest.mark.parametrize(("text", "found"), [
+    (f"0.962 times {LINK}", []),
+    (f"0.96 times {LINK}", ["0.96 times"]),
+    (f"0.0373 of a file beside the log, {LINK}", []),
+    (f"[log](../bench/results/{RUN}) 0.962", []),
+    (f"[log](bench/results/{RUN}/turtles.json) of the README 0.962", []),
+    ("0.962 times, without a link", ["0.962 times"]),
+    (f"0.962 times, of bench/results/{RUN}/log.md", ["0.962 times"]),
+    (f"[log](../bench/results/{RUN}-2/log.md) 0.962", ["0.962"]),
+    (f"0.89 to 1.32 times {LINK}", []),
+    (f"0.89 to 1.33 times {LINK}", ["0.89 to 1.33 times"]),
+    (f"0.88 to 1.32 times {LINK}", ["0.88 to 1.32 times"]),
+    (f"1,250 µs, −2.5 %, 1.320 {LINK}", []),
+    (f"99 %, 90 % and 99<!-- no claim --> % {LINK}", ["90 %"]),
+    (f"7.25 {LINK}", ["7.25"]),
+    (f"7.25 and 0.962 {LINK} [log](../bench/results/{OTHER}/log.md)", []),
+])
+def test_figures_that_their_log_does_not_have(unlogged, text, found):
+    assert [figure for _, figure in unlogged(f"# Race\n\n{text}\n")] == found
+
+
+@pytest.mark.parametrize(("parts", "found"), [
+    ({"hares": "0.962"}, [3, 7]),
+    ({"hares": f"0.962 {LINK}"}, [3]),
+    ({"hares": f"0.962\n```\n# {LINK}\n```\n"}, [3, 7]),
+    ({"hares": f"{LINK}\n```sh\n# turtles\n```\n0.962"}, [3]),
+    ({"hares": f"these: {LINK}", "night": "0.962"}, [3]),
+    ({"night": f"0.962 {LINK}"}, [3]),
+    ({"hares": "0.962", "night": LINK}, [3, 7]),
+    ({"hares": LINK, "turtles": "0.962"}, [3, 15]),
+    ({"night": LINK, "turtles": "0.962"}, [3, 15]),
+    ({"turtles": f"0.962 {LINK}"}, [3]),
+])
+def test_a_log_is_of_its_section_and_of_those_below(unlogged, parts, found):
+    text = PARTS.format(**{"hares": "many", "night": "few", "turtles": "slow", **parts})
+    assert [line for line, _ in unlogged(text)] == found
+    assert unlogged(text.replace("# Race\n", f"# Race, {LINK}\n", 1)) == []
+
+
+def test_a_heading_belongs_to_its_section(unlogged):
+    assert unlogged(f"```\na\n\n```\n# Hares 0.962\n{LINK}\n# Turtles 0.962\n") == [(7, "0.962")]
+
+
+@pytest.mark.parametrize(("link", "found"), [
+    (f"[continued](../{OTHER}/log.md)", []),
+    (f"superseded by: [{OTHER}](../{OTHER}/log.md)", [(1, "7.25 times")]),
+])
+def test_a_log_may_be_continued_in_another(tree, unlogged, link, found):
+    with (tree / f"bench/results/{RUN}/log.md").open("a") as log:
+        log.write(link)
+    assert unlogged(f"7.25 times {LINK}") == found
+
+
+def test_pictures_are_no_logs(tree, unlogged):
+    (tree / f"bench/results/{RUN}/turtles.svg").write_text("7.25")
+    assert unlogged(f"7.25 times {LINK}") == [(1, "7.25 times")]
