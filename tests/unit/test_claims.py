@@ -16,13 +16,8 @@ import quotes
 ROOT = Path(__file__).parents[2]
 COVERED = ("README.md", "docs/performance.md")
 """Pages that give no measured figure without a claim."""
-LOGGED = ("docs/accuracy.md", "docs/architecture.md", "docs/decisions.md", "docs/install.md", "docs/integrations.md",
-          "docs/math.md", "docs/naming.md", "docs/new-architecture.md", "docs/options.md", "docs/regenerate.md",
-          "docs/simulator.md", "docs/sparse.md", "docs/training.md", "docs/wheel.md")
-"""Pages whose measured figures without a claim stand in a log that their section links.
-
-instructions.md is not among them: its counts are those of the kernels.
-"""
+LOGGED = tuple(sorted({page.relative_to(ROOT).as_posix() for page in quotes.documents(ROOT)} - {*COVERED}))
+"""All others: their measured figures without a claim stand in a log that their section links."""
 WITH_LOGS = pytest.mark.skipif(not (ROOT / "bench/results").is_dir(), reason="an sdist has no logs")
 
 
