@@ -23,7 +23,7 @@ part() {  # NAME COMMAND...; a function must say by && where it stops: bash igno
   return "$status"
 }
 
-# Beside the tests of the source tree, whose processes leave a processor idle at times.
+# Beside the tests of the source tree, which leave a processor idle at times.
 check_wheel() {
   # A kernel of each kind as a cubin of each ABI, and as PTX; a release compiles all of them again (ci/kernels.sh).
   .venv-test/bin/python ci/reproduce.py dist --only 'sage_attn_sm90_d64_*_causal_vsmooth_qsmooth' \

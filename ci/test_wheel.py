@@ -2,7 +2,7 @@
 
     python ci/test_wheel.py dist/X.whl                      torch and pytest as ci/constraints.txt has them
     python ci/test_wheel.py dist/X.whl torch==2.4.1         another torch
-    python ci/test_wheel.py dist/X.whl --borrow             this Python's torch and pytest: seconds, and no network
+    python ci/test_wheel.py dist/X.whl --borrow             this Python's torch, pytest and pytest-xdist: no network
     python ci/test_wheel.py dist/X.whl --borrow --gpu       on a machine with a GPU, its tests too
     python ci/test_wheel.py dist/X.whl --second dist/Y.whl  with the wheel of sage-aot-sageattention, and tests of it
 

@@ -42,9 +42,11 @@ class KernelBuildHook(BuildHookInterface[BuilderConfig]):
         if version == "standard":
             with zipfile.ZipFile(artifact_path) as archive:
                 files = [(entry, archive.read(entry)) for entry in archive.infolist()]
-            with zipfile.ZipFile(artifact_path, "w") as archive:
+            partial = f"{artifact_path}.tmp"
+            with zipfile.ZipFile(partial, "w") as archive:
                 for entry, data in files:  # with its time and mode
                     archive.writestr(entry, data, zipfile.ZIP_DEFLATED, compresslevel=9)
+            os.replace(partial, artifact_path)
 
 
 def _request() -> list[str]:

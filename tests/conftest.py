@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import xdist.plugin
 from session import LINES, asked_by_name
 from xdist.scheduler import LoadScopeScheduling
 
@@ -79,9 +80,12 @@ def pytest_report_header() -> str:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A process for each processor, at most four: the longest file takes a quarter of all. None where tests are asked
-    for by name: pytest's own process runs them, prints as they do, and stops in a debugger."""
-    return 0 if asked_by_name(config) else min(os.cpu_count() or 1, 4)
+    """A process for each processor, at most four, since each takes a gigabyte. None where tests are asked for by name:
+    pytest's own process runs them, prints as they do, and stops in a debugger. None where a failure ends the session,
+    which processes hear of too late; and none beside a GPU, whose tests wait for each other."""
+    if asked_by_name(config) or config.option.maxfail or no_gpu() is None:
+        return 0
+    return min(xdist.plugin.pytest_xdist_auto_num_workers(config), 4)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
@@ -89,12 +93,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 class _ByFile(LoadScopeScheduling):
-    """Gives a file's tests to one process, whose fixtures they share, and those of a folder to one where they share
-    more: the simulator's workers, a GPU. The files with most tests come first."""
+    """Gives a file's tests to one process, whose fixtures they share, and all of tests/sim, which shares the
+    simulator's workers. The files with most tests come first."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = Path(nodeid.partition("::")[0])
-        return str(path.parent if path.parent.name in ("gpu", "sim") else path)
+        return str(path.parent if path.parent.name == "sim" else path)
 
 
 # --- a driver's library that runs nothing -----------------------------------------------------------------------------
@@ -180,7 +184,7 @@ _seconds: Counter[str] = Counter()
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Count what a test took, and what a narrowed build lacks for it. A test by a worker (tests/sim/conftest.py) says
     what it took there; here it only waited."""
-    if _NARROWED and report.skipped and _WANT in str(report.longrepr):
+    if _NARROWED and report.skipped and isinstance(report.longrepr, (tuple, list)) and _WANT in report.longrepr[2]:
         _left_out[report.longrepr[2].partition(_WANT)[2]] += 1
     if "by_workers" not in report.keywords:
         _seconds["/".join(report.nodeid.split("/")[:2])] += report.duration
@@ -198,10 +202,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.workeroutput["lines"] = session.config.stash[LINES]
 
 
-@pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
+    """Take the lines of a process that has ended, each once."""
     lines = node.config.stash[LINES]
-    lines += [line for line in getattr(node, "workeroutput", {}).get("lines", ()) if line not in lines]
+    lines[:] = dict.fromkeys([*lines, *getattr(node, "workeroutput", {}).get("lines", ())])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -88,7 +88,8 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
     if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
         return
     if isinstance(k, QuantizedKV):
-        raise ArgumentError("k: expected a tensor, got a QuantizedKV, which attn alone takes; pass k and v")
+        raise ArgumentError("k: expected a tensor, got a QuantizedKV, which attn alone takes; pass the k and v that it "
+                            "was made of")
     check_tensors_are(q=q, k=k)
     if v is None:
         raise ArgumentError("v: expected a tensor beside k, got None; pass v, or in place of k and v what quantize_kv "
@@ -134,6 +135,8 @@ def copied_to(out: torch.Tensor, like: torch.Tensor, made: Result) -> Result:
     try:
         out.copy_(result)
     except RuntimeError as error:
+        if not has_no_rule_for_writes():
+            raise
         raise ArgumentError(f"out: expected a tensor that vmap maps, as it does q, k or v, got one for all entries; "
                             f"make it an argument of the mapped function ({error})") from error
     return out if isinstance(made, torch.Tensor) else (out, made[1])

@@ -33,7 +33,7 @@ class Sparse:
             of them, and the mean of their values. Such a call takes exponentials where others have linear P, and a
             second, small attention: docs/sparse.md says when that pays. In means a value of v that is not
             finite counts as zero, one of k as the mean of its channel over a sample of 64 keys (zero where that is not
-            finite). Values of v of which a block's sum is beyond float32 count as less than they are.
+            finite). A mean of values is zero where their sum over the block is beyond float32.
 
     Of masks other than `is_causal` a choice knows nothing: keys that they hide count in means, and their blocks in
     `keep`.

@@ -134,7 +134,7 @@ def _check_refused(kind: Kind, refused: dict[str, Any]) -> None:
             check_taken(kind, **{name: value})
         elif name != "dropout_p":
             raise TypeError(f"{FUNCTIONS[kind]}() got an unexpected keyword argument {name!r}")
-        elif not isinstance(value, Number) or bool(value):
+        elif value is not None and (not isinstance(value, Number) or bool(value)):
             raise ArgumentError(f"dropout_p: expected 0.0, got {value!r}; there is no dropout: leave it out, or call "
                                 f"torch.nn.functional.scaled_dot_product_attention")
 

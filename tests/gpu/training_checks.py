@@ -52,9 +52,9 @@ def measure_training(case: Case, spy: Spy, tensors: tuple[torch.Tensor, ...], ke
 
 def make_grad_out(case: Case, q: torch.Tensor) -> torch.Tensor:
     """The gradient of the output, of a size that grows with the seed, with strides of its own; of some seeds zeros from
-    a row on, as behind padding. Queries that see no key have the largest."""
+    a row on, as behind padding. Queries in front of all keys, which see none, have the largest."""
     if q.dim() == 3:  # of sequences
-        one = dataclasses.replace(case, batch=1, seqlen_q=q.shape[0], layout="NHD", lengths="one")
+        one = dataclasses.replace(case, batch=1, seqlen_q=q.shape[0], layout="NHD", lengths="one", is_causal=False)
         return make_grad_out(one, q[None])[0]
     generator = torch.Generator(q.device).manual_seed(case.seed + 1)
     magnitude = 10.0 ** -(case.seed % 4)

@@ -30,8 +30,11 @@ _TIMED = pytest.StashKey[Timed[Any]]()
 """Key of a test's stash: what a worker returned."""
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out planted bugs that were all caught before."""
+    """Leave out planted bugs that were all caught before, and put tests that wait for the workers last."""
+    if any("outcome" in _fixtures(item) for item in items):
+        config.stash[_KEPT] = Kept()
     planted = [item for item in items if item.get_closest_marker("planted")]
     if planted:
         config.stash[_PLANTED] = of_session = Planted()
@@ -40,6 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=planted)
             config.stash[LINES].append(f"{len(planted)} tests of planted bugs are left out: all of them passed on "
                                        "these files. `-m planted` runs them.")
+    items.sort(key=lambda item: "outcome" in _fixtures(item))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -53,21 +57,24 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.fixture(scope="session", autouse=True)
-def workers(request: pytest.FixtureRequest) -> Iterator[None]:
+def simulating(request: pytest.FixtureRequest) -> Iterator[None]:
     """Puts the workers to work on everything that this session's tests will ask for, in their order, in front of the
     first test of this folder: of several processes that run tests, the one that runs this folder's has workers."""
     session, config = request.session, request.config
-    config.stash[_KEPT] = kept = Kept()
-    LAUNCHES.kept = not asked_by_name(config)
-    config.stash[_WORKERS] = workers = Workers(
-        sorted({spec for item in session.items for spec in _specs(item)}, key=lambda spec: spec.name),
-        Outcomes(kept.sources, repeat=asked_by_name(config)))
+    specs = {spec for item in session.items for spec in _specs(item)}
+    if not specs:
+        yield
+        return
+    kept, by_name = config.stash.get(_KEPT, None) or Kept(), asked_by_name(config)
+    LAUNCHES.kept = not by_name
+    config.stash[_WORKERS] = workers = Workers(sorted(specs, key=lambda spec: spec.name),
+                                               Outcomes(kept.sources, repeat=by_name))
     config.stash[_OUTCOMES] = {
         item.nodeid: workers.submit(item.get_closest_marker("by_workers").kwargs["does"], **_parameters(item))
         for item in session.items if "outcome" in _fixtures(item)}
     yield
-    workers.close()
     kept.finish()
+    workers.close()
     if kept.recalled:
         config.stash[LINES].append(f"{kept.recalled} outcomes of simulated calls are kept from runs with the same "
                                    f"kernels, engine and Python; {len(kept.made)} were simulated. `-m by_workers` "

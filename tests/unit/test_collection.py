@@ -56,7 +56,7 @@ from session import LINES
 @pytest.fixture(scope="session", autouse=True)
 def shared(request):
     yield
-    request.config.stash[LINES].append(f"a line of {os.getpid()}")
+    request.config.stash[LINES] += [f"a line of {os.getpid()}", f"a line of {os.getpid()}"]
 """
 TESTS_OF_A_FILE = """
 import os, pytest
@@ -73,11 +73,21 @@ def conftest(pytestconfig):
     return pytestconfig.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [
-    (["tests"], min(os.cpu_count(), 4)), (["tests/unit"], min(os.cpu_count(), 4)), (["tests/unit/test_mask.py"], 0)])
-def test_pytests_own_process_runs_what_is_asked_for_by_name(conftest, arguments, expected):
-    config = SimpleNamespace(option=SimpleNamespace(markexpr="", keyword=""), args=arguments)
-    assert conftest.pytest_xdist_auto_num_workers(config) == expected
+@pytest.mark.parametrize(("arguments", "maxfail", "processors", "expected"), [
+    (["tests"], 0, 2, 2), (["tests/unit"], 0, 64, 4), (["tests"], 0, 1, 1), (["tests"], 1, 64, 0),
+    (["tests/unit/test_mask.py"], 0, 2, 0)])
+def test_how_many_processes_run_tests(conftest, monkeypatch, arguments, maxfail, processors, expected):
+    monkeypatch.setattr(conftest, "no_gpu", lambda: "no GPU")
+    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", str(processors))
+    option = SimpleNamespace(markexpr="", keyword="", maxfail=maxfail, numprocesses="auto")
+    found = conftest.pytest_xdist_auto_num_workers(SimpleNamespace(option=option, args=arguments))
+    assert found == expected
+
+
+def test_pytests_own_process_runs_tests_beside_a_gpu(conftest, monkeypatch):
+    monkeypatch.setattr(conftest, "no_gpu", lambda: None)
+    option = SimpleNamespace(markexpr="", keyword="", maxfail=0, numprocesses="auto")
+    assert conftest.pytest_xdist_auto_num_workers(SimpleNamespace(option=option, args=["tests"])) == 0
 
 
 def test_a_process_runs_whole_files_and_says_its_lines(tmp_path):
@@ -85,9 +95,9 @@ def test_a_process_runs_whole_files_and_says_its_lines(tmp_path):
         shutil.copy(TESTS / name, tmp_path)
     for folder in ("sim", "unit"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "conftest.py").write_text(A_FOLDER)
         for name in ("one", "two"):
             (tmp_path / folder / f"test_{folder}_{name}.py").write_text(TESTS_OF_A_FILE)
+    (tmp_path / "sim/conftest.py").write_text(A_FOLDER)
     said = subprocess.run([sys.executable, "-m", "pytest", "-n", "2", "-rP", "-p", "no:cacheprovider", str(tmp_path)],
                           cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert "16 passed" in said
@@ -96,5 +106,6 @@ def test_a_process_runs_whole_files_and_says_its_lines(tmp_path):
         processes.setdefault(Path(path).relative_to(tmp_path).as_posix(), set()).add(process)
     assert len(processes) == 4 and all(len(found) == 1 for found in processes.values())
     assert processes["sim/test_sim_one.py"] == processes["sim/test_sim_two.py"]
-    ran = set().union(*processes.values())
-    assert len(ran) == 2 and sorted(re.findall(r"^a line of (\d+)$", said, re.MULTILINE)) == sorted(ran)
+    assert len(set().union(*processes.values())) == 2
+    assert {*re.findall(r"^a line of (\d+)$", said, re.MULTILINE)} == processes["sim/test_sim_one.py"]
+    assert said.count("a line of") == 1

@@ -200,7 +200,7 @@ def _tiles(saved: Saved, grad_out: torch.Tensor, is_causal: bool, key_ranks: tor
 
     grad, lse = padded(grad_out), of_rows(saved.lse)
     finite = grad.isfinite().all(-1)  # integers hold no NaN: P is NaN where dO is not finite
-    counts = finite & (lse != -math.inf)  # no gradient holds a row that sees no key, however large
+    counts = finite & (lse != -math.inf)  # a row that sees no key has no part in any gradient
     grad_hat, grad_scale = arithmetic.round_grad(grad.where(counts[..., None], 0.0))
     minus_lse = torch.where(lse == -math.inf, lse, arithmetic.minus_lse(lse))
     rows = torch.arange(minus_lse.shape[-1], device=grad.device)

@@ -193,7 +193,7 @@ struct BwdPrepare {
   // Whether a row of dO is.
   __device__ __forceinline__ bool is_finite(i32 row) const { return shared.amax[row] < ptx::infinity(); }
 
-  // Whether a row of dO is rounded with the others: no gradient holds a row that sees no key, however large.
+  // Whether a row of dO is rounded with the others. A row that sees no key has no part in any gradient.
   __device__ __forceinline__ bool counts(i32 row) const {
     return is_finite(row) && shared.minus_lse[row] != -ptx::infinity();
   }
