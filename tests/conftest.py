@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,17 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcuda.so.1", "-o",
                     folder / "libcuda.so.1", Path(__file__).parent / "unit/fake_driver.c"], check=True)
     return folder
+
+
+# --- torch's settings -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
+    """torch.set_default_dtype for the time of a test."""
+    before = torch.get_default_dtype()
+    yield torch.set_default_dtype
+    torch.set_default_dtype(before)
 
 
 # --- tests of kernels that a narrowed build lacks ---------------------------------------------------------------------

@@ -270,8 +270,7 @@ def _measures(library: Library, record: AttnRecord, device: str, seed: int, shap
     if shape.has_key_mask:
         given = given._replace(key_mask=torch.rand(shape.batch, shape.keys, generator=generator) < 0.7)
     if shape.has_sinks:
-        given = given._replace(sinks=torch.randn(shape.q_heads, generator=generator,
-                                                   dtype=torch.float32))
+        given = given._replace(sinks=torch.randn(shape.q_heads, generator=generator, dtype=torch.float32))
     if shape.has_masks:
         of_call = shape.batch, shape.q_heads
         given = given._replace(

@@ -880,3 +880,8 @@ def test_threads_count_together():
     attend(call(), lambda: None)
     attend(REFUSED["dropout"], lambda: None)
     assert list(report().items()) == [("dropout", 80001), ("sage_aot", 1)]
+
+
+def test_whether_a_window_has_a_kernel_does_not_depend_on_the_default_dtype(default_dtype):
+    default_dtype(torch.float64)
+    assert _rules._explained_sparse.__wrapped__(None, 64, ())

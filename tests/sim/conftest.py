@@ -33,7 +33,7 @@ _TIMED = pytest.StashKey[Timed[Any]]()
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out planted bugs that were all caught before, and put tests that wait for the workers last."""
-    if any("outcome" in _fixtures(item) for item in items):
+    if any({"outcome", "built"}.intersection(_fixtures(item)) for item in items):
         config.stash[_KEPT] = Kept()
     planted = [item for item in items if item.get_closest_marker("planted")]
     if planted:
@@ -61,11 +61,11 @@ def simulating(request: pytest.FixtureRequest) -> Iterator[None]:
     """Puts the workers to work on everything that this session's tests will ask for, in their order, in front of the
     first test of this folder: of several processes that run tests, the one that runs this folder's has workers."""
     session, config = request.session, request.config
-    specs = {spec for item in session.items for spec in _specs(item)}
-    if not specs:
+    if _KEPT not in config.stash:  # no test needs a kernel
         yield
         return
-    kept, by_name = config.stash.get(_KEPT, None) or Kept(), asked_by_name(config)
+    specs = {spec for item in session.items for spec in _specs(item)}
+    kept, by_name = config.stash[_KEPT], asked_by_name(config)
     LAUNCHES.kept = not by_name
     config.stash[_WORKERS] = workers = Workers(sorted(specs, key=lambda spec: spec.name),
                                                Outcomes(kept.sources, repeat=by_name))

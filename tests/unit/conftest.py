@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -131,16 +131,6 @@ memory."""
 
 _REAL_HEADERS = ("fast_divmod.cuh", "kernel_info.cuh", "params.cuh", "types.cuh")
 """Headers of the project that are copied: they define the tables of a kernel's facts and fields."""
-
-
-@pytest.fixture
-def default_dtype() -> Iterator[Callable[[Any], None]]:
-    """torch.set_default_dtype for the time of a test."""
-    import torch
-
-    before = torch.get_default_dtype()
-    yield torch.set_default_dtype
-    torch.set_default_dtype(before)
 
 
 @pytest.fixture

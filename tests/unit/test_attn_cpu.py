@@ -43,6 +43,7 @@ def test_bits_do_not_depend_on_the_default_dtype(pv, p, dtype, default_dtype):
     expected = sage_aot.attn(q, k, v, p=p, return_lse=p != "auto")
     default_dtype(dtype)
     torch.testing.assert_close(sage_aot.attn(q, k, v, p=p, return_lse=p != "auto"), expected, rtol=0, atol=0)
+    assert all(map(torch.equal, draw((1, 2, 130, 16), (1, 2, 200, 16)), (q, k, v)))
 
 
 def test_a_sink_has_the_weight_that_its_class_says():

@@ -206,6 +206,14 @@ def test_the_tail_is_exact_where_blocks_are_constant(options, sizes):
     assert torch.equal(written, out)
 
 
+def test_why_a_tail_cannot_be_written_is_told_by_torch():
+    q, k, v = qkv()
+    with torch.inference_mode():
+        out = torch.empty_like(q)
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+        sage_aot.attn(q, k, v, sparse=Sparse(keep=0.25, tail=True, block_size=64), out=out)
+
+
 def test_a_tail_may_be_written_to_q():
     q, k, v = qkv()
     sparse = Sparse(keep=0.25, tail=True, block_size=64)

@@ -195,6 +195,11 @@ def test_an_error_that_is_no_number_is_above_the_bound():
     assert math.isnan(Tuned(BY_SCORES, (1.0, 1.0), (0.5, math.nan)).worst_error)
 
 
+def test_the_worst_error_is_not_rounded(default_dtype):
+    default_dtype(torch.float16)
+    assert Tuned(BY_SCORES, (1.0, 1.0), (0.1, 0.3)).worst_error == 0.3
+
+
 # --- models -----------------------------------------------------------------------------------------------------------
 
 

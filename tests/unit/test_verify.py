@@ -338,6 +338,14 @@ def test_every_variant_passes_its_own_emulation(gpu):
         assert verifying.self_test(library, record, "cpu", 3) == verifying.Outcome(0.0, None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_inputs_do_not_depend_on_the_default_dtype(gpu, dtype, default_dtype):
+    library = default_library()
+    record = next(record for record in library.manifest.every_attention() if record.spec.mask == "sparse")
+    default_dtype(dtype)
+    assert verifying.self_test(library, record, "cpu", 3) == verifying.Outcome(0.0, None)
+
+
 @pytest.mark.kernels("sm90")
 @pytest.mark.parametrize(("p", "with_lse"), [("exp2", {True}), ("linear", {True, False})])
 def test_a_linear_p_is_tested_in_calls_without_a_log_sum_exp(gpu, p, with_lse):
