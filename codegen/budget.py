@@ -39,10 +39,17 @@ _PRODUCTS = {
 """Per product, as kernels' names spell it: the instructions that may compute it, and a part of their modifiers."""
 
 _BACKWARD_PRODUCTS = {
-    "bwdkv": ("IMMA.16832.S8.S8", "IMMA.16832.U8.S8", "HMMA.16816.F32.BF16", "HMMA.16816.F32"),
-    "bwdq": ("IMMA.16832.S8.S8", "HMMA.16816.F32.BF16", "HMMA.16816.F32"),
+    "mma": {
+        "bwdkv": ("IMMA.16832.S8.S8", "IMMA.16832.U8.S8", "HMMA.16816.F32.BF16", "HMMA.16816.F32"),
+        "bwdq": ("IMMA.16832.S8.S8", "HMMA.16816.F32.BF16", "HMMA.16816.F32"),
+    },
+    "wgmma": {
+        "bwdkv": ("IGMMA.64x64x32.S8.S8", "HGMMA.64x64x16.F32.BF16", "HGMMA.64x64x16.F32"),
+        "bwdq": ("IGMMA.64x64x32.S8.S8", "HGMMA.64x64x16.F32.BF16", "HGMMA.64x64x16.F32"),
+    },
 }
-"""The instructions that the products of the backward kernels take, by kind: those in 16 bits in bf16 and in f16."""
+"""The instructions that the products of the backward kernels take, by family and kind: those in 16 bits in bf16 and in
+f16."""
 
 _PTX_PRODUCTS = {
     "qkint8": (("mma",), "s32.s8.s8.s32"),
@@ -86,7 +93,7 @@ def _problems(kernel: PlannedKernel, report: Report, matrix: Matrix) -> list[str
     if kernel.how.threads not in (None, threads):
         return [f"expected the {kernel.how.threads} threads of the family {kernel.family!r}, got a kernel of {threads}"]
     own = [*_spills(kernel, machine), *_registers(kernel, machine, threads)] if machine else []
-    return [*own, *_pingpong(report), *_promotion(kernel, report), *_shared_memory(kernel, report, matrix),
+    return [*own, *_pingpong(kernel, report), *_promotion(kernel, report), *_shared_memory(kernel, report, matrix),
             *_tensor_cores(kernel, report), *_driver(kernel, report, matrix)]
 
 
@@ -132,8 +139,8 @@ def _registers(kernel: PlannedKernel, machine: MachineCode, threads: int) -> lis
             "__launch_bounds__ the threads and min_blocks of the row"]
 
 
-def _pingpong(report: Report) -> list[str]:
-    if report.exponentials_before_arrival <= _EXPONENTIALS_BEFORE_ARRIVAL:
+def _pingpong(kernel: PlannedKernel, report: Report) -> list[str]:
+    if not isinstance(kernel.spec, AttnSpec) or report.exponentials_before_arrival <= _EXPONENTIALS_BEFORE_ARRIVAL:
         return []
     return [f"expected a consumer's ping-pong arrival in front of its exponentials, got "
             f"{report.exponentials_before_arrival} of them in front of it: make them depend on a load behind the "
@@ -157,16 +164,17 @@ def _tensor_cores(kernel: PlannedKernel, report: Report) -> list[str]:
     """Checks that a kernel computes its products by tensor-core instructions of their types, an attention kernel in a
     loop.
     """
-    missing = _missing(kernel.spec, report)
+    missing = _missing(kernel, report)
     found = ", ".join(f"{count} {opcode}" for opcode, count in report.opcodes.items()) or "none"
     return [f"expected {what}, got tensor-core instructions: {found}; look at the kernel's mma functions and target"
             for what in missing]
 
 
-def _missing(spec: KernelSpec, report: Report) -> list[str]:
+def _missing(kernel: PlannedKernel, report: Report) -> list[str]:
     """Tensor-core instructions that a kernel should have and does not, in words."""
+    spec = kernel.spec
     if not isinstance(spec, AttnSpec):
-        wanted = () if is_ptx(spec.arch) else _BACKWARD_PRODUCTS.get(spec.kind, ())
+        wanted = () if is_ptx(spec.arch) else _BACKWARD_PRODUCTS[kernel.family].get(spec.kind, ())
         return [opcode for opcode in wanted if opcode not in report.opcodes]
     spellings = _PTX_PRODUCTS if is_ptx(spec.arch) else _PRODUCTS
     products = {name: spellings[name] for name in _products(spec)}

@@ -162,7 +162,7 @@ class _Planning:
 
     def _kernel(self, spec: KernelSpec, row: TileRow, allowed_spill_bytes: int = 0, suffix: str = "",
                 companions: tuple[str, ...] = ()) -> PlannedKernel:
-        """The kernel of any kind that follows from a row; only attention kernels may have a suffix."""
+        """The kernel of any kind that follows from a row."""
         if row.tile is None:
             raise ValueError(f"line {row.selector.line}: expected sizes")  # not reached: plan() stops after complaints
         return PlannedKernel(spec, row.family, self.rows.families[row.family][spec.kind], row.tile,
@@ -175,7 +175,8 @@ class _Planning:
         found: dict[str, tuple[PlannedKernel, TileRow]] = {}
         for kernel, row in attention:
             for spec in self._specs_after(kernel.spec, kernel.companions, row):
-                wanted = self._kernel(spec, row, self.rows.families[row.family][spec.kind].allowed_spill_bytes)
+                how = self.rows.families[row.family][spec.kind]
+                wanted = self._kernel(spec, row, how.allowed_spill_bytes, how.suffix)
                 first, first_row = found.setdefault(spec.name, (wanted, row))
                 if shared := _shared(first, wanted):
                     found[spec.name] = shared, first_row

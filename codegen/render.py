@@ -28,10 +28,10 @@ CONTEXT = {
     "pool": ("name", "template", "row", "entries", "headdim", "threads"),
     "choose": ("name", "template", "row", "headdim", "threads"),
     "merge": ("name", "template", "row", "threads", "programmatic"),
-    "bwdprep": ("name", "template", "row", "entries_by_packed", "headdim", "qk", "pv", "block_m", "block_n", "warp_m",
-                "threads"),
-    "bwdkv": ("name", "template", "row", "entries_by_packed", "headdim", "shared_bytes"),
-    "bwdq": ("name", "template", "row", "entries_by_packed", "headdim", "shared_bytes"),
+    "bwdprep": ("name", "template", "row", "entries_by_packed", "headdim", "halves", "qk", "pv", "block_m", "block_n",
+                "warp_m", "threads"),
+    "bwdkv": ("name", "template", "row", "family", "entries_by_packed", "headdim", "halves", "shared_bytes"),
+    "bwdq": ("name", "template", "row", "family", "entries_by_packed", "headdim", "halves", "shared_bytes"),
     "delta": ("name", "template", "row", "entries", "headdim", "threads"),
 }
 """The names that the templates of each kind are given. A template uses all of them and no others."""
@@ -70,6 +70,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "name": spec.name,
         "template": kernel.how.template,
         "row": kernel.row,
+        "family": kernel.family,
         "entries": [(spec.entry(rows), enumerator("SourceRows", rows)) for rows in spec.rows],
         "entries_by_packed": [(spec.entry(rows, packed), enumerator("SourceRows", rows), packed)
                               for packed in spec.packed for rows in spec.rows],
@@ -78,6 +79,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "smooth_v": axes.get("v") == "vsmooth",
         "smooth_q": axes.get("q") == "qsmooth",
         "key_norms": FAMILIES[kernel.family].reads_key_norms,
+        "halves": FAMILIES[kernel.family].trains_in_halves,
         "threads": kernel.how.threads,
         "shared_bytes": kernel.shared_bytes,
         "programmatic": capability_of(spec.arch) >= PROGRAMMATIC,

@@ -92,6 +92,7 @@ class FamilyKind:
     threads: int | None  # of a block; those of attention kernels follow from their tiles
     min_blocks: int | None  # resident blocks an SM, of quantizers; attention kernels have their tiles', delta none
     allowed_spill_bytes: int = 0  # of quantizers and backward kernels; attention kernels have their rows'
+    suffix: str = ""  # of the target of backward kernels, likewise
 
 
 @dataclass(frozen=True)
@@ -185,14 +186,16 @@ class RowReader:
                 **dict.fromkeys(("attn", "bwdkv", "bwdq"), ("template",))}  # their headers say how many threads
         entries = self.reader.mapping(
             node, f"{kind!r} of the family {family!r}", keys.get(kind, ("template", "threads")),
-            ("allow_spills", "why") if kind in (*BACKWARD, "quant") else ())
+            (*(("allow_spills", "why") if kind in (*BACKWARD, "quant") else ()),
+             *(("suffix",) if kind in BACKWARD else ())))
         template = self.reader.scalar(entries["template"]) if "template" in entries else None
         if template is not None and not (self.templates / str(template)).is_file():
             self.reader.complain(line_of(entries["template"]), f"expected a file in templates/, got {template!r}")
         threads = self._integer(entries, "threads", f"a multiple of 32, at most {_MAX_THREADS}",
                                 lambda value: value % 32 == 0 and 0 < value <= _MAX_THREADS)
         min_blocks = self._integer(entries, "min_blocks", "a positive integer")
-        return FamilyKind(str(template), threads, min_blocks, self._allowed_spills(line_of(node), entries))
+        return FamilyKind(str(template), threads, min_blocks, self._allowed_spills(line_of(node), entries),
+                          self._suffix(entries))
 
     def _row(self, node: yaml.Node, what: str, required: tuple[str, ...],
              optional: tuple[str, ...] = ()) -> tuple[dict[str, yaml.Node], Selector]:

@@ -76,6 +76,11 @@ def backward_kernels(forward: Plan, manifest: Manifest) -> dict[str, KernelRecor
     return {kind: manifest.kernels[name] for kind, name in wanted.items()}
 
 
+def multiplies_halves(kernels: dict[str, KernelRecord]) -> bool:
+    """Whether backward kernels, given by kind, multiply P and dS in 16 bits: else as integers of 8."""
+    return bool(kernels["bwdkv"].fact("halves"))
+
+
 def plan_backward(forward: Plan, manifest: Manifest) -> BackwardPlan:
     """Lay out the workspace of a backward pass."""
     problem, kernels = forward.problem, backward_kernels(forward, manifest)

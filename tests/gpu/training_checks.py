@@ -20,6 +20,7 @@ from fuzz_spy import Spy
 import sage_aot
 from sage_aot._backends.emulation.backend import gradients_of, sequence_entries
 from sage_aot._call.backends import handing
+from sage_aot._launch.backward import backward_kernels, multiplies_halves
 from sage_aot._problem.given import Given
 from sage_aot._problem.problem import Problem, heads_first
 from sage_aot._problem.sequences import Sequences
@@ -96,7 +97,8 @@ def against_emulated_training(spy: Spy, made: Trained, grad_out: torch.Tensor) -
     plan, given = handed.plan, handed.given
     problem = plan.problem
     measures = against_emulated(spy, read_quantized=False)
-    expected = gradients_of(plan, given, made.out, handed.lse, grad_out)
+    halves = multiplies_halves(backward_kernels(plan, spy.manifest))
+    expected = gradients_of(plan, halves, given, made.out, handed.lse, grad_out)
     q, k, v = given.tensors[:3]
     group = problem.num_q_heads // problem.num_kv_heads
     products = grad_out.float().abs().nan_to_num(0.0, 0.0).amax() * v.float().abs().nan_to_num(0.0, 0.0).amax()

@@ -15,13 +15,15 @@ from sage_aot._backends.emulation.backward import GRAD_GROUPS, TILE_ROWS, Rounde
 from sage_aot._backends.emulation.quantize import quantize
 from sage_aot._call import pipeline
 from sage_aot._call.backends import default_library
+from sage_aot._launch.backward import backward_kernels, multiplies_halves
 from sage_aot._launch.plan import LOG2_E
 from sage_aot._problem.check import check
 from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options
 from sage_aot._tools import reference
 
-ARCHS = ("sm80", "sm89", "sm90")  # P·V in f16, and twice in FP8
+ARCHS = ("sm80", "sm89", "sm90")  # P·V in f16, and twice in FP8; sm90 multiplies P and dS in 16 bits
+FORMS = ("sm80", "sm90")  # P and dS as integers of 8 bits, and in 16
 CAUSAL = [False, True]
 
 
@@ -48,28 +50,37 @@ def saved_exactly(q, k, v, out, lse, scale: float) -> Saved:
     return Saved(q if scale > 0 else -q, k, q_scale, torch.ones_like(k[..., 0]), v, out, lse)
 
 
-def without_rounding(inputs: Inputs, scale: float, is_causal: bool) -> tuple[torch.Tensor, ...]:
+def without_rounding(inputs: Inputs, scale: float, is_causal: bool, halves: bool) -> tuple[torch.Tensor, ...]:
     """dq, dk and dv in float64."""
     q, k, v, grad_out = inputs
     out, lse = reference.attention(q, k, v, scale=scale, is_causal=is_causal)
-    return gradients(saved_exactly(q, k, v, out, lse, scale), grad_out, scale, is_causal, rounding=False)
+    return gradients(saved_exactly(q, k, v, out, lse, scale), grad_out, scale, is_causal, rounding=False, halves=halves)
 
 
-def forward(inputs: Inputs, arch: str = "sm80", **options) -> tuple[Saved, float]:
-    """Tensors that the forward pass of an arch's kernels leaves, and the softmax scale."""
+class Forward(NamedTuple):
+    saved: Saved
+    scale: float  # of the softmax
+    halves: bool  # whether the backward pass multiplies P and dS in 16 bits
+
+
+def forward(inputs: Inputs, arch: str = "sm80", **options) -> Forward:
+    """What the forward pass of an arch's kernels leaves."""
     q, k, v, _ = inputs
-    problem = check(Given("dense", q, k, v), Options(smooth_q=False, rotate=False, **options))
-    plan = pipeline.plan_of(EmulationBackend(default_library().manifest, arch), problem, -1)
+    manifest = default_library().manifest
+    given = Given("dense", q, k, v)
+    problem = check(given, Options(smooth_q=False, rotate=False, **options))
+    plan = pipeline.plan_of(EmulationBackend(manifest, arch), problem, -1)
     quantized = quantize(problem, plan.kernels, q, k, v)
     quantized = dataclasses.replace(quantized, row_bias=0.0 * quantized.row_bias)  # of a NaN still one
     out, lse = attend(plan, quantized)
-    return saved_of(quantized, v, out[:, :, : q.shape[2], : q.shape[3]].to(q.dtype), lse), problem.softmax_scale
+    saved = saved_of(quantized, v, out[:, :, : q.shape[2], : q.shape[3]].to(q.dtype), lse)
+    return Forward(saved, problem.softmax_scale, multiplies_halves(backward_kernels(plan, manifest)))
 
 
 def with_rounding(inputs: Inputs, arch: str = "sm80", **options) -> tuple[torch.Tensor, ...]:
     """out, dq, dk and dv."""
-    saved, scale = forward(inputs, arch, **options)
-    return saved.out, *gradients(saved, inputs.grad_out, scale, options.get("is_causal", False))
+    saved, scale, halves = forward(inputs, arch, **options)
+    return saved.out, *gradients(saved, inputs.grad_out, scale, options.get("is_causal", False), halves=halves)
 
 
 def errors(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -110,21 +121,23 @@ def _attention(scale, is_causal, q, k, v):
 @pytest.mark.parametrize("is_causal", CAUSAL)
 @pytest.mark.parametrize("queries, keys", [(70, 130), (130, 70), (64, 128), (1, 65), (200, 1)])
 @pytest.mark.parametrize("scale", [0.125, -0.2])
-def test_formulas_against_autograd(queries, keys, scale, is_causal):
+@pytest.mark.parametrize("halves", [False, True])
+def test_formulas_against_autograd(queries, keys, scale, is_causal, halves):
     """Several tiles on both sides, the last ones with rows that do not exist; two q heads a kv head."""
     inputs = draw(queries, keys, headdim=16, dtype=torch.float64)
     expected = reference.gradients(*inputs, scale=scale, is_causal=is_causal)[1:]
-    for found, gradient in zip(without_rounding(inputs, scale, is_causal), expected):
+    for found, gradient in zip(without_rounding(inputs, scale, is_causal, halves), expected):
         assert found.shape == gradient.shape and found.dtype == torch.float64
         torch.testing.assert_close(found, gradient, rtol=1e-11, atol=1e-13)
 
 
-def test_queries_that_see_no_key_have_gradients_of_zero():
+@pytest.mark.parametrize("arch", FORMS)
+def test_queries_that_see_no_key_have_gradients_of_zero(arch):
     inputs = draw(130, 70)
     changed = inputs._replace(grad_out=inputs.grad_out.clone())
     changed.grad_out[:, :, :60] *= 1e4
-    _, dq, dk, dv = with_rounding(inputs, is_causal=True)
-    _, other_dq, other_dk, other_dv = with_rounding(changed, is_causal=True)
+    _, dq, dk, dv = with_rounding(inputs, arch, is_causal=True)
+    _, other_dq, other_dk, other_dv = with_rounding(changed, arch, is_causal=True)
     assert (dq[:, :, :60] == 0).all() and (dq[:, :, 61:] != 0).any(-1).all()  # of one key dS is zero
     assert torch.equal(dq, other_dq) and torch.equal(dk, other_dk)
     assert torch.equal(dv, other_dv)  # though rows 60 to 63 of dO share scales with rows before them
@@ -159,13 +172,15 @@ def test_errors_are_those_of_8_bits(sigma, arch):
     (70, 130, 64, torch.bfloat16, {}), (130, 70, 96, torch.float16, {}),
     (100, 200, 40, torch.bfloat16, {"scale": -0.1}),
 ])
-def test_errors_of_ragged_calls(queries, keys, headdim, dtype, options, is_causal):
+@pytest.mark.parametrize("arch", ARCHS)
+def test_errors_of_ragged_calls(queries, keys, headdim, dtype, options, is_causal, arch):
     """Channels of Q̂ and K̂ are padded to those of the kernel."""
     inputs = draw(queries, keys, headdim=headdim, dtype=dtype)
     expected = reference.gradients(*inputs, is_causal=is_causal, **options)
-    found = with_rounding(inputs, is_causal=is_causal, **options)
+    found = with_rounding(inputs, arch, is_causal=is_causal, **options)
     assert [x.shape for x in found] == [x.shape for x in expected]
-    assert (errors(found, expected) < 0.03).all(), errors(found, expected)
+    limit = torch.tensor([0.03 if arch == "sm80" else 0.045, 0.03, 0.03, 0.03])  # O of FP8 P·V has more of an error
+    assert (errors(found, expected) < limit).all(), errors(found, expected)
 
 
 def test_a_mean_of_k_changes_dq_little():
@@ -179,19 +194,21 @@ def test_a_mean_of_k_changes_dq_little():
     assert reference.relative_l2(dq_shifted, dq) < 0.03
 
 
-def test_gradients_are_as_large_as_grad_out():
+@pytest.mark.parametrize("arch", FORMS)
+def test_gradients_are_as_large_as_grad_out(arch):
     """Bit for bit for powers of two, down to gradients of 1e-12: scales are f32."""
     inputs = draw(130, 200, sigma=2.0)
-    _, *found = with_rounding(inputs, is_causal=True)
+    _, *found = with_rounding(inputs, arch, is_causal=True)
     for factor in (2.0, 2.0**-30, 2.0**20):
-        _, *scaled = with_rounding(inputs._replace(grad_out=inputs.grad_out * factor), is_causal=True)
+        _, *scaled = with_rounding(inputs._replace(grad_out=inputs.grad_out * factor), arch, is_causal=True)
         for gradient, of_scaled in zip(found, scaled):
             assert torch.equal(of_scaled, gradient * factor) and gradient.abs().max() > 1e-3
 
 
-def test_a_grad_out_of_zeros_gives_zeros():
+@pytest.mark.parametrize("arch", FORMS)
+def test_a_grad_out_of_zeros_gives_zeros(arch):
     inputs = draw(70, 70)
-    assert all((x == 0).all() for x in with_rounding(inputs._replace(grad_out=0 * inputs.grad_out))[1:])
+    assert all((x == 0).all() for x in with_rounding(inputs._replace(grad_out=0 * inputs.grad_out), arch)[1:])
 
 
 # --- rounding ---------------------------------------------------------------------------------------------------------
@@ -235,21 +252,23 @@ def nan_rows(gradient: torch.Tensor) -> list[list[int]]:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("is_causal", CAUSAL)
-def test_a_grad_out_that_is_not_finite(value, is_causal):
+@pytest.mark.parametrize("arch", FORMS)
+def test_a_grad_out_that_is_not_finite(value, is_causal, arch):
     """A value in grad_out reaches dQ of its query, and dK and dV of the keys that this query sees."""
     inputs = draw(200, 200)
     inputs.grad_out[0, 1, SPOILT, 3] = value
-    _, dq, dk, dv = (nan_rows(x) for x in with_rounding(inputs, is_causal=is_causal))
+    _, dq, dk, dv = (nan_rows(x) for x in with_rounding(inputs, arch, is_causal=is_causal))
     assert dq == [[], [SPOILT], [], []]
     assert dk == dv == [list(range(SPOILT + 1 if is_causal else 200)), []]
 
 
 @pytest.mark.parametrize("is_causal", CAUSAL)
-def test_a_value_that_is_not_finite(is_causal):
+@pytest.mark.parametrize("arch", FORMS)
+def test_a_value_that_is_not_finite(is_causal, arch):
     """A value in V reaches dQ of the queries that see it, and dK of the keys that these see; dV has no part of it."""
     inputs = draw(200, 200)
     inputs.v[0, 1, SPOILT, 3] = torch.nan
-    _, dq, dk, dv = with_rounding(inputs, is_causal=is_causal)
+    _, dq, dk, dv = with_rounding(inputs, arch, is_causal=is_causal)
     seeing = list(range(SPOILT if is_causal else 0, 200))
     assert nan_rows(dq) == [[], [], seeing, seeing]
     assert nan_rows(dk) == [[], list(range(200))]

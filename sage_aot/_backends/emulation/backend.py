@@ -20,6 +20,7 @@ from sage_aot._backends.emulation.quantize import Quantized, quantize
 from sage_aot._backends.emulation.selection import choose, pool, views_of
 from sage_aot._kernels.manifest import Manifest
 from sage_aot._kernels.spec import PoolSpec
+from sage_aot._launch.backward import backward_kernels, multiplies_halves
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import Plan
 from sage_aot._launch.selection import choose_launch, selection_record
@@ -64,10 +65,12 @@ class EmulationBackend:
         return of_q + of_k if problem.part == "train" else 0
 
     def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> BackwardCall:
+        halves = multiplies_halves(backward_kernels(plan, self.manifest))
+
         def call(tensors: BackwardTensors, lse: torch.Tensor, kept: torch.Tensor) -> None:
             q, k = _kept(kept, *_shapes(plan.problem))
             given = tensors.given.having(q=q, k=k)
-            found = gradients_of(plan, given, tensors.out, lse, tensors.grad_out)
+            found = gradients_of(plan, halves, given, tensors.out, lse, tensors.grad_out)
             for result, gradient in zip(tensors.gradients, found):
                 if result is not None:
                     result.copy_(gradient)
@@ -271,7 +274,7 @@ def packed_entries(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.
 # --- the backward pass ------------------------------------------------------------------------------------------------
 
 
-def gradients_of(plan: Plan, given: Given, out: torch.Tensor, lse: torch.Tensor,
+def gradients_of(plan: Plan, halves: bool, given: Given, out: torch.Tensor, lse: torch.Tensor,
                  grad_out: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The gradients of q, k and v, f32, in the layout of the call; zeros where nothing reaches them."""
     problem = plan.problem
@@ -283,28 +286,30 @@ def gradients_of(plan: Plan, given: Given, out: torch.Tensor, lse: torch.Tensor,
                 continue
             quantized = quantized_of(own.problem, plan.kernels, own.q, own.k, own.v)
             saved = saved_of(quantized, own.v, _entry(out[own.rows]), lse[None, :, own.rows])
-            found = _gradients(problem, saved, _entry(grad_out[own.rows]))
+            found = _gradients(problem, halves, saved, _entry(grad_out[own.rows]))
             for gradient, rows, part in zip(of, (own.rows, own.keys, own.keys), found):
                 gradient[rows] = part[0].transpose(0, 1)
         return of
     layout = problem.options.layout
     q, k, v, out, grad_out = (heads_first(tensor, layout) for tensor in (q, k, v, out, grad_out))
     if not problem.packs_keys:
-        found = _gradients(problem, saved_of(quantized_of(problem, plan.kernels, q, k, v), v, out, lse), grad_out)
+        found = _gradients(problem, halves, saved_of(quantized_of(problem, plan.kernels, q, k, v), v, out, lse),
+                           grad_out)
         return tuple(heads_first(gradient, layout) for gradient in found)
     of = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     for b, entry in enumerate(packed_entries(problem, q, k, v, cast(torch.Tensor, given.key_mask))):
         saved = saved_of(entry.quantize(plan.kernels), entry.v, out[b: b + 1], lse[b: b + 1])
-        found = _gradients(problem, saved, grad_out[b: b + 1], entry.key_ranks)
+        found = _gradients(problem, halves, saved, grad_out[b: b + 1], entry.key_ranks)
         of[0][b] = found[0][0]
         if entry.key_ranks[-1] > 0:
             of[1][b][:, entry.keys], of[2][b][:, entry.keys] = found[1][0], found[2][0]
     return tuple(heads_first(gradient, layout) for gradient in of)
 
 
-def _gradients(problem: Problem, saved: Saved, grad_out: torch.Tensor,
+def _gradients(problem: Problem, halves: bool, saved: Saved, grad_out: torch.Tensor,
                key_ranks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return gradients(saved, grad_out, problem.softmax_scale, problem.options.is_causal, key_ranks=key_ranks)
+    return gradients(saved, grad_out, problem.softmax_scale, problem.options.is_causal, key_ranks=key_ranks,
+                     halves=halves)
 
 
 def emulated_arch(manifest: Manifest) -> str:

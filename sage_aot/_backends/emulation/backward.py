@@ -59,17 +59,19 @@ def saved_of(quantized: Quantized, v: torch.Tensor, out: torch.Tensor, lse: torc
 
 
 def gradients(saved: Saved, grad_out: torch.Tensor, softmax_scale: float, is_causal: bool, rounding: bool = True,
-              key_ranks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+              key_ranks: torch.Tensor | None = None,
+              halves: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv, in the shapes of out, v and v, f32. Without `rounding` they are in the dtype of what was saved, to
     be float64, and nothing is rounded to integers.
 
     grad_out: [batch, q heads, queries, headdim] of the caller. A causal mask is aligned bottom-right. key_ranks:
-    [keys + 1], of the caller's keys: how many of the first ones are among those that were saved; None: all.
+    [keys + 1], of the caller's keys: how many of the first ones are among those that were saved; None: all. halves:
+    whether P and dS are multiplied in 16 bits, a fact of the kernels; else as integers of 8.
     """
     arithmetic: Arithmetic = Rounded() if rounding else Exact()
     tiles = _tiles(saved, grad_out, is_causal, key_ranks, arithmetic)
-    grad_q = _grad_q(tiles, arithmetic) * softmax_scale
-    grad_k, grad_v = _grad_kv(tiles, arithmetic)
+    grad_q = _grad_q(tiles, halves, arithmetic) * softmax_scale
+    grad_k, grad_v = _grad_kv(tiles, grad_out.dtype if halves else None, arithmetic)
     grad_k = grad_k * math.log(2.0)  # q_scale has softmax_scale · log2 e
     shapes = saved.out.shape, saved.v.shape, saved.v.shape
     dq, dk, dv = (x.flatten(1, 2)[:, :, : shape[2], : shape[3]] for x, shape in zip((grad_q, grad_k, grad_v), shapes))
@@ -103,6 +105,10 @@ class Arithmetic(Protocol):
         factor: of columns, [..., 1, columns]."""
         ...
 
+    def halve(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The values of x in a dtype of 16 bits."""
+        ...
+
 
 class Exact:
     """Codes are the values themselves."""
@@ -121,6 +127,9 @@ class Exact:
 
     def round_rows(self, x: torch.Tensor, factor: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
         return x * factor, torch.ones_like(x[..., :1])
+
+    def halve(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x
 
 
 class Rounded:
@@ -153,6 +162,10 @@ class Rounded:
         inv_scale = 1.0 / amax.clamp(min=SMALLEST_ROW) * limit
         return _integers(x, inv_scale * factor), amax * (1.0 / limit)
 
+    def halve(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        rounded = x.to(dtype).float()
+        return rounded.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+
 
 def _integers(x: torch.Tensor, inv_scale: torch.Tensor) -> torch.Tensor:
     """x · inv_scale to the nearest even, rounded once, as an FMA does. Zero where that is not finite: then the row's
@@ -172,6 +185,7 @@ class Tiles:
     minus_lse: torch.Tensor  # likewise, log2 units; −inf where a query sees no key, or does not exist; NaN where spoilt
     minus_delta: torch.Tensor  # likewise, D = Σ dO · O
     grad: torch.Tensor  # [batch, kv heads, group, rows, headdim], dO
+    finite: torch.Tensor  # [batch, kv heads, group, rows]: whether dO is
     grad_hat: torch.Tensor  # likewise, dÔ; zeros where dO is not finite, or the query sees no key
     grad_scale: torch.Tensor  # [batch, kv heads, group, rows]
     k_hat: torch.Tensor  # [batch, kv heads, 1, keys, headdim]
@@ -213,7 +227,7 @@ def _tiles(saved: Saved, grad_out: torch.Tensor, is_causal: bool, key_ranks: tor
     return Tiles(
         q_hat=q_hat, q_scale=of_rows(saved.q_scale).clamp(max=LARGEST_PART).masked_fill(zeros, 0.0),
         minus_lse=minus_lse.masked_fill(rows >= queries, -math.inf).masked_fill(~finite, math.nan),
-        minus_delta=-_delta(grad, padded(saved.out), arithmetic), grad=grad, grad_hat=grad_hat, grad_scale=grad_scale,
+        minus_delta=-_delta(grad, padded(saved.out), arithmetic), grad=grad, finite=finite, grad_hat=grad_hat, grad_scale=grad_scale,
         k_hat=k_hat, k_scale=of_rows(saved.k_scale).clamp(max=LARGEST_PART).masked_fill(zero_keys, 0.0),
         v=padded(saved.v),
         visible=_visible(is_causal, rows, queries, keys, key_ranks))
@@ -246,41 +260,64 @@ def _delta(grad: torch.Tensor, out: torch.Tensor, arithmetic: Arithmetic) -> tor
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _grad_q(tiles: Tiles, arithmetic: Arithmetic) -> torch.Tensor:
-    """bwd/grad_q.cuh: dQ less the factor softmax_scale, tile after tile of keys."""
+def _grad_q(tiles: Tiles, halves: bool, arithmetic: Arithmetic) -> torch.Tensor:
+    """grad_q.cuh of a family: dQ less the factor softmax_scale, tile after tile of keys."""
     total = torch.zeros_like(tiles.q_hat)
     for first in range(0, tiles.keys, TILE_ROWS):
         keys = slice(first, first + TILE_ROWS)
         p, grad_p, seen = _scores(tiles, slice(None), slice(None), keys, arithmetic)
-        grad_s = ((grad_p + tiles.minus_delta[..., None]) * p).where(seen, 0.0)
-        codes, scale = arithmetic.round_rows(grad_s, tiles.k_scale[..., None, keys], 127)
-        total = arithmetic.fma(codes @ tiles.k_hat[..., keys, :], scale, total)
+        k_scale, minus_delta = tiles.k_scale[..., None, keys], tiles.minus_delta[..., None]
+        if halves:
+            grad_s = (arithmetic.fma(grad_p, k_scale, minus_delta * k_scale) * p).where(seen, 0.0)
+            total = total + arithmetic.halve(grad_s, torch.bfloat16) @ tiles.k_hat[..., keys, :]
+        else:
+            grad_s = ((grad_p + minus_delta) * p).where(seen, 0.0)
+            codes, scale = arithmetic.round_rows(grad_s, k_scale, 127)
+            total = arithmetic.fma(codes @ tiles.k_hat[..., keys, :], scale, total)
     return total
 
 
-def _grad_kv(tiles: Tiles, arithmetic: Arithmetic) -> tuple[torch.Tensor, torch.Tensor]:
-    """bwd/grad_kv.cuh: dK less the factor ln 2, and dV; head after head of a group, tile after tile of queries."""
+def _grad_kv(tiles: Tiles, half: torch.dtype | None, arithmetic: Arithmetic) -> tuple[torch.Tensor, torch.Tensor]:
+    """grad_kv.cuh of a family: dK less the factor ln 2, and dV; head after head of a group, tile after tile of queries.
+    half: the dtype of P where P and dS are multiplied in 16 bits."""
     grad_k, grad_v = torch.zeros_like(tiles.k_hat), torch.zeros_like(tiles.k_hat)
     for head in range(tiles.q_hat.shape[2]):
         for first in range(0, tiles.rows, TILE_ROWS):
-            of_k, of_v = _step(tiles, slice(head, head + 1), slice(first, first + TILE_ROWS), arithmetic)
-            grad_k, grad_v = arithmetic.fma(*of_k, grad_k), arithmetic.fma(*of_v, grad_v)
+            head_of_group, rows = slice(head, head + 1), slice(first, first + TILE_ROWS)
+            p, grad_s = _transposed(tiles, head_of_group, rows, arithmetic)
+            if half:
+                of_k, of_v = _half_step(tiles, head_of_group, rows, p, grad_s, half, arithmetic)
+                grad_k, grad_v = grad_k + of_k, grad_v + of_v
+            else:
+                of_k, of_v = _step(tiles, head_of_group, rows, p, grad_s, arithmetic)
+                grad_k, grad_v = arithmetic.fma(*of_k, grad_k), arithmetic.fma(*of_v, grad_v)
     return grad_k, grad_v
 
 
-def _step(tiles: Tiles, head: slice, rows: slice,
-          arithmetic: Arithmetic) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """The addends of a tile of queries of one head to dK and dV: each a product of codes, and the scale of its rows."""
-    q_scale, grad_scale = (x[:, :, head, None, rows] for x in (tiles.q_scale, tiles.grad_scale))
+def _transposed(tiles: Tiles, head: slice, rows: slice, arithmetic: Arithmetic) -> tuple[torch.Tensor, torch.Tensor]:
+    """P, and dS times the scales of Q̂, of a tile of queries of one head: [batch, kv heads, 1, keys, rows]."""
+    q_scale, minus_delta = (x[:, :, head, None, rows] for x in (tiles.q_scale, tiles.minus_delta))
     p, grad_p, seen = (x.transpose(-2, -1) for x in _scores(tiles, head, rows, slice(None), arithmetic))
     p = p.where(seen, 0.0)
-    p_hat, p_scale = arithmetic.round_rows(p, grad_scale, 255)
-    minus_delta = tiles.minus_delta[:, :, head, None, rows]
     grad_s = p * arithmetic.fma(grad_p, q_scale, minus_delta * q_scale)
-    grad_s = grad_s.where(seen, 0.0)  # hidden again: dP may be NaN where P is zero
-    grad_s_hat, grad_s_scale = arithmetic.round_rows(grad_s, torch.ones_like(q_scale), 127)
+    return p, grad_s.where(seen, 0.0)  # hidden again: dP may be NaN where P is zero
+
+
+def _step(tiles: Tiles, head: slice, rows: slice, p: torch.Tensor, grad_s: torch.Tensor,
+          arithmetic: Arithmetic) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """The addends of a tile of queries of one head to dK and dV: each a product of codes, and the scale of its rows."""
+    p_hat, p_scale = arithmetic.round_rows(p, tiles.grad_scale[:, :, head, None, rows], 255)
+    grad_s_hat, grad_s_scale = arithmetic.round_rows(grad_s, torch.ones_like(grad_s[..., :1, :]), 127)
     return ((grad_s_hat @ tiles.q_hat[:, :, head, rows], grad_s_scale),
             (p_hat @ tiles.grad_hat[:, :, head, rows], p_scale))
+
+
+def _half_step(tiles: Tiles, head: slice, rows: slice, p: torch.Tensor, grad_s: torch.Tensor, half: torch.dtype,
+               arithmetic: Arithmetic) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in 16 bits. P of a row of dO that is not finite is NaN where the row sees the key."""
+    grad = tiles.grad[:, :, head, rows].where(tiles.finite[:, :, head, rows, None], 0.0)
+    return (arithmetic.halve(grad_s, torch.bfloat16) @ tiles.q_hat[:, :, head, rows],
+            arithmetic.halve(p, half) @ grad)
 
 
 def _scores(tiles: Tiles, head: slice, rows: slice, keys: slice,

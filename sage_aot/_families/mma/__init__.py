@@ -19,4 +19,5 @@ def _rules(tile: Tile) -> list[str]:
     return []
 
 
-MMA = Family("mma", _rules, persistent=False, reads_key_norms=False, promotes_under_products=False)
+MMA = Family("mma", _rules, persistent=False, reads_key_norms=False, trains_in_halves=False,
+             promotes_under_products=False)

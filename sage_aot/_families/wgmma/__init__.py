@@ -19,4 +19,5 @@ def _rules(tile: Tile) -> list[str]:
     return []
 
 
-WGMMA = Family("wgmma", _rules, persistent=True, reads_key_norms=True, promotes_under_products=True)
+WGMMA = Family("wgmma", _rules, persistent=True, reads_key_norms=True, trains_in_halves=True,
+               promotes_under_products=True)

@@ -15,15 +15,12 @@ void commit(void* const (&)[kLanes]) { block->products().commit(); }
 void wait(void* const (&lanes)[kLanes]) {
   block->products().wait(*block, block->warp(), *static_cast<const u32*>(lanes[0]));
 }
-void multiply_integers(void* const (&lanes)[kLanes]) { block->products().issue(*block, block->warp(), lanes, true); }
-void multiply_floats(void* const (&lanes)[kLanes]) { block->products().issue(*block, block->warp(), lanes, false); }
+void multiply(void* const (&lanes)[kLanes]) { block->products().issue(*block, block->warp(), lanes); }
 void take_registers(void* const (&lanes)[kLanes]) { block->set_registers(*static_cast<const u32*>(lanes[0])); }
 
 }  // namespace
 
-void wgmma(const char* instruction, WarpgroupProduct lane, bool integers) {
-  block->together(instruction, &lane, integers ? multiply_integers : multiply_floats, lane.site);
-}
+void wgmma(const char* instruction, WarpgroupProduct lane) { block->together(instruction, &lane, multiply, lane.site); }
 
 void wgmma_fence(Site site) { block->together("wgmma.fence", nullptr, fence, site); }
 void wgmma_commit(Site site) { block->together("wgmma.commit_group", nullptr, commit, site); }

@@ -1,6 +1,7 @@
 #include "wgmma.h"
 
 #include <algorithm>
+#include <functional>
 
 #include "block.h"
 #include "sums.h"
@@ -34,7 +35,7 @@ class Matrix {
     }
   }
 
-  // 16 bytes of a row; `chunk` 0 or 1 of the instruction's k.
+  // 16 bytes of a row; of rows along k, `chunk` is 0 or 1 of the instruction's.
   u32 chunk(u32 row, u32 chunk) const {
     const u32 address = start_ + row / 8 * stride_ + row % 8 * span() + chunk * 16;
     return address ^ (address >> 3 & (span() - 16));
@@ -62,6 +63,22 @@ void read_rows(Block& block, const Matrix& matrix, u32 first, u32 count, Codes* 
   }
 }
 
+// Reads 16 rows of k, of `count` elements of 16 bits each, as that many columns.
+template <class Range>
+void read_columns(Block& block, const Matrix& matrix, u32 count, Codes* columns, std::vector<Range>& ranges,
+                  const Where& where) {
+  constexpr u32 kOfChunk = 8;  // elements
+  for (u32 k = 0; k < kDepth / 2; ++k) {
+    for (u32 c = 0; c < count / kOfChunk; ++c) {
+      const u32 address = matrix.chunk(k, c);
+      block.shared.begin_read(address, 16, where);
+      ranges.push_back({address, 16});
+      const u8* bytes = block.shared.pointer_to(address);
+      for (u32 i = 0; i < 16; ++i) columns[kOfChunk * c + i / 2][2 * k + i % 2] = bytes[i];
+    }
+  }
+}
+
 // As mma.m16n8k32: word i of a lane 4g + t is row g + 8 (i % 2), bytes 4t.. of the half i / 2.
 void unpack_a(const u32 (&words)[kLanes][4], Codes* rows) {
   for (u32 lane = 0; lane < kLanes; ++lane) {
@@ -78,6 +95,42 @@ u32 integer_sum(const Codes& a, const Codes& b, u32 c) {
   return c;
 }
 
+// The sum of an element of D and its row times its column.
+using Sum = std::function<u32(u32 row, u32 column, u32 c)>;
+
+Sum integer_product(const Codes* a, const Codes* b) {
+  return [=](u32 row, u32 column, u32 c) { return integer_sum(a[row], b[column], c); };
+}
+
+// Elements of kBits, as numbers of a format, in f32.
+template <class Format, int kBits>
+Sum float_product(const Codes* a, const Codes* b, u32 columns, const Step& step) {
+  constexpr int kBytes = kBits / 8, kElements = kDepth / kBytes;
+  using Elements = Vector<Format, kElements>;
+  const auto vectors = [](const Codes* of, u32 count) {
+    std::vector<Elements> found;
+    for (u32 i = 0; i < count; ++i) {
+      u32 codes[kElements] = {};
+      for (u32 k = 0; k < kDepth; ++k) codes[k / kBytes] |= of[i][k] << 8 * (k % kBytes);
+      found.emplace_back(codes);
+    }
+    return found;
+  };
+  return [&step, rows = vectors(a, kRows), of_b = vectors(b, columns)](u32 row, u32 column, u32 c) {
+    return add_product<F32>(step, rows[row], of_b[column], c);
+  };
+}
+
+Sum product_of(WarpgroupTypes types, const Codes* a, const Codes* b, u32 columns) {
+  switch (types) {
+    case WarpgroupTypes::kS8: return integer_product(a, b);
+    case WarpgroupTypes::kE4m3: return float_product<E4m3, 8>(a, b, columns, chip().wgmma_e4m3);
+    case WarpgroupTypes::kF16: return float_product<F16, 16>(a, b, columns, chip().f16);
+    case WarpgroupTypes::kBf16: return float_product<Bf16, 16>(a, b, columns, chip().f16);
+  }
+  return {};
+}
+
 bool equal_descriptors(void* const (&lanes)[kLanes]) {
   const WarpgroupProduct& first = of_lane(lanes, 0);
   return std::all_of(std::begin(lanes), std::end(lanes), [&](void* lane) {
@@ -88,7 +141,7 @@ bool equal_descriptors(void* const (&lanes)[kLanes]) {
 
 }  // namespace
 
-void WarpProducts::issue(Block& block, u32 warp, void* const (&lanes)[kLanes], bool integers) {
+void WarpProducts::issue(Block& block, u32 warp, void* const (&lanes)[kLanes]) {
   const WarpgroupProduct& first = of_lane(lanes, 0);
   Running product;
   product.where = {warp * kLanes, first.site, nullptr};
@@ -113,11 +166,11 @@ void WarpProducts::issue(Block& block, u32 warp, void* const (&lanes)[kLanes], b
     const Matrix matrix(block, first.a_matrix, product.where);
     read_rows(block, matrix, warp % kWarpsPerGroup * kRows, kRows, a, product.ranges, product.where);
   }
-  read_rows(block, Matrix(block, first.b_matrix, product.where), 0, first.columns, b, product.ranges, product.where);
+  const Matrix of_b(block, first.b_matrix, product.where);
+  if (first.rows_of_k) read_columns(block, of_b, first.columns, b, product.ranges, product.where);
+  else read_rows(block, of_b, 0, first.columns, b, product.ranges, product.where);
 
-  using Vectors = std::vector<Vector<E4m3, kDepth>>;
-  const Vectors rows = integers ? Vectors() : Vectors(a, a + kRows);
-  const Vectors columns = integers ? Vectors() : Vectors(b, b + first.columns);
+  const Sum sum = product_of(first.types, a, b, first.columns);
   start_accumulator(block, first, lanes, product.where);
   Accumulator& d = accumulators_[first.d];
   ++d.pending;
@@ -125,8 +178,7 @@ void WarpProducts::issue(Block& block, u32 warp, void* const (&lanes)[kLanes], b
     for (u32 i = 0; i < first.columns / 2; ++i) {  // element i: row g + 8 (i / 2 % 2), column 8 (i / 4) + 2t + i % 2
       const u32 row = lane / 4 + 8 * (i / 2 % 2), column = 8 * (i / 4) + lane % 4 * 2 + i % 2;
       const u32 c = first.accumulate ? d.values[lane][i] : 0;
-      d.values[lane][i] = integers ? integer_sum(a[row], b[column], c)
-                                   : add_product<F32>(chip().wgmma_e4m3, rows[row], columns[column], c);
+      d.values[lane][i] = sum(row, column, c);
     }
   }
   open_.push_back(std::move(product));

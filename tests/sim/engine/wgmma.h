@@ -19,7 +19,7 @@ class Block;
 class WarpProducts {
  public:
   void fence() { fenced_ = true; }
-  void issue(Block& block, u32 warp, void* const (&lanes)[kLanes], bool integers);
+  void issue(Block& block, u32 warp, void* const (&lanes)[kLanes]);
   void commit();
   void wait(Block& block, u32 warp, u32 pending_groups);
 

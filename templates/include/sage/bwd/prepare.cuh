@@ -15,7 +15,7 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQk, kPv, kBlockM, kBlockN, kWarpM of the forward pass; kThreads.
+// Config: kHeadDim, kQk, kPv, kBlockM, kBlockN, kWarpM of the forward pass; kHalves; kThreads.
 template <class Config>
 struct BwdPrepare {
   using Tile = BwdTile<Config>;
@@ -130,24 +130,34 @@ struct BwdPrepare {
       of_query(to, Tile::kMinusLse, query) = is_finite(query) ? lse : ptx::quiet_nan();
       of_query(to, Tile::kMinusDelta, query) = minus_delta;
       of_query(to, Tile::kMinusScaledDelta, query) = minus_delta * scale;
-      if (query < kGradGroups) {
+      if constexpr (Config::kHalves) {
+        const u32 spoilt = ptx::ballot(!is_finite(query));
+        if (query % kWarpSize < 2) {  // the second word of each pair is not read
+          reinterpret_cast<u32*>(to + (Tile::kSpoilt - Tile::kSide))[query / kWarpSize * 2 + query % kWarpSize] =
+              spoilt;
+        }
+      } else if (query < kGradGroups) {
         const Scale grad = grad_scale(query);
         of_query(to, Tile::kGradScales, query) = grad.inv_scale > 0.0f ? grad.scale : 0.0f;
       }
     }
+    if constexpr (Config::kHalves) {
+      store_halves(to + (Tile::kHalfCodes - Tile::kSide), codes);
+    } else {
 #pragma unroll
-    for (i32 step = 0; step < kSteps; ++step) {
-      const i32 own = own_row(step);
-      float x[kVector];
-      convert(grad_out, grad[step], first_row + own, x);
-      const float inv = grad_scale(own % kGradGroups).inv_scale, inv_scale[2] = {inv, inv};
+      for (i32 step = 0; step < kSteps; ++step) {
+        const i32 own = own_row(step);
+        float x[kVector];
+        convert(grad_out, grad[step], first_row + own, x);
+        const float inv = grad_scale(own % kGradGroups).inv_scale, inv_scale[2] = {inv, inv};
 #pragma unroll
-      for (i32 i = 0; i < kVector; ++i) x[i] = counts(own) ? x[i] : 0.0f;
-      put(shared.rows[kOfGrad], own, rounded_bytes(reinterpret_cast<const float (&)[4]>(x[0]), inv_scale),
-          rounded_bytes(reinterpret_cast<const float (&)[4]>(x[4]), inv_scale));
+        for (i32 i = 0; i < kVector; ++i) x[i] = counts(own) ? x[i] : 0.0f;
+        put(shared.rows[kOfGrad], own, rounded_bytes(reinterpret_cast<const float (&)[4]>(x[0]), inv_scale),
+            rounded_bytes(reinterpret_cast<const float (&)[4]>(x[4]), inv_scale));
+      }
+      __syncthreads();
+      store_transposed<2>(to + (Tile::kTransposed - Tile::kSide));
     }
-    __syncthreads();
-    store_transposed<2>(to + (Tile::kTransposed - Tile::kSide));
   }
 
   // tile_of_all: of all heads.
@@ -178,7 +188,8 @@ struct BwdPrepare {
       reinterpret_cast<float*>(to + (Tile::kKeyScales - Tile::kSide))[key] =
           group_has_codes(key) ? forward_scale : 0.0f;
     }
-    store_transposed<1>(to + (Tile::kTransposed - Tile::kSide));
+    if constexpr (Config::kHalves) store_halves(to + (Tile::kHalfCodes - Tile::kSide), codes);
+    else store_transposed<1>(to + (Tile::kTransposed - Tile::kSide));
   }
 
   // Zeros for a row that does not exist.
@@ -259,6 +270,21 @@ struct BwdPrepare {
     const u8* const line = end_of_part + (kParts - 1 - tile_of_all % kParts) * Tile::kCodeBytes;
     const float scale = reinterpret_cast<const KvLine*>(line)->group[key % (2 * kKeyGroups) / 2].k_scale;
     return fminf(fabsf(scale), kLargestPart);
+  }
+
+  // Stores this thread's codes as bf16.
+  __device__ __forceinline__ static void store_halves(u8* to, const u64 (&codes)[kSteps]) {
+#pragma unroll
+    for (i32 step = 0; step < kSteps; ++step) {
+      u32 pair[kVector / 2];
+#pragma unroll
+      for (i32 i = 0; i < kVector / 2; ++i) {
+        const auto code = [&](i32 e) { return static_cast<float>(static_cast<i8>(codes[step] >> 8 * (2 * i + e))); };
+        pair[i] = ptx::bf16x2(code(0), code(1));
+      }
+      ptx::store_global_u32x4(to + Tile::Halves::offset(own_row(step), first_channel() / kVector),
+                              {pair[0], pair[1], pair[2], pair[3]});
+    }
   }
 
   // Stores the first kCount of the rows, one transposed array behind the other. Each thread takes four channels of 16

@@ -4,6 +4,8 @@
 //   side         what bwd/prepare.cuh writes, in global memory tile by tile:
 //     transposed   [kHeadDim][kTileRows] s8, codes by channels, rows in the order of key_of_column()
 //     grad         of Q and dO: dÔ, dO quantized by rows, transposed likewise
+//     or, where P and dS are multiplied in 16 bits, in place of both:
+//     half codes   [kTileRows][kHeadDim] bf16, the codes, which that type holds exactly
 //     scales and what else a row has, f32
 // Codes and sides are swizzled already, so that loading them is a plain copy.
 #pragma once
@@ -19,6 +21,7 @@ constexpr i32 kTileRows = 64;
 // columns of an accumulator have two scales.
 constexpr i32 kGradGroups = 8;
 
+// Config: kHeadDim; kHalves, whether P and dS are multiplied in 16 bits: else as integers of 8.
 template <class Config>
 struct BwdTile {
   using Codes = SwizzledRows<kTileRows, Config::kHeadDim>;
@@ -27,25 +30,26 @@ struct BwdTile {
 
   // Offsets in a stage.
   static constexpr i32 kCodes = 0, kCodeBytes = kTileRows * Config::kHeadDim;
-  static constexpr i32 kHalves = kCodeBytes;
-  static constexpr i32 kSide = kHalves + kTileRows * 2 * Config::kHeadDim;
-  static constexpr i32 kTransposed = kSide;
+  static constexpr i32 kHalves = kCodeBytes, kHalfBytes = 2 * kCodeBytes;
+  static constexpr i32 kSide = kHalves + kHalfBytes;
+  static constexpr i32 kTransposed = kSide, kHalfCodes = kSide;
 
   // The side of K and V: the scale of every key.
-  static constexpr i32 kKeyScales = kTransposed + kTileRows * Config::kHeadDim;
+  static constexpr i32 kKeyScales = kSide + (Config::kHalves ? kHalfBytes : kCodeBytes);
   static constexpr i32 kKvBytes = kKeyScales + kTileRows * sizeof(float);
   static constexpr i32 kKvSideBytes = kKvBytes - kSide;
 
   // The side of Q and dO, f32 of every query: the scale of Q̂, times softmax_scale · log2 e; the log-sum-exp, negated,
   // in log2 units, -inf where the query sees no key, or does not exist; -D, D = sum of dO · O; and that times the scale
   // of Q̂. Then the scales of dÔ.
-  static constexpr i32 kGrad = kTransposed + kTileRows * Config::kHeadDim;
-  static constexpr i32 kQueryScales = kGrad + kTileRows * Config::kHeadDim;
+  static constexpr i32 kGrad = kTransposed + kCodeBytes;
+  static constexpr i32 kQueryScales = kSide + (Config::kHalves ? kHalfBytes : 2 * kCodeBytes);
   static constexpr i32 kMinusLse = kQueryScales + kTileRows * sizeof(float);
   static constexpr i32 kMinusDelta = kMinusLse + kTileRows * sizeof(float);
   static constexpr i32 kMinusScaledDelta = kMinusDelta + kTileRows * sizeof(float);
   static constexpr i32 kGradScales = kMinusScaledDelta + kTileRows * sizeof(float);
-  static constexpr i32 kQWritten = kGradScales + kGradGroups * sizeof(float);
+  static constexpr i32 kSpoilt = kGradScales;  // in their place: a bit for each row of dO that is not finite
+  static constexpr i32 kQWritten = kGradScales + (Config::kHalves ? 16 : kGradGroups * sizeof(float));
   static constexpr i32 kQBytes = ceil_div(kQWritten, 128) * 128;
   static constexpr i32 kQSideBytes = kQBytes - kSide;
   static_assert(kSide % 128 == 0 && kKvBytes % 128 == 0, "tiles stay aligned to whole lines");

@@ -59,6 +59,44 @@ __device__ __forceinline__ void wgmma_m64k32(i32 (&d)[64], u64 a, u64 b, bool ac
       : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
+// The products of the backward kernels, of 64 columns. d: s32, or f32 as bits, so that products of all types may share
+// registers; a: a matrix descriptor, or registers. In 16 bits a row has 16 elements in k, the same 32 bytes.
+#define SAGE_WGMMA_SHARED(name, shape, scales) \
+  __device__ __forceinline__ void name(i32 (&d)[32], u64 a, u64 b, bool accumulate) { \
+    asm volatile( \
+        "{.reg .pred p; setp.ne.b32 p, %34, 0;\n" \
+        "wgmma.mma_async.sync.aligned." shape " " SAGE_WGMMA_D32 "%32, %33, p" scales ";}" \
+        : SAGE_WGMMA_OPERANDS_32("+r", d, 0) \
+        : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate))); \
+  }
+#define SAGE_WGMMA_HELD(name, shape, scales) \
+  __device__ __forceinline__ void name(i32 (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) { \
+    asm volatile( \
+        "{.reg .pred p; setp.ne.b32 p, %37, 0;\n" \
+        "wgmma.mma_async.sync.aligned." shape " " SAGE_WGMMA_D32 "{%32, %33, %34, %35}, %36, p" scales ";}" \
+        : SAGE_WGMMA_OPERANDS_32("+r", d, 0) \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate))); \
+  }
+SAGE_WGMMA_SHARED(wgmma_m64n64_s8s8, "m64n64k32.s32.s8.s8", "")
+SAGE_WGMMA_HELD(wgmma_m64n64_s8s8, "m64n64k32.s32.s8.s8", "")
+SAGE_WGMMA_HELD(wgmma_m64n64_f16, "m64n64k16.f32.f16.f16", ", 1, 1, 0")
+SAGE_WGMMA_HELD(wgmma_m64n64_bf16, "m64n64k16.f32.bf16.bf16", ", 1, 1, 0")
+SAGE_WGMMA_SHARED(wgmma_m64n64_f16, "m64n64k16.f32.f16.f16", ", 1, 1, 0, 0")
+SAGE_WGMMA_SHARED(wgmma_m64n64_bf16, "m64n64k16.f32.bf16.bf16", ", 1, 1, 0, 0")
+#undef SAGE_WGMMA_SHARED
+#undef SAGE_WGMMA_HELD
+
+// Of 16-bit floats, b: not K-major but the rows of k, of 64 columns each. d is added to.
+#define SAGE_WGMMA_ROWS_OF_K(name, shape) \
+  __device__ __forceinline__ void name(float (&d)[32], const u32 (&a)[4], u64 b) { \
+    asm volatile("wgmma.mma_async.sync.aligned." shape " " SAGE_WGMMA_D32 "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;" \
+                 : SAGE_WGMMA_OPERANDS_32("+f", d, 0) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
+  }
+SAGE_WGMMA_ROWS_OF_K(wgmma_m64n64_f16_rows, "m64n64k16.f32.f16.f16")
+SAGE_WGMMA_ROWS_OF_K(wgmma_m64n64_bf16_rows, "m64n64k16.f32.bf16.bf16")
+#undef SAGE_WGMMA_ROWS_OF_K
+
 // Registers of D for N = 72 and N = 136: eight columns more than D32 and D64.
 #define SAGE_WGMMA_D36 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \

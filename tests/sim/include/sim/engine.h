@@ -82,17 +82,22 @@ void mma_nvfp4(void* const (&lanes)[kLanes]);
 void ldmatrix_x4(unsigned (&d)[4], unsigned shared, bool transposed, Site site);
 void stmatrix_x4(unsigned shared, const unsigned (&s)[4], Site site);
 
+// The type of A and B. Products of s8 are in s32, all others in f32.
+enum class WarpgroupTypes { kS8, kE4m3, kF16, kBf16 };
+
 // What a lane gives to a product of its warpgroup. d: columns / 2 words; a: 4 words, or null where A is in shared
 // memory.
 struct WarpgroupProduct {
+  WarpgroupTypes types;
   unsigned* d;
   const unsigned* a;
   unsigned long long a_matrix, b_matrix;  // descriptors
   unsigned columns;
   bool accumulate;
+  bool rows_of_k;  // of B, which is else K-major
   Site site;
 };
-void wgmma(const char* instruction, WarpgroupProduct lane, bool integers);
+void wgmma(const char* instruction, WarpgroupProduct lane);
 void wgmma_fence(Site site);
 void wgmma_commit(Site site);
 void wgmma_wait(unsigned pending_groups, Site site);

@@ -21,7 +21,8 @@ inline void warpgroup_product(T (&d)[kSize], const u32* a, u64 a_matrix, u64 b, 
   static_assert(kSize == 32 || kSize == 36 || kSize == 64 || kSize == 68, "the shapes that have a wrapper");
   constexpr bool integers = std::is_same_v<T, i32>;
   sim::wgmma(integers ? "wgmma.m64k32.s8" : "wgmma.m64k32.e4m3",
-             {reinterpret_cast<u32*>(d), a, a_matrix, b, 2 * kSize, accumulate, site}, integers);
+             {integers ? sim::WarpgroupTypes::kS8 : sim::WarpgroupTypes::kE4m3, reinterpret_cast<u32*>(d), a, a_matrix,
+              b, 2 * kSize, accumulate, false, site});
 }
 
 template <class T, i32 kSize>
@@ -33,5 +34,33 @@ template <i32 kSize>
 inline void wgmma_m64k32(i32 (&d)[kSize], u64 a, u64 b, bool accumulate, sim::Site site = sim::Site::here()) {
   warpgroup_product(d, nullptr, a, b, accumulate, site);
 }
+
+// The products of the backward kernels.
+#define SAGE_WGMMA_SHARED(name, types) \
+  inline void name(i32 (&d)[32], u64 a, u64 b, bool accumulate, sim::Site site = sim::Site::here()) { \
+    sim::wgmma(#name, \
+               {sim::WarpgroupTypes::types, reinterpret_cast<u32*>(d), nullptr, a, b, 64, accumulate, false, site}); \
+  }
+SAGE_WGMMA_SHARED(wgmma_m64n64_s8s8, kS8)
+SAGE_WGMMA_SHARED(wgmma_m64n64_f16, kF16)
+SAGE_WGMMA_SHARED(wgmma_m64n64_bf16, kBf16)
+#undef SAGE_WGMMA_SHARED
+
+#define SAGE_WGMMA_HELD(name, types) \
+  inline void name(i32 (&d)[32], const u32 (&a)[4], u64 b, bool accumulate, sim::Site site = sim::Site::here()) { \
+    sim::wgmma(#name, {sim::WarpgroupTypes::types, reinterpret_cast<u32*>(d), a, 0, b, 64, accumulate, false, site}); \
+  }
+SAGE_WGMMA_HELD(wgmma_m64n64_s8s8, kS8)
+SAGE_WGMMA_HELD(wgmma_m64n64_f16, kF16)
+SAGE_WGMMA_HELD(wgmma_m64n64_bf16, kBf16)
+#undef SAGE_WGMMA_HELD
+
+#define SAGE_WGMMA_ROWS_OF_K(name, types) \
+  inline void name(float (&d)[32], const u32 (&a)[4], u64 b, sim::Site site = sim::Site::here()) { \
+    sim::wgmma(#name, {sim::WarpgroupTypes::types, reinterpret_cast<u32*>(d), a, 0, b, 64, true, true, site}); \
+  }
+SAGE_WGMMA_ROWS_OF_K(wgmma_m64n64_f16_rows, kF16)
+SAGE_WGMMA_ROWS_OF_K(wgmma_m64n64_bf16_rows, kBf16)
+#undef SAGE_WGMMA_ROWS_OF_K
 
 }  // namespace sage::ptx
