@@ -14,7 +14,7 @@ from codegen.compiler import Report
 from codegen.matrix import Matrix, PlannedKernel
 from sage_aot._families import FAMILIES
 from sage_aot._kernels.manifest import MachineCode, Struct
-from sage_aot._kernels.spec import AttnSpec, KernelSpec, is_ptx
+from sage_aot._kernels.spec import AttnSpec, is_ptx
 from sage_aot._launch.structs import layout_problems
 
 Reports = dict[PlannedKernel, Report]
@@ -38,7 +38,7 @@ _PRODUCTS = {
 }
 """Per product, as kernels' names spell it: the instructions that may compute it, and a part of their modifiers."""
 
-_BACKWARD_PRODUCTS = {
+_BACKWARD_PRODUCTS: dict[str, dict[str, tuple[str, ...]]] = {
     "mma": {
         "bwdkv": ("IMMA.16832.S8.S8", "IMMA.16832.U8.S8", "HMMA.16816.F32.BF16", "HMMA.16816.F32"),
         "bwdq": ("IMMA.16832.S8.S8", "HMMA.16816.F32.BF16", "HMMA.16816.F32"),

@@ -7,6 +7,7 @@
 
 struct Config {
   static constexpr int kHeadDim = 64;  // channels
+  static constexpr bool kHalves = true;  // whether P and dS are multiplied in 16 bits
   static constexpr sage::Qk kQk = sage::Qk::kInt8;  // type of the quantized Q and K
   static constexpr sage::Pv kPv = sage::Pv::kE4m3;  // type of the quantized V
   static constexpr int kBlockM = 192;  // query rows of a tile of Q̂

@@ -33,7 +33,9 @@ _E4M3 = "sm89_d64_qkint8_pve4m3_acc2f32_full_vraw_qraw"
 _E4M3_INT4 = "sm89_d64_qkint4_pve4m3_acc2f16_causal_vraw_qsmooth"
 _E4M3_INT4_RAW = "sm89_d64_qkint4_pve4m3_acc2f16_full_vraw_qraw"
 _HOPPER = "sm90_d64_qkint8_pve4m3_acc2f32_full_vraw_qraw"
+_HOPPER_CAUSAL = "sm90_d64_qkint8_pve4m3_acc2f32_causal_vraw_qraw"
 _HOPPER_WIDE = "sm90_d128_qkint8_pve4m3_acc2f32_full_vraw_qraw"
+_HOPPER_WIDE_CAUSAL = "sm90_d128_qkint8_pve4m3_acc2f32_causal_vraw_qraw"
 _HOPPER_SMOOTH = "sm90_d128_qkint8_pve4m3_acc2f32_causal_vsmooth_qsmooth"
 _MANY_SPLITS = "sm80_d128_qkint8_pvf16_accf32_full_vsmooth_qraw"
 _MXFP8 = "sm120_d64_qkint8_pve4m3_accf32_full_vraw_qraw"
@@ -86,7 +88,8 @@ SHOWN_BY = {
     "numerics/nvfp4.cuh": (_NVFP4, _NVFP4_CAUSAL),
     "numerics/scale.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _NVFP4),
     "quant/rows.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256, _NVFP4),
-    "bwd/": (_INT8, _INT8_CAUSAL, _HOPPER_WIDE, _WIDE_CAUSAL),
+    "bwd/wgmma/": (_HOPPER, _HOPPER_CAUSAL, _HOPPER_WIDE, _HOPPER_WIDE_CAUSAL),
+    "bwd/": (_INT8, _INT8_CAUSAL, _HOPPER_WIDE, _WIDE_CAUSAL, _HOPPER),
     "": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256),
 }
 """Kernels that show a header's bugs, tried in this order, by the beginning of its path; the first that fits counts."""
@@ -219,6 +222,23 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("BwdQ::run", OffByOne("tiles > 0")): "copies a tile that nothing reads",
     ("BwdQ::run", Sign("row + kWarpRows - 1")): "a tile more, hidden as a whole",
     ("BwdPrepare::prepare_q", Sign("first_row + own", 2)): "O of a query that does not exist, times a dO of zeros",
+    ("EqualColumns::of_last_key", Sign("seen_from + kKeysOfWarp - 1")): "tiles are masked that all queries see",
+    ("BwdKv::whole_from", First(
+        "params.is_causal ? ceil_div(max(0, first_seeing(own.entry, key)), kTileRows) : 0")):
+            "tiles are masked that all queries see",
+    ("BwdKv::ColumnsAhead::minus_lse", OffByOne("n + kAhead < kColumnTiles")): "a load that nothing uses",
+    ("BwdKv::ColumnsAhead::minus_lse", Sign("n + kAhead", 1)): "loads that nothing uses",
+    ("BwdKv::ColumnsAhead::q_scale", Always(
+        "if (n + kAhead < kColumnTiles) scale_[n % kAhead / 2] = from_.q_scale(n + kAhead);")):
+            "loads that nothing uses",
+    ("BwdQ::Consumer::issue_scores", Sign("keys + Tile::kCodes")): "codes lie first in a tile",
+    ("OwnRows::codes", Sign("tile_ + Tile::kCodes")): "codes lie first in a tile",
+    ("BwdQ::tiles_of", First(
+        "first <= last ? max(0, ceil_div(visible_end(params, own.entry, last), kTileRows)) : 0")):
+            "rows that do not exist go over tiles, and are not stored",
+    ("TilePipeline::empty", Sign("full(stage) + 8")): "other eight bytes, which each stage has for itself",
+    ("wait_for", Drop("d[0][n][c] = static_cast<i32>(ptx::opaque(static_cast<u32>(d[0][n][c])));")):
+        "a fence for the compiler",
     ("TileStream::finish", Sign("index + 1")): "with one stage every tile lies in the same place",
     ("subtractable", OffByOne("fabsf(mean) < kLargestMean")): "of one value alone, for which either answer is right",
 }

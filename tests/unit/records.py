@@ -137,17 +137,30 @@ def _bwdprep(spec: Any, tile: Tile, family: str) -> dict[str, float]:
 
 def _bwdkv(spec: Any, tile: Tile, family: str) -> dict[str, float]:
     limit, stage = _SHARED_BYTES.get(spec.arch, 101376), _rows_bytes(spec) + _q_side_bytes(spec)
+    if spec.arch == "sm90":
+        return {"threads": 384, "shared_bytes": 2 * _rows_bytes(spec) + 4 * _hopper_stage(stage), "block_rows": 128,
+                "halves": 1}
     of_keys = _rows_bytes(spec) if spec.headdim > 64 else 0
     blocks = 2 if 2 * (of_keys + stage) <= limit else 1
     own = of_keys if blocks == 2 else 2 * of_keys
     stages = 2 if blocks * (own + 2 * stage) <= limit else 1
-    return {"threads": 256 // blocks, "shared_bytes": own + stages * stage, "block_rows": 128 // blocks}
+    return {"threads": 256 // blocks, "shared_bytes": own + stages * stage, "block_rows": 128 // blocks, "halves": 0}
 
 
 def _bwdq(spec: Any, tile: Tile, family: str) -> dict[str, float]:
     stage = _rows_bytes(spec) + _kv_side_bytes(spec)
+    if spec.arch == "sm90":
+        consumers = 3 if spec.headdim <= 64 else 2
+        of_queries = _rows_bytes(spec) if consumers == 3 else 128 * spec.headdim
+        return {"threads": 128 * (1 + consumers), "shared_bytes": consumers * of_queries + 4 * _hopper_stage(stage),
+                "block_rows": 64 * consumers, "halves": 1}
     stages = 2 if 4 * stage <= _SHARED_BYTES.get(spec.arch, 101376) else 1
-    return {"threads": 128, "shared_bytes": stages * stage, "block_rows": 8192 // spec.headdim}
+    return {"threads": 128, "shared_bytes": stages * stage, "block_rows": 8192 // spec.headdim, "halves": 0}
+
+
+def _hopper_stage(tile_bytes: int) -> int:
+    """A tile in whole 1024 bytes, and its two mbarriers."""
+    return -(-tile_bytes // 1024) * 1024 + 16
 
 
 def _rows_bytes(spec: Any) -> int:
@@ -156,13 +169,14 @@ def _rows_bytes(spec: Any) -> int:
 
 
 def _q_side_bytes(spec: Any) -> int:
-    """Transposes of the codes of Q and dO, four f32 a query and eight scales: in whole lines of 128 bytes."""
-    return -(-(64 * (2 * spec.headdim + 4 * 4) + 8 * 4) // 128) * 128
+    """Transposes of the codes of Q and dO, four f32 a query and eight scales: in whole lines of 128 bytes. On sm90 the
+    codes in 16 bits, and a bit for each query."""
+    return -(-(64 * (2 * spec.headdim + 4 * 4) + (16 if spec.arch == "sm90" else 8 * 4)) // 128) * 128
 
 
 def _kv_side_bytes(spec: Any) -> int:
-    """Transposes of the codes of K, and an f32 a key."""
-    return 64 * (spec.headdim + 4)
+    """Transposes of the codes of K, on sm90 the codes in 16 bits, and an f32 a key."""
+    return 64 * (spec.headdim * (2 if spec.arch == "sm90" else 1) + 4)
 
 
 def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:

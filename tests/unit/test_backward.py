@@ -64,11 +64,11 @@ class Forward(NamedTuple):
 
 
 def forward(inputs: Inputs, arch: str = "sm80", **options) -> Forward:
-    """What the forward pass of an arch's kernels leaves."""
+    """Tensors that the forward pass of an arch's kernels leaves to train_attn."""
     q, k, v, _ = inputs
     manifest = default_library().manifest
     given = Given("dense", q, k, v)
-    problem = check(given, Options(smooth_q=False, rotate=False, **options))
+    problem = check(given, Options(smooth_q=False, rotate=False, p="exp2", **options))
     plan = pipeline.plan_of(EmulationBackend(manifest, arch), problem, -1)
     quantized = quantize(problem, plan.kernels, q, k, v)
     quantized = dataclasses.replace(quantized, row_bias=0.0 * quantized.row_bias)  # of a NaN still one
@@ -150,6 +150,8 @@ def test_queries_that_see_no_key_have_gradients_of_zero(arch):
 # dQ and dK; dV has not.
 ERRORS = {1.0: (0.018, 0.020, 0.020, 0.019), 3.0: (0.044, 0.080, 0.081, 0.044), 5.0: (0.065, 0.183, 0.187, 0.066)}
 ERRORS_FP8 = {1.0: (0.038, 0.020, 0.020, 0.019), 3.0: (0.044, 0.098, 0.094, 0.044), 5.0: (0.065, 0.217, 0.210, 0.066)}
+ERRORS_HALVES = {**ERRORS_FP8, 1.0: (0.038, 0.015, 0.013, 0.011)}
+ERRORS_OF_ARCH = {"sm80": ERRORS, "sm89": ERRORS_FP8, "sm90": ERRORS_HALVES}
 
 
 @cache
@@ -163,7 +165,7 @@ def drawn_with_gradients(sigma: float, seed: int) -> tuple[Inputs, tuple[torch.T
 def test_errors_are_those_of_8_bits(sigma, arch):
     drawn = [drawn_with_gradients(sigma, seed) for seed in range(3)]
     found = torch.stack([errors(with_rounding(inputs, arch), expected) for inputs, expected in drawn]).mean(0)
-    limits = torch.tensor((ERRORS if arch == "sm80" else ERRORS_FP8)[sigma])
+    limits = torch.tensor(ERRORS_OF_ARCH[arch][sigma])
     assert (found < 1.1 * limits).all(), found
 
 

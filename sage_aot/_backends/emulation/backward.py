@@ -227,7 +227,8 @@ def _tiles(saved: Saved, grad_out: torch.Tensor, is_causal: bool, key_ranks: tor
     return Tiles(
         q_hat=q_hat, q_scale=of_rows(saved.q_scale).clamp(max=LARGEST_PART).masked_fill(zeros, 0.0),
         minus_lse=minus_lse.masked_fill(rows >= queries, -math.inf).masked_fill(~finite, math.nan),
-        minus_delta=-_delta(grad, padded(saved.out), arithmetic), grad=grad, finite=finite, grad_hat=grad_hat, grad_scale=grad_scale,
+        minus_delta=-_delta(grad, padded(saved.out), arithmetic), grad=grad, finite=finite, grad_hat=grad_hat,
+        grad_scale=grad_scale,
         k_hat=k_hat, k_scale=of_rows(saved.k_scale).clamp(max=LARGEST_PART).masked_fill(zero_keys, 0.0),
         v=padded(saved.v),
         visible=_visible(is_causal, rows, queries, keys, key_ranks))
@@ -286,8 +287,8 @@ def _grad_kv(tiles: Tiles, half: torch.dtype | None, arithmetic: Arithmetic) -> 
             head_of_group, rows = slice(head, head + 1), slice(first, first + TILE_ROWS)
             p, grad_s = _transposed(tiles, head_of_group, rows, arithmetic)
             if half:
-                of_k, of_v = _half_step(tiles, head_of_group, rows, p, grad_s, half, arithmetic)
-                grad_k, grad_v = grad_k + of_k, grad_v + of_v
+                more_k, more_v = _half_step(tiles, head_of_group, rows, p, grad_s, half, arithmetic)
+                grad_k, grad_v = grad_k + more_k, grad_v + more_v
             else:
                 of_k, of_v = _step(tiles, head_of_group, rows, p, grad_s, arithmetic)
                 grad_k, grad_v = arithmetic.fma(*of_k, grad_k), arithmetic.fma(*of_v, grad_v)
@@ -314,7 +315,7 @@ def _step(tiles: Tiles, head: slice, rows: slice, p: torch.Tensor, grad_s: torch
 
 def _half_step(tiles: Tiles, head: slice, rows: slice, p: torch.Tensor, grad_s: torch.Tensor, half: torch.dtype,
                arithmetic: Arithmetic) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in 16 bits. P of a row of dO that is not finite is NaN where the row sees the key."""
+    """Addends in 16 bits likewise. P of a row of dO that is not finite is NaN where the row sees the key."""
     grad = tiles.grad[:, :, head, rows].where(tiles.finite[:, :, head, rows, None], 0.0)
     return (arithmetic.halve(grad_s, torch.bfloat16) @ tiles.q_hat[:, :, head, rows],
             arithmetic.halve(p, half) @ grad)

@@ -1,4 +1,4 @@
-// What a thread has of the tile of scores between its rows and the kTileRows rows of a tile of the other side, which are
+// A thread's part of the tile of scores between its rows and the kTileRows rows of a tile of the other side, which are
 // the columns; and the rounding of P and dS. Rows are those of Q and dO, and columns those of K and V, or the other way
 // round. Lane 4g + t of a warp has of its rows g, g + 8, ... the columns 8n + 2t and 8n + 2t + 1.
 #pragma once

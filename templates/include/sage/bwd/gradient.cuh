@@ -22,7 +22,8 @@ class Gradient {
   // The sums of a thread's 64 channels from 64 · slice on, for products that add to them.
   __device__ __forceinline__ float (&slice(i32 slice))[32] {
     static_assert(kM == 1);
-    return reinterpret_cast<float (&)[32]>(sums_[0][8 * slice]);
+    using Slices = float[Config::kHeadDim / 64][32];
+    return reinterpret_cast<Slices&>(sums_)[slice];
   }
 
   // Stores the sums times a factor as rows of a gradient, from the batch entry's `first_row` on, in the caller's dtype.

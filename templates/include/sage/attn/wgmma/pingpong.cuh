@@ -2,7 +2,7 @@
 // done. Consumer 0 issues first.
 #pragma once
 
-#include "sage/attn/wgmma/pipeline.cuh"
+#include "sage/tile/pipeline.cuh"
 #include "sage/ptx/barrier.cuh"
 
 namespace sage {

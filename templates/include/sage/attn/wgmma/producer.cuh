@@ -3,7 +3,7 @@
 // linear P asks for; a fourth makes the bits of tiles that a window cuts.
 #pragma once
 
-#include "sage/attn/wgmma/pipeline.cuh"
+#include "sage/tile/pipeline.cuh"
 #include "sage/attn/wgmma/shared_storage.cuh"
 #include "sage/problem/sparse_mask.cuh"
 #include "sage/problem/tile_scheduler.cuh"

@@ -1,7 +1,7 @@
 // Consequences of a Hopper kernel's shape: warpgroups, registers, and how its consumers' products overlap.
 #pragma once
 
-#include "sage/attn/wgmma/pipeline.cuh"
+#include "sage/tile/pipeline.cuh"
 #include "sage/problem/mask.cuh"
 
 namespace sage {

@@ -1,7 +1,7 @@
 // The gradients of K and V on Hopper: dV = Σ Pᵀ · dO and dK = Σ dSᵀ · Q, as mma/grad_kv.cuh has them, but that P, in
 // the type of dO, and dS, in bf16, are multiplied in 16 bits: to round them to integers, and to add up products of
-// integers, takes more time than the tensor cores save (docs/decisions.md). Warpgroup 0, the producer, copies tiles of Q
-// and dO; the others, the consumers, have 64 keys each, and go over these tiles.
+// integers, takes more time than the tensor cores save (docs/decisions.md). Warpgroup 0, the producer, copies tiles of
+// Q and dO; the others, the consumers, have 64 keys each, and go over these tiles.
 //
 // A step of a consumer, with dS of the tile before in registers:
 //   issue S = K·Qᵀ of this tile, dK of the tile before, dP = V·dOᵀ of this tile;
@@ -67,8 +67,8 @@ class BwdKv {
   template <bool kPacked>
   using Block = KeyBlock<kPacked, kBlockRows>;
 
-  // Tiles of Q and dO in which rows of dO that are not finite are zeros. P of such a row is NaN where it sees a key, and
-  // what it adds where it sees none must stay zero.
+  // Tiles of Q and dO in which rows of dO that are not finite are zeros. P of such a row is NaN where it sees a key,
+  // and what it adds where it sees none must stay zero.
   template <class Own>
   class FiniteTiles : public QueryTiles<Config, Own, kWarpgroup> {
     using Tiles = QueryTiles<Config, Own, kWarpgroup>;
@@ -118,8 +118,8 @@ class BwdKv {
     pipeline.produce(tiles, tiles.count);
   }
 
-  // Constants of a thread's columns, each loaded kAhead column tiles before it is needed: the first of P in front of the
-  // products of a step. A load behind them would share a scoreboard with the products, and wait for them.
+  // Constants of a thread's columns, each loaded kAhead column tiles before it is needed: the first of P in front of
+  // the products of a step. A load behind them would share a scoreboard with the products, and wait for them.
   class ColumnsAhead {
    public:
     __device__ __forceinline__ explicit ColumnsAhead(const QueryColumns<Config>& from) : from_(from) {
@@ -184,8 +184,8 @@ class BwdKv {
       load_key_scales<Config>(key_scale, params, own.tile_of(params, own.key()), own.of_block % kTileRows, lane);
     }
 
-    // The tiles of one query head from `begin` to `end`, which see any of the consumer's keys; those from `whole` on see
-    // all of them.
+    // The tiles of one query head from `begin` to `end`, which see any of the consumer's keys; those from `whole` on
+    // see all of them.
     __device__ __forceinline__ void add_head(i32 begin, i32 whole, i32 end) {
       u32 queries = pipeline.wait(stage);
       ColumnsAhead ahead({queries, lane});

@@ -3,7 +3,7 @@
 // copies, and all of them its rows of the caller, whose stride a bulk copy does not know, by cp.async.
 #pragma once
 
-#include "sage/attn/wgmma/pipeline.cuh"
+#include "sage/tile/pipeline.cuh"
 #include "sage/ptx/bulk_copy.cuh"
 #include "sage/ptx/cp_async.cuh"
 #include "sage/ptx/mbarrier.cuh"

@@ -37,8 +37,8 @@ __device__ __forceinline__ RegisterRows<kSteps> register_rows(const u32 (&of)[kS
   return {of};
 }
 
-// The codes and the 16-bit rows of a consumer as A operands: of 64 rows of Q̂ and dO, or of K̂ and V. kHeld: in registers,
-// else in a tile in shared memory.
+// The codes and the 16-bit rows of a consumer as A operands: of 64 rows of Q̂ and dO, or of K̂ and V. kHeld: in
+// registers, else in a tile in shared memory.
 template <class Config, bool kHeld>
 class OwnRows {
   using Tile = BwdTile<Config>;

@@ -1,5 +1,5 @@
-// The rows of a gradient on their way from accumulators to the caller's tensor: through shared memory, so that each lane
-// stores 16 bytes, where the caller's rows have whole vectors.
+// The rows of a gradient on their way from accumulators to the caller's tensor: through shared memory, so that each
+// lane stores 16 bytes, where the caller's rows have whole vectors.
 #pragma once
 
 #include "sage/bwd/gradient.cuh"
