@@ -77,7 +77,7 @@ def backward_kernels(forward: Plan, manifest: Manifest) -> dict[str, KernelRecor
 
 
 def multiplies_halves(kernels: dict[str, KernelRecord]) -> bool:
-    """Whether backward kernels, given by kind, multiply P and dS in 16 bits: else as integers of 8."""
+    """True where backward kernels, given by kind, multiply P and dS in 16 bits; else they do as integers of 8."""
     return bool(kernels["bwdkv"].fact("halves"))
 
 
