@@ -35,8 +35,8 @@ def train_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: t
 
     The forward pass is that of :func:`sage_aot.attn` with ``p="exp2"`` and else its default options. The backward pass
     recomputes P from the same 8-bit q and k. Of its five products it computes dO·Vᵀ in 16 bits and the others in 8
-    bits. Rounding is treated as identity (straight-through). Equal calls on one GPU give equal bits. docs/training.md
-    says what models train with it.
+    bits, on Hopper q·kᵀ in 8 bits and the others in 16. Rounding is treated as identity (straight-through). Equal
+    calls on one GPU give equal bits. docs/training.md says what models train with it.
 
     For the backward pass a call keeps 8-bit q and k, and v and the output as they are: 6 bytes a channel of head dims
     64 and 128, where bf16 attention keeps 8. Where v is a view, all that it is a view of is kept. The gradient of q is

@@ -101,7 +101,7 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
     ("a row's codes with its neighbour's scale", "bwd/gradient.cuh", "Gradient::add",
      Put("scale[c / 2]", instead="scale[0]"),
      _S8_FULL, "grad_q, emulation"),
-    ("the scale of a row from half its lanes", "bwd/columns.cuh", "round_rows",
+    ("the scale of a row from half its lanes", "bwd/mma/rounded_rows.cuh", "round_rows",
      Drop("amax = ptx::max_nan(amax, ptx::shuffle_xor(amax, 2));"),
      _S8_FULL, "grad_q, emulation"),
     ("P beyond its 8 bits", "bwd/mma/grad_kv.cuh", "BwdKv::step",

@@ -1,7 +1,7 @@
-"""The backward kernels in torch: the gradients of attention whose products but dO·Vᵀ are of 8-bit integers.
+"""The backward kernels in torch: the gradients of attention, with P and dS as 8-bit integers or in 16 bits.
 
 The kernels of templates/include/sage/bwd/ differ from the emulation in ex2.approx and rcp.approx, and in the order of
-the sums of dO·Vᵀ. With rounding off, the same formulas give the exact gradients. Tensors are [batch, kv heads, group,
+sums in f32. With rounding off, the same formulas give the exact gradients. Tensors are [batch, kv heads, group,
 rows, headdim], with rows padded to whole tiles. The group of a kv head are the q heads that read it; K and V have one
 entry there.
 Source: SageAttention3, Algorithm 3; FlashAttention-2, Algorithm 2, for D.
@@ -30,7 +30,7 @@ LANE_CHANNELS = 8
 """Channels of a lane in the sums of dO · O: kVector."""
 
 SMALLEST_ROW, SMALLEST_GROUP = 1e-33, 1e-35
-"""The least magnitudes that scales go by: kSmallestRow of bwd/products.cuh, kSmallestAbsMax of numerics/scale.cuh."""
+"""Least magnitudes that scales go by: kSmallestRow of mma/rounded_rows.cuh, kSmallestAbsMax of numerics/scale.cuh."""
 
 LARGEST_PART, LSE_MARGIN = 2.0**50, 2.0**-21
 """Largest part of scales of Q and K, and margin of a log-sum-exp: kLargestPart and kLseMargin of bwd/prepare.cuh."""
@@ -157,7 +157,7 @@ class Rounded:
         return codes.flatten(-4, -2), scale.expand_as(groups)[..., 0].flatten(-3)
 
     def round_rows(self, x: torch.Tensor, factor: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Round rows as bwd/products.cuh does; the scale of a row with a NaN is NaN."""
+        """Round rows as bwd/mma/rounded_rows.cuh does; the scale of a row with a NaN is NaN."""
         amax = (x.abs() * factor).amax(-1, keepdim=True)
         inv_scale = 1.0 / amax.clamp(min=SMALLEST_ROW) * limit
         return _integers(x, inv_scale * factor), amax * (1.0 / limit)

@@ -6,9 +6,6 @@
 namespace sage::ptx {
 
 // As in sage/ptx/wgmma.cuh.
-#define SAGE_WGMMA_D32 \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
 #define SAGE_WGMMA_D64 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -20,14 +17,6 @@ namespace sage::ptx {
   SAGE_WGMMA_OPERANDS_8(c, d, i), SAGE_WGMMA_OPERANDS_8(c, d, i + 8), SAGE_WGMMA_OPERANDS_8(c, d, i + 16), \
       SAGE_WGMMA_OPERANDS_8(c, d, i + 24)
 #define SAGE_WGMMA_OPERANDS_64(c, d, i) SAGE_WGMMA_OPERANDS_32(c, d, i), SAGE_WGMMA_OPERANDS_32(c, d, i + 32)
-
-__device__ __forceinline__ void wgmma_m64k32(i32 (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 " SAGE_WGMMA_D32 "{%32, %33, %34, %35}, %36, p;}"
-      : SAGE_WGMMA_OPERANDS_32("+r", d, 0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
-}
 
 __device__ __forceinline__ void wgmma_m64k32(i32 (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
@@ -45,7 +34,6 @@ __device__ __forceinline__ void wgmma_m64k32(u32 (&d)[64], const u32 (&a)[4], u6
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
-#undef SAGE_WGMMA_D32
 #undef SAGE_WGMMA_D64
 #undef SAGE_WGMMA_OPERANDS_8
 #undef SAGE_WGMMA_OPERANDS_32

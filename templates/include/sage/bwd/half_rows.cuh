@@ -41,7 +41,7 @@ struct HalfRows {
   }
 };
 
-// Such rows tile by tile. All threads of the block copy a tile to shared memory, each thread one chunk of every
+// Such rows tile by tile. The first kThreads threads of a block copy a tile to shared memory, each one chunk of every
 // kRowsAtOnce-th row. The stride is opaque: the compiler would keep its multiples in registers, which the sums need.
 // Rows with an index are looked up tile by tile.
 template <class Swizzle, i32 kTileRows, i32 kThreads>

@@ -1,5 +1,6 @@
-// The sides of the tiles that the backward kernels read, bwd/tile.cuh: Q̂ and K̂ transposed, D = sum of dO · O of every
-// query, and dO as s8 with a scale per group of rows.
+// The sides of the tiles that the backward kernels read, bwd/tile.cuh: D = sum of dO · O of every query; Q̂ and K̂
+// transposed, and dO as s8 with a scale per group of rows. With kHalves, in place of both: Q̂ and K̂ in bf16, and a bit
+// for each row of dO that is not finite.
 // Source: SageAttention3, Algorithm 3; FlashAttention-2, Algorithm 2, for D.
 #pragma once
 

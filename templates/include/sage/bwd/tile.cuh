@@ -48,7 +48,8 @@ struct BwdTile {
   static constexpr i32 kMinusDelta = kMinusLse + kTileRows * sizeof(float);
   static constexpr i32 kMinusScaledDelta = kMinusDelta + kTileRows * sizeof(float);
   static constexpr i32 kGradScales = kMinusScaledDelta + kTileRows * sizeof(float);
-  static constexpr i32 kSpoilt = kGradScales;  // in their place: a bit for each row of dO that is not finite
+  // With kHalves in their place: bit i % 32 of the word i / 32 * 2 is set where row i of dO is not finite.
+  static constexpr i32 kSpoilt = kGradScales;
   static constexpr i32 kQWritten = kGradScales + (Config::kHalves ? 16 : kGradGroups * sizeof(float));
   static constexpr i32 kQBytes = ceil_div(kQWritten, 128) * 128;
   static constexpr i32 kQSideBytes = kQBytes - kSide;

@@ -1,5 +1,5 @@
 // Asynchronous matrix products D = A·B + D of a warpgroup, four neighbouring warps: D has 64 x N elements, A and B have
-// 32 elements of 8 bits in k, and both are K-major.
+// 32 bytes in k, and both are K-major where nothing else is said.
 //   D  warp w has the rows 16w + i; of each 8 columns, its lanes hold what a lane of mma.m16n8 holds of C
 //   A  in registers, as A of mma.m16n8k32 for the warp's 16 rows, or in shared memory
 //   B  in shared memory
@@ -77,8 +77,7 @@ __device__ __forceinline__ void wgmma_m64k32(i32 (&d)[64], u64 a, u64 b, bool ac
         : SAGE_WGMMA_OPERANDS_32("+r", d, 0) \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate))); \
   }
-SAGE_WGMMA_SHARED(wgmma_m64n64_s8s8, "m64n64k32.s32.s8.s8", "")
-SAGE_WGMMA_HELD(wgmma_m64n64_s8s8, "m64n64k32.s32.s8.s8", "")
+SAGE_WGMMA_HELD(wgmma_m64k32, "m64n64k32.s32.s8.s8", "")
 SAGE_WGMMA_HELD(wgmma_m64n64_f16, "m64n64k16.f32.f16.f16", ", 1, 1, 0")
 SAGE_WGMMA_HELD(wgmma_m64n64_bf16, "m64n64k16.f32.bf16.bf16", ", 1, 1, 0")
 SAGE_WGMMA_SHARED(wgmma_m64n64_f16, "m64n64k16.f32.f16.f16", ", 1, 1, 0, 0")

@@ -1,9 +1,9 @@
 // The matrix products of the backward kernels by mma.sync. A warp has kM times 16 rows.
 #pragma once
 
-#include "sage/bwd/columns.cuh"
 #include "sage/bwd/gradient.cuh"
 #include "sage/bwd/held_rows.cuh"
+#include "sage/bwd/mma/rounded_rows.cuh"
 #include "sage/ptx/ldmatrix.cuh"
 #include "sage/ptx/mma.cuh"
 

@@ -1,11 +1,15 @@
 // The gradients of K and V on Hopper: dV = Σ Pᵀ · dO and dK = Σ dSᵀ · Q, as mma/grad_kv.cuh has them, but that P, in
-// the type of dO, and dS, in bf16, are multiplied in 16 bits: to round them to integers, and to add up products of
-// integers, takes more time than the tensor cores save (docs/decisions.md). Warpgroup 0, the producer, copies tiles of
-// Q and dO; the others, the consumers, have 64 keys each, and go over these tiles.
+// the type of dO, and dS, in bf16, are multiplied in 16 bits: half the instructions, smaller errors, longer products
+// (docs/decisions.md). Warpgroup 0, the producer, copies tiles of Q and dO; the others, the consumers, have 64 keys
+// each, and go over these tiles.
 //
-// A step of a consumer, with dS of the tile before in registers:
+// A step of a consumer, with dS of the tile before in registers, at head dim 64:
 //   issue S = K·Qᵀ of this tile, dK of the tile before, dP = V·dOᵀ of this tile;
 //   P, beside dK and dP, then issue dV;
+//   dS, beside dV.
+// At head dim 128, which has fewer registers:
+//   issue dK of the tile before, S, dP;
+//   P, beside dP; wait for dP, then issue dV;
 //   dS, beside dV.
 // No product is in flight from one step to the next: ptxas serializes products that are (C7514).
 // Source: SageAttention3, Algorithm 3; "FlashAttention-3", section 3.1, for the roles of warpgroups.
@@ -28,7 +32,8 @@ class BwdKv {
   static_assert(Config::kHalves);
   static constexpr i32 kConsumers = 2, kBlockRows = kConsumers * kRowsOfWarpgroup;
   static constexpr i32 kStages = 4;
-  static constexpr i32 kKeyBytes = Tile::kSide;  // K̂ and V of a consumer, then rows of its gradients
+  static constexpr i32 kKeyBytes = Tile::kSide;  // K̂ and V of a consumer unless kHeld; then rows of its gradients
+  static_assert(4 * StoreGradient<Config>::kBytes <= kKeyBytes);
   using Pipeline = TilePipeline<Tile, Tile::kQBytes, kStages, kConsumers>;
 
  public:
@@ -59,7 +64,7 @@ class BwdKv {
   }
 
  private:
-  // Registers for P and dS beside all products of a step.
+  // kRoomy: registers hold P as an operand while dP is in flight. kHeld: registers hold K̂ and V.
   static constexpr bool kRoomy = Config::kHeadDim <= 64, kHeld = kRoomy;
   static constexpr i32 kProducerRegisters = kRoomy ? 40 : 24, kConsumerRegisters = kRoomy ? 232 : 240;
   static constexpr i32 kProducerBarrier = 1, kStoreBarrier = 2;  // of the first consumer
@@ -198,7 +203,7 @@ class BwdKv {
 #pragma unroll 1
       for (; tile < end; ++tile) step<false>(queries, tile);
       issue_gradient<Dtype::kBf16>(grad_k, grad_s, queries + Tile::kHalfCodes);
-      ptx::wgmma_wait<0>();
+      ptx::wgmma_wait<0>();  // dK and dV are read behind a barrier, which no read passes
       pipeline.release(stage);
     }
 

@@ -26,8 +26,9 @@ class BwdQ {
   static constexpr i32 kStages = 4;
   // Registers hold Q̂ and dO where there are some; else shared memory does, whose reads then bound the products.
   static constexpr bool kHeld = kConsumers == 2;
-  static constexpr i32 kQueryBytes =
-      kHeld ? Tile::kHalfBytes : Tile::kSide;  // of a consumer; then of its gradient's rows
+  // Q̂ and dO of a consumer unless kHeld; then rows of its gradient.
+  static constexpr i32 kQueryBytes = kHeld ? Tile::kHalfBytes : Tile::kSide;
+  static_assert(4 * StoreGradient<Config>::kBytes <= kQueryBytes);
   using Pipeline = TilePipeline<Tile, Tile::kKvBytes, kStages, kConsumers>;
 
  public:
@@ -124,7 +125,7 @@ class BwdQ {
 #pragma unroll 1
       for (; tile < tiles; ++tile) step<true>(keys, tile);
       issue_gradient<Dtype::kBf16>(gradient, grad_s, keys + Tile::kHalfCodes);
-      ptx::wgmma_wait<0>();
+      ptx::wgmma_wait<0>();  // dQ is read behind a barrier, which no read passes
       pipeline.release(stage);
     }
 

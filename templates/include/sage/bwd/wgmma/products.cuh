@@ -73,7 +73,7 @@ class OwnRows<Config, true> {
 struct WgmmaS8 {
   template <class A>
   __device__ __forceinline__ static void issue(i32 (&d)[32], const A& a, u64 b, bool accumulate) {
-    ptx::wgmma_m64n64_s8s8(d, a, b, accumulate);
+    ptx::wgmma_m64k32(d, a, b, accumulate);
   }
 };
 template <Dtype kDtype>
@@ -112,7 +112,7 @@ __device__ __forceinline__ void wait_for(Accumulator& d) {
 // 64 rows and 64 columns of P or dS in 16 bits, as the A operand of products over the columns.
 using HalfRowsOperand = u32[kTileRows / 16][4];
 
-// Rounds to the nearest, and to the largest finite number of the type.
+// Rounds to the nearest in 16 bits, in bf16 to the largest finite number at most. P alone, which is at most 1, is f16.
 template <Dtype kDtype>
 __device__ __forceinline__ void halve(HalfRowsOperand& halves, const ColumnTiles<float, 1>& x) {
 #pragma unroll

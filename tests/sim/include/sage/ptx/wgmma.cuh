@@ -35,13 +35,12 @@ inline void wgmma_m64k32(i32 (&d)[kSize], u64 a, u64 b, bool accumulate, sim::Si
   warpgroup_product(d, nullptr, a, b, accumulate, site);
 }
 
-// The products of the backward kernels.
+// The products in 16 bits of the backward kernels.
 #define SAGE_WGMMA_SHARED(name, types) \
   inline void name(i32 (&d)[32], u64 a, u64 b, bool accumulate, sim::Site site = sim::Site::here()) { \
     sim::wgmma(#name, \
                {sim::WarpgroupTypes::types, reinterpret_cast<u32*>(d), nullptr, a, b, 64, accumulate, false, site}); \
   }
-SAGE_WGMMA_SHARED(wgmma_m64n64_s8s8, kS8)
 SAGE_WGMMA_SHARED(wgmma_m64n64_f16, kF16)
 SAGE_WGMMA_SHARED(wgmma_m64n64_bf16, kBf16)
 #undef SAGE_WGMMA_SHARED
@@ -50,7 +49,6 @@ SAGE_WGMMA_SHARED(wgmma_m64n64_bf16, kBf16)
   inline void name(i32 (&d)[32], const u32 (&a)[4], u64 b, bool accumulate, sim::Site site = sim::Site::here()) { \
     sim::wgmma(#name, {sim::WarpgroupTypes::types, reinterpret_cast<u32*>(d), a, 0, b, 64, accumulate, false, site}); \
   }
-SAGE_WGMMA_HELD(wgmma_m64n64_s8s8, kS8)
 SAGE_WGMMA_HELD(wgmma_m64n64_f16, kF16)
 SAGE_WGMMA_HELD(wgmma_m64n64_bf16, kBf16)
 #undef SAGE_WGMMA_HELD
