@@ -393,6 +393,7 @@ def test_without_tensor_cores_both_products_are_missed(problems):
 
 
 BACKWARD_PRODUCTS = ("IMMA.16832.S8.S8", "HMMA.16816.F32.BF16", "HMMA.16816.F32")
+HOPPER_PRODUCTS = ("IGMMA.64x64x32.S8.S8", "HGMMA.64x64x16.F32.BF16", "HGMMA.64x64x16.F32")
 
 
 @pytest.fixture
@@ -400,30 +401,35 @@ def backward_problems(project):
     """The broken rules of a backward kernel of the package's matrix that spills what its family allows, and more."""
     matrix = read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates")
 
-    def found(kind: str, products: tuple[str, ...], more_spills: int = 0) -> list[str]:
-        kernel, = (kernel for kernel in matrix.kernels if kernel.spec.name == f"sage_{kind}_sm80_d64")
-        assert kernel.allowed_spill_bytes > 0
+    def found(kind: str, products: tuple[str, ...], arch: str = "sm80", more_spills: int = 0, **changes) -> list[str]:
+        kernel, = (kernel for kernel in matrix.kernels if kernel.spec.name == f"sage_{kind}_{arch}_d64")
         report = report_of(registers=128, spill_bytes=kernel.allowed_spill_bytes + more_spills,
-                           opcodes=dict.fromkeys(products, 1), main_loop=None)
+                           opcodes=dict.fromkeys(products, 1), main_loop=None, **changes)
         return judge({kernel: report}, matrix, Compilation(project)).failures
 
     return found
 
 
-@pytest.mark.parametrize("kind, products", [
-    ("bwdkv", (*BACKWARD_PRODUCTS, "IMMA.16832.U8.S8")),
-    ("bwdq", BACKWARD_PRODUCTS),
+@pytest.mark.parametrize("arch, kind, products", [
+    ("sm80", "bwdkv", (*BACKWARD_PRODUCTS, "IMMA.16832.U8.S8")),
+    ("sm80", "bwdq", BACKWARD_PRODUCTS),
+    ("sm90", "bwdkv", HOPPER_PRODUCTS),
+    ("sm90", "bwdq", HOPPER_PRODUCTS),
 ])
-def test_a_backward_kernel_takes_the_instructions_of_each_of_its_products(backward_problems, kind, products):
-    assert backward_problems(kind, products) == []
+def test_a_backward_kernel_takes_the_instructions_of_each_of_its_products(backward_problems, arch, kind, products):
+    assert backward_problems(kind, products, arch) == []
     for product in products:
-        found, = backward_problems(kind, tuple(other for other in products if other != product))
+        found, = backward_problems(kind, tuple(other for other in products if other != product), arch)
         assert f"expected {product}, got tensor-core instructions" in found
 
 
 def test_a_backward_kernel_spills_no_more_than_its_family_allows(backward_problems):
     found, = backward_problems("bwdq", BACKWARD_PRODUCTS, more_spills=1)
-    assert "bytes of spilt registers" in found
+    assert re.search(r"at most [1-9]\d* bytes of spilt registers", found)
+
+
+def test_consumers_of_a_backward_kernel_need_not_ping_pong(backward_problems):
+    assert backward_problems("bwdq", HOPPER_PRODUCTS, "sm90", exponentials_before_arrival=5) == []
 
 
 @pytest.mark.parametrize("name, registers", [

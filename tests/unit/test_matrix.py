@@ -89,6 +89,9 @@ BAD = {
                        "expected a key of 'attn' of the family 'mma' (template), got 'threads'"),
     "lost template": ("template: quantize.cu.jinja", "template: lost.cu.jinja", "lost",
                       "expected a file in templates/, got 'lost.cu.jinja'"),
+    "suffix of a quantizer": ("quantize.cu.jinja, threads: 256", "quantize.cu.jinja, suffix: a, threads: 256", "suffix",
+                              "expected a key of 'quant' of the family 'mma' (template, threads, min_blocks, "
+                              "allow_spills, why), got 'suffix'"),
     "bad threads": ("quantize.cu.jinja, threads: 256", "quantize.cu.jinja, threads: 250", "threads: 250",
                     "expected threads as a multiple of 32, at most 1024, got 250"),
     "bad min_blocks": ("threads: 256, min_blocks: 2", "threads: 256, min_blocks: 0", "min_blocks: 0",
@@ -369,6 +372,14 @@ def test_kernels_of_a_linear_p_have_all_but_that_of_their_twins():
             own = replace(own, tile=own.tile._replace(min_blocks=3), allowed_spill_bytes=twin.allowed_spill_bytes,
                           row=twin.row)
         assert replace(own, spec=twin.spec) == twin
+
+
+def test_backward_kernels_by_wgmma_are_compiled_for_the_target_that_has_it():
+    matrix = read_matrix(ROOT / "build_matrix.yaml", ROOT / "templates")
+    suffixes = {(kernel.spec.kind, kernel.spec.arch): kernel.suffix for kernel in matrix.kernels
+                if kernel.spec.kind in BACKWARD and kernel.spec.arch in ("sm89", "sm90")}
+    assert suffixes == {(kind, arch): "a" if arch == "sm90" and kind != "bwdprep" else ""
+                        for kind in BACKWARD for arch in ("sm89", "sm90")}
 
 
 def test_every_kernel_fits_every_gpu_that_may_take_it():
