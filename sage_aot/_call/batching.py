@@ -13,7 +13,7 @@ import torch
 
 from sage_aot._call.ops import OPERATORS
 from sage_aot._package import PACKAGE
-from sage_aot._problem.tensors import TENSORS, taken_by
+from sage_aot._problem.tensors import TENSORS, Kind, taken_by
 
 Dims = Sequence[Any]
 """Per argument the dimension that is mapped, None where it is the same for all entries; of a list, a list."""
@@ -48,13 +48,10 @@ def _as_torch_calls_it(name: str, rule: Rule) -> Any:
 
 def in_the_batch(operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> tuple[Any, Any]:
     """One call, whose batch is that of all entries. A call an entry where a tensor without a batch is mapped."""
-    apart = [index for index, name in enumerate(taken_by("dense"), 3) if TENSORS[name].shape[0] != "batch"]
+    apart = _without_batch("dense", 3)
     if any(dims[index] is not None for index in apart):
         return one_by_one(operator, size, dims, args)
-    folded = _folded(size, dims, args)
-    for index in apart:
-        folded[index] = args[index]
-    found, batch = operator(*folded), _batch(dims, args)
+    found, batch = operator(*_folded(size, dims, args, apart)), _batch(dims, args)
     split = [_unfolded(tensor, size, batch) for tensor in _listed(found)]
     return _like(found, split), _like(found, [0] * len(split))
 
@@ -75,8 +72,12 @@ def _entry(value: Any, dim: Any, entry: int) -> Any:
 
 
 def _forward(operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> tuple[Any, Any]:
-    """One call. What it saves is that of all entries, in no order that could be split: it counts as unmapped."""
-    out, lse, saved = operator(*_folded(size, dims, args))
+    """One call. What it saves is that of all entries, in no order that could be split: it counts as unmapped. A call an
+    entry where a tensor without a batch is mapped."""
+    apart = _without_batch("train", 3)
+    if any(dims[index] is not None for index in apart):
+        return one_by_one(operator, size, dims, args)
+    out, lse, saved = operator(*_folded(size, dims, args, apart))
     batch = _batch(dims, args)
     return (_unfolded(out, size, batch), _unfolded(lse, size, batch), saved), (0, 0, None)
 
@@ -87,17 +88,23 @@ def _backward(operator: Any, size: int, dims: Dims, args: Sequence[Any], /) -> t
     is_folded = of_saved is None and of_out is not None and of_lse is not None
     if not is_folded:
         return one_by_one(operator, size, dims, args)
-    *tensors, key_mask = _folded(size, (*dims[:4], dims[5]), (*args[:4], args[5]))
-    gradients, batch = operator(*tensors, args[4], key_mask, *args[6:]), _batch(dims, args)
+    apart = [4, *_without_batch("train", 5)]  # 4: what was saved is that of all entries
+    gradients, batch = operator(*_folded(size, dims, args, apart)), _batch(dims, args)
     asked = [gradient.dim() == 4 for gradient in gradients]  # one that is not asked for is empty, of one dimension
     return (tuple(_unfolded(gradient, size, batch) if of_it else gradient for gradient, of_it in zip(gradients, asked)),
             tuple(0 if of_it else None for of_it in asked))
 
 
-def _folded(size: int, dims: Dims, args: Sequence[Any]) -> list[Any]:
-    """The arguments, the mapped dimension of each tensor within its first."""
+def _without_batch(kind: Kind, first: int) -> list[int]:
+    """Indices of the optional tensors that have no batch, among a kind's arguments; `first`: that of the first one."""
+    return [index for index, name in enumerate(taken_by(kind), first) if TENSORS[name].shape[0] != "batch"]
+
+
+def _folded(size: int, dims: Dims, args: Sequence[Any], apart: Sequence[int]) -> list[Any]:
+    """The arguments, the mapped dimension of each tensor within its first. Those at the indices `apart` as they are."""
     return [(value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)).flatten(0, 1)
-            if isinstance(value, torch.Tensor) else value for value, dim in zip(args, dims)]
+            if isinstance(value, torch.Tensor) and index not in apart else value
+            for index, (value, dim) in enumerate(zip(args, dims))]
 
 
 def _batch(dims: Dims, args: Sequence[Any]) -> int:

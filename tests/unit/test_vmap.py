@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_aot
+from sage_aot._call import batching
 from sage_aot.errors import ArgumentError
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -168,6 +169,32 @@ def test_the_operators_themselves(asked):
 
     for one, right in zip(torch.vmap(both)(X, Y, Z), looped(both, X, Y, Z, dims=(0, 0, 0))):
         assert torch.equal(one, right)
+
+
+def test_optional_tensors_are_folded_by_the_table(monkeypatch):
+    """A tensor of the table that train_attn does not take yet: with a batch it is folded, without one it is not."""
+    monkeypatch.setattr(batching, "taken_by", lambda kind: ("key_mask", "sinks", "attn_mask"))
+    masks, sinks, elements = MASKS, torch.zeros(2), torch.zeros(ENTRIES, 2, 2, 40, 40, dtype=torch.bool)
+    lse, saved = torch.zeros(ENTRIES, 2, 2, 40), torch.zeros(7, dtype=torch.uint8)
+    seen = []
+
+    def forward(*args):
+        seen.append(args)
+        return args[0], lse.flatten(0, 1), saved
+
+    def backward(*args):
+        seen.append(args)
+        return args[:3]
+
+    _, dims = batching._forward(forward, ENTRIES, (0, 0, 0, 0, None, 0, None), (X, Y, Z, masks, sinks, elements, True))
+    assert dims == (0, 0, None)
+    batching._backward(backward, ENTRIES, (0, 0, 0, 0, None, 0, None, 0, None),
+                       (X, Y, Z, lse, saved, masks, sinks, elements, True))
+    for first, args in zip((3, 5), seen, strict=True):
+        of_keys, of_heads, of_elements, option = args[first:]
+        assert of_keys.shape == (ENTRIES * 2, 40) and of_elements.shape == (ENTRIES * 2, 2, 40, 40)
+        assert of_heads is sinks and option is True
+    assert seen[1][4] is saved
 
 
 def test_derivatives_are_refused_still():
