@@ -152,7 +152,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
     if sparse is not None:
         optional = {"key_mask": key_mask, "sinks": sinks, "attn_mask": attn_mask, "block_mask": block_mask}
         return attend_sparse(q, k, v, asked, sparse, optional, out, return_lse)
-    return attend(call_of_attn(q, k, v, asked, key_mask, sinks, attn_mask, block_mask), out, return_lse)
+    call = call_of_attn(q, k, v, asked, key_mask=key_mask, sinks=sinks, attn_mask=attn_mask, block_mask=block_mask)
+    return attend(call, out, return_lse)
 
 
 def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None = None, *,
@@ -197,17 +198,17 @@ def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | N
     True
     """
     asked = Asked(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p, window)
+    optional = {"key_mask": key_mask, "sinks": sinks, "attn_mask": attn_mask, "block_mask": block_mask}
     try:
         if all(value is None for value in (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
-            optional = {"key_mask": key_mask, "sinks": sinks, "attn_mask": attn_mask, "block_mask": block_mask}
             if sparse is not None:
                 optional = with_stand_in(q, k, asked, sparse, optional)
-            call = call_of_attn(q, k, v, asked, *optional.values())
+            call = call_of_attn(q, k, v, asked, **optional)
         elif sparse is not None:
             raise ArgumentError("sparse: expected None in a call of attn_varlen, got one; call attn for each sequence")
         else:
             call = call_of_attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, asked,
-                                       key_mask=key_mask, sinks=sinks, attn_mask=attn_mask, block_mask=block_mask)
+                                       **optional)
         _, (first, *_), asked = call
         return refusal(given_to(call), out, options_of(first, asked, out, return_lse))
     except SageAotError as error:

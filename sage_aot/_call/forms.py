@@ -46,7 +46,7 @@ def given_to(call: Call) -> Given:
 # --- arguments as one thing -------------------------------------------------------------------------------------------
 
 
-def call_of_attn(q: Any, k: Any, v: Any, asked: Asked, key_mask: Any, sinks: Any, attn_mask: Any,
+def call_of_attn(q: Any, k: Any, v: Any, asked: Asked, *, key_mask: Any, sinks: Any, attn_mask: Any,
                  block_mask: Any) -> Call:
     """The call of attn with these arguments. Raises ArgumentError for masks that do not fit q and k, and for what the
     operators' schemas would refuse with torch's own errors; the operators check the rest."""

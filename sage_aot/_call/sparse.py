@@ -18,7 +18,7 @@ from sage_aot._problem.derivatives import check_no_derivative, is_transformed
 from sage_aot._problem.options import Asked, for_schema, for_tracer
 from sage_aot._problem.problem import heads_first
 from sage_aot._problem.selection import CHOOSE_BY
-from sage_aot._problem.tensors import MASK_BLOCK
+from sage_aot._problem.tensors import MASK_BLOCK, TENSORS
 from sage_aot.errors import ArgumentError
 
 
@@ -126,8 +126,7 @@ def _check(k: Any, asked: Asked, sparse: Any, optional: dict[str, Any]) -> None:
 
 def _attend(q: Any, k: Any, v: Any, asked: Asked, optional: dict[str, Any], out: torch.Tensor | None,
             return_lse: bool) -> Result:
-    return attend(call_of_attn(q, k, v, asked, *(optional[name] for name in
-                                                 ("key_mask", "sinks", "attn_mask", "block_mask"))), out, return_lse)
+    return attend(call_of_attn(q, k, v, asked, **optional), out, return_lse)
 
 
 # --- the tail ---------------------------------------------------------------------------------------------------------
@@ -205,7 +204,7 @@ def _over_means(q: torch.Tensor, means: tuple[torch.Tensor, torch.Tensor], tail:
         if begin < end:
             seen = _in_whole_vectors(tail[:, :, begin // block_q: -(-end // block_q)].flatten(0, 1).unsqueeze(2))
             blocks = torch.unflatten(q[:, :, begin:end].flatten(0, 1), 1, (-1, rows))
-            found, of_rows = _attend(blocks, k, v, asked, _NO_MASKS | {"attn_mask": seen}, None, True)
+            found, of_rows = _attend(blocks, k, v, asked, _NO_TENSORS | {"attn_mask": seen}, None, True)
             out[:, :, begin:end] = found.view(batch, heads, -1, headdim)
             lse[:, :, begin:end] = of_rows.view(batch, heads, -1)
     return out, lse
@@ -217,4 +216,4 @@ def _in_whole_vectors(mask: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(mask, (0, -keys % 16))[..., :keys]
 
 
-_NO_MASKS: dict[str, Any] = dict.fromkeys(("key_mask", "sinks", "attn_mask", "block_mask"))
+_NO_TENSORS: dict[str, Any] = dict.fromkeys(TENSORS)
