@@ -358,7 +358,8 @@ def _wants_row_bias(plan: Plan, returns_lse: bool) -> bool:
     problem = plan.problem
     if problem.part == "train":  # the backward pass recomputes P from scores without a row_bias
         return False
-    return problem.options.smooth_k and (returns_lse or plan.splits > 1 or "sinks" in problem.optional)
+    joins = any(TENSORS[name].joins_softmax for name in problem.optional)
+    return problem.options.smooth_k and (returns_lse or plan.splits > 1 or joins)
 
 
 def _delta(plan: Plan, tensors: Arguments, known: Params) -> Launch:

@@ -38,6 +38,7 @@ class TensorArgument(NamedTuple):
     help: str  # one sentence for docs/options.md; the docstring of attn() says more
     limit: Callable[[Any], tuple[Any, str]] = lambda problem: (False, "")  # sizes that are too large, and what to do
     axes: Mapping[str, str] = {}  # values of the axes of the kernels that take the tensor
+    joins_softmax: bool = False  # weighed against scores, which then need what smoothing K took off (row_bias)
 
 
 MASK_BLOCK = 64
@@ -82,7 +83,7 @@ TENSORS: dict[str, TensorArgument] = {
                  **_not_trained("there is no backward pass with sinks; call the host's attention")},
         help="joins the softmax of each row of its q head, without a value: the weights of the keys sum to less than "
              "one",
-        axes={"mask": "sparse"}),
+        axes={"mask": "sparse"}, joins_softmax=True),
     "attn_mask": TensorArgument(
         dtype="bool", shape=("batch", "q heads", "queries", "keys"), meaning="True where the query sees the key",
         other_dtype="pass attn_mask.bool() for ones and zeros, attn_mask == 0 for zeros and -inf; an additive bias has "
