@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -198,7 +198,7 @@ def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | N
     True
     """
     asked = Asked(is_causal, scale, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p, window)
-    optional = {"key_mask": key_mask, "sinks": sinks, "attn_mask": attn_mask, "block_mask": block_mask}
+    optional: dict[str, Any] = {"key_mask": key_mask, "sinks": sinks, "attn_mask": attn_mask, "block_mask": block_mask}
     try:
         if all(value is None for value in (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
             if sparse is not None:
