@@ -22,12 +22,12 @@ from torch.nn.attention import SDPBackend
 
 from sage_aot._cli import bench
 from sage_aot._cli.bench import Effort, Row, Shape, Way
+from sage_aot._kernels.axes import HEADDIMS
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import Policy, use
 from sage_aot.integrations._calibration import Machine, choose, writable_folder, write
 from sage_aot.integrations._gain import (
     AXES,
-    HEADDIMS,
     KINDS,
     NEVER,
     Corner,

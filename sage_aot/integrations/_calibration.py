@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sage_aot._kernels.axes import HEADDIMS
 from sage_aot._kernels.drivers import driver_library
 from sage_aot._version import __version__
 from sage_aot.errors import CalibrationWarning, UnsupportedError
-from sage_aot.integrations._gain import AXES, HEADDIMS, KINDS, Corner, Threshold, Thresholds, built_in
+from sage_aot.integrations._gain import AXES, KINDS, Corner, Threshold, Thresholds, built_in
 
 VARIABLE = "SAGE_AOT_CALIBRATION"
 _FORMAT = 2  # of the kinds that KINDS has

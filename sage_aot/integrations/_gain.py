@@ -12,10 +12,8 @@ from itertools import product
 from math import inf
 from typing import Literal, NamedTuple
 
+from sage_aot._kernels.axes import HEADDIMS, MAX_HEADDIM
 from sage_aot._problem.options import UNBOUNDED, bounds_of
-
-HEADDIMS = 64, 128, 256
-"""Head dims of the kernels."""
 
 Mask = Literal["padded", "masked", "window"]
 KINDS = "full", "causal", "padded", "masked", "window"
@@ -67,7 +65,10 @@ def kind_of(is_causal: bool, mask: Mask | None) -> str:
 
 def kernel_headdim(headdim: int) -> int:
     """The head dim of the kernel that computes a call; that of the largest for those that none computes."""
-    return 64 if headdim <= 64 else 128 if headdim <= 128 else 256
+    for own in HEADDIMS:  # no min() of a generator, which takes longer: the policy asks in every call
+        if headdim <= own:
+            return own
+    return MAX_HEADDIM
 
 
 class Work(NamedTuple):

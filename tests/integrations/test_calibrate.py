@@ -19,12 +19,12 @@ from sage_aot._cli import bench, calibrate
 from sage_aot._cli import main as cli
 from sage_aot._cli.bench import USES, Effort, Row, Shape, Times, Way
 from sage_aot._cli.calibrate import Progress, Sample, changes, corners, fit, series, steps
+from sage_aot._kernels.axes import HEADDIMS
 from sage_aot.errors import CalibrationWarning, UnsupportedError
 from sage_aot.integrations import Policy, _calibration, _policy, report, use
 from sage_aot.integrations import torch as integration
 from sage_aot.integrations._calibration import Machine, Refused, chosen, folder, read, write
 from sage_aot.integrations._gain import (
-    HEADDIMS,
     KINDS,
     NEVER,
     Corner,

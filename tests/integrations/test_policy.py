@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import sage_aot
+from sage_aot._kernels.axes import HEADDIMS
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import (
     Policy,
@@ -35,7 +36,6 @@ from sage_aot.integrations import (
     use,
 )
 from sage_aot.integrations._gain import (
-    HEADDIMS,
     KINDS,
     NEVER,
     Work,

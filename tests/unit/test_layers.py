@@ -72,7 +72,7 @@ MAY_IMPORT = {
     "_call": {"_kernels", "_families", "_problem", "_launch", "_backends"},
     "_tools": {"_kernels", "_families", "_problem", "_launch", "_backends", "_call"},
     "integrations": {"_kernels", "_problem", "_call", "_tools"},
-    "_cli": {"_backends", "_call", "_tools", "integrations"},
+    "_cli": {"_kernels", "_backends", "_call", "_tools", "integrations"},
 }
 """Per package, the packages that it may import. Each may also import itself, and each but the families LEAVES."""
 
