@@ -1,4 +1,4 @@
-"""Nine to twelve small calls of every attention variant, for compute-sanitizer to watch.
+"""Small calls of every attention variant, for compute-sanitizer to watch.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
