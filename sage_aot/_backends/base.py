@@ -19,15 +19,16 @@ class Call(Protocol):
     """A call prepared for tensors of given shapes, strides and devices. It may be made any number of times."""
 
     def __call__(self, given: Given, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
-        """Write `out`, in the layout of q, and the log-sum-exp to `lse`, [batch, heads, queries] or [heads, tokens]
-        float32, unless None; in a trained call without row_bias. `given.kept`, uint8 of :meth:`Backend.kept_bytes`,
-        takes what a call of the part "kv" or "train" keeps, and one of the part "q" reads it."""
+        """Write the output to `out`, in the layout of q, and the log-sum-exp to `lse`, float32 [batch, heads, queries]
+        or [heads, tokens], unless that is None. The log-sum-exp of a trained call is that of scores without row_bias.
+        Calls of the part "kv" or "train" write what they keep to `given.kept`, uint8 of :meth:`Backend.kept_bytes`;
+        calls of the part "q" read it there."""
         ...
 
 
 class BackwardTensors(NamedTuple):
-    """The tensors of a backward pass. None: a gradient that nobody asked for, of which those of k and v come together;
-    or what the call was not given beside q, k and v."""
+    """The tensors of a backward pass. A gradient is None where nobody asked for it; those of k and v are computed
+    together. An optional tensor is None where the forward call had none."""
 
     grad_out: torch.Tensor
     out: torch.Tensor

@@ -46,14 +46,15 @@ def select_blocks(q: torch.Tensor, k: torch.Tensor | PooledBlocks | QuantizedKV,
         tau: the blocks whose scores lie above the mean of all by `tau` standard deviations (Sol-Attn).
         block_size: queries and keys of a block, multiples of 64, or one number for both.
         first: so many first blocks of keys are seen in any case.
-        near: 1: the blocks of keys at the queries' own places are seen in any case (with `keys` and `queries` aligned
-            at their ends); each more adds a block on both sides. 0: none.
+        near: blocks of keys less than so many blocks away from the queries' own position are seen in any case: with 1
+            the block at that position, with 2 its neighbours too. 0: none. (The last query is at the last key.)
         least_alike: blocks whose rows are less alike are seen, and see, in any case: the part of the rows' mean square
             that their mean has, 0 to 1, is below this. 0: none.
         dense_keys: so many first keys, or (first, last), are seen in any case: a prompt's tokens.
         dense_queries: so many first queries, or (first, last), see every key.
-        is_causal: no query sees a block whose keys all lie behind it. Pass is_causal to attn too. Of other masks a
-            choice knows nothing: keys that a key mask or a window hides count in means, and their blocks in `keep`.
+        is_causal: no query sees a block whose keys all lie behind it. Pass is_causal to attn too. The choice
+            takes no other mask into account: keys that a key mask or a window hides are part of the means, and blocks
+            of such keys count towards `keep`.
         scale, layout: as :func:`sage_aot.attn`.
 
     Returns:

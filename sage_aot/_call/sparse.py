@@ -35,8 +35,8 @@ class Sparse:
             finite counts as zero, one of k as the mean of its channel over a sample of 64 keys (zero where that is not
             finite). A mean of values is zero where their sum over the block is beyond float32.
 
-    Of masks other than `is_causal` a choice knows nothing: keys that they hide count in means, and their blocks in
-    `keep`.
+    The choice takes no mask into account but `is_causal`. Keys that another mask hides are part of the means, and
+    blocks of such keys count towards `keep`.
 
     >>> import torch, sage_aot
     >>> q, k, v = torch.randn(3, 1, 2, 512, 64)

@@ -41,7 +41,7 @@ ALIGNMENT = 256
 """Bytes to which every buffer is aligned."""
 
 OF_KV = ("kv_hat", "k_mean", "v_scale", "v_mean", "key_rank", "key_index")
-"""Buffers that depend on k and v alone. Where k and v are quantized by a call of their own, they lie in its result."""
+"""Buffers that follow from k and v alone. quantize_kv returns them; other calls have them in the workspace."""
 
 KEPT = {"all": (), "kv": OF_KV, "q": OF_KV, "train": ("q_hat", "q_scale", "key_rank", "key_index")}
 """Buffers that lie in what a call keeps, or an earlier one kept, by the part of a problem."""

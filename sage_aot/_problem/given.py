@@ -32,9 +32,9 @@ class Given(NamedTuple):
 
     kind: Kind
     q: torch.Tensor | None = None
-    k: torch.Tensor | None = None  # of "stored" where q is smoothed, whose term of the scores needs k: heads first
+    k: torch.Tensor | None = None  # of "stored" heads first, and only where q is smoothed: delta_s needs it
     v: torch.Tensor | None = None
-    key_mask: torch.Tensor | None = None  # the table TENSORS, in its order
+    key_mask: torch.Tensor | None = None  # this one and the next three: the tensors of TENSORS, in its order
     sinks: torch.Tensor | None = None
     attn_mask: torch.Tensor | None = None
     block_mask: torch.Tensor | None = None

@@ -50,7 +50,7 @@ class Choice:
     is_causal: bool
     scale: float  # on q·kᵀ
     first: int  # blocks of keys that every query sees
-    near: int  # blocks of keys on both sides of a query's own, its own counted; 0: none
+    near: int  # blocks of keys less than so many blocks away from a query's own are kept; 0: none
     least_alike: float  # blocks whose rows are less alike are kept; 0: none
     dense_keys: tuple[int, int]  # so many first and last keys that every query sees
     dense_queries: tuple[int, int]  # so many first and last queries that see every key

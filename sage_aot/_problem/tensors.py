@@ -132,10 +132,15 @@ def check_taken(kind: Kind, **optional: object) -> None:
                                 f"{TENSORS[name].refused[kind]}")
 
 
+def _marked(function: str) -> str:
+    """One of FUNCTIONS in Markdown, its names as code."""
+    return " ".join(word if word in ("with", "a") else f"`{word}`" for word in function.split())
+
+
 def markdown_table() -> str:
     """The table of optional tensors in docs/options.md."""
     rows = [f"| `{name}` | `[{', '.join(argument.shape)}]` {argument.dtype}: {argument.meaning} | "
-            f"{', '.join(f'`{FUNCTIONS[kind]}`' for kind in argument.calls)} | {argument.help} |"
+            f"{', '.join(_marked(FUNCTIONS[kind]) for kind in argument.calls)} | {argument.help} |"
             for name, argument in TENSORS.items()]
     return "\n".join(["| tensor | shape, type | calls | meaning |", "|---|---|---|---|", *rows]) + "\n"
 

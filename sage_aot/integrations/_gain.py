@@ -169,21 +169,22 @@ _HOPPER = {
     **{("padded", headdim): Threshold(0, 9.6e9) for headdim in HEADDIMS},
     ("masked", 64): Threshold(2830, 25e9), ("masked", 128): Threshold(560, 41e9), ("masked", 256): Threshold(220, 22e9),
     ("window", 64): Threshold(100, 2.4e9), ("window", 128): Threshold(80, 4.9e9), ("window", 256): Threshold(0, 2.9e9)}
-"""Thresholds on Hopper. Source of those of masks of queries and of windows: bench/results/h200-2026-11-27-calibrate."""
+"""Thresholds on Hopper. Source of the kinds "masked" and "window": bench/results/h200-2026-11-27-calibrate."""
 
 _FLASH_ON_HOPPER = frozenset(
     corner for corner in map(Corner._make, product(*AXES))
     if corner.heads <= 32 and 1 < corner.queries and corner.keys >= max(2048, 64 * corner.queries))
-"""Few queries over many keys: FlashAttention-2 splits the keys among blocks, and cuDNN, which torch prefers on Hopper,
-does so of one query alone. In the log flash is 1.5 to 4.5 times as fast in these calls by the GPU's time, 1.05 to 4.2
-times by queued calls."""
+"""Few queries over many keys. FlashAttention-2 splits the keys among blocks; cuDNN, which torch prefers on Hopper, does
+so only in calls of one query. In the crossover's log FlashAttention-2 is 1.5 to 4.5 times as fast in these calls by GPU
+time, and 1.05 to 4.2 times by the time of queued calls."""
 
 _PROXY = {"full": 2200, "causal": 1800, "padded": 2200, "masked": 4400, "window": 4400}
 """Operations per element from which the f16 kernels, rebuilt for an H100, were faster than FlashAttention-2 there
-(bench/results/h100-2026-11-26-rebuilt). It is torch's backend on the chips that the kernels are for. Rebuilt FP8
-kernels tell little of 8.9 and 12.x: Hopper makes two f16 products of each of their products. The f16 kernels have the
-same INT8 Q·Kᵀ, and a P·V of half the speed. Masks of queries and windows were not measured there: they take twice
-the threshold of a mask of keys, far above what Hopper's windows need."""
+(bench/results/h100-2026-11-26-rebuilt). FlashAttention-2 is torch's backend on the chips that the kernels are for. For
+8.9 and 12.x, too, the thresholds are those of the f16 kernels, whose Q·Kᵀ is the same and whose P·V has half the speed:
+on Hopper each FP8 mma.sync runs as two f16 products, so that rebuilt FP8 kernels are slower than on their own chips.
+"masked" and "window" were not measured there. They have twice the threshold of "padded", far above what Hopper's
+windows need."""
 
 _SLOWER_MEMORY = {(8, 0): 1.2, (8, 6): 1.6, (8, 7): 1.6, (8, 9): 2.3, (12, 0): 2.3, (12, 1): 3.6}
 """Factor by which the slowest memory of a chip's cards, beside its f16 tensor cores, is slower than an H100's:

@@ -196,12 +196,13 @@ def key_mask_of(call: HostCall) -> torch.Tensor | None:
 
 
 LEAST_BLOCKS = 16
-"""Blocks of keys from which on a call is sparse. Of fewer, those that are seen in any case are too large a part."""
+"""Calls of fewer blocks of keys stay dense: the blocks that are seen in any case would be too large a part of them."""
 
 
 def blocks_of(call: HostCall) -> Sparse | BlockMask | None:
-    """Choice of a call's blocks of keys, or the blocks that it has; None where it is dense. Sparse are long calls of
-    tokens to themselves: with as many keys as queries, no window, and no mask but one of keys."""
+    """Choice of a call's blocks of keys, or the mask of blocks that it came with; None where it stays dense. Only long
+    self-attention is sparse: as many keys as queries, no window, and no mask but a key mask, which a choice with a
+    tail does not take either."""
     blocks = call.blocks
     if not isinstance(blocks, Sparse):
         return blocks
