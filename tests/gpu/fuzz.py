@@ -131,8 +131,10 @@ def report(subject: Subject, case: Case, verdict: Verdict, *, reduce: bool) -> s
 
 
 def _work(args: argparse.Namespace, worker: int, tallies: multiprocessing.Queue) -> None:
-    """A process: every `workers`-th call."""
+    """A process: every `workers`-th call. Processes take turns at the GPUs."""
     torch.set_num_threads(1)
+    if args.device == "cuda":
+        torch.cuda.set_device(worker % torch.cuda.device_count())
     subject = Subject(args.device, args.kernels)
     for tally in fuzz(subject, args, range(worker, args.calls, args.workers)):
         tallies.put(tally)

@@ -8,9 +8,10 @@
 
 namespace sage {
 
-// P = 2^(score - log-sum-exp), at most 1: a large log-sum-exp has units of whole powers of two. NaN stays.
-__device__ __forceinline__ float probability(i32 score, float scale, float minus_lse) {
-  return ptx::ex2(ptx::min_nan(fmaf(static_cast<float>(score), scale, minus_lse), 0.0f));
+// P = 2^(score - log-sum-exp), at most 1: a large log-sum-exp has units of whole powers of two. NaN stays. P times a
+// factor, whose logarithm is part of minus_lse: log2_most is that logarithm.
+__device__ __forceinline__ float probability(i32 score, float scale, float minus_lse, float log2_most = 0.0f) {
+  return ptx::ex2(ptx::min_nan(fmaf(static_cast<float>(score), scale, minus_lse), log2_most));
 }
 
 constexpr i32 kColumnTiles = kTileRows / 8;

@@ -224,10 +224,10 @@ class BwdKv {
     }
 
     __device__ __forceinline__ void issue_scores(u32 queries) {
-      issue_product<WgmmaS8, typename Tile::Codes>(x, keys.codes(), queries + Tile::kCodes);
+      issue_product<WgmmaS8, typename Tile::Codes, false>(x, keys.codes(), queries + Tile::kCodes);
     }
     __device__ __forceinline__ void issue_grad(u32 queries) {
-      issue_product<WgmmaHalf<kDtype>, typename Tile::Halves>(y, keys.halves(), queries + Tile::kHalves);
+      issue_product<WgmmaHalf<kDtype>, typename Tile::Halves, false>(y, keys.halves(), queries + Tile::kHalves);
     }
 
     // Issues Pᵀ · dO.

@@ -3,8 +3,8 @@
 // 64 queries each, and go over these tiles.
 //
 // A step of a consumer, with dS of the tile before in registers:
-//   issue S = Q·Kᵀ of this tile, dQ of the tile before, dP = dO·Vᵀ of this tile;
-//   P, beside dQ and dP, then dS.
+//   issue S = Q·Kᵀ of this tile, dQ of the tile before, dP - D = dO·Vᵀ - D of this tile;
+//   P times the scale of the keys, beside dQ and dP; wait for the copies of the next tile; then dS.
 // No product is in flight from one step to the next: ptxas serializes products that are (C7514).
 // Source: SageAttention3, Algorithm 3; "FlashAttention-3", section 3.1, for the roles of warpgroups.
 #pragma once
@@ -118,58 +118,90 @@ class BwdQ {
       u32 keys = pipeline.wait(stage);
       issue_scores(keys);
       issue_grad(keys);
-      find_tile<true, true>(keys, 0);
+      find_tile<true, true>(keys, 0, tiles);
       i32 tile = 1;
 #pragma unroll 1
-      for (; tile < min(full, tiles); ++tile) step<false>(keys, tile);
+      for (; tile < min(full, tiles); ++tile) step<false>(keys, tile, tiles);
 #pragma unroll 1
-      for (; tile < tiles; ++tile) step<true>(keys, tile);
+      for (; tile < tiles; ++tile) step<true>(keys, tile, tiles);
       issue_gradient<Dtype::kBf16>(gradient, grad_s, keys + Tile::kHalfCodes);
       ptx::wgmma_wait<0>();  // dQ is read behind a barrier, which no read passes
       pipeline.release(stage);
     }
 
    private:
-    // Adds dQ of the tile before, in `keys`, and finds dS of this tile, in the next stage.
+    // Adds dQ of the tile before, in `keys`, and finds dS of this tile, in the next stage, of `tiles`.
     template <bool kMasked>
-    __device__ __forceinline__ void step(u32& keys, i32 tile) {
+    __device__ __forceinline__ void step(u32& keys, i32 tile, i32 tiles) {
       Stage next = stage;
       next.advance();
-      const u32 next_keys = pipeline.wait(next);
+      const u32 next_keys = pipeline.tile(next);
       issue_scores(next_keys);
       issue_gradient<Dtype::kBf16>(gradient, grad_s, keys + Tile::kHalfCodes);
       issue_grad(next_keys);
       keys = next_keys;
-      find_tile<kMasked, false>(keys, tile);
+      find_tile<kMasked, false>(keys, tile, tiles);
     }
 
     __device__ __forceinline__ void issue_scores(u32 keys) {
-      issue_product<WgmmaS8, typename Tile::Codes>(x, queries.codes(), keys + Tile::kCodes);
+      issue_product<WgmmaS8, typename Tile::Codes, false>(x, queries.codes(), keys + Tile::kCodes);
     }
+    // The sums of dP begin with -D.
     __device__ __forceinline__ void issue_grad(u32 keys) {
-      issue_product<WgmmaHalf<kDtype>, typename Tile::Halves>(y, queries.halves(), keys + Tile::kHalves);
+#pragma unroll
+      for (i32 n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+        for (i32 c = 0; c < 4; ++c) y[0][n][c] = __float_as_int(rows.minus_delta[0][c / 2]);
+      }
+      issue_product<WgmmaHalf<kDtype>, typename Tile::Halves, true>(y, queries.halves(), keys + Tile::kHalves);
     }
 
-    // dS of a tile times the scales of its keys. kFirst: no product of dQ is in flight between S and dP.
+    // dS of a tile times the scales of its keys, of `tiles`. kFirst: no product of dQ is in flight between S and dP.
     template <bool kMasked, bool kFirst>
-    __device__ __forceinline__ void find_tile(u32 tile_keys, i32 tile) {
+    __device__ __forceinline__ void find_tile(u32 tile_keys, i32 tile, i32 tiles) {
       const float k_scale = load_key_scale<Config>(tile_keys, lane);
-      float minus_delta[2];
-#pragma unroll
-      for (i32 r = 0; r < 2; ++r) minus_delta[r] = rows.minus_delta[0][r] * k_scale;
       wait_for<kFirst ? 1 : 2>(x);
-      ColumnTiles<float, 1> found, grad_p;  // P, then dS
-      rows.exponentiate(x, k_scale, [&](i32 /*m*/, i32 n, i32 c, float p) { found[0][n][c] = p; });
+      ColumnTiles<float, 1> found, grad_p;  // P times the scales, then dS; dP - D
+      exponentiate(found, k_scale);
+      if (tile + 1 < tiles) pipeline.wait(behind<kFirst>());
       wait_for<0>(y);
       if constexpr (!kFirst) pipeline.release(stage);
       as_floats(grad_p, y);
 #pragma unroll
       for (i32 n = 0; n < kColumnTiles; ++n) {
 #pragma unroll
-        for (i32 c = 0; c < 4; ++c) found[0][n][c] *= fmaf(grad_p[0][n][c], k_scale, minus_delta[c / 2]);
+        for (i32 c = 0; c < 4; ++c) found[0][n][c] *= grad_p[0][n][c];
       }
       if constexpr (kMasked) hide_unseen(found, params, own, tile * kTileRows, lane);
       halve<Dtype::kBf16>(grad_s, found);
+    }
+
+    // P times the scale of this thread's keys: a summand of the exponent, where a factor would take a product a score.
+    __device__ __forceinline__ void exponentiate(ColumnTiles<float, 1>& p, float k_scale) const {
+      const float log2_scale = ptx::lg2(k_scale);
+      float scale[2], minus_lse[2];
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r) {
+        scale[r] = k_scale * rows.q_scale[0][r];
+        minus_lse[r] = rows.minus_lse[0][r] + log2_scale;
+      }
+#pragma unroll
+      for (i32 n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+        for (i32 c = 0; c < 4; ++c) {
+          p[0][n][c] = probability(x[0][n][c], scale[c / 2], minus_lse[c / 2], log2_scale);
+        }
+      }
+    }
+
+    // The stage behind that of the current tile. Its tile is waited for between P and dS: ptxas does not move P behind
+    // the loop of that wait, and would otherwise find P where nothing is multiplied beside it.
+    template <bool kFirst>
+    __device__ __forceinline__ Stage behind() const {
+      Stage next = stage;
+      next.advance();
+      if constexpr (!kFirst) next.advance();
+      return next;
     }
   };
 

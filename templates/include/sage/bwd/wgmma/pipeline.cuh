@@ -54,6 +54,8 @@ class TilePipeline {
     for (i32 i = 0; i < min(count, kInFlight); ++i) publish(tiles, landed);
   }
 
+  // Where the tile of a stage lies.
+  __device__ __forceinline__ u32 tile(const Stage& stage) const { return shared_ + stage.index * kStageBytes; }
   // Waits for a tile, and returns where it lies.
   __device__ __forceinline__ u32 wait(const Stage& stage) const {
     ptx::mbarrier_wait(full(stage.index), stage.phase);
@@ -79,7 +81,6 @@ class TilePipeline {
   static constexpr i32 kInFlight = kStages - 3;
   static_assert(kInFlight > 0);
 
-  __device__ __forceinline__ u32 tile(const Stage& stage) const { return shared_ + stage.index * kStageBytes; }
   __device__ __forceinline__ u32 full(i32 stage) const { return shared_ + kStages * kStageBytes + stage * 16; }
   __device__ __forceinline__ u32 empty(i32 stage) const { return full(stage) + 8; }
 

@@ -85,14 +85,15 @@ struct WgmmaHalf {
   }
 };
 
-// Issues the product of rows and 64 columns, rows of a tile in shared memory of the layout Columns, as a group.
-template <class Multiply, class Columns, class A>
+// Issues the product of rows and 64 columns, rows of a tile in shared memory of the layout Columns, as a group. kAdd: to
+// what d holds.
+template <class Multiply, class Columns, bool kAdd, class A>
 __device__ __forceinline__ void issue_product(Accumulator& d, const A& rows, u32 columns) {
   const u64 b = matrix_descriptor<Columns>(columns);
   ptx::wgmma_fence();
 #pragma unroll
   for (i32 i = 0; i < Columns::kRowBytes / 32; ++i) {
-    Multiply::issue(reinterpret_cast<i32 (&)[32]>(d), rows.step(i), b + descriptor_offset<Columns>(i), i > 0);
+    Multiply::issue(reinterpret_cast<i32 (&)[32]>(d), rows.step(i), b + descriptor_offset<Columns>(i), kAdd || i > 0);
   }
   ptx::wgmma_commit();
 }
