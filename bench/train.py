@@ -6,10 +6,11 @@
     python bench/train.py finetune --attention sage --seed 1 --out DIR --weights DIR/pretrain-bf16-seed0.pt
 
 The model reads bytes: 19 M parameters, 6 layers of width 512, rotary positions, causal; even layers have 8 heads of 64
-channels, odd layers 4 heads of 128. It has no QK-norm unless --qk-norm asks for it. The text is the source code of this
-Python's standard library: half A for `pretrain`, from random weights; half B for `finetune`, which starts from the
-weights that one bf16 run of `pretrain` left; 3 % of it is held out. Runs of one seed have the same initial weights and
-the same batches, whatever the attention. All losses are bits per byte. `--tiny` is for machines without a GPU.
+channels, odd layers 4 heads of 128. It has no QK-norm unless --qk-norm asks for it. The text (`--text`) is every .py and
+.rst that installed packages brought, each content once (`packages`), or the source code of this Python's standard
+library (`stdlib`): half A for `pretrain`, from random weights; half B for `finetune`, which starts from the weights that
+one bf16 run of `pretrain` left; 3 % of it is held out. Runs of one seed have the same initial weights and the same
+batches, whatever the attention. All losses are bits per byte. `--tiny` is for machines without a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import math
 import os
 import platform
 import queue
+import site
 import subprocess
 import sys
 import sysconfig
@@ -43,6 +45,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 MODES = ("pretrain", "finetune")
 ATTENTIONS = ("bf16", "sage")
+TEXTS = ("packages", "stdlib")
 BYTES = 256
 HELD_OUT = 0.03
 """Share of the text that no run trains on."""
@@ -58,6 +61,7 @@ class Config:
 
     mode: str = "pretrain"
     attention: str = "bf16"
+    text: str = "packages"
     seed: int = 0
     steps: int = 1500
     batch: int = 16
@@ -135,6 +139,7 @@ def parser() -> argparse.ArgumentParser:
 
 def add_common_arguments(to: argparse.ArgumentParser) -> None:
     to.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the JSON files")
+    to.add_argument("--text", choices=TEXTS, help=f"(default: {Config.text})")
     to.add_argument("--batch", type=int, help=f"sequences a step (default: {Config.batch})")
     to.add_argument("--eval-every", type=int, metavar="STEPS", help="(default: {} pretrain, {} finetune)".format(
         *(DEFAULTS[mode, False].eval_every for mode in MODES)))
@@ -147,26 +152,30 @@ def add_common_arguments(to: argparse.ArgumentParser) -> None:
 def config_of(args: argparse.Namespace) -> Config:
     """The mode's defaults, and over them what the command line gives."""
     default = DEFAULTS[args.command, args.tiny]
-    given = {name: getattr(args, name) for name in ("attention", "seed", "steps", "rate", "batch", "eval_every",
-                                                    "qk_norm", "compile")}
+    given = {name: getattr(args, name) for name in ("attention", "text", "seed", "steps", "rate", "batch",
+                                                    "eval_every", "qk_norm", "compile")}
     return replace(default, **{name: value for name, value in given.items() if value is not None})
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def sources() -> list[Path]:
-    """The standard library's Python files with its tests, which are most of it: without them a run would read each
-    byte eight times. Ordered by a hash of their names, so that a cut falls anywhere in the library."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    names = (path.relative_to(root) for path in root.rglob("*.py"))
-    own = (name for name in names if not {"site-packages", "dist-packages"} & set(name.parts))
-    return [root / name for name in sorted(own, key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())]
+def sources(text: str) -> list[Path]:
+    """The files of a text. Those of the standard library are with its tests, which are most of it: without them a run
+    would read each byte eight times."""
+    paths = sysconfig.get_paths()
+    if text == "stdlib":
+        root = Path(paths["stdlib"])
+        return [path for path in root.rglob("*.py")
+                if not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)]
+    folders = {Path(folder).resolve() for folder in (paths["purelib"], paths["platlib"], *site.getsitepackages())}
+    return sorted({path for folder in folders for kind in ("*.py", "*.rst") for path in folder.rglob(kind)})
 
 
-def split_text() -> dict[str, bytes]:
-    """Half A, half B and the part held out, which are whole files each."""
-    files = [path.read_bytes() for path in sources()]
+def split_text(text: str) -> dict[str, bytes]:
+    """Half A, half B and the part held out: whole files, each content once, in the order of their hashes."""
+    contents = {hashlib.sha256(file).digest(): file for file in (path.read_bytes() for path in sources(text))}
+    files = [contents[key] for key in sorted(contents)]
     total = sum(map(len, files))
     ends = {"pretrain": (1 - HELD_OUT) / 2 * total, "finetune": (1 - HELD_OUT) * total, "held out": total}
     parts: dict[str, list[bytes]] = {name: [] for name in ends}
@@ -278,7 +287,7 @@ def train(config: Config, weights: Path | None) -> dict[str, object]:
     """Train, printing as it goes; returns what the JSON file holds."""
     begin = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    parts = split_text()
+    parts = split_text(config.text)
     text = describe_text(parts)
     header = common.header(common.use_kernels(None)) | {"python": platform.python_version()}
     common.print_header({"run": config.name} | header | {"config": str(asdict(config)), "text": str(text)})
@@ -316,7 +325,7 @@ def load_weights(model: Model, path: Path, config: Config, text: dict[str, objec
     theirs = Config(**saved["config"])
     if (theirs.attention, theirs.model, saved["text"]) != ("bf16", config.model, text):
         sys.exit(f"{path}: expected weights of a bf16 run with layers, width and QK-norm {config.model} on this "
-                 f"Python's library, got those of {theirs} on {saved['text']}; run pretrain again")
+                 f"text, {text}, got those of {theirs} on {saved['text']}; run pretrain again")
     model.load_state_dict(saved["weights"])
 
 
@@ -418,7 +427,7 @@ def commands_of(args: argparse.Namespace) -> list[list[str]]:
     runs = [(mode, attention, seed) for mode in MODES for seed in args.seeds for attention in args.attentions]
     shared = ["--out", str(args.out)] + [f"--{name.replace('_', '-')}" for name in ("qk_norm", "compile", "tiny")
                                          if getattr(args, name)]
-    for name in ("batch", "eval_every"):
+    for name in ("text", "batch", "eval_every"):
         if (value := getattr(args, name)) is not None:
             shared += [f"--{name.replace('_', '-')}", str(value)]
     result = []
@@ -490,7 +499,7 @@ def summary(runs: list[dict]) -> str:
     """A row per mode, measure and attention, with every seed; then the comparisons, a line each."""
     seeds = sorted({run["config"]["seed"] for run in runs})
     lines = [common.table_head(["mode", "bits per byte", "attention", *(f"seed {seed}" for seed in seeds), "mean",
-                                "max − min", "std", "ms a step"], 3)]
+                                "max − min", "std", "ms a step", "s a run"], 3)]
     verdicts = []
     for mode in MODES:
         of_mode = [run for run in runs if run["config"]["mode"] == mode]
@@ -498,17 +507,18 @@ def summary(runs: list[dict]) -> str:
             found = {attention: {run["config"]["seed"]: final_bits(run)[measure] for run in of_mode
                                  if run["config"]["attention"] == attention} for attention in ATTENTIONS}
             lines += [row(mode, measure, attention, [by_seed.get(seed) for seed in seeds],
-                          median(run["ms_per_step"] for run in of_mode if run["config"]["attention"] == attention))
+                          *(median(run[name] for run in of_mode if run["config"]["attention"] == attention)
+                            for name in ("ms_per_step", "seconds")))
                       for attention, by_seed in found.items() if by_seed]
             if all(found.values()):
                 verdicts.append(f"- {mode}, {measure}: {verdict(found['sage'], found['bf16'])}")
     return "\n".join([*lines, "", *verdicts])
 
 
-def row(mode: str, measure: str, attention: str, bits: list[float | None], ms: float) -> str:
+def row(mode: str, measure: str, attention: str, bits: list[float | None], ms: float, seconds: float) -> str:
     known = [value for value in bits if value is not None]
     return common.table_row([mode, measure, attention, *formatted(bits), *formatted(
-        [mean(known), max(known) - min(known), stdev(known) if len(known) > 1 else None]), f"{ms:.1f}"])
+        [mean(known), max(known) - min(known), stdev(known) if len(known) > 1 else None]), f"{ms:.1f}", f"{seconds:.1f}"])
 
 
 def formatted(values: Iterable[float | None]) -> list[str | None]:

@@ -34,7 +34,7 @@ def stand_in(monkeypatch):
 @pytest.fixture(autouse=True)
 def short_text(monkeypatch):
     parts = {"pretrain": b"def a(): pass\n" * 99, "finetune": b"class B: ...\n" * 99, "held out": b"x = 1\n" * 99}
-    monkeypatch.setattr(train, "split_text", lambda: parts)
+    monkeypatch.setattr(train, "split_text", lambda text: parts)
 
 
 def test_split_is_of_whole_files_without_overlap(monkeypatch, tmp_path):
@@ -42,9 +42,24 @@ def test_split_is_of_whole_files_without_overlap(monkeypatch, tmp_path):
         (tmp_path / f"{i}.py").write_text(f"{i:02d}" * 50)
     monkeypatch.undo()
     monkeypatch.setattr(train.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    parts = train.split_text()
+    parts = train.split_text("stdlib")
     assert {name: len(part) for name, part in parts.items()} == {"pretrain": 4800, "finetune": 4900, "held out": 300}
     assert len({b"".join(parts.values())[i: i + 100] for i in range(0, 10000, 100)}) == 100
+
+
+def test_text_of_packages_has_each_content_once(monkeypatch, tmp_path):
+    pure, plain = tmp_path / "pure", tmp_path / "platform"
+    for folder in (pure / "docs", plain):
+        folder.mkdir(parents=True)
+    (pure / "a.py").write_text("a" * 100)
+    (pure / "docs" / "b.rst").write_text("b" * 100)
+    (plain / "copy.py").write_text("a" * 100)
+    (plain / "c.py").write_text("c" * 100)
+    (plain / "no.txt").write_text("d" * 100)
+    monkeypatch.undo()
+    monkeypatch.setattr(train.sysconfig, "get_paths", lambda: {"purelib": str(pure), "platlib": str(plain)})
+    monkeypatch.setattr(train.site, "getsitepackages", lambda: [str(pure)])
+    assert sorted(b"".join(train.split_text("packages").values())) == sorted(b"a" * 100 + b"b" * 100 + b"c" * 100)
 
 
 def test_a_seed_decides_weights_and_batches():
