@@ -165,8 +165,9 @@ def register(name: str, kind: Kind, returns: str, run: Callable[..., Any], fake:
     return implement(name, _reading(kind, run), _reading(kind, fake))
 
 
-# The stride order is fixed, so that a compiler keeps the last dimension contiguous.
-TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order
+# Compiled code hands tensors over with the strides that they have in eager code. With their order alone, which is all
+# that torch before 2.8 can be told, Inductor takes a broadcast dimension, of stride 0, for the last one.
+TAGS = torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 
 
 def implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Operator:

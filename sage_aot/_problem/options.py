@@ -293,10 +293,14 @@ def for_schema(*values: Any) -> tuple[Any, ...]:
     Remembers the last ones. A tracer takes the answer for a constant, which it is: the values are constants to it.
     """
     try:
+        if (window := values[_WINDOW]) is not None and not _is_window(window):  # (3.0, 0) has the hash of (3, 0)
+            raise TypeError("a window of other than two ints")
         return _for_schema(*values)
     except TypeError:  # a scalar within another object, or a value that no option takes, for which Options raises
         return _for_schema(*vars(Options(*values)).values())
 
+
+_WINDOW = list(OPTIONS).index("window")
 
 # What torch.compiler.assume_constant_result does, without importing the compiler.
 for_schema._dynamo_marked_constant = True  # type: ignore[attr-defined]

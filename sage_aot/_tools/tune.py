@@ -298,7 +298,7 @@ def load_tuned(path: str | os.PathLike[str]) -> dict[str, Sparse]:
         held = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         raise ArgumentError(f"path: expected a file that can be read, got {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArgumentError(f"path: expected a file of sage_aot.sparse.save_tuned, got {path}, which is no JSON: "
                             f"{error}; tune the model again") from error
     if not isinstance(held, dict) or held.keys() != {"format", "layers"} or not isinstance(held["layers"], dict):

@@ -331,6 +331,7 @@ DAMAGES = {
     "empty": (lambda path: path.write_bytes(b""), "is damaged: JSONDecodeError"),
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "is damaged: JSONDecodeError"),
     "a list": (lambda path: path.write_text("[]"), "is damaged: TypeError"),
+    "nested too deeply": (lambda path: path.write_text("[" * 100000), "is damaged: RecursionError"),
     "no object": (lambda path: path.write_text("3"), "is damaged: AttributeError"),
     "no text": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "is damaged: UnicodeDecodeError"),
     "no seal": (lambda path: path.write_text("{}"), "is damaged: KeyError"),

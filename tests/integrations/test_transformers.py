@@ -521,6 +521,21 @@ def test_compiled_code_runs_the_operator():
     assert sum("sage_aot" in name for name in names) == 2, "one of each layer"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.parametrize(("name", "mask"), [("llama", "right"), ("mistral, window 8", "no mask")])
+def test_compiled_code_of_torch_reads_a_mask_that_it_computes(name, mask):
+    """Inductor computes the mask of a padded batch, or of a window, and chooses its strides, but for what the operator
+    asks."""
+    made, given = MODELS[name](), mask_of(mask)
+    integration.enable(made)
+    ids = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(1))
+    rows = torch.ones_like(ids, dtype=torch.bool) if given is None else given.bool()
+    with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):  # code on disk may be of other tags
+        expected = made(input_ids=ids, attention_mask=given, use_cache=False).logits
+        found = torch.compile(made)(input_ids=ids, attention_mask=given, use_cache=False).logits
+    torch.testing.assert_close(found[rows], expected[rows], rtol=0, atol=0.05)
+
+
 @pytest.mark.parametrize(("is_cuda", "reason"), [(False, "tensors on the CPU"), (True, SLOWER)])
 def test_other_policies_leave_the_host_alone(monkeypatch, is_cuda, reason):
     made = MODELS["llama"]()

@@ -114,6 +114,13 @@ def test_windows_that_are_none(window):
         sage_aot.attn(q, k, v, window=window)
 
 
+def test_a_window_of_floats_after_one_of_equal_ints():
+    q, k, v = draw(20, 20)
+    sage_aot.attn(q, k, v, window=(3, 0))
+    with pytest.raises(sage_aot.ArgumentError, match="window: expected None, or"):
+        sage_aot.attn(q, k, v, window=(3.0, 0))
+
+
 def test_no_backward_pass_with_a_window():
     q, k, v = (x.bfloat16() for x in draw(20, 20))
     with pytest.raises(sage_aot.ArgumentError, match="window: expected None to train with"):

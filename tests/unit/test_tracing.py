@@ -103,6 +103,36 @@ def test_flags_of_quantization_that_follow_from_sizes():
         assert torch.equal(compiled(*draw(length)), work(*draw(length)))
 
 
+def repeated(x):
+    """One head, computed and then broadcast."""
+    return (x[:, :1] * 2).expand_as(x)
+
+
+def lower(q):
+    return torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).tril()
+
+
+BROADCAST = {
+    "attn, a mask": lambda q, k, v: sage_aot.attn(q, k, v, attn_mask=lower(q)),
+    "attn, a computed mask": lambda q, k, v: sage_aot.attn(q, k, v, attn_mask=q[0, 0, :, :1] > k[0, 0, :, 0]),
+    "attn, a key mask": lambda q, k, v: sage_aot.attn(q, k, v, key_mask=(k[:1, 0, :, 0] > -1).expand(k.size(0), -1)),
+    "attn, repeated heads": lambda q, k, v: sage_aot.attn(q, repeated(k), repeated(v)),
+    "attn, repeated batches": lambda q, k, v: sage_aot.attn(q, *((x[:1] * 2).expand_as(x) for x in (k, v))),
+    "attn, chosen blocks": lambda q, k, v: sage_aot.attn(q, repeated(k), repeated(v), sparse=sage_aot.Sparse(keep=0.5)),
+    "attn, kv and a mask": lambda q, k, v: sage_aot.attn(q, sage_aot.quantize_kv(repeated(k), v), attn_mask=lower(q)),
+    "attn_varlen": lambda q, k, v: attn_varlen(q, repeated(k), repeated(v)),
+    "train_attn": lambda q, k, v: sage_aot.train_attn(q, repeated(k), repeated(v)),
+}
+
+
+@pytest.mark.parametrize("call", BROADCAST)
+def test_computed_and_broadcast_operands_of_code_that_torch_generates(call):
+    """Inductor chooses the strides of what it computes, but for what operators ask."""
+    work, qkv = BROADCAST[call], draw(70, batch=2)
+    with torch._inductor.config.patch(fx_graph_cache=False):  # code on disk may be of other tags
+        assert torch.equal(torch.compile(work, fullgraph=True)(*qkv), work(*qkv))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_with_dynamic_lengths(strict):
     class Module(torch.nn.Module):
