@@ -6,10 +6,10 @@
     python bench/train.py finetune --attention sage --seed 1 --out DIR --weights DIR/pretrain-bf16-seed0.pt
 
 The model reads bytes: 19 M parameters, 6 layers of width 512, rotary positions, causal; even layers have 8 heads of 64
-channels, odd layers 4 heads of 128. It has no QK-norm unless --qk-norm asks for it. The text (`--text`) is every .py and
-.rst that installed packages brought, each content once (`packages`), or the source code of this Python's standard
-library (`stdlib`): half A for `pretrain`, from random weights; half B for `finetune`, which starts from the weights that
-one bf16 run of `pretrain` left; 3 % of it is held out. Runs of one seed have the same initial weights and the same
+channels, odd layers 4 heads of 128. It has no QK-norm unless --qk-norm asks for it. The text (`--text`) is every .py
+and .rst that installed packages brought, each content once (`packages`), or the source code of this Python's standard
+library (`stdlib`): half A for `pretrain`, from random weights; half B for `finetune`, which starts from the weights
+that one bf16 run of `pretrain` left; 3 % of it is held out. Runs of one seed have the same initial weights and the same
 batches, whatever the attention. All losses are bits per byte. `--tiny` is for machines without a GPU.
 """
 
@@ -517,8 +517,9 @@ def summary(runs: list[dict]) -> str:
 
 def row(mode: str, measure: str, attention: str, bits: list[float | None], ms: float, seconds: float) -> str:
     known = [value for value in bits if value is not None]
-    return common.table_row([mode, measure, attention, *formatted(bits), *formatted(
-        [mean(known), max(known) - min(known), stdev(known) if len(known) > 1 else None]), f"{ms:.1f}", f"{seconds:.1f}"])
+    spread = [mean(known), max(known) - min(known), stdev(known) if len(known) > 1 else None]
+    return common.table_row([mode, measure, attention, *formatted(bits), *formatted(spread), f"{ms:.1f}",
+                             f"{seconds:.1f}"])
 
 
 def formatted(values: Iterable[float | None]) -> list[str | None]:

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
@@ -94,11 +95,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 class _ByFile(LoadScopeScheduling):
     """Gives a file's tests to one process, whose fixtures they share, and all of tests/sim, which shares the
-    simulator's workers. The files with most tests come first."""
+    simulator's workers. The files with most tests come first. Files of tests/gpu, of which one has most of all tests,
+    are dealt out in parts."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = Path(nodeid.partition("::")[0])
+        if path.parent.name == "gpu":
+            return f"{path}, part {zlib.crc32(nodeid.encode()) % GPU_PARTS}"
         return str(path.parent if path.parent.name == "sim" else path)
+
+
+GPU_PARTS = 64
+"""Parts of a file of tests/gpu."""
 
 
 # --- a driver's library that runs nothing -----------------------------------------------------------------------------

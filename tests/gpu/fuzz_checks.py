@@ -33,7 +33,7 @@ from fuzz_cases import (
 )
 from fuzz_kernels import against_emulated
 from fuzz_oracle import Arithmetic
-from fuzz_spy import Spy
+from fuzz_spy import Spy, on_cpu
 from selection_checks import Selection, ends_of, failures, is_decided, sizes_of
 from training_checks import Trained, against_emulated_training, make_grad_out, train
 
@@ -99,6 +99,13 @@ class Inputs:
     def of(cls, case: Case, device: str) -> Inputs:
         return cls(*make_tensors(case, device), make_key_mask(case, device), make_sinks(case, device),
                    make_masks(case, device), make_sequences(case, device), make_sparse(case))
+
+    def on_cpu(self) -> Inputs:
+        """Copies on the CPU, but of a block mask, which no check reads."""
+        masks = None if self.masks is None else self.masks._replace(**{
+            name: on_cpu(getattr(self.masks, name)) for name in ("attn_mask", "seen")})
+        return Inputs(*map(on_cpu, self.tensors), on_cpu(self.key_mask), on_cpu(self.sinks), masks,
+                      on_cpu(self.sequences), self.sparse)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -232,17 +239,22 @@ def _attended(case: Case, backend: Backend, inputs: Inputs) -> tuple[str, list[M
     made = _call(case, inputs)
     spy = backend if isinstance(backend, Spy) else None
     ran = spy is not None and spy.handed is not None
-    measures = against_emulated(spy, read_quantized=case.read_quantized) if ran else []
+    measures = _against_emulated(case, spy) if ran else []
     if made.guard is not None:
         edges = torch.cat([made.guard[..., :1], made.guard[..., -2:]], -1)
         measures.append(same("memory around out", edges.isnan(), torch.ones_like(edges, dtype=torch.bool)))
     if case.stored and inputs.sequences is None:
         measures += _compare_stored(case, inputs, made)
     if inputs.sequences is not None:
-        measures += _contract_of_sequences(case, inputs, made)
+        measures += _contract_of_sequences(case, inputs.on_cpu(), made)
     else:
         measures += _contract_of_batch(case, inputs, made)
     return (spy.handed.plan.kernels.attn.name if ran else "empty" if case.is_empty else _entry(case)), measures
+
+
+def _against_emulated(case: Case, spy: Spy) -> list[Measure]:
+    spy.bring_to_cpu()
+    return against_emulated(spy, read_quantized=case.read_quantized)
 
 
 def _entry(case: Case) -> str:
@@ -392,8 +404,8 @@ def _by_sdpa(case: Case, backend: Backend, inputs: Inputs) -> tuple[str, list[Me
     if not served:
         return "torch", [_torchs_own(out, torchs(q, k, v, **call))]
     ran = isinstance(backend, Spy) and backend.handed is not None
-    measures = against_emulated(backend, read_quantized=case.read_quantized) if ran else []
-    measures += _contract(case, q, k, v, inputs.key_mask, out, None, top_left=True)
+    measures = _against_emulated(case, backend) if ran else []
+    measures += _contract(case, *map(on_cpu, (q, k, v, inputs.key_mask, out)), None, top_left=True)
     return backend.handed.plan.kernels.attn.name if ran else "sdpa", measures  # type: ignore[attr-defined]
 
 
@@ -426,7 +438,11 @@ def _trained(case: Case, backend: Backend, inputs: Inputs) -> tuple[str, list[Me
     grad_out = make_grad_out(case, inputs.q)
     made = train(case, inputs.tensors, grad_out, inputs.key_mask, inputs.sequences)
     spy = backend if isinstance(backend, Spy) and backend.result is not None else None
-    measures = [] if spy is None else against_emulated_training(spy, made, grad_out)
+    inputs, grad_out, made = inputs.on_cpu(), on_cpu(grad_out), on_cpu(made)
+    measures = []
+    if spy is not None:
+        spy.bring_to_cpu()
+        measures = against_emulated_training(spy, made, grad_out)
     if inputs.sequences is None:
         views = [heads_first(tensor, case.layout) for tensor in (*inputs.tensors, grad_out, *made)]
         measures += _contract_of_trained(case, *views, key_mask=inputs.key_mask)
@@ -536,12 +552,15 @@ def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key
 
 def _contract_of_batch(case: Case, inputs: Inputs, made: Made) -> list[Measure]:
     """The contract of a call of attn, whose blocks may be of its own choice."""
-    q, k, v, out = (heads_first(x, case.layout) for x in (*inputs.tensors, made.out))
+    chosen = None if inputs.sparse is None or case.is_empty else on_cpu(_chosen(case, inputs))
+    inputs = inputs.on_cpu()
+    q, k, v, out = (heads_first(x, case.layout) for x in (*inputs.tensors, on_cpu(made.out)))
     elements, tail = None if inputs.masks is None else inputs.masks.seen, 0
-    if inputs.sparse is not None and not case.is_empty:
-        elements = elements & _chosen(case, inputs)
+    if chosen is not None:
+        elements = elements & chosen
         tail = sizes_of(inputs.sparse.block_size)[1] if inputs.sparse.tail else 0
-    return _contract(case, q, k, v, inputs.key_mask, out, made.lse, sinks=inputs.sinks, elements=elements, tail=tail)
+    return _contract(case, q, k, v, inputs.key_mask, out, on_cpu(made.lse), sinks=inputs.sinks, elements=elements,
+                     tail=tail)
 
 
 def _chosen(case: Case, inputs: Inputs) -> torch.Tensor:
@@ -596,6 +615,7 @@ def _of_large_scores(arithmetic: Arithmetic, got: torch.Tensor, right: oracle.Ex
 
 def _contract_of_sequences(case: Case, inputs: Inputs, made: Made) -> list[Measure]:
     """Each sequence is a call by itself; of one that is longer than max_seqlen the first rows are."""
+    made = Made(on_cpu(made.out), on_cpu(made.lse), None)
     measures = []
     for rows, columns in _rows_of_sequences(inputs.sequences):
         q, k, v, out = (x.transpose(0, 1)[None] for x in (inputs.q[rows], inputs.k[columns], inputs.v[columns],
@@ -614,7 +634,7 @@ def _rows_of_sequences(sequences: Sequences) -> Iterator[tuple[slice, slice]]:
 
 
 def _worst(measures: list[Measure]) -> dict[str, float]:
-    """Per check its largest excess. The one place where a call waits for the device."""
+    """Per check its largest excess."""
     largest = [m.excess.max().double() if m.excess.numel() else torch.zeros((), dtype=torch.float64) for m in measures]
     there = [x for x in largest if x.device.type != "cpu"]
     values = iter(torch.stack(there).tolist() if there else [])

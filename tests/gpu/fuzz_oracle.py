@@ -354,8 +354,8 @@ def _bounds(heads: _Heads, arithmetic: Arithmetic, key_mask: torch.Tensor | None
     stored = info.eps * out.abs() + info.smallest_normal * info.eps + 2.0**-20 * units + 1e-34
     of_sinks = heads.weights[..., heads.seen.shape[-1]:].sum(-1)  # zero without any
     stored = stored + (of_sinks * _stored_lse(heads))[..., None] * out.abs()
-    if heads.means is not None:
-        stored = stored + _of_merging(heads, arithmetic)
+    if heads.means is not None:  # the merged outputs, and the means of V, are rounded before the output is
+        stored = stored + _of_merging(heads, arithmetic) + info.smallest_normal * info.eps
     lost = arithmetic.lost_of_p * heads.seen.sum(-1, keepdim=True).clamp(max=1e6) + arithmetic.lost_of_v
     elements = torch.minimum(_worst_of_elements(heads, arithmetic, rest), 2.2 * rest.amax(2, keepdim=True))
     rows = _worst_of_rows(heads, arithmetic, small, expected, rest / units)

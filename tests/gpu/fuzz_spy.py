@@ -27,6 +27,18 @@ class Handed:
     out: torch.Tensor  # likewise
     lse: torch.Tensor | None
 
+    def on_cpu(self) -> Handed:
+        return Handed(self.plan, on_cpu(self.given), on_cpu(self.out), on_cpu(self.lse))
+
+
+def on_cpu(x: Any) -> Any:
+    """Tensors, and named tuples of them, on the CPU; anything else as it is. What is expected of a call takes hundreds
+    of small operations: processes that share a GPU wait for each other there, those that have a processor each do
+    not."""
+    if isinstance(x, torch.Tensor):
+        return x.cpu()
+    return type(x)(*map(on_cpu, x)) if isinstance(x, tuple) and hasattr(x, "_fields") else x
+
 
 class Spy:
     """See above."""
@@ -42,6 +54,10 @@ class Spy:
     def handed(self) -> Handed | None:
         """Tensors of the first launch that had q, k and v."""
         return self.attended[0][0] if self.attended else None
+
+    def bring_to_cpu(self) -> None:
+        """Bring what kernels were handed to the CPU, where its emulation runs then."""
+        self.attended = [(handed.on_cpu(), result) for handed, result in self.attended]
 
     @property
     def manifest(self) -> Manifest:

@@ -90,6 +90,16 @@ def test_pytests_own_process_runs_tests_beside_a_gpu(conftest, monkeypatch):
     assert conftest.pytest_xdist_auto_num_workers(SimpleNamespace(option=option, args=["tests"])) == 0
 
 
+def test_processes_share_a_file_of_gpu_tests(conftest):
+    """tests/gpu/test_attention.py has nine of ten tests of tests/gpu."""
+    def parts(path):
+        return {conftest._ByFile._split_scope(None, f"{path}::test_of_a_number[{i}]") for i in range(1000)}
+
+    assert len(parts("tests/gpu/test_attention.py")) == conftest.GPU_PARTS
+    assert parts("tests/gpu/test_attention.py").isdisjoint(parts("tests/gpu/test_kv.py"))
+    assert len(parts("tests/unit/test_mask.py")) == 1
+
+
 def test_a_process_runs_whole_files_and_says_its_lines(tmp_path):
     for name in ("conftest.py", "session.py", "../pyproject.toml"):
         shutil.copy(TESTS / name, tmp_path)

@@ -408,7 +408,8 @@ def layer(**held):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("", "which is no JSON"), ("[" * 100000, "which is no JSON"), ('{"format": 1, "layers": {"a": {"keep": 0.', "which is no JSON"),
+    ("", "which is no JSON"), ("[" * 100000, "which is no JSON"),
+    ('{"format": 1, "layers": {"a": {"keep": 0.', "which is no JSON"),
     ("[]", "which has no format and layers"), ('{"format": 1}', "which has no format and layers"),
     ('{"format": 1, "layers": []}', "which has no format and layers"),
     ('{"format": 1, "layers": {}, "calls": 2}', "which has no format and layers"),

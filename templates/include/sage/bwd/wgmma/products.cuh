@@ -85,8 +85,8 @@ struct WgmmaHalf {
   }
 };
 
-// Issues the product of rows and 64 columns, rows of a tile in shared memory of the layout Columns, as a group. kAdd: to
-// what d holds.
+// Issues the product of rows and 64 columns, rows of a tile in shared memory of the layout Columns, as a group. kAdd:
+// it adds to what d holds.
 template <class Multiply, class Columns, bool kAdd, class A>
 __device__ __forceinline__ void issue_product(Accumulator& d, const A& rows, u32 columns) {
   const u64 b = matrix_descriptor<Columns>(columns);
