@@ -18,7 +18,7 @@ FORWARD, BACKWARD, OF_Q, OF_KV = 2, 2, 1, 2
 """Products: Q·Kᵀ and P·V; the backward pass computes Q·Kᵀ again and dO·Vᵀ, then dS·K where the gradient of q is asked
 for, and Pᵀ·dO and dSᵀ·Q where those of k and v are."""
 
-Given = Mapping[str, Any]
+Arguments = Mapping[str, Any]
 """The arguments of an operator by name."""
 
 
@@ -27,7 +27,7 @@ def register_formulas() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     forms = "", "_lse", "_out", "_lse_out"
-    formulas: dict[str, Callable[[Given], int]] = {
+    formulas: dict[str, Callable[[Arguments], int]] = {
         "train_attn": _of_attention, "train_attn_backward": _of_backward, "train_attn_varlen": _of_sequences,
         "train_attn_varlen_backward": _of_backward_of_sequences,
         **dict.fromkeys(("quantize_kv", "pool_blocks", "choose_blocks"), lambda given: 0)}
@@ -38,7 +38,7 @@ def register_formulas() -> None:
         register_flop_formula(operator, get_raw=True)(_by_name(operator, formula))
 
 
-def _by_name(operator: Any, formula: Callable[[Given], int]) -> Callable[..., int]:
+def _by_name(operator: Any, formula: Callable[[Arguments], int]) -> Callable[..., int]:
     """The formula as torch calls it: with the arguments as the operator got them, and its output."""
     arguments = operator.default._schema.arguments
 
@@ -49,20 +49,20 @@ def _by_name(operator: Any, formula: Callable[[Given], int]) -> Callable[..., in
     return count
 
 
-def _of_attention(given: Given) -> int:
+def _of_attention(given: Arguments) -> int:
     return _of_dense(given["q"], _rows(given["k"], given["layout"]), given["layout"], FORWARD)
 
 
-def _of_stored(given: Given) -> int:
+def _of_stored(given: Arguments) -> int:
     _, _, keys, _ = given["shape"]
     return _of_dense(given["q"], keys, given["layout"], FORWARD)
 
 
-def _of_backward(given: Given) -> int:
+def _of_backward(given: Arguments) -> int:
     return _of_dense(given["grad_out"], _rows(given["v"], given["layout"]), given["layout"], _products(given))
 
 
-def _products(given: Given) -> int:
+def _products(given: Arguments) -> int:
     """Products of a backward pass."""
     of_q, of_kv = bool(given.get("of_q", True)), bool(given.get("of_kv", True))
     return BACKWARD * (of_q or of_kv) + OF_Q * of_q + OF_KV * of_kv
@@ -73,15 +73,15 @@ def _of_dense(q: torch.Tensor, keys: int, layout: str, products: int) -> int:
     return products * 2 * batch * heads * queries * keys * headdim
 
 
-def _of_sequences(given: Given) -> int:
+def _of_sequences(given: Arguments) -> int:
     return _of_packed(given, given["q"], FORWARD)
 
 
-def _of_backward_of_sequences(given: Given) -> int:
+def _of_backward_of_sequences(given: Arguments) -> int:
     return _of_packed(given, given["grad_out"], _products(given))
 
 
-def _of_packed(given: Given, q: torch.Tensor, products: int) -> int:
+def _of_packed(given: Arguments, q: torch.Tensor, products: int) -> int:
     _, heads, headdim = q.shape
     lengths = zip(_lengths(given["cu_seqlens_q"], given["max_seqlen_q"]),
                   _lengths(given["cu_seqlens_k"], given["max_seqlen_k"]))

@@ -32,12 +32,12 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """The output; or the output and the log-sum-exp."""
 
 
-Call = tuple[Kind, tuple[Any, ...], Asked]
+PublicCall = tuple[Kind, tuple[Any, ...], Asked]
 """A public call: its kind, the arguments that its operators take in front of `out`, of which q is the first, and its
 options. A plain tuple, which takes less host time than a NamedTuple."""
 
 
-def given_to(call: Call) -> Given:
+def given_to(call: PublicCall) -> Given:
     """The arguments of a call by name."""
     kind, arguments, _ = call
     return SIGNATURES[kind].read(arguments)
@@ -47,7 +47,7 @@ def given_to(call: Call) -> Given:
 
 
 def call_of_attn(q: Any, k: Any, v: Any, asked: Asked, *, key_mask: Any, sinks: Any, attn_mask: Any,
-                 block_mask: Any) -> Call:
+                 block_mask: Any) -> PublicCall:
     """The call of attn with these arguments. Raises ArgumentError for masks that do not fit q and k, and for what the
     operators' schemas would refuse with torch's own errors; the operators check the rest."""
     if attn_mask is not None or block_mask is not None:
@@ -65,7 +65,7 @@ def call_of_attn(q: Any, k: Any, v: Any, asked: Asked, *, key_mask: Any, sinks: 
 
 
 def call_of_attn_varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any,
-                        max_seqlen_k: Any, asked: Asked, kind: Kind = "varlen", **optional: Any) -> Call:
+                        max_seqlen_k: Any, asked: Asked, kind: Kind = "varlen", **optional: Any) -> PublicCall:
     """The call of attn_varlen with these arguments, likewise, or of train_attn_varlen. `asked.layout` must be the
     default, since tensors [tokens, heads, headdim] have no other."""
     check_not_with_sequences(k)
@@ -112,7 +112,7 @@ def options_of(q: torch.Tensor, asked: Asked, out: object, return_lse: object) -
 # --- the call ---------------------------------------------------------------------------------------------------------
 
 
-def attend(call: Call, out: torch.Tensor | None, return_lse: bool) -> Result:
+def attend(call: PublicCall, out: torch.Tensor | None, return_lse: bool) -> Result:
     """Make a call by the operators of its kind."""
     kind, arguments, asked = call
     q = arguments[0]
@@ -175,7 +175,7 @@ def with_shared_rows(problem: Problem) -> Problem:
     return replace(problem, num_q_heads=problem.num_kv_heads, seqlen_q=group)
 
 
-def _attend_by_group(given: Given, call: Call, out: torch.Tensor | None, return_lse: bool,
+def _attend_by_group(given: Given, call: PublicCall, out: torch.Tensor | None, return_lse: bool,
                      options: tuple[Any, ...]) -> Result:
     """Make a call with the q heads of each KV head as rows of one head."""
     kind, (q, *others), asked = call
