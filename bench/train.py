@@ -7,8 +7,8 @@
 
 The model reads bytes: 19 M parameters, 6 layers of width 512, rotary positions, causal; even layers have 8 heads of 64
 channels, odd layers 4 heads of 128. It has no QK-norm unless --qk-norm asks for it. The text (`--text`) is every .py
-and .rst that installed packages brought, each content once (`packages`), or the source code of this Python's standard
-library (`stdlib`): half A for `pretrain`, from random weights; half B for `finetune`, which starts from the weights
+and .rst that installed packages brought (`packages`), or the source code of this Python's standard library (`stdlib`),
+equal files once: half A for `pretrain`, from random weights; half B for `finetune`, which starts from the weights
 that one bf16 run of `pretrain` left; 3 % of it is held out. Runs of one seed have the same initial weights and the same
 batches, whatever the attention. All losses are bits per byte. `--tiny` is for machines without a GPU.
 """
@@ -180,9 +180,9 @@ def split_text(text: str) -> dict[str, bytes]:
     ends = {"pretrain": (1 - HELD_OUT) / 2 * total, "finetune": (1 - HELD_OUT) * total, "held out": total}
     parts: dict[str, list[bytes]] = {name: [] for name in ends}
     so_far = 0
-    for text in files:
-        so_far += len(text)
-        parts[next(name for name, end in ends.items() if so_far <= end)].append(text)
+    for file in files:
+        so_far += len(file)
+        parts[next(name for name, end in ends.items() if so_far <= end)].append(file)
     return {name: b"".join(part) for name, part in parts.items()}
 
 

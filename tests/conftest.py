@@ -95,8 +95,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 class _ByFile(LoadScopeScheduling):
     """Gives a file's tests to one process, whose fixtures they share, and all of tests/sim, which shares the
-    simulator's workers. The files with most tests come first. Files of tests/gpu, of which one has most of all tests,
-    are dealt out in parts."""
+    simulator's workers. The files with most tests come first. A file of tests/gpu may have thirty thousand tests: such
+    files are dealt out in parts."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = Path(nodeid.partition("::")[0])

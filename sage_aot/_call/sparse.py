@@ -18,7 +18,7 @@ from sage_aot._problem.derivatives import check_no_derivative, is_transformed
 from sage_aot._problem.options import Asked, for_schema, for_tracer
 from sage_aot._problem.problem import heads_first
 from sage_aot._problem.selection import CHOOSE_BY
-from sage_aot._problem.tensors import MASK_BLOCK, TENSORS
+from sage_aot._problem.tensors import MASK_BLOCK, taken_by
 from sage_aot.errors import ArgumentError
 
 
@@ -216,4 +216,4 @@ def _in_whole_vectors(mask: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(mask, (0, -keys % 16))[..., :keys]
 
 
-_NO_TENSORS: dict[str, Any] = dict.fromkeys(TENSORS)
+_NO_TENSORS: dict[str, Any] = dict.fromkeys(taken_by("dense"))

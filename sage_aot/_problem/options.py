@@ -292,12 +292,12 @@ def for_schema(*values: Any) -> tuple[Any, ...]:
 
     Remembers the last ones. A tracer takes the answer for a constant, which it is: the values are constants to it.
     """
-    try:
-        if (window := values[_WINDOW]) is not None and not _is_window(window):  # (3.0, 0) has the hash of (3, 0)
-            raise TypeError("a window of other than two ints")
-        return _for_schema(*values)
-    except TypeError:  # a scalar within another object, or a value that no option takes, for which Options raises
-        return _for_schema(*vars(Options(*values)).values())
+    if _is_window(values[_WINDOW]):  # else a key that is equal may be remembered: (3.0, 0) is to (3, 0)
+        try:
+            return _for_schema(*values)
+        except TypeError:  # a scalar within another object, or a value that no option takes, for which Options raises
+            pass
+    return _for_schema(*vars(Options(*values)).values())
 
 
 _WINDOW = list(OPTIONS).index("window")

@@ -131,7 +131,7 @@ def report(subject: Subject, case: Case, verdict: Verdict, *, reduce: bool) -> s
 
 
 def _work(args: argparse.Namespace, worker: int, tallies: multiprocessing.Queue) -> None:
-    """A process: every `workers`-th call. Processes take turns at the GPUs."""
+    """A process: every `workers`-th call, on the GPU of its number modulo their count."""
     torch.set_num_threads(1)
     if args.device == "cuda":
         torch.cuda.set_device(worker % torch.cuda.device_count())

@@ -125,12 +125,28 @@ BROADCAST = {
 }
 
 
+exact_strides = pytest.mark.skipif(not hasattr(torch.Tag, "needs_exact_strides"), reason="torch before 2.8")
+
+
+@exact_strides
 @pytest.mark.parametrize("call", BROADCAST)
 def test_computed_and_broadcast_operands_of_code_that_torch_generates(call):
     """Inductor chooses the strides of what it computes, but for what operators ask."""
     work, qkv = BROADCAST[call], draw(70, batch=2)
     with torch._inductor.config.patch(fx_graph_cache=False):  # code on disk may be of other tags
         assert torch.equal(torch.compile(work, fullgraph=True)(*qkv), work(*qkv))
+
+
+@exact_strides
+def test_gradients_of_computed_and_broadcast_operands():
+    def work(q, k, v):
+        return sage_aot.train_attn(q, repeated(k), repeated(v), is_causal=True)
+
+    leaves = [x.requires_grad_() for x in draw(70, batch=2)]
+    expected = torch.autograd.grad(work(*leaves).sum(), leaves)  # of a sum: the output's gradient is broadcast
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        found = torch.autograd.grad(torch.compile(work, fullgraph=True)(*leaves).sum(), leaves)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("strict", [False, True])

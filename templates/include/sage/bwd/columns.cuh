@@ -8,8 +8,8 @@
 
 namespace sage {
 
-// P = 2^(score - log-sum-exp), at most 1: a large log-sum-exp has units of whole powers of two. NaN stays. P times a
-// factor, whose logarithm is part of minus_lse: log2_most is that logarithm.
+// P = 2^(score - log-sum-exp), at most 1: a large log-sum-exp has units of whole powers of two. NaN stays. Where
+// minus_lse has the logarithm of a factor too, log2_most is that logarithm, and the result P times the factor.
 __device__ __forceinline__ float probability(i32 score, float scale, float minus_lse, float log2_most = 0.0f) {
   return ptx::ex2(ptx::min_nan(fmaf(static_cast<float>(score), scale, minus_lse), log2_most));
 }

@@ -130,7 +130,7 @@ class BwdQ {
     }
 
    private:
-    // Adds dQ of the tile before, in `keys`, and finds dS of this tile, in the next stage, of `tiles`.
+    // Adds dQ of the tile before, in `keys`, and finds dS of this tile, in the next stage. tiles: how many there are.
     template <bool kMasked>
     __device__ __forceinline__ void step(u32& keys, i32 tile, i32 tiles) {
       Stage next = stage;
@@ -156,7 +156,7 @@ class BwdQ {
       issue_product<WgmmaHalf<kDtype>, typename Tile::Halves, true>(y, queries.halves(), keys + Tile::kHalves);
     }
 
-    // dS of a tile times the scales of its keys, of `tiles`. kFirst: no product of dQ is in flight between S and dP.
+    // dS of a tile times the scales of its keys. kFirst: no product of dQ is in flight between S and dP.
     template <bool kMasked, bool kFirst>
     __device__ __forceinline__ void find_tile(u32 tile_keys, i32 tile, i32 tiles) {
       const float k_scale = load_key_scale<Config>(tile_keys, lane);
@@ -194,8 +194,9 @@ class BwdQ {
       }
     }
 
-    // The stage behind that of the current tile. Its tile is waited for between P and dS: ptxas does not move P behind
-    // the loop of that wait, and would otherwise find P where nothing is multiplied beside it.
+    // The stage behind that of the current tile. Its tile is waited for between P and dS: in steps without a mask ptxas
+    // moves little of P behind the loop of that wait. Without the loop it finds most of P behind the wait for dP, where
+    // the warpgroup multiplies nothing.
     template <bool kFirst>
     __device__ __forceinline__ Stage behind() const {
       Stage next = stage;

@@ -76,8 +76,9 @@ class TilePipeline {
   }
 
  private:
-  // Tiles being copied while another one begins. A consumer gives a stage back when the next tile has arrived; the tile
-  // behind that one should be there already, and is published behind the copies of kInFlight more.
+  // Tiles being copied while another one begins. A consumer may wait for tile t + 1 while it holds t - 1 and t. That
+  // tile is published when the copies of kInFlight more have begun: with more than kStages - 3 they would need the
+  // stage of t - 1, and both sides would wait for ever.
   static constexpr i32 kInFlight = kStages - 3;
   static_assert(kInFlight > 0);
 
