@@ -169,7 +169,8 @@ def sources(text: str) -> list[Path]:
         return [path for path in root.rglob("*.py")
                 if not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)]
     folders = {Path(folder).resolve() for folder in (paths["purelib"], paths["platlib"], *site.getsitepackages())}
-    return sorted({path for folder in folders for kind in ("*.py", "*.rst") for path in folder.rglob(kind)})
+    found = {path for folder in folders for kind in ("*.py", "*.rst") for path in folder.rglob(kind)}
+    return [path for path in found if path.is_file()]  # a folder's name may end so, and a link lead nowhere
 
 
 def split_text(text: str) -> dict[str, bytes]:

@@ -56,6 +56,7 @@ def test_text_of_packages_has_each_content_once(monkeypatch, tmp_path):
     (plain / "copy.py").write_text("a" * 100)
     (plain / "c.py").write_text("c" * 100)
     (plain / "no.txt").write_text("d" * 100)
+    (plain / "folder.py").mkdir()
     monkeypatch.undo()
     monkeypatch.setattr(train.sysconfig, "get_paths", lambda: {"purelib": str(pure), "platlib": str(plain)})
     monkeypatch.setattr(train.site, "getsitepackages", lambda: [str(pure)])
