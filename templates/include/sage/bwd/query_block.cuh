@@ -125,16 +125,23 @@ struct QueryRows {
   }
 
   // Calls visit(m, n, c, P) for the scores of a tile of keys. All columns of a thread are keys of one scale group.
-  template <class Visit>
+  // kScaled: P times that scale, a summand of the exponent, where a factor would take a product a score.
+  template <bool kScaled, class Visit>
   __device__ __forceinline__ void exponentiate(const ColumnTiles<i32, kM>& scores, float k_scale, Visit visit) const {
+    const float log2_most = kScaled ? ptx::lg2(k_scale) : 0.0f;
 #pragma unroll
     for (i32 m = 0; m < kM; ++m) {
-      const float scale[2] = {k_scale * q_scale[m][0], k_scale * q_scale[m][1]};
+      float scale[2], of_row[2];
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r) {
+        scale[r] = k_scale * q_scale[m][r];
+        of_row[r] = kScaled ? minus_lse[m][r] + log2_most : minus_lse[m][r];
+      }
 #pragma unroll
       for (i32 n = 0; n < kColumnTiles; ++n) {
 #pragma unroll
         for (i32 c = 0; c < 4; ++c) {
-          visit(m, n, c, probability(scores[m][n][c], scale[c / 2], minus_lse[m][c / 2]));
+          visit(m, n, c, probability(scores[m][n][c], scale[c / 2], of_row[c / 2], log2_most));
         }
       }
     }

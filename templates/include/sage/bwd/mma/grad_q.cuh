@@ -108,7 +108,7 @@ class BwdQ {
     }
     multiply_rows<typename Tile::Halves>(x, queries.grad, keys + Tile::kHalves, lane, Half<kDtype>{});
     const float k_scale = load_key_scale<Config>(keys, lane);
-    queries.rows.exponentiate(scores, k_scale, [&](i32 m, i32 n, i32 c, float p) { x[m][n][c] *= p; });
+    queries.rows.template exponentiate<false>(scores, k_scale, [&](i32 m, i32 n, i32 c, float p) { x[m][n][c] *= p; });
     if constexpr (kMasked) hide_unseen(x, params, own, first_key, lane);
     round_rows<127>(rounded, x, {k_scale, k_scale});
   }

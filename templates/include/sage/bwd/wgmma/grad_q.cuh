@@ -162,7 +162,7 @@ class BwdQ {
       const float k_scale = load_key_scale<Config>(tile_keys, lane);
       wait_for<kFirst ? 1 : 2>(x);
       ColumnTiles<float, 1> found, grad_p;  // P times the scales, then dS; dP - D
-      exponentiate(found, k_scale);
+      rows.template exponentiate<true>(x, k_scale, [&](i32 /*m*/, i32 n, i32 c, float p) { found[0][n][c] = p; });
       if (tile + 1 < tiles) pipeline.wait(behind<kFirst>());
       wait_for<0>(y);
       if constexpr (!kFirst) pipeline.release(stage);
@@ -174,24 +174,6 @@ class BwdQ {
       }
       if constexpr (kMasked) hide_unseen(found, params, own, tile * kTileRows, lane);
       halve<Dtype::kBf16>(grad_s, found);
-    }
-
-    // P times the scale of this thread's keys: a summand of the exponent, where a factor would take a product a score.
-    __device__ __forceinline__ void exponentiate(ColumnTiles<float, 1>& p, float k_scale) const {
-      const float log2_scale = ptx::lg2(k_scale);
-      float scale[2], minus_lse[2];
-#pragma unroll
-      for (i32 r = 0; r < 2; ++r) {
-        scale[r] = k_scale * rows.q_scale[0][r];
-        minus_lse[r] = rows.minus_lse[0][r] + log2_scale;
-      }
-#pragma unroll
-      for (i32 n = 0; n < kColumnTiles; ++n) {
-#pragma unroll
-        for (i32 c = 0; c < 4; ++c) {
-          p[0][n][c] = probability(x[0][n][c], scale[c / 2], minus_lse[c / 2], log2_scale);
-        }
-      }
     }
 
     // The stage behind that of the current tile. Its tile is waited for between P and dS: in steps without a mask ptxas
