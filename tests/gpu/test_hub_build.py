@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (ROOT / "ci" / "sageattent
                                                   reason="the kernel is built from a source tree")]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a process registers its operators once, and may get the file in several parts
 def kernel(tmp_path_factory) -> Iterator[Any]:
     """The variant for CUDA, with the kernels that this GPU runs."""
     arch = arch_of(default_library(), torch.cuda.current_device())
