@@ -111,6 +111,7 @@ class Case(_SizesAndOptions):
     blocks: str = _varied({"none": 14, "64": 1, "128": 1, "192": 1, "heads": 1, "all": 1, "nothing": 1, "flex": 1},
                           late=True)  # of a block_mask: the queries and keys of a block
     sparse: str = _varied({"none": 24, "keep": 1, "mass": 1, "tau": 1, "tail": 1}, late=True)  # what a Sparse goes by
+    gradients: str = _varied({"together": 2, "apart": 1}, late=True)  # apart: a call for q's, one for k's and v's
 
     @property
     def q_heads(self) -> int:
@@ -273,7 +274,7 @@ def as_trained(case: Case) -> Case:
     sizes = {name: max(1, getattr(case, name)) for name in ("batch", "kv_heads", "group", "seqlen_q", "seqlen_kv")}
     others = {name: getattr(case, name) for name in ("arch", "seed", "is_causal", "scale", "layout", "kind", "planted",
                                                      "strides", "stream", "scores", "values", "one_key", "mask_kind",
-                                                     "lengths")}
+                                                     "lengths", "gradients")}
     return Case(**sizes, **others, headdim=min(case.headdim, MOST_TRAINED), entry="train_attn",
                 dtype=case.dtype if case.dtype != "f32" else "bf16")
 

@@ -315,6 +315,6 @@ def test_a_stream_of_the_device_of_the_tensors_is_honoured(expected, handed):
         torch.cuda._sleep(30_000_000)  # anything on another stream would read `late` before it is written
         late.copy_(qkv[0])
         with torch.cuda.device(0):
-            out = sage_aot.attn(late, *qkv[1:], smooth_q=True)
+            out, _ = sage_aot.attn(late, *qkv[1:], smooth_q=True, return_lse=True)  # as attn() does
     stream.synchronize()
     assert torch.equal(out.cpu(), expected[0])

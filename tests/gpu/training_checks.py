@@ -80,15 +80,19 @@ def make_grad_out(case: Case, q: torch.Tensor) -> torch.Tensor:
 
 def train(case: Case, tensors: tuple[torch.Tensor, ...], grad_out: torch.Tensor, key_mask: torch.Tensor | None,
           sequences: Sequences | None) -> Trained:
-    """Make the public call and its backward pass."""
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    with torch.enable_grad():
-        if sequences is None:
-            out = sage_aot.train_attn(*leaves, key_mask=key_mask, is_causal=case.is_causal, scale=case.scale,
-                                      layout=case.layout)
-        else:
-            out = sage_aot.train_attn_varlen(*leaves, **sequences._asdict(), is_causal=case.is_causal, scale=case.scale)
-        return Trained(out.detach(), *torch.autograd.grad(out, leaves, grad_out))
+    """Make the public call and its backward pass; or two of each, whose tensors require a part of the gradients."""
+    gradients: list[torch.Tensor] = []
+    for part in ((0,), (1, 2)) if case.gradients == "apart" else ((0, 1, 2),):
+        leaves = [tensor.detach().requires_grad_(i in part) for i, tensor in enumerate(tensors)]
+        with torch.enable_grad():
+            if sequences is None:
+                out = sage_aot.train_attn(*leaves, key_mask=key_mask, is_causal=case.is_causal, scale=case.scale,
+                                          layout=case.layout)
+            else:
+                out = sage_aot.train_attn_varlen(*leaves, **sequences._asdict(), is_causal=case.is_causal,
+                                                 scale=case.scale)
+            gradients += torch.autograd.grad(out, [leaves[i] for i in part], grad_out)
+    return Trained(out.detach(), *gradients)
 
 
 def against_emulated_training(spy: Spy, made: Trained, grad_out: torch.Tensor) -> list[Measure]:
