@@ -1,4 +1,4 @@
-"""The head of the tests' report: the variants that the tests of this folder leave out. And the GPU's memory."""
+"""Hooks of the tests of this folder: the head of their report, with the variants left out, and freed memory."""
 
 from __future__ import annotations
 
