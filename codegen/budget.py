@@ -46,6 +46,7 @@ _BACKWARD_PRODUCTS: dict[str, dict[str, tuple[str, ...]]] = {
     "wgmma": {
         "bwdkv": ("IGMMA.64x64x32.S8.S8", "HGMMA.64x64x16.F32.BF16", "HGMMA.64x64x16.F32"),
         "bwdq": ("IGMMA.64x64x32.S8.S8", "HGMMA.64x64x16.F32.BF16", "HGMMA.64x64x16.F32"),
+        "bwdqkv": ("IGMMA.64x64x32.S8.S8", "HGMMA.64x64x16.F32.BF16", "HGMMA.64x64x16.F32"),
     },
 }
 """The instructions that the products of the backward kernels take, by family and kind: those in 16 bits in bf16 and in

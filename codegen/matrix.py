@@ -15,8 +15,8 @@ from codegen.rows import AXIS_NAMES, FamilyKind, RowReader, Rows, Selector, Tile
 from codegen.yaml_reader import YamlReader
 from sage_aot._kernels.manifest import Arch
 from sage_aot._kernels.spec import (
-    BACKWARD,
     KINDS,
+    OF_BACKWARD,
     SELECTION,
     AttnSpec,
     BwdPrepSpec,
@@ -151,7 +151,7 @@ class _Planning:
         """The attention kernel that a row builds for a combination."""
         kinds = self.rows.families[row.family]
         needs = {"delta": _needs_delta(spec), "lists": spec.mask == "sparse"}
-        idle = {spec.kind, *BACKWARD, *SELECTION, *(kind for kind, is_needed in needs.items() if not is_needed)}
+        idle = {spec.kind, *OF_BACKWARD, *SELECTION, *(kind for kind, is_needed in needs.items() if not is_needed)}
         wanted = [kind for kind in KINDS if kind in kinds and kind not in idle]
         for kind, is_needed in needs.items():
             if is_needed and kind not in kinds:
@@ -190,7 +190,7 @@ class _Planning:
         """The companions of an attention kernel, its backward kernels if it has a backward pass, and those that choose
         blocks for it if it takes masks of blocks."""
         assert isinstance(spec, AttnSpec)
-        apart = [*(BACKWARD if spec.trains else ()), *(SELECTION if spec.mask == "sparse" else ())]
+        apart = [*(OF_BACKWARD if spec.trains else ()), *(SELECTION if spec.mask == "sparse" else ())]
         built = [kind for kind in apart if kind in self.rows.families[row.family]]
         return [*map(spec_of, companions), *map(spec.companion, built)]
 

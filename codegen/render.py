@@ -30,8 +30,10 @@ CONTEXT = {
     "merge": ("name", "template", "row", "threads", "programmatic"),
     "bwdprep": ("name", "template", "row", "entries_by_packed", "headdim", "halves", "qk", "pv", "block_m", "block_n",
                 "warp_m", "threads"),
-    "bwdkv": ("name", "template", "row", "family", "entries_by_packed", "headdim", "halves", "shared_bytes"),
+    **dict.fromkeys(("bwdkv", "bwdqkv"), ("name", "template", "row", "family", "entries_by_packed", "headdim", "halves",
+                                          "sums_q", "shared_bytes")),
     "bwdq": ("name", "template", "row", "family", "entries_by_packed", "headdim", "halves", "shared_bytes"),
+    "bwdsum": ("name", "template", "row", "entries_by_packed", "headdim", "halves"),
     "delta": ("name", "template", "row", "entries", "headdim", "threads"),
 }
 """The names that the templates of each kind are given. A template uses all of them and no others."""
@@ -79,6 +81,7 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "smooth_v": axes.get("v") == "vsmooth",
         "smooth_q": axes.get("q") == "qsmooth",
         "key_norms": FAMILIES[kernel.family].reads_key_norms,
+        "sums_q": spec.kind == "bwdqkv",
         "halves": FAMILIES[kernel.family].trains_in_halves,
         "threads": kernel.how.threads,
         "shared_bytes": kernel.shared_bytes,

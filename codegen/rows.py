@@ -16,7 +16,7 @@ from codegen.yaml_reader import YamlReader, line_of
 from sage_aot._families import FAMILIES
 from sage_aot._kernels.axes import AXES
 from sage_aot._kernels.manifest import SUFFIXES
-from sage_aot._kernels.spec import BACKWARD, IN_EVERY_FAMILY, KINDS, AttnSpec, capability_of
+from sage_aot._kernels.spec import IN_EVERY_FAMILY, KINDS, OF_BACKWARD, AttnSpec, capability_of
 from sage_aot._kernels.tile import Tile
 
 AXIS_NAMES = AttnSpec.axes()
@@ -183,11 +183,12 @@ class RowReader:
 
     def _family_kind(self, family: str, kind: str, node: yaml.Node) -> FamilyKind:
         keys = {"quant": ("template", "threads", "min_blocks"),
-                **dict.fromkeys(("attn", "bwdkv", "bwdq"), ("template",))}  # their headers say how many threads
+                # their headers say how many threads
+                **dict.fromkeys(("attn", "bwdkv", "bwdq", "bwdqkv", "bwdsum"), ("template",))}
         entries = self.reader.mapping(
             node, f"{kind!r} of the family {family!r}", keys.get(kind, ("template", "threads")),
-            (*(("allow_spills", "why") if kind in (*BACKWARD, "quant") else ()),
-             *(("suffix",) if kind in BACKWARD else ())))
+            (*(("allow_spills", "why") if kind in (*OF_BACKWARD, "quant") else ()),
+             *(("suffix",) if kind in OF_BACKWARD else ())))
         template = self.reader.scalar(entries["template"]) if "template" in entries else None
         if template is not None and not (self.templates / str(template)).is_file():
             self.reader.complain(line_of(entries["template"]), f"expected a file in templates/, got {template!r}")

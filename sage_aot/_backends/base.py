@@ -46,6 +46,10 @@ class BackwardTensors(NamedTuple):
         return self.grad_q, self.grad_k, self.grad_v
 
     @property
+    def wants_all(self) -> bool:
+        return all(gradient is not None for gradient in self.gradients)
+
+    @property
     def given(self) -> Given:
         """The arguments of the forward pass, with tensors of the shapes of q and k in their places."""
         return Given("train" if self.max_seqlens is None else "train_varlen", self.out, self.v, self.v, self.key_mask,

@@ -133,8 +133,8 @@ def prepared_backward(tensors: BackwardTensors, options: tuple[Any, ...]) -> Pre
     """The backward pass of a call, kept from an earlier one of the kind, or prepared now."""
     around = handed, _ = surroundings()
     grad = tensors.grad_out
-    key = (*kind_of_call(tensors.given, None, options, around), "backward", grad.shape, grad.stride(), grad.dtype,
-           grad.device)
+    key = (*kind_of_call(tensors.given, None, options, around), "backward", tensors.wants_all, grad.shape,
+           grad.stride(), grad.dtype, grad.device)
     return _prepared.remembered(key, around, lambda: prepare_backward(
         handed or backend_of(tensors.v), tensors, Options.from_schema(*options)))
 

@@ -217,16 +217,42 @@ class BwdQSpec(KernelSpec):
     headdim: int
 
 
+@dataclass(frozen=True)
+class BwdQkvSpec(KernelSpec):
+    """The gradients of K and V, and sums of that of Q."""
+
+    kind = "bwdqkv"
+    rows = HALVES
+    packed = False, True
+    headdim: int
+
+
+@dataclass(frozen=True)
+class BwdSumSpec(KernelSpec):
+    """The gradient of Q from its sums."""
+
+    kind = "bwdsum"
+    rows = HALVES
+    packed = False, True
+    headdim: int
+
+
 KINDS: dict[str, type[KernelSpec]] = {spec.kind: spec for spec in (
     PoolSpec, ChooseSpec, PackSpec, ListsSpec, QuantSpec, DeltaSpec, AttnSpec, MergeSpec, BwdPrepSpec, BwdKvSpec,
-    BwdQSpec)}
+    BwdQSpec, BwdQkvSpec, BwdSumSpec)}
 """Every kind of kernel, in the order in which a selection of blocks, a call, and its backward pass run them."""
 
 SELECTION = ("pool", "choose")
 """The kinds that choose blocks of keys, for a later call with a mask of blocks."""
 
 BACKWARD = ("bwdprep", "bwdkv", "bwdq")
-"""The kinds of the backward pass."""
+"""The kinds of the backward pass, in the order of their launches."""
+
+BACKWARD_TOGETHER = ("bwdqkv", "bwdsum")
+"""Kinds in place of bwdkv and bwdq where all gradients are asked for, in families that have them."""
+
+OF_BACKWARD = (*BACKWARD, *BACKWARD_TOGETHER)
+"""Every kind of the backward pass."""
 
 IN_EVERY_FAMILY = ("pack", "quant", "attn", "merge")
 """The kinds that every family has. Every call runs quant and attn; pack runs where a call has a key mask, lists where

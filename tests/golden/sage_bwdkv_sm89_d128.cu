@@ -8,6 +8,7 @@
 struct Config {
   static constexpr int kHeadDim = 128;  // channels
   static constexpr bool kHalves = false;  // whether P and dS are multiplied in 16 bits
+  static constexpr bool kSumsQ = false;  // whether blocks add up the gradient of Q, too
   static constexpr int kSharedBytes = 101376;  // that a block can have
 };
 

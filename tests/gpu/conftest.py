@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import gpu_of_worker  # noqa: F401 - variants starts CUDA
 import pytest
 import torch
 from variants import LEFT_OUT

@@ -112,6 +112,8 @@ class Case(_SizesAndOptions):
                           late=True)  # of a block_mask: the queries and keys of a block
     sparse: str = _varied({"none": 24, "keep": 1, "mass": 1, "tau": 1, "tail": 1}, late=True)  # what a Sparse goes by
     gradients: str = _varied({"together": 2, "apart": 1}, late=True)  # apart: a call for q's, one for k's and v's
+    side_by_side: int | None = _varied({None: 2, 0: 1, 1: 1, 3: 1}, late=True)  # KV heads by turns where one kernel
+    # finds all gradients, 0: two kernels find them; None: as the call has it
 
     @property
     def q_heads(self) -> int:

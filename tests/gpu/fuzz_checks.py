@@ -132,7 +132,7 @@ class Subject:
         library = self.libraries[case.arch]
         if self.device == "cpu":
             return EmulationBackend(library.manifest, case.arch, case.splits or 1)
-        return Spy(CudaBackend(library, case.arch, case.splits))
+        return Spy(CudaBackend(library, case.arch, case.splits, case.side_by_side))
 
     def examine(self, case: Case, backend: Backend | None = None) -> Verdict:
         """Make the call, on another backend where one is given, and hold it against everything; whatever is raised is

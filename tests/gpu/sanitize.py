@@ -2,10 +2,10 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
-Run it with the tools racecheck and initcheck, too. Archs named after the file limit the run to their variants. Without
-torch's caching allocator, an access beyond a tensor is an access beyond its allocation, and memory starts
-uninitialized. After calls of train_attn, initcheck reports 12 words in torch's copy of each line of scales: the forward
-pass writes the first 32 of its 128 bytes."""
+Run it with the tools racecheck and initcheck, too. Archs named after the file limit the run to their variants, and
+`trained` to calls with a backward pass. Without torch's caching allocator, an access beyond a tensor is an access
+beyond its allocation, and memory starts uninitialized. After calls of train_attn, initcheck reports 12 words in torch's
+copy of each line of scales: the forward pass writes the first 32 of its 128 bytes."""
 
 from __future__ import annotations
 
@@ -77,10 +77,13 @@ pipeline has stages."""
 
 
 def main() -> None:
-    specs = [spec for spec in SPECS + SPARSE if spec.arch in sys.argv[1:] or not sys.argv[1:]]
+    archs, trained = [arch for arch in sys.argv[1:] if arch != "trained"], "trained" in sys.argv
+    specs = [spec for spec in SPECS + SPARSE if (spec.arch in archs or not archs) and (spec.trains or not trained)]
     count = 0
     for spec in specs:
         for call in calls_of(spec):
+            if trained and not call.is_trained:
+                continue
             count += 1
             headdim = spec.headdim - call.fewer
             q, k, v = reference.inputs(call.kind, (*call.q_shape, headdim), (*call.kv_shape, headdim), call.dtype,
@@ -139,10 +142,11 @@ def run_masked(spec: AttnSpec, mask: str, q: torch.Tensor, k: torch.Tensor, v: t
 def train(spec: AttnSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """The public call of the kernels of this arch, forward and backward."""
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    with handing(CudaBackend(default_library(), spec.arch)):
-        out = sage_aot.train_attn(*leaves, is_causal=spec.mask == "causal")
-        found = torch.autograd.grad(out, leaves, torch.ones_like(out))
-    assert all(gradient.isfinite().all() for gradient in found), spec.name
+    for side_by_side in (0, 2):  # by two kernels, and by one where the arch has it
+        with handing(CudaBackend(default_library(), spec.arch, side_by_side=side_by_side)):
+            out = sage_aot.train_attn(*leaves, is_causal=spec.mask == "causal")
+            found = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        assert all(gradient.isfinite().all() for gradient in found), spec.name
 
 
 def _spoilt(spec: AttnSpec, out: torch.Tensor) -> torch.Tensor:

@@ -118,9 +118,10 @@ def library_of(arch: str) -> Library:
 
 
 @functools.cache
-def backend_of(arch: str, splits: int | None = None) -> CudaBackend:
-    """The backend that runs an arch's kernels here, with the keys split as it chooses or into `splits`."""
-    return CudaBackend(library_of(arch), arch, splits)
+def backend_of(arch: str, splits: int | None = None, side_by_side: int | None = None) -> CudaBackend:
+    """The backend that runs an arch's kernels here, with the keys split as it chooses or into `splits`, and all
+    gradients found as it chooses or by `side_by_side`."""
+    return CudaBackend(library_of(arch), arch, splits, side_by_side)
 
 
 def native_specs() -> list[AttnSpec]:

@@ -223,7 +223,7 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("BwdQ::run", Sign("row + kWarpRows - 1")): "a tile more, hidden as a whole",
     ("BwdPrepare::prepare_q", Sign("first_row + own", 2)): "O of a query that does not exist, times a dO of zeros",
     ("EqualColumns::of_last_key", Sign("seen_from + kKeysOfWarp - 1")): "tiles are masked that all queries see",
-    ("BwdKv::whole_from", First(
+    ("QueryTilesBackwards::whole_from", First(
         "params.is_causal ? ceil_div(max(0, first_seeing(own.entry, key)), kTileRows) : 0")):
             "tiles are masked that all queries see",
     ("BwdKv::ColumnsAhead::minus_lse", OffByOne("n + kAhead < kColumnTiles")): "a load that nothing uses",

@@ -34,7 +34,7 @@ from codegen.matrix import Matrix, PlannedKernel, read_matrix
 from codegen.project import ROOT, Project
 from codegen.render import render_all, source_path
 from sage_aot._kernels.manifest import FILE_NAME, AttnRecord, KernelRecord, Manifest, records_by_name
-from sage_aot._kernels.spec import BACKWARD, SELECTION, AttnSpec, target_of
+from sage_aot._kernels.spec import OF_BACKWARD, SELECTION, AttnSpec, target_of
 from sage_aot._launch.structs import vocabulary
 from sage_aot._version import __version__
 
@@ -105,8 +105,10 @@ def kernels_of(spec: AttnSpec) -> list[str]:
 def _others(kernel: PlannedKernel) -> list[str]:
     if not isinstance(kernel.spec, AttnSpec):
         return []
-    apart = [*(BACKWARD if kernel.spec.trains else ()), *(SELECTION if kernel.spec.mask == "sparse" else ())]
-    return [*kernel.companions, *(kernel.spec.companion(kind).name for kind in apart)]
+    apart = [*(OF_BACKWARD if kernel.spec.trains else ()), *(SELECTION if kernel.spec.mask == "sparse" else ())]
+    own = [kernel.spec.companion(kind).name for kind in apart]
+    built = {other.spec.name for other in matrix().kernels}
+    return [*kernel.companions, *(name for name in own if name in built)]
 
 
 _asked: dict[Path, set[str]] = {}

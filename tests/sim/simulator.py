@@ -24,7 +24,7 @@ from sage_aot._backends.base import BackwardTensors, clear_output
 from sage_aot._backends.cuda.call import arguments_of, strides_of
 from sage_aot._backends.cuda.training import backward_arguments, save_k
 from sage_aot._kernels.manifest import Manifest, Struct, read_target
-from sage_aot._launch.backward import BackwardPlan, SavedParts, backward_launches, plan_backward
+from sage_aot._launch.backward import BackwardPlan, SavedParts, backward_launches, heads_side_by_side, plan_backward
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import Argument, Launch, Plan, launches
 from sage_aot._launch.selection import choose_launch, pool_launch
@@ -90,7 +90,8 @@ class Simulator:
         record, packed = launch.record, Packer(layout).pack(launch.params)
         _, (major, minor), _ = read_target(record.target)
         settings = (launch.blocks, record.fact("threads"), record.fact("shared_bytes"),
-                    self.arch or 10 * major + minor, record.programmatic_launch, launch.entry)
+                    self.arch or 10 * major + minor, record.programmatic_launch, launch.entry,
+                    bool(record.facts.get("in_order")))
         simulate = functools.partial(self.launch_kernel, record.name, packed.at(addresses), *settings)
         if self._engine.planted or self._engine.tables:  # no part of the key
             simulate()
@@ -101,13 +102,13 @@ class Simulator:
             (self.build.library(record.name), self._engine.path), addresses, self._buffers), self._buffers)
 
     def launch_kernel(self, name: str, params: bytes, blocks: int, threads: int, shared_bytes: int = 0,
-                      arch: int = 80, programmatic: bool = False, entry: str = "") -> None:
+                      arch: int = 80, programmatic: bool = False, entry: str = "", in_order: bool = False) -> None:
         """Run a kernel that need not be one of the matrix. `programmatic`: by a programmatic dependent launch; `entry`:
-        the entry point, where its name is not the library's."""
+        the entry point, where its name is not the library's; `in_order`: blocks wait for those of lower index."""
         self.launched.add(name)
         self._engine.know(self._buffers)
         self._engine.launch(self.build.library(name), entry or name, params, blocks, threads, shared_bytes, arch,
-                            self.seed, programmatic)
+                            self.seed, programmatic, in_order)
         self._engine.read_states(self._buffers)
 
     def know(self, *buffers: Buffer) -> None:
@@ -147,7 +148,8 @@ class SimulatorBackend:
         return _spread(plan).kept_bytes if plan.problem.part != "all" else 0
 
     def bind_backward(self, plan: Plan, tensors: BackwardTensors) -> SimulatedBackward:
-        return SimulatedBackward(plan_backward(plan, self.manifest), self.manifest, self.simulator)
+        side_by_side = heads_side_by_side(plan, self.manifest, tensors.wants_all, SM_COUNT, asked=2)
+        return SimulatedBackward(plan_backward(plan, self.manifest, side_by_side), self.manifest, self.simulator)
 
     def bind_pool(self, pooling: Pooling, x: torch.Tensor, wants_means: bool) -> SimulatedPool:
         return SimulatedPool(pooling, self)
@@ -342,7 +344,7 @@ def _buffers_of(laid_out: Plan, workspace: torch.Tensor, kept: torch.Tensor | No
 class _Launch(ctypes.Structure):
     _fields_ = [("call", ctypes.c_void_p), ("params", ctypes.c_char_p), ("blocks", ctypes.c_uint32),
                 ("threads", ctypes.c_uint32), ("dynamic_bytes", ctypes.c_uint32), ("arch", ctypes.c_uint32),
-                ("seed", ctypes.c_uint64), ("programmatic", ctypes.c_bool)]
+                ("seed", ctypes.c_uint64), ("programmatic", ctypes.c_bool), ("in_order", ctypes.c_bool)]
 
 
 class _Report(ctypes.Structure):
@@ -388,12 +390,12 @@ class _Engine:
                 buffer.state.ctypes.data_as(ctypes.c_char_p))
 
     def launch(self, path: Path, name: str, params: bytes, blocks: int, threads: int, shared_bytes: int, arch: int,
-               seed: int, programmatic: bool) -> None:
+               seed: int, programmatic: bool, in_order: bool) -> None:
         kernel = self._kernel(path)
         expected = kernel[f"sim_params_bytes_{name}"]()
         assert len(params) == expected, f"{name}: its struct has {expected} bytes, got {len(params)}"
         call = ctypes.cast(kernel[f"sim_call_{name}"], ctypes.c_void_p)
-        launch = _Launch(call, params, blocks, threads, shared_bytes, arch, seed, programmatic)
+        launch = _Launch(call, params, blocks, threads, shared_bytes, arch, seed, programmatic, in_order)
         assert self._library.sim_launch(ctypes.byref(launch)), f"no chip model for sm_{arch}: engine/chip.h"
         reports = [self._report(i, path, name) for i in range(self._library.sim_report_count())]
         if reports:

@@ -247,6 +247,8 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     large, trained large, of the first kernel with each softmax: scores beyond all bits of a reference's fraction.
 
     On Hopper also
+    trained cases, apart: the gradient of q by itself, and those of k and v; else the kernels that find all of them run.
+    Of the first, more KV tiles than bwdq has stages.
     narrow: rows of whole vectors, but of fewer channels than the kernel's.
     even: queries that see whole KV tiles, an even number of them.
     heads, where Q is smoothed: heads of more query tiles than there are blocks, in launches of their own.
@@ -319,6 +321,9 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
         found["far"] = replace(few, seqlen_kv=3 * tile.block_n, scale=14 * spec.headdim**-0.5)
     if not on_hopper:
         return found
+    found |= {f"{name}, apart": replace(case, gradients="apart") for name, case in found.items() if case.trained}
+    if "trained" in found:
+        found["trained, apart"] = replace(found["trained, apart"], seqlen_kv=340)
     found["narrow"] = replace(plain, seqlen_q=70, seqlen_kv=130, headdim=spec.headdim - 24)
     found["even"] = replace(plain, seqlen_q=1 if spec.mask == "causal" else 70, seqlen_kv=2 * tile.block_n)
     if spec.q == "qsmooth":

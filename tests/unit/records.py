@@ -11,6 +11,7 @@ from sage_aot._backends.loader import KERNEL_FOLDER
 from sage_aot._kernels.manifest import Arch, AttnRecord, KernelRecord, MachineCode, Manifest, records_by_name
 from sage_aot._kernels.spec import (
     BACKWARD,
+    OF_BACKWARD,
     SELECTION,
     AttnSpec,
     KernelSpec,
@@ -28,7 +29,7 @@ WGMMA_TILE = Tile(128, 128, 16, 4, 1)
 
 _PARAMS = {"pack": "PackParams", "lists": "ListsParams", "quant": "QuantParams", "delta": "DeltaParams",
            "attn": "AttnParams", "merge": "MergeParams", "pool": "PoolParams", "choose": "ChooseParams",
-           **dict.fromkeys(BACKWARD, "BwdParams")}
+           **dict.fromkeys(OF_BACKWARD, "BwdParams")}
 
 _SHARED_BYTES = {"sm80": 166912, "sm87": 166912, "sm90": 232448, "sm100": 232448}
 """Shared memory that a block can have; 101,376 on the other archs."""
@@ -57,7 +58,8 @@ def companions_of(spec: AttnSpec) -> tuple[str, ...]:
 
 def backward_of(spec: AttnSpec) -> tuple[str, ...]:
     """Names of the kernels of its backward pass."""
-    return tuple(spec.companion(kind).name for kind in BACKWARD if spec.trains)
+    kinds = OF_BACKWARD if spec.arch == "sm90" else BACKWARD
+    return tuple(spec.companion(kind).name for kind in kinds if spec.trains)
 
 
 def selection_of(spec: AttnSpec) -> tuple[str, ...]:
@@ -68,7 +70,8 @@ def selection_of(spec: AttnSpec) -> tuple[str, ...]:
 def facts_of(spec: KernelSpec, tile: Tile, family: str) -> dict[str, float]:
     """The facts of a kernel; test_kernel_info.py compares them with the real kernels' facts."""
     make = {"pack": _pack, "lists": _lists, "quant": _quant, "delta": _delta, "attn": _attn, "merge": _merge,
-            "bwdprep": _bwdprep, "bwdkv": _bwdkv, "bwdq": _bwdq, "pool": _pool, "choose": _choose}[spec.kind]
+            "bwdprep": _bwdprep, "bwdkv": _bwdkv, "bwdq": _bwdq, "bwdqkv": _bwdqkv, "bwdsum": _bwdsum, "pool": _pool,
+            "choose": _choose}[spec.kind]
     return {name: float(value) for name, value in make(spec, tile, family).items()}
 
 
@@ -138,13 +141,24 @@ def _bwdprep(spec: Any, tile: Tile, family: str) -> dict[str, float]:
 def _bwdkv(spec: Any, tile: Tile, family: str) -> dict[str, float]:
     limit, stage = _SHARED_BYTES.get(spec.arch, 101376), _rows_bytes(spec) + _q_side_bytes(spec)
     if spec.arch == "sm90":
-        return {"threads": 384, "shared_bytes": 2 * _rows_bytes(spec) + 4 * _hopper_stage(stage), "block_rows": 128,
-                "halves": 1}
+        return {"threads": 384, "shared_bytes": 2 * _rows_bytes(spec) + _query_stages(spec, 4), "block_rows": 128,
+                "halves": 1, "in_order": 0}
     of_keys = _rows_bytes(spec) if spec.headdim > 64 else 0
     blocks = 2 if 2 * (of_keys + stage) <= limit else 1
     own = of_keys if blocks == 2 else 2 * of_keys
     stages = 2 if blocks * (own + 2 * stage) <= limit else 1
     return {"threads": 256 // blocks, "shared_bytes": own + stages * stage, "block_rows": 128 // blocks, "halves": 0}
+
+
+def _bwdqkv(spec: Any, tile: Tile, family: str) -> dict[str, float]:
+    # K̂ and V, K̂ in 16 bits, dS of 128 keys and 64 queries, its product with K̂, mbarriers
+    own = 2 * _rows_bytes(spec) + 128 * 2 * spec.headdim + 128 * 64 * 2 + 64 * 4 * spec.headdim + 1024
+    return {"threads": 384, "shared_bytes": own + _query_stages(spec, 2 if spec.headdim > 64 else 4),
+            "block_rows": 128, "halves": 1, "in_order": 1}
+
+
+def _bwdsum(spec: Any, tile: Tile, family: str) -> dict[str, float]:
+    return {"threads": 128, "shared_bytes": 64 * 2 * spec.headdim, "q_sum_bytes": 64 * 4 * spec.headdim}
 
 
 def _bwdq(spec: Any, tile: Tile, family: str) -> dict[str, float]:
@@ -163,15 +177,22 @@ def _hopper_stage(tile_bytes: int) -> int:
     return -(-tile_bytes // 1024) * 1024 + 16
 
 
+def _query_stages(spec: Any, count: int) -> int:
+    """Stages of the codes and halves of 64 queries with four f32 each, and of their codes in 16 bits, with the
+    mbarriers of both."""
+    rows = -(-(_rows_bytes(spec) + 64 * 4 * 4) // 1024) * 1024
+    return count * (rows + 128 * spec.headdim) + 2 * 1024
+
+
 def _rows_bytes(spec: Any) -> int:
     """Codes and halves of 64 rows."""
     return 192 * spec.headdim
 
 
 def _q_side_bytes(spec: Any) -> int:
-    """Transposes of the codes of Q and dO, four f32 a query and eight scales: in whole lines of 128 bytes. On sm90 the
-    codes in 16 bits, and a bit for each query."""
-    return -(-(64 * (2 * spec.headdim + 4 * 4) + (16 if spec.arch == "sm90" else 8 * 4)) // 128) * 128
+    """Transposes of the codes of Q and dO, four f32 a query and eight scales: in whole lines of 128 bytes. On sm90 dO,
+    four f32 a query, and the codes in 16 bits."""
+    return 64 * (4 * spec.headdim + 4 * 4) if spec.arch == "sm90" else 64 * (2 * spec.headdim + 4 * 4) + 128
 
 
 def _kv_side_bytes(spec: Any) -> int:

@@ -14,7 +14,17 @@ from codegen.project import ROOT
 from codegen.selection import Selection
 from sage_aot._kernels.axes import AXES
 from sage_aot._kernels.manifest import Arch
-from sage_aot._kernels.spec import BACKWARD, KINDS, SELECTION, AttnSpec, capability_of, is_ptx, spec_of, target_of
+from sage_aot._kernels.spec import (
+    BACKWARD,
+    KINDS,
+    OF_BACKWARD,
+    SELECTION,
+    AttnSpec,
+    capability_of,
+    is_ptx,
+    spec_of,
+    target_of,
+)
 from sage_aot._kernels.tile import Tile
 
 SM80_ROW = "{family: mma, arch: [sm80, sm90], headdim: 128, pv: f16,"
@@ -79,7 +89,7 @@ BAD = {
                      "expected the key 'attn' in the family 'mma', got none"),
     "unknown kind": ("    delta: {", "    means: {", "    means: {",
                      "expected a key of the family 'mma' (pack, quant, attn, merge, pool, choose, lists, delta, "
-                     "bwdprep, bwdkv, bwdq), got 'means'"),
+                     "bwdprep, bwdkv, bwdq, bwdqkv, bwdsum), got 'means'"),
     "no quantizer": ("    quant: {template: quantize.cu.jinja, threads: 256, min_blocks: 2}\n", "", "    attn: {",
                      "expected the key 'quant' in the family 'mma', got none"),
     "no delta": ("    delta: {template: delta_s.cu.jinja, threads: 256}\n", "", D64_SMOOTH_ROW,
@@ -424,7 +434,8 @@ def test_selection_takes_companions_along(matrix):
     smoothed = Selection(("sm90",), ("sage_attn_*_d64_*_full_*_qsmooth",)).kernels(matrix)
     assert [kernel.spec.kind for kernel in smoothed] == ["attn", "delta", "merge", "pack", "quant"]
     # the matrix has no sparse masks
-    assert {kernel.spec.kind for kernel in Selection().kernels(matrix)} == set(KINDS) - {"lists", *SELECTION, *BACKWARD}
+    assert {kernel.spec.kind for kernel in Selection().kernels(matrix)} == set(KINDS) - {
+        "lists", *SELECTION, *OF_BACKWARD}
     assert len(Selection(patterns=("*quant*sm80_d64*",)).kernels(matrix)) == 1
 
 

@@ -127,7 +127,7 @@ def test_values_are_by_axis_in_the_order_of_the_name():
 
 def test_the_order_of_the_kinds_is_that_in_which_a_call_runs_them():
     assert list(KINDS) == ["pool", "choose", "pack", "lists", "quant", "delta", "attn", "merge", "bwdprep", "bwdkv",
-                           "bwdq"]
+                           "bwdq", "bwdqkv", "bwdsum"]
 
 
 @pytest.mark.parametrize(("headdim", "kernel"), [(1, 64), (64, 64), (65, 128), (128, 128), (129, 256), (256, 256)])

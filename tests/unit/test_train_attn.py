@@ -9,13 +9,15 @@ import torch
 
 import sage_aot
 import sage_aot._call.train  # registers the operators
+from sage_aot._backends.base import BackwardTensors
 from sage_aot._backends.emulation.backend import EmulationBackend
 from sage_aot._call import pipeline
 from sage_aot._call.backends import backend_of
 from sage_aot._call.pipeline import plan_of
-from sage_aot._launch.backward import plan_backward
+from sage_aot._launch.backward import BackwardArguments, backward_launches, heads_side_by_side, plan_backward
+from sage_aot._launch.structs import Tensor
 from sage_aot._problem.check import check
-from sage_aot._problem.given import Given
+from sage_aot._problem.given import Given, MaxSeqlens
 from sage_aot._problem.options import Options, for_schema
 from sage_aot._tools import reference
 from sage_aot.errors import ArgumentError, UnsupportedError
@@ -72,7 +74,77 @@ def test_where_a_linear_p_is_built_training_has_exponentials(monkeypatch):
         found = torch.ops.sage_aot.train_attn_backward(grad, v, out, lse, saved, None, p=asked)
         assert all(map(torch.equal, found, gradients))
         forward = plan_of(backend_of(q), check(Given("train", q, k, v), Options(p=asked)), -1)
-        assert plan_backward(forward, backend_of(q).manifest).kernels.keys() == {"bwdprep", "bwdkv", "bwdq"}
+        assert plan_backward(forward, backend_of(q).manifest).kernels.keys() == {
+            "bwdprep", "bwdkv", "bwdq", "bwdqkv", "bwdsum"}
+
+
+@pytest.mark.kernels("sm90")
+@pytest.mark.parametrize(("asked", "kinds"), [
+    ("qkv", ["bwdprep", "bwdqkv", "bwdsum"]), ("q", ["bwdprep", "bwdq"]), ("kv", ["bwdprep", "bwdkv"])])
+def test_all_gradients_are_found_together(monkeypatch, asked, kinds):
+    plan, tensor = planned(monkeypatch, 4, 32, 32, 4096, 128, False, asked == "qkv")
+    gradients = [tensor if name in asked else None for name in "qkv"]
+    launches = backward_launches(plan, BackwardArguments(tensor, tensor, tensor, *gradients))
+    assert [launch.record.spec.kind for launch in launches] == kinds
+    assert ("q_sums" in plan.sizes) == (asked == "qkv")
+
+
+@pytest.mark.kernels("sm90")
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "keys", "headdim", "is_causal", "side_by_side"), [
+    (4, 32, 32, 4096, 64, False, 8), (4, 32, 32, 4096, 64, True, 16),  # heads of 32 blocks on a GPU of 132 SMs
+    (4, 32, 32, 4096, 128, False, 8), (4, 32, 32, 8192, 128, True, 8), (4, 32, 32, 16384, 128, True, 0),
+    (1, 16, 16, 4096, 64, False, 0), (1, 32, 32, 4096, 128, False, 0), (1, 32, 4, 4096, 64, True, 0),
+    (4, 32, 32, 2**17, 64, True, 1), (1, 7, 7, 4096, 64, True, 7), (1, 1, 1, 1, 64, True, 1),
+    (0, 4, 4, 9, 64, True, 0)])
+def test_heads_side_by_side(monkeypatch, batch, heads, kv_heads, keys, headdim, is_causal, side_by_side):
+    plan, _ = planned(monkeypatch, batch, heads, kv_heads, keys, headdim, is_causal, True)
+    assert plan.side_by_side == side_by_side
+
+
+@pytest.mark.kernels("sm90")
+def test_heads_side_by_side_follow_the_longest_sequence(monkeypatch):
+    """Blocks wait for blocks of their sequence alone."""
+    monkeypatch.setenv("SAGE_AOT_EMULATE", "sm90")
+    backend = backend_of(torch.empty(0))
+    q = torch.empty(1, 1, 64, dtype=torch.bfloat16).expand(16 * 4096, 32, 64)
+    begins = torch.arange(0, 16 * 4096 + 1, 4096, dtype=torch.int32)
+    given = Given("train_varlen", q, q, q, cu_seqlens_q=begins, cu_seqlens_k=begins, details=MaxSeqlens(4096, 4096))
+    forward = plan_of(backend, check(given, Options(is_causal=True)), -1)
+    assert heads_side_by_side(forward, backend.manifest, True, 132) == 16
+
+
+@pytest.mark.kernels("sm90")
+def test_a_plan_for_all_gradients_serves_a_part(monkeypatch):
+    plan, tensor = planned(monkeypatch, 4, 32, 32, 4096, 128, False, True)
+    launches = backward_launches(plan, BackwardArguments(*[tensor] * 4, None, None))
+    assert [launch.record.spec.kind for launch in launches] == ["bwdprep", "bwdq"]
+
+
+def test_a_backward_pass_is_kept_for_what_is_asked():
+    q, k, v, grad = (x.detach() for x in draw())
+    tensors = BackwardTensors(grad, torch.empty_like(q), v, *map(torch.empty_like, (q, k, v)))
+    part, options = tensors._replace(grad_k=None, grad_v=None), ()
+    every = pipeline.prepared_backward(tensors, options)
+    assert every is pipeline.prepared_backward(tensors, options)
+    assert every is not pipeline.prepared_backward(part, options)
+
+
+@pytest.mark.kernels("sm90")
+def test_blocks_of_heads_that_do_not_exist_fill_the_last_round(monkeypatch):
+    plan, tensor = planned(monkeypatch, 1, 30, 30, 4096, 64, True, True)
+    launch = backward_launches(plan, BackwardArguments(*[tensor] * 6))[1]
+    assert (plan.side_by_side, launch.blocks, launch.params["kv_heads"]) == (16, 2 * 16 * 32, 30)
+
+
+def planned(monkeypatch, batch, heads, kv_heads, keys, headdim, is_causal, wants_all):
+    """The backward pass of a call on a Hopper of 132 SMs, and a tensor of its shape."""
+    monkeypatch.setenv("SAGE_AOT_EMULATE", "sm90")
+    backend = backend_of(torch.empty(0))
+    q, kv = (torch.empty(1, 1, 1, headdim, dtype=torch.bfloat16).expand(batch, own, keys, headdim)
+             for own in (heads, kv_heads))
+    forward = plan_of(backend, check(Given("train", q, kv, kv), Options(is_causal=is_causal)), -1)
+    side_by_side = heads_side_by_side(forward, backend.manifest, wants_all, 132)
+    return plan_backward(forward, backend.manifest, side_by_side), Tensor(("q", 0), *q.stride()[:3])
 
 
 def test_the_gradient_of_a_sum():

@@ -66,6 +66,7 @@ bool Block::run(u32 index) {
 // Reports what a block must not leave at its end: copies, arrivals, products, and registers that it cannot have.
 void Block::check_end() {
   bulk_copies.check_left(*this);
+  for (u32 t = 0; t < threads(); ++t) threads_[t]->bulk_stores.check_left(*this);
   named_barriers.check_left(*this);
   constexpr u32 kWarpsPerGroup = 4, kRegisters = 65536;
   u32 registers = 0;
@@ -97,7 +98,9 @@ void Block::start() {
   ready_warps_ = 0;
   for (u32 t = 0; t < count; ++t) {
     threads_[t]->copies.clear();
+    threads_[t]->bulk_stores.clear();
     threads_[t]->proxy_fences = 1;
+    threads_[t]->at_fence.clear();
     threads_[t]->grids_ended = !launch_.programmatic;
     threads_[t]->fiber.start(body);
     make_ready(t);

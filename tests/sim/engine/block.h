@@ -10,6 +10,7 @@
 
 #include "barriers.h"
 #include "bulk_copies.h"
+#include "bulk_stores.h"
 #include "copies.h"
 #include "fiber.h"
 #include "global_memory.h"
@@ -32,6 +33,7 @@ struct Launch {
   u32 blocks, threads, dynamic_bytes, arch;
   u64 seed;
   bool programmatic;  // the grid may start before the grid in front of it has ended
+  bool in_order;      // blocks wait for those of lower index
 };
 
 // Bound on the accesses and waits of a block, which ends loops that never end: any loop that compilers keep accesses
@@ -56,9 +58,11 @@ struct Thread {
 
   Fiber fiber;
   Copies copies;
+  BulkStores bulk_stores;
   Status status = kDone;
   Meeting* waits_in = nullptr;
   u32 proxy_fences = 1;     // number executed, plus one
+  Order::Clock at_fence;    // what the thread was ordered after at the last of them
   bool grids_ended = true;  // whether the thread has waited for the grids in front
 };
 
@@ -76,9 +80,13 @@ class Block {
   WarpProducts& products() { return warps_[warp()].products; }
   Where here(Site site) const { return {thread_, site, nullptr}; }
   Copies& copies() { return threads_[thread_]->copies; }
+  BulkStores& bulk_stores() { return threads_[thread_]->bulk_stores; }
   bool is_constant(const void* address) const;  // a built-in variable, or a table of the kernel's
 
-  void fence_proxy() { ++threads_[thread_]->proxy_fences; }
+  void fence_proxy() {
+    ++threads_[thread_]->proxy_fences;
+    order.acquired(thread_, threads_[thread_]->at_fence);
+  }
   void set_registers(u32 registers);
   void wait_for_grids() { threads_[thread_]->grids_ended = true; }
   void check_steps(const Where& where) {
@@ -104,6 +112,11 @@ class Block {
   u32 agent_of_warp(u32 warp) const { return launch_.threads + MemoryBarriers::kMost + warp; }
   std::string name_of(u32 thread) const;
   u32 proxy_fences(u32 thread) const { return thread < launch_.threads ? threads_[thread]->proxy_fences : 0; }
+  // Whether a thread has executed a proxy fence behind a write.
+  bool has_fenced(u32 thread, Epoch write) const {
+    const Order::Clock& at_fence = threads_[thread]->at_fence;
+    return !at_fence.empty() && clock_of(write) <= at_fence[thread_of(write)];
+  }
 
   Order order;
   SharedMemory shared;

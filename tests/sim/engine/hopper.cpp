@@ -49,6 +49,15 @@ void bulk_copy(unsigned shared, const void* global, unsigned bytes, unsigned bar
   block->bulk_copies.begin(*block, shared, global, bytes, barrier, here(site));
 }
 
+void bulk_store(void* global, unsigned shared, unsigned bytes, bool adds, Site site) {
+  block->bulk_stores().begin(*block, global, shared, bytes, adds, here(site));
+}
+void see_flag() { block->bulk_stores().see_flag(); }
+void fence_gpu() { block->bulk_stores().fence(); }
+void check_before_flag(Site site) { block->bulk_stores().check_before_flag(*block, here(site)); }
+void bulk_commit() { block->bulk_stores().commit(); }
+void bulk_wait(bool reads, Site site) { block->bulk_stores().wait(*block, reads, here(site)); }
+
 void fence_mbarrier_init() { block->memory_barriers.fence(block->thread()); }
 void fence_proxy_async() {
   block->fence_proxy();

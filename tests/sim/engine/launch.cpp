@@ -16,9 +16,10 @@ Reports reports;
 Chip running_chip;
 int bug = 0;
 
-std::vector<u32> shuffled(u32 count, u64 seed) {
+std::vector<u32> order_of_blocks(u32 count, u64 seed, bool in_order) {
   std::vector<u32> order(count);
   std::iota(order.begin(), order.end(), 0u);
+  if (in_order) return order;
   Random random(seed);
   for (u32 i = count; i > 1; --i) std::swap(order[i - 1], order[random.below(i)]);
   return order;
@@ -48,15 +49,15 @@ void sim_set_exp2(const sim::u32* up, const sim::u32* down) { sim::set_exp2(up, 
 // From now on kernels have this bug, by its number; 0: none.
 void sim_plant(sim::i32 number) { sim::bug = number; }
 
-// Runs the blocks in an order that the seed determines, until a fault ends one early. False for an arch older than all
-// of kChips.
+// Runs the blocks one after another, in an order that the seed determines where it is left open, until a fault ends one
+// early. False for an arch older than all of kChips.
 bool sim_launch(const sim::Launch* launch) {
   const auto later = std::find_if(std::begin(sim::kChips), std::end(sim::kChips),
                                   [&](const sim::Chip& chip) { return chip.arch > launch->arch; });
   if (later == std::begin(sim::kChips)) return false;
   sim::running_chip = *std::prev(later);
   sim::Block block(*launch, sim::memory, sim::reports);
-  for (const sim::u32 index : sim::shuffled(launch->blocks, launch->seed)) {
+  for (const sim::u32 index : sim::order_of_blocks(launch->blocks, launch->seed, launch->in_order)) {
     if (!block.run(index)) break;
   }
   return true;

@@ -59,6 +59,11 @@ class Order {
     advance(thread);
   }
 
+  // What the accesses of a thread from now on are ordered after.
+  void acquired(u32 thread, Clock& to) const {
+    to.assign(clocks_.begin() + thread * all_, clocks_.begin() + (thread + 1) * all_);
+  }
+
   // Orders the accesses of a thread from now on after all accesses of a clock.
   void acquire(u32 thread, const Clock& from) {
     for (u32 u = 0; u < from.size(); ++u) clock(thread, u) = std::max(clock(thread, u), from[u]);

@@ -134,6 +134,7 @@ void SharedMemory::check_fenced(u32 address, u32 bytes, const Where& where) {
   for (const Record& record : own) {
     const u32 writer = thread_of(record.writer);
     if (record.unfenced == kFenced || block_.proxy_fences(writer) > record.unfenced) continue;
+    if (block_.has_fenced(where.thread, record.writer)) continue;
     block_.report("access of the async proxy without fence.proxy.async", where,
                   text("shared address 0x%x, which %s stored to", own.address_of(record),
                        block_.name_of(writer).c_str()));

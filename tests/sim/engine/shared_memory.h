@@ -41,7 +41,8 @@ class SharedMemory {
   void begin_copy(u32 address, u32 bytes, const Where& where);
   void end_copy(u32 address, u32 bytes, u32 thread);
 
-  // Checks that a proxy fence followed the ordinary stores to the bytes.
+  // Checks that a proxy fence followed the ordinary stores to the bytes, of the thread that stored, or of that which
+  // starts the access, behind what orders the two.
   void check_fenced(u32 address, u32 bytes, const Where& where);
 
   // Reads of an instruction of the async proxy, which runs while its thread goes on: until the end no thread may write

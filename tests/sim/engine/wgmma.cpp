@@ -63,14 +63,14 @@ void read_rows(Block& block, const Matrix& matrix, u32 first, u32 count, Codes* 
   }
 }
 
-// Reads 16 rows of k, of `count` elements of 16 bits each, as that many columns.
+// Reads of 16 rows of k `count` elements of 16 bits from `first` on, as that many columns.
 template <class Range>
-void read_columns(Block& block, const Matrix& matrix, u32 count, Codes* columns, std::vector<Range>& ranges,
+void read_columns(Block& block, const Matrix& matrix, u32 first, u32 count, Codes* columns, std::vector<Range>& ranges,
                   const Where& where) {
   constexpr u32 kOfChunk = 8;  // elements
   for (u32 k = 0; k < kDepth / 2; ++k) {
     for (u32 c = 0; c < count / kOfChunk; ++c) {
-      const u32 address = matrix.chunk(k, c);
+      const u32 address = matrix.chunk(k, first / kOfChunk + c);
       block.shared.begin_read(address, 16, where);
       ranges.push_back({address, 16});
       const u8* bytes = block.shared.pointer_to(address);
@@ -164,10 +164,12 @@ void WarpProducts::issue(Block& block, u32 warp, void* const (&lanes)[kLanes]) {
     unpack_a(product.a_words, a);
   } else {
     const Matrix matrix(block, first.a_matrix, product.where);
-    read_rows(block, matrix, warp % kWarpsPerGroup * kRows, kRows, a, product.ranges, product.where);
+    const u32 own = warp % kWarpsPerGroup * kRows;
+    if (first.a_rows_of_k) read_columns(block, matrix, own, kRows, a, product.ranges, product.where);
+    else read_rows(block, matrix, own, kRows, a, product.ranges, product.where);
   }
   const Matrix of_b(block, first.b_matrix, product.where);
-  if (first.rows_of_k) read_columns(block, of_b, first.columns, b, product.ranges, product.where);
+  if (first.rows_of_k) read_columns(block, of_b, 0, first.columns, b, product.ranges, product.where);
   else read_rows(block, of_b, 0, first.columns, b, product.ranges, product.where);
 
   const Sum sum = product_of(first.types, a, b, first.columns);

@@ -15,8 +15,9 @@ namespace sage {
 constexpr i32 kKeysOfWarp = 16;
 
 // blockIdx.x: keys of a head fastest, whose blocks then share its queries in the L2 cache. The first keys come first:
-// under a causal mask the most queries see them.
-template <bool kPacked, i32 kBlockRows>
+// under a causal mask the most queries see them. kSideBySide: of params.heads_side_by_side heads a block each, then the
+// next of each, so that blocks of a head, which wait for each other, do not begin at the same time.
+template <bool kPacked, i32 kBlockRows, bool kSideBySide = false>
 struct KeyBlock {
   static constexpr bool kIsPacked = kPacked;
 
@@ -26,12 +27,16 @@ struct KeyBlock {
   i32 of_block;   // of the block's keys, the warp's first
 
   __device__ __forceinline__ KeyBlock(const BwdParams& params, i32 warp)
-      : KeyBlock(params, warp, static_cast<i32>(ptx::block_index())) {}
+      : KeyBlock(params, warp, kSideBySide ? index_by_heads(params) : static_cast<i32>(ptx::block_index())) {}
   __device__ __forceinline__ i32 batch(const BwdParams& params) const { return head_of_all / params.num_kv_heads; }
   __device__ __forceinline__ i32 head(const BwdParams& params) const { return head_of_all % params.num_kv_heads; }
   __device__ __forceinline__ i32 key() const { return first_key + of_block; }
   // Whether a block of packed keys has any.
   __device__ __forceinline__ bool has_keys() const { return !kPacked || first_key < entry.keys().count; }
+  // Whether the block is of a head that there is: not all of those side by side are.
+  __device__ __forceinline__ static bool has_head(const BwdParams& params) {
+    return !kSideBySide || index_by_heads(params) / params.kv_blocks_of_head < params.kv_heads;
+  }
 
   // Index of a key's tile among those of all heads: of the head's last tile, for a key behind it.
   __device__ __forceinline__ i32 tile_of(const BwdParams& params, i32 key) const {
@@ -44,6 +49,14 @@ struct KeyBlock {
   }
 
  private:
+  // The block's index were the keys of a head fastest.
+  __device__ __forceinline__ static i32 index_by_heads(const BwdParams& params) {
+    const FastDivmod &heads = params.heads_side_by_side, &blocks = params.kv_blocks_of_head;
+    const i32 index = ptx::block_index(), round = index / heads;  // of a block of each head
+    const i32 head = round / blocks * heads.divisor + index % heads;
+    return head * blocks.divisor + round % blocks;
+  }
+
   __device__ __forceinline__ KeyBlock(const BwdParams& params, i32 warp, i32 block)
       : head_of_all(block / params.kv_blocks_of_head),
         entry(params, batch(params), params.cu_seqlens_k, kBlockRows, block % params.kv_blocks_of_head),
@@ -126,16 +139,11 @@ class QueryTiles {
 
   __device__ __forceinline__ void copy_async(u32 stage) const {
     const u32 own = threadIdx.x * 16;
-    sage::copy_async<Tile::kCodeBytes, kThreads>(stage + Tile::kCodes, codes() + own);
-    copy_halves_async(stage);
-    sage::copy_async<kSideBytes, kThreads>(stage + Tile::kSide, side() + own);
+    constexpr i32 kSideBytes = Tile::kQWritten - Tile::kSide;
+    sage::copy_async<Tile::kCodeBytes, kThreads>(stage + Tile::kCodes, Tile::q_codes(params_, tile_of_all()) + own);
+    grad_.copy_async(stage + Tile::kHalves);
+    sage::copy_async<kSideBytes, kThreads>(stage + Tile::kSide, Tile::q_side(params_, tile_of_all()) + own);
   }
-
-  // The parts of the current tile: Q̂ and the side, which are runs of bytes, and dO.
-  static constexpr i32 kSideBytes = Tile::kQWritten - Tile::kSide;
-  __device__ __forceinline__ const u8* codes() const { return Tile::q_codes(params_, tile_of_all()); }
-  __device__ __forceinline__ const u8* side() const { return Tile::q_side(params_, tile_of_all()); }
-  __device__ __forceinline__ void copy_halves_async(u32 stage) const { grad_.copy_async(stage + Tile::kHalves); }
 
  private:
   __device__ __forceinline__ i32 tile_of_all() const { return head_ * params_.q_side_tiles + first_tile_ + tile_; }
@@ -186,6 +194,7 @@ struct QueryColumns {
   __device__ __forceinline__ ptx::F32x2 minus_lse(i32 n) const { return of(Tile::kMinusLse, n); }
   // Queries 8 apart, of 16 in a row, are of one scale group: n and n + 1 have the same, n even.
   __device__ __forceinline__ ptx::F32x2 q_scale(i32 n) const { return of(Tile::kQueryScales, n); }
+  __device__ __forceinline__ ptx::F32x2 minus_delta(i32 n) const { return of(Tile::kMinusDelta, n); }
   __device__ __forceinline__ ptx::F32x2 minus_scaled_delta(i32 n) const { return of(Tile::kMinusScaledDelta, n); }
   // The scales of dÔ, of all n.
   __device__ __forceinline__ ptx::F32x2 grad_scale() const {
@@ -232,6 +241,40 @@ __device__ __forceinline__ void multiply_by_grad(ColumnTiles<float, 1>& p, const
     for (i32 c = 0; c < 4; ++c) {
       const bool is_first = c % 2 == 0;
       p[0][first + n][c] *= fmaf(grad_p[0][n][c], is_first ? q_scale.x : q_scale.y, is_first ? scaled.x : scaled.y);
+    }
+  }
+}
+
+// dS of a warp's keys in place of P: P · (dP - D).
+template <class Columns>
+__device__ __forceinline__ void multiply_by_unscaled_grad(ColumnTiles<float, 1>& p, const ColumnTiles<float, 1>& grad_p,
+                                                          Columns& columns) {
+#pragma unroll
+  for (i32 n = 0; n < kColumnTiles; ++n) {
+    const ptx::F32x2 minus_delta = columns.minus_delta(n);
+#pragma unroll
+    for (i32 c = 0; c < 4; ++c) p[0][n][c] *= grad_p[0][n][c] + (c % 2 == 0 ? minus_delta.x : minus_delta.y);
+  }
+}
+
+// dS times the scales of the keys, and dS itself times the scales of Q̂.
+__device__ __forceinline__ void multiply_by_key_scales(
+    ColumnTiles<float, 1>& product, const ColumnTiles<float, 1>& grad_s, const float (&key_scale)[2]) {
+#pragma unroll
+  for (i32 n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+    for (i32 c = 0; c < 4; ++c) product[0][n][c] = grad_s[0][n][c] * key_scale[c / 2];
+  }
+}
+template <class Columns>
+__device__ __forceinline__ void multiply_by_q_scales(ColumnTiles<float, 1>& grad_s, Columns& columns) {
+#pragma unroll
+  for (i32 n = 0; n < kColumnTiles; n += 2) {
+    const ptx::F32x2 q_scale = columns.q_scale(n);
+#pragma unroll
+    for (i32 i = n; i < n + 2; ++i) {
+#pragma unroll
+      for (i32 c = 0; c < 4; ++c) grad_s[0][i][c] *= c % 2 == 0 ? q_scale.x : q_scale.y;
     }
   }
 }

@@ -1,6 +1,7 @@
 // The sides of the tiles that the backward kernels read, bwd/tile.cuh: D = sum of dO · O of every query; Q̂ and K̂
-// transposed, and dO as s8 with a scale per group of rows. With kHalves, in place of both: Q̂ and K̂ in bf16, and a bit
-// for each row of dO that is not finite.
+// transposed, and dO as s8 with a scale per group of rows. With kHalves, in place of both: Q̂ and K̂ in bf16, and dO
+// with zeros for rows that are not finite. P of such a row is NaN where it sees a key, and what it adds where it sees
+// none must stay zero.
 // Source: SageAttention3, Algorithm 3; FlashAttention-2, Algorithm 2, for D.
 #pragma once
 
@@ -131,19 +132,22 @@ struct BwdPrepare {
       of_query(to, Tile::kMinusLse, query) = is_finite(query) ? lse : ptx::quiet_nan();
       of_query(to, Tile::kMinusDelta, query) = minus_delta;
       of_query(to, Tile::kMinusScaledDelta, query) = minus_delta * scale;
-      if constexpr (Config::kHalves) {
-        const u32 spoilt = ptx::ballot(!is_finite(query));
-        if (query % kWarpSize < 2) {  // the second word of each pair is not read
-          reinterpret_cast<u32*>(to + (Tile::kSpoilt - Tile::kSide))[query / kWarpSize * 2 + query % kWarpSize] =
-              spoilt;
+      if constexpr (!Config::kHalves) {
+        if (query < kGradGroups) {
+          const Scale grad = grad_scale(query);
+          of_query(to, Tile::kGradScales, query) = grad.inv_scale > 0.0f ? grad.scale : 0.0f;
         }
-      } else if (query < kGradGroups) {
-        const Scale grad = grad_scale(query);
-        of_query(to, Tile::kGradScales, query) = grad.inv_scale > 0.0f ? grad.scale : 0.0f;
       }
     }
     if constexpr (Config::kHalves) {
-      store_halves(to + (Tile::kHalfCodes - Tile::kSide), codes);
+      if (params.q_counts != nullptr && ptx::thread_index() == 0) *q_count(params, tile_of_all) = 0;
+#pragma unroll
+      for (i32 step = 0; step < kSteps; ++step) {
+        const i32 own = own_row(step);
+        store_half_row(to + (Tile::kHalves - Tile::kQSide), own, grad[step],
+                       first_row + own < rows.count && is_finite(own));
+      }
+      store_halves(to + (Tile::kQHalfCodes - Tile::kQSide), codes);
     } else {
 #pragma unroll
       for (i32 step = 0; step < kSteps; ++step) {
@@ -157,7 +161,7 @@ struct BwdPrepare {
             rounded_bytes(reinterpret_cast<const float (&)[4]>(x[4]), inv_scale));
       }
       __syncthreads();
-      store_transposed<2>(to + (Tile::kTransposed - Tile::kSide));
+      store_transposed<2>(to + (Tile::kTransposed - Tile::kQSide));
     }
   }
 
@@ -211,7 +215,7 @@ struct BwdPrepare {
   }
 
   __device__ __forceinline__ static float& of_query(u8* side, i32 array, i32 query) {
-    return reinterpret_cast<float*>(side + (array - Tile::kSide))[query];
+    return reinterpret_cast<float*>(side + (array - Tile::kQSide))[query];
   }
 
   // The scale of a group of rows of dO.
@@ -271,6 +275,13 @@ struct BwdPrepare {
     const u8* const line = end_of_part + (kParts - 1 - tile_of_all % kParts) * Tile::kCodeBytes;
     const float scale = reinterpret_cast<const KvLine*>(line)->group[key % (2 * kKeyGroups) / 2].k_scale;
     return fminf(fabsf(scale), kLargestPart);
+  }
+
+  // Stores this thread's channels of a row in 16 bits; zeros unless it counts.
+  __device__ __forceinline__ static void store_half_row(u8* to, i32 row, const Halves& x, bool counts) {
+    const auto word = [&](i32 w) { return counts ? x.word[w] : 0; };
+    ptx::store_global_u32x4(to + Tile::Halves::offset(row, first_channel() / kVector),
+                            {word(0), word(1), word(2), word(3)});
   }
 
   // Stores this thread's codes as bf16.

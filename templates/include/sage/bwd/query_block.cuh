@@ -116,7 +116,7 @@ struct QueryRows {
     for (i32 r = 0; r < 2 * kM; ++r) {
       const i32 row = own.row + lane / 4 + 8 * r;
       const auto load = [&](i32 array) {
-        return reinterpret_cast<const float*>(side + (array - Tile::kSide))[row % kTileRows];
+        return reinterpret_cast<const float*>(side + (array - Tile::kQSide))[row % kTileRows];
       };
       q_scale[r / 2][r % 2] = load(Tile::kQueryScales);
       minus_lse[r / 2][r % 2] = load(Tile::kMinusLse);

@@ -1,12 +1,14 @@
 // A stage of shared memory of the backward kernels: kTileRows rows of Q and dO, or of K and V.
 //   codes        [kTileRows][kHeadDim] s8, Q̂ or K̂ where the forward pass saved them
-//   halves       [kTileRows][kHeadDim] f16 or bf16, dO or V where the caller has them, bwd/half_rows.cuh
+//   halves       [kTileRows][kHeadDim] f16 or bf16, V, and without kHalves dO, where the caller has them
 //   side         what bwd/prepare.cuh writes, in global memory tile by tile:
 //     transposed   [kHeadDim][kTileRows] s8, codes by channels, rows in the order of key_of_column()
 //     grad         of Q and dO: dÔ, dO quantized by rows, transposed likewise
 //     or, where P and dS are multiplied in 16 bits, in place of both:
 //     half codes   [kTileRows][kHeadDim] bf16, the codes, which that type holds exactly
 //     scales and what else a row has, f32
+//   Where P and dS are multiplied in 16 bits, the side of Q begins with dO, so that bulk copies bring all of a tile,
+//   and ends with the half codes, which have stages of their own.
 // Codes and sides are swizzled already, so that loading them is a plain copy.
 #pragma once
 
@@ -41,18 +43,18 @@ struct BwdTile {
 
   // The side of Q and dO, f32 of every query: the scale of Q̂, times softmax_scale · log2 e; the log-sum-exp, negated,
   // in log2 units, -inf where the query sees no key, or does not exist; -D, D = sum of dO · O; and that times the scale
-  // of Q̂. Then the scales of dÔ.
+  // of Q̂. Then, without kHalves, the scales of dÔ.
+  static constexpr i32 kQSide = Config::kHalves ? kHalves : kSide;  // where the side of Q begins
   static constexpr i32 kGrad = kTransposed + kCodeBytes;
-  static constexpr i32 kQueryScales = kSide + (Config::kHalves ? kHalfBytes : 2 * kCodeBytes);
+  static constexpr i32 kQueryScales = kSide + (Config::kHalves ? 0 : 2 * kCodeBytes);
   static constexpr i32 kMinusLse = kQueryScales + kTileRows * sizeof(float);
   static constexpr i32 kMinusDelta = kMinusLse + kTileRows * sizeof(float);
   static constexpr i32 kMinusScaledDelta = kMinusDelta + kTileRows * sizeof(float);
   static constexpr i32 kGradScales = kMinusScaledDelta + kTileRows * sizeof(float);
-  // With kHalves in their place: bit i % 32 of the word i / 32 * 2 is set where row i of dO is not finite.
-  static constexpr i32 kSpoilt = kGradScales;
-  static constexpr i32 kQWritten = kGradScales + (Config::kHalves ? 16 : kGradGroups * sizeof(float));
+  static constexpr i32 kQWritten = kGradScales + (Config::kHalves ? 0 : kGradGroups * sizeof(float));
   static constexpr i32 kQBytes = ceil_div(kQWritten, 128) * 128;
-  static constexpr i32 kQSideBytes = kQBytes - kSide;
+  static constexpr i32 kQHalfCodes = kQBytes;  // with kHalves
+  static constexpr i32 kQSideBytes = kQBytes - kQSide + (Config::kHalves ? kHalfBytes : 0);
   static_assert(kSide % 128 == 0 && kKvBytes % 128 == 0, "tiles stay aligned to whole lines");
 
   // Addresses of codes and sides. q_tile, kv_tile: of all heads, kTileRows rows each.
@@ -70,5 +72,9 @@ struct BwdTile {
     return params.kv_side + static_cast<i64>(kv_tile) * kKvSideBytes;
   }
 };
+
+// How many blocks of keys have added to the sums of dQ of a tile of queries, bwd/wgmma/sums_q.cuh. q_tile: of all
+// heads.
+__device__ __forceinline__ u32* q_count(const BwdParams& params, i32 q_tile) { return params.q_counts + q_tile; }
 
 }  // namespace sage

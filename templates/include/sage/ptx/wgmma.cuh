@@ -35,6 +35,7 @@ __device__ __forceinline__ void wgmma_wait() {
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+#define SAGE_WGMMA_D16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
 #define SAGE_WGMMA_OPERANDS_8(c, d, i) \
   c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
 #define SAGE_WGMMA_OPERANDS_32(c, d, i) \
@@ -96,6 +97,24 @@ SAGE_WGMMA_ROWS_OF_K(wgmma_m64n64_f16_rows, "m64n64k16.f32.f16.f16")
 SAGE_WGMMA_ROWS_OF_K(wgmma_m64n64_bf16_rows, "m64n64k16.f32.bf16.bf16")
 #undef SAGE_WGMMA_ROWS_OF_K
 
+// Of bf16, both operands the rows of k in shared memory: a of 64 columns, b of as many as D has. Where accumulate is
+// false, D = A·B.
+__device__ __forceinline__ void wgmma_bf16_columns_by_rows(i32 (&d)[32], u64 a, u64 b, bool accumulate) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SAGE_WGMMA_D32 "%32, %33, p, 1, 1, 1, 1;}"
+      : SAGE_WGMMA_OPERANDS_32("+r", d, 0)
+      : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+
+__device__ __forceinline__ void wgmma_bf16_columns_by_rows(i32 (&d)[16], u64 a, u64 b, bool accumulate) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 " SAGE_WGMMA_D16 "%16, %17, p, 1, 1, 1, 1;}"
+      : SAGE_WGMMA_OPERANDS_8("+r", d, 0), SAGE_WGMMA_OPERANDS_8("+r", d, 8)
+      : "l"(a), "l"(b), "r"(static_cast<i32>(accumulate)));
+}
+
 // Registers of D for N = 72 and N = 136: eight columns more than D32 and D64.
 #define SAGE_WGMMA_D36 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
@@ -133,6 +152,7 @@ __device__ __forceinline__ void wgmma_m64k32(u32 (&d)[68], const u32 (&a)[4], u6
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<i32>(accumulate)));
 }
 
+#undef SAGE_WGMMA_D16
 #undef SAGE_WGMMA_D32
 #undef SAGE_WGMMA_D64
 #undef SAGE_WGMMA_D36

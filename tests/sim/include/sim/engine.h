@@ -94,7 +94,8 @@ struct WarpgroupProduct {
   unsigned long long a_matrix, b_matrix;  // descriptors
   unsigned columns;
   bool accumulate;
-  bool rows_of_k;  // of B, which is else K-major
+  bool rows_of_k;    // of B, which is else K-major
+  bool a_rows_of_k;  // of A in shared memory, likewise
   Site site;
 };
 void wgmma(const char* instruction, WarpgroupProduct lane);
@@ -113,6 +114,12 @@ void mbarrier_init(unsigned barrier, unsigned arrivals, Site site);
 void mbarrier_arrive(unsigned barrier, unsigned bytes, Site site);
 void mbarrier_wait(unsigned barrier, unsigned parity, Site site);
 void bulk_copy(unsigned shared, const void* global, unsigned bytes, unsigned barrier, Site site);
+void bulk_store(void* global, unsigned shared, unsigned bytes, bool adds, Site site);
+void see_flag();
+void fence_gpu();
+void check_before_flag(Site site);
+void bulk_commit();
+void bulk_wait(bool reads, Site site);
 void fence_mbarrier_init();
 void fence_proxy_async();
 void set_registers(unsigned registers, Site site);

@@ -1,7 +1,8 @@
 // The gradients of K and V on Hopper: dV = Σ Pᵀ · dO and dK = Σ dSᵀ · Q, as mma/grad_kv.cuh has them, but that P, in
 // the type of dO, and dS, in bf16, are multiplied in 16 bits: half the instructions, smaller errors, longer products
-// (docs/decisions.md). Warpgroup 0, the producer, copies tiles of Q and dO; the others, the consumers, have 64 keys
-// each, and go over these tiles.
+// (docs/decisions.md). A thread of warpgroup 0, the producer, copies tiles of Q and dO; the other warpgroups, the
+// consumers, have 64 keys each, and go over these tiles. Where all gradients are asked for, blocks add up dQ, too
+// (sums_q.cuh).
 //
 // A step of a consumer, with dS of the tile before in registers, at head dim 64:
 //   issue S = K·Qᵀ of this tile, dK of the tile before, dP = V·dOᵀ of this tile;
@@ -11,116 +12,139 @@
 //   issue dK of the tile before, S, dP;
 //   P, beside dP; wait for dP, then issue dV;
 //   dS, beside dV.
+// With dQ:
+//   issue dQ and dK of the tile before, S; wait for dQ, and leave it, beside dK and S; then issue dP;
+//   P, beside dP; dV as above; dS, beside dV, also to shared memory.
 // No product is in flight from one step to the next: ptxas serializes products that are (C7514).
 // Source: SageAttention3, Algorithm 3; "FlashAttention-3", section 3.1, for the roles of warpgroups.
 #pragma once
 
 #include "sage/bwd/key_block.cuh"
-#include "sage/bwd/wgmma/pipeline.cuh"
 #include "sage/bwd/wgmma/products.cuh"
+#include "sage/bwd/wgmma/query_tiles.cuh"
 #include "sage/bwd/wgmma/store_rows.cuh"
+#include "sage/bwd/wgmma/sums_q.cuh"
 #include "sage/constants.cuh"
 #include "sage/ptx/barrier.cuh"
+#include "sage/ptx/cp_async.cuh"
+#include "sage/ptx/proxy.cuh"
 #include "sage/ptx/setmaxnreg.cuh"
 
 namespace sage {
 
-// Config: kHeadDim, kHalves, kSharedBytes that a block can have.
+// Config: kHeadDim, kHalves, kSumsQ: whether blocks add up dQ, kSharedBytes that a block can have.
 template <class Config>
 class BwdKv {
   using Tile = BwdTile<Config>;
   static_assert(Config::kHalves);
   static constexpr i32 kConsumers = 2, kBlockRows = kConsumers * kRowsOfWarpgroup;
-  static constexpr i32 kStages = 4;
+  static constexpr bool kSumsQ = Config::kSumsQ;
+  static constexpr i32 kStages = kSumsQ && Config::kHeadDim > 64 ? 2 : 4;
   static constexpr i32 kKeyBytes = Tile::kSide;  // K̂ and V of a consumer unless kHeld; then rows of its gradients
-  static_assert(4 * StoreGradient<Config>::kBytes <= kKeyBytes);
-  using Pipeline = TilePipeline<Tile, Tile::kQBytes, kStages, kConsumers>;
+  static_assert(4 * StoreGradient<Config>::kBytes <= kKeyBytes && kConsumers * kKeyBytes % 1024 == 0);
+  static_assert(QSums<Config>::kConsumers == kConsumers);
+  static constexpr i32 kSumBytes = kSumsQ ? QProducts<Config>::kBytes : 0;
+  using Pipelines = QueryPipelines<Tile, kStages, kConsumers>;
+  using Stage = typename Pipelines::Stage;
 
  public:
   static constexpr i32 kThreads = (1 + kConsumers) * kWarpgroup, kMinBlocks = 1;
-  static constexpr i32 kSharedBytes = kConsumers * kKeyBytes + Pipeline::kBytes;
+  static constexpr i32 kSharedBytes = kConsumers * kKeyBytes + kSumBytes + Pipelines::kBytes;
   static_assert(kSharedBytes <= Config::kSharedBytes);
 
+  // in_order: whether blocks wait for those of lower index.
   static constexpr auto facts() {
     return sage::facts(Fact{"threads", kThreads}, Fact{"shared_bytes", kSharedBytes}, Fact{"block_rows", kBlockRows},
-                       Fact{"halves", 1});
+                       Fact{"halves", 1}, Fact{"in_order", kSumsQ});
   }
 
   template <Dtype kDtype, bool kPacked>
   __device__ __forceinline__ static void run(const BwdParams& params, u8* shared) {
     const u32 keys = ptx::shared_address(shared);
-    const Pipeline pipeline(keys + kConsumers * kKeyBytes);
-    if (!Block<kPacked>(params, 0).has_keys()) return;
-    if (threadIdx.x == 0) pipeline.init();
+    const u32 sums = keys + kConsumers * kKeyBytes;
+    const Pipelines pipelines(sums + kSumBytes);
+    if (!Block<kPacked>::has_head(params) || !Block<kPacked>(params, 0).has_keys()) return;
+    if (threadIdx.x == 0) {
+      if constexpr (kSumsQ) QProducts<Config>::barriers(sums).init(kConsumers * kWarpgroup);
+      pipelines.init();
+    }
     __syncthreads();
     const i32 warpgroup = ptx::uniform(static_cast<i32>(threadIdx.x / kWarpgroup));
     if (warpgroup == 0) {
       ptx::setmaxnreg_dec<kProducerRegisters>();
-      produce<kPacked>(params, pipeline, keys);
+      produce<kPacked>(params, pipelines, keys, sums);
     } else {
       ptx::setmaxnreg_inc<kConsumerRegisters>();
-      consume<kDtype, kPacked>(params, pipeline, warpgroup - 1, keys + (warpgroup - 1) * kKeyBytes);
+      consume<kDtype, kPacked>(params, pipelines, warpgroup - 1, keys + (warpgroup - 1) * kKeyBytes, sums);
     }
   }
 
  private:
   // kRoomy: registers hold P as an operand while dP is in flight. kHeld: registers hold K̂ and V.
   static constexpr bool kRoomy = Config::kHeadDim <= 64, kHeld = kRoomy;
+  static constexpr bool kScoresFirst = kRoomy && !kSumsQ;  // S in front of dK
   static constexpr i32 kProducerRegisters = kRoomy ? 40 : 24, kConsumerRegisters = kRoomy ? 232 : 240;
-  static constexpr i32 kProducerBarrier = 1, kStoreBarrier = 2;  // of the first consumer
-  using Stage = typename Pipeline::Stage;
+  static constexpr i32 kKeyBarrier = 1, kStoreBarrier = 2;  // kStoreBarrier: of the first consumer
+  static constexpr bool kCopiesKeys = !kHeld || kSumsQ;
   template <bool kPacked>
-  using Block = KeyBlock<kPacked, kBlockRows>;
-
-  // Tiles of Q and dO in which rows of dO that are not finite are zeros. P of such a row is NaN where it sees a key,
-  // and what it adds where it sees none must stay zero.
-  template <class Own>
-  class FiniteTiles : public QueryTiles<Config, Own, kWarpgroup> {
-    using Tiles = QueryTiles<Config, Own, kWarpgroup>;
-
-   public:
-    using Tiles::Tiles;
-
-    // Loads bits that the next call looks at, so that nothing waits for the load.
-    __device__ __forceinline__ void begin(i32 stage) {
-      end();
-      const auto words = reinterpret_cast<const u32*>(this->side() + (Tile::kSpoilt - Tile::kSide));
-      low_ = words[0], high_ = words[2], bit_ = 1u << stage;
-    }
-    __device__ __forceinline__ void end() {
-      const u32 own = threadIdx.x < kWarpSize ? low_ : high_;
-      tiles_ = (low_ | high_) != 0 ? tiles_ | bit_ : tiles_ & ~bit_;
-      own_row_ = (own >> threadIdx.x % kWarpSize & 1) != 0 ? own_row_ | bit_ : own_row_ & ~bit_;
-    }
-    __device__ __forceinline__ void finish(i32 stage, u32 tile) const {
-      const u32 bit = 1u << stage;
-      if ((tiles_ & bit) == 0) return;
-      ptx::barrier_sync(kProducerBarrier, kWarpgroup);  // the copies of all threads have landed
-      if (threadIdx.x >= kTileRows || (own_row_ & bit) == 0) return;
-      for (i32 chunk = 0; chunk < Tile::Halves::kRowBytes / 16; ++chunk) {
-        const u32 to = tile + Tile::kHalves + Tile::Halves::offset(threadIdx.x, chunk);
-        for (i32 word = 0; word < 4; ++word) ptx::store_shared_u32(to + word * sizeof(u32), 0);
-      }
-    }
-
-   private:
-    u32 low_ = 0, high_ = 0, bit_ = 0;  // of the tile whose turn it was: bits of its rows, and the bit of its stage
-    u32 tiles_ = 0,
-        own_row_ = 0;  // a bit for each stage: whether its tile has such rows, and whether this thread's is one
-  };
+  using Block = KeyBlock<kPacked, kBlockRows, kSumsQ>;
 
   template <bool kPacked>
-  __device__ __forceinline__ static void produce(const BwdParams& params, const Pipeline& pipeline, u32 keys) {
+  using Tiles = QueryTilesBackwards<Block<kPacked>>;
+
+  // The producer: all threads copy the keys, then one copies tiles of queries, and one of each of the last warps adds
+  // to the sums of dQ.
+  template <bool kPacked>
+  __device__ __forceinline__ static void produce(const BwdParams& params, const Pipelines& pipelines, u32 keys,
+                                                 u32 sums) {
     const Block<kPacked> own(params, 0);
-    FiniteTiles<Block<kPacked>> tiles(params, own);
-    if (tiles.count == 0) return;
-    if constexpr (!kHeld) {
+    Tiles<kPacked> tiles(params, own);
+    if (!tiles.any()) return;
+    if constexpr (kCopiesKeys) {
+      copy_keys(params, own, keys, sums);
+      ptx::cp_async_commit();
+    }
+    Stage next;
+    if (threadIdx.x == 0) pipelines.copy(next, params, tiles.of_all());  // beside the copies of the keys
+    if constexpr (kCopiesKeys) {
+      ptx::cp_async_wait<0>();
+      ptx::fence_proxy_async();
+      __syncwarp();
+      ptx::barrier_arrive(kKeyBarrier, kThreads);
+    }
+    if (threadIdx.x == 0) {
+#pragma unroll 1
+      for (tiles.advance(); tiles.any(); tiles.advance()) pipelines.copy(next, params, tiles.of_all());
+    }
+    if constexpr (kSumsQ) add_to_sums(params, own, tiles, sums);  // by other threads, whose `tiles` is at the first
+  }
+
+  // Begins to copy what the products read of the block's keys.
+  template <class Own>
+  __device__ __forceinline__ static void copy_keys(const BwdParams& params, const Own& own, u32 keys, u32 sums) {
 #pragma unroll
-      for (i32 i = 0; i < kConsumers; ++i) {
-        copy_keys_async<Config, kWarpgroup>(params, own, i * kRowsOfWarpgroup, keys + i * kKeyBytes);
+    for (i32 i = 0; i < kConsumers; ++i) {
+      const i32 row = i * kRowsOfWarpgroup;
+      if constexpr (!kHeld) copy_keys_async<Config, kWarpgroup>(params, own, row, keys + i * kKeyBytes);
+      if constexpr (kSumsQ) {
+        const u8* const half_codes = Tile::kv_side(params, own.tile_of(params, own.first_key + row));
+        copy_async<Tile::kHalfBytes, kWarpgroup>(QProducts<Config>::half_codes(sums, i), half_codes + threadIdx.x * 16);
       }
     }
-    pipeline.produce(tiles, tiles.count);
+  }
+
+  // Adds the block's products to the sums of dQ.
+  template <class Own, class OwnTiles>
+  __device__ __forceinline__ static void add_to_sums(const BwdParams& params, const Own& own, OwnTiles& tiles,
+                                                     u32 sums) {
+    constexpr i32 kAdders = SumBarriers::kAdders, kFirst = kWarpgroup / kWarpSize - kAdders;  // the last warps
+    const i32 adder = static_cast<i32>(threadIdx.x / kWarpSize) - kFirst;
+    if (adder < 0 || threadIdx.x % kWarpSize != 0) return;
+    QSumAdder<Config> work{params, sums, static_cast<u32>(own.first_key / kBlockRows), static_cast<u32>(adder)};
+#pragma unroll 1
+    for (i32 i = 0; tiles.any(); ++i, tiles.advance()) {
+      if (i % kAdders == adder) work.add(tiles.of_all());
+    }
   }
 
   // Constants of a thread's columns, each loaded kAhead column tiles before it is needed: the first of P in front of
@@ -134,7 +158,7 @@ class BwdKv {
     }
     __device__ __forceinline__ void begin_delta() {
 #pragma unroll
-      for (i32 n = 0; n < kAhead; ++n) of_[n] = from_.minus_scaled_delta(n);
+      for (i32 n = 0; n < kAhead; ++n) of_[n] = load_delta(n);
       begin_scales();
     }
     __device__ __forceinline__ ptx::F32x2 minus_lse(i32 n) {
@@ -142,11 +166,8 @@ class BwdKv {
       if (n + kAhead < kColumnTiles) of_[n % kAhead] = from_.minus_lse(n + kAhead);
       return x;
     }
-    __device__ __forceinline__ ptx::F32x2 minus_scaled_delta(i32 n) {
-      const ptx::F32x2 x = of_[n % kAhead];
-      if (n + kAhead < kColumnTiles) of_[n % kAhead] = from_.minus_scaled_delta(n + kAhead);
-      return x;
-    }
+    __device__ __forceinline__ ptx::F32x2 minus_delta(i32 n) { return delta(n); }
+    __device__ __forceinline__ ptx::F32x2 minus_scaled_delta(i32 n) { return delta(n); }
     __device__ __forceinline__ ptx::F32x2 q_scale(i32 n) {
       const ptx::F32x2 x = scale_[n % kAhead / 2];
       if (n + kAhead < kColumnTiles) scale_[n % kAhead / 2] = from_.q_scale(n + kAhead);
@@ -156,6 +177,15 @@ class BwdKv {
    private:
     static constexpr i32 kAhead = 4;
 
+    // -D, times the scale of Q̂ where no sums of dQ need it without.
+    __device__ __forceinline__ ptx::F32x2 load_delta(i32 n) const {
+      return kSumsQ ? from_.minus_delta(n) : from_.minus_scaled_delta(n);
+    }
+    __device__ __forceinline__ ptx::F32x2 delta(i32 n) {
+      const ptx::F32x2 x = of_[n % kAhead];
+      if (n + kAhead < kColumnTiles) of_[n % kAhead] = load_delta(n + kAhead);
+      return x;
+    }
     __device__ __forceinline__ void begin_scales() {
 #pragma unroll
       for (i32 n = 0; n < kAhead; n += 2) scale_[n / 2] = from_.q_scale(n);
@@ -168,58 +198,79 @@ class BwdKv {
   // A consumer: its keys, their gradients, and what one step leaves to the next.
   template <Dtype kDtype, class Own>
   struct Consumer {
-    const Pipeline& pipeline;
-    const i32 lane;
+    const BwdParams& params;
+    const Pipelines& pipelines;
+    const i32 lane, warp;  // warp: of all consumers
     const OwnRows<Config, kHeld> keys;
     const CausalColumns<Own> columns;
     float key_scale[2];  // of the rows g and g + 8
     bool is_causal;
+    const i32 keys_left;  // of the batch entry, from the warp's first on
+    QProducts<Config> q_sums;
     Gradient<Config, 1> grad_k, grad_v;
-    Stage stage;
+    Stage stage;  // of the tile whose dK is next
     HalfRowsOperand p, grad_s;
     Accumulator x, y;
 
-    __device__ __forceinline__ Consumer(const BwdParams& params, const Pipeline& pipeline_, const Own& own, u32 keys_)
-        : pipeline(pipeline_),
+    __device__ __forceinline__ Consumer(const BwdParams& params_, const Pipelines& pipelines_, const Own& own,
+                                        u32 keys_, u32 sums)
+        : params(params_),
+          pipelines(pipelines_),
           lane(threadIdx.x % kWarpSize),
+          warp(warp_of_consumers()),
           keys(keys_, Tile::k_codes(params, own.tile_of(params, own.key())), own.of_block % kTileRows,
                own.values(params, own.key()), lane),
           columns(own, lane),
-          is_causal(params.is_causal) {
+          is_causal(params.is_causal),
+          keys_left(own.entry.keys().count - own.key()),
+          q_sums(sums, warp, lane) {
       load_key_scales<Config>(key_scale, params, own.tile_of(params, own.key()), own.of_block % kTileRows, lane);
     }
 
-    // The tiles of one query head from `begin` to `end`, which see any of the consumer's keys; those from `whole` on
-    // see all of them.
+    // The tiles of one query head from `begin` to `end`, which see any of the consumer's keys, backwards; those from
+    // `whole` on see all of them.
     __device__ __forceinline__ void add_head(i32 begin, i32 whole, i32 end) {
-      u32 queries = pipeline.wait(stage);
+      const u32 queries = pipelines.rows.wait(stage);
       ColumnsAhead ahead({queries, lane});
       issue_scores(queries);
       issue_grad(queries);
-      find_tile<true, true>(queries, begin, ahead);
-      i32 tile = begin + 1;
+      i32 tile = end - 1;
+      find_tile<true, true>(queries, tile--, ahead);
 #pragma unroll 1
-      for (; tile < min(whole, end); ++tile) step<true>(queries, tile);
+      for (; tile >= max(whole, begin); --tile) step<false>(tile);
 #pragma unroll 1
-      for (; tile < end; ++tile) step<false>(queries, tile);
-      issue_gradient<Dtype::kBf16>(grad_k, grad_s, queries + Tile::kHalfCodes);
+      for (; tile >= begin; --tile) step<true>(tile);
+      typename QProducts<Config>::Accumulator grad_q;
+      if constexpr (kSumsQ) q_sums.issue(grad_q, warp / 4);
+      issue_gradient<Dtype::kBf16>(grad_k, grad_s, pipelines.half_codes.wait(stage));
+      if constexpr (kSumsQ) leave_grad_q<1>(grad_q);
       ptx::wgmma_wait<0>();  // dK and dV are read behind a barrier, which no read passes
-      pipeline.release(stage);
+      pipelines.half_codes.release(stage);
+      stage.advance();
+    }
+
+    // Leaves alone a tile that the producer has copied.
+    __device__ __forceinline__ void pass() {
+      pipelines.rows.wait(stage), pipelines.rows.release(stage);
+      pipelines.half_codes.wait(stage), pipelines.half_codes.release(stage);
+      stage.advance();
     }
 
    private:
-    // Adds dK of the tile before, in `queries`, and finds P and dS of this tile, in the next stage.
+    // Adds dK, and dQ, of the tile before, and finds P and dS of this tile.
     template <bool kMasked>
-    __device__ __forceinline__ void step(u32& queries, i32 tile) {
+    __device__ __forceinline__ void step(i32 tile) {
       Stage next = stage;
       next.advance();
-      const u32 next_queries = pipeline.wait(next);
-      ColumnsAhead ahead({next_queries, lane});
-      if constexpr (kRoomy) issue_scores(next_queries);
-      issue_gradient<Dtype::kBf16>(grad_k, grad_s, queries + Tile::kHalfCodes);
-      if constexpr (!kRoomy) issue_scores(next_queries);
-      issue_grad(next_queries);
-      queries = next_queries;
+      const u32 queries = pipelines.rows.wait(next), half_codes = pipelines.half_codes.wait(stage);
+      ColumnsAhead ahead({queries, lane});
+      typename QProducts<Config>::Accumulator grad_q;
+      if constexpr (kSumsQ) q_sums.issue(grad_q, warp / 4);
+      if constexpr (kScoresFirst) issue_scores(queries);
+      issue_gradient<Dtype::kBf16>(grad_k, grad_s, half_codes);
+      if constexpr (!kScoresFirst) issue_scores(queries);
+      if constexpr (kSumsQ) leave_grad_q<2>(grad_q);
+      issue_grad(queries);
       find_tile<kMasked, false>(queries, tile, ahead);
     }
 
@@ -228,6 +279,13 @@ class BwdKv {
     }
     __device__ __forceinline__ void issue_grad(u32 queries) {
       issue_product<WgmmaHalf<kDtype>, typename Tile::Halves, false>(y, keys.halves(), queries + Tile::kHalves);
+    }
+
+    // Waits until at most kPending products are in flight, and leaves dQ, whose product has ended then.
+    template <i32 kPending>
+    __device__ __forceinline__ void leave_grad_q(typename QProducts<Config>::Accumulator& grad_q) {
+      wait_for<kPending>(grad_q);
+      q_sums.leave(grad_q, warp, lane);
     }
 
     // Issues Pᵀ · dO.
@@ -242,37 +300,57 @@ class BwdKv {
       i32 seen[1][2];
       const i32 seen_from = columns.first_query() - tile * kTileRows;
 #pragma unroll
-      for (i32 r = 0; r < 2; ++r) seen[0][r] = kMasked && is_causal ? columns.of_key(r, lane, seen_from) : 0;
-      wait_for<kRoomy && !kFirst ? 2 : 1>(x);
+      for (i32 r = 0; r < 2; ++r) {
+        seen[0][r] = kMasked && is_causal ? columns.of_key(r, lane, seen_from) : 0;
+        // A key that does not exist has no part in dQ. Its dK and dV are not stored.
+        if (kMasked && kSumsQ && lane / 4 + 8 * r >= keys_left) seen[0][r] = kTileRows;
+      }
+      wait_for<kScoresFirst && !kFirst ? 2 : 1>(x);
       ColumnTiles<float, 1> found, grad_p;  // P, then dS
       exponentiate(found, x, key_scale, ahead);
       if constexpr (kMasked) hide<true, 1>(found, seen, lane);
       if constexpr (kRoomy) add_grad_v(found, queries);
       ahead.begin_delta();
       wait_for<kRoomy ? 1 : 0>(y);
-      if constexpr (!kFirst) pipeline.release(stage);
+      if constexpr (!kFirst) {
+        pipelines.half_codes.release(stage);
+        stage.advance();
+      }
       if constexpr (!kRoomy) add_grad_v(found, queries);
       as_floats(grad_p, y);
-      multiply_by_grad(found, grad_p, ahead);
+      if constexpr (kSumsQ) multiply_by_unscaled_grad(found, grad_p, ahead);
+      else multiply_by_grad(found, grad_p, ahead);
       if constexpr (kMasked) hide<true, 1>(found, seen, lane);  // again: dP may be NaN where P is zero
+      if constexpr (kSumsQ) {
+        ColumnTiles<float, 1> scaled;
+        multiply_by_key_scales(scaled, found, key_scale);
+        halve<Dtype::kBf16>(grad_s, scaled);
+        q_sums.put(grad_s);
+        multiply_by_q_scales(found, ahead);
+      }
       halve<Dtype::kBf16>(grad_s, found);
       ptx::wgmma_wait<0>();
+      pipelines.rows.release(stage);
     }
   };
 
   template <Dtype kDtype, bool kPacked>
-  __device__ __forceinline__ static void consume(const BwdParams& params, const Pipeline& pipeline, i32 consumer,
-                                                 u32 keys) {
+  __device__ __forceinline__ static void consume(const BwdParams& params, const Pipelines& pipelines, i32 consumer,
+                                                 u32 keys, u32 sums) {
     const Block<kPacked> own(params, warp_of_consumers());
-    Consumer<kDtype, Block<kPacked>> work(params, pipeline, own, keys);
-    const i32 end = ceil_div(own.entry.queries().count, kTileRows);
+    Consumer<kDtype, Block<kPacked>> work(params, pipelines, own, keys, sums);
+    const Tiles<kPacked> tiles(params, own);
     const i32 first_key = own.first_key + consumer * kRowsOfWarpgroup;
-    const i32 first = first_tile(params, own, own.first_key, end), begin = first_tile(params, own, first_key, end);
-    const i32 whole = whole_from(params, own, first_key + kRowsOfWarpgroup - 1);
+    // A consumer has a part of dQ of all tiles of the block.
+    const i32 begin = kSumsQ ? tiles.begin : Tiles<kPacked>::first_tile(params, own, first_key);
+    const bool has_all = !kSumsQ || first_key + kRowsOfWarpgroup <= own.entry.keys().count;
+    const i32 whole = has_all ? Tiles<kPacked>::whole_from(params, own, first_key + kRowsOfWarpgroup - 1) : tiles.end;
+    if (kCopiesKeys && tiles.any()) ptx::barrier_sync(kKeyBarrier, kThreads);
 #pragma unroll 1
     for (i32 head = 0; head < params.q_heads_per_kv_head; ++head) {
-      pipeline.pass(work.stage, begin - first);
-      if (begin < end) work.add_head(begin, whole, end);
+      if (begin < tiles.end) work.add_head(begin, whole, tiles.end);
+#pragma unroll 1
+      for (i32 tile = min(begin, tiles.end); tile > tiles.begin; --tile) work.pass();
     }
     ptx::barrier_sync(kStoreBarrier + consumer, kWarpgroup);  // all warps' products have read the consumer's keys
     const Block<kPacked> again(params, warp_of_consumers());  // takes no registers before
@@ -286,16 +364,6 @@ class BwdKv {
   }
 
   __device__ __forceinline__ static i32 warp_of_consumers() { return threadIdx.x / kWarpSize - kWarpgroup / kWarpSize; }
-  // The first tile of queries that sees a key, at most `end`.
-  template <class Own>
-  __device__ __forceinline__ static i32 first_tile(const BwdParams& params, const Own& own, i32 key, i32 end) {
-    return params.is_causal ? min(max(0, first_seeing(own.entry, key)) / kTileRows, end) : 0;
-  }
-  // The first tile of queries of which all see a key.
-  template <class Own>
-  __device__ __forceinline__ static i32 whole_from(const BwdParams& params, const Own& own, i32 key) {
-    return params.is_causal ? ceil_div(max(0, first_seeing(own.entry, key)), kTileRows) : 0;
-  }
 };
 
 }  // namespace sage

@@ -67,14 +67,6 @@ class BwdQ {
   template <bool kPacked>
   using Block = QueryBlock<kPacked, kBlockRows>;
 
-  struct Tiles : KeyTiles<Config, kWarpgroup> {
-    using KeyTiles<Config, kWarpgroup>::KeyTiles;
-
-    __device__ __forceinline__ void begin(i32 /*stage*/) const {}
-    __device__ __forceinline__ void end() const {}
-    __device__ __forceinline__ void finish(i32 /*stage*/, u32 /*tile*/) const {}
-  };
-
   template <class Own>
   __device__ __forceinline__ static void produce(const BwdParams& params, const Pipeline& pipeline, const Own& own,
                                                  u32 queries, i32 count) {
@@ -85,7 +77,7 @@ class BwdQ {
         copy_queries_async<Config, kWarpgroup>(params, own, i * kRowsOfWarpgroup, queries + i * kQueryBytes);
       }
     }
-    Tiles tiles(params, own);
+    KeyTiles<Config, kWarpgroup> tiles(params, own);
     pipeline.produce(tiles, count);
   }
 

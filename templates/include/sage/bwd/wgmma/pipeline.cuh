@@ -31,8 +31,7 @@ class TilePipeline {
   }
 
   // Copies tiles with the threads of the producer, which may have begun other copies: those arrive with the first tile.
-  // Tiles: as QueryTiles; begin(stage) is called behind the copies of a tile into a stage, end() behind those of all
-  // tiles, and finish(stage, shared) where this thread's have landed.
+  // Tiles: as KeyTiles.
   template <class Tiles>
   __device__ __forceinline__ void produce(Tiles& tiles, i32 count) const {
     Stage next, landed;
@@ -42,16 +41,14 @@ class TilePipeline {
       if (threadIdx.x == 0) copy_runs(tiles, next);
       tiles.copy_halves_async(tile(next));
       ptx::cp_async_commit();
-      tiles.begin(next.index);
       tiles.advance();
       if (i < kInFlight) continue;
       ptx::cp_async_wait<kInFlight>();
-      publish(tiles, landed);
+      publish(landed);
     }
-    tiles.end();
     ptx::cp_async_wait<0>();
 #pragma unroll 1
-    for (i32 i = 0; i < min(count, kInFlight); ++i) publish(tiles, landed);
+    for (i32 i = 0; i < min(count, kInFlight); ++i) publish(landed);
   }
 
   // Where the tile of a stage lies.
@@ -95,9 +92,7 @@ class TilePipeline {
   }
 
   // Makes a tile that this thread's copies wrote visible to the products, and tells the consumers.
-  template <class Tiles>
-  __device__ __forceinline__ void publish(const Tiles& tiles, Stage& landed) const {
-    tiles.finish(landed.index, tile(landed));
+  __device__ __forceinline__ void publish(Stage& landed) const {
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive(full(landed.index));
     landed.advance();

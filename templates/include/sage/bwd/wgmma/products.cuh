@@ -100,14 +100,18 @@ __device__ __forceinline__ void issue_product(Accumulator& d, const A& rows, u32
 
 // Waits until at most kPending groups are in flight. d: of a product that has ended then; the compiler, which does not
 // know that the wait is for it, would read d in front of the wait.
-template <i32 kPending>
-__device__ __forceinline__ void wait_for(Accumulator& d) {
+template <i32 kPending, i32 kTiles>
+__device__ __forceinline__ void wait_for(i32 (&d)[kTiles][4]) {
   ptx::wgmma_wait<kPending>();
 #pragma unroll
-  for (i32 n = 0; n < kColumnTiles; ++n) {
+  for (i32 n = 0; n < kTiles; ++n) {
 #pragma unroll
-    for (i32 c = 0; c < 4; ++c) d[0][n][c] = static_cast<i32>(ptx::opaque(static_cast<u32>(d[0][n][c])));
+    for (i32 c = 0; c < 4; ++c) d[n][c] = static_cast<i32>(ptx::opaque(static_cast<u32>(d[n][c])));
   }
+}
+template <i32 kPending>
+__device__ __forceinline__ void wait_for(Accumulator& d) {
+  wait_for<kPending>(d[0]);
 }
 
 // 64 rows and 64 columns of P or dS in 16 bits, as the A operand of products over the columns.

@@ -6,5 +6,6 @@
 namespace sage::ptx {
 
 inline void fence_proxy_async() { sim::fence_proxy_async(); }
+inline void fence_proxy_async_all() { sim::fence_proxy_async(); }
 
 }  // namespace sage::ptx

@@ -22,7 +22,7 @@ inline void warpgroup_product(T (&d)[kSize], const u32* a, u64 a_matrix, u64 b, 
   constexpr bool integers = std::is_same_v<T, i32>;
   sim::wgmma(integers ? "wgmma.m64k32.s8" : "wgmma.m64k32.e4m3",
              {integers ? sim::WarpgroupTypes::kS8 : sim::WarpgroupTypes::kE4m3, reinterpret_cast<u32*>(d), a, a_matrix,
-              b, 2 * kSize, accumulate, false, site});
+              b, 2 * kSize, accumulate, false, false, site});
 }
 
 template <class T, i32 kSize>
@@ -38,8 +38,8 @@ inline void wgmma_m64k32(i32 (&d)[kSize], u64 a, u64 b, bool accumulate, sim::Si
 // The products in 16 bits of the backward kernels.
 #define SAGE_WGMMA_SHARED(name, types) \
   inline void name(i32 (&d)[32], u64 a, u64 b, bool accumulate, sim::Site site = sim::Site::here()) { \
-    sim::wgmma(#name, \
-               {sim::WarpgroupTypes::types, reinterpret_cast<u32*>(d), nullptr, a, b, 64, accumulate, false, site}); \
+    sim::wgmma(#name, {sim::WarpgroupTypes::types, reinterpret_cast<u32*>(d), nullptr, a, b, 64, accumulate, false, \
+                       false, site}); \
   }
 SAGE_WGMMA_SHARED(wgmma_m64n64_f16, kF16)
 SAGE_WGMMA_SHARED(wgmma_m64n64_bf16, kBf16)
@@ -47,7 +47,8 @@ SAGE_WGMMA_SHARED(wgmma_m64n64_bf16, kBf16)
 
 #define SAGE_WGMMA_HELD(name, types) \
   inline void name(i32 (&d)[32], const u32 (&a)[4], u64 b, bool accumulate, sim::Site site = sim::Site::here()) { \
-    sim::wgmma(#name, {sim::WarpgroupTypes::types, reinterpret_cast<u32*>(d), a, 0, b, 64, accumulate, false, site}); \
+    sim::wgmma(#name, \
+               {sim::WarpgroupTypes::types, reinterpret_cast<u32*>(d), a, 0, b, 64, accumulate, false, false, site}); \
   }
 SAGE_WGMMA_HELD(wgmma_m64n64_f16, kF16)
 SAGE_WGMMA_HELD(wgmma_m64n64_bf16, kBf16)
@@ -55,10 +56,18 @@ SAGE_WGMMA_HELD(wgmma_m64n64_bf16, kBf16)
 
 #define SAGE_WGMMA_ROWS_OF_K(name, types) \
   inline void name(float (&d)[32], const u32 (&a)[4], u64 b, sim::Site site = sim::Site::here()) { \
-    sim::wgmma(#name, {sim::WarpgroupTypes::types, reinterpret_cast<u32*>(d), a, 0, b, 64, true, true, site}); \
+    sim::wgmma(#name, {sim::WarpgroupTypes::types, reinterpret_cast<u32*>(d), a, 0, b, 64, true, true, false, site}); \
   }
 SAGE_WGMMA_ROWS_OF_K(wgmma_m64n64_f16_rows, kF16)
 SAGE_WGMMA_ROWS_OF_K(wgmma_m64n64_bf16_rows, kBf16)
 #undef SAGE_WGMMA_ROWS_OF_K
+
+template <i32 kSize>
+inline void wgmma_bf16_columns_by_rows(i32 (&d)[kSize], u64 a, u64 b, bool accumulate,
+                                       sim::Site site = sim::Site::here()) {
+  static_assert(kSize == 16 || kSize == 32, "the shapes that have a wrapper");
+  sim::wgmma("wgmma_bf16_columns_by_rows", {sim::WarpgroupTypes::kBf16, reinterpret_cast<u32*>(d), nullptr, a, b,
+                                            2 * kSize, accumulate, true, true, site});
+}
 
 }  // namespace sage::ptx
