@@ -4,7 +4,8 @@
     python bench/backward.py --headdim 64 --seqlen 2048,8192 --mask causal
 
 Rows: `train_attn`, the public call and its backward pass, quantization included; `sdpa_...`, torch's by a backend;
-`kernel ...`, one backward launch alone. A step is what torch.autograd runs: forward, then the gradients of q, k and v.
+`kernel ...`, one backward launch alone (of `bwdqkv` a difference of two times). A step is what torch.autograd runs:
+forward, then the gradients of q, k and v.
 TFLOPS count the products of an exact step, 4·B·H·N²·D operations forward and 10 backward, half of them when causal.
 Inputs are N(0, 1). Gradients are held against those of torch's math backend in float32 before anything is timed; the
 error is the largest of the three, relative, by L2 norms.

@@ -83,8 +83,8 @@ def train_attn_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seql
     """:func:`sage_aot.train_attn` on sequences of several lengths in one tensor, without padding.
 
     Sequences are those of :func:`sage_aot.attn_varlen`. Bits, also of gradients, equal those of
-    :func:`sage_aot.train_attn` on each sequence, except where either splits keys otherwise. On Hopper bits of the
-    gradient of q also depend on whether one kernel finds all gradients, which depends on the call's size.
+    :func:`sage_aot.train_attn` on each sequence, except where either splits keys otherwise. On Hopper the bits of
+    the gradients of q and k also depend on whether one kernel finds all gradients: docs/training.md.
 
     Args:
         q: as :func:`sage_aot.attn_varlen`, ``[tokens, q heads, headdim]``; float16 or bfloat16, headdim from 1 to 128.

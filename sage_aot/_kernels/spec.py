@@ -246,7 +246,7 @@ SELECTION = ("pool", "choose")
 """The kinds that choose blocks of keys, for a later call with a mask of blocks."""
 
 BACKWARD = ("bwdprep", "bwdkv", "bwdq")
-"""The kinds of the backward pass, in the order of their launches."""
+"""The kinds of the backward pass in every family: two kernels find the gradients."""
 
 BACKWARD_TOGETHER = ("bwdqkv", "bwdsum")
 """Kinds in place of bwdkv and bwdq where all gradients are asked for, in families that have them."""

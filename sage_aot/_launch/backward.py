@@ -3,9 +3,9 @@
 A forward pass of the part "train" writes the quantized Q to what is saved, and which keys a mask leaves; K̂ is copied
 there, :class:`SavedParts`.
 Up to three launches follow. The first writes what the others read beside that and the caller's tensors. Then one
-computes the gradients of K and V, and one that of Q, each where somebody asks for its gradients. Or, where somebody
-asks for all of them and one kernel finds them sooner, that kernel runs, and one that rounds the sums of the gradient of
-Q.
+computes the gradients of K and V, and one that of Q, each where somebody asks for its gradients. Where all gradients
+are asked for and one kernel is faster, two launches take the place of these: that kernel, and one that rounds the sums
+of the gradient of Q.
 """
 
 from __future__ import annotations
@@ -160,10 +160,11 @@ _ROUNDS_SIDE_BY_SIDE = {False: 2, True: 4}
 """Blocks side by side, in blocks that the GPU runs at a time: without a causal mask and with one."""
 
 _LEAST_ROUNDS = {64: 6, 128: 16}
-"""Blocks of a call from which on one kernel finds all gradients sooner, in the same unit, by head dim."""
+"""Least blocks of a call for which one kernel is faster than two, in blocks that the GPU runs at a time, by head
+dim."""
 
 _MOST_CAUSAL_BLOCKS = {64: math.inf, 128: 64}
-"""Blocks of a head up to which it does under a causal mask, by head dim."""
+"""Most blocks of a head for which one kernel is faster than two under a causal mask, by head dim."""
 
 
 def heads_side_by_side(forward: Plan, manifest: Manifest, wants_all: bool, sm_count: int,
@@ -171,11 +172,13 @@ def heads_side_by_side(forward: Plan, manifest: Manifest, wants_all: bool, sm_co
     """The KV heads whose blocks begin in turn on a GPU of `sm_count` SMs, or 0: dQ is found by a kernel of its own.
 
     A block adds to a tile of dQ microseconds behind the block before it, and blocks of a head that begin closer to each
-    other wait. A block begins where another one ends: with many heads side by side, blocks of one head begin far enough
+    other wait. A block begins when another one ends: with many heads side by side, blocks of one head begin far enough
     apart. Calls of few blocks wait nevertheless, and two kernels are faster, except those with a causal mask and no
     groups, which are bound by their longest blocks. All numbers are measured (docs/decisions.md), for batch entries of
-    one length. `wants_all`: whether
-    all gradients are asked for. `asked`: so many side by side where one kernel can find all gradients.
+    one length.
+
+    `wants_all`: whether all gradients are asked for. `asked`: so many side by side where one kernel can find all
+    gradients.
     """
     kernels, problem = backward_kernels(forward, manifest), forward.problem
     heads, all_blocks = problem.runs * problem.num_kv_heads, _kv_blocks_of_head(forward, kernels)

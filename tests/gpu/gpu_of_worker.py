@@ -8,7 +8,8 @@ import os
 import torch
 
 
-def take_turns() -> None:
+def rotate_gpus() -> None:
+    """Make another GPU device 0 in each process."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = listed.split(",") if listed else [str(gpu) for gpu in range(torch.cuda.device_count())]
@@ -17,4 +18,4 @@ def take_turns() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
 
-take_turns()
+rotate_gpus()

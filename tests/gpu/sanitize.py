@@ -5,7 +5,8 @@
 Run it with the tools racecheck and initcheck, too. Archs named after the file limit the run to their variants, and
 `trained` to calls with a backward pass. Without torch's caching allocator, an access beyond a tensor is an access
 beyond its allocation, and memory starts uninitialized. After calls of train_attn, initcheck reports 12 words in torch's
-copy of each line of scales: the forward pass writes the first 32 of its 128 bytes."""
+copy of each line of scales: the forward pass writes the first 32 of its 128 bytes. It also reports the sums that bwdsum
+reads: it does not see what bulk copies write."""
 
 from __future__ import annotations
 

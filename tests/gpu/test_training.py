@@ -93,7 +93,7 @@ def test_equal_calls_give_equal_bits(arch, headdim, ways):
 @pytest.mark.parametrize("asked", ["q", "k", "v", "qv"])
 def test_gradients_that_are_asked_for_alone(arch, asked):
     """Gradients have the bits that they have among all three, from fewer launches. On sm90 other kernels find all
-    three: those add dQ up by blocks of keys, and scale dS behind its difference."""
+    three: they add dQ up by blocks of keys, and multiply by the scale of Q̂ when D is subtracted."""
     q, k, v, grad = draw()
     with handing(backend_of(arch, side_by_side=2)):
         every = dict(zip("qkv", torch.autograd.grad(sage_aot.train_attn(q, k, v, is_causal=True), (q, k, v), grad)))

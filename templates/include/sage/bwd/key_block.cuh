@@ -15,8 +15,8 @@ namespace sage {
 constexpr i32 kKeysOfWarp = 16;
 
 // blockIdx.x: keys of a head fastest, whose blocks then share its queries in the L2 cache. The first keys come first:
-// under a causal mask the most queries see them. kSideBySide: of params.heads_side_by_side heads a block each, then the
-// next of each, so that blocks of a head, which wait for each other, do not begin at the same time.
+// under a causal mask the most queries see them. kSideBySide: blocks of params.heads_side_by_side heads come in turn,
+// so that blocks of one head, which wait for each other, begin apart.
 template <bool kPacked, i32 kBlockRows, bool kSideBySide = false>
 struct KeyBlock {
   static constexpr bool kIsPacked = kPacked;
@@ -49,10 +49,10 @@ struct KeyBlock {
   }
 
  private:
-  // The block's index were the keys of a head fastest.
+  // The block's index in an order with the keys of a head fastest.
   __device__ __forceinline__ static i32 index_by_heads(const BwdParams& params) {
     const FastDivmod &heads = params.heads_side_by_side, &blocks = params.kv_blocks_of_head;
-    const i32 index = ptx::block_index(), round = index / heads;  // of a block of each head
+    const i32 index = ptx::block_index(), round = index / heads;  // a round: one block of each of these heads
     const i32 head = round / blocks * heads.divisor + index % heads;
     return head * blocks.divisor + round % blocks;
   }
@@ -257,15 +257,17 @@ __device__ __forceinline__ void multiply_by_unscaled_grad(ColumnTiles<float, 1>&
   }
 }
 
-// dS times the scales of the keys, and dS itself times the scales of Q̂.
+// dS times the scales of the keys.
 __device__ __forceinline__ void multiply_by_key_scales(
-    ColumnTiles<float, 1>& product, const ColumnTiles<float, 1>& grad_s, const float (&key_scale)[2]) {
+    ColumnTiles<float, 1>& scaled, const ColumnTiles<float, 1>& grad_s, const float (&key_scale)[2]) {
 #pragma unroll
   for (i32 n = 0; n < kColumnTiles; ++n) {
 #pragma unroll
-    for (i32 c = 0; c < 4; ++c) product[0][n][c] = grad_s[0][n][c] * key_scale[c / 2];
+    for (i32 c = 0; c < 4; ++c) scaled[0][n][c] = grad_s[0][n][c] * key_scale[c / 2];
   }
 }
+
+// dS times the scales of Q̂, in its place.
 template <class Columns>
 __device__ __forceinline__ void multiply_by_q_scales(ColumnTiles<float, 1>& grad_s, Columns& columns) {
 #pragma unroll

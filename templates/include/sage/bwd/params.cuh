@@ -15,7 +15,7 @@ struct BwdParams {
   u8* q_side;        // [batch * num_q_heads][q_side_tiles] sides of Q and dO, bwd/tile.cuh
   u8* kv_side;       // [batch * num_kv_heads][kv_side_tiles] sides of K and V
   float* q_sums;     // [batch * num_q_heads][q_side_tiles] sums of dQ, bwd/wgmma/sums_q.cuh
-  u32* q_counts;     // likewise how many blocks have added to them; null: none do
+  u32* q_counts;     // how many blocks have added to the sums of a tile; null: no sums
   FastDivmod num_q_heads;
   FastDivmod num_kv_heads;
   FastDivmod q_heads_per_kv_head;
@@ -27,7 +27,7 @@ struct BwdParams {
   i32 log2_parts_of_kv_tile;      // of how many tiles of kTileRows keys a KV tile of the forward pass has
   FastDivmod q_blocks;            // of bwdq, of a head
   FastDivmod kv_blocks_of_head;   // of bwdkv and bwdqkv
-  FastDivmod heads_side_by_side;  // KV heads whose blocks take turns in bwdqkv, KeyBlock
+  FastDivmod heads_side_by_side;  // KV heads whose blocks come in turn in bwdqkv, KeyBlock
   i32 q_side_blocks;              // blocks of bwdprep for Q and dO; those for K and V follow
   float softmax_scale;
   i32 is_causal;            // which keys a row sees

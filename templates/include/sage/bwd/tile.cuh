@@ -1,6 +1,7 @@
 // A stage of shared memory of the backward kernels: kTileRows rows of Q and dO, or of K and V.
 //   codes        [kTileRows][kHeadDim] s8, Q̂ or K̂ where the forward pass saved them
-//   halves       [kTileRows][kHeadDim] f16 or bf16, V, and without kHalves dO, where the caller has them
+//   halves       [kTileRows][kHeadDim] f16 or bf16, V where the caller has it, and dO, but for bwdkv and bwdqkv
+//                with kHalves
 //   side         what bwd/prepare.cuh writes, in global memory tile by tile:
 //     transposed   [kHeadDim][kTileRows] s8, codes by channels, rows in the order of key_of_column()
 //     grad         of Q and dO: dÔ, dO quantized by rows, transposed likewise

@@ -1,4 +1,4 @@
-// Stores of 16 bytes to shared memory. Apart from shared.cuh, which nearly all kernels include.
+// Stores of 16 bytes to shared memory. In a header of its own: a change of shared.cuh recompiles nearly all kernels.
 // Source: PTX ISA, "st".
 #pragma once
 

@@ -1,7 +1,7 @@
 // The gradients of K and V on Hopper: dV = Σ Pᵀ · dO and dK = Σ dSᵀ · Q, as mma/grad_kv.cuh has them, but that P, in
 // the type of dO, and dS, in bf16, are multiplied in 16 bits: half the instructions, smaller errors, longer products
-// (docs/decisions.md). A thread of warpgroup 0, the producer, copies tiles of Q and dO; the other warpgroups, the
-// consumers, have 64 keys each, and go over these tiles. Where all gradients are asked for, blocks add up dQ, too
+// (docs/decisions.md). Warpgroup 0 is the producer: one of its threads copies tiles of Q and dO. The other warpgroups,
+// the consumers, have 64 keys each, and go over these tiles. Where all gradients are asked for, blocks add up dQ, too
 // (sums_q.cuh).
 //
 // A step of a consumer, with dS of the tile before in registers, at head dim 64:
@@ -92,8 +92,8 @@ class BwdKv {
   template <bool kPacked>
   using Tiles = QueryTilesBackwards<Block<kPacked>>;
 
-  // The producer: all threads copy the keys, then one copies tiles of queries, and one of each of the last warps adds
-  // to the sums of dQ.
+  // The producer: all threads copy the keys. Then one copies tiles of queries, and one of each of the last two warps
+  // adds to the sums of dQ.
   template <bool kPacked>
   __device__ __forceinline__ static void produce(const BwdParams& params, const Pipelines& pipelines, u32 keys,
                                                  u32 sums) {
@@ -177,7 +177,7 @@ class BwdKv {
    private:
     static constexpr i32 kAhead = 4;
 
-    // -D, times the scale of Q̂ where no sums of dQ need it without.
+    // -D; times the scale of Q̂ unless dQ, which needs dS without it, is summed.
     __device__ __forceinline__ ptx::F32x2 load_delta(i32 n) const {
       return kSumsQ ? from_.minus_delta(n) : from_.minus_scaled_delta(n);
     }
@@ -249,7 +249,7 @@ class BwdKv {
       stage.advance();
     }
 
-    // Leaves alone a tile that the producer has copied.
+    // Releases a tile that this consumer does not read.
     __device__ __forceinline__ void pass() {
       pipelines.rows.wait(stage), pipelines.rows.release(stage);
       pipelines.half_codes.wait(stage), pipelines.half_codes.release(stage);

@@ -39,7 +39,7 @@ struct QSums {
   }
 };
 
-// The mbarriers of a block's sums. Each but full() ends a phase a tile of queries.
+// The mbarriers of a block's sums. Each ends one phase a tile of queries; full() one every second tile.
 class SumBarriers {
  public:
   static constexpr i32 kAdders = 2;  // threads that add products to the sums in turn
