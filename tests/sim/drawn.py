@@ -224,7 +224,7 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("BwdPrepare::prepare_q", Sign("first_row + own", 2)): "O of a query that does not exist, times a dO of zeros",
     ("EqualColumns::of_last_key", Sign("seen_from + kKeysOfWarp - 1")): "tiles are masked that all queries see",
     ("QueryTilesBackwards::whole_from", First(
-        "params.is_causal ? ceil_div(max(0, first_seeing(own.entry, key)), kTileRows) : 0")):
+        "has_diagonal(params) ? ceil_div(max(0, first_seeing(own.entry, key)), kTileRows) : 0")):
             "tiles are masked that all queries see",
     ("BwdKv::ColumnsAhead::minus_lse", OffByOne("n + kAhead < kColumnTiles")): "a load that nothing uses",
     ("BwdKv::ColumnsAhead::minus_lse", Sign("n + kAhead", 1)): "loads that nothing uses",

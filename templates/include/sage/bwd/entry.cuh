@@ -113,12 +113,15 @@ struct SelectEntry<true> {
 template <bool kPacked>
 using BwdEntry = typename SelectEntry<kPacked>::Type;
 
+// Whether queries see the keys before a diagonal alone. Where it lies, the functions below answer.
+__device__ __forceinline__ bool has_diagonal(const BwdParams& params) { return params.is_causal; }
+
 // The end of the keys that a query sees, of the packed ones.
 template <class Entry>
 __device__ __forceinline__ i32 visible_end(const BwdParams& params, const Entry& entry, i32 query) {
   const auto lengths = entry.lengths();
-  return params.is_causal ? visible_keys<Mask::kCausal>(lengths, query).end
-                          : visible_keys<Mask::kFull>(lengths, query).end;
+  return has_diagonal(params) ? visible_keys<Mask::kCausal>(lengths, query).end
+                              : visible_keys<Mask::kFull>(lengths, query).end;
 }
 
 // The first query that sees a packed key under a causal mask.

@@ -121,7 +121,7 @@ class QueryTiles {
         entry_(own.entry),
         first_tile_(own.entry.first_q_tile()),
         head_(own.head_of_all * params.q_heads_per_kv_head),
-        begin_((params.is_causal ? max(0, first_seeing(own.entry, own.first_key)) : 0) / kTileRows),
+        begin_((has_diagonal(params) ? max(0, first_seeing(own.entry, own.first_key)) : 0) / kTileRows),
         tile_(begin_),
         grad_(of_head()) {
     count = max(0, end() - begin_) * params.q_heads_per_kv_head;

@@ -57,7 +57,7 @@ class BwdKv {
       const bool more = i + 1 < tiles.count;
       const u32 queries = stream.wait(i, more, tiles);
       // Compiled apart: in a block of instructions without a branch the compiler overlaps products with rounding.
-      if (!params.is_causal || columns.of_last_key(seen_from) < 0) {
+      if (!has_diagonal(params) || columns.of_last_key(seen_from) < 0) {
         step<kDtype, false>(gradients, keys, queries, lane, columns, 0);
       } else if (columns.of_first_key(seen_from) < kTileRows) {
         step<kDtype, true>(gradients, keys, queries, lane, columns, seen_from);

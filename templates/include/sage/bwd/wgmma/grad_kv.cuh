@@ -204,7 +204,7 @@ class BwdKv {
     const OwnRows<Config, kHeld> keys;
     const CausalColumns<Own> columns;
     float key_scale[2];  // of the rows g and g + 8
-    bool is_causal;
+    bool with_diagonal;
     const i32 keys_left;  // of the batch entry, from the warp's first on
     QProducts<Config> q_sums;
     Gradient<Config, 1> grad_k, grad_v;
@@ -221,7 +221,7 @@ class BwdKv {
           keys(keys_, Tile::k_codes(params, own.tile_of(params, own.key())), own.of_block % kTileRows,
                own.values(params, own.key()), lane),
           columns(own, lane),
-          is_causal(params.is_causal),
+          with_diagonal(has_diagonal(params)),
           keys_left(own.entry.keys().count - own.key()),
           q_sums(sums, warp, lane) {
       load_key_scales<Config>(key_scale, params, own.tile_of(params, own.key()), own.of_block % kTileRows, lane);
@@ -301,7 +301,7 @@ class BwdKv {
       const i32 seen_from = columns.first_query() - tile * kTileRows;
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
-        seen[0][r] = kMasked && is_causal ? columns.of_key(r, lane, seen_from) : 0;
+        seen[0][r] = kMasked && with_diagonal ? columns.of_key(r, lane, seen_from) : 0;
         // A key that does not exist has no part in dQ. Its dK and dV are not stored.
         if (kMasked && kSumsQ && lane / 4 + 8 * r >= keys_left) seen[0][r] = kTileRows;
       }

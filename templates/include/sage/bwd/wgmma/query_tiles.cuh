@@ -35,11 +35,11 @@ class QueryTilesBackwards {
   }
   // The first tile of queries that sees a key.
   __device__ __forceinline__ static i32 first_tile(const BwdParams& params, const Block& own, i32 key) {
-    return params.is_causal ? max(0, first_seeing(own.entry, key)) / kTileRows : 0;
+    return has_diagonal(params) ? max(0, first_seeing(own.entry, key)) / kTileRows : 0;
   }
   // The first tile of queries of which all see a key.
   __device__ __forceinline__ static i32 whole_from(const BwdParams& params, const Block& own, i32 key) {
-    return params.is_causal ? ceil_div(max(0, first_seeing(own.entry, key)), kTileRows) : 0;
+    return has_diagonal(params) ? ceil_div(max(0, first_seeing(own.entry, key)), kTileRows) : 0;
   }
 
  private:
