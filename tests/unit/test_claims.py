@@ -65,6 +65,13 @@ def test_what_no_page_names_is_not_kept():
     assert sorted(str(path.relative_to(ROOT)) for path in kept - logs - named) == []
 
 
+@WITH_LOGS
+def test_logs_hold_no_dots_of_pytest():
+    dotted = [path for path in ROOT.glob("bench/results/*/*.log")
+              if re.search(r"^[.sxF]{8,}", path.read_text(encoding="utf-8"), re.MULTILINE)]
+    assert [str(path.relative_to(ROOT)) for path in dotted] == []
+
+
 # --- a small tree -----------------------------------------------------------------------------------------------------
 
 RUN = "h200-2026-01-02-turtles"

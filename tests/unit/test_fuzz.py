@@ -42,6 +42,7 @@ from sage_aot._problem.given import Given
 from sage_aot._problem.mask import Mask
 from sage_aot._problem.options import OPTIONS
 from sage_aot._problem.problem import heads_first
+from sage_aot._problem.tensors import TENSORS
 from sage_aot._tools.compare import Measure, against_emulation
 from sage_aot.integrations import _serve
 
@@ -74,6 +75,15 @@ def test_every_value_of_every_option_is_drawn():
     for length in ("seqlen_q", "seqlen_kv"):
         assert {0, *EDGES} < {getattr(case, length) for case in drawn}
         assert max(getattr(case, length) for case in drawn) > 3000
+
+
+def test_every_optional_tensor_is_drawn():
+    drawn = set()
+    for case in cases(300, longest=130):
+        inputs = fuzz_checks.Inputs.of(case, "cpu")
+        tensors = {"key_mask": inputs.key_mask, **inputs.of_queries}
+        drawn |= {name for name, tensor in tensors.items() if tensor is not None}
+    assert TENSORS.keys() <= drawn
 
 
 def test_most_choices_are_among_several_blocks():

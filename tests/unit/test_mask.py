@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from sage_aot._problem.mask import Mask
+from sage_aot._problem.mask import Mask, rows_see_alike
 from sage_aot._problem.options import Options
 from sage_aot._tools import reference
 
@@ -44,3 +46,12 @@ def test_a_reference_is_what_torch_computes(is_causal):
     q, k, v = torch.randn(3, 1, 2, 33, 8, dtype=torch.float64)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     torch.testing.assert_close(reference.attention(q, k, v, is_causal=is_causal)[0], expected)
+
+
+def test_rows_do_not_see_alike_where_any_option_hides_keys():
+    """A new field of Mask needs a value here."""
+    hiding = {"is_causal": True, "window": (3, 3)}
+    assert hiding.keys() == {field.name for field in dataclasses.fields(Mask)}
+    assert rows_see_alike(Mask())
+    for name, value in hiding.items():
+        assert not rows_see_alike(Mask(**{name: value})), name
