@@ -89,6 +89,7 @@ SHOWN_BY = {
     "numerics/scale.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _NVFP4),
     "quant/rows.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256, _NVFP4),
     "bwd/wgmma/": (_HOPPER, _HOPPER_CAUSAL, _HOPPER_WIDE, _HOPPER_WIDE_CAUSAL),
+    "bwd/prepare.cuh": (_INT8, _INT8_CAUSAL, _HOPPER_WIDE, _WIDE_CAUSAL, _HOPPER, _HOPPER_CAUSAL),
     "bwd/": (_INT8, _INT8_CAUSAL, _HOPPER_WIDE, _WIDE_CAUSAL, _HOPPER),
     "": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256),
 }
@@ -223,6 +224,10 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("BwdQ::run", Sign("row + kWarpRows - 1")): "a tile more, hidden as a whole",
     ("BwdPrepare::prepare_q", Sign("first_row + own", 2)): "O of a query that does not exist, times a dO of zeros",
     ("EqualColumns::of_last_key", Sign("seen_from + kKeysOfWarp - 1")): "tiles are masked that all queries see",
+    ("QueryTilesBackwards::first_tile", Second(
+        "has_diagonal(params) ? max(0, first_seeing(own.entry, key)) / kTileRows : 0")):
+            "goes over tiles of which no query sees a key",
+    ("QProducts::leave", OffByOne("ptx::opaque(phase_) < 2")): "is true of both phases, as before",
     ("QueryTilesBackwards::whole_from", First(
         "has_diagonal(params) ? ceil_div(max(0, first_seeing(own.entry, key)), kTileRows) : 0")):
             "tiles are masked that all queries see",
@@ -237,7 +242,7 @@ HARMLESS: dict[tuple[str, Operation], str] = {
         "first <= last ? max(0, ceil_div(visible_end(params, own.entry, last), kTileRows)) : 0")):
             "rows that do not exist go over tiles, and are not stored",
     ("TilePipeline::empty", Sign("full(stage) + 8")): "other eight bytes, which each stage has for itself",
-    ("wait_for", Drop("d[0][n][c] = static_cast<i32>(ptx::opaque(static_cast<u32>(d[0][n][c])));")):
+    ("wait_for", Drop("d[n][c] = static_cast<i32>(ptx::opaque(static_cast<u32>(d[n][c])));")):
         "a fence for the compiler",
     ("TileStream::finish", Sign("index + 1")): "with one stage every tile lies in the same place",
     ("subtractable", OffByOne("fabsf(mean) < kLargestMean")): "of one value alone, for which either answer is right",

@@ -248,7 +248,7 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
 
     On Hopper also
     trained cases, apart: the gradient of q by itself, and those of k and v; else the kernels that find all of them run.
-    Of the first, more KV tiles than bwdq has stages.
+    Of the first, more KV tiles than bwdq has stages, and more tiles of queries than bwdkv has.
     narrow: rows of whole vectors, but of fewer channels than the kernel's.
     even: queries that see whole KV tiles, an even number of them.
     heads, where Q is smoothed: heads of more query tiles than there are blocks, in launches of their own.
@@ -323,7 +323,7 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
         return found
     found |= {f"{name}, apart": replace(case, gradients="apart") for name, case in found.items() if case.trained}
     if "trained" in found:
-        found["trained, apart"] = replace(found["trained, apart"], seqlen_kv=340)
+        found["trained, apart"] = replace(found["trained, apart"], seqlen_q=270, seqlen_kv=340)
     found["narrow"] = replace(plain, seqlen_q=70, seqlen_kv=130, headdim=spec.headdim - 24)
     found["even"] = replace(plain, seqlen_q=1 if spec.mask == "causal" else 70, seqlen_kv=2 * tile.block_n)
     if spec.q == "qsmooth":
