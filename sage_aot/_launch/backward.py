@@ -184,7 +184,7 @@ def heads_side_by_side(forward: Plan, manifest: Manifest, wants_all: bool, sm_co
     heads, all_blocks = problem.runs * problem.num_kv_heads, _kv_blocks_of_head(forward, kernels)
     blocks = -(-problem.seqlen_kv // kernels["bwdkv"].fact("block_rows"))  # of the longest sequence
     headdim, is_causal = forward.kernels.attn.spec.headdim, problem.options.is_causal
-    if not wants_all or not heads * all_blocks or not kernels.keys() >= {*BACKWARD_TOGETHER}:
+    if not wants_all or problem.is_empty or not kernels.keys() >= {*BACKWARD_TOGETHER}:
         return 0
     if asked is not None:
         return asked

@@ -102,15 +102,16 @@ def test_heads_side_by_side(monkeypatch, batch, heads, kv_heads, keys, headdim, 
 
 
 @pytest.mark.kernels("sm90")
-def test_heads_side_by_side_follow_the_longest_sequence(monkeypatch):
+@pytest.mark.parametrize(("longest", "side_by_side"), [(4096, 16), (0, 0)])
+def test_heads_side_by_side_follow_the_longest_sequence(monkeypatch, longest, side_by_side):
     """Blocks wait for blocks of their sequence alone."""
     monkeypatch.setenv("SAGE_AOT_EMULATE", "sm90")
     backend = backend_of(torch.empty(0))
     q = torch.empty(1, 1, 64, dtype=torch.bfloat16).expand(16 * 4096, 32, 64)
     begins = torch.arange(0, 16 * 4096 + 1, 4096, dtype=torch.int32)
-    given = Given("train_varlen", q, q, q, cu_seqlens_q=begins, cu_seqlens_k=begins, details=MaxSeqlens(4096, 4096))
+    given = Given("train_varlen", q, q, q, cu_seqlens_q=begins, cu_seqlens_k=begins, details=MaxSeqlens(4096, longest))
     forward = plan_of(backend, check(given, Options(is_causal=True)), -1)
-    assert heads_side_by_side(forward, backend.manifest, True, 132) == 16
+    assert heads_side_by_side(forward, backend.manifest, True, 132) == side_by_side
 
 
 @pytest.mark.kernels("sm90")
