@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
 from sage_aot._kernels.manifest import Manifest
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import Plan
-from sage_aot._problem.given import Given, MaxSeqlens
+from sage_aot._problem.given import Given
 from sage_aot._problem.problem import Problem
 from sage_aot._problem.selection import Choosing, Pooling
 
@@ -28,18 +28,21 @@ class Call(Protocol):
 
 class BackwardTensors(NamedTuple):
     """The tensors of a backward pass. A gradient is None where nobody asked for it; those of k and v are computed
-    together. An optional tensor is None where the forward call had none."""
+    together."""
 
     grad_out: torch.Tensor
-    out: torch.Tensor
-    v: torch.Tensor
+    given: Given  # the arguments of the forward call, with its output in the place of q, and v in that of k
     grad_q: torch.Tensor | None
     grad_k: torch.Tensor | None
     grad_v: torch.Tensor | None
-    key_mask: torch.Tensor | None = None
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
-    max_seqlens: MaxSeqlens | None = None
+
+    @property
+    def out(self) -> torch.Tensor:
+        return cast(torch.Tensor, self.given.q)
+
+    @property
+    def v(self) -> torch.Tensor:
+        return cast(torch.Tensor, self.given.v)
 
     @property
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
@@ -50,10 +53,12 @@ class BackwardTensors(NamedTuple):
         return all(gradient is not None for gradient in self.gradients)
 
     @property
-    def given(self) -> Given:
-        """The arguments of the forward pass, with tensors of the shapes of q and k in their places."""
-        return Given("train" if self.max_seqlens is None else "train_varlen", self.out, self.v, self.v, self.key_mask,
-                     cu_seqlens_q=self.cu_seqlens_q, cu_seqlens_k=self.cu_seqlens_k, details=self.max_seqlens)
+    def named(self) -> dict[str, torch.Tensor]:
+        """The tensors that there are, by the names that kernels have for them."""
+        gradients = {"grad_q": self.grad_q, "grad_k": self.grad_k, "grad_v": self.grad_v}
+        optional = {name: tensor for name, tensor in self.given.named.items() if name not in ("q", "k")}
+        return {**optional, "out": self.out, "grad_out": self.grad_out,
+                **{name: tensor for name, tensor in gradients.items() if tensor is not None}}
 
     def clear(self, problem: Problem) -> None:
         """Write zeros to the gradients of which some rows may be of no batch entry, or of keys that a mask hides."""
@@ -63,7 +68,9 @@ class BackwardTensors(NamedTuple):
 
     def readable(self) -> BackwardTensors:
         """Replace tensors that are read, and whose rows are not as kernels read them, by copies."""
-        return self._replace(grad_out=with_vectors(self.grad_out), out=with_vectors(self.out), v=with_vectors(self.v))
+        v = with_vectors(self.v)
+        return self._replace(grad_out=with_vectors(self.grad_out), given=self.given.having(
+            q=with_vectors(self.out), k=v, v=v))
 
 
 def clear_output(problem: Problem, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:

@@ -19,7 +19,7 @@ from sage_aot._package import PACKAGE
 from sage_aot._problem.arguments import check_optional_are
 from sage_aot._problem.check import check, check_backward
 from sage_aot._problem.derivatives import check_backward_alone, is_transformed
-from sage_aot._problem.given import Given, MaxSeqlens
+from sage_aot._problem.given import Given
 from sage_aot._problem.options import OPTIONS, Asked, Options, schema
 from sage_aot._problem.problem import Problem
 from sage_aot._problem.tensors import FUNCTIONS, TENSORS, Kind, check_taken
@@ -189,10 +189,8 @@ class _BackwardPass:
         if problem.is_empty or not (of_q or of_kv):
             return tuple(gradient.zero_() for gradient in gradients)  # type: ignore[return-value]
         grad_q, grad_k, grad_v = gradients
-        tensors = BackwardTensors(
-            grad_out, out, v, grad_q if of_q else None, grad_k if of_kv else None, grad_v if of_kv else None,
-            key_mask=given.key_mask, cu_seqlens_q=given.cu_seqlens_q, cu_seqlens_k=given.cu_seqlens_k,
-            max_seqlens=given.details if isinstance(given.details, MaxSeqlens) else None)
+        tensors = BackwardTensors(grad_out, given, grad_q if of_q else None, grad_k if of_kv else None,
+                                  grad_v if of_kv else None)
         call = prepared_backward(tensors, options)
         if saved.numel() != call.kept_bytes:
             raise ArgumentError(f"saved: expected the {call.kept_bytes} bytes that the kernels in use keep of such a "

@@ -222,9 +222,9 @@ class SimulatedBackward:
         """The call with a workspace of the caller's, which keeps what the first kernel writes for the others."""
         tensors.clear(self.plan.forward.problem)
         tensors = tensors.readable()
-        inputs = _apart({"grad_out": tensors.grad_out, "out": tensors.out, "v": tensors.v, "lse": lse, "kept": kept,
-                         "cu_seqlens_q": tensors.cu_seqlens_q, "cu_seqlens_k": tensors.cu_seqlens_k})
         results = {"grad_q": tensors.grad_q, "grad_k": tensors.grad_k, "grad_v": tensors.grad_v}
+        inputs = _apart({**{name: tensor for name, tensor in tensors.named.items() if name not in results},
+                         "lse": lse, "kept": kept})
         buffers = [Buffer(name, workspace.data_ptr() + offset,
                           np.full(self.plan.sizes[name], INSIDE | WRITABLE, np.uint8), "workspace")
                    for name, offset in self.plan.offsets.items()]

@@ -123,7 +123,7 @@ def test_a_plan_for_all_gradients_serves_a_part(monkeypatch):
 
 def test_a_backward_pass_is_kept_for_what_is_asked():
     q, k, v, grad = (x.detach() for x in draw())
-    tensors = BackwardTensors(grad, torch.empty_like(q), v, *map(torch.empty_like, (q, k, v)))
+    tensors = BackwardTensors(grad, Given("train", torch.empty_like(q), v, v), *map(torch.empty_like, (q, k, v)))
     part, options = tensors._replace(grad_k=None, grad_v=None), ()
     every = pipeline.prepared_backward(tensors, options)
     assert every is pipeline.prepared_backward(tensors, options)

@@ -75,7 +75,7 @@ class CudaBackward:
     def addresses(self, tensors: BackwardTensors, lse: torch.Tensor, kept: torch.Tensor,
                   workspace: torch.Tensor) -> list[int]:
         """The addresses that a :class:`Queue` of the launches takes."""
-        named = {**tensors._asdict(), "lse": lse, "kept": kept, "workspace": workspace}
+        named = {**tensors.named, "lse": lse, "kept": kept, "workspace": workspace}
         return [0 if (tensor := named.get(source)) is None else tensor.data_ptr() for source in SOURCES]
 
     def queue_of(self, wanted: Sequence[Launch]) -> Queue:
