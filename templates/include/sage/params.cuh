@@ -42,7 +42,7 @@ constexpr auto fields_of(const PackParams*) {
                 SAGE_FIELD(seqlen_kv), SAGE_FIELD(unused));
 }
 
-// Where rows are rotated, q_scale has the factor kHeadDim besides. Means are of rows as they came, before a rotation.
+// Where rows are rotated, q_scale also has the factor kHeadDim. Means are of rows as they came, before a rotation.
 // Of sequences in one tensor, arrays of tiles begin with [num_q_heads] or [num_kv_heads] alone: problem/sequences.cuh.
 struct QuantParams {
   Tensor q, k, v;

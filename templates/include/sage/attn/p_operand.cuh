@@ -1,4 +1,4 @@
-// The accumulator of O, and P in e4m3 as an operand of P·V: its range, its packing, and the range of V̂ beside it.
+// The accumulator of O, and P in e4m3 as an operand of P·V: its range, its packing, and the range of V̂ next to it.
 #pragma once
 
 #include "sage/ptx/math.cuh"

@@ -227,7 +227,7 @@ __device__ __forceinline__ void exponentiate(ColumnTiles<float, 1>& p, const Col
   }
 }
 
-// dS of a warp's keys, times the scale of Q̂, in place of P: P · (dP · q_scale - D · q_scale). Of kN column tiles from
+// dS of a warp's keys, times the scale of Q̂, to where P was: P · (dP · q_scale - D · q_scale). Of kN column tiles from
 // `first` on.
 template <i32 kN, class Columns>
 __device__ __forceinline__ void multiply_by_grad(ColumnTiles<float, 1>& p, const float (&grad_p)[1][kN][4],
@@ -245,7 +245,7 @@ __device__ __forceinline__ void multiply_by_grad(ColumnTiles<float, 1>& p, const
   }
 }
 
-// dS of a warp's keys in place of P: P · (dP - D).
+// dS of a warp's keys, to where P was: P · (dP - D).
 template <class Columns>
 __device__ __forceinline__ void multiply_by_unscaled_grad(ColumnTiles<float, 1>& p, const ColumnTiles<float, 1>& grad_p,
                                                           Columns& columns) {

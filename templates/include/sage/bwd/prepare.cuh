@@ -1,5 +1,5 @@
 // The sides of the tiles that the backward kernels read, bwd/tile.cuh: D = sum of dO · O of every query; Q̂ and K̂
-// transposed, and dO as s8 with a scale per group of rows. With kHalves, in place of both: Q̂ and K̂ in bf16, and dO
+// transposed, and dO as s8 with a scale per group of rows. With kHalves, instead of both: Q̂ and K̂ in bf16, and dO
 // with zeros for rows that are not finite. P of such a row is NaN for keys that it sees and zero for others; zero
 // times NaN would spoil the dV of these.
 // Source: SageAttention3, Algorithm 3; FlashAttention-2, Algorithm 2, for D.

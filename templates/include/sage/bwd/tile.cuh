@@ -5,7 +5,7 @@
 //   side         what bwd/prepare.cuh writes, in global memory tile by tile:
 //     transposed   [kHeadDim][kTileRows] s8, codes by channels, rows in the order of key_of_column()
 //     grad         of Q and dO: dÔ, dO quantized by rows, transposed likewise
-//     or, where P and dS are multiplied in 16 bits, in place of both:
+//     or, where P and dS are multiplied in 16 bits, instead of both:
 //     half codes   [kTileRows][kHeadDim] bf16, the codes, which that type holds exactly
 //     scales and what else a row has, f32
 //   Where P and dS are multiplied in 16 bits, the side of Q begins with dO, so that bulk copies bring all of a tile,

@@ -1,5 +1,6 @@
-// The keys that a query row sees. Every other header asks visible_keys(), and takes from its answer nothing but begin,
-// end, of_lane(), from(), word() and, of a dense mask, contains() and empty(); or it asks first_causal_query().
+// The keys that a query row sees. Kernels of attention, of lists of KV tiles and of gradients ask visible_keys(), and
+// take from its answer nothing but begin, end, of_lane(), from(), word() and, of a dense mask, contains() and empty().
+// Or they ask first_causal_query(). Kernels that choose blocks compare blocks, not keys (select/choose_blocks.cuh).
 #pragma once
 
 #include "sage/problem/seqlen.cuh"

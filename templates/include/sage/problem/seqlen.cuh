@@ -50,7 +50,7 @@ struct Seqlen {
   }
 
   // The number of the caller's first `keys` keys that the key mask leaves. kBranch: where there is no key mask, branch
-  // around the load in place of predicating it, which costs registers.
+  // around the load instead of a predicate on it, which costs registers.
   template <bool kBranch = false>
   __device__ __forceinline__ i32 packed(i32 keys) const {
     if constexpr (kBranch) {

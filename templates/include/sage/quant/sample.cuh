@@ -48,7 +48,7 @@ struct SampleLayout {
   static constexpr float kWeight = 1.0f / kSamples;  // of a sample: sums stay within f32
   static_assert(kSamples % kRowsAtOnce == 0, "every thread reads equally many rows");
 
-  // Whether a thread has the registers for loads of rows of its own beside those of the sample.
+  // Whether a thread has the registers for loads of rows of its own next to those of the sample.
   static constexpr bool kLeavesRegisters = kSteps <= 4;
 
   // The sums of each thread, in shared memory, at a multiple of 16 bytes.

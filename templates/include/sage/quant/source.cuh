@@ -57,7 +57,7 @@ struct Source {
     row_bytes = tensor.stride.row * element_bytes();
   }
 
-  // Loads zeros for channels that do not exist, and the last row in place of rows that do not exist. No query sees such
+  // Loads zeros for channels that do not exist, and the last row for rows that do not exist. No query sees such
   // a copy. A copy changes no maximum of a whole tile; in a ragged tile it may change that of a scale group without the
   // last row.
   __device__ __forceinline__ Raw load(i32 row, i32 channel) const {

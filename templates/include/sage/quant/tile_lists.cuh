@@ -21,7 +21,7 @@ struct TileLists {
   static constexpr i32 kInFlight = 2;  // such reads of a lane
   static_assert(kRound % kWarpSize == 0);
 
-  static constexpr u32 kPart = 1u << 30, kWhole = 1u << 31;  // beside an entry that is to be listed
+  static constexpr u32 kPart = 1u << 30, kWhole = 1u << 31;  // flags of an entry that is to be listed
 
   struct Shared {
     u32 entries[kRound];

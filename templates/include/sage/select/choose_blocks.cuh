@@ -25,7 +25,7 @@ struct ChooseBlocks {
   static constexpr i32 kProducts = kSteps <= 4 ? 2 : 1;  // whose operands a warp loads at once
   static constexpr i32 kFloats = 8192;                   // of scores: 32 KB, which leave an SM six blocks and more
   static constexpr i32 kPitch = 4 * kWarpSize;           // a row has a multiple of these: vectors for a warp
-  static constexpr u32 kHidden = 0, kKept = ~0u;  // in place of a score's key: of a block that is kept in any case
+  static constexpr u32 kHidden = 0, kKept = ~0u;  // instead of a score's key: of a block that is kept in any case
 
   // Figures for the host: to launch the kernel.
   static constexpr auto facts() {
@@ -202,7 +202,7 @@ struct ChooseBlocks {
     return static_cast<float>(keys) * ptx::ex2(score - highest);
   }
 
-  // Puts keys in place of the scores: unsigned integers of the same order, kHidden below and kKept above all. Returns
+  // Writes keys over the scores: unsigned integers of the same order, kHidden below and kKept above all. Returns
   // the mass of the blocks that are kept, where masses decide.
   __device__ __forceinline__ float replace_by_keys(const Row& row, float* score, float highest) const {
     float kept = 0.0f;

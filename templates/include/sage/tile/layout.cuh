@@ -53,7 +53,7 @@ __device__ constexpr i32 key_of_column(i32 column) {
   return column / 32 * 32 + 16 * half + 8 * (e / 2) + 2 * t + e % 2;
 }
 
-// The bits of V̂ in place of a value that is not finite: minus zero, which adds nothing to P·V. Where the line of a KV
+// The bits of V̂ for a value that is not finite: minus zero, which adds nothing to P·V. Where the line of a KV
 // tile says that the tile has such values, no other value of the tile is minus zero.
 template <Pv kPv>
 constexpr u32 kSpoiltValue = kPv == Pv::kNvfp4  ? 0x8

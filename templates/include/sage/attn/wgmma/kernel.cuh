@@ -125,7 +125,7 @@ struct AttentionWgmma {
       // and of a sparse one with the second.
       if (Traits::kPasses ? loop.find_first()
                           : (Shared::kListed ? loop.kv_end() : (kTogether ? work.kv : loop.own_kv).end) > 0) {
-        if constexpr (Traits::kBoundsScores) loop.issue_qk();  // the bound's instructions run beside the product
+        if constexpr (Traits::kBoundsScores) loop.issue_qk();  // the bound's instructions run under the product
         if (params.lse != nullptr) {
           loop.template attend<true, P::kExp2>();
         } else if constexpr (Traits::kBoundsScores) {

@@ -16,7 +16,7 @@ namespace sage {
 template <class Config>
 class BwdKv {
   using Tile = BwdTile<Config>;
-  // Whether registers hold the warp's K̂ and V, and all of dP beside the scores; else shared memory holds K̂ and V.
+  // Whether registers hold the warp's K̂ and V, and all of dP next to the scores; else shared memory holds K̂ and V.
   static constexpr bool kHeld = Config::kHeadDim <= 64;
   static constexpr i32 kGradTiles = kHeld ? kColumnTiles : kColumnTiles / 2;  // column tiles of dP at once
   static constexpr i32 kKvBytes = kHeld ? 0 : Tile::kSide;                    // of 64 keys, in shared memory

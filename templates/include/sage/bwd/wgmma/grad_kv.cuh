@@ -6,15 +6,15 @@
 //
 // A step of a consumer, with dS of the tile before in registers, at head dim 64:
 //   issue S = K·Qᵀ of this tile, dK of the tile before, dP = V·dOᵀ of this tile;
-//   P, beside dK and dP, then issue dV;
-//   dS, beside dV.
+//   P, under dK and dP, then issue dV;
+//   dS, under dV.
 // At head dim 128, which has fewer registers:
 //   issue dK of the tile before, S, dP;
-//   P, beside dP; wait for dP, then issue dV;
-//   dS, beside dV.
+//   P, under dP; wait for dP, then issue dV;
+//   dS, under dV.
 // With dQ:
-//   issue dQ and dK of the tile before, S; wait for dQ, and leave it, beside dK and S; then issue dP;
-//   P, beside dP; dV as above; dS, beside dV, also to shared memory.
+//   issue dQ and dK of the tile before, S; wait for dQ, and leave it, under dK and S; then issue dP;
+//   P, under dP; dV as above; dS, under dV, also to shared memory.
 // No product is in flight from one step to the next: ptxas serializes products that are (C7514).
 // Source: SageAttention3, Algorithm 3; "FlashAttention-3", section 3.1, for the roles of warpgroups.
 #pragma once
@@ -105,7 +105,7 @@ class BwdKv {
       ptx::cp_async_commit();
     }
     Stage next;
-    if (threadIdx.x == 0) pipelines.copy(next, params, tiles.of_all());  // beside the copies of the keys
+    if (threadIdx.x == 0) pipelines.copy(next, params, tiles.of_all());  // with the copies of the keys
     if constexpr (kCopiesKeys) {
       ptx::cp_async_wait<0>();
       ptx::fence_proxy_async();
@@ -198,7 +198,6 @@ class BwdKv {
   // A consumer: its keys, their gradients, and what one step leaves to the next.
   template <Dtype kDtype, class Own>
   struct Consumer {
-    const BwdParams& params;
     const Pipelines& pipelines;
     const i32 lane, warp;  // warp: of all consumers
     const OwnRows<Config, kHeld> keys;
@@ -212,10 +211,9 @@ class BwdKv {
     HalfRowsOperand p, grad_s;
     Accumulator x, y;
 
-    __device__ __forceinline__ Consumer(const BwdParams& params_, const Pipelines& pipelines_, const Own& own,
-                                        u32 keys_, u32 sums)
-        : params(params_),
-          pipelines(pipelines_),
+    __device__ __forceinline__ Consumer(const BwdParams& params, const Pipelines& pipelines_, const Own& own, u32 keys_,
+                                        u32 sums)
+        : pipelines(pipelines_),
           lane(threadIdx.x % kWarpSize),
           warp(warp_of_consumers()),
           keys(keys_, Tile::k_codes(params, own.tile_of(params, own.key())), own.of_block % kTileRows,

@@ -4,7 +4,7 @@
 //
 // A step of a consumer, with dS of the tile before in registers:
 //   issue S = Q·Kᵀ of this tile, dQ of the tile before, dP - D = dO·Vᵀ - D of this tile;
-//   P times the scale of the keys, beside dQ and dP; wait for the copies of the next tile; then dS.
+//   P times the scale of the keys, under dQ and dP; wait for the copies of the next tile; then dS.
 // No product is in flight from one step to the next: ptxas serializes products that are (C7514).
 // Source: SageAttention3, Algorithm 3; "FlashAttention-3", section 3.1, for the roles of warpgroups.
 #pragma once

@@ -1,4 +1,4 @@
-// dQ beside dK and dV: each block of keys adds dS · K to the sums of every tile of queries in global memory, in f32.
+// dQ with dK and dV: each block of keys adds dS · K to the sums of every tile of queries in global memory, in f32.
 //
 // The consumers of a block leave dS, times the scales of their keys, in shared memory. Each multiplies all of it by a
 // part of the channels of K̂, and leaves the product in shared memory. Two threads of the producer, the adders, take
