@@ -4,7 +4,8 @@ A figure of a claim has a comment directly behind it, ``1.50<!-- claim: NAME -->
 ``1.50<!-- claim: NAME[ROW, COLUMN] -->``. A whole table stands between ``<!-- table: claim NAME -->`` and
 ``<!-- end of table -->``. A number with the unit of a measurement that is none has ``<!-- no claim -->`` behind it,
 and a table without measurements has that on the line above it.
-Any other figure has its numbers in a run of bench/results that its section links.
+Any other figure has its numbers in a run of bench/results that its section links, where a section is the text under
+one heading.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ FIGURE = re.compile(rf"{_NUMBER}(?: to {_NUMBER})?")
 
 _MARK = re.compile(r"<!--\s+claim:\s+(.*?)\s+-->", re.DOTALL)
 _TABLE = re.compile(r"(<!-- table: claim (\S+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
-_UNIT = r"(?:\s?%|\s(?:times|TOPS|TFLOPS|GB/s|TB/s|[µm]s|bits per byte)\b|\s×(?!\s?\d))"
+_UNIT = (r"(?:\s?%|\s(?:times|TOPS|TFLOPS|GB/s|TB/s|[µmn]?s|seconds|clocks|[MG]Hz|W|bits per byte)\b"
+         r"|\s×(?!\s?\d))")
 _VERSION = (r"(?:torch|Python|CUDA|cuDNN|NVRTC|nvcc|cupy|driver|transformers|diffusers|ComfyUI|frontend|version|"
             r"capability|≥|>=)\s+(?:from\s+)?\d[\d.]*(?: to \d[\d.]*)?|from\s+\d[\d.]*(?=\s+on\b)|arXiv:\d[\d.]*")
 _MEASURED = re.compile(rf"(?P<unit>{FIGURE.pattern}{_UNIT})"
@@ -40,6 +42,8 @@ _NUMBER_OF_A_LOG = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _LOGS = {".json", ".log", ".md", ".tsv", ".txt"}
 _RUN = re.compile(r"\]\((?:\.\./)*bench/results/([\w.-]+)")
 _CONTINUED = re.compile(r"\[continu\w*\]\(\.\./([\w.-]+)")
+_FIGURES = re.compile(r"^ *- Figure\b.*?(?=^ *- |^$|\Z)", re.DOTALL | re.MULTILINE)
+_DECIMAL = re.compile(r"(?<![\w.,])\d+\.\d+(?![\w.])")
 _CODE = re.compile(r"^(```|~~~).*?^\1$", re.DOTALL | re.MULTILINE)
 _HEADING = re.compile(r"#+(?= )")
 
@@ -87,9 +91,13 @@ def unclaimed(text: str) -> list[tuple[int, str]]:
     Looks for numbers with a unit of speed or error, factors, numbers with two decimals or more, and cells of tables
     that are a number. Code, addresses and versions do not count.
     """
-    bare = _NOT_MEASURED.sub(lambda match: "\n" * match[0].count("\n") or " ", text)
-    return [(number, found[0].strip()) for number, line in enumerate(bare.splitlines(), 1)
+    return [(number, found[0].strip()) for number, line in enumerate(_bare(text).splitlines(), 1)
             for found in _MEASURED.finditer(line)]
+
+
+def _bare(text: str) -> str:
+    """A page without what is no figure of a measurement; lines keep their numbers."""
+    return _NOT_MEASURED.sub(lambda match: "\n" * match[0].count("\n") or " ", text)
 
 
 def logged(text: str) -> list[Decimal]:
@@ -109,17 +117,37 @@ def unlogged(text: str, results: Path) -> list[tuple[int, str]]:
             if not {abs(decimal(number)) for number in NUMBER.findall(figure)} <= _numbers(results, runs[line - 1])]
 
 
+def unlinked(text: str) -> list[tuple[int, str]]:
+    """The figures of unclaimed() whose own section links no run, with their lines; a link above it does not count.
+
+    In an item ``- Figure: ...``, whose unit may stand further above, every number with a decimal counts too.
+    """
+    bare = _bare(text)
+    found = unclaimed(text)
+    for item in _FIGURES.finditer(bare):
+        first = bare.count("\n", 0, item.start()) + 1
+        found += [(number, decimal[0]) for number, line in enumerate(item[0].splitlines(), first)
+                  for decimal in _DECIMAL.finditer(line)]
+    linked = {line for first, end, _, runs in _sections(text) if runs for line in range(first, end)}
+    return sorted({(line, figure) for line, figure in found if line - 1 not in linked})
+
+
 def _runs_of_lines(text: str) -> list[set[str]]:
     """The runs that the section of each line links, or the text right below one of the headings above it."""
-    lines = _CODE.sub(lambda match: "\n" * match[0].count("\n"), text).splitlines()
-    headings = [(number, len(found[0])) for number, line in enumerate(lines) if (found := _HEADING.match(line))]
     runs: list[set[str]] = []
     above: list[tuple[int, set[str]]] = []
-    for (first, depth), (end, _) in pairwise([(0, 0), *headings, (len(lines), 0)]):
-        own = set(_RUN.findall("\n".join(lines[first:end])))
+    for first, end, depth, own in _sections(text):
         above = [*((higher, linked) for higher, linked in above if higher < depth), (depth, own)]
         runs += [set().union(*(linked for _, linked in above))] * (end - first)
     return runs
+
+
+def _sections(text: str) -> list[tuple[int, int, int, set[str]]]:
+    """The first line of each section, the line behind it, the depth of its heading, and the runs that it links."""
+    lines = _CODE.sub(lambda match: "\n" * match[0].count("\n"), text).splitlines()
+    headings = [(number, len(found[0])) for number, line in enumerate(lines) if (found := _HEADING.match(line))]
+    return [(first, end, depth, set(_RUN.findall("\n".join(lines[first:end]))))
+            for (first, depth), (end, _) in pairwise([(0, 0), *headings, (len(lines), 0)])]
 
 
 def _numbers(results: Path, runs: Iterable[str]) -> set[Decimal]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 COVERED = ("README.md", "docs/performance.md")
 """Pages that give no measured figure without a claim."""
 LOGGED = tuple(sorted({page.relative_to(ROOT).as_posix() for page in quotes.documents(ROOT)} - {*COVERED}))
-"""All others: their measured figures without a claim stand in a log that their section links."""
+"""All others: their measured figures without a claim stand in a log that their own section links."""
 WITH_LOGS = pytest.mark.skipif(not (ROOT / "bench/results").is_dir(), reason="an sdist has no logs")
 
 
@@ -39,6 +40,26 @@ def test_a_page_gives_no_measured_figure_without_a_claim(page):
 def test_a_page_gives_no_measured_figure_without_a_log(page):
     found = quotes.unlogged((ROOT / page).read_text("utf-8"), ROOT / "bench/results")
     assert [f"{page}:{line}: {figure}" for line, figure in found] == []
+
+
+@pytest.mark.parametrize("page", LOGGED)
+def test_each_section_with_a_measured_figure_links_a_log(page):
+    found = quotes.unlinked((ROOT / page).read_text("utf-8"))
+    assert [f"{page}:{line}: {figure}" for line, figure in found] == []
+
+
+def git(*argv: str) -> str:
+    """Output of a command of git in this tree."""
+    return subprocess.run(["git", "-C", str(ROOT), *argv], capture_output=True, text=True, check=False).stdout
+
+
+def test_git_has_the_files_that_logs_say_it_shows():
+    if not (ROOT / ".git").exists() or git("rev-parse", "--is-shallow-repository") != "false\n":
+        pytest.skip("no whole history here")
+    pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("bench/results/*/log.md")]
+    shown = {name for page in pages
+             for name in re.findall(r"git show ([0-9a-f]{7,40}:bench/\S+)", page.read_text("utf-8"))}
+    assert sorted(name for name in shown if git("cat-file", "-t", name) != "blob\n") == []
 
 
 def links(page: Path) -> list[Path]:
@@ -341,6 +362,32 @@ def test_a_log_is_of_its_section_and_of_those_below(unlogged, parts, found):
     text = PARTS.format(**{"hares": "many", "night": "few", "turtles": "slow", **parts})
     assert [line for line, _ in unlogged(text)] == found
     assert unlogged(text.replace("# Race\n", f"# Race, {LINK}\n", 1)) == []
+
+
+@pytest.mark.parametrize("figure", [
+    "1.5 times", "18 %", "930 TOPS", "35.1 µs", "4 s", "600 clocks", "700 W", "1.83 GHz", "1.50", "0.7 to 1.2 ms",
+    "113 → 65 µs", "× 1.3", "\n\n| attn | 930 |\n", "\n\n- Figure: 14 in place\n  of 9.4", "\n\n- Figure: 1.5",
+])
+def test_a_section_with_a_figure_links_a_log_itself(figure):
+    text = PARTS.format(hares=f"fast ({LINK}).", night=f"{figure} and less.", turtles=f"slow ({LINK}).")
+    text = text.replace("1,250 µs", f"1,250 µs ({LINK})")
+    assert [line for line, _ in quotes.unlinked(text)] != []
+    assert quotes.unlinked(text.replace("By night", f"By night ({LINK})")) == []
+
+
+def test_a_figure_without_a_log_has_its_line():
+    text = PARTS.format(hares="1.50", night="- Figure: 7.5 or\n  8.5", turtles=f"4 s ({LINK})")
+    assert quotes.unlinked(text) == [(3, "1,250 µs"), (7, "1.50")]
+    assert quotes.unlinked(text.replace("By night ", "")) == [(3, "1,250 µs"), (7, "1.50"), (11, "7.5"), (12, "8.5")]
+
+
+@pytest.mark.parametrize("text", [
+    "18<!-- no claim --> %", "- Figure: 1.5<!-- no claim --> MB", "1.50<!-- claim: a -->", "14 instructions", "35 KB",
+    "- Figure: 811 instead of 829", "torch 2.11", "```\n18 %\n```", "- Rejected: 1.5·2²³",
+    "<!-- no claim -->\n| a | 1 |\n",
+])
+def test_what_needs_no_log(text):
+    assert quotes.unlinked(f"# Race\n\n{text}\n") == []
 
 
 def test_a_heading_belongs_to_its_section(unlogged):
