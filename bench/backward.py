@@ -27,6 +27,7 @@ from sage_aot._backends.cuda.training import CudaBackward
 from sage_aot._call import pipeline
 from sage_aot._call.backends import backend_of
 from sage_aot._launch.plan import Launch
+from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options
 from sage_aot._tools.reference import relative_l2
 
@@ -98,7 +99,7 @@ def kernel_times(leaves: tuple[torch.Tensor, ...], grad: torch.Tensor, is_causal
     and the time of that launch is taken off."""
     q, k, v = (x.detach() for x in leaves)
     out, lse, saved = torch.ops.sage_aot.train_attn(q, k, v, None, is_causal)
-    tensors = BackwardTensors(grad, out, v, *(torch.empty_like(x) for x in (q, k, v)))
+    tensors = BackwardTensors(grad, Given("train", out, v, v), *(torch.empty_like(x) for x in (q, k, v)))
     call = pipeline.prepare_backward(backend_of(q), tensors, Options(is_causal=is_causal)).run
     assert isinstance(call, CudaBackward)
     workspace = saved.new_empty(call.plan.workspace_bytes)
