@@ -181,6 +181,10 @@ def test_a_trained_forward_pass_saves_k_without_v(driver, arch):
     assert not saved[:-expected.numel()].any()  # kernels write Q̂ there
 
 
+def backward_tensors(grad_out, out, v, *gradients):
+    return BackwardTensors(grad_out, Given("train", out, v, v), *gradients)
+
+
 @pytest.mark.kernels("sm80", "sm90")
 def test_structs_of_a_backward_pass_reach_the_driver(driver):
     backend, (q, k, v) = CudaBackend(Library(KERNEL_FOLDER, driver), "sm90"), draw()
@@ -189,17 +193,17 @@ def test_structs_of_a_backward_pass_reach_the_driver(driver):
 
     def made(grad_out):
         """A backward pass with this gradient: its structs as expected of readable tensors, and as seen."""
-        tensors = BackwardTensors(grad_out, torch.empty_like(q), v, *map(torch.empty_like, (q, k, v)))
+        tensors = backward_tensors(grad_out, torch.empty_like(q), v, *map(torch.empty_like, (q, k, v)))
         workspace = torch.empty(call.plan.workspace_bytes, dtype=torch.uint8)
         call.run(tensors, lse, saved, workspace)
-        named = {name: x.data_ptr() for name, x in tensors._asdict().items() if x is not None}
+        named = {name: x.data_ptr() for name, x in tensors.named.items()}
         named |= {"lse": lse.data_ptr(), "kept": saved.data_ptr(), "workspace": workspace.data_ptr()}
         structs = default_library().manifest.structs
         expected = [Packer(structs[launch.record.params]).pack(launch.params).at(named)
                     for launch in call.launches(tensors.readable())]
         return expected, [seen.struct for seen in driver.launches()]
 
-    call = backend.bind_backward(plan, BackwardTensors(q, q, v, q, k, v))
+    call = backend.bind_backward(plan, backward_tensors(q, q, v, q, k, v))
     transposed = torch.zeros(2, 130, 4, 64, dtype=torch.bfloat16)
     for _ in range(2):
         expected, seen = made(transposed.clone().transpose(1, 2))
@@ -216,14 +220,13 @@ def test_structs_of_a_backward_pass_reach_the_driver(driver):
 def test_rows_that_no_launch_writes_are_cleared(driver, packed):
     """The gradients of hidden keys, and all results of rows of no sequence: no launch runs here."""
     backend, (q, k, v) = CudaBackend(Library(KERNEL_FOLDER, driver), "sm80"), draw()
-    beside = {"key_mask": torch.ones(2, 200, dtype=torch.bool)} if packed == "keys" else {}
+    given = Given("train", q, k, v, key_mask=torch.ones(2, 200, dtype=torch.bool) if packed == "keys" else None)
     if packed == "sequences":
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
         begins = torch.tensor([0, 100, 120], dtype=torch.int32)
-        beside = {"cu_seqlens_q": begins, "cu_seqlens_k": begins, "max_seqlens": MaxSeqlens(100, 100)}
+        given = Given("train_varlen", q, k, v, cu_seqlens_q=begins, cu_seqlens_k=begins, details=MaxSeqlens(100, 100))
     results = out, *gradients = [torch.full_like(x, torch.nan) for x in (q, q, k, v)]
-    tensors = BackwardTensors(q, out, v, *gradients, **beside)
-    given = tensors.given.having(q=q, k=k)
+    tensors = BackwardTensors(q, given.having(q=out, k=v), *gradients)
     plan = plan_of(backend, check(given, Options()), 0)
     lse = torch.full(plan.problem.lse_shape, torch.nan)
     kept, workspace = (torch.empty(size, dtype=torch.uint8)
@@ -246,7 +249,7 @@ def test_gradients_that_nobody_asks_for_are_not_computed(driver, asked, kinds):
     backend, (q, k, v) = CudaBackend(Library(KERNEL_FOLDER, driver), "sm80"), draw()
     plan = plan_of(backend, check(Given("train", q, k, v), Options()), 0)
     saved, lse = torch.empty(backend.kept_bytes(plan), dtype=torch.uint8), torch.empty(q.shape[:3])
-    every = BackwardTensors(q, torch.empty_like(q), v, *map(torch.empty_like, (q, k, v)))
+    every = backward_tensors(q, torch.empty_like(q), v, *map(torch.empty_like, (q, k, v)))
     tensors = every._replace(**{f"grad_{name}": None for name in "qkv" if name not in asked})
     call = backend.bind_backward(plan, tensors)
     workspace = torch.empty(call.plan.workspace_bytes, dtype=torch.uint8)
