@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import sys
 from collections.abc import Callable
 from typing import cast
@@ -26,7 +25,7 @@ from sage_aot._backends.cuda.call import CudaCall
 from sage_aot._call import pipeline
 from sage_aot._problem.given import Given
 from sage_aot._problem.options import Options
-from speed import Pieces
+from speed import Pieces, time_interleaved
 
 COLUMNS = ("inputs", "P·V", "headdim", "mask", "N", "exp2, µs", "TOPS", "linear ×", "TOPS", "× cuDNN", "quantize, µs")
 FAR = 40.0
@@ -86,18 +85,7 @@ def row(arguments: argparse.Namespace, backend: CudaBackend, kind: str, pv_accum
 
 def measure(ways: dict[str, Callable[[], object]], rounds: int, launches: int) -> dict[str, float]:
     """Median µs of each way, the ways one after another in each round."""
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, work in ways.items():
-            work()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(launches):
-                work()
-            end.record()
-            end.synchronize()
-            samples[name].append(1e3 * begin.elapsed_time(end) / launches)
-    return {name: statistics.median(values) for name, values in samples.items()}
+    return {name: timing.median_us for name, timing in time_interleaved(ways, rounds, launches).items()}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ set -euo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
 [ $# -gt 0 ] || set -- dense graph sustained linear_p use masks masks_causal varlen varlen_causal few inputs hosts \
-  latency backward accuracy sparse
+  latency backward accuracy sparse peers
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 git describe --always --dirty > "$out/commit" || echo unknown > "$out/commit"
@@ -45,6 +45,7 @@ for part in "$@"; do
     latency) measure latency bench/latency.py --json "$out/latency.json" ;;
     backward) measure backward bench/backward.py --json "$out/backward.json" ;;
     accuracy) measure accuracy bench/accuracy.py kernels --headdim 64,128,256 --json "$out/accuracy.json" ;;
+    peers) measure peers bench/peers.py --graph --json "$out/peers.json" ;;
     *) echo "expected a part of the list in $0, got $part" >&2; exit 2 ;;
   esac
 done

@@ -22,11 +22,11 @@ import argparse
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -50,6 +50,9 @@ GRAPH_CALLS = 10
 
 GRAPH_US = 5000.0
 """GPU time of a graph, in microseconds, above which it holds no further call."""
+
+ROUND_US = 5000.0
+"""GPU time of a sample of interleaved works, in microseconds, but for a work of which two repeats take longer."""
 
 BATCH_S = 0.05
 """Seconds of the batches of repeats of sustained work."""
@@ -99,6 +102,10 @@ class Timing:
         ordered = sorted(samples_us)
         last = len(ordered) - 1
         return cls(median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], clock_and_power)
+
+    def of_one(self, calls: int) -> Timing:
+        """The times of one call, where a repeat makes several."""
+        return Timing(self.median_us / calls, self.p10_us / calls, self.p90_us / calls, self.clock_and_power)
 
 
 Timed = Callable[[Callable[[], object]], Timing]
@@ -296,23 +303,62 @@ def time_on_gpu(work: Callable[[], object], repeat: int) -> Timing:
 
 def time_by_graph(work: Callable[[], object], repeat: int) -> Timing:
     """GPU time of a call, from replays of a CUDA graph of up to GRAPH_CALLS calls; a repeat is a replay."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()  # the first call loads kernels, which a capture cannot
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-    torch.cuda.current_stream().wait_stream(side)
-    end.synchronize()
-    calls = max(1, min(GRAPH_CALLS, round(GRAPH_US / (1e3 * begin.elapsed_time(end)))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
+    graph = Captured.of(work)
+    return time_on_gpu(graph.replay, repeat).of_one(graph.calls)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A CUDA graph of some calls."""
+
+    replay: Callable[[], None]
+    calls: int
+    out: Any  # what the last call returned: a replay writes it
+
+    @classmethod
+    def of(cls, work: Callable[[], object]) -> Captured:
+        """A graph of up to GRAPH_CALLS calls of `work`."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()  # the first call loads kernels, which a capture cannot
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
             work()
-    timing = time_on_gpu(graph.replay, repeat)
-    return Timing(*(microseconds / calls for microseconds in (timing.median_us, timing.p10_us, timing.p90_us)))
+            end.record()
+        torch.cuda.current_stream().wait_stream(side)
+        end.synchronize()
+        calls = max(1, min(GRAPH_CALLS, round(GRAPH_US / (1e3 * begin.elapsed_time(end)))))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # a failed capture leaves its own
+            for _ in range(calls):
+                out = work()
+        return cls(graph.replay, calls, out)
+
+
+def time_interleaved(works: Mapping[str, Callable[[], object]], rounds: int, repeats: int = 0) -> dict[str, Timing]:
+    """GPU time of each work, all of them one after another in each round, so that a clock that drifts hits all alike.
+
+    A sample is between two events around `repeats` repeats; 0: around so many that they take ROUND_US.
+    """
+    counts = {name: repeats or max(2, round(ROUND_US / time_between(work, 1))) for name, work in works.items()}
+    samples: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            samples[name].append(time_between(work, counts[name]))
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def time_between(work: Callable[[], object], repeats: int) -> float:
+    """Microseconds of a repeat, between two events around all of them; one goes before, untimed."""
+    work()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end) / repeats
 
 
 def time_sustained(work: Callable[[], object], seconds: float) -> Timing:
