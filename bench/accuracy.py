@@ -3,8 +3,9 @@
     python bench/accuracy.py kernels --arch sm80,sm89 --kernels build/retarget_sm_90 --json accuracy.json
     python bench/accuracy.py tables --markdown tables.md --json tables.json --plot tables.svg
 
-`kernels` runs the kernels on a GPU, beside torch's flash attention in bf16. With --emulate it runs their emulation too,
-with --device cpu the emulation alone. The exit code is 1 where an output is so far off that its kernel must be broken.
+`kernels` compares the kernels on a GPU with torch's flash attention in bf16. With --emulate it runs their emulation
+too, with --device cpu the emulation alone. The exit code is 1 where an output is so far off that its kernel must be
+broken.
 
 `tables` runs emulations of the kernels' method and of its alternatives (bench/emulator.py), on the CPU, or on a GPU
 with --device cuda. The inputs are the input classes; the activations of the demo's model (`python -m sage_aot demo`)
@@ -77,7 +78,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_kernels_arguments(commands.add_parser("kernels", help="the kernels beside torch's flash attention"))
+    add_kernels_arguments(commands.add_parser("kernels", help="the kernels compared with torch's flash attention"))
     add_tables_arguments(commands.add_parser("tables", help="the tables of the paper, by emulation"))
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Speed of a training step's attention: forward and backward pass, beside torch's flash and cuDNN attention in bf16.
+"""Speed of a training step's attention, forward and backward pass, compared with torch's flash and cuDNN in bf16.
 
     python bench/backward.py --json backward.json
     python bench/backward.py --headdim 64 --seqlen 2048,8192 --mask causal

@@ -2,7 +2,7 @@
 
     python -m codegen build --arch sm89 --out build/sm89
     python bench/chips.py --kernels build/sm89                          # on every chip that runs such machine code
-    python bench/chips.py --kernels build/retarget_sm_90 --measured measured.json  # beside what an H200 does
+    python bench/chips.py --kernels build/retarget_sm_90 --measured measured.json  # compared with what an H200 does
     python bench/chips.py --cubin other.cubin --target sm_89 --headdim 64 --block 128,64,32 --blocks 2
 
 A model, no measurement. bench/issue.py issues the instructions of the main loop on one SM, with as many blocks as the

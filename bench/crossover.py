@@ -1,4 +1,4 @@
-"""Where torch's attention is faster: calls of sage_aot beside scaled_dot_product_attention over a grid of shapes.
+"""Where torch's attention is faster: calls of sage_aot and of scaled_dot_product_attention over a grid of shapes.
 
     python bench/crossover.py --json crossover.json
 

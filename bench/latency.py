@@ -1,13 +1,13 @@
 """Host time of a call until it returns, of its parts, of the first call of a process, and of the import.
 
     python bench/latency.py --json latency.json
-    python bench/latency.py --beside ../another-tree
+    python bench/latency.py --also ../another-tree
 
 Tensors are tiny, so that a call returns as soon as its launches are queued. Calls are timed in batches, with a
 synchronization between batches: the queue of a stream holds about a thousand launches, and a call that finds the queue
 full waits for the GPU. Every figure comes from processes of its own, one per loader, in which the rows run alternately.
-Fresh processes find bytecode, as those of an installed package do: pip writes it. `--beside` also measures the package
-of another source tree, with that tree's kernels, alternately with this package.
+Fresh processes find bytecode, as those of an installed package do: pip writes it. `--also` measures the package of
+another source tree as well, with that tree's kernels, alternately with this package.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def main() -> int:
     header = common.header(common.default_library()) | {
         "inputs": f"N(0, 1) bf16 {list(SHAPE)}; {BATCHES} batches of {BATCH} calls: minimum (median)"}
     common.print_header(header)
-    results = measured([TREE, *arguments.beside])
+    results = measured([TREE, *arguments.also])
     common.write_json(arguments.json, {"header": header, **results})
     return 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--beside", type=Path, nargs="*", default=[], metavar="TREE", help="other source trees")
+    parser.add_argument("--also", type=Path, nargs="*", default=[], metavar="TREE", help="other source trees")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
     return parser.parse_args()
 
@@ -203,7 +203,7 @@ def parts() -> dict[str, float]:
         "of these the launches": launch,
         "operator": lambda: ops.attn.plain(q, k, v, *[None] * len(TENSORS)),
         "call": lambda: sage_aot.attn(q, k, v),
-        "beside the call: supports": lambda: sage_aot.supports(q, k, v),
+        "outside the call: supports": lambda: sage_aot.supports(q, k, v),
     }).items()}
     inside = ("look-up of the prepared call", "output", "prepared call")
     return found | {"torch's dispatcher, and freeing the output":

@@ -1,4 +1,4 @@
-"""Attention alone with a linear P, beside exponentials and cuDNN's bf16, interleaved in one process.
+"""Attention alone with a linear P, compared with exponentials and cuDNN's bf16, interleaved in one process.
 
     python bench/linear_p.py --headdim 64,128 --seqlen 1024,4096,16384 --rounds 7
     python bench/linear_p.py --arch sm89 --pv-accum two_level_f32,two_level_f16 --kernels build/retarget_sm_90

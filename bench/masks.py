@@ -1,4 +1,4 @@
-"""Speed of calls with a key mask, beside the call without one and torch's attention with the same mask.
+"""Speed of calls with a key mask, compared with the call without one and torch's attention with the same mask.
 
     python bench/masks.py --seqlen 4096,16384
     python bench/masks.py --causal --pad left

@@ -1,4 +1,4 @@
-"""SageAttention3 as published beside the kernels' own NVFP4, in emulation, on inputs that tell them apart.
+"""SageAttention3 as published compared with the kernels' own NVFP4, in emulation, on inputs that tell them apart.
 
     python bench/nvfp4.py [--markdown FILE]
 

@@ -1,4 +1,4 @@
-"""Other libraries' attention beside sage_aot's and torch's, all of them in one process, interleaved.
+"""Other libraries' attention compared with sage_aot's and torch's, all of them in one process, interleaved.
 
     python bench/peers.py --graph --json peers.json
     python bench/peers.py --headdim 128 --mask causal --seqlen 4096

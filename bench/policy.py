@@ -3,11 +3,11 @@
     python bench/policy.py --json policy.json     # on a GPU: µs of a call among calls that are queued
     python bench/policy.py --device cpu           # anywhere: µs of the policy's own Python
 
-On a GPU, for the calls of `sage-aot bench` whose launch takes the host longest beside their work: torch's function,
-the same with each backend chosen around it, a backend's operator called directly, and the policy. `gpu` is the GPU's
-time alone. On the CPU torch's function is replaced by one that returns at once, and tensors say that they are CUDA
-tensors of an H200. `hot` is the least time in a loop, `cold` the median where each call comes after 2 MB of memory were
-written, as the caches are after a launch.
+On a GPU, for the calls of `sage-aot bench` whose launch takes the host longest compared with their work: torch's
+function, the same with each backend chosen around it, a backend's operator called directly, and the policy. `gpu` is
+the GPU's time alone. On the CPU torch's function is replaced by one that returns at once, and tensors say that they are
+CUDA tensors of an H200. `hot` is the least time in a loop, `cold` the median where each call comes after 2 MB of memory
+were written, as the caches are after a launch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Speed of calls with k and v that were quantized before, beside direct calls and torch's attention.
+"""Speed of calls with k and v that were quantized before, compared with direct calls and torch's attention.
 
     python bench/quantized_kv.py
     python bench/quantized_kv.py --shape 16,32,8,1,8192 --headdim 128 --splits 1,4,16

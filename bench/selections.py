@@ -43,7 +43,7 @@ class View:
     q: torch.Tensor
     k: torch.Tensor
     is_causal: bool = False
-    before: int = 0  # causal: keys before a block of queries that all methods see, besides its own
+    before: int = 0  # causal: keys before a block of queries that all methods see, in addition to its own
     size: tuple[int, int, int] | None = None  # frames, height and width of the tokens
     tile: tuple[int, int, int] | None = None  # of tokens that lie tile by tile
     _masses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Attention alone under sparse masks, beside the dense call of the same inputs, interleaved in one process.
+"""Attention alone under sparse masks, compared with the dense call of the same inputs, interleaved in one process.
 
     python bench/sparse.py --headdim 64,128 --rounds 7
     python bench/sparse.py --shapes 4x32x16384,1x24x118800
@@ -8,7 +8,7 @@ Each round times every way once, between events around so many launches that the
 medians over the rounds. `speedup` is the dense call's attention over the row's, `ideal` that of the KV tiles that the
 row does not visit. `lists` is the kernel that lists them. Blocks are of 128 x 128, drawn alike for all heads. A window
 is compared with the causal call. The output of each row is checked in float64 on rows drawn from the first head; that
-of a list of all blocks must have the bits of the dense call. `--peers` times whole calls instead, beside torch's
+of a list of all blocks must have the bits of the dense call. `--peers` times whole calls instead, with torch's
 FlexAttention and SDPA with the same mask, and FlashAttention-2 with a window.
 """
 
@@ -74,7 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shapes", type=common.words, default=["4x32x16384", "1x40x32768"],
                         help="batch x heads x tokens (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="of each row (default: %(default)s)")
-    parser.add_argument("--peers", action="store_true", help="whole calls beside torch's")
+    parser.add_argument("--peers", action="store_true", help="whole calls, compared with torch's")
     parser.add_argument("--kernels", help="folder of kernels (default: the package's)")
     parser.add_argument("--arch", help="of a folder of kernels that were built for this GPU (default: the GPU's own)")
     return parser.parse_args()
@@ -112,13 +112,13 @@ def rows(arguments: argparse.Namespace, backend: CudaBackend, shape: tuple[int, 
     made = []
     for mask in masks(tokens, generator):
         own = pieces(backend, q, k, v, mask.options, mask.blocks, mask.attn_mask)
-        beside = dense["window" in mask.options]
+        baseline = dense["window" in mask.options]
         out = own.checked_output()
         cosine = check_rows(mask, q, k, v, out, generator)
-        if mask.name == "blocks 1" and not torch.equal(out, beside.checked_output()):
+        if mask.name == "blocks 1" and not torch.equal(out, baseline.checked_output()):
             sys.exit("a list of all blocks: expected the bits of the dense call, got others; nothing was timed")
-        beside.checked_output()
-        times = measure({"dense": beside.attend, "own": own.attend, "lists": own.list_tiles}, arguments.rounds,
+        baseline.checked_output()
+        times = measure({"dense": baseline.attend, "own": own.attend, "lists": own.list_tiles}, arguments.rounds,
                         launches)
         lists = f"{times['lists']:.1f}" if mask.blocks is not None or mask.attn_mask is not None else ""
         made.append([f"{batch}×{heads}", headdim, tokens, mask.name, f"{times['dense']:.1f}", f"{times['own']:.1f}",

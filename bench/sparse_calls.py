@@ -1,4 +1,4 @@
-"""Whole calls that choose their blocks of keys, beside the dense call and torch's attention in bf16, interleaved.
+"""Whole calls that choose their blocks of keys, with the dense call and torch's attention in bf16, interleaved.
 
     python bench/sparse_calls.py
     python bench/sparse_calls.py --shapes 1x24x118800 --densities 0.25,0.125

@@ -1,4 +1,4 @@
-"""Speed of the kernels and of the whole call, beside torch's flash and cuDNN attention in bf16.
+"""Speed of the kernels and of the whole call, compared with torch's flash and cuDNN attention in bf16.
 
     python bench/speed.py --json speed.json
     python bench/speed.py --arch sm80,sm89 --kernels build/retarget_sm_90 --headdim 128 --mask full
@@ -167,13 +167,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_shape_arguments(parser, seqlen="1024,4096,16384,32768", batch=4, heads=32)
     parser.add_argument("--use", action="store_true", help="the shapes of `sage-aot bench` that have as many keys as "
-                        "queries and no key mask, in place of those that options give")
+                        "queries and no key mask, instead of those that options give")
     parser.add_argument("--arch", type=common.words, help="whose kernels (default: the arch that this GPU would run; "
                         "all of them for a retargeted folder)")
     parser.add_argument("--repeat", type=int, default=20, help="timed repeats of a row (default: %(default)s)")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--graph", action="store_true", help="the GPU's time alone, by replaying CUDA graphs")
-    how.add_argument("--sustained", type=float, metavar="SECONDS", help="so long without a pause, in place of --repeat")
+    how.add_argument("--sustained", type=float, metavar="SECONDS", help="so long without a pause, instead of --repeat")
     arguments = parser.parse_args()
     if arguments.sustained is not None and not arguments.sustained > 0:
         parser.error(f"--sustained: expected more than 0 seconds, got {arguments.sustained}")

@@ -528,7 +528,7 @@ def formatted(values: Iterable[float | None]) -> list[str | None]:
 
 
 def verdict(sage: dict[int, float], bf16: dict[int, float]) -> str:
-    """Place of the mean of sage beside the seeds of bf16, and the difference of each pair of one seed, in words."""
+    """Place of the mean of sage among the seeds of bf16, and the difference of each pair of one seed, in words."""
     low, high = min(bf16.values()), max(bf16.values())
     ours = mean(sage.values())
     where = "within" if low <= ours <= high else "below" if ours < low else "NOT within"  # NaN is not within

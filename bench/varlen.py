@@ -1,4 +1,4 @@
-"""Speed of attn_varlen, beside FlashAttention-2's varlen kernel on the same tensors and beside attn.
+"""Speed of attn_varlen, compared with FlashAttention-2's varlen kernel on the same tensors and with attn.
 
     python bench/varlen.py
     python bench/varlen.py --headdim 128 --causal

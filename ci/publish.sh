@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 tag=$1
 for file in release/SHA256SUMS "release/sage_aot-${tag#v}.attestation.json"; do
   if [ ! -s "$file" ]; then
-    echo "expected $file, got none: run ci/release.sh, and put the attestation beside what it leaves" >&2
+    echo "expected $file, got none: run ci/release.sh, and put the attestation next to what it leaves" >&2
     exit 1
   fi
 done

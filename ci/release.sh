@@ -2,7 +2,7 @@
 # Checks what is to be uploaded. The tag must name this commit and its version, and CHANGELOG.md the day of the version.
 # dist/ must hold the sdist, every platform's wheel and that of sage-aot-sageattention; each wheel must be complete and
 # right in every file, and the wheels of platforms must hold the same payload. Leaves in release/ what the GitHub release
-# has besides dist/: the checksums.
+# has in addition to dist/: the checksums.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tag=$1

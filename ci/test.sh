@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the README's test command in a fresh environment. Between the install and the tests of that command, this script
-# lints, and builds and checks every kernel. Beside the tests it checks that both wheels equal the sdist's wheels from
-# another folder, are right in every file, and work without the source tree, and that the conda package builds and works.
-# Prints the minutes of each part.
+# lints, and builds and checks every kernel. During the tests it checks that both wheels equal the sdist's wheels from
+# another folder, are right in every file, and work without the source tree, and that the conda package builds and
+# works. Prints the minutes of each part.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export CI=true  # no test is left out for want of a kernel
@@ -23,7 +23,7 @@ part() {  # NAME COMMAND...; a function must say by && where it stops: bash igno
   return "$status"
 }
 
-# Beside the tests of the source tree, which leave a processor idle at times.
+# Runs during the tests of the source tree, which leave a processor idle at times.
 check_wheel() {
   # A kernel of each kind as a cubin of each ABI, and as PTX; a release compiles all of them again (ci/kernels.sh).
   .venv-test/bin/python ci/reproduce.py dist --only 'sage_attn_sm90_d64_*_causal_vsmooth_qsmooth' \
@@ -61,6 +61,6 @@ part "check of the kernels" check_kernels
 check_wheel > "$log" 2>&1 &
 wheel=$!
 status=0
-part "tests, and the wheel beside them" eval "${command##* && }" || status=$?
+part "tests, and the wheel at the same time" eval "${command##* && }" || status=$?
 part "the wheel, after the tests" wait "$wheel" || status=$?
 exit "$status"

@@ -34,7 +34,7 @@ class Toolchain(Protocol):
 TOOLCHAINS: dict[str, Toolchain] = {"nvrtc": nvrtc, "nvcc": nvcc}
 
 _COMMAND_FILES = ("compiler.py", "census.py", "nvdisasm.py", "kernel_info.py", "targets.py")
-"""Files of codegen, beside the toolchain's own, on which the outputs of a compile command depend."""
+"""Files of codegen, in addition to the toolchain's own, on which the outputs of a compile command depend."""
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(["<])([^">]+)[">]', re.MULTILINE)
 
@@ -45,7 +45,7 @@ class Compilation:
 
     project: Project
     toolchain: str = "nvrtc"
-    retarget: str | None = None  # "sm_90": every kernel for this chip in place of its own
+    retarget: str | None = None  # "sm_90": every kernel for this chip instead of its own
 
     @property
     def folder(self) -> Path:

@@ -2,7 +2,7 @@
 
 ninja runs a compile command once for several kernels of a target, since Python, the compiler's library and the
 disassembler take about a second to start. The command writes NAME.cubin for each kernel, or NAME.ptx where the target
-is PTX, and NAME.json beside it: a :class:`Report` of what the compiler made of the kernel, read from the log and from
+is PTX, and NAME.json next to it: a :class:`Report` of what the compiler made of the kernel, read from the log and from
 the cubin's machine code, or from the PTX.
 """
 
@@ -87,7 +87,7 @@ class Report:
 
     @classmethod
     def read(cls, compiled: Path) -> Report:
-        """The report beside a compiled kernel."""
+        """The report next to a compiled kernel."""
         values = json.loads(compiled.with_suffix(".json").read_text())
         machine, loop, (facts, params, (size, fields)) = (values[name] for name in ("machine", "main_loop", "info"))
         layout = Struct(size, {name: (code, offset) for name, (code, offset) in fields.items()})
@@ -144,7 +144,7 @@ class _Kernel:
 
 def main(compile_kernel: Callable[[Path, str, Path], Compiled], version: Callable[[], str]) -> int:
     """The command line around one compiler."""
-    parser = argparse.ArgumentParser(description="Compile kernels to cubins or PTX, with a report beside each.")
+    parser = argparse.ArgumentParser(description="Compile kernels to cubins or PTX, with a report next to each.")
     parser.add_argument("--target", required=True, metavar="sm_80", help="of all these kernels")
     parser.add_argument("--kernel", action="append", required=True, nargs="+", metavar=("SOURCE", "ENTRY"),
                         help="a source, and its entry points; without any: one with the source's name")

@@ -82,8 +82,8 @@ def ninja_text(kernels: tuple[PlannedKernel, ...], compilation: Compilation,
 
 
 _BATCH = 6
-"""Kernels that one command compiles: so many that to start it takes little beside them, so few that every processor has
-work to the end."""
+"""Kernels that one command compiles: so many that to start it takes little compared with them, so few that every
+processor has work to the end."""
 
 
 def _batches(kernels: tuple[PlannedKernel, ...], compilation: Compilation) -> Iterator[list[PlannedKernel]]:

@@ -74,7 +74,7 @@ def _load() -> Any:  # the bindings have no types
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """The values that a call returns beside its status; BuildError for a status that is an error."""
+    """The values that a call returns in addition to its status; BuildError for a status that is an error."""
     status, *values = result
     if status != 0:
         raise BuildError(f"expected NVRTC_SUCCESS, got {status.name}")

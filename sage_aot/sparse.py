@@ -68,7 +68,7 @@ def tune(target: Any, *, run: Callable[[Any], object] | None = None, error: floa
     if run is None:
         return tune_tensors(target, error=error, sparse=sparse, keeps=keeps, **call)
     if call:
-        raise ArgumentError(f"{min(call)}: expected none beside run, whose calls have their own, got one; leave it out")
+        raise ArgumentError(f"{min(call)}: expected none with run, whose calls have their own, got one; leave it out")
     from sage_aot.integrations._tune import tune_model  # which needs more of the package than attention does
 
     return tune_model(target, run=run, error=error, sparse=sparse, keeps=keeps)

@@ -83,7 +83,7 @@ def pytest_report_header() -> str:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """A process for each processor, at most four, since each takes a gigabyte. None where tests are asked for by name:
     pytest's own process runs them, prints as they do, and stops in a debugger. None where a failure ends the session,
-    which processes hear of too late; and none beside a GPU, whose tests wait for each other."""
+    which processes hear of too late; and none on a machine with a GPU, whose tests wait for each other."""
     if asked_by_name(config) or config.option.maxfail or no_gpu() is None:
         return 0
     return min(xdist.plugin.pytest_xdist_auto_num_workers(config), 4)

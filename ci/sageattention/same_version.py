@@ -8,7 +8,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
 class SameVersion(MetadataHookInterface):
-    """Writes the dependency beside the version, which hatchling has read by then."""
+    """Writes the dependency next to the version, which hatchling has read by then."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         metadata["dependencies"] = [f"sage-aot=={metadata['version']}"]

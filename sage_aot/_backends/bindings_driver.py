@@ -102,7 +102,7 @@ class BindingsDriver:
         return config
 
     def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
-        """Call a function of the driver; return its value beside the status. RuntimeError for a status that is an
+        """Call a function of the driver; return its value without the status. RuntimeError for a status that is an
         error."""
         status, *values = function(*arguments)
         if status:

@@ -68,7 +68,7 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
             `attn_mask`, `block_mask`, `is_causal`, `window`, `scale` and `layout` (of q and the output).
         key_mask: bool ``[batch, keys]``, True where a key may be seen, for all queries and heads alike; any strides.
             None: every key may be seen. The call drops all other keys before it quantizes, so that a mask saves their
-            work, and nothing depends on what they hold. The output is that of a call on the keys that are left. Beside
+            work, and nothing depends on what they hold. The output is that of a call on the keys that are left. With
             a `block_mask`, or an `attn_mask` that differs by query or head, it drops none: what a masked key holds then
             has a part in the means that smoothing subtracts.
         sinks: float32 ``[q heads]``: a logit that joins the softmax of each row of its q head, without a value, so that

@@ -89,7 +89,7 @@ environment = _reader()
 """The current values of _VARIABLES, on which the preparation of a call depends."""
 
 Surroundings = tuple["Backend | None", tuple[Any, ...]]
-"""A backend that is handed, or None, and the environment: what a call depends on beside its arguments."""
+"""A backend that is handed, or None, and the environment: what a call depends on in addition to its arguments."""
 
 
 def surroundings() -> Surroundings:

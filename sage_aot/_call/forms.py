@@ -92,7 +92,7 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
                             "was made of")
     check_tensors_are(q=q, k=k)
     if v is None:
-        raise ArgumentError("v: expected a tensor beside k, got None; pass v, or in place of k and v what quantize_kv "
+        raise ArgumentError("v: expected a tensor with k, got None; pass v, or instead of k and v what quantize_kv "
                             "made of them")
     check_tensors_are(v=v)
 

@@ -96,8 +96,8 @@ def sliding_tiles(size: Sequence[int], tile: Sequence[int], window: Sequence[int
 def radial_bands(frames: int, tokens: int, *, width: float = 1.0, first: bool = True,
                  block_size: int | tuple[int, int] = 128, device: torch.device | str | None = None) -> BlockMask:
     """A mask in which a token sees fewer tokens of a frame the farther that frame lies: within a frame, and of those
-    beside it, all; of frames at a distance of 2^i to 2^(i+1), 1 / 2^i of a frame on both sides of its own place (radial
-    attention).
+    next to it, all; of frames at a distance of 2^i to 2^(i+1), 1 / 2^i of a frame on both sides of its own place
+    (radial attention).
 
     Args:
         frames: of the video.

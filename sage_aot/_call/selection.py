@@ -90,7 +90,7 @@ def choose_among(q: PooledBlocks, k: PooledBlocks, choice: Choice, amounts: Amou
     alike = batch == k_batch and headdim == k_headdim and q.device == k.device
     if not alike or (heads % kv_heads if kv_heads else heads):
         raise ArgumentError(f"k: expected the batch, head dim and device of q, and heads of which those of q are a "
-                            f"multiple, got {list(k.shape)} on {k.device} beside {list(q.shape)} on {q.device}")
+                            f"multiple, got {list(k.shape)} on {k.device} with q {list(q.shape)} on {q.device}")
     mask = _choose(q._data, k._data, amounts.tensor, list(amounts.each), list(q.shape), list(k.shape), q.block_rows,
                    k.block_rows, choice.by, choice.amount, choice.is_causal, choice.scale, choice.first, choice.near,
                    choice.least_alike, list(choice.dense_keys), list(choice.dense_queries))

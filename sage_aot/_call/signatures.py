@@ -22,7 +22,7 @@ class Signature(NamedTuple):
         return self.schema.count(", ")
 
     @property
-    def beside(self) -> str:
+    def behind_qkv(self) -> str:
         """The schema of what stands behind q, k and v, tensors first."""
         return self.schema.removeprefix(_TENSORS)
 

@@ -118,7 +118,7 @@ def _check(k: Any, asked: Asked, sparse: Any, optional: dict[str, Any]) -> None:
     if not isinstance(sparse, Sparse):
         raise ArgumentError(f"sparse: expected a sage_aot.Sparse or None, got {type(sparse).__name__}")
     if optional["block_mask"] is not None:
-        raise ArgumentError("block_mask: expected None beside sparse, which chooses blocks itself, got a BlockMask; "
+        raise ArgumentError("block_mask: expected None with sparse, which chooses blocks itself, got a BlockMask; "
                             "leave one out")
     if sparse.tail:
         _check_tail(k, asked, optional, sparse)

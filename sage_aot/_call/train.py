@@ -163,7 +163,7 @@ def _results(q: torch.Tensor, problem: Problem, kept_bytes: int) -> _Tensors:
 
 
 class _BackwardPass:
-    """The operator that returns the gradients of q, k and v; no elements in place of those that are not asked for.
+    """The operator that returns the gradients of q, k and v; no elements for those that are not asked for.
 
     Its arguments are the gradient of the output, v, what the forward pass returned, what that took behind q, k and v,
     and which gradients are asked for.
@@ -171,11 +171,12 @@ class _BackwardPass:
 
     def __init__(self, kind: Kind) -> None:
         self._kind, signature = kind, SIGNATURES[kind]
-        self._beside = signature.arity - 3  # arguments between what the forward pass returned and the options
-        self._tensors = signature.beside.count("Tensor")  # the first of them
+        self._behind_qkv = signature.arity - 3  # arguments between what the forward pass returned and the options
+        self._tensors = signature.behind_qkv.count("Tensor")  # the first of them
         name = f"{FUNCTIONS[kind]}_backward"
-        LIBRARY.define(f"{name}(Tensor grad_out, Tensor v, Tensor out, Tensor lse, Tensor saved, {signature.beside}"
-                       f"{schema()}, bool of_q=True, bool of_kv=True) -> (Tensor, Tensor, Tensor)", tags=TAGS)
+        LIBRARY.define(f"{name}(Tensor grad_out, Tensor v, Tensor out, Tensor lse, Tensor saved, "
+                       f"{signature.behind_qkv}{schema()}, bool of_q=True, bool of_kv=True) "
+                       f"-> (Tensor, Tensor, Tensor)", tags=TAGS)
         self._operator = implement(name, self._run, self._fake)
 
     def _run(self, grad_out: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, saved: torch.Tensor,
@@ -207,10 +208,11 @@ class _BackwardPass:
 
     def _read(self, out: torch.Tensor, v: torch.Tensor,
               arguments: tuple[Any, ...]) -> tuple[Given, tuple[Any, ...], bool, bool]:
-        """The call with the output in place of q, and v in place of k; its options; and which gradients are asked for:
+        """The call with the output instead of q, and v instead of k; its options; and which gradients are asked for:
         torch hands over no defaults at the end."""
-        given = SIGNATURES[self._kind].read((out, v, v, *arguments[: self._beside]))
-        options, asked = arguments[self._beside:][: len(OPTIONS)], arguments[self._beside + len(OPTIONS):]
+        given = SIGNATURES[self._kind].read((out, v, v, *arguments[: self._behind_qkv]))
+        others = arguments[self._behind_qkv:]
+        options, asked = others[: len(OPTIONS)], others[len(OPTIONS):]
         of_q, of_kv, *_ = (*asked, True, True)
         return given, options, of_q, of_kv
 

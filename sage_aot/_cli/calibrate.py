@@ -1,6 +1,6 @@
 """``sage-aot calibrate``: where sage_aot is faster than torch's attention on this GPU.
 
-It measures calls beside every backend of scaled_dot_product_attention, by the GPU's time and by that of queued calls,
+It compares calls with every backend of scaled_dot_product_attention, by the GPU's time and by that of queued calls,
 fits the policy's thresholds to them, and writes these to the user's configuration folder. Where torch's own choice of a
 backend is not its FlashAttention-2, it also measures for which small calls that is faster.
 """

@@ -21,7 +21,8 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, devices, the kernel each would run, what is missing")
     _add_verify(commands)
-    of_demo = commands.add_parser("demo", help="attention on a pretrained transformer's activations, beside float64")
+    of_demo = commands.add_parser(
+        "demo", help="attention on a pretrained transformer's activations, compared with float64")
     of_demo.add_argument("--png", default="sage_aot_demo.png", metavar="FILE",
                          help="picture to write (default: %(default)s)")
     _add_bench(commands)
@@ -60,7 +61,7 @@ def _audit(arguments: argparse.Namespace) -> int:
         return audit.main_of_sparse(*read, 0.05 if arguments.error is None else arguments.error, arguments.save)
     for option in ("error", "save"):
         if getattr(arguments, option) is not None:
-            raise ArgumentError(f"--{option}: expected it beside --sparse alone, got {getattr(arguments, option)}; add "
+            raise ArgumentError(f"--{option}: expected it only with --sparse, got {getattr(arguments, option)}; add "
                                 f"--sparse")
     return audit.main(*read)
 
@@ -92,7 +93,7 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     of_bench = commands.add_parser(
-        "bench", help="speed of attention calls beside torch's, on this GPU",
+        "bench", help="speed of attention calls compared with torch's, on this GPU",
         description="Times of attention calls as models make them, bf16: torch's fastest backend, sage_aot.attn, and "
                     "the policy, which is sage_aot.integrations.torch.sdpa and leaves calls to torch that are faster "
                     "there. 'x gpu' is the speed as a multiple of torch's by the GPU's time, 'x queued' that by the "

@@ -16,7 +16,7 @@ class Family(NamedTuple):
     persistent: bool  # blocks take several query tiles, so a grid has no more blocks than the GPU holds at once
     reads_key_norms: bool  # attention kernels bound scores by norms of keys, which the quantizer leaves
     trains_in_halves: bool  # backward kernels multiply P and dS in 16 bits, not as integers of 8
-    promotes_under_products: bool  # the build checks that the compiler leaves promotion beside products in flight
+    promotes_under_products: bool  # the build checks that the compiler leaves promotion under products in flight
 
     def broken_rules(self, tile: Tile) -> list[str]:
         """Every rule that these sizes break, as sentences; empty where they are valid."""

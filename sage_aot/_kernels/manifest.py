@@ -38,7 +38,7 @@ class MainLoop(NamedTuple):
     """Instructions of one iteration of an attention kernel's loop over the full tiles; codegen/census.py says which."""
 
     matrix: int  # of the tensor cores
-    other: int  # beside them on the straight path
+    other: int  # the others on the straight path
     rare: int  # off the straight path, in branches
 
 
@@ -202,7 +202,7 @@ class Manifest:
 
     version: str  # of sage_aot
     flags: tuple[str, ...]  # given to the compiler, less target and include folders
-    retarget: str | None  # target that every kernel was built for in place of its own; such folders are for tests
+    retarget: str | None  # target that every kernel was built for instead of its own; such folders are for tests
     vocabulary: str  # sage_aot._launch.structs.vocabulary() when the kernels were built
     complete: bool  # False where the build left out kernels that the matrix has
     archs: dict[str, Arch]

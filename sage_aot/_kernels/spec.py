@@ -186,7 +186,7 @@ class ChooseSpec(KernelSpec):
 
 @dataclass(frozen=True)
 class BwdPrepSpec(KernelSpec):
-    """The operands of the backward kernels beside the caller's tensors and what is saved, in the layouts of the
+    """The operands of the backward kernels in addition to the caller's tensors and what is saved, in the layouts of the
     attention kernel's quantizer."""
 
     kind = "bwdprep"
@@ -249,7 +249,7 @@ BACKWARD = ("bwdprep", "bwdkv", "bwdq")
 """The kinds of the backward pass in every family: two kernels find the gradients."""
 
 BACKWARD_TOGETHER = ("bwdqkv", "bwdsum")
-"""Kinds in place of bwdkv and bwdq where all gradients are asked for, in families that have them."""
+"""Kinds instead of bwdkv and bwdq where all gradients are asked for, in families that have them."""
 
 OF_BACKWARD = (*BACKWARD, *BACKWARD_TOGETHER)
 """Every kind of the backward pass."""

@@ -2,10 +2,10 @@
 
 A forward pass of the part "train" writes the quantized Q to what is saved, and which keys a mask leaves; K̂ is copied
 there, :class:`SavedParts`.
-Up to three launches follow. The first writes what the others read beside that and the caller's tensors. Then one
-computes the gradients of K and V, and one that of Q, each where somebody asks for its gradients. Where all gradients
-are asked for and one kernel is faster, two launches take the place of these: that kernel, and one that rounds the sums
-of the gradient of Q.
+Up to three launches follow. The first writes what the others read in addition to that and the caller's tensors. Then
+one computes the gradients of K and V, and one that of Q, each where somebody asks for its gradients. Where all
+gradients are asked for and one kernel is faster, two launches take the place of these: that kernel, and one that rounds
+the sums of the gradient of Q.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ def _distance(wanted: Wanted, record: AttnRecord, manifest: Manifest) -> tuple[i
 
 def _missing(arch: str, wanted: Wanted, instead: dict[str, Any]) -> str:
     """The message for a call without a kernel: what it asked for, and options that have one. `instead`: what the
-    nearest kernel computes in place of wanted values."""
+    nearest kernel computes instead of wanted values."""
     asked = {name: value for name, value in wanted if name in OPTION_OF_AXIS or name in _DEFAULTS and name in instead}
     head = f"no kernel for {arch}, head dim {dict(wanted)['headdim']}, {_spelt(asked)}"
     if _FIXED.intersection(instead):

@@ -128,7 +128,7 @@ _CHECKS: Mapping[Kind, Callable[[Given, Options], Problem]] = {
 def check_backward(given: Given, grad_out: torch.Tensor, lse: torch.Tensor, saved: torch.Tensor,
                    options: Options) -> Problem:
     """Check the tensors of a backward pass, and return the problem of its forward pass. `given`: what that was given,
-    with its output in place of q, and v in place of k. How long `saved` is, the kernels say."""
+    with its output instead of q, and v instead of k. How long `saved` is, the kernels say."""
     problem, out = check(given, options), given.like
     if (grad_out.shape, grad_out.dtype, grad_out.device) != (out.shape, out.dtype, out.device):
         raise ArgumentError(f"the gradient of the output: expected {describe(out)}, got {describe(grad_out)}; pass "
@@ -230,7 +230,7 @@ def _sizes(tensor: torch.Tensor, layout: str) -> tuple[int, ...]:
     return heads_first(tensor, layout).shape
 
 
-# --- tensors beside them ----------------------------------------------------------------------------------------------
+# --- other tensors ----------------------------------------------------------------------------------------------------
 
 
 def _check_optional(name: str, given: Given, problem: Problem) -> None:
@@ -255,7 +255,7 @@ def _check_optional(name: str, given: Given, problem: Problem) -> None:
 
 
 def _check_sequences(given: Given, device: torch.device) -> tuple[int, MaxSeqlens]:
-    """Check what a call with sequences takes beside q, k and v; return the number of sequences and the longest
+    """Check what a call with sequences takes in addition to q, k and v; return the number of sequences and the longest
     lengths."""
     cu_seqlens_q, cu_seqlens_k, longest = given.cu_seqlens_q, given.cu_seqlens_k, given.details
     assert cu_seqlens_q is not None and cu_seqlens_k is not None and isinstance(longest, MaxSeqlens)

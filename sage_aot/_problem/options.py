@@ -205,7 +205,7 @@ class Options:
     window: tuple[int, int] | None = _option(
         None, schema="int[]?", valid=_is_window, fixed=True, axis="mask", values={(47, 20): "sparse"},
         samples=(None, (47, 20), (-1, 0), (0, 0), (-1, 30), (100, -1), (300, 0), (-1, -1)), refused=(-2, 0),
-        expected=f"None, or (left, right): two integers, how many keys beside its own a query sees on each side, or "
+        expected=f"None, or (left, right): two integers, how many keys a query sees on each side of its own, or "
                  f"{UNBOUNDED} for no bound",
         axis_value=_mask_of,
         help="`(left, right)`: query i sees the keys from `i + keys - queries - left` to `i + keys - queries + right`; "
@@ -236,7 +236,7 @@ class Options:
 
     @cached_property
     def resolved(self) -> Options:
-        """The options with the value in place of every "auto" that does not depend on the GPU."""
+        """The options with the value instead of every "auto" that does not depend on the GPU."""
         options = self
         for name, option in OPTIONS.items():
             if option.resolve and getattr(options, name) == option.default:

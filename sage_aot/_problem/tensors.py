@@ -76,7 +76,7 @@ TENSORS: dict[str, TensorArgument] = {
         help="keys that may be seen, for all queries and heads alike; the call drops all others before it quantizes",
         limit=_key_mask_limit),
     "sinks": TensorArgument(
-        dtype="float32", shape=("q heads",), meaning="a logit beside the scores of each row of the head",
+        dtype="float32", shape=("q heads",), meaning="a logit in addition to the scores of each row of the head",
         other_dtype="pass sinks.float()", other_shape="pass one logit for each q head, sinks.flatten()",
         calls=("dense", "varlen", "stored"),
         refused={"kv": "pass it to attn",
@@ -108,7 +108,7 @@ TENSORS: dict[str, TensorArgument] = {
 """Every optional tensor by name, in the order of the operators' schemas."""
 
 LISTED = ("attn_mask", "block_mask")
-"""Optional tensors of a call whose KV tiles are listed: a kernel of its own reads them, and a key mask beside them."""
+"""Optional tensors of a call whose KV tiles are listed: a kernel of its own reads them, and the call's key mask."""
 
 OPERANDS = ("q", "k", "v", *TENSORS, "cu_seqlens_q", "cu_seqlens_k", "kept")
 """Names of all tensors that a call is given, in the order of the fields of :class:`sage_aot._problem.given.Given`."""

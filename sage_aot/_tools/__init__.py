@@ -1,1 +1,1 @@
-"""Explain, info and verify, which users run beside the call; and what tests, benches and the demo compare with."""
+"""Explain, info and verify, which users run in addition to calls; and what tests, benches and the demo compare with."""

@@ -60,7 +60,7 @@ SMALLEST_NORMAL = 2.0**-126
 UNRESOLVED = 2.0**-50
 """Error allowed with e4m3 P, as a share of V's largest value. Where the keys with nearly all of a row's weight have
 zeros in a channel of V̂, only the other keys contribute to the output. A row reference may not fall far enough for
-their P, and tensor cores drop their products beside larger ones."""
+their P, and tensor cores drop their products in sums with larger ones."""
 
 
 @dataclass(frozen=True)

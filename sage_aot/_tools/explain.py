@@ -146,7 +146,7 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
             check_out(out, stand_in)
         return _explained(_gpu(device, capability, driver), -1 if capability else device, problem, None, manifest)
     if headdim is not None:
-        raise ArgumentError(f"headdim: that of q holds, got {headdim!r} beside tensors; pass one or the other")
+        raise ArgumentError(f"headdim: that of q holds, got {headdim!r} with tensors; pass one or the other")
     if all(value is None for value in sequences):
         call = call_of_attn(q, k, v, asked, **optional)
     else:

@@ -83,7 +83,7 @@ def _kernels(library: Library) -> list[str]:
         ran = f"ran on {built.run_on}{by}" if built.run_on else "not run on hardware"
         lines.append(f"  {arch}: compute capability {_served(arch, manifest)}, driver from {built.least_driver}, {ran}")
     if manifest.retarget:
-        lines.append(f"built for {manifest.retarget} in place of their own archs: for tests only")
+        lines.append(f"built for {manifest.retarget} instead of their own archs: for tests only")
     return lines
 
 

@@ -44,7 +44,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
     """Attention of [batch, heads, seq, headdim] tensors in float64: output and log-sum-exp.
 
     Grouped heads as :func:`sage_aot.attn`; a row that sees no key gives zeros and −inf. `mask`: the fields of
-    :class:`sage_aot._problem.mask.Mask`, for example ``is_causal=True``; `visible`: the keys that rows see, in place of
+    :class:`sage_aot._problem.mask.Mask`, for example ``is_causal=True``; `visible`: the keys that rows see, instead of
     what these fields say.
     """
     if visible is None:

@@ -2,8 +2,8 @@
 that does not.
 
 The error of a head is the relative L1 of its output, Σ |sparse − dense| / Σ |dense| in float32, both with the same
-quantization: it is what the blocks cost that are left out, beside what quantization costs. Shares are tried for all
-heads in one call, each head at its own.
+quantization: it is what the blocks cost that are left out, in addition to what quantization costs. Shares are tried for
+all heads in one call, each head at its own.
 """
 
 from __future__ import annotations

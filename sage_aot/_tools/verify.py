@@ -75,7 +75,7 @@ call see no key."""
 
 SPARSE_SHAPES = (Shape(2, 2, 1, 150, 300, 0, torch.bfloat16, has_sinks=True, has_masks=True),
                  Shape(1, 2, 1, 20, 2500, 1, torch.bfloat16, has_sinks=True))
-"""Calls of kernels of sparse masks besides; of the second, splits share the keys, and the sinks."""
+"""Further calls, of kernels of sparse masks; of the second, splits share the keys, and the sinks."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from sage_aot.integrations._rules import HostCall
 
 
 class Audited(NamedTuple):
-    """A call that sage_aot served, beside the host's own attention on the same inputs."""
+    """A call that sage_aot served, compared with the host's own attention on the same inputs."""
 
     q: tuple[int, ...]  # shape
     k: tuple[int, ...]

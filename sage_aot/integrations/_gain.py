@@ -59,7 +59,7 @@ class Thresholds(NamedTuple):
 
 
 def kind_of(is_causal: bool, mask: Mask | None) -> str:
-    """One of KINDS. `mask`: what the call has beside a causal mask."""
+    """One of KINDS. `mask`: what the call has in addition to a causal mask."""
     return mask or ("causal" if is_causal else "full")
 
 
@@ -148,9 +148,9 @@ def _next(axis: tuple[int, ...], value: int) -> int:
 def built_in(capability: tuple[int, int]) -> tuple[Thresholds, str]:
     """The thresholds of a GPU where none were measured, and where they come from, in words.
 
-    9.0: fitted to calls beside the fastest of SDPA's backends, bf16, by GPU time and by the time of queued calls, on an
-    H200 (bench/results/h200-2026-11-25-crossover). 8.x and 12.x: a proxy, see _PROXY. Others run Ampere's sources,
-    while torch uses the tensor-core instructions that are new in these chips: no call is faster.
+    9.0: fitted to calls measured with the fastest of SDPA's backends in the same run, bf16, by GPU time and by the time
+    of queued calls, on an H200 (bench/results/h200-2026-11-25-crossover). 8.x and 12.x: a proxy, see _PROXY. Others run
+    Ampere's sources, while torch uses the tensor-core instructions that are new in these chips: no call is faster.
     """
     if capability == (9, 0):
         return Thresholds(_HOPPER, _FLASH_ON_HOPPER), "built in, measured on an H200"
@@ -158,7 +158,7 @@ def built_in(capability: tuple[int, int]) -> tuple[Thresholds, str]:
         factor = _SLOWER_MEMORY[capability]
         calls = {(kind, headdim): Threshold(factor * _PROXY[kind], _HOPPER[kind, headdim].at_least)
                  for kind in KINDS for headdim in HEADDIMS}
-        return Thresholds(calls), "built in, estimated from kernels rebuilt for Hopper beside FlashAttention-2"
+        return Thresholds(calls), "built in, estimated from kernels rebuilt for Hopper compared with FlashAttention-2"
     return Thresholds({(kind, headdim): NEVER for kind in KINDS for headdim in HEADDIMS}), (
         "built in: this chip's kernels are there for coverage, not for speed, so torch computes every call")
 
@@ -187,5 +187,5 @@ on Hopper each FP8 mma.sync runs as two f16 products, so that rebuilt FP8 kernel
 windows need."""
 
 _SLOWER_MEMORY = {(8, 0): 1.2, (8, 6): 1.6, (8, 7): 1.6, (8, 9): 2.3, (12, 0): 2.3, (12, 1): 3.6}
-"""Factor by which the slowest memory of a chip's cards, beside its f16 tensor cores, is slower than an H100's:
+"""Factor by which the slowest memory of a chip's cards, relative to its f16 tensor cores, is slower than an H100's:
 quantization then takes a larger part of a call. From data sheets."""

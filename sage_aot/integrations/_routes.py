@@ -84,8 +84,8 @@ def _remember(kind: tuple[Any, ...], made: Route | None, tally: Tally | None) ->
 
 
 def _kinds(has_mask: bool, is_causal: bool) -> tuple[str, ...]:
-    """Kinds that a call may be of. What a mask hides, a causal one beside it or a window, makes less work than all of
-    its pairs: where those are not faster, the rest is not."""
+    """Kinds that a call may be of. What a mask, a causal one with it or a window hides makes less work than all of its
+    pairs: where those are not faster, the rest is not."""
     if has_mask:
         return "padded", "masked", "window"
     return ("full", "causal") if is_causal else ("full",)

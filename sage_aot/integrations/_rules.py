@@ -42,7 +42,7 @@ class HostCall(NamedTuple):
     grouped: bool = False  # whether k and v may have fewer heads than q
     bottom_right: bool = False  # where the causal mask and the window are aligned; else top-left
     window: tuple[int, int] | None = None
-    """Numbers of keys that a query sees in front of its own and behind it, -1 for all; right is 0 beside is_causal."""
+    """Numbers of keys that a query sees in front of its own and behind it, -1 for all; right is 0 with is_causal."""
     sinks: torch.Tensor | None = None
     """A logit for each q head, which joins the softmax of its rows without a value."""
     beyond: str | None = None
@@ -87,8 +87,8 @@ def sight_of(call: HostCall) -> tuple[int, int, tuple[int, int] | None]:
 
 
 def _mask_of(call: HostCall, window: tuple[int, int] | None) -> Mask | None:
-    """Mask of a call beside a causal mask, as :func:`kind_of` takes it. torch has no sinks: hosts compute them by
-    matrix products and a softmax, which take longer than its attention with a mask."""
+    """Mask of a call in addition to a causal mask, as :func:`kind_of` takes it. torch has no sinks: hosts compute them
+    by matrix products and a softmax, which take longer than its attention with a mask."""
     if window is not None:
         return "window"
     if call.mask is not None and key_mask_of(call) is not None:
@@ -162,7 +162,7 @@ def _why_not_by_masks(call: HostCall) -> str | None:
     _, heads, _, queries, keys = call.sizes()
     if call.is_causal and not call.bottom_right:
         if call.mask is not None:
-            return "a mask beside is_causal"
+            return "a mask with is_causal"
         if queries > keys:
             return "is_causal with more queries than keys"
     if call.window is not None and not call.bottom_right and queries != keys:

@@ -111,8 +111,8 @@ def is_hosts_own() -> bool:
 
 def serve_anyway(call: HostCall, otherwise: str, return_lse: bool = False, **options: Any) -> Any:
     """The call's output by sage_aot, whatever is faster; with `return_lse` what sage_aot.attn returns then. `options`:
-    beside those of the process's policy. UnsupportedError where sage_aot does not compute the call; `otherwise`: what
-    to do then."""
+    in addition to those of the process's policy. UnsupportedError where sage_aot does not compute the call;
+    `otherwise`: what to do then."""
     call = call._replace(q=_received(call.q), k=_received(call.k), v=_received(call.v))
     no_rows = call.q.dim() == call.k.dim() == 4 and 0 in call.sizes()[3:]
     if no_rows:  # a share of a ring without keys, of which any mask hides as much: zeros and -inf

@@ -28,8 +28,8 @@ class Sparsely:
         sparse: of all layers; or a mapping from the names of attention modules to what each of them gets, where modules
             that it has not stay dense.
         dense_layers: so many first layers that stay dense, or (first, last).
-        text_tokens: of a sequence that holds text beside what is generated, so many first tokens, or (first, last):
-            as keys and as queries they stay dense.
+        text_tokens: of a sequence that holds text in addition to what is generated, so many first tokens, or (first,
+            last): as keys and as queries they stay dense.
 
     Raises:
         ArgumentError: an argument is not of this form.

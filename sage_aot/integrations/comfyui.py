@@ -156,7 +156,7 @@ def override(previous: Override | None = None, *, policy: Policy | None = None,
     Args:
         previous: the override that gets the calls which this one does not serve; None: ComfyUI's function gets them.
         policy: None means that of the process.
-        sigmas: the highest and the lowest noise level that is served, or, beside `sparse`, sparse, both included; None:
+        sigmas: the highest and the lowest noise level that is served, or, with `sparse`, sparse, both included; None:
             all.
         dense_blocks, sparse, text_tokens: as :func:`patch` has them.
 
@@ -196,7 +196,7 @@ def override(previous: Override | None = None, *, policy: Policy | None = None,
 
 
 def _chosen(sparse: Sparse | None, text_tokens: Ends) -> Sparse | None:
-    """Choice of the blocks of sparse calls beside text."""
+    """Choice of the blocks of sparse calls with text."""
     if sparse is None and text_tokens not in (0, (0, 0)):
         raise ArgumentError(f"text_tokens: expected 0 without sparse, got {text_tokens!r}; pass "
                             f"sparse=sage_aot.Sparse(...)")
@@ -226,7 +226,7 @@ def _left_out(kwargs: dict[str, Any], dense: tuple[tuple[str | None, int], ...],
 
 def _block(options: dict[str, Any]) -> tuple[str | None, int] | None:
     """Kind and index of the block that calls; the kind is None where a transformer has but one."""
-    if (of_unet := options.get("block")) is not None:  # beside which "block_index" counts inside of the block
+    if (of_unet := options.get("block")) is not None:  # with which "block_index" counts inside of the block
         return of_unet[0], of_unet[1]
     index = options.get("block_index")
     return None if index is None else (options.get("block_type"), index)

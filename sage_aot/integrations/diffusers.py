@@ -474,5 +474,5 @@ class _SharedForward:
 
 def _with_lse(call: HostCall) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = serve_with_lse(call, "diffusers' native backend returns no log-sum-exp, so choose another backend, or "
-                                    "Ulysses in place of the ring")
+                                    "Ulysses instead of the ring")
     return out, lse.permute(0, 2, 1)

@@ -344,7 +344,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
 
     Raises:
         NotImplementedError: an argument of UNKNOWN_TO_SDPA, which neither sage_aot nor transformers' sdpa computes, or
-            sinks beside an argument with which no attention of the model computes them.
+            sinks with an argument under which no attention of the model computes them.
     """
     for name in UNKNOWN_TO_SDPA:
         if more.get(name) is not None:
@@ -397,7 +397,7 @@ def _check_sinks(module: torch.nn.Module, sinks: torch.Tensor, position_bias: An
         raise _refused("s_aux of a layer that has no sinks and eager attention of its own", module)
     for name, given in (("position_bias", position_bias), ("cache", cache)):
         if given is not None:
-            raise _refused(f"{name} beside sinks", module)
+            raise _refused(f"{name} with sinks", module)
 
 
 def _has_eager(model: str) -> bool:

@@ -122,7 +122,7 @@ def digest_of(library: Library, spec: Any, shape: Shape, device: str) -> str:
     out = torch.full_like(q, 7.0)
     if shape.odd:
         q, k, v, out = map(at_odd_addresses, (q, k, v, out))
-    lse = None  # beside which no P is linear
+    lse = None  # with one no P is linear
     if getattr(spec, "p", "exp2") == "exp2":
         lse = torch.full((shape.batch, shape.q_heads, shape.queries), 7.0, device=device)
     run(library, spec, q, k, v, out, lse, **shape.options)

@@ -7,7 +7,7 @@
     python tests/gpu/fuzz.py --case '{"arch": "sm89", "seed": 1, "seqlen_kv": 65}'
 
 attn, attn_varlen, quantize_kv, select_blocks, train_attn and the integrations' sdpa are called; supports is asked
-beside each call. Call number i of a seed is the same however many workers share the run; runs of other seeds (`--seed`)
+with each call. Call number i of a seed is the same however many workers share the run; runs of other seeds (`--seed`)
 make other calls. fuzz_cases.py says what is drawn, fuzz_oracle.py what the caller is promised, fuzz_checks.py how both
 are compared, and fuzz_kernels.py what kernels must have in common with their emulation. A call that fails is reduced to
 a simplest one that fails the same check, and printed with the command that makes it again; the exit code is then 1.

@@ -82,7 +82,7 @@ _SizesAndOptions: Any = make_dataclass("_SizesAndOptions", [
 class Case(_SizesAndOptions):
     """One call. Every field but the arch has the value of the simplest call as its default."""
 
-    return_lse: bool = _varied({True: 1, False: 1})  # no P is linear beside a log-sum-exp
+    return_lse: bool = _varied({True: 1, False: 1})  # no P is linear with a log-sum-exp
     dtype: str = _varied({"bf16": 2, "f16": 2, "f32": 1})
     kind: str = _varied({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
                          "tiny": 1, "sink": 2, "falling": 1, "low": 1, "heavy_v": 1, "sparse_v": 1,
@@ -263,7 +263,7 @@ def as_choosing(case: Case) -> Case:
 
 def as_sdpa(case: Case) -> Case:
     """Case with the same inputs in a call of the integrations' sdpa, which has q, k and v, a mask, is_causal, scale and
-    enable_gqa; all other options are the policy's. No rows at odd addresses beside a mask under is_causal, which goes
+    enable_gqa; all other options are the policy's. No rows at odd addresses with a mask under is_causal, which goes
     to torch: its kernels fault there (CUDA error: misaligned address), and the process loses its GPU."""
     faults = case.strides == "misaligned" and case.is_causal and case.mask_kind != "none"
     return dataclasses.replace(case, entry="sdpa", layout="HND", lengths="one", wrong="nothing", return_lse=False,
@@ -332,7 +332,7 @@ def reductions(case: Case) -> Iterator[Case]:
 
 
 def _smaller(size: int) -> list[int]:
-    """Sizes to try in place of one; by whole tiles too, for what fails at a remainder."""
+    """Sizes to try instead of one; by whole tiles too, for what fails at a remainder."""
     return [n for n in dict.fromkeys((1, size // 2, size - 128, size - 64, size - 1)) if 1 <= n < size]
 
 
@@ -370,7 +370,7 @@ def lengths_of(case: Case) -> tuple[list[int], list[int]]:
 
 
 def make_sequences(case: Case, device: str) -> Sequences | None:
-    """Sequences that attn_varlen takes beside the tensors."""
+    """Sequences that attn_varlen takes in addition to the tensors."""
     if not case.has_sequences:
         return None
     made = Sequences.of_lengths(*lengths_of(case)).to(device)
@@ -424,7 +424,7 @@ class Masks(NamedTuple):
 
 
 def make_masks(case: Case, device: str) -> Masks | None:
-    """The masks of a case beside its key mask."""
+    """The masks of a case in addition to its key mask."""
     if not case.is_listed or case.is_empty:
         return None
     generator = torch.Generator(device).manual_seed(case.seed + 1)

@@ -60,7 +60,7 @@ INDEPENDENT = {"normal", "outlier", "biased_v", "huge", "wide_v", "tiny"}
 """Kinds whose elements are independent, but for what channels have in common."""
 
 LINEAR_P = {"sm89", "sm120"}
-"""Archs beside sm90 with a linear P."""
+"""Archs with a linear P, in addition to sm90."""
 
 F16_PV = {"sm80", "sm86", "sm87", "sm100", "ptx80"}
 """The archs whose P and V are f16: those without FP8 in mma.sync (docs/accuracy.md)."""
@@ -113,7 +113,7 @@ class Inputs:
 
     @property
     def of_queries(self) -> dict[str, Any]:
-        """Arguments of the call beside q, k, v and a key mask."""
+        """Arguments of the call in addition to q, k, v and a key mask."""
         masks = {} if self.masks is None else {"attn_mask": self.masks.attn_mask, "block_mask": self.masks.block_mask}
         return {"sinks": self.sinks, **masks, **({} if self.sparse is None else {"sparse": self.sparse})}
 
@@ -543,7 +543,7 @@ def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key
     measures.append(close("rows, float64", error, torch.zeros_like(error), right.row_bound))
     if lse is not None:
         measures.append(close("lse, float64", lse.double(), right.lse, right.lse_bound).without(right.spoilt_rows))
-    if case.values != "drawn" and sinks is None and not case.planted.startswith("v"):  # which plants a zero besides
+    if case.values != "drawn" and sinks is None and not case.planted.startswith("v"):  # which also plants a zero
         measures.append(_of_a_constant(case, arithmetic, out, right))
     if sinks is None and not tail and _has_large_scores(case, q):  # HUGE is of no tail
         measures.append(_of_large_scores(arithmetic, got, right))

@@ -319,8 +319,8 @@ def _errors_of_scores(q: torch.Tensor, k: torch.Tensor, scale: float, arithmetic
 
 def _bound_of_lse(heads: _Heads, arithmetic: Arithmetic) -> torch.Tensor:
     """The log-sum-exp moves by the mean, by weight, of the errors of the scores. Independent ones cancel, but for what
-    the keys have in common beside the mean that smoothing takes off: an eighth of their deviation, for that mean is of
-    64 keys; a quarter is allowed."""
+    the keys have in common in addition to the mean that smoothing takes off: an eighth of their deviation, for that
+    mean is of 64 keys; a quarter is allowed."""
     stored = _stored_lse(heads)
     if not (arithmetic.independent and arithmetic.smooth_k):
         return heads.moved + stored
@@ -330,8 +330,8 @@ def _bound_of_lse(heads: _Heads, arithmetic: Arithmetic) -> torch.Tensor:
 
 
 def _stored_lse(heads: _Heads) -> torch.Tensor:
-    """Bound of a log-sum-exp's error beside the errors of scores: the product of a query and the mean of the keys adds
-    up in f32."""
+    """Bound of a log-sum-exp's error in addition to the errors of scores: the product of a query and the mean of the
+    keys adds up in f32."""
     terms = (heads.q.abs() @ heads.k.abs().amax(-2, keepdim=True).mT)[..., 0] * abs(heads.scale)
     summed = heads.q.shape[-1] * 2.0**-23 * terms
     return 0.01 + 2.0**-20 * heads.lse.abs().nan_to_num(posinf=0.0, neginf=0.0) + summed
@@ -343,7 +343,7 @@ def _stored_lse(heads: _Heads) -> torch.Tensor:
 def _bounds(heads: _Heads, arithmetic: Arithmetic, key_mask: torch.Tensor | None,
             info: torch.finfo) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Bounds of elements, of rows, and the units of the rows' norms. A sink is off as a key is, in its score relative
-    to the others; besides, what the log-sum-exp is off changes its share of a row."""
+    to the others; in addition, what the log-sum-exp is off changes its share of a row."""
     v, out = heads.v, heads.out
     units = v.abs().amax(2, keepdim=True).clamp(min=1e-300)
     small, expected = v / units, out / units

@@ -1,6 +1,6 @@
 """Selections of blocks, and what the caller is promised of each: from the caller's tensors, in float64.
 
-The cases are short enough to emulate and to simulate; a GPU runs longer ones beside them.
+The cases are short enough to emulate and to simulate; a GPU runs longer ones in addition.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Selection:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of select_blocks beside q and k."""
+        """Arguments of select_blocks in addition to q and k."""
         by, amount = self.choose
         names = ("block_size", "first", "near", "least_alike", "dense_keys", "dense_queries", "is_causal", "scale",
                  "layout")
@@ -248,7 +248,7 @@ def _best(scores: torch.Tensor, slack: torch.Tensor, seen: torch.Tensor, visible
     """Check that those blocks are seen that have the best scores, of the blocks that are free to be chosen."""
     worst = (scores + slack).masked_fill(~seen | kept, torch.inf).amin(-1)
     missed = (scores - slack).masked_fill(seen | ~visible, -torch.inf).amax(-1)
-    return ["a block is seen in place of a better one"] if (missed > worst).any() else []
+    return ["a block is seen instead of a better one"] if (missed > worst).any() else []
 
 
 def _by_mass(case: Selection, scores: torch.Tensor, slack: torch.Tensor, seen: torch.Tensor, visible: torch.Tensor,

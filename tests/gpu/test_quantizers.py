@@ -76,7 +76,7 @@ def test_bits_at_the_ends_of_the_ranges(spec):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("spec", QUANTIZERS, ids=[spec.name for spec in QUANTIZERS])
-def test_bits_beside_what_is_not_finite(spec, value):
+def test_bits_next_to_what_is_not_finite(spec, value):
     """Nothing of it reaches a mean or a scale; where it was is remembered."""
     q, k, v = draw(spec, (1, 2, 200), (1, 2, 700), seed=4)
     q[0, 0, 150, 3] = k[0, 0, 411, 7] = k[0, 0, 600, 1] = v[0, 1, 333, 9] = v[0, 1, 20, 9] = v[0, 1, 650, 30] = value

@@ -1,4 +1,4 @@
-"""Fixtures for tests of integrations: a policy that serves CPU tensors, and exact attention in place of the kernels."""
+"""Fixtures for tests of integrations: a policy that serves CPU tensors, and exact attention instead of the kernels."""
 
 from __future__ import annotations
 

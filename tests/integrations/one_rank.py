@@ -95,7 +95,7 @@ def sparse_calls(name: str, config: Any) -> None:
 
 
 def masks_of_shares() -> None:
-    """The masks of a ring whose shares end within a block, beside text in front and behind."""
+    """The masks of a ring whose shares end within a block, with text in front and behind."""
     lengths, rank = [1000, 1048], dist.get_rank()
     sparse = Sparse(keep=0.25, near=2, dense_keys=(130, 10), dense_queries=(0, 30))
     q, k = (torch.cat([x[:, :, :1000], x[:, :, 1024:], x[:, :, 1000:1024]], 2) for x in clear()[:2])

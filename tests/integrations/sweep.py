@@ -1,4 +1,4 @@
-"""Models of transformers by sage_aot, with exact attention in place of the kernels, beside their eager attention.
+"""Models of transformers by sage_aot, with exact attention instead of the kernels, compared with their eager attention.
 
     PYTHONPATH=. python tests/integrations/sweep.py                   # every type of models: half an hour
     PYTHONPATH=. python tests/integrations/sweep.py llama bloom       # some
@@ -96,7 +96,7 @@ def padded(side: str) -> Callable[[Model], Outputs]:
 
 
 def padded_decoder(model: Model) -> Outputs:
-    """Padding on the right of what a decoder gets, beside padding of the encoder's."""
+    """Padding on the right of what a decoder gets, with padding of the encoder's."""
     if not model.config.is_encoder_decoder:
         raise _Lacks("no encoder and decoder")
     mask = padding("right")
@@ -502,10 +502,10 @@ BEGIN, END = "<!-- sweep -->\n", "<!-- end of sweep -->"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Models of transformers by sage_aot beside their eager attention.")
+    parser = argparse.ArgumentParser(description="Models of transformers by sage_aot, and by their eager attention.")
     parser.add_argument("types", nargs="*")
     parser.add_argument("--log", help="a file for all results, a line of JSON each")
-    parser.add_argument("--from", dest="logs", nargs="+", default=[], help="such files, in place of a sweep; of a type "
+    parser.add_argument("--from", dest="logs", nargs="+", default=[], help="such files, instead of a sweep; of a type "
                         "in several files, the last one's results hold")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/integrations.md")
     given = parser.parse_args()

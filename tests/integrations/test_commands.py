@@ -365,8 +365,8 @@ def test_a_model_of_which_nothing_is_served_is_not_tuned(monkeypatch, capsys, sa
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--error", "0.1"], "--error: expected it beside --sparse alone, got 0.1; add --sparse"),
-    (["--save", "tuned.json"], "--save: expected it beside --sparse alone, got tuned.json; add --sparse"),
+    (["--error", "0.1"], "--error: expected it only with --sparse, got 0.1; add --sparse"),
+    (["--save", "tuned.json"], "--save: expected it only with --sparse, got tuned.json; add --sparse"),
     (["--sparse", "--error", "0"], "error: expected a number above 0"),
     (["--sparse", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
     (["--sparse", "--save", "missing/tuned.json"], "audit: expected a file in a folder that exists, got missing/")])

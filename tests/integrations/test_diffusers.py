@@ -1,5 +1,5 @@
 """Models of diffusers with random weights: sage_aot in the place of native attention changes no result with exact
-attention in place of the kernels, and little with the kernels' arithmetic."""
+attention instead of the kernels, and little with the kernels' arithmetic."""
 
 from __future__ import annotations
 
@@ -672,7 +672,7 @@ def test_wrong_settings_change_nothing(wrong, message):
     assert "_sage_aot_before" not in vars(made)
 
 
-def test_text_beside_context_parallelism_is_refused():
+def test_text_under_context_parallelism_is_refused():
     shared = SimpleNamespace(ring_degree=1, ulysses_degree=2)
     with pytest.raises(UnsupportedError, match="text_tokens, .*: expected none where processes share a sequence"):
         integration._SharedForward(Sparse(keep=0.25, dense_keys=(12, 0)), shared)

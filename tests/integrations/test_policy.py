@@ -83,7 +83,7 @@ REFUSED = {
     "heads that are broadcast": call(kv=(2, 1, 40, 64)),
     "head dims above 256": call(q=(1, 1, 3, 257), kv=(1, 1, 3, 257)),
     "channels that are not contiguous": HostCall(*(x.transpose(2, 3) for x in tensors((1, 1, 64, 32), (1, 1, 64, 32)))),
-    "a mask beside is_causal": call(q=(2, 4, 40, 64), is_causal=True, mask=mask(2, 1, 1, 40)),
+    "a mask with is_causal": call(q=(2, 4, 40, 64), is_causal=True, mask=mask(2, 1, 1, 40)),
     "is_causal with more queries than keys": call(q=(2, 4, 50, 64), is_causal=True),
     "a mask of numbers": call(mask=torch.zeros(2, 1, 1, 40)),
     "a mask of another shape": call(mask=mask(2, 1, 40, 30)),
@@ -116,7 +116,7 @@ def test_the_error_names_the_reason_in_compiled_code_too():
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 def test_autocast_casts_before_types_matter(layout, compiled):
-    """Models with normed q and k have those in float32 beside a v in bfloat16."""
+    """Models with normed q and k have those in float32 with a v in bfloat16."""
     q, k, v = tensors((2, 4, 40, 64), (2, 4, 40, 64))
     expected = sage_aot.attn(q, k, v, layout=layout)
 
@@ -188,7 +188,7 @@ SERVED = {
     "mask of keys": (call(mask=mask(2, 1, 1, 40)), mask(2, 1, 1, 40)),
     "mask of keys for the batch": (call(mask=mask(1, 40)), mask(1, 40)),
     "mask of keys, expanded": (call(mask=mask(2, 1, 1, 40).expand(2, 4, 30, 40)), mask(2, 1, 1, 40)),
-    "mask of keys beside causal, bottom right": (call(is_causal=True, bottom_right=True, mask=mask(2, 1, 1, 40)),
+    "mask of keys with causal, bottom right": (call(is_causal=True, bottom_right=True, mask=mask(2, 1, 1, 40)),
                                                  mask(2, 1, 1, 40) & below(30, 40, 10)),
     "mask of one query": (call(q=(2, 4, 1, 64), mask=mask(2, 1, 1, 40)), mask(2, 1, 1, 40)),
     "mask of queries": (call(mask=mask(30, 40)), mask(30, 40)),
@@ -198,7 +198,7 @@ SERVED = {
     "mask of keys for each head": (call(mask=mask(2, 4, 1, 40)), mask(2, 4, 1, 40)),
     "mask of queries, not contiguous": (call(mask=mask(2, 1, 40, 30).mT), mask(2, 1, 40, 30).mT),
     "mask of queries, grouped heads": (call(kv=(2, 2, 40, 64), grouped=True, mask=mask(4, 30, 40)), mask(4, 30, 40)),
-    "mask of queries beside causal, bottom right": (
+    "mask of queries with causal, bottom right": (
         call(is_causal=True, bottom_right=True, mask=mask(2, 1, 30, 40)), mask(2, 1, 30, 40) & below(30, 40, 10)),
     "window": (call(window=(7, 0), bottom_right=True), between(30, 40, 7, 0)),
     "window, causal": (call(window=(7, 0), is_causal=True, bottom_right=True), between(30, 40, 7, 0)),
@@ -210,11 +210,11 @@ SERVED = {
     "window that hides nothing": (call(window=(39, 29), bottom_right=True), None),
     "window that hides nothing, causal": (call(window=(39, 0), is_causal=True, bottom_right=True), below(30, 40, 10)),
     "window of one query": (call(q=(2, 4, 1, 64), window=(7, 0), bottom_right=True), between(1, 40, 7, 0)),
-    "window beside a mask of keys": (call(window=(7, 0), bottom_right=True, mask=mask(2, 1, 1, 40)),
+    "window with a mask of keys": (call(window=(7, 0), bottom_right=True, mask=mask(2, 1, 1, 40)),
                                      between(30, 40, 7, 0) & mask(2, 1, 1, 40)),
-    "window of few queries beside a mask": (
+    "window of few queries with a mask": (
         call(q=(2, 4, 3, 64), window=(7, 0), bottom_right=True, mask=mask(3, 40)), between(3, 40, 7, 0) & mask(3, 40)),
-    "window of few queries beside a column": (
+    "window of few queries with a column": (
         call(q=(2, 4, 3, 64), window=(7, 0), bottom_right=True, mask=mask(3, 1)), between(3, 40, 7, 0) & mask(3, 1)),
 }
 
@@ -283,7 +283,7 @@ def test_a_mask_of_keys_is_handed_on_as_one(monkeypatch):
         assert (options["key_mask"] is None, options["attn_mask"] is None) == (not is_of_keys, is_of_keys)
     keys, options = handed_on(monkeypatch, SERVED["window of one query"][0])
     assert keys == 8 and options["window"] is None and not options["is_causal"]
-    keys, options = handed_on(monkeypatch, SERVED["window of few queries beside a mask"][0])
+    keys, options = handed_on(monkeypatch, SERVED["window of few queries with a mask"][0])
     assert keys == 10 and options["window"] == (7, 0) and options["attn_mask"].shape == (3, 10)
 
 

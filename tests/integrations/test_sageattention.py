@@ -179,7 +179,7 @@ def test_layouts_that_are_none(function):
         function(*tensors(), tensor_layout="BHSD")
 
 
-# --- keyword arguments beside the signatures --------------------------------------------------------------------------
+# --- keyword arguments in addition to the signatures ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("function", [*DENSE, VARLEN])
@@ -187,7 +187,7 @@ def test_layouts_that_are_none(function):
 def test_unknown_keyword_arguments_are_refused(function, unknown):
     args = tensors() if function is not VARLEN else packed([9, 21])
     with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument '{unknown}'; "
-                                        "beside its signature it takes attn_mask, softmax_scale, "):
+                                        "in addition to its signature it takes attn_mask, softmax_scale, "):
         function(*args, **{unknown: None})
 
 
@@ -227,7 +227,7 @@ def test_the_causal_mask_of_flash_attention(exact, function):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [(4, 0), (3, 2), (-1, 5), [6, -1]], ids=str)
 def test_a_window_is_flash_attentions(exact, function, is_causal, window):
-    """Aligned bottom-right, with a mask beside it or none."""
+    """Aligned bottom-right, with a mask or without."""
     q, k, v = tensors(queries=20)
     left, right = window
     behind = torch.arange(30) - torch.arange(20)[:, None] - 10
@@ -245,7 +245,7 @@ def test_a_window_of_packed_sequences():
     assert torch.equal(out, expected) and not torch.equal(out, VARLEN(*args, causal=True))
 
 
-def test_a_window_beside_is_causal_of_unequal_lengths_is_refused():
+def test_a_window_with_is_causal_of_unequal_lengths_is_refused():
     with pytest.raises(UnsupportedError, match="got: a window that is aligned top-left; let another attention"):
         BY_GPU(*tensors(queries=20), is_causal=True, window_size=(5, 0))
 
@@ -338,10 +338,10 @@ def test_other_masks_are_torchs_and_counted(exact, function, layout, kv_heads, r
         function(*args, tensor_layout=layout, attn_mask=given)
 
 
-def test_masks_beside_causal_masks(exact):
+def test_masks_with_causal_masks(exact):
     q, k, v = tensors()
     given = mask(2, 1, 1, 30)
-    with pytest.raises(UnsupportedError, match="got: a mask beside is_causal; let another attention"):
+    with pytest.raises(UnsupportedError, match="got: a mask with is_causal; let another attention"):
         BY_GPU(q, k, v, attn_mask=given, is_causal=True)
     expected = attention(q, k, v, key_mask=given[:, 0, 0], is_causal=True)
     close(BY_GPU(q, k, v, attn_mask=given, causal=True), expected)

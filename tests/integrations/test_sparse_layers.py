@@ -34,7 +34,7 @@ def test_a_sparse_call_sees_the_blocks_that_it_chooses(last, sparse, layout):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_mask_of_keys_stays_beside_the_choice(exact, is_causal):
+def test_a_mask_of_keys_stays_with_the_choice(exact, is_causal):
     """HunyuanVideo so masks the tokens that its text was filled up with, behind the video."""
     mask = (torch.arange(Q.shape[2]) < Q.shape[2] - 60)[None, None, None]
     sparse = Sparse(keep=0.25, dense_keys=(0, 128))
@@ -120,7 +120,7 @@ def test_settings_by_name():
         sparsely.check_names(NAMES[:4])
 
 
-def test_text_is_dense_beside_what_is_dense_already():
+def test_text_is_dense_in_addition_to_what_is_dense_already():
     made = Sparsely(Sparse(keep=0.5, dense_keys=300, dense_queries=(0, 7)), text_tokens=(77, 20)).with_text(
         Sparse(keep=0.5, dense_keys=300, dense_queries=(0, 7)))
     assert made == Sparse(keep=0.5, dense_keys=(300, 20), dense_queries=(77, 20))

@@ -28,7 +28,7 @@ RUN: dict[str, tuple[str, set[str], dict[str, object]]] = {
         "sliding_window": 4}),
     "chunks": ("llama4_text", CAUSAL, {"attention_chunk_size": 8}),
     "layers that share keys and values": ("gemma4_text", CAUSAL, {"num_kv_shared_layers": 2}),
-    "a causal encoder beside one of images": ("aimv2", {"images and text"}, {}),
+    "a causal encoder with one of images": ("aimv2", {"images and text"}, {}),
     "bidirectional layers with causal masks": ("paligemma", CAUSAL, {}),
     "masked": ("bert", {"plain", "a mask of ones", "padded left", "padded right"}, {}),
     "an encoder and a decoder": ("bart", {"plain", "padded left", "padded right", "padded decoder", "generate"}, {}),

@@ -1,5 +1,5 @@
-"""Models of transformers with random weights: sage_aot in the place of sdpa changes no result with exact attention in
-place of the kernels, and little with the kernels' arithmetic."""
+"""Models of transformers with random weights: sage_aot in the place of sdpa changes no result with exact attention
+instead of the kernels, and little with the kernels' arithmetic."""
 
 from __future__ import annotations
 
@@ -469,7 +469,7 @@ def test_weights_of_attention_with_sinks_are_the_models_own():
 
 
 @pytest.mark.parametrize(("more", "named"), [
-    ({"cache": object()}, "cache beside sinks"), ({"position_bias": torch.zeros(1)}, "position_bias beside sinks"),
+    ({"cache": object()}, "cache with sinks"), ({"position_bias": torch.zeros(1)}, "position_bias with sinks"),
     ({"s_aux": torch.zeros(4)}, "s_aux of a layer that has no sinks and eager attention of its own")])
 def test_sinks_that_the_model_itself_would_not_compute_are_refused(more, named):
     layer, q = gpt_oss().model.layers[0].self_attn, torch.randn(1, 4, 6, 16)

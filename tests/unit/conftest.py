@@ -74,7 +74,7 @@ exclude:
   - {pv: e4m3, pv_accum: f32, why: "accumulators of FP8 products keep too few bits"}
   - {qk: int4, why: "not written yet: the INT4 products of the mma family"}
   - {v: vsmooth, why: "not written yet: smoothing of V"}
-  - {p: linear, why: "not written yet: lines in place of exponentials"}
+  - {p: linear, why: "not written yet: lines instead of exponentials"}
 """
 _TEMPLATE = """\
 // {name} {{{{ template }}}} {{{{ row }}}}

@@ -1,5 +1,5 @@
 // A driver with one GPU a context, for tests of what is said to it: it remembers the first launches and runs nothing.
-// Built as libcuda.so.1, which cuda-bindings then calls in place of the real one. The tests set `fake_*` and read it.
+// Built as libcuda.so.1, which cuda-bindings then calls instead of the real one. The tests set `fake_*` and read it.
 
 #include <stdint.h>
 #include <stdio.h>

@@ -374,7 +374,7 @@ def test_info_says_that_a_folder_is_narrowed_or_retargeted(monkeypatch):
     manifest = dataclasses.replace(default_library().manifest, complete=False, retarget="sm_90")
     monkeypatch.setattr(info, "default_library", lambda: SimpleNamespace(manifest=manifest, folder="here"))
     assert f"kernels: {len(manifest.kernels)}, narrowed (some of what can be built was left out), " in sage_aot.info()
-    assert "built for sm_90 in place of their own archs: for tests only" in sage_aot.info()
+    assert "built for sm_90 instead of their own archs: for tests only" in sage_aot.info()
 
 
 def test_info_of_a_machine_without_a_gpu_names_no_defect(monkeypatch):

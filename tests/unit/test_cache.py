@@ -170,7 +170,7 @@ ASKED = ["--arch", "sm80", "--only", "sage_attn_*_d64_*_full_*_qraw"]
 
 @pytest.fixture
 def cached(project, monkeypatch, tmp_path) -> Path:
-    """The cache's folder, beside a project."""
+    """The cache's folder, next to a project."""
     monkeypatch.setenv("SAGE_AOT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

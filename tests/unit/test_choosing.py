@@ -54,7 +54,7 @@ def test_a_drawn_selection_keeps_its_promises(seed):
 @pytest.mark.parametrize(("seen", "expected"), [
     ({(5, 0): True, (5, 1): True, (5, 2): True, (5, 3): True}, "another number of blocks than asked for"),
     ({(0, 7): True}, "a block that lies behind all of the queries is seen"),
-    ({"best": False, "worst": True}, "a block is seen in place of a better one"),
+    ({"best": False, "worst": True}, "a block is seen instead of a better one"),
 ], ids=["more", "future", "worse"])
 def test_the_oracle_finds_what_is_wrong(seen, expected):
     case = Selection(is_causal=True, queries=450, kv_heads=1, near=0, first=0)
@@ -293,7 +293,7 @@ def test_a_tail_weighs_less_wrong_than_none():
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"sparse": 0.5}, "sparse: expected a sage_aot.Sparse or None, got float"),
     ({"sparse": KEEP, "block_mask": sage_aot.block_mask(torch.ones(3, 4, dtype=torch.bool))},
-     "block_mask: expected None beside sparse"),
+     "block_mask: expected None with sparse"),
     ({"sparse": Sparse(keep=0.5, tail=True), "key_mask": torch.ones(2, 460, dtype=torch.bool)},
      "key_mask: expected None where the tail of blocks counts"),
     ({"sparse": Sparse(keep=0.5, tail=True), "window": (5, 5)}, "window: expected None where the tail"),

@@ -328,7 +328,7 @@ def unlogged(tree):
 @pytest.mark.parametrize(("text", "found"), [
     (f"0.962 times {LINK}", []),
     (f"0.96 times {LINK}", ["0.96 times"]),
-    (f"0.0373 of a file beside the log, {LINK}", []),
+    (f"0.0373 of a file next to the log, {LINK}", []),
     (f"[log](../bench/results/{RUN}) 0.962", []),
     (f"[log](bench/results/{RUN}/turtles.json) of the README 0.962", []),
     ("0.962 times, without a link", ["0.962 times"]),

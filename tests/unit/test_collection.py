@@ -84,7 +84,7 @@ def test_how_many_processes_run_tests(conftest, monkeypatch, arguments, maxfail,
     assert found == expected
 
 
-def test_pytests_own_process_runs_tests_beside_a_gpu(conftest, monkeypatch):
+def test_pytests_own_process_runs_tests_on_a_machine_with_a_gpu(conftest, monkeypatch):
     monkeypatch.setattr(conftest, "no_gpu", lambda: None)
     option = SimpleNamespace(markexpr="", keyword="", maxfail=0, numprocesses="auto")
     assert conftest.pytest_xdist_auto_num_workers(SimpleNamespace(option=option, args=["tests"])) == 0

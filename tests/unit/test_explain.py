@@ -194,7 +194,7 @@ def test_what_is_told_is_what_runs(changes):
     ({"capability": (8, 9), "headdim": 64, "qk": "int5"}, "qk: expected 'auto', 'int8', 'int4' or 'nvfp4', got 'int5'"),
     ({"capability": (8, 9), "headdim": 64, "return_lse": 1}, "return_lse: expected True or False, got 1"),
     ({"capability": (8, 9), "headdim": 64, "out": 3}, "out: expected a tensor like q, got int"),
-    ({**dict(zip("qkv", tensors())), "headdim": 64}, "headdim: that of q holds, got 64 beside tensors"),
+    ({**dict(zip("qkv", tensors())), "headdim": 64}, "headdim: that of q holds, got 64 with tensors"),
     ({"q": tensors()[0]}, "k: expected a torch.Tensor, got NoneType"),
 ])
 def test_wrong_arguments_are_refused(arguments, message):

@@ -95,7 +95,7 @@ def largest_of(dtype):
 @pytest.mark.parametrize("further", [{}, {"smooth_k": False}, {"smooth_v": True}, {"rotate": True}, {"scale": 1e6}],
                          ids=str)
 def test_finite_inputs_give_finite_outputs(options, dtype, further):
-    """Elements of either sign near the largest that their dtype holds, beside ordinary ones."""
+    """Elements of either sign near the largest that their dtype holds, with ordinary ones."""
     generator = torch.Generator().manual_seed(3)
     for which in ("q", "k", "v", "qkv"):
         tensors = {}

@@ -512,12 +512,12 @@ def tail_of_other_values(patch):
 
 CALL_BUGS = {
     "one block more than is chosen": (dataclasses.replace(CHOOSING, sparse="keep"), choice_of_one_more),
-    "the worst blocks in place of the best": (dataclasses.replace(CHOOSING, sparse="tau"), choice_of_the_worst),
+    "the worst blocks instead of the best": (dataclasses.replace(CHOOSING, sparse="tau"), choice_of_the_worst),
     "the worst blocks by their mass": (dataclasses.replace(CHOOSING, sparse="mass"), choice_of_the_worst),
     "blocks behind the queries": (
         dataclasses.replace(CHOOSING, sparse="keep", is_causal=True), choice_of_the_future),
     "blocks that are chosen in any case": (dataclasses.replace(CHOOSING, sparse="keep"), choice_without_what_is_kept),
-    "all blocks in place of those chosen": (
+    "all blocks instead of those chosen": (
         dataclasses.replace(CHOOSING, sparse="keep"), choice_that_a_call_does_not_take),
     "a tail whose blocks count as one key": (dataclasses.replace(CHOOSING, sparse="tail"), tail_that_counts_once),
     "a tail of the blocks that are chosen": (dataclasses.replace(CHOOSING, sparse="tail"), tail_of_all_blocks),

@@ -69,7 +69,7 @@ BAD = {
                   ("expected a key of a row of 'tiles' (family, block_m, block_n, warp_m, stages, min_blocks, arch, "
                    "headdim, qk, pv, pv_accum, p, mask, v, q, v_stages, allow_spills, why, suffix), got 'headim'")),
     "stages of V": (D64_SIZES, D64_SIZES.replace("stages: 2", "stages: 2, v_stages: 2"), D64_ROW,
-                    "v_stages may be 1 beside stages 2 (V arrives under the scores of its tile), got 2 and 2"),
+                    "v_stages may be 1 with stages 2 (V arrives under the scores of its tile), got 2 and 2"),
     "suffix": (D64_SIZES, D64_SIZES.replace("stages: 2", "suffix: x, stages: 2"), "suffix: x",
                "expected a suffix of the target (a, f), got 'x'"),
     "exclusion's key": ("{qk: int4, why", "{bits: 4, why", "{bits",

@@ -95,7 +95,7 @@ def test_another_environment_rebuilds_nothing(project, kernels, build, tmp_path,
 
 
 @pytest.mark.parametrize("names", [["python3"], ["python3", "python"]])
-def test_a_python_without_that_name_beside_it_is_named_by_its_path(project, kernels, tmp_path, monkeypatch, names):
+def test_a_python_without_that_name_next_to_it_is_named_by_its_path(project, kernels, tmp_path, monkeypatch, names):
     for name in names:
         (tmp_path / name).write_text(f"#!/bin/sh\necho {name}\n")
         (tmp_path / name).chmod(0o755)

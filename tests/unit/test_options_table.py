@@ -20,7 +20,7 @@ from sage_aot._problem.tensors import TENSORS
 
 ROOT = Path(__file__).parents[2]
 BEFORE, BEHIND = (*TENSORS, "sparse"), ("return_lse", "out")
-BESIDE = (*BEFORE, *BEHIND)
+NO_OPTIONS = (*BEFORE, *BEHIND)
 """Keyword arguments of the call that are not options: they are tensors, make one, or change no kernel."""
 
 
@@ -81,7 +81,7 @@ def test_options_that_are_not_checked_yet_stand_in_the_same_order():
 
 def test_the_call_and_the_table_annotate_alike():
     annotations = {name: str(field.type) for name, field in Options.__dataclass_fields__.items()}
-    assert {name: found.annotation for name, found in keywords().items() if name not in BESIDE} == annotations
+    assert {name: found.annotation for name, found in keywords().items() if name not in NO_OPTIONS} == annotations
 
 
 def test_every_overload_takes_the_same():
@@ -92,7 +92,7 @@ def test_every_overload_takes_the_same():
     assert {tuple(keyword.arg for keyword in node.args.kwonlyargs) for node in definitions} == {expected}
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, *BESIDE])
+@pytest.mark.parametrize("name", [*OPTIONS, *NO_OPTIONS])
 def test_the_docstring_tells_of_every_option(name):
     assert len(re.findall(rf"^ {{4}}{name}: \S", inspect.getdoc(api.attn), re.MULTILINE)) == 1
 

@@ -211,7 +211,7 @@ def test_compiled_without_a_graph_break(queries):
     (lambda q, k, v, kv: sage_aot.attn(q[:, :3], kv), "the heads of q must be a multiple .* got 3 and 2"),
     (lambda q, k, v, kv: sage_aot.attn(q[0], kv), "q: expected four dimensions"),
     (lambda q, k, v, kv: sage_aot.attn(q, kv, out=q[:1]), "out: expected shape"),
-    (lambda q, k, v, kv: sage_aot.attn(q, k), "v: expected a tensor beside k, got None"),
+    (lambda q, k, v, kv: sage_aot.attn(q, k), "v: expected a tensor with k, got None"),
     (lambda q, k, v, kv: sage_aot.quantize_kv(kv, v), "k: expected a torch.Tensor, got a QuantizedKV"),
     (lambda q, k, v, kv: sage_aot.attn_varlen(q[0], kv, None, *[torch.zeros(2, dtype=torch.int32)] * 2, 1, 1),
      "k: expected a tensor with sequences"),

@@ -86,7 +86,7 @@ print(any(getattr(finder, "_name", None) == "torch" for finder in sys.meta_path)
 
 
 def test_several_wait_for_one_module(tmp_path):
-    """Builds for the Hugging Face hub wait so beside the package."""
+    """Builds for the Hugging Face hub wait so in one process with the package."""
     program = """
 import sys
 from sage_aot._imports import when_imported

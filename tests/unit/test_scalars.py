@@ -64,7 +64,7 @@ def test_flags_of_quantization(flag, call, name):
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-def test_flags_beside_options(flag):
+def test_flags_in_addition_to_options(flag):
     out, lse = sage_aot.attn(Q, K, V, return_lse=FLAGS[flag](True))
     assert lse.shape == (1, 2, 40)
     assert torch.equal(sage_aot.attn(Q, K, V, p="exp2", return_lse=FLAGS[flag](False)), out)

@@ -46,7 +46,7 @@ def changed(*, headdim=128, **options):
 
 
 def manifest(archs=PV, without=(), targets=None):
-    """A manifest with kernels of these archs, which may be PTX. `targets`: per arch, a target in place of its own."""
+    """A manifest with kernels of these archs, which may be PTX. `targets`: per arch, a target instead of its own."""
     attn = [AttnSpec(arch, headdim, qk, *pv, mask, v, q)
             for arch, headdim, qk, mask, v, q in product(archs, (64, 128, 256), ("int8", "int4"), ("full", "causal"),
                                                          ("vraw", "vsmooth"), ("qraw", "qsmooth"))
@@ -285,7 +285,7 @@ def test_a_linear_p_that_an_arch_lacks_is_refused():
 
 @pytest.mark.parametrize("asked", ["auto", "exp2", "linear"])
 def test_a_call_that_is_trained_has_exponentials(asked):
-    """Every kernel takes exponentials beside a log-sum-exp, as here; backward kernels are those of such a kernel."""
+    """Every kernel takes exponentials with a log-sum-exp, as here; backward kernels are those of such a kernel."""
     like = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
     problem = check(Given("train", like, like, like), Options(p=asked))
     chosen = select(Gpu((9, 0)), problem, manifest(LINEAR)).attn.spec

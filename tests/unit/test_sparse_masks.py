@@ -385,7 +385,7 @@ def test_masks_of_no_batch_entry():
 
 @pytest.mark.parametrize("key_mask", [torch.ones(2, KEYS), torch.ones(2, KEYS + 1, dtype=torch.bool)],
                          ids=["f32", "keys"])
-def test_another_key_mask_beside_a_mask_of_keys_is_refused(key_mask):
+def test_another_key_mask_with_a_mask_of_keys_is_refused(key_mask):
     q, k, v = draw()
     with pytest.raises(sage_aot.ArgumentError, match="key_mask: expected"):
         sage_aot.attn(q, k, v, key_mask=key_mask, attn_mask=torch.ones(1, 1, 1, KEYS, dtype=torch.bool))

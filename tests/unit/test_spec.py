@@ -192,7 +192,7 @@ WGMMA_RULE = "warp_m must be 16, block_m 128 or 192 and block_n 64 or 128, got "
     ("wgmma", {"stages": 1}, "stages must be at least 2"),
     ("mma", {"v_stages": 1}, None),
     ("mma", {"v_stages": 0}, "v_stages must be a positive integer, got 0"),
-    ("mma", {"v_stages": 1, "stages": 3}, "v_stages may be 1 beside stages 2"),
+    ("mma", {"v_stages": 1, "stages": 3}, "v_stages may be 1 with stages 2"),
     ("wgmma", {"v_stages": 1}, "v_stages is of the mma family, got 1"),
 ])
 def test_tile_rules_of_a_family(family, changes, message):

@@ -248,7 +248,7 @@ def test_meta_tensors(call, layout):
     assert found.is_meta and described(found) == described(CALLS[call](*real))
 
 
-def test_outputs_beside_the_first_on_meta():
+def test_other_outputs_on_meta():
     q, k, v = draw().to("meta")
     out = torch.empty_like(q)
     result, lse = sage_aot.attn(q, k, v, out=out, return_lse=True)
@@ -264,7 +264,7 @@ def test_meta_tensors_are_trained():
     assert all(x.grad.is_meta and described(x.grad) == described(x) for x in (q, k, v))
 
 
-def test_meta_tensors_beside_others_are_refused():
+def test_meta_tensors_with_others_are_refused():
     q, k, v = draw()
     with pytest.raises(ArgumentError, match="must be on one device, got meta for q and cpu for k"):
         sage_aot.attn(q.to("meta"), k, v)

@@ -326,8 +326,8 @@ def test_rows_of_zeros_take_no_bits_from_others(zeros, of):
 
 @pytest.mark.parametrize("size", [1.0, 1e-3])
 def test_keys_of_zeros_take_no_bits_from_others(size):
-    """K is zeros but for one key, whose scale is small beside that of the others' groups: found by the fuzzer. dQ was
-    zeros throughout."""
+    """K is zeros but for one key, whose scale is small compared with that of the others' groups: found by the fuzzer.
+    dQ was zeros throughout."""
     q, k, v, grad = draw(70, 200)
     k = torch.where(torch.arange(200)[:, None] == 101, size * k.detach(), 0.0).requires_grad_()
     _, found, _, _ = train_it(q, k, v, grad)

@@ -61,7 +61,7 @@ def draw_batch(queries=90, keys=170, headdim=64):
 
 
 def draw_sequences(lengths=LENGTHS, headdim=64):
-    """Tensors [tokens, heads, headdim] likewise, and what attn_varlen takes beside them."""
+    """Tensors [tokens, heads, headdim] likewise, and what attn_varlen takes in addition to them."""
     queries, keys = (sum(x) + BEHIND for x in zip(*lengths))
     shapes = [(rows, heads, headdim)
               for heads, rows in ((HEADS, queries), (KV_HEADS, keys), (KV_HEADS, keys), (HEADS, queries))]
@@ -70,10 +70,10 @@ def draw_sequences(lengths=LENGTHS, headdim=64):
     return [random(*shape, seed=i) for i, shape in enumerate(shapes)], (*begins, *longest)
 
 
-def trained(call, q, k, v, grad, *beside, **options):
+def trained(call, q, k, v, grad, *packing, **options):
     """The output and the gradients."""
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    out = call(*leaves, *beside, **options)
+    out = call(*leaves, *packing, **options)
     return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
 
@@ -153,9 +153,9 @@ def test_masked_layouts_give_the_same_bits():
 @pytest.mark.parametrize("headdim", [64, 100])
 @pytest.mark.parametrize("is_causal", CAUSAL)
 def test_each_sequence_is_a_call_by_itself(poisoned, is_causal, headdim):
-    tensors, beside = draw_sequences(headdim=headdim)
-    found = trained(sage_aot.train_attn_varlen, *tensors, *beside, is_causal=is_causal)
-    for (q, q_end), (k, k_end) in zip(*(pairwise(x.tolist()) for x in beside[:2])):
+    tensors, packing = draw_sequences(headdim=headdim)
+    found = trained(sage_aot.train_attn_varlen, *tensors, *packing, is_causal=is_causal)
+    for (q, q_end), (k, k_end) in zip(*(pairwise(x.tolist()) for x in packing[:2])):
         rows, keys = slice(q, q_end), slice(k, k_end)
         own = [x[part].transpose(0, 1)[None] for x, part in zip(tensors, (rows, keys, keys, rows))]
         alone = trained(sage_aot.train_attn, *own, is_causal=is_causal)
@@ -166,9 +166,9 @@ def test_each_sequence_is_a_call_by_itself(poisoned, is_causal, headdim):
 
 @pytest.mark.parametrize("is_causal", CAUSAL)
 def test_gradients_of_sequences_are_close_to_those_of_float64(is_causal):
-    tensors, beside = draw_sequences(((100, 120), (140, 70)))
-    found = trained(sage_aot.train_attn_varlen, *tensors, *beside, is_causal=is_causal)
-    for (q, q_end), (k, k_end) in zip(*(pairwise(x.tolist()) for x in beside[:2])):
+    tensors, packing = draw_sequences(((100, 120), (140, 70)))
+    found = trained(sage_aot.train_attn_varlen, *tensors, *packing, is_causal=is_causal)
+    for (q, q_end), (k, k_end) in zip(*(pairwise(x.tolist()) for x in packing[:2])):
         rows, keys = slice(q, q_end), slice(k, k_end)
         own = [x[part].transpose(0, 1)[None] for x, part in zip(tensors, (rows, keys, keys, rows))]
         expected = exact(*own, seen_keys(q_end - q, k_end - k, is_causal))
@@ -208,20 +208,20 @@ def test_opcheck_of_a_mask():
 
 
 def test_opcheck_of_sequences():
-    (q, k, v, grad), beside = draw_sequences(((30, 40), (20, 10)))
+    (q, k, v, grad), packing = draw_sequences(((30, 40), (20, 10)))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.sage_aot.train_attn_varlen.default, (*leaves, *beside, *options(is_causal=True)))
+    torch.library.opcheck(torch.ops.sage_aot.train_attn_varlen.default, (*leaves, *packing, *options(is_causal=True)))
     with torch.no_grad():
-        made = torch.ops.sage_aot.train_attn_varlen(*leaves, *beside)
-    torch.library.opcheck(torch.ops.sage_aot.train_attn_varlen_backward.default, (grad, v.detach(), *made, *beside))
+        made = torch.ops.sage_aot.train_attn_varlen(*leaves, *packing)
+    torch.library.opcheck(torch.ops.sage_aot.train_attn_varlen_backward.default, (grad, v.detach(), *made, *packing))
 
 
 def packed_calls():
-    """Both public calls with their tensors, and what they take beside these."""
+    """Both public calls with their tensors, and what they take in addition to these."""
     (q, k, v, grad), mask = draw_batch(40, 70)
-    sequences, beside = draw_sequences(((30, 40), (20, 10)))
+    sequences, packing = draw_sequences(((30, 40), (20, 10)))
     return {"mask": ((q, k, v, grad), lambda q, k, v: sage_aot.train_attn(q, k, v, key_mask=mask, is_causal=True)),
-            "sequences": (sequences, lambda q, k, v: sage_aot.train_attn_varlen(q, k, v, *beside, is_causal=True))}
+            "sequences": (sequences, lambda q, k, v: sage_aot.train_attn_varlen(q, k, v, *packing, is_causal=True))}
 
 
 @pytest.mark.parametrize("name", ["mask", "sequences"])
@@ -254,10 +254,10 @@ def test_autocast(name):
 
 
 def test_meta_tensors():
-    (q, k, v, grad), beside = draw_sequences()
+    (q, k, v, grad), packing = draw_sequences()
     on_meta = [x.to("meta") for x in (q, k, v, grad)]
-    begins = [x.to("meta") for x in beside[:2]]
-    assert [x.shape for x in trained(sage_aot.train_attn_varlen, *on_meta, *begins, *beside[2:])] == [
+    begins = [x.to("meta") for x in packing[:2]]
+    assert [x.shape for x in trained(sage_aot.train_attn_varlen, *on_meta, *begins, *packing[2:])] == [
         x.shape for x in (q, q, k, v)]
 
 
@@ -360,9 +360,9 @@ def test_what_asks_for_nothing_is_taken():
     ({"layout": "NHD"}, TypeError, r"train_attn_varlen\(\) got an unexpected keyword argument 'layout'"),
     ({"qk": "int4"}, TypeError, r"train_attn_varlen\(\) got an unexpected keyword argument 'qk'")])
 def test_what_sequences_do_not_take(change, error, message):
-    (q, k, v, _), beside = draw_sequences()
+    (q, k, v, _), packing = draw_sequences()
     with pytest.raises(error, match=message):
-        sage_aot.train_attn_varlen(q, k, v, *beside, **change)
+        sage_aot.train_attn_varlen(q, k, v, *packing, **change)
 
 
 def test_sequences_are_checked():
@@ -376,7 +376,7 @@ def test_sequences_are_checked():
 
 
 def test_a_log_sum_exp_of_other_tensors_is_refused():
-    (q, k, v, grad), beside = draw_sequences()
-    out, lse, saved = torch.ops.sage_aot.train_attn_varlen(q, k, v, *beside)
+    (q, k, v, grad), packing = draw_sequences()
+    out, lse, saved = torch.ops.sage_aot.train_attn_varlen(q, k, v, *packing)
     with pytest.raises(ArgumentError, match=r"lse: expected what the forward pass.*call sage_aot\.train_attn_varlen"):
-        torch.ops.sage_aot.train_attn_varlen_backward(grad, v, out, lse[:, 1:].contiguous(), saved, *beside)
+        torch.ops.sage_aot.train_attn_varlen_backward(grad, v, out, lse[:, 1:].contiguous(), saved, *packing)

@@ -380,7 +380,7 @@ def test_models_that_are_refused(model):
              "expected calls of 2 q heads in layers.0.*got 3")]:
         with pytest.raises(ArgumentError, match=message):
             tuned_of(target, run)
-    with pytest.raises(ArgumentError, match="is_causal: expected none beside run"):
+    with pytest.raises(ArgumentError, match="is_causal: expected none with run"):
         tune(model, run=steps, is_causal=True)
 
 

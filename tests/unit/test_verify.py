@@ -1,6 +1,6 @@
 """``sage-aot verify`` finds every kind of damage to an installation, and wrong kernels.
 
-The emulation on the CPU runs in place of a GPU's kernels. Tests that must fail make the emulation wrong.
+The emulation on the CPU runs instead of a GPU's kernels. Tests that must fail make the emulation wrong.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ DAMAGE = {
     "no manifest": (lambda folder: (folder / FILE_NAME).unlink(), "manifest.json is missing"),
     "another version's manifest": (lambda folder: write_folder(folder, "sm80", "sm89", version="0.0.9"),
                                    "holds kernels of another sage_aot"),
-    "another version's kernel beside": (lambda folder: (folder / "sage_attn_sm70.cubin").write_bytes(b"old"),
+    "another version's kernel as well": (lambda folder: (folder / "sage_attn_sm70.cubin").write_bytes(b"old"),
                                         "sage_attn_sm70.cubin is not in the manifest: it is left of another version"),
     "a manifest of fewer kernels": (lambda folder: write_folder(folder, "sm80"), "is not in the manifest"),
 }

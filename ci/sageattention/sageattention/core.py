@@ -1,8 +1,8 @@
 """The functions of SageAttention 2.2 (thu-ml/SageAttention at d1a57a5), with its signatures, by :func:`sage_aot.attn`.
 
 SageAttention's functions drop keyword arguments that they do not have, among them masks, scales and causal masks that
-hosts pass under the names of other libraries. Here every function takes these keyword arguments beside those of its
-signature, and raises TypeError for any other:
+hosts pass under the names of other libraries. Here every function takes these keyword arguments in addition to those of
+its signature, and raises TypeError for any other:
 
     attn_mask                    bool, True = attend, or numbers to add to the scores; broadcasts to
                                  [batch, q heads, queries, keys]
@@ -44,7 +44,7 @@ _OTHERWISE = "let another attention of the host compute it"
 
 _ALSO: Mapping[str, Any] = {"attn_mask": None, "softmax_scale": None, "scale": None, "causal": None, "enable_gqa": True,
                             "dropout_p": 0.0, "window_size": NO_WINDOW, **NEUTRAL}
-"""The keyword arguments that all functions take beside their signatures, and what they are where they are not given."""
+"""The keyword arguments that all functions take in addition to their signatures, and what they are where not given."""
 
 _GRANULARITIES = "per_warp", "per_thread"
 _F16_SUMS = "fp32", "fp16", "fp16+fp32"
@@ -210,8 +210,8 @@ class _Given(NamedTuple):
 def _given(function: str, is_causal: bool, sm_scale: float | None, kwargs: Mapping[str, Any]) -> _Given:
     for name in kwargs:
         if name not in _ALSO:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; beside its signature it takes "
-                            f"{', '.join(_ALSO)}")
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; in addition to its signature "
+                            f"it takes {', '.join(_ALSO)}")
     also = {**_ALSO, **kwargs}
     check_neutral(also, _OTHERWISE)
     if also["attn_mask"] is not None:
@@ -265,7 +265,7 @@ def _attend(function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, te
 
 def _torch_serves_the_mask(call: HostCall, return_lse: bool) -> bool:
     """True where torch computes the call if sage_aot refuses it for its mask: torch takes no causal mask or window
-    beside another, and returns no log-sum-exp."""
+    with another, and returns no log-sum-exp."""
     if call.mask is None or call.is_causal or call.window is not None or return_lse:
         return False
     return why_not_computed(call._replace(mask=None)) is None

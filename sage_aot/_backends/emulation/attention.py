@@ -64,7 +64,7 @@ def attend(plan: Plan, quantized: Quantized, key_ranks: torch.Tensor | None = No
     """The attention kernel of a plan on quantized inputs: output f32 and log-sum-exp, both with padded rows.
     `key_ranks`: how many of the caller's first keys are among the quantized ones, [keys + 1]; None: all. `with_lse`:
     whether the call returns the log-sum-exp. `sinks`: [heads], which the first split has. `elements`: [batch,
-    heads, queries, keys] bool, what the masks of the call leave beside its window; None: all."""
+    heads, queries, keys] bool, what the masks of the call leave, its window apart; None: all."""
     visible = visible_keys(plan.problem, quantized.q.shape[2], None if key_ranks is None else key_ranks.cpu())
     is_linear = plan.kernels.attn.spec.p == "linear" and not with_lse and plan.splits == 1
     of_splits = []

@@ -69,7 +69,7 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
     row_bias = _row_bias(q, softmax_scale, quant, k_mean.repeat_interleave(group, 1)[:, :, None])
     q_mean = _mean_over_rows(q, problem, kernels)
     q = q - q_mean.repeat_interleave(tile.block_m, 2)
-    prescaled = spec.qk == "nvfp4"  # rows, in place of their scales
+    prescaled = spec.qk == "nvfp4"  # rows, instead of their scales
     q = finite_or_zero(q * softmax_scale if prescaled else q)
     q_mean = q_mean * softmax_scale
     delta_s = _delta_s(q_mean, k.repeat_interleave(group, 1)) if problem.options.smooth_q else None

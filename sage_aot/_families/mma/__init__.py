@@ -14,7 +14,7 @@ def _rules(tile: Tile) -> list[str]:
     if tile.block_m // tile.warp_m > 32:
         return [f"block_m / warp_m must be 1 to 32 warps, got {tile.block_m // tile.warp_m}"]
     if tile.v_stages not in (None, 1) or tile.v_stages and tile.stages != 2:
-        return [f"v_stages may be 1 beside stages 2 (V arrives under the scores of its tile), got {tile.v_stages} and "
+        return [f"v_stages may be 1 with stages 2 (V arrives under the scores of its tile), got {tile.v_stages} and "
                 f"{tile.stages}"]
     return []
 
