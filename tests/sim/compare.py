@@ -1,4 +1,4 @@
-"""The simulator beside a GPU: the same instructions, kernels and calls, compared bit for bit.
+"""The simulator compared with a GPU: the same instructions, kernels and calls, bit for bit.
 
     PYTHONPATH=.:tests/gpu python tests/sim/compare.py --markdown compare.md
 

@@ -1,4 +1,4 @@
-"""Bugs drawn by chance, one for each function of the kernels' headers, beside those that mutations.py names.
+"""Bugs drawn by chance, one for each function of the kernels' headers, in addition to those that mutations.py names.
 
 What is drawn for a function depends on its own code alone. A bug that nothing shows is either a gap of the suite, to be
 closed by a case, or does no harm, which HARMLESS then says; the function's next bug, where it has one, takes its place.
@@ -100,7 +100,7 @@ BACKWARD_ALONE = ("copy_async", "rounded_bytes", "first_causal_query")
 
 HARMLESS: dict[tuple[str, Operation], str] = {
     ("BwdPrepare::prepare_q", Sign("rows.count - first_row")):
-            "a copy of the last row behind it counts as a row with codes, and a row of zeros beside it keeps a scale",
+            "a copy of the last row behind it counts as a row with codes, and a row of zeros next to it keeps a scale",
     ("KvStream::KvStream", Always(
         "if constexpr (Config::kSmoothQ) { const i64 row = delta_s_index(work.q_head - params.first_head, "
         "params.q_tiles, work.q_tile, params.columns); delta_ = params.delta_s + row + work.first_key + "

@@ -112,13 +112,13 @@ class Opposite(_Exchange):
 
 
 class Sign(_Exchange):
-    """Subtract in place of adding, or the other way round."""
+    """Subtract instead of adding, or the other way round."""
 
     operators = {"+": "-", "-": "+", "+=": "-=", "-=": "+="}
 
 
 class Remainder(_Exchange):
-    """Take the remainder in place of the quotient, or the other way round."""
+    """Take the remainder instead of the quotient, or the other way round."""
 
     operators = {"/": "%", "%": "/"}
 

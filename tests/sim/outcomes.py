@@ -1,8 +1,8 @@
 """Outcomes of simulated calls, kept in codegen.cache by a hash of all that they follow from.
 
 That is the compiled kernels and the engine, byte by byte; the Python that plans, makes and judges the calls; its
-packages, the host compiler and this processor; and the calls themselves. A worker takes an outcome from the cache in
-place of simulating. What it simulated it hands to the tests' process, which keeps it once its test has passed: a
+packages, the host compiler and this processor; and the calls themselves. A worker takes an outcome from the cache
+instead of simulating. What it simulated it hands to the tests' process, which keeps it once its test has passed: a
 failure is found anew each time.
 """
 

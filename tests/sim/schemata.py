@@ -55,7 +55,7 @@ class Bug:
 
     @cached_property
     def can_be_switched(self) -> bool:
-        """True where the bug can be planted beside others."""
+        """True where the bug can be planted with others."""
         return all(can_be_switched(place, edit.node) for place, edit in self.edits())
 
     def _find(self, what: str, which: int = 0) -> tuple[Place, Node]:
@@ -66,7 +66,7 @@ class Bug:
 
 
 def can_be_switched(place: Place, node: Node) -> bool:
-    """True where other code can stand in a node's place beside it."""
+    """True where other code can stand next to a node, behind a switch."""
     return _switch(place, node) is not None
 
 

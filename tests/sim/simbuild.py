@@ -161,7 +161,7 @@ class _Library:
 
     path: Path
     units: tuple[Path, ...]  # translation units
-    read: tuple[Path, ...]  # files that the compiler reads, beside the headers that they include
+    read: tuple[Path, ...]  # files that the compiler reads, in addition to the headers that they include
     include: tuple[Path, ...]  # where it finds those
     flags: tuple[str, ...]
 

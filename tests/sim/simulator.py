@@ -78,7 +78,7 @@ class Simulator:
     """The kernels of a folder on the CPU. One seed gives one order of threads and blocks."""
 
     def __init__(self, build: Build, seed: int = 0, arch: int | None = None) -> None:
-        """`arch`: the chip to be in place of each kernel's own; 90 for sm_90."""
+        """`arch`: the chip to simulate instead of each kernel's own; 90 for sm_90."""
         self.build, self.seed, self.arch = build, seed, arch
         self.launched: set[str] = set()  # names of libraries
         self._engine = _engine()
@@ -124,7 +124,7 @@ class SimulatorBackend:
     """The kernels of a build on the simulator: what `sage_aot._call.pipeline` asks of a backend."""
 
     def __init__(self, build: Build, arch: str, seed: int = 0, chip: int | None = None, splits: int = 1) -> None:
-        """`arch`: whose kernels run; `chip`: what the simulator is in place of that arch's own, 90 for sm_90; `splits`:
+        """`arch`: whose kernels run; `chip`: what the simulator is instead of that arch's own, 90 for sm_90; `splits`:
         so many blocks share the keys of every query tile."""
         self.manifest = build.manifest
         self.simulator = Simulator(build, seed, chip)

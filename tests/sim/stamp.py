@@ -77,7 +77,7 @@ def key() -> str:
 
 
 def sources_key() -> str:
-    """A sha256 of all on which outcomes of simulated calls depend, beside the calls and the compiled kernels."""
+    """A sha256 of all on which outcomes of simulated calls depend, except the calls and the compiled kernels."""
     return _key(watched(OF_OUTCOMES))
 
 

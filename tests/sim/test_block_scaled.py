@@ -1,5 +1,5 @@
-"""The simulator's block-scaled products, bit for bit beside an oracle in integers. Operands and scales lie where CuTe's
-layouts put them, and every byte of a scale that no selector names is poison."""
+"""The simulator's block-scaled products, compared bit for bit with an oracle in integers. Operands and scales lie where
+CuTe's layouts put them, and every byte of a scale that no selector names is poison."""
 
 from __future__ import annotations
 

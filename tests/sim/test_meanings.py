@@ -360,7 +360,7 @@ def test_f16_products_are_cut_off_below_the_largest(probes, arch, fraction_bits)
 @pytest.mark.parametrize(("arch", "sum_of_the_rest"), [(80, 2.0**-28), (86, 2.0**-28), (89, 2.0**-28), (90, 0.0),
                                                        (120, 0.0)])
 def test_f16_products_are_added_eight_or_sixteen_at_once(probes, arch, sum_of_the_rest):
-    """Small terms are lost beside large ones, though these cancel; eight further on they meet the sum alone."""
+    """Small terms are lost in sums with large ones, though these cancel; eight further on they meet the sum alone."""
     terms = {0: (1.0, 1.0), 1: (-1.0, 1.0), 8: (2.0**-14, 2.0**-14)}
     assert sum_of(probes, "f16", terms, 0.0, arch) == sum_of_the_rest
 
@@ -403,7 +403,7 @@ def test_e4m3_products_are_those_of_f16_on_sm90(probes):
     small = (2.0**-9, 2.0**-9)
     assert sum_of(probes, "e4m3_f32", {0: (1.0, 1.0), 1: small}, 0.0, 90) == 1.0 + 2.0**-18
     large = {0: (2.0**4, 2.0**4), 1: (-(2.0**4), 2.0**4)}
-    assert sum_of(probes, "e4m3_f32", {**large, 16: small}, 0.0, 90) == 0.0  # beside the large ones, 2^-26 of them
+    assert sum_of(probes, "e4m3_f32", {**large, 16: small}, 0.0, 90) == 0.0  # summed with the large ones, 2^-26 of them
     assert sum_of(probes, "e4m3_f32", {**large, 2: small}, 0.0, 90) == 2.0**-18
     assert sum_of(probes, "e4m3_f32", {0: (2.0**-6, 1.0), 1: small}, 2.0**17, 90) == 2.0**17 + 2.0**-6
     assert sum_of(probes, "e4m3_f32", {0: (1.5 * 2.0**-7, 1.0)}, 2.0**17, 90) == 2.0**17 + 2.0**-6

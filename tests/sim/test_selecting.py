@@ -130,7 +130,7 @@ NAMED: dict[str, tuple[str, str, Operation]] = {
     "the scale of another block of keys": (
         _CHOOSE, "ChooseBlocks::score",
         Put("params.k_scale[group.k_index + at]", instead="params.k_scale[group.k_index + first]")),
-    "kept blocks beside the share": (
+    "kept blocks in addition to the share": (
         _CHOOSE, "ChooseBlocks::count", Put("four.x >= least", instead="four.x >= least && four.x != kKept")),
     "kept blocks' mass counts twice": (_CHOOSE, "ChooseBlocks::choose", Left("row.amount * all.mass - kept")),
     "ties beyond the share": (_CHOOSE, "ChooseBlocks::store", OffByOne("rank < ties")),

@@ -1,5 +1,5 @@
-// The order of accesses: a vector clock per thread, as race detectors keep them. Beside threads, agents access memory:
-// the TMA unit, one agent for each barrier, and the tensor cores, one for each warp.
+// The order of accesses: a vector clock per thread, as race detectors keep them. In addition to threads, agents access
+// memory: the TMA unit, one agent for each barrier, and the tensor cores, one for each warp.
 // Source: Flanagan & Freund, "FastTrack: Efficient and Precise Dynamic Race Detection", PLDI 2009.
 #pragma once
 

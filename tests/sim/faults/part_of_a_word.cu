@@ -1,5 +1,5 @@
 // Threads write parts of the same words, which is right, and whole words before and after. One byte of a word has a race,
-// the bytes beside it have none.
+// the bytes next to it have none.
 #include "fault.h"
 
 extern "C" __global__ void part_of_a_word(const __grid_constant__ Params params) {

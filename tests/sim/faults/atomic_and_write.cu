@@ -1,7 +1,7 @@
 // An atomic needs no order among others, but is none to plain accesses: the store may take away what was marked.
 #include "fault.h"
 
-extern "C" __global__ void atomic_beside_write(const __grid_constant__ Params params) {
+extern "C" __global__ void atomic_and_write(const __grid_constant__ Params params) {
   __shared__ unsigned marks[2];
   if (threadIdx.x == 0) marks[0] = 0;
   if (threadIdx.x == 32) marks[1] = 0;
