@@ -1,7 +1,7 @@
 // sage_bwdprep_sm90_d64_qkint8_pve4m3
 // Written by codegen from templates/bwd_prepare.cu.jinja and this row of build_matrix.yaml:
 //   {family: wgmma, arch: sm90, headdim: 64, mask: [full, causal]}
-// What the backward kernels read beside the caller's tensors and what is saved, from Q̂, K̂, dO and O.
+// What the backward kernels read in addition to the caller's tensors and what is saved, from Q̂, K̂, dO and O.
 
 #include "sage/bwd/prepare.cuh"
 

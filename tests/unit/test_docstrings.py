@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = "sage_aot", "codegen", "bench", "ci", "examples", "tests"  # tests of a wheel lie beside some of them alone
+FOLDERS = "sage_aot", "codegen", "bench", "ci", "examples", "tests"  # tests of a wheel lie next to some of them alone
 OPENERS = {
-    "after", "also", "among", "and", "apart", "as", "at", "because", "beside", "between", "but", "by", "for", "from",
+    "after", "also", "among", "and", "apart", "as", "at", "because", "between", "but", "by", "for", "from",
     "here", "how", "if", "in", "it", "its", "likewise", "of", "on", "or", "over", "such", "that", "their", "then",
     "there", "these", "they", "this", "those", "through", "to", "under", "what", "whatever", "when", "where", "whether",
     "which", "while", "whose", "why", "with", "within", "without"}
