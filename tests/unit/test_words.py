@@ -16,9 +16,6 @@ SUFFIXES = {".py", ".jinja", ".cuh", ".cu", ".cpp", ".h", ".c", ".md", ".sh", ".
 AS_THEY_ARE = ("bench/results/", "bench/claims.yaml", "CHANGELOG.md", "docs/naming.md", "tests/unit/test_words.py")
 """Logs, and the commits that their heads repeat; the list of changes; the rule itself, and its test."""
 
-UNFINISHED = ("docs/accuracy.md", "docs/decisions.md", "docs/performance.md", "docs/training.md")
-"""Pages that are still to be rewritten."""
-
 _BETWEEN = r"""[\s#/*|"'f]+"""  # words of a sentence: in code also marks of comments and of strings
 UNCLEAR = re.compile(rf"beside|\bin{_BETWEEN}place{_BETWEEN}of\b", re.IGNORECASE)
 
@@ -28,7 +25,7 @@ def texts() -> Iterator[tuple[str, str]]:
     in_folders = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))
     for path in sorted((*ROOT.glob("*"), *in_folders)):
         name = path.relative_to(ROOT).as_posix()
-        if path.suffix in SUFFIXES and path.is_file() and not name.startswith((*AS_THEY_ARE, *UNFINISHED)):
+        if path.suffix in SUFFIXES and path.is_file() and not name.startswith(AS_THEY_ARE):
             yield name, path.read_text(encoding="utf-8")
 
 
