@@ -6,7 +6,14 @@ from typing import Any, Literal, overload
 
 import torch
 
-from sage_aot._call.forms import attend, call_of_attn, call_of_attn_varlen, given_to, options_of
+from sage_aot._call.forms import (
+    attend,
+    call_of_attn,
+    call_of_attn_varlen,
+    given_to,
+    options_of,
+    with_shown_keys,
+)
 from sage_aot._call.kv import QuantizedKV
 from sage_aot._call.masks import BlockMask
 from sage_aot._call.refusal import refusal
@@ -69,8 +76,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         key_mask: bool ``[batch, keys]``, True where a key may be seen, for all queries and heads alike; any strides.
             None: every key may be seen. The call drops all other keys before it quantizes, so that a mask saves their
             work, and nothing depends on what they hold. The output is that of a call on the keys that are left. With
-            a `block_mask`, or an `attn_mask` that differs by query or head, it drops none: what a masked key holds then
-            has a part in the means that smoothing subtracts.
+            `sparse`, a `block_mask`, or an `attn_mask` that differs by query or head, it drops none, and takes zeros
+            for them, in copies of k and v.
         sinks: float32 ``[q heads]``: a logit that joins the softmax of each row of its q head, without a value, so that
             the weights of the keys sum to less than one. The log-sum-exp has it too. A row that sees no key gives
             zeros, and the sink as its log-sum-exp. None: no sinks.
@@ -154,6 +161,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         optional = {"key_mask": key_mask, "sinks": sinks, "attn_mask": attn_mask, "block_mask": block_mask}
         return attend_sparse(q, k, v, asked, sparse, optional, out, return_lse)
     call = call_of_attn(q, k, v, asked, key_mask=key_mask, sinks=sinks, attn_mask=attn_mask, block_mask=block_mask)
+    if key_mask is not None and (attn_mask is not None or block_mask is not None):
+        call = with_shown_keys(call)
     return attend(call, out, return_lse)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sage_aot._call.kv import QuantizedKV, asked_with, check_not_with_sequences
-from sage_aot._call.masks import masks_of_call
+from sage_aot._call.masks import masks_of_call, shown_alone
 from sage_aot._call.ops import FORMS, dtype_in_operators
 from sage_aot._call.signatures import SIGNATURES
 from sage_aot._problem.arguments import (
@@ -25,7 +25,7 @@ from sage_aot._problem.given import Given, Stored
 from sage_aot._problem.mask import rows_see_alike
 from sage_aot._problem.options import Asked, for_schema, for_tracer, smooths_q
 from sage_aot._problem.problem import Problem, heads_first, is_static
-from sage_aot._problem.tensors import TENSORS, Kind, check_taken, taken_by
+from sage_aot._problem.tensors import LISTED, TENSORS, Kind, check_taken, taken_by
 from sage_aot.errors import ArgumentError
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -62,6 +62,17 @@ def call_of_attn(q: Any, k: Any, v: Any, asked: Asked, *, key_mask: Any, sinks: 
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             check_optional_are(**dict(zip(TENSORS, optional)))  # raises
     return "dense", (q, k, v, *optional), asked
+
+
+def with_shown_keys(call: PublicCall) -> PublicCall:
+    """A call of attn with zeros for the keys that a key mask hides, where the call keeps them for the sake of a mask
+    that differs by query or head."""
+    kind, arguments, asked = call
+    given = given_to(call)
+    if kind != "dense" or given.key_mask is None or not any(name in LISTED for name in given.optional):
+        return call
+    k, v = shown_alone(given.k, given.v, given.key_mask, asked.layout)
+    return kind, (given.q, k, v, *arguments[3:]), asked
 
 
 def call_of_attn_varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any,

@@ -85,22 +85,24 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
     """Quantize k and v once for any number of calls ``attn(q, kv)``: cross-attention, cached conditioning, several
     steps of a sampler.
 
-    ``attn(q, quantize_kv(k, v, ...), ...)`` gives the bits of ``attn(q, k, v, ...)`` with the same options. The result
-    holds, per key, kv head and channel: 2 bytes with FP8 P·V and 8-bit K (sm89, sm90, sm120), 3 bytes with f16 P·V,
-    half a byte less with 4-bit K. Keys are padded to whole tiles, channels to 64, 128 or 256. Each tile has 128 bytes
-    more, each channel of a kv head 12, and each key 8 where there is a key mask. Where q is smoothed, as at 4 bits by
-    default, the result also keeps a copy of k. Later writes to k, v and key_mask do not reach it.
+    ``attn(q, quantize_kv(k, v, ...), ...)`` gives the bits of ``attn(q, k, v, ...)`` with the same options, but for an
+    `attn_mask` of keys alone, ``[batch, 1, 1, keys]``, which `attn` takes for a `key_mask`: pass it here as one. The
+    result holds, per key, kv head and channel: 2 bytes with FP8 P·V and 8-bit K (sm89, sm90, sm120), 3 bytes with f16
+    P·V, half a byte less with 4-bit K. Keys are padded to whole tiles, channels to 64, 128 or 256. Each tile has 128
+    bytes more, each channel of a kv head 12, and each key 8 where there is a key mask. Where q is smoothed, as at 4
+    bits by default, the result also keeps a copy of k. Later writes to k, v and key_mask do not reach it.
 
     CPU tensors are kept in float32: the emulation quantizes them in every call.
 
     Args:
         k, v: as :func:`sage_aot.attn` takes them. The q of a call must have their dtype and device.
-        key_mask: likewise; calls with the result have none of their own.
+        key_mask: likewise; calls with the result have none of their own, and no `attn_mask`, `block_mask` or `sparse`.
         layout: of k and v alone; a call has a layout for its q.
         qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p: as :func:`sage_aot.attn`, for all calls with the
             result.
         pool: keep the means of blocks of so many keys too, a multiple of 64, for calls that choose among them
-            (``attn(q, kv, sparse=...)``, whose blocks have as many keys). None: no such calls.
+            (``attn(q, kv, sparse=...)``, whose blocks have as many keys). Not with `key_mask`. None: no such
+            calls.
 
     Raises:
         ArgumentError, UnsupportedError, CubinError, LaunchError: as :func:`sage_aot.attn`.
@@ -117,6 +119,10 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
     check_tensors_are(k=k, v=v)
     check_device(k=k)
     check_optional_are(key_mask=key_mask)
+    if pool is not None and key_mask is not None:
+        raise ArgumentError("pool: expected None with a key_mask, since calls with a QuantizedKV that has one choose "
+                            f"no blocks, got {pool!r}; leave the key mask out, and pass attn_mask=key_mask[:, None, "
+                            f"None] to attn")
     if is_transformed():
         check_no_derivative(k=k, v=v)
     asked = Asked(False, None, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p)

@@ -74,6 +74,9 @@ def block_mask(mask: Any, block_size: int | tuple[int, int] | None = None) -> Bl
     >>> sage_aot.attn(q, k, v, block_mask=blocks).shape
     torch.Size([1, 2, 256, 64])
     """
+    if isinstance(mask, BlockMask):
+        raise ArgumentError("mask: expected a bool tensor of blocks or a torch BlockMask, got a sage_aot.BlockMask; "
+                            "pass it to attn as it is")
     if isinstance(mask, torch.Tensor):
         return _of_blocks(mask, block_sizes_of(128 if block_size is None else block_size), None)
     if not (hasattr(mask, "mask_mod") and hasattr(mask, "to_dense")):
@@ -148,6 +151,19 @@ def masks_of_call(q: Any, k: Any, layout: Any, key_mask: Any, attn_mask: Any,
             return (of_keys if key_mask is None else key_mask), None, None  # another key mask the operators refuse
         return of_keys & key_mask, None, None
     return key_mask, None if attn_mask is None else _expanded("attn_mask", attn_mask, shape, _SCORES), of_blocks
+
+
+def shown_alone(k: Any, v: Any, key_mask: Any, layout: Any) -> tuple[Any, Any]:
+    """k and v with zeros for the keys that a key mask hides: where the call drops none of them, all keys have a part in
+    means and scales, whatever hidden ones hold. The same k and v where the operators refuse one of the arguments."""
+    tensors = k, v, key_mask
+    if layout not in LAYOUTS or not all(isinstance(x, torch.Tensor) and x.device == k.device for x in tensors):
+        return k, v
+    shape = k.shape[::2] if layout == "HND" else k.shape[:2]
+    if key_mask.dtype != torch.bool or not k.dim() == v.dim() == 4 or key_mask.shape != shape or k.shape != v.shape:
+        return k, v
+    seen = key_mask[:, None, :, None] if layout == "HND" else key_mask[:, :, None, None]
+    return torch.where(seen, k, 0), torch.where(seen, v, 0)
 
 
 def _is_of_keys(attn_mask: torch.Tensor) -> bool:

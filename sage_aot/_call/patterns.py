@@ -80,9 +80,7 @@ def sliding_tiles(size: Sequence[int], tile: Sequence[int], window: Sequence[int
     Source: Sliding Tile Attention (arXiv:2502.04507).
     """
     tiles = _tiles(size, tile)
-    window = _positive(**{f"window[{i}]": width for i, width in enumerate(window)})
-    if len(window) != 3:
-        raise ArgumentError(f"window: expected (frames, height, width) in tiles, got {tuple(window)}")
+    window = _three("window", window)
     seen = torch.ones(1, 1, dtype=torch.bool, device=device)
     for count, width in zip(tiles, window):
         place = torch.arange(count, device=device)
@@ -107,13 +105,15 @@ def radial_bands(frames: int, tokens: int, *, width: float = 1.0, first: bool = 
         block_size, device: as :func:`near_and_first`. A block sees another where any of its tokens sees any of its.
 
     Raises:
-        ArgumentError: a size is no positive integer, or the size of a block no multiple of 64.
+        ArgumentError: a size is no positive integer, `first` is no bool, or the size of a block no multiple of 64.
 
     Source: Radial Attention (arXiv:2506.19852).
     """
     frames, tokens = _positive(frames=frames, tokens=tokens)
     if not is_finite(width) or width <= 0:
         raise ArgumentError(f"width: expected a number above 0, got {width!r}")
+    if not isinstance(first, bool):
+        raise ArgumentError(f"first: expected True or False, got {first!r}")
     block_q, block_k = block_sizes_of(block_size)
     q_runs, k_runs = (_runs(frames, tokens, block, device) for block in (block_q, block_k))
     seen = torch.zeros(len(q_runs[0].frame), len(k_runs[0].frame), dtype=torch.bool, device=device)
@@ -154,12 +154,18 @@ def _in_bands(q: _Run, k: _Run, tokens: int, width: float, first: bool) -> torch
 
 def _tiles(size: Any, tile: Any) -> list[int]:
     """Tiles along each of three edges."""
-    of_size, of_tile = (_positive(**{f"{name}[{i}]": edge for i, edge in enumerate(edges)})
-                        for name, edges in (("size", size), ("tile", tile)))
-    if len(of_size) != 3 or len(of_tile) != 3 or any(edge % part for edge, part in zip(of_size, of_tile)):
+    of_size, of_tile = _three("size", size), _three("tile", tile)
+    if any(edge % part for edge, part in zip(of_size, of_tile)):
         raise ArgumentError(f"tile: expected (frames, height, width) that divide those of size, {tuple(size)}, got "
                             f"{tuple(tile)}; pad the tokens, or choose another tile")
     return [edge // part for edge, part in zip(of_size, of_tile)]
+
+
+def _three(name: str, edges: Any) -> list[int]:
+    """Three positive integers; ArgumentError for anything else."""
+    if not isinstance(edges, Sequence) or len(edges) != 3:
+        raise ArgumentError(f"{name}: expected (frames, height, width), three positive integers, got {edges!r}")
+    return _positive(**{f"{name}[{i}]": edge for i, edge in enumerate(edges)})
 
 
 def _positive(**sizes: Any) -> list[int]:

@@ -43,7 +43,8 @@ def select_blocks(q: torch.Tensor, k: torch.Tensor | PooledBlocks | QuantizedKV,
         keep: the share of the blocks that a block of queries sees, those with the best scores; above 0, at most 1. The
             values of a tensor are not read on the host, and so not checked.
         mass: as many blocks as have this share of the mass exp(score) of all (SpargeAttention); likewise.
-        tau: the blocks whose scores lie above the mean of all by `tau` standard deviations (Sol-Attn).
+        tau: the blocks whose scores lie above the mean of all by `tau` standard deviations (Sol-Attn), and the best
+            block.
         block_size: queries and keys of a block, multiples of 64, or one number for both.
         first: so many first blocks of keys are seen in any case.
         near: blocks of keys less than so many blocks away from the queries' own position are seen in any case: with 1

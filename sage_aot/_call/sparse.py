@@ -10,7 +10,7 @@ import torch
 
 from sage_aot._call.forms import Result, attend, call_of_attn, check_qkv, copied_to, options_of
 from sage_aot._call.kv import QuantizedKV
-from sage_aot._call.masks import BlockMask
+from sage_aot._call.masks import BlockMask, shown_alone
 from sage_aot._call.pooling import DEFAULT_BLOCK, PooledBlocks, pooled_of, rows_of_caller
 from sage_aot._call.selection import amounts_of, check_numbers, ends_of, pooled_keys, select_blocks
 from sage_aot._problem.arguments import block_sizes_of
@@ -88,6 +88,8 @@ def attend_sparse(q: Any, k: Any, v: Any, asked: Asked, sparse: Any, optional: d
                   out: torch.Tensor | None, return_lse: bool) -> Result:
     """Make a call of attn whose blocks of keys are chosen. `optional`: the optional tensors of attn by name."""
     _check(k, asked, sparse, optional)
+    if optional["key_mask"] is not None:
+        k, v = shown_alone(k, v, optional["key_mask"], asked.layout)
     if sparse.tail:
         check_qkv(q, k, v)
     if sparse.tail and q.numel() and k.numel():

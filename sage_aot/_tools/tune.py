@@ -121,7 +121,7 @@ def _check_call(call: Mapping[str, Any]) -> None:
         raise ArgumentError(f"layout: expected one of {LAYOUTS}, got {layout!r}")
 
 
-def _of_attn(sample: tuple[torch.Tensor, ...], call: Mapping[str, Any]) -> Callable[[Sparse | None], torch.Tensor]:
+def _of_attn(sample: tuple[torch.Tensor, ...], call: Mapping[str, Any]) -> Callable[[Sparse], torch.Tensor]:
     return lambda sparse: attn(*sample, sparse=sparse, **call)
 
 
@@ -132,16 +132,18 @@ class Probe:
     """A call of attention, made with all blocks, and then with choices of them.
 
     Args:
-        attend: makes the call; None: with all blocks.
+        attend: makes the call with a choice.
         q, k: of the call, in its layout.
         is_causal, scale, layout: of the call.
     """
 
-    def __init__(self, attend: Callable[[Sparse | None], torch.Tensor], q: torch.Tensor, k: torch.Tensor,
+    def __init__(self, attend: Callable[[Sparse], torch.Tensor], q: torch.Tensor, k: torch.Tensor,
                  is_causal: bool, scale: float | None, layout: str) -> None:
         self._attend, self._q, self._k = attend, q, k
         self._is_causal, self._scale, self._layout = is_causal, scale, layout
-        self._dense = heads_first(attend(None), layout)
+        # All blocks as a choice: without one the call drops the keys that a key mask hides, and the others have other
+        # scales.
+        self._dense = heads_first(attend(Sparse(keep=1.0)), layout)
         self.heads: int = self._dense.shape[1]
 
     def errors(self, sparse: Sparse) -> torch.Tensor:
