@@ -476,12 +476,17 @@ def test_bands_narrow_with_the_distance_of_frames(frames, tokens, width, first):
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: tile_order((4, 8, 16), (3, 4, 8)), r"tile: expected \(frames, height, width\) that divide"),
     (lambda: sliding_tiles((4, 8, 16), (2, 4, 8), (1, 3)), "window: expected"),
+    (lambda: sliding_tiles((4, 8, 16), (2, 4, 8), 3), "window: expected .frames, height, width.*, got 3"),
+    (lambda: sliding_tiles(4, (2, 4, 8), (1, 3, 3)), "size: expected .frames, height, width.*, got 4"),
+    (lambda: radial_bands(4, 100, first="x"), "first: expected True or False, got 'x'"),
     (lambda: sliding_tiles((4, 8, 16), (1, 4, 8), (1, 3, 3)), "block_size: expected multiples of 64"),
     (lambda: near_and_first(100, 100, near=0), "near: expected a positive integer, got 0"),
     (lambda: near_and_first(100, 100, near=1, first="a"), "first: expected a number of blocks"),
     (lambda: radial_bands(4, 100, width=math.nan), "width: expected a number above 0, got nan"),
     (lambda: pool_blocks(qkv()[1], (64, 128)), "block_rows: expected one number of rows"),
     (lambda: sage_aot.quantize_kv(*qkv()[1:], pool=100), "pool: expected multiples of 64"),
+    (lambda: sage_aot.quantize_kv(*qkv()[1:], pool=64, key_mask=torch.ones(1, 1, dtype=torch.bool)),
+     "pool: expected None with a key_mask"),
     (lambda: radial_bands(0, 100), "frames: expected a positive integer, got 0"),
 ])
 def test_wrong_patterns_are_told(call, message):

@@ -109,6 +109,17 @@ def test_finite_inputs_give_finite_outputs(options, dtype, further):
         assert lse.isfinite().all(), which
 
 
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_scores_of_one_key_stay_finite_up_to_the_largest_elements(options, sign):
+    """Rows and keys that are all one value: sums of products reach the bound of the type of Q and K."""
+    for exponent in range(340, 386, 2):
+        size = min(10 ** (exponent / 10), 3e38)
+        q, k = (torch.full((1, 1, 1, 64), value).bfloat16() for value in (sign * size, size))
+        out, lse = sage_aot.attn(q, k, torch.ones_like(k), return_lse=True, **options)
+        assert (out - 1.0).abs().max() <= (0.2 if options.get("qk") == "nvfp4" else 0.01), size
+        assert lse.isfinite().all(), size
+
+
 def test_a_row_far_from_the_mean_of_queries(options):
     """The difference of the row and the mean is beyond f32, though the sum of all rows is not."""
     q, k, v = draw(70)

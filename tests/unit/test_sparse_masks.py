@@ -208,6 +208,37 @@ def test_what_is_not_finite_spoils_only_the_rows_that_see_it(arch):
     assert out.isnan().sum() == 2 * 100 * 64 + 2 * 100
 
 
+HIDING = {"attn_mask": {"attn_mask": at()[1] <= at()[0]},
+          "block_mask": {"block_mask": sage_aot.block_mask(blocks_of(0.7), 64)},
+          "sparse": {"sparse": sage_aot.Sparse(keep=0.5, block_size=64)}}
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("differing", HIDING)
+def test_nothing_depends_on_what_keys_hold_that_a_key_mask_hides(arch, differing, layout):
+    """A call with such a mask keeps hidden keys: a huge one would take the bits of the others."""
+    q, k, v = draw()
+    keys = torch.rand(2, KEYS, generator=torch.Generator().manual_seed(3)) < 0.8
+    found = []
+    for value in (0.0, 1e4, 1e30, math.nan):
+        tensors = [q, *(x.masked_fill(~keys[:, None, :, None], value) for x in (k, v))]
+        if layout == "NHD":
+            tensors = [x.transpose(1, 2) for x in tensors]
+        before = [x.clone() for x in tensors]
+        found.append(sage_aot.attn(*tensors, key_mask=keys, layout=layout, **HIDING[differing]))
+        assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(tensors, before))
+    assert all(torch.equal(out, found[0]) for out in found) and found[0].any()
+
+
+@pytest.mark.parametrize(("key_mask", "says"), [
+    (torch.ones(2, KEYS), "key_mask: expected torch.bool"), (torch.ones(2, 7, dtype=torch.bool), "key_mask: expected"),
+    ([True], "key_mask: expected")], ids=["dtype", "keys", "list"])
+@pytest.mark.parametrize("differing", HIDING)
+def test_key_masks_that_are_none_are_refused_with_other_masks_too(key_mask, says, differing):
+    with pytest.raises(sage_aot.ArgumentError, match=re.escape(says)):
+        sage_aot.attn(*draw(), key_mask=key_mask, **HIDING[differing])
+
+
 def test_a_mask_without_dimensions_holds_for_every_score():
     q, k, v = draw(70, 80)
     assert torch.equal(sage_aot.attn(q, k, v, attn_mask=torch.tensor(True)), sage_aot.attn(q, k, v))
@@ -317,11 +348,13 @@ def test_a_block_mask_moves_to_another_device():
      "block_mask: expected one of 300 queries and 410 keys, got one of 384 and 500"),
     (lambda: sage_aot.block_mask(torch.ones(2, 2, dtype=torch.bool), 100), "block_size: expected multiples of 64"),
     (lambda: sage_aot.block_mask([[True]]), "mask: expected a bool tensor of blocks or a torch BlockMask, got list"),
+    (lambda: sage_aot.block_mask(sage_aot.block_mask(torch.ones(2, 2, dtype=torch.bool))),
+     "got a sage_aot.BlockMask; pass it to attn as it is"),
     (lambda: sage_aot.attn(*draw(), block_mask=sage_aot.block_mask(torch.ones(2, 4, dtype=torch.bool))),
      "block_mask: expected blocks of (128, 128) for 300 queries and 410 keys, got 2 x 4 of them"),
     (lambda: sage_aot.attn(*draw(), block_mask=torch.ones(3, 4, dtype=torch.bool)),
      "block_mask: expected a sage_aot.BlockMask, got Tensor")],
-    ids=["dtype", "dimensions", "torch's lengths", "size", "list", "lengths", "tensor"])
+    ids=["dtype", "dimensions", "torch's lengths", "size", "list", "ours", "lengths", "tensor"])
 def test_blocks_that_are_none(make, says):
     with pytest.raises(sage_aot.ArgumentError, match=re.escape(says)):
         make()

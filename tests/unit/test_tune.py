@@ -70,6 +70,15 @@ def test_of_several_samples_the_worst_counts():
         assert tuned.error[head] == pytest.approx(max(errors), rel=1e-5)
 
 
+@pytest.mark.parametrize("mask", [{"key_mask": (torch.arange(300) < 100)[None]},
+                                  {"attn_mask": (torch.arange(300) < 100)[None, None, None]}], ids=["keys", "elements"])
+def test_all_blocks_have_no_error_under_a_mask_of_keys(mask):
+    """A call without a choice drops hidden keys, and the others get other scales."""
+    q, k, v = torch.randn(3, 1, 2, 300, 64, generator=torch.Generator().manual_seed(0))
+    tuned = tune((q, k, v), error=0.02, sparse=Sparse(keep=1.0, block_size=64), keeps=(1.0,), **mask)
+    assert tuned.error == (0.0, 0.0)
+
+
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("call", [{}, {"is_causal": True}, {"layout": "NHD", "scale": 0.1},
                                   {"is_causal": True, "layout": "NHD", "smooth_v": True}], ids=str)
@@ -102,10 +111,10 @@ def test_heads_to_which_the_choice_makes_no_difference_need_the_least(tail):
 
 
 def test_a_head_that_nothing_serves_gets_all_blocks_and_its_error(monkeypatch):
-    """The call with a choice differs here from the one without, whatever it chooses."""
+    """The call with all blocks differs here from any choice."""
     attn = tuning.attn
     monkeypatch.setattr(tuning, "attn", lambda *tensors, sparse, **call: attn(*tensors, sparse=sparse, **call) * (
-        1.5 if sparse is None else 1))
+        1.5 if sparse == Sparse(keep=1.0) else 1))
     tuned = tune(needing(1, 4), sparse=BY_SCORES, keeps=(1 / 4, 1 / 2))
     assert tuned.sparse.keep == (1.0, 1.0) and tuned.error == pytest.approx((1 / 3, 1 / 3), rel=1e-3)
 

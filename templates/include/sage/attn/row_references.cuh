@@ -4,7 +4,7 @@
 // Scores of any size: a reference is an f32, whose units outgrow P's range where scores do. References are rounded
 // down, so that the largest P of a row is never too small, and conversions clamp P to its type's range: keys whose
 // scores lie within two such units of the largest, 2^-22 of it, count alike. Sums of the rounded P, by which O is
-// divided, clamp with it. Scores end at 2^122: scales are at most kLargestScale.
+// divided, clamp with it. Scores end at 2^122: scales are at most kLargestScoreScale.
 // Source: SageAttention2, Algorithm 1; Milakov & Gimelshein, "Online normalizer calculation for softmax".
 #pragma once
 
@@ -23,6 +23,10 @@ constexpr float kNoReference = -0x1p127f;
 // scores of NVFP4 with a smaller scale vanish.
 template <Qk kQk>
 constexpr float kSmallestScale = kQk == Qk::kNvfp4 ? 0x1p-60f : 1e-37f;
+
+// The largest scale of scores in an attention kernel. Sums of NVFP4's products are below 2^30.
+template <Qk kQk>
+constexpr float kLargestScoreScale = kQk == Qk::kNvfp4 ? 0x1p90f : kLargestScale;
 
 // Bounds on the fall of a reference. A fall makes O and the sum of P larger, and they must stay finite: O is at most
 // kVLimit (1792 or less) times the sum of P, times v_factor, and is finite where the factors of V differ by less than

@@ -32,7 +32,7 @@ class AttentionMma {
         Fact{"whole_reference", Product::kWholeReference}, Fact{"may_fall", Product::kMayFall},
         Fact{"lazy_fall", Product::kLazyFall}, Fact{"most_fall", kMostFall}, Fact{"largest_sum", kLargestSum},
         Fact{"no_reference", kNoReference}, Fact{"smallest_scale", kSmallestScale<Config::kQk>},
-        Fact{"largest_scale", kLargestScale}, Fact{"largest_folded", Product::kLargestFolded},
+        Fact{"largest_scale", kLargestScoreScale<Config::kQk>}, Fact{"largest_folded", Product::kLargestFolded},
         Fact{"score_bias", Softmax::kFolds ? kScoreBias : 0}, Fact{"line_room", kLineRoom},
         Fact{"line_zero", kByteOfOne}, Fact{"line_most", Softmax::template kMost<P::kLinear>},
         Fact{"line_far", Softmax::template kFar<P::kLinear>},

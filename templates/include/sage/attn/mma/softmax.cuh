@@ -40,7 +40,7 @@ constexpr float kLineRoom = 1.0f;
 // The scale of a row's scores in a thread: the product of two, cut to 22 bits of mantissa.
 template <Qk kQk>
 __device__ __forceinline__ float score_scale(float q_scale, float k_scale) {
-  const float scale = fminf(fmaxf(q_scale * k_scale, kSmallestScale<kQk>), kLargestScale);
+  const float scale = fminf(fmaxf(q_scale * k_scale, kSmallestScale<kQk>), kLargestScoreScale<kQk>);
   return __int_as_float(__float_as_int(scale) & ~3);
 }
 
