@@ -135,20 +135,23 @@ def linear_far(run: Run) -> str:
     return spread(values)
 
 
-def of_peers(run: Run, rows: Sequence[str], column: str = "× cuDNN") -> Cells:
-    """A column of peers.log by shape and library; empty where a library has no such mask."""
+def of_peers(run: Run, rows: Sequence[str], sizes: Sequence[str], *columns: str) -> Cells:
+    """The first of these columns of peers.log that has a figure, by shape and library; empty where a library has no such
+    mask."""
     found = []
     for headdim, mask in shapes(("64", "128"), wide_first=True):
-        for size in SIZES.values():
+        for size in sizes:
             cells = [run.rows("peers", row=row, headdim=headdim, mask=mask, N=size) for row in rows]
-            found.append([cell[0][column].strip("–") if cell else "" for cell in cells])
+            found.append([next(cell[0][name] for name in columns if cell[0][name] != "–") if cell else ""
+                          for cell in cells])
     return found
 
 
 CALLS = "sm90 call", "sage2_sm90 call", "comfy_int8 call", "fa3_bf16", "sdpa_flash_bf16"
 KERNELS = "sm90 kernel", "sage2_sm90 kernel", "fa3_fp8 kernel", "cudnn_fp8 kernel"
-BY_GRAPH = "× cuDNN 2"
-"""The column of peers.log with GPU times."""
+ERRORS = "sm90 kernel", "sage2_sm90 kernel", "fa3_fp8 kernel", "cudnn_fp8 kernel", "comfy_int8 call", "fa3_bf16"
+BY_GRAPH, QUEUED = "× cuDNN 2", "× cuDNN"
+"""Columns of peers.log. A library that no CUDA graph captures has queued times alone."""
 
 
 def models(run: Run) -> Cells:
@@ -323,8 +326,9 @@ CLAIMS: dict[str, Source] = {
     "short-queued": Source("dense", lambda run: spread([row["× cuDNN"] for row in run.rows(
         "dense", row="sm90 call", N=SIZES["1K"])])),
     "short-parts": Source("graph", short_parts),
-    "rivals-calls": Source("peers", lambda run: of_peers(run, CALLS, BY_GRAPH)),
-    "rivals": Source("peers", lambda run: of_peers(run, KERNELS, BY_GRAPH)),
+    "rivals-calls": Source("peers", lambda run: of_peers(run, CALLS, [*SIZES.values()], BY_GRAPH, QUEUED)),
+    "rivals": Source("peers", lambda run: of_peers(run, KERNELS, [*SIZES.values()], BY_GRAPH, QUEUED)),
+    "rivals-error": Source("peers", lambda run: of_peers(run, ERRORS, [SIZES["4K"]], "rel. L1")),
     "models": Source("use", models),
     "one-query": Source("use", lambda run: spread([row["attn, × gpu"] for row in run.rows("use") if re.fullmatch(
         r"decode: Llama 3 8B, \d+ × 8192", row["call"])])),

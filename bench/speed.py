@@ -337,14 +337,16 @@ class Captured:
 
 
 def time_interleaved(works: Mapping[str, Callable[[], object]], rounds: int, repeats: int = 0) -> dict[str, Timing]:
-    """GPU time of each work, all of them one after another in each round, so that a clock that drifts hits all alike.
+    """GPU time of each work, all of them one after another in each round, so that a clock that drifts hits all alike;
+    every other round backwards, so that no work always follows one that heats the GPU.
 
     A sample is between two events around `repeats` repeats; 0: around so many that they take ROUND_US.
     """
     counts = {name: repeats or max(2, round(ROUND_US / time_between(work, 1))) for name, work in works.items()}
     samples: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds):
-        for name, work in works.items():
+    forwards = [*works.items()]
+    for i in range(rounds):
+        for name, work in forwards if i % 2 == 0 else reversed(forwards):
             samples[name].append(time_between(work, counts[name]))
     return {name: Timing.of(values) for name, values in samples.items()}
 

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import common
 import peers
+import speed
 from peers import CUDNN, Contestant, Library, Prepared, Sweep
 from speed import Captured, Shape, Timing
 
@@ -168,3 +169,10 @@ def test_e4m3_reaches_its_largest_number():
     assert descale.shape == (1, 3, 1, 1)
     assert codes.float().abs().amax((0, 2, 3)).tolist() == [peers.E4M3_MAX] * 3
     assert torch.allclose(codes.float() * descale, x.float(), rtol=2**-4, atol=float(descale.max()) * 2**-9)
+
+
+def test_every_other_round_goes_backwards(monkeypatch):
+    order = []
+    monkeypatch.setattr(speed, "time_between", lambda work, repeats: order.append(work()) or 1.0)
+    speed.time_interleaved({name: lambda name=name: name for name in "abc"}, rounds=3, repeats=2)
+    assert "".join(order) == "abccbaabc"
