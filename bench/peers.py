@@ -17,11 +17,12 @@ Hopper. FlashAttention-3 gets [batch, seq, heads, headdim], all others [batch, h
 inputs are scaled so that the largest magnitude is the largest of E4M3: by head for FlashAttention-3, by tensor for
 cuDNN, which takes no other scale.
 
-Each round times every row once, every other round backwards, between two events around so many calls that they take some
-milliseconds; a row has the median over the rounds. `queued`: launched from Python, so that it has the host's time where the host is slower. With
---graph also `GPU`, the GPU's time alone, by replaying CUDA graphs of up to GRAPH_CALLS calls; a library that cannot be
-captured has none, and is named. Every output is compared with attention in float64 before it is timed. A library that
-fails, or is further off than it should be, has no row; it is named at the end, and the exit code is 1.
+Each round times every row once, every other round backwards, between two events around so many calls that they take
+some milliseconds; a row has the median over the rounds. `queued`: launched from Python, so that it has the host's time
+where the host is slower. With --graph also `GPU`, the GPU's time alone, by replaying CUDA graphs of up to GRAPH_CALLS
+calls; a library that cannot be captured has none, and is named. Every output is compared with attention in float64
+before it is timed. A library that fails, or is further off than it should be, has no row; it is named at the end, and
+the exit code is 1.
 """
 
 from __future__ import annotations
