@@ -136,8 +136,8 @@ def linear_far(run: Run) -> str:
 
 
 def of_peers(run: Run, rows: Sequence[str], sizes: Sequence[str], *columns: str) -> Cells:
-    """The first of these columns of peers.log that has a figure, by shape and library; empty where a library has no such
-    mask."""
+    """The first of these columns of peers.log that has a figure, by shape and library; empty where a library has no
+    such mask."""
     found = []
     for headdim, mask in shapes(("64", "128"), wide_first=True):
         for size in sizes:
