@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sage_aot._problem.problem import is_static
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations._report import count
 from sage_aot.integrations._routes import is_small
@@ -298,7 +299,8 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any
     """
     known = isinstance(q_offset, int) and isinstance(kv_offset, int)
     offsets = known and kv_offset == 0
-    whole = local_size is None or kv_length < local_size  # no window or chunk that hides keys
+    # no window or chunk that hides keys; to ask for a tracer's length would put a guard on it
+    whole = local_size is None or is_static(kv_length < local_size)
     # of windows and chunks transformers allows the skip where nothing is added to the causal mask
     causal = whole and (mask_function is causal_mask_function or local_size is not None and allow_is_causal_skip)
     at_end = known and kv_offset + kv_length == q_offset + q_length

@@ -521,6 +521,57 @@ def test_compiled_code_runs_the_operator():
     assert sum("sage_aot" in name for name in names) == 2, "one of each layer"
 
 
+class Hidden(torch.nn.Module):
+    """The last hidden states of a model, as a function of tensors alone."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        model.config.use_cache = False  # a cache of a sliding window is cut to it, which bounds the length
+
+    def forward(self, ids, mask=None):
+        return self.model.base_model(input_ids=ids, attention_mask=mask)[0]
+
+
+def tokens_of(length, mask):
+    ids = torch.randint(1, 64, (2, length), generator=torch.Generator().manual_seed(length))
+    return (ids,) if mask == "no mask" else (ids, mask_of(mask, length))
+
+
+def exported(work, given):
+    length = torch.export.Dim("length", min=2, max=64)
+    program = torch.export.export(work, given, strict=False, dynamic_shapes=({1: length},) * len(given))
+    return program.module()
+
+
+def compiled(work, given):
+    for tensor in given:
+        torch._dynamo.mark_dynamic(tensor, 1, min=2, max=64)  # raises where a check pins the length, or bounds it
+    made = torch.compile(work, backend="aot_eager", fullgraph=True)
+    made(*given)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
+@pytest.mark.parametrize("when", ["faster", "possible"])
+@pytest.mark.parametrize("mask", ["no mask", "right"])
+@pytest.mark.parametrize(("name", "trace"), [("mistral, window 8", exported), ("mistral, window 8", compiled),
+                                             ("modernbert", exported)])
+def test_windows_of_a_length_that_a_tracer_does_not_know(exact, name, trace, mask, when):
+    """A tracer's graph is for lengths shorter than the window and longer ones, as with sdpa."""
+    torch.compiler.reset()
+    work = Hidden(MODELS[name]())
+    lengths = 5, 7, 8, 9, 24, 64
+    with torch.no_grad():
+        expected = [work(*tokens_of(length, mask)) for length in lengths]
+        integration.enable(work.model)
+        with use(Policy(when=when)):
+            found = trace(work, tokens_of(24, mask))
+            for length, right in zip(lengths, expected):
+                rows = torch.ones(2, length, dtype=torch.bool) if mask == "no mask" else mask_of(mask, length).bool()
+                torch.testing.assert_close(found(*tokens_of(length, mask))[rows], right[rows], rtol=0, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 @pytest.mark.skipif(not hasattr(torch.Tag, "needs_exact_strides"), reason="torch before 2.8")
 @pytest.mark.parametrize(("name", "mask"), [("llama", "right"), ("mistral, window 8", "no mask")])
