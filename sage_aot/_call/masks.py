@@ -7,6 +7,7 @@ expanded: it has stride zero, and the kernels then make one list for all of its 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from sage_aot._call.kv import QuantizedKV
 from sage_aot._problem.arguments import block_sizes_of, check_optional_are, check_tensors_are
 from sage_aot._problem.options import LAYOUTS
-from sage_aot._problem.problem import heads_first
+from sage_aot._problem.problem import heads_first, holds
 from sage_aot._problem.tensors import MASK_BLOCK
 from sage_aot.errors import ArgumentError
 
@@ -147,7 +148,7 @@ def masks_of_call(q: Any, k: Any, layout: Any, key_mask: Any, attn_mask: Any,
             attn_mask = elements if attn_mask is None else elements & _expanded("attn_mask", attn_mask, shape, _SCORES)
     if attn_mask is not None and of_blocks is None and not isinstance(k, QuantizedKV) and _is_of_keys(attn_mask):
         of_keys = _expanded("attn_mask", attn_mask, (batch, 1, 1, keys), _SCORES)[:, 0, 0]
-        if key_mask is None or key_mask.dtype != torch.bool or key_mask.shape != of_keys.shape:
+        if key_mask is None or key_mask.dtype != torch.bool or _differ(key_mask.shape, of_keys.shape):
             return (of_keys if key_mask is None else key_mask), None, None  # another key mask the operators refuse
         return of_keys & key_mask, None, None
     return key_mask, None if attn_mask is None else _expanded("attn_mask", attn_mask, shape, _SCORES), of_blocks
@@ -168,7 +169,12 @@ def shown_alone(k: Any, v: Any, key_mask: Any, layout: Any) -> tuple[Any, Any]:
 
 def _is_of_keys(attn_mask: torch.Tensor) -> bool:
     return (attn_mask.dtype == torch.bool and 0 < attn_mask.dim() <= 4
-            and all(size == 1 for size in attn_mask.shape[-3:-1]))
+            and all(holds(size == 1) for size in attn_mask.shape[-3:-1]))
+
+
+def _differ(one: Sequence[int], other: Sequence[int]) -> bool:
+    """True where two shapes differ; False where a tracer cannot know it."""
+    return len(one) != len(other) or any(holds(a != b) for a, b in zip(one, other))
 
 
 def _blocks_of_call(blocks: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -177,14 +183,17 @@ def _blocks_of_call(blocks: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, 
                             f"sage_aot.block_mask")
     batch, heads, queries, keys = shape
     needed = [-(-length // size) * (size // MASK_BLOCK) for length, size in zip((queries, keys), blocks.block_size)]
-    if list(blocks.blocks.shape[2:]) != needed:
+    if _differ(blocks.blocks.shape[2:], needed):
         rows, columns = (size // (of // MASK_BLOCK) for size, of in zip(blocks.blocks.shape[2:], blocks.block_size))
         raise ArgumentError(f"block_mask: expected blocks of {blocks.block_size} for {queries} queries and {keys} "
                             f"keys, got {rows} x {columns} of them; make the mask of this call's lengths")
+    if torch.compiler.is_compiling():
+        for found, of_call in zip(blocks.blocks.shape[2:], needed):
+            torch._check(found == of_call)  # when the code runs, where a tracer cannot know it
     fitting = blocks.blocks[:, :, : -(-queries // MASK_BLOCK), : -(-keys // MASK_BLOCK)]
     expanded = _expanded("block_mask", fitting, (batch, heads, *fitting.shape[2:]), "[batch, q heads, ...]")
     elements = blocks.elements
-    if elements is not None and elements.shape[2:] != (queries, keys):
+    if elements is not None and _differ(elements.shape[2:], (queries, keys)):
         raise ArgumentError(f"block_mask: expected one of {queries} queries and {keys} keys, got one of "
                             f"{elements.shape[2]} and {elements.shape[3]}; make the mask of this call's lengths")
     return expanded, None if elements is None else _expanded("block_mask", elements, shape, _SCORES)
@@ -194,12 +203,12 @@ def _expanded(name: str, mask: torch.Tensor, shape: tuple[int, ...], dimensions:
     """The mask in that shape, of the same memory but where its last dimension is not contiguous."""
     if mask.dim() == 0:
         mask = mask[None]
-    if (mask.shape[-1] != shape[-1] or mask.stride(-1) != 1):
+    if not (holds(mask.shape[-1] == shape[-1]) and holds(mask.stride(-1) == 1)):
         with contextlib.suppress(RuntimeError):  # for which the next expand() raises too
             mask = mask.expand(*mask.shape[:-1], shape[-1]).contiguous()
     try:
         expanded = mask.expand(shape)
-        return expanded if expanded.numel() else mask.new_empty(shape)  # whose strides nobody can have
+        return mask.new_empty(shape) if holds(expanded.numel() == 0) else expanded  # whose strides nobody can have
     except RuntimeError as error:
         raise ArgumentError(f"{name}: expected a shape that broadcasts to {dimensions}, {shape}, got "
                             f"{tuple(mask.shape)}; each dimension must have that size or size one") from error

@@ -110,6 +110,17 @@ def is_static(condition: Any) -> bool:
     return statically_known_true(condition)
 
 
+def holds(condition: Any) -> bool:
+    """True where :func:`is_known`, for code that dynamo traces, and torch.jit.trace."""
+    if not torch.compiler.is_dynamo_compiling():
+        return bool(condition) if isinstance(condition, torch.Tensor) else is_known(condition)
+    from torch.fx.experimental import symbolic_shapes
+
+    if not hasattr(symbolic_shapes, "guard_or_false"):  # dynamo before torch 2.7 has guards alone
+        return bool(condition)
+    return symbolic_shapes.guard_or_false(condition)
+
+
 def differ(one: Sequence[int], other: Sequence[int]) -> bool:
     """True where two shapes are known to differ."""
     return len(one) != len(other) or any(is_known(a != b) for a, b in zip(one, other))

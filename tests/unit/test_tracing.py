@@ -198,6 +198,67 @@ def test_lengths_that_depend_on_values(call, is_causal):
         assert n < 2 or backend.frame_count == 1
 
 
+_SEEN = torch.rand(140, 140, generator=torch.Generator().manual_seed(0)) < 0.5
+MASKED = {
+    "queries and keys": lambda rows, columns: {"attn_mask": _SEEN[rows][:, columns]},
+    "queries and keys, and a key mask": lambda rows, columns: {"attn_mask": _SEEN[rows][:, columns],
+                                                               "key_mask": _SEEN[:1, columns]},
+    "keys that lie apart": lambda rows, columns: {"attn_mask": _SEEN.mT[columns].mT[rows]},
+    "keys": lambda rows, columns: {"attn_mask": _SEEN[:1, columns]},
+    "keys, and a key mask": lambda rows, columns: {"attn_mask": _SEEN[:1, columns], "key_mask": _SEEN[1:2, columns]},
+    "queries": lambda rows, columns: {"attn_mask": _SEEN[rows, :1]},
+    "blocks": lambda rows, columns: {"block_mask": sage_aot.block_mask(_SEEN[:3, :3], 64)},
+    "blocks and elements": lambda rows, columns: {"block_mask": sage_aot.block_mask(_SEEN[:3, :3], 64),
+                                                  "attn_mask": _SEEN[rows][:, columns]},
+    "blocks that the call chooses": lambda rows, columns: {"sparse": sage_aot.Sparse(keep=0.5, block_size=64)},
+}
+
+
+@pytest.mark.parametrize("of", ["queries", "keys"])
+@pytest.mark.parametrize("mask", MASKED)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_masks_of_lengths_that_depend_on_values(mask, of):
+    """One graph for all lengths that have as many blocks as the mask."""
+    every = torch.arange(140)
+
+    def work(q, k, v, taken):
+        found = taken.nonzero()[:, 0]
+        rows, columns = (found, every) if of == "queries" else (every, found)
+        return sage_aot.attn(q[:, :, rows], k[:, :, columns], v[:, :, columns], **MASKED[mask](rows, columns))
+
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(work, fullgraph=True, backend=backend)
+    q, k, v = draw(140)
+    for n in (140, 139, 130) if "block_mask" in MASKED[mask](every, every) else (140, 139, 70, 2, 0):
+        assert torch.equal(compiled(q, k, v, every < n), work(q, k, v, every < n))
+    assert backend.frame_count == 1
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_blocks_of_another_length_that_depends_on_values_are_refused():
+    def work(q, k, v, taken):
+        return sage_aot.attn(q[:, :, taken.nonzero()[:, 0]], k, v, block_mask=blocks)
+
+    blocks, (q, k, v) = sage_aot.block_mask(_SEEN[:3, :3], 64), draw(140)
+    compiled = torch.compile(work, fullgraph=True, backend="aot_eager")
+    assert compiled(q, k, v, torch.arange(140) < 130).shape[2] == 130
+    with pytest.raises(RuntimeError, match="Runtime assertion failed"):
+        compiled(q, k, v, torch.arange(140) < 70)
+
+
+@pytest.mark.parametrize("mask", ["queries and keys, and a key mask", "keys, and a key mask", "blocks and elements"])
+def test_torchscript_traces_take_masks(mask):
+    every = torch.arange(140)
+
+    def work(q, k, v):
+        return sage_aot.attn(q, k, v, **MASKED[mask](every, every))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit, and of sizes that become constants
+        traced = torch.jit.trace(work, tuple(draw(140)))
+    assert torch.equal(traced(*draw(140)), work(*draw(140)))
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("call", [name for name in CALLS if name != "attn_varlen"])
 def test_lengths_that_are_marked_unbacked(call, is_causal):
