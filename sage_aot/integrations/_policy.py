@@ -74,10 +74,22 @@ routes = learned
 """Routes of the policy of this process; none where that serves all possible calls."""
 
 
+class _Entry:
+    """A policy that holds, until it is left, while no later one does; with its routes."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.held = policy, learned if policy.when == "faster" else {}
+
+
+_entered = [_Entry(_policy)]
+"""What is entered, in that order: the policy of a process, and those of :func:`use`."""
+
+
 @contextmanager
 def use(policy: Policy) -> Iterator[Policy]:
-    """Make this the policy of all threads of this process while the context is entered; afterwards that of before
-    holds again. Compiled code keeps a guard on it: another policy compiles anew.
+    """Make this the policy of all threads of this process while the context is entered. Contexts may be left in any
+    order: of those that are not left yet the last one entered holds, and behind all of them the policy of before.
+    Compiled code keeps a guard on it: another policy compiles anew.
 
     Raises:
         ArgumentError: `policy` is none.
@@ -85,14 +97,16 @@ def use(policy: Policy) -> Iterator[Policy]:
     global _policy, routes
     if not isinstance(policy, Policy):
         raise ArgumentError(f"policy: expected a Policy, got {policy!r}; write Policy(when={policy!r})")
-    before = _policy, routes
+    entry = _Entry(policy)
     with _lock:
-        _policy, routes = policy, learned if policy.when == "faster" else {}
+        _entered.append(entry)
+        _policy, routes = entry.held
     try:
         yield policy
     finally:
         with _lock:
-            _policy, routes = before
+            _entered.remove(entry)
+            _policy, routes = _entered[-1].held
 
 
 def current() -> Policy:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -197,24 +198,55 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801  # a context manager, as to
     @contextmanager
     def globally() -> Iterator[None]:
         """The attribute ``torch.nn.functional.scaled_dot_product_attention`` does what :func:`sdpa` does while the
-        context is entered, for all threads. References that were taken before, with ``from torch.nn.functional
+        context is entered, for all threads; contexts may be left in any order. References that were taken before, with ``from torch.nn.functional
         import``, stay torch's. ``torch.nn.MultiheadAttention`` calls the function with ``need_weights=False``, and not
         on torch's fast path of inference (``torch.backends.mha``)."""
         check_gpu()
-        before, of_bias = F.scaled_dot_product_attention, CausalBias.__dict__["__torch_function__"]
+        of_bias = _Replacement(CausalBias, "__torch_function__")
 
         def by_attribute(kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             """A bias knows the function by the attribute; references of before hand it torch's."""
             asked = F.scaled_dot_product_attention if func is _TORCHS else func
-            return of_bias.__get__(None, kind)(asked, types, args, kwargs)
+            return of_bias.before.__get__(None, kind)(asked, types, args, kwargs)
 
-        F.scaled_dot_product_attention = _from_python
-        setattr(CausalBias, "__torch_function__", classmethod(by_attribute))  # noqa: B010  # mypy allows no assignment
+        with _Replacement(F, "scaled_dot_product_attention").by(_from_python), of_bias.by(classmethod(by_attribute)):
+            yield
+
+
+class _Replacement:
+    """Something in the place of an attribute. Contexts of one attribute may be left in any order: what the last one
+    entered has put holds, and behind all of them what was there before."""
+
+    _entered: ClassVar[list[_Replacement]] = []
+    _lock = threading.Lock()
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._attribute = owner, name
+        self._put: Any = None
+        self.before: Any = None  # what the attribute has without this
+
+    @contextmanager
+    def by(self, put: Any) -> Iterator[None]:
+        owner, name = self._attribute
+        with self._lock:
+            self._put, self.before = put, vars(owner)[name]
+            setattr(owner, name, put)
+            self._entered.append(self)
         try:
             yield
         finally:
-            F.scaled_dot_product_attention = before
-            setattr(CausalBias, "__torch_function__", of_bias)  # noqa: B010
+            with self._lock:
+                self._leave()
+
+    def _leave(self) -> None:
+        owner, name = self._attribute
+        at = self._entered.index(self)
+        later = next((other for other in self._entered[at + 1:] if other._attribute == self._attribute), None)
+        del self._entered[at]
+        if later is None:
+            setattr(owner, name, self.before)
+        elif later.before is self._put:  # and not what another library put there meanwhile
+            later.before = self.before
 
 
 # --- torch's flash attention ------------------------------------------------------------------------------------------

@@ -847,6 +847,20 @@ def test_a_policy_ends_with_its_context():
     assert _policy._policy is before
 
 
+def test_policies_may_end_in_any_order():
+    """As a server's requests overlap, which two threads serve."""
+    before, routes = _policy._policy, _policy.routes
+    one, other, third = (use(Policy("possible", options={"qk": qk})) for qk in ("int8", "int4", "auto"))
+    for context in (one, other, third):
+        context.__enter__()
+    one.__exit__(None, None, None)
+    assert _policy.current().options == {"qk": "auto"}
+    third.__exit__(None, None, None)
+    assert _policy.current().options == {"qk": "int4"}
+    other.__exit__(None, None, None)
+    assert _policy._policy is before and _policy.routes is routes
+
+
 def test_reasons_are_logged_once(caplog):
     caplog.set_level(logging.INFO, "sage_aot.integrations")
     for _ in range(3):

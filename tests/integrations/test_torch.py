@@ -267,6 +267,37 @@ def test_globally(qkv):
     assert CausalBias.__dict__["__torch_function__"] is of_bias
 
 
+def test_contexts_of_threads_may_be_left_in_any_order(qkv):
+    """As a server's requests overlap, which two threads serve."""
+    of_bias = CausalBias.__dict__["__torch_function__"]
+    one, other, third = (replace_sdpa.globally() for _ in range(3))
+    for context in (one, other, third):
+        context.__enter__()
+    one.__exit__(None, None, None)
+    F.scaled_dot_product_attention(*qkv)
+    third.__exit__(None, None, None)
+    captured(*qkv, causal_lower_right(40, 40))
+    F.scaled_dot_product_attention(*qkv)
+    assert served_calls() == 3
+    other.__exit__(None, None, None)
+    assert F.scaled_dot_product_attention is captured
+    assert CausalBias.__dict__["__torch_function__"] is of_bias
+
+
+def test_what_another_library_puts_there_meanwhile_stays(monkeypatch):
+    def others(*args, **options):
+        return captured(*args, **options)
+
+    one, other = replace_sdpa.globally(), replace_sdpa.globally()
+    one.__enter__()
+    monkeypatch.setattr(F, "scaled_dot_product_attention", others)
+    other.__enter__()
+    one.__exit__(None, None, None)
+    other.__exit__(None, None, None)
+    assert F.scaled_dot_product_attention is others
+    monkeypatch.setattr(F, "scaled_dot_product_attention", captured)
+
+
 def test_both_at_once(qkv):
     with replace_sdpa.globally(), replace_sdpa():
         captured(*qkv)
