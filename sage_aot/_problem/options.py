@@ -89,8 +89,8 @@ _OF_SYMBOL: Mapping[str, Callable[[Any], Any]] = {"SymBool": bool, "SymInt": int
 
 
 def scalar_of(value: Any) -> Any:
-    """The Python scalar within a NumPy scalar, or within an array or a tensor without dimensions; that of a tracer's
-    symbol, which puts a guard on it; of a list or a tuple the tuple of these; any other value as it is. A tensor stays
+    """The Python scalar within a NumPy scalar, a string too, or within an array or a tensor without dimensions; that of
+    a tracer's symbol, which puts a guard on it; of a list or a tuple the tuple of these; any other value as it is. A tensor stays
     one, which no option is, where it has no value, or a derivative that would be lost. A scalar on a GPU synchronizes
     with it."""
     if isinstance(value, (list, tuple)):  # dynamo of torch 2.11 cannot look up the names of their types, or of ints'
@@ -214,7 +214,7 @@ class Options:
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
             given = getattr(self, name)
-            if not option.valid(given):
+            if not option.valid(given) or isinstance(given, str) and hasattr(given, "ndim"):  # NumPy's str is one too
                 if not option.valid(value := scalar_of(given)):
                     raise ArgumentError(f"{name}: expected {option.expected}, got {given!r}")
                 object.__setattr__(self, name, value)

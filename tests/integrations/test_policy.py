@@ -740,6 +740,13 @@ def test_a_call_may_have_a_policy_of_its_own():
     assert attend(call(), lambda: 2, policy=Policy()) == 2
 
 
+def test_a_policy_takes_the_words_of_numpy():
+    policy = Policy("possible", options={"qk": np.str_("int8")})
+    assert type(policy.options["qk"]) is str
+    assert torch.equal(attend(call(), lambda: pytest.fail("the host was called"), policy=policy),
+                       sage_aot.attn(*tensors(), qk="int8"))
+
+
 def test_a_policy_keeps_its_options():
     options = {"smooth_v": True}
     policy = Policy(options=options)

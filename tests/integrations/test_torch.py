@@ -284,18 +284,20 @@ def test_contexts_of_threads_may_be_left_in_any_order(qkv):
     assert CausalBias.__dict__["__torch_function__"] is of_bias
 
 
-def test_what_another_library_puts_there_meanwhile_stays(monkeypatch):
+def test_what_another_library_puts_there_meanwhile_stays():
     def others(*args, **options):
         return captured(*args, **options)
 
     one, other = replace_sdpa.globally(), replace_sdpa.globally()
     one.__enter__()
-    monkeypatch.setattr(F, "scaled_dot_product_attention", others)
-    other.__enter__()
-    one.__exit__(None, None, None)
-    other.__exit__(None, None, None)
-    assert F.scaled_dot_product_attention is others
-    monkeypatch.setattr(F, "scaled_dot_product_attention", captured)
+    F.scaled_dot_product_attention = others
+    try:
+        other.__enter__()
+        one.__exit__(None, None, None)
+        other.__exit__(None, None, None)
+        assert F.scaled_dot_product_attention is others
+    finally:
+        F.scaled_dot_product_attention = captured
 
 
 def test_both_at_once(qkv):

@@ -63,6 +63,16 @@ def test_flags_of_quantization(flag, call, name):
         assert torch.equal(found, QUANTIZED[call](**{name: value}))
 
 
+@pytest.mark.parametrize(("name", "value"), [("qk", "int8"), ("layout", "HND"), ("smooth_q", "auto"), ("p", "auto")])
+@pytest.mark.parametrize("call", [name for name in QUANTIZED if name != "train_attn"])
+def test_words(name, value, call):
+    if (call, name) == ("attn_varlen", "layout"):
+        pytest.skip("sequences have no layout")
+    assert torch.equal(QUANTIZED[call](**{name: np.str_(value)}), QUANTIZED[call](**{name: value}))
+    assert sage_aot.supports(Q, K, V, **{name: np.str_(value)}) is None
+    assert type(getattr(Options(**{name: np.str_(value)}), name)) is str
+
+
 @pytest.mark.parametrize("flag", FLAGS)
 def test_flags_in_addition_to_options(flag):
     out, lse = sage_aot.attn(Q, K, V, return_lse=FLAGS[flag](True))
