@@ -16,6 +16,7 @@ from sage_aot._problem.arguments import (
     check_no_layout,
     check_optional_are,
     check_out,
+    check_resolved,
     check_return_lse,
     check_tensors_are,
     max_seqlens_of,
@@ -115,8 +116,11 @@ def options_of(q: torch.Tensor, asked: Asked, out: object, return_lse: object) -
     options = for_tracer(*asked) if torch.compiler.is_dynamo_compiling() else for_schema(*asked)
     if not isinstance(return_lse, bool):
         check_return_lse(return_lse)  # may raise
-    if out is not None and not isinstance(out, torch.Tensor):
-        check_out(out, q)  # raises
+    if out is not None:
+        if not isinstance(out, torch.Tensor):
+            check_out(out, q)  # raises
+        if not torch.compiler.is_dynamo_compiling():
+            check_resolved(out)
     return options
 
 

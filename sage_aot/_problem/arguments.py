@@ -87,9 +87,33 @@ def check_out(out: object, q: torch.Tensor) -> None:
         raise ArgumentError(f"out: expected shape, dtype and device of q, {describe(q)}, got {describe(out)}; make "
                             f"one with torch.empty_like(q)")
     check_last_stride("out", out)
-    if any(is_known(stride == 0) and is_known(size > 1) for size, stride in zip(out.shape, out.stride())):
-        raise ArgumentError(f"out: its elements must not share memory, got strides {out.stride()}; pass a tensor that "
-                            f"was not expanded")
+    if _shares_memory(out):
+        raise ArgumentError(f"out: its elements must not share memory, got shape {tuple(out.shape)} with strides "
+                            f"{out.stride()}; pass a tensor that was not expanded, and whose dimensions do not overlap")
+
+
+def check_resolved(out: torch.Tensor) -> None:
+    """Raise ArgumentError for a view that torch negates when it reads it, such as the imaginary part of a conjugate:
+    torch writes to none for an operator of Python."""
+    if out.is_neg():
+        raise ArgumentError("out: expected a tensor that holds its own values, got a view that torch negates when it "
+                            "reads it; make one with torch.empty_like(q)")
+
+
+def _shares_memory(out: torch.Tensor) -> bool:
+    """True where two elements are known to share memory: a dimension's stride ends within what the dimensions of
+    smaller strides span. (Some tensors of which no elements meet do so as well; none that a view of one makes without
+    as_strided.) Dimensions whose size or stride a tracer does not know are left out."""
+    if any(is_known(size == 0) for size in out.shape):
+        return False
+    known = sorted((stride, size) for size, stride in zip(out.shape, out.stride())
+                   if type(size) is type(stride) is int and size > 1)
+    last = 0  # element of those that the dimensions so far span
+    for stride, size in known:
+        if stride <= last:
+            return True
+        last += stride * (size - 1)
+    return any(is_known(stride == 0) and is_known(size > 1) for size, stride in zip(out.shape, out.stride()))
 
 
 def check_device(**tensors: torch.Tensor) -> None:

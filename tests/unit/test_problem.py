@@ -89,10 +89,31 @@ def test_bad_tensors(changes, message):
     (bf16(2, 4, 10, 64).half(), "got .* torch.float16 on cpu"),
     (bf16(2, 4, 64, 10).transpose(2, 3), "out: expected a contiguous last dimension"),
     (bf16(1, 4, 10, 64).expand(2, -1, -1, -1), "out: its elements must not share memory"),
+    (bf16(6000).as_strided((2, 4, 10, 64), (2600, 640, 63, 1)), r"share memory, got .* strides \(2600, 640, 63, 1\)"),
+    (bf16(6000).as_strided((2, 4, 10, 64), (64, 64, 256, 1)), "out: its elements must not share memory"),
+    (bf16(6000).as_strided((2, 4, 10, 64), (2559, 64, 256, 1)), "out: its elements must not share memory"),
 ])
 def test_bad_out(out, message):
     with pytest.raises(ArgumentError, match=message):
         check_out(out, bf16(2, 4, 10, 64))
+
+
+@pytest.mark.parametrize("strides", [(2560, 640, 64, 1), (2560, 64, 256, 1), (64, 128, 512, 1), (5000, 1000, 64, 1),
+                                     (715, 1430, 70, 1)])
+def test_an_out_of_any_order_and_with_gaps(strides):
+    check_out(bf16(12000).as_strided((2, 4, 10, 64), strides), bf16(2, 4, 10, 64))
+
+
+def test_strides_of_dimensions_of_one_element_do_not_matter():
+    check_out(bf16(6000).as_strided((1, 4, 10, 1), (0, 10, 1, 1)), bf16(1, 4, 10, 1))
+    check_out(bf16(6000).as_strided((0, 4, 10, 64), (0, 0, 0, 1)), bf16(0, 4, 10, 64))
+
+
+@pytest.mark.parametrize("view", [torch._neg_view, lambda x: torch.complex(x, x).conj().imag])
+def test_an_out_that_torch_negates_is_refused(view):
+    q, k, v = (x.float() for x in tensors())
+    with pytest.raises(ArgumentError, match="out: expected a tensor that holds its own values"):
+        sage_aot.attn(q, k, v, out=view(torch.empty_like(q)))
 
 
 def test_unknown_keywords_raise():
