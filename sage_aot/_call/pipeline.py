@@ -21,7 +21,7 @@ from sage_aot._problem.derivatives import check_no_grad
 from sage_aot._problem.given import Given, Stored
 from sage_aot._problem.options import Options
 from sage_aot._problem.problem import Problem, heads_first
-from sage_aot.errors import ArgumentError
+from sage_aot.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from sage_aot._backends.base import Backend, BackwardCall, BackwardTensors, Call
@@ -148,7 +148,14 @@ def prepare_backward(backend: Backend, tensors: BackwardTensors, options: Option
 
 def plan_of_call(backend: Backend, problem: Problem, given: Given) -> Plan:
     """The plan of a call; ArgumentError where another kernel quantized its k and v."""
-    plan = plan_of(backend, problem, given.like.get_device())
+    device = given.like.get_device()
+    try:
+        plan = plan_of(backend, problem, device)
+    except UnsupportedError as error:  # which says what other options to use: those of k and v are settled
+        if isinstance(given.details, Stored) and f"_{backend.arch(device)}_" not in given.details.quantizer:
+            raise ArgumentError(f"k and v must be quantized by a kernel of {backend.arch(device)}, got "
+                                f"{given.details.quantizer}; quantize k and v again") from error
+        raise
     if isinstance(given.details, Stored):
         check_quantizer(plan.kernels, given.details)
         kept = 0 if given.kept is None else given.kept.numel()

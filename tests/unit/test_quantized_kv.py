@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
 
 import pytest
 import torch
@@ -244,6 +245,17 @@ def test_kernels_of_another_arch_do_not_read_it():
     message = "by the kernel in use, sage_quant_sm120_.*, got sage_quant_sm89_"
     with handing(other), pytest.raises(sage_aot.ArgumentError, match=message):
         sage_aot.attn(q, kv)
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm120"])
+def test_another_arch_without_kernels_of_these_options_does_not_read_it(arch):
+    q, k, v = draw()
+    kv = sage_aot.quantize_kv(k, v, p="linear")
+    message = f"quantized by a kernel of {arch}, got sage_quant_sm89_.*; quantize k and v again"
+    with handing(EmulationBackend(default_library().manifest, arch)):
+        with pytest.raises(sage_aot.ArgumentError, match=message):
+            sage_aot.attn(q, kv)
+        assert re.search(message, sage_aot.supports(q, kv))
 
 
 def test_kernels_of_one_mask_alone():
