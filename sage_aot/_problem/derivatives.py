@@ -13,7 +13,7 @@ from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
 
 from sage_aot._kernels.spec import MOST_TRAINED
-from sage_aot._problem.options import LOSES_A_DERIVATIVE
+from sage_aot._problem.options import STAYS_A_TENSOR
 from sage_aot.errors import ArgumentError
 
 _functorch: Any = torch._C._functorch
@@ -123,4 +123,9 @@ def _scalar_loses_a_derivative(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad or is_transformed() and is_differentiated(tensor)
 
 
-LOSES_A_DERIVATIVE.append(_scalar_loses_a_derivative)
+def _is_mapped(tensor: torch.Tensor) -> bool:
+    """True for a tensor of vmap, which has a scalar for each entry."""
+    return is_transformed() and bool(_functorch.is_batchedtensor(tensor))
+
+
+STAYS_A_TENSOR += [_scalar_loses_a_derivative, _is_mapped]

@@ -90,9 +90,9 @@ _OF_SYMBOL: Mapping[str, Callable[[Any], Any]] = {"SymBool": bool, "SymInt": int
 
 def scalar_of(value: Any) -> Any:
     """The Python scalar within a NumPy scalar, a string too, or within an array or a tensor without dimensions; that of
-    a tracer's symbol, which puts a guard on it; of a list or a tuple the tuple of these; any other value as it is. A tensor stays
-    one, which no option is, where it has no value, or a derivative that would be lost. A scalar on a GPU synchronizes
-    with it."""
+    a tracer's symbol, which puts a guard on it; of a list or a tuple the tuple of these; any other value as it is. A
+    tensor stays one, which no option is, where it has no value, or several, or a derivative that would be lost. A
+    scalar on a GPU synchronizes with it."""
     if isinstance(value, (list, tuple)):  # dynamo of torch 2.11 cannot look up the names of their types, or of ints'
         return tuple([operator.index(item) if isinstance(item, int) and not isinstance(item, bool) else scalar_of(item)
                       for item in value])
@@ -107,12 +107,12 @@ def scalar_of(value: Any) -> Any:
 def _stays_a_tensor(value: Any) -> bool:
     if not hasattr(value, "requires_grad"):  # an array of another library
         return False
-    return bool(value.is_meta) or any(loses(value) for loses in LOSES_A_DERIVATIVE)
+    return bool(value.is_meta) or any(stays(value) for stays in STAYS_A_TENSOR)
 
 
-LOSES_A_DERIVATIVE: list[Callable[[Any], bool]] = []
-"""Functions that say of a tensor that its scalar would lose a derivative. sage_aot/_problem/derivatives.py adds its
-own, for this module does without torch."""
+STAYS_A_TENSOR: list[Callable[[Any], bool]] = []
+"""Functions that say of a tensor that it has several scalars, or one that would lose a derivative.
+sage_aot/_problem/derivatives.py adds its own, for this module does without torch."""
 
 
 def integer_of(value: Any) -> int | None:
@@ -151,8 +151,8 @@ class Options:
         help="query i sees the keys `j <= i + keys - queries`: aligned bottom-right")
     scale: float | None = _option(
         None, schema="float?", valid=_is_scale, samples=(None, 0.0, -0.1, 1e-3, 0.7, 20.0), refused=math.nan,
-        expected=f"a finite number from -{MAX_SCALE:g} to {MAX_SCALE:g}, or None for 1 / sqrt(headdim); of a tensor "
-                 f"that is differentiated pass scale.item()",
+        expected=f"a finite number from -{MAX_SCALE:g} to {MAX_SCALE:g}, or None for 1 / sqrt(headdim); multiply q "
+                 f"by a tensor that vmap maps, of a tensor that is differentiated pass scale.item()",
         help="factor on q·kᵀ before the softmax; None is `1 / sqrt(headdim)`")
     layout: str = _option(
         "HND", schema="str", valid=_is_one_of(*LAYOUTS), samples=tuple(LAYOUTS), refused="BSHD",

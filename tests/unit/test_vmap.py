@@ -204,6 +204,13 @@ def test_derivatives_are_refused_still():
         torch.vmap(sage_aot.attn)(X.clone().requires_grad_(), Y, Z)
 
 
+@pytest.mark.parametrize("name", ["scale", "is_causal", "smooth_v", "return_lse"])
+def test_options_that_are_mapped_are_refused(name):
+    of_entries = torch.arange(ENTRIES) * 0.1 if name == "scale" else torch.arange(ENTRIES) > 0
+    with pytest.raises(ArgumentError, match=f"^{name}: expected "):
+        torch.vmap(lambda value: sage_aot.attn(X[0], Y[0], Z[0], **{name: value}))(of_entries)
+
+
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
