@@ -11,6 +11,7 @@ import torch
 from sage_aot._backends.emulation.backend import emulated_arch
 from sage_aot._call.backends import default_library
 from sage_aot._call.sparse import Sparse
+from sage_aot._cli.files import check_file
 from sage_aot._tools.reference import measure
 from sage_aot._tools.tune import KEEPS, TunedModel, save_tuned
 from sage_aot.errors import ArgumentError, UnsupportedError
@@ -56,8 +57,8 @@ def main_of_sparse(name: str, text: str | None, tokens: int, error: float, file:
         ArgumentError: as :func:`main` says, or sage_aot served no call, or there is no folder for `file`.
         UnsupportedError: as :func:`main` says, or transformers knows the model as no causal language model.
     """
-    if file is not None and not Path(file).absolute().parent.is_dir():
-        raise ArgumentError(f"audit: expected a file in a folder that exists, got {file}")
+    if file is not None:
+        check_file("audit", file)
     model, ids = _model_and_tokens(transformers.AutoModelForCausalLM, name, text, tokens)
     integration.enable(model)
     reset_report()

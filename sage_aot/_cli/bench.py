@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_aot._call.api import attn
+from sage_aot._cli.files import check_file, check_picture
 from sage_aot._tools.reference import MIN_COSINE, measure
 from sage_aot._version import __version__
 from sage_aot.errors import ArgumentError, UnsupportedError
@@ -336,9 +337,9 @@ def main(shapes: list[str], png: str, file: str | None) -> int:
         raise UnsupportedError(f"bench: expected a CUDA GPU, torch {torch.__version__} finds none; run it on a machine "
                                f"with a GPU and a CUDA build of torch")
     check_gpu()
-    for path in (png, *([] if file is None else [file])):
-        if not Path(path).absolute().parent.is_dir():
-            raise ArgumentError(f"bench: expected a file in a folder that exists, got {path}")
+    check_picture("bench", png)
+    if file is not None:
+        check_file("bench", file)
     if find_spec("matplotlib") is None:
         print("no picture will be written: pip install matplotlib\n")
     header = {"GPU": torch.cuda.get_device_name(), "sage_aot": __version__,

@@ -22,8 +22,9 @@ from torch.nn.attention import SDPBackend
 
 from sage_aot._cli import bench
 from sage_aot._cli.bench import Effort, Row, Shape, Way
+from sage_aot._cli.files import check_file
 from sage_aot._kernels.axes import HEADDIMS
-from sage_aot.errors import ArgumentError, UnsupportedError
+from sage_aot.errors import UnsupportedError
 from sage_aot.integrations import Policy, use
 from sage_aot.integrations._calibration import Machine, choose, writable_folder, write
 from sage_aot.integrations._gain import (
@@ -276,8 +277,8 @@ def main(file: str | None) -> int:
                                f"machine with a GPU and a CUDA build of torch")
     check_gpu()
     writable_folder()
-    if file is not None and not Path(file).absolute().parent.is_dir():
-        raise ArgumentError(f"calibrate: expected a file in a folder that exists, got {file}")
+    if file is not None:
+        check_file("calibrate", file)
     device = torch.cuda.current_device()
     former, machine = choose(device), Machine.here(device)
     print(f"- GPU: {machine}\n- thresholds of before: {former.source}")

@@ -20,6 +20,7 @@ from sage_aot._backends.emulation.backend import emulated_arch
 from sage_aot._call.api import attn
 from sage_aot._call.backends import default_library
 from sage_aot._cli.demo_inputs import EXTRA, QKV, Workload, workload_on
+from sage_aot._cli.files import check_picture
 from sage_aot._tools import reference
 from sage_aot._tools.explain import explain
 from sage_aot._tools.reference import MIN_COSINE, Accuracy
@@ -38,7 +39,12 @@ SHOWN = "full"
 
 
 def main(png: str) -> int:
-    """Measure, print, and draw to the file `png`. Returns the exit code: 1 where a cosine is below MIN_COSINE."""
+    """Measure, print, and draw to the file `png`. Returns the exit code: 1 where a cosine is below MIN_COSINE.
+
+    Raises:
+        ArgumentError: there is no folder for `png`, or matplotlib writes no such format.
+    """
+    check_picture("demo", png)
     device, backend = _backend()
     print(f"sage_aot {__version__}, {backend}")
     with torch.inference_mode():

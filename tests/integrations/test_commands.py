@@ -15,7 +15,7 @@ from test_transformers import MODELS
 
 import sage_aot
 from sage_aot._cli import audit as auditing
-from sage_aot._cli import bench
+from sage_aot._cli import bench, demo
 from sage_aot._cli import main as cli
 from sage_aot._cli.bench import USES, Row, Shape, Times, Way
 from sage_aot._tools import reference
@@ -159,6 +159,18 @@ def test_files_are_looked_at_before_the_work(monkeypatch, capsys, tmp_path):
     for option in ("--png", "--json"):
         assert run(monkeypatch, "bench", option, str(tmp_path / "missing" / "file")) == 1
         assert "bench: expected a file in a folder that exists, got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("missing/x.png", "demo: expected a file in a folder that exists, got .*x.png"),
+    (".", "demo: expected a file in a folder that exists"),
+    ("x.foo", r"demo: expected a picture of a format that matplotlib writes, got .*x\.foo; name it .*x\.png"),
+])
+def test_the_picture_of_the_demo_is_looked_at_before_the_work(monkeypatch, capsys, tmp_path, name, message):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(demo, "workload_on", lambda device: pytest.fail("the work was begun"))
+    assert run(monkeypatch, "demo", "--png", str(tmp_path / name)) == 1
+    assert re.match(f"sage_aot: {message}", capsys.readouterr().err)
 
 
 def test_the_bench_needs_a_gpu(monkeypatch, capsys):
