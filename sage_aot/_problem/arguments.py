@@ -17,6 +17,9 @@ from sage_aot.errors import ArgumentError
 TOKENS = "[tokens, heads, headdim]"
 """Dimensions of tensors that hold sequences."""
 
+MOST_OF_BLOCK = 2**20
+"""The most queries or keys of a block. A mask has an element for each 64 of them, whether or not a call has as many."""
+
 
 def check_tensors_are(**tensors: object) -> None:
     """Raise ArgumentError for an argument that is not a tensor."""
@@ -70,6 +73,9 @@ def block_sizes_of(block_size: Any, name: str = "block_size") -> tuple[int, int]
     if len(sizes) != 2 or any(size is None or size <= 0 or size % MASK_BLOCK for size in sizes):
         raise ArgumentError(f"{name}: expected multiples of {MASK_BLOCK}, one or (queries, keys), got {block_size!r}; "
                             f"of smaller blocks pass their elements as attn_mask")
+    if any(size > MOST_OF_BLOCK for size in sizes):  # type: ignore[operator]
+        raise ArgumentError(f"{name}: expected at most {MOST_OF_BLOCK} queries and keys in a block, got "
+                            f"{block_size!r}; of one block for all of them leave the blocks out")
     return sizes  # type: ignore[return-value]
 
 

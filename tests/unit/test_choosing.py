@@ -334,7 +334,10 @@ def test_supports_answers_for_calls_that_choose():
     ({}, "Sparse: expected one of keep, mass and tau, got none"),
     ({"keep": 0.5, "mass": 0.5}, "got keep, mass"), ({"keep": 2}, "keep: expected a share"),
     ({"keep": []}, "keep: expected a number, or one for each q head"), ({"keep": 0.5, "tail": 1}, "tail: expected"),
-    ({"keep": 0.5, "block_size": 32}, "block_size"), ({"keep": 0.5, "near": -1}, "near"),
+    ({"keep": 0.5, "block_size": 32}, "block_size"),
+    ({"keep": 0.5, "block_size": 2**40}, "block_size: expected at most 1048576 queries and keys in a block, got 10995"),
+    ({"keep": 0.5, "block_size": (64, 2**20 + 64)}, "block_size: expected at most 1048576"),
+    ({"keep": 0.5, "near": -1}, "near"),
     ({"keep": torch.tensor([0.5])}, r"keep: expected a number, or one for each q head, got a tensor; pass its tolist"),
 ])
 def test_a_wrong_setting_is_told_when_it_is_made(fields, message):
