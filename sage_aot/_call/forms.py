@@ -119,7 +119,7 @@ def options_of(q: torch.Tensor, asked: Asked, out: object, return_lse: object) -
     if out is not None:
         if not isinstance(out, torch.Tensor):
             check_out(out, q)  # raises
-        if not torch.compiler.is_dynamo_compiling():
+        elif not torch.compiler.is_dynamo_compiling():
             check_resolved(out)
     return options
 

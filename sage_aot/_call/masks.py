@@ -189,7 +189,8 @@ def _blocks_of_call(blocks: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, 
                             f"keys, got {rows} x {columns} of them; make the mask of this call's lengths")
     if torch.compiler.is_compiling():
         for found, of_call in zip(blocks.blocks.shape[2:], needed):
-            torch._check(found == of_call)  # when the code runs, where a tracer cannot know it
+            # when the code runs, where a tracer cannot know it
+            torch._check(found == of_call)  # type: ignore[no-untyped-call]
     fitting = blocks.blocks[:, :, : -(-queries // MASK_BLOCK), : -(-keys // MASK_BLOCK)]
     expanded = _expanded("block_mask", fitting, (batch, heads, *fitting.shape[2:]), "[batch, q heads, ...]")
     elements = blocks.elements

@@ -258,7 +258,7 @@ class Manifest:
             return cls(**{**values, "flags": tuple(values["flags"]), "archs": _archs(values["archs"]),
                           "structs": _structs(values["structs"]),
                           "kernels": Records({row["spec"]: row for row in values["kernels"]})})
-        except (KeyError, TypeError, AttributeError, ValueError, BadZipFile, zlib.error) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError, BadZipFile, zlib.error) as error:
             raise ValueError(f"{folder / FILE_NAME} is not a manifest of this version of sage_aot: {error}") from error
 
 

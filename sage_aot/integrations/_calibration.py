@@ -224,7 +224,7 @@ def read(path: Path, machine: Machine) -> Thresholds:
         return Thresholds(calls, frozenset(map(_corner, held["flash"])))
     except OSError as error:
         raise Refused(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise Refused(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 

@@ -58,7 +58,7 @@ class Policy:
         free = OPTIONS.keys() - {"is_causal", "window", "scale", "layout"}  # a host's call decides about these
         if unknown := self.options.keys() - free:
             raise ArgumentError(f"options: expected some of {', '.join(sorted(free))}, got "
-                                f"{', '.join(sorted(unknown))}")
+                                f"{', '.join(sorted(map(str, unknown)))}")
         checked = Options(**self.options)  # ArgumentError for a value that is none
         # Python's scalars, which have hashes, and a mapping that nothing that the caller does to its own changes
         object.__setattr__(self, "options", _Frozen((name, getattr(checked, name)) for name in self.options))
@@ -82,7 +82,7 @@ class _Entry:
 
 
 _entered = [_Entry(_policy)]
-"""What is entered, in that order: the policy of a process, and those of :func:`use`."""
+"""Entries in the order of entering: the policy of a process, then those of :func:`use`."""
 
 
 @contextmanager

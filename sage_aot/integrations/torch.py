@@ -198,9 +198,9 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801  # a context manager, as to
     @contextmanager
     def globally() -> Iterator[None]:
         """The attribute ``torch.nn.functional.scaled_dot_product_attention`` does what :func:`sdpa` does while the
-        context is entered, for all threads; contexts may be left in any order. References that were taken before, with ``from torch.nn.functional
-        import``, stay torch's. ``torch.nn.MultiheadAttention`` calls the function with ``need_weights=False``, and not
-        on torch's fast path of inference (``torch.backends.mha``)."""
+        context is entered, for all threads; contexts may be left in any order. References that were taken before, with
+        ``from torch.nn.functional import``, stay torch's. ``torch.nn.MultiheadAttention`` calls the function with
+        ``need_weights=False``, and not on torch's fast path of inference (``torch.backends.mha``)."""
         check_gpu()
         of_bias = _Replacement(CausalBias, "__torch_function__")
 

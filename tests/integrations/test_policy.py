@@ -723,6 +723,7 @@ def test_the_work_of_a_window_is_what_it_shows():
     ({"options": {"window": (7, 0)}}, "options: expected some of clip, .*, got window"),
     ({"options": {"qk": "int7"}}, "qk: expected .*int7"),
     ({"options": {"smoothv": True}}, "options: expected some of .*smooth_v.*, got smoothv"),
+    ({"options": {1: 2, "smoothv": True}}, "options: expected some of .*smooth_v.*, got 1, smoothv"),
 ])
 def test_policies_are_checked(wrong, message):
     with pytest.raises(ArgumentError, match=message):
@@ -855,7 +856,7 @@ def test_a_policy_ends_with_its_context():
 
 
 def test_policies_may_end_in_any_order():
-    """As a server's requests overlap, which two threads serve."""
+    """Contexts overlap where two threads of a server each have a request."""
     before, routes = _policy._policy, _policy.routes
     one, other, third = (use(Policy("possible", options={"qk": qk})) for qk in ("int8", "int4", "auto"))
     for context in (one, other, third):

@@ -268,7 +268,7 @@ def test_globally(qkv):
 
 
 def test_contexts_of_threads_may_be_left_in_any_order(qkv):
-    """As a server's requests overlap, which two threads serve."""
+    """Contexts overlap where two threads of a server each have a request."""
     of_bias = CausalBias.__dict__["__torch_function__"]
     one, other, third = (replace_sdpa.globally() for _ in range(3))
     for context in (one, other, third):

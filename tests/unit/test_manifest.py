@@ -87,6 +87,12 @@ def test_every_byte_is_sealed(folder):
         Manifest.read(folder)
 
 
+def test_a_manifest_that_is_nested_too_deeply_is_refused(folder):
+    (folder / FILE_NAME).write_text("[" * 100000)
+    with pytest.raises(ValueError, match="is not a manifest of this version of sage_aot: maximum recursion depth"):
+        Manifest.read(folder)
+
+
 @pytest.mark.parametrize(("edit", "message"), [
     (lambda values: values.update(format=FORMAT - 1), f"expected format {FORMAT}, got {FORMAT - 1}"),
     (lambda values: values.pop("structs"), "structs"),
