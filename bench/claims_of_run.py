@@ -293,7 +293,7 @@ def most(steps: list[tuple[str, str]]) -> tuple[str, str]:
 
 
 class Source(NamedTuple):
-    """Where a claim comes from. `find` returns its value, its rows, or a dividend and a divisor."""
+    """Origin of a claim. `find` returns its value, its rows, or a dividend and a divisor."""
 
     part: str
     find: Callable[[Run], str | Cells | tuple[str, str]]
