@@ -565,8 +565,11 @@ def _contract_of_batch(case: Case, inputs: Inputs, made: Made) -> list[Measure]:
 
 def _chosen(case: Case, inputs: Inputs) -> torch.Tensor:
     """[batch, q heads, queries, keys] bool: the keys of the blocks that the call chooses, as documented."""
-    sparse = inputs.sparse
-    blocks = sparse.select(inputs.q, inputs.k, is_causal=case.is_causal, scale=case.scale, layout=case.layout).blocks
+    sparse, k = inputs.sparse, inputs.k
+    if inputs.key_mask is not None:  # hidden keys count as zeros
+        hidden = ~inputs.key_mask[:, None, :, None]
+        k = k.masked_fill(hidden if case.layout == "HND" else hidden.transpose(1, 2), 0.0)
+    blocks = sparse.select(inputs.q, k, is_causal=case.is_causal, scale=case.scale, layout=case.layout).blocks
     dense_keys = ends_of(sparse.dense_keys)
     if sparse.tail and case.seqlen_kv % sizes_of(sparse.block_size)[1]:
         dense_keys = dense_keys[0], max(1, dense_keys[1])
@@ -577,8 +580,8 @@ def _chosen(case: Case, inputs: Inputs) -> torch.Tensor:
                       dense_keys=dense_keys, dense_queries=sparse.dense_queries, is_causal=case.is_causal,
                       scale=case.scale, independent=case.kind in INDEPENDENT)
     is_finite = not case.planted.startswith(("q", "k"))
-    if is_finite and is_decided(asked, *(heads_first(x, case.layout) for x in (inputs.q, inputs.k))):
-        broken = failures(asked, inputs.q, inputs.k, blocks)
+    if is_finite and is_decided(asked, *(heads_first(x, case.layout) for x in (inputs.q, k))):
+        broken = failures(asked, inputs.q, k, blocks)
         if broken:
             raise AssertionError(f"the choice of blocks by {sparse}: {broken[0]}")
     seen = blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)
