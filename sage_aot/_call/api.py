@@ -76,8 +76,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         key_mask: bool ``[batch, keys]``, True where a key may be seen, for all queries and heads alike; any strides.
             None: every key may be seen. The call drops all other keys before it quantizes, so that a mask saves their
             work, and nothing depends on what they hold. The output is that of a call on the keys that are left. With
-            `sparse`, a `block_mask`, or an `attn_mask` that differs by query or head, it drops none, and takes zeros
-            for them, in copies of k and v.
+            `sparse`, a `block_mask`, or an `attn_mask` that differs by query or head, it drops none: in copies of k
+            and v each of them has what the last key in front of it holds that may be seen.
         sinks: float32 ``[q heads]``: a logit that joins the softmax of each row of its q head, without a value, so that
             the weights of the keys sum to less than one. The log-sum-exp has it too. A row that sees no key gives
             zeros, and the sink as its log-sum-exp. None: no sinks.

@@ -66,8 +66,8 @@ def call_of_attn(q: Any, k: Any, v: Any, asked: Asked, *, key_mask: Any, sinks: 
 
 
 def with_shown_keys(call: PublicCall) -> PublicCall:
-    """A call of attn with zeros for the keys that a key mask hides, where the call keeps them for the sake of a mask
-    that differs by query or head."""
+    """A call of attn whose keys that a key mask hides hold what shown ones hold, where the call keeps them for the sake
+    of a mask that differs by query or head."""
     kind, arguments, asked = call
     given = given_to(call)
     if kind != "dense" or given.key_mask is None or not any(name in LISTED for name in given.optional):

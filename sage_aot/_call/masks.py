@@ -155,16 +155,20 @@ def masks_of_call(q: Any, k: Any, layout: Any, key_mask: Any, attn_mask: Any,
 
 
 def shown_alone(k: Any, v: Any, key_mask: Any, layout: Any) -> tuple[Any, Any]:
-    """k and v with zeros for the keys that a key mask hides: where the call drops none of them, all keys have a part in
-    means and scales, whatever hidden ones hold. The same k and v where the operators refuse one of the arguments."""
+    """k and v with, for each key that a key mask hides, a copy of the key before it that it shows, or of the first such
+    key: where the call drops none, all keys have a part in means and scales, whatever hidden ones hold. The same k and v
+    where the operators refuse one of the arguments."""
     tensors = k, v, key_mask
     if layout not in LAYOUTS or not all(isinstance(x, torch.Tensor) and x.device == k.device for x in tensors):
         return k, v
     shape = k.shape[::2] if layout == "HND" else k.shape[:2]
     if key_mask.dtype != torch.bool or not k.dim() == v.dim() == 4 or key_mask.shape != shape or k.shape != v.shape:
         return k, v
-    seen = key_mask[:, None, :, None] if layout == "HND" else key_mask[:, :, None, None]
-    return torch.where(seen, k, 0), torch.where(seen, v, 0)
+    places = torch.arange(key_mask.shape[1], device=key_mask.device)
+    shown = torch.where(key_mask, places, -1).cummax(1).values
+    taken = torch.where(shown < 0, key_mask.int().argmax(1, keepdim=True), shown)
+    rows, index = (2, taken[:, None, :, None]) if layout == "HND" else (1, taken[:, :, None, None])
+    return tuple(x.gather(rows, index.expand_as(x)) for x in (k, v))  # type: ignore[return-value]
 
 
 def _is_of_keys(attn_mask: torch.Tensor) -> bool:

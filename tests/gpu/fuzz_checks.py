@@ -308,8 +308,11 @@ def _compare_stored(case: Case, inputs: Inputs, direct: Made) -> list[Measure]:
         of_keys = key_mask[:, None, None]
         own["attn_mask"] = of_keys if attn_mask is None else attn_mask & of_keys
         key_mask = None
+    k, v = inputs.k, inputs.v
+    if case.is_listed and inputs.key_mask is not None and key_mask is None:  # which the direct call does itself
+        k, v = (of_shown_keys(x, inputs.key_mask, case.layout) for x in (k, v))
     pool = None if inputs.sparse is None else sizes_of(inputs.sparse.block_size)[1]
-    kv = sage_aot.quantize_kv(inputs.k, inputs.v, key_mask=key_mask, layout=case.layout, pool=pool, **others)
+    kv = sage_aot.quantize_kv(k, v, key_mask=key_mask, layout=case.layout, pool=pool, **others)
     if (refusal := sage_aot.supports(inputs.q, kv, **own)) is not None:
         raise AssertionError(f"supports() refuses a call that is taken: {refusal}")
     returned = sage_aot.attn(inputs.q, kv, **own)
@@ -563,12 +566,22 @@ def _contract_of_batch(case: Case, inputs: Inputs, made: Made) -> list[Measure]:
                      tail=tail)
 
 
+def of_shown_keys(x: torch.Tensor, key_mask: torch.Tensor | None, layout: str) -> torch.Tensor:
+    """k or v with, for hidden keys, what the last shown key in front of them holds, or the first shown key."""
+    if key_mask is None:
+        return x
+    made = heads_first(x, layout).clone()
+    for entry, seen in zip(made, key_mask):
+        shown = seen.nonzero()[:, 0]
+        if len(shown):
+            before = torch.searchsorted(shown, torch.arange(len(seen), device=x.device), right=True) - 1
+            entry.copy_(entry[:, shown[before.clamp(min=0)]])
+    return heads_first(made, layout)
+
+
 def _chosen(case: Case, inputs: Inputs) -> torch.Tensor:
     """[batch, q heads, queries, keys] bool: the keys of the blocks that the call chooses, as documented."""
-    sparse, k = inputs.sparse, inputs.k
-    if inputs.key_mask is not None:  # hidden keys count as zeros
-        hidden = ~inputs.key_mask[:, None, :, None]
-        k = k.masked_fill(hidden if case.layout == "HND" else hidden.transpose(1, 2), 0.0)
+    sparse, k = inputs.sparse, of_shown_keys(inputs.k, inputs.key_mask, case.layout)
     blocks = sparse.select(inputs.q, k, is_causal=case.is_causal, scale=case.scale, layout=case.layout).blocks
     dense_keys = ends_of(sparse.dense_keys)
     if sparse.tail and case.seqlen_kv % sizes_of(sparse.block_size)[1]:
