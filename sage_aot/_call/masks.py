@@ -156,8 +156,8 @@ def masks_of_call(q: Any, k: Any, layout: Any, key_mask: Any, attn_mask: Any,
 
 def shown_alone(k: Any, v: Any, key_mask: Any, layout: Any) -> tuple[Any, Any]:
     """k and v with, for each key that a key mask hides, a copy of the key before it that it shows, or of the first such
-    key: where the call drops none, all keys have a part in means and scales, whatever hidden ones hold. The same k and v
-    where the operators refuse one of the arguments."""
+    key: where the call drops none, all keys have a part in means and scales, whatever hidden ones hold. The same k and
+    v where the operators refuse one of the arguments."""
     tensors = k, v, key_mask
     if layout not in LAYOUTS or not all(isinstance(x, torch.Tensor) and x.device == k.device for x in tensors):
         return k, v
