@@ -168,7 +168,7 @@ def shown_alone(k: Any, v: Any, key_mask: Any, layout: Any) -> tuple[Any, Any]:
     shown = torch.where(key_mask, places, -1).cummax(1).values
     taken = torch.where(shown < 0, key_mask.int().argmax(1, keepdim=True), shown)
     rows, index = (2, taken[:, None, :, None]) if layout == "HND" else (1, taken[:, :, None, None])
-    return tuple(x.gather(rows, index.expand_as(x)) for x in (k, v))  # type: ignore[return-value]
+    return tuple(x.gather(rows, index.expand_as(x)) for x in (k, v))
 
 
 def _is_of_keys(attn_mask: torch.Tensor) -> bool:
