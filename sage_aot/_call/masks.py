@@ -164,6 +164,8 @@ def shown_alone(k: Any, v: Any, key_mask: Any, layout: Any) -> tuple[Any, Any]:
     shape = k.shape[::2] if layout == "HND" else k.shape[:2]
     if key_mask.dtype != torch.bool or not k.dim() == v.dim() == 4 or key_mask.shape != shape or k.shape != v.shape:
         return k, v
+    if holds(shape[1] == 0):
+        return k, v
     places = torch.arange(key_mask.shape[1], device=key_mask.device)
     shown = torch.where(key_mask, places, -1).cummax(1).values
     taken = torch.where(shown < 0, key_mask.int().argmax(1, keepdim=True), shown)

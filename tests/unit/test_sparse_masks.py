@@ -230,6 +230,13 @@ def test_nothing_depends_on_what_keys_hold_that_a_key_mask_hides(arch, differing
     assert all(torch.equal(out, found[0]) for out in found) and found[0].any()
 
 
+@pytest.mark.parametrize("differing", ["attn_mask", "sparse"])
+def test_a_key_mask_of_no_keys_goes_with_other_masks(differing):
+    q, k, v = draw(70, 0)
+    other = {"attn_mask": torch.ones(70, 0, dtype=torch.bool)} if differing == "attn_mask" else HIDING["sparse"]
+    assert not sage_aot.attn(q, k, v, key_mask=torch.ones(2, 0, dtype=torch.bool), **other).any()
+
+
 @pytest.mark.parametrize(("key_mask", "says"), [
     (torch.ones(2, KEYS), "key_mask: expected torch.bool"), (torch.ones(2, 7, dtype=torch.bool), "key_mask: expected"),
     ([True], "key_mask: expected")], ids=["dtype", "keys", "list"])
