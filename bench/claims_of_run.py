@@ -323,8 +323,6 @@ CLAIMS: dict[str, Source] = {
     "sustained": Source("sustained", sustained),
     "short": Source("graph", lambda run: spread([row["× cuDNN"] for row in run.rows(
         "graph", row="sm90 call", N=SIZES["1K"])])),
-    "short-queued": Source("dense", lambda run: spread([row["× cuDNN"] for row in run.rows(
-        "dense", row="sm90 call", N=SIZES["1K"])])),
     "short-parts": Source("graph", short_parts),
     "rivals-calls": Source("peers", lambda run: of_peers(run, CALLS, [*SIZES.values()], BY_GRAPH, QUEUED)),
     "rivals": Source("peers", lambda run: of_peers(run, KERNELS, [*SIZES.values()], BY_GRAPH, QUEUED)),
