@@ -357,7 +357,7 @@ CLAIMS: dict[str, Source] = {
     "training-cudnn-64-least": Source("backward", training_over_cudnn("64", least)),
     "training-cudnn-64-most": Source("backward", training_over_cudnn("64", most)),
 }
-"""The claims of a run. Clocks, power and times of a first call are read from log.md, where a person wrote them."""
+"""The claims of a run. Those of clocks, power, a first call and an import are written by hand."""
 
 
 # --- claims.yaml ------------------------------------------------------------------------------------------------------

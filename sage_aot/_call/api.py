@@ -76,14 +76,15 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         key_mask: bool ``[batch, keys]``, True where a key may be seen, for all queries and heads alike; any strides.
             None: every key may be seen. The call drops all other keys before it quantizes, so that a mask saves their
             work, and nothing depends on what they hold. The output is that of a call on the keys that are left. With
-            `sparse`, a `block_mask`, or an `attn_mask` that differs by query or head, it drops none: in copies of k
-            and v each of them has what the last key in front of it holds that may be seen.
+            `sparse`, a `block_mask`, or an `attn_mask` that differs by query or head, it drops none. It then copies k
+            and v, and gives each hidden key the values of the last visible key before it, or of the first visible key.
         sinks: float32 ``[q heads]``: a logit that joins the softmax of each row of its q head, without a value, so that
             the weights of the keys sum to less than one. The log-sum-exp has it too. A row that sees no key gives
             zeros, and the sink as its log-sum-exp. None: no sinks.
         attn_mask: bool, any shape that broadcasts to ``[batch, q heads, queries, keys]``: True where the query sees the
             key, as in torch's SDPA. A query sees what all masks leave. KV tiles of which a tile of queries sees nothing
-            are not read. A float mask (a bias on scores) is refused.
+            are not read. One that is alike for all queries and heads is a `key_mask`. What a key holds that another one
+            hides from every query has a part in means and scales. A float mask (a bias on scores) is refused.
         block_mask: of :func:`sage_aot.block_mask`: which blocks of keys a block of queries sees, likewise.
         sparse: a :class:`sage_aot.Sparse`: the call chooses such blocks itself, by the means of blocks of q and k.
             None: every block that the masks leave is computed.
@@ -161,7 +162,7 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         optional = {"key_mask": key_mask, "sinks": sinks, "attn_mask": attn_mask, "block_mask": block_mask}
         return attend_sparse(q, k, v, asked, sparse, optional, out, return_lse)
     call = call_of_attn(q, k, v, asked, key_mask=key_mask, sinks=sinks, attn_mask=attn_mask, block_mask=block_mask)
-    if key_mask is not None and (attn_mask is not None or block_mask is not None):
+    if attn_mask is not None or block_mask is not None:
         call = with_shown_keys(call)
     return attend(call, out, return_lse)
 

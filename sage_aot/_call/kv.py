@@ -96,7 +96,8 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
 
     Args:
         k, v: as :func:`sage_aot.attn` takes them. The q of a call must have their dtype and device.
-        key_mask: likewise; calls with the result have none of their own, and no `attn_mask`, `block_mask` or `sparse`.
+        key_mask: likewise; calls with the result have none of their own. Calls with a result that has one take no
+            `attn_mask`, `block_mask` and `sparse`.
         layout: of k and v alone; a call has a layout for its q.
         qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p: as :func:`sage_aot.attn`, for all calls with the
             result.

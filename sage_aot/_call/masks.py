@@ -129,7 +129,8 @@ def _dense(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 def masks_of_call(q: Any, k: Any, layout: Any, key_mask: Any, attn_mask: Any,
                   blocks: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The key mask, the mask of elements and that of blocks as the operators take them. ArgumentError for masks that
-    do not fit q and k. A mask of elements that differs by batch entry alone is a key mask, which saves more."""
+    do not fit q and k. An `attn_mask` that differs by batch entry alone is a key mask, which saves more, but in calls
+    with a QuantizedKV, which have none."""
     check_optional_are(key_mask=key_mask, attn_mask=attn_mask)
     check_tensors_are(q=q)
     if not isinstance(k, QuantizedKV):
@@ -139,30 +140,44 @@ def masks_of_call(q: Any, k: Any, layout: Any, key_mask: Any, attn_mask: Any,
     batch, heads, queries, _ = heads_first(q, layout).shape
     keys = k.shape[2] if isinstance(k, QuantizedKV) else heads_first(k, layout).shape[2]
     shape = batch, heads, queries, keys
-    of_blocks = None
-    if blocks is not None:
-        of_blocks, elements = _blocks_of_call(blocks, shape)
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            return key_mask, attn_mask, of_blocks  # refused by the operators
-        if elements is not None:
-            attn_mask = elements if attn_mask is None else elements & _expanded("attn_mask", attn_mask, shape, _SCORES)
-    if attn_mask is not None and of_blocks is None and not isinstance(k, QuantizedKV) and _is_of_keys(attn_mask):
+    of_blocks, elements = (None, None) if blocks is None else _blocks_of_call(blocks, shape)
+    if attn_mask is not None and attn_mask.dtype != torch.bool and blocks is not None:
+        return key_mask, attn_mask, of_blocks  # refused by the operators
+    if attn_mask is not None and not isinstance(k, QuantizedKV) and _is_of_keys(attn_mask):
         of_keys = _expanded("attn_mask", attn_mask, (batch, 1, 1, keys), _SCORES)[:, 0, 0]
-        if key_mask is None or key_mask.dtype != torch.bool or _differ(key_mask.shape, of_keys.shape):
-            return (of_keys if key_mask is None else key_mask), None, None  # another key mask the operators refuse
-        return of_keys & key_mask, None, None
+        key_mask, attn_mask = of_keys if key_mask is None else _joined(of_keys, key_mask), None
+    if attn_mask is not None:
+        attn_mask = _expanded("attn_mask", attn_mask, shape, _SCORES)
+    if elements is not None:
+        attn_mask = elements if attn_mask is None else elements & attn_mask
     return key_mask, None if attn_mask is None else _expanded("attn_mask", attn_mask, shape, _SCORES), of_blocks
+
+
+def _joined(of_keys: torch.Tensor, key_mask: torch.Tensor) -> torch.Tensor:
+    """What two key masks leave; the second one alone where the operators refuse it."""
+    is_none = key_mask.dtype != torch.bool or _differ(key_mask.shape, of_keys.shape)
+    return key_mask if is_none else of_keys & key_mask
+
+
+def keys_of_choice(q: torch.Tensor, k: torch.Tensor, layout: str, key_mask: torch.Tensor | None,
+                   attn_mask: torch.Tensor | None) -> torch.Tensor:
+    """The keys by which a call with these masks chooses its blocks."""
+    if attn_mask is not None:
+        key_mask, _, _ = masks_of_call(q, k, layout, key_mask, attn_mask, None)
+    return k if key_mask is None else shown_alone(k, k, key_mask, layout)[0]
 
 
 def shown_alone(k: Any, v: Any, key_mask: Any, layout: Any) -> tuple[Any, Any]:
     """k and v with, for each key that a key mask hides, a copy of the key before it that it shows, or of the first such
-    key: where the call drops none, all keys have a part in means and scales, whatever hidden ones hold. The same k and
-    v where the operators refuse one of the arguments."""
+    key; of the first key where it shows none. For calls that drop no keys: all of them have a part in means and scales.
+    The same k and v where the operators refuse one of the arguments."""
     tensors = k, v, key_mask
     if layout not in LAYOUTS or not all(isinstance(x, torch.Tensor) and x.device == k.device for x in tensors):
         return k, v
     shape = k.shape[::2] if layout == "HND" else k.shape[:2]
-    if key_mask.dtype != torch.bool or not k.dim() == v.dim() == 4 or key_mask.shape != shape or k.shape != v.shape:
+    if key_mask.dtype != torch.bool or not k.dim() == v.dim() == 4:
+        return k, v
+    if _differ(key_mask.shape, shape) or _differ(k.shape, v.shape):
         return k, v
     if holds(shape[1] == 0):
         return k, v

@@ -55,7 +55,7 @@ def select_blocks(q: torch.Tensor, k: torch.Tensor | PooledBlocks | QuantizedKV,
         dense_queries: so many first queries, or (first, last), see every key.
         is_causal: no query sees a block whose keys all lie behind it. Pass is_causal to attn too. The choice
             takes no other mask into account: keys that a key mask or a window hides are part of the means, and blocks
-            of such keys count towards `keep`.
+            of such keys count towards `keep`. (attn replaces keys that its key_mask hides before it chooses.)
         scale, layout: as :func:`sage_aot.attn`.
 
     Returns:

@@ -10,7 +10,7 @@ import torch
 
 from sage_aot._call.forms import Result, attend, call_of_attn, check_qkv, copied_to, options_of
 from sage_aot._call.kv import QuantizedKV
-from sage_aot._call.masks import BlockMask, shown_alone
+from sage_aot._call.masks import BlockMask, masks_of_call, shown_alone
 from sage_aot._call.pooling import DEFAULT_BLOCK, PooledBlocks, pooled_of, rows_of_caller
 from sage_aot._call.selection import amounts_of, check_numbers, ends_of, pooled_keys, select_blocks
 from sage_aot._problem.arguments import block_sizes_of
@@ -35,8 +35,9 @@ class Sparse:
             finite counts as zero, one of k as the mean of its channel over a sample of 64 keys (zero where that is not
             finite). A mean of values is zero where their sum over the block is beyond float32.
 
-    The choice takes no mask into account but `is_causal`. Keys that another mask hides are part of the means, and
-    blocks of such keys count towards `keep`.
+    The choice takes no mask into account but `is_causal`. Keys that a window or a mask that differs by query hides are
+    part of the means. In a call of attn a key that a `key_mask` hides counts as a copy of the last visible key before
+    it, or of the first visible key. Blocks of hidden keys count towards `keep`.
 
     >>> import torch, sage_aot
     >>> q, k, v = torch.randn(3, 1, 2, 512, 64)
@@ -88,6 +89,9 @@ def attend_sparse(q: Any, k: Any, v: Any, asked: Asked, sparse: Any, optional: d
                   out: torch.Tensor | None, return_lse: bool) -> Result:
     """Make a call of attn whose blocks of keys are chosen. `optional`: the optional tensors of attn by name."""
     _check(k, asked, sparse, optional)
+    if optional["attn_mask"] is not None:
+        key_mask, attn_mask, _ = masks_of_call(q, k, asked.layout, optional["key_mask"], optional["attn_mask"], None)
+        optional = optional | {"key_mask": key_mask, "attn_mask": attn_mask}
     if optional["key_mask"] is not None:
         k, v = shown_alone(k, v, optional["key_mask"], asked.layout)
     if sparse.tail:

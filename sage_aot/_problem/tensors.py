@@ -73,7 +73,9 @@ TENSORS: dict[str, TensorArgument] = {
         refused={**dict.fromkeys(("varlen", "train_varlen"),
                                  "leave the keys that it masks out of k and v, and out of cu_seqlens_k"),
                  "stored": "pass it to quantize_kv"},
-        help="keys that may be seen, for all queries and heads alike; the call drops all others before it quantizes",
+        help="keys that may be seen, for all queries and heads alike; the call drops all others before it quantizes, "
+             "or with `sparse`, a `block_mask` or an `attn_mask` that differs by query or head replaces them by copies "
+             "of visible keys",
         limit=_key_mask_limit),
     "sinks": TensorArgument(
         dtype="float32", shape=("q heads",), meaning="a logit in addition to the scores of each row of the head",

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sage_aot._call.api import attn
+from sage_aot._call.masks import keys_of_choice
 from sage_aot._call.sparse import Sparse
 from sage_aot._problem.options import LAYOUTS
 from sage_aot._problem.problem import heads_first
@@ -88,8 +89,9 @@ def tune_tensors(target: Any, *, error: float, sparse: Sparse, keeps: Sequence[f
     search = Search.of(error, sparse, keeps)
     _check_call(call)
     call = {**search.options, **call}
-    probes = [Probe(_of_attn(sample, call), sample[0], sample[1], call.get("is_causal", False), call.get("scale"),
-                    call.get("layout", "HND")) for sample in _samples(target)]
+    layout, masks = call.get("layout", "HND"), (call.get("key_mask"), call.get("attn_mask"))
+    probes = [Probe(_of_attn((q, k, v), call), q, keys_of_choice(q, k, layout, *masks), call.get("is_causal", False),
+                    call.get("scale"), layout) for q, k, v in _samples(target)]
     heads = {probe.heads for probe in probes}
     if len(heads) != 1:
         raise ArgumentError(f"tune: expected samples with one number of q heads, got {sorted(heads)}; tune each layer "
@@ -133,7 +135,7 @@ class Probe:
 
     Args:
         attend: makes the call with a choice.
-        q, k: of the call, in its layout.
+        q, k: by which the call chooses, in its layout.
         is_causal, scale, layout: of the call.
     """
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from sage_aot._call.masks import keys_of_choice
 from sage_aot._call.sparse import Sparse
 from sage_aot._tools.tune import Measured, Probe, Search, TunedModel
 from sage_aot.errors import ArgumentError
 from sage_aot.integrations import _serve
 from sage_aot.integrations._policy import current, use
 from sage_aot.integrations._report import report
-from sage_aot.integrations._rules import LEAST_BLOCKS, HostCall, blocks_of
+from sage_aot.integrations._rules import LEAST_BLOCKS, HostCall, blocks_of, key_mask_of
 
 
 def tune_model(model: Any, *, run: Callable[[Any], object], error: float, sparse: Sparse,
@@ -120,5 +121,6 @@ def _modules_noted(model: torch.nn.Module) -> Iterator[list[str]]:
 
 def _probe_of(call: HostCall, search: Search) -> Probe:
     options = {**search.options, **current().options}
-    return Probe(lambda sparse: _serve.serve(call._replace(blocks=sparse), False, options), call.q, call.k,
-                 call.is_causal, call.scale, call.layout)
+    k = keys_of_choice(call.q, call.k, call.layout, key_mask_of(call), None)
+    return Probe(lambda sparse: _serve.serve(call._replace(blocks=sparse), False, options), call.q, k, call.is_causal,
+                 call.scale, call.layout)

@@ -291,26 +291,33 @@ def _asked(function: Callable[..., Any], arguments: dict[str, Any], sequences: S
     return function(**own, **sequences._asdict())
 
 
+def _is_of_keys(attn_mask: torch.Tensor) -> bool:
+    return all(size == 1 for size in attn_mask.shape[-3:-1])
+
+
+def _key_mask_of(case: Case, inputs: Inputs) -> torch.Tensor | None:
+    """The key mask of a call: as documented, a mask of elements that is alike for all queries and heads is one."""
+    attn_mask, key_mask = inputs.of_queries.get("attn_mask"), inputs.key_mask
+    if attn_mask is None or not _is_of_keys(attn_mask):
+        return key_mask
+    of_keys = attn_mask[(None,) * (4 - attn_mask.dim())][:, 0, 0].expand(inputs.q.shape[0], case.seqlen_kv)
+    return of_keys if key_mask is None else of_keys & key_mask
+
+
 def _compare_stored(case: Case, inputs: Inputs, direct: Made) -> list[Measure]:
     """Compare the call with one whose k and v were quantized before: both have the same bits."""
     own: dict[str, Any] = {name: case.arguments[name] for name in (*OF_CALL, "return_lse")}
     others = {name: value for name, value in case.arguments.items() if name not in own}
     own |= inputs.of_queries
-    key_mask, attn_mask = inputs.key_mask, own.get("attn_mask")
+    k, v, attn_mask = inputs.k, inputs.v, own.get("attn_mask")
+    key_mask = _key_mask_of(case, inputs)
     if attn_mask is not None:
-        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-    of_blocks = own.get("block_mask") is not None or inputs.sparse is not None
-    if attn_mask is not None and attn_mask.shape[1:3] == (1, 1) and not of_blocks:
-        of_keys = attn_mask[:, 0, 0].expand(inputs.q.shape[0], case.seqlen_kv)  # as documented, a key mask
-        key_mask = of_keys if key_mask is None else of_keys & key_mask
-        own["attn_mask"] = None
-    elif case.is_listed and key_mask is not None:
+        attn_mask = own["attn_mask"] = None if _is_of_keys(attn_mask) else attn_mask[(None,) * (4 - attn_mask.dim())]
+    if key_mask is not None and (attn_mask, own.get("block_mask"), inputs.sparse) != (None,) * 3:
+        k, v = (of_shown_keys(x, key_mask, case.layout) for x in (k, v))  # which the direct call does itself
         of_keys = key_mask[:, None, None]
         own["attn_mask"] = of_keys if attn_mask is None else attn_mask & of_keys
         key_mask = None
-    k, v = inputs.k, inputs.v
-    if case.is_listed and inputs.key_mask is not None and key_mask is None:  # which the direct call does itself
-        k, v = (of_shown_keys(x, inputs.key_mask, case.layout) for x in (k, v))
     pool = None if inputs.sparse is None else sizes_of(inputs.sparse.block_size)[1]
     kv = sage_aot.quantize_kv(k, v, key_mask=key_mask, layout=case.layout, pool=pool, **others)
     if (refusal := sage_aot.supports(inputs.q, kv, **own)) is not None:
@@ -581,7 +588,7 @@ def of_shown_keys(x: torch.Tensor, key_mask: torch.Tensor | None, layout: str) -
 
 def _chosen(case: Case, inputs: Inputs) -> torch.Tensor:
     """[batch, q heads, queries, keys] bool: the keys of the blocks that the call chooses, as documented."""
-    sparse, k = inputs.sparse, of_shown_keys(inputs.k, inputs.key_mask, case.layout)
+    sparse, k = inputs.sparse, of_shown_keys(inputs.k, _key_mask_of(case, inputs), case.layout)
     blocks = sparse.select(inputs.q, k, is_causal=case.is_causal, scale=case.scale, layout=case.layout).blocks
     dense_keys = ends_of(sparse.dense_keys)
     if sparse.tail and case.seqlen_kv % sizes_of(sparse.block_size)[1]:

@@ -31,7 +31,7 @@ def test_every_claim_of_the_runs_folder_is_computed_or_read_from_its_log_page():
             name = line.strip(" :")
         if line.startswith(f"    log: {FOLDER}/") and not line.endswith("/log.md") and name not in CLAIMS:
             by_hand.append(name)
-    assert by_hand == ["first-call-ms", "import-ms"]  # sections of latency.log that a spread is no word for
+    assert by_hand == ["first-call-ms", "import-ms"]
 
 
 BLOCK = """\

@@ -214,18 +214,19 @@ HIDING = {"attn_mask": {"attn_mask": at()[1] <= at()[0]},
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
-@pytest.mark.parametrize("differing", HIDING)
-def test_nothing_depends_on_what_keys_hold_that_a_key_mask_hides(arch, differing, layout):
+@pytest.mark.parametrize(("differing", "spelling"), [
+    *((differing, "key_mask") for differing in HIDING), ("block_mask", "attn_mask"), ("sparse", "attn_mask")])
+def test_nothing_depends_on_what_keys_hold_that_a_key_mask_hides(arch, differing, spelling, layout):
     """A call with such a mask keeps hidden keys: a huge one would take the bits of the others."""
     q, k, v = draw()
     keys = torch.rand(2, KEYS, generator=torch.Generator().manual_seed(3)) < 0.8
-    found = []
+    found, mask = [], {"key_mask": keys} if spelling == "key_mask" else {"attn_mask": keys[:, None, None]}
     for value in (0.0, 1e4, 1e30, math.nan):
         tensors = [q, *(x.masked_fill(~keys[:, None, :, None], value) for x in (k, v))]
         if layout == "NHD":
             tensors = [x.transpose(1, 2) for x in tensors]
         before = [x.clone() for x in tensors]
-        found.append(sage_aot.attn(*tensors, key_mask=keys, layout=layout, **HIDING[differing]))
+        found.append(sage_aot.attn(*tensors, **mask, layout=layout, **HIDING[differing]))
         assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(tensors, before))
     assert all(torch.equal(out, found[0]) for out in found) and found[0].any()
 

@@ -72,6 +72,19 @@ def test_of_several_samples_the_worst_counts():
 
 @pytest.mark.parametrize("mask", [{"key_mask": (torch.arange(300) < 100)[None]},
                                   {"attn_mask": (torch.arange(300) < 100)[None, None, None]}], ids=["keys", "elements"])
+def test_densities_are_of_the_blocks_that_a_call_with_a_mask_of_keys_chooses(mask):
+    """Hidden keys are large here, and unlike each other: by their own values all of their blocks were seen."""
+    q, k, v = torch.randn(3, 1, 2, 300, 64, generator=torch.Generator().manual_seed(0)) + 2.0
+    k[:, :, 100:] = 50 * torch.randn(1, 2, 200, 64, generator=torch.Generator().manual_seed(1))
+    sparse = Sparse(keep=0.2, block_size=64, first=0, near=0, least_alike=0.5)
+    tuned = tune((q, k, v), error=1e9, sparse=sparse, keeps=(0.2,), **mask)
+    shown = torch.cat([k[:, :, :100], k[:, :, 99:100].expand(-1, -1, 200, -1)], 2)
+    assert tuned.density == pytest.approx((sparse.select(q, shown).blocks.float().mean().item(),) * 2)
+    assert tuned.density[0] < sparse.select(q, k).blocks.float().mean().item()
+
+
+@pytest.mark.parametrize("mask", [{"key_mask": (torch.arange(300) < 100)[None]},
+                                  {"attn_mask": (torch.arange(300) < 100)[None, None, None]}], ids=["keys", "elements"])
 def test_all_blocks_have_no_error_under_a_mask_of_keys(mask):
     """A call without a choice drops hidden keys, and the others get other scales."""
     q, k, v = torch.randn(3, 1, 2, 300, 64, generator=torch.Generator().manual_seed(0))
