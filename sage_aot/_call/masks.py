@@ -154,7 +154,7 @@ def masks_of_call(q: Any, k: Any, layout: Any, key_mask: Any, attn_mask: Any,
 
 
 def _joined(of_keys: torch.Tensor, key_mask: torch.Tensor) -> torch.Tensor:
-    """What two key masks leave; the second one alone where the operators refuse it."""
+    """The keys that both masks show; the second mask alone where the operators refuse it."""
     is_none = key_mask.dtype != torch.bool or _differ(key_mask.shape, of_keys.shape)
     return key_mask if is_none else of_keys & key_mask
 
