@@ -179,11 +179,8 @@ def shown_alone(k: Any, v: Any, key_mask: Any, layout: Any) -> tuple[Any, Any]:
         return k, v
     if _differ(key_mask.shape, shape) or _differ(k.shape, v.shape):
         return k, v
-    if holds(shape[1] == 0):
-        return k, v
-    places = torch.arange(key_mask.shape[1], device=key_mask.device)
-    shown = torch.where(key_mask, places, -1).cummax(1).values
-    taken = torch.where(shown < 0, key_mask.int().argmax(1, keepdim=True), shown)
+    shown_first = (~key_mask).byte().argsort(dim=1, stable=True)
+    taken = shown_first.gather(1, (key_mask.cumsum(1) - 1).clamp(min=0))
     rows, index = (2, taken[:, None, :, None]) if layout == "HND" else (1, taken[:, :, None, None])
     return tuple(x.gather(rows, index.expand_as(x)) for x in (k, v))
 

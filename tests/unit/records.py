@@ -208,7 +208,7 @@ def _attn(spec: AttnSpec, tile: Tile, family: str) -> dict[str, float]:
         "threads": _threads(tile, family), "shared_bytes": _shared_bytes(spec, tile, family),
         "p_top": _float32(11.392317 if nvfp4 else math.log2(largest)), "lazy_rise": 8 if f16 else 0,
         "whole_reference": f16,
-        "most_fall": 40, "no_reference": -2.0**127, "largest_scale": 2.0**100,
+        "most_fall": 40, "no_reference": -2.0**127, "largest_scale": 2.0**90 if nvfp4 else 2.0**100,
         "smallest_scale": 2**-60 if nvfp4 else 9.99999991097579e-38}
     if family == "mma":
         folds = spec.q == "qraw" and (spec.qk == "int8" or f16)

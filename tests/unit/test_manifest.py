@@ -88,7 +88,7 @@ def test_every_byte_is_sealed(folder):
 
 
 def test_a_manifest_that_is_nested_too_deeply_is_refused(folder):
-    (folder / FILE_NAME).write_text("[" * 100000)
+    (folder / FILE_NAME).write_bytes(b"[" * 100000)
     with pytest.raises(ValueError, match="is not a manifest of this version of sage_aot: maximum recursion depth"):
         Manifest.read(folder)
 

@@ -112,7 +112,7 @@ def test_operators_raise_the_errors_of_the_call():
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"scale": torch.tensor(0.5, requires_grad=True)},
-     r"scale: expected .*; of a tensor that is differentiated pass scale.item\(\), got tensor"),
+     r"scale: expected .*, of a tensor that is differentiated pass scale.item\(\), got tensor"),
     ({"out": 3}, "out: expected a tensor like q, got int"),
     ({"q": None}, "q: expected a torch.Tensor, got NoneType"),
 ])
