@@ -150,7 +150,7 @@ def masks_of_call(q: Any, k: Any, layout: Any, key_mask: Any, attn_mask: Any,
         attn_mask = _expanded("attn_mask", attn_mask, shape, _SCORES)
     if elements is not None:
         attn_mask = elements if attn_mask is None else elements & attn_mask
-    return key_mask, None if attn_mask is None else _expanded("attn_mask", attn_mask, shape, _SCORES), of_blocks
+    return key_mask, attn_mask, of_blocks
 
 
 def _joined(of_keys: torch.Tensor, key_mask: torch.Tensor) -> torch.Tensor:

@@ -63,11 +63,13 @@ def test_flags_of_quantization(flag, call, name):
         assert torch.equal(found, QUANTIZED[call](**{name: value}))
 
 
-@pytest.mark.parametrize(("name", "value"), [("qk", "int8"), ("layout", "HND"), ("smooth_q", "auto"), ("p", "auto")])
-@pytest.mark.parametrize("call", [name for name in QUANTIZED if name != "train_attn"])
-def test_words(name, value, call):
-    if (call, name) == ("attn_varlen", "layout"):
-        pytest.skip("sequences have no layout")
+WORDS = {"qk": "int8", "layout": "HND", "smooth_q": "auto", "p": "auto"}
+
+
+@pytest.mark.parametrize(("call", "name", "value"), [
+    (call, name, value) for call in QUANTIZED for name, value in WORDS.items()
+    if call != "train_attn" and (call, name) != ("attn_varlen", "layout")])  # sequences have no layout
+def test_words(call, name, value):
     assert torch.equal(QUANTIZED[call](**{name: np.str_(value)}), QUANTIZED[call](**{name: value}))
     assert sage_aot.supports(Q, K, V, **{name: np.str_(value)}) is None
     assert type(getattr(Options(**{name: np.str_(value)}), name)) is str
