@@ -134,8 +134,9 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         natural log, ``[batch, q heads, queries]`` in both layouts. A query that sees no key gives an output of zeros
         and a log-sum-exp of −inf. NaN or infinity in a query makes its row NaN. In a key it makes the rows NaN that see
         the key; in v, its channel of the rows that see its key. All other values stay as they are: finite inputs give
-        finite outputs while no value of v exceeds 1e35, and the error of a row does not grow with its own scores up to
-        1e30 (docs/math.md, "Softmax"; docs/accuracy.md, "One value far above all others").
+        finite outputs, and the error of a row does not grow with its own scores up to 1e30 (docs/math.md, "Softmax").
+        Single values of v of more than some 1e30 times the others count as less (docs/accuracy.md, "One value far above
+        all others").
 
     Raises:
         ArgumentError: an argument is not as described; the message says what came. Also where a derivative is asked

@@ -16,7 +16,7 @@ from sage_aot._call.selection import amounts_of, check_numbers, ends_of, pooled_
 from sage_aot._problem.arguments import block_sizes_of
 from sage_aot._problem.derivatives import check_no_derivative, is_transformed
 from sage_aot._problem.options import Asked, for_schema, for_tracer
-from sage_aot._problem.problem import heads_first
+from sage_aot._problem.problem import heads_first, holds
 from sage_aot._problem.selection import CHOOSE_BY
 from sage_aot._problem.tensors import MASK_BLOCK, taken_by
 from sage_aot.errors import ArgumentError
@@ -78,8 +78,8 @@ class Sparse:
         dense_keys = ends_of("dense_keys", self.dense_keys)
         if self.tail:
             keys = heads_first(k, layout).shape[2] if isinstance(k, torch.Tensor) else k.shape[2]
-            ragged = keys % block_sizes_of(self.block_size)[1] != 0
-            dense_keys = dense_keys[0], max(dense_keys[1], int(ragged))
+            if not holds(keys % block_sizes_of(self.block_size)[1] == 0):
+                dense_keys = dense_keys[0], max(dense_keys[1], 1)
         return select_blocks(q, k, keep=self.keep, mass=self.mass, tau=self.tau, block_size=self.block_size,
                              first=self.first, near=self.near, least_alike=self.least_alike, dense_keys=dense_keys,
                              dense_queries=self.dense_queries, is_causal=is_causal, scale=scale, layout=layout)
@@ -96,7 +96,7 @@ def attend_sparse(q: Any, k: Any, v: Any, asked: Asked, sparse: Any, optional: d
         k, v = shown_alone(k, v, optional["key_mask"], asked.layout)
     if sparse.tail:
         check_qkv(q, k, v)
-    if sparse.tail and q.numel() and k.numel():
+    if sparse.tail and not holds(q.numel() == 0) and not holds(k.numel() == 0):
         return _with_tail(q, k, v, asked, sparse, optional, out, return_lse)
     blocks = sparse.select(q, k, is_causal=asked.is_causal, scale=asked.scale, layout=asked.layout)
     return _attend(q, k, v, asked, optional | {"block_mask": blocks}, out, return_lse)

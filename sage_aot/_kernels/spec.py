@@ -249,7 +249,7 @@ BACKWARD = ("bwdprep", "bwdkv", "bwdq")
 """The kinds of the backward pass in every family: two kernels find the gradients."""
 
 BACKWARD_TOGETHER = ("bwdqkv", "bwdsum")
-"""Kinds instead of bwdkv and bwdq where all gradients are asked for, in families that have them."""
+"""Kinds that replace bwdkv and bwdq where all gradients are asked for, in families that have them."""
 
 OF_BACKWARD = (*BACKWARD, *BACKWARD_TOGETHER)
 """Every kind of the backward pass."""

@@ -86,7 +86,7 @@ class Case(_SizesAndOptions):
     dtype: str = _varied({"bf16": 2, "f16": 2, "f32": 1})
     kind: str = _varied({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
                          "tiny": 1, "sink": 2, "falling": 1, "low": 1, "heavy_v": 1, "sparse_v": 1,
-                         "spike": 0, "stepped_v": 0})  # for tests/sim: to draw them would change a seed's other cases
+                         "vast_v": 1, "spike": 0, "stepped_v": 0})  # 0: for tests/sim
     planted: str = _varied({"none": 24, "q:nan": 1, "k:nan": 1, "v:nan": 1, "q:inf": 1, "k:inf": 1, "v:inf": 1})
     mask_kind: str = _varied({"none": 8, "random": 2, "left": 1, "right": 1, "few": 1, "one": 1, "nothing": 1,
                               "all": 1})
@@ -578,6 +578,16 @@ def _heavy_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> N
     v[:, :, 3 * v.shape[2] // 4:] *= 2.0**-12
 
 
+def _vast_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """One key of the first head has values at the ends of their dtype's range, in every third channel. Not in training:
+    sums of dO times such a V are beyond f32."""
+    if case.trained:
+        return
+    key = 2 * v.shape[2] // 3
+    v[:, 0, key, ::3] = torch.finfo(v.dtype).max
+    v[:, 0, key, ::6] *= -1.0
+
+
 def _sparse_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Channels of zeros but for few keys, which a sample may miss."""
     v[..., ::2] *= (torch.arange(v.shape[2], device=v.device) % 37 == 5)[:, None]
@@ -591,7 +601,7 @@ def _stepped_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
 _CHANGES = {"normal": _unchanged, "outlier": _unchanged, "constant": _constant, "biased_v": _biased_v, "zeros": _zeros,
             "huge": _huge, "wide_v": _wide_v, "tiny": _tiny, "spike": _spike,
             "sink": _sink, "falling": _falling, "low": _low, "heavy_v": _heavy_v, "sparse_v": _sparse_v,
-            "stepped_v": _stepped_v}
+            "vast_v": _vast_v, "stepped_v": _stepped_v}
 
 
 def _plant(case: Case, tensors: dict[str, torch.Tensor]) -> None:

@@ -539,6 +539,8 @@ def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key
     visible = oracle.visible_keys(q.shape[2], k.shape[2], is_causal=case.is_causal, top_left=top_left,
                                   window=case.window, elements=None if tail else elements, key_mask=key_mask,
                                   device=q.device)
+    # Heads of which attn promises finite outputs alone.
+    vast = (v.abs().amax((2, 3)) == torch.finfo(v.dtype).max) & (case.values == "drawn")
     counts = None
     if tail:
         k, v, visible, counts = oracle.Tail.of(k, v, visible, elements, tail)
@@ -546,10 +548,11 @@ def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key
     right = oracle.expect(q, k, v, scale=case.scale, visible=visible, arithmetic=arithmetic,
                           key_mask=None if case.is_listed else key_mask, sinks=sinks, counts=counts)
     got = out.double()
-    wrong_holes = out.isnan() != right.spoilt
-    measures = [Measure(FINITE, torch.where(wrong_holes, math.inf, 0.0), out, right.spoilt),
-                close("output, float64", got, right.out, right.bound).without(right.spoilt)]
-    error = torch.where(right.spoilt, 0.0, (got - right.out) / right.units).norm(dim=-1)
+    wrong_holes = torch.where(right.spoilt, ~out.isnan(), ~out.isfinite())
+    measures = [Measure(FINITE, torch.where(wrong_holes, math.inf, 0.0), out, right.spoilt)]
+    unbounded = right.spoilt | vast.repeat_interleave(case.group, 1)[..., None, None]
+    measures.append(close("output, float64", got, right.out, right.bound).without(unbounded))
+    error = torch.where(unbounded, 0.0, (got - right.out) / right.units).norm(dim=-1)
     measures.append(close("rows, float64", error, torch.zeros_like(error), right.row_bound))
     if lse is not None:
         measures.append(close("lse, float64", lse.double(), right.lse, right.lse_bound).without(right.spoilt_rows))

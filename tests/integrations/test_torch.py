@@ -401,6 +401,20 @@ def test_exported_for_any_length(when):
     torch.testing.assert_close(exported.module()(q, k, v), captured(q, k, v, scale=0.3), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("replaced", "strict", "served"), [
+    (False, False, False), (False, True, True), (True, False, False), (True, True, False)])
+def test_which_exported_calls_are_served(replaced, strict, served):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v) if replaced else sdpa(q, k, v)
+
+    with use(Policy("possible")), replace_sdpa():
+        program = torch.export.export(Model(), tuple(torch.randn(3, 1, 2, 50, 64)), strict=strict)
+    targets = {node.target for node in program.graph.nodes}
+    assert (torch.ops.sage_aot.attn.default in targets) == served
+    assert (torch.ops.aten.scaled_dot_product_attention.default in targets) != served
+
+
 def test_a_traced_call_has_no_number_of_the_trace(exact, qkv):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.jit, and of branches by shapes

@@ -185,7 +185,7 @@ HARMLESS: dict[tuple[str, Operation], str] = {
     ("TileScheduler::index", Always("if constexpr (Config::kMask == Mask::kFull) return work_index;")):
         "another order of the query tiles",
     ("QuantBlock::has_keys", OffByOne("first_tile * Config::kBlockN < rows")): "quantizes tiles that nothing reads",
-    ("QuantizeV::finite_or_mark", OffByOne("fabsf(x) <= kVanishes")): "of one value alone, which rounds to zero too",
+    ("QuantizeV::bounded_or_mark", OffByOne("fabsf(x) <= kVanishes")): "of one value alone, which rounds to zero too",
     ("DeltaS::run", Sign("first_of_launch + first_tile")):
         "first_tile is zero where a head has at most 64 query tiles; GPU tests have more",
     ("Quantize::run", OffByOne("threadIdx.x == 0")): "other threads store the same zero",

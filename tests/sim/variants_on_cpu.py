@@ -115,7 +115,7 @@ first."""
 
 FIRST_OF_EACH_SOFTMAX = _first_of_each(softmax_of)
 
-OF_QUANTIZATION_AND_EPILOGUE = {"odd", "floats", "masked"}
+OF_QUANTIZATION_AND_EPILOGUE = {"odd", "floats", "masked", "vast"}
 """Cases that tell how rows are read and stored, and little of what comes between: FIRST_OF_EACH alone has them."""
 
 
@@ -233,6 +233,7 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
         tiles that see no key at all, one of them after another tile.
     factors: KV tiles with factors of their own, a negative softmax scale; whole rows rotated at 8 bits too, or where
         causal K not smoothed.
+    vast: a key whose values end a dtype's range.
     masked: a key mask, MASKED; where V is smoothed and Q is not, also with K and V quantized before.
     sequences: of several lengths in one tensor, SEQUENCES.
     floats: f32, also with K and V quantized before, FLOATS.
@@ -276,6 +277,7 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     few = replace(plain, group=1, seqlen_q=70)
     found["factors"] = replace(few, scale=-0.1, **({"rotate": True} if spec.mask == "full" else {"smooth_k": False}),
                                seqlen_kv=3 * tile.block_n + 42, kind="heavy_v" if spec.v == "vraw" else "sparse_v")
+    found["vast"] = replace(few, dtype="bf16", seqlen_kv=3 * tile.block_n + 42, kind="vast_v")
     found["masked"] = replace(plain, **{"seed": 6, "batch": 3, "group": 1,
                                         "seqlen_q": 40 if spec.mask == "full" else tile.block_m + 20,
                                         "seqlen_kv": 2 * tile.block_n + 100,

@@ -109,6 +109,36 @@ def test_finite_inputs_give_finite_outputs(options, dtype, further):
         assert lse.isfinite().all(), which
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("further", [{}, {"smooth_v": True}], ids=str)
+def test_vast_values_of_a_key_leave_outputs_finite(options, dtype, further):
+    """Keys that a sample has or does not have, that rows look at or away from, alone or with another key whose values
+    are as vast, of the other sign."""
+    q, k, v = draw(200, seed=4)
+    vast, away = largest_of(dtype), torch.arange(200, 0, -1.0) * 0.4
+    for key in (0, 1, 37, 130, 199):
+        for sharp in (None, away, away.flip(0)):
+            for other in (0.0, -1.0):
+                own_q, own_k, own_v = q.clone(), k.clone(), v.clone()
+                if sharp is not None:
+                    own_q[..., 0], own_k[..., 0] = 8.0, sharp
+                own_v[:, 0, (key + 70) % 200, ::4] += other * vast
+                own_v[:, 0, key, ::2] = vast
+                out = sage_aot.attn(*(x.to(dtype) for x in (own_q, own_k, own_v)), **{**options, **further})
+                assert out.isfinite().all(), (key, sharp, other)
+
+
+def test_vast_values_of_a_key_are_right_up_to_1e30(options):
+    """N(0, 1) otherwise: errors of a channel's values are those of the vast one."""
+    q, k, v = draw(70)
+    for key in range(0, 70, 3):
+        own = v.clone()
+        own[:, :, key, 5] = 1e30
+        out, right = sage_aot.attn(q, k, own, **options), exact(q, k, own)[0]
+        error = (out - right)[..., 5].abs().sum() / right[..., 5].abs().sum()
+        assert error <= LARGEST[options.get("qk", "int8")], key
+
+
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_scores_of_one_key_stay_finite_up_to_the_largest_elements(options, sign):
     """Rows and keys that are all one value: sums of products reach the bound of the type of Q and K."""

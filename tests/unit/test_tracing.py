@@ -235,6 +235,22 @@ def test_masks_of_lengths_that_depend_on_values(mask, of):
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_tails_of_keys_whose_number_depends_on_values():
+    def work(q, k, v, taken):
+        found = taken.nonzero()[:, 0]
+        return sage_aot.attn(q, k[:, :, found], v[:, :, found], sparse=sparse)
+
+    sparse = sage_aot.Sparse(keep=0.4, block_size=64, tail=True)
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(work, fullgraph=True, backend=backend)
+    q, k, v = draw(300)
+    for n in (300, 299, 70, 2):
+        taken = torch.arange(300) < n
+        assert torch.equal(compiled(q, k, v, taken), work(q, k, v, taken))
+    assert backend.frame_count == 1
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_blocks_of_another_length_that_depends_on_values_are_refused():
     def work(q, k, v, taken):
         return sage_aot.attn(q[:, :, taken.nonzero()[:, 0]], k, v, block_mask=blocks)

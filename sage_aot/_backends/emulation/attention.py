@@ -95,7 +95,8 @@ def _splits(visible: VisibleKeys, tile: Tile, splits: int) -> Iterator[_Split]:
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """attn/merge.cuh: output and log-sum-exp of all splits, from those of each."""
+    """attn/merge.cuh: output and log-sum-exp of all splits, from those of each, whose outputs are stored within f32."""
+    out = out.clamp(-torch.finfo(out.dtype).max, torch.finfo(out.dtype).max)
     largest = lse.amax(0)
     largest = largest.masked_fill(largest == -math.inf, 0.0)
     weights = ((lse - largest) / math.log(2.0)).exp2()

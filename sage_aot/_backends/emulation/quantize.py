@@ -22,6 +22,9 @@ from sage_aot._problem.problem import Problem
 SCALED_MAGNITUDES = (2.0**-90, 2.0**120)
 """Least and largest magnitude of V's channels that scales go by: quant/quantize_v.cuh."""
 
+LARGEST_SCALED = 2.0**106
+"""Largest magnitude of V / v_scale: quant/quantize_v.cuh."""
+
 LARGEST_TERM = 2.0**100
 """Largest term of a score that a mean makes: kLargestTerm of numerics/arithmetic.cuh."""
 
@@ -271,22 +274,26 @@ def _quantize_v(v: torch.Tensor, sampled: torch.Tensor, problem: Problem, kernel
     shift = -mean * inv_scale
     v = torch.unflatten(v, 2, (-1, block_n))
     scaled = fma(v, inv_scale[:, :, None, None], shift[:, :, None, None])
-    spoilt = ~scaled.isfinite().flatten(2, 3)
-    factor = _tile_factor(finite_or_zero(scaled).abs().amax((-2, -1)), attn.facts["v_least"], attn.facts["v_limit"])
+    finite = v.isfinite()
+    magnitude = torch.where(finite, scaled.abs(), 0.0)
+    largest = magnitude.clamp(max=LARGEST_SCALED).amax((-2, -1))
+    factor = _tile_factor(largest, attn.facts["v_least"], attn.facts["v_limit"])
     inv_factor = (1.0 / factor)[..., None, None]
     scaled = fma(v, inv_scale[:, :, None, None] * inv_factor, shift[:, :, None, None] * inv_factor)
-    scaled = finite_or_zero(scaled)
+    most = LARGEST_SCALED * inv_factor
+    scaled = torch.where(finite, scaled.maximum(-most).minimum(most), 0.0)
     v_hat = nvfp4.v_to_nvfp4(scaled) if attn.spec.pv == "nvfp4" else to_pv(scaled, attn.spec.pv)
     if attn.spec.pv == "e4m3":
-        finite = ~_of_tiles_at_once(spoilt, block_n, quant)
+        usual = ~_of_tiles_at_once(~finite | (magnitude > LARGEST_SCALED), quant)
         whole = (torch.arange(v.shape[2], device=v.device) + 1) * block_n <= problem.seqlen_kv
-        v_hat = torch.where(finite[..., None, None], _keeping_sums(scaled, whole, quant), v_hat)
-    return v_hat.flatten(2, 3), scale, mean, factor, spoilt
+        v_hat = torch.where(usual[..., None, None], _keeping_sums(scaled, whole, quant), v_hat)
+    return v_hat.flatten(2, 3), scale, mean, factor, ~finite.flatten(2, 3)
 
 
-def _of_tiles_at_once(spoilt: torch.Tensor, block_n: int, quant: KernelRecord) -> torch.Tensor:
-    """[batch, kv heads, kv tiles]: whether any value is not finite of the tiles that a block takes at once."""
-    of_tiles = torch.unflatten(spoilt, 2, (-1, block_n)).flatten(3).any(-1)
+def _of_tiles_at_once(marked: torch.Tensor, quant: KernelRecord) -> torch.Tensor:
+    """[batch, kv heads, kv tiles]: whether any value is marked of the tiles that a block takes at once. marked: [batch,
+    kv heads, kv tiles, keys, channels]."""
+    of_tiles = marked.flatten(3).any(-1)
     tiles, at_once = of_tiles.shape[-1], quant.fact("v_tiles_at_once")
     groups = torch.unflatten(torch.nn.functional.pad(of_tiles, (0, -tiles % at_once)), -1, (-1, at_once))
     return groups.any(-1).repeat_interleave(at_once, -1)[..., :tiles]

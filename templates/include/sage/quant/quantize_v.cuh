@@ -4,9 +4,9 @@
 // The scale takes the mean magnitude of a sample to a value that leaves room above. For e4m3 and NVFP4, floating-point
 // formats that need no tight scale, that value is v_typical. For f16 the scale is a power of two, so that a bf16 keeps
 // all its bits. Where a tile's largest value lies beyond the room, or far below, the tile is divided by v_factor, a
-// power of two, by which attention multiplies the tile's P·V. No value overflows however small the sample was, and a
-// huge value costs precision in its own tile. Values that are not finite are quantized as minus zero, which marks them.
-// The tile's line has their channels.
+// power of two, by which attention multiplies the tile's P·V. A huge value costs precision in its own tile. Beyond
+// kLargestScaled a value counts as that, so that sums of P·V stay finite. Values that are not finite are quantized as
+// minus zero, which marks them. The tile's line has their channels.
 // Source: SageAttention2, sections 3.3 and 3.4.
 #pragma once
 
@@ -108,8 +108,8 @@ struct QuantizeV {
       for (i32 i = 1; i < Piece::kStepsOfTile * Piece::kKeys; ++i) extremes.add(rows.get(s * Piece::kKeys + i, load));
       note_largest(Piece(s).tile, extremes.abs_max(map), largest);
     }
-    const bool finite = share_largest(largest);
-    if (!finite) {
+    const bool usual = share_largest(largest);
+    if (!usual) {
       find_spoilt(source, load, map, largest);
       rows.load(load);  // ends the rows' live range in front of find_spoilt(); this path does not read them
     }
@@ -119,22 +119,23 @@ struct QuantizeV {
       const Scale factor = tile_factor(largest[t], params.v_least, params.v_limit);
       inv_factor[t] = factor.inv_scale;
       if (Block::has_keys(source.rows, first_tile + t)) {
-        store_line(first_kv_tile + first_tile + t, t, factor.scale, finite);
+        store_line(first_kv_tile + first_tile + t, t, factor.scale, usual);
       }
     }
-    if (finite && Piece::kKeepsSums) {
+    if (usual && Piece::kKeepsSums) {
       store_keeping_sums(source, first_kv_tile, first_tile, inv_factor, [&](i32 i) { return rows.get(i, load); });
-    } else if (finite) {
+    } else if (usual) {
 #pragma unroll kUnroll
       for (i32 s = 0; s < Piece::kSteps; ++s) {
         const auto row = [&](i32 e) { return rows.get(s * Piece::kKeys + e, load); };
-        store_piece(source, first_kv_tile, first_tile, Piece(s), inv_factor, row, [](float x, float) { return x; });
+        store_piece<kSource>(source, first_kv_tile, first_tile, Piece(s), inv_factor, row,
+                             [](float, float x, float) { return x; });
       }
     } else {  // rare: reloads the rows, which keeps its temporaries out of the common path's registers
 #pragma unroll 1
       for (i32 s = 0; s < Piece::kSteps; ++s) {
         const auto row = [&](i32 e) { return load(s * Piece::kKeys + e); };
-        store_piece(source, first_kv_tile, first_tile, Piece(s), inv_factor, row, finite_or_mark);
+        store_piece<SourceRows::kAny>(source, first_kv_tile, first_tile, Piece(s), inv_factor, row, bounded_or_mark);
       }
     }
   }
@@ -220,22 +221,22 @@ struct QuantizeV {
     return own;
   }
 
-  // row(e): key e of the piece. finish(x, inv): what is rounded, given a value that the tile's factor divides already,
-  // and the reciprocal of that factor.
-  template <SourceRows kSource, class Row, class Finish>
+  // row(e): key e of the piece. finish(v, x, inv): what is rounded of a value v, of which Map makes x by the reciprocal
+  // of the tile's factor. kMap: kAny where Map should take few registers.
+  template <SourceRows kMap, SourceRows kSource, class Row, class Finish>
   __device__ __forceinline__ void store_piece(const Source<kSource>& source, i32 first_kv_tile, i32 first_tile,
                                               const Piece& piece, const float (&inv_factor)[kTilesAtOnce], Row row,
                                               Finish finish) const {
     if (!Block::has_keys(source.rows, first_tile + piece.tile)) return;
     const float inv = of_tile(inv_factor, piece.tile);
-    const Map<kSource> in_tile(shared, inv);
+    const Map<kMap> in_tile(shared, inv);
     typename Source<kSource>::Raw own[Piece::kKeys];
 #pragma unroll
     for (i32 e = 0; e < Piece::kKeys; ++e) own[e] = row(e);
     const auto read = [&](i32 e, i32 w, float (&x)[2]) {
       source.convert(own[e], w, x[0], x[1]);
 #pragma unroll
-      for (i32 c = 0; c < 2; ++c) x[c] = finish(in_tile(x[c], 2 * w + c), inv);
+      for (i32 c = 0; c < 2; ++c) x[c] = finish(x[c], in_tile(x[c], 2 * w + c), inv);
     };
     u8* tile = kv_tile_address<Config>(params.kv_hat, first_kv_tile + first_tile + piece.tile);
     piece.store(tile + Layout::kV, read);
@@ -292,28 +293,28 @@ struct QuantizeV {
     for (i32 t = 0; t < kTilesAtOnce; ++t) largest[t] = tile == t ? ptx::max_nan(largest[t], amax) : largest[t];
   }
 
-  // Reduces the largest magnitudes of each thread to those of the block. Returns whether all are finite. Call with all
-  // threads.
+  // Reduces the largest magnitudes of each thread to those of the block. Returns whether all are finite and at most
+  // kLargestScaled. Call with all threads.
   __device__ __forceinline__ bool share_largest(float (&largest)[kTilesAtOnce]) const {
-    bool finite = true;
+    bool usual = true;
 #pragma unroll
     for (i32 t = 0; t < kTilesAtOnce; ++t) {
-      finite &= largest[t] < ptx::infinity();
+      usual &= largest[t] <= kLargestScaled;
       largest[t] = ptx::max_over_lanes<kWarpSize>(largest[t]);
       if (ptx::thread_index() % kWarpSize == 0) shared.amax[t][ptx::thread_index() / kWarpSize] = largest[t];
     }
-    finite = __syncthreads_and(finite);
+    usual = __syncthreads_and(usual);
 #pragma unroll
     for (i32 t = 0; t < kTilesAtOnce; ++t) {
       largest[t] = shared.amax[t][0];
 #pragma unroll
       for (i32 w = 1; w < Block::kWarps; ++w) largest[t] = fmaxf(largest[t], shared.amax[t][w]);
     }
-    return finite;
+    return usual;
   }
 
-  // Runs where a value is not finite: finds the channels of such values, and the largest magnitude of the finite
-  // values. Call with all threads.
+  // Runs where a value is not finite or beyond kLargestScaled: finds the channels of values that are not finite, and
+  // the largest magnitude of the others, bounded. Call with all threads.
   template <class Source, class Load, class Map>
   __device__ __forceinline__ void find_spoilt(const Source& source, Load load, const Map& map,
                                               float (&largest)[kTilesAtOnce]) const {
@@ -326,39 +327,45 @@ struct QuantizeV {
       const Piece piece(s);
 #pragma unroll 1
       for (i32 e = 0; e < Piece::kKeys; ++e) {
-        float x[1][kVector];
-        source.convert(load(s * Piece::kKeys + e), x[0]);
+        float x[kVector], amax = 0.0f;
+        source.convert(load(s * Piece::kKeys + e), x);
+        bool finite = true;
 #pragma unroll
-        for (i32 i = 0; i < kVector; ++i) x[0][i] = map(x[0][i], i);
-        if (!(abs_max(x) < ptx::infinity())) {
-          Block::mark_spoilt(shared, piece.tile, Piece::first_channel() / KvLine::kChannelsOfMark);
+        for (i32 i = 0; i < kVector; ++i) {
+          const bool own = fabsf(x[i]) < ptx::infinity();
+          if (own) amax = fmaxf(amax, fminf(fabsf(map(x[i], i)), kLargestScaled));
+          finite &= own;
         }
-        note_largest(piece.tile, make_finite(x), largest);
+        if (!finite) Block::mark_spoilt(shared, piece.tile, Piece::first_channel() / KvLine::kChannelsOfMark);
+        note_largest(piece.tile, amax, largest);
       }
     }
     share_largest(largest);
   }
 
-  // x, or minus zero where x times the tile's factor is not finite, as find_spoilt() judges too. Every other x that
-  // rounds to minus zero becomes zero.
-  __device__ __forceinline__ static float finite_or_mark(float x, float inv_factor) {
+  // What is rounded of a value v, of which Map makes x: x within its bound, or minus zero where v is not finite. Every
+  // other x that rounds to minus zero becomes zero.
+  __device__ __forceinline__ static float bounded_or_mark(float v, float x, float inv_factor) {
     // Half of the smallest magnitude; e2m1() itself makes minus zero of minus zero alone.
     constexpr float kVanishes = Config::kPv == Pv::kNvfp4 ? 0.0f : Config::kPv == Pv::kE4m3 ? 0x1p-10f : 0x1p-25f;
-    if (!(fabsf(x * reciprocal_of_power_of_two(inv_factor)) < ptx::infinity())) return -0.0f;
-    return fabsf(x) <= kVanishes ? 0.0f : x;
+    if (!(fabsf(v) < ptx::infinity())) return -0.0f;
+    return fabsf(x) <= kVanishes ? 0.0f : fminf(fmaxf(x, -kLargestScaled * inv_factor), kLargestScaled * inv_factor);
   }
 
   // Stores V's part of a tile's line. index: of kv_hat; own_tile: of the block's tiles.
-  __device__ __forceinline__ void store_line(i32 index, i32 own_tile, float factor, bool finite) const {
+  __device__ __forceinline__ void store_line(i32 index, i32 own_tile, float factor, bool usual) const {
     auto& line = *reinterpret_cast<KvLine*>(kv_tile_address<Config>(params.kv_hat, index) + Layout::kLine);
     bool spoilt = false;
-    if (!finite) spoilt = Block::store_spoilt(shared, own_tile, ptx::thread_index(), line.v_spoilt);
+    if (!usual) spoilt = Block::store_spoilt(shared, own_tile, ptx::thread_index(), line.v_spoilt);
     if (ptx::thread_index() < kKeyGroups) line.group[ptx::thread_index()].v_factor = spoilt ? -factor : factor;
   }
 
   // Bounds of a channel's magnitude. Beyond them the reciprocal of a scale, or that times the reciprocal of a tile's
   // factor, would leave f32's normal range.
   static constexpr float kSmallestMagnitude = 0x1p-90f, kLargestMagnitude = 0x1p120f;
+
+  // Bound of V / v_scale, so that f32 holds attention's sums of 2^11 such values weighed by a P of up to 2^10.
+  static constexpr float kLargestScaled = 0x1p106f;
 };
 
 }  // namespace sage
