@@ -263,7 +263,7 @@ Each row is a folder here, whose `log.md` says what was run and found. [claims.y
 and command of each run, and the figures that pages quote: {{quoted}} of its {{claims}} claims are quoted now.
 `{COMMAND}` writes this page, the heads of the logs and the quotes.
 
-Output of tests and sanitizers, and raw output of superseded runs, is not kept:
+Output of tests and sanitizers is kept where a proof needs it, raw output of superseded runs where a page quotes it:
 `git log --diff-filter=D --name-only -- {RESULTS}` finds it. A superseded run stays while a page cites it.
 
 | day | measurement | GPU | commit | cited by | superseded by |

@@ -1,4 +1,4 @@
-"""Where torch's attention is faster: calls of sage_aot and of scaled_dot_product_attention over a grid of shapes.
+"""Shapes at which torch's attention is faster: calls of sage_aot and of scaled_dot_product_attention over a grid.
 
     python bench/crossover.py --json crossover.json
 

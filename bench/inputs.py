@@ -1,4 +1,4 @@
-"""What a call costs by dtype and alignment of its inputs, with options that cost time, compared with torch's attention.
+"""Time of a call by dtype and alignment of its inputs, with options that cost time, compared with torch's attention.
 
     python bench/inputs.py --headdim 128,256 --seqlen 1024,4096
 

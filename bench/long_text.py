@@ -1,8 +1,8 @@
 """Bits per byte of language models over the density of their attention, on texts of 16,384 bytes.
 
     python bench/long_text.py --json long_text.json
-    python bench/long_text.py --json long_text.json --model shared/lm --weights long_text.pt
-    python bench/long_text.py --model shared/lm --no-training
+    python bench/long_text.py --json long_text.json --model lm --weights long_text.pt
+    python bench/long_text.py --model lm --no-training
     python bench/long_text.py --quick                   # on the CPU, emulated
 
 A model that reads bytes (bench/train.py's, with more layers) is trained with torch's bf16 attention for so many
@@ -16,7 +16,7 @@ one number for all layers and heads, set on a text of its own; the densities are
 second half of each text alone, whose bytes have the long contexts. A model is trained for a time, so that its bits
 differ from run to run; differences are within one.
 
---model reads a folder like shared/lm too. Its context is short, 2,048 bytes: blocks are of 64 there.
+--model reads a folder like lm too. Its context is short, 2,048 bytes: blocks are of 64 there.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def set_context(model: Model, context: int) -> None:
 
 
 def loaded(folder: Path, count: int, device: str) -> Subject:
-    """The model of a folder like shared/lm."""
+    """The model of a folder like lm."""
     spec = importlib.util.spec_from_file_location("byte_lm", folder / "byte_lm.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Quantized attention from precompiled kernels: SageAttention2 without a compiler.
+"""Quantized attention from precompiled kernels: SageAttention2 and SageAttention3 without a compiler.
 
 Exports that need torch (those in _HOMES) are imported at their first use. Code generation, which has the standard
 library only, can therefore import the modules that it shares with the runtime.

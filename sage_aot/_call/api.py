@@ -52,7 +52,7 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
          rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto", p: str = "auto",
          window: tuple[int, int] | None = None, return_lse: bool = False,
          out: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention with 8- or 4-bit Q and K and FP8 or f16 P and V: softmax(q·kᵀ·scale)·v, inference only.
+    """Attention with 8- or 4-bit Q and K and FP8, f16 or NVFP4 P and V: softmax(q·kᵀ·scale)·v, inference only.
 
     CUDA tensors run precompiled kernels on torch's current stream; nothing synchronizes and no input changes. CPU
     tensors run an emulation in torch: the arithmetic of the sm89 kernels, or of the arch that the environment variable
@@ -83,8 +83,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
             zeros, and the sink as its log-sum-exp. None: no sinks.
         attn_mask: bool, any shape that broadcasts to ``[batch, q heads, queries, keys]``: True where the query sees the
             key, as in torch's SDPA. A query sees what all masks leave. KV tiles of which a tile of queries sees nothing
-            are not read. One that is alike for all queries and heads is a `key_mask`. What a key holds that another one
-            hides from every query has a part in means and scales. A float mask (a bias on scores) is refused.
+            are not read. One that is alike for all queries and heads is a `key_mask`. A key that any other one hides
+            from every query still affects means and scales. A float mask (a bias on scores) is refused.
         block_mask: of :func:`sage_aot.block_mask`: which blocks of keys a block of queries sees, likewise.
         sparse: a :class:`sage_aot.Sparse`: the call chooses such blocks itself, by the means of blocks of q and k.
             None: every block that the masks leave is computed.
@@ -135,7 +135,7 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
         and a log-sum-exp of −inf. NaN or infinity in a query makes its row NaN. In a key it makes the rows NaN that see
         the key; in v, its channel of the rows that see its key. All other values stay as they are: finite inputs give
         finite outputs, and the error of a row does not grow with its own scores up to 1e30 (docs/math.md, "Softmax").
-        Single values of v of more than some 1e30 times the others count as less (docs/accuracy.md, "One value far above
+        Single values of v of more than some 1e19 times the others count as less (docs/accuracy.md, "One value far above
         all others").
 
     Raises:

@@ -114,7 +114,7 @@ def against_emulation(plan: Plan, quantized: Quantized, out: torch.Tensor, lse: 
     error = torch.where((got == expected) | got.isnan() & expected.isnan(), 0.0, error)
     error = error.nan_to_num(nan=math.inf, posinf=math.inf)
     measures = [Measure("output, emulation", error / bound.loose, got, expected),
-                _few("rows beyond the tight bound", (error > bound.tight).any(-1)),
+                _few("rows beyond the tight bound", (error > bound.tight).any(-1), quantized.q),
                 _channel_means(error, bound)]
     return measures + ([] if lse is None else [_lse_measure(plan, quantized, lse, expected_lse)])
 
@@ -155,9 +155,11 @@ def _lse_measure(plan: Plan, quantized: Quantized, lse: torch.Tensor, expected: 
     return close("lse, emulation", lse, expected, bound).without(lse.isnan() & expected.isnan())
 
 
-def _few(name: str, beyond: torch.Tensor) -> Measure:
-    """Number of rows beyond the tight bound, in units of the number allowed."""
-    count = beyond.sum()
+def _few(name: str, beyond: torch.Tensor, q: torch.Tensor) -> Measure:
+    """Number of rows beyond the tight bound, in units of the number allowed. Rows of equal Q̂ count as one: what flips
+    one of them flips all."""
+    different = torch.unique(q[:, :, : beyond.shape[2]][beyond], dim=0)
+    count = torch.tensor(len(different), device=beyond.device)
     allowed = torch.full_like(count[None], LEAST_FLIPPED + FLIPPED * beyond.numel(), dtype=torch.float32)
     return Measure(name, count / allowed, count[None], allowed)
 

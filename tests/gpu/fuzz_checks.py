@@ -540,7 +540,7 @@ def _contract(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key
                                   window=case.window, elements=None if tail else elements, key_mask=key_mask,
                                   device=q.device)
     # Heads of which attn promises finite outputs alone.
-    vast = (v.abs().amax((2, 3)) == torch.finfo(v.dtype).max) & (case.values == "drawn")
+    vast = (v.abs() == torch.finfo(v.dtype).max).flatten(2).any(-1) & (case.values == "drawn")
     counts = None
     if tail:
         k, v, visible, counts = oracle.Tail.of(k, v, visible, elements, tail)

@@ -63,25 +63,25 @@ class _Part(Operation):
 
 
 class Left(_Part):
-    """Of an operator's two operands keep the first."""
+    """Keep the first of an operator's two operands."""
 
     of, part = "binary_expression", "left"
 
 
 class Right(_Part):
-    """Of an operator's two operands keep the second."""
+    """Keep the second of an operator's two operands."""
 
     of, part = "binary_expression", "right"
 
 
 class First(_Part):
-    """Of a conditional expression's two values take the first."""
+    """Take the first of a conditional expression's two values."""
 
     of, part = "conditional_expression", "consequence"
 
 
 class Second(_Part):
-    """Of a conditional expression's two values take the second."""
+    """Take the second of a conditional expression's two values."""
 
     of, part = "conditional_expression", "alternative"
 

@@ -4,6 +4,7 @@ one value. Right answers are float64's."""
 from __future__ import annotations
 
 import math
+import os
 from fractions import Fraction
 
 import numpy as np
@@ -128,12 +129,13 @@ def test_vast_values_of_a_key_leave_outputs_finite(options, dtype, further):
                 assert out.isfinite().all(), (key, sharp, other)
 
 
-def test_vast_values_of_a_key_are_right_up_to_1e30(options):
-    """N(0, 1) otherwise: errors of a channel's values are those of the vast one."""
+def test_vast_values_of_a_key_are_right_up_to_1e19(options):
+    """N(0, 1) otherwise: errors of a channel's values are those of the vast one. Up to 1e30 with f16 P·V."""
+    vast = 1e30 if os.environ["SAGE_AOT_EMULATE"] == "sm80" else 1e19
     q, k, v = draw(70)
     for key in range(0, 70, 3):
         own = v.clone()
-        own[:, :, key, 5] = 1e30
+        own[:, :, key, 5] = vast
         out, right = sage_aot.attn(q, k, own, **options), exact(q, k, own)[0]
         error = (out - right)[..., 5].abs().sum() / right[..., 5].abs().sum()
         assert error <= LARGEST[options.get("qk", "int8")], key

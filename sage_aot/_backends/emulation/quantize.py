@@ -22,8 +22,8 @@ from sage_aot._problem.problem import Problem
 SCALED_MAGNITUDES = (2.0**-90, 2.0**120)
 """Least and largest magnitude of V's channels that scales go by: quant/quantize_v.cuh."""
 
-LARGEST_SCALED = 2.0**106
-"""Largest magnitude of V / v_scale: quant/quantize_v.cuh."""
+LARGEST_SCALED = {"f16": 2.0**106, "e4m3": 2.0**68, "nvfp4": 2.0**68}
+"""Largest magnitude of V / v_scale, by the type of V: quant/quantize_v.cuh."""
 
 LARGEST_TERM = 2.0**100
 """Largest term of a score that a mean makes: kLargestTerm of numerics/arithmetic.cuh."""
@@ -274,17 +274,17 @@ def _quantize_v(v: torch.Tensor, sampled: torch.Tensor, problem: Problem, kernel
     shift = -mean * inv_scale
     v = torch.unflatten(v, 2, (-1, block_n))
     scaled = fma(v, inv_scale[:, :, None, None], shift[:, :, None, None])
-    finite = v.isfinite()
+    finite, bound = v.isfinite(), LARGEST_SCALED[attn.spec.pv]
     magnitude = torch.where(finite, scaled.abs(), 0.0)
-    largest = magnitude.clamp(max=LARGEST_SCALED).amax((-2, -1))
+    largest = magnitude.clamp(max=bound).amax((-2, -1))
     factor = _tile_factor(largest, attn.facts["v_least"], attn.facts["v_limit"])
     inv_factor = (1.0 / factor)[..., None, None]
     scaled = fma(v, inv_scale[:, :, None, None] * inv_factor, shift[:, :, None, None] * inv_factor)
-    most = LARGEST_SCALED * inv_factor
+    most = bound * inv_factor
     scaled = torch.where(finite, scaled.maximum(-most).minimum(most), 0.0)
     v_hat = nvfp4.v_to_nvfp4(scaled) if attn.spec.pv == "nvfp4" else to_pv(scaled, attn.spec.pv)
     if attn.spec.pv == "e4m3":
-        usual = ~_of_tiles_at_once(~finite | (magnitude > LARGEST_SCALED), quant)
+        usual = ~_of_tiles_at_once(~finite | (magnitude > bound), quant)
         whole = (torch.arange(v.shape[2], device=v.device) + 1) * block_n <= problem.seqlen_kv
         v_hat = torch.where(usual[..., None, None], _keeping_sums(scaled, whole, quant), v_hat)
     return v_hat.flatten(2, 3), scale, mean, factor, ~finite.flatten(2, 3)

@@ -364,8 +364,9 @@ struct QuantizeV {
   // factor, would leave f32's normal range.
   static constexpr float kSmallestMagnitude = 0x1p-90f, kLargestMagnitude = 0x1p120f;
 
-  // Bound of V / v_scale, so that f32 holds attention's sums of 2^11 such values weighed by a P of up to 2^10.
-  static constexpr float kLargestScaled = 0x1p106f;
+  // Bound of V / v_scale, so that f32 holds attention's sums of 2^10 such values. An f16 P is below 2^10. An e4m3 P is
+  // below 2^9, and sums of it grow by 2^kMostFall when references fall (attn/row_references.cuh).
+  static constexpr float kLargestScaled = Config::kPv == Pv::kF16 ? 0x1p106f : 0x1p68f;
 };
 
 }  // namespace sage
